@@ -1,0 +1,132 @@
+package main
+
+import (
+	"fmt"
+	"maps"
+	"testing"
+
+	"pgregory.net/rapid"
+)
+
+// check reports the first thing that is wrong with the table's structure.
+func (t *table) check() error {
+	if t.directory == nil {
+		if t.count != 0 {
+			return fmt.Errorf("no directory but %d entries", t.count)
+		}
+		return nil
+	}
+	if len(t.directory) != 1<<t.bits {
+		return fmt.Errorf("directory of %d for %d bits", len(t.directory), t.bits)
+	}
+	total := 0
+	for d := 0; d < len(t.directory); {
+		s := t.directory[d]
+		span := 1 << (t.bits - s.bits)
+		if d%span != 0 {
+			return fmt.Errorf("segment of %d bits starts at directory place %d", s.bits, d)
+		}
+		for i := d; i < d+span; i++ {
+			if t.directory[i] != s {
+				return fmt.Errorf("directory place %d does not share the segment of %d", i, d)
+			}
+		}
+		d += span
+		used := 0
+		for _, e := range s.entries {
+			if e.value == 0 {
+				continue
+			}
+			used++
+			if t.segment(t.hash(e.key, e.tag)) != s {
+				return fmt.Errorf("entry (%d, %d) is in the wrong segment", e.key, e.tag)
+			}
+			if got := t.get(e.key, e.tag); got != e.value {
+				return fmt.Errorf("entry (%d, %d) holds %d, get returns %d", e.key, e.tag, e.value, got)
+			}
+		}
+		if used != s.used || used > len(s.entries)/4*3 {
+			return fmt.Errorf("segment of %d places counts %d entries and has %d", len(s.entries), s.used, used)
+		}
+		total += used
+	}
+	if total != t.count {
+		return fmt.Errorf("table counts %d entries and has %d", t.count, total)
+	}
+	return nil
+}
+
+func TestTableEqualsMap(t *testing.T) {
+	type key struct {
+		key uint64
+		tag uint32
+	}
+	rapid.Check(t, func(t *rapid.T) {
+		table, model := table{seed: rapid.Uint64().Draw(t, "seed")}, map[key]uint32{}
+		steps := rapid.SliceOfN(rapid.Custom(func(t *rapid.T) [4]uint32 {
+			return [4]uint32{
+				rapid.Uint32Range(0, 3).Draw(t, "op"),
+				rapid.Uint32Range(0, 5000).Draw(t, "first"),
+				rapid.Uint32Range(1, 3000).Draw(t, "n"),
+				rapid.Uint32Range(0, 2).Draw(t, "tag"),
+			}
+		}), 1, 6).Draw(t, "steps")
+		for _, s := range steps {
+			for k := s[1]; k < s[1]+s[2]; k++ {
+				at := key{uint64(k), s[3]}
+				if s[0] == 0 {
+					if got := table.delete(at.key, at.tag); got != model[at] {
+						t.Fatalf("delete %v returned %d, want %d", at, got, model[at])
+					}
+					delete(model, at)
+				} else {
+					table.put(at.key, at.tag, k+s[0])
+					model[at] = k + s[0]
+				}
+			}
+			if err := table.check(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		got := map[key]uint32{}
+		table.each(func(k uint64, tag, value uint32) bool {
+			got[key{k, tag}] = value
+			return true
+		})
+		if !maps.Equal(got, model) || table.len() != len(model) {
+			t.Fatalf("table of %d entries yields %d, want %d", table.len(), len(got), len(model))
+		}
+		if v := table.get(1<<40, 0); v != 0 {
+			t.Fatalf("absent key has value %d", v)
+		}
+		values := map[uint32]int{}
+		for table.len() > 0 {
+			limit := rapid.IntRange(1, 500).Draw(t, "limit")
+			before := table.len()
+			n := table.drain(limit, func(value uint32) { values[value]++ })
+			if n > limit || n == 0 || table.len() != before-n {
+				t.Fatalf("drain of %d from %d visited %d and left %d", limit, before, n, table.len())
+			}
+		}
+		for _, value := range model {
+			values[value]--
+		}
+		for value, n := range values {
+			if n != 0 {
+				t.Fatalf("value %d was drained %+d times too often", value, n)
+			}
+		}
+	})
+}
+
+func TestTableIterationStopsWhenTold(t *testing.T) {
+	table := table{}
+	for k := range uint64(10) {
+		table.put(k, 0, 1)
+	}
+	n := 0
+	table.each(func(uint64, uint32, uint32) bool { n++; return n < 3 })
+	if n != 3 {
+		t.Errorf("%d entries yielded, want 3", n)
+	}
+}
