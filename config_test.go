@@ -1,0 +1,269 @@
+package main
+
+import (
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+// testMachine is a machine whose home is a fresh folder with the prepared
+// model, and that has the GPUs.
+func testMachine(t *testing.T, gpus ...string) Machine {
+	t.Helper()
+	home := t.TempDir()
+	model := filepath.Join(home, ".cache", "kvrouter", "smollm2-135m-instruct")
+	writeFile(t, filepath.Join(model, "config.json"), `{"max_position_embeddings": 8192}`)
+	machine := ThisMachine()
+	machine.Cores = 8
+	machine.GPUs = func() []string { return gpus }
+	machine.Getenv = func(key string) string {
+		if key == "HOME" {
+			return home
+		}
+		return ""
+	}
+	return machine
+}
+
+func writeFile(t *testing.T, path, content string) {
+	t.Helper()
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(path, []byte(content), 0o644); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func mustParse(t *testing.T, machine Machine, args ...string) Config {
+	t.Helper()
+	cfg, command, err := parseConfig(args, machine)
+	if err != nil || command != CommandServe {
+		t.Fatalf("parseConfig(%q) = %q, %v", args, command, err)
+	}
+	return cfg
+}
+
+func TestDefaultsOnACPUMachine(t *testing.T) {
+	machine := testMachine(t)
+	cfg := mustParse(t, machine)
+	home := machine.Getenv("HOME")
+	want := Config{
+		Model: filepath.Join(home, ".cache/kvrouter/smollm2-135m-instruct"), ServedModelName: "smollm2-135m-instruct", ModelFolder: true,
+		Engine: "vllm", NumWorkers: 2, BlockSize: 64, GPUsPerWorker: 1, Python: "python3",
+		StartupTimeout: 10 * time.Minute, RestartBackoffMax: 30 * time.Second,
+		Host: "127.0.0.1", HTTPPort: 8000, RouterPort: 7000, BaseWorkerPort: 8100, BaseKVEventsPort: 5557, BaseKVReplayPort: 5757, BaseMetricsPort: 5657,
+		Policy: "standalone", TokenTimeout: 2 * time.Second, CollectUsage: true,
+		MaxBodyBytes: 64 << 20, RequestTimeout: 30 * time.Minute, DrainTimeout: 30 * time.Second,
+		LogLevel: "info", LogFormat: "text", Cores: 8,
+	}
+	if diff := cmp.Diff(want, cfg); diff != "" {
+		t.Error(diff)
+	}
+}
+
+func TestDefaultsOnAGPUMachine(t *testing.T) {
+	machine := testMachine(t, "0", "1", "2", "3")
+	writeFile(t, filepath.Join(machine.Getenv("HOME"), ".cache/kvrouter/vllm/bin/python"), "")
+	cfg := mustParse(t, machine, "--num-workers", "2", "--gpus-per-worker=2")
+	if cfg.Model != DefaultGPUModel || cfg.ServedModelName != DefaultGPUModel || cfg.ModelFolder {
+		t.Errorf("model %q served as %q, folder %v", cfg.Model, cfg.ServedModelName, cfg.ModelFolder)
+	}
+	if !strings.HasSuffix(cfg.Python, "/kvrouter/vllm/bin/python") {
+		t.Errorf("python %q", cfg.Python)
+	}
+	if !slices.Equal(cfg.GPUs, []string{"0", "1", "2", "3"}) {
+		t.Errorf("GPUs %q", cfg.GPUs)
+	}
+}
+
+func TestCommands(t *testing.T) {
+	machine := testMachine(t)
+	for _, test := range []struct {
+		args []string
+		want string
+	}{
+		{nil, CommandServe}, {[]string{"serve"}, CommandServe}, {[]string{"version"}, CommandVersion},
+		{[]string{"--seed", "3"}, CommandServe},
+	} {
+		if _, got, err := parseConfig(test.args, machine); got != test.want || err != nil {
+			t.Errorf("%q: command %q, %v; want %q", test.args, got, err, test.want)
+		}
+	}
+}
+
+func TestHelpNamesEveryGroupOnce(t *testing.T) {
+	out := captureStdout(t, func() {
+		if _, command, err := parseConfig([]string{"--help"}, testMachine(t)); command != CommandHelp || err != nil {
+			t.Errorf("command %q, %v", command, err)
+		}
+	})
+	for _, want := range []string{"Model and engine", "Workers\n", "Addresses", "Routing", "Requests", "Logs and settings", "--drain-timeout=30s", "KVROUTER_NUM_WORKERS", "--[no-]collect-usage"} {
+		if strings.Count(out, want) != 1 {
+			t.Errorf("help has %q %d times", want, strings.Count(out, want))
+		}
+	}
+}
+
+func captureStdout(t *testing.T, f func()) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "out")
+	file, err := os.Create(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	stdout := os.Stdout
+	os.Stdout = file
+	defer func() { os.Stdout = stdout }()
+	f()
+	if err := file.Close(); err != nil {
+		t.Fatal(err)
+	}
+	out, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(out)
+}
+
+func TestArgumentsAfterTheDashesGoToVLLMUnchanged(t *testing.T) {
+	cfg := mustParse(t, testMachine(t), "--seed", "3", "--", "--max-model-len", "4096", "--", "--seed=9")
+	if want := []string{"--max-model-len", "4096", "--", "--seed=9"}; !slices.Equal(cfg.VLLMArgs, want) || cfg.Seed != 3 {
+		t.Errorf("VLLMArgs %q, seed %d", cfg.VLLMArgs, cfg.Seed)
+	}
+}
+
+func TestCommandLineBeatsEnvironmentBeatsFile(t *testing.T) {
+	machine := testMachine(t)
+	file := filepath.Join(t.TempDir(), "kvrouter.yaml")
+	writeFile(t, file, `
+num-workers: 3
+seed: 7
+drain_timeout: 5s
+collect-usage: false
+api-key: [a, b]
+policy: random
+worker:
+  - url: http://10.0.0.1:8100
+    id: 9
+  - url=http://10.0.0.2:8100
+vllm-args: [--max-model-len, 4096]
+`)
+	t.Setenv("KVROUTER_SEED", "8")
+	t.Setenv("KVROUTER_POLICY", "round-robin")
+	cfg := mustParse(t, machine, "--policy", "least-loaded", "--config", file)
+	if cfg.NumWorkers != 3 || cfg.Seed != 8 || cfg.Policy != "least-loaded" || cfg.DrainTimeout != 5*time.Second || cfg.CollectUsage {
+		t.Errorf("%+v", cfg)
+	}
+	if !slices.Equal(cfg.APIKey, []string{"a", "b"}) || !slices.Equal(cfg.VLLMArgs, []string{"--max-model-len", "4096"}) {
+		t.Errorf("keys %q, vLLM %q", cfg.APIKey, cfg.VLLMArgs)
+	}
+	want := []AttachedWorker{{ID: 9, HasID: true, URL: "http://10.0.0.1:8100"}, {ID: 3, URL: "http://10.0.0.2:8100"}}
+	if diff := cmp.Diff(want, cfg.Worker); diff != "" {
+		t.Error(diff)
+	}
+}
+
+func TestAttachedWorkersGetTheNextFreeNumbers(t *testing.T) {
+	cfg := mustParse(t, testMachine(t), "--engine", "none",
+		"--worker", "id=1,url=http://h:1/,kv-events=tcp://h:5557,replay=tcp://h:5757,load=ipc:///run/load",
+		"--worker", "url=http://h:2;url=https://h:3", "--worker=http://h:4")
+	want := []AttachedWorker{
+		{ID: 1, HasID: true, URL: "http://h:1", KVEvents: "tcp://h:5557", Replay: "tcp://h:5757", Load: "ipc:///run/load"},
+		{ID: 0, URL: "http://h:2"}, {ID: 2, URL: "https://h:3"}, {ID: 3, URL: "http://h:4"},
+	}
+	if diff := cmp.Diff(want, cfg.Worker); diff != "" {
+		t.Error(diff)
+	}
+}
+
+func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
+	file := func(content string) string {
+		path := filepath.Join(t.TempDir(), "c.yaml")
+		writeFile(t, path, content)
+		return path
+	}
+	cpu, gpu := testMachine(t), testMachine(t, "0", "1", "2")
+	bare := testMachine(t)
+	bare.IsDir = func(string) bool { return false }
+	for _, test := range []struct {
+		name    string
+		machine Machine
+		args    string
+		want    []string
+	}{
+		{"unknown flag", cpu, "--num-worker 3", []string{"--num-worker", `did you mean "--num-workers"`}},
+		{"not a number", cpu, "--num-workers x", []string{"--num-workers", `"x"`}},
+		{"stray word", cpu, "serve now", []string{"now"}},
+		{"no worker at all", cpu, "--num-workers 0", []string{"--num-workers 0", "--engine none"}},
+		{"no block", cpu, "--block-size 0", []string{"--block-size must be more than 0"}},
+		{"block size of a CPU", cpu, "--block-size 16", []string{"--block-size 16", "multiple of 32"}},
+		{"unknown policy", cpu, "--policy best", []string{"--policy", `"standalone"`, "best"}},
+		{"nothing attached", cpu, "--engine none", []string{"--engine none", "--worker"}},
+		{"arguments for no vLLM", cpu, "--engine none --worker http://h:1 -- --x", []string{"--x", "--engine none"}},
+		{"worker without URL", cpu, "--worker id=3", []string{"id=3", "url is missing"}},
+		{"worker URL", cpu, "--worker url=localhost:8100", []string{"localhost:8100", "http://host:8100"}},
+		{"worker id", cpu, "--worker id=x,url=http://h:1", []string{"id=x", "whole number"}},
+		{"worker key", cpu, "--worker url=http://h:1,events=tcp://h:1", []string{"unknown key events", "kv-events"}},
+		{"worker endpoint", cpu, "--worker url=http://h:1,load=tcp://*:5657", []string{"load", "tcp://host:5557"}},
+		{"worker key twice", cpu, "--worker url=http://h:1,url=http://h:2", []string{"url is given twice"}},
+		{"worker twice", cpu, "--worker http://h:1;http://h:1", []string{"http://h:1", "twice"}},
+		{"worker id taken", cpu, "--worker id=1,url=http://h:1", []string{"id 1", "a started worker"}},
+		{"ports meet", cpu, "--http-port 8101", []string{"--http-port 8101", "--base-worker-port 8100 (+1 for worker 1)", "8101"}},
+		{"port ranges overlap", cpu, "--num-workers 101", []string{"--base-kv-events-port 5557 (+100 for worker 100)", "--base-metrics-port 5657"}},
+		{"port too high", cpu, "--base-worker-port 65535", []string{"--base-worker-port 65535 (+1", "1 to 65535"}},
+		{"too few GPUs", gpu, "--num-workers 2 --gpus-per-worker 2", []string{"needs 4 GPUs", "3 are visible"}},
+		{"no GPU to split", cpu, "--gpus-per-worker 2", []string{"--gpus-per-worker 2", "no GPU"}},
+		{"not set up", bare, "", []string{"make setup"}},
+		{"no such folder", cpu, "--model ./nothing", []string{"./nothing", "no such folder"}},
+		{"not a model", cpu, "--model " + t.TempDir(), []string{"config.json"}},
+		{"the router's own flag for vLLM", cpu, "-- --kv_events_config={}", []string{"--kv_events_config={}", "--base-kv-events-port"}},
+		{"no file", cpu, "--config /nonexistent.yaml", []string{"/nonexistent.yaml", "no such file"}},
+		{"unknown key", cpu, "--config " + file("num-wokers: 3"), []string{"c.yaml", `"num-wokers"`, `"num-workers"`}},
+		{"file is no map", cpu, "--config " + file("- a"), []string{"c.yaml", "not a YAML map"}},
+		{"file has a wrong type", cpu, "--config " + file("num-workers: many"), []string{"--num-workers", "many", "c.yaml"}},
+		{"file has an empty value", cpu, "--config " + file("model:"), []string{"c.yaml", "model", "no value"}},
+		{"vLLM arguments as text", cpu, "--config " + file("vllm-args: --a b"), []string{"c.yaml", "vllm-args", "list"}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			_, _, err := parseConfig(strings.Fields(test.args), test.machine)
+			if err == nil {
+				t.Fatal("no error")
+			}
+			t.Log(err)
+			if strings.Contains(err.Error(), "\n") {
+				t.Errorf("more than one line: %q", err)
+			}
+			for _, want := range test.want {
+				if !strings.Contains(err.Error(), want) {
+					t.Errorf("%q does not say %q", err, want)
+				}
+			}
+		})
+	}
+}
+
+func TestCheckPortsNamesTheFlagOfATakenPort(t *testing.T) {
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = listener.Close() }()
+	port := listener.Addr().(*net.TCPAddr).Port
+	cfg := Config{Engine: EngineNone, Host: "127.0.0.1", RouterPort: port}
+	err = CheckPorts(cfg)
+	if err == nil || !strings.Contains(err.Error(), fmt.Sprintf("--router-port %d", port)) || !strings.Contains(err.Error(), "address already in use") {
+		t.Errorf("CheckPorts: %v", err)
+	}
+	cfg.RouterPort = 0
+	if err := CheckPorts(cfg); err != nil {
+		t.Errorf("any port: %v", err)
+	}
+}
