@@ -1,0 +1,35 @@
+// Kvrouter routes OpenAI requests to the vLLM worker where they cost least: the
+// one that already holds the longest prefix of the prompt in its KV cache,
+// weighed against how busy it is.
+//
+// The package is flat; a file is one noun, and a capitalised name is what a
+// file offers to the others. In the order in which a request passes them:
+//
+//	api.go        the OpenAI side: routes, limits, errors, request ids
+//	tokens.go     chat template and tokenizer: the prompt's exact token ids
+//	hashes.go     block hashes of those tokens
+//	router.go     Router: look up, choose, book, free
+//	radix.go      Radix: which worker holds which blocks, from its KV events
+//	load.go       Loads: how busy each worker is, as published and as booked
+//	policy.go     Policy: the rules that choose a worker
+//	proxy.go      one request to one worker and back
+//	selection.go  the router port, for those who only want the decision
+//	events.go     EventStream: one worker's KV events, in order and complete
+//	workers.go    Fleet: worker processes and attached workers
+//	telemetry.go  Prometheus metrics
+//	config.go     every flag
+//	main.go       wires all this and ends it again
+//
+// Three things to know before changing anything:
+//
+// The index is exact or empty. Whatever makes a worker's part of it doubtful
+// (a gap that cannot be replayed, a restart, a broken event) empties that part;
+// a wrong match is never the cheaper choice.
+//
+// Choosing and booking happen under one lock, Router.mu, so that requests
+// arriving together see each other. Nothing under it waits for anything.
+//
+// The client's bytes reach the worker unchanged, so that what the engine
+// renders is what was hashed here. The one exception is asking a stream for its
+// usage, which is added to a copy.
+package main

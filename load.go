@@ -1,0 +1,314 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	stdlog "log"
+	"log/slog"
+	"math/rand/v2"
+	"net/http"
+	"time"
+
+	"github.com/go-zeromq/zmq4"
+	dto "github.com/prometheus/client_model/go"
+	"github.com/prometheus/common/expfmt"
+	"github.com/prometheus/common/model"
+)
+
+// Published is a worker's load as the worker itself reports it.
+type Published struct {
+	Running int       // requests in the engine's batch
+	Waiting int       // requests in the engine's queue
+	KVUsage float64   // share of the KV cache in use, 0..1
+	At      time.Time // when it arrived here; zero: never
+}
+
+// Load is one worker's load: what it published and what this router has booked
+// on it.
+type Load struct {
+	Published
+	Fresh         bool // Published is recent enough to be believed
+	Bumped        int  // requests sent since the last Published
+	InFlight      int  // requests sent and not yet ended
+	PrefillTokens int  // uncached prompt tokens of requests without a first token
+}
+
+// QueueLength is how many requests wait on the worker: its published queue plus
+// what was sent since then. A worker that publishes nothing counts by what is
+// in flight.
+func (l Load) QueueLength() int {
+	if !l.Fresh {
+		return l.InFlight
+	}
+	return l.Waiting + l.Bumped
+}
+
+// loadFreshFor is how long a published load is believed. The plugin repeats its
+// last value every second, and polls of /metrics come as often.
+const loadFreshFor = 10 * time.Second
+
+// Loads holds every worker's load. It has no lock of its own: its owner, the
+// Router, guards it.
+type Loads struct {
+	byWorker map[WorkerKey]*Load
+}
+
+// NewLoads returns an empty table.
+func NewLoads() *Loads { return &Loads{byWorker: map[WorkerKey]*Load{}} }
+
+// Publish takes over what worker w reports of itself.
+func (l *Loads) Publish(w WorkerKey, p Published) {
+	load := l.of(w)
+	load.Published = p
+	load.Bumped = 0
+}
+
+// Bump counts one request sent to w until w publishes again.
+func (l *Loads) Bump(w WorkerKey) { l.of(w).Bumped++ }
+
+// Begin books a request with that many uncached prompt tokens on w.
+func (l *Loads) Begin(w WorkerKey, uncached int) {
+	load := l.of(w)
+	load.InFlight++
+	load.PrefillTokens += uncached
+}
+
+// PrefillDone takes uncached prompt tokens off w: they have been computed.
+func (l *Loads) PrefillDone(w WorkerKey, uncached int) {
+	if load := l.byWorker[w]; load != nil {
+		load.PrefillTokens -= uncached
+	}
+}
+
+// End takes a finished request off w.
+func (l *Loads) End(w WorkerKey) {
+	if load := l.byWorker[w]; load != nil {
+		load.InFlight--
+	}
+}
+
+// Get returns w's load as of now; a worker never heard of is idle.
+func (l *Loads) Get(w WorkerKey, now time.Time) Load {
+	load := l.byWorker[w]
+	if load == nil {
+		return Load{}
+	}
+	answer := *load
+	answer.Fresh = !load.At.IsZero() && now.Sub(load.At) < loadFreshFor
+	return answer
+}
+
+// Silence forgets what w published: it is down, and its next incarnation starts
+// idle. Bookings stay until their requests end.
+func (l *Loads) Silence(w WorkerKey) {
+	if load := l.byWorker[w]; load != nil {
+		load.Published = Published{}
+		load.Bumped = 0
+	}
+}
+
+func (l *Loads) of(w WorkerKey) *Load {
+	load := l.byWorker[w]
+	if load == nil {
+		load = &Load{}
+		l.byWorker[w] = load
+	}
+	return load
+}
+
+// loadPollInterval is how often a worker without a load socket is asked for
+// its /metrics; loadRetry is the pause after a failure of either source.
+const (
+	loadPollInterval = time.Second
+	loadRetry        = 500 * time.Millisecond
+	maxMetricsBytes  = 16 << 20
+)
+
+// FollowLoad reports worker w's load to publish until ctx is done: every
+// message of its load socket (ZMQ PUB of JSON, as the plugin sends) where
+// zmqEndpoint names one, else its Prometheus page at metricsURL once a second.
+// It reconnects for ever.
+func FollowLoad(ctx context.Context, w WorkerKey, zmqEndpoint, metricsURL string, publish func(WorkerKey, Published), log *slog.Logger) {
+	source, where := pollMetrics, metricsURL
+	if zmqEndpoint != "" {
+		source, where = readLoadSocket, zmqEndpoint
+	}
+	for failures := 0; ctx.Err() == nil; failures++ {
+		err := source(ctx, where, func(p Published) {
+			failures = 0
+			publish(w, p)
+		})
+		if ctx.Err() != nil {
+			return
+		}
+		if failures == 10 { // a worker that is starting is silent for a while
+			log.Warn("no load from worker", "worker", w.Worker, "rank", w.Rank, "from", where, "error", err)
+		}
+		pause := time.NewTimer(loadRetry + rand.N(loadRetry))
+		select {
+		case <-ctx.Done():
+		case <-pause.C:
+		}
+		pause.Stop()
+	}
+}
+
+// loadMessage is the plugin's JSON. The example's older publisher calls the
+// usage gpu_cache_usage.
+type loadMessage struct {
+	Waiting  *int     `json:"num_waiting_reqs"`
+	Running  int      `json:"num_running_reqs"`
+	KVUsage  *float64 `json:"kv_cache_usage"`
+	GPUUsage *float64 `json:"gpu_cache_usage"`
+}
+
+func (m loadMessage) published() (Published, error) {
+	p := Published{Running: m.Running, At: time.Now()}
+	if m.Waiting == nil || (m.KVUsage == nil && m.GPUUsage == nil) {
+		return p, fmt.Errorf("load message lacks num_waiting_reqs or kv_cache_usage")
+	}
+	p.Waiting = *m.Waiting
+	if m.KVUsage != nil {
+		p.KVUsage = *m.KVUsage
+	} else {
+		p.KVUsage = *m.GPUUsage
+	}
+	return p, nil
+}
+
+// readLoadSocket passes on what the socket publishes until it fails or ctx is
+// done. go-zeromq's own reconnect gives up silently, so each failure ends in a
+// new socket, by FollowLoad.
+func readLoadSocket(ctx context.Context, endpoint string, publish func(Published)) error {
+	socket, err := subscribe(ctx, endpoint, "")
+	if err != nil {
+		return err
+	}
+	defer closeSubscriber(socket)
+	for {
+		message, err := socket.Recv()
+		if err != nil {
+			return err
+		}
+		if len(message.Frames) == 0 {
+			continue
+		}
+		var load loadMessage
+		if err := json.Unmarshal(message.Frames[len(message.Frames)-1], &load); err != nil {
+			return fmt.Errorf("load message from %s: %w", endpoint, err)
+		}
+		p, err := load.published()
+		if err != nil {
+			return fmt.Errorf("%s: %w", endpoint, err)
+		}
+		publish(p)
+	}
+}
+
+// pollMetrics asks a worker's Prometheus page again and again.
+func pollMetrics(ctx context.Context, url string, publish func(Published)) error {
+	ticker := time.NewTicker(loadPollInterval)
+	defer ticker.Stop()
+	for {
+		p, err := getMetrics(ctx, url)
+		if err != nil {
+			return err
+		}
+		publish(p)
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-ticker.C:
+		}
+	}
+}
+
+func getMetrics(ctx context.Context, url string) (Published, error) {
+	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+	defer cancel()
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return Published{}, err
+	}
+	response, err := http.DefaultClient.Do(request)
+	if err != nil {
+		return Published{}, err
+	}
+	defer response.Body.Close()
+	if response.StatusCode != http.StatusOK {
+		return Published{}, fmt.Errorf("%s answered %s", url, response.Status)
+	}
+	return parseMetrics(io.LimitReader(response.Body, maxMetricsBytes))
+}
+
+// parseMetrics reads the engine's load out of a Prometheus page in vLLM's names
+// (its older one for the KV usage too). Counts are summed over engines, the
+// usage is the fullest engine's.
+func parseMetrics(page io.Reader) (Published, error) {
+	parser := expfmt.NewTextParser(model.UTF8Validation)
+	families, err := parser.TextToMetricFamilies(page)
+	if err != nil {
+		return Published{}, fmt.Errorf("metrics page: %w", err)
+	}
+	running, ok := gauges(families, "vllm:num_requests_running")
+	waiting, ok2 := gauges(families, "vllm:num_requests_waiting")
+	usage, ok3 := gauges(families, "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
+	if !ok || !ok2 || !ok3 {
+		return Published{}, fmt.Errorf("metrics page lacks vllm:num_requests_running, vllm:num_requests_waiting or vllm:kv_cache_usage_perc")
+	}
+	p := Published{At: time.Now()}
+	for _, v := range running {
+		p.Running += int(v)
+	}
+	for _, v := range waiting {
+		p.Waiting += int(v)
+	}
+	for _, v := range usage {
+		p.KVUsage = max(p.KVUsage, v)
+	}
+	return p, nil
+}
+
+// gauges returns the values of the first of names that the page has.
+func gauges(families map[string]*dto.MetricFamily, names ...string) ([]float64, bool) {
+	for _, name := range names {
+		family := families[name]
+		if family == nil {
+			continue
+		}
+		var values []float64
+		for _, metric := range family.Metric {
+			values = append(values, metric.GetGauge().GetValue())
+		}
+		return values, true
+	}
+	return nil, false
+}
+
+// subscribe connects a ZMQ SUB socket to endpoint for messages of topic; empty
+// means all. The subscription is set first, so that it travels with the
+// connection.
+func subscribe(ctx context.Context, endpoint, topic string) (zmq4.Socket, error) {
+	socket := zmq4.NewSub(ctx, zmq4.WithDialerMaxRetries(0), zmq4.WithLogger(stdlog.New(io.Discard, "", 0)))
+	if err := socket.SetOption(zmq4.OptionSubscribe, topic); err != nil {
+		return nil, err
+	}
+	if err := socket.Dial(endpoint); err != nil {
+		closeSubscriber(socket)
+		return nil, err
+	}
+	return socket, nil
+}
+
+// closeSubscriber closes a SUB socket and drains it: go-zeromq's reader
+// goroutine stays for ever where it closes with messages unread.
+func closeSubscriber(socket zmq4.Socket) {
+	socket.Close()
+	for range 64 {
+		if _, err := socket.Recv(); err != nil {
+			break
+		}
+	}
+}

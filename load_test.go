@@ -1,0 +1,129 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/go-zeromq/zmq4"
+)
+
+// eventually polls condition until it holds or the limit has passed.
+func eventually(t testing.TB, limit time.Duration, what string, condition func() bool) {
+	t.Helper()
+	deadline := time.Now().Add(limit)
+	for !condition() {
+		if time.Now().After(deadline) {
+			t.Fatalf("after %s still not: %s", limit, what)
+		}
+		<-time.After(5 * time.Millisecond)
+	}
+}
+
+const metricsPage = `# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 2.0
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="m"} 7.0
+vllm:num_requests_waiting{engine="1",model_name="m"} 0.0
+# TYPE vllm:%s gauge
+vllm:%s{engine="0",model_name="m"} 0.25
+vllm:%s{engine="1",model_name="m"} 0.5
+`
+
+func TestMetricsPageGivesTheLoad(t *testing.T) {
+	for _, usage := range []string{"kv_cache_usage_perc", "gpu_cache_usage_perc"} {
+		p, err := parseMetrics(strings.NewReader(fmt.Sprintf(metricsPage, usage, usage, usage)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if p.Running != 5 || p.Waiting != 7 || p.KVUsage != 0.5 || p.At.IsZero() {
+			t.Errorf("%s: %+v", usage, p)
+		}
+	}
+}
+
+func TestMetricsPageWithoutLoadIsAnError(t *testing.T) {
+	for _, page := range []string{"", "go_goroutines 4\n", "vllm:num_requests_running 1\n", "{{{"} {
+		if p, err := parseMetrics(strings.NewReader(page)); err == nil {
+			t.Errorf("%q gave %+v", page, p)
+		}
+	}
+}
+
+func FuzzMetricsPage(f *testing.F) {
+	f.Add(fmt.Sprintf(metricsPage, "kv_cache_usage_perc", "kv_cache_usage_perc", "kv_cache_usage_perc"))
+	f.Fuzz(func(t *testing.T, page string) { parseMetrics(strings.NewReader(page)) })
+}
+
+// follow runs FollowLoad until the test ends and returns the last load seen.
+func follow(t *testing.T, socket, page string) *atomic.Pointer[Published] {
+	t.Helper()
+	var last atomic.Pointer[Published]
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		FollowLoad(ctx, WorkerKey{}, socket, page, func(_ WorkerKey, p Published) { last.Store(&p) }, slog.New(slog.DiscardHandler))
+	}()
+	t.Cleanup(func() {
+		cancel()
+		select {
+		case <-done:
+		case <-time.After(5 * time.Second):
+			t.Error("FollowLoad did not end with its context")
+		}
+	})
+	return &last
+}
+
+func TestLoadSocketIsFollowedThroughARestart(t *testing.T) {
+	publisher := func(endpoint string) zmq4.Socket {
+		pub := zmq4.NewPub(t.Context())
+		if err := pub.Listen(endpoint); err != nil {
+			t.Fatal(err)
+		}
+		return pub
+	}
+	pub := publisher("tcp://127.0.0.1:0")
+	endpoint := "tcp://" + pub.Addr().String()
+	last := follow(t, endpoint, "")
+	waiting := func(n int) func() bool {
+		return func() bool {
+			pub.Send(zmq4.NewMsgString(fmt.Sprintf(`{"num_waiting_reqs":%d,"num_running_reqs":1,"kv_cache_usage":0.5}`, n)))
+			p := last.Load()
+			return p != nil && p.Waiting == n && p.Running == 1 && p.KVUsage == 0.5
+		}
+	}
+	eventually(t, 10*time.Second, "the first load", waiting(3))
+	pub.Close()
+	pub = publisher(endpoint)
+	eventually(t, 10*time.Second, "a load after the restart", waiting(4))
+	pub.Send(zmq4.NewMsgString(`not JSON`))
+	eventually(t, 10*time.Second, "a load after a broken message", waiting(5))
+	pub.Close()
+}
+
+func TestWorkersWithoutALoadSocketArePolled(t *testing.T) {
+	var fail atomic.Bool
+	fail.Store(true)
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		if fail.Load() {
+			http.Error(w, "starting", http.StatusServiceUnavailable)
+			return
+		}
+		fmt.Fprintf(w, metricsPage, "kv_cache_usage_perc", "kv_cache_usage_perc", "kv_cache_usage_perc")
+	}))
+	defer server.Close()
+	defer http.DefaultClient.CloseIdleConnections()
+	last := follow(t, "", server.URL)
+	fail.Store(false)
+	eventually(t, 10*time.Second, "the load", func() bool { p := last.Load(); return p != nil && p.Waiting == 7 })
+}

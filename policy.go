@@ -1,0 +1,153 @@
+package main
+
+import (
+	"fmt"
+	"math/rand/v2"
+)
+
+// Query is what a policy may know of a request.
+type Query struct {
+	Tokens    int // prompt length; 0: unknown
+	BlockSize int // tokens a block
+}
+
+// Candidate is one worker that may serve the request.
+type Candidate struct {
+	Target  Target
+	Overlap int // leading blocks of the prompt in its cache
+	Load    Load
+}
+
+// Policy chooses among candidates, of which there is at least one, and returns
+// the index of its choice. It is called under the router's lock, one call at a
+// time, so it may keep state without a lock of its own.
+type Policy interface {
+	Choose(q Query, candidates []Candidate, random *rand.Rand) int
+}
+
+// PolicyNames lists the policies that NewPolicy knows.
+var PolicyNames = []string{"standalone", "least-loaded", "power-of-two", "round-robin", "random"}
+
+// NewPolicy returns the policy of that name.
+func NewPolicy(name string) (Policy, error) {
+	switch name {
+	case "standalone":
+		return standalone{}, nil
+	case "least-loaded":
+		return leastLoaded{}, nil
+	case "power-of-two":
+		return powerOfTwo{}, nil
+	case "round-robin":
+		return &roundRobin{}, nil
+	case "random":
+		return randomChoice{}, nil
+	}
+	return nil, fmt.Errorf("unknown policy %q: choose one of %v", name, PolicyNames)
+}
+
+// standalone is the rule of Dynamo's router_standalone example: the highest of
+//
+//	2·overlap − kv_usage − waiting/max(waiting)
+//
+// where overlap is the matched share of the prompt, kv_usage and waiting are as
+// the worker published them, the last term is 0 while nobody waits, and ties
+// are broken at random. A worker's waiting counts what was sent to it since it
+// last published.
+type standalone struct{}
+
+func (standalone) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
+	longest := 0
+	for i := range candidates {
+		longest = max(longest, candidates[i].Load.QueueLength())
+	}
+	return best(candidates, random, func(c *Candidate) float64 {
+		score := 0.0
+		if q.Tokens > 0 {
+			score = 2 * float64(c.Overlap*q.BlockSize) / float64(q.Tokens)
+		}
+		if c.Load.Fresh {
+			score -= c.Load.KVUsage
+		}
+		if longest > 0 {
+			score -= float64(c.Load.QueueLength()) / float64(longest)
+		}
+		return score
+	})
+}
+
+// leastLoaded takes the worker with the fewest requests of ours in flight.
+type leastLoaded struct{}
+
+func (leastLoaded) Choose(_ Query, candidates []Candidate, random *rand.Rand) int {
+	return best(candidates, random, func(c *Candidate) float64 { return -float64(c.Load.InFlight) })
+}
+
+// powerOfTwo draws two different workers and takes the one with fewer requests
+// in flight.
+type powerOfTwo struct{}
+
+func (powerOfTwo) Choose(_ Query, candidates []Candidate, random *rand.Rand) int {
+	if len(candidates) == 1 {
+		return 0
+	}
+	a := random.IntN(len(candidates))
+	b := random.IntN(len(candidates) - 1)
+	if b >= a {
+		b++
+	}
+	if candidates[b].Load.InFlight < candidates[a].Load.InFlight {
+		return b
+	}
+	return a
+}
+
+// roundRobin takes one worker after the other, in the order of their keys. It
+// goes on from the worker it chose last, so that one that comes or goes does
+// not shift the turns of the others.
+type roundRobin struct {
+	last    WorkerKey
+	started bool
+}
+
+func (r *roundRobin) Choose(_ Query, candidates []Candidate, _ *rand.Rand) int {
+	first, next := 0, -1
+	for i := range candidates {
+		key := candidates[i].Target.Key
+		if key.Compare(candidates[first].Target.Key) < 0 {
+			first = i
+		}
+		if r.started && r.last.Compare(key) < 0 && (next < 0 || key.Compare(candidates[next].Target.Key) < 0) {
+			next = i
+		}
+	}
+	if next < 0 {
+		next = first
+	}
+	r.last, r.started = candidates[next].Target.Key, true
+	return next
+}
+
+// randomChoice takes any worker.
+type randomChoice struct{}
+
+func (randomChoice) Choose(_ Query, candidates []Candidate, random *rand.Rand) int {
+	return random.IntN(len(candidates))
+}
+
+// best returns the index of the candidate with the highest score, one of them
+// at random (reservoir choice) where several share it.
+func best(candidates []Candidate, random *rand.Rand, score func(*Candidate) float64) int {
+	chosen, highest, ties := 0, score(&candidates[0]), 1
+	for i := 1; i < len(candidates); i++ {
+		switch s := score(&candidates[i]); {
+		case s > highest:
+			chosen, highest, ties = i, s, 1
+		case s == highest:
+			ties++
+			if random.IntN(ties) == 0 {
+				chosen = i
+			}
+		}
+	}
+	return chosen
+}

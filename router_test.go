@@ -1,0 +1,238 @@
+package main
+
+import (
+	"errors"
+	"sync"
+	"testing"
+	"time"
+
+	"pgregory.net/rapid"
+)
+
+// testBlock is the block size of the router tests, in tokens.
+const testBlock = 4
+
+// newTestRouter returns a router over that many workers, all up and idle.
+func newTestRouter(t testing.TB, policy string, workers int) *Router {
+	t.Helper()
+	p, err := NewPolicy(policy)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := NewRouter(NewRadix(), p, testBlock, 1)
+	for i := range workers {
+		r.Up(Target{Key: WorkerKey{Worker: uint64(i)}, URL: "http://worker", Models: []string{"m"}})
+	}
+	return r
+}
+
+// hold puts the prompt's full blocks into worker w's cache.
+func hold(r *Router, w uint64, tokens []uint32) {
+	local := HashBlocks(nil, tokens, r.BlockSize(), "", "")
+	blocks := make([]StoredBlock, len(local))
+	for i, engine := range SequenceHashes(nil, local) {
+		blocks[i] = StoredBlock{Engine: engine, Local: local[i]}
+	}
+	r.index.Store(WorkerKey{Worker: w}, 0, false, blocks)
+}
+
+// count returns tokens from, from+1, ...
+func count(from uint32, n int) []uint32 {
+	tokens := make([]uint32, n)
+	for i := range tokens {
+		tokens[i] = from + uint32(i)
+	}
+	return tokens
+}
+
+func TestRouteTakesTheWorkerThatHoldsThePrefix(t *testing.T) {
+	r := newTestRouter(t, "standalone", 4)
+	prompt := count(1, 42)
+	hold(r, 2, prompt)
+	for range 20 {
+		d, err := r.Route(Request{Tokens: prompt})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if d.Target.Key.Worker != 2 || d.OverlapTokens != 40 || d.Tokens != 42 {
+			t.Fatalf("worker %d, overlap %d of %d tokens; want worker 2, 40 of 42", d.Target.Key.Worker, d.OverlapTokens, d.Tokens)
+		}
+		d.Booking.End()
+		r.Publish(WorkerKey{Worker: 2}, Published{At: time.Now()})
+	}
+}
+
+func TestOverlapLeavesTheLastTokenToTheEngine(t *testing.T) {
+	r := newTestRouter(t, "standalone", 1)
+	prompt := count(1, 3*testBlock)
+	hold(r, 0, prompt)
+	d, err := r.Route(Request{Tokens: prompt})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if d.OverlapTokens != 2*testBlock {
+		t.Errorf("overlap of a prompt of exactly 3 cached blocks is %d tokens, want %d", d.OverlapTokens, 2*testBlock)
+	}
+}
+
+func TestSaltAndAdapterNeverShareBlocks(t *testing.T) {
+	r := newTestRouter(t, "standalone", 1)
+	prompt := count(1, 20)
+	hold(r, 0, prompt)
+	for _, request := range []Request{{Tokens: prompt, Salt: "s"}, {Tokens: prompt, LoRA: "a"}} {
+		d, err := r.Route(request)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if d.OverlapTokens != 0 {
+			t.Errorf("salt %q adapter %q match %d tokens of the plain prompt", request.Salt, request.LoRA, d.OverlapTokens)
+		}
+	}
+}
+
+func TestConcurrentRequestsSeeEachOther(t *testing.T) {
+	// Ten equal requests at once must not all fall on one worker.
+	r := newTestRouter(t, "least-loaded", 5)
+	var together sync.WaitGroup
+	for range 10 {
+		together.Go(func() {
+			if _, err := r.Route(Request{Tokens: count(1, 8)}); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	together.Wait()
+	for i := range uint64(5) {
+		if n := r.Load(WorkerKey{Worker: i}).InFlight; n != 2 {
+			t.Errorf("worker %d has %d in flight, want 2", i, n)
+		}
+	}
+}
+
+func TestExcludedDownAndForeignModelsAreNotChosen(t *testing.T) {
+	r := newTestRouter(t, "round-robin", 3)
+	r.Up(Target{Key: WorkerKey{Worker: 3}, Models: []string{"other"}})
+	r.Down(WorkerKey{Worker: 0})
+	for range 6 {
+		d, err := r.Route(Request{Model: "m", Exclude: []uint64{1}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if d.Target.Key.Worker != 2 {
+			t.Fatalf("worker %d was chosen, want 2", d.Target.Key.Worker)
+		}
+	}
+	if _, err := r.Route(Request{Model: "m", Exclude: []uint64{1, 2}}); !errors.Is(err, ErrNoWorker) {
+		t.Errorf("no worker left: %v, want ErrNoWorker", err)
+	}
+	if serves, up := r.Serves("nothing"); serves || !up {
+		t.Errorf("an unknown model: serves %v, up %v", serves, up)
+	}
+}
+
+func TestUnbookedRequestsCountUntilTheWorkerPublishes(t *testing.T) {
+	r := newTestRouter(t, "standalone", 1)
+	w := WorkerKey{}
+	r.Publish(w, Published{Waiting: 2, At: time.Now()})
+	if _, err := r.Route(Request{Local: []uint64{1}, NumTokens: 8, Unbooked: true}); err != nil {
+		t.Fatal(err)
+	}
+	if l := r.Load(w); l.QueueLength() != 3 || l.InFlight != 0 {
+		t.Errorf("queue %d, in flight %d; want 3, 0", l.QueueLength(), l.InFlight)
+	}
+	r.Publish(w, Published{Waiting: 2, At: time.Now()})
+	if l := r.Load(w); l.QueueLength() != 2 {
+		t.Errorf("queue %d after the message, want 2", l.QueueLength())
+	}
+}
+
+func TestAStaleLoadIsNotBelieved(t *testing.T) {
+	r := newTestRouter(t, "standalone", 1)
+	w := WorkerKey{}
+	r.Publish(w, Published{Waiting: 50, At: time.Now().Add(-2 * loadFreshFor)})
+	if l := r.Load(w); l.Fresh || l.QueueLength() != 0 {
+		t.Errorf("fresh %v, queue %d; want false, 0", l.Fresh, l.QueueLength())
+	}
+}
+
+// TestBooksAreEvenAfterAnyOrderOfCalls drives bookings at random and compares
+// the books with a plain count.
+func TestBooksAreEvenAfterAnyOrderOfCalls(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		policy, _ := NewPolicy("random")
+		r := NewRouter(NewRadix(), policy, testBlock, rapid.Uint64().Draw(t, "seed"))
+		for i := range 3 {
+			r.Up(Target{Key: WorkerKey{Worker: uint64(i)}})
+		}
+		type open struct {
+			booking *Booking
+			worker  WorkerKey
+			prefill int
+		}
+		var running []open
+		var ended []*Booking
+		t.Repeat(map[string]func(*rapid.T){
+			"route": func(t *rapid.T) {
+				n := rapid.IntRange(1, 40).Draw(t, "tokens")
+				d, err := r.Route(Request{Tokens: count(1, n)})
+				if err != nil {
+					t.Fatal(err)
+				}
+				running = append(running, open{d.Booking, d.Target.Key, n - d.OverlapTokens})
+			},
+			"first token": func(t *rapid.T) {
+				if len(running) > 0 {
+					i := rapid.IntRange(0, len(running)-1).Draw(t, "which")
+					running[i].booking.FirstToken()
+					running[i].prefill = 0
+				}
+			},
+			"end": func(t *rapid.T) {
+				if len(running) > 0 {
+					i := rapid.IntRange(0, len(running)-1).Draw(t, "which")
+					running[i].booking.End()
+					ended = append(ended, running[i].booking)
+					running = append(running[:i], running[i+1:]...)
+				}
+			},
+			"end again": func(t *rapid.T) {
+				if len(ended) > 0 {
+					b := rapid.SampledFrom(ended).Draw(t, "which")
+					b.End()
+					b.FirstToken()
+				}
+			},
+			"": func(t *rapid.T) {
+				for i := range 3 {
+					w := WorkerKey{Worker: uint64(i)}
+					inFlight, prefill := 0, 0
+					for _, o := range running {
+						if o.worker == w {
+							inFlight++
+							prefill += o.prefill
+						}
+					}
+					if l := r.Load(w); l.InFlight != inFlight || l.PrefillTokens != prefill {
+						t.Fatalf("worker %d: in flight %d, prefill %d; want %d, %d", i, l.InFlight, l.PrefillTokens, inFlight, prefill)
+					}
+				}
+			},
+		})
+	})
+}
+
+func BenchmarkRoute(b *testing.B) {
+	r := newTestRouter(b, "standalone", 8)
+	prompt := count(1, 4096)
+	for i := range uint64(8) {
+		hold(r, i, prompt[:512*(i+1)])
+	}
+	b.ReportAllocs()
+	for b.Loop() {
+		d, err := r.Route(Request{Tokens: prompt})
+		if err != nil {
+			b.Fatal(err)
+		}
+		d.Booking.End()
+	}
+}
