@@ -14,7 +14,7 @@ import (
 	"github.com/go-zeromq/zmq4"
 	dto "github.com/prometheus/client_model/go"
 	"github.com/prometheus/common/expfmt"
-	"github.com/prometheus/common/model"
+	prommodel "github.com/prometheus/common/model"
 )
 
 // Published is a worker's load as the worker itself reports it.
@@ -247,7 +247,7 @@ func getMetrics(ctx context.Context, url string) (Published, error) {
 // (its older one for the KV usage too). Counts are summed over engines, the
 // usage is the fullest engine's.
 func parseMetrics(page io.Reader) (Published, error) {
-	parser := expfmt.NewTextParser(model.UTF8Validation)
+	parser := expfmt.NewTextParser(prommodel.UTF8Validation)
 	families, err := parser.TextToMetricFamilies(page)
 	if err != nil {
 		return Published{}, fmt.Errorf("metrics page: %w", err)
