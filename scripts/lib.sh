@@ -67,3 +67,22 @@ uv_install() {
 # its stamp file, which is written last. Another list (a newer kvrouter) makes the install run again.
 is_stamped() { [ -x "$1/bin/python" ] && [ "$(cat "$1/.kvrouter-complete" 2>/dev/null)" = "$2" ]; }
 stamp() { printf '%s\n' "$2" >"$1/.kvrouter-complete.$$" && mv -f "$1/.kvrouter-complete.$$" "$1/.kvrouter-complete"; }
+
+# fetch_models URL API_KEY prints the answer of GET URL/v1/models, or says in one line what is in the way.
+fetch_models() {
+  local answer code status=0
+  answer=$(curl -sS -m 10 -w '\n%{http_code}' --config <(auth_header "$2") "$1/v1/models" 2>/dev/null) || status=$?
+  code=${answer##*$'\n'}
+  if [ "$status" -ne 0 ]; then
+    die "nothing answers at $1 (start the router with \`make run\`, or name another with --url)"
+  elif [ "$code" != 200 ]; then
+    die "GET $1/v1/models answered HTTP $code$([ "$code" = 401 ] && echo '; give the key with --api-key or KVROUTER_API_KEY')"
+  fi
+  printf '%s\n' "${answer%$'\n'*}"
+}
+
+# auth_header KEY writes a curl config with the bearer key: on the command line every user of the machine could read it.
+auth_header() { [ -z "$1" ] || printf 'header = "Authorization: Bearer %s"\n' "$1"; }
+
+# need_value FLAG ARGUMENT-COUNT: a flag that wants a value has one.
+need_value() { [ "$2" -ge 2 ] || die "$1 needs a value (see --help)"; }
