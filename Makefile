@@ -19,8 +19,10 @@ help: ## Show these targets
 setup: ## Check tools; build the native library; install vLLM and a CPU model (cached)
 	@scripts/setup.sh
 
+# Built and then run, where `go run .` would do: a SIGTERM sent to make reaches kvrouter, while `go run` passes none on.
 run: setup ## Set up, then serve on :8000 over two vLLM workers
-	go run . --num-workers 2 $(ARGS)
+	go build -o kvrouter .
+	@exec ./kvrouter --num-workers 2 $(ARGS)
 
 test: setup lint ## Set up, then linters and all tests (race detector, real vLLM workers)
 	@echo "go test: unit, model-based and end-to-end tests; the last start real vLLM workers, which takes minutes"
@@ -34,7 +36,7 @@ lint: ## gofmt, go vet, staticcheck, syntax of the shell and Python scripts
 	@$(PYTHON) -c 'import ast, sys; [ast.parse(open(f).read(), f) for f in sys.argv[1:]]' $(PYTHON_SCRIPTS)
 
 bench: setup ## Micro-benchmarks of hashing, index, decoding and routing (BENCH=regexp)
-	go test -run '^$$' -bench '$(BENCH)' -benchmem .
+	go test -run '^$$' -bench '$(BENCH)' -benchmem -timeout 60m .
 
 bench-real: setup ## KV-aware routing against round robin on two real vLLM CPU workers
 	$(PYTHON) scripts/bench_real.py $(ARGS)

@@ -12,6 +12,8 @@ own counters (GET /metrics of every worker), not from the router.
 Only Python's standard library is needed. The exit code is 0 if every request was answered, whatever the hit rate.
 """
 
+from __future__ import annotations
+
 import argparse
 import http.client
 import json
@@ -57,10 +59,23 @@ class Answer:
     worker: str = "?"
 
 
+def make_prose(rng, words):
+    """`words` words in sentences, every second one ending in a number: about 1.3 tokens a word for SmolLM2."""
+    prose = []
+    while len(prose) < words:
+        sentence = [rng.choice(VOCABULARY) for _ in range(min(10, words - len(prose)))]
+        if len(prose) % 20 == 0:
+            sentence[-1] = str(rng.randrange(1000, 10000))
+        sentence[0] = sentence[0].capitalize()
+        sentence[-1] += "."
+        prose += sentence
+    return " ".join(prose)
+
+
 def make_chats(args):
     """The requests' messages in their order: every system prompt equally often, shuffled; everything from the seed."""
     rng = random.Random(args.seed)
-    systems = [" ".join(rng.choices(VOCABULARY, k=args.words)) for _ in range(args.prompts)]
+    systems = [make_prose(rng, args.words) for _ in range(args.prompts)]
     order = [i % args.prompts for i in range(args.requests)]
     rng.shuffle(order)
     return [
@@ -224,7 +239,9 @@ class Router:
         if args.model:
             self.command += ["--model", args.model]
         self.command += args.router_args
-        self.command += ["--", "--num-gpu-blocks-override", str(args.blocks), "--max-model-len", str(args.blocks * BLOCK_SIZE)]
+        # vLLM keeps one block for itself, and refuses to start if the others cannot hold one longest request.
+        longest = (args.blocks - 1) * BLOCK_SIZE
+        self.command += ["--", "--num-gpu-blocks-override", str(args.blocks), "--max-model-len", str(longest)]
 
     def __enter__(self):
         self.log = open(self.log_path, "w")
@@ -388,6 +405,8 @@ def parse_arguments():
     for name in ("workers", "blocks", "prompts", "words", "requests", "concurrency", "max_tokens"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: want 1 or more")
+    if args.blocks < 2:
+        parser.error("--blocks 1: want 2 or more, vLLM keeps one for itself")
     return args
 
 
