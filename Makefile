@@ -1,0 +1,48 @@
+# kvrouter: `make run` sets everything up and starts a router over two vLLM workers. ARGS=... goes to kvrouter.
+SHELL := bash
+STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.1
+SHELL_SCRIPTS := ping.sh perf.sh .ci/run $(wildcard scripts/*.sh)
+PYTHON_SCRIPTS = $(wildcard scripts/*.py plugin/*.py)
+PYTHON ?= python3
+ARGS ?=
+BENCH ?= .
+TEST_TIMEOUT ?= 25m
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test lint bench bench-real wire-speed clean
+
+help: ## Show these targets
+	@printf 'kvrouter: KV-cache-aware routing over vLLM workers\n\n'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@printf '\n  ARGS="--num-workers 4 ..." passes flags on to kvrouter (run, bench-real); go run . --help lists them.\n'
+
+setup: ## Check tools; build the native library; install vLLM and a CPU model (cached)
+	@scripts/setup.sh
+
+# Built and then run, where `go run .` would do: a SIGTERM sent to make reaches kvrouter, while `go run` passes none on.
+run: setup ## Set up, then serve on :8000 over two vLLM workers
+	go build -o kvrouter .
+	@exec ./kvrouter --num-workers 2 $(ARGS)
+
+test: setup lint ## Set up, then linters and all tests (race detector, real vLLM workers)
+	@echo "go test: unit, model-based and end-to-end tests; the last start real vLLM workers, which takes minutes"
+	go test -race -timeout $(TEST_TIMEOUT) ./...
+
+lint: ## gofmt, go vet, staticcheck, syntax of the shell and Python scripts
+	@unformatted=$$(gofmt -l *.go); if [ -n "$$unformatted" ]; then echo "gofmt: not formatted:" $$unformatted "(run gofmt -w .)"; exit 1; fi
+	go vet ./...
+	go run $(STATICCHECK) ./...
+	@for f in $(SHELL_SCRIPTS); do bash -n $$f || exit 1; done
+	@$(PYTHON) -c 'import ast, sys; [ast.parse(open(f).read(), f) for f in sys.argv[1:]]' $(PYTHON_SCRIPTS)
+
+bench: setup ## Micro-benchmarks of hashing, index, decoding and routing (BENCH=regexp)
+	go test -run '^$$' -bench '$(BENCH)' -benchmem -timeout 60m .
+
+bench-real: setup ## KV-aware routing against round robin on two real vLLM CPU workers
+	$(PYTHON) scripts/bench_real.py $(ARGS)
+
+wire-speed: setup ## CPU per indexed KV event, against dynamo.indexer
+	scripts/wire_speed.sh
+
+clean: ## Remove what was built here (the cache of vLLM and models stays)
+	rm -rf out native/lib native/target kvrouter *.test *.prof

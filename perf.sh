@@ -1,0 +1,205 @@
+#!/usr/bin/env bash
+# Loads the router with genai-perf (or aiperf) and ends with the tool's own table. The tool is installed into a venv of
+# its own the first time.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+PROG=perf
+# shellcheck source=scripts/lib.sh
+. scripts/lib.sh
+
+usage() {
+  cat <<'END'
+usage: ./perf.sh [flags] [-- arguments for the tool]
+                                                        default   on the CPU model
+  --tool genai-perf|aiperf                           genai-perf   genai-perf
+  --input-tokens N      prompt length, tokens              3000   600
+  --output-tokens N     answer length, tokens               100   20
+  --concurrency N       requests in flight                   25   4
+  --requests N          requests in all                     100   24
+  --unique-prompts N    different prompts among them         10   10
+  --seed N              of the synthetic prompts             42   42
+  --url URL             $KVROUTER_URL, else http://localhost:8000
+  --model NAME          the first of /v1/models
+  --tokenizer DIR|ID    the model's own
+  --api-key KEY         $KVROUTER_API_KEY
+A flag that is given wins over the CPU sizes. Everything the tool writes goes to out/perf/.
+END
+}
+
+tool=genai-perf url=${KVROUTER_URL:-http://localhost:8000} model="" tokenizer="" api_key=${KVROUTER_API_KEY:-} seed=42
+input_tokens="" output_tokens="" concurrency="" requests="" unique_prompts=""
+while [ $# -gt 0 ]; do
+  case $1 in
+    --) shift; break ;;
+    --tool) need_value "$1" $#; tool=$2; shift 2 ;;
+    --input-tokens | --output-tokens | --concurrency | --requests | --unique-prompts | --seed)
+      need_value "$1" $#
+      [[ $2 =~ ^[0-9]+$ ]] || die "$1 $2: want a whole number"
+      name=${1#--}
+      printf -v "${name//-/_}" %s "$2"
+      shift 2 ;;
+    --url) need_value "$1" $#; url=$2; shift 2 ;;
+    --model) need_value "$1" $#; model=$2; shift 2 ;;
+    --tokenizer) need_value "$1" $#; tokenizer=$2; shift 2 ;;
+    --api-key) need_value "$1" $#; api_key=$2; shift 2 ;;
+    -h | --help) usage; exit 0 ;;
+    *) die "unknown argument $1 (see --help)" ;;
+  esac
+done
+url=${url%/}
+case $tool in genai-perf | aiperf) ;; *) die "--tool $tool: want genai-perf or aiperf" ;; esac
+command -v curl >/dev/null 2>&1 || die "missing: curl (Debian/Ubuntu: sudo apt install curl; Fedora: sudo dnf install curl)"
+
+# Both tools' current releases want at least 3.11 (aiperf) and are known to work up to 3.13.
+python=$(find_python 'import sys, venv, ensurepip, fcntl; sys.exit(not (3, 11) <= sys.version_info < (3, 14))') ||
+  die "missing: python3 (3.11 to 3.13, with venv): Debian/Ubuntu: sudo apt install python3-venv; macOS: brew install python@3.12; Fedora: sudo dnf install python3.12"
+
+# --- the model ------------------------------------------------------------------------------------------------------
+
+models=$(fetch_models "$url" "$api_key")
+# Two lines: the model's name, and the folder or hub id behind it.
+found=$("$python" -c '
+import json, sys
+wanted, models = sys.argv[1], json.load(sys.stdin)["data"]
+model = next((m for m in models if wanted in ("", m["id"])), None)
+if model is None:
+    sys.exit(1)
+print(model["id"])
+print(model.get("root") or model["id"])' "$model" <<<"$models" 2>/dev/null) ||
+  die "$url/v1/models lists no model${model:+ named $model}"
+model=${found%%$'\n'*} root=${found#*$'\n'}
+
+on_cpu=no
+case "$(printf '%s %s' "$model" "$root" | tr '[:upper:]' '[:lower:]')" in *smollm2-135m*) on_cpu=yes ;; esac
+
+if [ -z "$tokenizer" ]; then
+  if [ -f "$root/tokenizer.json" ]; then
+    tokenizer=$root
+  elif [ "$on_cpu" = yes ] && [ -d "$CACHE/smollm2-135m-instruct" ]; then
+    tokenizer=$CACHE/smollm2-135m-instruct
+  else
+    tokenizer=$root
+  fi
+fi
+
+# --- sizes ----------------------------------------------------------------------------------------------------------
+
+# size NAME DEFAULT CPU-DEFAULT settles one size and notes where the CPU's differs from the default.
+changed=""
+size() {
+  local value=$2
+  [ -z "${!1}" ] || return 0
+  if [ "$on_cpu" = yes ] && [ "$3" != "$2" ]; then
+    value=$3
+    changed+="${changed:+, }--${1//_/-} $2 -> $3"
+  fi
+  printf -v "$1" %s "$value"
+}
+size input_tokens 3000 600
+size output_tokens 100 20
+size concurrency 25 4
+size requests 100 24
+size unique_prompts 10 10
+[ -z "$changed" ] || say "sized down for the CPU model $model: $changed (flags win)"
+for name in input_tokens output_tokens concurrency requests unique_prompts; do
+  [ "${!name}" -ge 1 ] || die "--${name//_/-} ${!name}: want 1 or more"
+done
+if [ "$concurrency" -gt "$requests" ]; then
+  say "--concurrency $concurrency is more than --requests $requests; using $requests"
+  concurrency=$requests
+fi
+
+# --- the tool -------------------------------------------------------------------------------------------------------
+
+venv="$CACHE/$tool"
+log="$CACHE/log/$tool.log"
+
+install_aiperf() {
+  local want="aiperf==0.13.0"
+  is_stamped "$venv" "$want" && return
+  say "installing $want (about 20 s; log: $log)"
+  make_venv "$python" "$venv" "$log"
+  uv_install "$venv" "$log" "$want"
+  stamp "$venv" "$want"
+}
+
+# genai-perf drives the C++ program perf_analyzer, which its own dependency of that name no longer holds; tritonclient
+# 2.50.0 does. tritonclient goes in last and alone: only that program is wanted of it.
+install_genai_perf() {
+  local want="genai-perf==0.0.16 tritonclient==2.50.0 nvidia-cuda-runtime-cu12==12.9.79"
+  is_stamped "$venv" "$want" && return
+  case "$(uname -sm)" in
+    "Linux x86_64" | "Linux aarch64") ;;
+    *) die "genai-perf's perf_analyzer exists for Linux only, this is $(uname -sm): use --tool aiperf" ;;
+  esac
+  say "installing genai-perf 0.0.16 (about 30 s; log: $log)"
+  make_venv "$python" "$venv" "$log"
+  uv_install "$venv" "$log" genai-perf==0.0.16 nvidia-cuda-runtime-cu12==12.9.79
+  uv_install "$venv" "$log" --no-deps --reinstall tritonclient==2.50.0
+  stamp "$venv" "$want"
+}
+
+# library_path sets LD_LIBRARY_PATH to what perf_analyzer links beyond the C library: CUDA's runtime (from the venv) and
+# libb64 (the system's, else unpacked out of Debian's package, which needs no root).
+library_path() {
+  local cudart
+  cudart=$(echo "$venv"/lib/python3*/site-packages/nvidia/cuda_runtime/lib)
+  export LD_LIBRARY_PATH="$cudart:$venv/lib/b64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+  if ldd "$venv/bin/perf_analyzer" | grep -q 'libb64\.so.*not found'; then
+    unpack_libb64 >>"$log" 2>&1 ||
+      die "missing: libb64.so.0d, which perf_analyzer links: Debian/Ubuntu: sudo apt install libb64-0d; elsewhere: build libb64 1.2, or use --tool aiperf"
+  fi
+  if ldd "$venv/bin/perf_analyzer" | grep 'not found' >&2; then
+    die "perf_analyzer lacks the libraries above: install them, or use --tool aiperf"
+  fi
+}
+
+unpack_libb64() {
+  local work status=0
+  work=$(mktemp -d)
+  (
+    cd "$work"
+    apt-get download libb64-0d || { apt-get update && apt-get download libb64-0d; }
+    dpkg-deb -x libb64-0d_*.deb .
+    mkdir -p "$venv/lib/b64"
+    cp -a "$(dirname "$(find . -name 'libb64.so.0d' | head -n 1)")"/libb64.so.0d* "$venv/lib/b64/"
+  ) || status=$?
+  rm -rf "$work"
+  return "$status"
+}
+
+mkdir -p "$CACHE/log"
+take_lock "$python" "perf-$tool"
+"install_${tool//-/_}"
+[ "$tool" = aiperf ] || library_path
+exec 9>&-
+
+# --- the run --------------------------------------------------------------------------------------------------------
+
+out="$PWD/out/perf/$tool"
+mkdir -p "$out"
+say "$tool on $url, model $model: $requests requests of $input_tokens + $output_tokens tokens, $concurrency at a time, $unique_prompts different prompts, seed $seed"
+# A pipe has no width, and 80 columns cut the tables' headings.
+[ -t 1 ] || export COLUMNS=${COLUMNS:-120}
+# Offline mode would keep the tools from a tokenizer named by hub id; for one in a folder they ask no hub.
+unset HF_HUB_OFFLINE
+
+# ignore_eos and min_tokens make every answer as long as asked for, so that runs compare.
+common=(
+  --model "$model" --tokenizer "$tokenizer" --url "$url" --endpoint-type chat --streaming
+  --synthetic-input-tokens-mean "$input_tokens" --synthetic-input-tokens-stddev 0
+  --output-tokens-mean "$output_tokens" --output-tokens-stddev 0
+  --extra-inputs "min_tokens:$output_tokens" --extra-inputs "ignore_eos:true"
+  --concurrency "$concurrency" --request-count "$requests" --num-prompts "$unique_prompts"
+  --random-seed "$seed" --artifact-dir "$out"
+)
+case $tool in
+  aiperf)
+    exec "$venv/bin/aiperf" profile "${common[@]}" --ui none ${api_key:+--api-key "$api_key"} "$@"
+    ;;
+  genai-perf)
+    # `genai-perf` looks for perf_analyzer on PATH.
+    PATH="$venv/bin:$PATH" exec "$venv/bin/genai-perf" profile "${common[@]}" --extra-inputs "max_tokens:$output_tokens" \
+      ${api_key:+--header "Authorization:Bearer $api_key"} -- -v --max-threads 64 "$@"
+    ;;
+esac

@@ -1,0 +1,444 @@
+#!/usr/bin/env python3
+"""Does KV-aware routing pay on the real engine? Each policy serves the same chats over fresh vLLM CPU workers.
+
+The workers' caches are small (60 blocks of 64 tokens), so that together they hold the system prompts and one alone
+does not: where a request goes decides whether its prompt is computed or found. The hit rate comes from the engines'
+own counters (GET /metrics of every worker), not from the router.
+
+  scripts/bench_real.py                                    kvrouter's default --policy standalone against round-robin
+  scripts/bench_real.py --policies standalone,kv,random    others
+  scripts/bench_real.py --urls URL,URL                     no router: in-script round robin over running workers
+
+Only Python's standard library is needed. The exit code is 0 if every request was answered, whatever the hit rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK_SIZE = 64  # tokens; kvrouter's default
+
+VOCABULARY = (
+    "river stone market window garden letter bridge morning engine silver paper signal harbor forest copper "
+    "winter report table village captain mirror season ladder orange doctor castle planet basket summer thread "
+    "corner button valley rocket pencil island butter kitchen candle anchor feather meadow lantern bottle hammer "
+    "ticket saddle circle tunnel marble violin pepper blanket turtle monkey wagon cotton shadow needle pocket "
+    "carry build answer follow measure gather deliver repair explain compare record arrange protect collect "
+    "narrow bright heavy quiet early broken simple distant yellow careful empty gentle recent hidden useful "
+    "before after under between without around toward during against beside"
+).split()
+
+
+# --- the load --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Answer:
+    """What one request showed. Times in seconds, counts in tokens."""
+
+    error: str = ""
+    first_chunk: float = 0.0
+    prompt: int = 0
+    cached: int = 0
+    predicted: int | None = None  # None: no router in between
+    worker: str = "?"
+
+
+def make_prose(rng, words):
+    """`words` words in sentences, every second one ending in a number: about 1.3 tokens a word for SmolLM2."""
+    prose = []
+    while len(prose) < words:
+        sentence = [rng.choice(VOCABULARY) for _ in range(min(10, words - len(prose)))]
+        if len(prose) % 20 == 0:
+            sentence[-1] = str(rng.randrange(1000, 10000))
+        sentence[0] = sentence[0].capitalize()
+        sentence[-1] += "."
+        prose += sentence
+    return " ".join(prose)
+
+
+def make_chats(args):
+    """The requests' messages in their order: every system prompt equally often, shuffled; everything from the seed."""
+    rng = random.Random(args.seed)
+    systems = [make_prose(rng, args.words) for _ in range(args.prompts)]
+    order = [i % args.prompts for i in range(args.requests)]
+    rng.shuffle(order)
+    return [
+        [
+            {"role": "system", "content": systems[which]},
+            {"role": "user", "content": f"Question {number}: what of {rng.choice(VOCABULARY)} and {rng.choice(VOCABULARY)}?"},
+        ]
+        for number, which in enumerate(order)
+    ]
+
+
+def connect(url, timeout):
+    parts = urllib.parse.urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    return kind(parts.hostname, parts.port, timeout=timeout)
+
+
+def get(url, timeout=10):
+    """GET url: (status, body text). Raises OSError or HTTPException where nothing sensible answers."""
+    connection = connect(url, timeout)
+    try:
+        connection.request("GET", urllib.parse.urlsplit(url).path or "/")
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    finally:
+        connection.close()
+
+
+def chat(url, model, messages, max_tokens):
+    """One streamed chat on a connection of its own."""
+    answer = Answer()
+    body = json.dumps({
+        "model": model,
+        "messages": messages,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    })
+    connection = connect(url, timeout=300)
+    usage, done = {}, False
+    try:
+        started = time.monotonic()
+        connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            answer.error = f"HTTP {response.status}: {response.read(300).decode(errors='replace')}"
+            return answer
+        answer.worker = response.getheader("x-kvrouter-worker-id", "?")
+        overlap = response.getheader("x-kvrouter-overlap-tokens")
+        answer.predicted = int(overlap) if overlap else None
+        for line in response:
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                done = True
+                continue
+            chunk = json.loads(data)
+            if chunk.get("error"):
+                answer.error = f"in the stream: {chunk['error']}"
+                return answer
+            if chunk.get("choices") and not answer.first_chunk:
+                answer.first_chunk = time.monotonic() - started
+            usage = chunk.get("usage") or usage
+        if not done or not usage:
+            answer.error = "the stream ended early" if not done else "the answer has no usage"
+        answer.prompt = usage.get("prompt_tokens", 0)
+        answer.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    except (OSError, http.client.HTTPException, ValueError) as problem:
+        answer.error = f"{type(problem).__name__}: {problem}"
+    finally:
+        connection.close()
+    return answer
+
+
+def run_load(targets, model, chats, args):
+    """All chats at args.concurrency, in order, request i to targets[i mod n]: (answers, seconds)."""
+    answers = [Answer(error="not sent")] * len(chats)
+    numbers = iter(range(len(chats)))
+    lock = threading.Lock()  # guards numbers
+
+    def client():
+        while True:
+            with lock:
+                number = next(numbers, None)
+            if number is None:
+                return
+            answers[number] = chat(targets[number % len(targets)], model, chats[number], args.max_tokens)
+            if len(targets) > 1:
+                answers[number].worker = str(number % len(targets))
+
+    started = time.monotonic()
+    clients = [threading.Thread(target=client, daemon=True) for _ in range(args.concurrency)]
+    for thread in clients:
+        thread.start()
+    for thread in clients:
+        thread.join()
+    return answers, time.monotonic() - started
+
+
+# --- the engines' own counters ---------------------------------------------------------------------------------------
+
+
+def prefix_cache_counters(worker_url):
+    """(hits, queries) in tokens since the engine's start, summed over its label sets."""
+    status, text = get(worker_url + "/metrics")
+    if status != 200:
+        raise RuntimeError(f"GET {worker_url}/metrics answered {status}")
+    sums = {"vllm:prefix_cache_hits_total": 0.0, "vllm:prefix_cache_queries_total": 0.0}
+    for line in text.splitlines():
+        name = line.split("{", 1)[0].split(" ", 1)[0]
+        if name in sums:
+            sums[name] += float(line.rsplit(" ", 1)[1])
+    return sums["vllm:prefix_cache_hits_total"], sums["vllm:prefix_cache_queries_total"]
+
+
+def all_counters(worker_urls):
+    pairs = [prefix_cache_counters(url) for url in worker_urls]
+    return sum(p[0] for p in pairs), sum(p[1] for p in pairs)
+
+
+# --- a router of our own ---------------------------------------------------------------------------------------------
+
+
+def free_ports(count):
+    """The first of `count` neighbouring ports that are free now, in a range that outgoing connections do not use."""
+    for base in random.SystemRandom().sample(range(20000, 31000, 10), 200):
+        sockets = []
+        try:
+            for port in range(base, base + count):
+                s = socket.socket()
+                sockets.append(s)
+                s.bind(("127.0.0.1", port))
+            return base
+        except OSError:
+            continue
+        finally:
+            for s in sockets:
+                s.close()
+    raise RuntimeError("found no free ports between 20000 and 31000")
+
+
+class Router:
+    """A kvrouter with its workers. Use with `with`: leaving ends them all."""
+
+    def __init__(self, binary, policy, args, log_path):
+        self.policy, self.args, self.log_path = policy, args, log_path
+        ports = [free_ports(max(2, args.workers)) for _ in range(5)]
+        while len(set(ports)) < len(ports):
+            ports = [free_ports(max(2, args.workers)) for _ in range(5)]
+        self.http = f"http://127.0.0.1:{ports[0]}"
+        self.control = f"http://127.0.0.1:{ports[0] + 1}"
+        self.command = [
+            str(binary), "--num-workers", str(args.workers), "--policy", policy, "--block-size", str(BLOCK_SIZE),
+            "--seed", str(args.seed), "--http-port", str(ports[0]), "--router-port", str(ports[0] + 1),
+            "--base-worker-port", str(ports[1]), "--base-kv-events-port", str(ports[2]),
+            "--base-kv-replay-port", str(ports[3]), "--base-metrics-port", str(ports[4]),
+        ]  # fmt: skip
+        if args.model:
+            self.command += ["--model", args.model]
+        self.command += args.router_args
+        # vLLM keeps one block for itself, and refuses to start if the others cannot hold one longest request.
+        longest = (args.blocks - 1) * BLOCK_SIZE
+        self.command += ["--", "--num-gpu-blocks-override", str(args.blocks), "--max-model-len", str(longest)]
+
+    def __enter__(self):
+        self.log = open(self.log_path, "w")
+        self.process = subprocess.Popen(self.command, cwd=ROOT, stdout=self.log, stderr=self.log, start_new_session=True)
+        try:
+            self.workers = self.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+
+    def wait_until_ready(self):
+        """The workers' URLs, once all of them and the router answer."""
+        deadline = time.monotonic() + self.args.startup_timeout
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"kvrouter ended with code {self.process.returncode}:\n{self.log_tail()}")
+            try:
+                status, text = get(self.control + "/workers")
+                records = json.loads(text) if status == 200 else []
+                urls = [r["endpoint"] for r in sorted(records, key=lambda r: r["worker_id"]) if r.get("endpoint")]
+                urls = [url if "://" in url else "http://" + url for url in urls]
+                if len(urls) == self.args.workers and all(get(url + "/health")[0] == 200 for url in urls) \
+                        and get(self.http + "/ready")[0] == 200:  # fmt: skip
+                    return urls
+            except (OSError, http.client.HTTPException, ValueError):
+                pass
+            time.sleep(0.5)
+        raise RuntimeError(f"kvrouter was not ready after {self.args.startup_timeout} s:\n{self.log_tail()}")
+
+    def stop(self):
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                print("bench-real: kvrouter did not end within 60 s of SIGTERM; killing it", file=sys.stderr)
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+        self.log.close()
+
+    def log_tail(self):
+        return "\n".join(Path(self.log_path).read_text(errors="replace").splitlines()[-15:])
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    name: str
+    hits: float
+    queries: float
+    answers: list
+    seconds: float
+
+    def errors(self):
+        return [a.error for a in self.answers if a.error]
+
+    def column(self):
+        """The table's cells for this run, beside LABELS."""
+        good = [a for a in self.answers if not a.error]
+        times = sorted(a.first_chunk * 1000 for a in good) or [0.0]
+        predicted = [a for a in good if a.predicted is not None]
+        by_worker = {}
+        for a in good:
+            by_worker[a.worker] = by_worker.get(a.worker, 0) + 1
+        return [
+            f"{self.hits / self.queries:.3f}" if self.queries else "n/a",
+            f"{self.hits:.0f} / {self.queries:.0f}",
+            f"{statistics.mean(times):.0f} ms",
+            f"{percentile(times, 50):.0f} ms",
+            f"{percentile(times, 90):.0f} ms",
+            f"{self.seconds:.1f} s",
+            ", ".join(f"{w}: {n}" for w, n in sorted(by_worker.items())),
+            f"{sum(a.cached for a in good)}",
+            f"{sum(a.predicted for a in predicted)}" if predicted else "n/a",
+            f"{sum(a.predicted == a.cached for a in predicted)} of {len(predicted)}" if predicted else "n/a",
+            f"{len(self.errors())} of {len(self.answers)}",
+        ]
+
+
+LABELS = [
+    "prefix-cache hit rate",
+    "  hit / asked tokens (engines' /metrics)",
+    "time to first token, mean",
+    "  median",
+    "  90th percentile",
+    "whole run",
+    "requests by worker",
+    "cached tokens (usage)",
+    "overlap predicted by the router, tokens",
+    "  equal to the engine's cached tokens",
+    "errors",
+]
+
+
+def percentile(ordered, percent):
+    """Nearest-rank percentile of an ascending list."""
+    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
+
+
+def print_table(results):
+    rows = [["", *(r.name for r in results)]]
+    rows += [[label, *cells] for label, *cells in zip(LABELS, *(r.column() for r in results))]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for number, row in enumerate(rows):
+        print("  ".join([row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]))
+        if number == 0:
+            print("-" * (sum(widths) + 2 * (len(widths) - 1)))
+
+
+# --- main ------------------------------------------------------------------------------------------------------------
+
+
+def first_model(url):
+    status, text = get(url + "/v1/models")
+    if status != 200:
+        raise RuntimeError(f"GET {url}/v1/models answered {status}")
+    return json.loads(text)["data"][0]["id"]
+
+
+def measure(name, targets, workers, chats, args):
+    """The load against `targets`, between two readings of the workers' counters."""
+    model = first_model(targets[0])
+    before = all_counters(workers)
+    answers, seconds = run_load(targets, model, chats, args)
+    after = all_counters(workers)
+    result = Result(name, after[0] - before[0], after[1] - before[1], answers, seconds)
+    for error in sorted(set(result.errors()))[:5]:
+        print(f"bench-real: {name}: {error}", file=sys.stderr)
+    return result
+
+
+def build_router(out):
+    binary = out / "kvrouter"
+    subprocess.run(["go", "build", "-o", str(binary), "."], cwd=ROOT, check=True)
+    return binary
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policies", default="standalone,round-robin", metavar="A,B", help="kvrouter policies, one run each (default %(default)s)")
+    parser.add_argument("--urls", default="", metavar="URL,URL", help="measure these running workers by in-script round robin instead")
+    parser.add_argument("--binary", default="", metavar="FILE", help="a built kvrouter (default: build it)")
+    parser.add_argument("--model", default="", metavar="DIR", help="model for kvrouter (default: its own)")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="vLLM workers (default %(default)s)")
+    parser.add_argument("--blocks", type=int, default=60, metavar="N", help="KV blocks of 64 tokens a worker (default %(default)s)")
+    parser.add_argument("--prompts", type=int, default=12, metavar="N", help="system prompts (default %(default)s)")
+    parser.add_argument("--words", type=int, default=400, metavar="N", help="words in each (default %(default)s)")
+    parser.add_argument("--requests", type=int, default=120, metavar="N", help="requests (default %(default)s)")
+    parser.add_argument("--concurrency", type=int, default=4, metavar="N", help="requests in flight (default %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=8, metavar="N", help="answer length, tokens (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=42, metavar="N", help="of prompts, order and router (default %(default)s)")
+    parser.add_argument("--startup-timeout", type=float, default=300, metavar="S", help="seconds for router and workers to start (default %(default)g)")
+    parser.add_argument("router_args", nargs="*", metavar="-- FLAG", help="more flags for kvrouter")
+    args = parser.parse_args()
+    for name in ("workers", "blocks", "prompts", "words", "requests", "concurrency", "max_tokens"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: want 1 or more")
+    if args.blocks < 2:
+        parser.error("--blocks 1: want 2 or more, vLLM keeps one for itself")
+    return args
+
+
+def main():
+    args = parse_arguments()
+    chats = make_chats(args)
+    print(f"{args.requests} chats at concurrency {args.concurrency}: {args.prompts} system prompts of {args.words} words, "
+          f"{args.max_tokens} tokens out, seed {args.seed}", flush=True)  # fmt: skip
+    results = []
+    if args.urls:
+        urls = [url.rstrip("/") for url in args.urls.split(",")]
+        results.append(measure("in-script round robin", urls, urls, chats, args))
+    else:
+        out = ROOT / "out" / "bench-real"
+        out.mkdir(parents=True, exist_ok=True)
+        binary = Path(args.binary).resolve() if args.binary else build_router(out)
+        for policy in args.policies.split(","):
+            log_path = out / f"{policy}.log"
+            print(f"{policy}: starting kvrouter with {args.workers} workers of {args.blocks} blocks (about a minute; log {log_path})", flush=True)
+            with Router(binary, policy, args, log_path) as router:
+                print(f"{policy}: sending", flush=True)
+                results.append(measure(policy, [router.http], router.workers, chats, args))
+    print()
+    print_table(results)
+    return 1 if any(result.errors() for result in results) else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `with Router` ends its processes
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (RuntimeError, OSError, subprocess.CalledProcessError) as problem:
+        sys.exit(f"bench-real: {problem}")

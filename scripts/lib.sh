@@ -1,0 +1,88 @@
+# Sourced by scripts/setup.sh and perf.sh: the cache folder, one-at-a-time locking, and installing into venvs.
+# shellcheck shell=bash
+
+CACHE="${XDG_CACHE_HOME:-$HOME/.cache}/kvrouter"
+
+# say prints one progress line; setup.sh and perf.sh set PROG. Progress goes to stderr: stdout stays the tool's.
+say() { printf '%s: %s\n' "$PROG" "$*" >&2; }
+die() { say "$*"; exit 1; }
+
+# has_gpu: true on a machine whose NVIDIA driver lists at least one GPU.
+has_gpu() {
+  command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU '
+}
+
+# find_python CHECK prints the first Python that passes CHECK (Python code that exits 0), $PYTHON being asked first.
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:+"$PYTHON"} python3 python3.12 python3.13 python3.11 python3.14; do
+    if command -v "$candidate" >/dev/null 2>&1 && "$candidate" -c "$1" >/dev/null 2>&1; then
+      printf '%s\n' "$candidate"
+      return
+    fi
+  done
+  return 1
+}
+
+# take_lock PYTHON NAME lets one process at a time past this point, until the caller exits. The lock belongs to
+# descriptor 9, so it outlives the short Python process that takes it; flock(1) does the same but macOS has none.
+take_lock() {
+  mkdir -p "$CACHE"
+  exec 9>"$CACHE/$2.lock"
+  if ! "$1" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null; then
+    say "waiting for another $2 that is running on $CACHE"
+    "$1" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)'
+  fi
+}
+
+# run_logged LOG COMMAND... runs it with its output in LOG and shows LOG's last lines if it fails.
+run_logged() {
+  local log=$1
+  shift
+  if ! "$@" >>"$log" 2>&1 </dev/null 9>&-; then
+    tail -n 20 "$log" >&2
+    die "failed: $* (whole output: $log)"
+  fi
+}
+
+# make_venv PYTHON DIR LOG creates DIR as a venv with uv in it, or completes one that was interrupted.
+make_venv() {
+  if ! [ -x "$2/bin/python" ]; then
+    rm -rf "$2"
+    run_logged "$3" "$1" -m venv "$2"
+  fi
+  if ! [ -x "$2/bin/uv" ]; then
+    run_logged "$3" "$2/bin/python" -m pip install --disable-pip-version-check uv
+  fi
+}
+
+# uv_install DIR LOG ARGUMENTS... installs packages into the venv DIR.
+uv_install() {
+  local dir=$1 log=$2
+  shift 2
+  run_logged "$log" "$dir/bin/uv" pip install --python "$dir/bin/python" "$@"
+}
+
+# is_stamped DIR WANT / stamp DIR WANT: a venv counts as complete once the list of what went into it stands in
+# its stamp file, which is written last. Another list (a newer kvrouter) makes the install run again.
+is_stamped() { [ -x "$1/bin/python" ] && [ "$(cat "$1/.kvrouter-complete" 2>/dev/null)" = "$2" ]; }
+stamp() { printf '%s\n' "$2" >"$1/.kvrouter-complete.$$" && mv -f "$1/.kvrouter-complete.$$" "$1/.kvrouter-complete"; }
+
+# fetch_models URL API_KEY prints the answer of GET URL/v1/models, or says in one line what is in the way.
+fetch_models() {
+  local answer code status=0
+  answer=$(curl -sS -m 10 -w '\n%{http_code}' --config <(auth_header "$2") "$1/v1/models" 2>/dev/null) || status=$?
+  code=${answer##*$'\n'}
+  if [ "$status" -ne 0 ]; then
+    die "nothing answers at $1 (start the router with \`make run\`, or name another with --url)"
+  elif [ "$code" != 200 ]; then
+    die "GET $1/v1/models answered HTTP $code$([ "$code" = 401 ] && echo '; give the key with --api-key or KVROUTER_API_KEY')"
+  fi
+  printf '%s\n' "${answer%$'\n'*}"
+}
+
+# auth_header KEY writes a curl config with the bearer key: on the command line every user of the machine could read it.
+auth_header() { [ -z "$1" ] || printf 'header = "Authorization: Bearer %s"\n' "$1"; }
+
+# need_value FLAG ARGUMENT-COUNT: a flag that wants a value has one.
+need_value() { [ "$2" -ge 2 ] || die "$1 needs a value (see --help)"; }
