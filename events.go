@@ -1,0 +1,599 @@
+package main
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"sync/atomic"
+	"time"
+
+	"github.com/go-zeromq/zmq4"
+	"github.com/zeebo/xxh3"
+)
+
+// EventSource names the KV events of one worker rank.
+type EventSource struct {
+	Worker    WorkerKey
+	Endpoint  string // PUB socket, e.g. tcp://127.0.0.1:5557; vLLM adds the rank to the port
+	Replay    string // ROUTER socket that replays what was published; empty: none
+	Topic     string // prefix of the topics to take; empty: all
+	BlockSize int    // tokens a block, the same as the engine's
+}
+
+// EventStats counts what one stream saw. It may be read at any time.
+type EventStats struct {
+	Connected atomic.Bool // subscribed right now
+	// Cold: blocks of the worker may be missing in the index, because the
+	// history since its start or since its last reset is not known in full.
+	Cold atomic.Bool
+
+	Batches           atomic.Uint64 // applied, replayed ones included
+	ReplayedBatches   atomic.Uint64 // applied out of a replay
+	LastSeq           atomic.Uint64 // of the last applied batch; 0 before the first
+	Stored            atomic.Uint64 // store events applied
+	StoredBlocks      atomic.Uint64 // blocks in them
+	Removed           atomic.Uint64 // remove events applied
+	RemovedBlocks     atomic.Uint64 // blocks in them that the index held
+	Cleared           atomic.Uint64 // AllBlocksCleared events
+	Gaps              atomic.Uint64 // times a live batch was not the next one
+	Duplicates        atomic.Uint64 // live batches already known from a replay
+	Replays           atomic.Uint64 // replays asked for
+	ReplayFailures    atomic.Uint64 // unanswered, or without what was asked for
+	Restarts          atomic.Uint64 // times the publisher turned out to be a new one
+	Reconnects        atomic.Uint64 // connections after the first
+	DecodeErrors      atomic.Uint64 // events or batches that made no sense
+	UnknownParent     atomic.Uint64 // store events whose parent is not held: dropped
+	UnknownRemoved    atomic.Uint64 // removed blocks that the index did not hold
+	Ignored           atomic.Uint64 // events of another medium, group, kind or type
+	BlockSizeMismatch atomic.Uint64 // store events with another block size: dropped
+}
+
+// eventTiming holds the waits of a stream.
+type eventTiming struct {
+	backoffMin, backoffMax time.Duration // between attempts to connect
+
+	// quiet says after how long without a message the replay endpoint is asked
+	// whether one was missed: the first after connecting (what was published
+	// while the subscription travelled is not sent), the second after the last
+	// message (the publisher drops the tail of what a slow reader does not
+	// take), the third from then on (a half-open connection).
+	quiet [3]time.Duration
+
+	replayLimit time.Duration // for the first answer to a replay request
+	replayPause time.Duration // between answers
+	retry       time.Duration // until a failed replay is asked for again
+	grace       time.Duration // without a connection until the blocks are forgotten
+}
+
+// replayRounds bounds how often one catch-up asks again because the publisher
+// dropped batches out of the middle of a replay. Its ROUTER socket queues 1,000
+// messages and drops more without a word, so each round brings at least that.
+const replayRounds = 64
+
+// replayEnd is the sequence number that ends a replay: -1 in 64 bits.
+const replayEnd = ^uint64(0)
+
+// Reasons why a replay did not bring the stream up to date.
+var (
+	errRestarted  = errors.New("publisher is a new one")
+	errReplayHole = errors.New("replay has a hole")
+	errStalled    = errors.New("connection carries nothing")
+)
+
+// EventStream keeps the index in step with one worker rank: it subscribes to
+// the rank's KV events and applies them strictly in order of their sequence
+// numbers, each once.
+//
+// A missed batch is fetched from the replay endpoint; meanwhile live ones wait
+// in the connection (first TCP's buffers, then the publisher's queue of 100,000).
+// Each replay starts at the last applied batch, whose bytes must come back
+// unchanged: that proves that the publisher is still the same and tells a
+// restarted engine that has counted up to the same number. What cannot be made
+// good ends with the rank's blocks cleared, never with a wrong index.
+type EventStream struct {
+	// OnLag, if set before Run, gets the age of every live batch when it is
+	// applied, by the two machines' clocks.
+	OnLag func(time.Duration)
+
+	src    EventSource
+	index  *Radix
+	log    *slog.Logger
+	now    func() time.Time // for OnLag
+	timing eventTiming
+	stats  EventStats
+
+	// The rest belongs to Run's goroutine.
+
+	replayAt string // src.Replay, until it proves useless
+	// sure says that next is the batch that must come next: all before it were
+	// applied or are known to be lost. Otherwise any number may come.
+	sure bool
+	next uint64
+	sum  uint64 // hash of batch next-1 as received; valid if next > 0
+	// resync says that the history is to be asked for again from its beginning,
+	// at retryAt.
+	resync  bool
+	retryAt time.Time
+	// live is the highest sequence number + 1 that this connection has
+	// delivered; owed is what it should have delivered by the next check.
+	live, owed uint64
+
+	group      int // KV-cache group whose events count; valid if groupKnown
+	groupKnown bool
+	dec        *eventDecoder
+	blocks     []StoredBlock
+	warned     map[string]bool // reasons already logged
+}
+
+// NewEventStream returns a stream for src that feeds index. Run starts it.
+func NewEventStream(src EventSource, index *Radix, log *slog.Logger) *EventStream {
+	s := &EventStream{
+		src:   src,
+		index: index,
+		log:   log.With("worker", src.Worker.Worker, "rank", src.Worker.Rank, "endpoint", src.Endpoint),
+		now:   time.Now,
+		timing: eventTiming{
+			backoffMin:  100 * time.Millisecond,
+			backoffMax:  5 * time.Second,
+			quiet:       [3]time.Duration{500 * time.Millisecond, 2 * time.Second, 15 * time.Second},
+			replayLimit: 5 * time.Second,
+			replayPause: time.Second,
+			retry:       30 * time.Second,
+			grace:       5 * time.Second,
+		},
+		replayAt: src.Replay,
+		dec:      newEventDecoder(),
+		warned:   make(map[string]bool),
+	}
+	s.stats.Cold.Store(true)
+	return s
+}
+
+// Stats returns the stream's counters.
+func (s *EventStream) Stats() *EventStats { return &s.stats }
+
+// Run follows the events until ctx ends, connecting again whenever the
+// connection is lost. When it returns, all that it started has ended; the
+// rank's blocks stay in the index. Call it once.
+func (s *EventStream) Run(ctx context.Context) {
+	backoff := s.timing.backoffMin
+	lost, connected := time.Now(), false
+	for ctx.Err() == nil {
+		began := time.Now()
+		conn, err := DialSub(ctx, s.src.Endpoint, s.src.Topic)
+		if err == nil {
+			if connected {
+				s.stats.Reconnects.Add(1)
+			}
+			connected = true
+			s.log.Debug("following KV events")
+			s.stats.Connected.Store(true)
+			err = s.follow(ctx, conn)
+			s.stats.Connected.Store(false)
+			conn.Close()
+			lost = time.Now()
+			if lost.Sub(began) > backoff {
+				backoff = s.timing.backoffMin
+			}
+			if ctx.Err() == nil {
+				s.log.Warn("lost the connection to the worker's KV events", "error", err)
+			}
+		} else {
+			s.log.Debug("cannot connect to the worker's KV events", "error", err)
+		}
+		if ctx.Err() != nil {
+			return
+		}
+		// Without a replay nothing can prove that no event was missed.
+		if s.sure && (s.replayAt == "" || time.Since(lost) >= s.timing.grace) {
+			s.forget("no connection to its KV events")
+		}
+		sleep(ctx, backoff/2+rand.N(backoff/2+1))
+		backoff = min(2*backoff, s.timing.backoffMax)
+	}
+}
+
+// follow applies what one connection delivers, until that fails.
+func (s *EventStream) follow(ctx context.Context, conn *ZMQConn) error {
+	s.live, s.owed = 0, 0
+	if s.replayAt != "" {
+		if err := s.catchUp(ctx); err != nil {
+			if ctx.Err() != nil {
+				return ctx.Err()
+			}
+			if s.sure {
+				s.forget("its history cannot be verified after a new connection")
+			}
+		}
+	}
+	level, heard := 0, time.Now()
+	for {
+		due := heard.Add(s.timing.quiet[level])
+		ready, err := conn.Wait(due)
+		if err != nil {
+			return err
+		}
+		now := time.Now()
+		if s.resync && s.replayAt != "" && now.After(s.retryAt) {
+			if s.catchUp(ctx) != nil && ctx.Err() != nil {
+				return ctx.Err()
+			}
+		}
+		if !ready {
+			if err := s.checkQuiet(ctx, level > 0); err != nil {
+				return err
+			}
+			level, heard = min(level+1, len(s.timing.quiet)-1), time.Now()
+			continue
+		}
+		frames, err := conn.Recv()
+		if err != nil {
+			return err
+		}
+		level, heard = 1, now
+		seq, payload, err := batchFrames(frames)
+		if err != nil {
+			// Its number is lost with it: the next batch shows the gap.
+			s.stats.DecodeErrors.Add(1)
+			s.warnOnce("frames", "message is no KV event batch", "error", err)
+			continue
+		}
+		if err := s.receive(ctx, seq, payload); err != nil {
+			return err
+		}
+	}
+}
+
+// receive deals with one live batch. It fails only when ctx has ended.
+func (s *EventStream) receive(ctx context.Context, seq uint64, payload []byte) error {
+	behind := seq < s.live
+	s.live = seq + 1
+	if s.sure && (behind || seq+1 == s.next && xxh3.Hash(payload) != s.sum) {
+		// A proxy keeps connections while the engine behind it restarts.
+		s.restarted()
+	}
+	if s.sure && seq > s.next {
+		s.stats.Gaps.Add(1)
+		s.log.Warn("gap in the worker's KV events", "want", s.next, "got", seq)
+		if s.replayAt == "" {
+			s.forget("events were missed and there is no replay endpoint")
+		} else if err := s.catchUp(ctx); err != nil {
+			if ctx.Err() != nil {
+				return ctx.Err()
+			}
+			s.forget("missed events cannot be replayed")
+		} else if s.sure && seq >= s.next {
+			// vLLM buffers a batch before it answers the next replay.
+			s.forget("missed events were not in the replay")
+			s.log.Warn("replay endpoint keeps no history, not asking it again", "replay", s.replayAt)
+			s.replayAt = ""
+		}
+	} else if !s.sure && s.replayAt != "" && !s.resync {
+		if err := s.catchUp(ctx); err != nil && ctx.Err() != nil {
+			return ctx.Err()
+		}
+	}
+	if s.sure && seq < s.next {
+		s.stats.Duplicates.Add(1)
+		return nil
+	}
+	if !s.sure {
+		s.begin(seq)
+	}
+	s.apply(seq, payload, true)
+	return nil
+}
+
+// checkQuiet asks the replay endpoint whether a silent connection missed
+// anything. settled is false for the first check of a connection. An error
+// means that the connection is not to be trusted.
+func (s *EventStream) checkQuiet(ctx context.Context, settled bool) error {
+	if s.replayAt == "" || s.resync {
+		return nil
+	}
+	if s.live < s.owed {
+		return fmt.Errorf("%w: batch %d was published and did not arrive", errStalled, s.owed-1)
+	}
+	before, restarts := s.next, s.stats.Restarts.Load()
+	if err := s.catchUp(ctx); err != nil {
+		return fmt.Errorf("check of a quiet connection: %w", err)
+	}
+	if s.stats.Restarts.Load() != restarts {
+		return fmt.Errorf("%w: it belongs to a publisher that is gone", errStalled)
+	}
+	if settled && s.next != before {
+		s.owed = s.next
+	}
+	return nil
+}
+
+// catchUp brings the index up to what has been published so far. After an
+// error it asks again later, and what the index holds is as old as before, or
+// nothing.
+func (s *EventStream) catchUp(ctx context.Context) error {
+	fromStart := s.resync || !s.sure
+	applied := s.stats.ReplayedBatches.Load()
+	for round := 0; ; round++ {
+		before := s.next
+		err := s.replay(ctx, fromStart)
+		switch {
+		case err == nil:
+			s.resync = false
+			return nil
+		case ctx.Err() != nil:
+			return ctx.Err()
+		case errors.Is(err, errRestarted) && round < replayRounds:
+			s.restarted()
+			fromStart = true
+			continue
+		case errors.Is(err, errReplayHole) && round < replayRounds && s.sure && (fromStart || s.next > before):
+			fromStart = false
+			continue
+		}
+		s.stats.ReplayFailures.Add(1)
+		if s.sure && s.stats.ReplayedBatches.Load() != applied {
+			s.forget("its history could be replayed in part only")
+		}
+		s.resync, s.retryAt = true, time.Now().Add(s.timing.retry)
+		s.warnOnce("replay", "cannot replay the worker's KV events", "replay", s.replayAt, "error", err)
+		return err
+	}
+}
+
+// replay asks once for the batches from the last applied one on, or from the
+// start of the publisher's buffer, and applies what is new.
+func (s *EventStream) replay(ctx context.Context, fromStart bool) error {
+	s.stats.Replays.Add(1)
+	verify := !fromStart && s.sure && s.next > 0
+	from := uint64(0)
+	if verify {
+		from = s.next - 1
+	}
+	conn, err := dialZMQ(ctx, s.replayAt, zmq4.Dealer)
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	// The empty frame is what a REQ socket would send; vLLM insists on it.
+	if err := conn.Send(nil, binary.BigEndian.AppendUint64(nil, from)); err != nil {
+		return fmt.Errorf("ask %s for a replay: %w", s.replayAt, err)
+	}
+	limit := s.timing.replayLimit
+	for first := true; ; first = false {
+		ready, err := conn.Wait(time.Now().Add(limit))
+		if err == nil && !ready && first {
+			return fmt.Errorf("%s sent no replay within %v", s.replayAt, limit)
+		}
+		if err == nil && !ready {
+			return errReplayHole // the end mark was dropped
+		}
+		var frames [][]byte
+		if err == nil {
+			frames, err = conn.Recv()
+		}
+		if err != nil {
+			return fmt.Errorf("replay from %s: %w", s.replayAt, err)
+		}
+		limit = s.timing.replayPause
+		seq, payload, err := batchFrames(frames)
+		switch {
+		case err != nil:
+			return fmt.Errorf("replay from %s: %w", s.replayAt, err)
+		case seq == replayEnd && first && verify:
+			return errRestarted // it does not know the batch we have
+		case seq == replayEnd && first:
+			s.begin(0) // nothing was published yet
+			return nil
+		case seq == replayEnd:
+			return nil
+		case seq < from:
+			return fmt.Errorf("replay from %s begins at %d, asked for %d", s.replayAt, seq, from)
+		case first && verify && seq == from:
+			if xxh3.Hash(payload) != s.sum {
+				return errRestarted
+			}
+			continue
+		case first && verify:
+			s.stats.ReplayFailures.Add(1)
+			s.forget("missed events have left the publisher's replay buffer")
+			s.begin(seq)
+		case first:
+			s.begin(seq)
+		}
+		if seq > s.next {
+			return errReplayHole
+		}
+		if seq == s.next {
+			s.stats.ReplayedBatches.Add(1)
+			s.apply(seq, payload, false)
+		}
+	}
+}
+
+// batchFrames takes a message apart: topic, sequence number (8 bytes
+// big-endian), payload; a replay puts an empty frame before them, and SGLang
+// leaves the topic out there.
+func batchFrames(frames [][]byte) (seq uint64, payload []byte, err error) {
+	n := len(frames)
+	if n < 2 || len(frames[n-2]) != 8 {
+		return 0, nil, fmt.Errorf("%d frames, want topic, 8-byte sequence number, payload", n)
+	}
+	return binary.BigEndian.Uint64(frames[n-2]), frames[n-1], nil
+}
+
+// begin starts the rank's blocks afresh, with seq as the first batch known.
+func (s *EventStream) begin(seq uint64) {
+	s.index.Clear(s.src.Worker)
+	s.groupKnown = false
+	s.sure, s.next = true, seq
+	s.stats.Cold.Store(seq > 0)
+}
+
+// restarted notes that the publisher is a new one: nothing of the old holds.
+func (s *EventStream) restarted() {
+	s.stats.Restarts.Add(1)
+	s.forget("its KV-event publisher has restarted")
+}
+
+// forget gives up what is known about the rank, its place in the sequence too.
+func (s *EventStream) forget(why string) {
+	s.clear(why)
+	s.sure, s.next, s.groupKnown = false, 0, false
+}
+
+// clear empties the rank in the index.
+func (s *EventStream) clear(why string) {
+	s.log.Warn("cleared the worker's blocks", "reason", why)
+	s.index.Clear(s.src.Worker)
+	s.stats.Cold.Store(true)
+}
+
+// apply puts batch next into the index. A bad event is left out alone, unless
+// it may have been a removal: then the blocks of the rank are cleared, and the
+// batch goes on.
+func (s *EventStream) apply(seq uint64, payload []byte, live bool) {
+	s.next, s.sum = seq+1, xxh3.Hash(payload)
+	s.stats.Batches.Add(1)
+	s.stats.LastSeq.Store(seq)
+	ts, err := s.dec.start(payload)
+	if err != nil {
+		s.stats.DecodeErrors.Add(1)
+		s.clear(fmt.Sprintf("event batch %d is unreadable: %v", seq, err))
+		return
+	}
+	if live && s.OnLag != nil {
+		s.OnLag(time.Duration(float64(s.now().UnixNano()) - ts*1e9))
+	}
+	for s.dec.more() {
+		e, err := s.dec.next()
+		if err == nil {
+			err = s.applyEvent(e)
+		}
+		if err == nil {
+			continue
+		}
+		s.stats.DecodeErrors.Add(1)
+		if e.kind == eventStored && !errors.Is(err, errBrokenPayload) {
+			s.warnOnce("event", "left out a bad KV event", "batch", seq, "error", err)
+			continue
+		}
+		s.clear(fmt.Sprintf("event batch %d is bad: %v", seq, err))
+	}
+	if rank, ok := s.dec.rank(); ok && rank != int(s.src.Worker.Rank) {
+		// The endpoint decides: behind an external load balancer every rank is
+		// a worker of its own to us, while its engine still counts itself.
+		s.warnOnce("rank", "events name another data-parallel rank than their endpoint", "named", rank)
+	}
+}
+
+func (s *EventStream) applyEvent(e *kvEvent) error {
+	switch e.kind {
+	case eventStored:
+		return s.applyStored(e)
+	case eventRemoved:
+		if !ownCache(e) || e.hasGroup && s.groupKnown && e.group != s.group {
+			s.stats.Ignored.Add(1)
+			return nil
+		}
+		unknown := s.index.Remove(s.src.Worker, e.hashes)
+		s.stats.Removed.Add(1)
+		s.stats.RemovedBlocks.Add(uint64(len(e.hashes) - unknown))
+		s.stats.UnknownRemoved.Add(uint64(unknown))
+	case eventCleared:
+		s.index.Clear(s.src.Worker)
+		s.stats.Cleared.Add(1)
+		s.stats.Cold.Store(false)
+	default:
+		s.stats.Ignored.Add(1)
+		s.warnOnce("type", "unknown type of KV event", "type", string(e.tag))
+	}
+	return nil
+}
+
+func (s *EventStream) applyStored(e *kvEvent) error {
+	if !ownCache(e) || !fullAttention(e) {
+		s.stats.Ignored.Add(1)
+		return nil
+	}
+	if len(e.hashes) == 0 {
+		return nil
+	}
+	if e.blockSize != s.src.BlockSize {
+		s.stats.BlockSizeMismatch.Add(1)
+		if !s.warned["block size"] {
+			s.warned["block size"] = true
+			s.log.Error("the engine's block size differs from the router's: its events are dropped; start both with the same --block-size",
+				"engine", e.blockSize, "router", s.src.BlockSize)
+		}
+		return nil
+	}
+	if e.hasGroup {
+		// The groups of a hybrid model hold the same prompt side by side, with
+		// the same block ids. One of them stands for all.
+		if !s.groupKnown {
+			s.group, s.groupKnown = e.group, true
+		}
+		if e.group != s.group {
+			s.stats.Ignored.Add(1)
+			return nil
+		}
+	}
+	var err error
+	s.blocks, err = s.dec.blocks(s.blocks[:0], e)
+	if err != nil {
+		return err
+	}
+	switch err := s.index.Store(s.src.Worker, e.parent, e.hasParent, s.blocks); {
+	case errors.Is(err, ErrParentUnknown):
+		// The blocks before these are not known, so these cannot be matched;
+		// the rest of the index stays true.
+		s.stats.UnknownParent.Add(1)
+		s.log.Debug("dropped stored blocks whose parent is not known", "blocks", len(s.blocks))
+		return nil
+	case err != nil:
+		return err
+	}
+	s.stats.Stored.Add(1)
+	s.stats.StoredBlocks.Add(uint64(len(s.blocks)))
+	return nil
+}
+
+// ownCache tells whether an event is about the engine's own KV cache rather
+// than an offloading tier or another process.
+func ownCache(e *kvEvent) bool {
+	return (len(e.medium) == 0 || string(e.medium) == "GPU") && string(e.locality) != "REMOTE"
+}
+
+// fullAttention tells whether a stored block means that the whole prefix up to
+// it is usable. Groups with a sliding window, a state or cross attention keep
+// some blocks only. Where the engine does not tell the kind, its first group
+// counts.
+func fullAttention(e *kvEvent) bool {
+	switch string(e.specKind) {
+	case "":
+		return !e.hasGroup || e.group == 0
+	case "full_attention", "mla_attention", "sink_full_attention":
+		return true
+	}
+	return false
+}
+
+func (s *EventStream) warnOnce(reason, msg string, args ...any) {
+	if !s.warned[reason] {
+		s.warned[reason] = true
+		s.log.Warn(msg, args...)
+	}
+}
+
+// sleep waits for d or until ctx ends.
+func sleep(ctx context.Context, d time.Duration) {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-ctx.Done():
+	case <-t.C:
+	}
+}

@@ -1,0 +1,244 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/go-zeromq/zmq4"
+	"github.com/go-zeromq/zmq4/security/null"
+)
+
+const (
+	// zmqHandshakeLimit bounds connecting and the exchange of greetings.
+	zmqHandshakeLimit = 5 * time.Second
+	// zmqMessageLimit bounds how long the rest of a message may take once its
+	// first byte is here.
+	zmqMessageLimit = 30 * time.Second
+	// zmqMaxMessage bounds the bytes of one message. A frame's length is sent
+	// by the peer; a batch of events for a million tokens takes about 5 MB.
+	zmqMaxMessage = 64 << 20
+	// zmqMaxFrames bounds the frames of one message; vLLM sends three or four.
+	zmqMaxFrames = 16
+)
+
+// Flags of a ZMTP frame.
+const (
+	zmtpMore    = 1
+	zmtpLong    = 2
+	zmtpCommand = 4
+)
+
+// ZMQConn is one ZeroMQ connection to one peer, read by one goroutine. The
+// handshake and what is sent are zmq4's. Messages are read here, through a
+// buffer and with deadlines: a zmq4 socket reads unbuffered (about seven system
+// calls a message), believes any frame length, and leaves its reader behind
+// when it is closed with data pending. Nothing is queued in between, so a
+// reader that is behind pushes back through TCP to the publisher's own queue.
+type ZMQConn struct {
+	conn   *zmq4.Conn
+	raw    net.Conn
+	in     *bufio.Reader
+	frames [][]byte // of the last message; views of buf
+	buf    []byte
+	stop   func() bool   // ends the watch on the context
+	ended  chan struct{} // closed when that watch has run
+}
+
+// DialSub connects to the PUB socket at endpoint ("tcp://host:port" or
+// "ipc://path") and subscribes to topic, a prefix. The publisher learns of the
+// subscription a moment later: what it sends until then is missed. When ctx
+// ends, the connection is closed and a pending Wait or Recv returns.
+func DialSub(ctx context.Context, endpoint, topic string) (*ZMQConn, error) {
+	c, err := dialZMQ(ctx, endpoint, zmq4.Sub)
+	if err != nil {
+		return nil, err
+	}
+	if err := c.conn.SendMsg(zmq4.NewMsg(append([]byte{1}, topic...))); err != nil {
+		c.Close()
+		return nil, fmt.Errorf("subscribe at %s: %w", endpoint, err)
+	}
+	return c, nil
+}
+
+func dialZMQ(ctx context.Context, endpoint string, kind zmq4.SocketType) (*ZMQConn, error) {
+	network, address, found := strings.Cut(endpoint, "://")
+	switch {
+	case found && network == "tcp":
+	case found && network == "ipc":
+		network = "unix"
+	default:
+		return nil, fmt.Errorf("endpoint %q: want tcp://host:port or ipc://path", endpoint)
+	}
+	dialer := net.Dialer{
+		Timeout: zmqHandshakeLimit,
+		// ZMTP 3.0 has no heartbeat; without probes a peer that vanished is
+		// never noticed.
+		KeepAliveConfig: net.KeepAliveConfig{Enable: true, Idle: 15 * time.Second, Interval: 5 * time.Second, Count: 3},
+	}
+	raw, err := dialer.DialContext(ctx, network, address)
+	if err != nil {
+		return nil, fmt.Errorf("connect to %s: %w", endpoint, err)
+	}
+	c := &ZMQConn{raw: raw, in: bufio.NewReaderSize(raw, 64<<10), ended: make(chan struct{})}
+	c.stop = context.AfterFunc(ctx, func() {
+		defer close(c.ended)
+		_ = raw.Close()
+	})
+	_ = raw.SetDeadline(time.Now().Add(zmqHandshakeLimit))
+	c.conn, err = zmq4.Open(bufferedConn{raw, c.in}, null.Security(), kind, nil, false, nil)
+	if err != nil {
+		c.Close()
+		return nil, fmt.Errorf("connect to %s: %w", endpoint, err)
+	}
+	_ = raw.SetDeadline(time.Time{})
+	return c, nil
+}
+
+// Wait returns true as soon as a message has begun to arrive, false at the
+// time until.
+func (c *ZMQConn) Wait(until time.Time) (bool, error) {
+	if c.in.Buffered() > 0 {
+		return true, nil
+	}
+	_ = c.raw.SetReadDeadline(until) // fails on a closed connection, as does Peek
+	_, err := c.in.Peek(1)
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		return false, nil
+	}
+	return err == nil, err
+}
+
+// Recv returns the frames of the next message; they are valid until the next
+// call. It waits for the message; use Wait to bound that.
+func (c *ZMQConn) Recv() ([][]byte, error) {
+	for {
+		if _, err := c.in.Peek(1); err != nil {
+			return nil, err
+		}
+		_ = c.raw.SetReadDeadline(time.Now().Add(zmqMessageLimit))
+		command, err := c.readMessage()
+		_ = c.raw.SetReadDeadline(time.Time{})
+		if err != nil {
+			return nil, err
+		}
+		if !command {
+			return c.frames, nil
+		}
+		if err := c.answer(c.frames[0]); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// Send sends one message. It may block while the peer does not read; ctx of
+// the connection ends that.
+func (c *ZMQConn) Send(frames ...[]byte) error {
+	_ = c.raw.SetWriteDeadline(time.Now().Add(zmqMessageLimit))
+	return c.conn.SendMsg(zmq4.NewMsgFrom(frames...))
+}
+
+// Close ends the connection and all that belongs to it.
+func (c *ZMQConn) Close() {
+	_ = c.raw.Close()
+	if !c.stop() {
+		<-c.ended
+	}
+}
+
+// readMessage reads the frames of one message, or one command.
+func (c *ZMQConn) readMessage() (command bool, err error) {
+	var ends [zmqMaxFrames]int
+	n := 0
+	c.buf = c.buf[:0]
+	for more := true; more; n++ {
+		if n == zmqMaxFrames {
+			return false, fmt.Errorf("message has more than %d frames", zmqMaxFrames)
+		}
+		flags, size, err := c.readHeader()
+		if err != nil {
+			return false, err
+		}
+		if size > uint64(zmqMaxMessage-len(c.buf)) {
+			return false, fmt.Errorf("message is larger than %d bytes", zmqMaxMessage)
+		}
+		more, command = flags&zmtpMore != 0, flags&zmtpCommand != 0
+		if err := c.readBody(int(size)); err != nil {
+			return false, err
+		}
+		ends[n] = len(c.buf)
+	}
+	c.frames = c.frames[:0]
+	start := 0
+	for _, end := range ends[:n] {
+		c.frames = append(c.frames, c.buf[start:end:end])
+		start = end
+	}
+	return command, nil
+}
+
+func (c *ZMQConn) readHeader() (flags byte, size uint64, err error) {
+	var header [9]byte
+	if _, err := io.ReadFull(c.in, header[:2]); err != nil {
+		return 0, 0, err
+	}
+	if header[0]&zmtpLong == 0 {
+		return header[0], uint64(header[1]), nil
+	}
+	if _, err := io.ReadFull(c.in, header[2:]); err != nil {
+		return 0, 0, err
+	}
+	return header[0], binary.BigEndian.Uint64(header[1:]), nil
+}
+
+// readBody appends size bytes to the buffer, which grows with what has really
+// arrived, not with what was announced.
+func (c *ZMQConn) readBody(size int) error {
+	const step = 1 << 20
+	for size > 0 {
+		n := min(size, step)
+		start := len(c.buf)
+		if free := cap(c.buf) - start; free < n {
+			c.buf = append(c.buf, make([]byte, n)...)
+		}
+		c.buf = c.buf[:start+n]
+		if _, err := io.ReadFull(c.in, c.buf[start:]); err != nil {
+			return err
+		}
+		size -= n
+	}
+	return nil
+}
+
+// answer replies to a heartbeat; other commands of a peer need none.
+func (c *ZMQConn) answer(command []byte) error {
+	if len(command) < 1 || int(command[0]) > len(command)-1 {
+		return errors.New("peer sent a malformed command")
+	}
+	name, body := command[1:1+command[0]], command[1+command[0]:]
+	if string(name) != zmq4.CmdPing {
+		return nil
+	}
+	if len(body) > 2 { // two bytes of time to live, then the context to return
+		body = body[2:]
+	} else {
+		body = nil
+	}
+	return c.conn.SendCmd(zmq4.CmdPong, body)
+}
+
+// bufferedConn lets zmq4's handshake read through the buffer that messages are
+// read from later.
+type bufferedConn struct {
+	net.Conn
+	in *bufio.Reader
+}
+
+func (c bufferedConn) Read(p []byte) (int, error) { return c.in.Read(p) }
