@@ -138,7 +138,6 @@ func parseConfig(args []string, machine Machine) (Config, string, error) {
 	parser, err := kong.New(&c,
 		kong.Name("kvrouter"),
 		kong.Description("A KV-cache-aware router for vLLM: starts or attaches workers and serves one OpenAI endpoint; each request goes to the worker that holds most of its prompt and is least busy. What follows -- is passed on to every vLLM it starts."),
-		kong.UsageOnError(),
 		kong.DefaultEnvars("KVROUTER"),
 		kong.ConfigureHelp(kong.HelpOptions{NoExpandSubcommands: true, FlagsLast: false}),
 		kong.Exit(func(int) { printed = true }),
@@ -291,7 +290,7 @@ func (c *Config) ResolveDefaults(machine Machine) error {
 		}
 	}
 	c.ModelFolder = c.Model != "" && machine.IsDir(c.Model)
-	if looksLikePath(c.Model) && !c.ModelFolder {
+	if c.Engine == EngineVLLM && looksLikePath(c.Model) && !c.ModelFolder {
 		return fmt.Errorf("--model %s: no such folder; give a folder with config.json or a Hugging Face name such as %s", c.Model, DefaultGPUModel)
 	}
 	if c.ModelFolder && c.Engine == EngineVLLM && !machine.IsFile(filepath.Join(c.Model, "config.json")) {

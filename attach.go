@@ -1,0 +1,252 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// maxProbeBody bounds what is read of a worker's answer to a probe, bytes.
+const maxProbeBody = 1 << 20
+
+// statusError is an HTTP answer other than 200.
+type statusError struct {
+	path   string
+	status int
+}
+
+func (e *statusError) Error() string {
+	return fmt.Sprintf("GET %s answered %d %s", e.path, e.status, http.StatusText(e.status))
+}
+
+// get fetches a path of a worker within limit and, unless into is nil, decodes
+// its JSON.
+func (f *Fleet) get(ctx context.Context, base, path string, limit time.Duration, into any) error {
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, base+path, nil)
+	if err != nil {
+		return fmt.Errorf("GET %s%s: %w", base, path, err)
+	}
+	if f.workerKey != "" {
+		request.Header.Set("Authorization", "Bearer "+f.workerKey)
+	}
+	response, err := f.client.Do(request)
+	if err != nil {
+		return fmt.Errorf("worker at %s does not answer: %w", base, errors.Unwrap(err))
+	}
+	defer func() { _ = response.Body.Close() }()
+	if response.StatusCode != http.StatusOK {
+		return &statusError{path, response.StatusCode}
+	}
+	if into == nil {
+		return nil
+	}
+	if err := json.NewDecoder(io.LimitReader(response.Body, maxProbeBody)).Decode(into); err != nil {
+		return fmt.Errorf("GET %s%s: the answer is not the JSON that vLLM sends: %w", base, path, err)
+	}
+	return nil
+}
+
+// isGone tells from the error of a request that no process listens any more,
+// as opposed to one that is slow.
+func isGone(err error) bool {
+	return errors.Is(err, syscall.ECONNREFUSED)
+}
+
+// models asks a worker which models it serves. A server that does not tell
+// (its key is not known, or it has no such path) serves an unknown one: nil.
+func (f *Fleet) models(ctx context.Context, base string) ([]string, error) {
+	var list struct {
+		Data []struct {
+			ID string `json:"id"`
+		} `json:"data"`
+	}
+	err := f.get(ctx, base, "/v1/models", f.timing.probeLimit, &list)
+	var status *statusError
+	if errors.As(err, &status) && status.status < 500 {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	var models []string
+	for _, model := range list.Data {
+		models = append(models, model.ID)
+	}
+	return models, nil
+}
+
+// kvEventSource is what vLLM tells about the KV events of one rank.
+type kvEventSource struct {
+	Enable   bool   `json:"enable_kv_cache_events"`
+	Kind     string `json:"publisher"`
+	Endpoint string `json:"endpoint"`
+	Replay   string `json:"replay_endpoint"`
+	Topic    string `json:"topic"`
+}
+
+// eventSources finds an attached worker's event streams: those that the flags
+// name, and for the rest what the worker itself says. None is no error: not
+// every server publishes events.
+func (f *Fleet) eventSources(ctx context.Context, spec AttachedWorker) []EventSource {
+	told := map[string]kvEventSource{}
+	if err := f.get(ctx, spec.URL, "/kv_event_sources", f.timing.probeLimit, &told); err != nil {
+		f.log.Debug("worker names no KV event sources", "worker", spec.ID, "error", err)
+	}
+	host := "127.0.0.1"
+	if u, err := url.Parse(spec.URL); err == nil {
+		host = u.Hostname()
+	}
+	byRank := map[uint32]EventSource{}
+	for rank, source := range told {
+		number, err := strconv.ParseUint(rank, 10, 32)
+		if err != nil || !source.Enable || source.Endpoint == "" || (source.Kind != "" && source.Kind != "zmq") {
+			continue
+		}
+		byRank[uint32(number)] = EventSource{
+			Endpoint: reachable(source.Endpoint, host), Replay: reachable(source.Replay, host), Topic: source.Topic,
+		}
+	}
+	if spec.KVEvents != "" {
+		first := byRank[0]
+		first.Endpoint = spec.KVEvents
+		byRank[0] = first
+	}
+	if first, ok := byRank[0]; ok && spec.Replay != "" {
+		first.Replay = spec.Replay
+		byRank[0] = first
+	}
+	var sources []EventSource
+	for rank, source := range byRank {
+		source.Worker = WorkerKey{Worker: spec.ID, Rank: rank}
+		source.BlockSize = f.cfg.BlockSize
+		sources = append(sources, source)
+	}
+	slices.SortFunc(sources, func(a, b EventSource) int { return int(a.Worker.Rank) - int(b.Worker.Rank) })
+	return sources
+}
+
+// reachable replaces the wildcard of an endpoint that a server binds by the
+// host that it is reached at.
+func reachable(endpoint, host string) string {
+	address, isTCP := strings.CutPrefix(endpoint, "tcp://")
+	if !isTCP {
+		return endpoint
+	}
+	bound, port, found := cutLast(address, ":")
+	if !found || !slices.Contains([]string{"*", "0.0.0.0", "[::]", "::"}, bound) {
+		return endpoint
+	}
+	return "tcp://" + net.JoinHostPort(host, port)
+}
+
+func cutLast(s, separator string) (before, after string, found bool) {
+	i := strings.LastIndex(s, separator)
+	if i < 0 {
+		return s, "", false
+	}
+	return s[:i], s[i+len(separator):], true
+}
+
+// superviseAttached follows a worker that somebody else runs until ctx is done:
+// through every time that it goes and comes back.
+func (f *Fleet) superviseAttached(ctx context.Context, w *worker) {
+	pause := f.timing.backoffFirst
+	for ctx.Err() == nil {
+		wasUp := f.followAttached(ctx, w)
+		if ctx.Err() != nil {
+			break
+		}
+		if wasUp {
+			pause = f.timing.backoffFirst
+		}
+		if !f.sleep(ctx, pause, w.wake) {
+			break
+		}
+		pause = min(2*pause, f.cfg.RestartBackoffMax)
+	}
+	f.update(w, func(s *WorkerStatus) { s.State = StateStopped })
+}
+
+// followAttached follows one incarnation: from the first answer until the
+// process is gone. It returns whether there was an answer.
+func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
+	if err := f.get(ctx, w.spec.URL, "/health", f.timing.healthLimit, nil); err != nil {
+		if ctx.Err() == nil {
+			f.unreachable(w, err)
+		}
+		return false
+	}
+	models, err := f.models(ctx, w.spec.URL)
+	if err != nil {
+		if ctx.Err() == nil {
+			f.unreachable(w, err)
+		}
+		return false
+	}
+
+	in := f.begin(ctx, w)
+	defer in.end("no longer followed")
+	sources := f.eventSources(ctx, w.spec)
+	for _, source := range sources {
+		in.followEvents(source)
+	}
+	in.setTargets(models, sources)
+	in.followLoads(w.spec.Load)
+	in.markUp()
+	f.log.Info(fmt.Sprintf("worker %d: attached", w.id), "url", w.spec.URL, "models", models, "event_streams", len(sources))
+
+	for {
+		select {
+		case <-ctx.Done():
+			return true
+		case <-w.wake:
+		case <-time.After(f.timing.healthEvery):
+		}
+		in.checkHealth()
+		if in.gone {
+			return true
+		}
+		if len(sources) > 0 || in.toldSilent || !in.up {
+			continue
+		}
+		// A server may name its sources only once its engine runs.
+		if sources = f.eventSources(ctx, w.spec); len(sources) > 0 {
+			for _, source := range sources {
+				in.followEvents(source)
+			}
+			in.setTargets(models, sources)
+			in.followLoads(w.spec.Load)
+			in.markUp()
+		} else if time.Since(in.began) >= f.timing.silentAfter {
+			in.toldSilent = true
+			f.log.Warn(fmt.Sprintf("worker %d: publishes no KV events: routed by load only", w.id), "url", w.spec.URL,
+				"remedy", "start it with --kv-events-config, or name kv-events= in --worker")
+		}
+	}
+}
+
+// unreachable notes that an attached worker does not answer; the first time
+// since it last did for people to see.
+func (f *Fleet) unreachable(w *worker, err error) {
+	level := f.log.Debug
+	f.update(w, func(s *WorkerStatus) {
+		if s.LastError == "" || s.State != StateConnecting {
+			level = f.log.Warn
+		}
+		s.State = StateConnecting
+		s.LastError = err.Error()
+	})
+	level(fmt.Sprintf("worker %d: not reachable yet, trying again for ever", w.id), "url", w.spec.URL, "error", err)
+}

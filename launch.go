@@ -1,0 +1,224 @@
+package main
+
+import (
+	"embed"
+	"encoding/json"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+)
+
+// pluginFiles are the Python modules that every started vLLM loads: the load
+// publisher, and the one that keeps KV events on loopback.
+//
+//go:embed plugin
+var pluginFiles embed.FS
+
+const (
+	kvEventsTopic = "kv-events"
+	// replayBatches is how many event batches an engine keeps for a router that
+	// missed some, about 100 bytes each in a quiet cache.
+	replayBatches = 10_000
+	// cpuMaxModelLen bounds the context on a CPU, tokens, because the cache must
+	// hold one whole context.
+	cpuMaxModelLen = 8192
+)
+
+// processSpec is what one worker process is started with.
+type processSpec struct {
+	argv []string
+	env  []string
+}
+
+// vllmCommand returns the command line and the environment of started worker
+// i. What the user put after -- or into the environment goes before the
+// defaults here. pluginDir is where writePlugin has put the plugins; environ is
+// the router's own environment.
+func vllmCommand(cfg Config, i int, pluginDir string, environ []string) (processSpec, error) {
+	events, err := json.Marshal(struct {
+		Enable   bool   `json:"enable_kv_cache_events"`
+		Kind     string `json:"publisher"`
+		Endpoint string `json:"endpoint"`
+		Replay   string `json:"replay_endpoint"`
+		Topic    string `json:"topic"`
+		Buffer   int    `json:"buffer_steps"`
+	}{
+		// vLLM binds an endpoint with a wildcard and connects to any other; the
+		// plugin narrows the wildcard to loopback.
+		true, "zmq", fmt.Sprintf("tcp://*:%d", cfg.BaseKVEventsPort+i),
+		launchedReplayEndpoint(cfg, i), kvEventsTopic, replayBatches,
+	})
+	if err != nil {
+		return processSpec{}, fmt.Errorf("worker %d: KV event settings: %w", i, err)
+	}
+	argv := []string{
+		cfg.Python, "-m", "vllm.entrypoints.openai.api_server",
+		"--model", cfg.Model,
+		"--served-model-name", cfg.ServedModelName,
+		"--host", "127.0.0.1",
+		"--port", strconv.Itoa(cfg.BaseWorkerPort + i),
+		"--block-size", strconv.Itoa(cfg.BlockSize),
+		"--kv-events-config", string(events),
+		"--enable-prompt-tokens-details",
+		"--enable-scale-out",
+	}
+	env := newEnvironment(environ)
+	env.dropPrefix("KVROUTER_") // the router's keys are no business of the workers
+	env.set("KVROUTER_LOAD_ENDPOINT", launchedLoadEndpoint(cfg, i))
+	env.set("KVROUTER_LOOPBACK_EVENTS", "1")
+	pythonPath := pluginDir
+	if old := env.get("PYTHONPATH"); old != "" {
+		pythonPath += string(os.PathListSeparator) + old
+	}
+	env.set("PYTHONPATH", pythonPath)
+	if allowed, limited := env.lookup("VLLM_PLUGINS"); limited {
+		env.set("VLLM_PLUGINS", strings.TrimPrefix(allowed+",kvrouter_load,kvrouter_loopback", ","))
+	}
+	env.setDefault("VLLM_NO_USAGE_STATS", "1")
+	if cfg.ModelFolder {
+		env.setDefault("HF_HUB_OFFLINE", "1")
+	}
+
+	if k := cfg.GPUsPerWorker; len(cfg.GPUs) > 0 {
+		if (i+1)*k > len(cfg.GPUs) {
+			return processSpec{}, fmt.Errorf("worker %d needs GPUs %d to %d of the visible ones, but there are %d", i, i*k+1, (i+1)*k, len(cfg.GPUs))
+		}
+		env.set("CUDA_VISIBLE_DEVICES", strings.Join(cfg.GPUs[i*k:(i+1)*k], ","))
+		if k > 1 && !cfg.hasVLLMFlag("tensor-parallel-size") {
+			argv = append(argv, "--tensor-parallel-size", strconv.Itoa(k))
+		}
+	} else {
+		env.setDefault("OMP_NUM_THREADS", strconv.Itoa(max(1, cfg.Cores/max(1, cfg.NumWorkers))))
+		env.setDefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+		env.setDefault("VLLM_CPU_KVCACHE_SPACE", "1") // GiB
+		if !cfg.hasVLLMFlag("enforce-eager", "no-enforce-eager") {
+			argv = append(argv, "--enforce-eager")
+		}
+		if !cfg.hasVLLMFlag("max-model-len") {
+			argv = append(argv, "--max-model-len", strconv.Itoa(min(cpuMaxModelLen, modelContext(cfg))))
+		}
+	}
+	return processSpec{argv: append(argv, cfg.VLLMArgs...), env: env.list()}, nil
+}
+
+func launchedURL(cfg Config, i int) string {
+	return fmt.Sprintf("http://127.0.0.1:%d", cfg.BaseWorkerPort+i)
+}
+
+func launchedEventEndpoint(cfg Config, i int) string {
+	return fmt.Sprintf("tcp://127.0.0.1:%d", cfg.BaseKVEventsPort+i)
+}
+
+func launchedReplayEndpoint(cfg Config, i int) string {
+	return fmt.Sprintf("tcp://127.0.0.1:%d", cfg.BaseKVReplayPort+i)
+}
+
+func launchedLoadEndpoint(cfg Config, i int) string {
+	return fmt.Sprintf("tcp://127.0.0.1:%d", cfg.BaseMetricsPort+i)
+}
+
+// modelContext returns the longest context that the model's config.json allows,
+// tokens; where it is not known, more than any limit here.
+func modelContext(cfg Config) int {
+	const unknown = 1 << 30
+	if !cfg.ModelFolder {
+		return unknown
+	}
+	data, err := os.ReadFile(filepath.Join(cfg.Model, "config.json"))
+	if err != nil {
+		return unknown
+	}
+	var model struct {
+		Context int `json:"max_position_embeddings"`
+		Text    struct {
+			Context int `json:"max_position_embeddings"`
+		} `json:"text_config"` // of models that also see or hear
+	}
+	if err := json.Unmarshal(data, &model); err != nil {
+		return unknown
+	}
+	switch {
+	case model.Context > 0:
+		return model.Context
+	case model.Text.Context > 0:
+		return model.Text.Context
+	}
+	return unknown
+}
+
+// writePlugin puts the plugins into a new folder that only this user can read,
+// and returns its name. The caller removes it.
+func writePlugin() (string, error) {
+	dir, err := os.MkdirTemp("", "kvrouter-plugin-")
+	if err != nil {
+		return "", fmt.Errorf("folder for the vLLM plugins: %w", err)
+	}
+	files, err := fs.Sub(pluginFiles, "plugin")
+	if err == nil {
+		err = os.CopyFS(dir, files)
+	}
+	if err != nil {
+		_ = os.RemoveAll(dir)
+		return "", fmt.Errorf("write the vLLM plugins to %s: %w", dir, err)
+	}
+	return dir, nil
+}
+
+// environment is a process environment that can be changed.
+type environment struct {
+	keys   []string
+	values map[string]string
+}
+
+func newEnvironment(environ []string) *environment {
+	e := &environment{values: map[string]string{}}
+	for _, entry := range environ {
+		if key, value, ok := strings.Cut(entry, "="); ok && key != "" {
+			e.set(key, value)
+		}
+	}
+	return e
+}
+
+func (e *environment) lookup(key string) (string, bool) {
+	value, set := e.values[key]
+	return value, set
+}
+
+func (e *environment) get(key string) string { return e.values[key] }
+
+func (e *environment) set(key, value string) {
+	if _, set := e.values[key]; !set {
+		e.keys = append(e.keys, key)
+	}
+	e.values[key] = value
+}
+
+func (e *environment) setDefault(key, value string) {
+	if _, set := e.values[key]; !set {
+		e.set(key, value)
+	}
+}
+
+func (e *environment) dropPrefix(prefix string) {
+	kept := e.keys[:0]
+	for _, key := range e.keys {
+		if strings.HasPrefix(key, prefix) {
+			delete(e.values, key)
+		} else {
+			kept = append(kept, key)
+		}
+	}
+	e.keys = kept
+}
+
+func (e *environment) list() []string {
+	entries := make([]string, 0, len(e.keys))
+	for _, key := range e.keys {
+		entries = append(entries, key+"="+e.values[key])
+	}
+	return entries
+}

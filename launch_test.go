@@ -1,0 +1,115 @@
+package main
+
+import (
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+const kvEventsConfig5558 = `{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5558","replay_endpoint":"tcp://127.0.0.1:5758","topic":"kv-events","buffer_steps":10000}`
+
+func TestCommandOfEachWorker(t *testing.T) {
+	model := filepath.Join(t.TempDir(), "tiny")
+	writeFile(t, filepath.Join(model, "config.json"), `{"text_config":{"max_position_embeddings": 2048}}`)
+	head := func(model, name string) []string {
+		return []string{"py", "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", name,
+			"--host", "127.0.0.1", "--port", "8101", "--block-size", "64", "--kv-events-config", kvEventsConfig5558,
+			"--enable-prompt-tokens-details", "--enable-scale-out"}
+	}
+	common := []string{"KVROUTER_LOAD_ENDPOINT=tcp://127.0.0.1:5658", "KVROUTER_LOOPBACK_EVENTS=1"}
+
+	for _, test := range []struct {
+		name    string
+		gpus    []string
+		args    string
+		environ []string
+		argv    []string // after the head
+		env     []string
+	}{
+		{
+			name: "CPU, model in a folder", args: "--model " + model, environ: []string{"HOME=/h", "KVROUTER_API_KEY=secret"},
+			argv: []string{"--enforce-eager", "--max-model-len", "2048"},
+			env: []string{"HOME=/h", common[0], common[1], "PYTHONPATH=/plugin", "VLLM_NO_USAGE_STATS=1", "HF_HUB_OFFLINE=1",
+				"OMP_NUM_THREADS=4", "VLLM_CPU_OMP_THREADS_BIND=nobind", "VLLM_CPU_KVCACHE_SPACE=1"},
+		},
+		{
+			name: "CPU, model by name", args: "--model org/name --num-workers 16",
+			argv: []string{"--enforce-eager", "--max-model-len", "8192"},
+			env: []string{common[0], common[1], "PYTHONPATH=/plugin", "VLLM_NO_USAGE_STATS=1",
+				"OMP_NUM_THREADS=1", "VLLM_CPU_OMP_THREADS_BIND=nobind", "VLLM_CPU_KVCACHE_SPACE=1"},
+		},
+		{
+			name: "CPU, the user's choice wins", args: "--model org/name -- --max_model_len=512 --no-enforce-eager --seed 3",
+			environ: []string{"OMP_NUM_THREADS=7", "VLLM_CPU_KVCACHE_SPACE=9", "VLLM_CPU_OMP_THREADS_BIND=0-3", "VLLM_NO_USAGE_STATS=0", "PYTHONPATH=/mine", "VLLM_PLUGINS=a,b"},
+			argv:    []string{"--max_model_len=512", "--no-enforce-eager", "--seed", "3"},
+			env: []string{"OMP_NUM_THREADS=7", "VLLM_CPU_KVCACHE_SPACE=9", "VLLM_CPU_OMP_THREADS_BIND=0-3", "VLLM_NO_USAGE_STATS=0", "PYTHONPATH=/plugin:/mine",
+				"VLLM_PLUGINS=a,b,kvrouter_load,kvrouter_loopback", common[0], common[1]},
+		},
+		{
+			name: "one GPU each", gpus: []string{"0", "1"}, args: "--model org/name -- --max-model-len 4096", environ: []string{"CUDA_VISIBLE_DEVICES=0,1"},
+			argv: []string{"--max-model-len", "4096"},
+			env:  []string{"CUDA_VISIBLE_DEVICES=1", common[0], common[1], "PYTHONPATH=/plugin", "VLLM_NO_USAGE_STATS=1"},
+		},
+		{
+			name: "two GPUs each, out of those that are visible", gpus: []string{"4", "GPU-5", "6", "7"}, args: "--model org/name --gpus-per-worker 2",
+			argv: []string{"--tensor-parallel-size", "2"},
+			env:  []string{common[0], common[1], "PYTHONPATH=/plugin", "VLLM_NO_USAGE_STATS=1", "CUDA_VISIBLE_DEVICES=6,7"},
+		},
+		{
+			name: "two GPUs each, used otherwise", gpus: []string{"0", "1", "2", "3"}, args: "--model org/name --gpus-per-worker 2 -- --tensor-parallel-size=1 --pipeline-parallel-size 2",
+			argv: []string{"--tensor-parallel-size=1", "--pipeline-parallel-size", "2"},
+			env:  []string{common[0], common[1], "PYTHONPATH=/plugin", "VLLM_NO_USAGE_STATS=1", "CUDA_VISIBLE_DEVICES=2,3"},
+		},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			cfg := mustParse(t, testMachine(t, test.gpus...), append([]string{"--python", "py"}, strings.Fields(test.args)...)...)
+			spec, err := vllmCommand(cfg, 1, "/plugin", test.environ)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(append(head(cfg.Model, cfg.ServedModelName), test.argv...), spec.argv); diff != "" {
+				t.Errorf("argv (-want +got):\n%s", diff)
+			}
+			slices.Sort(test.env)
+			slices.Sort(spec.env)
+			if diff := cmp.Diff(test.env, spec.env); diff != "" {
+				t.Errorf("environment (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+func TestTheFirstWorkerGetsTheFirstGPU(t *testing.T) {
+	cfg := mustParse(t, testMachine(t, "2", "3"), "--python", "py", "--model", "org/name")
+	spec, err := vllmCommand(cfg, 0, "/plugin", nil)
+	if err != nil || !slices.Contains(spec.env, "CUDA_VISIBLE_DEVICES=2") || !slices.Contains(spec.argv, "8100") {
+		t.Errorf("%q %q %v", spec.argv, spec.env, err)
+	}
+}
+
+func TestPluginFolderHoldsTheEntryPointsOfItsModules(t *testing.T) {
+	dir, err := writePlugin()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = os.RemoveAll(dir) }()
+	if info, err := os.Stat(dir); err != nil || info.Mode().Perm() != 0o700 {
+		t.Errorf("folder %v, %v: not private", info, err)
+	}
+	var files []string
+	err = fs.WalkDir(os.DirFS(dir), ".", func(path string, d fs.DirEntry, err error) error {
+		if !d.IsDir() {
+			files = append(files, path)
+		}
+		return err
+	})
+	want := []string{"kvrouter_loopback.py", "kvrouter_stats.dist-info/METADATA", "kvrouter_stats.dist-info/entry_points.txt", "kvrouter_stats.py"}
+	if err != nil || !slices.Equal(files, want) {
+		t.Errorf("files %q, %v; want %q", files, err, want)
+	}
+}

@@ -1,0 +1,162 @@
+package main
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"go.uber.org/goleak"
+)
+
+func TestOutputIsCutIntoLines(t *testing.T) {
+	long := strings.Repeat("x", maxLogLine)
+	input := "one\r\n\n  \nloading 10%\rloading 20%\n" + long + "tail\nbad \xff byte\nno newline"
+	want := []string{"one", "loading 10%", "loading 20%", long, "tail", "bad � byte", "no newline"}
+	var got []string
+	readLines(strings.NewReader(input), func(text string) { got = append(got, text) })
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Error(diff)
+	}
+}
+
+func TestProcessOutputIsReadToItsEnd(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	lines := make(chan string, 10)
+	pid := 0
+	err := runProcess(processSpec{argv: []string{"/bin/sh", "-c", `echo out $A; echo err >&2; exit 7`}, env: []string{"A=1"}},
+		func(p int) { pid = p },
+		func(stream, text string) { lines <- stream + " " + text })
+	close(lines)
+	var got []string
+	for line := range lines {
+		got = append(got, line)
+	}
+	slices.Sort(got)
+	if err == nil || err.Error() != "exit status 7" || pid == 0 || !slices.Equal(got, []string{"stderr err", "stdout out 1"}) {
+		t.Errorf("pid %d, lines %q, %v", pid, got, err)
+	}
+}
+
+func TestProcessThatCannotStartSaysWhich(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	err := runProcess(processSpec{argv: []string{"/nonexistent/python"}}, func(int) { t.Error("started") }, func(string, string) {})
+	if err == nil || !strings.Contains(err.Error(), "/nonexistent/python") {
+		t.Errorf("runProcess: %v", err)
+	}
+}
+
+func TestProcessEndsThoughAnotherHoldsItsOutput(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	file := filepath.Join(t.TempDir(), "pid")
+	script := `setsid sh -c 'echo $$ >"` + file + `"; exec sleep 60' & while [ ! -s "` + file + `" ]; do sleep 0.01; done`
+	if err := runProcess(processSpec{argv: []string{"/bin/sh", "-c", script}, env: os.Environ()}, func(int) {}, func(string, string) {}); err != nil {
+		t.Error(err)
+	}
+	data, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var pid int
+	if _, err := fmt.Sscan(string(data), &pid); err != nil {
+		t.Fatal(err)
+	}
+	if process, err := os.FindProcess(pid); err != nil || process.Kill() != nil {
+		t.Errorf("the process that left the group is gone already: %v", err)
+	}
+}
+
+func TestReaperEndsWhatItAnswersForOnly(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	folder := filepath.Join(t.TempDir(), "with a space")
+	writeFile(t, filepath.Join(folder, "file"), "")
+	guard, err := startReaper(folder)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const n = 4
+	type running struct {
+		pid   int
+		ended chan error
+	}
+	var processes []running
+	for range n {
+		started, ended := make(chan int, 1), make(chan error, 1)
+		go func() {
+			ended <- runProcess(processSpec{argv: []string{"sleep", "60"}, env: os.Environ()}, func(pid int) { started <- pid }, func(string, string) {})
+		}()
+		p := running{<-started, ended}
+		processes = append(processes, p)
+		if err := guard.add(p.pid); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, kept := range []int{2, 0} {
+		if err := guard.remove(processes[kept].pid); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := guard.close(); err != nil {
+		t.Error(err)
+	}
+	for _, killed := range []int{1, 3} {
+		if err := <-processes[killed].ended; err == nil || err.Error() != "signal: killed" {
+			t.Errorf("process %d: %v", killed, err)
+		}
+	}
+	for _, kept := range []int{0, 2} {
+		if !processLives(processes[kept].pid) {
+			t.Errorf("process %d was ended", kept)
+		}
+		if err := signalGroup(processes[kept].pid, 9); err != nil {
+			t.Error(err)
+		}
+		<-processes[kept].ended
+	}
+	if _, err := os.Stat(folder); !os.IsNotExist(err) {
+		t.Errorf("the folder is left: %v", err)
+	}
+}
+
+func TestStagesOfARealStart(t *testing.T) {
+	// From vLLM 0.32 on a CPU.
+	const output = `(APIServer pid=9290) INFO 11-21 07:30:20 [api_utils.py:286] non-default args: {'port': 18100}
+(APIServer pid=9290) INFO 11-21 07:30:20 [model.py:733] Resolved architecture: LlamaForCausalLM
+(EngineCore pid=9494) INFO 11-21 07:30:38 [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: model='m'
+(Worker pid=9918) INFO 11-21 07:30:54 [cpu_model_runner.py:68] Starting to load model m...
+(Worker pid=9918) INFO 11-21 07:30:54 [weight_utils.py:1108] Filesystem type for checkpoints: EXT4. Checkpoint size: 0.25 GiB. Available RAM: 18.03 GiB.
+Loading safetensors checkpoint shards: 100% Completed | 1/1 [00:01<00:00,  1.29s/it]
+(Worker pid=9918) INFO 11-21 07:30:56 [default_loader.py:501] Loading weights took 1.29 seconds
+(EngineCore pid=9494) INFO 11-21 07:30:57 [kv_cache_utils.py:2327] CPU KV cache size: 46,592 tokens, Maximum concurrency for 8,192 tokens per request: 5.69x
+(EngineCore pid=9494) INFO 11-21 07:31:01 [kv_events.py:379] Starting ZMQ publisher thread
+(APIServer pid=9290) INFO 11-21 07:31:02 [entry.py:140] Starting vLLM server on http://127.0.0.1:18100
+INFO:     Application startup complete.`
+	var got []string
+	log := newStartLog()
+	for line := range strings.SplitSeq(output, "\n") {
+		if stage, begins := log.line(line); begins {
+			got = append(got, stage)
+		}
+	}
+	want := []string{"starting engine", "loading weights", "allocating KV cache", "warming up", "starting API server"}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Error(diff)
+	}
+	if tail := log.tail(); len(tail) != 1 || !strings.HasPrefix(tail[0], "Loading safetensors") {
+		t.Errorf("tail %q has routine lines", tail)
+	}
+}
+
+func TestTailKeepsTheLastLines(t *testing.T) {
+	log := newStartLog()
+	for i := range 3 * tailLines {
+		log.line(fmt.Sprint("line ", i))
+	}
+	tail := log.tail()
+	if len(tail) != tailLines || tail[0] != "line 40" || tail[tailLines-1] != "line 59" {
+		t.Errorf("%q", tail)
+	}
+}

@@ -1,0 +1,96 @@
+package main
+
+import (
+	"strings"
+	"sync"
+)
+
+// Stages of a worker's start, as shown to people.
+const (
+	stageProcess = "starting process"
+	stageReady   = "ready"
+)
+
+// startStages are the later stages, in order, each with what vLLM logs when it
+// begins.
+var startStages = []struct {
+	name  string
+	signs []string
+}{
+	{"starting engine", []string{"Initializing a V1 LLM engine", "Resolved architecture"}},
+	{"downloading weights", []string{"Time spent downloading weights", "Fetching ", "Downloading "}},
+	{"loading weights", []string{"Starting to load model", "Loading safetensors", "Checkpoint size"}},
+	{"allocating KV cache", []string{"Loading weights took", "Model loading took", "Available KV cache memory"}},
+	{"warming up", []string{"KV cache size:", "Capturing CUDA graph", "torch.compile"}},
+	{"starting API server", []string{"Starting vLLM server on", "Starting vLLM API server"}},
+}
+
+// startLog follows the output of a worker process: how far its start is, and
+// the lines that explain an early end. It is safe for concurrent use.
+type startLog struct {
+	mu     sync.Mutex // guards the rest
+	stage  int        // index into startStages, -1 before the first
+	recent []string   // last lines but routine ones, oldest first
+}
+
+// tailLines is how much of a dead worker's output is shown.
+const tailLines = 20
+
+func newStartLog() *startLog { return &startLog{stage: -1} }
+
+// line takes in one line of output and returns the stage that begins with it,
+// if one does. Stages never go back: some signs come more than once.
+func (s *startLog) line(text string) (stage string, begins bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !strings.Contains(text, " INFO ") && !strings.HasPrefix(text, "INFO: ") && !strings.Contains(text, " DEBUG ") {
+		if len(s.recent) == tailLines {
+			s.recent = s.recent[1:]
+		}
+		s.recent = append(s.recent, text)
+	}
+	for i := s.stage + 1; i < len(startStages); i++ {
+		for _, sign := range startStages[i].signs {
+			if strings.Contains(text, sign) {
+				s.stage = i
+				return startStages[i].name, true
+			}
+		}
+	}
+	return "", false
+}
+
+// tail returns the last lines that are not routine.
+func (s *startLog) tail() []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return append([]string(nil), s.recent...)
+}
+
+// failureAdvice maps what vLLM says when it cannot start to what to do.
+var failureAdvice = []struct{ sign, advice string }{
+	{"No module named 'vllm'", "this Python has no vLLM: run `make setup`, or give --python one that has"},
+	{"unrecognized arguments", "vLLM does not know an argument that follows --"},
+	{"address already in use", "a port is taken: end what holds it or move --base-worker-port, --base-kv-events-port, --base-kv-replay-port"},
+	{"Address already in use", "a port is taken: end what holds it or move --base-worker-port, --base-kv-events-port, --base-kv-replay-port"},
+	{"out of memory", "not enough GPU memory: a smaller --model, more --gpus-per-worker, or after -- a smaller --max-model-len"},
+	{"No available memory for the cache", "no memory is left for the KV cache: after -- give a higher --gpu-memory-utilization or a smaller --max-model-len"},
+	{"is larger than the available KV cache memory", "the KV cache cannot hold one context: after -- give a smaller --max-model-len (on a CPU VLLM_CPU_KVCACHE_SPACE sets the GiB)"},
+	{"desired GPU memory utilization", "something else uses the GPU: end it, or after -- give a lower --gpu-memory-utilization"},
+	{"gated repo", "the model needs permission: accept its terms on huggingface.co and set HF_TOKEN"},
+	{"401 Client Error", "the model needs permission: accept its terms on huggingface.co and set HF_TOKEN"},
+	{"couldn't connect to", "the model could not be fetched: give --model a folder, or let the machine reach huggingface.co"},
+	{"LocalEntryNotFoundError", "the model could not be fetched: give --model a folder, or let the machine reach huggingface.co"},
+}
+
+// advice says what to do about the failure that the lines tell of.
+func advice(lines []string) string {
+	for _, known := range failureAdvice {
+		for _, line := range lines {
+			if strings.Contains(line, known.sign) {
+				return known.advice
+			}
+		}
+	}
+	return "its last lines are above; --log-level debug shows all of them"
+}

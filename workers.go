@@ -1,0 +1,612 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"os"
+	"os/exec"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+)
+
+// Target is one thing that requests can be sent to: a worker, or one
+// data-parallel rank of it.
+type Target struct {
+	Key        WorkerKey
+	URL        string   // without a slash at the end
+	Generation int      // incarnations of the worker so far, from 1
+	Models     []string // that it serves; nil: it does not tell
+}
+
+// FleetHooks tell the rest of the router what happens to workers. Those of one
+// worker come one after another, but for Log and Load; those of different
+// workers come at the same time. None may block for long. A nil one is left out.
+type FleetHooks struct {
+	Up   func(Target)                             // may be routed to
+	Down func(Target, string)                     // may not, and why
+	Load func(WorkerKey, Published)               // a load report
+	Log  func(worker uint64, stream, line string) // a line that a started worker printed
+}
+
+// States of a worker.
+const (
+	StateConnecting = "connecting" // attached, no answer yet or any more
+	StateStarting   = "starting"   // started, not ready yet
+	StateReady      = "ready"
+	StateDown       = "down"       // runs, but does not answer
+	StateRestarting = "restarting" // has ended; the next start is near
+	StateStopped    = "stopped"    // the router is ending
+)
+
+// WorkerStatus is what there is to say about one worker.
+type WorkerStatus struct {
+	ID         uint64    `json:"id"`
+	URL        string    `json:"url"`
+	Attached   bool      `json:"attached"` // not started by this router
+	State      string    `json:"state"`
+	Stage      string    `json:"stage,omitempty"` // how far its start is
+	Since      time.Time `json:"since"`           // of the state
+	PID        int       `json:"pid,omitempty"`   // its process group, too
+	Restarts   int       `json:"restarts"`        // times that it ended and was started again
+	Generation int       `json:"generation"`      // incarnations so far
+	Ranks      []uint32  `json:"ranks,omitempty"` // data-parallel ranks
+	Models     []string  `json:"models,omitempty"`
+	LastError  string    `json:"last_error,omitempty"`
+}
+
+// startAttempts is how often the first start of a worker is tried before the
+// router gives up, while no other worker has ever been ready: then it is the
+// settings that are wrong.
+const startAttempts = 2
+
+// fleetTiming holds the times of supervision, so that tests need not wait.
+type fleetTiming struct {
+	readyPoll     time.Duration // between looks at a starting worker
+	healthEvery   time.Duration // between looks at a ready one
+	healthLimit   time.Duration // longest wait for an answer to one look
+	healthMisses  int           // looks in a row without answer that make a worker down
+	hangLimit     time.Duration // a started worker that is down for longer is killed
+	probeLimit    time.Duration // longest wait for /v1/models and /kv_event_sources
+	stopLimit     time.Duration // between SIGTERM and SIGKILL
+	backoffFirst  time.Duration // first pause before a restart; doubles up to --restart-backoff-max
+	backoffReset  time.Duration // a worker ready for so long starts with the first pause again
+	progressEvery time.Duration // between "still ..." lines
+	silentAfter   time.Duration // without event source, after which a warning says so
+}
+
+func defaultTiming() fleetTiming {
+	return fleetTiming{
+		readyPoll: 250 * time.Millisecond, healthEvery: 2 * time.Second, healthLimit: 2 * time.Second, healthMisses: 3,
+		hangLimit: 60 * time.Second, probeLimit: 5 * time.Second, stopLimit: 10 * time.Second,
+		backoffFirst: time.Second, backoffReset: 60 * time.Second,
+		progressEvery: 10 * time.Second, silentAfter: 10 * time.Second,
+	}
+}
+
+// Fleet starts workers, attaches others, and follows the health, KV events and
+// load of them all. Its methods are safe for concurrent use.
+type Fleet struct {
+	cfg       Config
+	index     *Radix
+	hooks     FleetHooks
+	log       *slog.Logger
+	client    *http.Client
+	workerKey string // bearer key that the workers ask for; may be empty
+	workers   []*worker
+	everReady atomic.Bool // some worker has been ready
+
+	// Tests replace these.
+	timing  fleetTiming
+	command func(i int, pluginDir string) (processSpec, error)
+	loads   func(ctx context.Context, w WorkerKey, zmqEndpoint, metricsURL string, publish func(WorkerKey, Published), log *slog.Logger)
+}
+
+// worker is one member of the fleet.
+type worker struct {
+	id       uint64
+	spec     AttachedWorker // of a started one: only ID and URL
+	attached bool
+	wake     chan struct{} // holds a token when its health is to be looked at now
+
+	mu      sync.Mutex // guards the rest
+	status  WorkerStatus
+	streams map[WorkerKey]*EventStats
+}
+
+// NewFleet prepares the workers that cfg asks for; Run starts them. index gets
+// what their event streams tell.
+func NewFleet(cfg Config, index *Radix, hooks FleetHooks, log *slog.Logger) (*Fleet, error) {
+	f := &Fleet{
+		cfg: cfg, index: index, hooks: hooks, log: log,
+		// A new connection each time: a look at a worker must not depend on an
+		// old one.
+		client:    &http.Client{Transport: &http.Transport{DisableKeepAlives: true}},
+		workerKey: vllmKey(cfg.VLLMArgs),
+		timing:    defaultTiming(),
+		loads:     FollowLoad,
+	}
+	f.command = func(i int, pluginDir string) (processSpec, error) {
+		return vllmCommand(cfg, i, pluginDir, os.Environ())
+	}
+	if f.hooks.Up == nil {
+		f.hooks.Up = func(Target) {}
+	}
+	if f.hooks.Down == nil {
+		f.hooks.Down = func(Target, string) {}
+	}
+	if f.hooks.Load == nil {
+		f.hooks.Load = func(WorkerKey, Published) {}
+	}
+	if f.hooks.Log == nil {
+		f.hooks.Log = func(uint64, string, string) {}
+	}
+	if cfg.Engine == EngineVLLM {
+		if _, err := exec.LookPath(cfg.Python); err != nil {
+			return nil, fmt.Errorf("--python %s cannot be run (%w); run `make setup`, or give a Python that has vLLM", cfg.Python, errors.Unwrap(err))
+		}
+		for i := range cfg.NumWorkers {
+			f.join(AttachedWorker{ID: uint64(i), URL: launchedURL(cfg, i)}, false, StateStarting)
+		}
+	}
+	for _, spec := range cfg.Worker {
+		f.join(spec, true, StateConnecting)
+	}
+	return f, nil
+}
+
+func (f *Fleet) join(spec AttachedWorker, attached bool, state string) {
+	f.workers = append(f.workers, &worker{
+		id: spec.ID, spec: spec, attached: attached, wake: make(chan struct{}, 1), streams: map[WorkerKey]*EventStats{},
+		status: WorkerStatus{ID: spec.ID, URL: spec.URL, Attached: attached, State: state, Since: time.Now()},
+	})
+}
+
+// vllmKey finds the key that started workers will ask for.
+func vllmKey(args []string) string {
+	key := os.Getenv("VLLM_API_KEY")
+	for i, arg := range args {
+		if vllmFlag(arg) != "api-key" {
+			continue
+		}
+		if _, value, ok := strings.Cut(arg, "="); ok {
+			key = value
+		} else if i+1 < len(args) {
+			key = args[i+1]
+		}
+	}
+	return key
+}
+
+// Run supervises the workers until ctx is done, then ends those that it
+// started; it returns when every process and goroutine of the fleet has ended.
+// An error means that workers cannot be started at all.
+func (f *Fleet) Run(ctx context.Context) (err error) {
+	var pluginDir string
+	var guard *reaper
+	if f.cfg.Engine == EngineVLLM {
+		pluginDir, err = writePlugin()
+		if err != nil {
+			return err
+		}
+		guard, err = startReaper(pluginDir)
+		if err != nil {
+			return errors.Join(err, os.RemoveAll(pluginDir))
+		}
+		defer func() { err = errors.Join(err, guard.close()) }()
+	}
+
+	group, ctx := errgroup.WithContext(ctx)
+	for i, w := range f.workers {
+		group.Go(func() error {
+			if w.attached {
+				f.superviseAttached(ctx, w)
+				return nil
+			}
+			return f.superviseStarted(ctx, w, func() (processSpec, error) { return f.command(i, pluginDir) }, guard)
+		})
+	}
+	return group.Wait()
+}
+
+// Workers returns the state of every worker, started ones first.
+func (f *Fleet) Workers() []WorkerStatus {
+	list := make([]WorkerStatus, 0, len(f.workers))
+	for _, w := range f.workers {
+		w.mu.Lock()
+		status := w.status
+		w.mu.Unlock()
+		status.Ranks, status.Models = slices.Clone(status.Ranks), slices.Clone(status.Models)
+		list = append(list, status)
+	}
+	return list
+}
+
+// Streams returns the counters of every event stream that runs now.
+func (f *Fleet) Streams() map[WorkerKey]*EventStats {
+	all := map[WorkerKey]*EventStats{}
+	for _, w := range f.workers {
+		w.mu.Lock()
+		for key, stats := range w.streams {
+			all[key] = stats
+		}
+		w.mu.Unlock()
+	}
+	return all
+}
+
+// ReportFailure makes the fleet look at a worker's health at once, because a
+// request could not reach it. It does not wait for the result.
+func (f *Fleet) ReportFailure(id uint64) {
+	for _, w := range f.workers {
+		if w.id == id {
+			select {
+			case w.wake <- struct{}{}:
+			default: // one look is due already
+			}
+		}
+	}
+}
+
+// update changes a worker's status; a changed state gets a new Since.
+func (f *Fleet) update(w *worker, change func(*WorkerStatus)) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	before := w.status.State
+	change(&w.status)
+	if w.status.State != before {
+		w.status.Since = time.Now()
+	}
+}
+
+// sleep waits for d or a wake-up (nil: none) and tells whether ctx still lives.
+func (f *Fleet) sleep(ctx context.Context, d time.Duration, wake <-chan struct{}) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+		return false
+	case <-timer.C:
+	case <-wake:
+	}
+	return ctx.Err() == nil
+}
+
+// superviseStarted runs a worker's process, again and again, until ctx is done.
+func (f *Fleet) superviseStarted(ctx context.Context, w *worker, command func() (processSpec, error), guard *reaper) error {
+	pause, failures := f.timing.backoffFirst, 0
+	for {
+		readyFor, err := f.runStarted(ctx, w, command, guard)
+		if ctx.Err() != nil {
+			f.update(w, func(s *WorkerStatus) { s.State, s.PID = StateStopped, 0 })
+			return nil
+		}
+		if failures++; readyFor > 0 {
+			failures = 0
+		}
+		if failures >= startAttempts && !f.everReady.Load() {
+			return fmt.Errorf("worker %d could not be started in %d attempts: %w", w.id, failures, err)
+		}
+		if readyFor >= f.timing.backoffReset {
+			pause = f.timing.backoffFirst
+		}
+		f.log.Error(fmt.Sprintf("worker %d: %v; starting it again in %s", w.id, err, pause), "ready_for", readyFor.Round(time.Second))
+		f.update(w, func(s *WorkerStatus) { s.State, s.PID, s.LastError = StateRestarting, 0, err.Error() })
+		if f.sleep(ctx, pause, nil) {
+			f.update(w, func(s *WorkerStatus) { s.Restarts++ })
+		}
+		pause = min(2*pause, max(f.cfg.RestartBackoffMax, f.timing.backoffFirst))
+	}
+}
+
+// runStarted runs one process of a worker from its start to its end, and
+// returns why it ended and for how long it had been ready.
+func (f *Fleet) runStarted(ctx context.Context, w *worker, command func() (processSpec, error), guard *reaper) (readyFor time.Duration, err error) {
+	spec, err := command()
+	if err != nil {
+		return 0, err
+	}
+	f.update(w, func(s *WorkerStatus) { s.State, s.Stage = StateStarting, stageProcess })
+	in := f.begin(ctx, w)
+	downReason := "the router is ending"
+	defer func() { in.end(downReason) }()
+
+	// Before the process: so the stream has the engine's first event.
+	i := int(w.id)
+	in.followEvents(EventSource{
+		Worker: WorkerKey{Worker: w.id}, BlockSize: f.cfg.BlockSize, Topic: kvEventsTopic,
+		Endpoint: launchedEventEndpoint(f.cfg, i), Replay: launchedReplayEndpoint(f.cfg, i),
+	})
+
+	started, ended := make(chan int, 1), make(chan error, 1)
+	output := newStartLog()
+	var ready atomic.Bool
+	go func() { // ends with the process, which every return below waits for
+		ended <- runProcess(spec, func(pid int) {
+			if err := guard.add(pid); err != nil {
+				f.log.Warn("workers would outlive a killed router", "error", err)
+			}
+			started <- pid
+		}, func(stream, text string) { f.workerLine(w, output, &ready, stream, text) })
+	}()
+	var pid int
+	select {
+	case pid = <-started:
+	case err := <-ended:
+		return 0, err
+	}
+	defer func() { _ = guard.remove(pid) }()
+	f.update(w, func(s *WorkerStatus) { s.PID = pid })
+	f.log.Info(fmt.Sprintf("worker %d: %s", w.id, stageProcess), "pid", pid, "url", w.spec.URL)
+
+	stop := func() {
+		if err := signalGroup(pid, syscall.SIGTERM); err != nil {
+			f.log.Warn(fmt.Sprintf("worker %d: %v", w.id, err))
+		}
+		timer := time.AfterFunc(f.timing.stopLimit, func() { _ = signalGroup(pid, syscall.SIGKILL) })
+		defer timer.Stop()
+		<-ended
+	}
+
+	var readySince, downSince time.Time
+	lastProgress := in.began
+	for poll := f.timing.readyPoll; ; {
+		timer := time.NewTimer(poll)
+		select {
+		case <-ctx.Done():
+			in.markDown(downReason)
+			stop()
+			return 0, ctx.Err()
+		case err := <-ended:
+			downReason = "its process ended: " + endReason(err)
+			in.markDown(downReason)
+			return since(readySince), f.explainEnd(w, output, err)
+		case <-w.wake:
+		case <-timer.C:
+		}
+		timer.Stop()
+
+		if readySince.IsZero() {
+			waited := time.Since(in.began)
+			if f.becomeReady(in) {
+				readySince = time.Now()
+				ready.Store(true)
+				poll = f.timing.healthEvery
+				f.log.Info(fmt.Sprintf("worker %d: ready after %s", w.id, waited.Round(time.Second)), "url", w.spec.URL)
+			} else if waited > f.cfg.StartupTimeout {
+				stop()
+				downReason = fmt.Sprintf("not ready after %s (--startup-timeout)", f.cfg.StartupTimeout)
+				return 0, f.explainEnd(w, output, errors.New(downReason))
+			} else if time.Since(lastProgress) >= f.timing.progressEvery {
+				lastProgress = time.Now()
+				w.mu.Lock()
+				stage := w.status.Stage
+				w.mu.Unlock()
+				f.log.Info(fmt.Sprintf("worker %d: still %s (%s)", w.id, stage, waited.Round(time.Second)))
+			}
+			continue
+		}
+
+		in.checkHealth()
+		switch {
+		case in.up:
+			downSince = time.Time{}
+		case downSince.IsZero():
+			downSince = time.Now()
+		case time.Since(downSince) > f.timing.hangLimit:
+			_ = signalGroup(pid, syscall.SIGKILL) // what hangs does not heed SIGTERM
+			<-ended
+			downReason = fmt.Sprintf("it did not answer for %s and was killed", f.timing.hangLimit)
+			return since(readySince), errors.New(downReason)
+		}
+	}
+}
+
+// becomeReady looks whether a starting worker answers, and if so makes it a
+// target.
+func (f *Fleet) becomeReady(in *incarnation) bool {
+	w := in.w
+	if err := f.get(in.ctx, w.spec.URL, "/health", f.timing.healthLimit, nil); err != nil {
+		return false
+	}
+	models, err := f.models(in.ctx, w.spec.URL)
+	if err != nil {
+		return false
+	}
+	if models == nil {
+		models = []string{f.cfg.ServedModelName}
+	}
+	in.setTargets(models, nil)
+	in.followLoads(launchedLoadEndpoint(f.cfg, int(w.id)))
+	in.markUp()
+	return true
+}
+
+// workerLine takes in one line that a started worker printed. While it starts,
+// errors are kept for explainEnd; later they are shown as they come.
+func (f *Fleet) workerLine(w *worker, output *startLog, ready *atomic.Bool, stream, text string) {
+	f.hooks.Log(w.id, stream, text)
+	level := slog.LevelDebug
+	if ready.Load() && strings.Contains(text, " ERROR ") {
+		level = slog.LevelWarn
+	}
+	f.log.Log(context.Background(), level, fmt.Sprintf("worker %d: %s", w.id, text), "stream", stream)
+	stage, begins := output.line(text)
+	if !begins || ready.Load() {
+		return
+	}
+	var after time.Duration
+	f.update(w, func(s *WorkerStatus) {
+		s.Stage = stage
+		after = time.Since(s.Since)
+	})
+	f.log.Info(fmt.Sprintf("worker %d: %s", w.id, stage), "after", after.Round(time.Second))
+}
+
+// explainEnd shows the last lines of a worker that ended by itself and returns
+// an error with what to do.
+func (f *Fleet) explainEnd(w *worker, output *startLog, err error) error {
+	lines := output.tail()
+	for _, line := range lines {
+		f.log.Error(fmt.Sprintf("worker %d | %s", w.id, line))
+	}
+	return fmt.Errorf("vLLM ended (%s): %s", endReason(err), advice(lines))
+}
+
+func endReason(err error) string {
+	if err == nil {
+		return "exit status 0"
+	}
+	return err.Error()
+}
+
+func since(t time.Time) time.Duration {
+	if t.IsZero() {
+		return 0
+	}
+	return time.Since(t)
+}
+
+// incarnation is the time between a worker's start (or first answer) and its
+// end, with the goroutines that follow it. One goroutine uses it.
+type incarnation struct {
+	f          *Fleet
+	w          *worker
+	ctx        context.Context
+	cancel     context.CancelFunc
+	followers  sync.WaitGroup // end with ctx
+	began      time.Time
+	generation int
+
+	targets    []Target
+	announced  map[WorkerKey]Target // those that Up was called for
+	loaded     map[WorkerKey]bool   // those whose load is followed
+	up         bool
+	gone       bool // nothing listens at its address any more
+	misses     int  // looks in a row without an answer
+	toldSilent bool
+}
+
+// begin opens the next incarnation of a worker; its end must be called.
+func (f *Fleet) begin(ctx context.Context, w *worker) *incarnation {
+	in := &incarnation{f: f, w: w, began: time.Now(), announced: map[WorkerKey]Target{}, loaded: map[WorkerKey]bool{}}
+	in.ctx, in.cancel = context.WithCancel(ctx)
+	f.update(w, func(s *WorkerStatus) {
+		s.Generation++
+		in.generation = s.Generation
+	})
+	return in
+}
+
+// end takes the worker out of routing, ends what follows it, and only then
+// empties its index, so that no late event fills it again.
+func (in *incarnation) end(reason string) {
+	in.markDown(reason)
+	in.cancel()
+	in.followers.Wait()
+	in.w.mu.Lock()
+	clear(in.w.streams)
+	in.w.mu.Unlock()
+	in.f.index.Forget(in.w.id)
+}
+
+// followEvents reads one event stream until the incarnation ends.
+func (in *incarnation) followEvents(source EventSource) {
+	stream := NewEventStream(source, in.f.index, in.f.log)
+	in.w.mu.Lock()
+	in.w.streams[source.Worker] = stream.Stats()
+	in.w.mu.Unlock()
+	in.followers.Go(func() { stream.Run(in.ctx) })
+}
+
+// setTargets sets what of the worker can be routed to: every rank that has an
+// event stream, or the worker as a whole.
+func (in *incarnation) setTargets(models []string, sources []EventSource) {
+	keys := []WorkerKey{{Worker: in.w.id}}
+	if len(sources) > 0 {
+		keys = keys[:0]
+		for _, source := range sources {
+			keys = append(keys, source.Worker)
+		}
+	}
+	in.targets = in.targets[:0]
+	var ranks []uint32
+	for _, key := range keys {
+		in.targets = append(in.targets, Target{Key: key, URL: in.w.spec.URL, Generation: in.generation, Models: models})
+		ranks = append(ranks, key.Rank)
+	}
+	in.f.update(in.w, func(s *WorkerStatus) { s.Models, s.Ranks = models, ranks })
+}
+
+// followLoads reads every target's load until the incarnation ends: rank 0 from
+// the ZMQ endpoint, if there is one, the others from /metrics.
+func (in *incarnation) followLoads(endpoint string) {
+	for _, target := range in.targets {
+		if in.loaded[target.Key] {
+			continue
+		}
+		in.loaded[target.Key] = true
+		from := endpoint
+		if target.Key.Rank != 0 {
+			from = ""
+		}
+		in.followers.Go(func() {
+			in.f.loads(in.ctx, target.Key, from, target.URL+"/metrics", in.f.hooks.Load, in.f.log)
+		})
+	}
+}
+
+func (in *incarnation) markUp() {
+	in.f.everReady.Store(true)
+	in.up, in.misses = true, 0
+	in.f.update(in.w, func(s *WorkerStatus) { s.State, s.Stage, s.LastError = StateReady, stageReady, "" })
+	for _, target := range in.targets {
+		if _, known := in.announced[target.Key]; !known {
+			in.announced[target.Key] = target
+			in.f.hooks.Up(target)
+		}
+	}
+}
+
+func (in *incarnation) markDown(reason string) {
+	if !in.up {
+		return
+	}
+	in.up = false
+	in.f.update(in.w, func(s *WorkerStatus) { s.State, s.LastError = StateDown, reason })
+	for key, target := range in.announced {
+		delete(in.announced, key)
+		in.f.hooks.Down(target, reason)
+	}
+}
+
+// checkHealth looks at a worker that has been ready: down after some looks
+// without an answer, at once if nothing listens there; up with the next answer.
+func (in *incarnation) checkHealth() {
+	err := in.f.get(in.ctx, in.w.spec.URL, "/health", in.f.timing.healthLimit, nil)
+	if in.ctx.Err() != nil {
+		return
+	}
+	if err == nil {
+		if !in.up {
+			in.f.log.Info(fmt.Sprintf("worker %d: answers again", in.w.id))
+			in.markUp()
+		}
+		in.misses, in.gone = 0, false
+		return
+	}
+	in.misses++
+	in.gone = isGone(err)
+	if in.up && (in.gone || in.misses >= in.f.timing.healthMisses) {
+		in.f.log.Warn(fmt.Sprintf("worker %d: down: %v", in.w.id, err))
+		in.markDown(err.Error())
+	}
+}
