@@ -64,27 +64,31 @@ func isGone(err error) bool {
 	return errors.Is(err, syscall.ECONNREFUSED)
 }
 
-// models asks a worker which models it serves. A server that does not tell
-// (its key is not known, or it has no such path) serves an unknown one: nil.
-func (f *Fleet) models(ctx context.Context, base string) ([]string, error) {
+// models asks a worker which models it serves, and which of them are LoRA
+// adapters: those with a parent. A server that does not tell (its key is not
+// known, or it has no such path) serves an unknown one: nil.
+func (f *Fleet) models(ctx context.Context, base string) (models, adapters []string, err error) {
 	var list struct {
 		Data []struct {
-			ID string `json:"id"`
+			ID     string  `json:"id"`
+			Parent *string `json:"parent"`
 		} `json:"data"`
 	}
-	err := f.get(ctx, base, "/v1/models", f.timing.probeLimit, &list)
+	err = f.get(ctx, base, "/v1/models", f.timing.probeLimit, &list)
 	var status *statusError
 	if errors.As(err, &status) && status.status < 500 {
-		return nil, nil
+		return nil, nil, nil
 	}
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	var models []string
 	for _, model := range list.Data {
 		models = append(models, model.ID)
+		if model.Parent != nil && *model.Parent != "" {
+			adapters = append(adapters, model.ID)
+		}
 	}
-	return models, nil
+	return models, adapters, nil
 }
 
 // kvEventSource is what vLLM tells about the KV events of one rank.
@@ -188,7 +192,7 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 		}
 		return false
 	}
-	models, err := f.models(ctx, w.spec.URL)
+	models, adapters, err := f.models(ctx, w.spec.URL)
 	if err != nil {
 		if ctx.Err() == nil {
 			f.unreachable(w, err)
@@ -202,7 +206,7 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 	for _, source := range sources {
 		in.followEvents(source)
 	}
-	in.setTargets(models, sources)
+	in.setTargets(models, adapters, sources)
 	in.followLoads(w.spec.Load)
 	in.markUp()
 	f.log.Info(fmt.Sprintf("worker %d: attached", w.id), "url", w.spec.URL, "models", models, "event_streams", len(sources))
@@ -226,7 +230,7 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 			for _, source := range sources {
 				in.followEvents(source)
 			}
-			in.setTargets(models, sources)
+			in.setTargets(models, adapters, sources)
 			in.followLoads(w.spec.Load)
 			in.markUp()
 		} else if time.Since(in.began) >= f.timing.silentAfter {

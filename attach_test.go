@@ -79,7 +79,7 @@ func TestAttachedWorkerGoesAndComesBack(t *testing.T) {
 	a := newAttachedServer(t, twoRanks)
 	f := attachedFleet(t, a, "")
 	f.start()
-	eventually(t, func() error { // not there at the start: no reason to end
+	settles(t, func() error { // not there at the start: no reason to end
 		if !strings.Contains(f.logged(), "worker 3: not reachable yet") {
 			return fmt.Errorf("log: %s", f.logged())
 		}
@@ -100,20 +100,20 @@ func TestAttachedWorkerGoesAndComesBack(t *testing.T) {
 
 	a.server.Close()
 	f.ReportFailure(3)
-	eventually(t, func() error {
+	settles(t, func() error {
 		if got := f.seen(); len(got) != 4 {
 			return fmt.Errorf("events %q", got)
 		}
 		return nil
 	})
-	eventually(t, func() error {
+	settles(t, func() error {
 		if n := f.index.Blocks(WorkerKey{3, 1}); n != 0 {
 			return fmt.Errorf("%d blocks left", n)
 		}
 		return nil
 	})
 	a.start()
-	eventually(t, func() error {
+	settles(t, func() error {
 		if got := f.seen(); !slices.Equal(got[4:], []string{"up 3.0 g2", "up 3.1 g2"}) {
 			return fmt.Errorf("events %q", got)
 		}
@@ -140,7 +140,7 @@ func TestAttachedWorkerWithoutEventsIsRoutedByLoadAlone(t *testing.T) {
 		t.Errorf("load from %v, want %v", got, want)
 	}
 	const warning = "worker 3: publishes no KV events: routed by load only"
-	eventually(t, func() error {
+	settles(t, func() error {
 		if !strings.Contains(f.logged(), warning) {
 			return fmt.Errorf("no warning in:\n%s", f.logged())
 		}
@@ -175,7 +175,7 @@ func TestAttachedWorkerThatHidesItsModelsIsUsedAllTheSame(t *testing.T) {
 	a.start()
 	f := attachedFleet(t, a, "")
 	f.start()
-	eventually(t, func() error {
+	settles(t, func() error {
 		if !strings.Contains(f.Workers()[0].LastError, "503 Service Unavailable") {
 			return fmt.Errorf("%+v", f.Workers()[0])
 		}

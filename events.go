@@ -51,6 +51,21 @@ type EventStats struct {
 	BlockSizeMismatch atomic.Uint64 // store events with another block size: dropped
 }
 
+// Counts returns the counters by name, for the metrics page.
+func (s *EventStats) Counts() map[string]int64 {
+	counts := map[string]int64{}
+	for name, counter := range map[string]*atomic.Uint64{
+		"batches": &s.Batches, "replayed_batches": &s.ReplayedBatches, "stored": &s.Stored, "stored_blocks": &s.StoredBlocks,
+		"removed": &s.Removed, "removed_blocks": &s.RemovedBlocks, "cleared": &s.Cleared, "gaps": &s.Gaps, "duplicates": &s.Duplicates,
+		"replays": &s.Replays, "replay_failures": &s.ReplayFailures, "restarts": &s.Restarts, "reconnects": &s.Reconnects,
+		"decode_errors": &s.DecodeErrors, "unknown_parent": &s.UnknownParent, "unknown_removed": &s.UnknownRemoved,
+		"ignored": &s.Ignored, "block_size_mismatch": &s.BlockSizeMismatch,
+	} {
+		counts[name] = int64(counter.Load())
+	}
+	return counts
+}
+
 // eventTiming holds the waits of a stream.
 type eventTiming struct {
 	backoffMin, backoffMax time.Duration // between attempts to connect

@@ -5,13 +5,11 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	stdlog "log"
 	"log/slog"
 	"math/rand/v2"
 	"net/http"
 	"time"
 
-	"github.com/go-zeromq/zmq4"
 	dto "github.com/prometheus/client_model/go"
 	"github.com/prometheus/common/expfmt"
 	prommodel "github.com/prometheus/common/model"
@@ -179,24 +177,20 @@ func (m loadMessage) published() (Published, error) {
 }
 
 // readLoadSocket passes on what the socket publishes until it fails or ctx is
-// done. go-zeromq's own reconnect gives up silently, so each failure ends in a
-// new socket, by FollowLoad.
+// done.
 func readLoadSocket(ctx context.Context, endpoint string, publish func(Published)) error {
-	socket, err := subscribe(ctx, endpoint, "")
+	conn, err := DialSub(ctx, endpoint, "")
 	if err != nil {
 		return err
 	}
-	defer closeSubscriber(socket)
+	defer conn.Close()
 	for {
-		message, err := socket.Recv()
+		frames, err := conn.Recv()
 		if err != nil {
 			return err
 		}
-		if len(message.Frames) == 0 {
-			continue
-		}
 		var load loadMessage
-		if err := json.Unmarshal(message.Frames[len(message.Frames)-1], &load); err != nil {
+		if err := json.Unmarshal(frames[len(frames)-1], &load); err != nil {
 			return fmt.Errorf("load message from %s: %w", endpoint, err)
 		}
 		p, err := load.published()
@@ -285,30 +279,4 @@ func gauges(families map[string]*dto.MetricFamily, names ...string) ([]float64, 
 		return values, true
 	}
 	return nil, false
-}
-
-// subscribe connects a ZMQ SUB socket to endpoint for messages of topic; empty
-// means all. The subscription is set first, so that it travels with the
-// connection.
-func subscribe(ctx context.Context, endpoint, topic string) (zmq4.Socket, error) {
-	socket := zmq4.NewSub(ctx, zmq4.WithDialerMaxRetries(0), zmq4.WithLogger(stdlog.New(io.Discard, "", 0)))
-	if err := socket.SetOption(zmq4.OptionSubscribe, topic); err != nil {
-		return nil, err
-	}
-	if err := socket.Dial(endpoint); err != nil {
-		closeSubscriber(socket)
-		return nil, err
-	}
-	return socket, nil
-}
-
-// closeSubscriber closes a SUB socket and drains it: go-zeromq's reader
-// goroutine stays for ever where it closes with messages unread.
-func closeSubscriber(socket zmq4.Socket) {
-	socket.Close()
-	for range 64 {
-		if _, err := socket.Recv(); err != nil {
-			break
-		}
-	}
 }

@@ -18,15 +18,6 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// Target is one thing that requests can be sent to: a worker, or one
-// data-parallel rank of it.
-type Target struct {
-	Key        WorkerKey
-	URL        string   // without a slash at the end
-	Generation int      // incarnations of the worker so far, from 1
-	Models     []string // that it serves; nil: it does not tell
-}
-
 // FleetHooks tell the rest of the router what happens to workers. Those of one
 // worker come one after another, but for Log and Load; those of different
 // workers come at the same time. None may block for long. A nil one is left out.
@@ -34,6 +25,7 @@ type FleetHooks struct {
 	Up   func(Target)                             // may be routed to
 	Down func(Target, string)                     // may not, and why
 	Load func(WorkerKey, Published)               // a load report
+	Lag  func(WorkerKey, time.Duration)           // age of a batch of KV events when it was applied
 	Log  func(worker uint64, stream, line string) // a line that a started worker printed
 }
 
@@ -60,6 +52,8 @@ type WorkerStatus struct {
 	Generation int       `json:"generation"`      // incarnations so far
 	Ranks      []uint32  `json:"ranks,omitempty"` // data-parallel ranks
 	Models     []string  `json:"models,omitempty"`
+	KVEvents   string    `json:"kv_events,omitempty"` // endpoint of rank 0's KV events
+	Replay     string    `json:"replay,omitempty"`    // and of their replay
 	LastError  string    `json:"last_error,omitempty"`
 }
 
@@ -417,14 +411,14 @@ func (f *Fleet) becomeReady(in *incarnation) bool {
 	if err := f.get(in.ctx, w.spec.URL, "/health", f.timing.healthLimit, nil); err != nil {
 		return false
 	}
-	models, err := f.models(in.ctx, w.spec.URL)
+	models, adapters, err := f.models(in.ctx, w.spec.URL)
 	if err != nil {
 		return false
 	}
 	if models == nil {
 		models = []string{f.cfg.ServedModelName}
 	}
-	in.setTargets(models, nil)
+	in.setTargets(models, adapters, nil)
 	in.followLoads(launchedLoadEndpoint(f.cfg, int(w.id)))
 	in.markUp()
 	return true
@@ -521,6 +515,12 @@ func (in *incarnation) end(reason string) {
 // followEvents reads one event stream until the incarnation ends.
 func (in *incarnation) followEvents(source EventSource) {
 	stream := NewEventStream(source, in.f.index, in.f.log)
+	if lag := in.f.hooks.Lag; lag != nil {
+		stream.OnLag = func(d time.Duration) { lag(source.Worker, d) }
+	}
+	if source.Worker.Rank == 0 {
+		in.f.update(in.w, func(s *WorkerStatus) { s.KVEvents, s.Replay = source.Endpoint, source.Replay })
+	}
 	in.w.mu.Lock()
 	in.w.streams[source.Worker] = stream.Stats()
 	in.w.mu.Unlock()
@@ -529,7 +529,7 @@ func (in *incarnation) followEvents(source EventSource) {
 
 // setTargets sets what of the worker can be routed to: every rank that has an
 // event stream, or the worker as a whole.
-func (in *incarnation) setTargets(models []string, sources []EventSource) {
+func (in *incarnation) setTargets(models, adapters []string, sources []EventSource) {
 	keys := []WorkerKey{{Worker: in.w.id}}
 	if len(sources) > 0 {
 		keys = keys[:0]
@@ -540,7 +540,7 @@ func (in *incarnation) setTargets(models []string, sources []EventSource) {
 	in.targets = in.targets[:0]
 	var ranks []uint32
 	for _, key := range keys {
-		in.targets = append(in.targets, Target{Key: key, URL: in.w.spec.URL, Generation: in.generation, Models: models})
+		in.targets = append(in.targets, Target{Key: key, URL: in.w.spec.URL, Generation: in.generation, Models: models, Adapters: adapters})
 		ranks = append(ranks, key.Rank)
 	}
 	in.f.update(in.w, func(s *WorkerStatus) { s.Models, s.Ranks = models, ranks })

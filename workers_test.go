@@ -233,7 +233,7 @@ func (f *fakeFleet) wantDone(ok func(error) bool) {
 
 func (f *fakeFleet) wantEvents(want ...string) {
 	f.t.Helper()
-	eventually(f.t, func() error {
+	settles(f.t, func() error {
 		if got := f.seen(); !slices.Equal(got, want) {
 			return fmt.Errorf("events %q, want %q; log:\n%s", got, want, f.logged())
 		}
@@ -241,8 +241,8 @@ func (f *fakeFleet) wantEvents(want ...string) {
 	})
 }
 
-// eventually polls a condition for a while.
-func eventually(t *testing.T, condition func() error) {
+// settles polls a condition that says what is still wrong.
+func settles(t *testing.T, condition func() error) {
 	t.Helper()
 	deadline := time.Now().Add(20 * time.Second)
 	tick := time.NewTicker(5 * time.Millisecond)
@@ -312,7 +312,7 @@ func TestWorkersStartSideBySideAndEndTogether(t *testing.T) {
 	defer goleak.VerifyNone(t)
 	f := newFakeFleet(t, fakeConfig(t, 3))
 	f.start()
-	eventually(t, func() error {
+	settles(t, func() error {
 		if n := len(f.seen()); n != 3 {
 			return fmt.Errorf("%d workers up", n)
 		}
@@ -365,7 +365,7 @@ func TestEndDuringTheStart(t *testing.T) {
 	defer goleak.VerifyNone(t)
 	f := newFakeFleet(t, fakeConfig(t, 2), "FAKE_MODE=never ready")
 	f.start()
-	eventually(t, func() error {
+	settles(t, func() error {
 		if w := f.Workers()[1]; w.Stage != "starting engine" {
 			return fmt.Errorf("stage %q", w.Stage)
 		}
@@ -477,7 +477,7 @@ func TestNoWorkerOutlivesAKilledRouter(t *testing.T) {
 	if err != nil || len(report.PIDs) != 4 {
 		t.Fatalf("report %+v: %v", report, err)
 	}
-	eventually(t, func() error {
+	settles(t, func() error {
 		for _, pid := range report.PIDs {
 			if processLives(pid) {
 				return fmt.Errorf("process %d outlives the router", pid)
