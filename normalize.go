@@ -1,0 +1,900 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/tidwall/gjson"
+)
+
+// ErrNotRenderable marks a request whose prompt only an engine can compute:
+// it carries images or other media, or a form that vLLM refuses or treats in a
+// way that this program does not know. The text around it says which.
+var ErrNotRenderable = errors.New("not renderable by the router")
+
+func notRenderable(format string, args ...any) error {
+	return fmt.Errorf("%w: %s", ErrNotRenderable, fmt.Sprintf(format, args...))
+}
+
+// chatRequest is what of a chat request decides its prompt, as vLLM 0.32 reads
+// it (ChatCompletionRequest and TokenizeChatRequest).
+type chatRequest struct {
+	messages         []chatMessage
+	tools            json.RawMessage // what the template sees; nil without tools
+	vars             []jsonField     // further variables of the template
+	addGeneration    bool
+	continueFinal    bool
+	addSpecial       bool
+	truncate         gjson.Result // truncate_prompt_tokens
+	wantsTokenStrs   bool         // return_token_strs of /tokenize
+	hasForeignTokens bool         // prompt tokens come with the request itself
+}
+
+// chatMessage is one message after the request's own checks and before the
+// template's content format is applied.
+type chatMessage struct {
+	role  string
+	parts []contentPart
+	plain bool            // the content is one text for every template
+	rest  []jsonField     // fields after role and content, in vLLM's order
+	tools json.RawMessage // of a developer message; nil without
+}
+
+// contentPart is one part of a message's content; only texts and references to
+// tools get this far.
+type contentPart struct {
+	text      string
+	reference bool        // a tool_reference: text is the tool's name
+	extra     []jsonField // fields that vLLM hands on to the template
+}
+
+// jsonField is one member of a JSON object, its value as raw JSON.
+type jsonField struct {
+	key string
+	raw string
+}
+
+// requestKind is the API whose rules a chat body follows.
+type requestKind int
+
+const (
+	chatCompletion requestKind = iota
+	chatTokenize
+)
+
+// Limits that keep one request's parsing bounded; vLLM has none.
+const maxMessages = 1 << 16
+
+// mediaKeys are the fields that make a content part something else than text.
+var mediaKeys = []string{"audio_embeds", "audio_url", "data", "file", "image_embeds", "image_pil", "image_url",
+	"input_audio", "input_image", "prompt_embeds", "uuid", "video_embeds", "video_url"}
+
+// partFields are the fields of content parts that vLLM knows; all others of a
+// text part reach the template.
+var partFields = append([]string{"closed", "name", "prompt_cache_breakpoint", "refusal", "text", "thinking", "type"}, mediaKeys...)
+
+// reservedKwargs are parameters of the functions between a request's
+// chat_template_kwargs and the template: they steer or break the call instead of
+// reaching the template.
+var reservedKwargs = []string{"chat_template", "conversation", "max_length", "messages", "model_config", "padding",
+	"return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize", "tokenizer",
+	"tokenizer_kwargs", "truncation"}
+
+// jinjaGlobals are names that templates never take from the request.
+var jinjaGlobals = []string{"cycler", "dict", "joiner", "lipsum", "namespace", "range"}
+
+// parseChat reads a chat request as vLLM does. Whatever vLLM would refuse or
+// treat otherwise is ErrNotRenderable: the engine then has the word.
+func parseChat(body []byte, kind requestKind, options ChatOptions) (*chatRequest, error) {
+	if !utf8.Valid(body) || !json.Valid(body) {
+		return nil, notRenderable("the body is not JSON in UTF-8")
+	}
+	if hasLoneSurrogate(body) {
+		return nil, notRenderable("the body has half of a surrogate pair")
+	}
+	top := gjson.ParseBytes(body)
+	if !top.IsObject() {
+		return nil, notRenderable("the body is not an object")
+	}
+	req := &chatRequest{addGeneration: true}
+	var (
+		messages, tools, kwargs, documents, effort, choice gjson.Result
+		generationGiven                                    bool
+	)
+	for _, f := range members(top) {
+		v := f.value
+		var err error
+		switch f.key {
+		case "messages":
+			messages = v
+		case "tools":
+			tools = v
+		case "tool_choice":
+			choice = v
+		case "chat_template_kwargs":
+			kwargs = v
+		case "chat_template":
+			if v.Type != gjson.Null {
+				err = notRenderable("the request brings its own chat_template")
+			}
+		case "add_generation_prompt":
+			generationGiven = true
+			err = readBool(v, f.key, &req.addGeneration)
+		case "continue_final_message":
+			err = readBool(v, f.key, &req.continueFinal)
+		case "add_special_tokens":
+			err = readBool(v, f.key, &req.addSpecial)
+		case "return_token_strs":
+			if v.Type != gjson.Null {
+				err = readBool(v, f.key, &req.wantsTokenStrs)
+			}
+		case "documents":
+			documents = v
+		case "reasoning_effort":
+			effort = v
+		case "truncate_prompt_tokens":
+			req.truncate = v
+		case "kv_transfer_params":
+			if v.Get("prompt_token_ids").Exists() && v.Get("prompt_token_ids").Type != gjson.Null {
+				req.hasForeignTokens = true
+			}
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+	if kind == chatTokenize { // fields that this API does not have
+		documents, effort, choice = gjson.Result{}, gjson.Result{}, gjson.Result{}
+		req.truncate, req.hasForeignTokens = gjson.Result{}, false
+	}
+	switch {
+	case req.hasForeignTokens:
+		return nil, notRenderable("the request brings its own prompt tokens")
+	case req.continueFinal && (req.addGeneration || !generationGiven):
+		return nil, notRenderable("continue_final_message needs add_generation_prompt false")
+	}
+
+	var err error
+	if req.messages, err = parseMessages(messages, kind); err != nil {
+		return nil, err
+	}
+	if tools.Exists() && tools.Type != gjson.Null {
+		hidden := choice.Type == gjson.String && choice.Str == "none" && options.ExcludeToolsWhenNone
+		dumped, err := dumpTools(tools, kind)
+		if err != nil {
+			return nil, err
+		}
+		if !hidden {
+			req.tools = dumped
+		}
+	}
+	if err := req.setVariables(kwargs, documents, effort, options); err != nil {
+		return nil, err
+	}
+	return req, nil
+}
+
+// setVariables merges what reaches the template beside messages: the server's
+// defaults, under the request's chat_template_kwargs, under its own fields.
+// Values null and "auto" never override.
+func (r *chatRequest) setVariables(kwargs, documents, effort gjson.Result, options ChatOptions) error {
+	r.vars = slices.Clone(options.DefaultKwargs)
+	if kwargs.Exists() && kwargs.Type != gjson.Null {
+		if !kwargs.IsObject() {
+			return notRenderable("chat_template_kwargs is not an object")
+		}
+		for _, f := range members(kwargs) {
+			switch {
+			case f.value.Type == gjson.Null && f.key != "messages":
+				continue
+			case f.value.Type == gjson.String && f.value.Str == "auto":
+				continue
+			case slices.Contains(reservedKwargs, f.key):
+				return notRenderable("chat_template_kwargs carries %q", f.key)
+			case f.key == "add_generation_prompt" || f.key == "continue_final_message":
+				continue // the request's own fields always win
+			case f.key == "tools":
+				if !f.value.IsArray() || slices.ContainsFunc(f.value.Array(), func(v gjson.Result) bool { return !v.IsObject() }) {
+					return notRenderable("chat_template_kwargs.tools is not a list of objects")
+				}
+				r.tools = json.RawMessage(f.value.Raw)
+			case slices.Contains(jinjaGlobals, f.key):
+				continue
+			default:
+				r.setVar(f.key, f.value.Raw)
+			}
+		}
+	}
+	if documents.Exists() && documents.Type != gjson.Null {
+		if err := checkDocuments(documents); err != nil {
+			return err
+		}
+		r.setVar("documents", documents.Raw)
+	}
+	for _, f := range r.vars {
+		if f.key == "documents" {
+			list := gjson.Parse(f.raw)
+			if !list.IsArray() || slices.ContainsFunc(list.Array(), func(v gjson.Result) bool { return !v.IsObject() }) {
+				return notRenderable("documents is not a list of objects")
+			}
+		}
+	}
+	if effort.Exists() && effort.Type != gjson.Null {
+		levels := []string{"none", "minimal", "low", "medium", "high", "xhigh", "max"}
+		if effort.Type != gjson.String || !slices.Contains(levels, effort.Str) {
+			return notRenderable("reasoning_effort %s is unknown", effort.Raw)
+		}
+		r.setVar("reasoning_effort", effort.Raw)
+		if !kwargs.Get("enable_thinking").Exists() {
+			r.setVar("enable_thinking", strconv.FormatBool(effort.Str != "none"))
+		}
+	}
+	return nil
+}
+
+func (r *chatRequest) setVar(key, raw string) {
+	for i := range r.vars {
+		if r.vars[i].key == key {
+			r.vars[i].raw = raw
+			return
+		}
+	}
+	r.vars = append(r.vars, jsonField{key, raw})
+}
+
+// checkDocuments holds the request's documents to their type: a list of
+// objects whose values are strings.
+func checkDocuments(documents gjson.Result) error {
+	if !documents.IsArray() {
+		return notRenderable("documents is not a list")
+	}
+	for _, d := range documents.Array() {
+		if !d.IsObject() {
+			return notRenderable("a document is not an object")
+		}
+		for _, f := range members(d) {
+			if f.value.Type != gjson.String {
+				return notRenderable("a document's %q is not a string", f.key)
+			}
+		}
+	}
+	return nil
+}
+
+// parseMessages reads the messages by the rules of vLLM's parse_chat_messages.
+func parseMessages(messages gjson.Result, kind requestKind) ([]chatMessage, error) {
+	if !messages.IsArray() {
+		return nil, notRenderable("messages is not a list")
+	}
+	list := messages.Array()
+	if len(list) == 0 || len(list) > maxMessages {
+		return nil, notRenderable("%d messages", len(list))
+	}
+	out := make([]chatMessage, 0, len(list))
+	for i, m := range list {
+		parsed, err := parseMessage(m, kind)
+		if err != nil {
+			return nil, fmt.Errorf("message %d: %w", i, err)
+		}
+		out = append(out, parsed)
+	}
+	return out, nil
+}
+
+func parseMessage(m gjson.Result, kind requestKind) (chatMessage, error) {
+	var msg chatMessage
+	if !m.IsObject() {
+		return msg, notRenderable("not an object")
+	}
+	fields := map[string]gjson.Result{}
+	for _, f := range members(m) {
+		fields[f.key] = f.value
+	}
+	role := fields["role"]
+	if role.Type != gjson.String {
+		return msg, notRenderable("the role is not a string")
+	}
+	msg.role = role.Str
+
+	var err error
+	if msg.parts, err = parseContent(msg.role, fields["content"]); err != nil {
+		return msg, err
+	}
+	switch msg.role {
+	case "assistant":
+		if calls := fields["tool_calls"]; calls.Exists() && calls.Type != gjson.Null {
+			dumped, err := dumpToolCalls(calls)
+			if err != nil {
+				return msg, err
+			}
+			if dumped != "" {
+				msg.rest = append(msg.rest, jsonField{"tool_calls", dumped})
+			}
+		}
+		reasoning := fields["reasoning"]
+		if old := fields["reasoning_content"]; kind == chatCompletion && reasoning.Type == gjson.Null && old.Type != gjson.Null {
+			reasoning = old
+		}
+		if reasoning.Type != gjson.Null {
+			if reasoning.Type != gjson.String {
+				return msg, notRenderable("reasoning is not a string")
+			}
+			msg.rest = append(msg.rest, jsonField{"reasoning", reasoning.Raw}, jsonField{"reasoning_content", reasoning.Raw})
+		}
+	case "tool":
+		if id := fields["tool_call_id"]; id.Exists() {
+			if id.Type != gjson.String && id.Type != gjson.Null {
+				return msg, notRenderable("tool_call_id is not a string")
+			}
+			msg.rest = append(msg.rest, jsonField{"tool_call_id", id.Raw})
+		}
+	}
+	for _, key := range []string{"name", "task"} {
+		if v := fields[key]; v.Exists() {
+			if v.Type != gjson.String {
+				return msg, notRenderable("%s is not a string", key)
+			}
+			msg.rest = append(msg.rest, jsonField{key, v.Raw})
+		}
+	}
+	if tools := fields["tools"]; msg.role == "developer" && tools.Exists() && tools.Type != gjson.Null {
+		msg.tools = json.RawMessage(tools.Raw)
+	}
+	return msg, nil
+}
+
+// parseContent turns a message's content into parts, as vLLM does: a string is
+// one text part, null or nothing no part.
+func parseContent(role string, content gjson.Result) ([]contentPart, error) {
+	var parts []contentPart
+	switch {
+	case !content.Exists():
+		return nil, nil
+	case content.Type == gjson.Null:
+		if role != "assistant" && role != "function" {
+			return nil, notRenderable("the content of role %q is null", role)
+		}
+		return nil, nil
+	case content.Type == gjson.String:
+		parts = []contentPart{{text: content.Str}}
+	case content.IsArray():
+		for _, p := range content.Array() {
+			part, keep, err := parsePart(role, p)
+			if err != nil {
+				return nil, err
+			}
+			if keep {
+				parts = append(parts, part)
+			}
+		}
+	default:
+		return nil, notRenderable("the content is neither text nor a list")
+	}
+	if role == "system" {
+		parts = dropBillingHeader(parts)
+	}
+	return parts, nil
+}
+
+func parsePart(role string, p gjson.Result) (part contentPart, keep bool, err error) {
+	if !p.IsObject() {
+		return part, false, notRenderable("a content part is not an object")
+	}
+	fields := members(p)
+	byKey := map[string]gjson.Result{}
+	for _, f := range fields {
+		byKey[f.key] = f.value
+		if slices.Contains(mediaKeys, f.key) {
+			return part, false, notRenderable("a content part carries %q", f.key)
+		}
+	}
+	kind := byKey["type"].Str
+	var text gjson.Result
+	switch {
+	case kind == "text":
+		text = byKey["text"]
+		if text.Exists() && text.Type == gjson.Null {
+			return part, false, nil // vLLM skips it with a warning
+		}
+	case kind == "refusal" && role == "assistant":
+		text = byKey["refusal"]
+	case kind == "thinking" && role == "assistant":
+		text = byKey["thinking"]
+	case kind == "tool_reference" && role == "tool":
+		text = byKey["name"]
+		part.reference = true
+	default:
+		return part, false, notRenderable("a content part of type %q for role %q", kind, role)
+	}
+	if text.Type != gjson.String {
+		return part, false, notRenderable("a content part without its %s", kind)
+	}
+	part.text = text.Str
+	for _, f := range fields {
+		if !part.reference && !slices.Contains(partFields, f.key) {
+			part.extra = append(part.extra, jsonField{f.key, f.value.Raw})
+		}
+	}
+	return part, true, nil
+}
+
+// dropBillingHeader removes the attribution line that Claude Code puts before a
+// system prompt: it changes with every request, so vLLM drops it.
+func dropBillingHeader(parts []contentPart) []contentPart {
+	var out []contentPart
+	for _, p := range parts {
+		if !p.reference && strings.HasPrefix(p.text, "x-anthropic-billing-header") {
+			_, rest, _ := strings.Cut(p.text, "\n")
+			if rest == "" {
+				continue
+			}
+			p.text = rest
+		}
+		out = append(out, p)
+	}
+	return out
+}
+
+// dumpToolCalls writes an assistant's tool calls as vLLM's models leave them:
+// known fields in their order, then the unknown ones, arguments parsed.
+// The answer is empty for an empty list.
+func dumpToolCalls(calls gjson.Result) (string, error) {
+	if !calls.IsArray() {
+		return "", notRenderable("tool_calls is not a list")
+	}
+	list := calls.Array()
+	if len(list) == 0 {
+		return "", nil
+	}
+	var out bytes.Buffer
+	for i, call := range list {
+		if i > 0 {
+			out.WriteByte(',')
+		}
+		fn := call.Get("function")
+		if !call.IsObject() || !fn.IsObject() {
+			return "", notRenderable("a tool call without a function")
+		}
+		var id, kind, name, arguments gjson.Result
+		var callExtra, fnExtra []jsonField
+		for _, f := range members(call) {
+			switch f.key {
+			case "id":
+				id = f.value
+			case "type":
+				kind = f.value
+			case "function":
+				fn = f.value
+			default:
+				callExtra = append(callExtra, jsonField{f.key, f.value.Raw})
+			}
+		}
+		for _, f := range members(fn) {
+			switch f.key {
+			case "name":
+				name = f.value
+			case "arguments":
+				arguments = f.value
+			default:
+				fnExtra = append(fnExtra, jsonField{f.key, f.value.Raw})
+			}
+		}
+		if id.Type != gjson.String || kind.Str != "function" || name.Type != gjson.String || arguments.Type != gjson.String {
+			return "", notRenderable("a tool call without id, type function, name or arguments in text")
+		}
+		parsed, err := parseArguments(arguments.Str)
+		if err != nil {
+			return "", err
+		}
+		function := append([]jsonField{{"arguments", parsed}, {"name", name.Raw}}, fnExtra...)
+		whole := append([]jsonField{{"id", id.Raw}, {"function", string(appendObject(nil, function))}, {"type", kind.Raw}}, callExtra...)
+		out.Write(appendObject(nil, whole))
+	}
+	return "[" + out.String() + "]", nil
+}
+
+// parseArguments returns the JSON object in a tool call's arguments; {} where
+// there is none, as vLLM does to keep a conversation going.
+func parseArguments(text string) (string, error) {
+	if !json.Valid([]byte(text)) {
+		// Python's parser knows three numbers that JSON does not.
+		if strings.Contains(text, "NaN") || strings.Contains(text, "Infinity") {
+			return "", notRenderable("tool call arguments with NaN or Infinity")
+		}
+		return "{}", nil
+	}
+	if hasLoneSurrogate([]byte(text)) {
+		return "", notRenderable("tool call arguments with half of a surrogate pair")
+	}
+	if parsed := gjson.Parse(text); parsed.IsObject() {
+		return parsed.Raw, nil
+	}
+	return "{}", nil
+}
+
+// dumpTools writes the tools as pydantic's model_dump does: type, then the
+// function's name, description, parameters (null where absent), strict and
+// defer_loading where given; unknown fields are dropped.
+func dumpTools(tools gjson.Result, kind requestKind) (json.RawMessage, error) {
+	if !tools.IsArray() {
+		return nil, notRenderable("tools is not a list")
+	}
+	list := tools.Array()
+	if len(list) == 0 && kind == chatCompletion {
+		return nil, notRenderable("tools is an empty list")
+	}
+	out := []byte{'['}
+	for i, tool := range list {
+		if i > 0 {
+			out = append(out, ',')
+		}
+		if !tool.IsObject() {
+			return nil, notRenderable("a tool is not an object")
+		}
+		var fn, deferred gjson.Result
+		for _, f := range members(tool) {
+			switch f.key {
+			case "type":
+				if f.value.Str != "function" {
+					return nil, notRenderable("a tool of type %s", f.value.Raw)
+				}
+			case "function":
+				fn = f.value
+			case "defer_loading":
+				deferred = f.value
+			}
+		}
+		if !fn.IsObject() {
+			return nil, notRenderable("a tool without a function")
+		}
+		whole := []jsonField{{"type", `"function"`}}
+		function, err := dumpFunction(fn, deferred)
+		if err != nil {
+			return nil, err
+		}
+		whole = append(whole, jsonField{"function", function})
+		if deferred.Exists() && deferred.Type != gjson.Null {
+			whole = append(whole, jsonField{"defer_loading", deferred.Raw})
+		}
+		out = appendObject(out, whole)
+	}
+	return append(out, ']'), nil
+}
+
+func dumpFunction(fn, deferred gjson.Result) (string, error) {
+	values := map[string]gjson.Result{}
+	for _, f := range members(fn) {
+		values[f.key] = f.value
+	}
+	if deferred.Exists() && deferred.Type != gjson.Null && values["defer_loading"].Type == gjson.Null {
+		values["defer_loading"] = deferred
+	}
+	isBool := func(v gjson.Result) bool {
+		return v.Type == gjson.True || v.Type == gjson.False || v.Type == gjson.Null
+	}
+	description, parameters := values["description"], values["parameters"]
+	switch {
+	case values["name"].Type != gjson.String,
+		description.Type != gjson.String && description.Type != gjson.Null,
+		!parameters.IsObject() && parameters.Type != gjson.Null,
+		!isBool(values["strict"]), !isBool(values["defer_loading"]):
+		return "", notRenderable("a tool's function with fields of a wrong type")
+	}
+	out := []jsonField{{"name", values["name"].Raw}, {"description", rawOrNull(description)}, {"parameters", rawOrNull(parameters)}}
+	for _, key := range []string{"strict", "defer_loading"} {
+		if v := values[key]; v.Type != gjson.Null {
+			out = append(out, jsonField{key, v.Raw})
+		}
+	}
+	return string(appendObject(nil, out)), nil
+}
+
+// fitTemplate applies what depends on the template: the role developer becomes
+// system where the template does not know it, and then all system messages
+// become one at the front.
+func (r *chatRequest) fitTemplate(t *ChatTemplate) error {
+	isDeveloper := func(m chatMessage) bool { return m.role == "developer" }
+	if !slices.ContainsFunc(r.messages, isDeveloper) {
+		return nil
+	}
+	if t.SupportsDeveloper() {
+		for i := range r.messages {
+			if !isDeveloper(r.messages[i]) {
+				continue
+			}
+			if r.messages[i].tools != nil {
+				return notRenderable("a developer message with tools")
+			}
+			r.messages[i].rest = append(r.messages[i].rest, jsonField{"tools", "null"})
+		}
+		return nil
+	}
+	var systems []string
+	var others []chatMessage
+	merge := false
+	for i := range r.messages {
+		if isDeveloper(r.messages[i]) {
+			r.messages[i].role = "system"
+		}
+		m := r.messages[i]
+		if m.role != "system" {
+			others = append(others, m)
+			continue
+		}
+		merge = merge || i > 0
+		if text := m.joined(t.WantsParts); text != "" {
+			systems = append(systems, text)
+		}
+	}
+	if merge {
+		system := chatMessage{role: "system", plain: true, parts: []contentPart{{text: strings.Join(systems, "\n\n")}}}
+		r.messages = append([]chatMessage{system}, others...)
+	}
+	return nil
+}
+
+// joined is the content as one string. With parts, empty texts count as lines;
+// without, vLLM drops them before it joins.
+func (m chatMessage) joined(parts bool) string {
+	var texts []string
+	for _, p := range m.parts {
+		if parts && p.reference || !parts && p.text == "" {
+			continue
+		}
+		texts = append(texts, p.text)
+	}
+	return strings.Join(texts, "\n")
+}
+
+// continueTag marks, as in transformers, where the final message ends that the
+// model is to continue.
+const continueTag = "CONTINUE_FINAL_MESSAGE_TAG "
+
+// context returns the template's variables as a JSON object, and the text of the
+// final message if the model is to continue it.
+func (r *chatRequest) context(t *ChatTemplate, special []jsonField) (context []byte, final string, err error) {
+	size := 256
+	for _, m := range r.messages {
+		for _, p := range m.parts {
+			size += len(p.text) + 64
+		}
+	}
+	out := make([]byte, 0, size+size/8)
+	out = append(out, `{"messages":[`...)
+	for i, m := range r.messages {
+		if i > 0 {
+			out = append(out, ',')
+		}
+		tagged := r.continueFinal && i == len(r.messages)-1
+		var text string
+		if out, text, err = m.appendTo(out, t.WantsParts, tagged); err != nil {
+			return nil, "", err
+		}
+		if tagged {
+			final = text
+		}
+	}
+	out = append(out, `],"tools":`...)
+	if r.tools == nil {
+		out = append(out, "null"...)
+	} else {
+		out = append(out, r.tools...)
+	}
+	hasDocuments := false
+	for _, f := range mergeFields(special, r.vars) {
+		hasDocuments = hasDocuments || f.key == "documents"
+		out = append(out, ',')
+		out = appendString(out, f.key)
+		out = append(out, ':')
+		out = append(out, f.raw...)
+	}
+	if !hasDocuments {
+		out = append(out, `,"documents":null`...)
+	}
+	out = append(out, `,"add_generation_prompt":`...)
+	out = strconv.AppendBool(out, r.addGeneration)
+	return append(out, '}'), final, nil
+}
+
+// appendTo writes the message in the template's content format. With tagged its
+// last text carries continueTag, and the answer holds that text without it.
+func (m chatMessage) appendTo(out []byte, wantsParts, tagged bool) ([]byte, string, error) {
+	out = append(out, `{"role":`...)
+	out = appendString(out, m.role)
+	out = append(out, `,"content":`...)
+	final := ""
+	hasReference := slices.ContainsFunc(m.parts, func(p contentPart) bool { return p.reference })
+	switch {
+	case !wantsParts, m.plain, m.role == "tool" && !hasReference:
+		final = m.joined(wantsParts)
+		text := final
+		if tagged {
+			text += continueTag
+		}
+		out = appendString(out, text)
+	default:
+		last := -1
+		for i, p := range m.parts {
+			if !p.reference {
+				last = i
+			}
+		}
+		if tagged && last < 0 {
+			return nil, "", notRenderable("the final message has no text to continue")
+		}
+		out = append(out, '[')
+		for i, p := range m.parts {
+			if i > 0 {
+				out = append(out, ',')
+			}
+			text := p.text
+			if i == last && tagged {
+				final = text
+				text += continueTag
+			}
+			fields := []jsonField{{"type", `"text"`}, {"text", string(appendString(nil, text))}}
+			if p.reference {
+				fields = []jsonField{{"type", `"tool_reference"`}, {"name", string(appendString(nil, text))}}
+			}
+			out = appendObject(out, append(fields, p.extra...))
+		}
+		out = append(out, ']')
+	}
+	for _, f := range m.rest {
+		out = append(out, ',')
+		out = appendString(out, f.key)
+		out = append(out, ':')
+		out = append(out, f.raw...)
+	}
+	return append(out, '}'), final, nil
+}
+
+// cutContinued ends a rendered chat where its final message ends.
+func cutContinued(rendered, final string) (string, error) {
+	tag := strings.TrimSpace(continueTag)
+	at := strings.LastIndex(rendered, tag)
+	if at < 0 || !strings.Contains(rendered, strings.TrimFunc(final, isPythonSpace)) {
+		return "", notRenderable("the template does not show the final message")
+	}
+	if strings.HasPrefix(rendered[at:], continueTag) {
+		return rendered[:at], nil
+	}
+	return strings.TrimRightFunc(rendered[:at], isPythonSpace), nil
+}
+
+// member is one member of a JSON object.
+type member struct {
+	key   string
+	value gjson.Result
+}
+
+// members lists an object's members in order. As in Python, a key that comes
+// twice keeps its first place and its last value.
+func members(object gjson.Result) []member {
+	var out []member
+	object.ForEach(func(key, value gjson.Result) bool {
+		for i := range out {
+			if out[i].key == key.Str {
+				out[i].value = value
+				return true
+			}
+		}
+		out = append(out, member{key.Str, value})
+		return true
+	})
+	return out
+}
+
+// mergeFields returns the fields of base with those of over in their place.
+func mergeFields(base, over []jsonField) []jsonField {
+	out := slices.Clone(base)
+next:
+	for _, f := range over {
+		for i := range out {
+			if out[i].key == f.key {
+				out[i].raw = f.raw
+				continue next
+			}
+		}
+		out = append(out, f)
+	}
+	return out
+}
+
+func rawOrNull(v gjson.Result) string {
+	if v.Type == gjson.Null {
+		return "null"
+	}
+	return v.Raw
+}
+
+func readBool(v gjson.Result, name string, into *bool) error {
+	if v.Type != gjson.True && v.Type != gjson.False {
+		return notRenderable("%s is not true or false", name)
+	}
+	*into = v.Type == gjson.True
+	return nil
+}
+
+func appendObject(out []byte, fields []jsonField) []byte {
+	out = append(out, '{')
+	for i, f := range fields {
+		if i > 0 {
+			out = append(out, ',')
+		}
+		out = appendString(out, f.key)
+		out = append(out, ':')
+		out = append(out, f.raw...)
+	}
+	return append(out, '}')
+}
+
+// appendString appends s as a JSON string; only what JSON demands is escaped.
+func appendString(out []byte, s string) []byte {
+	const hex = "0123456789abcdef"
+	out = append(out, '"')
+	start := 0
+	for i := 0; i < len(s); i++ {
+		c := s[i]
+		if c >= ' ' && c != '"' && c != '\\' {
+			continue
+		}
+		out = append(out, s[start:i]...)
+		start = i + 1
+		switch c {
+		case '"', '\\':
+			out = append(out, '\\', c)
+		default:
+			out = append(out, '\\', 'u', '0', '0', hex[c>>4], hex[c&15])
+		}
+	}
+	out = append(out, s[start:]...)
+	return append(out, '"')
+}
+
+// hasLoneSurrogate tells whether JSON text escapes half of a surrogate pair,
+// which Python keeps and UTF-8 cannot.
+func hasLoneSurrogate(text []byte) bool {
+	for i := 0; i+5 < len(text); i++ {
+		if text[i] != '\\' {
+			continue
+		}
+		if text[i+1] != 'u' {
+			i++
+			continue
+		}
+		unit, err := strconv.ParseUint(string(text[i+2:i+6]), 16, 16)
+		switch {
+		case err != nil || unit < 0xd800 || unit > 0xdfff:
+		case unit >= 0xdc00:
+			return true
+		default:
+			if i+11 >= len(text) || text[i+6] != '\\' || text[i+7] != 'u' {
+				return true
+			}
+			low, err := strconv.ParseUint(string(text[i+8:i+12]), 16, 16)
+			if err != nil || low < 0xdc00 || low > 0xdfff {
+				return true
+			}
+			i += 6
+		}
+		i += 5
+	}
+	return false
+}
+
+// isPythonSpace tells whether Python's str.isspace holds for r.
+func isPythonSpace(r rune) bool {
+	switch {
+	case r >= '\t' && r <= '\r', r >= 0x1c && r <= 0x20, r == 0x85, r == 0xa0, r == 0x1680,
+		r >= 0x2000 && r <= 0x200a, r == 0x2028, r == 0x2029, r == 0x202f, r == 0x205f, r == 0x3000:
+		return true
+	}
+	return false
+}

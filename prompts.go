@@ -1,0 +1,614 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/tidwall/gjson"
+)
+
+// Where a prompt's tokens came from.
+const (
+	SourceLocal  = "local"  // computed here
+	SourceWorker = "worker" // a worker told them
+	SourceNone   = "none"   // unknown: the request is routed by load alone
+)
+
+// Prompt is one prompt's tokens.
+type Prompt struct {
+	Tokens []uint32
+	Source string // SourceLocal, SourceWorker or SourceNone
+	// Exact is how many leading tokens say all about their part of the prompt;
+	// after them come placeholders of images or other media, which look
+	// alike in different prompts. It is len(Tokens) for text.
+	Exact int
+	// Shape names the features of the request that shape its prompt, such as
+	// "chat+tools"; PromptMismatch counts by it.
+	Shape string
+}
+
+// Asker posts a request to some healthy worker and returns its answer. An answer
+// that is not 2xx is an *AskError.
+type Asker func(ctx context.Context, path string, body []byte) (answer []byte, err error)
+
+// AskError is a worker's refusal.
+type AskError struct {
+	Status int
+	Answer []byte
+}
+
+func (e *AskError) Error() string {
+	answer := e.Answer
+	if len(answer) > 200 {
+		answer = answer[:200]
+	}
+	return fmt.Sprintf("the worker answered %d: %s", e.Status, answer)
+}
+
+// Why a prompt's tokens were not computed here.
+const (
+	reasonNoFiles       = "no model files"
+	reasonNotRenderable = "not renderable"
+	reasonParity        = "parity"
+	reasonOtherAPI      = "other api"
+)
+
+// renderRetry is how long a worker's lack of the render routes is remembered.
+const renderRetry = time.Minute
+
+// Tokens finds the prompt tokens of requests: here where it can, else from a
+// worker within a time limit. It is safe for many goroutines.
+type Tokens struct {
+	model   *Model
+	ask     Asker
+	timeout time.Duration
+	log     *slog.Logger
+	now     func() time.Time
+
+	local, rendered, tokenized, none atomic.Uint64
+	noRenderUntil                    atomic.Int64 // unix nanoseconds
+
+	mu         sync.Mutex // guards the maps below
+	reasons    map[string]uint64
+	disabled   map[string]bool // features whose prompts differed from a worker's
+	mismatches map[string]uint64
+}
+
+// TokenStats counts the ways that prompts took.
+type TokenStats struct {
+	Local          uint64            // computed here
+	WorkerRender   uint64            // from a worker's render routes
+	WorkerTokenize uint64            // from a worker's /tokenize
+	None           uint64            // not found
+	Reasons        map[string]uint64 // why not here, by reason
+	Disabled       []string          // features that always go to a worker
+	Mismatches     map[string]uint64 // prompts whose length the engine reported otherwise, by shape
+}
+
+// NewTokens returns a Tokens. model may be nil (no files: every prompt comes from
+// a worker); timeout bounds the asking for one request.
+func NewTokens(model *Model, ask Asker, timeout time.Duration, log *slog.Logger) *Tokens {
+	return &Tokens{
+		model: model, ask: ask, timeout: timeout, log: log, now: time.Now,
+		reasons: map[string]uint64{}, disabled: map[string]bool{}, mismatches: map[string]uint64{},
+	}
+}
+
+// Chat returns the prompt of a /v1/chat/completions request.
+func (t *Tokens) Chat(ctx context.Context, body []byte) Prompt {
+	features := chatFeatures(body)
+	shape := strings.Join(features, "+")
+	reason := t.whyNot(features)
+	if reason == "" {
+		tokens, err := t.model.ChatTokens(body)
+		if err == nil {
+			t.local.Add(1)
+			return Prompt{Tokens: tokens, Source: SourceLocal, Exact: len(tokens), Shape: shape}
+		}
+		reason = reasonNotRenderable
+		t.log.Debug("a chat is rendered by a worker", "why", err)
+	}
+	t.countReason(reason)
+	ctx, cancel := context.WithTimeout(ctx, t.timeout)
+	defer cancel()
+	answer, err := t.askRender(ctx, "/v1/chat/completions/render", body)
+	if err == nil {
+		if p, ok := readRendered(gjson.ParseBytes(answer), shape); ok {
+			t.rendered.Add(1)
+			return p
+		}
+	}
+	if errors.Is(err, errNoRender) {
+		if request, ok := t.asTokenize(body); ok {
+			if tokens, err := t.askTokenize(ctx, request); err == nil {
+				t.tokenized.Add(1)
+				return Prompt{Tokens: tokens, Source: SourceWorker, Exact: t.exact(body, tokens), Shape: shape}
+			}
+		}
+	}
+	return t.unknown(shape)
+}
+
+// Completion returns the prompts of a /v1/completions request, at least one.
+func (t *Tokens) Completion(ctx context.Context, body []byte) []Prompt {
+	const shape = "completion"
+	reason := t.whyNot([]string{shape})
+	if reason == "" {
+		lists, err := t.model.CompletionTokens(body)
+		if err == nil {
+			t.local.Add(1)
+			return prompts(lists, SourceLocal, shape)
+		}
+		reason = reasonNotRenderable
+	}
+	t.countReason(reason)
+	ctx, cancel := context.WithTimeout(ctx, t.timeout)
+	defer cancel()
+	answer, err := t.askRender(ctx, "/v1/completions/render", body)
+	if err == nil {
+		var out []Prompt
+		for _, item := range gjson.ParseBytes(answer).Array() {
+			if p, ok := readRendered(item, shape); ok {
+				out = append(out, p)
+			}
+		}
+		if len(out) > 0 {
+			t.rendered.Add(1)
+			return out
+		}
+	}
+	if errors.Is(err, errNoRender) {
+		if lists, ok := t.tokenizePrompts(ctx, gjson.ParseBytes(body)); ok {
+			t.tokenized.Add(1)
+			return prompts(lists, SourceWorker, shape)
+		}
+	}
+	return []Prompt{t.unknown(shape)}
+}
+
+// Other returns the prompt of a request of another API, such as /v1/responses or
+// /v1/messages: only a worker's render route knows it.
+func (t *Tokens) Other(ctx context.Context, path string, body []byte) Prompt {
+	t.countReason(reasonOtherAPI)
+	ctx, cancel := context.WithTimeout(ctx, t.timeout)
+	defer cancel()
+	answer, err := t.askRender(ctx, path+"/render", body)
+	if err == nil {
+		if p, ok := readRendered(gjson.ParseBytes(answer), path); ok {
+			t.rendered.Add(1)
+			return p
+		}
+	}
+	return t.unknown(path)
+}
+
+// Tokenize answers /tokenize in vLLM's shape: here, or through a worker where
+// the prompt cannot be rendered here. The error is a *BadRequest, an *AskError
+// with the worker's refusal, or that no worker answered.
+func (t *Tokens) Tokenize(ctx context.Context, body []byte) ([]byte, error) {
+	features := []string{"completion"}
+	if gjson.GetBytes(body, "messages").Exists() {
+		features = chatFeatures(body)
+	}
+	if t.whyNot(features) == "" {
+		answer, err := t.model.Tokenize(body)
+		if !errors.Is(err, ErrNotRenderable) {
+			return answer, err
+		}
+	}
+	return t.forward(ctx, "/tokenize", body)
+}
+
+// Detokenize answers /detokenize in vLLM's shape; errors as Tokenize.
+func (t *Tokens) Detokenize(ctx context.Context, body []byte) ([]byte, error) {
+	if t.model != nil {
+		return t.model.Detokenize(body)
+	}
+	return t.forward(ctx, "/detokenize", body)
+}
+
+func (t *Tokens) forward(ctx context.Context, path string, body []byte) ([]byte, error) {
+	if !json.Valid(body) {
+		return nil, &BadRequest{"the body is not valid JSON"}
+	}
+	ctx, cancel := context.WithTimeout(ctx, t.timeout)
+	defer cancel()
+	return t.ask(ctx, path, body)
+}
+
+// PromptMismatch records that an engine reported another number of prompt tokens
+// than Prompt had; the first of each shape is logged.
+func (t *Tokens) PromptMismatch(shape string, own, reported int) {
+	t.mu.Lock()
+	t.mismatches[shape]++
+	first := t.mismatches[shape] == 1
+	t.mu.Unlock()
+	if first {
+		t.log.Warn("the engine counted other prompt tokens than the router; prefix matching of such requests may miss",
+			"shape", shape, "router", own, "engine", reported)
+	}
+}
+
+// Stats returns the counters so far.
+func (t *Tokens) Stats() TokenStats {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return TokenStats{
+		Local: t.local.Load(), WorkerRender: t.rendered.Load(), WorkerTokenize: t.tokenized.Load(), None: t.none.Load(),
+		Reasons: maps.Clone(t.reasons), Disabled: slices.Sorted(maps.Keys(t.disabled)), Mismatches: maps.Clone(t.mismatches),
+	}
+}
+
+// probe is a request whose tokens are compared with a worker's.
+type probe struct {
+	path     string // of the worker's render route
+	body     string
+	features []string
+}
+
+// probes are the shapes that a chat can have; what differs in one is left to
+// the workers from then on.
+var probes = []probe{
+	{"/v1/chat/completions", `{"messages":[{"role":"system","content":"You are terse."},{"role":"user","content":"What is 2+2?"}]}`, nil},
+	{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Hi"},{"role":"assistant","content":"Hello! How can I help?"},{"role":"user","content":"Tell me more."},{"role":"assistant","content":null},{"role":"user","content":"Go on"}],"add_generation_prompt":false}`, nil},
+	{"/v1/chat/completions", `{"messages":[{"role":"user","content":"  naïve café 日本語 🙂\t\n\n<|im_start|> &lt; \"quoted\" 'single' \\ 12345  "},{"role":"assistant","content":"\n ok \n"},{"role":"user","content":""}]}`, nil},
+	{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Weather in Paris?"}],"tools":[{"type":"function","function":{"name":"get_weather","description":"It's the \"weather\" <now> & later","parameters":{"type":"object","properties":{"zone":{"type":"string","enum":["a","é"]},"days":{"type":"integer","default":1.5},"ok":{"type":"boolean","default":true}},"required":["zone"]}}}],"tool_choice":"none"}`, []string{"tools"}},
+	{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Weather?"},{"role":"assistant","content":null,"tool_calls":[{"id":"call_abc12","type":"function","function":{"name":"get_weather","arguments":"{\"zone\": \"é\", \"days\": 2, \"more\": [1.0, null, true]}"}}]},{"role":"tool","tool_call_id":"call_abc12","content":"{\"c\": 21}"},{"role":"assistant","content":"It is 21 C."},{"role":"user","content":"Thanks"}]}`, []string{"tool_calls"}},
+	{"/v1/chat/completions", `{"messages":[{"role":"user","content":[{"type":"text","text":"First part."},{"type":"text","text":"Second part."}]}]}`, []string{"parts"}},
+	{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Count."},{"role":"assistant","content":"one, two,"}],"add_generation_prompt":false,"continue_final_message":true}`, []string{"continue"}},
+	{"/v1/completions", `{"prompt":"Once upon a time, naïve 日本語\n"}`, []string{"completion"}},
+}
+
+// Probe compares the prompts computed here with a worker's own. Features that
+// differ are left to the workers from then on. The error tells that no worker
+// could be asked, so that the call may be tried again.
+func (t *Tokens) Probe(ctx context.Context) error {
+	if t.model == nil {
+		return nil
+	}
+	for _, p := range probes {
+		if err := t.probe(ctx, p); err != nil {
+			return fmt.Errorf("comparing prompt tokens with a worker: %w", err)
+		}
+	}
+	return nil
+}
+
+func (t *Tokens) probe(ctx context.Context, p probe) error {
+	body := []byte(p.body)
+	var own []uint32
+	var err error
+	if p.path == "/v1/completions" {
+		var lists [][]uint32
+		if lists, err = t.model.CompletionTokens(body); err == nil {
+			own = lists[0]
+		}
+	} else {
+		own, err = t.model.ChatTokens(body)
+	}
+	if err != nil {
+		t.log.Debug("a probe cannot be rendered here", "why", err)
+		return nil // the same will hold for requests like it
+	}
+	theirs, refused, err := t.askProbe(ctx, p.path, body)
+	if err != nil {
+		return err
+	}
+	if refused != "" {
+		t.log.Debug("a worker refused a probe", "answer", refused)
+		return nil
+	}
+	if slices.Equal(own, theirs) {
+		return nil
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	features := p.features
+	if features == nil {
+		features = []string{"chat"}
+	}
+	for _, f := range features {
+		if !t.disabled[f] {
+			t.disabled[f] = true
+			t.log.Warn("prompt tokens differ from a worker's, so workers are asked for them", "feature", f,
+				"router", len(own), "worker", len(theirs), "first_difference", firstDifference(own, theirs))
+		}
+	}
+	return nil
+}
+
+// askProbe returns a worker's tokens of a probe, or its refusal.
+func (t *Tokens) askProbe(ctx context.Context, path string, body []byte) (tokens []uint32, refused string, err error) {
+	ctx, cancel := context.WithTimeout(ctx, t.timeout)
+	defer cancel()
+	answer, err := t.askRender(ctx, path+"/render", body)
+	if err == nil {
+		item := gjson.ParseBytes(answer)
+		if item.IsArray() {
+			item = item.Get("0")
+		}
+		tokens, err = readTokens(item.Get("token_ids"))
+		return tokens, "", err
+	}
+	if errors.Is(err, errNoRender) {
+		request, ok := body, true
+		if path == "/v1/chat/completions" {
+			request, ok = t.asTokenize(body)
+		}
+		if !ok {
+			return nil, "no route tells", nil
+		}
+		if tokens, err = t.askTokenize(ctx, request); err == nil {
+			return tokens, "", nil
+		}
+	}
+	var refusal *AskError
+	if errors.As(err, &refusal) && refusal.Status/100 == 4 {
+		return nil, refusal.Error(), nil
+	}
+	return nil, "", err
+}
+
+func firstDifference(a, b []uint32) int {
+	for i := range min(len(a), len(b)) {
+		if a[i] != b[i] {
+			return i
+		}
+	}
+	return min(len(a), len(b))
+}
+
+// whyNot tells why a request with these features is not rendered here; empty if
+// it is.
+func (t *Tokens) whyNot(features []string) string {
+	if t.model == nil {
+		return reasonNoFiles
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, f := range features {
+		if t.disabled[f] {
+			return reasonParity
+		}
+	}
+	return ""
+}
+
+func (t *Tokens) countReason(reason string) {
+	t.mu.Lock()
+	t.reasons[reason]++
+	t.mu.Unlock()
+}
+
+func (t *Tokens) unknown(shape string) Prompt {
+	t.none.Add(1)
+	return Prompt{Source: SourceNone, Shape: shape}
+}
+
+// errNoRender says that the workers have no render routes.
+var errNoRender = errors.New("the workers have no render routes (started without --enable-scale-out)")
+
+// askRender posts to a render route. A missing route is remembered for a while.
+func (t *Tokens) askRender(ctx context.Context, path string, body []byte) ([]byte, error) {
+	if t.now().UnixNano() < t.noRenderUntil.Load() {
+		return nil, errNoRender
+	}
+	answer, err := t.ask(ctx, path, body)
+	var refusal *AskError
+	// An unknown model is a 404 too, but with an error object.
+	if errors.As(err, &refusal) && refusal.Status == 404 && !gjson.GetBytes(refusal.Answer, "error").Exists() {
+		t.noRenderUntil.Store(t.now().Add(renderRetry).UnixNano())
+		return nil, errNoRender
+	}
+	return answer, err
+}
+
+func (t *Tokens) askTokenize(ctx context.Context, request []byte) ([]uint32, error) {
+	answer, err := t.ask(ctx, "/tokenize", request)
+	if err != nil {
+		return nil, err
+	}
+	if n := gjson.GetBytes(answer, "max_model_len").Int(); n > 0 && t.model != nil {
+		t.model.SetMaxModelLen(int(n))
+	}
+	return readTokens(gjson.GetBytes(answer, "tokens"))
+}
+
+// tokenizePrompts asks /tokenize for each text among a completion's prompts.
+func (t *Tokens) tokenizePrompts(ctx context.Context, request gjson.Result) ([][]uint32, bool) {
+	for _, key := range []string{"suffix", "prompt_embeds", "truncate_prompt_tokens"} {
+		if request.Get(key).Type != gjson.Null {
+			return nil, false
+		}
+	}
+	prompt := request.Get("prompt")
+	list := []gjson.Result{prompt}
+	if prompt.IsArray() && prompt.Get("0").Type != gjson.Number {
+		list = prompt.Array()
+	}
+	var out [][]uint32
+	for _, p := range list {
+		if p.IsArray() {
+			tokens, err := readTokens(p)
+			if err != nil {
+				return nil, false
+			}
+			out = append(out, tokens)
+			continue
+		}
+		fields := []jsonField{{"prompt", p.Raw}}
+		for _, key := range []string{"model", "add_special_tokens"} {
+			if v := request.Get(key); v.Exists() {
+				fields = append(fields, jsonField{key, v.Raw})
+			}
+		}
+		tokens, err := t.askTokenize(ctx, appendObject(nil, fields))
+		if p.Type != gjson.String || err != nil {
+			return nil, false
+		}
+		out = append(out, tokens)
+	}
+	return out, len(out) > 0
+}
+
+// asTokenize turns a chat request into one for /tokenize that gives the same
+// prompt; ok is false where that route cannot.
+func (t *Tokens) asTokenize(body []byte) (request []byte, ok bool) {
+	if !json.Valid(body) || t.model != nil && t.model.files.harmony {
+		return nil, false
+	}
+	top := gjson.ParseBytes(body)
+	kwargs := map[string]gjson.Result{}
+	for _, f := range members(top.Get("chat_template_kwargs")) {
+		kwargs[f.key] = f.value
+	}
+	var fields, extra []jsonField
+	for _, f := range members(top) {
+		switch f.key {
+		case "model", "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template",
+			"media_io_kwargs", "mm_processor_kwargs", "tools":
+			fields = append(fields, jsonField{f.key, f.value.Raw})
+		case "messages":
+			fields = append(fields, jsonField{f.key, renameReasoning(f.value)})
+		case "documents", "reasoning_effort":
+			if f.value.Type == gjson.Null {
+				continue
+			}
+			extra = append(extra, jsonField{f.key, f.value.Raw})
+			if f.key == "reasoning_effort" && !kwargs["enable_thinking"].Exists() {
+				extra = append(extra, jsonField{"enable_thinking", strconv.FormatBool(f.value.Str != "none")})
+			}
+		case "truncate_prompt_tokens":
+			if f.value.Type != gjson.Null {
+				return nil, false
+			}
+		case "kv_transfer_params":
+			if f.value.Get("prompt_token_ids").Exists() {
+				return nil, false
+			}
+		}
+	}
+	var base []jsonField
+	for _, f := range members(top.Get("chat_template_kwargs")) {
+		base = append(base, jsonField{f.key, f.value.Raw})
+	}
+	if merged := mergeFields(base, extra); len(merged) > 0 {
+		fields = append(fields, jsonField{"chat_template_kwargs", string(appendObject(nil, merged))})
+	}
+	return appendObject(nil, fields), true
+}
+
+// renameReasoning gives the old field reasoning_content its new name, which
+// /tokenize, unlike /v1/chat/completions, does not do by itself.
+func renameReasoning(messages gjson.Result) string {
+	if !strings.Contains(messages.Raw, "reasoning_content") {
+		return messages.Raw
+	}
+	var out bytes.Buffer
+	for i, m := range messages.Array() {
+		if i > 0 {
+			out.WriteByte(',')
+		}
+		old := m.Get("reasoning_content")
+		if !m.IsObject() || old.Type == gjson.Null || m.Get("reasoning").Type != gjson.Null {
+			out.WriteString(m.Raw)
+			continue
+		}
+		var fields []jsonField
+		for _, f := range members(m) {
+			if f.key != "reasoning" && f.key != "reasoning_content" {
+				fields = append(fields, jsonField{f.key, f.value.Raw})
+			}
+		}
+		out.Write(appendObject(nil, append(fields, jsonField{"reasoning", old.Raw})))
+	}
+	return "[" + out.String() + "]"
+}
+
+// chatFeatures names what shapes a chat's prompt: "chat" and then "tools",
+// "tool_calls", "parts" and "continue" where present.
+func chatFeatures(body []byte) []string {
+	var tools, calls, parts, continued bool
+	gjson.ParseBytes(body).ForEach(func(key, value gjson.Result) bool {
+		switch key.Str {
+		case "tools":
+			tools = value.Type != gjson.Null
+		case "continue_final_message":
+			continued = value.Bool()
+		case "messages":
+			value.ForEach(func(_, m gjson.Result) bool {
+				m.ForEach(func(key, v gjson.Result) bool {
+					switch key.Str {
+					case "role":
+						calls = calls || v.Str == "tool"
+					case "tool_calls":
+						calls = calls || v.IsArray()
+					case "content":
+						parts = parts || v.IsArray()
+					}
+					return true
+				})
+				return true
+			})
+		}
+		return true
+	})
+	out := []string{"chat"}
+	for _, f := range []struct {
+		name string
+		on   bool
+	}{{"tools", tools}, {"tool_calls", calls}, {"parts", parts}, {"continue", continued}} {
+		if f.on {
+			out = append(out, f.name)
+		}
+	}
+	return out
+}
+
+// exact is Prompt.Exact for tokens from /tokenize, which does not tell where
+// media stand: nothing counts as exact if the request may carry some.
+func (t *Tokens) exact(body []byte, tokens []uint32) int {
+	for _, m := range gjson.GetBytes(body, "messages").Array() {
+		for _, part := range m.Get("content").Array() {
+			if kind := part.Get("type").Str; part.IsObject() && kind != "text" && kind != "refusal" && kind != "thinking" && kind != "tool_reference" {
+				return 0
+			}
+		}
+	}
+	return len(tokens)
+}
+
+// readRendered reads a render route's answer.
+func readRendered(answer gjson.Result, shape string) (Prompt, bool) {
+	tokens, err := readTokens(answer.Get("token_ids"))
+	if err != nil || len(tokens) == 0 {
+		return Prompt{}, false
+	}
+	exact := len(tokens)
+	answer.Get("features.mm_placeholders").ForEach(func(_, ranges gjson.Result) bool {
+		for _, r := range ranges.Array() {
+			exact = min(exact, max(0, int(r.Get("offset").Int())))
+		}
+		return true
+	})
+	return Prompt{Tokens: tokens, Source: SourceWorker, Exact: exact, Shape: shape}, true
+}
+
+func prompts(lists [][]uint32, source, shape string) []Prompt {
+	out := make([]Prompt, len(lists))
+	for i, tokens := range lists {
+		out[i] = Prompt{Tokens: tokens, Source: source, Exact: len(tokens), Shape: shape}
+	}
+	return out
+}

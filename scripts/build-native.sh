@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Builds the static library of native/ and puts it into native/lib, where cgo
+# looks for it. Built libraries are kept by what they were built from, so a second
+# call only copies.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+for tool in go cargo rustc; do
+    if ! command -v "$tool" >/dev/null; then
+        echo "build-native: $tool is missing: install Go from https://go.dev/dl and Rust from https://rustup.rs" >&2
+        exit 1
+    fi
+done
+
+module=github.com/daulet/tokenizers
+version=$(go list -m -f '{{.Version}}' "$module")
+sources=$(go list -m -f '{{.Dir}}' "$module")
+if [ -z "$sources" ]; then
+    go mod download "$module"
+    sources=$(go list -m -f '{{.Dir}}' "$module")
+fi
+
+key=$( (cat native/Cargo.toml native/Cargo.lock native/src/*.rs; echo "$version"; rustc -vV) | sha256sum | cut -c1-16)
+cache=${XDG_CACHE_HOME:-$HOME/.cache}/kvrouter/native
+kept=$cache/$key/libtokenizers.a
+target=native/lib/libtokenizers.a
+
+if [ ! -f "$kept" ]; then
+    echo "build-native: compiling the tokenizer and template library (a minute or two)" >&2
+    TOKENIZERS_SRC=$sources cargo build --locked --release --quiet \
+        --manifest-path native/Cargo.toml --target-dir "$cache/target"
+    mkdir -p "$cache/$key"
+    cp "$cache/target/release/libtokenizers.a" "$kept.$$"
+    mv "$kept.$$" "$kept" # whole or not at all, also with two builds at once
+fi
+if ! cmp -s "$kept" "$target"; then
+    mkdir -p native/lib
+    rm -f "$target"
+    ln "$kept" "$target" 2>/dev/null || cp "$kept" "$target"
+fi
