@@ -111,9 +111,9 @@ func TestExtraKeysKeepBlocksOfDifferentOwnersApart(t *testing.T) {
 			got = append(got, local)
 		}
 		plain := HashBlocks(nil, two, 4, "", "")
-		wantEqual(t, shape+": salted", got[0], HashBlocks(nil, two, 4, "", "s0"))
-		wantEqual(t, shape+": adapter and salt", got[1], HashBlocks(nil, two, 4, "sql", "s0"))
-		wantEqual(t, shape+": before the image", got[2][0], plain[0])
+		wantSameEvents(t, shape+": salted", got[0], HashBlocks(nil, two, 4, "", "s0"))
+		wantSameEvents(t, shape+": adapter and salt", got[1], HashBlocks(nil, two, 4, "sql", "s0"))
+		wantSameEvents(t, shape+": before the image", got[2][0], plain[0])
 		distinct := map[uint64]string{plain[0]: "plain", plain[1]: "plain"}
 		for _, c := range []struct {
 			name string
@@ -130,7 +130,7 @@ func TestExtraKeysKeepBlocksOfDifferentOwnersApart(t *testing.T) {
 	}
 }
 
-func wantEqual(t *testing.T, what string, got, want any) {
+func wantSameEvents(t *testing.T, what string, got, want any) {
 	t.Helper()
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("%s (-want +got):\n%s", what, diff)
@@ -139,7 +139,7 @@ func wantEqual(t *testing.T, what string, got, want any) {
 
 func TestEventDecoderStepsOverBadEvents(t *testing.T) {
 	good := map[string]any{"type": "BlockRemoved", "block_hashes": []int{7}, "medium": "GPU"}
-	stored := func(change map[string]any) map[string]any {
+	changed := func(change map[string]any) map[string]any {
 		e := map[string]any{"type": "BlockStored", "block_hashes": []int{1}, "parent_block_hash": nil, "token_ids": []int{1, 2}, "block_size": 2}
 		for k, v := range change {
 			e[k] = v
@@ -155,18 +155,18 @@ func TestEventDecoderStepsOverBadEvents(t *testing.T) {
 		"empty array":        {[]int{}, eventUnknown},
 		"no type":            {map[string]any{"block_hashes": []int{1}}, eventUnknown},
 		"type is a number":   {map[string]any{"type": 3}, eventUnknown},
-		"hashes nil":         {stored(map[string]any{"block_hashes": nil}), eventStored},
-		"hash nil":           {stored(map[string]any{"block_hashes": []any{nil}}), eventStored},
-		"hash is a float":    {stored(map[string]any{"block_hashes": []float64{1.5}}), eventStored},
-		"hash of no bytes":   {stored(map[string]any{"block_hashes": []any{[]byte{}}}), eventStored},
-		"token nil":          {stored(map[string]any{"token_ids": []any{1, nil}}), eventStored},
-		"token negative":     {stored(map[string]any{"token_ids": []int{1, -2}}), eventStored},
-		"tokens too few":     {stored(map[string]any{"token_ids": []int{1}}), eventStored},
-		"block size nil":     {stored(map[string]any{"block_size": nil}), eventStored},
-		"block size zero":    {stored(map[string]any{"block_size": 0}), eventStored},
-		"block size huge":    {stored(map[string]any{"block_size": int64(1) << 62}), eventStored},
-		"extra keys too few": {stored(map[string]any{"extra_keys": []any{}, "block_hashes": []int{1, 2}}), eventStored},
-		"extra keys a map":   {stored(map[string]any{"extra_keys": []any{map[string]int{"a": 1}}}), eventStored},
+		"hashes nil":         {changed(map[string]any{"block_hashes": nil}), eventStored},
+		"hash nil":           {changed(map[string]any{"block_hashes": []any{nil}}), eventStored},
+		"hash is a float":    {changed(map[string]any{"block_hashes": []float64{1.5}}), eventStored},
+		"hash of no bytes":   {changed(map[string]any{"block_hashes": []any{[]byte{}}}), eventStored},
+		"token nil":          {changed(map[string]any{"token_ids": []any{1, nil}}), eventStored},
+		"token negative":     {changed(map[string]any{"token_ids": []int{1, -2}}), eventStored},
+		"tokens too few":     {changed(map[string]any{"token_ids": []int{1}}), eventStored},
+		"block size nil":     {changed(map[string]any{"block_size": nil}), eventStored},
+		"block size zero":    {changed(map[string]any{"block_size": 0}), eventStored},
+		"block size huge":    {changed(map[string]any{"block_size": int64(1) << 62}), eventStored},
+		"extra keys too few": {changed(map[string]any{"extra_keys": []any{}, "block_hashes": []int{1, 2}}), eventStored},
+		"extra keys a map":   {changed(map[string]any{"extra_keys": []any{map[string]int{"a": 1}}}), eventStored},
 		"removed nil":        {map[string]any{"type": "BlockRemoved", "block_hashes": nil}, eventRemoved},
 		"field name a list":  {map[any]any{"type": "BlockStored", [1]int{1}: 2}, eventStored},
 	} {
@@ -219,7 +219,7 @@ func TestEventDecoderReadsUnknownTypesAndFields(t *testing.T) {
 		e, err := d.next()
 		got = append(got, fmt.Sprint(string(e.tag), e.kind, e.hashes, err))
 	}
-	wantEqual(t, "events", got, []string{"BlockMoved0 [] <nil>", "BlockMoved0 [] <nil>", "BlockRemoved2 [7] <nil>", "BlockRemoved2 [7] <nil>"})
+	wantSameEvents(t, "events", got, []string{"BlockMoved0 [] <nil>", "BlockMoved0 [] <nil>", "BlockRemoved2 [7] <nil>", "BlockRemoved2 [7] <nil>"})
 	if _, ok := d.rank(); ok {
 		t.Error("found a rank that is not there")
 	}
@@ -229,7 +229,7 @@ func TestEventDecoderNeverReadsPastAPayload(t *testing.T) {
 	payload := goldenPayload(t, "map_extra_keys.bin")
 	d := newEventDecoder()
 	for n := range payload {
-		drain(d, payload[:n])
+		drainEvents(d, payload[:n])
 	}
 	for _, lie := range []string{
 		"\x93\xcb\x00\x00\x00\x00\x00\x00\x00\x00\xdd\xff\xff\xff\xff",                              // 4 G events
@@ -239,7 +239,7 @@ func TestEventDecoderNeverReadsPastAPayload(t *testing.T) {
 		"\x93\x01\x91" + strings.Repeat("\x91", 1<<20),                                              // a deep nest
 		"\x93\x01\x91\x82\xa4type\xabBlockStored\xa1x" + strings.Repeat("\x81\x01", 1<<20) + "\xc0", // the same in a field to skip
 	} {
-		drain(d, []byte(lie))
+		drainEvents(d, []byte(lie))
 	}
 }
 
@@ -257,14 +257,14 @@ func FuzzEventDecoder(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, payload []byte) {
 		d := newEventDecoder()
-		if n := drain(d, payload); n > len(payload) {
+		if n := drainEvents(d, payload); n > len(payload) {
 			t.Errorf("%d values out of %d bytes", n, len(payload))
 		}
 	})
 }
 
-// drain decodes all of a payload and returns how many values it was given.
-func drain(d *eventDecoder, payload []byte) (values int) {
+// drainEvents decodes all of a payload and returns how many values it was given.
+func drainEvents(d *eventDecoder, payload []byte) (values int) {
 	if _, err := d.start(payload); err != nil {
 		return 0
 	}
@@ -305,7 +305,7 @@ func BenchmarkEventDecoder(b *testing.B) {
 			b.SetBytes(int64(len(payload)))
 			b.ReportAllocs()
 			for b.Loop() {
-				if drain(d, payload) != 8+8+128 {
+				if drainEvents(d, payload) != 8+8+128 {
 					b.Fatal("not all decoded")
 				}
 			}

@@ -206,7 +206,7 @@ func (s *EventStream) Run(ctx context.Context) {
 		if s.sure && (s.replayAt == "" || time.Since(lost) >= s.timing.grace) {
 			s.forget("no connection to its KV events")
 		}
-		sleep(ctx, backoff/2+rand.N(backoff/2+1))
+		s.pause(ctx, backoff/2+rand.N(backoff/2+1))
 		backoff = min(2*backoff, s.timing.backoffMax)
 	}
 }
@@ -603,8 +603,8 @@ func (s *EventStream) warnOnce(reason, msg string, args ...any) {
 	}
 }
 
-// sleep waits for d or until ctx ends.
-func sleep(ctx context.Context, d time.Duration) {
+// pause waits for d or until ctx ends.
+func (s *EventStream) pause(ctx context.Context, d time.Duration) {
 	t := time.NewTimer(d)
 	defer t.Stop()
 	select {

@@ -1,0 +1,793 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/go-zeromq/zmq4"
+	"github.com/go-zeromq/zmq4/security/null"
+	"github.com/vmihailenco/msgpack/v5"
+	"go.uber.org/goleak"
+)
+
+const testBlockSize = 4
+
+var testWorker = WorkerKey{Worker: 3, Rank: 1}
+
+// testEvent is an event in the shape that publisher.py and fakePublisher take.
+type testEvent map[string]any
+
+// promptTokens returns n blocks of tokens that no other number shares.
+func promptTokens(number, n int) []uint32 {
+	tokens := make([]uint32, n*testBlockSize)
+	for i := range tokens {
+		tokens[i] = uint32(number*1000 + i)
+	}
+	return tokens
+}
+
+// storedEvent returns the event that stores blocks from to below to of a prompt.
+func storedEvent(number, from, to int) testEvent {
+	e := testEvent{"stored": blockIDs(number, from, to), "tokens": promptTokens(number, to)[from*testBlockSize:], "block_size": testBlockSize}
+	if from > 0 {
+		e["parent"] = blockIDs(number, from-1, from)[0]
+	}
+	return e
+}
+
+func removedEvent(number, from, to int) testEvent {
+	return testEvent{"removed": blockIDs(number, from, to)}
+}
+
+func blockIDs(number, from, to int) []uint64 {
+	ids := []uint64{}
+	for i := from; i < to; i++ {
+		ids = append(ids, 1<<63+uint64(number*1000+i))
+	}
+	return ids
+}
+
+// wire returns the event as vLLM encodes it.
+func (e testEvent) wire() any {
+	m := map[string]any{"medium": "GPU"}
+	for k, v := range e {
+		m[k] = v
+	}
+	switch {
+	case e["stored"] != nil:
+		m["type"], m["block_hashes"], m["token_ids"], m["parent_block_hash"] = "BlockStored", e["stored"], e["tokens"], e["parent"]
+		delete(m, "stored")
+		delete(m, "tokens")
+		delete(m, "parent")
+	case e["removed"] != nil:
+		m["type"], m["block_hashes"] = "BlockRemoved", e["removed"]
+		delete(m, "removed")
+	case e["cleared"] != nil:
+		m = map[string]any{"type": "AllBlocksCleared"}
+	case e["as is"] != nil:
+		return e["as is"]
+	}
+	return m
+}
+
+func payloadOf(t testing.TB, ts float64, events ...testEvent) []byte {
+	t.Helper()
+	list := make([]any, len(events))
+	for i, e := range events {
+		list[i] = e.wire()
+	}
+	b, err := msgpack.Marshal([]any{ts, list, testWorker.Rank})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+// following is a stream that runs, with short waits.
+type following struct {
+	*EventStream
+	log  *eventLog
+	stop func()
+}
+
+// followStream starts a stream; it is stopped, and checked for what it leaves
+// behind, at the end of the test or by stop.
+func followStream(t *testing.T, src EventSource, tweak func(*EventStream)) *following {
+	t.Helper()
+	before := goleak.IgnoreCurrent()
+	src.Worker = testWorker
+	if src.BlockSize == 0 {
+		src.BlockSize = testBlockSize
+	}
+	log := new(eventLog)
+	s := NewEventStream(src, NewRadix(), slog.New(slog.NewTextHandler(log, nil)))
+	s.timing.backoffMin, s.timing.backoffMax = 5*time.Millisecond, 100*time.Millisecond
+	s.timing.replayLimit = 2 * time.Second
+	if tweak != nil {
+		tweak(s)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		s.Run(ctx)
+	}()
+	var once sync.Once
+	f := &following{s, log, nil}
+	f.stop = func() {
+		once.Do(func() {
+			cancel()
+			select {
+			case <-done:
+			case <-time.After(10 * time.Second):
+				t.Fatal("Run did not end with its context")
+			}
+			goleak.VerifyNone(t, before)
+		})
+	}
+	t.Cleanup(f.stop)
+	return f
+}
+
+// holds waits until the worker holds exactly so many leading blocks of the
+// first n of a prompt.
+func (f *following) holds(t *testing.T, number, n, want int) {
+	t.Helper()
+	local := HashBlocks(nil, promptTokens(number, n), testBlockSize, "", "")
+	got := -1
+	f.until(t, func() bool {
+		got = 0
+		for _, m := range f.index.Match(local, nil) {
+			if m.Worker == testWorker {
+				got = m.Blocks
+			}
+		}
+		return got == want
+	}, func() string { return fmt.Sprintf("prompt %d: holds %d blocks of %d, want %d", number, got, n, want) })
+}
+
+func (f *following) until(t *testing.T, condition func() bool, otherwise func() string) {
+	t.Helper()
+	limit := time.After(20 * time.Second)
+	tick := time.NewTicker(2 * time.Millisecond)
+	defer tick.Stop()
+	for !condition() {
+		select {
+		case <-limit:
+			t.Fatalf("%s\nstats: %+v\nlog:\n%s", otherwise(), f.counts(), f.log)
+		case <-tick.C:
+		}
+	}
+}
+
+// reaches waits until the counters named have at least the values given.
+func (f *following) reaches(t *testing.T, want map[string]uint64) {
+	t.Helper()
+	f.until(t, func() bool {
+		got := f.counts()
+		for name, n := range want {
+			if got[name] < n {
+				return false
+			}
+		}
+		return true
+	}, func() string { return fmt.Sprintf("want at least %v", want) })
+}
+
+// has checks the counters named.
+func (f *following) has(t *testing.T, want map[string]uint64) {
+	t.Helper()
+	got := f.counts()
+	for name, n := range want {
+		if got[name] != n {
+			t.Errorf("%s is %d, want %d\nstats: %v\nlog:\n%s", name, got[name], n, got, f.log)
+		}
+	}
+}
+
+func (f *following) counts() map[string]uint64 {
+	s := &f.stats
+	flag := map[bool]uint64{true: 1}
+	return map[string]uint64{
+		"Connected": flag[s.Connected.Load()], "Cold": flag[s.Cold.Load()], "Batches": s.Batches.Load(), "ReplayedBatches": s.ReplayedBatches.Load(),
+		"LastSeq": s.LastSeq.Load(), "Stored": s.Stored.Load(), "StoredBlocks": s.StoredBlocks.Load(), "Removed": s.Removed.Load(),
+		"RemovedBlocks": s.RemovedBlocks.Load(), "Cleared": s.Cleared.Load(), "Gaps": s.Gaps.Load(), "Duplicates": s.Duplicates.Load(),
+		"Replays": s.Replays.Load(), "ReplayFailures": s.ReplayFailures.Load(), "Restarts": s.Restarts.Load(), "Reconnects": s.Reconnects.Load(),
+		"DecodeErrors": s.DecodeErrors.Load(), "UnknownParent": s.UnknownParent.Load(), "UnknownRemoved": s.UnknownRemoved.Load(),
+		"Ignored": s.Ignored.Load(), "BlockSizeMismatch": s.BlockSizeMismatch.Load(),
+	}
+}
+
+// eventLog is a log that a test may read while it is written.
+type eventLog struct {
+	mu sync.Mutex // guards b
+	b  bytes.Buffer
+}
+
+func (l *eventLog) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
+}
+
+func (l *eventLog) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.String()
+}
+
+// fakePublisher speaks ZMTP as vLLM's publisher does, and misbehaves on demand.
+type fakePublisher struct {
+	t        *testing.T
+	listener [2]net.Listener // PUB, ROUTER
+	wg       sync.WaitGroup
+
+	mu       sync.Mutex // guards what follows
+	history  [][]byte   // payload by sequence number
+	sent     int        // of history, to subscribers
+	subs     []*zmq4.Conn
+	conns    []net.Conn
+	replayed []uint64 // start numbers asked for
+	pongs    []string // answers to heartbeats
+	// replay overrides the answer to a request: the sequence numbers to send;
+	// end false leaves out the end mark.
+	replay func(from uint64) (seqs []uint64, end bool)
+}
+
+func newFakePublisher(t *testing.T) *fakePublisher {
+	t.Helper()
+	p := &fakePublisher{t: t}
+	for i := range p.listener {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		p.listener[i] = l
+		p.wg.Go(func() { p.accept(l, []zmq4.SocketType{zmq4.Pub, zmq4.Router}[i]) })
+	}
+	t.Cleanup(func() {
+		for _, l := range p.listener {
+			_ = l.Close()
+		}
+		p.drop()
+		p.wg.Wait()
+	})
+	return p
+}
+
+func (p *fakePublisher) source() EventSource {
+	return EventSource{Endpoint: "tcp://" + p.listener[0].Addr().String(), Replay: "tcp://" + p.listener[1].Addr().String(), Topic: "kv"}
+}
+
+func (p *fakePublisher) accept(l net.Listener, kind zmq4.SocketType) {
+	for {
+		raw, err := l.Accept()
+		if err != nil {
+			return
+		}
+		p.mu.Lock()
+		p.conns = append(p.conns, raw)
+		p.mu.Unlock()
+		p.wg.Go(func() {
+			defer raw.Close()
+			conn, err := zmq4.Open(raw, null.Security(), kind, nil, true, nil)
+			if err != nil {
+				return
+			}
+			for {
+				msg, err := conn.RecvMsg()
+				if err != nil {
+					return
+				}
+				p.mu.Lock()
+				if msg.Type == zmq4.CmdMsg {
+					p.pongs = append(p.pongs, string(msg.Frames[0]))
+				} else if kind == zmq4.Pub {
+					if string(msg.Frames[0]) != "\x01kv" {
+						p.t.Errorf("subscription %q", msg.Frames[0])
+					}
+					p.subs = append(p.subs, conn)
+				} else {
+					p.answer(conn, msg.Frames)
+				}
+				p.mu.Unlock()
+			}
+		})
+	}
+}
+
+func (p *fakePublisher) answer(conn *zmq4.Conn, frames [][]byte) {
+	if len(frames) != 2 || len(frames[0]) != 0 || len(frames[1]) != 8 {
+		p.t.Errorf("replay request %q", frames)
+		return
+	}
+	from := binary.BigEndian.Uint64(frames[1])
+	p.replayed = append(p.replayed, from)
+	var seqs []uint64
+	end := true
+	if p.replay != nil {
+		seqs, end = p.replay(from)
+	} else {
+		for seq := from; seq < uint64(len(p.history)); seq++ {
+			seqs = append(seqs, seq)
+		}
+	}
+	for _, seq := range seqs {
+		_ = conn.SendMsg(zmq4.NewMsgFrom(nil, []byte("kv"), binary.BigEndian.AppendUint64(nil, seq), p.history[seq]))
+	}
+	if end {
+		_ = conn.SendMsg(zmq4.NewMsgFrom(nil, nil, binary.BigEndian.AppendUint64(nil, replayEnd), nil))
+	}
+}
+
+// batch publishes one batch, to the replay buffer only if lost.
+func (p *fakePublisher) batch(lost bool, events ...testEvent) {
+	p.t.Helper()
+	p.payload(lost, payloadOf(p.t, float64(time.Now().UnixNano())/1e9, events...))
+}
+
+func (p *fakePublisher) payload(lost bool, payload []byte) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.history = append(p.history, payload)
+	if !lost {
+		p.send(uint64(len(p.history)-1), payload)
+	}
+}
+
+func (p *fakePublisher) send(seq uint64, payload []byte) {
+	for _, s := range p.subs {
+		_ = s.SendMsg(zmq4.NewMsgFrom([]byte("kv-events"), binary.BigEndian.AppendUint64(nil, seq), payload))
+	}
+}
+
+// drop closes every connection.
+func (p *fakePublisher) drop() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, c := range p.conns {
+		_ = c.Close()
+	}
+	p.conns, p.subs = nil, nil
+}
+
+// locked runs f while the publisher does nothing.
+func (p *fakePublisher) locked(f func()) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	f()
+}
+
+// subscribed waits for so many subscribers and for the first replay after it.
+func (p *fakePublisher) subscribed(t *testing.T, f *following) {
+	t.Helper()
+	f.until(t, func() bool {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		return len(p.subs) > 0 && (f.src.Replay == "" || len(p.replayed) > 0)
+	}, func() string { return "no subscription" })
+}
+
+func TestEventStreamFetchesAGapBeforeItGoesOn(t *testing.T) {
+	p := newFakePublisher(t)
+	f := followStream(t, p.source(), nil)
+	p.subscribed(t, f)
+	p.batch(false, storedEvent(1, 0, 2))
+	f.holds(t, 1, 5, 2)
+	p.batch(true, storedEvent(1, 2, 3))
+	p.batch(true, removedEvent(1, 1, 3))
+	p.batch(false, storedEvent(1, 1, 5))
+	f.holds(t, 1, 5, 5)
+	f.has(t, map[string]uint64{"Gaps": 1, "Replays": 2, "ReplayedBatches": 3, "Batches": 4, "Cold": 0, "LastSeq": 3, "UnknownParent": 0})
+	p.locked(func() { wantSameEvents(t, "replays asked for", p.replayed, []uint64{0, 0}) })
+	f.reaches(t, map[string]uint64{"Duplicates": 1}) // the batch that showed the gap
+}
+
+func TestEventStreamClearsAfterAGapWithoutReplay(t *testing.T) {
+	p := newFakePublisher(t)
+	src := p.source()
+	src.Replay = ""
+	f := followStream(t, src, nil)
+	p.subscribed(t, f)
+	p.batch(false, storedEvent(1, 0, 2))
+	f.holds(t, 1, 2, 2)
+	f.has(t, map[string]uint64{"Cold": 0})
+	p.batch(true, removedEvent(1, 0, 2))
+	p.batch(false, storedEvent(2, 0, 2))
+	f.holds(t, 2, 2, 2)
+	f.holds(t, 1, 2, 0)
+	f.has(t, map[string]uint64{"Gaps": 1, "Replays": 0, "Cold": 1})
+	p.batch(false, testEvent{"cleared": true}, storedEvent(3, 0, 1))
+	f.holds(t, 3, 1, 1)
+	f.holds(t, 2, 1, 0)
+	f.has(t, map[string]uint64{"Cleared": 1, "Cold": 0})
+
+	// Nobody can tell what was missed while the connection was down.
+	p.drop()
+	f.holds(t, 3, 1, 0)
+	f.has(t, map[string]uint64{"Cold": 1})
+}
+
+func TestEventStreamClearsWhenAReplayIsNotAnswered(t *testing.T) {
+	p := newFakePublisher(t)
+	f := followStream(t, p.source(), func(s *EventStream) {
+		s.timing.replayLimit, s.timing.retry = 20*time.Millisecond, 100*time.Millisecond
+	})
+	p.subscribed(t, f)
+	p.batch(false, storedEvent(1, 0, 2))
+	f.holds(t, 1, 2, 2)
+	p.locked(func() { p.replay = func(uint64) ([]uint64, bool) { return nil, false } })
+	p.batch(true, removedEvent(1, 0, 2))
+	p.batch(false, storedEvent(2, 0, 2))
+	f.holds(t, 2, 2, 2)
+	f.holds(t, 1, 2, 0)
+	f.has(t, map[string]uint64{"Cold": 1, "Gaps": 1})
+	f.reaches(t, map[string]uint64{"ReplayFailures": 1})
+	// It is asked again, and then the history is whole.
+	p.locked(func() { p.replay = nil })
+	f.until(t, func() bool {
+		p.batch(false, testEvent{"removed": []int{}})
+		return !f.stats.Cold.Load()
+	}, func() string { return "stays cold" })
+	f.holds(t, 2, 2, 2)
+	f.holds(t, 1, 2, 0)
+}
+
+func TestEventStreamAsksAgainAfterAHoleInAReplay(t *testing.T) {
+	p := newFakePublisher(t)
+	for i := range 6 {
+		p.batch(true, storedEvent(1, i, i+1))
+	}
+	round := 0
+	p.replay = func(from uint64) ([]uint64, bool) {
+		round++
+		switch round {
+		case 1:
+			return []uint64{0, 1, 4, 5}, true // dropped in the middle
+		case 2:
+			return []uint64{1, 2, 3}, false // end mark dropped
+		}
+		return []uint64{3, 4, 5}, true
+	}
+	f := followStream(t, p.source(), func(s *EventStream) { s.timing.replayPause = 50 * time.Millisecond })
+	f.holds(t, 1, 6, 6)
+	f.has(t, map[string]uint64{"Batches": 6, "ReplayFailures": 0, "Cold": 0})
+	p.locked(func() { wantSameEvents(t, "replays asked for", p.replayed, []uint64{0, 1, 3}) })
+}
+
+func TestEventStreamStartsColdWhereTheBufferBegins(t *testing.T) {
+	p := newFakePublisher(t)
+	for i := range 6 {
+		p.batch(true, storedEvent(i, 0, 1))
+	}
+	oldest := uint64(3)
+	p.replay = func(from uint64) (seqs []uint64, end bool) {
+		for seq := max(from, oldest); seq < uint64(len(p.history)); seq++ {
+			seqs = append(seqs, seq)
+		}
+		return seqs, true
+	}
+	f := followStream(t, p.source(), nil)
+	f.holds(t, 5, 1, 1)
+	f.holds(t, 3, 1, 1)
+	f.holds(t, 2, 1, 0)
+	f.has(t, map[string]uint64{"Cold": 1, "Batches": 3})
+
+	// A gap that has left the buffer: what was known is not to be trusted.
+	p.subscribed(t, f)
+	p.batch(true, removedEvent(5, 0, 1))
+	p.batch(true, storedEvent(6, 0, 1))
+	p.locked(func() { oldest = 7 })
+	p.batch(false, storedEvent(7, 0, 1))
+	f.holds(t, 7, 1, 1)
+	f.holds(t, 6, 1, 1)
+	f.holds(t, 5, 1, 0)
+	f.has(t, map[string]uint64{"Cold": 1, "Gaps": 1, "Restarts": 0, "ReplayFailures": 1})
+}
+
+func TestEventStreamGivesUpAReplayWithoutHistory(t *testing.T) {
+	p := newFakePublisher(t)
+	p.replay = func(uint64) ([]uint64, bool) { return nil, true }
+	p.batch(true, storedEvent(1, 0, 1))
+	f := followStream(t, p.source(), func(s *EventStream) { s.timing.quiet = [3]time.Duration{time.Hour, time.Millisecond, time.Millisecond} })
+	p.subscribed(t, f)
+	p.batch(false, storedEvent(2, 0, 1))
+	f.holds(t, 2, 1, 1)
+	f.has(t, map[string]uint64{"Cold": 1, "Gaps": 1})
+	replays := f.stats.Replays.Load()
+	p.batch(false, storedEvent(2, 1, 2))
+	f.holds(t, 2, 2, 2)
+	f.has(t, map[string]uint64{"Replays": replays, "Restarts": 0})
+}
+
+func TestEventStreamFindsWhatASilentConnectionMissed(t *testing.T) {
+	p := newFakePublisher(t)
+	f := followStream(t, p.source(), func(s *EventStream) {
+		s.timing.quiet = [3]time.Duration{20 * time.Millisecond, 20 * time.Millisecond, 20 * time.Millisecond}
+	})
+	p.subscribed(t, f)
+	p.batch(true, storedEvent(1, 0, 1))
+	f.holds(t, 1, 1, 1)
+	// By now the connection has had its time: what it does not bring shows
+	// that it is dead.
+	f.reaches(t, map[string]uint64{"Replays": 3})
+	p.batch(true, storedEvent(1, 1, 2))
+	f.holds(t, 1, 2, 2)
+	f.reaches(t, map[string]uint64{"Reconnects": 1})
+	f.has(t, map[string]uint64{"Gaps": 0, "Restarts": 0, "Cold": 0})
+}
+
+func TestEventStreamNoticesANewPublisher(t *testing.T) {
+	// restart swaps the publisher's past.
+	restart := func(t *testing.T, p *fakePublisher, events ...testEvent) {
+		p.locked(func() {
+			p.history = nil
+			for _, e := range events {
+				p.history = append(p.history, payloadOf(t, 2, e))
+			}
+		})
+	}
+	for name, c := range map[string]struct {
+		past []testEvent
+		drop bool
+		send bool
+	}{
+		"that has published nothing":          {nil, true, false},
+		"that has published less":             {[]testEvent{storedEvent(9, 0, 1)}, true, false},
+		"that has published as much":          {[]testEvent{storedEvent(9, 0, 1), storedEvent(8, 0, 1)}, true, false},
+		"that has published more":             {[]testEvent{storedEvent(9, 0, 1), storedEvent(8, 0, 1), storedEvent(7, 0, 1)}, true, false},
+		"behind a proxy":                      {[]testEvent{storedEvent(9, 0, 1)}, false, true},
+		"behind a proxy, as far as the last":  {[]testEvent{storedEvent(9, 0, 1), storedEvent(8, 0, 1)}, false, true},
+		"behind a proxy, farther than before": {[]testEvent{storedEvent(9, 0, 1), storedEvent(8, 0, 1), storedEvent(7, 0, 1), storedEvent(6, 0, 1)}, false, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := newFakePublisher(t)
+			f := followStream(t, p.source(), nil)
+			p.subscribed(t, f)
+			p.batch(false, storedEvent(1, 0, 1))
+			p.batch(false, storedEvent(2, 0, 1))
+			f.holds(t, 2, 1, 1)
+			restart(t, p, c.past...)
+			if c.drop {
+				p.drop()
+			}
+			if c.send {
+				last := len(c.past) - 1
+				p.locked(func() { p.send(uint64(last), p.history[last]) })
+			}
+			f.holds(t, 2, 1, 0)
+			f.holds(t, 1, 1, 0)
+			if len(c.past) > 0 {
+				f.holds(t, 9, 1, 1)
+			}
+			f.has(t, map[string]uint64{"Restarts": 1, "Cold": 0, "ReplayFailures": 0})
+		})
+	}
+}
+
+func TestEventStreamKeepsItsBlocksOverALostConnection(t *testing.T) {
+	p := newFakePublisher(t)
+	f := followStream(t, p.source(), nil)
+	p.subscribed(t, f)
+	p.batch(false, storedEvent(1, 0, 1))
+	f.holds(t, 1, 1, 1)
+	p.drop()
+	p.batch(true, storedEvent(1, 1, 2))
+	f.holds(t, 1, 2, 2)
+	f.has(t, map[string]uint64{"Restarts": 0, "Cold": 0, "Batches": 2})
+	f.reaches(t, map[string]uint64{"Reconnects": 1})
+}
+
+func TestEventStreamForgetsAWorkerThatStaysAway(t *testing.T) {
+	p := newFakePublisher(t)
+	f := followStream(t, p.source(), func(s *EventStream) { s.timing.grace = 50 * time.Millisecond })
+	p.subscribed(t, f)
+	p.batch(false, storedEvent(1, 0, 1))
+	f.holds(t, 1, 1, 1)
+	_ = p.listener[0].Close()
+	p.drop()
+	f.holds(t, 1, 1, 0)
+	f.has(t, map[string]uint64{"Cold": 1, "Connected": 0})
+}
+
+func TestEventStreamSurvivesMessagesThatAreNoBatches(t *testing.T) {
+	p := newFakePublisher(t)
+	f := followStream(t, p.source(), nil)
+	p.subscribed(t, f)
+	p.locked(func() {
+		_ = p.subs[0].SendMsg(zmq4.NewMsgFrom([]byte("kv-events")))
+		_ = p.subs[0].SendMsg(zmq4.NewMsgFrom([]byte("kv-events"), []byte("short"), nil))
+		_ = p.subs[0].SendCmd(zmq4.CmdPing, []byte("\x00\x01context"))
+	})
+	p.batch(false, storedEvent(1, 0, 1))
+	f.holds(t, 1, 1, 1)
+	f.has(t, map[string]uint64{"DecodeErrors": 2, "Reconnects": 0})
+	f.until(t, func() (ok bool) {
+		p.locked(func() { ok = len(p.pongs) == 1 && p.pongs[0] == "context" })
+		return ok
+	}, func() string { return "no answer to the heartbeat" })
+	// A frame of 2^62 bytes ends the connection, not the process.
+	p.locked(func() { _, _ = p.subs[0].Write([]byte{2, 0x40, 0, 0, 0, 0, 0, 0, 0}) })
+	f.reaches(t, map[string]uint64{"Reconnects": 1})
+	p.subscribed(t, f)
+	p.batch(true, storedEvent(1, 1, 2))
+	f.holds(t, 1, 2, 1+1)
+}
+
+func TestEventStreamEndsWhereverItWaits(t *testing.T) {
+	silent, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer silent.Close()
+	for name, place := range map[string]func(p *fakePublisher) EventSource{
+		"for a publisher":    func(*fakePublisher) EventSource { return EventSource{Endpoint: "tcp://127.0.0.1:1"} },
+		"for a greeting":     func(*fakePublisher) EventSource { return EventSource{Endpoint: "tcp://" + silent.Addr().String()} },
+		"for a replay":       func(p *fakePublisher) EventSource { return p.source() },
+		"for a message":      func(p *fakePublisher) EventSource { return EventSource{Endpoint: p.source().Endpoint, Topic: "kv"} },
+		"with a bad address": func(*fakePublisher) EventSource { return EventSource{Endpoint: "tcp:nowhere"} },
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := newFakePublisher(t)
+			p.replay = func(uint64) ([]uint64, bool) { return nil, false }
+			src := place(p)
+			f := followStream(t, src, func(s *EventStream) { s.timing.replayLimit = time.Hour })
+			if src.Topic != "" {
+				p.subscribed(t, f)
+			}
+			f.stop()
+		})
+	}
+}
+
+// appliedStream returns a stream that has applied one batch of events after another
+// from a complete history.
+func appliedStream(t *testing.T, batches ...[]byte) *following {
+	t.Helper()
+	log := new(eventLog)
+	s := NewEventStream(EventSource{Worker: testWorker, BlockSize: testBlockSize}, NewRadix(), slog.New(slog.NewTextHandler(log, nil)))
+	s.begin(0)
+	for i, b := range batches {
+		s.apply(uint64(i), b, true)
+	}
+	return &following{s, log, nil}
+}
+
+func TestEventStreamLeavesOutABadEventAlone(t *testing.T) {
+	bad := storedEvent(2, 0, 1)
+	bad["tokens"] = []any{1, nil, 3, 4}
+	f := appliedStream(t, payloadOf(t, 1, storedEvent(1, 0, 2), bad, storedEvent(1, 2, 3)))
+	f.holds(t, 1, 3, 3)
+	f.has(t, map[string]uint64{"DecodeErrors": 1, "Stored": 2, "StoredBlocks": 3, "Cold": 0})
+}
+
+func TestEventStreamClearsWhenARemovalMayHaveBeenMissed(t *testing.T) {
+	for name, c := range map[string]testEvent{
+		"bad removal": {"removed": []any{"x", nil}},
+		"no type":     {"as is": map[string]any{"block_hashes": []int{1}}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := appliedStream(t, payloadOf(t, 1, storedEvent(1, 0, 2), c, storedEvent(2, 0, 1)))
+			f.holds(t, 1, 2, 0)
+			f.holds(t, 2, 1, 1)
+			f.has(t, map[string]uint64{"DecodeErrors": 1, "Cold": 1})
+		})
+	}
+	t.Run("payload cut short", func(t *testing.T) {
+		whole := payloadOf(t, 1, storedEvent(1, 0, 2), storedEvent(2, 0, 1))
+		f := appliedStream(t, payloadOf(t, 1, storedEvent(3, 0, 1)), whole[:len(whole)-20], payloadOf(t, 1, storedEvent(4, 0, 1)))
+		f.holds(t, 3, 1, 0)
+		f.holds(t, 1, 2, 0)
+		f.holds(t, 4, 1, 1)
+		f.has(t, map[string]uint64{"DecodeErrors": 1, "Cold": 1})
+	})
+	t.Run("payload no batch", func(t *testing.T) {
+		f := appliedStream(t, payloadOf(t, 1, storedEvent(3, 0, 1)), []byte("\x01"))
+		f.holds(t, 3, 1, 0)
+		f.has(t, map[string]uint64{"DecodeErrors": 1, "Cold": 1})
+	})
+}
+
+func TestEventStreamNamesBothBlockSizesOnce(t *testing.T) {
+	e := storedEvent(1, 0, 2)
+	e["block_size"] = 8
+	e["stored"] = blockIDs(1, 0, 1)
+	f := appliedStream(t, payloadOf(t, 1, e, e), payloadOf(t, 1, e))
+	f.holds(t, 1, 2, 0)
+	f.has(t, map[string]uint64{"BlockSizeMismatch": 3, "StoredBlocks": 0})
+	if log := f.log.String(); strings.Count(log, "level=ERROR") != 1 || !strings.Contains(log, "engine=8") || !strings.Contains(log, "router=4") {
+		t.Errorf("log:\n%s", log)
+	}
+}
+
+func TestEventStreamCountsOneFullAttentionGroupOnly(t *testing.T) {
+	in := func(e testEvent, group any, kind any) testEvent {
+		e["group_idx"] = group
+		if kind != nil {
+			e["kv_cache_spec_kind"] = kind
+		}
+		return e
+	}
+	t.Run("kinds", func(t *testing.T) {
+		f := appliedStream(t, payloadOf(t, 1,
+			in(storedEvent(1, 0, 2), 0, "sliding_window"), in(storedEvent(2, 0, 2), 1, "mla_attention"), in(storedEvent(2, 0, 2), 2, "full_attention"),
+			in(removedEvent(2, 0, 2), 0, nil), in(removedEvent(2, 0, 2), 2, nil), in(storedEvent(3, 0, 1), 3, "mamba")))
+		f.holds(t, 1, 2, 0)
+		f.holds(t, 2, 2, 2)
+		f.has(t, map[string]uint64{"Ignored": 5, "StoredBlocks": 2})
+		f.apply(1, payloadOf(t, 1, in(removedEvent(2, 1, 2), 1, nil)), true)
+		f.holds(t, 2, 2, 1)
+	})
+	t.Run("no kinds", func(t *testing.T) {
+		f := appliedStream(t, payloadOf(t, 1, in(storedEvent(1, 0, 2), 1, nil), in(storedEvent(2, 0, 2), 0, nil), in(removedEvent(2, 1, 2), 1, nil)))
+		f.holds(t, 1, 2, 0)
+		f.holds(t, 2, 2, 2)
+	})
+	t.Run("unknown kind", func(t *testing.T) {
+		f := appliedStream(t, payloadOf(t, 1, in(storedEvent(1, 0, 2), 0, "unknown")))
+		f.holds(t, 1, 2, 0)
+	})
+}
+
+func TestEventStreamTakesTheEnginesOwnCacheOnly(t *testing.T) {
+	tier := func(e testEvent, key, value string) testEvent {
+		e[key] = value
+		return e
+	}
+	f := appliedStream(t, payloadOf(t, 1, storedEvent(1, 0, 2), tier(removedEvent(1, 0, 2), "medium", "CPU"), tier(storedEvent(2, 0, 1), "medium", "STORAGE"),
+		tier(storedEvent(3, 0, 1), "locality", "REMOTE"), testEvent{"as is": []any{"BlockMoved", 1}}))
+	f.holds(t, 1, 2, 2)
+	f.holds(t, 2, 1, 0)
+	f.holds(t, 3, 1, 0)
+	f.has(t, map[string]uint64{"Ignored": 4, "DecodeErrors": 0})
+}
+
+func TestEventStreamNeverRootsBlocksOfAnUnknownParent(t *testing.T) {
+	f := appliedStream(t, payloadOf(t, 1, storedEvent(1, 2, 4), storedEvent(2, 0, 1), removedEvent(5, 0, 3)))
+	f.holds(t, 2, 1, 1)
+	f.has(t, map[string]uint64{"UnknownParent": 1, "UnknownRemoved": 3, "StoredBlocks": 1, "RemovedBlocks": 0, "Cold": 0})
+}
+
+func TestEventStreamReportsLag(t *testing.T) {
+	var lags []time.Duration
+	f := appliedStream(t)
+	f.now = func() time.Time { return time.Unix(100, 0) }
+	f.OnLag = func(d time.Duration) { lags = append(lags, d.Round(time.Millisecond)) }
+	f.apply(0, payloadOf(t, 99.25), true)
+	f.apply(1, payloadOf(t, 1), false) // replayed: its age says nothing
+	wantSameEvents(t, "lags", lags, []time.Duration{750 * time.Millisecond})
+}
+
+func BenchmarkEventStreamApply(b *testing.B) {
+	s := NewEventStream(EventSource{Worker: testWorker, BlockSize: 16}, NewRadix(), slog.New(slog.NewTextHandler(io.Discard, nil)))
+	s.begin(0)
+	b.ReportAllocs()
+	number := 0
+	for b.Loop() {
+		b.StopTimer()
+		number++
+		tokens, hashes := make([]uint32, 128), make([]uint64, 8)
+		for i := range tokens {
+			tokens[i] = uint32(number*31 + i)
+		}
+		for i := range hashes {
+			hashes[i] = 1<<63 + uint64(number*8+i)
+		}
+		payload := payloadOf(b, 1, testEvent{"stored": hashes, "tokens": tokens, "block_size": 16, "lora_id": nil, "lora_name": nil,
+			"extra_keys": make([]any, 8), "group_idx": 0, "kv_cache_spec_kind": "full_attention"})
+		b.StartTimer()
+		s.apply(uint64(number), payload, true)
+	}
+	if s.stats.StoredBlocks.Load() != uint64(number*8) {
+		b.Fatal("not all stored")
+	}
+}
