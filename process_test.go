@@ -125,6 +125,7 @@ func TestStagesOfARealStart(t *testing.T) {
 	// From vLLM 0.32 on a CPU.
 	const output = `(APIServer pid=9290) INFO 11-21 07:30:20 [api_utils.py:286] non-default args: {'port': 18100}
 (APIServer pid=9290) INFO 11-21 07:30:20 [model.py:733] Resolved architecture: LlamaForCausalLM
+(APIServer pid=9290) WARNING 11-21 07:30:20 [vllm.py:1703] Enforce eager set, disabling torch.compile, CUDAGraphs, and JIT kernel warmup.
 (EngineCore pid=9494) INFO 11-21 07:30:38 [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: model='m'
 (Worker pid=9918) INFO 11-21 07:30:54 [cpu_model_runner.py:68] Starting to load model m...
 (Worker pid=9918) INFO 11-21 07:30:54 [weight_utils.py:1108] Filesystem type for checkpoints: EXT4. Checkpoint size: 0.25 GiB. Available RAM: 18.03 GiB.
@@ -137,7 +138,7 @@ INFO:     Application startup complete.`
 	var got []string
 	log := newStartLog()
 	for line := range strings.SplitSeq(output, "\n") {
-		if stage, begins := log.line(line); begins {
+		if stage, _ := log.line(line); stage != "" {
 			got = append(got, stage)
 		}
 	}
@@ -145,8 +146,38 @@ INFO:     Application startup complete.`
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)
 	}
-	if tail := log.tail(); len(tail) != 1 || !strings.HasPrefix(tail[0], "Loading safetensors") {
-		t.Errorf("tail %q has routine lines", tail)
+	if tail := log.tail(); len(tail) != 0 {
+		t.Errorf("tail has routine lines: %q", tail)
+	}
+}
+
+func TestErrorsOfAReadyWorkerAreToldOnce(t *testing.T) {
+	const problem = "(EngineCore pid=1) ERROR 11-21 07:31:02 [core.py:1] broken"
+	log := newStartLog()
+	if _, failure := log.line(problem); failure || len(log.tail()) != 1 {
+		t.Error("while it starts, an error is kept for the end")
+	}
+	log.setReady()
+	if _, failure := log.line(problem); !failure || len(log.tail()) != 0 {
+		t.Error("once it is ready, an error is told at once and not again")
+	}
+}
+
+func TestAdviceFitsTheFailure(t *testing.T) {
+	for _, test := range []struct {
+		reason string
+		lines  []string
+		want   string
+	}{
+		{"exit status 1", []string{"x", "ModuleNotFoundError: No module named 'vllm'"}, "make setup"},
+		{"exit status 2", []string{"api_server.py: error: unrecognized arguments: --x"}, "follows --"},
+		{"signal: killed", nil, "dmesg"},
+		{"exit status 0", nil, "--log-level debug"},
+		{"exit status 1", []string{"strange"}, "above"},
+	} {
+		if got := advice(test.reason, test.lines); !strings.Contains(got, test.want) {
+			t.Errorf("advice(%q, %q) = %q, want %q in it", test.reason, test.lines, got, test.want)
+		}
 	}
 }
 

@@ -21,7 +21,7 @@ var startStages = []struct {
 	{"downloading weights", []string{"Time spent downloading weights", "Fetching ", "Downloading "}},
 	{"loading weights", []string{"Starting to load model", "Loading safetensors", "Checkpoint size"}},
 	{"allocating KV cache", []string{"Loading weights took", "Model loading took", "Available KV cache memory"}},
-	{"warming up", []string{"KV cache size:", "Capturing CUDA graph", "torch.compile"}},
+	{"warming up", []string{"KV cache size:", "Capturing CUDA graph"}},
 	{"starting API server", []string{"Starting vLLM server on", "Starting vLLM API server"}},
 }
 
@@ -30,7 +30,8 @@ var startStages = []struct {
 type startLog struct {
 	mu     sync.Mutex // guards the rest
 	stage  int        // index into startStages, -1 before the first
-	recent []string   // last lines but routine ones, oldest first
+	ready  bool       // the start is over
+	recent []string   // last lines that may explain an end, oldest first
 }
 
 // tailLines is how much of a dead worker's output is shown.
@@ -39,28 +40,48 @@ const tailLines = 20
 func newStartLog() *startLog { return &startLog{stage: -1} }
 
 // line takes in one line of output and returns the stage that begins with it,
-// if one does. Stages never go back: some signs come more than once.
-func (s *startLog) line(text string) (stage string, begins bool) {
+// if one does, and whether the line is an error of a worker that is ready.
+// Stages never go back: some signs come more than once.
+func (s *startLog) line(text string) (stage string, failure bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if !strings.Contains(text, " INFO ") && !strings.HasPrefix(text, "INFO: ") && !strings.Contains(text, " DEBUG ") {
+	failure = s.ready && strings.Contains(text, " ERROR ")
+	if !failure && !isRoutine(text) {
 		if len(s.recent) == tailLines {
 			s.recent = s.recent[1:]
 		}
 		s.recent = append(s.recent, text)
 	}
-	for i := s.stage + 1; i < len(startStages); i++ {
+	for i := s.stage + 1; i < len(startStages) && !s.ready; i++ {
 		for _, sign := range startStages[i].signs {
 			if strings.Contains(text, sign) {
 				s.stage = i
-				return startStages[i].name, true
+				return startStages[i].name, failure
 			}
 		}
 	}
-	return "", false
+	return "", failure
 }
 
-// tail returns the last lines that are not routine.
+// isRoutine tells lines that never explain why a process ended.
+func isRoutine(text string) bool {
+	for _, level := range []string{" INFO ", " WARNING ", " DEBUG "} {
+		if strings.Contains(text, level) {
+			return true
+		}
+	}
+	return strings.HasPrefix(text, "INFO: ") || strings.Contains(text, "% Completed |")
+}
+
+// setReady ends the start: what was printed so far explains no later end.
+func (s *startLog) setReady() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.ready, s.recent = true, nil
+}
+
+// tail returns the last lines that may explain an end, without the errors that
+// line has told of.
 func (s *startLog) tail() []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -83,14 +104,21 @@ var failureAdvice = []struct{ sign, advice string }{
 	{"LocalEntryNotFoundError", "the model could not be fetched: give --model a folder, or let the machine reach huggingface.co"},
 }
 
-// advice says what to do about the failure that the lines tell of.
-func advice(lines []string) string {
+// advice says what to do about a process that ended for a reason, with its last
+// lines.
+func advice(reason string, lines []string) string {
 	for _, known := range failureAdvice {
 		for _, line := range lines {
 			if strings.Contains(line, known.sign) {
 				return known.advice
 			}
 		}
+	}
+	if reason == "signal: killed" {
+		return "somebody killed it, or the system did for want of memory (see dmesg)"
+	}
+	if len(lines) == 0 {
+		return "--log-level debug shows all it says"
 	}
 	return "its last lines are above; --log-level debug shows all of them"
 }

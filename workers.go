@@ -322,14 +322,13 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker, command func() (proce
 
 	started, ended := make(chan int, 1), make(chan error, 1)
 	output := newStartLog()
-	var ready atomic.Bool
 	go func() { // ends with the process, which every return below waits for
 		ended <- runProcess(spec, func(pid int) {
 			if err := guard.add(pid); err != nil {
 				f.log.Warn("workers would outlive a killed router", "error", err)
 			}
 			started <- pid
-		}, func(stream, text string) { f.workerLine(w, output, &ready, stream, text) })
+		}, func(stream, text string) { f.workerLine(w, output, stream, text) })
 	}()
 	var pid int
 	select {
@@ -372,7 +371,7 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker, command func() (proce
 			waited := time.Since(in.began)
 			if f.becomeReady(in) {
 				readySince = time.Now()
-				ready.Store(true)
+				output.setReady()
 				poll = f.timing.healthEvery
 				f.log.Info(fmt.Sprintf("worker %d: ready after %s", w.id, waited.Round(time.Second)), "url", w.spec.URL)
 			} else if waited > f.cfg.StartupTimeout {
@@ -424,17 +423,17 @@ func (f *Fleet) becomeReady(in *incarnation) bool {
 	return true
 }
 
-// workerLine takes in one line that a started worker printed. While it starts,
-// errors are kept for explainEnd; later they are shown as they come.
-func (f *Fleet) workerLine(w *worker, output *startLog, ready *atomic.Bool, stream, text string) {
+// workerLine takes in one line that a started worker printed. Errors of a
+// starting one are kept for explainEnd; those of a ready one are shown at once.
+func (f *Fleet) workerLine(w *worker, output *startLog, stream, text string) {
 	f.hooks.Log(w.id, stream, text)
+	stage, failure := output.line(text)
 	level := slog.LevelDebug
-	if ready.Load() && strings.Contains(text, " ERROR ") {
+	if failure {
 		level = slog.LevelWarn
 	}
 	f.log.Log(context.Background(), level, fmt.Sprintf("worker %d: %s", w.id, text), "stream", stream)
-	stage, begins := output.line(text)
-	if !begins || ready.Load() {
+	if stage == "" {
 		return
 	}
 	var after time.Duration
@@ -452,7 +451,7 @@ func (f *Fleet) explainEnd(w *worker, output *startLog, err error) error {
 	for _, line := range lines {
 		f.log.Error(fmt.Sprintf("worker %d | %s", w.id, line))
 	}
-	return fmt.Errorf("vLLM ended (%s): %s", endReason(err), advice(lines))
+	return fmt.Errorf("vLLM ended (%s): %s", endReason(err), advice(endReason(err), lines))
 }
 
 func endReason(err error) string {
@@ -467,146 +466,4 @@ func since(t time.Time) time.Duration {
 		return 0
 	}
 	return time.Since(t)
-}
-
-// incarnation is the time between a worker's start (or first answer) and its
-// end, with the goroutines that follow it. One goroutine uses it.
-type incarnation struct {
-	f          *Fleet
-	w          *worker
-	ctx        context.Context
-	cancel     context.CancelFunc
-	followers  sync.WaitGroup // end with ctx
-	began      time.Time
-	generation int
-
-	targets    []Target
-	announced  map[WorkerKey]Target // those that Up was called for
-	loaded     map[WorkerKey]bool   // those whose load is followed
-	up         bool
-	gone       bool // nothing listens at its address any more
-	misses     int  // looks in a row without an answer
-	toldSilent bool
-}
-
-// begin opens the next incarnation of a worker; its end must be called.
-func (f *Fleet) begin(ctx context.Context, w *worker) *incarnation {
-	in := &incarnation{f: f, w: w, began: time.Now(), announced: map[WorkerKey]Target{}, loaded: map[WorkerKey]bool{}}
-	in.ctx, in.cancel = context.WithCancel(ctx)
-	f.update(w, func(s *WorkerStatus) {
-		s.Generation++
-		in.generation = s.Generation
-	})
-	return in
-}
-
-// end takes the worker out of routing, ends what follows it, and only then
-// empties its index, so that no late event fills it again.
-func (in *incarnation) end(reason string) {
-	in.markDown(reason)
-	in.cancel()
-	in.followers.Wait()
-	in.w.mu.Lock()
-	clear(in.w.streams)
-	in.w.mu.Unlock()
-	in.f.index.Forget(in.w.id)
-}
-
-// followEvents reads one event stream until the incarnation ends.
-func (in *incarnation) followEvents(source EventSource) {
-	stream := NewEventStream(source, in.f.index, in.f.log)
-	if lag := in.f.hooks.Lag; lag != nil {
-		stream.OnLag = func(d time.Duration) { lag(source.Worker, d) }
-	}
-	if source.Worker.Rank == 0 {
-		in.f.update(in.w, func(s *WorkerStatus) { s.KVEvents, s.Replay = source.Endpoint, source.Replay })
-	}
-	in.w.mu.Lock()
-	in.w.streams[source.Worker] = stream.Stats()
-	in.w.mu.Unlock()
-	in.followers.Go(func() { stream.Run(in.ctx) })
-}
-
-// setTargets sets what of the worker can be routed to: every rank that has an
-// event stream, or the worker as a whole.
-func (in *incarnation) setTargets(models, adapters []string, sources []EventSource) {
-	keys := []WorkerKey{{Worker: in.w.id}}
-	if len(sources) > 0 {
-		keys = keys[:0]
-		for _, source := range sources {
-			keys = append(keys, source.Worker)
-		}
-	}
-	in.targets = in.targets[:0]
-	var ranks []uint32
-	for _, key := range keys {
-		in.targets = append(in.targets, Target{Key: key, URL: in.w.spec.URL, Generation: in.generation, Models: models, Adapters: adapters})
-		ranks = append(ranks, key.Rank)
-	}
-	in.f.update(in.w, func(s *WorkerStatus) { s.Models, s.Ranks = models, ranks })
-}
-
-// followLoads reads every target's load until the incarnation ends: rank 0 from
-// the ZMQ endpoint, if there is one, the others from /metrics.
-func (in *incarnation) followLoads(endpoint string) {
-	for _, target := range in.targets {
-		if in.loaded[target.Key] {
-			continue
-		}
-		in.loaded[target.Key] = true
-		from := endpoint
-		if target.Key.Rank != 0 {
-			from = ""
-		}
-		in.followers.Go(func() {
-			in.f.loads(in.ctx, target.Key, from, target.URL+"/metrics", in.f.hooks.Load, in.f.log)
-		})
-	}
-}
-
-func (in *incarnation) markUp() {
-	in.f.everReady.Store(true)
-	in.up, in.misses = true, 0
-	in.f.update(in.w, func(s *WorkerStatus) { s.State, s.Stage, s.LastError = StateReady, stageReady, "" })
-	for _, target := range in.targets {
-		if _, known := in.announced[target.Key]; !known {
-			in.announced[target.Key] = target
-			in.f.hooks.Up(target)
-		}
-	}
-}
-
-func (in *incarnation) markDown(reason string) {
-	if !in.up {
-		return
-	}
-	in.up = false
-	in.f.update(in.w, func(s *WorkerStatus) { s.State, s.LastError = StateDown, reason })
-	for key, target := range in.announced {
-		delete(in.announced, key)
-		in.f.hooks.Down(target, reason)
-	}
-}
-
-// checkHealth looks at a worker that has been ready: down after some looks
-// without an answer, at once if nothing listens there; up with the next answer.
-func (in *incarnation) checkHealth() {
-	err := in.f.get(in.ctx, in.w.spec.URL, "/health", in.f.timing.healthLimit, nil)
-	if in.ctx.Err() != nil {
-		return
-	}
-	if err == nil {
-		if !in.up {
-			in.f.log.Info(fmt.Sprintf("worker %d: answers again", in.w.id))
-			in.markUp()
-		}
-		in.misses, in.gone = 0, false
-		return
-	}
-	in.misses++
-	in.gone = isGone(err)
-	if in.up && (in.gone || in.misses >= in.f.timing.healthMisses) {
-		in.f.log.Warn(fmt.Sprintf("worker %d: down: %v", in.w.id, err))
-		in.markDown(err.Error())
-	}
 }
