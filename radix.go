@@ -93,10 +93,10 @@ type Match struct {
 // Clearing. Every (worker, rank) owns a slot, its number in the worker sets.
 // Clear retires the slot, which no lookup sees from then on, and takes a new
 // one; what the retired slot held is swept by later Stores and Removes, two
-// entries for each of their blocks and 64 more a call. Retired entries so shrink
-// at least twice as fast as new ones arrive: a worker that is cleared again and
-// again, however full, never holds more entries, live and retired together, than
-// twice the most that it held live. Without further events they stay.
+// entries for each of their blocks and 64 more a call. So while anything is
+// retired every event shrinks the whole, and entries, live and retired together,
+// never exceed the most that were ever live at once. Without further events they
+// stay.
 //
 // Memory stays at its peak: freed nodes, sets and table entries are reused, not
 // returned, except for tables of workers that were cleared or forgotten.
