@@ -1,3 +1,268 @@
 package main
 
-func main() {}
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"os/signal"
+	"runtime/debug"
+	"strconv"
+	"syscall"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+)
+
+func main() {
+	config, command, err := ParseConfig(os.Args[1:])
+	if err == nil {
+		switch command {
+		case CommandVersion:
+			fmt.Println("kvrouter", version())
+		case CommandServe:
+			err = serve(config)
+		}
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "kvrouter:", err)
+		os.Exit(1)
+	}
+}
+
+// version is what the build knows of itself.
+func version() string {
+	info, ok := debug.ReadBuildInfo()
+	if !ok || info.Main.Version == "" {
+		return "unknown"
+	}
+	return info.Main.Version
+}
+
+// serve runs the router until it is told to stop, and returns when all it
+// started has ended.
+func serve(config Config) error {
+	log := newLog(config, os.Stderr)
+	slog.SetDefault(log)
+	if err := CheckPorts(config); err != nil {
+		return err
+	}
+	signals, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
+	defer stop()
+	rooms, err := build(signals, config, log)
+	if err != nil {
+		return err
+	}
+	return rooms.run(signals)
+}
+
+// rooms is the built house.
+type rooms struct {
+	config    Config
+	log       *slog.Logger
+	index     *Radix
+	router    *Router
+	fleet     *Fleet
+	tokens    *Tokens
+	proxy     *Proxy
+	telemetry *Telemetry
+	api       *API
+	selection *Selection
+}
+
+// build makes every room and wires it to those it needs; nothing runs yet.
+func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error) {
+	r := &rooms{config: config, log: log, index: NewRadix()}
+	policy, err := NewPolicy(config.Policy)
+	if err != nil {
+		return nil, err
+	}
+	seed := config.Seed
+	if seed == 0 {
+		seed = uint64(time.Now().UnixNano())
+	}
+	r.router = NewRouter(r.index, policy, config.BlockSize, seed)
+	r.telemetry = NewTelemetry(r.samples, r.prompts)
+	r.fleet, err = NewFleet(config, r.index, FleetHooks{
+		Up:   r.router.Up,
+		Down: func(t Target, _ string) { r.router.Down(t.Key) },
+		Load: r.router.Publish,
+		Lag:  r.telemetry.EventLag,
+	}, log)
+	if err != nil {
+		return nil, err
+	}
+	r.proxy = NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
+	model, err := openModel(ctx, config, log)
+	if err != nil {
+		return nil, err
+	}
+	r.tokens = NewTokens(model, r.askWorker, config.TokenTimeout, log)
+	r.api = NewAPI(config, r.router, r.tokens, r.proxy, r.telemetry, log)
+	r.selection = NewSelection(config, r.router, r.index, r.fleet.Workers, log)
+	return r, nil
+}
+
+// openModel opens the tokenizer and the chat template. A router that starts its
+// workers needs them; one that attaches to workers can do without and asks them
+// for tokens.
+func openModel(ctx context.Context, config Config, log *slog.Logger) (*Model, error) {
+	if config.Model == "" {
+		log.Info("no --model: prompt tokens come from the workers")
+		return nil, nil
+	}
+	dir, err := ResolveModel(ctx, config.Model, config.Python)
+	var model *Model
+	if err == nil {
+		model, err = OpenModel(dir)
+	}
+	if err != nil && config.Engine == "none" {
+		log.Warn("no tokenizer: prompt tokens come from the workers", "model", config.Model, "error", err)
+		return nil, nil
+	}
+	return model, err
+}
+
+// askWorker sends a question about a prompt to the least loaded worker.
+func (r *rooms) askWorker(ctx context.Context, path string, body []byte) ([]byte, error) {
+	target, ok := r.router.Idlest()
+	if !ok {
+		return nil, ErrNoWorker
+	}
+	status, answer, err := r.proxy.Ask(ctx, target, http.MethodPost, path, http.Header{"Content-Type": {"application/json"}}, body)
+	if err != nil {
+		return nil, err
+	}
+	if status != http.StatusOK {
+		return nil, &AskError{Status: status, Answer: answer}
+	}
+	return answer, nil
+}
+
+// run serves both ports and the fleet until ctx is done, then drains: no new
+// request is taken, those that run may finish for --drain-timeout, then the
+// workers end.
+func (r *rooms) run(ctx context.Context) error {
+	openAI := newServer(r.api.Handler())
+	selection := newServer(r.selection.Handler())
+	openAIPort, err := listen(r.config.Host, r.config.HTTPPort, "--http-port")
+	if err != nil {
+		return err
+	}
+	selectionPort, err := listen(r.config.Host, r.config.RouterPort, "--router-port")
+	if err != nil {
+		openAIPort.Close()
+		return err
+	}
+	fleet, stopFleet := context.WithCancel(context.Background())
+	defer stopFleet()
+	group, failed := errgroup.WithContext(ctx)
+	serveOn := func(server *http.Server, port net.Listener) {
+		group.Go(func() error {
+			if err := server.Serve(port); !errors.Is(err, http.ErrServerClosed) {
+				return err
+			}
+			return nil
+		})
+	}
+	serveOn(openAI, openAIPort)
+	serveOn(selection, selectionPort)
+	group.Go(func() error { return r.fleet.Run(fleet) })
+	group.Go(func() error {
+		r.probeWhenReady(failed)
+		return nil
+	})
+	r.log.Info("listening", "openai", "http://"+openAIPort.Addr().String()+"/v1", "router", "http://"+selectionPort.Addr().String(), "policy", r.config.Policy)
+	group.Go(func() error {
+		<-failed.Done()
+		signal.Reset(syscall.SIGINT, syscall.SIGTERM) // a second signal ends at once
+		r.api.Drain()
+		r.log.Info("draining: running requests may finish; a second signal ends at once", "limit", r.config.DrainTimeout)
+		limit, cancel := context.WithTimeout(context.Background(), r.config.DrainTimeout)
+		defer cancel()
+		if err := openAI.Shutdown(limit); err != nil {
+			r.log.Warn("requests were still running at the end of --drain-timeout", "error", err)
+			openAI.Close()
+		}
+		selection.Close()
+		stopFleet()
+		return nil
+	})
+	err = group.Wait()
+	r.log.Info("stopped")
+	return err
+}
+
+// probeWhenReady compares the router's own prompt tokens with a worker's as
+// soon as one is up. It returns when that is done or ctx is.
+func (r *rooms) probeWhenReady(ctx context.Context) {
+	ticker := time.NewTicker(250 * time.Millisecond)
+	defer ticker.Stop()
+	for len(r.router.Targets()) == 0 {
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticker.C:
+		}
+	}
+	if err := r.tokens.Probe(ctx); err != nil && ctx.Err() == nil {
+		r.log.Warn("could not compare prompt tokens with a worker's", "error", err)
+	}
+}
+
+// samples shows every worker rank to the metrics page.
+func (r *rooms) samples() []WorkerSample {
+	up := map[WorkerKey]bool{}
+	for _, t := range r.router.Targets() {
+		up[t.Key] = true
+	}
+	streams := r.fleet.Streams()
+	var samples []WorkerSample
+	for _, w := range r.fleet.Workers() {
+		key := WorkerKey{Worker: w.ID}
+		s := WorkerSample{Worker: key, Up: up[key], Restarts: w.Restarts, Blocks: r.index.Blocks(key), Load: r.router.Load(key)}
+		if stats := streams[key]; stats != nil {
+			s.EventCount = stats.Counts()
+		}
+		samples = append(samples, s)
+	}
+	return samples
+}
+
+// prompts shows where prompt tokens came from to the metrics page.
+func (r *rooms) prompts() PromptSample {
+	if r.tokens == nil {
+		return PromptSample{}
+	}
+	s := r.tokens.Stats()
+	return PromptSample{
+		Sources: map[string]uint64{"local": s.Local, "worker_render": s.WorkerRender, "worker_tokenize": s.WorkerTokenize, "none": s.None},
+		Reasons: s.Reasons,
+	}
+}
+
+// listen opens a TCP port; flag names where its number came from.
+func listen(host string, port int, flag string) (net.Listener, error) {
+	l, err := net.Listen("tcp", net.JoinHostPort(host, strconv.Itoa(port)))
+	if err != nil {
+		return nil, fmt.Errorf("%s %d: %w: free the port or choose another", flag, port, err)
+	}
+	return l, nil
+}
+
+// newLog returns the structured log that the flags ask for.
+func newLog(config Config, out io.Writer) *slog.Logger {
+	options := &slog.HandlerOptions{}
+	var level slog.Level
+	if level.UnmarshalText([]byte(config.LogLevel)) == nil {
+		options.Level = level
+	}
+	if config.LogFormat == "json" {
+		return slog.New(slog.NewJSONHandler(out, options))
+	}
+	return slog.New(slog.NewTextHandler(out, options))
+}

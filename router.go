@@ -29,9 +29,9 @@ func (t Target) Serves(model string) bool {
 // Request is what the Router needs to know of one request. A prompt whose
 // tokens could not be had has none, and is routed by load alone.
 type Request struct {
-	Tokens    []uint32 // the prompt
+	Tokens    []uint32 // the prompt, as far as its tokens say all about it
 	Local     []uint64 // its local block hashes, where the caller has them instead of Tokens
-	NumTokens int      // prompt length that goes with Local
+	NumTokens int      // its whole length; 0: that of Tokens
 	LoRA      string   // adapter, empty: none
 	Salt      string   // cache salt, empty: none
 	Model     string   // only workers that serve it; empty: any
@@ -176,7 +176,7 @@ func (r *Router) Route(request Request) (Decision, error) {
 	began := r.now()
 	local := request.Local
 	if len(request.Tokens) > 0 {
-		decision.Tokens = len(request.Tokens)
+		decision.Tokens = max(request.NumTokens, len(request.Tokens))
 		scratch.local = HashBlocks(scratch.local[:0], request.Tokens, r.blockSize, request.LoRA, request.Salt)
 		local = scratch.local
 	}

@@ -26,7 +26,6 @@ type Telemetry struct {
 	predicted     *prometheus.CounterVec
 	cached        *prometheus.CounterVec
 	predictions   *prometheus.CounterVec
-	promptSource  *prometheus.CounterVec
 	promptDiffers *prometheus.CounterVec
 	retries       *prometheus.CounterVec
 	eventLag      *prometheus.HistogramVec
@@ -42,6 +41,12 @@ type WorkerSample struct {
 	EventCount map[string]int64 // by kind: batches, stored, gaps, ...
 }
 
+// PromptSample counts the ways that prompts took to their tokens.
+type PromptSample struct {
+	Sources map[string]uint64 // where the tokens came from
+	Reasons map[string]uint64 // why they were not computed here
+}
+
 // secondsBuckets spans a token step of a fast engine to a long prompt on a slow
 // one.
 var secondsBuckets = []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300}
@@ -49,9 +54,9 @@ var secondsBuckets = []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1
 // decisionBuckets spans a lookup to a prompt that a worker had to render.
 var decisionBuckets = prometheus.ExponentialBuckets(0.000001, 3, 16)
 
-// NewTelemetry returns metrics whose per-worker gauges come from sample at each
-// scrape.
-func NewTelemetry(sample func() []WorkerSample) *Telemetry {
+// NewTelemetry returns metrics whose per-worker gauges and prompt counters come
+// from the given functions at each scrape.
+func NewTelemetry(workers func() []WorkerSample, prompts func() PromptSample) *Telemetry {
 	t := &Telemetry{registry: prometheus.NewRegistry()}
 	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
 		c := prometheus.NewCounterVec(prometheus.CounterOpts{Name: "kvrouter_" + name, Help: help}, labels)
@@ -73,12 +78,11 @@ func NewTelemetry(sample func() []WorkerSample) *Telemetry {
 	t.predicted = counter("overlap_tokens_predicted_total", "Prompt tokens that the index expected in the chosen worker's cache.", "worker_id")
 	t.cached = counter("cached_tokens_reported_total", "Prompt tokens that the worker reported as cached.", "worker_id")
 	t.predictions = counter("predictions_total", "Answers that report cached tokens, by how the prediction compares: exact, over, under.", "result")
-	t.promptSource = counter("prompt_source_total", "Where a prompt's tokens came from: local, worker, none (routed by load alone).", "source")
 	t.promptDiffers = counter("prompt_tokens_mismatch_total", "Answers whose usage.prompt_tokens differs from the router's own count, by where the tokens came from.", "source")
 	t.retries = counter("retries_total", "Requests sent to another worker after one failed before its first byte.", "worker_id")
 	t.eventLag = histogram("kv_event_lag_seconds", "From the engine's time stamp of a KV event batch to its arrival here.", secondsBuckets, "worker_id")
 	t.registry.MustRegister(
-		newWorkerCollector(sample),
+		newRoomCollector(workers, prompts),
 		collectors.NewGoCollector(),
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
 	)
@@ -90,10 +94,9 @@ func (t *Telemetry) Handler() http.Handler {
 	return promhttp.HandlerFor(t.registry, promhttp.HandlerOpts{})
 }
 
-// Decided records where a request's prompt tokens came from, the time that took
-// and the time of the decision.
-func (t *Telemetry) Decided(source string, tokens time.Duration, d Decision) {
-	t.promptSource.WithLabelValues(source).Inc()
+// Decided records the time that a request's prompt tokens took and the time of
+// the decision.
+func (t *Telemetry) Decided(tokens time.Duration, d Decision) {
 	t.decision.WithLabelValues("tokens").Observe(tokens.Seconds())
 	t.decision.WithLabelValues("hash").Observe(d.HashTime.Seconds())
 	t.decision.WithLabelValues("lookup").Observe(d.LookupTime.Seconds())
@@ -168,10 +171,11 @@ func (t *Telemetry) Finished(x Exchange, now time.Time) {
 
 func workerLabel(id uint64) string { return strconv.FormatUint(id, 10) }
 
-// workerCollector turns worker samples into gauges at each scrape, so that a
-// worker that is gone leaves no series behind.
-type workerCollector struct {
-	sample   func() []WorkerSample
+// roomCollector turns what the rooms count themselves into metrics at each
+// scrape, so that a worker that is gone leaves no series behind.
+type roomCollector struct {
+	workers  func() []WorkerSample
+	prompts  func() PromptSample
 	up       *prometheus.Desc
 	restarts *prometheus.Desc
 	blocks   *prometheus.Desc
@@ -181,14 +185,19 @@ type workerCollector struct {
 	waiting  *prometheus.Desc
 	usage    *prometheus.Desc
 	events   *prometheus.Desc
+	sources  *prometheus.Desc
+	reasons  *prometheus.Desc
 }
 
-func newWorkerCollector(sample func() []WorkerSample) *workerCollector {
+func newRoomCollector(workers func() []WorkerSample, prompts func() PromptSample) *roomCollector {
 	desc := func(name, help string, labels ...string) *prometheus.Desc {
 		return prometheus.NewDesc("kvrouter_"+name, help, append([]string{"worker_id", "dp_rank"}, labels...), nil)
 	}
-	return &workerCollector{
-		sample:   sample,
+	return &roomCollector{
+		workers:  workers,
+		prompts:  prompts,
+		sources:  prometheus.NewDesc("kvrouter_prompt_source_total", "Prompts by where their tokens came from: local, worker_render, worker_tokenize, none (routed by load alone).", []string{"source"}, nil),
+		reasons:  prometheus.NewDesc("kvrouter_prompt_fallbacks_total", "Prompts whose tokens were not computed here, by reason.", []string{"reason"}, nil),
 		up:       desc("worker_up", "1 while requests may go to the worker."),
 		restarts: desc("worker_restarts_total", "How often the worker's process was started again."),
 		blocks:   desc("worker_blocks", "KV blocks that the index knows the worker to hold."),
@@ -202,15 +211,15 @@ func newWorkerCollector(sample func() []WorkerSample) *workerCollector {
 }
 
 // Describe implements prometheus.Collector.
-func (c *workerCollector) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{c.up, c.restarts, c.blocks, c.inFlight, c.prefill, c.running, c.waiting, c.usage, c.events} {
+func (c *roomCollector) Describe(out chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{c.up, c.restarts, c.blocks, c.inFlight, c.prefill, c.running, c.waiting, c.usage, c.events, c.sources, c.reasons} {
 		out <- d
 	}
 }
 
 // Collect implements prometheus.Collector.
-func (c *workerCollector) Collect(out chan<- prometheus.Metric) {
-	for _, s := range c.sample() {
+func (c *roomCollector) Collect(out chan<- prometheus.Metric) {
+	for _, s := range c.workers() {
 		labels := []string{workerLabel(s.Worker.Worker), strconv.FormatUint(uint64(s.Worker.Rank), 10)}
 		gauge := func(d *prometheus.Desc, value float64) {
 			out <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, value, labels...)
@@ -232,5 +241,12 @@ func (c *workerCollector) Collect(out chan<- prometheus.Metric) {
 		for kind, n := range s.EventCount {
 			out <- prometheus.MustNewConstMetric(c.events, prometheus.CounterValue, float64(n), append(labels, kind)...)
 		}
+	}
+	prompts := c.prompts()
+	for source, n := range prompts.Sources {
+		out <- prometheus.MustNewConstMetric(c.sources, prometheus.CounterValue, float64(n), source)
+	}
+	for reason, n := range prompts.Reasons {
+		out <- prometheus.MustNewConstMetric(c.reasons, prometheus.CounterValue, float64(n), reason)
 	}
 }

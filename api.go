@@ -1,0 +1,521 @@
+package main
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/subtle"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"runtime/debug"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/gin-gonic/gin"
+	"github.com/tidwall/gjson"
+	"github.com/tidwall/sjson"
+)
+
+const (
+	// headerLimit bounds a request's headers, in bytes.
+	headerLimit = 64 << 10
+	// headerTimeout and bodyTimeout bound how long a client may take to send
+	// its headers and its body.
+	headerTimeout = 10 * time.Second
+	bodyTimeout   = 2 * time.Minute
+	// keepAlive is how long an idle client connection stays open.
+	keepAlive = 2 * time.Minute
+	// requestIDLimit bounds a client's own request id, which goes into logs.
+	requestIDLimit = 256
+)
+
+// promptKind says where a route's body carries its prompt.
+type promptKind int
+
+const (
+	noPrompt promptKind = iota // routed by load alone
+	chatPrompt
+	completionPrompt
+	workerPrompt // in a form that only a worker renders
+)
+
+// inferenceRoutes are the engine's inference paths that the router serves: each
+// goes to one worker.
+var inferenceRoutes = map[string]promptKind{
+	"/v1/chat/completions":        chatPrompt,
+	"/v1/completions":             completionPrompt,
+	"/v1/responses":               workerPrompt,
+	"/v1/messages":                workerPrompt,
+	"/v1/messages/count_tokens":   noPrompt,
+	"/v1/chat/completions/render": noPrompt,
+	"/v1/completions/render":      noPrompt,
+	"/v1/responses/render":        noPrompt,
+	"/v1/messages/render":         noPrompt,
+	"/v1/embeddings":              noPrompt,
+	"/v2/embed":                   noPrompt,
+	"/pooling":                    noPrompt,
+	"/classify":                   noPrompt,
+	"/score":                      noPrompt,
+	"/v1/score":                   noPrompt,
+	"/rerank":                     noPrompt,
+	"/v1/rerank":                  noPrompt,
+	"/v2/rerank":                  noPrompt,
+	"/v1/audio/transcriptions":    noPrompt,
+	"/v1/audio/translations":      noPrompt,
+	"/inference/v1/generate":      noPrompt,
+}
+
+// adminRoutes are the engine's administration and development paths. They
+// change every worker or none, and only where the operator allowed it.
+var adminRoutes = []string{
+	"/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/sleep", "/wake_up", "/is_sleeping",
+	"/collective_rpc", "/server_info", "/start_profile", "/stop_profile", "/pause", "/resume", "/is_paused",
+	"/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+	"/update_weights", "/abort_requests", "/release_kv_cache_memory",
+}
+
+// API is the OpenAI side of the router.
+type API struct {
+	config    Config
+	router    *Router
+	tokens    *Tokens
+	proxy     *Proxy
+	telemetry *Telemetry
+	log       *slog.Logger
+	draining  atomic.Bool
+}
+
+// NewAPI returns the OpenAI side over the given rooms.
+func NewAPI(config Config, router *Router, tokens *Tokens, proxy *Proxy, telemetry *Telemetry, log *slog.Logger) *API {
+	return &API{config: config, router: router, tokens: tokens, proxy: proxy, telemetry: telemetry, log: log}
+}
+
+// Drain makes /ready fail, so that balancers in front send no more requests.
+func (a *API) Drain() { a.draining.Store(true) }
+
+// Handler returns the routes of the OpenAI port.
+func (a *API) Handler() http.Handler {
+	engine := newEngine(a.log)
+	engine.NoRoute(func(c *gin.Context) {
+		a.fail(c, http.StatusNotFound, "", fmt.Sprintf("no such route: %s %s", c.Request.Method, c.Request.URL.Path))
+	})
+	engine.NoMethod(func(c *gin.Context) {
+		a.fail(c, http.StatusMethodNotAllowed, "", fmt.Sprintf("%s does not take %s", c.Request.URL.Path, c.Request.Method))
+	})
+	engine.GET("/health", func(c *gin.Context) { c.Status(http.StatusOK) })
+	engine.GET("/ready", a.ready)
+	engine.GET("/version", func(c *gin.Context) { c.JSON(http.StatusOK, gin.H{"version": version()}) })
+	engine.GET("/metrics", gin.WrapH(a.telemetry.Handler()))
+
+	guarded := engine.Group("/", requireKey(a.config.APIKey, openAIError))
+	guarded.GET("/v1/models", a.models)
+	guarded.GET("/v1/models/:model", a.models)
+	guarded.POST("/tokenize", a.tokenized(a.tokens.Tokenize))
+	guarded.POST("/detokenize", a.tokenized(a.tokens.Detokenize))
+	for path, kind := range inferenceRoutes {
+		guarded.POST(path, func(c *gin.Context) { a.infer(c, path, kind) })
+	}
+	guarded.GET("/v1/responses/:id", a.broadcastUntilFound)
+	guarded.POST("/v1/responses/:id/cancel", a.broadcastUntilFound)
+	for _, path := range adminRoutes {
+		guarded.Any(path, a.admin)
+	}
+	return engine
+}
+
+// newEngine returns a gin engine that answers a panic with a 500 and logs where
+// it came from.
+func newEngine(log *slog.Logger) *gin.Engine {
+	gin.SetMode(gin.ReleaseMode)
+	engine := gin.New()
+	engine.HandleMethodNotAllowed = true
+	engine.Use(gin.CustomRecoveryWithWriter(io.Discard, func(c *gin.Context, cause any) {
+		log.Error("request failed in the router", "path", c.Request.URL.Path, "cause", cause, "stack", string(debug.Stack()))
+		if !c.Writer.Written() {
+			openAIError(c, http.StatusInternalServerError, "internal error of the router")
+		}
+	}))
+	return engine
+}
+
+// newServer returns an HTTP server with the limits of both ports.
+func newServer(handler http.Handler) *http.Server {
+	return &http.Server{
+		Handler:           handler,
+		ReadHeaderTimeout: headerTimeout,
+		IdleTimeout:       keepAlive,
+		MaxHeaderBytes:    headerLimit,
+	}
+}
+
+// requireKey refuses requests without one of the bearer keys; no keys: all may
+// pass.
+func requireKey(keys []string, fail func(*gin.Context, int, string)) gin.HandlerFunc {
+	return func(c *gin.Context) {
+		if len(keys) == 0 {
+			return
+		}
+		given, _ := strings.CutPrefix(c.GetHeader("Authorization"), "Bearer ")
+		for _, key := range keys {
+			if subtle.ConstantTimeCompare([]byte(given), []byte(key)) == 1 {
+				return
+			}
+		}
+		fail(c, http.StatusUnauthorized, "missing or unknown API key: send it as Authorization: Bearer KEY")
+		c.Abort()
+	}
+}
+
+// ready tells whether requests can be served now.
+func (a *API) ready(c *gin.Context) {
+	workers := len(a.router.Targets())
+	status := http.StatusOK
+	if workers == 0 || a.draining.Load() {
+		status = http.StatusServiceUnavailable
+	}
+	c.JSON(status, gin.H{"ready": status == http.StatusOK, "schedulable_workers": workers, "draining": a.draining.Load()})
+}
+
+// infer serves one inference request: find out its prompt, choose, forward.
+func (a *API) infer(c *gin.Context, path string, kind promptKind) {
+	x := &Exchange{Route: path, Worker: "none", Arrived: time.Now()}
+	id := requestID(c)
+	defer func() {
+		if x.Status == 0 {
+			x.Status = c.Writer.Status()
+		}
+		a.telemetry.Finished(*x, time.Now())
+		a.log.Debug("request", "id", id, "route", path, "status", x.Status, "worker", x.Worker, "tokens", x.Decision.Tokens,
+			"overlap", x.Decision.OverlapTokens, "cached", x.Usage.CachedTokens, "seconds", time.Since(x.Arrived).Seconds())
+	}()
+	body, ok := a.body(c)
+	if !ok {
+		return
+	}
+	var model string
+	isJSON := kind != noPrompt || strings.HasPrefix(c.ContentType(), "application/json")
+	if isJSON {
+		if !gjson.ValidBytes(body) || !gjson.ParseBytes(body).IsObject() {
+			a.fail(c, http.StatusBadRequest, "", "the request body is not a JSON object")
+			return
+		}
+		model = gjson.GetBytes(body, "model").String()
+		if serves, up := a.router.Serves(model); up && !serves {
+			a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%s` does not exist.", model))
+			return
+		}
+	}
+	if gjson.GetBytes(body, "vllm_xargs.kv_cache_report_mode").Exists() {
+		// The engine would report blocks as stored that it only used again, and
+		// never as removed: the index could not be kept true.
+		a.fail(c, http.StatusBadRequest, "vllm_xargs", "kv_cache_report_mode is not allowed behind a router that follows KV events")
+		return
+	}
+	ctx := c.Request.Context()
+	prompt, multiple := a.prompt(ctx, kind, path, body)
+	x.Source = prompt.Source
+	tokensTime := time.Since(x.Arrived)
+	request := Request{Tokens: prompt.Tokens[:prompt.Exact], NumTokens: len(prompt.Tokens), Salt: gjson.GetBytes(body, "cache_salt").String(), LoRA: a.router.Adapter(model), Model: model}
+	route := func(exclude []uint64) (Decision, error) {
+		request.Exclude = exclude
+		d, err := a.router.Route(request)
+		if multiple { // the usage will speak of all prompts, the decision of one
+			d.Tokens = 0
+		}
+		if err == nil && kind != noPrompt {
+			a.telemetry.Decided(tokensTime, d)
+		}
+		return d, err
+	}
+	u := Upstream{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.upstreamHeader(c, id), Body: body, Route: path, RequestID: id, Arrived: x.Arrived}
+	if kind == chatPrompt || kind == completionPrompt {
+		u.Body, u.HideUsage = a.askForUsage(body)
+	}
+	if len(a.router.Targets()) > 1 {
+		u.MaxRetries = 1
+	}
+	err := a.proxy.Forward(ctx, c.Writer, u, x, route)
+	a.settle(c, x, err)
+	if x.Usage.Known && x.Decision.Tokens > 0 && x.Usage.PromptTokens != x.Decision.Tokens {
+		a.tokens.PromptMismatch(prompt.Shape, x.Decision.Tokens, x.Usage.PromptTokens)
+	}
+}
+
+// settle answers a request that could not be forwarded, if it still can be
+// answered, and finds the status to be counted.
+func (a *API) settle(c *gin.Context, x *Exchange, err error) {
+	switch {
+	case err == nil:
+	case c.Request.Context().Err() != nil:
+		x.Status = clientGone
+	case errors.Is(err, errAnswered):
+		x.Status = http.StatusBadGateway
+		if errors.Is(err, errSilent) {
+			x.Status = http.StatusGatewayTimeout
+		}
+		a.log.Warn("answer was cut short", "route", x.Route, "worker", x.Worker, "error", err)
+	case errors.Is(err, errSilent):
+		a.fail(c, http.StatusGatewayTimeout, "", fmt.Sprintf("worker %s did not answer within %s", x.Worker, a.config.RequestTimeout))
+	case errors.Is(err, ErrNoWorker):
+		c.Header("Retry-After", "5")
+		a.fail(c, http.StatusServiceUnavailable, "", "no worker is ready: try again in a few seconds")
+	default:
+		a.log.Warn("no worker answered", "route", x.Route, "error", err)
+		a.fail(c, http.StatusBadGateway, "", fmt.Sprintf("worker %s failed before it answered", x.Worker))
+	}
+}
+
+// body reads a request's body within the limits; not ok: it has been answered.
+func (a *API) body(c *gin.Context) (body []byte, ok bool) {
+	http.NewResponseController(c.Writer).SetReadDeadline(time.Now().Add(bodyTimeout))
+	limited := http.MaxBytesReader(c.Writer, c.Request.Body, a.config.MaxBodyBytes)
+	if n := c.Request.ContentLength; n > 0 && n <= a.config.MaxBodyBytes {
+		body = make([]byte, n)
+		n, err := io.ReadFull(limited, body)
+		if err != nil {
+			a.fail(c, http.StatusBadRequest, "", fmt.Sprintf("the request body ended after %d of %d bytes", n, len(body)))
+			return nil, false
+		}
+	} else {
+		var err error
+		body, err = io.ReadAll(limited)
+		var tooLarge *http.MaxBytesError
+		if errors.As(err, &tooLarge) {
+			a.fail(c, http.StatusRequestEntityTooLarge, "", fmt.Sprintf("the request body is larger than %d bytes (--max-body-bytes)", tooLarge.Limit))
+			return nil, false
+		}
+		if err != nil {
+			a.fail(c, http.StatusBadRequest, "", "the request body could not be read")
+			return nil, false
+		}
+	}
+	http.NewResponseController(c.Writer).SetReadDeadline(time.Time{})
+	return body, true
+}
+
+// prompt returns the request's prompt tokens; of several prompts the longest,
+// since the worker that serves one serves them all.
+func (a *API) prompt(ctx context.Context, kind promptKind, path string, body []byte) (p Prompt, multiple bool) {
+	switch kind {
+	case chatPrompt:
+		return a.tokens.Chat(ctx, body), false
+	case workerPrompt:
+		return a.tokens.Other(ctx, path, body), false
+	case completionPrompt:
+		prompts := a.tokens.Completion(ctx, body)
+		for _, candidate := range prompts {
+			if len(candidate.Tokens) > len(p.Tokens) || p.Source == "" {
+				p = candidate
+			}
+		}
+		return p, len(prompts) > 1
+	}
+	return Prompt{}, false
+}
+
+// askForUsage returns the body with a request for usage added, where it is a
+// stream's and does not say itself what it wants. The rest of the bytes stays
+// as it is.
+func (a *API) askForUsage(body []byte) (asked []byte, hide bool) {
+	if !a.config.CollectUsage || !gjson.GetBytes(body, "stream").Bool() {
+		return body, false
+	}
+	options := gjson.GetBytes(body, "stream_options")
+	if options.Get("include_usage").Bool() || options.Get("continuous_usage_stats").Bool() {
+		return body, false
+	}
+	if options.IsObject() {
+		asked, err := sjson.SetBytes(body, "stream_options.include_usage", true)
+		return asked, err == nil
+	}
+	if options.Exists() && options.Type != gjson.Null {
+		return body, false // the engine will say what is wrong with it
+	}
+	if options.Exists() {
+		asked, err := sjson.SetRawBytes(body, "stream_options", []byte(`{"include_usage":true}`))
+		return asked, err == nil
+	}
+	const option = `"stream_options":{"include_usage":true},`
+	brace := slices.Index(body, '{') + 1
+	asked = make([]byte, 0, len(body)+len(option))
+	asked = append(asked, body[:brace]...)
+	asked = append(asked, option...)
+	return append(asked, body[brace:]...), true
+}
+
+// upstreamHeader returns the client's headers as they go to a worker.
+func (a *API) upstreamHeader(c *gin.Context, id string) http.Header {
+	header := c.Request.Header.Clone()
+	for _, name := range hopByHop {
+		header.Del(name)
+	}
+	header.Del("Accept-Encoding") // the usage must be readable here
+	header.Del("Expect")
+	header.Del("Content-Length")
+	if len(a.config.APIKey) > 0 {
+		header.Del("Authorization") // it was for us
+	}
+	header.Set(headerRequest, id)
+	return header
+}
+
+// tokenized serves a route that only the tokenizer is needed for.
+func (a *API) tokenized(serve func(context.Context, []byte) ([]byte, error)) gin.HandlerFunc {
+	return func(c *gin.Context) {
+		body, ok := a.body(c)
+		if !ok {
+			return
+		}
+		answer, err := serve(c.Request.Context(), body)
+		var bad *BadRequest
+		var refused *AskError
+		switch {
+		case errors.As(err, &bad):
+			a.fail(c, http.StatusBadRequest, "", bad.Error())
+		case errors.As(err, &refused):
+			c.Data(refused.Status, "application/json", refused.Answer)
+		case err != nil:
+			a.fail(c, http.StatusServiceUnavailable, "", err.Error())
+		default:
+			c.Data(http.StatusOK, "application/json", answer)
+		}
+	}
+}
+
+// models lists what the workers serve, each model as the first worker that
+// serves it describes it; while none is up, the name that is configured.
+func (a *API) models(c *gin.Context) {
+	var list []json.RawMessage
+	seen := map[string]bool{}
+	for _, t := range a.router.Targets() {
+		_, body, err := a.proxy.Ask(c.Request.Context(), t, http.MethodGet, "/v1/models", a.upstreamHeader(c, requestID(c)), nil)
+		if err != nil {
+			continue
+		}
+		gjson.GetBytes(body, "data").ForEach(func(_, m gjson.Result) bool {
+			if name := m.Get("id").String(); !seen[name] {
+				seen[name] = true
+				list = append(list, json.RawMessage(m.Raw))
+			}
+			return true
+		})
+	}
+	if len(list) == 0 {
+		card, _ := json.Marshal(gin.H{"id": a.config.ServedModelName, "object": "model", "created": 0, "owned_by": "kvrouter"})
+		list = append(list, card)
+	}
+	if name := c.Param("model"); name != "" {
+		for _, m := range list {
+			if gjson.GetBytes(m, "id").String() == name {
+				c.Data(http.StatusOK, "application/json", m)
+				return
+			}
+		}
+		a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%s` does not exist.", name))
+		return
+	}
+	c.JSON(http.StatusOK, gin.H{"object": "list", "data": list})
+}
+
+// broadcastUntilFound asks one worker after the other for something that only
+// one of them holds: a stored response.
+func (a *API) broadcastUntilFound(c *gin.Context) {
+	id := requestID(c)
+	for _, t := range a.router.Targets() {
+		status, body, err := a.proxy.Ask(c.Request.Context(), t, c.Request.Method, c.Request.URL.RequestURI(), a.upstreamHeader(c, id), nil)
+		if err == nil && status != http.StatusNotFound {
+			c.Header(headerWorker, workerLabel(t.Key.Worker))
+			c.Data(status, "application/json", body)
+			return
+		}
+	}
+	a.fail(c, http.StatusNotFound, "", "no worker knows this response")
+}
+
+// admin sends an administration request to every worker and reports what each
+// answered; the status is the worst of theirs.
+func (a *API) admin(c *gin.Context) {
+	if !a.config.AllowEngineAdmin {
+		a.fail(c, http.StatusForbidden, "", "this path administers the engines: start the router with --allow-engine-admin to let it through")
+		return
+	}
+	body, ok := a.body(c)
+	if !ok {
+		return
+	}
+	worst := http.StatusOK
+	answers := []gin.H{}
+	id := requestID(c)
+	for _, t := range a.router.Targets() {
+		status, answer, err := a.proxy.Ask(c.Request.Context(), t, c.Request.Method, c.Request.URL.RequestURI(), a.upstreamHeader(c, id), body)
+		if err != nil {
+			status, answer = http.StatusBadGateway, errorJSON(http.StatusBadGateway, "server_error", "", "the worker did not answer")
+		}
+		worst = max(worst, status)
+		entry := gin.H{"worker_id": t.Key.Worker, "status": status}
+		if gjson.ValidBytes(answer) && len(answer) > 0 {
+			entry["answer"] = json.RawMessage(answer)
+		}
+		answers = append(answers, entry)
+	}
+	c.JSON(worst, answers)
+}
+
+// fail answers with an error in OpenAI's shape.
+func (a *API) fail(c *gin.Context, status int, param, message string) {
+	c.Header(headerRequest, requestID(c))
+	c.Data(status, "application/json", errorJSON(status, errorType(status), param, message))
+}
+
+// openAIError is fail for those who have no API.
+func openAIError(c *gin.Context, status int, message string) {
+	c.Data(status, "application/json", errorJSON(status, errorType(status), "", message))
+}
+
+// errorType is OpenAI's and vLLM's word for an HTTP status.
+func errorType(status int) string {
+	switch status {
+	case http.StatusUnauthorized:
+		return "invalid_api_key"
+	case http.StatusForbidden:
+		return "permission_error"
+	case http.StatusNotFound:
+		return "NotFoundError"
+	case http.StatusServiceUnavailable, http.StatusTooManyRequests:
+		return "service_unavailable"
+	}
+	if status < 500 {
+		return "invalid_request_error"
+	}
+	return "server_error"
+}
+
+// errorJSON renders an error in OpenAI's shape; an empty param is null.
+func errorJSON(status int, kind, param, message string) []byte {
+	var p any
+	if param != "" {
+		p = param
+	}
+	body, _ := json.Marshal(gin.H{"error": gin.H{"message": message, "type": kind, "param": p, "code": status}})
+	return body
+}
+
+// requestID returns the request's id: the client's own where it sent a usable
+// one, else a new one, which is kept with the request.
+func requestID(c *gin.Context) string {
+	id := c.Request.Header.Get(headerRequest)
+	usable := id != "" && len(id) <= requestIDLimit && !strings.ContainsFunc(id, func(r rune) bool { return r < ' ' || r > '~' })
+	if !usable {
+		var random [12]byte
+		rand.Read(random[:])
+		id = "req-" + hex.EncodeToString(random[:])
+		c.Request.Header.Set(headerRequest, id)
+	}
+	return id
+}

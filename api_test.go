@@ -1,0 +1,619 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/tidwall/gjson"
+)
+
+// fakeWorker is an engine's HTTP side, scripted by a test.
+type fakeWorker struct {
+	*httptest.Server
+	mu     sync.Mutex // guards all below
+	bodies []string
+	header http.Header
+}
+
+// newFakeWorker starts a worker that answers inference requests with serve.
+func newFakeWorker(t *testing.T, serve http.HandlerFunc) *fakeWorker {
+	t.Helper()
+	f := &fakeWorker{}
+	f.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/v1/models" {
+			io.WriteString(w, `{"object":"list","data":[{"id":"m","object":"model","max_model_len":8192}]}`)
+			return
+		}
+		if r.Header.Get(headerRequest) == "" { // the router's own question for tokens
+			http.NotFound(w, r)
+			return
+		}
+		body, _ := io.ReadAll(r.Body)
+		f.mu.Lock()
+		f.bodies = append(f.bodies, string(body))
+		f.header = r.Header.Clone()
+		f.mu.Unlock()
+		serve(w, r)
+	}))
+	t.Cleanup(f.Close)
+	return f
+}
+
+func (f *fakeWorker) received() []string {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return append([]string(nil), f.bodies...)
+}
+
+// house is a router's OpenAI side over fake workers.
+type house struct {
+	*httptest.Server
+	router    *Router
+	selection *httptest.Server
+	failed    chan uint64
+}
+
+// newHouse serves the given workers round robin, so that worker 0 gets the
+// first request.
+func newHouse(t *testing.T, config Config, workers ...string) *house {
+	t.Helper()
+	if config.MaxBodyBytes == 0 {
+		config.MaxBodyBytes = 1 << 20
+	}
+	config.ServedModelName = "m"
+	log := slog.New(slog.DiscardHandler)
+	h := &house{router: newTestRouter(t, "round-robin", 0), failed: make(chan uint64, 100)}
+	for i, url := range workers {
+		h.router.Up(Target{Key: WorkerKey{Worker: uint64(i)}, URL: url, Models: []string{"m"}})
+	}
+	telemetry := NewTelemetry(func() []WorkerSample { return nil }, func() PromptSample { return PromptSample{} })
+	proxy := NewProxy(telemetry, config.RequestTimeout, func(w uint64) { h.failed <- w })
+	rooms := &rooms{router: h.router, proxy: proxy}
+	tokens := NewTokens(nil, rooms.askWorker, time.Second, log)
+	h.Server = httptest.NewServer(NewAPI(config, h.router, tokens, proxy, telemetry, log).Handler())
+	h.selection = httptest.NewServer(NewSelection(config, h.router, h.router.index, func() []WorkerStatus { return nil }, log).Handler())
+	t.Cleanup(func() {
+		h.Close()
+		h.selection.Close()
+		proxy.client.CloseIdleConnections()
+		for _, target := range h.router.Targets() {
+			if n := h.router.Load(target.Key).InFlight; n != 0 {
+				t.Errorf("worker %d still has %d requests booked", target.Key.Worker, n)
+			}
+		}
+	})
+	return h
+}
+
+// post sends a body and returns the whole answer.
+func (h *house) post(t *testing.T, path, body string, headers ...string) (*http.Response, string) {
+	t.Helper()
+	request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, h.URL+path, strings.NewReader(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	request.Header.Set("Content-Type", "application/json")
+	for i := 0; i+1 < len(headers); i += 2 {
+		request.Header.Set(headers[i], headers[i+1])
+	}
+	response, err := h.Client().Do(request)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer response.Body.Close()
+	answer, err := io.ReadAll(response.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return response, string(answer)
+}
+
+const chatPath = "/v1/chat/completions"
+
+// streamOf answers with the given events.
+func streamOf(events ...string) http.HandlerFunc {
+	return func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "text/event-stream; charset=utf-8")
+		for _, e := range events {
+			fmt.Fprintf(w, "data: %s\n\n", e)
+		}
+	}
+}
+
+// hangUp ends the connection without an answer.
+func hangUp(w http.ResponseWriter, _ *http.Request) {
+	connection, _, err := http.NewResponseController(w).Hijack()
+	if err == nil {
+		connection.Close()
+	}
+}
+
+// deadURL is an address where nothing listens.
+func deadURL(t *testing.T) string {
+	s := httptest.NewServer(http.NotFoundHandler())
+	s.Close()
+	return s.URL
+}
+
+const (
+	tokenEvent = `{"choices":[{"delta":{"content":"hi"}}]}`
+	usageEvent = `{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":4}}}`
+)
+
+func TestBodyReachesTheWorkerUnchanged(t *testing.T) {
+	worker := newFakeWorker(t, streamOf(tokenEvent, "[DONE]"))
+	h := newHouse(t, Config{CollectUsage: true}, worker.URL)
+	bodies := []string{
+		`{"zeta": 1, "model":"m", "messages":[{"role":"user","content":"a","name":"x"}], "unknown":{"b":1,"a":2}}`,
+		"{\n \"stream\": true, \"stream_options\": {\"include_usage\": true}, \"model\": \"m\", \"messages\": []}",
+		`{"stream":true,"stream_options":{"continuous_usage_stats":true},"messages":[]}`,
+		`{"stream":true,"stream_options":"wrong","messages":[]}`,
+	}
+	for i, body := range bodies {
+		h.post(t, chatPath, body)
+		if got := worker.received()[i]; got != body {
+			t.Errorf("sent\n%s\nreceived\n%s", body, got)
+		}
+	}
+}
+
+func TestUsageIsAskedForAndHidden(t *testing.T) {
+	worker := newFakeWorker(t, streamOf(tokenEvent, usageEvent, "[DONE]"))
+	h := newHouse(t, Config{CollectUsage: true}, worker.URL)
+	tests := []struct{ sent, want string }{
+		{`{"model":"m","stream":true}`, `{"stream_options":{"include_usage":true},"model":"m","stream":true}`},
+		{`{"stream":true,"stream_options":{"x":1},"n":1}`, `{"stream":true,"stream_options":{"x":1,"include_usage":true},"n":1}`},
+		{`{"stream":true,"stream_options":null,"n":1}`, `{"stream":true,"stream_options":{"include_usage":true},"n":1}`},
+		{`{"stream":true,"stream_options":{"include_usage":false}}`, `{"stream":true,"stream_options":{"include_usage":true}}`},
+	}
+	for i, test := range tests {
+		_, answer := h.post(t, chatPath, test.sent)
+		if got := worker.received()[i]; got != test.want {
+			t.Errorf("sent\n%s\nreceived\n%s\nwant\n%s", test.sent, got, test.want)
+		}
+		if want := "data: " + tokenEvent + "\n\ndata: [DONE]\n\n"; answer != want {
+			t.Errorf("client got\n%s\nwant\n%s", answer, want)
+		}
+	}
+	_, answer := h.post(t, chatPath, `{"model":"m","stream":true,"stream_options":{"include_usage":true}}`)
+	if !strings.Contains(answer, usageEvent) {
+		t.Errorf("a client that asked for usage got\n%s", answer)
+	}
+	metrics, err := h.Client().Get(h.URL + "/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer metrics.Body.Close()
+	page, _ := io.ReadAll(metrics.Body)
+	if want := `kvrouter_prompt_tokens_total{worker_id="0"} 45`; !strings.Contains(string(page), want) {
+		t.Errorf("metrics lack %s", want)
+	}
+}
+
+func TestNoCollectUsageLeavesStreamsAlone(t *testing.T) {
+	worker := newFakeWorker(t, streamOf(tokenEvent, usageEvent, "[DONE]"))
+	h := newHouse(t, Config{CollectUsage: false}, worker.URL)
+	_, answer := h.post(t, chatPath, `{"stream":true}`)
+	if got := worker.received()[0]; got != `{"stream":true}` || !strings.Contains(answer, usageEvent) {
+		t.Errorf("received %s, answered %s", got, answer)
+	}
+}
+
+func TestStreamIsRelayedAsItComes(t *testing.T) {
+	next := make(chan struct{})
+	worker := newFakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Content-Type", "text/event-stream")
+		for range 3 {
+			fmt.Fprintf(w, "data: %s\n\n", tokenEvent)
+			http.NewResponseController(w).Flush()
+			select {
+			case <-next:
+			case <-r.Context().Done():
+				return
+			}
+		}
+	})
+	h := newHouse(t, Config{}, worker.URL)
+	response, err := h.Client().Post(h.URL+chatPath, "application/json", strings.NewReader(`{"stream":true}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer response.Body.Close()
+	lines := bufio.NewReader(response.Body)
+	for range 3 { // each event arrives before the next is sent
+		line, err := lines.ReadString('\n')
+		if err != nil || line != "data: "+tokenEvent+"\n" {
+			t.Fatalf("%q, %v", line, err)
+		}
+		lines.ReadString('\n')
+		next <- struct{}{}
+	}
+}
+
+func TestClientThatLeavesCancelsTheWorker(t *testing.T) {
+	cancelled := make(chan struct{})
+	worker := newFakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Content-Type", "text/event-stream")
+		fmt.Fprintf(w, "data: %s\n\n", tokenEvent)
+		http.NewResponseController(w).Flush()
+		<-r.Context().Done()
+		close(cancelled)
+	})
+	h := newHouse(t, Config{}, worker.URL)
+	ctx, leave := context.WithCancel(t.Context())
+	request, _ := http.NewRequestWithContext(ctx, http.MethodPost, h.URL+chatPath, strings.NewReader(`{"stream":true}`))
+	response, err := h.Client().Do(request)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer response.Body.Close()
+	if n := h.router.Load(WorkerKey{}).InFlight; n != 1 {
+		t.Errorf("%d in flight during the stream, want 1", n)
+	}
+	leave()
+	select {
+	case <-cancelled:
+	case <-time.After(5 * time.Second):
+		t.Fatal("the worker was not told")
+	}
+	eventually(t, 5*time.Second, "the booking freed", func() bool { return h.router.Load(WorkerKey{}).InFlight == 0 })
+	eventually(t, 5*time.Second, "status 499 counted", func() bool {
+		return strings.Contains(h.metrics(t), `kvrouter_requests_total{route="/v1/chat/completions",status="499",worker_id="0"} 1`)
+	})
+}
+
+func (h *house) metrics(t *testing.T) string {
+	t.Helper()
+	response, err := h.Client().Get(h.URL + "/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer response.Body.Close()
+	page, _ := io.ReadAll(response.Body)
+	return string(page)
+}
+
+func TestFailureBeforeTheFirstByteIsTriedElsewhere(t *testing.T) {
+	tests := []struct {
+		name  string
+		serve http.HandlerFunc // nil: nothing listens
+	}{
+		{"nothing listens", nil},
+		{"connection closed without an answer", hangUp},
+		{"engine error", func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "EngineDeadError", 500) }},
+		{"not ready", func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "", 503) }},
+		{"stream header, then death", func(w http.ResponseWriter, r *http.Request) {
+			w.Header().Set("Content-Type", "text/event-stream")
+			w.WriteHeader(200)
+			http.NewResponseController(w).Flush()
+			panic(http.ErrAbortHandler)
+		}},
+		{"stream whose first event is an engine error", streamOf(`{"error":{"message":"EngineCore died","code":500}}`, "[DONE]")},
+		{"half a JSON answer", func(w http.ResponseWriter, r *http.Request) {
+			w.Header().Set("Content-Length", "1000")
+			io.WriteString(w, `{"choices":`)
+			panic(http.ErrAbortHandler)
+		}},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			first := deadURL(t)
+			if test.serve != nil {
+				first = newFakeWorker(t, test.serve).URL
+			}
+			second := newFakeWorker(t, streamOf(tokenEvent, "[DONE]"))
+			h := newHouse(t, Config{}, first, second.URL)
+			response, answer := h.post(t, chatPath, `{"stream":true}`)
+			if response.StatusCode != 200 || response.Header.Get(headerWorker) != "1" || !strings.Contains(answer, tokenEvent) {
+				t.Errorf("%d from worker %s: %s", response.StatusCode, response.Header.Get(headerWorker), answer)
+			}
+			if w := <-h.failed; w != 0 {
+				t.Errorf("worker %d was blamed", w)
+			}
+		})
+	}
+}
+
+func TestWorkersThatAllFailGiveOneError(t *testing.T) {
+	h := newHouse(t, Config{}, deadURL(t), deadURL(t), deadURL(t))
+	response, answer := h.post(t, chatPath, `{"messages":[]}`)
+	if response.StatusCode != http.StatusBadGateway || gjson.Get(answer, "error.code").Int() != 502 {
+		t.Errorf("%d: %s", response.StatusCode, answer)
+	}
+	if n := len(h.failed); n != 2 {
+		t.Errorf("%d workers were tried, want 2: one and one other", n)
+	}
+}
+
+func TestAnEnginesOwnErrorsReachTheClient(t *testing.T) {
+	for _, status := range []int{400, 404, 422, 429, 500} {
+		worker := newFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) {
+			w.WriteHeader(status)
+			io.WriteString(w, `{"error":{"message":"mine"}}`)
+		})
+		h := newHouse(t, Config{}, worker.URL)
+		response, answer := h.post(t, chatPath, `{}`)
+		if response.StatusCode != status || answer != `{"error":{"message":"mine"}}` {
+			t.Errorf("%d: %d %s", status, response.StatusCode, answer)
+		}
+	}
+}
+
+func TestFailureInMidStreamEndsWithAnErrorEvent(t *testing.T) {
+	worker := newFakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
+		streamOf(tokenEvent)(w, r)
+		http.NewResponseController(w).Flush()
+		panic(http.ErrAbortHandler)
+	})
+	other := newFakeWorker(t, streamOf("[DONE]"))
+	h := newHouse(t, Config{}, worker.URL, other.URL)
+	response, answer := h.post(t, chatPath, `{"stream":true}`)
+	events := strings.Split(strings.TrimSpace(answer), "\n\n")
+	if response.StatusCode != 200 || len(events) != 2 || events[0] != "data: "+tokenEvent {
+		t.Fatalf("%d: %s", response.StatusCode, answer)
+	}
+	if code := gjson.Get(strings.TrimPrefix(events[1], "data: "), "error.code").Int(); code != 502 {
+		t.Errorf("last event %s", events[1])
+	}
+	if len(other.received()) != 0 {
+		t.Error("a request was repeated after its first byte")
+	}
+}
+
+func TestLimitsAndBadRequests(t *testing.T) {
+	worker := newFakeWorker(t, streamOf("[DONE]"))
+	h := newHouse(t, Config{MaxBodyBytes: 64}, worker.URL)
+	long := `{"messages":"` + strings.Repeat("x", 100) + `"}`
+	tests := []struct {
+		name, body string
+		status     int
+	}{
+		{"too large", long, 413},
+		{"not JSON", `{"a":`, 400},
+		{"not an object", `[1]`, 400},
+		{"empty", ``, 400},
+		{"unknown model", `{"model":"gpt-x"}`, 404},
+		{"breaks the index", `{"vllm_xargs":{"kv_cache_report_mode":"full"}}`, 400},
+	}
+	for _, test := range tests {
+		response, answer := h.post(t, chatPath, test.body)
+		e := gjson.Get(answer, "error")
+		if response.StatusCode != test.status || e.Get("message").String() == "" || int(e.Get("code").Int()) != test.status || !e.Get("type").Exists() || !e.Get("param").Exists() {
+			t.Errorf("%s: %d %s", test.name, response.StatusCode, answer)
+		}
+	}
+	// The same limit without a Content-Length.
+	request, _ := http.NewRequest(http.MethodPost, h.URL+chatPath, io.MultiReader(strings.NewReader(long)))
+	response, err := h.Client().Do(request)
+	if err != nil {
+		t.Fatal(err)
+	}
+	response.Body.Close()
+	if response.StatusCode != 413 {
+		t.Errorf("chunked and too large: %d", response.StatusCode)
+	}
+	if len(worker.received()) != 0 {
+		t.Error("a refused request reached the worker")
+	}
+}
+
+func TestNoWorkerIs503WithRetryAfter(t *testing.T) {
+	h := newHouse(t, Config{})
+	response, answer := h.post(t, chatPath, `{"messages":[]}`)
+	if response.StatusCode != 503 || response.Header.Get("Retry-After") == "" || !gjson.Get(answer, "error.message").Exists() {
+		t.Errorf("%d %v %s", response.StatusCode, response.Header, answer)
+	}
+	ready, err := h.Client().Get(h.URL + "/ready")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ready.Body.Close()
+	if ready.StatusCode != 503 {
+		t.Errorf("/ready is %d without workers", ready.StatusCode)
+	}
+}
+
+func TestTimeOutIs504(t *testing.T) {
+	worker := newFakeWorker(t, func(w http.ResponseWriter, r *http.Request) { <-r.Context().Done() })
+	h := newHouse(t, Config{RequestTimeout: 50 * time.Millisecond}, worker.URL)
+	response, answer := h.post(t, chatPath, `{"messages":[]}`)
+	if response.StatusCode != http.StatusGatewayTimeout {
+		t.Errorf("%d %s", response.StatusCode, answer)
+	}
+}
+
+func TestRequestIDIsKeptAndPassedOn(t *testing.T) {
+	worker := newFakeWorker(t, streamOf("[DONE]"))
+	h := newHouse(t, Config{}, worker.URL)
+	response, _ := h.post(t, chatPath, `{}`, "X-Request-Id", "mine-1")
+	if got := response.Header.Get(headerRequest); got != "mine-1" || worker.header.Get(headerRequest) != "mine-1" {
+		t.Errorf("client got %q, worker %q", got, worker.header.Get(headerRequest))
+	}
+	response, _ = h.post(t, chatPath, `{}`)
+	if got := response.Header.Get(headerRequest); got == "" || worker.header.Get(headerRequest) != got {
+		t.Errorf("client got %q, worker %q", got, worker.header.Get(headerRequest))
+	}
+}
+
+func TestKeysGuardBothPorts(t *testing.T) {
+	worker := newFakeWorker(t, streamOf("[DONE]"))
+	h := newHouse(t, Config{APIKey: []string{"k1", "k2"}, RouterAPIKey: []string{"r"}}, worker.URL)
+	for key, status := range map[string]int{"": 401, "Bearer k": 401, "Bearer k2": 200} {
+		response, _ := h.post(t, chatPath, `{}`, "Authorization", key)
+		if response.StatusCode != status {
+			t.Errorf("key %q: %d, want %d", key, response.StatusCode, status)
+		}
+	}
+	if got := worker.header.Get("Authorization"); got != "" {
+		t.Errorf("the router's key reached the worker: %q", got)
+	}
+	response, err := h.Client().Get(h.selection.URL + "/dump")
+	if err != nil {
+		t.Fatal(err)
+	}
+	response.Body.Close()
+	if response.StatusCode != 401 {
+		t.Errorf("router port without a key: %d", response.StatusCode)
+	}
+}
+
+func TestEngineAdminIsRefusedUnlessAllowed(t *testing.T) {
+	ok := func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, `{"done":true}`) }
+	a, b := newFakeWorker(t, ok), newFakeWorker(t, ok)
+	h := newHouse(t, Config{}, a.URL, b.URL)
+	if response, _ := h.post(t, "/reset_prefix_cache", ""); response.StatusCode != 403 || len(a.received())+len(b.received()) != 0 {
+		t.Errorf("%d, %d requests reached workers", response.StatusCode, len(a.received())+len(b.received()))
+	}
+	h = newHouse(t, Config{AllowEngineAdmin: true}, a.URL, b.URL)
+	response, answer := h.post(t, "/reset_prefix_cache", "")
+	if response.StatusCode != 200 || len(a.received()) != 1 || len(b.received()) != 1 || gjson.Get(answer, "1.answer.done").String() != "true" {
+		t.Errorf("%d %s", response.StatusCode, answer)
+	}
+}
+
+func TestModelsAreTheWorkers(t *testing.T) {
+	worker := newFakeWorker(t, streamOf("[DONE]"))
+	h := newHouse(t, Config{}, worker.URL, worker.URL)
+	response, err := h.Client().Get(h.URL + "/v1/models")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer response.Body.Close()
+	body, _ := io.ReadAll(response.Body)
+	if n := gjson.GetBytes(body, "data.#").Int(); n != 1 || gjson.GetBytes(body, "data.0.max_model_len").Int() != 8192 {
+		t.Errorf("%s", body)
+	}
+}
+
+func TestOtherInferencePathsAreForwarded(t *testing.T) {
+	worker := newFakeWorker(t, func(w http.ResponseWriter, r *http.Request) { io.WriteString(w, r.URL.RequestURI()) })
+	h := newHouse(t, Config{}, worker.URL)
+	for path := range inferenceRoutes {
+		if _, answer := h.post(t, path+"?x=1", `{"model":"m"}`); answer != path+"?x=1" {
+			t.Errorf("%s was answered %s", path, answer)
+		}
+	}
+	if response, _ := h.post(t, "/v1/nothing", `{}`); response.StatusCode != 404 {
+		t.Errorf("an unknown path: %d", response.StatusCode)
+	}
+}
+
+// TestEventsSplitAnywhereReadTheSame feeds a stream to the scanner in pieces of
+// every size.
+func TestEventsSplitAnywhereReadTheSame(t *testing.T) {
+	stream := "data: " + tokenEvent + "\n\n: comment\n\ndata: " + tokenEvent + "\r\n\r\ndata: " + usageEvent + "\n\ndata: [DONE]\n\n"
+	shown := "data: " + tokenEvent + "\n\n: comment\n\ndata: " + tokenEvent + "\r\n\r\ndata: [DONE]\n\n"
+	for size := 1; size <= len(stream); size++ {
+		for _, hide := range []bool{true, false} {
+			s := eventScanner{hideUsage: hide}
+			var got bytes.Buffer
+			events := 0
+			for rest := []byte(stream); len(rest) > 0; {
+				n := min(size, len(rest))
+				got.Write(s.scan(rest[:n]))
+				events += s.count
+				rest = rest[n:]
+			}
+			got.Write(s.rest())
+			want := stream
+			if hide {
+				want = shown
+			}
+			if got.String() != want || events != 3 || s.usage.CachedTokens != 4 {
+				t.Fatalf("pieces of %d, hide %v: %d events, usage %+v\n%s", size, hide, events, s.usage, got.String())
+			}
+		}
+	}
+}
+
+func FuzzEventScanner(f *testing.F) {
+	f.Add([]byte("data: "+usageEvent+"\n\ndata: [DONE]\n\n"), 3, true)
+	f.Fuzz(func(t *testing.T, stream []byte, size int, hide bool) {
+		if size <= 0 {
+			return
+		}
+		s := eventScanner{hideUsage: hide}
+		shown := 0
+		for rest := stream; len(rest) > 0; {
+			n := min(size, len(rest))
+			shown += len(s.scan(rest[:n]))
+			rest = rest[n:]
+		}
+		shown += len(s.rest())
+		if shown > len(stream) || (!hide && shown != len(stream)) {
+			t.Errorf("%d bytes in, %d out", len(stream), shown)
+		}
+	})
+}
+
+func TestFindBestWorker(t *testing.T) {
+	h := newHouse(t, Config{}, "http://a", "http://b")
+	post := func(body string) (int, string) {
+		response, err := h.Client().Post(h.selection.URL+"/find_best_worker", "application/json", strings.NewReader(body))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer response.Body.Close()
+		answer, _ := io.ReadAll(response.Body)
+		return response.StatusCode, string(answer)
+	}
+	for _, bad := range []string{``, `{}`, `{"local_hashes":[1]}`, `{"local_hashes":[1],"num_tokens":0}`, `{"local_hashes":["x"],"num_tokens":4}`, `{"local_hashes":[1.5],"num_tokens":4}`} {
+		if status, answer := post(bad); status != 400 || !gjson.Get(answer, "error").Exists() {
+			t.Errorf("%s: %d %s", bad, status, answer)
+		}
+	}
+	for want := range 2 {
+		if status, answer := post(`{"local_hashes":[14643705804678351452,-3],"num_tokens":9}`); status != 200 || gjson.Get(answer, "worker_id").Int() != int64(want) {
+			t.Errorf("%d %s", status, answer)
+		}
+	}
+	h.router.Down(WorkerKey{Worker: 0})
+	h.router.Down(WorkerKey{Worker: 1})
+	if status, _ := post(`{"local_hashes":[1],"num_tokens":9}`); status != 503 {
+		t.Errorf("no worker: %d", status)
+	}
+}
+
+func TestOverlapScoresAndDump(t *testing.T) {
+	h := newHouse(t, Config{}, "http://a", "http://b")
+	hold(h.router, 0, count(1, 8))
+	hold(h.router, 1, count(1, 4))
+	response, err := h.Client().Post(h.selection.URL+"/overlap_scores", "application/json", strings.NewReader(`{"token_ids":[1,2,3,4,5,6,7,8,9,10,11,12]}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	body, _ := io.ReadAll(response.Body)
+	response.Body.Close()
+	if g := gjson.ParseBytes(body); g.Get("num_blocks").Int() != 3 || g.Get("workers.0.device_blocks").Int() != 2 || g.Get("workers.1.device_blocks").Int() != 1 {
+		t.Errorf("%s", body)
+	}
+	response, err = h.Client().Get(h.selection.URL + "/dump")
+	if err != nil {
+		t.Fatal(err)
+	}
+	body, _ = io.ReadAll(response.Body)
+	response.Body.Close()
+	var dump map[string]struct {
+		BlockSize int         `json:"block_size"`
+		Events    []dumpEvent `json:"events"`
+	}
+	if err := json.Unmarshal(body, &dump); err != nil {
+		t.Fatalf("%v: %s", err, body)
+	}
+	events := dump["m:default"].Events
+	if len(events) != 2 || len(events[0].Event.Data.Stored.Blocks) != 2 || events[0].Event.Data.Stored.ParentHash != nil ||
+		events[0].Event.Data.Stored.Blocks[0].TokensHash != 14643705804678351452 || events[0].Event.Data.Stored.Blocks[1].TokensHash != 16777012769546811212 {
+		t.Errorf("%s", body)
+	}
+}

@@ -1,0 +1,460 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/tidwall/gjson"
+)
+
+// Names of the headers by which a client learns what was decided.
+const (
+	headerWorker  = "X-Kvrouter-Worker-Id"
+	headerOverlap = "X-Kvrouter-Overlap-Tokens"
+	headerRequest = "X-Request-Id"
+)
+
+const (
+	// upstreamIdle is how long an unused connection to a worker is kept: less
+	// than the 5 s after which uvicorn closes it, so that no request meets a
+	// connection that is just being closed.
+	upstreamIdle = 4 * time.Second
+	dialTimeout  = 3 * time.Second
+	// bufferedAnswer bounds the part of an answer that is held back to make a
+	// second attempt possible, and the part of a stream's event that is.
+	bufferedAnswer = 8 << 20
+	// clientGone is nginx's status for a client that closed the connection.
+	clientGone = 499
+)
+
+// Upstream is a request as it goes to a worker, the body unchanged from what
+// the client sent but for an added request for usage.
+type Upstream struct {
+	Method     string
+	Path       string // with query
+	Header     http.Header
+	Body       []byte
+	HideUsage  bool // usage was asked for by the router: keep it from the client
+	Route      string
+	RequestID  string
+	Arrived    time.Time
+	MaxRetries int // further workers to try while nothing was answered
+}
+
+// Proxy sends requests to workers and relays their answers.
+type Proxy struct {
+	client    *http.Client
+	telemetry *Telemetry
+	failed    func(worker uint64) // told of a worker that did not answer
+	silence   time.Duration       // longest wait for a worker's next byte, and for a client to take it; 0: no limit
+	now       func() time.Time
+}
+
+// NewProxy returns a proxy. silence is the longest wait for a worker's next
+// byte, 0 for ever; failed is called with each worker that does not answer a
+// request.
+func NewProxy(telemetry *Telemetry, silence time.Duration, failed func(worker uint64)) *Proxy {
+	return &Proxy{
+		client: &http.Client{
+			Transport: &http.Transport{
+				DialContext:         (&net.Dialer{Timeout: dialTimeout, KeepAlive: 15 * time.Second}).DialContext,
+				MaxIdleConnsPerHost: 1024,
+				IdleConnTimeout:     upstreamIdle,
+				DisableCompression:  true,
+				WriteBufferSize:     64 << 10,
+			},
+			CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+		},
+		telemetry: telemetry,
+		failed:    failed,
+		silence:   silence,
+		now:       time.Now,
+	}
+}
+
+// workerError says that a worker did not answer.
+type workerError struct {
+	worker uint64
+	err    error
+}
+
+func (e *workerError) Error() string { return fmt.Sprintf("worker %d: %v", e.worker, e.err) }
+func (e *workerError) Unwrap() error { return e.err }
+
+// errAnswered marks a failure after the first byte: the client has been told as
+// far as the protocol allows, and nothing more can be written.
+var errAnswered = errors.New("answer was cut short")
+
+// errSilent says that a worker was silent for too long.
+var errSilent = errors.New("no byte came within --request-timeout")
+
+// Forward sends u to the worker that route chooses and relays the answer to w.
+// Where a worker fails before the first byte of its answer, route is asked for
+// another one that is not among exclude. Every booking ends here. An error
+// other than errAnswered means that nothing was written to w.
+func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, route func(exclude []uint64) (Decision, error)) error {
+	var exclude []uint64
+	var failure error
+	for {
+		decision, err := route(exclude)
+		if err != nil {
+			if failure != nil {
+				return failure
+			}
+			return err
+		}
+		worker := decision.Target.Key.Worker
+		x.Decision, x.Worker = decision, workerLabel(worker)
+		err = p.attempt(ctx, w, u, x, len(exclude) < u.MaxRetries)
+		decision.Booking.End()
+		var failed *workerError
+		if !errors.As(err, &failed) || errors.Is(err, errAnswered) || errors.Is(err, errSilent) || ctx.Err() != nil {
+			return err
+		}
+		p.failed(worker)
+		failure = err
+		if len(exclude) == u.MaxRetries {
+			return failure
+		}
+		p.telemetry.Retried(worker)
+		exclude = append(exclude, worker)
+	}
+}
+
+// attempt sends u to the decided worker and relays the answer. A *workerError
+// without errAnswered means that nothing was written and another worker may be
+// tried. With retry, an answer that tells of a failed engine counts as such.
+func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, retry bool) error {
+	worker := x.Decision.Target.Key.Worker
+	ctx, cancel := context.WithCancelCause(ctx) // ends the engine's work when we stop reading
+	defer cancel(nil)
+	heard := func() {}
+	if p.silence > 0 {
+		timer := time.AfterFunc(p.silence, func() { cancel(errSilent) })
+		defer timer.Stop()
+		connection := http.NewResponseController(w)
+		heard = func() {
+			timer.Reset(p.silence)
+			connection.SetWriteDeadline(p.now().Add(p.silence))
+		}
+	}
+	request, err := http.NewRequestWithContext(ctx, u.Method, x.Decision.Target.URL+u.Path, bytes.NewReader(u.Body))
+	if err != nil {
+		return err
+	}
+	request.Header = u.Header
+	response, err := p.client.Do(request)
+	if err != nil {
+		return &workerError{worker, cause(ctx, err)}
+	}
+	defer response.Body.Close()
+	answer := &upstreamAnswer{response, ctx, heard}
+	if retry && (response.StatusCode == http.StatusInternalServerError || response.StatusCode == http.StatusBadGateway || response.StatusCode == http.StatusServiceUnavailable) {
+		return &workerError{worker, fmt.Errorf("answered %s", response.Status)}
+	}
+	if strings.HasPrefix(response.Header.Get("Content-Type"), "text/event-stream") {
+		return p.relayStream(w, answer, u, x, retry)
+	}
+	return p.relayWhole(w, answer, u, x)
+}
+
+// upstreamAnswer is a worker's answer with its body still to be read.
+type upstreamAnswer struct {
+	*http.Response
+	ctx   context.Context
+	heard func() // bytes have come: the wait for the next ones begins
+}
+
+// Read reads the body.
+func (a *upstreamAnswer) Read(b []byte) (int, error) {
+	n, err := a.Body.Read(b)
+	if n > 0 {
+		a.heard()
+	}
+	if err != nil && err != io.EOF {
+		err = cause(a.ctx, err)
+	}
+	return n, err
+}
+
+// cause returns why ctx was cancelled where that explains err.
+func cause(ctx context.Context, err error) error {
+	if c := context.Cause(ctx); c != nil {
+		return c
+	}
+	return err
+}
+
+// writeHead writes the worker's status and headers and the router's own.
+func writeHead(w http.ResponseWriter, response *http.Response, u Upstream, x *Exchange) {
+	header := w.Header()
+	for name, values := range response.Header {
+		if !slices.Contains(hopByHop, name) {
+			header[name] = values
+		}
+	}
+	header.Set(headerWorker, x.Worker)
+	header.Set(headerOverlap, strconv.Itoa(x.Decision.OverlapTokens))
+	header.Set(headerRequest, u.RequestID)
+	x.Status = response.StatusCode
+	w.WriteHeader(response.StatusCode)
+}
+
+// hopByHop are the headers that belong to one connection, not to the message.
+var hopByHop = []string{"Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "Proxy-Connection", "Te", "Trailer", "Transfer-Encoding", "Upgrade"}
+
+// relayWhole relays an answer that is no stream. It is read before anything is
+// written, as far as bufferedAnswer goes, so that a worker that dies over it
+// has not answered.
+func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upstream, x *Exchange) error {
+	worker := x.Decision.Target.Key.Worker
+	body, err := io.ReadAll(io.LimitReader(answer, bufferedAnswer))
+	if err != nil {
+		return &workerError{worker, err}
+	}
+	x.Usage = readUsage(body)
+	writeHead(w, answer.Response, u, x)
+	if _, err := w.Write(body); err != nil {
+		return errors.Join(errAnswered, err)
+	}
+	if len(body) < bufferedAnswer {
+		return nil
+	}
+	if _, err := io.Copy(w, answer); err != nil {
+		return errors.Join(errAnswered, err)
+	}
+	return nil
+}
+
+// relayStream relays server-sent events chunk by chunk, as they come. Nothing
+// is written before the first chunk, so that a worker that dies in prefill has
+// not answered.
+func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Upstream, x *Exchange, retry bool) error {
+	worker := x.Decision.Target.Key.Worker
+	answer.Header.Del("Content-Length") // an event may be taken out
+	flush := http.NewResponseController(w)
+	events := eventScanner{hideUsage: u.HideUsage}
+	buffer := make([]byte, 32<<10)
+	var last time.Time
+	for started := false; ; {
+		n, err := answer.Read(buffer)
+		if n > 0 {
+			out := events.scan(buffer[:n])
+			if !started && retry && events.failed {
+				return &workerError{worker, errors.New("its engine failed before the first token")}
+			}
+			if events.count > 0 {
+				now := p.now()
+				if last.IsZero() {
+					x.FirstChunk = now
+					x.Decision.Booking.FirstToken()
+				} else {
+					p.telemetry.InterToken(x.Worker, now.Sub(last), events.count)
+				}
+				last = now
+			}
+			if !started && len(out) > 0 {
+				writeHead(w, answer.Response, u, x)
+				started = true
+			}
+			if len(out) > 0 {
+				if _, err := w.Write(out); err != nil {
+					return errors.Join(errAnswered, err)
+				}
+				if err := flush.Flush(); err != nil {
+					return errors.Join(errAnswered, err)
+				}
+			}
+		}
+		if err == io.EOF {
+			x.Usage = events.usage
+			if !started {
+				writeHead(w, answer.Response, u, x)
+			}
+			if rest := events.rest(); len(rest) > 0 {
+				if _, err := w.Write(rest); err != nil {
+					return errors.Join(errAnswered, err)
+				}
+			}
+			return nil
+		}
+		if err != nil {
+			x.Usage = events.usage
+			if !started {
+				return &workerError{worker, err}
+			}
+			// The status is out already: the failure is told as an event.
+			fmt.Fprintf(w, "data: %s\n\n", errorJSON(http.StatusBadGateway, "server_error", "", fmt.Sprintf("worker %d failed while it was answering", worker)))
+			flush.Flush()
+			return errors.Join(errAnswered, &workerError{worker, err})
+		}
+	}
+}
+
+// eventScanner follows the events of one stream through the chunks they come
+// in: it counts them, picks up the usage, and takes out the usage event that
+// the client did not ask for.
+type eventScanner struct {
+	hideUsage bool
+	pending   []byte // an event of which the end has not come
+	out       []byte // reused
+
+	count  int   // data events that ended in the last chunk
+	seen   bool  // an event has come
+	failed bool  // the first event tells of a failed engine
+	usage  Usage // as far as reported
+}
+
+// scan takes the next chunk and returns what the client gets now, valid until
+// the next call.
+func (s *eventScanner) scan(chunk []byte) []byte {
+	s.count = 0
+	s.out = s.out[:0]
+	rest := chunk
+	if len(s.pending) > 0 {
+		s.pending = append(s.pending, chunk...)
+		rest = s.pending
+	}
+	for {
+		end := eventEnd(rest)
+		if end < 0 {
+			break
+		}
+		if event := rest[:end]; !s.take(event) {
+			s.out = append(s.out, event...)
+		}
+		rest = rest[end:]
+	}
+	if s.hideUsage && len(rest) < bufferedAnswer {
+		s.pending = append(s.pending[:0], rest...)
+		return s.out
+	}
+	if s.hideUsage {
+		s.out = append(s.out, rest...)
+		s.pending = s.pending[:0]
+		return s.out
+	}
+	// Nothing is ever taken out: the chunk goes on as it came, and pending only
+	// serves to see the whole event.
+	if len(rest) < bufferedAnswer {
+		s.pending = append(s.pending[:0], rest...)
+	} else {
+		s.pending = s.pending[:0]
+	}
+	return chunk
+}
+
+// rest returns what was held back of an event that never ended.
+func (s *eventScanner) rest() []byte {
+	if !s.hideUsage {
+		return nil
+	}
+	return s.pending
+}
+
+// take looks at one whole event and tells whether to keep it from the client.
+func (s *eventScanner) take(event []byte) bool {
+	data, ok := bytes.CutPrefix(event, []byte("data:"))
+	if !ok || bytes.HasPrefix(bytes.TrimSpace(data), []byte("[DONE]")) {
+		return false
+	}
+	s.count++
+	first := !s.seen
+	s.seen = true
+	if first && bytes.Contains(data, []byte(`"error"`)) {
+		s.failed = gjson.GetBytes(data, "error.code").Int() >= 500
+	}
+	if !bytes.Contains(data, []byte(`"usage"`)) {
+		return false
+	}
+	if usage := readUsage(data); usage.Known {
+		s.usage = usage
+		choices := gjson.GetBytes(data, "choices")
+		return s.hideUsage && choices.IsArray() && len(choices.Array()) == 0
+	}
+	return false
+}
+
+// eventEnd returns the length of the first whole event in b with the empty line
+// that ends it, or -1.
+func eventEnd(b []byte) int {
+	lf := bytes.Index(b, []byte("\n\n"))
+	crlf := bytes.Index(b, []byte("\r\n\r\n"))
+	if crlf >= 0 && (lf < 0 || crlf < lf) {
+		return crlf + 4
+	}
+	if lf >= 0 {
+		return lf + 2
+	}
+	return -1
+}
+
+// readUsage picks the usage out of an answer or a chunk of one, in the names of
+// chat completions or of the responses and messages APIs.
+func readUsage(body []byte) Usage {
+	u := gjson.GetBytes(body, "usage")
+	if !u.IsObject() {
+		u = gjson.GetBytes(body, "response.usage")
+	}
+	if !u.IsObject() {
+		return Usage{}
+	}
+	prompt := u.Get("prompt_tokens")
+	if !prompt.Exists() {
+		prompt = u.Get("input_tokens")
+	}
+	output := u.Get("completion_tokens")
+	if !output.Exists() {
+		output = u.Get("output_tokens")
+	}
+	cached := u.Get("prompt_tokens_details.cached_tokens")
+	if !cached.Exists() {
+		cached = u.Get("input_tokens_details.cached_tokens")
+	}
+	return Usage{
+		Known:        prompt.Exists(),
+		PromptTokens: int(prompt.Int()),
+		OutputTokens: int(output.Int()),
+		CachedKnown:  cached.Exists() && cached.Type != gjson.Null,
+		CachedTokens: int(cached.Int()),
+	}
+}
+
+// askTimeout bounds a short question to a worker, and askLimit its answer.
+const (
+	askTimeout = 30 * time.Second
+	askLimit   = 16 << 20
+)
+
+// Ask sends a short request to a worker and returns its status and whole
+// answer.
+func (p *Proxy) Ask(ctx context.Context, t Target, method, path string, header http.Header, body []byte) (status int, answer []byte, err error) {
+	ctx, cancel := context.WithTimeout(ctx, askTimeout)
+	defer cancel()
+	request, err := http.NewRequestWithContext(ctx, method, t.URL+path, bytes.NewReader(body))
+	if err != nil {
+		return 0, nil, err
+	}
+	if header != nil {
+		request.Header = header
+	}
+	response, err := p.client.Do(request)
+	if err != nil {
+		return 0, nil, &workerError{t.Key.Worker, err}
+	}
+	defer response.Body.Close()
+	answer, err = io.ReadAll(io.LimitReader(response.Body, askLimit))
+	if err != nil {
+		return 0, nil, &workerError{t.Key.Worker, err}
+	}
+	return response.StatusCode, answer, nil
+}
