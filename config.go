@@ -386,15 +386,18 @@ func (c *Config) validate() error {
 	return c.checkPortNumbers()
 }
 
+// vllmShortFlags are the short spellings of those flags of vLLM that matter here.
+var vllmShortFlags = map[string]string{"-tp": "tensor-parallel-size", "-dp": "data-parallel-size", "-asc": "api-server-count"}
+
 // vllmFlag returns the name of the flag that a vLLM argument is, without
-// dashes and value, in the spelling with dashes; empty if it is none.
+// dashes and value, in the long spelling with dashes; empty if it is none.
 func vllmFlag(arg string) string {
-	name, isFlag := strings.CutPrefix(arg, "--")
-	if !isFlag {
-		return ""
+	name, _, _ := strings.Cut(arg, "=")
+	long, isLong := strings.CutPrefix(name, "--")
+	if !isLong {
+		return vllmShortFlags[name]
 	}
-	name, _, _ = strings.Cut(name, "=")
-	return strings.ReplaceAll(name, "_", "-")
+	return strings.ReplaceAll(long, "_", "-")
 }
 
 // hasVLLMFlag tells whether the user gave vLLM one of the flags.

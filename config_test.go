@@ -225,6 +225,7 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"no such folder", cpu, "--model ./nothing", []string{"./nothing", "no such folder"}},
 		{"not a model", cpu, "--model " + t.TempDir(), []string{"config.json"}},
 		{"the router's own flag for vLLM", cpu, "-- --kv_events_config={}", []string{"--kv_events_config={}", "--base-kv-events-port"}},
+		{"ranks inside a worker", cpu, "-- -dp 2", []string{"-dp after --", "--num-workers"}},
 		{"no file", cpu, "--config /nonexistent.yaml", []string{"/nonexistent.yaml", "no such file"}},
 		{"unknown key", cpu, "--config " + file("num-wokers: 3"), []string{"c.yaml", `"num-wokers"`, `"num-workers"`}},
 		{"file is no map", cpu, "--config " + file("- a"), []string{"c.yaml", "not a YAML map"}},

@@ -61,8 +61,8 @@ func TestCommandOfEachWorker(t *testing.T) {
 			env:  []string{common[0], common[1], "PYTHONPATH=/plugin", "VLLM_NO_USAGE_STATS=1", "CUDA_VISIBLE_DEVICES=6,7"},
 		},
 		{
-			name: "two GPUs each, used otherwise", gpus: []string{"0", "1", "2", "3"}, args: "--model org/name --gpus-per-worker 2 -- --tensor-parallel-size=1 --pipeline-parallel-size 2",
-			argv: []string{"--tensor-parallel-size=1", "--pipeline-parallel-size", "2"},
+			name: "two GPUs each, used otherwise", gpus: []string{"0", "1", "2", "3"}, args: "--model org/name --gpus-per-worker 2 -- -tp 1 --pipeline-parallel-size 2",
+			argv: []string{"-tp", "1", "--pipeline-parallel-size", "2"},
 			env:  []string{common[0], common[1], "PYTHONPATH=/plugin", "VLLM_NO_USAGE_STATS=1", "CUDA_VISIBLE_DEVICES=2,3"},
 		},
 	} {

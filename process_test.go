@@ -175,8 +175,8 @@ func TestAdviceFitsTheFailure(t *testing.T) {
 		{"exit status 0", nil, "--log-level debug"},
 		{"exit status 1", []string{"strange"}, "above"},
 	} {
-		if got := advice(test.reason, test.lines); !strings.Contains(got, test.want) {
-			t.Errorf("advice(%q, %q) = %q, want %q in it", test.reason, test.lines, got, test.want)
+		if got := explain(test.reason, test.lines).Error(); !strings.Contains(got, test.want) {
+			t.Errorf("explain(%q, %q) = %q, want %q in it", test.reason, test.lines, got, test.want)
 		}
 	}
 }

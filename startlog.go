@@ -1,6 +1,7 @@
 package main
 
 import (
+	"fmt"
 	"strings"
 	"sync"
 )
@@ -70,7 +71,8 @@ func isRoutine(text string) bool {
 			return true
 		}
 	}
-	return strings.HasPrefix(text, "INFO: ") || strings.Contains(text, "% Completed |")
+	const usage = "[--" // of the long list of flags that goes before an error about one
+	return strings.HasPrefix(text, "INFO: ") || strings.Contains(text, "% Completed |") || strings.HasPrefix(strings.TrimSpace(text), usage)
 }
 
 // setReady ends the start: what was printed so far explains no later end.
@@ -88,37 +90,56 @@ func (s *startLog) tail() []string {
 	return append([]string(nil), s.recent...)
 }
 
-// failureAdvice maps what vLLM says when it cannot start to what to do.
-var failureAdvice = []struct{ sign, advice string }{
-	{"No module named 'vllm'", "this Python has no vLLM: run `make setup`, or give --python one that has"},
-	{"unrecognized arguments", "vLLM does not know an argument that follows --"},
-	{"address already in use", "a port is taken: end what holds it or move --base-worker-port, --base-kv-events-port, --base-kv-replay-port"},
-	{"Address already in use", "a port is taken: end what holds it or move --base-worker-port, --base-kv-events-port, --base-kv-replay-port"},
-	{"out of memory", "not enough GPU memory: a smaller --model, more --gpus-per-worker, or after -- a smaller --max-model-len"},
-	{"No available memory for the cache", "no memory is left for the KV cache: after -- give a higher --gpu-memory-utilization or a smaller --max-model-len"},
-	{"is larger than the available KV cache memory", "the KV cache cannot hold one context: after -- give a smaller --max-model-len (on a CPU VLLM_CPU_KVCACHE_SPACE sets the GiB)"},
-	{"desired GPU memory utilization", "something else uses the GPU: end it, or after -- give a lower --gpu-memory-utilization"},
-	{"gated repo", "the model needs permission: accept its terms on huggingface.co and set HF_TOKEN"},
-	{"401 Client Error", "the model needs permission: accept its terms on huggingface.co and set HF_TOKEN"},
-	{"couldn't connect to", "the model could not be fetched: give --model a folder, or let the machine reach huggingface.co"},
-	{"LocalEntryNotFoundError", "the model could not be fetched: give --model a folder, or let the machine reach huggingface.co"},
+// failureAdvice maps what vLLM says when it cannot start to what to do. A lasting
+// failure will not go away by trying again.
+var failureAdvice = []struct {
+	sign, advice string
+	lasting      bool
+}{
+	{"No module named 'vllm'", "this Python has no vLLM: run `make setup`, or give --python one that has", true},
+	{"error: unrecognized arguments", "vLLM does not know an argument that follows --", true},
+	{"api_server.py: error: ", "vLLM refuses an argument that follows --", true},
+	{"ddress already in use", "a port is taken: end what holds it or move --base-worker-port, --base-kv-events-port, --base-kv-replay-port", false},
+	{"out of memory", "not enough GPU memory: a smaller --model, more --gpus-per-worker, or after -- a smaller --max-model-len", false},
+	{"No available memory for the cache", "no memory is left for the KV cache: after -- give a higher --gpu-memory-utilization or a smaller --max-model-len", false},
+	{"larger than the available KV cache memory", "the KV cache cannot hold one context: after -- give a smaller --max-model-len (on a CPU VLLM_CPU_KVCACHE_SPACE sets the GiB)", true},
+	{"desired GPU memory utilization", "something else uses the GPU: end it, or after -- give a lower --gpu-memory-utilization", false},
+	{"gated repo", "the model needs permission: accept its terms on huggingface.co and set HF_TOKEN", true},
+	{"401 Client Error", "the model needs permission: accept its terms on huggingface.co and set HF_TOKEN", true},
+	{"couldn't connect to", "the model could not be fetched: give --model a folder, or let the machine reach huggingface.co", false},
+	{"LocalEntryNotFoundError", "the model could not be fetched: give --model a folder, or let the machine reach huggingface.co", false},
 }
 
-// advice says what to do about a process that ended for a reason, with its last
-// lines.
-func advice(reason string, lines []string) string {
+// endError tells why a worker's process ended by itself and what to do.
+type endError struct {
+	reason  string
+	line    string // of its output, that tells; may be empty
+	advice  string
+	lasting bool // trying again will not help
+}
+
+func (e *endError) Error() string {
+	if e.line == "" {
+		return fmt.Sprintf("vLLM ended (%s): %s", e.reason, e.advice)
+	}
+	return fmt.Sprintf("vLLM ended (%s): %s [%s]", e.reason, e.advice, strings.TrimSpace(e.line))
+}
+
+// explain finds what to do about a process that ended for a reason, with its
+// last lines.
+func explain(reason string, lines []string) *endError {
 	for _, known := range failureAdvice {
 		for _, line := range lines {
 			if strings.Contains(line, known.sign) {
-				return known.advice
+				return &endError{reason, line, known.advice, known.lasting}
 			}
 		}
 	}
-	if reason == "signal: killed" {
-		return "somebody killed it, or the system did for want of memory (see dmesg)"
+	switch {
+	case reason == "signal: killed":
+		return &endError{reason: reason, advice: "somebody killed it, or the system did for want of memory (see dmesg)"}
+	case len(lines) == 0:
+		return &endError{reason: reason, advice: "--log-level debug shows all it says"}
 	}
-	if len(lines) == 0 {
-		return "--log-level debug shows all it says"
-	}
-	return "its last lines are above; --log-level debug shows all of them"
+	return &endError{reason: reason, advice: "its last lines are above; --log-level debug shows all of them"}
 }

@@ -59,7 +59,7 @@ type WorkerStatus struct {
 
 // startAttempts is how often the first start of a worker is tried before the
 // router gives up, while no other worker has ever been ready: then it is the
-// settings that are wrong.
+// settings that are wrong. A failure that will last is not tried again at all.
 const startAttempts = 2
 
 // fleetTiming holds the times of supervision, so that tests need not wait.
@@ -286,8 +286,9 @@ func (f *Fleet) superviseStarted(ctx context.Context, w *worker, command func() 
 		if failures++; readyFor > 0 {
 			failures = 0
 		}
-		if failures >= startAttempts && !f.everReady.Load() {
-			return fmt.Errorf("worker %d could not be started in %d attempts: %w", w.id, failures, err)
+		var end *endError
+		if hopeless := failures >= startAttempts || (errors.As(err, &end) && end.lasting); hopeless && !f.everReady.Load() {
+			return fmt.Errorf("worker %d could not be started: %w", w.id, err)
 		}
 		if readyFor >= f.timing.backoffReset {
 			pause = f.timing.backoffFirst
@@ -451,7 +452,7 @@ func (f *Fleet) explainEnd(w *worker, output *startLog, err error) error {
 	for _, line := range lines {
 		f.log.Error(fmt.Sprintf("worker %d | %s", w.id, line))
 	}
-	return fmt.Errorf("vLLM ended (%s): %s", endReason(err), advice(endReason(err), lines))
+	return explain(endReason(err), lines)
 }
 
 func endReason(err error) string {
