@@ -468,6 +468,21 @@ func TestKeysGuardBothPorts(t *testing.T) {
 	}
 }
 
+func TestTheChosenRankIsNamed(t *testing.T) {
+	worker := newFakeWorker(t, streamOf("[DONE]"))
+	h := newHouse(t, Config{})
+	h.router.Up(Target{Key: WorkerKey{Worker: 0, Rank: 1}, Ranks: 2, URL: worker.URL})
+	h.post(t, chatPath, `{}`)
+	if got := worker.header.Get(headerRank); got != "1" {
+		t.Errorf("rank %q reached the worker, want 1", got)
+	}
+	h.router.Up(Target{Key: WorkerKey{Worker: 0, Rank: 1}, Ranks: 1, URL: worker.URL})
+	h.post(t, chatPath, `{}`)
+	if got := worker.header.Get(headerRank); got != "" {
+		t.Errorf("rank %q reached a worker of one rank", got)
+	}
+}
+
 func TestEngineAdminIsRefusedUnlessAllowed(t *testing.T) {
 	ok := func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, `{"done":true}`) }
 	a, b := newFakeWorker(t, ok), newFakeWorker(t, ok)

@@ -79,7 +79,7 @@ func (in *incarnation) setTargets(models, adapters []string, sources []EventSour
 	in.targets = in.targets[:0]
 	var ranks []uint32
 	for _, key := range keys {
-		in.targets = append(in.targets, Target{Key: key, URL: in.w.spec.URL, Generation: in.generation, Models: models, Adapters: adapters})
+		in.targets = append(in.targets, Target{Key: key, URL: in.w.spec.URL, Ranks: len(keys), Generation: in.generation, Models: models, Adapters: adapters})
 		ranks = append(ranks, key.Rank)
 	}
 	in.f.update(in.w, func(s *WorkerStatus) { s.Models, s.Ranks = models, ranks })

@@ -23,6 +23,9 @@ const (
 	headerRequest = "X-Request-Id"
 )
 
+// headerRank tells a vLLM worker which of its data-parallel ranks to use.
+const headerRank = "X-Data-Parallel-Rank"
+
 const (
 	// upstreamIdle is how long an unused connection to a worker is kept: less
 	// than the 5 s after which uvicorn closes it, so that no request meets a
@@ -152,6 +155,10 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		return err
 	}
 	request.Header = u.Header
+	if target := x.Decision.Target; target.Ranks > 1 {
+		request.Header = u.Header.Clone()
+		request.Header.Set(headerRank, strconv.FormatUint(uint64(target.Key.Rank), 10))
+	}
 	response, err := p.client.Do(request)
 	if err != nil {
 		return &workerError{worker, cause(ctx, err)}

@@ -15,6 +15,7 @@ var ErrNoWorker = errors.New("no worker is ready")
 type Target struct {
 	Key        WorkerKey
 	URL        string // without a slash at the end
+	Ranks      int    // data-parallel ranks of the worker; with several, a request names its own
 	Generation int    // counts the worker's incarnations, from 1
 	Models     []string
 	Adapters   []string // those of Models that are LoRA adapters
