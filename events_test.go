@@ -569,7 +569,8 @@ func TestEventStreamNoticesANewPublisher(t *testing.T) {
 			if len(c.past) > 0 {
 				f.holds(t, 9, 1, 1)
 			}
-			f.has(t, map[string]uint64{"Restarts": 1, "Cold": 0, "ReplayFailures": 0})
+			f.until(t, func() bool { return !f.stats.Cold.Load() }, func() string { return "stays cold" })
+			f.has(t, map[string]uint64{"Restarts": 1, "ReplayFailures": 0})
 		})
 	}
 }
