@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -128,32 +127,12 @@ func (p *vllmPublisher) source() EventSource {
 	return EventSource{Endpoint: fmt.Sprintf("tcp://127.0.0.1:%d", p.port), Replay: fmt.Sprintf("tcp://127.0.0.1:%d", p.port+1), Topic: "kv-events"}
 }
 
-// freePorts returns the first of two neighbouring ports that are free now.
-func freePorts(t *testing.T) int {
-	t.Helper()
-	for range 100 {
-		a, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		port := a.Addr().(*net.TCPAddr).Port
-		b, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port+1))
-		_ = a.Close()
-		if err == nil {
-			_ = b.Close()
-			return port
-		}
-	}
-	t.Fatal("no two neighbouring free ports")
-	return 0
-}
-
 func one(events ...testEvent) []testEvent { return events }
 
 func TestEventStreamFollowsVLLMsPublisher(t *testing.T) {
 	host := startVLLMPublishers(t)
 	start := func(t *testing.T, buffer int) *vllmPublisher {
-		p := &vllmPublisher{host: host, port: freePorts(t), rank: int(testWorker.Rank)}
+		p := &vllmPublisher{host: host, port: freePorts(t, 2), rank: int(testWorker.Rank)}
 		p.spawn(t, buffer)
 		t.Cleanup(func() { p.kill(t) })
 		return p
@@ -215,7 +194,7 @@ func TestEventStreamFollowsVLLMsPublisher(t *testing.T) {
 	})
 
 	t.Run("stream before the publisher, then a restart", func(t *testing.T) {
-		p := &vllmPublisher{host: host, port: freePorts(t), rank: int(testWorker.Rank)}
+		p := &vllmPublisher{host: host, port: freePorts(t, 2), rank: int(testWorker.Rank)}
 		f := followStream(t, p.source(), nil)
 		p.spawn(t, 10000)
 		f.reaches(t, map[string]uint64{"Connected": 1})

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
 	"net"
 	"net/http"
 	"os"
@@ -143,24 +144,21 @@ func fakeConfig(t *testing.T, n int) Config {
 	}
 }
 
-// freePorts returns the first of n ports in a row that nothing listens on.
+// freePorts returns the first of n ports in a row that nothing listens on. They
+// lie below the range that outgoing connections take theirs from, so that they
+// stay free until the test listens there.
 func freePorts(t *testing.T, n int) int {
 	t.Helper()
 	for range 100 {
-		first, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		base := first.Addr().(*net.TCPAddr).Port
-		_ = first.Close()
+		base := 20000 + rand.IntN(12000)
 		free := true
 		for i := range n {
-			listener, err := net.Listen("tcp", "127.0.0.1:"+strconv.Itoa(base+i))
+			l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", base+i))
 			if err != nil {
 				free = false
 				break
 			}
-			_ = listener.Close()
+			l.Close()
 		}
 		if free {
 			return base
