@@ -1,0 +1,474 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/tidwall/gjson"
+)
+
+// The end-to-end tests run the built program with real vLLM workers. They need
+// what `make setup` prepares; go test -short leaves them out.
+
+// site is a running kvrouter with its workers.
+type site struct {
+	t         *testing.T
+	command   *exec.Cmd
+	openAI    string // URL of the OpenAI port
+	selection string // URL of the router port
+	log       *logBuffer
+	ended     chan struct{}
+}
+
+// logBuffer keeps what the program writes.
+type logBuffer struct {
+	mu   sync.Mutex // guards text
+	text bytes.Buffer
+}
+
+func (l *logBuffer) Write(b []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(b)
+}
+
+func (l *logBuffer) tail() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	text := l.text.String()
+	return text[max(0, len(text)-6000):]
+}
+
+// program builds kvrouter once for all tests.
+var program = sync.OnceValues(func() (string, error) {
+	dir, err := os.MkdirTemp("", "kvrouter-e2e")
+	if err != nil {
+		return "", err
+	}
+	path := filepath.Join(dir, "kvrouter")
+	out, err := exec.Command("go", "build", "-race", "-o", path, ".").CombinedOutput()
+	if err != nil {
+		return "", fmt.Errorf("go build: %w\n%s", err, out)
+	}
+	return path, nil
+})
+
+// startSite starts kvrouter with real workers and waits until all are ready.
+func startSite(t *testing.T, workers int, env []string, args ...string) *site {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("starts real vLLM workers")
+	}
+	path, err := program()
+	if err != nil {
+		t.Fatal(err)
+	}
+	ports := freePorts(t, 2+4*workers)
+	port := func(flag string, at int) string { return fmt.Sprintf("--%s=%d", flag, ports+at) }
+	all := []string{
+		fmt.Sprintf("--num-workers=%d", workers), "--log-level=debug", "--seed=1",
+		port("http-port", 0), port("router-port", 1), port("base-worker-port", 2), port("base-kv-events-port", 2+workers),
+		port("base-kv-replay-port", 2+2*workers), port("base-metrics-port", 2+3*workers),
+	}
+	s := &site{
+		t:         t,
+		command:   exec.Command(path, append(all, args...)...),
+		openAI:    fmt.Sprintf("http://127.0.0.1:%d", ports),
+		selection: fmt.Sprintf("http://127.0.0.1:%d", ports+1),
+		log:       &logBuffer{},
+		ended:     make(chan struct{}),
+	}
+	s.command.Env = append(os.Environ(), env...)
+	s.command.Stdout, s.command.Stderr = s.log, s.log
+	s.command.WaitDelay = 5 * time.Second
+	if err := s.command.Start(); err != nil {
+		t.Fatal(err)
+	}
+	go func() {
+		s.command.Wait()
+		close(s.ended)
+	}()
+	t.Cleanup(func() {
+		s.command.Process.Signal(syscall.SIGTERM)
+		select {
+		case <-s.ended:
+		case <-time.After(60 * time.Second):
+			t.Error("kvrouter did not end within 60 s of SIGTERM")
+			s.command.Process.Kill()
+		}
+		if strings.Contains(s.log.tail(), "DATA RACE") {
+			t.Error("data race")
+		}
+		if t.Failed() {
+			t.Logf("end of the log:\n%s", s.log.tail())
+		}
+	})
+	s.waitReady(workers, 5*time.Minute)
+	return s
+}
+
+// waitReady waits until that many workers are schedulable.
+func (s *site) waitReady(workers int, limit time.Duration) {
+	s.t.Helper()
+	eventually(s.t, limit, fmt.Sprintf("%d workers ready", workers), func() bool {
+		select {
+		case <-s.ended:
+			s.t.Fatal("kvrouter ended")
+		default:
+		}
+		up := 0
+		for _, w := range s.workers() {
+			if w.Lifecycle == "schedulable" {
+				up++
+			}
+		}
+		return up == workers
+	})
+}
+
+// workers is GET /workers; nil while the port is not open.
+func (s *site) workers() []workerRecord {
+	response, err := http.Get(s.selection + "/workers")
+	if err != nil {
+		return nil
+	}
+	defer response.Body.Close()
+	var records []workerRecord
+	json.NewDecoder(response.Body).Decode(&records)
+	return records
+}
+
+// answer is what one chat came to.
+type answer struct {
+	text      string
+	worker    uint64
+	predicted int // tokens of overlap in the header
+	cached    int // tokens the engine says it had
+	prompt    int // tokens of the prompt
+	finished  bool
+	broken    bool // ended with an error event
+}
+
+// chat sends one chat and reads its whole answer.
+func (s *site) chat(ctx context.Context, messages []map[string]string, stream bool, maxTokens int) (answer, error) {
+	body := map[string]any{"messages": messages, "max_tokens": maxTokens, "temperature": 0, "stream": stream}
+	if stream {
+		body["stream_options"] = map[string]bool{"include_usage": true}
+	}
+	text, _ := json.Marshal(body)
+	request, err := http.NewRequestWithContext(ctx, http.MethodPost, s.openAI+chatPath, bytes.NewReader(text))
+	if err != nil {
+		return answer{}, err
+	}
+	request.Header.Set("Content-Type", "application/json")
+	response, err := http.DefaultClient.Do(request)
+	if err != nil {
+		return answer{}, err
+	}
+	defer response.Body.Close()
+	if response.StatusCode != http.StatusOK {
+		body, _ := io.ReadAll(response.Body)
+		return answer{}, fmt.Errorf("%s: %s", response.Status, body)
+	}
+	var a answer
+	a.worker, _ = strconv.ParseUint(response.Header.Get(headerWorker), 10, 64)
+	a.predicted, _ = strconv.Atoi(response.Header.Get(headerOverlap))
+	read := func(chunk []byte) {
+		a.text += gjson.GetBytes(chunk, "choices.0.delta.content").String() + gjson.GetBytes(chunk, "choices.0.message.content").String()
+		if u := readUsage(chunk); u.Known {
+			a.cached, a.prompt = u.CachedTokens, u.PromptTokens
+		}
+		if gjson.GetBytes(chunk, "error").Exists() {
+			a.broken = true
+		}
+	}
+	if !stream {
+		body, err := io.ReadAll(response.Body)
+		read(body)
+		a.finished = err == nil
+		return a, err
+	}
+	lines := bufio.NewScanner(response.Body)
+	for lines.Scan() {
+		data, ok := strings.CutPrefix(lines.Text(), "data: ")
+		if !ok {
+			continue
+		}
+		if data == "[DONE]" {
+			a.finished = true
+			break
+		}
+		read([]byte(data))
+	}
+	return a, lines.Err()
+}
+
+// settled waits until the index shows the prompt's blocks on the worker that
+// has just served it: events travel apart from answers.
+func (s *site) settled(messages []map[string]string, a answer) {
+	s.t.Helper()
+	body, _ := json.Marshal(map[string]any{"messages": messages})
+	response, err := http.Post(s.openAI+"/tokenize", "application/json", bytes.NewReader(body))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	text, _ := io.ReadAll(response.Body)
+	response.Body.Close()
+	query := `{"token_ids":` + gjson.GetBytes(text, "tokens").Raw + `}`
+	want := int64(a.prompt / 64)
+	eventually(s.t, 10*time.Second, fmt.Sprintf("%d blocks of the last prompt on worker %d", want, a.worker), func() bool {
+		response, err := http.Post(s.selection+"/overlap_scores", "application/json", strings.NewReader(query))
+		if err != nil {
+			return false
+		}
+		defer response.Body.Close()
+		body, _ := io.ReadAll(response.Body)
+		return gjson.GetBytes(body, fmt.Sprintf("workers.#(worker_id==%d).device_blocks", a.worker)).Int() >= want
+	})
+}
+
+// words returns n words drawn from a small vocabulary.
+func words(random *rand.Rand, n int) string {
+	vocabulary := strings.Fields("river stone cloud winter paper silver garden engine letter mountain harbour candle forest mirror bridge valley thunder copper orchard lantern")
+	out := make([]string, n)
+	for i := range out {
+		out[i] = vocabulary[random.IntN(len(vocabulary))]
+	}
+	return strings.Join(out, " ")
+}
+
+func message(role, content string) map[string]string {
+	return map[string]string{"role": role, "content": content}
+}
+
+// TestPredictionIsTrueOnRealVLLM holds ten growing conversations with a worker
+// whose cache is too small for them, and compares each prediction with what the
+// engine found; then every prompt shape with the engine's own tokens.
+func TestPredictionIsTrueOnRealVLLM(t *testing.T) {
+	s := startSite(t, 1, []string{"VLLM_SERVER_DEV_MODE=1"}, "--", "--num-gpu-blocks-override", "60", "--max-model-len", "3776")
+	worker := s.workers()[0].Endpoint
+	random := rand.New(rand.NewPCG(7, 7))
+	conversations := make([][]map[string]string, 10)
+	for i := range conversations {
+		conversations[i] = []map[string]string{message("system", words(random, 60+30*i))}
+	}
+	var wrong []string
+	cached := 0
+	for i := range 60 {
+		if i == 40 {
+			response, err := http.Post(worker+"/reset_prefix_cache", "", nil)
+			if err != nil || response.StatusCode != http.StatusOK {
+				t.Fatalf("/reset_prefix_cache: %v %v", response, err)
+			}
+			response.Body.Close()
+		}
+		c := &conversations[random.IntN(len(conversations))]
+		*c = append(*c, message("user", words(random, 10+random.IntN(60))))
+		a, err := s.chat(t.Context(), *c, i%2 == 0, 8)
+		if err != nil || !a.finished {
+			t.Fatalf("chat %d: %+v, %v", i, a, err)
+		}
+		cached += a.cached
+		// The engine publishes that it emptied its cache with its next step.
+		if a.predicted != a.cached && i != 40 {
+			wrong = append(wrong, fmt.Sprintf("chat %d: predicted %d, cached %d of %d", i, a.predicted, a.cached, a.prompt))
+		}
+		s.settled(*c, a)
+		*c = append(*c, message("assistant", a.text))
+	}
+	if len(wrong) > 0 {
+		t.Errorf("%d of 60 predictions are wrong:\n%s", len(wrong), strings.Join(wrong, "\n"))
+	}
+	if cached == 0 {
+		t.Error("no chat found anything cached: the test shows nothing")
+	}
+	if !strings.Contains(string(s.get(s.openAI+"/metrics")), `kind="removed_blocks"`) {
+		t.Error("metrics do not show evictions")
+	}
+
+	t.Run("tokens equal the engine's", func(t *testing.T) {
+		chats := parityChats()
+		if len(chats) < 40 {
+			t.Fatalf("%d chats, want 40 at least", len(chats))
+		}
+		for i, body := range chats {
+			own, theirs := s.tokenize(s.openAI, body), s.tokenize(worker, body)
+			if own != theirs {
+				t.Errorf("chat %d: %s\nrouter %s\nengine %s", i, body, own, theirs)
+			}
+		}
+		t.Logf("%d chats compared", len(chats))
+		if page := string(s.get(s.openAI + "/metrics")); strings.Contains(page, "kvrouter_prompt_tokens_mismatch_total{") {
+			t.Error("usage.prompt_tokens differed from the router's count")
+		}
+	})
+}
+
+// tokenize returns the status and tokens that POST /tokenize gives.
+func (s *site) tokenize(url string, body []byte) string {
+	s.t.Helper()
+	response, err := http.Post(url+"/tokenize", "application/json", bytes.NewReader(body))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	defer response.Body.Close()
+	text, _ := io.ReadAll(response.Body)
+	return fmt.Sprint(response.StatusCode, " ", gjson.GetBytes(text, "count").Raw, " ", gjson.GetBytes(text, "tokens").Raw)
+}
+
+func (s *site) get(url string) []byte {
+	s.t.Helper()
+	response, err := http.Get(url)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	defer response.Body.Close()
+	body, _ := io.ReadAll(response.Body)
+	return body
+}
+
+// TestWorkerAndRouterDeathOnRealVLLM kills a worker under traffic and then the
+// router itself.
+func TestWorkerAndRouterDeathOnRealVLLM(t *testing.T) {
+	s := startSite(t, 2, nil)
+	random := rand.New(rand.NewPCG(3, 3))
+	prompts := make([][]map[string]string, 8)
+	for i := range prompts {
+		prompts[i] = []map[string]string{message("system", words(random, 150)), message("user", "Go on.")}
+	}
+
+	// Traffic, and a kill in the middle of it.
+	ctx, stop := context.WithTimeout(t.Context(), 3*time.Minute)
+	defer stop()
+	killed := make(chan struct{})
+	var traffic sync.WaitGroup
+	var mu sync.Mutex
+	served, broken := map[uint64]int{}, 0
+	for i := range 6 {
+		traffic.Go(func() {
+			for n := 0; ; n++ {
+				a, err := s.chat(ctx, prompts[(i+n)%len(prompts)], true, 24)
+				mu.Lock()
+				switch {
+				case err != nil:
+					t.Errorf("a request failed before its first byte: %v", err)
+				case a.broken:
+					broken++
+				case !a.finished:
+					t.Errorf("a stream ended without [DONE] or an error event: %+v", a)
+				default:
+					served[a.worker]++
+				}
+				enough := served[0] >= 3 && served[1] >= 6
+				mu.Unlock()
+				select {
+				case <-killed:
+					if enough {
+						return
+					}
+				default:
+				}
+				if ctx.Err() != nil {
+					return
+				}
+			}
+		})
+	}
+	eventually(t, 2*time.Minute, "worker 0 busy", func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return served[0] >= 3 && s.workers()[0].InFlight > 0
+	})
+	before := s.workers()[0]
+	if err := syscall.Kill(before.PID, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	close(killed)
+	traffic.Wait()
+	t.Logf("served %v, %d streams broken off in the middle", served, broken)
+
+	// The worker comes back with an empty index.
+	eventually(t, time.Minute, "the worker seen dead", func() bool { return s.workers()[0].Lifecycle != "schedulable" || s.workers()[0].Restarts > 0 })
+	s.waitReady(2, 5*time.Minute)
+	after := s.workers()[0]
+	if after.Restarts != 1 || after.Generation <= before.Generation || after.Blocks != 0 || after.InFlight != 0 {
+		t.Errorf("after the restart: %+v", after)
+	}
+	filled := false
+	for i := range 16 {
+		c := prompts[i%len(prompts)]
+		a, err := s.chat(t.Context(), c, true, 4)
+		if err != nil || !a.finished {
+			t.Fatalf("chat after the restart: %+v, %v", a, err)
+		}
+		if a.predicted != a.cached {
+			t.Errorf("chat %d after the restart on worker %d: predicted %d, cached %d", i, a.worker, a.predicted, a.cached)
+		}
+		s.settled(c, a)
+		filled = filled || s.workers()[0].Blocks > 0
+	}
+	if !filled {
+		t.Error("the restarted worker's index did not fill again")
+	}
+
+	// kill -9 of the router: its whole family must go.
+	family := descendants(s.command.Process.Pid)
+	if len(family) < 4 { // two API servers and two engine cores at least
+		t.Fatalf("only %d descendants: %v", len(family), family)
+	}
+	s.command.Process.Kill()
+	<-s.ended
+	eventually(t, 30*time.Second, "all processes of the workers gone", func() bool {
+		family = slices.DeleteFunc(family, func(pid int) bool {
+			_, state, err := processParent(pid)
+			return err != nil || state == "Z" // nobody may be there to reap it
+		})
+		return len(family) == 0
+	})
+}
+
+// processParent returns the parent and the state letter of a process.
+func processParent(pid int) (parent int, state string, err error) {
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return 0, "", err
+	}
+	// "pid (name) state parent ...", and the name may hold anything
+	fields := strings.Fields(string(text[bytes.LastIndexByte(text, ')')+1:]))
+	parent, err = strconv.Atoi(fields[1])
+	return parent, fields[0], err
+}
+
+// descendants returns the ids of all processes below pid.
+func descendants(pid int) []int {
+	children := map[int][]int{}
+	entries, _ := filepath.Glob("/proc/[0-9]*")
+	for _, entry := range entries {
+		child, _ := strconv.Atoi(filepath.Base(entry))
+		if parent, _, err := processParent(child); err == nil {
+			children[parent] = append(children[parent], child)
+		}
+	}
+	var all []int
+	for queue := []int{pid}; len(queue) > 0; queue = queue[1:] {
+		all = append(all, children[queue[0]]...)
+		queue = append(queue, children[queue[0]]...)
+	}
+	return all
+}
