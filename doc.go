@@ -6,18 +6,24 @@
 // file offers to the others. In the order in which a request passes them:
 //
 //	api.go        the OpenAI side: routes, limits, errors, request ids
-//	tokens.go     chat template and tokenizer: the prompt's exact token ids
+//	prompts.go    Tokens: a request's prompt tokens, from here or from a worker
+//	tokens.go     Model: tokenizer and chat templates (modelfiles.go finds them,
+//	              normalize.go makes of a chat what vLLM's templates get,
+//	              render.go and native/ render it)
 //	hashes.go     block hashes of those tokens
 //	router.go     Router: look up, choose, book, free
-//	radix.go      Radix: which worker holds which blocks, from its KV events
+//	radix.go      Radix: which worker holds which blocks (radixnodes.go,
+//	              workersets.go and hashtable.go are what it is made of)
 //	load.go       Loads: how busy each worker is, as published and as booked
 //	policy.go     Policy: the rules that choose a worker
 //	proxy.go      one request to one worker and back
 //	selection.go  the router port, for those who only want the decision
 //	events.go     EventStream: one worker's KV events, in order and complete
-//	workers.go    Fleet: worker processes and attached workers
+//	              (eventcodec.go decodes them, zmqconn.go carries them)
+//	workers.go    Fleet: started workers (launch.go, process.go, startlog.go)
+//	              and attached ones (attach.go); incarnation.go is what both share
 //	telemetry.go  Prometheus metrics
-//	config.go     every flag
+//	config.go     every flag (configfile.go reads the YAML file)
 //	main.go       wires all this and ends it again
 //
 // Three things to know before changing anything:

@@ -329,7 +329,8 @@ func (s *site) tokenize(url string, body []byte) string {
 	}
 	defer response.Body.Close()
 	text, _ := io.ReadAll(response.Body)
-	return fmt.Sprint(response.StatusCode, " ", gjson.GetBytes(text, "count").Raw, " ", gjson.GetBytes(text, "tokens").Raw)
+	answer := gjson.ParseBytes(text)
+	return fmt.Sprint(response.StatusCode, " ", answer.Get("count").Raw, " ", answer.Get("max_model_len").Raw, " ", answer.Get("tokens").Raw)
 }
 
 func (s *site) get(url string) []byte {

@@ -15,6 +15,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/tidwall/gjson"
 	"golang.org/x/sync/errgroup"
 )
 
@@ -67,6 +68,7 @@ type rooms struct {
 	index     *Radix
 	router    *Router
 	fleet     *Fleet
+	model     *Model // nil: prompt tokens come from the workers
 	tokens    *Tokens
 	proxy     *Proxy
 	telemetry *Telemetry
@@ -97,11 +99,11 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error)
 		return nil, err
 	}
 	r.proxy = NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
-	model, err := openModel(ctx, config, log)
+	r.model, err = openModel(ctx, config, log)
 	if err != nil {
 		return nil, err
 	}
-	r.tokens = NewTokens(model, r.askWorker, config.TokenTimeout, log)
+	r.tokens = NewTokens(r.model, r.askWorker, config.TokenTimeout, log)
 	r.api = NewAPI(config, r.router, r.tokens, r.proxy, r.telemetry, log)
 	r.selection = NewSelection(config, r.router, r.index, r.fleet.Workers, log)
 	return r, nil
@@ -197,20 +199,44 @@ func (r *rooms) run(ctx context.Context) error {
 	return err
 }
 
+// probeEvery is the pause between attempts to compare tokens with a worker.
+const probeEvery = time.Second
+
 // probeWhenReady compares the router's own prompt tokens with a worker's as
 // soon as one is up. It returns when that is done or ctx is.
 func (r *rooms) probeWhenReady(ctx context.Context) {
-	ticker := time.NewTicker(250 * time.Millisecond)
+	ticker := time.NewTicker(probeEvery)
 	defer ticker.Stop()
-	for len(r.router.Targets()) == 0 {
+	for told := false; ; {
+		if len(r.router.Targets()) > 0 {
+			err := r.tokens.Probe(ctx)
+			if err == nil {
+				r.learnMaxModelLen(ctx)
+				return
+			}
+			if !told && ctx.Err() == nil {
+				r.log.Warn("prompt tokens are not yet compared with a worker's", "error", err)
+				told = true
+			}
+		}
 		select {
 		case <-ctx.Done():
 			return
 		case <-ticker.C:
 		}
 	}
-	if err := r.tokens.Probe(ctx); err != nil && ctx.Err() == nil {
-		r.log.Warn("could not compare prompt tokens with a worker's", "error", err)
+}
+
+// learnMaxModelLen asks a worker how long its prompts may be, which its flags
+// may have set lower than the model's files say: /tokenize tells it.
+func (r *rooms) learnMaxModelLen(ctx context.Context) {
+	target, ok := r.router.Idlest()
+	if !ok || r.model == nil {
+		return
+	}
+	_, answer, err := r.proxy.Ask(ctx, target, http.MethodGet, "/v1/models", nil, nil)
+	if n := gjson.GetBytes(answer, "data.0.max_model_len").Int(); err == nil && n > 0 {
+		r.model.SetMaxModelLen(int(n))
 	}
 }
 
@@ -223,12 +249,13 @@ func (r *rooms) samples() []WorkerSample {
 	streams := r.fleet.Streams()
 	var samples []WorkerSample
 	for _, w := range r.fleet.Workers() {
-		key := WorkerKey{Worker: w.ID}
-		s := WorkerSample{Worker: key, Up: up[key], Restarts: w.Restarts, Blocks: r.index.Blocks(key), Load: r.router.Load(key)}
-		if stats := streams[key]; stats != nil {
-			s.EventCount = stats.Counts()
+		for _, key := range w.Keys() {
+			s := WorkerSample{Worker: key, Up: up[key], Restarts: w.Restarts, Blocks: r.index.Blocks(key), Load: r.router.Load(key)}
+			if stats := streams[key]; stats != nil {
+				s.EventCount, s.Connected, s.Cold = stats.Counts(), stats.Connected.Load(), stats.Cold.Load()
+			}
+			samples = append(samples, s)
 		}
-		samples = append(samples, s)
 	}
 	return samples
 }

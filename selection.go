@@ -52,7 +52,8 @@ func plainError(c *gin.Context, status int, message string) {
 	c.JSON(status, gin.H{"error": message})
 }
 
-// workerRecord is a worker as the router port shows it.
+// workerRecord is a worker as the router port shows it; loads and blocks are
+// those of all its ranks.
 type workerRecord struct {
 	WorkerID         uint64   `json:"worker_id"`
 	ModelName        string   `json:"model_name"`
@@ -82,14 +83,19 @@ func (s *Selection) records() []workerRecord {
 	}
 	records := []workerRecord{}
 	for _, w := range s.workers() {
-		key := WorkerKey{Worker: w.ID}
-		load := s.router.Load(key)
 		r := workerRecord{
 			WorkerID: w.ID, ModelName: s.config.ServedModelName, RoutingGroup: "default", Endpoint: w.URL,
 			KVEventsEndpoint: w.KVEvents, ReplayEndpoint: w.Replay, BlockSize: s.router.BlockSize(),
 			Lifecycle: "schedulable", State: w.State, PID: w.PID, Restarts: w.Restarts, Generation: w.Generation,
-			InFlight: load.InFlight, PrefillTokens: load.PrefillTokens, RunningReqs: load.Running, WaitingReqs: load.Waiting,
-			KVCacheUsage: load.KVUsage, Blocks: s.index.Blocks(key),
+		}
+		for _, key := range w.Keys() {
+			load := s.router.Load(key)
+			r.InFlight += load.InFlight
+			r.PrefillTokens += load.PrefillTokens
+			r.RunningReqs += load.Running
+			r.WaitingReqs += load.Waiting
+			r.KVCacheUsage = max(r.KVCacheUsage, load.KVUsage)
+			r.Blocks += s.index.Blocks(key)
 		}
 		if !up[w.ID] {
 			r.Lifecycle = "unschedulable"

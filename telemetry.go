@@ -38,7 +38,9 @@ type WorkerSample struct {
 	Restarts   int
 	Blocks     int // in the index
 	Load       Load
-	EventCount map[string]int64 // by kind: batches, stored, gaps, ...
+	EventCount map[string]int64 // by kind: batches, stored, gaps, ...; nil: no event stream
+	Connected  bool             // to its KV events
+	Cold       bool             // blocks may be missing in the index: its history is not known in full
 }
 
 // PromptSample counts the ways that prompts took to their tokens.
@@ -185,6 +187,8 @@ type roomCollector struct {
 	waiting  *prometheus.Desc
 	usage    *prometheus.Desc
 	events   *prometheus.Desc
+	linked   *prometheus.Desc
+	cold     *prometheus.Desc
 	sources  *prometheus.Desc
 	reasons  *prometheus.Desc
 }
@@ -206,13 +210,15 @@ func newRoomCollector(workers func() []WorkerSample, prompts func() PromptSample
 		running:  desc("worker_running_requests", "Running requests, as published by the worker."),
 		waiting:  desc("worker_waiting_requests", "Waiting requests, as published by the worker."),
 		usage:    desc("worker_kv_cache_usage", "Share of the KV cache in use, 0 to 1, as published by the worker."),
+		linked:   desc("kv_events_connected", "1 while the worker's KV events are subscribed to."),
+		cold:     desc("worker_cold", "1 while blocks of the worker may be missing in the index, because the history of its cache is not known in full."),
 		events:   desc("kv_events_total", "KV event stream of the worker, counted by kind.", "kind"),
 	}
 }
 
 // Describe implements prometheus.Collector.
 func (c *roomCollector) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{c.up, c.restarts, c.blocks, c.inFlight, c.prefill, c.running, c.waiting, c.usage, c.events, c.sources, c.reasons} {
+	for _, d := range []*prometheus.Desc{c.up, c.restarts, c.blocks, c.inFlight, c.prefill, c.running, c.waiting, c.usage, c.events, c.linked, c.cold, c.sources, c.reasons} {
 		out <- d
 	}
 }
@@ -224,11 +230,14 @@ func (c *roomCollector) Collect(out chan<- prometheus.Metric) {
 		gauge := func(d *prometheus.Desc, value float64) {
 			out <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, value, labels...)
 		}
-		up := 0.0
-		if s.Up {
-			up = 1
+		flag := func(d *prometheus.Desc, set bool) {
+			value := 0.0
+			if set {
+				value = 1
+			}
+			gauge(d, value)
 		}
-		gauge(c.up, up)
+		flag(c.up, s.Up)
 		out <- prometheus.MustNewConstMetric(c.restarts, prometheus.CounterValue, float64(s.Restarts), labels...)
 		gauge(c.blocks, float64(s.Blocks))
 		gauge(c.inFlight, float64(s.Load.InFlight))
@@ -237,6 +246,10 @@ func (c *roomCollector) Collect(out chan<- prometheus.Metric) {
 			gauge(c.running, float64(s.Load.Running))
 			gauge(c.waiting, float64(s.Load.Waiting))
 			gauge(c.usage, s.Load.KVUsage)
+		}
+		if s.EventCount != nil {
+			flag(c.linked, s.Connected)
+			flag(c.cold, s.Cold)
 		}
 		for kind, n := range s.EventCount {
 			out <- prometheus.MustNewConstMetric(c.events, prometheus.CounterValue, float64(n), append(labels, kind)...)

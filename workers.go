@@ -57,6 +57,18 @@ type WorkerStatus struct {
 	LastError  string    `json:"last_error,omitempty"`
 }
 
+// Keys returns what the index and the loads know the worker by: one key a rank.
+func (s WorkerStatus) Keys() []WorkerKey {
+	if len(s.Ranks) == 0 {
+		return []WorkerKey{{Worker: s.ID}}
+	}
+	keys := make([]WorkerKey, len(s.Ranks))
+	for i, rank := range s.Ranks {
+		keys[i] = WorkerKey{Worker: s.ID, Rank: rank}
+	}
+	return keys
+}
+
 // startAttempts is how often the first start of a worker is tried before the
 // router gives up, while no other worker has ever been ready: then it is the
 // settings that are wrong. A failure that will last is not tried again at all.
