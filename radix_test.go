@@ -914,117 +914,142 @@ func (m *model) nodes() int {
 
 // TestIndexEqualsModel runs random events over few local hashes, workers and
 // engine hashes, so that holes, copies, moves and aliases are common, and
-// compares the index with the model after each.
+// compares the index with the model after each. An honest engine's hashes name
+// prefixes; a confused one's name anything.
 func TestIndexEqualsModel(t *testing.T) {
-	rapid.Check(t, func(t *rapid.T) {
-		r := NewRadix()
-		m := &model{workers: map[WorkerKey]map[uint64]*modelBlock{}}
-		worker := rapid.Custom(func(t *rapid.T) WorkerKey {
-			return WorkerKey{rapid.Uint64Range(0, 2).Draw(t, "worker"), rapid.Uint32Range(0, 1).Draw(t, "rank")}
-		})
-		locals := rapid.SliceOfN(rapid.Uint64Range(0, 2), 1, 6)
-		// An honest engine names prefixes; a confused one names anything.
-		honest := rapid.Bool().Draw(t, "honest engine")
-		store := func(w WorkerKey, parent uint64, hasParent bool, blocks []StoredBlock) {
-			want := m.store(w, parent, hasParent, blocks)
-			if err := r.Store(w, parent, hasParent, blocks); !errors.Is(err, want) {
-				t.Fatalf("store: error %v, want %v", err, want)
-			}
+	for round := range 4 {
+		for _, honest := range []bool{true, false} {
+			t.Run(fmt.Sprintf("honest=%v/%d", honest, round), func(t *testing.T) {
+				rapid.Check(t, func(t *rapid.T) { compareWithModel(t, honest) })
+			})
 		}
-		heldBy := func(w WorkerKey) []uint64 { return slices.Sorted(maps.Keys(m.workers[w])) }
-		t.Repeat(map[string]func(*rapid.T){
-			"store prompt": func(t *rapid.T) {
-				local := locals.Draw(t, "local")
-				blocks := chain(local)
+	}
+}
+
+func compareWithModel(t *rapid.T, honest bool) {
+	r := NewRadix()
+	m := &model{workers: map[WorkerKey]map[uint64]*modelBlock{}}
+	// Few workers make long stories, many make many sets.
+	workers := rapid.Uint64Range(0, 2).Draw(t, "workers")
+	ranks := rapid.Uint32Range(0, 1).Draw(t, "ranks")
+	worker := rapid.Custom(func(t *rapid.T) WorkerKey {
+		return WorkerKey{rapid.Uint64Range(0, workers).Draw(t, "worker"), rapid.Uint32Range(0, ranks).Draw(t, "rank")}
+	})
+	locals := rapid.SliceOfN(rapid.Uint64Range(0, 2), 1, 6)
+	engineHash := rapid.Uint64Range(0, rapid.Uint64Range(1, 12).Draw(t, "engine hashes"))
+	type event struct {
+		w         WorkerKey
+		parent    uint64
+		hasParent bool
+		blocks    []StoredBlock
+	}
+	var stored []event
+	store := func(w WorkerKey, parent uint64, hasParent bool, blocks []StoredBlock) {
+		stored = append(stored, event{w, parent, hasParent, blocks})
+		want := m.store(w, parent, hasParent, blocks)
+		if err := r.Store(w, parent, hasParent, blocks); !errors.Is(err, want) {
+			t.Fatalf("store: error %v, want %v", err, want)
+		}
+	}
+	heldBy := func(w WorkerKey) []uint64 { return slices.Sorted(maps.Keys(m.workers[w])) }
+	t.Repeat(map[string]func(*rapid.T){
+		"store prompt": func(t *rapid.T) {
+			local := locals.Draw(t, "local")
+			blocks := chain(local)
+			if !honest {
+				for i := range blocks {
+					blocks[i].Engine = engineHash.Draw(t, "engine")
+				}
+			}
+			store(worker.Draw(t, "w"), 0, false, blocks)
+		},
+		"store after a parent": func(t *rapid.T) {
+			w := worker.Draw(t, "w")
+			held := heldBy(w)
+			local := locals.Draw(t, "local")
+			if len(held) == 0 || rapid.IntRange(0, 9).Draw(t, "unknown parent") == 0 {
+				store(w, 999, true, chain(local))
+				return
+			}
+			parent := rapid.SampledFrom(held).Draw(t, "parent")
+			blocks := make([]StoredBlock, len(local))
+			previous := parent
+			for i, l := range local {
+				blocks[i] = StoredBlock{SequenceHashes(nil, []uint64{previous ^ 0xfeed, l})[1] ^ 0xfeed, l}
 				if !honest {
-					for i := range blocks {
-						blocks[i].Engine = rapid.Uint64Range(0, 12).Draw(t, "engine")
-					}
+					blocks[i].Engine = engineHash.Draw(t, "engine")
 				}
-				store(worker.Draw(t, "w"), 0, false, blocks)
-			},
-			"store after a parent": func(t *rapid.T) {
-				w := worker.Draw(t, "w")
-				held := heldBy(w)
-				local := locals.Draw(t, "local")
-				if len(held) == 0 || rapid.IntRange(0, 9).Draw(t, "unknown parent") == 0 {
-					store(w, 999, true, chain(local))
-					return
-				}
-				parent := rapid.SampledFrom(held).Draw(t, "parent")
-				blocks := make([]StoredBlock, len(local))
-				previous := parent
-				for i, l := range local {
-					blocks[i] = StoredBlock{SequenceHashes(nil, []uint64{previous ^ 0xfeed, l})[1] ^ 0xfeed, l}
-					if !honest {
-						blocks[i].Engine = rapid.Uint64Range(0, 12).Draw(t, "engine")
-					}
-					previous = blocks[i].Engine
-				}
-				store(w, parent, true, blocks)
-			},
-			"remove": func(t *rapid.T) {
-				w := worker.Draw(t, "w")
-				engine := rapid.SliceOfN(rapid.SampledFrom(append(heldBy(w), 999)), 1, 5).Draw(t, "engine")
-				if got, want := r.Remove(w, engine), m.remove(w, engine); got != want {
-					t.Fatalf("remove of %d: %d unknown, want %d", engine, got, want)
-				}
-			},
-			"clear": func(t *rapid.T) {
-				w := worker.Draw(t, "w")
-				r.Clear(w)
-				if m.workers[w] != nil {
-					m.workers[w] = map[uint64]*modelBlock{}
-				}
-			},
-			"forget": func(t *rapid.T) {
-				worker := worker.Draw(t, "w").Worker
-				r.Forget(worker)
-				maps.DeleteFunc(m.workers, func(w WorkerKey, _ map[uint64]*modelBlock) bool { return w.Worker == worker })
-			},
-			"sweep a little": func(t *rapid.T) { r.sweep(rapid.IntRange(1, 5).Draw(t, "limit")) },
-			"sweep all": func(t *rapid.T) {
-				r.sweep(1 << 30)
-				if got, want := r.Nodes(), m.nodes(); got != want {
-					t.Fatalf("%d nodes, want %d", got, want)
-				}
-			},
-			"dump and restore": func(t *rapid.T) {
-				copied := NewRadix()
-				for _, e := range dumped(r) {
-					if err := copied.Store(e.Worker, e.Parent, e.HasParent, []StoredBlock{e.Block}); err != nil {
-						t.Fatal(err)
-					}
-				}
-				if err := copied.check(); err != nil {
+				previous = blocks[i].Engine
+			}
+			store(w, parent, true, blocks)
+		},
+		"store again": func(t *rapid.T) {
+			if len(stored) > 0 {
+				e := rapid.SampledFrom(stored).Draw(t, "store")
+				store(e.w, e.parent, e.hasParent, e.blocks)
+			}
+		},
+		"remove": func(t *rapid.T) {
+			w := worker.Draw(t, "w")
+			engine := rapid.SliceOfN(rapid.SampledFrom(append(heldBy(w), 999)), 1, 5).Draw(t, "engine")
+			if got, want := r.Remove(w, engine), m.remove(w, engine); got != want {
+				t.Fatalf("remove of %d: %d unknown, want %d", engine, got, want)
+			}
+		},
+		"clear": func(t *rapid.T) {
+			w := worker.Draw(t, "w")
+			r.Clear(w)
+			if m.workers[w] != nil {
+				m.workers[w] = map[uint64]*modelBlock{}
+			}
+		},
+		"forget": func(t *rapid.T) {
+			worker := worker.Draw(t, "w").Worker
+			r.Forget(worker)
+			maps.DeleteFunc(m.workers, func(w WorkerKey, _ map[uint64]*modelBlock) bool { return w.Worker == worker })
+		},
+		"sweep a little": func(t *rapid.T) { r.sweep(rapid.IntRange(1, 5).Draw(t, "limit")) },
+		"sweep all": func(t *rapid.T) {
+			r.sweep(1 << 30)
+			if got, want := r.Nodes(), m.nodes(); got != want {
+				t.Fatalf("%d nodes, want %d", got, want)
+			}
+		},
+		"dump and restore": func(t *rapid.T) {
+			copied := NewRadix()
+			for _, e := range dumped(r) {
+				if err := copied.Store(e.Worker, e.Parent, e.HasParent, []StoredBlock{e.Block}); err != nil {
 					t.Fatal(err)
 				}
-				for range 5 {
-					local := locals.Draw(t, "query")
-					if got, want := copied.Match(local, nil), m.match(local); !slices.Equal(got, want) {
-						t.Fatalf("restored: match of %d: %v, want %v", local, got, want)
-					}
+			}
+			if err := copied.check(); err != nil {
+				t.Fatal(err)
+			}
+			for range 5 {
+				local := locals.Draw(t, "query")
+				if got, want := copied.Match(local, nil), m.match(local); !slices.Equal(got, want) {
+					t.Fatalf("restored: match of %d: %v, want %v", local, got, want)
 				}
-			},
-			"": func(t *rapid.T) {
-				if err := r.check(); err != nil {
-					t.Fatal(err)
+			}
+		},
+		"": func(t *rapid.T) {
+			if err := r.check(); err != nil {
+				t.Fatal(err)
+			}
+			if got, want := r.Workers(), slices.SortedFunc(maps.Keys(m.workers), WorkerKey.Compare); !slices.Equal(got, want) {
+				t.Fatalf("workers %v, want %v", got, want)
+			}
+			for w, held := range m.workers {
+				if got := r.Blocks(w); got != len(held) {
+					t.Fatalf("%v holds %d blocks, want %d", w, got, len(held))
 				}
-				if got, want := r.Workers(), slices.SortedFunc(maps.Keys(m.workers), WorkerKey.Compare); !slices.Equal(got, want) {
-					t.Fatalf("workers %v, want %v", got, want)
+			}
+			for range 3 {
+				local := locals.Draw(t, "query")
+				if got, want := r.Match(local, nil), m.match(local); !slices.Equal(got, want) {
+					t.Fatalf("match of %d: %v, want %v", local, got, want)
 				}
-				for w, held := range m.workers {
-					if got := r.Blocks(w); got != len(held) {
-						t.Fatalf("%v holds %d blocks, want %d", w, got, len(held))
-					}
-				}
-				for range 3 {
-					local := locals.Draw(t, "query")
-					if got, want := r.Match(local, nil), m.match(local); !slices.Equal(got, want) {
-						t.Fatalf("match of %d: %v, want %v", local, got, want)
-					}
-				}
-			},
-		})
+			}
+		},
 	})
 }
