@@ -117,7 +117,7 @@ func (d *eventDecoder) next() (*kvEvent, error) {
 	err = d.decodeEvent(e)
 	d.seek(end)
 	if err != nil {
-		return e, fmt.Errorf("event %q: %w", e.tag, err)
+		return e, fmt.Errorf("event %.40q: %w", e.tag, err)
 	}
 	return e, nil
 }
@@ -176,7 +176,7 @@ func (d *eventDecoder) decodeMap(e *kvEvent) error {
 			return fmt.Errorf("field name: %w", err)
 		}
 		if err := d.field(e, string(name)); err != nil {
-			return fmt.Errorf("%s: %w", name, err)
+			return fmt.Errorf("%.40s: %w", name, err)
 		}
 	}
 	return nil

@@ -129,7 +129,7 @@ type EventStream struct {
 	next uint64
 	sum  uint64 // hash of batch next-1 as received; valid if next > 0
 	// resync says that the history is to be asked for again from its beginning,
-	// at retryAt.
+	// at retryAt; a replay that has just done that leaves it off.
 	resync  bool
 	retryAt time.Time
 	// live is the highest sequence number + 1 that this connection has
@@ -227,14 +227,21 @@ func (s *EventStream) follow(ctx context.Context, conn *ZMQConn) error {
 	level, heard := 0, time.Now()
 	for {
 		due := heard.Add(s.timing.quiet[level])
+		retry := s.resync && s.replayAt != ""
+		if retry && s.retryAt.Before(due) {
+			due = s.retryAt
+		}
 		ready, err := conn.Wait(due)
 		if err != nil {
 			return err
 		}
 		now := time.Now()
-		if s.resync && s.replayAt != "" && now.After(s.retryAt) {
+		if retry && !now.Before(s.retryAt) {
 			if s.catchUp(ctx) != nil && ctx.Err() != nil {
 				return ctx.Err()
+			}
+			if !ready {
+				continue
 			}
 		}
 		if !ready {
@@ -270,6 +277,11 @@ func (s *EventStream) receive(ctx context.Context, seq uint64, payload []byte) e
 		// A proxy keeps connections while the engine behind it restarts.
 		s.restarted()
 	}
+	if !s.sure && s.replayAt != "" && !s.resync {
+		if s.catchUp(ctx) != nil && ctx.Err() != nil {
+			return ctx.Err()
+		}
+	}
 	if s.sure && seq > s.next {
 		s.stats.Gaps.Add(1)
 		s.log.Warn("gap in the worker's KV events", "want", s.next, "got", seq)
@@ -280,15 +292,11 @@ func (s *EventStream) receive(ctx context.Context, seq uint64, payload []byte) e
 				return ctx.Err()
 			}
 			s.forget("missed events cannot be replayed")
-		} else if s.sure && seq >= s.next {
+		} else if seq > s.next {
 			// vLLM buffers a batch before it answers the next replay.
 			s.forget("missed events were not in the replay")
 			s.log.Warn("replay endpoint keeps no history, not asking it again", "replay", s.replayAt)
 			s.replayAt = ""
-		}
-	} else if !s.sure && s.replayAt != "" && !s.resync {
-		if err := s.catchUp(ctx); err != nil && ctx.Err() != nil {
-			return ctx.Err()
 		}
 	}
 	if s.sure && seq < s.next {
@@ -330,19 +338,20 @@ func (s *EventStream) checkQuiet(ctx context.Context, settled bool) error {
 // nothing.
 func (s *EventStream) catchUp(ctx context.Context) error {
 	fromStart := s.resync || !s.sure
+	whole := fromStart // what the rounds together bring
 	applied := s.stats.ReplayedBatches.Load()
 	for round := 0; ; round++ {
 		before := s.next
 		err := s.replay(ctx, fromStart)
 		switch {
 		case err == nil:
-			s.resync = false
+			s.resync = s.resync && !whole
 			return nil
 		case ctx.Err() != nil:
 			return ctx.Err()
 		case errors.Is(err, errRestarted) && round < replayRounds:
 			s.restarted()
-			fromStart = true
+			fromStart, whole = true, true
 			continue
 		case errors.Is(err, errReplayHole) && round < replayRounds && s.sure && (fromStart || s.next > before):
 			fromStart = false
@@ -462,8 +471,8 @@ func (s *EventStream) forget(why string) {
 // clear empties the rank in the index.
 func (s *EventStream) clear(why string) {
 	s.log.Warn("cleared the worker's blocks", "reason", why)
-	s.index.Clear(s.src.Worker)
 	s.stats.Cold.Store(true)
+	s.index.Clear(s.src.Worker)
 }
 
 // apply puts batch next into the index. A bad event is left out alone, unless
@@ -492,6 +501,7 @@ func (s *EventStream) apply(seq uint64, payload []byte, live bool) {
 		}
 		s.stats.DecodeErrors.Add(1)
 		if e.kind == eventStored && !errors.Is(err, errBrokenPayload) {
+			s.stats.Cold.Store(true)
 			s.warnOnce("event", "left out a bad KV event", "batch", seq, "error", err)
 			continue
 		}
@@ -523,7 +533,7 @@ func (s *EventStream) applyEvent(e *kvEvent) error {
 		s.stats.Cold.Store(false)
 	default:
 		s.stats.Ignored.Add(1)
-		s.warnOnce("type", "unknown type of KV event", "type", string(e.tag))
+		s.warnOnce("type", "unknown type of KV event", "type", fmt.Sprintf("%.40s", e.tag))
 	}
 	return nil
 }
@@ -538,6 +548,7 @@ func (s *EventStream) applyStored(e *kvEvent) error {
 	}
 	if e.blockSize != s.src.BlockSize {
 		s.stats.BlockSizeMismatch.Add(1)
+		s.stats.Cold.Store(true)
 		if !s.warned["block size"] {
 			s.warned["block size"] = true
 			s.log.Error("the engine's block size differs from the router's: its events are dropped; start both with the same --block-size",
@@ -563,10 +574,12 @@ func (s *EventStream) applyStored(e *kvEvent) error {
 	}
 	switch err := s.index.Store(s.src.Worker, e.parent, e.hasParent, s.blocks); {
 	case errors.Is(err, ErrParentUnknown):
-		// The blocks before these are not known, so these cannot be matched;
-		// the rest of the index stays true.
 		s.stats.UnknownParent.Add(1)
-		s.log.Debug("dropped stored blocks whose parent is not known", "blocks", len(s.blocks))
+		if s.stats.Cold.Load() {
+			return nil // expected: their parents are among what is missing
+		}
+		s.clear("stored blocks follow a block that it is not known to hold")
+		s.resync, s.retryAt = true, time.Now()
 		return nil
 	case err != nil:
 		return err

@@ -668,7 +668,7 @@ func TestEventStreamLeavesOutABadEventAlone(t *testing.T) {
 	bad["tokens"] = []any{1, nil, 3, 4}
 	f := appliedStream(t, payloadOf(t, 1, storedEvent(1, 0, 2), bad, storedEvent(1, 2, 3)))
 	f.holds(t, 1, 3, 3)
-	f.has(t, map[string]uint64{"DecodeErrors": 1, "Stored": 2, "StoredBlocks": 3, "Cold": 0})
+	f.has(t, map[string]uint64{"DecodeErrors": 1, "Stored": 2, "StoredBlocks": 3, "Cold": 1})
 }
 
 func TestEventStreamClearsWhenARemovalMayHaveBeenMissed(t *testing.T) {
@@ -753,9 +753,33 @@ func TestEventStreamTakesTheEnginesOwnCacheOnly(t *testing.T) {
 }
 
 func TestEventStreamNeverRootsBlocksOfAnUnknownParent(t *testing.T) {
-	f := appliedStream(t, payloadOf(t, 1, storedEvent(1, 2, 4), storedEvent(2, 0, 1), removedEvent(5, 0, 3)))
-	f.holds(t, 2, 1, 1)
-	f.has(t, map[string]uint64{"UnknownParent": 1, "UnknownRemoved": 3, "StoredBlocks": 1, "RemovedBlocks": 0, "Cold": 0})
+	t.Run("in a whole history", func(t *testing.T) {
+		f := appliedStream(t, payloadOf(t, 1, storedEvent(3, 0, 1), storedEvent(1, 2, 4), storedEvent(2, 0, 1), removedEvent(5, 0, 3)))
+		f.holds(t, 3, 1, 0) // doubtful: cleared
+		f.holds(t, 2, 1, 1)
+		f.has(t, map[string]uint64{"UnknownParent": 1, "UnknownRemoved": 3, "Cold": 1})
+	})
+	t.Run("in a history with a hole", func(t *testing.T) {
+		f := appliedStream(t)
+		f.begin(7)
+		f.apply(7, payloadOf(t, 1, storedEvent(3, 0, 1), storedEvent(1, 2, 4)), true)
+		f.holds(t, 3, 1, 1)
+		f.has(t, map[string]uint64{"UnknownParent": 1, "StoredBlocks": 1})
+	})
+	t.Run("with a replay", func(t *testing.T) {
+		p := newFakePublisher(t)
+		f := followStream(t, p.source(), nil)
+		p.subscribed(t, f)
+		p.batch(false, storedEvent(3, 0, 1))
+		f.holds(t, 3, 1, 1)
+		p.batch(false, storedEvent(1, 2, 4))
+		f.reaches(t, map[string]uint64{"Replays": 2, "ReplayedBatches": 2})
+		// The engine did publish it so: asked once, not for ever.
+		p.batch(false, storedEvent(4, 0, 1), storedEvent(1, 2, 4))
+		f.holds(t, 4, 1, 1)
+		f.holds(t, 1, 4, 0)
+		f.has(t, map[string]uint64{"Replays": 2, "UnknownParent": 3, "Cold": 1})
+	})
 }
 
 func TestEventStreamReportsLag(t *testing.T) {

@@ -223,6 +223,6 @@ func TestEventStreamFollowsVLLMsPublisher(t *testing.T) {
 		p.publish(t, one(storedEvent(1, 0, 1), testEvent{"raw": "82a474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657303"},
 			testEvent{"raw": "81a474797065aa426c6f636b4d6f766564"}, larger, storedEvent(1, 1, 2)))
 		f.holds(t, 1, 2, 2)
-		f.has(t, map[string]uint64{"DecodeErrors": 1, "Ignored": 1, "BlockSizeMismatch": 1, "Cold": 0})
+		f.has(t, map[string]uint64{"DecodeErrors": 1, "Ignored": 1, "BlockSizeMismatch": 1, "Cold": 1})
 	})
 }

@@ -103,7 +103,7 @@ func dialZMQ(ctx context.Context, endpoint string, kind zmq4.SocketType) (*ZMQCo
 }
 
 // Wait returns true as soon as a message has begun to arrive, false at the
-// time until.
+// time until; the zero time waits for ever.
 func (c *ZMQConn) Wait(until time.Time) (bool, error) {
 	if c.in.Buffered() > 0 {
 		return true, nil
