@@ -80,8 +80,8 @@ func TestAttachedWorkerGoesAndComesBack(t *testing.T) {
 	f := attachedFleet(t, a, "")
 	f.start()
 	settles(t, func() error { // not there at the start: no reason to end
-		if !strings.Contains(f.logged(), "worker 3: not reachable yet") {
-			return fmt.Errorf("log: %s", f.logged())
+		if !strings.Contains(f.out.String(), "worker 3: not reachable yet") {
+			return fmt.Errorf("log: %s", f.out.String())
 		}
 		return nil
 	})
@@ -141,14 +141,14 @@ func TestAttachedWorkerWithoutEventsIsRoutedByLoadAlone(t *testing.T) {
 	}
 	const warning = "worker 3: publishes no KV events: routed by load only"
 	settles(t, func() error {
-		if !strings.Contains(f.logged(), warning) {
-			return fmt.Errorf("no warning in:\n%s", f.logged())
+		if !strings.Contains(f.out.String(), warning) {
+			return fmt.Errorf("no warning in:\n%s", f.out.String())
 		}
 		return nil
 	})
 	f.stop()
 	a.server.Close()
-	if n := strings.Count(f.logged(), warning); n != 1 {
+	if n := strings.Count(f.out.String(), warning); n != 1 {
 		t.Errorf("warned %d times", n)
 	}
 }

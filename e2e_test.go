@@ -36,25 +36,6 @@ type site struct {
 	ended     chan struct{}
 }
 
-// logBuffer keeps what the program writes.
-type logBuffer struct {
-	mu   sync.Mutex // guards text
-	text bytes.Buffer
-}
-
-func (l *logBuffer) Write(b []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.Write(b)
-}
-
-func (l *logBuffer) tail() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	text := l.text.String()
-	return text[max(0, len(text)-6000):]
-}
-
 // program builds kvrouter once for all tests.
 var program = sync.OnceValues(func() (string, error) {
 	dir, err := os.MkdirTemp("", "kvrouter-e2e")
@@ -112,11 +93,12 @@ func startSite(t *testing.T, workers int, env []string, args ...string) *site {
 			t.Error("kvrouter did not end within 60 s of SIGTERM")
 			s.command.Process.Kill()
 		}
-		if strings.Contains(s.log.tail(), "DATA RACE") {
+		if strings.Contains(s.log.String(), "DATA RACE") {
 			t.Error("data race")
 		}
 		if t.Failed() {
-			t.Logf("end of the log:\n%s", s.log.tail())
+			log := s.log.String()
+			t.Logf("end of the log:\n%s", log[max(0, len(log)-6000):])
 		}
 	})
 	s.waitReady(workers, 5*time.Minute)

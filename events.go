@@ -52,8 +52,8 @@ type EventStats struct {
 }
 
 // Counts returns the counters by name, for the metrics page.
-func (s *EventStats) Counts() map[string]int64 {
-	counts := map[string]int64{}
+func (s *EventStats) Counts() map[string]uint64 {
+	counts := map[string]uint64{}
 	for name, counter := range map[string]*atomic.Uint64{
 		"batches": &s.Batches, "replayed_batches": &s.ReplayedBatches, "stored": &s.Stored, "stored_blocks": &s.StoredBlocks,
 		"removed": &s.Removed, "removed_blocks": &s.RemovedBlocks, "cleared": &s.Cleared, "gaps": &s.Gaps, "duplicates": &s.Duplicates,
@@ -61,7 +61,7 @@ func (s *EventStats) Counts() map[string]int64 {
 		"decode_errors": &s.DecodeErrors, "unknown_parent": &s.UnknownParent, "unknown_removed": &s.UnknownRemoved,
 		"ignored": &s.Ignored, "block_size_mismatch": &s.BlockSizeMismatch,
 	} {
-		counts[name] = int64(counter.Load())
+		counts[name] = counter.Load()
 	}
 	return counts
 }

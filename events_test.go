@@ -95,7 +95,7 @@ func payloadOf(t testing.TB, ts float64, events ...testEvent) []byte {
 // following is a stream that runs, with short waits.
 type following struct {
 	*EventStream
-	log  *eventLog
+	log  *logBuffer
 	stop func()
 }
 
@@ -108,7 +108,7 @@ func followStream(t *testing.T, src EventSource, tweak func(*EventStream)) *foll
 	if src.BlockSize == 0 {
 		src.BlockSize = testBlockSize
 	}
-	log := new(eventLog)
+	log := new(logBuffer)
 	s := NewEventStream(src, NewRadix(), slog.New(slog.NewTextHandler(log, nil)))
 	s.timing.backoffMin, s.timing.backoffMax = 5*time.Millisecond, 100*time.Millisecond
 	s.timing.replayLimit = 2 * time.Second
@@ -197,29 +197,24 @@ func (f *following) has(t *testing.T, want map[string]uint64) {
 func (f *following) counts() map[string]uint64 {
 	s := &f.stats
 	flag := map[bool]uint64{true: 1}
-	return map[string]uint64{
-		"Connected": flag[s.Connected.Load()], "Cold": flag[s.Cold.Load()], "Batches": s.Batches.Load(), "ReplayedBatches": s.ReplayedBatches.Load(),
-		"LastSeq": s.LastSeq.Load(), "Stored": s.Stored.Load(), "StoredBlocks": s.StoredBlocks.Load(), "Removed": s.Removed.Load(),
-		"RemovedBlocks": s.RemovedBlocks.Load(), "Cleared": s.Cleared.Load(), "Gaps": s.Gaps.Load(), "Duplicates": s.Duplicates.Load(),
-		"Replays": s.Replays.Load(), "ReplayFailures": s.ReplayFailures.Load(), "Restarts": s.Restarts.Load(), "Reconnects": s.Reconnects.Load(),
-		"DecodeErrors": s.DecodeErrors.Load(), "UnknownParent": s.UnknownParent.Load(), "UnknownRemoved": s.UnknownRemoved.Load(),
-		"Ignored": s.Ignored.Load(), "BlockSizeMismatch": s.BlockSizeMismatch.Load(),
-	}
+	counts := s.Counts()
+	counts["connected"], counts["cold"], counts["last_seq"] = flag[s.Connected.Load()], flag[s.Cold.Load()], s.LastSeq.Load()
+	return counts
 }
 
-// eventLog is a log that a test may read while it is written.
-type eventLog struct {
+// logBuffer is a log that a test may read while it is written.
+type logBuffer struct {
 	mu sync.Mutex // guards b
 	b  bytes.Buffer
 }
 
-func (l *eventLog) Write(p []byte) (int, error) {
+func (l *logBuffer) Write(p []byte) (int, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.b.Write(p)
 }
 
-func (l *eventLog) String() string {
+func (l *logBuffer) String() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.b.String()
@@ -387,9 +382,9 @@ func TestEventStreamFetchesAGapBeforeItGoesOn(t *testing.T) {
 	p.batch(true, removedEvent(1, 1, 3))
 	p.batch(false, storedEvent(1, 1, 5))
 	f.holds(t, 1, 5, 5)
-	f.has(t, map[string]uint64{"Gaps": 1, "Replays": 2, "ReplayedBatches": 3, "Batches": 4, "Cold": 0, "LastSeq": 3, "UnknownParent": 0})
+	f.has(t, map[string]uint64{"gaps": 1, "replays": 2, "replayed_batches": 3, "batches": 4, "cold": 0, "last_seq": 3, "unknown_parent": 0})
 	p.locked(func() { wantSameEvents(t, "replays asked for", p.replayed, []uint64{0, 0}) })
-	f.reaches(t, map[string]uint64{"Duplicates": 1}) // the batch that showed the gap
+	f.reaches(t, map[string]uint64{"duplicates": 1}) // the batch that showed the gap
 }
 
 func TestEventStreamClearsAfterAGapWithoutReplay(t *testing.T) {
@@ -400,21 +395,21 @@ func TestEventStreamClearsAfterAGapWithoutReplay(t *testing.T) {
 	p.subscribed(t, f)
 	p.batch(false, storedEvent(1, 0, 2))
 	f.holds(t, 1, 2, 2)
-	f.has(t, map[string]uint64{"Cold": 0})
+	f.has(t, map[string]uint64{"cold": 0})
 	p.batch(true, removedEvent(1, 0, 2))
 	p.batch(false, storedEvent(2, 0, 2))
 	f.holds(t, 2, 2, 2)
 	f.holds(t, 1, 2, 0)
-	f.has(t, map[string]uint64{"Gaps": 1, "Replays": 0, "Cold": 1})
+	f.has(t, map[string]uint64{"gaps": 1, "replays": 0, "cold": 1})
 	p.batch(false, testEvent{"cleared": true}, storedEvent(3, 0, 1))
 	f.holds(t, 3, 1, 1)
 	f.holds(t, 2, 1, 0)
-	f.has(t, map[string]uint64{"Cleared": 1, "Cold": 0})
+	f.has(t, map[string]uint64{"cleared": 1, "cold": 0})
 
 	// Nobody can tell what was missed while the connection was down.
 	p.drop()
 	f.holds(t, 3, 1, 0)
-	f.has(t, map[string]uint64{"Cold": 1})
+	f.has(t, map[string]uint64{"cold": 1})
 }
 
 func TestEventStreamClearsWhenAReplayIsNotAnswered(t *testing.T) {
@@ -430,8 +425,8 @@ func TestEventStreamClearsWhenAReplayIsNotAnswered(t *testing.T) {
 	p.batch(false, storedEvent(2, 0, 2))
 	f.holds(t, 2, 2, 2)
 	f.holds(t, 1, 2, 0)
-	f.has(t, map[string]uint64{"Cold": 1, "Gaps": 1})
-	f.reaches(t, map[string]uint64{"ReplayFailures": 1})
+	f.has(t, map[string]uint64{"cold": 1, "gaps": 1})
+	f.reaches(t, map[string]uint64{"replay_failures": 1})
 	// It is asked again, and then the history is whole.
 	p.locked(func() { p.replay = nil })
 	f.until(t, func() bool {
@@ -460,7 +455,7 @@ func TestEventStreamAsksAgainAfterAHoleInAReplay(t *testing.T) {
 	}
 	f := followStream(t, p.source(), func(s *EventStream) { s.timing.replayPause = 50 * time.Millisecond })
 	f.holds(t, 1, 6, 6)
-	f.has(t, map[string]uint64{"Batches": 6, "ReplayFailures": 0, "Cold": 0})
+	f.has(t, map[string]uint64{"batches": 6, "replay_failures": 0, "cold": 0})
 	p.locked(func() { wantSameEvents(t, "replays asked for", p.replayed, []uint64{0, 1, 3}) })
 }
 
@@ -480,7 +475,7 @@ func TestEventStreamStartsColdWhereTheBufferBegins(t *testing.T) {
 	f.holds(t, 5, 1, 1)
 	f.holds(t, 3, 1, 1)
 	f.holds(t, 2, 1, 0)
-	f.has(t, map[string]uint64{"Cold": 1, "Batches": 3})
+	f.has(t, map[string]uint64{"cold": 1, "batches": 3})
 
 	// A gap that has left the buffer: what was known is not to be trusted.
 	p.subscribed(t, f)
@@ -491,7 +486,7 @@ func TestEventStreamStartsColdWhereTheBufferBegins(t *testing.T) {
 	f.holds(t, 7, 1, 1)
 	f.holds(t, 6, 1, 1)
 	f.holds(t, 5, 1, 0)
-	f.has(t, map[string]uint64{"Cold": 1, "Gaps": 1, "Restarts": 0, "ReplayFailures": 1})
+	f.has(t, map[string]uint64{"cold": 1, "gaps": 1, "restarts": 0, "replay_failures": 1})
 }
 
 func TestEventStreamGivesUpAReplayWithoutHistory(t *testing.T) {
@@ -502,11 +497,11 @@ func TestEventStreamGivesUpAReplayWithoutHistory(t *testing.T) {
 	p.subscribed(t, f)
 	p.batch(false, storedEvent(2, 0, 1))
 	f.holds(t, 2, 1, 1)
-	f.has(t, map[string]uint64{"Cold": 1, "Gaps": 1})
+	f.has(t, map[string]uint64{"cold": 1, "gaps": 1})
 	replays := f.stats.Replays.Load()
 	p.batch(false, storedEvent(2, 1, 2))
 	f.holds(t, 2, 2, 2)
-	f.has(t, map[string]uint64{"Replays": replays, "Restarts": 0})
+	f.has(t, map[string]uint64{"replays": replays, "restarts": 0})
 }
 
 func TestEventStreamFindsWhatASilentConnectionMissed(t *testing.T) {
@@ -519,11 +514,11 @@ func TestEventStreamFindsWhatASilentConnectionMissed(t *testing.T) {
 	f.holds(t, 1, 1, 1)
 	// By now the connection has had its time: what it does not bring shows
 	// that it is dead.
-	f.reaches(t, map[string]uint64{"Replays": 3})
+	f.reaches(t, map[string]uint64{"replays": 3})
 	p.batch(true, storedEvent(1, 1, 2))
 	f.holds(t, 1, 2, 2)
-	f.reaches(t, map[string]uint64{"Reconnects": 1})
-	f.has(t, map[string]uint64{"Gaps": 0, "Restarts": 0, "Cold": 0})
+	f.reaches(t, map[string]uint64{"reconnects": 1})
+	f.has(t, map[string]uint64{"gaps": 0, "restarts": 0, "cold": 0})
 }
 
 func TestEventStreamNoticesANewPublisher(t *testing.T) {
@@ -570,7 +565,7 @@ func TestEventStreamNoticesANewPublisher(t *testing.T) {
 				f.holds(t, 9, 1, 1)
 			}
 			f.until(t, func() bool { return !f.stats.Cold.Load() }, func() string { return "stays cold" })
-			f.has(t, map[string]uint64{"Restarts": 1, "ReplayFailures": 0})
+			f.has(t, map[string]uint64{"restarts": 1, "replay_failures": 0})
 		})
 	}
 }
@@ -584,8 +579,8 @@ func TestEventStreamKeepsItsBlocksOverALostConnection(t *testing.T) {
 	p.drop()
 	p.batch(true, storedEvent(1, 1, 2))
 	f.holds(t, 1, 2, 2)
-	f.has(t, map[string]uint64{"Restarts": 0, "Cold": 0, "Batches": 2})
-	f.reaches(t, map[string]uint64{"Reconnects": 1})
+	f.has(t, map[string]uint64{"restarts": 0, "cold": 0, "batches": 2})
+	f.reaches(t, map[string]uint64{"reconnects": 1})
 }
 
 func TestEventStreamForgetsAWorkerThatStaysAway(t *testing.T) {
@@ -597,7 +592,7 @@ func TestEventStreamForgetsAWorkerThatStaysAway(t *testing.T) {
 	_ = p.listener[0].Close()
 	p.drop()
 	f.holds(t, 1, 1, 0)
-	f.has(t, map[string]uint64{"Cold": 1, "Connected": 0})
+	f.has(t, map[string]uint64{"cold": 1, "connected": 0})
 }
 
 func TestEventStreamSurvivesMessagesThatAreNoBatches(t *testing.T) {
@@ -611,14 +606,14 @@ func TestEventStreamSurvivesMessagesThatAreNoBatches(t *testing.T) {
 	})
 	p.batch(false, storedEvent(1, 0, 1))
 	f.holds(t, 1, 1, 1)
-	f.has(t, map[string]uint64{"DecodeErrors": 2, "Reconnects": 0})
+	f.has(t, map[string]uint64{"decode_errors": 2, "reconnects": 0})
 	f.until(t, func() (ok bool) {
 		p.locked(func() { ok = len(p.pongs) == 1 && p.pongs[0] == "context" })
 		return ok
 	}, func() string { return "no answer to the heartbeat" })
 	// A frame of 2^62 bytes ends the connection, not the process.
 	p.locked(func() { _, _ = p.subs[0].Write([]byte{2, 0x40, 0, 0, 0, 0, 0, 0, 0}) })
-	f.reaches(t, map[string]uint64{"Reconnects": 1})
+	f.reaches(t, map[string]uint64{"reconnects": 1})
 	p.subscribed(t, f)
 	p.batch(true, storedEvent(1, 1, 2))
 	f.holds(t, 1, 2, 1+1)
@@ -654,7 +649,7 @@ func TestEventStreamEndsWhereverItWaits(t *testing.T) {
 // from a complete history.
 func appliedStream(t *testing.T, batches ...[]byte) *following {
 	t.Helper()
-	log := new(eventLog)
+	log := new(logBuffer)
 	s := NewEventStream(EventSource{Worker: testWorker, BlockSize: testBlockSize}, NewRadix(), slog.New(slog.NewTextHandler(log, nil)))
 	s.begin(0)
 	for i, b := range batches {
@@ -668,7 +663,7 @@ func TestEventStreamLeavesOutABadEventAlone(t *testing.T) {
 	bad["tokens"] = []any{1, nil, 3, 4}
 	f := appliedStream(t, payloadOf(t, 1, storedEvent(1, 0, 2), bad, storedEvent(1, 2, 3)))
 	f.holds(t, 1, 3, 3)
-	f.has(t, map[string]uint64{"DecodeErrors": 1, "Stored": 2, "StoredBlocks": 3, "Cold": 1})
+	f.has(t, map[string]uint64{"decode_errors": 1, "stored": 2, "stored_blocks": 3, "cold": 1})
 }
 
 func TestEventStreamClearsWhenARemovalMayHaveBeenMissed(t *testing.T) {
@@ -680,7 +675,7 @@ func TestEventStreamClearsWhenARemovalMayHaveBeenMissed(t *testing.T) {
 			f := appliedStream(t, payloadOf(t, 1, storedEvent(1, 0, 2), c, storedEvent(2, 0, 1)))
 			f.holds(t, 1, 2, 0)
 			f.holds(t, 2, 1, 1)
-			f.has(t, map[string]uint64{"DecodeErrors": 1, "Cold": 1})
+			f.has(t, map[string]uint64{"decode_errors": 1, "cold": 1})
 		})
 	}
 	t.Run("payload cut short", func(t *testing.T) {
@@ -689,12 +684,12 @@ func TestEventStreamClearsWhenARemovalMayHaveBeenMissed(t *testing.T) {
 		f.holds(t, 3, 1, 0)
 		f.holds(t, 1, 2, 0)
 		f.holds(t, 4, 1, 1)
-		f.has(t, map[string]uint64{"DecodeErrors": 1, "Cold": 1})
+		f.has(t, map[string]uint64{"decode_errors": 1, "cold": 1})
 	})
 	t.Run("payload no batch", func(t *testing.T) {
 		f := appliedStream(t, payloadOf(t, 1, storedEvent(3, 0, 1)), []byte("\x01"))
 		f.holds(t, 3, 1, 0)
-		f.has(t, map[string]uint64{"DecodeErrors": 1, "Cold": 1})
+		f.has(t, map[string]uint64{"decode_errors": 1, "cold": 1})
 	})
 }
 
@@ -704,7 +699,7 @@ func TestEventStreamNamesBothBlockSizesOnce(t *testing.T) {
 	e["stored"] = blockIDs(1, 0, 1)
 	f := appliedStream(t, payloadOf(t, 1, e, e), payloadOf(t, 1, e))
 	f.holds(t, 1, 2, 0)
-	f.has(t, map[string]uint64{"BlockSizeMismatch": 3, "StoredBlocks": 0})
+	f.has(t, map[string]uint64{"block_size_mismatch": 3, "stored_blocks": 0})
 	if log := f.log.String(); strings.Count(log, "level=ERROR") != 1 || !strings.Contains(log, "engine=8") || !strings.Contains(log, "router=4") {
 		t.Errorf("log:\n%s", log)
 	}
@@ -724,7 +719,7 @@ func TestEventStreamCountsOneFullAttentionGroupOnly(t *testing.T) {
 			in(removedEvent(2, 0, 2), 0, nil), in(removedEvent(2, 0, 2), 2, nil), in(storedEvent(3, 0, 1), 3, "mamba")))
 		f.holds(t, 1, 2, 0)
 		f.holds(t, 2, 2, 2)
-		f.has(t, map[string]uint64{"Ignored": 5, "StoredBlocks": 2})
+		f.has(t, map[string]uint64{"ignored": 5, "stored_blocks": 2})
 		f.apply(1, payloadOf(t, 1, in(removedEvent(2, 1, 2), 1, nil)), true)
 		f.holds(t, 2, 2, 1)
 	})
@@ -749,7 +744,7 @@ func TestEventStreamTakesTheEnginesOwnCacheOnly(t *testing.T) {
 	f.holds(t, 1, 2, 2)
 	f.holds(t, 2, 1, 0)
 	f.holds(t, 3, 1, 0)
-	f.has(t, map[string]uint64{"Ignored": 4, "DecodeErrors": 0})
+	f.has(t, map[string]uint64{"ignored": 4, "decode_errors": 0})
 }
 
 func TestEventStreamNeverRootsBlocksOfAnUnknownParent(t *testing.T) {
@@ -757,14 +752,14 @@ func TestEventStreamNeverRootsBlocksOfAnUnknownParent(t *testing.T) {
 		f := appliedStream(t, payloadOf(t, 1, storedEvent(3, 0, 1), storedEvent(1, 2, 4), storedEvent(2, 0, 1), removedEvent(5, 0, 3)))
 		f.holds(t, 3, 1, 0) // doubtful: cleared
 		f.holds(t, 2, 1, 1)
-		f.has(t, map[string]uint64{"UnknownParent": 1, "UnknownRemoved": 3, "Cold": 1})
+		f.has(t, map[string]uint64{"unknown_parent": 1, "unknown_removed": 3, "cold": 1})
 	})
 	t.Run("in a history with a hole", func(t *testing.T) {
 		f := appliedStream(t)
 		f.begin(7)
 		f.apply(7, payloadOf(t, 1, storedEvent(3, 0, 1), storedEvent(1, 2, 4)), true)
 		f.holds(t, 3, 1, 1)
-		f.has(t, map[string]uint64{"UnknownParent": 1, "StoredBlocks": 1})
+		f.has(t, map[string]uint64{"unknown_parent": 1, "stored_blocks": 1})
 	})
 	t.Run("with a replay", func(t *testing.T) {
 		p := newFakePublisher(t)
@@ -773,12 +768,12 @@ func TestEventStreamNeverRootsBlocksOfAnUnknownParent(t *testing.T) {
 		p.batch(false, storedEvent(3, 0, 1))
 		f.holds(t, 3, 1, 1)
 		p.batch(false, storedEvent(1, 2, 4))
-		f.reaches(t, map[string]uint64{"Replays": 2, "ReplayedBatches": 2})
+		f.reaches(t, map[string]uint64{"replays": 2, "replayed_batches": 2})
 		// The engine did publish it so: asked once, not for ever.
 		p.batch(false, storedEvent(4, 0, 1), storedEvent(1, 2, 4))
 		f.holds(t, 4, 1, 1)
 		f.holds(t, 1, 4, 0)
-		f.has(t, map[string]uint64{"Replays": 2, "UnknownParent": 3, "Cold": 1})
+		f.has(t, map[string]uint64{"replays": 2, "unknown_parent": 3, "cold": 1})
 	})
 }
 

@@ -147,7 +147,7 @@ func TestEventStreamFollowsVLLMsPublisher(t *testing.T) {
 		p.publish(t, one(testEvent{"cleared": true}), one(storedEvent(3, 0, 1)))
 		f.holds(t, 3, 1, 1)
 		f.holds(t, 1, 5, 0)
-		f.has(t, map[string]uint64{"Batches": 5, "Gaps": 0, "Restarts": 0, "DecodeErrors": 0, "Cold": 0, "Cleared": 1, "LastSeq": 4})
+		f.has(t, map[string]uint64{"batches": 5, "gaps": 0, "restarts": 0, "decode_errors": 0, "cold": 0, "cleared": 1, "last_seq": 4})
 	})
 
 	t.Run("quiet publisher with a past", func(t *testing.T) {
@@ -155,7 +155,7 @@ func TestEventStreamFollowsVLLMsPublisher(t *testing.T) {
 		p.publish(t, one(storedEvent(1, 0, 3)), one(removedEvent(1, 2, 3)))
 		f := followStream(t, p.source(), nil)
 		f.holds(t, 1, 3, 2)
-		f.has(t, map[string]uint64{"ReplayedBatches": 2, "Cold": 0})
+		f.has(t, map[string]uint64{"replayed_batches": 2, "cold": 0})
 	})
 
 	t.Run("publisher that has not published", func(t *testing.T) {
@@ -164,7 +164,7 @@ func TestEventStreamFollowsVLLMsPublisher(t *testing.T) {
 		f.until(t, func() bool { return !f.stats.Cold.Load() }, func() string { return "stays cold" })
 		p.publish(t, one(storedEvent(1, 0, 3)))
 		f.holds(t, 1, 3, 3)
-		f.has(t, map[string]uint64{"ReplayFailures": 0, "Restarts": 0})
+		f.has(t, map[string]uint64{"replay_failures": 0, "restarts": 0})
 	})
 
 	t.Run("past longer than the buffer", func(t *testing.T) {
@@ -176,7 +176,7 @@ func TestEventStreamFollowsVLLMsPublisher(t *testing.T) {
 		f.holds(t, 4, 1, 1)
 		f.holds(t, 2, 1, 1)
 		f.holds(t, 1, 1, 0)
-		f.has(t, map[string]uint64{"Cold": 1, "ReplayedBatches": 3})
+		f.has(t, map[string]uint64{"cold": 1, "replayed_batches": 3})
 	})
 
 	t.Run("long past, many blocks", func(t *testing.T) {
@@ -188,8 +188,8 @@ func TestEventStreamFollowsVLLMsPublisher(t *testing.T) {
 		}
 		p.publish(t, past...)
 		f := followStream(t, p.source(), nil)
-		f.reaches(t, map[string]uint64{"Batches": batches})
-		f.has(t, map[string]uint64{"Batches": batches, "StoredBlocks": batches * 8, "ReplayFailures": 0, "Cold": 0})
+		f.reaches(t, map[string]uint64{"batches": batches})
+		f.has(t, map[string]uint64{"batches": batches, "stored_blocks": batches * 8, "replay_failures": 0, "cold": 0})
 		t.Logf("%d replays for %d batches", f.stats.Replays.Load(), batches)
 	})
 
@@ -197,7 +197,7 @@ func TestEventStreamFollowsVLLMsPublisher(t *testing.T) {
 		p := &vllmPublisher{host: host, port: freePorts(t, 2), rank: int(testWorker.Rank)}
 		f := followStream(t, p.source(), nil)
 		p.spawn(t, 10000)
-		f.reaches(t, map[string]uint64{"Connected": 1})
+		f.reaches(t, map[string]uint64{"connected": 1})
 		p.publish(t, one(storedEvent(1, 0, 3)), one(storedEvent(2, 0, 3)))
 		f.holds(t, 2, 3, 3)
 		p.kill(t)
@@ -211,8 +211,8 @@ func TestEventStreamFollowsVLLMsPublisher(t *testing.T) {
 		f.holds(t, 7, 2, 2)
 		f.holds(t, 1, 3, 0)
 		f.holds(t, 2, 3, 0)
-		f.reaches(t, map[string]uint64{"Reconnects": 1, "Restarts": 1})
-		f.has(t, map[string]uint64{"Restarts": 1, "Cold": 0})
+		f.reaches(t, map[string]uint64{"reconnects": 1, "restarts": 1})
+		f.has(t, map[string]uint64{"restarts": 1, "cold": 0})
 	})
 
 	t.Run("bad event, other block size, unknown type", func(t *testing.T) {
@@ -223,6 +223,6 @@ func TestEventStreamFollowsVLLMsPublisher(t *testing.T) {
 		p.publish(t, one(storedEvent(1, 0, 1), testEvent{"raw": "82a474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657303"},
 			testEvent{"raw": "81a474797065aa426c6f636b4d6f766564"}, larger, storedEvent(1, 1, 2)))
 		f.holds(t, 1, 2, 2)
-		f.has(t, map[string]uint64{"DecodeErrors": 1, "Ignored": 1, "BlockSizeMismatch": 1, "Cold": 1})
+		f.has(t, map[string]uint64{"decode_errors": 1, "ignored": 1, "block_size_mismatch": 1, "cold": 1})
 	})
 }

@@ -148,35 +148,36 @@ func (q promptQuery) request() (Request, error) {
 	return Request{Local: local, NumTokens: *q.NumTokens}, nil
 }
 
-// read decodes a JSON body; not ok: it has been answered.
-func (s *Selection) read(c *gin.Context, into any) (ok bool) {
+// prompt reads the prompt that a request is about; not ok: it has been answered.
+func (s *Selection) prompt(c *gin.Context) (request Request, ok bool) {
 	body, err := io.ReadAll(http.MaxBytesReader(c.Writer, c.Request.Body, selectionBodyLimit))
 	var tooLarge *http.MaxBytesError
 	if errors.As(err, &tooLarge) {
 		plainError(c, http.StatusRequestEntityTooLarge, fmt.Sprintf("the body is larger than %d bytes", tooLarge.Limit))
-		return false
+		return Request{}, false
 	}
+	var query promptQuery
 	if err == nil {
-		err = json.Unmarshal(body, into)
+		err = json.Unmarshal(body, &query)
 	}
 	if err != nil {
 		plainError(c, http.StatusBadRequest, "bad body: "+err.Error())
-		return false
+		return Request{}, false
 	}
-	return true
+	request, err = query.request()
+	if err != nil {
+		plainError(c, http.StatusBadRequest, err.Error())
+		return Request{}, false
+	}
+	return request, true
 }
 
 // findBestWorker chooses a worker for a client that forwards its request
 // itself. Since such a client does not tell when the request ends, nothing is
 // booked; the worker counts as one request longer until it publishes its load.
 func (s *Selection) findBestWorker(c *gin.Context) {
-	var query promptQuery
-	if !s.read(c, &query) {
-		return
-	}
-	request, err := query.request()
-	if err != nil {
-		plainError(c, http.StatusBadRequest, err.Error())
+	request, ok := s.prompt(c)
+	if !ok {
 		return
 	}
 	request.Unbooked = true
@@ -190,13 +191,8 @@ func (s *Selection) findBestWorker(c *gin.Context) {
 
 // overlapScores tells what each worker holds of a prompt, choosing none.
 func (s *Selection) overlapScores(c *gin.Context) {
-	var query promptQuery
-	if !s.read(c, &query) {
-		return
-	}
-	request, err := query.request()
-	if err != nil {
-		plainError(c, http.StatusBadRequest, err.Error())
+	request, ok := s.prompt(c)
+	if !ok {
 		return
 	}
 	overlaps, blocks := s.router.Overlaps(request)

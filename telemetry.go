@@ -38,9 +38,9 @@ type WorkerSample struct {
 	Restarts   int
 	Blocks     int // in the index
 	Load       Load
-	EventCount map[string]int64 // by kind: batches, stored, gaps, ...; nil: no event stream
-	Connected  bool             // to its KV events
-	Cold       bool             // blocks may be missing in the index: its history is not known in full
+	EventCount map[string]uint64 // by kind: batches, stored, gaps, ...; nil: no event stream
+	Connected  bool              // to its KV events
+	Cold       bool              // blocks may be missing in the index: its history is not known in full
 }
 
 // PromptSample counts the ways that prompts took to their tokens.

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -72,10 +71,10 @@ func TestFakeWorkerProcess(t *testing.T) {
 
 // observed records what a fleet reports.
 type observed struct {
-	mu     sync.Mutex
-	events []string // "up W.R gG", "down W.R gG"
+	mu     sync.Mutex // guards events, lines
+	events []string   // "up W.R gG", "down W.R gG"
 	lines  []string
-	log    bytes.Buffer
+	out    logBuffer // has a lock of its own
 }
 
 func (o *observed) recorder() FleetHooks {
@@ -93,18 +92,6 @@ func (o *observed) recorder() FleetHooks {
 			o.lines = append(o.lines, line)
 		},
 	}
-}
-
-func (o *observed) Write(p []byte) (int, error) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	return o.log.Write(p)
-}
-
-func (o *observed) logged() string {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	return o.log.String()
 }
 
 func (o *observed) seen() []string {
@@ -179,7 +166,7 @@ func fastTiming() fleetTiming {
 func newFakeFleet(t *testing.T, cfg Config, env ...string) *fakeFleet {
 	t.Helper()
 	o := &observed{}
-	fleet, err := NewFleet(cfg, NewRadix(), o.recorder(), slog.New(slog.NewTextHandler(o, &slog.HandlerOptions{Level: slog.LevelDebug})))
+	fleet, err := NewFleet(cfg, NewRadix(), o.recorder(), slog.New(slog.NewTextHandler(&o.out, &slog.HandlerOptions{Level: slog.LevelDebug})))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -233,7 +220,7 @@ func (f *fakeFleet) wantEvents(want ...string) {
 	f.t.Helper()
 	settles(f.t, func() error {
 		if got := f.seen(); !slices.Equal(got, want) {
-			return fmt.Errorf("events %q, want %q; log:\n%s", got, want, f.logged())
+			return fmt.Errorf("events %q, want %q; log:\n%s", got, want, f.out.String())
 		}
 		return nil
 	})
@@ -300,7 +287,7 @@ func TestKilledWorkerComesBackWithAnEmptyIndex(t *testing.T) {
 	f.stop()
 	f.wantEvents("up 0.0 g1", "down 0.0 g1", "up 0.0 g2", "down 0.0 g2")
 	for _, want := range []string{"worker 0: starting process", "worker 0: starting engine", "worker 0: allocating KV cache", "worker 0: ready after", "worker 0: vLLM ended (signal: killed)"} {
-		if !strings.Contains(f.logged(), want) {
+		if !strings.Contains(f.out.String(), want) {
 			t.Errorf("log lacks %q", want)
 		}
 	}
@@ -393,8 +380,8 @@ func TestWorkersThatCannotStartEndTheFleet(t *testing.T) {
 			})
 			f.cancel()
 			f.wantEvents()
-			if test.mode == "fails" && !strings.Contains(f.logged(), "worker 0 | ModuleNotFoundError: No module named 'vllm'") {
-				t.Errorf("the last lines are not shown:\n%s", f.logged())
+			if test.mode == "fails" && !strings.Contains(f.out.String(), "worker 0 | ModuleNotFoundError: No module named 'vllm'") {
+				t.Errorf("the last lines are not shown:\n%s", f.out.String())
 			}
 		})
 	}
