@@ -32,6 +32,7 @@ type startLog struct {
 	mu     sync.Mutex // guards the rest
 	stage  int        // index into startStages, -1 before the first
 	ready  bool       // the start is over
+	ending bool       // it has been told to end
 	recent []string   // last lines that may explain an end, oldest first
 }
 
@@ -46,7 +47,7 @@ func newStartLog() *startLog { return &startLog{stage: -1} }
 func (s *startLog) line(text string) (stage string, failure bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	failure = s.ready && strings.Contains(text, " ERROR ")
+	failure = s.ready && !s.ending && strings.Contains(text, " ERROR ")
 	if !failure && !isRoutine(text) {
 		if len(s.recent) == tailLines {
 			s.recent = s.recent[1:]
@@ -80,6 +81,14 @@ func (s *startLog) setReady() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.ready, s.recent = true, nil
+}
+
+// setEnding tells that the worker was told to end, which vLLM's API server
+// reports as the death of its engine.
+func (s *startLog) setEnding() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.ending = true
 }
 
 // tail returns the last lines that may explain an end, without the errors that

@@ -354,6 +354,7 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker, command func() (proce
 	f.log.Info(fmt.Sprintf("worker %d: %s", w.id, stageProcess), "pid", pid, "url", w.spec.URL)
 
 	stop := func() {
+		output.setEnding()
 		if err := signalGroup(pid, syscall.SIGTERM); err != nil {
 			f.log.Warn(fmt.Sprintf("worker %d: %v", w.id, err))
 		}
