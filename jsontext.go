@@ -22,15 +22,31 @@ type member struct {
 // members lists an object's members in order. As in Python, a key that comes
 // twice keeps its first place and its last value.
 func members(object gjson.Result) []member {
+	const few = 16 // up to here a search is faster than an index
 	var out []member
+	var index map[string]int
 	object.ForEach(func(key, value gjson.Result) bool {
-		for i := range out {
-			if out[i].key == key.Str {
-				out[i].value = value
-				return true
+		at := -1
+		if len(out) < few {
+			at = slices.IndexFunc(out, func(m member) bool { return m.key == key.Str })
+		} else {
+			if index == nil {
+				index = make(map[string]int)
+				for i, m := range out {
+					index[m.key] = i
+				}
+			}
+			if i, ok := index[key.Str]; ok {
+				at = i
+			} else {
+				index[key.Str] = len(out)
 			}
 		}
-		out = append(out, member{key.Str, value})
+		if at >= 0 {
+			out[at].value = value
+		} else {
+			out = append(out, member{key.Str, value})
+		}
 		return true
 	})
 	return out

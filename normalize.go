@@ -62,7 +62,10 @@ const (
 )
 
 // Limits that keep one request's parsing bounded; vLLM has none.
-const maxMessages = 1 << 16
+const (
+	maxMessages = 1 << 16
+	maxKwargs   = 1000
+)
 
 // mediaKeys are the fields that make a content part something else than text.
 var mediaKeys = []string{"audio_embeds", "audio_url", "data", "file", "image_embeds", "image_pil", "image_url",
@@ -182,7 +185,11 @@ func (r *chatRequest) setVariables(kwargs, documents, effort gjson.Result, optio
 		if !kwargs.IsObject() {
 			return notRenderable("chat_template_kwargs is not an object")
 		}
-		for _, f := range members(kwargs) {
+		given := members(kwargs)
+		if len(given) > maxKwargs {
+			return notRenderable("%d chat_template_kwargs", len(given))
+		}
+		for _, f := range given {
 			switch {
 			case f.value.Type == gjson.Null && f.key != "messages":
 				continue

@@ -3,8 +3,12 @@ package main
 import (
 	"encoding/json"
 	"errors"
+	"fmt"
 	"strings"
 	"testing"
+	"time"
+
+	"github.com/tidwall/gjson"
 )
 
 // dumpTemplate shows all that a template can see of a chat.
@@ -181,6 +185,33 @@ func TestTemplateErrorsAreText(t *testing.T) {
 	deep := strings.Repeat(`{"a":`, 500) + `1` + strings.Repeat(`}`, 500)
 	if _, err := renderSnippet(`x`, []byte(deep)); err == nil {
 		t.Error("a context of 500 levels was rendered")
+	}
+}
+
+// Parsing must not take longer than the size of the body warrants.
+func TestManyKeysAreReadInTime(t *testing.T) {
+	var many strings.Builder
+	for i := range 200_000 {
+		fmt.Fprintf(&many, `"k%d":1,`, i)
+	}
+	object := `{` + many.String() + `"k5":2}`
+	start := time.Now()
+	for _, body := range []string{
+		`{` + many.String() + `"messages":[{"role":"user","content":"hi"}]}`,
+		`{"messages":[{` + many.String() + `"role":"user","content":"hi"}]}`,
+		`{"messages":[{"role":"user","content":[{` + many.String() + `"type":"text","text":"hi"}]}]}`,
+		`{"messages":[{"role":"user","content":"hi"}],"chat_template_kwargs":` + object + `}`,
+		`{"messages":[{"role":"user","content":"hi"}],"tools":[{"type":"function","function":{"name":"n","parameters":` + object + `}}]}`,
+	} {
+		renderBody(t, dumpTemplate, body, chatCompletion, ChatOptions{})
+		chatFeatures([]byte(body))
+	}
+	if took := time.Since(start); took > 20*time.Second {
+		t.Errorf("five bodies of 2 MB took %v", took)
+	}
+	last := members(gjson.Parse(object))[5]
+	if last.key != "k5" || last.value.Int() != 2 {
+		t.Errorf("the last of two equal keys counts, got %+v", last)
 	}
 }
 
