@@ -236,17 +236,16 @@ func (f *modelFiles) addSpecial(from gjson.Result) {
 	}
 }
 
-// template returns the text to render with and under which name it is known; ok
-// is false if the model has none.
-func (f *modelFiles) template(withTools bool) (text string, ok bool) {
+// template returns the text that vLLM renders a chat with; empty if the model has
+// none.
+func (f *modelFiles) template(withTools bool) string {
 	if !withTools && f.processor != "" {
-		return f.processor, true
+		return f.processor
 	}
-	if _, many := f.templates["tool_use"]; many && withTools {
-		return f.templates["tool_use"], true
+	if text := f.templates["tool_use"]; withTools && text != "" {
+		return text
 	}
-	text, ok = f.templates["default"]
-	return text, ok
+	return f.templates["default"]
 }
 
 func fileExists(dir, name string) bool {

@@ -5,13 +5,18 @@ import (
 	"encoding/json"
 	"flag"
 	"fmt"
+	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/tidwall/gjson"
+	"github.com/tidwall/sjson"
 )
 
 var updateGolden = flag.Bool("update-golden", false, "write testdata/parity/*/golden.json from the reference")
@@ -125,19 +130,30 @@ func TestTemplateParity(t *testing.T) {
 	for _, path := range folders {
 		families[filepath.Base(filepath.Dir(path))] = filepath.Dir(path)
 	}
-	reference := liveReference(t, families)
+	// Mutated chats try what nobody thought of; the seed is fixed, so that a
+	// failure comes back.
+	chats := append(chatsForParity(), mutatedChats(rand.New(rand.NewPCG(3, 0)), 150)...)
+	reference := liveReference(t, families, chats)
+	if *updateGolden {
+		for family, folder := range families {
+			writeGolden(t, folder, reference[family][:len(chatsForParity())])
+		}
+	}
 	for _, family := range sortedKeys(families) {
 		t.Run(family, func(t *testing.T) {
 			want := reference[family]
 			if want == nil {
 				want = readGolden(t, families[family])
 			}
-			compareFamily(t, families[family], want)
+			compareFamily(t, families[family], chats, want)
 		})
 	}
 }
 
-func compareFamily(t *testing.T, folder string, want []golden) {
+// compareFamily renders the chats with one family's templates. Of chats without
+// a name of their own only a different text is an error: refusing more or less than
+// the reference costs nothing but the engine's answer.
+func compareFamily(t *testing.T, folder string, chats []parityChat, want []golden) {
 	files, err := readModelFiles(folder)
 	if err != nil {
 		t.Fatal(err)
@@ -146,37 +162,42 @@ func compareFamily(t *testing.T, folder string, want []golden) {
 	if m.plain, m.noTemplate = m.compile(false); m.plain == nil {
 		t.Fatal(m.noTemplate)
 	}
+	defer m.plain.Close()
 	if m.withTools, m.noTemplate = m.compile(true); m.withTools == nil {
 		t.Fatal(m.noTemplate)
 	}
-	chats := chatsForParity()
-	if len(want) != len(chats) {
+	defer m.withTools.Close()
+	if len(want) < len(chatsForParity()) {
 		t.Fatalf("%d reference texts for %d chats: run with -update-golden", len(want), len(chats))
 	}
-	rendered, equal := 0, 0
-	for i, c := range chats {
+	var rendered, equal, mutated, refusedHere, refusedThere int
+	for i, reference := range want {
+		c, named := chats[i], i < len(chatsForParity())
+		if reference.Name != c.Name {
+			t.Fatalf("reference text %d is of %q, not %q: run with -update-golden", i, reference.Name, c.Name)
+		}
 		got, err := renderParity(m, c)
-		reference := datesOf(want[i].Text, time.Now())
-		if want[i].Name != c.Name {
-			t.Fatalf("reference text %d is of %q, not %q: run with -update-golden", i, want[i].Name, c.Name)
-		}
-		if want[i].Error != "" {
-			if err == nil {
-				t.Logf("%s: rendered here, refused by the reference: %s", c.Name, want[i].Error)
-			}
-			continue
-		}
-		rendered++
 		switch {
-		case err != nil:
+		case reference.Error != "" && err == nil:
+			refusedThere++
+		case reference.Error != "":
+		case err != nil && named:
+			rendered++
 			t.Errorf("%s: refused here: %v", c.Name, err)
-		case got != reference:
-			t.Errorf("%s: silently different\n got %q\nwant %q", c.Name, got, reference)
-		default:
+		case err != nil:
+			refusedHere++
+		case got != datesOf(reference.Text, time.Now()):
+			rendered++
+			t.Errorf("%s: silently different for %s\n got %q\nwant %q", c.Name, c.Body, got, reference.Text)
+		case named:
+			rendered++
 			equal++
+		default:
+			mutated++
 		}
 	}
-	t.Logf("equal %d of %d that the reference renders (%d chats)", equal, rendered, len(chats))
+	t.Logf("equal %d of %d that the reference renders (%d chats); mutated chats: %d equal, %d left to the engine, %d that the engine refuses",
+		equal, rendered, len(chatsForParity()), mutated, refusedHere, refusedThere)
 }
 
 func renderParity(m *Model, c parityChat) (string, error) {
@@ -192,7 +213,7 @@ func renderParity(m *Model, c parityChat) (string, error) {
 }
 
 // liveReference asks the reference for all texts; nil without a Python for it.
-func liveReference(t *testing.T, families map[string]string) map[string][]golden {
+func liveReference(t *testing.T, families map[string]string, chats []parityChat) map[string][]golden {
 	python := os.Getenv("KVROUTER_PYTHON")
 	if python == "" {
 		cache, err := os.UserCacheDir()
@@ -206,11 +227,14 @@ func liveReference(t *testing.T, families map[string]string) map[string][]golden
 		}
 		python = found[len(found)-1]
 	}
-	if testing.Short() || exec.Command(python, "-c", "import importlib.util as u, sys; sys.exit(not u.find_spec('vllm'))").Run() != nil {
+	if testing.Short() {
+		return nil
+	}
+	if exec.Command(python, "-c", "import importlib.util as u, sys; sys.exit(not u.find_spec('vllm'))").Run() != nil {
 		t.Logf("%s has no vLLM: comparing with the committed texts", python)
 		return nil
 	}
-	request, err := json.Marshal(map[string]any{"families": families, "chats": chatsForParity()})
+	request, err := json.Marshal(map[string]any{"families": families, "chats": chats})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -226,21 +250,20 @@ func liveReference(t *testing.T, families map[string]string) map[string][]golden
 	if err := json.Unmarshal(answer, &out); err != nil {
 		t.Fatal(err)
 	}
-	if *updateGolden {
-		for family, folder := range families {
-			var text bytes.Buffer
-			enc := json.NewEncoder(&text)
-			enc.SetEscapeHTML(false)
-			enc.SetIndent("", " ")
-			if err := enc.Encode(out[family]); err != nil {
-				t.Fatal(err)
-			}
-			if err := os.WriteFile(filepath.Join(folder, "golden.json"), text.Bytes(), 0o644); err != nil {
-				t.Fatal(err)
-			}
-		}
-	}
 	return out
+}
+
+func writeGolden(t *testing.T, folder string, texts []golden) {
+	var text bytes.Buffer
+	enc := json.NewEncoder(&text)
+	enc.SetEscapeHTML(false)
+	enc.SetIndent("", " ")
+	if err := enc.Encode(texts); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(folder, "golden.json"), text.Bytes(), 0o644); err != nil {
+		t.Fatal(err)
+	}
 }
 
 func readGolden(t *testing.T, folder string) []golden {
@@ -272,4 +295,142 @@ func sortedKeys(m map[string]string) []string {
 	}
 	slices.Sort(keys)
 	return keys
+}
+
+// mutatedChats returns n chats whose JSON was changed at random: members dropped,
+// added, or given values of another kind.
+func mutatedChats(r *rand.Rand, n int) []parityChat {
+	values := []string{`null`, `""`, `"x"`, `[]`, `{}`, `0`, `1.0`, `true`, `false`, `"auto"`, `"none"`, `"assistant"`, `"system"`,
+		`"developer"`, `"tool"`, `"user"`, `"text"`, `"refusal"`, `[{"type":"text","text":"p","zz":1}]`, `"{\"a\":1}"`, `"[1]"`,
+		`{"type":"text","text":"q"}`, `[{"role":"user"}]`, `" \u00e9 "`, `"\ud800"`, `["a"]`, `[1]`,
+		`{"a":{"b":[1.5,1e15,1e-9,true,null]}}`, `"x-anthropic-billing-header\nrest"`}
+	keys := []string{"foo", "name", "content", "role", "reasoning", "reasoning_content", "tool_calls", "tools", "tool_choice",
+		"documents", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "text", "type", "strict",
+		"defer_loading", "description", "parameters", "task", "tool_call_id", "uuid", "image_url", "refusal", "chat_template",
+		"reasoning_effort", "enable_thinking", "index", "id", "function", "arguments", "messages", "bos_token", "thinking"}
+	base := chatsForParity()
+	var out []parityChat
+	for len(out) < n {
+		c := base[r.IntN(len(base))]
+		for range 1 + r.IntN(3) {
+			paths := jsonPaths(gjson.Parse(c.Body), "", nil)
+			if len(paths) == 0 {
+				break
+			}
+			path, value := paths[r.IntN(len(paths))], values[r.IntN(len(values))]
+			var body string
+			var err error
+			switch r.IntN(4) {
+			case 0:
+				body, err = sjson.Delete(c.Body, path)
+			case 1:
+				body, err = sjson.SetRaw(c.Body, path, value)
+			default:
+				parent, _, nested := cutLast(path)
+				path = keys[r.IntN(len(keys))]
+				if nested && r.IntN(5) > 0 {
+					path = parent + "." + path
+				}
+				body, err = sjson.SetRaw(c.Body, path, value)
+			}
+			if err == nil && json.Valid([]byte(body)) {
+				c.Body = body
+			}
+		}
+		if r.IntN(4) == 0 {
+			c.Kind = "tokenize"
+		}
+		c.Name = "mutated " + strconv.Itoa(len(out))
+		out = append(out, c)
+	}
+	return out
+}
+
+// jsonPaths appends the paths of all values below v.
+func jsonPaths(v gjson.Result, at string, out []string) []string {
+	i := -1
+	v.ForEach(func(key, child gjson.Result) bool {
+		i++
+		path := strings.ReplaceAll(key.Str, ".", `\.`)
+		if v.IsArray() {
+			path = strconv.Itoa(i)
+		}
+		if at != "" {
+			path = at + "." + path
+		}
+		out = append(out, path)
+		if child.IsObject() || child.IsArray() {
+			out = jsonPaths(child, path, out)
+		}
+		return true
+	})
+	return out
+}
+
+func cutLast(path string) (parent, last string, ok bool) {
+	i := strings.LastIndex(path, ".")
+	if i < 0 {
+		return "", path, false
+	}
+	return path[:i], path[i+1:], true
+}
+
+// knownDifferences are the snippets where the text differs from jinja2's, each
+// with its reason. Beside them a template can only be refused here, which leaves its
+// chats to the engine.
+var knownDifferences = map[string]string{
+	`{{ (1, 2) }} {{ (1,) }} {{ () }}`:      "a tuple is printed as a list",
+	`{{ {'a': 1}.items()|list }}`:           "a tuple is printed as a list",
+	`{{ {'a': 1}|items|list }}`:             "a tuple is printed as a list",
+	`{{ 'a b'.partition(' ') }}`:            "a tuple is printed as a list",
+	`{{ {1: 2, true: 3, none: 4}|tojson }}`: "true and 1 are two keys of a dict",
+	`{{ self is defined }}`:                 "self, the template's blocks, is missing",
+}
+
+// TestTemplateSnippets compares single features of templates with what jinja2
+// makes of them with Hugging Face's settings.
+func TestTemplateSnippets(t *testing.T) {
+	text, err := os.ReadFile("testdata/parity/snippets.json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var file struct {
+		Context  json.RawMessage
+		Snippets []struct{ Template, Text, Error string }
+	}
+	if err := json.Unmarshal(text, &file); err != nil {
+		t.Fatal(err)
+	}
+	equal, refused := 0, 0
+	for _, s := range file.Snippets {
+		got, err := renderSnippet(s.Template, file.Context)
+		switch {
+		case s.Error != "" && err == nil:
+			t.Logf("%s: rendered here as %q, refused by jinja2: %s", s.Template, got, s.Error)
+		case s.Error != "":
+			equal++
+		case err != nil:
+			refused++
+			t.Logf("%s: refused here: %v", s.Template, err)
+		case got == s.Text:
+			equal++
+		case knownDifferences[s.Template] != "":
+			t.Logf("%s: differs as known (%s)", s.Template, knownDifferences[s.Template])
+		default:
+			t.Errorf("%s: silently different\n got %q\nwant %q", s.Template, got, s.Text)
+		}
+	}
+	t.Logf("equal %d of %d, %d refused here only", equal, len(file.Snippets), refused)
+	if refused > 15 {
+		t.Errorf("%d snippets of jinja2 are refused here; 15 were known", refused)
+	}
+}
+
+func renderSnippet(template string, context []byte) (string, error) {
+	compiled, err := CompileTemplate(template)
+	if err != nil {
+		return "", err
+	}
+	defer compiled.Close()
+	return compiled.Render(context)
 }

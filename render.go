@@ -36,6 +36,7 @@ type ChatTemplate struct {
 // CompileTemplate compiles the text of a chat template with the settings that
 // transformers gives to jinja2.
 func CompileTemplate(text string) (*ChatTemplate, error) {
+	text = strings.NewReplacer("\r\n", "\n", "\r", "\n").Replace(text) // as jinja2 does
 	var failure C.chat_bytes
 	handle := C.chat_template_new(bytePointer(text), C.size_t(len(text)), &failure)
 	if handle == nil {

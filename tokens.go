@@ -30,21 +30,9 @@ type Model struct {
 	noTemplate  string        // why plain or withTools is nil
 	maxModelLen atomic.Int64
 
+	wordPiece  bool
 	raw        []byte // tokenizer.json, until vocabulary has read it
 	vocabulary func() []string
-}
-
-// ChatOptions are the engine's own settings that change its prompts.
-type ChatOptions struct {
-	// ChatTemplate replaces the model's template (--chat-template); its text.
-	ChatTemplate string
-	// ContentFormat is --chat-template-content-format: "string", "openai", or
-	// "auto" or empty to detect it.
-	ContentFormat string
-	// ExcludeToolsWhenNone is --exclude-tools-when-tool-choice-none.
-	ExcludeToolsWhenNone bool
-	// DefaultKwargs are the members of --default-chat-template-kwargs.
-	DefaultKwargs []jsonField
 }
 
 // OpenModel reads the tokenizer and the chat templates in a model's folder.
@@ -73,12 +61,13 @@ func OpenModelWith(dir string, options ChatOptions) (*Model, error) {
 		return nil, fmt.Errorf("reading %s: %w", path, err)
 	}
 	m := &Model{tokenizer: tokenizer, options: options, raw: raw}
+	m.wordPiece = gjson.GetBytes(raw, "model.type").Str == "WordPiece"
 	m.vocabulary = sync.OnceValue(m.readVocabulary)
 	if m.files, err = readModelFiles(dir); err == nil {
 		m.maxModelLen.Store(int64(m.files.maxModelLen))
 		m.plain, m.noTemplate = m.compile(false)
 		m.withTools = m.plain
-		if text, _ := m.templateText(true); m.plain == nil || text != m.plain.Text {
+		if m.files.template(true) != m.files.template(false) && options.ChatTemplate == "" {
 			m.withTools, m.noTemplate = m.compile(true)
 		}
 	}
@@ -89,16 +78,13 @@ func OpenModelWith(dir string, options ChatOptions) (*Model, error) {
 	return m, nil
 }
 
-func (m *Model) templateText(tools bool) (string, bool) {
-	if m.options.ChatTemplate != "" {
-		return m.options.ChatTemplate, true
-	}
-	return m.files.template(tools)
-}
-
+// compile compiles the template for requests with or without tools.
 func (m *Model) compile(tools bool) (template *ChatTemplate, problem string) {
-	text, ok := m.templateText(tools)
-	if !ok {
+	text := m.options.ChatTemplate
+	if text == "" {
+		text = m.files.template(tools)
+	}
+	if text == "" {
 		return nil, "the model has no chat template"
 	}
 	template, err := CompileTemplate(text)
@@ -157,8 +143,10 @@ func (m *Model) chatTokens(req *chatRequest) ([]uint32, error) {
 
 // renderChat returns the text that the template makes of a chat.
 func (m *Model) renderChat(req *chatRequest) (string, error) {
-	if m.files.cannotRender != "" {
-		return "", notRenderable("%s", m.files.cannotRender)
+	for _, why := range []string{m.files.cannotRender, m.options.CannotRender} {
+		if why != "" {
+			return "", notRenderable("%s", why)
+		}
 	}
 	template := m.plain
 	if req.tools != nil {
@@ -300,7 +288,7 @@ func (m *Model) Encode(text string, addSpecial bool) []uint32 {
 // Decode returns the text of tokens, special ones included.
 func (m *Model) Decode(tokens []uint32) string {
 	text := m.tokenizer.Decode(tokens, false)
-	if m.files.cleanUpSpaces && gjson.GetBytes(m.raw, "model.type").Str == "WordPiece" {
+	if m.files.cleanUpSpaces && m.wordPiece {
 		text = spaceTidier.Replace(text)
 	}
 	return text
@@ -345,6 +333,7 @@ func (m *Model) readVocabulary() []string {
 	for _, added := range gjson.GetBytes(m.raw, "added_tokens").Array() {
 		set(added.Get("id").Int(), strings.Clone(added.Get("content").Str))
 	}
+	m.raw = nil // only this function, called once, needs it
 	return names
 }
 

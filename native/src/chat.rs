@@ -118,7 +118,7 @@ fn guard<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
 
 fn compile(template: &[u8]) -> Result<ChatTemplate, String> {
     let text = std::str::from_utf8(template).map_err(|e| format!("the template is not UTF-8: {e}"))?;
-    let text = source::rewrite(text);
+    let text = source::generation_as_with(text);
     let whitespace = WhitespaceConfig { keep_trailing_newline: false, lstrip_blocks: true, trim_blocks: true };
     let wants_parts = parse(&text, NAME, SyntaxConfig::default(), whitespace)
         .map(|tree| detect::wants_parts(&tree))
@@ -131,7 +131,13 @@ fn compile(template: &[u8]) -> Result<ChatTemplate, String> {
     env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     env.set_formatter(format_as_python);
     filters::install(&mut env);
-    env.add_template_owned(NAME, text).map_err(|e| describe(&e))?;
+    env.add_template_owned(NAME, source::as_python(&text)).map_err(|e| describe(&e))?;
+    // jinja2 defines these where minijinja leaves them undefined, so the text
+    // would differ without an error.
+    let unknown = env.get_template(NAME).map_err(|e| describe(&e))?.undeclared_variables(false);
+    if let Some(name) = ["varargs", "kwargs"].into_iter().find(|name| unknown.contains(*name)) {
+        return Err(format!("the template uses {name}, which is not supported"));
+    }
     Ok(ChatTemplate { env, wants_parts })
 }
 

@@ -6,6 +6,9 @@ use minijinja::value::{from_args, Kwargs, Rest, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, State};
 use minijinja_contrib::pycompat;
 
+/// The filter that source.rs puts on what a loop runs over.
+pub const ITERATED: &str = "_iterated";
+
 /// Puts what this file holds into env.
 pub fn install(env: &mut Environment) {
     env.add_filter("tojson", tojson);
@@ -24,6 +27,10 @@ pub fn install(env: &mut Environment) {
     env.add_filter("d", default);
     env.add_filter("indent", indent);
     env.add_filter("items", items);
+    env.add_filter(ITERATED, iterated);
+    env.add_filter("sum", sum);
+    env.add_filter("attr", attr);
+    env.add_filter("wordcount", |v: &Value| to_str(v).split(is_space).filter(|w| !w.is_empty()).count());
 
     env.add_test("sequence", |v: &Value| {
         matches!(v.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String | ValueKind::Undefined)
@@ -31,6 +38,8 @@ pub fn install(env: &mut Environment) {
     });
     env.add_test("iterable", |v: &Value| v.kind() != ValueKind::None && v.try_iter().is_ok());
     env.add_test("number", |v: &Value| matches!(v.kind(), ValueKind::Number | ValueKind::Bool));
+
+    env.add_test("callable", |v: &Value| v.kind() == ValueKind::Plain);
 
     env.add_function("raise_exception", raise_exception);
     env.add_function("strftime_now", strftime_now);
@@ -238,6 +247,35 @@ fn items(value: &Value) -> Result<Value, Error> {
     }
 }
 
+fn sum(state: &State, value: &Value, args: Rest<Value>, kwargs: Kwargs) -> Result<Value, Error> {
+    let attribute = argument(&args, &kwargs, 0, "attribute").filter(|v| !v.is_none());
+    let start = argument(&args, &kwargs, 1, "start");
+    kwargs.assert_all_used()?;
+    let mut terms: Vec<Value> = start.into_iter().collect();
+    for item in value.try_iter()? {
+        terms.push(match &attribute {
+            Some(name) => item.get_item(name)?,
+            None => item,
+        });
+    }
+    minijinja::filters::sum(state, Value::from(terms))
+}
+
+/// The filter attr sees a Python object's attributes, which a dict's items are not.
+fn attr(value: &Value, name: &Value) -> Result<Value, Error> {
+    if value.kind() == ValueKind::Map {
+        return Ok(Value::UNDEFINED);
+    }
+    value.get_item(name)
+}
+
+fn iterated(value: &Value) -> Result<Value, Error> {
+    if value.is_none() {
+        return fail("None is not iterable");
+    }
+    Ok(value.clone())
+}
+
 fn pairs(map: &Value) -> Result<Value, Error> {
     let mut out = Vec::new();
     for key in map.try_iter()? {
@@ -391,6 +429,17 @@ fn string_method(state: &State, value: &Value, name: &str, args: &[Value]) -> Re
                 _ => ("", s),
             };
             Ok(Value::from(format!("{sign}{}{digits}", "0".repeat(missing))))
+        }
+        "ljust" | "rjust" | "center" => {
+            let (width, fill): (usize, Option<&str>) = from_args(args)?;
+            let missing = width.min(10_000).saturating_sub(s.chars().count());
+            let left = match name {
+                "ljust" => 0,
+                "rjust" => missing,
+                _ => missing / 2 + (missing & width & 1),
+            };
+            let fill = fill.unwrap_or(" ");
+            Ok(Value::from(format!("{}{s}{}", fill.repeat(left), fill.repeat(missing - left))))
         }
         "isspace" => is_all(is_space),
         "isdigit" | "isnumeric" | "isdecimal" => is_all(char::is_numeric),
