@@ -284,6 +284,9 @@ func TestPredictionIsTrueOnRealVLLM(t *testing.T) {
 		t.Error("metrics do not show evictions")
 	}
 
+	t.Run("prompts equal the engine's on every way to them", func(t *testing.T) {
+		compareWithWorker(t, testModel(t), worker)
+	})
 	t.Run("tokens equal the engine's", func(t *testing.T) {
 		chats := parityChats()
 		if len(chats) < 40 {

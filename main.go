@@ -120,7 +120,10 @@ func openModel(ctx context.Context, config Config, log *slog.Logger) (*Model, er
 	dir, err := ResolveModel(ctx, config.Model, config.Python)
 	var model *Model
 	if err == nil {
-		model, err = OpenModel(dir)
+		var options ChatOptions
+		if options, err = EngineChatOptions(config.VLLMArgs); err == nil {
+			model, err = OpenModelWith(dir, options)
+		}
 	}
 	if err != nil && config.Engine == "none" {
 		log.Warn("no tokenizer: prompt tokens come from the workers", "model", config.Model, "error", err)

@@ -326,7 +326,7 @@ func mutatedChats(r *rand.Rand, n int) []parityChat {
 			case 1:
 				body, err = sjson.SetRaw(c.Body, path, value)
 			default:
-				parent, _, nested := cutLast(path)
+				parent, _, nested := parentPath(path)
 				path = keys[r.IntN(len(keys))]
 				if nested && r.IntN(5) > 0 {
 					path = parent + "." + path
@@ -367,7 +367,7 @@ func jsonPaths(v gjson.Result, at string, out []string) []string {
 	return out
 }
 
-func cutLast(path string) (parent, last string, ok bool) {
+func parentPath(path string) (parent, last string, ok bool) {
 	i := strings.LastIndex(path, ".")
 	if i < 0 {
 		return "", path, false

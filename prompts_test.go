@@ -17,8 +17,8 @@ import (
 	"github.com/tidwall/gjson"
 )
 
-// fakeWorker answers as a vLLM worker would.
-type fakeWorker struct {
+// askedWorker answers as a vLLM worker would.
+type askedWorker struct {
 	renders bool // it was started with --enable-scale-out
 	answer  map[string]string
 	fail    error
@@ -28,7 +28,7 @@ type fakeWorker struct {
 	asked []string   // "path body"
 }
 
-func (w *fakeWorker) ask(ctx context.Context, path string, body []byte) ([]byte, error) {
+func (w *askedWorker) ask(ctx context.Context, path string, body []byte) ([]byte, error) {
 	w.mu.Lock()
 	w.asked = append(w.asked, path+" "+string(body))
 	w.mu.Unlock()
@@ -56,7 +56,7 @@ const (
 )
 
 func TestChatComesFromHereFirst(t *testing.T) {
-	w := &fakeWorker{renders: true}
+	w := &askedWorker{renders: true}
 	tokens := NewTokens(wordModel(t, ChatOptions{}), w.ask, time.Second, quiet())
 	p := tokens.Chat(context.Background(), []byte(textChat))
 	if p.Source != SourceLocal || !slices.Equal(p.Tokens, []uint32{4, 2, 5}) || p.Exact != 3 || p.Shape != "chat" || len(w.asked) != 0 {
@@ -68,7 +68,7 @@ func TestChatComesFromHereFirst(t *testing.T) {
 }
 
 func TestChatWithMediaIsRenderedByAWorker(t *testing.T) {
-	w := &fakeWorker{renders: true, answer: map[string]string{"/v1/chat/completions/render": `{"token_ids":[4,2,9,9,5],"features":{"mm_placeholders":{"image":[{"offset":2,"length":2}]}}}`}}
+	w := &askedWorker{renders: true, answer: map[string]string{"/v1/chat/completions/render": `{"token_ids":[4,2,9,9,5],"features":{"mm_placeholders":{"image":[{"offset":2,"length":2}]}}}`}}
 	tokens := NewTokens(wordModel(t, ChatOptions{}), w.ask, time.Second, quiet())
 	p := tokens.Chat(context.Background(), []byte(imageChat))
 	if p.Source != SourceWorker || !slices.Equal(p.Tokens, []uint32{4, 2, 9, 9, 5}) || p.Exact != 2 || p.Shape != "chat+parts" {
@@ -83,7 +83,7 @@ func TestChatWithMediaIsRenderedByAWorker(t *testing.T) {
 }
 
 func TestChatFallsBackToTokenize(t *testing.T) {
-	w := &fakeWorker{answer: map[string]string{"/tokenize": `{"count":2,"max_model_len":777,"tokens":[4,5]}`}}
+	w := &askedWorker{answer: map[string]string{"/tokenize": `{"count":2,"max_model_len":777,"tokens":[4,5]}`}}
 	tokens := NewTokens(nil, w.ask, time.Second, quiet())
 	body := `{"model":"m","messages":[{"role":"user","content":"q"},{"role":"assistant","content":"x","reasoning_content":"r"}],"temperature":0,"tools":[{"a":1}],"documents":[{"t":"x"}],"reasoning_effort":"low","chat_template_kwargs":{"k":1}}`
 	for range 2 {
@@ -101,7 +101,7 @@ func TestChatFallsBackToTokenize(t *testing.T) {
 }
 
 func TestChatWithoutAnyAnswer(t *testing.T) {
-	for name, w := range map[string]*fakeWorker{
+	for name, w := range map[string]*askedWorker{
 		"refused":   {renders: true},
 		"unrefused": {fail: errors.New("no worker")},
 		"nonsense":  {renders: true, answer: map[string]string{"/v1/chat/completions/render": `{"token_ids":"x"}`}},
@@ -118,7 +118,7 @@ func TestChatWithoutAnyAnswer(t *testing.T) {
 
 func TestAskingEndsWithTheLimit(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		w := &fakeWorker{hang: true}
+		w := &askedWorker{hang: true}
 		tokens := NewTokens(nil, w.ask, 2*time.Second, quiet())
 		start := time.Now()
 		tokens.Chat(context.Background(), []byte(textChat))
@@ -131,7 +131,7 @@ func TestAskingEndsWithTheLimit(t *testing.T) {
 }
 
 func TestCompletionPrompts(t *testing.T) {
-	w := &fakeWorker{renders: true, answer: map[string]string{"/v1/completions/render": `[{"token_ids":[1,2]},{"token_ids":[3]}]`}}
+	w := &askedWorker{renders: true, answer: map[string]string{"/v1/completions/render": `[{"token_ids":[1,2]},{"token_ids":[3]}]`}}
 	local := NewTokens(wordModel(t, ChatOptions{}), w.ask, time.Second, quiet())
 	if p := local.Completion(context.Background(), []byte(`{"prompt":["hi",[5,6]]}`)); len(p) != 2 || p[0].Source != SourceLocal || !slices.Equal(p[1].Tokens, []uint32{5, 6}) {
 		t.Errorf("%+v", p)
@@ -139,7 +139,7 @@ func TestCompletionPrompts(t *testing.T) {
 	if p := local.Completion(context.Background(), []byte(`{"prompt":"hi","suffix":"x"}`)); len(p) != 2 || p[1].Source != SourceWorker || p[1].Exact != 1 {
 		t.Errorf("%+v", p)
 	}
-	plain := &fakeWorker{answer: map[string]string{"/tokenize": `{"tokens":[7]}`}}
+	plain := &askedWorker{answer: map[string]string{"/tokenize": `{"tokens":[7]}`}}
 	asked := NewTokens(nil, plain.ask, time.Second, quiet())
 	if p := asked.Completion(context.Background(), []byte(`{"model":"m","prompt":["hi",[5,6]]}`)); len(p) != 2 || p[0].Tokens[0] != 7 || p[1].Tokens[1] != 6 {
 		t.Errorf("%+v", p)
@@ -215,11 +215,11 @@ func TestProbe(t *testing.T) {
 }
 
 func TestProbeWithoutWorker(t *testing.T) {
-	w := &fakeWorker{fail: errors.New("connection refused")}
+	w := &askedWorker{fail: errors.New("connection refused")}
 	if err := NewTokens(wordModel(t, ChatOptions{}), w.ask, time.Second, quiet()).Probe(context.Background()); err == nil || !strings.Contains(err.Error(), "refused") {
 		t.Error(err)
 	}
-	w = &fakeWorker{renders: true} // it refuses every probe
+	w = &askedWorker{renders: true} // it refuses every probe
 	if err := NewTokens(wordModel(t, ChatOptions{}), w.ask, time.Second, quiet()).Probe(context.Background()); err != nil {
 		t.Error(err)
 	}
@@ -240,7 +240,7 @@ func TestProbesAreEightChatsOfValidJSON(t *testing.T) {
 }
 
 func TestTokenizeThroughWorker(t *testing.T) {
-	w := &fakeWorker{answer: map[string]string{"/tokenize": `{"count":9}`, "/detokenize": `{"prompt":"x"}`}}
+	w := &askedWorker{answer: map[string]string{"/tokenize": `{"count":9}`, "/detokenize": `{"prompt":"x"}`}}
 	ctx := context.Background()
 	local := NewTokens(wordModel(t, ChatOptions{}), w.ask, time.Second, quiet())
 	if got, err := local.Tokenize(ctx, []byte(textChat)); err != nil || gjson.GetBytes(got, "count").Int() != 3 {
@@ -261,14 +261,14 @@ func TestTokenizeThroughWorker(t *testing.T) {
 		t.Error(err)
 	}
 	var refusal *AskError
-	if _, err := NewTokens(nil, (&fakeWorker{}).ask, time.Second, quiet()).Tokenize(ctx, []byte(textChat)); !errors.As(err, &refusal) || refusal.Status != 400 {
+	if _, err := NewTokens(nil, (&askedWorker{}).ask, time.Second, quiet()).Tokenize(ctx, []byte(textChat)); !errors.As(err, &refusal) || refusal.Status != 400 {
 		t.Error(err)
 	}
 }
 
 func TestMismatchIsLoggedOnceAShape(t *testing.T) {
 	var logged bytes.Buffer
-	tokens := NewTokens(nil, (&fakeWorker{}).ask, time.Second, slog.New(slog.NewTextHandler(&logged, nil)))
+	tokens := NewTokens(nil, (&askedWorker{}).ask, time.Second, slog.New(slog.NewTextHandler(&logged, nil)))
 	for range 3 {
 		tokens.PromptMismatch("chat", 10, 11)
 		tokens.PromptMismatch("chat+tools", 10, 12)

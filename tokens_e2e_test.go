@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net/http"
 	"os"
+	"path/filepath"
 	"slices"
 	"testing"
 	"time"
@@ -17,17 +18,12 @@ import (
 // testModel opens the model that the workers of the end-to-end tests serve.
 func testModel(t testing.TB) *Model {
 	t.Helper()
-	dir := os.Getenv("KVROUTER_TEST_MODEL")
-	if dir == "" {
-		cache, err := os.UserCacheDir()
-		if err != nil {
-			t.Skip("no cache folder: ", err)
-		}
-		dir = cache + "/kvrouter/smollm2-135m-instruct"
-	}
-	m, err := OpenModel(dir)
-	if err != nil {
+	m, err := OpenModel(filepath.Join(CacheDir(os.Getenv), "smollm2-135m-instruct"))
+	if err != nil && testing.Short() {
 		t.Skip("the test model is not set up: ", err)
+	}
+	if err != nil {
+		t.Fatal("run make setup: ", err)
 	}
 	t.Cleanup(m.Close)
 	return m
@@ -194,13 +190,4 @@ func sameJSON(a, b []byte) bool {
 		}
 	}
 	return true
-}
-
-// TestTokensAgainstWorker compares with the worker at KVROUTER_TEST_WORKER.
-func TestTokensAgainstWorker(t *testing.T) {
-	url := os.Getenv("KVROUTER_TEST_WORKER")
-	if url == "" {
-		t.Skip("KVROUTER_TEST_WORKER names no worker")
-	}
-	compareWithWorker(t, testModel(t), url)
 }
