@@ -292,7 +292,7 @@ func TestFailureBeforeTheFirstByteIsTriedElsewhere(t *testing.T) {
 		{"nothing listens", nil},
 		{"connection closed without an answer", hangUp},
 		{"engine error", func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "EngineDeadError", 500) }},
-		{"not ready", func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "", 503) }},
+		{"not ready", func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "", http.StatusServiceUnavailable) }},
 		{"stream header, then death", func(w http.ResponseWriter, r *http.Request) {
 			w.Header().Set("Content-Type", "text/event-stream")
 			w.WriteHeader(200)

@@ -228,7 +228,6 @@ type fakePublisher struct {
 
 	mu       sync.Mutex // guards what follows
 	history  [][]byte   // payload by sequence number
-	sent     int        // of history, to subscribers
 	subs     []*zmq4.Conn
 	conns    []net.Conn
 	replayed []uint64 // start numbers asked for
