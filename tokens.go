@@ -1,6 +1,17 @@
 package main
 
-// #cgo LDFLAGS: -L${SRCDIR}/native/lib -ltokenizers -ldl -lm -lpthread
+/*
+#cgo LDFLAGS: -L${SRCDIR}/native/lib -ltokenizers -ldl -lm -lpthread
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct { uint32_t *data; size_t len; } token_ids;
+
+void *text_encoder_new(const void *tokenizer);
+int32_t text_encode(const void *encoder, const uint8_t *text, size_t len, int32_t add_special, token_ids *out);
+void token_ids_free(token_ids ids);
+void text_encoder_free(void *encoder);
+*/
 import "C"
 
 import (
@@ -9,9 +20,11 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
+	"unsafe"
 
 	"github.com/daulet/tokenizers"
 	"github.com/tidwall/gjson"
@@ -23,6 +36,8 @@ import (
 // once: the library encodes and renders without a lock of ours.
 type Model struct {
 	tokenizer   *tokenizers.Tokenizer
+	encoder     unsafe.Pointer // over tokenizer
+	segments    *Segments
 	files       *modelFiles
 	options     ChatOptions
 	plain       *ChatTemplate // for requests without tools; nil if there is none
@@ -31,7 +46,7 @@ type Model struct {
 	maxModelLen atomic.Int64
 
 	wordPiece  bool
-	raw        []byte // tokenizer.json, until vocabulary has read it
+	path       string // of tokenizer.json, for vocabulary
 	vocabulary func() []string
 }
 
@@ -60,7 +75,11 @@ func OpenModelWith(dir string, options ChatOptions) (*Model, error) {
 	if err != nil {
 		return nil, fmt.Errorf("reading %s: %w", path, err)
 	}
-	m := &Model{tokenizer: tokenizer, options: options, raw: raw}
+	m := &Model{tokenizer: tokenizer, options: options, path: path}
+	// The library's own type is nothing but this pointer; its pinned version says
+	// so, and a nil here would fail every test.
+	m.encoder = C.text_encoder_new(*(*unsafe.Pointer)(unsafe.Pointer(tokenizer)))
+	m.segments = NewSegments(raw, m.encodeWhole, DefaultTokenCache)
 	m.wordPiece = gjson.GetBytes(raw, "model.type").Str == "WordPiece"
 	m.vocabulary = sync.OnceValue(m.readVocabulary)
 	if m.files, err = readModelFiles(dir); err == nil {
@@ -100,6 +119,7 @@ func (m *Model) compile(tools bool) (template *ChatTemplate, problem string) {
 
 // Close frees the model; no other call may be under way.
 func (m *Model) Close() {
+	C.text_encoder_free(m.encoder)
 	m.tokenizer.Close()
 	if m.withTools != nil && m.withTools != m.plain {
 		m.withTools.Close()
@@ -179,16 +199,35 @@ func renderWith(template *ChatTemplate, req *chatRequest, special []jsonField) (
 	return text, nil
 }
 
-// encode is Encode for a text that may hold what the library cannot take.
+// CacheTokens bounds the tokens remembered by piece of text; see Segments. It
+// must not be called while requests are served.
+func (m *Model) CacheTokens(tokens int) { m.segments.SetCache(tokens) }
+
+// encode is Encode through the cache, for a text that may hold what no engine
+// was compared on. The caller must not change the tokens.
 func (m *Model) encode(text string, addSpecial bool) ([]uint32, error) {
 	if strings.IndexByte(text, 0) >= 0 {
 		return nil, notRenderable("the prompt has a zero character")
 	}
-	tokens := m.Encode(text, addSpecial)
-	if tokens == nil && text != "" {
+	tokens, ok := m.segments.Encode(text, addSpecial)
+	if !ok || len(tokens) == 0 && text != "" {
 		return nil, notRenderable("the tokenizer found no tokens")
 	}
 	return tokens, nil
+}
+
+// encodeWhole encodes a text in one piece; not ok: the tokenizer failed.
+func (m *Model) encodeWhole(text string, addSpecial bool) (tokens []uint32, ok bool) {
+	var out C.token_ids
+	special := C.int32_t(0)
+	if addSpecial {
+		special = 1
+	}
+	if C.text_encode(m.encoder, bytePointer(text), C.size_t(len(text)), special, &out) != 1 {
+		return nil, false
+	}
+	defer C.token_ids_free(out)
+	return slices.Clone(unsafe.Slice((*uint32)(out.data), int(out.len))), true
 }
 
 // truncate applies truncate_prompt_tokens where it leaves the tokens alone.
@@ -282,7 +321,8 @@ func readTokens(list gjson.Result) ([]uint32, error) {
 // Encode returns the tokens of a text. addSpecial adds what the tokenizer puts
 // around every text, such as a beginning-of-sequence token.
 func (m *Model) Encode(text string, addSpecial bool) []uint32 {
-	return m.tokenizer.EncodeWithOptions(text, addSpecial).IDs
+	tokens, _ := m.encodeWhole(text, addSpecial)
+	return tokens
 }
 
 // Decode returns the text of tokens, special ones included.
@@ -310,6 +350,10 @@ func (m *Model) TokenString(token uint32) string {
 // readVocabulary lists the names of all tokens by id.
 func (m *Model) readVocabulary() []string {
 	var names []string
+	raw, err := os.ReadFile(m.path)
+	if err != nil {
+		return nil
+	}
 	set := func(id int64, name string) {
 		if id < 0 || id > 1<<24 {
 			return
@@ -319,7 +363,7 @@ func (m *Model) readVocabulary() []string {
 		}
 		names[id] = name
 	}
-	vocab := gjson.GetBytes(m.raw, "model.vocab")
+	vocab := gjson.GetBytes(raw, "model.vocab")
 	if vocab.IsObject() {
 		vocab.ForEach(func(name, id gjson.Result) bool {
 			set(id.Int(), strings.Clone(name.Str))
@@ -330,10 +374,9 @@ func (m *Model) readVocabulary() []string {
 			set(int64(id), strings.Clone(entry.Get("0").Str))
 		}
 	}
-	for _, added := range gjson.GetBytes(m.raw, "added_tokens").Array() {
+	for _, added := range gjson.GetBytes(raw, "added_tokens").Array() {
 		set(added.Get("id").Int(), strings.Clone(added.Get("content").Str))
 	}
-	m.raw = nil // only this function, called once, needs it
 	return names
 }
 

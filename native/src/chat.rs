@@ -104,7 +104,7 @@ pub unsafe extern "C" fn chat_template_free(template: *mut ChatTemplate) {
     }
 }
 
-unsafe fn slice<'a>(data: *const u8, len: usize) -> &'a [u8] {
+pub(crate) unsafe fn slice<'a>(data: *const u8, len: usize) -> &'a [u8] {
     if len == 0 {
         &[]
     } else {

@@ -7,6 +7,7 @@ include!(concat!(env!("TOKENIZERS_SRC"), "/src/lib.rs"));
 
 mod chat;
 mod detect;
+mod encode;
 mod filters;
 mod python;
 mod source;
