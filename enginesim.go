@@ -62,12 +62,15 @@ func (t SimTiming) Pass(prefill int, usage float64, decoding bool) time.Duration
 
 // SimRequest is one request to a simulated engine.
 type SimRequest struct {
-	Blocks    []StoredBlock // the prompt's full blocks: Engine is the sequence hash, Local the local hash
-	Prompt    int           // tokens, at least 1
-	Output    int           // tokens to generate; less than 1 counts as 1
-	Cached    int           // prompt tokens found in the cache when first admitted
-	Generated int           // tokens emitted so far
-	Tag       any           // the owner's
+	// Blocks are the prompt's full blocks (Engine is the sequence hash, Local the
+	// local hash) and then, if they are to be cached too, those that the output
+	// will fill.
+	Blocks    []StoredBlock
+	Prompt    int // tokens, at least 1
+	Output    int // tokens to generate; less than 1 counts as 1
+	Cached    int // prompt tokens found in the cache when first admitted
+	Generated int // tokens emitted so far
+	Tag       any // the owner's
 
 	held     []uint32 // blocks, in the order of the tokens
 	computed int      // tokens whose KV is in held
@@ -173,6 +176,7 @@ func (e *SimEngine) Begin() (d time.Duration, busy bool) {
 		if r.decoding {
 			decoding = true
 			context += r.Prompt + r.Generated
+			e.seal(r)
 		} else {
 			prefill += r.step
 		}
@@ -290,7 +294,7 @@ func (e *SimEngine) hold(r *SimRequest, tokens int) bool {
 		return true
 	}
 	e.removed = e.removed[:0]
-	keyed := len(r.Blocks)
+	keyed := min(len(r.Blocks), (r.Prompt+r.Generated)/e.cfg.BlockSize)
 	if r.unkeyed {
 		keyed = 0
 	}
@@ -339,6 +343,31 @@ func (e *SimEngine) hold(r *SimRequest, tokens int) bool {
 		e.events(event)
 	}
 	return enough
+}
+
+// seal caches the block of r that the token about to be computed fills, if it is
+// one of the output's. Where the cache has it already, r goes on with that copy:
+// so the blocks before a cached one stay in the cache as long as it does.
+func (e *SimEngine) seal(r *SimRequest) {
+	i := (r.Prompt+r.Generated)/e.cfg.BlockSize - 1
+	if (r.Prompt+r.Generated)%e.cfg.BlockSize != 0 || i >= len(r.Blocks) || r.unkeyed {
+		return
+	}
+	key := r.Blocks[i].Engine
+	if b := e.pool.find(key); b == r.held[i] {
+		return // it was full when r took it
+	} else if b != 0 {
+		e.pool.acquire(b)
+		e.pool.release(r.held[i])
+		r.held[i] = b
+		return
+	}
+	e.pool.setKey(r.held[i], key)
+	event := SimEvent{Stored: true, Blocks: r.Blocks[i : i+1], First: i, Request: r}
+	if i > 0 {
+		event.Parent, event.HasParent = r.Blocks[i-1].Engine, true
+	}
+	e.events(event)
 }
 
 // preemptLast puts the request admitted last back to the head of the queue.
