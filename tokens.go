@@ -48,9 +48,20 @@ func OpenModelWith(dir string, options ChatOptions) (*Model, error) {
 	if err != nil {
 		return nil, fmt.Errorf("a model's folder needs a tokenizer.json: %w", err)
 	}
+	files, err := readModelFiles(dir)
+	if err != nil {
+		return nil, err
+	}
+	return newModel(path, raw, files, options)
+}
+
+// newModel makes a model of a tokenizer.json, which came from path, and of what
+// the files beside it say.
+func newModel(path string, raw []byte, files *modelFiles, options ChatOptions) (*Model, error) {
 	// The engine sets truncation and padding for each call, whatever the file says.
 	for _, key := range []string{"truncation", "padding"} {
 		if v := gjson.GetBytes(raw, key); v.Exists() && v.Type != gjson.Null {
+			var err error
 			if raw, err = sjson.SetRawBytes(raw, key, []byte("null")); err != nil {
 				return nil, fmt.Errorf("reading %s: %w", path, err)
 			}
@@ -60,20 +71,14 @@ func OpenModelWith(dir string, options ChatOptions) (*Model, error) {
 	if err != nil {
 		return nil, fmt.Errorf("reading %s: %w", path, err)
 	}
-	m := &Model{tokenizer: tokenizer, options: options, raw: raw}
+	m := &Model{tokenizer: tokenizer, files: files, options: options, raw: raw}
 	m.wordPiece = gjson.GetBytes(raw, "model.type").Str == "WordPiece"
 	m.vocabulary = sync.OnceValue(m.readVocabulary)
-	if m.files, err = readModelFiles(dir); err == nil {
-		m.maxModelLen.Store(int64(m.files.maxModelLen))
-		m.plain, m.noTemplate = m.compile(false)
-		m.withTools = m.plain
-		if m.files.template(true) != m.files.template(false) && options.ChatTemplate == "" {
-			m.withTools, m.noTemplate = m.compile(true)
-		}
-	}
-	if err != nil {
-		m.Close()
-		return nil, err
+	m.maxModelLen.Store(int64(m.files.maxModelLen))
+	m.plain, m.noTemplate = m.compile(false)
+	m.withTools = m.plain
+	if m.files.template(true) != m.files.template(false) && options.ChatTemplate == "" {
+		m.withTools, m.noTemplate = m.compile(true)
 	}
 	return m, nil
 }
