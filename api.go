@@ -89,6 +89,7 @@ type API struct {
 	tokens    *Tokens
 	proxy     *Proxy
 	telemetry *Telemetry
+	recorder  *Recorder // nil: nothing is recorded
 	log       *slog.Logger
 	draining  atomic.Bool
 }
@@ -193,6 +194,7 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 			x.Status = c.Writer.Status()
 		}
 		a.telemetry.Finished(*x, time.Now())
+		a.recorder.Finished(*x, time.Now())
 		a.log.Debug("request", "id", id, "route", path, "status", x.Status, "worker", x.Worker, "tokens", x.Decision.Tokens,
 			"overlap", x.Decision.OverlapTokens, "cached", x.Usage.CachedTokens, "seconds", time.Since(x.Arrived).Seconds())
 	}()
@@ -224,6 +226,7 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 	x.Source = prompt.Source
 	tokensTime := time.Since(x.Arrived)
 	request := Request{Tokens: prompt.Tokens[:prompt.Exact], NumTokens: len(prompt.Tokens), Salt: gjson.GetBytes(body, "cache_salt").String(), LoRA: a.router.Adapter(model), Model: model}
+	x.Prompt = a.recorder.Prompt(request)
 	route := func(exclude []uint64) (Decision, error) {
 		request.Exclude = exclude
 		d, err := a.router.Route(request)

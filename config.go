@@ -19,8 +19,9 @@ import (
 
 // Names of the values that --engine takes.
 const (
-	EngineVLLM = "vllm" // start vLLM workers
-	EngineNone = "none" // start none: route to those of --worker only
+	EngineVLLM   = "vllm"   // start vLLM workers
+	EngineMocker = "mocker" // start simulated workers in this process
+	EngineNone   = "none"   // start none: route to those of --worker only
 )
 
 // Commands that ParseConfig returns.
@@ -44,8 +45,8 @@ const cpuBlockMultiple = 32
 type Config struct {
 	Model           string `group:"Model and engine" placeholder:"NAME|DIR" help:"Model to serve: a Hugging Face name or a folder. Default: deepseek-ai/DeepSeek-R1-Distill-Llama-8B where a GPU is found, else the SmolLM2 135M that 'make setup' prepared."`
 	ServedModelName string `group:"Model and engine" placeholder:"NAME" help:"Name that clients use for the model. Default: the name of --model, for a folder its last part."`
-	Engine          string `group:"Model and engine" default:"vllm" enum:"vllm,none" help:"What to start: vllm, or none to use attached workers only."`
-	NumWorkers      int    `group:"Model and engine" default:"2" help:"Number of vLLM workers to start."`
+	Engine          string `group:"Model and engine" default:"vllm" enum:"vllm,mocker,none" help:"What to start: vllm; mocker, simulated workers that need no GPU, Python or model; none to use attached workers only."`
+	NumWorkers      int    `group:"Model and engine" default:"2" help:"Number of workers to start."`
 	BlockSize       int    `group:"Model and engine" default:"64" help:"Tokens in a KV-cache block; the same in router and engine. On a CPU a multiple of 32."`
 	GPUsPerWorker   int    `group:"Model and engine" name:"gpus-per-worker" default:"1" help:"GPUs of one worker (tensor parallel)."`
 	Python          string `group:"Model and engine" placeholder:"PATH" help:"Python that has vLLM. Default: the environment that 'make setup' prepared, else python3."`
@@ -72,7 +73,10 @@ type Config struct {
 	MaxBodyBytes     int64         `group:"Requests" default:"67108864" help:"Largest request body, bytes. Images and audio travel inside it as base64: raise it for large ones."`
 	RequestTimeout   time.Duration `group:"Requests" default:"30m" help:"Longest silence of a worker, before the first byte of its answer (one that is not streamed comes whole) or between two; 0 waits for ever."`
 	DrainTimeout     time.Duration `group:"Requests" default:"30s" help:"At the end, longest time for running requests to finish."`
+	Record           string        `group:"Requests" placeholder:"FILE" help:"Append one line of JSON to FILE for each finished request, without its text, to be replayed by 'kvrouter simulate --trace'."`
 	AllowEngineAdmin bool          `group:"Requests" help:"Pass the engines' admin and development paths on (/reset_prefix_cache, /sleep, ...) instead of refusing them."`
+
+	MockConfig
 
 	LogLevel   string `group:"Logs and settings" default:"info" enum:"debug,info,warn,error" help:"Least severe log lines to show: ${enum}. debug has every line of every worker."`
 	LogFormat  string `group:"Logs and settings" default:"text" enum:"text,json" help:"Form of log lines: ${enum}."`
@@ -272,6 +276,9 @@ func (c *Config) ResolveDefaults(machine Machine) error {
 		}
 	}
 
+	if c.Engine == EngineMocker && c.Model == "" && c.ServedModelName == "" {
+		c.ServedModelName = mockModelName
+	}
 	if c.Python == "" {
 		c.Python = "python3"
 		if python := filepath.Join(environment, "bin", "python"); machine.IsFile(python) {
@@ -280,7 +287,7 @@ func (c *Config) ResolveDefaults(machine Machine) error {
 	}
 
 	switch {
-	case c.Model != "" || c.Engine == EngineNone:
+	case c.Model != "" || c.Engine != EngineVLLM:
 	case len(c.GPUs) > 0:
 		c.Model = DefaultGPUModel
 	default:
@@ -307,7 +314,7 @@ func (c *Config) ResolveDefaults(machine Machine) error {
 		}
 	}
 
-	if c.Engine == EngineNone {
+	if c.Engine != EngineVLLM {
 		return nil
 	}
 	if len(c.GPUs) == 0 {
@@ -369,10 +376,15 @@ func (c *Config) validate() error {
 	switch {
 	case c.Engine == EngineNone && len(c.Worker) == 0:
 		return errors.New("--engine none starts no worker, so at least one --worker url=http://host:port is needed")
-	case c.Engine == EngineNone && len(c.VLLMArgs) > 0:
-		return fmt.Errorf("%q follows --, but --engine none starts no vLLM to pass it to", c.VLLMArgs[0])
-	case c.Engine == EngineVLLM && (c.NumWorkers < 1 || c.NumWorkers > 1000):
+	case c.Engine != EngineVLLM && len(c.VLLMArgs) > 0:
+		return fmt.Errorf("%q follows --, but --engine %s starts no vLLM to pass it to", c.VLLMArgs[0], c.Engine)
+	case c.Engine != EngineNone && (c.NumWorkers < 1 || c.NumWorkers > 1000):
 		return fmt.Errorf("--num-workers %d: give 1 to 1000; for none use --engine none", c.NumWorkers)
+	}
+	if c.Engine == EngineMocker {
+		if err := c.MockConfig.validate(c.NumWorkers); err != nil {
+			return err
+		}
 	}
 	for _, arg := range c.VLLMArgs {
 		name := vllmFlag(arg)
@@ -412,7 +424,7 @@ func (c *Config) hasVLLMFlag(names ...string) bool {
 // their order, and refuses an id or a URL given twice.
 func (c *Config) numberWorkers() error {
 	taken := map[uint64]string{}
-	if c.Engine == EngineVLLM {
+	if c.Engine != EngineNone {
 		for id := range c.NumWorkers {
 			taken[uint64(id)] = "a started worker"
 		}

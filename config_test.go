@@ -62,7 +62,7 @@ func TestDefaultsOnACPUMachine(t *testing.T) {
 		Host: "127.0.0.1", HTTPPort: 8000, RouterPort: 7000, BaseWorkerPort: 8100, BaseKVEventsPort: 5557, BaseKVReplayPort: 5757, BaseMetricsPort: 5657,
 		Policy: "standalone", TokenTimeout: 2 * time.Second, CollectUsage: true,
 		MaxBodyBytes: 64 << 20, RequestTimeout: 30 * time.Minute, DrainTimeout: 30 * time.Second,
-		LogLevel: "info", LogFormat: "text", Cores: 8,
+		LogLevel: "info", LogFormat: "text", Cores: 8, MockConfig: DefaultMockConfig(),
 	}
 	if diff := cmp.Diff(want, cfg); diff != "" {
 		t.Error(diff)

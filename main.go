@@ -79,6 +79,10 @@ type rooms struct {
 // build makes every room and wires it to those it needs; nothing runs yet.
 func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error) {
 	r := &rooms{config: config, log: log, index: NewRadix()}
+	var err error
+	if r.model, err = openModel(ctx, config, log); err != nil {
+		return nil, err
+	}
 	policy, err := NewPolicy(config.Policy)
 	if err != nil {
 		return nil, err
@@ -98,14 +102,20 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error)
 	if err != nil {
 		return nil, err
 	}
-	r.proxy = NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
-	r.model, err = openModel(ctx, config, log)
-	if err != nil {
-		return nil, err
+	if config.Engine == EngineMocker {
+		if r.fleet.mocker, err = NewMocker(config, r.model, log); err != nil {
+			return nil, err
+		}
 	}
+	r.proxy = NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
 	r.tokens = NewTokens(r.model, r.askWorker, config.TokenTimeout, log)
 	r.api = NewAPI(config, r.router, r.tokens, r.proxy, r.telemetry, log)
 	r.selection = NewSelection(config, r.router, r.index, r.fleet.Workers, log)
+	if config.Record != "" {
+		if r.api.recorder, err = NewRecorder(config.Record, config.Policy, config.BlockSize, log); err != nil {
+			return nil, err
+		}
+	}
 	return r, nil
 }
 
@@ -113,6 +123,9 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error)
 // workers needs them; one that attaches to workers can do without and asks them
 // for tokens.
 func openModel(ctx context.Context, config Config, log *slog.Logger) (*Model, error) {
+	if config.Model == "" && config.Engine == EngineMocker {
+		return OpenBuiltinModel()
+	}
 	if config.Model == "" {
 		log.Info("no --model: prompt tokens come from the workers")
 		return nil, nil
@@ -198,6 +211,7 @@ func (r *rooms) run(ctx context.Context) error {
 		return nil
 	})
 	err = group.Wait()
+	r.api.recorder.Close()
 	r.log.Info("stopped")
 	return err
 }

@@ -137,8 +137,9 @@ type Exchange struct {
 	Status     int    // HTTP status, 499 where the client went away
 	Worker     string // worker id, "none" where no worker answered
 	Arrived    time.Time
-	FirstChunk time.Time // of a stream; zero: none came
-	Source     string    // of the prompt's tokens; empty: not a prompt
+	FirstChunk time.Time       // of a stream; zero: none came
+	Source     string          // of the prompt's tokens; empty: not a prompt
+	Prompt     *RecordedPrompt // for the recorder; nil: none, or nothing is known
 	Decision   Decision
 	Usage      Usage
 }

@@ -46,7 +46,7 @@ type Model struct {
 	maxModelLen atomic.Int64
 
 	wordPiece  bool
-	path       string // of tokenizer.json, for vocabulary
+	reread     func() ([]byte, error) // tokenizer.json, for vocabulary: too large to be kept
 	vocabulary func() []string
 }
 
@@ -63,9 +63,20 @@ func OpenModelWith(dir string, options ChatOptions) (*Model, error) {
 	if err != nil {
 		return nil, fmt.Errorf("a model's folder needs a tokenizer.json: %w", err)
 	}
+	files, err := readModelFiles(dir)
+	if err != nil {
+		return nil, err
+	}
+	return newModel(path, raw, func() ([]byte, error) { return os.ReadFile(path) }, files, options)
+}
+
+// newModel makes a model of a tokenizer.json, which came from path and can be
+// had again from reread, and of what the files beside it say.
+func newModel(path string, raw []byte, reread func() ([]byte, error), files *modelFiles, options ChatOptions) (*Model, error) {
 	// The engine sets truncation and padding for each call, whatever the file says.
 	for _, key := range []string{"truncation", "padding"} {
 		if v := gjson.GetBytes(raw, key); v.Exists() && v.Type != gjson.Null {
+			var err error
 			if raw, err = sjson.SetRawBytes(raw, key, []byte("null")); err != nil {
 				return nil, fmt.Errorf("reading %s: %w", path, err)
 			}
@@ -75,24 +86,18 @@ func OpenModelWith(dir string, options ChatOptions) (*Model, error) {
 	if err != nil {
 		return nil, fmt.Errorf("reading %s: %w", path, err)
 	}
-	m := &Model{tokenizer: tokenizer, options: options, path: path}
+	m := &Model{tokenizer: tokenizer, files: files, options: options, reread: reread}
 	// The library's own type is nothing but this pointer; its pinned version says
 	// so, and a nil here would fail every test.
 	m.encoder = C.text_encoder_new(*(*unsafe.Pointer)(unsafe.Pointer(tokenizer)))
 	m.segments = NewSegments(raw, m.encodeWhole, DefaultTokenCache)
 	m.wordPiece = gjson.GetBytes(raw, "model.type").Str == "WordPiece"
 	m.vocabulary = sync.OnceValue(m.readVocabulary)
-	if m.files, err = readModelFiles(dir); err == nil {
-		m.maxModelLen.Store(int64(m.files.maxModelLen))
-		m.plain, m.noTemplate = m.compile(false)
-		m.withTools = m.plain
-		if m.files.template(true) != m.files.template(false) && options.ChatTemplate == "" {
-			m.withTools, m.noTemplate = m.compile(true)
-		}
-	}
-	if err != nil {
-		m.Close()
-		return nil, err
+	m.maxModelLen.Store(int64(m.files.maxModelLen))
+	m.plain, m.noTemplate = m.compile(false)
+	m.withTools = m.plain
+	if m.files.template(true) != m.files.template(false) && options.ChatTemplate == "" {
+		m.withTools, m.noTemplate = m.compile(true)
 	}
 	return m, nil
 }
@@ -350,7 +355,7 @@ func (m *Model) TokenString(token uint32) string {
 // readVocabulary lists the names of all tokens by id.
 func (m *Model) readVocabulary() []string {
 	var names []string
-	raw, err := os.ReadFile(m.path)
+	raw, err := m.reread()
 	if err != nil {
 		return nil
 	}

@@ -113,7 +113,9 @@ type Fleet struct {
 	// Tests replace these.
 	timing  fleetTiming
 	command func(i int, pluginDir string) (processSpec, error)
-	loads   func(ctx context.Context, w WorkerKey, zmqEndpoint, metricsURL string, publish func(WorkerKey, Published), log *slog.Logger)
+
+	mocker *Mocker // starts the workers instead of command, if --engine is mocker
+	loads  func(ctx context.Context, w WorkerKey, zmqEndpoint, metricsURL string, publish func(WorkerKey, Published), log *slog.Logger)
 }
 
 // worker is one member of the fleet.
@@ -159,6 +161,12 @@ func NewFleet(cfg Config, index *Radix, hooks FleetHooks, log *slog.Logger) (*Fl
 		if _, err := exec.LookPath(cfg.Python); err != nil {
 			return nil, fmt.Errorf("--python %s cannot be run (%w); run `make setup`, or give a Python that has vLLM", cfg.Python, errors.Unwrap(err))
 		}
+		for i := range cfg.NumWorkers {
+			f.join(AttachedWorker{ID: uint64(i), URL: launchedURL(cfg, i)}, false, StateStarting)
+		}
+	}
+	if cfg.Engine == EngineMocker {
+		f.timing.readyPoll = mockReadyPoll
 		for i := range cfg.NumWorkers {
 			f.join(AttachedWorker{ID: uint64(i), URL: launchedURL(cfg, i)}, false, StateStarting)
 		}
@@ -217,7 +225,10 @@ func (f *Fleet) Run(ctx context.Context) (err error) {
 				f.superviseAttached(ctx, w)
 				return nil
 			}
-			return f.superviseStarted(ctx, w, func() (processSpec, error) { return f.command(i, pluginDir) }, guard)
+			if f.mocker != nil {
+				return f.superviseStarted(ctx, w, func(*startLog) (startedEngine, error) { return f.startMock(i) })
+			}
+			return f.superviseStarted(ctx, w, func(output *startLog) (startedEngine, error) { return f.startProcess(w, i, pluginDir, output, guard) })
 		})
 	}
 	return group.Wait()
@@ -286,11 +297,21 @@ func (f *Fleet) sleep(ctx context.Context, d time.Duration, wake <-chan struct{}
 	return ctx.Err() == nil
 }
 
-// superviseStarted runs a worker's process, again and again, until ctx is done.
-func (f *Fleet) superviseStarted(ctx context.Context, w *worker, command func() (processSpec, error), guard *reaper) error {
+// startedEngine is one started worker: a process, or a simulated one in this
+// process.
+type startedEngine struct {
+	pid   int          // 0: in this process
+	ended <-chan error // gets one value, why it ended, once nothing of it is left
+	stop  func()       // tells it to end; it may take its time
+	kill  func()       // ends it
+}
+
+// superviseStarted starts a worker, again and again, until ctx is done. start is
+// given what is to take in the lines that the worker prints.
+func (f *Fleet) superviseStarted(ctx context.Context, w *worker, start func(*startLog) (startedEngine, error)) error {
 	pause, failures := f.timing.backoffFirst, 0
 	for {
-		readyFor, err := f.runStarted(ctx, w, command, guard)
+		readyFor, err := f.runStarted(ctx, w, start)
 		if ctx.Err() != nil {
 			f.update(w, func(s *WorkerStatus) { s.State, s.PID = StateStopped, 0 })
 			return nil
@@ -314,51 +335,88 @@ func (f *Fleet) superviseStarted(ctx context.Context, w *worker, command func() 
 	}
 }
 
-// runStarted runs one process of a worker from its start to its end, and
-// returns why it ended and for how long it had been ready.
-func (f *Fleet) runStarted(ctx context.Context, w *worker, command func() (processSpec, error), guard *reaper) (readyFor time.Duration, err error) {
-	spec, err := command()
+// startProcess starts a worker's process.
+func (f *Fleet) startProcess(w *worker, i int, pluginDir string, output *startLog, guard *reaper) (startedEngine, error) {
+	spec, err := f.command(i, pluginDir)
 	if err != nil {
-		return 0, err
+		return startedEngine{}, err
 	}
-	f.update(w, func(s *WorkerStatus) { s.State, s.Stage = StateStarting, stageProcess })
-	in := f.begin(ctx, w)
-	downReason := "the router is ending"
-	defer func() { in.end(downReason) }()
-
-	// Before the process: so the stream has the engine's first event.
-	i := int(w.id)
-	in.followEvents(EventSource{
-		Worker: WorkerKey{Worker: w.id}, BlockSize: f.cfg.BlockSize, Topic: kvEventsTopic,
-		Endpoint: launchedEventEndpoint(f.cfg, i), Replay: launchedReplayEndpoint(f.cfg, i),
-	})
-
 	started, ended := make(chan int, 1), make(chan error, 1)
-	output := newStartLog()
-	go func() { // ends with the process, which every return below waits for
-		ended <- runProcess(spec, func(pid int) {
+	go func() { // ends with the process
+		pid := 0
+		err := runProcess(spec, func(p int) {
+			pid = p
 			if err := guard.add(pid); err != nil {
 				f.log.Warn("workers would outlive a killed router", "error", err)
 			}
 			started <- pid
 		}, func(stream, text string) { f.workerLine(w, output, stream, text) })
+		if pid != 0 {
+			_ = guard.remove(pid)
+		}
+		ended <- err
 	}()
 	var pid int
 	select {
 	case pid = <-started:
 	case err := <-ended:
+		return startedEngine{}, err
+	}
+	return startedEngine{
+		pid: pid, ended: ended,
+		stop: func() {
+			if err := signalGroup(pid, syscall.SIGTERM); err != nil {
+				f.log.Warn(fmt.Sprintf("worker %d: %v", w.id, err))
+			}
+		},
+		kill: func() { _ = signalGroup(pid, syscall.SIGKILL) },
+	}, nil
+}
+
+// mockReadyPoll is the pause between looks at a starting simulated worker.
+const mockReadyPoll = 5 * time.Millisecond
+
+// errMockStopped is why a simulated worker ended that the fleet has ended.
+var errMockStopped = errors.New("stopped by the router")
+
+// startMock starts a simulated worker.
+func (f *Fleet) startMock(i int) (startedEngine, error) {
+	w, err := f.mocker.Start(i)
+	if err != nil {
+		return startedEngine{}, err
+	}
+	end := func() { w.End(errMockStopped) }
+	return startedEngine{ended: w.Ended(), stop: end, kill: end}, nil
+}
+
+// runStarted runs one started worker from its start to its end, and returns why
+// it ended and for how long it had been ready.
+func (f *Fleet) runStarted(ctx context.Context, w *worker, start func(*startLog) (startedEngine, error)) (readyFor time.Duration, err error) {
+	output := newStartLog()
+	f.update(w, func(s *WorkerStatus) { s.State, s.Stage = StateStarting, stageProcess })
+	in := f.begin(ctx, w)
+	downReason := "the router is ending"
+	defer func() { in.end(downReason) }()
+	engine, err := start(output)
+	if err != nil {
 		return 0, err
 	}
-	defer func() { _ = guard.remove(pid) }()
-	f.update(w, func(s *WorkerStatus) { s.PID = pid })
-	f.log.Info(fmt.Sprintf("worker %d: %s", w.id, stageProcess), "pid", pid, "url", w.spec.URL)
+	// A process listens seconds later: the stream has the engine's first event.
+	i := int(w.id)
+	in.followEvents(EventSource{
+		Worker: WorkerKey{Worker: w.id}, BlockSize: f.cfg.BlockSize, Topic: kvEventsTopic,
+		Endpoint: launchedEventEndpoint(f.cfg, i), Replay: launchedReplayEndpoint(f.cfg, i),
+	})
+	ended := engine.ended
+	f.update(w, func(s *WorkerStatus) { s.PID = engine.pid })
+	if engine.pid != 0 {
+		f.log.Info(fmt.Sprintf("worker %d: %s", w.id, stageProcess), "pid", engine.pid, "url", w.spec.URL)
+	}
 
 	stop := func() {
 		output.setEnding()
-		if err := signalGroup(pid, syscall.SIGTERM); err != nil {
-			f.log.Warn(fmt.Sprintf("worker %d: %v", w.id, err))
-		}
-		timer := time.AfterFunc(f.timing.stopLimit, func() { _ = signalGroup(pid, syscall.SIGKILL) })
+		engine.stop()
+		timer := time.AfterFunc(f.timing.stopLimit, engine.kill)
 		defer timer.Stop()
 		<-ended
 	}
@@ -409,7 +467,7 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker, command func() (proce
 		case downSince.IsZero():
 			downSince = time.Now()
 		case time.Since(downSince) > f.timing.hangLimit:
-			_ = signalGroup(pid, syscall.SIGKILL) // what hangs does not heed SIGTERM
+			engine.kill() // what hangs does not heed SIGTERM
 			<-ended
 			downReason = fmt.Sprintf("it did not answer for %s and was killed", f.timing.hangLimit)
 			return since(readySince), errors.New(downReason)

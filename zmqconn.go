@@ -10,6 +10,7 @@ import (
 	"net"
 	"os"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/go-zeromq/zmq4"
@@ -36,8 +37,8 @@ const (
 	zmtpCommand = 4
 )
 
-// ZMQConn is one ZeroMQ connection to one peer, read by one goroutine. The
-// handshake and what is sent are zmq4's. Messages are read here, through a
+// ZMQConn is one ZeroMQ connection to one peer, read by one goroutine; any may
+// send. The handshake is zmq4's. Messages are read and written here, through a
 // buffer and with deadlines: a zmq4 socket reads unbuffered (about seven system
 // calls a message), believes any frame length, and leaves its reader behind
 // when it is closed with data pending. Nothing is queued in between, so a
@@ -50,6 +51,8 @@ type ZMQConn struct {
 	buf    []byte
 	stop   func() bool   // ends the watch on the context
 	ended  chan struct{} // closed when that watch has run
+
+	sending sync.Mutex // guards what is written: one message or command at a time
 }
 
 // DialSub connects to the PUB socket at endpoint ("tcp://host:port" or
@@ -87,16 +90,28 @@ func dialZMQ(ctx context.Context, endpoint string, kind zmq4.SocketType) (*ZMQCo
 	if err != nil {
 		return nil, fmt.Errorf("connect to %s: %w", endpoint, err)
 	}
+	c, err := openZMQ(ctx, raw, kind, false)
+	if err != nil {
+		return nil, fmt.Errorf("connect to %s: %w", endpoint, err)
+	}
+	return c, nil
+}
+
+// openZMQ exchanges greetings with the peer at the other end of raw, which is
+// closed when that fails, when ctx ends or by Close. server says who accepted
+// whom.
+func openZMQ(ctx context.Context, raw net.Conn, kind zmq4.SocketType, server bool) (*ZMQConn, error) {
 	c := &ZMQConn{raw: raw, in: bufio.NewReaderSize(raw, 64<<10), ended: make(chan struct{})}
 	c.stop = context.AfterFunc(ctx, func() {
 		defer close(c.ended)
 		_ = raw.Close()
 	})
 	_ = raw.SetDeadline(time.Now().Add(zmqHandshakeLimit))
-	c.conn, err = zmq4.Open(bufferedConn{raw, c.in}, null.Security(), kind, nil, false, nil)
+	var err error
+	c.conn, err = zmq4.Open(bufferedConn{raw, c.in}, null.Security(), kind, nil, server, nil)
 	if err != nil {
 		c.Close()
-		return nil, fmt.Errorf("connect to %s: %w", endpoint, err)
+		return nil, err
 	}
 	_ = raw.SetDeadline(time.Time{})
 	return c, nil
@@ -141,8 +156,38 @@ func (c *ZMQConn) Recv() ([][]byte, error) {
 // Send sends one message. It may block while the peer does not read; ctx of
 // the connection ends that.
 func (c *ZMQConn) Send(frames ...[]byte) error {
+	return c.sendEncoded(encodeZMQ(frames))
+}
+
+// sendEncoded sends what encodeZMQ has encoded.
+func (c *ZMQConn) sendEncoded(message []byte) error {
+	c.sending.Lock()
+	defer c.sending.Unlock()
 	_ = c.raw.SetWriteDeadline(time.Now().Add(zmqMessageLimit))
-	return c.conn.SendMsg(zmq4.NewMsgFrom(frames...))
+	_, err := c.raw.Write(message)
+	return err
+}
+
+// encodeZMQ returns a message of frames as it goes over the wire.
+func encodeZMQ(frames [][]byte) []byte {
+	size := 0
+	for _, frame := range frames {
+		size += 9 + len(frame)
+	}
+	out := make([]byte, 0, size)
+	for i, frame := range frames {
+		var flags byte
+		if i < len(frames)-1 {
+			flags = zmtpMore
+		}
+		if len(frame) > 255 {
+			out = binary.BigEndian.AppendUint64(append(out, flags|zmtpLong), uint64(len(frame)))
+		} else {
+			out = append(out, flags, byte(len(frame)))
+		}
+		out = append(out, frame...)
+	}
+	return out
 }
 
 // Close ends the connection and all that belongs to it.
@@ -231,6 +276,8 @@ func (c *ZMQConn) answer(command []byte) error {
 	} else {
 		body = nil
 	}
+	c.sending.Lock()
+	defer c.sending.Unlock()
 	return c.conn.SendCmd(zmq4.CmdPong, body)
 }
 

@@ -1,0 +1,116 @@
+package main
+
+// blockPool is a simulated worker's paged KV memory: a fixed number of blocks,
+// each free, active (referenced by one request or more) or inactive (referenced
+// by none, its contents kept under a key until the memory is needed). Inactive
+// blocks are taken again in the order of their release, oldest first. Blocks
+// have numbers from 1. It is not safe for concurrent use.
+type blockPool struct {
+	blocks   []poolBlock // by number; blocks[0] is the head of the inactive list
+	free     []uint32
+	byKey    table // key -> block, active or inactive
+	inactive int   // blocks in the inactive list
+}
+
+// poolBlock is one block. Inactive ones are in a ring through block 0, oldest
+// release first.
+type poolBlock struct {
+	key        uint64
+	refs       int32
+	keyed      bool // byKey leads here
+	prev, next uint32
+}
+
+func newBlockPool(size int) *blockPool {
+	p := &blockPool{blocks: make([]poolBlock, size+1), free: make([]uint32, size)}
+	for i := range p.free {
+		p.free[i] = uint32(size - i)
+	}
+	return p
+}
+
+// find returns the block with that key, or 0.
+func (p *blockPool) find(key uint64) uint32 { return p.byKey.get(key, 0) }
+
+// available is how many blocks can be taken.
+func (p *blockPool) available() int { return len(p.free) + p.inactive }
+
+// active is how many blocks requests refer to.
+func (p *blockPool) active() int { return len(p.blocks) - 1 - p.available() }
+
+// acquire adds a reference to block b, which has a key.
+func (p *blockPool) acquire(b uint32) {
+	if p.blocks[b].refs == 0 {
+		p.unlink(b)
+	}
+	p.blocks[b].refs++
+}
+
+// take returns a block with one reference and no key. If its memory had to be
+// taken from an inactive block, evicted is that one's key. It returns 0 if every
+// block is active.
+func (p *blockPool) take() (b uint32, evicted uint64, hasEvicted bool) {
+	if n := len(p.free); n > 0 {
+		b, p.free = p.free[n-1], p.free[:n-1]
+	} else if b = p.blocks[0].next; b != 0 {
+		p.unlink(b)
+		evicted, hasEvicted = p.blocks[b].key, true
+		p.unkey(b)
+	} else {
+		return 0, 0, false
+	}
+	p.blocks[b].refs = 1
+	return b, evicted, hasEvicted
+}
+
+// setKey puts the contents of block b, which has no key, under one that no
+// block has.
+func (p *blockPool) setKey(b uint32, key uint64) {
+	p.blocks[b].key, p.blocks[b].keyed = key, true
+	p.byKey.put(key, 0, b)
+}
+
+// release drops one reference to block b. With the last one a block with a key
+// becomes the newest inactive one, another becomes free.
+func (p *blockPool) release(b uint32) {
+	block := &p.blocks[b]
+	if block.refs--; block.refs > 0 {
+		return
+	}
+	if !block.keyed {
+		p.free = append(p.free, b)
+		return
+	}
+	newest := p.blocks[0].prev
+	block.prev, block.next = newest, 0
+	p.blocks[newest].next = b
+	p.blocks[0].prev = b
+	p.inactive++
+}
+
+// reset takes the keys of all blocks and frees the inactive ones.
+func (p *blockPool) reset() {
+	for b := uint32(1); int(b) < len(p.blocks); b++ {
+		if !p.blocks[b].keyed {
+			continue
+		}
+		p.unkey(b)
+		if p.blocks[b].refs == 0 {
+			p.unlink(b)
+			p.free = append(p.free, b)
+		}
+	}
+}
+
+func (p *blockPool) unlink(b uint32) {
+	block := &p.blocks[b]
+	p.blocks[block.prev].next = block.next
+	p.blocks[block.next].prev = block.prev
+	block.prev, block.next = 0, 0
+	p.inactive--
+}
+
+func (p *blockPool) unkey(b uint32) {
+	p.byKey.delete(p.blocks[b].key, 0)
+	p.blocks[b].keyed = false
+}

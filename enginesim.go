@@ -1,0 +1,399 @@
+package main
+
+import (
+	"fmt"
+	"slices"
+	"time"
+)
+
+// SimConfig is the size of a simulated engine.
+type SimConfig struct {
+	Blocks           int // KV-cache blocks
+	BlockSize        int // tokens a block
+	MaxSeqs          int // most requests in the batch
+	MaxBatchedTokens int // most tokens computed in one pass
+	Timing           SimTiming
+}
+
+// DefaultSimConfig is the engine that Dynamo's mocker simulates: one H100-like
+// worker with 16,384 blocks of 64 tokens.
+func DefaultSimConfig() SimConfig {
+	return SimConfig{Blocks: 16384, BlockSize: 64, MaxSeqs: 256, MaxBatchedTokens: 8192, Timing: DefaultSimTiming()}
+}
+
+// SimTiming says how long a pass takes: the polynomial of the prompt tokens it
+// computes plus that of the share of the KV cache which the decoding requests'
+// tokens fill, 0..1. Coefficients are in ms, the constant first. A part that has
+// nothing to do takes no time.
+type SimTiming struct {
+	Prefill   [3]float64 // ms, ms a token, ms a token²
+	Decode    [3]float64 // ms, ms a full cache, ms a full cache²
+	MinDecode float64    // ms; the decode part never takes less
+	Speedup   float64    // all is divided by it; 0 counts as 1
+}
+
+// DefaultSimTiming has the polynomials of Dynamo's mocker.
+func DefaultSimTiming() SimTiming {
+	return SimTiming{
+		Prefill:   [3]float64{16.50142, 1.518344e-02, 4.209989e-07},
+		Decode:    [3]float64{5.74, 54.01, -25.74},
+		MinDecode: 1,
+		Speedup:   1,
+	}
+}
+
+// Pass returns how long a pass takes that computes so many prompt tokens and
+// decodes requests whose tokens fill that share of the cache; decoding is false
+// if it decodes none.
+func (t SimTiming) Pass(prefill int, usage float64, decoding bool) time.Duration {
+	ms := 0.0
+	if n := float64(prefill); prefill > 0 {
+		ms += t.Prefill[0] + t.Prefill[1]*n + t.Prefill[2]*n*n
+	}
+	if decoding {
+		u := min(1, usage)
+		ms += max(t.MinDecode, t.Decode[0]+t.Decode[1]*u+t.Decode[2]*u*u)
+	}
+	if t.Speedup > 0 {
+		ms /= t.Speedup
+	}
+	return time.Duration(ms * float64(time.Millisecond))
+}
+
+// SimRequest is one request to a simulated engine.
+type SimRequest struct {
+	// Blocks are the prompt's full blocks (Engine is the sequence hash, Local the
+	// local hash) and then, if they are to be cached too, those that the output
+	// will fill.
+	Blocks    []StoredBlock
+	Prompt    int // tokens, at least 1
+	Output    int // tokens to generate; less than 1 counts as 1
+	Cached    int // prompt tokens found in the cache when first admitted
+	Generated int // tokens emitted so far
+	Tag       any // the owner's
+
+	held     []uint32 // blocks, in the order of the tokens
+	computed int      // tokens whose KV is in held
+	step     int      // tokens that the running pass computes
+	admitted bool     // has been in the batch
+	running  bool     // is in the batch
+	decoding bool     // its last pass emitted a token
+	unkeyed  bool     // the cache was reset under it: it stores nothing more
+}
+
+// SimEvent is one change of a simulated engine's prefix cache: blocks stored
+// or blocks removed.
+type SimEvent struct {
+	Stored    bool
+	Parent    uint64        // engine hash that Blocks follow
+	HasParent bool          // false: Blocks start a prompt
+	Blocks    []StoredBlock // stored, one after the other; part of Request.Blocks
+	First     int           // index of Blocks[0] in Request.Blocks
+	Request   *SimRequest   // whose prompt it is
+	Removed   []uint64      // engine hashes; only valid during the call
+}
+
+// SimEngine is the core of a simulated vLLM worker: paged blocks with prefix
+// caching, continuous batching, chunked prefill, preemption. It has no clock and
+// no lock: one goroutine starts passes with Begin and ends each with End after
+// the time that Begin told.
+//
+// A pass computes at most MaxBatchedTokens tokens: first those of the running
+// requests in the order of their admission (one each if decoding, else what is
+// left of the prompt), then those of waiting ones, first come first served; the
+// first that does not fit blocks the others. A running request that finds no
+// block preempts the one admitted last, which starts over later. Full prompt
+// blocks are in the cache from the start of the pass that computes them.
+type SimEngine struct {
+	cfg     SimConfig
+	events  func(SimEvent)
+	pool    *blockPool
+	running []*SimRequest // in the order of admission
+	waiting []*SimRequest
+	inPass  bool
+	emitted []*SimRequest // reused
+	removed []uint64      // reused
+}
+
+// NewSimEngine returns an idle engine with an empty cache. events is called for
+// every change of the cache, in order; it may be nil.
+func NewSimEngine(cfg SimConfig, events func(SimEvent)) *SimEngine {
+	if events == nil {
+		events = func(SimEvent) {}
+	}
+	return &SimEngine{cfg: cfg, events: events, pool: newBlockPool(cfg.Blocks)}
+}
+
+// Submit queues a request. It refuses one that would not fit into the whole
+// cache, which a real engine's longest model length forbids.
+func (e *SimEngine) Submit(r *SimRequest) error {
+	if r.Prompt < 1 {
+		return fmt.Errorf("simulated request of %d prompt tokens: a prompt has at least 1", r.Prompt)
+	}
+	r.Output = max(1, r.Output)
+	if need := e.blocksFor(r.Prompt + r.Output); need > e.cfg.Blocks {
+		return fmt.Errorf("simulated request of %d + %d tokens needs %d blocks of %d; the engine has %d",
+			r.Prompt, r.Output, need, e.cfg.BlockSize, e.cfg.Blocks)
+	}
+	e.waiting = append(e.waiting, r)
+	return nil
+}
+
+// Abort takes a request out, wherever it is; one that has finished is ignored.
+func (e *SimEngine) Abort(r *SimRequest) {
+	queue := &e.waiting
+	if r.running {
+		queue = &e.running
+	}
+	if i := slices.Index(*queue, r); i >= 0 {
+		*queue = slices.Delete(*queue, i, i+1)
+		e.drop(r)
+	}
+}
+
+// Begin starts a pass and returns how long it takes; busy is false if there is
+// nothing to do. Changes of the cache are told before it returns.
+func (e *SimEngine) Begin() (d time.Duration, busy bool) {
+	if e.inPass {
+		panic("simulated engine: a pass began inside a pass")
+	}
+	budget := e.cfg.MaxBatchedTokens
+	prefill, context, decoding, preempted := 0, 0, false, false
+	for i := 0; i < len(e.running); i++ {
+		r := e.running[i]
+		r.step = min(r.left(), budget)
+		if r.step == 0 {
+			continue
+		}
+		for r.running && !e.hold(r, r.computed+r.step+1) {
+			e.preemptLast()
+			preempted = true
+		}
+		if !r.running {
+			break // it was the last one itself
+		}
+		budget -= r.step
+		if r.decoding {
+			decoding = true
+			context += r.Prompt + r.Generated
+			e.seal(r)
+		} else {
+			prefill += r.step
+		}
+	}
+	for !preempted && budget > 0 && len(e.waiting) > 0 && len(e.running) < e.cfg.MaxSeqs {
+		r := e.waiting[0]
+		if !e.admit(r, budget) {
+			break
+		}
+		e.waiting = e.waiting[1:]
+		budget -= r.step
+		prefill += r.step
+	}
+	if len(e.running) == 0 {
+		return 0, false
+	}
+	e.inPass = true
+	usage := float64(context) / float64(e.cfg.Blocks*e.cfg.BlockSize)
+	return e.cfg.Timing.Pass(prefill, usage, decoding), true
+}
+
+// End ends the pass and returns the requests that emitted one token, those with
+// Generated equal to Output for the last time. The slice is valid until the
+// next End.
+func (e *SimEngine) End() (emitted []*SimRequest) {
+	if !e.inPass {
+		panic("simulated engine: a pass ended that had not begun")
+	}
+	e.inPass = false
+	e.emitted = e.emitted[:0]
+	stay := e.running[:0]
+	for _, r := range e.running {
+		r.computed += r.step
+		if r.step > 0 && r.left() == 0 {
+			r.Generated++
+			r.decoding = true
+			e.emitted = append(e.emitted, r)
+		}
+		r.step = 0
+		if r.Generated < r.Output {
+			stay = append(stay, r)
+		} else {
+			e.drop(r)
+		}
+	}
+	clear(e.running[len(stay):])
+	e.running = stay
+	return e.emitted
+}
+
+// Load tells how many requests are in the batch and in the queue, and which
+// share of the blocks they hold, 0..1.
+func (e *SimEngine) Load() (running, waiting int, usage float64) {
+	return len(e.running), len(e.waiting), float64(e.pool.active()) / float64(e.cfg.Blocks)
+}
+
+// Reset empties the prefix cache and tells no event: its owner publishes that
+// all blocks are cleared. Running requests keep their blocks, but nothing finds
+// those any more.
+func (e *SimEngine) Reset() {
+	e.pool.reset()
+	for _, r := range e.running {
+		r.unkeyed = true
+	}
+}
+
+// admit puts r into the batch if its first tokens find blocks.
+func (e *SimEngine) admit(r *SimRequest, budget int) bool {
+	tokens := r.Prompt + r.Generated
+	// The engine computes the last token itself.
+	longest := min(len(r.Blocks), (tokens-1)/e.cfg.BlockSize)
+	cached, inactive := 0, 0
+	for cached < longest {
+		b := e.pool.find(r.Blocks[cached].Engine)
+		if b == 0 {
+			break
+		}
+		if e.pool.blocks[b].refs == 0 {
+			inactive++
+		}
+		cached++
+	}
+	computed := cached * e.cfg.BlockSize
+	step := min(tokens-computed, budget)
+	if e.blocksFor(computed+step+1)-cached > e.pool.available()-inactive {
+		return false
+	}
+	if cap(r.held) == 0 {
+		r.held = make([]uint32, 0, e.blocksFor(r.Prompt+r.Output))
+	}
+	for _, block := range r.Blocks[:cached] {
+		b := e.pool.find(block.Engine)
+		e.pool.acquire(b)
+		r.held = append(r.held, b)
+	}
+	r.computed, r.step = computed, step
+	r.running = true
+	e.running = append(e.running, r)
+	if !r.admitted {
+		r.admitted = true
+		r.Cached = computed
+	}
+	if !e.hold(r, computed+step+1) {
+		panic("simulated engine: counted blocks are missing")
+	}
+	return true
+}
+
+// hold takes blocks until r has room for so many tokens, or as many as it will
+// ever have, and tells which prompt blocks that stores and removes. It returns
+// false if there are not enough; then r may have got some of them.
+func (e *SimEngine) hold(r *SimRequest, tokens int) bool {
+	need := e.blocksFor(min(tokens, r.Prompt+r.Output))
+	if len(r.held) >= need {
+		return true
+	}
+	e.removed = e.removed[:0]
+	keyed := min(len(r.Blocks), (r.Prompt+r.Generated)/e.cfg.BlockSize)
+	if r.unkeyed {
+		keyed = 0
+	}
+	enough := true
+	first := len(r.held)
+	var stored [][2]int // runs of new blocks; almost always one
+	var one [1][2]int
+	stored = one[:0]
+	for i := first; i < need; i++ {
+		if i < keyed {
+			if b := e.pool.find(r.Blocks[i].Engine); b != 0 {
+				e.pool.acquire(b)
+				r.held = append(r.held, b)
+				continue
+			}
+		}
+		b, evicted, hasEvicted := e.pool.take()
+		if b == 0 {
+			enough = false
+			break
+		}
+		if hasEvicted {
+			e.removed = append(e.removed, evicted)
+		}
+		r.held = append(r.held, b)
+		if i >= keyed {
+			continue
+		}
+		e.pool.setKey(b, r.Blocks[i].Engine)
+		if n := len(stored); n > 0 && stored[n-1][1] == i {
+			stored[n-1][1] = i + 1
+		} else {
+			stored = append(stored, [2]int{i, i + 1})
+		}
+	}
+	// A block may be evicted and then stored again by the same call, never the
+	// other way round, because what is stored is active.
+	if len(e.removed) > 0 {
+		e.events(SimEvent{Removed: e.removed})
+	}
+	for _, run := range stored {
+		event := SimEvent{Stored: true, Blocks: r.Blocks[run[0]:run[1]], First: run[0], Request: r}
+		if run[0] > 0 {
+			event.Parent, event.HasParent = r.Blocks[run[0]-1].Engine, true
+		}
+		e.events(event)
+	}
+	return enough
+}
+
+// seal caches the block of r that the token about to be computed fills, if it is
+// one of the output's. Where the cache has it already, r goes on with that copy:
+// so the blocks before a cached one stay in the cache as long as it does.
+func (e *SimEngine) seal(r *SimRequest) {
+	i := (r.Prompt+r.Generated)/e.cfg.BlockSize - 1
+	if (r.Prompt+r.Generated)%e.cfg.BlockSize != 0 || i >= len(r.Blocks) || r.unkeyed {
+		return
+	}
+	key := r.Blocks[i].Engine
+	if b := e.pool.find(key); b == r.held[i] {
+		return // it was full when r took it
+	} else if b != 0 {
+		e.pool.acquire(b)
+		e.pool.release(r.held[i])
+		r.held[i] = b
+		return
+	}
+	e.pool.setKey(r.held[i], key)
+	event := SimEvent{Stored: true, Blocks: r.Blocks[i : i+1], First: i, Request: r}
+	if i > 0 {
+		event.Parent, event.HasParent = r.Blocks[i-1].Engine, true
+	}
+	e.events(event)
+}
+
+// preemptLast puts the request admitted last back to the head of the queue.
+func (e *SimEngine) preemptLast() {
+	n := len(e.running) - 1
+	r := e.running[n]
+	e.running[n] = nil
+	e.running = e.running[:n]
+	e.drop(r)
+	e.waiting = slices.Insert(e.waiting, 0, r)
+}
+
+// drop takes from r what it holds, the end of the prompt first, so that the end
+// of a chain is evicted before its start.
+func (e *SimEngine) drop(r *SimRequest) {
+	for _, b := range slices.Backward(r.held) {
+		e.pool.release(b)
+	}
+	r.held = r.held[:0]
+	r.computed, r.step = 0, 0
+	r.running, r.decoding, r.unkeyed = false, false, false
+}
+
+// left is how many tokens of r are still to be computed before it emits one.
+func (r *SimRequest) left() int { return r.Prompt + r.Generated - r.computed }
+
+func (e *SimEngine) blocksFor(tokens int) int {
+	return (tokens + e.cfg.BlockSize - 1) / e.cfg.BlockSize
+}

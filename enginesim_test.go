@@ -1,0 +1,255 @@
+package main
+
+import (
+	"fmt"
+	"testing"
+	"time"
+
+	"pgregory.net/rapid"
+)
+
+// check tells what is inconsistent in the engine: the pool itself, or
+// references that no request holds.
+func (e *SimEngine) check() error {
+	if err := e.pool.check(); err != nil {
+		return err
+	}
+	refs := make([]int32, len(e.pool.blocks))
+	for _, r := range e.running {
+		for _, b := range r.held {
+			refs[b]++
+		}
+	}
+	for b := 1; b < len(refs); b++ {
+		if refs[b] != e.pool.blocks[b].refs {
+			return fmt.Errorf("block %d has %d references, requests hold %d", b, e.pool.blocks[b].refs, refs[b])
+		}
+	}
+	for _, r := range e.waiting {
+		if len(r.held) > 0 || r.running {
+			return fmt.Errorf("a waiting request holds %d blocks", len(r.held))
+		}
+	}
+	return nil
+}
+
+// simRequest makes a request whose blocks of that size have the given local
+// hashes; rest tokens follow them.
+func simRequest(size int, local []uint64, rest, output int) *SimRequest {
+	r := &SimRequest{Prompt: len(local)*size + rest, Output: output}
+	for i, h := range SequenceHashes(nil, local) {
+		r.Blocks = append(r.Blocks, StoredBlock{Engine: h, Local: local[i]})
+	}
+	return r
+}
+
+// runPass does one pass and returns how long it took.
+func runPass(t testing.TB, e *SimEngine) time.Duration {
+	t.Helper()
+	d, busy := e.Begin()
+	if !busy {
+		t.Fatal("the engine has nothing to do")
+	}
+	e.End()
+	return d
+}
+
+func smallEngine(blocks int, events func(SimEvent)) *SimEngine {
+	cfg := DefaultSimConfig()
+	cfg.Blocks, cfg.BlockSize, cfg.MaxSeqs, cfg.MaxBatchedTokens = blocks, 4, 4, 16
+	return NewSimEngine(cfg, events)
+}
+
+func TestPassTimeIsTheMockersPolynomial(t *testing.T) {
+	timing := DefaultSimTiming()
+	tests := []struct {
+		name     string
+		prefill  int
+		usage    float64
+		decoding bool
+		want     float64 // ms
+	}{
+		{"nothing", 0, 0, false, 0},
+		{"prefill only", 1000, 0, false, 16.50142 + 15.18344 + 0.4209989},
+		{"decode of an empty cache", 0, 0, true, 5.74},
+		{"both", 1000, 0.5, true, 16.50142 + 15.18344 + 0.4209989 + 5.74 + 27.005 - 6.435},
+		{"usage counts at most as full", 0, 3, true, 5.74 + 54.01 - 25.74},
+	}
+	for _, test := range tests {
+		got := timing.Pass(test.prefill, test.usage, test.decoding)
+		if ms := float64(got) / 1e6; ms < test.want-1e-5 || ms > test.want+1e-5 {
+			t.Errorf("%s: %v ms, want %v", test.name, ms, test.want)
+		}
+	}
+	timing.Speedup = 10
+	if got := timing.Pass(0, 0, true); got != 574*time.Microsecond {
+		t.Errorf("ten times as fast: %v, want 574µs", got)
+	}
+}
+
+func TestALongPromptIsComputedInChunks(t *testing.T) {
+	e := smallEngine(64, nil)
+	r := simRequest(4, []uint64{1, 2, 3, 4, 5, 6, 7, 8, 9}, 2, 3) // 38 tokens, 16 a pass
+	if err := e.Submit(r); err != nil {
+		t.Fatal(err)
+	}
+	for pass, want := range []int{0, 0, 1, 2, 3} {
+		runPass(t, e)
+		if r.Generated != want {
+			t.Fatalf("after pass %d: %d tokens, want %d", pass, r.Generated, want)
+		}
+	}
+	if _, busy := e.Begin(); busy {
+		t.Error("the engine is busy after its only request")
+	}
+}
+
+func TestARepeatedPromptIsComputedOnceExceptItsLastToken(t *testing.T) {
+	e := smallEngine(64, nil)
+	local := []uint64{1, 2, 3}
+	for _, want := range []int{0, 8} { // 12 tokens: the last block is computed again
+		r := simRequest(4, local, 0, 1)
+		if err := e.Submit(r); err != nil {
+			t.Fatal(err)
+		}
+		runPass(t, e)
+		if r.Cached != want {
+			t.Errorf("cached %d tokens, want %d", r.Cached, want)
+		}
+	}
+}
+
+func TestTheEndOfAChainIsEvictedBeforeItsStart(t *testing.T) {
+	var removed []uint64
+	e := smallEngine(5, func(event SimEvent) { removed = append(removed, event.Removed...) })
+	old := simRequest(4, []uint64{1, 2, 3}, 1, 1)
+	fresh := simRequest(4, []uint64{7, 8}, 1, 1) // three blocks: two are free then
+	for _, r := range []*SimRequest{old, fresh} {
+		if err := e.Submit(r); err != nil {
+			t.Fatal(err)
+		}
+		runPass(t, e)
+	}
+	if len(removed) != 1 || removed[0] != old.Blocks[2].Engine {
+		t.Errorf("removed %v, want the third block %d of the first prompt", removed, old.Blocks[2].Engine)
+	}
+}
+
+func TestTheLastAdmittedIsPreemptedAndStartsOver(t *testing.T) {
+	e := smallEngine(6, nil)
+	first, second := simRequest(4, []uint64{1, 2}, 0, 9), simRequest(4, []uint64{8, 9}, 0, 9)
+	for _, r := range []*SimRequest{first, second} {
+		if err := e.Submit(r); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for range 4 { // 11 tokens each
+		runPass(t, e)
+	}
+	if running, waiting, usage := e.Load(); running != 2 || waiting != 0 || usage != 1 {
+		t.Fatalf("load %d running, %d waiting, usage %v; want 2, 0, 1", running, waiting, usage)
+	}
+	runPass(t, e)
+	runPass(t, e)
+	if running, waiting, _ := e.Load(); running != 1 || waiting != 1 || second.running {
+		t.Fatalf("load %d running, %d waiting; want the second request preempted", running, waiting)
+	}
+	for first.Generated < 9 || second.Generated < 9 {
+		runPass(t, e)
+	}
+	if second.Cached != 0 {
+		t.Errorf("cached %d: what a request finds when it starts over does not count", second.Cached)
+	}
+}
+
+func TestARequestLargerThanTheCacheIsRefused(t *testing.T) {
+	e := smallEngine(4, nil)
+	if err := e.Submit(simRequest(4, []uint64{1, 2, 3}, 1, 4)); err == nil {
+		t.Error("17 tokens went into a cache of 16")
+	}
+}
+
+// TestEngineAlwaysFinishesAndItsEventsTellItsCache drives an engine at random:
+// after every step the blocks add up, and an index fed with its events holds
+// what the engine's cache does.
+func TestEngineAlwaysFinishesAndItsEventsTellItsCache(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		index, w := NewRadix(), WorkerKey{Worker: 1}
+		var failed error
+		e := smallEngine(rapid.IntRange(8, 24).Draw(t, "blocks"), func(event SimEvent) {
+			if event.Stored {
+				if err := index.Store(w, event.Parent, event.HasParent, event.Blocks); err != nil {
+					failed = err
+				}
+				for i, b := range event.Blocks {
+					if event.Request.Blocks[event.First+i] != b {
+						failed = fmt.Errorf("event block %d is not block %d of its request", i, event.First+i)
+					}
+				}
+			} else if unknown := index.Remove(w, event.Removed); unknown > 0 {
+				failed = fmt.Errorf("%d removed blocks had not been stored", unknown)
+			}
+		})
+		var open []*SimRequest
+		pass := func() {
+			if _, busy := e.Begin(); !busy {
+				return
+			}
+			for _, r := range e.End() {
+				if r.Generated > r.Output {
+					t.Fatalf("%d tokens of %d", r.Generated, r.Output)
+				}
+			}
+		}
+		verify := func() {
+			if failed != nil {
+				t.Fatal(failed)
+			}
+			if err := e.check(); err != nil {
+				t.Fatal(err)
+			}
+			if held, cached := index.Blocks(w), e.pool.byKey.len(); held != cached {
+				t.Fatalf("the index holds %d blocks, the cache %d", held, cached)
+			}
+		}
+		t.Repeat(map[string]func(*rapid.T){
+			"submit": func(t *rapid.T) {
+				local := rapid.SliceOfN(rapid.Uint64Range(1, 2), 0, 4).Draw(t, "blocks")
+				r := simRequest(4, local, rapid.IntRange(1, 3).Draw(t, "rest"), rapid.IntRange(1, 12).Draw(t, "output"))
+				if err := e.Submit(r); err != nil {
+					t.Fatal(err)
+				}
+				open = append(open, r)
+			},
+			"pass": func(*rapid.T) { pass() },
+			"abort inside a pass": func(t *rapid.T) {
+				if len(open) == 0 {
+					return
+				}
+				if _, busy := e.Begin(); busy {
+					r := rapid.SampledFrom(open).Draw(t, "which")
+					e.Abort(r)
+					r.Output = 0
+					e.End()
+				}
+			},
+			"reset": func(*rapid.T) {
+				e.Reset()
+				index.Clear(w)
+			},
+			"": func(*rapid.T) { verify() },
+		})
+		for range 1000 {
+			pass()
+			verify()
+		}
+		for _, r := range open {
+			if r.Generated < r.Output {
+				t.Fatalf("a request stays at %d tokens of %d", r.Generated, r.Output)
+			}
+		}
+		if e.pool.active() != 0 {
+			t.Fatalf("%d blocks are still in use", e.pool.active())
+		}
+	})
+}

@@ -1,0 +1,70 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"time"
+)
+
+// MockConfig holds the settings of simulated workers. Those whose help begins
+// with "Fault" are for tests of what routes to them.
+type MockConfig struct {
+	SpeedupRatio            float64                  `group:"Mocker" default:"1" help:"How many times faster than the simulated GPU a mock worker runs; 0: no waits at all."`
+	MockNumGPUBlocks        int                      `group:"Mocker" name:"mock-num-gpu-blocks" default:"16384" help:"KV-cache blocks of a mock worker (vLLM's --num-gpu-blocks-override)."`
+	MockMaxNumSeqs          int                      `group:"Mocker" default:"256" help:"Most requests in a mock worker's batch (vLLM's --max-num-seqs)."`
+	MockMaxNumBatchedTokens int                      `group:"Mocker" default:"8192" help:"Most tokens a mock worker computes in one step (vLLM's --max-num-batched-tokens)."`
+	MockPrefillMS           []float64                `group:"Mocker" name:"mock-prefill-ms" default:"16.50142,0.01518344,4.209989e-07" placeholder:"A,B,C" help:"Time of a step's prefill, ms: A + B*n + C*n^2 for n prompt tokens that are not cached."`
+	MockDecodeMS            []float64                `group:"Mocker" name:"mock-decode-ms" default:"5.74,54.01,-25.74" placeholder:"A,B,C" help:"Time of a step's decoding, ms: A + B*u + C*u^2, at least 1, where the decoding requests' tokens fill the share u (0 to 1) of the KV cache."`
+	MockOutputTokens        int                      `group:"Mocker" default:"128" help:"Tokens after which a mock answer ends by itself, unless the request says ignore_eos or a smaller max_tokens."`
+	MockArrayEvents         bool                     `group:"Mocker" help:"Send KV events as arrays, as vLLM did up to 0.23, not as maps."`
+	MockErrorRate           float64                  `group:"Mocker" default:"0" help:"Fault: share of the requests, 0 to 1, that a mock worker answers with status 500."`
+	MockCrashEvery          time.Duration            `group:"Mocker" default:"0s" help:"Fault: so often a mock worker, each in its turn, dies as if it were killed; 0 is never."`
+	MockHangWorker          map[uint64]time.Duration `group:"Mocker" mapsep:"," placeholder:"ID=AFTER" help:"Fault: mock worker ID stops to compute and to answer (its ports stay open) that long after each of its starts. Several are separated by commas."`
+	MockSlowWorker          map[uint64]float64       `group:"Mocker" mapsep:"," placeholder:"ID=FACTOR" help:"Fault: mock worker ID takes FACTOR times as long for every step. Several are separated by commas."`
+	MockDropEvents          float64                  `group:"Mocker" default:"0" help:"Fault: share of the KV-event batches, 0 to 1, that are not sent; their replay has them."`
+	MockDuplicateEvents     float64                  `group:"Mocker" default:"0" help:"Fault: share of the KV-event batches, 0 to 1, that are sent twice."`
+	MockDelayEvents         time.Duration            `group:"Mocker" default:"0s" help:"Fault: each KV-event batch is sent so much later."`
+}
+
+// DefaultMockConfig has the flags' defaults.
+func DefaultMockConfig() MockConfig {
+	sim := DefaultSimConfig()
+	return MockConfig{
+		SpeedupRatio: 1, MockNumGPUBlocks: sim.Blocks, MockMaxNumSeqs: sim.MaxSeqs, MockMaxNumBatchedTokens: sim.MaxBatchedTokens,
+		MockPrefillMS: sim.Timing.Prefill[:], MockDecodeMS: sim.Timing.Decode[:], MockOutputTokens: 128,
+	}
+}
+
+// validate checks the settings for that many workers.
+func (c *MockConfig) validate(workers int) error {
+	for flag, value := range map[string]int{
+		"--mock-num-gpu-blocks": c.MockNumGPUBlocks, "--mock-max-num-seqs": c.MockMaxNumSeqs,
+		"--mock-max-num-batched-tokens": c.MockMaxNumBatchedTokens, "--mock-output-tokens": c.MockOutputTokens,
+	} {
+		if value < 1 {
+			return fmt.Errorf("%s %d: give at least 1", flag, value)
+		}
+	}
+	for flag, share := range map[string]float64{"--mock-error-rate": c.MockErrorRate, "--mock-drop-events": c.MockDropEvents, "--mock-duplicate-events": c.MockDuplicateEvents} {
+		if share < 0 || share > 1 {
+			return fmt.Errorf("%s %v: give a share from 0 to 1", flag, share)
+		}
+	}
+	if c.SpeedupRatio < 0 || c.MockCrashEvery < 0 || c.MockDelayEvents < 0 {
+		return errors.New("--speedup-ratio, --mock-crash-every and --mock-delay-events cannot be negative")
+	}
+	if len(c.MockPrefillMS) != 3 || len(c.MockDecodeMS) != 3 {
+		return errors.New("--mock-prefill-ms and --mock-decode-ms take three numbers, separated by commas")
+	}
+	for id := range c.MockHangWorker {
+		if id >= uint64(workers) {
+			return fmt.Errorf("--mock-hang-worker %d=...: there are workers 0 to %d", id, workers-1)
+		}
+	}
+	for id, factor := range c.MockSlowWorker {
+		if id >= uint64(workers) || factor <= 0 {
+			return fmt.Errorf("--mock-slow-worker %d=%v: there are workers 0 to %d, and the factor must be more than 0", id, factor, workers-1)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,72 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"strconv"
+)
+
+// builtinTemplate is the chat template of the built-in model, in the ChatML form
+// that many models have.
+const builtinTemplate = `{%- if tools %}<|im_start|>system
+{{ tools | tojson }}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message['role'] }}
+{{ message['content'] }}
+{%- if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}`
+
+// builtinMaxModelLen is the longest context of the built-in model, tokens.
+const builtinMaxModelLen = 131_072
+
+// OpenBuiltinModel returns a model that needs no files, for simulated workers:
+// each byte of a text is one token, and <|im_start|> and <|im_end|> are one
+// each.
+func OpenBuiltinModel() (*Model, error) {
+	special := []string{"<|im_start|>", "<|im_end|>"}
+	vocabulary := map[string]int{}
+	for i, r := range byteAlphabet() {
+		vocabulary[string(r)] = i
+	}
+	var added []map[string]any
+	for i, text := range special {
+		added = append(added, map[string]any{"id": 256 + i, "content": text, "special": true, "normalized": false, "single_word": false, "lstrip": false, "rstrip": false})
+	}
+	byteLevel := map[string]any{"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true}
+	raw, err := json.Marshal(map[string]any{
+		"version": "1.0", "added_tokens": added, "normalizer": nil, "pre_tokenizer": byteLevel, "post_processor": nil, "decoder": byteLevel,
+		"model": map[string]any{"type": "BPE", "dropout": nil, "unk_token": nil, "fuse_unk": false, "byte_fallback": false, "vocab": vocabulary, "merges": []string{}},
+	})
+	if err != nil {
+		return nil, fmt.Errorf("built-in tokenizer: %w", err)
+	}
+	files := &modelFiles{
+		templates:   map[string]string{"default": builtinTemplate},
+		special:     []jsonField{{"eos_token", strconv.Quote(special[1])}},
+		maxModelLen: builtinMaxModelLen,
+	}
+	return newModel("the built-in tokenizer", raw, func() ([]byte, error) { return raw, nil }, files, ChatOptions{})
+}
+
+// byteAlphabet returns the characters by which byte-level tokenizers write the
+// bytes 0 to 255: printable ones as themselves, the others, in their order, as
+// the characters from 256 on.
+func byteAlphabet() []rune {
+	alphabet := make([]rune, 256)
+	next := rune(256)
+	for b := range alphabet {
+		r := rune(b)
+		if r >= '!' && r <= '~' || r >= '¡' && r <= '¬' || r >= '®' && r <= 'ÿ' {
+			alphabet[b] = r
+		} else {
+			alphabet[b] = next
+			next++
+		}
+	}
+	return alphabet
+}
+
+// mockModelName is what the built-in model is served as.
+const mockModelName = "mock"

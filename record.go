@@ -1,0 +1,193 @@
+package main
+
+import (
+	"bufio"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+const (
+	// recordQueue is how many lines may wait for the disk; what comes when it is
+	// full is lost and counted.
+	recordQueue = 10_000
+	// recordFlush is how long a line may stay in memory.
+	recordFlush = time.Second
+	// recordHashBits keeps hash ids below 2^53, which every JSON reader takes
+	// without rounding.
+	recordHashBits = 53
+)
+
+// RecordedPrompt is what a record tells of a request's prompt: no text and no
+// tokens.
+type RecordedPrompt struct {
+	Tokens  int
+	HashIDs []uint64 // sequence hash of every full block, its upper recordHashBits
+}
+
+// recordLine is one line of the file. The first five fields are those of a
+// Mooncake trace and its block size, so that one reader takes both.
+type recordLine struct {
+	Timestamp     float64  `json:"timestamp"` // ms since the recording began
+	InputLength   int      `json:"input_length"`
+	OutputLength  int      `json:"output_length"` // 0 where the worker reported none
+	HashIDs       []uint64 `json:"hash_ids"`
+	HashBlockSize int      `json:"hash_block_size"` // tokens that one of HashIDs stands for
+
+	Arrived         time.Time `json:"arrived"`
+	Route           string    `json:"route"`
+	Status          int       `json:"status"`
+	Policy          string    `json:"policy"`
+	Worker          string    `json:"worker"`
+	Rank            uint32    `json:"dp_rank"`
+	PredictedTokens int       `json:"predicted_cached_tokens"`
+	CachedTokens    *int      `json:"cached_tokens"`   // null: not reported
+	FirstTokenMS    *float64  `json:"first_token_ms"`  // from the arrival; null: not a stream
+	DurationMS      float64   `json:"duration_ms"`     // the same to the end of the answer
+	DecisionMS      float64   `json:"decision_ms"`     // hashing, look-up, choosing
+	TokensSource    string    `json:"tokens_source"`   // where the prompt's tokens came from
+	PromptMismatch  bool      `json:"prompt_mismatch"` // the worker counted other prompt tokens
+}
+
+// Recorder writes one line a finished request to a file, for simulate to replay.
+// A nil one records nothing. It is safe for concurrent use.
+type Recorder struct {
+	file      *os.File
+	policy    string
+	blockSize int
+	log       *slog.Logger
+	lost      atomic.Uint64 // lines that found the queue full, or the disk
+
+	mu     sync.RWMutex // guards closed, and that nothing is queued after it
+	closed bool
+	queue  chan recordLine
+	done   chan struct{} // closed when all is written
+	epoch  time.Time     // of the timestamps; constant
+}
+
+// NewRecorder opens file, which lines are appended to. Close must follow.
+func NewRecorder(file, policy string, blockSize int, log *slog.Logger) (*Recorder, error) {
+	f, err := os.OpenFile(file, os.O_RDWR|os.O_CREATE|os.O_APPEND, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("--record: %w", err)
+	}
+	r := &Recorder{file: f, policy: policy, blockSize: blockSize, log: log, epoch: time.Now(), queue: make(chan recordLine, recordQueue), done: make(chan struct{})}
+	var first recordLine
+	switch err := json.NewDecoder(bufio.NewReader(f)).Decode(&first); {
+	case err == nil && !first.Arrived.IsZero():
+		r.epoch = first.Arrived.Add(-time.Duration(first.Timestamp * float64(time.Millisecond)))
+	case !errors.Is(err, io.EOF):
+		_ = f.Close()
+		return nil, fmt.Errorf("--record %s: the file holds something else than records; give another name", file)
+	}
+	go r.write() // until Close
+	return r, nil
+}
+
+// Prompt returns what a record will tell of a request's prompt, nil for one
+// that is not known. It does not keep the request's slices.
+func (r *Recorder) Prompt(request Request) *RecordedPrompt {
+	if r == nil || len(request.Tokens) == 0 && len(request.Local) == 0 {
+		return nil
+	}
+	local := request.Local
+	if len(request.Tokens) > 0 {
+		local = HashBlocks(nil, request.Tokens, r.blockSize, request.LoRA, request.Salt)
+	}
+	ids := SequenceHashes(make([]uint64, 0, len(local)), local)
+	for i := range ids {
+		ids[i] >>= 64 - recordHashBits
+	}
+	return &RecordedPrompt{Tokens: max(request.NumTokens, len(request.Tokens)), HashIDs: ids}
+}
+
+// Finished records a request that has ended, if its prompt was known. It never
+// waits.
+func (r *Recorder) Finished(x Exchange, now time.Time) {
+	if r == nil || x.Prompt == nil {
+		return
+	}
+	line := recordLine{
+		InputLength: x.Prompt.Tokens, OutputLength: x.Usage.OutputTokens, HashIDs: x.Prompt.HashIDs, HashBlockSize: r.blockSize,
+		Arrived: x.Arrived, Route: x.Route, Status: x.Status, Policy: r.policy, Worker: x.Worker, Rank: x.Decision.Target.Key.Rank,
+		PredictedTokens: x.Decision.OverlapTokens, DurationMS: milliseconds(now.Sub(x.Arrived)),
+		DecisionMS:   milliseconds(x.Decision.HashTime + x.Decision.LookupTime + x.Decision.ScheduleTime),
+		TokensSource: x.Source, PromptMismatch: x.Usage.Known && x.Usage.PromptTokens != x.Prompt.Tokens,
+	}
+	if x.Usage.CachedKnown {
+		line.CachedTokens = &x.Usage.CachedTokens
+	}
+	if !x.FirstChunk.IsZero() {
+		first := milliseconds(x.FirstChunk.Sub(x.Arrived))
+		line.FirstTokenMS = &first
+	}
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	if r.closed {
+		return
+	}
+	select {
+	case r.queue <- line:
+	default:
+		r.lost.Add(1)
+	}
+}
+
+// Close writes what is left and closes the file.
+func (r *Recorder) Close() {
+	if r == nil {
+		return
+	}
+	r.mu.Lock()
+	if !r.closed {
+		r.closed = true
+		close(r.queue)
+	}
+	r.mu.Unlock()
+	<-r.done
+}
+
+// write writes the queue to the file until it is closed.
+func (r *Recorder) write() {
+	defer close(r.done)
+	out := bufio.NewWriterSize(r.file, 1<<20)
+	encoder := json.NewEncoder(out)
+	ticker := time.NewTicker(recordFlush)
+	defer ticker.Stop()
+	var failure error
+	fail := func(err error) {
+		if err != nil && failure == nil {
+			failure = err
+			r.log.Error("cannot record requests any more", "error", err)
+		}
+	}
+	for open := true; open; {
+		select {
+		case line, more := <-r.queue:
+			if open = more; !more {
+				break
+			}
+			if failure != nil {
+				r.lost.Add(1)
+				break
+			}
+			line.Timestamp = max(0, milliseconds(line.Arrived.Sub(r.epoch)))
+			fail(encoder.Encode(line))
+		case <-ticker.C:
+			fail(out.Flush())
+		}
+	}
+	fail(out.Flush())
+	fail(r.file.Close())
+	if n := r.lost.Load(); n > 0 {
+		r.log.Warn("requests are missing in the record", "lost", n)
+	}
+}
+
+func milliseconds(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }
