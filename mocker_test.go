@@ -159,8 +159,12 @@ func (s *mockSite) workerURL(i int) string {
 }
 
 func TestMockPredictionsAreExactOneByOne(t *testing.T) {
-	for _, args := range [][]string{nil, {"--mock-array-events"}, {"--mock-num-gpu-blocks=60", "--mock-duplicate-events=0.3", "--mock-delay-events=3ms"}} {
-		t.Run(strings.Join(args, " "), func(t *testing.T) {
+	variants := [][]string{nil, {"--mock-array-events"}}
+	if dir := filepath.Join(CacheDir(os.Getenv), "smollm2-135m-instruct"); fileExists(dir, "tokenizer.json") {
+		variants = append(variants, []string{"--model=" + dir})
+	}
+	for _, args := range append(variants, []string{"--mock-num-gpu-blocks=60", "--mock-duplicate-events=0.3", "--mock-delay-events=3ms"}) {
+		t.Run(strings.ReplaceAll(strings.Join(args, " "), "/", "_"), func(t *testing.T) {
 			s := startMockSite(t, 3, args...)
 			reused, fromAnswers := 0, 0
 			for i := range 12 {
