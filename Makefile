@@ -7,9 +7,10 @@ PYTHON ?= python3
 ARGS ?=
 BENCH ?= .
 TEST_TIMEOUT ?= 25m
+SOAK ?= 60s
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint bench bench-real wire-speed clean
+.PHONY: help setup run test lint bench bench-real wire-speed soak clean
 
 help: ## Show these targets
 	@printf 'kvrouter: KV-cache-aware routing over vLLM workers\n\n'
@@ -43,6 +44,10 @@ bench-real: setup ## KV-aware routing against round robin on two real vLLM CPU w
 
 wire-speed: setup ## CPU per indexed KV event, against dynamo.indexer
 	scripts/wire_speed.sh
+
+soak: ## A minute of 200 requests in flight on simulated workers, then one with faults (SOAK=60s)
+	@scripts/build-native.sh
+	KVROUTER_SOAK=$(SOAK) go test -run '^TestSoak' -v -count 1 -timeout 60m .
 
 clean: ## Remove what was built here (the cache of vLLM and models stays)
 	rm -rf out native/lib native/target kvrouter *.test *.prof

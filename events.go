@@ -135,6 +135,7 @@ type EventStream struct {
 	// live is the highest sequence number + 1 that this connection has
 	// delivered; owed is what it should have delivered by the next check.
 	live, owed uint64
+	liveSum    uint64 // hash of batch live-1; valid if live > 0
 
 	group      int // KV-cache group whose events count; valid if groupKnown
 	groupKnown bool
@@ -271,9 +272,14 @@ func (s *EventStream) follow(ctx context.Context, conn *ZMQConn) error {
 
 // receive deals with one live batch. It fails only when ctx has ended.
 func (s *EventStream) receive(ctx context.Context, seq uint64, payload []byte) error {
+	sum := xxh3.Hash(payload)
+	if seq+1 == s.live && sum == s.liveSum { // sent twice
+		s.stats.Duplicates.Add(1)
+		return nil
+	}
 	behind := seq < s.live
-	s.live = seq + 1
-	if s.sure && (behind || seq+1 == s.next && xxh3.Hash(payload) != s.sum) {
+	s.live, s.liveSum = seq+1, sum
+	if s.sure && (behind || seq+1 == s.next && sum != s.sum) {
 		// A proxy keeps connections while the engine behind it restarts.
 		s.restarted()
 	}

@@ -134,7 +134,7 @@ func fakeConfig(t *testing.T, n int) Config {
 // freePorts returns the first of n ports in a row that nothing listens on. They
 // lie below the range that outgoing connections take theirs from, so that they
 // stay free until the test listens there.
-func freePorts(t *testing.T, n int) int {
+func freePorts(t testing.TB, n int) int {
 	t.Helper()
 	for range 100 {
 		base := 20000 + rand.IntN(12000)

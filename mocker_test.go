@@ -1,0 +1,674 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/tidwall/gjson"
+	"go.uber.org/goleak"
+)
+
+// mockSite is a router over simulated workers, all in this process.
+type mockSite struct {
+	*site
+	rooms *rooms
+	t     testing.TB
+	end   func() error
+}
+
+// startMockSite starts a router over so many mock workers and waits until it
+// follows all of them. It ends with the test.
+func startMockSite(t testing.TB, workers int, args ...string) *mockSite {
+	t.Helper()
+	before := goleak.IgnoreCurrent()
+	ports := freePorts(t, 2+4*workers)
+	port := func(flag string, at int) string { return fmt.Sprintf("--%s=%d", flag, ports+at) }
+	all := []string{
+		"--engine=mocker", fmt.Sprintf("--num-workers=%d", workers), "--seed=1", "--speedup-ratio=20", "--drain-timeout=5s",
+		port("http-port", 0), port("router-port", 1), port("base-worker-port", 2), port("base-kv-events-port", 2+workers),
+		port("base-kv-replay-port", 2+2*workers), port("base-metrics-port", 2+3*workers),
+	}
+	config, _, err := ParseConfig(append(all, args...))
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &mockSite{t: t, site: &site{
+		openAI: fmt.Sprintf("http://127.0.0.1:%d", ports), selection: fmt.Sprintf("http://127.0.0.1:%d", ports+1), log: &logBuffer{},
+	}}
+	s.rooms, err = build(t.Context(), config, slog.New(slog.NewTextHandler(s.log, nil)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- s.rooms.run(ctx) }()
+	ended := false
+	s.end = func() error {
+		if ended {
+			return nil
+		}
+		ended = true
+		cancel()
+		select {
+		case err := <-done:
+			return err
+		case <-time.After(30 * time.Second):
+			return errors.New("the router did not end")
+		}
+	}
+	t.Cleanup(func() {
+		if err := s.end(); err != nil {
+			t.Error(err)
+		}
+		http.DefaultClient.CloseIdleConnections()
+		s.rooms.proxy.client.CloseIdleConnections()
+		if err := goleak.Find(before); err != nil {
+			t.Error(err)
+		}
+		if t.Failed() {
+			log := s.log.String()
+			t.Logf("end of the log:\n%s", log[max(0, len(log)-4000):])
+		}
+	})
+	eventually(t, 20*time.Second, "all workers followed", func() bool { return s.followed() == workers })
+	return s
+}
+
+// followed counts the workers that are up and whose events are followed.
+func (s *mockSite) followed() int {
+	n := 0
+	streams := s.rooms.fleet.Streams()
+	for _, target := range s.rooms.router.Targets() {
+		stats := streams[target.Key]
+		if w := s.rooms.fleet.mocker.Worker(int(target.Key.Worker)); stats != nil && stats.Connected.Load() && w.events.pub.Subscribers() > 0 && !stats.Cold.Load() {
+			n++
+		}
+	}
+	return n
+}
+
+// settle waits until the index has seen all that the workers have published.
+func (s *mockSite) settle() {
+	s.t.Helper()
+	eventually(s.t, 20*time.Second, "all events applied", func() bool {
+		for key, stats := range s.rooms.fleet.Streams() {
+			e := s.rooms.fleet.mocker.Worker(int(key.Worker)).events
+			e.mu.Lock()
+			published := e.seq
+			e.mu.Unlock()
+			if len(e.batches) > 0 || published > 0 && (stats.LastSeq.Load() != published-1 || stats.Batches.Load() == 0) {
+				return false
+			}
+		}
+		return true
+	})
+}
+
+// inFlight is how many requests the router has booked.
+func (s *mockSite) inFlight() int {
+	n := 0
+	for _, target := range s.rooms.router.Targets() {
+		n += s.rooms.router.Load(target.Key).InFlight
+	}
+	return n
+}
+
+// say is a chat with one user message.
+func say(parts ...string) []map[string]string {
+	messages := []map[string]string{}
+	for i, text := range parts {
+		role := "user"
+		if i%2 == 1 {
+			role = "assistant"
+		}
+		messages = append(messages, map[string]string{"role": role, "content": text})
+	}
+	return messages
+}
+
+// post sends a body to a URL and returns status and answer.
+func post(t testing.TB, url, body string) (status int, answer []byte) {
+	t.Helper()
+	response, err := http.Post(url, "application/json", strings.NewReader(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer response.Body.Close()
+	answer, err = io.ReadAll(response.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return response.StatusCode, answer
+}
+
+func (s *mockSite) workerURL(i int) string {
+	return fmt.Sprintf("http://127.0.0.1:%d", s.rooms.config.BaseWorkerPort+i)
+}
+
+func TestMockPredictionsAreExactOneByOne(t *testing.T) {
+	variants := [][]string{nil, {"--mock-array-events"}}
+	if dir := filepath.Join(CacheDir(os.Getenv), "smollm2-135m-instruct"); fileExists(dir, "tokenizer.json") {
+		variants = append(variants, []string{"--model=" + dir})
+	}
+	for _, args := range append(variants, []string{"--mock-num-gpu-blocks=60", "--mock-duplicate-events=0.3", "--mock-delay-events=3ms"}) {
+		t.Run(strings.ReplaceAll(strings.Join(args, " "), "/", "_"), func(t *testing.T) {
+			s := startMockSite(t, 3, args...)
+			reused, fromAnswers := 0, 0
+			for i := range 12 {
+				chat := say(fmt.Sprint("topic ", i%4, " ", strings.Repeat("lorem ipsum ", 20+5*(i%4))))
+				before := 0
+				for turn := range 3 {
+					a, err := s.chat(t.Context(), chat, turn%2 == 0, 100)
+					if err != nil || !a.finished {
+						t.Fatal(err, a)
+					}
+					if a.predicted != a.cached {
+						t.Errorf("chat %d turn %d: predicted %d, the worker had %d of %d", i, turn, a.predicted, a.cached, a.prompt)
+					}
+					reused += a.cached
+					if before > 0 && a.cached > before {
+						fromAnswers++
+					}
+					before = a.prompt
+					chat = append(chat, say("", a.text, "go on")[1:]...)
+					s.settle()
+				}
+			}
+			if reused == 0 || fromAnswers == 0 {
+				t.Errorf("%d tokens reused, %d times some of an answer", reused, fromAnswers)
+			}
+			eventually(t, 5*time.Second, "all bookings freed", func() bool { return s.inFlight() == 0 })
+			if disabled := s.rooms.tokens.Stats().Disabled; len(disabled) > 0 {
+				t.Errorf("parity with the mocker fails for %v", disabled)
+			}
+		})
+	}
+}
+
+func TestMockChunksHaveVLLMsShape(t *testing.T) {
+	s := startMockSite(t, 1)
+	for _, c := range []struct{ path, body, first, last string }{
+		{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":3,"stream":true,"stream_options":{"include_usage":true}}`,
+			`{"id":"?","object":"chat.completion.chunk","created":0,"model":"mock","choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"prompt_token_ids":null,"prompt_text":null}`,
+			`{"id":"?","object":"chat.completion.chunk","created":0,"model":"mock","choices":[],"usage":{"prompt_tokens":21,"total_tokens":24,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":0}}}`},
+		{"/v1/completions", `{"prompt":"Hi","max_tokens":1,"stream":true,"return_token_ids":true}`,
+			`{"id":"?","object":"text_completion","created":0,"model":"mock","choices":[{"index":0,"text":"?","logprobs":null,"finish_reason":"length","stop_reason":null,"prompt_token_ids":[72,105],"token_ids":[0]}]}`, ""},
+	} {
+		status, answer := post(t, s.workerURL(0)+c.path, c.body)
+		events := strings.Split(strings.TrimSpace(string(answer)), "\n\n")
+		if status != 200 || events[len(events)-1] != "data: [DONE]" {
+			t.Fatalf("%d %s", status, answer)
+		}
+		check := func(event, want string) {
+			t.Helper()
+			got := strings.TrimPrefix(event, "data: ")
+			for path, value := range map[string]string{"id": `"?"`, "created": "0", "choices.0.text": `"?"`, "choices.0.token_ids": "[0]"} {
+				if v := gjson.Get(got, path); v.Exists() && v.Type != gjson.Null {
+					got = got[:v.Index] + value + got[v.Index+len(v.Raw):]
+				}
+			}
+			if got != want {
+				t.Errorf("%s:\n%s\nwant\n%s", c.path, got, want)
+			}
+		}
+		check(events[0], c.first)
+		if c.last != "" {
+			check(events[len(events)-2], c.last)
+		}
+		finished := 0
+		for _, event := range events {
+			if strings.Contains(event, `"finish_reason":"length"`) {
+				finished++
+			}
+		}
+		if finished != 1 {
+			t.Errorf("%s: %d chunks end the answer", c.path, finished)
+		}
+	}
+	_, whole := post(t, s.workerURL(0)+"/v1/chat/completions", `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":8,"return_token_ids":true}`)
+	_, again := post(t, s.workerURL(0)+"/v1/chat/completions", `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":8}`)
+	text := gjson.GetBytes(whole, "choices.0.message.content").Str
+	if !gjson.ValidBytes(whole) || len(text) != 8 || text != gjson.GetBytes(again, "choices.0.message.content").Str {
+		t.Errorf("%s\n%s", whole, again)
+	}
+	ids := gjson.GetBytes(whole, "choices.0.token_ids").Raw
+	if _, back := post(t, s.workerURL(0)+"/detokenize", `{"tokens":`+ids+`}`); gjson.GetBytes(back, "prompt").Str != text {
+		t.Errorf("token ids %s are %s, the text is %q", ids, back, text)
+	}
+	if _, rendered := post(t, s.workerURL(0)+"/v1/chat/completions/render", `{"messages":[{"role":"user","content":"Hi"}]}`); gjson.GetBytes(rendered, "token_ids").Raw != gjson.GetBytes(whole, "prompt_token_ids").Raw {
+		t.Errorf("rendered %s", rendered)
+	}
+}
+
+func TestMockAnswerLengths(t *testing.T) {
+	s := startMockSite(t, 1, "--mock-output-tokens=20")
+	for _, c := range []struct {
+		path, options string
+		tokens        int64
+		finish        string
+	}{
+		{"/v1/chat/completions", `"max_tokens":5`, 5, "length"},
+		{"/v1/chat/completions", `"max_tokens":9,"max_completion_tokens":7`, 7, "length"},
+		{"/v1/chat/completions", `"max_tokens":30`, 20, "stop"},
+		{"/v1/chat/completions", `"max_tokens":30,"ignore_eos":true`, 30, "length"},
+		{"/v1/chat/completions", `"max_tokens":30,"min_tokens":25`, 25, "stop"},
+		{"/v1/chat/completions", `"top_p":1`, 20, "stop"},
+		{"/v1/completions", `"top_p":1`, 16, "length"},
+	} {
+		_, answer := post(t, s.workerURL(0)+c.path, `{"messages":[{"role":"user","content":"Hi"}],"prompt":"Hi",`+c.options+`}`)
+		if got := gjson.GetBytes(answer, "usage.completion_tokens").Int(); got != c.tokens || gjson.GetBytes(answer, "choices.0.finish_reason").Str != c.finish {
+			t.Errorf("%s %s: %s", c.path, c.options, answer)
+		}
+	}
+}
+
+func TestMockRefusesWhatVLLMRefuses(t *testing.T) {
+	s := startMockSite(t, 1, "--mock-num-gpu-blocks=4")
+	for _, c := range []struct {
+		path, body string
+		status     int
+	}{
+		{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Hi"}],"n":2}`, 400},
+		{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":0}`, 400},
+		{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":500}`, 400},
+		{"/v1/chat/completions", `{"messages":[{"role":"user","content":"` + strings.Repeat("long ", 100) + `"}]}`, 400},
+		{"/v1/chat/completions", `{"model":"other","messages":[{"role":"user","content":"Hi"}]}`, 404},
+		{"/v1/chat/completions", `{"messages":`, 400},
+		{"/v1/completions", `{"prompt":""}`, 400},
+		{"/v1/completions", `{"prompt":["a","b"]}`, 400},
+		{"/tokenize", `{}`, 400},
+		{"/v1/embeddings", `{"input":"x"}`, 404},
+	} {
+		if status, answer := post(t, s.workerURL(0)+c.path, c.body); status != c.status || status == 400 && !gjson.GetBytes(answer, "error.message").Exists() {
+			t.Errorf("%s %s: %d %s", c.path, c.body, status, answer)
+		}
+	}
+}
+
+func TestMockStopsWhenTheClientGoesAway(t *testing.T) {
+	s := startMockSite(t, 1, "--speedup-ratio=1")
+	ctx, cancel := context.WithCancel(t.Context())
+	request, _ := http.NewRequestWithContext(ctx, http.MethodPost, s.openAI+"/v1/chat/completions", strings.NewReader(`{"messages":[{"role":"user","content":"Hi"}],"max_tokens":5000,"ignore_eos":true,"stream":true}`))
+	response, err := http.DefaultClient.Do(request)
+	if err != nil {
+		t.Fatal(err)
+	}
+	io.ReadFull(response.Body, make([]byte, 100))
+	w := s.rooms.fleet.mocker.Worker(0)
+	if w.currentLoad().Running != 1 {
+		t.Errorf("load %+v", w.currentLoad())
+	}
+	cancel()
+	response.Body.Close()
+	eventually(t, 10*time.Second, "aborted and freed", func() bool {
+		return w.currentLoad() == mockLoad{} && w.counts.aborted.Load() == 1 && s.inFlight() == 0
+	})
+}
+
+func TestMockKeepsSaltsApart(t *testing.T) {
+	s := startMockSite(t, 1)
+	text := strings.Repeat("the same words ", 20)
+	for _, c := range []struct {
+		salt string
+		want int64
+	}{{"", 0}, {"a", 0}, {"b", 0}, {"a", 256}, {"", 256}} {
+		body := map[string]any{"messages": say(text), "max_tokens": 1}
+		if c.salt != "" {
+			body["cache_salt"] = c.salt
+		}
+		response, err := http.Post(s.openAI+"/v1/chat/completions", "application/json", bytes.NewReader(mustJSON(body)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		answer, _ := io.ReadAll(response.Body)
+		response.Body.Close()
+		predicted, _ := strconv.Atoi(response.Header.Get(headerOverlap))
+		if cached := gjson.GetBytes(answer, "usage.prompt_tokens_details.cached_tokens").Int(); cached != c.want || int64(predicted) != cached {
+			t.Errorf("salt %q: %d cached, %d predicted, want %d", c.salt, cached, predicted, c.want)
+		}
+		s.settle()
+	}
+}
+
+func TestMockResetEmptiesTheCache(t *testing.T) {
+	s := startMockSite(t, 1)
+	chat := say(strings.Repeat("remember this ", 30))
+	for range 2 {
+		if _, err := s.chat(t.Context(), chat, false, 1); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s.settle()
+	if _, answer := post(t, s.workerURL(0)+"/reset_prefix_cache", ""); string(answer) != `{"success":true}` {
+		t.Fatalf("%s", answer)
+	}
+	// As in vLLM the next step tells it: this one the router cannot know yet.
+	a, err := s.chat(t.Context(), say("something else"), false, 1)
+	if err != nil || a.cached != 0 {
+		t.Error(a, err)
+	}
+	s.settle()
+	if a, err := s.chat(t.Context(), chat, false, 1); err != nil || a.cached != 0 || a.predicted != 0 {
+		t.Error(a, err)
+	}
+
+	// While requests hold blocks it is refused.
+	w := s.rooms.fleet.mocker.Worker(0)
+	w.ask(t.Context(), func(e *SimEngine) {
+		held := &SimRequest{Prompt: 200, Output: 2, Tag: &mockAnswer{more: make(chan struct{}, 1)}}
+		if err := e.Submit(held); err != nil {
+			t.Error(err)
+		}
+		e.Begin()
+		if w.resetPrefixCache(e) {
+			t.Error("reset while a request holds blocks")
+		}
+		e.End()
+	})
+}
+
+func TestMockCrashIsARestart(t *testing.T) {
+	s := startMockSite(t, 2, "--speedup-ratio=1")
+	chat := say(strings.Repeat("to be forgotten ", 30))
+	first, err := s.chat(t.Context(), chat, false, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.settle()
+	broken := make(chan answer, 1)
+	go func() {
+		a, _ := s.chat(context.Background(), chat, true, 2000)
+		broken <- a
+	}()
+	w := s.rooms.fleet.mocker.Worker(int(first.worker))
+	eventually(t, 10*time.Second, "a request runs", func() bool { return w.counts.generationTokens.Load() > 3 })
+	w.End(errMockCrash)
+	if a := <-broken; !a.broken || a.finished {
+		t.Errorf("the stream of a crashed worker: %+v", a)
+	}
+	eventually(t, 20*time.Second, "started again", func() bool {
+		return s.rooms.fleet.mocker.Worker(int(first.worker)) != w && s.followed() == 2
+	})
+	status := s.rooms.fleet.Workers()[first.worker]
+	if status.Generation != 2 || status.Restarts != 1 {
+		t.Errorf("%+v", status)
+	}
+	if blocks := s.rooms.index.Blocks(WorkerKey{Worker: first.worker}); blocks != 0 {
+		t.Errorf("the index has %d blocks of the dead", blocks)
+	}
+	for range 3 {
+		if a, err := s.chat(t.Context(), chat, false, 1); err != nil || a.predicted != a.cached {
+			t.Error(a, err)
+		}
+		s.settle()
+	}
+}
+
+func TestMockErrorsAreAnswers(t *testing.T) {
+	s := startMockSite(t, 2, "--mock-error-rate=1")
+	status, answer := post(t, s.openAI+"/v1/chat/completions", `{"messages":[{"role":"user","content":"Hi"}]}`)
+	if status != 500 || !gjson.GetBytes(answer, "error.message").Exists() {
+		t.Errorf("%d %s", status, answer)
+	}
+	if s.inFlight() != 0 {
+		t.Error("still booked")
+	}
+}
+
+func TestMockFaultsHitTheNamedWorker(t *testing.T) {
+	s := startMockSite(t, 2, "--mock-slow-worker=1=3", "--mock-hang-worker=1=30ms", "--request-timeout=300ms", "--policy=round-robin")
+	if got := s.rooms.fleet.mocker.Worker(1).engine.cfg.Timing.Speedup; got != 20.0/3 {
+		t.Errorf("speed of the slow worker %v", got)
+	}
+	eventually(t, 5*time.Second, "worker 1 hangs", s.rooms.fleet.mocker.Worker(1).hung.Load)
+	seen := map[int]int{}
+	for range 4 {
+		status, _ := post(t, s.openAI+"/v1/chat/completions", `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":1}`)
+		seen[status]++
+	}
+	if seen[200] == 0 || seen[504] == 0 || len(seen) != 2 {
+		t.Errorf("statuses %v, want answers and time-outs", seen)
+	}
+}
+
+func TestMockMetricsAreReadAsVLLMs(t *testing.T) {
+	s := startMockSite(t, 1)
+	chat := say(strings.Repeat("count me ", 30))
+	for range 2 {
+		if _, err := s.chat(t.Context(), chat, false, 5); err != nil {
+			t.Fatal(err)
+		}
+	}
+	load, err := getMetrics(t.Context(), s.workerURL(0)+"/metrics")
+	if err != nil || load.Running != 0 || load.Waiting != 0 {
+		t.Error(load, err)
+	}
+	response, err := http.Get(s.workerURL(0) + "/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	page, _ := io.ReadAll(response.Body)
+	response.Body.Close()
+	for _, want := range []string{`vllm:generation_tokens_total{engine="0",model_name="mock"} 10`, `vllm:prefix_cache_hits_total{engine="0",model_name="mock"} 256`, `finished_reason="length"} 2`} {
+		if !strings.Contains(string(page), want) {
+			t.Errorf("no %s in\n%s", want, page)
+		}
+	}
+	for path, want := range map[string]string{"/load": `{"server_load":0}`, "/version": `{"version":"` + mockVersion + `"}`, "/health": ""} {
+		response, err := http.Get(s.workerURL(0) + path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if answer, _ := io.ReadAll(response.Body); string(answer) != want {
+			t.Errorf("%s: %s", path, answer)
+		}
+		response.Body.Close()
+	}
+}
+
+// TestMockWorkerCanBeAttached routes to one mock worker from a second router,
+// which learns its event endpoints from the worker itself.
+func TestMockWorkerCanBeAttached(t *testing.T) {
+	s := startMockSite(t, 1)
+	ports := freePorts(t, 2)
+	config, _, err := ParseConfig([]string{"--engine=none", "--worker", "url=" + s.workerURL(0), fmt.Sprintf("--http-port=%d", ports), fmt.Sprintf("--router-port=%d", ports+1)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	second, err := build(t.Context(), config, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- second.run(ctx) }()
+	defer func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+		second.proxy.client.CloseIdleConnections()
+	}()
+	eventually(t, 10*time.Second, "events followed", func() bool {
+		for _, stats := range second.fleet.Streams() {
+			return stats.Connected.Load() && s.rooms.fleet.mocker.Worker(0).events.pub.Subscribers() == 2
+		}
+		return false
+	})
+	attached := &site{openAI: fmt.Sprintf("http://127.0.0.1:%d", ports)}
+	chat := say(strings.Repeat("seen by both ", 30))
+	if _, err := s.chat(t.Context(), chat, false, 1); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, 10*time.Second, "the second router knows the blocks", func() bool { return second.index.Blocks(WorkerKey{}) > 0 })
+	if a, err := attached.chat(t.Context(), chat, false, 1); err != nil || a.predicted != a.cached || a.cached == 0 {
+		t.Error(a, err)
+	}
+}
+
+func TestMockWordsSurviveTheTokenizer(t *testing.T) {
+	models := map[string]*Model{}
+	builtin, err := OpenBuiltinModel()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer builtin.Close()
+	models["built-in"] = builtin
+	dir := filepath.Join(CacheDir(os.Getenv), "smollm2-135m-instruct")
+	if real, err := OpenModel(dir); err == nil {
+		defer real.Close()
+		models["SmolLM2"] = real
+	}
+	for name, model := range models {
+		words, err := newMockWords(model)
+		if err != nil {
+			t.Fatal(name, err)
+		}
+		tokens, texts := words.answer(7, 300)
+		text := strings.Join(texts, "")
+		if len(tokens) != 300 || model.Decode(tokens) != text {
+			t.Errorf("%s: %d tokens are %q, the text is %q", name, len(tokens), model.Decode(tokens), text)
+		}
+		if again := model.Encode(text, false); !slices.Equal(again[:290], tokens[:290]) {
+			t.Errorf("%s: the text has other tokens", name)
+		}
+	}
+}
+
+func TestBuiltinModelTakesAnyText(t *testing.T) {
+	model, err := OpenBuiltinModel()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer model.Close()
+	for _, text := range []string{"", "plain", "  two  spaces \t\n", "naïve 日本語 🙂", "<|im_start|>"} {
+		tokens := model.Encode(text, true)
+		if text != "<|im_start|>" && len(tokens) != len(text) {
+			t.Errorf("%q has %d tokens, it has %d bytes", text, len(tokens), len(text))
+		}
+		if back := model.Decode(tokens); back != text {
+			t.Errorf("%q came back as %q", text, back)
+		}
+	}
+	tokens, err := model.ChatTokens([]byte(`{"messages":[{"role":"user","content":"Hi"}]}`))
+	if want := "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"; err != nil || model.Decode(tokens) != want {
+		t.Errorf("%q, %v", model.Decode(tokens), err)
+	}
+}
+
+func TestSimEngineStoresOutputBlocksWhenTheyAreFull(t *testing.T) {
+	config := DefaultSimConfig()
+	config.Blocks, config.BlockSize = 20, 4
+	var stored []int
+	e := NewSimEngine(config, func(event SimEvent) {
+		if event.Stored {
+			for i := range event.Blocks {
+				stored = append(stored, event.First+i)
+			}
+			if event.HasParent != (event.First > 0) || event.HasParent && event.Parent != event.Request.Blocks[event.First-1].Engine {
+				t.Errorf("parent of %+v", event)
+			}
+		}
+	})
+	blocks := []StoredBlock{{1, 1}, {2, 2}, {3, 3}, {4, 4}}
+	r := &SimRequest{Blocks: blocks, Prompt: 6, Output: 10}
+	if err := e.Submit(r); err != nil {
+		t.Fatal(err)
+	}
+	var seen [][]int
+	for {
+		_, busy := e.Begin()
+		if !busy {
+			break
+		}
+		seen = append(seen, slices.Clone(stored))
+		e.End()
+	}
+	// 6 prompt tokens fill one block; the pass that computes the 8th token fills
+	// the second, that of the 12th the third; the 16th is never computed.
+	want := [][]int{{0}, {0}, {0, 1}, {0, 1}, {0, 1}, {0, 1}, {0, 1, 2}, {0, 1, 2}, {0, 1, 2}, {0, 1, 2}}
+	if fmt.Sprint(seen) != fmt.Sprint(want) {
+		t.Errorf("stored by pass: %v, want %v", seen, want)
+	}
+	next := &SimRequest{Blocks: blocks, Prompt: 15, Output: 1}
+	_ = e.Submit(next)
+	e.Begin()
+	if e.End(); next.Cached != 12 {
+		t.Errorf("the next turn found %d tokens", next.Cached)
+	}
+}
+
+func TestMockSettingsAreChecked(t *testing.T) {
+	machine := testMachine(t)
+	for _, args := range [][]string{
+		{"--mock-error-rate=2"}, {"--mock-drop-events=-1"}, {"--mock-hang-worker=2=1s"}, {"--mock-slow-worker=0=0"},
+		{"--mock-prefill-ms=1,2"}, {"--mock-num-gpu-blocks=0"}, {"--speedup-ratio=-1"}, {"--mock-crash-every=-1s"},
+	} {
+		if _, _, err := parseConfig(append([]string{"--engine=mocker"}, args...), machine); err == nil {
+			t.Errorf("%v was taken", args)
+		}
+	}
+	config := mustParse(t, machine, "--engine=mocker", "--mock-slow-worker=0=2,1=3.5", "--mock-hang-worker=1=10s", "--block-size=16")
+	if config.MockSlowWorker[1] != 3.5 || config.MockHangWorker[1] != 10*time.Second || config.ServedModelName != "mock" || config.Model != "" {
+		t.Errorf("%+v", config)
+	}
+}
+
+func TestMockedRequestsAreRecorded(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "requests.jsonl")
+	s := startMockSite(t, 2, "--record="+file)
+	chat := say(strings.Repeat("on the record ", 30))
+	for range 2 {
+		if _, err := s.chat(t.Context(), chat, true, 7); err != nil {
+			t.Fatal(err)
+		}
+		s.settle()
+	}
+	if err := s.end(); err != nil {
+		t.Fatal(err)
+	}
+	lines := readRecord(t, file)
+	if len(lines) != 2 {
+		t.Fatalf("%d lines", len(lines))
+	}
+	a, b := lines[0], lines[1]
+	if a.InputLength != 439 || a.OutputLength != 7 || len(a.HashIDs) != 6 || a.HashBlockSize != 64 || a.Route != "/v1/chat/completions" || a.Status != 200 || a.PromptMismatch {
+		t.Errorf("%+v", a)
+	}
+	if !slices.Equal(a.HashIDs, b.HashIDs) || b.PredictedTokens != 384 || b.CachedTokens == nil || *b.CachedTokens != 384 || b.FirstTokenMS == nil || b.Timestamp <= a.Timestamp {
+		t.Errorf("%+v", b)
+	}
+	if text, _ := os.ReadFile(file); strings.Contains(string(text), "on the record") {
+		t.Error("the record has text of a prompt")
+	}
+}
+
+// readRecord reads a file of records.
+func readRecord(t *testing.T, file string) (lines []recordLine) {
+	t.Helper()
+	text, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for line := range bytes.Lines(text) {
+		var r recordLine
+		if err := json.Unmarshal(line, &r); err != nil {
+			t.Fatal(err)
+		}
+		lines = append(lines, r)
+	}
+	return lines
+}

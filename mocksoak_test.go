@@ -1,0 +1,360 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net/http"
+	"os"
+	"runtime"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/tidwall/gjson"
+)
+
+// The soak tests keep simulated workers busy through real sockets. They run for
+// KVROUTER_SOAK (such as 60s; `make soak` sets it) and not at all without it.
+
+// soakRequests is how many requests are in flight.
+const soakRequests = 200
+
+// soak is a run of many clients, each of which has one chat after the other:
+// one of a few system prompts and several turns that carry the answers before.
+type soak struct {
+	site   *mockSite
+	client *http.Client
+	system []string
+	limit  time.Duration // no answer may take longer
+
+	mu       sync.Mutex // guards what follows
+	exact    int        // predicted as many cached tokens as the worker reported
+	over     int        // predicted more
+	under    int        // predicted fewer
+	refused  map[int]int
+	broken   int // streams that ended with an error event
+	hung     int
+	odd      []string // neither an answer nor one clear error
+	prompts  [][]uint64
+	cached   int
+	prompted int
+}
+
+func soakTime(t *testing.T) time.Duration {
+	t.Helper()
+	d, err := time.ParseDuration(os.Getenv("KVROUTER_SOAK"))
+	if err != nil {
+		t.Skip("set KVROUTER_SOAK=60s, or run `make soak`")
+	}
+	return d
+}
+
+func newSoak(site *mockSite, limit time.Duration) *soak {
+	s := &soak{site: site, limit: limit, refused: map[int]int{}, client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: soakRequests}}}
+	random := rand.New(rand.NewPCG(1, 1))
+	for range 40 {
+		s.system = append(s.system, soakText(random, 1500))
+	}
+	return s
+}
+
+// soakText returns about n bytes of words.
+func soakText(random *rand.Rand, n int) string {
+	words := strings.Fields(mockVocabulary)
+	var text strings.Builder
+	for text.Len() < n {
+		text.WriteString(words[random.IntN(len(words))])
+		text.WriteByte(' ')
+	}
+	return text.String()
+}
+
+// run has the clients ask for d, and calls every from time to time.
+func (s *soak) run(d time.Duration, every func(elapsed time.Duration)) {
+	ctx, cancel := context.WithTimeout(context.Background(), d)
+	defer cancel()
+	var clients sync.WaitGroup
+	for i := range soakRequests {
+		clients.Go(func() {
+			random := rand.New(rand.NewPCG(uint64(i), 2))
+			for ctx.Err() == nil {
+				s.converse(ctx, random)
+			}
+		})
+	}
+	began := time.Now()
+	ticker := time.NewTicker(max(time.Second, d/12))
+	for running := true; running; {
+		select {
+		case <-ctx.Done():
+			running = false
+		case <-ticker.C:
+			every(time.Since(began))
+		}
+	}
+	ticker.Stop()
+	clients.Wait()
+	s.client.CloseIdleConnections()
+}
+
+// converse has one chat of some turns.
+func (s *soak) converse(ctx context.Context, random *rand.Rand) {
+	messages := []map[string]string{{"role": "system", "content": s.system[random.IntN(len(s.system))]}}
+	for range 4 {
+		if ctx.Err() != nil {
+			return
+		}
+		messages = append(messages, map[string]string{"role": "user", "content": soakText(random, 100+random.IntN(500))})
+		text, ok := s.ask(messages, random.IntN(2) == 0, 30+random.IntN(70))
+		if !ok {
+			return
+		}
+		messages = append(messages, map[string]string{"role": "assistant", "content": text})
+	}
+}
+
+// ask sends one request to its end and counts how it ended; ok: an answer.
+func (s *soak) ask(messages []map[string]string, stream bool, tokens int) (text string, ok bool) {
+	ctx, cancel := context.WithTimeout(context.Background(), s.limit)
+	defer cancel()
+	body := mustJSON(map[string]any{"messages": messages, "max_tokens": tokens, "stream": stream, "stream_options": map[string]bool{"include_usage": true}})
+	request, _ := http.NewRequestWithContext(ctx, http.MethodPost, s.site.openAI+"/v1/chat/completions", bytes.NewReader(body))
+	response, err := s.client.Do(request)
+	if err != nil {
+		s.note(func() { s.failed(ctx, err.Error()) })
+		return "", false
+	}
+	defer response.Body.Close()
+	var u Usage
+	whole, broken := false, false
+	if !stream || response.StatusCode != http.StatusOK {
+		answer, err := io.ReadAll(response.Body)
+		if err != nil || !gjson.ValidBytes(answer) {
+			s.note(func() { s.failed(ctx, fmt.Sprintf("%d %.100s %v", response.StatusCode, answer, err)) })
+			return "", false
+		}
+		if response.StatusCode != http.StatusOK {
+			s.note(func() {
+				s.refused[response.StatusCode]++
+				if gjson.GetBytes(answer, "error.message").Str == "" {
+					s.odd = append(s.odd, string(answer))
+				}
+			})
+			return "", false
+		}
+		text, u, whole = gjson.GetBytes(answer, "choices.0.message.content").Str, readUsage(answer), true
+	} else {
+		lines := bufio.NewScanner(response.Body)
+		lines.Buffer(nil, 1<<20)
+		for lines.Scan() {
+			data, found := strings.CutPrefix(lines.Text(), "data: ")
+			switch {
+			case !found:
+			case data == "[DONE]":
+				whole = true
+			case strings.Contains(data, `"error"`):
+				broken = true
+			default:
+				text += gjson.Get(data, "choices.0.delta.content").Str
+				if got := readUsage([]byte(data)); got.Known {
+					u = got
+				}
+			}
+		}
+	}
+	predicted, _ := strconv.Atoi(response.Header.Get(headerOverlap))
+	s.note(func() {
+		switch {
+		case broken:
+			s.broken++
+		case !whole || !u.Known || len(text) != u.OutputTokens:
+			s.failed(ctx, fmt.Sprintf("answer %.100q ended early, usage %+v", text, u))
+		case predicted == u.CachedTokens:
+			s.exact++
+		case predicted > u.CachedTokens:
+			s.over++
+		default:
+			s.under++
+		}
+		s.cached += u.CachedTokens
+		s.prompted += u.PromptTokens
+		if len(s.prompts) < 20_000 {
+			if t, err := s.site.rooms.model.ChatTokens(body); err == nil {
+				s.prompts = append(s.prompts, HashBlocks(nil, t, s.site.rooms.config.BlockSize, "", ""))
+			}
+		}
+	})
+	return text, whole && !broken
+}
+
+func (s *soak) note(f func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	f()
+}
+
+func (s *soak) failed(ctx context.Context, what string) {
+	if ctx.Err() != nil {
+		s.hung++
+		return
+	}
+	s.odd = append(s.odd, what)
+}
+
+func (s *soak) String() string {
+	answers := s.exact + s.over + s.under
+	return fmt.Sprintf("%d answers, %.3f %% predicted exactly (%d too many, %d too few), %.1f %% of %d prompt tokens cached; %d broken streams, refused %v, %d hung, %d odd",
+		answers, 100*float64(s.exact)/float64(max(1, answers)), s.over, s.under, 100*float64(s.cached)/float64(max(1, s.prompted)), s.prompted, s.broken, s.refused, s.hung, len(s.odd))
+}
+
+// compare holds the index against what the workers' caches really have, for
+// every prompt seen: wrong counts matches that go further, missing those that
+// do not go as far.
+func (s *soak) compare(t *testing.T) (checked, wrong, missing int) {
+	t.Helper()
+	var matches []Match
+	for i := range s.site.rooms.config.NumWorkers {
+		w := s.site.rooms.fleet.mocker.Worker(i)
+		key := WorkerKey{Worker: uint64(i)}
+		if w.hung.Load() || s.site.rooms.fleet.Streams()[key] == nil {
+			continue
+		}
+		alive := w.ask(t.Context(), func(e *SimEngine) {
+			for _, local := range s.prompts {
+				held := 0
+				for _, h := range SequenceHashes(nil, local) {
+					if e.pool.find(h) == 0 {
+						break
+					}
+					held++
+				}
+				indexed := 0
+				matches = s.site.rooms.index.Match(local, matches[:0])
+				for _, m := range matches {
+					if m.Worker == key {
+						indexed = m.Blocks
+					}
+				}
+				checked++
+				if indexed > held {
+					wrong++
+				} else if indexed < held {
+					missing++
+				}
+			}
+		})
+		if !alive {
+			t.Errorf("worker %d is not there", i)
+		}
+	}
+	return checked, wrong, missing
+}
+
+// footprint is what the process uses, its garbage collected.
+type footprint struct {
+	goroutines int
+	heap       uint64 // bytes, without the mock workers' replay buffers
+	replay     uint64 // bytes of those
+}
+
+func (s *soak) footprint() footprint {
+	var f footprint
+	for i := range s.site.rooms.config.NumWorkers {
+		e := s.site.rooms.fleet.mocker.Worker(i).events
+		e.mu.Lock()
+		for _, payload := range e.kept {
+			f.replay += uint64(cap(payload))
+		}
+		e.mu.Unlock()
+	}
+	runtime.GC()
+	var stats runtime.MemStats
+	runtime.ReadMemStats(&stats)
+	f.goroutines, f.heap = runtime.NumGoroutine(), stats.HeapAlloc-min(f.replay, stats.HeapAlloc)
+	return f
+}
+
+func TestSoak(t *testing.T) {
+	d := soakTime(t)
+	site := startMockSite(t, 8, "--speedup-ratio=10", "--mock-num-gpu-blocks=4096")
+	s := newSoak(site, 2*time.Minute)
+	idle := s.footprint()
+	var seen []footprint
+	s.run(d, func(elapsed time.Duration) {
+		f := s.footprint()
+		seen = append(seen, f)
+		t.Logf("%3.0f s: %d goroutines, heap %d MB and replay buffers %d MB", elapsed.Seconds(), f.goroutines, f.heap>>20, f.replay>>20)
+	})
+	t.Log(s)
+	eventually(t, 10*time.Second, "all bookings freed", func() bool { return site.inFlight() == 0 })
+	for _, target := range site.rooms.router.Targets() {
+		if load := site.rooms.router.Load(target.Key); load.PrefillTokens != 0 {
+			t.Errorf("%v still has %d prompt tokens booked", target.Key, load.PrefillTokens)
+		}
+	}
+	site.settle()
+	checked, wrong, missing := s.compare(t)
+	t.Logf("index against caches, prompt by prompt: %d compared, %d wrong, %d incomplete", checked, wrong, missing)
+	if wrong > 0 || missing > 0 {
+		t.Error("the index is not what the workers hold")
+	}
+	if answers := s.exact + s.over + s.under; answers == 0 || float64(s.exact) < 0.99*float64(answers) {
+		t.Error("too few predictions are exact")
+	}
+	if s.hung > 0 || s.broken > 0 || len(s.refused) > 0 || len(s.odd) > 0 {
+		t.Errorf("not every request was answered: %q", s.odd[:min(5, len(s.odd))])
+	}
+	middle, last := seen[len(seen)/2], seen[len(seen)-1]
+	if last.goroutines > middle.goroutines+middle.goroutines/5 {
+		t.Errorf("goroutines grew from %d to %d", middle.goroutines, last.goroutines)
+	}
+	if last.heap > middle.heap+middle.heap/4 {
+		t.Errorf("the heap grew from %d to %d bytes", middle.heap, last.heap)
+	}
+	eventually(t, 15*time.Second, "goroutines gone", func() bool { return runtime.NumGoroutine() <= idle.goroutines+20 })
+	t.Logf("%d goroutines before, %d after", idle.goroutines, runtime.NumGoroutine())
+}
+
+func TestSoakWithFaults(t *testing.T) {
+	d := soakTime(t)
+	site := startMockSite(t, 8, "--speedup-ratio=10", "--mock-num-gpu-blocks=4096", "--request-timeout=5s",
+		"--mock-drop-events=0.01", "--mock-duplicate-events=0.01", "--mock-crash-every=10s", "--mock-hang-worker=7=15s")
+	s := newSoak(site, time.Minute)
+	s.run(d, func(time.Duration) {})
+	t.Log(s)
+	// A replay follows the quiet at the latest.
+	site.settle()
+	checked, wrong, missing := s.compare(t)
+	t.Logf("index against caches, prompt by prompt: %d compared, %d wrong, %d incomplete", checked, wrong, missing)
+	if wrong > 0 {
+		t.Error("wrong matches are left")
+	}
+	if s.hung > 0 || len(s.odd) > 0 {
+		t.Errorf("%d clients hung, odd answers %q", s.hung, s.odd[:min(5, len(s.odd))])
+	}
+	if s.exact == 0 {
+		t.Error("no answers")
+	}
+	eventually(t, 10*time.Second, "all bookings freed", func() bool {
+		for i := range 8 {
+			if site.rooms.router.Load(WorkerKey{Worker: uint64(i)}).InFlight != 0 {
+				return false
+			}
+		}
+		return true
+	})
+	restarts, gaps := 0, uint64(0)
+	for _, w := range site.rooms.fleet.Workers() {
+		restarts += w.Restarts
+	}
+	for _, stats := range site.rooms.fleet.Streams() {
+		gaps += stats.Gaps.Load()
+	}
+	t.Logf("%d restarts, %d gaps in the streams that run now", restarts, gaps)
+}

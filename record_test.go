@@ -1,0 +1,75 @@
+package main
+
+import (
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+)
+
+func TestRecorderContinuesAFile(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "r.jsonl")
+	var arrived time.Time
+	for i := range 2 {
+		r, err := NewRecorder(file, "kv", 4, slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Fatal(err)
+		}
+		prompt := r.Prompt(Request{Tokens: promptTokens(1, 3)[:10+i], NumTokens: 20})
+		if i == 0 {
+			arrived = time.Now()
+		}
+		r.Finished(Exchange{Arrived: arrived.Add(time.Duration(i) * time.Hour), Prompt: prompt, Route: "/r", Status: 200, Worker: "1"}, arrived)
+		r.Finished(Exchange{Arrived: arrived}, arrived) // no prompt: nothing to replay
+		r.Close()
+		r.Close()
+		r.Finished(Exchange{Prompt: prompt}, arrived) // too late
+	}
+	lines := readRecord(t, file)
+	if len(lines) != 2 {
+		t.Fatalf("%d lines", len(lines))
+	}
+	if hour := lines[1].Timestamp - lines[0].Timestamp; hour != 3600_000 {
+		t.Errorf("%v ms between two requests an hour apart", hour)
+	}
+	for _, line := range lines {
+		if line.InputLength != 20 || len(line.HashIDs) != 2 || line.HashIDs[1] >= 1<<53 || line.HashIDs[0] == line.HashIDs[1] || line.CachedTokens != nil || line.Policy != "kv" {
+			t.Errorf("%+v", line)
+		}
+	}
+	if info, _ := os.Stat(file); info.Mode().Perm() != 0o600 {
+		t.Errorf("others may read it: %v", info.Mode())
+	}
+}
+
+func TestRecorderLeavesOtherFilesAlone(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "notes.txt")
+	writeFile(t, file, "dear diary")
+	if _, err := NewRecorder(file, "kv", 4, slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), "notes.txt") {
+		t.Errorf("error %v", err)
+	}
+}
+
+func TestRecorderCountsWhatItLoses(t *testing.T) {
+	log := &logBuffer{}
+	r, err := NewRecorder(filepath.Join(t.TempDir(), "r.jsonl"), "kv", 4, slog.New(slog.NewTextHandler(log, nil)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = r.file.Close() // as good as a full disk
+	for range 5 {
+		r.Finished(Exchange{Prompt: &RecordedPrompt{Tokens: 1, HashIDs: make([]uint64, 100_000)}}, time.Now())
+	}
+	r.Close()
+	if !strings.Contains(log.String(), "cannot record") {
+		t.Errorf("log %s", log)
+	}
+	var none *Recorder
+	none.Finished(Exchange{}, time.Now())
+	none.Close()
+	if none.Prompt(Request{Tokens: []uint32{1}}) != nil {
+		t.Error("a prompt for no recorder")
+	}
+}
