@@ -1,0 +1,104 @@
+package main
+
+import (
+	"slices"
+	"time"
+)
+
+// SimReport is the outcome of a run. Times of requests count from when the
+// router sends them.
+type SimReport struct {
+	Policy      string  `json:"policy"`
+	Workers     int     `json:"workers"`
+	Concurrency int     `json:"concurrency,omitempty"`
+	Speedup     float64 `json:"speedup,omitempty"`
+	EventLagMS  float64 `json:"event_lag_ms"`
+	Seed        uint64  `json:"seed"`
+	Requests    int     `json:"requests"`
+	// Reuse is the share of all prompt tokens found cached at first admission;
+	// Predicted the share that the router expected to be.
+	Reuse        float64           `json:"reuse"`
+	Predicted    float64           `json:"predicted_reuse"`
+	MakespanS    float64           `json:"makespan_s"`
+	OutputPerSec float64           `json:"output_tokens_per_s"`
+	TTFT         Distribution      `json:"ttft_ms"`
+	ITL          Distribution      `json:"itl_ms"` // of the requests' own means, those of one token left out
+	EndToEnd     Distribution      `json:"end_to_end_ms"`
+	Balance      []SimWorkerReport `json:"balance"`
+}
+
+// SimWorkerReport is one worker's share of a run.
+type SimWorkerReport struct {
+	Worker   int     `json:"worker"`
+	Requests int     `json:"requests"`
+	Busy     float64 `json:"busy"`  // share of the makespan inside passes, 0..1
+	Reuse    float64 `json:"reuse"` // share of its prompt tokens found cached
+}
+
+// Distribution sums up measured values.
+type Distribution struct {
+	Mean float64 `json:"mean"`
+	P50  float64 `json:"p50"`
+	P90  float64 `json:"p90"`
+	P99  float64 `json:"p99"`
+}
+
+// distribution sorts values and sums them up; none give zeros.
+func distribution(values []float64) Distribution {
+	if len(values) == 0 {
+		return Distribution{}
+	}
+	slices.Sort(values)
+	sum := 0.0
+	for _, v := range values {
+		sum += v
+	}
+	at := func(q float64) float64 { // linear between the two nearest
+		x := q * float64(len(values)-1)
+		i := int(x)
+		if i+1 == len(values) {
+			return values[i]
+		}
+		return values[i] + (x-float64(i))*(values[i+1]-values[i])
+	}
+	return Distribution{Mean: sum / float64(len(values)), P50: at(0.5), P90: at(0.9), P99: at(0.99)}
+}
+
+func milliseconds(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
+
+// report sums up a finished run.
+func (s *simulator) report() *SimReport {
+	var ttft, itl, endToEnd []float64
+	prompts, cached := make([]int, s.Workers), make([]int, s.Workers)
+	prompt, hit, predicted, output := 0, 0, 0, 0
+	var last time.Duration
+	for _, f := range s.ledger {
+		ttft = append(ttft, milliseconds(f.first-f.sent))
+		endToEnd = append(endToEnd, milliseconds(f.end-f.sent))
+		if f.Output > 1 {
+			itl = append(itl, milliseconds(f.end-f.first)/float64(f.Output-1))
+		}
+		prompts[f.worker] += f.Prompt
+		cached[f.worker] += f.Cached
+		prompt += f.Prompt
+		hit += f.Cached
+		predicted += f.overlap
+		output += f.Output
+		last = max(last, f.end)
+	}
+	r := &SimReport{
+		Policy: s.Policy, Workers: s.Workers, Concurrency: s.Concurrency, EventLagMS: milliseconds(s.EventLag), Seed: s.Seed,
+		Requests:  len(s.ledger),
+		Reuse:     float64(hit) / float64(prompt),
+		Predicted: float64(predicted) / float64(prompt),
+		MakespanS: last.Seconds(), OutputPerSec: float64(output) / last.Seconds(),
+		TTFT: distribution(ttft), ITL: distribution(itl), EndToEnd: distribution(endToEnd),
+	}
+	if s.Concurrency == 0 {
+		r.Speedup = s.Speedup
+	}
+	for w, worker := range s.workers {
+		r.Balance = append(r.Balance, SimWorkerReport{Worker: w, Requests: worker.sent, Busy: worker.busy.Seconds() / last.Seconds(), Reuse: float64(cached[w]) / float64(max(1, prompts[w]))})
+	}
+	return r
+}
