@@ -15,8 +15,8 @@ type SimReport struct {
 	EventLagMS  float64 `json:"event_lag_ms"`
 	Seed        uint64  `json:"seed"`
 	Requests    int     `json:"requests"`
-	// Reuse is the share of all prompt tokens found cached at first admission;
-	// Predicted the share that the router expected to be.
+	// Reuse is the prompt tokens found cached, at every admission, over all prompt
+	// tokens; Predicted is what the router expected of the first admissions.
 	Reuse        float64           `json:"reuse"`
 	Predicted    float64           `json:"predicted_reuse"`
 	MakespanS    float64           `json:"makespan_s"`
@@ -79,9 +79,9 @@ func (s *simulator) report() *SimReport {
 			itl = append(itl, milliseconds(f.end-f.first)/float64(f.Output-1))
 		}
 		prompts[f.worker] += f.Prompt
-		cached[f.worker] += f.Cached
+		cached[f.worker] += f.Reused
 		prompt += f.Prompt
-		hit += f.Cached
+		hit += f.Reused
 		predicted += f.overlap
 		output += f.Output
 		last = max(last, f.end)

@@ -13,11 +13,17 @@ func TestScratchRows(t *testing.T) {
 		t.Skip()
 	}
 	for _, tr := range []string{"conversation", "synthetic"} {
+		if only := os.Getenv("TR"); only != "" && only != tr {
+			continue
+		}
 		reqs, err := ReadTrace("/work/shared/traces/" + tr + "_trace.jsonl.gz")
 		if err != nil {
 			t.Fatal(err)
 		}
 		for _, l := range []float64{64, 256, 512, 1, 2} {
+			if only := os.Getenv("LOAD"); only != "" && only != fmt.Sprint(l) {
+				continue
+			}
 			s := Simulation{Requests: reqs, Policy: pol, Knobs: DefaultPolicyKnobs(), Workers: 8, Engine: DefaultSimConfig(), Seed: 1}
 			if l >= 64 {
 				s.Concurrency = int(l)
