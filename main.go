@@ -27,6 +27,8 @@ func main() {
 			fmt.Println("kvrouter", version())
 		case CommandServe:
 			err = serve(config)
+		case CommandSimulate:
+			err = Simulate(config, os.Stdout, os.Stderr)
 		}
 	}
 	if err != nil {
@@ -79,7 +81,7 @@ type rooms struct {
 // build makes every room and wires it to those it needs; nothing runs yet.
 func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error) {
 	r := &rooms{config: config, log: log, index: NewRadix()}
-	policy, err := NewPolicy(config.Policy)
+	policy, err := NewPolicyWith(config.Policy, config.PolicyKnobs)
 	if err != nil {
 		return nil, err
 	}

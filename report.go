@@ -1,7 +1,11 @@
 package main
 
 import (
+	"encoding/json"
+	"fmt"
+	"io"
 	"slices"
+	"text/tabwriter"
 	"time"
 )
 
@@ -25,6 +29,9 @@ type SimReport struct {
 	ITL          Distribution      `json:"itl_ms"` // of the requests' own means, those of one token left out
 	EndToEnd     Distribution      `json:"end_to_end_ms"`
 	Balance      []SimWorkerReport `json:"balance"`
+
+	ttft []float64 // ms, in order of size
+	load [][]int   // requests in flight, by slice of the makespan and worker
 }
 
 // SimWorkerReport is one worker's share of a run.
@@ -100,5 +107,78 @@ func (s *simulator) report() *SimReport {
 	for w, worker := range s.workers {
 		r.Balance = append(r.Balance, SimWorkerReport{Worker: w, Requests: worker.sent, Busy: worker.busy.Seconds() / last.Seconds(), Reuse: float64(cached[w]) / float64(max(1, prompts[w]))})
 	}
+	r.ttft, r.load = ttft, s.loadOverTime(last)
 	return r
+}
+
+// loadSlices is how many points in time loadOverTime looks at.
+const loadSlices = 300
+
+// loadOverTime counts the requests in flight on each worker, again and again
+// until the last has ended.
+func (s *simulator) loadOverTime(last time.Duration) [][]int {
+	load := make([][]int, loadSlices)
+	for i := range load {
+		load[i] = make([]int, s.Workers)
+	}
+	for _, f := range s.ledger {
+		from := int(int64(f.sent) * loadSlices / int64(last+1))
+		to := int(int64(f.end) * loadSlices / int64(last+1))
+		for i := from; i <= to; i++ {
+			load[i][f.worker]++
+		}
+	}
+	return load
+}
+
+// writeReportsJSON writes one JSON object a line.
+func writeReportsJSON(out io.Writer, reports []*SimReport) error {
+	encoder := json.NewEncoder(out)
+	for _, r := range reports {
+		if err := encoder.Encode(r); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// writeReports writes tables for people: one row a policy, then every worker's
+// share.
+func writeReports(out io.Writer, trace string, reports []*SimReport) error {
+	load := fmt.Sprintf("%d in flight", reports[0].Concurrency)
+	if reports[0].Concurrency == 0 {
+		load = fmt.Sprintf("own arrival times / %g", reports[0].Speedup)
+	}
+	fmt.Fprintf(out, "%s: %d requests, %d workers, %s, event lag %g ms, seed %d\n\n",
+		trace, reports[0].Requests, reports[0].Workers, load, reports[0].EventLagMS, reports[0].Seed)
+	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
+	fmt.Fprintln(table, "policy\treuse\tmakespan s\tout tok/s\tTTFT ms mean\tp50\tp90\tp99\tITL ms mean\tp50\tp90\tp99\te2e ms mean\tp50\tp90\tp99\t")
+	for _, r := range reports {
+		fmt.Fprintf(table, "%s\t%.3f\t%.1f\t%.0f\t", r.Policy, r.Reuse, r.MakespanS, r.OutputPerSec)
+		for _, d := range []Distribution{r.TTFT, r.ITL, r.EndToEnd} {
+			fmt.Fprintf(table, "%.1f\t%.1f\t%.1f\t%.1f\t", d.Mean, d.P50, d.P90, d.P99)
+		}
+		fmt.Fprintln(table)
+	}
+	fmt.Fprintln(table)
+	for _, r := range reports {
+		fmt.Fprintf(table, "%s: worker\t", r.Policy)
+		for _, w := range r.Balance {
+			fmt.Fprintf(table, "%d\t", w.Worker)
+		}
+		fmt.Fprint(table, "\nrequests\t")
+		for _, w := range r.Balance {
+			fmt.Fprintf(table, "%d\t", w.Requests)
+		}
+		fmt.Fprint(table, "\nbusy\t")
+		for _, w := range r.Balance {
+			fmt.Fprintf(table, "%.2f\t", w.Busy)
+		}
+		fmt.Fprint(table, "\nreuse\t")
+		for _, w := range r.Balance {
+			fmt.Fprintf(table, "%.3f\t", w.Reuse)
+		}
+		fmt.Fprint(table, "\n\n")
+	}
+	return table.Flush()
 }

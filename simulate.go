@@ -3,6 +3,8 @@ package main
 import (
 	"errors"
 	"fmt"
+	"os"
+	"strings"
 	"time"
 )
 
@@ -67,6 +69,63 @@ type lateEvent struct {
 // simEpoch is the router's clock at the start of a run.
 var simEpoch = time.Unix(1_000_000_000, 0)
 
+// Simulate runs the trace once for every policy that config names, and writes
+// the results to out; if progress is a terminal, a bar goes there meanwhile.
+func Simulate(config Config, out, progress *os.File) error {
+	settings := config.Simulate
+	requests, err := ReadTrace(settings.Trace)
+	if err != nil {
+		return err
+	}
+	engine := DefaultSimConfig()
+	engine.Blocks = max(1, engine.Blocks*engine.BlockSize/config.BlockSize) // the same memory
+	engine.BlockSize = config.BlockSize
+	var reports []*SimReport
+	for policy := range strings.SplitSeq(config.Policy, ",") {
+		report, err := Simulation{
+			Requests: requests, Policy: policy, Knobs: config.PolicyKnobs, Workers: settings.Workers, Engine: engine,
+			Concurrency: settings.Concurrency, Speedup: settings.Speedup,
+			EventLag: time.Duration(settings.EventLag * float64(time.Millisecond)),
+			Seed:     config.Seed, Progress: progressBar(progress, policy, len(requests)),
+		}.Run()
+		if err != nil {
+			return fmt.Errorf("simulation of policy %s: %w", policy, err)
+		}
+		reports = append(reports, report)
+	}
+	if settings.Plot != "" {
+		if err := os.WriteFile(settings.Plot, plotReports(reports), 0o644); err != nil {
+			return fmt.Errorf("--plot: %w", err)
+		}
+	}
+	if settings.JSON {
+		return writeReportsJSON(out, reports)
+	}
+	return writeReports(out, settings.Trace, reports)
+}
+
+// progressBar returns a function that shows how many of total requests are done
+// on a terminal, or nil if to is none.
+func progressBar(to *os.File, name string, total int) func(done int) {
+	if info, err := to.Stat(); err != nil || info.Mode()&os.ModeCharDevice == 0 {
+		return nil
+	}
+	const width = 40
+	last := -1
+	return func(done int) {
+		percent := 100 * done / total
+		if percent == last {
+			return
+		}
+		last = percent
+		filled := width * done / total
+		fmt.Fprintf(to, "\r%-20s [%s%s] %3d %%", name, strings.Repeat("#", filled), strings.Repeat(".", width-filled), percent)
+		if done == total {
+			fmt.Fprint(to, "\r\x1b[K")
+		}
+	}
+}
+
 // Run replays the trace to its end.
 func (s Simulation) Run() (*SimReport, error) {
 	switch {
@@ -79,6 +138,15 @@ func (s Simulation) Run() (*SimReport, error) {
 	if err != nil {
 		return nil, err
 	}
+	run := newSimulator(s, policy)
+	if err := run.loop(); err != nil {
+		return nil, err
+	}
+	return run.report(), nil
+}
+
+// newSimulator builds the house of a run around idle workers.
+func newSimulator(s Simulation, policy Policy) *simulator {
 	index := NewRadix()
 	run := &simulator{
 		Simulation: s,
@@ -92,10 +160,7 @@ func (s Simulation) Run() (*SimReport, error) {
 		run.workers[i].engine = NewSimEngine(s.Engine, func(event SimEvent) { run.cacheChanged(i, event) })
 		run.router.Up(Target{Key: WorkerKey{Worker: uint64(i)}})
 	}
-	if err := run.loop(); err != nil {
-		return nil, err
-	}
-	return run.report(), nil
+	return run
 }
 
 // loop lets everything happen in the order of time. What happens at one time
@@ -208,7 +273,7 @@ func (s *simulator) endPass(w int) {
 			flight.booking.End()
 			flight.booking, flight.Blocks = nil, nil
 			s.done++
-			if s.Progress != nil && s.done%64 == 0 {
+			if s.Progress != nil && (s.done%64 == 0 || s.done == len(s.Requests)) {
 				s.Progress(s.done)
 			}
 		}
