@@ -26,9 +26,10 @@ const (
 
 // Commands that ParseConfig returns.
 const (
-	CommandServe   = "serve"
-	CommandVersion = "version"
-	CommandHelp    = "help" // the help text has been printed; nothing is left to do
+	CommandServe    = "serve"
+	CommandSimulate = "simulate"
+	CommandVersion  = "version"
+	CommandHelp     = "help" // the help text has been printed; nothing is left to do
 )
 
 // DefaultGPUModel is served where a GPU is found and no --model is given. On a
@@ -63,10 +64,11 @@ type Config struct {
 	BaseKVReplayPort int    `group:"Addresses" name:"base-kv-replay-port" default:"5757" help:"KV-event replay port of worker 0; worker i has this plus i."`
 	BaseMetricsPort  int    `group:"Addresses" default:"5657" help:"Load metrics port of worker 0; worker i has this plus i."`
 
-	Policy       string        `group:"Routing" default:"standalone" enum:"standalone,least-loaded,power-of-two,round-robin,random" help:"How to choose a worker: ${enum}."`
+	Policy       string        `group:"Routing" default:"standalone" placeholder:"NAME" help:"How to choose a worker: ${policies}. Simulate takes several, separated by commas."`
 	Seed         uint64        `group:"Routing" default:"0" help:"Seed of everything random; 0 takes it from the clock."`
 	TokenTimeout time.Duration `group:"Routing" default:"2s" help:"Longest wait for a worker's own tokens where the router cannot render a prompt itself."`
 	CollectUsage bool          `group:"Routing" default:"true" negatable:"" help:"Ask workers for the usage of streams whose client did not, and keep it from the client."`
+	PolicyKnobs
 
 	APIKey           []string      `group:"Requests" name:"api-key" placeholder:"KEY" help:"Bearer key that the OpenAI port asks for; several are separated by commas. Default: no key is asked for."`
 	RouterAPIKey     []string      `group:"Requests" name:"router-api-key" placeholder:"KEY" help:"The same for the router port."`
@@ -90,6 +92,8 @@ type Config struct {
 	GPUs []string `kong:"-"`
 	// Cores is the number of CPU cores to share out. Set by ResolveDefaults.
 	Cores int `kong:"-"`
+	// Simulate is what CommandSimulate shall do.
+	Simulate SimulateSettings `kong:"-"`
 	// ModelFolder tells that Model is a folder here. Set by ResolveDefaults.
 	ModelFolder bool `kong:"-"`
 }
@@ -118,8 +122,21 @@ type Machine struct {
 type cli struct {
 	Config
 
-	Serve   struct{} `cmd:"" default:"1" help:"Start workers and route to them (needs no word)."`
-	Version struct{} `cmd:"" help:"Print the version."`
+	Serve    struct{}         `cmd:"" default:"1" help:"Start workers and route to them (needs no word)."`
+	Simulate SimulateSettings `cmd:"" help:"Replay a trace through the router and simulated workers, and compare policies."`
+	Version  struct{}         `cmd:"" help:"Print the version."`
+}
+
+// SimulateSettings are the flags of CommandSimulate. It also reads Policy (names
+// separated by commas), PolicyKnobs, BlockSize and Seed of Config.
+type SimulateSettings struct {
+	Trace       string  `placeholder:"FILE" help:"Requests to replay: JSON lines in Mooncake's format, also compressed by gzip."`
+	Workers     int     `default:"8" help:"Number of simulated workers."`
+	Concurrency int     `placeholder:"N" help:"Requests in flight; the next one is sent when one ends."`
+	Speedup     float64 `placeholder:"FACTOR" help:"Send requests at the trace's own times, divided by this."`
+	EventLag    float64 `default:"0" placeholder:"MS" help:"Age of what the router knows of the workers' caches, ms."`
+	JSON        bool    `name:"json" help:"Print the results as JSON, one object a policy."`
+	Plot        string  `placeholder:"FILE" help:"Also write a page (HTML) with the distribution of the time to first token and the workers' load."`
 }
 
 // ParseConfig reads the command line (without the program's name), the
@@ -143,6 +160,7 @@ func parseConfig(args []string, machine Machine) (Config, string, error) {
 		kong.Name("kvrouter"),
 		kong.Description("A KV-cache-aware router for vLLM: starts or attaches workers and serves one OpenAI endpoint; each request goes to the worker that holds most of its prompt and is least busy. What follows -- is passed on to every vLLM it starts."),
 		kong.DefaultEnvars("KVROUTER"),
+		kong.Vars{"policies": strings.Join(PolicyNames, ", ")},
 		kong.ConfigureHelp(kong.HelpOptions{NoExpandSubcommands: true, FlagsLast: false}),
 		kong.Exit(func(int) { printed = true }),
 	)
@@ -172,6 +190,10 @@ func parseConfig(args []string, machine Machine) (Config, string, error) {
 		cfg.VLLMArgs = file.vllmArgs
 	}
 	command := ctx.Command()
+	if command == CommandSimulate {
+		cfg.Simulate = c.Simulate
+		return cfg, command, cfg.validateSimulate()
+	}
 	if command != CommandServe {
 		return cfg, command, nil
 	}
@@ -353,7 +375,32 @@ var reservedVLLMArgs = map[string]string{
 	"api-server-count":   "nothing: a worker has one API server",
 }
 
+func (c *Config) validateSimulate() error {
+	for name := range strings.SplitSeq(c.Policy, ",") {
+		if _, err := NewPolicyWith(name, c.PolicyKnobs); err != nil {
+			return fmt.Errorf("--policy: %w", err)
+		}
+	}
+	s := c.Simulate
+	switch {
+	case s.Trace == "":
+		return errors.New("--trace is missing; give a file of requests such as testdata/traces/conversation_trace.jsonl.gz")
+	case s.Workers < 1 || s.Workers > 1000:
+		return fmt.Errorf("--workers %d: give 1 to 1000", s.Workers)
+	case c.BlockSize < 1:
+		return fmt.Errorf("--block-size must be more than 0")
+	case s.Concurrency < 0 || !(s.Speedup >= 0) || !(s.EventLag >= 0):
+		return errors.New("--concurrency, --speedup and --event-lag cannot be negative")
+	case (s.Concurrency > 0) == (s.Speedup > 0):
+		return errors.New("give either --concurrency N (requests in flight) or --speedup FACTOR (the trace's own times, divided)")
+	}
+	return nil
+}
+
 func (c *Config) validate() error {
+	if _, err := NewPolicyWith(c.Policy, c.PolicyKnobs); err != nil {
+		return fmt.Errorf("--policy: %w", err)
+	}
 	positive := []struct {
 		flag  string
 		value int64

@@ -69,6 +69,7 @@ type SimRequest struct {
 	Prompt    int // tokens, at least 1
 	Output    int // tokens to generate; less than 1 counts as 1
 	Cached    int // prompt tokens found in the cache when first admitted
+	Reused    int // the same, summed over all admissions: a preempted request is admitted again
 	Generated int // tokens emitted so far
 	Tag       any // the owner's
 
@@ -101,7 +102,8 @@ type SimEvent struct {
 // A pass computes at most MaxBatchedTokens tokens: first those of the running
 // requests in the order of their admission (one each if decoding, else what is
 // left of the prompt), then those of waiting ones, first come first served; the
-// first that does not fit blocks the others. A running request that finds no
+// first whose whole prompt does not fit into the free and the inactive blocks
+// blocks the others. A running request that finds no
 // block preempts the one admitted last, which starts over later. Full prompt
 // blocks are in the cache from the start of the pass that computes them.
 type SimEngine struct {
@@ -243,7 +245,9 @@ func (e *SimEngine) Reset() {
 	}
 }
 
-// admit puts r into the batch if its first tokens find blocks.
+// admit puts r into the batch if there are blocks for all of its tokens, also
+// those of later passes (vLLM's scheduler_reserve_full_isl); it takes those of
+// this pass.
 func (e *SimEngine) admit(r *SimRequest, budget int) bool {
 	tokens := r.Prompt + r.Generated
 	// The engine computes the last token itself.
@@ -261,7 +265,7 @@ func (e *SimEngine) admit(r *SimRequest, budget int) bool {
 	}
 	computed := cached * e.cfg.BlockSize
 	step := min(tokens-computed, budget)
-	if e.blocksFor(computed+step+1)-cached > e.pool.available()-inactive {
+	if e.blocksFor(tokens+1)-cached > e.pool.available()-inactive {
 		return false
 	}
 	if cap(r.held) == 0 {
@@ -275,6 +279,7 @@ func (e *SimEngine) admit(r *SimRequest, budget int) bool {
 	r.computed, r.step = computed, step
 	r.running = true
 	e.running = append(e.running, r)
+	r.Reused += computed
 	if !r.admitted {
 		r.admitted = true
 		r.Cached = computed

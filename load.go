@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"net/http"
+	"sort"
 	"time"
 
 	dto "github.com/prometheus/client_model/go"
@@ -31,6 +32,7 @@ type Load struct {
 	Bumped        int  // requests sent since the last Published
 	InFlight      int  // requests sent and not yet ended
 	PrefillTokens int  // uncached prompt tokens of requests without a first token
+	ActiveBlocks  int  // distinct full prompt blocks of requests in flight; counted only for policies that ask
 }
 
 // QueueLength is how many requests wait on the worker: its published queue plus
@@ -50,11 +52,22 @@ const loadFreshFor = 10 * time.Second
 // Loads holds every worker's load. It has no lock of its own: its owner, the
 // Router, guards it.
 type Loads struct {
-	byWorker map[WorkerKey]*Load
+	byWorker map[WorkerKey]*workerLoad
+	// active counts, by sequence hash and worker number, the requests in flight
+	// that have the block in their prompt.
+	active table
+}
+
+// workerLoad is a worker's load and its number in Loads.active.
+type workerLoad struct {
+	Load
+	number uint32
 }
 
 // NewLoads returns an empty table.
-func NewLoads() *Loads { return &Loads{byWorker: map[WorkerKey]*Load{}} }
+func NewLoads() *Loads {
+	return &Loads{byWorker: map[WorkerKey]*workerLoad{}, active: table{seed: rand.Uint64()}} // the seed affects no result
+}
 
 // Publish takes over what worker w reports of itself.
 func (l *Loads) Publish(w WorkerKey, p Published) {
@@ -87,13 +100,56 @@ func (l *Loads) End(w WorkerKey) {
 	}
 }
 
+// Activate books the blocks of a prompt, by sequence hash, on w.
+func (l *Loads) Activate(w WorkerKey, sequence []uint64) {
+	load := l.of(w)
+	for _, h := range sequence {
+		requests := l.active.get(h, load.number)
+		if requests == 0 {
+			load.ActiveBlocks++
+		}
+		l.active.put(h, load.number, requests+1)
+	}
+}
+
+// Deactivate takes off w what Activate booked.
+func (l *Loads) Deactivate(w WorkerKey, sequence []uint64) {
+	load := l.of(w)
+	for _, h := range sequence {
+		requests := l.active.get(h, load.number)
+		if requests > 1 {
+			l.active.put(h, load.number, requests-1)
+			continue
+		}
+		l.active.delete(h, load.number)
+		load.ActiveBlocks--
+	}
+}
+
+// Active returns how many of these blocks requests in flight on w have in their
+// prompts. Sequence hashes name whole prefixes, so those are the first ones, and
+// a search finds their number.
+func (l *Loads) Active(w WorkerKey, sequence []uint64) int {
+	load := l.byWorker[w]
+	if load == nil || load.ActiveBlocks == 0 {
+		return 0
+	}
+	has := func(i int) bool { return l.active.get(sequence[i], load.number) != 0 }
+	active, end := 0, 1 // blocks before active are, from end on are not or unknown
+	for end <= len(sequence) && has(end-1) {
+		active, end = end, end*2
+	}
+	end = min(end-1, len(sequence))
+	return active + sort.Search(end-active, func(i int) bool { return !has(active + i) })
+}
+
 // Get returns w's load as of now; a worker never heard of is idle.
 func (l *Loads) Get(w WorkerKey, now time.Time) Load {
 	load := l.byWorker[w]
 	if load == nil {
 		return Load{}
 	}
-	answer := *load
+	answer := load.Load
 	answer.Fresh = !load.At.IsZero() && now.Sub(load.At) < loadFreshFor
 	return answer
 }
@@ -107,10 +163,10 @@ func (l *Loads) Silence(w WorkerKey) {
 	}
 }
 
-func (l *Loads) of(w WorkerKey) *Load {
+func (l *Loads) of(w WorkerKey) *workerLoad {
 	load := l.byWorker[w]
 	if load == nil {
-		load = &Load{}
+		load = &workerLoad{number: uint32(len(l.byWorker))}
 		l.byWorker[w] = load
 	}
 	return load

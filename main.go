@@ -27,6 +27,8 @@ func main() {
 			fmt.Println("kvrouter", version())
 		case CommandServe:
 			err = serve(config)
+		case CommandSimulate:
+			err = Simulate(config, os.Stdout, os.Stderr)
 		}
 	}
 	if err != nil {
@@ -83,7 +85,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error)
 	if r.model, err = openModel(ctx, config, log); err != nil {
 		return nil, err
 	}
-	policy, err := NewPolicy(config.Policy)
+	policy, err := NewPolicyWith(config.Policy, config.PolicyKnobs)
 	if err != nil {
 		return nil, err
 	}

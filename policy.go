@@ -15,7 +15,10 @@ type Query struct {
 type Candidate struct {
 	Target  Target
 	Overlap int // leading blocks of the prompt in its cache
-	Load    Load
+	// NewBlocks are the prompt's full blocks that no request in flight on it
+	// has; counted only for policies that ask.
+	NewBlocks int
+	Load      Load
 }
 
 // Policy chooses among candidates, of which there is at least one, and returns
@@ -26,11 +29,20 @@ type Policy interface {
 }
 
 // PolicyNames lists the policies that NewPolicy knows.
-var PolicyNames = []string{"standalone", "least-loaded", "power-of-two", "round-robin", "random"}
+var PolicyNames = []string{"standalone", "kv", "least-loaded", "power-of-two", "round-robin", "random"}
 
-// NewPolicy returns the policy of that name.
-func NewPolicy(name string) (Policy, error) {
+// NewPolicy returns the policy of that name with the default knobs.
+func NewPolicy(name string) (Policy, error) { return NewPolicyWith(name, DefaultPolicyKnobs()) }
+
+// NewPolicyWith returns the policy of that name. Knobs of other policies are
+// ignored.
+func NewPolicyWith(name string, knobs PolicyKnobs) (Policy, error) {
+	if err := knobs.validate(); err != nil {
+		return nil, err
+	}
 	switch name {
+	case "kv":
+		return kvPolicy{knobs.resolved()}, nil
 	case "standalone":
 		return standalone{}, nil
 	case "least-loaded":

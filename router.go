@@ -60,6 +60,7 @@ type Router struct {
 	blockSize int
 	now       func() time.Time
 	scratch   sync.Pool // of *lookup
+	active    bool      // the policy wants active blocks counted
 
 	mu         sync.Mutex // guards all below
 	targets    []Target   // the workers that are up, by key
@@ -68,6 +69,10 @@ type Router struct {
 	random     *rand.Rand
 	candidates []Candidate // reused by every decision
 }
+
+// needsActiveBlocks is a policy that reads Load.ActiveBlocks or
+// Candidate.NewBlocks. For the others those are not counted and stay 0.
+type needsActiveBlocks interface{ needsActiveBlocks() }
 
 // lookup is the memory of one walk of the index, used again by later ones.
 type lookup struct {
@@ -78,10 +83,12 @@ type lookup struct {
 // NewRouter returns a router without workers. blockSize is in tokens and must
 // be the engines'; seed is the source of all its chances.
 func NewRouter(index *Radix, policy Policy, blockSize int, seed uint64) *Router {
+	_, active := policy.(needsActiveBlocks)
 	return &Router{
 		index:     index,
 		blockSize: blockSize,
 		now:       time.Now,
+		active:    active,
 		scratch:   sync.Pool{New: func() any { return new(lookup) }},
 		loads:     NewLoads(),
 		policy:    policy,
@@ -184,7 +191,11 @@ func (r *Router) Route(request Request) (Decision, error) {
 	hashed := r.now()
 	scratch.matches = r.index.Match(local, scratch.matches[:0])
 	lookedUp := r.now()
-	err := r.schedule(&decision, request, scratch.matches)
+	var sequence []uint64
+	if r.active {
+		sequence = SequenceHashes(make([]uint64, 0, len(local)), local) // the booking keeps it
+	}
+	err := r.schedule(&decision, request, scratch.matches, sequence)
 	scheduled := r.now()
 
 	decision.HashTime = hashed.Sub(began)
@@ -194,7 +205,7 @@ func (r *Router) Route(request Request) (Decision, error) {
 }
 
 // schedule chooses among the workers that are up and books, under the lock.
-func (r *Router) schedule(decision *Decision, request Request, matches []Match) error {
+func (r *Router) schedule(decision *Decision, request Request, matches []Match, sequence []uint64) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	now := r.now()
@@ -208,7 +219,11 @@ func (r *Router) schedule(decision *Decision, request Request, matches []Match) 
 		if i := slices.IndexFunc(matches, func(m Match) bool { return m.Worker == t.Key }); i >= 0 {
 			overlap = min(matches[i].Blocks, usable)
 		}
-		r.candidates = append(r.candidates, Candidate{Target: t, Overlap: overlap, Load: r.loads.Get(t.Key, now)})
+		c := Candidate{Target: t, Overlap: overlap, Load: r.loads.Get(t.Key, now)}
+		if r.active {
+			c.NewBlocks = len(sequence) - r.loads.Active(t.Key, sequence)
+		}
+		r.candidates = append(r.candidates, c)
 	}
 	if len(r.candidates) == 0 {
 		return ErrNoWorker
@@ -222,7 +237,8 @@ func (r *Router) schedule(decision *Decision, request Request, matches []Match) 
 	if !request.Unbooked {
 		uncached := decision.Tokens - decision.OverlapTokens
 		r.loads.Begin(chosen.Target.Key, uncached)
-		decision.Booking = &Booking{router: r, worker: chosen.Target.Key, prefill: uncached}
+		r.loads.Activate(chosen.Target.Key, sequence)
+		decision.Booking = &Booking{router: r, worker: chosen.Target.Key, prefill: uncached, sequence: sequence}
 	}
 	return nil
 }
@@ -264,10 +280,11 @@ func (r *Router) Overlaps(request Request) (overlaps []Overlap, blocks int) {
 // Booking is one request's entry in the books. Both its methods may be called
 // any number of times, from any goroutine.
 type Booking struct {
-	router  *Router
-	worker  WorkerKey
-	prefill int // uncached tokens not yet computed; guarded by router.mu
-	ended   bool
+	router   *Router
+	worker   WorkerKey
+	sequence []uint64 // sequence hashes booked as active blocks
+	prefill  int      // uncached tokens not yet computed; guarded by router.mu
+	ended    bool     // guarded by router.mu
 }
 
 // FirstToken tells that the prompt has been computed.
@@ -286,6 +303,7 @@ func (b *Booking) End() {
 	}
 	b.ended = true
 	b.prefillDone()
+	b.router.loads.Deactivate(b.worker, b.sequence)
 	b.router.loads.End(b.worker)
 }
 
