@@ -189,5 +189,3 @@ func (r *Recorder) write() {
 		r.log.Warn("requests are missing in the record", "lost", n)
 	}
 }
-
-func milliseconds(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }
