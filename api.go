@@ -31,6 +31,8 @@ const (
 	bodyTimeout   = 2 * time.Minute
 	// keepAlive is how long an idle client connection stays open.
 	keepAlive = 2 * time.Minute
+	// listLimit bounds the asking of all workers for their models.
+	listLimit = 5 * time.Second
 	// requestIDLimit bounds a client's own request id, which goes into logs.
 	requestIDLimit = 256
 )
@@ -394,10 +396,12 @@ func (a *API) tokenized(serve func(context.Context, []byte) ([]byte, error)) gin
 // models lists what the workers serve, each model as the first worker that
 // serves it describes it; while none is up, the name that is configured.
 func (a *API) models(c *gin.Context) {
+	ctx, cancel := context.WithTimeout(c.Request.Context(), listLimit)
+	defer cancel()
 	var list []json.RawMessage
 	seen := map[string]bool{}
 	for _, t := range a.router.Targets() {
-		_, body, err := a.proxy.Ask(c.Request.Context(), t, http.MethodGet, "/v1/models", a.upstreamHeader(c, requestID(c)), nil)
+		_, body, err := a.proxy.Ask(ctx, t, http.MethodGet, "/v1/models", a.upstreamHeader(c, requestID(c)), nil)
 		if err != nil {
 			continue
 		}

@@ -71,7 +71,7 @@ type Config struct {
 	APIKey           []string      `group:"Requests" name:"api-key" placeholder:"KEY" help:"Bearer key that the OpenAI port asks for; several are separated by commas. Default: no key is asked for."`
 	RouterAPIKey     []string      `group:"Requests" name:"router-api-key" placeholder:"KEY" help:"The same for the router port."`
 	MaxBodyBytes     int64         `group:"Requests" default:"67108864" help:"Largest request body, bytes. Images and audio travel inside it as base64: raise it for large ones."`
-	RequestTimeout   time.Duration `group:"Requests" default:"30m" help:"Longest wait for the first byte of a worker's answer (an answer that is not streamed comes whole); 0 waits for ever."`
+	RequestTimeout   time.Duration `group:"Requests" default:"30m" help:"Longest silence of a worker, before the first byte of its answer (one that is not streamed comes whole) or between two; 0 waits for ever."`
 	DrainTimeout     time.Duration `group:"Requests" default:"30s" help:"At the end, longest time for running requests to finish."`
 	Record           string        `group:"Requests" placeholder:"FILE" help:"Append one line of JSON to FILE for each finished request, without its text, to be replayed by 'kvrouter simulate --trace'."`
 	AllowEngineAdmin bool          `group:"Requests" help:"Pass the engines' admin and development paths on (/reset_prefix_cache, /sleep, ...) instead of refusing them."`
