@@ -673,3 +673,27 @@ func readRecord(t *testing.T, file string) (lines []recordLine) {
 	}
 	return lines
 }
+
+// TestMockHangEndsStreamsWithAnError: the write deadline that guards against a
+// client that reads nothing ends with the wait for the worker, and once cut off
+// the event that says what happened.
+func TestMockHangEndsStreamsWithAnError(t *testing.T) {
+	s := startMockSite(t, 1, "--speedup-ratio=1", "--request-timeout=300ms")
+	const streams = 20
+	answers := make(chan answer, streams)
+	for i := range streams {
+		go func() {
+			a, _ := s.chat(context.Background(), say(fmt.Sprint(i)), true, 1000)
+			answers <- a
+		}()
+	}
+	w := s.rooms.fleet.mocker.Worker(0)
+	eventually(t, 10*time.Second, "all run", func() bool { return w.currentLoad().Running == streams && w.counts.generationTokens.Load() > 2*streams })
+	w.hung.Store(true)
+	for range streams {
+		if a := <-answers; !a.broken || a.finished {
+			t.Errorf("%+v", a)
+		}
+	}
+	w.End(errMockCrash) // only that ends the hanging requests
+}

@@ -226,6 +226,7 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 	worker := x.Decision.Target.Key.Worker
 	body, err := io.ReadAll(io.LimitReader(answer, bufferedAnswer))
 	if err != nil {
+		answer.heard() // the time to write ended with the wait: the client is to be told
 		return &workerError{worker, err}
 	}
 	x.Usage = readUsage(body)
@@ -295,11 +296,15 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 			return nil
 		}
 		if err != nil {
+			answer.heard() // the time to write ended with the wait: the client is to be told
 			x.Usage = events.usage
 			if !started {
 				return &workerError{worker, err}
 			}
 			// The status is out already: the failure is told as an event.
+			if !u.HideUsage && len(events.pending) > 0 {
+				fmt.Fprint(w, "\n\n") // ends the event that broke off
+			}
 			fmt.Fprintf(w, "data: %s\n\n", errorJSON(http.StatusBadGateway, "server_error", "", fmt.Sprintf("worker %d failed while it was answering", worker)))
 			flush.Flush()
 			return errors.Join(errAnswered, &workerError{worker, err})

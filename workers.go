@@ -433,6 +433,9 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker, start func(*startLog)
 		case err := <-ended:
 			downReason = "its process ended: " + endReason(err)
 			in.markDown(downReason)
+			if engine.pid == 0 {
+				return since(readySince), err
+			}
 			return since(readySince), f.explainEnd(w, output, err)
 		case <-w.wake:
 		case <-timer.C:
