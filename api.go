@@ -203,29 +203,29 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 		return
 	}
 	var model string
-	isJSON := kind != noPrompt || strings.HasPrefix(c.ContentType(), "application/json")
-	if isJSON {
-		if !gjson.ValidBytes(body) || !gjson.ParseBytes(body).IsObject() {
+	parsed := &Body{Raw: body}
+	if kind != noPrompt || strings.HasPrefix(c.ContentType(), "application/json") {
+		if parsed, ok = ParseBody(body); !ok {
 			a.fail(c, http.StatusBadRequest, "", "the request body is not a JSON object")
 			return
 		}
-		model = gjson.GetBytes(body, "model").String()
+		model = parsed.Get("model").String()
 		if serves, up := a.router.Serves(model); up && !serves {
 			a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%s` does not exist.", model))
 			return
 		}
 	}
-	if gjson.GetBytes(body, "vllm_xargs.kv_cache_report_mode").Exists() {
+	if parsed.Get("vllm_xargs").Get("kv_cache_report_mode").Exists() {
 		// The engine would report blocks as stored that it only used again, and
 		// never as removed: the index could not be kept true.
 		a.fail(c, http.StatusBadRequest, "vllm_xargs", "kv_cache_report_mode is not allowed behind a router that follows KV events")
 		return
 	}
 	ctx := c.Request.Context()
-	prompt, multiple := a.prompt(ctx, kind, path, body)
+	prompt, multiple := a.prompt(ctx, kind, path, parsed)
 	x.Source = prompt.Source
 	tokensTime := time.Since(x.Arrived)
-	request := Request{Tokens: prompt.Tokens[:prompt.Exact], NumTokens: len(prompt.Tokens), Salt: gjson.GetBytes(body, "cache_salt").String(), LoRA: a.router.Adapter(model), Model: model}
+	request := Request{Tokens: prompt.Tokens[:prompt.Exact], NumTokens: len(prompt.Tokens), Salt: parsed.Get("cache_salt").String(), LoRA: a.router.Adapter(model), Model: model}
 	x.Prompt = a.recorder.Prompt(request)
 	route := func(exclude []uint64) (Decision, error) {
 		request.Exclude = exclude
@@ -240,7 +240,7 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 	}
 	u := Upstream{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.upstreamHeader(c, id), Body: body, Route: path, RequestID: id, Arrived: x.Arrived}
 	if kind == chatPrompt || kind == completionPrompt {
-		u.Body, u.HideUsage = a.askForUsage(body)
+		u.Body, u.HideUsage = a.askForUsage(parsed)
 	}
 	if len(a.router.Targets()) > 1 {
 		u.MaxRetries = 1
@@ -306,14 +306,14 @@ func (a *API) body(c *gin.Context) (body []byte, ok bool) {
 
 // prompt returns the request's prompt tokens; of several prompts the longest,
 // since the worker that serves one serves them all.
-func (a *API) prompt(ctx context.Context, kind promptKind, path string, body []byte) (p Prompt, multiple bool) {
+func (a *API) prompt(ctx context.Context, kind promptKind, path string, body *Body) (p Prompt, multiple bool) {
 	switch kind {
 	case chatPrompt:
-		return a.tokens.Chat(ctx, body), false
+		return a.tokens.ChatBody(ctx, body), false
 	case workerPrompt:
-		return a.tokens.Other(ctx, path, body), false
+		return a.tokens.Other(ctx, path, body.Raw), false
 	case completionPrompt:
-		prompts := a.tokens.Completion(ctx, body)
+		prompts := a.tokens.CompletionBody(ctx, body)
 		for _, candidate := range prompts {
 			if len(candidate.Tokens) > len(p.Tokens) || p.Source == "" {
 				p = candidate
@@ -327,11 +327,12 @@ func (a *API) prompt(ctx context.Context, kind promptKind, path string, body []b
 // askForUsage returns the body with a request for usage added, where it is a
 // stream's and does not say itself what it wants. The rest of the bytes stays
 // as it is.
-func (a *API) askForUsage(body []byte) (asked []byte, hide bool) {
-	if !a.config.CollectUsage || !gjson.GetBytes(body, "stream").Bool() {
+func (a *API) askForUsage(parsed *Body) (asked []byte, hide bool) {
+	body := parsed.Raw
+	if !a.config.CollectUsage || !parsed.Get("stream").Bool() {
 		return body, false
 	}
-	options := gjson.GetBytes(body, "stream_options")
+	options := parsed.Get("stream_options")
 	if options.Get("include_usage").Bool() || options.Get("continuous_usage_stats").Bool() {
 		return body, false
 	}

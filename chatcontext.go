@@ -122,6 +122,8 @@ func (m chatMessage) appendTo(out []byte, wantsParts, tagged bool) ([]byte, stri
 	final := ""
 	hasReference := slices.ContainsFunc(m.parts, func(p contentPart) bool { return p.reference })
 	switch {
+	case len(m.parts) == 1 && !tagged && m.parts[0].raw != "" && !hasReference && (!wantsParts || m.plain || m.role == "tool"):
+		out = append(out, m.parts[0].raw...)
 	case !wantsParts, m.plain, m.role == "tool" && !hasReference:
 		final = m.joined(wantsParts)
 		text := final
@@ -149,9 +151,13 @@ func (m chatMessage) appendTo(out []byte, wantsParts, tagged bool) ([]byte, stri
 				final = text
 				text += continueTag
 			}
-			fields := []jsonField{{"type", `"text"`}, {"text", string(appendString(nil, text))}}
+			raw := p.raw
+			if raw == "" || i == last && tagged {
+				raw = string(appendString(nil, text))
+			}
+			fields := []jsonField{{"type", `"text"`}, {"text", raw}}
 			if p.reference {
-				fields = []jsonField{{"type", `"tool_reference"`}, {"name", string(appendString(nil, text))}}
+				fields = []jsonField{{"type", `"tool_reference"`}, {"name", raw}}
 			}
 			out = appendObject(out, append(fields, p.extra...))
 		}

@@ -22,13 +22,16 @@ type member struct {
 // members lists an object's members in order. As in Python, a key that comes
 // twice keeps its first place and its last value.
 func members(object gjson.Result) []member {
+	if !object.IsObject() {
+		return nil
+	}
 	const few = 16 // up to here a search is faster than an index
 	var out []member
 	var index map[string]int
-	object.ForEach(func(key, value gjson.Result) bool {
+	eachMember(object.Raw, func(key string, value gjson.Result) bool {
 		at := -1
 		if len(out) < few {
-			at = slices.IndexFunc(out, func(m member) bool { return m.key == key.Str })
+			at = slices.IndexFunc(out, func(m member) bool { return m.key == key })
 		} else {
 			if index == nil {
 				index = make(map[string]int)
@@ -36,16 +39,16 @@ func members(object gjson.Result) []member {
 					index[m.key] = i
 				}
 			}
-			if i, ok := index[key.Str]; ok {
+			if i, ok := index[key]; ok {
 				at = i
 			} else {
-				index[key.Str] = len(out)
+				index[key] = len(out)
 			}
 		}
 		if at >= 0 {
 			out[at].value = value
 		} else {
-			out = append(out, member{key.Str, value})
+			out = append(out, member{key, value})
 		}
 		return true
 	})

@@ -49,6 +49,7 @@ type chatMessage struct {
 // tools get this far.
 type contentPart struct {
 	text      string
+	raw       string      // text as the request's JSON has it; empty: not in this form
 	reference bool        // a tool_reference: text is the tool's name
 	extra     []jsonField // fields that vLLM hands on to the template
 }
@@ -88,27 +89,30 @@ var jinjaGlobals = []string{"cycler", "dict", "joiner", "lipsum", "namespace", "
 // parseChat reads a chat request as vLLM does. Whatever vLLM would refuse or
 // treat otherwise is ErrNotRenderable: the engine then has the word.
 func parseChat(body []byte, kind requestKind, options ChatOptions) (*chatRequest, error) {
-	if !utf8.Valid(body) || !json.Valid(body) {
-		return nil, notRenderable("the body is not JSON in UTF-8")
+	parsed, ok := ParseBody(body)
+	if !ok {
+		return nil, notRenderable("the body is not a JSON object")
 	}
-	if hasLoneSurrogate(body) {
+	return parseChatBody(parsed, kind, options)
+}
+
+// parseChatBody is parseChat for a body that has been taken apart.
+func parseChatBody(body *Body, kind requestKind, options ChatOptions) (*chatRequest, error) {
+	if !utf8.Valid(body.Raw) {
+		return nil, notRenderable("the body is not UTF-8")
+	}
+	if body.loneSurrogate {
 		return nil, notRenderable("the body has half of a surrogate pair")
-	}
-	top := gjson.ParseBytes(body)
-	if !top.IsObject() {
-		return nil, notRenderable("the body is not an object")
 	}
 	req := &chatRequest{addGeneration: true}
 	var (
-		messages, tools, kwargs, documents, effort, choice gjson.Result
-		generationGiven                                    bool
+		tools, kwargs, documents, effort, choice gjson.Result
+		generationGiven                          bool
 	)
-	for _, f := range members(top) {
+	for _, f := range body.top {
 		v := f.value
 		var err error
 		switch f.key {
-		case "messages":
-			messages = v
 		case "tools":
 			tools = v
 		case "tool_choice":
@@ -157,7 +161,7 @@ func parseChat(body []byte, kind requestKind, options ChatOptions) (*chatRequest
 	}
 
 	var err error
-	if req.messages, err = parseMessages(messages, kind); err != nil {
+	if req.messages, err = parseMessages(body, kind); err != nil {
 		return nil, err
 	}
 	if tools.Exists() && tools.Type != gjson.Null {
@@ -268,11 +272,11 @@ func checkDocuments(documents gjson.Result) error {
 }
 
 // parseMessages reads the messages by the rules of vLLM's parse_chat_messages.
-func parseMessages(messages gjson.Result, kind requestKind) ([]chatMessage, error) {
-	if !messages.IsArray() {
+func parseMessages(body *Body, kind requestKind) ([]chatMessage, error) {
+	if !body.Get("messages").IsArray() {
 		return nil, notRenderable("messages is not a list")
 	}
-	list := messages.Array()
+	list := body.messages()
 	if len(list) == 0 || len(list) > maxMessages {
 		return nil, notRenderable("%d messages", len(list))
 	}
@@ -287,28 +291,25 @@ func parseMessages(messages gjson.Result, kind requestKind) ([]chatMessage, erro
 	return out, nil
 }
 
-func parseMessage(m gjson.Result, kind requestKind) (chatMessage, error) {
+func parseMessage(m messageView, kind requestKind) (chatMessage, error) {
 	var msg chatMessage
-	if !m.IsObject() {
+	if !m.value.IsObject() {
 		return msg, notRenderable("not an object")
 	}
-	fields := map[string]gjson.Result{}
-	for _, f := range members(m) {
-		fields[f.key] = f.value
-	}
-	role := fields["role"]
+	field := func(key string) gjson.Result { return fieldOf(m.fields, key) }
+	role := field("role")
 	if role.Type != gjson.String {
 		return msg, notRenderable("the role is not a string")
 	}
 	msg.role = role.Str
 
 	var err error
-	if msg.parts, err = parseContent(msg.role, fields["content"]); err != nil {
+	if msg.parts, err = parseContent(msg.role, field("content")); err != nil {
 		return msg, err
 	}
 	switch msg.role {
 	case "assistant":
-		if calls := fields["tool_calls"]; calls.Exists() && calls.Type != gjson.Null {
+		if calls := field("tool_calls"); calls.Exists() && calls.Type != gjson.Null {
 			dumped, err := dumpToolCalls(calls)
 			if err != nil {
 				return msg, err
@@ -317,8 +318,8 @@ func parseMessage(m gjson.Result, kind requestKind) (chatMessage, error) {
 				msg.rest = append(msg.rest, jsonField{"tool_calls", dumped})
 			}
 		}
-		reasoning := fields["reasoning"]
-		if old := fields["reasoning_content"]; kind == chatCompletion && reasoning.Type == gjson.Null && old.Type != gjson.Null {
+		reasoning := field("reasoning")
+		if old := field("reasoning_content"); kind == chatCompletion && reasoning.Type == gjson.Null && old.Type != gjson.Null {
 			reasoning = old
 		}
 		if reasoning.Type != gjson.Null {
@@ -328,7 +329,7 @@ func parseMessage(m gjson.Result, kind requestKind) (chatMessage, error) {
 			msg.rest = append(msg.rest, jsonField{"reasoning", reasoning.Raw}, jsonField{"reasoning_content", reasoning.Raw})
 		}
 	case "tool":
-		if id := fields["tool_call_id"]; id.Exists() {
+		if id := field("tool_call_id"); id.Exists() {
 			if id.Type != gjson.String && id.Type != gjson.Null {
 				return msg, notRenderable("tool_call_id is not a string")
 			}
@@ -336,14 +337,14 @@ func parseMessage(m gjson.Result, kind requestKind) (chatMessage, error) {
 		}
 	}
 	for _, key := range []string{"name", "task"} {
-		if v := fields[key]; v.Exists() {
+		if v := field(key); v.Exists() {
 			if v.Type != gjson.String {
 				return msg, notRenderable("%s is not a string", key)
 			}
 			msg.rest = append(msg.rest, jsonField{key, v.Raw})
 		}
 	}
-	if tools := fields["tools"]; msg.role == "developer" && tools.Exists() && tools.Type != gjson.Null {
+	if tools := field("tools"); msg.role == "developer" && tools.Exists() && tools.Type != gjson.Null {
 		msg.tools = json.RawMessage(tools.Raw)
 	}
 	return msg, nil
@@ -362,16 +363,19 @@ func parseContent(role string, content gjson.Result) ([]contentPart, error) {
 		}
 		return nil, nil
 	case content.Type == gjson.String:
-		parts = []contentPart{{text: content.Str}}
+		parts = []contentPart{{text: content.Str, raw: content.Raw}}
 	case content.IsArray():
-		for _, p := range content.Array() {
-			part, keep, err := parsePart(role, p)
-			if err != nil {
-				return nil, err
-			}
-			if keep {
+		var err error
+		eachElement(content.Raw, func(p gjson.Result) bool {
+			var part contentPart
+			var keep bool
+			if part, keep, err = parsePart(role, p); keep {
 				parts = append(parts, part)
 			}
+			return err == nil
+		})
+		if err != nil {
+			return nil, err
 		}
 	default:
 		return nil, notRenderable("the content is neither text nor a list")
@@ -387,27 +391,25 @@ func parsePart(role string, p gjson.Result) (part contentPart, keep bool, err er
 		return part, false, notRenderable("a content part is not an object")
 	}
 	fields := members(p)
-	byKey := map[string]gjson.Result{}
 	for _, f := range fields {
-		byKey[f.key] = f.value
 		if slices.Contains(mediaKeys, f.key) {
 			return part, false, notRenderable("a content part carries %q", f.key)
 		}
 	}
-	kind := byKey["type"].Str
+	kind := fieldOf(fields, "type").Str
 	var text gjson.Result
 	switch {
 	case kind == "text":
-		text = byKey["text"]
+		text = fieldOf(fields, "text")
 		if text.Exists() && text.Type == gjson.Null {
 			return part, false, nil // vLLM skips it with a warning
 		}
 	case kind == "refusal" && role == "assistant":
-		text = byKey["refusal"]
+		text = fieldOf(fields, "refusal")
 	case kind == "thinking" && role == "assistant":
-		text = byKey["thinking"]
+		text = fieldOf(fields, "thinking")
 	case kind == "tool_reference" && role == "tool":
-		text = byKey["name"]
+		text = fieldOf(fields, "name")
 		part.reference = true
 	default:
 		return part, false, notRenderable("a content part of type %q for role %q", kind, role)
@@ -415,7 +417,7 @@ func parsePart(role string, p gjson.Result) (part contentPart, keep bool, err er
 	if text.Type != gjson.String {
 		return part, false, notRenderable("a content part without its %s", kind)
 	}
-	part.text = text.Str
+	part.text, part.raw = text.Str, text.Raw
 	for _, f := range fields {
 		if !part.reference && !slices.Contains(partFields, f.key) {
 			part.extra = append(part.extra, jsonField{f.key, f.value.Raw})
@@ -434,7 +436,7 @@ func dropBillingHeader(parts []contentPart) []contentPart {
 			if rest == "" {
 				continue
 			}
-			p.text = rest
+			p.text, p.raw = rest, ""
 		}
 		out = append(out, p)
 	}

@@ -107,11 +107,21 @@ func NewTokens(model *Model, ask Asker, timeout time.Duration, log *slog.Logger)
 
 // Chat returns the prompt of a /v1/chat/completions request.
 func (t *Tokens) Chat(ctx context.Context, body []byte) Prompt {
-	features := chatFeatures(body)
+	parsed, ok := ParseBody(body)
+	if !ok {
+		parsed = &Body{Raw: body}
+	}
+	return t.ChatBody(ctx, parsed)
+}
+
+// ChatBody is Chat for a body that has been taken apart.
+func (t *Tokens) ChatBody(ctx context.Context, parsed *Body) Prompt {
+	body := parsed.Raw
+	features := parsed.features()
 	shape := strings.Join(features, "+")
 	reason := t.whyNot(features)
 	if reason == "" {
-		tokens, err := t.model.ChatTokens(body)
+		tokens, err := t.model.chatBodyTokens(parsed)
 		if err == nil {
 			t.local.Add(1)
 			return Prompt{Tokens: tokens, Source: SourceLocal, Exact: len(tokens), Shape: shape}
@@ -142,10 +152,20 @@ func (t *Tokens) Chat(ctx context.Context, body []byte) Prompt {
 
 // Completion returns the prompts of a /v1/completions request, at least one.
 func (t *Tokens) Completion(ctx context.Context, body []byte) []Prompt {
+	parsed, ok := ParseBody(body)
+	if !ok {
+		parsed = &Body{Raw: body}
+	}
+	return t.CompletionBody(ctx, parsed)
+}
+
+// CompletionBody is Completion for a body that has been taken apart.
+func (t *Tokens) CompletionBody(ctx context.Context, parsed *Body) []Prompt {
+	body := parsed.Raw
 	const shape = "completion"
 	reason := t.whyNot([]string{shape})
 	if reason == "" {
-		lists, err := t.model.CompletionTokens(body)
+		lists, err := t.model.completionBodyTokens(parsed)
 		if err == nil {
 			t.local.Add(1)
 			return prompts(lists, SourceLocal, shape)
@@ -420,31 +440,28 @@ func renameReasoning(messages gjson.Result) string {
 // chatFeatures names what shapes a chat's prompt: "chat" and then "tools",
 // "tool_calls", "parts" and "continue" where present.
 func chatFeatures(body []byte) []string {
-	var tools, calls, parts, continued bool
-	gjson.ParseBytes(body).ForEach(func(key, value gjson.Result) bool {
-		switch key.Str {
-		case "tools":
-			tools = value.Type != gjson.Null
-		case "continue_final_message":
-			continued = value.Bool()
-		case "messages":
-			value.ForEach(func(_, m gjson.Result) bool {
-				m.ForEach(func(key, v gjson.Result) bool {
-					switch key.Str {
-					case "role":
-						calls = calls || v.Str == "tool"
-					case "tool_calls":
-						calls = calls || v.IsArray()
-					case "content":
-						parts = parts || v.IsArray()
-					}
-					return true
-				})
-				return true
-			})
+	if parsed, ok := ParseBody(body); ok {
+		return parsed.features()
+	}
+	return []string{"chat"}
+}
+
+func (body *Body) features() []string {
+	var calls, parts bool
+	for _, m := range body.messages() {
+		for _, f := range m.fields {
+			switch f.key {
+			case "role":
+				calls = calls || f.value.Str == "tool"
+			case "tool_calls":
+				calls = calls || f.value.IsArray()
+			case "content":
+				parts = parts || f.value.IsArray()
+			}
 		}
-		return true
-	})
+	}
+	tools := body.Get("tools").Type != gjson.Null
+	continued := body.Get("continue_final_message").Bool()
 	out := []string{"chat"}
 	for _, f := range []struct {
 		name string

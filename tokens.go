@@ -144,7 +144,16 @@ func (m *Model) SetMaxModelLen(n int) { m.maxModelLen.Store(int64(n)) }
 // ChatTokens returns the prompt tokens of a /v1/chat/completions request, given
 // its JSON. ErrNotRenderable means that only the engine can tell them.
 func (m *Model) ChatTokens(body []byte) ([]uint32, error) {
-	req, err := parseChat(body, chatCompletion, m.options)
+	parsed, ok := ParseBody(body)
+	if !ok {
+		return nil, notRenderable("the body is not a JSON object")
+	}
+	return m.chatBodyTokens(parsed)
+}
+
+// chatBodyTokens is ChatTokens for a body that has been taken apart.
+func (m *Model) chatBodyTokens(body *Body) ([]uint32, error) {
+	req, err := parseChatBody(body, chatCompletion, m.options)
 	if err != nil {
 		return nil, err
 	}
@@ -249,12 +258,21 @@ func truncate(tokens []uint32, limit gjson.Result) ([]uint32, error) {
 // CompletionTokens returns the tokens of each prompt of a /v1/completions
 // request: a text, token ids, or a list of either.
 func (m *Model) CompletionTokens(body []byte) ([][]uint32, error) {
-	if !json.Valid(body) || hasLoneSurrogate(body) {
-		return nil, notRenderable("the body is not JSON")
+	parsed, ok := ParseBody(body)
+	if !ok {
+		return nil, notRenderable("the body is not a JSON object")
+	}
+	return m.completionBodyTokens(parsed)
+}
+
+// completionBodyTokens is CompletionTokens for a body that has been taken apart.
+func (m *Model) completionBodyTokens(body *Body) ([][]uint32, error) {
+	if body.loneSurrogate {
+		return nil, notRenderable("the body has half of a surrogate pair")
 	}
 	var prompt, limit gjson.Result
 	addSpecial := true
-	for _, f := range members(gjson.ParseBytes(body)) {
+	for _, f := range body.top {
 		var err error
 		switch f.key {
 		case "prompt":
