@@ -308,9 +308,8 @@ func TestMockStopsWhenTheClientGoesAway(t *testing.T) {
 	}
 	io.ReadFull(response.Body, make([]byte, 100))
 	w := s.rooms.fleet.mocker.Worker(0)
-	if w.currentLoad().Running != 1 {
-		t.Errorf("load %+v", w.currentLoad())
-	}
+	// The load is published a moment after the first token went out.
+	eventually(t, 5*time.Second, "one running request", func() bool { return w.currentLoad().Running == 1 })
 	cancel()
 	response.Body.Close()
 	eventually(t, 10*time.Second, "aborted and freed", func() bool {
