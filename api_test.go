@@ -273,6 +273,28 @@ func TestClientThatLeavesCancelsTheWorker(t *testing.T) {
 	})
 }
 
+func TestClientThatLeavesAfterTheEndWasServed(t *testing.T) {
+	worker := newFakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
+		streamOf(tokenEvent, "[DONE]")(w, r)
+		http.NewResponseController(w).Flush()
+		<-r.Context().Done() // the client is faster than the end of the body
+	})
+	h := newHouse(t, Config{}, worker.URL)
+	ctx, leave := context.WithCancel(t.Context())
+	request, _ := http.NewRequestWithContext(ctx, http.MethodPost, h.URL+chatPath, strings.NewReader(`{"stream":true}`))
+	response, err := h.Client().Do(request)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer response.Body.Close()
+	for lines := bufio.NewScanner(response.Body); lines.Scan() && lines.Text() != "data: [DONE]"; {
+	}
+	leave()
+	eventually(t, 5*time.Second, "status 200 counted", func() bool {
+		return strings.Contains(h.metrics(t), `kvrouter_requests_total{route="/v1/chat/completions",status="200",worker_id="0"} 1`)
+	})
+}
+
 func (h *house) metrics(t *testing.T) string {
 	t.Helper()
 	response, err := h.Client().Get(h.URL + "/metrics")

@@ -301,6 +301,9 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 			if !started {
 				return &workerError{worker, err}
 			}
+			if events.done { // many clients leave as soon as they have read the end
+				return nil
+			}
 			// The status is out already: the failure is told as an event.
 			if !u.HideUsage && len(events.pending) > 0 {
 				fmt.Fprint(w, "\n\n") // ends the event that broke off
@@ -322,6 +325,7 @@ type eventScanner struct {
 
 	count  int   // data events that ended in the last chunk
 	seen   bool  // an event has come
+	done   bool  // the event that ends the stream has come
 	failed bool  // the first event tells of a failed engine
 	usage  Usage // as far as reported
 }
@@ -376,7 +380,11 @@ func (s *eventScanner) rest() []byte {
 // take looks at one whole event and tells whether to keep it from the client.
 func (s *eventScanner) take(event []byte) bool {
 	data, ok := bytes.CutPrefix(event, []byte("data:"))
-	if !ok || bytes.HasPrefix(bytes.TrimSpace(data), []byte("[DONE]")) {
+	if !ok {
+		return false
+	}
+	if bytes.HasPrefix(bytes.TrimSpace(data), []byte("[DONE]")) {
+		s.done = true
 		return false
 	}
 	s.count++
