@@ -7,6 +7,7 @@
 //
 //	api.go        the OpenAI side: routes, limits, errors, request ids
 //	prompts.go    Tokens: a request's prompt tokens, from here or from a worker
+//	segments.go   Segments: tokens of prompt pieces that were seen before
 //	tokens.go     Model: tokenizer and chat templates (modelfiles.go finds them,
 //	              normalize.go makes of a chat what vLLM's templates get,
 //	              render.go and native/ render it)
@@ -15,14 +16,19 @@
 //	radix.go      Radix: which worker holds which blocks (radixnodes.go,
 //	              workersets.go and hashtable.go are what it is made of)
 //	load.go       Loads: how busy each worker is, as published and as booked
-//	policy.go     Policy: the rules that choose a worker
+//	policy.go     Policy: the rules that choose a worker (kvpolicy.go: kv)
 //	proxy.go      one request to one worker and back
 //	selection.go  the router port, for those who only want the decision
 //	events.go     EventStream: one worker's KV events, in order and complete
 //	              (eventcodec.go decodes them, zmqconn.go carries them)
 //	workers.go    Fleet: started workers (launch.go, process.go, startlog.go)
 //	              and attached ones (attach.go); incarnation.go is what both share
-//	telemetry.go  Prometheus metrics
+//	telemetry.go  Prometheus metrics; record.go writes a line a request
+//	enginesim.go  SimEngine: a simulated engine, step by step (blockpool.go: its memory)
+//	mocker.go     simulated workers behind real sockets (mockapi.go, mockevents.go,
+//	              mockmodel.go, mockwords.go, zmqserver.go)
+//	simulate.go   traces in virtual time (trace.go reads them, report.go and
+//	              plot.go show what came out)
 //	config.go     every flag (configfile.go reads the YAML file)
 //	main.go       wires all this and ends it again
 //
