@@ -9,7 +9,7 @@ BENCH ?= .
 TEST_TIMEOUT ?= 25m
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint bench bench-real wire-speed clean
+.PHONY: help setup run test lint bench bench-real wire-speed peers segments clean
 
 help: ## Show these targets
 	@printf 'kvrouter: KV-cache-aware routing over vLLM workers\n\n'
@@ -43,6 +43,13 @@ bench-real: setup ## KV-aware routing against round robin on two real vLLM CPU w
 
 wire-speed: setup ## CPU per indexed KV event, against dynamo.indexer
 	scripts/wire_speed.sh
+
+peers: setup ## Side by side with peers: KV events, proxy path
+	scripts/wire_speed.sh
+	scripts/peers_proxy.sh
+
+segments: setup ## Hold cut and remembered prompts against the tokenizers of eight model families
+	scripts/segments.sh
 
 clean: ## Remove what was built here (the cache of vLLM and models stays)
 	rm -rf out native/lib native/target kvrouter *.test *.prof
