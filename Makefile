@@ -10,7 +10,7 @@ TEST_TIMEOUT ?= 25m
 SOAK ?= 60s
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint bench bench-real wire-speed soak clean
+.PHONY: help setup run test lint bench bench-real wire-speed peers segments soak clean
 
 help: ## Show these targets
 	@printf 'kvrouter: KV-cache-aware routing over vLLM workers\n\n'
@@ -44,6 +44,13 @@ bench-real: setup ## KV-aware routing against round robin on two real vLLM CPU w
 
 wire-speed: setup ## CPU per indexed KV event, against dynamo.indexer
 	scripts/wire_speed.sh
+
+peers: setup ## Side by side with peers: KV events, proxy path
+	scripts/wire_speed.sh
+	scripts/peers_proxy.sh
+
+segments: setup ## Hold cut and remembered prompts against the tokenizers of eight model families
+	scripts/segments.sh
 
 soak: ## A minute of 200 requests in flight on simulated workers, then one with faults (SOAK=60s)
 	@scripts/build-native.sh

@@ -64,10 +64,11 @@ type Config struct {
 	BaseKVReplayPort int    `group:"Addresses" name:"base-kv-replay-port" default:"5757" help:"KV-event replay port of worker 0; worker i has this plus i."`
 	BaseMetricsPort  int    `group:"Addresses" default:"5657" help:"Load metrics port of worker 0; worker i has this plus i."`
 
-	Policy       string        `group:"Routing" default:"standalone" placeholder:"NAME" help:"How to choose a worker: ${policies}. Simulate takes several, separated by commas."`
-	Seed         uint64        `group:"Routing" default:"0" help:"Seed of everything random; 0 takes it from the clock."`
-	TokenTimeout time.Duration `group:"Routing" default:"2s" help:"Longest wait for a worker's own tokens where the router cannot render a prompt itself."`
-	CollectUsage bool          `group:"Routing" default:"true" negatable:"" help:"Ask workers for the usage of streams whose client did not, and keep it from the client."`
+	Policy           string        `group:"Routing" default:"standalone" placeholder:"NAME" help:"How to choose a worker: ${policies}. Simulate takes several, separated by commas."`
+	Seed             uint64        `group:"Routing" default:"0" help:"Seed of everything random; 0 takes it from the clock."`
+	TokenTimeout     time.Duration `group:"Routing" default:"2s" help:"Longest wait for a worker's own tokens where the router cannot render a prompt itself."`
+	TokenCacheTokens int           `group:"Routing" default:"4194304" help:"Prompt tokens remembered by piece of text (system prompt, turns), so that no piece is encoded twice; 4 bytes each. 0 remembers nothing."`
+	CollectUsage     bool          `group:"Routing" default:"true" negatable:"" help:"Ask workers for the usage of streams whose client did not, and keep it from the client."`
 	PolicyKnobs
 
 	APIKey           []string      `group:"Requests" name:"api-key" placeholder:"KEY" help:"Bearer key that the OpenAI port asks for; several are separated by commas. Default: no key is asked for."`
@@ -416,6 +417,9 @@ func (c *Config) validate() error {
 		if p.value <= 0 {
 			return fmt.Errorf("%s must be more than 0", p.flag)
 		}
+	}
+	if c.TokenCacheTokens < 0 {
+		return errors.New("--token-cache-tokens cannot be negative: 0 remembers nothing")
 	}
 	if c.DrainTimeout < 0 || c.RequestTimeout < 0 {
 		return errors.New("--drain-timeout and --request-timeout cannot be negative")

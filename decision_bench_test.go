@@ -89,7 +89,7 @@ func BenchmarkDecision(b *testing.B) {
 	r := rand.New(rand.NewPCG(5, 5))
 	var turns []string
 	for range 41 {
-		turns = append(turns, proseOf(r, words, 1600))
+		turns = append(turns, proseOf(r, words, 2050))
 	}
 	for _, c := range []struct {
 		name   string
@@ -99,12 +99,12 @@ func BenchmarkDecision(b *testing.B) {
 	}{
 		{"hot/1500-words", true, 64, func() []byte { return chatBody(proseOf(r, words, 1500)) }},
 		{"cold/1500-words", false, 2000, func() []byte { return chatBody(proseOf(r, words, 1500)) }},
-		{"hot/100k-tokens-one-message", true, 4, func() []byte { return chatBody(proseOf(r, words, 67_000)) }},
+		{"hot/100k-tokens-one-message", true, 4, func() []byte { return chatBody(proseOf(r, words, 84_000)) }},
 		{"hot/100k-tokens-41-turns", true, 1, func() []byte { return chatBody(turns...) }},
 		{"hot/100k-tokens-41-turns-new-question", false, 64, func() []byte {
 			return chatBody(append(turns[:40:40], proseOf(r, words, 60))...)
 		}},
-		{"cold/100k-tokens-one-message", false, 40, func() []byte { return chatBody(proseOf(r, words, 67_000)) }},
+		{"cold/100k-tokens-one-message", false, 40, func() []byte { return chatBody(proseOf(r, words, 84_000)) }},
 	} {
 		b.Run(c.name, func(b *testing.B) {
 			index := NewRadix()

@@ -6,11 +6,13 @@
 // file offers to the others. In the order in which a request passes them:
 //
 //	api.go        the OpenAI side: routes, limits, errors, request ids
+//	jsonscan.go   Body: a request's JSON, checked and taken apart once
 //	prompts.go    Tokens: a request's prompt tokens, from here or from a worker
 //	segments.go   Segments: tokens of prompt pieces that were seen before
 //	tokens.go     Model: tokenizer and chat templates (modelfiles.go finds them,
 //	              normalize.go makes of a chat what vLLM's templates get,
-//	              render.go and native/ render it)
+//	              render.go and native/ render it, segments.go remembers the
+//	              tokens of its pieces)
 //	hashes.go     block hashes of those tokens
 //	router.go     Router: look up, choose, book, free
 //	radix.go      Radix: which worker holds which blocks (radixnodes.go,

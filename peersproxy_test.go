@@ -19,12 +19,16 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// peersBlock is the block size of the backends, in tokens.
-const peersBlock = 64
+// peersBlock is the block size of the backends in tokens, and peersBlocks how
+// many each of them caches.
+const (
+	peersBlock  = 64
+	peersBlocks = 32 << 10
+)
 
 // TestPeersBackends is a part of scripts/peers_proxy.sh: engines that answer at
 // once and publish KV events, on the ports in $KVROUTER_PEERS_BACKENDS, until
-// stdin ends. They cache every prompt for ever.
+// stdin ends. A full cache is emptied at once.
 func TestPeersBackends(t *testing.T) {
 	ports := os.Getenv("KVROUTER_PEERS_BACKENDS")
 	if ports == "" {
@@ -106,6 +110,7 @@ func (b *peersBackend) handler() http.Handler {
 // publish tells of the blocks of new prompts, as an engine does after it has
 // computed them.
 func (b *peersBackend) publish() {
+	cached := 0 // blocks of the prompts since the cache was empty
 	for body := range b.prompts {
 		tokens, err := b.model.ChatTokens(body)
 		if err != nil {
@@ -113,25 +118,39 @@ func (b *peersBackend) publish() {
 			continue
 		}
 		chain := SequenceHashes(nil, HashBlocks(nil, tokens, peersBlock, "", ""))
-		first := slices.IndexFunc(chain, func(h uint64) bool { return !b.seen1(h) })
+		if cached += len(chain); cached > peersBlocks {
+			cached = len(chain)
+			b.mu.Lock()
+			clear(b.seen)
+			b.mu.Unlock()
+			b.send(testEvent{"cleared": true})
+		}
+		first := slices.IndexFunc(chain, func(h uint64) bool { return !b.cache(h) })
 		if first < 0 {
 			continue
+		}
+		for _, h := range chain[first+1:] {
+			b.cache(h)
 		}
 		e := testEvent{"stored": chain[first:], "tokens": tokens[first*peersBlock : len(chain)*peersBlock], "block_size": peersBlock}
 		if first > 0 {
 			e["parent"] = chain[first-1]
 		}
-		payload, err := msgpack.Marshal([]any{float64(time.Now().UnixNano()) / 1e9, []any{e.wire()}, 0})
-		if err != nil {
-			fmt.Fprintln(os.Stderr, err)
-			continue
-		}
-		b.publisher.payload(false, payload)
+		b.send(e)
 	}
 }
 
-// seen1 tells whether a block is cached, and caches it.
-func (b *peersBackend) seen1(block uint64) bool {
+func (b *peersBackend) send(e testEvent) {
+	payload, err := msgpack.Marshal([]any{float64(time.Now().UnixNano()) / 1e9, []any{e.wire()}, 0})
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return
+	}
+	b.publisher.payload(false, payload)
+}
+
+// cache tells whether a block is cached, and caches it.
+func (b *peersBackend) cache(block uint64) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	known := b.seen[block]

@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/tidwall/gjson"
@@ -56,11 +57,22 @@ type Upstream struct {
 // Proxy sends requests to workers and relays their answers.
 type Proxy struct {
 	client    *http.Client
+	streams   sync.Pool // of *streamRoom
 	telemetry *Telemetry
 	failed    func(worker uint64) // told of a worker that did not answer
 	silence   time.Duration       // longest wait for a worker's next byte, and for a client to take it; 0: no limit
 	now       func() time.Time
 }
+
+// streamRoom is the memory that relaying one stream takes, used again by later
+// streams.
+type streamRoom struct {
+	buffer       [16 << 10]byte
+	pending, out []byte
+}
+
+// pooledRoom bounds what a streamRoom keeps beside its buffer, bytes.
+const pooledRoom = 64 << 10
 
 // NewProxy returns a proxy. silence is the longest wait for a worker's next
 // byte, 0 for ever; failed is called with each worker that does not answer a
@@ -77,6 +89,7 @@ func NewProxy(telemetry *Telemetry, silence time.Duration, failed func(worker ui
 			},
 			CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 		},
+		streams:   sync.Pool{New: func() any { return new(streamRoom) }},
 		telemetry: telemetry,
 		failed:    failed,
 		silence:   silence,
@@ -250,8 +263,15 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 	worker := x.Decision.Target.Key.Worker
 	answer.Header.Del("Content-Length") // an event may be taken out
 	flush := http.NewResponseController(w)
-	events := eventScanner{hideUsage: u.HideUsage}
-	buffer := make([]byte, 32<<10)
+	room := p.streams.Get().(*streamRoom)
+	defer p.streams.Put(room)
+	events := eventScanner{hideUsage: u.HideUsage, pending: room.pending[:0], out: room.out[:0]}
+	defer func() {
+		if cap(events.pending)+cap(events.out) <= pooledRoom {
+			room.pending, room.out = events.pending, events.out
+		}
+	}()
+	buffer := room.buffer[:]
 	var last time.Time
 	for started := false; ; {
 		n, err := answer.Read(buffer)

@@ -13,8 +13,9 @@ import (
 )
 
 // DefaultTokenCache is how many tokens Segments remembers unless told otherwise;
-// each takes 4 bytes, so that a full cache has 32 MiB.
-const DefaultTokenCache = 8 << 20
+// each takes 4 bytes, so that a full cache has 16 MiB, the tokens of 40 prompts
+// of 100,000.
+const DefaultTokenCache = 4 << 20
 
 // Segments encodes texts piece by piece and remembers the tokens of the pieces,
 // so that the system prompt and the earlier turns of a chat are encoded once

