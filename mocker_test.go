@@ -308,9 +308,7 @@ func TestMockStopsWhenTheClientGoesAway(t *testing.T) {
 	}
 	io.ReadFull(response.Body, make([]byte, 100))
 	w := s.rooms.fleet.mocker.Worker(0)
-	if w.currentLoad().Running != 1 {
-		t.Errorf("load %+v", w.currentLoad())
-	}
+	eventually(t, 10*time.Second, "runs", func() bool { return w.currentLoad().Running == 1 })
 	cancel()
 	response.Body.Close()
 	eventually(t, 10*time.Second, "aborted and freed", func() bool {
