@@ -21,6 +21,8 @@ const (
 	completionMaxTokens = 16
 	// mockVersion is the vLLM whose answers the mock workers imitate.
 	mockVersion = "0.32.0+mock"
+	// mockFingerprint is the system_fingerprint that ends every answer.
+	mockFingerprint = "vllm-" + mockVersion
 )
 
 // mockAnswer is one request's answer. Its engine request belongs to the
@@ -32,6 +34,7 @@ type mockAnswer struct {
 	model   string
 	created int64
 	prompt  int      // tokens
+	blocks  int      // tokens in the prompt's full blocks
 	output  int      // tokens
 	tokens  []uint32 // of the prompt and of the whole answer
 	texts   []string // by token of the answer
@@ -169,7 +172,7 @@ func (w *MockWorker) prepare(body []byte, chat bool) (answer *mockAnswer, proble
 		return nil, "the mocker answers with one choice: n must be 1", http.StatusBadRequest
 	}
 	if model := field("model").String(); model != "" && model != w.cfg.ServedModelName {
-		return nil, fmt.Sprintf("The model `%s` does not exist.", model), http.StatusNotFound
+		return nil, fmt.Sprintf("The model `%s` does not exist. Valid aliases: %s.", model, w.cfg.ServedModelName), http.StatusNotFound
 	}
 	prompt, problem := w.promptTokens(body, chat)
 	if problem != "" {
@@ -192,13 +195,13 @@ func (w *MockWorker) prepare(body []byte, chat bool) (answer *mockAnswer, proble
 			return nil, name + " must be at least 1, got " + v.Raw + ".", http.StatusBadRequest
 		}
 		if v.Int() > int64(room) {
-			return nil, fmt.Sprintf("'%s' or 'max_completion_tokens' is too large: %d. This model's maximum context length is %d tokens and your request has %d input tokens (%d > %d - %d).", name, v.Int(), w.maxModelLen, len(prompt), v.Int(), w.maxModelLen, len(prompt)), http.StatusBadRequest
+			return nil, fmt.Sprintf("%s=%d cannot be greater than max_model_len=%d less the %d tokens of the prompt. Please request fewer output tokens.", name, v.Int(), w.maxModelLen, len(prompt)), http.StatusBadRequest
 		}
 		limit = int(v.Int())
 		break
 	}
 	answer = &mockAnswer{
-		chat: chat, model: w.cfg.ServedModelName, created: time.Now().Unix(), prompt: len(prompt), salt: field("cache_salt").Str,
+		chat: chat, model: w.cfg.ServedModelName, created: time.Now().Unix(), prompt: len(prompt), blocks: len(prompt) / w.cfg.BlockSize * w.cfg.BlockSize, salt: field("cache_salt").Str,
 		more: make(chan struct{}, 1),
 		options: mockOptions{
 			stream: field("stream").Bool(), usage: field("stream_options.include_usage").Bool(),
@@ -251,14 +254,15 @@ func (a *mockAnswer) appendChunks(out []byte, sent int) ([]byte, int) {
 	}
 	if a.chat && sent == 0 {
 		out = a.head(out)
-		out = append(out, `"choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"prompt_token_ids":`...)
+		out = append(out, `"choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]`...)
+		out = a.stepUsage(out, 0)
+		out = append(out, `,"prompt_token_ids":`...)
 		if a.options.tokenIDs {
 			out = appendTokens(out, a.tokens[:a.prompt])
 		} else {
 			out = append(out, "null"...)
 		}
 		out = append(out, `,"prompt_text":null`...)
-		out = a.stepUsage(out, 0)
 		out = append(out, "}\n\n"...)
 	}
 	out = a.head(out)
@@ -296,6 +300,9 @@ func (a *mockAnswer) appendChunks(out []byte, sent int) ([]byte, int) {
 	}
 	out = append(out, "}]"...)
 	out = a.stepUsage(out, now)
+	if last && !a.options.usage {
+		out = append(out, `,"system_fingerprint":"`+mockFingerprint+`"`...)
+	}
 	out = append(out, "}\n\n"...)
 	if !last {
 		return out, now
@@ -304,7 +311,7 @@ func (a *mockAnswer) appendChunks(out []byte, sent int) ([]byte, int) {
 		out = a.head(out)
 		out = append(out, `"choices":[],"usage":`...)
 		out = a.appendUsage(out, now, false)
-		out = append(out, "}\n\n"...)
+		out = append(out, `,"system_fingerprint":"`+mockFingerprint+"\"}\n\n"...)
 	}
 	return append(out, "data: [DONE]\n\n"...), now
 }
@@ -323,16 +330,26 @@ func (a *mockAnswer) stepUsage(out []byte, generated int) []byte {
 	if !a.options.usage || !a.options.continuousUsage {
 		return out
 	}
-	return fmt.Appendf(out, `,"usage":{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d}`, a.prompt, a.prompt+generated, generated)
+	out = fmt.Appendf(out, `,"usage":{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d`, a.prompt, a.prompt+generated, generated)
+	if a.chat {
+		out = append(out, `,"completion_tokens_details":null`...)
+	}
+	return append(out, '}')
 }
 
 // appendUsage appends the usage of the whole; null fields belong to answers
 // that are not streamed.
 func (a *mockAnswer) appendUsage(out []byte, generated int, nulls bool) []byte {
+	cached := int(a.cached.Load())
 	out = fmt.Appendf(out, `{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d`,
-		a.prompt, a.prompt+generated, generated, a.cached.Load())
+		a.prompt, a.prompt+generated, generated, cached)
+	if a.chat { // a completion does not tell it
+		out = fmt.Appendf(out, `,"created_cache_tokens":%d`, max(0, a.blocks-cached))
+	} else if nulls {
+		out = append(out, `,"created_cache_tokens":null`...)
+	}
 	if nulls {
-		return append(out, `,"created_cache_tokens":null,"multimodal_tokens":null},"completion_tokens_details":null}`...)
+		return append(out, `,"multimodal_tokens":null},"completion_tokens_details":null}`...)
 	}
 	return append(out, "}}"...)
 }
@@ -374,7 +391,7 @@ func (a *mockAnswer) whole() []byte {
 	if !a.chat {
 		out = append(append(out, `,"prompt_logprobs":null,"prompt_token_ids":`...), prompt...)
 	}
-	out = append(out, `,"routed_experts":null}],"service_tier":null,"system_fingerprint":null,"usage":`...)
+	out = append(out, `,"routed_experts":null}],"service_tier":null,"system_fingerprint":"`+mockFingerprint+`","usage":`...)
 	out = a.appendUsage(out, a.output, true)
 	if a.chat {
 		out = append(append(out, `,"prompt_logprobs":null,"prompt_token_ids":`...), prompt...)
@@ -514,7 +531,16 @@ func mockError(out http.ResponseWriter, status int, message string) {
 	if kind == "" {
 		kind = "InternalServerError"
 	}
-	answerJSON(out, status, map[string]any{"error": map[string]any{"message": message, "type": kind, "param": nil, "code": status}})
+	var body struct {
+		Error struct {
+			Message string  `json:"message"`
+			Type    string  `json:"type"`
+			Param   *string `json:"param"`
+			Code    int     `json:"code"`
+		} `json:"error"`
+	}
+	body.Error.Message, body.Error.Type, body.Error.Code = message, kind, status
+	answerJSON(out, status, body)
 }
 
 func answerJSON(out http.ResponseWriter, status int, value any) {

@@ -203,9 +203,9 @@ func TestMockChunksHaveVLLMsShape(t *testing.T) {
 	for _, c := range []struct{ path, body, first, last string }{
 		{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":3,"stream":true,"stream_options":{"include_usage":true}}`,
 			`{"id":"?","object":"chat.completion.chunk","created":0,"model":"mock","choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"prompt_token_ids":null,"prompt_text":null}`,
-			`{"id":"?","object":"chat.completion.chunk","created":0,"model":"mock","choices":[],"usage":{"prompt_tokens":21,"total_tokens":24,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":0}}}`},
+			`{"id":"?","object":"chat.completion.chunk","created":0,"model":"mock","choices":[],"usage":{"prompt_tokens":21,"total_tokens":24,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":0,"created_cache_tokens":0}},"system_fingerprint":"vllm-0.32.0+mock"}`},
 		{"/v1/completions", `{"prompt":"Hi","max_tokens":1,"stream":true,"return_token_ids":true}`,
-			`{"id":"?","object":"text_completion","created":0,"model":"mock","choices":[{"index":0,"text":"?","logprobs":null,"finish_reason":"length","stop_reason":null,"prompt_token_ids":[72,105],"token_ids":[0]}]}`, ""},
+			`{"id":"?","object":"text_completion","created":0,"model":"mock","choices":[{"index":0,"text":"?","logprobs":null,"finish_reason":"length","stop_reason":null,"prompt_token_ids":[72,105],"token_ids":[0]}],"system_fingerprint":"vllm-0.32.0+mock"}`, ""},
 	} {
 		status, answer := post(t, s.workerURL(0)+c.path, c.body)
 		events := strings.Split(strings.TrimSpace(string(answer)), "\n\n")

@@ -2,7 +2,6 @@ package main
 
 import (
 	"encoding/json"
-	"fmt"
 	"strconv"
 )
 
@@ -18,6 +17,10 @@ const builtinTemplate = `{%- if tools %}<|im_start|>system
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}`
 
+// builtinSpecial are the built-in model's special tokens, numbered after the
+// bytes.
+var builtinSpecial = [2]string{"<|im_start|>", "<|im_end|>"}
+
 // builtinMaxModelLen is the longest context of the built-in model, tokens.
 const builtinMaxModelLen = 131_072
 
@@ -25,29 +28,29 @@ const builtinMaxModelLen = 131_072
 // each byte of a text is one token, and <|im_start|> and <|im_end|> are one
 // each.
 func OpenBuiltinModel() (*Model, error) {
-	special := []string{"<|im_start|>", "<|im_end|>"}
+	files := &modelFiles{
+		templates:   map[string]string{"default": builtinTemplate},
+		special:     []jsonField{{"eos_token", strconv.Quote(builtinSpecial[1])}},
+		maxModelLen: builtinMaxModelLen,
+	}
+	return newModel("the built-in tokenizer", builtinTokenizer, files, ChatOptions{})
+}
+
+// builtinTokenizer returns the built-in model's tokenizer.json.
+func builtinTokenizer() ([]byte, error) {
 	vocabulary := map[string]int{}
 	for i, r := range byteAlphabet() {
 		vocabulary[string(r)] = i
 	}
 	var added []map[string]any
-	for i, text := range special {
+	for i, text := range builtinSpecial {
 		added = append(added, map[string]any{"id": 256 + i, "content": text, "special": true, "normalized": false, "single_word": false, "lstrip": false, "rstrip": false})
 	}
 	byteLevel := map[string]any{"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true}
-	raw, err := json.Marshal(map[string]any{
+	return json.Marshal(map[string]any{
 		"version": "1.0", "added_tokens": added, "normalizer": nil, "pre_tokenizer": byteLevel, "post_processor": nil, "decoder": byteLevel,
 		"model": map[string]any{"type": "BPE", "dropout": nil, "unk_token": nil, "fuse_unk": false, "byte_fallback": false, "vocab": vocabulary, "merges": []string{}},
 	})
-	if err != nil {
-		return nil, fmt.Errorf("built-in tokenizer: %w", err)
-	}
-	files := &modelFiles{
-		templates:   map[string]string{"default": builtinTemplate},
-		special:     []jsonField{{"eos_token", strconv.Quote(special[1])}},
-		maxModelLen: builtinMaxModelLen,
-	}
-	return newModel("the built-in tokenizer", raw, func() ([]byte, error) { return raw, nil }, files, ChatOptions{})
 }
 
 // byteAlphabet returns the characters by which byte-level tokenizers write the

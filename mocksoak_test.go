@@ -82,6 +82,12 @@ func (s *soak) run(d time.Duration, every func(elapsed time.Duration)) {
 	var clients sync.WaitGroup
 	for i := range soakRequests {
 		clients.Go(func() {
+			// All at once would only show how many ask a cold worker for the same
+			// system prompt before it has computed it.
+			select {
+			case <-time.After(d / 10 * time.Duration(i) / soakRequests):
+			case <-ctx.Done():
+			}
 			random := rand.New(rand.NewPCG(uint64(i), 2))
 			for ctx.Err() == nil {
 				s.converse(ctx, random)

@@ -82,24 +82,23 @@ func OpenModel(dir string) (*Model, error) {
 func OpenModelWith(dir string, options ChatOptions) (*Model, error) {
 	C.bound_arenas(C.int(runtime.NumCPU()))
 	path := filepath.Join(dir, "tokenizer.json")
-	raw, err := os.ReadFile(path)
-	if err != nil {
-		return nil, fmt.Errorf("a model's folder needs a tokenizer.json: %w", err)
-	}
 	files, err := readModelFiles(dir)
 	if err != nil {
 		return nil, err
 	}
-	return newModel(path, raw, func() ([]byte, error) { return os.ReadFile(path) }, files, options)
+	return newModel(path, func() ([]byte, error) { return os.ReadFile(path) }, files, options)
 }
 
-// newModel makes a model of a tokenizer.json, which came from path and can be
-// had again from reread, and of what the files beside it say.
-func newModel(path string, raw []byte, reread func() ([]byte, error), files *modelFiles, options ChatOptions) (*Model, error) {
+// newModel makes a model of the tokenizer.json that read returns, which path
+// names in errors, and of what the files beside it say.
+func newModel(path string, read func() ([]byte, error), files *modelFiles, options ChatOptions) (*Model, error) {
+	raw, err := read()
+	if err != nil {
+		return nil, fmt.Errorf("a model's folder needs a tokenizer.json: %w", err)
+	}
 	// The engine sets truncation and padding for each call, whatever the file says.
 	for _, key := range []string{"truncation", "padding"} {
 		if v := gjson.GetBytes(raw, key); v.Exists() && v.Type != gjson.Null {
-			var err error
 			if raw, err = sjson.SetRawBytes(raw, key, []byte("null")); err != nil {
 				return nil, fmt.Errorf("reading %s: %w", path, err)
 			}
@@ -109,7 +108,7 @@ func newModel(path string, raw []byte, reread func() ([]byte, error), files *mod
 	if err != nil {
 		return nil, fmt.Errorf("reading %s: %w", path, err)
 	}
-	m := &Model{tokenizer: tokenizer, files: files, options: options, reread: reread, encoding: make(chan struct{}, runtime.GOMAXPROCS(0))}
+	m := &Model{tokenizer: tokenizer, files: files, options: options, reread: read, encoding: make(chan struct{}, runtime.GOMAXPROCS(0))}
 	// The library's own type is nothing but this pointer; its pinned version says
 	// so, and a nil here would fail every test.
 	m.encoder = C.text_encoder_new(*(*unsafe.Pointer)(unsafe.Pointer(tokenizer)))
