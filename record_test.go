@@ -73,3 +73,13 @@ func TestRecorderCountsWhatItLoses(t *testing.T) {
 		t.Error("a prompt for no recorder")
 	}
 }
+
+func TestARecordedLineIsReadAsATrace(t *testing.T) {
+	request, err := parseTraceLine([]byte(`{"timestamp":3,"input_length":200,"output_length":0,"hash_ids":[11,12,13],"hash_block_size":64,"status":200}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if request.Prompt != 200 || request.Output != 1 || request.part != 64 || len(request.hashes) != 3 {
+		t.Errorf("%+v", request)
+	}
+}

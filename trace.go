@@ -28,17 +28,19 @@ type TraceRequest struct {
 // traceBlock is how many tokens one of a Mooncake trace's hash_ids stands for.
 const traceBlock = 512
 
-// mooncakeLine is one line of a trace in Mooncake's format.
+// mooncakeLine is one line of a trace in Mooncake's format, or of a recording,
+// which says how many tokens a hash stands for.
 type mooncakeLine struct {
 	Timestamp    *float64 `json:"timestamp"` // ms
 	InputLength  int      `json:"input_length"`
 	OutputLength int      `json:"output_length"`
 	HashIDs      []uint64 `json:"hash_ids"`
+	HashBlock    int      `json:"hash_block_size"` // tokens; 0: traceBlock
 }
 
 // ReadTrace reads a trace, one JSON object a line, compressed by gzip or not:
-// Mooncake's {"timestamp": ms, "input_length", "output_length", "hash_ids"}. The
-// requests are in the order of their arrival.
+// Mooncake's {"timestamp": ms, "input_length", "output_length", "hash_ids"}, or
+// what --record wrote. The requests are in the order of their arrival.
 func ReadTrace(name string) ([]TraceRequest, error) {
 	file, err := os.Open(name)
 	if err != nil {
@@ -94,20 +96,26 @@ func parseTraceLine(text []byte) (TraceRequest, error) {
 	if err := json.Unmarshal(text, &line); err != nil {
 		return TraceRequest{}, fmt.Errorf("%w; a line is {\"timestamp\": ms, \"input_length\": n, \"output_length\": n, \"hash_ids\": [...]}", err)
 	}
+	part := line.HashBlock
+	if part == 0 {
+		part = traceBlock
+	}
 	switch {
+	case part < 0:
+		return TraceRequest{}, fmt.Errorf("hash_block_size %d; it is a number of tokens", part)
 	case line.Timestamp == nil || *line.Timestamp < 0:
 		return TraceRequest{}, errors.New("timestamp is missing or negative; it is the arrival in ms")
 	case line.InputLength < 1 || line.OutputLength < 0:
 		return TraceRequest{}, fmt.Errorf("input_length %d, output_length %d; they are numbers of tokens", line.InputLength, line.OutputLength)
-	case len(line.HashIDs) < line.InputLength/traceBlock:
-		return TraceRequest{}, fmt.Errorf("%d hash_ids for %d tokens; each stands for %d", len(line.HashIDs), line.InputLength, traceBlock)
+	case line.HashBlock == 0 && len(line.HashIDs) < line.InputLength/part: // a recording knows nothing of what follows an image
+		return TraceRequest{}, fmt.Errorf("%d hash_ids for %d tokens; each stands for %d", len(line.HashIDs), line.InputLength, part)
 	}
 	return TraceRequest{
 		Arrival: time.Duration(*line.Timestamp * float64(time.Millisecond)),
 		Prompt:  line.InputLength,
 		Output:  max(1, line.OutputLength),
 		hashes:  line.HashIDs,
-		part:    traceBlock,
+		part:    part,
 	}, nil
 }
 
