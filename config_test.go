@@ -206,7 +206,7 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"no block", cpu, "--block-size 0", []string{"--block-size must be more than 0"}},
 		{"block size of a CPU", cpu, "--block-size 16", []string{"--block-size 16", "multiple of 32"}},
 		{"unknown policy", cpu, "--policy best", []string{"--policy", "standalone", "best"}},
-		{"a policy knob below 0", cpu, "--policy kv --router-temperature -1", []string{"--router-temperature", "-1", "at least 0"}},
+		{"a policy knob below 0", cpu, "--policy kv --router-temperature=-1", []string{"--router-temperature", "-1", "at least 0"}},
 		{"an infinite policy knob", cpu, "--policy kv --overlap-score-weight Inf", []string{"--overlap-score-weight", "+Inf"}},
 		{"nothing to simulate", cpu, "simulate --concurrency 8", []string{"--trace", "missing"}},
 		{"a simulation without a load", cpu, "simulate --trace t", []string{"--concurrency", "--speedup"}},

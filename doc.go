@@ -15,13 +15,17 @@
 //	radix.go      Radix: which worker holds which blocks (radixnodes.go,
 //	              workersets.go and hashtable.go are what it is made of)
 //	load.go       Loads: how busy each worker is, as published and as booked
-//	policy.go     Policy: the rules that choose a worker
+//	policy.go     Policy: the rules that choose a worker (kvpolicy.go, work.go)
 //	proxy.go      one request to one worker and back
 //	selection.go  the router port, for those who only want the decision
 //	events.go     EventStream: one worker's KV events, in order and complete
 //	              (eventcodec.go decodes them, zmqconn.go carries them)
 //	workers.go    Fleet: started workers (launch.go, process.go, startlog.go)
 //	              and attached ones (attach.go); incarnation.go is what both share
+//	enginesim.go  SimEngine: the core of a simulated worker (blockpool.go is its
+//	              memory)
+//	simulate.go   Simulation: a trace (trace.go) through the rooms above in
+//	              virtual time (report.go and plot.go show the outcome)
 //	telemetry.go  Prometheus metrics
 //	config.go     every flag (configfile.go reads the YAML file)
 //	main.go       wires all this and ends it again
