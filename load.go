@@ -32,6 +32,7 @@ type Load struct {
 	Bumped        int  // requests sent since the last Published
 	InFlight      int  // requests sent and not yet ended
 	PrefillTokens int  // uncached prompt tokens of requests without a first token
+	ContextTokens int  // prompt tokens of the others in flight, which decode
 	ActiveBlocks  int  // distinct full prompt blocks of requests in flight; counted only for policies that ask
 }
 
@@ -79,25 +80,28 @@ func (l *Loads) Publish(w WorkerKey, p Published) {
 // Bump counts one request sent to w until w publishes again.
 func (l *Loads) Bump(w WorkerKey) { l.of(w).Bumped++ }
 
-// Begin books a request with that many uncached prompt tokens on w.
-func (l *Loads) Begin(w WorkerKey, uncached int) {
-	load := l.of(w)
+// Begin books a request.
+func (l *Loads) Begin(b *Booking) {
+	load := l.of(b.worker)
 	load.InFlight++
-	load.PrefillTokens += uncached
+	load.PrefillTokens += b.uncached
+	l.Activate(b.worker, b.sequence)
 }
 
-// PrefillDone takes uncached prompt tokens off w: they have been computed.
-func (l *Loads) PrefillDone(w WorkerKey, uncached int) {
-	if load := l.byWorker[w]; load != nil {
-		load.PrefillTokens -= uncached
-	}
+// FirstToken tells that the prompt of a booked request has been computed: it
+// decodes from now on.
+func (l *Loads) FirstToken(b *Booking) {
+	load := l.of(b.worker)
+	load.PrefillTokens -= b.uncached
+	load.ContextTokens += b.prompt
 }
 
-// End takes a finished request off w.
-func (l *Loads) End(w WorkerKey) {
-	if load := l.byWorker[w]; load != nil {
-		load.InFlight--
-	}
+// End takes a finished request off, after FirstToken.
+func (l *Loads) End(b *Booking) {
+	load := l.of(b.worker)
+	load.InFlight--
+	load.ContextTokens -= b.prompt
+	l.Deactivate(b.worker, b.sequence)
 }
 
 // Activate books the blocks of a prompt, by sequence hash, on w.

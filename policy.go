@@ -29,7 +29,7 @@ type Policy interface {
 }
 
 // PolicyNames lists the policies that NewPolicy knows.
-var PolicyNames = []string{"standalone", "kv", "least-loaded", "power-of-two", "round-robin", "random"}
+var PolicyNames = []string{"standalone", "kv", "work", "least-loaded", "power-of-two", "round-robin", "random"}
 
 // NewPolicy returns the policy of that name with the default knobs.
 func NewPolicy(name string) (Policy, error) { return NewPolicyWith(name, DefaultPolicyKnobs()) }
@@ -45,6 +45,8 @@ func NewPolicyWith(name string, knobs PolicyKnobs) (Policy, error) {
 		return kvPolicy{knobs.resolved()}, nil
 	case "standalone":
 		return standalone{}, nil
+	case "work":
+		return newWork(), nil
 	case "least-loaded":
 		return leastLoaded{}, nil
 	case "power-of-two":

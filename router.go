@@ -236,9 +236,8 @@ func (r *Router) schedule(decision *Decision, request Request, matches []Match, 
 	r.loads.Bump(chosen.Target.Key)
 	if !request.Unbooked {
 		uncached := decision.Tokens - decision.OverlapTokens
-		r.loads.Begin(chosen.Target.Key, uncached)
-		r.loads.Activate(chosen.Target.Key, sequence)
-		decision.Booking = &Booking{router: r, worker: chosen.Target.Key, prefill: uncached, sequence: sequence}
+		decision.Booking = &Booking{router: r, worker: chosen.Target.Key, prompt: decision.Tokens, uncached: uncached, sequence: sequence}
+		r.loads.Begin(decision.Booking)
 	}
 	return nil
 }
@@ -283,7 +282,9 @@ type Booking struct {
 	router   *Router
 	worker   WorkerKey
 	sequence []uint64 // sequence hashes booked as active blocks
-	prefill  int      // uncached tokens not yet computed; guarded by router.mu
+	prompt   int      // tokens
+	uncached int      // those of them to be computed
+	computed bool     // the first token has come; guarded by router.mu
 	ended    bool     // guarded by router.mu
 }
 
@@ -303,11 +304,12 @@ func (b *Booking) End() {
 	}
 	b.ended = true
 	b.prefillDone()
-	b.router.loads.Deactivate(b.worker, b.sequence)
-	b.router.loads.End(b.worker)
+	b.router.loads.End(b)
 }
 
 func (b *Booking) prefillDone() {
-	b.router.loads.PrefillDone(b.worker, b.prefill)
-	b.prefill = 0
+	if !b.computed {
+		b.computed = true
+		b.router.loads.FirstToken(b)
+	}
 }
