@@ -6,29 +6,11 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
-	"os"
-	"path/filepath"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
 )
-
-// smollm2 opens SmolLM2's tokenizer and template, which the set-up puts into the
-// cache folder.
-func smollm2(t testing.TB) *Model {
-	t.Helper()
-	cache, err := os.UserCacheDir()
-	if err != nil {
-		t.Skip(err)
-	}
-	m, err := OpenModel(filepath.Join(cache, "kvrouter", "smollm2-135m-instruct"))
-	if err != nil {
-		t.Skip("run make setup: ", err)
-	}
-	t.Cleanup(m.Close)
-	return m
-}
 
 // englishWords are the tokenizer's own words, which are common English ones, by
 // falling frequency.
@@ -84,7 +66,7 @@ func chatBody(contents ...string) []byte {
 // encode, hash, look up, schedule. Hot prompts have come before and their blocks
 // are in the index; cold ones are new in every word order.
 func BenchmarkDecision(b *testing.B) {
-	m := smollm2(b)
+	m := testModel(b)
 	words := englishWords(m)
 	r := rand.New(rand.NewPCG(5, 5))
 	var turns []string

@@ -34,7 +34,7 @@ func TestPeersBackends(t *testing.T) {
 	if ports == "" {
 		t.Skip("run scripts/peers_proxy.sh")
 	}
-	model := smollm2(t)
+	model := testModel(t)
 	for _, port := range strings.Split(ports, ",") {
 		b := &peersBackend{model: model, publisher: newFakePublisher(t), seen: map[uint64]bool{}, prompts: make(chan []byte, 1<<16)}
 		go b.publish() // ends with the process
@@ -175,7 +175,7 @@ func TestPeersLoad(t *testing.T) {
 	if os.Getenv("KVROUTER_PEERS_LOAD") == "" {
 		t.Skip("run scripts/peers_proxy.sh")
 	}
-	words := englishWords(smollm2(t))
+	words := englishWords(testModel(t))
 	in := json.NewDecoder(os.Stdin)
 	client := &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 64}}
 	for {

@@ -18,7 +18,7 @@ import (
 // $KVROUTER_TOKENIZERS holds; `make segments` fetches those of the parity test.
 func segmentModels(t *testing.T) map[string]*Model {
 	t.Helper()
-	models := map[string]*Model{"smollm2": smollm2(t)}
+	models := map[string]*Model{"smollm2": testModel(t)}
 	files, _ := filepath.Glob(filepath.Join(os.Getenv("KVROUTER_TOKENIZERS"), "*", "tokenizer.json"))
 	for _, path := range files {
 		m, err := OpenModel(filepath.Dir(path))
