@@ -226,6 +226,7 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 	x.Source = prompt.Source
 	tokensTime := time.Since(x.Arrived)
 	request := Request{Tokens: prompt.Tokens[:prompt.Exact], NumTokens: len(prompt.Tokens), Salt: parsed.Get("cache_salt").String(), LoRA: a.router.Adapter(model), Model: model}
+	request.Silent = !parsed.Get("stream").Bool() || multiple || parsed.Get("n").Int() > 1
 	x.Prompt = a.recorder.Prompt(request)
 	route := func(exclude []uint64) (Decision, error) {
 		request.Exclude = exclude

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"net/http"
+	"slices"
 	"sort"
 	"time"
 
@@ -34,6 +35,16 @@ type Load struct {
 	PrefillTokens int  // uncached prompt tokens of requests without a first token
 	ContextTokens int  // prompt tokens of the others in flight, which decode
 	ActiveBlocks  int  // distinct full prompt blocks of requests in flight; counted only for policies that ask
+
+	Prefills   []Prefill // the requests without a first token, as they were sent; to be read under the Router's lock
+	FirstToken time.Time // when a first token last came from it; zero: never
+}
+
+// Prefill is a prompt that a worker computes, or will.
+type Prefill struct {
+	Tokens int // uncached ones
+	Sent   time.Time
+	Silent bool // nobody will tell of its first token
 }
 
 // QueueLength is how many requests wait on the worker: its published queue plus
@@ -59,10 +70,37 @@ type Loads struct {
 	active table
 }
 
-// workerLoad is a worker's load and its number in Loads.active.
+// workerLoad is a worker's load, its number in Loads.active and what it has done.
 type workerLoad struct {
 	Load
 	number uint32
+	done   tally
+	tally  time.Time // when done was brought up to date
+}
+
+// tally counts what a worker has done since its first request.
+type tally struct {
+	prompts int     // that got their first token
+	tokens  int     // uncached ones of those
+	context float64 // sum over time of ContextTokens, token·s
+}
+
+// tallyAt brings the tally up to now and returns it.
+func (l *workerLoad) tallyAt(now time.Time) tally {
+	if !l.tally.IsZero() {
+		l.done.context += float64(l.ContextTokens) * now.Sub(l.tally).Seconds()
+	}
+	l.tally = now
+	return l.done
+}
+
+// since returns what was done between two tallies that are d apart.
+func (t tally) since(before tally, d time.Duration) Meanwhile {
+	m := Meanwhile{Prompts: t.prompts - before.prompts, Tokens: t.tokens - before.tokens}
+	if d > 0 {
+		m.Context = (t.context - before.context) / d.Seconds()
+	}
+	return m
 }
 
 // NewLoads returns an empty table.
@@ -80,28 +118,52 @@ func (l *Loads) Publish(w WorkerKey, p Published) {
 // Bump counts one request sent to w until w publishes again.
 func (l *Loads) Bump(w WorkerKey) { l.of(w).Bumped++ }
 
-// Begin books a request.
-func (l *Loads) Begin(b *Booking) {
+// Begin books a request that is sent now.
+func (l *Loads) Begin(b *Booking, now time.Time) {
 	load := l.of(b.worker)
+	b.sent, b.alone, b.atSent = now, len(load.Prefills) == 0, load.tallyAt(now)
 	load.InFlight++
 	load.PrefillTokens += b.uncached
+	load.Prefills = append(load.Prefills, b.prefill())
 	l.Activate(b.worker, b.sequence)
 }
 
 // FirstToken tells that the prompt of a booked request has been computed: it
 // decodes from now on.
-func (l *Loads) FirstToken(b *Booking) {
+func (l *Loads) FirstToken(b *Booking, now time.Time) {
 	load := l.of(b.worker)
+	load.tallyAt(now)
+	load.done.prompts++
+	load.done.tokens += b.uncached
+	b.first, b.atFirst = now, load.done
 	load.PrefillTokens -= b.uncached
 	load.ContextTokens += b.prompt
+	if i := slices.Index(load.Prefills, b.prefill()); i >= 0 {
+		load.Prefills = slices.Delete(load.Prefills, i, i+1)
+	}
+	if !b.silent {
+		load.Load.FirstToken = now
+	}
 }
 
 // End takes a finished request off, after FirstToken.
-func (l *Loads) End(b *Booking) {
+func (l *Loads) End(b *Booking, now time.Time) {
 	load := l.of(b.worker)
+	load.tallyAt(now)
 	load.InFlight--
 	load.ContextTokens -= b.prompt
 	l.Deactivate(b.worker, b.sequence)
+}
+
+// Outcome sums up a request that is ending now with so many tokens, before End.
+func (l *Loads) Outcome(b *Booking, output int, now time.Time) Outcome {
+	o := Outcome{
+		Worker: b.worker, Uncached: b.uncached, Output: output, Alone: b.alone,
+		FirstToken: b.first.Sub(b.sent), Decode: now.Sub(b.first),
+	}
+	o.Before = b.atFirst.since(b.atSent, o.FirstToken)
+	o.During = l.of(b.worker).tallyAt(now).since(b.atFirst, o.Decode)
+	return o
 }
 
 // Activate books the blocks of a prompt, by sequence hash, on w.

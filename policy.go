@@ -3,10 +3,12 @@ package main
 import (
 	"fmt"
 	"math/rand/v2"
+	"time"
 )
 
 // Query is what a policy may know of a request.
 type Query struct {
+	Now       time.Time
 	Tokens    int // prompt length; 0: unknown
 	BlockSize int // tokens a block
 }
@@ -26,6 +28,29 @@ type Candidate struct {
 // time, so it may keep state without a lock of its own.
 type Policy interface {
 	Choose(q Query, candidates []Candidate, random *rand.Rand) int
+}
+
+// learner is a policy that learns from finished requests. Learn is called as
+// Choose is.
+type learner interface{ Learn(o Outcome) }
+
+// Outcome is how a request went whose answer is complete.
+type Outcome struct {
+	Worker     WorkerKey
+	Uncached   int           // prompt tokens to be computed
+	Output     int           // tokens of the answer
+	Alone      bool          // no other prompt was to be computed on its worker when it was sent
+	FirstToken time.Duration // from when it was sent
+	Decode     time.Duration // from the first token to the end
+	Before     Meanwhile     // until its first token, it included
+	During     Meanwhile     // from then on
+}
+
+// Meanwhile is what a worker did in a span of time.
+type Meanwhile struct {
+	Prompts int     // that got their first token
+	Tokens  int     // uncached ones of those
+	Context float64 // mean of Load.ContextTokens
 }
 
 // PolicyNames lists the policies that NewPolicy knows.

@@ -131,7 +131,11 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		worker := decision.Target.Key.Worker
 		x.Decision, x.Worker = decision, workerLabel(worker)
 		err = p.attempt(ctx, w, u, x, len(exclude) < u.MaxRetries)
-		decision.Booking.End()
+		if err == nil && x.Usage.Known {
+			decision.Booking.Finish(x.Usage.OutputTokens)
+		} else {
+			decision.Booking.End()
+		}
 		var failed *workerError
 		if !errors.As(err, &failed) || errors.Is(err, errAnswered) || errors.Is(err, errSilent) || ctx.Err() != nil {
 			return err

@@ -38,6 +38,7 @@ type Request struct {
 	Model     string   // only workers that serve it; empty: any
 	Exclude   []uint64 // workers that have failed this request
 	Unbooked  bool     // the caller cannot tell when the request ends: book nothing
+	Silent    bool     // the caller cannot tell when its first token comes
 }
 
 // Decision is the Router's answer: where the request goes and what it finds
@@ -61,6 +62,7 @@ type Router struct {
 	now       func() time.Time
 	scratch   sync.Pool // of *lookup
 	active    bool      // the policy wants active blocks counted
+	siblings  bool      // what requests in flight have computed by then counts as cached
 
 	mu         sync.Mutex // guards all below
 	targets    []Target   // the workers that are up, by key
@@ -74,6 +76,14 @@ type Router struct {
 // Candidate.NewBlocks. For the others those are not counted and stay 0.
 type needsActiveBlocks interface{ needsActiveBlocks() }
 
+// expectsSiblings is a policy for which the blocks of requests in flight on a
+// worker count as cached there: an engine computes prompts in the order in which
+// they came, so a sibling sent after them will find them.
+type expectsSiblings interface {
+	needsActiveBlocks
+	expectsSiblings()
+}
+
 // lookup is the memory of one walk of the index, used again by later ones.
 type lookup struct {
 	local   []uint64
@@ -84,11 +94,13 @@ type lookup struct {
 // be the engines'; seed is the source of all its chances.
 func NewRouter(index *Radix, policy Policy, blockSize int, seed uint64) *Router {
 	_, active := policy.(needsActiveBlocks)
+	_, siblings := policy.(expectsSiblings)
 	return &Router{
 		index:     index,
 		blockSize: blockSize,
 		now:       time.Now,
 		active:    active,
+		siblings:  siblings,
 		scratch:   sync.Pool{New: func() any { return new(lookup) }},
 		loads:     NewLoads(),
 		policy:    policy,
@@ -221,14 +233,18 @@ func (r *Router) schedule(decision *Decision, request Request, matches []Match, 
 		}
 		c := Candidate{Target: t, Overlap: overlap, Load: r.loads.Get(t.Key, now)}
 		if r.active {
-			c.NewBlocks = len(sequence) - r.loads.Active(t.Key, sequence)
+			active := r.loads.Active(t.Key, sequence)
+			c.NewBlocks = len(sequence) - active
+			if r.siblings {
+				c.Overlap = max(c.Overlap, min(active, usable))
+			}
 		}
 		r.candidates = append(r.candidates, c)
 	}
 	if len(r.candidates) == 0 {
 		return ErrNoWorker
 	}
-	query := Query{Tokens: decision.Tokens, BlockSize: r.blockSize}
+	query := Query{Now: now, Tokens: decision.Tokens, BlockSize: r.blockSize}
 	chosen := r.candidates[r.policy.Choose(query, r.candidates, r.random)]
 	decision.Target = chosen.Target
 	decision.Overlap = chosen.Overlap
@@ -236,8 +252,8 @@ func (r *Router) schedule(decision *Decision, request Request, matches []Match, 
 	r.loads.Bump(chosen.Target.Key)
 	if !request.Unbooked {
 		uncached := decision.Tokens - decision.OverlapTokens
-		decision.Booking = &Booking{router: r, worker: chosen.Target.Key, prompt: decision.Tokens, uncached: uncached, sequence: sequence}
-		r.loads.Begin(decision.Booking)
+		decision.Booking = &Booking{router: r, worker: chosen.Target.Key, prompt: decision.Tokens, uncached: uncached, sequence: sequence, silent: request.Silent}
+		r.loads.Begin(decision.Booking, now)
 	}
 	return nil
 }
@@ -276,40 +292,62 @@ func (r *Router) Overlaps(request Request) (overlaps []Overlap, blocks int) {
 	return overlaps, len(local)
 }
 
-// Booking is one request's entry in the books. Both its methods may be called
-// any number of times, from any goroutine.
+// Booking is one request's entry in the books. Its methods may be called any
+// number of times, from any goroutine.
 type Booking struct {
 	router   *Router
 	worker   WorkerKey
 	sequence []uint64 // sequence hashes booked as active blocks
 	prompt   int      // tokens
 	uncached int      // those of them to be computed
-	computed bool     // the first token has come; guarded by router.mu
-	ended    bool     // guarded by router.mu
+	silent   bool     // nobody tells when its first token comes
+
+	// All below is guarded by router.mu.
+	sent     time.Time
+	alone    bool  // no other prompt was to be computed when it was sent
+	atSent   tally // of the worker
+	computed bool  // the first token has come
+	first    time.Time
+	atFirst  tally
+	ended    bool
+}
+
+func (b *Booking) prefill() Prefill {
+	return Prefill{Tokens: b.uncached, Sent: b.sent, Silent: b.silent}
 }
 
 // FirstToken tells that the prompt has been computed.
 func (b *Booking) FirstToken() {
 	b.router.mu.Lock()
 	defer b.router.mu.Unlock()
-	b.prefillDone()
+	b.prefillDone(b.router.now())
 }
 
 // End tells that the request has ended, however it did.
-func (b *Booking) End() {
+func (b *Booking) End() { b.end(0) }
+
+// Finish tells that the request has ended with an answer of that many tokens.
+func (b *Booking) Finish(output int) { b.end(output) }
+
+func (b *Booking) end(output int) {
 	b.router.mu.Lock()
 	defer b.router.mu.Unlock()
 	if b.ended {
 		return
 	}
 	b.ended = true
-	b.prefillDone()
-	b.router.loads.End(b)
+	now := b.router.now()
+	told := b.computed
+	b.prefillDone(now)
+	if policy, ok := b.router.policy.(learner); ok && told && !b.silent && output > 0 {
+		policy.Learn(b.router.loads.Outcome(b, output, now))
+	}
+	b.router.loads.End(b, now)
 }
 
-func (b *Booking) prefillDone() {
+func (b *Booking) prefillDone(now time.Time) {
 	if !b.computed {
 		b.computed = true
-		b.router.loads.FirstToken(b)
+		b.router.loads.FirstToken(b, now)
 	}
 }

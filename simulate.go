@@ -270,7 +270,7 @@ func (s *simulator) endPass(w int) {
 		}
 		if r.Generated == r.Output {
 			flight.end = s.now
-			flight.booking.End()
+			flight.booking.Finish(r.Output)
 			flight.booking, flight.Blocks = nil, nil
 			s.done++
 			if s.Progress != nil && (s.done%64 == 0 || s.done == len(s.Requests)) {

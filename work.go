@@ -1,49 +1,71 @@
 package main
 
-import "math/rand/v2"
-
-// Weights of policy work, found on the simulator with two traces at five loads;
-// all are ratios, none has a unit.
-const (
-	// workFirstToken weighs the wait for the first token, relative to the usual
-	// one, against the decoding, relative to that of the other workers.
-	workFirstToken = 0.7
-	// workLater is what computing a prompt token costs later requests, in times
-	// of its own cost: they queue behind it, and it takes the memory of a cached
-	// one that they would have found.
-	workLater = 2
-	// workCrowding is the share of what a prompt slows the decoding of the
-	// others on its worker that counts: they end, and others take their place,
-	// long before it does.
-	workCrowding = 0.2
-	// workMeanOver is how many requests the usual cost of a prompt is the mean
-	// of, about.
-	workMeanOver = 256
+import (
+	"math/rand/v2"
+	"time"
 )
 
-// workPass is the engine's batched-token budget, tokens a pass (vLLM's
-// max_num_batched_tokens).
-const workPass = 8192
+const (
+	// workPass is the engine's batched-token budget, tokens a pass (vLLM's
+	// max_num_batched_tokens).
+	workPass = 8192
+	// workMeanOver is how many requests the usual values are the mean of, about.
+	workMeanOver = 256
 
-// work estimates what a request will wait on each worker and what it makes
-// others wait, and takes the lowest of
+	// workLater is what computing a prompt token costs later requests, in times
+	// of its own cost: it takes the memory of a cached one that they would have
+	// found.
+	workLater = 2.3
+	// workDecode weighs decoding against the wait for the first token, both
+	// relative to what is usual.
+	workDecode = 2.2
+	// workOthers is the share that counts of the time by which the requests on a
+	// worker end later: some end before it has passed.
+	workOthers = 0.4
+	// workCount weighs the number of requests in flight relative to the mean of
+	// the workers: what the estimates cannot know, such as the lengths of answers
+	// to come, grows with it.
+	workCount = 0.25
+)
+
+// work estimates how long a request will take on each worker and by how much it
+// delays others, and takes the lowest of
 //
-//	0.7·((1 + 2)·own + queued + passes) / usual + (decode + 0.2·n·slowdown) / usual decode
+//	(first + pushed + 2.3·own + own·queued/usual) / usual +
+//	2.2·(decode + 0.4·n·(own + slowdown)) / usual decode +
+//	0.25·(n + 1) / (mean n + 1)
 //
-// own is the time to compute the uncached tokens of this prompt, queued that of
-// the uncached tokens of earlier requests without a first token, passes the
-// decoding that goes on in the passes which compute both; usual is the mean own
-// of the last requests. decode is the time of one decoding pass for the prompts
-// that decode there, usual decode its mean over the workers, n the requests in
-// flight and slowdown what a pass takes longer with this prompt's tokens. All
-// are in ms of the engine's timing model; but as every sum is divided by its
-// usual value, only the model's shape matters: how the time of a decoding pass
-// grows with its context. Ties are broken at random.
+// with times in ms. The first line is about first tokens: first is when that of this
+// request will come, from the worker's coming passes; pushed by how much those
+// of the requests before it come later, where they share a pass; own the time
+// to compute its uncached tokens, which later requests wait for (the more, the
+// longer the queue is) and which push cached blocks out; queued the same of
+// the requests that wait; usual the mean own. The second line is about the
+// other tokens: decode is the time to decode an answer of usual length there,
+// usual decode its mean; each of the n requests in flight there stands still
+// for own, and decodes slower then, by slowdown. The last line balances their
+// number.
+//
+// Blocks of requests in flight count as cached. How long passes take and the
+// usual values are learned from finished requests. Ties are broken at random.
 type work struct {
-	timing SimTiming
-	usual  float64 // ms
-	count  int     // requests in usual, up to workMeanOver
+	timing *engineTiming
 	skip   workTerm
+
+	uncached runningMean // tokens of a prompt
+	decoding runningMean // ms from first to last token
+	output   runningMean // tokens
+}
+
+// runningMean is the mean of the last values, about workMeanOver.
+type runningMean struct {
+	value float64
+	count int
+}
+
+func (m *runningMean) add(value float64) {
+	m.count = min(m.count+1, workMeanOver)
+	m.value += (value - m.value) / float64(m.count)
 }
 
 // workTerm names a term of the rule, to leave it out.
@@ -51,70 +73,163 @@ type workTerm int
 
 const (
 	workNoTerm workTerm = iota
+	workTermPasses
+	workTermPushed
 	workTermLater
 	workTermQueued
-	workTermPasses
 	workTermDecode
-	workTermSlowdown
+	workTermOthers
+	workTermCount
 )
 
-func newWork() *work { return &work{timing: DefaultSimTiming()} }
+func newWork() *work { return &work{timing: newEngineTiming()} }
+
+func (*work) needsActiveBlocks() {}
+func (*work) expectsSiblings()   {}
+
+// Learn takes in a finished request.
+func (p *work) Learn(o Outcome) {
+	p.timing.Learn(o)
+	p.learnUsual(o)
+}
+
+func (p *work) learnUsual(o Outcome) {
+	p.output.add(float64(o.Output))
+	if o.Output > 1 {
+		p.decoding.add(milliseconds(o.Decode))
+	}
+}
 
 func (p *work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
-	usualDecode := 0.0
-	for i := range candidates {
-		usualDecode += p.decode(candidates[i].Load.ContextTokens) / float64(len(candidates))
-	}
-	usual := p.usual
-	if p.count == 0 {
-		usual = p.prefill(q.Tokens)
-	}
-	usual = max(usual, p.prefill(1))
-	chosen := best(candidates, random, func(c *Candidate) float64 {
-		first, decoding := p.waits(q, c)
-		return -workFirstToken*first/usual - decoding/usualDecode
-	})
+	u := p.usual(q, candidates)
+	chosen := best(candidates, random, func(c *Candidate) float64 { return -p.cost(q, c, u) })
 	if q.Tokens > 0 {
-		own := p.prefill(q.Tokens - candidates[chosen].Overlap*q.BlockSize)
-		p.count = min(p.count+1, workMeanOver)
-		p.usual += (own - p.usual) / float64(p.count)
+		p.uncached.add(float64(max(1, q.Tokens-candidates[chosen].Overlap*q.BlockSize)))
 	}
 	return chosen
 }
 
-// waits returns the two sums of the rule, ms.
-func (p *work) waits(q Query, c *Candidate) (first, decoding float64) {
-	own := p.prefill(q.Tokens - c.Overlap*q.BlockSize)
-	queued := p.prefill(c.Load.PrefillTokens)
-	decode := p.decode(c.Load.ContextTokens)
-	passes := (own + queued) / p.prefill(workPass) * decode
-	slowdown := float64(c.Load.InFlight) * (p.decode(c.Load.ContextTokens+q.Tokens) - decode)
+// workUsual are the values that those of a candidate are relative to.
+type workUsual struct {
+	own      float64 // ms, more than 0
+	output   float64 // tokens
+	decoding float64 // ms, more than 0
+	inFlight float64
+}
+
+// workFirstOutput is the usual answer before any has ended, tokens.
+const workFirstOutput = 256
+
+func (p *work) usual(q Query, candidates []Candidate) workUsual {
+	u := workUsual{own: p.timing.Prefill(max(1, q.Tokens)), output: workFirstOutput}
+	if p.uncached.count > 0 {
+		u.own = p.timing.Prefill(int(p.uncached.value))
+	}
+	if p.output.count > 0 {
+		u.output, u.decoding = p.output.value, p.decoding.value
+	}
+	u.decoding = max(u.decoding, u.output*p.timing.decode, 1)
+	for i := range candidates {
+		u.inFlight += float64(candidates[i].Load.InFlight) / float64(len(candidates))
+	}
+	return u
+}
+
+func (p *work) cost(q Query, c *Candidate, u workUsual) float64 {
+	uncached := max(0, q.Tokens-c.Overlap*q.BlockSize)
+	own, queued := p.timing.Prefill(uncached), p.timing.Prefill(c.Load.PrefillTokens)
+	first, pushed := p.coming(q.Now, &c.Load, uncached)
 	later := workLater * own
+	busier := own * queued / u.own
+	decode := u.output * p.timing.Decoding(c.Load.ContextTokens+1)
+	slowdown := u.output / 2 * p.timing.context * float64(q.Tokens)
+	others := workOthers * float64(c.Load.InFlight) * (own + slowdown)
+	count := workCount * float64(c.Load.InFlight+1) / (u.inFlight + 1)
 	switch p.skip {
+	case workTermPasses:
+		first = own + queued
+	case workTermPushed:
+		pushed = 0
 	case workTermLater:
 		later = 0
 	case workTermQueued:
-		queued = 0
-	case workTermPasses:
-		passes = 0
+		busier = 0
 	case workTermDecode:
 		decode = 0
-	case workTermSlowdown:
-		slowdown = 0
+	case workTermOthers:
+		others = 0
+	case workTermCount:
+		count = 0
 	}
-	return own + later + queued + passes, decode + workCrowding*slowdown
+	return (first+pushed+later+busier)/u.own + workDecode*(decode+others)/u.decoding + count
 }
 
-// prefill is the time to compute so many prompt tokens, ms, in passes that are
-// full: their fixed part is spread over their tokens.
-func (p *work) prefill(tokens int) float64 {
-	perToken := p.timing.Prefill[1] + p.timing.Prefill[2]*workPass/2 + p.timing.Prefill[0]/workPass
-	return perToken * float64(max(0, tokens))
+// coming plays a worker's coming passes through, with a prompt of so many
+// uncached tokens at the end of its queue: in how many ms that has its first
+// token, and by how many ms together the first tokens of those before it come
+// later for it.
+//
+// An engine computes prompts in the order in which they came, up to workPass
+// tokens a pass. The running pass began with the last first token, or when the
+// oldest prompt without one was sent, whichever was later; a prompt that came
+// after a pass began waits for the next one.
+func (p *work) coming(now time.Time, load *Load, uncached int) (first, pushed float64) {
+	decode := p.timing.Decoding(load.ContextTokens)
+	at := decode / 2 // a pass that only decodes ends about then
+	if len(load.Prefills) > 0 {
+		at = milliseconds(load.Prefills[0].Sent.Sub(now))
+		if !load.FirstToken.IsZero() {
+			at = max(at, milliseconds(load.FirstToken.Sub(now)))
+		}
+	}
+	queue := load.Prefills
+	for rest := 0; ; { // rest are tokens of queue[0] that are computed
+		computed, ends, silent, joins := 0, 0, true, false
+		if len(queue) > 0 {
+			at = max(at, milliseconds(queue[0].Sent.Sub(now)))
+		}
+		for len(queue) > 0 && computed < workPass && milliseconds(queue[0].Sent.Sub(now)) <= at {
+			step := min(queue[0].Tokens-rest, workPass-computed)
+			computed += step
+			if rest += step; rest < queue[0].Tokens {
+				break
+			}
+			silent = silent && queue[0].Silent
+			queue, rest, ends = queue[1:], 0, ends+1
+		}
+		if len(queue) == 0 && computed == 0 && at < 0 {
+			at = decode / 2
+		}
+		if len(queue) == 0 && at >= 0 {
+			joins = computed < workPass
+		}
+		step := 0
+		if joins {
+			step = min(uncached, workPass-computed)
+			uncached -= step
+		}
+		alone := p.passTime(computed) + decode
+		took := p.passTime(computed+step) + decode
+		if computed == 0 {
+			alone = 0
+		}
+		if joins {
+			pushed += float64(ends) * (took - alone)
+		}
+		at += took
+		if ends > 0 && !silent {
+			at = max(at, 0) // they would have been heard of
+		}
+		if joins && uncached <= 0 {
+			return at, pushed
+		}
+	}
 }
 
-// decode is the time of a pass that decodes prompts of so many tokens together,
-// ms.
-func (p *work) decode(context int) float64 {
-	const capacity = 16384 * 64 // tokens of the timing model's engine
-	return milliseconds(p.timing.Pass(0, float64(context)/capacity, true))
+// passTime is the prefill part of a pass, ms.
+func (p *work) passTime(tokens int) float64 {
+	if tokens == 0 {
+		return 0
+	}
+	return p.timing.pass + p.timing.token*float64(tokens)
 }
