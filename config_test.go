@@ -211,6 +211,8 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"nothing to simulate", cpu, "simulate --concurrency 8", []string{"--trace", "missing"}},
 		{"a simulation without a load", cpu, "simulate --trace t", []string{"--concurrency", "--speedup"}},
 		{"a simulation with two loads", cpu, "simulate --trace t --concurrency 8 --speedup 1", []string{"--concurrency", "--speedup"}},
+		{"an engine that takes no time in virtual time", cpu, "simulate --trace t --concurrency 8 --speedup-ratio 0", []string{"--speedup-ratio 0", "more than 0"}},
+		{"a simulated engine without a batch", cpu, "simulate --trace t --concurrency 8 --mock-max-num-seqs 0", []string{"--mock-max-num-seqs 0", "at least 1"}},
 		{"an unknown policy to simulate", cpu, "simulate --trace t --concurrency 8 --policy kv,best", []string{"--policy", "best"}},
 		{"nothing attached", cpu, "--engine none", []string{"--engine none", "--worker"}},
 		{"arguments for no vLLM", cpu, "--engine none --worker http://h:1 -- --x", []string{"--x", "--engine none"}},

@@ -77,13 +77,10 @@ func Simulate(config Config, out, progress *os.File) error {
 	if err != nil {
 		return err
 	}
-	engine := DefaultSimConfig()
-	engine.Blocks = max(1, engine.Blocks*engine.BlockSize/config.BlockSize) // the same memory
-	engine.BlockSize = config.BlockSize
 	var reports []*SimReport
 	for policy := range strings.SplitSeq(config.Policy, ",") {
 		report, err := Simulation{
-			Requests: requests, Policy: policy, Knobs: config.PolicyKnobs, Workers: settings.Workers, Engine: engine,
+			Requests: requests, Policy: policy, Knobs: config.PolicyKnobs, Workers: settings.Workers, Engine: config.SimConfig(config.BlockSize),
 			Concurrency: settings.Concurrency, Speedup: settings.Speedup,
 			EventLag: time.Duration(settings.EventLag * float64(time.Millisecond)),
 			Seed:     config.Seed, Progress: progressBar(progress, policy, len(requests)),

@@ -225,6 +225,26 @@ func TestTraceBlocksAreEqualExactlyAsFarAsTheHashIDsAre(t *testing.T) {
 	}
 }
 
+func TestTheEngineToSimulateIsThatOfTheMocksFlags(t *testing.T) {
+	parse := func(args ...string) SimConfig {
+		config, command, err := ParseConfig(append([]string{"simulate", "--trace=t", "--concurrency=1"}, args...))
+		if err != nil || command != CommandSimulate {
+			t.Fatal(command, err)
+		}
+		return config.SimConfig(config.BlockSize)
+	}
+	if got := parse(); got != DefaultSimConfig() {
+		t.Errorf("without flags %+v", got)
+	}
+	got := parse("--block-size=16", "--mock-num-gpu-blocks=100", "--mock-max-num-seqs=5", "--mock-max-num-batched-tokens=512",
+		"--mock-prefill-ms=1,2,3", "--mock-decode-ms=4,5,6", "--speedup-ratio=7")
+	want := SimConfig{Blocks: 100, BlockSize: 16, MaxSeqs: 5, MaxBatchedTokens: 512,
+		Timing: SimTiming{Prefill: [3]float64{1, 2, 3}, Decode: [3]float64{4, 5, 6}, MinDecode: 1, Speedup: 7}}
+	if got != want {
+		t.Errorf("got %+v, want %+v", got, want)
+	}
+}
+
 func TestReportsAreReadable(t *testing.T) {
 	reports := []*SimReport{mustRun(t, simulation(loadTraces(t)["synthetic"][:100], "kv", 2))}
 	var table, lines bytes.Buffer
