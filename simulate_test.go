@@ -182,49 +182,6 @@ func TestALaggingIndexPredictsLess(t *testing.T) {
 	}
 }
 
-func TestTraceErrorsNameTheLine(t *testing.T) {
-	good := `{"timestamp": 0, "input_length": 600, "output_length": 2, "hash_ids": [1, 2]}`
-	for text, want := range map[string]string{
-		"":                      "no requests",
-		good + "\n{":            "line 2",
-		good + "\n\n[1]":        "line 3",
-		`{"input_length": 600}`: "timestamp",
-		`{"timestamp": 0, "input_length": 0, "output_length": 2}`:                    "input_length",
-		`{"timestamp": 0, "input_length": 1024, "output_length": 2, "hash_ids":[1]}`: "hash_ids",
-	} {
-		if _, err := parseTrace(strings.NewReader(text)); err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("%q: error %v, want one with %q", text, err, want)
-		}
-	}
-}
-
-func TestTraceBlocksAreEqualExactlyAsFarAsTheHashIDsAre(t *testing.T) {
-	text := `{"timestamp": 5, "input_length": 1100, "output_length": 2, "hash_ids": [1, 2, 3]}
-{"timestamp": 1, "input_length": 700, "output_length": 0, "hash_ids": [1, 4]}`
-	requests, err := parseTrace(strings.NewReader(text))
-	if err != nil {
-		t.Fatal(err)
-	}
-	if requests[0].Prompt != 700 || requests[0].Output != 1 {
-		t.Fatalf("first by arrival is %+v", requests[0])
-	}
-	short, _ := requests[0].Blocks(64)
-	long, blocks := requests[1].Blocks(64)
-	if len(short) != 10 || len(long) != 17 {
-		t.Fatalf("%d and %d blocks, want 10 and 17", len(short), len(long))
-	}
-	seen := map[uint64]bool{}
-	for i, b := range blocks {
-		if seen[b.Engine] || b.Local != long[i] {
-			t.Errorf("block %d: engine hash seen before %v, local %d and %d", i, seen[b.Engine], b.Local, long[i])
-		}
-		seen[b.Engine] = true
-		if i < len(short) && (short[i] == long[i]) != (i < 8) {
-			t.Errorf("block %d: equal %v", i, short[i] == long[i])
-		}
-	}
-}
-
 func TestTheEngineToSimulateIsThatOfTheMocksFlags(t *testing.T) {
 	parse := func(args ...string) SimConfig {
 		config, command, err := ParseConfig(append([]string{"simulate", "--trace=t", "--concurrency=1"}, args...))
