@@ -124,7 +124,7 @@ type cli struct {
 	Config
 
 	Serve    struct{}         `cmd:"" default:"1" help:"Start workers and route to them (needs no word)."`
-	Simulate SimulateSettings `cmd:"" help:"Replay a trace through the router and simulated workers, and compare policies."`
+	Simulate SimulateSettings `cmd:"" help:"Replay a trace, or made-up conversations, through the router and simulated workers, and compare policies."`
 	Version  struct{}         `cmd:"" help:"Print the version."`
 }
 

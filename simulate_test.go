@@ -93,6 +93,20 @@ func mustRun(t testing.TB, s Simulation) *SimReport {
 	return report
 }
 
+// finishedRun is a run of s to its end.
+func finishedRun(t testing.TB, s Simulation) *simulator {
+	t.Helper()
+	policy, err := NewPolicy(s.Policy)
+	if err != nil {
+		t.Fatal(err)
+	}
+	run := newSimulator(s, policy)
+	if err := run.loop(); err != nil {
+		t.Fatal(err)
+	}
+	return run
+}
+
 // TestSimulatorGivesDynamosRows is the calibration: the engine model with round
 // robin, then policy kv with Dynamo's defaults and with its best knobs.
 func TestSimulatorGivesDynamosRows(t *testing.T) {
@@ -147,14 +161,7 @@ func TestTwoRunsOfOneSeedAreEqual(t *testing.T) {
 
 func TestEveryBookingOfARunEnds(t *testing.T) {
 	s := simulation(loadTraces(t)["synthetic"][:400], "kv", 64)
-	policy, err := NewPolicy(s.Policy)
-	if err != nil {
-		t.Fatal(err)
-	}
-	run := newSimulator(s, policy)
-	if err := run.loop(); err != nil {
-		t.Fatal(err)
-	}
+	run := finishedRun(t, s)
 	for i := range s.Workers {
 		if l := run.router.Load(WorkerKey{Worker: uint64(i)}); l.InFlight != 0 || l.PrefillTokens != 0 || l.ActiveBlocks != 0 {
 			t.Errorf("worker %d: %d in flight, %d prompt tokens, %d blocks are left", i, l.InFlight, l.PrefillTokens, l.ActiveBlocks)
@@ -203,9 +210,11 @@ func TestTheEngineToSimulateIsThatOfTheMocksFlags(t *testing.T) {
 }
 
 func TestReportsAreReadable(t *testing.T) {
-	reports := []*SimReport{mustRun(t, simulation(loadTraces(t)["synthetic"][:100], "kv", 2))}
+	s := simulation(loadTraces(t)["synthetic"][:100], "kv", 2)
+	s.Source = "t.jsonl"
+	reports := []*SimReport{mustRun(t, s)}
 	var table, lines bytes.Buffer
-	if err := writeReports(&table, "t.jsonl", reports); err != nil {
+	if err := writeReports(&table, reports); err != nil {
 		t.Fatal(err)
 	}
 	for _, want := range []string{"t.jsonl: 100 requests, 8 workers", "kv", "reuse", "busy"} {

@@ -22,6 +22,8 @@ type TraceRequest struct {
 	Arrival time.Duration // since the trace began
 	Prompt  int           // tokens
 	Output  int           // tokens
+	Next    *TraceRequest // the turn of the conversation that follows; nil: none
+	Think   time.Duration // from the end of this one's answer to Next, which does not use its Arrival
 	hashes  []uint64      // of the parts of the prompt, and of the answer as far as it is known; each stands for all before it too
 	part    int           // tokens that one of hashes stands for
 	known   int           // tokens that hashes stand for
