@@ -21,7 +21,8 @@ type poolBlock struct {
 	refs       int32
 	keyed      bool // its bucket leads here
 	prev, next uint32
-	after      uint32 // the next one of its bucket
+	// before and after are its neighbours in its bucket, 0 at the ends.
+	before, after uint32
 }
 
 func newBlockPool(size int) *blockPool {
@@ -79,7 +80,8 @@ func (p *blockPool) take() (b uint32, evicted uint64, hasEvicted bool) {
 // block has.
 func (p *blockPool) setKey(b uint32, key uint64) {
 	first := p.bucket(key)
-	p.blocks[b].key, p.blocks[b].keyed, p.blocks[b].after = key, true, *first
+	p.blocks[b].key, p.blocks[b].keyed, p.blocks[b].before, p.blocks[b].after = key, true, 0, *first
+	p.blocks[*first].before = b // of block 0 nobody reads it
 	*first = b
 }
 
@@ -124,10 +126,12 @@ func (p *blockPool) unlink(b uint32) {
 }
 
 func (p *blockPool) unkey(b uint32) {
-	link := p.bucket(p.blocks[b].key)
-	for *link != b {
-		link = &p.blocks[*link].after
+	block := &p.blocks[b]
+	if block.before == 0 {
+		*p.bucket(block.key) = block.after
+	} else {
+		p.blocks[block.before].after = block.after
 	}
-	*link = p.blocks[b].after
-	p.blocks[b].keyed = false
+	p.blocks[block.after].before = block.before
+	block.keyed = false
 }
