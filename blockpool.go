@@ -1,5 +1,7 @@
 package main
 
+import "math/bits"
+
 // blockPool is a simulated worker's paged KV memory: a fixed number of blocks,
 // each free, active (referenced by one request or more) or inactive (referenced
 // by none, its contents kept under a key until the memory is needed). Inactive
@@ -8,8 +10,8 @@ package main
 type blockPool struct {
 	blocks   []poolBlock // by number; blocks[0] is the head of the inactive list
 	free     []uint32
-	byKey    table // key -> block, active or inactive
-	inactive int   // blocks in the inactive list
+	buckets  []uint32 // by the key's lower bits: the first block with a key, active or inactive
+	inactive int      // blocks in the inactive list
 }
 
 // poolBlock is one block. Inactive ones are in a ring through block 0, oldest
@@ -17,12 +19,15 @@ type blockPool struct {
 type poolBlock struct {
 	key        uint64
 	refs       int32
-	keyed      bool // byKey leads here
+	keyed      bool // its bucket leads here
 	prev, next uint32
+	// before and after are its neighbours in its bucket, 0 at the ends.
+	before, after uint32
 }
 
 func newBlockPool(size int) *blockPool {
-	p := &blockPool{blocks: make([]poolBlock, size+1), free: make([]uint32, size)}
+	buckets := 1 << bits.Len(uint(size)) // one or two a block; keys are hashes, so few share one
+	p := &blockPool{blocks: make([]poolBlock, size+1), free: make([]uint32, size), buckets: make([]uint32, buckets)}
 	for i := range p.free {
 		p.free[i] = uint32(size - i)
 	}
@@ -30,7 +35,15 @@ func newBlockPool(size int) *blockPool {
 }
 
 // find returns the block with that key, or 0.
-func (p *blockPool) find(key uint64) uint32 { return p.byKey.get(key, 0) }
+func (p *blockPool) find(key uint64) uint32 {
+	b := *p.bucket(key)
+	for b != 0 && p.blocks[b].key != key {
+		b = p.blocks[b].after
+	}
+	return b
+}
+
+func (p *blockPool) bucket(key uint64) *uint32 { return &p.buckets[key&uint64(len(p.buckets)-1)] }
 
 // available is how many blocks can be taken.
 func (p *blockPool) available() int { return len(p.free) + p.inactive }
@@ -66,8 +79,10 @@ func (p *blockPool) take() (b uint32, evicted uint64, hasEvicted bool) {
 // setKey puts the contents of block b, which has no key, under one that no
 // block has.
 func (p *blockPool) setKey(b uint32, key uint64) {
-	p.blocks[b].key, p.blocks[b].keyed = key, true
-	p.byKey.put(key, 0, b)
+	first := p.bucket(key)
+	p.blocks[b].key, p.blocks[b].keyed, p.blocks[b].before, p.blocks[b].after = key, true, 0, *first
+	p.blocks[*first].before = b // of block 0 nobody reads it
+	*first = b
 }
 
 // release drops one reference to block b. With the last one a block with a key
@@ -111,6 +126,12 @@ func (p *blockPool) unlink(b uint32) {
 }
 
 func (p *blockPool) unkey(b uint32) {
-	p.byKey.delete(p.blocks[b].key, 0)
-	p.blocks[b].keyed = false
+	block := &p.blocks[b]
+	if block.before == 0 {
+		*p.bucket(block.key) = block.after
+	} else {
+		p.blocks[block.before].after = block.after
+	}
+	p.blocks[block.after].before = block.before
+	block.keyed = false
 }

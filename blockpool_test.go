@@ -41,10 +41,21 @@ func (p *blockPool) check() error {
 			}
 		}
 	}
-	if keyed != p.byKey.len() {
-		return fmt.Errorf("%d keyed blocks, %d keys", keyed, p.byKey.len())
+	if linked := p.keys(); keyed != linked {
+		return fmt.Errorf("%d keyed blocks, %d in buckets", keyed, linked)
 	}
 	return nil
+}
+
+// keys counts the blocks that the buckets lead to.
+func (p *blockPool) keys() int {
+	linked := 0
+	for _, b := range p.buckets {
+		for ; b != 0; b = p.blocks[b].after {
+			linked++
+		}
+	}
+	return linked
 }
 
 // order returns the inactive blocks, oldest release first.

@@ -124,20 +124,8 @@ type cli struct {
 	Config
 
 	Serve    struct{}         `cmd:"" default:"1" help:"Start workers and route to them (needs no word)."`
-	Simulate SimulateSettings `cmd:"" help:"Replay a trace through the router and simulated workers, and compare policies."`
+	Simulate SimulateSettings `cmd:"" help:"Replay a trace, or made-up conversations, through the router and simulated workers, and compare policies."`
 	Version  struct{}         `cmd:"" help:"Print the version."`
-}
-
-// SimulateSettings are the flags of CommandSimulate. It also reads Policy (names
-// separated by commas), PolicyKnobs, BlockSize and Seed of Config.
-type SimulateSettings struct {
-	Trace       string  `placeholder:"FILE" help:"Requests to replay: JSON lines in Mooncake's format, also compressed by gzip."`
-	Workers     int     `default:"8" help:"Number of simulated workers."`
-	Concurrency int     `placeholder:"N" help:"Requests in flight; the next one is sent when one ends."`
-	Speedup     float64 `placeholder:"FACTOR" help:"Send requests at the trace's own times, divided by this."`
-	EventLag    float64 `default:"0" placeholder:"MS" help:"Age of what the router knows of the workers' caches, ms."`
-	JSON        bool    `name:"json" help:"Print the results as JSON, one object a policy."`
-	Plot        string  `placeholder:"FILE" help:"Also write a page (HTML) with the distribution of the time to first token and the workers' load."`
 }
 
 // ParseConfig reads the command line (without the program's name), the
@@ -374,28 +362,6 @@ var reservedVLLMArgs = map[string]string{
 	"uds":                "nothing: the router reaches workers by port",
 	"data-parallel-size": "--num-workers before --: each rank as its own worker",
 	"api-server-count":   "nothing: a worker has one API server",
-}
-
-func (c *Config) validateSimulate() error {
-	for name := range strings.SplitSeq(c.Policy, ",") {
-		if _, err := NewPolicyWith(name, c.PolicyKnobs); err != nil {
-			return fmt.Errorf("--policy: %w", err)
-		}
-	}
-	s := c.Simulate
-	switch {
-	case s.Trace == "":
-		return errors.New("--trace is missing; give a file of requests such as testdata/traces/conversation_trace.jsonl.gz")
-	case s.Workers < 1 || s.Workers > 1000:
-		return fmt.Errorf("--workers %d: give 1 to 1000", s.Workers)
-	case c.BlockSize < 1:
-		return fmt.Errorf("--block-size must be more than 0")
-	case s.Concurrency < 0 || !(s.Speedup >= 0) || !(s.EventLag >= 0):
-		return errors.New("--concurrency, --speedup and --event-lag cannot be negative")
-	case (s.Concurrency > 0) == (s.Speedup > 0):
-		return errors.New("give either --concurrency N (requests in flight) or --speedup FACTOR (the trace's own times, divided)")
-	}
-	return nil
 }
 
 func (c *Config) validate() error {

@@ -29,9 +29,10 @@
 //	enginesim.go  SimEngine: a simulated engine, step by step (blockpool.go: its memory)
 //	mocker.go     simulated workers behind real sockets (mockapi.go, mockevents.go,
 //	              mockmodel.go, mockwords.go, zmqserver.go)
-//	simulate.go   traces in virtual time (trace.go reads them, report.go and
-//	              plot.go show what came out)
-//	config.go     every flag (configfile.go reads the YAML file)
+//	simulate.go   traces in virtual time (trace.go reads them, synthetic.go makes
+//	              some up, report.go and plot.go show what came out)
+//	config.go     every flag (mockconfig.go and simconfig.go those of simulations,
+//	              configfile.go reads the YAML file)
 //	main.go       wires all this and ends it again
 //
 // Three things to know before changing anything:

@@ -208,7 +208,7 @@ func TestEngineAlwaysFinishesAndItsEventsTellItsCache(t *testing.T) {
 			if err := e.check(); err != nil {
 				t.Fatal(err)
 			}
-			if held, cached := index.Blocks(w), e.pool.byKey.len(); held != cached {
+			if held, cached := index.Blocks(w), e.pool.keys(); held != cached {
 				t.Fatalf("the index holds %d blocks, the cache %d", held, cached)
 			}
 		}

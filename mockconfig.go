@@ -6,8 +6,9 @@ import (
 	"time"
 )
 
-// MockConfig holds the settings of simulated workers. Those whose help begins
-// with "Fault" are for tests of what routes to them.
+// MockConfig holds the settings of simulated workers; CommandSimulate reads
+// those of SimConfig. Those whose help begins with "Fault" are for tests of what
+// routes to them.
 type MockConfig struct {
 	SpeedupRatio            float64                  `group:"Mocker" default:"1" help:"How many times faster than the simulated GPU a mock worker runs; 0: no waits at all."`
 	MockNumGPUBlocks        int                      `group:"Mocker" name:"mock-num-gpu-blocks" default:"16384" help:"KV-cache blocks of a mock worker (vLLM's --num-gpu-blocks-override)."`
@@ -33,6 +34,19 @@ func DefaultMockConfig() MockConfig {
 		SpeedupRatio: 1, MockNumGPUBlocks: sim.Blocks, MockMaxNumSeqs: sim.MaxSeqs, MockMaxNumBatchedTokens: sim.MaxBatchedTokens,
 		MockPrefillMS: sim.Timing.Prefill[:], MockDecodeMS: sim.Timing.Decode[:], MockOutputTokens: 128,
 	}
+}
+
+// SimConfig returns the engine of these settings, with blocks of that many
+// tokens.
+func (c *MockConfig) SimConfig(blockSize int) SimConfig {
+	engine := SimConfig{
+		Blocks: c.MockNumGPUBlocks, BlockSize: blockSize, MaxSeqs: c.MockMaxNumSeqs, MaxBatchedTokens: c.MockMaxNumBatchedTokens,
+		Timing: DefaultSimTiming(),
+	}
+	copy(engine.Timing.Prefill[:], c.MockPrefillMS)
+	copy(engine.Timing.Decode[:], c.MockDecodeMS)
+	engine.Timing.Speedup = c.SpeedupRatio
+	return engine
 }
 
 // validate checks the settings for that many workers.

@@ -46,12 +46,7 @@ func (m *Mocker) Start(i int) (*MockWorker, error) {
 		started: time.Now(), wake: make(chan struct{}, 1), loadChanged: make(chan struct{}, 1), ended: make(chan error, 1),
 		random: rand.New(rand.NewPCG(m.cfg.Seed+uint64(i), m.starts.Add(1))),
 	}
-	sim := DefaultSimConfig()
-	sim.Blocks, sim.BlockSize = m.cfg.MockNumGPUBlocks, m.cfg.BlockSize
-	sim.MaxSeqs, sim.MaxBatchedTokens = m.cfg.MockMaxNumSeqs, m.cfg.MockMaxNumBatchedTokens
-	copy(sim.Timing.Prefill[:], m.cfg.MockPrefillMS)
-	copy(sim.Timing.Decode[:], m.cfg.MockDecodeMS)
-	sim.Timing.Speedup = m.cfg.SpeedupRatio
+	sim := m.cfg.SimConfig(m.cfg.BlockSize)
 	if slower := m.cfg.MockSlowWorker[uint64(i)]; slower > 0 {
 		sim.Timing.Speedup /= slower
 	}

@@ -12,6 +12,7 @@ import (
 // SimReport is the outcome of a run. Times of requests count from when the
 // router sends them.
 type SimReport struct {
+	Source      string  `json:"source"`
 	Policy      string  `json:"policy"`
 	Workers     int     `json:"workers"`
 	Concurrency int     `json:"concurrency,omitempty"`
@@ -19,6 +20,8 @@ type SimReport struct {
 	EventLagMS  float64 `json:"event_lag_ms"`
 	Seed        uint64  `json:"seed"`
 	Requests    int     `json:"requests"`
+	// Conversations is the same as Requests where none follows another.
+	Conversations int `json:"conversations"`
 	// Reuse is the prompt tokens found cached, at every admission, over all prompt
 	// tokens; Predicted is what the router expected of the first admissions.
 	Reuse        float64           `json:"reuse"`
@@ -94,8 +97,8 @@ func (s *simulator) report() *SimReport {
 		last = max(last, f.end)
 	}
 	r := &SimReport{
-		Policy: s.Policy, Workers: s.Workers, Concurrency: s.Concurrency, EventLagMS: milliseconds(s.EventLag), Seed: s.Seed,
-		Requests:  len(s.ledger),
+		Source: s.Source, Policy: s.Policy, Workers: s.Workers, Concurrency: s.Concurrency, EventLagMS: milliseconds(s.EventLag), Seed: s.Seed,
+		Requests: len(s.ledger), Conversations: len(s.Requests),
 		Reuse:     float64(hit) / float64(prompt),
 		Predicted: float64(predicted) / float64(prompt),
 		MakespanS: last.Seconds(), OutputPerSec: float64(output) / last.Seconds(),
@@ -144,13 +147,18 @@ func writeReportsJSON(out io.Writer, reports []*SimReport) error {
 
 // writeReports writes tables for people: one row a policy, then every worker's
 // share.
-func writeReports(out io.Writer, trace string, reports []*SimReport) error {
-	load := fmt.Sprintf("%d in flight", reports[0].Concurrency)
-	if reports[0].Concurrency == 0 {
-		load = fmt.Sprintf("own arrival times / %g", reports[0].Speedup)
+func writeReports(out io.Writer, reports []*SimReport) error {
+	first := reports[0]
+	load := fmt.Sprintf("%d in flight", first.Concurrency)
+	if first.Concurrency == 0 {
+		load = fmt.Sprintf("own arrival times / %g", first.Speedup)
 	}
-	fmt.Fprintf(out, "%s: %d requests, %d workers, %s, event lag %g ms, seed %d\n\n",
-		trace, reports[0].Requests, reports[0].Workers, load, reports[0].EventLagMS, reports[0].Seed)
+	conversations := ""
+	if first.Conversations < first.Requests {
+		conversations = fmt.Sprintf(" in %d conversations", first.Conversations)
+	}
+	fmt.Fprintf(out, "%s: %d requests%s, %d workers, %s, event lag %g ms, seed %d\n\n",
+		first.Source, first.Requests, conversations, first.Workers, load, first.EventLagMS, first.Seed)
 	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
 	fmt.Fprintln(table, "policy\treuse\tmakespan s\tout tok/s\tTTFT ms mean\tp50\tp90\tp99\tITL ms mean\tp50\tp90\tp99\te2e ms mean\tp50\tp90\tp99\t")
 	for _, r := range reports {

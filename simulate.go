@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"os"
@@ -8,14 +9,16 @@ import (
 	"time"
 )
 
-// Simulation is one run: a trace, the workers, and how its requests come.
+// Simulation is one run: a trace, the workers, and how its requests come. A
+// request of the trace is a conversation, with those that follow it.
 type Simulation struct {
+	Source      string // names the trace in reports
 	Requests    []TraceRequest
 	Policy      string
 	Knobs       PolicyKnobs
 	Workers     int
 	Engine      SimConfig
-	Concurrency int           // requests in flight, the next one sent when one ends; 0: by their arrival times
+	Concurrency int           // conversations in flight, the next one begun when one ends; 0: by their arrival times
 	Speedup     float64       // arrival times are divided by it
 	EventLag    time.Duration // what the index sees is so much older
 	Seed        uint64
@@ -30,11 +33,13 @@ type simulator struct {
 	router  *Router
 	index   *Radix
 	workers []simWorker
-	passes  passHeap    // running passes, by their end
+	coming  timeline
 	idle    []int       // workers that must look for work once all that happens now has
 	lagging []lateEvent // cache events the index has not seen, oldest first
-	next    int         // first request not yet sent
-	done    int
+	total   int         // requests, those that follow others too
+	next    int         // first conversation not yet begun
+	open    int         // conversations that have begun and not ended
+	done    int         // requests that have ended
 	ledger  []*simFlight
 	err     error
 }
@@ -51,6 +56,7 @@ type simWorker struct {
 // simFlight is one request on its way.
 type simFlight struct {
 	SimRequest
+	request *TraceRequest
 	worker  int
 	booking *Booking
 	sent    time.Duration
@@ -73,20 +79,19 @@ var simEpoch = time.Unix(1_000_000_000, 0)
 // the results to out; if progress is a terminal, a bar goes there meanwhile.
 func Simulate(config Config, out, progress *os.File) error {
 	settings := config.Simulate
-	requests, err := ReadTrace(settings.Trace)
+	engine := config.SimConfig(config.BlockSize)
+	source, requests, err := settings.requests(config.Seed, engine)
 	if err != nil {
 		return err
 	}
-	engine := DefaultSimConfig()
-	engine.Blocks = max(1, engine.Blocks*engine.BlockSize/config.BlockSize) // the same memory
-	engine.BlockSize = config.BlockSize
+	total := countRequests(requests)
 	var reports []*SimReport
 	for policy := range strings.SplitSeq(config.Policy, ",") {
 		report, err := Simulation{
-			Requests: requests, Policy: policy, Knobs: config.PolicyKnobs, Workers: settings.Workers, Engine: engine,
-			Concurrency: settings.Concurrency, Speedup: settings.Speedup,
+			Source: source, Requests: requests, Policy: policy, Knobs: config.PolicyKnobs, Workers: settings.Workers, Engine: engine,
+			Concurrency: settings.Concurrency, Speedup: cmp.Or(settings.Speedup, 1),
 			EventLag: time.Duration(settings.EventLag * float64(time.Millisecond)),
-			Seed:     config.Seed, Progress: progressBar(progress, policy, len(requests)),
+			Seed:     config.Seed, Progress: progressBar(progress, policy, total),
 		}.Run()
 		if err != nil {
 			return fmt.Errorf("simulation of policy %s: %w", policy, err)
@@ -101,7 +106,28 @@ func Simulate(config Config, out, progress *os.File) error {
 	if settings.JSON {
 		return writeReportsJSON(out, reports)
 	}
-	return writeReports(out, settings.Trace, reports)
+	return writeReports(out, reports)
+}
+
+// requests returns what shall be simulated, and its name.
+func (s SimulateSettings) requests(seed uint64, engine SimConfig) (source string, requests []TraceRequest, err error) {
+	if s.Synthetic == "" {
+		requests, err = ReadTrace(s.Trace)
+		return s.Trace, requests, err
+	}
+	requests, err = SyntheticChat(s.Shape, seed, engine.Blocks*engine.BlockSize)
+	return "synthetic " + s.Synthetic, requests, err
+}
+
+// countRequests counts requests and those that follow them.
+func countRequests(requests []TraceRequest) int {
+	n := 0
+	for i := range requests {
+		for r := &requests[i]; r != nil; r = r.Next {
+			n++
+		}
+	}
+	return n
 }
 
 // progressBar returns a function that shows how many of total requests are done
@@ -147,13 +173,14 @@ func (s Simulation) Run() (*SimReport, error) {
 
 // newSimulator builds the house of a run around idle workers.
 func newSimulator(s Simulation, policy Policy) *simulator {
-	index := NewRadix()
+	index, total := NewRadix(), countRequests(s.Requests)
 	run := &simulator{
 		Simulation: s,
 		index:      index,
 		router:     NewRouter(index, policy, s.Engine.BlockSize, s.Seed),
 		workers:    make([]simWorker, s.Workers),
-		ledger:     make([]*simFlight, 0, len(s.Requests)),
+		total:      total,
+		ledger:     make([]*simFlight, 0, total),
 	}
 	run.router.now = func() time.Time { return simEpoch.Add(run.now) }
 	for i := range run.workers {
@@ -166,7 +193,7 @@ func newSimulator(s Simulation, policy Policy) *simulator {
 // loop lets everything happen in the order of time. What happens at one time
 // happens before any pass starts at it.
 func (s *simulator) loop() error {
-	for s.done < len(s.Requests) {
+	for s.done < s.total {
 		s.sendDue()
 		for _, w := range s.idle {
 			s.workers[w].queued = false
@@ -176,22 +203,26 @@ func (s *simulator) loop() error {
 		if s.err != nil {
 			return s.err
 		}
-		if arrival, waits := s.nextArrival(); waits && (len(s.passes) == 0 || arrival < s.passes[0].end) {
+		if arrival, waits := s.nextArrival(); waits && (len(s.coming) == 0 || arrival < s.coming[0].at) {
 			s.now = arrival
 			continue
 		}
-		if len(s.passes) == 0 {
-			return fmt.Errorf("simulation stands still after %d of %d requests", s.done, len(s.Requests))
+		if len(s.coming) == 0 {
+			return fmt.Errorf("simulation stands still after %d of %d requests", s.done, s.total)
 		}
-		s.now = s.passes[0].end
-		for len(s.passes) > 0 && s.passes[0].end == s.now {
-			s.endPass(s.passes.pop().worker)
+		s.now = s.coming[0].at
+		for len(s.coming) > 0 && s.coming[0].at == s.now {
+			if h := s.coming.pop(); h.turn != nil {
+				s.send(h.turn)
+			} else {
+				s.endPass(h.order)
+			}
 		}
 	}
 	return nil
 }
 
-// nextArrival is when the next request comes by its own time.
+// nextArrival is when the next conversation begins by its own time.
 func (s *simulator) nextArrival() (at time.Duration, waits bool) {
 	if s.Concurrency > 0 || s.next == len(s.Requests) {
 		return 0, false
@@ -199,19 +230,20 @@ func (s *simulator) nextArrival() (at time.Duration, waits bool) {
 	return time.Duration(float64(s.Requests[s.next].Arrival-s.Requests[0].Arrival) / s.Speedup), true
 }
 
-// sendDue sends every request whose time has come.
+// sendDue begins every conversation whose time has come.
 func (s *simulator) sendDue() {
 	for s.next < len(s.Requests) && s.err == nil {
-		if arrival, byTime := s.nextArrival(); byTime && arrival > s.now || !byTime && s.next-s.done >= s.Concurrency {
+		if arrival, byTime := s.nextArrival(); byTime && arrival > s.now || !byTime && s.open >= s.Concurrency {
 			return
 		}
-		s.send(s.Requests[s.next])
+		s.open++
+		s.send(&s.Requests[s.next])
 		s.next++
 	}
 }
 
 // send routes one request and queues it on its worker.
-func (s *simulator) send(request TraceRequest) {
+func (s *simulator) send(request *TraceRequest) {
 	s.catchUp()
 	local, blocks := request.Blocks(s.Engine.BlockSize)
 	decision, err := s.router.Route(Request{Local: local, NumTokens: request.Prompt})
@@ -222,6 +254,7 @@ func (s *simulator) send(request TraceRequest) {
 	w := int(decision.Target.Key.Worker)
 	flight := &simFlight{
 		SimRequest: SimRequest{Blocks: blocks, Prompt: request.Prompt, Output: request.Output},
+		request:    request,
 		worker:     w,
 		booking:    decision.Booking,
 		sent:       s.now,
@@ -231,7 +264,7 @@ func (s *simulator) send(request TraceRequest) {
 	s.ledger = append(s.ledger, flight)
 	s.workers[w].sent++
 	if err := s.workers[w].engine.Submit(&flight.SimRequest); err != nil {
-		s.err = fmt.Errorf("request %d of the trace: %w", s.next, err)
+		s.err = fmt.Errorf("request %d of %s: %w", len(s.ledger), s.Source, err)
 		return
 	}
 	s.wake(w)
@@ -253,7 +286,7 @@ func (s *simulator) beginPass(w int) {
 	}
 	worker.inPass = true
 	worker.busy += d
-	s.passes.push(pass{end: s.now + d, worker: w})
+	s.coming.push(happening{at: s.now + d, order: w})
 }
 
 func (s *simulator) endPass(w int) {
@@ -273,7 +306,12 @@ func (s *simulator) endPass(w int) {
 			flight.booking.Finish(r.Output)
 			flight.booking, flight.Blocks = nil, nil
 			s.done++
-			if s.Progress != nil && (s.done%64 == 0 || s.done == len(s.Requests)) {
+			if next := flight.request.Next; next != nil {
+				s.coming.push(happening{at: s.now + flight.request.Think, order: s.Workers + s.done, turn: next})
+			} else {
+				s.open--
+			}
+			if s.Progress != nil && (s.done%64 == 0 || s.done == s.total) {
 				s.Progress(s.done)
 			}
 		}
@@ -314,46 +352,47 @@ func (s *simulator) apply(w int, event SimEvent) {
 	}
 }
 
-// pass is a running pass of a worker.
-type pass struct {
-	end    time.Duration
-	worker int
+// happening is the end of a worker's pass, or a turn whose user has thought.
+type happening struct {
+	at    time.Duration
+	order int           // of those at one time: the pass's worker; turns come later
+	turn  *TraceRequest // nil: a pass
 }
 
-func (p pass) before(q pass) bool {
-	return p.end < q.end || p.end == q.end && p.worker < q.worker
+func (h happening) before(other happening) bool {
+	return h.at < other.at || h.at == other.at && h.order < other.order
 }
 
-// passHeap is a binary heap, the pass that ends next at its top.
-type passHeap []pass
+// timeline is a binary heap, what happens next at its top.
+type timeline []happening
 
-func (h *passHeap) push(p pass) {
-	*h = append(*h, p)
-	for i := len(*h) - 1; i > 0; {
+func (t *timeline) push(h happening) {
+	*t = append(*t, h)
+	for i := len(*t) - 1; i > 0; {
 		up := (i - 1) / 2
-		if !(*h)[i].before((*h)[up]) {
+		if !(*t)[i].before((*t)[up]) {
 			return
 		}
-		(*h)[i], (*h)[up] = (*h)[up], (*h)[i]
+		(*t)[i], (*t)[up] = (*t)[up], (*t)[i]
 		i = up
 	}
 }
 
-func (h *passHeap) pop() pass {
-	top, last := (*h)[0], len(*h)-1
-	(*h)[0] = (*h)[last]
-	*h = (*h)[:last]
+func (t *timeline) pop() happening {
+	top, last := (*t)[0], len(*t)-1
+	(*t)[0] = (*t)[last]
+	*t = (*t)[:last]
 	for i := 0; ; {
 		least := i
 		for _, down := range []int{2*i + 1, 2*i + 2} {
-			if down < last && (*h)[down].before((*h)[least]) {
+			if down < last && (*t)[down].before((*t)[least]) {
 				least = down
 			}
 		}
 		if least == i {
 			return top
 		}
-		(*h)[i], (*h)[least] = (*h)[least], (*h)[i]
+		(*t)[i], (*t)[least] = (*t)[least], (*t)[i]
 		i = least
 	}
 }

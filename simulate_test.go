@@ -93,6 +93,20 @@ func mustRun(t testing.TB, s Simulation) *SimReport {
 	return report
 }
 
+// finishedRun is a run of s to its end.
+func finishedRun(t testing.TB, s Simulation) *simulator {
+	t.Helper()
+	policy, err := NewPolicy(s.Policy)
+	if err != nil {
+		t.Fatal(err)
+	}
+	run := newSimulator(s, policy)
+	if err := run.loop(); err != nil {
+		t.Fatal(err)
+	}
+	return run
+}
+
 // TestSimulatorGivesDynamosRows is the calibration: the engine model with round
 // robin, then policy kv with Dynamo's defaults and with its best knobs.
 func TestSimulatorGivesDynamosRows(t *testing.T) {
@@ -147,14 +161,7 @@ func TestTwoRunsOfOneSeedAreEqual(t *testing.T) {
 
 func TestEveryBookingOfARunEnds(t *testing.T) {
 	s := simulation(loadTraces(t)["synthetic"][:400], "kv", 64)
-	policy, err := NewPolicy(s.Policy)
-	if err != nil {
-		t.Fatal(err)
-	}
-	run := newSimulator(s, policy)
-	if err := run.loop(); err != nil {
-		t.Fatal(err)
-	}
+	run := finishedRun(t, s)
 	for i := range s.Workers {
 		if l := run.router.Load(WorkerKey{Worker: uint64(i)}); l.InFlight != 0 || l.PrefillTokens != 0 || l.ActiveBlocks != 0 {
 			t.Errorf("worker %d: %d in flight, %d prompt tokens, %d blocks are left", i, l.InFlight, l.PrefillTokens, l.ActiveBlocks)
@@ -182,53 +189,32 @@ func TestALaggingIndexPredictsLess(t *testing.T) {
 	}
 }
 
-func TestTraceErrorsNameTheLine(t *testing.T) {
-	good := `{"timestamp": 0, "input_length": 600, "output_length": 2, "hash_ids": [1, 2]}`
-	for text, want := range map[string]string{
-		"":                      "no requests",
-		good + "\n{":            "line 2",
-		good + "\n\n[1]":        "line 3",
-		`{"input_length": 600}`: "timestamp",
-		`{"timestamp": 0, "input_length": 0, "output_length": 2}`:                    "input_length",
-		`{"timestamp": 0, "input_length": 1024, "output_length": 2, "hash_ids":[1]}`: "hash_ids",
-	} {
-		if _, err := parseTrace(strings.NewReader(text)); err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("%q: error %v, want one with %q", text, err, want)
+func TestTheEngineToSimulateIsThatOfTheMocksFlags(t *testing.T) {
+	parse := func(args ...string) SimConfig {
+		config, command, err := ParseConfig(append([]string{"simulate", "--trace=t", "--concurrency=1"}, args...))
+		if err != nil || command != CommandSimulate {
+			t.Fatal(command, err)
 		}
+		return config.SimConfig(config.BlockSize)
 	}
-}
-
-func TestTraceBlocksAreEqualExactlyAsFarAsTheHashIDsAre(t *testing.T) {
-	text := `{"timestamp": 5, "input_length": 1100, "output_length": 2, "hash_ids": [1, 2, 3]}
-{"timestamp": 1, "input_length": 700, "output_length": 0, "hash_ids": [1, 4]}`
-	requests, err := parseTrace(strings.NewReader(text))
-	if err != nil {
-		t.Fatal(err)
+	if got := parse(); got != DefaultSimConfig() {
+		t.Errorf("without flags %+v", got)
 	}
-	if requests[0].Prompt != 700 || requests[0].Output != 1 {
-		t.Fatalf("first by arrival is %+v", requests[0])
-	}
-	short, _ := requests[0].Blocks(64)
-	long, blocks := requests[1].Blocks(64)
-	if len(short) != 10 || len(long) != 17 {
-		t.Fatalf("%d and %d blocks, want 10 and 17", len(short), len(long))
-	}
-	seen := map[uint64]bool{}
-	for i, b := range blocks {
-		if seen[b.Engine] || b.Local != long[i] {
-			t.Errorf("block %d: engine hash seen before %v, local %d and %d", i, seen[b.Engine], b.Local, long[i])
-		}
-		seen[b.Engine] = true
-		if i < len(short) && (short[i] == long[i]) != (i < 8) {
-			t.Errorf("block %d: equal %v", i, short[i] == long[i])
-		}
+	got := parse("--block-size=16", "--mock-num-gpu-blocks=100", "--mock-max-num-seqs=5", "--mock-max-num-batched-tokens=512",
+		"--mock-prefill-ms=1,2,3", "--mock-decode-ms=4,5,6", "--speedup-ratio=7")
+	want := SimConfig{Blocks: 100, BlockSize: 16, MaxSeqs: 5, MaxBatchedTokens: 512,
+		Timing: SimTiming{Prefill: [3]float64{1, 2, 3}, Decode: [3]float64{4, 5, 6}, MinDecode: 1, Speedup: 7}}
+	if got != want {
+		t.Errorf("got %+v, want %+v", got, want)
 	}
 }
 
 func TestReportsAreReadable(t *testing.T) {
-	reports := []*SimReport{mustRun(t, simulation(loadTraces(t)["synthetic"][:100], "kv", 2))}
+	s := simulation(loadTraces(t)["synthetic"][:100], "kv", 2)
+	s.Source = "t.jsonl"
+	reports := []*SimReport{mustRun(t, s)}
 	var table, lines bytes.Buffer
-	if err := writeReports(&table, "t.jsonl", reports); err != nil {
+	if err := writeReports(&table, reports); err != nil {
 		t.Fatal(err)
 	}
 	for _, want := range []string{"t.jsonl: 100 requests, 8 workers", "kv", "reuse", "busy"} {

@@ -3,6 +3,7 @@ package main
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"compress/gzip"
 	"encoding/binary"
 	"encoding/json"
@@ -21,8 +22,12 @@ type TraceRequest struct {
 	Arrival time.Duration // since the trace began
 	Prompt  int           // tokens
 	Output  int           // tokens
-	hashes  []uint64      // of the prompt's parts, in order
+	Next    *TraceRequest // the turn of the conversation that follows; nil: none
+	Think   time.Duration // from the end of this one's answer to Next, which does not use its Arrival
+	hashes  []uint64      // of the parts of the prompt, and of the answer as far as it is known; each stands for all before it too
 	part    int           // tokens that one of hashes stands for
+	known   int           // tokens that hashes stand for
+	ended   time.Duration // when the recorded answer did
 }
 
 // traceBlock is how many tokens one of a Mooncake trace's hash_ids stands for.
@@ -36,6 +41,7 @@ type mooncakeLine struct {
 	OutputLength int      `json:"output_length"`
 	HashIDs      []uint64 `json:"hash_ids"`
 	HashBlock    int      `json:"hash_block_size"` // tokens; 0: traceBlock
+	DurationMS   float64  `json:"duration_ms"`
 }
 
 // ReadTrace reads a trace, one JSON object a line, compressed by gzip or not:
@@ -87,8 +93,51 @@ func parseTrace(from io.Reader) ([]TraceRequest, error) {
 	if len(requests) == 0 {
 		return nil, errors.New("it has no requests")
 	}
-	slices.SortStableFunc(requests, func(a, b TraceRequest) int { return int(a.Arrival - b.Arrival) })
+	slices.SortStableFunc(requests, func(a, b TraceRequest) int { return cmp.Compare(a.Arrival, b.Arrival) })
+	findAnswers(requests)
 	return requests, nil
+}
+
+// openTurns is how many prompts with the same full blocks findAnswers remembers,
+// the latest ones.
+const openTurns = 16
+
+// findAnswers gives the requests of a recording, in the order of arrival, the
+// hashes of their answers, which those who come later find cached: a recording
+// has only those of prompts. A prompt that has all full blocks of an earlier
+// one, and is longer than that one and its answer, is taken for the chat's next
+// turn, which repeats the answer. Of several earlier ones it follows the longest,
+// and then the latest, that no other follows.
+func findAnswers(requests []TraceRequest) {
+	open := map[uint64][]*TraceRequest{} // not followed, by the hash of the last full block
+	for i := range requests {
+		r := &requests[i]
+		if r.ended == 0 || len(r.hashes) < r.Prompt/r.part {
+			continue // no recording, or not of the whole prompt
+		}
+		follows := func(before *TraceRequest) bool {
+			return before.part == r.part && before.ended <= r.Arrival && before.Prompt+before.Output < r.Prompt
+		}
+		for n := len(r.hashes) - 1; n > 0; n-- {
+			turns := open[r.hashes[n-1]]
+			at := len(turns) - 1
+			for at >= 0 && !follows(turns[at]) {
+				at--
+			}
+			if at < 0 {
+				continue
+			}
+			before := turns[at]
+			before.known = before.Prompt + before.Output
+			before.hashes = r.hashes[:before.known/r.part]
+			open[r.hashes[n-1]] = slices.Delete(turns, at, at+1)
+			break
+		}
+		if n := len(r.hashes); n > 0 {
+			turns := append(open[r.hashes[n-1]], r)
+			open[r.hashes[n-1]] = turns[max(0, len(turns)-openTurns):]
+		}
+	}
 }
 
 func parseTraceLine(text []byte) (TraceRequest, error) {
@@ -110,31 +159,38 @@ func parseTraceLine(text []byte) (TraceRequest, error) {
 	case line.HashBlock == 0 && len(line.HashIDs) < line.InputLength/part: // a recording knows nothing of what follows an image
 		return TraceRequest{}, fmt.Errorf("%d hash_ids for %d tokens; each stands for %d", len(line.HashIDs), line.InputLength, part)
 	}
+	arrival := time.Duration(*line.Timestamp * float64(time.Millisecond))
+	ended := time.Duration(0)
+	if line.HashBlock > 0 {
+		ended = arrival + time.Duration(line.DurationMS*float64(time.Millisecond))
+	}
 	return TraceRequest{
-		Arrival: time.Duration(*line.Timestamp * float64(time.Millisecond)),
+		Arrival: arrival,
 		Prompt:  line.InputLength,
 		Output:  max(1, line.OutputLength),
 		hashes:  line.HashIDs,
 		part:    part,
+		known:   min(line.InputLength, len(line.HashIDs)*part),
+		ended:   ended,
 	}, nil
 }
 
-// Blocks returns the prompt's full blocks of that many tokens: the local hash of
-// each is made of the hash of the part it lies in and its place there, and the
-// engine's is the sequence hash. Both slices are new.
-func (r TraceRequest) Blocks(blockSize int) (local []uint64, blocks []StoredBlock) {
-	n := min(r.Prompt, len(r.hashes)*r.part) / blockSize
-	local = make([]uint64, n)
+// Blocks returns the local hashes of the prompt's full blocks of that many
+// tokens, and those blocks with the answer's as far as it is known: the local
+// hash of each is made of the hash of the part it ends in and its place there,
+// and the engine's is the sequence hash. Both slices are new.
+func (r *TraceRequest) Blocks(blockSize int) (local []uint64, blocks []StoredBlock) {
+	local = make([]uint64, r.known/blockSize)
 	var word [16]byte
 	for i := range local {
-		at := i * blockSize
-		binary.LittleEndian.PutUint64(word[:8], r.hashes[at/r.part])
-		binary.LittleEndian.PutUint64(word[8:], uint64(at%r.part))
+		last := (i+1)*blockSize - 1
+		binary.LittleEndian.PutUint64(word[:8], r.hashes[last/r.part])
+		binary.LittleEndian.PutUint64(word[8:], uint64(last%r.part))
 		local[i] = xxh3.HashSeed(word[:], HashSeed)
 	}
-	blocks = make([]StoredBlock, n)
-	for i, h := range SequenceHashes(make([]uint64, 0, n), local) {
+	blocks = make([]StoredBlock, len(local))
+	for i, h := range SequenceHashes(make([]uint64, 0, len(local)), local) {
 		blocks[i] = StoredBlock{Engine: h, Local: local[i]}
 	}
-	return local, blocks
+	return local[:min(len(local), r.Prompt/blockSize)], blocks
 }

@@ -1,0 +1,59 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+)
+
+// SimulateSettings are the flags of CommandSimulate. It also reads Policy (names
+// separated by commas), PolicyKnobs, BlockSize, Seed and those of MockConfig that
+// are the engine's size and timing.
+type SimulateSettings struct {
+	Trace       string            `placeholder:"FILE" help:"Requests to replay: JSON lines in Mooncake's format or of --record, also compressed by gzip."`
+	Synthetic   string            `placeholder:"SHAPE" help:"Made-up conversations in place of --trace. chat: groups of them share a system prompt, and each turn's prompt is the one before, its answer and a new message."`
+	Workers     int               `default:"8" help:"Number of simulated workers; --mock-num-gpu-blocks, --mock-max-num-seqs, --mock-max-num-batched-tokens, --mock-prefill-ms, --mock-decode-ms and --speedup-ratio say what each is like."`
+	Concurrency int               `placeholder:"N" help:"Requests in flight; the next one is sent when one ends. With --synthetic: conversations, their think times included."`
+	Speedup     float64           `placeholder:"FACTOR" help:"Send requests at the trace's own times, divided by this."`
+	EventLag    float64           `default:"0" placeholder:"MS" help:"Age of what the router knows of the workers' caches, ms."`
+	JSON        bool              `name:"json" help:"Print the results as JSON, one object a policy."`
+	Plot        string            `placeholder:"FILE" help:"Also write a page (HTML) with the distribution of the time to first token and the workers' load."`
+	Shape       SyntheticSettings `embed:"" prefix:"synthetic-"`
+}
+
+func (c *Config) validateSimulate() error {
+	for name := range strings.SplitSeq(c.Policy, ",") {
+		if _, err := NewPolicyWith(name, c.PolicyKnobs); err != nil {
+			return fmt.Errorf("--policy: %w", err)
+		}
+	}
+	s := c.Simulate
+	switch {
+	case (s.Trace == "") == (s.Synthetic == ""):
+		return errors.New("give either --trace FILE, such as testdata/traces/conversation_trace.jsonl.gz, or --synthetic chat")
+	case s.Workers < 1 || s.Workers > 1000:
+		return fmt.Errorf("--workers %d: give 1 to 1000", s.Workers)
+	case c.BlockSize < 1:
+		return errors.New("--block-size must be more than 0")
+	case s.Concurrency < 0 || !(s.Speedup >= 0) || !(s.EventLag >= 0):
+		return errors.New("--concurrency, --speedup and --event-lag cannot be negative")
+	case c.SpeedupRatio == 0:
+		return errors.New("--speedup-ratio 0: virtual time needs engines that take some; give more than 0")
+	}
+	if err := c.MockConfig.validate(s.Workers); err != nil {
+		return err
+	}
+	if s.Synthetic != "" {
+		if s.Synthetic != syntheticChat {
+			return fmt.Errorf("--synthetic %s: there is only %s", s.Synthetic, syntheticChat)
+		}
+		if s.Speedup > 0 || (s.Concurrency > 0) == (s.Shape.Rate > 0) {
+			return errors.New("with --synthetic give either --concurrency N (conversations in flight) or --synthetic-rate N (conversations that begin a second)")
+		}
+		return s.Shape.validate()
+	}
+	if (s.Concurrency > 0) == (s.Speedup > 0) {
+		return errors.New("give either --concurrency N (requests in flight) or --speedup FACTOR (the trace's own times, divided)")
+	}
+	return nil
+}
