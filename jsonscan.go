@@ -360,22 +360,23 @@ func valueAt(text string, i int) (v gjson.Result, end int) {
 }
 
 // stringEnd returns where the string ends whose inside begins at i, and whether
-// it has escapes.
+// it has escapes. It needs not look for control characters, so it leaves the
+// search to the library, which is several times faster than plainEnd.
 func stringEnd(text string, i int) (end int, escaped bool) {
-	bytes := unsafe.Slice(unsafe.StringData(text), len(text))
-	for {
-		if i = plainEnd(bytes, i); i >= len(text) {
-			return len(text), escaped
+	for quote := -1; ; {
+		if quote < i {
+			next := strings.IndexByte(text[i:], '"')
+			if next < 0 {
+				return len(text), escaped
+			}
+			quote = i + next
 		}
-		switch text[i] {
-		case '"':
-			return i + 1, escaped
-		case '\\':
-			escaped = true
-			i = min(i+2, len(text))
-		default:
-			i++
+		slash := strings.IndexByte(text[i:quote], '\\')
+		if slash < 0 {
+			return quote + 1, escaped
 		}
+		escaped = true
+		i = min(i+slash+2, len(text))
 	}
 }
 
