@@ -401,26 +401,28 @@ func containerEnd(text string, i int) int {
 
 // unescape returns the inside of a JSON string without its escapes.
 func unescape(s string) string {
-	out := make([]byte, 0, len(s))
+	var out strings.Builder
+	out.Grow(len(s))
 	for {
 		at := strings.IndexByte(s, '\\')
 		if at < 0 || at+1 >= len(s) {
-			return view(append(out, s...))
+			out.WriteString(s)
+			return out.String()
 		}
-		out = append(out, s[:at]...)
+		out.WriteString(s[:at])
 		escape := s[at+1]
 		s = s[at+2:]
 		switch escape {
 		case 'b':
-			out = append(out, '\b')
+			out.WriteByte('\b')
 		case 'f':
-			out = append(out, '\f')
+			out.WriteByte('\f')
 		case 'n':
-			out = append(out, '\n')
+			out.WriteByte('\n')
 		case 'r':
-			out = append(out, '\r')
+			out.WriteByte('\r')
 		case 't':
-			out = append(out, '\t')
+			out.WriteByte('\t')
 		case 'u':
 			unit, _ := hexUnit([]byte(s[:min(4, len(s))]), 0)
 			s = s[min(4, len(s)):]
@@ -435,9 +437,9 @@ func unescape(s string) string {
 					}
 				}
 			}
-			out = utf8.AppendRune(out, r)
+			out.WriteRune(r)
 		default:
-			out = append(out, escape)
+			out.WriteByte(escape)
 		}
 	}
 }
