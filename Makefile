@@ -43,11 +43,10 @@ bench-real: setup ## KV-aware routing against round robin on two real vLLM CPU w
 	$(PYTHON) scripts/bench_real.py $(ARGS)
 
 wire-speed: setup ## CPU per indexed KV event, against dynamo.indexer
-	scripts/wire_speed.sh
+	scripts/peers.sh wire
 
-peers: setup ## Side by side with peers: KV events, proxy path
-	scripts/wire_speed.sh
-	scripts/peers_proxy.sh
+peers: setup ## Side by side with peers: KV events, simulator, proxy path
+	scripts/peers.sh
 
 segments: setup ## Hold cut and remembered prompts against the tokenizers of eight model families
 	scripts/segments.sh

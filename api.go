@@ -241,7 +241,7 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 	}
 	u := Upstream{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.upstreamHeader(c, id), Body: body, Route: path, RequestID: id, Arrived: x.Arrived}
 	if kind == chatPrompt || kind == completionPrompt {
-		u.Body, u.HideUsage = a.askForUsage(parsed)
+		u.Head, u.Body, u.HideUsage = a.askForUsage(parsed)
 	}
 	if len(a.router.Targets()) > 1 {
 		u.MaxRetries = 1
@@ -325,35 +325,30 @@ func (a *API) prompt(ctx context.Context, kind promptKind, path string, body *Bo
 	return Prompt{}, false
 }
 
-// askForUsage returns the body with a request for usage added, where it is a
-// stream's and does not say itself what it wants. The rest of the bytes stays
-// as it is.
-func (a *API) askForUsage(parsed *Body) (asked []byte, hide bool) {
-	body := parsed.Raw
+// askForUsage returns the body, its beginning apart, with a request for usage
+// added where it is a stream's and does not say itself what it wants. The rest of
+// the bytes stays as it is, and where the client has no stream_options, where it
+// is.
+func (a *API) askForUsage(parsed *Body) (head, body []byte, hide bool) {
+	body = parsed.Raw
 	if !a.config.CollectUsage || !parsed.Get("stream").Bool() {
-		return body, false
+		return nil, body, false
 	}
 	options := parsed.Get("stream_options")
-	if options.Get("include_usage").Bool() || options.Get("continuous_usage_stats").Bool() {
-		return body, false
-	}
-	if options.IsObject() {
+	switch {
+	case options.Get("include_usage").Bool() || options.Get("continuous_usage_stats").Bool():
+		return nil, body, false
+	case options.IsObject():
 		asked, err := sjson.SetBytes(body, "stream_options.include_usage", true)
-		return asked, err == nil
-	}
-	if options.Exists() && options.Type != gjson.Null {
-		return body, false // the engine will say what is wrong with it
-	}
-	if options.Exists() {
+		return nil, asked, err == nil
+	case !options.Exists():
+		inside := slices.Index(body, '{') + 1
+		return []byte(`{"stream_options":{"include_usage":true},`), body[inside:], true
+	case options.Type == gjson.Null:
 		asked, err := sjson.SetRawBytes(body, "stream_options", []byte(`{"include_usage":true}`))
-		return asked, err == nil
+		return nil, asked, err == nil
 	}
-	const option = `"stream_options":{"include_usage":true},`
-	brace := slices.Index(body, '{') + 1
-	asked = make([]byte, 0, len(body)+len(option))
-	asked = append(asked, body[:brace]...)
-	asked = append(asked, option...)
-	return append(asked, body[brace:]...), true
+	return nil, body, false // the engine will say what is wrong with it
 }
 
 // upstreamHeader returns the client's headers as they go to a worker.

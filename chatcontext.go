@@ -67,16 +67,16 @@ func (m chatMessage) joined(parts bool) string {
 // model is to continue.
 const continueTag = "CONTINUE_FINAL_MESSAGE_TAG "
 
-// context returns the template's variables as a JSON object, and the text of the
-// final message if the model is to continue it.
-func (r *chatRequest) context(t *ChatTemplate, special []jsonField) (context []byte, final string, err error) {
+// appendContext appends the template's variables as a JSON object, and returns
+// the text of the final message if the model is to continue it.
+func (r *chatRequest) appendContext(out []byte, t *ChatTemplate, special []jsonField) (context []byte, final string, err error) {
 	size := 256
 	for _, m := range r.messages {
 		for _, p := range m.parts {
 			size += len(p.text) + 64
 		}
 	}
-	out := make([]byte, 0, size+size/8)
+	out = slices.Grow(out, size+size/8)
 	out = append(out, `{"messages":[`...)
 	for i, m := range r.messages {
 		if i > 0 {

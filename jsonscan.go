@@ -360,22 +360,23 @@ func valueAt(text string, i int) (v gjson.Result, end int) {
 }
 
 // stringEnd returns where the string ends whose inside begins at i, and whether
-// it has escapes.
+// it has escapes. It needs not look for control characters, so it leaves the
+// search to the library, which is several times faster than plainEnd.
 func stringEnd(text string, i int) (end int, escaped bool) {
-	bytes := unsafe.Slice(unsafe.StringData(text), len(text))
-	for {
-		if i = plainEnd(bytes, i); i >= len(text) {
-			return len(text), escaped
+	for quote := -1; ; {
+		if quote < i {
+			next := strings.IndexByte(text[i:], '"')
+			if next < 0 {
+				return len(text), escaped
+			}
+			quote = i + next
 		}
-		switch text[i] {
-		case '"':
-			return i + 1, escaped
-		case '\\':
-			escaped = true
-			i = min(i+2, len(text))
-		default:
-			i++
+		slash := strings.IndexByte(text[i:quote], '\\')
+		if slash < 0 {
+			return quote + 1, escaped
 		}
+		escaped = true
+		i = min(i+slash+2, len(text))
 	}
 }
 
@@ -400,26 +401,28 @@ func containerEnd(text string, i int) int {
 
 // unescape returns the inside of a JSON string without its escapes.
 func unescape(s string) string {
-	out := make([]byte, 0, len(s))
+	var out strings.Builder
+	out.Grow(len(s))
 	for {
 		at := strings.IndexByte(s, '\\')
 		if at < 0 || at+1 >= len(s) {
-			return view(append(out, s...))
+			out.WriteString(s)
+			return out.String()
 		}
-		out = append(out, s[:at]...)
+		out.WriteString(s[:at])
 		escape := s[at+1]
 		s = s[at+2:]
 		switch escape {
 		case 'b':
-			out = append(out, '\b')
+			out.WriteByte('\b')
 		case 'f':
-			out = append(out, '\f')
+			out.WriteByte('\f')
 		case 'n':
-			out = append(out, '\n')
+			out.WriteByte('\n')
 		case 'r':
-			out = append(out, '\r')
+			out.WriteByte('\r')
 		case 't':
-			out = append(out, '\t')
+			out.WriteByte('\t')
 		case 'u':
 			unit, _ := hexUnit([]byte(s[:min(4, len(s))]), 0)
 			s = s[min(4, len(s)):]
@@ -434,9 +437,9 @@ func unescape(s string) string {
 					}
 				}
 			}
-			out = utf8.AppendRune(out, r)
+			out.WriteRune(r)
 		default:
-			out = append(out, escape)
+			out.WriteByte(escape)
 		}
 	}
 }

@@ -28,7 +28,13 @@ func renderBody(t *testing.T, template, body string, kind requestKind, options C
 	if err != nil {
 		return "", err
 	}
-	return renderWith(compiled, req, nil)
+	return takeText(renderWith(compiled, req, nil))
+}
+
+// takeText copies a rendered chat's text and frees it.
+func takeText(chat Rendered, err error) (string, error) {
+	defer chat.Free()
+	return strings.Clone(chat.Text), err
 }
 
 func TestChatNormalisation(t *testing.T) {
@@ -242,7 +248,7 @@ func FuzzChatBody(f *testing.F) {
 			if err := req.fitTemplate(template); err != nil {
 				continue
 			}
-			context, _, err := req.context(template, nil)
+			context, _, err := req.appendContext(nil, template, nil)
 			if err != nil {
 				continue
 			}
@@ -252,7 +258,7 @@ func FuzzChatBody(f *testing.F) {
 			if len(context) > 8*len(body)+1000 {
 				t.Fatalf("%d bytes became a context of %d", len(body), len(context))
 			}
-			if text, err := template.Render(context); err == nil && len(text) > 64*len(body)+1000 {
+			if text, err := takeText(template.Render(context)); err == nil && len(text) > 64*len(body)+1000 {
 				t.Fatalf("%d bytes became a text of %d", len(body), len(text))
 			}
 		}

@@ -209,7 +209,7 @@ func renderParity(m *Model, c parityChat) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	return m.renderChat(req)
+	return takeText(m.renderChat(req))
 }
 
 // liveReference asks the reference for all texts; nil without a Python for it.
@@ -432,5 +432,5 @@ func renderSnippet(template string, context []byte) (string, error) {
 		return "", err
 	}
 	defer compiled.Close()
-	return compiled.Render(context)
+	return takeText(compiled.Render(context))
 }

@@ -46,12 +46,29 @@ type Upstream struct {
 	Method     string
 	Path       string // with query
 	Header     http.Header
-	Body       []byte
-	HideUsage  bool // usage was asked for by the router: keep it from the client
+	Head, Body []byte // the body in two parts, so that adding to its beginning copies nothing
+	HideUsage  bool   // usage was asked for by the router: keep it from the client
 	Route      string
 	RequestID  string
 	Arrived    time.Time
 	MaxRetries int // further workers to try while nothing was answered
+}
+
+// request is u as a request to the worker at url.
+func (u *Upstream) request(ctx context.Context, url string) (*http.Request, error) {
+	request, err := http.NewRequestWithContext(ctx, u.Method, url+u.Path, nil)
+	if err != nil {
+		return nil, err
+	}
+	request.Header = u.Header
+	if length := len(u.Head) + len(u.Body); length > 0 {
+		request.ContentLength = int64(length)
+		request.GetBody = func() (io.ReadCloser, error) {
+			return io.NopCloser(io.MultiReader(bytes.NewReader(u.Head), bytes.NewReader(u.Body))), nil
+		}
+		request.Body, err = request.GetBody()
+	}
+	return request, err
 }
 
 // Proxy sends requests to workers and relays their answers.
@@ -167,11 +184,10 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			connection.SetWriteDeadline(p.now().Add(p.silence))
 		}
 	}
-	request, err := http.NewRequestWithContext(ctx, u.Method, x.Decision.Target.URL+u.Path, bytes.NewReader(u.Body))
+	request, err := u.request(ctx, x.Decision.Target.URL)
 	if err != nil {
 		return err
 	}
-	request.Header = u.Header
 	if target := x.Decision.Target; target.Ranks > 1 {
 		request.Header = u.Header.Clone()
 		request.Header.Set(headerRank, strconv.FormatUint(uint64(target.Key.Rank), 10))

@@ -17,6 +17,7 @@ import "C"
 import (
 	"errors"
 	"strings"
+	"sync"
 	"unsafe"
 )
 
@@ -30,8 +31,23 @@ type ChatTemplate struct {
 	// Text is the template's source.
 	Text string
 
-	handle unsafe.Pointer
+	handle   unsafe.Pointer
+	contexts sync.Pool // of *[]byte: memory for the JSON of a template's variables
 }
+
+// pooledContext bounds what contexts keeps, bytes each: enough for a prompt of
+// some hundred thousand tokens.
+const pooledContext = 2 << 20
+
+// Rendered is the text of a chat, in the library's memory: after Free nobody may
+// use any part of Text. The zero value needs no Free.
+type Rendered struct {
+	Text  string
+	bytes C.chat_bytes
+}
+
+// Free gives the memory back.
+func (r Rendered) Free() { C.chat_bytes_free(r.bytes) }
 
 // CompileTemplate compiles the text of a chat template with the settings that
 // transformers gives to jinja2.
@@ -58,13 +74,12 @@ func (t *ChatTemplate) Close() {
 // Render returns the text of a chat. context is a JSON object with the
 // template's variables; the order of its keys is the order that the template
 // sees.
-func (t *ChatTemplate) Render(context []byte) (string, error) {
+func (t *ChatTemplate) Render(context []byte) (Rendered, error) {
 	var out C.chat_bytes
-	text := unsafe.String(unsafe.SliceData(context), len(context))
-	if C.chat_render(t.handle, bytePointer(text), C.size_t(len(text)), &out) != 1 {
-		return "", errors.New(takeBytes(out))
+	if C.chat_render(t.handle, bytePointer(view(context)), C.size_t(len(context)), &out) != 1 {
+		return Rendered{}, errors.New(takeBytes(out))
 	}
-	return takeBytes(out), nil
+	return Rendered{Text: view(libraryBytes(out)), bytes: out}, nil
 }
 
 // SupportsDeveloper tells whether the template knows the role "developer", by
@@ -80,5 +95,9 @@ func bytePointer(s string) *C.uint8_t {
 // takeBytes copies what the library answered and frees it.
 func takeBytes(b C.chat_bytes) string {
 	defer C.chat_bytes_free(b)
-	return string(unsafe.Slice((*byte)(unsafe.Pointer(b.data)), int(b.len)))
+	return string(libraryBytes(b))
+}
+
+func libraryBytes(b C.chat_bytes) []byte {
+	return unsafe.Slice((*byte)(unsafe.Pointer(b.data)), int(b.len))
 }

@@ -188,11 +188,12 @@ func (m *Model) chatBodyTokens(body *Body) ([]uint32, error) {
 }
 
 func (m *Model) chatTokens(req *chatRequest) ([]uint32, error) {
-	text, err := m.renderChat(req)
+	chat, err := m.renderChat(req)
 	if err != nil {
 		return nil, err
 	}
-	tokens, err := m.encode(text, req.addSpecial)
+	defer chat.Free()
+	tokens, err := m.encode(chat.Text, req.addSpecial)
 	if err != nil {
 		return nil, err
 	}
@@ -200,10 +201,10 @@ func (m *Model) chatTokens(req *chatRequest) ([]uint32, error) {
 }
 
 // renderChat returns the text that the template makes of a chat.
-func (m *Model) renderChat(req *chatRequest) (string, error) {
+func (m *Model) renderChat(req *chatRequest) (Rendered, error) {
 	for _, why := range []string{m.files.cannotRender, m.options.CannotRender} {
 		if why != "" {
-			return "", notRenderable("%s", why)
+			return Rendered{}, notRenderable("%s", why)
 		}
 	}
 	template := m.plain
@@ -211,30 +212,40 @@ func (m *Model) renderChat(req *chatRequest) (string, error) {
 		template = m.withTools
 	}
 	if template == nil {
-		return "", notRenderable("%s", m.noTemplate)
+		return Rendered{}, notRenderable("%s", m.noTemplate)
 	}
 	return renderWith(template, req, m.files.special)
 }
 
-func renderWith(template *ChatTemplate, req *chatRequest, special []jsonField) (string, error) {
+func renderWith(template *ChatTemplate, req *chatRequest, special []jsonField) (chat Rendered, err error) {
 	if err := req.fitTemplate(template); err != nil {
-		return "", err
+		return chat, err
 	}
 	if req.continueFinal && !strings.Contains(template.Text, "content") {
-		return "", notRenderable("the template does not use content, so no final message can be continued")
+		return chat, notRenderable("the template does not use content, so no final message can be continued")
 	}
-	context, final, err := req.context(template, special)
-	if err != nil {
-		return "", err
+	room, _ := template.contexts.Get().(*[]byte)
+	if room == nil {
+		room = new([]byte)
 	}
-	text, err := template.Render(context)
+	defer template.contexts.Put(room)
+	context, final, err := req.appendContext((*room)[:0], template, special)
 	if err != nil {
-		return "", fmt.Errorf("%w: the chat template: %w", ErrNotRenderable, err)
+		return chat, err
+	}
+	if cap(context) <= pooledContext {
+		*room = context
+	}
+	if chat, err = template.Render(context); err != nil {
+		return chat, fmt.Errorf("%w: the chat template: %w", ErrNotRenderable, err)
 	}
 	if req.continueFinal {
-		return cutContinued(text, final)
+		if chat.Text, err = cutContinued(chat.Text, final); err != nil {
+			chat.Free()
+			return Rendered{}, err
+		}
 	}
-	return text, nil
+	return chat, nil
 }
 
 // CacheTokens bounds the tokens remembered by piece of text; see Segments. It

@@ -176,9 +176,11 @@ func BenchmarkRenderLongChat(b *testing.B) {
 				if err != nil {
 					b.Fatal(err)
 				}
-				if _, err := m.renderChat(req); err != nil {
+				chat, err := m.renderChat(req)
+				if err != nil {
 					b.Fatal(err)
 				}
+				chat.Free()
 			}
 		})
 	}
@@ -190,7 +192,7 @@ func BenchmarkEncode60KB(b *testing.B) {
 	if err != nil {
 		b.Fatal(err)
 	}
-	text, err := m.renderChat(req)
+	text, err := takeText(m.renderChat(req))
 	if err != nil {
 		b.Fatal(err)
 	}

@@ -10,13 +10,13 @@ import (
 	"time"
 )
 
-// TestWireSpeed is the measured side of scripts/wire_speed.sh: it follows the
+// TestWireSpeed is the measured side of scripts/peers.sh wire: it follows the
 // publisher at $KVROUTER_WIRE_SPEED until it holds
 // $KVROUTER_WIRE_SPEED_BLOCKS blocks, says so and waits to be killed.
 func TestWireSpeed(t *testing.T) {
 	endpoint := os.Getenv("KVROUTER_WIRE_SPEED")
 	if endpoint == "" {
-		t.Skip("run scripts/wire_speed.sh")
+		t.Skip("run scripts/peers.sh wire")
 	}
 	want, err := strconv.Atoi(os.Getenv("KVROUTER_WIRE_SPEED_BLOCKS"))
 	if err != nil {

@@ -1,9 +1,9 @@
-# Sourced by scripts/setup.sh and perf.sh: the cache folder, one-at-a-time locking, and installing into venvs.
+# Sourced by scripts/setup.sh, scripts/peers.sh and perf.sh: the cache folder, one-at-a-time locking, and installing into venvs.
 # shellcheck shell=bash
 
 CACHE="${XDG_CACHE_HOME:-$HOME/.cache}/kvrouter"
 
-# say prints one progress line; setup.sh and perf.sh set PROG. Progress goes to stderr: stdout stays the tool's.
+# say prints one progress line; who sources this sets PROG. Progress goes to stderr: stdout stays the tool's.
 say() { printf '%s: %s\n' "$PROG" "$*" >&2; }
 die() { say "$*"; exit 1; }
 

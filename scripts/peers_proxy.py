@@ -1,187 +1,174 @@
-#!/usr/bin/env python3
-"""The proxy path beside vllm-router; scripts/peers_proxy.sh prepares and calls it.
+"""The proxy path beside vllm-router.
 
 Both routers stand before the same four engines that answer 32 SSE chunks at
 once. Runs alternate between them; the table holds medians over the runs. CPU is
-what the router's processes used (/proc/PID/stat), divided by the requests. Added
-time to first token is the median through the router less the median without
-one, in the same run.
+what the router's processes used, divided by the requests. Added time to first
+token is the median through the router less the median without one, in the same
+run. After each run kvrouter's index and answers are held against what the
+engines really have cached. Started by peers.sh.
 """
+
 import argparse
+import itertools
 import json
 import os
-import socket
+import re
 import statistics
 import subprocess
 import sys
 import time
 import urllib.request
 
-TICK = os.sysconf("SC_CLK_TCK")
+import peers_common as peers
+
 CORPORA = {"hot": "64 hot prompts", "cold": "all cold", "shared": "one shared prefix"}
+CHECKED = 64  # requests of each run whose decisions are checked
+ENGINES = 4
 
 
-def free_ports(n):
-    held = [socket.socket() for _ in range(n)]
-    for s in held:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in held]
-    for s in held:
-        s.close()
-    return ports
+def get(url):
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        return json.load(answer)
 
 
-def family(pid):
-    """A process and all below it."""
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children") as f:
-            children = f.read().split()
-    except OSError:
-        return []
-    return [pid] + [p for c in children for p in family(int(c))]
+class Load:
+    """The load generator, a process of its own."""
 
+    def __init__(self, process, engines):
+        self.process, self.engines = process, engines
 
-def cpu_seconds(pid):
-    total = 0
-    for p in family(pid):
-        with open(f"/proc/{p}/stat") as f:
-            fields = f.read().rsplit(")", 1)[1].split()
-        total += int(fields[11]) + int(fields[12])
-    return total / TICK
+    def ask(self, task):
+        self.process.stdin.write(json.dumps(task) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line.startswith("{"):
+            sys.exit(f"peers_proxy: the load generator said {line!r}")
+        return json.loads(line)
 
+    def settled(self):
+        """Waits until the engines have published all they cached; returns how many blocks each holds."""
+        return [peers.wait_for("an engine's events", 30, lambda: get(url + "/peers_blocks"), 0.1)[0] for url in self.engines]
 
-def resident_mb(pid):
-    total = 0
-    for p in family(pid):
-        with open(f"/proc/{p}/status") as f:
-            total += sum(int(line.split()[1]) for line in f if line.startswith("VmRSS"))
-    return total / 1024
-
-
-def wait_for(what, limit, check):
-    end = time.monotonic() + limit
-    while True:
-        try:
-            if check():
-                return
-        except OSError:
-            pass
-        if time.monotonic() > end:
-            sys.exit(f"peers_proxy: {what} did not come up within {limit} s")
-        time.sleep(0.1)
-
-
-def answers(url):
-    with urllib.request.urlopen(url, timeout=2) as answer:
-        return answer.status == 200
-
-
-def generate(load, task, pid=None):
-    """Sends one load; returns what was measured."""
-    load.stdin.write(json.dumps(task) + "\n")
-    load.stdin.flush()
-    line = load.stdout.readline()
-    if line.strip() != "ready":
-        sys.exit(f"peers_proxy: the load generator said {line!r}")
-    time.sleep(0.3)  # the engines' events come after their answers
-    before = cpu_seconds(pid) if pid else 0
-    load.stdin.write("{}\n")
-    load.stdin.flush()
-    measured = json.loads(load.stdout.readline())
-    if pid:
-        time.sleep(0.1)
-        measured["cpu_ms"] = (cpu_seconds(pid) - before) / task["Requests"] * 1000
-        measured["mb"] = resident_mb(pid)
-    return measured
+    def generate(self, task, pid=None):
+        """Sends one load; returns what was measured."""
+        self.ask(task)  # the warm-up
+        self.settled()
+        before = peers.cpu_seconds(pid) if pid else 0
+        measured = self.ask({})
+        if measured["failed"]:
+            sys.exit(f"peers_proxy: {measured['failed']} requests failed at {task['URLs']} (out/peers_proxy.log)")
+        if pid:
+            measured["cpu_ms"] = (peers.cpu_seconds(pid) - before) / task["Requests"] * 1000
+            measured["mb"] = peers.resident_bytes(pid) / 1e6
+        return measured
 
 
 def main():
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--venv", required=True)
-    arguments.add_argument("--model", required=True)
-    arguments.add_argument("--runs", type=int, default=5)
-    arguments.add_argument("--requests", type=int, default=1000)
-    arguments.add_argument("--corpora", default="hot,cold,shared")
-    arguments.add_argument("--concurrency", default="1,32")
-    arguments.add_argument("--kvrouter-args", default="")
-    arguments.add_argument("--json", action="store_true", help="print every measurement")
-    options = arguments.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kvrouter", required=True)
+    parser.add_argument("--test-binary", required=True, help="kvrouter's tests, which hold the engines and the load generator")
+    parser.add_argument("--vllm-router", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=800)
+    parser.add_argument("--corpora", default=",".join(CORPORA))
+    parser.add_argument("--concurrency", default="1,32")
+    options = parser.parse_args()
+    peers.give_up_after(480)
 
-    ports = free_ports(8)
-    engines = [f"http://127.0.0.1:{p}" for p in ports[:4]]
+    ports = peers.free_ports(ENGINES + 4)
+    engines = [f"http://127.0.0.1:{p}" for p in ports[:ENGINES]]
+    own, own_router, theirs, their_metrics = ports[ENGINES:]
     log = open("out/peers_proxy.log", "w")
-    quiet = {"stdout": log, "stderr": log}
     started = []
 
-    def start(*command, **more):
-        process = subprocess.Popen(command, **more)
-        started.append(process)
-        return process
+    def start(*command, stdout=log, **more):
+        started.append(subprocess.Popen(command, stdout=stdout, stderr=log, **more))
+        return started[-1]
 
     try:
-        start("out/peers.test", "-test.run", "^TestPeersBackends$", "-test.timeout", "0", stdin=subprocess.PIPE,
-              env=dict(os.environ, KVROUTER_PEERS_BACKENDS=",".join(map(str, ports[:4]))), **quiet)
+        start(options.test_binary, "-test.run", "^TestPeersBackends$", "-test.timeout", "0", stdin=subprocess.PIPE,
+              env=dict(os.environ, KVROUTER_PEERS_BACKENDS=",".join(map(str, ports[:ENGINES]))))
         for url in engines:
-            wait_for("an engine", 30, lambda: answers(url + "/health"))
-        ours = start("out/kvrouter", "--engine", "none", "--model", options.model, "--served-model-name", "m", "--http-port", str(ports[4]),
-                     "--router-port", str(ports[5]), *options.kvrouter_args.split(),
-                     *(a for i, url in enumerate(engines) for a in ("--worker", f"url={url},id={i}")), **quiet)
-        theirs = start(options.venv + "/bin/vllm-router", "--host", "127.0.0.1", "--port", str(ports[6]), "--prometheus-port", str(ports[7]),
-                       "--policy", "cache_aware", "--log-level", "warning", "--worker-urls", *engines, **quiet)
-        routers = {"kvrouter": (ours.pid, f"http://127.0.0.1:{ports[4]}"), "vllm-router": (theirs.pid, f"http://127.0.0.1:{ports[6]}")}
-        wait_for("kvrouter", 30, lambda: answers(routers["kvrouter"][1] + "/ready"))
-        wait_for("vllm-router", 60, lambda: answers(routers["vllm-router"][1] + "/health"))
-        time.sleep(2)
-        load = start("out/peers.test", "-test.run", "^TestPeersLoad$", "-test.timeout", "0", stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                     stderr=log, text=True, env=dict(os.environ, KVROUTER_PEERS_LOAD="1"))
-        rows, seed = {}, 0
+            peers.wait_for("an engine", 30, lambda: peers.answers(url + "/health"))
+        kvrouter = start(options.kvrouter, "--engine", "none", "--model", options.model, "--served-model-name", "m", "--http-port", str(own),
+                         "--router-port", str(own_router), *(a for i, url in enumerate(engines) for a in ("--worker", f"url={url},id={i}")))
+        vllm_router = start(options.vllm_router, "--host", "127.0.0.1", "--port", str(theirs), "--prometheus-port", str(their_metrics),
+                            "--policy", "cache_aware", "--log-level", "warning", "--worker-urls", *engines)
+        routers = {"kvrouter": (kvrouter.pid, f"http://127.0.0.1:{own}"), "vllm-router": (vllm_router.pid, f"http://127.0.0.1:{theirs}")}
+        peers.wait_for("kvrouter", 30, lambda: peers.answers(routers["kvrouter"][1] + "/ready"))
+        peers.wait_for("vllm-router", 60, lambda: peers.answers(routers["vllm-router"][1] + "/health"))
+        load = Load(start(options.test_binary, "-test.run", "^TestPeersLoad$", "-test.timeout", "0", stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True, env=dict(os.environ, KVROUTER_PEERS_LOAD="1")), engines)
+        index = f"http://127.0.0.1:{own_router}/workers"
+        rows, wrong, checked, seeds = {}, [], 0, itertools.count(1)
+        settings = list(itertools.product(options.corpora.split(","), map(int, options.concurrency.split(","))))
         for run in range(options.runs):
-            for corpus in options.corpora.split(","):
-                for concurrency in map(int, options.concurrency.split(",")):
-                    seed += 1
-                    task = {"Corpus": corpus, "Concurrency": concurrency, "Requests": options.requests,
-                            "Warm": 256 if corpus == "hot" else 64, "Seed": seed}
-                    direct = generate(load, dict(task, URLs=engines))
-                    names = list(routers)
-                    for name in names if run % 2 == 0 else names[::-1]:
-                        pid, url = routers[name]
-                        seed += 1
-                        m = generate(load, dict(task, Seed=seed, URLs=[url]), pid)
-                        m["added_ms"] = m["ttft_ms"] - direct["ttft_ms"]
-                        m["direct_ms"] = direct["ttft_ms"]
-                        if m["failed"]:
-                            print(f"{name}, {corpus}, concurrency {concurrency}: {m['failed']} requests failed", file=sys.stderr)
-                        if options.json:
-                            print(json.dumps({"router": name, "corpus": corpus, "concurrency": concurrency, "run": run, **m}))
-                        rows.setdefault((corpus, concurrency), {}).setdefault(name, []).append(m)
-            print(f"run {run + 1} of {options.runs} done", file=sys.stderr)
-        table(rows, options)
+            for setting in settings:
+                corpus, concurrency = setting
+                task = {"Corpus": corpus, "Concurrency": concurrency, "Requests": options.requests, "Warm": 256 if corpus == "hot" else 64}
+                direct = load.generate(dict(task, Seed=next(seeds), URLs=engines))
+                for name in list(routers)[:: 1 if run % 2 == 0 else -1]:
+                    pid, url = routers[name]
+                    task.update(Seed=next(seeds), URLs=[url])
+                    m = load.generate(task, pid)
+                    m["added_ms"] = m["ttft_ms"] - direct["ttft_ms"]
+                    rows.setdefault(setting, {}).setdefault(name, []).append(m)
+                    if name == "kvrouter":
+                        true = load.settled()
+                        held = []
+                        end = time.monotonic() + 10
+                        while held != true and time.monotonic() < end:  # the last events are on their way
+                            held = [w["blocks"] for w in sorted(get(index), key=lambda w: w["worker_id"])]
+                        if held != true:
+                            wrong.append(f"the index holds {held} blocks, the engines {true}")
+                        answer = load.ask(dict(task, Check=CHECKED))
+                        checked += CHECKED
+                        wrong += answer["wrong"]
+                        if not answer["overlap"]:
+                            wrong.append(f"nothing was found cached of {corpus}")
+            print(f"peers: proxy run {run + 1} of {options.runs} done", file=sys.stderr)
         with urllib.request.urlopen(routers["kvrouter"][1] + "/metrics") as page:
-            lines = page.read().decode().splitlines()
-        with open("out/peers_proxy.metrics", "w") as f:
-            f.write("\n".join(lines))
+            metrics = page.read().decode()
     finally:
-        for process in reversed(started):
-            process.terminate()
-        for process in started:
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
+        peers.end_all(started)
+
+    def counted(name):
+        return {labels: float(value) for labels, value in re.findall(rf"^kvrouter_{name}{{(.*)}} (\S+)$", metrics, re.M) if float(value)}
+
+    predictions = counted("predictions_total")
+    if predictions != {'result="exact"': checked}:
+        wrong.append(f"of {checked} predictions {predictions}")
+    if mismatches := counted("prompt_tokens_mismatch_total"):
+        wrong.append(f"prompts of another length than the engine's: {mismatches}")
+    report(rows, wrong, checked, options)
 
 
-def table(rows, options):
-    print(f"4 engines answering 32 SSE chunks at once, 1,500-word prompts, medians of {options.runs} alternating runs of {options.requests} requests")
-    print("| prompts | concurrency | CPU a request, ms: kvrouter | vllm-router | ratio | added time to first token, ms: kvrouter | vllm-router | resident, MB: kvrouter | vllm-router |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for (corpus, concurrency), by in rows.items():
-        def median(name, key):
-            return statistics.median(m[key] for m in by[name])
-        ratio = statistics.median(a["cpu_ms"] / b["cpu_ms"] for a, b in zip(by["kvrouter"], by["vllm-router"]) if b["cpu_ms"])
-        cells = [CORPORA[corpus], str(concurrency), f"{median('kvrouter', 'cpu_ms'):.2f}", f"{median('vllm-router', 'cpu_ms'):.2f}", f"{ratio:.2f}",
-                 f"{median('kvrouter', 'added_ms'):.2f}", f"{median('vllm-router', 'added_ms'):.2f}",
-                 f"{median('kvrouter', 'mb'):.0f}", f"{median('vllm-router', 'mb'):.0f}"]
-        print("| " + " | ".join(cells) + " |")
+def report(rows, wrong, checked, options):
+    print(f"Proxy path: {ENGINES} engines answering 32 SSE chunks at once, 1,500-word prompts, medians of {options.runs} alternating runs of {options.requests} requests\n")
+    medians = {setting: {name: {key: statistics.median(m[key] for m in runs) for key in ("cpu_ms", "added_ms", "mb")} for name, runs in by.items()}
+               for setting, by in rows.items()}
+    head = ["prompts", "concurrency", "CPU a request, ms", "vllm-router", "ratio", "added time to first token, ms", "vllm-router", "resident, MB", "vllm-router"]
+    lines = []
+    for (corpus, concurrency), by in medians.items():
+        ours, theirs = by["kvrouter"], by["vllm-router"]
+        lines.append([CORPORA[corpus], concurrency, f"{ours['cpu_ms']:.2f}", f"{theirs['cpu_ms']:.2f}", f"{ours['cpu_ms'] / theirs['cpu_ms']:.2f}",
+                      f"{ours['added_ms']:.2f}", f"{theirs['added_ms']:.2f}", f"{ours['mb']:.0f}", f"{theirs['mb']:.0f}"])
+    peers.table(head, lines)
+
+    checks = peers.Checks("proxy")
+    for (corpus, concurrency), by in medians.items():
+        ours, theirs = by["kvrouter"], by["vllm-router"]
+        if limit := {"hot": 1, "cold": 3}.get(corpus):
+            ratio = ours["cpu_ms"] / theirs["cpu_ms"]
+            checks.hold(ratio <= limit, f"{CORPORA[corpus]}, concurrency {concurrency}: {ratio:.2f} times vllm-router's CPU a request (want {limit})")
+        if (corpus, concurrency) == ("hot", 1):
+            checks.hold(ours["added_ms"] <= theirs["added_ms"], f"hot prompts add {ours['added_ms']:.2f} ms to the first token, with vllm-router {theirs['added_ms']:.2f} ms")
+    more = max(by["kvrouter"]["mb"] - by["vllm-router"]["mb"] for by in medians.values())
+    checks.hold(more <= 0, f"resident memory {-more:.0f} MB below vllm-router's or more" if more <= 0 else f"{more:.0f} MB more than vllm-router resident")
+    checks.hold(not wrong, f"{checked} decisions equal what the engines had cached, and so do the index and the prompts' lengths"
+                if not wrong else f"{len(wrong)} things wrong with {checked} decisions, such as: {wrong[0]}")
+    checks.end()
 
 
 if __name__ == "__main__":

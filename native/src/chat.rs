@@ -25,8 +25,8 @@ pub struct chat_bytes {
 }
 
 impl chat_bytes {
-    fn new(text: String) -> chat_bytes {
-        let boxed = text.into_bytes().into_boxed_slice();
+    fn new(bytes: Vec<u8>) -> chat_bytes {
+        let boxed = bytes.into_boxed_slice();
         let len = boxed.len();
         chat_bytes { data: Box::into_raw(boxed).cast(), len }
     }
@@ -43,7 +43,7 @@ pub unsafe extern "C" fn chat_template_new(source: *const u8, len: usize, error:
     match guard(|| compile(bytes)) {
         Ok(template) => Box::into_raw(Box::new(template)),
         Err(reason) => {
-            *error = chat_bytes::new(reason);
+            *error = chat_bytes::new(reason.into_bytes());
             std::ptr::null_mut()
         }
     }
@@ -75,7 +75,7 @@ pub unsafe extern "C" fn chat_render(
     let (template, bytes) = (&*template, slice(context, len));
     let (ok, text) = match guard(|| render(template, bytes)) {
         Ok(text) => (1, text),
-        Err(reason) => (0, reason),
+        Err(reason) => (0, reason.into_bytes()),
     };
     *out = chat_bytes::new(text);
     ok
@@ -149,13 +149,13 @@ fn format_as_python(out: &mut Output, _: &State, value: &Value) -> Result<(), mi
     Ok(())
 }
 
-fn render(template: &ChatTemplate, context: &[u8]) -> Result<String, String> {
+fn render(template: &ChatTemplate, context: &[u8]) -> Result<Vec<u8>, String> {
+    // Most texts are about as long as their context; growing to that size in steps would copy it all again.
+    let mut text = Vec::with_capacity(context.len() + 256);
     let Json(context) = serde_json::from_slice(context).map_err(|e| format!("reading the request: {e}"))?;
-    template
-        .env
-        .get_template(NAME)
-        .and_then(|t| t.render(context))
-        .map_err(|e| describe(&e))
+    let rendered = template.env.get_template(NAME).and_then(|t| t.render_captured_to(context, &mut text).map(|_| ()));
+    rendered.map_err(|e| describe(&e))?;
+    Ok(text)
 }
 
 /// One line for an error: what failed, where, and the cause below it.

@@ -3,26 +3,25 @@
 Both get the same payloads, in vLLM's present form, from one pyzmq publisher as
 fast as it can send. CPU is user + system time of the indexer's process between
 the moment it is subscribed and the moment it holds every block; what it holds
-is then counted. Started by wire_speed.sh.
+is then counted. Started by peers.sh in the venv of Dynamo.
 """
 
 import argparse
 import json
 import os
 import random
-import socket
 import statistics
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 
 import msgspec
 import zmq
 
+import peers_common as peers
+
 BLOCKS, BLOCK_SIZE = 8, 16
-TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def payloads(batches):
@@ -49,32 +48,14 @@ def payloads(batches):
     return out, tokens
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def cpu_seconds(pid):
-    with open(f"/proc/{pid}/stat") as f:
-        fields = f.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) * TICK
-
-
-def resident_bytes(pid):
-    with open(f"/proc/{pid}/statm") as f:
-        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 class Publisher:
     """A publisher with vLLM's queue length that knows who has subscribed."""
 
     def __init__(self):
-        self.port = free_port()
         self.socket = zmq.Context.instance().socket(zmq.XPUB)
         self.socket.set_hwm(100_000)
-        self.socket.bind(f"tcp://127.0.0.1:{self.port}")
-        self.endpoint = f"tcp://127.0.0.1:{self.port}"
+        self.socket.bind("tcp://127.0.0.1:*")
+        self.endpoint = self.socket.last_endpoint.decode()
 
     def wait_for_subscriber(self):
         if not self.socket.poll(20_000):
@@ -89,23 +70,15 @@ class Publisher:
         self.socket.close(linger=0)
 
 
-def wait_until(condition, pause, what):
-    end = time.monotonic() + 60
-    while not condition():
-        if time.monotonic() > end:
-            sys.exit(f"{what}: not within 60 s")
-        time.sleep(pause)
-
-
 def measured(process, publisher, batches, finished):
     """Feeds an indexer that is subscribed; returns CPU s, wall s, bytes."""
-    cpu, memory, start = cpu_seconds(process.pid), resident_bytes(process.pid), time.monotonic()
+    cpu, memory, start = peers.cpu_seconds(process.pid), peers.resident_bytes(process.pid), time.monotonic()
     publisher.send(batches)
     finished()
     return (
-        cpu_seconds(process.pid) - cpu,
+        peers.cpu_seconds(process.pid) - cpu,
         time.monotonic() - start,
-        resident_bytes(process.pid) - memory,
+        peers.resident_bytes(process.pid) - memory,
     )
 
 
@@ -132,14 +105,13 @@ def run_ours(program, batches, _):
         result = measured(process, publisher, batches, lambda: found.extend(line("indexed")))
         return (*result, int(found[0]))
     finally:
-        process.kill()
-        process.wait()
+        peers.end_all([process])
         publisher.close()
 
 
 def run_dynamo(_, batches, last):
     publisher = Publisher()
-    port = free_port()
+    [port] = peers.free_ports(1)
 
     def ask(path, body=None):
         request = urllib.request.Request(
@@ -150,20 +122,13 @@ def run_dynamo(_, batches, last):
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer) if answer.headers.get_content_type() == "application/json" else answer.read()
 
-    def up():
-        try:
-            ask("/health")
-        except (urllib.error.URLError, ConnectionError):
-            return False
-        return True
-
     process = subprocess.Popen(
         [sys.executable, "-m", "dynamo.indexer", "--port", str(port)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_until(up, 0.05, "dynamo.indexer starting")
+        peers.wait_for("dynamo.indexer starting", 60, lambda: peers.answers(f"http://127.0.0.1:{port}/health"))
         ask("/register", {"instance_id": 1, "endpoint": publisher.endpoint, "model_name": "m", "block_size": BLOCK_SIZE})
         publisher.wait_for_subscriber()
         query = {"token_ids": last, "model_name": "m"}
@@ -171,7 +136,7 @@ def run_dynamo(_, batches, last):
             process,
             publisher,
             batches,
-            lambda: wait_until(lambda: ask("/query", query)["scores"], 0.02, "dynamo.indexer indexing"),
+            lambda: peers.wait_for("dynamo.indexer indexing", 60, lambda: ask("/query", query)["scores"], 0.02),
         )
         dump = ask("/dump")
         held = sum(
@@ -181,8 +146,7 @@ def run_dynamo(_, batches, last):
         )
         return (*result, held)
     finally:
-        process.terminate()
-        process.wait()
+        peers.end_all([process])
         publisher.close()
 
 
@@ -192,28 +156,28 @@ def main():
     parser.add_argument("--runs", type=int, default=5, help="runs of each, alternating (default 5)")
     parser.add_argument("--batches", type=int, default=20_000, help="batches of 8 blocks of 16 tokens (default 20000)")
     options = parser.parse_args()
+    peers.give_up_after(180)
 
     batches, last = payloads(options.batches)
     blocks = len(batches) * BLOCKS
-    print(f"{len(batches)} batches of {BLOCKS} blocks of {BLOCK_SIZE} tokens, {sum(map(len, batches)) / 1e6:.1f} MB of payload")
     results = {"kvrouter": [], "dynamo.indexer": []}
-    lost = False
+    lost = 0
     for run in range(options.runs):
         for name, measure in (("kvrouter", run_ours), ("dynamo.indexer", run_dynamo)):
-            cpu, wall, memory, held = measure(options.ours, batches, last)
-            results[name].append((cpu, wall, memory))
-            lost = lost or held != blocks
-            print(f"run {run + 1}  {name:<15} {cpu:6.2f} s CPU  {wall:6.2f} s  {memory / 1e6:6.1f} MB  {held} of {blocks} blocks")
-    print(f"\n{'median':<15} {'CPU s':>7} {'us/block':>9} {'wall s':>7} {'MB':>7}")
-    medians = {}
-    for name, rows in results.items():
-        cpu, wall, memory = (statistics.median(column) for column in zip(*rows))
-        medians[name] = cpu
-        print(f"{name:<15} {cpu:7.2f} {cpu / blocks * 1e6:9.2f} {wall:7.2f} {memory / 1e6:7.1f}")
-    ratio = medians["kvrouter"] / medians["dynamo.indexer"]
-    print(f"\nkvrouter takes {ratio:.2f} times the CPU of dynamo.indexer (at most 2 wanted)")
-    if lost or ratio > 2:
-        sys.exit("FAILED: " + ("blocks were lost" if lost else "too much CPU"))
+            *row, held = measure(options.ours, batches, last)
+            results[name].append(row)
+            lost += blocks - held
+        print(f"peers: wire run {run + 1} of {options.runs} done", file=sys.stderr)
+    print(f"From the wire into the index: {len(batches)} event batches of {BLOCKS} blocks of {BLOCK_SIZE} tokens from one publisher, medians of {options.runs} alternating runs\n")
+    medians = {name: [statistics.median(column) for column in zip(*rows)] for name, rows in results.items()}
+    peers.table(["", "CPU s", "us a block", "wall s", "MB", "bytes a block"],
+                [[name, f"{cpu:.2f}", f"{cpu / blocks * 1e6:.2f}", f"{wall:.2f}", f"{memory / 1e6:.1f}", f"{memory / blocks:.0f}"]
+                 for name, (cpu, wall, memory) in medians.items()])
+    checks = peers.Checks("wire")
+    ratio = medians["kvrouter"][0] / medians["dynamo.indexer"][0]
+    checks.hold(ratio <= 2, f"{ratio:.2f} times the CPU of dynamo.indexer (want 2)")
+    checks.hold(lost == 0, f"{lost} blocks lost")
+    checks.end()
 
 
 if __name__ == "__main__":

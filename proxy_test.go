@@ -1,0 +1,85 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"io"
+	"net"
+	"net/http"
+	"syscall"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// TestUnusedConnectionsAreClosedBeforeTheWorkerDoes holds the wait of uvicorn,
+// vLLM's HTTP server, against ours.
+func TestUnusedConnectionsAreClosedBeforeTheWorkerDoes(t *testing.T) {
+	const uvicornWaits = 5 * time.Second
+	synctest.Test(t, func(t *testing.T) {
+		proxy := NewProxy(nil, 0, nil)
+		dialed := 0
+		unused := make(chan time.Duration, 2) // how long before a connection was closed
+		proxy.client.Transport.(*http.Transport).DialContext = func(context.Context, string, string) (net.Conn, error) {
+			dialed++
+			ours, theirs := net.Pipe()
+			go func() { // ends when ours is closed
+				answered := time.Now()
+				for requests := bufio.NewReader(theirs); ; answered = time.Now() {
+					if _, err := http.ReadRequest(requests); err != nil {
+						unused <- time.Since(answered)
+						return
+					}
+					io.WriteString(theirs, "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+				}
+			}()
+			return ours, nil
+		}
+		for range 3 {
+			if _, _, err := proxy.Ask(t.Context(), Target{URL: "http://worker"}, http.MethodGet, "/health", nil, nil); err != nil {
+				t.Fatal(err)
+			}
+			synctest.Wait() // the connection is back in the pool
+		}
+		if dialed != 1 {
+			t.Errorf("%d connections for three requests in turn", dialed)
+		}
+		if waited := <-unused; waited < time.Second || waited >= uvicornWaits {
+			t.Errorf("an unused connection was kept for %s, want less than the worker's %s", waited, uvicornWaits)
+		}
+	})
+}
+
+// TestNoDelayOnBothSides: a chunk must not wait for the acknowledgement of the
+// one before.
+func TestNoDelayOnBothSides(t *testing.T) {
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer listener.Close()
+	accepted := make(chan net.Conn, 1)
+	go func() { // ends with the listener
+		if conn, err := listener.Accept(); err == nil {
+			accepted <- conn
+		}
+	}()
+	dial := NewProxy(nil, 0, nil).client.Transport.(*http.Transport).DialContext
+	toWorker, err := dial(t.Context(), "tcp", listener.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	fromClient := <-accepted
+	for side, conn := range map[string]net.Conn{"to the worker": toWorker, "from the client": fromClient} {
+		defer conn.Close()
+		raw, err := conn.(*net.TCPConn).SyscallConn()
+		if err != nil {
+			t.Fatal(err)
+		}
+		raw.Control(func(fd uintptr) {
+			if on, err := syscall.GetsockoptInt(int(fd), syscall.IPPROTO_TCP, syscall.TCP_NODELAY); err != nil || on == 0 {
+				t.Errorf("the connection %s has TCP_NODELAY %d, %v", side, on, err)
+			}
+		})
+	}
+}

@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# Measures kvrouter beside its peers, each installed into a venv of its own
+# (kept in ${XDG_CACHE_HOME:-~/.cache}/kvrouter):
+#   wire        KV events from the wire into the index, beside dynamo.indexer
+#   simulator   the trace simulator, beside Dynamo's
+#   proxy       a request's way through the router, beside vllm-router
+# Usage: scripts/peers.sh [PART [OPTIONS of scripts/peers_PART.py]]; all parts if none is named.
+# Tables go to stdout and out/peers_PART.txt, progress and what was held to stderr. `make setup` comes first.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+PROG=peers
+# shellcheck source=scripts/lib.sh
+. scripts/lib.sh
+
+PYTHON_CHECK='import sys, venv, ensurepip, fcntl
+sys.exit(not (3, 10) <= sys.version_info < (3, 15))'
+python=$(find_python "$PYTHON_CHECK") || die "python3 3.10 to 3.14 with venv is needed"
+[ "$(uname -s)" = Linux ] || die "CPU and memory are read from /proc, which only Linux has"
+take_lock "$python" peers
+mkdir -p "$CACHE/log" out
+: >out/peers_checks.txt
+
+# install_peer VENV PACKAGE... makes the venv of a peer.
+install_peer() {
+  local venv=$1
+  shift
+  is_stamped "$venv" "$*" && return
+  say "installing $* (log: $CACHE/log/peers.log)"
+  make_venv "$python" "$venv" "$CACHE/log/peers.log"
+  uv_install "$venv" "$CACHE/log/peers.log" "$@"
+  stamp "$venv" "$*"
+}
+
+dynamo="$CACHE/peers-dynamo-1.6.1"
+vllm_router="$CACHE/peers-vllm-router-0.1.17"
+
+# measure PART OPTIONS... runs one part.
+measure() {
+  local part=$1 runs=$python
+  local -a needs
+  shift
+  case $part in
+    wire) runs="$dynamo/bin/python" needs=(--ours out/peers.test) ;;
+    simulator) runs="$dynamo/bin/python" needs=(--kvrouter out/kvrouter) ;;
+    proxy) needs=(--kvrouter out/kvrouter --test-binary out/peers.test --vllm-router "$vllm_router/bin/vllm-router" --model "$CACHE/smollm2-135m-instruct") ;;
+    *) die "there is no part $part: wire, simulator or proxy" ;;
+  esac
+  PYTHONDONTWRITEBYTECODE=1 "$runs" "scripts/peers_$part.py" "${needs[@]}" "$@" 9>&- | tee "out/peers_$part.txt"
+}
+
+install_peer "$dynamo" ai-dynamo-runtime==1.6.1 pyzmq==27.3.0 msgspec
+install_peer "$vllm_router" vllm-router==0.1.17
+say "building"
+go build -o out/kvrouter .
+go test -c -o out/peers.test .
+
+parts=(wire simulator proxy)
+if [ $# -gt 0 ]; then
+  parts=("$1")
+  shift
+fi
+failed=()
+for part in "${parts[@]}"; do
+  say "$part"
+  measure "$part" "$@" || failed+=("$part")
+done
+say "what was held, after $SECONDS s:"
+cat out/peers_checks.txt
+[ ${#failed[@]} -eq 0 ] || die "failed: ${failed[*]}"
