@@ -109,17 +109,20 @@ func (s *mockSite) followed() int {
 func (s *mockSite) settle() {
 	s.t.Helper()
 	eventually(s.t, 20*time.Second, "all events applied", func() bool {
-		for key, stats := range s.rooms.fleet.Streams() {
-			e := s.rank(key).events
-			e.mu.Lock()
-			published := e.seq
-			e.mu.Unlock()
-			if len(e.batches) > 0 || published > 0 && (stats.LastSeq.Load() != published-1 || stats.Batches.Load() == 0) {
+		for key := range s.rooms.fleet.Streams() {
+			if !s.inStep(key) {
 				return false
 			}
 		}
 		return true
 	})
+}
+
+// inStep tells whether the index has seen all that a rank's engine has told.
+func (s *mockSite) inStep(key WorkerKey) bool {
+	stats := s.rooms.fleet.Streams()[key]
+	told := s.rank(key).events.added.Load()
+	return stats != nil && (told == 0 || stats.Batches.Load() > 0 && stats.LastSeq.Load() == told-1)
 }
 
 // inFlight is how many requests the router has booked.

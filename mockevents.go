@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"math/rand/v2"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/vmihailenco/msgpack/v5"
@@ -49,6 +50,7 @@ type mockEvents struct {
 	batches chan mockBatch
 	stop    chan struct{}
 	running sync.WaitGroup
+	added   atomic.Uint64 // batches, published or not yet
 
 	mu     sync.Mutex // guards what follows, and makes sending and keeping one
 	seq    uint64     // of the next batch
@@ -79,6 +81,7 @@ func (e *mockEvents) start() { e.running.Go(e.run) }
 
 // add queues a step's changes. The slices in it must not change any more.
 func (e *mockEvents) add(events []mockEvent) {
+	e.added.Add(1)
 	select {
 	case e.batches <- mockBatch{time.Now(), events}:
 	case <-e.stop:
