@@ -14,7 +14,6 @@ import (
 	"time"
 
 	"github.com/go-zeromq/zmq4"
-	"github.com/go-zeromq/zmq4/security/null"
 	"github.com/vmihailenco/msgpack/v5"
 	"go.uber.org/goleak"
 )
@@ -220,16 +219,15 @@ func (l *logBuffer) String() string {
 	return l.b.String()
 }
 
-// fakePublisher speaks ZMTP as vLLM's publisher does, and misbehaves on demand.
+// fakePublisher publishes as vLLM does, and misbehaves on demand.
 type fakePublisher struct {
-	t        *testing.T
-	listener [2]net.Listener // PUB, ROUTER
-	wg       sync.WaitGroup
+	t           *testing.T
+	pub, router *zmqListener
 
 	mu       sync.Mutex // guards what follows
 	history  [][]byte   // payload by sequence number
-	subs     []*zmq4.Conn
-	conns    []net.Conn
+	subs     []*ZMQConn
+	conns    []*ZMQConn
 	replayed []uint64 // start numbers asked for
 	pongs    []string // answers to heartbeats
 	// replay overrides the answer to a request: the sequence numbers to send;
@@ -240,66 +238,46 @@ type fakePublisher struct {
 func newFakePublisher(t *testing.T) *fakePublisher {
 	t.Helper()
 	p := &fakePublisher{t: t}
-	for i := range p.listener {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
+	listen := func(kind zmq4.SocketType) *zmqListener {
+		l, err := listenZMQ("127.0.0.1:0", kind, func(conn *ZMQConn) { p.serve(conn, kind) })
 		if err != nil {
 			t.Fatal(err)
 		}
-		p.listener[i] = l
-		p.wg.Go(func() { p.accept(l, []zmq4.SocketType{zmq4.Pub, zmq4.Router}[i]) })
+		t.Cleanup(l.Close)
+		return l
 	}
-	t.Cleanup(func() {
-		for _, l := range p.listener {
-			_ = l.Close()
-		}
-		p.drop()
-		p.wg.Wait()
-	})
+	p.pub, p.router = listen(zmq4.Pub), listen(zmq4.Router)
 	return p
 }
 
 func (p *fakePublisher) source() EventSource {
-	return EventSource{Endpoint: "tcp://" + p.listener[0].Addr().String(), Replay: "tcp://" + p.listener[1].Addr().String(), Topic: "kv"}
+	return EventSource{Endpoint: p.pub.Endpoint(), Replay: p.router.Endpoint(), Topic: "kv"}
 }
 
-func (p *fakePublisher) accept(l net.Listener, kind zmq4.SocketType) {
+// serve reads with zmq4, which shows the answers to heartbeats.
+func (p *fakePublisher) serve(conn *ZMQConn, kind zmq4.SocketType) {
+	p.locked(func() { p.conns = append(p.conns, conn) })
 	for {
-		raw, err := l.Accept()
+		msg, err := conn.conn.RecvMsg()
 		if err != nil {
 			return
 		}
 		p.mu.Lock()
-		p.conns = append(p.conns, raw)
+		if msg.Type == zmq4.CmdMsg {
+			p.pongs = append(p.pongs, string(msg.Frames[0]))
+		} else if kind == zmq4.Pub {
+			if string(msg.Frames[0]) != "\x01kv" {
+				p.t.Errorf("subscription %q", msg.Frames[0])
+			}
+			p.subs = append(p.subs, conn)
+		} else {
+			p.answer(conn, msg.Frames)
+		}
 		p.mu.Unlock()
-		p.wg.Go(func() {
-			defer raw.Close()
-			conn, err := zmq4.Open(raw, null.Security(), kind, nil, true, nil)
-			if err != nil {
-				return
-			}
-			for {
-				msg, err := conn.RecvMsg()
-				if err != nil {
-					return
-				}
-				p.mu.Lock()
-				if msg.Type == zmq4.CmdMsg {
-					p.pongs = append(p.pongs, string(msg.Frames[0]))
-				} else if kind == zmq4.Pub {
-					if string(msg.Frames[0]) != "\x01kv" {
-						p.t.Errorf("subscription %q", msg.Frames[0])
-					}
-					p.subs = append(p.subs, conn)
-				} else {
-					p.answer(conn, msg.Frames)
-				}
-				p.mu.Unlock()
-			}
-		})
 	}
 }
 
-func (p *fakePublisher) answer(conn *zmq4.Conn, frames [][]byte) {
+func (p *fakePublisher) answer(conn *ZMQConn, frames [][]byte) {
 	if len(frames) != 2 || len(frames[0]) != 0 || len(frames[1]) != 8 {
 		p.t.Errorf("replay request %q", frames)
 		return
@@ -316,10 +294,10 @@ func (p *fakePublisher) answer(conn *zmq4.Conn, frames [][]byte) {
 		}
 	}
 	for _, seq := range seqs {
-		_ = conn.SendMsg(zmq4.NewMsgFrom(nil, []byte("kv"), binary.BigEndian.AppendUint64(nil, seq), p.history[seq]))
+		_ = conn.Send(nil, []byte("kv"), binary.BigEndian.AppendUint64(nil, seq), p.history[seq])
 	}
 	if end {
-		_ = conn.SendMsg(zmq4.NewMsgFrom(nil, nil, binary.BigEndian.AppendUint64(nil, replayEnd), nil))
+		_ = conn.Send(nil, nil, binary.BigEndian.AppendUint64(nil, replayEnd), nil)
 	}
 }
 
@@ -340,7 +318,7 @@ func (p *fakePublisher) payload(lost bool, payload []byte) {
 
 func (p *fakePublisher) send(seq uint64, payload []byte) {
 	for _, s := range p.subs {
-		_ = s.SendMsg(zmq4.NewMsgFrom([]byte("kv-events"), binary.BigEndian.AppendUint64(nil, seq), payload))
+		_ = s.Send([]byte("kv-events"), binary.BigEndian.AppendUint64(nil, seq), payload)
 	}
 }
 
@@ -349,7 +327,7 @@ func (p *fakePublisher) drop() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, c := range p.conns {
-		_ = c.Close()
+		_ = c.raw.Close()
 	}
 	p.conns, p.subs = nil, nil
 }
@@ -588,8 +566,7 @@ func TestEventStreamForgetsAWorkerThatStaysAway(t *testing.T) {
 	p.subscribed(t, f)
 	p.batch(false, storedEvent(1, 0, 1))
 	f.holds(t, 1, 1, 1)
-	_ = p.listener[0].Close()
-	p.drop()
+	p.pub.Close()
 	f.holds(t, 1, 1, 0)
 	f.has(t, map[string]uint64{"cold": 1, "connected": 0})
 }
@@ -599,9 +576,9 @@ func TestEventStreamSurvivesMessagesThatAreNoBatches(t *testing.T) {
 	f := followStream(t, p.source(), nil)
 	p.subscribed(t, f)
 	p.locked(func() {
-		_ = p.subs[0].SendMsg(zmq4.NewMsgFrom([]byte("kv-events")))
-		_ = p.subs[0].SendMsg(zmq4.NewMsgFrom([]byte("kv-events"), []byte("short"), nil))
-		_ = p.subs[0].SendCmd(zmq4.CmdPing, []byte("\x00\x01context"))
+		_ = p.subs[0].Send([]byte("kv-events"))
+		_ = p.subs[0].Send([]byte("kv-events"), []byte("short"), nil)
+		_ = p.subs[0].conn.SendCmd(zmq4.CmdPing, []byte("\x00\x01context"))
 	})
 	p.batch(false, storedEvent(1, 0, 1))
 	f.holds(t, 1, 1, 1)
@@ -611,7 +588,7 @@ func TestEventStreamSurvivesMessagesThatAreNoBatches(t *testing.T) {
 		return ok
 	}, func() string { return "no answer to the heartbeat" })
 	// A frame of 2^62 bytes ends the connection, not the process.
-	p.locked(func() { _, _ = p.subs[0].Write([]byte{2, 0x40, 0, 0, 0, 0, 0, 0, 0}) })
+	p.locked(func() { _, _ = p.subs[0].raw.Write([]byte{2, 0x40, 0, 0, 0, 0, 0, 0, 0}) })
 	f.reaches(t, map[string]uint64{"reconnects": 1})
 	p.subscribed(t, f)
 	p.batch(true, storedEvent(1, 1, 2))

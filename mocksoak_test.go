@@ -358,6 +358,7 @@ func TestSoak(t *testing.T) {
 	// at a house without requests, so that what they hold does not count.
 	s.run(d/3, func(time.Duration) {})
 	s.freed(t)
+	s.quiet(t, idle)
 	before := s.footprint()
 	s.run(d, func(elapsed time.Duration) {
 		t.Logf("%3.0f s: %s, %d in flight", elapsed.Seconds(), s.footprint(), site.inFlight())
@@ -376,12 +377,18 @@ func TestSoak(t *testing.T) {
 	if s.hung > 0 || s.broken > 0 || len(s.refused) > 0 || len(s.odd) > 0 {
 		t.Errorf("not every request was answered: %q", s.odd[:min(5, len(s.odd))])
 	}
-	eventually(t, 15*time.Second, "goroutines gone", func() bool { return runtime.NumGoroutine() <= idle.goroutines+20 })
+	s.quiet(t, idle)
 	after := s.footprint()
 	t.Logf("without requests: at first %s; after %.0f s %s; after %.0f s more %s", idle, (d / 3).Seconds(), before, d.Seconds(), after)
 	if after.heap > before.heap+before.heap/4 {
 		t.Errorf("the heap grew from %d to %d bytes", before.heap, after.heap)
 	}
+}
+
+// quiet waits until the goroutines of requests and their connections have ended.
+func (s *soak) quiet(t *testing.T, idle footprint) {
+	t.Helper()
+	eventually(t, 15*time.Second, "goroutines gone", func() bool { return runtime.NumGoroutine() <= idle.goroutines+20 })
 }
 
 // freed waits until no request is booked and checks that none left anything.
