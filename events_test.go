@@ -430,7 +430,7 @@ func TestEventStreamAsksAgainAfterAHoleInAReplay(t *testing.T) {
 		}
 		return []uint64{3, 4, 5}, true
 	}
-	f := followStream(t, p.source(), func(s *EventStream) { s.timing.replayPause = 50 * time.Millisecond })
+	f := followStream(t, p.source(), func(s *EventStream) { s.timing.replayPause = 500 * time.Millisecond })
 	f.holds(t, 1, 6, 6)
 	f.has(t, map[string]uint64{"batches": 6, "replay_failures": 0, "cold": 0})
 	p.locked(func() { wantSameEvents(t, "replays asked for", p.replayed, []uint64{0, 1, 3}) })

@@ -75,7 +75,7 @@ func follow(t *testing.T, socket, page string) *atomic.Pointer[Published] {
 		cancel()
 		select {
 		case <-done:
-		case <-time.After(5 * time.Second):
+		case <-time.After(20 * time.Second):
 			t.Error("FollowLoad did not end with its context")
 		}
 	})
@@ -100,12 +100,12 @@ func TestLoadSocketIsFollowedThroughARestart(t *testing.T) {
 			return p != nil && p.Waiting == n && p.Running == 1 && p.KVUsage == 0.5
 		}
 	}
-	eventually(t, 10*time.Second, "the first load", waiting(3))
+	eventually(t, 20*time.Second, "the first load", waiting(3))
 	pub.Close()
 	pub = listen(pub.listener.Addr().String())
-	eventually(t, 10*time.Second, "a load after the restart", waiting(4))
+	eventually(t, 20*time.Second, "a load after the restart", waiting(4))
 	pub.Publish([]byte(`not JSON`))
-	eventually(t, 10*time.Second, "a load after a broken message", waiting(5))
+	eventually(t, 20*time.Second, "a load after a broken message", waiting(5))
 }
 
 func TestWorkersWithoutALoadSocketArePolled(t *testing.T) {
@@ -122,5 +122,5 @@ func TestWorkersWithoutALoadSocketArePolled(t *testing.T) {
 	defer http.DefaultClient.CloseIdleConnections()
 	last := follow(t, "", server.URL)
 	fail.Store(false)
-	eventually(t, 10*time.Second, "the load", func() bool { p := last.Load(); return p != nil && p.Waiting == 7 })
+	eventually(t, 20*time.Second, "the load", func() bool { p := last.Load(); return p != nil && p.Waiting == 7 })
 }

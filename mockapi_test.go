@@ -418,7 +418,7 @@ func TestMockMetricsAreReadAsVLLMs(t *testing.T) {
 		}
 	}
 	// The engine lets go of a request a moment after its last token went out.
-	eventually(t, 5*time.Second, "an idle engine", func() bool {
+	eventually(t, 20*time.Second, "an idle engine", func() bool {
 		load, err := getMetrics(t.Context(), s.workerURL(0)+"/metrics")
 		return err == nil && load.Running == 0 && load.Waiting == 0
 	})

@@ -198,7 +198,7 @@ func TestMockPredictionsAreExactOneByOne(t *testing.T) {
 			if reused == 0 || fromAnswers == 0 {
 				t.Errorf("%d tokens reused, %d times some of an answer", reused, fromAnswers)
 			}
-			eventually(t, 5*time.Second, "all bookings freed", func() bool { return s.inFlight() == 0 })
+			eventually(t, 20*time.Second, "all bookings freed", func() bool { return s.inFlight() == 0 })
 			if disabled := s.rooms.tokens.Stats().Disabled; len(disabled) > 0 {
 				t.Errorf("parity with the mocker fails for %v", disabled)
 			}
@@ -217,10 +217,10 @@ func TestMockStopsWhenTheClientGoesAway(t *testing.T) {
 	io.ReadFull(response.Body, make([]byte, 100))
 	w := s.rooms.fleet.mocker.Worker(0)
 	// The load is published a moment after the first token went out.
-	eventually(t, 5*time.Second, "one running request", func() bool { return w.ranks[0].currentLoad().Running == 1 })
+	eventually(t, 20*time.Second, "one running request", func() bool { return w.ranks[0].currentLoad().Running == 1 })
 	cancel()
 	response.Body.Close()
-	eventually(t, 10*time.Second, "aborted and freed", func() bool {
+	eventually(t, 20*time.Second, "aborted and freed", func() bool {
 		return w.ranks[0].currentLoad() == mockLoad{} && w.ranks[0].counts.aborted.Load() == 1 && s.inFlight() == 0
 	})
 }
@@ -276,7 +276,7 @@ func TestMockCrashIsARestart(t *testing.T) {
 		broken <- a
 	}()
 	w := s.rooms.fleet.mocker.Worker(int(first.worker))
-	eventually(t, 10*time.Second, "a request runs", func() bool { return w.ranks[0].counts.generationTokens.Load() > 3 })
+	eventually(t, 20*time.Second, "a request runs", func() bool { return w.ranks[0].counts.generationTokens.Load() > 3 })
 	w.End(errMockCrash)
 	if a := <-broken; !a.broken || a.finished {
 		t.Errorf("the stream of a crashed worker: %+v", a)
@@ -311,11 +311,11 @@ func TestMockErrorsAreAnswers(t *testing.T) {
 }
 
 func TestMockFaultsHitTheNamedWorker(t *testing.T) {
-	s := startMockSite(t, 2, "--mock-slow-worker=1=3", "--mock-hang-worker=1=30ms", "--request-timeout=300ms", "--policy=round-robin")
+	s := startMockSite(t, 2, "--mock-slow-worker=1=3", "--mock-hang-worker=1=30ms", "--request-timeout=1s", "--policy=round-robin")
 	if got := s.rank(WorkerKey{Worker: 1}).engine.cfg.Timing.Speedup; got != 20.0/3 {
 		t.Errorf("speed of the slow worker %v", got)
 	}
-	eventually(t, 5*time.Second, "worker 1 hangs", s.rooms.fleet.mocker.Worker(1).hung.Load)
+	eventually(t, 20*time.Second, "worker 1 hangs", s.rooms.fleet.mocker.Worker(1).hung.Load)
 	seen := map[int]int{}
 	for range 4 {
 		status, _ := post(t, s.openAI+"/v1/chat/completions", `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":1}`)
@@ -349,7 +349,7 @@ func TestMockWorkerCanBeAttached(t *testing.T) {
 		}
 		second.proxy.client.CloseIdleConnections()
 	}()
-	eventually(t, 10*time.Second, "events followed", func() bool {
+	eventually(t, 20*time.Second, "events followed", func() bool {
 		for _, stats := range second.fleet.Streams() {
 			return stats.Connected.Load() && s.rank(WorkerKey{}).events.pub.Subscribers() == 2
 		}
@@ -360,7 +360,7 @@ func TestMockWorkerCanBeAttached(t *testing.T) {
 	if _, err := s.chat(t.Context(), chat, false, 1); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, 10*time.Second, "the second router knows the blocks", func() bool { return second.index.Blocks(WorkerKey{}) > 0 })
+	eventually(t, 20*time.Second, "the second router knows the blocks", func() bool { return second.index.Blocks(WorkerKey{}) > 0 })
 	if a, err := attached.chat(t.Context(), chat, false, 1); err != nil || a.predicted != a.cached || a.cached == 0 {
 		t.Error(a, err)
 	}
@@ -524,7 +524,7 @@ func readRecord(t *testing.T, file string) (lines []recordLine) {
 // client that reads nothing ends with the wait for the worker, and once cut off
 // the event that says what happened.
 func TestMockHangEndsStreamsWithAnError(t *testing.T) {
-	s := startMockSite(t, 1, "--speedup-ratio=1", "--request-timeout=300ms")
+	s := startMockSite(t, 1, "--speedup-ratio=1", "--request-timeout=2s")
 	const streams = 20
 	answers := make(chan answer, streams)
 	for i := range streams {
@@ -534,7 +534,7 @@ func TestMockHangEndsStreamsWithAnError(t *testing.T) {
 		}()
 	}
 	w := s.rooms.fleet.mocker.Worker(0)
-	eventually(t, 10*time.Second, "all run", func() bool {
+	eventually(t, 20*time.Second, "all run", func() bool {
 		return w.ranks[0].currentLoad().Running == streams && w.ranks[0].counts.generationTokens.Load() > 2*streams
 	})
 	w.hung.Store(true)

@@ -394,7 +394,7 @@ func (s *soak) quiet(t *testing.T, idle footprint) {
 // freed waits until no request is booked and checks that none left anything.
 func (s *soak) freed(t *testing.T) {
 	t.Helper()
-	eventually(t, 10*time.Second, "all bookings freed", func() bool { return s.site.inFlight() == 0 })
+	eventually(t, 20*time.Second, "all bookings freed", func() bool { return s.site.inFlight() == 0 })
 	for _, target := range s.site.rooms.router.Targets() {
 		if load := s.site.rooms.router.Load(target.Key); load.PrefillTokens != 0 {
 			t.Errorf("%v still has %d prompt tokens booked", target.Key, load.PrefillTokens)
@@ -429,7 +429,7 @@ func TestSoakWithFaults(t *testing.T) {
 	if s.exact == 0 {
 		t.Error("no answers")
 	}
-	eventually(t, 10*time.Second, "all bookings freed", func() bool {
+	eventually(t, 20*time.Second, "all bookings freed", func() bool {
 		for i := range 8 {
 			if site.rooms.router.Load(WorkerKey{Worker: uint64(i)}).InFlight != 0 {
 				return false
