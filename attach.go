@@ -141,6 +141,14 @@ func (f *Fleet) eventSources(ctx context.Context, spec AttachedWorker) []EventSo
 	return sources
 }
 
+// loadOf returns where a rank publishes its load; empty: only on /metrics.
+func (w AttachedWorker) loadOf(rank uint32) string {
+	if rank == 0 {
+		return w.Load
+	}
+	return ""
+}
+
 // reachable replaces the wildcard of an endpoint that a server binds by the
 // host that it is reached at.
 func reachable(endpoint, host string) string {
@@ -207,7 +215,7 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 		in.followEvents(source)
 	}
 	in.setTargets(models, adapters, sources)
-	in.followLoads(w.spec.Load)
+	in.followLoads(w.spec.loadOf)
 	in.markUp()
 	f.log.Info(fmt.Sprintf("worker %d: attached", w.id), "url", w.spec.URL, "models", models, "event_streams", len(sources))
 
@@ -231,7 +239,7 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 				in.followEvents(source)
 			}
 			in.setTargets(models, adapters, sources)
-			in.followLoads(w.spec.Load)
+			in.followLoads(w.spec.loadOf)
 			in.markUp()
 		} else if time.Since(in.began) >= f.timing.silentAfter {
 			in.toldSilent = true

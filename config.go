@@ -544,24 +544,25 @@ func zmqEndpoint(value string) (string, error) {
 
 // portUse is one port that the router or a started worker listens on.
 type portUse struct {
-	flag string
-	base int // value of the flag
-	port int // base plus the worker's number
-	host string
+	flag   string
+	base   int // value of the flag
+	port   int
+	host   string
+	worker int // that listens, if port is not base
 }
 
 func (p portUse) String() string {
 	if p.port == p.base {
 		return fmt.Sprintf("%s %d", p.flag, p.base)
 	}
-	return fmt.Sprintf("%s %d (+%d for worker %d)", p.flag, p.base, p.port-p.base, p.port-p.base)
+	return fmt.Sprintf("%s %d (+%d for worker %d)", p.flag, p.base, p.port-p.base, p.worker)
 }
 
 // ports lists every port that will be listened on; 0 (any) is left out.
 func (c *Config) ports() []portUse {
 	const loopback = "127.0.0.1"
 	var uses []portUse
-	for _, p := range []portUse{{"--http-port", c.HTTPPort, c.HTTPPort, c.Host}, {"--router-port", c.RouterPort, c.RouterPort, c.Host}} {
+	for _, p := range []portUse{{"--http-port", c.HTTPPort, c.HTTPPort, c.Host, 0}, {"--router-port", c.RouterPort, c.RouterPort, c.Host, 0}} {
 		if p.port != 0 {
 			uses = append(uses, p)
 		}
@@ -570,12 +571,14 @@ func (c *Config) ports() []portUse {
 		return uses
 	}
 	for i := range c.NumWorkers {
-		uses = append(uses,
-			portUse{"--base-worker-port", c.BaseWorkerPort, c.BaseWorkerPort + i, loopback},
-			portUse{"--base-kv-events-port", c.BaseKVEventsPort, c.BaseKVEventsPort + i, loopback},
-			portUse{"--base-kv-replay-port", c.BaseKVReplayPort, c.BaseKVReplayPort + i, loopback},
-			portUse{"--base-metrics-port", c.BaseMetricsPort, c.BaseMetricsPort + i, loopback},
-		)
+		uses = append(uses, portUse{"--base-worker-port", c.BaseWorkerPort, c.BaseWorkerPort + i, loopback, i})
+		for at := i * c.Ranks(); at < (i+1)*c.Ranks(); at++ {
+			uses = append(uses,
+				portUse{"--base-kv-events-port", c.BaseKVEventsPort, c.BaseKVEventsPort + at, loopback, i},
+				portUse{"--base-kv-replay-port", c.BaseKVReplayPort, c.BaseKVReplayPort + at, loopback, i},
+				portUse{"--base-metrics-port", c.BaseMetricsPort, c.BaseMetricsPort + at, loopback, i},
+			)
+		}
 	}
 	return uses
 }

@@ -289,6 +289,7 @@ func TestPredictionIsTrueOnRealVLLM(t *testing.T) {
 		model.SetMaxModelLen(3776)
 		compareWithWorker(t, model, worker)
 	})
+	t.Run("mock workers answer as the engine", func(t *testing.T) { compareWithMock(t, worker, 3776) })
 	t.Run("tokens equal the engine's", func(t *testing.T) {
 		chats := parityChats()
 		if len(chats) < 40 {

@@ -487,7 +487,7 @@ func (s *EventStream) clear(why string) {
 func (s *EventStream) apply(seq uint64, payload []byte, live bool) {
 	s.next, s.sum = seq+1, xxh3.Hash(payload)
 	s.stats.Batches.Add(1)
-	s.stats.LastSeq.Store(seq)
+	defer s.stats.LastSeq.Store(seq) // whoever sees it finds the batch in the index
 	ts, err := s.dec.start(payload)
 	if err != nil {
 		s.stats.DecodeErrors.Add(1)

@@ -85,20 +85,16 @@ func (in *incarnation) setTargets(models, adapters []string, sources []EventSour
 	in.f.update(in.w, func(s *WorkerStatus) { s.Models, s.Ranks = models, ranks })
 }
 
-// followLoads reads every target's load until the incarnation ends: rank 0 from
-// the ZMQ endpoint, if there is one, the others from /metrics.
-func (in *incarnation) followLoads(endpoint string) {
+// followLoads reads every target's load until the incarnation ends: from its
+// rank's ZMQ endpoint, if there is one, else from /metrics.
+func (in *incarnation) followLoads(endpoint func(rank uint32) string) {
 	for _, target := range in.targets {
 		if in.loaded[target.Key] {
 			continue
 		}
 		in.loaded[target.Key] = true
-		from := endpoint
-		if target.Key.Rank != 0 {
-			from = ""
-		}
 		in.followers.Go(func() {
-			in.f.loads(in.ctx, target.Key, from, target.URL+"/metrics", in.f.hooks.Load, in.f.log)
+			in.f.loads(in.ctx, target.Key, endpoint(target.Key.Rank), target.URL+"/metrics", in.f.hooks.Load, in.f.log)
 		})
 	}
 }

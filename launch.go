@@ -108,16 +108,28 @@ func launchedURL(cfg Config, i int) string {
 	return fmt.Sprintf("http://127.0.0.1:%d", cfg.BaseWorkerPort+i)
 }
 
-func launchedEventEndpoint(cfg Config, i int) string {
-	return fmt.Sprintf("tcp://127.0.0.1:%d", cfg.BaseKVEventsPort+i)
+// launchedSources returns where the KV events of started worker i are, rank by
+// rank.
+func launchedSources(cfg Config, i int) []EventSource {
+	sources := make([]EventSource, cfg.Ranks())
+	for rank := range sources {
+		at := i*len(sources) + rank
+		sources[rank] = EventSource{
+			Worker: WorkerKey{Worker: uint64(i), Rank: uint32(rank)}, BlockSize: cfg.BlockSize, Topic: kvEventsTopic,
+			Endpoint: fmt.Sprintf("tcp://127.0.0.1:%d", cfg.BaseKVEventsPort+at), Replay: launchedReplayEndpoint(cfg, at),
+		}
+	}
+	return sources
 }
 
-func launchedReplayEndpoint(cfg Config, i int) string {
-	return fmt.Sprintf("tcp://127.0.0.1:%d", cfg.BaseKVReplayPort+i)
+// launchedReplayEndpoint and launchedLoadEndpoint count started workers by their
+// ranks: a worker of several takes as many ports.
+func launchedReplayEndpoint(cfg Config, at int) string {
+	return fmt.Sprintf("tcp://127.0.0.1:%d", cfg.BaseKVReplayPort+at)
 }
 
-func launchedLoadEndpoint(cfg Config, i int) string {
-	return fmt.Sprintf("tcp://127.0.0.1:%d", cfg.BaseMetricsPort+i)
+func launchedLoadEndpoint(cfg Config, at int) string {
+	return fmt.Sprintf("tcp://127.0.0.1:%d", cfg.BaseMetricsPort+at)
 }
 
 // modelContext returns the longest context that the model's config.json allows,

@@ -4,17 +4,12 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
-
-	"github.com/go-zeromq/zmq4"
-	"github.com/go-zeromq/zmq4/security/null"
 )
 
 // eventually polls condition until it holds or the limit has passed.
@@ -80,81 +75,37 @@ func follow(t *testing.T, socket, page string) *atomic.Pointer[Published] {
 		cancel()
 		select {
 		case <-done:
-		case <-time.After(5 * time.Second):
+		case <-time.After(20 * time.Second):
 			t.Error("FollowLoad did not end with its context")
 		}
 	})
 	return &last
 }
 
-// loadPublisher is a PUB socket: zmq4's own leaves goroutines behind.
-type loadPublisher struct {
-	listener net.Listener
-	serving  sync.WaitGroup
-	mu       sync.Mutex // guards readers
-	readers  []*zmq4.Conn
-}
-
-func newLoadPublisher(t *testing.T, address string) *loadPublisher {
-	t.Helper()
-	listener, err := net.Listen("tcp", address)
-	if err != nil {
-		t.Fatal(err)
-	}
-	p := &loadPublisher{listener: listener}
-	p.serving.Go(func() { // until the listener closes
-		for {
-			raw, err := listener.Accept()
-			if err != nil {
-				return
-			}
-			conn, err := zmq4.Open(raw, null.Security(), zmq4.Pub, nil, true, nil)
-			if err != nil {
-				raw.Close()
-				continue
-			}
-			p.mu.Lock()
-			p.readers = append(p.readers, conn)
-			p.mu.Unlock()
-		}
-	})
-	return p
-}
-
-func (p *loadPublisher) send(text string) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	for _, conn := range p.readers {
-		conn.SendMsg(zmq4.NewMsgString(text))
-	}
-}
-
-func (p *loadPublisher) close() {
-	p.listener.Close()
-	p.serving.Wait()
-	for _, conn := range p.readers {
-		conn.Close()
-	}
-}
-
 func TestLoadSocketIsFollowedThroughARestart(t *testing.T) {
-	pub := newLoadPublisher(t, "127.0.0.1:0")
-	address := pub.listener.Addr().String()
-	last := follow(t, "tcp://"+address, "")
+	listen := func(address string) *ZMQPublisher {
+		p, err := NewZMQPublisher(address)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(p.Close)
+		return p
+	}
+	pub := listen("127.0.0.1:0")
+	last := follow(t, pub.Endpoint(), "")
 	waiting := func(n int) func() bool {
 		return func() bool {
-			pub.send(fmt.Sprintf(`{"num_waiting_reqs":%d,"num_running_reqs":1,"kv_cache_usage":0.5}`, n))
+			pub.Publish(fmt.Appendf(nil, `{"num_waiting_reqs":%d,"num_running_reqs":1,"kv_cache_usage":0.5}`, n))
 			p := last.Load()
 			return p != nil && p.Waiting == n && p.Running == 1 && p.KVUsage == 0.5
 		}
 	}
-	eventually(t, 10*time.Second, "the first load", waiting(3))
-	pub.close()
-	pub = newLoadPublisher(t, address)
-	eventually(t, 10*time.Second, "a load after the restart", waiting(4))
-	pub.send(`not JSON`)
-	eventually(t, 10*time.Second, "a load after a broken message", waiting(5))
-	pub.close()
+	eventually(t, 20*time.Second, "the first load", waiting(3))
+	pub.Close()
+	pub = listen(pub.listener.Addr().String())
+	eventually(t, 20*time.Second, "a load after the restart", waiting(4))
+	pub.Publish([]byte(`not JSON`))
+	eventually(t, 20*time.Second, "a load after a broken message", waiting(5))
 }
 
 func TestWorkersWithoutALoadSocketArePolled(t *testing.T) {
@@ -171,5 +122,5 @@ func TestWorkersWithoutALoadSocketArePolled(t *testing.T) {
 	defer http.DefaultClient.CloseIdleConnections()
 	last := follow(t, "", server.URL)
 	fail.Store(false)
-	eventually(t, 10*time.Second, "the load", func() bool { p := last.Load(); return p != nil && p.Waiting == 7 })
+	eventually(t, 20*time.Second, "the load", func() bool { p := last.Load(); return p != nil && p.Waiting == 7 })
 }

@@ -3,6 +3,8 @@ package main
 import (
 	"errors"
 	"fmt"
+	"slices"
+	"strings"
 	"time"
 )
 
@@ -14,6 +16,8 @@ type MockConfig struct {
 	MockNumGPUBlocks        int                      `group:"Mocker" name:"mock-num-gpu-blocks" default:"16384" help:"KV-cache blocks of a mock worker (vLLM's --num-gpu-blocks-override)."`
 	MockMaxNumSeqs          int                      `group:"Mocker" default:"256" help:"Most requests in a mock worker's batch (vLLM's --max-num-seqs)."`
 	MockMaxNumBatchedTokens int                      `group:"Mocker" default:"8192" help:"Most tokens a mock worker computes in one step (vLLM's --max-num-batched-tokens)."`
+	MockDataParallelSize    int                      `group:"Mocker" default:"1" help:"Data-parallel ranks of a mock worker (vLLM's --data-parallel-size), each with its own cache, event and load port."`
+	MockLora                []string                 `group:"Mocker" name:"mock-lora" placeholder:"NAME" help:"LoRA adapters that a mock worker serves as models (vLLM's --lora-modules); several are separated by commas."`
 	MockPrefillMS           []float64                `group:"Mocker" name:"mock-prefill-ms" default:"16.50142,0.01518344,4.209989e-07" placeholder:"A,B,C" help:"Time of a step's prefill, ms: A + B*n + C*n^2 for n prompt tokens that are not cached."`
 	MockDecodeMS            []float64                `group:"Mocker" name:"mock-decode-ms" default:"5.74,54.01,-25.74" placeholder:"A,B,C" help:"Time of a step's decoding, ms: A + B*u + C*u^2, at least 1, where the decoding requests' tokens fill the share u (0 to 1) of the KV cache."`
 	MockOutputTokens        int                      `group:"Mocker" default:"128" help:"Tokens after which a mock answer ends by itself, unless the request says ignore_eos or a smaller max_tokens."`
@@ -32,7 +36,7 @@ func DefaultMockConfig() MockConfig {
 	sim := DefaultSimConfig()
 	return MockConfig{
 		SpeedupRatio: 1, MockNumGPUBlocks: sim.Blocks, MockMaxNumSeqs: sim.MaxSeqs, MockMaxNumBatchedTokens: sim.MaxBatchedTokens,
-		MockPrefillMS: sim.Timing.Prefill[:], MockDecodeMS: sim.Timing.Decode[:], MockOutputTokens: 128,
+		MockDataParallelSize: 1, MockPrefillMS: sim.Timing.Prefill[:], MockDecodeMS: sim.Timing.Decode[:], MockOutputTokens: 128,
 	}
 }
 
@@ -49,11 +53,21 @@ func (c *MockConfig) SimConfig(blockSize int) SimConfig {
 	return engine
 }
 
+// Ranks is how many data-parallel ranks a started worker has. Each takes one of
+// the ports for KV events, their replay and load.
+func (c *Config) Ranks() int {
+	if c.Engine == EngineMocker {
+		return max(1, c.MockDataParallelSize)
+	}
+	return 1
+}
+
 // validate checks the settings for that many workers.
 func (c *MockConfig) validate(workers int) error {
 	for flag, value := range map[string]int{
 		"--mock-num-gpu-blocks": c.MockNumGPUBlocks, "--mock-max-num-seqs": c.MockMaxNumSeqs,
 		"--mock-max-num-batched-tokens": c.MockMaxNumBatchedTokens, "--mock-output-tokens": c.MockOutputTokens,
+		"--mock-data-parallel-size": c.MockDataParallelSize,
 	} {
 		if value < 1 {
 			return fmt.Errorf("%s %d: give at least 1", flag, value)
@@ -69,6 +83,11 @@ func (c *MockConfig) validate(workers int) error {
 	}
 	if len(c.MockPrefillMS) != 3 || len(c.MockDecodeMS) != 3 {
 		return errors.New("--mock-prefill-ms and --mock-decode-ms take three numbers, separated by commas")
+	}
+	for i, name := range c.MockLora {
+		if name == "" || slices.Contains(c.MockLora[:i], name) {
+			return fmt.Errorf("--mock-lora %s: give each adapter once and by a name", strings.Join(c.MockLora, ","))
+		}
 	}
 	for id := range c.MockHangWorker {
 		if id >= uint64(workers) {

@@ -12,7 +12,6 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -34,12 +33,13 @@ type mockSite struct {
 func startMockSite(t testing.TB, workers int, args ...string) *mockSite {
 	t.Helper()
 	before := goleak.IgnoreCurrent()
-	ports := freePorts(t, 2+4*workers)
+	const ranks = 2 // at most
+	ports := freePorts(t, 2+workers+3*ranks*workers)
 	port := func(flag string, at int) string { return fmt.Sprintf("--%s=%d", flag, ports+at) }
 	all := []string{
 		"--engine=mocker", fmt.Sprintf("--num-workers=%d", workers), "--seed=1", "--speedup-ratio=20", "--drain-timeout=5s",
 		port("http-port", 0), port("router-port", 1), port("base-worker-port", 2), port("base-kv-events-port", 2+workers),
-		port("base-kv-replay-port", 2+2*workers), port("base-metrics-port", 2+3*workers),
+		port("base-kv-replay-port", 2+workers+ranks*workers), port("base-metrics-port", 2+workers+2*ranks*workers),
 	}
 	config, _, err := ParseConfig(append(all, args...))
 	if err != nil {
@@ -83,17 +83,22 @@ func startMockSite(t testing.TB, workers int, args ...string) *mockSite {
 			t.Logf("end of the log:\n%s", log[max(0, len(log)-4000):])
 		}
 	})
-	eventually(t, 20*time.Second, "all workers followed", func() bool { return s.followed() == workers })
+	eventually(t, 20*time.Second, "all workers followed", func() bool { return s.followed() == workers*config.Ranks() })
 	return s
 }
 
-// followed counts the workers that are up and whose events are followed.
+// rank is a worker's rank in its latest incarnation.
+func (s *mockSite) rank(key WorkerKey) *mockRank {
+	return s.rooms.fleet.mocker.Worker(int(key.Worker)).ranks[key.Rank]
+}
+
+// followed counts the ranks that are up and whose events are followed.
 func (s *mockSite) followed() int {
 	n := 0
 	streams := s.rooms.fleet.Streams()
 	for _, target := range s.rooms.router.Targets() {
 		stats := streams[target.Key]
-		if w := s.rooms.fleet.mocker.Worker(int(target.Key.Worker)); stats != nil && stats.Connected.Load() && w.events.pub.Subscribers() > 0 && !stats.Cold.Load() {
+		if stats != nil && stats.Connected.Load() && s.rank(target.Key).events.pub.Subscribers() > 0 && !stats.Cold.Load() {
 			n++
 		}
 	}
@@ -104,17 +109,20 @@ func (s *mockSite) followed() int {
 func (s *mockSite) settle() {
 	s.t.Helper()
 	eventually(s.t, 20*time.Second, "all events applied", func() bool {
-		for key, stats := range s.rooms.fleet.Streams() {
-			e := s.rooms.fleet.mocker.Worker(int(key.Worker)).events
-			e.mu.Lock()
-			published := e.seq
-			e.mu.Unlock()
-			if len(e.batches) > 0 || published > 0 && (stats.LastSeq.Load() != published-1 || stats.Batches.Load() == 0) {
+		for key := range s.rooms.fleet.Streams() {
+			if !s.inStep(key) {
 				return false
 			}
 		}
 		return true
 	})
+}
+
+// inStep tells whether the index has seen all that a rank's engine has told.
+func (s *mockSite) inStep(key WorkerKey) bool {
+	stats := s.rooms.fleet.Streams()[key]
+	told := s.rank(key).events.added.Load()
+	return stats != nil && (told == 0 || stats.Batches.Load() > 0 && stats.LastSeq.Load() == told-1)
 }
 
 // inFlight is how many requests the router has booked.
@@ -190,111 +198,11 @@ func TestMockPredictionsAreExactOneByOne(t *testing.T) {
 			if reused == 0 || fromAnswers == 0 {
 				t.Errorf("%d tokens reused, %d times some of an answer", reused, fromAnswers)
 			}
-			eventually(t, 5*time.Second, "all bookings freed", func() bool { return s.inFlight() == 0 })
+			eventually(t, 20*time.Second, "all bookings freed", func() bool { return s.inFlight() == 0 })
 			if disabled := s.rooms.tokens.Stats().Disabled; len(disabled) > 0 {
 				t.Errorf("parity with the mocker fails for %v", disabled)
 			}
 		})
-	}
-}
-
-func TestMockChunksHaveVLLMsShape(t *testing.T) {
-	s := startMockSite(t, 1)
-	for _, c := range []struct{ path, body, first, last string }{
-		{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":3,"stream":true,"stream_options":{"include_usage":true}}`,
-			`{"id":"?","object":"chat.completion.chunk","created":0,"model":"mock","choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"prompt_token_ids":null,"prompt_text":null}`,
-			`{"id":"?","object":"chat.completion.chunk","created":0,"model":"mock","choices":[],"usage":{"prompt_tokens":21,"total_tokens":24,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":0,"created_cache_tokens":0}},"system_fingerprint":"vllm-0.32.0+mock"}`},
-		{"/v1/completions", `{"prompt":"Hi","max_tokens":1,"stream":true,"return_token_ids":true}`,
-			`{"id":"?","object":"text_completion","created":0,"model":"mock","choices":[{"index":0,"text":"?","logprobs":null,"finish_reason":"length","stop_reason":null,"prompt_token_ids":[72,105],"token_ids":[0]}],"system_fingerprint":"vllm-0.32.0+mock"}`, ""},
-	} {
-		status, answer := post(t, s.workerURL(0)+c.path, c.body)
-		events := strings.Split(strings.TrimSpace(string(answer)), "\n\n")
-		if status != 200 || events[len(events)-1] != "data: [DONE]" {
-			t.Fatalf("%d %s", status, answer)
-		}
-		check := func(event, want string) {
-			t.Helper()
-			got := strings.TrimPrefix(event, "data: ")
-			for path, value := range map[string]string{"id": `"?"`, "created": "0", "choices.0.text": `"?"`, "choices.0.token_ids": "[0]"} {
-				if v := gjson.Get(got, path); v.Exists() && v.Type != gjson.Null {
-					got = got[:v.Index] + value + got[v.Index+len(v.Raw):]
-				}
-			}
-			if got != want {
-				t.Errorf("%s:\n%s\nwant\n%s", c.path, got, want)
-			}
-		}
-		check(events[0], c.first)
-		if c.last != "" {
-			check(events[len(events)-2], c.last)
-		}
-		finished := 0
-		for _, event := range events {
-			if strings.Contains(event, `"finish_reason":"length"`) {
-				finished++
-			}
-		}
-		if finished != 1 {
-			t.Errorf("%s: %d chunks end the answer", c.path, finished)
-		}
-	}
-	_, whole := post(t, s.workerURL(0)+"/v1/chat/completions", `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":8,"return_token_ids":true}`)
-	_, again := post(t, s.workerURL(0)+"/v1/chat/completions", `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":8}`)
-	text := gjson.GetBytes(whole, "choices.0.message.content").Str
-	if !gjson.ValidBytes(whole) || len(text) != 8 || text != gjson.GetBytes(again, "choices.0.message.content").Str {
-		t.Errorf("%s\n%s", whole, again)
-	}
-	ids := gjson.GetBytes(whole, "choices.0.token_ids").Raw
-	if _, back := post(t, s.workerURL(0)+"/detokenize", `{"tokens":`+ids+`}`); gjson.GetBytes(back, "prompt").Str != text {
-		t.Errorf("token ids %s are %s, the text is %q", ids, back, text)
-	}
-	if _, rendered := post(t, s.workerURL(0)+"/v1/chat/completions/render", `{"messages":[{"role":"user","content":"Hi"}]}`); gjson.GetBytes(rendered, "token_ids").Raw != gjson.GetBytes(whole, "prompt_token_ids").Raw {
-		t.Errorf("rendered %s", rendered)
-	}
-}
-
-func TestMockAnswerLengths(t *testing.T) {
-	s := startMockSite(t, 1, "--mock-output-tokens=20")
-	for _, c := range []struct {
-		path, options string
-		tokens        int64
-		finish        string
-	}{
-		{"/v1/chat/completions", `"max_tokens":5`, 5, "length"},
-		{"/v1/chat/completions", `"max_tokens":9,"max_completion_tokens":7`, 7, "length"},
-		{"/v1/chat/completions", `"max_tokens":30`, 20, "stop"},
-		{"/v1/chat/completions", `"max_tokens":30,"ignore_eos":true`, 30, "length"},
-		{"/v1/chat/completions", `"max_tokens":30,"min_tokens":25`, 25, "stop"},
-		{"/v1/chat/completions", `"top_p":1`, 20, "stop"},
-		{"/v1/completions", `"top_p":1`, 16, "length"},
-	} {
-		_, answer := post(t, s.workerURL(0)+c.path, `{"messages":[{"role":"user","content":"Hi"}],"prompt":"Hi",`+c.options+`}`)
-		if got := gjson.GetBytes(answer, "usage.completion_tokens").Int(); got != c.tokens || gjson.GetBytes(answer, "choices.0.finish_reason").Str != c.finish {
-			t.Errorf("%s %s: %s", c.path, c.options, answer)
-		}
-	}
-}
-
-func TestMockRefusesWhatVLLMRefuses(t *testing.T) {
-	s := startMockSite(t, 1, "--mock-num-gpu-blocks=4")
-	for _, c := range []struct {
-		path, body string
-		status     int
-	}{
-		{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Hi"}],"n":2}`, 400},
-		{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":0}`, 400},
-		{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":500}`, 400},
-		{"/v1/chat/completions", `{"messages":[{"role":"user","content":"` + strings.Repeat("long ", 100) + `"}]}`, 400},
-		{"/v1/chat/completions", `{"model":"other","messages":[{"role":"user","content":"Hi"}]}`, 404},
-		{"/v1/chat/completions", `{"messages":`, 400},
-		{"/v1/completions", `{"prompt":""}`, 400},
-		{"/v1/completions", `{"prompt":["a","b"]}`, 400},
-		{"/tokenize", `{}`, 400},
-		{"/v1/embeddings", `{"input":"x"}`, 404},
-	} {
-		if status, answer := post(t, s.workerURL(0)+c.path, c.body); status != c.status || status == 400 && !gjson.GetBytes(answer, "error.message").Exists() {
-			t.Errorf("%s %s: %d %s", c.path, c.body, status, answer)
-		}
 	}
 }
 
@@ -309,37 +217,12 @@ func TestMockStopsWhenTheClientGoesAway(t *testing.T) {
 	io.ReadFull(response.Body, make([]byte, 100))
 	w := s.rooms.fleet.mocker.Worker(0)
 	// The load is published a moment after the first token went out.
-	eventually(t, 5*time.Second, "one running request", func() bool { return w.currentLoad().Running == 1 })
+	eventually(t, 20*time.Second, "one running request", func() bool { return w.ranks[0].currentLoad().Running == 1 })
 	cancel()
 	response.Body.Close()
-	eventually(t, 10*time.Second, "aborted and freed", func() bool {
-		return w.currentLoad() == mockLoad{} && w.counts.aborted.Load() == 1 && s.inFlight() == 0
+	eventually(t, 20*time.Second, "aborted and freed", func() bool {
+		return w.ranks[0].currentLoad() == mockLoad{} && w.ranks[0].counts.aborted.Load() == 1 && s.inFlight() == 0
 	})
-}
-
-func TestMockKeepsSaltsApart(t *testing.T) {
-	s := startMockSite(t, 1)
-	text := strings.Repeat("the same words ", 20)
-	for _, c := range []struct {
-		salt string
-		want int64
-	}{{"", 0}, {"a", 0}, {"b", 0}, {"a", 256}, {"", 256}} {
-		body := map[string]any{"messages": say(text), "max_tokens": 1}
-		if c.salt != "" {
-			body["cache_salt"] = c.salt
-		}
-		response, err := http.Post(s.openAI+"/v1/chat/completions", "application/json", bytes.NewReader(mustJSON(body)))
-		if err != nil {
-			t.Fatal(err)
-		}
-		answer, _ := io.ReadAll(response.Body)
-		response.Body.Close()
-		predicted, _ := strconv.Atoi(response.Header.Get(headerOverlap))
-		if cached := gjson.GetBytes(answer, "usage.prompt_tokens_details.cached_tokens").Int(); cached != c.want || int64(predicted) != cached {
-			t.Errorf("salt %q: %d cached, %d predicted, want %d", c.salt, cached, predicted, c.want)
-		}
-		s.settle()
-	}
 }
 
 func TestMockResetEmptiesTheCache(t *testing.T) {
@@ -365,14 +248,14 @@ func TestMockResetEmptiesTheCache(t *testing.T) {
 	}
 
 	// While requests hold blocks it is refused.
-	w := s.rooms.fleet.mocker.Worker(0)
-	w.ask(t.Context(), func(e *SimEngine) {
-		held := &SimRequest{Prompt: 200, Output: 2, Tag: &mockAnswer{more: make(chan struct{}, 1)}}
+	rank := s.rank(WorkerKey{})
+	rank.ask(t.Context(), func(e *SimEngine) {
+		held := &SimRequest{Prompt: 200, Output: 2, Tag: &mockChoice{answer: &mockAnswer{more: make(chan struct{}, 1)}}}
 		if err := e.Submit(held); err != nil {
 			t.Error(err)
 		}
 		e.Begin()
-		if w.resetPrefixCache(e) {
+		if rank.resetPrefixCache(e) {
 			t.Error("reset while a request holds blocks")
 		}
 		e.End()
@@ -393,7 +276,7 @@ func TestMockCrashIsARestart(t *testing.T) {
 		broken <- a
 	}()
 	w := s.rooms.fleet.mocker.Worker(int(first.worker))
-	eventually(t, 10*time.Second, "a request runs", func() bool { return w.counts.generationTokens.Load() > 3 })
+	eventually(t, 20*time.Second, "a request runs", func() bool { return w.ranks[0].counts.generationTokens.Load() > 3 })
 	w.End(errMockCrash)
 	if a := <-broken; !a.broken || a.finished {
 		t.Errorf("the stream of a crashed worker: %+v", a)
@@ -428,11 +311,11 @@ func TestMockErrorsAreAnswers(t *testing.T) {
 }
 
 func TestMockFaultsHitTheNamedWorker(t *testing.T) {
-	s := startMockSite(t, 2, "--mock-slow-worker=1=3", "--mock-hang-worker=1=30ms", "--request-timeout=300ms", "--policy=round-robin")
-	if got := s.rooms.fleet.mocker.Worker(1).engine.cfg.Timing.Speedup; got != 20.0/3 {
+	s := startMockSite(t, 2, "--mock-slow-worker=1=3", "--mock-hang-worker=1=30ms", "--request-timeout=1s", "--policy=round-robin")
+	if got := s.rank(WorkerKey{Worker: 1}).engine.cfg.Timing.Speedup; got != 20.0/3 {
 		t.Errorf("speed of the slow worker %v", got)
 	}
-	eventually(t, 5*time.Second, "worker 1 hangs", s.rooms.fleet.mocker.Worker(1).hung.Load)
+	eventually(t, 20*time.Second, "worker 1 hangs", s.rooms.fleet.mocker.Worker(1).hung.Load)
 	seen := map[int]int{}
 	for range 4 {
 		status, _ := post(t, s.openAI+"/v1/chat/completions", `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":1}`)
@@ -440,42 +323,6 @@ func TestMockFaultsHitTheNamedWorker(t *testing.T) {
 	}
 	if seen[200] == 0 || seen[504] == 0 || len(seen) != 2 {
 		t.Errorf("statuses %v, want answers and time-outs", seen)
-	}
-}
-
-func TestMockMetricsAreReadAsVLLMs(t *testing.T) {
-	s := startMockSite(t, 1)
-	chat := say(strings.Repeat("count me ", 30))
-	for range 2 {
-		if _, err := s.chat(t.Context(), chat, false, 5); err != nil {
-			t.Fatal(err)
-		}
-	}
-	// The engine lets go of a request a moment after its last token went out.
-	eventually(t, 5*time.Second, "an idle engine", func() bool {
-		load, err := getMetrics(t.Context(), s.workerURL(0)+"/metrics")
-		return err == nil && load.Running == 0 && load.Waiting == 0
-	})
-	response, err := http.Get(s.workerURL(0) + "/metrics")
-	if err != nil {
-		t.Fatal(err)
-	}
-	page, _ := io.ReadAll(response.Body)
-	response.Body.Close()
-	for _, want := range []string{`vllm:generation_tokens_total{engine="0",model_name="mock"} 10`, `vllm:prefix_cache_hits_total{engine="0",model_name="mock"} 256`, `finished_reason="length"} 2`} {
-		if !strings.Contains(string(page), want) {
-			t.Errorf("no %s in\n%s", want, page)
-		}
-	}
-	for path, want := range map[string]string{"/load": `{"server_load":0}`, "/version": `{"version":"` + mockVersion + `"}`, "/health": ""} {
-		response, err := http.Get(s.workerURL(0) + path)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if answer, _ := io.ReadAll(response.Body); string(answer) != want {
-			t.Errorf("%s: %s", path, answer)
-		}
-		response.Body.Close()
 	}
 }
 
@@ -502,9 +349,9 @@ func TestMockWorkerCanBeAttached(t *testing.T) {
 		}
 		second.proxy.client.CloseIdleConnections()
 	}()
-	eventually(t, 10*time.Second, "events followed", func() bool {
+	eventually(t, 20*time.Second, "events followed", func() bool {
 		for _, stats := range second.fleet.Streams() {
-			return stats.Connected.Load() && s.rooms.fleet.mocker.Worker(0).events.pub.Subscribers() == 2
+			return stats.Connected.Load() && s.rank(WorkerKey{}).events.pub.Subscribers() == 2
 		}
 		return false
 	})
@@ -513,7 +360,7 @@ func TestMockWorkerCanBeAttached(t *testing.T) {
 	if _, err := s.chat(t.Context(), chat, false, 1); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, 10*time.Second, "the second router knows the blocks", func() bool { return second.index.Blocks(WorkerKey{}) > 0 })
+	eventually(t, 20*time.Second, "the second router knows the blocks", func() bool { return second.index.Blocks(WorkerKey{}) > 0 })
 	if a, err := attached.chat(t.Context(), chat, false, 1); err != nil || a.predicted != a.cached || a.cached == 0 {
 		t.Error(a, err)
 	}
@@ -677,7 +524,7 @@ func readRecord(t *testing.T, file string) (lines []recordLine) {
 // client that reads nothing ends with the wait for the worker, and once cut off
 // the event that says what happened.
 func TestMockHangEndsStreamsWithAnError(t *testing.T) {
-	s := startMockSite(t, 1, "--speedup-ratio=1", "--request-timeout=300ms")
+	s := startMockSite(t, 1, "--speedup-ratio=1", "--request-timeout=2s")
 	const streams = 20
 	answers := make(chan answer, streams)
 	for i := range streams {
@@ -687,7 +534,9 @@ func TestMockHangEndsStreamsWithAnError(t *testing.T) {
 		}()
 	}
 	w := s.rooms.fleet.mocker.Worker(0)
-	eventually(t, 10*time.Second, "all run", func() bool { return w.currentLoad().Running == streams && w.counts.generationTokens.Load() > 2*streams })
+	eventually(t, 20*time.Second, "all run", func() bool {
+		return w.ranks[0].currentLoad().Running == streams && w.ranks[0].counts.generationTokens.Load() > 2*streams
+	})
 	w.hung.Store(true)
 	for range streams {
 		if a := <-answers; !a.broken || a.finished {

@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"math/rand/v2"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/vmihailenco/msgpack/v5"
@@ -17,8 +18,9 @@ type mockEvent struct {
 	stored    []StoredBlock
 	parent    uint64
 	hasParent bool
-	tokens    []uint32 // of the stored blocks
-	salt      string   // of the first one, if it starts a prompt that has one
+	tokens    []uint32    // of the stored blocks
+	adapter   mockAdapter // that computed them
+	salt      string      // of the first one, if it starts a prompt that has one
 }
 
 // mockBatch is what one step of a mock worker published.
@@ -35,6 +37,7 @@ const mockEventQueue = 100_000
 // does: on a PUB socket, numbered from 0, with a ROUTER socket that sends the
 // last ones again.
 type mockEvents struct {
+	rank      int  // data-parallel rank, as it ends a batch
 	array     bool // old form: events as arrays
 	blockSize int
 	drop      float64       // share of the batches that are not sent
@@ -47,6 +50,7 @@ type mockEvents struct {
 	batches chan mockBatch
 	stop    chan struct{}
 	running sync.WaitGroup
+	added   atomic.Uint64 // batches, published or not yet
 
 	mu     sync.Mutex // guards what follows, and makes sending and keeping one
 	seq    uint64     // of the next batch
@@ -77,6 +81,7 @@ func (e *mockEvents) start() { e.running.Go(e.run) }
 
 // add queues a step's changes. The slices in it must not change any more.
 func (e *mockEvents) add(events []mockEvent) {
+	e.added.Add(1)
 	select {
 	case e.batches <- mockBatch{time.Now(), events}:
 	case <-e.stop:
@@ -169,7 +174,7 @@ func (e *mockEvents) encode(batch mockBatch) []byte {
 	for i := range batch.events {
 		e.encodeEvent(&batch.events[i])
 	}
-	_ = p.EncodeUint(0)
+	_ = p.EncodeUint(uint64(e.rank))
 	return bytes.Clone(e.packed.Bytes())
 }
 
@@ -207,23 +212,42 @@ func (e *mockEvents) encodeEvent(event *mockEvent) {
 		e.name("block_size")
 		_ = p.EncodeUint(uint64(e.blockSize))
 		e.name("lora_id")
-		_ = p.EncodeNil()
+		if event.adapter.name == "" {
+			_ = p.EncodeNil()
+		} else {
+			_ = p.EncodeUint(uint64(event.adapter.id))
+		}
 		e.text("medium", "GPU")
 		e.name("lora_name")
-		_ = p.EncodeNil()
-		e.name("extra_keys")
-		_ = p.EncodeArrayLen(len(event.stored))
-		for i := range event.stored {
-			if i > 0 || event.salt == "" {
-				_ = p.EncodeNil()
-				continue
-			}
-			_ = p.EncodeArrayLen(1)
-			_ = p.EncodeString(event.salt)
+		if event.adapter.name == "" {
+			_ = p.EncodeNil()
+		} else {
+			_ = p.EncodeString(event.adapter.name)
 		}
+		e.extraKeys(event)
 		e.name("group_idx")
 		_ = p.EncodeUint(0)
 		e.text("kv_cache_spec_kind", "full_attention")
+	}
+}
+
+// extraKeys writes what enters the hash of each stored block beside its tokens.
+func (e *mockEvents) extraKeys(event *mockEvent) {
+	e.name("extra_keys")
+	_ = e.packer.EncodeArrayLen(len(event.stored))
+	for i := range event.stored {
+		var keys []string
+		if event.adapter.name != "" {
+			keys = append(keys, event.adapter.name)
+		}
+		if i == 0 && event.salt != "" {
+			keys = append(keys, event.salt)
+		}
+		if keys == nil {
+			_ = e.packer.EncodeNil()
+			continue
+		}
+		_ = e.packer.Encode(keys)
 	}
 }
 

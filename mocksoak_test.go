@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"os"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -22,8 +23,12 @@ import (
 // The soak tests keep simulated workers busy through real sockets. They run for
 // KVROUTER_SOAK (such as 60s; `make soak` sets it) and not at all without it.
 
-// soakRequests is how many requests are in flight.
-const soakRequests = 200
+const (
+	soakRequests = 200    // in flight
+	soakPrompts  = 10_000 // remembered, to look them up
+	// soakPause is how long a worker may be stopped to look at its cache.
+	soakPause = 300 * time.Millisecond
+)
 
 // soak is a run of many clients, each of which has one chat after the other:
 // one of a few system prompts and several turns that carry the answers before.
@@ -41,7 +46,8 @@ type soak struct {
 	broken   int // streams that ended with an error event
 	hung     int
 	odd      []string // neither an answer nor one clear error
-	prompts  [][]uint64
+	prompts  [][]map[string]string
+	seen     int // of prompts, those replaced included
 	cached   int
 	prompted int
 }
@@ -129,7 +135,11 @@ func (s *soak) converse(ctx context.Context, random *rand.Rand) {
 func (s *soak) ask(messages []map[string]string, stream bool, tokens int) (text string, ok bool) {
 	ctx, cancel := context.WithTimeout(context.Background(), s.limit)
 	defer cancel()
-	body := mustJSON(map[string]any{"messages": messages, "max_tokens": tokens, "stream": stream, "stream_options": map[string]bool{"include_usage": true}})
+	fields := map[string]any{"messages": messages, "max_tokens": tokens, "stream": stream}
+	if stream {
+		fields["stream_options"] = map[string]bool{"include_usage": true}
+	}
+	body := mustJSON(fields)
 	request, _ := http.NewRequestWithContext(ctx, http.MethodPost, s.site.openAI+"/v1/chat/completions", bytes.NewReader(body))
 	response, err := s.client.Do(request)
 	if err != nil {
@@ -190,11 +200,12 @@ func (s *soak) ask(messages []map[string]string, stream bool, tokens int) (text 
 		}
 		s.cached += u.CachedTokens
 		s.prompted += u.PromptTokens
-		if len(s.prompts) < 20_000 {
-			if t, err := s.site.rooms.model.ChatTokens(body); err == nil {
-				s.prompts = append(s.prompts, HashBlocks(nil, t, s.site.rooms.config.BlockSize, "", ""))
-			}
+		if at := soakSlot(s.seen); at == len(s.prompts) {
+			s.prompts = append(s.prompts, messages)
+		} else {
+			s.prompts[at] = messages
 		}
+		s.seen++
 	})
 	return text, whole && !broken
 }
@@ -219,26 +230,50 @@ func (s *soak) String() string {
 		answers, 100*float64(s.exact)/float64(max(1, answers)), s.over, s.under, 100*float64(s.cached)/float64(max(1, s.prompted)), s.prompted, s.broken, s.refused, s.hung, len(s.odd))
 }
 
-// compare holds the index against what the workers' caches really have, for
-// every prompt seen: wrong counts matches that go further, missing those that
-// do not go as far.
-func (s *soak) compare(t *testing.T) (checked, wrong, missing int) {
+// standing is what came out of holding the index against the workers' caches,
+// prompt by prompt.
+type standing struct {
+	workers int // compared
+	prompts int // compared, with each worker
+	blocks  int // that the caches hold of them
+	wrong   int // matches that go further than the cache
+	missing int // matches that do not go as far
+}
+
+// compare stops each worker's engine in turn until the index has seen all that
+// it told, and holds the index against its cache. A worker that hangs or dies
+// is left out, and so is one whose last batch was dropped: that only shows after
+// a while, and its clients cannot wait as long.
+func (s *soak) compare(t *testing.T, asked [][]map[string]string) (found standing) {
 	t.Helper()
+	var prompts, sequences [][]uint64
+	for _, messages := range asked {
+		tokens, err := s.site.rooms.model.ChatTokens(mustJSON(map[string]any{"messages": messages}))
+		if err != nil {
+			t.Fatal(err)
+		}
+		local := HashBlocks(nil, tokens, s.site.rooms.config.BlockSize, "", "")
+		prompts, sequences = append(prompts, local), append(sequences, SequenceHashes(nil, local))
+	}
 	var matches []Match
 	for i := range s.site.rooms.config.NumWorkers {
-		w := s.site.rooms.fleet.mocker.Worker(i)
 		key := WorkerKey{Worker: uint64(i)}
-		if w.hung.Load() || s.site.rooms.fleet.Streams()[key] == nil {
+		if s.site.rooms.fleet.mocker.Worker(i).hung.Load() {
 			continue
 		}
-		alive := w.ask(t.Context(), func(e *SimEngine) {
-			for _, local := range s.prompts {
-				held := 0
-				for _, h := range SequenceHashes(nil, local) {
-					if e.pool.find(h) == 0 {
-						break
-					}
-					held++
+		s.site.rank(key).ask(t.Context(), func(e *SimEngine) {
+			limit := time.Now().Add(soakPause)
+			for !s.site.inStep(key) {
+				if time.Now().After(limit) {
+					return
+				}
+				<-time.After(time.Millisecond)
+			}
+			found.workers++
+			for n, local := range prompts {
+				cached := slices.IndexFunc(sequences[n], func(h uint64) bool { return e.pool.find(h) == 0 })
+				if cached < 0 {
+					cached = len(local)
 				}
 				indexed := 0
 				matches = s.site.rooms.index.Match(local, matches[:0])
@@ -247,19 +282,43 @@ func (s *soak) compare(t *testing.T) (checked, wrong, missing int) {
 						indexed = m.Blocks
 					}
 				}
-				checked++
-				if indexed > held {
-					wrong++
-				} else if indexed < held {
-					missing++
+				found.prompts++
+				found.blocks += cached
+				if indexed > cached {
+					found.wrong++
+				} else if indexed < cached {
+					found.missing++
 				}
 			}
 		})
-		if !alive {
-			t.Errorf("worker %d is not there", i)
-		}
 	}
-	return checked, wrong, missing
+	return found
+}
+
+func (f standing) String() string {
+	return fmt.Sprintf("index against the caches of %d workers: %d prompts, %d blocks cached, %d wrong, %d incomplete", f.workers, f.prompts, f.blocks, f.wrong, f.missing)
+}
+
+// look compares some of the first and of the newest prompts.
+func (s *soak) look(t *testing.T) standing {
+	const some = 300
+	var asked [][]map[string]string
+	s.note(func() {
+		asked = slices.Clone(s.prompts[:min(some, len(s.prompts))])
+		for i := s.seen - some; i >= 0 && i < s.seen; i++ {
+			asked = append(asked, s.prompts[soakSlot(i)])
+		}
+	})
+	return s.compare(t, asked)
+}
+
+// soakSlot is where the prompt seen as number i is kept. The first show what
+// should be gone by the end, the newest what should be there.
+func soakSlot(i int) int {
+	if i < soakPrompts {
+		return i
+	}
+	return soakPrompts/2 + i%(soakPrompts/2)
 }
 
 // footprint is what the process uses, its garbage collected.
@@ -269,10 +328,14 @@ type footprint struct {
 	replay     uint64 // bytes of those
 }
 
+func (f footprint) String() string {
+	return fmt.Sprintf("%d goroutines, heap %d MB and replay buffers %d MB", f.goroutines, f.heap>>20, f.replay>>20)
+}
+
 func (s *soak) footprint() footprint {
 	var f footprint
 	for i := range s.site.rooms.config.NumWorkers {
-		e := s.site.rooms.fleet.mocker.Worker(i).events
+		e := s.site.rank(WorkerKey{Worker: uint64(i)}).events
 		e.mu.Lock()
 		for _, payload := range e.kept {
 			f.replay += uint64(cap(payload))
@@ -291,23 +354,21 @@ func TestSoak(t *testing.T) {
 	site := startMockSite(t, 8, "--speedup-ratio=10", "--mock-num-gpu-blocks=4096")
 	s := newSoak(site, 2*time.Minute)
 	idle := s.footprint()
-	var seen []footprint
+	// What fills up to its bound does so before the first look; both looks are
+	// at a house without requests, so that what they hold does not count.
+	s.run(d/3, func(time.Duration) {})
+	s.freed(t)
+	s.quiet(t, idle)
+	before := s.footprint()
 	s.run(d, func(elapsed time.Duration) {
-		f := s.footprint()
-		seen = append(seen, f)
-		t.Logf("%3.0f s: %d goroutines, heap %d MB and replay buffers %d MB", elapsed.Seconds(), f.goroutines, f.heap>>20, f.replay>>20)
+		t.Logf("%3.0f s: %s, %d in flight", elapsed.Seconds(), s.footprint(), site.inFlight())
 	})
 	t.Log(s)
-	eventually(t, 10*time.Second, "all bookings freed", func() bool { return site.inFlight() == 0 })
-	for _, target := range site.rooms.router.Targets() {
-		if load := site.rooms.router.Load(target.Key); load.PrefillTokens != 0 {
-			t.Errorf("%v still has %d prompt tokens booked", target.Key, load.PrefillTokens)
-		}
-	}
+	s.freed(t)
 	site.settle()
-	checked, wrong, missing := s.compare(t)
-	t.Logf("index against caches, prompt by prompt: %d compared, %d wrong, %d incomplete", checked, wrong, missing)
-	if wrong > 0 || missing > 0 {
+	found := s.compare(t, s.prompts)
+	t.Log(found)
+	if found.wrong > 0 || found.missing > 0 || found.workers < 8 || found.blocks == 0 {
 		t.Error("the index is not what the workers hold")
 	}
 	if answers := s.exact + s.over + s.under; answers == 0 || float64(s.exact) < 0.99*float64(answers) {
@@ -316,30 +377,51 @@ func TestSoak(t *testing.T) {
 	if s.hung > 0 || s.broken > 0 || len(s.refused) > 0 || len(s.odd) > 0 {
 		t.Errorf("not every request was answered: %q", s.odd[:min(5, len(s.odd))])
 	}
-	middle, last := seen[len(seen)/2], seen[len(seen)-1]
-	if last.goroutines > middle.goroutines+middle.goroutines/5 {
-		t.Errorf("goroutines grew from %d to %d", middle.goroutines, last.goroutines)
+	s.quiet(t, idle)
+	after := s.footprint()
+	t.Logf("without requests: at first %s; after %.0f s %s; after %.0f s more %s", idle, (d / 3).Seconds(), before, d.Seconds(), after)
+	if after.heap > before.heap+before.heap/4 {
+		t.Errorf("the heap grew from %d to %d bytes", before.heap, after.heap)
 	}
-	if last.heap > middle.heap+middle.heap/4 {
-		t.Errorf("the heap grew from %d to %d bytes", middle.heap, last.heap)
-	}
+}
+
+// quiet waits until the goroutines of requests and their connections have ended.
+func (s *soak) quiet(t *testing.T, idle footprint) {
+	t.Helper()
 	eventually(t, 15*time.Second, "goroutines gone", func() bool { return runtime.NumGoroutine() <= idle.goroutines+20 })
-	t.Logf("%d goroutines before, %d after", idle.goroutines, runtime.NumGoroutine())
+}
+
+// freed waits until no request is booked and checks that none left anything.
+func (s *soak) freed(t *testing.T) {
+	t.Helper()
+	eventually(t, 20*time.Second, "all bookings freed", func() bool { return s.site.inFlight() == 0 })
+	for _, target := range s.site.rooms.router.Targets() {
+		if load := s.site.rooms.router.Load(target.Key); load.PrefillTokens != 0 {
+			t.Errorf("%v still has %d prompt tokens booked", target.Key, load.PrefillTokens)
+		}
+	}
 }
 
 func TestSoakWithFaults(t *testing.T) {
 	d := soakTime(t)
-	site := startMockSite(t, 8, "--speedup-ratio=10", "--mock-num-gpu-blocks=4096", "--request-timeout=5s",
+	site := startMockSite(t, 8, "--speedup-ratio=10", "--mock-num-gpu-blocks=1536", "--request-timeout=5s",
 		"--mock-drop-events=0.01", "--mock-duplicate-events=0.01", "--mock-crash-every=10s", "--mock-hang-worker=7=15s")
 	s := newSoak(site, time.Minute)
-	s.run(d, func(time.Duration) {})
+	looks := 0
+	s.run(d, func(elapsed time.Duration) {
+		found := s.look(t)
+		t.Logf("%3.0f s: %s", elapsed.Seconds(), found)
+		looks += found.workers
+		if found.wrong > 0 {
+			t.Error("a wrong match outlived a replay")
+		}
+	})
 	t.Log(s)
-	// A replay follows the quiet at the latest.
-	site.settle()
-	checked, wrong, missing := s.compare(t)
-	t.Logf("index against caches, prompt by prompt: %d compared, %d wrong, %d incomplete", checked, wrong, missing)
-	if wrong > 0 {
-		t.Error("wrong matches are left")
+	site.settle() // after the last batch that was dropped, too
+	found := s.compare(t, s.prompts)
+	t.Log(found)
+	if found.wrong > 0 || found.blocks == 0 || looks == 0 {
+		t.Error("wrong matches are left, or nothing was compared")
 	}
 	if s.hung > 0 || len(s.odd) > 0 {
 		t.Errorf("%d clients hung, odd answers %q", s.hung, s.odd[:min(5, len(s.odd))])
@@ -347,7 +429,7 @@ func TestSoakWithFaults(t *testing.T) {
 	if s.exact == 0 {
 		t.Error("no answers")
 	}
-	eventually(t, 10*time.Second, "all bookings freed", func() bool {
+	eventually(t, 20*time.Second, "all bookings freed", func() bool {
 		for i := range 8 {
 			if site.rooms.router.Load(WorkerKey{Worker: uint64(i)}).InFlight != 0 {
 				return false

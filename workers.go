@@ -402,11 +402,9 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker, start func(*startLog)
 		return 0, err
 	}
 	// A process listens seconds later: the stream has the engine's first event.
-	i := int(w.id)
-	in.followEvents(EventSource{
-		Worker: WorkerKey{Worker: w.id}, BlockSize: f.cfg.BlockSize, Topic: kvEventsTopic,
-		Endpoint: launchedEventEndpoint(f.cfg, i), Replay: launchedReplayEndpoint(f.cfg, i),
-	})
+	for _, source := range launchedSources(f.cfg, int(w.id)) {
+		in.followEvents(source)
+	}
 	ended := engine.ended
 	f.update(w, func(s *WorkerStatus) { s.PID = engine.pid })
 	if engine.pid != 0 {
@@ -492,8 +490,10 @@ func (f *Fleet) becomeReady(in *incarnation) bool {
 	if models == nil {
 		models = []string{f.cfg.ServedModelName}
 	}
-	in.setTargets(models, adapters, nil)
-	in.followLoads(launchedLoadEndpoint(f.cfg, int(w.id)))
+	in.setTargets(models, adapters, launchedSources(f.cfg, int(w.id)))
+	in.followLoads(func(rank uint32) string {
+		return launchedLoadEndpoint(f.cfg, int(w.id)*f.cfg.Ranks()+int(rank))
+	})
 	in.markUp()
 	return true
 }

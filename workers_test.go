@@ -157,7 +157,7 @@ func freePorts(t testing.TB, n int) int {
 
 func fastTiming() fleetTiming {
 	return fleetTiming{
-		readyPoll: 10 * time.Millisecond, healthEvery: 20 * time.Millisecond, healthLimit: 100 * time.Millisecond, healthMisses: 3,
+		readyPoll: 10 * time.Millisecond, healthEvery: 20 * time.Millisecond, healthLimit: 5 * time.Second, healthMisses: 3,
 		hangLimit: time.Minute, probeLimit: 5 * time.Second, stopLimit: 5 * time.Second,
 		backoffFirst: 20 * time.Millisecond, backoffReset: time.Minute, progressEvery: time.Minute, silentAfter: 50 * time.Millisecond,
 	}
@@ -309,6 +309,7 @@ func TestWorkersStartSideBySideAndEndTogether(t *testing.T) {
 func TestSlowWorkerIsTakenOutUntilItAnswers(t *testing.T) {
 	defer goleak.VerifyNone(t)
 	f := newFakeFleet(t, fakeConfig(t, 1))
+	f.timing.healthLimit = 100 * time.Millisecond
 	f.start()
 	f.wantEvents("up 0.0 g1")
 	f.hang("1s")
@@ -319,7 +320,7 @@ func TestSlowWorkerIsTakenOutUntilItAnswers(t *testing.T) {
 func TestHangingWorkerIsKilledAndStartedAgain(t *testing.T) {
 	defer goleak.VerifyNone(t)
 	f := newFakeFleet(t, fakeConfig(t, 1))
-	f.timing.hangLimit = 200 * time.Millisecond
+	f.timing.healthLimit, f.timing.hangLimit = 100*time.Millisecond, 200*time.Millisecond
 	f.start()
 	f.wantEvents("up 0.0 g1")
 	f.hang("1h")

@@ -35,7 +35,7 @@ func subscribe(t *testing.T, p *ZMQPublisher, topic string) *ZMQConn {
 		t.Fatal(err)
 	}
 	t.Cleanup(conn.Close)
-	eventually(t, 5*time.Second, "subscribed", func() bool { return p.Subscribers() == n+1 })
+	eventually(t, 20*time.Second, "subscribed", func() bool { return p.Subscribers() == n+1 })
 	return conn
 }
 
@@ -67,17 +67,23 @@ func TestPublisherNeverWaitsForASubscriber(t *testing.T) {
 	for range 3 * zmqQueue {
 		p.Publish(message)
 	}
+	// What is sent once the queue has room again arrives after what was in it.
 	got := 0
-	for {
-		ready, err := slow.Wait(time.Now().Add(500 * time.Millisecond))
+	for limit := time.Now().Add(20 * time.Second); ; {
+		ready, err := slow.Wait(time.Now().Add(20 * time.Millisecond))
+		if err != nil || time.Now().After(limit) {
+			t.Fatalf("after %d messages: %v", got, err)
+		}
+		if !ready {
+			p.Publish([]byte("end"))
+			continue
+		}
+		frames, err := slow.Recv()
 		if err != nil {
 			t.Fatal(err)
 		}
-		if !ready {
+		if string(frames[0]) == "end" {
 			break
-		}
-		if _, err := slow.Recv(); err != nil {
-			t.Fatal(err)
 		}
 		got++
 	}
@@ -94,9 +100,9 @@ func TestPublisherForgetsWhoLeft(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer conn.Close()
-	eventually(t, 5*time.Second, "subscribed", func() bool { return p.Subscribers() == 1 })
+	eventually(t, 20*time.Second, "subscribed", func() bool { return p.Subscribers() == 1 })
 	cancel()
-	eventually(t, 5*time.Second, "forgotten", func() bool { return p.Subscribers() == 0 })
+	eventually(t, 20*time.Second, "forgotten", func() bool { return p.Subscribers() == 0 })
 	p.Publish([]byte("nobody hears"))
 }
 
