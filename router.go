@@ -43,7 +43,7 @@ type Request struct {
 	ID        string   // of its booking; empty: none. Only one booking at a time may have it
 	Tokens    []uint32 // the prompt, as far as its tokens say all about it
 	Local     []uint64 // its local block hashes, where the caller has them instead of Tokens
-	Sequence  []uint64 // its sequence hashes, where the caller has them
+	Sequence  []uint64 // its sequence hashes, where the caller has them; not to be changed any more
 	NumTokens int      // its whole length; 0: that of Tokens
 	Overlap   *int     // blocks that its worker holds, where the caller knows; nil: as in the index
 	LoRA      string   // adapter, empty: none
@@ -348,6 +348,7 @@ func (r *Router) lookUp(request Request, scratch *lookup) (p inquiry, d Decision
 	if p.Override != nil && p.Override.AssumeKVReuse != nil {
 		p.shared = *p.Override.AssumeKVReuse
 	}
+	p.shared = p.shared || p.Sequence != nil // which says itself what is shared
 	if p.counted && p.shared {
 		if p.sequence = p.Sequence; p.sequence == nil {
 			p.sequence = SequenceHashes(make([]uint64, 0, len(p.local)), p.local) // the booking keeps it
