@@ -275,7 +275,9 @@ func (r *Router) Targets() []Target {
 func (r *Router) Load(w WorkerKey) Load {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.loads.Get(w, r.now())
+	load := r.loads.Get(w, r.now())
+	load.Prefills = slices.Clone(load.Prefills)
+	return load
 }
 
 // Serves tells whether a worker that is up serves the model, and whether any
