@@ -137,6 +137,10 @@ func (r *Router) expire(now time.Time) {
 	}
 	r.expired = now
 	for b := r.loads.oldest; b != nil && now.Sub(b.heard) >= bookingExpiry; b = r.loads.oldest {
+		if b.id == "" { // whoever holds it ends it; a stream may be longer than that
+			r.loads.Heard(b, now)
+			continue
+		}
 		r.finish(b, 0, now)
 	}
 }

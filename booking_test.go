@@ -139,6 +139,21 @@ func TestSequencesExpireWhenNobodySpeaksOfThem(t *testing.T) {
 	expectLoad(t, r, 0, 0, 0)
 }
 
+func TestSequencesOfLongStreamsAreNotForgotten(t *testing.T) {
+	r, clock := newClockedRouter(t, 1, DefaultRouterKnobs())
+	streams := [2]*Booking{}
+	for i := range streams {
+		streams[i] = mustRoute(t, r, Request{Tokens: count(1, 8)}).Booking
+	}
+	for range 3 {
+		clock.advance(bookingExpiry)
+		expectLoad(t, r, 16, 2, 2)
+	}
+	streams[0].End()
+	streams[1].End()
+	expectLoad(t, r, 0, 0, 0)
+}
+
 func TestSequencesRefuseADuplicateID(t *testing.T) {
 	r, _ := newClockedRouter(t, 1, DefaultRouterKnobs())
 	first := mustRoute(t, r, Request{ID: "a", Tokens: count(1, 8)})
