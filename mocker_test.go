@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -41,40 +42,15 @@ func startMockSite(t testing.TB, workers int, args ...string) *mockSite {
 		port("http-port", 0), port("router-port", 1), port("base-worker-port", 2), port("base-kv-events-port", 2+workers),
 		port("base-kv-replay-port", 2+workers+ranks*workers), port("base-metrics-port", 2+workers+2*ranks*workers),
 	}
-	config, _, err := ParseConfig(append(all, args...))
-	if err != nil {
-		t.Fatal(err)
-	}
 	s := &mockSite{t: t, site: &site{
 		openAI: fmt.Sprintf("http://127.0.0.1:%d", ports), selection: fmt.Sprintf("http://127.0.0.1:%d", ports+1), log: &logBuffer{},
 	}}
-	s.rooms, err = build(t.Context(), config, slog.New(slog.NewTextHandler(s.log, nil)))
-	if err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithCancel(context.Background())
-	done := make(chan error, 1)
-	go func() { done <- s.rooms.run(ctx) }()
-	ended := false
-	s.end = func() error {
-		if ended {
-			return nil
-		}
-		ended = true
-		cancel()
-		select {
-		case err := <-done:
-			return err
-		case <-time.After(30 * time.Second):
-			return errors.New("the router did not end")
-		}
-	}
+	s.rooms, s.end = startRooms(t, s.log, append(all, args...)...)
 	t.Cleanup(func() {
 		if err := s.end(); err != nil {
 			t.Error(err)
 		}
 		http.DefaultClient.CloseIdleConnections()
-		s.rooms.proxy.client.CloseIdleConnections()
 		if err := goleak.Find(before); err != nil {
 			t.Error(err)
 		}
@@ -83,8 +59,34 @@ func startMockSite(t testing.TB, workers int, args ...string) *mockSite {
 			t.Logf("end of the log:\n%s", log[max(0, len(log)-4000):])
 		}
 	})
-	eventually(t, 20*time.Second, "all workers followed", func() bool { return s.followed() == workers*config.Ranks() })
+	eventually(t, 20*time.Second, "all workers followed", func() bool { return s.followed() == workers*s.rooms.config.Ranks() })
 	return s
+}
+
+// startRooms starts a router in this process. end, which may be called again,
+// ends it with all it started.
+func startRooms(t testing.TB, log io.Writer, args ...string) (r *rooms, end func() error) {
+	t.Helper()
+	config, _, err := ParseConfig(args)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if r, err = build(t.Context(), config, slog.New(slog.NewTextHandler(log, nil))); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- r.run(ctx) }()
+	return r, sync.OnceValue(func() error {
+		cancel()
+		defer r.proxy.client.CloseIdleConnections()
+		select {
+		case err := <-done:
+			return err
+		case <-time.After(30 * time.Second):
+			return errors.New("the router did not end")
+		}
+	})
 }
 
 // rank is a worker's rank in its latest incarnation.
