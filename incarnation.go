@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strconv"
 	"sync"
 	"time"
 )
@@ -86,15 +87,19 @@ func (in *incarnation) setTargets(models, adapters []string, sources []EventSour
 }
 
 // followLoads reads every target's load until the incarnation ends: from its
-// rank's ZMQ endpoint, if there is one, else from /metrics.
+// rank's ZMQ endpoint, if there is one, else from its engine's part of /metrics.
 func (in *incarnation) followLoads(endpoint func(rank uint32) string) {
 	for _, target := range in.targets {
 		if in.loaded[target.Key] {
 			continue
 		}
 		in.loaded[target.Key] = true
+		page := target.URL + "/metrics"
+		if target.Ranks > 1 {
+			page += "#" + strconv.FormatUint(uint64(target.Key.Rank), 10)
+		}
 		in.followers.Go(func() {
-			in.f.loads(in.ctx, target.Key, endpoint(target.Key.Rank), target.URL+"/metrics", in.f.hooks.Load, in.f.log)
+			in.f.loads(in.ctx, target.Key, endpoint(target.Key.Rank), page, in.f.hooks.Load, in.f.log)
 		})
 	}
 }

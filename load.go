@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"slices"
 	"sort"
+	"strings"
 	"time"
 
 	dto "github.com/prometheus/client_model/go"
@@ -249,7 +250,8 @@ const (
 // FollowLoad reports worker w's load to publish until ctx is done: every
 // message of its load socket (ZMQ PUB of JSON, as the plugin sends) where
 // zmqEndpoint names one, else its Prometheus page at metricsURL once a second.
-// It reconnects for ever.
+// It reconnects for ever. Of a page that shows several engines the fragment of
+// metricsURL names the one that counts; without one all do.
 func FollowLoad(ctx context.Context, w WorkerKey, zmqEndpoint, metricsURL string, publish func(WorkerKey, Published), log *slog.Logger) {
 	source, where := pollMetrics, metricsURL
 	if zmqEndpoint != "" {
@@ -342,6 +344,7 @@ func pollMetrics(ctx context.Context, url string, publish func(Published)) error
 }
 
 func getMetrics(ctx context.Context, url string) (Published, error) {
+	_, engine, _ := strings.Cut(url, "#")
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
@@ -356,21 +359,21 @@ func getMetrics(ctx context.Context, url string) (Published, error) {
 	if response.StatusCode != http.StatusOK {
 		return Published{}, fmt.Errorf("%s answered %s", url, response.Status)
 	}
-	return parseMetrics(io.LimitReader(response.Body, maxMetricsBytes))
+	return parseMetrics(io.LimitReader(response.Body, maxMetricsBytes), engine)
 }
 
 // parseMetrics reads the engine's load out of a Prometheus page in vLLM's names
-// (its older one for the KV usage too). Counts are summed over engines, the
-// usage is the fullest engine's.
-func parseMetrics(page io.Reader) (Published, error) {
+// (its older one for the KV usage too). Without an engine's number counts are
+// summed over engines, and the usage is the fullest engine's.
+func parseMetrics(page io.Reader, engine string) (Published, error) {
 	parser := expfmt.NewTextParser(prommodel.UTF8Validation)
 	families, err := parser.TextToMetricFamilies(page)
 	if err != nil {
 		return Published{}, fmt.Errorf("metrics page: %w", err)
 	}
-	running, ok := gauges(families, "vllm:num_requests_running")
-	waiting, ok2 := gauges(families, "vllm:num_requests_waiting")
-	usage, ok3 := gauges(families, "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
+	running, ok := gauges(families, engine, "vllm:num_requests_running")
+	waiting, ok2 := gauges(families, engine, "vllm:num_requests_waiting")
+	usage, ok3 := gauges(families, engine, "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 	if !ok || !ok2 || !ok3 {
 		return Published{}, fmt.Errorf("metrics page lacks vllm:num_requests_running, vllm:num_requests_waiting or vllm:kv_cache_usage_perc")
 	}
@@ -387,8 +390,9 @@ func parseMetrics(page io.Reader) (Published, error) {
 	return p, nil
 }
 
-// gauges returns the values of the first of names that the page has.
-func gauges(families map[string]*dto.MetricFamily, names ...string) ([]float64, bool) {
+// gauges returns the values of the first of names that the page has, for one
+// engine or, if empty, for all.
+func gauges(families map[string]*dto.MetricFamily, engine string, names ...string) ([]float64, bool) {
 	for _, name := range names {
 		family := families[name]
 		if family == nil {
@@ -396,7 +400,10 @@ func gauges(families map[string]*dto.MetricFamily, names ...string) ([]float64, 
 		}
 		var values []float64
 		for _, metric := range family.Metric {
-			values = append(values, metric.GetGauge().GetValue())
+			other := slices.ContainsFunc(metric.Label, func(l *dto.LabelPair) bool { return l.GetName() == "engine" && l.GetValue() != engine })
+			if engine == "" || !other {
+				values = append(values, metric.GetGauge().GetValue())
+			}
 		}
 		return values, true
 	}

@@ -38,7 +38,7 @@ vllm:%s{engine="1",model_name="m"} 0.5
 
 func TestMetricsPageGivesTheLoad(t *testing.T) {
 	for _, usage := range []string{"kv_cache_usage_perc", "gpu_cache_usage_perc"} {
-		p, err := parseMetrics(strings.NewReader(fmt.Sprintf(metricsPage, usage, usage, usage)))
+		p, err := parseMetrics(strings.NewReader(fmt.Sprintf(metricsPage, usage, usage, usage)), "")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -48,9 +48,22 @@ func TestMetricsPageGivesTheLoad(t *testing.T) {
 	}
 }
 
+func TestMetricsPageGivesTheLoadOfOneEngine(t *testing.T) {
+	const name = "kv_cache_usage_perc"
+	page := fmt.Sprintf(metricsPage, name, name, name)
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, page) }))
+	defer server.Close()
+	for engine, want := range map[string]Published{"": {Running: 5, Waiting: 7, KVUsage: 0.5}, "#0": {Running: 3, Waiting: 7, KVUsage: 0.25}, "#1": {Running: 2, KVUsage: 0.5}} {
+		got, err := getMetrics(t.Context(), server.URL+"/metrics"+engine)
+		if got.At = (time.Time{}); err != nil || got != want {
+			t.Errorf("engine %q: %+v, %v, want %+v", engine, got, err, want)
+		}
+	}
+}
+
 func TestMetricsPageWithoutLoadIsAnError(t *testing.T) {
 	for _, page := range []string{"", "go_goroutines 4\n", "vllm:num_requests_running 1\n", "{{{"} {
-		if p, err := parseMetrics(strings.NewReader(page)); err == nil {
+		if p, err := parseMetrics(strings.NewReader(page), ""); err == nil {
 			t.Errorf("%q gave %+v", page, p)
 		}
 	}
@@ -58,7 +71,7 @@ func TestMetricsPageWithoutLoadIsAnError(t *testing.T) {
 
 func FuzzMetricsPage(f *testing.F) {
 	f.Add(fmt.Sprintf(metricsPage, "kv_cache_usage_perc", "kv_cache_usage_perc", "kv_cache_usage_perc"))
-	f.Fuzz(func(t *testing.T, page string) { parseMetrics(strings.NewReader(page)) })
+	f.Fuzz(func(t *testing.T, page string) { parseMetrics(strings.NewReader(page), "") })
 }
 
 // follow runs FollowLoad until the test ends and returns the last load seen.
