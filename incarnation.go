@@ -55,6 +55,7 @@ func (in *incarnation) end(reason string) {
 // followEvents reads one event stream until the incarnation ends.
 func (in *incarnation) followEvents(source EventSource) {
 	stream := NewEventStream(source, in.f.index, in.f.log)
+	stream.Peers = in.f.peers
 	if lag := in.f.hooks.Lag; lag != nil {
 		stream.OnLag = func(d time.Duration) { lag(source.Worker, d) }
 	}
@@ -62,7 +63,7 @@ func (in *incarnation) followEvents(source EventSource) {
 		in.f.update(in.w, func(s *WorkerStatus) { s.KVEvents, s.Replay = source.Endpoint, source.Replay })
 	}
 	in.w.mu.Lock()
-	in.w.streams[source.Worker] = stream.Stats()
+	in.w.streams[source.Worker] = stream
 	in.w.mu.Unlock()
 	in.followers.Go(func() { stream.Run(in.ctx) })
 }

@@ -24,6 +24,7 @@ type Selection struct {
 	router  *Router
 	index   *Radix
 	workers func() []WorkerStatus
+	history func(WorkerKey) *EventLog // of a rank's KV events; nil: they are not followed
 	log     *slog.Logger
 }
 
@@ -44,6 +45,7 @@ func (s *Selection) Handler() http.Handler {
 	guarded.POST("/find_best_worker", s.findBestWorker)
 	guarded.POST("/overlap_scores", s.overlapScores)
 	guarded.GET("/dump", s.dump)
+	guarded.GET("/events", s.events)
 	return engine
 }
 

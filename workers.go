@@ -114,7 +114,8 @@ type Fleet struct {
 	timing  fleetTiming
 	command func(i int, pluginDir string) (processSpec, error)
 
-	mocker *Mocker // starts the workers instead of command, if --engine is mocker
+	peers  *EventPeers // asked for KV events that workers cannot replay; nil: nobody is
+	mocker *Mocker     // starts the workers instead of command, if --engine is mocker
 	loads  func(ctx context.Context, w WorkerKey, zmqEndpoint, metricsURL string, publish func(WorkerKey, Published), log *slog.Logger)
 }
 
@@ -127,7 +128,7 @@ type worker struct {
 
 	mu      sync.Mutex // guards the rest
 	status  WorkerStatus
-	streams map[WorkerKey]*EventStats
+	streams map[WorkerKey]*EventStream
 }
 
 // NewFleet prepares the workers that cfg asks for; Run starts them. index gets
@@ -179,7 +180,7 @@ func NewFleet(cfg Config, index *Radix, hooks FleetHooks, log *slog.Logger) (*Fl
 
 func (f *Fleet) join(spec AttachedWorker, attached bool, state string) {
 	f.workers = append(f.workers, &worker{
-		id: spec.ID, spec: spec, attached: attached, wake: make(chan struct{}, 1), streams: map[WorkerKey]*EventStats{},
+		id: spec.ID, spec: spec, attached: attached, wake: make(chan struct{}, 1), streams: map[WorkerKey]*EventStream{},
 		status: WorkerStatus{ID: spec.ID, URL: spec.URL, Attached: attached, State: state, Since: time.Now()},
 	})
 }
@@ -252,12 +253,25 @@ func (f *Fleet) Streams() map[WorkerKey]*EventStats {
 	all := map[WorkerKey]*EventStats{}
 	for _, w := range f.workers {
 		w.mu.Lock()
-		for key, stats := range w.streams {
-			all[key] = stats
+		for key, stream := range w.streams {
+			all[key] = stream.Stats()
 		}
 		w.mu.Unlock()
 	}
 	return all
+}
+
+// History returns what is kept of a rank's KV events; nil: they are not followed.
+func (f *Fleet) History(key WorkerKey) *EventLog {
+	for _, w := range f.workers {
+		w.mu.Lock()
+		stream := w.streams[key]
+		w.mu.Unlock()
+		if stream != nil {
+			return stream.History()
+		}
+	}
+	return nil
 }
 
 // ReportFailure makes the fleet look at a worker's health at once, because a
