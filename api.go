@@ -230,7 +230,7 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 	x.Prompt = a.recorder.Prompt(request)
 	route := func(exclude []uint64) (Decision, error) {
 		request.Exclude = exclude
-		d, err := a.router.Route(request)
+		d, err := a.router.Route(ctx, request)
 		if multiple { // the usage will speak of all prompts, the decision of one
 			d.Tokens = 0
 		}

@@ -69,6 +69,7 @@ type Config struct {
 	TokenTimeout     time.Duration `group:"Routing" default:"2s" help:"Longest wait for a worker's own tokens where the router cannot render a prompt itself."`
 	TokenCacheTokens int           `group:"Routing" default:"4194304" help:"Prompt tokens remembered by piece of text (system prompt, turns), so that no piece is encoded twice; 4 bytes each. 0 remembers nothing."`
 	CollectUsage     bool          `group:"Routing" default:"true" negatable:"" help:"Ask workers for the usage of streams whose client did not, and keep it from the client."`
+	RouterKnobs
 	PolicyKnobs
 
 	APIKey           []string      `group:"Requests" name:"api-key" placeholder:"KEY" help:"Bearer key that the OpenAI port asks for; several are separated by commas. Default: no key is asked for."`
@@ -367,6 +368,9 @@ var reservedVLLMArgs = map[string]string{
 func (c *Config) validate() error {
 	if _, err := NewPolicyWith(c.Policy, c.PolicyKnobs); err != nil {
 		return fmt.Errorf("--policy: %w", err)
+	}
+	if err := c.RouterKnobs.validate(); err != nil {
+		return err
 	}
 	positive := []struct {
 		flag  string

@@ -117,7 +117,7 @@ func BenchmarkDecision(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
 				p := tokens.Chat(context.Background(), bodies[i%len(bodies)])
-				d, err := router.Route(Request{Tokens: p.Tokens[:p.Exact], NumTokens: len(p.Tokens)})
+				d, err := router.Route(context.Background(), Request{Tokens: p.Tokens[:p.Exact], NumTokens: len(p.Tokens)})
 				if err != nil {
 					b.Fatal(err)
 				}

@@ -18,6 +18,7 @@
 //	radix.go      Radix: which worker holds which blocks (radixnodes.go,
 //	              workersets.go and hashtable.go are what it is made of)
 //	load.go       Loads: how busy each worker is, as published and as booked
+//	booking.go    Booking: one request in flight
 //	policy.go     Policy: the rules that choose a worker (kvpolicy.go, work.go)
 //	proxy.go      one request to one worker and back
 //	selection.go  the router port, for those who only want the decision

@@ -52,6 +52,27 @@ func (k PolicyKnobs) resolved() PolicyKnobs {
 	return k
 }
 
+// with applies what a request overrides.
+func (k PolicyKnobs) with(o *Override) PolicyKnobs {
+	if o == nil {
+		return k
+	}
+	for _, knob := range []struct {
+		value *float64
+		set   *float64
+	}{
+		{o.PrefillLoadScale, &k.PrefillLoadScale},
+		{o.OverlapScoreCredit, &k.OverlapScoreCredit},
+		{o.RouterTemperature, &k.RouterTemperature},
+	} {
+		if knob.value != nil {
+			*knob.set = *knob.value
+		}
+	}
+	k.OverlapScoreWeight = o.OverlapScoreWeight
+	return k.resolved()
+}
+
 // kvPolicy is the rule of Dynamo's KvRouter 1.6.1: the lowest of
 //
 //	prefill_load_scale·max(0, queued + prompt − credit·overlap) +
@@ -62,12 +83,15 @@ func (k PolicyKnobs) resolved() PolicyKnobs {
 // prompt would add. The credit is overlap_score_credit / (1 + decay·excess /
 // prompt), where excess is what is queued beyond the worker with the least.
 // Ties are broken at random. A temperature above 0 draws instead, by the
-// softmax of −cost / (highest − lowest cost) / temperature.
+// softmax of −cost / (highest − lowest cost) / temperature. Where prompt tokens
+// are not tracked, the first line is 0.
 type kvPolicy struct{ knobs PolicyKnobs }
 
 func (kvPolicy) needsActiveBlocks() {}
+func (kvPolicy) countsWholeMatch()  {}
 
 func (p kvPolicy) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
+	p.knobs = p.knobs.with(q.Override)
 	least := candidates[0].Load.PrefillTokens
 	for i := range candidates {
 		least = min(least, candidates[i].Load.PrefillTokens)
@@ -85,7 +109,10 @@ func (p kvPolicy) cost(q Query, c *Candidate, least int) float64 {
 	if excess := c.Load.PrefillTokens - least; excess > 0 && q.Tokens > 0 {
 		credit /= 1 + p.knobs.OverlapScoreCreditDecay*float64(excess)/float64(q.Tokens)
 	}
-	prefill := max(0, float64(c.Load.PrefillTokens+q.Tokens)/block-credit*float64(c.Overlap))
+	prefill := 0.0
+	if !q.Untracked {
+		prefill = max(0, float64(c.Load.PrefillTokens+q.Tokens)/block-credit*float64(c.Overlap))
+	}
 	return p.knobs.PrefillLoadScale*prefill +
 		float64(c.Load.ActiveBlocks+c.NewBlocks) +
 		p.knobs.DecodeActiveRequestWeight*float64(c.Load.InFlight)

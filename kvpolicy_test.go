@@ -82,7 +82,7 @@ func TestActiveBlocksAreSharedAndFreed(t *testing.T) {
 	w := WorkerKey{}
 	route := func(prompt []uint32) *Booking {
 		t.Helper()
-		d, err := r.Route(Request{Tokens: prompt})
+		d, err := r.Route(t.Context(), Request{Tokens: prompt})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"math"
 	"math/rand/v2"
 	"net/http"
 	"slices"
@@ -35,7 +36,7 @@ type Load struct {
 	InFlight      int  // requests sent and not yet ended
 	PrefillTokens int  // uncached prompt tokens of requests without a first token
 	ContextTokens int  // prompt tokens of the others in flight, which decode
-	ActiveBlocks  int  // distinct full prompt blocks of requests in flight; counted only for policies that ask
+	ActiveBlocks  int  // blocks of requests in flight, shared ones once and by their weights; see needsActiveBlocks
 
 	Prefills   []Prefill // the requests without a first token, as they were sent; to be read under the Router's lock
 	FirstToken time.Time // when a first token last came from it; zero: never
@@ -69,14 +70,45 @@ type Loads struct {
 	// active counts, by sequence hash and worker number, the requests in flight
 	// that have the block in their prompt.
 	active table
+	unused []uint32 // numbers of workers that are gone
+
+	byID           map[string]*Booking
+	oldest, newest *Booking // by when somebody last spoke of them
 }
 
 // workerLoad is a worker's load, its number in Loads.active and what it has done.
 type workerLoad struct {
 	Load
 	number uint32
+	gone   bool // to be dropped with its last booking
 	done   tally
 	tally  time.Time // when done was brought up to date
+
+	blocks  int                // distinct prompt blocks of requests in flight
+	weights map[uint64]float64 // of those that do not count 1, by sequence hash
+	excess  float64            // sum of those weights, less 1 each
+	output  float64            // sum of the weights of output blocks
+}
+
+// activeBlocks is the sum of all weights, rounded.
+func (l *workerLoad) activeBlocks() int {
+	return int(math.Round(float64(l.blocks) + l.excess + l.output))
+}
+
+// weigh sets the weight of a block.
+func (l *workerLoad) weigh(h uint64, weight float64) {
+	if old, has := l.weights[h]; has {
+		l.excess -= old - 1
+	}
+	if weight != 1 {
+		if l.weights == nil {
+			l.weights = map[uint64]float64{}
+		}
+		l.weights[h] = weight
+		l.excess += weight - 1
+	} else if delete(l.weights, h); len(l.weights) == 0 {
+		l.excess = 0 // what rounding left
+	}
 }
 
 // tally counts what a worker has done since its first request.
@@ -106,7 +138,7 @@ func (t tally) since(before tally, d time.Duration) Meanwhile {
 
 // NewLoads returns an empty table.
 func NewLoads() *Loads {
-	return &Loads{byWorker: map[WorkerKey]*workerLoad{}, active: table{seed: rand.Uint64()}} // the seed affects no result
+	return &Loads{byWorker: map[WorkerKey]*workerLoad{}, byID: map[string]*Booking{}, active: table{seed: rand.Uint64()}} // the seed affects no result
 }
 
 // Publish takes over what worker w reports of itself.
@@ -127,6 +159,58 @@ func (l *Loads) Begin(b *Booking, now time.Time) {
 	load.PrefillTokens += b.uncached
 	load.Prefills = append(load.Prefills, b.prefill())
 	l.Activate(b.worker, b.sequence)
+	if b.id != "" {
+		l.byID[b.id] = b
+	}
+	l.link(b, now)
+}
+
+// Booking returns the booking under that id, or nil.
+func (l *Loads) Booking(id string) *Booking { return l.byID[id] }
+
+// Booked lists the workers that have bookings, in no order.
+func (l *Loads) Booked() []WorkerKey {
+	var keys []WorkerKey
+	for w, load := range l.byWorker {
+		if load.InFlight > 0 {
+			keys = append(keys, w)
+		}
+	}
+	return keys
+}
+
+// Heard notes that somebody spoke of a booking now.
+func (l *Loads) Heard(b *Booking, now time.Time) {
+	if !b.ended.Load() && b != l.newest {
+		l.unlink(b)
+		l.link(b, now)
+	}
+	b.heard = now
+}
+
+// link puts b behind all others.
+func (l *Loads) link(b *Booking, now time.Time) {
+	b.heard, b.older, b.newer = now, l.newest, nil
+	if l.newest != nil {
+		l.newest.newer = b
+	} else {
+		l.oldest = b
+	}
+	l.newest = b
+}
+
+func (l *Loads) unlink(b *Booking) {
+	if b.older != nil {
+		b.older.newer = b.newer
+	} else {
+		l.oldest = b.newer
+	}
+	if b.newer != nil {
+		b.newer.older = b.older
+	} else {
+		l.newest = b.older
+	}
+	b.older, b.newer = nil, nil
 }
 
 // FirstToken tells that the prompt of a booked request has been computed: it
@@ -153,7 +237,33 @@ func (l *Loads) End(b *Booking, now time.Time) {
 	load.tallyAt(now)
 	load.InFlight--
 	load.ContextTokens -= b.prompt
+	load.output -= b.outputWeight
 	l.Deactivate(b.worker, b.sequence)
+	l.unlink(b)
+	if b.id != "" {
+		delete(l.byID, b.id)
+	}
+	if load.InFlight == 0 {
+		load.output = 0 // what rounding left
+		l.drop(b.worker)
+	}
+}
+
+// OutputBlock adds a block to a request's answer. A share is what each block
+// counts from now on that no other request has.
+func (l *Loads) OutputBlock(b *Booking, share *float64) {
+	load := l.of(b.worker)
+	b.outputs++
+	weight := b.outputWeight + 1
+	if share != nil {
+		each := min(max(*share, 0), 1)
+		weight = float64(b.outputs) * each
+		for i := len(b.sequence) - 1; i >= 0 && l.active.get(b.sequence[i], load.number) == 1; i-- {
+			load.weigh(b.sequence[i], each) // all before one that is shared are shared
+		}
+	}
+	load.output += weight - b.outputWeight
+	b.outputWeight = weight
 }
 
 // Outcome sums up a request that is ending now with so many tokens, before End.
@@ -173,7 +283,7 @@ func (l *Loads) Activate(w WorkerKey, sequence []uint64) {
 	for _, h := range sequence {
 		requests := l.active.get(h, load.number)
 		if requests == 0 {
-			load.ActiveBlocks++
+			load.blocks++
 		}
 		l.active.put(h, load.number, requests+1)
 	}
@@ -189,7 +299,10 @@ func (l *Loads) Deactivate(w WorkerKey, sequence []uint64) {
 			continue
 		}
 		l.active.delete(h, load.number)
-		load.ActiveBlocks--
+		load.blocks--
+		if len(load.weights) > 0 {
+			load.weigh(h, 1)
+		}
 	}
 }
 
@@ -198,7 +311,7 @@ func (l *Loads) Deactivate(w WorkerKey, sequence []uint64) {
 // a search finds their number.
 func (l *Loads) Active(w WorkerKey, sequence []uint64) int {
 	load := l.byWorker[w]
-	if load == nil || load.ActiveBlocks == 0 {
+	if load == nil || load.blocks == 0 {
 		return 0
 	}
 	has := func(i int) bool { return l.active.get(sequence[i], load.number) != 0 }
@@ -217,6 +330,7 @@ func (l *Loads) Get(w WorkerKey, now time.Time) Load {
 		return Load{}
 	}
 	answer := load.Load
+	answer.ActiveBlocks = load.activeBlocks()
 	answer.Fresh = !load.At.IsZero() && now.Sub(load.At) < loadFreshFor
 	return answer
 }
@@ -227,13 +341,29 @@ func (l *Loads) Silence(w WorkerKey) {
 	if load := l.byWorker[w]; load != nil {
 		load.Published = Published{}
 		load.Bumped = 0
+		load.gone = true
+		l.drop(w)
+	}
+}
+
+// Expect keeps w, which is up, even while it has no bookings.
+func (l *Loads) Expect(w WorkerKey) { l.of(w).gone = false }
+
+// drop forgets w if it is gone and has no bookings.
+func (l *Loads) drop(w WorkerKey) {
+	if load := l.byWorker[w]; load.gone && load.InFlight == 0 {
+		delete(l.byWorker, w)
+		l.unused = append(l.unused, load.number)
 	}
 }
 
 func (l *Loads) of(w WorkerKey) *workerLoad {
 	load := l.byWorker[w]
 	if load == nil {
-		load = &workerLoad{number: uint32(len(l.byWorker))}
+		load = &workerLoad{number: uint32(len(l.byWorker) + len(l.unused))}
+		if last := len(l.unused) - 1; last >= 0 {
+			load.number, l.unused = l.unused[last], l.unused[:last]
+		}
 		l.byWorker[w] = load
 	}
 	return load

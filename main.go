@@ -98,7 +98,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error)
 	if seed == 0 {
 		seed = uint64(time.Now().UnixNano())
 	}
-	r.router = NewRouter(r.index, policy, config.BlockSize, seed)
+	r.router = NewRouterWith(r.index, policy, config.BlockSize, seed, config.RouterKnobs)
 	r.telemetry = NewTelemetry(r.samples, r.prompts)
 	r.fleet, err = NewFleet(config, r.index, FleetHooks{
 		Up:   r.router.Up,

@@ -9,8 +9,10 @@ import (
 // Query is what a policy may know of a request.
 type Query struct {
 	Now       time.Time
-	Tokens    int // prompt length; 0: unknown
-	BlockSize int // tokens a block
+	Tokens    int       // prompt length; 0: unknown
+	BlockSize int       // tokens a block
+	Untracked bool      // prompt tokens do not count as load
+	Override  *Override // of knobs; nil: none
 }
 
 // Candidate is one worker that may serve the request.

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"math/rand/v2"
 	"slices"
@@ -8,8 +9,13 @@ import (
 	"time"
 )
 
-// ErrNoWorker is returned while no worker that may serve the request is up.
-var ErrNoWorker = errors.New("no worker is ready")
+// Errors of Route and Book.
+var (
+	ErrNoWorker      = errors.New("no worker is ready")
+	ErrBusy          = errors.New("all workers that may serve the request are busy")
+	ErrDuplicate     = errors.New("the request id is in use")
+	ErrUnknownWorker = errors.New("no such worker")
+)
 
 // Target is one place that requests can go to: a worker, or one rank of it.
 type Target struct {
@@ -19,6 +25,9 @@ type Target struct {
 	Generation int    // counts the worker's incarnations, from 1
 	Models     []string
 	Adapters   []string // those of Models that are LoRA adapters
+
+	MaxBatchedTokens int // most tokens that its engine computes in a pass; 0: unknown
+	TotalBlocks      int // of its KV cache; 0: unknown
 }
 
 // Serves tells whether the target serves the model; an empty name means its
@@ -30,15 +39,38 @@ func (t Target) Serves(model string) bool {
 // Request is what the Router needs to know of one request. A prompt whose
 // tokens could not be had has none, and is routed by load alone.
 type Request struct {
+	ID        string   // of its booking; empty: none. Only one booking at a time may have it
 	Tokens    []uint32 // the prompt, as far as its tokens say all about it
 	Local     []uint64 // its local block hashes, where the caller has them instead of Tokens
+	Sequence  []uint64 // its sequence hashes, where the caller has them
 	NumTokens int      // its whole length; 0: that of Tokens
+	Overlap   *int     // blocks that its worker holds, where the caller knows; nil: as in the index
 	LoRA      string   // adapter, empty: none
 	Salt      string   // cache salt, empty: none
 	Model     string   // only workers that serve it; empty: any
-	Exclude   []uint64 // workers that have failed this request
-	Unbooked  bool     // the caller cannot tell when the request ends: book nothing
-	Silent    bool     // the caller cannot tell when its first token comes
+
+	Exclude  []uint64   // workers that have failed this request
+	Allowed  []uint64   // only these workers; nil: any
+	Pinned   *WorkerKey // this one or an error, never another
+	Override *Override  // of settings, for this request
+
+	ExpectedOutput int     // tokens of the answer; 0: unknown
+	PriorityJump   float64 // seconds that it goes before others in the queue
+	StrictPriority uint32  // in the queue; the higher go first
+
+	QueryOnly bool // choose, but change nothing: there is no booking
+	Unbooked  bool // the caller cannot tell when the request ends: book nothing
+	Silent    bool // the caller cannot tell when its first token comes
+}
+
+// Override are settings for one request; what is nil stays as it is.
+type Override struct {
+	OverlapScoreWeight *float64 // older name of PrefillLoadScale, see PolicyKnobs
+	OverlapScoreCredit *float64
+	PrefillLoadScale   *float64
+	RouterTemperature  *float64
+	AssumeKVReuse      *bool
+	TrackPrefillTokens *bool
 }
 
 // Decision is the Router's answer: where the request goes and what it finds
@@ -49,9 +81,36 @@ type Decision struct {
 	Overlap       int // blocks of the prompt in the worker's cache that it can use
 	OverlapTokens int // the same in tokens
 	Booking       *Booking
-	HashTime      time.Duration // spent on block hashes
-	LookupTime    time.Duration // spent in the index
-	ScheduleTime  time.Duration // spent on choosing and booking, the wait for the lock included
+
+	EffectivePrefillTokens int      // prompt tokens to be computed, by the policy's reckoning
+	PotentialDecodeBlocks  int      // active blocks of the worker once it has this prompt; 0: not counted
+	Sequence               []uint64 // sequence hashes that are booked; not to be changed
+
+	HashTime     time.Duration // spent on block hashes
+	LookupTime   time.Duration // spent in the index
+	SequenceTime time.Duration // spent on sequence hashes
+	ScheduleTime time.Duration // spent on choosing and booking, the wait for the lock included
+}
+
+// RouterKnobs are the settings of the Router's books, with Dynamo's names and
+// defaults.
+type RouterKnobs struct {
+	RouterTrackActiveBlocks  bool `group:"Routing" default:"true" negatable:"" help:"Count the prompt blocks that requests in flight use, shared ones once. Without it policy kv looks at prompt tokens alone."`
+	RouterTrackOutputBlocks  bool `group:"Routing" default:"false" negatable:"" help:"Count the blocks of answers too, as they grow."`
+	RouterTrackPrefillTokens bool `group:"Routing" default:"true" negatable:"" help:"Count the prompt tokens of requests that have no first token yet."`
+	RouterAssumeKVReuse      bool `name:"router-assume-kv-reuse" group:"Routing" default:"true" negatable:"" help:"Count a prompt block once that several requests in flight share; without it, for each of them."`
+}
+
+// DefaultRouterKnobs returns the defaults of the flags.
+func DefaultRouterKnobs() RouterKnobs {
+	return RouterKnobs{RouterTrackActiveBlocks: true, RouterTrackPrefillTokens: true, RouterAssumeKVReuse: true}
+}
+
+func (k RouterKnobs) validate() error {
+	if k.RouterTrackOutputBlocks && !k.RouterTrackActiveBlocks {
+		return errors.New("--router-track-output-blocks adds to the active blocks: leave out --no-router-track-active-blocks")
+	}
+	return nil
 }
 
 // Router chooses the worker of each request and keeps the books of what is in
@@ -60,9 +119,11 @@ type Router struct {
 	index     *Radix
 	blockSize int
 	now       func() time.Time
+	knobs     RouterKnobs
 	scratch   sync.Pool // of *lookup
 	active    bool      // the policy wants active blocks counted
 	siblings  bool      // what requests in flight have computed by then counts as cached
+	whole     bool      // a prompt that is cached as a whole counts as such
 
 	mu         sync.Mutex // guards all below
 	targets    []Target   // the workers that are up, by key
@@ -70,10 +131,12 @@ type Router struct {
 	policy     Policy
 	random     *rand.Rand
 	candidates []Candidate // reused by every decision
+	expired    time.Time   // when forgotten bookings were last looked for
 }
 
 // needsActiveBlocks is a policy that reads Load.ActiveBlocks or
-// Candidate.NewBlocks. For the others those are not counted and stay 0.
+// Candidate.NewBlocks. For the others those are counted only where a request
+// has an ID, by which its booking may be asked for.
 type needsActiveBlocks interface{ needsActiveBlocks() }
 
 // expectsSiblings is a policy for which the blocks of requests in flight on a
@@ -84,23 +147,59 @@ type expectsSiblings interface {
 	expectsSiblings()
 }
 
+// countsWholeMatch is a policy for which all matched blocks of a prompt save
+// work, even if that is the whole prompt, of which an engine computes the last
+// block.
+type countsWholeMatch interface{ countsWholeMatch() }
+
 // lookup is the memory of one walk of the index, used again by later ones.
 type lookup struct {
 	local   []uint64
 	matches []Match
 }
 
-// NewRouter returns a router without workers. blockSize is in tokens and must
-// be the engines'; seed is the source of all its chances.
+// inquiry is a request and what is found out about it before the lock is taken.
+type inquiry struct {
+	Request
+	tokens   int      // its length; 0: unknown
+	local    []uint64 // local block hashes
+	matches  []Match
+	counted  bool     // its blocks count as active
+	shared   bool     // those that other requests have too count once
+	sequence []uint64 // their sequence hashes, if shared
+}
+
+// newBlocks is how many active blocks the prompt has where no other request is.
+func (p *inquiry) newBlocks() int {
+	switch {
+	case !p.counted:
+		return 0
+	case p.shared:
+		return len(p.sequence)
+	}
+	return len(p.local)
+}
+
+// NewRouter returns a router without workers and with the default settings.
+// blockSize is in tokens and must be the engines'; seed is the source of all its
+// chances.
 func NewRouter(index *Radix, policy Policy, blockSize int, seed uint64) *Router {
+	return NewRouterWith(index, policy, blockSize, seed, DefaultRouterKnobs())
+}
+
+// NewRouterWith is NewRouter with settings of one's own.
+func NewRouterWith(index *Radix, policy Policy, blockSize int, seed uint64, knobs RouterKnobs) *Router {
 	_, active := policy.(needsActiveBlocks)
 	_, siblings := policy.(expectsSiblings)
+	_, whole := policy.(countsWholeMatch)
 	return &Router{
 		index:     index,
 		blockSize: blockSize,
 		now:       time.Now,
+		knobs:     knobs,
 		active:    active,
 		siblings:  siblings,
+		whole:     whole,
 		scratch:   sync.Pool{New: func() any { return new(lookup) }},
 		loads:     NewLoads(),
 		policy:    policy,
@@ -115,12 +214,18 @@ func (r *Router) BlockSize() int { return r.blockSize }
 func (r *Router) Up(t Target) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	at, found := slices.BinarySearchFunc(r.targets, t.Key, func(have Target, key WorkerKey) int { return have.Key.Compare(key) })
+	at, found := r.target(t.Key)
 	if found {
 		r.targets[at] = t
 	} else {
 		r.targets = slices.Insert(r.targets, at, t)
 	}
+	r.loads.Expect(t.Key)
+}
+
+// target finds w among those that are up, or where it would be.
+func (r *Router) target(w WorkerKey) (at int, found bool) {
+	return slices.BinarySearchFunc(r.targets, w, func(t Target, key WorkerKey) int { return t.Key.Compare(key) })
 }
 
 // Down takes w out of the choice. What is booked on it stays booked until those
@@ -186,76 +291,237 @@ func (r *Router) Idlest() (t Target, ok bool) {
 }
 
 // Route chooses a worker for the request and books the request on it. Unless
-// the request is Unbooked, the caller must end the decision's Booking. It fails
-// with ErrNoWorker.
-func (r *Router) Route(request Request) (Decision, error) {
+// the request is QueryOnly or Unbooked, the caller must end the decision's
+// Booking. It fails with ErrNoWorker, ErrBusy or ErrDuplicate.
+func (r *Router) Route(ctx context.Context, request Request) (Decision, error) {
 	scratch := r.scratch.Get().(*lookup)
 	defer r.scratch.Put(scratch)
-
-	decision := Decision{Tokens: request.NumTokens}
+	p, decision := r.lookUp(request, scratch)
 	began := r.now()
-	local := request.Local
-	if len(request.Tokens) > 0 {
-		decision.Tokens = max(request.NumTokens, len(request.Tokens))
-		scratch.local = HashBlocks(scratch.local[:0], request.Tokens, r.blockSize, request.LoRA, request.Salt)
-		local = scratch.local
-	}
-	hashed := r.now()
-	scratch.matches = r.index.Match(local, scratch.matches[:0])
-	lookedUp := r.now()
-	var sequence []uint64
-	if r.active {
-		sequence = SequenceHashes(make([]uint64, 0, len(local)), local) // the booking keeps it
-	}
-	err := r.schedule(&decision, request, scratch.matches, sequence)
-	scheduled := r.now()
-
-	decision.HashTime = hashed.Sub(began)
-	decision.LookupTime = lookedUp.Sub(hashed)
-	decision.ScheduleTime = scheduled.Sub(lookedUp)
+	err := r.schedule(&p, &decision)
+	decision.ScheduleTime = r.now().Sub(began)
 	return decision, err
 }
 
+// lookUp finds out about a request what needs no lock.
+func (r *Router) lookUp(request Request, scratch *lookup) (p inquiry, d Decision) {
+	p = inquiry{Request: request, tokens: request.NumTokens, local: request.Local}
+	began := r.now()
+	if len(request.Tokens) > 0 {
+		p.tokens = max(request.NumTokens, len(request.Tokens))
+		scratch.local = HashBlocks(scratch.local[:0], request.Tokens, r.blockSize, request.LoRA, request.Salt)
+		p.local = scratch.local
+	}
+	hashed := r.now()
+	scratch.matches = r.index.Match(p.local, scratch.matches[:0])
+	p.matches = scratch.matches
+	lookedUp := r.now()
+	p.counted = r.knobs.RouterTrackActiveBlocks && (r.active || p.ID != "" || p.QueryOnly)
+	p.shared = r.knobs.RouterAssumeKVReuse
+	if p.Override != nil && p.Override.AssumeKVReuse != nil {
+		p.shared = *p.Override.AssumeKVReuse
+	}
+	if p.counted && p.shared {
+		if p.sequence = p.Sequence; p.sequence == nil {
+			p.sequence = SequenceHashes(make([]uint64, 0, len(p.local)), p.local) // the booking keeps it
+		}
+	}
+	sequenced := r.now()
+	return p, Decision{Tokens: p.tokens, HashTime: hashed.Sub(began), LookupTime: lookedUp.Sub(hashed), SequenceTime: sequenced.Sub(lookedUp)}
+}
+
 // schedule chooses among the workers that are up and books, under the lock.
-func (r *Router) schedule(decision *Decision, request Request, matches []Match, sequence []uint64) error {
+func (r *Router) schedule(p *inquiry, d *Decision) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	now := r.now()
-	usable := r.usableBlocks(decision.Tokens)
+	r.expire(now)
+	if r.taken(p) {
+		return ErrDuplicate
+	}
+	if err := r.gather(p, now); err != nil {
+		return err
+	}
+	r.choose(p, d, now)
+	return nil
+}
+
+// taken tells whether another request has the id under which p is to be booked.
+func (r *Router) taken(p *inquiry) bool {
+	return p.ID != "" && !p.QueryOnly && !p.Unbooked && r.loads.Booking(p.ID) != nil
+}
+
+// gather makes candidates of the workers that may serve p.
+func (r *Router) gather(p *inquiry, now time.Time) error {
 	r.candidates = r.candidates[:0]
-	for _, t := range r.targets {
-		if slices.Contains(request.Exclude, t.Key.Worker) || !t.Serves(request.Model) {
-			continue
+	for i := range r.targets {
+		if t := &r.targets[i]; p.mayUse(t) {
+			r.candidates = append(r.candidates, r.candidate(p, t, now))
 		}
-		overlap := 0
-		if i := slices.IndexFunc(matches, func(m Match) bool { return m.Worker == t.Key }); i >= 0 {
-			overlap = min(matches[i].Blocks, usable)
-		}
-		c := Candidate{Target: t, Overlap: overlap, Load: r.loads.Get(t.Key, now)}
-		if r.active {
-			active := r.loads.Active(t.Key, sequence)
-			c.NewBlocks = len(sequence) - active
-			if r.siblings {
-				c.Overlap = max(c.Overlap, min(active, usable))
-			}
-		}
-		r.candidates = append(r.candidates, c)
 	}
 	if len(r.candidates) == 0 {
 		return ErrNoWorker
 	}
-	query := Query{Now: now, Tokens: decision.Tokens, BlockSize: r.blockSize}
-	chosen := r.candidates[r.policy.Choose(query, r.candidates, r.random)]
-	decision.Target = chosen.Target
-	decision.Overlap = chosen.Overlap
-	decision.OverlapTokens = chosen.Overlap * r.blockSize
-	r.loads.Bump(chosen.Target.Key)
-	if !request.Unbooked {
-		uncached := decision.Tokens - decision.OverlapTokens
-		decision.Booking = &Booking{router: r, worker: chosen.Target.Key, prompt: decision.Tokens, uncached: uncached, sequence: sequence, silent: request.Silent}
-		r.loads.Begin(decision.Booking, now)
-	}
 	return nil
+}
+
+// mayUse tells whether p may be served by t.
+func (p *inquiry) mayUse(t *Target) bool {
+	return t.Serves(p.Model) &&
+		(p.Pinned == nil || *p.Pinned == t.Key) &&
+		(p.Allowed == nil || slices.Contains(p.Allowed, t.Key.Worker)) &&
+		!slices.Contains(p.Exclude, t.Key.Worker)
+}
+
+func (r *Router) candidate(p *inquiry, t *Target, now time.Time) Candidate {
+	c := Candidate{Target: *t, Load: r.loads.Get(t.Key, now), NewBlocks: p.newBlocks()}
+	if p.Overlap != nil {
+		c.Overlap = *p.Overlap
+	} else if i := slices.IndexFunc(p.matches, func(m Match) bool { return m.Worker == t.Key }); i >= 0 {
+		c.Overlap = p.matches[i].Blocks
+	}
+	if p.counted && p.shared {
+		active := r.loads.Active(t.Key, p.sequence)
+		c.NewBlocks -= active
+		if r.siblings {
+			c.Overlap = max(c.Overlap, active)
+		}
+	}
+	usable := r.usableBlocks(p.tokens)
+	if r.whole {
+		usable = p.tokens / r.blockSize
+	}
+	c.Overlap = min(c.Overlap, usable)
+	return c
+}
+
+// choose lets the policy choose among the candidates and books.
+func (r *Router) choose(p *inquiry, d *Decision, now time.Time) {
+	query := Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Untracked: !r.tracksPrefill(p), Override: p.Override}
+	chosen := &r.candidates[r.policy.Choose(query, r.candidates, r.random)]
+	d.Target = chosen.Target
+	d.Overlap = min(chosen.Overlap, r.usableBlocks(p.tokens))
+	d.OverlapTokens = d.Overlap * r.blockSize
+	d.EffectivePrefillTokens = p.tokens - chosen.Overlap*r.blockSize
+	d.PotentialDecodeBlocks = chosen.Load.ActiveBlocks + chosen.NewBlocks
+	d.Sequence = p.sequence
+	if p.QueryOnly {
+		return
+	}
+	if p.Unbooked {
+		r.loads.Bump(chosen.Target.Key)
+		return
+	}
+	d.Booking = r.book(p, chosen, now)
+	d.Sequence = d.Booking.sequence
+}
+
+// tracksPrefill tells whether p's tokens are to be counted.
+func (r *Router) tracksPrefill(p *inquiry) bool {
+	if p.Override != nil && p.Override.TrackPrefillTokens != nil {
+		return *p.Override.TrackPrefillTokens
+	}
+	return r.knobs.RouterTrackPrefillTokens
+}
+
+// book enters p into the books of the candidate.
+func (r *Router) book(p *inquiry, c *Candidate, now time.Time) *Booking {
+	b := &Booking{router: r, worker: c.Target.Key, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput, sequence: p.sequence, silent: p.Silent}
+	if r.tracksPrefill(p) {
+		b.uncached = p.tokens - c.Overlap*r.blockSize
+	}
+	if p.counted && !p.shared {
+		b.sequence = make([]uint64, len(p.local))
+		for i := range b.sequence {
+			b.sequence[i] = r.random.Uint64()
+		}
+	}
+	r.loads.Bump(b.worker)
+	r.loads.Begin(b, now)
+	return b
+}
+
+// Book books the request on a worker without choosing: it was chosen before or
+// elsewhere. It fails with ErrUnknownWorker or ErrDuplicate.
+func (r *Router) Book(request Request, worker WorkerKey) (*Booking, error) {
+	scratch := r.scratch.Get().(*lookup)
+	defer r.scratch.Put(scratch)
+	p, _ := r.lookUp(request, scratch)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	now := r.now()
+	r.expire(now)
+	at, found := r.target(worker)
+	if !found {
+		return nil, ErrUnknownWorker
+	}
+	if r.taken(&p) {
+		return nil, ErrDuplicate
+	}
+	c := r.candidate(&p, &r.targets[at], now)
+	return r.book(&p, &c, now), nil
+}
+
+// Booking returns the booking under that id, or nil.
+func (r *Router) Booking(id string) *Booking {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.expire(r.now())
+	return r.loads.Booking(id)
+}
+
+// WorkerLoad is what a worker has to do, or would have with one more request.
+type WorkerLoad struct {
+	Key                    WorkerKey
+	PotentialPrefillTokens int
+	PotentialDecodeBlocks  int
+	ActiveRequests         int // without the one more
+}
+
+// Loads returns what every worker has to do that is up or has bookings, by key.
+func (r *Router) Loads() []WorkerLoad {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	now := r.now()
+	r.expire(now)
+	keys := r.loads.Booked()
+	for i := range r.targets {
+		keys = append(keys, r.targets[i].Key)
+	}
+	slices.SortFunc(keys, WorkerKey.Compare)
+	var loads []WorkerLoad
+	for _, key := range slices.Compact(keys) {
+		load := r.loads.Get(key, now)
+		loads = append(loads, WorkerLoad{Key: key, PotentialPrefillTokens: load.PrefillTokens, PotentialDecodeBlocks: load.ActiveBlocks, ActiveRequests: load.InFlight})
+	}
+	return loads
+}
+
+// PotentialLoads returns what each worker that may serve the request would have
+// to do with it, by key. Nothing is booked.
+func (r *Router) PotentialLoads(request Request) []WorkerLoad {
+	scratch := r.scratch.Get().(*lookup)
+	defer r.scratch.Put(scratch)
+	request.QueryOnly = true
+	p, _ := r.lookUp(request, scratch)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	now := r.now()
+	r.expire(now)
+	var loads []WorkerLoad
+	for i := range r.targets {
+		t := &r.targets[i]
+		if !p.mayUse(t) {
+			continue
+		}
+		c := r.candidate(&p, t, now)
+		load := WorkerLoad{Key: t.Key, PotentialPrefillTokens: c.Load.PrefillTokens, PotentialDecodeBlocks: c.Load.ActiveBlocks + c.NewBlocks, ActiveRequests: c.Load.InFlight}
+		if r.tracksPrefill(&p) {
+			load.PotentialPrefillTokens += p.tokens - c.Overlap*r.blockSize
+		}
+		loads = append(loads, load)
+	}
+	return loads
 }
 
 // usableBlocks is how many cached blocks an engine can use of a prompt of that
@@ -290,64 +556,4 @@ func (r *Router) Overlaps(request Request) (overlaps []Overlap, blocks int) {
 		overlaps = append(overlaps, overlap)
 	}
 	return overlaps, len(local)
-}
-
-// Booking is one request's entry in the books. Its methods may be called any
-// number of times, from any goroutine.
-type Booking struct {
-	router   *Router
-	worker   WorkerKey
-	sequence []uint64 // sequence hashes booked as active blocks
-	prompt   int      // tokens
-	uncached int      // those of them to be computed
-	silent   bool     // nobody tells when its first token comes
-
-	// All below is guarded by router.mu.
-	sent     time.Time
-	alone    bool  // no other prompt was to be computed when it was sent
-	atSent   tally // of the worker
-	computed bool  // the first token has come
-	first    time.Time
-	atFirst  tally
-	ended    bool
-}
-
-func (b *Booking) prefill() Prefill {
-	return Prefill{Tokens: b.uncached, Sent: b.sent, Silent: b.silent}
-}
-
-// FirstToken tells that the prompt has been computed.
-func (b *Booking) FirstToken() {
-	b.router.mu.Lock()
-	defer b.router.mu.Unlock()
-	b.prefillDone(b.router.now())
-}
-
-// End tells that the request has ended, however it did.
-func (b *Booking) End() { b.end(0) }
-
-// Finish tells that the request has ended with an answer of that many tokens.
-func (b *Booking) Finish(output int) { b.end(output) }
-
-func (b *Booking) end(output int) {
-	b.router.mu.Lock()
-	defer b.router.mu.Unlock()
-	if b.ended {
-		return
-	}
-	b.ended = true
-	now := b.router.now()
-	told := b.computed
-	b.prefillDone(now)
-	if policy, ok := b.router.policy.(learner); ok && told && !b.silent && output > 0 {
-		policy.Learn(b.router.loads.Outcome(b, output, now))
-	}
-	b.router.loads.End(b, now)
-}
-
-func (b *Booking) prefillDone(now time.Time) {
-	if !b.computed {
-		b.computed = true
-		b.router.loads.FirstToken(b, now)
-	}
 }

@@ -50,7 +50,7 @@ func TestRouteTakesTheWorkerThatHoldsThePrefix(t *testing.T) {
 	prompt := count(1, 42)
 	hold(r, 2, prompt)
 	for range 20 {
-		d, err := r.Route(Request{Tokens: prompt})
+		d, err := r.Route(t.Context(), Request{Tokens: prompt})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -66,7 +66,7 @@ func TestOverlapLeavesTheLastTokenToTheEngine(t *testing.T) {
 	r := newTestRouter(t, "standalone", 1)
 	prompt := count(1, 3*testBlock)
 	hold(r, 0, prompt)
-	d, err := r.Route(Request{Tokens: prompt})
+	d, err := r.Route(t.Context(), Request{Tokens: prompt})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -80,7 +80,7 @@ func TestSaltAndAdapterNeverShareBlocks(t *testing.T) {
 	prompt := count(1, 20)
 	hold(r, 0, prompt)
 	for _, request := range []Request{{Tokens: prompt, Salt: "s"}, {Tokens: prompt, LoRA: "a"}} {
-		d, err := r.Route(request)
+		d, err := r.Route(t.Context(), request)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -96,7 +96,7 @@ func TestConcurrentRequestsSeeEachOther(t *testing.T) {
 	var together sync.WaitGroup
 	for range 10 {
 		together.Go(func() {
-			if _, err := r.Route(Request{Tokens: count(1, 8)}); err != nil {
+			if _, err := r.Route(t.Context(), Request{Tokens: count(1, 8)}); err != nil {
 				t.Error(err)
 			}
 		})
@@ -114,7 +114,7 @@ func TestExcludedDownAndForeignModelsAreNotChosen(t *testing.T) {
 	r.Up(Target{Key: WorkerKey{Worker: 3}, Models: []string{"other"}})
 	r.Down(WorkerKey{Worker: 0})
 	for range 6 {
-		d, err := r.Route(Request{Model: "m", Exclude: []uint64{1}})
+		d, err := r.Route(t.Context(), Request{Model: "m", Exclude: []uint64{1}})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -122,7 +122,7 @@ func TestExcludedDownAndForeignModelsAreNotChosen(t *testing.T) {
 			t.Fatalf("worker %d was chosen, want 2", d.Target.Key.Worker)
 		}
 	}
-	if _, err := r.Route(Request{Model: "m", Exclude: []uint64{1, 2}}); !errors.Is(err, ErrNoWorker) {
+	if _, err := r.Route(t.Context(), Request{Model: "m", Exclude: []uint64{1, 2}}); !errors.Is(err, ErrNoWorker) {
 		t.Errorf("no worker left: %v, want ErrNoWorker", err)
 	}
 	if serves, up := r.Serves("nothing"); serves || !up {
@@ -134,7 +134,7 @@ func TestUnbookedRequestsCountUntilTheWorkerPublishes(t *testing.T) {
 	r := newTestRouter(t, "standalone", 1)
 	w := WorkerKey{}
 	r.Publish(w, Published{Waiting: 2, At: time.Now()})
-	if _, err := r.Route(Request{Local: []uint64{1}, NumTokens: 8, Unbooked: true}); err != nil {
+	if _, err := r.Route(t.Context(), Request{Local: []uint64{1}, NumTokens: 8, Unbooked: true}); err != nil {
 		t.Fatal(err)
 	}
 	if l := r.Load(w); l.QueueLength() != 3 || l.InFlight != 0 {
@@ -174,7 +174,7 @@ func TestBooksAreEvenAfterAnyOrderOfCalls(t *testing.T) {
 		t.Repeat(map[string]func(*rapid.T){
 			"route": func(t *rapid.T) {
 				n := rapid.IntRange(1, 40).Draw(t, "tokens")
-				d, err := r.Route(Request{Tokens: count(1, n)})
+				d, err := r.Route(t.Context(), Request{Tokens: count(1, n)})
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -229,7 +229,7 @@ func BenchmarkRoute(b *testing.B) {
 	}
 	b.ReportAllocs()
 	for b.Loop() {
-		d, err := r.Route(Request{Tokens: prompt})
+		d, err := r.Route(b.Context(), Request{Tokens: prompt})
 		if err != nil {
 			b.Fatal(err)
 		}

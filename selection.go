@@ -183,7 +183,7 @@ func (s *Selection) findBestWorker(c *gin.Context) {
 		return
 	}
 	request.Unbooked = true
-	decision, err := s.router.Route(request)
+	decision, err := s.router.Route(c.Request.Context(), request)
 	if err != nil {
 		plainError(c, http.StatusServiceUnavailable, err.Error())
 		return

@@ -2,6 +2,7 @@ package main
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -246,7 +247,7 @@ func (s *simulator) sendDue() {
 func (s *simulator) send(request *TraceRequest) {
 	s.catchUp()
 	local, blocks := request.Blocks(s.Engine.BlockSize)
-	decision, err := s.router.Route(Request{Local: local, NumTokens: request.Prompt})
+	decision, err := s.router.Route(context.Background(), Request{Local: local, NumTokens: request.Prompt})
 	if err != nil {
 		s.err = err
 		return

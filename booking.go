@@ -1,0 +1,139 @@
+package main
+
+import (
+	"sync/atomic"
+	"time"
+)
+
+// Booking is one request's entry in the books. Its methods may be called any
+// number of times, from any goroutine.
+type Booking struct {
+	router   *Router
+	worker   WorkerKey
+	id       string   // empty: none
+	sequence []uint64 // sequence hashes booked as active blocks
+	prompt   int      // tokens
+	uncached int      // those of them to be computed
+	expected int      // tokens of the answer; 0: unknown
+	silent   bool     // nobody tells when its first token comes
+	ended    atomic.Bool
+
+	// All below is guarded by router.mu.
+	sent         time.Time
+	alone        bool  // no other prompt was to be computed when it was sent
+	atSent       tally // of the worker
+	computed     bool  // the first token has come
+	first        time.Time
+	atFirst      tally
+	outputs      int       // blocks of the answer
+	outputWeight float64   // what they count together
+	heard        time.Time // when somebody last spoke of it
+	older, newer *Booking  // its neighbours in Loads, by that time
+}
+
+// Worker is where the request is booked.
+func (b *Booking) Worker() WorkerKey { return b.worker }
+
+// Ended tells whether the booking has ended: its request has, or nobody spoke of
+// it for bookingExpiry.
+func (b *Booking) Ended() bool { return b.ended.Load() }
+
+func (b *Booking) prefill() Prefill {
+	return Prefill{Tokens: b.uncached, Sent: b.sent, Silent: b.silent}
+}
+
+// FirstToken tells that the prompt has been computed.
+func (b *Booking) FirstToken() {
+	r := b.router
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	now := r.now()
+	r.prefillDone(b, now)
+	r.loads.Heard(b, now)
+}
+
+// OutputBlock tells that the answer has filled one more block. Where a fraction
+// is given, all blocks that only this request has count so much each from now
+// on, 0 to 1: the less is to come, the sooner they are free.
+func (b *Booking) OutputBlock(decayFraction *float64) {
+	r := b.router
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if b.ended.Load() {
+		return
+	}
+	r.loads.OutputBlock(b, decayFraction)
+	r.loads.Heard(b, r.now())
+}
+
+// Generated tells that the answer has so many tokens by now, and books the
+// blocks that they have begun, which decay as the expected length is neared.
+func (b *Booking) Generated(tokens int) {
+	r := b.router
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	var share *float64
+	if b.expected > 0 {
+		fraction := max(0, 1-float64(tokens)/float64(b.expected))
+		share = &fraction
+	}
+	blocks := func(tokens int) int { return (tokens + r.blockSize - 1) / r.blockSize }
+	for want := blocks(b.prompt+tokens) - blocks(b.prompt); b.outputs < want && !b.ended.Load(); {
+		r.loads.OutputBlock(b, share)
+		r.loads.Heard(b, r.now())
+	}
+}
+
+// End tells that the request has ended, however it did.
+func (b *Booking) End() { b.end(0) }
+
+// Finish tells that the request has ended with an answer of that many tokens.
+func (b *Booking) Finish(output int) { b.end(output) }
+
+func (b *Booking) end(output int) {
+	r := b.router
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.finish(b, output, r.now())
+}
+
+// finish takes b off the books, unless it is already. The caller holds the lock.
+func (r *Router) finish(b *Booking, output int, now time.Time) {
+	if b.ended.Load() {
+		return
+	}
+	b.ended.Store(true)
+	told := b.computed
+	r.prefillDone(b, now)
+	if policy, ok := r.policy.(learner); ok && told && !b.silent && output > 0 {
+		policy.Learn(r.loads.Outcome(b, output, now))
+	}
+	r.loads.End(b, now)
+}
+
+func (r *Router) prefillDone(b *Booking, now time.Time) {
+	if !b.computed {
+		b.computed = true
+		r.loads.FirstToken(b, now)
+	}
+}
+
+const (
+	// bookingExpiry is how long nobody may speak of a booking before it is taken
+	// for forgotten.
+	bookingExpiry = time.Hour
+	// expiryEvery is the least time between two searches for such bookings.
+	expiryEvery = 30 * time.Second
+)
+
+// expire ends the bookings that were forgotten. It runs with every decision and
+// every look at the books, so it needs no clock of its own.
+func (r *Router) expire(now time.Time) {
+	if now.Sub(r.expired) < expiryEvery {
+		return
+	}
+	r.expired = now
+	for b := r.loads.oldest; b != nil && now.Sub(b.heard) >= bookingExpiry; b = r.loads.oldest {
+		r.finish(b, 0, now)
+	}
+}
