@@ -100,6 +100,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error)
 	}
 	r.router = NewRouterWith(r.index, policy, config.BlockSize, seed, config.RouterKnobs)
 	r.telemetry = NewTelemetry(r.samples, r.prompts)
+	r.telemetry.Watch(r.router)
 	r.fleet, err = NewFleet(config, r.index, FleetHooks{
 		Up:   r.router.Up,
 		Down: func(t Target, _ string) { r.router.Down(t.Key) },
