@@ -16,9 +16,11 @@ type Booking struct {
 	uncached int      // those of them to be computed
 	expected int      // tokens of the answer; 0: unknown
 	silent   bool     // nobody tells when its first token comes
+	remote   bool     // of another router
 	ended    atomic.Bool
 
 	// All below is guarded by router.mu.
+	number       uint64 // by which other routers know it; 0: they do not
 	sent         time.Time
 	alone        bool  // no other prompt was to be computed when it was sent
 	atSent       tally // of the worker
@@ -109,12 +111,14 @@ func (r *Router) finish(b *Booking, output int, now time.Time) {
 		policy.Learn(r.loads.Outcome(b, output, now))
 	}
 	r.loads.End(b, now)
+	r.share(changeFree, b)
 }
 
 func (r *Router) prefillDone(b *Booking, now time.Time) {
 	if !b.computed {
 		b.computed = true
 		r.loads.FirstToken(b, now)
+		r.share(changePrefill, b)
 	}
 }
 

@@ -80,6 +80,8 @@ type Config struct {
 	Record           string        `group:"Requests" placeholder:"FILE" help:"Append one line of JSON to FILE for each finished request, without its text, to be replayed by 'kvrouter simulate --trace'."`
 	AllowEngineAdmin bool          `group:"Requests" help:"Pass the engines' admin and development paths on (/reset_prefix_cache, /sleep, ...) instead of refusing them."`
 
+	ReplicaConfig
+
 	MockConfig
 
 	LogLevel   string `group:"Logs and settings" default:"info" enum:"debug,info,warn,error" help:"Least severe log lines to show: ${enum}. debug has every line of every worker."`
@@ -402,6 +404,9 @@ func (c *Config) validate() error {
 	case c.Engine != EngineNone && (c.NumWorkers < 1 || c.NumWorkers > 1000):
 		return fmt.Errorf("--num-workers %d: give 1 to 1000; for none use --engine none", c.NumWorkers)
 	}
+	if err := c.ReplicaConfig.validate(); err != nil {
+		return err
+	}
 	if c.Engine == EngineMocker {
 		if err := c.MockConfig.validate(c.NumWorkers); err != nil {
 			return err
@@ -570,6 +575,9 @@ func (c *Config) ports() []portUse {
 		if p.port != 0 {
 			uses = append(uses, p)
 		}
+	}
+	if c.ReplicaSync && c.ReplicaSyncPort != 0 {
+		uses = append(uses, portUse{"--replica-sync-port", c.ReplicaSyncPort, c.ReplicaSyncPort, c.Host, 0})
 	}
 	if c.Engine == EngineNone {
 		return uses

@@ -6,6 +6,7 @@
 // file offers to the others. In the order in which a request passes them:
 //
 //	api.go        the OpenAI side: routes, limits, errors, request ids
+//	nvext.go      what a request says about its own routing
 //	jsonscan.go   Body: a request's JSON, checked and taken apart once
 //	prompts.go    Tokens: a request's prompt tokens, from here or from a worker
 //	segments.go   Segments: tokens of prompt pieces that were seen before
@@ -23,10 +24,14 @@
 //	proxy.go      one request to one worker and back
 //	selection.go  the router port, for those who only want the decision
 //	events.go     EventStream: one worker's KV events, in order and complete
-//	              (eventcodec.go decodes them, zmqconn.go carries them)
+//	              (eventcodec.go decodes them, zmqconn.go carries them,
+//	              eventreplay.go fetches what was missed)
+//	eventlog.go   EventLog: the last of them, for other routers that missed some
 //	workers.go    Fleet: started workers (launch.go, process.go, startlog.go)
 //	              and attached ones (attach.go); incarnation.go is what both share
-//	telemetry.go  Prometheus metrics; record.go writes a line a request
+//	replica.go    Replicas: several routers know what each has in flight
+//	telemetry.go  Prometheus metrics (dynamometrics.go those under Dynamo's
+//	              names); record.go writes a line a request
 //	enginesim.go  SimEngine: a simulated engine, step by step (blockpool.go: its memory)
 //	mocker.go     simulated workers behind real sockets (mockapi.go, mockevents.go,
 //	              mockmodel.go, mockwords.go, zmqserver.go)

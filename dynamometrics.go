@@ -120,3 +120,17 @@ func (c *routerCollector) Collect(out chan<- prometheus.Metric) {
 		out <- prometheus.MustNewConstMetric(c.tokens, prometheus.GaugeValue, float64(load.PotentialPrefillTokens), labels...)
 	}
 }
+
+// WatchReplicas adds what is told to and heard of other routers to the metrics.
+// Call it once.
+func (t *Telemetry) WatchReplicas(r *Replicas) {
+	count := func(name, help string, n func() float64) {
+		t.registry.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{Name: "kvrouter_replica_" + name + "_total", Help: help}, n))
+	}
+	count("sent", "Changes told to other routers.", func() float64 { return float64(r.Sent.Load()) })
+	count("received", "Changes that other routers told.", func() float64 { return float64(r.Received.Load()) })
+	count("dropped", "Changes that there was no room for.", func() float64 { return float64(r.Dropped.Load()) })
+	count("lost", "Times that another router was no longer heard, and what it had booked forgotten.", func() float64 { return float64(r.Lost.Load()) })
+	t.registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvrouter_replica_bookings", Help: "Requests in flight from other routers."},
+		func() float64 { return float64(r.Held.Load()) }))
+}

@@ -81,6 +81,7 @@ type rooms struct {
 	telemetry *Telemetry
 	api       *API
 	selection *Selection
+	replicas  *Replicas // nil: none
 }
 
 // build makes every room and wires it to those it needs; nothing runs yet.
@@ -119,10 +120,18 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error)
 	r.tokens = NewTokens(r.model, r.askWorker, config.TokenTimeout, log)
 	r.api = NewAPI(config, r.router, r.tokens, r.proxy, r.telemetry, log)
 	r.selection = NewSelection(config, r.router, r.index, r.fleet.Workers, log)
+	r.selection.history = r.fleet.History
 	if config.Record != "" {
 		if r.api.recorder, err = NewRecorder(config.Record, config.Policy, config.BlockSize, log); err != nil {
 			return nil, err
 		}
+	}
+	if config.ReplicaSync {
+		address := net.JoinHostPort(config.Host, strconv.Itoa(config.ReplicaSyncPort))
+		if r.replicas, err = NewReplicas(r.router, address, config.ReplicaPeers, log); err != nil {
+			return nil, fmt.Errorf("--replica-sync-port %d: %w: free the port or choose another", config.ReplicaSyncPort, err)
+		}
+		r.telemetry.WatchReplicas(r.replicas)
 	}
 	return r, nil
 }
@@ -175,6 +184,9 @@ func (r *rooms) askWorker(ctx context.Context, path string, body []byte) ([]byte
 // request is taken, those that run may finish for --drain-timeout, then the
 // workers end.
 func (r *rooms) run(ctx context.Context) error {
+	if r.replicas != nil {
+		defer r.replicas.pub.Close() // where Run below is not reached
+	}
 	openAI := newServer(r.api.Handler())
 	selection := newServer(r.selection.Handler())
 	openAIPort, err := listen(r.config.Host, r.config.HTTPPort, "--http-port")
@@ -199,6 +211,12 @@ func (r *rooms) run(ctx context.Context) error {
 	}
 	serveOn(openAI, openAIPort)
 	serveOn(selection, selectionPort)
+	if r.replicas != nil {
+		group.Go(func() error {
+			r.replicas.Run(fleet)
+			return nil
+		})
+	}
 	group.Go(func() error { return r.fleet.Run(fleet) })
 	group.Go(func() error {
 		r.probeWhenReady(failed)

@@ -132,6 +132,8 @@ type Router struct {
 	random     *rand.Rand
 	candidates []Candidate // reused by every decision
 	expired    time.Time   // when forgotten bookings were last looked for
+	replicas   *Replicas   // told of what is booked here; nil: nobody is
+	told       uint64      // bookings that they were told of
 }
 
 // needsActiveBlocks is a policy that reads Load.ActiveBlocks or
@@ -438,6 +440,7 @@ func (r *Router) book(p *inquiry, c *Candidate, now time.Time) *Booking {
 	}
 	r.loads.Bump(b.worker)
 	r.loads.Begin(b, now)
+	r.share(changeAdd, b)
 	return b
 }
 
