@@ -119,6 +119,8 @@ func (a *API) Handler() http.Handler {
 	guarded := engine.Group("/", requireKey(a.config.APIKey, openAIError))
 	guarded.GET("/v1/models", a.models)
 	guarded.GET("/v1/models/:model", a.models)
+	guarded.GET("/busy_threshold", a.busyThresholds)
+	guarded.POST("/busy_threshold", a.setBusyThresholds)
 	guarded.POST("/tokenize", a.tokenized(a.tokens.Tokenize))
 	guarded.POST("/detokenize", a.tokenized(a.tokens.Detokenize))
 	for path, kind := range inferenceRoutes {
@@ -289,20 +291,20 @@ func (a *API) settle(c *gin.Context, x *Exchange, err error) {
 
 // refuse answers a request that no worker may take now.
 func (a *API) refuse(c *gin.Context, x *Exchange, err error) {
-	message := "no worker is ready: try again in a few seconds"
+	message, again := "no worker is ready: try again in a few seconds", "5"
+	if errors.Is(err, ErrBusy) {
+		message, again = "Service temporarily unavailable: All workers are busy, please retry later", "1"
+	}
 	var pinned *pinnedError
-	switch {
-	case errors.As(err, &pinned):
+	if errors.As(err, &pinned) {
 		message = pinned.Error()
-	case errors.Is(err, ErrBusy):
-		message = "Service temporarily unavailable: All workers are busy, please retry later"
 	}
 	known := "" // the names that clients make up are no labels
 	if slices.ContainsFunc(a.router.Targets(), func(t Target) bool { return slices.Contains(t.Models, x.Model) }) {
 		known = x.Model
 	}
 	a.telemetry.Refused(known, x.Route, err)
-	c.Header("Retry-After", "5")
+	c.Header("Retry-After", again)
 	a.fail(c, http.StatusServiceUnavailable, "", message)
 }
 
