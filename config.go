@@ -70,6 +70,7 @@ type Config struct {
 	TokenCacheTokens int           `group:"Routing" default:"4194304" help:"Prompt tokens remembered by piece of text (system prompt, turns), so that no piece is encoded twice; 4 bytes each. 0 remembers nothing."`
 	CollectUsage     bool          `group:"Routing" default:"true" negatable:"" help:"Ask workers for the usage of streams whose client did not, and keep it from the client."`
 	RouterKnobs
+	IndexerPeers []string `group:"Routing" placeholder:"URL" help:"Fill the index at the start from the first of these routers (or Dynamo's services) that answers GET /dump; several are separated by commas."`
 	PolicyKnobs
 
 	APIKey           []string      `group:"Requests" name:"api-key" placeholder:"KEY" help:"Bearer key that the OpenAI port asks for; several are separated by commas. Default: no key is asked for."`
@@ -419,6 +420,12 @@ func (c *Config) validate() error {
 		name := vllmFlag(arg)
 		if instead, reserved := reservedVLLMArgs[name]; reserved {
 			return fmt.Errorf("%s after --: the router sets it for every worker; use %s", arg, instead)
+		}
+	}
+	for i, peer := range c.IndexerPeers {
+		var err error
+		if c.IndexerPeers[i], err = workerURL(peer); err != nil {
+			return fmt.Errorf("--indexer-peers: %w", err)
 		}
 	}
 	if err := c.numberWorkers(); err != nil {

@@ -111,6 +111,11 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error)
 	if err != nil {
 		return nil, err
 	}
+	peerKey := ""
+	if keys := config.RouterAPIKey; len(keys) > 0 {
+		peerKey = keys[0] // routers that are each other's peers share it
+	}
+	r.fleet.peers = NewEventPeers(config.IndexerPeers, peerKey)
 	if config.Engine == EngineMocker {
 		if r.fleet.mocker, err = NewMocker(config, r.model, log); err != nil {
 			return nil, err

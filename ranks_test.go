@@ -17,20 +17,7 @@ import (
 // follows all their ranks.
 func attachTo(t *testing.T, s *mockSite, args ...string) *mockSite {
 	t.Helper()
-	port := freePorts(t, 2)
-	all := []string{"--engine=none", "--seed=1", fmt.Sprintf("--http-port=%d", port), fmt.Sprintf("--router-port=%d", port+1)}
-	for i := range s.rooms.config.NumWorkers {
-		all = append(all, fmt.Sprintf("--worker=url=%s,id=%d", s.workerURL(i), i))
-	}
-	second := &mockSite{t: t, site: &site{
-		openAI: fmt.Sprintf("http://127.0.0.1:%d", port), selection: fmt.Sprintf("http://127.0.0.1:%d", port+1), log: &logBuffer{},
-	}}
-	second.rooms, second.end = startRooms(t, second.log, append(all, args...)...)
-	t.Cleanup(func() {
-		if err := second.end(); err != nil {
-			t.Error(err)
-		}
-	})
+	second := startBeside(t, s, "", args...)
 	eventually(t, 20*time.Second, "all ranks followed", func() bool {
 		followed := 0
 		for _, stats := range second.rooms.fleet.Streams() {
@@ -40,6 +27,27 @@ func attachTo(t *testing.T, s *mockSite, args ...string) *mockSite {
 		}
 		want := s.rooms.config.NumWorkers * s.rooms.config.Ranks()
 		return followed == want && len(second.rooms.router.Targets()) == want
+	})
+	return second
+}
+
+// startBeside starts a second router over a site's workers; worker is more to
+// say of each of them.
+func startBeside(t *testing.T, s *mockSite, worker string, args ...string) *mockSite {
+	t.Helper()
+	port := freePorts(t, 2)
+	all := []string{"--engine=none", "--seed=1", fmt.Sprintf("--http-port=%d", port), fmt.Sprintf("--router-port=%d", port+1)}
+	for i := range s.rooms.config.NumWorkers {
+		all = append(all, fmt.Sprintf("--worker=url=%s,id=%d%s", s.workerURL(i), i, worker))
+	}
+	second := &mockSite{t: t, site: &site{
+		openAI: fmt.Sprintf("http://127.0.0.1:%d", port), selection: fmt.Sprintf("http://127.0.0.1:%d", port+1), log: &logBuffer{},
+	}}
+	second.rooms, second.end = startRooms(t, second.log, append(all, args...)...)
+	t.Cleanup(func() {
+		if err := second.end(); err != nil {
+			t.Error(err)
+		}
 	})
 	return second
 }
