@@ -37,6 +37,10 @@ const (
 	requestIDLimit = 256
 )
 
+// statusOverloaded is the status, known from other services, of those that have
+// too much to do for this request to wait.
+const statusOverloaded = 529
+
 // promptKind says where a route's body carries its prompt.
 type promptKind int
 
@@ -281,7 +285,7 @@ func (a *API) settle(c *gin.Context, x *Exchange, err error) {
 		a.log.Warn("answer was cut short", "route", x.Route, "worker", x.Worker, "error", err)
 	case errors.Is(err, errSilent):
 		a.fail(c, http.StatusGatewayTimeout, "", fmt.Sprintf("worker %s did not answer within %s", x.Worker, a.config.RequestTimeout))
-	case errors.Is(err, ErrBusy), errors.Is(err, ErrNoWorker):
+	case errors.Is(err, ErrNoWorker), errors.Is(err, ErrBusy), errors.Is(err, ErrQueueFull), errors.Is(err, ErrQueueTimeout):
 		a.refuse(c, x, err)
 	default:
 		a.log.Warn("no worker answered", "route", x.Route, "error", err)
@@ -291,13 +295,16 @@ func (a *API) settle(c *gin.Context, x *Exchange, err error) {
 
 // refuse answers a request that no worker may take now.
 func (a *API) refuse(c *gin.Context, x *Exchange, err error) {
-	message, again := "no worker is ready: try again in a few seconds", "5"
-	if errors.Is(err, ErrBusy) {
-		message, again = "Service temporarily unavailable: All workers are busy, please retry later", "1"
-	}
+	status, message, again := http.StatusServiceUnavailable, err.Error(), "1"
 	var pinned *pinnedError
-	if errors.As(err, &pinned) {
-		message = pinned.Error()
+	switch {
+	case errors.Is(err, ErrQueueFull):
+		status = statusOverloaded
+	case errors.As(err, &pinned):
+	case errors.Is(err, ErrBusy):
+		message = "Service temporarily unavailable: All workers are busy, please retry later"
+	case errors.Is(err, ErrNoWorker):
+		message, again = "no worker is ready: try again in a few seconds", "5"
 	}
 	known := "" // the names that clients make up are no labels
 	if slices.ContainsFunc(a.router.Targets(), func(t Target) bool { return slices.Contains(t.Models, x.Model) }) {
@@ -305,7 +312,7 @@ func (a *API) refuse(c *gin.Context, x *Exchange, err error) {
 	}
 	a.telemetry.Refused(known, x.Route, err)
 	c.Header("Retry-After", again)
-	a.fail(c, http.StatusServiceUnavailable, "", message)
+	a.fail(c, status, "", message)
 }
 
 // body reads a request's body within the limits; not ok: it has been answered.
@@ -522,7 +529,7 @@ func errorType(status int) string {
 		return "permission_error"
 	case http.StatusNotFound:
 		return "NotFoundError"
-	case http.StatusServiceUnavailable, http.StatusTooManyRequests:
+	case http.StatusServiceUnavailable, http.StatusTooManyRequests, statusOverloaded:
 		return "service_unavailable"
 	}
 	if status < 500 {

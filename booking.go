@@ -112,6 +112,7 @@ func (r *Router) finish(b *Booking, output int, now time.Time) {
 	}
 	r.loads.End(b, now)
 	r.share(changeFree, b)
+	r.drain(now)
 }
 
 func (r *Router) prefillDone(b *Booking, now time.Time) {
@@ -119,6 +120,7 @@ func (r *Router) prefillDone(b *Booking, now time.Time) {
 		b.computed = true
 		r.loads.FirstToken(b, now)
 		r.share(changePrefill, b)
+		r.drain(now)
 	}
 }
 
