@@ -667,10 +667,12 @@ func TestMetricsHaveDynamosNames(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer d.Booking.End()
-	d.HashTime, d.LookupTime, d.SequenceTime, d.ScheduleTime = 3*time.Microsecond, 20*time.Microsecond, 5*time.Microsecond, time.Millisecond
+	d.HashTime, d.LookupTime, d.SequenceTime, d.ScheduleTime, d.QueueTime = 3*time.Microsecond, 20*time.Microsecond, 5*time.Microsecond, time.Millisecond, 2*time.Second
 	telemetry.Decided(time.Second, d)
 	telemetry.Refused("m", chatPath, fmt.Errorf("wrapped: %w", ErrBusy))
 	telemetry.Refused("m", chatPath, ErrNoWorker)
+	telemetry.Refused("m", chatPath, ErrQueueFull)
+	telemetry.Refused("m", chatPath, ErrQueueTimeout)
 	recorder := httptest.NewRecorder()
 	telemetry.Handler().ServeHTTP(recorder, httptest.NewRequest(http.MethodGet, "/metrics", nil))
 	page := regexp.MustCompile(`,?router_id="[0-9]+",?`).ReplaceAllString(recorder.Body.String(), "")
@@ -689,7 +691,9 @@ func TestMetricsHaveDynamosNames(t *testing.T) {
 		`dynamo_component_kv_cache_events_applied{dp_rank="2",event_type="removed",status="ok",worker_id="1"} 4`,
 		`dynamo_component_kv_cache_events_applied{dp_rank="2",event_type="removed",status="block_not_found",worker_id="1"} 3`,
 		`dynamo_component_kv_cache_events_applied{dp_rank="2",event_type="cleared",status="ok",worker_id="1"} 4`,
-		`kvrouter_decision_seconds_count{stage="schedule"} 1`,
+		`kvrouter_decision_seconds_count{stage="schedule"} 1`, `kvrouter_queue_wait_seconds_sum 2`,
+		`dynamo_frontend_router_queue_backpressure_total{reason="full"} 1`, `dynamo_frontend_router_queue_backpressure_total{reason="timeout"} 1`,
+		`dynamo_frontend_router_queue_pending_requests 0`, `dynamo_frontend_router_queue_pending_isl_tokens 0`,
 	} {
 		if !strings.Contains(page, want+"\n") {
 			t.Errorf("no %s", want)

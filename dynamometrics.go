@@ -14,7 +14,9 @@ import (
 type dynamoMetrics struct {
 	hash, sequence, lookup, schedule, total prometheus.Histogram // ms
 
-	rejections *prometheus.CounterVec
+	wait         prometheus.Histogram // s
+	rejections   *prometheus.CounterVec
+	backpressure *prometheus.CounterVec
 }
 
 // newDynamoMetrics registers them. The label router_id tells several routers
@@ -37,13 +39,18 @@ func newDynamoMetrics(registry *prometheus.Registry) *dynamoMetrics {
 	hashing := prometheus.ExponentialBuckets(0.001, 2, 15)
 	others := prometheus.ExponentialBuckets(0.01, 3, 17)
 	m := &dynamoMetrics{
-		hash:       overhead("block_hashing", "the hashes of the prompt's blocks", hashing),
-		sequence:   overhead("seq_hashing", "the hashes of the prompt's prefixes", hashing),
-		lookup:     overhead("indexer_find_matches", "the index", others),
-		schedule:   overhead("scheduling", "choosing and booking, without a wait in the queue", others),
-		total:      overhead("total", "all its stages, without a wait in the queue", others),
-		rejections: counter("model_rejection_total", "Requests refused because all workers were busy.", "model", "endpoint"),
+		hash:         overhead("block_hashing", "the hashes of the prompt's blocks", hashing),
+		sequence:     overhead("seq_hashing", "the hashes of the prompt's prefixes", hashing),
+		lookup:       overhead("indexer_find_matches", "the index", others),
+		schedule:     overhead("scheduling", "choosing and booking, without a wait in the queue", others),
+		total:        overhead("total", "all its stages, without a wait in the queue", others),
+		rejections:   counter("model_rejection_total", "Requests refused because all workers were busy.", "model", "endpoint"),
+		backpressure: counter("router_queue_backpressure_total", "Requests refused because the queue was full, or because they waited in it for too long.", "reason"),
+		wait: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Name: "kvrouter_queue_wait_seconds", Help: "Time that a request waited for a worker with room; those that found one at once are left out.", Buckets: secondsBuckets,
+		}),
 	}
+	registry.MustRegister(m.wait)
 	return m
 }
 
@@ -57,12 +64,20 @@ func (m *dynamoMetrics) decided(d Decision) {
 		milliseconds(m.sequence, d.SequenceTime)
 	}
 	milliseconds(m.total, d.HashTime+d.LookupTime+d.SequenceTime+d.ScheduleTime)
+	if d.QueueTime > 0 {
+		m.wait.Observe(d.QueueTime.Seconds())
+	}
 }
 
 // Refused counts a request that no worker could take, for reason err. model must
 // be one that is served, or empty.
 func (t *Telemetry) Refused(model, route string, err error) {
-	if errors.Is(err, ErrBusy) {
+	switch {
+	case errors.Is(err, ErrQueueFull):
+		t.dynamo.backpressure.WithLabelValues("full").Inc()
+	case errors.Is(err, ErrQueueTimeout):
+		t.dynamo.backpressure.WithLabelValues("timeout").Inc()
+	case errors.Is(err, ErrBusy):
 		t.dynamo.rejections.WithLabelValues(model, route).Inc()
 	}
 }
@@ -91,23 +106,25 @@ func appliedEvents(counts map[string]uint64) []appliedCount {
 
 // routerCollector shows the books of a router at each scrape.
 type routerCollector struct {
-	router         *Router
-	blocks, tokens *prometheus.Desc
+	router                            *Router
+	blocks, tokens, pending, promised *prometheus.Desc
 }
 
 // Watch adds the router's books to the metrics. Call it once.
 func (t *Telemetry) Watch(router *Router) {
 	worker := []string{"worker_id", "dp_rank", "worker_type"}
 	t.registry.MustRegister(&routerCollector{
-		router: router,
-		blocks: prometheus.NewDesc("dynamo_frontend_worker_active_decode_blocks", "Blocks of the requests in flight on the worker; those that several share count once.", worker, nil),
-		tokens: prometheus.NewDesc("dynamo_frontend_worker_active_prefill_tokens", "Uncached prompt tokens of the requests on the worker whose first token has not come.", worker, nil),
+		router:   router,
+		blocks:   prometheus.NewDesc("dynamo_frontend_worker_active_decode_blocks", "Blocks of the requests in flight on the worker; those that several share count once.", worker, nil),
+		tokens:   prometheus.NewDesc("dynamo_frontend_worker_active_prefill_tokens", "Uncached prompt tokens of the requests on the worker whose first token has not come.", worker, nil),
+		pending:  prometheus.NewDesc("dynamo_frontend_router_queue_pending_requests", "Requests that wait for a worker with room.", nil, nil),
+		promised: prometheus.NewDesc("dynamo_frontend_router_queue_pending_isl_tokens", "Prompt tokens of the requests that wait for a worker with room.", nil, nil),
 	})
 }
 
 // Describe implements prometheus.Collector.
 func (c *routerCollector) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{c.blocks, c.tokens} {
+	for _, d := range []*prometheus.Desc{c.blocks, c.tokens, c.pending, c.promised} {
 		out <- d
 	}
 }
@@ -119,6 +136,9 @@ func (c *routerCollector) Collect(out chan<- prometheus.Metric) {
 		out <- prometheus.MustNewConstMetric(c.blocks, prometheus.GaugeValue, float64(load.PotentialDecodeBlocks), labels...)
 		out <- prometheus.MustNewConstMetric(c.tokens, prometheus.GaugeValue, float64(load.PotentialPrefillTokens), labels...)
 	}
+	requests, tokens := c.router.QueueDepth()
+	out <- prometheus.MustNewConstMetric(c.pending, prometheus.GaugeValue, float64(requests))
+	out <- prometheus.MustNewConstMetric(c.promised, prometheus.GaugeValue, float64(tokens))
 }
 
 // WatchReplicas adds what is told to and heard of other routers to the metrics.
