@@ -22,10 +22,14 @@
 //	policy.go     Policy: the rules that choose a worker (kvpolicy.go, work.go)
 //	proxy.go      one request to one worker and back
 //	selection.go  the router port, for those who only want the decision
+//	              (selectroutes.go: choosing and booking, reservations.go what
+//	              is booked, selectworkers.go the workers; dump.go: the index as
+//	              JSON, to start another router from)
 //	events.go     EventStream: one worker's KV events, in order and complete
 //	              (eventcodec.go decodes them, zmqconn.go carries them)
-//	workers.go    Fleet: started workers (launch.go, process.go, startlog.go)
-//	              and attached ones (attach.go); incarnation.go is what both share
+//	workers.go    Fleet: started workers (launch.go, process.go, startlog.go),
+//	              attached ones (attach.go) and those registered at run time
+//	              (registered.go); incarnation.go is what they share
 //	telemetry.go  Prometheus metrics; record.go writes a line a request
 //	enginesim.go  SimEngine: a simulated engine, step by step (blockpool.go: its memory)
 //	mocker.go     simulated workers behind real sockets (mockapi.go, mockevents.go,

@@ -117,7 +117,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error)
 	r.proxy = NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
 	r.tokens = NewTokens(r.model, r.askWorker, config.TokenTimeout, log)
 	r.api = NewAPI(config, r.router, r.tokens, r.proxy, r.telemetry, log)
-	r.selection = NewSelection(config, r.router, r.index, r.fleet.Workers, log)
+	r.selection = NewSelection(config, r.router, r.index, r.fleet, log)
 	if config.Record != "" {
 		if r.api.recorder, err = NewRecorder(config.Record, config.Policy, config.BlockSize, log); err != nil {
 			return nil, err
@@ -198,7 +198,10 @@ func (r *rooms) run(ctx context.Context) error {
 	}
 	serveOn(openAI, openAIPort)
 	serveOn(selection, selectionPort)
-	group.Go(func() error { return r.fleet.Run(fleet) })
+	group.Go(func() error {
+		r.recoverIndex(fleet) // before anything else writes to the index
+		return r.fleet.Run(fleet)
+	})
 	group.Go(func() error {
 		r.probeWhenReady(failed)
 		return nil
@@ -223,6 +226,24 @@ func (r *rooms) run(ctx context.Context) error {
 	r.api.recorder.Close()
 	r.log.Info("stopped")
 	return err
+}
+
+// recoverIndex fills the index from the first peer that has one.
+func (r *rooms) recoverIndex(ctx context.Context) {
+	if len(r.config.IndexerPeers) == 0 {
+		return
+	}
+	key := ""
+	if keys := r.config.RouterAPIKey; len(keys) > 0 {
+		key = keys[0] // routers that are each other's peers share it
+	}
+	recovered, err := RecoverIndex(ctx, r.index, r.config.BlockSize, key, r.config.IndexerPeers, r.log)
+	if err != nil {
+		r.log.Warn("no peer of --indexer-peers gave its index: starting with an empty one", "error", err)
+		return
+	}
+	r.selection.SetRecovered(recovered)
+	r.log.Info("took a peer's index", "peer", recovered.Peer, "workers", len(recovered.Partition), "blocks", recovered.Blocks, "left_out", recovered.LeftOut)
 }
 
 // probeEvery is the pause between attempts to compare tokens with a worker.
