@@ -37,6 +37,10 @@ const (
 	requestIDLimit = 256
 )
 
+// statusOverloaded is the status, known from other services, of those that have
+// too much to do for this request to wait.
+const statusOverloaded = 529
+
 // promptKind says where a route's body carries its prompt.
 type promptKind int
 
@@ -119,6 +123,8 @@ func (a *API) Handler() http.Handler {
 	guarded := engine.Group("/", requireKey(a.config.APIKey, openAIError))
 	guarded.GET("/v1/models", a.models)
 	guarded.GET("/v1/models/:model", a.models)
+	guarded.GET("/busy_threshold", a.busyThresholds)
+	guarded.POST("/busy_threshold", a.setBusyThresholds)
 	guarded.POST("/tokenize", a.tokenized(a.tokens.Tokenize))
 	guarded.POST("/detokenize", a.tokenized(a.tokens.Detokenize))
 	for path, kind := range inferenceRoutes {
@@ -271,6 +277,15 @@ func (a *API) settle(c *gin.Context, x *Exchange, err error) {
 	case errors.Is(err, ErrNoWorker):
 		c.Header("Retry-After", "5")
 		a.fail(c, http.StatusServiceUnavailable, "", "no worker is ready: try again in a few seconds")
+	case errors.Is(err, ErrQueueFull):
+		c.Header("Retry-After", "1")
+		a.fail(c, statusOverloaded, "", ErrQueueFull.Error())
+	case errors.Is(err, ErrQueueTimeout):
+		c.Header("Retry-After", "1")
+		a.fail(c, http.StatusServiceUnavailable, "", ErrQueueTimeout.Error())
+	case errors.Is(err, ErrBusy):
+		c.Header("Retry-After", "1")
+		a.fail(c, http.StatusServiceUnavailable, "", "Service temporarily unavailable: All workers are busy, please retry later")
 	default:
 		a.log.Warn("no worker answered", "route", x.Route, "error", err)
 		a.fail(c, http.StatusBadGateway, "", fmt.Sprintf("worker %s failed before it answered", x.Worker))
@@ -491,7 +506,7 @@ func errorType(status int) string {
 		return "permission_error"
 	case http.StatusNotFound:
 		return "NotFoundError"
-	case http.StatusServiceUnavailable, http.StatusTooManyRequests:
+	case http.StatusServiceUnavailable, http.StatusTooManyRequests, statusOverloaded:
 		return "service_unavailable"
 	}
 	if status < 500 {

@@ -109,12 +109,14 @@ func (r *Router) finish(b *Booking, output int, now time.Time) {
 		policy.Learn(r.loads.Outcome(b, output, now))
 	}
 	r.loads.End(b, now)
+	r.drain(now)
 }
 
 func (r *Router) prefillDone(b *Booking, now time.Time) {
 	if !b.computed {
 		b.computed = true
 		r.loads.FirstToken(b, now)
+		r.drain(now)
 	}
 }
 

@@ -60,7 +60,7 @@ func TestDefaultsOnACPUMachine(t *testing.T) {
 		Engine: "vllm", NumWorkers: 2, BlockSize: 64, GPUsPerWorker: 1, Python: "python3",
 		StartupTimeout: 10 * time.Minute, RestartBackoffMax: 30 * time.Second,
 		Host: "127.0.0.1", HTTPPort: 8000, RouterPort: 7000, BaseWorkerPort: 8100, BaseKVEventsPort: 5557, BaseKVReplayPort: 5757, BaseMetricsPort: 5657,
-		Policy: "standalone", TokenTimeout: 2 * time.Second, TokenCacheTokens: DefaultTokenCache, CollectUsage: true, PolicyKnobs: DefaultPolicyKnobs(),
+		Policy: "standalone", TokenTimeout: 2 * time.Second, TokenCacheTokens: DefaultTokenCache, CollectUsage: true, RouterKnobs: DefaultRouterKnobs(), PolicyKnobs: DefaultPolicyKnobs(),
 		MaxBodyBytes: 64 << 20, RequestTimeout: 30 * time.Minute, DrainTimeout: 30 * time.Second,
 		LogLevel: "info", LogFormat: "text", Cores: 8, MockConfig: DefaultMockConfig(),
 	}
@@ -208,6 +208,13 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"unknown policy", cpu, "--policy best", []string{"--policy", "standalone", "best"}},
 		{"a policy knob below 0", cpu, "--policy kv --router-temperature=-1", []string{"--router-temperature", "-1", "at least 0"}},
 		{"an infinite policy knob", cpu, "--policy kv --overlap-score-weight Inf", []string{"--overlap-score-weight", "+Inf"}},
+		{"output blocks without active ones", cpu, "--router-track-output-blocks --no-router-track-active-blocks", []string{"--router-track-output-blocks", "--no-router-track-active-blocks"}},
+		{"a busy threshold that is no share", cpu, "--active-decode-blocks-threshold 1.2", []string{"--active-decode-blocks-threshold 1.2", "0 to 1"}},
+		{"passes of unknown size", cpu, "--active-prefill-tokens-threshold-frac 2 -- --max-num-seqs 3", []string{"--active-prefill-tokens-threshold-frac", "--max-num-batched-tokens NUMBER after --"}},
+		{"a queue for workers of unknown size", cpu, "--router-queue-threshold 1", []string{"--router-queue-threshold", "--max-num-batched-tokens NUMBER after --"}},
+		{"a queue of no length", cpu, "--engine mocker --router-queue-threshold 1 --router-queue-limit 0", []string{"--router-queue-limit 0", "at least 1"}},
+		{"a threshold below none", cpu, "--engine mocker --router-queue-threshold=-1", []string{"--router-queue-threshold -1", "at least 0"}},
+		{"limits to simulate", cpu, "simulate --trace t --concurrency 8 --active-prefill-tokens-threshold 3", []string{"--active", "leave them out"}},
 		{"nothing to simulate", cpu, "simulate --concurrency 8", []string{"--trace", "--synthetic chat"}},
 		{"a trace and conversations", cpu, "simulate --trace t --synthetic chat --concurrency 8", []string{"either", "--trace"}},
 		{"conversations of an unknown shape", cpu, "simulate --synthetic cat --concurrency 8", []string{"--synthetic", "chat"}},
@@ -279,5 +286,24 @@ func TestCheckPortsNamesTheFlagOfATakenPort(t *testing.T) {
 	cfg.RouterPort = 0
 	if err := CheckPorts(cfg); err != nil {
 		t.Errorf("any port: %v", err)
+	}
+}
+
+func TestEngineLimitsAreThoseTheWorkersAreStartedWith(t *testing.T) {
+	for _, test := range []struct {
+		args            string
+		batched, blocks int
+	}{
+		{"", 0, 0},
+		{"-- --max-num-batched-tokens 2048 --num_gpu_blocks_override=77", 2048, 77},
+		{"-- --max-num-batched-tokens=many", 0, 0},
+		{"--active-prefill-tokens-threshold-frac 2 -- --max-num-batched-tokens 1", 1, 0},
+		{"--engine mocker --mock-max-num-batched-tokens 99 --mock-num-gpu-blocks 12", 99, 12},
+		{"--engine none --worker http://h:1", 0, 0},
+	} {
+		cfg := mustParse(t, testMachine(t), strings.Fields(test.args)...)
+		if batched, blocks := cfg.EngineLimits(); batched != test.batched || blocks != test.blocks {
+			t.Errorf("%s: %d tokens, %d blocks; want %d, %d", test.args, batched, blocks, test.batched, test.blocks)
+		}
 	}
 }

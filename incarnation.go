@@ -78,9 +78,13 @@ func (in *incarnation) setTargets(models, adapters []string, sources []EventSour
 		}
 	}
 	in.targets = in.targets[:0]
+	var batched, blocks int
+	if !in.w.attached {
+		batched, blocks = in.f.cfg.EngineLimits()
+	}
 	var ranks []uint32
 	for _, key := range keys {
-		in.targets = append(in.targets, Target{Key: key, URL: in.w.spec.URL, Ranks: len(keys), Generation: in.generation, Models: models, Adapters: adapters})
+		in.targets = append(in.targets, Target{Key: key, URL: in.w.spec.URL, Ranks: len(keys), Generation: in.generation, Models: models, Adapters: adapters, MaxBatchedTokens: batched, TotalBlocks: blocks})
 		ranks = append(ranks, key.Rank)
 	}
 	in.f.update(in.w, func(s *WorkerStatus) { s.Models, s.Ranks = models, ranks })

@@ -27,6 +27,9 @@ func (c *Config) validateSimulate() error {
 			return fmt.Errorf("--policy: %w", err)
 		}
 	}
+	if c.RouterKnobs != DefaultRouterKnobs() {
+		return errors.New("simulate knows neither the --router-track and --router-queue flags nor the --active thresholds: leave them out")
+	}
 	s := c.Simulate
 	switch {
 	case (s.Trace == "") == (s.Synthetic == ""):
