@@ -83,7 +83,11 @@ func newHouse(t *testing.T, config Config, workers ...string) *house {
 	rooms := &rooms{router: h.router, proxy: proxy}
 	tokens := NewTokens(nil, rooms.askWorker, time.Second, log)
 	h.Server = httptest.NewServer(NewAPI(config, h.router, tokens, proxy, telemetry, log).Handler())
-	h.selection = httptest.NewServer(NewSelection(config, h.router, h.router.index, func() []WorkerStatus { return nil }, log).Handler())
+	fleet, err := NewFleet(config, h.router.index, FleetHooks{}, log)
+	if err != nil {
+		t.Fatal(err)
+	}
+	h.selection = httptest.NewServer(NewSelection(config, h.router, h.router.index, fleet, log).Handler())
 	t.Cleanup(func() {
 		h.Close()
 		h.selection.Close()

@@ -21,7 +21,7 @@ import (
 const (
 	EngineVLLM   = "vllm"   // start vLLM workers
 	EngineMocker = "mocker" // start simulated workers in this process
-	EngineNone   = "none"   // start none: route to those of --worker only
+	EngineNone   = "none"   // start none: route to those of --worker and of POST /workers
 )
 
 // Commands that ParseConfig returns.
@@ -46,7 +46,7 @@ const cpuBlockMultiple = 32
 type Config struct {
 	Model           string `group:"Model and engine" placeholder:"NAME|DIR" help:"Model to serve: a Hugging Face name or a folder. Default: deepseek-ai/DeepSeek-R1-Distill-Llama-8B where a GPU is found, else the SmolLM2 135M that 'make setup' prepared."`
 	ServedModelName string `group:"Model and engine" placeholder:"NAME" help:"Name that clients use for the model. Default: the name of --model, for a folder its last part."`
-	Engine          string `group:"Model and engine" default:"vllm" enum:"vllm,mocker,none" help:"What to start: vllm; mocker, simulated workers that need no GPU, Python or model; none to use attached workers only."`
+	Engine          string `group:"Model and engine" default:"vllm" enum:"vllm,mocker,none" help:"What to start: vllm; mocker, simulated workers that need no GPU, Python or model; none to use attached and registered workers only."`
 	NumWorkers      int    `group:"Model and engine" default:"2" help:"Number of workers to start."`
 	BlockSize       int    `group:"Model and engine" default:"64" help:"Tokens in a KV-cache block; the same in router and engine. On a CPU a multiple of 32."`
 	GPUsPerWorker   int    `group:"Model and engine" name:"gpus-per-worker" default:"1" help:"GPUs of one worker (tensor parallel)."`
@@ -401,8 +401,6 @@ func (c *Config) validate() error {
 		return errors.New("--drain-timeout and --request-timeout cannot be negative")
 	}
 	switch {
-	case c.Engine == EngineNone && len(c.Worker) == 0:
-		return errors.New("--engine none starts no worker, so at least one --worker url=http://host:port is needed")
 	case c.Engine != EngineVLLM && len(c.VLLMArgs) > 0:
 		return fmt.Errorf("%q follows --, but --engine %s starts no vLLM to pass it to", c.VLLMArgs[0], c.Engine)
 	case c.Engine != EngineNone && (c.NumWorkers < 1 || c.NumWorkers > 1000):

@@ -62,7 +62,7 @@ func TestDefaultsOnACPUMachine(t *testing.T) {
 		Host: "127.0.0.1", HTTPPort: 8000, RouterPort: 7000, BaseWorkerPort: 8100, BaseKVEventsPort: 5557, BaseKVReplayPort: 5757, BaseMetricsPort: 5657,
 		Policy: "standalone", TokenTimeout: 2 * time.Second, TokenCacheTokens: DefaultTokenCache, CollectUsage: true, RouterKnobs: DefaultRouterKnobs(), PolicyKnobs: DefaultPolicyKnobs(),
 		MaxBodyBytes: 64 << 20, RequestTimeout: 30 * time.Minute, DrainTimeout: 30 * time.Second,
-		LogLevel: "info", LogFormat: "text", Cores: 8, MockConfig: DefaultMockConfig(),
+		LogLevel: "info", LogFormat: "text", Cores: 8, ReplicaConfig: ReplicaConfig{ReplicaSyncPort: 7100}, MockConfig: DefaultMockConfig(),
 	}
 	if diff := cmp.Diff(want, cfg); diff != "" {
 		t.Error(diff)
@@ -226,7 +226,7 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"an engine that takes no time in virtual time", cpu, "simulate --trace t --concurrency 8 --speedup-ratio 0", []string{"--speedup-ratio 0", "more than 0"}},
 		{"a simulated engine without a batch", cpu, "simulate --trace t --concurrency 8 --mock-max-num-seqs 0", []string{"--mock-max-num-seqs 0", "at least 1"}},
 		{"an unknown policy to simulate", cpu, "simulate --trace t --concurrency 8 --policy kv,best", []string{"--policy", "best"}},
-		{"nothing attached", cpu, "--engine none", []string{"--engine none", "--worker"}},
+		{"a peer that is no URL", cpu, "--engine none --indexer-peers h:7000", []string{"--indexer-peers", "http://"}},
 		{"arguments for no vLLM", cpu, "--engine none --worker http://h:1 -- --x", []string{"--x", "--engine none"}},
 		{"worker without URL", cpu, "--worker id=3", []string{"id=3", "url is missing"}},
 		{"worker URL", cpu, "--worker url=localhost:8100", []string{"localhost:8100", "http://host:8100"}},

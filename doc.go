@@ -25,12 +25,16 @@
 //	policy.go     Policy: the rules that choose a worker (kvpolicy.go, work.go)
 //	proxy.go      one request to one worker and back
 //	selection.go  the router port, for those who only want the decision
+//	              (selectroutes.go: choosing and booking, reservations.go what
+//	              is booked, selectworkers.go the workers; dump.go: the index as
+//	              JSON, to start another router from)
 //	events.go     EventStream: one worker's KV events, in order and complete
 //	              (eventcodec.go decodes them, zmqconn.go carries them,
 //	              eventreplay.go fetches what was missed)
 //	eventlog.go   EventLog: the last of them, for other routers that missed some
-//	workers.go    Fleet: started workers (launch.go, process.go, startlog.go)
-//	              and attached ones (attach.go); incarnation.go is what both share
+//	workers.go    Fleet: started workers (launch.go, process.go, startlog.go),
+//	              attached ones (attach.go) and those registered at run time
+//	              (registered.go); incarnation.go is what they share
 //	replica.go    Replicas: several routers know what each has in flight
 //	telemetry.go  Prometheus metrics (dynamometrics.go those under Dynamo's
 //	              names); record.go writes a line a request

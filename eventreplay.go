@@ -55,7 +55,7 @@ func (s *EventStream) catchUp(ctx context.Context) error {
 		err := s.replay(ctx, fromStart)
 		switch {
 		case err == nil:
-			s.resync = s.resync && !whole
+			s.resync, s.seeded = s.resync && !whole, false
 			s.failures = 0
 			return nil
 		case ctx.Err() != nil:

@@ -19,6 +19,7 @@ type EventSource struct {
 	Replay    string // ROUTER socket that replays what was published; empty: none
 	Topic     string // prefix of the topics to take; empty: all
 	BlockSize int    // tokens a block, the same as the engine's
+	Seeded    bool   // the index has the rank's blocks from a peer
 }
 
 // EventStats counts what one stream saw. It may be read at any time.
@@ -117,6 +118,9 @@ type EventStream struct {
 	// The rest belongs to Run's goroutine.
 
 	replayAt string // src.Replay, until it proves useless
+	// seeded says that the blocks are a peer's, and may contain what the batches
+	// to be replayed bring again; what those do not touch stays as it is.
+	seeded bool
 	// sure says that next is the batch that must come next: all before it were
 	// applied or are known to be lost. Otherwise any number may come.
 	sure bool
@@ -158,6 +162,7 @@ func NewEventStream(src EventSource, index *Radix, log *slog.Logger) *EventStrea
 			grace:       5 * time.Second,
 		},
 		replayAt: src.Replay,
+		seeded:   src.Seeded,
 		dec:      newEventDecoder(),
 		warned:   make(map[string]bool),
 	}
@@ -318,6 +323,7 @@ func (s *EventStream) receive(ctx context.Context, seq uint64, payload []byte) e
 		return nil
 	}
 	if !s.sure {
+		s.seeded = false // what was missed since the peer's dump is not known
 		s.begin(seq)
 	}
 	s.apply(seq, payload, true)
@@ -347,9 +353,13 @@ func (s *EventStream) checkQuiet(ctx context.Context, settled bool) error {
 	return nil
 }
 
-// begin starts the rank's blocks afresh, with seq as the first batch known.
+// begin starts the rank's blocks afresh, with seq as the first batch known. A
+// peer's blocks stay if they are older than that.
 func (s *EventStream) begin(seq uint64) {
-	s.index.Clear(s.src.Worker)
+	if !s.seeded || seq == 0 {
+		s.index.Clear(s.src.Worker)
+		s.seeded = false
+	}
 	s.history.cleared()
 	s.groupKnown = false
 	s.sure, s.next = true, seq
@@ -374,6 +384,7 @@ func (s *EventStream) clear(why string) {
 	s.stats.Cold.Store(true)
 	s.index.Clear(s.src.Worker)
 	s.history.cleared()
+	s.seeded = false
 }
 
 // apply puts batch next into the index. A bad event is left out alone, unless
@@ -480,6 +491,9 @@ func (s *EventStream) applyStored(e *kvEvent) error {
 	s.blocks, err = s.dec.blocks(s.blocks[:0], e)
 	if err != nil {
 		return err
+	}
+	if s.seeded { // or a block that the peer has told counts twice
+		s.index.Remove(s.src.Worker, e.hashes)
 	}
 	switch err := s.index.Store(s.src.Worker, e.parent, e.hasParent, s.blocks); {
 	case errors.Is(err, ErrParentUnknown):

@@ -54,6 +54,7 @@ func (in *incarnation) end(reason string) {
 
 // followEvents reads one event stream until the incarnation ends.
 func (in *incarnation) followEvents(source EventSource) {
+	source.Seeded = in.f.index.Blocks(source.Worker) > 0 // only a peer's dump can be there already
 	stream := NewEventStream(source, in.f.index, in.f.log)
 	stream.Peers = in.f.peers
 	if lag := in.f.hooks.Lag; lag != nil {

@@ -111,21 +111,17 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error)
 	if err != nil {
 		return nil, err
 	}
-	peerKey := ""
-	if keys := config.RouterAPIKey; len(keys) > 0 {
-		peerKey = keys[0] // routers that are each other's peers share it
-	}
-	r.fleet.peers = NewEventPeers(config.IndexerPeers, peerKey)
+	r.fleet.peers = NewEventPeers(config.IndexerPeers, peerKey(config))
 	if config.Engine == EngineMocker {
 		if r.fleet.mocker, err = NewMocker(config, r.model, log); err != nil {
 			return nil, err
 		}
 	}
 	r.proxy = NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
+	r.proxy.outputBlocks = config.RouterTrackOutputBlocks
 	r.tokens = NewTokens(r.model, r.askWorker, config.TokenTimeout, log)
 	r.api = NewAPI(config, r.router, r.tokens, r.proxy, r.telemetry, log)
-	r.selection = NewSelection(config, r.router, r.index, r.fleet.Workers, log)
-	r.selection.history = r.fleet.History
+	r.selection = NewSelection(config, r.router, r.index, r.fleet, log)
 	if config.Record != "" {
 		if r.api.recorder, err = NewRecorder(config.Record, config.Policy, config.BlockSize, log); err != nil {
 			return nil, err
@@ -222,7 +218,10 @@ func (r *rooms) run(ctx context.Context) error {
 			return nil
 		})
 	}
-	group.Go(func() error { return r.fleet.Run(fleet) })
+	group.Go(func() error {
+		r.recoverIndex(fleet) // before anything else writes to the index
+		return r.fleet.Run(fleet)
+	})
 	group.Go(func() error {
 		r.probeWhenReady(failed)
 		return nil
@@ -247,6 +246,29 @@ func (r *rooms) run(ctx context.Context) error {
 	r.api.recorder.Close()
 	r.log.Info("stopped")
 	return err
+}
+
+// peerKey is what to show to other routers' router ports: those that are each
+// other's peers share a key.
+func peerKey(config Config) string {
+	if len(config.RouterAPIKey) == 0 {
+		return ""
+	}
+	return config.RouterAPIKey[0]
+}
+
+// recoverIndex fills the index from the first peer that has one.
+func (r *rooms) recoverIndex(ctx context.Context) {
+	if len(r.config.IndexerPeers) == 0 {
+		return
+	}
+	recovered, err := RecoverIndex(ctx, r.index, r.config.BlockSize, peerKey(r.config), r.config.IndexerPeers, r.log)
+	if err != nil {
+		r.log.Warn("no peer of --indexer-peers gave its index: starting with an empty one", "error", err)
+		return
+	}
+	r.selection.SetRecovered(recovered)
+	r.log.Info("took a peer's index", "peer", recovered.Peer, "workers", len(recovered.Partition), "blocks", recovered.Blocks, "left_out", recovered.LeftOut)
 }
 
 // probeEvery is the pause between attempts to compare tokens with a worker.

@@ -33,19 +33,29 @@ type mockSite struct {
 // follows all of them. It ends with the test.
 func startMockSite(t testing.TB, workers int, args ...string) *mockSite {
 	t.Helper()
-	before := goleak.IgnoreCurrent()
 	const ranks = 2 // at most
 	ports := freePorts(t, 2+workers+3*ranks*workers)
 	port := func(flag string, at int) string { return fmt.Sprintf("--%s=%d", flag, ports+at) }
 	all := []string{
 		"--engine=mocker", fmt.Sprintf("--num-workers=%d", workers), "--seed=1", "--speedup-ratio=20", "--drain-timeout=5s",
-		port("http-port", 0), port("router-port", 1), port("base-worker-port", 2), port("base-kv-events-port", 2+workers),
+		port("base-worker-port", 2), port("base-kv-events-port", 2+workers),
 		port("base-kv-replay-port", 2+workers+ranks*workers), port("base-metrics-port", 2+workers+2*ranks*workers),
 	}
+	s := startRooms(t, ports, append(all, args...)...)
+	eventually(t, 20*time.Second, "all workers followed", func() bool { return s.followed() == workers*s.rooms.config.Ranks() })
+	return s
+}
+
+// startRooms starts a router in this process whose own ports are the first two
+// from ports on. It ends with the test.
+func startRooms(t testing.TB, ports int, args ...string) *mockSite {
+	t.Helper()
+	before := goleak.IgnoreCurrent()
+	args = append([]string{fmt.Sprintf("--http-port=%d", ports), fmt.Sprintf("--router-port=%d", ports+1)}, args...)
 	s := &mockSite{t: t, site: &site{
 		openAI: fmt.Sprintf("http://127.0.0.1:%d", ports), selection: fmt.Sprintf("http://127.0.0.1:%d", ports+1), log: &logBuffer{},
 	}}
-	s.rooms, s.end = startRooms(t, s.log, append(all, args...)...)
+	s.rooms, s.end = runRooms(t, s.log, args...)
 	t.Cleanup(func() {
 		if err := s.end(); err != nil {
 			t.Error(err)
@@ -59,13 +69,12 @@ func startMockSite(t testing.TB, workers int, args ...string) *mockSite {
 			t.Logf("end of the log:\n%s", log[max(0, len(log)-4000):])
 		}
 	})
-	eventually(t, 20*time.Second, "all workers followed", func() bool { return s.followed() == workers*s.rooms.config.Ranks() })
 	return s
 }
 
-// startRooms starts a router in this process. end, which may be called again,
-// ends it with all it started.
-func startRooms(t testing.TB, log io.Writer, args ...string) (r *rooms, end func() error) {
+// runRooms starts a router in this process. end, which may be called again, ends
+// it with all that it started.
+func runRooms(t testing.TB, log io.Writer, args ...string) (r *rooms, end func() error) {
 	t.Helper()
 	config, _, err := ParseConfig(args)
 	if err != nil {

@@ -43,7 +43,7 @@ func startBeside(t *testing.T, s *mockSite, worker string, args ...string) *mock
 	second := &mockSite{t: t, site: &site{
 		openAI: fmt.Sprintf("http://127.0.0.1:%d", port), selection: fmt.Sprintf("http://127.0.0.1:%d", port+1), log: &logBuffer{},
 	}}
-	second.rooms, second.end = startRooms(t, second.log, append(all, args...)...)
+	second.rooms, second.end = runRooms(t, second.log, append(all, args...)...)
 	t.Cleanup(func() {
 		if err := second.end(); err != nil {
 			t.Error(err)

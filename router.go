@@ -83,6 +83,7 @@ type Decision struct {
 	OverlapTokens int // the same in tokens
 	Booking       *Booking
 
+	MatchedBlocks          int      // of the prompt in the worker's cache, by the policy's reckoning
 	EffectivePrefillTokens int      // prompt tokens to be computed, by the policy's reckoning
 	PotentialDecodeBlocks  int      // active blocks of the worker once it has this prompt; 0: not counted
 	Sequence               []uint64 // sequence hashes that are booked; not to be changed
@@ -457,6 +458,7 @@ func (r *Router) choose(p *inquiry, d *Decision, now time.Time) {
 	d.Target, d.Tokens = chosen.Target, p.tokens
 	d.Overlap = min(chosen.Overlap, r.usableBlocks(p.tokens))
 	d.OverlapTokens = d.Overlap * r.blockSize
+	d.MatchedBlocks = chosen.Overlap
 	d.EffectivePrefillTokens = p.tokens - chosen.Overlap*r.blockSize
 	d.PotentialDecodeBlocks = chosen.Load.ActiveBlocks + chosen.NewBlocks
 	d.Sequence = p.sequence
