@@ -75,10 +75,17 @@ func writeDump(w io.Writer, index *Radix, blockSize int, parts []dumpPart) error
 		name, _ := json.Marshal(part.name) // a string always can be
 		fmt.Fprintf(out, `%s:{"block_size":%d,"events":[`, name, blockSize)
 		events := dumpWriter{out: out}
+		inPart := map[WorkerKey]bool{}
 		for _, key := range part.workers {
-			dumpWorker(key, index.snapshot(key), events.add)
-			events.flush()
+			inPart[key] = true
 		}
+		index.Dump(func(w WorkerKey, parent uint64, hasParent bool, block StoredBlock) bool {
+			if inPart[w] {
+				events.add(w, parent, hasParent, block)
+			}
+			return true
+		})
+		events.flush()
 		out.WriteString("]}")
 	}
 	out.WriteByte('}')
@@ -92,13 +99,13 @@ type dumpWriter struct {
 	events int        // written, of this partition
 }
 
-// add takes one block; it has the form that Radix.Dump calls.
-func (d *dumpWriter) add(w WorkerKey, parent uint64, hasParent bool, block StoredBlock) bool {
+// add takes one block.
+func (d *dumpWriter) add(w WorkerKey, parent uint64, hasParent bool, block StoredBlock) {
 	entry := dumpBlock{BlockHash: block.Engine, TokensHash: block.Local}
-	if d.open != nil && hasParent {
+	if d.open != nil && hasParent && d.open.WorkerID == w.Worker && d.open.Event.DPRank == w.Rank {
 		if blocks := &d.open.Event.Data.Stored.Blocks; (*blocks)[len(*blocks)-1].BlockHash == parent {
 			*blocks = append(*blocks, entry)
-			return true
+			return
 		}
 	}
 	d.flush()
@@ -107,7 +114,6 @@ func (d *dumpWriter) add(w WorkerKey, parent uint64, hasParent bool, block Store
 		stored.ParentHash = &parent
 	}
 	d.open = &dumpEvent{WorkerID: w.Worker, StorageTier: "device", Event: dumpKVEvent{EventID: d.events, Data: dumpData{stored}, DPRank: w.Rank}}
-	return true
 }
 
 func (d *dumpWriter) flush() {

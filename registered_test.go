@@ -62,7 +62,9 @@ func TestRegisteredWorkerIsWatchedOnceItHasAnswered(t *testing.T) {
 	s.want("GET", "/workers", nil, 200, "0.generation 1", "0.blocks 1")
 	worker.Close()
 	s.lifecycleBecomes(lifecycleUnschedulable)
-	s.want("GET", "/workers", nil, 200, "0.blocks 0") // its process, and so its cache, is gone
+	eventually(t, 10*time.Second, "its cache is gone with its process", func() bool {
+		return s.rooms.index.Blocks(WorkerKey{Worker: 1}) == 0
+	})
 }
 
 func TestChangesOfARegisteredWorkerKeepItsCacheIfTheyCan(t *testing.T) {

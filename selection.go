@@ -112,6 +112,8 @@ func (s *Selection) routingError(c *gin.Context, of partition, err error) {
 		plainError(c, http.StatusConflict, err.Error())
 	case errors.Is(err, ErrUnknownWorker):
 		plainError(c, http.StatusNotFound, err.Error())
+	case errors.Is(err, ErrQueueFull):
+		plainError(c, statusOverloaded, err.Error())
 	case errors.Is(err, ErrNoWorker) && !s.schedulable(of):
 		plainError(c, http.StatusServiceUnavailable, noSchedulable(of))
 	case errors.Is(err, ErrNoWorker):

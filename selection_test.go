@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"fmt"
 	"net/http"
 	"strings"
@@ -279,4 +280,51 @@ func TestRouteServesTheContractOfKvRouter(t *testing.T) {
 	s.want("GET", "/loads", nil, 200, "0.loads.0.active_requests 1")
 	s.want("POST", "/route", object{"method": "mark_free", "request_id": id}, 200)
 	s.want("GET", "/loads", nil, 200, "0.loads.0.active_requests 0", "0.loads.0.potential_decode_blocks 0")
+}
+
+func TestReservationsWaitWhileAllWorkersHaveEnoughToDo(t *testing.T) {
+	s := startSelection(t, "--router-queue-threshold=1", "--router-queue-limit=1")
+	s.want("POST", "/workers", object{"worker_id": 1, "model_name": "m", "endpoint": "http://127.0.0.1:1", "block_size": 4, "kv_events_endpoint": "tcp://127.0.0.1:1"}, 201,
+		`not_schedulable_reasons ["max_num_batched_tokens is required while queueing is enabled"]`)
+	s.want("PATCH", "/workers/1", object{"max_num_batched_tokens": 8}, 200, `lifecycle "schedulable"`)
+	s.want("POST", "/select_and_reserve", prompt12(object{"selection_id": "a"}), 200)
+	answered := make(chan reply, 1)
+	go func() {
+		answered <- ask(t, s.selection, "POST", "/select_and_reserve", prompt12(object{"selection_id": "b"}))
+	}()
+	pending := func() int64 { return ask(t, s.selection, "GET", "/loads", nil).Get("0.pending_count").Int() }
+	eventually(t, 10*time.Second, "the second waits", func() bool { return pending() == 1 })
+	s.want("GET", "/loads", nil, 200, "0.pending_isl_tokens 12")
+	s.want("POST", "/select_and_reserve", prompt12(object{"selection_id": "b"}), 409)
+	s.want("DELETE", "/reservations/b", nil, 404) // not held yet
+	s.want("POST", "/select_and_reserve", prompt12(object{"selection_id": "c"}), 529)
+	s.want("POST", "/reservations/a/prefill_complete", nil, 200)
+	select {
+	case got := <-answered:
+		if got.status != 200 || got.Get("selection_id").String() != "b" {
+			t.Errorf("%d %s", got.status, got.Raw)
+		}
+	case <-time.After(10 * time.Second):
+		t.Fatal("the second was not answered")
+	}
+
+	// A client that goes away while it waits leaves nothing.
+	ctx, cancel := context.WithCancel(t.Context())
+	gone := make(chan error, 1)
+	go func() {
+		request, err := http.NewRequestWithContext(ctx, "POST", s.selection+"/select_and_reserve", strings.NewReader(`{"model_name":"m","token_ids":[1,2,3,4],"selection_id":"d"}`))
+		if err == nil {
+			_, err = http.DefaultClient.Do(request)
+		}
+		gone <- err
+	}()
+	eventually(t, 10*time.Second, "it waits", func() bool { return pending() == 1 })
+	cancel()
+	if err := <-gone; err == nil {
+		t.Error("answered")
+	}
+	eventually(t, 10*time.Second, "it is gone", func() bool { return pending() == 0 })
+	s.want("DELETE", "/reservations/b", nil, 200)
+	s.want("DELETE", "/reservations/a", nil, 200)
+	s.want("POST", "/select_and_reserve", prompt12(object{"selection_id": "d"}), 200)
 }

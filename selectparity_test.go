@@ -1,20 +1,14 @@
 package main
 
 import (
-	"bytes"
-	"cmp"
 	"encoding/json"
 	"fmt"
-	"io"
 	"maps"
 	"math"
 	"math/rand/v2"
 	"net/http"
-	"os"
-	"os/exec"
 	"slices"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -25,88 +19,10 @@ import (
 // standalone selection service and compares every answer. `make parity` runs
 // it: it needs a Python with ai-dynamo-runtime, named by parityPython.
 const (
-	parityPython     = "KVROUTER_DYNAMO_PYTHON"
 	parityOperations = 3000
 	parityBlockSize  = 4
 	parityModel      = "m"
 )
-
-// dynamoService starts python -m dynamo.select_service and returns its URL.
-func dynamoService(t *testing.T, args ...string) string {
-	t.Helper()
-	python := os.Getenv(parityPython)
-	if python == "" {
-		t.Skip("needs Dynamo's selection service: run it with `make parity`")
-	}
-	port := freePorts(t, 1)
-	command := exec.Command(python, append([]string{"-m", "dynamo.select_service", "--port", fmt.Sprint(port)}, args...)...)
-	log := &logBuffer{}
-	command.Stdout, command.Stderr = log, log
-	command.WaitDelay = 5 * time.Second
-	if err := command.Start(); err != nil {
-		t.Fatal(err)
-	}
-	ended := make(chan struct{})
-	go func() {
-		command.Wait()
-		close(ended)
-	}()
-	t.Cleanup(func() {
-		command.Process.Signal(syscall.SIGTERM)
-		select {
-		case <-ended:
-		case <-time.After(10 * time.Second):
-			command.Process.Kill()
-			<-ended
-		}
-		if t.Failed() {
-			t.Logf("end of the service's log:\n%s", log.String()[max(0, len(log.String())-3000):])
-		}
-	})
-	url := fmt.Sprintf("http://127.0.0.1:%d", port)
-	eventually(t, 60*time.Second, "Dynamo's selection service answers", func() bool {
-		response, err := http.Get(url + "/health")
-		if err != nil {
-			return false
-		}
-		response.Body.Close()
-		return response.StatusCode == http.StatusOK
-	})
-	return url
-}
-
-// reply is an answer of one of the two.
-type reply struct {
-	status int
-	gjson.Result
-}
-
-func ask(t testing.TB, base, method, path string, query any) reply {
-	t.Helper()
-	var content io.Reader
-	if query != nil {
-		text, err := json.Marshal(query)
-		if err != nil {
-			t.Fatal(err)
-		}
-		content = bytes.NewReader(text)
-	}
-	request, err := http.NewRequestWithContext(t.Context(), method, base+path, content)
-	if err != nil {
-		t.Fatal(err)
-	}
-	request.Header.Set("Content-Type", "application/json")
-	response, err := http.DefaultClient.Do(request)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer response.Body.Close()
-	text, err := io.ReadAll(response.Body)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return reply{response.StatusCode, gjson.ParseBytes(text)}
-}
 
 // parityRank is one rank of a worker of the test.
 type parityRank struct {
@@ -178,56 +94,11 @@ func (p *parity) same(what string, query any, ours, theirs gjson.Result, fields 
 	}
 }
 
-// normal writes a value in one form, whatever the order of its keys.
-func normal(v gjson.Result) string {
-	if v.IsObject() {
-		members := v.Map()
-		var parts []string
-		for _, name := range slices.Sorted(maps.Keys(members)) {
-			parts = append(parts, name+":"+normal(members[name]))
-		}
-		return "{" + strings.Join(parts, ",") + "}"
-	}
-	return v.Raw
-}
-
-// rows sorts a list of per-rank objects and keeps the fields named.
-func rows(list gjson.Result, fields ...string) []string {
-	var out []string
-	for _, row := range list.Array() {
-		text := fmt.Sprintf("%d/%d", row.Get("worker_id").Uint(), row.Get("dp_rank").Uint())
-		for _, field := range fields {
-			text += fmt.Sprintf(" %s=%s", field, row.Get(field).Raw)
-		}
-		out = append(out, text)
-	}
-	slices.Sort(out)
-	return out
-}
-
 func (p *parity) sameRows(what string, query any, ours, theirs gjson.Result, fields ...string) {
 	p.Helper()
 	if a, b := rows(ours, fields...), rows(theirs, fields...); !slices.Equal(a, b) {
 		p.differ(what, query, strings.Join(a, "; "), strings.Join(b, "; "))
 	}
-}
-
-// heldIn makes of a dump a sorted list of what each rank holds after what.
-func heldIn(dump gjson.Result) []string {
-	held := map[string]bool{}
-	dump.ForEach(func(name, part gjson.Result) bool {
-		for _, e := range part.Get("events").Array() {
-			stored := e.Get("event.data.stored")
-			parent := stored.Get("parent_hash").Raw
-			for _, b := range stored.Get("blocks").Array() {
-				held[fmt.Sprintf("%s bs=%s %s/%s %s>%s %s", name, part.Get("block_size").Raw, e.Get("worker_id").Raw, e.Get("event.dp_rank").Raw,
-					cmp.Or(parent, "null"), b.Get("block_hash").Raw, b.Get("tokens_hash").Raw)] = true
-				parent = b.Get("block_hash").Raw
-			}
-		}
-		return true
-	})
-	return slices.Sorted(maps.Keys(held))
 }
 
 // addWorker registers a worker with its publishers at both.
@@ -260,6 +131,7 @@ func (p *parity) addWorker(id uint64, start, count int) {
 		eventually(p, 20*time.Second, "both follow the events", func() bool { return r.events.pub.Subscribers() >= 2 })
 	}
 	p.ranks, p.ids, p.specs[id] = append(p.ranks, added...), append(p.ids, id), query
+	p.settleWorkers()
 	for _, r := range added {
 		p.publish(r)
 	}
@@ -276,6 +148,21 @@ func (p *parity) removeWorker(id uint64) {
 	p.same("DELETE "+path, nil, ours.Result, theirs.Result, workerFields...)
 	p.ids = slices.DeleteFunc(p.ids, func(have uint64) bool { return have == id })
 	p.ranks = slices.DeleteFunc(p.ranks, func(r *parityRank) bool { return r.key.Worker == id })
+	p.settleWorkers()
+}
+
+// settleWorkers waits until the service's books have the workers that are
+// registered, which is a moment after its answer.
+func (p *parity) settleWorkers() {
+	p.Helper()
+	var want []string
+	for _, r := range p.ranks {
+		want = append(want, fmt.Sprintf("%d/%d", r.key.Worker, r.key.Rank))
+	}
+	slices.Sort(want)
+	eventually(p, 10*time.Second, "the service's books have its workers", func() bool {
+		return slices.Equal(rows(ask(p, p.theirs, "GET", "/loads", nil).Get("0.loads")), want)
+	})
 }
 
 // publish sends events of a rank to both and waits until both have applied
@@ -496,10 +383,6 @@ func least(costs map[string]float64) float64 {
 	return lowest
 }
 
-func place(row gjson.Result) string {
-	return fmt.Sprintf("%d/%d", row.Get("worker_id").Uint(), row.Get("dp_rank").Uint())
-}
-
 var selectFields = []string{"selection_id", "model_name", "routing_group", "block_size", "isl_tokens", "track_prefill_tokens"}
 
 // compareSelect compares two choices and tells whether both name one rank.
@@ -664,17 +547,6 @@ func (p *parity) dump() {
 	if a, b := heldIn(ours.Result), heldIn(theirs.Result); !slices.Equal(a, b) {
 		p.differ("GET /dump", nil, missing(a, b), missing(b, a))
 	}
-}
-
-// missing shows what a has that b has not.
-func missing(a, b []string) string {
-	var only []string
-	for _, line := range a {
-		if _, found := slices.BinarySearch(b, line); !found {
-			only = append(only, line)
-		}
-	}
-	return fmt.Sprintf("%d blocks, %d of them alone: %.400s", len(a), len(only), strings.Join(only, "; "))
 }
 
 // changeWorkers adds, changes or removes a worker.

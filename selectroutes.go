@@ -431,7 +431,7 @@ func (s *Selection) loads(c *gin.Context) {
 			byPartition[p] = append(byPartition[p], loadAnswer(load))
 		}
 	}
-	requests, tokens := 0, 0
+	requests, tokens := s.router.QueueDepth()
 	answer := []gin.H{}
 	for _, p := range order {
 		loads := byPartition[p]
@@ -502,7 +502,7 @@ func (s *Selection) route(c *gin.Context) {
 			s.routeNew(c, of, id, request)
 			return
 		}
-		requests, tokens := 0, 0
+		requests, tokens := s.router.QueueDepth()
 		c.JSON(http.StatusOK, gin.H{"method": "potential_loads", "loads": s.potential(request), "pending_count": requests, "pending_isl_tokens": tokens})
 	case "mark_prefill":
 		booking := s.reserved.get(id)

@@ -96,6 +96,9 @@ func (w registeredWorker) registration(config Config) (r Registration, missing [
 	case size != config.BlockSize:
 		missing = append(missing, fmt.Sprintf("reconciliation failed: block_size mismatch for %s: existing=%d requested=%d", w.partition(), config.BlockSize, size))
 	}
+	if config.RouterQueueThreshold != nil && spec.MaxBatchedTokens == nil {
+		missing = append(missing, "max_num_batched_tokens is required while queueing is enabled")
+	}
 	start, count := given(spec.StartRank, 0), given(spec.RankCount, 1)
 	switch {
 	case count == 0:
