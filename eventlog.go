@@ -158,6 +158,7 @@ func (l *EventLog) digest(seq uint64) *uint64 {
 func (l *EventLog) Query(start, end, check *uint64) eventsAnswer {
 	answer := eventsAnswer{Kind: kindDump, WorkerID: l.worker.Worker, DPRank: l.worker.Rank, Events: []peerEvent{}}
 	l.mu.Lock()
+	defer l.mu.Unlock()
 	answer.Complete = !l.stats.Cold.Load()
 	if len(l.batches) > 0 {
 		newest := *l.newest()
@@ -170,12 +171,9 @@ func (l *EventLog) Query(start, end, check *uint64) eventsAnswer {
 		answer.BeforeDigest = l.digest(*start - 1)
 	}
 	if answer.Last == nil || start == nil || *start < l.batches[0].seq {
-		held := l.index.snapshot(l.worker)
-		l.mu.Unlock()
-		answer.Events = dumpAsEvents(l.worker, held)
+		answer.Events = l.dump()
 		return answer
 	}
-	defer l.mu.Unlock()
 	if *start > *answer.Last {
 		answer.Kind = kindTooNew
 		return answer
@@ -191,11 +189,14 @@ func (l *EventLog) Query(start, end, check *uint64) eventsAnswer {
 	return answer
 }
 
-// dumpAsEvents returns store events for a worker's blocks, parents before
-// children, blocks that follow each other in one event.
-func dumpAsEvents(w WorkerKey, held []heldBlock) []peerEvent {
+// dump returns store events for all blocks, parents before children, blocks that
+// follow each other in one event. The worker's events wait meanwhile.
+func (l *EventLog) dump() []peerEvent {
 	events := []peerEvent{}
-	dumpWorker(w, held, func(_ WorkerKey, parent uint64, hasParent bool, block StoredBlock) bool {
+	l.index.Dump(func(w WorkerKey, parent uint64, hasParent bool, block StoredBlock) bool {
+		if w != l.worker {
+			return w.Compare(l.worker) < 0
+		}
 		b := dumpBlock{BlockHash: block.Engine, TokensHash: block.Local}
 		if n := len(events); n > 0 && hasParent {
 			if last := events[n-1].Data.Stored; last.Blocks[len(last.Blocks)-1].BlockHash == parent {
