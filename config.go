@@ -71,6 +71,7 @@ type Config struct {
 	CollectUsage     bool          `group:"Routing" default:"true" negatable:"" help:"Ask workers for the usage of streams whose client did not, and keep it from the client."`
 	RouterKnobs
 	PolicyKnobs
+	IndexConfig
 
 	APIKey           []string      `group:"Requests" name:"api-key" placeholder:"KEY" help:"Bearer key that the OpenAI port asks for; several are separated by commas. Default: no key is asked for."`
 	RouterAPIKey     []string      `group:"Requests" name:"router-api-key" placeholder:"KEY" help:"The same for the router port."`
@@ -372,6 +373,9 @@ func (c *Config) validate() error {
 	if err := c.RouterKnobs.validate(); err != nil {
 		return err
 	}
+	if err := c.IndexConfig.validate(); err != nil {
+		return err
+	}
 	positive := []struct {
 		flag  string
 		value int64
@@ -577,11 +581,13 @@ func (c *Config) ports() []portUse {
 	for i := range c.NumWorkers {
 		uses = append(uses, portUse{"--base-worker-port", c.BaseWorkerPort, c.BaseWorkerPort + i, loopback, i})
 		for at := i * c.Ranks(); at < (i+1)*c.Ranks(); at++ {
-			uses = append(uses,
-				portUse{"--base-kv-events-port", c.BaseKVEventsPort, c.BaseKVEventsPort + at, loopback, i},
-				portUse{"--base-kv-replay-port", c.BaseKVReplayPort, c.BaseKVReplayPort + at, loopback, i},
-				portUse{"--base-metrics-port", c.BaseMetricsPort, c.BaseMetricsPort + at, loopback, i},
-			)
+			if c.KVEvents() {
+				uses = append(uses,
+					portUse{"--base-kv-events-port", c.BaseKVEventsPort, c.BaseKVEventsPort + at, loopback, i},
+					portUse{"--base-kv-replay-port", c.BaseKVReplayPort, c.BaseKVReplayPort + at, loopback, i},
+				)
+			}
+			uses = append(uses, portUse{"--base-metrics-port", c.BaseMetricsPort, c.BaseMetricsPort + at, loopback, i})
 		}
 	}
 	return uses

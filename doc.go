@@ -15,8 +15,10 @@
 //	              tokens of its pieces)
 //	hashes.go     block hashes of those tokens
 //	router.go     Router: look up, choose, book, free
-//	radix.go      Radix: which worker holds which blocks (radixnodes.go,
-//	              workersets.go and hashtable.go are what it is made of)
+//	index.go      Index: which worker holds which blocks
+//	radix.go      Radix: the same known from KV events (radixnodes.go, workersets.go
+//	              and hashtable.go are what it is made of)
+//	approx.go     Approx: the same assumed from what was routed
 //	load.go       Loads: how busy each worker is, as published and as booked
 //	booking.go    Booking: one request in flight
 //	policy.go     Policy: the rules that choose a worker (kvpolicy.go, work.go)

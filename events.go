@@ -114,7 +114,7 @@ type EventStream struct {
 	OnLag func(time.Duration)
 
 	src    EventSource
-	index  *Radix
+	index  Index
 	log    *slog.Logger
 	now    func() time.Time // for OnLag
 	timing eventTiming
@@ -145,7 +145,7 @@ type EventStream struct {
 }
 
 // NewEventStream returns a stream for src that feeds index. Run starts it.
-func NewEventStream(src EventSource, index *Radix, log *slog.Logger) *EventStream {
+func NewEventStream(src EventSource, index Index, log *slog.Logger) *EventStream {
 	s := &EventStream{
 		src:   src,
 		index: index,

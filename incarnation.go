@@ -51,8 +51,12 @@ func (in *incarnation) end(reason string) {
 	in.f.index.Forget(in.w.id)
 }
 
-// followEvents reads one event stream until the incarnation ends.
+// followEvents reads one event stream until the incarnation ends, if any are to
+// be followed.
 func (in *incarnation) followEvents(source EventSource) {
+	if !in.f.cfg.KVEvents() {
+		return
+	}
 	stream := NewEventStream(source, in.f.index, in.f.log)
 	if lag := in.f.hooks.Lag; lag != nil {
 		stream.OnLag = func(d time.Duration) { lag(source.Worker, d) }
@@ -77,9 +81,12 @@ func (in *incarnation) setTargets(models, adapters []string, sources []EventSour
 		}
 	}
 	in.targets = in.targets[:0]
+	sizes := in.cacheSizes()
 	var ranks []uint32
 	for _, key := range keys {
-		in.targets = append(in.targets, Target{Key: key, URL: in.w.spec.URL, Ranks: len(keys), Generation: in.generation, Models: models, Adapters: adapters})
+		in.targets = append(in.targets, Target{
+			Key: key, URL: in.w.spec.URL, Ranks: len(keys), Generation: in.generation, Models: models, Adapters: adapters, TotalBlocks: sizes[key.Rank],
+		})
 		ranks = append(ranks, key.Rank)
 	}
 	in.f.update(in.w, func(s *WorkerStatus) { s.Models, s.Ranks = models, ranks })
@@ -146,4 +153,18 @@ func (in *incarnation) checkHealth() {
 		in.f.log.Warn(fmt.Sprintf("worker %d: down: %v", in.w.id, err))
 		in.markDown(err.Error())
 	}
+}
+
+// cacheSizes asks the worker how many blocks the KV cache of each rank has;
+// those that it does not tell are left out.
+func (in *incarnation) cacheSizes() map[uint32]int {
+	sizes, err := readMetrics(in.ctx, in.w.spec.URL+"/metrics", parseCacheSizes)
+	if (err != nil || len(sizes) == 0) && in.f.cfg.NoKVEvents {
+		in.f.log.Warn(fmt.Sprintf("worker %d: does not tell the size of its KV cache: its prompts count as cached for --router-ttl-secs", in.w.id), "error", err)
+	}
+	blocks := map[uint32]int{}
+	for rank, tokens := range sizes {
+		blocks[rank] = tokens / in.f.cfg.BlockSize
+	}
+	return blocks
 }

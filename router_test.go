@@ -221,6 +221,69 @@ func TestBooksAreEvenAfterAnyOrderOfCalls(t *testing.T) {
 	})
 }
 
+func TestWithoutIndexOnlyWhatIsCountedIsHashed(t *testing.T) {
+	for _, track := range []bool{true, false} {
+		knobs, zero := DefaultRouterKnobs(), 0.0
+		knobs.RouterTrackActiveBlocks = track
+		policy := DefaultPolicyKnobs()
+		policy.OverlapScoreWeight = &zero
+		r := NewRouterWith(NewIndex(DefaultIndexConfig(), "kv", policy, time.Now), kvPolicy{policy.resolved()}, testBlock, 1, knobs)
+		r.Up(Target{Key: w0})
+		hold(r, 0, count(1, 40))
+		d, err := r.Route(t.Context(), Request{Tokens: count(1, 42)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		blocks := 0
+		if track {
+			blocks = 10
+		}
+		if d.Tokens != 42 || d.Overlap != 0 || len(d.Sequence) != blocks || d.Booking.uncached != 42 {
+			t.Errorf("tracking %v: %+v", track, d)
+		}
+		d.Booking.End()
+	}
+}
+
+func TestAnApproximateIndexIsToldWhatWasRouted(t *testing.T) {
+	config := DefaultIndexConfig()
+	config.NoKVEvents = true
+	index := NewIndex(config, "standalone", DefaultPolicyKnobs(), time.Now)
+	r := NewRouter(index, mustPolicy(t, "standalone"), testBlock, 1)
+	r.Up(Target{Key: w0, TotalBlocks: 20})
+	route := func(request Request) Decision {
+		t.Helper()
+		d, err := r.Route(t.Context(), request)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := index.(*Approx).check(); err != nil {
+			t.Fatal(err)
+		}
+		return d
+	}
+	asked := route(Request{Tokens: count(1, 42), QueryOnly: true})
+	if d := route(Request{Tokens: count(1, 42)}); asked.Overlap != 0 || d.Overlap != 0 {
+		t.Errorf("a dry run left %d blocks", d.Overlap)
+	} else {
+		d.Booking.Finish(9)
+	}
+	if n := index.Blocks(w0); n != 10 || index.(*Approx).caches[w0].pool.held() != 12 {
+		t.Errorf("%d blocks of the prompt, %d with the answer's; want 10 and 12", n, index.(*Approx).caches[w0].pool.held())
+	}
+	route(Request{Tokens: count(100, 16), Unbooked: true})
+	d := route(Request{Tokens: count(1, 50)})
+	if d.Overlap != 10 || route(Request{Tokens: count(100, 20), QueryOnly: true}).Overlap != 4 {
+		t.Errorf("overlap %d, want 10", d.Overlap)
+	}
+	route(Request{Tokens: count(200, 4), Unbooked: true})
+	d.Booking.Cached(0) // all of before was gone
+	d.Booking.End()
+	if overlap := route(Request{Tokens: count(200, 8), QueryOnly: true}).Overlap; overlap != 1 {
+		t.Errorf("overlap %d with what was routed later, want 1", overlap)
+	}
+}
+
 func BenchmarkRoute(b *testing.B) {
 	r := newTestRouter(b, "standalone", 8)
 	prompt := count(1, 4096)

@@ -22,14 +22,14 @@ const selectionBodyLimit = 8 << 20
 type Selection struct {
 	config  Config
 	router  *Router
-	index   *Radix
+	index   Index
 	workers func() []WorkerStatus
 	log     *slog.Logger
 }
 
 // NewSelection returns the router port over the given rooms. workers lists the
 // fleet.
-func NewSelection(config Config, router *Router, index *Radix, workers func() []WorkerStatus, log *slog.Logger) *Selection {
+func NewSelection(config Config, router *Router, index Index, workers func() []WorkerStatus, log *slog.Logger) *Selection {
 	return &Selection{config: config, router: router, index: index, workers: workers, log: log}
 }
 
