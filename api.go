@@ -119,6 +119,8 @@ func (a *API) Handler() http.Handler {
 	guarded := engine.Group("/", requireKey(a.config.APIKey, openAIError))
 	guarded.GET("/v1/models", a.models)
 	guarded.GET("/v1/models/:model", a.models)
+	guarded.GET("/busy_threshold", a.busyThresholds)
+	guarded.POST("/busy_threshold", a.setBusyThresholds)
 	guarded.POST("/tokenize", a.tokenized(a.tokens.Tokenize))
 	guarded.POST("/detokenize", a.tokenized(a.tokens.Detokenize))
 	for path, kind := range inferenceRoutes {
@@ -271,6 +273,9 @@ func (a *API) settle(c *gin.Context, x *Exchange, err error) {
 	case errors.Is(err, ErrNoWorker):
 		c.Header("Retry-After", "5")
 		a.fail(c, http.StatusServiceUnavailable, "", "no worker is ready: try again in a few seconds")
+	case errors.Is(err, ErrBusy):
+		c.Header("Retry-After", "1")
+		a.fail(c, http.StatusServiceUnavailable, "", "Service temporarily unavailable: All workers are busy, please retry later")
 	default:
 		a.log.Warn("no worker answered", "route", x.Route, "error", err)
 		a.fail(c, http.StatusBadGateway, "", fmt.Sprintf("worker %s failed before it answered", x.Worker))

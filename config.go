@@ -376,6 +376,9 @@ func (c *Config) validate() error {
 	if err := c.IndexConfig.validate(); err != nil {
 		return err
 	}
+	if tokens, _ := c.EngineLimits(); c.Engine == EngineVLLM && tokens == 0 && c.RouterKnobs.countsPasses() {
+		return errors.New("--active-prefill-tokens-threshold-frac counts in passes of the workers: give --max-num-batched-tokens NUMBER after --, which says how many tokens one computes")
+	}
 	positive := []struct {
 		flag  string
 		value int64
@@ -443,6 +446,32 @@ func (c *Config) hasVLLMFlag(names ...string) bool {
 		name := vllmFlag(arg)
 		return name != "" && slices.Contains(names, name)
 	})
+}
+
+// EngineLimits returns how many tokens a started worker computes in a pass at
+// most, and the blocks of its KV cache; 0: unknown.
+func (c *Config) EngineLimits() (maxBatchedTokens, totalBlocks int) {
+	if c.Engine == EngineMocker {
+		return c.MockMaxNumBatchedTokens, c.MockNumGPUBlocks
+	}
+	return c.vllmNumber("max-num-batched-tokens"), c.vllmNumber("num-gpu-blocks-override")
+}
+
+// vllmNumber returns the value that the user gave one of vLLM's flags; 0: none,
+// or no number.
+func (c *Config) vllmNumber(flag string) int {
+	for i, arg := range c.VLLMArgs {
+		if vllmFlag(arg) != flag {
+			continue
+		}
+		_, value, inside := strings.Cut(arg, "=")
+		if !inside && i+1 < len(c.VLLMArgs) {
+			value = c.VLLMArgs[i+1]
+		}
+		n, _ := strconv.Atoi(value)
+		return max(0, n)
+	}
+	return 0
 }
 
 // numberWorkers gives attached workers without an id the next free number, in

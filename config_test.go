@@ -212,6 +212,10 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"a tree of no blocks", cpu, "--no-kv-events --router-max-tree-size 0", []string{"--router-max-tree-size 0", "at least 1"}},
 		{"more than all is left", cpu, "--router-prune-target-ratio 1.5", []string{"--router-prune-target-ratio 1.5", "0 to 1"}},
 		{"predictions of predictions", cpu, "--no-kv-events --router-predicted-ttl-secs 5", []string{"--router-predicted-ttl-secs", "--no-kv-events"}},
+		{"output blocks without active ones", cpu, "--router-track-output-blocks --no-router-track-active-blocks", []string{"--router-track-output-blocks", "--no-router-track-active-blocks"}},
+		{"a busy threshold that is no share", cpu, "--active-decode-blocks-threshold 1.2", []string{"--active-decode-blocks-threshold 1.2", "0 to 1"}},
+		{"passes of unknown size", cpu, "--active-prefill-tokens-threshold-frac 2 -- --max-num-seqs 3", []string{"--active-prefill-tokens-threshold-frac", "--max-num-batched-tokens NUMBER after --"}},
+		{"limits to simulate", cpu, "simulate --trace t --concurrency 8 --active-prefill-tokens-threshold 3", []string{"--active", "leave them out"}},
 		{"nothing to simulate", cpu, "simulate --concurrency 8", []string{"--trace", "--synthetic chat"}},
 		{"a trace and conversations", cpu, "simulate --trace t --synthetic chat --concurrency 8", []string{"either", "--trace"}},
 		{"conversations of an unknown shape", cpu, "simulate --synthetic cat --concurrency 8", []string{"--synthetic", "chat"}},
@@ -283,5 +287,24 @@ func TestCheckPortsNamesTheFlagOfATakenPort(t *testing.T) {
 	cfg.RouterPort = 0
 	if err := CheckPorts(cfg); err != nil {
 		t.Errorf("any port: %v", err)
+	}
+}
+
+func TestEngineLimitsAreThoseTheWorkersAreStartedWith(t *testing.T) {
+	for _, test := range []struct {
+		args            string
+		batched, blocks int
+	}{
+		{"", 0, 0},
+		{"-- --max-num-batched-tokens 2048 --num_gpu_blocks_override=77", 2048, 77},
+		{"-- --max-num-batched-tokens=many", 0, 0},
+		{"--active-prefill-tokens-threshold-frac 2 -- --max-num-batched-tokens 1", 1, 0},
+		{"--engine mocker --mock-max-num-batched-tokens 99 --mock-num-gpu-blocks 12", 99, 12},
+		{"--engine none --worker http://h:1", 0, 0},
+	} {
+		cfg := mustParse(t, testMachine(t), strings.Fields(test.args)...)
+		if batched, blocks := cfg.EngineLimits(); batched != test.batched || blocks != test.blocks {
+			t.Errorf("%s: %d tokens, %d blocks; want %d, %d", test.args, batched, blocks, test.batched, test.blocks)
+		}
 	}
 }

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -81,11 +82,16 @@ func (in *incarnation) setTargets(models, adapters []string, sources []EventSour
 		}
 	}
 	in.targets = in.targets[:0]
+	var batched, blocks int
+	if !in.w.attached {
+		batched, blocks = in.f.cfg.EngineLimits()
+	}
 	sizes := in.cacheSizes()
 	var ranks []uint32
 	for _, key := range keys {
 		in.targets = append(in.targets, Target{
-			Key: key, URL: in.w.spec.URL, Ranks: len(keys), Generation: in.generation, Models: models, Adapters: adapters, TotalBlocks: sizes[key.Rank],
+			Key: key, URL: in.w.spec.URL, Ranks: len(keys), Generation: in.generation, Models: models, Adapters: adapters,
+			MaxBatchedTokens: batched, TotalBlocks: cmp.Or(sizes[key.Rank], blocks),
 		})
 		ranks = append(ranks, key.Rank)
 	}

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"math/rand/v2"
 	"slices"
 	"sync"
@@ -92,13 +93,15 @@ type Decision struct {
 	ScheduleTime time.Duration // spent on choosing and booking, the wait for the lock included
 }
 
-// RouterKnobs are the settings of the Router's books, with Dynamo's names and
+// RouterKnobs are the settings of the Router, with Dynamo's names and
 // defaults.
 type RouterKnobs struct {
 	RouterTrackActiveBlocks  bool `group:"Routing" default:"true" negatable:"" help:"Count the prompt blocks that requests in flight use, shared ones once. Without it policy kv looks at prompt tokens alone."`
 	RouterTrackOutputBlocks  bool `group:"Routing" default:"false" negatable:"" help:"Count the blocks of answers too, as they grow."`
 	RouterTrackPrefillTokens bool `group:"Routing" default:"true" negatable:"" help:"Count the prompt tokens of requests that have no first token yet."`
 	RouterAssumeKVReuse      bool `name:"router-assume-kv-reuse" group:"Routing" default:"true" negatable:"" help:"Count a prompt block once that several requests in flight share; without it, for each of them."`
+
+	BusyThresholds
 }
 
 // DefaultRouterKnobs returns the defaults of the flags.
@@ -110,7 +113,15 @@ func (k RouterKnobs) validate() error {
 	if k.RouterTrackOutputBlocks && !k.RouterTrackActiveBlocks {
 		return errors.New("--router-track-output-blocks adds to the active blocks: leave out --no-router-track-active-blocks")
 	}
+	if err := k.BusyThresholds.validate(); err != nil {
+		return fmt.Errorf("--%w", err)
+	}
 	return nil
+}
+
+// countsPasses tells whether a setting is in passes of the workers.
+func (k RouterKnobs) countsPasses() bool {
+	return k.ActivePrefillTokensThresholdFrac != nil
 }
 
 // Router chooses the worker of each request and keeps the books of what is in
@@ -363,15 +374,33 @@ func (r *Router) taken(p *inquiry) bool {
 // gather makes candidates of the workers that may serve p.
 func (r *Router) gather(p *inquiry, now time.Time) error {
 	r.candidates = r.candidates[:0]
+	err := ErrNoWorker
 	for i := range r.targets {
-		if t := &r.targets[i]; p.mayUse(t) {
-			r.candidates = append(r.candidates, r.candidate(p, t, now))
+		t := &r.targets[i]
+		if !p.mayUse(t) {
+			continue
 		}
+		if r.knobs.BusyThresholds.set() && r.busy(t.Key.Worker, now) {
+			err = ErrBusy
+			continue
+		}
+		r.candidates = append(r.candidates, r.candidate(p, t, now))
 	}
 	if len(r.candidates) == 0 {
-		return ErrNoWorker
+		return err
 	}
 	return nil
+}
+
+// busy tells whether all ranks of a worker are beyond a threshold.
+func (r *Router) busy(worker uint64, now time.Time) bool {
+	return !slices.ContainsFunc(r.targets, func(t Target) bool {
+		if t.Key.Worker != worker {
+			return false
+		}
+		load := r.loads.Get(t.Key, now)
+		return !r.knobs.BusyThresholds.exceeded(&t, &load)
+	})
 }
 
 // mayUse tells whether p may be served by t.

@@ -30,6 +30,9 @@ func (c *Config) validateSimulate() error {
 	if err := c.IndexConfig.validate(); err != nil {
 		return err
 	}
+	if c.RouterKnobs != DefaultRouterKnobs() {
+		return errors.New("simulate knows neither the --router-track and --router-queue flags nor the --active thresholds: leave them out")
+	}
 	s := c.Simulate
 	switch {
 	case (s.Trace == "") == (s.Synthetic == ""):
