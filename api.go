@@ -37,6 +37,10 @@ const (
 	requestIDLimit = 256
 )
 
+// statusOverloaded is the status, known from other services, of those that have
+// too much to do for this request to wait.
+const statusOverloaded = 529
+
 // promptKind says where a route's body carries its prompt.
 type promptKind int
 
@@ -273,6 +277,12 @@ func (a *API) settle(c *gin.Context, x *Exchange, err error) {
 	case errors.Is(err, ErrNoWorker):
 		c.Header("Retry-After", "5")
 		a.fail(c, http.StatusServiceUnavailable, "", "no worker is ready: try again in a few seconds")
+	case errors.Is(err, ErrQueueFull):
+		c.Header("Retry-After", "1")
+		a.fail(c, statusOverloaded, "", ErrQueueFull.Error())
+	case errors.Is(err, ErrQueueTimeout):
+		c.Header("Retry-After", "1")
+		a.fail(c, http.StatusServiceUnavailable, "", ErrQueueTimeout.Error())
 	case errors.Is(err, ErrBusy):
 		c.Header("Retry-After", "1")
 		a.fail(c, http.StatusServiceUnavailable, "", "Service temporarily unavailable: All workers are busy, please retry later")
@@ -496,7 +506,7 @@ func errorType(status int) string {
 		return "permission_error"
 	case http.StatusNotFound:
 		return "NotFoundError"
-	case http.StatusServiceUnavailable, http.StatusTooManyRequests:
+	case http.StatusServiceUnavailable, http.StatusTooManyRequests, statusOverloaded:
 		return "service_unavailable"
 	}
 	if status < 500 {

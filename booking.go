@@ -120,12 +120,14 @@ func (r *Router) finish(b *Booking, output int, now time.Time) {
 	}
 	r.loads.End(b, now)
 	b.assumed.End((b.prompt+output)/r.blockSize-b.prompt/r.blockSize, b.cached)
+	r.drain(now)
 }
 
 func (r *Router) prefillDone(b *Booking, now time.Time) {
 	if !b.computed {
 		b.computed = true
 		r.loads.FirstToken(b, now)
+		r.drain(now)
 	}
 }
 

@@ -5,23 +5,29 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"pgregory.net/rapid"
 )
 
-// newClockedRouter is newTestRouter for policy kv with a clock of its own, which
-// stands until the test moves it.
-func newClockedRouter(t testing.TB, workers int, knobs RouterKnobs) (r *Router, clock *time.Time) {
+// standingClock moves only when a test moves it.
+type standingClock struct{ seconds atomic.Int64 }
+
+func (c *standingClock) now() time.Time          { return time.Unix(1_000_000+c.seconds.Load(), 0) }
+func (c *standingClock) advance(d time.Duration) { c.seconds.Add(int64(d / time.Second)) }
+
+// newClockedRouter is newTestRouter for policy kv with a clock of its own.
+func newClockedRouter(t testing.TB, workers int, knobs RouterKnobs) (*Router, *standingClock) {
 	t.Helper()
-	now := time.Unix(1_000_000, 0)
-	r = NewRouterWith(NewRadix(), mustPolicy(t, "kv"), testBlock, 1, knobs)
-	r.now = func() time.Time { return now }
+	clock := new(standingClock)
+	r := NewRouterWith(NewRadix(), mustPolicy(t, "kv"), testBlock, 1, knobs)
+	r.now = clock.now
 	for i := range workers {
 		r.Up(Target{Key: WorkerKey{Worker: uint64(i)}, Models: []string{"m"}})
 	}
-	return r, &now
+	return r, clock
 }
 
 // mustRoute routes and expects a worker.
@@ -117,10 +123,10 @@ func TestSequencesExpireWhenNobodySpeaksOfThem(t *testing.T) {
 	r, clock := newClockedRouter(t, 1, DefaultRouterKnobs())
 	forgotten := mustRoute(t, r, Request{ID: "forgotten", Tokens: count(1, 8)}).Booking
 	alive := mustRoute(t, r, Request{ID: "alive", Tokens: count(1, 8)}).Booking
-	*clock = clock.Add(bookingExpiry - time.Minute)
+	clock.advance(bookingExpiry - time.Minute)
 	alive.OutputBlock(nil)
 	expectLoad(t, r, 16, 3, 2)
-	*clock = clock.Add(time.Minute)
+	clock.advance(time.Minute)
 	expectLoad(t, r, 8, 3, 1)
 	if !forgotten.Ended() || alive.Ended() || r.Booking("forgotten") != nil || r.Booking("alive") != alive {
 		t.Error("the wrong booking ended")
@@ -128,7 +134,7 @@ func TestSequencesExpireWhenNobodySpeaksOfThem(t *testing.T) {
 	forgotten.FirstToken()
 	forgotten.End()
 	expectLoad(t, r, 8, 3, 1)
-	*clock = clock.Add(bookingExpiry)
+	clock.advance(bookingExpiry)
 	mustRoute(t, r, Request{ID: "alive", Tokens: count(1, 8)}).Booking.End() // its id is free again
 	expectLoad(t, r, 0, 0, 0)
 }

@@ -62,6 +62,7 @@ func (r *Router) SetBusyThresholds(t BusyThresholds) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.knobs.BusyThresholds = t
+	r.drain(r.now())
 }
 
 // ChangeBusyThresholds sets those thresholds that change has, and returns all.
@@ -72,6 +73,7 @@ func (r *Router) ChangeBusyThresholds(change BusyThresholds) BusyThresholds {
 	t.ActiveDecodeBlocksThreshold = cmp.Or(change.ActiveDecodeBlocksThreshold, t.ActiveDecodeBlocksThreshold)
 	t.ActivePrefillTokensThreshold = cmp.Or(change.ActivePrefillTokensThreshold, t.ActivePrefillTokensThreshold)
 	t.ActivePrefillTokensThresholdFrac = cmp.Or(change.ActivePrefillTokensThresholdFrac, t.ActivePrefillTokensThresholdFrac)
+	r.drain(r.now())
 	return *t
 }
 

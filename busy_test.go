@@ -6,7 +6,6 @@ import (
 	"net/http"
 	"strings"
 	"testing"
-	"time"
 )
 
 func TestBusyThresholds(t *testing.T) {
@@ -132,13 +131,13 @@ func TestBusyByWhatTheWorkerPublishes(t *testing.T) {
 	r, clock := newClockedRouter(t, 1, DefaultRouterKnobs())
 	limit := 0.2
 	r.SetBusyThresholds(BusyThresholds{ActiveDecodeBlocksThreshold: &limit})
-	r.Publish(WorkerKey{}, Published{KVUsage: 0.3, At: *clock})
+	r.Publish(WorkerKey{}, Published{KVUsage: 0.3, At: clock.now()})
 	if _, err := r.Route(t.Context(), Request{NumTokens: 1}); !errors.Is(err, ErrBusy) {
 		t.Errorf("30 %% of the cache in use: %v, want ErrBusy", err)
 	}
-	*clock = clock.Add(2 * loadFreshFor)
+	clock.advance(2 * loadFreshFor)
 	mustRoute(t, r, Request{NumTokens: 1})
-	r.Publish(WorkerKey{}, Published{KVUsage: 0.1, At: clock.Add(time.Second)})
+	r.Publish(WorkerKey{}, Published{KVUsage: 0.1, At: clock.now()})
 	mustRoute(t, r, Request{NumTokens: 1})
 }
 

@@ -377,7 +377,7 @@ func (c *Config) validate() error {
 		return err
 	}
 	if tokens, _ := c.EngineLimits(); c.Engine == EngineVLLM && tokens == 0 && c.RouterKnobs.countsPasses() {
-		return errors.New("--active-prefill-tokens-threshold-frac counts in passes of the workers: give --max-num-batched-tokens NUMBER after --, which says how many tokens one computes")
+		return errors.New("--router-queue-threshold and --active-prefill-tokens-threshold-frac count in passes of the workers: give --max-num-batched-tokens NUMBER after --, which says how many tokens one computes")
 	}
 	positive := []struct {
 		flag  string

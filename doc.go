@@ -21,6 +21,7 @@
 //	approx.go     Approx: the same assumed from what was routed
 //	load.go       Loads: how busy each worker is, as published and as booked
 //	booking.go    Booking: one request in flight
+//	queue.go      admission: those that wait until a worker has room
 //	busy.go       BusyThresholds: when requests are refused
 //	policy.go     Policy: the rules that choose a worker (kvpolicy.go, work.go)
 //	proxy.go      one request to one worker and back

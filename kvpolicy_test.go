@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"testing"
 )
 
@@ -127,4 +128,134 @@ func TestTheSearchForActiveBlocksFindsTheirEnd(t *testing.T) {
 			t.Errorf("another worker has %d active", got)
 		}
 	}
+}
+
+func TestSchedulerOverridesOfARequest(t *testing.T) {
+	number := func(f float64) *float64 { return &f }
+	flag := func(b bool) *bool { return &b }
+	// Worker 0 holds half the prompt and has as many tokens queued; worker 1 has
+	// one block more in use than worker 0.
+	for _, test := range []struct {
+		name     string
+		override *Override
+		want     int // -1: either
+	}{
+		{"none", nil, 0},
+		{"an empty one", &Override{}, 0},
+		{"a weight of 0 leaves the blocks in use", &Override{OverlapScoreWeight: number(0)}, 0},
+		{"no credit", &Override{OverlapScoreCredit: number(0)}, 1},
+		{"more credit", &Override{OverlapScoreCredit: number(2)}, 0},
+		{"queued tokens weigh nothing", &Override{PrefillLoadScale: number(0)}, 0},
+		{"prompts that are not tracked", &Override{TrackPrefillTokens: flag(false)}, 0},
+		{"chance", &Override{RouterTemperature: number(1e9)}, -1},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			r, _ := newClockedRouter(t, 2, DefaultRouterKnobs())
+			hold(r, 0, count(1, 40))
+			if _, err := r.Book(Request{NumTokens: 40}, WorkerKey{Worker: 0}); err != nil {
+				t.Fatal(err)
+			}
+			b, err := r.Book(Request{Tokens: count(900, 4)}, WorkerKey{Worker: 1})
+			if err != nil {
+				t.Fatal(err)
+			}
+			b.FirstToken()
+			counts := [2]int{}
+			for range 200 {
+				d := mustRoute(t, r, Request{Tokens: count(1, 80), Override: test.override, QueryOnly: true})
+				counts[d.Target.Key.Worker]++
+			}
+			if test.want >= 0 && counts[test.want] != 200 {
+				t.Errorf("chosen %v times, want always worker %d", counts, test.want)
+			}
+			if test.want < 0 && (counts[0] < 60 || counts[1] < 60) {
+				t.Errorf("chosen %v times, want both", counts)
+			}
+		})
+	}
+}
+
+func TestSchedulerAllowedIDs(t *testing.T) {
+	r, _ := newClockedRouter(t, 4, DefaultRouterKnobs())
+	hold(r, 0, count(1, 40))
+	hold(r, 2, count(1, 20))
+	for _, test := range []struct {
+		allowed []uint64
+		want    uint64
+	}{{nil, 0}, {[]uint64{2, 3}, 2}, {[]uint64{3}, 3}, {[]uint64{3, 99}, 3}} {
+		if d := mustRoute(t, r, Request{Tokens: count(1, 41), Allowed: test.allowed, QueryOnly: true}); d.Target.Key.Worker != test.want {
+			t.Errorf("of %v worker %d was chosen, want %d", test.allowed, d.Target.Key.Worker, test.want)
+		}
+	}
+	if _, err := r.Route(t.Context(), Request{Tokens: count(1, 41), Allowed: []uint64{}}); !errors.Is(err, ErrNoWorker) {
+		t.Errorf("none allowed: %v, want ErrNoWorker", err)
+	}
+}
+
+func TestSchedulerQueriesChangeNothing(t *testing.T) {
+	r, _ := newClockedRouter(t, 2, DefaultRouterKnobs())
+	hold(r, 1, count(1, 8))
+	for range 50 {
+		d := mustRoute(t, r, Request{ID: "same", Tokens: count(1, 12), QueryOnly: true})
+		if d.Target.Key.Worker != 1 || d.EffectivePrefillTokens != 4 || d.PotentialDecodeBlocks != 3 || d.Booking != nil || len(d.Sequence) != 3 {
+			t.Fatalf("%+v", d)
+		}
+	}
+	for _, load := range r.Loads() {
+		if load != (WorkerLoad{Key: load.Key}) || r.Load(load.Key).Bumped != 0 {
+			t.Errorf("a query left %+v", load)
+		}
+	}
+}
+
+func TestSchedulerSwitchesSayWhatIsCounted(t *testing.T) {
+	// The loads of one worker with two bookings of 3 equal blocks, 2 of which it
+	// holds, and the answer to a third.
+	flag := func(b bool) *bool { return &b }
+	for _, test := range []struct {
+		name                    string
+		change                  func(*RouterKnobs)
+		override                *Override
+		prefill, blocks         int
+		withPrefill, withBlocks int // with one more
+	}{
+		{"all", func(*RouterKnobs) {}, nil, 8, 3, 12, 3},
+		{"no active blocks", func(k *RouterKnobs) { k.RouterTrackActiveBlocks = false }, nil, 8, 0, 12, 0},
+		{"no prompt tokens", func(k *RouterKnobs) { k.RouterTrackPrefillTokens = false }, nil, 0, 3, 0, 3},
+		{"no reuse", func(k *RouterKnobs) { k.RouterAssumeKVReuse = false }, nil, 8, 6, 12, 9},
+		{"no reuse by override", func(*RouterKnobs) {}, &Override{AssumeKVReuse: flag(false)}, 8, 6, 12, 9},
+		{"reuse by override", func(k *RouterKnobs) { k.RouterAssumeKVReuse = false }, &Override{AssumeKVReuse: flag(true)}, 8, 3, 12, 3},
+		{"no prompt tokens by override", func(*RouterKnobs) {}, &Override{TrackPrefillTokens: flag(false)}, 0, 3, 0, 3},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			knobs := DefaultRouterKnobs()
+			test.change(&knobs)
+			r, _ := newClockedRouter(t, 1, knobs)
+			hold(r, 0, count(1, 8))
+			request := Request{Tokens: count(1, 12), Override: test.override}
+			var bookings []*Booking
+			for range 2 {
+				bookings = append(bookings, mustRoute(t, r, request).Booking)
+			}
+			expectLoad(t, r, test.prefill, test.blocks, 2)
+			want := WorkerLoad{PotentialPrefillTokens: test.withPrefill, PotentialDecodeBlocks: test.withBlocks, ActiveRequests: 2}
+			if got := r.PotentialLoads(request); got[0] != want {
+				t.Errorf("with one more %+v, want %+v", got[0], want)
+			}
+			for _, b := range bookings {
+				b.End()
+			}
+			expectLoad(t, r, 0, 0, 0)
+		})
+	}
+}
+
+func TestKVCountsAPromptThatIsCachedAsAWhole(t *testing.T) {
+	// Dynamo takes all of it for saved work; what the engine can use is less.
+	r, _ := newClockedRouter(t, 1, DefaultRouterKnobs())
+	hold(r, 0, count(1, 8))
+	if d := mustRoute(t, r, Request{Tokens: count(1, 8)}); d.EffectivePrefillTokens != 0 || d.OverlapTokens != 4 {
+		t.Errorf("%d tokens to compute, %d usable in the cache; want 0 and 4", d.EffectivePrefillTokens, d.OverlapTokens)
+	}
+	expectLoad(t, r, 0, 2, 1)
 }

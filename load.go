@@ -335,6 +335,14 @@ func (l *Loads) Get(w WorkerKey, now time.Time) Load {
 	return answer
 }
 
+// PrefillTokens returns that part of w's load.
+func (l *Loads) PrefillTokens(w WorkerKey) int {
+	if load := l.byWorker[w]; load != nil {
+		return load.Load.PrefillTokens
+	}
+	return 0
+}
+
 // Silence forgets what w published: it is down, and its next incarnation starts
 // idle. Bookings stay until their requests end.
 func (l *Loads) Silence(w WorkerKey) {

@@ -115,6 +115,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error)
 		}
 	}
 	r.proxy = NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
+	r.proxy.outputBlocks = config.RouterTrackOutputBlocks
 	r.tokens = NewTokens(r.model, r.askWorker, config.TokenTimeout, log)
 	r.api = NewAPI(config, r.router, r.tokens, r.proxy, r.telemetry, log)
 	r.selection = NewSelection(config, r.router, r.index, r.fleet.Workers, log)

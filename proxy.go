@@ -79,6 +79,8 @@ type Proxy struct {
 	failed    func(worker uint64) // told of a worker that did not answer
 	silence   time.Duration       // longest wait for a worker's next byte, and for a client to take it; 0: no limit
 	now       func() time.Time
+
+	outputBlocks bool // book the blocks of streams as they grow
 }
 
 // streamRoom is the memory that relaying one stream takes, used again by later
@@ -296,6 +298,7 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 	}()
 	buffer := room.buffer[:]
 	var last time.Time
+	tokens := 0
 	for started := false; ; {
 		n, err := answer.Read(buffer)
 		if n > 0 {
@@ -312,6 +315,9 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 					p.telemetry.InterToken(x.Worker, now.Sub(last), events.count)
 				}
 				last = now
+				if tokens += events.count; p.outputBlocks {
+					x.Decision.Booking.Generated(tokens)
+				}
 			}
 			if !started && len(out) > 0 {
 				writeHead(w, answer.Response, u, x)

@@ -3,9 +3,11 @@ package main
 import (
 	"bufio"
 	"context"
+	"fmt"
 	"io"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"syscall"
 	"testing"
 	"testing/synctest"
@@ -81,5 +83,45 @@ func TestNoDelayOnBothSides(t *testing.T) {
 				t.Errorf("the connection %s has TCP_NODELAY %d, %v", side, on, err)
 			}
 		})
+	}
+}
+
+func TestOutputBlocksAreBookedAsAStreamGrows(t *testing.T) {
+	proceed := make(chan struct{})
+	worker := newFakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Content-Type", "text/event-stream")
+		for range 3 {
+			for range testBlock {
+				fmt.Fprintf(w, "data: %s\n\n", tokenEvent)
+			}
+			w.(http.Flusher).Flush()
+			<-proceed
+		}
+	})
+	for _, tracked := range []bool{true, false} {
+		router, _ := newClockedRouter(t, 0, DefaultRouterKnobs())
+		router.Up(Target{Key: WorkerKey{}, URL: worker.URL})
+		proxy := NewProxy(NewTelemetry(func() []WorkerSample { return nil }, func() PromptSample { return PromptSample{} }), time.Minute, func(uint64) {})
+		proxy.outputBlocks = tracked
+		done := make(chan error, 1)
+		go func() {
+			u := Upstream{Method: http.MethodPost, Path: chatPath, Header: http.Header{headerRequest: {"r"}}}
+			done <- proxy.Forward(t.Context(), httptest.NewRecorder(), u, &Exchange{}, func([]uint64) (Decision, error) {
+				return router.Route(t.Context(), Request{Tokens: count(1, 2*testBlock)})
+			})
+		}()
+		for i := range 3 {
+			want := WorkerLoad{PotentialDecodeBlocks: 2, ActiveRequests: 1}
+			if tracked {
+				want.PotentialDecodeBlocks += i + 1
+			}
+			eventually(t, 5*time.Second, fmt.Sprintf("%+v", want), func() bool { return router.Loads()[0] == want })
+			proceed <- struct{}{}
+		}
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+		expectLoad(t, router, 0, 0, 0)
+		proxy.client.CloseIdleConnections()
 	}
 }

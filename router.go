@@ -91,6 +91,7 @@ type Decision struct {
 	LookupTime   time.Duration // spent in the index
 	SequenceTime time.Duration // spent on sequence hashes
 	ScheduleTime time.Duration // spent on choosing and booking, the wait for the lock included
+	QueueTime    time.Duration // spent waiting for a worker with room, beside those
 }
 
 // RouterKnobs are the settings of the Router, with Dynamo's names and
@@ -101,12 +102,16 @@ type RouterKnobs struct {
 	RouterTrackPrefillTokens bool `group:"Routing" default:"true" negatable:"" help:"Count the prompt tokens of requests that have no first token yet."`
 	RouterAssumeKVReuse      bool `name:"router-assume-kv-reuse" group:"Routing" default:"true" negatable:"" help:"Count a prompt block once that several requests in flight share; without it, for each of them."`
 
+	QueueKnobs
 	BusyThresholds
 }
 
 // DefaultRouterKnobs returns the defaults of the flags.
 func DefaultRouterKnobs() RouterKnobs {
-	return RouterKnobs{RouterTrackActiveBlocks: true, RouterTrackPrefillTokens: true, RouterAssumeKVReuse: true}
+	return RouterKnobs{
+		RouterTrackActiveBlocks: true, RouterTrackPrefillTokens: true, RouterAssumeKVReuse: true,
+		QueueKnobs: QueueKnobs{RouterQueuePolicy: queueFCFS, RouterQueueTimeout: 5 * time.Minute, RouterQueueLimit: 1024},
+	}
 }
 
 func (k RouterKnobs) validate() error {
@@ -116,12 +121,12 @@ func (k RouterKnobs) validate() error {
 	if err := k.BusyThresholds.validate(); err != nil {
 		return fmt.Errorf("--%w", err)
 	}
-	return nil
+	return k.QueueKnobs.validate()
 }
 
 // countsPasses tells whether a setting is in passes of the workers.
 func (k RouterKnobs) countsPasses() bool {
-	return k.ActivePrefillTokensThresholdFrac != nil
+	return k.ActivePrefillTokensThresholdFrac != nil || k.RouterQueueThreshold != nil
 }
 
 // Router chooses the worker of each request and keeps the books of what is in
@@ -145,6 +150,8 @@ type Router struct {
 	random     *rand.Rand
 	candidates []Candidate // reused by every decision
 	expired    time.Time   // when forgotten bookings were last looked for
+	began      time.Time   // of the queue's clock: when a request first had to wait
+	waiting    []*waiter   // for a worker with room, who goes first at the front
 }
 
 // needsActiveBlocks is a policy that reads Load.ActiveBlocks or
@@ -241,6 +248,7 @@ func (r *Router) Up(t Target) {
 		r.targets = slices.Insert(r.targets, at, t)
 	}
 	r.loads.Expect(t.Key)
+	r.drain(r.now())
 }
 
 // target finds w among those that are up, or where it would be.
@@ -255,6 +263,7 @@ func (r *Router) Down(w WorkerKey) {
 	defer r.mu.Unlock()
 	r.targets = slices.DeleteFunc(r.targets, func(t Target) bool { return t.Key == w })
 	r.loads.Silence(w)
+	r.drain(r.now())
 }
 
 // Publish takes over the load that w reports.
@@ -312,15 +321,22 @@ func (r *Router) Idlest() (t Target, ok bool) {
 
 // Route chooses a worker for the request and books the request on it. Unless
 // the request is QueryOnly or Unbooked, the caller must end the decision's
-// Booking. It fails with ErrNoWorker, ErrBusy or ErrDuplicate.
+// Booking. Where all workers have enough to do, it waits until one has room or
+// ctx ends. It fails with ErrNoWorker, ErrBusy, ErrQueueFull, ErrQueueTimeout,
+// ErrDuplicate or the cause for which ctx ended.
 func (r *Router) Route(ctx context.Context, request Request) (Decision, error) {
 	scratch := r.scratch.Get().(*lookup)
 	defer r.scratch.Put(scratch)
 	p, decision := r.lookUp(request, scratch)
 	began := r.now()
-	err := r.schedule(&p, &decision)
+	w, err := r.schedule(&p, &decision)
 	decision.ScheduleTime = r.now().Sub(began)
-	return decision, err
+	if w == nil {
+		return decision, err
+	}
+	decided, err := r.wait(ctx, w)
+	decided.HashTime, decided.LookupTime, decided.SequenceTime, decided.ScheduleTime = decision.HashTime, decision.LookupTime, decision.SequenceTime, decision.ScheduleTime
+	return decided, err
 }
 
 // lookUp finds out about a request what needs no lock.
@@ -350,25 +366,33 @@ func (r *Router) lookUp(request Request, scratch *lookup) (p inquiry, d Decision
 	return p, Decision{Tokens: p.tokens, HashTime: hashed.Sub(began), LookupTime: lookedUp.Sub(hashed), SequenceTime: sequenced.Sub(lookedUp)}
 }
 
-// schedule chooses among the workers that are up and books, under the lock.
-func (r *Router) schedule(p *inquiry, d *Decision) error {
+// schedule chooses among the workers that are up and books, under the lock, or
+// lets the request wait.
+func (r *Router) schedule(p *inquiry, d *Decision) (*waiter, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	now := r.now()
 	r.expire(now)
 	if r.taken(p) {
-		return ErrDuplicate
+		return nil, ErrDuplicate
 	}
 	if err := r.gather(p, now); err != nil {
-		return err
+		return nil, err
+	}
+	if r.mustWait(p) {
+		return r.park(p, now)
 	}
 	r.choose(p, d, now)
-	return nil
+	return nil, nil
 }
 
-// taken tells whether another request has the id under which p is to be booked.
+// taken tells whether another request has the id under which p is to be booked,
+// or waits for it.
 func (r *Router) taken(p *inquiry) bool {
-	return p.ID != "" && !p.QueryOnly && !p.Unbooked && r.loads.Booking(p.ID) != nil
+	if p.ID == "" || p.QueryOnly || p.Unbooked {
+		return false
+	}
+	return r.loads.Booking(p.ID) != nil || slices.ContainsFunc(r.waiting, func(w *waiter) bool { return w.prompt.ID == p.ID })
 }
 
 // gather makes candidates of the workers that may serve p.
@@ -437,7 +461,7 @@ func (r *Router) candidate(p *inquiry, t *Target, now time.Time) Candidate {
 func (r *Router) choose(p *inquiry, d *Decision, now time.Time) {
 	query := Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Untracked: !r.tracksPrefill(p), Override: p.Override}
 	chosen := &r.candidates[r.policy.Choose(query, r.candidates, r.random)]
-	d.Target = chosen.Target
+	d.Target, d.Tokens = chosen.Target, p.tokens
 	d.Overlap = min(chosen.Overlap, r.usableBlocks(p.tokens))
 	d.OverlapTokens = d.Overlap * r.blockSize
 	d.EffectivePrefillTokens = p.tokens - chosen.Overlap*r.blockSize
