@@ -1,7 +1,9 @@
 package main
 
 import (
+	"context"
 	"errors"
+	"fmt"
 	"sync"
 	"testing"
 	"time"
@@ -284,18 +286,54 @@ func TestAnApproximateIndexIsToldWhatWasRouted(t *testing.T) {
 	}
 }
 
+// BenchmarkRoute measures a decision from the prompt's tokens on (hash, look up,
+// schedule and book), and with the end of the booking (ns/op). Worker i of n
+// holds the first (i+1)/n of every prompt and has eight of them in flight.
 func BenchmarkRoute(b *testing.B) {
-	r := newTestRouter(b, "standalone", 8)
-	prompt := count(1, 4096)
-	for i := range uint64(8) {
-		hold(r, i, prompt[:512*(i+1)])
-	}
-	b.ReportAllocs()
-	for b.Loop() {
-		d, err := r.Route(b.Context(), Request{Tokens: prompt})
-		if err != nil {
-			b.Fatal(err)
+	for _, size := range []struct{ tokens, workers int }{{4_000, 8}, {100_000, 64}} {
+		for _, policy := range []string{"standalone", "kv", "work"} {
+			for _, index := range []string{"exact", "approximate"} {
+				b.Run(fmt.Sprintf("tokens=%d/workers=%d/%s/%s", size.tokens, size.workers, policy, index), func(b *testing.B) {
+					config := DefaultIndexConfig()
+					config.NoKVEvents = index == "approximate"
+					const block, prompts = 64, 16
+					r := NewRouter(NewIndex(config, policy, DefaultPolicyKnobs(), time.Now), mustPolicy(b, policy), block, 1)
+					for w := range size.workers {
+						r.Up(Target{Key: WorkerKey{Worker: uint64(w)}, TotalBlocks: 1 << 15})
+					}
+					var asked []Request
+					for i := range prompts {
+						asked = append(asked, Request{Tokens: count(uint32(i*size.tokens), size.tokens)})
+						for w := range size.workers {
+							part := asked[i].Tokens[:size.tokens*(w+1)/size.workers]
+							if config.NoKVEvents {
+								r.assumes.Routed(WorkerKey{Worker: uint64(w)}, HashBlocks(nil, part, block, "", "")).End(0, -1)
+							} else {
+								hold(r, uint64(w), part)
+							}
+						}
+					}
+					for i := range 8 * size.workers {
+						if _, err := r.Book(asked[i%prompts], WorkerKey{Worker: uint64(i % size.workers)}); err != nil {
+							b.Fatal(err)
+						}
+					}
+					var deciding time.Duration
+					i := 0
+					b.ReportAllocs()
+					for b.Loop() {
+						began := time.Now()
+						d, err := r.Route(context.Background(), asked[i%prompts])
+						deciding += time.Since(began)
+						if err != nil {
+							b.Fatal(err)
+						}
+						d.Booking.End()
+						i++
+					}
+					b.ReportMetric(float64(deciding.Nanoseconds())/float64(i)/1000, "us/decision")
+				})
+			}
 		}
-		d.Booking.End()
 	}
 }
