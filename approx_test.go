@@ -77,9 +77,7 @@ func (x *approxTest) checked() {
 
 func (x *approxTest) wants(local []uint64, want ...Match) {
 	x.t.Helper()
-	if got := x.Match(local, nil); !slices.Equal(got, want) {
-		x.t.Fatalf("match of %d blocks: %v, want %v", len(local), got, want)
-	}
+	matches(x.t, x.Approx, local, want...)
 }
 
 func TestApproxDecisionCreatesMatch(t *testing.T) {

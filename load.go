@@ -551,8 +551,9 @@ func parseCacheSizes(page io.Reader) (cacheSizes, error) {
 				labels[label.GetName()] = n
 			}
 		}
-		if tokens := labels["num_gpu_blocks"] * labels["block_size"]; tokens > 0 {
-			sizes[uint32(labels["engine"])] = int(tokens)
+		// vLLM keeps one block for itself.
+		if blocks := labels["num_gpu_blocks"]; blocks > 1 && labels["block_size"] > 0 {
+			sizes[uint32(labels["engine"])] = int((blocks - 1) * labels["block_size"])
 		}
 	}
 	return sizes, nil

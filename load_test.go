@@ -131,7 +131,7 @@ func TestCacheSizesAreReadByRank(t *testing.T) {
 		`vllm:cache_config_info{block_size="32",engine="1",num_gpu_blocks="100",num_cpu_blocks="7"} 1` + "\n" +
 		`vllm:cache_config_info{block_size="64",engine="2",num_gpu_blocks="None"} 1` + "\n"
 	sizes, err := parseCacheSizes(strings.NewReader(page))
-	if err != nil || len(sizes) != 2 || sizes[0] != 6400 || sizes[1] != 3200 {
+	if err != nil || len(sizes) != 2 || sizes[0] != 6336 || sizes[1] != 3168 {
 		t.Errorf("%v %v", sizes, err)
 	}
 	if sizes, err := parseCacheSizes(strings.NewReader("")); err != nil || len(sizes) != 0 {
