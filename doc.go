@@ -44,7 +44,8 @@
 //
 // The index is exact or empty. Whatever makes a worker's part of it doubtful
 // (a gap that cannot be replayed, a restart, a broken event) empties that part;
-// a wrong match is never the cheaper choice.
+// a wrong match is never the cheaper choice. Only --no-kv-events asks for a guess
+// instead, which answers correct.
 //
 // Choosing and booking happen under one lock, Router.mu, so that requests
 // arriving together see each other. Nothing under it waits for anything.

@@ -136,7 +136,6 @@ func traceOps(b *testing.B) []traceOp {
 // traceReplay is what one replay showed.
 type traceReplay struct {
 	took, drained time.Duration   // until the last was handed out, and until all was applied
-	late          time.Duration   // the most by which an issuer was behind
 	lookups       []time.Duration // each, from the call to its answer
 	waits         []time.Duration // from when each was due until it was called
 }
