@@ -10,7 +10,7 @@ TEST_TIMEOUT ?= 25m
 SOAK ?= 60s
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint bench bench-real wire-speed peers parity segments soak clean
+.PHONY: help setup run test lint bench index-bench bench-real wire-speed peers parity segments soak clean
 
 help: ## Show these targets
 	@printf 'kvrouter: KV-cache-aware routing over vLLM workers\n\n'
@@ -38,6 +38,10 @@ lint: ## gofmt, go vet, staticcheck, syntax of the shell and Python scripts
 
 bench: setup ## Micro-benchmarks of hashing, index, decoding and routing (BENCH=regexp)
 	go test -run '^$$' -bench '$(BENCH)' -benchmem -timeout 60m .
+
+index-bench: ## The index on a trace of 128 workers: rate, lookup times, memory (a minute, 4 GB)
+	@scripts/build-native.sh
+	go test -run '^$$' -bench '^BenchmarkIndexTrace$$' -benchtime 1x -timeout 30m .
 
 bench-real: setup ## KV-aware routing against round robin on two real vLLM CPU workers
 	$(PYTHON) scripts/bench_real.py $(ARGS)

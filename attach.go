@@ -233,7 +233,7 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 		if in.gone {
 			return true
 		}
-		if len(sources) > 0 || in.toldSilent || !in.up {
+		if len(sources) > 0 || in.toldSilent || !in.up || !f.cfg.KVEvents() {
 			continue
 		}
 		// A server may name its sources only once its engine runs.

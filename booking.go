@@ -28,6 +28,8 @@ type Booking struct {
 	computed     bool  // the first token has come
 	first        time.Time
 	atFirst      tally
+	assumed      *Assumed  // what of it an approximate index counts as cached
+	cached       int       // blocks of it that the engine found cached; -1: not told
 	outputs      int       // blocks of the answer
 	outputWeight float64   // what they count together
 	heard        time.Time // when somebody last spoke of it
@@ -87,6 +89,14 @@ func (b *Booking) Generated(tokens int) {
 	}
 }
 
+// Cached tells how many of the prompt's tokens the engine found in its cache, as
+// its answer says. It counts if it comes before the end.
+func (b *Booking) Cached(tokens int) {
+	b.router.mu.Lock()
+	defer b.router.mu.Unlock()
+	b.cached = tokens / b.router.blockSize
+}
+
 // End tells that the request has ended, however it did.
 func (b *Booking) End() { b.end(0) }
 
@@ -112,6 +122,7 @@ func (r *Router) finish(b *Booking, output int, now time.Time) {
 		policy.Learn(r.loads.Outcome(b, output, now))
 	}
 	r.loads.End(b, now)
+	b.assumed.End((b.prompt+output)/r.blockSize-b.prompt/r.blockSize, b.cached)
 	r.share(changeFree, b)
 	r.drain(now)
 }

@@ -64,7 +64,7 @@ type Config struct {
 	BaseKVReplayPort int    `group:"Addresses" name:"base-kv-replay-port" default:"5757" help:"KV-event replay port of worker 0; worker i has this plus i."`
 	BaseMetricsPort  int    `group:"Addresses" default:"5657" help:"Load metrics port of worker 0; worker i has this plus i."`
 
-	Policy           string        `group:"Routing" default:"standalone" placeholder:"NAME" help:"How to choose a worker: ${policies}. Simulate takes several, separated by commas."`
+	Policy           string        `group:"Routing" default:"work" placeholder:"NAME" help:"How to choose a worker: ${policies}. Simulate takes several, separated by commas."`
 	Seed             uint64        `group:"Routing" default:"0" help:"Seed of everything random; 0 takes it from the clock."`
 	TokenTimeout     time.Duration `group:"Routing" default:"2s" help:"Longest wait for a worker's own tokens where the router cannot render a prompt itself."`
 	TokenCacheTokens int           `group:"Routing" default:"4194304" help:"Prompt tokens remembered by piece of text (system prompt, turns), so that no piece is encoded twice; 4 bytes each. 0 remembers nothing."`
@@ -72,6 +72,7 @@ type Config struct {
 	RouterKnobs
 	IndexerPeers []string `group:"Routing" placeholder:"URL" help:"Fill the index at the start from the first of these routers (or Dynamo's services) that answers GET /dump; several are separated by commas."`
 	PolicyKnobs
+	IndexConfig
 
 	APIKey           []string      `group:"Requests" name:"api-key" placeholder:"KEY" help:"Bearer key that the OpenAI port asks for; several are separated by commas. Default: no key is asked for."`
 	RouterAPIKey     []string      `group:"Requests" name:"router-api-key" placeholder:"KEY" help:"The same for the router port."`
@@ -375,6 +376,9 @@ func (c *Config) validate() error {
 	if err := c.RouterKnobs.validate(); err != nil {
 		return err
 	}
+	if err := c.IndexConfig.validate(); err != nil {
+		return err
+	}
 	if tokens, _ := c.EngineLimits(); c.Engine == EngineVLLM && tokens == 0 && c.RouterKnobs.countsPasses() {
 		return errors.New("--router-queue-threshold and --active-prefill-tokens-threshold-frac count in passes of the workers: give --max-num-batched-tokens NUMBER after --, which says how many tokens one computes")
 	}
@@ -619,11 +623,13 @@ func (c *Config) ports() []portUse {
 	for i := range c.NumWorkers {
 		uses = append(uses, portUse{"--base-worker-port", c.BaseWorkerPort, c.BaseWorkerPort + i, loopback, i})
 		for at := i * c.Ranks(); at < (i+1)*c.Ranks(); at++ {
-			uses = append(uses,
-				portUse{"--base-kv-events-port", c.BaseKVEventsPort, c.BaseKVEventsPort + at, loopback, i},
-				portUse{"--base-kv-replay-port", c.BaseKVReplayPort, c.BaseKVReplayPort + at, loopback, i},
-				portUse{"--base-metrics-port", c.BaseMetricsPort, c.BaseMetricsPort + at, loopback, i},
-			)
+			if c.KVEvents() {
+				uses = append(uses,
+					portUse{"--base-kv-events-port", c.BaseKVEventsPort, c.BaseKVEventsPort + at, loopback, i},
+					portUse{"--base-kv-replay-port", c.BaseKVReplayPort, c.BaseKVReplayPort + at, loopback, i},
+				)
+			}
+			uses = append(uses, portUse{"--base-metrics-port", c.BaseMetricsPort, c.BaseMetricsPort + at, loopback, i})
 		}
 	}
 	return uses

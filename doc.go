@@ -16,8 +16,10 @@
 //	              tokens of its pieces)
 //	hashes.go     block hashes of those tokens
 //	router.go     Router: look up, choose, book, free
-//	radix.go      Radix: which worker holds which blocks (radixnodes.go,
-//	              workersets.go and hashtable.go are what it is made of)
+//	index.go      Index: which worker holds which blocks
+//	radix.go      Radix: the same known from KV events (radixnodes.go, workersets.go
+//	              and hashtable.go are what it is made of)
+//	approx.go     Approx: the same assumed from what was routed
 //	load.go       Loads: how busy each worker is, as published and as booked
 //	booking.go    Booking: one request in flight
 //	queue.go      admission: those that wait until a worker has room
@@ -51,7 +53,8 @@
 //
 // The index is exact or empty. Whatever makes a worker's part of it doubtful
 // (a gap that cannot be replayed, a restart, a broken event) empties that part;
-// a wrong match is never the cheaper choice.
+// a wrong match is never the cheaper choice. Only --no-kv-events asks for a guess
+// instead, which answers correct.
 //
 // Choosing and booking happen under one lock, Router.mu, so that requests
 // arriving together see each other. Nothing under it waits for anything.

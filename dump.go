@@ -65,7 +65,7 @@ type dumpPart struct {
 
 // writeDump writes what the workers of all parts hold. Blocks that follow each
 // other come in one event.
-func writeDump(w io.Writer, index *Radix, blockSize int, parts []dumpPart) error {
+func writeDump(w io.Writer, index Index, blockSize int, parts []dumpPart) error {
 	out := bufio.NewWriter(w)
 	out.WriteByte('{') // an error stays in out until Flush
 	for i, part := range parts {
@@ -147,7 +147,7 @@ type Recovered struct {
 // answers GET /dump with one; key is the bearer key to show them, empty: none. The index must be empty, and nothing else may
 // write to it meanwhile; after a failure nothing of that peer is left in it. The
 // error names every peer with what is wrong with it.
-func RecoverIndex(ctx context.Context, index *Radix, blockSize int, key string, peers []string, log *slog.Logger) (Recovered, error) {
+func RecoverIndex(ctx context.Context, index Index, blockSize int, key string, peers []string, log *slog.Logger) (Recovered, error) {
 	var failures []error
 	for _, peer := range peers {
 		recovered, err := recoverFrom(ctx, index, blockSize, key, peer, log)
@@ -165,7 +165,7 @@ func RecoverIndex(ctx context.Context, index *Radix, blockSize int, key string, 
 	return Recovered{}, errors.Join(failures...)
 }
 
-func recoverFrom(ctx context.Context, index *Radix, blockSize int, key, peer string, log *slog.Logger) (Recovered, error) {
+func recoverFrom(ctx context.Context, index Index, blockSize int, key, peer string, log *slog.Logger) (Recovered, error) {
 	ctx, cancel := context.WithTimeout(ctx, dumpTimeout)
 	defer cancel()
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, peer+"/dump", nil)
@@ -194,7 +194,7 @@ func recoverFrom(ctx context.Context, index *Radix, blockSize int, key, peer str
 
 // readDump stores a dump in the index. Partitions of another block size are
 // left out. After an error the workers in the answer may hold a part.
-func readDump(in io.Reader, index *Radix, blockSize int, log *slog.Logger) (Recovered, error) {
+func readDump(in io.Reader, index Index, blockSize int, log *slog.Logger) (Recovered, error) {
 	r := dumpReader{decoder: json.NewDecoder(in), index: index, blockSize: blockSize, log: log, found: Recovered{Partition: map[uint64]partition{}}}
 	err := r.object(func(name string) error {
 		model, group, ok := cutLast(name, ":")
@@ -212,7 +212,7 @@ func readDump(in io.Reader, index *Radix, blockSize int, log *slog.Logger) (Reco
 // dumpReader reads a dump event by event, so that it need not fit into memory.
 type dumpReader struct {
 	decoder   *json.Decoder
-	index     *Radix
+	index     Index
 	blockSize int
 	log       *slog.Logger
 	found     Recovered

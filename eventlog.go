@@ -20,7 +20,7 @@ const (
 // may ask.
 type EventLog struct {
 	worker WorkerKey
-	index  *Radix
+	index  Index
 	stats  *EventStats
 
 	mu      sync.Mutex // guards all below; held while a batch is applied, so that a dump is of one moment between two

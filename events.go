@@ -108,7 +108,7 @@ type EventStream struct {
 	Peers *EventPeers
 
 	src     EventSource
-	index   *Radix
+	index   Index
 	history *EventLog
 	log     *slog.Logger
 	now     func() time.Time // for OnLag
@@ -145,7 +145,7 @@ type EventStream struct {
 }
 
 // NewEventStream returns a stream for src that feeds index. Run starts it.
-func NewEventStream(src EventSource, index *Radix, log *slog.Logger) *EventStream {
+func NewEventStream(src EventSource, index Index, log *slog.Logger) *EventStream {
 	s := &EventStream{
 		src:   src,
 		index: index,

@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"slices"
 	"sort"
+	"strconv"
 	"strings"
 	"time"
 
@@ -483,21 +484,27 @@ func pollMetrics(ctx context.Context, url string, publish func(Published)) error
 
 func getMetrics(ctx context.Context, url string) (Published, error) {
 	_, engine, _ := strings.Cut(url, "#")
+	return readMetrics(ctx, url, func(page io.Reader) (Published, error) { return parseMetrics(page, engine) })
+}
+
+// readMetrics fetches a Prometheus page and reads it with parse.
+func readMetrics[T any](ctx context.Context, url string, parse func(io.Reader) (T, error)) (T, error) {
+	var none T
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {
-		return Published{}, err
+		return none, err
 	}
 	response, err := http.DefaultClient.Do(request)
 	if err != nil {
-		return Published{}, err
+		return none, err
 	}
 	defer response.Body.Close()
 	if response.StatusCode != http.StatusOK {
-		return Published{}, fmt.Errorf("%s answered %s", url, response.Status)
+		return none, fmt.Errorf("%s answered %s", url, response.Status)
 	}
-	return parseMetrics(io.LimitReader(response.Body, maxMetricsBytes), engine)
+	return parse(io.LimitReader(response.Body, maxMetricsBytes))
 }
 
 // parseMetrics reads the engine's load out of a Prometheus page in vLLM's names
@@ -526,6 +533,33 @@ func parseMetrics(page io.Reader, engine string) (Published, error) {
 		p.KVUsage = max(p.KVUsage, v)
 	}
 	return p, nil
+}
+
+// cacheSizes tells how many tokens the KV cache of each data-parallel rank holds.
+type cacheSizes map[uint32]int
+
+// parseCacheSizes reads the sizes of the engines' KV caches out of a Prometheus
+// page in vLLM's names; engines that name none are left out.
+func parseCacheSizes(page io.Reader) (cacheSizes, error) {
+	parser := expfmt.NewTextParser(prommodel.UTF8Validation)
+	families, err := parser.TextToMetricFamilies(page)
+	if err != nil {
+		return nil, fmt.Errorf("metrics page: %w", err)
+	}
+	sizes := cacheSizes{}
+	for _, metric := range families["vllm:cache_config_info"].GetMetric() {
+		labels := map[string]uint64{}
+		for _, label := range metric.Label {
+			if n, err := strconv.ParseUint(label.GetValue(), 10, 31); err == nil {
+				labels[label.GetName()] = n
+			}
+		}
+		// vLLM keeps one block for itself.
+		if blocks := labels["num_gpu_blocks"]; blocks > 1 && labels["block_size"] > 0 {
+			sizes[uint32(labels["engine"])] = int((blocks - 1) * labels["block_size"])
+		}
+	}
+	return sizes, nil
 }
 
 // gauges returns the values of the first of names that the page has, for one

@@ -137,3 +137,32 @@ func TestWorkersWithoutALoadSocketArePolled(t *testing.T) {
 	fail.Store(false)
 	eventually(t, 20*time.Second, "the load", func() bool { p := last.Load(); return p != nil && p.Waiting == 7 })
 }
+
+func TestCacheSizesAreReadByRank(t *testing.T) {
+	page := "# TYPE vllm:cache_config_info gauge\n" +
+		`vllm:cache_config_info{block_size="64",engine="0",num_gpu_blocks="100"} 1` + "\n" +
+		`vllm:cache_config_info{block_size="32",engine="1",num_gpu_blocks="100",num_cpu_blocks="7"} 1` + "\n" +
+		`vllm:cache_config_info{block_size="64",engine="2",num_gpu_blocks="None"} 1` + "\n"
+	sizes, err := parseCacheSizes(strings.NewReader(page))
+	if err != nil || len(sizes) != 2 || sizes[0] != 6336 || sizes[1] != 3168 {
+		t.Errorf("%v %v", sizes, err)
+	}
+	if sizes, err := parseCacheSizes(strings.NewReader("")); err != nil || len(sizes) != 0 {
+		t.Errorf("empty page: %v %v", sizes, err)
+	}
+	if _, err := parseCacheSizes(strings.NewReader("{")); err == nil {
+		t.Error("a broken page is read")
+	}
+}
+
+func FuzzParseCacheSizes(f *testing.F) {
+	f.Add(`vllm:cache_config_info{block_size="64",engine="0",num_gpu_blocks="100"} 1`)
+	f.Fuzz(func(t *testing.T, page string) {
+		sizes, _ := parseCacheSizes(strings.NewReader(page))
+		for rank, tokens := range sizes {
+			if tokens <= 0 {
+				t.Errorf("rank %d has %d tokens", rank, tokens)
+			}
+		}
+	})
+}

@@ -72,7 +72,7 @@ func serve(config Config) error {
 type rooms struct {
 	config    Config
 	log       *slog.Logger
-	index     *Radix
+	index     Index
 	router    *Router
 	fleet     *Fleet
 	model     *Model // nil: prompt tokens come from the workers
@@ -86,7 +86,7 @@ type rooms struct {
 
 // build makes every room and wires it to those it needs; nothing runs yet.
 func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error) {
-	r := &rooms{config: config, log: log, index: NewRadix()}
+	r := &rooms{config: config, log: log, index: NewIndex(config.IndexConfig, config.Policy, config.PolicyKnobs, time.Now)}
 	var err error
 	if r.model, err = openModel(ctx, config, log); err != nil {
 		return nil, err

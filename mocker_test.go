@@ -42,7 +42,10 @@ func startMockSite(t testing.TB, workers int, args ...string) *mockSite {
 		port("base-kv-replay-port", 2+workers+ranks*workers), port("base-metrics-port", 2+workers+2*ranks*workers),
 	}
 	s := startRooms(t, ports, append(all, args...)...)
-	eventually(t, 20*time.Second, "all workers followed", func() bool { return s.followed() == workers*s.rooms.config.Ranks() })
+	config := s.rooms.config
+	eventually(t, 20*time.Second, "all workers followed", func() bool {
+		return s.followed() == workers*config.Ranks() || !config.KVEvents() && len(s.rooms.router.Targets()) == workers*config.Ranks()
+	})
 	return s
 }
 
@@ -108,8 +111,7 @@ func (s *mockSite) followed() int {
 	n := 0
 	streams := s.rooms.fleet.Streams()
 	for _, target := range s.rooms.router.Targets() {
-		stats := streams[target.Key]
-		if stats != nil && stats.Connected.Load() && s.rank(target.Key).events.pub.Subscribers() > 0 && !stats.Cold.Load() {
+		if stats := streams[target.Key]; stats != nil && stats.Connected.Load() && s.rank(target.Key).events.pub.Subscribers() > 0 && !stats.Cold.Load() {
 			n++
 		}
 	}
@@ -212,6 +214,43 @@ func TestMockPredictionsAreExactOneByOne(t *testing.T) {
 			eventually(t, 20*time.Second, "all bookings freed", func() bool { return s.inFlight() == 0 })
 			if disabled := s.rooms.tokens.Stats().Disabled; len(disabled) > 0 {
 				t.Errorf("parity with the mocker fails for %v", disabled)
+			}
+		})
+	}
+}
+
+func TestWithoutEventsPromptsAreFoundWhereTheyWent(t *testing.T) {
+	for _, args := range [][]string{{"--policy=kv"}, {"--mock-data-parallel-size=2", "--policy=work"}} {
+		t.Run(strings.Join(args, " "), func(t *testing.T) {
+			s := startMockSite(t, 2, append(args, "--no-kv-events", "--mock-num-gpu-blocks=200")...)
+			if n := len(s.rooms.fleet.Streams()); n > 0 {
+				t.Errorf("%d event streams", n)
+			}
+			if _, sources := get(t, s.workerURL(0)+"/kv_event_sources"); string(sources) != "{}\n" && string(sources) != "{}" {
+				t.Errorf("the worker publishes at %s", sources)
+			}
+			for _, target := range s.rooms.router.Targets() {
+				if target.TotalBlocks != 199 {
+					t.Errorf("%v has %d blocks, want one less than the 200 that its /metrics tell", target.Key, target.TotalBlocks)
+				}
+			}
+			for i := range 3 {
+				chat := say(fmt.Sprint(i, strings.Repeat(" growing prompt", 60)))
+				worker := uint64(0)
+				for turn := range 4 {
+					a, err := s.chat(t.Context(), chat, turn%2 == 0, 20)
+					if err != nil || !a.finished {
+						t.Fatal(err, a)
+					}
+					if whole := a.prompt / 64 * 64; turn > 0 && (a.worker != worker || a.predicted < 832 || a.predicted > a.cached || a.cached > whole) {
+						t.Errorf("chat %d turn %d: worker %d after %d, predicted %d, %d of %d cached", i, turn, a.worker, worker, a.predicted, a.cached, a.prompt)
+					}
+					worker = a.worker
+					chat = append(chat, say("", a.text, "go on")[1:]...)
+				}
+			}
+			if err := s.rooms.index.(*Approx).check(); err != nil {
+				t.Error(err)
 			}
 		})
 	}
@@ -322,7 +361,7 @@ func TestMockErrorsAreAnswers(t *testing.T) {
 }
 
 func TestMockFaultsHitTheNamedWorker(t *testing.T) {
-	s := startMockSite(t, 2, "--mock-slow-worker=1=3", "--mock-hang-worker=1=30ms", "--request-timeout=1s", "--policy=round-robin")
+	s := startMockSite(t, 2, "--mock-slow-worker=1=3", "--mock-hang-worker=1=4s", "--request-timeout=1s", "--policy=round-robin")
 	if got := s.rank(WorkerKey{Worker: 1}).engine.cfg.Timing.Speedup; got != 20.0/3 {
 		t.Errorf("speed of the slow worker %v", got)
 	}

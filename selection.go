@@ -46,7 +46,7 @@ func (p partition) dumpName() string { return p.model + ":" + p.group }
 type Selection struct {
 	config Config
 	router *Router
-	index  *Radix
+	index  Index
 	fleet  *Fleet
 	log    *slog.Logger
 
@@ -62,7 +62,7 @@ type Selection struct {
 }
 
 // NewSelection returns the router port over the given rooms.
-func NewSelection(config Config, router *Router, index *Radix, fleet *Fleet, log *slog.Logger) *Selection {
+func NewSelection(config Config, router *Router, index Index, fleet *Fleet, log *slog.Logger) *Selection {
 	return &Selection{
 		config: config, router: router, index: index, fleet: fleet, log: log, history: fleet.History,
 		reserved: newReservations(), pending: newPendingSelections(), registered: map[uint64]registeredWorker{},

@@ -102,7 +102,7 @@ func defaultTiming() fleetTiming {
 // load of them all. Its methods are safe for concurrent use.
 type Fleet struct {
 	cfg       Config
-	index     *Radix
+	index     Index
 	hooks     FleetHooks
 	log       *slog.Logger
 	client    *http.Client
@@ -138,7 +138,7 @@ type worker struct {
 
 // NewFleet prepares the workers that cfg asks for; Run starts them. index gets
 // what their event streams tell.
-func NewFleet(cfg Config, index *Radix, hooks FleetHooks, log *slog.Logger) (*Fleet, error) {
+func NewFleet(cfg Config, index Index, hooks FleetHooks, log *slog.Logger) (*Fleet, error) {
 	f := &Fleet{
 		cfg: cfg, index: index, hooks: hooks, log: log,
 		// A new connection each time: a look at a worker must not depend on an
