@@ -1,6 +1,7 @@
 package main
 
 import (
+	"slices"
 	"sync/atomic"
 	"time"
 )
@@ -138,4 +139,66 @@ func (r *Router) expire(now time.Time) {
 	for b := r.loads.oldest; b != nil && now.Sub(b.heard) >= bookingExpiry; b = r.loads.oldest {
 		r.finish(b, 0, now)
 	}
+}
+
+// Booking returns the booking under that id, or nil.
+func (r *Router) Booking(id string) *Booking {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.expire(r.now())
+	return r.loads.Booking(id)
+}
+
+// WorkerLoad is what a worker has to do, or would have with one more request.
+type WorkerLoad struct {
+	Key                    WorkerKey
+	PotentialPrefillTokens int
+	PotentialDecodeBlocks  int
+	ActiveRequests         int // without the one more
+}
+
+// Loads returns what every worker has to do that is up or has bookings, by key.
+func (r *Router) Loads() []WorkerLoad {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	now := r.now()
+	r.expire(now)
+	keys := r.loads.Booked()
+	for i := range r.targets {
+		keys = append(keys, r.targets[i].Key)
+	}
+	slices.SortFunc(keys, WorkerKey.Compare)
+	var loads []WorkerLoad
+	for _, key := range slices.Compact(keys) {
+		load := r.loads.Get(key, now)
+		loads = append(loads, WorkerLoad{Key: key, PotentialPrefillTokens: load.PrefillTokens, PotentialDecodeBlocks: load.ActiveBlocks, ActiveRequests: load.InFlight})
+	}
+	return loads
+}
+
+// PotentialLoads returns what each worker that may serve the request would have
+// to do with it, by key. Nothing is booked.
+func (r *Router) PotentialLoads(request Request) []WorkerLoad {
+	scratch := r.scratch.Get().(*lookup)
+	defer r.scratch.Put(scratch)
+	request.QueryOnly = true
+	p, _ := r.lookUp(request, scratch)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	now := r.now()
+	r.expire(now)
+	var loads []WorkerLoad
+	for i := range r.targets {
+		t := &r.targets[i]
+		if !p.mayUse(t) {
+			continue
+		}
+		c := r.candidate(&p, t, now)
+		load := WorkerLoad{Key: t.Key, PotentialPrefillTokens: c.Load.PrefillTokens, PotentialDecodeBlocks: c.Load.ActiveBlocks + c.NewBlocks, ActiveRequests: c.Load.InFlight}
+		if r.tracksPrefill(&p) {
+			load.PotentialPrefillTokens += p.tokens - c.Overlap*r.blockSize
+		}
+		loads = append(loads, load)
+	}
+	return loads
 }

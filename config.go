@@ -64,7 +64,7 @@ type Config struct {
 	BaseKVReplayPort int    `group:"Addresses" name:"base-kv-replay-port" default:"5757" help:"KV-event replay port of worker 0; worker i has this plus i."`
 	BaseMetricsPort  int    `group:"Addresses" default:"5657" help:"Load metrics port of worker 0; worker i has this plus i."`
 
-	Policy           string        `group:"Routing" default:"standalone" placeholder:"NAME" help:"How to choose a worker: ${policies}. Simulate takes several, separated by commas."`
+	Policy           string        `group:"Routing" default:"work" placeholder:"NAME" help:"How to choose a worker: ${policies}. Simulate takes several, separated by commas."`
 	Seed             uint64        `group:"Routing" default:"0" help:"Seed of everything random; 0 takes it from the clock."`
 	TokenTimeout     time.Duration `group:"Routing" default:"2s" help:"Longest wait for a worker's own tokens where the router cannot render a prompt itself."`
 	TokenCacheTokens int           `group:"Routing" default:"4194304" help:"Prompt tokens remembered by piece of text (system prompt, turns), so that no piece is encoded twice; 4 bytes each. 0 remembers nothing."`

@@ -60,7 +60,7 @@ func TestDefaultsOnACPUMachine(t *testing.T) {
 		Engine: "vllm", NumWorkers: 2, BlockSize: 64, GPUsPerWorker: 1, Python: "python3",
 		StartupTimeout: 10 * time.Minute, RestartBackoffMax: 30 * time.Second,
 		Host: "127.0.0.1", HTTPPort: 8000, RouterPort: 7000, BaseWorkerPort: 8100, BaseKVEventsPort: 5557, BaseKVReplayPort: 5757, BaseMetricsPort: 5657,
-		Policy: "standalone", TokenTimeout: 2 * time.Second, TokenCacheTokens: DefaultTokenCache, CollectUsage: true, RouterKnobs: DefaultRouterKnobs(), PolicyKnobs: DefaultPolicyKnobs(),
+		Policy: "work", TokenTimeout: 2 * time.Second, TokenCacheTokens: DefaultTokenCache, CollectUsage: true, RouterKnobs: DefaultRouterKnobs(), PolicyKnobs: DefaultPolicyKnobs(),
 		MaxBodyBytes: 64 << 20, RequestTimeout: 30 * time.Minute, DrainTimeout: 30 * time.Second,
 		LogLevel: "info", LogFormat: "text", Cores: 8, MockConfig: DefaultMockConfig(),
 	}

@@ -2,6 +2,7 @@ package main
 
 import (
 	"errors"
+	"math/rand/v2"
 	"testing"
 )
 
@@ -258,4 +259,36 @@ func TestKVCountsAPromptThatIsCachedAsAWhole(t *testing.T) {
 		t.Errorf("%d tokens to compute, %d usable in the cache; want 0 and 4", d.EffectivePrefillTokens, d.OverlapTokens)
 	}
 	expectLoad(t, r, 0, 2, 1)
+}
+
+func TestSchedulerSoftmax(t *testing.T) {
+	random := rand.New(rand.NewPCG(1, 2))
+	for _, test := range []struct {
+		name        string
+		costs       []float64
+		temperature float64
+		least, most []int // draws of 1000 for each
+	}{
+		{"single key", []float64{5}, 1, []int{1000}, []int{1000}},
+		{"nearly no temperature takes the lowest", []float64{3, 1, 2}, 0.01, []int{0, 1000, 0}, []int{0, 1000, 0}},
+		{"ties are random", []float64{2, 2}, 0.01, []int{430, 430}, []int{570, 570}},
+		{"negative logits", []float64{-10, -20}, 1, []int{220, 680}, []int{320, 780}},
+		{"a high temperature draws nearly evenly", []float64{0, 1000}, 100, []int{430, 430}, []int{570, 570}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			candidates := make([]Candidate, len(test.costs))
+			for i := range candidates {
+				candidates[i].Overlap = i
+			}
+			counts := make([]int, len(candidates))
+			for range 1000 {
+				counts[softmaxOfCosts(candidates, test.temperature, random, func(c *Candidate) float64 { return test.costs[c.Overlap] })]++
+			}
+			for i, n := range counts {
+				if n < test.least[i] || n > test.most[i] {
+					t.Errorf("drawn %v times, want %v to %v", counts, test.least, test.most)
+				}
+			}
+		})
+	}
 }

@@ -320,7 +320,7 @@ func TestMockErrorsAreAnswers(t *testing.T) {
 }
 
 func TestMockFaultsHitTheNamedWorker(t *testing.T) {
-	s := startMockSite(t, 2, "--mock-slow-worker=1=3", "--mock-hang-worker=1=30ms", "--request-timeout=1s", "--policy=round-robin")
+	s := startMockSite(t, 2, "--mock-slow-worker=1=3", "--mock-hang-worker=1=4s", "--request-timeout=1s", "--policy=round-robin")
 	if got := s.rank(WorkerKey{Worker: 1}).engine.cfg.Timing.Speedup; got != 20.0/3 {
 		t.Errorf("speed of the slow worker %v", got)
 	}

@@ -43,7 +43,7 @@ type Request struct {
 	ID        string   // of its booking; empty: none. Only one booking at a time may have it
 	Tokens    []uint32 // the prompt, as far as its tokens say all about it
 	Local     []uint64 // its local block hashes, where the caller has them instead of Tokens
-	Sequence  []uint64 // its sequence hashes, where the caller has them
+	Sequence  []uint64 // its sequence hashes, where the caller has them; not to be changed any more
 	NumTokens int      // its whole length; 0: that of Tokens
 	Overlap   *int     // blocks that its worker holds, where the caller knows; nil: as in the index
 	LoRA      string   // adapter, empty: none
@@ -276,7 +276,9 @@ func (r *Router) Targets() []Target {
 func (r *Router) Load(w WorkerKey) Load {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.loads.Get(w, r.now())
+	load := r.loads.Get(w, r.now())
+	load.Prefills = slices.Clone(load.Prefills)
+	return load
 }
 
 // Serves tells whether a worker that is up serves the model, and whether any
@@ -349,6 +351,7 @@ func (r *Router) lookUp(request Request, scratch *lookup) (p inquiry, d Decision
 	if p.Override != nil && p.Override.AssumeKVReuse != nil {
 		p.shared = *p.Override.AssumeKVReuse
 	}
+	p.shared = p.shared || p.Sequence != nil // which says itself what is shared
 	if p.counted && p.shared {
 		if p.sequence = p.Sequence; p.sequence == nil {
 			p.sequence = SequenceHashes(make([]uint64, 0, len(p.local)), p.local) // the booking keeps it
@@ -515,68 +518,6 @@ func (r *Router) Book(request Request, worker WorkerKey) (*Booking, error) {
 	}
 	c := r.candidate(&p, &r.targets[at], now)
 	return r.book(&p, &c, now), nil
-}
-
-// Booking returns the booking under that id, or nil.
-func (r *Router) Booking(id string) *Booking {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.expire(r.now())
-	return r.loads.Booking(id)
-}
-
-// WorkerLoad is what a worker has to do, or would have with one more request.
-type WorkerLoad struct {
-	Key                    WorkerKey
-	PotentialPrefillTokens int
-	PotentialDecodeBlocks  int
-	ActiveRequests         int // without the one more
-}
-
-// Loads returns what every worker has to do that is up or has bookings, by key.
-func (r *Router) Loads() []WorkerLoad {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	now := r.now()
-	r.expire(now)
-	keys := r.loads.Booked()
-	for i := range r.targets {
-		keys = append(keys, r.targets[i].Key)
-	}
-	slices.SortFunc(keys, WorkerKey.Compare)
-	var loads []WorkerLoad
-	for _, key := range slices.Compact(keys) {
-		load := r.loads.Get(key, now)
-		loads = append(loads, WorkerLoad{Key: key, PotentialPrefillTokens: load.PrefillTokens, PotentialDecodeBlocks: load.ActiveBlocks, ActiveRequests: load.InFlight})
-	}
-	return loads
-}
-
-// PotentialLoads returns what each worker that may serve the request would have
-// to do with it, by key. Nothing is booked.
-func (r *Router) PotentialLoads(request Request) []WorkerLoad {
-	scratch := r.scratch.Get().(*lookup)
-	defer r.scratch.Put(scratch)
-	request.QueryOnly = true
-	p, _ := r.lookUp(request, scratch)
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	now := r.now()
-	r.expire(now)
-	var loads []WorkerLoad
-	for i := range r.targets {
-		t := &r.targets[i]
-		if !p.mayUse(t) {
-			continue
-		}
-		c := r.candidate(&p, t, now)
-		load := WorkerLoad{Key: t.Key, PotentialPrefillTokens: c.Load.PrefillTokens, PotentialDecodeBlocks: c.Load.ActiveBlocks + c.NewBlocks, ActiveRequests: c.Load.InFlight}
-		if r.tracksPrefill(&p) {
-			load.PotentialPrefillTokens += p.tokens - c.Overlap*r.blockSize
-		}
-		loads = append(loads, load)
-	}
-	return loads
 }
 
 // usableBlocks is how many cached blocks an engine can use of a prompt of that

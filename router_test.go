@@ -236,3 +236,87 @@ func BenchmarkRoute(b *testing.B) {
 		d.Booking.End()
 	}
 }
+
+func TestSiblingsInFlightCountAsCachedForWork(t *testing.T) {
+	for policy, want := range map[string]int{"work": 4000, "kv": 0} {
+		r := newTestRouter(t, policy, 4)
+		prompt := count(1, 4002)
+		first, err := r.Route(t.Context(), Request{Tokens: prompt})
+		if err != nil {
+			t.Fatal(err)
+		}
+		second, err := r.Route(t.Context(), Request{Tokens: prompt})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if second.OverlapTokens != want {
+			t.Errorf("%s: overlap with a sibling in flight is %d tokens, want %d", policy, second.OverlapTokens, want)
+		}
+		if met := first.Target.Key == second.Target.Key; policy == "work" && !met {
+			t.Errorf("work sent siblings to %v and %v", first.Target.Key, second.Target.Key)
+		}
+		first.Booking.End()
+		second.Booking.End()
+		third, err := r.Route(t.Context(), Request{Tokens: prompt})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if third.OverlapTokens != 0 {
+			t.Errorf("%s: overlap is %d tokens, but both siblings ended without a store event", policy, third.OverlapTokens)
+		}
+		third.Booking.End()
+	}
+}
+
+// pupil is a policy that keeps what it is told.
+type pupil struct {
+	roundRobin
+	outcomes []Outcome
+}
+
+func (p *pupil) Learn(o Outcome) { p.outcomes = append(p.outcomes, o) }
+
+func TestOutcomesTellWhatAWorkerDidMeanwhile(t *testing.T) {
+	policy := &pupil{}
+	r := NewRouter(NewRadix(), policy, testBlock, 1)
+	r.Up(Target{Key: WorkerKey{}})
+	now := time.Unix(1000, 0)
+	r.now = func() time.Time { return now }
+	send := func(tokens int, silent bool) *Booking {
+		d, err := r.Route(t.Context(), Request{NumTokens: tokens, Silent: silent})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return d.Booking
+	}
+	after := func(ms int) { now = now.Add(time.Duration(ms) * time.Millisecond) }
+
+	a := send(100, false)
+	after(50)
+	a.FirstToken()
+	b := send(300, false)
+	after(100)
+	b.FirstToken()
+	after(100)
+	a.Finish(11)
+	want := Outcome{
+		Uncached: 100, Output: 11, Alone: true, FirstToken: 50 * time.Millisecond, Decode: 200 * time.Millisecond,
+		Before: Meanwhile{Prompts: 1, Tokens: 100}, During: Meanwhile{Prompts: 1, Tokens: 300, Context: (100*0.1 + 400*0.1) / 0.2},
+	}
+	if len(policy.outcomes) != 1 || policy.outcomes[0] != want {
+		t.Fatalf("told %+v, want %+v", policy.outcomes, want)
+	}
+
+	a.Finish(11) // a second time
+	b.End()      // without an answer
+	c := send(100, true)
+	after(10)
+	c.Finish(5) // nobody heard its first token
+	send(100, false).Finish(5)
+	if len(policy.outcomes) != 1 {
+		t.Errorf("told %+v of requests that say nothing", policy.outcomes[1:])
+	}
+	if l := r.Load(WorkerKey{}); l.InFlight != 0 || len(l.Prefills) != 0 || l.PrefillTokens != 0 || l.ContextTokens != 0 {
+		t.Errorf("left in the books: %+v", l)
+	}
+}

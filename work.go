@@ -22,6 +22,9 @@ const (
 	// workOthers is the share that counts of the time by which the requests on a
 	// worker end later: some end before it has passed.
 	workOthers = 0.4
+	// workNotice is the share of the usual decoding below which a wait for the
+	// first token is not noticed: waits are never relative to less.
+	workNotice = 0.02
 	// workCount weighs the number of requests in flight relative to the mean of
 	// the workers: what the estimates cannot know, such as the lengths of answers
 	// to come, grows with it.
@@ -35,16 +38,16 @@ const (
 //	2.2·(decode + 0.4·n·(own + slowdown)) / usual decode +
 //	0.25·(n + 1) / (mean n + 1)
 //
-// with times in ms. The first line is about first tokens: first is when that of this
-// request will come, from the worker's coming passes; pushed by how much those
-// of the requests before it come later, where they share a pass; own the time
-// to compute its uncached tokens, which later requests wait for (the more, the
-// longer the queue is) and which push cached blocks out; queued the same of
-// the requests that wait; usual the mean own. The second line is about the
-// other tokens: decode is the time to decode an answer of usual length there,
-// usual decode its mean; each of the n requests in flight there stands still
-// for own, and decodes slower then, by slowdown. The last line balances their
-// number.
+// with times in ms. The first line is about first tokens: first is when that of
+// this request will come, from the worker's coming passes; pushed by how much
+// those of the requests before it come later, where they share a pass; own the
+// time to compute its uncached tokens, which later requests wait for (the more,
+// the longer the queue is) and which push cached blocks out; queued the same of
+// the requests that wait; usual the mean own, or 0.02·usual decode if that is
+// more. The second line is about the other tokens: decode is the time to decode
+// an answer of usual length there, usual decode its mean; each of the n requests
+// in flight there stands still for own, and decodes slower then, by slowdown.
+// The last line balances their number.
 //
 // Blocks of requests in flight count as cached. How long passes take and the
 // usual values are learned from finished requests. Ties are broken at random.
@@ -129,6 +132,7 @@ func (p *work) usual(q Query, candidates []Candidate) workUsual {
 		u.output, u.decoding = p.output.value, p.decoding.value
 	}
 	u.decoding = max(u.decoding, u.output*p.timing.decode, 1)
+	u.own = max(u.own, workNotice*u.decoding)
 	for i := range candidates {
 		u.inFlight += float64(candidates[i].Load.InFlight) / float64(len(candidates))
 	}

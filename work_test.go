@@ -157,8 +157,8 @@ func TestWorkBeatsDynamosBestKnobs(t *testing.T) {
 	}
 	means, worsts := compareWithTuned(t, []func() Policy{func() Policy { return newWork() }}, nil)
 	mean, worst := means[0], worsts[0]
-	if worst > 1.025 || mean[0] > 0.97 || mean[2] > 0.955 {
-		t.Errorf("TTFT %.4f, end to end %.4f, worst %.4f of Dynamo's best; want at most 0.97, 0.955, 1.025", mean[0], mean[2], worst)
+	if worst > 1.02 || mean[0] > 0.972 || mean[2] > 0.953 {
+		t.Errorf("TTFT %.4f, end to end %.4f, worst %.4f of Dynamo's best; want at most 0.972, 0.953, 1.02", mean[0], mean[2], worst)
 	}
 }
 

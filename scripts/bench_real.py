@@ -5,7 +5,7 @@ The workers' caches are small (60 blocks of 64 tokens), so that together they ho
 does not: where a request goes decides whether its prompt is computed or found. The hit rate comes from the engines'
 own counters (GET /metrics of every worker), not from the router.
 
-  scripts/bench_real.py                                    kvrouter's default --policy standalone against round-robin
+  scripts/bench_real.py                                    kvrouter's default --policy work against round-robin
   scripts/bench_real.py --policies standalone,kv,random    others
   scripts/bench_real.py --urls URL,URL                     no router: in-script round robin over running workers
 
@@ -387,7 +387,7 @@ def build_router(out):
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", default="standalone,round-robin", metavar="A,B", help="kvrouter policies, one run each (default %(default)s)")
+    parser.add_argument("--policies", default="work,round-robin", metavar="A,B", help="kvrouter policies, one run each (default %(default)s)")
     parser.add_argument("--urls", default="", metavar="URL,URL", help="measure these running workers by in-script round robin instead")
     parser.add_argument("--binary", default="", metavar="FILE", help="a built kvrouter (default: build it)")
     parser.add_argument("--model", default="", metavar="DIR", help="model for kvrouter (default: its own)")
