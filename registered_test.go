@@ -4,6 +4,7 @@ import (
 	"errors"
 	"net/http"
 	"net/http/httptest"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -101,4 +102,27 @@ func TestRegistrationEndsWithTheRouter(t *testing.T) {
 	if s.rooms.fleet.Unregister(9) {
 		t.Error("a worker was unregistered that never was registered")
 	}
+}
+
+func TestRegisteredWorkerServesChats(t *testing.T) {
+	s := &selectionSite{startRooms(t, freePorts(t, 2), "--engine=none", "--policy=kv"), nil}
+	first := startMockSite(t, 1)
+	record := ask(t, first.selection, "GET", "/workers", nil).Get("0")
+	s.want("POST", "/workers", object{
+		"worker_id": 0, "model_name": record.Get("model_name").String(), "endpoint": record.Get("endpoint").String(), "block_size": 64,
+		"kv_events_endpoint": record.Get("kv_events_endpoint").String(), "replay_endpoint": record.Get("replay_endpoint").String(),
+	}, 201, `lifecycle "schedulable"`)
+	chat := say(strings.Repeat("seen by both ", 30))
+	if _, err := first.chat(t.Context(), chat, false, 1); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, 20*time.Second, "the second router knows the blocks", func() bool { return s.rooms.index.Blocks(WorkerKey{}) > 0 })
+	if a, err := s.chat(t.Context(), chat, false, 1); err != nil || a.predicted != a.cached || a.cached == 0 {
+		t.Error(a, err)
+	}
+	s.want("GET", "/loads", nil, 200, "0.loads.0.active_requests 0")
+	if err := s.end(); err != nil { // its connections, before the other ends and looks for some
+		t.Error(err)
+	}
+	s.rooms.proxy.client.CloseIdleConnections()
 }
