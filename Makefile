@@ -10,7 +10,7 @@ TEST_TIMEOUT ?= 25m
 SOAK ?= 60s
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint bench bench-real wire-speed peers segments soak clean
+.PHONY: help setup run test lint bench index-bench bench-real wire-speed peers parity segments soak clean
 
 help: ## Show these targets
 	@printf 'kvrouter: KV-cache-aware routing over vLLM workers\n\n'
@@ -25,7 +25,7 @@ run: setup ## Set up, then serve on :8000 over two vLLM workers
 	go build -o kvrouter .
 	@exec ./kvrouter --num-workers 2 $(ARGS)
 
-test: setup lint ## Set up, then linters and all tests (race detector, real vLLM workers)
+test: setup lint parity ## Set up, then linters and all tests (race detector, real vLLM workers)
 	@echo "go test: unit, model-based and end-to-end tests; the last start real vLLM workers, which takes minutes"
 	go test -race -timeout $(TEST_TIMEOUT) ./...
 
@@ -39,6 +39,10 @@ lint: ## gofmt, go vet, staticcheck, syntax of the shell and Python scripts
 bench: setup ## Micro-benchmarks of hashing, index, decoding and routing (BENCH=regexp)
 	go test -run '^$$' -bench '$(BENCH)' -benchmem -timeout 60m .
 
+index-bench: ## The index on a trace of 128 workers: rate, lookup times, memory (a minute, 4 GB)
+	@scripts/build-native.sh
+	go test -run '^$$' -bench '^BenchmarkIndexTrace$$' -benchtime 1x -timeout 30m .
+
 bench-real: setup ## KV-aware routing against round robin on two real vLLM CPU workers
 	$(PYTHON) scripts/bench_real.py $(ARGS)
 
@@ -47,6 +51,9 @@ wire-speed: setup ## CPU per indexed KV event, against dynamo.indexer
 
 peers: setup ## Side by side with peers: KV events, simulator, proxy path
 	scripts/peers.sh
+
+parity: ## Every answer of the router port beside Dynamo's selection service
+	scripts/selection_parity.sh
 
 segments: setup ## Hold cut and remembered prompts against the tokenizers of eight model families
 	scripts/segments.sh

@@ -220,11 +220,17 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 			a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%s` does not exist.", model))
 			return
 		}
+		x.Model = model
 	}
 	if parsed.Get("vllm_xargs").Get("kv_cache_report_mode").Exists() {
 		// The engine would report blocks as stored that it only used again, and
 		// never as removed: the index could not be kept true.
 		a.fail(c, http.StatusBadRequest, "vllm_xargs", "kv_cache_report_mode is not allowed behind a router that follows KV events")
+		return
+	}
+	hints, bad := readHints(c.Request.Header, parsed.Get("nvext"))
+	if bad != nil {
+		a.fail(c, http.StatusBadRequest, bad.param, bad.Error())
 		return
 	}
 	ctx := c.Request.Context()
@@ -233,10 +239,15 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 	tokensTime := time.Since(x.Arrived)
 	request := Request{Tokens: prompt.Tokens[:prompt.Exact], NumTokens: len(prompt.Tokens), Salt: parsed.Get("cache_salt").String(), LoRA: a.router.Adapter(model), Model: model}
 	request.Silent = !parsed.Get("stream").Bool() || multiple || parsed.Get("n").Int() > 1
+	hints.apply(&request)
+	if hints.Query {
+		a.settle(c, x, a.answerQuery(c, kind, parsed.Get("stream").Bool(), request, prompt.Tokens))
+		return
+	}
 	x.Prompt = a.recorder.Prompt(request)
 	route := func(exclude []uint64) (Decision, error) {
 		request.Exclude = exclude
-		d, err := a.router.Route(ctx, request)
+		d, err := a.decide(ctx, request)
 		if multiple { // the usage will speak of all prompts, the decision of one
 			d.Tokens = 0
 		}
@@ -249,7 +260,7 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 	if kind == chatPrompt || kind == completionPrompt {
 		u.Head, u.Body, u.HideUsage = a.askForUsage(parsed)
 	}
-	if len(a.router.Targets()) > 1 {
+	if len(a.router.Targets()) > 1 && request.Pinned == nil {
 		u.MaxRetries = 1
 	}
 	err := a.proxy.Forward(ctx, c.Writer, u, x, route)
@@ -274,22 +285,34 @@ func (a *API) settle(c *gin.Context, x *Exchange, err error) {
 		a.log.Warn("answer was cut short", "route", x.Route, "worker", x.Worker, "error", err)
 	case errors.Is(err, errSilent):
 		a.fail(c, http.StatusGatewayTimeout, "", fmt.Sprintf("worker %s did not answer within %s", x.Worker, a.config.RequestTimeout))
-	case errors.Is(err, ErrNoWorker):
-		c.Header("Retry-After", "5")
-		a.fail(c, http.StatusServiceUnavailable, "", "no worker is ready: try again in a few seconds")
-	case errors.Is(err, ErrQueueFull):
-		c.Header("Retry-After", "1")
-		a.fail(c, statusOverloaded, "", ErrQueueFull.Error())
-	case errors.Is(err, ErrQueueTimeout):
-		c.Header("Retry-After", "1")
-		a.fail(c, http.StatusServiceUnavailable, "", ErrQueueTimeout.Error())
-	case errors.Is(err, ErrBusy):
-		c.Header("Retry-After", "1")
-		a.fail(c, http.StatusServiceUnavailable, "", "Service temporarily unavailable: All workers are busy, please retry later")
+	case errors.Is(err, ErrNoWorker), errors.Is(err, ErrBusy), errors.Is(err, ErrQueueFull), errors.Is(err, ErrQueueTimeout):
+		a.refuse(c, x, err)
 	default:
 		a.log.Warn("no worker answered", "route", x.Route, "error", err)
 		a.fail(c, http.StatusBadGateway, "", fmt.Sprintf("worker %s failed before it answered", x.Worker))
 	}
+}
+
+// refuse answers a request that no worker may take now.
+func (a *API) refuse(c *gin.Context, x *Exchange, err error) {
+	status, message, again := http.StatusServiceUnavailable, err.Error(), "1"
+	var pinned *pinnedError
+	switch {
+	case errors.Is(err, ErrQueueFull):
+		status = statusOverloaded
+	case errors.As(err, &pinned):
+	case errors.Is(err, ErrBusy):
+		message = "Service temporarily unavailable: All workers are busy, please retry later"
+	case errors.Is(err, ErrNoWorker):
+		message, again = "no worker is ready: try again in a few seconds", "5"
+	}
+	known := "" // the names that clients make up are no labels
+	if slices.ContainsFunc(a.router.Targets(), func(t Target) bool { return slices.Contains(t.Models, x.Model) }) {
+		known = x.Model
+	}
+	a.telemetry.Refused(known, x.Route, err)
+	c.Header("Retry-After", again)
+	a.fail(c, status, "", message)
 }
 
 // body reads a request's body within the limits; not ok: it has been answered.

@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"regexp"
 	"strings"
 	"sync"
 	"testing"
@@ -82,7 +83,11 @@ func newHouse(t *testing.T, config Config, workers ...string) *house {
 	rooms := &rooms{router: h.router, proxy: proxy}
 	tokens := NewTokens(nil, rooms.askWorker, time.Second, log)
 	h.Server = httptest.NewServer(NewAPI(config, h.router, tokens, proxy, telemetry, log).Handler())
-	h.selection = httptest.NewServer(NewSelection(config, h.router, h.router.index, func() []WorkerStatus { return nil }, log).Handler())
+	fleet, err := NewFleet(config, h.router.index, FleetHooks{}, log)
+	if err != nil {
+		t.Fatal(err)
+	}
+	h.selection = httptest.NewServer(NewSelection(config, h.router, h.router.index, fleet, log).Handler())
 	t.Cleanup(func() {
 		h.Close()
 		h.selection.Close()
@@ -652,5 +657,53 @@ func TestOverlapScoresAndDump(t *testing.T) {
 	if len(events) != 2 || len(events[0].Event.Data.Stored.Blocks) != 2 || events[0].Event.Data.Stored.ParentHash != nil ||
 		events[0].Event.Data.Stored.Blocks[0].TokensHash != 14643705804678351452 || events[0].Event.Data.Stored.Blocks[1].TokensHash != 16777012769546811212 {
 		t.Errorf("%s", body)
+	}
+}
+
+func TestMetricsHaveDynamosNames(t *testing.T) {
+	telemetry := NewTelemetry(func() []WorkerSample {
+		return []WorkerSample{{Worker: WorkerKey{Worker: 1, Rank: 2}, EventCount: map[string]uint64{"stored": 9, "unknown_parent": 2, "invalid_stored": 1, "removed": 7, "removed_incomplete": 3, "cleared": 4}}}
+	}, func() PromptSample { return PromptSample{} })
+	router := newTestRouter(t, "kv", 2)
+	telemetry.Watch(router)
+	d, err := router.Route(t.Context(), Request{Tokens: promptTokens(1, 3)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Booking.End()
+	d.HashTime, d.LookupTime, d.SequenceTime, d.ScheduleTime, d.QueueTime = 3*time.Microsecond, 20*time.Microsecond, 5*time.Microsecond, time.Millisecond, 2*time.Second
+	telemetry.Decided(time.Second, d)
+	telemetry.Refused("m", chatPath, fmt.Errorf("wrapped: %w", ErrBusy))
+	telemetry.Refused("m", chatPath, ErrNoWorker)
+	telemetry.Refused("m", chatPath, ErrQueueFull)
+	telemetry.Refused("m", chatPath, ErrQueueTimeout)
+	recorder := httptest.NewRecorder()
+	telemetry.Handler().ServeHTTP(recorder, httptest.NewRequest(http.MethodGet, "/metrics", nil))
+	page := regexp.MustCompile(`,?router_id="[0-9]+",?`).ReplaceAllString(recorder.Body.String(), "")
+	for _, want := range []string{
+		`dynamo_router_overhead_block_hashing_ms_bucket{le="0.002"} 0`, `dynamo_router_overhead_block_hashing_ms_bucket{le="0.004"} 1`,
+		`dynamo_router_overhead_block_hashing_ms_bucket{le="16.384"} 1`, `dynamo_router_overhead_seq_hashing_ms_sum{} 0.005`,
+		`dynamo_router_overhead_indexer_find_matches_ms_bucket{le="0.01"} 0`, `dynamo_router_overhead_indexer_find_matches_ms_bucket{le="0.03"} 1`,
+		`dynamo_router_overhead_scheduling_ms_sum{} 1`, `dynamo_router_overhead_total_ms_sum{} 1.028`,
+		fmt.Sprintf(`dynamo_frontend_worker_active_decode_blocks{dp_rank="0",worker_id="%d",worker_type="decode"} 3`, d.Target.Key.Worker),
+		fmt.Sprintf(`dynamo_frontend_worker_active_prefill_tokens{dp_rank="0",worker_id="%d",worker_type="decode"} 12`, d.Target.Key.Worker),
+		fmt.Sprintf(`dynamo_frontend_worker_active_prefill_tokens{dp_rank="0",worker_id="%d",worker_type="decode"} 0`, 1-d.Target.Key.Worker),
+		`dynamo_frontend_model_rejection_total{endpoint="/v1/chat/completions",model="m"} 1`,
+		`dynamo_component_kv_cache_events_applied{dp_rank="2",event_type="stored",status="ok",worker_id="1"} 9`,
+		`dynamo_component_kv_cache_events_applied{dp_rank="2",event_type="stored",status="parent_block_not_found",worker_id="1"} 2`,
+		`dynamo_component_kv_cache_events_applied{dp_rank="2",event_type="stored",status="invalid_block",worker_id="1"} 1`,
+		`dynamo_component_kv_cache_events_applied{dp_rank="2",event_type="removed",status="ok",worker_id="1"} 4`,
+		`dynamo_component_kv_cache_events_applied{dp_rank="2",event_type="removed",status="block_not_found",worker_id="1"} 3`,
+		`dynamo_component_kv_cache_events_applied{dp_rank="2",event_type="cleared",status="ok",worker_id="1"} 4`,
+		`kvrouter_decision_seconds_count{stage="schedule"} 1`, `kvrouter_queue_wait_seconds_sum 2`,
+		`dynamo_frontend_router_queue_backpressure_total{reason="full"} 1`, `dynamo_frontend_router_queue_backpressure_total{reason="timeout"} 1`,
+		`dynamo_frontend_router_queue_pending_requests 0`, `dynamo_frontend_router_queue_pending_isl_tokens 0`,
+	} {
+		if !strings.Contains(page, want+"\n") {
+			t.Errorf("no %s", want)
+		}
+	}
+	if t.Failed() {
+		t.Log(page)
 	}
 }

@@ -141,12 +141,15 @@ func (f *Fleet) eventSources(ctx context.Context, spec AttachedWorker) []EventSo
 	return sources
 }
 
-// loadOf returns where a rank publishes its load; empty: only on /metrics.
+// loadOf returns where a rank publishes its load; empty: only on /metrics. As
+// with KV events, ranks take consecutive ports.
 func (w AttachedWorker) loadOf(rank uint32) string {
-	if rank == 0 {
+	address, port, found := cutLast(w.Load, ":")
+	number, err := strconv.ParseUint(port, 10, 16)
+	if rank == 0 || !found || err != nil {
 		return w.Load
 	}
-	return ""
+	return fmt.Sprintf("%s:%d", address, number+uint64(rank))
 }
 
 // reachable replaces the wildcard of an endpoint that a server binds by the
@@ -230,7 +233,7 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 		if in.gone {
 			return true
 		}
-		if len(sources) > 0 || in.toldSilent || !in.up {
+		if len(sources) > 0 || in.toldSilent || !in.up || !f.cfg.KVEvents() {
 			continue
 		}
 		// A server may name its sources only once its engine runs.

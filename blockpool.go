@@ -26,13 +26,15 @@ type poolBlock struct {
 }
 
 func newBlockPool(size int) *blockPool {
-	buckets := 1 << bits.Len(uint(size)) // one or two a block; keys are hashes, so few share one
-	p := &blockPool{blocks: make([]poolBlock, size+1), free: make([]uint32, size), buckets: make([]uint32, buckets)}
+	p := &blockPool{blocks: make([]poolBlock, size+1), free: make([]uint32, size), buckets: make([]uint32, bucketsFor(size))}
 	for i := range p.free {
 		p.free[i] = uint32(size - i)
 	}
 	return p
 }
+
+// bucketsFor is one or two a block; keys are hashes, so few share one.
+func bucketsFor(size int) int { return 1 << bits.Len(uint(size)) }
 
 // find returns the block with that key, or 0.
 func (p *blockPool) find(key uint64) uint32 {
@@ -48,8 +50,14 @@ func (p *blockPool) bucket(key uint64) *uint32 { return &p.buckets[key&uint64(le
 // available is how many blocks can be taken.
 func (p *blockPool) available() int { return len(p.free) + p.inactive }
 
+// size is how many blocks there are.
+func (p *blockPool) size() int { return len(p.blocks) - 1 }
+
+// held is how many blocks are not free.
+func (p *blockPool) held() int { return p.size() - len(p.free) }
+
 // active is how many blocks requests refer to.
-func (p *blockPool) active() int { return len(p.blocks) - 1 - p.available() }
+func (p *blockPool) active() int { return p.size() - p.available() }
 
 // acquire adds a reference to block b, which has a key.
 func (p *blockPool) acquire(b uint32) {
@@ -63,17 +71,43 @@ func (p *blockPool) acquire(b uint32) {
 // taken from an inactive block, evicted is that one's key. It returns 0 if every
 // block is active.
 func (p *blockPool) take() (b uint32, evicted uint64, hasEvicted bool) {
-	if n := len(p.free); n > 0 {
-		b, p.free = p.free[n-1], p.free[:n-1]
-	} else if b = p.blocks[0].next; b != 0 {
-		p.unlink(b)
-		evicted, hasEvicted = p.blocks[b].key, true
-		p.unkey(b)
-	} else {
-		return 0, 0, false
+	if len(p.free) == 0 {
+		if b = p.oldest(); b == 0 {
+			return 0, 0, false
+		}
+		evicted, hasEvicted = p.evict(b), true
 	}
+	n := len(p.free)
+	b, p.free = p.free[n-1], p.free[:n-1]
 	p.blocks[b].refs = 1
 	return b, evicted, hasEvicted
+}
+
+// oldest returns the inactive block that was released longest ago, or 0.
+func (p *blockPool) oldest() uint32 { return p.blocks[0].next }
+
+// evict frees the inactive block b and returns its key.
+func (p *blockPool) evict(b uint32) (key uint64) {
+	key = p.blocks[b].key
+	p.unlink(b)
+	p.unkey(b)
+	p.free = append(p.free, b)
+	return key
+}
+
+// grow adds free blocks up to that many in all.
+func (p *blockPool) grow(size int) {
+	first := len(p.blocks)
+	p.blocks = append(p.blocks, make([]poolBlock, size+1-first)...)
+	for b := size; b >= first; b-- {
+		p.free = append(p.free, uint32(b))
+	}
+	p.buckets = make([]uint32, bucketsFor(size))
+	for b := 1; b < first; b++ {
+		if p.blocks[b].keyed {
+			p.setKey(uint32(b), p.blocks[b].key)
+		}
+	}
 }
 
 // setKey puts the contents of block b, which has no key, under one that no

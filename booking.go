@@ -17,15 +17,19 @@ type Booking struct {
 	uncached int      // those of them to be computed
 	expected int      // tokens of the answer; 0: unknown
 	silent   bool     // nobody tells when its first token comes
+	remote   bool     // of another router
 	ended    atomic.Bool
 
 	// All below is guarded by router.mu.
+	number       uint64 // by which other routers know it; 0: they do not
 	sent         time.Time
 	alone        bool  // no other prompt was to be computed when it was sent
 	atSent       tally // of the worker
 	computed     bool  // the first token has come
 	first        time.Time
 	atFirst      tally
+	assumed      *Assumed  // what of it an approximate index counts as cached
+	cached       int       // blocks of it that the engine found cached; -1: not told
 	outputs      int       // blocks of the answer
 	outputWeight float64   // what they count together
 	heard        time.Time // when somebody last spoke of it
@@ -85,6 +89,14 @@ func (b *Booking) Generated(tokens int) {
 	}
 }
 
+// Cached tells how many of the prompt's tokens the engine found in its cache, as
+// its answer says. It counts if it comes before the end.
+func (b *Booking) Cached(tokens int) {
+	b.router.mu.Lock()
+	defer b.router.mu.Unlock()
+	b.cached = tokens / b.router.blockSize
+}
+
 // End tells that the request has ended, however it did.
 func (b *Booking) End() { b.end(0) }
 
@@ -110,6 +122,8 @@ func (r *Router) finish(b *Booking, output int, now time.Time) {
 		policy.Learn(r.loads.Outcome(b, output, now))
 	}
 	r.loads.End(b, now)
+	b.assumed.End((b.prompt+output)/r.blockSize-b.prompt/r.blockSize, b.cached)
+	r.share(changeFree, b)
 	r.drain(now)
 }
 
@@ -117,6 +131,7 @@ func (r *Router) prefillDone(b *Booking, now time.Time) {
 	if !b.computed {
 		b.computed = true
 		r.loads.FirstToken(b, now)
+		r.share(changePrefill, b)
 		r.drain(now)
 	}
 }

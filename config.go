@@ -21,7 +21,7 @@ import (
 const (
 	EngineVLLM   = "vllm"   // start vLLM workers
 	EngineMocker = "mocker" // start simulated workers in this process
-	EngineNone   = "none"   // start none: route to those of --worker only
+	EngineNone   = "none"   // start none: route to those of --worker and of POST /workers
 )
 
 // Commands that ParseConfig returns.
@@ -46,7 +46,7 @@ const cpuBlockMultiple = 32
 type Config struct {
 	Model           string `group:"Model and engine" placeholder:"NAME|DIR" help:"Model to serve: a Hugging Face name or a folder. Default: deepseek-ai/DeepSeek-R1-Distill-Llama-8B where a GPU is found, else the SmolLM2 135M that 'make setup' prepared."`
 	ServedModelName string `group:"Model and engine" placeholder:"NAME" help:"Name that clients use for the model. Default: the name of --model, for a folder its last part."`
-	Engine          string `group:"Model and engine" default:"vllm" enum:"vllm,mocker,none" help:"What to start: vllm; mocker, simulated workers that need no GPU, Python or model; none to use attached workers only."`
+	Engine          string `group:"Model and engine" default:"vllm" enum:"vllm,mocker,none" help:"What to start: vllm; mocker, simulated workers that need no GPU, Python or model; none to use attached and registered workers only."`
 	NumWorkers      int    `group:"Model and engine" default:"2" help:"Number of workers to start."`
 	BlockSize       int    `group:"Model and engine" default:"64" help:"Tokens in a KV-cache block; the same in router and engine. On a CPU a multiple of 32."`
 	GPUsPerWorker   int    `group:"Model and engine" name:"gpus-per-worker" default:"1" help:"GPUs of one worker (tensor parallel)."`
@@ -70,7 +70,9 @@ type Config struct {
 	TokenCacheTokens int           `group:"Routing" default:"4194304" help:"Prompt tokens remembered by piece of text (system prompt, turns), so that no piece is encoded twice; 4 bytes each. 0 remembers nothing."`
 	CollectUsage     bool          `group:"Routing" default:"true" negatable:"" help:"Ask workers for the usage of streams whose client did not, and keep it from the client."`
 	RouterKnobs
+	IndexerPeers []string `group:"Routing" placeholder:"URL" help:"Fill the index at the start from the first of these routers (or Dynamo's services) that answers GET /dump; several are separated by commas."`
 	PolicyKnobs
+	IndexConfig
 
 	APIKey           []string      `group:"Requests" name:"api-key" placeholder:"KEY" help:"Bearer key that the OpenAI port asks for; several are separated by commas. Default: no key is asked for."`
 	RouterAPIKey     []string      `group:"Requests" name:"router-api-key" placeholder:"KEY" help:"The same for the router port."`
@@ -79,6 +81,8 @@ type Config struct {
 	DrainTimeout     time.Duration `group:"Requests" default:"30s" help:"At the end, longest time for running requests to finish."`
 	Record           string        `group:"Requests" placeholder:"FILE" help:"Append one line of JSON to FILE for each finished request, without its text, to be replayed by 'kvrouter simulate --trace'."`
 	AllowEngineAdmin bool          `group:"Requests" help:"Pass the engines' admin and development paths on (/reset_prefix_cache, /sleep, ...) instead of refusing them."`
+
+	ReplicaConfig
 
 	MockConfig
 
@@ -372,6 +376,9 @@ func (c *Config) validate() error {
 	if err := c.RouterKnobs.validate(); err != nil {
 		return err
 	}
+	if err := c.IndexConfig.validate(); err != nil {
+		return err
+	}
 	if tokens, _ := c.EngineLimits(); c.Engine == EngineVLLM && tokens == 0 && c.RouterKnobs.countsPasses() {
 		return errors.New("--router-queue-threshold and --active-prefill-tokens-threshold-frac count in passes of the workers: give --max-num-batched-tokens NUMBER after --, which says how many tokens one computes")
 	}
@@ -398,12 +405,13 @@ func (c *Config) validate() error {
 		return errors.New("--drain-timeout and --request-timeout cannot be negative")
 	}
 	switch {
-	case c.Engine == EngineNone && len(c.Worker) == 0:
-		return errors.New("--engine none starts no worker, so at least one --worker url=http://host:port is needed")
 	case c.Engine != EngineVLLM && len(c.VLLMArgs) > 0:
 		return fmt.Errorf("%q follows --, but --engine %s starts no vLLM to pass it to", c.VLLMArgs[0], c.Engine)
 	case c.Engine != EngineNone && (c.NumWorkers < 1 || c.NumWorkers > 1000):
 		return fmt.Errorf("--num-workers %d: give 1 to 1000; for none use --engine none", c.NumWorkers)
+	}
+	if err := c.ReplicaConfig.validate(); err != nil {
+		return err
 	}
 	if c.Engine == EngineMocker {
 		if err := c.MockConfig.validate(c.NumWorkers); err != nil {
@@ -414,6 +422,12 @@ func (c *Config) validate() error {
 		name := vllmFlag(arg)
 		if instead, reserved := reservedVLLMArgs[name]; reserved {
 			return fmt.Errorf("%s after --: the router sets it for every worker; use %s", arg, instead)
+		}
+	}
+	for i, peer := range c.IndexerPeers {
+		var err error
+		if c.IndexerPeers[i], err = workerURL(peer); err != nil {
+			return fmt.Errorf("--indexer-peers: %w", err)
 		}
 	}
 	if err := c.numberWorkers(); err != nil {
@@ -600,17 +614,22 @@ func (c *Config) ports() []portUse {
 			uses = append(uses, p)
 		}
 	}
+	if c.ReplicaSync && c.ReplicaSyncPort != 0 {
+		uses = append(uses, portUse{"--replica-sync-port", c.ReplicaSyncPort, c.ReplicaSyncPort, c.Host, 0})
+	}
 	if c.Engine == EngineNone {
 		return uses
 	}
 	for i := range c.NumWorkers {
 		uses = append(uses, portUse{"--base-worker-port", c.BaseWorkerPort, c.BaseWorkerPort + i, loopback, i})
 		for at := i * c.Ranks(); at < (i+1)*c.Ranks(); at++ {
-			uses = append(uses,
-				portUse{"--base-kv-events-port", c.BaseKVEventsPort, c.BaseKVEventsPort + at, loopback, i},
-				portUse{"--base-kv-replay-port", c.BaseKVReplayPort, c.BaseKVReplayPort + at, loopback, i},
-				portUse{"--base-metrics-port", c.BaseMetricsPort, c.BaseMetricsPort + at, loopback, i},
-			)
+			if c.KVEvents() {
+				uses = append(uses,
+					portUse{"--base-kv-events-port", c.BaseKVEventsPort, c.BaseKVEventsPort + at, loopback, i},
+					portUse{"--base-kv-replay-port", c.BaseKVReplayPort, c.BaseKVReplayPort + at, loopback, i},
+				)
+			}
+			uses = append(uses, portUse{"--base-metrics-port", c.BaseMetricsPort, c.BaseMetricsPort + at, loopback, i})
 		}
 	}
 	return uses

@@ -60,9 +60,9 @@ func TestDefaultsOnACPUMachine(t *testing.T) {
 		Engine: "vllm", NumWorkers: 2, BlockSize: 64, GPUsPerWorker: 1, Python: "python3",
 		StartupTimeout: 10 * time.Minute, RestartBackoffMax: 30 * time.Second,
 		Host: "127.0.0.1", HTTPPort: 8000, RouterPort: 7000, BaseWorkerPort: 8100, BaseKVEventsPort: 5557, BaseKVReplayPort: 5757, BaseMetricsPort: 5657,
-		Policy: "work", TokenTimeout: 2 * time.Second, TokenCacheTokens: DefaultTokenCache, CollectUsage: true, RouterKnobs: DefaultRouterKnobs(), PolicyKnobs: DefaultPolicyKnobs(),
+		Policy: "work", TokenTimeout: 2 * time.Second, TokenCacheTokens: DefaultTokenCache, CollectUsage: true, RouterKnobs: DefaultRouterKnobs(), PolicyKnobs: DefaultPolicyKnobs(), IndexConfig: DefaultIndexConfig(),
 		MaxBodyBytes: 64 << 20, RequestTimeout: 30 * time.Minute, DrainTimeout: 30 * time.Second,
-		LogLevel: "info", LogFormat: "text", Cores: 8, MockConfig: DefaultMockConfig(),
+		LogLevel: "info", LogFormat: "text", Cores: 8, ReplicaConfig: ReplicaConfig{ReplicaSyncPort: 7100}, MockConfig: DefaultMockConfig(),
 	}
 	if diff := cmp.Diff(want, cfg); diff != "" {
 		t.Error(diff)
@@ -208,6 +208,10 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"unknown policy", cpu, "--policy best", []string{"--policy", "standalone", "best"}},
 		{"a policy knob below 0", cpu, "--policy kv --router-temperature=-1", []string{"--router-temperature", "-1", "at least 0"}},
 		{"an infinite policy knob", cpu, "--policy kv --overlap-score-weight Inf", []string{"--overlap-score-weight", "+Inf"}},
+		{"no time to live", cpu, "--no-kv-events --router-ttl-secs 0", []string{"--router-ttl-secs 0", "more than 0"}},
+		{"a tree of no blocks", cpu, "--no-kv-events --router-max-tree-size 0", []string{"--router-max-tree-size 0", "at least 1"}},
+		{"more than all is left", cpu, "--router-prune-target-ratio 1.5", []string{"--router-prune-target-ratio 1.5", "0 to 1"}},
+		{"predictions of predictions", cpu, "--no-kv-events --router-predicted-ttl-secs 5", []string{"--router-predicted-ttl-secs", "--no-kv-events"}},
 		{"output blocks without active ones", cpu, "--router-track-output-blocks --no-router-track-active-blocks", []string{"--router-track-output-blocks", "--no-router-track-active-blocks"}},
 		{"a busy threshold that is no share", cpu, "--active-decode-blocks-threshold 1.2", []string{"--active-decode-blocks-threshold 1.2", "0 to 1"}},
 		{"passes of unknown size", cpu, "--active-prefill-tokens-threshold-frac 2 -- --max-num-seqs 3", []string{"--active-prefill-tokens-threshold-frac", "--max-num-batched-tokens NUMBER after --"}},
@@ -226,7 +230,7 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"an engine that takes no time in virtual time", cpu, "simulate --trace t --concurrency 8 --speedup-ratio 0", []string{"--speedup-ratio 0", "more than 0"}},
 		{"a simulated engine without a batch", cpu, "simulate --trace t --concurrency 8 --mock-max-num-seqs 0", []string{"--mock-max-num-seqs 0", "at least 1"}},
 		{"an unknown policy to simulate", cpu, "simulate --trace t --concurrency 8 --policy kv,best", []string{"--policy", "best"}},
-		{"nothing attached", cpu, "--engine none", []string{"--engine none", "--worker"}},
+		{"a peer that is no URL", cpu, "--engine none --indexer-peers h:7000", []string{"--indexer-peers", "http://"}},
 		{"arguments for no vLLM", cpu, "--engine none --worker http://h:1 -- --x", []string{"--x", "--engine none"}},
 		{"worker without URL", cpu, "--worker id=3", []string{"id=3", "url is missing"}},
 		{"worker URL", cpu, "--worker url=localhost:8100", []string{"localhost:8100", "http://host:8100"}},

@@ -6,6 +6,7 @@
 // file offers to the others. In the order in which a request passes them:
 //
 //	api.go        the OpenAI side: routes, limits, errors, request ids
+//	nvext.go      what a request says about its own routing
 //	jsonscan.go   Body: a request's JSON, checked and taken apart once
 //	prompts.go    Tokens: a request's prompt tokens, from here or from a worker
 //	segments.go   Segments: tokens of prompt pieces that were seen before
@@ -15,8 +16,10 @@
 //	              tokens of its pieces)
 //	hashes.go     block hashes of those tokens
 //	router.go     Router: look up, choose, book, free
-//	radix.go      Radix: which worker holds which blocks (radixnodes.go,
-//	              workersets.go and hashtable.go are what it is made of)
+//	index.go      Index: which worker holds which blocks
+//	radix.go      Radix: the same known from KV events (radixnodes.go, workersets.go
+//	              and hashtable.go are what it is made of)
+//	approx.go     Approx: the same assumed from what was routed
 //	load.go       Loads: how busy each worker is, as published and as booked
 //	booking.go    Booking: one request in flight
 //	queue.go      admission: those that wait until a worker has room
@@ -24,11 +27,19 @@
 //	policy.go     Policy: the rules that choose a worker (kvpolicy.go, work.go)
 //	proxy.go      one request to one worker and back
 //	selection.go  the router port, for those who only want the decision
+//	              (selectroutes.go: choosing and booking, reservations.go what
+//	              is booked, selectworkers.go the workers; dump.go: the index as
+//	              JSON, to start another router from)
 //	events.go     EventStream: one worker's KV events, in order and complete
-//	              (eventcodec.go decodes them, zmqconn.go carries them)
-//	workers.go    Fleet: started workers (launch.go, process.go, startlog.go)
-//	              and attached ones (attach.go); incarnation.go is what both share
-//	telemetry.go  Prometheus metrics; record.go writes a line a request
+//	              (eventcodec.go decodes them, zmqconn.go carries them,
+//	              eventreplay.go fetches what was missed)
+//	eventlog.go   EventLog: the last of them, for other routers that missed some
+//	workers.go    Fleet: started workers (launch.go, process.go, startlog.go),
+//	              attached ones (attach.go) and those registered at run time
+//	              (registered.go); incarnation.go is what they share
+//	replica.go    Replicas: several routers know what each has in flight
+//	telemetry.go  Prometheus metrics (dynamometrics.go those under Dynamo's
+//	              names); record.go writes a line a request
 //	enginesim.go  SimEngine: a simulated engine, step by step (blockpool.go: its memory)
 //	mocker.go     simulated workers behind real sockets (mockapi.go, mockevents.go,
 //	              mockmodel.go, mockwords.go, zmqserver.go)
@@ -42,7 +53,8 @@
 //
 // The index is exact or empty. Whatever makes a worker's part of it doubtful
 // (a gap that cannot be replayed, a restart, a broken event) empties that part;
-// a wrong match is never the cheaper choice.
+// a wrong match is never the cheaper choice. Only --no-kv-events asks for a guess
+// instead, which answers correct.
 //
 // Choosing and booking happen under one lock, Router.mu, so that requests
 // arriving together see each other. Nothing under it waits for anything.

@@ -244,7 +244,7 @@ func message(role, content string) map[string]string {
 // engine found; then every prompt shape with the engine's own tokens.
 func TestPredictionIsTrueOnRealVLLM(t *testing.T) {
 	s := startSite(t, 1, []string{"VLLM_SERVER_DEV_MODE=1"}, "--", "--num-gpu-blocks-override", "60", "--max-model-len", "3776")
-	worker := s.workers()[0].Endpoint
+	worker := *s.workers()[0].Endpoint
 	random := rand.New(rand.NewPCG(7, 7))
 	conversations := make([][]map[string]string, 10)
 	for i := range conversations {

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -10,7 +9,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/go-zeromq/zmq4"
 	"github.com/zeebo/xxh3"
 )
 
@@ -21,6 +19,7 @@ type EventSource struct {
 	Replay    string // ROUTER socket that replays what was published; empty: none
 	Topic     string // prefix of the topics to take; empty: all
 	BlockSize int    // tokens a block, the same as the engine's
+	Seeded    bool   // the index has the rank's blocks from a peer
 }
 
 // EventStats counts what one stream saw. It may be read at any time.
@@ -40,6 +39,8 @@ type EventStats struct {
 	Cleared           atomic.Uint64 // AllBlocksCleared events
 	Gaps              atomic.Uint64 // times a live batch was not the next one
 	Duplicates        atomic.Uint64 // live batches already known from a replay
+	PeerEvents        atomic.Uint64 // events taken over from another router after a gap
+	PeerDumps         atomic.Uint64 // times all blocks were taken over from another router
 	Replays           atomic.Uint64 // replays asked for
 	ReplayFailures    atomic.Uint64 // unanswered, or without what was asked for
 	Restarts          atomic.Uint64 // times the publisher turned out to be a new one
@@ -47,6 +48,8 @@ type EventStats struct {
 	DecodeErrors      atomic.Uint64 // events or batches that made no sense
 	UnknownParent     atomic.Uint64 // store events whose parent is not held: dropped
 	UnknownRemoved    atomic.Uint64 // removed blocks that the index did not hold
+	RemovedIncomplete atomic.Uint64 // remove events with such blocks
+	InvalidStored     atomic.Uint64 // store events that made no sense: left out
 	Ignored           atomic.Uint64 // events of another medium, group, kind or type
 	BlockSizeMismatch atomic.Uint64 // store events with another block size: dropped
 }
@@ -59,6 +62,7 @@ func (s *EventStats) Counts() map[string]uint64 {
 		"removed": &s.Removed, "removed_blocks": &s.RemovedBlocks, "cleared": &s.Cleared, "gaps": &s.Gaps, "duplicates": &s.Duplicates,
 		"replays": &s.Replays, "replay_failures": &s.ReplayFailures, "restarts": &s.Restarts, "reconnects": &s.Reconnects,
 		"decode_errors": &s.DecodeErrors, "unknown_parent": &s.UnknownParent, "unknown_removed": &s.UnknownRemoved,
+		"peer_events": &s.PeerEvents, "peer_dumps": &s.PeerDumps, "removed_incomplete": &s.RemovedIncomplete, "invalid_stored": &s.InvalidStored,
 		"ignored": &s.Ignored, "block_size_mismatch": &s.BlockSizeMismatch,
 	} {
 		counts[name] = counter.Load()
@@ -79,24 +83,11 @@ type eventTiming struct {
 
 	replayLimit time.Duration // for the first answer to a replay request
 	replayPause time.Duration // between answers
-	retry       time.Duration // until a failed replay is asked for again
-	grace       time.Duration // without a connection until the blocks are forgotten
+	// After a replay has failed it is asked for again: replayRetries times after
+	// retryFirst, each time doubled, then every retry.
+	retryFirst, retry time.Duration
+	grace             time.Duration // without a connection until the blocks are forgotten
 }
-
-// replayRounds bounds how often one catch-up asks again because the publisher
-// dropped batches out of the middle of a replay. Its ROUTER socket queues 1,000
-// messages and drops more without a word, so each round brings at least that.
-const replayRounds = 64
-
-// replayEnd is the sequence number that ends a replay: -1 in 64 bits.
-const replayEnd = ^uint64(0)
-
-// Reasons why a replay did not bring the stream up to date.
-var (
-	errRestarted  = errors.New("publisher is a new one")
-	errReplayHole = errors.New("replay has a hole")
-	errStalled    = errors.New("connection carries nothing")
-)
 
 // EventStream keeps the index in step with one worker rank: it subscribes to
 // the rank's KV events and applies them strictly in order of their sequence
@@ -113,16 +104,23 @@ type EventStream struct {
 	// applied, by the two machines' clocks.
 	OnLag func(time.Duration)
 
-	src    EventSource
-	index  *Radix
-	log    *slog.Logger
-	now    func() time.Time // for OnLag
-	timing eventTiming
-	stats  EventStats
+	// Peers, if set before Run, are asked for what the worker cannot replay.
+	Peers *EventPeers
+
+	src     EventSource
+	index   Index
+	history *EventLog
+	log     *slog.Logger
+	now     func() time.Time // for OnLag
+	timing  eventTiming
+	stats   EventStats
 
 	// The rest belongs to Run's goroutine.
 
 	replayAt string // src.Replay, until it proves useless
+	// seeded says that the blocks are a peer's, and may contain what the batches
+	// to be replayed bring again; what those do not touch stays as it is.
+	seeded bool
 	// sure says that next is the batch that must come next: all before it were
 	// applied or are known to be lost. Otherwise any number may come.
 	sure bool
@@ -130,12 +128,14 @@ type EventStream struct {
 	sum  uint64 // hash of batch next-1 as received; valid if next > 0
 	// resync says that the history is to be asked for again from its beginning,
 	// at retryAt; a replay that has just done that leaves it off.
-	resync  bool
-	retryAt time.Time
+	resync   bool
+	retryAt  time.Time
+	failures int // of replays, since the last that brought what was asked for
 	// live is the highest sequence number + 1 that this connection has
 	// delivered; owed is what it should have delivered by the next check.
 	live, owed uint64
 	liveSum    uint64 // hash of batch live-1; valid if live > 0
+	asked      bool   // peers were asked during this connection
 
 	group      int // KV-cache group whose events count; valid if groupKnown
 	groupKnown bool
@@ -145,7 +145,7 @@ type EventStream struct {
 }
 
 // NewEventStream returns a stream for src that feeds index. Run starts it.
-func NewEventStream(src EventSource, index *Radix, log *slog.Logger) *EventStream {
+func NewEventStream(src EventSource, index Index, log *slog.Logger) *EventStream {
 	s := &EventStream{
 		src:   src,
 		index: index,
@@ -157,16 +157,22 @@ func NewEventStream(src EventSource, index *Radix, log *slog.Logger) *EventStrea
 			quiet:       [3]time.Duration{500 * time.Millisecond, 2 * time.Second, 15 * time.Second},
 			replayLimit: 5 * time.Second,
 			replayPause: time.Second,
+			retryFirst:  200 * time.Millisecond,
 			retry:       30 * time.Second,
 			grace:       5 * time.Second,
 		},
 		replayAt: src.Replay,
+		seeded:   src.Seeded,
 		dec:      newEventDecoder(),
 		warned:   make(map[string]bool),
 	}
 	s.stats.Cold.Store(true)
+	s.history = &EventLog{worker: src.Worker, index: index, stats: &s.stats}
 	return s
 }
+
+// History returns what the stream keeps for other routers.
+func (s *EventStream) History() *EventLog { return s.history }
 
 // Stats returns the stream's counters.
 func (s *EventStream) Stats() *EventStats { return &s.stats }
@@ -214,7 +220,7 @@ func (s *EventStream) Run(ctx context.Context) {
 
 // follow applies what one connection delivers, until that fails.
 func (s *EventStream) follow(ctx context.Context, conn *ZMQConn) error {
-	s.live, s.owed = 0, 0
+	s.live, s.owed, s.asked = 0, 0, false
 	if s.replayAt != "" {
 		if err := s.catchUp(ctx); err != nil {
 			if ctx.Err() != nil {
@@ -291,25 +297,33 @@ func (s *EventStream) receive(ctx context.Context, seq uint64, payload []byte) e
 	if s.sure && seq > s.next {
 		s.stats.Gaps.Add(1)
 		s.log.Warn("gap in the worker's KV events", "want", s.next, "got", seq)
+		why := ""
 		if s.replayAt == "" {
-			s.forget("events were missed and there is no replay endpoint")
+			why = "events were missed and there is no replay endpoint"
 		} else if err := s.catchUp(ctx); err != nil {
 			if ctx.Err() != nil {
 				return ctx.Err()
 			}
-			s.forget("missed events cannot be replayed")
+			why = "missed events cannot be replayed"
 		} else if seq > s.next {
 			// vLLM buffers a batch before it answers the next replay.
-			s.forget("missed events were not in the replay")
+			why = "missed events were not in the replay"
 			s.log.Warn("replay endpoint keeps no history, not asking it again", "replay", s.replayAt)
 			s.replayAt = ""
 		}
+		if why != "" && !s.askPeers(ctx, seq, sum) {
+			s.forget(why)
+		}
+	}
+	if s.stats.Cold.Load() && (s.sure || seq > 0) && !s.asked {
+		s.askPeers(ctx, seq, sum)
 	}
 	if s.sure && seq < s.next {
 		s.stats.Duplicates.Add(1)
 		return nil
 	}
 	if !s.sure {
+		s.seeded = false // what was missed since the peer's dump is not known
 		s.begin(seq)
 	}
 	s.apply(seq, payload, true)
@@ -339,124 +353,14 @@ func (s *EventStream) checkQuiet(ctx context.Context, settled bool) error {
 	return nil
 }
 
-// catchUp brings the index up to what has been published so far. After an
-// error it asks again later, and what the index holds is as old as before, or
-// nothing.
-func (s *EventStream) catchUp(ctx context.Context) error {
-	fromStart := s.resync || !s.sure
-	whole := fromStart // what the rounds together bring
-	applied := s.stats.ReplayedBatches.Load()
-	for round := 0; ; round++ {
-		before := s.next
-		err := s.replay(ctx, fromStart)
-		switch {
-		case err == nil:
-			s.resync = s.resync && !whole
-			return nil
-		case ctx.Err() != nil:
-			return ctx.Err()
-		case errors.Is(err, errRestarted) && round < replayRounds:
-			s.restarted()
-			fromStart, whole = true, true
-			continue
-		case errors.Is(err, errReplayHole) && round < replayRounds && s.sure && (fromStart || s.next > before):
-			fromStart = false
-			continue
-		}
-		s.stats.ReplayFailures.Add(1)
-		if s.sure && s.stats.ReplayedBatches.Load() != applied {
-			s.forget("its history could be replayed in part only")
-		}
-		s.resync, s.retryAt = true, time.Now().Add(s.timing.retry)
-		s.warnOnce("replay", "cannot replay the worker's KV events", "replay", s.replayAt, "error", err)
-		return err
-	}
-}
-
-// replay asks once for the batches from the last applied one on, or from the
-// start of the publisher's buffer, and applies what is new.
-func (s *EventStream) replay(ctx context.Context, fromStart bool) error {
-	s.stats.Replays.Add(1)
-	verify := !fromStart && s.sure && s.next > 0
-	from := uint64(0)
-	if verify {
-		from = s.next - 1
-	}
-	conn, err := dialZMQ(ctx, s.replayAt, zmq4.Dealer)
-	if err != nil {
-		return err
-	}
-	defer conn.Close()
-	// The empty frame is what a REQ socket would send; vLLM insists on it.
-	if err := conn.Send(nil, binary.BigEndian.AppendUint64(nil, from)); err != nil {
-		return fmt.Errorf("ask %s for a replay: %w", s.replayAt, err)
-	}
-	limit := s.timing.replayLimit
-	for first := true; ; first = false {
-		ready, err := conn.Wait(time.Now().Add(limit))
-		if err == nil && !ready && first {
-			return fmt.Errorf("%s sent no replay within %v", s.replayAt, limit)
-		}
-		if err == nil && !ready {
-			return errReplayHole // the end mark was dropped
-		}
-		var frames [][]byte
-		if err == nil {
-			frames, err = conn.Recv()
-		}
-		if err != nil {
-			return fmt.Errorf("replay from %s: %w", s.replayAt, err)
-		}
-		limit = s.timing.replayPause
-		seq, payload, err := batchFrames(frames)
-		switch {
-		case err != nil:
-			return fmt.Errorf("replay from %s: %w", s.replayAt, err)
-		case seq == replayEnd && first && verify:
-			return errRestarted // it does not know the batch we have
-		case seq == replayEnd && first:
-			s.begin(0) // nothing was published yet
-			return nil
-		case seq == replayEnd:
-			return nil
-		case seq < from:
-			return fmt.Errorf("replay from %s begins at %d, asked for %d", s.replayAt, seq, from)
-		case first && verify && seq == from:
-			if xxh3.Hash(payload) != s.sum {
-				return errRestarted
-			}
-			continue
-		case first && verify:
-			s.stats.ReplayFailures.Add(1)
-			s.forget("missed events have left the publisher's replay buffer")
-			s.begin(seq)
-		case first:
-			s.begin(seq)
-		}
-		if seq > s.next {
-			return errReplayHole
-		}
-		if seq == s.next {
-			s.stats.ReplayedBatches.Add(1)
-			s.apply(seq, payload, false)
-		}
-	}
-}
-
-// batchFrames takes a message apart: topic, sequence number (8 bytes
-// big-endian), payload; a replay puts an empty frame before them, and SGLang
-// leaves the topic out there.
-func batchFrames(frames [][]byte) (seq uint64, payload []byte, err error) {
-	n := len(frames)
-	if n < 2 || len(frames[n-2]) != 8 {
-		return 0, nil, fmt.Errorf("%d frames, want topic, 8-byte sequence number, payload", n)
-	}
-	return binary.BigEndian.Uint64(frames[n-2]), frames[n-1], nil
-}
-
-// begin starts the rank's blocks afresh, with seq as the first batch known.
+// begin starts the rank's blocks afresh, with seq as the first batch known. A
+// peer's blocks stay if they are older than that.
 func (s *EventStream) begin(seq uint64) {
-	s.index.Clear(s.src.Worker)
+	if !s.seeded || seq == 0 {
+		s.index.Clear(s.src.Worker)
+		s.seeded = false
+	}
+	s.history.cleared()
 	s.groupKnown = false
 	s.sure, s.next = true, seq
 	s.stats.Cold.Store(seq > 0)
@@ -479,6 +383,8 @@ func (s *EventStream) clear(why string) {
 	s.log.Warn("cleared the worker's blocks", "reason", why)
 	s.stats.Cold.Store(true)
 	s.index.Clear(s.src.Worker)
+	s.history.cleared()
+	s.seeded = false
 }
 
 // apply puts batch next into the index. A bad event is left out alone, unless
@@ -486,6 +392,8 @@ func (s *EventStream) clear(why string) {
 // batch goes on.
 func (s *EventStream) apply(seq uint64, payload []byte, live bool) {
 	s.next, s.sum = seq+1, xxh3.Hash(payload)
+	s.history.beginBatch(seq, s.sum)
+	defer s.history.endBatch()
 	s.stats.Batches.Add(1)
 	defer s.stats.LastSeq.Store(seq) // whoever sees it finds the batch in the index
 	ts, err := s.dec.start(payload)
@@ -507,6 +415,7 @@ func (s *EventStream) apply(seq uint64, payload []byte, live bool) {
 		}
 		s.stats.DecodeErrors.Add(1)
 		if e.kind == eventStored && !errors.Is(err, errBrokenPayload) {
+			s.stats.InvalidStored.Add(1)
 			s.stats.Cold.Store(true)
 			s.warnOnce("event", "left out a bad KV event", "batch", seq, "error", err)
 			continue
@@ -530,11 +439,16 @@ func (s *EventStream) applyEvent(e *kvEvent) error {
 			return nil
 		}
 		unknown := s.index.Remove(s.src.Worker, e.hashes)
+		s.history.removed(e.hashes)
 		s.stats.Removed.Add(1)
 		s.stats.RemovedBlocks.Add(uint64(len(e.hashes) - unknown))
-		s.stats.UnknownRemoved.Add(uint64(unknown))
+		if unknown > 0 {
+			s.stats.UnknownRemoved.Add(uint64(unknown))
+			s.stats.RemovedIncomplete.Add(1)
+		}
 	case eventCleared:
 		s.index.Clear(s.src.Worker)
+		s.history.cleared()
 		s.stats.Cleared.Add(1)
 		s.stats.Cold.Store(false)
 	default:
@@ -578,6 +492,9 @@ func (s *EventStream) applyStored(e *kvEvent) error {
 	if err != nil {
 		return err
 	}
+	if s.seeded { // or a block that the peer has told counts twice
+		s.index.Remove(s.src.Worker, e.hashes)
+	}
 	switch err := s.index.Store(s.src.Worker, e.parent, e.hasParent, s.blocks); {
 	case errors.Is(err, ErrParentUnknown):
 		s.stats.UnknownParent.Add(1)
@@ -590,6 +507,7 @@ func (s *EventStream) applyStored(e *kvEvent) error {
 	case err != nil:
 		return err
 	}
+	s.history.stored(e.parent, e.hasParent, s.blocks)
 	s.stats.Stored.Add(1)
 	s.stats.StoredBlocks.Add(uint64(len(s.blocks)))
 	return nil

@@ -1,9 +1,11 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"strconv"
 	"sync"
 	"time"
 )
@@ -51,9 +53,15 @@ func (in *incarnation) end(reason string) {
 	in.f.index.Forget(in.w.id)
 }
 
-// followEvents reads one event stream until the incarnation ends.
+// followEvents reads one event stream until the incarnation ends, if any are to
+// be followed.
 func (in *incarnation) followEvents(source EventSource) {
+	if !in.f.cfg.KVEvents() {
+		return
+	}
+	source.Seeded = in.f.index.Blocks(source.Worker) > 0 // only a peer's dump can be there already
 	stream := NewEventStream(source, in.f.index, in.f.log)
+	stream.Peers = in.f.peers
 	if lag := in.f.hooks.Lag; lag != nil {
 		stream.OnLag = func(d time.Duration) { lag(source.Worker, d) }
 	}
@@ -61,7 +69,7 @@ func (in *incarnation) followEvents(source EventSource) {
 		in.f.update(in.w, func(s *WorkerStatus) { s.KVEvents, s.Replay = source.Endpoint, source.Replay })
 	}
 	in.w.mu.Lock()
-	in.w.streams[source.Worker] = stream.Stats()
+	in.w.streams[source.Worker] = stream
 	in.w.mu.Unlock()
 	in.followers.Go(func() { stream.Run(in.ctx) })
 }
@@ -81,24 +89,32 @@ func (in *incarnation) setTargets(models, adapters []string, sources []EventSour
 	if !in.w.attached {
 		batched, blocks = in.f.cfg.EngineLimits()
 	}
+	sizes := in.cacheSizes()
 	var ranks []uint32
 	for _, key := range keys {
-		in.targets = append(in.targets, Target{Key: key, URL: in.w.spec.URL, Ranks: len(keys), Generation: in.generation, Models: models, Adapters: adapters, MaxBatchedTokens: batched, TotalBlocks: blocks})
+		in.targets = append(in.targets, Target{
+			Key: key, URL: in.w.spec.URL, Ranks: len(keys), Generation: in.generation, Models: models, Adapters: adapters,
+			MaxBatchedTokens: batched, TotalBlocks: cmp.Or(sizes[key.Rank], blocks),
+		})
 		ranks = append(ranks, key.Rank)
 	}
 	in.f.update(in.w, func(s *WorkerStatus) { s.Models, s.Ranks = models, ranks })
 }
 
 // followLoads reads every target's load until the incarnation ends: from its
-// rank's ZMQ endpoint, if there is one, else from /metrics.
+// rank's ZMQ endpoint, if there is one, else from its engine's part of /metrics.
 func (in *incarnation) followLoads(endpoint func(rank uint32) string) {
 	for _, target := range in.targets {
 		if in.loaded[target.Key] {
 			continue
 		}
 		in.loaded[target.Key] = true
+		page := target.URL + "/metrics"
+		if target.Ranks > 1 {
+			page += "#" + strconv.FormatUint(uint64(target.Key.Rank), 10)
+		}
 		in.followers.Go(func() {
-			in.f.loads(in.ctx, target.Key, endpoint(target.Key.Rank), target.URL+"/metrics", in.f.hooks.Load, in.f.log)
+			in.f.loads(in.ctx, target.Key, endpoint(target.Key.Rank), page, in.f.hooks.Load, in.f.log)
 		})
 	}
 }
@@ -150,4 +166,18 @@ func (in *incarnation) checkHealth() {
 		in.f.log.Warn(fmt.Sprintf("worker %d: down: %v", in.w.id, err))
 		in.markDown(err.Error())
 	}
+}
+
+// cacheSizes asks the worker how many blocks the KV cache of each rank has;
+// those that it does not tell are left out.
+func (in *incarnation) cacheSizes() map[uint32]int {
+	sizes, err := readMetrics(in.ctx, in.w.spec.URL+"/metrics", parseCacheSizes)
+	if (err != nil || len(sizes) == 0) && in.f.cfg.NoKVEvents {
+		in.f.log.Warn(fmt.Sprintf("worker %d: does not tell the size of its KV cache: its prompts count as cached for --router-ttl-secs", in.w.id), "error", err)
+	}
+	blocks := map[uint32]int{}
+	for rank, tokens := range sizes {
+		blocks[rank] = tokens / in.f.cfg.BlockSize
+	}
+	return blocks
 }

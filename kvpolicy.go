@@ -84,7 +84,7 @@ func (k PolicyKnobs) with(o *Override) PolicyKnobs {
 // prompt), where excess is what is queued beyond the worker with the least.
 // Ties are broken at random. A temperature above 0 draws instead, by the
 // softmax of −cost / (highest − lowest cost) / temperature. Where prompt tokens
-// are not tracked, the first line is 0.
+// are not tracked, they cost nothing, and the credit goes off the blocks.
 type kvPolicy struct{ knobs PolicyKnobs }
 
 func (kvPolicy) needsActiveBlocks() {}
@@ -109,13 +109,14 @@ func (p kvPolicy) cost(q Query, c *Candidate, least int) float64 {
 	if excess := c.Load.PrefillTokens - least; excess > 0 && q.Tokens > 0 {
 		credit /= 1 + p.knobs.OverlapScoreCreditDecay*float64(excess)/float64(q.Tokens)
 	}
-	prefill := 0.0
-	if !q.Untracked {
-		prefill = max(0, float64(c.Load.PrefillTokens+q.Tokens)/block-credit*float64(c.Overlap))
+	cached := credit * float64(c.Overlap)
+	decode := float64(c.Load.ActiveBlocks + c.NewBlocks)
+	requests := p.knobs.DecodeActiveRequestWeight * float64(c.Load.InFlight)
+	if q.Untracked {
+		return max(0, decode-cached) + requests
 	}
-	return p.knobs.PrefillLoadScale*prefill +
-		float64(c.Load.ActiveBlocks+c.NewBlocks) +
-		p.knobs.DecodeActiveRequestWeight*float64(c.Load.InFlight)
+	prefill := max(0, float64(c.Load.PrefillTokens+q.Tokens)/block-cached)
+	return p.knobs.PrefillLoadScale*prefill + decode + requests
 }
 
 // softmaxOfCosts draws a candidate, the cheaper the more likely.

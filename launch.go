@@ -61,10 +61,11 @@ func vllmCommand(cfg Config, i int, pluginDir string, environ []string) (process
 		"--host", "127.0.0.1",
 		"--port", strconv.Itoa(cfg.BaseWorkerPort + i),
 		"--block-size", strconv.Itoa(cfg.BlockSize),
-		"--kv-events-config", string(events),
-		"--enable-prompt-tokens-details",
-		"--enable-scale-out",
 	}
+	if cfg.KVEvents() {
+		argv = append(argv, "--kv-events-config", string(events))
+	}
+	argv = append(argv, "--enable-prompt-tokens-details", "--enable-scale-out")
 	env := newEnvironment(environ)
 	env.dropPrefix("KVROUTER_") // the router's keys are no business of the workers
 	env.set("KVROUTER_LOAD_ENDPOINT", launchedLoadEndpoint(cfg, i))

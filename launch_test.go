@@ -1,6 +1,7 @@
 package main
 
 import (
+	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -81,6 +82,19 @@ func TestCommandOfEachWorker(t *testing.T) {
 				t.Errorf("environment (-want +got):\n%s", diff)
 			}
 		})
+	}
+}
+
+func TestWorkersPublishNoEventsThatNobodyFollows(t *testing.T) {
+	for _, args := range []string{"--no-kv-events", "--policy kv --overlap-score-weight 0"} {
+		cfg := mustParse(t, testMachine(t), append([]string{"--python", "py", "--model", "org/name"}, strings.Fields(args)...)...)
+		spec, err := vllmCommand(cfg, 0, "/plugin", nil)
+		if err != nil || slices.Contains(spec.argv, "--kv-events-config") {
+			t.Errorf("%s: %q %v", args, spec.argv, err)
+		}
+		if ports := fmt.Sprint(cfg.ports()); strings.Contains(ports, "--base-kv") {
+			t.Errorf("%s: listens on %s", args, ports)
+		}
 	}
 }
 

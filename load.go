@@ -11,6 +11,8 @@ import (
 	"net/http"
 	"slices"
 	"sort"
+	"strconv"
+	"strings"
 	"time"
 
 	dto "github.com/prometheus/client_model/go"
@@ -387,7 +389,8 @@ const (
 // FollowLoad reports worker w's load to publish until ctx is done: every
 // message of its load socket (ZMQ PUB of JSON, as the plugin sends) where
 // zmqEndpoint names one, else its Prometheus page at metricsURL once a second.
-// It reconnects for ever.
+// It reconnects for ever. Of a page that shows several engines the fragment of
+// metricsURL names the one that counts; without one all do.
 func FollowLoad(ctx context.Context, w WorkerKey, zmqEndpoint, metricsURL string, publish func(WorkerKey, Published), log *slog.Logger) {
 	source, where := pollMetrics, metricsURL
 	if zmqEndpoint != "" {
@@ -480,35 +483,42 @@ func pollMetrics(ctx context.Context, url string, publish func(Published)) error
 }
 
 func getMetrics(ctx context.Context, url string) (Published, error) {
+	_, engine, _ := strings.Cut(url, "#")
+	return readMetrics(ctx, url, func(page io.Reader) (Published, error) { return parseMetrics(page, engine) })
+}
+
+// readMetrics fetches a Prometheus page and reads it with parse.
+func readMetrics[T any](ctx context.Context, url string, parse func(io.Reader) (T, error)) (T, error) {
+	var none T
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {
-		return Published{}, err
+		return none, err
 	}
 	response, err := http.DefaultClient.Do(request)
 	if err != nil {
-		return Published{}, err
+		return none, err
 	}
 	defer response.Body.Close()
 	if response.StatusCode != http.StatusOK {
-		return Published{}, fmt.Errorf("%s answered %s", url, response.Status)
+		return none, fmt.Errorf("%s answered %s", url, response.Status)
 	}
-	return parseMetrics(io.LimitReader(response.Body, maxMetricsBytes))
+	return parse(io.LimitReader(response.Body, maxMetricsBytes))
 }
 
 // parseMetrics reads the engine's load out of a Prometheus page in vLLM's names
-// (its older one for the KV usage too). Counts are summed over engines, the
-// usage is the fullest engine's.
-func parseMetrics(page io.Reader) (Published, error) {
+// (its older one for the KV usage too). Without an engine's number counts are
+// summed over engines, and the usage is the fullest engine's.
+func parseMetrics(page io.Reader, engine string) (Published, error) {
 	parser := expfmt.NewTextParser(prommodel.UTF8Validation)
 	families, err := parser.TextToMetricFamilies(page)
 	if err != nil {
 		return Published{}, fmt.Errorf("metrics page: %w", err)
 	}
-	running, ok := gauges(families, "vllm:num_requests_running")
-	waiting, ok2 := gauges(families, "vllm:num_requests_waiting")
-	usage, ok3 := gauges(families, "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
+	running, ok := gauges(families, engine, "vllm:num_requests_running")
+	waiting, ok2 := gauges(families, engine, "vllm:num_requests_waiting")
+	usage, ok3 := gauges(families, engine, "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 	if !ok || !ok2 || !ok3 {
 		return Published{}, fmt.Errorf("metrics page lacks vllm:num_requests_running, vllm:num_requests_waiting or vllm:kv_cache_usage_perc")
 	}
@@ -525,8 +535,36 @@ func parseMetrics(page io.Reader) (Published, error) {
 	return p, nil
 }
 
-// gauges returns the values of the first of names that the page has.
-func gauges(families map[string]*dto.MetricFamily, names ...string) ([]float64, bool) {
+// cacheSizes tells how many tokens the KV cache of each data-parallel rank holds.
+type cacheSizes map[uint32]int
+
+// parseCacheSizes reads the sizes of the engines' KV caches out of a Prometheus
+// page in vLLM's names; engines that name none are left out.
+func parseCacheSizes(page io.Reader) (cacheSizes, error) {
+	parser := expfmt.NewTextParser(prommodel.UTF8Validation)
+	families, err := parser.TextToMetricFamilies(page)
+	if err != nil {
+		return nil, fmt.Errorf("metrics page: %w", err)
+	}
+	sizes := cacheSizes{}
+	for _, metric := range families["vllm:cache_config_info"].GetMetric() {
+		labels := map[string]uint64{}
+		for _, label := range metric.Label {
+			if n, err := strconv.ParseUint(label.GetValue(), 10, 31); err == nil {
+				labels[label.GetName()] = n
+			}
+		}
+		// vLLM keeps one block for itself.
+		if blocks := labels["num_gpu_blocks"]; blocks > 1 && labels["block_size"] > 0 {
+			sizes[uint32(labels["engine"])] = int((blocks - 1) * labels["block_size"])
+		}
+	}
+	return sizes, nil
+}
+
+// gauges returns the values of the first of names that the page has, for one
+// engine or, if empty, for all.
+func gauges(families map[string]*dto.MetricFamily, engine string, names ...string) ([]float64, bool) {
 	for _, name := range names {
 		family := families[name]
 		if family == nil {
@@ -534,7 +572,10 @@ func gauges(families map[string]*dto.MetricFamily, names ...string) ([]float64, 
 		}
 		var values []float64
 		for _, metric := range family.Metric {
-			values = append(values, metric.GetGauge().GetValue())
+			other := slices.ContainsFunc(metric.Label, func(l *dto.LabelPair) bool { return l.GetName() == "engine" && l.GetValue() != engine })
+			if engine == "" || !other {
+				values = append(values, metric.GetGauge().GetValue())
+			}
 		}
 		return values, true
 	}

@@ -38,7 +38,7 @@ vllm:%s{engine="1",model_name="m"} 0.5
 
 func TestMetricsPageGivesTheLoad(t *testing.T) {
 	for _, usage := range []string{"kv_cache_usage_perc", "gpu_cache_usage_perc"} {
-		p, err := parseMetrics(strings.NewReader(fmt.Sprintf(metricsPage, usage, usage, usage)))
+		p, err := parseMetrics(strings.NewReader(fmt.Sprintf(metricsPage, usage, usage, usage)), "")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -48,9 +48,22 @@ func TestMetricsPageGivesTheLoad(t *testing.T) {
 	}
 }
 
+func TestMetricsPageGivesTheLoadOfOneEngine(t *testing.T) {
+	const name = "kv_cache_usage_perc"
+	page := fmt.Sprintf(metricsPage, name, name, name)
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, page) }))
+	defer server.Close()
+	for engine, want := range map[string]Published{"": {Running: 5, Waiting: 7, KVUsage: 0.5}, "#0": {Running: 3, Waiting: 7, KVUsage: 0.25}, "#1": {Running: 2, KVUsage: 0.5}} {
+		got, err := getMetrics(t.Context(), server.URL+"/metrics"+engine)
+		if got.At = (time.Time{}); err != nil || got != want {
+			t.Errorf("engine %q: %+v, %v, want %+v", engine, got, err, want)
+		}
+	}
+}
+
 func TestMetricsPageWithoutLoadIsAnError(t *testing.T) {
 	for _, page := range []string{"", "go_goroutines 4\n", "vllm:num_requests_running 1\n", "{{{"} {
-		if p, err := parseMetrics(strings.NewReader(page)); err == nil {
+		if p, err := parseMetrics(strings.NewReader(page), ""); err == nil {
 			t.Errorf("%q gave %+v", page, p)
 		}
 	}
@@ -58,7 +71,7 @@ func TestMetricsPageWithoutLoadIsAnError(t *testing.T) {
 
 func FuzzMetricsPage(f *testing.F) {
 	f.Add(fmt.Sprintf(metricsPage, "kv_cache_usage_perc", "kv_cache_usage_perc", "kv_cache_usage_perc"))
-	f.Fuzz(func(t *testing.T, page string) { parseMetrics(strings.NewReader(page)) })
+	f.Fuzz(func(t *testing.T, page string) { parseMetrics(strings.NewReader(page), "") })
 }
 
 // follow runs FollowLoad until the test ends and returns the last load seen.
@@ -123,4 +136,33 @@ func TestWorkersWithoutALoadSocketArePolled(t *testing.T) {
 	last := follow(t, "", server.URL)
 	fail.Store(false)
 	eventually(t, 20*time.Second, "the load", func() bool { p := last.Load(); return p != nil && p.Waiting == 7 })
+}
+
+func TestCacheSizesAreReadByRank(t *testing.T) {
+	page := "# TYPE vllm:cache_config_info gauge\n" +
+		`vllm:cache_config_info{block_size="64",engine="0",num_gpu_blocks="100"} 1` + "\n" +
+		`vllm:cache_config_info{block_size="32",engine="1",num_gpu_blocks="100",num_cpu_blocks="7"} 1` + "\n" +
+		`vllm:cache_config_info{block_size="64",engine="2",num_gpu_blocks="None"} 1` + "\n"
+	sizes, err := parseCacheSizes(strings.NewReader(page))
+	if err != nil || len(sizes) != 2 || sizes[0] != 6336 || sizes[1] != 3168 {
+		t.Errorf("%v %v", sizes, err)
+	}
+	if sizes, err := parseCacheSizes(strings.NewReader("")); err != nil || len(sizes) != 0 {
+		t.Errorf("empty page: %v %v", sizes, err)
+	}
+	if _, err := parseCacheSizes(strings.NewReader("{")); err == nil {
+		t.Error("a broken page is read")
+	}
+}
+
+func FuzzParseCacheSizes(f *testing.F) {
+	f.Add(`vllm:cache_config_info{block_size="64",engine="0",num_gpu_blocks="100"} 1`)
+	f.Fuzz(func(t *testing.T, page string) {
+		sizes, _ := parseCacheSizes(strings.NewReader(page))
+		for rank, tokens := range sizes {
+			if tokens <= 0 {
+				t.Errorf("rank %d has %d tokens", rank, tokens)
+			}
+		}
+	})
 }

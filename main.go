@@ -72,7 +72,7 @@ func serve(config Config) error {
 type rooms struct {
 	config    Config
 	log       *slog.Logger
-	index     *Radix
+	index     Index
 	router    *Router
 	fleet     *Fleet
 	model     *Model // nil: prompt tokens come from the workers
@@ -81,11 +81,12 @@ type rooms struct {
 	telemetry *Telemetry
 	api       *API
 	selection *Selection
+	replicas  *Replicas // nil: none
 }
 
 // build makes every room and wires it to those it needs; nothing runs yet.
 func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error) {
-	r := &rooms{config: config, log: log, index: NewRadix()}
+	r := &rooms{config: config, log: log, index: NewIndex(config.IndexConfig, config.Policy, config.PolicyKnobs, time.Now)}
 	var err error
 	if r.model, err = openModel(ctx, config, log); err != nil {
 		return nil, err
@@ -100,6 +101,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error)
 	}
 	r.router = NewRouterWith(r.index, policy, config.BlockSize, seed, config.RouterKnobs)
 	r.telemetry = NewTelemetry(r.samples, r.prompts)
+	r.telemetry.Watch(r.router)
 	r.fleet, err = NewFleet(config, r.index, FleetHooks{
 		Up:   r.router.Up,
 		Down: func(t Target, _ string) { r.router.Down(t.Key) },
@@ -109,6 +111,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error)
 	if err != nil {
 		return nil, err
 	}
+	r.fleet.peers = NewEventPeers(config.IndexerPeers, peerKey(config))
 	if config.Engine == EngineMocker {
 		if r.fleet.mocker, err = NewMocker(config, r.model, log); err != nil {
 			return nil, err
@@ -118,11 +121,18 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error)
 	r.proxy.outputBlocks = config.RouterTrackOutputBlocks
 	r.tokens = NewTokens(r.model, r.askWorker, config.TokenTimeout, log)
 	r.api = NewAPI(config, r.router, r.tokens, r.proxy, r.telemetry, log)
-	r.selection = NewSelection(config, r.router, r.index, r.fleet.Workers, log)
+	r.selection = NewSelection(config, r.router, r.index, r.fleet, log)
 	if config.Record != "" {
 		if r.api.recorder, err = NewRecorder(config.Record, config.Policy, config.BlockSize, log); err != nil {
 			return nil, err
 		}
+	}
+	if config.ReplicaSync {
+		address := net.JoinHostPort(config.Host, strconv.Itoa(config.ReplicaSyncPort))
+		if r.replicas, err = NewReplicas(r.router, address, config.ReplicaPeers, log); err != nil {
+			return nil, fmt.Errorf("--replica-sync-port %d: %w: free the port or choose another", config.ReplicaSyncPort, err)
+		}
+		r.telemetry.WatchReplicas(r.replicas)
 	}
 	return r, nil
 }
@@ -175,6 +185,9 @@ func (r *rooms) askWorker(ctx context.Context, path string, body []byte) ([]byte
 // request is taken, those that run may finish for --drain-timeout, then the
 // workers end.
 func (r *rooms) run(ctx context.Context) error {
+	if r.replicas != nil {
+		defer r.replicas.pub.Close() // where Run below is not reached
+	}
 	openAI := newServer(r.api.Handler())
 	selection := newServer(r.selection.Handler())
 	openAIPort, err := listen(r.config.Host, r.config.HTTPPort, "--http-port")
@@ -199,7 +212,16 @@ func (r *rooms) run(ctx context.Context) error {
 	}
 	serveOn(openAI, openAIPort)
 	serveOn(selection, selectionPort)
-	group.Go(func() error { return r.fleet.Run(fleet) })
+	if r.replicas != nil {
+		group.Go(func() error {
+			r.replicas.Run(fleet)
+			return nil
+		})
+	}
+	group.Go(func() error {
+		r.recoverIndex(fleet) // before anything else writes to the index
+		return r.fleet.Run(fleet)
+	})
 	group.Go(func() error {
 		r.probeWhenReady(failed)
 		return nil
@@ -224,6 +246,29 @@ func (r *rooms) run(ctx context.Context) error {
 	r.api.recorder.Close()
 	r.log.Info("stopped")
 	return err
+}
+
+// peerKey is what to show to other routers' router ports: those that are each
+// other's peers share a key.
+func peerKey(config Config) string {
+	if len(config.RouterAPIKey) == 0 {
+		return ""
+	}
+	return config.RouterAPIKey[0]
+}
+
+// recoverIndex fills the index from the first peer that has one.
+func (r *rooms) recoverIndex(ctx context.Context) {
+	if len(r.config.IndexerPeers) == 0 {
+		return
+	}
+	recovered, err := RecoverIndex(ctx, r.index, r.config.BlockSize, peerKey(r.config), r.config.IndexerPeers, r.log)
+	if err != nil {
+		r.log.Warn("no peer of --indexer-peers gave its index: starting with an empty one", "error", err)
+		return
+	}
+	r.selection.SetRecovered(recovered)
+	r.log.Info("took a peer's index", "peer", recovered.Peer, "workers", len(recovered.Partition), "blocks", recovered.Blocks, "left_out", recovered.LeftOut)
 }
 
 // probeEvery is the pause between attempts to compare tokens with a worker.

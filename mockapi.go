@@ -207,6 +207,9 @@ func (w *MockWorker) models(out http.ResponseWriter, _ *http.Request) {
 func (w *MockWorker) eventSources(out http.ResponseWriter, _ *http.Request) {
 	sources := map[int]any{}
 	for _, rank := range w.ranks {
+		if rank.events == nil {
+			continue
+		}
 		sources[rank.number] = map[string]any{
 			"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": rank.events.pub.Endpoint(), "replay_endpoint": rank.events.router.Endpoint(),
 			"buffer_steps": replayBatches, "hwm": zmqQueue, "max_queue_size": mockEventQueue, "topic": kvEventsTopic,

@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -32,49 +33,37 @@ type mockSite struct {
 // follows all of them. It ends with the test.
 func startMockSite(t testing.TB, workers int, args ...string) *mockSite {
 	t.Helper()
-	before := goleak.IgnoreCurrent()
 	const ranks = 2 // at most
 	ports := freePorts(t, 2+workers+3*ranks*workers)
 	port := func(flag string, at int) string { return fmt.Sprintf("--%s=%d", flag, ports+at) }
 	all := []string{
 		"--engine=mocker", fmt.Sprintf("--num-workers=%d", workers), "--seed=1", "--speedup-ratio=20", "--drain-timeout=5s",
-		port("http-port", 0), port("router-port", 1), port("base-worker-port", 2), port("base-kv-events-port", 2+workers),
+		port("base-worker-port", 2), port("base-kv-events-port", 2+workers),
 		port("base-kv-replay-port", 2+workers+ranks*workers), port("base-metrics-port", 2+workers+2*ranks*workers),
 	}
-	config, _, err := ParseConfig(append(all, args...))
-	if err != nil {
-		t.Fatal(err)
-	}
+	s := startRooms(t, ports, append(all, args...)...)
+	config := s.rooms.config
+	eventually(t, 20*time.Second, "all workers followed", func() bool {
+		return s.followed() == workers*config.Ranks() || !config.KVEvents() && len(s.rooms.router.Targets()) == workers*config.Ranks()
+	})
+	return s
+}
+
+// startRooms starts a router in this process whose own ports are the first two
+// from ports on. It ends with the test.
+func startRooms(t testing.TB, ports int, args ...string) *mockSite {
+	t.Helper()
+	before := goleak.IgnoreCurrent()
+	args = append([]string{fmt.Sprintf("--http-port=%d", ports), fmt.Sprintf("--router-port=%d", ports+1)}, args...)
 	s := &mockSite{t: t, site: &site{
 		openAI: fmt.Sprintf("http://127.0.0.1:%d", ports), selection: fmt.Sprintf("http://127.0.0.1:%d", ports+1), log: &logBuffer{},
 	}}
-	s.rooms, err = build(t.Context(), config, slog.New(slog.NewTextHandler(s.log, nil)))
-	if err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithCancel(context.Background())
-	done := make(chan error, 1)
-	go func() { done <- s.rooms.run(ctx) }()
-	ended := false
-	s.end = func() error {
-		if ended {
-			return nil
-		}
-		ended = true
-		cancel()
-		select {
-		case err := <-done:
-			return err
-		case <-time.After(30 * time.Second):
-			return errors.New("the router did not end")
-		}
-	}
+	s.rooms, s.end = runRooms(t, s.log, args...)
 	t.Cleanup(func() {
 		if err := s.end(); err != nil {
 			t.Error(err)
 		}
 		http.DefaultClient.CloseIdleConnections()
-		s.rooms.proxy.client.CloseIdleConnections()
 		if err := goleak.Find(before); err != nil {
 			t.Error(err)
 		}
@@ -83,8 +72,33 @@ func startMockSite(t testing.TB, workers int, args ...string) *mockSite {
 			t.Logf("end of the log:\n%s", log[max(0, len(log)-4000):])
 		}
 	})
-	eventually(t, 20*time.Second, "all workers followed", func() bool { return s.followed() == workers*config.Ranks() })
 	return s
+}
+
+// runRooms starts a router in this process. end, which may be called again, ends
+// it with all that it started.
+func runRooms(t testing.TB, log io.Writer, args ...string) (r *rooms, end func() error) {
+	t.Helper()
+	config, _, err := ParseConfig(args)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if r, err = build(t.Context(), config, slog.New(slog.NewTextHandler(log, nil))); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- r.run(ctx) }()
+	return r, sync.OnceValue(func() error {
+		cancel()
+		defer r.proxy.client.CloseIdleConnections()
+		select {
+		case err := <-done:
+			return err
+		case <-time.After(30 * time.Second):
+			return errors.New("the router did not end")
+		}
+	})
 }
 
 // rank is a worker's rank in its latest incarnation.
@@ -97,8 +111,7 @@ func (s *mockSite) followed() int {
 	n := 0
 	streams := s.rooms.fleet.Streams()
 	for _, target := range s.rooms.router.Targets() {
-		stats := streams[target.Key]
-		if stats != nil && stats.Connected.Load() && s.rank(target.Key).events.pub.Subscribers() > 0 && !stats.Cold.Load() {
+		if stats := streams[target.Key]; stats != nil && stats.Connected.Load() && s.rank(target.Key).events.pub.Subscribers() > 0 && !stats.Cold.Load() {
 			n++
 		}
 	}
@@ -201,6 +214,43 @@ func TestMockPredictionsAreExactOneByOne(t *testing.T) {
 			eventually(t, 20*time.Second, "all bookings freed", func() bool { return s.inFlight() == 0 })
 			if disabled := s.rooms.tokens.Stats().Disabled; len(disabled) > 0 {
 				t.Errorf("parity with the mocker fails for %v", disabled)
+			}
+		})
+	}
+}
+
+func TestWithoutEventsPromptsAreFoundWhereTheyWent(t *testing.T) {
+	for _, args := range [][]string{{"--policy=kv"}, {"--mock-data-parallel-size=2", "--policy=work"}} {
+		t.Run(strings.Join(args, " "), func(t *testing.T) {
+			s := startMockSite(t, 2, append(args, "--no-kv-events", "--mock-num-gpu-blocks=200")...)
+			if n := len(s.rooms.fleet.Streams()); n > 0 {
+				t.Errorf("%d event streams", n)
+			}
+			if _, sources := get(t, s.workerURL(0)+"/kv_event_sources"); string(sources) != "{}\n" && string(sources) != "{}" {
+				t.Errorf("the worker publishes at %s", sources)
+			}
+			for _, target := range s.rooms.router.Targets() {
+				if target.TotalBlocks != 199 {
+					t.Errorf("%v has %d blocks, want one less than the 200 that its /metrics tell", target.Key, target.TotalBlocks)
+				}
+			}
+			for i := range 3 {
+				chat := say(fmt.Sprint(i, strings.Repeat(" growing prompt", 60)))
+				worker := uint64(0)
+				for turn := range 4 {
+					a, err := s.chat(t.Context(), chat, turn%2 == 0, 20)
+					if err != nil || !a.finished {
+						t.Fatal(err, a)
+					}
+					if whole := a.prompt / 64 * 64; turn > 0 && (a.worker != worker || a.predicted < 832 || a.predicted > a.cached || a.cached > whole) {
+						t.Errorf("chat %d turn %d: worker %d after %d, predicted %d, %d of %d cached", i, turn, a.worker, worker, a.predicted, a.cached, a.prompt)
+					}
+					worker = a.worker
+					chat = append(chat, say("", a.text, "go on")[1:]...)
+				}
+			}
+			if err := s.rooms.index.(*Approx).check(); err != nil {
+				t.Error(err)
 			}
 		})
 	}

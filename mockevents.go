@@ -76,11 +76,19 @@ func newMockEvents(address, replayAddress string, blockSize int) (*mockEvents, e
 	return e, nil
 }
 
-// start begins to publish what add brings; close ends that.
-func (e *mockEvents) start() { e.running.Go(e.run) }
+// start begins to publish what add brings; close ends that. Like add and close
+// it does nothing where there are no events to be published.
+func (e *mockEvents) start() {
+	if e != nil {
+		e.running.Go(e.run)
+	}
+}
 
 // add queues a step's changes. The slices in it must not change any more.
 func (e *mockEvents) add(events []mockEvent) {
+	if e == nil {
+		return
+	}
 	e.added.Add(1)
 	select {
 	case e.batches <- mockBatch{time.Now(), events}:
@@ -90,6 +98,9 @@ func (e *mockEvents) add(events []mockEvent) {
 
 // close ends both sockets; what is not yet sent is lost.
 func (e *mockEvents) close() {
+	if e == nil {
+		return
+	}
 	close(e.stop)
 	e.pub.Close()
 	e.router.Close()

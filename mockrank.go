@@ -16,7 +16,7 @@ import (
 type mockRank struct {
 	w        *MockWorker
 	number   int
-	events   *mockEvents
+	events   *mockEvents // nil: publishes none
 	loads    *ZMQPublisher
 	counts   mockCounts
 	inFlight atomic.Int64 // choices being answered
@@ -53,12 +53,14 @@ func newMockRank(w *MockWorker, number int, sim SimConfig) (*mockRank, error) {
 	r.engine = NewSimEngine(sim, r.cacheChanged)
 	cfg, at := &w.cfg, w.number*w.cfg.Ranks()+number
 	var err error
-	if r.events, err = newMockEvents(mockAddress(cfg.BaseKVEventsPort+at), mockAddress(cfg.BaseKVReplayPort+at), cfg.BlockSize); err != nil {
-		return nil, err
+	if cfg.KVEvents() {
+		if r.events, err = newMockEvents(mockAddress(cfg.BaseKVEventsPort+at), mockAddress(cfg.BaseKVReplayPort+at), cfg.BlockSize); err != nil {
+			return nil, err
+		}
+		r.events.rank, r.events.array = number, cfg.MockArrayEvents
+		r.events.drop, r.events.duplicate, r.events.delay = cfg.MockDropEvents, cfg.MockDuplicateEvents, cfg.MockDelayEvents
+		r.events.random = rand.New(rand.NewPCG(w.random.Uint64(), 1))
 	}
-	r.events.rank, r.events.array = number, cfg.MockArrayEvents
-	r.events.drop, r.events.duplicate, r.events.delay = cfg.MockDropEvents, cfg.MockDuplicateEvents, cfg.MockDelayEvents
-	r.events.random = rand.New(rand.NewPCG(w.random.Uint64(), 1))
 	if r.loads, err = NewZMQPublisher(mockAddress(cfg.BaseMetricsPort + at)); err != nil {
 		r.events.close()
 		return nil, err

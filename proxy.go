@@ -151,6 +151,9 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		x.Decision, x.Worker = decision, workerLabel(worker)
 		err = p.attempt(ctx, w, u, x, len(exclude) < u.MaxRetries)
 		if err == nil && x.Usage.Known {
+			if x.Usage.CachedKnown {
+				decision.Booking.Cached(x.Usage.CachedTokens)
+			}
 			decision.Booking.Finish(x.Usage.OutputTokens)
 		} else {
 			decision.Booking.End()

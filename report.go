@@ -14,6 +14,7 @@ import (
 type SimReport struct {
 	Source      string  `json:"source"`
 	Policy      string  `json:"policy"`
+	Approximate bool    `json:"no_kv_events"`
 	Workers     int     `json:"workers"`
 	Concurrency int     `json:"concurrency,omitempty"`
 	Speedup     float64 `json:"speedup,omitempty"`
@@ -97,7 +98,7 @@ func (s *simulator) report() *SimReport {
 		last = max(last, f.end)
 	}
 	r := &SimReport{
-		Source: s.Source, Policy: s.Policy, Workers: s.Workers, Concurrency: s.Concurrency, EventLagMS: milliseconds(s.EventLag), Seed: s.Seed,
+		Source: s.Source, Policy: s.Policy, Approximate: s.Index.NoKVEvents, Workers: s.Workers, Concurrency: s.Concurrency, EventLagMS: milliseconds(s.EventLag), Seed: s.Seed,
 		Requests: len(s.ledger), Conversations: len(s.Requests),
 		Reuse:     float64(hit) / float64(prompt),
 		Predicted: float64(predicted) / float64(prompt),
@@ -152,6 +153,9 @@ func writeReports(out io.Writer, reports []*SimReport) error {
 	load := fmt.Sprintf("%d in flight", first.Concurrency)
 	if first.Concurrency == 0 {
 		load = fmt.Sprintf("own arrival times / %g", first.Speedup)
+	}
+	if first.Approximate {
+		load += ", no KV events"
 	}
 	conversations := ""
 	if first.Conversations < first.Requests {

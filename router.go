@@ -83,6 +83,7 @@ type Decision struct {
 	OverlapTokens int // the same in tokens
 	Booking       *Booking
 
+	MatchedBlocks          int      // of the prompt in the worker's cache, by the policy's reckoning
 	EffectivePrefillTokens int      // prompt tokens to be computed, by the policy's reckoning
 	PotentialDecodeBlocks  int      // active blocks of the worker once it has this prompt; 0: not counted
 	Sequence               []uint64 // sequence hashes that are booked; not to be changed
@@ -132,12 +133,14 @@ func (k RouterKnobs) countsPasses() bool {
 // Router chooses the worker of each request and keeps the books of what is in
 // flight where. It owns the one lock under which requests are decided.
 type Router struct {
-	index     *Radix
+	index     Index
+	assumes   assumer // the index, if it is told what was routed; else nil
 	blockSize int
 	now       func() time.Time
 	knobs     RouterKnobs
 	scratch   sync.Pool // of *lookup
 	active    bool      // the policy wants active blocks counted
+	blind     bool      // nothing is ever found in the index
 	siblings  bool      // what requests in flight have computed by then counts as cached
 	whole     bool      // a prompt that is cached as a whole counts as such
 
@@ -150,6 +153,8 @@ type Router struct {
 	expired    time.Time   // when forgotten bookings were last looked for
 	began      time.Time   // of the queue's clock: when a request first had to wait
 	waiting    []*waiter   // for a worker with room, who goes first at the front
+	replicas   *Replicas   // told of what is booked here; nil: nobody is
+	told       uint64      // bookings that they were told of
 }
 
 // needsActiveBlocks is a policy that reads Load.ActiveBlocks or
@@ -201,17 +206,21 @@ func (p *inquiry) newBlocks() int {
 // NewRouter returns a router without workers and with the default settings.
 // blockSize is in tokens and must be the engines'; seed is the source of all its
 // chances.
-func NewRouter(index *Radix, policy Policy, blockSize int, seed uint64) *Router {
+func NewRouter(index Index, policy Policy, blockSize int, seed uint64) *Router {
 	return NewRouterWith(index, policy, blockSize, seed, DefaultRouterKnobs())
 }
 
 // NewRouterWith is NewRouter with settings of one's own.
-func NewRouterWith(index *Radix, policy Policy, blockSize int, seed uint64, knobs RouterKnobs) *Router {
+func NewRouterWith(index Index, policy Policy, blockSize int, seed uint64, knobs RouterKnobs) *Router {
 	_, active := policy.(needsActiveBlocks)
 	_, siblings := policy.(expectsSiblings)
 	_, whole := policy.(countsWholeMatch)
+	_, blind := index.(noIndex)
+	assumes, _ := index.(assumer)
 	return &Router{
 		index:     index,
+		assumes:   assumes,
+		blind:     blind,
 		blockSize: blockSize,
 		now:       time.Now,
 		knobs:     knobs,
@@ -232,6 +241,9 @@ func (r *Router) BlockSize() int { return r.blockSize }
 func (r *Router) Up(t Target) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	if r.assumes != nil {
+		r.assumes.SetCapacity(t.Key, t.TotalBlocks)
+	}
 	at, found := r.target(t.Key)
 	if found {
 		r.targets[at] = t
@@ -334,10 +346,11 @@ func (r *Router) Route(ctx context.Context, request Request) (Decision, error) {
 
 // lookUp finds out about a request what needs no lock.
 func (r *Router) lookUp(request Request, scratch *lookup) (p inquiry, d Decision) {
-	p = inquiry{Request: request, tokens: request.NumTokens, local: request.Local}
+	p = inquiry{Request: request, local: request.Local}
+	p.tokens = max(request.NumTokens, len(request.Tokens))
+	p.counted = r.knobs.RouterTrackActiveBlocks && (r.active || p.ID != "" || p.QueryOnly)
 	began := r.now()
-	if len(request.Tokens) > 0 {
-		p.tokens = max(request.NumTokens, len(request.Tokens))
+	if len(request.Tokens) > 0 && (p.counted || !r.blind) {
 		scratch.local = HashBlocks(scratch.local[:0], request.Tokens, r.blockSize, request.LoRA, request.Salt)
 		p.local = scratch.local
 	}
@@ -345,7 +358,6 @@ func (r *Router) lookUp(request Request, scratch *lookup) (p inquiry, d Decision
 	scratch.matches = r.index.Match(p.local, scratch.matches[:0])
 	p.matches = scratch.matches
 	lookedUp := r.now()
-	p.counted = r.knobs.RouterTrackActiveBlocks && (r.active || p.ID != "" || p.QueryOnly)
 	p.shared = r.knobs.RouterAssumeKVReuse
 	if p.Override != nil && p.Override.AssumeKVReuse != nil {
 		p.shared = *p.Override.AssumeKVReuse
@@ -458,6 +470,7 @@ func (r *Router) choose(p *inquiry, d *Decision, now time.Time) {
 	d.Target, d.Tokens = chosen.Target, p.tokens
 	d.Overlap = min(chosen.Overlap, r.usableBlocks(p.tokens))
 	d.OverlapTokens = d.Overlap * r.blockSize
+	d.MatchedBlocks = chosen.Overlap
 	d.EffectivePrefillTokens = p.tokens - chosen.Overlap*r.blockSize
 	d.PotentialDecodeBlocks = chosen.Load.ActiveBlocks + chosen.NewBlocks
 	d.Sequence = p.sequence
@@ -466,6 +479,7 @@ func (r *Router) choose(p *inquiry, d *Decision, now time.Time) {
 	}
 	if p.Unbooked {
 		r.loads.Bump(chosen.Target.Key)
+		r.assume(chosen.Target.Key, p).End(0, -1)
 		return
 	}
 	d.Booking = r.book(p, chosen, now)
@@ -482,7 +496,10 @@ func (r *Router) tracksPrefill(p *inquiry) bool {
 
 // book enters p into the books of the candidate.
 func (r *Router) book(p *inquiry, c *Candidate, now time.Time) *Booking {
-	b := &Booking{router: r, worker: c.Target.Key, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput, sequence: p.sequence, silent: p.Silent}
+	b := &Booking{
+		router: r, worker: c.Target.Key, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput, sequence: p.sequence, silent: p.Silent,
+		assumed: r.assume(c.Target.Key, p), cached: -1,
+	}
 	if r.tracksPrefill(p) {
 		b.uncached = p.tokens - c.Overlap*r.blockSize
 	}
@@ -494,7 +511,16 @@ func (r *Router) book(p *inquiry, c *Candidate, now time.Time) *Booking {
 	}
 	r.loads.Bump(b.worker)
 	r.loads.Begin(b, now)
+	r.share(changeAdd, b)
 	return b
+}
+
+// assume tells an index that asks for it that p goes to w; else it returns nil.
+func (r *Router) assume(w WorkerKey, p *inquiry) *Assumed {
+	if r.assumes == nil {
+		return nil
+	}
+	return r.assumes.Routed(w, p.local)
 }
 
 // Book books the request on a worker without choosing: it was chosen before or

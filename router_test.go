@@ -1,7 +1,9 @@
 package main
 
 import (
+	"context"
 	"errors"
+	"fmt"
 	"sync"
 	"testing"
 	"time"
@@ -221,19 +223,118 @@ func TestBooksAreEvenAfterAnyOrderOfCalls(t *testing.T) {
 	})
 }
 
-func BenchmarkRoute(b *testing.B) {
-	r := newTestRouter(b, "standalone", 8)
-	prompt := count(1, 4096)
-	for i := range uint64(8) {
-		hold(r, i, prompt[:512*(i+1)])
-	}
-	b.ReportAllocs()
-	for b.Loop() {
-		d, err := r.Route(b.Context(), Request{Tokens: prompt})
+func TestWithoutIndexOnlyWhatIsCountedIsHashed(t *testing.T) {
+	for _, track := range []bool{true, false} {
+		knobs, zero := DefaultRouterKnobs(), 0.0
+		knobs.RouterTrackActiveBlocks = track
+		policy := DefaultPolicyKnobs()
+		policy.OverlapScoreWeight = &zero
+		r := NewRouterWith(NewIndex(DefaultIndexConfig(), "kv", policy, time.Now), kvPolicy{policy.resolved()}, testBlock, 1, knobs)
+		r.Up(Target{Key: w0})
+		hold(r, 0, count(1, 40))
+		d, err := r.Route(t.Context(), Request{Tokens: count(1, 42)})
 		if err != nil {
-			b.Fatal(err)
+			t.Fatal(err)
+		}
+		blocks := 0
+		if track {
+			blocks = 10
+		}
+		if d.Tokens != 42 || d.Overlap != 0 || len(d.Sequence) != blocks || d.Booking.uncached != 42 {
+			t.Errorf("tracking %v: %+v", track, d)
 		}
 		d.Booking.End()
+	}
+}
+
+func TestAnApproximateIndexIsToldWhatWasRouted(t *testing.T) {
+	config := DefaultIndexConfig()
+	config.NoKVEvents = true
+	index := NewIndex(config, "standalone", DefaultPolicyKnobs(), time.Now)
+	r := NewRouter(index, mustPolicy(t, "standalone"), testBlock, 1)
+	r.Up(Target{Key: w0, TotalBlocks: 20})
+	route := func(request Request) Decision {
+		t.Helper()
+		d, err := r.Route(t.Context(), request)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := index.(*Approx).check(); err != nil {
+			t.Fatal(err)
+		}
+		return d
+	}
+	asked := route(Request{Tokens: count(1, 42), QueryOnly: true})
+	if d := route(Request{Tokens: count(1, 42)}); asked.Overlap != 0 || d.Overlap != 0 {
+		t.Errorf("a dry run left %d blocks", d.Overlap)
+	} else {
+		d.Booking.Finish(9)
+	}
+	if n := index.Blocks(w0); n != 10 || index.(*Approx).caches[w0].pool.held() != 12 {
+		t.Errorf("%d blocks of the prompt, %d with the answer's; want 10 and 12", n, index.(*Approx).caches[w0].pool.held())
+	}
+	route(Request{Tokens: count(100, 16), Unbooked: true})
+	d := route(Request{Tokens: count(1, 50)})
+	if d.Overlap != 10 || route(Request{Tokens: count(100, 20), QueryOnly: true}).Overlap != 4 {
+		t.Errorf("overlap %d, want 10", d.Overlap)
+	}
+	route(Request{Tokens: count(200, 4), Unbooked: true})
+	d.Booking.Cached(0) // all of before was gone
+	d.Booking.End()
+	if overlap := route(Request{Tokens: count(200, 8), QueryOnly: true}).Overlap; overlap != 1 {
+		t.Errorf("overlap %d with what was routed later, want 1", overlap)
+	}
+}
+
+// BenchmarkRoute measures a decision from the prompt's tokens on (hash, look up,
+// schedule and book), and with the end of the booking (ns/op). Worker i of n
+// holds the first (i+1)/n of every prompt and has eight of them in flight.
+func BenchmarkRoute(b *testing.B) {
+	for _, size := range []struct{ tokens, workers int }{{4_000, 8}, {100_000, 64}} {
+		for _, policy := range []string{"standalone", "kv", "work"} {
+			for _, index := range []string{"exact", "approximate"} {
+				b.Run(fmt.Sprintf("tokens=%d/workers=%d/%s/%s", size.tokens, size.workers, policy, index), func(b *testing.B) {
+					config := DefaultIndexConfig()
+					config.NoKVEvents = index == "approximate"
+					const block, prompts = 64, 16
+					r := NewRouter(NewIndex(config, policy, DefaultPolicyKnobs(), time.Now), mustPolicy(b, policy), block, 1)
+					for w := range size.workers {
+						r.Up(Target{Key: WorkerKey{Worker: uint64(w)}, TotalBlocks: 1 << 15})
+					}
+					var asked []Request
+					for i := range prompts {
+						asked = append(asked, Request{Tokens: count(uint32(i*size.tokens), size.tokens)})
+						for w := range size.workers {
+							part := asked[i].Tokens[:size.tokens*(w+1)/size.workers]
+							if config.NoKVEvents {
+								r.assumes.Routed(WorkerKey{Worker: uint64(w)}, HashBlocks(nil, part, block, "", "")).End(0, -1)
+							} else {
+								hold(r, uint64(w), part)
+							}
+						}
+					}
+					for i := range 8 * size.workers {
+						if _, err := r.Book(asked[i%prompts], WorkerKey{Worker: uint64(i % size.workers)}); err != nil {
+							b.Fatal(err)
+						}
+					}
+					var deciding time.Duration
+					i := 0
+					b.ReportAllocs()
+					for b.Loop() {
+						began := time.Now()
+						d, err := r.Route(context.Background(), asked[i%prompts])
+						deciding += time.Since(began)
+						if err != nil {
+							b.Fatal(err)
+						}
+						d.Booking.End()
+						i++
+					}
+					b.ReportMetric(float64(deciding.Nanoseconds())/float64(i)/1000, "us/decision")
+				})
+			}
+		}
 	}
 }
 

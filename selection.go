@@ -1,7 +1,7 @@
 package main
 
 import (
-	"bufio"
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"net/http"
 	"strconv"
+	"sync"
 	"time"
 
 	"github.com/gin-gonic/gin"
@@ -17,33 +18,82 @@ import (
 // selectionBodyLimit bounds a request body on the router port, in bytes.
 const selectionBodyLimit = 8 << 20
 
-// Selection is the router port: the routing decision without the proxy, in the
-// routes and names of Dynamo's standalone services.
-type Selection struct {
-	config  Config
-	router  *Router
-	index   *Radix
-	workers func() []WorkerStatus
-	log     *slog.Logger
+// defaultModel and defaultGroup are what requests and workers that name none
+// belong to.
+const (
+	defaultModel = "default"
+	defaultGroup = "default"
+)
+
+// dumpTime is the longest that a client may take for a dump.
+const dumpTime = 5 * time.Minute
+
+// partition is what a request and the workers it may go to have in common: a
+// model (empty in a request: any) and a routing group. All partitions of a
+// router share its index, its queue and its block size.
+type partition struct{ model, group string }
+
+// String is the partition as errors name it.
+func (p partition) String() string {
+	return fmt.Sprintf("model=%s routing_group=%s", cmp.Or(p.model, defaultModel), p.group)
 }
 
-// NewSelection returns the router port over the given rooms. workers lists the
-// fleet.
-func NewSelection(config Config, router *Router, index *Radix, workers func() []WorkerStatus, log *slog.Logger) *Selection {
-	return &Selection{config: config, router: router, index: index, workers: workers, log: log}
+// dumpName is the partition's name in a dump.
+func (p partition) dumpName() string { return p.model + ":" + p.group }
+
+// Selection is the router port: the routing decision without the proxy, in the
+// routes and names of Dynamo's standalone selection service.
+type Selection struct {
+	config Config
+	router *Router
+	index  Index
+	fleet  *Fleet
+	log    *slog.Logger
+
+	history func(WorkerKey) *EventLog // of a rank's KV events; nil: they are not followed
+
+	reserved *reservations
+	pending  *pendingSelections
+
+	changing   sync.Mutex // held while a worker is changed
+	mu         sync.Mutex // guards all below
+	registered map[uint64]registeredWorker
+	recovered  map[uint64]partition // of workers in a peer's dump
+}
+
+// NewSelection returns the router port over the given rooms.
+func NewSelection(config Config, router *Router, index Index, fleet *Fleet, log *slog.Logger) *Selection {
+	return &Selection{
+		config: config, router: router, index: index, fleet: fleet, log: log, history: fleet.History,
+		reserved: newReservations(), pending: newPendingSelections(), registered: map[uint64]registeredWorker{},
+	}
 }
 
 // Handler returns the routes of the router port.
 func (s *Selection) Handler() http.Handler {
 	engine := newEngine(s.log)
 	engine.NoRoute(func(c *gin.Context) { plainError(c, http.StatusNotFound, "route not found") })
-	engine.GET("/health", func(c *gin.Context) { c.JSON(http.StatusOK, gin.H{"status": "ok"}) })
+	engine.NoMethod(func(c *gin.Context) { plainError(c, http.StatusMethodNotAllowed, "method not allowed") })
+	engine.GET("/health", statusOK)
 	guarded := engine.Group("/", requireKey(s.config.RouterAPIKey, plainError))
 	guarded.GET("/ready", s.ready)
-	guarded.GET("/workers", func(c *gin.Context) { c.JSON(http.StatusOK, s.records()) })
+	guarded.GET("/workers", s.listWorkers)
+	guarded.POST("/workers", s.addWorker)
+	guarded.PATCH("/workers/:id", s.patchWorker)
+	guarded.DELETE("/workers/:id", s.deleteWorker)
 	guarded.POST("/find_best_worker", s.findBestWorker)
 	guarded.POST("/overlap_scores", s.overlapScores)
+	guarded.POST("/select", s.selectWorker)
+	guarded.POST("/select_and_reserve", s.selectAndReserve)
+	guarded.POST("/reservations", s.reserve)
+	guarded.POST("/reservations/:id/prefill_complete", s.prefillComplete)
+	guarded.POST("/reservations/:id/output_block", s.outputBlock)
+	guarded.DELETE("/reservations/:id", s.free)
+	guarded.GET("/loads", s.loads)
+	guarded.POST("/potential_loads", s.potentialLoads)
+	guarded.POST("/route", s.route)
 	guarded.GET("/dump", s.dump)
+	guarded.GET("/events", s.events)
 	return engine
 }
 
@@ -52,138 +102,219 @@ func plainError(c *gin.Context, status int, message string) {
 	c.JSON(status, gin.H{"error": message})
 }
 
-// workerRecord is a worker as the router port shows it; loads and blocks are
-// those of all its ranks.
-type workerRecord struct {
-	WorkerID         uint64   `json:"worker_id"`
-	ModelName        string   `json:"model_name"`
-	RoutingGroup     string   `json:"routing_group"`
-	Endpoint         string   `json:"endpoint"`
-	KVEventsEndpoint string   `json:"kv_events_endpoint,omitempty"`
-	ReplayEndpoint   string   `json:"replay_endpoint,omitempty"`
-	BlockSize        int      `json:"block_size"`
-	Lifecycle        string   `json:"lifecycle"`
-	Reasons          []string `json:"not_schedulable_reasons,omitempty"`
-	State            string   `json:"state"`
-	PID              int      `json:"pid,omitempty"`
-	Restarts         int      `json:"restarts"`
-	Generation       int      `json:"generation"`
-	InFlight         int      `json:"in_flight"`
-	PrefillTokens    int      `json:"prefill_tokens"`
-	RunningReqs      int      `json:"num_running_reqs"`
-	WaitingReqs      int      `json:"num_waiting_reqs"`
-	KVCacheUsage     float64  `json:"kv_cache_usage"`
-	Blocks           int      `json:"blocks"`
+func statusOK(c *gin.Context) { c.JSON(http.StatusOK, gin.H{"status": "ok"}) }
+
+// routingError answers a request that the Router has refused.
+func (s *Selection) routingError(c *gin.Context, of partition, err error) {
+	var reserved errReserved
+	switch {
+	case errors.As(err, &reserved), errors.Is(err, ErrDuplicate):
+		plainError(c, http.StatusConflict, err.Error())
+	case errors.Is(err, ErrUnknownWorker):
+		plainError(c, http.StatusNotFound, err.Error())
+	case errors.Is(err, ErrQueueFull):
+		plainError(c, statusOverloaded, err.Error())
+	case errors.Is(err, ErrNoWorker) && !s.schedulable(of):
+		plainError(c, http.StatusServiceUnavailable, noSchedulable(of))
+	case errors.Is(err, ErrNoWorker):
+		plainError(c, http.StatusServiceUnavailable, "no endpoints available to route work")
+	default:
+		plainError(c, http.StatusServiceUnavailable, err.Error())
+	}
 }
 
-func (s *Selection) records() []workerRecord {
-	up := map[uint64]bool{}
-	for _, t := range s.router.Targets() {
-		up[t.Key.Worker] = true
+func noSchedulable(of partition) string { return "no schedulable workers for " + of.String() }
+
+// body reads a request's JSON into query. Not ok: it has been answered.
+func body(c *gin.Context, query any) (ok bool) {
+	text, err := io.ReadAll(http.MaxBytesReader(c.Writer, c.Request.Body, selectionBodyLimit))
+	var tooLarge *http.MaxBytesError
+	if errors.As(err, &tooLarge) {
+		plainError(c, http.StatusRequestEntityTooLarge, fmt.Sprintf("the body is larger than %d bytes", tooLarge.Limit))
+		return false
 	}
-	records := []workerRecord{}
-	for _, w := range s.workers() {
-		r := workerRecord{
-			WorkerID: w.ID, ModelName: s.config.ServedModelName, RoutingGroup: "default", Endpoint: w.URL,
-			KVEventsEndpoint: w.KVEvents, ReplayEndpoint: w.Replay, BlockSize: s.router.BlockSize(),
-			Lifecycle: "schedulable", State: w.State, PID: w.PID, Restarts: w.Restarts, Generation: w.Generation,
-		}
-		for _, key := range w.Keys() {
-			load := s.router.Load(key)
-			r.InFlight += load.InFlight
-			r.PrefillTokens += load.PrefillTokens
-			r.RunningReqs += load.Running
-			r.WaitingReqs += load.Waiting
-			r.KVCacheUsage = max(r.KVCacheUsage, load.KVUsage)
-			r.Blocks += s.index.Blocks(key)
-		}
-		if !up[w.ID] {
-			r.Lifecycle = "unschedulable"
-			r.Reasons = []string{w.State}
-			if w.LastError != "" {
-				r.Reasons = append(r.Reasons, w.LastError)
-			}
-		}
-		records = append(records, r)
+	if err == nil {
+		err = json.Unmarshal(text, query)
 	}
-	return records
+	var wrongType *json.UnmarshalTypeError
+	switch {
+	case err == nil:
+		return true
+	case errors.As(err, &wrongType):
+		_, field, found := cutLast(wrongType.Field, ".")
+		if !found {
+			field = wrongType.Field
+		}
+		plainError(c, http.StatusUnprocessableEntity, fmt.Sprintf("bad body: %s cannot be a JSON %s", field, wrongType.Value))
+	default:
+		plainError(c, http.StatusBadRequest, "bad body: "+err.Error())
+	}
+	return false
 }
 
-func (s *Selection) ready(c *gin.Context) {
-	n := len(s.router.Targets())
-	status := http.StatusOK
-	if n == 0 {
-		status = http.StatusServiceUnavailable
-	}
-	c.JSON(status, gin.H{"ready": n > 0, "schedulable_workers": n, "workers": s.records()})
-}
-
-// promptQuery is a prompt in one of the two forms that the routes take.
+// promptQuery is a prompt in one of the forms that the routes take, and whose
+// workers it is for.
 type promptQuery struct {
-	LocalHashes []json.Number `json:"local_hashes"`
-	NumTokens   *int          `json:"num_tokens"`
-	TokenIDs    []uint32      `json:"token_ids"`
-	LoRA        string        `json:"lora_name"`
+	ModelName      string        `json:"model_name"`
+	RoutingGroup   string        `json:"routing_group"`
+	TokenIDs       []uint32      `json:"token_ids"`
+	LocalHashes    []json.Number `json:"local_hashes"` // with num_tokens
+	NumTokens      *int          `json:"num_tokens"`
+	BlockHashes    []json.Number `json:"block_hashes"` // the same, with sequence_hashes and isl_tokens
+	SequenceHashes []json.Number `json:"sequence_hashes"`
+	ISLTokens      *int          `json:"isl_tokens"`
+	LoRA           string        `json:"lora_name"`
+	Salt           string        `json:"cache_salt"`
 }
 
 // request checks the query and turns it into the router's form.
 func (q promptQuery) request() (Request, error) {
-	if q.TokenIDs != nil {
-		return Request{Tokens: q.TokenIDs, LoRA: q.LoRA}, nil
-	}
-	if q.LocalHashes == nil {
-		return Request{}, errors.New("local_hashes (with num_tokens) or token_ids is missing")
-	}
-	if q.NumTokens == nil || *q.NumTokens <= 0 {
+	switch {
+	case q.TokenIDs != nil:
+		return Request{Tokens: q.TokenIDs, LoRA: q.LoRA, Salt: q.Salt}, nil
+	case q.BlockHashes != nil:
+		return q.hashedRequest()
+	case q.LocalHashes == nil:
+		return Request{}, errors.New("block_hashes is required without token_ids")
+	case q.NumTokens == nil || *q.NumTokens <= 0:
 		return Request{}, errors.New("num_tokens must be a positive number")
 	}
-	local := make([]uint64, len(q.LocalHashes))
-	for i, number := range q.LocalHashes {
-		h, err := parseHash(number)
-		if err != nil {
-			return Request{}, fmt.Errorf("local_hashes[%d] is %q: it must be a 64-bit integer", i, number)
-		}
-		local[i] = h
-	}
-	return Request{Local: local, NumTokens: *q.NumTokens}, nil
+	local, err := parseHashes("local_hashes", q.LocalHashes)
+	return Request{Local: local, NumTokens: *q.NumTokens}, err
 }
 
-// prompt reads the prompt that a request is about; not ok: it has been answered.
-func (s *Selection) prompt(c *gin.Context) (request Request, ok bool) {
-	body, err := io.ReadAll(http.MaxBytesReader(c.Writer, c.Request.Body, selectionBodyLimit))
-	var tooLarge *http.MaxBytesError
-	if errors.As(err, &tooLarge) {
-		plainError(c, http.StatusRequestEntityTooLarge, fmt.Sprintf("the body is larger than %d bytes", tooLarge.Limit))
-		return Request{}, false
+// hashedRequest is the form in which a client tells hashes in place of tokens.
+func (q promptQuery) hashedRequest() (Request, error) {
+	switch {
+	case q.SequenceHashes == nil:
+		return Request{}, errors.New("sequence_hashes is required without token_ids")
+	case q.ISLTokens == nil:
+		return Request{}, errors.New("isl_tokens is required without token_ids")
+	case *q.ISLTokens <= 0:
+		return Request{}, errors.New("isl_tokens must be greater than 0")
+	case len(q.BlockHashes) != len(q.SequenceHashes):
+		return Request{}, fmt.Errorf("block_hashes length %d must match sequence_hashes length %d", len(q.BlockHashes), len(q.SequenceHashes))
 	}
-	var query promptQuery
-	if err == nil {
-		err = json.Unmarshal(body, &query)
-	}
+	local, err := parseHashes("block_hashes", q.BlockHashes)
 	if err != nil {
-		plainError(c, http.StatusBadRequest, "bad body: "+err.Error())
-		return Request{}, false
+		return Request{}, err
 	}
-	request, err = query.request()
+	sequence, err := parseHashes("sequence_hashes", q.SequenceHashes)
+	return Request{Local: local, Sequence: sequence, NumTokens: *q.ISLTokens}, err
+}
+
+// partition is what the query is for.
+func (q promptQuery) partition() partition {
+	if q.RoutingGroup == "" {
+		return partition{q.ModelName, defaultGroup}
+	}
+	return partition{q.ModelName, q.RoutingGroup}
+}
+
+// ownModel is the model of workers that name none.
+func (s *Selection) ownModel() string {
+	if s.config.ServedModelName == "" {
+		return defaultModel
+	}
+	return s.config.ServedModelName
+}
+
+// within restricts a request to the workers of a partition.
+func (s *Selection) within(request Request, of partition) Request {
+	request.Model = of.model
+	if request.LoRA == "" && of.model != "" {
+		request.LoRA = s.router.Adapter(of.model)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	groups := of.group != defaultGroup
+	for _, w := range s.registered {
+		groups = groups || w.partition().group != defaultGroup
+	}
+	if !groups {
+		return request
+	}
+	allowed := []uint64{}
+	for _, t := range s.router.Targets() {
+		given := request.Allowed == nil
+		for _, id := range request.Allowed {
+			given = given || id == t.Key.Worker
+		}
+		if given && s.groupOf(t.Key.Worker) == of.group {
+			allowed = append(allowed, t.Key.Worker)
+		}
+	}
+	request.Allowed = allowed
+	return request
+}
+
+// groupOf returns a worker's routing group; s.mu is held.
+func (s *Selection) groupOf(worker uint64) string {
+	if w, ok := s.registered[worker]; ok {
+		return w.partition().group
+	}
+	return defaultGroup
+}
+
+// schedulable tells whether the partition has a worker that is up.
+func (s *Selection) schedulable(of partition) bool {
+	return len(s.targets(of)) > 0
+}
+
+// targets returns the workers of a partition that are up, by key.
+func (s *Selection) targets(of partition) (targets []Target) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, t := range s.router.Targets() {
+		if t.Serves(of.model) && s.groupOf(t.Key.Worker) == of.group {
+			targets = append(targets, t)
+		}
+	}
+	return targets
+}
+
+// prompt reads the prompt that a request is about, of any model and group; not
+// ok: it has been answered.
+func (s *Selection) prompt(c *gin.Context) (query promptQuery, request Request, ok bool) {
+	if !body(c, &query) {
+		return query, Request{}, false
+	}
+	request, err := query.request()
 	if err != nil {
 		plainError(c, http.StatusBadRequest, err.Error())
-		return Request{}, false
+		return query, Request{}, false
 	}
-	return request, true
+	return query, request, true
+}
+
+// ready tells whether any worker may be routed to.
+func (s *Selection) ready(c *gin.Context) {
+	records := s.records(nil)
+	n := 0
+	for _, r := range records {
+		if r.Lifecycle == lifecycleSchedulable {
+			n++
+		}
+	}
+	status := http.StatusOK
+	if n == 0 {
+		status = http.StatusServiceUnavailable
+	}
+	c.JSON(status, gin.H{"ready": n > 0, "schedulable_workers": n, "workers": records})
 }
 
 // findBestWorker chooses a worker for a client that forwards its request
 // itself. Since such a client does not tell when the request ends, nothing is
 // booked; the worker counts as one request longer until it publishes its load.
 func (s *Selection) findBestWorker(c *gin.Context) {
-	request, ok := s.prompt(c)
+	query, request, ok := s.prompt(c)
 	if !ok {
 		return
 	}
 	request.Unbooked = true
-	decision, err := s.router.Route(c.Request.Context(), request)
+	decision, err := s.router.Route(c.Request.Context(), s.within(request, query.partition()))
 	if err != nil {
-		plainError(c, http.StatusServiceUnavailable, err.Error())
+		s.routingError(c, query.partition(), err)
 		return
 	}
 	c.JSON(http.StatusOK, gin.H{"worker_id": decision.Target.Key.Worker, "dp_rank": decision.Target.Key.Rank, "overlap_tokens": decision.OverlapTokens})
@@ -191,94 +322,83 @@ func (s *Selection) findBestWorker(c *gin.Context) {
 
 // overlapScores tells what each worker holds of a prompt, choosing none.
 func (s *Selection) overlapScores(c *gin.Context) {
-	request, ok := s.prompt(c)
+	query, request, ok := s.prompt(c)
 	if !ok {
 		return
 	}
+	of := query.partition()
+	targets := s.targets(of)
+	if len(targets) == 0 {
+		plainError(c, http.StatusServiceUnavailable, noSchedulable(of))
+		return
+	}
 	overlaps, blocks := s.router.Overlaps(request)
-	workers := []gin.H{}
+	held := map[WorkerKey]int{}
 	for _, o := range overlaps {
-		workers = append(workers, gin.H{"worker_id": o.Worker.Worker, "dp_rank": o.Worker.Rank, "device_blocks": o.Blocks})
+		held[o.Worker] = o.Blocks
+	}
+	workers := []gin.H{}
+	for _, t := range targets {
+		workers = append(workers, gin.H{"worker_id": t.Key.Worker, "dp_rank": t.Key.Rank, "device_blocks": held[t.Key]})
 	}
 	c.JSON(http.StatusOK, gin.H{"block_size": s.router.BlockSize(), "num_blocks": blocks, "workers": workers})
 }
 
-// dumpEvent is one store event of a dump.
-type dumpEvent struct {
-	WorkerID    uint64 `json:"worker_id"`
-	StorageTier string `json:"storage_tier"`
-	Event       struct {
-		EventID int `json:"event_id"`
-		Data    struct {
-			Stored dumpStored `json:"stored"`
-		} `json:"data"`
-		DPRank uint32 `json:"dp_rank"`
-	} `json:"event"`
-}
-
-type dumpStored struct {
-	ParentHash    *uint64     `json:"parent_hash"`
-	StartPosition *int        `json:"start_position"`
-	Blocks        []dumpBlock `json:"blocks"`
-}
-
-type dumpBlock struct {
-	BlockHash  uint64 `json:"block_hash"`
-	TokensHash uint64 `json:"tokens_hash"`
-}
-
 // dump streams the whole index as store events from which another router can
-// fill its own: blocks that follow each other in one event, parents before
-// children.
+// fill its own.
 func (s *Selection) dump(c *gin.Context) {
-	http.NewResponseController(c.Writer).SetWriteDeadline(time.Now().Add(5 * time.Minute))
+	http.NewResponseController(c.Writer).SetWriteDeadline(time.Now().Add(dumpTime))
 	c.Header("Content-Type", "application/json")
-	out := bufio.NewWriter(c.Writer)
-	defer out.Flush()
-	model, _ := json.Marshal(s.config.ServedModelName + ":default")
-	fmt.Fprintf(out, `{%s:{"block_size":%d,"events":[`, model, s.router.BlockSize())
-	var open *dumpEvent
-	ids := map[WorkerKey]int{}
-	write := func(e *dumpEvent) bool {
-		text, err := json.Marshal(e)
+	if err := writeDump(c.Writer, s.index, s.router.BlockSize(), s.dumpParts()); err != nil {
+		s.log.Debug("dump broken off", "error", err)
+	}
+}
+
+// dumpParts sorts what the index knows into partitions.
+func (s *Selection) dumpParts() []dumpPart {
+	own := partition{s.ownModel(), defaultGroup}
+	parts := []dumpPart{{name: own.dumpName()}}
+	at := map[partition]int{own: 0}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, key := range s.index.Workers() {
+		of := own
+		if w, ok := s.registered[key.Worker]; ok {
+			of = w.partition()
+		} else if p, ok := s.recovered[key.Worker]; ok {
+			of = p
+		}
+		if _, known := at[of]; !known {
+			at[of] = len(parts)
+			parts = append(parts, dumpPart{name: of.dumpName()})
+		}
+		part := &parts[at[of]]
+		part.workers = append(part.workers, key)
+	}
+	if len(parts) > 1 && len(parts[0].workers) == 0 {
+		parts = parts[1:]
+	}
+	return parts
+}
+
+// SetRecovered tells which workers a peer's dump has put into the index.
+func (s *Selection) SetRecovered(recovered Recovered) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.recovered = recovered.Partition
+}
+
+// parseHashes reads hashes that may be written signed or unsigned.
+func parseHashes(field string, numbers []json.Number) ([]uint64, error) {
+	hashes := make([]uint64, len(numbers))
+	for i, number := range numbers {
+		h, err := parseHash(number)
 		if err != nil {
-			return false
+			return nil, fmt.Errorf("%s[%d] is %q: it must be a 64-bit integer", field, i, number)
 		}
-		_, err = out.Write(text)
-		return err == nil
+		hashes[i] = h
 	}
-	first := true
-	s.index.Dump(func(w WorkerKey, parent uint64, hasParent bool, block StoredBlock) bool {
-		entry := dumpBlock{BlockHash: block.Engine, TokensHash: block.Local}
-		if open != nil {
-			blocks := open.Event.Data.Stored.Blocks
-			if open.WorkerID == w.Worker && open.Event.DPRank == w.Rank && hasParent && blocks[len(blocks)-1].BlockHash == parent {
-				open.Event.Data.Stored.Blocks = append(blocks, entry)
-				return true
-			}
-			if !write(open) {
-				open = nil
-				return false
-			}
-			first = false
-		}
-		if !first {
-			out.WriteByte(',')
-		}
-		open = &dumpEvent{WorkerID: w.Worker, StorageTier: "device"}
-		open.Event.EventID = ids[w]
-		open.Event.DPRank = w.Rank
-		ids[w]++
-		open.Event.Data.Stored.Blocks = []dumpBlock{entry}
-		if hasParent {
-			open.Event.Data.Stored.ParentHash = &parent
-		}
-		return true
-	})
-	if open != nil {
-		write(open)
-	}
-	out.WriteString("]}}")
+	return hashes, nil
 }
 
 // parseHash reads a 64-bit hash that may be written signed or unsigned.

@@ -7,7 +7,7 @@ import (
 )
 
 // SimulateSettings are the flags of CommandSimulate. It also reads Policy (names
-// separated by commas), PolicyKnobs, BlockSize, Seed and those of MockConfig that
+// separated by commas), PolicyKnobs, IndexConfig, BlockSize, Seed and those of MockConfig that
 // are the engine's size and timing.
 type SimulateSettings struct {
 	Trace       string            `placeholder:"FILE" help:"Requests to replay: JSON lines in Mooncake's format or of --record, also compressed by gzip."`
@@ -26,6 +26,9 @@ func (c *Config) validateSimulate() error {
 		if _, err := NewPolicyWith(name, c.PolicyKnobs); err != nil {
 			return fmt.Errorf("--policy: %w", err)
 		}
+	}
+	if err := c.IndexConfig.validate(); err != nil {
+		return err
 	}
 	if c.RouterKnobs != DefaultRouterKnobs() {
 		return errors.New("simulate knows neither the --router-track and --router-queue flags nor the --active thresholds: leave them out")

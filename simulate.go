@@ -18,6 +18,7 @@ type Simulation struct {
 	Requests    []TraceRequest
 	Policy      string
 	Knobs       PolicyKnobs
+	Index       IndexConfig
 	Workers     int
 	Engine      SimConfig
 	Concurrency int           // conversations in flight, the next one begun when one ends; 0: by their arrival times
@@ -33,7 +34,8 @@ type simulator struct {
 	Simulation
 	now     time.Duration // since the run began
 	router  *Router
-	index   *Radix
+	index   Index
+	follows bool // the index is fed by the workers' events
 	workers []simWorker
 	coming  timeline
 	idle    []int       // workers that must look for work once all that happens now has
@@ -91,7 +93,7 @@ func Simulate(config Config, out, progress *os.File) error {
 	var reports []*SimReport
 	for policy := range strings.SplitSeq(config.Policy, ",") {
 		report, err := Simulation{
-			Source: source, Requests: requests, Policy: policy, Knobs: config.PolicyKnobs, Workers: settings.Workers, Engine: engine,
+			Source: source, Requests: requests, Policy: policy, Knobs: config.PolicyKnobs, Index: config.IndexConfig, Workers: settings.Workers, Engine: engine,
 			Concurrency: settings.Concurrency, Speedup: cmp.Or(settings.Speedup, 1),
 			EventLag: time.Duration(settings.EventLag * float64(time.Millisecond)),
 			Seed:     config.Seed, Progress: progressBar(progress, policy, total),
@@ -176,19 +178,21 @@ func (s Simulation) Run() (*SimReport, error) {
 
 // newSimulator builds the house of a run around idle workers.
 func newSimulator(s Simulation, policy Policy) *simulator {
-	index, total := NewRadix(), countRequests(s.Requests)
+	total := countRequests(s.Requests)
 	run := &simulator{
 		Simulation: s,
-		index:      index,
-		router:     NewRouter(index, policy, s.Engine.BlockSize, s.Seed),
+		follows:    !s.Index.NoKVEvents && !indexless(s.Policy, s.Knobs),
 		workers:    make([]simWorker, s.Workers),
 		total:      total,
 		ledger:     make([]*simFlight, 0, total),
 	}
-	run.router.now = func() time.Time { return simEpoch.Add(run.now) }
+	clock := func() time.Time { return simEpoch.Add(run.now) }
+	run.index = NewIndex(s.Index, s.Policy, s.Knobs, clock)
+	run.router = NewRouter(run.index, policy, s.Engine.BlockSize, s.Seed)
+	run.router.now = clock
 	for i := range run.workers {
 		run.workers[i].engine = NewSimEngine(s.Engine, func(event SimEvent) { run.cacheChanged(i, event) })
-		run.router.Up(Target{Key: WorkerKey{Worker: uint64(i)}})
+		run.router.Up(Target{Key: WorkerKey{Worker: uint64(i)}, TotalBlocks: s.Engine.Blocks})
 	}
 	return run
 }
@@ -306,6 +310,7 @@ func (s *simulator) endPass(w int) {
 		}
 		if r.Generated == r.Output {
 			flight.end = s.now
+			flight.booking.Cached(r.Cached)
 			flight.booking.Finish(r.Output)
 			flight.booking, flight.Blocks = nil, nil
 			s.done++
@@ -326,12 +331,14 @@ func (s *simulator) endPass(w int) {
 
 // cacheChanged takes a change of worker w's cache to the index, at once or late.
 func (s *simulator) cacheChanged(w int, event SimEvent) {
-	if s.EventLag == 0 {
+	switch {
+	case !s.follows:
+	case s.EventLag == 0:
 		s.apply(w, event)
-		return
+	default:
+		event.Removed = append([]uint64(nil), event.Removed...)
+		s.lagging = append(s.lagging, lateEvent{due: s.now + s.EventLag, worker: w, event: event})
 	}
-	event.Removed = append([]uint64(nil), event.Removed...)
-	s.lagging = append(s.lagging, lateEvent{due: s.now + s.EventLag, worker: w, event: event})
 }
 
 // catchUp shows the index what is due.

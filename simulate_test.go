@@ -75,7 +75,7 @@ func loadTraces(t testing.TB) map[string][]TraceRequest {
 // simulation is a run with 8 workers of the default engine; a load from 64 on is
 // a number of requests in flight, a smaller one a speedup.
 func simulation(requests []TraceRequest, policy string, load float64) Simulation {
-	s := Simulation{Requests: requests, Policy: policy, Knobs: DefaultPolicyKnobs(), Workers: 8, Engine: DefaultSimConfig(), Seed: 1}
+	s := Simulation{Requests: requests, Policy: policy, Knobs: DefaultPolicyKnobs(), Index: DefaultIndexConfig(), Workers: 8, Engine: DefaultSimConfig(), Seed: 1}
 	if load >= 64 {
 		s.Concurrency = int(load)
 	} else {
@@ -167,7 +167,7 @@ func TestEveryBookingOfARunEnds(t *testing.T) {
 			t.Errorf("worker %d: %d in flight, %d prompt tokens, %d blocks are left", i, l.InFlight, l.PrefillTokens, l.ActiveBlocks)
 		}
 	}
-	if err := run.index.check(); err != nil {
+	if err := run.index.(*Radix).check(); err != nil {
 		t.Error(err)
 	}
 }
@@ -178,6 +178,42 @@ func TestTheRouterPredictsWhatTheEngineFinds(t *testing.T) {
 	s.Concurrency = 1
 	if r := mustRun(t, s); r.Predicted != r.Reuse || r.Reuse == 0 {
 		t.Errorf("predicted reuse %v, actual %v", r.Predicted, r.Reuse)
+	}
+}
+
+// TestApproximateIndexFindsAsMuch holds the approximate index against the exact
+// one: the share of prompt tokens found cached, and what the router expects.
+func TestApproximateIndexFindsAsMuch(t *testing.T) {
+	loads := []float64{64, 256, 1}
+	if testing.Short() {
+		loads = loads[:1]
+	}
+	for name, requests := range loadTraces(t) {
+		if testing.Short() || raceDetector {
+			requests = requests[:1000]
+		}
+		for _, policy := range []string{"kv", "work"} {
+			for _, load := range loads {
+				s := simulation(requests, policy, load)
+				exact := mustRun(t, s)
+				s.Index.NoKVEvents = true
+				approximate := mustRun(t, s)
+				t.Logf("%s, %s, load %g: reuse %.3f, exact %.3f; predicted %.3f", name, policy, load, approximate.Reuse, exact.Reuse, approximate.Predicted)
+				if approximate.Reuse < exact.Reuse-0.03 || math.Abs(approximate.Predicted-approximate.Reuse) > 0.01 {
+					t.Errorf("%s, %s, load %g: reuse %.3f, exact %.3f; predicted %.3f", name, policy, load, approximate.Reuse, exact.Reuse, approximate.Predicted)
+				}
+			}
+		}
+	}
+}
+
+func TestPredictionsBridgeALag(t *testing.T) {
+	s := simulation(loadTraces(t)["synthetic"][:400], "kv", 64)
+	s.EventLag = 5 * time.Second
+	late := mustRun(t, s)
+	s.Index.RouterPredictedTTLSecs = 5
+	if r := mustRun(t, s); r.Reuse <= late.Reuse || math.Abs(r.Predicted-r.Reuse) >= math.Abs(late.Predicted-late.Reuse) {
+		t.Errorf("with predictions %v reused, %v predicted; without %v, %v", r.Reuse, r.Predicted, late.Reuse, late.Predicted)
 	}
 }
 

@@ -15,6 +15,7 @@ import (
 // the fleet.
 type Telemetry struct {
 	registry *prometheus.Registry
+	dynamo   *dynamoMetrics
 
 	requests      *prometheus.CounterVec
 	duration      *prometheus.HistogramVec
@@ -83,6 +84,7 @@ func NewTelemetry(workers func() []WorkerSample, prompts func() PromptSample) *T
 	t.promptDiffers = counter("prompt_tokens_mismatch_total", "Answers whose usage.prompt_tokens differs from the router's own count, by where the tokens came from.", "source")
 	t.retries = counter("retries_total", "Requests sent to another worker after one failed before its first byte.", "worker_id")
 	t.eventLag = histogram("kv_event_lag_seconds", "From the engine's time stamp of a KV event batch to its arrival here.", secondsBuckets, "worker_id")
+	t.dynamo = newDynamoMetrics(t.registry)
 	t.registry.MustRegister(
 		newRoomCollector(workers, prompts),
 		collectors.NewGoCollector(),
@@ -104,6 +106,7 @@ func (t *Telemetry) Decided(tokens time.Duration, d Decision) {
 	t.decision.WithLabelValues("lookup").Observe(d.LookupTime.Seconds())
 	t.decision.WithLabelValues("schedule").Observe(d.ScheduleTime.Seconds())
 	t.decision.WithLabelValues("total").Observe((tokens + d.HashTime + d.LookupTime + d.ScheduleTime).Seconds())
+	t.dynamo.decided(d)
 }
 
 // Retried counts a request that worker failed before its first byte.
@@ -136,6 +139,7 @@ type Exchange struct {
 	Route      string
 	Status     int    // HTTP status, 499 where the client went away
 	Worker     string // worker id, "none" where no worker answered
+	Model      string // as the request names it
 	Arrived    time.Time
 	FirstChunk time.Time       // of a stream; zero: none came
 	Source     string          // of the prompt's tokens; empty: not a prompt
@@ -188,6 +192,7 @@ type roomCollector struct {
 	waiting  *prometheus.Desc
 	usage    *prometheus.Desc
 	events   *prometheus.Desc
+	applied  *prometheus.Desc
 	linked   *prometheus.Desc
 	cold     *prometheus.Desc
 	sources  *prometheus.Desc
@@ -213,13 +218,14 @@ func newRoomCollector(workers func() []WorkerSample, prompts func() PromptSample
 		usage:    desc("worker_kv_cache_usage", "Share of the KV cache in use, 0 to 1, as published by the worker."),
 		linked:   desc("kv_events_connected", "1 while the worker's KV events are subscribed to."),
 		cold:     desc("worker_cold", "1 while blocks of the worker may be missing in the index, because the history of its cache is not known in full."),
+		applied:  prometheus.NewDesc("dynamo_component_kv_cache_events_applied", "KV events applied to the index, by type and by what came of them.", []string{"worker_id", "dp_rank", "event_type", "status"}, nil),
 		events:   desc("kv_events_total", "KV event stream of the worker, counted by kind.", "kind"),
 	}
 }
 
 // Describe implements prometheus.Collector.
 func (c *roomCollector) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{c.up, c.restarts, c.blocks, c.inFlight, c.prefill, c.running, c.waiting, c.usage, c.events, c.linked, c.cold, c.sources, c.reasons} {
+	for _, d := range []*prometheus.Desc{c.up, c.restarts, c.blocks, c.inFlight, c.prefill, c.running, c.waiting, c.usage, c.events, c.applied, c.linked, c.cold, c.sources, c.reasons} {
 		out <- d
 	}
 }
@@ -254,6 +260,9 @@ func (c *roomCollector) Collect(out chan<- prometheus.Metric) {
 		}
 		for kind, n := range s.EventCount {
 			out <- prometheus.MustNewConstMetric(c.events, prometheus.CounterValue, float64(n), append(labels, kind)...)
+		}
+		for _, a := range appliedEvents(s.EventCount) {
+			out <- prometheus.MustNewConstMetric(c.applied, prometheus.CounterValue, float64(a.n), append(labels, a.event, a.status)...)
 		}
 	}
 	prompts := c.prompts()

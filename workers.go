@@ -102,19 +102,24 @@ func defaultTiming() fleetTiming {
 // load of them all. Its methods are safe for concurrent use.
 type Fleet struct {
 	cfg       Config
-	index     *Radix
+	index     Index
 	hooks     FleetHooks
 	log       *slog.Logger
 	client    *http.Client
-	workerKey string // bearer key that the workers ask for; may be empty
-	workers   []*worker
-	everReady atomic.Bool // some worker has been ready
+	workerKey string        // bearer key that the workers ask for; may be empty
+	everReady atomic.Bool   // some worker has been ready
+	opened    chan struct{} // closed when workers can be registered
+
+	membership sync.Mutex // guards workers and run
+	workers    []*worker  // a slice that was read stays as it is
+	run        *fleetRun  // nil: not running
 
 	// Tests replace these.
 	timing  fleetTiming
 	command func(i int, pluginDir string) (processSpec, error)
 
-	mocker *Mocker // starts the workers instead of command, if --engine is mocker
+	peers  *EventPeers // asked for KV events that workers cannot replay; nil: nobody is
+	mocker *Mocker     // starts the workers instead of command, if --engine is mocker
 	loads  func(ctx context.Context, w WorkerKey, zmqEndpoint, metricsURL string, publish func(WorkerKey, Published), log *slog.Logger)
 }
 
@@ -123,22 +128,24 @@ type worker struct {
 	id       uint64
 	spec     AttachedWorker // of a started one: only ID and URL
 	attached bool
+	registry *registry     // nil: not a registered one
 	wake     chan struct{} // holds a token when its health is to be looked at now
 
 	mu      sync.Mutex // guards the rest
 	status  WorkerStatus
-	streams map[WorkerKey]*EventStats
+	streams map[WorkerKey]*EventStream
 }
 
 // NewFleet prepares the workers that cfg asks for; Run starts them. index gets
 // what their event streams tell.
-func NewFleet(cfg Config, index *Radix, hooks FleetHooks, log *slog.Logger) (*Fleet, error) {
+func NewFleet(cfg Config, index Index, hooks FleetHooks, log *slog.Logger) (*Fleet, error) {
 	f := &Fleet{
 		cfg: cfg, index: index, hooks: hooks, log: log,
 		// A new connection each time: a look at a worker must not depend on an
 		// old one.
 		client:    &http.Client{Transport: &http.Transport{DisableKeepAlives: true}},
 		workerKey: vllmKey(cfg.VLLMArgs),
+		opened:    make(chan struct{}),
 		timing:    defaultTiming(),
 		loads:     FollowLoad,
 	}
@@ -178,10 +185,21 @@ func NewFleet(cfg Config, index *Radix, hooks FleetHooks, log *slog.Logger) (*Fl
 }
 
 func (f *Fleet) join(spec AttachedWorker, attached bool, state string) {
-	f.workers = append(f.workers, &worker{
-		id: spec.ID, spec: spec, attached: attached, wake: make(chan struct{}, 1), streams: map[WorkerKey]*EventStats{},
+	f.workers = append(f.workers, newWorker(spec, attached, state))
+}
+
+func newWorker(spec AttachedWorker, attached bool, state string) *worker {
+	return &worker{
+		id: spec.ID, spec: spec, attached: attached, wake: make(chan struct{}, 1), streams: map[WorkerKey]*EventStream{},
 		status: WorkerStatus{ID: spec.ID, URL: spec.URL, Attached: attached, State: state, Since: time.Now()},
-	})
+	}
+}
+
+// members returns the workers of now.
+func (f *Fleet) members() []*worker {
+	f.membership.Lock()
+	defer f.membership.Unlock()
+	return f.workers
 }
 
 // vllmKey finds the key that started workers will ask for.
@@ -219,7 +237,7 @@ func (f *Fleet) Run(ctx context.Context) (err error) {
 	}
 
 	group, ctx := errgroup.WithContext(ctx)
-	for i, w := range f.workers {
+	for i, w := range f.members() {
 		group.Go(func() error {
 			if w.attached {
 				f.superviseAttached(ctx, w)
@@ -231,13 +249,15 @@ func (f *Fleet) Run(ctx context.Context) (err error) {
 			return f.superviseStarted(ctx, w, func(output *startLog) (startedEngine, error) { return f.startProcess(w, i, pluginDir, output, guard) })
 		})
 	}
+	f.open(ctx, group)
 	return group.Wait()
 }
 
 // Workers returns the state of every worker, started ones first.
 func (f *Fleet) Workers() []WorkerStatus {
-	list := make([]WorkerStatus, 0, len(f.workers))
-	for _, w := range f.workers {
+	workers := f.members()
+	list := make([]WorkerStatus, 0, len(workers))
+	for _, w := range workers {
 		w.mu.Lock()
 		status := w.status
 		w.mu.Unlock()
@@ -250,20 +270,33 @@ func (f *Fleet) Workers() []WorkerStatus {
 // Streams returns the counters of every event stream that runs now.
 func (f *Fleet) Streams() map[WorkerKey]*EventStats {
 	all := map[WorkerKey]*EventStats{}
-	for _, w := range f.workers {
+	for _, w := range f.members() {
 		w.mu.Lock()
-		for key, stats := range w.streams {
-			all[key] = stats
+		for key, stream := range w.streams {
+			all[key] = stream.Stats()
 		}
 		w.mu.Unlock()
 	}
 	return all
 }
 
+// History returns what is kept of a rank's KV events; nil: they are not followed.
+func (f *Fleet) History(key WorkerKey) *EventLog {
+	for _, w := range f.members() {
+		w.mu.Lock()
+		stream := w.streams[key]
+		w.mu.Unlock()
+		if stream != nil {
+			return stream.History()
+		}
+	}
+	return nil
+}
+
 // ReportFailure makes the fleet look at a worker's health at once, because a
 // request could not reach it. It does not wait for the result.
 func (f *Fleet) ReportFailure(id uint64) {
-	for _, w := range f.workers {
+	for _, w := range f.members() {
 		if w.id == id {
 			select {
 			case w.wake <- struct{}{}:

@@ -1,4 +1,4 @@
-# Sourced by scripts/setup.sh, scripts/peers.sh and perf.sh: the cache folder, one-at-a-time locking, and installing into venvs.
+# Sourced by scripts/setup.sh, scripts/peers.sh, scripts/selection_parity.sh and perf.sh: the cache folder, one-at-a-time locking, and installing into venvs.
 # shellcheck shell=bash
 
 CACHE="${XDG_CACHE_HOME:-$HOME/.cache}/kvrouter"
@@ -67,6 +67,26 @@ uv_install() {
 # its stamp file, which is written last. Another list (a newer kvrouter) makes the install run again.
 is_stamped() { [ -x "$1/bin/python" ] && [ "$(cat "$1/.kvrouter-complete" 2>/dev/null)" = "$2" ]; }
 stamp() { printf '%s\n' "$2" >"$1/.kvrouter-complete.$$" && mv -f "$1/.kvrouter-complete.$$" "$1/.kvrouter-complete"; }
+
+# Peers to compare with have venvs of their own. Who installs them sets python, found by PEERS_PYTHON_CHECK, and holds the
+# lock named peers.
+# shellcheck disable=SC2034
+PEERS_PYTHON_CHECK='import sys, venv, ensurepip, fcntl
+sys.exit(not (3, 10) <= sys.version_info < (3, 15))'
+DYNAMO="$CACHE/peers-dynamo-1.6.1"
+
+# install_peer VENV PACKAGE... makes the venv of a peer.
+install_peer() {
+  local venv=$1
+  shift
+  is_stamped "$venv" "$*" && return
+  say "installing $* (log: $CACHE/log/peers.log)"
+  make_venv "$python" "$venv" "$CACHE/log/peers.log"
+  uv_install "$venv" "$CACHE/log/peers.log" "$@"
+  stamp "$venv" "$*"
+}
+
+install_dynamo() { install_peer "$DYNAMO" ai-dynamo-runtime==1.6.1 pyzmq==27.3.0 msgspec; }
 
 # fetch_models URL API_KEY prints the answer of GET URL/v1/models, or says in one line what is in the way.
 fetch_models() {

@@ -12,26 +12,12 @@ PROG=peers
 # shellcheck source=scripts/lib.sh
 . scripts/lib.sh
 
-PYTHON_CHECK='import sys, venv, ensurepip, fcntl
-sys.exit(not (3, 10) <= sys.version_info < (3, 15))'
-python=$(find_python "$PYTHON_CHECK") || die "python3 3.10 to 3.14 with venv is needed"
+python=$(find_python "$PEERS_PYTHON_CHECK") || die "python3 3.10 to 3.14 with venv is needed"
 [ "$(uname -s)" = Linux ] || die "CPU and memory are read from /proc, which only Linux has"
 take_lock "$python" peers
 mkdir -p "$CACHE/log" out
 : >out/peers_checks.txt
 
-# install_peer VENV PACKAGE... makes the venv of a peer.
-install_peer() {
-  local venv=$1
-  shift
-  is_stamped "$venv" "$*" && return
-  say "installing $* (log: $CACHE/log/peers.log)"
-  make_venv "$python" "$venv" "$CACHE/log/peers.log"
-  uv_install "$venv" "$CACHE/log/peers.log" "$@"
-  stamp "$venv" "$*"
-}
-
-dynamo="$CACHE/peers-dynamo-1.6.1"
 vllm_router="$CACHE/peers-vllm-router-0.1.17"
 
 # measure PART OPTIONS... runs one part.
@@ -40,15 +26,15 @@ measure() {
   local -a needs
   shift
   case $part in
-    wire) runs="$dynamo/bin/python" needs=(--ours out/peers.test) ;;
-    simulator) runs="$dynamo/bin/python" needs=(--kvrouter out/kvrouter) ;;
+    wire) runs="$DYNAMO/bin/python" needs=(--ours out/peers.test) ;;
+    simulator) runs="$DYNAMO/bin/python" needs=(--kvrouter out/kvrouter) ;;
     proxy) needs=(--kvrouter out/kvrouter --test-binary out/peers.test --vllm-router "$vllm_router/bin/vllm-router" --model "$CACHE/smollm2-135m-instruct") ;;
     *) die "there is no part $part: wire, simulator or proxy" ;;
   esac
   PYTHONDONTWRITEBYTECODE=1 "$runs" "scripts/peers_$part.py" "${needs[@]}" "$@" 9>&- | tee "out/peers_$part.txt"
 }
 
-install_peer "$dynamo" ai-dynamo-runtime==1.6.1 pyzmq==27.3.0 msgspec
+install_dynamo
 install_peer "$vllm_router" vllm-router==0.1.17
 say "building"
 go build -o out/kvrouter .

@@ -1,0 +1,327 @@
+package main
+
+import (
+	"math"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// Approx is the approximate index: what was routed to a worker counts as cached
+// there. It models each worker's memory and keeps a Radix in step with that, as
+// EventStreams keep one in step with the engines'.
+//
+// Size. On a worker whose number of blocks is known, memory goes as in vLLM: the
+// blocks of requests in flight stay, the others are taken for new ones in the
+// order of their release, oldest first, the end of a prompt before its start.
+// An answer takes blocks too, which no prompt is known to match.
+//
+// Time. Other workers are believed to hold what was used no longer ago than the
+// time to live (its last use is its last request's end), and all of them
+// together no more than maxBlocks: beyond that the blocks used longest ago go
+// until pruneTo are left. Blocks of requests in flight always stay.
+//
+// Corrections. An answer's cached_tokens may show that an engine had lost what
+// it was believed to hold. It loses the oldest first; so whatever was used no
+// later than the first lost block is gone as well, and is given up.
+type Approx struct {
+	*Radix            // changed under mu only
+	ttl               time.Duration
+	maxBlocks         int
+	pruneTo           int
+	now               func() time.Time
+	due               atomic.Int64 // no block's time is over before; in Unix ns
+	mu                sync.Mutex   // guards all below; may be held when taking Radix.mu
+	capacity          map[WorkerKey]int
+	caches            map[WorkerKey]*assumedCache
+	evicted, sequence []uint64      // reused
+	blocks            []StoredBlock // reused
+}
+
+// assumedCache is what a worker is believed to have in its memory.
+type assumedCache struct {
+	capacity int        // blocks; 0: not known
+	pool     *blockPool // blocks by sequence hash; those of answers by a random number
+	used     []int64    // by block of the pool: when it was released last, Unix ns
+}
+
+// firstPool is how many blocks an assumedCache has room for at first.
+const firstPool = 256
+
+// Assumed is one routed prompt: what of it its worker is believed to hold. It
+// must be ended.
+type Assumed struct {
+	index  *Approx
+	worker WorkerKey
+	cache  *assumedCache
+	held   []uint32  // blocks of the pool, in flight until the end
+	found  int       // of them, leading ones that were cached before
+	lasts  []lastUse // of those found
+}
+
+// lastUse says when the blocks from the last one's end up to block upTo of a
+// prompt were used last before. Along a prompt that time never rises, because
+// who uses a block uses those before it as well.
+type lastUse struct {
+	upTo int
+	at   int64 // Unix ns; inUse: in flight then
+}
+
+const inUse = math.MaxInt64
+
+// NewApprox returns an empty index. ttl and maxBlocks bound what workers of
+// unknown size are believed to hold; when there is more, pruneTarget is the
+// share of maxBlocks that stays. now is the clock.
+func NewApprox(ttl time.Duration, maxBlocks int, pruneTarget float64, now func() time.Time) *Approx {
+	a := &Approx{
+		Radix: NewRadix(), ttl: ttl, maxBlocks: maxBlocks, pruneTo: int(float64(maxBlocks) * pruneTarget), now: now,
+		capacity: map[WorkerKey]int{}, caches: map[WorkerKey]*assumedCache{},
+	}
+	a.due.Store(math.MaxInt64)
+	return a
+}
+
+// SetCapacity tells how many blocks w's cache has; 0: not known. A worker whose
+// size changes starts empty.
+func (a *Approx) SetCapacity(w WorkerKey, blocks int) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.capacity[w] != blocks {
+		a.capacity[w] = blocks
+		a.clear(w)
+	}
+}
+
+// Clear empties w.
+func (a *Approx) Clear(w WorkerKey) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.clear(w)
+}
+
+func (a *Approx) clear(w WorkerKey) {
+	delete(a.caches, w)
+	a.Radix.Clear(w)
+}
+
+// Forget forgets all ranks of a worker.
+func (a *Approx) Forget(worker uint64) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for w := range a.capacity {
+		if w.Worker == worker {
+			delete(a.capacity, w)
+		}
+	}
+	for w := range a.caches {
+		if w.Worker == worker {
+			delete(a.caches, w)
+		}
+	}
+	a.Radix.Forget(worker)
+}
+
+// Match is that of Radix, as of now.
+func (a *Approx) Match(local []uint64, dst []Match) []Match {
+	if now := a.now().UnixNano(); now >= a.due.Load() {
+		a.mu.Lock()
+		a.expire(now)
+		a.mu.Unlock()
+	}
+	return a.Radix.Match(local, dst)
+}
+
+// Routed tells that a prompt with these local hashes goes to w, where it counts
+// as cached from now on.
+func (a *Approx) Routed(w WorkerKey, local []uint64) *Assumed {
+	now := a.now().UnixNano()
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.expire(now)
+	c := a.caches[w]
+	if c == nil {
+		c = &assumedCache{capacity: a.capacity[w], pool: newBlockPool(0)}
+		a.caches[w] = c
+	}
+	p := &Assumed{index: a, worker: w, cache: c, held: make([]uint32, 0, len(local))}
+	a.sequence = SequenceHashes(a.sequence[:0], local)
+	for _, h := range a.sequence {
+		b := c.pool.find(h)
+		if b == 0 {
+			break
+		}
+		last := int64(inUse)
+		if c.pool.blocks[b].refs == 0 {
+			last = c.used[b]
+		}
+		if n := len(p.lasts); n == 0 || p.lasts[n-1].at != last {
+			p.lasts = append(p.lasts, lastUse{at: last})
+		}
+		c.pool.acquire(b)
+		p.held = append(p.held, b)
+		p.lasts[len(p.lasts)-1].upTo = len(p.held)
+	}
+	p.found = len(p.held)
+
+	a.evicted, a.blocks = a.evicted[:0], a.blocks[:0]
+	for i := p.found; i < len(local); i++ {
+		b := a.take(c)
+		if b == 0 {
+			break // the engine has no room for it either as yet
+		}
+		c.pool.setKey(b, a.sequence[i])
+		p.held = append(p.held, b)
+		a.blocks = append(a.blocks, StoredBlock{Engine: a.sequence[i], Local: local[i]})
+	}
+	a.Radix.Remove(w, a.evicted)
+	parent := uint64(0)
+	if p.found > 0 {
+		parent = a.sequence[p.found-1]
+	}
+	if err := a.Radix.Store(w, parent, p.found > 0, a.blocks); err != nil {
+		a.clear(w) // someone else changed the Radix: begin anew
+	}
+	a.expire(now)
+	return p
+}
+
+// End tells that the request has ended, and what its answer says: how many
+// blocks it filled, and how many of the prompt's had been found cached; -1: not
+// known. It must be called once. Of nil it does nothing.
+func (p *Assumed) End(answer, cached int) {
+	if p == nil {
+		return
+	}
+	a, c := p.index, p.cache
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.caches[p.worker] != c {
+		return // was cleared meanwhile
+	}
+	now := a.now().UnixNano()
+	if at := p.lostAt(cached); at > 0 {
+		a.evict(p.worker, c, at, math.MaxInt)
+	}
+	a.evicted = a.evicted[:0]
+	for range answer {
+		b := a.take(c)
+		if b == 0 {
+			break
+		}
+		c.pool.setKey(b, rand.Uint64())
+		p.held = append(p.held, b)
+	}
+	a.Radix.Remove(p.worker, a.evicted)
+	for _, b := range slices.Backward(p.held) {
+		c.used[b] = now
+		c.pool.release(b)
+	}
+	a.expire(now)
+}
+
+// lostAt returns the last use of what the engine must have lost if it found only
+// so many blocks, Unix ns; 0: that proves nothing. One block less than believed
+// does not: engines compute the last token, and some the last block, again. Nor
+// does one that was in flight, and may not have been computed.
+func (p *Assumed) lostAt(cached int) int64 {
+	if cached < 0 || cached >= p.found-1 {
+		return 0
+	}
+	for _, last := range p.lasts {
+		if cached < last.upTo && last.at != inUse {
+			return last.at
+		} else if cached < last.upTo {
+			return 0
+		}
+	}
+	return 0
+}
+
+// take returns a block with one reference and no key, or 0 if all that a worker
+// has are in flight. Whose memory it was goes to a.evicted.
+func (a *Approx) take(c *assumedCache) uint32 {
+	if size := c.pool.size(); len(c.pool.free) == 0 && (c.capacity == 0 || size < c.capacity) {
+		larger := max(firstPool, 2*size)
+		if c.capacity > 0 {
+			larger = min(larger, c.capacity)
+		}
+		c.pool.grow(larger)
+		c.used = append(c.used, make([]int64, larger+1-len(c.used))...)
+	}
+	b, evicted, hasEvicted := c.pool.take()
+	if hasEvicted {
+		a.evicted = append(a.evicted, evicted)
+	}
+	return b
+}
+
+// evict gives up at most limit blocks of w, those that were used no later than
+// at (Unix ns), oldest first, and returns how many.
+func (a *Approx) evict(w WorkerKey, c *assumedCache, at int64, limit int) int {
+	a.evicted = a.evicted[:0]
+	for len(a.evicted) < limit {
+		b := c.pool.oldest()
+		if b == 0 || c.used[b] > at {
+			break
+		}
+		a.evicted = append(a.evicted, c.pool.evict(b))
+	}
+	a.Radix.Remove(w, a.evicted)
+	return len(a.evicted)
+}
+
+// expire gives up what workers of unknown size no longer count as holding.
+func (a *Approx) expire(now int64) {
+	due, blocks := int64(math.MaxInt64), 0
+	for w, c := range a.caches {
+		if c.capacity > 0 {
+			continue
+		}
+		a.evict(w, c, now-int64(a.ttl), math.MaxInt)
+		if used, any := c.oldest(); any {
+			due = min(due, used+int64(a.ttl))
+		}
+		blocks += c.pool.held()
+	}
+	a.due.Store(due)
+	if blocks <= a.maxBlocks {
+		return
+	}
+	for blocks > a.pruneTo {
+		w, until, any := a.oldest()
+		if !any {
+			return
+		}
+		blocks -= a.evict(w, a.caches[w], until, blocks-a.pruneTo)
+	}
+}
+
+// oldest returns the worker of unknown size whose oldest block was used longest
+// ago, and until when its blocks are older than any other's, Unix ns.
+func (a *Approx) oldest() (oldest WorkerKey, until int64, any bool) {
+	first := int64(math.MaxInt64)
+	until = math.MaxInt64
+	for w, c := range a.caches {
+		used, has := c.oldest()
+		switch {
+		case c.capacity > 0 || !has:
+		case !any || used < first || used == first && w.Compare(oldest) < 0:
+			oldest, first, until, any = w, used, first, true
+		default:
+			until = min(until, used)
+		}
+	}
+	return oldest, until, any
+}
+
+// oldest tells when the block that was released longest ago was; any is false if
+// all are in flight.
+func (c *assumedCache) oldest() (used int64, any bool) {
+	b := c.pool.oldest()
+	if b == 0 {
+		return 0, false
+	}
+	return c.used[b], true
+}

@@ -1,0 +1,538 @@
+package main
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"testing"
+	"time"
+
+	"pgregory.net/rapid"
+)
+
+// check tells what is inconsistent between the workers' modelled memories and
+// the Radix.
+func (a *Approx) check() error {
+	if err := a.Radix.check(); err != nil {
+		return err
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for _, w := range a.Radix.Workers() {
+		if a.caches[w] == nil && a.Radix.Blocks(w) > 0 {
+			return fmt.Errorf("%v holds %d blocks and has no memory", w, a.Radix.Blocks(w))
+		}
+	}
+	for w, c := range a.caches {
+		if err := c.pool.check(); err != nil {
+			return fmt.Errorf("%v: %w", w, err)
+		}
+		if c.capacity != a.capacity[w] || c.capacity > 0 && c.pool.size() > c.capacity || c.pool.size() > 0 && len(c.used) != len(c.pool.blocks) {
+			return fmt.Errorf("%v: %d blocks of %d (%d), times of %d", w, c.pool.size(), c.capacity, a.capacity[w], len(c.used))
+		}
+		var before int64
+		for _, b := range c.pool.order() {
+			if c.used[b] < before {
+				return fmt.Errorf("%v: block %d was used before one that goes first", w, b)
+			}
+			before = c.used[b]
+		}
+		for _, held := range a.Radix.snapshot(w) {
+			if b := c.pool.find(held.block.Engine); b == 0 {
+				return fmt.Errorf("%v: the index has a block that the memory has not", w)
+			} else if parent := held.parent; parent != rootNode && !a.Radix.sets.has(a.Radix.nodes.at(parent).members, a.Radix.byKey[w]) {
+				return fmt.Errorf("%v: block %d has lost the one before it", w, b)
+			}
+		}
+	}
+	return nil
+}
+
+// approxTest is an Approx with a clock of its own, checked after each step.
+type approxTest struct {
+	*Approx
+	t     testing.TB
+	clock time.Time
+}
+
+func newApproxTest(t testing.TB, ttl time.Duration, maxBlocks int, target float64) *approxTest {
+	x := &approxTest{t: t, clock: time.Unix(1000, 0)}
+	x.Approx = NewApprox(ttl, maxBlocks, target, func() time.Time { return x.clock })
+	return x
+}
+
+// route routes a prompt to w and ends it at once.
+func (x *approxTest) route(w WorkerKey, local []uint64) {
+	x.t.Helper()
+	x.Routed(w, local).End(0, -1)
+	x.checked()
+}
+
+func (x *approxTest) checked() {
+	x.t.Helper()
+	if err := x.check(); err != nil {
+		x.t.Fatal(err)
+	}
+}
+
+func (x *approxTest) wants(local []uint64, want ...Match) {
+	x.t.Helper()
+	matches(x.t, x.Approx, local, want...)
+}
+
+func TestApproxDecisionCreatesMatch(t *testing.T) {
+	x := newApproxTest(t, time.Minute, 100, 0.8)
+	p := prompt(1, 10)
+	x.wants(p)
+	running := x.Routed(w1, p[:8])
+	x.checked()
+	x.wants(p, Match{w1, 8})
+	x.route(w2, p[:3])
+	x.wants(p, Match{w1, 8}, Match{w2, 3})
+	x.wants(diverging(p, 2, 9), Match{w1, 2}, Match{w2, 2})
+	running.End(0, -1)
+	x.wants(p, Match{w1, 8}, Match{w2, 3})
+	x.route(w1, nil)
+	x.wants(nil)
+}
+
+func TestApproxTTLExpiry(t *testing.T) {
+	x := newApproxTest(t, time.Minute, 100, 0.8)
+	p, q := prompt(1, 4), prompt(2, 4)
+	x.route(w0, p)
+	running := x.Routed(w0, q)
+	x.clock = x.clock.Add(time.Minute - 1)
+	x.wants(p, Match{w0, 4})
+	x.clock = x.clock.Add(1)
+	x.wants(p)
+	x.clock = x.clock.Add(time.Hour)
+	x.wants(q, Match{w0, 4}) // in flight
+	running.End(0, -1)
+	x.checked()
+	x.clock = x.clock.Add(time.Minute)
+	x.wants(q)
+	x.checked()
+	if n := x.Blocks(w0); n != 0 {
+		t.Errorf("%d blocks are left", n)
+	}
+}
+
+func TestApproxTTLRenewedOnReinsert(t *testing.T) {
+	x := newApproxTest(t, time.Minute, 100, 0.8)
+	p := prompt(1, 4)
+	x.route(w0, p)
+	x.clock = x.clock.Add(40 * time.Second)
+	x.route(w0, p[:2])
+	x.clock = x.clock.Add(40 * time.Second)
+	x.wants(p, Match{w0, 2})
+	x.clock = x.clock.Add(20 * time.Second)
+	x.wants(p)
+}
+
+func TestApproxWorkerRemovalCleansTimers(t *testing.T) {
+	x := newApproxTest(t, time.Minute, 100, 0.8)
+	rank1 := WorkerKey{Worker: 0, Rank: 1}
+	p := prompt(1, 4)
+	x.SetCapacity(rank1, 50)
+	running := x.Routed(w0, p)
+	for _, w := range []WorkerKey{rank1, w1, w2} {
+		x.route(w, p)
+	}
+	x.Forget(0)
+	x.Clear(w1)
+	x.checked()
+	x.wants(p, Match{w2, 4})
+	if len(x.caches) != 1 || len(x.capacity) != 0 || !slices.Equal(x.Workers(), []WorkerKey{w1, w2}) {
+		t.Errorf("%d memories, %d sizes and workers %v are left", len(x.caches), len(x.capacity), x.Workers())
+	}
+	running.End(3, 0) // of a worker that is gone
+	x.checked()
+	x.clock = x.clock.Add(time.Minute)
+	x.wants(p)
+}
+
+func TestApproxPrunesBySize(t *testing.T) {
+	x := newApproxTest(t, time.Hour, 20, 0.5)
+	x.SetCapacity(w2, 100)
+	x.route(w2, prompt(9, 90)) // does not count: its size is known
+	var prompts [][]uint64
+	for i := range uint64(5) {
+		x.clock = x.clock.Add(time.Second)
+		prompts = append(prompts, prompt(i, 4))
+		x.route([]WorkerKey{w0, w1}[i%2], prompts[i])
+	}
+	x.wants(prompts[0], Match{w0, 4})
+	x.clock = x.clock.Add(time.Second)
+	running := x.Routed(w0, prompt(5, 1)) // the 21st: down to 10
+	x.checked()
+	for i, want := range []int{0, 0, 1, 4, 4} {
+		if want == 0 {
+			x.wants(prompts[i])
+		} else {
+			x.wants(prompts[i], Match{[]WorkerKey{w0, w1}[i%2], want})
+		}
+	}
+	x.wants(prompt(9, 90), Match{w2, 90})
+	more := x.Routed(w1, prompt(6, 50)) // all that is in flight stays
+	x.checked()
+	x.wants(prompt(6, 50), Match{w1, 50})
+	more.End(0, -1)
+	running.End(0, -1)
+	x.checked()
+	if n := x.Blocks(w0) + x.Blocks(w1); n != 10 {
+		t.Errorf("%d blocks are left, want 10", n)
+	}
+}
+
+func TestApproxKnownSizeForgetsAsTheEngineDoes(t *testing.T) {
+	x := newApproxTest(t, time.Second, 1, 0)
+	x.SetCapacity(w0, 10)
+	p, q, r := prompt(1, 4), prompt(2, 4), prompt(3, 6)
+	x.route(w0, p)
+	x.route(w0, q)
+	x.clock = x.clock.Add(time.Hour) // no time to live, no size but its own
+	x.wants(p, Match{w0, 4})
+	running := x.Routed(w0, p) // newest now
+	x.checked()
+	x.route(w0, r) // takes the last two blocks and all four of q
+	x.wants(p, Match{w0, 4})
+	x.wants(q)
+	x.wants(r, Match{w0, 6})
+	running.End(3, -1) // an answer takes memory, the end of a prompt first
+	x.checked()
+	x.wants(r, Match{w0, 3})
+	whole := x.Routed(w0, prompt(4, 12)) // larger than all memory
+	x.checked()
+	x.wants(prompt(4, 12), Match{w0, 10})
+	whole.End(0, -1)
+	x.SetCapacity(w0, 20)
+	x.wants(prompt(4, 12))
+	x.checked()
+}
+
+func TestApproxLearnsFromCachedTokens(t *testing.T) {
+	for _, test := range []struct {
+		name   string
+		cached int
+		old    int // blocks of the older prompt that are left
+		newer  int // of the one used after what was lost
+	}{
+		{"all found", 6, 4, 4},
+		{"not told", -1, 4, 4},
+		{"one less is no proof", 5, 4, 4},
+		{"two less: what is as old is gone", 4, 0, 4},
+		{"nothing found: all used before the prompt's first block is gone", 0, 0, 0},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			x := newApproxTest(t, time.Hour, 1000, 0.8)
+			p, old, newer := prompt(1, 6), prompt(2, 4), prompt(3, 4)
+			for _, routed := range [][]uint64{old, p, newer, p[:4]} {
+				x.clock = x.clock.Add(time.Second)
+				x.route(w0, routed)
+			}
+			x.clock = x.clock.Add(time.Second)
+			running := x.Routed(w0, p)
+			x.clock = x.clock.Add(time.Second)
+			x.route(w0, prompt(4, 5)) // later than the routing: no matter what
+			running.End(0, test.cached)
+			x.checked()
+			for _, c := range []struct {
+				local []uint64
+				want  int
+			}{{old, test.old}, {newer, test.newer}, {p, 6}, {prompt(4, 5), 5}} {
+				if c.want == 0 {
+					x.wants(c.local)
+				} else {
+					x.wants(c.local, Match{w0, c.want})
+				}
+			}
+		})
+	}
+}
+
+// A sibling that finds nothing of what is still being computed proves nothing.
+func TestApproxSiblingsInFlightProveNothing(t *testing.T) {
+	x := newApproxTest(t, time.Hour, 1000, 0.8)
+	p, other := prompt(1, 6), prompt(2, 4)
+	x.route(w0, other)
+	first, second := x.Routed(w0, p), x.Routed(w0, p)
+	first.End(0, 0)
+	second.End(0, 0)
+	x.checked()
+	x.wants(other, Match{w0, 4})
+	x.wants(p, Match{w0, 6})
+}
+
+func TestPredictedRealEventsDoNotExpire(t *testing.T) {
+	clock := time.Unix(1000, 0)
+	config := DefaultIndexConfig()
+	config.RouterPredictedTTLSecs = 5
+	x := NewIndex(config, "standalone", DefaultPolicyKnobs(), func() time.Time { return clock }).(assumer)
+	p := prompt(1, 6)
+	wants := func(want ...Match) {
+		t.Helper()
+		if got := x.Match(p, []Match{{w2, 99}}); !slices.Equal(got[1:], want) || got[0] != (Match{w2, 99}) {
+			t.Fatalf("%v, want %v", got, want)
+		}
+	}
+	for _, w := range []WorkerKey{w0, w2} {
+		if err := x.Store(w, 0, false, chain(p[:3])); err != nil {
+			t.Fatal(err)
+		}
+	}
+	x.SetCapacity(w0, 1)
+	wants(Match{w0, 3}, Match{w2, 3})
+	x.Routed(w0, p).End(0, -1)
+	x.Routed(w1, p[:2]).End(0, -1)
+	x.Routed(w2, p[:1]).End(0, -1)
+	wants(Match{w0, 6}, Match{w1, 2}, Match{w2, 3}) // the longer of both
+	clock = clock.Add(5 * time.Second)
+	wants(Match{w0, 3}, Match{w2, 3})
+	x.Routed(w0, p)
+	x.Clear(w0)
+	x.Routed(w2, p)
+	x.Forget(2)
+	wants()
+}
+
+func TestWithoutOverlapWeightThereIsNoIndex(t *testing.T) {
+	zero := 0.0
+	knobs := DefaultPolicyKnobs()
+	knobs.OverlapScoreWeight = &zero
+	x := NewIndex(DefaultIndexConfig(), "kv", knobs, time.Now)
+	if err := x.Store(w0, 0, false, chain(prompt(1, 3))); err != nil {
+		t.Fatal(err)
+	}
+	if got := x.Match(prompt(1, 3), nil); got != nil {
+		t.Errorf("matches %v", got)
+	}
+	if _, exact := NewIndex(DefaultIndexConfig(), "work", knobs, time.Now).(*Radix); !exact {
+		t.Error("policy work, which has no such weight, has no index")
+	}
+	config := Config{Policy: "kv", PolicyKnobs: knobs}
+	if config.KVEvents() {
+		t.Error("events are followed that nothing uses")
+	}
+}
+
+// plainCache is the plainest model of assumedCache: blocks in flight, by their
+// users, and a list of the others, oldest first.
+type plainCache struct {
+	capacity int
+	users    map[uint64]int
+	idle     []plainBlock
+}
+
+type plainBlock struct {
+	key  uint64 // of a block of an answer one that no prompt has
+	used time.Time
+}
+
+func (c *plainCache) find(key uint64) int {
+	return slices.IndexFunc(c.idle, func(b plainBlock) bool { return b.key == key })
+}
+
+func (c *plainCache) has(key uint64) bool { return c.users[key] > 0 || c.find(key) >= 0 }
+
+// use takes the block, newly if it must, and tells whether there was room.
+func (c *plainCache) use(key uint64) bool {
+	if i := c.find(key); i >= 0 {
+		c.idle = slices.Delete(c.idle, i, i+1)
+	} else if c.users[key] == 0 && c.capacity > 0 && len(c.users)+len(c.idle) == c.capacity {
+		if len(c.idle) == 0 {
+			return false
+		}
+		c.idle = c.idle[1:]
+	}
+	c.users[key]++
+	return true
+}
+
+// leave ends the use of what one request has, its last block first.
+func (c *plainCache) leave(keys []uint64, now time.Time) {
+	for _, key := range slices.Backward(keys) {
+		if c.users[key]--; c.users[key] == 0 {
+			delete(c.users, key)
+			c.idle = append(c.idle, plainBlock{key, now})
+		}
+	}
+}
+
+// lose drops what was used no later than at.
+func (c *plainCache) lose(at time.Time) {
+	c.idle = slices.DeleteFunc(c.idle, func(b plainBlock) bool { return !b.used.After(at) })
+}
+
+// TestApproxEqualsModel compares with the model after random steps.
+func TestApproxEqualsModel(t *testing.T) {
+	// All prompts of up to five blocks of two contents each.
+	var prompts [][]uint64
+	for n := range 6 {
+		for bits := range 1 << n {
+			p := make([]uint64, n)
+			for i := range p {
+				p[i] = uint64(1 + bits>>i&1)
+			}
+			prompts = append(prompts, p)
+		}
+	}
+	const ttl, maxBlocks, target = 20 * time.Second, 12, 0.75
+	rapid.Check(t, func(t *rapid.T) {
+		clock := time.Unix(1000, 0)
+		x := NewApprox(ttl, maxBlocks, target, func() time.Time { return clock })
+		workers := []WorkerKey{w0, {Worker: 0, Rank: 1}, w1}
+		model := map[WorkerKey]*plainCache{}
+		capacity := map[WorkerKey]int{}
+		type running struct {
+			assumed *Assumed
+			worker  WorkerKey
+			cache   *plainCache
+			keys    []uint64
+			lasts   []time.Time // of those found; zero: in flight then
+		}
+		var open []*running
+		answers := uint64(0)
+		tidy := func() {
+			total := 0
+			type aged struct {
+				plainBlock
+				cache *plainCache
+			}
+			var idle []aged
+			for _, w := range workers {
+				if c := model[w]; c != nil && c.capacity == 0 {
+					c.lose(clock.Add(-ttl))
+					total += len(c.users) + len(c.idle)
+					for _, b := range c.idle {
+						idle = append(idle, aged{b, c})
+					}
+				}
+			}
+			if total <= maxBlocks {
+				return
+			}
+			slices.SortStableFunc(idle, func(a, b aged) int { return a.used.Compare(b.used) })
+			for ; total > maxBlocks*target && len(idle) > 0; total-- {
+				idle[0].cache.idle = idle[0].cache.idle[1:]
+				idle = idle[1:]
+			}
+		}
+		t.Repeat(map[string]func(*rapid.T){
+			"route": func(t *rapid.T) {
+				w := rapid.SampledFrom(workers).Draw(t, "worker")
+				local := rapid.SampledFrom(prompts).Draw(t, "prompt")
+				clock = clock.Add(1)
+				tidy()
+				c := model[w]
+				if c == nil {
+					c = &plainCache{capacity: capacity[w], users: map[uint64]int{}}
+					model[w] = c
+				}
+				r := &running{worker: w, cache: c}
+				known := true
+				for _, key := range SequenceHashes(nil, local) {
+					last := time.Time{}
+					if i := c.find(key); i >= 0 {
+						last = c.idle[i].used
+					}
+					known = known && c.has(key)
+					if !c.use(key) {
+						break
+					}
+					if known {
+						r.lasts = append(r.lasts, last)
+					}
+					r.keys = append(r.keys, key)
+				}
+				tidy()
+				r.assumed = x.Routed(w, local)
+				open = append(open, r)
+			},
+			"end": func(t *rapid.T) {
+				if len(open) == 0 {
+					return
+				}
+				i := rapid.IntRange(0, len(open)-1).Draw(t, "which")
+				cached := rapid.IntRange(-1, 5).Draw(t, "cached")
+				answer := rapid.IntRange(0, 3).Draw(t, "answer")
+				r := open[i]
+				open = slices.Delete(open, i, i+1)
+				clock = clock.Add(1)
+				r.assumed.End(answer, cached)
+				if model[r.worker] != r.cache {
+					return
+				}
+				if cached >= 0 && cached < len(r.lasts)-1 && !r.lasts[cached].IsZero() {
+					r.cache.lose(r.lasts[cached])
+				}
+				for range answer {
+					answers++
+					if !r.cache.use(answers << 32) {
+						break
+					}
+					r.keys = append(r.keys, answers<<32)
+				}
+				r.cache.leave(r.keys, clock)
+				tidy()
+			},
+			"wait": func(t *rapid.T) {
+				clock = clock.Add(time.Duration(rapid.IntRange(1, 15).Draw(t, "seconds")) * time.Second)
+			},
+			"size": func(t *rapid.T) {
+				w := rapid.SampledFrom(workers).Draw(t, "worker")
+				size := rapid.SampledFrom([]int{0, 1, 5, 9}).Draw(t, "blocks")
+				x.SetCapacity(w, size)
+				if capacity[w] != size {
+					capacity[w] = size
+					delete(model, w)
+				}
+			},
+			"clear": func(t *rapid.T) {
+				w := rapid.SampledFrom(workers).Draw(t, "worker")
+				x.Clear(w)
+				delete(model, w)
+			},
+			"forget": func(t *rapid.T) {
+				x.Forget(0)
+				for w := range maps.Clone(capacity) {
+					if w.Worker == 0 {
+						delete(capacity, w)
+					}
+				}
+				for w := range maps.Clone(model) {
+					if w.Worker == 0 {
+						delete(model, w)
+					}
+				}
+			},
+			"": func(t *rapid.T) {
+				for _, c := range model {
+					if c.capacity == 0 {
+						c.lose(clock.Add(-ttl))
+					}
+				}
+				for _, local := range prompts {
+					var want []Match
+					for _, w := range workers {
+						n := 0
+						if c := model[w]; c != nil {
+							keys := SequenceHashes(nil, local)
+							for n < len(keys) && c.has(keys[n]) {
+								n++
+							}
+						}
+						if n > 0 {
+							want = append(want, Match{w, n})
+						}
+					}
+					if got := x.Match(local, nil); !slices.Equal(got, want) {
+						t.Fatalf("match of %v: %v, want %v", local, got, want)
+					}
+				}
+				if err := x.check(); err != nil {
+					t.Fatal(err)
+				}
+			},
+		})
+	})
+}

@@ -1,0 +1,142 @@
+package main
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+)
+
+// Index tells which worker holds which blocks. Where that comes from is what
+// the kinds differ in: Radix knows it from KV events, Approx assumes it from
+// what was routed, withPredictions does both and noIndex neither. A lookup waits
+// for one change of the index at most, never for changes that wait as well.
+type Index interface {
+	Match(local []uint64, dst []Match) []Match
+	Store(w WorkerKey, parent uint64, hasParent bool, blocks []StoredBlock) error
+	Remove(w WorkerKey, engine []uint64) (unknown int)
+	Clear(w WorkerKey)
+	Forget(worker uint64)
+	Workers() []WorkerKey
+	Blocks(w WorkerKey) int
+	Dump(yield func(w WorkerKey, parent uint64, hasParent bool, block StoredBlock) bool)
+}
+
+// assumer is an Index that is told what was routed.
+type assumer interface {
+	Index
+	// SetCapacity tells how many blocks a worker's cache has; 0: not known.
+	SetCapacity(w WorkerKey, blocks int)
+	// Routed tells that a prompt with these local hashes goes to w. The caller
+	// must end what it returns.
+	Routed(w WorkerKey, local []uint64) *Assumed
+}
+
+// IndexConfig holds the settings of the index. Those of approximate indexes have
+// the names and defaults of Dynamo's.
+type IndexConfig struct {
+	NoKVEvents             bool    `group:"Index" name:"no-kv-events" help:"Follow no KV events and have started workers publish none: a prompt counts as cached where it was routed, until that worker's memory (its size is on its /metrics) must have been taken by others or an answer's cached_tokens say otherwise."`
+	RouterTTLSecs          float64 `group:"Index" name:"router-ttl-secs" default:"120" help:"With --no-kv-events, on workers that do not tell the size of their cache: seconds from its last use for which a prompt counts as cached."`
+	RouterMaxTreeSize      int     `group:"Index" name:"router-max-tree-size" default:"1048576" help:"With --no-kv-events: most blocks that count as cached on all workers that do not tell the size of their cache."`
+	RouterPruneTargetRatio float64 `group:"Index" name:"router-prune-target-ratio" default:"0.8" help:"Share of --router-max-tree-size that is left once it was exceeded; the blocks used longest ago go."`
+	RouterPredictedTTLSecs float64 `group:"Index" name:"router-predicted-ttl-secs" default:"0" help:"Besides following KV events, count a prompt as cached where it was routed until so many seconds after its answer, for others like it that come before its events; 0: do not. Policy work does so by itself until the answer's end."`
+}
+
+// DefaultIndexConfig returns the defaults of the flags.
+func DefaultIndexConfig() IndexConfig {
+	return IndexConfig{RouterTTLSecs: 120, RouterMaxTreeSize: 1 << 20, RouterPruneTargetRatio: 0.8}
+}
+
+func (c IndexConfig) validate() error {
+	switch {
+	case !(c.RouterTTLSecs > 0) || c.RouterTTLSecs > maxIndexTTL:
+		return fmt.Errorf("--router-ttl-secs %v: give more than 0 and at most %g", c.RouterTTLSecs, maxIndexTTL)
+	case c.RouterMaxTreeSize < 1:
+		return fmt.Errorf("--router-max-tree-size %d: give at least 1 block", c.RouterMaxTreeSize)
+	case !(c.RouterPruneTargetRatio >= 0 && c.RouterPruneTargetRatio <= 1):
+		return fmt.Errorf("--router-prune-target-ratio %v: give a share from 0 to 1", c.RouterPruneTargetRatio)
+	case !(c.RouterPredictedTTLSecs >= 0) || c.RouterPredictedTTLSecs > maxIndexTTL:
+		return fmt.Errorf("--router-predicted-ttl-secs %v: give 0 to %g", c.RouterPredictedTTLSecs, maxIndexTTL)
+	case c.NoKVEvents && c.RouterPredictedTTLSecs > 0:
+		return errors.New("--router-predicted-ttl-secs goes with KV events: with --no-kv-events all is predicted")
+	}
+	return nil
+}
+
+// maxIndexTTL is the longest time to live, seconds: a year.
+const maxIndexTTL = 366 * 24 * 3600.0
+
+// indexless tells that a policy gives cached blocks no weight.
+func indexless(policy string, knobs PolicyKnobs) bool {
+	knobs = knobs.resolved()
+	return policy == "kv" && knobs.PrefillLoadScale == 0 && knobs.OverlapScoreCredit == 0
+}
+
+// KVEvents tells whether the workers' KV events are followed.
+func (c *Config) KVEvents() bool { return !c.NoKVEvents && !indexless(c.Policy, c.PolicyKnobs) }
+
+// NewIndex returns the index that the settings ask for. now is the clock of what
+// it assumes.
+func NewIndex(c IndexConfig, policy string, knobs PolicyKnobs, now func() time.Time) Index {
+	seconds := func(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
+	switch {
+	case indexless(policy, knobs):
+		return noIndex{NewRadix()}
+	case c.NoKVEvents:
+		return NewApprox(seconds(c.RouterTTLSecs), c.RouterMaxTreeSize, c.RouterPruneTargetRatio, now)
+	case c.RouterPredictedTTLSecs > 0:
+		return &withPredictions{NewRadix(), NewApprox(seconds(c.RouterPredictedTTLSecs), c.RouterMaxTreeSize, c.RouterPruneTargetRatio, now)}
+	}
+	return NewRadix()
+}
+
+// noIndex matches nothing, for a policy to which it would make no difference.
+type noIndex struct{ *Radix }
+
+// Match appends nothing.
+func (noIndex) Match(_ []uint64, dst []Match) []Match { return dst }
+
+// withPredictions is the exact index and, beside it, what was routed lately: of
+// both, a worker holds what the one says that has more. It bridges the time
+// until a prompt's events come.
+type withPredictions struct {
+	*Radix
+	routed *Approx
+}
+
+// Match appends the longer match of each worker.
+func (x *withPredictions) Match(local []uint64, dst []Match) []Match {
+	start := len(dst)
+	dst = x.Radix.Match(local, dst)
+	exact := len(dst)
+	dst = x.routed.Match(local, dst)
+	if len(dst) == exact {
+		return dst
+	}
+	slices.SortFunc(dst[start:], func(a, b Match) int {
+		return cmp.Or(a.Worker.Compare(b.Worker), cmp.Compare(b.Blocks, a.Blocks))
+	})
+	longest := slices.CompactFunc(dst[start:], func(a, b Match) bool { return a.Worker == b.Worker })
+	return dst[:start+len(longest)]
+}
+
+// Clear empties w in both.
+func (x *withPredictions) Clear(w WorkerKey) {
+	x.Radix.Clear(w)
+	x.routed.Clear(w)
+}
+
+// Forget forgets a worker in both.
+func (x *withPredictions) Forget(worker uint64) {
+	x.Radix.Forget(worker)
+	x.routed.Forget(worker)
+}
+
+// SetCapacity does nothing: predictions only live for a moment.
+func (*withPredictions) SetCapacity(WorkerKey, int) {}
+
+// Routed counts the prompt as cached on w from now on.
+func (x *withPredictions) Routed(w WorkerKey, local []uint64) *Assumed {
+	return x.routed.Routed(w, local)
+}

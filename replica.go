@@ -1,0 +1,332 @@
+package main
+
+import (
+	"context"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"net"
+	"strconv"
+	"sync/atomic"
+	"time"
+)
+
+// ReplicaConfig holds the settings of several routers over the same workers.
+type ReplicaConfig struct {
+	ReplicaSync     bool     `group:"Replicas" help:"Tell other routers over the same workers, whose --worker ids must be the same, what is in flight from here, and count what they tell."`
+	ReplicaSyncPort int      `group:"Replicas" default:"7100" help:"Port that the other routers learn it from (ZeroMQ PUB); 0 is any free one."`
+	ReplicaPeers    []string `group:"Replicas" placeholder:"HOST:PORT" help:"The other routers' --replica-sync-port; several are separated by commas."`
+}
+
+func (c ReplicaConfig) validate() error {
+	if !c.ReplicaSync && len(c.ReplicaPeers) > 0 {
+		return errors.New("--replica-peers: give --replica-sync, too")
+	}
+	for _, peer := range c.ReplicaPeers {
+		host, port, err := net.SplitHostPort(peer)
+		if n, bad := strconv.ParseUint(port, 10, 16); err != nil || bad != nil || n == 0 || host == "" {
+			return fmt.Errorf("--replica-peers %s: want HOST:PORT", peer)
+		}
+	}
+	return nil
+}
+
+// Bounds of what routers tell each other.
+const (
+	// replicaQueue is how many changes wait to be sent; what comes when it is
+	// full is lost.
+	replicaQueue = 100_000
+	// replicaBookings is how many bookings of one other router are kept at a time.
+	replicaBookings = 100_000
+	// replicaTopic begins every message.
+	replicaTopic = "active_sequences_events"
+)
+
+// Kinds of replicaChange.
+const (
+	changeAdd     = "add"
+	changePrefill = "prefill_complete"
+	changeFree    = "free"
+	changeAlive   = "alive" // nothing changed: the router is still there
+)
+
+// replicaChange is one change of a router's books, as others are told it.
+type replicaChange struct {
+	Router   uint64 `json:"router_id"`
+	Kind     string `json:"kind"`
+	Booking  uint64 `json:"booking,omitempty"` // counts the router's bookings
+	Worker   uint64 `json:"worker_id,omitempty"`
+	Rank     uint32 `json:"dp_rank,omitempty"`
+	Tokens   int    `json:"isl_tokens,omitempty"`
+	Uncached int    `json:"prefill_tokens,omitempty"`
+	Silent   bool   `json:"silent,omitempty"`          // nobody tells when the first token comes
+	Sequence []byte `json:"sequence_hashes,omitempty"` // 8 bytes each, little-endian
+}
+
+// Replicas keeps the books of several routers over the same workers alike: it
+// tells the others what this one books, and books here what they tell. It is
+// best effort: a change that is lost stays lost, what a router had in flight
+// before it was heard of stays unknown, and blocks of answers are not told. A
+// router that falls silent is forgotten with all that it booked.
+type Replicas struct {
+	router *Router
+	id     uint64 // drawn at each start
+	peers  []string
+	log    *slog.Logger
+	pub    *ZMQPublisher
+	queue  chan queuedChange
+	timing replicaTiming
+
+	Sent     atomic.Uint64 // changes
+	Received atomic.Uint64 // changes, without those that say nothing new
+	Dropped  atomic.Uint64 // changes that a queue or table had no room for
+	Lost     atomic.Uint64 // times that a peer was forgotten
+	Held     atomic.Int64  // bookings of other routers
+}
+
+// replicaTiming holds the waits, so that tests need not.
+type replicaTiming struct {
+	alive          time.Duration // between messages that say nothing else
+	silence        time.Duration // after which a peer is gone
+	retry, retryTo time.Duration // between attempts to connect: first and longest
+}
+
+// queuedChange is a change before it is put into bytes.
+type queuedChange struct {
+	kind    string
+	booking *Booking // what is read of it never changes
+}
+
+// NewReplicas listens for other routers at address, host:port. Run does the
+// rest; from then on router tells its changes.
+func NewReplicas(router *Router, address string, peers []string, log *slog.Logger) (*Replicas, error) {
+	pub, err := NewZMQPublisher(address)
+	if err != nil {
+		return nil, err
+	}
+	return &Replicas{
+		router: router, id: rand.Uint64(), peers: peers, log: log, pub: pub, queue: make(chan queuedChange, replicaQueue),
+		timing: replicaTiming{alive: time.Second, silence: 5 * time.Second, retry: 100 * time.Millisecond, retryTo: 5 * time.Second},
+	}, nil
+}
+
+// Run tells and hears changes until ctx ends; then nothing that it started is
+// left, and nothing that others have booked.
+func (r *Replicas) Run(ctx context.Context) {
+	r.router.shareWith(r)
+	defer r.router.shareWith(nil)
+	defer r.pub.Close()
+	done := make(chan struct{})
+	for _, peer := range r.peers {
+		go func() {
+			defer func() { done <- struct{}{} }()
+			r.follow(ctx, peer)
+		}()
+	}
+	r.tell(ctx)
+	for range r.peers {
+		<-done
+	}
+}
+
+// put queues a change. It never waits.
+func (r *Replicas) put(kind string, b *Booking) {
+	select {
+	case r.queue <- queuedChange{kind, b}:
+	default:
+		r.Dropped.Add(1)
+	}
+}
+
+// tell publishes what is queued until ctx ends.
+func (r *Replicas) tell(ctx context.Context) {
+	ticker := time.NewTicker(r.timing.alive)
+	defer ticker.Stop()
+	for {
+		change := replicaChange{Router: r.id, Kind: changeAlive}
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticker.C:
+		case queued := <-r.queue:
+			if r.pub.Subscribers() == 0 {
+				continue
+			}
+			b := queued.booking
+			change.Kind, change.Booking = queued.kind, b.number
+			if queued.kind == changeAdd {
+				change.Worker, change.Rank = b.worker.Worker, b.worker.Rank
+				change.Tokens, change.Uncached, change.Silent = b.prompt, b.uncached, b.silent
+				for _, h := range b.sequence {
+					change.Sequence = binary.LittleEndian.AppendUint64(change.Sequence, h)
+				}
+			}
+			r.Sent.Add(1)
+		}
+		if text, err := json.Marshal(change); err == nil {
+			r.pub.Publish([]byte(replicaTopic), text)
+		}
+	}
+}
+
+// follow books what a peer tells until ctx ends.
+func (r *Replicas) follow(ctx context.Context, peer string) {
+	pause := r.timing.retry
+	for told := false; ctx.Err() == nil; {
+		heard, err := r.hear(ctx, peer)
+		if ctx.Err() != nil {
+			return
+		}
+		if heard {
+			pause = r.timing.retry
+		}
+		if heard || !told {
+			told = true
+			r.log.Warn("another router is not heard", "peer", peer, "error", err)
+		}
+		timer := time.NewTimer(pause)
+		select {
+		case <-ctx.Done():
+		case <-timer.C:
+		}
+		timer.Stop()
+		pause = min(2*pause, r.timing.retryTo)
+	}
+}
+
+// errPeerSilent says that a peer has sent nothing for too long.
+var errPeerSilent = errors.New("it has fallen silent")
+
+// hear books what one connection to a peer tells, until it fails; then the
+// peer's bookings end. heard: the peer has said something.
+func (r *Replicas) hear(ctx context.Context, peer string) (heard bool, err error) {
+	conn, err := DialSub(ctx, "tcp://"+peer, replicaTopic)
+	if err != nil {
+		return false, err
+	}
+	defer conn.Close()
+	p := replicaPeer{replicas: r, open: map[uint64]*Booking{}}
+	defer func() {
+		p.forget()
+		if heard {
+			r.Lost.Add(1)
+		}
+	}()
+	for {
+		ready, err := conn.Wait(time.Now().Add(r.timing.silence))
+		if err == nil && !ready {
+			err = errPeerSilent
+		}
+		if err != nil {
+			return heard, err
+		}
+		frames, err := conn.Recv()
+		if err != nil {
+			return heard, err
+		}
+		var change replicaChange
+		if err := json.Unmarshal(frames[len(frames)-1], &change); err != nil {
+			return heard, fmt.Errorf("message of another router: %w", err)
+		}
+		if change.Router == r.id { // the list of peers has ourselves in it
+			continue
+		}
+		if !heard {
+			heard = true
+			r.log.Info("another router is heard", "peer", peer)
+		}
+		p.take(change)
+	}
+}
+
+// replicaPeer is what is known of one other router. One goroutine uses it.
+type replicaPeer struct {
+	replicas *Replicas
+	id       uint64
+	open     map[uint64]*Booking
+}
+
+func (p *replicaPeer) take(change replicaChange) {
+	if change.Router != p.id { // another one answers there now
+		p.forget()
+		p.id = change.Router
+	}
+	r := p.replicas
+	if change.Kind == changeAlive {
+		return
+	}
+	r.Received.Add(1)
+	b := p.open[change.Booking]
+	switch {
+	case change.Kind == changeAdd && b == nil:
+		if len(p.open) >= replicaBookings {
+			r.Dropped.Add(1)
+			return
+		}
+		if b = r.router.bookRemote(change); b != nil {
+			p.open[change.Booking] = b
+			r.Held.Add(1)
+		}
+	case change.Kind == changePrefill && b != nil:
+		b.FirstToken()
+	case change.Kind == changeFree && b != nil:
+		b.End()
+		delete(p.open, change.Booking)
+		r.Held.Add(-1)
+	}
+}
+
+// forget ends all that the peer has booked.
+func (p *replicaPeer) forget() {
+	for _, b := range p.open {
+		b.End()
+	}
+	p.replicas.Held.Add(-int64(len(p.open)))
+	clear(p.open)
+}
+
+// shareWith has the router tell its changes to replicas; nil: to nobody.
+func (r *Router) shareWith(replicas *Replicas) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.replicas = replicas
+}
+
+// share tells the other routers of a change of the books. The caller holds the
+// lock.
+func (r *Router) share(kind string, b *Booking) {
+	if r.replicas == nil || b.remote || kind == changePrefill && b.Ended() {
+		return // with its end a request's prefill is known to be over
+	}
+	if kind == changeAdd {
+		r.told++
+		b.number = r.told
+	}
+	if b.number != 0 {
+		r.replicas.put(kind, b)
+	}
+}
+
+// bookRemote books what another router has booked. It returns nil for a worker
+// that is not up here.
+func (r *Router) bookRemote(change replicaChange) *Booking {
+	b := &Booking{
+		router: r, remote: true, worker: WorkerKey{Worker: change.Worker, Rank: change.Rank},
+		prompt: max(0, change.Tokens), uncached: max(0, change.Uncached), silent: change.Silent,
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if _, up := r.target(b.worker); !up {
+		return nil
+	}
+	if r.active && r.knobs.RouterTrackActiveBlocks {
+		for rest := change.Sequence; len(rest) >= 8; rest = rest[8:] {
+			b.sequence = append(b.sequence, binary.LittleEndian.Uint64(rest))
+		}
+	}
+	r.loads.Begin(b, r.now())
+	return b
+}

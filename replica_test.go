@@ -1,0 +1,211 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"slices"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+)
+
+// testReplica is a router that shares its books with others.
+type testReplica struct {
+	*Router
+	*Replicas
+	stop func()
+}
+
+// startReplicas starts n routers over the same two workers, each of which has
+// all of them, itself too, as peers.
+func startReplicas(t *testing.T, n int, tweak func(*Replicas)) []*testReplica {
+	t.Helper()
+	before := goleak.IgnoreCurrent()
+	port := freePorts(t, n)
+	var peers []string
+	for i := range n {
+		peers = append(peers, fmt.Sprintf("127.0.0.1:%d", port+i))
+	}
+	var all []*testReplica
+	for i := range n {
+		all = append(all, startReplica(t, peers, i, tweak))
+	}
+	t.Cleanup(func() {
+		for _, r := range all {
+			r.stop()
+		}
+		goleak.VerifyNone(t, before)
+	})
+	eventually(t, 20*time.Second, "all routers heard", func() bool {
+		return !slices.ContainsFunc(all, func(r *testReplica) bool { return r.pub.Subscribers() < n })
+	})
+	return all
+}
+
+func startReplica(t *testing.T, peers []string, i int, tweak func(*Replicas)) *testReplica {
+	t.Helper()
+	router := newTestRouter(t, "kv", 2)
+	replicas, err := NewReplicas(router, peers[i], peers, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	replicas.timing.retry, replicas.timing.retryTo = 5*time.Millisecond, 50*time.Millisecond
+	if tweak != nil {
+		tweak(replicas)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		replicas.Run(ctx)
+	}()
+	return &testReplica{router, replicas, func() {
+		cancel()
+		<-done
+	}}
+}
+
+// sees waits until a router's books are these.
+func (r *testReplica) sees(t *testing.T, what string, want []WorkerLoad) {
+	t.Helper()
+	var got []WorkerLoad
+	defer func() {
+		if t.Failed() {
+			t.Logf("books are %+v, want %+v", got, want)
+		}
+	}()
+	eventually(t, 20*time.Second, what, func() bool {
+		got = r.Loads()
+		return slices.Equal(got, want)
+	})
+}
+
+func (r *testReplica) book(t *testing.T, tokens []uint32) Decision {
+	t.Helper()
+	d, err := r.Route(t.Context(), Request{Tokens: tokens})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return d
+}
+
+func TestReplicasCountEachOthersRequests(t *testing.T) {
+	all := startReplicas(t, 2, nil)
+	a, b := all[0], all[1]
+	idle := a.Loads()
+	prompt := promptTokens(1, 5)
+	first := a.book(t, prompt)
+	b.sees(t, "the other's request", a.Loads())
+	second := b.book(t, promptTokens(2, 3))
+	if first.Target.Key == second.Target.Key {
+		t.Errorf("both chose %v", first.Target.Key)
+	}
+	a.sees(t, "both requests", b.Loads())
+	first.Booking.FirstToken()
+	b.sees(t, "the prompt computed", a.Loads())
+	if load := b.Load(first.Target.Key); load.PrefillTokens != 0 || load.InFlight != 1 || load.ActiveBlocks != 5 {
+		t.Errorf("%+v", load)
+	}
+	first.Booking.End()
+	second.Booking.Finish(7)
+	for _, r := range all {
+		r.sees(t, "nothing in flight", idle)
+	}
+	// Of its own a router hears nothing: it would count itself twice.
+	if a.Received.Load() != 2 || b.Received.Load() != 3 || a.Dropped.Load()+b.Dropped.Load() != 0 {
+		t.Errorf("%d and %d changes heard", a.Received.Load(), b.Received.Load())
+	}
+}
+
+func TestReplicasForgetARouterThatIsGone(t *testing.T) {
+	all := startReplicas(t, 3, nil)
+	idle := all[0].Loads()
+	d := all[0].book(t, promptTokens(1, 40))
+	for _, r := range all {
+		r.sees(t, "one request", all[0].Loads())
+	}
+	own := all[1].book(t, promptTokens(2, 40)) // on the other worker
+	for _, r := range all {
+		r.sees(t, "both requests", all[1].Loads())
+	}
+	all[0].stop()
+	eventually(t, 20*time.Second, "its request forgotten", func() bool {
+		return all[1].Load(d.Target.Key).InFlight == 0 && all[2].Load(d.Target.Key).InFlight == 0
+	})
+	if all[1].Load(own.Target.Key).InFlight != 1 || all[2].Load(own.Target.Key).InFlight != 1 {
+		t.Error("another router's request was forgotten, too")
+	}
+	own.Booking.End()
+	for _, r := range all[1:] {
+		r.sees(t, "nothing in flight", idle)
+		if r.Lost.Load() != 1 || r.Held.Load() != 0 {
+			t.Errorf("%d lost, %d held", r.Lost.Load(), r.Held.Load())
+		}
+	}
+
+	// The next one at its address starts with nothing, and is heard.
+	again := startReplica(t, all[0].peers, 0, nil)
+	defer again.stop()
+	eventually(t, 20*time.Second, "it is followed", func() bool { return again.pub.Subscribers() == 3 })
+	d = again.book(t, promptTokens(3, 40))
+	for _, r := range all[1:] {
+		eventually(t, 20*time.Second, "its request known", func() bool { return r.Load(d.Target.Key).InFlight == 1 })
+	}
+	d.Booking.End()
+	for _, r := range all[1:] {
+		r.sees(t, "nothing in flight", idle)
+	}
+}
+
+func TestReplicasForgetARouterThatHangs(t *testing.T) {
+	port := freePorts(t, 1)
+	mute := newTestPublisher(t)
+	r := startReplica(t, []string{fmt.Sprintf("127.0.0.1:%d", port), mute.Endpoint()[len("tcp://"):]}, 0, func(r *Replicas) { r.timing.silence = 100 * time.Millisecond })
+	defer r.stop()
+	say := func(text string) { mute.Publish([]byte(replicaTopic), []byte(text)) }
+	eventually(t, 20*time.Second, "it is heard", func() bool {
+		say(`{"router_id":9,"kind":"alive"}`)
+		say(`{"router_id":9,"kind":"add","booking":1,"worker_id":1,"isl_tokens":100,"prefill_tokens":60,"sequence_hashes":"AQAAAAAAAAA="}`)
+		return r.Load(WorkerKey{Worker: 1}).PrefillTokens == 60
+	})
+	eventually(t, 20*time.Second, "it is forgotten", func() bool { return r.Load(WorkerKey{Worker: 1}).InFlight == 0 && r.Lost.Load() > 0 })
+}
+
+func TestReplicasTakeOnlyWhatMakesSense(t *testing.T) {
+	router := newTestRouter(t, "kv", 2)
+	p := replicaPeer{replicas: &Replicas{router: router, id: 1}, open: map[uint64]*Booking{}}
+	p.take(replicaChange{Router: 2, Kind: changeFree, Booking: 4})
+	p.take(replicaChange{Router: 2, Kind: changePrefill, Booking: 4})
+	p.take(replicaChange{Router: 2, Kind: changeAdd, Booking: 5, Worker: 7, Tokens: 9}) // no such worker
+	p.take(replicaChange{Router: 2, Kind: "novel", Booking: 6})
+	p.take(replicaChange{Router: 2, Kind: changeAdd, Booking: 8, Worker: 1, Tokens: -9, Uncached: -9, Sequence: []byte("short")})
+	p.take(replicaChange{Router: 2, Kind: changeAdd, Booking: 8, Worker: 1, Tokens: 100}) // again
+	if load := router.Load(WorkerKey{Worker: 1}); load.InFlight != 1 || load.PrefillTokens != 0 || load.ActiveBlocks != 0 {
+		t.Errorf("%+v", load)
+	}
+	p.take(replicaChange{Router: 3, Kind: changeAlive}) // another router answers now
+	if load := router.Load(WorkerKey{Worker: 1}); load.InFlight != 0 || p.replicas.Held.Load() != 0 {
+		t.Errorf("%+v", load)
+	}
+}
+
+func TestReplicaSettingsAreChecked(t *testing.T) {
+	for _, c := range []struct {
+		args []string
+		ok   bool
+	}{
+		{[]string{"--replica-sync", "--replica-peers=a:7100,[::1]:7101"}, true},
+		{[]string{"--replica-sync"}, true},
+		{[]string{"--replica-peers=a:7100"}, false},
+		{[]string{"--replica-sync", "--replica-peers=a"}, false},
+		{[]string{"--replica-sync", "--replica-peers=a:0"}, false},
+		{[]string{"--replica-sync", "--replica-peers=:7100"}, false},
+		{[]string{"--replica-sync", "--replica-sync-port=8000"}, false}, // the OpenAI port
+	} {
+		if _, _, err := ParseConfig(append([]string{"--engine=mocker"}, c.args...)); (err == nil) != c.ok {
+			t.Errorf("%v: %v", c.args, err)
+		}
+	}
+}
