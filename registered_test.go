@@ -91,6 +91,15 @@ func TestWorkersOfTheFlagsCannotBeChangedByRegistration(t *testing.T) {
 	s.want("GET", "/workers", nil, 200, "# 1", "0.worker_id 3", `0.lifecycle "unschedulable"`)
 }
 
+func TestRegistrationWithoutEventsNeedsNoEndpointForThem(t *testing.T) {
+	s := startSelection(t, "--no-kv-events")
+	worker := object{"worker_id": 1, "model_name": "m", "endpoint": "http://127.0.0.1:1", "block_size": 4}
+	s.want("POST", "/workers", worker, 201, `lifecycle "schedulable"`)
+	s.want("POST", "/select_and_reserve", prompt12(object{"selection_id": "a"}), 200, "worker_id 1", "overlap.longest_matched 0")
+	s.want("POST", "/select", prompt12(object{}), 200, "overlap.longest_matched 12")
+	s.want("DELETE", "/reservations/a", nil, 200)
+}
+
 func TestRegistrationEndsWithTheRouter(t *testing.T) {
 	s, _, _ := registeredSite(t)
 	if err := s.end(); err != nil {

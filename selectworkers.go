@@ -113,9 +113,11 @@ func (w registeredWorker) registration(config Config) (r Registration, missing [
 		if err != nil {
 			return r, nil, err
 		}
-		if source.Endpoint != "" {
+		switch {
+		case !config.KVEvents(): // nobody listens to them
+		case source.Endpoint != "":
 			r.Sources = append(r.Sources, source)
-		} else {
+		default:
 			missing = append(missing, fmt.Sprintf("kv_events endpoint is required for dp_rank %d", rank))
 		}
 	}
