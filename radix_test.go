@@ -137,7 +137,7 @@ type dumpEntry struct {
 	Block     StoredBlock
 }
 
-func dumped(r *Radix) []dumpEntry {
+func dumped(r Index) []dumpEntry {
 	var all []dumpEntry
 	r.Dump(func(w WorkerKey, parent uint64, hasParent bool, block StoredBlock) bool {
 		all = append(all, dumpEntry{w, parent, hasParent, block})
