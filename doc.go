@@ -24,7 +24,8 @@
 //	booking.go    Booking: one request in flight
 //	queue.go      admission: those that wait until a worker has room
 //	busy.go       BusyThresholds: when requests are refused
-//	policy.go     Policy: the rules that choose a worker (kvpolicy.go, work.go)
+//	policy.go     Policy: the rules that choose a worker (kvpolicy.go, work.go with
+//	              timing.go, which learns how long engines take)
 //	proxy.go      one request to one worker and back
 //	selection.go  the router port, for those who only want the decision
 //	              (selectroutes.go: choosing and booking, reservations.go what
@@ -41,8 +42,9 @@
 //	telemetry.go  Prometheus metrics (dynamometrics.go those under Dynamo's
 //	              names); record.go writes a line a request
 //	enginesim.go  SimEngine: a simulated engine, step by step (blockpool.go: its memory)
-//	mocker.go     simulated workers behind real sockets (mockapi.go, mockevents.go,
-//	              mockmodel.go, mockwords.go, zmqserver.go)
+//	mocker.go     simulated workers behind real sockets (mockapi.go, mockrequest.go and
+//	              mockanswer.go: their HTTP side, mockrank.go: their engine,
+//	              mockevents.go, mockmodel.go, mockwords.go, zmqserver.go)
 //	simulate.go   traces in virtual time (trace.go reads them, synthetic.go makes
 //	              some up, report.go and plot.go show what came out)
 //	config.go     every flag (mockconfig.go and simconfig.go those of simulations,
