@@ -152,7 +152,7 @@ func (r *Router) expire(now time.Time) {
 	}
 	r.expired = now
 	for b := r.loads.oldest; b != nil && now.Sub(b.heard) >= bookingExpiry; b = r.loads.oldest {
-		if b.id == "" { // whoever holds it ends it; a stream may be longer than that
+		if b.id == "" && !b.remote { // whoever holds it ends it; a stream may be longer than that
 			r.loads.Heard(b, now)
 			continue
 		}
