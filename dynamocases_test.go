@@ -9,8 +9,22 @@ import (
 	"time"
 )
 
-// Cases of Dynamo's own tests that take more than one room: those of the
-// indexers are in index_test.go, those of books and queue beside theirs.
+// The cases of Dynamo's own tests are spread over the tests of the rooms:
+//
+//	indexer, approximate   index_test.go, approx_test.go, ranks_test.go
+//	recovery               eventlog_test.go (TestEventLogAnswersRangesAndElseAllBlocks,
+//	                       TestEventStreamTakesAGapFromAnotherRouter, ...), events_test.go
+//	scheduler, queue       kvpolicy_test.go (TestScheduler...), queue_test.go
+//	sequences              booking_test.go (TestSequences...), replica_test.go
+//	end to end             here, admission_e2e_test.go (overload, queue), busy_test.go,
+//	                       nvext_test.go (query_instance_id, headers of direct mode),
+//	                       reservations_test.go (slot tracker), selectpeers_test.go (P2P)
+//
+// Left out: taints, the shared cache and policy classes, which are not built; the
+// sampled logit, which no answer has; the epoch barrier of a cleared cache, since
+// a recovery and the live events of a worker are one goroutine's; JetStream,
+// NATS and file discovery and bindings, which there are none of; high
+// availability, beyond two routers; disaggregated serving.
 
 // TestReplayInvariants takes the first 1,000 lines of a trace through the index:
 // no worker stores a block that it has, none removes one that it has not, and
