@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -50,7 +51,7 @@ func startMockSite(t testing.TB, workers int, args ...string) *mockSite {
 }
 
 // startRooms starts a router in this process whose own ports are the first two
-// from ports on. It ends with the test.
+// from ports on, and waits until both are open. It ends with the test.
 func startRooms(t testing.TB, ports int, args ...string) *mockSite {
 	t.Helper()
 	before := goleak.IgnoreCurrent()
@@ -72,6 +73,15 @@ func startRooms(t testing.TB, ports int, args ...string) *mockSite {
 			t.Logf("end of the log:\n%s", log[max(0, len(log)-4000):])
 		}
 	})
+	for _, port := range []int{ports, ports + 1} {
+		eventually(t, 10*time.Second, fmt.Sprintf("port %d is open", port), func() bool {
+			conn, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", port))
+			if err == nil {
+				conn.Close()
+			}
+			return err == nil
+		})
+	}
 	return s
 }
 

@@ -19,15 +19,7 @@ type selectionSite struct {
 func startSelection(t *testing.T, args ...string) *selectionSite {
 	t.Helper()
 	all := []string{"--engine=none", "--policy=kv", "--block-size=4", "--seed=1"}
-	s := &selectionSite{startRooms(t, freePorts(t, 2), append(all, args...)...), map[uint64]*mockEvents{}}
-	eventually(t, 10*time.Second, "the router port answers", func() bool {
-		response, err := http.Get(s.selection + "/health")
-		if err == nil {
-			response.Body.Close()
-		}
-		return err == nil
-	})
-	return s
+	return &selectionSite{startRooms(t, freePorts(t, 2), append(all, args...)...), map[uint64]*mockEvents{}}
 }
 
 // register adds a worker of model m with a publisher of its own.
