@@ -18,6 +18,7 @@ type Booking struct {
 	expected int      // tokens of the answer; 0: unknown
 	silent   bool     // nobody tells when its first token comes
 	remote   bool     // of another router
+	decision uint64   // of a judged policy; 0: none
 	ended    atomic.Bool
 
 	// All below is guarded by router.mu.
@@ -97,21 +98,25 @@ func (b *Booking) Cached(tokens int) {
 	b.cached = tokens / b.router.blockSize
 }
 
-// End tells that the request has ended, however it did.
-func (b *Booking) End() { b.end(0) }
+// End tells that the request has ended without an answer, and that its worker
+// is not to blame.
+func (b *Booking) End() { b.end(Abandoned, 0) }
+
+// Fail tells that the request has ended because its worker failed.
+func (b *Booking) Fail() { b.end(Failed, 0) }
 
 // Finish tells that the request has ended with an answer of that many tokens.
-func (b *Booking) Finish(output int) { b.end(output) }
+func (b *Booking) Finish(output int) { b.end(Finished, output) }
 
-func (b *Booking) end(output int) {
+func (b *Booking) end(how Ending, output int) {
 	r := b.router
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.finish(b, output, r.now())
+	r.finish(b, how, output, r.now())
 }
 
 // finish takes b off the books, unless it is already. The caller holds the lock.
-func (r *Router) finish(b *Booking, output int, now time.Time) {
+func (r *Router) finish(b *Booking, how Ending, output int, now time.Time) {
 	if b.ended.Load() {
 		return
 	}
@@ -120,6 +125,13 @@ func (r *Router) finish(b *Booking, output int, now time.Time) {
 	r.prefillDone(b, now)
 	if policy, ok := r.policy.(learner); ok && told && !b.silent && output > 0 {
 		policy.Learn(r.loads.Outcome(b, output, now))
+	}
+	if policy, ok := r.policy.(judged); ok && b.decision != 0 {
+		f := Feedback{Decision: b.decision, Now: now, Ending: how, Latency: now.Sub(b.sent), TokensIn: b.prompt, TokensOut: output}
+		if told && !b.silent {
+			f.FirstToken = b.first.Sub(b.sent)
+		}
+		policy.Judge(f)
 	}
 	r.loads.End(b, now)
 	b.assumed.End((b.prompt+output)/r.blockSize-b.prompt/r.blockSize, b.cached)
@@ -156,7 +168,7 @@ func (r *Router) expire(now time.Time) {
 			r.loads.Heard(b, now)
 			continue
 		}
-		r.finish(b, 0, now)
+		r.finish(b, Abandoned, 0, now)
 	}
 }
 

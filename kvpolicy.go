@@ -15,6 +15,9 @@ type PolicyKnobs struct {
 	DecodeActiveRequestWeight float64  `group:"Policy kv" default:"0" help:"Blocks that each request in flight counts beside its own."`
 	RouterTemperature         float64  `group:"Policy kv" default:"0" help:"Chance in the choice: 0 always takes the cheapest worker, 1 nearly any."`
 	OverlapScoreWeight        *float64 `group:"Policy kv" placeholder:"NUMBER" help:"Older name of --prefill-load-scale, which it overrules; 0 also sets --overlap-score-credit 0."`
+
+	CacheKnobs
+	ThompsonKnobs
 }
 
 // DefaultPolicyKnobs returns the defaults of the flags.

@@ -13,7 +13,29 @@ type Query struct {
 	BlockSize int       // tokens a block
 	Untracked bool      // prompt tokens do not count as load
 	Override  *Override // of knobs; nil: none
+	Prefix    PrefixHints
+	Decision  uint64 // number by which a judged policy hears how it ended; 0: it never will
 }
+
+// PrefixHints is what a client says of the series of requests that this one
+// belongs to: those of one agent or conversation, which share a prefix.
+type PrefixHints struct {
+	ID     string // of the series; empty: none
+	Total  int    // requests of the series, this one included; 0: not said
+	Budget *int   // requests still to come after this one, where the caller counts them itself
+	OSL    Level  // length of the answers
+	IAT    Level  // time from one request to the next
+}
+
+// Level is a rough size.
+type Level uint8
+
+// The levels; what nobody told of is medium.
+const (
+	LevelMedium Level = iota
+	LevelLow
+	LevelHigh
+)
 
 // Candidate is one worker that may serve the request.
 type Candidate struct {
@@ -47,6 +69,32 @@ type Outcome struct {
 	Before     Meanwhile     // until its first token, it included
 	During     Meanwhile     // from then on
 }
+
+// judged is a policy that hears how each of its decisions ended, also of those
+// without an answer. Judge is called as Choose is, once for every decision with
+// a number unless the process ends before.
+type judged interface{ Judge(f Feedback) }
+
+// Feedback is how a decision ended.
+type Feedback struct {
+	Decision   uint64
+	Now        time.Time
+	Ending     Ending
+	Latency    time.Duration // from when the request was sent to its end
+	FirstToken time.Duration // the same to its first token; 0: unknown
+	TokensIn   int           // of the prompt; 0: unknown
+	TokensOut  int           // of the answer; 0: unknown
+}
+
+// Ending is why a request is no longer in flight.
+type Ending uint8
+
+// The endings.
+const (
+	Abandoned Ending = iota // the client left, or it cannot be told: nobody's fault
+	Failed                  // the worker failed
+	Finished                // with a whole answer
+)
 
 // Meanwhile is what a worker did in a span of time.
 type Meanwhile struct {

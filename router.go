@@ -55,6 +55,7 @@ type Request struct {
 	Pinned   *WorkerKey // this one or an error, never another
 	Override *Override  // of settings, for this request
 
+	Prefix         PrefixHints
 	ExpectedOutput int     // tokens of the answer; 0: unknown
 	PriorityJump   float64 // seconds that it goes before others in the queue
 	StrictPriority uint32  // in the queue; the higher go first
@@ -155,6 +156,7 @@ type Router struct {
 	waiting    []*waiter   // for a worker with room, who goes first at the front
 	replicas   *Replicas   // told of what is booked here; nil: nobody is
 	told       uint64      // bookings that they were told of
+	decisions  uint64      // that a judged policy hears of
 }
 
 // needsActiveBlocks is a policy that reads Load.ActiveBlocks or
@@ -465,7 +467,11 @@ func (r *Router) candidate(p *inquiry, t *Target, now time.Time) Candidate {
 
 // choose lets the policy choose among the candidates and books.
 func (r *Router) choose(p *inquiry, d *Decision, now time.Time) {
-	query := Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Untracked: !r.tracksPrefill(p), Override: p.Override}
+	query := Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Untracked: !r.tracksPrefill(p), Override: p.Override, Prefix: p.Prefix}
+	if _, is := r.policy.(judged); is && !p.QueryOnly && !p.Unbooked {
+		r.decisions++
+		query.Decision = r.decisions
+	}
 	chosen := &r.candidates[r.policy.Choose(query, r.candidates, r.random)]
 	d.Target, d.Tokens = chosen.Target, p.tokens
 	d.Overlap = min(chosen.Overlap, r.usableBlocks(p.tokens))
@@ -483,6 +489,7 @@ func (r *Router) choose(p *inquiry, d *Decision, now time.Time) {
 		return
 	}
 	d.Booking = r.book(p, chosen, now)
+	d.Booking.decision = query.Decision
 	d.Sequence = d.Booking.sequence
 }
 

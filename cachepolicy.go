@@ -1,0 +1,4 @@
+package main
+
+// CacheKnobs are the settings of the policies cache-threshold and variance.
+type CacheKnobs struct{}

@@ -1,0 +1,4 @@
+package main
+
+// ThompsonKnobs are the settings of policy thompson.
+type ThompsonKnobs struct{}
