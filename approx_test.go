@@ -37,10 +37,11 @@ func (a *Approx) check() error {
 			}
 			before = c.used[b]
 		}
+		slot, _ := a.Radix.slot(w)
 		for _, held := range a.Radix.snapshot(w) {
 			if b := c.pool.find(held.block.Engine); b == 0 {
 				return fmt.Errorf("%v: the index has a block that the memory has not", w)
-			} else if parent := held.parent; parent != rootNode && !a.Radix.sets.has(a.Radix.nodes.at(parent).members, a.Radix.byKey[w]) {
+			} else if parent := held.parent; parent != rootNode && !a.Radix.sets.has(a.Radix.nodes.at(parent).members, slot) {
 				return fmt.Errorf("%v: block %d has lost the one before it", w, b)
 			}
 		}

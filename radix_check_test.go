@@ -172,11 +172,14 @@ func (r *Radix) checkSlots(free []bool) error {
 		return fmt.Errorf("%d words for %d slots", len(r.live), len(r.slots))
 	}
 	uses := make([]int, len(r.slots))
-	for w, slot := range r.byKey {
-		if r.slots[slot].key != w || r.live[slot/64]>>(slot%64)&1 == 0 {
-			return fmt.Errorf("worker %v has slot %d, which is not live or not its own", w, slot)
+	for i, p := range r.workers {
+		if i > 0 && p.key.Compare(r.workers[i-1].key) <= 0 {
+			return fmt.Errorf("worker %v is out of order", p.key)
 		}
-		uses[slot]++
+		if !hasSlot(r.live, p.slot) {
+			return fmt.Errorf("worker %v has slot %d, which is not live", p.key, p.slot)
+		}
+		uses[p.slot]++
 	}
 	for _, slot := range slices.Concat(r.retired, r.vacant) {
 		if r.live[slot/64]>>(slot%64)&1 != 0 {

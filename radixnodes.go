@@ -34,6 +34,22 @@ func (s *nodeSlab) at(n uint32) *treeNode {
 	return &s.chunks[n/nodesPerChunk][n%nodesPerChunk]
 }
 
+// run counts the nodes from n+1 on, each the child of the one before, that stand
+// for these local hashes and have the same members as n. Blocks stored together
+// lie in such runs; walking one by its numbers instead of its children lets the
+// processor fetch nodes far ahead.
+func (s *nodeSlab) run(n, members uint32, local []uint64) int {
+	nodes := s.chunks[n/nodesPerChunk][n%nodesPerChunk:]
+	length := min(len(local), len(nodes)-1)
+	for i := range length {
+		next := &nodes[i+1]
+		if nodes[i].child != n+uint32(i)+1 || next.local != local[i] || next.members != members {
+			return i
+		}
+	}
+	return length
+}
+
 // alloc returns the number of a node whose contents the caller must set. It
 // takes the node freed last: chains are removed from their end, so that the next
 // chain gets theirs in ascending order.

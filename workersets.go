@@ -31,7 +31,10 @@ type setChange struct {
 
 // has tells whether slot is in set id.
 func (s *workerSets) has(id, slot uint32) bool {
-	words := s.sets[id].words
+	return hasSlot(s.sets[id].words, slot)
+}
+
+func hasSlot(words []uint64, slot uint32) bool {
 	w := int(slot / 64)
 	return w < len(words) && words[w]>>(slot%64)&1 != 0
 }
