@@ -48,7 +48,9 @@
 //	simulate.go   traces in virtual time (trace.go reads them, synthetic.go makes
 //	              some up, report.go and plot.go show what came out)
 //	config.go     every flag (mockconfig.go and simconfig.go those of simulations,
-//	              configfile.go reads the YAML file)
+//	              vllmargs.go what follows --, configfile.go reads the YAML file,
+//	              machine.go what the defaults depend on, ports.go what will
+//	              be listened on)
 //	main.go       wires all this and ends it again
 //
 // Three things to know before changing anything:
