@@ -43,7 +43,7 @@ type Config struct {
 	Engine          string `group:"Model and engine" default:"vllm" enum:"vllm,mocker,none" help:"What to start: vllm; mocker, simulated workers that need no GPU, Python or model; none to use attached and registered workers only."`
 	NumWorkers      int    `group:"Model and engine" default:"2" help:"Number of workers to start."`
 	BlockSize       int    `group:"Model and engine" default:"64" help:"Tokens in a KV-cache block; the same in router and engine. On a CPU a multiple of 32."`
-	GPUsPerWorker   int    `group:"Model and engine" name:"gpus-per-worker" default:"1" help:"GPUs of one worker (tensor parallel)."`
+	GPUsPerWorker   int    `group:"Model and engine" name:"gpus-per-worker" default:"1" help:"GPUs of one worker, or of each of its data-parallel ranks (tensor parallel)."`
 	Python          string `group:"Model and engine" placeholder:"PATH" help:"Python that has vLLM. Default: the environment that 'make setup' prepared, else python3."`
 
 	Worker            []AttachedWorker `group:"Workers" sep:";" placeholder:"url=URL,..." help:"Attach a worker that runs already: url=http://host:8100[,id=3][,kv-events=tcp://host:5557][,replay=tcp://host:5757][,load=tcp://host:5657]. Repeatable. Only url is needed: the worker itself names its event endpoints."`
@@ -252,8 +252,12 @@ func (c *Config) ResolveDefaults(machine Machine) error {
 		}
 		return nil
 	}
-	if need := c.NumWorkers * c.GPUsPerWorker; need > len(c.GPUs) {
-		return fmt.Errorf("--num-workers %d with --gpus-per-worker %d needs %d GPUs, but %d are visible; ask for fewer", c.NumWorkers, c.GPUsPerWorker, need, len(c.GPUs))
+	if need := c.NumWorkers * c.Ranks() * c.GPUsPerWorker; need > len(c.GPUs) {
+		ranks := ""
+		if c.Ranks() > 1 {
+			ranks = fmt.Sprintf(" and --data-parallel-size %d", c.Ranks())
+		}
+		return fmt.Errorf("--num-workers %d with --gpus-per-worker %d%s needs %d GPUs, but %d are visible; ask for fewer", c.NumWorkers, c.GPUsPerWorker, ranks, need, len(c.GPUs))
 	}
 	return nil
 }
@@ -317,8 +321,11 @@ func (c *Config) validate() error {
 	for _, arg := range c.VLLMArgs {
 		name := vllmFlag(arg)
 		if instead, reserved := reservedVLLMArgs[name]; reserved {
-			return fmt.Errorf("%s after --: the router sets it for every worker; use %s", arg, instead)
+			return fmt.Errorf("%s after --: it is not passed on; use %s", arg, instead)
 		}
+	}
+	if value, given := vllmValue(c.VLLMArgs, "data-parallel-size"); given && c.vllmNumber("data-parallel-size") < 1 {
+		return fmt.Errorf("--data-parallel-size %s after --: give a number of at least 1", value)
 	}
 	for i, peer := range c.IndexerPeers {
 		var err error

@@ -9,7 +9,6 @@ import (
 	"os"
 	"os/exec"
 	"slices"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -204,18 +203,10 @@ func (f *Fleet) members() []*worker {
 
 // vllmKey finds the key that started workers will ask for.
 func vllmKey(args []string) string {
-	key := os.Getenv("VLLM_API_KEY")
-	for i, arg := range args {
-		if vllmFlag(arg) != "api-key" {
-			continue
-		}
-		if _, value, ok := strings.Cut(arg, "="); ok {
-			key = value
-		} else if i+1 < len(args) {
-			key = args[i+1]
-		}
+	if key, given := vllmValue(args, "api-key"); given {
+		return key
 	}
-	return key
+	return os.Getenv("VLLM_API_KEY")
 }
 
 // Run supervises the workers until ctx is done, then ends those that it
