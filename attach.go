@@ -141,33 +141,6 @@ func isGone(err error) bool {
 	return errors.Is(err, syscall.ECONNREFUSED)
 }
 
-// models asks a worker which models it serves, and which of them are LoRA
-// adapters: those with a parent. A server that does not tell (its key is not
-// known, or it has no such path) serves an unknown one: nil.
-func (f *Fleet) models(ctx context.Context, base string) (models, adapters []string, err error) {
-	var list struct {
-		Data []struct {
-			ID     string  `json:"id"`
-			Parent *string `json:"parent"`
-		} `json:"data"`
-	}
-	err = f.get(ctx, base, "/v1/models", f.timing.probeLimit, &list)
-	var status *statusError
-	if errors.As(err, &status) && status.status < 500 {
-		return nil, nil, nil
-	}
-	if err != nil {
-		return nil, nil, err
-	}
-	for _, model := range list.Data {
-		models = append(models, model.ID)
-		if model.Parent != nil && *model.Parent != "" {
-			adapters = append(adapters, model.ID)
-		}
-	}
-	return models, adapters, nil
-}
-
 // kvEventSource is what vLLM tells about the KV events of one rank.
 type kvEventSource struct {
 	Enable   bool   `json:"enable_kv_cache_events"`
@@ -280,7 +253,7 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 		}
 		return false
 	}
-	models, adapters, err := f.models(ctx, w.spec.URL)
+	served, err := f.models(ctx, w.spec.URL)
 	if err != nil {
 		if ctx.Err() == nil {
 			f.unreachable(w, err)
@@ -294,15 +267,18 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 	for _, source := range sources {
 		in.followEvents(source)
 	}
-	in.setTargets(models, adapters, sources)
+	in.setTargets(served, sources)
 	in.followLoads(w.spec.loadOf)
 	in.markUp()
-	f.log.Info(fmt.Sprintf("worker %d: attached", w.id), "url", w.spec.URL, "models", models, "event_streams", len(sources))
+	f.log.Info(fmt.Sprintf("worker %d: attached", w.id), "url", w.spec.URL, "models", served.names, "event_streams", len(sources))
 
 	for {
 		select {
 		case <-ctx.Done():
 			return true
+		case looked := <-w.look:
+			in.lookAtModels()
+			close(looked)
 		case <-w.wake:
 		case <-time.After(f.timing.healthEvery):
 		}
@@ -318,7 +294,7 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 			for _, source := range sources {
 				in.followEvents(source)
 			}
-			in.setTargets(models, adapters, sources)
+			in.setTargets(in.served, sources)
 			in.followLoads(w.spec.loadOf)
 			in.markUp()
 		} else if time.Since(in.began) >= f.timing.silentAfter {
