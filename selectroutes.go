@@ -51,12 +51,15 @@ func (o *overrideQuery) override() (*Override, error) {
 	if o == nil {
 		return nil, nil
 	}
-	for name, value := range map[string]*float64{
-		"overlap_score_weight": o.OverlapScoreWeight, "router_temperature": o.RouterTemperature,
-		"prefill_load_scale": o.PrefillLoadScale, "overlap_score_credit": o.OverlapScoreCredit,
+	for _, setting := range []struct {
+		name  string
+		value *float64
+	}{
+		{"overlap_score_weight", o.OverlapScoreWeight}, {"overlap_score_credit", o.OverlapScoreCredit},
+		{"prefill_load_scale", o.PrefillLoadScale}, {"router_temperature", o.RouterTemperature},
 	} {
-		if value != nil && (!(*value >= 0) || math.IsInf(*value, 1)) {
-			return nil, errOverride{name}
+		if v := setting.value; v != nil && (!(*v >= 0) || math.IsInf(*v, 1)) {
+			return nil, errOverride{setting.name}
 		}
 	}
 	converted := Override(*o)
