@@ -73,9 +73,15 @@ func (in *incarnation) lookAtModels() {
 func (f *Fleet) LookForModels(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, f.timing.lookEvery+f.timing.lookLimit)
 	defer cancel()
+	haveLooked(ctx, f.lookers)
+}
+
+// haveLooked asks whoever receives from there for a look at models, and waits
+// for its end or that of ctx.
+func haveLooked(ctx context.Context, there chan<- chan struct{}) {
 	looked := make(chan struct{})
 	select {
-	case f.lookers <- looked:
+	case there <- looked:
 	case <-ctx.Done():
 		return
 	}
@@ -127,18 +133,7 @@ func (f *Fleet) askForModels(ctx context.Context) {
 		if !ready || w.registry != nil {
 			continue
 		}
-		asked.Go(func() {
-			done := make(chan struct{})
-			select {
-			case w.look <- done:
-			case <-ctx.Done():
-				return
-			}
-			select {
-			case <-done:
-			case <-ctx.Done():
-			}
-		})
+		asked.Go(func() { haveLooked(ctx, w.look) })
 	}
 	asked.Wait()
 }
