@@ -211,7 +211,7 @@ func (c *thompsonConfig) keys() []thompsonKey {
 // read takes over what a file sets.
 func (c *thompsonConfig) read(data []byte) error {
 	var tree yaml.MapSlice
-	if err := yaml.Unmarshal(data, &tree); err != nil {
+	if err := yaml.UnmarshalWithOptions(data, &tree, yaml.UseOrderedMap()); err != nil {
 		message, _, _ := strings.Cut(yaml.FormatError(err, false, false), "\n")
 		return fmt.Errorf("not a YAML map of parameters: %s", message)
 	}
