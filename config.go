@@ -270,6 +270,9 @@ func looksLikePath(model string) bool {
 }
 
 func (c *Config) validate() error {
+	if err := c.ThompsonKnobs.validate(c.Policy, c.BlockSize); err != nil {
+		return err
+	}
 	if _, err := NewPolicyWith(c.Policy, c.PolicyKnobs); err != nil {
 		return fmt.Errorf("--policy: %w", err)
 	}

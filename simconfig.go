@@ -22,6 +22,9 @@ type SimulateSettings struct {
 }
 
 func (c *Config) validateSimulate() error {
+	if err := c.ThompsonKnobs.validate(c.Policy, c.BlockSize); err != nil {
+		return err
+	}
 	for name := range strings.SplitSeq(c.Policy, ",") {
 		if _, err := NewPolicyWith(name, c.PolicyKnobs); err != nil {
 			return fmt.Errorf("--policy: %w", err)
@@ -35,6 +38,8 @@ func (c *Config) validateSimulate() error {
 	}
 	s := c.Simulate
 	switch {
+	case c.ThompsonState != "" || c.ThompsonTraces != "":
+		return errors.New("simulate learns anew for each policy and writes no traces of it: leave out --thompson-state and --thompson-traces")
 	case (s.Trace == "") == (s.Synthetic == ""):
 		return errors.New("give either --trace FILE, such as testdata/traces/conversation_trace.jsonl.gz, or --synthetic chat")
 	case s.Workers < 1 || s.Workers > 1000:
