@@ -6,7 +6,8 @@
 // file offers to the others. In the order in which a request passes them:
 //
 //	api.go        the OpenAI side: routes, limits, errors, request ids
-//	nvext.go      what a request says about its own routing
+//	nvext.go      what a request says about its own routing (prefixhints.go: about
+//	              the series of requests that it belongs to)
 //	jsonscan.go   Body: a request's JSON, checked and taken apart once
 //	prompts.go    Tokens: a request's prompt tokens, from here or from a worker
 //	segments.go   Segments: tokens of prompt pieces that were seen before
