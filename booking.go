@@ -105,8 +105,23 @@ func (b *Booking) End() { b.end(Abandoned, 0) }
 // Fail tells that the request has ended because its worker failed.
 func (b *Booking) Fail() { b.end(Failed, 0) }
 
-// Finish tells that the request has ended with an answer of that many tokens.
+// Finish tells that the request has ended with an answer of that many tokens; 0:
+// unknown.
 func (b *Booking) Finish(output int) { b.end(Finished, output) }
+
+// Free tells that the request has ended, but not how. One whose first token has
+// come counts as finished; of others nothing is known, since a worker that
+// fails at once is freed at once.
+func (b *Booking) Free() {
+	r := b.router
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	how := Abandoned
+	if b.computed {
+		how = Finished
+	}
+	r.finish(b, how, 0, r.now())
+}
 
 func (b *Booking) end(how Ending, output int) {
 	r := b.router

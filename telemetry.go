@@ -146,6 +146,7 @@ type Exchange struct {
 	Prompt     *RecordedPrompt // for the recorder; nil: none, or nothing is known
 	Decision   Decision
 	Usage      Usage
+	Ending     Ending // of an answer that was relayed to its end
 }
 
 // Finished records a request that has ended.
