@@ -12,15 +12,15 @@ import (
 	"time"
 )
 
-// judgement is what of a Feedback does not depend on the clock.
-type judgement struct {
+// toldEnding is what of a Feedback does not depend on the clock.
+type toldEnding struct {
 	Ending    Ending
 	TokensOut int
 }
 
-func (p *clerk) judgements() (list []judgement) {
+func (p *clerk) endings() (list []toldEnding) {
 	for _, f := range p.told() {
-		list = append(list, judgement{f.Ending, f.TokensOut})
+		list = append(list, toldEnding{f.Ending, f.TokensOut})
 	}
 	return list
 }
@@ -59,43 +59,43 @@ func TestEveryEndOfARequestIsToldOnce(t *testing.T) {
 		path    string // empty: chat
 		timeout time.Duration
 		workers []http.HandlerFunc // nil: nothing listens
-		want    []judgement
+		want    []toldEnding
 	}{
-		{"whole answer", "", 0, []http.HandlerFunc{status(200, stopped)}, []judgement{{Finished, 3}}},
-		{"whole answer without usage", "", 0, []http.HandlerFunc{status(200, `{}`)}, []judgement{{Finished, 0}}},
-		{"whole stream", "", 0, []http.HandlerFunc{streamOf(tokenEvent, usageEvent, "[DONE]")}, []judgement{{Finished, 1}}},
-		{"whole stream without usage", "", 0, []http.HandlerFunc{streamOf(tokenEvent, "[DONE]")}, []judgement{{Finished, 0}}},
-		{"stream with a reason and no last event", "", 0, []http.HandlerFunc{streamOf(notLast, lastOne)}, []judgement{{Finished, 0}}},
-		{"stream that breaks off after its last event", "", 0, []http.HandlerFunc{then(streamOf(tokenEvent, "[DONE]"), abort)}, []judgement{{Finished, 0}}},
-		{"stream of the messages API", "/v1/messages", 0, []http.HandlerFunc{raw("event: message_start\ndata: {}\n\nevent: message_stop\ndata: {}\n\n")}, []judgement{{Finished, 0}}},
-		{"stream of the responses API", "/v1/responses", 0, []http.HandlerFunc{raw("event: response.created\ndata: {}\n\nevent: response.completed\ndata: {}\n\n")}, []judgement{{Finished, 0}}},
-		{"stream of which no end is known", "/v1/audio/transcriptions", 0, []http.HandlerFunc{streamOf(tokenEvent)}, []judgement{{Finished, 0}}},
+		{"whole answer", "", 0, []http.HandlerFunc{status(200, stopped)}, []toldEnding{{Finished, 3}}},
+		{"whole answer without usage", "", 0, []http.HandlerFunc{status(200, `{}`)}, []toldEnding{{Finished, 0}}},
+		{"whole stream", "", 0, []http.HandlerFunc{streamOf(tokenEvent, usageEvent, "[DONE]")}, []toldEnding{{Finished, 1}}},
+		{"whole stream without usage", "", 0, []http.HandlerFunc{streamOf(tokenEvent, "[DONE]")}, []toldEnding{{Finished, 0}}},
+		{"stream with a reason and no last event", "", 0, []http.HandlerFunc{streamOf(notLast, lastOne)}, []toldEnding{{Finished, 0}}},
+		{"stream that breaks off after its last event", "", 0, []http.HandlerFunc{then(streamOf(tokenEvent, "[DONE]"), abort)}, []toldEnding{{Finished, 0}}},
+		{"stream of the messages API", "/v1/messages", 0, []http.HandlerFunc{raw("event: message_start\ndata: {}\n\nevent: message_stop\ndata: {}\n\n")}, []toldEnding{{Finished, 0}}},
+		{"stream of the responses API", "/v1/responses", 0, []http.HandlerFunc{raw("event: response.created\ndata: {}\n\nevent: response.completed\ndata: {}\n\n")}, []toldEnding{{Finished, 0}}},
+		{"stream of which no end is known", "/v1/audio/transcriptions", 0, []http.HandlerFunc{streamOf(tokenEvent)}, []toldEnding{{Finished, 0}}},
 
-		{"client's mistake", "", 0, []http.HandlerFunc{status(400, `{"error":{"code":400}}`)}, []judgement{{Abandoned, 0}}},
-		{"client's mistake in a stream", "", 0, []http.HandlerFunc{streamOf(`{"error":{"message":"too long","code":400}}`, "[DONE]")}, []judgement{{Abandoned, 0}}},
-		{"what no worker can", "", 0, []http.HandlerFunc{status(501, `{}`)}, []judgement{{Abandoned, 0}}},
-		{"aborted at the engine", "", 0, []http.HandlerFunc{status(200, `{"choices":[{"finish_reason":"abort"}]}`)}, []judgement{{Abandoned, 0}}},
-		{"stream aborted at the engine", "", 0, []http.HandlerFunc{streamOf(tokenEvent, `{"choices":[{"finish_reason":"abort"}]}`, "[DONE]")}, []judgement{{Abandoned, 0}}},
+		{"client's mistake", "", 0, []http.HandlerFunc{status(400, `{"error":{"code":400}}`)}, []toldEnding{{Abandoned, 0}}},
+		{"client's mistake in a stream", "", 0, []http.HandlerFunc{streamOf(`{"error":{"message":"too long","code":400}}`, "[DONE]")}, []toldEnding{{Abandoned, 0}}},
+		{"what no worker can", "", 0, []http.HandlerFunc{status(501, `{}`)}, []toldEnding{{Abandoned, 0}}},
+		{"aborted at the engine", "", 0, []http.HandlerFunc{status(200, `{"choices":[{"finish_reason":"abort"}]}`)}, []toldEnding{{Abandoned, 0}}},
+		{"stream aborted at the engine", "", 0, []http.HandlerFunc{streamOf(tokenEvent, `{"choices":[{"finish_reason":"abort"}]}`, "[DONE]")}, []toldEnding{{Abandoned, 0}}},
 
-		{"engine error", "", 0, []http.HandlerFunc{status(500, `{}`)}, []judgement{{Failed, 0}}},
-		{"bad gateway and the like", "", 0, []http.HandlerFunc{status(504, `{}`)}, []judgement{{Failed, 0}}},
-		{"engine error as the reason", "", 0, []http.HandlerFunc{status(200, `{"choices":[{"finish_reason":"error"}]}`)}, []judgement{{Failed, 0}}},
-		{"nothing listens", "", 0, []http.HandlerFunc{nil}, []judgement{{Failed, 0}}},
-		{"connection closed without an answer", "", 0, []http.HandlerFunc{hangUp}, []judgement{{Failed, 0}}},
-		{"stream that breaks off", "", 0, []http.HandlerFunc{then(streamOf(tokenEvent), abort)}, []judgement{{Failed, 0}}},
-		{"stream that ends without saying so", "", 0, []http.HandlerFunc{streamOf(notLast, notLast)}, []judgement{{Failed, 0}}},
-		{"stream of the messages API that ends without saying so", "/v1/messages", 0, []http.HandlerFunc{raw("event: message_start\ndata: {}\n\n")}, []judgement{{Failed, 0}}},
-		{"stream with an engine error", "", 0, []http.HandlerFunc{streamOf(`{"error":{"code":500}}`, "[DONE]")}, []judgement{{Failed, 0}}},
-		{"stream with an engine error in its middle", "", 0, []http.HandlerFunc{streamOf(notLast, `{"error":{"code":500}}`, "[DONE]")}, []judgement{{Failed, 0}}},
-		{"half an answer", "", 0, []http.HandlerFunc{then(status(200, `{"choices"`), abort)}, []judgement{{Failed, 0}}},
-		{"long answer that breaks off", "", 0, []http.HandlerFunc{then(status(200, strings.Repeat(" ", bufferedAnswer+1)), abort)}, []judgement{{Failed, 0}}},
-		{"silence", "", 50 * time.Millisecond, []http.HandlerFunc{silence}, []judgement{{Failed, 0}}},
-		{"silence in mid-stream", "", 50 * time.Millisecond, []http.HandlerFunc{then(streamOf(tokenEvent), silence)}, []judgement{{Failed, 0}}},
+		{"engine error", "", 0, []http.HandlerFunc{status(500, `{}`)}, []toldEnding{{Failed, 0}}},
+		{"bad gateway and the like", "", 0, []http.HandlerFunc{status(504, `{}`)}, []toldEnding{{Failed, 0}}},
+		{"engine error as the reason", "", 0, []http.HandlerFunc{status(200, `{"choices":[{"finish_reason":"error"}]}`)}, []toldEnding{{Failed, 0}}},
+		{"nothing listens", "", 0, []http.HandlerFunc{nil}, []toldEnding{{Failed, 0}}},
+		{"connection closed without an answer", "", 0, []http.HandlerFunc{hangUp}, []toldEnding{{Failed, 0}}},
+		{"stream that breaks off", "", 0, []http.HandlerFunc{then(streamOf(tokenEvent), abort)}, []toldEnding{{Failed, 0}}},
+		{"stream that ends without saying so", "", 0, []http.HandlerFunc{streamOf(notLast, notLast)}, []toldEnding{{Failed, 0}}},
+		{"stream of the messages API that ends without saying so", "/v1/messages", 0, []http.HandlerFunc{raw("event: message_start\ndata: {}\n\n")}, []toldEnding{{Failed, 0}}},
+		{"stream with an engine error", "", 0, []http.HandlerFunc{streamOf(`{"error":{"code":500}}`, "[DONE]")}, []toldEnding{{Failed, 0}}},
+		{"stream with an engine error in its middle", "", 0, []http.HandlerFunc{streamOf(notLast, `{"error":{"code":500}}`, "[DONE]")}, []toldEnding{{Failed, 0}}},
+		{"half an answer", "", 0, []http.HandlerFunc{then(status(200, `{"choices"`), abort)}, []toldEnding{{Failed, 0}}},
+		{"long answer that breaks off", "", 0, []http.HandlerFunc{then(status(200, strings.Repeat(" ", bufferedAnswer+1)), abort)}, []toldEnding{{Failed, 0}}},
+		{"silence", "", 50 * time.Millisecond, []http.HandlerFunc{silence}, []toldEnding{{Failed, 0}}},
+		{"silence in mid-stream", "", 50 * time.Millisecond, []http.HandlerFunc{then(streamOf(tokenEvent), silence)}, []toldEnding{{Failed, 0}}},
 
-		{"answered by the second", "", 0, []http.HandlerFunc{nil, status(200, stopped)}, []judgement{{Failed, 0}, {Finished, 3}}},
-		{"answered by the second after an engine error", "", 0, []http.HandlerFunc{status(503, ``), status(200, stopped)}, []judgement{{Failed, 0}, {Finished, 3}}},
-		{"answered by none", "", 0, []http.HandlerFunc{hangUp, status(500, ``)}, []judgement{{Failed, 0}, {Failed, 0}}},
-		{"client's mistake at the second", "", 0, []http.HandlerFunc{hangUp, status(400, `{}`)}, []judgement{{Failed, 0}, {Abandoned, 0}}},
+		{"answered by the second", "", 0, []http.HandlerFunc{nil, status(200, stopped)}, []toldEnding{{Failed, 0}, {Finished, 3}}},
+		{"answered by the second after an engine error", "", 0, []http.HandlerFunc{status(503, ``), status(200, stopped)}, []toldEnding{{Failed, 0}, {Finished, 3}}},
+		{"answered by none", "", 0, []http.HandlerFunc{hangUp, status(500, ``)}, []toldEnding{{Failed, 0}, {Failed, 0}}},
+		{"client's mistake at the second", "", 0, []http.HandlerFunc{hangUp, status(400, `{}`)}, []toldEnding{{Failed, 0}, {Abandoned, 0}}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var urls []string
@@ -120,7 +120,7 @@ func TestEveryEndOfARequestIsToldOnce(t *testing.T) {
 				response.Body.Close()
 			}
 			eventually(t, 5*time.Second, "the request is off the books", func() bool { return len(policy.told()) >= len(c.want) && inFlight(h.router) == 0 })
-			if got := policy.judgements(); !slices.Equal(got, c.want) {
+			if got := policy.endings(); !slices.Equal(got, c.want) {
 				t.Errorf("told %v, want %v", got, c.want)
 			}
 			policy.oncePerDecision(t)
@@ -197,7 +197,7 @@ func TestAClientThatLeavesIsNobodysFault(t *testing.T) {
 			}
 			leave()
 			eventually(t, 5*time.Second, "told", func() bool { return len(policy.told()) > 0 })
-			if got := policy.judgements(); !slices.Equal(got, []judgement{{Abandoned, 0}}) {
+			if got := policy.endings(); !slices.Equal(got, []toldEnding{{Abandoned, 0}}) {
 				t.Errorf("told %v", got)
 			}
 		})
@@ -223,7 +223,7 @@ func TestAPanicOverARequestLeavesNothingBooked(t *testing.T) {
 			return router.Route(t.Context(), Request{})
 		})
 	}()
-	if got := policy.judgements(); !slices.Equal(got, []judgement{{Abandoned, 0}}) || inFlight(router) != 0 {
+	if got := policy.endings(); !slices.Equal(got, []toldEnding{{Abandoned, 0}}) || inFlight(router) != 0 {
 		t.Errorf("told %v, %d in flight", got, inFlight(router))
 	}
 }
@@ -238,13 +238,13 @@ func TestEveryEndOfAReservationIsToldOnce(t *testing.T) {
 	for _, c := range []struct {
 		name  string
 		calls []string // METHOD path body
-		want  []judgement
+		want  []toldEnding
 	}{
-		{"freed without a first token", []string{"DELETE /reservations/a"}, []judgement{{Abandoned, 0}}},
-		{"freed after the first token", []string{"POST /reservations/a/prefill_complete", "DELETE /reservations/a"}, []judgement{{Finished, 0}}},
-		{"freed twice", []string{"DELETE /reservations/a", "DELETE /reservations/a"}, []judgement{{Abandoned, 0}}},
-		{"mark_free", []string{`POST /route {"method":"mark_prefill","request_id":"a"}`, `POST /route {"method":"mark_free","request_id":"a"}`}, []judgement{{Finished, 0}}},
-		{"another request has ended", []string{`POST /select_and_reserve {"selection_id":"b","token_ids":[1]}`, "DELETE /reservations/b"}, []judgement{{Abandoned, 0}}},
+		{"freed without a first token", []string{"DELETE /reservations/a"}, []toldEnding{{Abandoned, 0}}},
+		{"freed after the first token", []string{"POST /reservations/a/prefill_complete", "DELETE /reservations/a"}, []toldEnding{{Finished, 0}}},
+		{"freed twice", []string{"DELETE /reservations/a", "DELETE /reservations/a"}, []toldEnding{{Abandoned, 0}}},
+		{"mark_free", []string{`POST /route {"method":"mark_prefill","request_id":"a"}`, `POST /route {"method":"mark_free","request_id":"a"}`}, []toldEnding{{Finished, 0}}},
+		{"another request has ended", []string{`POST /select_and_reserve {"selection_id":"b","token_ids":[1]}`, "DELETE /reservations/b"}, []toldEnding{{Abandoned, 0}}},
 		{"chosen, but not booked", []string{`POST /select {"selection_id":"b","token_ids":[1]}`, `POST /find_best_worker {"token_ids":[1]}`}, nil},
 		{"booked, but not chosen", []string{`POST /reservations {"selection_id":"b","token_ids":[1],"worker_id":0}`, "DELETE /reservations/b"}, nil},
 	} {
@@ -264,7 +264,7 @@ func TestEveryEndOfAReservationIsToldOnce(t *testing.T) {
 					t.Fatalf("%s: %s", call, response.Status)
 				}
 			}
-			if got := policy.judgements(); !slices.Equal(got, c.want) {
+			if got := policy.endings(); !slices.Equal(got, c.want) {
 				t.Errorf("told %v, want %v", got, c.want)
 			}
 			if booking := h.router.Booking("a"); booking != nil { // what newHouse looks for
@@ -279,7 +279,7 @@ func TestEveryEndOfAReservationIsToldOnce(t *testing.T) {
 		mustRoute(t, router, Request{ID: "forgotten", Tokens: count(1, 8)})
 		clock.advance(bookingExpiry)
 		router.Loads()
-		if got := fmt.Sprint(policy.judgements()); got != fmt.Sprint([]judgement{{Abandoned, 0}}) {
+		if got := fmt.Sprint(policy.endings()); got != fmt.Sprint([]toldEnding{{Abandoned, 0}}) {
 			t.Errorf("told %s", got)
 		}
 	})
@@ -290,7 +290,7 @@ func TestEveryEndOfAReservationIsToldOnce(t *testing.T) {
 		held := newReservations()
 		held.install("a", mustRoute(t, router, Request{ID: "a"}).Booking)
 		held.releaseWorker(0)
-		if got := policy.judgements(); !slices.Equal(got, []judgement{{Abandoned, 0}}) {
+		if got := policy.endings(); !slices.Equal(got, []toldEnding{{Abandoned, 0}}) {
 			t.Errorf("told %v", got)
 		}
 	})

@@ -22,7 +22,7 @@ type PolicyKnobs struct {
 
 // DefaultPolicyKnobs returns the defaults of the flags.
 func DefaultPolicyKnobs() PolicyKnobs {
-	return PolicyKnobs{PrefillLoadScale: 1, OverlapScoreCredit: 1}
+	return PolicyKnobs{PrefillLoadScale: 1, OverlapScoreCredit: 1, ThompsonKnobs: ThompsonKnobs{ThompsonFixes: "all"}}
 }
 
 func (k PolicyKnobs) validate() error {

@@ -27,6 +27,9 @@ func (c *Config) validateSimulate() error {
 			return fmt.Errorf("--policy: %w", err)
 		}
 	}
+	if err := c.ThompsonKnobs.validate(c.Policy, c.BlockSize); err != nil {
+		return err
+	}
 	if err := c.IndexConfig.validate(); err != nil {
 		return err
 	}
