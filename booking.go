@@ -123,6 +123,26 @@ func (b *Booking) Free() {
 	r.finish(b, how, 0, r.now())
 }
 
+// Report ends the booking as somebody tells who has sent the request himself:
+// how it ended, after what time and with how many tokens; those of the prompt
+// may be 0. known: policy thompson still waited for it; ack says what it made of
+// it.
+func (b *Booking) Report(f Feedback) (ack ThompsonAck, known bool) {
+	r := b.router
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	f.Decision, f.Now = b.decision, r.now()
+	if f.TokensIn == 0 {
+		f.TokensIn = b.prompt
+	}
+	if p, is := r.policy.(*thompson); is && !b.ended.Load() {
+		ack, known = p.JudgeDetail(f)
+		b.decision = 0 // it has been judged
+	}
+	r.finish(b, f.Ending, f.TokensOut, f.Now)
+	return ack, known
+}
+
 func (b *Booking) end(how Ending, output int) {
 	r := b.router
 	r.mu.Lock()
