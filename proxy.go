@@ -157,6 +157,7 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		switch workerFailed := errors.As(err, &failed) && ctx.Err() == nil; {
 		case workerFailed, err == nil && x.Ending == Failed:
 			decision.Booking.Fail()
+			p.telemetry.thompson.engineFailed()
 		case err == nil && x.Ending == Finished:
 			if x.Usage.CachedKnown {
 				decision.Booking.Cached(x.Usage.CachedTokens)
