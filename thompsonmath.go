@@ -3,10 +3,12 @@ package main
 import (
 	"math"
 	"math/rand/v2"
+	"slices"
 
 	"gonum.org/v1/gonum/blas"
 	"gonum.org/v1/gonum/blas/blas64"
 	"gonum.org/v1/gonum/floats"
+	"gonum.org/v1/gonum/lapack/lapack64"
 	"gonum.org/v1/gonum/mat"
 	"gonum.org/v1/gonum/stat/distuv"
 )
@@ -28,14 +30,17 @@ const (
 // linearBandit is a Bayesian linear model of the reward, given the features x of
 // a decision: weights have the mean A⁻¹b and the covariance v²A⁻¹.
 type linearBandit struct {
-	a *mat.SymDense
+	a banditMatrix
 	b banditVector
 
 	factored bool         // all below fits a and b
-	chol     mat.Cholesky // of a and jitter: LLᵀ
-	eigen    *banditEigen // in its place where that fails
+	upper    banditMatrix // Lᵀ, where LLᵀ is a with jitter
 	half     banditVector // L⁻¹b
+	eigen    *banditEigen // in their place where a cannot be factored
 }
+
+// banditMatrix is a symmetric or triangular matrix: the rows of its upper half.
+type banditMatrix [banditDim * banditDim]float64
 
 // banditEigen is the eigen-decomposition of A, with raised eigenvalues.
 type banditEigen struct {
@@ -51,7 +56,7 @@ type banditPrior struct {
 }
 
 func newLinearBandit(prior *banditPrior) *linearBandit {
-	l := &linearBandit{a: mat.NewSymDense(banditDim, nil)}
+	l := &linearBandit{}
 	l.forget(0, prior)
 	return l
 }
@@ -63,13 +68,11 @@ func (l *linearBandit) forget(keep float64, prior *banditPrior) {
 		return
 	}
 	ridge := (1 - keep) * prior.lambda
-	a := l.a.RawSymmetric()
+	for i := range l.a {
+		l.a[i] *= keep
+	}
 	for i := range banditDim {
-		row := a.Data[i*a.Stride:]
-		for j := i; j < banditDim; j++ {
-			row[j] *= keep
-		}
-		row[i] += ridge
+		l.a[i*banditDim+i] += ridge
 		l.b[i] = keep*l.b[i] + ridge*prior.theta[i]
 	}
 	l.factored = false
@@ -77,11 +80,9 @@ func (l *linearBandit) forget(keep float64, prior *banditPrior) {
 
 // learn takes in the reward of a decision.
 func (l *linearBandit) learn(x *banditVector, reward float64) {
-	a := l.a.RawSymmetric()
 	for i := range banditDim {
-		row := a.Data[i*a.Stride:]
 		for j := i; j < banditDim; j++ {
-			row[j] += x[i] * x[j]
+			l.a[i*banditDim+j] += x[i] * x[j]
 		}
 		l.b[i] += reward * x[i]
 	}
@@ -117,35 +118,40 @@ func (l *linearBandit) sample(x, z *banditVector, v float64) float64 {
 
 // solveL replaces x by L⁻¹x.
 func (l *linearBandit) solveL(x *banditVector) {
-	blas64.Trsv(blas.Trans, l.chol.RawU().(*mat.TriDense).RawTriangular(), blas64.Vector{N: banditDim, Data: x[:], Inc: 1})
+	u := blas64.Triangular{Uplo: blas.Upper, Diag: blas.NonUnit, N: banditDim, Data: l.upper[:], Stride: banditDim}
+	blas64.Trsv(blas.Trans, u, blas64.Vector{N: banditDim, Data: x[:], Inc: 1})
 }
 
 func (l *linearBandit) factor() {
 	l.factored, l.eigen = true, nil
-	a := mat.NewSymDense(banditDim, nil)
 	for jitter := banditJitter; jitter <= banditJitterMost; jitter *= 10 {
-		a.CopySym(l.a)
+		l.upper = l.a
 		for i := range banditDim {
-			a.SetSym(i, i, a.At(i, i)+jitter)
+			l.upper[i*banditDim+i] += jitter
 		}
-		if l.chol.Factorize(a) {
+		if _, ok := lapack64.Potrf(blas64.Symmetric{Uplo: blas.Upper, N: banditDim, Data: l.upper[:], Stride: banditDim}); ok {
 			l.half = l.b
 			l.solveL(&l.half)
 			return
 		}
 	}
+	l.eigen = newBanditEigen(&l.a)
+}
+
+func newBanditEigen(a *banditMatrix) *banditEigen {
+	e := &banditEigen{values: make([]float64, banditDim)}
 	var eigen mat.EigenSym
-	l.eigen = &banditEigen{values: make([]float64, banditDim)}
-	if !eigen.Factorize(l.a, true) { // not finite: every sample will be NaN
-		floats.AddConst(math.NaN(), l.eigen.values)
-		l.eigen.vectors = *mat.NewDense(banditDim, banditDim, nil)
-		return
+	if !eigen.Factorize(mat.NewSymDense(banditDim, slices.Clone(a[:])), true) { // it is not finite, so no sample will be
+		floats.AddConst(math.NaN(), e.values)
+		e.vectors = *mat.NewDense(banditDim, banditDim, nil)
+		return e
 	}
-	eigen.Values(l.eigen.values)
-	for i, value := range l.eigen.values {
-		l.eigen.values[i] = max(value, banditEigenvalues)
+	eigen.Values(e.values)
+	for i, value := range e.values {
+		e.values[i] = max(value, banditEigenvalues)
 	}
-	eigen.VectorsTo(&l.eigen.vectors)
+	eigen.VectorsTo(&e.vectors)
+	return e
 }
 
 // betaBandit is what is believed of a worker's mean reward: a beta
