@@ -4,7 +4,9 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"math"
 	"net/http"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -123,5 +125,33 @@ func TestThompsonLearnsFromWorkersThatFail(t *testing.T) {
 	page := s.rooms.telemetry.page()
 	if n := page["thompson_processor_engine_errors_total"]; n != 2 {
 		t.Errorf("%v engine errors", n)
+	}
+}
+
+func TestWhatThompsonLearnedSurvivesARestart(t *testing.T) {
+	args := []string{"--policy=thompson", "--thompson-state=" + filepath.Join(t.TempDir(), "state.json")}
+	ofSeries := `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":1,"nvext":{"agent_hints":{"prefix_id":"p","total_requests":9}}}`
+	s := startMockSite(t, 3, args...)
+	s.send(0, 30, 3)
+	post(t, s.openAI+chatPath, ofSeries)
+	eventually(t, 5*time.Second, "all is learned", func() bool { return thompsonStats(t, s.rooms.router).Pending == 0 })
+	before := thompsonStats(t, s.rooms.router)
+	if err := s.end(); err != nil {
+		t.Fatal(err)
+	}
+
+	s = startMockSite(t, 3, args...)
+	after := thompsonStats(t, s.rooms.router)
+	for i, w := range after.Workers {
+		if was := before.Workers[i]; w.Worker != was.Worker || math.Abs(w.Alpha-was.Alpha) > 1e-9 || math.Abs(w.Beta-was.Beta) > 1e-9 {
+			t.Errorf("before %+v, after the restart %+v", was, w)
+		}
+	}
+	if len(after.Workers) != 3 || after.Series != 1 {
+		t.Errorf("%d workers and %d series after the restart, want 3 and 1", len(after.Workers), after.Series)
+	}
+	post(t, s.openAI+chatPath, ofSeries)
+	if after = thompsonStats(t, s.rooms.router); after.Stayed+after.Switched != 1 {
+		t.Errorf("the series begins anew: %+v", after)
 	}
 }
