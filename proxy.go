@@ -386,6 +386,7 @@ type eventScanner struct {
 	out       []byte // reused
 
 	count  int    // data events that ended in the last chunk
+	seen   bool   // an event has come
 	done   bool   // the event that ends the stream has come
 	status int    // HTTP status of the error that an event tells; 0: none
 	finish string // why the answer ended; empty: it has not, or does not say
@@ -485,12 +486,14 @@ func (s *eventScanner) take(event []byte) bool {
 		return false
 	}
 	s.count++
-	if bytes.Contains(data, []byte(`"error"`)) {
+	first := !s.seen
+	s.seen = true
+	if first && bytes.Contains(data, []byte(`"error"`)) || bytes.HasPrefix(bytes.TrimSpace(data), []byte(`{"error"`)) {
 		if told := gjson.GetBytes(data, "error"); told.IsObject() {
 			s.status = max(int(told.Get("code").Int()), http.StatusBadRequest)
 		}
 	}
-	if at := bytes.Index(data, []byte(`"finish_reason":`)); at >= 0 && !bytes.HasPrefix(bytes.TrimSpace(data[at+len(`"finish_reason":`):]), []byte("null")) {
+	if reasonGiven(data) {
 		s.finish = gjson.GetBytes(data, "choices.0.finish_reason").Str
 	}
 	if !bytes.Contains(data, []byte(`"usage"`)) {
@@ -502,6 +505,23 @@ func (s *eventScanner) take(event []byte) bool {
 		return s.hideUsage && choices.IsArray() && len(choices.Array()) == 0
 	}
 	return false
+}
+
+// reasonGiven tells whether an event names a reason for the answer's end, or
+// for something else. It is asked of every token, so the search begins with a
+// byte that is rare in events.
+func reasonGiven(data []byte) bool {
+	key := []byte(`_reason":`)
+	for {
+		at := bytes.Index(data, key)
+		if at < 0 {
+			return false
+		}
+		data = bytes.TrimLeft(data[at+len(key):], " ")
+		if bytes.HasPrefix(data, []byte(`"`)) {
+			return true
+		}
+	}
 }
 
 // eventEnd returns the length of the first whole event in b with the empty line
