@@ -27,7 +27,8 @@
 //	busy.go       BusyThresholds: when requests are refused
 //	policy.go     Policy: the rules that choose a worker (kvpolicy.go, work.go with
 //	              timing.go, which learns how long engines take)
-//	proxy.go      one request to one worker and back
+//	proxy.go      one request to one worker and back (streamevents.go follows the
+//	              events of its answer)
 //	selection.go  the router port, for those who only want the decision
 //	              (selectroutes.go: choosing and booking, findworker.go the same
 //	              with feedback, reservations.go what is booked,
