@@ -133,6 +133,7 @@ type thompsonQuery struct {
 	temp    float64
 	last    WorkerKey // that has served the series so far
 	hasLast bool
+	own     float64 // of last's outstanding work, what this series is to bring
 }
 
 // thompsonChoice is a candidate in the terms of the rule.
@@ -220,6 +221,7 @@ func (p *thompson) query(q Query) thompsonQuery {
 	t.reuse = reuseOf(q.Prefix, s)
 	if s != nil && s.pinned {
 		t.last = s.pin.worker
+		t.own = p.workOf(&s.pin)
 		t.hasLast = !p.fixes.pinTTL || slices.ContainsFunc(p.choices, func(c thompsonChoice) bool { return c.worker.key == t.last })
 	}
 	t.temp = min(max(p.tempBase/(1+float64(t.reuse)*t.iat), p.tempMin), p.tempMax)
@@ -283,7 +285,8 @@ func (p *thompson) unpin(w *thompsonWorker) {
 }
 
 // workOf is what a pinned series will bring: all its requests to come or, as no
-// two of them come at a time, one.
+// two of them come at a time, one. That is the very one to be decided where a
+// series is decided for its own worker.
 func (p *thompson) workOf(pin *thompsonPin) float64 {
 	reuse := pin.reuse
 	if p.fixes.outstanding {
@@ -296,6 +299,9 @@ func (p *thompson) workOf(pin *thompsonPin) float64 {
 func (p *thompson) describe(t *thompsonQuery, c *Candidate, choice *thompsonChoice) {
 	w := choice.worker
 	choice.outstanding, choice.stays = w.work, t.hasLast && t.last == w.key
+	if p.fixes.outstanding && choice.stays {
+		choice.outstanding = max(0, choice.outstanding-t.own)
+	}
 	waits := float64(w.waits)
 	if c.Load.Fresh {
 		choice.gpu, choice.queue = share(c.Load.KVUsage), max(float64(c.Load.Waiting), waits)
@@ -549,69 +555,4 @@ func (p *thompson) fade(w *thompsonWorker) {
 	w.faded = p.faded
 	w.mean.forget(keep)
 	w.linear.forget(keep, &p.prior)
-}
-
-// ThompsonStats is what policy thompson has done, and how it stands.
-type ThompsonStats struct {
-	Workers  []ThompsonWorkerStats // by key
-	Pending  int                   // decisions that nobody has told the end of
-	Series   int                   // series of which requests are to come
-	Timeouts uint64                // decisions that were taken for failed
-	Stayed   uint64                // decisions for the worker that has served the series so far
-	Switched uint64                // those for another
-}
-
-// ThompsonWorkerStats are those of one worker.
-type ThompsonWorkerStats struct {
-	Worker      WorkerKey
-	Decisions   uint64
-	Overlap     float64 // of the last decision, share of its prompt
-	Reward      float64 // the last one
-	Alpha, Beta float64 // of its mean reward
-}
-
-// Stats is to be called under the Router's lock.
-func (p *thompson) Stats() ThompsonStats {
-	s := ThompsonStats{Pending: p.pending.len(), Series: p.series.len(), Timeouts: p.timeouts, Stayed: p.stayed, Switched: p.switched}
-	for key, w := range p.workers.all {
-		p.fade(w)
-		s.Workers = append(s.Workers, ThompsonWorkerStats{Worker: key, Decisions: w.decisions, Overlap: w.overlap, Reward: w.reward, Alpha: w.mean.alpha, Beta: w.mean.beta})
-	}
-	slices.SortFunc(s.Workers, func(a, b ThompsonWorkerStats) int { return a.Worker.Compare(b.Worker) })
-	return s
-}
-
-// ThompsonObserver are calls for histograms, made under the Router's lock; nil
-// ones are left out. They are set before the first decision.
-type ThompsonObserver struct {
-	Tokens  func(tokens int) // of a decision's prompt
-	Reuse   func(requests int)
-	Latency func(w WorkerKey, latency time.Duration) // of a feedback
-}
-
-func (o *ThompsonObserver) decided(tokens, reuse int) {
-	if o.Tokens != nil {
-		o.Tokens(tokens)
-	}
-	if o.Reuse != nil {
-		o.Reuse(reuse)
-	}
-}
-
-func (o *ThompsonObserver) judged(w WorkerKey, latency time.Duration) {
-	if o.Latency != nil {
-		o.Latency(w, latency)
-	}
-}
-
-// WithThompson runs f with the router's policy, under its lock, if that is
-// thompson; else it returns false.
-func (r *Router) WithThompson(f func(*thompson)) bool {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	p, is := r.policy.(*thompson)
-	if is {
-		f(p)
-	}
-	return is
 }
