@@ -6,7 +6,8 @@
 // file offers to the others. In the order in which a request passes them:
 //
 //	api.go        the OpenAI side: routes, limits, errors, request ids
-//	nvext.go      what a request says about its own routing
+//	nvext.go      what a request says about its own routing (prefixhints.go: about
+//	              the series of requests that it belongs to)
 //	jsonscan.go   Body: a request's JSON, checked and taken apart once
 //	prompts.go    Tokens: a request's prompt tokens, from here or from a worker
 //	segments.go   Segments: tokens of prompt pieces that were seen before
@@ -30,10 +31,12 @@
 //	              bandits, thompsonreward.go: what a decision earns,
 //	              thompsonstats.go: its numbers, thompsonconfig.go, thompsonstate.go and
 //	              thompsontrace.go: its files; recent.go: bounded maps)
-//	proxy.go      one request to one worker and back
+//	proxy.go      one request to one worker and back (streamevents.go follows the
+//	              events of its answer)
 //	selection.go  the router port, for those who only want the decision
-//	              (selectroutes.go: choosing and booking, reservations.go what
-//	              is booked, selectworkers.go the workers; dump.go: the index as
+//	              (selectroutes.go: choosing and booking, findworker.go the same
+//	              with feedback, reservations.go what is booked,
+//	              selectworkers.go the workers; dump.go: the index as
 //	              JSON, to start another router from)
 //	events.go     EventStream: one worker's KV events, in order and complete
 //	              (eventcodec.go decodes them, zmqconn.go carries them,
@@ -45,7 +48,8 @@
 //	              what they serve
 //	replica.go    Replicas: several routers know what each has in flight
 //	telemetry.go  Prometheus metrics (dynamometrics.go those under Dynamo's
-//	              names); record.go writes a line a request (jsonlines.go)
+//	              names, thompsonmetrics.go those of policy thompson); record.go
+//	              writes a line a request (jsonlines.go)
 //	enginesim.go  SimEngine: a simulated engine, step by step (blockpool.go: its memory)
 //	mocker.go     simulated workers behind real sockets (mockapi.go, mockrequest.go and
 //	              mockanswer.go and mockadapters.go: their HTTP side, mockrank.go:
