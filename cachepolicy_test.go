@@ -179,6 +179,9 @@ func TestDeathSpiral(t *testing.T) {
 				running = running[1:]
 			}
 		}
+		if n := r.index.Blocks(w0); n > 0 {
+			t.Errorf("%d blocks count as cached on the worker that fails", n)
+		}
 		return failed
 	}
 	bothSources(t, func(t *testing.T, policy, source string) {
