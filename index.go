@@ -10,8 +10,9 @@ import (
 
 // Index tells which worker holds which blocks. Where that comes from is what
 // the kinds differ in: Radix knows it from KV events, Approx and PrefixTrees
-// assume it from what was routed, withPredictions does both and noIndex neither. A lookup waits
-// for one change of the index at most, never for changes that wait as well.
+// assume it from what was routed, withPredictions does both and noIndex neither.
+// A lookup waits for one change of the index at most, never for changes that
+// wait as well.
 type Index interface {
 	Match(local []uint64, dst []Match) []Match
 	Store(w WorkerKey, parent uint64, hasParent bool, blocks []StoredBlock) error

@@ -10,11 +10,11 @@ import (
 // worker, of the prompts that were routed to it, from the moment when they were
 // chosen for it. Nothing is believed of the engines' memories but what
 // corrections show. A tree keeps a number of tokens, those of answers included,
-// and every interval what is beyond them goes, the prompts
-// used longest ago first, the end of a prompt before its start; what is in
-// flight stays. Between two evictions a tree never has more than twice as many:
-// there the oldest goes at once, and a prompt for which all that is in flight
-// leaves no room is not entered as a whole.
+// and every interval what is beyond them goes, the prompts used longest ago
+// first, the end of a prompt before its start; what is in flight stays. Between
+// two evictions a tree never has more than twice as many: there the oldest goes
+// at once, and a prompt for which all that is in flight leaves no room is not
+// entered as a whole.
 //
 // It is an Approx whose workers all have a memory of that size.
 type PrefixTrees struct {

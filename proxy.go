@@ -48,10 +48,14 @@ type Upstream struct {
 	Header     http.Header
 	Head, Body []byte // the body in two parts, so that adding to its beginning copies nothing
 	HideUsage  bool   // usage was asked for by the router: keep it from the client
-	Route      string
-	RequestID  string
-	Arrived    time.Time
-	MaxRetries int // further workers to try while nothing was answered
+	// Uncorrecting tells that the answer's cached tokens say nothing of the cache:
+	// the request has several prompts, or asks for the logprobs of its own tokens,
+	// for which an engine computes it anew.
+	Uncorrecting bool
+	Route        string
+	RequestID    string
+	Arrived      time.Time
+	MaxRetries   int // further workers to try while nothing was answered
 }
 
 // request is u as a request to the worker at url.
@@ -151,9 +155,11 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		x.Decision, x.Worker = decision, workerLabel(worker)
 		err = p.attempt(ctx, w, u, x, len(exclude) < u.MaxRetries)
 		if err == nil && x.Usage.Known {
-			if x.Usage.CachedKnown {
+			switch {
+			case u.Uncorrecting:
+			case x.Usage.CachedKnown:
 				decision.Booking.Cached(x.Usage.CachedTokens)
-			} else if x.Usage.CachedUntold {
+			case x.Usage.CachedUntold:
 				x.Usage.CachedKnown = decision.Booking.CachedUntold()
 			}
 			decision.Booking.Finish(x.Usage.OutputTokens)
@@ -499,7 +505,7 @@ func readUsage(body []byte) Usage {
 		OutputTokens: int(output.Int()),
 		CachedKnown:  told,
 		CachedTokens: int(cached.Int()),
-		CachedUntold: completions && !told,
+		CachedUntold: completions && !told && output.Int() > 0,
 	}
 }
 
