@@ -268,6 +268,7 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 	if kind == chatPrompt || kind == completionPrompt {
 		u.Head, u.Body, u.HideUsage = a.askForUsage(parsed)
 	}
+	u.Uncorrecting = multiple || parsed.Get("prompt_logprobs").Type == gjson.Number || parsed.Get("echo").Bool() && parsed.Get("logprobs").Type == gjson.Number
 	if len(a.router.Targets()) > 1 && request.Pinned == nil {
 		u.MaxRetries = 1
 	}

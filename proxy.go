@@ -49,10 +49,14 @@ type Upstream struct {
 	Head, Body []byte // the body in two parts, so that adding to its beginning copies nothing
 	HideUsage  bool   // usage was asked for by the router: keep it from the client
 	EndMarked  bool   // its stream is whole only with an event that says so
-	Route      string
-	RequestID  string
-	Arrived    time.Time
-	MaxRetries int // further workers to try while nothing was answered
+	// Uncorrecting tells that the answer's cached tokens say nothing of the cache:
+	// the request has several prompts, or asks for the logprobs of its own tokens,
+	// for which an engine computes it anew.
+	Uncorrecting bool
+	Route        string
+	RequestID    string
+	Arrived      time.Time
+	MaxRetries   int // further workers to try while nothing was answered
 }
 
 // request is u as a request to the worker at url.
@@ -159,8 +163,12 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			decision.Booking.Fail()
 			p.telemetry.thompson.engineFailed()
 		case err == nil && x.Ending == Finished:
-			if x.Usage.CachedKnown {
+			switch {
+			case u.Uncorrecting:
+			case x.Usage.CachedKnown:
 				decision.Booking.Cached(x.Usage.CachedTokens)
+			case x.Usage.CachedUntold:
+				x.Usage.CachedKnown = decision.Booking.CachedUntold()
 			}
 			decision.Booking.Finish(x.Usage.OutputTokens)
 		default:
@@ -395,6 +403,7 @@ func readUsage(body []byte) Usage {
 		}
 	}
 	prompt := u.Get("prompt_tokens")
+	completions := prompt.Exists()
 	if !prompt.Exists() {
 		prompt = u.Get("input_tokens")
 	}
@@ -406,12 +415,14 @@ func readUsage(body []byte) Usage {
 	if !cached.Exists() {
 		cached = u.Get("input_tokens_details.cached_tokens")
 	}
+	told := cached.Exists() && cached.Type != gjson.Null
 	return Usage{
 		Known:        prompt.Exists(),
 		PromptTokens: int(prompt.Int()),
 		OutputTokens: int(output.Int()),
-		CachedKnown:  cached.Exists() && cached.Type != gjson.Null,
+		CachedKnown:  told,
 		CachedTokens: int(cached.Int()),
+		CachedUntold: completions && !told && output.Int() > 0,
 	}
 }
 
