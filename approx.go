@@ -32,6 +32,8 @@ type Approx struct {
 	maxBlocks         int
 	pruneTo           int
 	now               func() time.Time
+	promptsOnly       bool         // answers take no memory
+	trusting          bool         // what answers say of the cache corrects nothing
 	due               atomic.Int64 // no block's time is over before; in Unix ns
 	mu                sync.Mutex   // guards all below; may be held when taking Radix.mu
 	capacity          map[WorkerKey]int
@@ -44,7 +46,7 @@ type Approx struct {
 type assumedCache struct {
 	capacity int        // blocks; 0: not known
 	pool     *blockPool // blocks by sequence hash; those of answers by a random number
-	used     []int64    // by block of the pool: when it was released last, Unix ns
+	used     []int64    // by block of the pool: when a request last finished with it, Unix ns; 0: none has
 }
 
 // firstPool is how many blocks an assumedCache has room for at first.
@@ -172,6 +174,7 @@ func (a *Approx) Routed(w WorkerKey, local []uint64) *Assumed {
 			break // the engine has no room for it either as yet
 		}
 		c.pool.setKey(b, a.sequence[i])
+		c.used[b] = 0
 		p.held = append(p.held, b)
 		a.blocks = append(a.blocks, StoredBlock{Engine: a.sequence[i], Local: local[i]})
 	}
@@ -201,8 +204,11 @@ func (p *Assumed) End(answer, cached int) {
 		return // was cleared meanwhile
 	}
 	now := a.now().UnixNano()
-	if at := p.lostAt(cached); at > 0 {
+	if at := p.lostAt(cached); at > 0 && !a.trusting {
 		a.evict(p.worker, c, at, math.MaxInt)
+	}
+	if a.promptsOnly {
+		answer = 0
 	}
 	a.evicted = a.evicted[:0]
 	for range answer {
@@ -218,6 +224,33 @@ func (p *Assumed) End(answer, cached int) {
 		c.used[b] = now
 		c.pool.release(b)
 	}
+	a.expire(now)
+}
+
+// Fail is End for a request that its worker failed: the blocks that no other
+// request ever finished with may not have been computed, and are given up.
+func (p *Assumed) Fail() {
+	if p == nil {
+		return
+	}
+	a, c := p.index, p.cache
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.caches[p.worker] != c {
+		return // was cleared meanwhile
+	}
+	now := a.now().UnixNano()
+	a.evicted = a.evicted[:0]
+	for _, b := range slices.Backward(p.held) {
+		finished := c.used[b] != 0
+		if finished {
+			c.used[b] = now
+		}
+		if c.pool.release(b); !finished && c.pool.blocks[b].refs == 0 {
+			a.evicted = append(a.evicted, c.pool.evict(b))
+		}
+	}
+	a.Radix.Remove(p.worker, a.evicted)
 	a.expire(now)
 }
 

@@ -95,7 +95,25 @@ func (b *Booking) Generated(tokens int) {
 func (b *Booking) Cached(tokens int) {
 	b.router.mu.Lock()
 	defer b.router.mu.Unlock()
+	if b.ended.Load() {
+		return
+	}
 	b.cached = tokens / b.router.blockSize
+	b.router.loads.of(b.worker).tellsCached = true
+}
+
+// CachedUntold tells that the answer reports its tokens but no cached ones, by
+// an API that has a place for them. vLLM leaves it empty where there were none
+// (and, unless --enable-prompt-tokens-details is set, always): so from a worker
+// that has told of some before it means none, and CachedUntold returns true.
+func (b *Booking) CachedUntold() (none bool) {
+	b.router.mu.Lock()
+	defer b.router.mu.Unlock()
+	if b.ended.Load() || !b.router.loads.of(b.worker).tellsCached {
+		return false
+	}
+	b.cached = 0
+	return true
 }
 
 // End tells that the request has ended without an answer, and that its worker
@@ -127,14 +145,18 @@ func (r *Router) finish(b *Booking, how Ending, output int, now time.Time) {
 		policy.Learn(r.loads.Outcome(b, output, now))
 	}
 	if policy, ok := r.policy.(judged); ok && b.decision != 0 {
-		f := Feedback{Decision: b.decision, Now: now, Ending: how, Latency: now.Sub(b.sent), TokensIn: b.prompt, TokensOut: output}
+		f := Feedback{Decision: b.decision, Worker: b.worker, Now: now, Ending: how, Latency: now.Sub(b.sent), TokensIn: b.prompt, TokensOut: output}
 		if told && !b.silent {
 			f.FirstToken = b.first.Sub(b.sent)
 		}
 		policy.Judge(f)
 	}
 	r.loads.End(b, now)
-	b.assumed.End((b.prompt+output)/r.blockSize-b.prompt/r.blockSize, b.cached)
+	if how == Failed {
+		b.assumed.Fail()
+	} else {
+		b.assumed.End((b.prompt+output)/r.blockSize-b.prompt/r.blockSize, b.cached)
+	}
 	r.share(changeFree, b)
 	r.drain(now)
 }

@@ -376,7 +376,7 @@ func (c *Config) validate() error {
 	if err := c.RouterKnobs.validate(); err != nil {
 		return err
 	}
-	if err := c.IndexConfig.validate(); err != nil {
+	if err := c.IndexConfig.validate(c.Policy); err != nil {
 		return err
 	}
 	if tokens, _ := c.EngineLimits(); c.Engine == EngineVLLM && tokens == 0 && c.RouterKnobs.countsPasses() {

@@ -86,7 +86,7 @@ type rooms struct {
 
 // build makes every room and wires it to those it needs; nothing runs yet.
 func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error) {
-	r := &rooms{config: config, log: log, index: NewIndex(config.IndexConfig, config.Policy, config.PolicyKnobs, time.Now)}
+	r := &rooms{config: config, log: log, index: NewIndex(config.IndexConfig, config.Policy, config.PolicyKnobs, config.BlockSize, time.Now)}
 	var err error
 	if r.model, err = openModel(ctx, config, log); err != nil {
 		return nil, err

@@ -78,6 +78,7 @@ type judged interface{ Judge(f Feedback) }
 // Feedback is how a decision ended.
 type Feedback struct {
 	Decision   uint64
+	Worker     WorkerKey
 	Now        time.Time
 	Ending     Ending
 	Latency    time.Duration // from when the request was sent to its end
@@ -104,7 +105,7 @@ type Meanwhile struct {
 }
 
 // PolicyNames lists the policies that NewPolicy knows.
-var PolicyNames = []string{"standalone", "kv", "work", "least-loaded", "power-of-two", "round-robin", "random"}
+var PolicyNames = []string{"standalone", "kv", "work", "cache-threshold", "variance", "least-loaded", "power-of-two", "round-robin", "random"}
 
 // NewPolicy returns the policy of that name with the default knobs.
 func NewPolicy(name string) (Policy, error) { return NewPolicyWith(name, DefaultPolicyKnobs()) }
@@ -122,6 +123,10 @@ func NewPolicyWith(name string, knobs PolicyKnobs) (Policy, error) {
 		return standalone{}, nil
 	case "work":
 		return newWork(), nil
+	case "cache-threshold":
+		return &cacheThreshold{newCacheRouting(knobs.CacheKnobs)}, nil
+	case "variance":
+		return &variance{newCacheRouting(knobs.CacheKnobs)}, nil
 	case "least-loaded":
 		return leastLoaded{}, nil
 	case "power-of-two":

@@ -153,6 +153,8 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		if err == nil && x.Usage.Known {
 			if x.Usage.CachedKnown {
 				decision.Booking.Cached(x.Usage.CachedTokens)
+			} else if x.Usage.CachedUntold {
+				x.Usage.CachedKnown = decision.Booking.CachedUntold()
 			}
 			decision.Booking.Finish(x.Usage.OutputTokens)
 		} else {
@@ -478,6 +480,7 @@ func readUsage(body []byte) Usage {
 		return Usage{}
 	}
 	prompt := u.Get("prompt_tokens")
+	completions := prompt.Exists()
 	if !prompt.Exists() {
 		prompt = u.Get("input_tokens")
 	}
@@ -489,12 +492,14 @@ func readUsage(body []byte) Usage {
 	if !cached.Exists() {
 		cached = u.Get("input_tokens_details.cached_tokens")
 	}
+	told := cached.Exists() && cached.Type != gjson.Null
 	return Usage{
 		Known:        prompt.Exists(),
 		PromptTokens: int(prompt.Int()),
 		OutputTokens: int(output.Int()),
-		CachedKnown:  cached.Exists() && cached.Type != gjson.Null,
+		CachedKnown:  told,
 		CachedTokens: int(cached.Int()),
+		CachedUntold: completions && !told,
 	}
 }
 

@@ -29,7 +29,7 @@ func (c *Config) validateSimulate() error {
 			return fmt.Errorf("--policy: %w", err)
 		}
 	}
-	if err := c.IndexConfig.validate(); err != nil {
+	if err := c.IndexConfig.validate(strings.Split(c.Policy, ",")...); err != nil {
 		return err
 	}
 	if c.RouterKnobs != DefaultRouterKnobs() {

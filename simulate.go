@@ -187,13 +187,13 @@ func newSimulator(s Simulation, policy Policy) *simulator {
 	total := countRequests(s.Requests)
 	run := &simulator{
 		Simulation: s,
-		follows:    !s.Index.NoKVEvents && !indexless(s.Policy, s.Knobs),
+		follows:    s.Index.follows(s.Policy, s.Knobs),
 		workers:    make([]simWorker, s.Workers),
 		total:      total,
 		ledger:     make([]*simFlight, 0, total),
 	}
 	clock := func() time.Time { return simEpoch.Add(run.now) }
-	run.index = NewIndex(s.Index, s.Policy, s.Knobs, clock)
+	run.index = NewIndex(s.Index, s.Policy, s.Knobs, s.Engine.BlockSize, clock)
 	run.router = NewRouter(run.index, policy, s.Engine.BlockSize, s.Seed)
 	run.router.now = clock
 	for i := range run.workers {

@@ -132,6 +132,7 @@ type Usage struct {
 	OutputTokens int
 	CachedKnown  bool // the worker reports cached tokens at all
 	CachedTokens int
+	CachedUntold bool // it does not, though the answer has a place for them
 }
 
 // Exchange is one request's way, as far as it came.
