@@ -214,3 +214,40 @@ func TestHintsReachThePolicyUnlessSwitchedOff(t *testing.T) {
 		}
 	}
 }
+
+// TestThompsonGainsFromHints compares mean times to the first token: what the
+// hints of agents are worth to policy thompson, and what it costs beside policies
+// that need none.
+func TestThompsonGainsFromHints(t *testing.T) {
+	seeds := []uint64{1, 2, 3, 4, 5}
+	if testing.Short() || raceDetector {
+		seeds = seeds[:1]
+	}
+	for _, load := range []float64{64, 256} {
+		policies := []string{"thompson", "round-robin", "random", "kv", "work"}
+		var sums [5]float64 // ms, by policy
+		blind := 0.0        // the same of thompson without hints
+		for _, seed := range seeds {
+			requests := mustAgents(t, agenticSettings(t), seed)
+			ttft := func(policy string, unhinted bool) float64 {
+				s := simulation(requests, policy, load)
+				s.Seed, s.Unhinted = seed, unhinted
+				return mustRun(t, s).TTFT.Mean
+			}
+			var means [5]float64
+			for i, policy := range policies {
+				means[i] = ttft(policy, false)
+				sums[i] += means[i]
+			}
+			blind += ttft("thompson", true)
+			if means[0] > 0.8*means[1] || means[0] > 0.8*means[2] {
+				t.Errorf("%g workflows, seed %d: %.1f ms with hints, round-robin %.1f, random %.1f", load, seed, means[0], means[1], means[2])
+			}
+		}
+		t.Logf("%g workflows: %.3f times the mean TTFT of round-robin, %.3f of random, %.3f of kv, %.3f of work; without hints %.3f of random",
+			load, sums[0]/sums[1], sums[0]/sums[2], sums[0]/sums[3], sums[0]/sums[4], blind/sums[2])
+		if blind > sums[2] {
+			t.Errorf("%g workflows: without hints mean TTFT is %.3f times that of random", load, blind/sums[2])
+		}
+	}
+}
