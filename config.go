@@ -373,6 +373,9 @@ func (c *Config) validate() error {
 	if _, err := NewPolicyWith(c.Policy, c.PolicyKnobs); err != nil {
 		return fmt.Errorf("--policy: %w", err)
 	}
+	if err := c.ThompsonKnobs.validate(c.Policy, c.BlockSize); err != nil {
+		return err
+	}
 	if err := c.RouterKnobs.validate(); err != nil {
 		return err
 	}

@@ -22,7 +22,7 @@ type PolicyKnobs struct {
 
 // DefaultPolicyKnobs returns the defaults of the flags.
 func DefaultPolicyKnobs() PolicyKnobs {
-	return PolicyKnobs{PrefillLoadScale: 1, OverlapScoreCredit: 1, CacheKnobs: defaultCacheKnobs()}
+	return PolicyKnobs{PrefillLoadScale: 1, OverlapScoreCredit: 1, CacheKnobs: defaultCacheKnobs(), ThompsonKnobs: ThompsonKnobs{ThompsonFixes: "all"}}
 }
 
 func (k PolicyKnobs) validate() error {

@@ -81,7 +81,8 @@ type rooms struct {
 	telemetry *Telemetry
 	api       *API
 	selection *Selection
-	replicas  *Replicas // nil: none
+	replicas  *Replicas  // nil: none
+	traces    *JSONLines // of policy thompson; nil: none
 }
 
 // build makes every room and wires it to those it needs; nothing runs yet.
@@ -127,6 +128,9 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error)
 			return nil, err
 		}
 	}
+	if err := r.openThompson(); err != nil {
+		return nil, err
+	}
 	if config.ReplicaSync {
 		address := net.JoinHostPort(config.Host, strconv.Itoa(config.ReplicaSyncPort))
 		if r.replicas, err = NewReplicas(r.router, address, config.ReplicaPeers, log); err != nil {
@@ -135,6 +139,14 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error)
 		r.telemetry.WatchReplicas(r.replicas)
 	}
 	return r, nil
+}
+
+// openThompson opens the files of policy thompson, if it is in use.
+func (r *rooms) openThompson() (err error) {
+	r.router.WithThompson(func(p *thompson) {
+		r.traces, err = p.openTraces(r.config.ThompsonTraces, r.log)
+	})
+	return err
 }
 
 // openModel opens the tokenizer and the chat template. A router that starts its
@@ -244,6 +256,7 @@ func (r *rooms) run(ctx context.Context) error {
 	})
 	err = group.Wait()
 	r.api.recorder.Close()
+	r.traces.Close()
 	r.log.Info("stopped")
 	return err
 }

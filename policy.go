@@ -105,7 +105,7 @@ type Meanwhile struct {
 }
 
 // PolicyNames lists the policies that NewPolicy knows.
-var PolicyNames = []string{"standalone", "kv", "work", "cache-threshold", "variance", "least-loaded", "power-of-two", "round-robin", "random"}
+var PolicyNames = []string{"standalone", "kv", "work", "cache-threshold", "variance", "thompson", "least-loaded", "power-of-two", "round-robin", "random"}
 
 // NewPolicy returns the policy of that name with the default knobs.
 func NewPolicy(name string) (Policy, error) { return NewPolicyWith(name, DefaultPolicyKnobs()) }
@@ -127,6 +127,12 @@ func NewPolicyWith(name string, knobs PolicyKnobs) (Policy, error) {
 		return &cacheThreshold{newCacheRouting(knobs.CacheKnobs)}, nil
 	case "variance":
 		return &variance{newCacheRouting(knobs.CacheKnobs)}, nil
+	case "thompson":
+		config, err := knobs.ThompsonKnobs.config()
+		if err != nil {
+			return nil, err
+		}
+		return newThompson(config), nil
 	case "least-loaded":
 		return leastLoaded{}, nil
 	case "power-of-two":

@@ -9,19 +9,14 @@ import (
 	"log/slog"
 	"os"
 	"slices"
-	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/zeebo/xxh3"
 )
 
 const (
-	// recordQueue is how many lines may wait for the disk; what comes when it is
-	// full is lost and counted.
+	// recordQueue is how many lines may wait for the disk.
 	recordQueue = 10_000
-	// recordFlush is how long a line may stay in memory.
-	recordFlush = time.Second
 	// recordHashBits keeps hash ids below 2^53, which every JSON reader takes
 	// without rounding.
 	recordHashBits = 53
@@ -102,17 +97,10 @@ type recordLine struct {
 // Recorder writes one line a finished request to a file, for simulate to replay.
 // A nil one records nothing. It is safe for concurrent use.
 type Recorder struct {
-	file      *os.File
+	*JSONLines
 	policy    string
 	blockSize int
-	log       *slog.Logger
-	lost      atomic.Uint64 // lines that found the queue full, or the disk
-
-	mu     sync.RWMutex // guards closed, and that nothing is queued after it
-	closed bool
-	queue  chan recordLine
-	done   chan struct{} // closed when all is written
-	epoch  time.Time     // of the timestamps; constant
+	epoch     time.Time // of the timestamps; constant
 }
 
 // NewRecorder opens file, which lines are appended to. Close must follow.
@@ -121,7 +109,7 @@ func NewRecorder(file, policy string, blockSize int, log *slog.Logger) (*Recorde
 	if err != nil {
 		return nil, fmt.Errorf("--record: %w", err)
 	}
-	r := &Recorder{file: f, policy: policy, blockSize: blockSize, log: log, epoch: time.Now(), queue: make(chan recordLine, recordQueue), done: make(chan struct{})}
+	r := &Recorder{policy: policy, blockSize: blockSize, epoch: time.Now()}
 	var first recordLine
 	switch err := json.NewDecoder(bufio.NewReader(f)).Decode(&first); {
 	case err == nil && !first.Arrived.IsZero():
@@ -130,7 +118,7 @@ func NewRecorder(file, policy string, blockSize int, log *slog.Logger) (*Recorde
 		_ = f.Close()
 		return nil, fmt.Errorf("--record %s: the file holds something else than records; give another name", file)
 	}
-	go r.write() // until Close
+	r.JSONLines = NewJSONLines(f, recordQueue, "the record of requests", log)
 	return r, nil
 }
 
@@ -171,65 +159,13 @@ func (r *Recorder) Finished(x Exchange, now time.Time) {
 		first := milliseconds(x.FirstChunk.Sub(x.Arrived))
 		line.FirstTokenMS = &first
 	}
-	r.mu.RLock()
-	defer r.mu.RUnlock()
-	if r.closed {
-		return
-	}
-	select {
-	case r.queue <- line:
-	default:
-		r.lost.Add(1)
-	}
+	line.Timestamp = max(0, milliseconds(line.Arrived.Sub(r.epoch)))
+	r.Write(line)
 }
 
 // Close writes what is left and closes the file.
 func (r *Recorder) Close() {
-	if r == nil {
-		return
-	}
-	r.mu.Lock()
-	if !r.closed {
-		r.closed = true
-		close(r.queue)
-	}
-	r.mu.Unlock()
-	<-r.done
-}
-
-// write writes the queue to the file until it is closed.
-func (r *Recorder) write() {
-	defer close(r.done)
-	out := bufio.NewWriterSize(r.file, 1<<20)
-	encoder := json.NewEncoder(out)
-	ticker := time.NewTicker(recordFlush)
-	defer ticker.Stop()
-	var failure error
-	fail := func(err error) {
-		if err != nil && failure == nil {
-			failure = err
-			r.log.Error("cannot record requests any more", "error", err)
-		}
-	}
-	for open := true; open; {
-		select {
-		case line, more := <-r.queue:
-			if open = more; !more {
-				break
-			}
-			if failure != nil {
-				r.lost.Add(1)
-				break
-			}
-			line.Timestamp = max(0, milliseconds(line.Arrived.Sub(r.epoch)))
-			fail(encoder.Encode(line))
-		case <-ticker.C:
-			fail(out.Flush())
-		}
-	}
-	fail(out.Flush())
-	fail(r.file.Close())
-	if n := r.lost.Load(); n > 0 {
-		r.log.Warn("requests are missing in the record", "lost", n)
+	if r != nil {
+		r.JSONLines.Close()
 	}
 }

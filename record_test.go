@@ -64,7 +64,7 @@ func TestRecorderCountsWhatItLoses(t *testing.T) {
 		r.Finished(Exchange{Prompt: &RecordedPrompt{Tokens: 1, HashIDs: make([]uint64, 100_000)}}, time.Now())
 	}
 	r.Close()
-	if !strings.Contains(log.String(), "cannot record") {
+	if !strings.Contains(log.String(), "cannot write the record") {
 		t.Errorf("log %s", log)
 	}
 	var none *Recorder

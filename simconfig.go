@@ -29,6 +29,9 @@ func (c *Config) validateSimulate() error {
 			return fmt.Errorf("--policy: %w", err)
 		}
 	}
+	if err := c.ThompsonKnobs.validate(c.Policy, c.BlockSize); err != nil {
+		return err
+	}
 	if err := c.IndexConfig.validate(strings.Split(c.Policy, ",")...); err != nil {
 		return err
 	}
