@@ -8,8 +8,9 @@ import (
 
 // PrefixTrees is the approximate index of SGLang's router: one prefix tree a
 // worker, of the prompts that were routed to it, from the moment when they were
-// chosen for it. Nothing is believed of the engines' memories. A tree keeps a
-// number of tokens, and every interval what is beyond them goes, the prompts
+// chosen for it. Nothing is believed of the engines' memories but what
+// corrections show. A tree keeps a number of tokens, those of answers included,
+// and every interval what is beyond them goes, the prompts
 // used longest ago first, the end of a prompt before its start; what is in
 // flight stays. Between two evictions a tree never has more than twice as many:
 // there the oldest goes at once, and a prompt for which all that is in flight
@@ -28,7 +29,7 @@ type PrefixTrees struct {
 // is the clock.
 func NewPrefixTrees(blocks int, every time.Duration, now func() time.Time) *PrefixTrees {
 	t := &PrefixTrees{Approx: NewApprox(0, 0, 0, now), blocks: blocks, every: every, due: now().Add(every)}
-	t.promptsOnly = true
+	t.learns = true
 	return t
 }
 
