@@ -81,8 +81,9 @@ type rooms struct {
 	telemetry *Telemetry
 	api       *API
 	selection *Selection
-	replicas  *Replicas  // nil: none
-	traces    *JSONLines // of policy thompson; nil: none
+	replicas  *Replicas          // nil: none
+	traces    *JSONLines         // of policy thompson; nil: none
+	learned   *thompsonStateFile // by policy thompson; nil: it is not kept
 }
 
 // build makes every room and wires it to those it needs; nothing runs yet.
@@ -143,9 +144,11 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error)
 
 // openThompson opens the files of policy thompson, if it is in use.
 func (r *rooms) openThompson() (err error) {
-	r.router.WithThompson(func(p *thompson) {
+	if is := r.router.WithThompson(func(p *thompson) {
 		r.traces, err = p.openTraces(r.config.ThompsonTraces, r.log)
-	})
+	}); is && err == nil && r.config.ThompsonState != "" {
+		r.learned, err = openThompsonState(r.config.ThompsonState, r.router)
+	}
 	return err
 }
 
@@ -227,6 +230,12 @@ func (r *rooms) run(ctx context.Context) error {
 	if r.replicas != nil {
 		group.Go(func() error {
 			r.replicas.Run(fleet)
+			return nil
+		})
+	}
+	if r.learned != nil {
+		group.Go(func() error {
+			r.learned.Run(fleet, r.log)
 			return nil
 		})
 	}

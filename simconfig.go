@@ -40,6 +40,8 @@ func (c *Config) validateSimulate() error {
 	}
 	s := c.Simulate
 	switch {
+	case c.ThompsonState != "" || c.ThompsonTraces != "":
+		return errors.New("simulate learns anew for each policy and writes no traces of it: leave out --thompson-state and --thompson-traces")
 	case (s.Trace == "") == (s.Synthetic == ""):
 		return errors.New("give either --trace FILE, such as testdata/traces/conversation_trace.jsonl.gz, or --synthetic chat or agentic")
 	case s.Workers < 1 || s.Workers > 1000:

@@ -17,15 +17,25 @@ const (
 	maxThompsonPending = 1 << 16
 	maxThompsonWorkers = 4096
 
-	// thompsonLoadWeight is what a factor e of load takes off a score.
-	thompsonLoadWeight = 0.5
+	// thompsonLoadWeight weighs the logarithm of the load. A reward is 1/(1 +
+	// latency/usual), which falls by 1/4 of the latency's logarithm where that is
+	// usual; so a load twice as high counts as a latency twice as long.
+	thompsonLoadWeight = 0.25
 	// thompsonFade is the number of workers up to which the evidence about one
 	// fades with every feedback about any; with more workers it fades the slower,
 	// so that as much remains of each.
 	thompsonFade = 4
-	// thompsonPriorWeight is how many times lints.lambda the sensible prior
-	// weighs.
-	thompsonPriorWeight = 4
+
+	// What is believed beforehand weighs as thompsonPriorWeight times
+	// lints.lambda: half a point for any decision, so much for a cached prompt and
+	// so much off for one of many uncached tokens.
+	thompsonPriorWeight  = 8
+	thompsonPriorReward  = 0.5
+	thompsonPriorOverlap = 0.5
+	thompsonPriorPrefill = -0.3
+	// thompsonCool is the temperature then, in times of the lowest one: what is
+	// drawn from beliefs explores by itself.
+	thompsonCool = 1. / 3
 )
 
 // Features of a decision.
@@ -148,9 +158,9 @@ func newThompson(config thompsonConfig) *thompson {
 	}
 	if p.fixes.coldStart {
 		p.prior.lambda *= thompsonPriorWeight
-		p.prior.theta[featureOne] = 0.5
-		p.prior.theta[featureOverlap] = 0.3
-		p.prior.theta[featurePrefill] = -0.3
+		p.prior.theta[featureOne] = thompsonPriorReward
+		p.prior.theta[featureOverlap] = thompsonPriorOverlap
+		p.prior.theta[featurePrefill] = thompsonPriorPrefill
 	}
 	return p
 }
@@ -164,7 +174,7 @@ func (p *thompson) Choose(q Query, candidates []Candidate, random *rand.Rand) in
 			if !c.Load.Fresh {
 				return 0
 			}
-			return -c.Load.KVUsage
+			return -share(c.Load.KVUsage)
 		})
 	}
 	p.choices = p.choices[:0]
@@ -214,7 +224,7 @@ func (p *thompson) query(q Query) thompsonQuery {
 	}
 	t.temp = min(max(p.tempBase/(1+float64(t.reuse)*t.iat), p.tempMin), p.tempMax)
 	if p.fixes.coldStart {
-		t.temp = p.tempMin
+		t.temp = thompsonCool * p.tempMin
 	}
 	return t
 }
@@ -288,15 +298,23 @@ func (p *thompson) describe(t *thompsonQuery, c *Candidate, choice *thompsonChoi
 	choice.outstanding, choice.stays = w.work, t.hasLast && t.last == w.key
 	waits := float64(w.waits)
 	if c.Load.Fresh {
-		choice.gpu, choice.queue = c.Load.KVUsage, max(float64(c.Load.Waiting), waits)
+		choice.gpu, choice.queue = share(c.Load.KVUsage), max(float64(c.Load.Waiting), waits)
 	} else {
 		choice.gpu, choice.queue = min(1, waits/20), waits
 	}
 	if t.blocks > 0 {
-		choice.overlap = min(max(float64(c.Overlap)/float64(t.blocks), 0), 1)
+		choice.overlap = share(float64(c.Overlap) / float64(t.blocks))
 	}
 	choice.prefill = float64(t.tokens) * (1 - choice.overlap) / p.tokenScale * p.prefillWeight
 	p.features(t, choice)
+}
+
+// share is v as a number from 0 to 1.
+func share(v float64) float64 {
+	if !(v > 0) { // NaN too
+		return 0
+	}
+	return min(v, 1)
 }
 
 // features fills in x and M.
@@ -402,13 +420,19 @@ func (p *thompson) pinSeries(q Query, w *thompsonWorker, pin thompsonPin) string
 		s = &thompsonSeries{id: id}
 	}
 	s.total, s.processed = max(s.total, q.Prefix.Total), s.processed+1
-	s.pinned, s.pin, s.touched = true, pin, q.Now
-	w.pins++
-	w.work += p.workOf(&pin)
+	s.pin, s.touched = pin, q.Now
+	p.pin(s, w)
 	if gone, any := p.series.put(id, s); any {
 		p.unpinSeries(gone)
 	}
 	return id
+}
+
+// pin puts a series' pin on its worker.
+func (p *thompson) pin(s *thompsonSeries, w *thompsonWorker) {
+	s.pinned = true
+	w.pins++
+	w.work += p.workOf(&s.pin)
 }
 
 // unpinSeries takes a series' pin off its worker.

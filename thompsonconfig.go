@@ -168,44 +168,43 @@ type thompsonKey struct {
 	name      string
 	into      any     // *float64, *int, *time.Duration (the key is in seconds), *string or *bool
 	low, high float64 // of numbers
-	above     bool    // low itself is too low
 }
 
 func (c *thompsonConfig) keys() []thompsonKey {
-	most := math.MaxFloat64
-	minWorkers := 1 // nothing waits for workers here
+	const most, tiny = 1e6, 1e-6 // far beyond what makes sense, and safe to calculate with
+	minWorkers := 1              // nothing waits for workers here
 	return []thompsonKey{
-		{"infrastructure.block_size", &c.blockSize, 1, 1 << 20, false},
-		{"infrastructure.router_type", &c.routerType, 0, 0, false},
-		{"infrastructure.min_workers", &minWorkers, 1, 1e6, false},
-		{"affinity.base", &c.affinityBase, 0, most, false},
-		{"affinity.reuse_weight", &c.affinityReuse, 0, most, false},
-		{"affinity.iat_weight", &c.affinityIAT, 0, most, false},
-		{"affinity.sticky_load_floor", &c.stickyLoadFloor, 0, 1, false},
-		{"exploration.base_ts_weight", &c.tsWeight, 0, most, false},
-		{"exploration.temperature.base", &c.tempBase, 0, most, false},
-		{"exploration.temperature.min", &c.tempMin, 0, most, true},
-		{"exploration.temperature.max", &c.tempMax, 0, most, true},
-		{"switching_cost.base", &c.switchBase, 0, most, false},
-		{"switching_cost.reuse_penalty", &c.switchReuse, 0, most, false},
-		{"switching_cost.iat_penalty", &c.switchIAT, 0, most, false},
-		{"load_balancing.queue_penalty_weight", &c.queueWeight, 0, most, false},
-		{"load_balancing.gpu_penalty_weight", &c.gpuWeight, 0, most, false},
-		{"load_balancing.outstanding_work_weight", &c.outstandingWeight, 0, most, false},
-		{"load_balancing.job_gpu_coupling_weight", &c.jobGPU, 0, most, false},
-		{"load_balancing.job_queue_coupling_weight", &c.jobQueue, 0, most, false},
-		{"prefill.token_scale", &c.tokenScale, 0, most, true},
-		{"prefill.weight", &c.prefillWeight, 0, most, false},
-		{"lints.lambda", &c.lambda, 0, most, true},
-		{"lints.v", &c.v, 0, most, false},
-		{"lints.forget_rate", &c.forgetRate, 0, 1, false},
-		{"feedback.timeout_seconds", &c.timeout, 0, 1e6, true},
-		{"feedback.sweep_interval_seconds", &c.sweep, 0, 1e6, false},
-		{"feedback.timeout_reward", &c.timeoutReward, 0, 1, false},
-		{"feedback.latency_ema_alpha", &c.emaAlpha, 0, 1, true},
-		{"debug.traces_enabled", &c.traces, 0, 0, false},
-		{"debug.trace_dir", &c.traceDir, 0, 0, false},
-		{"debug.buffer_size", &c.traceBuffer, 1, 1e6, false},
+		{"infrastructure.block_size", &c.blockSize, 1, 1 << 20},
+		{"infrastructure.router_type", &c.routerType, 0, 0},
+		{"infrastructure.min_workers", &minWorkers, 1, most},
+		{"affinity.base", &c.affinityBase, 0, most},
+		{"affinity.reuse_weight", &c.affinityReuse, 0, most},
+		{"affinity.iat_weight", &c.affinityIAT, 0, most},
+		{"affinity.sticky_load_floor", &c.stickyLoadFloor, 0, 1},
+		{"exploration.base_ts_weight", &c.tsWeight, 0, most},
+		{"exploration.temperature.base", &c.tempBase, 0, most},
+		{"exploration.temperature.min", &c.tempMin, tiny, most},
+		{"exploration.temperature.max", &c.tempMax, tiny, most},
+		{"switching_cost.base", &c.switchBase, 0, most},
+		{"switching_cost.reuse_penalty", &c.switchReuse, 0, most},
+		{"switching_cost.iat_penalty", &c.switchIAT, 0, most},
+		{"load_balancing.queue_penalty_weight", &c.queueWeight, 0, most},
+		{"load_balancing.gpu_penalty_weight", &c.gpuWeight, 0, most},
+		{"load_balancing.outstanding_work_weight", &c.outstandingWeight, 0, most},
+		{"load_balancing.job_gpu_coupling_weight", &c.jobGPU, 0, most},
+		{"load_balancing.job_queue_coupling_weight", &c.jobQueue, 0, most},
+		{"prefill.token_scale", &c.tokenScale, tiny, most},
+		{"prefill.weight", &c.prefillWeight, 0, most},
+		{"lints.lambda", &c.lambda, tiny, most},
+		{"lints.v", &c.v, 0, most},
+		{"lints.forget_rate", &c.forgetRate, 0, 1},
+		{"feedback.timeout_seconds", &c.timeout, tiny, most},
+		{"feedback.sweep_interval_seconds", &c.sweep, 0, most},
+		{"feedback.timeout_reward", &c.timeoutReward, 0, 1},
+		{"feedback.latency_ema_alpha", &c.emaAlpha, tiny, 1},
+		{"debug.traces_enabled", &c.traces, 0, 0},
+		{"debug.trace_dir", &c.traceDir, 0, 0},
+		{"debug.buffer_size", &c.traceBuffer, 1, most},
 	}
 }
 
@@ -287,8 +286,8 @@ func (k thompsonKey) set(value any) error {
 	default:
 		return fmt.Errorf("%s: %v is not a number", k.name, value)
 	}
-	if !(number >= k.low && number <= k.high) || k.above && number == k.low {
-		return fmt.Errorf("%s %v: %s", k.name, number, k.wanted())
+	if !(number >= k.low && number <= k.high) {
+		return fmt.Errorf("%s %v: give %g to %g", k.name, number, k.low, k.high)
 	}
 	switch into := k.into.(type) {
 	case *float64:
@@ -302,16 +301,4 @@ func (k thompsonKey) set(value any) error {
 		*into = int(number)
 	}
 	return nil
-}
-
-// wanted says which numbers the key takes.
-func (k thompsonKey) wanted() string {
-	low := "at least"
-	if k.above {
-		low = "more than"
-	}
-	if k.high == math.MaxFloat64 {
-		return fmt.Sprintf("give %s %g", low, k.low)
-	}
-	return fmt.Sprintf("give %s %g and at most %g", low, k.low, k.high)
 }
