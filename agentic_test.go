@@ -124,6 +124,7 @@ func TestSyntheticAgentsHaveTheirSizes(t *testing.T) {
 
 func TestSyntheticAgentsFollowFromTheSeed(t *testing.T) {
 	settings := agenticSettings(t)
+	settings.Workflows = 50
 	first := mustAgents(t, settings, 1)
 	if !reflect.DeepEqual(first, mustAgents(t, settings, 1)) || reflect.DeepEqual(first, mustAgents(t, settings, 2)) {
 		t.Error("workflows do not follow from the seed")
@@ -219,16 +220,19 @@ func TestHintsReachThePolicyUnlessSwitchedOff(t *testing.T) {
 // hints of agents are worth to policy thompson, and what it costs beside policies
 // that need none.
 func TestThompsonGainsFromHints(t *testing.T) {
-	seeds, loads := []uint64{1, 2, 3}, []float64{64, 256}
+	settings, seeds, loads := agenticSettings(t), []uint64{1, 2, 3}, []float64{64, 256}
 	if testing.Short() || raceDetector {
 		seeds, loads = seeds[:1], loads[:1]
+	}
+	if raceDetector {
+		settings.Workflows = 100
 	}
 	for _, load := range loads {
 		policies := []string{"thompson", "round-robin", "random", "kv", "work"}
 		var sums [5]float64 // ms, by policy
 		blind := 0.0        // the same of thompson without hints
 		for _, seed := range seeds {
-			requests := mustAgents(t, agenticSettings(t), seed)
+			requests := mustAgents(t, settings, seed)
 			ttft := func(policy string, unhinted bool) float64 {
 				s := simulation(requests, policy, load)
 				s.Seed, s.Unhinted = seed, unhinted

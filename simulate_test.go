@@ -144,7 +144,7 @@ func TestSimulatorGivesDynamosRows(t *testing.T) {
 
 func TestTwoRunsOfOneSeedAreEqual(t *testing.T) {
 	agents := agenticSettings(t)
-	agents.Workflows = 40
+	agents.Workflows = 10
 	for _, requests := range [][]TraceRequest{loadTraces(t)["synthetic"][:400], mustAgents(t, agents, 1)} {
 		for _, policy := range PolicyNames {
 			s := simulation(requests, policy, 64)
