@@ -268,7 +268,7 @@ func (a *Approx) correct(p *Assumed, cached int) {
 	if at := p.lostAt(cached); at > 0 {
 		a.evict(p.worker, c, at, math.MaxInt)
 		if a.learns {
-			c.learned = max(1, c.pool.held())
+			c.learned = c.pool.held()
 		}
 	} else if more := cached - p.found - p.answered - 1; more > 0 && c.learned > 0 {
 		c.learned += more

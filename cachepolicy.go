@@ -11,14 +11,14 @@ import (
 // the names that SGLang gives those it has.
 type CacheKnobs struct {
 	CacheThreshold      float64 `group:"Policies cache-threshold and variance" default:"0.5" help:"Policy cache-threshold: share of a prompt, 0 to 1, that must be cached on a worker for the request to go there; else the one with the fewest requests in flight gets it."`
-	VarianceK           float64 `group:"Policies cache-threshold and variance" name:"variance-k" default:"1" help:"Policy variance: standard deviations by which the requests in flight on a worker may be more than the workers' mean; beyond that it gets nothing."`
+	VarianceK           float64 `group:"Policies cache-threshold and variance" name:"variance-k" default:"0.5" help:"Policy variance: standard deviations by which the requests in flight on a worker may be more than the workers' mean; beyond that it gets nothing."`
 	BalanceAbsThreshold float64 `group:"Policies cache-threshold and variance" default:"32" help:"Requests in flight by which the worker with the longest match must exceed the workers' mean before the least loaded one gets the request instead; a number larger than any load switches that off."`
 	BalanceRelThreshold float64 `group:"Policies cache-threshold and variance" default:"1.5" help:"The same as a multiple of the mean; both must be exceeded."`
 }
 
 // defaultCacheKnobs returns the defaults of the flags.
 func defaultCacheKnobs() CacheKnobs {
-	return CacheKnobs{CacheThreshold: 0.5, VarianceK: 1, BalanceAbsThreshold: 32, BalanceRelThreshold: 1.5}
+	return CacheKnobs{CacheThreshold: 0.5, VarianceK: 0.5, BalanceAbsThreshold: 32, BalanceRelThreshold: 1.5}
 }
 
 func (k CacheKnobs) validate() error {
@@ -174,7 +174,10 @@ func (p *cacheThreshold) Choose(q Query, candidates []Candidate, random *rand.Ra
 // variance is strategy "variance based" of the same, which it left without code
 // and K without a value: workers with a queue of more than mean + K·σ get
 // nothing, and of the others the one with the longest match gets the request.
-// Where all queues are the same, σ is 0 and none is left out.
+// Where all queues are the same, σ is 0 and none is left out. Where some workers
+// have equal queues and the others none, these stay idle as long as the busy
+// ones are more than 1/(1 + K²) of all: with K = 1 half of the workers may get
+// everything for ever, with 0.5 it takes four fifths.
 type variance struct{ cacheRouting }
 
 func (p *variance) Choose(q Query, candidates []Candidate, random *rand.Rand) int {

@@ -125,3 +125,23 @@ func TestOutputBlocksAreBookedAsAStreamGrows(t *testing.T) {
 		proxy.client.CloseIdleConnections()
 	}
 }
+
+func TestUsageSaysWhetherCachedTokensWereLeftOut(t *testing.T) {
+	for _, test := range []struct {
+		name, answer string
+		want         Usage
+	}{
+		{"told", `{"usage":{"prompt_tokens":9,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":4}}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2, CachedKnown: true, CachedTokens: 4}},
+		{"told none", `{"usage":{"prompt_tokens":9,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":0}}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2, CachedKnown: true}},
+		{"null", `{"usage":{"prompt_tokens":9,"completion_tokens":2,"prompt_tokens_details":null}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2, CachedUntold: true}},
+		{"left out", `{"usage":{"prompt_tokens":9,"completion_tokens":2}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2, CachedUntold: true}},
+		{"null inside", `{"usage":{"prompt_tokens":9,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":null}}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2, CachedUntold: true}},
+		{"responses", `{"response":{"usage":{"input_tokens":9,"output_tokens":2,"input_tokens_details":{"cached_tokens":4}}}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2, CachedKnown: true, CachedTokens: 4}},
+		{"messages have no place for them", `{"usage":{"input_tokens":9,"output_tokens":2}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2}},
+		{"nothing", `{"usage":null}`, Usage{}},
+	} {
+		if got := readUsage([]byte(test.answer)); got != test.want {
+			t.Errorf("%s: %+v, want %+v", test.name, got, test.want)
+		}
+	}
+}
