@@ -370,11 +370,11 @@ var reservedVLLMArgs = map[string]string{
 }
 
 func (c *Config) validate() error {
-	if _, err := NewPolicyWith(c.Policy, c.PolicyKnobs); err != nil {
-		return fmt.Errorf("--policy: %w", err)
-	}
 	if err := c.ThompsonKnobs.validate(c.Policy, c.BlockSize); err != nil {
 		return err
+	}
+	if _, err := NewPolicyWith(c.Policy, c.PolicyKnobs); err != nil {
+		return fmt.Errorf("--policy: %w", err)
 	}
 	if err := c.RouterKnobs.validate(); err != nil {
 		return err

@@ -24,13 +24,13 @@ type SimulateSettings struct {
 }
 
 func (c *Config) validateSimulate() error {
+	if err := c.ThompsonKnobs.validate(c.Policy, c.BlockSize); err != nil {
+		return err
+	}
 	for name := range strings.SplitSeq(c.Policy, ",") {
 		if _, err := NewPolicyWith(name, c.PolicyKnobs); err != nil {
 			return fmt.Errorf("--policy: %w", err)
 		}
-	}
-	if err := c.ThompsonKnobs.validate(c.Policy, c.BlockSize); err != nil {
-		return err
 	}
 	if err := c.IndexConfig.validate(strings.Split(c.Policy, ",")...); err != nil {
 		return err

@@ -133,6 +133,7 @@ type thompsonQuery struct {
 	temp    float64
 	last    WorkerKey // that has served the series so far
 	hasLast bool
+	own     float64 // of last's outstanding work, what this series is to bring
 }
 
 // thompsonChoice is a candidate in the terms of the rule.
@@ -220,6 +221,7 @@ func (p *thompson) query(q Query) thompsonQuery {
 	t.reuse = reuseOf(q.Prefix, s)
 	if s != nil && s.pinned {
 		t.last = s.pin.worker
+		t.own = p.workOf(&s.pin)
 		t.hasLast = !p.fixes.pinTTL || slices.ContainsFunc(p.choices, func(c thompsonChoice) bool { return c.worker.key == t.last })
 	}
 	t.temp = min(max(p.tempBase/(1+float64(t.reuse)*t.iat), p.tempMin), p.tempMax)
@@ -283,7 +285,8 @@ func (p *thompson) unpin(w *thompsonWorker) {
 }
 
 // workOf is what a pinned series will bring: all its requests to come or, as no
-// two of them come at a time, one.
+// two of them come at a time, one. That is the very one to be decided where a
+// series is decided for its own worker.
 func (p *thompson) workOf(pin *thompsonPin) float64 {
 	reuse := pin.reuse
 	if p.fixes.outstanding {
@@ -296,6 +299,9 @@ func (p *thompson) workOf(pin *thompsonPin) float64 {
 func (p *thompson) describe(t *thompsonQuery, c *Candidate, choice *thompsonChoice) {
 	w := choice.worker
 	choice.outstanding, choice.stays = w.work, t.hasLast && t.last == w.key
+	if p.fixes.outstanding && choice.stays {
+		choice.outstanding = max(0, choice.outstanding-t.own)
+	}
 	waits := float64(w.waits)
 	if c.Load.Fresh {
 		choice.gpu, choice.queue = share(c.Load.KVUsage), max(float64(c.Load.Waiting), waits)

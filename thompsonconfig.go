@@ -25,7 +25,7 @@ type thompsonFixes struct {
 	baseline    bool // latencies are compared with those of all workers, not of the same one
 	forgetting  bool // what is learned fades for all workers alike
 	loadSign    bool // load always counts against a worker
-	outstanding bool // a series of requests counts as one to come
+	outstanding bool // a series of requests counts as one to come, and not against itself
 	pinTTL      bool // pins of series that are over, or of workers that are gone, go
 	feedback    bool // only what a worker is to blame for counts, like compared with like
 	coldStart   bool // what is certain beforehand is not left to chance
@@ -211,7 +211,7 @@ func (c *thompsonConfig) keys() []thompsonKey {
 // read takes over what a file sets.
 func (c *thompsonConfig) read(data []byte) error {
 	var tree yaml.MapSlice
-	if err := yaml.Unmarshal(data, &tree); err != nil {
+	if err := yaml.UnmarshalWithOptions(data, &tree, yaml.UseOrderedMap()); err != nil {
 		message, _, _ := strings.Cut(yaml.FormatError(err, false, false), "\n")
 		return fmt.Errorf("not a YAML map of parameters: %s", message)
 	}

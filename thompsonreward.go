@@ -40,6 +40,8 @@ type judgement struct {
 // token's time is not known, whole requests with prompts and answers of the same
 // length are compared.
 func (p *thompson) judge(d *thompsonPending, f Feedback) judgement {
+	f.Latency = max(f.Latency, 0)
+	f.FirstToken = min(f.FirstToken, f.Latency)
 	if !p.fixes.feedback {
 		j := judgement{metric: milliseconds(f.Latency), perToken: f.TokensOut > 0}
 		kind := latencyRequest

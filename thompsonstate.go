@@ -120,10 +120,17 @@ func decodeThompsonState(data []byte) (*thompsonState, error) {
 	if len(s.Workers) > maxThompsonWorkers || len(s.Series) > maxThompsonSeries {
 		return nil, fmt.Errorf("it has %d workers and %d series, more than any router remembers", len(s.Workers), len(s.Series))
 	}
+	workers, ids := map[WorkerKey]bool{}, map[string]bool{}
 	for _, w := range s.Workers {
-		if err := w.check(); err != nil {
+		key := WorkerKey{Worker: w.Worker, Rank: w.Rank}
+		err := w.check()
+		if workers[key] {
+			err = errors.New("it is there twice")
+		}
+		if err != nil {
 			return nil, fmt.Errorf("it is broken: worker %d: %w", w.Worker, err)
 		}
+		workers[key] = true
 	}
 	for _, u := range s.Usual {
 		if !(u.MS >= 0) || u.MS > maxThompsonEvidence {
@@ -135,6 +142,10 @@ func decodeThompsonState(data []byte) (*thompsonState, error) {
 		if series.ID == "" || series.Total < 0 || series.Processed < 0 || series.Reuse < 0 || !reasonable(series.Decode) || !reasonable(series.Prefill) || !reasonable(series.IAT) {
 			return nil, fmt.Errorf("it is broken: series %q", series.ID)
 		}
+		if ids[series.ID] {
+			return nil, fmt.Errorf("it is broken: series %q is there twice", series.ID)
+		}
+		ids[series.ID] = true
 	}
 	return &s, nil
 }

@@ -90,7 +90,11 @@ def decide(state, bandits, fixes):
     for pin in state["pins"]:
         reuse = min(pin["reuse"], 1) if "outstanding" in fixes else pin["reuse"]
         work[pin["worker"]] += reuse * (pin["decode"] + pin["prefill"]) * pin["iat"]
+        if "outstanding" in fixes and pin is state["pins"][0]:
+            own = work[pin["worker"]]  # it is the first one there
     last = state["pins"][0]["worker"] if state["pins"] else None
+    if last is not None and "outstanding" in fixes:
+        work[last] = max(0, work[last] - own)
     T = min(max(c["t_base"] / (1 + R * F), c["t_min"]), c["t_max"])
     if "cold-start" in fixes:
         T = COOL * c["t_min"]
