@@ -123,8 +123,43 @@ func (b *Booking) End() { b.end(Abandoned, 0) }
 // Fail tells that the request has ended because its worker failed.
 func (b *Booking) Fail() { b.end(Failed, 0) }
 
-// Finish tells that the request has ended with an answer of that many tokens.
+// Finish tells that the request has ended with an answer of that many tokens; 0:
+// unknown.
 func (b *Booking) Finish(output int) { b.end(Finished, output) }
+
+// Free tells that the request has ended, but not how. One whose first token has
+// come counts as finished; of others nothing is known, since a worker that
+// fails at once is freed at once.
+func (b *Booking) Free() {
+	r := b.router
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	how := Abandoned
+	if b.computed {
+		how = Finished
+	}
+	r.finish(b, how, 0, r.now())
+}
+
+// Report ends the booking as somebody tells who has sent the request himself:
+// how it ended, after what time and with how many tokens; those of the prompt
+// may be 0. known: policy thompson still waited for it; ack says what it made of
+// it.
+func (b *Booking) Report(f Feedback) (ack ThompsonAck, known bool) {
+	r := b.router
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	f.Decision, f.Now = b.decision, r.now()
+	if f.TokensIn == 0 {
+		f.TokensIn = b.prompt
+	}
+	if p, is := r.policy.(*thompson); is && !b.ended.Load() {
+		ack, known = p.JudgeDetail(f)
+		b.decision = 0 // it has been judged
+	}
+	r.finish(b, f.Ending, f.TokensOut, f.Now)
+	return ack, known
+}
 
 func (b *Booking) end(how Ending, output int) {
 	r := b.router

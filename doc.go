@@ -6,7 +6,8 @@
 // file offers to the others. In the order in which a request passes them:
 //
 //	api.go        the OpenAI side: routes, limits, errors, request ids
-//	nvext.go      what a request says about its own routing
+//	nvext.go      what a request says about its own routing (prefixhints.go: about
+//	              the series of requests that it belongs to)
 //	jsonscan.go   Body: a request's JSON, checked and taken apart once
 //	prompts.go    Tokens: a request's prompt tokens, from here or from a worker
 //	segments.go   Segments: tokens of prompt pieces that were seen before
@@ -28,8 +29,9 @@
 //	              timing.go, which learns how long engines take)
 //	proxy.go      one request to one worker and back
 //	selection.go  the router port, for those who only want the decision
-//	              (selectroutes.go: choosing and booking, reservations.go what
-//	              is booked, selectworkers.go the workers; dump.go: the index as
+//	              (selectroutes.go: choosing and booking, findworker.go the same
+//	              with feedback, reservations.go what is booked,
+//	              selectworkers.go the workers; dump.go: the index as
 //	              JSON, to start another router from)
 //	events.go     EventStream: one worker's KV events, in order and complete
 //	              (eventcodec.go decodes them, zmqconn.go carries them,
@@ -40,7 +42,7 @@
 //	              (registered.go); incarnation.go is what they share
 //	replica.go    Replicas: several routers know what each has in flight
 //	telemetry.go  Prometheus metrics (dynamometrics.go those under Dynamo's
-//	              names); record.go writes a line a request
+//	              names, thompsonmetrics.go those of policy thompson); record.go writes a line a request
 //	enginesim.go  SimEngine: a simulated engine, step by step (blockpool.go: its memory)
 //	mocker.go     simulated workers behind real sockets (mockapi.go, mockrequest.go and
 //	              mockanswer.go: their HTTP side, mockrank.go: their engine,

@@ -113,6 +113,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error)
 	if err != nil {
 		return nil, err
 	}
+	r.telemetry.WatchThompson(r.router, r.fleet.Workers)
 	r.fleet.peers = NewEventPeers(config.IndexerPeers, peerKey(config))
 	if config.Engine == EngineMocker {
 		if r.fleet.mocker, err = NewMocker(config, r.model, log); err != nil {

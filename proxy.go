@@ -48,6 +48,7 @@ type Upstream struct {
 	Header     http.Header
 	Head, Body []byte // the body in two parts, so that adding to its beginning copies nothing
 	HideUsage  bool   // usage was asked for by the router: keep it from the client
+	EndMarked  bool   // its stream is whole only with an event that says so
 	Route      string
 	RequestID  string
 	Arrived    time.Time
@@ -134,7 +135,8 @@ var errSilent = errors.New("no byte came within --request-timeout")
 
 // Forward sends u to the worker that route chooses and relays the answer to w.
 // Where a worker fails before the first byte of its answer, route is asked for
-// another one that is not among exclude. Every booking ends here. An error
+// another one that is not among exclude. Every booking ends here, as the request
+// did: with a whole answer, by the worker's fault or by nobody's. An error
 // other than errAnswered means that nothing was written to w.
 func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, route func(exclude []uint64) (Decision, error)) error {
 	var exclude []uint64
@@ -149,19 +151,24 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		}
 		worker := decision.Target.Key.Worker
 		x.Decision, x.Worker = decision, workerLabel(worker)
+		defer decision.Booking.End() // if relaying panics
 		err = p.attempt(ctx, w, u, x, len(exclude) < u.MaxRetries)
-		if err == nil && x.Usage.Known {
+		var failed *workerError
+		switch workerFailed := errors.As(err, &failed) && ctx.Err() == nil; {
+		case workerFailed, err == nil && x.Ending == Failed:
+			decision.Booking.Fail()
+			p.telemetry.thompson.engineFailed()
+		case err == nil && x.Ending == Finished:
 			if x.Usage.CachedKnown {
 				decision.Booking.Cached(x.Usage.CachedTokens)
 			} else if x.Usage.CachedUntold {
 				x.Usage.CachedKnown = decision.Booking.CachedUntold()
 			}
 			decision.Booking.Finish(x.Usage.OutputTokens)
-		} else {
+		default:
 			decision.Booking.End()
 		}
-		var failed *workerError
-		if !errors.As(err, &failed) || errors.Is(err, errAnswered) || errors.Is(err, errSilent) || ctx.Err() != nil {
+		if failed == nil || errors.Is(err, errAnswered) || errors.Is(err, errSilent) || ctx.Err() != nil {
 			return err
 		}
 		p.failed(worker)
@@ -204,7 +211,7 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		return &workerError{worker, cause(ctx, err)}
 	}
 	defer response.Body.Close()
-	answer := &upstreamAnswer{response, ctx, heard}
+	answer := &upstreamAnswer{Response: response, ctx: ctx, heard: heard}
 	if retry && (response.StatusCode == http.StatusInternalServerError || response.StatusCode == http.StatusBadGateway || response.StatusCode == http.StatusServiceUnavailable) {
 		return &workerError{worker, fmt.Errorf("answered %s", response.Status)}
 	}
@@ -217,8 +224,9 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 // upstreamAnswer is a worker's answer with its body still to be read.
 type upstreamAnswer struct {
 	*http.Response
-	ctx   context.Context
-	heard func() // bytes have come: the wait for the next ones begins
+	ctx    context.Context
+	heard  func() // bytes have come: the wait for the next ones begins
+	broken error  // why the body ended too early
 }
 
 // Read reads the body.
@@ -229,6 +237,7 @@ func (a *upstreamAnswer) Read(b []byte) (int, error) {
 	}
 	if err != nil && err != io.EOF {
 		err = cause(a.ctx, err)
+		a.broken = err
 	}
 	return n, err
 }
@@ -270,6 +279,7 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 		return &workerError{worker, err}
 	}
 	x.Usage = readUsage(body)
+	x.Ending = endingOf(answer.StatusCode, gjson.GetBytes(body, "choices.0.finish_reason").Str)
 	writeHead(w, answer.Response, u, x)
 	if _, err := w.Write(body); err != nil {
 		return errors.Join(errAnswered, err)
@@ -278,6 +288,9 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 		return nil
 	}
 	if _, err := io.Copy(w, answer); err != nil {
+		if answer.broken != nil {
+			err = &workerError{worker, answer.broken}
+		}
 		return errors.Join(errAnswered, err)
 	}
 	return nil
@@ -305,7 +318,7 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 		n, err := answer.Read(buffer)
 		if n > 0 {
 			out := events.scan(buffer[:n])
-			if !started && retry && events.failed {
+			if !started && retry && events.status >= http.StatusInternalServerError {
 				return &workerError{worker, errors.New("its engine failed before the first token")}
 			}
 			if events.count > 0 {
@@ -335,7 +348,7 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 			}
 		}
 		if err == io.EOF {
-			x.Usage = events.usage
+			x.Usage, x.Ending = events.usage, events.ending(answer.StatusCode, u.EndMarked)
 			if !started {
 				writeHead(w, answer.Response, u, x)
 			}
@@ -348,7 +361,7 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 		}
 		if err != nil {
 			answer.heard() // the time to write ended with the wait: the client is to be told
-			x.Usage = events.usage
+			x.Usage, x.Ending = events.usage, events.ending(answer.StatusCode, u.EndMarked)
 			if !started {
 				return &workerError{worker, err}
 			}
@@ -374,12 +387,46 @@ type eventScanner struct {
 	pending   []byte // an event of which the end has not come
 	out       []byte // reused
 
-	count  int   // data events that ended in the last chunk
-	seen   bool  // an event has come
-	done   bool  // the event that ends the stream has come
-	failed bool  // the first event tells of a failed engine
-	usage  Usage // as far as reported
+	count  int    // data events that ended in the last chunk
+	done   bool   // the event that ends the stream has come
+	status int    // HTTP status of the error that an event tells; 0: none
+	finish string // why the answer ended; empty: it has not, or does not say
+	usage  Usage  // as far as reported
 }
+
+// lastEvents are the beginnings of the events that end the streams of the
+// responses and messages APIs.
+var lastEvents = [][]byte{[]byte("event: message_stop"), []byte("event: response.completed"), []byte("event: response.incomplete")}
+
+// ending is how a stream ended that came with an HTTP status and broke off
+// nowhere. If it is marked, it must have said that it has ended.
+func (s *eventScanner) ending(status int, marked bool) Ending {
+	if s.status > 0 {
+		status = s.status
+	}
+	if marked && status == http.StatusOK && !s.done && s.finish == "" {
+		return Failed
+	}
+	return endingOf(status, s.finish)
+}
+
+// endingOf is how a request ended whose answer came as a whole, by its HTTP
+// status and the reason that the engine gave for its end.
+func endingOf(status int, finish string) Ending {
+	switch {
+	case status == http.StatusNotImplemented: // no worker could
+		return Abandoned
+	case status >= http.StatusInternalServerError, finish == "error":
+		return Failed
+	case status >= http.StatusMultipleChoices, aborted(finish):
+		return Abandoned
+	}
+	return Finished
+}
+
+// aborted tells whether an answer ended for this reason because somebody wanted
+// it to.
+func aborted(finish string) bool { return finish == "abort" || finish == "cancelled" }
 
 // scan takes the next chunk and returns what the client gets now, valid until
 // the next call.
@@ -432,6 +479,7 @@ func (s *eventScanner) rest() []byte {
 func (s *eventScanner) take(event []byte) bool {
 	data, ok := bytes.CutPrefix(event, []byte("data:"))
 	if !ok {
+		s.done = s.done || slices.ContainsFunc(lastEvents, func(last []byte) bool { return bytes.HasPrefix(event, last) })
 		return false
 	}
 	if bytes.HasPrefix(bytes.TrimSpace(data), []byte("[DONE]")) {
@@ -439,10 +487,13 @@ func (s *eventScanner) take(event []byte) bool {
 		return false
 	}
 	s.count++
-	first := !s.seen
-	s.seen = true
-	if first && bytes.Contains(data, []byte(`"error"`)) {
-		s.failed = gjson.GetBytes(data, "error.code").Int() >= 500
+	if bytes.Contains(data, []byte(`"error"`)) {
+		if told := gjson.GetBytes(data, "error"); told.IsObject() {
+			s.status = max(int(told.Get("code").Int()), http.StatusBadRequest)
+		}
+	}
+	if at := bytes.Index(data, []byte(`"finish_reason":`)); at >= 0 && !bytes.HasPrefix(bytes.TrimSpace(data[at+len(`"finish_reason":`):]), []byte("null")) {
+		s.finish = gjson.GetBytes(data, "choices.0.finish_reason").Str
 	}
 	if !bytes.Contains(data, []byte(`"usage"`)) {
 		return false

@@ -16,6 +16,7 @@ import (
 type Telemetry struct {
 	registry *prometheus.Registry
 	dynamo   *dynamoMetrics
+	thompson *thompsonMetrics // nil: another policy
 
 	requests      *prometheus.CounterVec
 	duration      *prometheus.HistogramVec
@@ -107,6 +108,7 @@ func (t *Telemetry) Decided(tokens time.Duration, d Decision) {
 	t.decision.WithLabelValues("schedule").Observe(d.ScheduleTime.Seconds())
 	t.decision.WithLabelValues("total").Observe((tokens + d.HashTime + d.LookupTime + d.ScheduleTime).Seconds())
 	t.dynamo.decided(d)
+	t.thompson.routedTo(d.Target.Key)
 }
 
 // Retried counts a request that worker failed before its first byte.
@@ -147,6 +149,7 @@ type Exchange struct {
 	Prompt     *RecordedPrompt // for the recorder; nil: none, or nothing is known
 	Decision   Decision
 	Usage      Usage
+	Ending     Ending // of an answer that was relayed to its end
 }
 
 // Finished records a request that has ended.
