@@ -129,26 +129,16 @@ func (s AgenticSettings) run(random *rand.Rand, longest int) (calls []TraceReque
 	return calls
 }
 
-// agentHints says of a run what its client knows. The levels begin where the
-// client library of the NeMo Agent Toolkit has them.
+// agentHints says of a run what its client knows.
 func agentHints(number int, run []TraceRequest) PrefixHints {
 	output, latency := 0, time.Duration(0)
 	for i := range run {
 		output += run[i].Output
 		latency += run[i].Think
 	}
-	level := func(mean, medium, high float64) Level {
-		switch {
-		case mean < medium:
-			return LevelLow
-		case mean < high:
-			return LevelMedium
-		}
-		return LevelHigh
-	}
 	calls := float64(len(run))
 	return PrefixHints{
 		ID: fmt.Sprintf("run-%d", number), Total: len(run),
-		OSL: level(float64(output)/calls, 256, 1024), IAT: level(milliseconds(latency)/calls, 100, 500),
+		OSL: oslBounds.level(float64(output) / calls), IAT: iatBounds.level(milliseconds(latency) / calls),
 	}
 }

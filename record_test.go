@@ -128,3 +128,21 @@ func TestRecordedHintsAreReplayed(t *testing.T) {
 		})
 	}
 }
+
+func TestHintsOfARequestAreRecorded(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "recording.jsonl")
+	s := startMockSite(t, 1, "--record="+file)
+	s.ask(t, []byte(`{"max_tokens":2,"messages":[{"role":"user","content":"hi"}],
+		"nvext":{"agent_hints":{"prefix_id":"bob","total_requests":7,"osl":2000,"iat":50}}}`))
+	if err := s.end(); err != nil {
+		t.Fatal(err)
+	}
+	requests, err := ReadTrace(file)
+	if err != nil || len(requests) != 1 {
+		t.Fatal(requests, err)
+	}
+	hints := requests[0].Hints
+	if want := (PrefixHints{ID: hints.ID, Total: 7, OSL: LevelHigh, IAT: LevelLow}); hints != want || hints.ID == "" || hints.ID == "bob" {
+		t.Errorf("hints %+v", hints)
+	}
+}
