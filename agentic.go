@@ -36,10 +36,7 @@ type AgenticSettings struct {
 }
 
 func (s AgenticSettings) validate() error {
-	for _, setting := range []struct {
-		flag         string
-		value, least float64
-	}{
+	if err := checkLeast("--agentic-", []leastValue{
 		{"workflows", float64(s.Workflows), 1},
 		{"rate", s.Rate, 0},
 		{"runs", s.Runs, 1},
@@ -52,10 +49,8 @@ func (s AgenticSettings) validate() error {
 		{"long-output-tokens", s.LongOutputTokens, 1},
 		{"long-share", s.LongShare, 0},
 		{"result-tokens", s.ResultTokens, 1},
-	} {
-		if !(setting.value >= setting.least) || math.IsInf(setting.value, 1) {
-			return fmt.Errorf("--agentic-%s %v: give at least %v", setting.flag, setting.value, setting.least)
-		}
+	}); err != nil {
+		return err
 	}
 	switch {
 	case s.LongShare > 1:
