@@ -10,15 +10,15 @@ import (
 // CacheKnobs are the settings of the policies cache-threshold and variance, by
 // the names that SGLang gives those it has.
 type CacheKnobs struct {
-	CacheThreshold      float64 `group:"Policies cache-threshold and variance" default:"0.5" help:"Policy cache-threshold: share of a prompt, 0 to 1, that must be cached on a worker for the request to go there; else the one with the fewest requests in flight gets it."`
-	VarianceK           float64 `group:"Policies cache-threshold and variance" name:"variance-k" default:"0.5" help:"Policy variance: standard deviations by which the requests in flight on a worker may be more than the workers' mean; beyond that it gets nothing."`
-	BalanceAbsThreshold float64 `group:"Policies cache-threshold and variance" default:"32" help:"Requests in flight by which the worker with the longest match must exceed the workers' mean before the least loaded one gets the request instead; a number larger than any load switches that off."`
+	CacheThreshold      float64 `group:"Policies cache-threshold and variance" default:"0.5" help:"Share of a prompt, 0 to 1, of which more must be cached on a worker for the request to go there; else the one with the fewest requests in flight gets it."`
+	VarianceK           float64 `group:"Policies cache-threshold and variance" name:"variance-k" default:"1.5" help:"Policy variance: standard deviations by which the requests in flight on a worker may be more than the workers' mean; beyond that it gets nothing. More than the root of one less than the workers leaves nobody out."`
+	BalanceAbsThreshold float64 `group:"Policies cache-threshold and variance" default:"32" help:"By how many requests in flight the worker with the longest match must exceed the workers' mean for the least loaded one to get the request instead; a number larger than any load switches that off."`
 	BalanceRelThreshold float64 `group:"Policies cache-threshold and variance" default:"1.5" help:"The same as a multiple of the mean; both must be exceeded."`
 }
 
 // defaultCacheKnobs returns the defaults of the flags.
 func defaultCacheKnobs() CacheKnobs {
-	return CacheKnobs{CacheThreshold: 0.5, VarianceK: 0.5, BalanceAbsThreshold: 32, BalanceRelThreshold: 1.5}
+	return CacheKnobs{CacheThreshold: 0.5, VarianceK: 1.5, BalanceAbsThreshold: 32, BalanceRelThreshold: 1.5}
 }
 
 func (k CacheKnobs) validate() error {
@@ -48,8 +48,8 @@ func routesByMatch(policy string) bool { return policy == "cache-threshold" || p
 // worker's queue is its requests in flight and those that it failed lately:
 // without these a worker that fails fast would always look idle and get all.
 //
-// Whichever of them wins by its match passes a gate (that of SGLang's successor
-// router): with a queue of more than balance_rel times the mean and more than
+// What wins by its match must have more than cache_threshold of the prompt, and
+// pass a gate (that of SGLang's successor router): with a queue of more than balance_rel times the mean and more than
 // balance_abs beyond it, the shortest queue gets the request instead, which
 // makes a second home for a prompt that many ask for and leaves all others
 // where they are.
@@ -148,10 +148,14 @@ func (p *cacheRouting) longest(candidates []Candidate, limit float64, random *ra
 	})
 }
 
-// gate returns chosen, or the candidate with the shortest queue where its own is
-// much longer than the mean.
-func (p *cacheRouting) gate(chosen int, mean float64, random *rand.Rand) int {
-	if queue := p.queues[chosen]; queue > mean*p.knobs.BalanceRelThreshold && queue > mean+p.knobs.BalanceAbsThreshold {
+// matching returns the candidate with the longest match among those with a queue
+// of at most limit, if that is more than cache_threshold of the prompt and passes
+// the gate; else the one with the shortest queue.
+func (p *cacheRouting) matching(q Query, candidates []Candidate, mean, limit float64, random *rand.Rand) int {
+	chosen := p.longest(candidates, limit, random)
+	queue := p.queues[chosen]
+	short := float64(candidates[chosen].Overlap*q.BlockSize) <= p.knobs.CacheThreshold*float64(q.Tokens)
+	if short || queue > mean*p.knobs.BalanceRelThreshold && queue > mean+p.knobs.BalanceAbsThreshold {
 		return p.shortest(random)
 	}
 	return chosen
@@ -164,23 +168,22 @@ type cacheThreshold struct{ cacheRouting }
 
 func (p *cacheThreshold) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	mean, _ := p.measure(q.Now, candidates)
-	chosen := p.longest(candidates, math.Inf(1), random)
-	if float64(candidates[chosen].Overlap*q.BlockSize) <= p.knobs.CacheThreshold*float64(q.Tokens) {
-		return p.shortest(random)
-	}
-	return p.gate(chosen, mean, random)
+	return p.matching(q, candidates, mean, math.Inf(1), random)
 }
 
 // variance is strategy "variance based" of the same, which it left without code
 // and K without a value: workers with a queue of more than mean + K·σ get
 // nothing, and of the others the one with the longest match gets the request.
-// Where all queues are the same, σ is 0 and none is left out. Where some workers
-// have equal queues and the others none, these stay idle as long as the busy
-// ones are more than 1/(1 + K²) of all: with K = 1 half of the workers may get
-// everything for ever, with 0.5 it takes four fifths.
+// Where all queues are the same, σ is 0 and none is left out.
+//
+// That any match counts is a trap: where some workers have equal queues and the
+// others none, nobody is left out unless the busy ones are fewer than 1/(1 + K²)
+// of all, and the others stay idle for ever for want of the one block that all
+// prompts share. So it takes cache_threshold of a prompt here too; with 0 this
+// is the rule as proposed.
 type variance struct{ cacheRouting }
 
 func (p *variance) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	mean, deviation := p.measure(q.Now, candidates)
-	return p.gate(p.longest(candidates, mean+p.knobs.VarianceK*deviation, random), mean, random)
+	return p.matching(q, candidates, mean, mean+p.knobs.VarianceK*deviation, random)
 }

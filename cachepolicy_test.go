@@ -51,12 +51,15 @@ func TestCachePoliciesFollowTheirRules(t *testing.T) {
 		{"of equal matches the shorter queue", "cache-threshold", nil, new(pool).add(8, queue(9)).add(8, queue(3)).add(8, queue(3)), []int{1, 2}},
 		{"of equal queues without a match any", "cache-threshold", nil, new(pool).add(1, queue(3)).add(0, queue(3)).add(0, queue(4)), []int{0, 1}},
 
-		{"a queue far above the mean gets nothing", "variance", nil, new(pool).add(9, queue(9)).add(3, queue(2)).add(0, queue(1)), []int{1}},
-		{"within K deviations the match decides", "variance", deviations(2), new(pool).add(9, queue(9)).add(3, queue(2)).add(0, queue(1)), []int{0}},
-		{"equal queues: nobody is left out", "variance", nil, new(pool).add(3, queue(7)).add(9, queue(7)).add(0, queue(7)), []int{1}},
-		{"equal queues and K of 0", "variance", deviations(0), new(pool).add(3, queue(7)).add(9, queue(7)).add(0, queue(7)), []int{1}},
+		{"a queue far above the mean gets nothing", "variance", deviations(1), new(pool).add(9, queue(9)).add(6, queue(2)).add(0, queue(1)), []int{1}},
+		{"within K deviations the match decides", "variance", nil, new(pool).add(9, queue(9)).add(6, queue(2)).add(0, queue(1)), []int{0}},
+		{"nobody else has a match", "variance", deviations(1), new(pool).add(9, queue(9)).add(5, queue(2)).add(0, queue(1)), []int{2}},
+		{"the block that all share does not count", "variance", nil, new(pool).add(1, queue(9)).add(1, queue(9)).add(0, queue(0)), []int{2}},
+		{"it does with a threshold of 0", "variance", threshold(0), new(pool).add(1, queue(9)).add(1, queue(9)).add(0, queue(0)), []int{0, 1}},
+		{"equal queues: nobody is left out", "variance", nil, new(pool).add(6, queue(7)).add(9, queue(7)).add(0, queue(7)), []int{1}},
+		{"equal queues and K of 0", "variance", deviations(0), new(pool).add(6, queue(7)).add(9, queue(7)).add(0, queue(7)), []int{1}},
 		{"one worker is all there is", "variance", deviations(0), new(pool).add(3, queue(7)), []int{0}},
-		{"of equal matches the shorter queue ", "variance", nil, new(pool).add(2, queue(5)).add(2, queue(4)).add(2, queue(4)), []int{1, 2}},
+		{"of equal matches the shorter queue ", "variance", nil, new(pool).add(6, queue(5)).add(6, queue(4)).add(6, queue(4)), []int{1, 2}},
 
 		{"both thresholds exceeded", "cache-threshold", gate(10, 2), new(pool).add(9, queue(31)).add(0, queue(2)).add(0, queue(3)), []int{1}},
 		{"not the absolute one", "cache-threshold", gate(20, 2), new(pool).add(9, queue(31)).add(0, queue(2)).add(0, queue(3)), []int{0}},
@@ -270,6 +273,21 @@ func TestThePrefixSourceDecidesWhetherEventsAreFollowed(t *testing.T) {
 			t.Errorf("trees of %d blocks, evicted every %v", trees.blocks, trees.every)
 		}
 	}
+}
+
+// TestNoWorkerStaysIdle is about a block that all prompts share: a worker that
+// missed it at the start would never match any.
+func TestNoWorkerStaysIdle(t *testing.T) {
+	requests := loadTraces(t)["conversation"][:1000]
+	bothSources(t, func(t *testing.T, policy, source string) {
+		s := simulation(requests, policy, 64)
+		s.Index.PrefixSource = source
+		for _, w := range mustRun(t, s).Balance {
+			if w.Requests < 1000/8/2 {
+				t.Errorf("worker %d got %d of 1000 requests", w.Worker, w.Requests)
+			}
+		}
+	})
 }
 
 // sharedPrompts is the shape of the benchmark of SGLang's pull request: long
