@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"math"
 	"os"
 	"path/filepath"
@@ -70,33 +71,66 @@ type thompsonSeriesState struct {
 	IAT       float64   `json:"iat_factor,omitempty"`
 }
 
-// snapshot copies what a state file holds. It is called under the Router's lock.
-func (p *thompson) snapshot() *thompsonState {
-	s := &thompsonState{Format: thompsonStateFormat, Version: thompsonStateVersion, Fixes: p.fixes.String(), Lambda: p.lambda}
+// thompsonSnapshot is a copy of what a state file holds, taken quickly.
+type thompsonSnapshot struct {
+	fixes   thompsonFixes
+	lambda  float64
+	workers []thompsonLearned
+	usual   map[latencyKey]float64
+	series  []thompsonSeries
+}
+
+// thompsonLearned is what is known of a worker.
+type thompsonLearned struct {
+	worker WorkerKey
+	mean   betaBandit
+	a      banditMatrix
+	b      banditVector
+}
+
+// snapshot is called under the Router's lock.
+func (p *thompson) snapshot() *thompsonSnapshot {
+	s := &thompsonSnapshot{
+		fixes: p.fixes, lambda: p.lambda, usual: maps.Clone(p.usual),
+		workers: make([]thompsonLearned, 0, p.workers.len()), series: make([]thompsonSeries, 0, p.series.len()),
+	}
 	for key, w := range p.workers.all {
 		p.fade(w)
-		state := thompsonWorkerState{Worker: key.Worker, Rank: key.Rank, Alpha: w.mean.alpha, Beta: w.mean.beta, B: w.linear.b}
-		for i := range banditDim {
-			state.A = append(state.A, slices.Clone(w.linear.a[i*banditDim+i:(i+1)*banditDim]))
-		}
-		s.Workers = append(s.Workers, state)
+		s.workers = append(s.workers, thompsonLearned{worker: key, mean: w.mean, a: w.linear.a, b: w.linear.b})
 	}
-	for key, ms := range p.usual {
-		state := thompsonUsualState{Rank: key.worker.Rank, Kind: key.kind, A: key.a, B: key.b, MS: ms}
-		if key.perWorker {
-			state.Worker = &key.worker.Worker
-		}
-		s.Usual = append(s.Usual, state)
-	}
-	for id, series := range p.series.all {
-		state := thompsonSeriesState{ID: id, Total: series.total, Processed: series.processed, Touched: series.touched}
-		if pin := series.pin; series.pinned {
-			state.Worker, state.Rank = &pin.worker.Worker, pin.worker.Rank
-			state.Reuse, state.Decode, state.Prefill, state.IAT = pin.reuse, pin.decode, pin.prefill, pin.iat
-		}
-		s.Series = append(s.Series, state)
+	for _, series := range p.series.all {
+		s.series = append(s.series, *series)
 	}
 	return s
+}
+
+// state is what goes into a file.
+func (s *thompsonSnapshot) state() *thompsonState {
+	state := &thompsonState{Format: thompsonStateFormat, Version: thompsonStateVersion, Fixes: s.fixes.String(), Lambda: s.lambda}
+	for _, w := range s.workers {
+		worker := thompsonWorkerState{Worker: w.worker.Worker, Rank: w.worker.Rank, Alpha: w.mean.alpha, Beta: w.mean.beta, B: w.b}
+		for i := range banditDim {
+			worker.A = append(worker.A, slices.Clone(w.a[i*banditDim+i:(i+1)*banditDim]))
+		}
+		state.Workers = append(state.Workers, worker)
+	}
+	for key, ms := range s.usual {
+		usual := thompsonUsualState{Rank: key.worker.Rank, Kind: key.kind, A: key.a, B: key.b, MS: ms}
+		if key.perWorker {
+			usual.Worker = &key.worker.Worker
+		}
+		state.Usual = append(state.Usual, usual)
+	}
+	for i := range s.series {
+		series, pin := &s.series[i], &s.series[i].pin
+		one := thompsonSeriesState{ID: series.id, Total: series.total, Processed: series.processed, Touched: series.touched}
+		if series.pinned {
+			one.Worker, one.Rank = &pin.worker.Worker, pin.worker.Rank
+			one.Reuse, one.Decode, one.Prefill, one.IAT = pin.reuse, pin.decode, pin.prefill, pin.iat
+		}
+		state.Series = append(state.Series, one)
+	}
+	return state
 }
 
 // decodeThompsonState reads a state file and checks every number in it.
@@ -267,17 +301,17 @@ func (f *thompsonStateFile) Run(ctx context.Context, log *slog.Logger) {
 // write replaces the file by the present state, if that has changed or always.
 // Whoever reads the file meanwhile finds the old one or the new one, whole.
 func (f *thompsonStateFile) write(always bool) error {
-	var state *thompsonState
+	var snapshot *thompsonSnapshot
 	changes := f.saved
 	f.router.WithThompson(func(p *thompson) {
 		if changes = p.changes; always || changes != f.saved {
-			state = p.snapshot()
+			snapshot = p.snapshot()
 		}
 	})
-	if state == nil {
+	if snapshot == nil {
 		return nil
 	}
-	data, err := json.Marshal(state)
+	data, err := json.Marshal(snapshot.state())
 	if err == nil {
 		err = replaceFile(f.name, data)
 	}

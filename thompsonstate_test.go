@@ -28,7 +28,7 @@ func learnedThompson(t testing.TB, fixes string) *Router {
 // stateOf is what is kept of a router's policy, in the order of a file.
 func stateOf(r *Router) (s string) {
 	r.WithThompson(func(p *thompson) {
-		state := p.snapshot()
+		state := p.snapshot().state()
 		usual := map[string]float64{}
 		for _, u := range state.Usual {
 			key, _ := json.Marshal(thompsonUsualState{Worker: u.Worker, Rank: u.Rank, Kind: u.Kind, A: u.A, B: u.B})
@@ -80,7 +80,7 @@ func TestThompsonStateOfRestartedWorkersKeepsItsPins(t *testing.T) {
 	name := filepath.Join(t.TempDir(), "state.json")
 	p := newThompsonPool(t, "all", 2)
 	p.only(1, func() { p.decide(PrefixHints{ID: "a", Total: 10}) })
-	data, _ := json.Marshal(p.policy.snapshot())
+	data, _ := json.Marshal(p.policy.snapshot().state())
 	writeFile(t, name, string(data))
 	again := newThompsonPool(t, "all", 2)
 	if _, err := openThompsonState(name, NewRouter(NewRadix(), again.policy, 16, 1)); err != nil {
@@ -96,7 +96,7 @@ func TestThompsonStateOfRestartedWorkersKeepsItsPins(t *testing.T) {
 func TestBrokenThompsonStatesAreRefused(t *testing.T) {
 	valid := func(change func(*thompsonState)) string {
 		var s *thompsonState
-		learnedThompson(t, "all").WithThompson(func(p *thompson) { s = p.snapshot() })
+		learnedThompson(t, "all").WithThompson(func(p *thompson) { s = p.snapshot().state() })
 		change(s)
 		data, err := json.Marshal(s)
 		if err != nil {
@@ -144,7 +144,7 @@ func TestBrokenThompsonStatesAreRefused(t *testing.T) {
 
 func FuzzThompsonState(f *testing.F) {
 	learnedThompson(f, "all").WithThompson(func(p *thompson) {
-		data, _ := json.Marshal(p.snapshot())
+		data, _ := json.Marshal(p.snapshot().state())
 		f.Add(data)
 	})
 	f.Add([]byte(`{"format":"kvrouter thompson state","version":1,"fixes":"all","lambda":1,"workers":[],"baselines":[{"ms":1}],"series":[{"id":"a","worker":3}]}`))
@@ -158,6 +158,18 @@ func FuzzThompsonState(f *testing.F) {
 			w.run(t, 5, 2)
 		}
 	})
+}
+
+func BenchmarkThompsonSnapshot(b *testing.B) {
+	p := mustThompson(b, "all")
+	candidates := []Candidate{{Target: Target{Key: WorkerKey{Worker: 1}}}}
+	random := rand.New(rand.NewPCG(1, 1))
+	for i := range maxThompsonSeries {
+		p.Choose(Query{Now: simEpoch, Tokens: 999, BlockSize: 16, Decision: uint64(i + 1), Prefix: PrefixHints{ID: fmt.Sprint(i), Total: 4}}, candidates, random)
+	}
+	for b.Loop() {
+		p.snapshot()
+	}
 }
 
 func TestThompsonKeepsItsStateAndTraces(t *testing.T) {
