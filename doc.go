@@ -31,7 +31,8 @@
 //	              bandits, thompsonreward.go: what a decision earns,
 //	              thompsonstats.go: its numbers, thompsonconfig.go, thompsonstate.go and
 //	              thompsontrace.go: its files; recent.go: bounded maps)
-//	proxy.go      one request to one worker and back
+//	proxy.go      one request to one worker and back (streamevents.go follows the
+//	              events of its answer)
 //	selection.go  the router port, for those who only want the decision
 //	              (selectroutes.go: choosing and booking, findworker.go the same
 //	              with feedback, reservations.go what is booked,
@@ -46,8 +47,8 @@
 //	              (registered.go); incarnation.go is what they share
 //	replica.go    Replicas: several routers know what each has in flight
 //	telemetry.go  Prometheus metrics (dynamometrics.go those under Dynamo's
-//	              names, thompsonmetrics.go those of policy thompson); record.go writes
-//	              a line a request (jsonlines.go)
+//	              names, thompsonmetrics.go those of policy thompson); record.go
+//	              writes a line a request (jsonlines.go)
 //	enginesim.go  SimEngine: a simulated engine, step by step (blockpool.go: its memory)
 //	mocker.go     simulated workers behind real sockets (mockapi.go, mockrequest.go and
 //	              mockanswer.go: their HTTP side, mockrank.go: their engine,

@@ -25,6 +25,34 @@ func (p *clerk) endings() (list []toldEnding) {
 	return list
 }
 
+// Streams as vLLM 0.32 sends them for the messages and the responses API.
+const (
+	messagesStream = "event: message_start\ndata: {\"type\":\"message_start\",\"message\":{\"usage\":{\"input_tokens\":0,\"output_tokens\":0}}}\n\n" +
+		"event: content_block_delta\ndata: {\"delta\":{\"text\":\"hi\"}}\n\nevent: content_block_stop\ndata: {}\n\n" +
+		"event: message_delta\ndata: {\"delta\":{},\"usage\":{\"input_tokens\":5,\"cache_read_input_tokens\":4,\"output_tokens\":3}}\n\n" +
+		"event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n"
+	responsesStream = "event: response.created\ndata: {\"response\":{\"usage\":null}}\n\n" +
+		"event: response.output_text.delta\ndata: {\"delta\":\"hi\"}\n\n" +
+		"event: response.completed\ndata: {\"response\":{\"usage\":{\"input_tokens\":9,\"output_tokens\":2,\"input_tokens_details\":{\"cached_tokens\":4}}}}\n\n"
+)
+
+func TestNamedEventsAreReadLikeOthers(t *testing.T) {
+	for stream, want := range map[string]Usage{
+		messagesStream:  {Known: true, PromptTokens: 9, OutputTokens: 3, CachedKnown: true, CachedTokens: 4},
+		responsesStream: {Known: true, PromptTokens: 9, OutputTokens: 2, CachedKnown: true, CachedTokens: 4},
+	} {
+		for _, text := range []string{stream, strings.ReplaceAll(stream, "\n", "\r\n")} {
+			var events eventScanner
+			if out := events.scan([]byte(text)); string(out) != text {
+				t.Errorf("passed on as %q", out)
+			}
+			if events.usage != want || events.count != 1 || !events.done {
+				t.Errorf("%q: usage %+v, %d parts of the answer, done %t", text, events.usage, events.count, events.done)
+			}
+		}
+	}
+}
+
 // TestEveryEndOfARequestIsToldOnce pins what a policy hears for each way in
 // which a request can end on the OpenAI side.
 func TestEveryEndOfARequestIsToldOnce(t *testing.T) {
@@ -67,8 +95,8 @@ func TestEveryEndOfARequestIsToldOnce(t *testing.T) {
 		{"whole stream without usage", "", 0, []http.HandlerFunc{streamOf(tokenEvent, "[DONE]")}, []toldEnding{{Finished, 0}}},
 		{"stream with a reason and no last event", "", 0, []http.HandlerFunc{streamOf(notLast, lastOne)}, []toldEnding{{Finished, 0}}},
 		{"stream that breaks off after its last event", "", 0, []http.HandlerFunc{then(streamOf(tokenEvent, "[DONE]"), abort)}, []toldEnding{{Finished, 0}}},
-		{"stream of the messages API", "/v1/messages", 0, []http.HandlerFunc{raw("event: message_start\ndata: {}\n\nevent: message_stop\ndata: {}\n\n")}, []toldEnding{{Finished, 0}}},
-		{"stream of the responses API", "/v1/responses", 0, []http.HandlerFunc{raw("event: response.created\ndata: {}\n\nevent: response.completed\ndata: {}\n\n")}, []toldEnding{{Finished, 0}}},
+		{"stream of the messages API", "/v1/messages", 0, []http.HandlerFunc{raw(messagesStream)}, []toldEnding{{Finished, 3}}},
+		{"stream of the responses API", "/v1/responses", 0, []http.HandlerFunc{raw(responsesStream)}, []toldEnding{{Finished, 2}}},
 		{"stream of which no end is known", "/v1/audio/transcriptions", 0, []http.HandlerFunc{streamOf(tokenEvent)}, []toldEnding{{Finished, 0}}},
 
 		{"client's mistake", "", 0, []http.HandlerFunc{status(400, `{"error":{"code":400}}`)}, []toldEnding{{Abandoned, 0}}},

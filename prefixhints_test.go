@@ -129,3 +129,20 @@ func TestPrefixHintsReachThePolicy(t *testing.T) {
 		}
 	}
 }
+
+func FuzzHints(f *testing.F) {
+	f.Add(`{"annotations":["prefix_id:a","total_requests:10","osl:high","iat:5"]}`, "h", "3", "LOW", "9e9")
+	f.Add(`{"agent_hints":{"prefix_id":"p","total_requests":7,"osl":2048,"iat":50}}`, "", "", "", "")
+	f.Add(`{"agent_hints":{"total_requests":1e99,"prefix_id":{}},"annotations":[[]]}`, "", "-1", "nan", " ")
+	f.Fuzz(func(t *testing.T, nvext, id, total, osl, iat string) {
+		header := http.Header{"X-Prefix-Id": {id}, "X-Prefix-Total-Requests": {total}, "X-Prefix-Osl": {osl}, "X-Prefix-Iat": {iat}}
+		hints, bad := readHints(header, gjson.Parse(nvext))
+		p := hints.Prefix
+		if bad == nil && (len(p.ID) > maxPrefixID || p.Total < 0 || p.OSL > LevelHigh || p.IAT > LevelHigh || p.Budget != nil || hints.ExpectedOutput < 0) {
+			t.Errorf("%+v", hints)
+		}
+		if bad == nil && id != "" && p.ID != id || bad == nil && total != "" && p.Total < 1 {
+			t.Errorf("headers %q %q, read %+v", id, total, p)
+		}
+	})
+}
