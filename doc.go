@@ -54,8 +54,8 @@
 //	mocker.go     simulated workers behind real sockets (mockapi.go, mockrequest.go and
 //	              mockanswer.go and mockadapters.go: their HTTP side, mockrank.go:
 //	              their engine, mockevents.go, mockmodel.go, mockwords.go, zmqserver.go)
-//	simulate.go   traces in virtual time (trace.go reads them, synthetic.go makes
-//	              some up, report.go and plot.go show what came out)
+//	simulate.go   traces in virtual time (trace.go reads them, synthetic.go and
+//	              agentic.go make some up, report.go and plot.go show what came out)
 //	config.go     every flag (mockconfig.go and simconfig.go those of simulations,
 //	              vllmargs.go what follows --, configfile.go reads the YAML file,
 //	              machine.go what the defaults depend on, ports.go what will

@@ -8,7 +8,10 @@ import (
 	"io"
 	"log/slog"
 	"os"
+	"slices"
 	"time"
+
+	"github.com/zeebo/xxh3"
 )
 
 const (
@@ -24,6 +27,45 @@ const (
 type RecordedPrompt struct {
 	Tokens  int
 	HashIDs []uint64 // sequence hash of every full block, its upper recordHashBits
+	Hints   *recordedHints
+}
+
+// recordedHints are PrefixHints in a file. The id, in which a client may have
+// put anything, is a hash of it: only which ids are equal matters later.
+type recordedHints struct {
+	ID     string `json:"prefix_id"`
+	Total  int    `json:"total_requests,omitempty"`
+	Budget *int   `json:"reuse_budget,omitempty"`
+	OSL    Level  `json:"osl"`
+	IAT    Level  `json:"iat"`
+}
+
+// recordHints returns what a record will tell of hints, nil if there are none.
+func recordHints(hints PrefixHints) *recordedHints {
+	if hints == (PrefixHints{}) {
+		return nil
+	}
+	recorded := recordedHints(hints)
+	if hints.ID != "" {
+		recorded.ID = fmt.Sprintf("%016x", xxh3.HashStringSeed(hints.ID, HashSeed))
+	}
+	return &recorded
+}
+
+// levelNames are the levels in a file.
+var levelNames = [...]string{LevelLow: "LOW", LevelMedium: "MEDIUM", LevelHigh: "HIGH"}
+
+// MarshalText returns the level's name in a file.
+func (l Level) MarshalText() ([]byte, error) { return []byte(levelNames[l]), nil }
+
+// UnmarshalText reads a level's name. It refuses all that is none.
+func (l *Level) UnmarshalText(text []byte) error {
+	at := slices.Index(levelNames[:], string(text))
+	if at < 0 {
+		return fmt.Errorf("level %.40q: it is LOW, MEDIUM or HIGH", text)
+	}
+	*l = Level(at)
+	return nil
 }
 
 // recordLine is one line of the file. The first five fields are those of a
@@ -48,6 +90,8 @@ type recordLine struct {
 	DecisionMS      float64   `json:"decision_ms"`     // hashing, look-up, choosing
 	TokensSource    string    `json:"tokens_source"`   // where the prompt's tokens came from
 	PromptMismatch  bool      `json:"prompt_mismatch"` // the worker counted other prompt tokens
+
+	Hints *recordedHints `json:"hints,omitempty"`
 }
 
 // Recorder writes one line a finished request to a file, for simulate to replay.
@@ -92,7 +136,7 @@ func (r *Recorder) Prompt(request Request) *RecordedPrompt {
 	for i := range ids {
 		ids[i] >>= 64 - recordHashBits
 	}
-	return &RecordedPrompt{Tokens: max(request.NumTokens, len(request.Tokens)), HashIDs: ids}
+	return &RecordedPrompt{Tokens: max(request.NumTokens, len(request.Tokens)), HashIDs: ids, Hints: recordHints(request.Prefix)}
 }
 
 // Finished records a request that has ended, if its prompt was known. It never
@@ -102,7 +146,7 @@ func (r *Recorder) Finished(x Exchange, now time.Time) {
 		return
 	}
 	line := recordLine{
-		InputLength: x.Prompt.Tokens, OutputLength: x.Usage.OutputTokens, HashIDs: x.Prompt.HashIDs, HashBlockSize: r.blockSize,
+		InputLength: x.Prompt.Tokens, OutputLength: x.Usage.OutputTokens, HashIDs: x.Prompt.HashIDs, HashBlockSize: r.blockSize, Hints: x.Prompt.Hints,
 		Arrived: x.Arrived, Route: x.Route, Status: x.Status, Policy: r.policy, Worker: x.Worker, Rank: x.Decision.Target.Key.Rank,
 		PredictedTokens: x.Decision.OverlapTokens, DurationMS: milliseconds(now.Sub(x.Arrived)),
 		DecisionMS:   milliseconds(x.Decision.HashTime + x.Decision.LookupTime + x.Decision.ScheduleTime),
