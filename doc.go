@@ -18,15 +18,16 @@
 //	hashes.go     block hashes of those tokens
 //	router.go     Router: look up, choose, book, free
 //	index.go      Index: which worker holds which blocks
-//	radix.go      Radix: the same known from KV events (radixnodes.go, workersets.go
-//	              and hashtable.go are what it is made of)
-//	approx.go     Approx: the same assumed from what was routed
+//	radix.go      Radix: the same known from KV events (radixnodes.go, workersets.go,
+//	              hashtable.go and spinlock.go are what it is made of)
+//	approx.go     Approx: the same assumed from what was routed (prefixtrees.go:
+//	              SGLang's kind of it)
 //	load.go       Loads: how busy each worker is, as published and as booked
 //	booking.go    Booking: one request in flight
 //	queue.go      admission: those that wait until a worker has room
 //	busy.go       BusyThresholds: when requests are refused
-//	policy.go     Policy: the rules that choose a worker (kvpolicy.go, work.go with
-//	              timing.go, which learns how long engines take)
+//	policy.go     Policy: the rules that choose a worker (kvpolicy.go, cachepolicy.go,
+//	              work.go with timing.go, which learns how long engines take)
 //	thompson.go   the one that learns which worker is good for what (thompsonmath.go:
 //	              bandits, thompsonreward.go: what a decision earns,
 //	              thompsonstats.go: its numbers, thompsonconfig.go, thompsonstate.go and

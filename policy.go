@@ -14,6 +14,7 @@ type Query struct {
 	Untracked bool      // prompt tokens do not count as load
 	Override  *Override // of knobs; nil: none
 	Prefix    PrefixHints
+	Retry     bool   // another worker has failed it before
 	Decision  uint64 // number by which a judged policy hears how it ended; 0: it never will
 }
 

@@ -218,7 +218,7 @@ func (p *thompson) query(q Query) thompsonQuery {
 		t.blocks = q.Tokens / q.BlockSize
 	}
 	s := p.series.get(q.Prefix.ID)
-	t.reuse = reuseOf(q.Prefix, s)
+	t.reuse = reuseOf(q.Prefix, s, q.Retry)
 	if s != nil && s.pinned {
 		t.last = s.pin.worker
 		t.own = p.workOf(&s.pin)
@@ -231,14 +231,19 @@ func (p *thompson) query(q Query) thompsonQuery {
 	return t
 }
 
-// reuseOf is how many requests of a series, nil if it is a new one, are to come
-// after one with these hints.
-func reuseOf(h PrefixHints, s *thompsonSeries) int {
-	if h.Budget != nil {
+// reuseOf is how many requests of a series, nil if it is a new one or one that
+// has ended, are to come after a request with these hints. One that is tried
+// again has been counted.
+func reuseOf(h PrefixHints, s *thompsonSeries, retry bool) int {
+	switch {
+	case h.Budget != nil:
 		return max(0, *h.Budget)
-	}
-	if s == nil {
+	case s == nil && retry:
+		return 0
+	case s == nil:
 		return max(1, h.Total) - 1
+	case retry:
+		return max(0, max(s.total, h.Total)-s.processed)
 	}
 	return max(0, max(s.total, h.Total)-s.processed-1)
 }
@@ -425,7 +430,10 @@ func (p *thompson) pinSeries(q Query, w *thompsonWorker, pin thompsonPin) string
 	if s == nil {
 		s = &thompsonSeries{id: id}
 	}
-	s.total, s.processed = max(s.total, q.Prefix.Total), s.processed+1
+	s.total = max(s.total, q.Prefix.Total)
+	if !q.Retry {
+		s.processed++
+	}
 	s.pin, s.touched = pin, q.Now
 	p.pin(s, w)
 	if gone, any := p.series.put(id, s); any {

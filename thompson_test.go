@@ -206,9 +206,14 @@ func newThompsonPool(t *testing.T, fixes string, workers int) *thompsonPool {
 
 // decide sends a request of 1024 tokens.
 func (p *thompsonPool) decide(hints PrefixHints) (chosen int, decision uint64) {
+	return p.ask(Query{Prefix: hints}), p.decisions
+}
+
+// ask has q decided for a prompt of 1,024 tokens.
+func (p *thompsonPool) ask(q Query) (chosen int) {
 	p.decisions++
-	q := Query{Now: p.now, Tokens: 1024, BlockSize: 64, Prefix: hints, Decision: p.decisions}
-	return p.policy.Choose(q, p.candidates, p.random), p.decisions
+	q.Now, q.Tokens, q.BlockSize, q.Decision = p.now, 1024, 64, p.decisions
+	return p.policy.Choose(q, p.candidates, p.random)
 }
 
 func (p *thompsonPool) judge(decision uint64, how Ending, latency time.Duration) ThompsonAck {
@@ -442,6 +447,22 @@ func TestThompsonReuseBudget(t *testing.T) {
 		var got int
 		p.policy.observe.Reuse = func(requests int) { got = requests }
 		p.decide(step.hints)
+		if got != step.want {
+			t.Errorf("step %d: %d to come, want %d", i, got, step.want)
+		}
+	}
+}
+
+// A request that another worker has failed is one of its series, not two.
+func TestThompsonCountsARetriedRequestOnce(t *testing.T) {
+	p := newThompsonPool(t, "all", 1)
+	for i, step := range []struct {
+		retry bool
+		want  int
+	}{{false, 2}, {true, 2}, {false, 1}, {true, 1}, {false, 0}, {true, 0}} {
+		var got int
+		p.policy.observe.Reuse = func(requests int) { got = requests }
+		p.ask(Query{Retry: step.retry, Prefix: PrefixHints{ID: "a", Total: 3}})
 		if got != step.want {
 			t.Errorf("step %d: %d to come, want %d", i, got, step.want)
 		}

@@ -86,8 +86,6 @@ type traceTimeout struct {
 	PrefillBin string  `json:"prefill_bin"`
 }
 
-var thompsonLevelNames = [...]string{LevelLow: "LOW", LevelMedium: "MEDIUM", LevelHigh: "HIGH"}
-
 // traceName names a worker; one of several ranks as worker.rank.
 func traceName(key WorkerKey) string {
 	name := strconv.FormatUint(key.Worker, 10)
@@ -127,6 +125,6 @@ func (p *thompson) traceTimeout(d *thompsonPending, now time.Time) {
 	}
 	p.trace.Write(traceTimeout{
 		traceHead: newTraceHead(now, "timeout", d.decision), Worker: traceName(d.worker), Reward: p.timeoutReward, Age: p.timeout.Seconds(),
-		Prefix: d.series, OSL: thompsonLevelNames[d.osl], PrefillBin: thompsonLevelNames[d.bin],
+		Prefix: d.series, OSL: levelNames[d.osl], PrefillBin: levelNames[d.bin],
 	})
 }
