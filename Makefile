@@ -47,8 +47,8 @@ sim: ## Every policy on the simulator: two traces and made-up agents (minutes)
 	@scripts/build-native.sh
 	$(PYTHON) scripts/sim_policies.py $(ARGS)
 
-bench-real: setup ## Every policy on two real vLLM CPU workers (half an hour; ARGS="--policies work,round-robin")
-	$(PYTHON) scripts/bench_real.py $(ARGS)
+bench-real: setup ## Every policy on two real vLLM CPU workers (a quarter of an hour; ARGS="--policies work,round-robin")
+	$(PYTHON) scripts/bench_real.py --shared $(ARGS)
 
 wire-speed: setup ## CPU per indexed KV event, against dynamo.indexer
 	scripts/peers.sh wire

@@ -7,6 +7,7 @@ own counters (GET /metrics of every worker), not from the router. Each request c
 knows how many share its system prompt (x-prefix-* headers), which policy thompson heeds.
 
   scripts/bench_real.py                                    all policies, about two minutes each
+  scripts/bench_real.py --shared                           all over the same two workers, emptied in between: a minute each
   scripts/bench_real.py --policies work,round-robin        these; NAME/approx, NAME/events: with that --prefix-source
   scripts/bench_real.py --urls URL,URL                     no router: in-script round robin over running workers
 
@@ -16,6 +17,7 @@ Only Python's standard library is needed. The exit code is 0 if every request wa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
@@ -237,31 +239,39 @@ def free_ports(count):
 
 
 class Router:
-    """A kvrouter with its workers. Use with `with`: leaving ends them all."""
+    """A kvrouter with its workers, or with those of another one, given as values of --worker. Use with `with`: leaving
+    ends it with all that it has started."""
 
-    def __init__(self, binary, policy_flags, args, log_path):
+    def __init__(self, binary, policy_flags, args, log_path, attach=()):
         self.args, self.log_path = args, log_path
         ports = [free_ports(max(2, args.workers)) for _ in range(5)]
         while len(set(ports)) < len(ports):
             ports = [free_ports(max(2, args.workers)) for _ in range(5)]
         self.http = f"http://127.0.0.1:{ports[0]}"
         self.control = f"http://127.0.0.1:{ports[0] + 1}"
+        self.load_port = ports[4]
+        source = ["--engine", "none"] if attach else ["--num-workers", str(args.workers)]
+        for worker in attach:
+            source += ["--worker", worker]
         self.command = [
-            str(binary), "--num-workers", str(args.workers), *policy_flags, "--block-size", str(BLOCK_SIZE),
+            str(binary), *source, *policy_flags, "--block-size", str(BLOCK_SIZE),
             "--seed", str(args.seed), "--http-port", str(ports[0]), "--router-port", str(ports[0] + 1),
             "--base-worker-port", str(ports[1]), "--base-kv-events-port", str(ports[2]),
             "--base-kv-replay-port", str(ports[3]), "--base-metrics-port", str(ports[4]),
         ]  # fmt: skip
-        if args.model:
-            self.command += ["--model", args.model]
+        if args.model or attach:
+            self.command += ["--model", args.model or first_model(attach[0].removeprefix("url=").split(",")[0])["root"]]
         self.command += args.router_args
+        if attach:
+            return
         # vLLM keeps one block for itself, and refuses to start if the others cannot hold one longest request.
         longest = (args.blocks - 1) * BLOCK_SIZE
         self.command += ["--", "--num-gpu-blocks-override", str(args.blocks), "--max-model-len", str(longest)]
 
     def __enter__(self):
         self.log = open(self.log_path, "w")
-        self.process = subprocess.Popen(self.command, cwd=ROOT, stdout=self.log, stderr=self.log, start_new_session=True)
+        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}  # has POST /reset_prefix_cache
+        self.process = subprocess.Popen(self.command, cwd=ROOT, stdout=self.log, stderr=self.log, env=environment, start_new_session=True)
         try:
             self.workers = self.wait_until_ready()
         except BaseException:
@@ -281,7 +291,8 @@ class Router:
             try:
                 status, text = get(self.control + "/workers")
                 records = json.loads(text) if status == 200 else []
-                urls = [r["endpoint"] for r in sorted(records, key=lambda r: r["worker_id"]) if r.get("endpoint")]
+                self.records = sorted(records, key=lambda r: r["worker_id"])
+                urls = [r["endpoint"] for r in self.records if r.get("endpoint")]
                 urls = [url if "://" in url else "http://" + url for url in urls]
                 if len(urls) == self.args.workers and all(get(url + "/health")[0] == 200 for url in urls) \
                         and get(self.http + "/ready")[0] == 200:  # fmt: skip
@@ -301,6 +312,30 @@ class Router:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
         self.log.close()
+
+    def worker_flags(self):
+        """Its workers as values of --worker for another kvrouter."""
+        return [
+            f"url={url},id={r['worker_id']},kv-events={r['kv_events_endpoint']},replay={r['replay_endpoint']},"
+            f"load=tcp://127.0.0.1:{self.load_port + i}"
+            for i, (url, r) in enumerate(zip(self.workers, self.records))
+        ]
+
+    def empty_caches(self):
+        """Empties the workers' prefix caches."""
+        for url in self.workers:
+            connection = connect(url, timeout=30)
+            connection.request("POST", "/reset_prefix_cache")
+            status = connection.getresponse().status
+            connection.close()
+            if status != 200:
+                raise RuntimeError(f"POST {url}/reset_prefix_cache answered {status}")
+
+    def ping(self):
+        """Fails if ping.sh does."""
+        done = subprocess.run([ROOT / "ping.sh"], env={**os.environ, "KVROUTER_URL": self.http}, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"ping.sh: {done.stdout}{done.stderr}")
 
     def log_tail(self):
         return "\n".join(Path(self.log_path).read_text(errors="replace").splitlines()[-15:])
@@ -367,15 +402,16 @@ def print_table(results):
 
 
 def first_model(url):
+    """What /v1/models tells of the first model."""
     status, text = get(url + "/v1/models")
     if status != 200:
         raise RuntimeError(f"GET {url}/v1/models answered {status}")
-    return json.loads(text)["data"][0]["id"]
+    return json.loads(text)["data"][0]
 
 
 def measure(name, targets, workers, chats, args):
     """The load against `targets`, between two readings of the workers' counters."""
-    model = first_model(targets[0])
+    model = first_model(targets[0])["id"]
     before = all_counters(workers)
     answers, seconds = run_load(targets, model, chats, args)
     after = all_counters(workers)
@@ -426,6 +462,7 @@ def parse_arguments():
     parser.add_argument("--urls", default="", metavar="URL,URL", help="measure these running workers by in-script round robin instead")
     parser.add_argument("--binary", default="", metavar="FILE", help="a built kvrouter (default: build it)")
     parser.add_argument("--model", default="", metavar="DIR", help="model for kvrouter (default: its own)")
+    parser.add_argument("--shared", action="store_true", help="one set of workers for all runs, emptied before each")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="vLLM workers (default %(default)s)")
     parser.add_argument("--blocks", type=int, default=60, metavar="N", help="KV blocks of 64 tokens a worker (default %(default)s)")
     parser.add_argument("--prompts", type=int, default=12, metavar="N", help="system prompts (default %(default)s)")
@@ -469,12 +506,20 @@ def measure_all(chats, args, results):
         out = ROOT / "out" / "bench-real"
         out.mkdir(parents=True, exist_ok=True)
         binary = Path(args.binary).resolve() if args.binary else build_router(out)
-        for label, flags in list(policy_runs(args.policies, binary)):
-            log_path = out / f"{label.replace('/', '-')}.log"
-            print(f"{label}: starting kvrouter with {args.workers} workers of {args.blocks} blocks (about a minute; log {log_path})", flush=True)
-            with Router(binary, flags, args, log_path) as router:
-                print(f"{label}: sending", flush=True)
-                results.append(measure(label, [router.http], router.workers, chats, args))
+        with contextlib.ExitStack() as until_end:
+            owner = None
+            if args.shared:
+                print(f"starting {args.workers} workers of {args.blocks} blocks (about a minute; log {out / 'workers.log'})", flush=True)
+                owner = until_end.enter_context(Router(binary, ["--policy", "round-robin"], args, out / "workers.log"))
+            for label, flags in list(policy_runs(args.policies, binary)):
+                log_path = out / f"{label.replace('/', '-')}.log"
+                print(f"{label}: starting kvrouter (log {log_path})", flush=True)
+                if owner:
+                    owner.empty_caches()
+                with Router(binary, flags, args, log_path, owner.worker_flags() if owner else ()) as router:
+                    print(f"{label}: sending", flush=True)
+                    results.append(measure(label, [router.http], router.workers, chats, args))
+                    router.ping()
 
 
 if __name__ == "__main__":
