@@ -49,10 +49,10 @@ func routesByMatch(policy string) bool { return policy == "cache-threshold" || p
 // without these a worker that fails fast would always look idle and get all.
 //
 // What wins by its match must have more than cache_threshold of the prompt, and
-// pass a gate (that of SGLang's successor router): with a queue of more than balance_rel times the mean and more than
-// balance_abs beyond it, the shortest queue gets the request instead, which
-// makes a second home for a prompt that many ask for and leaves all others
-// where they are.
+// pass a gate (that of SGLang's successor router): with a queue of more than
+// balance_rel times the mean and more than balance_abs beyond it, the shortest
+// queue gets the request instead, which makes a second home for a prompt that
+// many ask for and leaves all others where they are.
 type cacheRouting struct {
 	knobs  CacheKnobs
 	failed map[WorkerKey]failures
