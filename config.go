@@ -52,7 +52,7 @@ type Config struct {
 	GPUsPerWorker   int    `group:"Model and engine" name:"gpus-per-worker" default:"1" help:"GPUs of one worker (tensor parallel)."`
 	Python          string `group:"Model and engine" placeholder:"PATH" help:"Python that has vLLM. Default: the environment that 'make setup' prepared, else python3."`
 
-	Worker            []AttachedWorker `group:"Workers" sep:";" placeholder:"url=URL,..." help:"Attach a worker that runs already: url=http://host:8100[,id=3][,kv-events=tcp://host:5557][,replay=tcp://host:5757][,load=tcp://host:5657]. Repeatable. Only url is needed: the worker itself names its event endpoints."`
+	Worker            []AttachedWorker `group:"Workers" sep:";" placeholder:"url=URL,..." help:"Attach a worker that runs already: url=http://host:8100[,id=3][,kv-events=tcp://host:5557][,replay=tcp://host:5757][,load=tcp://host:5657][,role=prefill|decode|both][,kind=nixl|sglang|mooncake][,bootstrap=host:8998]. Repeatable. Only url is needed: the worker itself names its event endpoints."`
 	StartupTimeout    time.Duration    `group:"Workers" default:"10m" help:"Longest time for a started worker to become ready."`
 	RestartBackoffMax time.Duration    `group:"Workers" default:"30s" help:"Longest pause before a dead worker is started again; the first is 1s, each next one double."`
 
@@ -112,6 +112,7 @@ type AttachedWorker struct {
 	KVEvents string // ZMQ endpoint of its KV events; empty: asked of the worker
 	Replay   string // ZMQ endpoint of their replay; empty: asked of the worker
 	Load     string // ZMQ endpoint of its load; empty: its /metrics is polled
+	Disagg          // what it leaves out is asked of the worker
 }
 
 // Machine answers what the defaults depend on, so that tests can be any
@@ -522,8 +523,8 @@ func (c *Config) numberWorkers() error {
 	return nil
 }
 
-// UnmarshalText reads url=...,id=...,kv-events=...,replay=...,load=... in any
-// order, or a bare URL.
+// UnmarshalText reads url=...,id=...,kv-events=...,replay=...,load=...,
+// role=...,kind=...,bootstrap=... in any order, or a bare URL.
 func (w *AttachedWorker) UnmarshalText(text []byte) error {
 	*w = AttachedWorker{}
 	seen := map[string]bool{}
@@ -533,7 +534,7 @@ func (w *AttachedWorker) UnmarshalText(text []byte) error {
 		if !found && strings.Contains(part, "://") {
 			key, value = "url", part
 		} else if !found || value == "" {
-			return fmt.Errorf("worker %q: %q is not key=value; keys are url, id, kv-events, replay, load", text, part)
+			return fmt.Errorf("worker %q: %q is not key=value; keys are url, id, kv-events, replay, load, role, kind, bootstrap", text, part)
 		}
 		if seen[key] {
 			return fmt.Errorf("worker %q: %s is given twice", text, key)
@@ -555,8 +556,14 @@ func (w *AttachedWorker) UnmarshalText(text []byte) error {
 			w.Replay, err = zmqEndpoint(value)
 		case "load":
 			w.Load, err = zmqEndpoint(value)
+		case "role":
+			err = w.Role.UnmarshalText([]byte(value))
+		case "kind":
+			err = w.Kind.UnmarshalText([]byte(value))
+		case "bootstrap":
+			err = w.Bootstrap.UnmarshalText([]byte(value))
 		default:
-			return fmt.Errorf("worker %q: unknown key %s; keys are url, id, kv-events, replay, load", text, key)
+			return fmt.Errorf("worker %q: unknown key %s; keys are url, id, kv-events, replay, load, role, kind, bootstrap", text, key)
 		}
 		if err != nil {
 			return fmt.Errorf("worker %q: %s: %w", text, key, err)

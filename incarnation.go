@@ -94,7 +94,7 @@ func (in *incarnation) setTargets(models, adapters []string, sources []EventSour
 	for _, key := range keys {
 		in.targets = append(in.targets, Target{
 			Key: key, URL: in.w.spec.URL, Ranks: len(keys), Generation: in.generation, Models: models, Adapters: adapters,
-			MaxBatchedTokens: batched, TotalBlocks: cmp.Or(sizes[key.Rank], blocks),
+			MaxBatchedTokens: batched, TotalBlocks: cmp.Or(sizes[key.Rank], blocks), Disagg: in.w.spec.Disagg,
 		})
 		ranks = append(ranks, key.Rank)
 	}

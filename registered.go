@@ -29,6 +29,7 @@ type Registration struct {
 	Sources          []EventSource // KV events of its ranks; may be none
 	MaxBatchedTokens int           // of one engine step; 0: unknown
 	TotalBlocks      int           // KV blocks of a rank; 0: unknown
+	Disagg
 }
 
 // sameCache tells whether what is known of the worker's cache holds after a
@@ -226,7 +227,7 @@ func (in *incarnation) register(r Registration) {
 	for _, rank := range r.Ranks {
 		in.targets = append(in.targets, Target{
 			Key: WorkerKey{Worker: r.ID, Rank: rank}, URL: r.URL, Ranks: len(r.Ranks), Generation: in.generation,
-			Models: []string{r.Model}, MaxBatchedTokens: r.MaxBatchedTokens, TotalBlocks: r.TotalBlocks,
+			Models: []string{r.Model}, MaxBatchedTokens: r.MaxBatchedTokens, TotalBlocks: r.TotalBlocks, Disagg: r.Disagg,
 		})
 	}
 	in.f.update(in.w, func(s *WorkerStatus) { s.Models, s.Ranks = []string{r.Model}, slices.Clone(r.Ranks) })
