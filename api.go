@@ -94,8 +94,11 @@ type API struct {
 	proxy     *Proxy
 	telemetry *Telemetry
 	recorder  *Recorder // nil: nothing is recorded
-	log       *slog.Logger
-	draining  atomic.Bool
+	// lookForModels brings what is known of the workers' models up to date; nil:
+	// nothing does.
+	lookForModels func(context.Context)
+	log           *slog.Logger
+	draining      atomic.Bool
 }
 
 // NewAPI returns the OpenAI side over the given rooms.
@@ -216,7 +219,7 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 			return
 		}
 		model = parsed.Get("model").String()
-		if serves, up := a.router.Serves(model); up && !serves {
+		if !a.serves(c.Request.Context(), model) {
 			a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%s` does not exist.", model))
 			return
 		}
@@ -268,6 +271,17 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 	if x.Usage.Known && x.Decision.Tokens > 0 && x.Usage.PromptTokens != x.Decision.Tokens {
 		a.tokens.PromptMismatch(prompt.Shape, x.Decision.Tokens, x.Usage.PromptTokens)
 	}
+}
+
+// serves tells whether a worker serves the model, or none is up that could say. A
+// model may be new: the workers are asked before it is called unknown.
+func (a *API) serves(ctx context.Context, model string) bool {
+	serves, up := a.router.Serves(model)
+	if up && !serves && a.lookForModels != nil {
+		a.lookForModels(ctx)
+		serves, up = a.router.Serves(model)
+	}
+	return serves || !up
 }
 
 // settle answers a request that could not be forwarded, if it still can be
@@ -428,6 +442,11 @@ func (a *API) tokenized(serve func(context.Context, []byte) ([]byte, error)) gin
 	}
 }
 
+// workers returns one target of each worker that is up: its ranks share a server.
+func (a *API) workers() []Target {
+	return slices.CompactFunc(a.router.Targets(), func(a, b Target) bool { return a.Key.Worker == b.Key.Worker })
+}
+
 // models lists what the workers serve, each model as the first worker that
 // serves it describes it; while none is up, the name that is configured.
 func (a *API) models(c *gin.Context) {
@@ -435,7 +454,7 @@ func (a *API) models(c *gin.Context) {
 	defer cancel()
 	var list []json.RawMessage
 	seen := map[string]bool{}
-	for _, t := range a.router.Targets() {
+	for _, t := range a.workers() {
 		_, body, err := a.proxy.Ask(ctx, t, http.MethodGet, "/v1/models", a.upstreamHeader(c, requestID(c)), nil)
 		if err != nil {
 			continue
@@ -469,7 +488,7 @@ func (a *API) models(c *gin.Context) {
 // one of them holds: a stored response.
 func (a *API) broadcastUntilFound(c *gin.Context) {
 	id := requestID(c)
-	for _, t := range a.router.Targets() {
+	for _, t := range a.workers() {
 		status, body, err := a.proxy.Ask(c.Request.Context(), t, c.Request.Method, c.Request.URL.RequestURI(), a.upstreamHeader(c, id), nil)
 		if err == nil && status != http.StatusNotFound {
 			c.Header(headerWorker, workerLabel(t.Key.Worker))
@@ -494,7 +513,7 @@ func (a *API) admin(c *gin.Context) {
 	worst := http.StatusOK
 	answers := []gin.H{}
 	id := requestID(c)
-	for _, t := range a.router.Targets() {
+	for _, t := range a.workers() {
 		status, answer, err := a.proxy.Ask(c.Request.Context(), t, c.Request.Method, c.Request.URL.RequestURI(), a.upstreamHeader(c, id), body)
 		if err != nil {
 			status, answer = http.StatusBadGateway, errorJSON(http.StatusBadGateway, "server_error", "", "the worker did not answer")

@@ -16,6 +16,90 @@ import (
 	"time"
 )
 
+// AttachedWorker is a worker that somebody else runs, as given by --worker.
+type AttachedWorker struct {
+	ID       uint64
+	HasID    bool   // ID was given; else ParseConfig has chosen the next free one
+	URL      string // http://host:port, no slash at the end
+	KVEvents string // ZMQ endpoint of its KV events; empty: asked of the worker
+	Replay   string // ZMQ endpoint of their replay; empty: asked of the worker
+	Load     string // ZMQ endpoint of its load; empty: its /metrics is polled
+	Disagg          // what it leaves out is asked of the worker
+}
+
+// UnmarshalText reads url=...,id=...,kv-events=...,replay=...,load=...,
+// role=...,kind=...,bootstrap=... in any order, or a bare URL.
+func (w *AttachedWorker) UnmarshalText(text []byte) error {
+	*w = AttachedWorker{}
+	seen := map[string]bool{}
+	for part := range strings.SplitSeq(string(text), ",") {
+		part = strings.TrimSpace(part)
+		key, value, found := strings.Cut(part, "=")
+		if !found && strings.Contains(part, "://") {
+			key, value = "url", part
+		} else if !found || value == "" {
+			return fmt.Errorf("worker %q: %q is not key=value; keys are url, id, kv-events, replay, load, role, kind, bootstrap", text, part)
+		}
+		if seen[key] {
+			return fmt.Errorf("worker %q: %s is given twice", text, key)
+		}
+		seen[key] = true
+		var err error
+		switch key {
+		case "id":
+			w.HasID = true
+			w.ID, err = strconv.ParseUint(value, 10, 64)
+			if err != nil {
+				return fmt.Errorf("worker %q: id=%s is not a whole number from 0", text, value)
+			}
+		case "url":
+			w.URL, err = workerURL(value)
+		case "kv-events":
+			w.KVEvents, err = zmqEndpoint(value)
+		case "replay":
+			w.Replay, err = zmqEndpoint(value)
+		case "load":
+			w.Load, err = zmqEndpoint(value)
+		case "role":
+			err = w.Role.UnmarshalText([]byte(value))
+		case "kind":
+			err = w.Kind.UnmarshalText([]byte(value))
+		case "bootstrap":
+			err = w.Bootstrap.UnmarshalText([]byte(value))
+		default:
+			return fmt.Errorf("worker %q: unknown key %s; keys are url, id, kv-events, replay, load, role, kind, bootstrap", text, key)
+		}
+		if err != nil {
+			return fmt.Errorf("worker %q: %s: %w", text, key, err)
+		}
+	}
+	if w.URL == "" {
+		return fmt.Errorf("worker %q: url is missing; give url=http://host:port", text)
+	}
+	return nil
+}
+
+func workerURL(value string) (string, error) {
+	u, err := url.Parse(value)
+	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Hostname() == "" || u.RawQuery != "" || u.Fragment != "" {
+		return "", fmt.Errorf("%s is no URL such as http://host:8100", value)
+	}
+	return strings.TrimRight(value, "/"), nil
+}
+
+// zmqEndpoint checks an address that the router connects to.
+func zmqEndpoint(value string) (string, error) {
+	if path, ok := strings.CutPrefix(value, "ipc://"); ok && path != "" {
+		return value, nil
+	}
+	host, port, err := net.SplitHostPort(strings.TrimPrefix(value, "tcp://"))
+	number, bad := strconv.ParseUint(port, 10, 16)
+	if !strings.HasPrefix(value, "tcp://") || err != nil || bad != nil || number == 0 || host == "" || host == "*" {
+		return "", fmt.Errorf("%s is no endpoint such as tcp://host:5557", value)
+	}
+	return value, nil
+}
+
 // maxProbeBody bounds what is read of a worker's answer to a probe, bytes.
 const maxProbeBody = 1 << 20
 
@@ -62,33 +146,6 @@ func (f *Fleet) get(ctx context.Context, base, path string, limit time.Duration,
 // as opposed to one that is slow.
 func isGone(err error) bool {
 	return errors.Is(err, syscall.ECONNREFUSED)
-}
-
-// models asks a worker which models it serves, and which of them are LoRA
-// adapters: those with a parent. A server that does not tell (its key is not
-// known, or it has no such path) serves an unknown one: nil.
-func (f *Fleet) models(ctx context.Context, base string) (models, adapters []string, err error) {
-	var list struct {
-		Data []struct {
-			ID     string  `json:"id"`
-			Parent *string `json:"parent"`
-		} `json:"data"`
-	}
-	err = f.get(ctx, base, "/v1/models", f.timing.probeLimit, &list)
-	var status *statusError
-	if errors.As(err, &status) && status.status < 500 {
-		return nil, nil, nil
-	}
-	if err != nil {
-		return nil, nil, err
-	}
-	for _, model := range list.Data {
-		models = append(models, model.ID)
-		if model.Parent != nil && *model.Parent != "" {
-			adapters = append(adapters, model.ID)
-		}
-	}
-	return models, adapters, nil
 }
 
 // kvEventSource is what vLLM tells about the KV events of one rank.
@@ -203,7 +260,7 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 		}
 		return false
 	}
-	models, adapters, err := f.models(ctx, w.spec.URL)
+	served, err := f.models(ctx, w.spec.URL)
 	if err != nil {
 		if ctx.Err() == nil {
 			f.unreachable(w, err)
@@ -217,15 +274,18 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 	for _, source := range sources {
 		in.followEvents(source)
 	}
-	in.setTargets(models, adapters, sources)
+	in.setTargets(served, sources)
 	in.followLoads(w.spec.loadOf)
 	in.markUp()
-	f.log.Info(fmt.Sprintf("worker %d: attached", w.id), "url", w.spec.URL, "models", models, "event_streams", len(sources))
+	f.log.Info(fmt.Sprintf("worker %d: attached", w.id), "url", w.spec.URL, "models", served.names, "event_streams", len(sources))
 
 	for {
 		select {
 		case <-ctx.Done():
 			return true
+		case looked := <-w.look:
+			in.lookAtModels()
+			close(looked)
 		case <-w.wake:
 		case <-time.After(f.timing.healthEvery):
 		}
@@ -241,7 +301,7 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 			for _, source := range sources {
 				in.followEvents(source)
 			}
-			in.setTargets(models, adapters, sources)
+			in.setTargets(in.served, sources)
 			in.followLoads(w.spec.loadOf)
 			in.markUp()
 		} else if time.Since(in.began) >= f.timing.silentAfter {

@@ -26,11 +26,13 @@ type attachedServer struct {
 	mu      sync.Mutex // guards the rest
 	sources string     // what /kv_event_sources answers; empty: no such path
 	models  int        // status of /v1/models
+	list    string     // what it answers
+	listed  int        // times that it was asked
 }
 
 func newAttachedServer(t *testing.T, sources string) *attachedServer {
 	t.Helper()
-	a := &attachedServer{t: t, sources: sources, models: http.StatusOK, address: fmt.Sprintf("127.0.0.1:%d", freePorts(t, 1))}
+	a := &attachedServer{t: t, sources: sources, models: http.StatusOK, list: `{"data":[{"id":"base"},{"id":"adapter"}]}`, address: fmt.Sprintf("127.0.0.1:%d", freePorts(t, 1))}
 	return a
 }
 
@@ -52,7 +54,8 @@ func (a *attachedServer) start() {
 		switch {
 		case r.URL.Path == "/health":
 		case r.URL.Path == "/v1/models" && a.models == http.StatusOK:
-			fmt.Fprint(w, `{"data":[{"id":"base"},{"id":"adapter"}]}`)
+			a.listed++
+			fmt.Fprint(w, a.list)
 		case r.URL.Path == "/v1/models":
 			w.WriteHeader(a.models)
 		case r.URL.Path == "/kv_event_sources" && a.sources != "":

@@ -235,8 +235,8 @@ func TestBookTakesTheWorkerItIsGiven(t *testing.T) {
 		t.Fatal(b, err)
 	}
 	expectLoad(t, r, 4, 2, 1)
-	overlap := 0
-	if _, err := r.Book(Request{Sequence: []uint64{1, 2, 3}, NumTokens: 13, Overlap: &overlap}, WorkerKey{}); err != nil {
+	none := 0
+	if _, err := r.Book(Request{Sequence: []uint64{1, 2, 3}, NumTokens: 13, Cached: &none}, WorkerKey{}); err != nil {
 		t.Fatal(err)
 	}
 	expectLoad(t, r, 17, 5, 2)
@@ -244,6 +244,11 @@ func TestBookTakesTheWorkerItIsGiven(t *testing.T) {
 		t.Errorf("with one more %+v, want %+v", got, want)
 	}
 	expectLoad(t, r, 17, 5, 2)
+	some := 5
+	if _, err := r.Book(Request{Tokens: count(90, 8), Cached: &some}, WorkerKey{}); err != nil {
+		t.Fatal(err)
+	}
+	expectLoad(t, r, 20, 7, 3)
 }
 
 // TestBooksEqualANaiveCount drives policy kv at random, with every way a request

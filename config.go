@@ -3,14 +3,8 @@ package main
 import (
 	"errors"
 	"fmt"
-	"net"
-	"net/url"
-	"os"
-	"os/exec"
 	"path/filepath"
-	"runtime"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -49,7 +43,7 @@ type Config struct {
 	Engine          string `group:"Model and engine" default:"vllm" enum:"vllm,mocker,none" help:"What to start: vllm; mocker, simulated workers that need no GPU, Python or model; none to use attached and registered workers only."`
 	NumWorkers      int    `group:"Model and engine" default:"2" help:"Number of workers to start."`
 	BlockSize       int    `group:"Model and engine" default:"64" help:"Tokens in a KV-cache block; the same in router and engine. On a CPU a multiple of 32."`
-	GPUsPerWorker   int    `group:"Model and engine" name:"gpus-per-worker" default:"1" help:"GPUs of one worker (tensor parallel)."`
+	GPUsPerWorker   int    `group:"Model and engine" name:"gpus-per-worker" default:"1" help:"GPUs of one worker, or of each of its data-parallel ranks (tensor parallel)."`
 	Python          string `group:"Model and engine" placeholder:"PATH" help:"Python that has vLLM. Default: the environment that 'make setup' prepared, else python3."`
 
 	Worker            []AttachedWorker `group:"Workers" sep:";" placeholder:"url=URL,..." help:"Attach a worker that runs already: url=http://host:8100[,id=3][,kv-events=tcp://host:5557][,replay=tcp://host:5757][,load=tcp://host:5657][,role=prefill|decode|both][,kind=nixl|sglang|mooncake][,bootstrap=host:8998]. Repeatable. Only url is needed: the worker itself names its event endpoints."`
@@ -102,27 +96,6 @@ type Config struct {
 	Simulate SimulateSettings `kong:"-"`
 	// ModelFolder tells that Model is a folder here. Set by ResolveDefaults.
 	ModelFolder bool `kong:"-"`
-}
-
-// AttachedWorker is a worker that somebody else runs, as given by --worker.
-type AttachedWorker struct {
-	ID       uint64
-	HasID    bool   // ID was given; else ParseConfig has chosen the next free one
-	URL      string // http://host:port, no slash at the end
-	KVEvents string // ZMQ endpoint of its KV events; empty: asked of the worker
-	Replay   string // ZMQ endpoint of their replay; empty: asked of the worker
-	Load     string // ZMQ endpoint of its load; empty: its /metrics is polled
-	Disagg          // what it leaves out is asked of the worker
-}
-
-// Machine answers what the defaults depend on, so that tests can be any
-// machine.
-type Machine struct {
-	Cores  int
-	GPUs   func() []string         // devices that may be used, in order; none: CPU
-	Getenv func(key string) string // environment
-	IsFile func(path string) bool
-	IsDir  func(path string) bool
 }
 
 // cli is what kong parses: the settings and the commands.
@@ -215,70 +188,6 @@ func configFileName(args []string, getenv func(string) string) string {
 	return name
 }
 
-// ThisMachine returns the machine that the program runs on.
-func ThisMachine() Machine {
-	is := func(path string, dir bool) bool {
-		info, err := os.Stat(path)
-		return err == nil && info.IsDir() == dir
-	}
-	return Machine{
-		Cores:  runtime.GOMAXPROCS(0), // cores, or the container's share of them
-		GPUs:   visibleGPUs,
-		Getenv: os.Getenv,
-		IsFile: func(path string) bool { return is(path, false) },
-		IsDir:  func(path string) bool { return is(path, true) },
-	}
-}
-
-// visibleGPUs returns the NVIDIA devices that CUDA_VISIBLE_DEVICES leaves, or
-// all that nvidia-smi lists.
-func visibleGPUs() []string {
-	const limit = 20 * time.Second // the first call loads the driver
-	listing, err := outputWithin(limit, exec.Command("nvidia-smi", "--query-gpu=index", "--format=csv,noheader"))
-	if err != nil {
-		return nil
-	}
-	found := strings.Fields(listing)
-	chosen, restricted := os.LookupEnv("CUDA_VISIBLE_DEVICES")
-	if !restricted || len(found) == 0 {
-		return found
-	}
-	var gpus []string
-	for name := range strings.SplitSeq(chosen, ",") {
-		name = strings.TrimSpace(name)
-		if name == "" || name == "-1" { // CUDA ignores what follows an invalid entry
-			break
-		}
-		gpus = append(gpus, name)
-	}
-	return gpus
-}
-
-// outputWithin runs a short command and returns what it printed.
-func outputWithin(limit time.Duration, cmd *exec.Cmd) (string, error) {
-	cmd.WaitDelay = time.Second
-	var out strings.Builder
-	cmd.Stdout = &out
-	if err := cmd.Start(); err != nil {
-		return "", err
-	}
-	timer := time.AfterFunc(limit, func() { _ = cmd.Process.Kill() })
-	defer timer.Stop()
-	if err := cmd.Wait(); err != nil {
-		return "", err
-	}
-	return out.String(), nil
-}
-
-// CacheDir returns the folder that everything downloaded goes to.
-func CacheDir(getenv func(string) string) string {
-	base := getenv("XDG_CACHE_HOME")
-	if base == "" {
-		base = filepath.Join(getenv("HOME"), ".cache")
-	}
-	return filepath.Join(base, "kvrouter")
-}
-
 // ResolveDefaults fills in everything whose default depends on the machine:
 // GPUs, cores, --python, --model and --served-model-name. Without an engine to
 // start nothing is looked for, and the model is what the workers say it is.
@@ -343,8 +252,12 @@ func (c *Config) ResolveDefaults(machine Machine) error {
 		}
 		return nil
 	}
-	if need := c.NumWorkers * c.GPUsPerWorker; need > len(c.GPUs) {
-		return fmt.Errorf("--num-workers %d with --gpus-per-worker %d needs %d GPUs, but %d are visible; ask for fewer", c.NumWorkers, c.GPUsPerWorker, need, len(c.GPUs))
+	if need := c.NumWorkers * c.Ranks() * c.GPUsPerWorker; need > len(c.GPUs) {
+		ranks := ""
+		if c.Ranks() > 1 {
+			ranks = fmt.Sprintf(" and --data-parallel-size %d", c.Ranks())
+		}
+		return fmt.Errorf("--num-workers %d with --gpus-per-worker %d%s needs %d GPUs, but %d are visible; ask for fewer", c.NumWorkers, c.GPUsPerWorker, ranks, need, len(c.GPUs))
 	}
 	return nil
 }
@@ -354,20 +267,6 @@ func (c *Config) ResolveDefaults(machine Machine) error {
 func looksLikePath(model string) bool {
 	return strings.HasPrefix(model, "/") || strings.HasPrefix(model, "./") || strings.HasPrefix(model, "../") ||
 		strings.HasPrefix(model, "~") || strings.Count(model, "/") > 1
-}
-
-// reservedVLLMArgs are vLLM's flags that the router sets itself, with the
-// setting to use instead.
-var reservedVLLMArgs = map[string]string{
-	"model":              "--model before --",
-	"served-model-name":  "--served-model-name before --",
-	"host":               "nothing: workers listen on loopback",
-	"port":               "--base-worker-port before --",
-	"block-size":         "--block-size before --",
-	"kv-events-config":   "--base-kv-events-port and --base-kv-replay-port before --",
-	"uds":                "nothing: the router reaches workers by port",
-	"data-parallel-size": "--num-workers before --: each rank as its own worker",
-	"api-server-count":   "nothing: a worker has one API server",
 }
 
 func (c *Config) validate() error {
@@ -422,8 +321,11 @@ func (c *Config) validate() error {
 	for _, arg := range c.VLLMArgs {
 		name := vllmFlag(arg)
 		if instead, reserved := reservedVLLMArgs[name]; reserved {
-			return fmt.Errorf("%s after --: the router sets it for every worker; use %s", arg, instead)
+			return fmt.Errorf("%s after --: it is not passed on; use %s", arg, instead)
 		}
+	}
+	if value, given := vllmValue(c.VLLMArgs, "data-parallel-size"); given && c.vllmNumber("data-parallel-size") < 1 {
+		return fmt.Errorf("--data-parallel-size %s after --: give a number of at least 1", value)
 	}
 	for i, peer := range c.IndexerPeers {
 		var err error
@@ -435,54 +337,6 @@ func (c *Config) validate() error {
 		return err
 	}
 	return c.checkPortNumbers()
-}
-
-// vllmShortFlags are the short spellings of those flags of vLLM that matter here.
-var vllmShortFlags = map[string]string{"-tp": "tensor-parallel-size", "-dp": "data-parallel-size", "-asc": "api-server-count"}
-
-// vllmFlag returns the name of the flag that a vLLM argument is, without
-// dashes and value, in the long spelling with dashes; empty if it is none.
-func vllmFlag(arg string) string {
-	name, _, _ := strings.Cut(arg, "=")
-	long, isLong := strings.CutPrefix(name, "--")
-	if !isLong {
-		return vllmShortFlags[name]
-	}
-	return strings.ReplaceAll(long, "_", "-")
-}
-
-// hasVLLMFlag tells whether the user gave vLLM one of the flags.
-func (c *Config) hasVLLMFlag(names ...string) bool {
-	return slices.ContainsFunc(c.VLLMArgs, func(arg string) bool {
-		name := vllmFlag(arg)
-		return name != "" && slices.Contains(names, name)
-	})
-}
-
-// EngineLimits returns how many tokens a started worker computes in a pass at
-// most, and the blocks of its KV cache; 0: unknown.
-func (c *Config) EngineLimits() (maxBatchedTokens, totalBlocks int) {
-	if c.Engine == EngineMocker {
-		return c.MockMaxNumBatchedTokens, c.MockNumGPUBlocks
-	}
-	return c.vllmNumber("max-num-batched-tokens"), c.vllmNumber("num-gpu-blocks-override")
-}
-
-// vllmNumber returns the value that the user gave one of vLLM's flags; 0: none,
-// or no number.
-func (c *Config) vllmNumber(flag string) int {
-	for i, arg := range c.VLLMArgs {
-		if vllmFlag(arg) != flag {
-			continue
-		}
-		_, value, inside := strings.Cut(arg, "=")
-		if !inside && i+1 < len(c.VLLMArgs) {
-			value = c.VLLMArgs[i+1]
-		}
-		n, _ := strconv.Atoi(value)
-		return max(0, n)
-	}
-	return 0
 }
 
 // numberWorkers gives attached workers without an id the next free number, in
@@ -521,161 +375,4 @@ func (c *Config) numberWorkers() error {
 		taken[next] = w.URL
 	}
 	return nil
-}
-
-// UnmarshalText reads url=...,id=...,kv-events=...,replay=...,load=...,
-// role=...,kind=...,bootstrap=... in any order, or a bare URL.
-func (w *AttachedWorker) UnmarshalText(text []byte) error {
-	*w = AttachedWorker{}
-	seen := map[string]bool{}
-	for part := range strings.SplitSeq(string(text), ",") {
-		part = strings.TrimSpace(part)
-		key, value, found := strings.Cut(part, "=")
-		if !found && strings.Contains(part, "://") {
-			key, value = "url", part
-		} else if !found || value == "" {
-			return fmt.Errorf("worker %q: %q is not key=value; keys are url, id, kv-events, replay, load, role, kind, bootstrap", text, part)
-		}
-		if seen[key] {
-			return fmt.Errorf("worker %q: %s is given twice", text, key)
-		}
-		seen[key] = true
-		var err error
-		switch key {
-		case "id":
-			w.HasID = true
-			w.ID, err = strconv.ParseUint(value, 10, 64)
-			if err != nil {
-				return fmt.Errorf("worker %q: id=%s is not a whole number from 0", text, value)
-			}
-		case "url":
-			w.URL, err = workerURL(value)
-		case "kv-events":
-			w.KVEvents, err = zmqEndpoint(value)
-		case "replay":
-			w.Replay, err = zmqEndpoint(value)
-		case "load":
-			w.Load, err = zmqEndpoint(value)
-		case "role":
-			err = w.Role.UnmarshalText([]byte(value))
-		case "kind":
-			err = w.Kind.UnmarshalText([]byte(value))
-		case "bootstrap":
-			err = w.Bootstrap.UnmarshalText([]byte(value))
-		default:
-			return fmt.Errorf("worker %q: unknown key %s; keys are url, id, kv-events, replay, load, role, kind, bootstrap", text, key)
-		}
-		if err != nil {
-			return fmt.Errorf("worker %q: %s: %w", text, key, err)
-		}
-	}
-	if w.URL == "" {
-		return fmt.Errorf("worker %q: url is missing; give url=http://host:port", text)
-	}
-	return nil
-}
-
-func workerURL(value string) (string, error) {
-	u, err := url.Parse(value)
-	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Hostname() == "" || u.RawQuery != "" || u.Fragment != "" {
-		return "", fmt.Errorf("%s is no URL such as http://host:8100", value)
-	}
-	return strings.TrimRight(value, "/"), nil
-}
-
-// zmqEndpoint checks an address that the router connects to.
-func zmqEndpoint(value string) (string, error) {
-	if path, ok := strings.CutPrefix(value, "ipc://"); ok && path != "" {
-		return value, nil
-	}
-	host, port, err := net.SplitHostPort(strings.TrimPrefix(value, "tcp://"))
-	number, bad := strconv.ParseUint(port, 10, 16)
-	if !strings.HasPrefix(value, "tcp://") || err != nil || bad != nil || number == 0 || host == "" || host == "*" {
-		return "", fmt.Errorf("%s is no endpoint such as tcp://host:5557", value)
-	}
-	return value, nil
-}
-
-// portUse is one port that the router or a started worker listens on.
-type portUse struct {
-	flag   string
-	base   int // value of the flag
-	port   int
-	host   string
-	worker int // that listens, if port is not base
-}
-
-func (p portUse) String() string {
-	if p.port == p.base {
-		return fmt.Sprintf("%s %d", p.flag, p.base)
-	}
-	return fmt.Sprintf("%s %d (+%d for worker %d)", p.flag, p.base, p.port-p.base, p.worker)
-}
-
-// ports lists every port that will be listened on; 0 (any) is left out.
-func (c *Config) ports() []portUse {
-	const loopback = "127.0.0.1"
-	var uses []portUse
-	for _, p := range []portUse{{"--http-port", c.HTTPPort, c.HTTPPort, c.Host, 0}, {"--router-port", c.RouterPort, c.RouterPort, c.Host, 0}} {
-		if p.port != 0 {
-			uses = append(uses, p)
-		}
-	}
-	if c.ReplicaSync && c.ReplicaSyncPort != 0 {
-		uses = append(uses, portUse{"--replica-sync-port", c.ReplicaSyncPort, c.ReplicaSyncPort, c.Host, 0})
-	}
-	if c.Engine == EngineNone {
-		return uses
-	}
-	for i := range c.NumWorkers {
-		uses = append(uses, portUse{"--base-worker-port", c.BaseWorkerPort, c.BaseWorkerPort + i, loopback, i})
-		for at := i * c.Ranks(); at < (i+1)*c.Ranks(); at++ {
-			if c.KVEvents() {
-				uses = append(uses,
-					portUse{"--base-kv-events-port", c.BaseKVEventsPort, c.BaseKVEventsPort + at, loopback, i},
-					portUse{"--base-kv-replay-port", c.BaseKVReplayPort, c.BaseKVReplayPort + at, loopback, i},
-				)
-			}
-			uses = append(uses, portUse{"--base-metrics-port", c.BaseMetricsPort, c.BaseMetricsPort + at, loopback, i})
-		}
-	}
-	return uses
-}
-
-func (c *Config) checkPortNumbers() error {
-	owner := map[int]portUse{}
-	for _, p := range c.ports() {
-		if p.base < 1 || p.port > 65535 {
-			return fmt.Errorf("%s: ports go from 1 to 65535", p)
-		}
-		if other, taken := owner[p.port]; taken {
-			return fmt.Errorf("%s and %s both mean port %d; move one of them", other, p, p.port)
-		}
-		owner[p.port] = p
-	}
-	return nil
-}
-
-// CheckPorts tells whether every port that will be listened on is free now. The
-// error names the flag and the port.
-func CheckPorts(cfg Config) error {
-	for _, p := range cfg.ports() {
-		listener, err := net.Listen("tcp", net.JoinHostPort(p.host, strconv.Itoa(p.port)))
-		if err != nil {
-			return fmt.Errorf("%s: port %d cannot be used (%w); end what holds it or give another %s", p, p.port, rootCause(err), p.flag)
-		}
-		if err := listener.Close(); err != nil {
-			return fmt.Errorf("%s: port %d: %w", p, p.port, err)
-		}
-	}
-	return nil
-}
-
-// rootCause drops the address that net repeats around a system error.
-func rootCause(err error) error {
-	var system *os.SyscallError
-	if errors.As(err, &system) {
-		return system.Err
-	}
-	return err
 }

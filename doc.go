@@ -37,18 +37,21 @@
 //	eventlog.go   EventLog: the last of them, for other routers that missed some
 //	workers.go    Fleet: started workers (launch.go, process.go, startlog.go),
 //	              attached ones (attach.go) and those registered at run time
-//	              (registered.go); incarnation.go is what they share
+//	              (registered.go); incarnation.go is what they share, models.go
+//	              what they serve
 //	replica.go    Replicas: several routers know what each has in flight
 //	telemetry.go  Prometheus metrics (dynamometrics.go those under Dynamo's
 //	              names); record.go writes a line a request
 //	enginesim.go  SimEngine: a simulated engine, step by step (blockpool.go: its memory)
 //	mocker.go     simulated workers behind real sockets (mockapi.go, mockrequest.go and
-//	              mockanswer.go: their HTTP side, mockrank.go: their engine,
-//	              mockevents.go, mockmodel.go, mockwords.go, zmqserver.go)
+//	              mockanswer.go and mockadapters.go: their HTTP side, mockrank.go:
+//	              their engine, mockevents.go, mockmodel.go, mockwords.go, zmqserver.go)
 //	simulate.go   traces in virtual time (trace.go reads them, synthetic.go makes
 //	              some up, report.go and plot.go show what came out)
 //	config.go     every flag (mockconfig.go and simconfig.go those of simulations,
-//	              configfile.go reads the YAML file)
+//	              vllmargs.go what follows --, configfile.go reads the YAML file,
+//	              machine.go what the defaults depend on, ports.go what will
+//	              be listened on)
 //	main.go       wires all this and ends it again
 //
 // Three things to know before changing anything:

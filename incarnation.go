@@ -21,6 +21,8 @@ type incarnation struct {
 	began      time.Time
 	generation int
 
+	served     modelList // by the worker, as last told
+	modelsAt   time.Time // when that was
 	targets    []Target
 	announced  map[WorkerKey]Target // those that Up was called for
 	loaded     map[WorkerKey]bool   // those whose load is followed
@@ -76,7 +78,8 @@ func (in *incarnation) followEvents(source EventSource) {
 
 // setTargets sets what of the worker can be routed to: every rank that has an
 // event stream, or the worker as a whole.
-func (in *incarnation) setTargets(models, adapters []string, sources []EventSource) {
+func (in *incarnation) setTargets(served modelList, sources []EventSource) {
+	in.served, in.modelsAt = served, time.Now()
 	keys := []WorkerKey{{Worker: in.w.id}}
 	if len(sources) > 0 {
 		keys = keys[:0]
@@ -93,12 +96,12 @@ func (in *incarnation) setTargets(models, adapters []string, sources []EventSour
 	var ranks []uint32
 	for _, key := range keys {
 		in.targets = append(in.targets, Target{
-			Key: key, URL: in.w.spec.URL, Ranks: len(keys), Generation: in.generation, Models: models, Adapters: adapters,
+			Key: key, URL: in.w.spec.URL, Ranks: len(keys), Generation: in.generation, Models: served.names, Adapters: served.adapters,
 			MaxBatchedTokens: batched, TotalBlocks: cmp.Or(sizes[key.Rank], blocks), Disagg: in.w.spec.Disagg,
 		})
 		ranks = append(ranks, key.Rank)
 	}
-	in.f.update(in.w, func(s *WorkerStatus) { s.Models, s.Ranks = models, ranks })
+	in.f.update(in.w, func(s *WorkerStatus) { s.Models, s.Ranks = served.names, ranks })
 }
 
 // followLoads reads every target's load until the incarnation ends: from its
@@ -145,7 +148,8 @@ func (in *incarnation) markDown(reason string) {
 
 // checkHealth looks at a worker that has been ready: down after some looks
 // without an answer, at once if nothing listens there or it says itself that it
-// is not well; up with the next good answer.
+// is not well; up with the next good answer. With a good answer it is also asked
+// for its models, now and then.
 func (in *incarnation) checkHealth() {
 	err := in.f.get(in.ctx, in.w.spec.URL, "/health", in.f.timing.healthLimit, nil)
 	if in.ctx.Err() != nil {
@@ -157,6 +161,9 @@ func (in *incarnation) checkHealth() {
 			in.markUp()
 		}
 		in.misses, in.gone = 0, false
+		if in.w.registry == nil && time.Since(in.modelsAt) >= in.f.timing.modelsEvery {
+			in.lookAtModels()
+		}
 		return
 	}
 	in.misses++

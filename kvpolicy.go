@@ -84,7 +84,7 @@ func (k PolicyKnobs) with(o *Override) PolicyKnobs {
 // in blocks: queued are the uncached prompt tokens of requests without a first
 // token, active the distinct prompt blocks in use and new those that this
 // prompt would add. The credit is overlap_score_credit / (1 + decay·excess /
-// prompt), where excess is what is queued beyond the worker with the least.
+// ⌈prompt⌉), where excess is what is queued beyond the worker with the least.
 // Ties are broken at random. A temperature above 0 draws instead, by the
 // softmax of −cost / (highest − lowest cost) / temperature. Where prompt tokens
 // are not tracked, they cost nothing, and the credit goes off the blocks.
@@ -110,7 +110,7 @@ func (p kvPolicy) cost(q Query, c *Candidate, least int) float64 {
 	block := float64(q.BlockSize)
 	credit := p.knobs.OverlapScoreCredit
 	if excess := c.Load.PrefillTokens - least; excess > 0 && q.Tokens > 0 {
-		credit /= 1 + p.knobs.OverlapScoreCreditDecay*float64(excess)/float64(q.Tokens)
+		credit /= 1 + p.knobs.OverlapScoreCreditDecay*(float64(excess)/block)/math.Ceil(float64(q.Tokens)/block)
 	}
 	cached := credit * float64(c.Overlap)
 	decode := float64(c.Load.ActiveBlocks + c.NewBlocks)

@@ -62,6 +62,31 @@ func TestKVFollowsDynamosFormula(t *testing.T) {
 	}
 }
 
+// TestKVCreditDecaysByWholeBlocksOfThePrompt has choices that Dynamo 1.6.1's
+// service made: worker 0 holds 9 blocks of the prompt and has a queue, worker 1
+// holds 3 and has none.
+func TestKVCreditDecaysByWholeBlocksOfThePrompt(t *testing.T) {
+	for _, test := range []struct {
+		tokens, queued int
+		decay          float64
+		want           int
+	}{
+		{43, 12, 1.6, 0}, {43, 12, 1.73, 0}, {43, 12, 1.81, 0}, {43, 12, 1.9, 1},
+		{44, 13, 1.1, 0}, {44, 13, 1.3, 0}, {44, 13, 1.55, 1}, {44, 13, 1.7, 1},
+	} {
+		knobs := DefaultPolicyKnobs()
+		knobs.OverlapScoreCreditDecay = test.decay
+		policy, err := NewPolicyWith("kv", knobs)
+		if err != nil {
+			t.Fatal(err)
+		}
+		p := new(pool).add(9, kvLoad(test.queued, 3, 1)).add(3, kvLoad(0, 3, 1))
+		if counts := draws(policy, Query{Tokens: test.tokens, BlockSize: 4}, p.candidates); counts[test.want] != 1000 {
+			t.Errorf("%+v: chosen %v times", test, counts)
+		}
+	}
+}
+
 func TestKVTemperatureDrawsByCost(t *testing.T) {
 	knobs := DefaultPolicyKnobs()
 	knobs.RouterTemperature = 1

@@ -38,6 +38,7 @@ type processSpec struct {
 // defaults here. pluginDir is where writePlugin has put the plugins; environ is
 // the router's own environment.
 func vllmCommand(cfg Config, i int, pluginDir string, environ []string) (processSpec, error) {
+	first := i * cfg.Ranks() // from here on vLLM and the plugin count its ranks
 	events, err := json.Marshal(struct {
 		Enable   bool   `json:"enable_kv_cache_events"`
 		Kind     string `json:"publisher"`
@@ -48,8 +49,8 @@ func vllmCommand(cfg Config, i int, pluginDir string, environ []string) (process
 	}{
 		// vLLM binds an endpoint with a wildcard and connects to any other; the
 		// plugin narrows the wildcard to loopback.
-		true, "zmq", fmt.Sprintf("tcp://*:%d", cfg.BaseKVEventsPort+i),
-		launchedReplayEndpoint(cfg, i), kvEventsTopic, replayBatches,
+		true, "zmq", fmt.Sprintf("tcp://*:%d", cfg.BaseKVEventsPort+first),
+		launchedReplayEndpoint(cfg, first), kvEventsTopic, replayBatches,
 	})
 	if err != nil {
 		return processSpec{}, fmt.Errorf("worker %d: KV event settings: %w", i, err)
@@ -68,7 +69,7 @@ func vllmCommand(cfg Config, i int, pluginDir string, environ []string) (process
 	argv = append(argv, "--enable-prompt-tokens-details", "--enable-scale-out")
 	env := newEnvironment(environ)
 	env.dropPrefix("KVROUTER_") // the router's keys are no business of the workers
-	env.set("KVROUTER_LOAD_ENDPOINT", launchedLoadEndpoint(cfg, i))
+	env.set("KVROUTER_LOAD_ENDPOINT", launchedLoadEndpoint(cfg, first))
 	env.set("KVROUTER_LOOPBACK_EVENTS", "1")
 	pythonPath := pluginDir
 	if old := env.get("PYTHONPATH"); old != "" {
@@ -83,16 +84,16 @@ func vllmCommand(cfg Config, i int, pluginDir string, environ []string) (process
 		env.setDefault("HF_HUB_OFFLINE", "1")
 	}
 
-	if k := cfg.GPUsPerWorker; len(cfg.GPUs) > 0 {
+	if k := cfg.GPUsPerWorker * cfg.Ranks(); len(cfg.GPUs) > 0 {
 		if (i+1)*k > len(cfg.GPUs) {
 			return processSpec{}, fmt.Errorf("worker %d needs GPUs %d to %d of the visible ones, but there are %d", i, i*k+1, (i+1)*k, len(cfg.GPUs))
 		}
 		env.set("CUDA_VISIBLE_DEVICES", strings.Join(cfg.GPUs[i*k:(i+1)*k], ","))
-		if k > 1 && !cfg.hasVLLMFlag("tensor-parallel-size") {
-			argv = append(argv, "--tensor-parallel-size", strconv.Itoa(k))
+		if cfg.GPUsPerWorker > 1 && !cfg.hasVLLMFlag("tensor-parallel-size") {
+			argv = append(argv, "--tensor-parallel-size", strconv.Itoa(cfg.GPUsPerWorker))
 		}
 	} else {
-		env.setDefault("OMP_NUM_THREADS", strconv.Itoa(max(1, cfg.Cores/max(1, cfg.NumWorkers))))
+		env.setDefault("OMP_NUM_THREADS", strconv.Itoa(max(1, cfg.Cores/max(1, cfg.NumWorkers*cfg.Ranks()))))
 		env.setDefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 		env.setDefault("VLLM_CPU_KVCACHE_SPACE", "1") // GiB
 		if !cfg.hasVLLMFlag("enforce-eager", "no-enforce-eager") {

@@ -98,6 +98,54 @@ func TestWorkersPublishNoEventsThatNobodyFollows(t *testing.T) {
 	}
 }
 
+func TestRanksOfAWorkerTakePortsInARow(t *testing.T) {
+	for _, test := range []struct {
+		name string
+		gpus []string
+		args string
+		env  []string
+		not  string
+	}{
+		{"on the CPU", nil, "-- --data-parallel-size 2", []string{"OMP_NUM_THREADS=2"}, "--tensor-parallel-size"},
+		{"one GPU a rank", []string{"0", "1", "2", "3"}, "-- --data-parallel-size 1 -dp=2", []string{"CUDA_VISIBLE_DEVICES=2,3"}, "--tensor-parallel-size"},
+		{"two GPUs a rank", []string{"0", "1", "2", "3", "4", "5", "6", "7"}, "--gpus-per-worker 2 -- --data_parallel_size=2 -tp 2", []string{"CUDA_VISIBLE_DEVICES=4,5,6,7"}, "--tensor-parallel-size"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			cfg := mustParse(t, testMachine(t, test.gpus...), append([]string{"--python", "py", "--model", "org/name"}, strings.Fields(test.args)...)...)
+			spec, err := vllmCommand(cfg, 1, "/plugin", nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			events := strings.NewReplacer("5558", "5559", "5758", "5759").Replace(kvEventsConfig5558)
+			if !slices.Contains(spec.argv, events) || !slices.Contains(spec.argv, "8101") || slices.Contains(spec.argv, test.not) {
+				t.Errorf("%q", spec.argv)
+			}
+			for _, want := range append(test.env, "KVROUTER_LOAD_ENDPOINT=tcp://127.0.0.1:5659") {
+				if !slices.Contains(spec.env, want) {
+					t.Errorf("no %s in %q", want, spec.env)
+				}
+			}
+			// What is followed and checked to be free is what vLLM and the plugin make
+			// of that: each rank one port further.
+			want := []EventSource{
+				{Worker: WorkerKey{1, 0}, Endpoint: "tcp://127.0.0.1:5559", Replay: "tcp://127.0.0.1:5759", Topic: kvEventsTopic, BlockSize: 64},
+				{Worker: WorkerKey{1, 1}, Endpoint: "tcp://127.0.0.1:5560", Replay: "tcp://127.0.0.1:5760", Topic: kvEventsTopic, BlockSize: 64},
+			}
+			if diff := cmp.Diff(want, launchedSources(cfg, 1)); diff != "" {
+				t.Error(diff)
+			}
+			var ports []int
+			for _, use := range cfg.ports() {
+				ports = append(ports, use.port)
+			}
+			slices.Sort(ports)
+			if want := []int{5557, 5558, 5559, 5560, 5657, 5658, 5659, 5660, 5757, 5758, 5759, 5760, 7000, 8000, 8100, 8101}; !slices.Equal(ports, want) {
+				t.Errorf("listens on %v, want %v", ports, want)
+			}
+		})
+	}
+}
+
 func TestTheFirstWorkerGetsTheFirstGPU(t *testing.T) {
 	cfg := mustParse(t, testMachine(t, "2", "3"), "--python", "py", "--model", "org/name")
 	spec, err := vllmCommand(cfg, 0, "/plugin", nil)

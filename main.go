@@ -121,6 +121,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error)
 	r.proxy.outputBlocks = config.RouterTrackOutputBlocks
 	r.tokens = NewTokens(r.model, r.askWorker, config.TokenTimeout, log)
 	r.api = NewAPI(config, r.router, r.tokens, r.proxy, r.telemetry, log)
+	r.api.lookForModels = r.fleet.LookForModels
 	r.selection = NewSelection(config, r.router, r.index, r.fleet, log)
 	if config.Record != "" {
 		if r.api.recorder, err = NewRecorder(config.Record, config.Policy, config.BlockSize, log); err != nil {

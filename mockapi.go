@@ -33,6 +33,8 @@ func (w *MockWorker) routes() http.Handler {
 	mux.HandleFunc("GET /metrics", w.metrics)
 	mux.HandleFunc("GET /kv_event_sources", w.eventSources)
 	mux.HandleFunc("POST /reset_prefix_cache", w.reset)
+	mux.HandleFunc("POST /v1/load_lora_adapter", w.loadAdapter)
+	mux.HandleFunc("POST /v1/unload_lora_adapter", w.unloadAdapter)
 	mux.HandleFunc("POST /tokenize", w.tokenizer(w.model.Tokenize))
 	mux.HandleFunc("POST /detokenize", w.tokenizer(w.model.Detokenize))
 	mux.HandleFunc("POST /v1/chat/completions", func(out http.ResponseWriter, in *http.Request) { w.infer(out, in, true) })
@@ -198,8 +200,8 @@ func (w *MockWorker) models(out http.ResponseWriter, _ *http.Request) {
 		}
 	}
 	cards := []any{card(w.cfg.ServedModelName, nil, w.maxModelLen)}
-	for _, adapter := range w.cfg.MockLora {
-		cards = append(cards, card(adapter, w.cfg.ServedModelName, nil))
+	for _, adapter := range w.loaded() {
+		cards = append(cards, card(adapter.name, w.cfg.ServedModelName, nil))
 	}
 	answerJSON(out, http.StatusOK, map[string]any{"object": "list", "data": cards})
 }

@@ -53,15 +53,6 @@ func (c *MockConfig) SimConfig(blockSize int) SimConfig {
 	return engine
 }
 
-// Ranks is how many data-parallel ranks a started worker has. Each takes one of
-// the ports for KV events, their replay and load.
-func (c *Config) Ranks() int {
-	if c.Engine == EngineMocker {
-		return max(1, c.MockDataParallelSize)
-	}
-	return 1
-}
-
 // validate checks the settings for that many workers.
 func (c *MockConfig) validate(workers int) error {
 	for flag, value := range map[string]int{

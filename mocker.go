@@ -45,6 +45,9 @@ func (m *Mocker) Start(i int) (*MockWorker, error) {
 		started: time.Now(), ended: make(chan error, 1),
 		random: rand.New(rand.NewPCG(m.cfg.Seed+uint64(i), m.starts.Add(1))),
 	}
+	for _, adapter := range m.cfg.MockLora {
+		w.load(adapter)
+	}
 	sim := m.cfg.SimConfig(m.cfg.BlockSize)
 	if slower := m.cfg.MockSlowWorker[uint64(i)]; slower > 0 {
 		sim.Timing.Speedup /= slower
@@ -113,8 +116,10 @@ type MockWorker struct {
 	handlers gate           // of HTTP requests
 	hung     atomic.Bool    // nothing is answered any more
 
-	mu     sync.Mutex // guards random
-	random *rand.Rand
+	mu        sync.Mutex // guards the rest
+	random    *rand.Rand
+	adapters  []mockAdapter // that are loaded
+	adapterID int           // of the one loaded last
 }
 
 // listen opens the worker's ports.

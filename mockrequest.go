@@ -202,27 +202,6 @@ func (f *mockFields) stop() mockStop {
 	return s
 }
 
-// mockAdapter is a LoRA adapter; without a name it is none.
-type mockAdapter struct {
-	id   int // from 1
-	name string
-}
-
-// served finds the model that a request names; none is the base model.
-func (w *MockWorker) served(name string) (mockAdapter, *mockProblem) {
-	for i, adapter := range w.cfg.MockLora {
-		if adapter == name {
-			return mockAdapter{i + 1, name}, nil
-		}
-	}
-	if name == "" || name == w.cfg.ServedModelName {
-		return mockAdapter{}, nil
-	}
-	return mockAdapter{}, &mockProblem{
-		http.StatusNotFound, "NotFoundError", fmt.Sprintf("The model `%s` does not exist. Valid aliases: %s.", name, w.cfg.ServedModelName), "model",
-	}
-}
-
 // prompts returns the prompts of a request as tokens.
 func (w *MockWorker) prompts(body *Body, chat bool) ([][]uint32, *mockProblem) {
 	if chat {

@@ -88,7 +88,7 @@ func (p *inquiry) decodeLeg(prefill Target) inquiry {
 		override = *p.Override
 	}
 	override.AssumeKVReuse, override.TrackPrefillTokens = &no, &no
-	leg.Leg, leg.Kinds, leg.Override, leg.Overlap = LegDecode, kindsOf(prefill.Kind), &override, &none
+	leg.Leg, leg.Kinds, leg.Override, leg.Cached = LegDecode, kindsOf(prefill.Kind), &override, &none
 	leg.Exclude = append(slices.Clone(p.Exclude), prefill.Key.Worker)
 	leg.shared, leg.sequence, leg.Sequence = false, nil, nil
 	return leg

@@ -118,14 +118,15 @@ const (
 	LegDecode             // the answer, with a prompt computed elsewhere
 )
 
-// takes tells whether a worker may get that leg. A decode worker can do
-// everything itself, a prefill worker nothing else.
+// takes tells whether a worker may get that leg. A prefill worker computes
+// prompts only; a decode worker can do everything itself, but for SGLang's, which
+// refuses a request without a room.
 func (d Disagg) takes(leg Leg) bool {
 	switch leg {
 	case LegPrefill:
-		return d.Role != RoleDecode && d.Kind != KindNone
+		return d.Role != RoleDecode && (d.Kind == KindNIXL || d.Kind != KindNone && d.Bootstrap.Known())
 	case LegDecode:
 		return d.Role != RolePrefill && d.Kind != KindNone
 	}
-	return d.Role != RolePrefill
+	return d.Role == RoleBoth || d.Role == RoleDecode && d.Kind != KindSGLang
 }

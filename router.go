@@ -48,7 +48,7 @@ type Request struct {
 	Local     []uint64 // its local block hashes, where the caller has them instead of Tokens
 	Sequence  []uint64 // its sequence hashes, where the caller has them; not to be changed any more
 	NumTokens int      // its whole length; 0: that of Tokens
-	Overlap   *int     // blocks that its worker holds, where the caller knows; nil: as in the index
+	Cached    *int     // tokens that its worker need not compute, 0 to its length, where the caller knows; nil: as in the index
 	LoRA      string   // adapter, empty: none
 	Salt      string   // cache salt, empty: none
 	Model     string   // only workers that serve it; empty: any
@@ -459,8 +459,8 @@ func (p *inquiry) mayUse(t *Target) bool {
 
 func (r *Router) candidate(p *inquiry, t *Target, now time.Time) Candidate {
 	c := Candidate{Target: *t, Load: r.loads.Get(t.Key, now), NewBlocks: p.newBlocks()}
-	if p.Overlap != nil {
-		c.Overlap = *p.Overlap
+	if p.Cached != nil {
+		c.Overlap = *p.Cached / r.blockSize
 	} else if i := slices.IndexFunc(p.matches, func(m Match) bool { return m.Worker == t.Key }); i >= 0 {
 		c.Overlap = p.matches[i].Blocks
 	}
@@ -523,6 +523,9 @@ func (r *Router) book(p *inquiry, c *Candidate, now time.Time) *Booking {
 	}
 	if r.tracksPrefill(p) {
 		b.uncached = p.tokens - c.Overlap*r.blockSize
+		if p.Cached != nil { // which need not be whole blocks
+			b.uncached = p.tokens - *p.Cached
+		}
 	}
 	if p.counted && !p.shared {
 		b.sequence = make([]uint64, len(p.local))

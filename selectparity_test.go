@@ -468,7 +468,7 @@ func (p *parity) book() {
 		delete(query, "pinned_worker")
 		query["worker_id"], query["dp_rank"] = key.Worker, key.Rank
 		if tokens := query["token_ids"].([]uint32); p.random.IntN(2) == 0 && len(tokens) > 0 {
-			query["effective_prefill_tokens"] = len(tokens) - p.random.IntN(len(tokens)/parityBlockSize+1)*parityBlockSize
+			query["effective_prefill_tokens"] = p.random.IntN(len(tokens) + 1)
 		}
 	}
 	ours, theirs := p.both("POST", "/reservations", query)

@@ -51,12 +51,15 @@ func (o *overrideQuery) override() (*Override, error) {
 	if o == nil {
 		return nil, nil
 	}
-	for name, value := range map[string]*float64{
-		"overlap_score_weight": o.OverlapScoreWeight, "router_temperature": o.RouterTemperature,
-		"prefill_load_scale": o.PrefillLoadScale, "overlap_score_credit": o.OverlapScoreCredit,
+	for _, setting := range []struct {
+		name  string
+		value *float64
+	}{
+		{"overlap_score_weight", o.OverlapScoreWeight}, {"overlap_score_credit", o.OverlapScoreCredit},
+		{"prefill_load_scale", o.PrefillLoadScale}, {"router_temperature", o.RouterTemperature},
 	} {
-		if value != nil && (!(*value >= 0) || math.IsInf(*value, 1)) {
-			return nil, errOverride{name}
+		if v := setting.value; v != nil && (!(*v >= 0) || math.IsInf(*v, 1)) {
+			return nil, errOverride{setting.name}
 		}
 	}
 	converted := Override(*o)
@@ -190,7 +193,8 @@ func (s *Selection) selectWorker(c *gin.Context) {
 	}
 	if query.SelectionID != "" {
 		request.QueryOnly, request.Pinned, request.Allowed = false, nil, nil
-		request.Overlap = &decision.MatchedBlocks
+		cached := decision.MatchedBlocks * s.router.BlockSize()
+		request.Cached = &cached
 		s.pending.put(pendingSelection{key: pendingKey{of, query.SelectionID}, request: request, worker: decision.Target.Key})
 	}
 	c.JSON(http.StatusOK, s.selectAnswer(of, query.SelectionID, request, decision))
@@ -277,7 +281,7 @@ type reserveQuery struct {
 // request checks the query and turns it into the router's form. How much of the
 // prompt is to be computed is as the client says; if it does not, none of it
 // counts.
-func (q reserveQuery) request(blockSize int) (Request, error) {
+func (q reserveQuery) request() (Request, error) {
 	request, err := selectQuery{promptQuery: q.promptQuery, Override: q.Override, ExpectedOutput: q.ExpectedOutput}.request()
 	if err != nil {
 		return request, err
@@ -290,8 +294,8 @@ func (q reserveQuery) request(blockSize int) (Request, error) {
 	if effective < 0 || effective > tokens {
 		return request, fmt.Errorf("effective_prefill_tokens (%d) must not exceed isl_tokens (%d)", effective, tokens)
 	}
-	overlap := (tokens - effective) / blockSize
-	request.Overlap = &overlap
+	cached := tokens - effective
+	request.Cached = &cached
 	track := q.EffectiveTokens != nil && given(q.TrackPrefill, true)
 	request.Override.TrackPrefillTokens = &track
 	return request, nil
@@ -314,7 +318,7 @@ func (s *Selection) reserve(c *gin.Context) {
 	if query.WorkerID != nil {
 		s.pending.drop(pending)
 		var err error
-		if request, err = query.request(s.router.BlockSize()); err != nil {
+		if request, err = query.request(); err != nil {
 			queryError(c, err)
 			return
 		}

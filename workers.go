@@ -9,7 +9,6 @@ import (
 	"os"
 	"os/exec"
 	"slices"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -81,6 +80,9 @@ type fleetTiming struct {
 	healthLimit   time.Duration // longest wait for an answer to one look
 	healthMisses  int           // looks in a row without answer that make a worker down
 	hangLimit     time.Duration // a started worker that is down for longer is killed
+	modelsEvery   time.Duration // between looks at its models
+	lookEvery     time.Duration // the least between those that requests make necessary
+	lookLimit     time.Duration // longest wait of such a request, beside that
 	probeLimit    time.Duration // longest wait for /v1/models and /kv_event_sources
 	stopLimit     time.Duration // between SIGTERM and SIGKILL
 	backoffFirst  time.Duration // first pause before a restart; doubles up to --restart-backoff-max
@@ -92,6 +94,7 @@ type fleetTiming struct {
 func defaultTiming() fleetTiming {
 	return fleetTiming{
 		readyPoll: 250 * time.Millisecond, healthEvery: 2 * time.Second, healthLimit: 2 * time.Second, healthMisses: 3,
+		modelsEvery: 10 * time.Second, lookEvery: time.Second, lookLimit: 2 * time.Second,
 		hangLimit: 60 * time.Second, probeLimit: 5 * time.Second, stopLimit: 10 * time.Second,
 		backoffFirst: time.Second, backoffReset: 60 * time.Second,
 		progressEvery: 10 * time.Second, silentAfter: 10 * time.Second,
@@ -106,9 +109,10 @@ type Fleet struct {
 	hooks     FleetHooks
 	log       *slog.Logger
 	client    *http.Client
-	workerKey string        // bearer key that the workers ask for; may be empty
-	everReady atomic.Bool   // some worker has been ready
-	opened    chan struct{} // closed when workers can be registered
+	workerKey string             // bearer key that the workers ask for; may be empty
+	everReady atomic.Bool        // some worker has been ready
+	opened    chan struct{}      // closed when workers can be registered
+	lookers   chan chan struct{} // closed, each, when the models have been looked for
 
 	membership sync.Mutex // guards workers and run
 	workers    []*worker  // a slice that was read stays as it is
@@ -128,8 +132,9 @@ type worker struct {
 	id       uint64
 	spec     AttachedWorker // of a started one: only ID and URL
 	attached bool
-	registry *registry     // nil: not a registered one
-	wake     chan struct{} // holds a token when its health is to be looked at now
+	registry *registry          // nil: not a registered one
+	wake     chan struct{}      // holds a token when its health is to be looked at now
+	look     chan chan struct{} // to be closed when its models have been looked at
 
 	mu      sync.Mutex // guards the rest
 	status  WorkerStatus
@@ -146,6 +151,7 @@ func NewFleet(cfg Config, index Index, hooks FleetHooks, log *slog.Logger) (*Fle
 		client:    &http.Client{Transport: &http.Transport{DisableKeepAlives: true}},
 		workerKey: vllmKey(cfg.VLLMArgs),
 		opened:    make(chan struct{}),
+		lookers:   make(chan chan struct{}),
 		timing:    defaultTiming(),
 		loads:     FollowLoad,
 	}
@@ -190,7 +196,7 @@ func (f *Fleet) join(spec AttachedWorker, attached bool, state string) {
 
 func newWorker(spec AttachedWorker, attached bool, state string) *worker {
 	return &worker{
-		id: spec.ID, spec: spec, attached: attached, wake: make(chan struct{}, 1), streams: map[WorkerKey]*EventStream{},
+		id: spec.ID, spec: spec, attached: attached, wake: make(chan struct{}, 1), look: make(chan chan struct{}), streams: map[WorkerKey]*EventStream{},
 		status: WorkerStatus{ID: spec.ID, URL: spec.URL, Attached: attached, State: state, Since: time.Now()},
 	}
 }
@@ -204,18 +210,10 @@ func (f *Fleet) members() []*worker {
 
 // vllmKey finds the key that started workers will ask for.
 func vllmKey(args []string) string {
-	key := os.Getenv("VLLM_API_KEY")
-	for i, arg := range args {
-		if vllmFlag(arg) != "api-key" {
-			continue
-		}
-		if _, value, ok := strings.Cut(arg, "="); ok {
-			key = value
-		} else if i+1 < len(args) {
-			key = args[i+1]
-		}
+	if key, given := vllmValue(args, "api-key"); given {
+		return key
 	}
-	return key
+	return os.Getenv("VLLM_API_KEY")
 }
 
 // Run supervises the workers until ctx is done, then ends those that it
@@ -249,6 +247,10 @@ func (f *Fleet) Run(ctx context.Context) (err error) {
 			return f.superviseStarted(ctx, w, func(output *startLog) (startedEngine, error) { return f.startProcess(w, i, pluginDir, output, guard) })
 		})
 	}
+	group.Go(func() error {
+		f.lookForModels(ctx)
+		return nil
+	})
 	f.open(ctx, group)
 	return group.Wait()
 }
@@ -468,6 +470,9 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker, start func(*startLog)
 				return since(readySince), err
 			}
 			return since(readySince), f.explainEnd(w, output, err)
+		case looked := <-w.look:
+			in.lookAtModels()
+			close(looked)
 		case <-w.wake:
 		case <-timer.C:
 		}
@@ -516,14 +521,14 @@ func (f *Fleet) becomeReady(in *incarnation) bool {
 	if err := f.get(in.ctx, w.spec.URL, "/health", f.timing.healthLimit, nil); err != nil {
 		return false
 	}
-	models, adapters, err := f.models(in.ctx, w.spec.URL)
+	served, err := f.models(in.ctx, w.spec.URL)
 	if err != nil {
 		return false
 	}
-	if models == nil {
-		models = []string{f.cfg.ServedModelName}
+	if served.names == nil {
+		served.names = []string{f.cfg.ServedModelName}
 	}
-	in.setTargets(models, adapters, launchedSources(f.cfg, int(w.id)))
+	in.setTargets(served, launchedSources(f.cfg, int(w.id)))
 	in.followLoads(func(rank uint32) string {
 		return launchedLoadEndpoint(f.cfg, int(w.id)*f.cfg.Ranks()+int(rank))
 	})

@@ -1,0 +1,100 @@
+package main
+
+import (
+	"slices"
+	"strconv"
+	"strings"
+)
+
+const ranksInside = "--data-parallel-size: all ranks of a worker run inside it"
+
+// reservedVLLMArgs are vLLM's flags that the router sets itself or could not
+// follow, with what to use instead.
+var reservedVLLMArgs = map[string]string{
+	"model":             "--model before --",
+	"served-model-name": "--served-model-name before --",
+	"host":              "nothing: workers listen on loopback",
+	"port":              "--base-worker-port before --",
+	"block-size":        "--block-size before --",
+	"kv-events-config":  "--base-kv-events-port and --base-kv-replay-port before --",
+	"uds":               "nothing: the router reaches workers by port",
+	"api-server-count":  "nothing: a worker has one API server",
+
+	"data-parallel-rank":                   ranksInside,
+	"data-parallel-start-rank":             ranksInside,
+	"data-parallel-size-local":             ranksInside,
+	"data-parallel-hybrid-lb":              ranksInside,
+	"data-parallel-external-lb":            ranksInside,
+	"data-parallel-multi-port-external-lb": ranksInside,
+}
+
+// vllmShortFlags are the short spellings of those flags of vLLM that matter here.
+var vllmShortFlags = map[string]string{
+	"-tp": "tensor-parallel-size", "-asc": "api-server-count",
+	"-dp": "data-parallel-size", "-dpn": "data-parallel-rank", "-dpr": "data-parallel-start-rank", "-dpl": "data-parallel-size-local",
+	"-dph": "data-parallel-hybrid-lb", "-dpe": "data-parallel-external-lb", "-dpm": "data-parallel-multi-port-external-lb",
+}
+
+// vllmFlag returns the name of the flag that a vLLM argument is, without
+// dashes and value, in the long spelling with dashes; empty if it is none.
+func vllmFlag(arg string) string {
+	name, _, _ := strings.Cut(arg, "=")
+	long, isLong := strings.CutPrefix(name, "--")
+	if !isLong {
+		return vllmShortFlags[name]
+	}
+	return strings.ReplaceAll(long, "_", "-")
+}
+
+// hasVLLMFlag tells whether the user gave vLLM one of the flags.
+func (c *Config) hasVLLMFlag(names ...string) bool {
+	return slices.ContainsFunc(c.VLLMArgs, func(arg string) bool {
+		name := vllmFlag(arg)
+		return name != "" && slices.Contains(names, name)
+	})
+}
+
+// EngineLimits returns how many tokens a started worker computes in a pass at
+// most, and the blocks of its KV cache; 0: unknown.
+func (c *Config) EngineLimits() (maxBatchedTokens, totalBlocks int) {
+	if c.Engine == EngineMocker {
+		return c.MockMaxNumBatchedTokens, c.MockNumGPUBlocks
+	}
+	return c.vllmNumber("max-num-batched-tokens"), c.vllmNumber("num-gpu-blocks-override")
+}
+
+// Ranks is how many data-parallel ranks a started worker has. Each takes one of
+// the ports for KV events, their replay and load.
+func (c *Config) Ranks() int {
+	switch c.Engine {
+	case EngineMocker:
+		return max(1, c.MockDataParallelSize)
+	case EngineVLLM:
+		return max(1, c.vllmNumber("data-parallel-size"))
+	}
+	return 1
+}
+
+// vllmNumber returns the value that the user gave one of vLLM's flags; 0: none,
+// or no number above it.
+func (c *Config) vllmNumber(flag string) int {
+	value, _ := vllmValue(c.VLLMArgs, flag)
+	n, _ := strconv.Atoi(value)
+	return max(0, n)
+}
+
+// vllmValue returns the value of one of vLLM's flags, of several the last, which
+// is the one that vLLM takes.
+func vllmValue(args []string, flag string) (value string, given bool) {
+	for i, arg := range args {
+		if vllmFlag(arg) != flag {
+			continue
+		}
+		var inside bool
+		if _, value, inside = strings.Cut(arg, "="); !inside && i+1 < len(args) {
+			value = args[i+1]
+		}
+		given = true
+	}
+	return value, given
+}
