@@ -42,6 +42,8 @@ type Config struct {
 	ServedModelName string `group:"Model and engine" placeholder:"NAME" help:"Name that clients use for the model. Default: the name of --model, for a folder its last part."`
 	Engine          string `group:"Model and engine" default:"vllm" enum:"vllm,mocker,none" help:"What to start: vllm; mocker, simulated workers that need no GPU, Python or model; none to use attached and registered workers only."`
 	NumWorkers      int    `group:"Model and engine" default:"2" help:"Number of workers to start."`
+	PrefillWorkers  int    `group:"Model and engine" placeholder:"N" help:"In place of --num-workers: workers to start that compute only prompts."`
+	DecodeWorkers   int    `group:"Model and engine" placeholder:"N" help:"Workers to start beside those, that compute the answers."`
 	BlockSize       int    `group:"Model and engine" default:"64" help:"Tokens in a KV-cache block; the same in router and engine. On a CPU a multiple of 32."`
 	GPUsPerWorker   int    `group:"Model and engine" name:"gpus-per-worker" default:"1" help:"GPUs of one worker, or of each of its data-parallel ranks (tensor parallel)."`
 	Python          string `group:"Model and engine" placeholder:"PATH" help:"Python that has vLLM. Default: the environment that 'make setup' prepared, else python3."`
@@ -64,7 +66,8 @@ type Config struct {
 	TokenCacheTokens int           `group:"Routing" default:"4194304" help:"Prompt tokens remembered by piece of text (system prompt, turns), so that no piece is encoded twice; 4 bytes each. 0 remembers nothing."`
 	CollectUsage     bool          `group:"Routing" default:"true" negatable:"" help:"Ask workers for the usage of streams whose client did not, and keep it from the client."`
 	RouterKnobs
-	IndexerPeers []string `group:"Routing" placeholder:"URL" help:"Fill the index at the start from the first of these routers (or Dynamo's services) that answers GET /dump; they are also asked for KV events that a worker cannot replay. Several are separated by commas."`
+	DisaggMinUncachedTokens int      `group:"Routing" default:"256" help:"With fewer tokens of a prompt to compute, one worker computes it and its answer, though others compute prompts alone."`
+	IndexerPeers            []string `group:"Routing" placeholder:"URL" help:"Fill the index at the start from the first of these routers (or Dynamo's services) that answers GET /dump; they are also asked for KV events that a worker cannot replay. Several are separated by commas."`
 	PolicyKnobs
 	IndexConfig
 

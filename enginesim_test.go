@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"slices"
 	"testing"
 	"time"
 
@@ -15,7 +16,7 @@ func (e *SimEngine) check() error {
 		return err
 	}
 	refs := make([]int32, len(e.pool.blocks))
-	for _, r := range e.running {
+	for _, r := range slices.Concat(e.running, e.fetching, e.fetched, e.kept) {
 		for _, b := range r.held {
 			refs[b]++
 		}

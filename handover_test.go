@@ -1,0 +1,250 @@
+package main
+
+import (
+	"bytes"
+	"math"
+	"testing"
+	"time"
+
+	"pgregory.net/rapid"
+)
+
+// apart turns a simulation into one whose first workers compute only prompts.
+func apart(s Simulation, prefills int) Simulation {
+	config := DefaultMockConfig()
+	s.Prefills, s.Handover, s.LeastUncached = prefills, config.Handover(), 256
+	return s
+}
+
+// TestAPairsTimesAddUp is one case by hand: a pass of the prefill worker, the
+// transfer, then passes of the decode worker that compute no prompt. The same
+// prompt once more is short of uncached tokens, so the decode worker does it all.
+func TestAPairsTimesAddUp(t *testing.T) {
+	ids := []uint64{1, 2}
+	requests := []TraceRequest{
+		{Prompt: 1000, Output: 3, hashes: ids, part: traceBlock, known: 1000},
+		{Prompt: 1000, Output: 2, hashes: ids, part: traceBlock, known: 1000},
+	}
+	s := apart(simulation(requests, "kv", 64), 1)
+	s.Workers, s.Concurrency = 2, 1
+	run := finishedRun(t, s)
+
+	prefill := func(n float64) float64 { return 16.50142 + 1.518344e-02*n + 4.209989e-07*n*n }
+	decode := func(context float64) float64 {
+		u := context / (16384 * 64)
+		return 5.74 + 54.01*u - 25.74*u*u
+	}
+	const transfer = 1000 * 131072 / 64e9 * 1000 // ms
+	same := func(what string, got time.Duration, want float64) {
+		t.Helper()
+		if math.Abs(milliseconds(got)-want) > 1e-4 {
+			t.Errorf("%s after %v ms, want %v", what, milliseconds(got), want)
+		}
+	}
+	pair, whole := run.ledger[0], run.ledger[1]
+	if pair.prefill == nil || pair.prefill.worker != 0 || pair.worker != 1 {
+		t.Fatalf("the first request went to worker %d, its prompt: %+v", pair.worker, pair.prefill)
+	}
+	same("the prompt", pair.prefill.end-pair.sent, prefill(1000))
+	first := prefill(1000) + transfer + decode(1000)
+	same("the first token", pair.first-pair.sent, first)
+	same("the end", pair.end-pair.sent, first+decode(1001)+decode(1002))
+	if pair.Missing != 1000 {
+		t.Errorf("%d tokens were fetched, want 1000", pair.Missing)
+	}
+	if whole.prefill != nil || whole.worker != 1 || whole.Cached != 960 {
+		t.Fatalf("the second request: worker %d, %d tokens cached, prompt elsewhere: %v", whole.worker, whole.Cached, whole.prefill != nil)
+	}
+	same("the first token of the second", whole.first-whole.sent, prefill(40))
+	same("its end", whole.end-whole.sent, prefill(40)+decode(1001))
+}
+
+// TestWhatIsCachedIsNotFetched: a decode worker that has the start of a prompt
+// asks for the rest alone.
+func TestWhatIsCachedIsNotFetched(t *testing.T) {
+	requests := []TraceRequest{
+		{Prompt: 1024, Output: 1, hashes: []uint64{1, 2}, part: traceBlock, known: 1024},
+		{Prompt: 1536, Output: 1, hashes: []uint64{1, 2, 3}, part: traceBlock, known: 1536},
+	}
+	s := apart(simulation(requests, "kv", 64), 1)
+	s.Workers, s.Concurrency = 2, 1
+	run := finishedRun(t, s)
+	if second := run.ledger[1]; second.Missing != 512 || second.prefill.Cached != 1024 {
+		t.Errorf("%d tokens fetched, want 512; the prefill worker found %d, want 1024", second.Missing, second.prefill.Cached)
+	}
+}
+
+func TestEveryPairOfARunEnds(t *testing.T) {
+	requests := loadTraces(t)["synthetic"][:400]
+	for _, policy := range PolicyNames {
+		for _, blocks := range []int{16384, 2200} { // the latter fill up: requests are preempted
+			s := apart(simulation(requests, policy, 64), 3)
+			s.Engine.Blocks = blocks
+			run := finishedRun(t, s)
+			if len(run.ledger) != len(requests) {
+				t.Errorf("%s: %d requests ended, want %d", policy, len(run.ledger), len(requests))
+			}
+			pairs := 0
+			for _, f := range run.ledger {
+				if f.end < f.first || f.first <= f.sent || f.Generated != f.Output {
+					t.Fatalf("%s: sent %v, first token %v, end %v, %d tokens of %d", policy, f.sent, f.first, f.end, f.Generated, f.Output)
+				}
+				if f.prefill != nil {
+					pairs++
+					if f.prefill.worker >= s.Prefills || f.prefill.end >= f.first {
+						t.Fatalf("%s: worker %d computed the prompt until %v, first token %v", policy, f.prefill.worker, f.prefill.end, f.first)
+					}
+				}
+				if f.worker < s.Prefills {
+					t.Fatalf("%s: worker %d answered", policy, f.worker)
+				}
+			}
+			if pairs < len(requests)/2 {
+				t.Errorf("%s: %d pairs of %d requests", policy, pairs, len(requests))
+			}
+			for i := range run.workers {
+				engine := run.workers[i].engine
+				if err := engine.check(); err != nil || engine.pool.active() != 0 {
+					t.Errorf("%s: worker %d: %d blocks in use at the end: %v", policy, i, engine.pool.active(), err)
+				}
+				if l := run.router.Load(WorkerKey{Worker: uint64(i)}); l.InFlight != 0 || l.PrefillTokens != 0 || l.ContextTokens != 0 || l.ActiveBlocks != 0 {
+					t.Errorf("%s: worker %d: %d in flight, %d prompt tokens, %d decoding, %d blocks are left", policy, i, l.InFlight, l.PrefillTokens, l.ContextTokens, l.ActiveBlocks)
+				}
+			}
+			if index, is := run.index.(*Radix); is {
+				if err := index.check(); err != nil {
+					t.Error(err)
+				}
+			}
+		}
+	}
+}
+
+func TestTwoRunsApartAreEqual(t *testing.T) {
+	requests := loadTraces(t)["synthetic"][:400]
+	for _, policy := range []string{"kv", "work", "random"} {
+		s := apart(simulation(requests, policy, 64), 4)
+		s.EventLag = 20 * time.Millisecond
+		var texts [2]bytes.Buffer
+		for i := range texts {
+			if err := writeReportsJSON(&texts[i], []*SimReport{mustRun(t, s)}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if texts[0].String() != texts[1].String() {
+			t.Errorf("%s: two runs differ:\n%s%s", policy, &texts[0], &texts[1])
+		}
+	}
+}
+
+// TestFetchedPromptsKeepTheEngineSound drives an engine at random whose prompts
+// are computed there or elsewhere, come or do not, and are aborted: after every
+// step its blocks add up, and an index fed with its events holds what its cache
+// does.
+func TestFetchedPromptsKeepTheEngineSound(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		index, w := NewRadix(), WorkerKey{Worker: 1}
+		var failed error
+		e := smallEngine(rapid.IntRange(8, 24).Draw(t, "blocks"), func(event SimEvent) {
+			if event.Stored {
+				if err := index.Store(w, event.Parent, event.HasParent, event.Blocks); err != nil {
+					failed = err
+				}
+			} else if unknown := index.Remove(w, event.Removed); unknown > 0 {
+				t.Fatalf("%d removed blocks had not been stored", unknown)
+			}
+		})
+		var coming []*SimRequest // told of by the engine
+		e.fetch = func(r *SimRequest) { coming = append(coming, r) }
+		var open, kept []*SimRequest
+		end := func() {
+			for _, r := range e.End() {
+				if r.Generated > r.Output {
+					t.Fatalf("%d tokens of %d", r.Generated, r.Output)
+				}
+				if r.Generated == r.Output && r.Keep {
+					kept = append(kept, r)
+				}
+			}
+		}
+		pass := func() {
+			if _, busy := e.Begin(); busy {
+				end()
+			}
+		}
+		arrive := func(came bool) {
+			if len(coming) > 0 {
+				e.Fetched(coming[0], came)
+				coming = coming[1:]
+			}
+		}
+		verify := func() {
+			if failed != nil {
+				t.Fatal(failed)
+			}
+			if err := e.check(); err != nil {
+				t.Fatal(err)
+			}
+			if held, cached := index.Blocks(w), e.pool.keys(); held != cached {
+				t.Fatalf("the index holds %d blocks, the cache %d", held, cached)
+			}
+		}
+		t.Repeat(map[string]func(*rapid.T){
+			"submit": func(t *rapid.T) {
+				local := rapid.SliceOfN(rapid.Uint64Range(1, 2), 0, 4).Draw(t, "blocks")
+				r := simRequest(4, local, rapid.IntRange(0, 3).Draw(t, "rest"), rapid.IntRange(1, 12).Draw(t, "output"))
+				r.Prompt = max(1, r.Prompt)
+				r.Fetch = rapid.Bool().Draw(t, "fetch")
+				r.Keep = !r.Fetch && rapid.Bool().Draw(t, "keep")
+				if e.Submit(r) == nil {
+					open = append(open, r)
+				}
+			},
+			"pass":          func(*rapid.T) { pass() },
+			"prompt comes":  func(*rapid.T) { arrive(true) },
+			"does not come": func(*rapid.T) { arrive(false) },
+			"comes inside a pass": func(*rapid.T) {
+				if _, busy := e.Begin(); busy {
+					arrive(true)
+					verify()
+					end()
+				}
+			},
+			"let go": func(*rapid.T) {
+				if len(kept) > 0 {
+					e.Abort(kept[0])
+					kept = kept[1:]
+				}
+			},
+			"abort": func(t *rapid.T) {
+				if len(open) > 0 {
+					r := rapid.SampledFrom(open).Draw(t, "which")
+					e.Abort(r)
+					r.Output = 0
+				}
+			},
+			"reset": func(*rapid.T) {
+				e.Reset()
+				index.Clear(w)
+			},
+			"": func(*rapid.T) { verify() },
+		})
+		for range 1000 {
+			pass()
+			arrive(true)
+			for _, r := range kept {
+				e.Abort(r)
+			}
+			kept = nil
+			verify()
+		}
+		for _, r := range open {
+			if r.Generated < r.Output {
+				t.Fatalf("a request stays at %d tokens of %d", r.Generated, r.Output)
+			}
+		}
+		if e.pool.active() != 0 {
+			t.Fatalf("%d blocks are still in use", e.pool.active())
+		}
+	})
+}
