@@ -40,6 +40,18 @@ func (p Pair) End() {
 	}
 }
 
+// took returns the decision of which all times are to be told: the first, with
+// the time of the second.
+func (p Pair) took() Decision {
+	if p.Whole != "" {
+		return p.Decode
+	}
+	d := p.Prefill
+	d.ScheduleTime += p.Decode.ScheduleTime
+	d.QueueTime += p.Decode.QueueTime
+	return d
+}
+
 // Paired tells whether any worker that is up computes only prompts or only
 // answers: else RoutePair splits nothing.
 func (r *Router) Paired() bool { return r.paired.Load() }
@@ -62,11 +74,11 @@ func (r *Router) RoutePair(ctx context.Context, request Request, rule PairRule) 
 	c := r.pairings(&p)
 	pair := Pair{}
 	switch {
+	case rule.Whole != "" && (c.whole || c.kinds == 0):
+		pair.Whole = rule.Whole
 	case c.kinds == 0:
 		pair.Whole = wholeNoPair
 	case !c.whole:
-	case rule.Whole != "":
-		pair.Whole = rule.Whole
 	case p.tokens > 0 && c.uncached < rule.LeastUncached:
 		pair.Whole = wholeShort
 	}
@@ -74,6 +86,7 @@ func (r *Router) RoutePair(ctx context.Context, request Request, rule PairRule) 
 	if pair.Whole == "" {
 		prefill := p
 		prefill.ID, prefill.Leg, prefill.Kinds = "", LegPrefill, c.kinds
+		prefill.ExpectedOutput, prefill.Silent = 1, false
 		if pair.Prefill, err = r.place(ctx, &prefill, looked); err == nil {
 			decode := p.decodeLeg(pair.Prefill.Target)
 			if pair.Decode, err = r.place(ctx, &decode, Decision{}); err == nil {
@@ -106,7 +119,7 @@ func (p *inquiry) decodeLeg(prefill Target) inquiry {
 	override.AssumeKVReuse, override.TrackPrefillTokens = &no, &no
 	leg.Leg, leg.Kinds, leg.Override, leg.Cached = LegDecode, kindsOf(prefill.Kind), &override, &none
 	leg.Exclude = append(slices.Clone(p.Exclude), prefill.Key.Worker)
-	leg.shared, leg.sequence, leg.Sequence = false, nil, nil
+	leg.shared, leg.sequence, leg.Sequence, leg.Prefix = false, nil, nil, PrefixHints{}
 	return leg
 }
 
