@@ -270,6 +270,7 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 
 	in := f.begin(ctx, w)
 	defer in.end("no longer followed")
+	in.takePart(f.detect(ctx, w.spec.URL, w.spec.Disagg))
 	sources := f.eventSources(ctx, w.spec)
 	for _, source := range sources {
 		in.followEvents(source)
@@ -277,7 +278,7 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 	in.setTargets(served, sources)
 	in.followLoads(w.spec.loadOf)
 	in.markUp()
-	f.log.Info(fmt.Sprintf("worker %d: attached", w.id), "url", w.spec.URL, "models", served.names, "event_streams", len(sources))
+	f.log.Info(fmt.Sprintf("worker %d: attached", w.id), "url", w.spec.URL, "models", served.names, "event_streams", len(sources), "role", in.disagg.Role, "kind", in.disagg.Kind)
 
 	for {
 		select {

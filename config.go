@@ -70,6 +70,7 @@ type Config struct {
 	IndexerPeers            []string `group:"Routing" placeholder:"URL" help:"Fill the index at the start from the first of these routers (or Dynamo's services) that answers GET /dump; they are also asked for KV events that a worker cannot replay. Several are separated by commas."`
 	PolicyKnobs
 	IndexConfig
+	DisaggKnobs
 
 	APIKey           []string      `group:"Requests" name:"api-key" placeholder:"KEY" help:"Bearer key that the OpenAI port asks for; several are separated by commas. Default: no key is asked for."`
 	RouterAPIKey     []string      `group:"Requests" name:"router-api-key" placeholder:"KEY" help:"The same for the router port."`
@@ -280,6 +281,9 @@ func (c *Config) validate() error {
 		return err
 	}
 	if err := c.IndexConfig.validate(); err != nil {
+		return err
+	}
+	if err := c.DisaggKnobs.validate(); err != nil {
 		return err
 	}
 	if tokens, _ := c.EngineLimits(); c.Engine == EngineVLLM && tokens == 0 && c.RouterKnobs.countsPasses() {

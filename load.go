@@ -270,7 +270,7 @@ func (l *Loads) OutputBlock(b *Booking, share *float64) {
 // Outcome sums up a request that is ending now with so many tokens, before End.
 func (l *Loads) Outcome(b *Booking, output int, now time.Time) Outcome {
 	o := Outcome{
-		Worker: b.worker, Uncached: b.uncached, Output: output, Alone: b.alone,
+		Worker: b.worker, Leg: b.leg, Uncached: b.uncached, Output: output, Alone: b.alone,
 		FirstToken: b.first.Sub(b.sent), Decode: now.Sub(b.first),
 	}
 	o.Before = b.atFirst.since(b.atSent, o.FirstToken)

@@ -244,6 +244,7 @@ func (r *rooms) run(ctx context.Context) error {
 		return nil
 	})
 	err = group.Wait()
+	r.api.pairs.Close()
 	r.api.recorder.Close()
 	r.log.Info("stopped")
 	return err

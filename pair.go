@@ -6,21 +6,32 @@ import (
 	"slices"
 )
 
+// ErrNoPair says that a request must not stay whole, but has to: no prefill
+// worker is up, or no decode worker that could go on with its work.
+var ErrNoPair = errors.New("no prefill worker and decode worker are up that can share the request")
+
 // Pair is where a request goes whose prompt and answer may be computed by two
 // workers.
 type Pair struct {
 	Prefill Decision // of the prompt; nothing where the request stays whole
 	Decode  Decision // of the answer, or of the whole request
-	Whole   string   // why it stays whole: one of the constants; empty: it does not
+	Whole   string   // why it stays whole: one of the constants, or PairRule.Whole; empty: it does not
 }
 
-// Why a request stays whole.
+// Why a request stays whole, beside what PairRule.Whole gives.
 const (
 	wholeNoPair = "no_pair" // no two workers are up that can share it
 	wholeShort  = "short"   // too few tokens of its prompt are to be computed
 )
 
-// End ends what is booked for the pair: nobody is to blame.
+// PairRule says when a request stays whole.
+type PairRule struct {
+	LeastUncached int    // fewest prompt tokens to be computed for which two workers share it
+	Whole         string // why it is to stay whole wherever a worker takes whole requests; empty: it is not
+	Enforce       bool   // ErrNoPair where it stays whole only because no two workers are up
+}
+
+// End ends what is booked for the pair and has not ended: nobody is to blame.
 func (p Pair) End() {
 	for _, b := range []*Booking{p.Prefill.Booking, p.Decode.Booking} {
 		if b != nil {
@@ -29,38 +40,53 @@ func (p Pair) End() {
 	}
 }
 
+// took returns the decision of which all times are to be told: the first, with
+// the time of the second.
+func (p Pair) took() Decision {
+	if p.Whole != "" {
+		return p.Decode
+	}
+	d := p.Prefill
+	d.ScheduleTime += p.Decode.ScheduleTime
+	d.QueueTime += p.Decode.QueueTime
+	return d
+}
+
 // Paired tells whether any worker that is up computes only prompts or only
-// answers, so that RoutePair may split a request.
+// answers: else RoutePair splits nothing.
 func (r *Router) Paired() bool { return r.paired.Load() }
 
-// notePairs is called with every change of the workers.
+// notePairs is called with every change of the workers, under the lock.
 func (r *Router) notePairs() {
 	r.paired.Store(slices.ContainsFunc(r.targets, func(t Target) bool { return t.Role != RoleBoth }))
 }
 
 // RoutePair is Route for a request that two workers may share: one computes the
 // prompt, chosen as Route does, the other the answer, chosen by load alone, and
-// both are booked. The request stays whole where no such two are up, or where
-// fewer than leastUncached tokens of its prompt are to be computed by the worker
-// that may take it whole and has most of it; it goes then where Route sends it.
-// Unless the request is QueryOnly or Unbooked, the caller must end both
-// bookings. Request.Leg and Kinds are set here.
-func (r *Router) RoutePair(ctx context.Context, request Request, leastUncached int) (Pair, error) {
+// both are booked. The request stays whole, and goes where Route sends it, where
+// no such two workers are up; and, if a worker takes it whole, where the rule
+// says so. Unless the request is QueryOnly or Unbooked, the caller must end both
+// bookings. Of Request.Kinds only those share it; Leg is set here.
+func (r *Router) RoutePair(ctx context.Context, request Request, rule PairRule) (Pair, error) {
 	scratch := r.scratch.Get().(*lookup)
 	defer r.scratch.Put(scratch)
 	p, looked := r.lookUp(request, scratch)
-	kinds, uncached := r.pairings(&p)
+	c := r.pairings(&p)
 	pair := Pair{}
 	switch {
-	case kinds == 0:
+	case rule.Whole != "" && (c.whole || c.kinds == 0):
+		pair.Whole = rule.Whole
+	case c.kinds == 0:
 		pair.Whole = wholeNoPair
-	case uncached < leastUncached:
+	case !c.whole:
+	case p.tokens > 0 && c.uncached < rule.LeastUncached:
 		pair.Whole = wholeShort
 	}
 	var err error
 	if pair.Whole == "" {
 		prefill := p
-		prefill.ID, prefill.Leg, prefill.Kinds = "", LegPrefill, kinds
+		prefill.ID, prefill.Leg, prefill.Kinds = "", LegPrefill, c.kinds
+		prefill.ExpectedOutput, prefill.Silent = 1, false
 		if pair.Prefill, err = r.place(ctx, &prefill, looked); err == nil {
 			decode := p.decodeLeg(pair.Prefill.Target)
 			if pair.Decode, err = r.place(ctx, &decode, Decision{}); err == nil {
@@ -72,6 +98,9 @@ func (r *Router) RoutePair(ctx context.Context, request Request, leastUncached i
 			return Pair{}, err
 		}
 		pair = Pair{Whole: wholeNoPair} // one of them has just gone
+	}
+	if pair.Whole == wholeNoPair && rule.Enforce {
+		return Pair{}, ErrNoPair
 	}
 	p.Leg, p.Kinds = LegWhole, 0
 	pair.Decode, err = r.place(ctx, &p, looked)
@@ -90,25 +119,31 @@ func (p *inquiry) decodeLeg(prefill Target) inquiry {
 	override.AssumeKVReuse, override.TrackPrefillTokens = &no, &no
 	leg.Leg, leg.Kinds, leg.Override, leg.Cached = LegDecode, kindsOf(prefill.Kind), &override, &none
 	leg.Exclude = append(slices.Clone(p.Exclude), prefill.Key.Worker)
-	leg.shared, leg.sequence, leg.Sequence = false, nil, nil
+	leg.shared, leg.sequence, leg.Sequence, leg.Prefix = false, nil, nil, PrefixHints{}
 	return leg
 }
 
-// pairings returns the kinds of which two workers are up that can share p, one
-// of them made for its part, and how many tokens of the prompt are to be
-// computed by the worker that may take p whole and has most of it.
-func (r *Router) pairings(p *inquiry) (kinds Kinds, uncached int) {
+// pairings is who could serve a request.
+type pairings struct {
+	kinds    Kinds // of which two workers are up that can share it, one of them made for its part
+	whole    bool  // a worker takes it whole
+	uncached int   // prompt tokens to be computed by the one of those that has most of it
+}
+
+func (r *Router) pairings(p *inquiry) pairings {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	now := r.now()
+	var whole bool
 	var prefill, decode, prefillOnly, decodeOnly Kinds
 	most := 0
-	leg := *p
+	any, leg := *p, *p
+	any.Kinds = 0
 	for i := range r.targets {
 		t := &r.targets[i]
-		if leg.Leg = LegWhole; leg.mayUse(t) {
+		if any.mayUse(t) {
 			c := r.candidate(p, t, now)
-			most = max(most, c.Overlap)
+			whole, most = true, max(most, c.Overlap)
 		}
 		of := kindsOf(t.Kind)
 		if leg.Leg = LegPrefill; leg.mayUse(t) {
@@ -124,5 +159,5 @@ func (r *Router) pairings(p *inquiry) (kinds Kinds, uncached int) {
 			}
 		}
 	}
-	return prefillOnly&decode | decodeOnly&prefill, p.tokens - most*r.blockSize
+	return pairings{prefillOnly&decode | decodeOnly&prefill, whole, p.tokens - most*r.blockSize}
 }

@@ -13,6 +13,7 @@ type Query struct {
 	BlockSize int       // tokens a block
 	Untracked bool      // prompt tokens do not count as load
 	Override  *Override // of knobs; nil: none
+	Leg       Leg       // that a worker is wanted for
 	Prefix    PrefixHints
 	Decision  uint64 // number by which a judged policy hears how it ended; 0: it never will
 }
@@ -61,6 +62,7 @@ type learner interface{ Learn(o Outcome) }
 // Outcome is how a request went whose answer is complete.
 type Outcome struct {
 	Worker     WorkerKey
+	Leg        Leg
 	Uncached   int           // prompt tokens to be computed
 	Output     int           // tokens of the answer
 	Alone      bool          // no other prompt was to be computed on its worker when it was sent

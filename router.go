@@ -481,7 +481,7 @@ func (r *Router) candidate(p *inquiry, t *Target, now time.Time) Candidate {
 
 // choose lets the policy choose among the candidates and books.
 func (r *Router) choose(p *inquiry, d *Decision, now time.Time) {
-	query := Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Untracked: !r.tracksPrefill(p), Override: p.Override, Prefix: p.Prefix}
+	query := Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Untracked: !r.tracksPrefill(p), Override: p.Override, Leg: p.Leg, Prefix: p.Prefix}
 	if _, is := r.policy.(judged); is && !p.QueryOnly && !p.Unbooked {
 		r.decisions++
 		query.Decision = r.decisions
@@ -518,7 +518,7 @@ func (r *Router) tracksPrefill(p *inquiry) bool {
 // book enters p into the books of the candidate.
 func (r *Router) book(p *inquiry, c *Candidate, now time.Time) *Booking {
 	b := &Booking{
-		router: r, worker: c.Target.Key, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput, sequence: p.sequence, silent: p.Silent,
+		router: r, worker: c.Target.Key, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput, sequence: p.sequence, silent: p.Silent, leg: p.Leg,
 		assumed: r.assume(c.Target.Key, p), cached: -1,
 	}
 	if r.tracksPrefill(p) {

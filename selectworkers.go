@@ -255,6 +255,12 @@ func (s *Selection) specOf(status WorkerStatus) workerSpec {
 	if n := uint32(len(status.Ranks)); n > 1 {
 		spec.RankCount = &n
 	}
+	if d := status.Disagg; d != (Disagg{}) {
+		spec.Role, spec.Kind = &d.Role, &d.Kind
+		if d.Bootstrap.Known() {
+			spec.BootstrapHost, spec.BootstrapPort = &d.Bootstrap.Host, &d.Bootstrap.Port
+		}
+	}
 	return spec
 }
 

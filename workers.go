@@ -54,6 +54,7 @@ type WorkerStatus struct {
 	KVEvents   string    `json:"kv_events,omitempty"` // endpoint of rank 0's KV events
 	Replay     string    `json:"replay,omitempty"`    // and of their replay
 	LastError  string    `json:"last_error,omitempty"`
+	Disagg     Disagg    `json:"-"`
 }
 
 // Keys returns what the index and the loads know the worker by: one key a rank.
