@@ -66,8 +66,7 @@ type Config struct {
 	TokenCacheTokens int           `group:"Routing" default:"4194304" help:"Prompt tokens remembered by piece of text (system prompt, turns), so that no piece is encoded twice; 4 bytes each. 0 remembers nothing."`
 	CollectUsage     bool          `group:"Routing" default:"true" negatable:"" help:"Ask workers for the usage of streams whose client did not, and keep it from the client."`
 	RouterKnobs
-	DisaggMinUncachedTokens int      `group:"Routing" default:"256" help:"With fewer tokens of a prompt to compute, one worker computes it and its answer, though others compute prompts alone."`
-	IndexerPeers            []string `group:"Routing" placeholder:"URL" help:"Fill the index at the start from the first of these routers (or Dynamo's services) that answers GET /dump; they are also asked for KV events that a worker cannot replay. Several are separated by commas."`
+	IndexerPeers []string `group:"Routing" placeholder:"URL" help:"Fill the index at the start from the first of these routers (or Dynamo's services) that answers GET /dump; they are also asked for KV events that a worker cannot replay. Several are separated by commas."`
 	PolicyKnobs
 	IndexConfig
 	DisaggKnobs

@@ -37,6 +37,9 @@ func (c *Config) validateSimulate() error {
 	if err := c.IndexConfig.validate(); err != nil {
 		return err
 	}
+	if err := c.DisaggKnobs.validate(); err != nil {
+		return err
+	}
 	if c.RouterKnobs != DefaultRouterKnobs() {
 		return errors.New("simulate knows neither the --router-track and --router-queue flags nor the --active thresholds: leave them out")
 	}
@@ -49,6 +52,8 @@ func (c *Config) validateSimulate() error {
 		return fmt.Errorf("--prefill-workers %d and --decode-workers %d: give at least 1 of each, or neither", c.PrefillWorkers, c.DecodeWorkers)
 	case (s.Trace == "") == (s.Synthetic == ""):
 		return errors.New("give either --trace FILE, such as testdata/traces/conversation_trace.jsonl.gz, or --synthetic chat")
+	case c.EnforceDisagg:
+		return errors.New("--enforce-disagg: simulated workers do not fail, leave it out")
 	case workers < 1 || workers > 1000:
 		return fmt.Errorf("%d workers: give 1 to 1000", workers)
 	case c.BlockSize < 1:

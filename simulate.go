@@ -270,7 +270,7 @@ func (s *simulator) send(request *TraceRequest) {
 	var pair Pair
 	var err error
 	if s.Prefills > 0 {
-		pair, err = s.router.RoutePair(context.Background(), asked, s.LeastUncached)
+		pair, err = s.router.RoutePair(context.Background(), asked, PairRule{LeastUncached: s.LeastUncached})
 	} else {
 		pair.Decode, err = s.router.Route(context.Background(), asked)
 	}
@@ -347,7 +347,9 @@ func (s *simulator) endPass(w int) {
 		}
 		if r.Generated == r.Output {
 			flight.end = s.now
-			flight.booking.Cached(r.Cached)
+			if flight.prefill == nil { // else the cached tokens came from there
+				flight.booking.Cached(r.Cached)
+			}
 			flight.booking.Finish(r.Output)
 			flight.booking, flight.Blocks = nil, nil
 			if flight.decode != nil {
