@@ -107,7 +107,7 @@ func TestEveryPairOfARunEnds(t *testing.T) {
 				if err := engine.check(); err != nil || engine.pool.active() != 0 {
 					t.Errorf("%s: worker %d: %d blocks in use at the end: %v", policy, i, engine.pool.active(), err)
 				}
-				if l := run.router.Load(WorkerKey{Worker: uint64(i)}); l.InFlight != 0 || l.PrefillTokens != 0 || l.ContextTokens != 0 || l.ActiveBlocks != 0 {
+				if l := run.router.Load(WorkerKey{Worker: uint64(i)}); l.InFlight != 0 || l.PrefillTokens != 0 || l.ContextTokens != 0 || l.AwaitedTokens != 0 || l.ActiveBlocks != 0 {
 					t.Errorf("%s: worker %d: %d in flight, %d prompt tokens, %d decoding, %d blocks are left", policy, i, l.InFlight, l.PrefillTokens, l.ContextTokens, l.ActiveBlocks)
 				}
 			}
@@ -247,4 +247,38 @@ func TestFetchedPromptsKeepTheEngineSound(t *testing.T) {
 			t.Fatalf("%d blocks are still in use", e.pool.active())
 		}
 	})
+}
+
+// TestAPromptComputedElsewhereIsAwaited: its decode worker has nothing of it to
+// compute, but will decode it.
+func TestAPromptComputedElsewhereIsAwaited(t *testing.T) {
+	r := NewRouter(NewRadix(), kvPolicy{DefaultPolicyKnobs()}, 4, 1)
+	prefill, decode := WorkerKey{Worker: 1}, WorkerKey{Worker: 2}
+	r.Up(Target{Key: prefill, Disagg: Disagg{Role: RolePrefill, Kind: KindNIXL}})
+	r.Up(Target{Key: decode, Disagg: Disagg{Role: RoleDecode, Kind: KindNIXL}})
+	route := func() Pair {
+		pair, err := r.RoutePair(t.Context(), Request{NumTokens: 100}, PairRule{})
+		if err != nil || pair.Whole != "" {
+			t.Fatal(pair.Whole, err)
+		}
+		return pair
+	}
+	check := func(when string, awaited, context int) {
+		t.Helper()
+		l := r.Load(decode)
+		if l.AwaitedTokens != awaited || l.ContextTokens != context || l.PrefillTokens != 0 || len(l.Prefills) != 0 {
+			t.Errorf("%s: %d tokens awaited, want %d; %d decode, want %d; %d prompts to compute", when, l.AwaitedTokens, awaited, l.ContextTokens, context, len(l.Prefills))
+		}
+	}
+	first, second := route(), route()
+	check("two are on their way", 200, 0)
+	if l := r.Load(prefill); l.PrefillTokens != 200 || l.AwaitedTokens != 0 {
+		t.Errorf("the prefill worker has %d tokens to compute and awaits %d", l.PrefillTokens, l.AwaitedTokens)
+	}
+	first.Decode.Booking.FirstToken()
+	check("one decodes", 100, 100)
+	second.End()
+	check("the other was given up", 0, 100)
+	first.End()
+	check("both have ended", 0, 0)
 }

@@ -153,7 +153,7 @@ func (p *work) cost(q Query, c *Candidate, u workUsual) float64 {
 	first, pushed := p.coming(q.Now, &c.Load, uncached)
 	later := workLater * own
 	busier := own * queued / u.own
-	decode := u.output * p.timing.Decoding(c.Load.ContextTokens+1)
+	decode := u.output * p.timing.Decoding(c.Load.ContextTokens+c.Load.AwaitedTokens+1)
 	slowdown := u.output / 2 * p.timing.context * float64(q.Tokens)
 	others := workOthers * float64(c.Load.InFlight) * (own + slowdown)
 	count := workCount * float64(c.Load.InFlight+1) / (u.inFlight + 1)
