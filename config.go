@@ -310,6 +310,12 @@ func (c *Config) validate() error {
 	if c.DrainTimeout < 0 || c.RequestTimeout < 0 {
 		return errors.New("--drain-timeout and --request-timeout cannot be negative")
 	}
+	if c.Engine == EngineMocker && c.PrefillWorkers+c.DecodeWorkers > 0 {
+		if c.PrefillWorkers < 1 || c.DecodeWorkers < 1 {
+			return fmt.Errorf("--prefill-workers %d with --decode-workers %d: give at least 1 of each", c.PrefillWorkers, c.DecodeWorkers)
+		}
+		c.NumWorkers = c.PrefillWorkers + c.DecodeWorkers
+	}
 	switch {
 	case c.Engine != EngineVLLM && len(c.VLLMArgs) > 0:
 		return fmt.Errorf("%q follows --, but --engine %s starts no vLLM to pass it to", c.VLLMArgs[0], c.Engine)

@@ -27,6 +27,7 @@ func (e *SimEngine) Fetched(r *SimRequest, came bool) {
 	}
 	r.Fetch = false
 	if !came {
+		r.Missing = 0
 		e.drop(r)
 		e.waiting = slices.Insert(e.waiting, 0, r)
 		return

@@ -182,7 +182,7 @@ func NewFleet(cfg Config, index Index, hooks FleetHooks, log *slog.Logger) (*Fle
 	if cfg.Engine == EngineMocker {
 		f.timing.readyPoll = mockReadyPoll
 		for i := range cfg.NumWorkers {
-			f.join(AttachedWorker{ID: uint64(i), URL: launchedURL(cfg, i)}, false, StateStarting)
+			f.join(AttachedWorker{ID: uint64(i), URL: launchedURL(cfg, i), Disagg: cfg.mockedPart(i)}, false, StateStarting)
 		}
 	}
 	for _, spec := range cfg.Worker {
