@@ -18,8 +18,8 @@ type Booking struct {
 	expected int      // tokens of the answer; 0: unknown
 	silent   bool     // nobody tells when its first token comes
 	leg      Leg
-	remote   bool     // of another router
-	decision uint64   // of a judged policy; 0: none
+	remote   bool   // of another router
+	decision uint64 // of a judged policy; 0: none
 	ended    atomic.Bool
 
 	// All below is guarded by router.mu.

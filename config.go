@@ -41,9 +41,9 @@ type Config struct {
 	Model           string `group:"Model and engine" placeholder:"NAME|DIR" help:"Model to serve: a Hugging Face name or a folder. Default: deepseek-ai/DeepSeek-R1-Distill-Llama-8B where a GPU is found, else the SmolLM2 135M that 'make setup' prepared."`
 	ServedModelName string `group:"Model and engine" placeholder:"NAME" help:"Name that clients use for the model. Default: the name of --model, for a folder its last part."`
 	Engine          string `group:"Model and engine" default:"vllm" enum:"vllm,mocker,none" help:"What to start: vllm; mocker, simulated workers that need no GPU, Python or model; none to use attached and registered workers only."`
-	NumWorkers      int    `group:"Model and engine" default:"2" help:"Number of workers to start."`
-	PrefillWorkers  int    `group:"Model and engine" placeholder:"N" help:"In place of --num-workers: workers to start that compute only prompts."`
-	DecodeWorkers   int    `group:"Model and engine" placeholder:"N" help:"Workers to start beside those, that compute the answers."`
+	WorkersGiven    *int   `group:"Model and engine" name:"num-workers" placeholder:"2" help:"Number of workers to start."`
+	PrefillWorkers  int    `group:"Model and engine" placeholder:"N" help:"In place of --num-workers: number of workers to start that only compute prompts, and hand them over by NIXL (mock workers: --mock-disagg-kind)."`
+	DecodeWorkers   int    `group:"Model and engine" placeholder:"N" help:"Number of workers to start beside those, which compute the answers."`
 	BlockSize       int    `group:"Model and engine" default:"64" help:"Tokens in a KV-cache block; the same in router and engine. On a CPU a multiple of 32."`
 	GPUsPerWorker   int    `group:"Model and engine" name:"gpus-per-worker" default:"1" help:"GPUs of one worker, or of each of its data-parallel ranks (tensor parallel)."`
 	Python          string `group:"Model and engine" placeholder:"PATH" help:"Python that has vLLM. Default: the environment that 'make setup' prepared, else python3."`
@@ -59,6 +59,7 @@ type Config struct {
 	BaseKVEventsPort int    `group:"Addresses" name:"base-kv-events-port" default:"5557" help:"KV-event port of worker 0; worker i has this plus i."`
 	BaseKVReplayPort int    `group:"Addresses" name:"base-kv-replay-port" default:"5757" help:"KV-event replay port of worker 0; worker i has this plus i."`
 	BaseMetricsPort  int    `group:"Addresses" default:"5657" help:"Load metrics port of worker 0; worker i has this plus i."`
+	BaseNIXLPort     int    `group:"Addresses" name:"base-nixl-port" default:"5600" help:"NIXL side-channel port of worker 0, with --prefill-workers; worker i has this plus i."`
 
 	Policy           string        `group:"Routing" default:"work" placeholder:"NAME" help:"How to choose a worker: ${policies}. Simulate takes several, separated by commas."`
 	Seed             uint64        `group:"Routing" default:"0" help:"Seed of everything random; 0 takes it from the clock."`
@@ -90,6 +91,9 @@ type Config struct {
 	// VLLMArgs is what follows --: arguments for every started vLLM, unchanged.
 	VLLMArgs []string `kong:"-"`
 
+	// NumWorkers is how many workers are started, of whatever part. Set by
+	// ParseConfig.
+	NumWorkers int `kong:"-"`
 	// GPUs are the devices that workers may use, as CUDA_VISIBLE_DEVICES names
 	// them; empty means the CPU. Set by ResolveDefaults.
 	GPUs []string `kong:"-"`
@@ -260,7 +264,7 @@ func (c *Config) ResolveDefaults(machine Machine) error {
 		if c.Ranks() > 1 {
 			ranks = fmt.Sprintf(" and --data-parallel-size %d", c.Ranks())
 		}
-		return fmt.Errorf("--num-workers %d with --gpus-per-worker %d%s needs %d GPUs, but %d are visible; ask for fewer", c.NumWorkers, c.GPUsPerWorker, ranks, need, len(c.GPUs))
+		return fmt.Errorf("%s with --gpus-per-worker %d%s needs %d GPUs, but %d are visible; ask for fewer", c.workersAsked(), c.GPUsPerWorker, ranks, need, len(c.GPUs))
 	}
 	return nil
 }
@@ -275,6 +279,9 @@ func looksLikePath(model string) bool {
 func (c *Config) validate() error {
 	if _, err := NewPolicyWith(c.Policy, c.PolicyKnobs); err != nil {
 		return fmt.Errorf("--policy: %w", err)
+	}
+	if err := c.countWorkers(); err != nil {
+		return err
 	}
 	if err := c.RouterKnobs.validate(); err != nil {
 		return err
@@ -310,17 +317,11 @@ func (c *Config) validate() error {
 	if c.DrainTimeout < 0 || c.RequestTimeout < 0 {
 		return errors.New("--drain-timeout and --request-timeout cannot be negative")
 	}
-	if c.Engine == EngineMocker && c.PrefillWorkers+c.DecodeWorkers > 0 {
-		if c.PrefillWorkers < 1 || c.DecodeWorkers < 1 {
-			return fmt.Errorf("--prefill-workers %d with --decode-workers %d: give at least 1 of each", c.PrefillWorkers, c.DecodeWorkers)
-		}
-		c.NumWorkers = c.PrefillWorkers + c.DecodeWorkers
-	}
 	switch {
 	case c.Engine != EngineVLLM && len(c.VLLMArgs) > 0:
 		return fmt.Errorf("%q follows --, but --engine %s starts no vLLM to pass it to", c.VLLMArgs[0], c.Engine)
-	case c.Engine != EngineNone && (c.NumWorkers < 1 || c.NumWorkers > 1000):
-		return fmt.Errorf("--num-workers %d: give 1 to 1000; for none use --engine none", c.NumWorkers)
+	case c.nixl() && slices.ContainsFunc(c.VLLMArgs, func(arg string) bool { return vllmFlag(arg) == "kv-transfer-config" }):
+		return errors.New("--kv-transfer-config after --: with --prefill-workers each worker gets its own; for other settings start the workers yourself and attach them with --worker url=...,role=prefill and role=decode")
 	}
 	if err := c.ReplicaConfig.validate(); err != nil {
 		return err

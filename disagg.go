@@ -27,6 +27,11 @@ type DisaggKnobs struct {
 	EnforceDisagg           bool          `group:"Prefill and decode apart" help:"Refuse a request whose prompt no prefill worker can compute, instead of leaving it to a decode worker."`
 }
 
+// DefaultDisaggKnobs returns the defaults of the flags.
+func DefaultDisaggKnobs() DisaggKnobs {
+	return DisaggKnobs{DisaggMinUncachedTokens: 256, DisaggPrefillTimeout: time.Minute, DisaggHandoverTimeout: time.Minute}
+}
+
 func (k DisaggKnobs) validate() error {
 	switch {
 	case k.DisaggMinUncachedTokens < 0:

@@ -33,25 +33,6 @@ const mockTransferPath = "/mock/transfer"
 // mockJoinLimit bounds the wait for a prefill worker that has the prompt already.
 const mockJoinLimit = 5 * time.Second
 
-// mockedPart is the part of started mock worker i where prefill and decode are
-// apart: prefill workers have the lowest numbers.
-func (c *Config) mockedPart(i int) Disagg {
-	if c.PrefillWorkers == 0 {
-		return Disagg{}
-	}
-	d := Disagg{Role: RoleDecode, Kind: KindNIXL}
-	if i < c.PrefillWorkers {
-		d.Role = RolePrefill
-	}
-	if c.MockDisaggKind == KindSGLang.String() {
-		d.Kind = KindSGLang
-		if d.Role == RolePrefill {
-			d.Bootstrap = Bootstrap{Host: "127.0.0.1", Port: uint16(c.BaseWorkerPort + i)}
-		}
-	}
-	return d
-}
-
 // mockRooms are the prompts that a mock worker computes for others, by the name
 // under which those ask for them.
 type mockRooms struct {
@@ -234,7 +215,9 @@ func (t *mockTransfer) close(rank *mockRank) {
 }
 
 // engineID is vLLM's name of this incarnation.
-func (w *MockWorker) engineID() string { return fmt.Sprintf("mock-%d-%d", w.number, w.started.UnixNano()) }
+func (w *MockWorker) engineID() string {
+	return fmt.Sprintf("mock-%d-%d", w.number, w.started.UnixNano())
+}
 
 // joinRoom serves mockTransferPath: it answers when the prompt can be fetched,
 // and the answer ends when the asker has, or when the prompt is gone.

@@ -43,7 +43,7 @@ func (m *Mocker) Start(i int) (*MockWorker, error) {
 	w := &MockWorker{
 		number: i, cfg: m.cfg, model: m.model, words: m.words, log: m.log,
 		started: time.Now(), ended: make(chan error, 1),
-		part: m.cfg.mockedPart(i), client: &http.Client{Transport: &http.Transport{DialContext: (&net.Dialer{Timeout: mockJoinLimit}).DialContext}},
+		part: m.cfg.startedPart(i), client: &http.Client{Transport: &http.Transport{DialContext: (&net.Dialer{Timeout: mockJoinLimit}).DialContext}},
 		random: rand.New(rand.NewPCG(m.cfg.Seed+uint64(i), m.starts.Add(1))),
 	}
 	for _, adapter := range m.cfg.MockLora {

@@ -103,8 +103,10 @@ func (r *Router) RoutePair(ctx context.Context, request Request, rule PairRule) 
 		return Pair{}, ErrNoPair
 	}
 	p.Leg, p.Kinds = LegWhole, 0
-	pair.Decode, err = r.place(ctx, &p, looked)
-	return pair, err
+	if pair.Decode, err = r.place(ctx, &p, looked); err != nil {
+		return Pair{}, err
+	}
+	return pair, nil
 }
 
 // decodeLeg returns what p is to the worker that computes its answer: it has
@@ -118,14 +120,13 @@ func (p *inquiry) decodeLeg(prefill Target) inquiry {
 	}
 	override.AssumeKVReuse, override.TrackPrefillTokens = &no, &no
 	leg.Leg, leg.Kinds, leg.Override, leg.Cached = LegDecode, kindsOf(prefill.Kind), &override, &none
-	leg.Exclude = append(slices.Clone(p.Exclude), prefill.Key.Worker)
 	leg.shared, leg.sequence, leg.Sequence, leg.Prefix = false, nil, nil, PrefixHints{}
 	return leg
 }
 
 // pairings is who could serve a request.
 type pairings struct {
-	kinds    Kinds // of which two workers are up that can share it, one of them made for its part
+	kinds    Kinds // of which two workers are up that can share it
 	whole    bool  // a worker takes it whole
 	uncached int   // prompt tokens to be computed by the one of those that has most of it
 }
@@ -134,30 +135,24 @@ func (r *Router) pairings(p *inquiry) pairings {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	now := r.now()
-	var whole bool
-	var prefill, decode, prefillOnly, decodeOnly Kinds
+	var found pairings
+	var prefill, decode Kinds
 	most := 0
-	any, leg := *p, *p
-	any.Kinds = 0
+	whole, first, second := *p, *p, *p
+	whole.Kinds, whole.Leg, first.Leg, second.Leg = 0, LegWhole, LegPrefill, LegDecode
 	for i := range r.targets {
 		t := &r.targets[i]
-		if any.mayUse(t) {
+		if whole.mayUse(t) {
 			c := r.candidate(p, t, now)
-			whole, most = true, max(most, c.Overlap)
+			found.whole, most = true, max(most, c.Overlap)
 		}
-		of := kindsOf(t.Kind)
-		if leg.Leg = LegPrefill; leg.mayUse(t) {
-			prefill |= of
-			if t.Role == RolePrefill {
-				prefillOnly |= of
-			}
+		if first.mayUse(t) {
+			prefill |= kindsOf(t.Kind)
 		}
-		if leg.Leg = LegDecode; leg.mayUse(t) {
-			decode |= of
-			if t.Role == RoleDecode {
-				decodeOnly |= of
-			}
+		if second.mayUse(t) {
+			decode |= kindsOf(t.Kind)
 		}
 	}
-	return pairings{prefillOnly&decode | decodeOnly&prefill, whole, p.tokens - most*r.blockSize}
+	found.kinds, found.uncached = prefill&decode, p.tokens-most*r.blockSize
+	return found
 }

@@ -192,29 +192,32 @@ func (powerOfTwo) Choose(_ Query, candidates []Candidate, random *rand.Rand) int
 	return a
 }
 
-// roundRobin takes one worker after the other, in the order of their keys. It
-// goes on from the worker it chose last, so that one that comes or goes does
-// not shift the turns of the others.
+// roundRobin takes one worker after the other, in the order of their keys, for
+// each leg of requests. It goes on from the worker it chose last, so that one
+// that comes or goes does not shift the turns of the others.
 type roundRobin struct {
-	last    WorkerKey
-	started bool
+	turns [LegDecode + 1]struct {
+		last    WorkerKey
+		started bool
+	}
 }
 
-func (r *roundRobin) Choose(_ Query, candidates []Candidate, _ *rand.Rand) int {
+func (r *roundRobin) Choose(q Query, candidates []Candidate, _ *rand.Rand) int {
+	turn := &r.turns[q.Leg]
 	first, next := 0, -1
 	for i := range candidates {
 		key := candidates[i].Target.Key
 		if key.Compare(candidates[first].Target.Key) < 0 {
 			first = i
 		}
-		if r.started && r.last.Compare(key) < 0 && (next < 0 || key.Compare(candidates[next].Target.Key) < 0) {
+		if turn.started && turn.last.Compare(key) < 0 && (next < 0 || key.Compare(candidates[next].Target.Key) < 0) {
 			next = i
 		}
 	}
 	if next < 0 {
 		next = first
 	}
-	r.last, r.started = candidates[next].Target.Key, true
+	turn.last, turn.started = candidates[next].Target.Key, true
 	return next
 }
 

@@ -12,8 +12,8 @@ import (
 // are apart.
 type Role uint8
 
-// The roles. A worker with RoleBoth serves whole requests; it takes part in
-// pairs only where its Kind says how.
+// The roles. A worker with RoleBoth serves whole requests, and answers where
+// its Kind says how it gets their prompts.
 const (
 	RoleBoth Role = iota
 	RolePrefill
@@ -124,7 +124,7 @@ const (
 func (d Disagg) takes(leg Leg) bool {
 	switch leg {
 	case LegPrefill:
-		return d.Role != RoleDecode && (d.Kind == KindNIXL || d.Kind != KindNone && d.Bootstrap.Known())
+		return d.Role == RolePrefill && (d.Kind == KindNIXL || d.Kind != KindNone && d.Bootstrap.Known())
 	case LegDecode:
 		return d.Role != RolePrefill && d.Kind != KindNone
 	}
