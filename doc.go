@@ -42,12 +42,15 @@
 //	replica.go    Replicas: several routers know what each has in flight
 //	telemetry.go  Prometheus metrics (dynamometrics.go those under Dynamo's
 //	              names); record.go writes a line a request
-//	enginesim.go  SimEngine: a simulated engine, step by step (blockpool.go: its memory)
+//	enginesim.go  SimEngine: a simulated engine, step by step (blockpool.go: its
+//	              memory, enginefetch.go: prompts that another engine computes)
 //	mocker.go     simulated workers behind real sockets (mockapi.go, mockrequest.go and
 //	              mockanswer.go and mockadapters.go: their HTTP side, mockrank.go:
-//	              their engine, mockevents.go, mockmodel.go, mockwords.go, zmqserver.go)
+//	              their engine, mockdisagg.go: prompts computed by one for another,
+//	              mockevents.go, mockmodel.go, mockwords.go, zmqserver.go)
 //	simulate.go   traces in virtual time (trace.go reads them, synthetic.go makes
-//	              some up, report.go and plot.go show what came out)
+//	              some up, handover.go moves prompts between workers, report.go
+//	              and plot.go show what came out)
 //	config.go     every flag (mockconfig.go and simconfig.go those of simulations,
 //	              vllmargs.go what follows --, configfile.go reads the YAML file,
 //	              machine.go what the defaults depend on, ports.go what will

@@ -3,10 +3,9 @@ package main
 import (
 	"bytes"
 	"math"
+	"strings"
 	"testing"
 	"time"
-
-	"pgregory.net/rapid"
 )
 
 // apart turns a simulation into one whose first workers compute only prompts.
@@ -102,20 +101,7 @@ func TestEveryPairOfARunEnds(t *testing.T) {
 			if pairs < len(requests)/2 {
 				t.Errorf("%s: %d pairs of %d requests", policy, pairs, len(requests))
 			}
-			for i := range run.workers {
-				engine := run.workers[i].engine
-				if err := engine.check(); err != nil || engine.pool.active() != 0 {
-					t.Errorf("%s: worker %d: %d blocks in use at the end: %v", policy, i, engine.pool.active(), err)
-				}
-				if l := run.router.Load(WorkerKey{Worker: uint64(i)}); l.InFlight != 0 || l.PrefillTokens != 0 || l.ContextTokens != 0 || l.AwaitedTokens != 0 || l.ActiveBlocks != 0 {
-					t.Errorf("%s: worker %d: %d in flight, %d prompt tokens, %d decoding, %d blocks are left", policy, i, l.InFlight, l.PrefillTokens, l.ContextTokens, l.ActiveBlocks)
-				}
-			}
-			if index, is := run.index.(*Radix); is {
-				if err := index.check(); err != nil {
-					t.Error(err)
-				}
-			}
+			run.checkNothingIsLeft(t)
 		}
 	}
 }
@@ -135,118 +121,6 @@ func TestTwoRunsApartAreEqual(t *testing.T) {
 			t.Errorf("%s: two runs differ:\n%s%s", policy, &texts[0], &texts[1])
 		}
 	}
-}
-
-// TestFetchedPromptsKeepTheEngineSound drives an engine at random whose prompts
-// are computed there or elsewhere, come or do not, and are aborted: after every
-// step its blocks add up, and an index fed with its events holds what its cache
-// does.
-func TestFetchedPromptsKeepTheEngineSound(t *testing.T) {
-	rapid.Check(t, func(t *rapid.T) {
-		index, w := NewRadix(), WorkerKey{Worker: 1}
-		var failed error
-		e := smallEngine(rapid.IntRange(8, 24).Draw(t, "blocks"), func(event SimEvent) {
-			if event.Stored {
-				if err := index.Store(w, event.Parent, event.HasParent, event.Blocks); err != nil {
-					failed = err
-				}
-			} else if unknown := index.Remove(w, event.Removed); unknown > 0 {
-				t.Fatalf("%d removed blocks had not been stored", unknown)
-			}
-		})
-		var coming []*SimRequest // told of by the engine
-		e.fetch = func(r *SimRequest) { coming = append(coming, r) }
-		var open, kept []*SimRequest
-		end := func() {
-			for _, r := range e.End() {
-				if r.Generated > r.Output {
-					t.Fatalf("%d tokens of %d", r.Generated, r.Output)
-				}
-				if r.Generated == r.Output && r.Keep {
-					kept = append(kept, r)
-				}
-			}
-		}
-		pass := func() {
-			if _, busy := e.Begin(); busy {
-				end()
-			}
-		}
-		arrive := func(came bool) {
-			if len(coming) > 0 {
-				e.Fetched(coming[0], came)
-				coming = coming[1:]
-			}
-		}
-		verify := func() {
-			if failed != nil {
-				t.Fatal(failed)
-			}
-			if err := e.check(); err != nil {
-				t.Fatal(err)
-			}
-			if held, cached := index.Blocks(w), e.pool.keys(); held != cached {
-				t.Fatalf("the index holds %d blocks, the cache %d", held, cached)
-			}
-		}
-		t.Repeat(map[string]func(*rapid.T){
-			"submit": func(t *rapid.T) {
-				local := rapid.SliceOfN(rapid.Uint64Range(1, 2), 0, 4).Draw(t, "blocks")
-				r := simRequest(4, local, rapid.IntRange(0, 3).Draw(t, "rest"), rapid.IntRange(1, 12).Draw(t, "output"))
-				r.Prompt = max(1, r.Prompt)
-				r.Fetch = rapid.Bool().Draw(t, "fetch")
-				r.Keep = !r.Fetch && rapid.Bool().Draw(t, "keep")
-				if e.Submit(r) == nil {
-					open = append(open, r)
-				}
-			},
-			"pass":          func(*rapid.T) { pass() },
-			"prompt comes":  func(*rapid.T) { arrive(true) },
-			"does not come": func(*rapid.T) { arrive(false) },
-			"comes inside a pass": func(*rapid.T) {
-				if _, busy := e.Begin(); busy {
-					arrive(true)
-					verify()
-					end()
-				}
-			},
-			"let go": func(*rapid.T) {
-				if len(kept) > 0 {
-					e.Abort(kept[0])
-					kept = kept[1:]
-				}
-			},
-			"abort": func(t *rapid.T) {
-				if len(open) > 0 {
-					r := rapid.SampledFrom(open).Draw(t, "which")
-					e.Abort(r)
-					r.Output = 0
-				}
-			},
-			"reset": func(*rapid.T) {
-				e.Reset()
-				index.Clear(w)
-			},
-			"": func(*rapid.T) { verify() },
-		})
-		for range 1000 {
-			pass()
-			arrive(true)
-			for _, r := range kept {
-				e.Abort(r)
-			}
-			kept = nil
-			verify()
-		}
-		for _, r := range open {
-			if r.Generated < r.Output {
-				t.Fatalf("a request stays at %d tokens of %d", r.Generated, r.Output)
-			}
-		}
-		if e.pool.active() != 0 {
-			t.Fatalf("%d blocks are still in use", e.pool.active())
-		}
-	})
 }
 
 // TestAPromptComputedElsewhereIsAwaited: its decode worker has nothing of it to
@@ -281,4 +155,25 @@ func TestAPromptComputedElsewhereIsAwaited(t *testing.T) {
 	check("the other was given up", 0, 100)
 	first.End()
 	check("both have ended", 0, 0)
+}
+
+func TestSimulatedPartsAreCheckedBeforeTheRun(t *testing.T) {
+	for args, says := range map[string]string{
+		"--workers=4 --prefill-workers=2 --decode-workers=2":                                    "give either --workers",
+		"--prefill-workers=2":                                                                   "at least 1 of each",
+		"--prefill-workers=2 --decode-workers=-1":                                               "at least 1 of each",
+		"--prefill-workers=600 --decode-workers=600":                                            "1200 workers",
+		"--prefill-workers=1 --decode-workers=1 --enforce-disagg":                               "leave it out",
+		"--prefill-workers=1 --decode-workers=1 --mock-kv-transfer-bandwidth=0":                 "more than 0",
+		"--prefill-workers=1 --decode-workers=1 --mock-kv-lease=0s":                             "more than 0",
+		"--prefill-workers=1 --decode-workers=1 --disagg-min-uncached-tokens=-1":                "negative",
+		"--prefill-workers=2 --decode-workers=6 --mock-kv-transfer-bandwidth=25 --policy=kv":    "",
+		"--prefill-workers=1 --decode-workers=1 --mock-slow-worker=2=3 --speedup-ratio=2":       "0 to 1",
+		"--prefill-workers=1 --decode-workers=1 --mock-slow-worker=1=3 --mock-disagg-kind=both": "mock-disagg-kind",
+	} {
+		_, _, err := ParseConfig(append([]string{"simulate", "--trace=t", "--concurrency=1"}, strings.Fields(args)...))
+		if says == "" && err != nil || says != "" && (err == nil || !strings.Contains(err.Error(), says)) {
+			t.Errorf("%s: %v, want %q", args, err, says)
+		}
+	}
 }
