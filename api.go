@@ -187,9 +187,11 @@ func requireKey(keys []string, fail func(*gin.Context, int, string)) gin.Handler
 
 // ready tells whether requests can be served now.
 func (a *API) ready(c *gin.Context) {
-	workers := len(a.router.Targets())
+	targets := a.router.Targets()
+	workers := len(targets)
 	status := http.StatusOK
-	if workers == 0 || a.draining.Load() {
+	answers := slices.ContainsFunc(targets, func(t Target) bool { return t.Role != RolePrefill })
+	if !answers || a.draining.Load() {
 		status = http.StatusServiceUnavailable
 	}
 	c.JSON(status, gin.H{"ready": status == http.StatusOK, "schedulable_workers": workers, "draining": a.draining.Load()})

@@ -139,6 +139,9 @@ func (s *Pairs) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			}
 			return err
 		}
+		if why == wholePrefilled && pair.Whole == "" {
+			retries++ // nobody takes it whole: it is another pair's
+		}
 		retry := retries < u.MaxRetries
 		if x.Shared = nil; pair.Whole != "" {
 			s.metrics.whole(pair.Whole)
@@ -204,6 +207,10 @@ func (s *Pairs) share(ctx context.Context, w http.ResponseWriter, u Upstream, x 
 		err = s.sequential(ctx, w, l, x, retry)
 	} else {
 		err = s.concurrent(ctx, w, l, x, retry)
+	}
+	var prefill *prefillFailure
+	if errors.As(err, &prefill) {
+		x.Worker = l.shared.Worker
 	}
 	x.Usage.CachedKnown, x.Usage.CachedTokens = l.shared.reported()
 	s.metrics.ended(ctx, l.kind, l.shared, err)

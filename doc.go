@@ -27,6 +27,12 @@
 //	policy.go     Policy: the rules that choose a worker (kvpolicy.go, work.go with
 //	              timing.go, which learns how long engines take)
 //	proxy.go      one request to one worker and back
+//	role.go       Disagg: which part of a request a worker computes (detect.go
+//	              asks it)
+//	pair.go       Pair: two workers chosen for one request
+//	disagg.go     Pairs: one request to two workers and back (disaggbody.go: what
+//	              each gets, sharedrequest.go: what both legs know of each other,
+//	              disaggmetrics.go)
 //	selection.go  the router port, for those who only want the decision
 //	              (selectroutes.go: choosing and booking, reservations.go what
 //	              is booked, selectworkers.go the workers; dump.go: the index as
@@ -65,6 +71,6 @@
 // arriving together see each other. Nothing under it waits for anything.
 //
 // The client's bytes reach the worker unchanged, so that what the engine
-// renders is what was hashed here. The one exception is asking a stream for its
-// usage, which is added to a copy.
+// renders is what was hashed here. The exceptions are asking a stream for its
+// usage, and what two workers need to share a request; both go into copies.
 package main
