@@ -281,9 +281,15 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 		return pair, err
 	}
 	u := Upstream{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.upstreamHeader(c, id), Body: body, Route: path, RequestID: id, Arrived: x.Arrived}
+	if kind != noPrompt {
+		u.EndMarked = true
+		a.telemetry.thompson.began()
+		defer func() { a.telemetry.thompson.ended(x, time.Now()) }()
+	}
 	if kind == chatPrompt || kind == completionPrompt {
 		u.Head, u.Body, u.HideUsage = a.askForUsage(parsed)
 	}
+	u.Uncorrecting = multiple || parsed.Get("prompt_logprobs").Type == gjson.Number || parsed.Get("echo").Bool() && parsed.Get("logprobs").Type == gjson.Number
 	if len(a.router.Targets()) > 1 && request.Pinned == nil {
 		u.MaxRetries = 1
 	}
