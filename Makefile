@@ -25,9 +25,10 @@ run: setup ## Set up, then serve on :8000 over two vLLM workers
 	go build -o kvrouter .
 	@exec ./kvrouter --num-workers 2 $(ARGS)
 
+# The prompt of ping.sh has 150 tokens: with the default of 256 the second worker would compute it itself.
 run-disagg: setup ## The same over one vLLM worker that computes prompts and one that answers
 	go build -o kvrouter .
-	@exec ./kvrouter --prefill-workers 1 --decode-workers 1 $(ARGS)
+	@exec ./kvrouter --prefill-workers 1 --decode-workers 1 --disagg-min-uncached-tokens 64 $(ARGS)
 
 test: setup lint parity ## Set up, then linters and all tests (race detector, real vLLM workers)
 	@echo "go test: unit, model-based and end-to-end tests; the last start real vLLM workers, which takes minutes"

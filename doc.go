@@ -49,7 +49,7 @@
 //	              (eventcodec.go decodes them, zmqconn.go carries them,
 //	              eventreplay.go fetches what was missed)
 //	eventlog.go   EventLog: the last of them, for other routers that missed some
-//	workers.go    Fleet: started workers (launch.go, process.go, startlog.go),
+//	workers.go    Fleet: started workers (launch.go, nixl.go, process.go, startlog.go),
 //	              attached ones (attach.go) and those registered at run time
 //	              (registered.go); incarnation.go is what they share, models.go
 //	              what they serve

@@ -200,11 +200,9 @@ func (s *site) chat(ctx context.Context, messages []map[string]string, stream bo
 		if !ok {
 			continue
 		}
-		if data == "[DONE]" {
-			a.finished = true
-			break
+		if a.finished = data == "[DONE]"; !a.finished { // and on to the end: closing now would be leaving
+			read([]byte(data))
 		}
-		read([]byte(data))
 	}
 	return a, lines.Err()
 }
