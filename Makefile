@@ -10,12 +10,12 @@ TEST_TIMEOUT ?= 25m
 SOAK ?= 60s
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint bench index-bench sim bench-real wire-speed peers parity segments soak clean
+.PHONY: help setup run run-disagg test lint bench index-bench sim bench-real wire-speed peers parity segments soak clean
 
 help: ## Show these targets
 	@printf 'kvrouter: KV-cache-aware routing over vLLM workers\n\n'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@printf '\n  ARGS="--num-workers 4 ..." passes flags on to kvrouter (run, bench-real); go run . --help lists them.\n'
+	@printf '\n  ARGS="--num-workers 4 ..." passes flags on to kvrouter (run, run-disagg, bench-real); go run . --help lists them.\n'
 
 setup: ## Check tools; build the native library; install vLLM and a CPU model (cached)
 	@scripts/setup.sh
@@ -24,6 +24,11 @@ setup: ## Check tools; build the native library; install vLLM and a CPU model (c
 run: setup ## Set up, then serve on :8000 over two vLLM workers
 	go build -o kvrouter .
 	@exec ./kvrouter --num-workers 2 $(ARGS)
+
+# The prompt of ping.sh has 150 tokens: with the default of 256 the second worker would compute it itself.
+run-disagg: setup ## The same over one vLLM worker that computes prompts and one that answers
+	go build -o kvrouter .
+	@exec ./kvrouter --prefill-workers 1 --decode-workers 1 --disagg-min-uncached-tokens 64 $(ARGS)
 
 test: setup lint parity ## Set up, then linters and all tests (race detector, real vLLM workers)
 	@echo "go test: unit, model-based and end-to-end tests; the last start real vLLM workers, which takes minutes"

@@ -94,6 +94,7 @@ type API struct {
 	proxy     *Proxy
 	telemetry *Telemetry
 	recorder  *Recorder // nil: nothing is recorded
+	pairs     *Pairs
 	// lookForModels brings what is known of the workers' models up to date; nil:
 	// nothing does.
 	lookForModels func(context.Context)
@@ -103,7 +104,7 @@ type API struct {
 
 // NewAPI returns the OpenAI side over the given rooms.
 func NewAPI(config Config, router *Router, tokens *Tokens, proxy *Proxy, telemetry *Telemetry, log *slog.Logger) *API {
-	return &API{config: config, router: router, tokens: tokens, proxy: proxy, telemetry: telemetry, log: log}
+	return &API{config: config, router: router, tokens: tokens, proxy: proxy, telemetry: telemetry, log: log, pairs: NewPairs(proxy, config.DisaggKnobs, log)}
 }
 
 // Drain makes /ready fail, so that balancers in front send no more requests.
@@ -186,9 +187,11 @@ func requireKey(keys []string, fail func(*gin.Context, int, string)) gin.Handler
 
 // ready tells whether requests can be served now.
 func (a *API) ready(c *gin.Context) {
-	workers := len(a.router.Targets())
+	targets := a.router.Targets()
+	workers := len(targets)
 	status := http.StatusOK
-	if workers == 0 || a.draining.Load() {
+	answers := slices.ContainsFunc(targets, func(t Target) bool { return t.Role != RolePrefill })
+	if !answers || a.draining.Load() {
 		status = http.StatusServiceUnavailable
 	}
 	c.JSON(status, gin.H{"ready": status == http.StatusOK, "schedulable_workers": workers, "draining": a.draining.Load()})
@@ -243,21 +246,39 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 	request := Request{Tokens: prompt.Tokens[:prompt.Exact], NumTokens: len(prompt.Tokens), Salt: parsed.Get("cache_salt").String(), LoRA: a.router.Adapter(model), Model: model}
 	request.Silent = !parsed.Get("stream").Bool() || multiple || parsed.Get("n").Int() > 1
 	hints.apply(&request)
+	shared := kind != noPrompt && (a.router.Paired() || a.config.EnforceDisagg)
+	var why string
+	if shared {
+		why, request.Kinds = whyWhole(path, parsed, request.Pinned != nil, multiple)
+	}
 	if hints.Query {
-		a.settle(c, x, a.answerQuery(c, kind, parsed.Get("stream").Bool(), request, prompt.Tokens))
+		a.settle(c, x, a.answerQuery(c, kind, parsed.Get("stream").Bool(), request, shared, why, prompt.Tokens))
 		return
 	}
 	x.Prompt = a.recorder.Prompt(request)
-	route := func(exclude []uint64) (Decision, error) {
-		request.Exclude = exclude
-		d, err := a.decide(ctx, request)
+	decided := func(d *Decision, took Decision) {
 		if multiple { // the usage will speak of all prompts, the decision of one
 			d.Tokens = 0
 		}
-		if err == nil && kind != noPrompt {
-			a.telemetry.Decided(tokensTime, d)
+		if kind != noPrompt {
+			a.telemetry.Decided(tokensTime, took)
+		}
+	}
+	route := func(exclude []uint64) (Decision, error) {
+		request.Exclude = exclude
+		d, err := a.decide(ctx, request)
+		if err == nil {
+			decided(&d, d)
 		}
 		return d, err
+	}
+	routePair := func(exclude []uint64, why string) (Pair, error) {
+		request.Exclude = exclude
+		pair, err := a.decidePair(ctx, request, why)
+		if err == nil {
+			decided(&pair.Decode, pair.took())
+		}
+		return pair, err
 	}
 	u := Upstream{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.upstreamHeader(c, id), Body: body, Route: path, RequestID: id, Arrived: x.Arrived}
 	if kind != noPrompt {
@@ -272,7 +293,12 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 	if len(a.router.Targets()) > 1 && request.Pinned == nil {
 		u.MaxRetries = 1
 	}
-	err := a.proxy.Forward(ctx, c.Writer, u, x, route)
+	var err error
+	if shared {
+		err = a.pairs.Forward(ctx, c.Writer, u, x, parsed, why, routePair)
+	} else {
+		err = a.proxy.Forward(ctx, c.Writer, u, x, route)
+	}
 	a.settle(c, x, err)
 	if x.Usage.Known && x.Decision.Tokens > 0 && x.Usage.PromptTokens != x.Decision.Tokens {
 		a.tokens.PromptMismatch(prompt.Shape, x.Decision.Tokens, x.Usage.PromptTokens)
@@ -293,6 +319,8 @@ func (a *API) serves(ctx context.Context, model string) bool {
 // settle answers a request that could not be forwarded, if it still can be
 // answered, and finds the status to be counted.
 func (a *API) settle(c *gin.Context, x *Exchange, err error) {
+	var late *legTimeout
+	var prefill *prefillFailure
 	switch {
 	case err == nil:
 	case c.Request.Context().Err() != nil:
@@ -303,10 +331,16 @@ func (a *API) settle(c *gin.Context, x *Exchange, err error) {
 			x.Status = http.StatusGatewayTimeout
 		}
 		a.log.Warn("answer was cut short", "route", x.Route, "worker", x.Worker, "error", err)
+	case errors.As(err, &late):
+		a.log.Warn("no pair of workers answered", "route", x.Route, "error", err)
+		a.fail(c, http.StatusGatewayTimeout, "", late.Error())
 	case errors.Is(err, errSilent):
 		a.fail(c, http.StatusGatewayTimeout, "", fmt.Sprintf("worker %s did not answer within %s", x.Worker, a.config.RequestTimeout))
-	case errors.Is(err, ErrNoWorker), errors.Is(err, ErrBusy), errors.Is(err, ErrQueueFull), errors.Is(err, ErrQueueTimeout):
+	case errors.Is(err, ErrNoWorker), errors.Is(err, ErrBusy), errors.Is(err, ErrQueueFull), errors.Is(err, ErrQueueTimeout), errors.Is(err, ErrNoPair):
 		a.refuse(c, x, err)
+	case errors.As(err, &prefill):
+		a.log.Warn("a prefill worker failed", "route", x.Route, "error", err)
+		a.fail(c, http.StatusBadGateway, "", fmt.Sprintf("prefill worker %d failed before it answered", prefill.worker))
 	default:
 		a.log.Warn("no worker answered", "route", x.Route, "error", err)
 		a.fail(c, http.StatusBadGateway, "", fmt.Sprintf("worker %s failed before it answered", x.Worker))
@@ -323,6 +357,8 @@ func (a *API) refuse(c *gin.Context, x *Exchange, err error) {
 	case errors.As(err, &pinned):
 	case errors.Is(err, ErrBusy):
 		message = "Service temporarily unavailable: All workers are busy, please retry later"
+	case errors.Is(err, ErrNoPair):
+		message, again = err.Error()+" (--enforce-disagg): try again in a few seconds", "5"
 	case errors.Is(err, ErrNoWorker):
 		message, again = "no worker is ready: try again in a few seconds", "5"
 	}

@@ -69,20 +69,32 @@ type house struct {
 // first request.
 func newHouse(t *testing.T, config Config, workers ...string) *house {
 	t.Helper()
+	var targets []Target
+	for i, url := range workers {
+		targets = append(targets, Target{Key: WorkerKey{Worker: uint64(i)}, URL: url, Models: []string{"m"}})
+	}
+	return newHouseOf(t, config, nil, targets...)
+}
+
+// newHouseOf is newHouse for targets of one's own, and a model; nil: prompt
+// tokens come from the workers.
+func newHouseOf(t testing.TB, config Config, model *Model, targets ...Target) *house {
+	t.Helper()
 	if config.MaxBodyBytes == 0 {
 		config.MaxBodyBytes = 1 << 20
 	}
 	config.ServedModelName = "m"
 	log := slog.New(slog.DiscardHandler)
 	h := &house{router: newTestRouter(t, "round-robin", 0), failed: make(chan uint64, 100)}
-	for i, url := range workers {
-		h.router.Up(Target{Key: WorkerKey{Worker: uint64(i)}, URL: url, Models: []string{"m"}})
+	for _, target := range targets {
+		h.router.Up(target)
 	}
 	telemetry := NewTelemetry(func() []WorkerSample { return nil }, func() PromptSample { return PromptSample{} })
 	proxy := NewProxy(telemetry, config.RequestTimeout, func(w uint64) { h.failed <- w })
 	rooms := &rooms{router: h.router, proxy: proxy}
-	tokens := NewTokens(nil, rooms.askWorker, time.Second, log)
-	h.Server = httptest.NewServer(NewAPI(config, h.router, tokens, proxy, telemetry, log).Handler())
+	tokens := NewTokens(model, rooms.askWorker, time.Second, log)
+	api := NewAPI(config, h.router, tokens, proxy, telemetry, log)
+	h.Server = httptest.NewServer(api.Handler())
 	fleet, err := NewFleet(config, h.router.index, FleetHooks{}, log)
 	if err != nil {
 		t.Fatal(err)
@@ -91,6 +103,7 @@ func newHouse(t *testing.T, config Config, workers ...string) *house {
 	t.Cleanup(func() {
 		h.Close()
 		h.selection.Close()
+		api.pairs.Close()
 		proxy.client.CloseIdleConnections()
 		for _, target := range h.router.Targets() {
 			if n := h.router.Load(target.Key).InFlight; n != 0 {
@@ -102,7 +115,7 @@ func newHouse(t *testing.T, config Config, workers ...string) *house {
 }
 
 // post sends a body and returns the whole answer.
-func (h *house) post(t *testing.T, path, body string, headers ...string) (*http.Response, string) {
+func (h *house) post(t testing.TB, path, body string, headers ...string) (*http.Response, string) {
 	t.Helper()
 	request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, h.URL+path, strings.NewReader(body))
 	if err != nil {

@@ -24,10 +24,11 @@ type AttachedWorker struct {
 	KVEvents string // ZMQ endpoint of its KV events; empty: asked of the worker
 	Replay   string // ZMQ endpoint of their replay; empty: asked of the worker
 	Load     string // ZMQ endpoint of its load; empty: its /metrics is polled
+	Disagg          // what it leaves out is asked of the worker
 }
 
-// UnmarshalText reads url=...,id=...,kv-events=...,replay=...,load=... in any
-// order, or a bare URL.
+// UnmarshalText reads url=...,id=...,kv-events=...,replay=...,load=...,
+// role=...,kind=...,bootstrap=... in any order, or a bare URL.
 func (w *AttachedWorker) UnmarshalText(text []byte) error {
 	*w = AttachedWorker{}
 	seen := map[string]bool{}
@@ -37,7 +38,7 @@ func (w *AttachedWorker) UnmarshalText(text []byte) error {
 		if !found && strings.Contains(part, "://") {
 			key, value = "url", part
 		} else if !found || value == "" {
-			return fmt.Errorf("worker %q: %q is not key=value; keys are url, id, kv-events, replay, load", text, part)
+			return fmt.Errorf("worker %q: %q is not key=value; keys are url, id, kv-events, replay, load, role, kind, bootstrap", text, part)
 		}
 		if seen[key] {
 			return fmt.Errorf("worker %q: %s is given twice", text, key)
@@ -59,8 +60,14 @@ func (w *AttachedWorker) UnmarshalText(text []byte) error {
 			w.Replay, err = zmqEndpoint(value)
 		case "load":
 			w.Load, err = zmqEndpoint(value)
+		case "role":
+			err = w.Role.UnmarshalText([]byte(value))
+		case "kind":
+			err = w.Kind.UnmarshalText([]byte(value))
+		case "bootstrap":
+			err = w.Bootstrap.UnmarshalText([]byte(value))
 		default:
-			return fmt.Errorf("worker %q: unknown key %s; keys are url, id, kv-events, replay, load", text, key)
+			return fmt.Errorf("worker %q: unknown key %s; keys are url, id, kv-events, replay, load, role, kind, bootstrap", text, key)
 		}
 		if err != nil {
 			return fmt.Errorf("worker %q: %s: %w", text, key, err)
@@ -263,6 +270,7 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 
 	in := f.begin(ctx, w)
 	defer in.end("no longer followed")
+	in.takePart(f.detect(ctx, w.spec.URL, w.spec.Disagg))
 	sources := f.eventSources(ctx, w.spec)
 	for _, source := range sources {
 		in.followEvents(source)
@@ -270,7 +278,7 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 	in.setTargets(served, sources)
 	in.followLoads(w.spec.loadOf)
 	in.markUp()
-	f.log.Info(fmt.Sprintf("worker %d: attached", w.id), "url", w.spec.URL, "models", served.names, "event_streams", len(sources))
+	f.log.Info(fmt.Sprintf("worker %d: attached", w.id), "url", w.spec.URL, "models", served.names, "event_streams", len(sources), "role", in.disagg.Role, "kind", in.disagg.Kind)
 
 	for {
 		select {

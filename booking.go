@@ -17,8 +17,9 @@ type Booking struct {
 	uncached int      // those of them to be computed
 	expected int      // tokens of the answer; 0: unknown
 	silent   bool     // nobody tells when its first token comes
-	remote   bool     // of another router
-	decision uint64   // of a judged policy; 0: none
+	leg      Leg
+	remote   bool   // of another router
+	decision uint64 // of a judged policy; 0: none
 	ended    atomic.Bool
 
 	// All below is guarded by router.mu.

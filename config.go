@@ -41,12 +41,14 @@ type Config struct {
 	Model           string `group:"Model and engine" placeholder:"NAME|DIR" help:"Model to serve: a Hugging Face name or a folder. Default: deepseek-ai/DeepSeek-R1-Distill-Llama-8B where a GPU is found, else the SmolLM2 135M that 'make setup' prepared."`
 	ServedModelName string `group:"Model and engine" placeholder:"NAME" help:"Name that clients use for the model. Default: the name of --model, for a folder its last part."`
 	Engine          string `group:"Model and engine" default:"vllm" enum:"vllm,mocker,none" help:"What to start: vllm; mocker, simulated workers that need no GPU, Python or model; none to use attached and registered workers only."`
-	NumWorkers      int    `group:"Model and engine" default:"2" help:"Number of workers to start."`
+	WorkersGiven    *int   `group:"Model and engine" name:"num-workers" placeholder:"2" help:"Number of workers to start."`
+	PrefillWorkers  int    `group:"Model and engine" placeholder:"N" help:"In place of --num-workers: number of workers to start that only compute prompts, and hand them over by NIXL (mock workers: --mock-disagg-kind)."`
+	DecodeWorkers   int    `group:"Model and engine" placeholder:"N" help:"Number of workers to start beside those, which compute the answers."`
 	BlockSize       int    `group:"Model and engine" default:"64" help:"Tokens in a KV-cache block; the same in router and engine. On a CPU a multiple of 32."`
 	GPUsPerWorker   int    `group:"Model and engine" name:"gpus-per-worker" default:"1" help:"GPUs of one worker, or of each of its data-parallel ranks (tensor parallel)."`
 	Python          string `group:"Model and engine" placeholder:"PATH" help:"Python that has vLLM. Default: the environment that 'make setup' prepared, else python3."`
 
-	Worker            []AttachedWorker `group:"Workers" sep:";" placeholder:"url=URL,..." help:"Attach a worker that runs already: url=http://host:8100[,id=3][,kv-events=tcp://host:5557][,replay=tcp://host:5757][,load=tcp://host:5657]. Repeatable. Only url is needed: the worker itself names its event endpoints."`
+	Worker            []AttachedWorker `group:"Workers" sep:";" placeholder:"url=URL,..." help:"Attach a worker that runs already: url=http://host:8100[,id=3][,kv-events=tcp://host:5557][,replay=tcp://host:5757][,load=tcp://host:5657][,role=prefill|decode|both][,kind=nixl|sglang|mooncake][,bootstrap=host:8998]. Repeatable. Only url is needed: the worker itself names its event endpoints."`
 	StartupTimeout    time.Duration    `group:"Workers" default:"10m" help:"Longest time for a started worker to become ready."`
 	RestartBackoffMax time.Duration    `group:"Workers" default:"30s" help:"Longest pause before a dead worker is started again; the first is 1s, each next one double."`
 
@@ -57,6 +59,7 @@ type Config struct {
 	BaseKVEventsPort int    `group:"Addresses" name:"base-kv-events-port" default:"5557" help:"KV-event port of worker 0; worker i has this plus i."`
 	BaseKVReplayPort int    `group:"Addresses" name:"base-kv-replay-port" default:"5757" help:"KV-event replay port of worker 0; worker i has this plus i."`
 	BaseMetricsPort  int    `group:"Addresses" default:"5657" help:"Load metrics port of worker 0; worker i has this plus i."`
+	BaseNIXLPort     int    `group:"Addresses" name:"base-nixl-port" default:"5600" help:"NIXL side-channel port of worker 0, with --prefill-workers; worker i has this plus i."`
 
 	Policy           string        `group:"Routing" default:"work" placeholder:"NAME" help:"How to choose a worker: ${policies}. Simulate takes several, separated by commas."`
 	Seed             uint64        `group:"Routing" default:"0" help:"Seed of everything random; 0 takes it from the clock."`
@@ -67,6 +70,7 @@ type Config struct {
 	IndexerPeers []string `group:"Routing" placeholder:"URL" help:"Fill the index at the start from the first of these routers (or Dynamo's services) that answers GET /dump; they are also asked for KV events that a worker cannot replay. Several are separated by commas."`
 	PolicyKnobs
 	IndexConfig
+	DisaggKnobs
 
 	APIKey           []string      `group:"Requests" name:"api-key" placeholder:"KEY" help:"Bearer key that the OpenAI port asks for; several are separated by commas. Default: no key is asked for."`
 	RouterAPIKey     []string      `group:"Requests" name:"router-api-key" placeholder:"KEY" help:"The same for the router port."`
@@ -87,6 +91,9 @@ type Config struct {
 	// VLLMArgs is what follows --: arguments for every started vLLM, unchanged.
 	VLLMArgs []string `kong:"-"`
 
+	// NumWorkers is how many workers are started, of whatever part. Set by
+	// ParseConfig.
+	NumWorkers int `kong:"-"`
 	// GPUs are the devices that workers may use, as CUDA_VISIBLE_DEVICES names
 	// them; empty means the CPU. Set by ResolveDefaults.
 	GPUs []string `kong:"-"`
@@ -257,7 +264,7 @@ func (c *Config) ResolveDefaults(machine Machine) error {
 		if c.Ranks() > 1 {
 			ranks = fmt.Sprintf(" and --data-parallel-size %d", c.Ranks())
 		}
-		return fmt.Errorf("--num-workers %d with --gpus-per-worker %d%s needs %d GPUs, but %d are visible; ask for fewer", c.NumWorkers, c.GPUsPerWorker, ranks, need, len(c.GPUs))
+		return fmt.Errorf("%s with --gpus-per-worker %d%s needs %d GPUs, but %d are visible; ask for fewer", c.workersAsked(), c.GPUsPerWorker, ranks, need, len(c.GPUs))
 	}
 	return nil
 }
@@ -276,10 +283,16 @@ func (c *Config) validate() error {
 	if _, err := NewPolicyWith(c.Policy, c.PolicyKnobs); err != nil {
 		return fmt.Errorf("--policy: %w", err)
 	}
+	if err := c.countWorkers(); err != nil {
+		return err
+	}
 	if err := c.RouterKnobs.validate(); err != nil {
 		return err
 	}
 	if err := c.IndexConfig.validate(c.Policy); err != nil {
+		return err
+	}
+	if err := c.DisaggKnobs.validate(); err != nil {
 		return err
 	}
 	if tokens, _ := c.EngineLimits(); c.Engine == EngineVLLM && tokens == 0 && c.RouterKnobs.countsPasses() {
@@ -310,8 +323,8 @@ func (c *Config) validate() error {
 	switch {
 	case c.Engine != EngineVLLM && len(c.VLLMArgs) > 0:
 		return fmt.Errorf("%q follows --, but --engine %s starts no vLLM to pass it to", c.VLLMArgs[0], c.Engine)
-	case c.Engine != EngineNone && (c.NumWorkers < 1 || c.NumWorkers > 1000):
-		return fmt.Errorf("--num-workers %d: give 1 to 1000; for none use --engine none", c.NumWorkers)
+	case c.nixl() && slices.ContainsFunc(c.VLLMArgs, func(arg string) bool { return vllmFlag(arg) == "kv-transfer-config" }):
+		return errors.New("--kv-transfer-config after --: with --prefill-workers each worker gets its own; for other settings start the workers yourself and attach them with --worker url=...,role=prefill and role=decode")
 	}
 	if err := c.ReplicaConfig.validate(); err != nil {
 		return err

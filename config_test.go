@@ -59,8 +59,8 @@ func TestDefaultsOnACPUMachine(t *testing.T) {
 		Model: filepath.Join(home, ".cache/kvrouter/smollm2-135m-instruct"), ServedModelName: "smollm2-135m-instruct", ModelFolder: true,
 		Engine: "vllm", NumWorkers: 2, BlockSize: 64, GPUsPerWorker: 1, Python: "python3",
 		StartupTimeout: 10 * time.Minute, RestartBackoffMax: 30 * time.Second,
-		Host: "127.0.0.1", HTTPPort: 8000, RouterPort: 7000, BaseWorkerPort: 8100, BaseKVEventsPort: 5557, BaseKVReplayPort: 5757, BaseMetricsPort: 5657,
-		Policy: "work", TokenTimeout: 2 * time.Second, TokenCacheTokens: DefaultTokenCache, CollectUsage: true, RouterKnobs: DefaultRouterKnobs(), PolicyKnobs: DefaultPolicyKnobs(), IndexConfig: DefaultIndexConfig(),
+		Host: "127.0.0.1", HTTPPort: 8000, RouterPort: 7000, BaseWorkerPort: 8100, BaseKVEventsPort: 5557, BaseKVReplayPort: 5757, BaseMetricsPort: 5657, BaseNIXLPort: 5600,
+		Policy: "work", TokenTimeout: 2 * time.Second, TokenCacheTokens: DefaultTokenCache, CollectUsage: true, RouterKnobs: DefaultRouterKnobs(), PolicyKnobs: DefaultPolicyKnobs(), IndexConfig: DefaultIndexConfig(), DisaggKnobs: DefaultDisaggKnobs(),
 		MaxBodyBytes: 64 << 20, RequestTimeout: 30 * time.Minute, DrainTimeout: 30 * time.Second,
 		LogLevel: "info", LogFormat: "text", Cores: 8, ReplicaConfig: ReplicaConfig{ReplicaSyncPort: 7100}, MockConfig: DefaultMockConfig(),
 	}
@@ -174,10 +174,12 @@ vllm-args: [--max-model-len, 4096]
 func TestAttachedWorkersGetTheNextFreeNumbers(t *testing.T) {
 	cfg := mustParse(t, testMachine(t), "--engine", "none",
 		"--worker", "id=1,url=http://h:1/,kv-events=tcp://h:5557,replay=tcp://h:5757,load=ipc:///run/load",
-		"--worker", "url=http://h:2;url=https://h:3", "--worker=http://h:4")
+		"--worker", "url=http://h:2;url=https://h:3", "--worker=http://h:4",
+		"--worker", "url=http://h:5,role=prefill,kind=mooncake,bootstrap=[::1]:8998")
 	want := []AttachedWorker{
 		{ID: 1, HasID: true, URL: "http://h:1", KVEvents: "tcp://h:5557", Replay: "tcp://h:5757", Load: "ipc:///run/load"},
 		{ID: 0, URL: "http://h:2"}, {ID: 2, URL: "https://h:3"}, {ID: 3, URL: "http://h:4"},
+		{ID: 4, URL: "http://h:5", Disagg: Disagg{RolePrefill, KindMooncake, Bootstrap{"::1", 8998}}},
 	}
 	if diff := cmp.Diff(want, cfg.Worker); diff != "" {
 		t.Error(diff)
@@ -203,6 +205,17 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"not a number", cpu, "--num-workers x", []string{"--num-workers", `"x"`}},
 		{"stray word", cpu, "serve now", []string{"now"}},
 		{"no worker at all", cpu, "--num-workers 0", []string{"--num-workers 0", "--engine none"}},
+		{"workers and their parts", cpu, "--num-workers 2 --prefill-workers 1 --decode-workers 1", []string{"--num-workers 2", "--prefill-workers", "leave one"}},
+		{"prompts that nobody answers", cpu, "--prefill-workers 1", []string{"--prefill-workers 1", "--decode-workers 0", "at least 1"}},
+		{"answers without prompts", cpu, "--decode-workers 3", []string{"--prefill-workers 0", "--decode-workers 3", "at least 1"}},
+		{"fewer prefill workers than none", cpu, "--prefill-workers=-1 --decode-workers 3", []string{"--prefill-workers -1", "at least 1"}},
+		{"too many workers", cpu, "--prefill-workers 600 --decode-workers 600", []string{"--prefill-workers 600 and --decode-workers 600", "1 to 1000"}},
+		{"parts of no vLLM", cpu, "--engine none --prefill-workers 1 --decode-workers 1", []string{"--prefill-workers", "--engine is none"}},
+		{"transfers of the user's own", cpu, "--prefill-workers 1 --decode-workers 1 -- --kv_transfer_config {}", []string{"--kv-transfer-config after --", "--worker url=...,role=prefill"}},
+		{"a setting of transfers of the user's own", cpu, "--prefill-workers 1 --decode-workers 1 -- --kv-transfer-config.kv_role kv_both", []string{"--kv-transfer-config after --"}},
+		{"too few GPUs for parts", gpu, "--prefill-workers 2 --decode-workers 2", []string{"--prefill-workers 2 and --decode-workers 2", "needs 4 GPUs", "3 are visible"}},
+		{"side channels meet other ports", cpu, "--prefill-workers 1 --decode-workers 1 --base-nixl-port 8100", []string{"--base-nixl-port 8100", "--base-worker-port 8100"}},
+		{"a part of the router's own flag for vLLM", cpu, "-- --kv-events-config.topic t", []string{"--kv-events-config.topic", "--base-kv-events-port"}},
 		{"no block", cpu, "--block-size 0", []string{"--block-size must be more than 0"}},
 		{"block size of a CPU", cpu, "--block-size 16", []string{"--block-size 16", "multiple of 32"}},
 		{"unknown policy", cpu, "--policy best", []string{"--policy", "standalone", "best"}},
@@ -248,6 +261,12 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"worker URL", cpu, "--worker url=localhost:8100", []string{"localhost:8100", "http://host:8100"}},
 		{"worker id", cpu, "--worker id=x,url=http://h:1", []string{"id=x", "whole number"}},
 		{"worker key", cpu, "--worker url=http://h:1,events=tcp://h:1", []string{"unknown key events", "kv-events"}},
+		{"worker role", cpu, "--worker url=http://h:1,role=prefil", []string{"role", "prefil", "both, prefill, decode"}},
+		{"worker kind", cpu, "--worker url=http://h:1,kind=nccl", []string{"kind", "nccl", "nixl, sglang, mooncake"}},
+		{"worker bootstrap", cpu, "--worker url=http://h:1,bootstrap=h", []string{"bootstrap", "10.0.0.1:8998"}},
+		{"uncached tokens", cpu, "--disagg-min-uncached-tokens=-1", []string{"--disagg-min-uncached-tokens", "0 leaves"}},
+		{"prefill timeout", cpu, "--disagg-prefill-timeout 0s", []string{"--disagg-prefill-timeout", "more than 0"}},
+		{"handover timeout", cpu, "--disagg-handover-timeout 0s", []string{"--disagg-handover-timeout", "more than 0"}},
 		{"worker endpoint", cpu, "--worker url=http://h:1,load=tcp://*:5657", []string{"load", "tcp://host:5557"}},
 		{"worker key twice", cpu, "--worker url=http://h:1,url=http://h:2", []string{"url is given twice"}},
 		{"worker twice", cpu, "--worker http://h:1;http://h:1", []string{"http://h:1", "twice"}},

@@ -34,6 +34,12 @@
 //	              thompsontrace.go: its files; recent.go: bounded maps)
 //	proxy.go      one request to one worker and back (streamevents.go follows the
 //	              events of its answer)
+//	role.go       Disagg: which part of a request a worker computes (detect.go
+//	              asks it)
+//	pair.go       Pair: two workers chosen for one request
+//	disagg.go     Pairs: one request to two workers and back (disaggbody.go: what
+//	              each gets, sharedrequest.go: what both legs know of each other,
+//	              disaggmetrics.go)
 //	selection.go  the router port, for those who only want the decision
 //	              (selectroutes.go: choosing and booking, findworker.go the same
 //	              with feedback, reservations.go what is booked,
@@ -43,7 +49,7 @@
 //	              (eventcodec.go decodes them, zmqconn.go carries them,
 //	              eventreplay.go fetches what was missed)
 //	eventlog.go   EventLog: the last of them, for other routers that missed some
-//	workers.go    Fleet: started workers (launch.go, process.go, startlog.go),
+//	workers.go    Fleet: started workers (launch.go, nixl.go, process.go, startlog.go),
 //	              attached ones (attach.go) and those registered at run time
 //	              (registered.go); incarnation.go is what they share, models.go
 //	              what they serve
@@ -51,12 +57,15 @@
 //	telemetry.go  Prometheus metrics (dynamometrics.go those under Dynamo's
 //	              names, thompsonmetrics.go those of policy thompson); record.go
 //	              writes a line a request (jsonlines.go)
-//	enginesim.go  SimEngine: a simulated engine, step by step (blockpool.go: its memory)
+//	enginesim.go  SimEngine: a simulated engine, step by step (blockpool.go: its
+//	              memory, enginefetch.go: prompts that another engine computes)
 //	mocker.go     simulated workers behind real sockets (mockapi.go, mockrequest.go and
 //	              mockanswer.go and mockadapters.go: their HTTP side, mockrank.go:
-//	              their engine, mockevents.go, mockmodel.go, mockwords.go, zmqserver.go)
+//	              their engine, mockdisagg.go: prompts computed by one for another,
+//	              mockevents.go, mockmodel.go, mockwords.go, zmqserver.go)
 //	simulate.go   traces in virtual time (trace.go reads them, synthetic.go and
-//	              agentic.go make some up, report.go and plot.go show what came out)
+//	              agentic.go make some up, handover.go moves prompts between
+//	              workers, report.go and plot.go show what came out)
 //	config.go     every flag (mockconfig.go and simconfig.go those of simulations,
 //	              vllmargs.go what follows --, configfile.go reads the YAML file,
 //	              machine.go what the defaults depend on, ports.go what will
@@ -74,6 +83,6 @@
 // arriving together see each other. Nothing under it waits for anything.
 //
 // The client's bytes reach the worker unchanged, so that what the engine
-// renders is what was hashed here. The one exception is asking a stream for its
-// usage, which is added to a copy.
+// renders is what was hashed here. The exceptions are asking a stream for its
+// usage, and what two workers need to share a request; both go into copies.
 package main

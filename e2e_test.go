@@ -53,6 +53,12 @@ var program = sync.OnceValues(func() (string, error) {
 // startSite starts kvrouter with real workers and waits until all are ready.
 func startSite(t *testing.T, workers int, env []string, args ...string) *site {
 	t.Helper()
+	return startParts(t, []string{fmt.Sprintf("--num-workers=%d", workers)}, workers, env, args...)
+}
+
+// startParts is startSite where parts, flags, say what the workers do.
+func startParts(t *testing.T, parts []string, workers int, env []string, args ...string) *site {
+	t.Helper()
 	if testing.Short() {
 		t.Skip("starts real vLLM workers")
 	}
@@ -60,13 +66,13 @@ func startSite(t *testing.T, workers int, env []string, args ...string) *site {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ports := freePorts(t, 2+4*workers)
+	ports := freePorts(t, 2+5*workers)
 	port := func(flag string, at int) string { return fmt.Sprintf("--%s=%d", flag, ports+at) }
-	all := []string{
-		fmt.Sprintf("--num-workers=%d", workers), "--log-level=debug", "--seed=1",
+	all := append(parts,
+		"--log-level=debug", "--seed=1",
 		port("http-port", 0), port("router-port", 1), port("base-worker-port", 2), port("base-kv-events-port", 2+workers),
-		port("base-kv-replay-port", 2+2*workers), port("base-metrics-port", 2+3*workers),
-	}
+		port("base-kv-replay-port", 2+2*workers), port("base-metrics-port", 2+3*workers), port("base-nixl-port", 2+4*workers),
+	)
 	s := &site{
 		t:         t,
 		command:   exec.Command(path, append(all, args...)...),
@@ -140,9 +146,10 @@ func (s *site) workers() []workerRecord {
 type answer struct {
 	text      string
 	worker    uint64
-	predicted int // tokens of overlap in the header
-	cached    int // tokens the engine says it had
-	prompt    int // tokens of the prompt
+	prefill   string // worker that computed the prompt; empty: the same
+	predicted int    // tokens of overlap in the header
+	cached    int    // tokens the engine says it had
+	prompt    int    // tokens of the prompt
 	finished  bool
 	broken    bool // ended with an error event
 }
@@ -171,6 +178,7 @@ func (s *site) chat(ctx context.Context, messages []map[string]string, stream bo
 	var a answer
 	a.worker, _ = strconv.ParseUint(response.Header.Get(headerWorker), 10, 64)
 	a.predicted, _ = strconv.Atoi(response.Header.Get(headerOverlap))
+	a.prefill = response.Header.Get(headerPrefillWorker)
 	read := func(chunk []byte) {
 		a.text += gjson.GetBytes(chunk, "choices.0.delta.content").String() + gjson.GetBytes(chunk, "choices.0.message.content").String()
 		if u := readUsage(chunk); u.Known {
@@ -192,11 +200,9 @@ func (s *site) chat(ctx context.Context, messages []map[string]string, stream bo
 		if !ok {
 			continue
 		}
-		if data == "[DONE]" {
-			a.finished = true
-			break
+		if a.finished = data == "[DONE]"; !a.finished { // and on to the end: closing now would be leaving
+			read([]byte(data))
 		}
-		read([]byte(data))
 	}
 	return a, lines.Err()
 }

@@ -73,6 +73,17 @@ type SimRequest struct {
 	Generated int // tokens emitted so far
 	Tag       any // the owner's
 
+	// Fetch tells that another engine has computed the prompt: this one takes
+	// blocks for it, tells its owner, waits for Fetched, and computes but the last
+	// token.
+	Fetch bool
+	// Missing are the prompt's tokens that are to be fetched: those of the blocks
+	// that are not in the cache. Valid once the owner is told.
+	Missing int
+	// Keep tells that the blocks stay taken after the last token until Abort, for
+	// another engine to fetch.
+	Keep bool
+
 	held     []uint32 // blocks, in the order of the tokens
 	computed int      // tokens whose KV is in held
 	step     int      // tokens that the running pass computes
@@ -112,6 +123,12 @@ type SimEngine struct {
 	pool    *blockPool
 	running []*SimRequest // in the order of admission
 	waiting []*SimRequest
+
+	fetch    func(*SimRequest) // told of requests whose prompts are to be fetched
+	fetching []*SimRequest     // they have blocks for it
+	fetched  []*SimRequest     // and will be in the batch when there is room
+	kept     []*SimRequest     // ended ones that Keep their blocks
+
 	inPass  bool
 	emitted []*SimRequest // reused
 	removed []uint64      // reused
@@ -141,16 +158,24 @@ func (e *SimEngine) Submit(r *SimRequest) error {
 	return nil
 }
 
-// Abort takes a request out, wherever it is; one that has finished is ignored.
+// Abort takes a request out, wherever it is; one that has finished lets go of
+// what it keeps, if anything.
 func (e *SimEngine) Abort(r *SimRequest) {
-	queue := &e.waiting
-	if r.running {
-		queue = &e.running
+	for _, queue := range []*[]*SimRequest{&e.waiting, &e.running, &e.fetching, &e.fetched, &e.kept} {
+		if takeOut(queue, r) {
+			e.drop(r)
+			return
+		}
 	}
-	if i := slices.Index(*queue, r); i >= 0 {
+}
+
+// takeOut removes r from a queue and tells whether it was there.
+func takeOut(queue *[]*SimRequest, r *SimRequest) bool {
+	i := slices.Index(*queue, r)
+	if i >= 0 {
 		*queue = slices.Delete(*queue, i, i+1)
-		e.drop(r)
 	}
+	return i >= 0
 }
 
 // Begin starts a pass and returns how long it takes; busy is false if there is
@@ -161,6 +186,7 @@ func (e *SimEngine) Begin() (d time.Duration, busy bool) {
 	}
 	budget := e.cfg.MaxBatchedTokens
 	prefill, context, decoding, preempted := 0, 0, false, false
+	e.joinFetched()
 	for i := 0; i < len(e.running); i++ {
 		r := e.running[i]
 		r.step = min(r.left(), budget)
@@ -185,6 +211,13 @@ func (e *SimEngine) Begin() (d time.Duration, busy bool) {
 	}
 	for !preempted && budget > 0 && len(e.waiting) > 0 && len(e.running) < e.cfg.MaxSeqs {
 		r := e.waiting[0]
+		if r.Fetch {
+			if !e.beginFetch(r) {
+				break
+			}
+			e.waiting = e.waiting[1:]
+			continue
+		}
 		if !e.admit(r, budget) {
 			break
 		}
@@ -218,9 +251,13 @@ func (e *SimEngine) End() (emitted []*SimRequest) {
 			e.emitted = append(e.emitted, r)
 		}
 		r.step = 0
-		if r.Generated < r.Output {
+		switch {
+		case r.Generated < r.Output:
 			stay = append(stay, r)
-		} else {
+		case r.Keep:
+			r.running = false
+			e.kept = append(e.kept, r)
+		default:
 			e.drop(r)
 		}
 	}
@@ -232,7 +269,7 @@ func (e *SimEngine) End() (emitted []*SimRequest) {
 // Load tells how many requests are in the batch and in the queue, and which
 // share of the blocks they hold, 0..1.
 func (e *SimEngine) Load() (running, waiting int, usage float64) {
-	return len(e.running), len(e.waiting), float64(e.pool.active()) / float64(e.cfg.Blocks)
+	return len(e.running), len(e.waiting) + len(e.fetching) + len(e.fetched), float64(e.pool.active()) / float64(e.cfg.Blocks)
 }
 
 // Reset empties the prefix cache and tells no event: its owner publishes that
@@ -240,8 +277,10 @@ func (e *SimEngine) Load() (running, waiting int, usage float64) {
 // those any more.
 func (e *SimEngine) Reset() {
 	e.pool.reset()
-	for _, r := range e.running {
-		r.unkeyed = true
+	for _, queue := range [][]*SimRequest{e.running, e.fetched} {
+		for _, r := range queue {
+			r.unkeyed = true
+		}
 	}
 }
 
@@ -249,6 +288,21 @@ func (e *SimEngine) Reset() {
 // those of later passes (vLLM's scheduler_reserve_full_isl); it takes those of
 // this pass.
 func (e *SimEngine) admit(r *SimRequest, budget int) bool {
+	if !e.holdCached(r) {
+		return false
+	}
+	r.step = min(r.left(), budget)
+	r.running = true
+	e.running = append(e.running, r)
+	if !e.hold(r, r.computed+r.step+1) {
+		panic("simulated engine: counted blocks are missing")
+	}
+	return true
+}
+
+// holdCached takes for r the blocks that the cache has of it, if there are
+// enough for the others too.
+func (e *SimEngine) holdCached(r *SimRequest) bool {
 	tokens := r.Prompt + r.Generated
 	// The engine computes the last token itself.
 	longest := min(len(r.Blocks), (tokens-1)/e.cfg.BlockSize)
@@ -263,8 +317,6 @@ func (e *SimEngine) admit(r *SimRequest, budget int) bool {
 		}
 		cached++
 	}
-	computed := cached * e.cfg.BlockSize
-	step := min(tokens-computed, budget)
 	if e.blocksFor(tokens+1)-cached > e.pool.available()-inactive {
 		return false
 	}
@@ -276,16 +328,11 @@ func (e *SimEngine) admit(r *SimRequest, budget int) bool {
 		e.pool.acquire(b)
 		r.held = append(r.held, b)
 	}
-	r.computed, r.step = computed, step
-	r.running = true
-	e.running = append(e.running, r)
-	r.Reused += computed
+	r.computed = cached * e.cfg.BlockSize
+	r.Reused += r.computed
 	if !r.admitted {
 		r.admitted = true
-		r.Cached = computed
-	}
-	if !e.hold(r, computed+step+1) {
-		panic("simulated engine: counted blocks are missing")
+		r.Cached = r.computed
 	}
 	return true
 }
@@ -341,38 +388,45 @@ func (e *SimEngine) hold(r *SimRequest, tokens int) bool {
 		e.events(SimEvent{Removed: e.removed})
 	}
 	for _, run := range stored {
-		event := SimEvent{Stored: true, Blocks: r.Blocks[run[0]:run[1]], First: run[0], Request: r}
-		if run[0] > 0 {
-			event.Parent, event.HasParent = r.Blocks[run[0]-1].Engine, true
-		}
-		e.events(event)
+		e.tellStored(r, run[0], run[1])
 	}
 	return enough
 }
 
+// tellStored tells that blocks of r, from first to below end, are in the cache.
+func (e *SimEngine) tellStored(r *SimRequest, first, end int) {
+	event := SimEvent{Stored: true, Blocks: r.Blocks[first:end], First: first, Request: r}
+	if first > 0 {
+		event.Parent, event.HasParent = r.Blocks[first-1].Engine, true
+	}
+	e.events(event)
+}
+
 // seal caches the block of r that the token about to be computed fills, if it is
-// one of the output's. Where the cache has it already, r goes on with that copy:
-// so the blocks before a cached one stay in the cache as long as it does.
+// one of the output's.
 func (e *SimEngine) seal(r *SimRequest) {
 	i := (r.Prompt+r.Generated)/e.cfg.BlockSize - 1
-	if (r.Prompt+r.Generated)%e.cfg.BlockSize != 0 || i >= len(r.Blocks) || r.unkeyed {
-		return
+	if (r.Prompt+r.Generated)%e.cfg.BlockSize == 0 && i < len(r.Blocks) && !r.unkeyed && e.key(r, i) {
+		e.tellStored(r, i, i+1)
 	}
+}
+
+// key caches block i of r, which is full, and tells whether the cache did not
+// have it. Where it has, r goes on with that copy: so the blocks before a cached
+// one stay in the cache as long as it does.
+func (e *SimEngine) key(r *SimRequest, i int) bool {
 	key := r.Blocks[i].Engine
-	if b := e.pool.find(key); b == r.held[i] {
-		return // it was full when r took it
-	} else if b != 0 {
+	b := e.pool.find(key)
+	if b == 0 {
+		e.pool.setKey(r.held[i], key)
+		return true
+	}
+	if b != r.held[i] { // else it was full when r took it
 		e.pool.acquire(b)
 		e.pool.release(r.held[i])
 		r.held[i] = b
-		return
 	}
-	e.pool.setKey(r.held[i], key)
-	event := SimEvent{Stored: true, Blocks: r.Blocks[i : i+1], First: i, Request: r}
-	if i > 0 {
-		event.Parent, event.HasParent = r.Blocks[i-1].Engine, true
-	}
-	e.events(event)
+	return false
 }
 
 // preemptLast puts the request admitted last back to the head of the queue.

@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"slices"
 	"testing"
 	"time"
 
@@ -15,7 +16,7 @@ func (e *SimEngine) check() error {
 		return err
 	}
 	refs := make([]int32, len(e.pool.blocks))
-	for _, r := range e.running {
+	for _, r := range slices.Concat(e.running, e.fetching, e.fetched, e.kept) {
 		for _, b := range r.held {
 			refs[b]++
 		}
@@ -169,9 +170,10 @@ func TestARequestLargerThanTheCacheIsRefused(t *testing.T) {
 	}
 }
 
-// TestEngineAlwaysFinishesAndItsEventsTellItsCache drives an engine at random:
-// after every step the blocks add up, and an index fed with its events holds
-// what the engine's cache does.
+// TestEngineAlwaysFinishesAndItsEventsTellItsCache drives an engine at random.
+// Prompts are computed there or elsewhere; those come or do not. After every step
+// the blocks add up, and an index fed with its events holds what the engine's
+// cache does.
 func TestEngineAlwaysFinishesAndItsEventsTellItsCache(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		index, w := NewRadix(), WorkerKey{Worker: 1}
@@ -190,15 +192,28 @@ func TestEngineAlwaysFinishesAndItsEventsTellItsCache(t *testing.T) {
 				failed = fmt.Errorf("%d removed blocks had not been stored", unknown)
 			}
 		})
-		var open []*SimRequest
-		pass := func() {
-			if _, busy := e.Begin(); !busy {
-				return
-			}
+		var coming []*SimRequest // told of by the engine
+		e.fetch = func(r *SimRequest) { coming = append(coming, r) }
+		var open, kept []*SimRequest
+		end := func() {
 			for _, r := range e.End() {
 				if r.Generated > r.Output {
 					t.Fatalf("%d tokens of %d", r.Generated, r.Output)
 				}
+				if r.Generated == r.Output && r.Keep {
+					kept = append(kept, r)
+				}
+			}
+		}
+		pass := func() {
+			if _, busy := e.Begin(); busy {
+				end()
+			}
+		}
+		arrive := func(came bool) {
+			if len(coming) > 0 {
+				e.Fetched(coming[0], came)
+				coming = coming[1:]
 			}
 		}
 		verify := func() {
@@ -215,13 +230,24 @@ func TestEngineAlwaysFinishesAndItsEventsTellItsCache(t *testing.T) {
 		t.Repeat(map[string]func(*rapid.T){
 			"submit": func(t *rapid.T) {
 				local := rapid.SliceOfN(rapid.Uint64Range(1, 2), 0, 4).Draw(t, "blocks")
-				r := simRequest(4, local, rapid.IntRange(1, 3).Draw(t, "rest"), rapid.IntRange(1, 12).Draw(t, "output"))
-				if err := e.Submit(r); err != nil {
-					t.Fatal(err)
+				r := simRequest(4, local, rapid.IntRange(0, 3).Draw(t, "rest"), rapid.IntRange(1, 12).Draw(t, "output"))
+				r.Prompt = max(1, r.Prompt)
+				r.Fetch = rapid.Bool().Draw(t, "fetch")
+				r.Keep = !r.Fetch && rapid.Bool().Draw(t, "keep")
+				if e.Submit(r) == nil {
+					open = append(open, r)
 				}
-				open = append(open, r)
 			},
-			"pass": func(*rapid.T) { pass() },
+			"pass":          func(*rapid.T) { pass() },
+			"prompt comes":  func(*rapid.T) { arrive(true) },
+			"does not come": func(*rapid.T) { arrive(false) },
+			"comes inside a pass": func(*rapid.T) {
+				if _, busy := e.Begin(); busy {
+					arrive(true)
+					verify()
+					end()
+				}
+			},
 			"abort inside a pass": func(t *rapid.T) {
 				if len(open) == 0 {
 					return
@@ -230,7 +256,20 @@ func TestEngineAlwaysFinishesAndItsEventsTellItsCache(t *testing.T) {
 					r := rapid.SampledFrom(open).Draw(t, "which")
 					e.Abort(r)
 					r.Output = 0
-					e.End()
+					end()
+				}
+			},
+			"let go": func(*rapid.T) {
+				if len(kept) > 0 {
+					e.Abort(kept[0])
+					kept = kept[1:]
+				}
+			},
+			"abort": func(t *rapid.T) {
+				if len(open) > 0 {
+					r := rapid.SampledFrom(open).Draw(t, "which")
+					e.Abort(r)
+					r.Output = 0
 				}
 			},
 			"reset": func(*rapid.T) {
@@ -241,6 +280,11 @@ func TestEngineAlwaysFinishesAndItsEventsTellItsCache(t *testing.T) {
 		})
 		for range 1000 {
 			pass()
+			arrive(true)
+			for _, r := range kept {
+				e.Abort(r)
+			}
+			kept = nil
 			verify()
 		}
 		for _, r := range open {

@@ -21,6 +21,7 @@ type incarnation struct {
 	began      time.Time
 	generation int
 
+	disagg     Disagg    // its part where prefill and decode are apart, as far as known
 	served     modelList // by the worker, as last told
 	modelsAt   time.Time // when that was
 	targets    []Target
@@ -40,7 +41,15 @@ func (f *Fleet) begin(ctx context.Context, w *worker) *incarnation {
 		s.Generation++
 		in.generation = s.Generation
 	})
+	in.takePart(w.spec.Disagg)
 	return in
+}
+
+// takePart sets the worker's part where prefill and decode are apart, for the
+// targets that are set from now on.
+func (in *incarnation) takePart(d Disagg) {
+	in.disagg = d
+	in.f.update(in.w, func(s *WorkerStatus) { s.Disagg = d })
 }
 
 // end takes the worker out of routing, ends what follows it, and only then
@@ -97,7 +106,7 @@ func (in *incarnation) setTargets(served modelList, sources []EventSource) {
 	for _, key := range keys {
 		in.targets = append(in.targets, Target{
 			Key: key, URL: in.w.spec.URL, Ranks: len(keys), Generation: in.generation, Models: served.names, Adapters: served.adapters,
-			MaxBatchedTokens: batched, TotalBlocks: cmp.Or(sizes[key.Rank], blocks),
+			MaxBatchedTokens: batched, TotalBlocks: cmp.Or(sizes[key.Rank], blocks), Disagg: in.disagg,
 		})
 		ranks = append(ranks, key.Rank)
 	}

@@ -12,7 +12,8 @@ import (
 )
 
 // pluginFiles are the Python modules that every started vLLM loads: the load
-// publisher, and the one that keeps KV events on loopback.
+// publisher, the one that keeps KV events on loopback, and the one that lets
+// NIXL wait without computing.
 //
 //go:embed plugin
 var pluginFiles embed.FS
@@ -69,6 +70,10 @@ func vllmCommand(cfg Config, i int, pluginDir string, environ []string) (process
 	argv = append(argv, "--enable-prompt-tokens-details", "--enable-scale-out")
 	env := newEnvironment(environ)
 	env.dropPrefix("KVROUTER_") // the router's keys are no business of the workers
+	if cfg.nixl() {
+		argv = append(argv, "--kv-transfer-config", nixlConfig(cfg, i))
+		setNIXLEnvironment(cfg, first, env)
+	}
 	env.set("KVROUTER_LOAD_ENDPOINT", launchedLoadEndpoint(cfg, first))
 	env.set("KVROUTER_LOOPBACK_EVENTS", "1")
 	pythonPath := pluginDir
@@ -77,7 +82,7 @@ func vllmCommand(cfg Config, i int, pluginDir string, environ []string) (process
 	}
 	env.set("PYTHONPATH", pythonPath)
 	if allowed, limited := env.lookup("VLLM_PLUGINS"); limited {
-		env.set("VLLM_PLUGINS", strings.TrimPrefix(allowed+",kvrouter_load,kvrouter_loopback", ","))
+		env.set("VLLM_PLUGINS", strings.TrimPrefix(allowed+",kvrouter_load,kvrouter_loopback,kvrouter_nixl", ","))
 	}
 	env.setDefault("VLLM_NO_USAGE_STATS", "1")
 	if cfg.ModelFolder {

@@ -49,7 +49,7 @@ func TestCommandOfEachWorker(t *testing.T) {
 			environ: []string{"OMP_NUM_THREADS=7", "VLLM_CPU_KVCACHE_SPACE=9", "VLLM_CPU_OMP_THREADS_BIND=0-3", "VLLM_NO_USAGE_STATS=0", "PYTHONPATH=/mine", "VLLM_PLUGINS=a,b"},
 			argv:    []string{"--max_model_len=512", "--no-enforce-eager", "--seed", "3"},
 			env: []string{"OMP_NUM_THREADS=7", "VLLM_CPU_KVCACHE_SPACE=9", "VLLM_CPU_OMP_THREADS_BIND=0-3", "VLLM_NO_USAGE_STATS=0", "PYTHONPATH=/plugin:/mine",
-				"VLLM_PLUGINS=a,b,kvrouter_load,kvrouter_loopback", common[0], common[1]},
+				"VLLM_PLUGINS=a,b,kvrouter_load,kvrouter_loopback,kvrouter_nixl", common[0], common[1]},
 		},
 		{
 			name: "one GPU each", gpus: []string{"0", "1"}, args: "--model org/name -- --max-model-len 4096", environ: []string{"CUDA_VISIBLE_DEVICES=0,1"},
@@ -170,7 +170,7 @@ func TestPluginFolderHoldsTheEntryPointsOfItsModules(t *testing.T) {
 		}
 		return err
 	})
-	want := []string{"kvrouter_loopback.py", "kvrouter_stats.dist-info/METADATA", "kvrouter_stats.dist-info/entry_points.txt", "kvrouter_stats.py"}
+	want := []string{"kvrouter_loopback.py", "kvrouter_nixl.py", "kvrouter_stats.dist-info/METADATA", "kvrouter_stats.dist-info/entry_points.txt", "kvrouter_stats.py"}
 	if err != nil || !slices.Equal(files, want) {
 		t.Errorf("files %q, %v; want %q", files, err, want)
 	}

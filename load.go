@@ -37,6 +37,7 @@ type Load struct {
 	InFlight      int  // requests sent and not yet ended
 	PrefillTokens int  // uncached prompt tokens of requests without a first token
 	ContextTokens int  // prompt tokens of the others in flight, which decode
+	AwaitedTokens int  // prompt tokens that other workers compute, of requests that will decode here
 	ActiveBlocks  int  // blocks of requests in flight, shared ones once and by their weights; see needsActiveBlocks
 
 	Prefills   []Prefill // the requests without a first token, as they were sent; to be read under the Router's lock
@@ -159,8 +160,12 @@ func (l *Loads) Begin(b *Booking, now time.Time) {
 	load := l.of(b.worker)
 	b.sent, b.alone, b.atSent = now, len(load.Prefills) == 0, load.tallyAt(now)
 	load.InFlight++
-	load.PrefillTokens += b.uncached
-	load.Prefills = append(load.Prefills, b.prefill())
+	if b.leg == LegDecode {
+		load.AwaitedTokens += b.prompt
+	} else {
+		load.PrefillTokens += b.uncached
+		load.Prefills = append(load.Prefills, b.prefill())
+	}
 	l.Activate(b.worker, b.sequence)
 	if b.id != "" {
 		l.byID[b.id] = b
@@ -221,11 +226,16 @@ func (l *Loads) unlink(b *Booking) {
 func (l *Loads) FirstToken(b *Booking, now time.Time) {
 	load := l.of(b.worker)
 	load.tallyAt(now)
+	load.ContextTokens += b.prompt
+	if b.leg == LegDecode {
+		load.AwaitedTokens -= b.prompt
+		b.first, b.atFirst = now, load.done
+		return
+	}
 	load.done.prompts++
 	load.done.tokens += b.uncached
 	b.first, b.atFirst = now, load.done
 	load.PrefillTokens -= b.uncached
-	load.ContextTokens += b.prompt
 	if i := slices.Index(load.Prefills, b.prefill()); i >= 0 {
 		load.Prefills = slices.Delete(load.Prefills, i, i+1)
 	}
@@ -272,7 +282,7 @@ func (l *Loads) OutputBlock(b *Booking, share *float64) {
 // Outcome sums up a request that is ending now with so many tokens, before End.
 func (l *Loads) Outcome(b *Booking, output int, now time.Time) Outcome {
 	o := Outcome{
-		Worker: b.worker, Uncached: b.uncached, Output: output, Alone: b.alone,
+		Worker: b.worker, Leg: b.leg, Uncached: b.uncached, Output: output, Alone: b.alone,
 		FirstToken: b.first.Sub(b.sent), Decode: now.Sub(b.first),
 	}
 	o.Before = b.atFirst.since(b.atSent, o.FirstToken)

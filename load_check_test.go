@@ -13,10 +13,10 @@ func (r *Router) check() error {
 	defer r.mu.Unlock()
 	l := r.loads
 	type recount struct {
-		inFlight, prefill, context int
-		prefills                   []Prefill
-		requests                   map[uint64]uint32
-		output                     float64
+		inFlight, prefill, context, awaited int
+		prefills                            []Prefill
+		requests                            map[uint64]uint32
+		output                              float64
 	}
 	counts := map[WorkerKey]*recount{}
 	var last *Booking
@@ -40,9 +40,12 @@ func (r *Router) check() error {
 		}
 		c.inFlight++
 		c.output += b.outputWeight
-		if b.computed {
+		switch {
+		case b.computed:
 			c.context += b.prompt
-		} else {
+		case b.leg == LegDecode:
+			c.awaited += b.prompt
+		default:
 			c.prefill += b.uncached
 			c.prefills = append(c.prefills, b.prefill())
 		}
@@ -65,8 +68,8 @@ func (r *Router) check() error {
 			}
 		}
 		delete(counts, w)
-		if load.InFlight != c.inFlight || load.Load.PrefillTokens != c.prefill || load.ContextTokens != c.context || len(load.Prefills) != len(c.prefills) {
-			return fmt.Errorf("worker %v: in flight %d, prefill %d, context %d, %d prompts; recounted %+v", w, load.InFlight, load.Load.PrefillTokens, load.ContextTokens, len(load.Prefills), *c)
+		if load.InFlight != c.inFlight || load.Load.PrefillTokens != c.prefill || load.ContextTokens != c.context || load.AwaitedTokens != c.awaited || len(load.Prefills) != len(c.prefills) {
+			return fmt.Errorf("worker %v: in flight %d, prefill %d, context %d, awaited %d, %d prompts; recounted %+v", w, load.InFlight, load.Load.PrefillTokens, load.ContextTokens, load.AwaitedTokens, len(load.Prefills), *c)
 		}
 		for _, p := range c.prefills {
 			if !slices.Contains(load.Prefills, p) {

@@ -266,6 +266,7 @@ func (r *rooms) run(ctx context.Context) error {
 		return nil
 	})
 	err = group.Wait()
+	r.api.pairs.Close()
 	r.api.recorder.Close()
 	r.traces.Close()
 	r.log.Info("stopped")

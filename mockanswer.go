@@ -1,7 +1,9 @@
 package main
 
 import (
+	"cmp"
 	"fmt"
+	"net/http"
 	"slices"
 	"sort"
 	"strconv"
@@ -24,7 +26,8 @@ type mockAnswer struct {
 
 	stream, usage, continuousUsage, tokenIDs bool // what the request asks for
 
-	begun bool // the first chunk has been made
+	begun    bool   // the first chunk has been made
+	transfer string // kv_transfer_params, JSON; empty: null
 }
 
 // mockChoice is one of an answer's texts, made up beforehand; one request to
@@ -43,13 +46,21 @@ type mockChoice struct {
 	reason  string   // stop_reason, JSON; empty: null
 	sent    int      // tokens that the handler has taken
 
-	cached    atomic.Int64 // prompt tokens found in the cache; valid with the first generated one
+	fetching chan struct{} // closed when the engine has blocks for a prompt computed elsewhere
+	blocks   []uint32      // those of a prompt that is kept for another worker; valid with the last token
+
+	cached    atomic.Int64 // prompt tokens that were not to be computed; valid with the first generated one
+	hits      atomic.Int64 // those of them that were in the cache
 	generated atomic.Int64
 }
 
 // advance tells the answer's handler of the tokens so far.
 func (c *mockChoice) advance(r *SimRequest) {
 	c.cached.Store(int64(r.Cached))
+	c.hits.Store(int64(r.Cached - r.Missing))
+	if r.Keep && r.Generated == r.Output {
+		c.blocks = slices.Clone(r.held)
+	}
 	c.generated.Store(int64(r.Generated))
 	signalOnce(c.answer.more)
 }
@@ -272,5 +283,17 @@ func (a *mockAnswer) whole() []byte {
 		out = a.appendIDs(append(out, `,"prompt_logprobs":null,"prompt_token_ids":`...), last.tokens[:last.prompt])
 		out = append(out, `,"prompt_text":null`...)
 	}
-	return append(out, `,"kv_transfer_params":null,"ec_transfer_params":null,"metrics":null}`...)
+	out = append(append(out, `,"kv_transfer_params":`...), cmp.Or(a.transfer, "null")...)
+	return append(out, `,"ec_transfer_params":null,"metrics":null}`...)
+}
+
+// fail answers with an error that comes once the request is with the engine: a
+// stream has begun by then.
+func (a *mockAnswer) fail(out http.ResponseWriter, problem *mockProblem) {
+	if !a.stream {
+		mockError(out, problem)
+		return
+	}
+	out.Header().Set("Content-Type", "text/event-stream; charset=utf-8")
+	_, _ = fmt.Fprintf(out, "data: %s\n\ndata: [DONE]\n\n", problem.body())
 }

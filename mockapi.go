@@ -2,6 +2,7 @@ package main
 
 import (
 	"cmp"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -9,6 +10,7 @@ import (
 	"net/http"
 	"slices"
 	"strconv"
+	"sync"
 	"sync/atomic"
 	"time"
 )
@@ -35,6 +37,9 @@ func (w *MockWorker) routes() http.Handler {
 	mux.HandleFunc("POST /reset_prefix_cache", w.reset)
 	mux.HandleFunc("POST /v1/load_lora_adapter", w.loadAdapter)
 	mux.HandleFunc("POST /v1/unload_lora_adapter", w.unloadAdapter)
+	mux.HandleFunc("GET "+mockTransferPath, w.joinRoom)
+	mux.HandleFunc("GET /server_info", w.serverInfo)
+	mux.HandleFunc("POST /abort_request", w.abortRequest)
 	mux.HandleFunc("POST /tokenize", w.tokenizer(w.model.Tokenize))
 	mux.HandleFunc("POST /detokenize", w.tokenizer(w.model.Detokenize))
 	mux.HandleFunc("POST /v1/chat/completions", func(out http.ResponseWriter, in *http.Request) { w.infer(out, in, true) })
@@ -79,8 +84,25 @@ func (w *MockWorker) infer(out http.ResponseWriter, in *http.Request, chat bool)
 		return
 	}
 	answer.id = mockRequestID(in, chat)
+	ctx, cancel := context.WithCancel(in.Context())
+	var fetching sync.WaitGroup
+	defer fetching.Wait()
+	defer cancel()
+	if rid := body.Get("rid").Str; rid != "" {
+		defer w.named(rid, cancel)()
+	}
+	transfer := w.transfer(body, answer)
+	defer func() { transfer.close(rank) }()
+	if problem := transfer.ready(ctx); problem != nil {
+		mockError(out, problem)
+		return
+	}
 	refused := rank.submit(answer)
 	defer rank.leave(answer)
+	failed := make(chan *mockProblem, 1)
+	if transfer != nil && transfer.source != "" {
+		fetching.Go(func() { transfer.fetch(ctx, rank, failed) })
+	}
 	flush := http.NewResponseController(out)
 	var chunk []byte
 	for left := len(answer.choices); left > 0; {
@@ -89,7 +111,13 @@ func (w *MockWorker) infer(out http.ResponseWriter, in *http.Request, chat bool)
 		case err := <-refused:
 			mockError(out, badRequest("", "%v", err))
 			return
-		case <-in.Context().Done():
+		case problem := <-failed:
+			answer.fail(out, problem)
+			return
+		case <-ctx.Done():
+			if in.Context().Err() == nil {
+				mockError(out, &mockProblem{http.StatusInternalServerError, "InternalServerError", "the request was aborted", ""})
+			}
 			return
 		case <-w.ctx.Done():
 			panic(http.ErrAbortHandler) // the connection breaks off
@@ -105,6 +133,12 @@ func (w *MockWorker) infer(out http.ResponseWriter, in *http.Request, chat bool)
 			}
 			if c.sent = now; now == c.output {
 				left--
+			}
+		}
+		if left == 0 {
+			if problem := transfer.computed(ctx, rank); problem != nil {
+				mockError(out, problem)
+				return
 			}
 		}
 		if !answer.stream || len(chunk) == 0 {
@@ -259,6 +293,9 @@ func (w *MockWorker) metrics(out http.ResponseWriter, _ *http.Request) {
 	add("gauge", "kv_cache_usage_perc", "", func(_ *mockRank, l mockLoad) float64 { return l.Usage })
 	count("prefix_cache_queries_total", "", func(c *mockCounts) *atomic.Int64 { return &c.prefixQueries })
 	count("prefix_cache_hits_total", "", func(c *mockCounts) *atomic.Int64 { return &c.prefixHits })
+	if w.part.Kind == KindNIXL {
+		count("external_prefix_cache_hits_total", "", func(c *mockCounts) *atomic.Int64 { return &c.externalHits })
+	}
 	count("prompt_tokens_total", "", func(c *mockCounts) *atomic.Int64 { return &c.promptTokens })
 	count("generation_tokens_total", "", func(c *mockCounts) *atomic.Int64 { return &c.generationTokens })
 	count("request_success_total", `,finished_reason="stop"`, func(c *mockCounts) *atomic.Int64 { return &c.finishedStop })
@@ -300,8 +337,13 @@ func mockRequestID(in *http.Request, chat bool) string {
 	return prefix + strconv.FormatInt(time.Now().UnixNano(), 36)
 }
 
-// mockError answers with an error in vLLM's shape.
+// mockError answers with an error.
 func mockError(out http.ResponseWriter, problem *mockProblem) {
+	answerJSON(out, problem.status, json.RawMessage(problem.body()))
+}
+
+// body is the problem in vLLM's shape.
+func (problem *mockProblem) body() []byte {
 	var body struct {
 		Error struct {
 			Message string  `json:"message"`
@@ -315,7 +357,7 @@ func mockError(out http.ResponseWriter, problem *mockProblem) {
 	if problem.param != "" {
 		e.Param = &problem.param
 	}
-	answerJSON(out, problem.status, body)
+	return mustJSON(body)
 }
 
 func answerJSON(out http.ResponseWriter, status int, value any) {

@@ -21,6 +21,12 @@ type MockConfig struct {
 	MockPrefillMS           []float64                `group:"Mocker" name:"mock-prefill-ms" default:"16.50142,0.01518344,4.209989e-07" placeholder:"A,B,C" help:"Time of a step's prefill, ms: A + B*n + C*n^2 for n prompt tokens that are not cached."`
 	MockDecodeMS            []float64                `group:"Mocker" name:"mock-decode-ms" default:"5.74,54.01,-25.74" placeholder:"A,B,C" help:"Time of a step's decoding, ms: A + B*u + C*u^2, at least 1, where the decoding requests' tokens fill the share u (0 to 1) of the KV cache."`
 	MockOutputTokens        int                      `group:"Mocker" default:"128" help:"Tokens after which a mock answer ends by itself, unless the request says ignore_eos or a smaller max_tokens."`
+	MockKVTransferBandwidth float64                  `group:"Mocker" name:"mock-kv-transfer-bandwidth" default:"64" placeholder:"GB/S" help:"How fast a computed prompt goes from one mock worker to another, GB (10^9 bytes) a second."`
+	MockKVBytesPerToken     int                      `group:"Mocker" name:"mock-kv-bytes-per-token" default:"131072" help:"KV cache of one prompt token, bytes. Default: a Llama 8B's in 16 bits (2 * 32 layers * 8 heads * 128 * 2)."`
+	MockDisaggKind          string                   `group:"Mocker" default:"nixl" enum:"nixl,sglang" help:"With --prefill-workers, the protocol of mock workers: nixl (vLLM's) or sglang."`
+	MockKVLease             time.Duration            `group:"Mocker" name:"mock-kv-lease" default:"30s" help:"How long a prefill mock worker keeps a prompt's blocks that no decode worker asks for (vLLM's kv_lease_duration)."`
+	MockKVLoadFailure       string                   `group:"Mocker" name:"mock-kv-load-failure" default:"recompute" enum:"recompute,fail" help:"What a decode mock worker does with a request whose prompt does not come (vLLM's kv_load_failure_policy)."`
+	MockBootstrapTimeout    time.Duration            `group:"Mocker" default:"5m" help:"How long SGLang mock workers wait for each other."`
 	MockArrayEvents         bool                     `group:"Mocker" help:"Send KV events as arrays, as vLLM did up to 0.23, not as maps."`
 	MockErrorRate           float64                  `group:"Mocker" default:"0" help:"Fault: share of the requests, 0 to 1, that a mock worker answers with status 500."`
 	MockCrashEvery          time.Duration            `group:"Mocker" default:"0s" help:"Fault: so often a mock worker, each in its turn, dies as if it were killed; 0 is never."`
@@ -36,7 +42,8 @@ func DefaultMockConfig() MockConfig {
 	sim := DefaultSimConfig()
 	return MockConfig{
 		SpeedupRatio: 1, MockNumGPUBlocks: sim.Blocks, MockMaxNumSeqs: sim.MaxSeqs, MockMaxNumBatchedTokens: sim.MaxBatchedTokens,
-		MockDataParallelSize: 1, MockPrefillMS: sim.Timing.Prefill[:], MockDecodeMS: sim.Timing.Decode[:], MockOutputTokens: 128,
+		MockDataParallelSize: 1, MockKVTransferBandwidth: 64, MockKVBytesPerToken: 131072,
+		MockDisaggKind: KindNIXL.String(), MockKVLease: 30 * time.Second, MockKVLoadFailure: loadFailureRecompute, MockBootstrapTimeout: 5 * time.Minute, MockPrefillMS: sim.Timing.Prefill[:], MockDecodeMS: sim.Timing.Decode[:], MockOutputTokens: 128,
 	}
 }
 
@@ -69,8 +76,14 @@ func (c *MockConfig) validate(workers int) error {
 			return fmt.Errorf("%s %v: give a share from 0 to 1", flag, share)
 		}
 	}
+	if c.MockKVLease <= 0 || c.MockBootstrapTimeout <= 0 {
+		return errors.New("--mock-kv-lease and --mock-bootstrap-timeout must be more than 0")
+	}
 	if c.SpeedupRatio < 0 || c.MockCrashEvery < 0 || c.MockDelayEvents < 0 {
 		return errors.New("--speedup-ratio, --mock-crash-every and --mock-delay-events cannot be negative")
+	}
+	if !(c.MockKVTransferBandwidth > 0) || c.MockKVBytesPerToken < 0 {
+		return fmt.Errorf("--mock-kv-transfer-bandwidth %v and --mock-kv-bytes-per-token %d: give a bandwidth of more than 0, and no negative size", c.MockKVTransferBandwidth, c.MockKVBytesPerToken)
 	}
 	if len(c.MockPrefillMS) != 3 || len(c.MockDecodeMS) != 3 {
 		return errors.New("--mock-prefill-ms and --mock-decode-ms take three numbers, separated by commas")

@@ -43,6 +43,7 @@ func (m *Mocker) Start(i int) (*MockWorker, error) {
 	w := &MockWorker{
 		number: i, cfg: m.cfg, model: m.model, words: m.words, log: m.log,
 		started: time.Now(), ended: make(chan error, 1),
+		part: m.cfg.startedPart(i), client: &http.Client{Transport: &http.Transport{DialContext: (&net.Dialer{Timeout: mockJoinLimit}).DialContext}},
 		random: rand.New(rand.NewPCG(m.cfg.Seed+uint64(i), m.starts.Add(1))),
 	}
 	for _, adapter := range m.cfg.MockLora {
@@ -61,10 +62,10 @@ func (m *Mocker) Start(i int) (*MockWorker, error) {
 	}
 	w.ctx, w.cancel = context.WithCancelCause(context.Background())
 	if after, hangs := m.cfg.MockHangWorker[uint64(i)]; hangs {
-		w.faults.Go(func() { w.faultAfter(after, func() { w.hung.Store(true) }) })
+		w.beside.Go(func() { w.faultAfter(after, func() { w.hung.Store(true) }) })
 	}
 	if every := m.cfg.MockCrashEvery; every > 0 {
-		w.faults.Go(func() { w.faultAfter(m.nextCrash(i, every), func() { w.End(errMockCrash) }) })
+		w.beside.Go(func() { w.faultAfter(m.nextCrash(i, every), func() { w.End(errMockCrash) }) })
 	}
 	m.mu.Lock()
 	m.workers[i] = w
@@ -112,14 +113,19 @@ type MockWorker struct {
 	ctx      context.Context // ends with the worker; its cause says why
 	cancel   context.CancelCauseFunc
 	ended    chan error     // gets that cause when all has ended
-	faults   sync.WaitGroup // end with ctx
+	beside   sync.WaitGroup // what runs beside its requests; ends with ctx
 	handlers gate           // of HTTP requests
 	hung     atomic.Bool    // nothing is answered any more
+
+	part   Disagg
+	rooms  mockRooms
+	client *http.Client // to other mock workers
 
 	mu        sync.Mutex // guards the rest
 	random    *rand.Rand
 	adapters  []mockAdapter // that are loaded
 	adapterID int           // of the one loaded last
+	running   []*mockRunning
 }
 
 // listen opens the worker's ports.
@@ -174,7 +180,8 @@ func (w *MockWorker) run() {
 	w.unlisten()
 	w.handlers.close()
 	rooms.Wait()
-	w.faults.Wait()
+	w.beside.Wait()
+	w.client.CloseIdleConnections()
 	w.ended <- context.Cause(w.ctx)
 }
 

@@ -34,11 +34,17 @@ type mockSite struct {
 // follows all of them. It ends with the test.
 func startMockSite(t testing.TB, workers int, args ...string) *mockSite {
 	t.Helper()
+	return startMocks(t, workers, append([]string{fmt.Sprintf("--num-workers=%d", workers)}, args...)...)
+}
+
+// startMocks is startMockSite where args say how many workers that is.
+func startMocks(t testing.TB, workers int, args ...string) *mockSite {
+	t.Helper()
 	const ranks = 2 // at most
 	ports := freePorts(t, 2+workers+3*ranks*workers)
 	port := func(flag string, at int) string { return fmt.Sprintf("--%s=%d", flag, ports+at) }
 	all := []string{
-		"--engine=mocker", fmt.Sprintf("--num-workers=%d", workers), "--seed=1", "--speedup-ratio=20", "--drain-timeout=5s",
+		"--engine=mocker", "--seed=1", "--speedup-ratio=20", "--drain-timeout=5s",
 		port("base-worker-port", 2), port("base-kv-events-port", 2+workers),
 		port("base-kv-replay-port", 2+workers+ranks*workers), port("base-metrics-port", 2+workers+2*ranks*workers),
 	}

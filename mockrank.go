@@ -43,7 +43,7 @@ type mockLoad struct {
 
 // mockCounts are the counters of a rank on the metrics page.
 type mockCounts struct {
-	promptTokens, generationTokens, prefixQueries, prefixHits, finishedLength, finishedStop, aborted atomic.Int64
+	promptTokens, generationTokens, prefixQueries, prefixHits, externalHits, finishedLength, finishedStop, aborted atomic.Int64
 }
 
 // newMockRank opens the ports of a worker's rank, numbered after those of the
@@ -51,6 +51,7 @@ type mockCounts struct {
 func newMockRank(w *MockWorker, number int, sim SimConfig) (*mockRank, error) {
 	r := &mockRank{w: w, number: number, wake: make(chan struct{}, 1), loadChanged: make(chan struct{}, 1)}
 	r.engine = NewSimEngine(sim, r.cacheChanged)
+	r.engine.fetch = func(request *SimRequest) { close(request.Tag.(*mockChoice).fetching) }
 	cfg, at := &w.cfg, w.number*w.cfg.Ranks()+number
 	var err error
 	if cfg.KVEvents() {
@@ -123,7 +124,7 @@ func (r *mockRank) submit(answer *mockAnswer) (refused <-chan error) {
 func (r *mockRank) leave(answer *mockAnswer) {
 	r.inFlight.Add(-int64(len(answer.choices)))
 	for _, c := range answer.choices {
-		r.counts.prefixHits.Add(c.cached.Load())
+		r.counts.prefixHits.Add(c.hits.Load())
 		switch {
 		case c.sent < c.output:
 			r.counts.aborted.Add(1)

@@ -111,7 +111,7 @@ var mockUnsupported = []struct {
 	{"logprobs", isFalse}, {"top_logprobs", isZero}, {"prompt_logprobs", isNull}, {"logprob_token_ids", isNull},
 	{"echo", isFalse}, {"suffix", isNull}, {"use_beam_search", isFalse}, {"prompt_embeds", isNull},
 	{"response_format", func(v gjson.Result) bool { return isNull(v) || v.Get("type").Str == "text" }},
-	{"structured_outputs", isNull}, {"kv_transfer_params", isNull}, {"ec_transfer_params", isNull},
+	{"structured_outputs", isNull}, {"ec_transfer_params", isNull},
 	{"tool_choice", func(v gjson.Result) bool { return isNull(v) || v.Str == "auto" || v.Str == "none" }},
 }
 
@@ -123,11 +123,14 @@ func isZero(v gjson.Result) bool {
 
 // check refuses what mock workers cannot do and what vLLM refuses whatever the
 // prompt is.
-func (f *mockFields) check() {
+func (f *mockFields) check(transfers bool) {
 	for _, u := range mockUnsupported {
 		if v := f.body.Get(u.name); !u.harmless(v) {
 			f.fail(badRequest(u.name, "%s: %.100s is not supported by simulated workers; leave it out", u.name, v.Raw))
 		}
+	}
+	if v := f.body.Get("kv_transfer_params"); !isNull(v) && !transfers {
+		f.fail(badRequest("kv_transfer_params", "kv_transfer_params: this simulated worker hands nothing over; start it with --prefill-workers and --decode-workers"))
 	}
 	if options := f.body.Get("stream_options"); options.IsObject() && len(options.Map()) > 0 && !f.flag("stream") {
 		f.fail(badRequest("stream_options", "Stream options can only be defined when `stream=True`. (parameter=stream_options)"))
@@ -247,8 +250,11 @@ func (w *MockWorker) tooLong(tokens int, isText bool) *mockProblem {
 // prepare reads a request and makes up its answer.
 func (w *MockWorker) prepare(body *Body, chat bool) (*mockAnswer, *mockProblem) {
 	f := &mockFields{body: body}
-	f.check()
+	f.check(w.part.Kind == KindNIXL)
 	n, limit, stop := f.choices(), f.limit(chat, w.maxModelLen), f.stop()
+	if w.prefillsFor(body) {
+		limit, stop.after = 1, min(stop.after, 1)
+	}
 	if f.problem != nil {
 		return nil, f.problem
 	}

@@ -193,6 +193,17 @@ func (a *API) decide(ctx context.Context, request Request) (Decision, error) {
 	return decision, err
 }
 
+// decidePair is decide for a request that two workers may share; why says why it
+// is to stay whole, if it is.
+func (a *API) decidePair(ctx context.Context, request Request, why string) (Pair, error) {
+	rule := PairRule{LeastUncached: a.config.DisaggMinUncachedTokens, Whole: why, Enforce: a.config.EnforceDisagg}
+	pair, err := a.router.RoutePair(ctx, request, rule)
+	if err != nil && request.Pinned != nil {
+		err = &pinnedError{*request.Pinned, err}
+	}
+	return pair, err
+}
+
 // queryAnswer tells who would serve a request. It stands where the answer's
 // text would, under the names of Dynamo's frontends: the older have
 // worker_instance_id and token_data, the newer worker_id and token_ids.
@@ -216,12 +227,22 @@ type queryAnswer struct {
 	} `json:"nvext"`
 }
 
-// answerQuery answers a dry run: nothing is sent to the worker that is chosen,
-// and nothing booked on it.
-func (a *API) answerQuery(c *gin.Context, kind promptKind, stream bool, request Request, tokens []uint32) error {
-	decision, err := a.decide(c.Request.Context(), request)
+// answerQuery answers a dry run: nothing is sent to the worker that is chosen, or
+// to the two that may share the request, and nothing booked.
+func (a *API) answerQuery(c *gin.Context, kind promptKind, stream bool, request Request, shared bool, why string, tokens []uint32) error {
+	var pair Pair
+	var err error
+	if shared {
+		pair, err = a.decidePair(c.Request.Context(), request, why)
+	} else {
+		pair.Decode, err = a.decide(c.Request.Context(), request)
+	}
 	if err != nil {
 		return err
+	}
+	decision, prefill := pair.Decode, pair.Decode.Target.Key
+	if shared && pair.Whole == "" {
+		decision.OverlapTokens, prefill = pair.Prefill.OverlapTokens, pair.Prefill.Target.Key
 	}
 	key := decision.Target.Key
 	answer := queryAnswer{ID: requestID(c), Object: "chat.completion", Created: time.Now().Unix(), Model: request.Model, Choices: []struct{}{}}
@@ -238,7 +259,7 @@ func (a *API) answerQuery(c *gin.Context, kind promptKind, stream bool, request 
 	}
 	e := &answer.NVExt
 	e.WorkerInstanceID, e.OverlapTokens = key.Worker, decision.OverlapTokens
-	e.WorkerID.PrefillWorker, e.WorkerID.PrefillRank = key.Worker, key.Rank
+	e.WorkerID.PrefillWorker, e.WorkerID.PrefillRank = prefill.Worker, prefill.Rank
 	e.WorkerID.DecodeWorker, e.WorkerID.DecodeRank = key.Worker, key.Rank
 	e.TokenData, e.TokenIDs = tokens, tokens
 	c.Header(headerRequest, answer.ID)

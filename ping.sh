@@ -126,8 +126,11 @@ if status != "200" or error or not (first or usage):
 prompt_tokens = usage.get("prompt_tokens", "?")
 cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", "not reported")
 overlap = headers.get("x-kvrouter-overlap-tokens", "not said")
-rows = [
-    ("worker", headers.get("x-kvrouter-worker-id", "not said (is this a kvrouter?)")),
+rows = [("worker", headers.get("x-kvrouter-worker-id", "not said (is this a kvrouter?)"))]
+if "x-kvrouter-prefill-worker-id" in headers:
+    took = headers.get("x-kvrouter-prefill-ms")
+    rows.append(("prompt", f"computed by worker {headers['x-kvrouter-prefill-worker-id']}" + (f" in {float(took):.0f} ms" if took else "")))
+rows += [
     ("predicted overlap", f"{overlap} of {prompt_tokens} prompt tokens"),
     ("actually cached", f"{cached} of {prompt_tokens} prompt tokens"),
     ("answer", f"{usage.get('completion_tokens', '?')} tokens, the first after {((first or ended) - started) * 1000:.0f} ms, "

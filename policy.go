@@ -13,6 +13,7 @@ type Query struct {
 	BlockSize int       // tokens a block
 	Untracked bool      // prompt tokens do not count as load
 	Override  *Override // of knobs; nil: none
+	Leg       Leg       // that a worker is wanted for
 	Prefix    PrefixHints
 	Retry     bool   // another worker has failed it before
 	Decision  uint64 // number by which a judged policy hears how it ended; 0: it never will
@@ -62,6 +63,7 @@ type learner interface{ Learn(o Outcome) }
 // Outcome is how a request went whose answer is complete.
 type Outcome struct {
 	Worker     WorkerKey
+	Leg        Leg
 	Uncached   int           // prompt tokens to be computed
 	Output     int           // tokens of the answer
 	Alone      bool          // no other prompt was to be computed on its worker when it was sent
@@ -202,29 +204,32 @@ func (powerOfTwo) Choose(_ Query, candidates []Candidate, random *rand.Rand) int
 	return a
 }
 
-// roundRobin takes one worker after the other, in the order of their keys. It
-// goes on from the worker it chose last, so that one that comes or goes does
-// not shift the turns of the others.
+// roundRobin takes one worker after the other, in the order of their keys, for
+// each leg of requests. It goes on from the worker it chose last, so that one
+// that comes or goes does not shift the turns of the others.
 type roundRobin struct {
-	last    WorkerKey
-	started bool
+	turns [LegDecode + 1]struct {
+		last    WorkerKey
+		started bool
+	}
 }
 
-func (r *roundRobin) Choose(_ Query, candidates []Candidate, _ *rand.Rand) int {
+func (r *roundRobin) Choose(q Query, candidates []Candidate, _ *rand.Rand) int {
+	turn := &r.turns[q.Leg]
 	first, next := 0, -1
 	for i := range candidates {
 		key := candidates[i].Target.Key
 		if key.Compare(candidates[first].Target.Key) < 0 {
 			first = i
 		}
-		if r.started && r.last.Compare(key) < 0 && (next < 0 || key.Compare(candidates[next].Target.Key) < 0) {
+		if turn.started && turn.last.Compare(key) < 0 && (next < 0 || key.Compare(candidates[next].Target.Key) < 0) {
 			next = i
 		}
 	}
 	if next < 0 {
 		next = first
 	}
-	r.last, r.started = candidates[next].Target.Key, true
+	turn.last, turn.started = candidates[next].Target.Key, true
 	return next
 }
 

@@ -49,6 +49,9 @@ func (c *Config) ports() []portUse {
 				)
 			}
 			uses = append(uses, portUse{"--base-metrics-port", c.BaseMetricsPort, c.BaseMetricsPort + at, loopback, i})
+			if c.nixl() {
+				uses = append(uses, portUse{"--base-nixl-port", c.BaseNIXLPort, c.BaseNIXLPort + at, loopback, i})
+			}
 		}
 	}
 	return uses

@@ -59,13 +59,17 @@ type Upstream struct {
 	MaxRetries   int // further workers to try while nothing was answered
 }
 
-// request is u as a request to the worker at url.
-func (u *Upstream) request(ctx context.Context, url string) (*http.Request, error) {
-	request, err := http.NewRequestWithContext(ctx, u.Method, url+u.Path, nil)
+// request is u as a request to a worker.
+func (u *Upstream) request(ctx context.Context, t Target) (*http.Request, error) {
+	request, err := http.NewRequestWithContext(ctx, u.Method, t.URL+u.Path, nil)
 	if err != nil {
 		return nil, err
 	}
 	request.Header = u.Header
+	if t.Ranks > 1 {
+		request.Header = u.Header.Clone()
+		request.Header.Set(headerRank, strconv.FormatUint(uint64(t.Key.Rank), 10))
+	}
 	if length := len(u.Head) + len(u.Body); length > 0 {
 		request.ContentLength = int64(length)
 		request.GetBody = func() (io.ReadCloser, error) {
@@ -154,27 +158,9 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			return err
 		}
 		worker := decision.Target.Key.Worker
-		x.Decision, x.Worker = decision, workerLabel(worker)
-		defer decision.Booking.End() // if relaying panics
-		err = p.attempt(ctx, w, u, x, len(exclude) < u.MaxRetries)
+		err = p.send(ctx, w, u, x, decision, len(exclude) < u.MaxRetries)
 		var failed *workerError
-		switch workerFailed := errors.As(err, &failed) && ctx.Err() == nil; {
-		case workerFailed, err == nil && x.Ending == Failed:
-			decision.Booking.Fail()
-			p.telemetry.thompson.engineFailed()
-		case err == nil && x.Ending == Finished:
-			switch {
-			case u.Uncorrecting:
-			case x.Usage.CachedKnown:
-				decision.Booking.Cached(x.Usage.CachedTokens)
-			case x.Usage.CachedUntold:
-				x.Usage.CachedKnown = decision.Booking.CachedUntold()
-			}
-			decision.Booking.Finish(x.Usage.OutputTokens)
-		default:
-			decision.Booking.End()
-		}
-		if failed == nil || errors.Is(err, errAnswered) || errors.Is(err, errSilent) || ctx.Err() != nil {
+		if !errors.As(err, &failed) || errors.Is(err, errAnswered) || errors.Is(err, errSilent) || ctx.Err() != nil {
 			return err
 		}
 		p.failed(worker)
@@ -185,6 +171,31 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		p.telemetry.Retried(worker)
 		exclude = append(exclude, worker)
 	}
+}
+
+// send is attempt with the booking of the decision, which ends here.
+func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, decision Decision, retry bool) error {
+	x.Decision, x.Worker = decision, workerLabel(decision.Target.Key.Worker)
+	defer decision.Booking.End() // if relaying panics
+	err := p.attempt(ctx, w, u, x, retry)
+	var failed *workerError
+	switch workerFailed := errors.As(err, &failed) && ctx.Err() == nil; {
+	case workerFailed, err == nil && x.Ending == Failed:
+		decision.Booking.Fail()
+		p.telemetry.thompson.engineFailed()
+	case err == nil && x.Ending == Finished:
+		switch {
+		case u.Uncorrecting:
+		case x.Usage.CachedKnown:
+			decision.Booking.Cached(x.Usage.CachedTokens)
+		case x.Usage.CachedUntold:
+			x.Usage.CachedKnown = decision.Booking.CachedUntold()
+		}
+		decision.Booking.Finish(x.Usage.OutputTokens)
+	default:
+		decision.Booking.End()
+	}
+	return err
 }
 
 // attempt sends u to the decided worker and relays the answer. A *workerError
@@ -204,13 +215,9 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			connection.SetWriteDeadline(p.now().Add(p.silence))
 		}
 	}
-	request, err := u.request(ctx, x.Decision.Target.URL)
+	request, err := u.request(ctx, x.Decision.Target)
 	if err != nil {
 		return err
-	}
-	if target := x.Decision.Target; target.Ranks > 1 {
-		request.Header = u.Header.Clone()
-		request.Header.Set(headerRank, strconv.FormatUint(uint64(target.Key.Rank), 10))
 	}
 	response, err := p.client.Do(request)
 	if err != nil {
@@ -267,6 +274,9 @@ func writeHead(w http.ResponseWriter, response *http.Response, u Upstream, x *Ex
 	header.Set(headerWorker, x.Worker)
 	header.Set(headerOverlap, strconv.Itoa(x.Decision.OverlapTokens))
 	header.Set(headerRequest, u.RequestID)
+	if x.Shared != nil {
+		x.Shared.begin(header)
+	}
 	x.Status = response.StatusCode
 	w.WriteHeader(response.StatusCode)
 }

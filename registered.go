@@ -29,6 +29,7 @@ type Registration struct {
 	Sources          []EventSource // KV events of its ranks; may be none
 	MaxBatchedTokens int           // of one engine step; 0: unknown
 	TotalBlocks      int           // KV blocks of a rank; 0: unknown
+	Disagg
 }
 
 // sameCache tells whether what is known of the worker's cache holds after a
@@ -182,6 +183,8 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 	for _, source := range now.Sources {
 		in.followEvents(source)
 	}
+	in.takePart(now.Disagg)
+	asked := false // what it leaves out of Disagg
 	in.register(now.Registration)
 	in.followLoads(w.spec.loadOf)
 	if !watched {
@@ -201,6 +204,10 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 			if !now.sameCache(change.Registration) {
 				return change, false
 			}
+			if change.Disagg != now.Disagg {
+				in.takePart(change.Disagg)
+				asked = false
+			}
 			in.register(change.Registration)
 			change.acknowledge()
 			now.Registration = change.Registration
@@ -211,11 +218,18 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 		timer.Stop()
 		if !watched {
 			watched = f.get(in.ctx, now.URL, "/health", f.timing.healthLimit, nil) == nil
-			continue
+		} else {
+			before := in.up
+			if in.checkHealth(); in.gone && before {
+				return registryChange{Registration: now.Registration}, true
+			}
 		}
-		before := in.up
-		if in.checkHealth(); in.gone && before {
-			return registryChange{Registration: now.Registration}, true
+		if watched && in.up && !asked {
+			asked = true
+			if d := f.detect(in.ctx, now.URL, now.Disagg); d != in.disagg {
+				in.takePart(d)
+				in.register(now.Registration)
+			}
 		}
 	}
 }
@@ -226,7 +240,7 @@ func (in *incarnation) register(r Registration) {
 	for _, rank := range r.Ranks {
 		in.targets = append(in.targets, Target{
 			Key: WorkerKey{Worker: r.ID, Rank: rank}, URL: r.URL, Ranks: len(r.Ranks), Generation: in.generation,
-			Models: []string{r.Model}, MaxBatchedTokens: r.MaxBatchedTokens, TotalBlocks: r.TotalBlocks,
+			Models: []string{r.Model}, MaxBatchedTokens: r.MaxBatchedTokens, TotalBlocks: r.TotalBlocks, Disagg: in.disagg,
 		})
 	}
 	in.f.update(in.w, func(s *WorkerStatus) { s.Models, s.Ranks = []string{r.Model}, slices.Clone(r.Ranks) })

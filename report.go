@@ -16,6 +16,7 @@ type SimReport struct {
 	Policy      string  `json:"policy"`
 	Approximate bool    `json:"no_kv_events"`
 	Workers     int     `json:"workers"`
+	Prefills    int     `json:"prefill_workers,omitempty"`
 	Concurrency int     `json:"concurrency,omitempty"`
 	Speedup     float64 `json:"speedup,omitempty"`
 	EventLagMS  float64 `json:"event_lag_ms"`
@@ -28,6 +29,7 @@ type SimReport struct {
 	Reuse           float64           `json:"reuse"`
 	Predicted       float64           `json:"predicted_reuse"`
 	PredictionError float64           `json:"prediction_error_tokens"` // mean |predicted − actual| of the first admissions
+	Pairs           int               `json:"pairs,omitempty"`         // requests whose prompt and answer were computed apart
 	MakespanS       float64           `json:"makespan_s"`
 	OutputPerSec    float64           `json:"output_tokens_per_s"`
 	TTFT            Distribution      `json:"ttft_ms"`
@@ -39,9 +41,11 @@ type SimReport struct {
 	load [][]int   // requests in flight, by slice of the makespan and worker
 }
 
-// SimWorkerReport is one worker's share of a run.
+// SimWorkerReport is one worker's share of a run. Both workers of a pair count
+// its request.
 type SimWorkerReport struct {
 	Worker   int     `json:"worker"`
+	Role     string  `json:"role,omitempty"` // where prefill and decode are apart
 	Requests int     `json:"requests"`
 	Busy     float64 `json:"busy"`  // share of the makespan inside passes, 0..1
 	Reuse    float64 `json:"reuse"` // share of its prompt tokens found cached
@@ -82,7 +86,7 @@ func milliseconds(d time.Duration) float64 { return float64(d) / float64(time.Mi
 func (s *simulator) report() *SimReport {
 	var ttft, itl, endToEnd []float64
 	prompts, cached := make([]int, s.Workers), make([]int, s.Workers)
-	prompt, hit, predicted, wrong, output := 0, 0, 0, 0, 0
+	prompt, hit, predicted, wrong, output, pairs := 0, 0, 0, 0, 0, 0
 	var last time.Duration
 	for _, f := range s.ledger {
 		ttft = append(ttft, milliseconds(f.first-f.sent))
@@ -93,14 +97,21 @@ func (s *simulator) report() *SimReport {
 		prompts[f.worker] += f.Prompt
 		cached[f.worker] += f.Reused
 		prompt += f.Prompt
-		hit += f.Reused
-		predicted += f.overlap
-		wrong += max(f.overlap-f.Cached, f.Cached-f.overlap)
+		computes := f // the leg that computes the prompt
+		if f.prefill != nil {
+			computes = f.prefill
+			pairs++
+			prompts[computes.worker] += f.Prompt
+			cached[computes.worker] += computes.Reused
+		}
+		hit += computes.Reused
+		predicted += computes.overlap
+		wrong += max(computes.overlap-computes.Cached, computes.Cached-computes.overlap)
 		output += f.Output
 		last = max(last, f.end)
 	}
 	r := &SimReport{
-		Source: s.Source, Policy: s.Policy, Approximate: s.Index.NoKVEvents || s.Index.hasTrees(s.Policy), Workers: s.Workers, Concurrency: s.Concurrency, EventLagMS: milliseconds(s.EventLag), Seed: s.Seed,
+		Source: s.Source, Policy: s.Policy, Approximate: s.Index.NoKVEvents || s.Index.hasTrees(s.Policy), Workers: s.Workers, Prefills: s.Prefills, Pairs: pairs, Concurrency: s.Concurrency, EventLagMS: milliseconds(s.EventLag), Seed: s.Seed,
 		Requests: len(s.ledger), Conversations: len(s.Requests),
 		Reuse:     float64(hit) / float64(prompt),
 		Predicted: float64(predicted) / float64(prompt), PredictionError: float64(wrong) / float64(len(s.ledger)),
@@ -111,7 +122,11 @@ func (s *simulator) report() *SimReport {
 		r.Speedup = s.Speedup
 	}
 	for w, worker := range s.workers {
-		r.Balance = append(r.Balance, SimWorkerReport{Worker: w, Requests: worker.sent, Busy: worker.busy.Seconds() / last.Seconds(), Reuse: float64(cached[w]) / float64(max(1, prompts[w]))})
+		share := SimWorkerReport{Worker: w, Requests: worker.sent, Busy: worker.busy.Seconds() / last.Seconds(), Reuse: float64(cached[w]) / float64(max(1, prompts[w]))}
+		if s.Prefills > 0 {
+			share.Role = s.part(w).Role.String()
+		}
+		r.Balance = append(r.Balance, share)
 	}
 	r.ttft, r.load = ttft, s.loadOverTime(last)
 	return r
@@ -127,12 +142,19 @@ func (s *simulator) loadOverTime(last time.Duration) [][]int {
 	for i := range load {
 		load[i] = make([]int, s.Workers)
 	}
-	for _, f := range s.ledger {
-		from := int(int64(f.sent) * loadSlices / int64(last+1))
-		to := int(int64(f.end) * loadSlices / int64(last+1))
-		for i := from; i <= to; i++ {
-			load[i][f.worker]++
+	count := func(worker int, from, to time.Duration) {
+		end := int(int64(to) * loadSlices / int64(last+1))
+		for i := int(int64(from) * loadSlices / int64(last+1)); i <= end; i++ {
+			load[i][worker]++
 		}
+	}
+	for _, f := range s.ledger {
+		from := f.sent
+		if f.prefill != nil {
+			from = f.prefill.end
+			count(f.prefill.worker, f.sent, from)
+		}
+		count(f.worker, from, f.end)
 	}
 	return load
 }
@@ -163,8 +185,12 @@ func writeReports(out io.Writer, reports []*SimReport) error {
 	if first.Conversations < first.Requests {
 		conversations = fmt.Sprintf(" in %d conversations", first.Conversations)
 	}
-	fmt.Fprintf(out, "%s: %d requests%s, %d workers, %s, event lag %g ms, seed %d\n\n",
-		first.Source, first.Requests, conversations, first.Workers, load, first.EventLagMS, first.Seed)
+	workers := fmt.Sprintf("%d workers", first.Workers)
+	if first.Prefills > 0 {
+		workers = fmt.Sprintf("%d prefill and %d decode workers", first.Prefills, first.Workers-first.Prefills)
+	}
+	fmt.Fprintf(out, "%s: %d requests%s, %s, %s, event lag %g ms, seed %d\n\n",
+		first.Source, first.Requests, conversations, workers, load, first.EventLagMS, first.Seed)
 	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
 	fmt.Fprintln(table, "policy\treuse\tprediction error\tmakespan s\tout tok/s\tTTFT ms mean\tp50\tp90\tp99\tITL ms mean\tp50\tp90\tp99\te2e ms mean\tp50\tp90\tp99\t")
 	for _, r := range reports {
@@ -179,6 +205,12 @@ func writeReports(out io.Writer, reports []*SimReport) error {
 		fmt.Fprintf(table, "%s: worker\t", r.Policy)
 		for _, w := range r.Balance {
 			fmt.Fprintf(table, "%d\t", w.Worker)
+		}
+		if r.Prefills > 0 {
+			fmt.Fprint(table, "\nrole\t")
+			for _, w := range r.Balance {
+				fmt.Fprintf(table, "%s\t", w.Role)
+			}
 		}
 		fmt.Fprint(table, "\nrequests\t")
 		for _, w := range r.Balance {

@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -29,6 +30,8 @@ type Target struct {
 
 	MaxBatchedTokens int // most tokens that its engine computes in a pass; 0: unknown
 	TotalBlocks      int // of its KV cache; 0: unknown
+
+	Disagg
 }
 
 // Serves tells whether the target serves the model; an empty name means its
@@ -54,6 +57,8 @@ type Request struct {
 	Allowed  []uint64   // only these workers; nil: any
 	Pinned   *WorkerKey // this one or an error, never another
 	Override *Override  // of settings, for this request
+	Leg      Leg        // only workers that take it
+	Kinds    Kinds      // only workers of these kinds; none: any
 
 	Prefix         PrefixHints
 	ExpectedOutput int     // tokens of the answer; 0: unknown
@@ -139,11 +144,12 @@ type Router struct {
 	blockSize int
 	now       func() time.Time
 	knobs     RouterKnobs
-	scratch   sync.Pool // of *lookup
-	active    bool      // the policy wants active blocks counted
-	blind     bool      // nothing is ever found in the index
-	siblings  bool      // what requests in flight have computed by then counts as cached
-	whole     bool      // a prompt that is cached as a whole counts as such
+	scratch   sync.Pool   // of *lookup
+	active    bool        // the policy wants active blocks counted
+	blind     bool        // nothing is ever found in the index
+	siblings  bool        // what requests in flight have computed by then counts as cached
+	whole     bool        // a prompt that is cached as a whole counts as such
+	paired    atomic.Bool // some worker computes only prompts or only answers
 
 	mu         sync.Mutex // guards all below
 	targets    []Target   // the workers that are up, by key
@@ -253,6 +259,7 @@ func (r *Router) Up(t Target) {
 		r.targets = slices.Insert(r.targets, at, t)
 	}
 	r.loads.Expect(t.Key)
+	r.notePairs()
 	r.drain(r.now())
 }
 
@@ -268,6 +275,7 @@ func (r *Router) Down(w WorkerKey) {
 	defer r.mu.Unlock()
 	r.targets = slices.DeleteFunc(r.targets, func(t Target) bool { return t.Key == w })
 	r.loads.Silence(w)
+	r.notePairs()
 	r.drain(r.now())
 }
 
@@ -335,8 +343,14 @@ func (r *Router) Route(ctx context.Context, request Request) (Decision, error) {
 	scratch := r.scratch.Get().(*lookup)
 	defer r.scratch.Put(scratch)
 	p, decision := r.lookUp(request, scratch)
+	return r.place(ctx, &p, decision)
+}
+
+// place is Route for a request that has been looked up: decision says how long
+// that took.
+func (r *Router) place(ctx context.Context, p *inquiry, decision Decision) (Decision, error) {
 	began := r.now()
-	w, err := r.schedule(&p, &decision)
+	w, err := r.schedule(p, &decision)
 	decision.ScheduleTime = r.now().Sub(began)
 	if w == nil {
 		return decision, err
@@ -435,9 +449,9 @@ func (r *Router) busy(worker uint64, now time.Time) bool {
 	})
 }
 
-// mayUse tells whether p may be served by t.
+// mayUse tells whether p, or the leg of it that is asked for, may be served by t.
 func (p *inquiry) mayUse(t *Target) bool {
-	return t.Serves(p.Model) &&
+	return t.takes(p.Leg) && p.Kinds.allow(t.Kind) && t.Serves(p.Model) &&
 		(p.Pinned == nil || *p.Pinned == t.Key) &&
 		(p.Allowed == nil || slices.Contains(p.Allowed, t.Key.Worker)) &&
 		!slices.Contains(p.Exclude, t.Key.Worker)
@@ -467,7 +481,7 @@ func (r *Router) candidate(p *inquiry, t *Target, now time.Time) Candidate {
 
 // choose lets the policy choose among the candidates and books.
 func (r *Router) choose(p *inquiry, d *Decision, now time.Time) {
-	query := Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Untracked: !r.tracksPrefill(p), Override: p.Override, Prefix: p.Prefix, Retry: len(p.Exclude) > 0}
+	query := Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Untracked: !r.tracksPrefill(p), Override: p.Override, Leg: p.Leg, Prefix: p.Prefix, Retry: len(p.Exclude) > 0}
 	if _, is := r.policy.(judged); is && !p.QueryOnly && !p.Unbooked {
 		r.decisions++
 		query.Decision = r.decisions
@@ -504,7 +518,7 @@ func (r *Router) tracksPrefill(p *inquiry) bool {
 // book enters p into the books of the candidate.
 func (r *Router) book(p *inquiry, c *Candidate, now time.Time) *Booking {
 	b := &Booking{
-		router: r, worker: c.Target.Key, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput, sequence: p.sequence, silent: p.Silent,
+		router: r, worker: c.Target.Key, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput, sequence: p.sequence, silent: p.Silent, leg: p.Leg,
 		assumed: r.assume(c.Target.Key, p), cached: -1,
 	}
 	if r.tracksPrefill(p) {

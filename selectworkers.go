@@ -35,6 +35,10 @@ type workerSpec struct {
 	RankCount         *uint32           `json:"data_parallel_size,omitempty"`
 	MaxBatchedTokens  *int              `json:"max_num_batched_tokens,omitempty"`
 	TotalBlocks       *int              `json:"total_kv_blocks,omitempty"`
+	Role              *Role             `json:"role,omitempty"`
+	Kind              *Kind             `json:"kind,omitempty"`
+	BootstrapHost     *string           `json:"bootstrap_host,omitempty"`
+	BootstrapPort     *uint16           `json:"bootstrap_port,omitempty"`
 }
 
 // maxRanks bounds the data-parallel ranks of one worker.
@@ -54,6 +58,10 @@ func (s workerSpec) patched(patch workerSpec) workerSpec {
 	s.RankCount = cmp.Or(patch.RankCount, s.RankCount)
 	s.MaxBatchedTokens = cmp.Or(patch.MaxBatchedTokens, s.MaxBatchedTokens)
 	s.TotalBlocks = cmp.Or(patch.TotalBlocks, s.TotalBlocks)
+	s.Role = cmp.Or(patch.Role, s.Role)
+	s.Kind = cmp.Or(patch.Kind, s.Kind)
+	s.BootstrapHost = cmp.Or(patch.BootstrapHost, s.BootstrapHost)
+	s.BootstrapPort = cmp.Or(patch.BootstrapPort, s.BootstrapPort)
 	return s
 }
 
@@ -85,6 +93,7 @@ func (w registeredWorker) registration(config Config) (r Registration, missing [
 	if r.MaxBatchedTokens < 0 || r.TotalBlocks < 0 {
 		return r, nil, errors.New("max_num_batched_tokens and total_kv_blocks cannot be negative")
 	}
+	r.Disagg = Disagg{given(spec.Role, RoleBoth), given(spec.Kind, KindNone), Bootstrap{given(spec.BootstrapHost, ""), given(spec.BootstrapPort, 0)}}
 	if given(spec.Endpoint, "") == "" {
 		missing = append(missing, "endpoint is required")
 	} else if r.URL, err = workerURL(*spec.Endpoint); err != nil {
@@ -245,6 +254,12 @@ func (s *Selection) specOf(status WorkerStatus) workerSpec {
 	}
 	if n := uint32(len(status.Ranks)); n > 1 {
 		spec.RankCount = &n
+	}
+	if d := status.Disagg; d != (Disagg{}) {
+		spec.Role, spec.Kind = &d.Role, &d.Kind
+		if d.Bootstrap.Known() {
+			spec.BootstrapHost, spec.BootstrapPort = &d.Bootstrap.Host, &d.Bootstrap.Port
+		}
 	}
 	return spec
 }

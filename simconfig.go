@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"strings"
@@ -13,7 +14,7 @@ type SimulateSettings struct {
 	Trace          string            `placeholder:"FILE" help:"Requests to replay: JSON lines in Mooncake's format or of --record, also compressed by gzip."`
 	Synthetic      string            `placeholder:"SHAPE" help:"Made-up conversations in place of --trace. chat: groups of them share a system prompt, and each turn's prompt is the one before, its answer and a new message. agentic: runs of agents that call tools, see --agentic-workflows and those after it."`
 	SyntheticHints bool              `default:"true" negatable:"" help:"Give the router the hints that requests of --synthetic agentic or of a recording carry: which series each belongs to, how long that will be."`
-	Workers        int               `default:"8" help:"Number of simulated workers; --mock-num-gpu-blocks, --mock-max-num-seqs, --mock-max-num-batched-tokens, --mock-prefill-ms, --mock-decode-ms and --speedup-ratio say what each is like."`
+	Workers        int               `placeholder:"N" help:"Number of simulated workers, 8 unless --prefill-workers and --decode-workers are given; --mock-num-gpu-blocks, --mock-max-num-seqs, --mock-max-num-batched-tokens, --mock-prefill-ms, --mock-decode-ms and --speedup-ratio say what each is like."`
 	Concurrency    int               `placeholder:"N" help:"Requests in flight; the next one is sent when one ends. With --synthetic: conversations or workflows, the times between their requests included."`
 	Speedup        float64           `placeholder:"FACTOR" help:"Send requests at the trace's own times, divided by this."`
 	EventLag       float64           `default:"0" placeholder:"MS" help:"Age of what the router knows of the workers' caches, ms."`
@@ -21,6 +22,12 @@ type SimulateSettings struct {
 	Plot           string            `placeholder:"FILE" help:"Also write a page (HTML) with the distribution of the time to first token and the workers' load."`
 	Shape          SyntheticSettings `embed:"" prefix:"synthetic-"`
 	Agents         AgenticSettings   `embed:"" prefix:"agentic-"`
+}
+
+// simulatedWorkers is how many workers there are of all roles.
+func (c *Config) simulatedWorkers() int {
+	const usual = 8
+	return cmp.Or(c.PrefillWorkers+c.DecodeWorkers, c.Simulate.Workers, usual)
 }
 
 func (c *Config) validateSimulate() error {
@@ -35,17 +42,27 @@ func (c *Config) validateSimulate() error {
 	if err := c.IndexConfig.validate(strings.Split(c.Policy, ",")...); err != nil {
 		return err
 	}
+	if err := c.DisaggKnobs.validate(); err != nil {
+		return err
+	}
 	if c.RouterKnobs != DefaultRouterKnobs() {
 		return errors.New("simulate knows neither the --router-track and --router-queue flags nor the --active thresholds: leave them out")
 	}
 	s := c.Simulate
+	workers := c.simulatedWorkers()
 	switch {
+	case s.Workers != 0 && c.PrefillWorkers+c.DecodeWorkers != 0:
+		return errors.New("give either --workers or --prefill-workers and --decode-workers")
+	case (c.PrefillWorkers == 0) != (c.DecodeWorkers == 0) || c.PrefillWorkers < 0 || c.DecodeWorkers < 0:
+		return fmt.Errorf("--prefill-workers %d and --decode-workers %d: give at least 1 of each, or neither", c.PrefillWorkers, c.DecodeWorkers)
 	case c.ThompsonState != "" || c.ThompsonTraces != "":
 		return errors.New("simulate learns anew for each policy and writes no traces of it: leave out --thompson-state and --thompson-traces")
 	case (s.Trace == "") == (s.Synthetic == ""):
 		return errors.New("give either --trace FILE, such as testdata/traces/conversation_trace.jsonl.gz, or --synthetic chat or agentic")
-	case s.Workers < 1 || s.Workers > 1000:
-		return fmt.Errorf("--workers %d: give 1 to 1000", s.Workers)
+	case c.EnforceDisagg:
+		return errors.New("--enforce-disagg: simulated workers do not fail, leave it out")
+	case workers < 1 || workers > 1000:
+		return fmt.Errorf("%d workers: give 1 to 1000", workers)
 	case c.BlockSize < 1:
 		return errors.New("--block-size must be more than 0")
 	case s.Concurrency < 0 || !(s.Speedup >= 0) || !(s.EventLag >= 0):
@@ -53,7 +70,7 @@ func (c *Config) validateSimulate() error {
 	case c.SpeedupRatio == 0:
 		return errors.New("--speedup-ratio 0: virtual time needs engines that take some; give more than 0")
 	}
-	if err := c.MockConfig.validate(s.Workers); err != nil {
+	if err := c.MockConfig.validate(workers); err != nil {
 		return err
 	}
 	if s.Synthetic != "" {

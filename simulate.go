@@ -14,19 +14,22 @@ import (
 // Simulation is one run: a trace, the workers, and how its requests come. A
 // request of the trace is a conversation, with those that follow it.
 type Simulation struct {
-	Source      string // names the trace in reports
-	Requests    []TraceRequest
-	Policy      string
-	Knobs       PolicyKnobs
-	Index       IndexConfig
-	Workers     int
-	Engine      SimConfig
-	Concurrency int           // conversations in flight, the next one begun when one ends; 0: by their arrival times
-	Speedup     float64       // arrival times are divided by it
-	EventLag    time.Duration // what the index sees is so much older
-	Unhinted    bool          // the router gets no hints
-	Seed        uint64
-	Progress    func(done int) // called now and then; may be nil
+	Source        string // names the trace in reports
+	Requests      []TraceRequest
+	Policy        string
+	Knobs         PolicyKnobs
+	Index         IndexConfig
+	Workers       int
+	Prefills      int // the first so many workers compute only prompts, the others answers; 0: each does both
+	Handover      Handover
+	LeastUncached int // with fewer tokens of a prompt to compute, one worker does it all
+	Engine        SimConfig
+	Concurrency   int           // conversations in flight, the next one begun when one ends; 0: by their arrival times
+	Speedup       float64       // arrival times are divided by it
+	EventLag      time.Duration // what the index sees is so much older
+	Unhinted      bool          // the router gets no hints
+	Seed          uint64
+	Progress      func(done int) // called now and then; may be nil
 }
 
 // simulator replays a trace in virtual time. It is one goroutine, and two runs of
@@ -45,6 +48,7 @@ type simulator struct {
 	next    int         // first conversation not yet begun
 	open    int         // conversations that have begun and not ended
 	done    int         // requests that have ended
+	fetches int         // of prompts, that have begun
 	ledger  []*simFlight
 	err     error
 }
@@ -68,6 +72,9 @@ type simFlight struct {
 	first   time.Duration // end of the pass that emitted the first token
 	end     time.Duration
 	overlap int // predicted cached tokens
+
+	prefill *simFlight // the leg that computes the prompt elsewhere; nil: there is none
+	decode  *simFlight // the leg that follows; nil: this one brings the answer
 }
 
 // lateEvent is a change of a worker's cache that the index sees at a later time.
@@ -94,7 +101,8 @@ func Simulate(config Config, out, progress *os.File) error {
 	var reports []*SimReport
 	for policy := range strings.SplitSeq(config.Policy, ",") {
 		report, err := Simulation{
-			Source: source, Requests: requests, Policy: policy, Knobs: config.PolicyKnobs, Index: config.IndexConfig, Workers: settings.Workers, Engine: engine,
+			Source: source, Requests: requests, Policy: policy, Knobs: config.PolicyKnobs, Index: config.IndexConfig, Engine: engine,
+			Workers: config.simulatedWorkers(), Prefills: config.PrefillWorkers, Handover: config.Handover(), LeastUncached: config.DisaggMinUncachedTokens,
 			Concurrency: settings.Concurrency, Speedup: cmp.Or(settings.Speedup, 1),
 			EventLag: time.Duration(settings.EventLag * float64(time.Millisecond)), Unhinted: !settings.SyntheticHints,
 			Seed: config.Seed, Progress: progressBar(progress, policy, total),
@@ -197,8 +205,10 @@ func newSimulator(s Simulation, policy Policy) *simulator {
 	run.router = NewRouter(run.index, policy, s.Engine.BlockSize, s.Seed)
 	run.router.now = clock
 	for i := range run.workers {
-		run.workers[i].engine = NewSimEngine(s.Engine, func(event SimEvent) { run.cacheChanged(i, event) })
-		run.router.Up(Target{Key: WorkerKey{Worker: uint64(i)}, TotalBlocks: s.Engine.Blocks})
+		engine := NewSimEngine(s.Engine, func(event SimEvent) { run.cacheChanged(i, event) })
+		engine.fetch = run.beginFetch
+		run.workers[i].engine = engine
+		run.router.Up(Target{Key: WorkerKey{Worker: uint64(i)}, TotalBlocks: s.Engine.Blocks, Disagg: s.part(i)})
 	}
 	return run
 }
@@ -225,9 +235,12 @@ func (s *simulator) loop() error {
 		}
 		s.now = s.coming[0].at
 		for len(s.coming) > 0 && s.coming[0].at == s.now {
-			if h := s.coming.pop(); h.turn != nil {
+			switch h := s.coming.pop(); {
+			case h.turn != nil:
 				s.send(h.turn)
-			} else {
+			case h.fetched != nil:
+				s.endFetch(h.fetched)
+			default:
 				s.endPass(h.order)
 			}
 		}
@@ -255,7 +268,7 @@ func (s *simulator) sendDue() {
 	}
 }
 
-// send routes one request and queues it on its worker.
+// send routes one request and queues it on its worker, or on the first of two.
 func (s *simulator) send(request *TraceRequest) {
 	s.catchUp()
 	local, blocks := request.Blocks(s.Engine.BlockSize)
@@ -263,28 +276,52 @@ func (s *simulator) send(request *TraceRequest) {
 	if s.Unhinted {
 		hints = PrefixHints{}
 	}
-	decision, err := s.router.Route(context.Background(), Request{Local: local, NumTokens: request.Prompt, Prefix: hints})
+	asked := Request{Local: local, NumTokens: request.Prompt, Prefix: hints}
+	var pair Pair
+	var err error
+	if s.Prefills > 0 {
+		pair, err = s.router.RoutePair(context.Background(), asked, PairRule{LeastUncached: s.LeastUncached})
+	} else {
+		pair.Decode, err = s.router.Route(context.Background(), asked)
+	}
 	if err != nil {
 		s.err = err
 		return
 	}
-	w := int(decision.Target.Key.Worker)
+	flight := s.newFlight(request, pair.Decode, SimRequest{Blocks: blocks, Prompt: request.Prompt, Output: request.Output})
+	s.ledger = append(s.ledger, flight)
+	if pair.Prefill.Booking == nil {
+		s.submit(flight)
+		return
+	}
+	flight.Fetch = true
+	flight.prefill = s.newFlight(request, pair.Prefill, SimRequest{Blocks: blocks[:len(local)], Prompt: request.Prompt, Output: 1, Keep: true})
+	flight.prefill.decode = flight
+	s.submit(flight.prefill)
+}
+
+// newFlight is a request, or a leg of it, on its way to where the decision says.
+func (s *simulator) newFlight(request *TraceRequest, decision Decision, sim SimRequest) *simFlight {
 	flight := &simFlight{
-		SimRequest: SimRequest{Blocks: blocks, Prompt: request.Prompt, Output: request.Output},
+		SimRequest: sim,
 		request:    request,
-		worker:     w,
+		worker:     int(decision.Target.Key.Worker),
 		booking:    decision.Booking,
 		sent:       s.now,
 		overlap:    decision.OverlapTokens,
 	}
 	flight.Tag = flight
-	s.ledger = append(s.ledger, flight)
-	s.workers[w].sent++
-	if err := s.workers[w].engine.Submit(&flight.SimRequest); err != nil {
+	return flight
+}
+
+// submit queues a flight on its worker.
+func (s *simulator) submit(flight *simFlight) {
+	s.workers[flight.worker].sent++
+	if err := s.workers[flight.worker].engine.Submit(&flight.SimRequest); err != nil {
 		s.err = fmt.Errorf("request %d of %s: %w", len(s.ledger), s.Source, err)
 		return
 	}
-	s.wake(w)
+	s.wake(flight.worker)
 }
 
 // wake has worker w look for work before time goes on.
@@ -320,9 +357,15 @@ func (s *simulator) endPass(w int) {
 		}
 		if r.Generated == r.Output {
 			flight.end = s.now
-			flight.booking.Cached(r.Cached)
+			if flight.prefill == nil { // else the cached tokens came from there
+				flight.booking.Cached(r.Cached)
+			}
 			flight.booking.Finish(r.Output)
 			flight.booking, flight.Blocks = nil, nil
+			if flight.decode != nil {
+				s.submit(flight.decode)
+				continue
+			}
 			s.done++
 			if next := flight.request.Next; next != nil {
 				s.coming.push(happening{at: s.now + flight.request.Think, order: s.Workers + s.done, turn: next})
@@ -372,11 +415,14 @@ func (s *simulator) apply(w int, event SimEvent) {
 	}
 }
 
-// happening is the end of a worker's pass, or a turn whose user has thought.
+// happening is the end of a worker's pass, a turn whose user has thought, or the
+// end of a prompt's way from one worker to another.
 type happening struct {
 	at    time.Duration
-	order int           // of those at one time: the pass's worker; turns come later
-	turn  *TraceRequest // nil: a pass
+	order int           // of those at one time: the pass's worker; turns and fetches come later
+	turn  *TraceRequest // nil: a pass or a fetch
+
+	fetched *simFlight // whose prompt has come
 }
 
 func (h happening) before(other happening) bool {

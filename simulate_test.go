@@ -165,13 +165,27 @@ func TestTwoRunsOfOneSeedAreEqual(t *testing.T) {
 func TestEveryBookingOfARunEnds(t *testing.T) {
 	s := simulation(loadTraces(t)["synthetic"][:400], "kv", 64)
 	run := finishedRun(t, s)
-	for i := range s.Workers {
-		if l := run.router.Load(WorkerKey{Worker: uint64(i)}); l.InFlight != 0 || l.PrefillTokens != 0 || l.ActiveBlocks != 0 {
-			t.Errorf("worker %d: %d in flight, %d prompt tokens, %d blocks are left", i, l.InFlight, l.PrefillTokens, l.ActiveBlocks)
+	run.checkNothingIsLeft(t)
+}
+
+// checkNothingIsLeft tells what a run that has ended left in the books, on a
+// worker or wrong in the index.
+func (s *simulator) checkNothingIsLeft(t *testing.T) {
+	t.Helper()
+	for i := range s.workers {
+		engine := s.workers[i].engine
+		if err := engine.check(); err != nil || engine.pool.active() != 0 {
+			t.Errorf("%s: worker %d: %d blocks in use at the end: %v", s.Policy, i, engine.pool.active(), err)
+		}
+		if l := s.router.Load(WorkerKey{Worker: uint64(i)}); l.InFlight != 0 || l.PrefillTokens != 0 || l.ContextTokens != 0 || l.AwaitedTokens != 0 || l.ActiveBlocks != 0 {
+			t.Errorf("%s: worker %d: %d in flight, %d tokens to compute, %d decoding, %d awaited, %d blocks are left",
+				s.Policy, i, l.InFlight, l.PrefillTokens, l.ContextTokens, l.AwaitedTokens, l.ActiveBlocks)
 		}
 	}
-	if err := run.index.(*Radix).check(); err != nil {
-		t.Error(err)
+	if index, is := s.index.(*Radix); is {
+		if err := index.check(); err != nil {
+			t.Errorf("%s: %v", s.Policy, err)
+		}
 	}
 }
 

@@ -16,6 +16,7 @@ import (
 type Telemetry struct {
 	registry *prometheus.Registry
 	dynamo   *dynamoMetrics
+	disagg   *disaggMetrics
 	thompson *thompsonMetrics // nil: another policy
 
 	requests      *prometheus.CounterVec
@@ -86,6 +87,7 @@ func NewTelemetry(workers func() []WorkerSample, prompts func() PromptSample) *T
 	t.retries = counter("retries_total", "Requests sent to another worker after one failed before its first byte.", "worker_id")
 	t.eventLag = histogram("kv_event_lag_seconds", "From the engine's time stamp of a KV event batch to its arrival here.", secondsBuckets, "worker_id")
 	t.dynamo = newDynamoMetrics(t.registry)
+	t.disagg = newDisaggMetrics(t.registry)
 	t.registry.MustRegister(
 		newRoomCollector(workers, prompts),
 		collectors.NewGoCollector(),
@@ -149,7 +151,8 @@ type Exchange struct {
 	Prompt     *RecordedPrompt // for the recorder; nil: none, or nothing is known
 	Decision   Decision
 	Usage      Usage
-	Ending     Ending // of an answer that was relayed to its end
+	Shared     *sharedRequest // with a prefill worker; nil: it is served whole
+	Ending     Ending         // of an answer that was relayed to its end
 }
 
 // Finished records a request that has ended.
@@ -168,8 +171,12 @@ func (t *Telemetry) Finished(x Exchange, now time.Time) {
 		t.promptDiffers.WithLabelValues(x.Source).Inc()
 	}
 	if x.Decision.Tokens > 0 && x.Usage.CachedKnown {
-		t.predicted.WithLabelValues(x.Worker).Add(float64(x.Decision.OverlapTokens))
-		t.cached.WithLabelValues(x.Worker).Add(float64(x.Usage.CachedTokens))
+		worker := x.Worker
+		if x.Shared != nil { // it is the prompt's worker that was expected to hold blocks
+			worker = x.Shared.Worker
+		}
+		t.predicted.WithLabelValues(worker).Add(float64(x.Decision.OverlapTokens))
+		t.cached.WithLabelValues(worker).Add(float64(x.Usage.CachedTokens))
 		result := "exact"
 		if x.Decision.OverlapTokens > x.Usage.CachedTokens {
 			result = "over"

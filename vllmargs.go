@@ -36,9 +36,11 @@ var vllmShortFlags = map[string]string{
 }
 
 // vllmFlag returns the name of the flag that a vLLM argument is, without
-// dashes and value, in the long spelling with dashes; empty if it is none.
+// dashes, value and the member of a JSON value (--flag.member), in the long
+// spelling with dashes; empty if it is none.
 func vllmFlag(arg string) string {
 	name, _, _ := strings.Cut(arg, "=")
+	name, _, _ = strings.Cut(name, ".")
 	long, isLong := strings.CutPrefix(name, "--")
 	if !isLong {
 		return vllmShortFlags[name]

@@ -49,6 +49,7 @@ const (
 // in flight there stands still for own, and decodes slower then, by slowdown.
 // The last line balances their number.
 //
+// A worker that gets its prompt from another has nothing of it to compute.
 // Blocks of requests in flight count as cached. How long passes take and the
 // usual values are learned from finished requests. Ties are broken at random.
 type work struct {
@@ -90,10 +91,14 @@ func newWork() *work { return &work{timing: newEngineTiming()} }
 func (*work) needsActiveBlocks() {}
 func (*work) expectsSiblings()   {}
 
-// Learn takes in a finished request.
+// Learn takes in a finished request. The first token of one whose prompt another
+// worker computed says nothing about either; a prompt alone has no usual answer.
 func (p *work) Learn(o Outcome) {
+	o.Alone = o.Alone && o.Leg != LegDecode
 	p.timing.Learn(o)
-	p.learnUsual(o)
+	if o.Leg != LegPrefill {
+		p.learnUsual(o)
+	}
 }
 
 func (p *work) learnUsual(o Outcome) {
@@ -106,7 +111,7 @@ func (p *work) learnUsual(o Outcome) {
 func (p *work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	u := p.usual(q, candidates)
 	chosen := best(candidates, random, func(c *Candidate) float64 { return -p.cost(q, c, u) })
-	if q.Tokens > 0 {
+	if q.Tokens > 0 && q.Leg != LegDecode {
 		p.uncached.add(float64(max(1, q.Tokens-candidates[chosen].Overlap*q.BlockSize)))
 	}
 	return chosen
@@ -141,11 +146,14 @@ func (p *work) usual(q Query, candidates []Candidate) workUsual {
 
 func (p *work) cost(q Query, c *Candidate, u workUsual) float64 {
 	uncached := max(0, q.Tokens-c.Overlap*q.BlockSize)
+	if q.Leg == LegDecode {
+		uncached = 0
+	}
 	own, queued := p.timing.Prefill(uncached), p.timing.Prefill(c.Load.PrefillTokens)
 	first, pushed := p.coming(q.Now, &c.Load, uncached)
 	later := workLater * own
 	busier := own * queued / u.own
-	decode := u.output * p.timing.Decoding(c.Load.ContextTokens+1)
+	decode := u.output * p.timing.Decoding(c.Load.ContextTokens+c.Load.AwaitedTokens+1)
 	slowdown := u.output / 2 * p.timing.context * float64(q.Tokens)
 	others := workOthers * float64(c.Load.InFlight) * (own + slowdown)
 	count := workCount * float64(c.Load.InFlight+1) / (u.inFlight + 1)

@@ -54,6 +54,7 @@ type WorkerStatus struct {
 	KVEvents   string    `json:"kv_events,omitempty"` // endpoint of rank 0's KV events
 	Replay     string    `json:"replay,omitempty"`    // and of their replay
 	LastError  string    `json:"last_error,omitempty"`
+	Disagg     Disagg    `json:"-"`
 }
 
 // Keys returns what the index and the loads know the worker by: one key a rank.
@@ -130,7 +131,7 @@ type Fleet struct {
 // worker is one member of the fleet.
 type worker struct {
 	id       uint64
-	spec     AttachedWorker // of a started one: only ID and URL
+	spec     AttachedWorker // of a started one: only ID, URL and its part
 	attached bool
 	registry *registry          // nil: not a registered one
 	wake     chan struct{}      // holds a token when its health is to be looked at now
@@ -174,14 +175,18 @@ func NewFleet(cfg Config, index Index, hooks FleetHooks, log *slog.Logger) (*Fle
 		if _, err := exec.LookPath(cfg.Python); err != nil {
 			return nil, fmt.Errorf("--python %s cannot be run (%w); run `make setup`, or give a Python that has vLLM", cfg.Python, errors.Unwrap(err))
 		}
-		for i := range cfg.NumWorkers {
-			f.join(AttachedWorker{ID: uint64(i), URL: launchedURL(cfg, i)}, false, StateStarting)
+		if cfg.nixl() {
+			if err := checkNIXL(cfg.Python); err != nil {
+				return nil, err
+			}
 		}
 	}
 	if cfg.Engine == EngineMocker {
 		f.timing.readyPoll = mockReadyPoll
+	}
+	if cfg.Engine != EngineNone {
 		for i := range cfg.NumWorkers {
-			f.join(AttachedWorker{ID: uint64(i), URL: launchedURL(cfg, i)}, false, StateStarting)
+			f.join(AttachedWorker{ID: uint64(i), URL: launchedURL(cfg, i), Disagg: cfg.startedPart(i)}, false, StateStarting)
 		}
 	}
 	for _, spec := range cfg.Worker {

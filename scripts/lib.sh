@@ -63,10 +63,11 @@ uv_install() {
   run_logged "$log" "$dir/bin/uv" pip install --python "$dir/bin/python" "$@"
 }
 
-# is_stamped DIR WANT / stamp DIR WANT: a venv counts as complete once the list of what went into it stands in
-# its stamp file, which is written last. Another list (a newer kvrouter) makes the install run again.
-is_stamped() { [ -x "$1/bin/python" ] && [ "$(cat "$1/.kvrouter-complete" 2>/dev/null)" = "$2" ]; }
-stamp() { printf '%s\n' "$2" >"$1/.kvrouter-complete.$$" && mv -f "$1/.kvrouter-complete.$$" "$1/.kvrouter-complete"; }
+# is_stamped DIR WANT [PART] / stamp DIR WANT [PART]: a venv, or a part of it, counts as complete once the list of
+# what went into it stands in its stamp file, which is written last. Another list (a newer kvrouter) makes the
+# install run again.
+is_stamped() { [ -x "$1/bin/python" ] && [ "$(cat "$1/.kvrouter-${3:-complete}" 2>/dev/null)" = "$2" ]; }
+stamp() { printf '%s\n' "$2" >"$1/.kvrouter-${3:-complete}.$$" && mv -f "$1/.kvrouter-${3:-complete}.$$" "$1/.kvrouter-${3:-complete}"; }
 
 # Peers to compare with have venvs of their own. Who installs them sets python, found by PEERS_PYTHON_CHECK, and holds the
 # lock named peers.

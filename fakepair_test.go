@@ -1,0 +1,343 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/tidwall/gjson"
+)
+
+// fakeEngine is the HTTP side of one worker of a pair. It speaks its protocol,
+// or fails as a test wants.
+type fakeEngine struct {
+	*httptest.Server
+	id    uint64
+	serve func(w http.ResponseWriter, r *http.Request, body gjson.Result)
+
+	mu      sync.Mutex // guards the rest
+	bodies  []string
+	ids     []string // X-Request-Id of each
+	rids    []string // that were aborted
+	running int
+}
+
+// newFakeEngine starts an engine that answers inference requests with serve.
+func newFakeEngine(t testing.TB, id uint64, serve func(w http.ResponseWriter, r *http.Request, body gjson.Result)) *fakeEngine {
+	t.Helper()
+	f := &fakeEngine{id: id, serve: serve}
+	f.Server = httptest.NewServer(f)
+	t.Cleanup(f.Close)
+	return f
+}
+
+func (f *fakeEngine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	body, _ := io.ReadAll(r.Body)
+	if r.URL.Path == "/tokenize" || strings.HasSuffix(r.URL.Path, "/render") { // the router's own questions
+		w.WriteHeader(http.StatusNotFound)
+		return
+	}
+	f.mu.Lock()
+	if r.URL.Path == "/abort_request" {
+		f.rids = append(f.rids, gjson.GetBytes(body, "rid").Str)
+		f.mu.Unlock()
+		return
+	}
+	f.bodies = append(f.bodies, string(body))
+	f.ids = append(f.ids, r.Header.Get(headerRequest))
+	f.running++
+	f.mu.Unlock()
+	defer func() {
+		f.mu.Lock()
+		f.running--
+		f.mu.Unlock()
+	}()
+	f.serve(w, r, gjson.ParseBytes(body))
+}
+
+func (f *fakeEngine) received() []string {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return slices.Clone(f.bodies)
+}
+
+func (f *fakeEngine) aborted() []string {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return slices.Clone(f.rids)
+}
+
+// idle tells whether no request runs: all ended or were cancelled.
+func (f *fakeEngine) idle() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.running == 0
+}
+
+// fakeAnswer answers as an engine does, with the text given.
+func fakeAnswer(w http.ResponseWriter, body gjson.Result, text string, extra ...jsonField) {
+	usage := jsonField{"usage", `{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":4}}`}
+	if !body.Get("stream").Bool() {
+		fields := append([]jsonField{{"choices", fmt.Sprintf(`[{"message":{"content":%s},"finish_reason":"stop"}]`, quoted(text))}, usage}, extra...)
+		w.Header().Set("Content-Type", "application/json")
+		w.Write(appendObject(nil, fields))
+		return
+	}
+	w.Header().Set("Content-Type", "text/event-stream")
+	fmt.Fprintf(w, "data: {\"choices\":[{\"delta\":{\"content\":%s}}]}\n\n", quoted(text))
+	http.NewResponseController(w).Flush()
+	if body.Get("stream_options.include_usage").Bool() {
+		fmt.Fprintf(w, "data: {\"choices\":[],\"usage\":%s}\n\n", usage.raw)
+	}
+	io.WriteString(w, "data: [DONE]\n\n")
+}
+
+func fakeRefusal(w http.ResponseWriter, message string) {
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(http.StatusBadRequest)
+	w.Write(errorJSON(http.StatusBadRequest, "invalid_request_error", "", message))
+}
+
+// fakeProtocol is what the two engines of a pair share: which prompts the
+// prefill side holds, or who waits for whom.
+type fakeProtocol struct {
+	t    testing.TB
+	kind Kind
+
+	mu    sync.Mutex          // guards the rest
+	meets map[string]*meeting // by room or transfer
+	held  map[string]bool     // NIXL: prompts that were computed and not fetched
+}
+
+// meeting is two legs that wait for each other.
+type meeting struct{ arrived [2]chan struct{} }
+
+func newFakeProtocol(t testing.TB, kind Kind) *fakeProtocol {
+	return &fakeProtocol{t: t, kind: kind, meets: map[string]*meeting{}, held: map[string]bool{}}
+}
+
+// arrive notes that a leg has come.
+func (p *fakeProtocol) arrive(name string, leg int) *meeting {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	m := p.meets[name]
+	if m == nil {
+		m = &meeting{[2]chan struct{}{make(chan struct{}), make(chan struct{})}}
+		p.meets[name] = m
+	}
+	select {
+	case <-m.arrived[leg]:
+		p.t.Errorf("room %s was used twice", name)
+	default:
+		close(m.arrived[leg])
+	}
+	return m
+}
+
+// meet waits for the other leg; it tells whether that came.
+func (p *fakeProtocol) meet(ctx context.Context, name string, leg int) bool {
+	m := p.arrive(name, leg)
+	select {
+	case <-m.arrived[1-leg]:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
+
+// prefill serves the prefill leg by the protocol.
+func (p *fakeProtocol) prefill(w http.ResponseWriter, r *http.Request, body gjson.Result) {
+	if p.kind == KindSGLang {
+		p.sglang(w, r, body, 0)
+		return
+	}
+	params := body.Get("kv_transfer_params")
+	if body.Get("stream").Bool() || body.Get("max_tokens").Int() != 1 && body.Get("max_completion_tokens").Int() != 1 || body.Get("stream_options").Exists() ||
+		!params.Get("do_remote_decode").Bool() || params.Get("do_remote_prefill").Bool() {
+		fakeRefusal(w, "no prefill leg: "+body.Raw)
+		return
+	}
+	if p.kind == KindMooncake {
+		p.arrive(params.Get("transfer_id").Str, 0)
+		fakeAnswer(w, body, "prefill")
+		return
+	}
+	name := r.Header.Get(headerRequest) + nonce()
+	p.mu.Lock()
+	p.held[name] = true
+	p.mu.Unlock()
+	fakeAnswer(w, body, "prefill", jsonField{"kv_transfer_params", nixlParams(name)})
+}
+
+// nixlParams is a NIXL worker's answer, with numbers and spaces that must reach
+// the decode worker as they are.
+func nixlParams(name string) string {
+	return fmt.Sprintf(`{ "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [[1, 2,3]], "remote_engine_id": %s, "tp_size": 1, "big": 18446744073709551615, "exact": 1.00 }`, quoted(name))
+}
+
+// decode serves the decode leg by the protocol, or a whole request where the
+// kind can.
+func (p *fakeProtocol) decode(w http.ResponseWriter, r *http.Request, body gjson.Result) {
+	if p.kind == KindSGLang {
+		p.sglang(w, r, body, 1)
+		return
+	}
+	params := body.Get("kv_transfer_params")
+	if !params.Exists() {
+		fakeAnswer(w, body, "whole")
+		return
+	}
+	if !params.Get("do_remote_prefill").Bool() || params.Get("do_remote_decode").Bool() {
+		fakeRefusal(w, "no decode leg: "+body.Raw)
+		return
+	}
+	if p.kind == KindMooncake {
+		if params.Get("remote_engine_id").Str != fakeMooncakeEngine || !strings.HasPrefix(params.Get("remote_bootstrap_addr").Str, "http://") {
+			fakeRefusal(w, "unknown engine: "+body.Raw)
+		} else if p.meet(r.Context(), params.Get("transfer_id").Str, 1) {
+			fakeAnswer(w, body, "decoded")
+		}
+		return
+	}
+	name := params.Get("remote_engine_id").Str
+	p.mu.Lock()
+	held := p.held[name]
+	delete(p.held, name)
+	p.mu.Unlock()
+	if !held || params.Raw != nixlParams(name) {
+		fakeRefusal(w, "nothing is held for "+params.Raw)
+		return
+	}
+	fakeAnswer(w, body, "decoded")
+}
+
+// sglang serves either leg: it answers when both have come.
+func (p *fakeProtocol) sglang(w http.ResponseWriter, r *http.Request, body gjson.Result, leg int) {
+	room := body.Get("bootstrap_room")
+	info := body.Get("bootstrap_info")
+	number, err := strconv.ParseUint(room.Raw, 10, 63)
+	if err != nil || info.Get("bootstrap_room").Raw != room.Raw || info.Get("bootstrap_host").Str != body.Get("bootstrap_host").Str ||
+		info.Get("bootstrap_port").Int() != body.Get("bootstrap_port").Int() || body.Get("rid").Str == "" {
+		fakeRefusal(w, "Disaggregated request received without bootstrap room id: "+body.Raw)
+		return
+	}
+	if p.meet(r.Context(), strconv.FormatUint(number, 10), leg) {
+		fakeAnswer(w, body, []string{"prefill", "decoded"}[leg])
+	}
+}
+
+const fakeMooncakeEngine = "engine-7"
+
+// bootstrap starts what a prefill worker's bootstrap server is to the router;
+// for NIXL there is none.
+func (p *fakeProtocol) bootstrap() Bootstrap {
+	if p.kind == KindNIXL {
+		return Bootstrap{}
+	}
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if p.kind != KindMooncake || r.URL.Path != "/query" {
+			w.WriteHeader(http.StatusNotFound)
+			return
+		}
+		fmt.Fprintf(w, `{"0":{"engine_id":%s,"worker_addr":{"0":{"0":"tcp://127.0.0.1:1"}}}}`, quoted(fakeMooncakeEngine))
+	}))
+	p.t.Cleanup(server.Close)
+	u, _ := url.Parse(server.URL)
+	port, _ := strconv.ParseUint(u.Port(), 10, 16)
+	return Bootstrap{u.Hostname(), uint16(port)}
+}
+
+// pairHouse is a router over prefill workers 0, 1, ... and decode workers 10,
+// 11, ..., of one kind.
+type pairHouse struct {
+	*house
+	protocol        *fakeProtocol
+	prefill, decode []*fakeEngine
+}
+
+// newPairHouse starts the house. The legs are served by the protocol, wrapped by
+// wrap (nil: not) for each engine.
+func newPairHouse(t testing.TB, config Config, kind Kind, prefills, decodes int, wrap func(id uint64, serve engineServe) engineServe) *pairHouse {
+	t.Helper()
+	if wrap == nil {
+		wrap = func(_ uint64, serve engineServe) engineServe { return serve }
+	}
+	knobs := &config.DisaggKnobs
+	if knobs.DisaggPrefillTimeout == 0 {
+		knobs.DisaggPrefillTimeout = 30 * time.Second
+	}
+	if knobs.DisaggHandoverTimeout == 0 {
+		knobs.DisaggHandoverTimeout = 30 * time.Second
+	}
+	model, err := OpenBuiltinModel()
+	if err != nil {
+		t.Fatal(err)
+	}
+	h := &pairHouse{protocol: newFakeProtocol(t, kind)}
+	var targets []Target
+	add := func(engines *[]*fakeEngine, id uint64, role Role, serve engineServe) {
+		engine := newFakeEngine(t, id, wrap(id, serve))
+		*engines = append(*engines, engine)
+		target := Target{Key: WorkerKey{Worker: id}, URL: engine.URL, Ranks: 1, Generation: 1, Models: []string{"m"}, Disagg: Disagg{Role: role, Kind: kind}}
+		if role == RolePrefill {
+			target.Bootstrap = h.protocol.bootstrap()
+		}
+		targets = append(targets, target)
+	}
+	for i := range prefills {
+		add(&h.prefill, uint64(i), RolePrefill, h.protocol.prefill)
+	}
+	for i := range decodes {
+		add(&h.decode, uint64(10+i), RoleDecode, h.protocol.decode)
+	}
+	h.house = newHouseOf(t, config, model, targets...)
+	return h
+}
+
+type engineServe func(w http.ResponseWriter, r *http.Request, body gjson.Result)
+
+// settled waits until no engine serves anything and nothing is booked.
+func (h *pairHouse) settled(t testing.TB) {
+	t.Helper()
+	for _, engine := range slices.Concat(h.prefill, h.decode) {
+		eventually(t, 10*time.Second, fmt.Sprintf("worker %d idle", engine.id), engine.idle)
+	}
+	eventually(t, 10*time.Second, "nothing booked", func() bool {
+		return !slices.ContainsFunc(h.router.Loads(), func(l WorkerLoad) bool {
+			return l.ActiveRequests != 0 || l.PotentialPrefillTokens != 0 || l.PotentialDecodeBlocks != 0
+		})
+	})
+	if err := h.router.check(); err != nil {
+		t.Error(err)
+	}
+}
+
+// blamed returns the workers that were reported as failed, in order.
+func (h *pairHouse) blamed() []uint64 {
+	var ids []uint64
+	for {
+		select {
+		case id := <-h.failed:
+			ids = append(ids, id)
+		default:
+			return ids
+		}
+	}
+}
+
+// sharedChat is a request whose prompt is long enough to be shared.
+func sharedChat(stream bool, more ...jsonField) string {
+	messages, _ := json.Marshal([]object{{"role": "user", "content": strings.Repeat("Why is the sky blue? ", 30)}})
+	fields := append([]jsonField{{"model", `"m"`}, {"stream", strconv.FormatBool(stream)}, {"messages", string(messages)}}, more...)
+	return string(appendObject(nil, fields))
+}
