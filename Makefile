@@ -6,7 +6,7 @@ PYTHON_SCRIPTS = $(wildcard scripts/*.py plugin/*.py)
 PYTHON ?= python3
 ARGS ?=
 BENCH ?= .
-TEST_TIMEOUT ?= 25m
+TEST_TIMEOUT ?= 45m
 SOAK ?= 60s
 
 .DEFAULT_GOAL := help
