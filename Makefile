@@ -10,7 +10,7 @@ TEST_TIMEOUT ?= 25m
 SOAK ?= 60s
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-disagg test lint bench index-bench bench-real wire-speed peers parity segments soak clean
+.PHONY: help setup run run-disagg test lint bench index-bench sim bench-real wire-speed peers parity segments soak clean
 
 help: ## Show these targets
 	@printf 'kvrouter: KV-cache-aware routing over vLLM workers\n\n'
@@ -48,8 +48,12 @@ index-bench: ## The index on a trace of 128 workers: rate, lookup times, memory 
 	@scripts/build-native.sh
 	go test -run '^$$' -bench '^BenchmarkIndexTrace$$' -benchtime 1x -timeout 30m .
 
-bench-real: setup ## KV-aware routing against round robin on two real vLLM CPU workers
-	$(PYTHON) scripts/bench_real.py $(ARGS)
+sim: ## Every policy on the simulator: two traces and made-up agents (minutes)
+	@scripts/build-native.sh
+	$(PYTHON) scripts/sim_policies.py $(ARGS)
+
+bench-real: setup ## Every policy on two real vLLM CPU workers (a quarter of an hour; ARGS="--policies work,round-robin")
+	$(PYTHON) scripts/bench_real.py --shared $(ARGS)
 
 wire-speed: setup ## CPU per indexed KV event, against dynamo.indexer
 	scripts/peers.sh wire

@@ -187,9 +187,11 @@ func requireKey(keys []string, fail func(*gin.Context, int, string)) gin.Handler
 
 // ready tells whether requests can be served now.
 func (a *API) ready(c *gin.Context) {
-	workers := len(a.router.Targets())
+	targets := a.router.Targets()
+	workers := len(targets)
 	status := http.StatusOK
-	if workers == 0 || a.draining.Load() {
+	answers := slices.ContainsFunc(targets, func(t Target) bool { return t.Role != RolePrefill })
+	if !answers || a.draining.Load() {
 		status = http.StatusServiceUnavailable
 	}
 	c.JSON(status, gin.H{"ready": status == http.StatusOK, "schedulable_workers": workers, "draining": a.draining.Load()})
@@ -279,9 +281,15 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 		return pair, err
 	}
 	u := Upstream{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.upstreamHeader(c, id), Body: body, Route: path, RequestID: id, Arrived: x.Arrived}
+	if kind != noPrompt {
+		u.EndMarked = true
+		a.telemetry.thompson.began()
+		defer func() { a.telemetry.thompson.ended(x, time.Now()) }()
+	}
 	if kind == chatPrompt || kind == completionPrompt {
 		u.Head, u.Body, u.HideUsage = a.askForUsage(parsed)
 	}
+	u.Uncorrecting = multiple || parsed.Get("prompt_logprobs").Type == gjson.Number || parsed.Get("echo").Bool() && parsed.Get("logprobs").Type == gjson.Number
 	if len(a.router.Targets()) > 1 && request.Pinned == nil {
 		u.MaxRetries = 1
 	}

@@ -25,13 +25,18 @@ import (
 //
 // Corrections. An answer's cached_tokens may show that an engine had lost what
 // it was believed to hold. It loses the oldest first; so whatever was used no
-// later than the first lost block is gone as well, and is given up.
+// later than the first lost block is gone as well, and is given up. A worker of
+// which nothing else tells the size (of PrefixTrees) is then taken to hold no
+// more than what is left, until an answer finds blocks that were given up: that
+// adds their number.
 type Approx struct {
 	*Radix            // changed under mu only
 	ttl               time.Duration
 	maxBlocks         int
 	pruneTo           int
 	now               func() time.Time
+	learns            bool         // how much a worker holds, by corrections
+	trusting          bool         // what answers say of the cache corrects nothing
 	due               atomic.Int64 // no block's time is over before; in Unix ns
 	mu                sync.Mutex   // guards all below; may be held when taking Radix.mu
 	capacity          map[WorkerKey]int
@@ -44,7 +49,9 @@ type Approx struct {
 type assumedCache struct {
 	capacity int        // blocks; 0: not known
 	pool     *blockPool // blocks by sequence hash; those of answers by a random number
-	used     []int64    // by block of the pool: when it was released last, Unix ns
+	learned  int        // blocks that it holds at most, as answers have shown; 0: nothing has
+	used     []int64    // by block of the pool: when a request last finished with it, Unix ns; 0: none has
+	answers  []int32    // by block of the pool: blocks of the longest answer to a prompt that ends there
 }
 
 // firstPool is how many blocks an assumedCache has room for at first.
@@ -53,12 +60,13 @@ const firstPool = 256
 // Assumed is one routed prompt: what of it its worker is believed to hold. It
 // must be ended.
 type Assumed struct {
-	index  *Approx
-	worker WorkerKey
-	cache  *assumedCache
-	held   []uint32  // blocks of the pool, in flight until the end
-	found  int       // of them, leading ones that were cached before
-	lasts  []lastUse // of those found
+	index    *Approx
+	worker   WorkerKey
+	cache    *assumedCache
+	held     []uint32  // blocks of the pool, in flight until the end
+	found    int       // of them, leading ones that were cached before
+	lasts    []lastUse // of those found
+	answered int       // blocks of an answer that may follow those found
 }
 
 // lastUse says when the blocks from the last one's end up to block upTo of a
@@ -163,7 +171,9 @@ func (a *Approx) Routed(w WorkerKey, local []uint64) *Assumed {
 		p.held = append(p.held, b)
 		p.lasts[len(p.lasts)-1].upTo = len(p.held)
 	}
-	p.found = len(p.held)
+	if p.found = len(p.held); p.found > 0 {
+		p.answered = int(c.answers[p.held[p.found-1]])
+	}
 
 	a.evicted, a.blocks = a.evicted[:0], a.blocks[:0]
 	for i := p.found; i < len(local); i++ {
@@ -172,6 +182,7 @@ func (a *Approx) Routed(w WorkerKey, local []uint64) *Assumed {
 			break // the engine has no room for it either as yet
 		}
 		c.pool.setKey(b, a.sequence[i])
+		c.used[b], c.answers[b] = 0, 0
 		p.held = append(p.held, b)
 		a.blocks = append(a.blocks, StoredBlock{Engine: a.sequence[i], Local: local[i]})
 	}
@@ -201,8 +212,11 @@ func (p *Assumed) End(answer, cached int) {
 		return // was cleared meanwhile
 	}
 	now := a.now().UnixNano()
-	if at := p.lostAt(cached); at > 0 {
-		a.evict(p.worker, c, at, math.MaxInt)
+	if !a.trusting {
+		a.correct(p, cached)
+	}
+	if n := len(p.held); n > 0 {
+		c.answers[p.held[n-1]] = max(c.answers[p.held[n-1]], int32(answer))
 	}
 	a.evicted = a.evicted[:0]
 	for range answer {
@@ -219,6 +233,46 @@ func (p *Assumed) End(answer, cached int) {
 		c.pool.release(b)
 	}
 	a.expire(now)
+}
+
+// Fail is End for a request that its worker failed: the blocks that no other
+// request ever finished with may not have been computed, and are given up.
+func (p *Assumed) Fail() {
+	if p == nil {
+		return
+	}
+	a, c := p.index, p.cache
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.caches[p.worker] != c {
+		return // was cleared meanwhile
+	}
+	now := a.now().UnixNano()
+	a.evicted = a.evicted[:0]
+	for _, b := range slices.Backward(p.held) {
+		finished := c.used[b] != 0
+		if finished {
+			c.used[b] = now
+		}
+		if c.pool.release(b); !finished && c.pool.blocks[b].refs == 0 {
+			a.evicted = append(a.evicted, c.pool.evict(b))
+		}
+	}
+	a.Radix.Remove(p.worker, a.evicted)
+	a.expire(now)
+}
+
+// correct compares what an answer says was cached with what was believed.
+func (a *Approx) correct(p *Assumed, cached int) {
+	c := p.cache
+	if at := p.lostAt(cached); at > 0 {
+		a.evict(p.worker, c, at, math.MaxInt)
+		if a.learns {
+			c.learned = c.pool.held()
+		}
+	} else if more := cached - p.found - p.answered - 1; more > 0 && c.learned > 0 {
+		c.learned += more
+	}
 }
 
 // lostAt returns the last use of what the engine must have lost if it found only
@@ -242,6 +296,9 @@ func (p *Assumed) lostAt(cached int) int64 {
 // take returns a block with one reference and no key, or 0 if all that a worker
 // has are in flight. Whose memory it was goes to a.evicted.
 func (a *Approx) take(c *assumedCache) uint32 {
+	for c.learned > 0 && c.pool.held() >= c.learned && c.pool.oldest() != 0 {
+		a.evicted = append(a.evicted, c.pool.evict(c.pool.oldest()))
+	}
 	if size := c.pool.size(); len(c.pool.free) == 0 && (c.capacity == 0 || size < c.capacity) {
 		larger := max(firstPool, 2*size)
 		if c.capacity > 0 {
@@ -249,6 +306,7 @@ func (a *Approx) take(c *assumedCache) uint32 {
 		}
 		c.pool.grow(larger)
 		c.used = append(c.used, make([]int64, larger+1-len(c.used))...)
+		c.answers = append(c.answers, make([]int32, larger+1-len(c.answers))...)
 	}
 	b, evicted, hasEvicted := c.pool.take()
 	if hasEvicted {

@@ -268,7 +268,7 @@ func TestPredictedRealEventsDoNotExpire(t *testing.T) {
 	clock := time.Unix(1000, 0)
 	config := DefaultIndexConfig()
 	config.RouterPredictedTTLSecs = 5
-	x := NewIndex(config, "standalone", DefaultPolicyKnobs(), func() time.Time { return clock }).(assumer)
+	x := NewIndex(config, "standalone", DefaultPolicyKnobs(), testBlock, func() time.Time { return clock }).(assumer)
 	p := prompt(1, 6)
 	wants := func(want ...Match) {
 		t.Helper()
@@ -300,14 +300,14 @@ func TestWithoutOverlapWeightThereIsNoIndex(t *testing.T) {
 	zero := 0.0
 	knobs := DefaultPolicyKnobs()
 	knobs.OverlapScoreWeight = &zero
-	x := NewIndex(DefaultIndexConfig(), "kv", knobs, time.Now)
+	x := NewIndex(DefaultIndexConfig(), "kv", knobs, testBlock, time.Now)
 	if err := x.Store(w0, 0, false, chain(prompt(1, 3))); err != nil {
 		t.Fatal(err)
 	}
 	if got := x.Match(prompt(1, 3), nil); got != nil {
 		t.Errorf("matches %v", got)
 	}
-	if _, exact := NewIndex(DefaultIndexConfig(), "work", knobs, time.Now).(*Radix); !exact {
+	if _, exact := NewIndex(DefaultIndexConfig(), "work", knobs, testBlock, time.Now).(*Radix); !exact {
 		t.Error("policy work, which has no such weight, has no index")
 	}
 	config := Config{Policy: "kv", PolicyKnobs: knobs}

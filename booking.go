@@ -96,7 +96,25 @@ func (b *Booking) Generated(tokens int) {
 func (b *Booking) Cached(tokens int) {
 	b.router.mu.Lock()
 	defer b.router.mu.Unlock()
+	if b.ended.Load() {
+		return
+	}
 	b.cached = tokens / b.router.blockSize
+	b.router.loads.of(b.worker).tellsCached = true
+}
+
+// CachedUntold tells that the answer reports its tokens but no cached ones, by
+// an API that has a place for them. vLLM leaves it empty where there were none
+// (and, unless --enable-prompt-tokens-details is set, always): so from a worker
+// that has told of some before it means none, and CachedUntold returns true.
+func (b *Booking) CachedUntold() (none bool) {
+	b.router.mu.Lock()
+	defer b.router.mu.Unlock()
+	if b.ended.Load() || !b.router.loads.of(b.worker).tellsCached {
+		return false
+	}
+	b.cached = 0
+	return true
 }
 
 // End tells that the request has ended without an answer, and that its worker
@@ -106,8 +124,43 @@ func (b *Booking) End() { b.end(Abandoned, 0) }
 // Fail tells that the request has ended because its worker failed.
 func (b *Booking) Fail() { b.end(Failed, 0) }
 
-// Finish tells that the request has ended with an answer of that many tokens.
+// Finish tells that the request has ended with an answer of that many tokens; 0:
+// unknown.
 func (b *Booking) Finish(output int) { b.end(Finished, output) }
+
+// Free tells that the request has ended, but not how. One whose first token has
+// come counts as finished; of others nothing is known, since a worker that
+// fails at once is freed at once.
+func (b *Booking) Free() {
+	r := b.router
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	how := Abandoned
+	if b.computed {
+		how = Finished
+	}
+	r.finish(b, how, 0, r.now())
+}
+
+// Report ends the booking as somebody tells who has sent the request himself:
+// how it ended, after what time and with how many tokens; those of the prompt
+// may be 0. known: policy thompson still waited for it; ack says what it made of
+// it.
+func (b *Booking) Report(f Feedback) (ack ThompsonAck, known bool) {
+	r := b.router
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	f.Decision, f.Now = b.decision, r.now()
+	if f.TokensIn == 0 {
+		f.TokensIn = b.prompt
+	}
+	if p, is := r.policy.(*thompson); is && !b.ended.Load() {
+		ack, known = p.JudgeDetail(f)
+		b.decision = 0 // it has been judged
+	}
+	r.finish(b, f.Ending, f.TokensOut, f.Now)
+	return ack, known
+}
 
 func (b *Booking) end(how Ending, output int) {
 	r := b.router
@@ -128,14 +181,18 @@ func (r *Router) finish(b *Booking, how Ending, output int, now time.Time) {
 		policy.Learn(r.loads.Outcome(b, output, now))
 	}
 	if policy, ok := r.policy.(judged); ok && b.decision != 0 {
-		f := Feedback{Decision: b.decision, Now: now, Ending: how, Latency: now.Sub(b.sent), TokensIn: b.prompt, TokensOut: output}
+		f := Feedback{Decision: b.decision, Worker: b.worker, Now: now, Ending: how, Latency: now.Sub(b.sent), TokensIn: b.prompt, TokensOut: output}
 		if told && !b.silent {
 			f.FirstToken = b.first.Sub(b.sent)
 		}
 		policy.Judge(f)
 	}
 	r.loads.End(b, now)
-	b.assumed.End((b.prompt+output)/r.blockSize-b.prompt/r.blockSize, b.cached)
+	if how == Failed {
+		b.assumed.Fail()
+	} else {
+		b.assumed.End((b.prompt+output)/r.blockSize-b.prompt/r.blockSize, b.cached)
+	}
 	r.share(changeFree, b)
 	r.drain(now)
 }

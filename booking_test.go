@@ -423,3 +423,44 @@ func TestBooksEqualANaiveCount(t *testing.T) {
 		})
 	})
 }
+
+// TestNoCachedTokensMeansNoneWhereTheWorkerTellsOfSome is about vLLM, which
+// leaves them out where there were none, or always.
+func TestNoCachedTokensMeansNoneWhereTheWorkerTellsOfSome(t *testing.T) {
+	r, _ := cacheRouter(t, "cache-threshold", prefixApprox, 1)
+	send := func(from uint32, answer func(b *Booking)) (overlap int) {
+		t.Helper()
+		d := mustRoute(t, r, Request{Tokens: count(from, 10*testBlock)})
+		answer(d.Booking)
+		d.Booking.Finish(1)
+		return d.MatchedBlocks
+	}
+	untold := func(want bool) func(b *Booking) {
+		return func(b *Booking) {
+			t.Helper()
+			if none := b.CachedUntold(); none != want {
+				t.Errorf("no cached tokens: %v, want %v", none, want)
+			}
+		}
+	}
+	for from := range uint32(3) {
+		send(1000*from, untold(false))
+	}
+	if overlap := send(2000, untold(false)); overlap != 10 {
+		t.Errorf("%d blocks are left of a worker that never tells, want 10", overlap)
+	}
+	send(1000, func(b *Booking) { b.Cached(9 * testBlock) })
+	send(1000, untold(true)) // so what was used before is gone too
+	if a, b := send(0, untold(true)), send(2000, untold(true)); a != 0 || b != 0 {
+		t.Errorf("%d and %d blocks are left, want none", a, b)
+	}
+	r.Down(w0)
+	r.Up(Target{Key: w0})
+	send(1000, untold(false)) // it may be another engine
+	d := mustRoute(t, r, Request{Tokens: count(1, 4)})
+	d.Booking.End()
+	r.Down(w0)
+	if d.Booking.Cached(4); d.Booking.CachedUntold() || r.loads.byWorker[w0] != nil {
+		t.Error("an answer after the end counts")
+	}
+}

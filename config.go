@@ -277,6 +277,9 @@ func looksLikePath(model string) bool {
 }
 
 func (c *Config) validate() error {
+	if err := c.ThompsonKnobs.validate(c.Policy, c.BlockSize); err != nil {
+		return err
+	}
 	if _, err := NewPolicyWith(c.Policy, c.PolicyKnobs); err != nil {
 		return fmt.Errorf("--policy: %w", err)
 	}
@@ -286,7 +289,7 @@ func (c *Config) validate() error {
 	if err := c.RouterKnobs.validate(); err != nil {
 		return err
 	}
-	if err := c.IndexConfig.validate(); err != nil {
+	if err := c.IndexConfig.validate(c.Policy); err != nil {
 		return err
 	}
 	if err := c.DisaggKnobs.validate(); err != nil {

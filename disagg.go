@@ -139,6 +139,9 @@ func (s *Pairs) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			}
 			return err
 		}
+		if why == wholePrefilled && pair.Whole == "" {
+			retries++ // nobody takes it whole: it is another pair's
+		}
 		retry := retries < u.MaxRetries
 		if x.Shared = nil; pair.Whole != "" {
 			s.metrics.whole(pair.Whole)
@@ -200,10 +203,15 @@ func (s *Pairs) share(ctx context.Context, w http.ResponseWriter, u Upstream, x 
 	x.Shared = l.shared
 	if err != nil {
 		pair.Prefill.Booking.Fail()
+		s.proxy.telemetry.thompson.engineFailed()
 	} else if l.kind == KindNIXL {
 		err = s.sequential(ctx, w, l, x, retry)
 	} else {
 		err = s.concurrent(ctx, w, l, x, retry)
+	}
+	var prefill *prefillFailure
+	if errors.As(err, &prefill) {
+		x.Worker = l.shared.Worker
 	}
 	x.Usage.CachedKnown, x.Usage.CachedTokens = l.shared.reported()
 	s.metrics.ended(ctx, l.kind, l.shared, err)
@@ -228,6 +236,7 @@ func (s *Pairs) legs(ctx context.Context, u Upstream, parsed *Body, pair Pair) (
 		kind: target.Kind, pair: pair, prefill: u, decode: u, streams: parsed.Get("stream").Bool(),
 		shared: &sharedRequest{Worker: workerLabel(target.Key.Worker), now: s.proxy.now},
 	}
+	l.decode.Uncorrecting = true // what it has of the prompt came from the other
 	name := u.RequestID + "-" + nonce()
 	switch l.kind {
 	case KindNIXL:
@@ -354,13 +363,17 @@ func (s *Pairs) prefill(ctx context.Context, l legs) ([]byte, error) {
 	switch {
 	case err == nil:
 		ended := s.proxy.now()
-		l.shared.note(func(r *sharedRequest) { r.took, r.computed, r.usage = ended.Sub(began), ended, usage })
-		s.metrics.prefill.WithLabelValues(l.kind.String()).Observe(ended.Sub(began).Seconds())
 		booking.FirstToken()
-		if usage.CachedKnown {
+		switch {
+		case l.prefill.Uncorrecting:
+		case usage.CachedKnown:
 			booking.Cached(usage.CachedTokens)
+		case usage.CachedUntold:
+			usage.CachedKnown = booking.CachedUntold()
 		}
 		booking.Finish(1)
+		l.shared.note(func(r *sharedRequest) { r.took, r.computed, r.usage = ended.Sub(began), ended, usage })
+		s.metrics.prefill.WithLabelValues(l.kind.String()).Observe(ended.Sub(began).Seconds())
 		return answer, nil
 	case ctx.Err() != nil:
 		return nil, cause(ctx, err)
@@ -370,6 +383,7 @@ func (s *Pairs) prefill(ctx context.Context, l legs) ([]byte, error) {
 		return nil, late
 	}
 	booking.Fail()
+	s.proxy.telemetry.thompson.engineFailed()
 	return nil, &prefillFailure{l.pair.Prefill.Target.Key.Worker, err}
 }
 
@@ -411,7 +425,7 @@ func drainStream(body io.Reader) (Usage, error) {
 	for {
 		n, err := body.Read(buffer)
 		events.scan(buffer[:n])
-		if events.failed {
+		if events.status >= http.StatusInternalServerError {
 			return events.usage, errors.New("its engine failed")
 		}
 		if err == io.EOF {

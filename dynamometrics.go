@@ -72,6 +72,7 @@ func (m *dynamoMetrics) decided(d Decision) {
 // Refused counts a request that no worker could take, for reason err. model must
 // be one that is served, or empty.
 func (t *Telemetry) Refused(model, route string, err error) {
+	t.thompson.refused()
 	switch {
 	case errors.Is(err, ErrQueueFull):
 		t.dynamo.backpressure.WithLabelValues("full").Inc()

@@ -18,7 +18,7 @@ type tableFlag struct {
 }
 
 var (
-	tableName = regexp.MustCompile("`--((?:\\[no-\\])?[a-z0-9-]+)")
+	tableName = regexp.MustCompile("`--((?:\\[no-\\])?[a-z0-9.-]+)")
 	prose     = regexp.MustCompile("^$|^none$| ") // tells how a default is found, or that there is none
 )
 

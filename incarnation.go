@@ -188,7 +188,7 @@ func (in *incarnation) checkHealth() {
 // those that it does not tell are left out.
 func (in *incarnation) cacheSizes() map[uint32]int {
 	sizes, err := readMetrics(in.ctx, in.w.spec.URL+"/metrics", parseCacheSizes)
-	if (err != nil || len(sizes) == 0) && in.f.cfg.NoKVEvents {
+	if (err != nil || len(sizes) == 0) && in.f.cfg.NoKVEvents && !in.f.cfg.hasTrees(in.f.cfg.Policy) {
 		in.f.log.Warn(fmt.Sprintf("worker %d: does not tell the size of its KV cache: its prompts count as cached for --router-ttl-secs", in.w.id), "error", err)
 	}
 	blocks := map[uint32]int{}

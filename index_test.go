@@ -28,7 +28,7 @@ func TestIndexerCases(t *testing.T) {
 	for kind, config := range map[string]IndexConfig{"exact": DefaultIndexConfig(), "exact with predictions": predictions} {
 		for _, c := range indexerCases() {
 			t.Run(kind+"/"+c.name, func(t *testing.T) {
-				c.run(t, NewIndex(config, "standalone", DefaultPolicyKnobs(), time.Now))
+				c.run(t, NewIndex(config, "standalone", DefaultPolicyKnobs(), testBlock, time.Now))
 			})
 		}
 	}

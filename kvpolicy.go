@@ -22,7 +22,10 @@ type PolicyKnobs struct {
 
 // DefaultPolicyKnobs returns the defaults of the flags.
 func DefaultPolicyKnobs() PolicyKnobs {
-	return PolicyKnobs{PrefillLoadScale: 1, OverlapScoreCredit: 1}
+	return PolicyKnobs{
+		PrefillLoadScale: 1, OverlapScoreCredit: 1,
+		CacheKnobs: defaultCacheKnobs(), ThompsonKnobs: ThompsonKnobs{ThompsonFixes: "all"},
+	}
 }
 
 func (k PolicyKnobs) validate() error {
@@ -41,7 +44,7 @@ func (k PolicyKnobs) validate() error {
 			return fmt.Errorf("%s %v: give a number of at least 0", knob.flag, knob.value)
 		}
 	}
-	return nil
+	return k.CacheKnobs.validate()
 }
 
 // resolved applies the older name.

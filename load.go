@@ -85,6 +85,8 @@ type workerLoad struct {
 	done   tally
 	tally  time.Time // when done was brought up to date
 
+	tellsCached bool // an answer of it has said how many of its prompt's tokens were cached
+
 	blocks  int                // distinct prompt blocks of requests in flight
 	weights map[uint64]float64 // of those that do not count 1, by sequence hash
 	excess  float64            // sum of those weights, less 1 each

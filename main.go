@@ -81,12 +81,14 @@ type rooms struct {
 	telemetry *Telemetry
 	api       *API
 	selection *Selection
-	replicas  *Replicas // nil: none
+	replicas  *Replicas          // nil: none
+	traces    *JSONLines         // of policy thompson; nil: none
+	learned   *thompsonStateFile // by policy thompson; nil: it is not kept
 }
 
 // build makes every room and wires it to those it needs; nothing runs yet.
 func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error) {
-	r := &rooms{config: config, log: log, index: NewIndex(config.IndexConfig, config.Policy, config.PolicyKnobs, time.Now)}
+	r := &rooms{config: config, log: log, index: NewIndex(config.IndexConfig, config.Policy, config.PolicyKnobs, config.BlockSize, time.Now)}
 	var err error
 	if r.model, err = openModel(ctx, config, log); err != nil {
 		return nil, err
@@ -111,6 +113,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error)
 	if err != nil {
 		return nil, err
 	}
+	r.telemetry.WatchThompson(r.router, r.fleet.Workers)
 	r.fleet.peers = NewEventPeers(config.IndexerPeers, peerKey(config))
 	if config.Engine == EngineMocker {
 		if r.fleet.mocker, err = NewMocker(config, r.model, log); err != nil {
@@ -128,6 +131,9 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error)
 			return nil, err
 		}
 	}
+	if err := r.openThompson(); err != nil {
+		return nil, err
+	}
 	if config.ReplicaSync {
 		address := net.JoinHostPort(config.Host, strconv.Itoa(config.ReplicaSyncPort))
 		if r.replicas, err = NewReplicas(r.router, address, config.ReplicaPeers, log); err != nil {
@@ -136,6 +142,16 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error)
 		r.telemetry.WatchReplicas(r.replicas)
 	}
 	return r, nil
+}
+
+// openThompson opens the files of policy thompson, if it is in use.
+func (r *rooms) openThompson() (err error) {
+	if is := r.router.WithThompson(func(p *thompson) {
+		r.traces, err = p.openTraces(r.config.ThompsonTraces, r.log)
+	}); is && err == nil && r.config.ThompsonState != "" {
+		r.learned, err = openThompsonState(r.config.ThompsonState, r.router)
+	}
+	return err
 }
 
 // openModel opens the tokenizer and the chat template. A router that starts its
@@ -219,6 +235,12 @@ func (r *rooms) run(ctx context.Context) error {
 			return nil
 		})
 	}
+	if r.learned != nil {
+		group.Go(func() error {
+			r.learned.Run(fleet, r.log)
+			return nil
+		})
+	}
 	group.Go(func() error {
 		r.recoverIndex(fleet) // before anything else writes to the index
 		return r.fleet.Run(fleet)
@@ -246,6 +268,7 @@ func (r *rooms) run(ctx context.Context) error {
 	err = group.Wait()
 	r.api.pairs.Close()
 	r.api.recorder.Close()
+	r.traces.Close()
 	r.log.Info("stopped")
 	return err
 }

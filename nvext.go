@@ -36,13 +36,14 @@ type routingHints struct {
 	PriorityJump   float64    // seconds by which the request counts as having come earlier
 	StrictPriority uint32     // higher ones leave the queue first
 	ExpectedOutput int        // tokens; 0: unknown
+	Prefix         PrefixHints
 }
 
 // apply puts the hints into the router's form of the request.
 func (h routingHints) apply(request *Request) {
 	request.QueryOnly, request.Pinned = h.Query, h.Pinned
 	request.PriorityJump, request.StrictPriority = h.PriorityJump, h.StrictPriority
-	request.ExpectedOutput = h.ExpectedOutput
+	request.ExpectedOutput, request.Prefix = h.ExpectedOutput, h.Prefix
 }
 
 // hintError says which hint makes no sense.
@@ -66,9 +67,10 @@ type hintReader struct{ bad *hintError }
 func readHints(header http.Header, nvext gjson.Result) (hints routingHints, bad *hintError) {
 	var r hintReader
 	if r.object("nvext", nvext) {
-		hints.Query, hints.Pinned = r.annotations(nvext.Get("annotations"))
+		r.annotations(nvext.Get("annotations"), &hints)
 		r.agentHints(nvext.Get("agent_hints"), &hints)
 	}
+	r.prefixHeaders(header, &hints.Prefix)
 	var worker, rank hint
 	if hints.Pinned != nil {
 		worker = hint{"nvext.annotations", strconv.FormatUint(hints.Pinned.Worker, 10)}
@@ -117,23 +119,25 @@ func (r *hintReader) object(param string, v gjson.Result) bool {
 }
 
 // annotations reads entries of the forms "name" and "name:value".
-func (r *hintReader) annotations(list gjson.Result) (query bool, pinned *WorkerKey) {
+func (r *hintReader) annotations(list gjson.Result, into *routingHints) {
 	if raw := rawOf(list); raw != "" && !list.IsArray() {
 		r.fail(hint{"nvext.annotations", raw}, "a list of strings")
-		return false, nil
+		return
 	}
-	for _, entry := range list.Array() {
+	entries := list.Array()
+	for _, entry := range entries {
 		switch name, value, _ := strings.Cut(entry.Str, ":"); {
 		case name == annotationQuery:
-			query = true
+			into.Query = true
 		case name == annotationWorker && value != "":
-			pinned = &WorkerKey{Worker: r.whole(hint{"nvext.annotations", value}, 64)}
+			into.Pinned = &WorkerKey{Worker: r.whole(hint{"nvext.annotations", value}, 64)}
 		}
 	}
-	return query, pinned
+	r.prefixAnnotations(entries, &into.Prefix)
 }
 
-// agentHints reads priorities and the expected length of the answer. Clients
+// agentHints reads priorities, the expected length of the answer and the series
+// of requests that this one belongs to. Clients
 // that send a latency sensitivity may send beside it a priority that falls with
 // urgency: the sensitivity counts then.
 func (r *hintReader) agentHints(hints gjson.Result, into *routingHints) {
@@ -153,6 +157,7 @@ func (r *hintReader) agentHints(hints gjson.Result, into *routingHints) {
 	}
 	into.StrictPriority = uint32(r.whole(field("strict_priority"), 32))
 	into.ExpectedOutput = int(r.whole(field("osl"), 31))
+	r.prefixAgentHints(hints, &into.Prefix)
 }
 
 // whole reads a whole number that is not negative; nothing is 0.

@@ -31,7 +31,7 @@ func TestHintsAreReadFromBodyAndHeaders(t *testing.T) {
 		{nvext: `{"backend_instance_id":4,"dp_rank":1}`, headerWorker: "5", headerRank: "6", want: routingHints{Pinned: worker(5, 6)}},
 		{headerWorker: "5", want: routingHints{Pinned: worker(5, 0)}},
 		{nvext: `{"agent_hints":{"priority":5,"strict_priority":4294967295,"osl":1024,"speculative_prefill":true}}`,
-			want: routingHints{PriorityJump: 5, StrictPriority: 1<<32 - 1, ExpectedOutput: 1024}},
+			want: routingHints{PriorityJump: 5, StrictPriority: 1<<32 - 1, ExpectedOutput: 1024, Prefix: PrefixHints{OSL: LevelHigh}}},
 		{nvext: `{"agent_hints":{"priority":-5}}`},
 		{nvext: `{"agent_hints":{"priority":995,"latency_sensitivity":2.5}}`, want: routingHints{PriorityJump: 2.5}},
 
@@ -71,8 +71,8 @@ func TestHintsAreReadFromBodyAndHeaders(t *testing.T) {
 func TestHintsReachTheRouter(t *testing.T) {
 	key := WorkerKey{Worker: 3, Rank: 1}
 	var request Request
-	routingHints{Query: true, Pinned: &key, PriorityJump: 2, StrictPriority: 3, ExpectedOutput: 4}.apply(&request)
-	if want := (Request{QueryOnly: true, Pinned: &key, PriorityJump: 2, StrictPriority: 3, ExpectedOutput: 4}); !reflect.DeepEqual(request, want) {
+	routingHints{Query: true, Pinned: &key, PriorityJump: 2, StrictPriority: 3, ExpectedOutput: 4, Prefix: PrefixHints{ID: "p"}}.apply(&request)
+	if want := (Request{QueryOnly: true, Pinned: &key, PriorityJump: 2, StrictPriority: 3, ExpectedOutput: 4, Prefix: PrefixHints{ID: "p"}}); !reflect.DeepEqual(request, want) {
 		t.Errorf("%+v", request)
 	}
 }

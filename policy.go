@@ -15,6 +15,7 @@ type Query struct {
 	Override  *Override // of knobs; nil: none
 	Leg       Leg       // that a worker is wanted for
 	Prefix    PrefixHints
+	Retry     bool   // another worker has failed it before
 	Decision  uint64 // number by which a judged policy hears how it ended; 0: it never will
 }
 
@@ -80,6 +81,7 @@ type judged interface{ Judge(f Feedback) }
 // Feedback is how a decision ended.
 type Feedback struct {
 	Decision   uint64
+	Worker     WorkerKey
 	Now        time.Time
 	Ending     Ending
 	Latency    time.Duration // from when the request was sent to its end
@@ -106,7 +108,7 @@ type Meanwhile struct {
 }
 
 // PolicyNames lists the policies that NewPolicy knows.
-var PolicyNames = []string{"standalone", "kv", "work", "least-loaded", "power-of-two", "round-robin", "random"}
+var PolicyNames = []string{"standalone", "kv", "work", "cache-threshold", "variance", "thompson", "least-loaded", "power-of-two", "round-robin", "random"}
 
 // NewPolicy returns the policy of that name with the default knobs.
 func NewPolicy(name string) (Policy, error) { return NewPolicyWith(name, DefaultPolicyKnobs()) }
@@ -124,6 +126,16 @@ func NewPolicyWith(name string, knobs PolicyKnobs) (Policy, error) {
 		return standalone{}, nil
 	case "work":
 		return newWork(), nil
+	case "cache-threshold":
+		return &cacheThreshold{newCacheRouting(knobs.CacheKnobs)}, nil
+	case "variance":
+		return &variance{newCacheRouting(knobs.CacheKnobs)}, nil
+	case "thompson":
+		config, err := knobs.ThompsonKnobs.config()
+		if err != nil {
+			return nil, err
+		}
+		return newThompson(config), nil
 	case "least-loaded":
 		return leastLoaded{}, nil
 	case "power-of-two":

@@ -48,10 +48,15 @@ type Upstream struct {
 	Header     http.Header
 	Head, Body []byte // the body in two parts, so that adding to its beginning copies nothing
 	HideUsage  bool   // usage was asked for by the router: keep it from the client
-	Route      string
-	RequestID  string
-	Arrived    time.Time
-	MaxRetries int // further workers to try while nothing was answered
+	EndMarked  bool   // its stream is whole only with an event that says so
+	// Uncorrecting tells that the answer's cached tokens say nothing of the cache:
+	// the request has several prompts, or asks for the logprobs of its own tokens,
+	// for which an engine computes it anew.
+	Uncorrecting bool
+	Route        string
+	RequestID    string
+	Arrived      time.Time
+	MaxRetries   int // further workers to try while nothing was answered
 }
 
 // request is u as a request to a worker.
@@ -138,7 +143,8 @@ var errSilent = errors.New("no byte came within --request-timeout")
 
 // Forward sends u to the worker that route chooses and relays the answer to w.
 // Where a worker fails before the first byte of its answer, route is asked for
-// another one that is not among exclude. Every booking ends here. An error
+// another one that is not among exclude. Every booking ends here, as the request
+// did: with a whole answer, by the worker's fault or by nobody's. An error
 // other than errAnswered means that nothing was written to w.
 func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, route func(exclude []uint64) (Decision, error)) error {
 	var exclude []uint64
@@ -170,13 +176,23 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 // send is attempt with the booking of the decision, which ends here.
 func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, decision Decision, retry bool) error {
 	x.Decision, x.Worker = decision, workerLabel(decision.Target.Key.Worker)
+	defer decision.Booking.End() // if relaying panics
 	err := p.attempt(ctx, w, u, x, retry)
-	if err == nil && x.Usage.Known {
-		if x.Usage.CachedKnown && x.Shared == nil { // else they came from another worker
+	var failed *workerError
+	switch workerFailed := errors.As(err, &failed) && ctx.Err() == nil; {
+	case workerFailed, err == nil && x.Ending == Failed:
+		decision.Booking.Fail()
+		p.telemetry.thompson.engineFailed()
+	case err == nil && x.Ending == Finished:
+		switch {
+		case u.Uncorrecting:
+		case x.Usage.CachedKnown:
 			decision.Booking.Cached(x.Usage.CachedTokens)
+		case x.Usage.CachedUntold:
+			x.Usage.CachedKnown = decision.Booking.CachedUntold()
 		}
 		decision.Booking.Finish(x.Usage.OutputTokens)
-	} else {
+	default:
 		decision.Booking.End()
 	}
 	return err
@@ -208,7 +224,7 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		return &workerError{worker, cause(ctx, err)}
 	}
 	defer response.Body.Close()
-	answer := &upstreamAnswer{response, ctx, heard}
+	answer := &upstreamAnswer{Response: response, ctx: ctx, heard: heard}
 	if retry && (response.StatusCode == http.StatusInternalServerError || response.StatusCode == http.StatusBadGateway || response.StatusCode == http.StatusServiceUnavailable) {
 		return &workerError{worker, fmt.Errorf("answered %s", response.Status)}
 	}
@@ -221,8 +237,9 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 // upstreamAnswer is a worker's answer with its body still to be read.
 type upstreamAnswer struct {
 	*http.Response
-	ctx   context.Context
-	heard func() // bytes have come: the wait for the next ones begins
+	ctx    context.Context
+	heard  func() // bytes have come: the wait for the next ones begins
+	broken error  // why the body ended too early
 }
 
 // Read reads the body.
@@ -233,6 +250,7 @@ func (a *upstreamAnswer) Read(b []byte) (int, error) {
 	}
 	if err != nil && err != io.EOF {
 		err = cause(a.ctx, err)
+		a.broken = err
 	}
 	return n, err
 }
@@ -277,6 +295,7 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 		return &workerError{worker, err}
 	}
 	x.Usage = readUsage(body)
+	x.Ending = endingOf(answer.StatusCode, gjson.GetBytes(body, "choices.0.finish_reason").Str)
 	writeHead(w, answer.Response, u, x)
 	if _, err := w.Write(body); err != nil {
 		return errors.Join(errAnswered, err)
@@ -285,6 +304,9 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 		return nil
 	}
 	if _, err := io.Copy(w, answer); err != nil {
+		if answer.broken != nil {
+			err = &workerError{worker, answer.broken}
+		}
 		return errors.Join(errAnswered, err)
 	}
 	return nil
@@ -312,7 +334,7 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 		n, err := answer.Read(buffer)
 		if n > 0 {
 			out := events.scan(buffer[:n])
-			if !started && retry && events.failed {
+			if !started && retry && events.status >= http.StatusInternalServerError {
 				return &workerError{worker, errors.New("its engine failed before the first token")}
 			}
 			if events.count > 0 {
@@ -342,7 +364,7 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 			}
 		}
 		if err == io.EOF {
-			x.Usage = events.usage
+			x.Usage, x.Ending = events.usage, events.ending(answer.StatusCode, u.EndMarked)
 			if !started {
 				writeHead(w, answer.Response, u, x)
 			}
@@ -355,7 +377,7 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 		}
 		if err != nil {
 			answer.heard() // the time to write ended with the wait: the client is to be told
-			x.Usage = events.usage
+			x.Usage, x.Ending = events.usage, events.ending(answer.StatusCode, u.EndMarked)
 			if !started {
 				return &workerError{worker, err}
 			}
@@ -373,109 +395,6 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 	}
 }
 
-// eventScanner follows the events of one stream through the chunks they come
-// in: it counts them, picks up the usage, and takes out the usage event that
-// the client did not ask for.
-type eventScanner struct {
-	hideUsage bool
-	pending   []byte // an event of which the end has not come
-	out       []byte // reused
-
-	count  int   // data events that ended in the last chunk
-	seen   bool  // an event has come
-	done   bool  // the event that ends the stream has come
-	failed bool  // the first event tells of a failed engine
-	usage  Usage // as far as reported
-}
-
-// scan takes the next chunk and returns what the client gets now, valid until
-// the next call.
-func (s *eventScanner) scan(chunk []byte) []byte {
-	s.count = 0
-	s.out = s.out[:0]
-	rest := chunk
-	if len(s.pending) > 0 {
-		s.pending = append(s.pending, chunk...)
-		rest = s.pending
-	}
-	for {
-		end := eventEnd(rest)
-		if end < 0 {
-			break
-		}
-		if event := rest[:end]; !s.take(event) {
-			s.out = append(s.out, event...)
-		}
-		rest = rest[end:]
-	}
-	if s.hideUsage && len(rest) < bufferedAnswer {
-		s.pending = append(s.pending[:0], rest...)
-		return s.out
-	}
-	if s.hideUsage {
-		s.out = append(s.out, rest...)
-		s.pending = s.pending[:0]
-		return s.out
-	}
-	// Nothing is ever taken out: the chunk goes on as it came, and pending only
-	// serves to see the whole event.
-	if len(rest) < bufferedAnswer {
-		s.pending = append(s.pending[:0], rest...)
-	} else {
-		s.pending = s.pending[:0]
-	}
-	return chunk
-}
-
-// rest returns what was held back of an event that never ended.
-func (s *eventScanner) rest() []byte {
-	if !s.hideUsage {
-		return nil
-	}
-	return s.pending
-}
-
-// take looks at one whole event and tells whether to keep it from the client.
-func (s *eventScanner) take(event []byte) bool {
-	data, ok := bytes.CutPrefix(event, []byte("data:"))
-	if !ok {
-		return false
-	}
-	if bytes.HasPrefix(bytes.TrimSpace(data), []byte("[DONE]")) {
-		s.done = true
-		return false
-	}
-	s.count++
-	first := !s.seen
-	s.seen = true
-	if first && bytes.Contains(data, []byte(`"error"`)) {
-		s.failed = gjson.GetBytes(data, "error.code").Int() >= 500
-	}
-	if !bytes.Contains(data, []byte(`"usage"`)) {
-		return false
-	}
-	if usage := readUsage(data); usage.Known {
-		s.usage = usage
-		choices := gjson.GetBytes(data, "choices")
-		return s.hideUsage && choices.IsArray() && len(choices.Array()) == 0
-	}
-	return false
-}
-
-// eventEnd returns the length of the first whole event in b with the empty line
-// that ends it, or -1.
-func eventEnd(b []byte) int {
-	lf := bytes.Index(b, []byte("\n\n"))
-	crlf := bytes.Index(b, []byte("\r\n\r\n"))
-	if crlf >= 0 && (lf < 0 || crlf < lf) {
-		return crlf + 4
-	}
-	if lf >= 0 {
-		return lf + 2
-	}
-	return -1
-}
-
 // readUsage picks the usage out of an answer or a chunk of one, in the names of
 // chat completions or of the responses and messages APIs.
 func readUsage(body []byte) Usage {
@@ -486,7 +405,15 @@ func readUsage(body []byte) Usage {
 	if !u.IsObject() {
 		return Usage{}
 	}
+	if read := u.Get("cache_read_input_tokens"); read.Type == gjson.Number { // counted apart from the others by the messages API
+		others := u.Get("input_tokens").Int() + u.Get("cache_creation_input_tokens").Int()
+		return Usage{
+			Known: true, PromptTokens: int(others + read.Int()), OutputTokens: int(u.Get("output_tokens").Int()),
+			CachedKnown: true, CachedTokens: int(read.Int()),
+		}
+	}
 	prompt := u.Get("prompt_tokens")
+	completions := prompt.Exists()
 	if !prompt.Exists() {
 		prompt = u.Get("input_tokens")
 	}
@@ -498,12 +425,14 @@ func readUsage(body []byte) Usage {
 	if !cached.Exists() {
 		cached = u.Get("input_tokens_details.cached_tokens")
 	}
+	told := cached.Exists() && cached.Type != gjson.Null
 	return Usage{
 		Known:        prompt.Exists(),
 		PromptTokens: int(prompt.Int()),
 		OutputTokens: int(output.Int()),
-		CachedKnown:  cached.Exists() && cached.Type != gjson.Null,
+		CachedKnown:  told,
 		CachedTokens: int(cached.Int()),
+		CachedUntold: completions && !told && output.Int() > 0,
 	}
 }
 

@@ -125,3 +125,54 @@ func TestOutputBlocksAreBookedAsAStreamGrows(t *testing.T) {
 		proxy.client.CloseIdleConnections()
 	}
 }
+
+func TestUsageSaysWhetherCachedTokensWereLeftOut(t *testing.T) {
+	for _, test := range []struct {
+		name, answer string
+		want         Usage
+	}{
+		{"told", `{"usage":{"prompt_tokens":9,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":4}}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2, CachedKnown: true, CachedTokens: 4}},
+		{"told none", `{"usage":{"prompt_tokens":9,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":0}}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2, CachedKnown: true}},
+		{"null", `{"usage":{"prompt_tokens":9,"completion_tokens":2,"prompt_tokens_details":null}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2, CachedUntold: true}},
+		{"left out", `{"usage":{"prompt_tokens":9,"completion_tokens":2}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2, CachedUntold: true}},
+		{"null inside", `{"usage":{"prompt_tokens":9,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":null}}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2, CachedUntold: true}},
+		{"responses", `{"response":{"usage":{"input_tokens":9,"output_tokens":2,"input_tokens_details":{"cached_tokens":4}}}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2, CachedKnown: true, CachedTokens: 4}},
+		{"embeddings generate nothing", `{"usage":{"prompt_tokens":9,"completion_tokens":0,"prompt_tokens_details":null}}`, Usage{Known: true, PromptTokens: 9}},
+		{"messages have no place for them", `{"usage":{"input_tokens":9,"output_tokens":2}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2}},
+		{"nothing", `{"usage":null}`, Usage{}},
+	} {
+		if got := readUsage([]byte(test.answer)); got != test.want {
+			t.Errorf("%s: %+v, want %+v", test.name, got, test.want)
+		}
+	}
+}
+
+// TestCachedTokensThatSayNothingOfTheCacheAreLeftOut is about requests for which
+// which an engine computes a prompt anew.
+func TestCachedTokensThatSayNothingOfTheCacheAreLeftOut(t *testing.T) {
+	worker := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		io.WriteString(w, `{"usage":{"prompt_tokens":3,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":0}}}`)
+	}))
+	defer worker.Close()
+	for _, test := range []struct {
+		fields string
+		heard  bool
+	}{
+		{`"prompt":[1,2,3]`, true},
+		{`"prompt":[1,2,3],"prompt_logprobs":null,"logprobs":1`, true},
+		{`"prompt":[1,2,3],"prompt_logprobs":0`, false},
+		{`"prompt":[1,2,3],"echo":true,"logprobs":1`, false},
+		{`"prompt":[1,2,3],"echo":true`, true},
+	} {
+		h := newHouse(t, Config{}, worker.URL)
+		if response, answer := h.post(t, "/v1/completions", "{"+test.fields+"}"); response.StatusCode != http.StatusOK {
+			t.Fatalf("%s: %s", response.Status, answer)
+		}
+		eventually(t, 10*time.Second, "the booking has ended", func() bool { return h.router.Load(w0).InFlight == 0 })
+		h.router.mu.Lock()
+		if heard := h.router.loads.of(w0).tellsCached; heard != test.heard {
+			t.Errorf("%s: heard of cached tokens %v, want %v", test.fields, heard, test.heard)
+		}
+		h.router.mu.Unlock()
+	}
+}

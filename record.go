@@ -8,17 +8,15 @@ import (
 	"io"
 	"log/slog"
 	"os"
-	"sync"
-	"sync/atomic"
+	"slices"
 	"time"
+
+	"github.com/zeebo/xxh3"
 )
 
 const (
-	// recordQueue is how many lines may wait for the disk; what comes when it is
-	// full is lost and counted.
+	// recordQueue is how many lines may wait for the disk.
 	recordQueue = 10_000
-	// recordFlush is how long a line may stay in memory.
-	recordFlush = time.Second
 	// recordHashBits keeps hash ids below 2^53, which every JSON reader takes
 	// without rounding.
 	recordHashBits = 53
@@ -29,6 +27,45 @@ const (
 type RecordedPrompt struct {
 	Tokens  int
 	HashIDs []uint64 // sequence hash of every full block, its upper recordHashBits
+	Hints   *recordedHints
+}
+
+// recordedHints are PrefixHints in a file. The id, in which a client may have
+// put anything, is a hash of it: only which ids are equal matters later.
+type recordedHints struct {
+	ID     string `json:"prefix_id"`
+	Total  int    `json:"total_requests,omitempty"`
+	Budget *int   `json:"reuse_budget,omitempty"`
+	OSL    Level  `json:"osl"`
+	IAT    Level  `json:"iat"`
+}
+
+// recordHints returns what a record will tell of hints, nil if there are none.
+func recordHints(hints PrefixHints) *recordedHints {
+	if hints == (PrefixHints{}) {
+		return nil
+	}
+	recorded := recordedHints(hints)
+	if hints.ID != "" {
+		recorded.ID = fmt.Sprintf("%016x", xxh3.HashStringSeed(hints.ID, HashSeed))
+	}
+	return &recorded
+}
+
+// levelNames are the levels in a file.
+var levelNames = [...]string{LevelLow: "LOW", LevelMedium: "MEDIUM", LevelHigh: "HIGH"}
+
+// MarshalText returns the level's name in a file.
+func (l Level) MarshalText() ([]byte, error) { return []byte(levelNames[l]), nil }
+
+// UnmarshalText reads a level's name. It refuses all that is none.
+func (l *Level) UnmarshalText(text []byte) error {
+	at := slices.Index(levelNames[:], string(text))
+	if at < 0 {
+		return fmt.Errorf("level %.40q: it is LOW, MEDIUM or HIGH", text)
+	}
+	*l = Level(at)
+	return nil
 }
 
 // recordLine is one line of the file. The first five fields are those of a
@@ -53,22 +90,17 @@ type recordLine struct {
 	DecisionMS      float64   `json:"decision_ms"`     // hashing, look-up, choosing
 	TokensSource    string    `json:"tokens_source"`   // where the prompt's tokens came from
 	PromptMismatch  bool      `json:"prompt_mismatch"` // the worker counted other prompt tokens
+
+	Hints *recordedHints `json:"hints,omitempty"`
 }
 
 // Recorder writes one line a finished request to a file, for simulate to replay.
 // A nil one records nothing. It is safe for concurrent use.
 type Recorder struct {
-	file      *os.File
+	*JSONLines
 	policy    string
 	blockSize int
-	log       *slog.Logger
-	lost      atomic.Uint64 // lines that found the queue full, or the disk
-
-	mu     sync.RWMutex // guards closed, and that nothing is queued after it
-	closed bool
-	queue  chan recordLine
-	done   chan struct{} // closed when all is written
-	epoch  time.Time     // of the timestamps; constant
+	epoch     time.Time // of the timestamps; constant
 }
 
 // NewRecorder opens file, which lines are appended to. Close must follow.
@@ -77,7 +109,7 @@ func NewRecorder(file, policy string, blockSize int, log *slog.Logger) (*Recorde
 	if err != nil {
 		return nil, fmt.Errorf("--record: %w", err)
 	}
-	r := &Recorder{file: f, policy: policy, blockSize: blockSize, log: log, epoch: time.Now(), queue: make(chan recordLine, recordQueue), done: make(chan struct{})}
+	r := &Recorder{policy: policy, blockSize: blockSize, epoch: time.Now()}
 	var first recordLine
 	switch err := json.NewDecoder(bufio.NewReader(f)).Decode(&first); {
 	case err == nil && !first.Arrived.IsZero():
@@ -86,7 +118,7 @@ func NewRecorder(file, policy string, blockSize int, log *slog.Logger) (*Recorde
 		_ = f.Close()
 		return nil, fmt.Errorf("--record %s: the file holds something else than records; give another name", file)
 	}
-	go r.write() // until Close
+	r.JSONLines = NewJSONLines(f, recordQueue, "the record of requests", log)
 	return r, nil
 }
 
@@ -104,7 +136,7 @@ func (r *Recorder) Prompt(request Request) *RecordedPrompt {
 	for i := range ids {
 		ids[i] >>= 64 - recordHashBits
 	}
-	return &RecordedPrompt{Tokens: max(request.NumTokens, len(request.Tokens)), HashIDs: ids}
+	return &RecordedPrompt{Tokens: max(request.NumTokens, len(request.Tokens)), HashIDs: ids, Hints: recordHints(request.Prefix)}
 }
 
 // Finished records a request that has ended, if its prompt was known. It never
@@ -114,7 +146,7 @@ func (r *Recorder) Finished(x Exchange, now time.Time) {
 		return
 	}
 	line := recordLine{
-		InputLength: x.Prompt.Tokens, OutputLength: x.Usage.OutputTokens, HashIDs: x.Prompt.HashIDs, HashBlockSize: r.blockSize,
+		InputLength: x.Prompt.Tokens, OutputLength: x.Usage.OutputTokens, HashIDs: x.Prompt.HashIDs, HashBlockSize: r.blockSize, Hints: x.Prompt.Hints,
 		Arrived: x.Arrived, Route: x.Route, Status: x.Status, Policy: r.policy, Worker: x.Worker, Rank: x.Decision.Target.Key.Rank,
 		PredictedTokens: x.Decision.OverlapTokens, DurationMS: milliseconds(now.Sub(x.Arrived)),
 		DecisionMS:   milliseconds(x.Decision.HashTime + x.Decision.LookupTime + x.Decision.ScheduleTime),
@@ -127,65 +159,13 @@ func (r *Recorder) Finished(x Exchange, now time.Time) {
 		first := milliseconds(x.FirstChunk.Sub(x.Arrived))
 		line.FirstTokenMS = &first
 	}
-	r.mu.RLock()
-	defer r.mu.RUnlock()
-	if r.closed {
-		return
-	}
-	select {
-	case r.queue <- line:
-	default:
-		r.lost.Add(1)
-	}
+	line.Timestamp = max(0, milliseconds(line.Arrived.Sub(r.epoch)))
+	r.Write(line)
 }
 
 // Close writes what is left and closes the file.
 func (r *Recorder) Close() {
-	if r == nil {
-		return
-	}
-	r.mu.Lock()
-	if !r.closed {
-		r.closed = true
-		close(r.queue)
-	}
-	r.mu.Unlock()
-	<-r.done
-}
-
-// write writes the queue to the file until it is closed.
-func (r *Recorder) write() {
-	defer close(r.done)
-	out := bufio.NewWriterSize(r.file, 1<<20)
-	encoder := json.NewEncoder(out)
-	ticker := time.NewTicker(recordFlush)
-	defer ticker.Stop()
-	var failure error
-	fail := func(err error) {
-		if err != nil && failure == nil {
-			failure = err
-			r.log.Error("cannot record requests any more", "error", err)
-		}
-	}
-	for open := true; open; {
-		select {
-		case line, more := <-r.queue:
-			if open = more; !more {
-				break
-			}
-			if failure != nil {
-				r.lost.Add(1)
-				break
-			}
-			line.Timestamp = max(0, milliseconds(line.Arrived.Sub(r.epoch)))
-			fail(encoder.Encode(line))
-		case <-ticker.C:
-			fail(out.Flush())
-		}
-	}
-	fail(out.Flush())
-	fail(r.file.Close())
-	if n := r.lost.Load(); n > 0 {
-		r.log.Warn("requests are missing in the record", "lost", n)
+	if r != nil {
+		r.JSONLines.Close()
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"reflect"
 	"strings"
 	"testing"
 	"time"
@@ -63,7 +64,7 @@ func TestRecorderCountsWhatItLoses(t *testing.T) {
 		r.Finished(Exchange{Prompt: &RecordedPrompt{Tokens: 1, HashIDs: make([]uint64, 100_000)}}, time.Now())
 	}
 	r.Close()
-	if !strings.Contains(log.String(), "cannot record") {
+	if !strings.Contains(log.String(), "cannot write the record") {
 		t.Errorf("log %s", log)
 	}
 	var none *Recorder
@@ -81,5 +82,67 @@ func TestARecordedLineIsReadAsATrace(t *testing.T) {
 	}
 	if request.Prompt != 200 || request.Output != 1 || request.part != 64 || len(request.hashes) != 3 {
 		t.Errorf("%+v", request)
+	}
+}
+
+func TestRecordedHintsAreReplayed(t *testing.T) {
+	budget := 3
+	for _, test := range []struct {
+		name  string
+		hints PrefixHints
+		want  string // in the line; empty: no hints
+	}{
+		{"none", PrefixHints{}, ""},
+		{"a series", PrefixHints{ID: "alice", Total: 5, OSL: LevelHigh, IAT: LevelLow}, `"total_requests":5,"osl":"HIGH","iat":"LOW"`},
+		{"a budget without an id", PrefixHints{Budget: &budget}, `{"prefix_id":"","reuse_budget":3,"osl":"MEDIUM","iat":"MEDIUM"}`},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			file := filepath.Join(t.TempDir(), "r.jsonl")
+			r, err := NewRecorder(file, "kv", 4, slog.New(slog.DiscardHandler))
+			if err != nil {
+				t.Fatal(err)
+			}
+			now := time.Now()
+			for range 2 {
+				prompt := r.Prompt(Request{Tokens: promptTokens(1, 3)[:10], Prefix: test.hints})
+				r.Finished(Exchange{Arrived: now, Prompt: prompt, Status: 200}, now)
+			}
+			r.Close()
+			text, err := os.ReadFile(file)
+			if err != nil || !strings.Contains(string(text), test.want) || strings.Contains(string(text), "alice") || test.want == "" && strings.Contains(string(text), "hints") {
+				t.Fatal(string(text), err)
+			}
+			requests, err := ReadTrace(file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, request := range requests {
+				got, want := request.Hints, test.hints
+				if (got.ID == "") != (want.ID == "") || got.ID != requests[0].Hints.ID {
+					t.Errorf("id %q, want one for %q", got.ID, want.ID)
+				}
+				if got.ID, want.ID = "", ""; !reflect.DeepEqual(got, want) {
+					t.Errorf("%+v, want %+v", got, want)
+				}
+			}
+		})
+	}
+}
+
+func TestHintsOfARequestAreRecorded(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "recording.jsonl")
+	s := startMockSite(t, 1, "--record="+file)
+	s.ask(t, []byte(`{"max_tokens":2,"messages":[{"role":"user","content":"hi"}],
+		"nvext":{"agent_hints":{"prefix_id":"bob","total_requests":7,"osl":2000,"iat":50}}}`))
+	if err := s.end(); err != nil {
+		t.Fatal(err)
+	}
+	requests, err := ReadTrace(file)
+	if err != nil || len(requests) != 1 {
+		t.Fatal(requests, err)
+	}
+	hints := requests[0].Hints
+	if want := (PrefixHints{ID: hints.ID, Total: 7, OSL: LevelHigh, IAT: LevelLow}); hints != want || hints.ID == "" || hints.ID == "bob" {
+		t.Errorf("hints %+v", hints)
 	}
 }

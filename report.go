@@ -25,14 +25,15 @@ type SimReport struct {
 	Conversations int `json:"conversations"`
 	// Reuse is the prompt tokens found cached, at every admission, over all prompt
 	// tokens; Predicted is what the router expected of the first admissions.
-	Reuse        float64           `json:"reuse"`
-	Predicted    float64           `json:"predicted_reuse"`
-	MakespanS    float64           `json:"makespan_s"`
-	OutputPerSec float64           `json:"output_tokens_per_s"`
-	TTFT         Distribution      `json:"ttft_ms"`
-	ITL          Distribution      `json:"itl_ms"` // of the requests' own means, those of one token left out
-	EndToEnd     Distribution      `json:"end_to_end_ms"`
-	Balance      []SimWorkerReport `json:"balance"`
+	Reuse           float64           `json:"reuse"`
+	Predicted       float64           `json:"predicted_reuse"`
+	PredictionError float64           `json:"prediction_error_tokens"` // mean |predicted − actual| of the first admissions
+	MakespanS       float64           `json:"makespan_s"`
+	OutputPerSec    float64           `json:"output_tokens_per_s"`
+	TTFT            Distribution      `json:"ttft_ms"`
+	ITL             Distribution      `json:"itl_ms"` // of the requests' own means, those of one token left out
+	EndToEnd        Distribution      `json:"end_to_end_ms"`
+	Balance         []SimWorkerReport `json:"balance"`
 
 	ttft []float64 // ms, in order of size
 	load [][]int   // requests in flight, by slice of the makespan and worker
@@ -81,7 +82,7 @@ func milliseconds(d time.Duration) float64 { return float64(d) / float64(time.Mi
 func (s *simulator) report() *SimReport {
 	var ttft, itl, endToEnd []float64
 	prompts, cached := make([]int, s.Workers), make([]int, s.Workers)
-	prompt, hit, predicted, output := 0, 0, 0, 0
+	prompt, hit, predicted, wrong, output := 0, 0, 0, 0, 0
 	var last time.Duration
 	for _, f := range s.ledger {
 		ttft = append(ttft, milliseconds(f.first-f.sent))
@@ -94,14 +95,15 @@ func (s *simulator) report() *SimReport {
 		prompt += f.Prompt
 		hit += f.Reused
 		predicted += f.overlap
+		wrong += max(f.overlap-f.Cached, f.Cached-f.overlap)
 		output += f.Output
 		last = max(last, f.end)
 	}
 	r := &SimReport{
-		Source: s.Source, Policy: s.Policy, Approximate: s.Index.NoKVEvents, Workers: s.Workers, Concurrency: s.Concurrency, EventLagMS: milliseconds(s.EventLag), Seed: s.Seed,
+		Source: s.Source, Policy: s.Policy, Approximate: s.Index.NoKVEvents || s.Index.hasTrees(s.Policy), Workers: s.Workers, Concurrency: s.Concurrency, EventLagMS: milliseconds(s.EventLag), Seed: s.Seed,
 		Requests: len(s.ledger), Conversations: len(s.Requests),
 		Reuse:     float64(hit) / float64(prompt),
-		Predicted: float64(predicted) / float64(prompt),
+		Predicted: float64(predicted) / float64(prompt), PredictionError: float64(wrong) / float64(len(s.ledger)),
 		MakespanS: last.Seconds(), OutputPerSec: float64(output) / last.Seconds(),
 		TTFT: distribution(ttft), ITL: distribution(itl), EndToEnd: distribution(endToEnd),
 	}
@@ -164,9 +166,9 @@ func writeReports(out io.Writer, reports []*SimReport) error {
 	fmt.Fprintf(out, "%s: %d requests%s, %d workers, %s, event lag %g ms, seed %d\n\n",
 		first.Source, first.Requests, conversations, first.Workers, load, first.EventLagMS, first.Seed)
 	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(table, "policy\treuse\tmakespan s\tout tok/s\tTTFT ms mean\tp50\tp90\tp99\tITL ms mean\tp50\tp90\tp99\te2e ms mean\tp50\tp90\tp99\t")
+	fmt.Fprintln(table, "policy\treuse\tprediction error\tmakespan s\tout tok/s\tTTFT ms mean\tp50\tp90\tp99\tITL ms mean\tp50\tp90\tp99\te2e ms mean\tp50\tp90\tp99\t")
 	for _, r := range reports {
-		fmt.Fprintf(table, "%s\t%.3f\t%.1f\t%.0f\t", r.Policy, r.Reuse, r.MakespanS, r.OutputPerSec)
+		fmt.Fprintf(table, "%s\t%.3f\t%.1f\t%.1f\t%.0f\t", r.Policy, r.Reuse, r.PredictionError, r.MakespanS, r.OutputPerSec)
 		for _, d := range []Distribution{r.TTFT, r.ITL, r.EndToEnd} {
 			fmt.Fprintf(table, "%.1f\t%.1f\t%.1f\t%.1f\t", d.Mean, d.P50, d.P90, d.P99)
 		}

@@ -481,7 +481,7 @@ func (r *Router) candidate(p *inquiry, t *Target, now time.Time) Candidate {
 
 // choose lets the policy choose among the candidates and books.
 func (r *Router) choose(p *inquiry, d *Decision, now time.Time) {
-	query := Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Untracked: !r.tracksPrefill(p), Override: p.Override, Leg: p.Leg, Prefix: p.Prefix}
+	query := Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Untracked: !r.tracksPrefill(p), Override: p.Override, Leg: p.Leg, Prefix: p.Prefix, Retry: len(p.Exclude) > 0}
 	if _, is := r.policy.(judged); is && !p.QueryOnly && !p.Unbooked {
 		r.decisions++
 		query.Decision = r.decisions

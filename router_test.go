@@ -229,7 +229,7 @@ func TestWithoutIndexOnlyWhatIsCountedIsHashed(t *testing.T) {
 		knobs.RouterTrackActiveBlocks = track
 		policy := DefaultPolicyKnobs()
 		policy.OverlapScoreWeight = &zero
-		r := NewRouterWith(NewIndex(DefaultIndexConfig(), "kv", policy, time.Now), kvPolicy{policy.resolved()}, testBlock, 1, knobs)
+		r := NewRouterWith(NewIndex(DefaultIndexConfig(), "kv", policy, testBlock, time.Now), kvPolicy{policy.resolved()}, testBlock, 1, knobs)
 		r.Up(Target{Key: w0})
 		hold(r, 0, count(1, 40))
 		d, err := r.Route(t.Context(), Request{Tokens: count(1, 42)})
@@ -250,7 +250,7 @@ func TestWithoutIndexOnlyWhatIsCountedIsHashed(t *testing.T) {
 func TestAnApproximateIndexIsToldWhatWasRouted(t *testing.T) {
 	config := DefaultIndexConfig()
 	config.NoKVEvents = true
-	index := NewIndex(config, "standalone", DefaultPolicyKnobs(), time.Now)
+	index := NewIndex(config, "standalone", DefaultPolicyKnobs(), testBlock, time.Now)
 	r := NewRouter(index, mustPolicy(t, "standalone"), testBlock, 1)
 	r.Up(Target{Key: w0, TotalBlocks: 20})
 	route := func(request Request) Decision {
@@ -297,7 +297,7 @@ func BenchmarkRoute(b *testing.B) {
 					config := DefaultIndexConfig()
 					config.NoKVEvents = index == "approximate"
 					const block, prompts = 64, 16
-					r := NewRouter(NewIndex(config, policy, DefaultPolicyKnobs(), time.Now), mustPolicy(b, policy), block, 1)
+					r := NewRouter(NewIndex(config, policy, DefaultPolicyKnobs(), block, time.Now), mustPolicy(b, policy), block, 1)
 					for w := range size.workers {
 						r.Up(Target{Key: WorkerKey{Worker: uint64(w)}, TotalBlocks: 1 << 15})
 					}

@@ -52,8 +52,9 @@ type Selection struct {
 
 	history func(WorkerKey) *EventLog // of a rank's KV events; nil: they are not followed
 
-	reserved *reservations
-	pending  *pendingSelections
+	reserved  *reservations
+	pending   *pendingSelections
+	decisions openDecisions
 
 	changing   sync.Mutex // held while a worker is changed
 	mu         sync.Mutex // guards all below
@@ -65,7 +66,8 @@ type Selection struct {
 func NewSelection(config Config, router *Router, index Index, fleet *Fleet, log *slog.Logger) *Selection {
 	return &Selection{
 		config: config, router: router, index: index, fleet: fleet, log: log, history: fleet.History,
-		reserved: newReservations(), pending: newPendingSelections(), registered: map[uint64]registeredWorker{},
+		reserved: newReservations(), pending: newPendingSelections(),
+		decisions: openDecisions{byID: map[string]*openDecision{}}, registered: map[uint64]registeredWorker{},
 	}
 }
 
@@ -82,6 +84,8 @@ func (s *Selection) Handler() http.Handler {
 	guarded.PATCH("/workers/:id", s.patchWorker)
 	guarded.DELETE("/workers/:id", s.deleteWorker)
 	guarded.POST("/find_best_worker", s.findBestWorker)
+	guarded.POST("/find_worker", s.findWorker)
+	guarded.POST("/feedback", s.feedback)
 	guarded.POST("/overlap_scores", s.overlapScores)
 	guarded.POST("/select", s.selectWorker)
 	guarded.POST("/select_and_reserve", s.selectAndReserve)

@@ -400,7 +400,7 @@ func (s *Selection) outputBlock(c *gin.Context) {
 
 func (s *Selection) free(c *gin.Context) {
 	if booking := s.booking(c, s.reserved.take); booking != nil {
-		booking.End()
+		booking.Free()
 		statusOK(c)
 	}
 }
@@ -516,7 +516,7 @@ func (s *Selection) route(c *gin.Context) {
 		c.JSON(http.StatusOK, gin.H{"method": "prefill_marked", "success": booking != nil})
 	case "mark_free": // of what is free already, too
 		if booking := s.reserved.take(id); booking != nil {
-			booking.End()
+			booking.Free()
 		}
 		c.JSON(http.StatusOK, gin.H{"method": "free_marked", "success": true})
 	default:

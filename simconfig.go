@@ -10,24 +10,29 @@ import (
 // separated by commas), PolicyKnobs, IndexConfig, BlockSize, Seed and those of MockConfig that
 // are the engine's size and timing.
 type SimulateSettings struct {
-	Trace       string            `placeholder:"FILE" help:"Requests to replay: JSON lines in Mooncake's format or of --record, also compressed by gzip."`
-	Synthetic   string            `placeholder:"SHAPE" help:"Made-up conversations in place of --trace. chat: groups of them share a system prompt, and each turn's prompt is the one before, its answer and a new message."`
-	Workers     int               `default:"8" help:"Number of simulated workers; --mock-num-gpu-blocks, --mock-max-num-seqs, --mock-max-num-batched-tokens, --mock-prefill-ms, --mock-decode-ms and --speedup-ratio say what each is like."`
-	Concurrency int               `placeholder:"N" help:"Requests in flight; the next one is sent when one ends. With --synthetic: conversations, their think times included."`
-	Speedup     float64           `placeholder:"FACTOR" help:"Send requests at the trace's own times, divided by this."`
-	EventLag    float64           `default:"0" placeholder:"MS" help:"Age of what the router knows of the workers' caches, ms."`
-	JSON        bool              `name:"json" help:"Print the results as JSON, one object a policy."`
-	Plot        string            `placeholder:"FILE" help:"Also write a page (HTML) with the distribution of the time to first token and the workers' load."`
-	Shape       SyntheticSettings `embed:"" prefix:"synthetic-"`
+	Trace          string            `placeholder:"FILE" help:"Requests to replay: JSON lines in Mooncake's format or of --record, also compressed by gzip."`
+	Synthetic      string            `placeholder:"SHAPE" help:"Made-up conversations in place of --trace. chat: groups of them share a system prompt, and each turn's prompt is the one before, its answer and a new message. agentic: runs of agents that call tools, see --agentic-workflows and those after it."`
+	SyntheticHints bool              `default:"true" negatable:"" help:"Give the router the hints that requests of --synthetic agentic or of a recording carry: which series each belongs to, how long that will be."`
+	Workers        int               `default:"8" help:"Number of simulated workers; --mock-num-gpu-blocks, --mock-max-num-seqs, --mock-max-num-batched-tokens, --mock-prefill-ms, --mock-decode-ms and --speedup-ratio say what each is like."`
+	Concurrency    int               `placeholder:"N" help:"Requests in flight; the next one is sent when one ends. With --synthetic: conversations or workflows, the times between their requests included."`
+	Speedup        float64           `placeholder:"FACTOR" help:"Send requests at the trace's own times, divided by this."`
+	EventLag       float64           `default:"0" placeholder:"MS" help:"Age of what the router knows of the workers' caches, ms."`
+	JSON           bool              `name:"json" help:"Print the results as JSON, one object a policy."`
+	Plot           string            `placeholder:"FILE" help:"Also write a page (HTML) with the distribution of the time to first token and the workers' load."`
+	Shape          SyntheticSettings `embed:"" prefix:"synthetic-"`
+	Agents         AgenticSettings   `embed:"" prefix:"agentic-"`
 }
 
 func (c *Config) validateSimulate() error {
+	if err := c.ThompsonKnobs.validate(c.Policy, c.BlockSize); err != nil {
+		return err
+	}
 	for name := range strings.SplitSeq(c.Policy, ",") {
 		if _, err := NewPolicyWith(name, c.PolicyKnobs); err != nil {
 			return fmt.Errorf("--policy: %w", err)
 		}
 	}
-	if err := c.IndexConfig.validate(); err != nil {
+	if err := c.IndexConfig.validate(strings.Split(c.Policy, ",")...); err != nil {
 		return err
 	}
 	if c.RouterKnobs != DefaultRouterKnobs() {
@@ -35,8 +40,10 @@ func (c *Config) validateSimulate() error {
 	}
 	s := c.Simulate
 	switch {
+	case c.ThompsonState != "" || c.ThompsonTraces != "":
+		return errors.New("simulate learns anew for each policy and writes no traces of it: leave out --thompson-state and --thompson-traces")
 	case (s.Trace == "") == (s.Synthetic == ""):
-		return errors.New("give either --trace FILE, such as testdata/traces/conversation_trace.jsonl.gz, or --synthetic chat")
+		return errors.New("give either --trace FILE, such as testdata/traces/conversation_trace.jsonl.gz, or --synthetic chat or agentic")
 	case s.Workers < 1 || s.Workers > 1000:
 		return fmt.Errorf("--workers %d: give 1 to 1000", s.Workers)
 	case c.BlockSize < 1:
@@ -50,16 +57,28 @@ func (c *Config) validateSimulate() error {
 		return err
 	}
 	if s.Synthetic != "" {
-		if s.Synthetic != syntheticChat {
-			return fmt.Errorf("--synthetic %s: there is only %s", s.Synthetic, syntheticChat)
-		}
-		if s.Speedup > 0 || (s.Concurrency > 0) == (s.Shape.Rate > 0) {
-			return errors.New("with --synthetic give either --concurrency N (conversations in flight) or --synthetic-rate N (conversations that begin a second)")
-		}
-		return s.Shape.validate()
+		return s.validateSynthetic()
 	}
 	if (s.Concurrency > 0) == (s.Speedup > 0) {
 		return errors.New("give either --concurrency N (requests in flight) or --speedup FACTOR (the trace's own times, divided)")
 	}
 	return nil
+}
+
+func (s SimulateSettings) validateSynthetic() error {
+	var rate float64
+	var flag string
+	var shape interface{ validate() error }
+	switch s.Synthetic {
+	case syntheticChat:
+		rate, flag, shape = s.Shape.Rate, "--synthetic-rate N (conversations that begin a second)", s.Shape
+	case syntheticAgentic:
+		rate, flag, shape = s.Agents.Rate, "--agentic-rate N (workflows that begin a second)", s.Agents
+	default:
+		return fmt.Errorf("--synthetic %s: it is %s or %s", s.Synthetic, syntheticChat, syntheticAgentic)
+	}
+	if s.Speedup > 0 || (s.Concurrency > 0) == (rate > 0) {
+		return fmt.Errorf("with --synthetic %s give either --concurrency N (of those in flight) or %s", s.Synthetic, flag)
+	}
+	return shape.validate()
 }

@@ -24,6 +24,7 @@ type Simulation struct {
 	Concurrency int           // conversations in flight, the next one begun when one ends; 0: by their arrival times
 	Speedup     float64       // arrival times are divided by it
 	EventLag    time.Duration // what the index sees is so much older
+	Unhinted    bool          // the router gets no hints
 	Seed        uint64
 	Progress    func(done int) // called now and then; may be nil
 }
@@ -95,8 +96,8 @@ func Simulate(config Config, out, progress *os.File) error {
 		report, err := Simulation{
 			Source: source, Requests: requests, Policy: policy, Knobs: config.PolicyKnobs, Index: config.IndexConfig, Workers: settings.Workers, Engine: engine,
 			Concurrency: settings.Concurrency, Speedup: cmp.Or(settings.Speedup, 1),
-			EventLag: time.Duration(settings.EventLag * float64(time.Millisecond)),
-			Seed:     config.Seed, Progress: progressBar(progress, policy, total),
+			EventLag: time.Duration(settings.EventLag * float64(time.Millisecond)), Unhinted: !settings.SyntheticHints,
+			Seed: config.Seed, Progress: progressBar(progress, policy, total),
 		}.Run()
 		if err != nil {
 			return fmt.Errorf("simulation of policy %s: %w", policy, err)
@@ -120,7 +121,12 @@ func (s SimulateSettings) requests(seed uint64, engine SimConfig) (source string
 		requests, err = ReadTrace(s.Trace)
 		return s.Trace, requests, err
 	}
-	requests, err = SyntheticChat(s.Shape, seed, engine.Blocks*engine.BlockSize)
+	longest := engine.Blocks * engine.BlockSize
+	if s.Synthetic == syntheticAgentic {
+		requests, err = SyntheticAgents(s.Agents, seed, longest)
+	} else {
+		requests, err = SyntheticChat(s.Shape, seed, longest)
+	}
 	return "synthetic " + s.Synthetic, requests, err
 }
 
@@ -181,13 +187,13 @@ func newSimulator(s Simulation, policy Policy) *simulator {
 	total := countRequests(s.Requests)
 	run := &simulator{
 		Simulation: s,
-		follows:    !s.Index.NoKVEvents && !indexless(s.Policy, s.Knobs),
+		follows:    s.Index.follows(s.Policy, s.Knobs),
 		workers:    make([]simWorker, s.Workers),
 		total:      total,
 		ledger:     make([]*simFlight, 0, total),
 	}
 	clock := func() time.Time { return simEpoch.Add(run.now) }
-	run.index = NewIndex(s.Index, s.Policy, s.Knobs, clock)
+	run.index = NewIndex(s.Index, s.Policy, s.Knobs, s.Engine.BlockSize, clock)
 	run.router = NewRouter(run.index, policy, s.Engine.BlockSize, s.Seed)
 	run.router.now = clock
 	for i := range run.workers {
@@ -253,7 +259,11 @@ func (s *simulator) sendDue() {
 func (s *simulator) send(request *TraceRequest) {
 	s.catchUp()
 	local, blocks := request.Blocks(s.Engine.BlockSize)
-	decision, err := s.router.Route(context.Background(), Request{Local: local, NumTokens: request.Prompt})
+	hints := request.Hints
+	if s.Unhinted {
+		hints = PrefixHints{}
+	}
+	decision, err := s.router.Route(context.Background(), Request{Local: local, NumTokens: request.Prompt, Prefix: hints})
 	if err != nil {
 		s.err = err
 		return

@@ -143,18 +143,21 @@ func TestSimulatorGivesDynamosRows(t *testing.T) {
 }
 
 func TestTwoRunsOfOneSeedAreEqual(t *testing.T) {
-	requests := loadTraces(t)["synthetic"][:400]
-	for _, policy := range PolicyNames {
-		s := simulation(requests, policy, 64)
-		s.EventLag = 20 * time.Millisecond
-		var texts [2]bytes.Buffer
-		for i := range texts {
-			if err := writeReportsJSON(&texts[i], []*SimReport{mustRun(t, s)}); err != nil {
-				t.Fatal(err)
+	agents := agenticSettings(t)
+	agents.Workflows = 10
+	for _, requests := range [][]TraceRequest{loadTraces(t)["synthetic"][:400], mustAgents(t, agents, 1)} {
+		for _, policy := range PolicyNames {
+			s := simulation(requests, policy, 64)
+			s.EventLag = 20 * time.Millisecond
+			var texts [2]bytes.Buffer
+			for i := range texts {
+				if err := writeReportsJSON(&texts[i], []*SimReport{mustRun(t, s)}); err != nil {
+					t.Fatal(err)
+				}
 			}
-		}
-		if texts[0].String() != texts[1].String() {
-			t.Errorf("%s: two runs differ:\n%s%s", policy, &texts[0], &texts[1])
+			if texts[0].String() != texts[1].String() {
+				t.Errorf("%s: two runs differ:\n%s%s", policy, &texts[0], &texts[1])
+			}
 		}
 	}
 }

@@ -28,10 +28,7 @@ type SyntheticSettings struct {
 }
 
 func (s SyntheticSettings) validate() error {
-	for _, setting := range []struct {
-		flag         string
-		value, least float64
-	}{
+	return checkLeast("--synthetic-", []leastValue{
 		{"conversations", float64(s.Conversations), 1},
 		{"rate", s.Rate, 0},
 		{"turns", s.Turns, 1},
@@ -41,9 +38,20 @@ func (s SyntheticSettings) validate() error {
 		{"prefix-tokens", float64(s.PrefixTokens), 0},
 		{"user-tokens", s.UserTokens, 1},
 		{"output-tokens", s.OutputTokens, 1},
-	} {
-		if !(setting.value >= setting.least) || math.IsInf(setting.value, 1) {
-			return fmt.Errorf("--synthetic-%s %v: give at least %v", setting.flag, setting.value, setting.least)
+	})
+}
+
+// leastValue is a setting and the least that it may be.
+type leastValue struct {
+	flag         string // without its prefix
+	value, least float64
+}
+
+// checkLeast refuses a setting that is too small, or no finite number.
+func checkLeast(prefix string, settings []leastValue) error {
+	for _, s := range settings {
+		if !(s.value >= s.least) || math.IsInf(s.value, 1) {
+			return fmt.Errorf("%s%s %v: give at least %v", prefix, s.flag, s.value, s.least)
 		}
 	}
 	return nil

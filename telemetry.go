@@ -17,6 +17,7 @@ type Telemetry struct {
 	registry *prometheus.Registry
 	dynamo   *dynamoMetrics
 	disagg   *disaggMetrics
+	thompson *thompsonMetrics // nil: another policy
 
 	requests      *prometheus.CounterVec
 	duration      *prometheus.HistogramVec
@@ -109,6 +110,7 @@ func (t *Telemetry) Decided(tokens time.Duration, d Decision) {
 	t.decision.WithLabelValues("schedule").Observe(d.ScheduleTime.Seconds())
 	t.decision.WithLabelValues("total").Observe((tokens + d.HashTime + d.LookupTime + d.ScheduleTime).Seconds())
 	t.dynamo.decided(d)
+	t.thompson.routedTo(d.Target.Key)
 }
 
 // Retried counts a request that worker failed before its first byte.
@@ -134,6 +136,7 @@ type Usage struct {
 	OutputTokens int
 	CachedKnown  bool // the worker reports cached tokens at all
 	CachedTokens int
+	CachedUntold bool // it does not, though the answer has a place for them
 }
 
 // Exchange is one request's way, as far as it came.
@@ -149,6 +152,7 @@ type Exchange struct {
 	Decision   Decision
 	Usage      Usage
 	Shared     *sharedRequest // with a prefill worker; nil: it is served whole
+	Ending     Ending         // of an answer that was relayed to its end
 }
 
 // Finished records a request that has ended.

@@ -24,6 +24,7 @@ type TraceRequest struct {
 	Output  int           // tokens
 	Next    *TraceRequest // the turn of the conversation that follows; nil: none
 	Think   time.Duration // from the end of this one's answer to Next, which does not use its Arrival
+	Hints   PrefixHints   // that its client gave
 	hashes  []uint64      // of the parts of the prompt, and of the answer as far as it is known; each stands for all before it too
 	part    int           // tokens that one of hashes stands for
 	known   int           // tokens that hashes stand for
@@ -36,12 +37,13 @@ const traceBlock = 512
 // mooncakeLine is one line of a trace in Mooncake's format, or of a recording,
 // which says how many tokens a hash stands for.
 type mooncakeLine struct {
-	Timestamp    *float64 `json:"timestamp"` // ms
-	InputLength  int      `json:"input_length"`
-	OutputLength int      `json:"output_length"`
-	HashIDs      []uint64 `json:"hash_ids"`
-	HashBlock    int      `json:"hash_block_size"` // tokens; 0: traceBlock
-	DurationMS   float64  `json:"duration_ms"`
+	Timestamp    *float64       `json:"timestamp"` // ms
+	InputLength  int            `json:"input_length"`
+	OutputLength int            `json:"output_length"`
+	HashIDs      []uint64       `json:"hash_ids"`
+	HashBlock    int            `json:"hash_block_size"` // tokens; 0: traceBlock
+	DurationMS   float64        `json:"duration_ms"`
+	Hints        *recordedHints `json:"hints"`
 }
 
 // ReadTrace reads a trace, one JSON object a line, compressed by gzip or not:
@@ -156,6 +158,8 @@ func parseTraceLine(text []byte) (TraceRequest, error) {
 		return TraceRequest{}, errors.New("timestamp is missing or negative; it is the arrival in ms")
 	case line.InputLength < 1 || line.OutputLength < 0:
 		return TraceRequest{}, fmt.Errorf("input_length %d, output_length %d; they are numbers of tokens", line.InputLength, line.OutputLength)
+	case line.Hints != nil && (line.Hints.Total < 0 || line.Hints.Budget != nil && *line.Hints.Budget < 0):
+		return TraceRequest{}, errors.New("total_requests or reuse_budget of the hints is negative; they are numbers of requests")
 	case line.HashBlock == 0 && len(line.HashIDs) < line.InputLength/part: // a recording knows nothing of what follows an image
 		return TraceRequest{}, fmt.Errorf("%d hash_ids for %d tokens; each stands for %d", len(line.HashIDs), line.InputLength, part)
 	}
@@ -164,7 +168,7 @@ func parseTraceLine(text []byte) (TraceRequest, error) {
 	if line.HashBlock > 0 {
 		ended = arrival + time.Duration(line.DurationMS*float64(time.Millisecond))
 	}
-	return TraceRequest{
+	request := TraceRequest{
 		Arrival: arrival,
 		Prompt:  line.InputLength,
 		Output:  max(1, line.OutputLength),
@@ -172,7 +176,11 @@ func parseTraceLine(text []byte) (TraceRequest, error) {
 		part:    part,
 		known:   min(line.InputLength, len(line.HashIDs)*part),
 		ended:   ended,
-	}, nil
+	}
+	if line.Hints != nil {
+		request.Hints = PrefixHints(*line.Hints)
+	}
+	return request, nil
 }
 
 // Blocks returns the local hashes of the prompt's full blocks of that many

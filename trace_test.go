@@ -106,8 +106,10 @@ func TestTraceErrorsNameTheLine(t *testing.T) {
 		good + "\n{":            "line 2",
 		good + "\n\n[1]":        "line 3",
 		`{"input_length": 600}`: "timestamp",
-		`{"timestamp": 0, "input_length": 0, "output_length": 2}`:                    "input_length",
-		`{"timestamp": 0, "input_length": 1024, "output_length": 2, "hash_ids":[1]}`: "hash_ids",
+		`{"timestamp": 0, "input_length": 0, "output_length": 2}`:                                  "input_length",
+		`{"timestamp": 0, "input_length": 1024, "output_length": 2, "hash_ids":[1]}`:               "hash_ids",
+		`{"timestamp": 0, "input_length": 9, "output_length": 2, "hints": {"total_requests": -1}}`: "total_requests",
+		`{"timestamp": 0, "input_length": 9, "output_length": 2, "hints": {"osl": "huge"}}`:        "LOW, MEDIUM or HIGH",
 	} {
 		if _, err := parseTrace(strings.NewReader(text)); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%q: error %v, want one with %q", text, err, want)

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Does KV-aware routing pay on the real engine? Each policy serves the same chats over fresh vLLM CPU workers.
+"""Does KV-aware routing pay on the real engine? Every policy serves the same chats over fresh vLLM CPU workers.
 
 The workers' caches are small (60 blocks of 64 tokens), so that together they hold the system prompts and one alone
 does not: where a request goes decides whether its prompt is computed or found. The hit rate comes from the engines'
-own counters (GET /metrics of every worker), not from the router.
+own counters (GET /metrics of every worker), not from the router. Each request carries the hints of a client that
+knows how many share its system prompt (x-prefix-* headers), which policy thompson heeds.
 
-  scripts/bench_real.py                                    kvrouter's default --policy work against round-robin
-  scripts/bench_real.py --policies standalone,kv,random    others
+  scripts/bench_real.py                                    all policies, about two minutes each
+  scripts/bench_real.py --shared                           all over the same two workers, emptied in between: a minute each
+  scripts/bench_real.py --policies work,round-robin        these; NAME/approx, NAME/events: with that --prefix-source
   scripts/bench_real.py --urls URL,URL                     no router: in-script round robin over running workers
 
 Only Python's standard library is needed. The exit code is 0 if every request was answered, whatever the hit rate.
@@ -15,10 +17,12 @@ Only Python's standard library is needed. The exit code is 0 if every request wa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
 import random
+import re
 import signal
 import socket
 import statistics
@@ -32,6 +36,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK_SIZE = 64  # tokens; kvrouter's default
+PREFIX_SOURCE_POLICIES = ("cache-threshold", "variance")  # those with --prefix-source
+PREFIX_SOURCES = ("approx", "events")
 
 VOCABULARY = (
     "river stone market window garden letter bridge morning engine silver paper signal harbor forest copper "
@@ -73,18 +79,29 @@ def make_prose(rng, words):
 
 
 def make_chats(args):
-    """The requests' messages in their order: every system prompt equally often, shuffled; everything from the seed."""
+    """(which system prompt, messages) of the requests in their order: every system prompt equally often, shuffled;
+    everything from the seed."""
     rng = random.Random(args.seed)
     systems = [make_prose(rng, args.words) for _ in range(args.prompts)]
     order = [i % args.prompts for i in range(args.requests)]
     rng.shuffle(order)
     return [
-        [
+        (which, [
             {"role": "system", "content": systems[which]},
             {"role": "user", "content": f"Question {number}: what of {rng.choice(VOCABULARY)} and {rng.choice(VOCABULARY)}?"},
-        ]
+        ])
         for number, which in enumerate(order)
-    ]
+    ]  # fmt: skip
+
+
+def prefix_hints(which, args):
+    """What a client says of the requests that have one system prompt, as headers."""
+    return {
+        "x-prefix-id": f"prompt-{which}",
+        "x-prefix-total-requests": str(-(-args.requests // args.prompts)),
+        "x-prefix-osl": str(args.max_tokens),
+        "x-prefix-iat": "MEDIUM",
+    }
 
 
 def connect(url, timeout):
@@ -104,8 +121,8 @@ def get(url, timeout=10):
         connection.close()
 
 
-def chat(url, model, messages, max_tokens):
-    """One streamed chat on a connection of its own."""
+def chat(url, model, messages, max_tokens, hints):
+    """One streamed chat on a connection of its own, with those headers."""
     answer = Answer()
     body = json.dumps({
         "model": model,
@@ -120,7 +137,7 @@ def chat(url, model, messages, max_tokens):
     usage, done = {}, False
     try:
         started = time.monotonic()
-        connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+        connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json", **hints})
         response = connection.getresponse()
         if response.status != 200:
             answer.error = f"HTTP {response.status}: {response.read(300).decode(errors='replace')}"
@@ -165,7 +182,8 @@ def run_load(targets, model, chats, args):
                 number = next(numbers, None)
             if number is None:
                 return
-            answers[number] = chat(targets[number % len(targets)], model, chats[number], args.max_tokens)
+            which, messages = chats[number]
+            answers[number] = chat(targets[number % len(targets)], model, messages, args.max_tokens, prefix_hints(which, args))
             if len(targets) > 1:
                 answers[number].worker = str(number % len(targets))
 
@@ -221,31 +239,39 @@ def free_ports(count):
 
 
 class Router:
-    """A kvrouter with its workers. Use with `with`: leaving ends them all."""
+    """A kvrouter with its workers, or with those of another one, given as values of --worker. Use with `with`: leaving
+    ends it with all that it has started."""
 
-    def __init__(self, binary, policy, args, log_path):
-        self.policy, self.args, self.log_path = policy, args, log_path
+    def __init__(self, binary, policy_flags, args, log_path, attach=()):
+        self.args, self.log_path = args, log_path
         ports = [free_ports(max(2, args.workers)) for _ in range(5)]
         while len(set(ports)) < len(ports):
             ports = [free_ports(max(2, args.workers)) for _ in range(5)]
         self.http = f"http://127.0.0.1:{ports[0]}"
         self.control = f"http://127.0.0.1:{ports[0] + 1}"
+        self.load_port = ports[4]
+        source = ["--engine", "none"] if attach else ["--num-workers", str(args.workers)]
+        for worker in attach:
+            source += ["--worker", worker]
         self.command = [
-            str(binary), "--num-workers", str(args.workers), "--policy", policy, "--block-size", str(BLOCK_SIZE),
+            str(binary), *source, *policy_flags, "--block-size", str(BLOCK_SIZE),
             "--seed", str(args.seed), "--http-port", str(ports[0]), "--router-port", str(ports[0] + 1),
             "--base-worker-port", str(ports[1]), "--base-kv-events-port", str(ports[2]),
             "--base-kv-replay-port", str(ports[3]), "--base-metrics-port", str(ports[4]),
         ]  # fmt: skip
-        if args.model:
-            self.command += ["--model", args.model]
+        if args.model or attach:
+            self.command += ["--model", args.model or first_model(attach[0].removeprefix("url=").split(",")[0])["root"]]
         self.command += args.router_args
+        if attach:
+            return
         # vLLM keeps one block for itself, and refuses to start if the others cannot hold one longest request.
         longest = (args.blocks - 1) * BLOCK_SIZE
         self.command += ["--", "--num-gpu-blocks-override", str(args.blocks), "--max-model-len", str(longest)]
 
     def __enter__(self):
         self.log = open(self.log_path, "w")
-        self.process = subprocess.Popen(self.command, cwd=ROOT, stdout=self.log, stderr=self.log, start_new_session=True)
+        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}  # has POST /reset_prefix_cache
+        self.process = subprocess.Popen(self.command, cwd=ROOT, stdout=self.log, stderr=self.log, env=environment, start_new_session=True)
         try:
             self.workers = self.wait_until_ready()
         except BaseException:
@@ -265,7 +291,8 @@ class Router:
             try:
                 status, text = get(self.control + "/workers")
                 records = json.loads(text) if status == 200 else []
-                urls = [r["endpoint"] for r in sorted(records, key=lambda r: r["worker_id"]) if r.get("endpoint")]
+                self.records = sorted(records, key=lambda r: r["worker_id"])
+                urls = [r["endpoint"] for r in self.records if r.get("endpoint")]
                 urls = [url if "://" in url else "http://" + url for url in urls]
                 if len(urls) == self.args.workers and all(get(url + "/health")[0] == 200 for url in urls) \
                         and get(self.http + "/ready")[0] == 200:  # fmt: skip
@@ -286,6 +313,30 @@ class Router:
                 self.process.wait()
         self.log.close()
 
+    def worker_flags(self):
+        """Its workers as values of --worker for another kvrouter."""
+        return [
+            f"url={url},id={r['worker_id']},kv-events={r['kv_events_endpoint']},replay={r['replay_endpoint']},"
+            f"load=tcp://127.0.0.1:{self.load_port + i}"
+            for i, (url, r) in enumerate(zip(self.workers, self.records))
+        ]
+
+    def empty_caches(self):
+        """Empties the workers' prefix caches."""
+        for url in self.workers:
+            connection = connect(url, timeout=30)
+            connection.request("POST", "/reset_prefix_cache")
+            status = connection.getresponse().status
+            connection.close()
+            if status != 200:
+                raise RuntimeError(f"POST {url}/reset_prefix_cache answered {status}")
+
+    def ping(self):
+        """Fails if ping.sh does."""
+        done = subprocess.run([ROOT / "ping.sh"], env={**os.environ, "KVROUTER_URL": self.http}, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"ping.sh: {done.stdout}{done.stderr}")
+
     def log_tail(self):
         return "\n".join(Path(self.log_path).read_text(errors="replace").splitlines()[-15:])
 
@@ -304,8 +355,8 @@ class Result:
     def errors(self):
         return [a.error for a in self.answers if a.error]
 
-    def column(self):
-        """The table's cells for this run, beside LABELS."""
+    def row(self):
+        """The table's cells for this run, below LABELS."""
         good = [a for a in self.answers if not a.error]
         times = sorted(a.first_chunk * 1000 for a in good) or [0.0]
         predicted = [a for a in good if a.predicted is not None]
@@ -313,12 +364,13 @@ class Result:
         for a in good:
             by_worker[a.worker] = by_worker.get(a.worker, 0) + 1
         return [
+            self.name,
             f"{self.hits / self.queries:.3f}" if self.queries else "n/a",
             f"{self.hits:.0f} / {self.queries:.0f}",
-            f"{statistics.mean(times):.0f} ms",
-            f"{percentile(times, 50):.0f} ms",
-            f"{percentile(times, 90):.0f} ms",
-            f"{self.seconds:.1f} s",
+            f"{statistics.mean(times):.0f}",
+            f"{percentile(times, 50):.0f}",
+            f"{percentile(times, 90):.0f}",
+            f"{self.seconds:.1f}",
             ", ".join(f"{w}: {n}" for w, n in sorted(by_worker.items())),
             f"{sum(a.cached for a in good)}",
             f"{sum(a.predicted for a in predicted)}" if predicted else "n/a",
@@ -327,19 +379,9 @@ class Result:
         ]
 
 
-LABELS = [
-    "prefix-cache hit rate",
-    "  hit / asked tokens (engines' /metrics)",
-    "time to first token, mean",
-    "  median",
-    "  90th percentile",
-    "whole run",
-    "requests by worker",
-    "cached tokens (usage)",
-    "overlap predicted by the router, tokens",
-    "  equal to the engine's cached tokens",
-    "errors",
-]
+# Hits are tokens by the engines' own counters, cached tokens those of the answers' usage, and predicted ones what the
+# router expected to be cached; exact is for how many requests it expected what the engine found.
+LABELS = ["policy", "hit rate", "hit / asked", "TTFT mean, ms", "p50", "p90", "run, s", "requests by worker", "cached", "predicted", "exact", "errors"]
 
 
 def percentile(ordered, percent):
@@ -348,28 +390,28 @@ def percentile(ordered, percent):
 
 
 def print_table(results):
-    rows = [["", *(r.name for r in results)]]
-    rows += [[label, *cells] for label, *cells in zip(LABELS, *(r.column() for r in results))]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    rows = [LABELS, *(r.row() for r in results)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(LABELS))]
     for number, row in enumerate(rows):
-        print("  ".join([row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]))
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |")
         if number == 0:
-            print("-" * (sum(widths) + 2 * (len(widths) - 1)))
+            print("|" + "|".join("-" * (width + 2) for width in widths) + "|")
 
 
 # --- main ------------------------------------------------------------------------------------------------------------
 
 
 def first_model(url):
+    """What /v1/models tells of the first model."""
     status, text = get(url + "/v1/models")
     if status != 200:
         raise RuntimeError(f"GET {url}/v1/models answered {status}")
-    return json.loads(text)["data"][0]["id"]
+    return json.loads(text)["data"][0]
 
 
 def measure(name, targets, workers, chats, args):
     """The load against `targets`, between two readings of the workers' counters."""
-    model = first_model(targets[0])
+    model = first_model(targets[0])["id"]
     before = all_counters(workers)
     answers, seconds = run_load(targets, model, chats, args)
     after = all_counters(workers)
@@ -385,12 +427,42 @@ def build_router(out):
     return binary
 
 
+def policy_names(binary):
+    """The policies that a kvrouter knows: it lists them where it is asked for another."""
+    refused = subprocess.run([binary, "simulate", "--trace=none", "--concurrency=1", "--policy=?"], capture_output=True, text=True)
+    names = re.search(r"choose one of \[(.*?)\]", refused.stderr)
+    if not names:
+        raise RuntimeError(f"{binary} does not list its policies: {refused.stderr.strip()}")
+    return names[1].split()
+
+
+def policy_variants(name):
+    """(label, flags beside --policy) of every way in which a policy is measured."""
+    if name in PREFIX_SOURCE_POLICIES:
+        return [(f"{name}/{source}", ["--prefix-source", source]) for source in PREFIX_SOURCES]
+    return [(name, [])]
+
+
+def policy_runs(policies, binary):
+    """(label, flags) of every run that --policies asks for; empty: all."""
+    known = policy_names(binary)
+    for wanted in policies.split(",") if policies else known:
+        name, _, source = wanted.partition("/")
+        runs = [run for run in policy_variants(name) if not source or run[0] == wanted]
+        if name not in known or not runs:
+            raise RuntimeError(f"--policies {wanted}: choose among {', '.join(known)}; "
+                               f"{' and '.join(PREFIX_SOURCE_POLICIES)} also with {' or '.join('/' + s for s in PREFIX_SOURCES)}")  # fmt: skip
+        for label, flags in runs:
+            yield label, ["--policy", name, *flags]
+
+
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", default="work,round-robin", metavar="A,B", help="kvrouter policies, one run each (default %(default)s)")
+    parser.add_argument("--policies", default="", metavar="A,B", help="kvrouter policies, one run each (default: all)")
     parser.add_argument("--urls", default="", metavar="URL,URL", help="measure these running workers by in-script round robin instead")
     parser.add_argument("--binary", default="", metavar="FILE", help="a built kvrouter (default: build it)")
     parser.add_argument("--model", default="", metavar="DIR", help="model for kvrouter (default: its own)")
+    parser.add_argument("--shared", action="store_true", help="one set of workers for all runs, emptied before each")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="vLLM workers (default %(default)s)")
     parser.add_argument("--blocks", type=int, default=60, metavar="N", help="KV blocks of 64 tokens a worker (default %(default)s)")
     parser.add_argument("--prompts", type=int, default=12, metavar="N", help="system prompts (default %(default)s)")
@@ -416,6 +488,17 @@ def main():
     print(f"{args.requests} chats at concurrency {args.concurrency}: {args.prompts} system prompts of {args.words} words, "
           f"{args.max_tokens} tokens out, seed {args.seed}", flush=True)  # fmt: skip
     results = []
+    try:
+        measure_all(chats, args, results)
+    finally:  # what was measured before something failed counts too
+        if results:
+            print()
+            print_table(results)
+    return 1 if any(result.errors() for result in results) else 0
+
+
+def measure_all(chats, args, results):
+    """Appends a Result for every run that the arguments ask for."""
     if args.urls:
         urls = [url.rstrip("/") for url in args.urls.split(",")]
         results.append(measure("in-script round robin", urls, urls, chats, args))
@@ -423,15 +506,20 @@ def main():
         out = ROOT / "out" / "bench-real"
         out.mkdir(parents=True, exist_ok=True)
         binary = Path(args.binary).resolve() if args.binary else build_router(out)
-        for policy in args.policies.split(","):
-            log_path = out / f"{policy}.log"
-            print(f"{policy}: starting kvrouter with {args.workers} workers of {args.blocks} blocks (about a minute; log {log_path})", flush=True)
-            with Router(binary, policy, args, log_path) as router:
-                print(f"{policy}: sending", flush=True)
-                results.append(measure(policy, [router.http], router.workers, chats, args))
-    print()
-    print_table(results)
-    return 1 if any(result.errors() for result in results) else 0
+        with contextlib.ExitStack() as until_end:
+            owner = None
+            if args.shared:
+                print(f"starting {args.workers} workers of {args.blocks} blocks (about a minute; log {out / 'workers.log'})", flush=True)
+                owner = until_end.enter_context(Router(binary, ["--policy", "round-robin"], args, out / "workers.log"))
+            for label, flags in list(policy_runs(args.policies, binary)):
+                log_path = out / f"{label.replace('/', '-')}.log"
+                print(f"{label}: starting kvrouter (log {log_path})", flush=True)
+                if owner:
+                    owner.empty_caches()
+                with Router(binary, flags, args, log_path, owner.worker_flags() if owner else ()) as router:
+                    print(f"{label}: sending", flush=True)
+                    results.append(measure(label, [router.http], router.workers, chats, args))
+                    router.ping()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,254 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+)
+
+// learnedThompson is a router whose policy has learned something.
+func learnedThompson(t testing.TB, fixes string) *Router {
+	w := newThompsonWorld(t, fixes, 1, 1, 2, 3)
+	w.run(t, 100, 8)
+	random := rand.New(rand.NewPCG(1, 1))
+	candidates := []Candidate{{Target: Target{Key: WorkerKey{Worker: 1}, Generation: 1}}, {Target: Target{Key: WorkerKey{Worker: 7, Rank: 3}, Generation: 4}}}
+	for i := range 30 {
+		w.policy.Choose(Query{Now: w.now, Tokens: 999, BlockSize: 16, Decision: 1_000_000 + uint64(i), Prefix: PrefixHints{ID: fmt.Sprint(i % 5), Total: 4 + i%5}}, candidates, random)
+	}
+	return w.router
+}
+
+// stateOf is what is kept of a router's policy, in the order of a file.
+func stateOf(r *Router) (s string) {
+	r.WithThompson(func(p *thompson) {
+		state := p.snapshot().state()
+		usual := map[string]float64{}
+		for _, u := range state.Usual {
+			key, _ := json.Marshal(thompsonUsualState{Worker: u.Worker, Rank: u.Rank, Kind: u.Kind, A: u.A, B: u.B})
+			usual[string(key)] = u.MS
+		}
+		state.Usual = nil
+		data, _ := json.Marshal(state)
+		baselines, _ := json.Marshal(usual)
+		s = string(data) + string(baselines)
+	})
+	return s
+}
+
+func TestThompsonStateSurvivesARestart(t *testing.T) {
+	for _, fixes := range []string{"all", "none", "load-sign,feedback"} {
+		name := filepath.Join(t.TempDir(), "state.json")
+		first := learnedThompson(t, fixes)
+		file := &thompsonStateFile{name: name, router: first}
+		if err := file.write(false); err != nil {
+			t.Fatal(err)
+		}
+		second := newThompsonWorld(t, fixes, 1, 1)
+		reopened, err := openThompsonState(name, second.router)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, want := stateOf(second.router), stateOf(first); got != want {
+			t.Errorf("fixes %s:\n%s\nwant\n%s", fixes, got, want)
+		}
+		second.policy.check(t)
+		before, _ := os.Stat(name)
+		if err := reopened.write(false); err != nil {
+			t.Fatal(err)
+		}
+		if after, _ := os.Stat(name); !reflect.DeepEqual(before, after) {
+			t.Errorf("fixes %s: what had not changed was written", fixes)
+		}
+		second.run(t, 3, 1)
+		if err := reopened.write(false); err != nil {
+			t.Fatal(err)
+		}
+		if files, _ := os.ReadDir(filepath.Dir(name)); len(files) != 1 {
+			t.Errorf("fixes %s: %v is left", fixes, files)
+		}
+	}
+}
+
+func TestThompsonStateOfRestartedWorkersKeepsItsPins(t *testing.T) {
+	name := filepath.Join(t.TempDir(), "state.json")
+	p := newThompsonPool(t, "all", 2)
+	p.only(1, func() { p.decide(PrefixHints{ID: "a", Total: 10}) })
+	data, _ := json.Marshal(p.policy.snapshot().state())
+	writeFile(t, name, string(data))
+	again := newThompsonPool(t, "all", 2)
+	if _, err := openThompsonState(name, NewRouter(NewRadix(), again.policy, 16, 1)); err != nil {
+		t.Fatal(err)
+	}
+	again.candidates[1].Target.Generation = 5 // as the router counts from now on
+	again.decide(PrefixHints{})
+	if w := again.worker(1); w.pins != 1 || w.work != p.worker(1).work {
+		t.Errorf("%d pins, work %v", w.pins, w.work)
+	}
+}
+
+func TestBrokenThompsonStatesAreRefused(t *testing.T) {
+	valid := func(change func(*thompsonState)) string {
+		var s *thompsonState
+		learnedThompson(t, "all").WithThompson(func(p *thompson) { s = p.snapshot().state() })
+		change(s)
+		data, err := json.Marshal(s)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(data)
+	}
+	for name, test := range map[string]struct{ content, want string }{
+		"empty":             {"", "not a state file"},
+		"another program's": {`{"version": 1}`, "not a state file"},
+		"cut off":           {valid(func(*thompsonState) {})[:900], "not a state file"},
+		"a later version":   {valid(func(s *thompsonState) { s.Version = 2 }), "version 2"},
+		"other fixes":       {valid(func(s *thompsonState) { s.Fixes = "none" }), "--thompson.fixes none, not all"},
+		"another prior":     {valid(func(s *thompsonState) { s.Lambda = 3 }), "lints.lambda 3"},
+		"an unknown field":  {strings.Replace(valid(func(*thompsonState) {}), `"workers"`, `"wokers"`, 1), "wokers"},
+		"no evidence":       {valid(func(s *thompsonState) { s.Workers[0].Alpha = 0 }), "alpha 0"},
+		"a lost row":        {valid(func(s *thompsonState) { s.Workers[0].A = s.Workers[0].A[:8] }), "8 rows"},
+		"a short row":       {valid(func(s *thompsonState) { s.Workers[0].A[2] = s.Workers[0].A[2][1:] }), "row 2"},
+		"no variance":       {valid(func(s *thompsonState) { s.Workers[0].A[2][0] = -1 }), "row 2"},
+		"beyond reason":     {valid(func(s *thompsonState) { s.Workers[0].B[2] = 1e300 }), "b"},
+		"a worker twice":    {valid(func(s *thompsonState) { s.Workers = append(s.Workers, s.Workers[0]) }), "twice"},
+		"a series twice":    {valid(func(s *thompsonState) { s.Series = append(s.Series, s.Series[0]) }), "twice"},
+		"a baseline":        {valid(func(s *thompsonState) { s.Usual[0].MS = -1 }), "baseline of -1"},
+		"a nameless series": {valid(func(s *thompsonState) { s.Series[0].ID = "" }), "series"},
+		"a negative reuse":  {valid(func(s *thompsonState) { s.Series[0].Reuse = -1 }), "series"},
+	} {
+		file := filepath.Join(t.TempDir(), "state.json")
+		writeFile(t, file, test.content)
+		w := newThompsonWorld(t, "all", 1, 1)
+		_, err := openThompsonState(file, w.router)
+		if err == nil || !strings.Contains(err.Error(), test.want) || !strings.Contains(err.Error(), file) {
+			t.Errorf("%s: error %v, want %q in it", name, err, test.want)
+		}
+		if kept, _ := os.ReadFile(file); string(kept) != test.content {
+			t.Errorf("%s: the file was changed", name)
+		}
+	}
+	if _, err := openThompsonState(t.TempDir(), newThompsonWorld(t, "all", 1, 1).router); err == nil {
+		t.Error("a folder is taken for a state")
+	}
+	if _, err := openThompsonState("/nonexistent/state.json", newThompsonWorld(t, "all", 1, 1).router); err == nil || !strings.Contains(err.Error(), "--thompson-state") {
+		t.Errorf("a state in a folder that is not there: %v", err)
+	}
+}
+
+func FuzzThompsonState(f *testing.F) {
+	learnedThompson(f, "all").WithThompson(func(p *thompson) {
+		data, _ := json.Marshal(p.snapshot().state())
+		f.Add(data)
+	})
+	f.Add([]byte(`{"format":"kvrouter thompson state","version":1,"fixes":"all","lambda":1,"workers":[],"baselines":[{"ms":1}],"series":[{"id":"a","worker":3}]}`))
+	f.Fuzz(func(t *testing.T, data []byte) {
+		state, err := decodeThompsonState(data)
+		if err != nil {
+			return
+		}
+		w := newThompsonWorld(t, "all", 1, 1, 1)
+		if w.policy.restore(state) == nil {
+			w.run(t, 5, 2)
+		}
+	})
+}
+
+func BenchmarkThompsonSnapshot(b *testing.B) {
+	p := mustThompson(b, "all")
+	candidates := []Candidate{{Target: Target{Key: WorkerKey{Worker: 1}}}}
+	random := rand.New(rand.NewPCG(1, 1))
+	for i := range maxThompsonSeries {
+		p.Choose(Query{Now: simEpoch, Tokens: 999, BlockSize: 16, Decision: uint64(i + 1), Prefix: PrefixHints{ID: fmt.Sprint(i), Total: 4}}, candidates, random)
+	}
+	for b.Loop() {
+		p.snapshot()
+	}
+}
+
+func TestThompsonKeepsItsStateAndTraces(t *testing.T) {
+	dir := t.TempDir()
+	state, traces := filepath.Join(dir, "state.json"), filepath.Join(dir, "traces.jsonl")
+	args := []string{"--policy=thompson", "--thompson-state=" + state, "--thompson-traces=" + traces}
+	site := startMockSite(t, 2, args...)
+	for i := range 6 {
+		if _, err := site.chat(t.Context(), []map[string]string{{"role": "user", "content": fmt.Sprintf("question %d", i)}}, true, 8); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := site.end(); err != nil {
+		t.Fatal(err)
+	}
+	data, err := os.ReadFile(state)
+	if err != nil {
+		t.Fatal(err)
+	}
+	kept, err := decodeThompsonState(data)
+	if err != nil || len(kept.Workers) != 2 || len(kept.Usual) == 0 {
+		t.Errorf("%v: %s", err, data)
+	}
+	lines, err := os.ReadFile(traces)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if decisions, feedbacks := strings.Count(string(lines), `"kind":"decision"`), strings.Count(string(lines), `"kind":"feedback"`); decisions < 6 || feedbacks != decisions {
+		t.Errorf("%d decisions and %d feedbacks:\n%s", decisions, feedbacks, lines)
+	}
+	again := startMockSite(t, 2, args...)
+	if got := stateOf(again.rooms.router); !strings.Contains(got, `"alpha"`) {
+		t.Errorf("after the restart %s", got)
+	}
+}
+
+func TestThompsonTraces(t *testing.T) {
+	dir := t.TempDir()
+	p := newThompsonPool(t, "none", 2)
+	p.policy.thompsonConfig.traces, p.policy.traceDir = true, filepath.Join(dir, "traces")
+	lines, err := p.policy.openTraces("", slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, d := p.decide(PrefixHints{ID: "a", Total: 3, OSL: LevelHigh})
+	p.judge(d, Finished, time.Second)
+	p.decide(PrefixHints{ID: "b"})
+	p.now = p.now.Add(p.policy.timeout)
+	p.decide(PrefixHints{})
+	lines.Close()
+	data, err := os.ReadFile(filepath.Join(dir, "traces", thompsonTraceFile))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var kinds []string
+	for line := range strings.Lines(string(data)) {
+		var x map[string]any
+		if err := json.Unmarshal([]byte(line), &x); err != nil {
+			t.Fatal(err)
+		}
+		kinds = append(kinds, x["kind"].(string))
+		switch x["kind"] {
+		case "decision":
+			workers := x["workers"].(map[string]any)
+			one := workers[x["chosen"].(string)].(map[string]any)
+			if len(workers) != 2 || one["prefill_cost"] != 1.0 || !(one["prob"].(float64) > 0) {
+				t.Errorf("%s", line)
+			}
+		case "feedback":
+			if x["latency_ms"] != 1000.0 || x["per_tok"] != true || x["reward"] != 0.5 || x["success"] != true || x["decision_id"] != "1" {
+				t.Errorf("%s", line)
+			}
+		case "timeout":
+			if x["prefix_id"] != "b" || x["age"] != 120.0 || x["prefill_bin"] != "HIGH" || x["osl"] != "MEDIUM" {
+				t.Errorf("%s", line)
+			}
+		}
+	}
+	if got := strings.Join(kinds, " "); got != "decision feedback decision timeout decision" {
+		t.Errorf("kinds %s", got)
+	}
+}
