@@ -69,6 +69,11 @@ func TestSoakWithChurn(t *testing.T) {
 	if late.heap > early.heap+early.heap/4+8<<20 {
 		t.Errorf("the heap grew from %d to %d bytes", early.heap, late.heap)
 	}
+	for _, site := range []*mockSite{c.first, c.farm} { // both, before either looks for goroutines that are left
+		if err := site.end(); err != nil {
+			t.Error(err)
+		}
+	}
 }
 
 // footprint is what is used without requests, without the farm's replay buffers

@@ -202,8 +202,10 @@ func (s *Pairs) share(ctx context.Context, w http.ResponseWriter, u Upstream, x 
 	l, err := s.legs(ctx, u, parsed, pair)
 	x.Shared = l.shared
 	if err != nil {
-		pair.Prefill.Booking.Fail()
-		s.proxy.telemetry.thompson.engineFailed()
+		if ctx.Err() == nil {
+			pair.Prefill.Booking.Fail()
+			s.proxy.telemetry.thompson.engineFailed()
+		}
 	} else if l.kind == KindNIXL {
 		err = s.sequential(ctx, w, l, x, retry)
 	} else {
@@ -214,7 +216,7 @@ func (s *Pairs) share(ctx context.Context, w http.ResponseWriter, u Upstream, x 
 		x.Worker = l.shared.Worker
 	}
 	x.Usage.CachedKnown, x.Usage.CachedTokens = l.shared.reported()
-	s.metrics.ended(ctx, l.kind, l.shared, err)
+	s.metrics.ended(ctx, l.kind, x, err)
 	return err
 }
 
@@ -236,7 +238,6 @@ func (s *Pairs) legs(ctx context.Context, u Upstream, parsed *Body, pair Pair) (
 		kind: target.Kind, pair: pair, prefill: u, decode: u, streams: parsed.Get("stream").Bool(),
 		shared: &sharedRequest{Worker: workerLabel(target.Key.Worker), now: s.proxy.now},
 	}
-	l.decode.Uncorrecting = true // what it has of the prompt came from the other
 	name := u.RequestID + "-" + nonce()
 	switch l.kind {
 	case KindNIXL:
@@ -260,6 +261,7 @@ func (s *Pairs) legs(ctx context.Context, u Upstream, parsed *Body, pair Pair) (
 		l.decode = u.withFields(fields...)
 		l.prefill = l.decode
 	}
+	l.decode.Uncorrecting = true // what it has of the prompt came from the other
 	return l, nil
 }
 
@@ -311,6 +313,7 @@ func (s *Pairs) concurrent(ctx context.Context, w http.ResponseWriter, l legs, x
 	prefillCtx, endPrefill := context.WithCancelCause(ctx)
 	decodeCtx, endDecode := context.WithCancelCause(ctx)
 	defer endDecode(nil)
+	defer endPrefill(nil) // if relaying panics
 	prefilled := make(chan error, 1)
 	go func() { // ends with prefillCtx at the latest
 		_, err := s.prefill(prefillCtx, l)
@@ -326,11 +329,11 @@ func (s *Pairs) concurrent(ctx context.Context, w http.ResponseWriter, l legs, x
 	endPrefill(errDecodeEnded)
 	prefillErr := <-prefilled
 	l.shared.stop()
-	if err == nil {
+	if err == nil && x.Status < http.StatusBadRequest {
 		return nil
 	}
 	followed := errors.Is(prefillErr, errDecodeEnded)
-	if prefillErr != nil && !followed && !errors.Is(err, errAnswered) && ctx.Err() == nil {
+	if err != nil && prefillErr != nil && !followed && !errors.Is(err, errAnswered) && ctx.Err() == nil {
 		err = prefillErr // the decode leg failed for it
 	}
 	var failed *prefillFailure
@@ -338,7 +341,7 @@ func (s *Pairs) concurrent(ctx context.Context, w http.ResponseWriter, l legs, x
 		s.abort(l, l.pair.Prefill.Target)
 	}
 	var decodeFailed *workerError
-	if cut || !errors.As(err, &decodeFailed) {
+	if cut || err != nil && !errors.As(err, &decodeFailed) {
 		s.abort(l, l.pair.Decode.Target)
 	}
 	if l.kind == KindMooncake {

@@ -276,6 +276,12 @@ func TestRefusalOfEitherLegReachesTheClient(t *testing.T) {
 				if blamed := h.blamed(); len(blamed) != 0 {
 					t.Errorf("blamed are %v", blamed)
 				}
+				if want := fmt.Sprintf(`kvrouter_disagg_requests_total{kind="%s",result="refused"} 1`, kind); !strings.Contains(h.metrics(t), want) {
+					t.Errorf("metrics lack %s", want)
+				}
+				if other := map[uint64]*fakeEngine{0: h.decode[0], 10: h.prefill[0]}[refuses]; kind == KindSGLang && len(other.received()) > 0 {
+					eventually(t, 5*time.Second, "the other leg was told to abort", func() bool { return len(other.aborted()) > 0 })
+				}
 			})
 		}
 	}

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"errors"
+	"net/http"
 
 	"github.com/prometheus/client_golang/prometheus"
 )
@@ -20,7 +21,7 @@ type disaggMetrics struct {
 const (
 	sharedOK              = "ok"
 	sharedRecomputed      = "recomputed" // the prefill worker named no blocks: the decode worker computed the prompt again
-	sharedRefused         = "refused"    // the prefill worker says that the request is wrong
+	sharedRefused         = "refused"    // a worker says that the request is wrong
 	sharedPrefillFailed   = "prefill_failed"
 	sharedPrefillTimeout  = "prefill_timeout"
 	sharedHandoverTimeout = "handover_timeout"
@@ -54,22 +55,26 @@ func (m *disaggMetrics) whole(why string) {
 }
 
 // ended counts an attempt at a shared request, which came to err.
-func (m *disaggMetrics) ended(ctx context.Context, kind Kind, r *sharedRequest, err error) {
-	result := r.result(ctx, err)
-	m.requests.WithLabelValues(kind.String(), result).Inc()
-	if first := r.firstByte(); first > 0 {
+func (m *disaggMetrics) ended(ctx context.Context, kind Kind, x *Exchange, err error) {
+	m.requests.WithLabelValues(kind.String(), x.Shared.result(ctx, x.Status, err)).Inc()
+	if first := x.Shared.firstByte(); first > 0 {
 		m.transfer.WithLabelValues(kind.String()).Observe(first.Seconds())
 	}
 }
 
-// result says what came of a shared request that ended with err.
-func (r *sharedRequest) result(ctx context.Context, err error) string {
+// result says what came of a shared request that ended with err, or with an
+// answer of that HTTP status.
+func (r *sharedRequest) result(ctx context.Context, status int, err error) string {
 	var late *legTimeout
 	var refusal *prefillRefusal
 	var prefill *prefillFailure
 	switch {
 	case ctx.Err() != nil:
 		return sharedAbandoned
+	case err == nil && status >= http.StatusInternalServerError:
+		return sharedDecodeFailed
+	case err == nil && status >= http.StatusBadRequest:
+		return sharedRefused
 	case err == nil && r.lost:
 		return sharedRecomputed
 	case err == nil:

@@ -776,7 +776,8 @@ func TestReadersAndWritersAtOnce(t *testing.T) {
 				case 2, 3:
 					x.Remove(w, engineHashes(p))
 				default:
-					if err := x.Store(w, 0, false, chain(p)); err != nil {
+					// The writer of the other rank may forget the worker between two parts.
+					if err := x.Store(w, 0, false, chain(p)); err != nil && !errors.Is(err, ErrParentUnknown) {
 						t.Error(err)
 					}
 				}

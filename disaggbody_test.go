@@ -1,0 +1,97 @@
+package main
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/tidwall/gjson"
+	"pgregory.net/rapid"
+)
+
+// TestBodiesOfLegs: whatever object a client sends, its members reach the decode
+// leg as they are and behind those added, and the prefill leg but for those that
+// it must have otherwise.
+func TestBodiesOfLegs(t *testing.T) {
+	space := rapid.SampledFrom([]string{"", " ", "\n\t"})
+	key := rapid.SampledFrom([]string{`"model"`, `"stream"`, `"max_tokens"`, `"max_completion_tokens"`, `"min_tokens"`, `"stream_options"`, `"store"`, `"a\"b"`, `"\u00e9"`, `""`, `"x"`})
+	value := rapid.SampledFrom([]string{`1`, `null`, `true`, `"}{"`, `{"a": [1, {}]}`, `[ ]`, `18446744073709551616`, `1.50`, `"\ud800"`})
+	path := rapid.SampledFrom([]string{"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+	rapid.Check(t, func(t *rapid.T) {
+		var text strings.Builder
+		text.WriteString(space.Draw(t, "before") + "{" + space.Draw(t, "inside"))
+		for i := range rapid.IntRange(0, 5).Draw(t, "members") {
+			if i > 0 {
+				text.WriteString("," + space.Draw(t, "between"))
+			}
+			text.WriteString(key.Draw(t, "key") + ":" + space.Draw(t, "colon") + value.Draw(t, "value"))
+		}
+		text.WriteString("}" + space.Draw(t, "after"))
+		client := text.String()
+		body, ok := ParseBody([]byte(client))
+		if !ok {
+			t.Fatalf("%s is no object", client)
+		}
+
+		u := Upstream{Body: []byte(client)}
+		if rapid.Bool().Draw(t, "usage") && len(body.top) > 0 {
+			u.Head, u.Body = []byte(`{"first":true,`), u.Body[strings.Index(client, "{")+1:]
+		}
+		sent := u.withFields(jsonField{"kv_transfer_params", `{"a":1}`}, jsonField{"rid", `"r"`})
+		whole := string(sent.Head) + string(sent.Body)
+		decode, ok := ParseBody([]byte(whole))
+		if !ok || !strings.HasPrefix(whole, `{"kv_transfer_params":{"a":1},"rid":"r"`) || !strings.HasSuffix(whole, client[strings.Index(client, "{")+1:]) {
+			t.Fatalf("%s became %s", client, whole)
+		}
+		if string(body.Raw) != client {
+			t.Fatalf("the client's bytes became %s", body.Raw)
+		}
+		for _, m := range body.top {
+			if got := fieldOf(decode.top, m.key); got.Raw != m.value.Raw {
+				t.Fatalf("%s: %q became %s", client, m.key, got.Raw)
+			}
+		}
+
+		route := path.Draw(t, "path")
+		leg := prefillBody(route, body, `{"p":1}`)
+		prefill, ok := ParseBody(leg)
+		if !ok {
+			t.Fatalf("%s became %s", client, leg)
+		}
+		want := map[string]string{"stream": "false", "kv_transfer_params": `{"p":1}`, "min_tokens": "", "stream_options": ""}
+		switch {
+		case route == "/v1/responses":
+			want["max_output_tokens"], want["store"], want["max_tokens"] = "1", "false", ""
+		case route == "/v1/chat/completions" && body.Get("max_completion_tokens").Exists():
+			want["max_completion_tokens"], want["max_tokens"] = "1", ""
+		default:
+			want["max_tokens"] = "1"
+		}
+		for _, m := range body.top {
+			if _, changed := want[m.key]; !changed {
+				want[m.key] = m.value.Raw
+			}
+		}
+		for name, raw := range want {
+			if got := fieldOf(prefill.top, name); got.Raw != raw || (raw == "" && got.Exists()) {
+				t.Fatalf("%s on %s became %s: %q should be %q", client, route, leg, name, raw)
+			}
+		}
+	})
+}
+
+func TestRoomsHave63Bits(t *testing.T) {
+	high := false
+	for range 200 {
+		room := newRoom()
+		if room >= 1<<63 {
+			t.Fatalf("%d", room)
+		}
+		high = high || room >= 1<<62
+		if fields := sglangFields(Bootstrap{"h", 1}, room); !gjson.Valid(fields[3].raw) || gjson.Get(fields[3].raw, "bootstrap_room").Uint() != room {
+			t.Fatalf("%d is written as %s", room, fields[3].raw)
+		}
+	}
+	if !high {
+		t.Error("200 rooms, none with its highest bit")
+	}
+}
