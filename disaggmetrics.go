@@ -69,7 +69,7 @@ func (r *sharedRequest) result(ctx context.Context, status int, err error) strin
 	var refusal *prefillRefusal
 	var prefill *prefillFailure
 	switch {
-	case ctx.Err() != nil:
+	case err != nil && ctx.Err() != nil:
 		return sharedAbandoned
 	case err == nil && status >= http.StatusInternalServerError:
 		return sharedDecodeFailed
