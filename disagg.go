@@ -50,7 +50,7 @@ const (
 	// abortTimeout bounds the telling of a worker that nobody waits for its
 	// answer, and abortsAtOnce how many are told at a time; one that is not told
 	// sees the closed connection.
-	abortTimeout = 2 * time.Second
+	abortTimeout = 5 * time.Second
 	abortsAtOnce = 64
 	// enginesKept bounds the engine ids that are remembered.
 	enginesKept = 4096
@@ -490,7 +490,9 @@ func (s *Pairs) abort(l legs, t Target) {
 	default:
 		return
 	}
-	header := http.Header{"Content-Type": {"application/json"}}
+	// Of no length, the key is not sent and lets the client try again on another
+	// connection where the worker has closed the one that was kept.
+	header := http.Header{"Content-Type": {"application/json"}, "Idempotency-Key": {}}
 	if key := l.decode.Header.Get("Authorization"); key != "" {
 		header.Set("Authorization", key)
 	}

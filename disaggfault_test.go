@@ -153,7 +153,7 @@ func failsOneLeg(t *testing.T, kind Kind, leg Leg, f fault, stream, enforce bool
 	}
 	if received := other.received(); len(received) > 0 && !(leg == LegDecode && f.stage == "body") {
 		rid := gjson.Get(received[0], "rid").Str
-		eventually(t, 5*time.Second, "the other leg was told to abort", func() bool { return slices.Contains(other.aborted(), rid) })
+		eventually(t, faultLimit, "the other leg was told to abort", func() bool { return slices.Contains(other.aborted(), rid) })
 	}
 }
 
