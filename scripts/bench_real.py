@@ -261,7 +261,8 @@ class Router:
         ]  # fmt: skip
         if args.model or attach:
             self.command += ["--model", args.model or first_model(attach[0].removeprefix("url=").split(",")[0])["root"]]
-        self.command += args.router_args
+        if attach or not args.shared:  # else it only starts the workers
+            self.command += args.router_args
         if attach:
             return
         # vLLM keeps one block for itself, and refuses to start if the others cannot hold one longest request.
