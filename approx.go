@@ -202,62 +202,61 @@ func (a *Approx) Routed(w WorkerKey, local []uint64) *Assumed {
 // blocks it filled, and how many of the prompt's had been found cached; -1: not
 // known. It must be called once. Of nil it does nothing.
 func (p *Assumed) End(answer, cached int) {
-	if p == nil {
-		return
-	}
-	a, c := p.index, p.cache
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if a.caches[p.worker] != c {
-		return // was cleared meanwhile
-	}
-	now := a.now().UnixNano()
-	if !a.trusting {
-		a.correct(p, cached)
-	}
-	if n := len(p.held); n > 0 {
-		c.answers[p.held[n-1]] = max(c.answers[p.held[n-1]], int32(answer))
-	}
-	a.evicted = a.evicted[:0]
-	for range answer {
-		b := a.take(c)
-		if b == 0 {
-			break
+	p.ended(func(a *Approx, c *assumedCache, now int64) {
+		if !a.trusting {
+			a.correct(p, cached)
 		}
-		c.pool.setKey(b, rand.Uint64())
-		p.held = append(p.held, b)
-	}
-	a.Radix.Remove(p.worker, a.evicted)
-	for _, b := range slices.Backward(p.held) {
-		c.used[b] = now
-		c.pool.release(b)
-	}
-	a.expire(now)
+		if n := len(p.held); n > 0 {
+			c.answers[p.held[n-1]] = max(c.answers[p.held[n-1]], int32(answer))
+		}
+		a.evicted = a.evicted[:0]
+		for range answer {
+			b := a.take(c)
+			if b == 0 {
+				break
+			}
+			c.pool.setKey(b, rand.Uint64())
+			p.held = append(p.held, b)
+		}
+		for _, b := range slices.Backward(p.held) {
+			c.used[b] = now
+			c.pool.release(b)
+		}
+	})
 }
 
 // Fail is End for a request that its worker failed: the blocks that no other
 // request ever finished with may not have been computed, and are given up.
 func (p *Assumed) Fail() {
+	p.ended(func(a *Approx, c *assumedCache, now int64) {
+		a.evicted = a.evicted[:0]
+		for _, b := range slices.Backward(p.held) {
+			finished := c.used[b] != 0
+			if finished {
+				c.used[b] = now
+			}
+			if c.pool.release(b); !finished && c.pool.blocks[b].refs == 0 {
+				a.evicted = append(a.evicted, c.pool.evict(b))
+			}
+		}
+	})
+}
+
+// ended has release give back p's blocks, under the lock, and takes those off the
+// index that it leaves in a.evicted. It does nothing if the worker was cleared
+// meanwhile. now is in Unix ns.
+func (p *Assumed) ended(release func(a *Approx, c *assumedCache, now int64)) {
 	if p == nil {
 		return
 	}
-	a, c := p.index, p.cache
+	a := p.index
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if a.caches[p.worker] != c {
-		return // was cleared meanwhile
+	if a.caches[p.worker] != p.cache {
+		return
 	}
 	now := a.now().UnixNano()
-	a.evicted = a.evicted[:0]
-	for _, b := range slices.Backward(p.held) {
-		finished := c.used[b] != 0
-		if finished {
-			c.used[b] = now
-		}
-		if c.pool.release(b); !finished && c.pool.blocks[b].refs == 0 {
-			a.evicted = append(a.evicted, c.pool.evict(b))
-		}
-	}
+	release(a, p.cache, now)
 	a.Radix.Remove(p.worker, a.evicted)
 	a.expire(now)
 }
