@@ -25,19 +25,11 @@ func (k CacheKnobs) validate() error {
 	if !(k.CacheThreshold >= 0 && k.CacheThreshold <= 1) {
 		return fmt.Errorf("--cache-threshold %v: give a share from 0 to 1", k.CacheThreshold)
 	}
-	for _, knob := range []struct {
-		flag  string
-		value float64
-	}{
+	return checkNotNegative([]knobValue{
 		{"--variance-k", k.VarianceK},
 		{"--balance-abs-threshold", k.BalanceAbsThreshold},
 		{"--balance-rel-threshold", k.BalanceRelThreshold},
-	} {
-		if !(knob.value >= 0) || math.IsInf(knob.value, 1) {
-			return fmt.Errorf("%s %v: give a number of at least 0", knob.flag, knob.value)
-		}
-	}
-	return nil
+	})
 }
 
 // routesByMatch tells whether a policy is one of this file, which may use prefix

@@ -29,22 +29,33 @@ func DefaultPolicyKnobs() PolicyKnobs {
 }
 
 func (k PolicyKnobs) validate() error {
-	for _, knob := range []struct {
-		flag  string
-		value float64
-	}{
+	if err := checkNotNegative([]knobValue{
 		{"--prefill-load-scale", k.PrefillLoadScale},
 		{"--overlap-score-credit", k.OverlapScoreCredit},
 		{"--overlap-score-credit-decay", k.OverlapScoreCreditDecay},
 		{"--decode-active-request-weight", k.DecodeActiveRequestWeight},
 		{"--router-temperature", k.RouterTemperature},
 		{"--overlap-score-weight", k.resolved().PrefillLoadScale},
-	} {
+	}); err != nil {
+		return err
+	}
+	return k.CacheKnobs.validate()
+}
+
+// knobValue is a flag and its value.
+type knobValue struct {
+	flag  string
+	value float64
+}
+
+// checkNotNegative refuses a value that is less than 0, or no finite number.
+func checkNotNegative(knobs []knobValue) error {
+	for _, knob := range knobs {
 		if !(knob.value >= 0) || math.IsInf(knob.value, 1) {
 			return fmt.Errorf("%s %v: give a number of at least 0", knob.flag, knob.value)
 		}
 	}
-	return k.CacheKnobs.validate()
+	return nil
 }
 
 // resolved applies the older name.
