@@ -335,6 +335,27 @@ func (c *plainCache) find(key uint64) int {
 
 func (c *plainCache) has(key uint64) bool { return c.users[key] > 0 || c.find(key) >= 0 }
 
+// checkMatches holds the matches of prompts in an index against what a model of
+// each worker, in their order, has by sequence hash.
+func checkMatches(t *rapid.T, x Index, prompts [][]uint64, workers []WorkerKey, has func(w WorkerKey, key uint64) bool) {
+	for _, local := range prompts {
+		var want []Match
+		keys := SequenceHashes(nil, local)
+		for _, w := range workers {
+			n := 0
+			for n < len(keys) && has(w, keys[n]) {
+				n++
+			}
+			if n > 0 {
+				want = append(want, Match{w, n})
+			}
+		}
+		if got := x.Match(local, nil); !slices.Equal(got, want) {
+			t.Fatalf("match of %v: %v, want %v", local, got, want)
+		}
+	}
+}
+
 // use takes the block, newly if it must, and tells whether there was room.
 func (c *plainCache) use(key uint64) bool {
 	if i := c.find(key); i >= 0 {
@@ -512,24 +533,7 @@ func TestApproxEqualsModel(t *testing.T) {
 						c.lose(clock.Add(-ttl))
 					}
 				}
-				for _, local := range prompts {
-					var want []Match
-					for _, w := range workers {
-						n := 0
-						if c := model[w]; c != nil {
-							keys := SequenceHashes(nil, local)
-							for n < len(keys) && c.has(keys[n]) {
-								n++
-							}
-						}
-						if n > 0 {
-							want = append(want, Match{w, n})
-						}
-					}
-					if got := x.Match(local, nil); !slices.Equal(got, want) {
-						t.Fatalf("match of %v: %v, want %v", local, got, want)
-					}
-				}
+				checkMatches(t, x, prompts, workers, func(w WorkerKey, key uint64) bool { return model[w] != nil && model[w].has(key) })
 				if err := x.check(); err != nil {
 					t.Fatal(err)
 				}

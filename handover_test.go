@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bytes"
 	"math"
 	"strings"
 	"testing"
@@ -111,15 +110,7 @@ func TestTwoRunsApartAreEqual(t *testing.T) {
 	for _, policy := range []string{"kv", "work", "random"} {
 		s := apart(simulation(requests, policy, 64), 4)
 		s.EventLag = 20 * time.Millisecond
-		var texts [2]bytes.Buffer
-		for i := range texts {
-			if err := writeReportsJSON(&texts[i], []*SimReport{mustRun(t, s)}); err != nil {
-				t.Fatal(err)
-			}
-		}
-		if texts[0].String() != texts[1].String() {
-			t.Errorf("%s: two runs differ:\n%s%s", policy, &texts[0], &texts[1])
-		}
+		checkRunsAreEqual(t, s)
 	}
 }
 

@@ -347,24 +347,7 @@ func TestPrefixTreesEqualModel(t *testing.T) {
 				delete(model, workers[1])
 			},
 			"": func(t *rapid.T) {
-				for _, local := range prompts {
-					var want []Match
-					for _, w := range workers {
-						n := 0
-						if c := model[w]; c != nil {
-							keys := SequenceHashes(nil, local)
-							for n < len(keys) && c.has(keys[n]) {
-								n++
-							}
-						}
-						if n > 0 {
-							want = append(want, Match{w, n})
-						}
-					}
-					if got := x.Match(local, nil); !slices.Equal(got, want) {
-						t.Fatalf("match of %v: %v, want %v", local, got, want)
-					}
-				}
+				checkMatches(t, x, prompts, workers, func(w WorkerKey, key uint64) bool { return model[w] != nil && model[w].has(key) })
 				for w, c := range model {
 					if held := x.caches[w].pool.held(); held != c.held() || held > 2*size {
 						t.Fatalf("%v holds %d blocks, want %d", w, held, c.held())

@@ -142,6 +142,20 @@ func TestSimulatorGivesDynamosRows(t *testing.T) {
 	compare("kv", kvTunedRows, tuned, 0.005, 0.05)
 }
 
+// checkRunsAreEqual runs s twice and compares all that the reports tell.
+func checkRunsAreEqual(t *testing.T, s Simulation) {
+	t.Helper()
+	var texts [2]bytes.Buffer
+	for i := range texts {
+		if err := writeReportsJSON(&texts[i], []*SimReport{mustRun(t, s)}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if texts[0].String() != texts[1].String() {
+		t.Errorf("%s: two runs differ:\n%s%s", s.Policy, &texts[0], &texts[1])
+	}
+}
+
 func TestTwoRunsOfOneSeedAreEqual(t *testing.T) {
 	agents := agenticSettings(t)
 	agents.Workflows = 10
@@ -149,15 +163,7 @@ func TestTwoRunsOfOneSeedAreEqual(t *testing.T) {
 		for _, policy := range PolicyNames {
 			s := simulation(requests, policy, 64)
 			s.EventLag = 20 * time.Millisecond
-			var texts [2]bytes.Buffer
-			for i := range texts {
-				if err := writeReportsJSON(&texts[i], []*SimReport{mustRun(t, s)}); err != nil {
-					t.Fatal(err)
-				}
-			}
-			if texts[0].String() != texts[1].String() {
-				t.Errorf("%s: two runs differ:\n%s%s", policy, &texts[0], &texts[1])
-			}
+			checkRunsAreEqual(t, s)
 		}
 	}
 }
