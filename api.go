@@ -249,7 +249,7 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 	shared := kind != noPrompt && (a.router.Paired() || a.config.EnforceDisagg)
 	var why string
 	if shared {
-		why, request.Kinds = whyWhole(path, parsed, request.Pinned != nil, multiple)
+		why, request.Kinds = whyWhole(path, parsed, hints.Whole, multiple)
 	}
 	if hints.Query {
 		a.settle(c, x, a.answerQuery(c, kind, parsed.Get("stream").Bool(), request, shared, why, prompt.Tokens))

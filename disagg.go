@@ -9,8 +9,10 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"math"
 	"net/http"
 	"net/http/httptrace"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -252,25 +254,35 @@ func (s *Pairs) legs(ctx context.Context, u Upstream, parsed *Body, pair Pair) (
 		l.decode = u.withFields(jsonField{"kv_transfer_params", second})
 	case KindSGLang:
 		l.rid = name
-		fields := sglangFields(target.Bootstrap, newRoom())
+		fields := sglangFields(target.Bootstrap, newRoom(target))
 		if own := parsed.Get("rid"); own.Type == gjson.String {
 			l.rid = own.Str
 		} else {
 			fields = append(fields, jsonField{"rid", quoted(name)})
 		}
+		l.prefill = u.withFields(fields...)
+		if target.Ranks > 1 {
+			fields = append(fields, jsonField{"disagg_prefill_dp_rank", strconv.FormatUint(uint64(target.Key.Rank), 10)})
+		}
 		l.decode = u.withFields(fields...)
-		l.prefill = l.decode
 	}
 	l.decode.Uncorrecting = true // what it has of the prompt came from the other
 	return l, nil
 }
 
 // newRoom returns the number under which both SGLang servers find each other's
-// part of a request: 63 bits, as their own.
-func newRoom() uint64 {
+// part of a request: 63 bits, as their own. Of a prefill worker with several
+// data-parallel ranks, t's is the one that SGLang itself gives the room to: the
+// room modulo their number.
+func newRoom(t Target) uint64 {
 	var b [8]byte
 	rand.Read(b[:])
-	return binary.LittleEndian.Uint64(b[:]) >> 1
+	room := binary.LittleEndian.Uint64(b[:]) >> 1
+	if ranks := uint64(t.Ranks); ranks > 1 {
+		room = min(room, math.MaxInt64-ranks)
+		room += uint64(t.Key.Rank) - room%ranks
+	}
+	return room
 }
 
 // nonce returns 16 hexadecimal digits that no other request has.

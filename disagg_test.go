@@ -3,7 +3,9 @@ package main
 import (
 	"context"
 	"fmt"
+	"maps"
 	"net/http"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -94,6 +96,41 @@ func TestRoomsMatchAndNeverRepeat(t *testing.T) {
 	}
 	if len(rids) != requests {
 		t.Errorf("%d ids to abort by for %d requests", len(rids), requests)
+	}
+}
+
+// TestRanksOfSGLangWorkersAreThoseChosen: each leg names its rank, and the decode
+// worker learns that of the prompt.
+func TestRanksOfSGLangWorkersAreThoseChosen(t *testing.T) {
+	var mu sync.Mutex // guards asked
+	asked := map[string]int{}
+	h := newPairHouse(t, Config{}, KindSGLang, 1, 1, func(id uint64, serve engineServe) engineServe {
+		return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
+			rank := r.Header.Get(headerRank)
+			room := strconv.FormatUint(body.Get("bootstrap_room").Uint()%2, 10)
+			if of := body.Get("disagg_prefill_dp_rank").Raw; id == 0 && (room != rank || of != "") || id == 10 && room != of {
+				t.Errorf("worker %d rank %s got %s", id, rank, body.Raw)
+			}
+			mu.Lock()
+			asked[fmt.Sprintf("%d.%s", id, rank)]++
+			mu.Unlock()
+			serve(w, r, body)
+		}
+	})
+	for _, target := range h.router.Targets() {
+		for rank := range uint32(2) {
+			target.Ranks, target.Key.Rank = 2, rank
+			h.router.Up(target)
+		}
+	}
+	for range 20 {
+		if response, answer := h.post(t, chatPath, sharedChat(false)); response.StatusCode != http.StatusOK || !strings.Contains(answer, "decoded") {
+			t.Fatalf("%s: %s", response.Status, answer)
+		}
+	}
+	h.settled(t)
+	if want := map[string]int{"0.0": 10, "0.1": 10, "10.0": 10, "10.1": 10}; !maps.Equal(asked, want) {
+		t.Errorf("requests by worker and rank %v, want %v", asked, want)
 	}
 }
 
@@ -369,6 +406,68 @@ func TestClientThatLeavesEndsBothLegs(t *testing.T) {
 			})
 		}
 	}
+}
+
+// TestNamedPair: the workers that a request names share it, or it fails; what is
+// left unnamed is chosen. 3 names nobody.
+func TestNamedPair(t *testing.T) {
+	for _, test := range []struct {
+		name, nvext     string
+		headers         []string
+		prefill, decode string // who serves it; no prefill: the decode worker all of it; neither: it fails with 503
+	}{
+		{name: "both", nvext: `{"prefill_worker_id":1,"decode_worker_id":11}`, prefill: "1", decode: "11"},
+		{name: "both by headers", nvext: `{}`, headers: []string{headerPinnedPrefill, "1", headerPinnedWorker, "11"}, prefill: "1", decode: "11"},
+		{name: "the decode worker", nvext: `{"decode_worker_id":11}`, prefill: "any", decode: "11"},
+		{name: "the prefill worker", nvext: `{"prefill_worker_id":1}`, prefill: "1", decode: "any"},
+		{name: "one for all of it", nvext: `{"backend_instance_id":11}`, decode: "11"},
+		{name: "one, as told of what stays whole", nvext: `{"prefill_worker_id":11,"decode_worker_id":11}`, decode: "11"},
+		{name: "an unknown prefill worker", nvext: `{"prefill_worker_id":3}`},
+		{name: "an unknown decode worker", nvext: `{"prefill_worker_id":1,"decode_worker_id":3}`},
+		{name: "a decode worker to prefill", nvext: `{"prefill_worker_id":10,"decode_worker_id":11}`},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			h := newPairHouse(t, Config{DisaggKnobs: DisaggKnobs{DisaggMinUncachedTokens: 256}}, KindNIXL, 2, 2, nil)
+			for range 4 {
+				response, answer := h.post(t, chatPath, sharedChat(false, jsonField{"nvext", test.nvext}), test.headers...)
+				prefill, decode := response.Header.Get(headerPrefillWorker), response.Header.Get(headerWorker)
+				if test.prefill == "" && test.decode == "" {
+					if response.StatusCode != http.StatusServiceUnavailable || !strings.Contains(answer, "no other is taken in its place") {
+						t.Errorf("%s: %s", response.Status, answer)
+					}
+					continue
+				}
+				is := func(got, want string) bool { return got == want || want == "any" && got != "" }
+				if response.StatusCode != http.StatusOK || !is(prefill, test.prefill) || !is(decode, test.decode) {
+					t.Errorf("%s: prefill %q, decode %q: %s", response.Status, prefill, decode, answer)
+				}
+			}
+			h.settled(t)
+		})
+	}
+	t.Run("short prompts, too", func(t *testing.T) {
+		h := newPairHouse(t, Config{DisaggKnobs: DisaggKnobs{DisaggMinUncachedTokens: 256}}, KindNIXL, 1, 1, nil)
+		response, answer := h.post(t, chatPath, `{"model":"m","messages":[{"role":"user","content":"Hi"}],"nvext":{"prefill_worker_id":0}}`)
+		if response.Header.Get(headerPrefillWorker) != "0" {
+			t.Errorf("%s: %s", response.Status, answer)
+		}
+	})
+	t.Run("nobody takes the place of one that fails", func(t *testing.T) {
+		h := newPairHouse(t, Config{}, KindNIXL, 2, 1, func(id uint64, serve engineServe) engineServe {
+			if id == 1 {
+				return func(w http.ResponseWriter, r *http.Request, _ gjson.Result) { hangUp(w, r) }
+			}
+			return serve
+		})
+		response, answer := h.post(t, chatPath, sharedChat(false, jsonField{"nvext", `{"prefill_worker_id":1}`}))
+		if response.StatusCode != http.StatusBadGateway || !strings.Contains(answer, "prefill worker 1") {
+			t.Errorf("%s: %s", response.Status, answer)
+		}
+		if n := len(h.decode[0].received()) + len(h.prefill[0].received()); n != 0 {
+			t.Errorf("%d others got it", n)
+		}
+		h.settled(t)
+	})
 }
 
 func TestQueryTellsBothWorkers(t *testing.T) {

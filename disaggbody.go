@@ -26,9 +26,10 @@ var splitRoutes = map[string]bool{
 }
 
 // whyWhole says why a request is to stay whole, if it is, and which kinds of
-// workers can share it all the same where none takes it whole; 0: any. SGLang
-// makes a room of its own for each of several answers.
-func whyWhole(path string, body *Body, pinned, multiple bool) (why string, kinds Kinds) {
+// workers can share it all the same where none takes it whole; 0: any. whole: its
+// sender names one worker for all of it. SGLang makes a room of its own for each
+// of several answers.
+func whyWhole(path string, body *Body, whole, multiple bool) (why string, kinds Kinds) {
 	several := func(key string) bool { return body.Get(key).Int() > 1 }
 	asks := func(key string) bool {
 		v := body.Get(key)
@@ -37,7 +38,7 @@ func whyWhole(path string, body *Body, pinned, multiple bool) (why string, kinds
 	switch {
 	case !splitRoutes[path]:
 		return wholeNoPath, kindsOf(KindNone)
-	case pinned:
+	case whole:
 		return wholePinned, kindsOf(KindNone)
 	case asks("kv_transfer_params"), asks("bootstrap_room"):
 		return wholeOwn, kindsOf(KindNone)

@@ -82,7 +82,7 @@ func TestBodiesOfLegs(t *testing.T) {
 func TestRoomsHave63Bits(t *testing.T) {
 	high := false
 	for range 200 {
-		room := newRoom()
+		room := newRoom(Target{Ranks: 1})
 		if room >= 1<<63 {
 			t.Fatalf("%d", room)
 		}
@@ -93,5 +93,20 @@ func TestRoomsHave63Bits(t *testing.T) {
 	}
 	if !high {
 		t.Error("200 rooms, none with its highest bit")
+	}
+}
+
+// TestRoomsNameARank: SGLang gives a room to the rank that it is modulo their
+// number.
+func TestRoomsNameARank(t *testing.T) {
+	for ranks := range 9 {
+		for rank := range uint32(max(1, ranks)) {
+			for range 50 {
+				room := newRoom(Target{Key: WorkerKey{Rank: rank}, Ranks: ranks})
+				if got := room % uint64(max(1, ranks)); room >= 1<<63 || got != uint64(rank) {
+					t.Fatalf("rank %d of %d: room %d names rank %d", rank, ranks, room, got)
+				}
+			}
+		}
 	}
 }

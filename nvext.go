@@ -14,11 +14,14 @@ import (
 	"github.com/tidwall/gjson"
 )
 
-// Headers by which a client names the worker that it wants, as Dynamo's frontend
-// takes them. They go before what the body says.
+// Headers by which a client names the worker that it wants, and that of the
+// prompt where two share the request, as Dynamo's frontend takes them. They go
+// before what the body says.
 const (
-	headerPinnedWorker = "X-Worker-Instance-Id"
-	headerPinnedRank   = "X-Dp-Rank"
+	headerPinnedWorker  = "X-Worker-Instance-Id"
+	headerPinnedRank    = "X-Dp-Rank"
+	headerPinnedPrefill = "X-Prefill-Instance-Id"
+	headerPrefillRank   = "X-Prefill-Dp-Rank"
 )
 
 // Annotations of nvext that mean something here; all others are ignored.
@@ -33,6 +36,8 @@ const (
 type routingHints struct {
 	Query          bool       // tell who would be chosen, and send nothing
 	Pinned         *WorkerKey // this worker and no other
+	PinnedPrefill  *WorkerKey // the same of the prompt, where two share the request
+	Whole          bool       // nobody is to share it with the worker that is named
 	PriorityJump   float64    // seconds by which the request counts as having come earlier
 	StrictPriority uint32     // higher ones leave the queue first
 	ExpectedOutput int        // tokens; 0: unknown
@@ -41,7 +46,7 @@ type routingHints struct {
 
 // apply puts the hints into the router's form of the request.
 func (h routingHints) apply(request *Request) {
-	request.QueryOnly, request.Pinned = h.Query, h.Pinned
+	request.QueryOnly, request.Pinned, request.PinnedPrefill = h.Query, h.Pinned, h.PinnedPrefill
 	request.PriorityJump, request.StrictPriority = h.PriorityJump, h.StrictPriority
 	request.ExpectedOutput, request.Prefix = h.ExpectedOutput, h.Prefix
 }
@@ -71,7 +76,7 @@ func readHints(header http.Header, nvext gjson.Result) (hints routingHints, bad 
 		r.agentHints(nvext.Get("agent_hints"), &hints)
 	}
 	r.prefixHeaders(header, &hints.Prefix)
-	var worker, rank hint
+	var worker, rank, prefill, prefillRank hint
 	if hints.Pinned != nil {
 		worker = hint{"nvext.annotations", strconv.FormatUint(hints.Pinned.Worker, 10)}
 	}
@@ -80,20 +85,44 @@ func readHints(header http.Header, nvext gjson.Result) (hints routingHints, bad 
 		hint
 	}{
 		{&worker, hint{"nvext.backend_instance_id", rawOf(nvext.Get("backend_instance_id"))}},
+		{&worker, hint{paramDecodeWorker, rawOf(nvext.Get("decode_worker_id"))}},
 		{&worker, hint{headerPinnedWorker, header.Get(headerPinnedWorker)}},
 		{&rank, hint{"nvext.dp_rank", rawOf(nvext.Get("dp_rank"))}},
+		{&rank, hint{"nvext.decode_dp_rank", rawOf(nvext.Get("decode_dp_rank"))}},
 		{&rank, hint{headerPinnedRank, header.Get(headerPinnedRank)}},
+		{&prefill, hint{"nvext.prefill_worker_id", rawOf(nvext.Get("prefill_worker_id"))}},
+		{&prefill, hint{headerPinnedPrefill, header.Get(headerPinnedPrefill)}},
+		{&prefillRank, hint{"nvext.prefill_dp_rank", rawOf(nvext.Get("prefill_dp_rank"))}},
+		{&prefillRank, hint{headerPrefillRank, header.Get(headerPrefillRank)}},
 	} {
 		if source.text != "" {
 			*source.into = source.hint
 		}
 	}
-	if worker.text != "" {
-		hints.Pinned = &WorkerKey{Worker: r.whole(worker, 64), Rank: uint32(r.whole(rank, 32))}
-	} else if rank.text != "" {
-		r.fail(rank, "given together with a worker's id ("+headerPinnedWorker+" or nvext.backend_instance_id)")
+	hints.Pinned = r.worker(worker, rank, headerPinnedWorker+" or nvext.backend_instance_id")
+	hints.PinnedPrefill = r.worker(prefill, prefillRank, headerPinnedPrefill+" or nvext.prefill_worker_id")
+	switch {
+	case hints.Pinned == nil:
+	case hints.PinnedPrefill == nil:
+		hints.Whole = worker.param != paramDecodeWorker
+	case *hints.PinnedPrefill == *hints.Pinned: // as a dry run tells it of one that stays whole
+		hints.PinnedPrefill, hints.Whole = nil, true
 	}
 	return hints, r.bad
+}
+
+// paramDecodeWorker names a worker that leaves the prompt to others.
+const paramDecodeWorker = "nvext.decode_worker_id"
+
+// worker reads the name of a worker; nil: there is none. by says how it is given.
+func (r *hintReader) worker(id, rank hint, by string) *WorkerKey {
+	if id.text != "" {
+		return &WorkerKey{Worker: r.whole(id, 64), Rank: uint32(r.whole(rank, 32))}
+	}
+	if rank.text != "" {
+		r.fail(rank, "given together with a worker's id ("+by+")")
+	}
+	return nil
 }
 
 // rawOf returns a field's JSON; empty: there is none, or null.
@@ -172,14 +201,21 @@ func (r *hintReader) whole(h hint, bits int) uint64 {
 	return n
 }
 
-// pinnedError says that the worker which a request asks for cannot serve it.
+// pinnedError says that a worker which a request asks for cannot serve it.
 type pinnedError struct {
-	worker WorkerKey
-	err    error
+	worker, prefill *WorkerKey // not both nil
+	err             error
 }
 
 func (e *pinnedError) Error() string {
-	return fmt.Sprintf("worker %d rank %d, which the request names, cannot take it (%v); no other is taken in its place", e.worker.Worker, e.worker.Rank, e.err)
+	var named []string
+	if e.prefill != nil {
+		named = append(named, fmt.Sprintf("prefill worker %d rank %d", e.prefill.Worker, e.prefill.Rank))
+	}
+	if e.worker != nil {
+		named = append(named, fmt.Sprintf("worker %d rank %d", e.worker.Worker, e.worker.Rank))
+	}
+	return fmt.Sprintf("%s, which the request names, cannot take it (%v); no other is taken in its place", strings.Join(named, " with "), e.err)
 }
 
 func (e *pinnedError) Unwrap() error { return e.err }
@@ -188,7 +224,7 @@ func (e *pinnedError) Unwrap() error { return e.err }
 func (a *API) decide(ctx context.Context, request Request) (Decision, error) {
 	decision, err := a.router.Route(ctx, request)
 	if err != nil && request.Pinned != nil {
-		err = &pinnedError{*request.Pinned, err}
+		err = &pinnedError{request.Pinned, nil, err}
 	}
 	return decision, err
 }
@@ -197,9 +233,12 @@ func (a *API) decide(ctx context.Context, request Request) (Decision, error) {
 // is to stay whole, if it is.
 func (a *API) decidePair(ctx context.Context, request Request, why string) (Pair, error) {
 	rule := PairRule{LeastUncached: a.config.DisaggMinUncachedTokens, Whole: why, Enforce: a.config.EnforceDisagg}
+	if request.PinnedPrefill != nil && why == wholePrefilled {
+		return Pair{}, ErrNoPair // its prefill worker has failed
+	}
 	pair, err := a.router.RoutePair(ctx, request, rule)
-	if err != nil && request.Pinned != nil {
-		err = &pinnedError{*request.Pinned, err}
+	if err != nil && (request.Pinned != nil || request.PinnedPrefill != nil) {
+		err = &pinnedError{request.Pinned, request.PinnedPrefill, err}
 	}
 	return pair, err
 }

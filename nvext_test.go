@@ -13,9 +13,11 @@ import (
 func TestHintsAreReadFromBodyAndHeaders(t *testing.T) {
 	worker := func(id uint64, rank uint32) *WorkerKey { return &WorkerKey{Worker: id, Rank: rank} }
 	for _, c := range []struct {
-		nvext, headerWorker, headerRank string
-		want                            routingHints
-		bad                             string // the parameter at fault
+		nvext                            string
+		headerWorker, headerRank         string
+		headerPrefill, headerPrefillRank string
+		want                             routingHints
+		bad                              string // the parameter at fault
 	}{
 		{nvext: ``},
 		{nvext: `null`},
@@ -24,12 +26,20 @@ func TestHintsAreReadFromBodyAndHeaders(t *testing.T) {
 		{nvext: `{"annotations":["formatted_prompt","token_ids","x:y",7],"greed_sampling":true,"extra_fields":["worker_id"]}`},
 		{nvext: `{"annotations":["llm_metrics","query_instance_id"]}`, want: routingHints{Query: true}},
 		{nvext: `{"annotations":["query_instance_id:"]}`, want: routingHints{Query: true}},
-		{nvext: `{"annotations":["worker_instance_id:3"]}`, want: routingHints{Pinned: worker(3, 0)}},
+		{nvext: `{"annotations":["worker_instance_id:3"]}`, want: routingHints{Pinned: worker(3, 0), Whole: true}},
 		{nvext: `{"annotations":["worker_instance_id"]}`},
-		{nvext: `{"backend_instance_id":18446744073709551615,"dp_rank":2}`, want: routingHints{Pinned: worker(1<<64-1, 2)}},
-		{nvext: `{"backend_instance_id":4,"annotations":["worker_instance_id:3","query_instance_id"]}`, want: routingHints{Pinned: worker(4, 0), Query: true}},
-		{nvext: `{"backend_instance_id":4,"dp_rank":1}`, headerWorker: "5", headerRank: "6", want: routingHints{Pinned: worker(5, 6)}},
-		{headerWorker: "5", want: routingHints{Pinned: worker(5, 0)}},
+		{nvext: `{"backend_instance_id":18446744073709551615,"dp_rank":2}`, want: routingHints{Pinned: worker(1<<64-1, 2), Whole: true}},
+		{nvext: `{"backend_instance_id":4,"annotations":["worker_instance_id:3","query_instance_id"]}`, want: routingHints{Pinned: worker(4, 0), Whole: true, Query: true}},
+		{nvext: `{"backend_instance_id":4,"dp_rank":1}`, headerWorker: "5", headerRank: "6", want: routingHints{Pinned: worker(5, 6), Whole: true}},
+		{headerWorker: "5", want: routingHints{Pinned: worker(5, 0), Whole: true}},
+		{nvext: `{"decode_worker_id":5,"decode_dp_rank":1}`, want: routingHints{Pinned: worker(5, 1)}},
+		{nvext: `{"decode_worker_id":5,"backend_instance_id":4}`, want: routingHints{Pinned: worker(5, 0)}},
+		{nvext: `{"decode_worker_id":5}`, headerWorker: "6", want: routingHints{Pinned: worker(6, 0), Whole: true}},
+		{nvext: `{"prefill_worker_id":3,"prefill_dp_rank":2}`, want: routingHints{PinnedPrefill: worker(3, 2)}},
+		{nvext: `{"prefill_worker_id":3,"decode_worker_id":5}`, want: routingHints{PinnedPrefill: worker(3, 0), Pinned: worker(5, 0)}},
+		{nvext: `{"prefill_worker_id":3,"backend_instance_id":5}`, want: routingHints{PinnedPrefill: worker(3, 0), Pinned: worker(5, 0)}},
+		{nvext: `{"prefill_worker_id":5,"decode_worker_id":5,"prefill_dp_rank":1,"decode_dp_rank":1}`, want: routingHints{Pinned: worker(5, 1), Whole: true}},
+		{nvext: `{"prefill_worker_id":3}`, headerPrefill: "4", headerPrefillRank: "1", want: routingHints{PinnedPrefill: worker(4, 1)}},
 		{nvext: `{"agent_hints":{"priority":5,"strict_priority":4294967295,"osl":1024,"speculative_prefill":true}}`,
 			want: routingHints{PriorityJump: 5, StrictPriority: 1<<32 - 1, ExpectedOutput: 1024, Prefix: PrefixHints{OSL: LevelHigh}}},
 		{nvext: `{"agent_hints":{"priority":-5}}`},
@@ -45,6 +55,10 @@ func TestHintsAreReadFromBodyAndHeaders(t *testing.T) {
 		{nvext: `{"dp_rank":1}`, bad: "nvext.dp_rank"},
 		{headerRank: "0", bad: headerPinnedRank},
 		{headerWorker: "one", bad: headerPinnedWorker},
+		{headerPrefillRank: "0", headerWorker: "1", bad: headerPrefillRank},
+		{headerPrefill: "-1", bad: headerPinnedPrefill},
+		{nvext: `{"prefill_worker_id":"1"}`, bad: "nvext.prefill_worker_id"},
+		{nvext: `{"prefill_dp_rank":1,"decode_worker_id":1}`, bad: "nvext.prefill_dp_rank"},
 		{nvext: `{"agent_hints":1}`, bad: "nvext.agent_hints"},
 		{nvext: `{"agent_hints":{"priority":"high"}}`, bad: "nvext.agent_hints.priority"},
 		{nvext: `{"agent_hints":{"priority":1e999}}`, bad: "nvext.agent_hints.priority"},
@@ -52,18 +66,19 @@ func TestHintsAreReadFromBodyAndHeaders(t *testing.T) {
 		{nvext: `{"agent_hints":{"osl":0.5}}`, bad: "nvext.agent_hints.osl"},
 	} {
 		header := http.Header{}
-		if c.headerWorker != "" {
-			header.Set(headerPinnedWorker, c.headerWorker)
-		}
-		if c.headerRank != "" {
-			header.Set(headerPinnedRank, c.headerRank)
+		for name, value := range map[string]string{
+			headerPinnedWorker: c.headerWorker, headerPinnedRank: c.headerRank, headerPinnedPrefill: c.headerPrefill, headerPrefillRank: c.headerPrefillRank,
+		} {
+			if value != "" {
+				header.Set(name, value)
+			}
 		}
 		got, bad := readHints(header, gjson.Parse(c.nvext))
 		switch {
 		case c.bad != "" && (bad == nil || bad.param != c.bad || !strings.Contains(bad.Error(), c.bad)):
-			t.Errorf("%s %q %q: error %v, want one about %s", c.nvext, c.headerWorker, c.headerRank, bad, c.bad)
+			t.Errorf("%s %v: error %v, want one about %s", c.nvext, header, bad, c.bad)
 		case c.bad == "" && (bad != nil || !reflect.DeepEqual(got, c.want)):
-			t.Errorf("%s %q %q: %+v, %v, want %+v", c.nvext, c.headerWorker, c.headerRank, got, bad, c.want)
+			t.Errorf("%s %v: %+v, %v, want %+v", c.nvext, header, got, bad, c.want)
 		}
 	}
 }
@@ -71,8 +86,9 @@ func TestHintsAreReadFromBodyAndHeaders(t *testing.T) {
 func TestHintsReachTheRouter(t *testing.T) {
 	key := WorkerKey{Worker: 3, Rank: 1}
 	var request Request
-	routingHints{Query: true, Pinned: &key, PriorityJump: 2, StrictPriority: 3, ExpectedOutput: 4, Prefix: PrefixHints{ID: "p"}}.apply(&request)
-	if want := (Request{QueryOnly: true, Pinned: &key, PriorityJump: 2, StrictPriority: 3, ExpectedOutput: 4, Prefix: PrefixHints{ID: "p"}}); !reflect.DeepEqual(request, want) {
+	prefill := WorkerKey{Worker: 4}
+	routingHints{Query: true, Pinned: &key, PinnedPrefill: &prefill, PriorityJump: 2, StrictPriority: 3, ExpectedOutput: 4, Prefix: PrefixHints{ID: "p"}}.apply(&request)
+	if want := (Request{QueryOnly: true, Pinned: &key, PinnedPrefill: &prefill, PriorityJump: 2, StrictPriority: 3, ExpectedOutput: 4, Prefix: PrefixHints{ID: "p"}}); !reflect.DeepEqual(request, want) {
 		t.Errorf("%+v", request)
 	}
 }

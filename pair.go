@@ -28,7 +28,7 @@ const (
 type PairRule struct {
 	LeastUncached int    // fewest prompt tokens to be computed for which two workers share it
 	Whole         string // why it is to stay whole wherever a worker takes whole requests; empty: it is not
-	Enforce       bool   // ErrNoPair where it stays whole only because no two workers are up
+	Enforce       bool   // ErrNoPair where it stays whole only because no two workers are up, as where its prefill worker is pinned
 }
 
 // End ends what is booked for the pair and has not ended: nobody is to blame.
@@ -78,14 +78,14 @@ func (r *Router) RoutePair(ctx context.Context, request Request, rule PairRule) 
 		pair.Whole = rule.Whole
 	case c.kinds == 0:
 		pair.Whole = wholeNoPair
-	case !c.whole:
+	case !c.whole, p.PinnedPrefill != nil:
 	case p.tokens > 0 && c.uncached < rule.LeastUncached:
 		pair.Whole = wholeShort
 	}
 	var err error
 	if pair.Whole == "" {
 		prefill := p
-		prefill.ID, prefill.Leg, prefill.Kinds = "", LegPrefill, c.kinds
+		prefill.ID, prefill.Leg, prefill.Kinds, prefill.Pinned = "", LegPrefill, c.kinds, p.PinnedPrefill
 		prefill.ExpectedOutput, prefill.Silent = 1, false
 		if pair.Prefill, err = r.place(ctx, &prefill, looked); err == nil {
 			decode := p.decodeLeg(pair.Prefill.Target)
@@ -99,7 +99,7 @@ func (r *Router) RoutePair(ctx context.Context, request Request, rule PairRule) 
 		}
 		pair = Pair{Whole: wholeNoPair} // one of them has just gone
 	}
-	if pair.Whole == wholeNoPair && rule.Enforce {
+	if pair.Whole == wholeNoPair && (rule.Enforce || p.PinnedPrefill != nil) {
 		return Pair{}, ErrNoPair
 	}
 	p.Leg, p.Kinds = LegWhole, 0
@@ -140,6 +140,7 @@ func (r *Router) pairings(p *inquiry) pairings {
 	most := 0
 	whole, first, second := *p, *p, *p
 	whole.Kinds, whole.Leg, first.Leg, second.Leg = 0, LegWhole, LegPrefill, LegDecode
+	first.Pinned = p.PinnedPrefill
 	for i := range r.targets {
 		t := &r.targets[i]
 		if whole.mayUse(t) {

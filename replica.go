@@ -63,6 +63,7 @@ type replicaChange struct {
 	Tokens   int    `json:"isl_tokens,omitempty"`
 	Uncached int    `json:"prefill_tokens,omitempty"`
 	Silent   bool   `json:"silent,omitempty"`          // nobody tells when the first token comes
+	Leg      Leg    `json:"leg,omitempty"`             // that the worker was chosen for
 	Sequence []byte `json:"sequence_hashes,omitempty"` // 8 bytes each, little-endian
 }
 
@@ -159,7 +160,7 @@ func (r *Replicas) tell(ctx context.Context) {
 			change.Kind, change.Booking = queued.kind, b.number
 			if queued.kind == changeAdd {
 				change.Worker, change.Rank = b.worker.Worker, b.worker.Rank
-				change.Tokens, change.Uncached, change.Silent = b.prompt, b.uncached, b.silent
+				change.Tokens, change.Uncached, change.Silent, change.Leg = b.prompt, b.uncached, b.silent, b.leg
 				for _, h := range b.sequence {
 					change.Sequence = binary.LittleEndian.AppendUint64(change.Sequence, h)
 				}
@@ -315,7 +316,7 @@ func (r *Router) share(kind string, b *Booking) {
 func (r *Router) bookRemote(change replicaChange) *Booking {
 	b := &Booking{
 		router: r, remote: true, worker: WorkerKey{Worker: change.Worker, Rank: change.Rank},
-		prompt: max(0, change.Tokens), uncached: max(0, change.Uncached), silent: change.Silent,
+		prompt: max(0, change.Tokens), uncached: max(0, change.Uncached), silent: change.Silent, leg: change.Leg,
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -119,6 +119,43 @@ func TestReplicasCountEachOthersRequests(t *testing.T) {
 	}
 }
 
+// TestReplicasLearnWhichLegARequestIs: what only decodes is no prompt to be
+// computed there, nor is its prompt forgotten.
+func TestReplicasLearnWhichLegARequestIs(t *testing.T) {
+	all := startReplicas(t, 2, nil)
+	prefill, decode := WorkerKey{Worker: 20}, WorkerKey{Worker: 21}
+	for _, r := range all {
+		for key, role := range map[WorkerKey]Role{prefill: RolePrefill, decode: RoleDecode} {
+			r.Up(Target{Key: key, Disagg: Disagg{Role: role, Kind: KindNIXL}})
+		}
+	}
+	pair, err := all[0].RoutePair(t.Context(), Request{Tokens: promptTokens(1, 5)}, PairRule{LeastUncached: 1})
+	if err != nil || pair.Prefill.Target.Key != prefill || pair.Decode.Target.Key != decode {
+		t.Fatalf("%+v, %v", pair, err)
+	}
+	same := func(what string) {
+		t.Helper()
+		for _, w := range []WorkerKey{prefill, decode} {
+			eventually(t, 20*time.Second, what, func() bool {
+				own, told := all[0].Load(w), all[1].Load(w)
+				return own.InFlight == told.InFlight && own.PrefillTokens == told.PrefillTokens && own.AwaitedTokens == told.AwaitedTokens
+			})
+		}
+	}
+	same("both legs")
+	if load := all[1].Load(decode); load.AwaitedTokens == 0 || load.PrefillTokens != 0 || len(load.Prefills) != 0 {
+		t.Errorf("the decode worker has %+v", load)
+	}
+	pair.Prefill.Booking.Finish(1)
+	pair.Decode.Booking.FirstToken()
+	same("the answer begun")
+	pair.End()
+	same("nothing")
+	if load := all[1].Load(decode); load.InFlight != 0 || load.AwaitedTokens != 0 {
+		t.Errorf("the decode worker has %+v", load)
+	}
+}
+
 func TestReplicasForgetARouterThatIsGone(t *testing.T) {
 	all := startReplicas(t, 3, nil)
 	idle := all[0].Loads()

@@ -118,6 +118,18 @@ const (
 	LegDecode             // the answer, with a prompt computed elsewhere
 )
 
+var legNames = []string{LegWhole: "whole", LegPrefill: "prefill", LegDecode: "decode"}
+
+// UnmarshalText reads a leg's name.
+func (l *Leg) UnmarshalText(text []byte) error {
+	at, err := nameAt(legNames, text)
+	*l = Leg(at)
+	return err
+}
+
+// MarshalText writes a leg's name.
+func (l Leg) MarshalText() ([]byte, error) { return []byte(legNames[l]), nil }
+
 // takes tells whether a worker may get that leg. A prefill worker computes
 // prompts only; a decode worker can do everything itself, but for SGLang's, which
 // refuses a request without a room.

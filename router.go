@@ -60,6 +60,8 @@ type Request struct {
 	Leg      Leg        // only workers that take it
 	Kinds    Kinds      // only workers of these kinds; none: any
 
+	PinnedPrefill *WorkerKey // as Pinned, of the prompt where two workers share the request
+
 	Prefix         PrefixHints
 	ExpectedOutput int     // tokens of the answer; 0: unknown
 	PriorityJump   float64 // seconds that it goes before others in the queue
