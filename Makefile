@@ -52,7 +52,7 @@ sim: ## Every policy on the simulator: two traces and made-up agents (minutes)
 	@scripts/build-native.sh
 	$(PYTHON) scripts/sim_policies.py $(ARGS)
 
-bench-real: setup ## Every policy on two real vLLM CPU workers (a quarter of an hour; ARGS="--policies work,round-robin")
+bench-real: setup ## Every policy on two real vLLM CPU workers (ten minutes; ARGS="--policies work,round-robin")
 	$(PYTHON) scripts/bench_real.py --shared $(ARGS)
 
 wire-speed: setup ## CPU per indexed KV event, against dynamo.indexer

@@ -323,7 +323,8 @@ class Router:
         ]
 
     def empty_caches(self):
-        """Empties the workers' prefix caches."""
+        """Empties the workers' prefix caches. An engine tells that with its next step only, which a short chat makes:
+        else the first predictions would be of what was there before."""
         for url in self.workers:
             connection = connect(url, timeout=30)
             connection.request("POST", "/reset_prefix_cache")
@@ -331,6 +332,9 @@ class Router:
             connection.close()
             if status != 200:
                 raise RuntimeError(f"POST {url}/reset_prefix_cache answered {status}")
+            step = chat(url, first_model(url)["id"], [{"role": "user", "content": "Hello"}], 1, {})
+            if step.error:
+                raise RuntimeError(f"{url} after /reset_prefix_cache: {step.error}")
 
     def ping(self):
         """Fails if ping.sh does."""
