@@ -23,6 +23,7 @@ type churn struct {
 	first *mockSite // starts workers of its own
 	farm  *mockSite // whose workers are registered with the first
 	ports int       // of the second router: OpenAI, router port, replica port; then the first's replica port
+	chats int       // different ones
 
 	client  *http.Client
 	whole   atomic.Int64 // answers that came to their end
@@ -45,7 +46,7 @@ const (
 
 func TestSoakWithChurn(t *testing.T) {
 	d := soakTime(t)
-	c := &churn{t: t, client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: churnClients}}}
+	c := newChurn(t)
 	c.ports = freePorts(t, 4)
 	c.farm = startMockSite(t, churnWorkers, "--speedup-ratio=10", "--mock-num-gpu-blocks=2048")
 	c.first = startMockSite(t, churnWorkers, "--speedup-ratio=10", "--mock-num-gpu-blocks=2048", "--policy=kv", "--mock-crash-every=7s",
@@ -76,10 +77,18 @@ func TestSoakWithChurn(t *testing.T) {
 	}
 }
 
+func newChurn(t *testing.T) *churn {
+	return &churn{t: t, chats: 40, client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: churnClients}}}
+}
+
 // footprint is what is used without requests, without the farm's replay buffers
 // too.
 func (c *churn) footprint() footprint {
-	f, farm := (&soak{site: c.first}).footprint(), (&soak{site: c.farm}).footprint()
+	f := (&soak{site: c.first}).footprint()
+	if c.farm == nil {
+		return f
+	}
+	farm := (&soak{site: c.farm}).footprint()
 	f.heap -= min(farm.replay, f.heap)
 	f.replay += farm.replay
 	return f
@@ -135,7 +144,7 @@ func (c *churn) ask(ctx context.Context, random *rand.Rand, url string, leave bo
 		if leave {
 			limit = time.Duration(1+random.IntN(150)) * time.Millisecond
 		}
-		text := fmt.Sprint("chat ", random.IntN(40), " ", strings.Repeat("come and go ", 20+random.IntN(60)))
+		text := fmt.Sprint("chat ", random.IntN(c.chats), " ", strings.Repeat("come and go ", 20+random.IntN(60)))
 		c.one(url, say(text), random.IntN(2) == 0, 20+random.IntN(100), limit, leave)
 		c.pause(ctx, time.Duration(random.IntN(20))*time.Millisecond)
 	}

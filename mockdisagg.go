@@ -36,7 +36,7 @@ const mockJoinLimit = 5 * time.Second
 // mockRooms are the prompts that a mock worker computes for others, by the name
 // under which those ask for them.
 type mockRooms struct {
-	mu   sync.Mutex // guards what follows, and the rooms' users and taken
+	mu   sync.Mutex // guards what follows, and the rooms' users, owned and taken
 	byID map[string]*mockRoom
 }
 
@@ -44,6 +44,7 @@ type mockRooms struct {
 // left. Each channel is closed once.
 type mockRoom struct {
 	users    int
+	owned    bool          // a prefill leg has come
 	taken    bool          // a decode worker has come
 	joined   chan struct{} // the same
 	left     chan struct{} // it has gone
@@ -68,6 +69,20 @@ func (r *mockRooms) enter(id string, create bool) *mockRoom {
 		r.byID[id] = room
 	}
 	room.users++
+	return room
+}
+
+// own is enter for a prefill leg; nil: another has the room.
+func (r *mockRooms) own(id string) *mockRoom {
+	room := r.enter(id, true)
+	r.mu.Lock()
+	first := !room.owned
+	room.owned = true
+	r.mu.Unlock()
+	if !first {
+		r.leave(id, room)
+		return nil
+	}
 	return room
 }
 
@@ -106,8 +121,8 @@ func (w *MockWorker) transfer(body *Body, answer *mockAnswer) *mockTransfer {
 	t := &mockTransfer{w: w, choice: choice, kind: w.part.Kind}
 	switch params := body.Get("kv_transfer_params"); {
 	case t.kind == KindNIXL && params.Get("do_remote_decode").Bool():
-		t.id = answer.id
-		t.room = w.rooms.enter(t.id, true)
+		t.id = answer.id + "-" + nonce() // as vLLM's own: attempts at a request have the same id
+		t.room = w.rooms.own(t.id)
 	case t.kind == KindNIXL && params.Get("do_remote_prefill").Bool():
 		if blocks := params.Get("remote_block_ids.0"); !blocks.Exists() || isNull(params.Get("remote_engine_id")) || isNull(params.Get("remote_request_id")) ||
 			isNull(params.Get("remote_host")) || isNull(params.Get("remote_port")) {
@@ -117,7 +132,10 @@ func (w *MockWorker) transfer(body *Body, answer *mockAnswer) *mockTransfer {
 		t.source = mockSource(params.Get("remote_host").String(), params.Get("remote_port").String(), params.Get("remote_request_id").String(), params.Get("remote_engine_id").String())
 	case t.kind == KindSGLang && w.part.Role == RolePrefill && body.Get("bootstrap_room").Type == gjson.Number:
 		t.id = body.Get("bootstrap_room").Raw
-		t.room = w.rooms.enter(t.id, true)
+		if t.room = w.rooms.own(t.id); t.room == nil {
+			w.log.Warn("a mock worker computes a second prompt for a bootstrap room, which nobody will fetch", "worker", w.number, "room", t.id)
+			return nil
+		}
 	case t.kind == KindSGLang && w.part.Role == RoleDecode && body.Get("bootstrap_room").Type == gjson.Number:
 		port := cmp.Or(body.Get("bootstrap_port").Raw, strconv.Itoa(sglangPort))
 		t.source = mockSource(body.Get("bootstrap_host").String(), port, body.Get("bootstrap_room").Raw, "")

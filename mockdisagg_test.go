@@ -3,6 +3,8 @@ package main
 import (
 	"context"
 	"fmt"
+	"io"
+	"math/rand/v2"
 	"net/http"
 	"strings"
 	"sync"
@@ -239,6 +241,44 @@ func TestMockSGLangWorkersMeet(t *testing.T) {
 	eventually(t, 10*time.Second, "nothing is in flight", s.idle)
 }
 
+// TestMockPromptsOfOneNameStayApart: both attempts at a request have its id, and
+// a client may use a room twice.
+func TestMockPromptsOfOneNameStayApart(t *testing.T) {
+	t.Run("nixl", func(t *testing.T) {
+		s := startMockPairs(t, KindNIXL, 1, 1, "--mock-kv-lease=200ms")
+		names := map[string]bool{}
+		for range 3 {
+			request, _ := http.NewRequest(http.MethodPost, s.workerURL(0)+chatPath, strings.NewReader(fmt.Sprintf(`{"messages":%s,"max_tokens":1,"kv_transfer_params":%s}`, mustJSON(longPrompt(1)), prefillParams)))
+			request.Header.Set(headerRequest, "the-same")
+			response, err := http.DefaultClient.Do(request)
+			if err != nil {
+				t.Fatal(err)
+			}
+			answer, _ := io.ReadAll(response.Body)
+			response.Body.Close()
+			names[gjson.GetBytes(answer, "kv_transfer_params.remote_request_id").Str] = true
+		}
+		if len(names) != 3 {
+			t.Errorf("3 prompts are kept as %v", names)
+		}
+		eventually(t, 10*time.Second, "nothing is in flight", s.idle)
+	})
+	t.Run("sglang", func(t *testing.T) {
+		s := startMockPairs(t, KindSGLang, 1, 1, "--mock-bootstrap-timeout=5s")
+		var legs sync.WaitGroup
+		for _, worker := range []int{0, 0, 1} {
+			legs.Go(func() {
+				body := fmt.Sprintf(`{"messages":%s,"max_tokens":5,"bootstrap_host":"127.0.0.1","bootstrap_port":%d,"bootstrap_room":7}`, mustJSON(longPrompt(1)), s.rooms.config.BaseWorkerPort)
+				if status, answer := post(t, s.workerURL(worker)+chatPath, body); status != http.StatusOK {
+					t.Errorf("worker %d: %d %s", worker, status, answer)
+				}
+			})
+		}
+		legs.Wait()
+		eventually(t, 10*time.Second, "nothing is in flight", s.idle)
+	})
+}
+
 func TestMockSGLangWorkersAbortByName(t *testing.T) {
 	s := startMockPairs(t, KindSGLang, 1, 1)
 	ended := make(chan int, 1)
@@ -274,6 +314,49 @@ func TestMockPairsLeaveNothingOfAClientThatGoes(t *testing.T) {
 				cancel()
 			}
 			eventually(t, 20*time.Second, "nothing is in flight", s.idle)
+		})
+	}
+}
+
+// TestSoakOfPairs has clients come, stay and leave over prefill and decode workers
+// that crash, one of which also hangs: none waits for ever, and nothing is left
+// of them anywhere.
+func TestSoakOfPairs(t *testing.T) {
+	d := soakTime(t)
+	for _, kind := range []Kind{KindNIXL, KindSGLang} {
+		t.Run(kind.String(), func(t *testing.T) {
+			c := newChurn(t)
+			c.chats = 1 << 30 // few have been before, so that most are shared
+			c.first = startMockPairs(t, kind, 3, 3, "--speedup-ratio=10", "--mock-num-gpu-blocks=2048", "--disagg-min-uncached-tokens=64",
+				"--mock-crash-every=5s", "--mock-hang-worker=2=15s", "--mock-kv-lease=2s", "--mock-bootstrap-timeout=10s",
+				"--disagg-prefill-timeout=3s", "--disagg-handover-timeout=3s", "--request-timeout=6s")
+			quiet := c.footprint()
+			ctx, cancel := context.WithTimeout(t.Context(), d)
+			defer cancel()
+			var clients sync.WaitGroup
+			for i := range churnClients {
+				clients.Go(func() { c.ask(ctx, rand.New(rand.NewPCG(uint64(i), 6)), c.first.openAI, i%3 == 0) })
+			}
+			clients.Wait()
+			c.client.CloseIdleConnections()
+			_, page := get(t, c.first.openAI+"/metrics")
+			for line := range strings.Lines(string(page)) {
+				if strings.HasPrefix(line, "kvrouter_disagg_requests_total") || strings.HasPrefix(line, "kvrouter_retries_total") {
+					t.Log(strings.TrimSpace(line))
+				}
+			}
+			t.Logf("%d answers, %d clients left, %d refused, %d cut short, %d hung", c.whole.Load(), c.left.Load(), c.refused.Load(), c.broken.Load(), c.hung.Load())
+			if wrong := c.wrong.Load(); wrong != nil {
+				t.Error(*wrong)
+			}
+			if c.hung.Load() > 0 || c.whole.Load() == 0 || c.left.Load() == 0 {
+				t.Error("clients hung, or nothing happened")
+			}
+			c.idle(quiet)
+			eventually(t, time.Minute, "nothing is left at the workers", c.first.idle) // the one that hangs is started again
+			if err := c.first.rooms.router.check(); err != nil {
+				t.Error(err)
+			}
 		})
 	}
 }
