@@ -1,15 +1,19 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"math/rand/v2"
+	"net/http"
 	"strconv"
 	"strings"
 	"sync"
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/tidwall/gjson"
 )
 
 // TestPrefillAndDecodeWorkersOnRealVLLM has one worker compute the prompts and
@@ -120,6 +124,26 @@ func TestPrefillAndDecodeWorkersOnRealVLLM(t *testing.T) {
 		engine(decode, "vllm:nixl_xfer_time_seconds_sum"), engine(decode, "vllm:nixl_bytes_transferred_sum"))
 	nothingHeld()
 
+	// Every route with a prompt, streamed or not.
+	model := gjson.GetBytes(s.get(s.openAI+"/v1/models"), "data.0.id").Str
+	for path, body := range map[string]string{
+		"/v1/completions": `{"prompt":%s,"max_tokens":4,"stream":%v}`,
+		"/v1/responses":   `{"input":%s,"max_output_tokens":4,"stream":%v}`,
+		"/v1/messages":    `{"model":"` + model + `","messages":[{"role":"user","content":%s}],"max_tokens":4,"stream":%v}`,
+	} {
+		for _, stream := range []bool{false, true} {
+			first, moved := shared(), engine(decode, "vllm:nixl_xfer_time_seconds_count")
+			status, answer := post(t, s.openAI+path, fmt.Sprintf(body, quoted(words(random, 300)), stream))
+			if u := lastUsage(answer); status != http.StatusOK || u.PromptTokens < 300 || u.OutputTokens != 4 {
+				t.Errorf("%s streamed %v: %d, usage %+v in %s", path, stream, status, u, answer)
+			}
+			if got := shared() - first; got != 1 {
+				t.Errorf("%s streamed %v: %v shared requests counted", path, stream, got)
+			}
+			eventually(t, 20*time.Second, path+" counted as a transfer", func() bool { return engine(decode, "vllm:nixl_xfer_time_seconds_count") == moved+1 })
+		}
+	}
+
 	// The prefill worker dies with a prompt: the decode worker does all of it, at
 	// once and from then on.
 	dying := make(chan answer, 1)
@@ -155,6 +179,16 @@ func TestPrefillAndDecodeWorkersOnRealVLLM(t *testing.T) {
 		t.Errorf("a chat after the restart: %+v", a)
 	}
 	nothingHeld()
+}
+
+// lastUsage returns the last usage that an answer tells, be it a stream or not.
+func lastUsage(answer []byte) (last Usage) {
+	for line := range bytes.Lines(answer) {
+		if u := readUsage(bytes.TrimPrefix(line, []byte("data: "))); u.Known {
+			last = u
+		}
+	}
+	return last
 }
 
 // sumOf adds up the values of a metric, given by its name with or without all of
