@@ -47,12 +47,12 @@ func TestEveryEndOfAPairIsTold(t *testing.T) {
 		{"prefill refuses", KindSGLang, false, status(400), hang, sharedRefused, "0", 400, ends{left, left}},
 		{"prefill hangs", KindNIXL, true, hang, nil, sharedPrefillTimeout, "0", 504, ends{failed, left}},
 		{"decode broken", KindNIXL, false, nil, broken, sharedDecodeFailed, "10", 502, ends{done, failed}},
-		{"decode error", KindMooncake, true, nil, status(500), sharedDecodeFailed, "10", 502, ends{done, failed}},
+		{"decode error", KindNIXL, true, nil, status(500), sharedDecodeFailed, "10", 502, ends{done, failed}},
 		{"decode refuses", KindNIXL, false, nil, status(400), sharedRefused, "10", 400, ends{done, left}},
 		{"decode hangs", KindNIXL, false, nil, hang, sharedHandoverTimeout, "10", 504, ends{done, left}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			config := Config{CollectUsage: true, DisaggKnobs: DisaggKnobs{DisaggPrefillTimeout: time.Second, DisaggHandoverTimeout: time.Second, EnforceDisagg: c.enforce}}
+			config := Config{CollectUsage: true, RequestTimeout: 20 * time.Second, DisaggKnobs: DisaggKnobs{DisaggPrefillTimeout: time.Second, DisaggHandoverTimeout: time.Second, EnforceDisagg: c.enforce}}
 			h := newPairHouse(t, config, c.kind, 1, 1, func(id uint64, serve engineServe) engineServe {
 				if own := map[uint64]engineServe{0: c.prefill, 10: c.decode}[id]; own != nil {
 					return own
@@ -86,6 +86,43 @@ func TestEveryEndOfAPairIsTold(t *testing.T) {
 				if c.kind == KindNIXL && strings.Contains(page, series) != want {
 					t.Errorf("%s is told: %v", series, !want)
 				}
+			}
+		})
+	}
+}
+
+// TestFailuresOfLegsAreEngineErrors is about a counter of policy thompson.
+func TestFailuresOfLegsAreEngineErrors(t *testing.T) {
+	for _, c := range []struct {
+		name   string
+		kind   Kind
+		broken uint64 // worker
+		status int    // that it answers
+		lost   bool   // the bootstrap server is
+		want   int
+	}{
+		{"prefill error", KindNIXL, 0, 500, false, 1},
+		{"prefill refusal", KindNIXL, 0, 400, false, 0},
+		{"decode error", KindNIXL, 10, 500, false, 1},
+		{"no bootstrap server", KindMooncake, 0, 500, true, 1},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			h := newPairHouse(t, Config{}, c.kind, 1, 1, func(id uint64, serve engineServe) engineServe {
+				if id == c.broken {
+					return func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) { w.WriteHeader(c.status) }
+				}
+				return serve
+			})
+			h.router.policy = newTestRouter(t, "thompson", 0).policy
+			h.telemetry.WatchThompson(h.router, func() []WorkerStatus { return nil })
+			if target := h.router.Targets()[0]; c.lost {
+				target.Bootstrap.Port = 1
+				h.router.Up(target)
+			}
+			h.post(t, chatPath, sharedChat(false))
+			h.settled(t)
+			if want := fmt.Sprintf("thompson_processor_engine_errors_total %d\n", c.want); !strings.Contains(h.metrics(t), want) {
+				t.Errorf("metrics lack %s", want)
 			}
 		})
 	}

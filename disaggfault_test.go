@@ -162,6 +162,8 @@ func TestMooncakeWithoutBootstrapServerStaysWhole(t *testing.T) {
 	target := h.router.Targets()[0]
 	target.Bootstrap.Port = 1
 	h.router.Up(target)
+	policy := new(clerk)
+	h.router.policy = policy
 	response, answer := h.post(t, chatPath, sharedChat(false))
 	if response.StatusCode != http.StatusOK || !strings.Contains(answer, "whole") {
 		t.Errorf("%s: %s", response.Status, answer)
@@ -169,6 +171,12 @@ func TestMooncakeWithoutBootstrapServerStaysWhole(t *testing.T) {
 	h.settled(t)
 	if page := h.metrics(t); !strings.Contains(page, `kvrouter_disagg_requests_total{kind="mooncake",result="prefill_failed"} 1`) {
 		t.Error("not counted")
+	}
+	ends := policy.endings()
+	for _, want := range []toldEnding{{Failed, 0}, {Abandoned, 0}, {Finished, 1}} { // prefill, decode and all of it
+		if !slices.Contains(ends, want) || len(ends) != 3 {
+			t.Errorf("told %v, want %v", ends, want)
+		}
 	}
 }
 
@@ -371,7 +379,7 @@ func TestLimitsOfLegs(t *testing.T) {
 		} {
 			t.Run(kind.String()+" "+test.name, func(t *testing.T) {
 				t.Parallel() // most of it is waiting
-				config := Config{DisaggKnobs: DisaggKnobs{DisaggPrefillTimeout: test.prefill, DisaggHandoverTimeout: test.handover, EnforceDisagg: true}}
+				config := Config{RequestTimeout: 20 * short, DisaggKnobs: DisaggKnobs{DisaggPrefillTimeout: test.prefill, DisaggHandoverTimeout: test.handover, EnforceDisagg: true}}
 				h := newPairHouse(t, config, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
 					if (id == 0) == (test.leg == LegPrefill) {
 						return test.serve
@@ -406,7 +414,8 @@ func TestPrefillLegThatLastsLongerThanTheStreamsBeginning(t *testing.T) {
 		for _, breaks := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s breaks=%v", kind, breaks), func(t *testing.T) {
 				begun, broken := make(chan struct{}), make(chan struct{})
-				h := newPairHouse(t, Config{}, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
+				config := Config{DisaggKnobs: DisaggKnobs{DisaggPrefillTimeout: 20 * time.Second}}
+				h := newPairHouse(t, config, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
 					return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
 						switch {
 						case id == 0 && breaks:
@@ -441,7 +450,7 @@ func TestPrefillLegThatLastsLongerThanTheStreamsBeginning(t *testing.T) {
 					t.Errorf("%s: %s, %v", response.Status, answer, err)
 				}
 				h.settled(t)
-				if took := time.Since(began); took > 15*time.Second {
+				if took := time.Since(began); took > config.DisaggPrefillTimeout/2 {
 					t.Errorf("the prefill leg was waited for, %s", took)
 				}
 				if blamed := h.blamed(); len(blamed) != 0 {
