@@ -2,7 +2,9 @@ package main
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
@@ -145,3 +147,55 @@ func TestAbortsReachWorkers(t *testing.T) {
 		t.Error("without the client's key")
 	}
 }
+
+func TestWorkerThatIsToldToAbortAndHangsIsNotWaitedForLong(t *testing.T) {
+	if testing.Short() {
+		t.Skip("waits for the limit")
+	}
+	t.Parallel()
+	worker := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+		io.Copy(io.Discard, r.Body) // so that the server sees the connection close
+		<-r.Context().Done()
+	}))
+	defer worker.Close()
+	s, began := newTestPairs(t), time.Now()
+	s.abort(legs{rid: "r"}, Target{URL: worker.URL})
+	s.Close()
+	if took := time.Since(began); took < abortTimeout || took > 4*abortTimeout {
+		t.Errorf("it took %s", took)
+	}
+}
+
+// TestAbortsFollowAClientThatTakesNothing: its connection broke, but the context
+// of its request does not say so yet.
+func TestAbortsFollowAClientThatTakesNothing(t *testing.T) {
+	h := newPairHouse(t, Config{}, KindSGLang, 1, 1, func(id uint64, _ engineServe) engineServe {
+		return func(w http.ResponseWriter, r *http.Request, _ gjson.Result) {
+			if id == 10 {
+				streamHead(w)
+			}
+			<-r.Context().Done()
+		}
+	})
+	s := newTestPairs(t)
+	parsed, _ := ParseBody([]byte(sharedChat(true)))
+	u := Upstream{Method: http.MethodPost, Path: chatPath, Header: http.Header{}, Body: parsed.Raw, Route: chatPath}
+	err := s.Forward(t.Context(), brokenWriter{httptest.NewRecorder()}, u, &Exchange{}, parsed, "", func([]uint64, string) (Pair, error) {
+		return h.router.RoutePair(t.Context(), Request{}, PairRule{})
+	})
+	if !errors.Is(err, errAnswered) {
+		t.Errorf("%v", err)
+	}
+	s.Close()
+	for _, engine := range []*fakeEngine{h.prefill[0], h.decode[0]} {
+		if n := len(engine.aborted()); n != 1 && len(engine.received()) > 0 {
+			t.Errorf("worker %d was told to abort %d times", engine.id, n)
+		}
+	}
+	h.settled(t)
+}
+
+// brokenWriter is a connection that takes no more.
+type brokenWriter struct{ http.ResponseWriter }
+
+func (brokenWriter) Write([]byte) (int, error) { return 0, io.ErrClosedPipe }

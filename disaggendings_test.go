@@ -91,6 +91,22 @@ func TestEveryEndOfAPairIsTold(t *testing.T) {
 	}
 }
 
+// TestErrorThatIsPassedOnIsAFailure: the last attempt's answer is the client's.
+func TestErrorThatIsPassedOnIsAFailure(t *testing.T) {
+	h := newPairHouse(t, Config{}, KindNIXL, 1, 2, func(id uint64, serve engineServe) engineServe {
+		if id == 0 {
+			return serve
+		}
+		return func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) { w.WriteHeader(http.StatusInternalServerError) }
+	})
+	if response, answer := h.post(t, chatPath, sharedChat(false)); response.StatusCode != http.StatusInternalServerError {
+		t.Errorf("%s: %s", response.Status, answer)
+	}
+	if want := `kvrouter_disagg_requests_total{kind="nixl",result="decode_failed"} 2`; !strings.Contains(h.metrics(t), want) {
+		t.Errorf("metrics lack %s", want)
+	}
+}
+
 // TestFailuresOfLegsAreEngineErrors is about a counter of policy thompson.
 func TestFailuresOfLegsAreEngineErrors(t *testing.T) {
 	for _, c := range []struct {

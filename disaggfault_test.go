@@ -463,3 +463,64 @@ func TestPrefillLegThatLastsLongerThanTheStreamsBeginning(t *testing.T) {
 		}
 	}
 }
+
+// TestNothingIsSentAgainThatMayHaveBegun: neither once the client has a part of
+// the answer nor where a worker may be at it still; and nobody is blamed.
+func TestNothingIsSentAgainThatMayHaveBegun(t *testing.T) {
+	for _, kind := range fakeKinds {
+		for _, test := range []struct {
+			name    string
+			stream  bool
+			prefill bool // its leg breaks first
+			status  int
+			decode  func(w http.ResponseWriter, r *http.Request)
+		}{
+			{"broken in mid-stream", true, false, 200, func(w http.ResponseWriter, _ *http.Request) {
+				streamHead(w)
+				panic(http.ErrAbortHandler)
+			}},
+			{"both broken in mid-stream", true, true, 200, nil},
+			{"silent", false, false, 504, func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }},
+		} {
+			if kind == KindNIXL && test.prefill {
+				continue // its prefill leg has ended by then
+			}
+			t.Run(kind.String()+" "+test.name, func(t *testing.T) {
+				begun, broken := make(chan struct{}), make(chan struct{})
+				h := newPairHouse(t, Config{RequestTimeout: 500 * time.Millisecond}, kind, 2, 2, func(id uint64, serve engineServe) engineServe {
+					return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
+						switch {
+						case id == 0 && test.prefill:
+							<-begun
+							hangUp(w, r)
+							close(broken)
+						case id == 0 && kind == KindSGLang:
+							fakeAnswer(w, body, "prefill")
+						case id == 10 && test.prefill:
+							streamHead(w)
+							close(begun)
+							<-broken
+							<-time.After(50 * time.Millisecond) // for the router to learn of it
+							panic(http.ErrAbortHandler)
+						case id == 10:
+							test.decode(w, r)
+						default:
+							serve(w, r, body)
+						}
+					}
+				})
+				response, answer := h.post(t, chatPath, sharedChat(test.stream))
+				if response.StatusCode != test.status || strings.Count(answer, `"error"`) != 1 {
+					t.Errorf("%s: %s", response.Status, answer)
+				}
+				h.settled(t)
+				if n := len(h.prefill[1].received()) + len(h.decode[1].received()); n != 0 {
+					t.Errorf("%d legs were sent again", n)
+				}
+				if blamed := h.blamed(); len(blamed) != 0 {
+					t.Errorf("blamed are %v", blamed)
+				}
+			})
+		}
+	}
+}
