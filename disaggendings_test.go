@@ -97,7 +97,9 @@ func TestErrorThatIsPassedOnIsAFailure(t *testing.T) {
 		if id == 0 {
 			return serve
 		}
-		return func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) { w.WriteHeader(http.StatusInternalServerError) }
+		return func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) {
+			w.WriteHeader(http.StatusInternalServerError)
+		}
 	})
 	if response, answer := h.post(t, chatPath, sharedChat(false)); response.StatusCode != http.StatusInternalServerError {
 		t.Errorf("%s: %s", response.Status, answer)
