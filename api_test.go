@@ -62,6 +62,7 @@ type house struct {
 	*httptest.Server
 	router    *Router
 	selection *httptest.Server
+	telemetry *Telemetry
 	failed    chan uint64
 }
 
@@ -90,6 +91,7 @@ func newHouseOf(t testing.TB, config Config, model *Model, targets ...Target) *h
 		h.router.Up(target)
 	}
 	telemetry := NewTelemetry(func() []WorkerSample { return nil }, func() PromptSample { return PromptSample{} })
+	h.telemetry = telemetry
 	proxy := NewProxy(telemetry, config.RequestTimeout, func(w uint64) { h.failed <- w })
 	rooms := &rooms{router: h.router, proxy: proxy}
 	tokens := NewTokens(model, rooms.askWorker, time.Second, log)

@@ -32,6 +32,7 @@ func TestWhatIsLearnedOfAWorkersPart(t *testing.T) {
 		{"SGLang prefill over several nodes", Disagg{}, "/server_info", fmt.Sprintf(sglang, "prefill", "9001", `"node-0:5000"`), Disagg{RolePrefill, KindSGLang, Bootstrap{"node-0", 9001}}},
 		{"SGLang decode", Disagg{}, "/server_info", fmt.Sprintf(sglang, "decode", "8998", "null"), Disagg{Role: RoleDecode, Kind: KindSGLang}},
 		{"role given, kind learned", Disagg{Role: RolePrefill}, "/server_info", prefill, Disagg{RolePrefill, KindSGLang, Bootstrap{"self", 9001}}},
+		{"role given wins", Disagg{Role: RoleDecode}, "/server_info", prefill, Disagg{Role: RoleDecode, Kind: KindSGLang}},
 		{"kind given, bootstrap learned", Disagg{Role: RolePrefill, Kind: KindSGLang}, "/server_info", prefill, Disagg{RolePrefill, KindSGLang, Bootstrap{"self", 9001}}},
 		{"all given", Disagg{RolePrefill, KindSGLang, there}, "/server_info", prefill, Disagg{RolePrefill, KindSGLang, there}},
 		{"bootstrap given wins", Disagg{Role: RolePrefill, Bootstrap: there}, "/server_info", prefill, Disagg{RolePrefill, KindSGLang, there}},

@@ -32,8 +32,8 @@ func TestBothLegsServeARequest(t *testing.T) {
 				if header.Get(headerWorker) != "10" || header.Get(headerPrefillWorker) != "0" || header.Get(headerRequest) != "my-id" {
 					t.Errorf("headers %v", header)
 				}
-				if kind == KindNIXL && (header.Get(headerPrefillTime) == "" || header.Get(headerHandoverTime) == "") {
-					t.Errorf("no times in headers %v", header)
+				if kind == KindNIXL && header.Get(headerPrefillTime) == "" || (kind == KindNIXL) != (header.Get(headerHandoverTime) != "") {
+					t.Errorf("times in headers %v", header)
 				}
 				if ids := append(h.prefill[0].ids, h.decode[0].ids...); len(ids) != 2 || ids[0] != "my-id" || ids[1] != "my-id" {
 					t.Errorf("the legs' request ids are %q", ids)
@@ -156,6 +156,9 @@ func TestEveryAttemptHasItsOwnRoom(t *testing.T) {
 			if first == second {
 				t.Errorf("both attempts have %s %s", name, first)
 			}
+			if first, second := gjson.Get(h.decode[0].received()[0], "rid").Raw, gjson.Get(h.decode[1].received()[0], "rid").Raw; kind == KindSGLang && first == second {
+				t.Errorf("both attempts have rid %s", first)
+			}
 			if blamed := h.blamed(); len(blamed) != 1 || blamed[0] != 10 {
 				t.Errorf("blamed are %v", blamed)
 			}
@@ -172,6 +175,7 @@ func TestWhatStaysWhole(t *testing.T) {
 		{"one answer", chatPath, sharedChat(false, jsonField{"n", "1"}), ""},
 		{"a short prompt", chatPath, `{"model":"m","messages":[{"role":"user","content":"Hi"}]}`, wholeShort},
 		{"several answers", chatPath, sharedChat(false, jsonField{"n", "2"}), wholeAnswers},
+		{"the best of several answers", "/v1/completions", fmt.Sprintf(`{"prompt":%q,"best_of":2}`, strings.Repeat("a", 400)), wholeAnswers},
 		{"beams", chatPath, sharedChat(false, jsonField{"use_beam_search", "true"}), wholeAnswers},
 		{"several prompts", "/v1/completions", fmt.Sprintf(`{"prompt":[%[1]q,%[1]q]}`, strings.Repeat("a", 400)), wholeAnswers},
 		{"one prompt", "/v1/completions", fmt.Sprintf(`{"prompt":%q,"max_tokens":5}`, strings.Repeat("a", 400)), ""},
@@ -179,6 +183,7 @@ func TestWhatStaysWhole(t *testing.T) {
 		{"echo", "/v1/completions", fmt.Sprintf(`{"prompt":%q,"echo":true}`, strings.Repeat("a", 400)), wholePrompt},
 		{"no echo", "/v1/completions", fmt.Sprintf(`{"prompt":%q,"echo":false}`, strings.Repeat("a", 400)), ""},
 		{"a leg already", chatPath, sharedChat(false, jsonField{"kv_transfer_params", `{"do_remote_prefill":true}`}), wholeOwn},
+		{"a leg of SGLang's already", chatPath, sharedChat(false, jsonField{"bootstrap_room", "1"}), wholeOwn},
 		{"a stored answer", "/v1/responses", `{"model":"m","input":"x","previous_response_id":"r"}`, wholeStored},
 		{"not generated at once", "/v1/responses", `{"model":"m","input":"x","background":true}`, wholeStored},
 	}
@@ -220,27 +225,39 @@ func TestSeveralAnswersAreSharedWhereNobodyTakesThemWhole(t *testing.T) {
 	}
 }
 
+// TestRequestsThatAreLegsAlreadyAreNotPairedAgain: nor is any other worker a
+// place for them where none takes requests whole.
+func TestRequestsThatAreLegsAlreadyAreNotPairedAgain(t *testing.T) {
+	h := newPairHouse(t, Config{}, KindSGLang, 1, 1, nil)
+	for _, field := range []jsonField{{"bootstrap_room", "1"}, {"kv_transfer_params", "{}"}, {"nvext", `{"backend_instance_id":10}`}} {
+		if response, answer := h.post(t, chatPath, sharedChat(false, field)); response.StatusCode != http.StatusServiceUnavailable {
+			t.Errorf("%s: %s: %s", field.key, response.Status, answer)
+		}
+	}
+	if n := len(h.prefill[0].received()) + len(h.decode[0].received()); n != 0 {
+		t.Errorf("%d were sent", n)
+	}
+}
+
+// TestClientsNameToAbortByIsKept: it may use it.
+func TestClientsNameToAbortByIsKept(t *testing.T) {
+	h := newPairHouse(t, Config{}, KindSGLang, 1, 1, nil)
+	h.post(t, chatPath, sharedChat(false, jsonField{"rid", `"my-rid"`}))
+	for _, engine := range []*fakeEngine{h.prefill[0], h.decode[0]} {
+		if body := engine.received()[0]; strings.Count(body, `"rid"`) != 1 || gjson.Get(body, "rid").Str != "my-rid" {
+			t.Errorf("worker %d got %s", engine.id, body)
+		}
+	}
+}
+
 func TestPromptThatADecodeWorkerHasStaysWhole(t *testing.T) {
-	h := newPairHouse(t, Config{DisaggKnobs: DisaggKnobs{DisaggMinUncachedTokens: 256}}, KindNIXL, 1, 2, nil)
-	var request Request
-	tokens, err := OpenBuiltinModel()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if request.Tokens, err = tokens.ChatTokens([]byte(sharedChat(false))); err != nil {
-		t.Fatal(err)
-	}
-	hashes := HashBlocks(nil, request.Tokens, testBlock, "", "")
-	blocks := make([]StoredBlock, len(hashes))
-	for i, local := range hashes {
-		blocks[i] = StoredBlock{uint64(1000 + i), local}
-	}
-	if err := h.router.index.Store(WorkerKey{Worker: 11}, 0, false, blocks); err != nil {
-		t.Fatal(err)
-	}
-	h.post(t, chatPath, sharedChat(false))
-	if n := len(h.prefill[0].received()); n != 0 {
-		t.Errorf("%d prefill legs", n)
+	for _, has := range []uint64{10, 11} {
+		h := newPairHouse(t, Config{DisaggKnobs: DisaggKnobs{DisaggMinUncachedTokens: 256}}, KindNIXL, 1, 2, nil)
+		h.store(t, WorkerKey{Worker: has}, sharedChat(false), 1000)
+		h.post(t, chatPath, sharedChat(false))
+		if n := len(h.prefill[0].received()); n != 0 {
+			t.Errorf("worker %d has it: %d prefill legs", has, n)
+		}
 	}
 }
 
@@ -338,6 +355,13 @@ func TestEnforcedPairs(t *testing.T) {
 			if !enforce && (response.StatusCode != http.StatusOK || !strings.Contains(answer, "whole")) {
 				t.Errorf("not enforced: %s: %s", response.Status, answer)
 			}
+		}
+	})
+	t.Run("no worker with a role", func(t *testing.T) {
+		worker := newFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{}`) })
+		h := newHouse(t, enforced, worker.URL)
+		if response, answer := h.post(t, chatPath, sharedChat(false)); response.StatusCode != http.StatusServiceUnavailable {
+			t.Errorf("%s: %s", response.Status, answer)
 		}
 	})
 	t.Run("short prompts need none", func(t *testing.T) {

@@ -162,6 +162,8 @@ func TestMooncakeWithoutBootstrapServerStaysWhole(t *testing.T) {
 	target := h.router.Targets()[0]
 	target.Bootstrap.Port = 1
 	h.router.Up(target)
+	policy := new(clerk)
+	h.router.policy = policy
 	response, answer := h.post(t, chatPath, sharedChat(false))
 	if response.StatusCode != http.StatusOK || !strings.Contains(answer, "whole") {
 		t.Errorf("%s: %s", response.Status, answer)
@@ -169,6 +171,12 @@ func TestMooncakeWithoutBootstrapServerStaysWhole(t *testing.T) {
 	h.settled(t)
 	if page := h.metrics(t); !strings.Contains(page, `kvrouter_disagg_requests_total{kind="mooncake",result="prefill_failed"} 1`) {
 		t.Error("not counted")
+	}
+	ends := policy.endings()
+	for _, want := range []toldEnding{{Failed, 0}, {Abandoned, 0}, {Finished, 1}} { // prefill, decode and all of it
+		if !slices.Contains(ends, want) || len(ends) != 3 {
+			t.Errorf("told %v, want %v", ends, want)
+		}
 	}
 }
 
@@ -179,8 +187,9 @@ func TestFallsBackAndComesBack(t *testing.T) {
 	prefill := h.router.Targets()[0]
 	want := func(text string) {
 		t.Helper()
-		if response, answer := h.post(t, chatPath, sharedChat(true)); response.StatusCode != http.StatusOK || !strings.Contains(answer, text) {
-			t.Errorf("%s: %s, want %s", response.Status, answer, text)
+		response, answer := h.post(t, chatPath, sharedChat(true))
+		if response.StatusCode != http.StatusOK || !strings.Contains(answer, text) || (response.Header.Get(headerPrefillWorker) != "") != (text == "decoded") {
+			t.Errorf("%s %v: %s, want %s", response.Status, response.Header, answer, text)
 		}
 	}
 	want("decoded")
@@ -188,6 +197,9 @@ func TestFallsBackAndComesBack(t *testing.T) {
 	gone.URL = deadURL(t)
 	h.router.Up(gone) // killed, not yet noticed
 	want("whole")
+	if page := h.metrics(t); !strings.Contains(page, `kvrouter_retries_total{worker_id="0"} 1`) {
+		t.Error("the retry is not counted")
+	}
 	h.router.Down(prefill.Key)
 	want("whole")
 	h.router.Up(prefill)
@@ -227,6 +239,288 @@ func TestPrefillFailureEndsTheDecodeLegAtOnce(t *testing.T) {
 			if blamed := h.blamed(); !slices.Equal(blamed, []uint64{0}) {
 				t.Errorf("%s: blamed are %v", kind, blamed)
 			}
+		}
+	}
+}
+
+// TestAttemptsAreLimited: the workers that fail are tried once each, and no more
+// of them than for other requests; going whole to a decode worker is beside that.
+func TestAttemptsAreLimited(t *testing.T) {
+	for _, test := range []struct {
+		name             string
+		kind             Kind
+		enforce          bool
+		broken           []uint64
+		prefills, others int // that got it
+		status           int
+	}{
+		{"SGLang's prefill workers", KindSGLang, false, []uint64{0, 1, 2, 3}, 2, 0, 502},
+		{"enforced, vLLM's", KindNIXL, true, []uint64{0, 1, 2, 3}, 2, 0, 502},
+		{"vLLM's prefill workers", KindNIXL, false, []uint64{0, 1, 2, 3}, 1, 1, 200},
+		{"all workers", KindNIXL, false, []uint64{0, 1, 2, 3, 10, 11, 12}, 1, 2, 502},
+		{"decode workers", KindNIXL, false, []uint64{10, 11, 12}, 2, 2, 502},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			config := Config{DisaggKnobs: DisaggKnobs{EnforceDisagg: test.enforce}}
+			h := newPairHouse(t, config, test.kind, 4, 3, func(id uint64, serve engineServe) engineServe {
+				return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
+					switch {
+					case slices.Contains(test.broken, id):
+						hangUp(w, r)
+					default:
+						serve(w, r, body)
+					}
+				}
+			})
+			response, answer := h.post(t, chatPath, sharedChat(false))
+			if response.StatusCode != test.status {
+				t.Errorf("%s: %s", response.Status, answer)
+			}
+			h.settled(t)
+			count := func(engines []*fakeEngine) (n int) {
+				for _, engine := range engines {
+					if test.kind != KindSGLang || engine.id < 10 { // how far the other leg comes is a race
+						n += len(engine.received())
+					}
+				}
+				return n
+			}
+			if p, d := count(h.prefill), count(h.decode); p != test.prefills || d != test.others {
+				t.Errorf("%d prefill legs and %d others, want %d and %d", p, d, test.prefills, test.others)
+			}
+		})
+	}
+}
+
+// TestOnlyWhatIsWrongWithTheRequestIsARefusal: other statuses of the prefill
+// worker are its own failure, as an answer that is too long or tells of an error.
+func TestOnlyWhatIsWrongWithTheRequestIsARefusal(t *testing.T) {
+	status := func(status int) engineServe {
+		return func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) { w.WriteHeader(status) }
+	}
+	for _, test := range []struct {
+		name    string
+		prefill engineServe
+		status  int // of the client's answer
+	}{
+		{"400", status(400), 400},
+		{"404", status(404), 404},
+		{"408", status(408), 200},
+		{"422", status(422), 422},
+		{"429", status(429), 200},
+		{"301", status(301), 200},
+		{"500", status(500), 200},
+		{"503", status(503), 200},
+		{"too long", func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) {
+			fmt.Fprintf(w, `{"kv_transfer_params":{"do_remote_prefill":true},"pad":"%s"}`, strings.Repeat("x", askLimit))
+		}, 200},
+		{"a failed stream", func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) {
+			w.Header().Set("Content-Type", "text/event-stream")
+			io.WriteString(w, "data: {\"error\":{\"code\":500}}\n\ndata: [DONE]\n\n")
+		}, 200},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			h := newPairHouse(t, Config{}, KindNIXL, 1, 1, func(id uint64, serve engineServe) engineServe {
+				if id == 0 {
+					return test.prefill
+				}
+				return serve
+			})
+			response, answer := h.post(t, chatPath, sharedChat(false))
+			if response.StatusCode != test.status || test.status == 200 && !strings.Contains(answer, "whole") {
+				t.Errorf("%s: %s", response.Status, answer)
+			}
+			h.settled(t)
+			if blamed := h.blamed(); slices.Equal(blamed, []uint64{0}) != (test.status == 200) {
+				t.Errorf("blamed are %v", blamed)
+			}
+			result := sharedRefused
+			if test.status == 200 {
+				result = sharedPrefillFailed
+			}
+			if want := fmt.Sprintf(`kvrouter_disagg_requests_total{kind="nixl",result="%s"} 1`, result); !strings.Contains(h.metrics(t), want) {
+				t.Errorf("metrics lack %s", want)
+			}
+		})
+	}
+}
+
+// TestLimitsOfLegs: each wait ends with its own limit, whatever --request-timeout
+// is, and only the first event of a stream is waited for.
+func TestLimitsOfLegs(t *testing.T) {
+	const short, long = 200 * time.Millisecond, time.Minute
+	hang := func(_ http.ResponseWriter, r *http.Request, _ gjson.Result) { <-r.Context().Done() }
+	later := func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
+		if body.Get("stream").Bool() {
+			streamHead(w)
+		}
+		<-time.After(3 * short)
+		if body.Get("stream").Bool() {
+			io.WriteString(w, "data: [DONE]\n\n")
+			return
+		}
+		fakeAnswer(w, body, "decoded")
+	}
+	for _, kind := range fakeKinds {
+		for _, test := range []struct {
+			name              string
+			prefill, handover time.Duration
+			leg               Leg
+			serve             engineServe
+			stream            bool
+			flag              string // that the error names; empty: it is answered
+			blamed            []uint64
+		}{
+			{"prefill", short, long, LegPrefill, hang, true, "--disagg-prefill-timeout", []uint64{0}},
+			{"prefill, not streamed", short, long, LegPrefill, hang, false, "--disagg-prefill-timeout", []uint64{0}},
+			{"handover", long, short, LegDecode, hang, true, "--disagg-handover-timeout", nil},
+			{"long stream", long, short, LegDecode, later, true, "", nil},
+			{"long answer", long, short, LegDecode, later, false, "", nil},
+		} {
+			t.Run(kind.String()+" "+test.name, func(t *testing.T) {
+				t.Parallel() // most of it is waiting
+				config := Config{RequestTimeout: 20 * short, DisaggKnobs: DisaggKnobs{DisaggPrefillTimeout: test.prefill, DisaggHandoverTimeout: test.handover, EnforceDisagg: true}}
+				h := newPairHouse(t, config, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
+					if (id == 0) == (test.leg == LegPrefill) {
+						return test.serve
+					}
+					if kind == KindSGLang && id == 0 {
+						return func(w http.ResponseWriter, _ *http.Request, body gjson.Result) { fakeAnswer(w, body, "prefill") }
+					}
+					return serve
+				})
+				response, answer := h.post(t, chatPath, sharedChat(test.stream))
+				if test.flag == "" && (response.StatusCode != http.StatusOK || strings.Contains(answer, "error") || test.stream && !strings.Contains(answer, "[DONE]")) ||
+					test.flag != "" && (response.StatusCode != http.StatusGatewayTimeout || !strings.Contains(answer, test.flag)) {
+					t.Errorf("%s: %s", response.Status, answer)
+				}
+				h.settled(t)
+				if kind == KindSGLang {
+					test.blamed = nil // its legs wait for each other
+				}
+				if blamed := h.blamed(); !slices.Equal(blamed, test.blamed) {
+					t.Errorf("blamed are %v", blamed)
+				}
+			})
+		}
+	}
+}
+
+// TestPrefillLegThatLastsLongerThanTheStreamsBeginning: once the answer has begun
+// nothing that the prefill leg comes to is the client's matter; and it ends with
+// the answer.
+func TestPrefillLegThatLastsLongerThanTheStreamsBeginning(t *testing.T) {
+	for _, kind := range []Kind{KindSGLang, KindMooncake} {
+		for _, breaks := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s breaks=%v", kind, breaks), func(t *testing.T) {
+				begun, broken := make(chan struct{}), make(chan struct{})
+				config := Config{DisaggKnobs: DisaggKnobs{DisaggPrefillTimeout: 20 * time.Second}}
+				h := newPairHouse(t, config, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
+					return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
+						switch {
+						case id == 0 && breaks:
+							<-begun
+							hangUp(w, r)
+							close(broken)
+						case id == 0:
+							<-r.Context().Done()
+						default:
+							streamHead(w)
+							if breaks {
+								<-broken
+								<-time.After(50 * time.Millisecond) // for the router to learn of it
+							}
+							io.WriteString(w, "data: [DONE]\n\n")
+						}
+					}
+				})
+				request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, h.URL+chatPath, strings.NewReader(sharedChat(true)))
+				if err != nil {
+					t.Fatal(err)
+				}
+				began := time.Now()
+				response, err := h.Client().Do(request)
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer response.Body.Close()
+				close(begun)
+				answer, err := io.ReadAll(response.Body)
+				if err != nil || response.StatusCode != http.StatusOK || strings.Contains(string(answer), "error") || !strings.Contains(string(answer), "[DONE]") {
+					t.Errorf("%s: %s, %v", response.Status, answer, err)
+				}
+				h.settled(t)
+				if took := time.Since(began); took > config.DisaggPrefillTimeout/2 {
+					t.Errorf("the prefill leg was waited for, %s", took)
+				}
+				if blamed := h.blamed(); len(blamed) != 0 {
+					t.Errorf("blamed are %v", blamed)
+				}
+				if page := h.metrics(t); strings.Contains(page, "kvrouter_disagg_transfer_seconds_count") {
+					t.Error("a transfer was timed though the prefill leg never ended well")
+				}
+			})
+		}
+	}
+}
+
+// TestNothingIsSentAgainThatMayHaveBegun: neither once the client has a part of
+// the answer nor where a worker may be at it still; and nobody is blamed.
+func TestNothingIsSentAgainThatMayHaveBegun(t *testing.T) {
+	for _, kind := range fakeKinds {
+		for _, test := range []struct {
+			name    string
+			stream  bool
+			prefill bool // its leg breaks first
+			status  int
+			decode  func(w http.ResponseWriter, r *http.Request)
+		}{
+			{"broken in mid-stream", true, false, 200, func(w http.ResponseWriter, _ *http.Request) {
+				streamHead(w)
+				panic(http.ErrAbortHandler)
+			}},
+			{"both broken in mid-stream", true, true, 200, nil},
+			{"silent", false, false, 504, func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }},
+		} {
+			if kind == KindNIXL && test.prefill {
+				continue // its prefill leg has ended by then
+			}
+			t.Run(kind.String()+" "+test.name, func(t *testing.T) {
+				begun, broken := make(chan struct{}), make(chan struct{})
+				h := newPairHouse(t, Config{RequestTimeout: 500 * time.Millisecond}, kind, 2, 2, func(id uint64, serve engineServe) engineServe {
+					return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
+						switch {
+						case id == 0 && test.prefill:
+							<-begun
+							hangUp(w, r)
+							close(broken)
+						case id == 0 && kind == KindSGLang:
+							fakeAnswer(w, body, "prefill")
+						case id == 10 && test.prefill:
+							streamHead(w)
+							close(begun)
+							<-broken
+							<-time.After(50 * time.Millisecond) // for the router to learn of it
+							panic(http.ErrAbortHandler)
+						case id == 10:
+							test.decode(w, r)
+						default:
+							serve(w, r, body)
+						}
+					}
+				})
+				response, answer := h.post(t, chatPath, sharedChat(test.stream))
+				if response.StatusCode != test.status || strings.Count(answer, `"error"`) != 1 {
+					t.Errorf("%s: %s", response.Status, answer)
+				}
+				h.settled(t)
+				if n := len(h.prefill[1].received()) + len(h.decode[1].received()); n != 0 {
+					t.Errorf("%d legs were sent again", n)
+				}
+				if blamed := h.blamed(); len(blamed) != 0 {
+					t.Errorf("blamed are %v", blamed)
+				}
+			})
 		}
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/url"
@@ -117,16 +118,17 @@ type fakeProtocol struct {
 	t    testing.TB
 	kind Kind
 
-	mu    sync.Mutex          // guards the rest
-	meets map[string]*meeting // by room or transfer
-	held  map[string]bool     // NIXL: prompts that were computed and not fetched
+	mu      sync.Mutex          // guards the rest
+	meets   map[string]*meeting // by room or transfer
+	held    map[string]bool     // NIXL: prompts that were computed and not fetched
+	servers map[string]bool     // addresses of bootstrap servers
 }
 
 // meeting is two legs that wait for each other.
 type meeting struct{ arrived [2]chan struct{} }
 
 func newFakeProtocol(t testing.TB, kind Kind) *fakeProtocol {
-	return &fakeProtocol{t: t, kind: kind, meets: map[string]*meeting{}, held: map[string]bool{}}
+	return &fakeProtocol{t: t, kind: kind, meets: map[string]*meeting{}, held: map[string]bool{}, servers: map[string]bool{}}
 }
 
 // arrive notes that a leg has come.
@@ -205,7 +207,7 @@ func (p *fakeProtocol) decode(w http.ResponseWriter, r *http.Request, body gjson
 		return
 	}
 	if p.kind == KindMooncake {
-		if params.Get("remote_engine_id").Str != fakeMooncakeEngine || !strings.HasPrefix(params.Get("remote_bootstrap_addr").Str, "http://") {
+		if params.Get("remote_engine_id").Str != fakeMooncakeEngine || !p.isBootstrap(strings.TrimPrefix(params.Get("remote_bootstrap_addr").Str, "http://")) {
 			fakeRefusal(w, "unknown engine: "+body.Raw)
 		} else if p.meet(r.Context(), params.Get("transfer_id").Str, 1) {
 			fakeAnswer(w, body, "decoded")
@@ -230,13 +232,22 @@ func (p *fakeProtocol) sglang(w http.ResponseWriter, r *http.Request, body gjson
 	info := body.Get("bootstrap_info")
 	number, err := strconv.ParseUint(room.Raw, 10, 63)
 	if err != nil || info.Get("bootstrap_room").Raw != room.Raw || info.Get("bootstrap_host").Str != body.Get("bootstrap_host").Str ||
-		info.Get("bootstrap_port").Int() != body.Get("bootstrap_port").Int() || body.Get("rid").Str == "" {
+		info.Get("bootstrap_port").Int() != body.Get("bootstrap_port").Int() || body.Get("rid").Str == "" ||
+		!p.isBootstrap(net.JoinHostPort(body.Get("bootstrap_host").Str, body.Get("bootstrap_port").Raw)) {
 		fakeRefusal(w, "Disaggregated request received without bootstrap room id: "+body.Raw)
 		return
 	}
 	if p.meet(r.Context(), strconv.FormatUint(number, 10), leg) {
 		fakeAnswer(w, body, []string{"prefill", "decoded"}[leg])
 	}
+}
+
+// isBootstrap tells whether a prefill worker's bootstrap server is there; true
+// if none was started.
+func (p *fakeProtocol) isBootstrap(address string) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return len(p.servers) == 0 || p.servers[address]
 }
 
 const fakeMooncakeEngine = "engine-7"
@@ -256,6 +267,9 @@ func (p *fakeProtocol) bootstrap() Bootstrap {
 	}))
 	p.t.Cleanup(server.Close)
 	u, _ := url.Parse(server.URL)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.servers[u.Host] = true
 	port, _ := strconv.ParseUint(u.Port(), 10, 16)
 	return Bootstrap{u.Hostname(), uint16(port)}
 }
@@ -322,6 +336,28 @@ func (h *pairHouse) settled(t testing.TB) {
 	})
 	if err := h.router.check(); err != nil {
 		t.Error(err)
+	}
+}
+
+// store puts the first blocks of a chat's prompt, at most n, into a worker's
+// cache as the router knows it.
+func (h *pairHouse) store(t testing.TB, worker WorkerKey, chat string, n int) {
+	t.Helper()
+	model, err := OpenBuiltinModel()
+	if err != nil {
+		t.Fatal(err)
+	}
+	tokens, err := model.ChatTokens([]byte(chat))
+	if err != nil {
+		t.Fatal(err)
+	}
+	hashes := HashBlocks(nil, tokens, testBlock, "", "")
+	blocks := make([]StoredBlock, min(n, len(hashes)))
+	for i := range blocks {
+		blocks[i] = StoredBlock{uint64(1000 + i), hashes[i]}
+	}
+	if err := h.router.index.Store(worker, 0, false, blocks); err != nil {
+		t.Fatal(err)
 	}
 }
 

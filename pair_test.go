@@ -56,6 +56,8 @@ func TestWhoSharesARequest(t *testing.T) {
 		{name: "enforced", parts: []Disagg{nixlDecode, nixlDecode}, rule: PairRule{Enforce: true}, err: ErrNoPair},
 		{name: "whole by rule", parts: []Disagg{nixlPrefill, nixlDecode}, rule: PairRule{Whole: wholeAnswers, Enforce: true}, decode: []uint64{1}, why: wholeAnswers},
 		{name: "whole by rule where nobody takes it whole", parts: []Disagg{sglangPrefill, sglangDecode}, rule: PairRule{Whole: wholeAnswers}, kinds: kindsOf(KindSGLang), prefill: []uint64{0}, decode: []uint64{1}},
+		{name: "whole by rule where nobody does that either", parts: []Disagg{sglangPrefill}, rule: PairRule{Whole: wholeAnswers, Enforce: true}, err: ErrNoWorker},
+		{name: "whole by rule where only other kinds share it", parts: []Disagg{sglangPrefill, sglangDecode}, rule: PairRule{Whole: wholeOwn}, kinds: kindsOf(KindNone), err: ErrNoWorker},
 		{name: "short", parts: []Disagg{nixlPrefill, nixlDecode}, rule: PairRule{LeastUncached: 13}, decode: []uint64{1}, why: wholeShort},
 		{name: "just not short", parts: []Disagg{nixlPrefill, nixlDecode}, rule: PairRule{LeastUncached: 12}, prefill: []uint64{0}, decode: []uint64{1}},
 		{name: "short where nobody takes it whole", parts: []Disagg{sglangPrefill, sglangDecode}, rule: PairRule{LeastUncached: 13}, prefill: []uint64{0}, decode: []uint64{1}},
@@ -134,6 +136,88 @@ func TestPromptGoesWhereItIsCachedAndAnswerWhereThereIsRoom(t *testing.T) {
 				t.Errorf("%s: worker %d is left with %+v", policy, w, load)
 			}
 		}
+	}
+}
+
+// TestLegsOfOneRequest pins what the policy is asked for each leg, and what is
+// booked: the answer is the request, and carries its name.
+func TestLegsOfOneRequest(t *testing.T) {
+	r := pairRouter(t, "round-robin", nixlPrefill, nixlDecode)
+	policy := new(clerk)
+	r.policy = policy
+	request := Request{ID: "r", Tokens: count(1, 40), ExpectedOutput: 500, Silent: true, Prefix: PrefixHints{ID: "p"}}
+	pair, err := r.RoutePair(t.Context(), request, PairRule{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer pair.End()
+	asked := policy.queries()
+	if len(asked) != 2 {
+		t.Fatalf("asked %+v", asked)
+	}
+	if q := asked[0]; q.Leg != LegPrefill || q.Untracked || q.Prefix.ID != "p" {
+		t.Errorf("asked for the prefill leg: %+v", q)
+	}
+	if q := asked[1]; q.Leg != LegDecode || !q.Untracked || q.Prefix != (PrefixHints{}) {
+		t.Errorf("asked for the decode leg: %+v", q)
+	}
+	if b := pair.Prefill.Booking; b.id != "" || b.expected != 1 || b.silent || b.leg != LegPrefill {
+		t.Errorf("booked for the prefill leg: %+v", b)
+	}
+	if b := pair.Decode.Booking; b != r.Booking("r") || b.expected != 500 || !b.silent || b.leg != LegDecode {
+		t.Errorf("booked for the decode leg: %+v", b)
+	}
+}
+
+// TestBlocksOfADecodeLegAreItsOwn: they were fetched, whatever requests beside it
+// have the same prompt.
+func TestBlocksOfADecodeLegAreItsOwn(t *testing.T) {
+	r := pairRouter(t, "kv", nixlPrefill, nixlDecode)
+	for n := 1; n <= 3; n++ {
+		pair, err := r.RoutePair(t.Context(), Request{Tokens: count(1, 10*testBlock)}, PairRule{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer pair.End()
+		if blocks := r.Load(WorkerKey{Worker: 1}).ActiveBlocks; blocks != 10*n {
+			t.Errorf("%d blocks of %d answers", blocks, n)
+		}
+	}
+}
+
+func TestPromptOfUnknownLengthIsShared(t *testing.T) {
+	r := pairRouter(t, "kv", nixlPrefill, nixlDecode)
+	pair, err := r.RoutePair(t.Context(), Request{}, PairRule{LeastUncached: 256})
+	if err != nil || pair.Whole != "" {
+		t.Errorf("whole %q, %v", pair.Whole, err)
+	}
+	pair.End()
+}
+
+// TestPrefillLegIsNotBookedWithoutADecodeLeg: all decode workers are busy.
+func TestPrefillLegIsNotBookedWithoutADecodeLeg(t *testing.T) {
+	r := pairRouter(t, "kv", nixlPrefill, sglangDecode, nixlDecode)
+	limit := 0.5
+	r.knobs.BusyThresholds.ActiveDecodeBlocksThreshold = &limit
+	r.Up(Target{Key: WorkerKey{Worker: 2}, TotalBlocks: 10, Disagg: nixlDecode})
+	busy := mustRoute(t, r, Request{Tokens: count(1, 8*testBlock), Pinned: &WorkerKey{Worker: 2}})
+	defer busy.Booking.End()
+	if pair, err := r.RoutePair(t.Context(), Request{Tokens: count(5000, 100)}, PairRule{}); !errors.Is(err, ErrBusy) {
+		t.Errorf("%+v, %v", pair, err)
+	}
+	if n := r.Load(WorkerKey{}).InFlight; n != 0 {
+		t.Errorf("%d prompts are booked", n)
+	}
+}
+
+func TestTimesOfAPairAreThoseOfBoth(t *testing.T) {
+	pair := Pair{Prefill: Decision{Tokens: 7, ScheduleTime: 1, QueueTime: 2}, Decode: Decision{ScheduleTime: 30, QueueTime: 40}}
+	if got := pair.took(); got.Tokens != 7 || got.ScheduleTime != 31 || got.QueueTime != 42 {
+		t.Errorf("%+v", got)
+	}
+	pair.Whole = wholeShort
+	if got := pair.took(); got.Tokens != 0 || got.ScheduleTime != 30 || got.QueueTime != 40 {
+		t.Errorf("whole: %+v", got)
 	}
 }
 
