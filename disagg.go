@@ -54,7 +54,10 @@ const (
 	// sees the closed connection.
 	abortTimeout = 5 * time.Second
 	abortsAtOnce = 64
-	// enginesKept bounds the engine ids that are remembered.
+	// engineKept is how long an engine id is taken for granted: a worker that was
+	// started anew has another, and a decode worker that does not know the one it
+	// is told computes the prompt again without a word. enginesKept bounds the ids.
+	engineKept  = 5 * time.Second
 	enginesKept = 4096
 )
 
@@ -73,10 +76,10 @@ type Pairs struct {
 	engines map[WorkerKey]mooncakeEngine
 }
 
-// mooncakeEngine is the engine id of one incarnation of a worker's rank.
+// mooncakeEngine is the engine id of a worker's rank.
 type mooncakeEngine struct {
-	generation int
-	id         string
+	id    string
+	asked time.Time
 }
 
 // NewPairs returns pairs whose legs go through proxy.
@@ -208,10 +211,10 @@ func (s *Pairs) share(ctx context.Context, w http.ResponseWriter, u Upstream, x 
 			pair.Prefill.Booking.Fail()
 			s.proxy.telemetry.thompson.engineFailed()
 		}
-	} else if l.kind == KindNIXL {
-		err = s.sequential(ctx, w, l, x, retry)
-	} else {
+	} else if l.kind == KindSGLang {
 		err = s.concurrent(ctx, w, l, x, retry)
+	} else {
+		err = s.sequential(ctx, w, l, x, retry)
 	}
 	var prefill *prefillFailure
 	if errors.As(err, &prefill) {
@@ -229,6 +232,7 @@ type legs struct {
 	prefill, decode Upstream
 	streams         bool
 	rid             string // by which SGLang servers abort them; empty: closing the connection does
+	fetch           string // with it a Mooncake decode worker gets what the prefill worker keeps
 	shared          *sharedRequest
 }
 
@@ -249,9 +253,9 @@ func (s *Pairs) legs(ctx context.Context, u Upstream, parsed *Body, pair Pair) (
 		if err != nil {
 			return l, &prefillFailure{target.Key.Worker, err}
 		}
-		first, second := mooncakeParams(target.Bootstrap, engine, name)
-		l.prefill.Head, l.prefill.Body = nil, prefillBody(u.Route, parsed, first)
-		l.decode = u.withFields(jsonField{"kv_transfer_params", second})
+		keep, fetch := mooncakeParams(target.Bootstrap, engine, name)
+		l.prefill.Head, l.prefill.Body = nil, prefillBody(u.Route, parsed, keep)
+		l.fetch = fetch
 	case KindSGLang:
 		l.rid = name
 		fields := sglangFields(target.Bootstrap, newRoom(target))
@@ -300,15 +304,24 @@ func (l *legs) decision() Decision {
 	return d
 }
 
-// sequential sends the prompt to the prefill worker, and what that answers about
-// where the prompt's blocks are to the decode worker.
-func (s *Pairs) sequential(ctx context.Context, w http.ResponseWriter, l legs, x *Exchange, retry bool) error {
+// sequential sends the prompt to the prefill worker, and where its blocks are to
+// the decode worker. With Mooncake both could go at once, but a transfer whose
+// prefill leg ends early cannot be called off: for minutes (480 s) the decode
+// worker keeps its blocks for it and the prefill worker one of its 20 senders.
+func (s *Pairs) sequential(ctx context.Context, w http.ResponseWriter, l legs, x *Exchange, retry bool) (err error) {
+	if l.kind == KindMooncake {
+		defer func() {
+			if err != nil || x.Status >= http.StatusInternalServerError {
+				s.forgetEngine(l.pair.Prefill.Target.Key)
+			}
+		}()
+	}
 	answer, err := s.prefill(ctx, l)
 	if err != nil {
 		return err
 	}
-	if params := gjson.GetBytes(answer, "kv_transfer_params"); params.IsObject() {
-		l.decode = l.decode.withFields(jsonField{"kv_transfer_params", params.Raw})
+	if params := l.handedOver(answer); params != "" {
+		l.decode = l.decode.withFields(jsonField{"kv_transfer_params", params})
 	} else {
 		l.shared.note(func(r *sharedRequest) { r.lost = true }) // the decode worker computes the prompt again
 	}
@@ -318,6 +331,19 @@ func (s *Pairs) sequential(ctx context.Context, w http.ResponseWriter, l legs, x
 	defer l.shared.stop()
 	ctx = httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{WroteRequest: func(httptrace.WroteRequestInfo) { s.handedOver(l) }})
 	return s.proxy.send(ctx, w, l.decode, x, l.decision(), retry)
+}
+
+// handedOver returns the transfer parameters of the decode leg after the prefill
+// worker's answer; empty: that keeps nothing for it.
+func (l *legs) handedOver(answer []byte) string {
+	if l.kind != KindMooncake {
+		if params := gjson.GetBytes(answer, "kv_transfer_params"); params.IsObject() {
+			return params.Raw
+		}
+	} else if cutShort(answer) {
+		return l.fetch
+	}
+	return ""
 }
 
 // concurrent sends both legs at once: the workers wait for each other.
@@ -355,9 +381,6 @@ func (s *Pairs) concurrent(ctx context.Context, w http.ResponseWriter, l legs, x
 	var decodeFailed *workerError
 	if cut || err != nil && !errors.As(err, &decodeFailed) {
 		s.abort(l, l.pair.Decode.Target)
-	}
-	if l.kind == KindMooncake {
-		s.forgetEngine(l.pair.Prefill.Target.Key)
 	}
 	return err
 }
@@ -524,7 +547,8 @@ func (s *Pairs) engineID(ctx context.Context, t Target) (string, error) {
 	s.mu.Lock()
 	known := s.engines[t.Key]
 	s.mu.Unlock()
-	if known.id != "" && known.generation == t.Generation {
+	began := s.proxy.now()
+	if known.id != "" && began.Sub(known.asked) < engineKept {
 		return known.id, nil
 	}
 	ctx, cancel := context.WithTimeout(ctx, bootstrapTimeout)
@@ -535,6 +559,9 @@ func (s *Pairs) engineID(ctx context.Context, t Target) (string, error) {
 	if err == nil && (status != http.StatusOK || id == "") {
 		err = fmt.Errorf("its bootstrap server at %s names no engine id for rank %d (status %d)", t.Bootstrap, t.Key.Rank, status)
 	}
+	if err != nil && known.id != "" {
+		return known.id, nil // the server shares its interpreter with the engine and may be slow
+	}
 	if err != nil {
 		return "", err
 	}
@@ -543,7 +570,7 @@ func (s *Pairs) engineID(ctx context.Context, t Target) (string, error) {
 	if len(s.engines) >= enginesKept {
 		clear(s.engines)
 	}
-	s.engines[t.Key] = mooncakeEngine{t.Generation, id}
+	s.engines[t.Key] = mooncakeEngine{id, began}
 	return id, nil
 }
 

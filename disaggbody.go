@@ -57,7 +57,9 @@ const prefillParams = `{"do_remote_decode":true,"do_remote_prefill":false,"remot
 
 // prefillBody returns the body of the prefill leg that a vLLM worker gets: the
 // client's, but for one token that is not streamed, with the transfer parameters
-// given. What makes the answer longer or is kept by the server is left out.
+// given. What makes the answer longer or is kept by the server is left out, as is
+// what could end it for another reason than its length: blocks are kept only then.
+// /v1/messages has no ignore_eos and takes no notice of it.
 func prefillBody(path string, body *Body, params string) []byte {
 	fields := make([]jsonField, 0, len(body.top)+3)
 	limit := "max_tokens"
@@ -69,12 +71,12 @@ func prefillBody(path string, body *Body, params string) []byte {
 	}
 	for _, m := range body.top {
 		switch m.key {
-		case "stream_options", "min_tokens", "return_token_ids", "max_tokens":
+		case "stream_options", "min_tokens", "return_token_ids", "max_tokens", "stop", "stop_token_ids", "stop_sequences":
 			continue
 		}
 		fields = append(fields, jsonField{m.key, m.value.Raw})
 	}
-	over := []jsonField{{"stream", "false"}, {limit, "1"}, {"kv_transfer_params", params}}
+	over := []jsonField{{"stream", "false"}, {limit, "1"}, {"ignore_eos", "true"}, {"kv_transfer_params", params}}
 	if path == "/v1/responses" {
 		over = append(over, jsonField{"store", "false"})
 	}
@@ -115,6 +117,18 @@ func mooncakeParams(at Bootstrap, engine, transfer string) (prefill, decode stri
 	return fmt.Sprintf(`{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":%s}`, id),
 		fmt.Sprintf(`{"do_remote_decode":false,"do_remote_prefill":true,"remote_bootstrap_addr":%s,"remote_engine_id":%s,"transfer_id":%s}`,
 			quoted("http://"+at.String()), quoted(engine), id)
+}
+
+// cutShort tells whether a vLLM worker's answer, of any of splitRoutes, ended
+// because it had the most tokens allowed.
+func cutShort(answer []byte) bool {
+	for _, why := range gjson.GetManyBytes(answer, "choices.0.finish_reason", "stop_reason", "incomplete_details.reason") {
+		switch why.Str {
+		case "length", "max_tokens", "max_output_tokens":
+			return true
+		}
+	}
+	return false
 }
 
 // quoted returns s as a JSON string.

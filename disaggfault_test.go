@@ -198,35 +198,30 @@ func TestFallsBackAndComesBack(t *testing.T) {
 // TestPrefillFailureEndsTheDecodeLegAtOnce: nobody waits for a limit.
 func TestPrefillFailureEndsTheDecodeLegAtOnce(t *testing.T) {
 	const limit = 30 * time.Second
-	for _, kind := range []Kind{KindSGLang, KindMooncake} {
-		for _, stream := range []bool{false, true} {
-			waits := make(chan struct{}, 1)
-			h := newPairHouse(t, Config{RequestTimeout: limit}, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
-				return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
-					switch {
-					case id == 0:
-						<-waits
-						hangUp(w, r)
-					case kind == KindMooncake && !body.Get("kv_transfer_params").Exists():
-						serve(w, r, body)
-					default:
-						waits <- struct{}{}
-						<-r.Context().Done()
-					}
+	for _, stream := range []bool{false, true} {
+		waits := make(chan struct{}, 1)
+		h := newPairHouse(t, Config{RequestTimeout: limit}, KindSGLang, 1, 1, func(id uint64, _ engineServe) engineServe {
+			return func(w http.ResponseWriter, r *http.Request, _ gjson.Result) {
+				if id == 0 {
+					<-waits
+					hangUp(w, r)
+				} else {
+					waits <- struct{}{}
+					<-r.Context().Done()
 				}
-			})
-			began := time.Now()
-			response, answer := h.post(t, chatPath, sharedChat(stream))
-			if took := time.Since(began); took > limit/2 {
-				t.Errorf("%s: the decode leg was waited for, %s", kind, took)
 			}
-			if kind == KindSGLang && response.StatusCode != http.StatusBadGateway || kind == KindMooncake && !strings.Contains(answer, "whole") {
-				t.Errorf("%s: %s: %s", kind, response.Status, answer)
-			}
-			h.settled(t)
-			if blamed := h.blamed(); !slices.Equal(blamed, []uint64{0}) {
-				t.Errorf("%s: blamed are %v", kind, blamed)
-			}
+		})
+		began := time.Now()
+		response, answer := h.post(t, chatPath, sharedChat(stream))
+		if took := time.Since(began); took > limit/2 {
+			t.Errorf("the decode leg was waited for, %s", took)
+		}
+		if response.StatusCode != http.StatusBadGateway {
+			t.Errorf("%s: %s", response.Status, answer)
+		}
+		h.settled(t)
+		if blamed := h.blamed(); !slices.Equal(blamed, []uint64{0}) {
+			t.Errorf("blamed are %v", blamed)
 		}
 	}
 }
