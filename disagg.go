@@ -320,7 +320,7 @@ func (s *Pairs) sequential(ctx context.Context, w http.ResponseWriter, l legs, x
 	if err != nil {
 		return err
 	}
-	if params := l.handedOver(answer); params != "" {
+	if params := l.transfer(answer); params != "" {
 		l.decode = l.decode.withFields(jsonField{"kv_transfer_params", params})
 	} else {
 		l.shared.note(func(r *sharedRequest) { r.lost = true }) // the decode worker computes the prompt again
@@ -333,9 +333,9 @@ func (s *Pairs) sequential(ctx context.Context, w http.ResponseWriter, l legs, x
 	return s.proxy.send(ctx, w, l.decode, x, l.decision(), retry)
 }
 
-// handedOver returns the transfer parameters of the decode leg after the prefill
+// transfer returns the transfer parameters of the decode leg after the prefill
 // worker's answer; empty: that keeps nothing for it.
-func (l *legs) handedOver(answer []byte) string {
+func (l *legs) transfer(answer []byte) string {
 	if l.kind != KindMooncake {
 		if params := gjson.GetBytes(answer, "kv_transfer_params"); params.IsObject() {
 			return params.Raw
