@@ -54,6 +54,9 @@ const (
 	// sees the closed connection.
 	abortTimeout = 5 * time.Second
 	abortsAtOnce = 64
+	// watchEvery is the time between two looks at a prefill worker whose blocks are
+	// being fetched.
+	watchEvery = 500 * time.Millisecond
 	// engineKept is how long an engine id is taken for granted: a worker that was
 	// started anew has another, and a decode worker that does not know the one it
 	// is told computes the prompt again without a word. enginesKept bounds the ids.
@@ -64,6 +67,7 @@ const (
 // Pairs sends requests that two workers share. Its methods are safe for
 // concurrent use.
 type Pairs struct {
+	router  *Router
 	proxy   *Proxy
 	knobs   DisaggKnobs
 	metrics *disaggMetrics
@@ -82,10 +86,10 @@ type mooncakeEngine struct {
 	asked time.Time
 }
 
-// NewPairs returns pairs whose legs go through proxy.
-func NewPairs(proxy *Proxy, knobs DisaggKnobs, log *slog.Logger) *Pairs {
+// NewPairs returns pairs of router's workers whose legs go through proxy.
+func NewPairs(router *Router, proxy *Proxy, knobs DisaggKnobs, log *slog.Logger) *Pairs {
 	return &Pairs{
-		proxy: proxy, knobs: knobs, metrics: proxy.telemetry.disagg, log: log,
+		router: router, proxy: proxy, knobs: knobs, metrics: proxy.telemetry.disagg, log: log,
 		abortRoom: make(chan struct{}, abortsAtOnce), engines: map[WorkerKey]mooncakeEngine{},
 	}
 }
@@ -124,6 +128,9 @@ type legTimeout struct {
 func (e *legTimeout) Error() string {
 	return fmt.Sprintf("%s took longer than %s (%s)", e.what, e.over, e.flag)
 }
+
+// errPrefillGone ends a decode leg for which its prefill worker kept blocks.
+var errPrefillGone = errors.New("it went with the prompt's blocks")
 
 // errDecodeEnded ends a prefill leg whose decode leg has ended.
 var errDecodeEnded = errors.New("the decode leg has ended")
@@ -320,17 +327,51 @@ func (s *Pairs) sequential(ctx context.Context, w http.ResponseWriter, l legs, x
 	if err != nil {
 		return err
 	}
-	if params := l.transfer(answer); params != "" {
+	params := l.transfer(answer)
+	if params != "" {
 		l.decode = l.decode.withFields(jsonField{"kv_transfer_params", params})
 	} else {
 		l.shared.note(func(r *sharedRequest) { r.lost = true }) // the decode worker computes the prompt again
 	}
+	var watch sync.WaitGroup
+	defer watch.Wait()
 	ctx, end := context.WithCancelCause(ctx)
 	defer end(nil)
 	s.await(l, end)
 	defer l.shared.stop()
 	ctx = httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{WroteRequest: func(httptrace.WroteRequestInfo) { s.handedOver(l) }})
+	if l.kind == KindMooncake && params != "" {
+		watch.Go(func() { s.watchPrefill(ctx, l, end) })
+	}
 	return s.proxy.send(ctx, w, l.decode, x, l.decision(), retry)
+}
+
+// watchPrefill ends the decode leg if the prefill worker goes before the answer
+// begins: a Mooncake decode worker that waits for its blocks would not notice for
+// 540 s. Whether it has them already cannot be told of an answer that does not
+// stream, so the watch ends with the time that the first event may take.
+func (s *Pairs) watchPrefill(ctx context.Context, l legs, end context.CancelCauseFunc) {
+	look := time.NewTicker(watchEvery)
+	defer look.Stop()
+	late := time.NewTimer(s.knobs.DisaggHandoverTimeout)
+	defer late.Stop()
+	worker := l.pair.Prefill.Target
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-late.C:
+			return
+		case <-look.C:
+		}
+		if l.shared.hasStarted() {
+			return
+		}
+		if !s.router.IsUp(worker) {
+			end(&prefillFailure{worker.Key.Worker, errPrefillGone})
+			return
+		}
+	}
 }
 
 // transfer returns the transfer parameters of the decode leg after the prefill

@@ -195,6 +195,46 @@ func TestFallsBackAndComesBack(t *testing.T) {
 	h.settled(t)
 }
 
+// TestPrefillWorkerThatGoesDuringTheTransfer: the decode worker would wait for it
+// for minutes, and gets the request again without a transfer.
+func TestPrefillWorkerThatGoesDuringTheTransfer(t *testing.T) {
+	for _, again := range []bool{false, true} { // it has come back when its absence is looked for
+		for _, stream := range []bool{false, true} {
+			waits := make(chan struct{}, 1)
+			h := newPairHouse(t, Config{}, KindMooncake, 1, 1, func(id uint64, serve engineServe) engineServe {
+				return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
+					if id == 0 || !body.Get("kv_transfer_params").Exists() {
+						serve(w, r, body)
+						return
+					}
+					waits <- struct{}{}
+					<-r.Context().Done()
+				}
+			})
+			prefill := h.router.Targets()[0]
+			go func() { // ends once the decode leg has come
+				<-waits
+				h.router.Down(prefill.Key)
+				if again {
+					prefill.Generation++
+					h.router.Up(prefill)
+				}
+			}()
+			response, answer := h.post(t, chatPath, sharedChat(stream))
+			if response.StatusCode != http.StatusOK || !strings.Contains(answer, "whole") {
+				t.Errorf("%s: %s", response.Status, answer)
+			}
+			h.settled(t)
+			if blamed := h.blamed(); !slices.Equal(blamed, []uint64{0}) {
+				t.Errorf("blamed are %v", blamed)
+			}
+			if page := h.metrics(t); !strings.Contains(page, `kvrouter_disagg_requests_total{kind="mooncake",result="prefill_failed"} 1`) {
+				t.Error("not counted")
+			}
+		}
+	}
+}
+
 // TestPrefillFailureEndsTheDecodeLegAtOnce: nobody waits for a limit.
 func TestPrefillFailureEndsTheDecodeLegAtOnce(t *testing.T) {
 	const limit = 30 * time.Second
