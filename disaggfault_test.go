@@ -3,9 +3,12 @@ package main
 import (
 	"fmt"
 	"io"
+	"log/slog"
 	"net/http"
+	"net/http/httptest"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -169,6 +172,58 @@ func TestMooncakeWithoutBootstrapServerStaysWhole(t *testing.T) {
 	h.settled(t)
 	if page := h.metrics(t); !strings.Contains(page, `kvrouter_disagg_requests_total{kind="mooncake",result="prefill_failed"} 1`) {
 		t.Error("not counted")
+	}
+}
+
+// TestEngineIDsAreAskedForAgain: after a while, after a failure, and where a known
+// one cannot be asked for it stays.
+func TestEngineIDsAreAskedForAgain(t *testing.T) {
+	var id, asked atomic.Int64
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		asked.Add(1)
+		if n := id.Load(); n > 0 {
+			fmt.Fprintf(w, `{"0":{"engine_id":"other"},"1":{"engine_id":"engine-%d"}}`, n)
+		} else {
+			w.WriteHeader(http.StatusInternalServerError)
+		}
+	}))
+	defer server.Close()
+	target := Target{Key: WorkerKey{Worker: 7, Rank: 1}}
+	if err := target.Bootstrap.UnmarshalText([]byte(strings.TrimPrefix(server.URL, "http://"))); err != nil {
+		t.Fatal(err)
+	}
+	telemetry := NewTelemetry(func() []WorkerSample { return nil }, func() PromptSample { return PromptSample{} })
+	proxy := NewProxy(telemetry, time.Minute, func(uint64) {})
+	defer proxy.client.CloseIdleConnections()
+	now := time.Unix(1e9, 0)
+	proxy.now = func() time.Time { return now }
+	pairs := NewPairs(nil, proxy, DefaultDisaggKnobs(), slog.New(slog.DiscardHandler))
+	for _, step := range []struct {
+		name   string
+		later  time.Duration
+		told   int64 // 0: the server fails
+		forget bool
+		want   string // empty: an error
+		asked  int64  // in all
+	}{
+		{"unknown", 0, 0, false, "", 1},
+		{"first", 0, 1, false, "engine-1", 2},
+		{"known", engineKept - 1, 2, false, "engine-1", 2},
+		{"old", 1, 2, false, "engine-2", 3},
+		{"cannot be asked", engineKept, 0, false, "engine-2", 4},
+		{"asked again", 0, 3, false, "engine-3", 5},
+		{"after a failure", 0, 4, true, "engine-4", 6},
+		{"after a failure, cannot be asked", 0, 0, true, "", 7},
+	} {
+		now = now.Add(step.later)
+		id.Store(step.told)
+		if step.forget {
+			pairs.forgetEngine(target.Key)
+		}
+		got, err := pairs.engineID(t.Context(), target)
+		if got != step.want || (err != nil) != (step.want == "") || asked.Load() != step.asked {
+			t.Errorf("%s: %q, %v, asked %d times", step.name, got, err, asked.Load())
+		}
 	}
 }
 
