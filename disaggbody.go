@@ -110,15 +110,6 @@ func sglangFields(at Bootstrap, room uint64) []jsonField {
 	}
 }
 
-// mooncakeParams returns the transfer parameters of both legs of a Mooncake
-// pair; engine is the prefill worker's engine id.
-func mooncakeParams(at Bootstrap, engine, transfer string) (prefill, decode string) {
-	id := quoted(transfer)
-	return fmt.Sprintf(`{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":%s}`, id),
-		fmt.Sprintf(`{"do_remote_decode":false,"do_remote_prefill":true,"remote_bootstrap_addr":%s,"remote_engine_id":%s,"transfer_id":%s}`,
-			quoted("http://"+at.String()), quoted(engine), id)
-}
-
 // cutShort tells whether a vLLM worker's answer, of any of splitRoutes, ended
 // because it had the most tokens allowed.
 func cutShort(answer []byte) bool {
