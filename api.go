@@ -104,7 +104,7 @@ type API struct {
 
 // NewAPI returns the OpenAI side over the given rooms.
 func NewAPI(config Config, router *Router, tokens *Tokens, proxy *Proxy, telemetry *Telemetry, log *slog.Logger) *API {
-	return &API{config: config, router: router, tokens: tokens, proxy: proxy, telemetry: telemetry, log: log, pairs: NewPairs(proxy, config.DisaggKnobs, log)}
+	return &API{config: config, router: router, tokens: tokens, proxy: proxy, telemetry: telemetry, log: log, pairs: NewPairs(router, proxy, config.DisaggKnobs, log)}
 }
 
 // Drain makes /ready fail, so that balancers in front send no more requests.

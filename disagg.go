@@ -54,13 +54,20 @@ const (
 	// sees the closed connection.
 	abortTimeout = 5 * time.Second
 	abortsAtOnce = 64
-	// enginesKept bounds the engine ids that are remembered.
+	// watchEvery is the time between two looks at a prefill worker whose blocks are
+	// being fetched.
+	watchEvery = 500 * time.Millisecond
+	// engineKept is how long an engine id is taken for granted: a worker that was
+	// started anew has another, and a decode worker that does not know the one it
+	// is told computes the prompt again without a word. enginesKept bounds the ids.
+	engineKept  = 5 * time.Second
 	enginesKept = 4096
 )
 
 // Pairs sends requests that two workers share. Its methods are safe for
 // concurrent use.
 type Pairs struct {
+	router  *Router
 	proxy   *Proxy
 	knobs   DisaggKnobs
 	metrics *disaggMetrics
@@ -73,16 +80,10 @@ type Pairs struct {
 	engines map[WorkerKey]mooncakeEngine
 }
 
-// mooncakeEngine is the engine id of one incarnation of a worker's rank.
-type mooncakeEngine struct {
-	generation int
-	id         string
-}
-
-// NewPairs returns pairs whose legs go through proxy.
-func NewPairs(proxy *Proxy, knobs DisaggKnobs, log *slog.Logger) *Pairs {
+// NewPairs returns pairs of router's workers whose legs go through proxy.
+func NewPairs(router *Router, proxy *Proxy, knobs DisaggKnobs, log *slog.Logger) *Pairs {
 	return &Pairs{
-		proxy: proxy, knobs: knobs, metrics: proxy.telemetry.disagg, log: log,
+		router: router, proxy: proxy, knobs: knobs, metrics: proxy.telemetry.disagg, log: log,
 		abortRoom: make(chan struct{}, abortsAtOnce), engines: map[WorkerKey]mooncakeEngine{},
 	}
 }
@@ -121,6 +122,9 @@ type legTimeout struct {
 func (e *legTimeout) Error() string {
 	return fmt.Sprintf("%s took longer than %s (%s)", e.what, e.over, e.flag)
 }
+
+// errPrefillGone ends a decode leg for which its prefill worker kept blocks.
+var errPrefillGone = errors.New("it went with the prompt's blocks")
 
 // errDecodeEnded ends a prefill leg whose decode leg has ended.
 var errDecodeEnded = errors.New("the decode leg has ended")
@@ -208,10 +212,10 @@ func (s *Pairs) share(ctx context.Context, w http.ResponseWriter, u Upstream, x 
 			pair.Prefill.Booking.Fail()
 			s.proxy.telemetry.thompson.engineFailed()
 		}
-	} else if l.kind == KindNIXL {
-		err = s.sequential(ctx, w, l, x, retry)
-	} else {
+	} else if l.kind == KindSGLang {
 		err = s.concurrent(ctx, w, l, x, retry)
+	} else {
+		err = s.sequential(ctx, w, l, x, retry)
 	}
 	var prefill *prefillFailure
 	if errors.As(err, &prefill) {
@@ -229,6 +233,7 @@ type legs struct {
 	prefill, decode Upstream
 	streams         bool
 	rid             string // by which SGLang servers abort them; empty: closing the connection does
+	fetch           string // with it a Mooncake decode worker gets what the prefill worker keeps
 	shared          *sharedRequest
 }
 
@@ -249,9 +254,9 @@ func (s *Pairs) legs(ctx context.Context, u Upstream, parsed *Body, pair Pair) (
 		if err != nil {
 			return l, &prefillFailure{target.Key.Worker, err}
 		}
-		first, second := mooncakeParams(target.Bootstrap, engine, name)
-		l.prefill.Head, l.prefill.Body = nil, prefillBody(u.Route, parsed, first)
-		l.decode = u.withFields(jsonField{"kv_transfer_params", second})
+		keep, fetch := mooncakeParams(target.Bootstrap, engine, name)
+		l.prefill.Head, l.prefill.Body = nil, prefillBody(u.Route, parsed, keep)
+		l.fetch = fetch
 	case KindSGLang:
 		l.rid = name
 		fields := sglangFields(target.Bootstrap, newRoom(target))
@@ -300,24 +305,52 @@ func (l *legs) decision() Decision {
 	return d
 }
 
-// sequential sends the prompt to the prefill worker, and what that answers about
-// where the prompt's blocks are to the decode worker.
-func (s *Pairs) sequential(ctx context.Context, w http.ResponseWriter, l legs, x *Exchange, retry bool) error {
+// sequential sends the prompt to the prefill worker, and where its blocks are to
+// the decode worker. With Mooncake both could go at once, but a transfer whose
+// prefill leg ends early cannot be called off: for minutes (480 s) the decode
+// worker keeps its blocks for it and the prefill worker one of its 20 senders.
+func (s *Pairs) sequential(ctx context.Context, w http.ResponseWriter, l legs, x *Exchange, retry bool) (err error) {
+	if l.kind == KindMooncake {
+		defer func() {
+			if err != nil || x.Status >= http.StatusInternalServerError {
+				s.forgetEngine(l.pair.Prefill.Target.Key)
+			}
+		}()
+	}
 	answer, err := s.prefill(ctx, l)
 	if err != nil {
 		return err
 	}
-	if params := gjson.GetBytes(answer, "kv_transfer_params"); params.IsObject() {
-		l.decode = l.decode.withFields(jsonField{"kv_transfer_params", params.Raw})
+	params := l.transfer(answer)
+	if params != "" {
+		l.decode = l.decode.withFields(jsonField{"kv_transfer_params", params})
 	} else {
 		l.shared.note(func(r *sharedRequest) { r.lost = true }) // the decode worker computes the prompt again
 	}
+	var watch sync.WaitGroup
+	defer watch.Wait()
 	ctx, end := context.WithCancelCause(ctx)
 	defer end(nil)
 	s.await(l, end)
 	defer l.shared.stop()
 	ctx = httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{WroteRequest: func(httptrace.WroteRequestInfo) { s.handedOver(l) }})
+	if l.kind == KindMooncake && params != "" {
+		watch.Go(func() { s.watchPrefill(ctx, l, end) })
+	}
 	return s.proxy.send(ctx, w, l.decode, x, l.decision(), retry)
+}
+
+// transfer returns the transfer parameters of the decode leg after the prefill
+// worker's answer; empty: that keeps nothing for it.
+func (l *legs) transfer(answer []byte) string {
+	if l.kind != KindMooncake {
+		if params := gjson.GetBytes(answer, "kv_transfer_params"); params.IsObject() {
+			return params.Raw
+		}
+	} else if cutShort(answer) {
+		return l.fetch
+	}
+	return ""
 }
 
 // concurrent sends both legs at once: the workers wait for each other.
@@ -344,20 +377,16 @@ func (s *Pairs) concurrent(ctx context.Context, w http.ResponseWriter, l legs, x
 	if err == nil && x.Status < http.StatusBadRequest {
 		return nil
 	}
-	followed := errors.Is(prefillErr, errDecodeEnded)
-	if err != nil && prefillErr != nil && !followed && !errors.Is(err, errAnswered) && ctx.Err() == nil {
+	if err != nil && prefillErr != nil && !errors.Is(prefillErr, errDecodeEnded) && !errors.Is(err, errAnswered) && ctx.Err() == nil {
 		err = prefillErr // the decode leg failed for it
 	}
 	var failed *prefillFailure
-	if prefillErr != nil && (followed || !errors.As(prefillErr, &failed)) {
+	if prefillErr != nil && !errors.As(prefillErr, &failed) {
 		s.abort(l, l.pair.Prefill.Target)
 	}
 	var decodeFailed *workerError
 	if cut || err != nil && !errors.As(err, &decodeFailed) {
 		s.abort(l, l.pair.Decode.Target)
-	}
-	if l.kind == KindMooncake {
-		s.forgetEngine(l.pair.Prefill.Target.Key)
 	}
 	return err
 }
@@ -516,41 +545,4 @@ func (s *Pairs) abort(l legs, t Target) {
 			s.log.Debug("a worker could not be told to abort", "error", err)
 		}
 	})
-}
-
-// engineID returns the engine id of a Mooncake prefill worker, which its
-// bootstrap server tells.
-func (s *Pairs) engineID(ctx context.Context, t Target) (string, error) {
-	s.mu.Lock()
-	known := s.engines[t.Key]
-	s.mu.Unlock()
-	if known.id != "" && known.generation == t.Generation {
-		return known.id, nil
-	}
-	ctx, cancel := context.WithTimeout(ctx, bootstrapTimeout)
-	defer cancel()
-	server := Target{Key: t.Key, URL: "http://" + t.Bootstrap.String()}
-	status, answer, err := s.proxy.Ask(ctx, server, http.MethodGet, "/query", nil, nil)
-	id := gjson.GetBytes(answer, fmt.Sprintf("%d.engine_id", t.Key.Rank)).Str
-	if err == nil && (status != http.StatusOK || id == "") {
-		err = fmt.Errorf("its bootstrap server at %s names no engine id for rank %d (status %d)", t.Bootstrap, t.Key.Rank, status)
-	}
-	if err != nil {
-		return "", err
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if len(s.engines) >= enginesKept {
-		clear(s.engines)
-	}
-	s.engines[t.Key] = mooncakeEngine{t.Generation, id}
-	return id, nil
-}
-
-// forgetEngine makes the next request ask again: the worker may have been
-// started anew.
-func (s *Pairs) forgetEngine(key WorkerKey) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	delete(s.engines, key)
 }

@@ -32,7 +32,7 @@ func TestBothLegsServeARequest(t *testing.T) {
 				if header.Get(headerWorker) != "10" || header.Get(headerPrefillWorker) != "0" || header.Get(headerRequest) != "my-id" {
 					t.Errorf("headers %v", header)
 				}
-				if kind == KindNIXL && header.Get(headerPrefillTime) == "" || (kind == KindNIXL) != (header.Get(headerHandoverTime) != "") {
+				if kind != KindSGLang && header.Get(headerPrefillTime) == "" || (kind != KindSGLang) != (header.Get(headerHandoverTime) != "") {
 					t.Errorf("times in headers %v", header)
 				}
 				if ids := append(h.prefill[0].ids, h.decode[0].ids...); len(ids) != 2 || ids[0] != "my-id" || ids[1] != "my-id" {
@@ -45,11 +45,11 @@ func TestBothLegsServeARequest(t *testing.T) {
 					fmt.Sprintf(`kvrouter_requests_total{route="%s",status="200",worker_id="10"} 1`, chatPath),
 					`kvrouter_cached_tokens_reported_total{worker_id="0"} 4`,
 				} {
-					if !strings.Contains(page, want) && !(strings.HasPrefix(want, "kvrouter_cached") && kind != KindNIXL) {
+					if !strings.Contains(page, want) && !(strings.HasPrefix(want, "kvrouter_cached") && kind == KindSGLang) {
 						t.Errorf("metrics lack %s", want)
 					}
 				}
-				if kind == KindNIXL && !strings.Contains(page, `kvrouter_disagg_handover_seconds_count{kind="nixl"} 1`) {
+				if kind != KindSGLang && !strings.Contains(page, fmt.Sprintf(`kvrouter_disagg_handover_seconds_count{kind="%s"} 1`, kind)) {
 					t.Error("no hand-over was timed")
 				}
 			})
@@ -295,18 +295,25 @@ func TestTransferParametersReachTheDecodeWorkerVerbatim(t *testing.T) {
 	}
 }
 
-func TestWithoutTransferParametersTheDecodeWorkerComputesThePrompt(t *testing.T) {
-	for _, answer := range []string{`{"choices":[]}`, `{"kv_transfer_params":null}`} {
-		h := newPairHouse(t, Config{}, KindNIXL, 1, 1, func(id uint64, serve engineServe) engineServe {
+func TestWhereNothingIsKeptTheDecodeWorkerComputesThePrompt(t *testing.T) {
+	for _, test := range []struct {
+		kind   Kind
+		answer string
+	}{
+		{KindNIXL, `{"choices":[]}`},
+		{KindNIXL, `{"kv_transfer_params":null}`},
+		{KindMooncake, `{"choices":[{"finish_reason":"stop"}]}`},
+	} {
+		h := newPairHouse(t, Config{}, test.kind, 1, 1, func(id uint64, serve engineServe) engineServe {
 			if id == 0 {
-				return func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) { fmt.Fprint(w, answer) }
+				return func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) { fmt.Fprint(w, test.answer) }
 			}
 			return serve
 		})
 		if response, answer := h.post(t, chatPath, sharedChat(false)); response.StatusCode != http.StatusOK || !strings.Contains(answer, "whole") {
 			t.Errorf("%s: %s", response.Status, answer)
 		}
-		if page := h.metrics(t); !strings.Contains(page, `kvrouter_disagg_requests_total{kind="nixl",result="recomputed"} 1`) {
+		if page := h.metrics(t); !strings.Contains(page, fmt.Sprintf(`kvrouter_disagg_requests_total{kind="%s",result="recomputed"} 1`, test.kind)) {
 			t.Error("not counted")
 		}
 	}
@@ -418,6 +425,9 @@ func TestClientThatLeavesEndsBothLegs(t *testing.T) {
 				h.settled(t)
 				if blamed := h.blamed(); len(blamed) != 0 {
 					t.Errorf("blamed are %v", blamed)
+				}
+				if kind != KindSGLang && stage == "prefill" && len(h.decode[0].received()) != 0 {
+					t.Error("a decode worker waits for a prompt that nobody computes")
 				}
 				if kind == KindSGLang {
 					for _, engine := range []*fakeEngine{h.prefill[0], h.decode[0]} {

@@ -8,9 +8,6 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
-	"net/url"
-	"strconv"
-	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -18,101 +15,12 @@ import (
 	"github.com/tidwall/gjson"
 )
 
-// TestMooncakeEngineIDsAreAskedForWhenTheyMayBeOthers: once for each incarnation
-// of a worker, and again after a failure.
-func TestMooncakeEngineIDsAreAskedForWhenTheyMayBeOthers(t *testing.T) {
-	var mu sync.Mutex // guards all below
-	id, asked, sent := "first", 0, ""
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		mu.Lock()
-		defer mu.Unlock()
-		asked++
-		fmt.Fprintf(w, `{"0":{"engine_id":%[1]q},"1":{"engine_id":"%[1]s of rank 1"}}`, id)
-	}))
-	defer server.Close()
-	h := newPairHouse(t, Config{}, KindMooncake, 1, 1, func(worker uint64, _ engineServe) engineServe {
-		return func(w http.ResponseWriter, _ *http.Request, body gjson.Result) {
-			mu.Lock()
-			defer mu.Unlock()
-			if worker == 10 {
-				sent = body.Get("kv_transfer_params.remote_engine_id").Str
-				if !strings.HasPrefix(sent, id) {
-					fakeRefusal(w, "unknown engine")
-					return
-				}
-			}
-			fakeAnswer(w, body, "decoded")
-		}
-	})
-	target := h.router.Targets()[0]
-	u, _ := url.Parse(server.URL)
-	port, _ := strconv.ParseUint(u.Port(), 10, 16)
-	target.Bootstrap = Bootstrap{u.Hostname(), uint16(port)}
-	h.router.Up(target)
-	for i, step := range []struct {
-		change func()
-		status int
-		sent   string
-		asked  int // in all
-	}{
-		{func() {}, 200, "first", 1},
-		{func() {}, 200, "first", 1},
-		{func() { id = "second"; target.Generation++; h.router.Up(target) }, 200, "second", 2},
-		{func() { id = "third" }, 400, "second", 2}, // started anew, and not yet noticed
-		{func() {}, 200, "third", 3},
-		{func() { h.router.Down(target.Key); target.Ranks, target.Key.Rank = 2, 1; h.router.Up(target) }, 200, "third of rank 1", 4},
-	} {
-		mu.Lock()
-		step.change()
-		mu.Unlock()
-		response, answer := h.post(t, chatPath, sharedChat(false))
-		mu.Lock()
-		if response.StatusCode != step.status || sent != step.sent || asked != step.asked {
-			t.Errorf("step %d: %s: %s; engine id %q, want %q; asked %d times, want %d", i, response.Status, answer, sent, step.sent, asked, step.asked)
-		}
-		mu.Unlock()
-	}
-}
-
-func TestFewMooncakeEngineIDsAreKept(t *testing.T) {
-	h := newPairHouse(t, Config{}, KindMooncake, 1, 1, nil)
-	target := h.router.Targets()[0]
-	s := newTestPairs(t)
-	for i := range uint64(enginesKept) {
-		s.engines[WorkerKey{Worker: 100 + i}] = mooncakeEngine{1, "x"}
-	}
-	if id, err := s.engineID(t.Context(), target); id != fakeMooncakeEngine || err != nil {
-		t.Errorf("%q, %v", id, err)
-	}
-	if n := len(s.engines); n > enginesKept {
-		t.Errorf("%d are kept", n)
-	}
-}
-
-func TestBootstrapServerThatHangsIsNotWaitedForLong(t *testing.T) {
-	if testing.Short() {
-		t.Skip("waits for the limit")
-	}
-	t.Parallel()
-	server := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }))
-	defer server.Close()
-	u, _ := url.Parse(server.URL)
-	port, _ := strconv.ParseUint(u.Port(), 10, 16)
-	s, began := newTestPairs(t), time.Now()
-	if id, err := s.engineID(t.Context(), Target{Disagg: Disagg{Bootstrap: Bootstrap{u.Hostname(), uint16(port)}}}); err == nil {
-		t.Errorf("engine id %q", id)
-	}
-	if took := time.Since(began); took < bootstrapTimeout || took > 5*bootstrapTimeout {
-		t.Errorf("it took %s", took)
-	}
-}
-
 // newTestPairs returns pairs that serve no requests.
 func newTestPairs(t testing.TB) *Pairs {
 	telemetry := NewTelemetry(func() []WorkerSample { return nil }, func() PromptSample { return PromptSample{} })
 	proxy := NewProxy(telemetry, 0, func(uint64) {})
 	t.Cleanup(proxy.client.CloseIdleConnections)
-	return NewPairs(proxy, DefaultDisaggKnobs(), slog.New(slog.DiscardHandler))
+	return NewPairs(nil, proxy, DefaultDisaggKnobs(), slog.New(slog.DiscardHandler))
 }
 
 // TestAbortsReachWorkers: any number of them, with the client's key, and Close

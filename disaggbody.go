@@ -11,19 +11,13 @@ import (
 // Why a request is to stay whole, by what it asks for. The values are labels of
 // metrics.
 const (
-	wholePinned    = "pinned"     // it names its worker
-	wholeOwn       = "own"        // its sender has split it already
-	wholeAnswers   = "answers"    // it wants several, and a prompt is handed over once
-	wholePrompt    = "prompt"     // it wants to know about the prompt, which a decode worker does not compute
-	wholeStored    = "stored"     // it goes on with what one worker keeps, or is to be kept there
-	wholePrefilled = "prefill"    // its prefill leg has failed before
-	wholeNoPath    = "no_prefill" // its route has no prompt that could be handed over
+	wholePinned    = "pinned"  // it names its worker
+	wholeOwn       = "own"     // its sender has split it already
+	wholeAnswers   = "answers" // it wants several, and a prompt is handed over once
+	wholePrompt    = "prompt"  // it wants to know about the prompt, which a decode worker does not compute
+	wholeStored    = "stored"  // it goes on with what one worker keeps, or is to be kept there
+	wholePrefilled = "prefill" // its prefill leg has failed before
 )
-
-// splitRoutes are the routes whose requests two workers can share.
-var splitRoutes = map[string]bool{
-	"/v1/chat/completions": true, "/v1/completions": true, "/v1/responses": true, "/v1/messages": true,
-}
 
 // whyWhole says why a request is to stay whole, if it is, and which kinds of
 // workers can share it all the same where none takes it whole; 0: any. whole: its
@@ -36,8 +30,6 @@ func whyWhole(path string, body *Body, whole, multiple bool) (why string, kinds 
 		return v.Exists() && v.Type != gjson.Null && v.Type != gjson.False
 	}
 	switch {
-	case !splitRoutes[path]:
-		return wholeNoPath, kindsOf(KindNone)
 	case whole:
 		return wholePinned, kindsOf(KindNone)
 	case asks("kv_transfer_params"), asks("bootstrap_room"):
@@ -57,7 +49,9 @@ const prefillParams = `{"do_remote_decode":true,"do_remote_prefill":false,"remot
 
 // prefillBody returns the body of the prefill leg that a vLLM worker gets: the
 // client's, but for one token that is not streamed, with the transfer parameters
-// given. What makes the answer longer or is kept by the server is left out.
+// given. What makes the answer longer or is kept by the server is left out, as is
+// what could end it for another reason than its length: blocks are kept only then.
+// /v1/messages has no ignore_eos and takes no notice of it.
 func prefillBody(path string, body *Body, params string) []byte {
 	fields := make([]jsonField, 0, len(body.top)+3)
 	limit := "max_tokens"
@@ -69,12 +63,12 @@ func prefillBody(path string, body *Body, params string) []byte {
 	}
 	for _, m := range body.top {
 		switch m.key {
-		case "stream_options", "min_tokens", "return_token_ids", "max_tokens":
+		case "stream_options", "min_tokens", "return_token_ids", "max_tokens", "stop", "stop_token_ids", "stop_sequences":
 			continue
 		}
 		fields = append(fields, jsonField{m.key, m.value.Raw})
 	}
-	over := []jsonField{{"stream", "false"}, {limit, "1"}, {"kv_transfer_params", params}}
+	over := []jsonField{{"stream", "false"}, {limit, "1"}, {"ignore_eos", "true"}, {"kv_transfer_params", params}}
 	if path == "/v1/responses" {
 		over = append(over, jsonField{"store", "false"})
 	}
@@ -108,13 +102,16 @@ func sglangFields(at Bootstrap, room uint64) []jsonField {
 	}
 }
 
-// mooncakeParams returns the transfer parameters of both legs of a Mooncake
-// pair; engine is the prefill worker's engine id.
-func mooncakeParams(at Bootstrap, engine, transfer string) (prefill, decode string) {
-	id := quoted(transfer)
-	return fmt.Sprintf(`{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":%s}`, id),
-		fmt.Sprintf(`{"do_remote_decode":false,"do_remote_prefill":true,"remote_bootstrap_addr":%s,"remote_engine_id":%s,"transfer_id":%s}`,
-			quoted("http://"+at.String()), quoted(engine), id)
+// cutShort tells whether a vLLM worker's answer, of any route, ended
+// because it had the most tokens allowed.
+func cutShort(answer []byte) bool {
+	for _, why := range gjson.GetManyBytes(answer, "choices.0.finish_reason", "stop_reason", "incomplete_details.reason") {
+		switch why.Str {
+		case "length", "max_tokens", "max_output_tokens":
+			return true
+		}
+	}
+	return false
 }
 
 // quoted returns s as a JSON string.

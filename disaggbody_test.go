@@ -13,7 +13,7 @@ import (
 // it must have otherwise.
 func TestBodiesOfLegs(t *testing.T) {
 	space := rapid.SampledFrom([]string{"", " ", "\n\t"})
-	key := rapid.SampledFrom([]string{`"model"`, `"stream"`, `"max_tokens"`, `"max_completion_tokens"`, `"min_tokens"`, `"stream_options"`, `"return_token_ids"`, `"store"`, `"a\"b"`, `"\u00e9"`, `""`, `"x"`})
+	key := rapid.SampledFrom([]string{`"model"`, `"stream"`, `"max_tokens"`, `"max_completion_tokens"`, `"min_tokens"`, `"stream_options"`, `"return_token_ids"`, `"store"`, `"stop"`, `"stop_token_ids"`, `"stop_sequences"`, `"ignore_eos"`, `"a\"b"`, `"\u00e9"`, `""`, `"x"`})
 	value := rapid.SampledFrom([]string{`1`, `null`, `true`, `"}{"`, `{"a": [1, {}]}`, `[ ]`, `18446744073709551616`, `1.50`, `"\ud800"`})
 	path := rapid.SampledFrom([]string{"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 	rapid.Check(t, func(t *rapid.T) {
@@ -57,7 +57,7 @@ func TestBodiesOfLegs(t *testing.T) {
 		if !ok {
 			t.Fatalf("%s became %s", client, leg)
 		}
-		want := map[string]string{"stream": "false", "kv_transfer_params": `{"p":1}`, "min_tokens": "", "stream_options": "", "return_token_ids": ""}
+		want := map[string]string{"stream": "false", "kv_transfer_params": `{"p":1}`, "min_tokens": "", "stream_options": "", "return_token_ids": "", "ignore_eos": "true", "stop": "", "stop_token_ids": "", "stop_sequences": ""}
 		switch {
 		case route == "/v1/responses":
 			want["max_output_tokens"], want["store"], want["max_tokens"] = "1", "false", ""
@@ -77,6 +77,27 @@ func TestBodiesOfLegs(t *testing.T) {
 			}
 		}
 	})
+}
+
+func TestAnswersThatTheirLengthEnded(t *testing.T) {
+	for _, test := range []struct {
+		answer string
+		want   bool
+	}{
+		{`{"choices":[{"finish_reason":"length"}]}`, true},
+		{`{"choices":[{"finish_reason":"stop","stop_reason":2}]}`, false},
+		{`{"choices":[{"finish_reason":null}]}`, false},
+		{`{"choices":[]}`, false},
+		{`{"stop_reason":"max_tokens"}`, true},
+		{`{"stop_reason":"end_turn"}`, false},
+		{`{"status":"incomplete","incomplete_details":{"reason":"max_output_tokens"}}`, true},
+		{`{"status":"completed","incomplete_details":null}`, false},
+		{``, false},
+	} {
+		if got := cutShort([]byte(test.answer)); got != test.want {
+			t.Errorf("%s: %v", test.answer, got)
+		}
+	}
 }
 
 func TestRoomsHave63Bits(t *testing.T) {

@@ -88,11 +88,20 @@ func (f *fakeEngine) idle() bool {
 	return f.running == 0
 }
 
+// asksOneToken tells whether a body allows an answer of one token only.
+func asksOneToken(body gjson.Result) bool {
+	return body.Get("max_tokens").Int() == 1 || body.Get("max_completion_tokens").Int() == 1
+}
+
 // fakeAnswer answers as an engine does, with the text given.
 func fakeAnswer(w http.ResponseWriter, body gjson.Result, text string, extra ...jsonField) {
 	usage := jsonField{"usage", `{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":4}}`}
 	if !body.Get("stream").Bool() {
-		fields := append([]jsonField{{"choices", fmt.Sprintf(`[{"message":{"content":%s},"finish_reason":"stop"}]`, quoted(text))}, usage}, extra...)
+		reason := "stop"
+		if asksOneToken(body) {
+			reason = "length"
+		}
+		fields := append([]jsonField{{"choices", fmt.Sprintf(`[{"message":{"content":%s},"finish_reason":"%s"}]`, quoted(text), reason)}, usage}, extra...)
 		w.Header().Set("Content-Type", "application/json")
 		w.Write(appendObject(nil, fields))
 		return
@@ -119,8 +128,8 @@ type fakeProtocol struct {
 	kind Kind
 
 	mu      sync.Mutex          // guards the rest
-	meets   map[string]*meeting // by room or transfer
-	held    map[string]bool     // NIXL: prompts that were computed and not fetched
+	meets   map[string]*meeting // by room
+	held    map[string]bool     // vLLM: prompts that were computed and not fetched
 	servers map[string]bool     // addresses of bootstrap servers
 }
 
@@ -167,21 +176,38 @@ func (p *fakeProtocol) prefill(w http.ResponseWriter, r *http.Request, body gjso
 		return
 	}
 	params := body.Get("kv_transfer_params")
-	if body.Get("stream").Bool() || body.Get("max_tokens").Int() != 1 && body.Get("max_completion_tokens").Int() != 1 || body.Get("stream_options").Exists() ||
+	if body.Get("stream").Bool() || !asksOneToken(body) || !body.Get("ignore_eos").Bool() || body.Get("stream_options").Exists() ||
 		!params.Get("do_remote_decode").Bool() || params.Get("do_remote_prefill").Bool() {
 		fakeRefusal(w, "no prefill leg: "+body.Raw)
 		return
 	}
 	if p.kind == KindMooncake {
-		p.arrive(params.Get("transfer_id").Str, 0)
+		p.hold(params.Get("transfer_id").Str)
 		fakeAnswer(w, body, "prefill")
 		return
 	}
 	name := r.Header.Get(headerRequest) + nonce()
-	p.mu.Lock()
-	p.held[name] = true
-	p.mu.Unlock()
+	p.hold(name)
 	fakeAnswer(w, body, "prefill", jsonField{"kv_transfer_params", nixlParams(name)})
+}
+
+// hold notes that the prefill side holds a prompt.
+func (p *fakeProtocol) hold(name string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.held[name] {
+		p.t.Errorf("transfer %s was used twice", name)
+	}
+	p.held[name] = true
+}
+
+// fetch tells whether the prefill side holds a prompt, and ends that.
+func (p *fakeProtocol) fetch(name string) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	held := p.held[name]
+	delete(p.held, name)
+	return held
 }
 
 // nixlParams is a NIXL worker's answer, with numbers and spaces that must reach
@@ -209,17 +235,15 @@ func (p *fakeProtocol) decode(w http.ResponseWriter, r *http.Request, body gjson
 	if p.kind == KindMooncake {
 		if params.Get("remote_engine_id").Str != fakeMooncakeEngine || !p.isBootstrap(strings.TrimPrefix(params.Get("remote_bootstrap_addr").Str, "http://")) {
 			fakeRefusal(w, "unknown engine: "+body.Raw)
-		} else if p.meet(r.Context(), params.Get("transfer_id").Str, 1) {
+		} else if !p.fetch(params.Get("transfer_id").Str) {
+			fakeRefusal(w, "nothing is held for "+params.Raw) // a real one would wait for minutes
+		} else {
 			fakeAnswer(w, body, "decoded")
 		}
 		return
 	}
 	name := params.Get("remote_engine_id").Str
-	p.mu.Lock()
-	held := p.held[name]
-	delete(p.held, name)
-	p.mu.Unlock()
-	if !held || params.Raw != nixlParams(name) {
+	if !p.fetch(name) || params.Raw != nixlParams(name) {
 		fakeRefusal(w, "nothing is held for "+params.Raw)
 		return
 	}

@@ -118,9 +118,9 @@ func (p *inquiry) decodeLeg(prefill Target) inquiry {
 	if p.Override != nil {
 		override = *p.Override
 	}
-	override.AssumeKVReuse, override.TrackPrefillTokens = &no, &no
+	override.TrackPrefillTokens = &no
 	leg.Leg, leg.Kinds, leg.Override, leg.Cached = LegDecode, kindsOf(prefill.Kind), &override, &none
-	leg.shared, leg.sequence, leg.Sequence, leg.Prefix = false, nil, nil, PrefixHints{}
+	leg.shared, leg.Prefix = false, PrefixHints{}
 	return leg
 }
 

@@ -288,6 +288,14 @@ func (r *Router) Publish(w WorkerKey, p Published) {
 	r.loads.Publish(w, p)
 }
 
+// IsUp tells whether that incarnation of a worker is up.
+func (r *Router) IsUp(t Target) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	at, found := r.target(t.Key)
+	return found && r.targets[at].Generation == t.Generation
+}
+
 // Targets returns the workers that are up, by key.
 func (r *Router) Targets() []Target {
 	r.mu.Lock()
