@@ -133,7 +133,11 @@ func TestPrefillAndDecodeWorkersOnRealVLLM(t *testing.T) {
 	} {
 		for _, stream := range []bool{false, true} {
 			first, moved := shared(), engine(decode, "vllm:nixl_xfer_time_seconds_count")
-			status, answer := post(t, s.openAI+path, fmt.Sprintf(body, quoted(words(random, 300)), stream))
+			text := fmt.Sprintf(body, quoted(words(random, 300)), stream)
+			if path == "/v1/completions" { // the others tell their usage unasked
+				text = strings.Replace(text, `"stream":true`, `"stream":true,"stream_options":{"include_usage":true}`, 1)
+			}
+			status, answer := post(t, s.openAI+path, text)
 			if u := lastUsage(answer); status != http.StatusOK || u.PromptTokens < 300 || u.OutputTokens != 4 {
 				t.Errorf("%s streamed %v: %d, usage %+v in %s", path, stream, status, u, answer)
 			}
