@@ -67,7 +67,7 @@ parity: ## Every answer of the router port beside Dynamo's selection service
 segments: setup ## Hold cut and remembered prompts against the tokenizers of eight model families
 	scripts/segments.sh
 
-soak: ## A minute of 200 requests in flight on simulated workers, then one with faults (SOAK=60s)
+soak: ## Simulated workers kept busy: without faults, with them, with all coming and going, with prefill and decode apart (SOAK=60s each)
 	@scripts/build-native.sh
 	KVROUTER_SOAK=$(SOAK) go test -run '^TestSoak' -v -count 1 -timeout 60m .
 
