@@ -47,21 +47,11 @@ func (k DisaggKnobs) validate() error {
 }
 
 const (
-	// bootstrapTimeout bounds a question to a bootstrap server.
-	bootstrapTimeout = 2 * time.Second
 	// abortTimeout bounds the telling of a worker that nobody waits for its
 	// answer, and abortsAtOnce how many are told at a time; one that is not told
 	// sees the closed connection.
 	abortTimeout = 5 * time.Second
 	abortsAtOnce = 64
-	// watchEvery is the time between two looks at a prefill worker whose blocks are
-	// being fetched.
-	watchEvery = 500 * time.Millisecond
-	// engineKept is how long an engine id is taken for granted: a worker that was
-	// started anew has another, and a decode worker that does not know the one it
-	// is told computes the prompt again without a word. enginesKept bounds the ids.
-	engineKept  = 5 * time.Second
-	enginesKept = 4096
 )
 
 // Pairs sends requests that two workers share. Its methods are safe for
@@ -122,9 +112,6 @@ type legTimeout struct {
 func (e *legTimeout) Error() string {
 	return fmt.Sprintf("%s took longer than %s (%s)", e.what, e.over, e.flag)
 }
-
-// errPrefillGone ends a decode leg for which its prefill worker kept blocks.
-var errPrefillGone = errors.New("it went with the prompt's blocks")
 
 // errDecodeEnded ends a prefill leg whose decode leg has ended.
 var errDecodeEnded = errors.New("the decode leg has ended")

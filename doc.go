@@ -39,7 +39,7 @@
 //	pair.go       Pair: two workers chosen for one request
 //	disagg.go     Pairs: one request to two workers and back (disaggbody.go: what
 //	              each gets, sharedrequest.go: what both legs know of each other,
-//	              disaggmetrics.go)
+//	              mooncake.go: what only that protocol has, disaggmetrics.go)
 //	selection.go  the router port, for those who only want the decision
 //	              (selectroutes.go: choosing and booking, findworker.go the same
 //	              with feedback, reservations.go what is booked,

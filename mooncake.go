@@ -2,12 +2,29 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/http"
 	"time"
 
 	"github.com/tidwall/gjson"
 )
+
+const (
+	// bootstrapTimeout bounds a question to a bootstrap server.
+	bootstrapTimeout = 2 * time.Second
+	// watchEvery is the time between two looks at a prefill worker whose blocks are
+	// being fetched.
+	watchEvery = 500 * time.Millisecond
+	// engineKept is how long an engine id is taken for granted: a worker that was
+	// started anew has another, and a decode worker that does not know the one it
+	// is told computes the prompt again without a word. enginesKept bounds the ids.
+	engineKept  = 5 * time.Second
+	enginesKept = 4096
+)
+
+// errPrefillGone ends a decode leg for which its prefill worker kept blocks.
+var errPrefillGone = errors.New("it went with the prompt's blocks")
 
 // mooncakeEngine is the engine id of one incarnation of a worker's rank.
 type mooncakeEngine struct {
