@@ -8,13 +8,15 @@
 //	api.go        the OpenAI side: routes, limits, errors, request ids
 //	nvext.go      what a request says about its own routing (prefixhints.go: about
 //	              the series of requests that it belongs to)
-//	jsonscan.go   Body: a request's JSON, checked and taken apart once
+//	jsonscan.go   Body: a request's JSON, checked and taken apart once (jsontext.go
+//	              writes JSON with its order kept)
 //	prompts.go    Tokens: a request's prompt tokens, from here or from a worker
+//	              (probe.go: what is compared with a worker's at start)
 //	segments.go   Segments: tokens of prompt pieces that were seen before
 //	tokens.go     Model: tokenizer and chat templates (modelfiles.go finds them,
-//	              normalize.go makes of a chat what vLLM's templates get,
-//	              render.go and native/ render it, segments.go remembers the
-//	              tokens of its pieces)
+//	              normalize.go, chatcontext.go, chatoptions.go and tooldump.go make
+//	              of a chat what vLLM's templates get, render.go and native/ render
+//	              it, segments.go remembers the tokens of its pieces)
 //	hashes.go     block hashes of those tokens
 //	router.go     Router: look up, choose, book, free
 //	index.go      Index: which worker holds which blocks
