@@ -59,6 +59,21 @@ func startSite(t *testing.T, workers int, env []string, args ...string) *site {
 // startParts is startSite where parts, flags, say what the workers do.
 func startParts(t *testing.T, parts []string, workers int, env []string, args ...string) *site {
 	t.Helper()
+	ports := freePorts(t, 2+5*workers)
+	port := func(flag string, at int) string { return fmt.Sprintf("--%s=%d", flag, ports+at) }
+	all := append(parts,
+		port("base-worker-port", 2), port("base-kv-events-port", 2+workers), port("base-kv-replay-port", 2+2*workers),
+		port("base-metrics-port", 2+3*workers), port("base-nixl-port", 2+4*workers),
+	)
+	s := startProgram(t, ports, env, append(all, args...)...)
+	s.waitReady(workers, 5*time.Minute)
+	return s
+}
+
+// startProgram starts kvrouter on two ports, the second being the one after
+// port.
+func startProgram(t *testing.T, port int, env []string, args ...string) *site {
+	t.Helper()
 	if testing.Short() {
 		t.Skip("starts real vLLM workers")
 	}
@@ -66,18 +81,12 @@ func startParts(t *testing.T, parts []string, workers int, env []string, args ..
 	if err != nil {
 		t.Fatal(err)
 	}
-	ports := freePorts(t, 2+5*workers)
-	port := func(flag string, at int) string { return fmt.Sprintf("--%s=%d", flag, ports+at) }
-	all := append(parts,
-		"--log-level=debug", "--seed=1",
-		port("http-port", 0), port("router-port", 1), port("base-worker-port", 2), port("base-kv-events-port", 2+workers),
-		port("base-kv-replay-port", 2+2*workers), port("base-metrics-port", 2+3*workers), port("base-nixl-port", 2+4*workers),
-	)
+	all := []string{"--log-level=debug", "--seed=1", fmt.Sprintf("--http-port=%d", port), fmt.Sprintf("--router-port=%d", port+1)}
 	s := &site{
 		t:         t,
 		command:   exec.Command(path, append(all, args...)...),
-		openAI:    fmt.Sprintf("http://127.0.0.1:%d", ports),
-		selection: fmt.Sprintf("http://127.0.0.1:%d", ports+1),
+		openAI:    fmt.Sprintf("http://127.0.0.1:%d", port),
+		selection: fmt.Sprintf("http://127.0.0.1:%d", port+1),
 		log:       &logBuffer{},
 		ended:     make(chan struct{}),
 	}
@@ -103,11 +112,9 @@ func startParts(t *testing.T, parts []string, workers int, env []string, args ..
 			t.Error("data race")
 		}
 		if t.Failed() {
-			log := s.log.String()
-			t.Logf("end of the log:\n%s", log[max(0, len(log)-6000):])
+			t.Logf("end of the log:\n%s", s.log.end())
 		}
 	})
-	s.waitReady(workers, 5*time.Minute)
 	return s
 }
 

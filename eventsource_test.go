@@ -216,6 +216,12 @@ func (l *logBuffer) String() string {
 	return l.b.String()
 }
 
+// end returns the last 6,000 bytes.
+func (l *logBuffer) end() string {
+	log := l.String()
+	return log[max(0, len(log)-6000):]
+}
+
 // fakePublisher publishes as vLLM does, and misbehaves on demand.
 type fakePublisher struct {
 	t           *testing.T

@@ -20,56 +20,27 @@ import (
 // another the answers: NIXL carries the blocks between them. In the end it kills
 // the first.
 func TestPrefillAndDecodeWorkersOnRealVLLM(t *testing.T) {
-	s := startParts(t, []string{"--prefill-workers=1", "--decode-workers=1"}, 2, nil)
-	const prefill, decode = 0, 1
+	s := &pairSite{startParts(t, []string{"--prefill-workers=1", "--decode-workers=1"}, 2, nil)}
 	before := s.workers()
 	for i, role := range []Role{prefill: RolePrefill, decode: RoleDecode} {
 		if given(before[i].Role, RoleBoth) != role || given(before[i].Kind, KindNone) != KindNIXL {
 			t.Errorf("worker %d: %+v", i, before[i])
 		}
 	}
-	engine := func(worker int, name string) float64 { return sumOf(s.get(*before[worker].Endpoint+"/metrics"), name) }
-	shared := func() float64 {
-		return sumOf(s.get(s.openAI+"/metrics"), `kvrouter_disagg_requests_total{kind="nixl",result="ok"}`)
-	}
+	shared := func() float64 { return s.shared(KindNIXL, sharedOK) }
 	random := rand.New(rand.NewPCG(5, 5))
-	// Long enough to be shared: --disagg-min-uncached-tokens is 256.
-	chat := func() []map[string]string {
-		return []map[string]string{message("system", "Ignore this list: "+words(random, 280)+"."), message("user", "What is the capital of France?")}
-	}
-	send := func(messages []map[string]string, stream bool, maxTokens int) answer {
-		t.Helper()
-		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
-		defer cancel()
-		a, err := s.chat(ctx, messages, stream, maxTokens)
-		if err != nil || !a.finished || a.broken || a.worker != decode {
-			t.Fatalf("%+v, %v", a, err)
-		}
-		return a
-	}
-	nothingHeld := func() {
-		t.Helper()
-		for i, w := range s.workers() {
-			if w.InFlight != 0 || w.PrefillTokens != 0 {
-				t.Errorf("worker %d has nothing to do and is booked: %+v", i, w)
-			}
-		}
-		eventually(t, 10*time.Second, "both engines without used blocks", func() bool {
-			return engine(prefill, "vllm:kv_cache_usage_perc") == 0 && engine(decode, "vllm:kv_cache_usage_perc") == 0
-		})
-	}
 
 	// The answer is right, streamed or not, and was computed by two.
 	for _, stream := range []bool{false, true} {
-		messages := chat()
-		a := send(messages, stream, 16)
+		messages := question(words(random, 280))
+		a := s.send(messages, stream, 16)
 		if !strings.Contains(a.text, "Paris") || a.prefill != "0" || a.prompt < 280 || a.predicted != a.cached {
 			t.Errorf("streamed %v: %+v", stream, a)
 		}
 		// What came over is in the decode worker's cache and in the index: it now has
 		// most of the same prompt itself.
 		s.settled(messages, a)
-		again := send(messages, stream, 16)
+		again := s.send(messages, stream, 16)
 		if again.text != a.text || again.prefill != "" || again.cached < a.prompt-64 || again.predicted != again.cached {
 			t.Errorf("streamed %v: %+v and then %+v", stream, a, again)
 		}
@@ -78,51 +49,38 @@ func TestPrefillAndDecodeWorkersOnRealVLLM(t *testing.T) {
 	// Traffic: four clients with a system prompt each, which the prefill worker
 	// keeps.
 	const chats, clients = 100, 4
-	first, moved := shared(), engine(decode, "vllm:nixl_xfer_time_seconds_count")
-	var traffic sync.WaitGroup
-	var mu sync.Mutex // guards the rest
-	exact, reused, failed := 0, 0, []string{}
-	for client := range clients {
-		random := rand.New(rand.NewPCG(6, uint64(client)))
+	first, moved := shared(), s.engine(decode, "vllm:nixl_xfer_time_seconds_count")
+	exact, reused := 0, 0
+	for _, a := range s.traffic(chats, clients, 4, func(random *rand.Rand) func() []map[string]string {
 		system := message("system", words(random, 140))
-		traffic.Go(func() {
-			for range chats / clients {
-				a, err := s.chat(t.Context(), []map[string]string{system, message("user", words(random, 270))}, true, 4)
-				mu.Lock()
-				if err != nil || !a.finished || a.broken || a.worker != decode || a.prefill != "0" {
-					failed = append(failed, fmt.Sprintf("%+v, %v", a, err))
-				}
-				if a.predicted == a.cached {
-					exact++
-				}
-				if a.cached > 0 {
-					reused++
-				}
-				mu.Unlock()
-			}
-		})
-	}
-	traffic.Wait()
-	if len(failed) > 0 {
-		t.Errorf("%d of %d chats failed or were not shared, the first: %s", len(failed), chats, failed[0])
+		return func() []map[string]string {
+			return []map[string]string{system, message("user", words(random, 270))}
+		}
+	}) {
+		if a.predicted == a.cached {
+			exact++
+		}
+		if a.cached > 0 {
+			reused++
+		}
 	}
 	if got := shared() - first; got != chats {
 		t.Errorf("the router counts %v shared requests, want %d", got, chats)
 	}
 	// The engine shows what it counts with its next step, or ten seconds later.
 	eventually(t, 20*time.Second, "the engine's own count of transfers", func() bool {
-		return engine(decode, "vllm:nixl_xfer_time_seconds_count")-moved >= chats
+		return s.engine(decode, "vllm:nixl_xfer_time_seconds_count")-moved >= chats
 	})
-	if n := engine(decode, "vllm:nixl_num_failed_transfers_total") + engine(prefill, "vllm:nixl_num_kv_expired_reqs_total"); n != 0 {
+	if n := s.engine(decode, "vllm:nixl_num_failed_transfers_total") + s.engine(prefill, "vllm:nixl_num_kv_expired_reqs_total"); n != 0 {
 		t.Errorf("%v transfers failed or came too late", n)
 	}
 	// Clients do not share prompts; each but its first finds its system prompt.
 	if reused != chats-clients {
 		t.Errorf("%d chats found their system prompt at the prefill worker, want %d", reused, chats-clients)
 	}
-	t.Logf("%d of %d overlaps predicted exactly; %v transfers in %v s, %v bytes", exact, chats, engine(decode, "vllm:nixl_xfer_time_seconds_count"),
-		engine(decode, "vllm:nixl_xfer_time_seconds_sum"), engine(decode, "vllm:nixl_bytes_transferred_sum"))
-	nothingHeld()
+	t.Logf("%d of %d overlaps predicted exactly; %v transfers in %v s, %v bytes", exact, chats, s.engine(decode, "vllm:nixl_xfer_time_seconds_count"),
+		s.engine(decode, "vllm:nixl_xfer_time_seconds_sum"), s.engine(decode, "vllm:nixl_bytes_transferred_sum"))
+	s.nothingHeld()
 
 	// Every route with a prompt, streamed or not.
 	model := gjson.GetBytes(s.get(s.openAI+"/v1/models"), "data.0.id").Str
@@ -132,7 +90,7 @@ func TestPrefillAndDecodeWorkersOnRealVLLM(t *testing.T) {
 		"/v1/messages":    `{"model":"` + model + `","messages":[{"role":"user","content":%s}],"max_tokens":4,"stream":%v}`,
 	} {
 		for _, stream := range []bool{false, true} {
-			first, moved := shared(), engine(decode, "vllm:nixl_xfer_time_seconds_count")
+			first, moved := shared(), s.engine(decode, "vllm:nixl_xfer_time_seconds_count")
 			text := fmt.Sprintf(body, quoted(words(random, 300)), stream)
 			if path == "/v1/completions" { // the others tell their usage unasked
 				text = strings.Replace(text, `"stream":true`, `"stream":true,"stream_options":{"include_usage":true}`, 1)
@@ -144,7 +102,7 @@ func TestPrefillAndDecodeWorkersOnRealVLLM(t *testing.T) {
 			if got := shared() - first; got != 1 {
 				t.Errorf("%s streamed %v: %v shared requests counted", path, stream, got)
 			}
-			eventually(t, 20*time.Second, path+" counted as a transfer", func() bool { return engine(decode, "vllm:nixl_xfer_time_seconds_count") == moved+1 })
+			eventually(t, 20*time.Second, path+" counted as a transfer", func() bool { return s.engine(decode, "vllm:nixl_xfer_time_seconds_count") == moved+1 })
 		}
 	}
 
@@ -162,7 +120,7 @@ func TestPrefillAndDecodeWorkersOnRealVLLM(t *testing.T) {
 	if err := syscall.Kill(-before[prefill].PID, syscall.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
-	if a := send(chat(), true, 16); a.prefill != "" || !strings.Contains(a.text, "Paris") {
+	if a := s.send(question(words(random, 280)), true, 16); a.prefill != "" || !strings.Contains(a.text, "Paris") {
 		t.Errorf("the next chat: %+v", a)
 	}
 	if a := <-dying; !a.finished || a.broken || a.worker != decode || a.prefill != "" {
@@ -179,10 +137,90 @@ func TestPrefillAndDecodeWorkersOnRealVLLM(t *testing.T) {
 	if after.Restarts != 1 || *after.Endpoint != *before[prefill].Endpoint || given(after.Role, RoleBoth) != RolePrefill {
 		t.Errorf("after the restart: %+v", after)
 	}
-	if a := send(chat(), true, 16); a.prefill != "0" || !strings.Contains(a.text, "Paris") {
+	if a := s.send(question(words(random, 280)), true, 16); a.prefill != "0" || !strings.Contains(a.text, "Paris") {
 		t.Errorf("a chat after the restart: %+v", a)
 	}
-	nothingHeld()
+	s.nothingHeld()
+}
+
+// Workers of a pairSite, as ids and as places in the list.
+const prefill, decode = 0, 1
+
+// pairSite is a site with one worker that computes prompts and one that answers.
+type pairSite struct{ *site }
+
+// engine returns a metric of a worker's own.
+func (s *pairSite) engine(worker int, name string) float64 {
+	return sumOf(s.get(*s.workers()[worker].Endpoint+"/metrics"), name)
+}
+
+// shared returns how many shared requests the router counts that ended so.
+func (s *pairSite) shared(kind Kind, result string) float64 {
+	return sumOf(s.get(s.openAI+"/metrics"), fmt.Sprintf("kvrouter_disagg_requests_total{kind=%q,result=%q}", kind, result))
+}
+
+// question returns a chat that is answered with Paris, with a list of words
+// before it. 280 make it long enough to be shared: --disagg-min-uncached-tokens
+// is 256.
+func question(list string) []map[string]string {
+	return []map[string]string{message("system", "Ignore this list: "+list+"."), message("user", "What is the capital of France?")}
+}
+
+// send sends a chat that the decode worker must answer within two minutes.
+func (s *pairSite) send(messages []map[string]string, stream bool, maxTokens int) answer {
+	s.t.Helper()
+	ctx, cancel := context.WithTimeout(s.t.Context(), 2*time.Minute)
+	defer cancel()
+	a, err := s.chat(ctx, messages, stream, maxTokens)
+	if err != nil || !a.finished || a.broken || a.worker != decode {
+		s.t.Fatalf("%+v, %v", a, err)
+	}
+	return a
+}
+
+// traffic has clients send so many chats altogether, each one after the other
+// and every second one streamed. It returns the answers; that one fails or is
+// not shared fails the test. conversation returns what makes a client's chats.
+func (s *pairSite) traffic(chats, clients, maxTokens int, conversation func(*rand.Rand) func() []map[string]string) []answer {
+	s.t.Helper()
+	var traffic sync.WaitGroup
+	var mu sync.Mutex // guards the rest
+	var answers []answer
+	var failed []string
+	for client := range clients {
+		next := conversation(rand.New(rand.NewPCG(6, uint64(client))))
+		traffic.Go(func() {
+			for i := range chats / clients {
+				a, err := s.chat(s.t.Context(), next(), i%2 == 0, maxTokens)
+				mu.Lock()
+				answers = append(answers, a)
+				if err != nil || !a.finished || a.broken || a.worker != decode || a.prefill != "0" {
+					failed = append(failed, fmt.Sprintf("%+v, %v", a, err))
+				}
+				mu.Unlock()
+			}
+		})
+	}
+	traffic.Wait()
+	if len(failed) > 0 {
+		s.t.Errorf("%d of %d chats failed or were not shared, the first: %s", len(failed), chats, failed[0])
+	}
+	return answers
+}
+
+// nothingHeld checks that an idle site soon holds no bookings and its engines no
+// blocks.
+func (s *pairSite) nothingHeld() {
+	s.t.Helper()
+	eventually(s.t, 10*time.Second, "both workers without bookings and used blocks", func() bool {
+		workers := s.workers()
+		for i, w := range workers {
+			if w.InFlight != 0 || w.PrefillTokens != 0 || s.engine(i, "vllm:kv_cache_usage_perc") != 0 {
+				return false
+			}
+		}
+		return len(workers) == 2
+	})
 }
 
 // lastUsage returns the last usage that an answer tells, be it a stream or not.
