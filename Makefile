@@ -2,7 +2,7 @@
 SHELL := bash
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.1
 SHELL_SCRIPTS := ping.sh perf.sh .ci/run $(wildcard scripts/*.sh)
-PYTHON_SCRIPTS = $(wildcard scripts/*.py plugin/*.py)
+PYTHON_SCRIPTS = $(wildcard scripts/*.py plugin/*.py testdata/*/*.py)
 PYTHON ?= python3
 ARGS ?=
 BENCH ?= .
@@ -10,11 +10,11 @@ TEST_TIMEOUT ?= 45m
 SOAK ?= 60s
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-disagg test lint bench index-bench sim bench-real wire-speed peers parity segments soak clean
+.PHONY: help setup run run-disagg test test-mooncake lint bench index-bench sim bench-real wire-speed peers parity segments soak clean
 
 help: ## Show these targets
 	@printf 'kvrouter: KV-cache-aware routing over vLLM workers\n\n'
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@printf '\n  ARGS="--num-workers 4 ..." passes flags on to kvrouter (run, run-disagg, bench-real); go run . --help lists them.\n'
 
 setup: ## Check tools; build the native library; install vLLM and a CPU model (cached)
@@ -33,6 +33,9 @@ run-disagg: setup ## The same over one vLLM worker that computes prompts and one
 test: setup lint parity ## Set up, then linters and all tests (race detector, real vLLM workers)
 	@echo "go test: unit, model-based and end-to-end tests; the last start real vLLM workers, which takes minutes"
 	go test -race -timeout $(TEST_TIMEOUT) ./...
+
+test-mooncake: setup ## Two real vLLM CPU workers with MooncakeConnector, over TCP (minutes)
+	@scripts/mooncake.sh
 
 lint: ## gofmt, go vet, staticcheck, syntax of the shell and Python scripts
 	@unformatted=$$(gofmt -l *.go); if [ -n "$$unformatted" ]; then echo "gofmt: not formatted:" $$unformatted "(run gofmt -w .)"; exit 1; fi

