@@ -75,11 +75,7 @@ func (r *mockRooms) enter(id string, create bool) *mockRoom {
 // own is enter for a prefill leg; nil: another has the room.
 func (r *mockRooms) own(id string) *mockRoom {
 	room := r.enter(id, true)
-	r.mu.Lock()
-	first := !room.owned
-	room.owned = true
-	r.mu.Unlock()
-	if !first {
+	if !r.first(&room.owned) {
 		r.leave(id, room)
 		return nil
 	}
@@ -94,13 +90,13 @@ func (r *mockRooms) leave(id string, room *mockRoom) {
 	}
 }
 
-// take tells whether the caller is the first decode worker in the room.
-func (r *mockRooms) take(room *mockRoom) bool {
+// first sets a flag of a room and tells whether the caller is the first to.
+func (r *mockRooms) first(flag *bool) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	first := !room.taken
-	room.taken = true
-	return first
+	was := *flag
+	*flag = true
+	return !was
 }
 
 // mockTransfer is the part of a request that has to do with its other leg. Only
@@ -250,7 +246,7 @@ func (w *MockWorker) joinRoom(out http.ResponseWriter, in *http.Request) {
 		return
 	}
 	defer w.rooms.leave(id, room)
-	if !w.rooms.take(room) {
+	if !w.rooms.first(&room.taken) {
 		http.Error(out, "another decode worker has come already", http.StatusConflict)
 		return
 	}
