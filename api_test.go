@@ -90,7 +90,7 @@ func newHouseOf(t testing.TB, config Config, model *Model, targets ...Target) *h
 	for _, target := range targets {
 		h.router.Up(target)
 	}
-	telemetry := NewTelemetry(func() []WorkerSample { return nil }, func() PromptSample { return PromptSample{} })
+	telemetry := newBareTelemetry()
 	h.telemetry = telemetry
 	proxy := NewProxy(telemetry, config.RequestTimeout, func(w uint64) { h.failed <- w })
 	rooms := &rooms{router: h.router, proxy: proxy}
@@ -157,6 +157,11 @@ func hangUp(w http.ResponseWriter, _ *http.Request) {
 	if err == nil {
 		connection.Close()
 	}
+}
+
+// newBareTelemetry returns a telemetry of no workers and no prompts.
+func newBareTelemetry() *Telemetry {
+	return NewTelemetry(func() []WorkerSample { return nil }, func() PromptSample { return PromptSample{} })
 }
 
 // deadURL is an address where nothing listens.

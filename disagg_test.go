@@ -139,7 +139,7 @@ func TestEveryAttemptHasItsOwnRoom(t *testing.T) {
 		t.Run(kind.String(), func(t *testing.T) {
 			h := newPairHouse(t, Config{}, kind, 1, 2, func(id uint64, serve engineServe) engineServe {
 				if id == 10 {
-					return func(w http.ResponseWriter, r *http.Request, _ gjson.Result) { hangUp(w, r) }
+					return breaks
 				}
 				return serve
 			})
@@ -380,7 +380,7 @@ func TestEnforcedPairs(t *testing.T) {
 	t.Run("another prefill worker takes over", func(t *testing.T) {
 		h := newPairHouse(t, enforced, KindNIXL, 2, 1, func(id uint64, serve engineServe) engineServe {
 			if id == 0 {
-				return func(w http.ResponseWriter, r *http.Request, _ gjson.Result) { hangUp(w, r) }
+				return breaks
 			}
 			return serve
 		})
@@ -489,7 +489,7 @@ func TestNamedPair(t *testing.T) {
 	t.Run("nobody takes the place of one that fails", func(t *testing.T) {
 		h := newPairHouse(t, Config{}, KindNIXL, 2, 1, func(id uint64, serve engineServe) engineServe {
 			if id == 1 {
-				return func(w http.ResponseWriter, r *http.Request, _ gjson.Result) { hangUp(w, r) }
+				return breaks
 			}
 			return serve
 		})

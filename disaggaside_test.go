@@ -17,7 +17,7 @@ import (
 
 // newTestPairs returns pairs that serve no requests.
 func newTestPairs(t testing.TB) *Pairs {
-	telemetry := NewTelemetry(func() []WorkerSample { return nil }, func() PromptSample { return PromptSample{} })
+	telemetry := newBareTelemetry()
 	proxy := NewProxy(telemetry, 0, func(uint64) {})
 	t.Cleanup(proxy.client.CloseIdleConnections)
 	return NewPairs(nil, proxy, DefaultDisaggKnobs(), slog.New(slog.DiscardHandler))

@@ -79,27 +79,6 @@ func TestBodiesOfLegs(t *testing.T) {
 	})
 }
 
-func TestAnswersThatTheirLengthEnded(t *testing.T) {
-	for _, test := range []struct {
-		answer string
-		want   bool
-	}{
-		{`{"choices":[{"finish_reason":"length"}]}`, true},
-		{`{"choices":[{"finish_reason":"stop","stop_reason":2}]}`, false},
-		{`{"choices":[{"finish_reason":null}]}`, false},
-		{`{"choices":[]}`, false},
-		{`{"stop_reason":"max_tokens"}`, true},
-		{`{"stop_reason":"end_turn"}`, false},
-		{`{"status":"incomplete","incomplete_details":{"reason":"max_output_tokens"}}`, true},
-		{`{"status":"completed","incomplete_details":null}`, false},
-		{``, false},
-	} {
-		if got := cutShort([]byte(test.answer)); got != test.want {
-			t.Errorf("%s: %v", test.answer, got)
-		}
-	}
-}
-
 func TestRoomsHave63Bits(t *testing.T) {
 	high := false
 	for range 200 {

@@ -23,11 +23,6 @@ func streamHead(w http.ResponseWriter) {
 // TestEveryEndOfAPairIsTold pins what of a pair's end the policy hears of both
 // bookings, in any order, and what metrics count.
 func TestEveryEndOfAPairIsTold(t *testing.T) {
-	status := func(status int) engineServe {
-		return func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) { w.WriteHeader(status) }
-	}
-	hang := func(_ http.ResponseWriter, r *http.Request, _ gjson.Result) { <-r.Context().Done() }
-	broken := func(w http.ResponseWriter, r *http.Request, _ gjson.Result) { hangUp(w, r) }
 	type ends = []toldEnding
 	done, failed, left := toldEnding{Finished, 1}, toldEnding{Failed, 0}, toldEnding{Abandoned, 0}
 	for _, c := range []struct {
@@ -41,15 +36,15 @@ func TestEveryEndOfAPairIsTold(t *testing.T) {
 		want            ends
 	}{
 		{"answered", KindNIXL, false, nil, nil, sharedOK, "10", 200, ends{done, done}},
-		{"prefill broken, answered whole", KindNIXL, false, broken, nil, sharedPrefillFailed, "10", 200, ends{failed, left, done}},
-		{"prefill broken", KindNIXL, true, broken, nil, sharedPrefillFailed, "0", 502, ends{failed, left}},
-		{"prefill error", KindSGLang, false, status(500), hang, sharedPrefillFailed, "0", 502, ends{failed, left}},
-		{"prefill refuses", KindSGLang, false, status(400), hang, sharedRefused, "0", 400, ends{left, left}},
-		{"prefill hangs", KindNIXL, true, hang, nil, sharedPrefillTimeout, "0", 504, ends{failed, left}},
-		{"decode broken", KindNIXL, false, nil, broken, sharedDecodeFailed, "10", 502, ends{done, failed}},
-		{"decode error", KindNIXL, true, nil, status(500), sharedDecodeFailed, "10", 502, ends{done, failed}},
-		{"decode refuses", KindNIXL, false, nil, status(400), sharedRefused, "10", 400, ends{done, left}},
-		{"decode hangs", KindNIXL, false, nil, hang, sharedHandoverTimeout, "10", 504, ends{done, left}},
+		{"prefill broken, answered whole", KindNIXL, false, breaks, nil, sharedPrefillFailed, "10", 200, ends{failed, left, done}},
+		{"prefill broken", KindNIXL, true, breaks, nil, sharedPrefillFailed, "0", 502, ends{failed, left}},
+		{"prefill error", KindSGLang, false, answersStatus(500), hangs, sharedPrefillFailed, "0", 502, ends{failed, left}},
+		{"prefill refuses", KindSGLang, false, answersStatus(400), hangs, sharedRefused, "0", 400, ends{left, left}},
+		{"prefill hangs", KindNIXL, true, hangs, nil, sharedPrefillTimeout, "0", 504, ends{failed, left}},
+		{"decode broken", KindNIXL, false, nil, breaks, sharedDecodeFailed, "10", 502, ends{done, failed}},
+		{"decode error", KindNIXL, true, nil, answersStatus(500), sharedDecodeFailed, "10", 502, ends{done, failed}},
+		{"decode refuses", KindNIXL, false, nil, answersStatus(400), sharedRefused, "10", 400, ends{done, left}},
+		{"decode hangs", KindNIXL, false, nil, hangs, sharedHandoverTimeout, "10", 504, ends{done, left}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			config := Config{CollectUsage: true, RequestTimeout: 20 * time.Second, DisaggKnobs: DisaggKnobs{DisaggPrefillTimeout: time.Second, DisaggHandoverTimeout: time.Second, EnforceDisagg: c.enforce}}
@@ -97,9 +92,7 @@ func TestErrorThatIsPassedOnIsAFailure(t *testing.T) {
 		if id == 0 {
 			return serve
 		}
-		return func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) {
-			w.WriteHeader(http.StatusInternalServerError)
-		}
+		return answersStatus(http.StatusInternalServerError)
 	})
 	if response, answer := h.post(t, chatPath, sharedChat(false)); response.StatusCode != http.StatusInternalServerError {
 		t.Errorf("%s: %s", response.Status, answer)
@@ -127,7 +120,7 @@ func TestFailuresOfLegsAreEngineErrors(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			h := newPairHouse(t, Config{}, c.kind, 1, 1, func(id uint64, serve engineServe) engineServe {
 				if id == c.broken {
-					return func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) { w.WriteHeader(c.status) }
+					return answersStatus(c.status)
 				}
 				return serve
 			})

@@ -236,22 +236,19 @@ func TestAttemptsAreLimited(t *testing.T) {
 // TestOnlyWhatIsWrongWithTheRequestIsARefusal: other statuses of the prefill
 // worker are its own failure, as an answer that is too long or tells of an error.
 func TestOnlyWhatIsWrongWithTheRequestIsARefusal(t *testing.T) {
-	status := func(status int) engineServe {
-		return func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) { w.WriteHeader(status) }
-	}
 	for _, test := range []struct {
 		name    string
 		prefill engineServe
 		status  int // of the client's answer
 	}{
-		{"400", status(400), 400},
-		{"404", status(404), 404},
-		{"408", status(408), 200},
-		{"422", status(422), 422},
-		{"429", status(429), 200},
-		{"301", status(301), 200},
-		{"500", status(500), 200},
-		{"503", status(503), 200},
+		{"400", answersStatus(400), 400},
+		{"404", answersStatus(404), 404},
+		{"408", answersStatus(408), 200},
+		{"422", answersStatus(422), 422},
+		{"429", answersStatus(429), 200},
+		{"301", answersStatus(301), 200},
+		{"500", answersStatus(500), 200},
+		{"503", answersStatus(503), 200},
 		{"too long", func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) {
 			fmt.Fprintf(w, `{"kv_transfer_params":{"do_remote_prefill":true},"pad":"%s"}`, strings.Repeat("x", askLimit))
 		}, 200},
@@ -290,7 +287,6 @@ func TestOnlyWhatIsWrongWithTheRequestIsARefusal(t *testing.T) {
 // is, and only the first event of a stream is waited for.
 func TestLimitsOfLegs(t *testing.T) {
 	const short, long = 200 * time.Millisecond, time.Minute
-	hang := func(_ http.ResponseWriter, r *http.Request, _ gjson.Result) { <-r.Context().Done() }
 	later := func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
 		if body.Get("stream").Bool() {
 			streamHead(w)
@@ -312,9 +308,9 @@ func TestLimitsOfLegs(t *testing.T) {
 			flag              string // that the error names; empty: it is answered
 			blamed            []uint64
 		}{
-			{"prefill", short, long, LegPrefill, hang, true, "--disagg-prefill-timeout", []uint64{0}},
-			{"prefill, not streamed", short, long, LegPrefill, hang, false, "--disagg-prefill-timeout", []uint64{0}},
-			{"handover", long, short, LegDecode, hang, true, "--disagg-handover-timeout", nil},
+			{"prefill", short, long, LegPrefill, hangs, true, "--disagg-prefill-timeout", []uint64{0}},
+			{"prefill, not streamed", short, long, LegPrefill, hangs, false, "--disagg-prefill-timeout", []uint64{0}},
+			{"handover", long, short, LegDecode, hangs, true, "--disagg-handover-timeout", nil},
 			{"long stream", long, short, LegDecode, later, true, "", nil},
 			{"long answer", long, short, LegDecode, later, false, "", nil},
 		} {

@@ -238,7 +238,7 @@ func TestAPanicOverARequestLeavesNothingBooked(t *testing.T) {
 	router.Up(Target{Key: WorkerKey{}, URL: worker.URL})
 	policy := new(clerk)
 	router.policy = policy
-	proxy := NewProxy(NewTelemetry(func() []WorkerSample { return nil }, func() PromptSample { return PromptSample{} }), 0, func(uint64) {})
+	proxy := NewProxy(newBareTelemetry(), 0, func(uint64) {})
 	defer proxy.client.CloseIdleConnections()
 	func() {
 		defer func() {

@@ -8,7 +8,6 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
-	"net/url"
 	"slices"
 	"strconv"
 	"strings"
@@ -290,12 +289,20 @@ func (p *fakeProtocol) bootstrap() Bootstrap {
 		fmt.Fprintf(w, `{"0":{"engine_id":%s,"worker_addr":{"0":{"0":"tcp://127.0.0.1:1"}}}}`, quoted(fakeMooncakeEngine))
 	}))
 	p.t.Cleanup(server.Close)
-	u, _ := url.Parse(server.URL)
+	at := bootstrapAt(p.t, server)
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.servers[u.Host] = true
-	port, _ := strconv.ParseUint(u.Port(), 10, 16)
-	return Bootstrap{u.Hostname(), uint16(port)}
+	p.servers[at.String()] = true
+	return at
+}
+
+// bootstrapAt is the address of a server.
+func bootstrapAt(t testing.TB, server *httptest.Server) (at Bootstrap) {
+	t.Helper()
+	if err := at.UnmarshalText([]byte(server.Listener.Addr().String())); err != nil {
+		t.Fatal(err)
+	}
+	return at
 }
 
 // pairHouse is a router over prefill workers 0, 1, ... and decode workers 10,
@@ -346,6 +353,17 @@ func newPairHouse(t testing.TB, config Config, kind Kind, prefills, decodes int,
 }
 
 type engineServe func(w http.ResponseWriter, r *http.Request, body gjson.Result)
+
+// breaks closes the connection without an answer.
+func breaks(w http.ResponseWriter, r *http.Request, _ gjson.Result) { hangUp(w, r) }
+
+// hangs never answers.
+func hangs(_ http.ResponseWriter, r *http.Request, _ gjson.Result) { <-r.Context().Done() }
+
+// answersStatus answers with a status alone.
+func answersStatus(status int) engineServe {
+	return func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) { w.WriteHeader(status) }
+}
 
 // settled waits until no engine serves anything and nothing is booked.
 func (h *pairHouse) settled(t testing.TB) {

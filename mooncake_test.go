@@ -4,9 +4,7 @@ import (
 	"fmt"
 	"net/http"
 	"net/http/httptest"
-	"net/url"
 	"slices"
-	"strconv"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -51,10 +49,7 @@ func TestEngineIDsAreAskedForAgain(t *testing.T) {
 		}
 	}))
 	defer server.Close()
-	target := Target{Key: WorkerKey{Worker: 7, Rank: 1}, Generation: 1}
-	if err := target.Bootstrap.UnmarshalText([]byte(strings.TrimPrefix(server.URL, "http://"))); err != nil {
-		t.Fatal(err)
-	}
+	target := Target{Key: WorkerKey{Worker: 7, Rank: 1}, Generation: 1, Disagg: Disagg{Bootstrap: bootstrapAt(t, server)}}
 	now := time.Unix(1e9, 0)
 	pairs := newTestPairs(t)
 	pairs.proxy.now = func() time.Time { return now }
@@ -116,10 +111,8 @@ func TestBootstrapServerThatHangsIsNotWaitedForLong(t *testing.T) {
 	t.Parallel()
 	server := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }))
 	defer server.Close()
-	u, _ := url.Parse(server.URL)
-	port, _ := strconv.ParseUint(u.Port(), 10, 16)
 	s, began := newTestPairs(t), time.Now()
-	if id, err := s.engineID(t.Context(), Target{Disagg: Disagg{Bootstrap: Bootstrap{u.Hostname(), uint16(port)}}}); err == nil {
+	if id, err := s.engineID(t.Context(), Target{Disagg: Disagg{Bootstrap: bootstrapAt(t, server)}}); err == nil {
 		t.Errorf("engine id %q", id)
 	}
 	if took := time.Since(began); took < bootstrapTimeout || took > 5*bootstrapTimeout {
@@ -163,6 +156,27 @@ func TestPrefillWorkerThatGoesDuringTheTransfer(t *testing.T) {
 			if page := h.metrics(t); !strings.Contains(page, `kvrouter_disagg_requests_total{kind="mooncake",result="prefill_failed"} 1`) {
 				t.Error("not counted")
 			}
+		}
+	}
+}
+
+func TestAnswersThatTheirLengthEnded(t *testing.T) {
+	for _, test := range []struct {
+		answer string
+		want   bool
+	}{
+		{`{"choices":[{"finish_reason":"length"}]}`, true},
+		{`{"choices":[{"finish_reason":"stop","stop_reason":2}]}`, false},
+		{`{"choices":[{"finish_reason":null}]}`, false},
+		{`{"choices":[]}`, false},
+		{`{"stop_reason":"max_tokens"}`, true},
+		{`{"stop_reason":"end_turn"}`, false},
+		{`{"status":"incomplete","incomplete_details":{"reason":"max_output_tokens"}}`, true},
+		{`{"status":"completed","incomplete_details":null}`, false},
+		{``, false},
+	} {
+		if got := cutShort([]byte(test.answer)); got != test.want {
+			t.Errorf("%s: %v", test.answer, got)
 		}
 	}
 }

@@ -89,7 +89,7 @@ func TestThompsonMetricsTellOfRequestsAndDecisions(t *testing.T) {
 }
 
 func TestThompsonMetricsAreOfThatPolicyAndTheFleet(t *testing.T) {
-	other := NewTelemetry(func() []WorkerSample { return nil }, func() PromptSample { return PromptSample{} })
+	other := newBareTelemetry()
 	other.WatchThompson(newTestRouter(t, "kv", 1), func() []WorkerStatus { return nil })
 	for name := range other.page() {
 		if strings.HasPrefix(name, "thompson_") {
@@ -97,7 +97,7 @@ func TestThompsonMetricsAreOfThatPolicyAndTheFleet(t *testing.T) {
 		}
 	}
 
-	telemetry := NewTelemetry(func() []WorkerSample { return nil }, func() PromptSample { return PromptSample{} })
+	telemetry := newBareTelemetry()
 	router := newTestRouter(t, "thompson", 0)
 	fleet := []WorkerStatus{{ID: 0, Ranks: []uint32{0, 1}}, {ID: 1}}
 	telemetry.WatchThompson(router, func() []WorkerStatus { return fleet })
