@@ -102,17 +102,5 @@ func sglangFields(at Bootstrap, room uint64) []jsonField {
 	}
 }
 
-// cutShort tells whether a vLLM worker's answer, of any route, ended
-// because it had the most tokens allowed.
-func cutShort(answer []byte) bool {
-	for _, why := range gjson.GetManyBytes(answer, "choices.0.finish_reason", "stop_reason", "incomplete_details.reason") {
-		switch why.Str {
-		case "length", "max_tokens", "max_output_tokens":
-			return true
-		}
-	}
-	return false
-}
-
 // quoted returns s as a JSON string.
 func quoted(s string) string { return string(appendString(nil, s)) }

@@ -42,6 +42,18 @@ func mooncakeParams(at Bootstrap, engine, transfer string) (prefill, decode stri
 			quoted("http://"+at.String()), quoted(engine), id)
 }
 
+// cutShort tells whether a vLLM worker's answer, of any route, ended because it
+// had the most tokens allowed.
+func cutShort(answer []byte) bool {
+	for _, why := range gjson.GetManyBytes(answer, "choices.0.finish_reason", "stop_reason", "incomplete_details.reason") {
+		switch why.Str {
+		case "length", "max_tokens", "max_output_tokens":
+			return true
+		}
+	}
+	return false
+}
+
 // watchPrefill ends the decode leg if the prefill worker goes before the answer
 // begins: a Mooncake decode worker that waits for its blocks would not notice for
 // 540 s. Whether it has them already cannot be told of an answer that does not
