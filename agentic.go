@@ -134,6 +134,6 @@ func agentHints(number int, run []TraceRequest) PrefixHints {
 	calls := float64(len(run))
 	return PrefixHints{
 		ID: fmt.Sprintf("run-%d", number), Total: len(run),
-		OSL: oslBounds.level(float64(output) / calls), IAT: iatBounds.level(milliseconds(latency) / calls),
+		OSL: oslBounds.level(float64(output) / calls), IAT: iatBounds.level(simMS(latency) / calls),
 	}
 }

@@ -165,7 +165,7 @@ func TestAgentsHintAtTheirRun(t *testing.T) {
 		output, latency := 0.0, 0.0
 		for _, call := range run {
 			output += float64(call.Output)
-			latency += milliseconds(call.Think)
+			latency += simMS(call.Think)
 		}
 		n := float64(len(run))
 		for _, call := range run {
@@ -183,6 +183,8 @@ func TestAgentsHintAtTheirRun(t *testing.T) {
 
 // listener is a policy that keeps the hints that it gets.
 type listener struct{ heard []PrefixHints }
+
+func (l *listener) Traits() Traits { return Traits{} }
 
 func (l *listener) Choose(q Query, candidates []Candidate, _ *rand.Rand) int {
 	l.heard = append(l.heard, q.Prefix)

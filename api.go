@@ -200,13 +200,14 @@ func (a *API) ready(c *gin.Context) {
 // infer serves one inference request: find out its prompt, choose, forward.
 func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 	x := &Exchange{Route: path, Worker: "none", Arrived: time.Now()}
+	var recorded *RecordedPrompt // nil: nothing is recorded, or nothing is known of the prompt
 	id := requestID(c)
 	defer func() {
 		if x.Status == 0 {
 			x.Status = c.Writer.Status()
 		}
 		a.telemetry.Finished(*x, time.Now())
-		a.recorder.Finished(*x, time.Now())
+		a.recorder.Finished(*x, recorded, time.Now())
 		a.log.Debug("request", "id", id, "route", path, "status", x.Status, "worker", x.Worker, "tokens", x.Decision.Tokens,
 			"overlap", x.Decision.OverlapTokens, "cached", x.Usage.CachedTokens, "seconds", time.Since(x.Arrived).Seconds())
 	}()
@@ -245,7 +246,7 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 	tokensTime := time.Since(x.Arrived)
 	request := Request{Tokens: prompt.Tokens[:prompt.Exact], NumTokens: len(prompt.Tokens), Salt: parsed.Get("cache_salt").String(), LoRA: a.router.Adapter(model), Model: model}
 	request.Silent = !parsed.Get("stream").Bool() || multiple || parsed.Get("n").Int() > 1
-	hints.apply(&request)
+	applyHints(hints, &request)
 	shared := kind != noPrompt && (a.router.Paired() || a.config.EnforceDisagg)
 	var why string
 	if shared {
@@ -255,7 +256,7 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 		a.settle(c, x, a.answerQuery(c, kind, parsed.Get("stream").Bool(), request, shared, why, prompt.Tokens))
 		return
 	}
-	x.Prompt = a.recorder.Prompt(request)
+	recorded = a.recorder.Prompt(request)
 	decided := func(d *Decision, took Decision) {
 		if multiple { // the usage will speak of all prompts, the decision of one
 			d.Tokens = 0
@@ -283,8 +284,8 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 	u := Upstream{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.upstreamHeader(c, id), Body: body, Route: path, RequestID: id, Arrived: x.Arrived}
 	if kind != noPrompt {
 		u.EndMarked = true
-		a.telemetry.thompson.began()
-		defer func() { a.telemetry.thompson.ended(x, time.Now()) }()
+		a.telemetry.Began()
+		defer func() { a.telemetry.Ended(x, time.Now()) }()
 	}
 	if kind == chatPrompt || kind == completionPrompt {
 		u.Head, u.Body, u.HideUsage = a.askForUsage(parsed)
@@ -303,6 +304,13 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 	if x.Usage.Known && x.Decision.Tokens > 0 && x.Usage.PromptTokens != x.Decision.Tokens {
 		a.tokens.PromptMismatch(prompt.Shape, x.Decision.Tokens, x.Usage.PromptTokens)
 	}
+}
+
+// applyHints puts what the client hints at into the router's form of the request.
+func applyHints(h routingHints, request *Request) {
+	request.QueryOnly, request.Pinned, request.PinnedPrefill = h.Query, h.Pinned, h.PinnedPrefill
+	request.PriorityJump, request.StrictPriority = h.PriorityJump, h.StrictPriority
+	request.ExpectedOutput, request.Prefix = h.ExpectedOutput, h.Prefix
 }
 
 // serves tells whether a worker serves the model, or none is up that could say. A

@@ -97,11 +97,8 @@ func newHouseOf(t testing.TB, config Config, model *Model, targets ...Target) *h
 	tokens := NewTokens(model, rooms.askWorker, time.Second, log)
 	api := NewAPI(config, h.router, tokens, proxy, telemetry, log)
 	h.Server = httptest.NewServer(api.Handler())
-	fleet, err := NewFleet(config, h.router.index, FleetHooks{}, log)
-	if err != nil {
-		t.Fatal(err)
-	}
-	h.selection = httptest.NewServer(NewSelection(config, h.router, h.router.index, fleet, log).Handler())
+	fleet := NewFleet(FleetSettings{}, nil, h.router.index, FleetHooks{}, log)
+	h.selection = httptest.NewServer(NewSelection(config.selectionSettings(), h.router, h.router.index, fleet, log).Handler())
 	t.Cleanup(func() {
 		h.Close()
 		h.selection.Close()

@@ -36,7 +36,7 @@ type Approx struct {
 	pruneTo           int
 	now               func() time.Time
 	learns            bool         // how much a worker holds, by corrections
-	trusting          bool         // what answers say of the cache corrects nothing
+	corrected         bool         // by what answers say of the cache
 	due               atomic.Int64 // no block's time is over before; in Unix ns
 	mu                sync.Mutex   // guards all below; may be held when taking Radix.mu
 	capacity          map[WorkerKey]int
@@ -56,6 +56,10 @@ type assumedCache struct {
 
 // firstPool is how many blocks an assumedCache has room for at first.
 const firstPool = 256
+
+// SetCorrected says whether what answers say of the cache corrects what is
+// assumed; it does at first. Call it before the index is used.
+func (a *Approx) SetCorrected(corrected bool) { a.corrected = corrected }
 
 // Assumed is one routed prompt: what of it its worker is believed to hold. It
 // must be ended.
@@ -85,7 +89,7 @@ const inUse = math.MaxInt64
 func NewApprox(ttl time.Duration, maxBlocks int, pruneTarget float64, now func() time.Time) *Approx {
 	a := &Approx{
 		Radix: NewRadix(), ttl: ttl, maxBlocks: maxBlocks, pruneTo: int(float64(maxBlocks) * pruneTarget), now: now,
-		capacity: map[WorkerKey]int{}, caches: map[WorkerKey]*assumedCache{},
+		capacity: map[WorkerKey]int{}, caches: map[WorkerKey]*assumedCache{}, corrected: true,
 	}
 	a.due.Store(math.MaxInt64)
 	return a
@@ -203,7 +207,7 @@ func (a *Approx) Routed(w WorkerKey, local []uint64) *Assumed {
 // known. It must be called once. Of nil it does nothing.
 func (p *Assumed) End(answer, cached int) {
 	p.ended(func(a *Approx, c *assumedCache, now int64) {
-		if !a.trusting {
+		if a.corrected {
 			a.correct(p, cached)
 		}
 		if n := len(p.held); n > 0 {

@@ -122,8 +122,8 @@ func (f *Fleet) get(ctx context.Context, base, path string, limit time.Duration,
 	if err != nil {
 		return fmt.Errorf("GET %s%s: %w", base, path, err)
 	}
-	if f.workerKey != "" {
-		request.Header.Set("Authorization", "Bearer "+f.workerKey)
+	if f.cfg.Key != "" {
+		request.Header.Set("Authorization", "Bearer "+f.cfg.Key)
 	}
 	response, err := f.client.Do(request)
 	if err != nil {
@@ -294,7 +294,7 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 		if in.gone {
 			return true
 		}
-		if len(sources) > 0 || in.toldSilent || !in.up || !f.cfg.KVEvents() {
+		if len(sources) > 0 || in.toldSilent || !in.up || !f.cfg.KVEvents {
 			continue
 		}
 		// A server may name its sources only once its engine runs.

@@ -200,12 +200,12 @@ func TestFlagsGoBeforeWhatAWorkerSaysOfItsEvents(t *testing.T) {
 		{Worker: WorkerKey{3, 0}, Endpoint: "tcp://events:1", Replay: "tcp://127.0.0.1:5757", Topic: "kv", BlockSize: 64},
 		{Worker: WorkerKey{3, 1}, Endpoint: "tcp://127.0.0.1:5558", BlockSize: 64},
 	}
-	if diff := cmp.Diff(want, f.eventSources(t.Context(), f.cfg.Worker[0])); diff != "" {
+	if diff := cmp.Diff(want, f.eventSources(t.Context(), f.cfg.Attached[0])); diff != "" {
 		t.Error(diff)
 	}
 
 	a.set(func() { a.sources = "not JSON" })
-	spec := f.cfg.Worker[0]
+	spec := f.cfg.Attached[0]
 	spec.Replay = "tcp://events:2"
 	want = []EventSource{{Worker: WorkerKey{3, 0}, Endpoint: "tcp://events:1", Replay: "tcp://events:2", BlockSize: 64}}
 	if diff := cmp.Diff(want, f.eventSources(t.Context(), spec)); diff != "" {

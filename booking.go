@@ -193,7 +193,7 @@ func (r *Router) finish(b *Booking, how Ending, output int, now time.Time) {
 	} else {
 		b.assumed.End((b.prompt+output)/r.blockSize-b.prompt/r.blockSize, b.cached)
 	}
-	r.share(changeFree, b)
+	r.share(ChangeFree, b)
 	r.drain(now)
 }
 
@@ -201,7 +201,7 @@ func (r *Router) prefillDone(b *Booking, now time.Time) {
 	if !b.computed {
 		b.computed = true
 		r.loads.FirstToken(b, now)
-		r.share(changePrefill, b)
+		r.share(ChangePrefill, b)
 		r.drain(now)
 	}
 }

@@ -67,9 +67,10 @@ func newCacheRouting(knobs CacheKnobs) cacheRouting {
 	return cacheRouting{knobs: knobs, failed: map[WorkerKey]failures{}}
 }
 
-func (*cacheRouting) needsActiveBlocks() {}
-func (*cacheRouting) expectsSiblings()   {} // on the exact index this is SGLang's speculation
-func (*cacheRouting) countsWholeMatch()  {}
+// Traits asks for siblings: on the exact index they are SGLang's speculation.
+func (*cacheRouting) Traits() Traits {
+	return Traits{ActiveBlocks: true, Siblings: true, WholeMatch: true}
+}
 
 func (f failures) as(now time.Time) float64 {
 	return f.count * math.Exp2(-now.Sub(f.at).Seconds()/failureHalfLife.Seconds())

@@ -340,7 +340,7 @@ func (c *Config) validate() error {
 			return fmt.Errorf("%s after --: it is not passed on; use %s", arg, instead)
 		}
 	}
-	if value, given := vllmValue(c.VLLMArgs, "data-parallel-size"); given && c.vllmNumber("data-parallel-size") < 1 {
+	if value, given := vllmValue(c.VLLMArgs, "data-parallel-size"); given && vllmNumber(c.VLLMArgs, "data-parallel-size") < 1 {
 		return fmt.Errorf("--data-parallel-size %s after --: give a number of at least 1", value)
 	}
 	for i, peer := range c.IndexerPeers {
@@ -392,3 +392,6 @@ func (c *Config) numberWorkers() error {
 	}
 	return nil
 }
+
+// KVEvents tells whether the workers' KV events are followed.
+func (c *Config) KVEvents() bool { return c.follows(c.Policy, c.PolicyKnobs) }

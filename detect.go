@@ -8,9 +8,6 @@ import (
 	"net/url"
 )
 
-// sglangPort is the port of SGLang's bootstrap server where it names none.
-const sglangPort = 8998
-
 // serverInfo is the part of what an SGLang server tells of itself that matters
 // here.
 type serverInfo struct {

@@ -42,10 +42,7 @@ func TestWhatIsLearnedOfAWorkersPart(t *testing.T) {
 		{"Mooncake", Disagg{Role: RolePrefill, Bootstrap: there}, "", "", Disagg{RolePrefill, KindMooncake, there}},
 		{"not JSON", Disagg{Role: RoleDecode}, "/server_info", "<html>", Disagg{Role: RoleDecode, Kind: KindNIXL}},
 	}
-	f, err := NewFleet(Config{Engine: EngineNone}, NewRadix(), FleetHooks{}, slog.New(slog.DiscardHandler))
-	if err != nil {
-		t.Fatal(err)
-	}
+	f := NewFleet(FleetSettings{}, nil, NewRadix(), FleetHooks{}, slog.New(slog.DiscardHandler))
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
 			server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

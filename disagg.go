@@ -57,11 +57,10 @@ const (
 // Pairs sends requests that two workers share. Its methods are safe for
 // concurrent use.
 type Pairs struct {
-	router  *Router
-	proxy   *Proxy
-	knobs   DisaggKnobs
-	metrics *disaggMetrics
-	log     *slog.Logger
+	router *Router
+	proxy  *Proxy
+	knobs  DisaggKnobs
+	log    *slog.Logger
 
 	aborts    sync.WaitGroup
 	abortRoom chan struct{} // has a token for each abort that runs
@@ -73,7 +72,7 @@ type Pairs struct {
 // NewPairs returns pairs of router's workers whose legs go through proxy.
 func NewPairs(router *Router, proxy *Proxy, knobs DisaggKnobs, log *slog.Logger) *Pairs {
 	return &Pairs{
-		router: router, proxy: proxy, knobs: knobs, metrics: proxy.telemetry.disagg, log: log,
+		router: router, proxy: proxy, knobs: knobs, log: log,
 		abortRoom: make(chan struct{}, abortsAtOnce), engines: map[WorkerKey]mooncakeEngine{},
 	}
 }
@@ -137,7 +136,7 @@ func (s *Pairs) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		}
 		retry := retries < u.MaxRetries
 		if x.Shared = nil; pair.Whole != "" {
-			s.metrics.whole(pair.Whole)
+			s.proxy.observer.StayedWhole(pair.Whole)
 			err = s.proxy.send(ctx, w, u, x, pair.Decode, retry)
 		} else {
 			err = s.share(ctx, w, u, x, parsed, pair, retry)
@@ -161,7 +160,7 @@ func (s *Pairs) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		default:
 			return failure
 		}
-		s.proxy.telemetry.Retried(worker)
+		s.proxy.observer.Retried(worker)
 	}
 }
 
@@ -197,7 +196,7 @@ func (s *Pairs) share(ctx context.Context, w http.ResponseWriter, u Upstream, x 
 	if err != nil {
 		if ctx.Err() == nil {
 			pair.Prefill.Booking.Fail()
-			s.proxy.telemetry.thompson.engineFailed()
+			s.proxy.observer.EngineFailed()
 		}
 	} else if l.kind == KindSGLang {
 		err = s.concurrent(ctx, w, l, x, retry)
@@ -209,7 +208,7 @@ func (s *Pairs) share(ctx context.Context, w http.ResponseWriter, u Upstream, x 
 		x.Worker = l.shared.Worker
 	}
 	x.Usage.CachedKnown, x.Usage.CachedTokens = l.shared.reported()
-	s.metrics.ended(ctx, l.kind, x, err)
+	s.proxy.observer.SharedEnded(l.kind, l.shared.result(ctx, x.Status, err), l.shared.firstByte())
 	return err
 }
 
@@ -221,7 +220,7 @@ type legs struct {
 	streams         bool
 	rid             string // by which SGLang servers abort them; empty: closing the connection does
 	fetch           string // with it a Mooncake decode worker gets what the prefill worker keeps
-	shared          *sharedRequest
+	shared          *SharedRequest
 }
 
 // legs makes the requests of a pair, each attempt's with names of their own. The
@@ -230,7 +229,7 @@ func (s *Pairs) legs(ctx context.Context, u Upstream, parsed *Body, pair Pair) (
 	target := pair.Prefill.Target
 	l := legs{
 		kind: target.Kind, pair: pair, prefill: u, decode: u, streams: parsed.Get("stream").Bool(),
-		shared: &sharedRequest{Worker: workerLabel(target.Key.Worker), now: s.proxy.now},
+		shared: &SharedRequest{Worker: workerLabel(target.Key.Worker), now: s.proxy.now},
 	}
 	name := u.RequestID + "-" + nonce()
 	switch l.kind {
@@ -312,7 +311,7 @@ func (s *Pairs) sequential(ctx context.Context, w http.ResponseWriter, l legs, x
 	if params != "" {
 		l.decode = l.decode.withFields(jsonField{"kv_transfer_params", params})
 	} else {
-		l.shared.note(func(r *sharedRequest) { r.lost = true }) // the decode worker computes the prompt again
+		l.shared.note(func(r *SharedRequest) { r.lost = true }) // the decode worker computes the prompt again
 	}
 	var watch sync.WaitGroup
 	defer watch.Wait()
@@ -403,8 +402,8 @@ func (s *Pairs) prefill(ctx context.Context, l legs) ([]byte, error) {
 			usage.CachedKnown = booking.CachedUntold()
 		}
 		booking.Finish(1)
-		l.shared.note(func(r *sharedRequest) { r.took, r.computed, r.usage = ended.Sub(began), ended, usage })
-		s.metrics.prefill.WithLabelValues(l.kind.String()).Observe(ended.Sub(began).Seconds())
+		l.shared.note(func(r *SharedRequest) { r.took, r.computed, r.usage = ended.Sub(began), ended, usage })
+		s.proxy.observer.Prefilled(l.kind, ended.Sub(began))
 		return answer, nil
 	case ctx.Err() != nil:
 		return nil, cause(ctx, err)
@@ -414,7 +413,7 @@ func (s *Pairs) prefill(ctx context.Context, l legs) ([]byte, error) {
 		return nil, late
 	}
 	booking.Fail()
-	s.proxy.telemetry.thompson.engineFailed()
+	s.proxy.observer.EngineFailed()
 	return nil, &prefillFailure{l.pair.Prefill.Target.Key.Worker, err}
 }
 
@@ -487,7 +486,7 @@ func (s *Pairs) await(l legs, end context.CancelCauseFunc) {
 		return
 	}
 	late := &legTimeout{"the decode worker's first event", "--disagg-handover-timeout", s.knobs.DisaggHandoverTimeout, sharedHandoverTimeout}
-	l.shared.note(func(r *sharedRequest) {
+	l.shared.note(func(r *SharedRequest) {
 		if !r.started && !r.over {
 			r.timer = time.AfterFunc(late.over, func() {
 				if !r.hasStarted() {
@@ -501,9 +500,9 @@ func (s *Pairs) await(l legs, end context.CancelCauseFunc) {
 // handedOver is called when the decode request of a sequential pair has been
 // sent.
 func (s *Pairs) handedOver(l legs) {
-	l.shared.note(func(r *sharedRequest) {
+	l.shared.note(func(r *SharedRequest) {
 		r.handover = r.now().Sub(r.computed)
-		s.metrics.handover.WithLabelValues(l.kind.String()).Observe(r.handover.Seconds())
+		s.proxy.observer.HandedOver(l.kind, r.handover)
 	})
 }
 

@@ -30,7 +30,7 @@ func BenchmarkHandover(b *testing.B) {
 					}
 				}
 				return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
-					outside = append(outside, milliseconds(time.Since(answered)))
+					outside = append(outside, float64(time.Since(answered))/float64(time.Millisecond))
 					serve(w, r, body)
 				}
 			})

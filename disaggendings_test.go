@@ -125,7 +125,7 @@ func TestFailuresOfLegsAreEngineErrors(t *testing.T) {
 				return serve
 			})
 			h.router.policy = newTestRouter(t, "thompson", 0).policy
-			h.telemetry.WatchThompson(h.router, func() []WorkerStatus { return nil })
+			h.telemetry.WatchThompson(h.router, func() []uint64 { return nil })
 			if target := h.router.Targets()[0]; c.lost {
 				target.Bootstrap.Port = 1
 				h.router.Up(target)

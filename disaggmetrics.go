@@ -1,9 +1,7 @@
 package main
 
 import (
-	"context"
-	"errors"
-	"net/http"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 )
@@ -16,18 +14,6 @@ type disaggMetrics struct {
 	handover *prometheus.HistogramVec
 	transfer *prometheus.HistogramVec
 }
-
-// Results of shared requests, values of a label.
-const (
-	sharedOK              = "ok"
-	sharedRecomputed      = "recomputed" // the prefill worker named no blocks: the decode worker computed the prompt again
-	sharedRefused         = "refused"    // a worker says that the request is wrong
-	sharedPrefillFailed   = "prefill_failed"
-	sharedPrefillTimeout  = "prefill_timeout"
-	sharedHandoverTimeout = "handover_timeout"
-	sharedDecodeFailed    = "decode_failed"
-	sharedAbandoned       = "abandoned" // the client left
-)
 
 // handoverBuckets spans 10 µs to 1 s.
 var handoverBuckets = []float64{.00001, .000025, .00005, .0001, .00025, .0005, .001, .0025, .005, .01, .025, .1, 1}
@@ -49,42 +35,25 @@ func newDisaggMetrics(registry *prometheus.Registry) *disaggMetrics {
 	return m
 }
 
-// whole counts a request that stayed whole.
-func (m *disaggMetrics) whole(why string) {
-	m.requests.WithLabelValues(KindNone.String(), why).Inc()
+// StayedWhole implements proxy.Observer.
+func (t *Telemetry) StayedWhole(why string) {
+	t.disagg.requests.WithLabelValues(KindNone.String(), why).Inc()
 }
 
-// ended counts an attempt at a shared request, which came to err.
-func (m *disaggMetrics) ended(ctx context.Context, kind Kind, x *Exchange, err error) {
-	m.requests.WithLabelValues(kind.String(), x.Shared.result(ctx, x.Status, err)).Inc()
-	if first := x.Shared.firstByte(); first > 0 {
-		m.transfer.WithLabelValues(kind.String()).Observe(first.Seconds())
-	}
+// Prefilled implements proxy.Observer.
+func (t *Telemetry) Prefilled(kind Kind, took time.Duration) {
+	t.disagg.prefill.WithLabelValues(kind.String()).Observe(took.Seconds())
 }
 
-// result says what came of a shared request that ended with err, or with an
-// answer of that HTTP status.
-func (r *sharedRequest) result(ctx context.Context, status int, err error) string {
-	var late *legTimeout
-	var refusal *prefillRefusal
-	var prefill *prefillFailure
-	switch {
-	case err != nil && ctx.Err() != nil:
-		return sharedAbandoned
-	case err == nil && status >= http.StatusInternalServerError:
-		return sharedDecodeFailed
-	case err == nil && status >= http.StatusBadRequest:
-		return sharedRefused
-	case err == nil && r.lost:
-		return sharedRecomputed
-	case err == nil:
-		return sharedOK
-	case errors.As(err, &late):
-		return late.result
-	case errors.As(err, &refusal):
-		return sharedRefused
-	case errors.As(err, &prefill):
-		return sharedPrefillFailed
+// HandedOver implements proxy.Observer.
+func (t *Telemetry) HandedOver(kind Kind, took time.Duration) {
+	t.disagg.handover.WithLabelValues(kind.String()).Observe(took.Seconds())
+}
+
+// SharedEnded implements proxy.Observer.
+func (t *Telemetry) SharedEnded(kind Kind, result string, firstByte time.Duration) {
+	t.disagg.requests.WithLabelValues(kind.String(), result).Inc()
+	if firstByte > 0 {
+		t.disagg.transfer.WithLabelValues(kind.String()).Observe(firstByte.Seconds())
 	}
-	return sharedDecodeFailed
 }

@@ -181,7 +181,7 @@ func recoverFrom(ctx context.Context, index Index, blockSize int, key, peer stri
 	}
 	defer func() { _ = response.Body.Close() }()
 	if response.StatusCode != http.StatusOK {
-		return Recovered{}, &statusError{"/dump", response.StatusCode}
+		return Recovered{}, fmt.Errorf("GET /dump answered %d %s", response.StatusCode, http.StatusText(response.StatusCode))
 	}
 	body := &io.LimitedReader{R: response.Body, N: maxDumpBytes}
 	recovered, err := readDump(body, index, blockSize, log.With("peer", peer))
@@ -197,11 +197,11 @@ func recoverFrom(ctx context.Context, index Index, blockSize int, key, peer stri
 func readDump(in io.Reader, index Index, blockSize int, log *slog.Logger) (Recovered, error) {
 	r := dumpReader{decoder: json.NewDecoder(in), index: index, blockSize: blockSize, log: log, found: Recovered{Partition: map[uint64]partition{}}}
 	err := r.object(func(name string) error {
-		model, group, ok := cutLast(name, ":")
-		if !ok {
+		at := strings.LastIndexByte(name, ':')
+		if at < 0 {
 			return fmt.Errorf("%q is not MODEL:GROUP", name)
 		}
-		return r.partition(partition{model, group})
+		return r.partition(partition{name[:at], name[at+1:]})
 	})
 	if err != nil {
 		return r.found, fmt.Errorf("it is not a dump: %w", err)

@@ -15,7 +15,7 @@ import (
 // peerOf serves what a stream keeps for other routers, and returns its address.
 func peerOf(t *testing.T, f *following) string {
 	t.Helper()
-	selection := NewSelection(Config{}, newTestRouter(t, "round-robin", 0), NewRadix(), nil, slog.New(slog.DiscardHandler))
+	selection := NewSelection(SelectionSettings{}, newTestRouter(t, "round-robin", 0), NewRadix(), nil, slog.New(slog.DiscardHandler))
 	selection.history = func(key WorkerKey) *EventLog {
 		if key != testWorker {
 			return nil

@@ -204,7 +204,7 @@ func (p *EventPeers) ask(ctx context.Context, peer string, w WorkerKey, start *u
 	}
 	defer response.Body.Close()
 	if response.StatusCode != http.StatusOK {
-		return answer, &statusError{"/events", response.StatusCode}
+		return answer, fmt.Errorf("GET /events answered %d %s", response.StatusCode, http.StatusText(response.StatusCode))
 	}
 	err = json.NewDecoder(io.LimitReader(response.Body, peerAnswerLimit)).Decode(&answer)
 	return answer, err

@@ -22,11 +22,8 @@ import (
 func newFinder(t *testing.T, router *Router) (s *Selection, ask func(path, body string) (int, gjson.Result)) {
 	t.Helper()
 	log := slog.New(slog.DiscardHandler)
-	fleet, err := NewFleet(Config{}, router.index, FleetHooks{}, log)
-	if err != nil {
-		t.Fatal(err)
-	}
-	s = NewSelection(Config{}, router, router.index, fleet, log)
+	fleet := NewFleet(FleetSettings{}, nil, router.index, FleetHooks{}, log)
+	s = NewSelection(SelectionSettings{KVEvents: true}, router, router.index, fleet, log)
 	handler := s.Handler()
 	return s, func(path, body string) (int, gjson.Result) {
 		w := httptest.NewRecorder()

@@ -67,7 +67,7 @@ func (in *incarnation) end(reason string) {
 // followEvents reads one event stream until the incarnation ends, if any are to
 // be followed.
 func (in *incarnation) followEvents(source EventSource) {
-	if !in.f.cfg.KVEvents() {
+	if !in.f.cfg.KVEvents {
 		return
 	}
 	source.Seeded = in.f.index.Blocks(source.Worker) > 0 // only a peer's dump can be there already
@@ -99,7 +99,7 @@ func (in *incarnation) setTargets(served modelList, sources []EventSource) {
 	in.targets = in.targets[:0]
 	var batched, blocks int
 	if !in.w.attached {
-		batched, blocks = in.f.cfg.EngineLimits()
+		batched, blocks = in.f.cfg.MaxBatchedTokens, in.f.cfg.TotalBlocks
 	}
 	sizes := in.cacheSizes()
 	var ranks []uint32
@@ -188,7 +188,7 @@ func (in *incarnation) checkHealth() {
 // those that it does not tell are left out.
 func (in *incarnation) cacheSizes() map[uint32]int {
 	sizes, err := readMetrics(in.ctx, in.w.spec.URL+"/metrics", parseCacheSizes)
-	if (err != nil || len(sizes) == 0) && in.f.cfg.NoKVEvents && !in.f.cfg.hasTrees(in.f.cfg.Policy) {
+	if (err != nil || len(sizes) == 0) && in.f.cfg.AssumesSizes {
 		in.f.log.Warn(fmt.Sprintf("worker %d: does not tell the size of its KV cache: its prompts count as cached for --router-ttl-secs", in.w.id), "error", err)
 	}
 	blocks := map[uint32]int{}

@@ -113,7 +113,7 @@ func TestTheLastOfEqualMembersCounts(t *testing.T) {
 	if views := b.messages(); len(views) != 2 || views[0].fields != nil || fieldOf(views[1].fields, "role").Str != "x" {
 		t.Errorf("%+v", views)
 	}
-	if keys := b.features(); !slices.Equal(keys, []string{"chat"}) {
+	if keys := bodyFeatures(b); !slices.Equal(keys, []string{"chat"}) {
 		t.Error(keys)
 	}
 	for _, text := range []string{`[]`, `"x"`, ``, `{`, `{}x`} {

@@ -104,8 +104,7 @@ func (k PolicyKnobs) with(o *Override) PolicyKnobs {
 // are not tracked, they cost nothing, and the credit goes off the blocks.
 type kvPolicy struct{ knobs PolicyKnobs }
 
-func (kvPolicy) needsActiveBlocks() {}
-func (kvPolicy) countsWholeMatch()  {}
+func (kvPolicy) Traits() Traits { return Traits{ActiveBlocks: true, WholeMatch: true} }
 
 func (p kvPolicy) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	p.knobs = p.knobs.with(q.Override)

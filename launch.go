@@ -19,7 +19,7 @@ import (
 var pluginFiles embed.FS
 
 const (
-	kvEventsTopic = "kv-events"
+	KVEventsTopic = "kv-events"
 	// replayBatches is how many event batches an engine keeps for a router that
 	// missed some, about 100 bytes each in a quiet cache.
 	replayBatches = 10_000
@@ -27,6 +27,55 @@ const (
 	// hold one whole context.
 	cpuMaxModelLen = 8192
 )
+
+// Ports are the ports of started workers, all on loopback. Worker i listens on
+// HTTP+i. The others count ranks: rank r of worker i has the base plus i·Ranks+r.
+type Ports struct {
+	HTTP, KVEvents, KVReplay, Load, NIXL int
+	Ranks                                int // data-parallel ranks of a worker, at least 1
+}
+
+// URL is where started worker i listens, without a slash at the end.
+func (p Ports) URL(i int) string { return fmt.Sprintf("http://127.0.0.1:%d", p.HTTP+i) }
+
+// Sources returns where the KV events of started worker i are, rank by rank.
+func (p Ports) Sources(i, blockSize int) []EventSource {
+	sources := make([]EventSource, p.Ranks)
+	for rank := range sources {
+		at := i*p.Ranks + rank
+		sources[rank] = EventSource{
+			Worker: WorkerKey{Worker: uint64(i), Rank: uint32(rank)}, BlockSize: blockSize, Topic: KVEventsTopic,
+			Endpoint: fmt.Sprintf("tcp://127.0.0.1:%d", p.KVEvents+at), Replay: p.replayEndpoint(at),
+		}
+	}
+	return sources
+}
+
+// LoadEndpoint is where rank r of started worker i publishes its load.
+func (p Ports) LoadEndpoint(i, r int) string {
+	return fmt.Sprintf("tcp://127.0.0.1:%d", p.Load+i*p.Ranks+r)
+}
+
+func (p Ports) replayEndpoint(at int) string {
+	return fmt.Sprintf("tcp://127.0.0.1:%d", p.KVReplay+at)
+}
+
+// VLLMSettings say how vLLM workers are started.
+type VLLMSettings struct {
+	Python          string // that has vLLM
+	Model           string // Hugging Face name or folder
+	ModelFolder     bool   // Model is a folder here
+	ServedModelName string
+	NumWorkers      int
+	PrefillWorkers  int      // the first so many compute only prompts, the others answers, by NIXL; 0: each does both
+	BlockSize       int      // tokens
+	GPUsPerWorker   int      // of each rank
+	GPUs            []string // that workers may use, as CUDA_VISIBLE_DEVICES names them; none: the CPU
+	Cores           int      // of the CPU, to be shared out
+	KVEvents        bool     // workers publish KV events
+	Args            []string // what the user gave after --
+	Ports           Ports
+}
 
 // processSpec is what one worker process is started with.
 type processSpec struct {
@@ -38,8 +87,8 @@ type processSpec struct {
 // i. What the user put after -- or into the environment goes before the
 // defaults here. pluginDir is where writePlugin has put the plugins; environ is
 // the router's own environment.
-func vllmCommand(cfg Config, i int, pluginDir string, environ []string) (processSpec, error) {
-	first := i * cfg.Ranks() // from here on vLLM and the plugin count its ranks
+func vllmCommand(cfg VLLMSettings, i int, pluginDir string, environ []string) (processSpec, error) {
+	first := i * cfg.Ports.Ranks // from here on vLLM and the plugin count its ranks
 	events, err := json.Marshal(struct {
 		Enable   bool   `json:"enable_kv_cache_events"`
 		Kind     string `json:"publisher"`
@@ -50,8 +99,8 @@ func vllmCommand(cfg Config, i int, pluginDir string, environ []string) (process
 	}{
 		// vLLM binds an endpoint with a wildcard and connects to any other; the
 		// plugin narrows the wildcard to loopback.
-		true, "zmq", fmt.Sprintf("tcp://*:%d", cfg.BaseKVEventsPort+first),
-		launchedReplayEndpoint(cfg, first), kvEventsTopic, replayBatches,
+		true, "zmq", fmt.Sprintf("tcp://*:%d", cfg.Ports.KVEvents+first),
+		cfg.Ports.replayEndpoint(first), KVEventsTopic, replayBatches,
 	})
 	if err != nil {
 		return processSpec{}, fmt.Errorf("worker %d: KV event settings: %w", i, err)
@@ -61,20 +110,20 @@ func vllmCommand(cfg Config, i int, pluginDir string, environ []string) (process
 		"--model", cfg.Model,
 		"--served-model-name", cfg.ServedModelName,
 		"--host", "127.0.0.1",
-		"--port", strconv.Itoa(cfg.BaseWorkerPort + i),
+		"--port", strconv.Itoa(cfg.Ports.HTTP + i),
 		"--block-size", strconv.Itoa(cfg.BlockSize),
 	}
-	if cfg.KVEvents() {
+	if cfg.KVEvents {
 		argv = append(argv, "--kv-events-config", string(events))
 	}
 	argv = append(argv, "--enable-prompt-tokens-details", "--enable-scale-out")
 	env := newEnvironment(environ)
 	env.dropPrefix("KVROUTER_") // the router's keys are no business of the workers
-	if cfg.nixl() {
+	if cfg.PrefillWorkers > 0 {
 		argv = append(argv, "--kv-transfer-config", nixlConfig(cfg, i))
 		setNIXLEnvironment(cfg, first, env)
 	}
-	env.set("KVROUTER_LOAD_ENDPOINT", launchedLoadEndpoint(cfg, first))
+	env.set("KVROUTER_LOAD_ENDPOINT", cfg.Ports.LoadEndpoint(i, 0))
 	env.set("KVROUTER_LOOPBACK_EVENTS", "1")
 	pythonPath := pluginDir
 	if old := env.get("PYTHONPATH"); old != "" {
@@ -89,59 +138,31 @@ func vllmCommand(cfg Config, i int, pluginDir string, environ []string) (process
 		env.setDefault("HF_HUB_OFFLINE", "1")
 	}
 
-	if k := cfg.GPUsPerWorker * cfg.Ranks(); len(cfg.GPUs) > 0 {
+	if k := cfg.GPUsPerWorker * cfg.Ports.Ranks; len(cfg.GPUs) > 0 {
 		if (i+1)*k > len(cfg.GPUs) {
 			return processSpec{}, fmt.Errorf("worker %d needs GPUs %d to %d of the visible ones, but there are %d", i, i*k+1, (i+1)*k, len(cfg.GPUs))
 		}
 		env.set("CUDA_VISIBLE_DEVICES", strings.Join(cfg.GPUs[i*k:(i+1)*k], ","))
-		if cfg.GPUsPerWorker > 1 && !cfg.hasVLLMFlag("tensor-parallel-size") {
+		if cfg.GPUsPerWorker > 1 && !hasVLLMFlag(cfg.Args, "tensor-parallel-size") {
 			argv = append(argv, "--tensor-parallel-size", strconv.Itoa(cfg.GPUsPerWorker))
 		}
 	} else {
-		env.setDefault("OMP_NUM_THREADS", strconv.Itoa(max(1, cfg.Cores/max(1, cfg.NumWorkers*cfg.Ranks()))))
+		env.setDefault("OMP_NUM_THREADS", strconv.Itoa(max(1, cfg.Cores/max(1, cfg.NumWorkers*cfg.Ports.Ranks))))
 		env.setDefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 		env.setDefault("VLLM_CPU_KVCACHE_SPACE", "1") // GiB
-		if !cfg.hasVLLMFlag("enforce-eager", "no-enforce-eager") {
+		if !hasVLLMFlag(cfg.Args, "enforce-eager", "no-enforce-eager") {
 			argv = append(argv, "--enforce-eager")
 		}
-		if !cfg.hasVLLMFlag("max-model-len") {
+		if !hasVLLMFlag(cfg.Args, "max-model-len") {
 			argv = append(argv, "--max-model-len", strconv.Itoa(min(cpuMaxModelLen, modelContext(cfg))))
 		}
 	}
-	return processSpec{argv: append(argv, cfg.VLLMArgs...), env: env.list()}, nil
-}
-
-func launchedURL(cfg Config, i int) string {
-	return fmt.Sprintf("http://127.0.0.1:%d", cfg.BaseWorkerPort+i)
-}
-
-// launchedSources returns where the KV events of started worker i are, rank by
-// rank.
-func launchedSources(cfg Config, i int) []EventSource {
-	sources := make([]EventSource, cfg.Ranks())
-	for rank := range sources {
-		at := i*len(sources) + rank
-		sources[rank] = EventSource{
-			Worker: WorkerKey{Worker: uint64(i), Rank: uint32(rank)}, BlockSize: cfg.BlockSize, Topic: kvEventsTopic,
-			Endpoint: fmt.Sprintf("tcp://127.0.0.1:%d", cfg.BaseKVEventsPort+at), Replay: launchedReplayEndpoint(cfg, at),
-		}
-	}
-	return sources
-}
-
-// launchedReplayEndpoint and launchedLoadEndpoint count started workers by their
-// ranks: a worker of several takes as many ports.
-func launchedReplayEndpoint(cfg Config, at int) string {
-	return fmt.Sprintf("tcp://127.0.0.1:%d", cfg.BaseKVReplayPort+at)
-}
-
-func launchedLoadEndpoint(cfg Config, at int) string {
-	return fmt.Sprintf("tcp://127.0.0.1:%d", cfg.BaseMetricsPort+at)
+	return processSpec{argv: append(argv, cfg.Args...), env: env.list()}, nil
 }
 
 // modelContext returns the longest context that the model's config.json allows,
 // tokens; where it is not known, more than any limit here.
-func modelContext(cfg Config) int {
+func modelContext(cfg VLLMSettings) int {
 	const unknown = 1 << 30
 	if !cfg.ModelFolder {
 		return unknown

@@ -69,7 +69,7 @@ func TestCommandOfEachWorker(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			cfg := mustParse(t, testMachine(t, test.gpus...), append([]string{"--python", "py"}, strings.Fields(test.args)...)...)
-			spec, err := vllmCommand(cfg, 1, "/plugin", test.environ)
+			spec, err := vllmCommand(cfg.vllmSettings(), 1, "/plugin", test.environ)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -88,7 +88,7 @@ func TestCommandOfEachWorker(t *testing.T) {
 func TestWorkersPublishNoEventsThatNobodyFollows(t *testing.T) {
 	for _, args := range []string{"--no-kv-events", "--policy kv --overlap-score-weight 0"} {
 		cfg := mustParse(t, testMachine(t), append([]string{"--python", "py", "--model", "org/name"}, strings.Fields(args)...)...)
-		spec, err := vllmCommand(cfg, 0, "/plugin", nil)
+		spec, err := vllmCommand(cfg.vllmSettings(), 0, "/plugin", nil)
 		if err != nil || slices.Contains(spec.argv, "--kv-events-config") {
 			t.Errorf("%s: %q %v", args, spec.argv, err)
 		}
@@ -112,7 +112,7 @@ func TestRanksOfAWorkerTakePortsInARow(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			cfg := mustParse(t, testMachine(t, test.gpus...), append([]string{"--python", "py", "--model", "org/name"}, strings.Fields(test.args)...)...)
-			spec, err := vllmCommand(cfg, 1, "/plugin", nil)
+			spec, err := vllmCommand(cfg.vllmSettings(), 1, "/plugin", nil)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -128,10 +128,10 @@ func TestRanksOfAWorkerTakePortsInARow(t *testing.T) {
 			// What is followed and checked to be free is what vLLM and the plugin make
 			// of that: each rank one port further.
 			want := []EventSource{
-				{Worker: WorkerKey{1, 0}, Endpoint: "tcp://127.0.0.1:5559", Replay: "tcp://127.0.0.1:5759", Topic: kvEventsTopic, BlockSize: 64},
-				{Worker: WorkerKey{1, 1}, Endpoint: "tcp://127.0.0.1:5560", Replay: "tcp://127.0.0.1:5760", Topic: kvEventsTopic, BlockSize: 64},
+				{Worker: WorkerKey{1, 0}, Endpoint: "tcp://127.0.0.1:5559", Replay: "tcp://127.0.0.1:5759", Topic: KVEventsTopic, BlockSize: 64},
+				{Worker: WorkerKey{1, 1}, Endpoint: "tcp://127.0.0.1:5560", Replay: "tcp://127.0.0.1:5760", Topic: KVEventsTopic, BlockSize: 64},
 			}
-			if diff := cmp.Diff(want, launchedSources(cfg, 1)); diff != "" {
+			if diff := cmp.Diff(want, cfg.workerPorts().Sources(1, cfg.BlockSize)); diff != "" {
 				t.Error(diff)
 			}
 			var ports []int
@@ -148,7 +148,7 @@ func TestRanksOfAWorkerTakePortsInARow(t *testing.T) {
 
 func TestTheFirstWorkerGetsTheFirstGPU(t *testing.T) {
 	cfg := mustParse(t, testMachine(t, "2", "3"), "--python", "py", "--model", "org/name")
-	spec, err := vllmCommand(cfg, 0, "/plugin", nil)
+	spec, err := vllmCommand(cfg.vllmSettings(), 0, "/plugin", nil)
 	if err != nil || !slices.Contains(spec.env, "CUDA_VISIBLE_DEVICES=2") || !slices.Contains(spec.argv, "8100") {
 		t.Errorf("%q %q %v", spec.argv, spec.env, err)
 	}

@@ -38,7 +38,7 @@ type Load struct {
 	PrefillTokens int  // uncached prompt tokens of requests without a first token
 	ContextTokens int  // prompt tokens of the others in flight, which decode
 	AwaitedTokens int  // prompt tokens that other workers compute, of requests that will decode here
-	ActiveBlocks  int  // blocks of requests in flight, shared ones once and by their weights; see needsActiveBlocks
+	ActiveBlocks  int  // blocks of requests in flight, shared ones once and by their weights; see Traits
 
 	Prefills   []Prefill // the requests without a first token, as they were sent; to be read under the Router's lock
 	FirstToken time.Time // when a first token last came from it; zero: never

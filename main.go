@@ -12,6 +12,7 @@ import (
 	"os/signal"
 	"runtime/debug"
 	"strconv"
+	"strings"
 	"syscall"
 	"time"
 
@@ -28,7 +29,7 @@ func main() {
 		case CommandServe:
 			err = serve(config)
 		case CommandSimulate:
-			err = Simulate(config, os.Stdout, os.Stderr)
+			err = config.Simulate.Run(config.simulation(), strings.Split(config.Policy, ","), os.Stdout, os.Stderr)
 		}
 	}
 	if err != nil {
@@ -75,7 +76,9 @@ type rooms struct {
 	index     Index
 	router    *Router
 	fleet     *Fleet
-	model     *Model // nil: prompt tokens come from the workers
+	launcher  *Launcher // of vLLM workers; nil: none are started
+	mocker    *Mocker   // of simulated workers; nil: none are started
+	model     *Model    // nil: prompt tokens come from the workers
 	tokens    *Tokens
 	proxy     *Proxy
 	telemetry *Telemetry
@@ -104,28 +107,29 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error)
 	r.router = NewRouterWith(r.index, policy, config.BlockSize, seed, config.RouterKnobs)
 	r.telemetry = NewTelemetry(r.samples, r.prompts)
 	r.telemetry.Watch(r.router)
-	r.fleet, err = NewFleet(config, r.index, FleetHooks{
+	start, err := r.starter()
+	if err != nil {
+		return nil, err
+	}
+	r.fleet = NewFleet(config.fleetSettings(), start, r.index, FleetHooks{
 		Up:   r.router.Up,
 		Down: func(t Target, _ string) { r.router.Down(t.Key) },
 		Load: r.router.Publish,
 		Lag:  r.telemetry.EventLag,
 	}, log)
-	if err != nil {
-		return nil, err
-	}
-	r.telemetry.WatchThompson(r.router, r.fleet.Workers)
-	r.fleet.peers = NewEventPeers(config.IndexerPeers, peerKey(config))
-	if config.Engine == EngineMocker {
-		if r.fleet.mocker, err = NewMocker(config, r.model, log); err != nil {
-			return nil, err
+	r.telemetry.WatchThompson(r.router, func() (ids []uint64) {
+		for _, w := range r.fleet.Workers() {
+			ids = append(ids, w.ID)
 		}
-	}
+		return ids
+	})
+	r.fleet.peers = NewEventPeers(config.IndexerPeers, peerKey(config))
 	r.proxy = NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
 	r.proxy.outputBlocks = config.RouterTrackOutputBlocks
 	r.tokens = NewTokens(r.model, r.askWorker, config.TokenTimeout, log)
 	r.api = NewAPI(config, r.router, r.tokens, r.proxy, r.telemetry, log)
 	r.api.lookForModels = r.fleet.LookForModels
-	r.selection = NewSelection(config, r.router, r.index, r.fleet, log)
+	r.selection = NewSelection(config.selectionSettings(), r.router, r.index, r.fleet, log)
 	if config.Record != "" {
 		if r.api.recorder, err = NewRecorder(config.Record, config.Policy, config.BlockSize, log); err != nil {
 			return nil, err
@@ -139,7 +143,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error)
 		if r.replicas, err = NewReplicas(r.router, address, config.ReplicaPeers, log); err != nil {
 			return nil, fmt.Errorf("--replica-sync-port %d: %w: free the port or choose another", config.ReplicaSyncPort, err)
 		}
-		r.telemetry.WatchReplicas(r.replicas)
+		r.telemetry.WatchReplicas(r.replicaCounts)
 	}
 	return r, nil
 }
@@ -149,7 +153,7 @@ func (r *rooms) openThompson() (err error) {
 	if is := r.router.WithThompson(func(p *thompson) {
 		r.traces, err = p.openTraces(r.config.ThompsonTraces, r.log)
 	}); is && err == nil && r.config.ThompsonState != "" {
-		r.learned, err = openThompsonState(r.config.ThompsonState, r.router)
+		r.learned, err = openThompsonState(r.config.ThompsonState, r.router.WithThompson)
 	}
 	return err
 }
@@ -243,7 +247,7 @@ func (r *rooms) run(ctx context.Context) error {
 	}
 	group.Go(func() error {
 		r.recoverIndex(fleet) // before anything else writes to the index
-		return r.fleet.Run(fleet)
+		return r.runFleet(fleet)
 	})
 	group.Go(func() error {
 		r.probeWhenReady(failed)
@@ -355,6 +359,14 @@ func (r *rooms) samples() []WorkerSample {
 		}
 	}
 	return samples
+}
+
+// replicaCounts shows what routers have told each other to the metrics page.
+func (r *rooms) replicaCounts() ReplicaCounts {
+	return ReplicaCounts{
+		Sent: r.replicas.Sent.Load(), Received: r.replicas.Received.Load(), Dropped: r.replicas.Dropped.Load(),
+		Lost: r.replicas.Lost.Load(), Held: r.replicas.Held.Load(),
+	}
 }
 
 // prompts shows where prompt tokens came from to the metrics page.

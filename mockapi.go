@@ -248,7 +248,7 @@ func (w *MockWorker) eventSources(out http.ResponseWriter, _ *http.Request) {
 		}
 		sources[rank.number] = map[string]any{
 			"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": rank.events.pub.Endpoint(), "replay_endpoint": rank.events.router.Endpoint(),
-			"buffer_steps": replayBatches, "hwm": zmqQueue, "max_queue_size": mockEventQueue, "topic": kvEventsTopic,
+			"buffer_steps": replayBatches, "hwm": zmqQueue, "max_queue_size": mockEventQueue, "topic": KVEventsTopic,
 		}
 	}
 	answerJSON(out, http.StatusOK, sources)

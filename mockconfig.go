@@ -35,6 +35,14 @@ type MockConfig struct {
 	MockDropEvents          float64                  `group:"Mocker" default:"0" help:"Fault: share of the KV-event batches, 0 to 1, that are not sent; their replay has them."`
 	MockDuplicateEvents     float64                  `group:"Mocker" default:"0" help:"Fault: share of the KV-event batches, 0 to 1, that are sent twice."`
 	MockDelayEvents         time.Duration            `group:"Mocker" default:"0s" help:"Fault: each KV-event batch is sent so much later."`
+
+	// What no flag of the mocker says, set by who starts one.
+	ServedModelName string   `kong:"-"`
+	BlockSize       int      `kong:"-"` // tokens
+	Seed            uint64   `kong:"-"`
+	KVEvents        bool     `kong:"-"` // they are published
+	Parts           []Disagg `kong:"-"` // of each worker, by number
+	Ports           Ports    `kong:"-"`
 }
 
 // DefaultMockConfig has the flags' defaults.

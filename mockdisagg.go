@@ -3,6 +3,7 @@ package main
 import (
 	"cmp"
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"io"
@@ -117,7 +118,7 @@ func (w *MockWorker) transfer(body *Body, answer *mockAnswer) *mockTransfer {
 	t := &mockTransfer{w: w, choice: choice, kind: w.part.Kind}
 	switch params := body.Get("kv_transfer_params"); {
 	case t.kind == KindNIXL && params.Get("do_remote_decode").Bool():
-		t.id = answer.id + "-" + nonce() // as vLLM's own: attempts at a request have the same id
+		t.id = answer.id + "-" + rand.Text() // as vLLM's own: attempts at a request have the same id
 		t.room = w.rooms.own(t.id)
 	case t.kind == KindNIXL && params.Get("do_remote_prefill").Bool():
 		if blocks := params.Get("remote_block_ids.0"); !blocks.Exists() || isNull(params.Get("remote_engine_id")) || isNull(params.Get("remote_request_id")) ||
@@ -193,7 +194,7 @@ func (t *mockTransfer) computed(ctx context.Context, rank *mockRank) *mockProble
 	w, room := t.w, t.room
 	t.choice.answer.transfer = string(mustJSON(map[string]any{
 		"do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [][]uint32{t.choice.blocks},
-		"remote_engine_id": w.engineID(), "remote_request_id": t.id, "remote_host": "127.0.0.1", "remote_port": w.cfg.BaseWorkerPort + w.number,
+		"remote_engine_id": w.engineID(), "remote_request_id": t.id, "remote_host": "127.0.0.1", "remote_port": w.cfg.Ports.HTTP + w.number,
 		"tp_size": 1, "dcp_size": 1, "pp_size": 1, "remote_num_tokens": t.choice.prompt, "remote_blocks_expiry_time": nil, "transfer_mode": "pull",
 	}))
 	t.room = nil // goes over to the one who keeps the blocks

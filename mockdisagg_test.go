@@ -26,7 +26,7 @@ func startMockPairs(t testing.TB, kind Kind, prefills, decodes int, args ...stri
 // of a worker.
 func (s *mockSite) idle() bool {
 	for _, target := range s.rooms.router.Targets() {
-		w := s.rooms.fleet.mocker.Worker(int(target.Key.Worker))
+		w := s.rooms.mocker.Worker(int(target.Key.Worker))
 		w.rooms.mu.Lock()
 		rooms := len(w.rooms.byID)
 		w.rooms.mu.Unlock()
@@ -118,13 +118,13 @@ func TestMockPairsSurviveAPrefillWorker(t *testing.T) {
 				for i := range chats {
 					next <- round*chats + i
 					if i == chats/2 {
-						s.rooms.fleet.mocker.Worker(0).End(errMockCrash)
+						s.rooms.mocker.Worker(0).End(errMockCrash)
 					}
 				}
 				close(next)
 				jobs.Wait()
 				eventually(t, 30*time.Second, "the prefill worker is back", func() bool {
-					return int(s.rooms.fleet.mocker.starts.Load()) == prefills+2+round+1 && len(s.rooms.router.Targets()) == prefills+2
+					return int(s.rooms.mocker.starts.Load()) == prefills+2+round+1 && len(s.rooms.router.Targets()) == prefills+2
 				})
 			}
 			prefilled := func() (n int64) {
@@ -286,7 +286,7 @@ func TestMockSGLangWorkersAbortByName(t *testing.T) {
 		status, _ := post(t, s.workerURL(0)+"/v1/chat/completions", fmt.Sprintf(`{"messages":%s,"rid":"abc-1","bootstrap_host":"127.0.0.1","bootstrap_room":1}`, mustJSON(longPrompt(1))))
 		ended <- status
 	}()
-	w := s.rooms.fleet.mocker.Worker(0)
+	w := s.rooms.mocker.Worker(0)
 	eventually(t, 10*time.Second, "it waits", func() bool {
 		w.mu.Lock()
 		defer w.mu.Unlock()

@@ -18,7 +18,7 @@ import (
 // of sockets. Inside, a SimEngine says how long every step takes. It is safe for
 // concurrent use.
 type Mocker struct {
-	cfg    Config
+	cfg    MockConfig
 	model  *Model
 	words  *mockWords
 	log    *slog.Logger
@@ -30,7 +30,7 @@ type Mocker struct {
 }
 
 // NewMocker returns a mocker whose workers serve model.
-func NewMocker(cfg Config, model *Model, log *slog.Logger) (*Mocker, error) {
+func NewMocker(cfg MockConfig, model *Model, log *slog.Logger) (*Mocker, error) {
 	words, err := newMockWords(model)
 	if err != nil {
 		return nil, fmt.Errorf("--engine mocker: %w", err)
@@ -43,7 +43,7 @@ func (m *Mocker) Start(i int) (*MockWorker, error) {
 	w := &MockWorker{
 		number: i, cfg: m.cfg, model: m.model, words: m.words, log: m.log,
 		started: time.Now(), ended: make(chan error, 1),
-		part: m.cfg.startedPart(i), client: &http.Client{Transport: &http.Transport{DialContext: (&net.Dialer{Timeout: mockJoinLimit}).DialContext}},
+		part: m.cfg.Parts[i], client: &http.Client{Transport: &http.Transport{DialContext: (&net.Dialer{Timeout: mockJoinLimit}).DialContext}},
 		random: rand.New(rand.NewPCG(m.cfg.Seed+uint64(i), m.starts.Add(1))),
 	}
 	for _, adapter := range m.cfg.MockLora {
@@ -80,7 +80,7 @@ var errMockCrash = errors.New("crash asked for by --mock-crash-every")
 // nextCrash is how long from now worker i's next crash is: each worker in turn
 // has one, every apart.
 func (m *Mocker) nextCrash(i int, every time.Duration) time.Duration {
-	round := every * time.Duration(m.cfg.NumWorkers)
+	round := every * time.Duration(len(m.cfg.Parts))
 	since := time.Since(m.began) - every*time.Duration(i+1)
 	if since < 0 {
 		return -since
@@ -99,7 +99,7 @@ func (m *Mocker) Worker(i int) *MockWorker {
 // engine for each data-parallel rank.
 type MockWorker struct {
 	number      int
-	cfg         Config
+	cfg         MockConfig
 	model       *Model
 	words       *mockWords
 	log         *slog.Logger
@@ -135,14 +135,14 @@ func (w *MockWorker) listen(sim SimConfig) (err error) {
 			w.unlisten()
 		}
 	}()
-	for number := range w.cfg.Ranks() {
+	for number := range w.cfg.Ports.Ranks {
 		rank, err := newMockRank(w, number, sim)
 		if err != nil {
 			return err
 		}
 		w.ranks = append(w.ranks, rank)
 	}
-	if w.listener, err = net.Listen("tcp", mockAddress(w.cfg.BaseWorkerPort+w.number)); err != nil {
+	if w.listener, err = net.Listen("tcp", mockAddress(w.cfg.Ports.HTTP+w.number)); err != nil {
 		return err
 	}
 	w.server = &http.Server{Handler: w.routes(), ReadHeaderTimeout: headerTimeout, ErrorLog: slog.NewLogLogger(w.log.Handler(), slog.LevelDebug)}

@@ -119,7 +119,7 @@ func runRooms(t testing.TB, log io.Writer, args ...string) (r *rooms, end func()
 
 // rank is a worker's rank in its latest incarnation.
 func (s *mockSite) rank(key WorkerKey) *mockRank {
-	return s.rooms.fleet.mocker.Worker(int(key.Worker)).ranks[key.Rank]
+	return s.rooms.mocker.Worker(int(key.Worker)).ranks[key.Rank]
 }
 
 // followed counts the ranks that are up and whose events are followed.
@@ -281,7 +281,7 @@ func TestMockStopsWhenTheClientGoesAway(t *testing.T) {
 		t.Fatal(err)
 	}
 	io.ReadFull(response.Body, make([]byte, 100))
-	w := s.rooms.fleet.mocker.Worker(0)
+	w := s.rooms.mocker.Worker(0)
 	// The load is published a moment after the first token went out.
 	eventually(t, 20*time.Second, "one running request", func() bool { return w.ranks[0].currentLoad().Running == 1 })
 	cancel()
@@ -341,14 +341,14 @@ func TestMockCrashIsARestart(t *testing.T) {
 		a, _ := s.chat(context.Background(), chat, true, 2000)
 		broken <- a
 	}()
-	w := s.rooms.fleet.mocker.Worker(int(first.worker))
+	w := s.rooms.mocker.Worker(int(first.worker))
 	eventually(t, 20*time.Second, "a request runs", func() bool { return w.ranks[0].counts.generationTokens.Load() > 3 })
 	w.End(errMockCrash)
 	if a := <-broken; !a.broken || a.finished {
 		t.Errorf("the stream of a crashed worker: %+v", a)
 	}
 	eventually(t, 20*time.Second, "started again", func() bool {
-		return s.rooms.fleet.mocker.Worker(int(first.worker)) != w && s.followed() == 2
+		return s.rooms.mocker.Worker(int(first.worker)) != w && s.followed() == 2
 	})
 	status := s.rooms.fleet.Workers()[first.worker]
 	if status.Generation != 2 || status.Restarts != 1 {
@@ -381,7 +381,7 @@ func TestMockFaultsHitTheNamedWorker(t *testing.T) {
 	if got := s.rank(WorkerKey{Worker: 1}).engine.cfg.Timing.Speedup; got != 20.0/3 {
 		t.Errorf("speed of the slow worker %v", got)
 	}
-	eventually(t, 20*time.Second, "worker 1 hangs", s.rooms.fleet.mocker.Worker(1).hung.Load)
+	eventually(t, 20*time.Second, "worker 1 hangs", s.rooms.mocker.Worker(1).hung.Load)
 	seen := map[int]int{}
 	for range 4 {
 		status, _ := post(t, s.openAI+"/v1/chat/completions", `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":1}`)
@@ -599,7 +599,7 @@ func TestMockHangEndsStreamsWithAnError(t *testing.T) {
 			answers <- a
 		}()
 	}
-	w := s.rooms.fleet.mocker.Worker(0)
+	w := s.rooms.mocker.Worker(0)
 	eventually(t, 20*time.Second, "all run", func() bool {
 		return w.ranks[0].currentLoad().Running == streams && w.ranks[0].counts.generationTokens.Load() > 2*streams
 	})

@@ -139,7 +139,7 @@ func (e *mockEvents) publish(batch mockBatch) {
 		}
 	}
 	for range times {
-		e.pub.Publish([]byte(kvEventsTopic), number, payload)
+		e.pub.Publish([]byte(KVEventsTopic), number, payload)
 	}
 	if len(e.kept) < replayBatches {
 		e.kept = append(e.kept, payload)
@@ -167,7 +167,7 @@ func (e *mockEvents) replay(request [][]byte, reply func(frames ...[]byte) error
 	}
 	e.mu.Unlock()
 	for i, payload := range payloads {
-		if reply(nil, []byte(kvEventsTopic), binary.BigEndian.AppendUint64(nil, from+uint64(i)), payload) != nil {
+		if reply(nil, []byte(KVEventsTopic), binary.BigEndian.AppendUint64(nil, from+uint64(i)), payload) != nil {
 			return
 		}
 	}

@@ -23,7 +23,7 @@ func startMockEvents(t *testing.T, tweak func(*mockEvents)) *mockEvents {
 }
 
 func (e *mockEvents) source() EventSource {
-	return EventSource{Endpoint: e.pub.Endpoint(), Replay: e.router.Endpoint(), Topic: kvEventsTopic}
+	return EventSource{Endpoint: e.pub.Endpoint(), Replay: e.router.Endpoint(), Topic: KVEventsTopic}
 }
 
 // storing is the event that stores blocks from to below to of a prompt.

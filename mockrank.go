@@ -52,17 +52,17 @@ func newMockRank(w *MockWorker, number int, sim SimConfig) (*mockRank, error) {
 	r := &mockRank{w: w, number: number, wake: make(chan struct{}, 1), loadChanged: make(chan struct{}, 1)}
 	r.engine = NewSimEngine(sim, r.cacheChanged)
 	r.engine.fetch = func(request *SimRequest) { close(request.Tag.(*mockChoice).fetching) }
-	cfg, at := &w.cfg, w.number*w.cfg.Ranks()+number
+	cfg, at := &w.cfg, w.number*w.cfg.Ports.Ranks+number
 	var err error
-	if cfg.KVEvents() {
-		if r.events, err = newMockEvents(mockAddress(cfg.BaseKVEventsPort+at), mockAddress(cfg.BaseKVReplayPort+at), cfg.BlockSize); err != nil {
+	if cfg.KVEvents {
+		if r.events, err = newMockEvents(mockAddress(cfg.Ports.KVEvents+at), mockAddress(cfg.Ports.KVReplay+at), cfg.BlockSize); err != nil {
 			return nil, err
 		}
 		r.events.rank, r.events.array = number, cfg.MockArrayEvents
 		r.events.drop, r.events.duplicate, r.events.delay = cfg.MockDropEvents, cfg.MockDuplicateEvents, cfg.MockDelayEvents
 		r.events.random = rand.New(rand.NewPCG(w.random.Uint64(), 1))
 	}
-	if r.loads, err = NewZMQPublisher(mockAddress(cfg.BaseMetricsPort + at)); err != nil {
+	if r.loads, err = NewZMQPublisher(mockAddress(cfg.Ports.Load + at)); err != nil {
 		r.events.close()
 		return nil, err
 	}

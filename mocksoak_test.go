@@ -258,7 +258,7 @@ func (s *soak) compare(t *testing.T, asked [][]map[string]string) (found standin
 	var matches []Match
 	for i := range s.site.rooms.config.NumWorkers {
 		key := WorkerKey{Worker: uint64(i)}
-		if s.site.rooms.fleet.mocker.Worker(i).hung.Load() {
+		if s.site.rooms.mocker.Worker(i).hung.Load() {
 			continue
 		}
 		s.site.rank(key).ask(t.Context(), func(e *SimEngine) {

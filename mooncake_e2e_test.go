@@ -30,8 +30,8 @@ func TestMooncakeWorkersOnRealVLLM(t *testing.T) {
 	kill := workers.start(prefill)
 	workers.start(decode)
 	s := &pairSite{startProgram(t, ports, nil, "--engine=none", "--model="+workers.cfg.Model,
-		fmt.Sprintf("--worker=url=%s,id=0,role=prefill,kind=mooncake,bootstrap=127.0.0.1:%d", launchedURL(workers.cfg, prefill), workers.bootstrap),
-		fmt.Sprintf("--worker=url=%s,id=1,role=decode,kind=mooncake", launchedURL(workers.cfg, decode)))}
+		fmt.Sprintf("--worker=url=%s,id=0,role=prefill,kind=mooncake,bootstrap=127.0.0.1:%d", workers.cfg.workerPorts().URL(prefill), workers.bootstrap),
+		fmt.Sprintf("--worker=url=%s,id=1,role=decode,kind=mooncake", workers.cfg.workerPorts().URL(decode)))}
 	s.waitReady(2, limit)
 	t.Logf("both workers ready after %.0f s", time.Since(started).Seconds())
 	random := rand.New(rand.NewPCG(8, 8))
@@ -163,7 +163,7 @@ func (m *mooncakeWorkers) start(i int) (kill func()) {
 	if err != nil {
 		m.t.Fatal(err)
 	}
-	spec, err := vllmCommand(m.cfg, i, plugins, m.environ)
+	spec, err := vllmCommand(m.cfg.vllmSettings(), i, plugins, m.environ)
 	if err != nil {
 		m.t.Fatal(err)
 	}

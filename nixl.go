@@ -10,64 +10,8 @@ import (
 	"time"
 )
 
-// defaultWorkers is how many workers are started where nothing is said.
-const defaultWorkers = 2
-
-// countWorkers sets NumWorkers from the flags that tell of it.
-func (c *Config) countWorkers() error {
-	apart := c.PrefillWorkers != 0 || c.DecodeWorkers != 0
-	switch {
-	case apart && c.WorkersGiven != nil:
-		return fmt.Errorf("--num-workers %d beside --prefill-workers and --decode-workers: started workers either all serve whole requests or each have their part; leave one of the two out", *c.WorkersGiven)
-	case apart && c.Engine == EngineNone:
-		return errors.New("--prefill-workers and --decode-workers start workers, and --engine is none; leave them out")
-	case apart && (c.PrefillWorkers < 1 || c.DecodeWorkers < 1):
-		return fmt.Errorf("--prefill-workers %d with --decode-workers %d: give at least 1 of each", c.PrefillWorkers, c.DecodeWorkers)
-	case apart:
-		c.NumWorkers = c.PrefillWorkers + c.DecodeWorkers
-	case c.WorkersGiven != nil:
-		c.NumWorkers = *c.WorkersGiven
-	default:
-		c.NumWorkers = defaultWorkers
-	}
-	if c.Engine != EngineNone && (c.NumWorkers < 1 || c.NumWorkers > 1000) {
-		return fmt.Errorf("%s: give 1 to 1000; for none use --engine none", c.workersAsked())
-	}
-	return nil
-}
-
-// workersAsked tells the flags that ask for NumWorkers workers, and their values.
-func (c *Config) workersAsked() string {
-	if c.PrefillWorkers > 0 {
-		return fmt.Sprintf("--prefill-workers %d and --decode-workers %d", c.PrefillWorkers, c.DecodeWorkers)
-	}
-	return fmt.Sprintf("--num-workers %d", c.NumWorkers)
-}
-
-// nixl tells whether the workers that are started hand prompts over by NIXL.
-func (c *Config) nixl() bool { return c.Engine == EngineVLLM && c.PrefillWorkers > 0 }
-
-// startedPart returns the part of started worker i where prefill and decode are
-// apart: prefill workers have the lowest numbers.
-func (c *Config) startedPart(i int) Disagg {
-	if c.PrefillWorkers == 0 {
-		return Disagg{}
-	}
-	d := Disagg{Role: RoleDecode, Kind: KindNIXL}
-	if i < c.PrefillWorkers {
-		d.Role = RolePrefill
-	}
-	if c.Engine == EngineMocker && c.MockDisaggKind == KindSGLang.String() {
-		d.Kind = KindSGLang
-		if d.Role == RolePrefill { // its HTTP port is its bootstrap server's, too
-			d.Bootstrap = Bootstrap{Host: "127.0.0.1", Port: uint16(c.BaseWorkerPort + i)}
-		}
-	}
-	return d
-}
-
 // nixlConfig returns the --kv-transfer-config of started worker i.
-func nixlConfig(cfg Config, i int) string {
+func nixlConfig(cfg VLLMSettings, i int) string {
 	settings := struct {
 		Connector string `json:"kv_connector"`
 		Role      string `json:"kv_role"`
@@ -79,7 +23,7 @@ func nixlConfig(cfg Config, i int) string {
 		// the request.
 		OnFailure: "recompute",
 	}
-	if cfg.startedPart(i).Role == RolePrefill {
+	if i < cfg.PrefillWorkers {
 		settings.Role = "kv_producer"
 	}
 	if len(cfg.GPUs) == 0 {
@@ -96,9 +40,9 @@ func nixlConfig(cfg Config, i int) string {
 // number of the worker's first rank: vLLM itself adds a rank's number to the
 // port. On a CPU everything stays on loopback; with GPUs the best way between
 // them is UCX's to find.
-func setNIXLEnvironment(cfg Config, first int, env *environment) {
+func setNIXLEnvironment(cfg VLLMSettings, first int, env *environment) {
 	env.set("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
-	env.set("VLLM_NIXL_SIDE_CHANNEL_PORT", strconv.Itoa(cfg.BaseNIXLPort+first))
+	env.set("VLLM_NIXL_SIDE_CHANNEL_PORT", strconv.Itoa(cfg.Ports.NIXL+first))
 	if len(cfg.GPUs) > 0 {
 		return
 	}

@@ -44,7 +44,7 @@ func TestPrefillAndDecodeWorkersAreStartedForTheirParts(t *testing.T) {
 			args := append([]string{"--python", "py", "--model", "org/name", "--prefill-workers", "1", "--decode-workers", "2"}, strings.Fields(test.args)...)
 			cfg := mustParse(t, testMachine(t, test.gpus...), args...)
 			for i, port := range test.ports {
-				spec, err := vllmCommand(cfg, i, "/plugin", test.env)
+				spec, err := vllmCommand(cfg.vllmSettings(), i, "/plugin", test.env)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -81,7 +81,7 @@ func TestPrefillAndDecodeWorkersAreStartedForTheirParts(t *testing.T) {
 
 func TestWorkersWithoutPartsHaveNoSideChannel(t *testing.T) {
 	cfg := mustParse(t, testMachine(t), "--python", "py", "--model", "org/name", "--", "--kv-transfer-config", "{}")
-	spec, err := vllmCommand(cfg, 0, "/plugin", nil)
+	spec, err := vllmCommand(cfg.vllmSettings(), 0, "/plugin", nil)
 	if err != nil || !slices.Contains(spec.argv, "{}") || strings.Contains(strings.Join(spec.env, " "), "NIXL") {
 		t.Errorf("%q %q %v", spec.argv, spec.env, err)
 	}
@@ -102,17 +102,18 @@ func TestStartedWorkersHaveTheirParts(t *testing.T) {
 		return mustParse(t, testMachine(t), append([]string{"--python", python, "--model", "org/name"}, args...)...)
 	}
 	apart := config("--prefill-workers", "2", "--decode-workers", "1")
+	whole := config()
 	log := slog.New(slog.DiscardHandler)
 
 	t.Setenv("NIXL_EXIT", "3")
-	if _, err := NewFleet(apart, nil, FleetHooks{}, log); err == nil || !strings.Contains(err.Error(), "no NIXL") || !strings.Contains(err.Error(), "make setup") {
+	if _, err := NewLauncher(apart.vllmSettings(), log); err == nil || !strings.Contains(err.Error(), "no NIXL") || !strings.Contains(err.Error(), "make setup") {
 		t.Errorf("without NIXL: %v", err)
 	}
-	if _, err := NewFleet(config(), nil, FleetHooks{}, log); err != nil {
+	if _, err := NewLauncher(whole.vllmSettings(), log); err != nil {
 		t.Errorf("NIXL is asked for where nobody needs it: %v", err)
 	}
 	t.Setenv("NIXL_EXIT", "1")
-	if _, err := NewFleet(apart, nil, FleetHooks{}, log); err == nil || !strings.Contains(err.Error(), "cannot be asked") {
+	if _, err := NewLauncher(apart.vllmSettings(), log); err == nil || !strings.Contains(err.Error(), "cannot be asked") {
 		t.Errorf("with a Python that does not work: %v", err)
 	}
 
@@ -123,12 +124,9 @@ func TestStartedWorkersHaveTheirParts(t *testing.T) {
 		want []Disagg
 	}{
 		{"apart", apart, []Disagg{{Role: RolePrefill, Kind: KindNIXL}, {Role: RolePrefill, Kind: KindNIXL}, {Role: RoleDecode, Kind: KindNIXL}}},
-		{"whole", config(), []Disagg{{}, {}}},
+		{"whole", whole, []Disagg{{}, {}}},
 	} {
-		fleet, err := NewFleet(test.cfg, nil, FleetHooks{}, log)
-		if err != nil {
-			t.Fatal(err)
-		}
+		fleet := NewFleet(test.cfg.fleetSettings(), nil, nil, FleetHooks{}, log)
 		var parts []Disagg
 		for _, w := range fleet.members() {
 			parts = append(parts, w.spec.Disagg)

@@ -44,13 +44,6 @@ type routingHints struct {
 	Prefix         PrefixHints
 }
 
-// apply puts the hints into the router's form of the request.
-func (h routingHints) apply(request *Request) {
-	request.QueryOnly, request.Pinned, request.PinnedPrefill = h.Query, h.Pinned, h.PinnedPrefill
-	request.PriorityJump, request.StrictPriority = h.PriorityJump, h.StrictPriority
-	request.ExpectedOutput, request.Prefix = h.ExpectedOutput, h.Prefix
-}
-
 // hintError says which hint makes no sense.
 type hintError struct {
 	param string // field or header

@@ -87,7 +87,7 @@ func TestHintsReachTheRouter(t *testing.T) {
 	key := WorkerKey{Worker: 3, Rank: 1}
 	var request Request
 	prefill := WorkerKey{Worker: 4}
-	routingHints{Query: true, Pinned: &key, PinnedPrefill: &prefill, PriorityJump: 2, StrictPriority: 3, ExpectedOutput: 4, Prefix: PrefixHints{ID: "p"}}.apply(&request)
+	applyHints(routingHints{Query: true, Pinned: &key, PinnedPrefill: &prefill, PriorityJump: 2, StrictPriority: 3, ExpectedOutput: 4, Prefix: PrefixHints{ID: "p"}}, &request)
 	if want := (Request{QueryOnly: true, Pinned: &key, PinnedPrefill: &prefill, PriorityJump: 2, StrictPriority: 3, ExpectedOutput: 4, Prefix: PrefixHints{ID: "p"}}); !reflect.DeepEqual(request, want) {
 		t.Errorf("%+v", request)
 	}

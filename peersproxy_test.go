@@ -265,7 +265,7 @@ func TestPeersLoad(t *testing.T) {
 		if len(firsts) == 0 {
 			firsts = []time.Duration{0}
 		}
-		fmt.Printf(`{"ttft_ms":%.4f,"failed":%d}`+"\n", milliseconds(firsts[len(firsts)/2]), failed)
+		fmt.Printf(`{"ttft_ms":%.4f,"failed":%d}`+"\n", float64(firsts[len(firsts)/2])/float64(time.Millisecond), failed)
 	}
 }
 

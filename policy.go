@@ -54,6 +54,22 @@ type Candidate struct {
 // time, so it may keep state without a lock of its own.
 type Policy interface {
 	Choose(q Query, candidates []Candidate, random *rand.Rand) int
+	Traits() Traits
+}
+
+// Traits says what a policy wants counted for it. They never change.
+type Traits struct {
+	// ActiveBlocks asks for Load.ActiveBlocks and Candidate.NewBlocks. For other
+	// policies the router counts them only where a request has an ID, by which
+	// its booking may be asked for.
+	ActiveBlocks bool
+	// Siblings counts the blocks of requests in flight on a worker as cached
+	// there: an engine computes prompts in the order in which they came, so a
+	// sibling sent after them will find them. It goes with ActiveBlocks.
+	Siblings bool
+	// WholeMatch counts all matched blocks of a prompt as saved work, even if
+	// that is the whole prompt, of which an engine computes the last block.
+	WholeMatch bool
 }
 
 // learner is a policy that learns from finished requests. Learn is called as
@@ -99,6 +115,10 @@ const (
 	Failed                  // the worker failed
 	Finished                // with a whole answer
 )
+
+// aborted tells whether an answer ended for this reason because somebody wanted
+// it to.
+func aborted(finish string) bool { return finish == "abort" || finish == "cancelled" }
 
 // Meanwhile is what a worker did in a span of time.
 type Meanwhile struct {
@@ -158,6 +178,8 @@ func NewPolicyWith(name string, knobs PolicyKnobs) (Policy, error) {
 // last published.
 type standalone struct{}
 
+func (standalone) Traits() Traits { return Traits{} }
+
 func (standalone) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	longest := 0
 	for i := range candidates {
@@ -181,6 +203,8 @@ func (standalone) Choose(q Query, candidates []Candidate, random *rand.Rand) int
 // leastLoaded takes the worker with the fewest requests of ours in flight.
 type leastLoaded struct{}
 
+func (leastLoaded) Traits() Traits { return Traits{} }
+
 func (leastLoaded) Choose(_ Query, candidates []Candidate, random *rand.Rand) int {
 	return best(candidates, random, func(c *Candidate) float64 { return -float64(c.Load.InFlight) })
 }
@@ -188,6 +212,8 @@ func (leastLoaded) Choose(_ Query, candidates []Candidate, random *rand.Rand) in
 // powerOfTwo draws two different workers and takes the one with fewer requests
 // in flight.
 type powerOfTwo struct{}
+
+func (powerOfTwo) Traits() Traits { return Traits{} }
 
 func (powerOfTwo) Choose(_ Query, candidates []Candidate, random *rand.Rand) int {
 	if len(candidates) == 1 {
@@ -214,6 +240,8 @@ type roundRobin struct {
 	}
 }
 
+func (*roundRobin) Traits() Traits { return Traits{} }
+
 func (r *roundRobin) Choose(q Query, candidates []Candidate, _ *rand.Rand) int {
 	turn := &r.turns[q.Leg]
 	first, next := 0, -1
@@ -235,6 +263,8 @@ func (r *roundRobin) Choose(q Query, candidates []Candidate, _ *rand.Rand) int {
 
 // randomChoice takes any worker.
 type randomChoice struct{}
+
+func (randomChoice) Traits() Traits { return Traits{} }
 
 func (randomChoice) Choose(_ Query, candidates []Candidate, random *rand.Rand) int {
 	return random.IntN(len(candidates))

@@ -22,6 +22,8 @@ type clerk struct {
 	feedbacks []Feedback
 }
 
+func (p *clerk) Traits() Traits { return Traits{} }
+
 func (p *clerk) Choose(q Query, candidates []Candidate, _ *rand.Rand) int {
 	p.mu.Lock()
 	defer p.mu.Unlock()

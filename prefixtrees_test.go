@@ -225,7 +225,7 @@ func TestPrefixTreesEqualModel(t *testing.T) {
 		clock := time.Unix(1000, 0)
 		corrects := rapid.Bool().Draw(t, "corrects")
 		x := NewPrefixTrees(size, every, func() time.Time { return clock })
-		x.trusting = !corrects
+		x.corrected = corrects
 		due := clock.Add(every)
 		workers := []WorkerKey{w0, {Worker: 0, Rank: 1}, w1}
 		model := map[WorkerKey]*plainTree{}

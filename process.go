@@ -18,7 +18,7 @@ import (
 // longer one is cut into pieces.
 const maxLogLine = 64 << 10
 
-// Names of a process's output streams, as given to FleetHooks.Log.
+// Names of a process's output streams, as given to Launcher.Start.
 const (
 	streamOut = "stdout"
 	streamErr = "stderr"

@@ -117,7 +117,7 @@ func (t *Tokens) Chat(ctx context.Context, body []byte) Prompt {
 // ChatBody is Chat for a body that has been taken apart.
 func (t *Tokens) ChatBody(ctx context.Context, parsed *Body) Prompt {
 	body := parsed.Raw
-	features := parsed.features()
+	features := bodyFeatures(parsed)
 	shape := strings.Join(features, "+")
 	reason := t.whyNot(features)
 	if reason == "" {
@@ -441,12 +441,12 @@ func renameReasoning(messages gjson.Result) string {
 // "tool_calls", "parts" and "continue" where present.
 func chatFeatures(body []byte) []string {
 	if parsed, ok := ParseBody(body); ok {
-		return parsed.features()
+		return bodyFeatures(parsed)
 	}
 	return []string{"chat"}
 }
 
-func (body *Body) features() []string {
+func bodyFeatures(body *Body) []string {
 	var calls, parts bool
 	for _, m := range body.messages() {
 		for _, f := range m.fields {

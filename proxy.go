@@ -80,14 +80,37 @@ func (u *Upstream) request(ctx context.Context, t Target) (*http.Request, error)
 	return request, err
 }
 
+// Observer is told what happens to requests on their way. Its methods are safe
+// for concurrent use.
+type Observer interface {
+	// Retried counts a request that worker failed before its first byte and that
+	// is sent again.
+	Retried(worker uint64)
+	// EngineFailed counts an attempt that a worker failed.
+	EngineFailed()
+	// InterToken records a chunk of tokens that came gap after the one before.
+	InterToken(worker string, gap time.Duration, tokens int)
+	// StayedWhole counts a request that was not shared by two workers, and why.
+	StayedWhole(why string)
+	// Prefilled records how long a prefill leg took.
+	Prefilled(kind Kind, took time.Duration)
+	// HandedOver records the time from a prefill leg's end to the decode request
+	// having been sent.
+	HandedOver(kind Kind, took time.Duration)
+	// SharedEnded counts an attempt at a shared request by its result. firstByte
+	// is the time from its prefill leg's end to the first byte of the answer; 0:
+	// there is none.
+	SharedEnded(kind Kind, result string, firstByte time.Duration)
+}
+
 // Proxy sends requests to workers and relays their answers.
 type Proxy struct {
-	client    *http.Client
-	streams   sync.Pool // of *streamRoom
-	telemetry *Telemetry
-	failed    func(worker uint64) // told of a worker that did not answer
-	silence   time.Duration       // longest wait for a worker's next byte, and for a client to take it; 0: no limit
-	now       func() time.Time
+	client   *http.Client
+	streams  sync.Pool // of *streamRoom
+	observer Observer
+	failed   func(worker uint64) // told of a worker that did not answer
+	silence  time.Duration       // longest wait for a worker's next byte, and for a client to take it; 0: no limit
+	now      func() time.Time
 
 	outputBlocks bool // book the blocks of streams as they grow
 }
@@ -105,7 +128,7 @@ const pooledRoom = 64 << 10
 // NewProxy returns a proxy. silence is the longest wait for a worker's next
 // byte, 0 for ever; failed is called with each worker that does not answer a
 // request.
-func NewProxy(telemetry *Telemetry, silence time.Duration, failed func(worker uint64)) *Proxy {
+func NewProxy(observer Observer, silence time.Duration, failed func(worker uint64)) *Proxy {
 	return &Proxy{
 		client: &http.Client{
 			Transport: &http.Transport{
@@ -117,11 +140,11 @@ func NewProxy(telemetry *Telemetry, silence time.Duration, failed func(worker ui
 			},
 			CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 		},
-		streams:   sync.Pool{New: func() any { return new(streamRoom) }},
-		telemetry: telemetry,
-		failed:    failed,
-		silence:   silence,
-		now:       time.Now,
+		streams:  sync.Pool{New: func() any { return new(streamRoom) }},
+		observer: observer,
+		failed:   failed,
+		silence:  silence,
+		now:      time.Now,
 	}
 }
 
@@ -168,7 +191,7 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		if len(exclude) == u.MaxRetries {
 			return failure
 		}
-		p.telemetry.Retried(worker)
+		p.observer.Retried(worker)
 		exclude = append(exclude, worker)
 	}
 }
@@ -182,7 +205,7 @@ func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *
 	switch workerFailed := errors.As(err, &failed) && ctx.Err() == nil; {
 	case workerFailed, err == nil && x.Ending == Failed:
 		decision.Booking.Fail()
-		p.telemetry.thompson.engineFailed()
+		p.observer.EngineFailed()
 	case err == nil && x.Ending == Finished:
 		switch {
 		case u.Uncorrecting:
@@ -343,7 +366,7 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 					x.FirstChunk = now
 					x.Decision.Booking.FirstToken()
 				} else {
-					p.telemetry.InterToken(x.Worker, now.Sub(last), events.count)
+					p.observer.InterToken(x.Worker, now.Sub(last), events.count)
 				}
 				last = now
 				if tokens += events.count; p.outputBlocks {

@@ -264,6 +264,9 @@ func (r *Radix) Forget(worker uint64) {
 	})
 }
 
+// CanMatch is true.
+func (*Radix) CanMatch() bool { return true }
+
 // Match appends to dst, ordered by worker and rank, every worker that holds at
 // least the first block of the prompt with these local hashes, and how many it
 // holds without a gap from there. Other elements of dst are left as they are.

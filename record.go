@@ -141,25 +141,25 @@ func (r *Recorder) Prompt(request Request) *RecordedPrompt {
 
 // Finished records a request that has ended, if its prompt was known. It never
 // waits.
-func (r *Recorder) Finished(x Exchange, now time.Time) {
-	if r == nil || x.Prompt == nil {
+func (r *Recorder) Finished(x Exchange, prompt *RecordedPrompt, now time.Time) {
+	if r == nil || prompt == nil {
 		return
 	}
 	line := recordLine{
-		InputLength: x.Prompt.Tokens, OutputLength: x.Usage.OutputTokens, HashIDs: x.Prompt.HashIDs, HashBlockSize: r.blockSize, Hints: x.Prompt.Hints,
+		InputLength: prompt.Tokens, OutputLength: x.Usage.OutputTokens, HashIDs: prompt.HashIDs, HashBlockSize: r.blockSize, Hints: prompt.Hints,
 		Arrived: x.Arrived, Route: x.Route, Status: x.Status, Policy: r.policy, Worker: x.Worker, Rank: x.Decision.Target.Key.Rank,
-		PredictedTokens: x.Decision.OverlapTokens, DurationMS: milliseconds(now.Sub(x.Arrived)),
-		DecisionMS:   milliseconds(x.Decision.HashTime + x.Decision.LookupTime + x.Decision.ScheduleTime),
-		TokensSource: x.Source, PromptMismatch: x.Usage.Known && x.Usage.PromptTokens != x.Prompt.Tokens,
+		PredictedTokens: x.Decision.OverlapTokens, DurationMS: recordMS(now.Sub(x.Arrived)),
+		DecisionMS:   recordMS(x.Decision.HashTime + x.Decision.LookupTime + x.Decision.ScheduleTime),
+		TokensSource: x.Source, PromptMismatch: x.Usage.Known && x.Usage.PromptTokens != prompt.Tokens,
 	}
 	if x.Usage.CachedKnown {
 		line.CachedTokens = &x.Usage.CachedTokens
 	}
 	if !x.FirstChunk.IsZero() {
-		first := milliseconds(x.FirstChunk.Sub(x.Arrived))
+		first := recordMS(x.FirstChunk.Sub(x.Arrived))
 		line.FirstTokenMS = &first
 	}
-	line.Timestamp = max(0, milliseconds(line.Arrived.Sub(r.epoch)))
+	line.Timestamp = max(0, recordMS(line.Arrived.Sub(r.epoch)))
 	r.Write(line)
 }
 
@@ -169,3 +169,5 @@ func (r *Recorder) Close() {
 		r.JSONLines.Close()
 	}
 }
+
+func recordMS(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }

@@ -22,11 +22,11 @@ func TestRecorderContinuesAFile(t *testing.T) {
 		if i == 0 {
 			arrived = time.Now()
 		}
-		r.Finished(Exchange{Arrived: arrived.Add(time.Duration(i) * time.Hour), Prompt: prompt, Route: "/r", Status: 200, Worker: "1"}, arrived)
-		r.Finished(Exchange{Arrived: arrived}, arrived) // no prompt: nothing to replay
+		r.Finished(Exchange{Arrived: arrived.Add(time.Duration(i) * time.Hour), Route: "/r", Status: 200, Worker: "1"}, prompt, arrived)
+		r.Finished(Exchange{Arrived: arrived}, nil, arrived) // no prompt: nothing to replay
 		r.Close()
 		r.Close()
-		r.Finished(Exchange{Prompt: prompt}, arrived) // too late
+		r.Finished(Exchange{}, prompt, arrived) // too late
 	}
 	lines := readRecord(t, file)
 	if len(lines) != 2 {
@@ -61,14 +61,14 @@ func TestRecorderCountsWhatItLoses(t *testing.T) {
 	}
 	_ = r.file.Close() // as good as a full disk
 	for range 5 {
-		r.Finished(Exchange{Prompt: &RecordedPrompt{Tokens: 1, HashIDs: make([]uint64, 100_000)}}, time.Now())
+		r.Finished(Exchange{}, &RecordedPrompt{Tokens: 1, HashIDs: make([]uint64, 100_000)}, time.Now())
 	}
 	r.Close()
 	if !strings.Contains(log.String(), "cannot write the record") {
 		t.Errorf("log %s", log)
 	}
 	var none *Recorder
-	none.Finished(Exchange{}, time.Now())
+	none.Finished(Exchange{}, nil, time.Now())
 	none.Close()
 	if none.Prompt(Request{Tokens: []uint32{1}}) != nil {
 		t.Error("a prompt for no recorder")
@@ -105,7 +105,7 @@ func TestRecordedHintsAreReplayed(t *testing.T) {
 			now := time.Now()
 			for range 2 {
 				prompt := r.Prompt(Request{Tokens: promptTokens(1, 3)[:10], Prefix: test.hints})
-				r.Finished(Exchange{Arrived: now, Prompt: prompt, Status: 200}, now)
+				r.Finished(Exchange{Arrived: now, Status: 200}, prompt, now)
 			}
 			r.Close()
 			text, err := os.ReadFile(file)

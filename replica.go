@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -45,28 +44,6 @@ const (
 	replicaTopic = "active_sequences_events"
 )
 
-// Kinds of replicaChange.
-const (
-	changeAdd     = "add"
-	changePrefill = "prefill_complete"
-	changeFree    = "free"
-	changeAlive   = "alive" // nothing changed: the router is still there
-)
-
-// replicaChange is one change of a router's books, as others are told it.
-type replicaChange struct {
-	Router   uint64 `json:"router_id"`
-	Kind     string `json:"kind"`
-	Booking  uint64 `json:"booking,omitempty"` // counts the router's bookings
-	Worker   uint64 `json:"worker_id,omitempty"`
-	Rank     uint32 `json:"dp_rank,omitempty"`
-	Tokens   int    `json:"isl_tokens,omitempty"`
-	Uncached int    `json:"prefill_tokens,omitempty"`
-	Silent   bool   `json:"silent,omitempty"`          // nobody tells when the first token comes
-	Leg      Leg    `json:"leg,omitempty"`             // that the worker was chosen for
-	Sequence []byte `json:"sequence_hashes,omitempty"` // 8 bytes each, little-endian
-}
-
 // Replicas keeps the books of several routers over the same workers alike: it
 // tells the others what this one books, and books here what they tell. It is
 // best effort: a change that is lost stays lost, what a router had in flight
@@ -98,7 +75,7 @@ type replicaTiming struct {
 // queuedChange is a change before it is put into bytes.
 type queuedChange struct {
 	kind    string
-	booking *Booking // what is read of it never changes
+	booking *Booking
 }
 
 // NewReplicas listens for other routers at address, host:port. Run does the
@@ -117,8 +94,8 @@ func NewReplicas(router *Router, address string, peers []string, log *slog.Logge
 // Run tells and hears changes until ctx ends; then nothing that it started is
 // left, and nothing that others have booked.
 func (r *Replicas) Run(ctx context.Context) {
-	r.router.shareWith(r)
-	defer r.router.shareWith(nil)
+	r.router.Share(r.put)
+	defer r.router.Share(nil)
 	defer r.pub.Close()
 	done := make(chan struct{})
 	for _, peer := range r.peers {
@@ -147,7 +124,7 @@ func (r *Replicas) tell(ctx context.Context) {
 	ticker := time.NewTicker(r.timing.alive)
 	defer ticker.Stop()
 	for {
-		change := replicaChange{Router: r.id, Kind: changeAlive}
+		change := Change{Kind: ChangeAlive}
 		select {
 		case <-ctx.Done():
 			return
@@ -156,17 +133,10 @@ func (r *Replicas) tell(ctx context.Context) {
 			if r.pub.Subscribers() == 0 {
 				continue
 			}
-			b := queued.booking
-			change.Kind, change.Booking = queued.kind, b.number
-			if queued.kind == changeAdd {
-				change.Worker, change.Rank = b.worker.Worker, b.worker.Rank
-				change.Tokens, change.Uncached, change.Silent, change.Leg = b.prompt, b.uncached, b.silent, b.leg
-				for _, h := range b.sequence {
-					change.Sequence = binary.LittleEndian.AppendUint64(change.Sequence, h)
-				}
-			}
+			change = queued.booking.Change(queued.kind)
 			r.Sent.Add(1)
 		}
+		change.Router = r.id
 		if text, err := json.Marshal(change); err == nil {
 			r.pub.Publish([]byte(replicaTopic), text)
 		}
@@ -228,7 +198,7 @@ func (r *Replicas) hear(ctx context.Context, peer string) (heard bool, err error
 		if err != nil {
 			return heard, err
 		}
-		var change replicaChange
+		var change Change
 		if err := json.Unmarshal(frames[len(frames)-1], &change); err != nil {
 			return heard, fmt.Errorf("message of another router: %w", err)
 		}
@@ -250,30 +220,30 @@ type replicaPeer struct {
 	open     map[uint64]*Booking
 }
 
-func (p *replicaPeer) take(change replicaChange) {
+func (p *replicaPeer) take(change Change) {
 	if change.Router != p.id { // another one answers there now
 		p.forget()
 		p.id = change.Router
 	}
 	r := p.replicas
-	if change.Kind == changeAlive {
+	if change.Kind == ChangeAlive {
 		return
 	}
 	r.Received.Add(1)
 	b := p.open[change.Booking]
 	switch {
-	case change.Kind == changeAdd && b == nil:
+	case change.Kind == ChangeAdd && b == nil:
 		if len(p.open) >= replicaBookings {
 			r.Dropped.Add(1)
 			return
 		}
-		if b = r.router.bookRemote(change); b != nil {
+		if b = r.router.BookRemote(change); b != nil {
 			p.open[change.Booking] = b
 			r.Held.Add(1)
 		}
-	case change.Kind == changePrefill && b != nil:
+	case change.Kind == ChangePrefill && b != nil:
 		b.FirstToken()
-	case change.Kind == changeFree && b != nil:
+	case change.Kind == ChangeFree && b != nil:
 		b.End()
 		delete(p.open, change.Booking)
 		r.Held.Add(-1)
@@ -287,47 +257,4 @@ func (p *replicaPeer) forget() {
 	}
 	p.replicas.Held.Add(-int64(len(p.open)))
 	clear(p.open)
-}
-
-// shareWith has the router tell its changes to replicas; nil: to nobody.
-func (r *Router) shareWith(replicas *Replicas) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.replicas = replicas
-}
-
-// share tells the other routers of a change of the books. The caller holds the
-// lock.
-func (r *Router) share(kind string, b *Booking) {
-	if r.replicas == nil || b.remote || kind == changePrefill && b.Ended() {
-		return // with its end a request's prefill is known to be over
-	}
-	if kind == changeAdd {
-		r.told++
-		b.number = r.told
-	}
-	if b.number != 0 {
-		r.replicas.put(kind, b)
-	}
-}
-
-// bookRemote books what another router has booked. It returns nil for a worker
-// that is not up here.
-func (r *Router) bookRemote(change replicaChange) *Booking {
-	b := &Booking{
-		router: r, remote: true, worker: WorkerKey{Worker: change.Worker, Rank: change.Rank},
-		prompt: max(0, change.Tokens), uncached: max(0, change.Uncached), silent: change.Silent, leg: change.Leg,
-	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if _, up := r.target(b.worker); !up {
-		return nil
-	}
-	if r.active && r.knobs.RouterTrackActiveBlocks {
-		for rest := change.Sequence; len(rest) >= 8; rest = rest[8:] {
-			b.sequence = append(b.sequence, binary.LittleEndian.Uint64(rest))
-		}
-	}
-	r.loads.Begin(b, r.now())
-	return b
 }

@@ -213,16 +213,16 @@ func TestReplicasForgetARouterThatHangs(t *testing.T) {
 func TestReplicasTakeOnlyWhatMakesSense(t *testing.T) {
 	router := newTestRouter(t, "kv", 2)
 	p := replicaPeer{replicas: &Replicas{router: router, id: 1}, open: map[uint64]*Booking{}}
-	p.take(replicaChange{Router: 2, Kind: changeFree, Booking: 4})
-	p.take(replicaChange{Router: 2, Kind: changePrefill, Booking: 4})
-	p.take(replicaChange{Router: 2, Kind: changeAdd, Booking: 5, Worker: 7, Tokens: 9}) // no such worker
-	p.take(replicaChange{Router: 2, Kind: "novel", Booking: 6})
-	p.take(replicaChange{Router: 2, Kind: changeAdd, Booking: 8, Worker: 1, Tokens: -9, Uncached: -9, Sequence: []byte("short")})
-	p.take(replicaChange{Router: 2, Kind: changeAdd, Booking: 8, Worker: 1, Tokens: 100}) // again
+	p.take(Change{Router: 2, Kind: ChangeFree, Booking: 4})
+	p.take(Change{Router: 2, Kind: ChangePrefill, Booking: 4})
+	p.take(Change{Router: 2, Kind: ChangeAdd, Booking: 5, Worker: 7, Tokens: 9}) // no such worker
+	p.take(Change{Router: 2, Kind: "novel", Booking: 6})
+	p.take(Change{Router: 2, Kind: ChangeAdd, Booking: 8, Worker: 1, Tokens: -9, Uncached: -9, Sequence: []byte("short")})
+	p.take(Change{Router: 2, Kind: ChangeAdd, Booking: 8, Worker: 1, Tokens: 100}) // again
 	if load := router.Load(WorkerKey{Worker: 1}); load.InFlight != 1 || load.PrefillTokens != 0 || load.ActiveBlocks != 0 {
 		t.Errorf("%+v", load)
 	}
-	p.take(replicaChange{Router: 3, Kind: changeAlive}) // another router answers now
+	p.take(Change{Router: 3, Kind: ChangeAlive}) // another router answers now
 	if load := router.Load(WorkerKey{Worker: 1}); load.InFlight != 0 || p.replicas.Held.Load() != 0 {
 		t.Errorf("%+v", load)
 	}

@@ -80,8 +80,6 @@ func distribution(values []float64) Distribution {
 	return Distribution{Mean: sum / float64(len(values)), P50: at(0.5), P90: at(0.9), P99: at(0.99)}
 }
 
-func milliseconds(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
-
 // report sums up a finished run.
 func (s *simulator) report() *SimReport {
 	var ttft, itl, endToEnd []float64
@@ -89,10 +87,10 @@ func (s *simulator) report() *SimReport {
 	prompt, hit, predicted, wrong, output, pairs := 0, 0, 0, 0, 0, 0
 	var last time.Duration
 	for _, f := range s.ledger {
-		ttft = append(ttft, milliseconds(f.first-f.sent))
-		endToEnd = append(endToEnd, milliseconds(f.end-f.sent))
+		ttft = append(ttft, simMS(f.first-f.sent))
+		endToEnd = append(endToEnd, simMS(f.end-f.sent))
 		if f.Output > 1 {
-			itl = append(itl, milliseconds(f.end-f.first)/float64(f.Output-1))
+			itl = append(itl, simMS(f.end-f.first)/float64(f.Output-1))
 		}
 		prompts[f.worker] += f.Prompt
 		cached[f.worker] += f.Reused
@@ -111,7 +109,7 @@ func (s *simulator) report() *SimReport {
 		last = max(last, f.end)
 	}
 	r := &SimReport{
-		Source: s.Source, Policy: s.Policy, Approximate: s.Index.NoKVEvents || s.Index.hasTrees(s.Policy), Workers: s.Workers, Prefills: s.Prefills, Pairs: pairs, Concurrency: s.Concurrency, EventLagMS: milliseconds(s.EventLag), Seed: s.Seed,
+		Source: s.Source, Policy: s.Policy, Approximate: s.Index.NoKVEvents || s.Index.hasTrees(s.Policy), Workers: s.Workers, Prefills: s.Prefills, Pairs: pairs, Concurrency: s.Concurrency, EventLagMS: simMS(s.EventLag), Seed: s.Seed,
 		Requests: len(s.ledger), Conversations: len(s.Requests),
 		Reuse:     float64(hit) / float64(prompt),
 		Predicted: float64(predicted) / float64(prompt), PredictionError: float64(wrong) / float64(len(s.ledger)),
@@ -228,3 +226,5 @@ func writeReports(out io.Writer, reports []*SimReport) error {
 	}
 	return table.Flush()
 }
+
+func simMS(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }

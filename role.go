@@ -142,3 +142,6 @@ func (d Disagg) takes(leg Leg) bool {
 	}
 	return d.Role == RoleBoth || d.Role == RoleDecode && d.Kind != KindSGLang
 }
+
+// sglangPort is the port of SGLang's bootstrap server where it names none.
+const sglangPort = 8998

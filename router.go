@@ -147,10 +147,7 @@ type Router struct {
 	now       func() time.Time
 	knobs     RouterKnobs
 	scratch   sync.Pool   // of *lookup
-	active    bool        // the policy wants active blocks counted
-	blind     bool        // nothing is ever found in the index
-	siblings  bool        // what requests in flight have computed by then counts as cached
-	whole     bool        // a prompt that is cached as a whole counts as such
+	traits    Traits      // the policy's
 	paired    atomic.Bool // some worker computes only prompts or only answers
 
 	mu         sync.Mutex // guards all below
@@ -158,32 +155,14 @@ type Router struct {
 	loads      *Loads
 	policy     Policy
 	random     *rand.Rand
-	candidates []Candidate // reused by every decision
-	expired    time.Time   // when forgotten bookings were last looked for
-	began      time.Time   // of the queue's clock: when a request first had to wait
-	waiting    []*waiter   // for a worker with room, who goes first at the front
-	replicas   *Replicas   // told of what is booked here; nil: nobody is
-	told       uint64      // bookings that they were told of
-	decisions  uint64      // that a judged policy hears of
+	candidates []Candidate                   // reused by every decision
+	expired    time.Time                     // when forgotten bookings were last looked for
+	began      time.Time                     // of the queue's clock: when a request first had to wait
+	waiting    []*waiter                     // for a worker with room, who goes first at the front
+	tell       func(kind string, b *Booking) // told of what is booked here; nil: nobody is
+	told       uint64                        // bookings that they were told of
+	decisions  uint64                        // that a judged policy hears of
 }
-
-// needsActiveBlocks is a policy that reads Load.ActiveBlocks or
-// Candidate.NewBlocks. For the others those are counted only where a request
-// has an ID, by which its booking may be asked for.
-type needsActiveBlocks interface{ needsActiveBlocks() }
-
-// expectsSiblings is a policy for which the blocks of requests in flight on a
-// worker count as cached there: an engine computes prompts in the order in which
-// they came, so a sibling sent after them will find them.
-type expectsSiblings interface {
-	needsActiveBlocks
-	expectsSiblings()
-}
-
-// countsWholeMatch is a policy for which all matched blocks of a prompt save
-// work, even if that is the whole prompt, of which an engine computes the last
-// block.
-type countsWholeMatch interface{ countsWholeMatch() }
 
 // lookup is the memory of one walk of the index, used again by later ones.
 type lookup struct {
@@ -222,21 +201,14 @@ func NewRouter(index Index, policy Policy, blockSize int, seed uint64) *Router {
 
 // NewRouterWith is NewRouter with settings of one's own.
 func NewRouterWith(index Index, policy Policy, blockSize int, seed uint64, knobs RouterKnobs) *Router {
-	_, active := policy.(needsActiveBlocks)
-	_, siblings := policy.(expectsSiblings)
-	_, whole := policy.(countsWholeMatch)
-	_, blind := index.(noIndex)
 	assumes, _ := index.(assumer)
 	return &Router{
 		index:     index,
 		assumes:   assumes,
-		blind:     blind,
 		blockSize: blockSize,
 		now:       time.Now,
 		knobs:     knobs,
-		active:    active,
-		siblings:  siblings,
-		whole:     whole,
+		traits:    policy.Traits(),
 		scratch:   sync.Pool{New: func() any { return new(lookup) }},
 		loads:     NewLoads(),
 		policy:    policy,
@@ -374,9 +346,9 @@ func (r *Router) place(ctx context.Context, p *inquiry, decision Decision) (Deci
 func (r *Router) lookUp(request Request, scratch *lookup) (p inquiry, d Decision) {
 	p = inquiry{Request: request, local: request.Local}
 	p.tokens = max(request.NumTokens, len(request.Tokens))
-	p.counted = r.knobs.RouterTrackActiveBlocks && (r.active || p.ID != "" || p.QueryOnly)
+	p.counted = r.knobs.RouterTrackActiveBlocks && (r.traits.ActiveBlocks || p.ID != "" || p.QueryOnly)
 	began := r.now()
-	if len(request.Tokens) > 0 && (p.counted || !r.blind) {
+	if len(request.Tokens) > 0 && (p.counted || r.index.CanMatch()) {
 		scratch.local = HashBlocks(scratch.local[:0], request.Tokens, r.blockSize, request.LoRA, request.Salt)
 		p.local = scratch.local
 	}
@@ -477,12 +449,12 @@ func (r *Router) candidate(p *inquiry, t *Target, now time.Time) Candidate {
 	if p.counted && p.shared {
 		active := r.loads.Active(t.Key, p.sequence)
 		c.NewBlocks -= active
-		if r.siblings {
+		if r.traits.Siblings {
 			c.Overlap = max(c.Overlap, active)
 		}
 	}
 	usable := r.usableBlocks(p.tokens)
-	if r.whole {
+	if r.traits.WholeMatch {
 		usable = p.tokens / r.blockSize
 	}
 	c.Overlap = min(c.Overlap, usable)
@@ -545,7 +517,7 @@ func (r *Router) book(p *inquiry, c *Candidate, now time.Time) *Booking {
 	}
 	r.loads.Bump(b.worker)
 	r.loads.Begin(b, now)
-	r.share(changeAdd, b)
+	r.share(ChangeAdd, b)
 	return b
 }
 

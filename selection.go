@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"net/http"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -44,11 +45,11 @@ func (p partition) dumpName() string { return p.model + ":" + p.group }
 // Selection is the router port: the routing decision without the proxy, in the
 // routes and names of Dynamo's standalone selection service.
 type Selection struct {
-	config Config
-	router *Router
-	index  Index
-	fleet  *Fleet
-	log    *slog.Logger
+	settings SelectionSettings
+	router   *Router
+	index    Index
+	fleet    *Fleet
+	log      *slog.Logger
 
 	history func(WorkerKey) *EventLog // of a rank's KV events; nil: they are not followed
 
@@ -62,10 +63,20 @@ type Selection struct {
 	recovered  map[uint64]partition // of workers in a peer's dump
 }
 
+// SelectionSettings are the settings of the router port.
+type SelectionSettings struct {
+	APIKey             []string // bearer keys that it asks for; none: no key
+	ServedModelName    string   // empty: what the workers say
+	BlockSize          int      // tokens
+	KVEvents           bool     // KV events are followed
+	TrackPrefillTokens bool     // --router-track-prefill-tokens
+	CountsPasses       bool     // --router-queue-threshold is set, which counts in passes of a worker
+}
+
 // NewSelection returns the router port over the given rooms.
-func NewSelection(config Config, router *Router, index Index, fleet *Fleet, log *slog.Logger) *Selection {
+func NewSelection(settings SelectionSettings, router *Router, index Index, fleet *Fleet, log *slog.Logger) *Selection {
 	return &Selection{
-		config: config, router: router, index: index, fleet: fleet, log: log, history: fleet.History,
+		settings: settings, router: router, index: index, fleet: fleet, log: log, history: fleet.History,
 		reserved: newReservations(), pending: newPendingSelections(),
 		decisions: openDecisions{byID: map[string]*openDecision{}}, registered: map[uint64]registeredWorker{},
 	}
@@ -77,7 +88,7 @@ func (s *Selection) Handler() http.Handler {
 	engine.NoRoute(func(c *gin.Context) { plainError(c, http.StatusNotFound, "route not found") })
 	engine.NoMethod(func(c *gin.Context) { plainError(c, http.StatusMethodNotAllowed, "method not allowed") })
 	engine.GET("/health", statusOK)
-	guarded := engine.Group("/", requireKey(s.config.RouterAPIKey, plainError))
+	guarded := engine.Group("/", requireKey(s.settings.APIKey, plainError))
 	guarded.GET("/ready", s.ready)
 	guarded.GET("/workers", s.listWorkers)
 	guarded.POST("/workers", s.addWorker)
@@ -145,10 +156,7 @@ func body(c *gin.Context, query any) (ok bool) {
 	case err == nil:
 		return true
 	case errors.As(err, &wrongType):
-		_, field, found := cutLast(wrongType.Field, ".")
-		if !found {
-			field = wrongType.Field
-		}
+		field := wrongType.Field[strings.LastIndexByte(wrongType.Field, '.')+1:]
 		plainError(c, http.StatusUnprocessableEntity, fmt.Sprintf("bad body: %s cannot be a JSON %s", field, wrongType.Value))
 	default:
 		plainError(c, http.StatusBadRequest, "bad body: "+err.Error())
@@ -217,10 +225,10 @@ func (q promptQuery) partition() partition {
 
 // ownModel is the model of workers that name none.
 func (s *Selection) ownModel() string {
-	if s.config.ServedModelName == "" {
+	if s.settings.ServedModelName == "" {
 		return defaultModel
 	}
-	return s.config.ServedModelName
+	return s.settings.ServedModelName
 }
 
 // within restricts a request to the workers of a partition.

@@ -220,7 +220,7 @@ func (s *Selection) selectAndReserve(c *gin.Context) {
 	for i, h := range decision.Sequence {
 		sequence[i] = int64(h)
 	}
-	track := s.config.RouterTrackPrefillTokens
+	track := s.settings.TrackPrefillTokens
 	if request.Override != nil {
 		track = given(request.Override.TrackPrefillTokens, track)
 	}

@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"slices"
 	"strconv"
+	"strings"
 
 	"github.com/gin-gonic/gin"
 )
@@ -87,7 +88,7 @@ func (w registeredWorker) partition() partition {
 
 // registration makes of the spec what the fleet takes, or says what is missing.
 // An error is a value that cannot be right.
-func (w registeredWorker) registration(config Config) (r Registration, missing []string, err error) {
+func (w registeredWorker) registration(settings SelectionSettings) (r Registration, missing []string, err error) {
 	spec := w.spec
 	r = Registration{ID: w.id, Model: *spec.ModelName, MaxBatchedTokens: given(spec.MaxBatchedTokens, 0), TotalBlocks: given(spec.TotalBlocks, 0)}
 	if r.MaxBatchedTokens < 0 || r.TotalBlocks < 0 {
@@ -102,10 +103,10 @@ func (w registeredWorker) registration(config Config) (r Registration, missing [
 	switch size := given(spec.BlockSize, 0); {
 	case size <= 0:
 		missing = append(missing, "block_size must be greater than 0")
-	case size != config.BlockSize:
-		missing = append(missing, fmt.Sprintf("reconciliation failed: block_size mismatch for %s: existing=%d requested=%d", w.partition(), config.BlockSize, size))
+	case size != settings.BlockSize:
+		missing = append(missing, fmt.Sprintf("reconciliation failed: block_size mismatch for %s: existing=%d requested=%d", w.partition(), settings.BlockSize, size))
 	}
-	if config.RouterQueueThreshold != nil && spec.MaxBatchedTokens == nil {
+	if settings.CountsPasses && spec.MaxBatchedTokens == nil {
 		missing = append(missing, "max_num_batched_tokens is required while queueing is enabled")
 	}
 	start, count := given(spec.StartRank, 0), given(spec.RankCount, 1)
@@ -118,12 +119,12 @@ func (w registeredWorker) registration(config Config) (r Registration, missing [
 	for i := range count {
 		rank := start + i
 		r.Ranks = append(r.Ranks, rank)
-		source, err := w.source(rank, int(i), config)
+		source, err := w.source(rank, int(i), settings)
 		if err != nil {
 			return r, nil, err
 		}
 		switch {
-		case !config.KVEvents(): // nobody listens to them
+		case !settings.KVEvents: // nobody listens to them
 		case source.Endpoint != "":
 			r.Sources = append(r.Sources, source)
 		default:
@@ -134,8 +135,8 @@ func (w registeredWorker) registration(config Config) (r Registration, missing [
 }
 
 // source is where the KV events of a rank, the nth of its worker, come from.
-func (w registeredWorker) source(rank uint32, n int, config Config) (EventSource, error) {
-	source := EventSource{Worker: WorkerKey{Worker: w.id, Rank: rank}, BlockSize: config.BlockSize}
+func (w registeredWorker) source(rank uint32, n int, settings SelectionSettings) (EventSource, error) {
+	source := EventSource{Worker: WorkerKey{Worker: w.id, Rank: rank}, BlockSize: settings.BlockSize}
 	for _, end := range []struct {
 		field string
 		given *string
@@ -171,15 +172,15 @@ func (w registeredWorker) source(rank uint32, n int, config Config) (EventSource
 // portsOn returns a tcp endpoint so many ports further on, as vLLM numbers those
 // of data-parallel ranks.
 func portsOn(endpoint string, n int) (string, error) {
-	host, port, found := cutLast(endpoint, ":")
-	if n == 0 || !found {
+	at := strings.LastIndexByte(endpoint, ':')
+	if n == 0 || at < 0 {
 		return endpoint, nil
 	}
-	number, err := strconv.Atoi(port)
+	number, err := strconv.Atoi(endpoint[at+1:])
 	if err != nil || number+n > 65535 {
 		return "", fmt.Errorf("%s has no port %d further on, for the rank: give kv_events_endpoints by rank", endpoint, n)
 	}
-	return fmt.Sprintf("%s:%d", host, number+n), nil
+	return fmt.Sprintf("%s:%d", endpoint[:at], number+n), nil
 }
 
 // workerRecord is a worker as the router port shows it; loads and blocks are
@@ -242,7 +243,7 @@ func (s *Selection) records(want func(workerRecord) bool) []workerRecord {
 // would have to say.
 func (s *Selection) specOf(status WorkerStatus) workerSpec {
 	model, group, size := s.ownModel(), defaultGroup, s.router.BlockSize()
-	if s.config.ServedModelName == "" && len(status.Models) > 0 {
+	if s.settings.ServedModelName == "" && len(status.Models) > 0 {
 		model = status.Models[0]
 	}
 	spec := workerSpec{ModelName: &model, RoutingGroup: &group, Endpoint: &status.URL, BlockSize: &size}
@@ -399,7 +400,7 @@ func (s *Selection) registeredAt(c *gin.Context, id uint64) (w registeredWorker,
 // setWorker puts what is known of a worker in force and answers with its
 // record; s.changing is held.
 func (s *Selection) setWorker(c *gin.Context, status int, w registeredWorker) {
-	registration, missing, err := w.registration(s.config)
+	registration, missing, err := w.registration(s.settings)
 	if err != nil {
 		plainError(c, http.StatusBadRequest, err.Error())
 		return

@@ -1,6 +1,8 @@
 package main
 
 import (
+	"context"
+	"errors"
 	"net/http"
 	"strconv"
 	"sync"
@@ -14,9 +16,21 @@ const (
 	headerHandoverTime  = "X-Kvrouter-Handover-Ms"
 )
 
-// sharedRequest is what both legs of a request know of each other. Its methods
+// Results of shared requests, values of a label.
+const (
+	sharedOK              = "ok"
+	sharedRecomputed      = "recomputed" // the prefill worker named no blocks: the decode worker computed the prompt again
+	sharedRefused         = "refused"    // a worker says that the request is wrong
+	sharedPrefillFailed   = "prefill_failed"
+	sharedPrefillTimeout  = "prefill_timeout"
+	sharedHandoverTimeout = "handover_timeout"
+	sharedDecodeFailed    = "decode_failed"
+	sharedAbandoned       = "abandoned" // the client left
+)
+
+// SharedRequest is what both legs of a request know of each other. Its methods
 // are safe for concurrent use.
-type sharedRequest struct {
+type SharedRequest struct {
 	Worker string // label of the prefill worker
 	now    func() time.Time
 
@@ -33,7 +47,7 @@ type sharedRequest struct {
 }
 
 // note changes r.
-func (r *sharedRequest) note(change func(*sharedRequest)) {
+func (r *SharedRequest) note(change func(*SharedRequest)) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	change(r)
@@ -41,8 +55,8 @@ func (r *sharedRequest) note(change func(*sharedRequest)) {
 
 // begin is called right before the first byte of the answer goes to the client,
 // with its headers.
-func (r *sharedRequest) begin(header http.Header) {
-	r.note(func(r *sharedRequest) {
+func (r *SharedRequest) begin(header http.Header) {
+	r.note(func(r *SharedRequest) {
 		r.started = true
 		if !r.computed.IsZero() {
 			r.first = r.now().Sub(r.computed)
@@ -53,25 +67,25 @@ func (r *sharedRequest) begin(header http.Header) {
 		header.Set(headerPrefillWorker, r.Worker)
 		for name, d := range map[string]time.Duration{headerPrefillTime: r.took, headerHandoverTime: r.handover} {
 			if d > 0 {
-				header.Set(name, strconv.FormatFloat(milliseconds(d), 'f', 3, 64))
+				header.Set(name, strconv.FormatFloat(float64(d)/float64(time.Millisecond), 'f', 3, 64))
 			}
 		}
 	})
 }
 
-func (r *sharedRequest) hasStarted() (started bool) {
-	r.note(func(r *sharedRequest) { started = r.started })
+func (r *SharedRequest) hasStarted() (started bool) {
+	r.note(func(r *SharedRequest) { started = r.started })
 	return started
 }
 
-func (r *sharedRequest) firstByte() (first time.Duration) {
-	r.note(func(r *sharedRequest) { first = r.first })
+func (r *SharedRequest) firstByte() (first time.Duration) {
+	r.note(func(r *SharedRequest) { first = r.first })
 	return first
 }
 
 // stop ends the wait for the decode worker's first event.
-func (r *sharedRequest) stop() {
-	r.note(func(r *sharedRequest) {
+func (r *SharedRequest) stop() {
+	r.note(func(r *SharedRequest) {
 		if r.over = true; r.timer != nil {
 			r.timer.Stop()
 		}
@@ -79,7 +93,34 @@ func (r *sharedRequest) stop() {
 }
 
 // reported returns what the prefill worker reports of its cache.
-func (r *sharedRequest) reported() (known bool, tokens int) {
-	r.note(func(r *sharedRequest) { known, tokens = r.usage.CachedKnown, r.usage.CachedTokens })
+func (r *SharedRequest) reported() (known bool, tokens int) {
+	r.note(func(r *SharedRequest) { known, tokens = r.usage.CachedKnown, r.usage.CachedTokens })
 	return known, tokens
+}
+
+// result says what came of a shared request that ended with err, or with an
+// answer of that HTTP status.
+func (r *SharedRequest) result(ctx context.Context, status int, err error) string {
+	var late *legTimeout
+	var refusal *prefillRefusal
+	var prefill *prefillFailure
+	switch {
+	case err != nil && ctx.Err() != nil:
+		return sharedAbandoned
+	case err == nil && status >= http.StatusInternalServerError:
+		return sharedDecodeFailed
+	case err == nil && status >= http.StatusBadRequest:
+		return sharedRefused
+	case err == nil && r.lost:
+		return sharedRecomputed
+	case err == nil:
+		return sharedOK
+	case errors.As(err, &late):
+		return late.result
+	case errors.As(err, &refusal):
+		return sharedRefused
+	case errors.As(err, &prefill):
+		return sharedPrefillFailed
+	}
+	return sharedDecodeFailed
 }

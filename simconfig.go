@@ -24,6 +24,14 @@ type SimulateSettings struct {
 	Agents         AgenticSettings   `embed:"" prefix:"agentic-"`
 }
 
+// simulation has what all runs of CommandSimulate have in common.
+func (c *Config) simulation() Simulation {
+	return Simulation{
+		Knobs: c.PolicyKnobs, Index: c.IndexConfig, Engine: c.SimConfig(c.BlockSize), Workers: c.simulatedWorkers(), Prefills: c.PrefillWorkers,
+		Handover: c.Handover(), LeastUncached: c.DisaggMinUncachedTokens, Seed: c.Seed,
+	}
+}
+
 // simulatedWorkers is how many workers there are of all roles.
 func (c *Config) simulatedWorkers() int {
 	const usual = 8

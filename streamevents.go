@@ -49,10 +49,6 @@ func endingOf(status int, finish string) Ending {
 	return Finished
 }
 
-// aborted tells whether an answer ended for this reason because somebody wanted
-// it to.
-func aborted(finish string) bool { return finish == "abort" || finish == "cancelled" }
-
 // scan takes the next chunk and returns what the client gets now, valid until
 // the next call.
 func (s *eventScanner) scan(chunk []byte) []byte {

@@ -113,10 +113,19 @@ func (t *Telemetry) Decided(tokens time.Duration, d Decision) {
 	t.thompson.routedTo(d.Target.Key)
 }
 
-// Retried counts a request that worker failed before its first byte.
+// Began counts a request with a prompt that is to be passed on. Ended must follow.
+func (t *Telemetry) Began() { t.thompson.began() }
+
+// Ended is called when a request for which Began was called has ended.
+func (t *Telemetry) Ended(x *Exchange, now time.Time) { t.thompson.ended(x, now) }
+
+// EngineFailed implements proxy.Observer.
+func (t *Telemetry) EngineFailed() { t.thompson.engineFailed() }
+
+// Retried implements proxy.Observer.
 func (t *Telemetry) Retried(worker uint64) { t.retries.WithLabelValues(workerLabel(worker)).Inc() }
 
-// InterToken records a chunk of n tokens that came gap after the one before.
+// InterToken implements proxy.Observer.
 func (t *Telemetry) InterToken(worker string, gap time.Duration, n int) {
 	observer := t.interToken.WithLabelValues(worker)
 	for range n {
@@ -127,32 +136,6 @@ func (t *Telemetry) InterToken(worker string, gap time.Duration, n int) {
 // EventLag records how late a KV event batch of w came.
 func (t *Telemetry) EventLag(w WorkerKey, lag time.Duration) {
 	t.eventLag.WithLabelValues(workerLabel(w.Worker)).Observe(lag.Seconds())
-}
-
-// Usage is what a worker reports of a finished request; Known says that it did.
-type Usage struct {
-	Known        bool
-	PromptTokens int
-	OutputTokens int
-	CachedKnown  bool // the worker reports cached tokens at all
-	CachedTokens int
-	CachedUntold bool // it does not, though the answer has a place for them
-}
-
-// Exchange is one request's way, as far as it came.
-type Exchange struct {
-	Route      string
-	Status     int    // HTTP status, 499 where the client went away
-	Worker     string // worker id, "none" where no worker answered
-	Model      string // as the request names it
-	Arrived    time.Time
-	FirstChunk time.Time       // of a stream; zero: none came
-	Source     string          // of the prompt's tokens; empty: not a prompt
-	Prompt     *RecordedPrompt // for the recorder; nil: none, or nothing is known
-	Decision   Decision
-	Usage      Usage
-	Shared     *sharedRequest // with a prefill worker; nil: it is served whole
-	Ending     Ending         // of an answer that was relayed to its end
 }
 
 // Finished records a request that has ended.
@@ -186,8 +169,6 @@ func (t *Telemetry) Finished(x Exchange, now time.Time) {
 		t.predictions.WithLabelValues(result).Inc()
 	}
 }
-
-func workerLabel(id uint64) string { return strconv.FormatUint(id, 10) }
 
 // roomCollector turns what the rooms count themselves into metrics at each
 // scrape, so that a worker that is gone leaves no series behind.

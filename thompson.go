@@ -166,7 +166,7 @@ func newThompson(config thompsonConfig) *thompson {
 	return p
 }
 
-func (*thompson) countsWholeMatch() {}
+func (*thompson) Traits() Traits { return Traits{WholeMatch: true} }
 
 func (p *thompson) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	p.sweep(q.Now)

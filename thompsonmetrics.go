@@ -15,7 +15,7 @@ import (
 // and do nothing then.
 type thompsonMetrics struct {
 	router *Router
-	fleet  func() []WorkerStatus
+	fleet  func() []uint64
 
 	requests, tokensIn, tokensOut, routerErrors, engineErrors prometheus.Counter
 	latency                                                   prometheus.Histogram
@@ -35,7 +35,7 @@ type thompsonMetrics struct {
 // WatchThompson adds these metrics, if that is the router's policy; the series
 // of workers that are no longer in the fleet are dropped. Call it once, before
 // the first decision.
-func (t *Telemetry) WatchThompson(router *Router, fleet func() []WorkerStatus) {
+func (t *Telemetry) WatchThompson(router *Router, fleet func() []uint64) {
 	processor := func(name, help string) prometheus.CounterOpts {
 		return prometheus.CounterOpts{Name: "thompson_processor_" + name, Help: help}
 	}
@@ -173,8 +173,8 @@ func (m *thompsonMetrics) Describe(out chan<- *prometheus.Desc) {
 // Collect implements prometheus.Collector.
 func (m *thompsonMetrics) Collect(out chan<- prometheus.Metric) {
 	fleet := map[string]bool{}
-	for _, w := range m.fleet() {
-		fleet[workerLabel(w.ID)] = true
+	for _, id := range m.fleet() {
+		fleet[workerLabel(id)] = true
 	}
 	m.forgetBut(fleet)
 	for _, c := range m.counters() {

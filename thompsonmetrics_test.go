@@ -90,7 +90,7 @@ func TestThompsonMetricsTellOfRequestsAndDecisions(t *testing.T) {
 
 func TestThompsonMetricsAreOfThatPolicyAndTheFleet(t *testing.T) {
 	other := newBareTelemetry()
-	other.WatchThompson(newTestRouter(t, "kv", 1), func() []WorkerStatus { return nil })
+	other.WatchThompson(newTestRouter(t, "kv", 1), func() []uint64 { return nil })
 	for name := range other.page() {
 		if strings.HasPrefix(name, "thompson_") {
 			t.Errorf("%s with policy kv", name)
@@ -99,8 +99,8 @@ func TestThompsonMetricsAreOfThatPolicyAndTheFleet(t *testing.T) {
 
 	telemetry := newBareTelemetry()
 	router := newTestRouter(t, "thompson", 0)
-	fleet := []WorkerStatus{{ID: 0, Ranks: []uint32{0, 1}}, {ID: 1}}
-	telemetry.WatchThompson(router, func() []WorkerStatus { return fleet })
+	fleet := []uint64{0, 1}
+	telemetry.WatchThompson(router, func() []uint64 { return fleet })
 	ofWorker := func(page metricsLines, worker int) (n int) {
 		for name := range page {
 			if strings.HasPrefix(name, "thompson_") && strings.Contains(name, fmt.Sprintf(`worker_id="%d"`, worker)) {
@@ -109,14 +109,12 @@ func TestThompsonMetricsAreOfThatPolicyAndTheFleet(t *testing.T) {
 		}
 		return n
 	}
-	for _, status := range fleet {
-		for _, key := range status.Keys() {
-			router.Up(Target{Key: key})
-			d := mustRoute(t, router, Request{Tokens: count(1, 8)})
-			telemetry.Decided(0, d)
-			d.Booking.Finish(1)
-			router.Down(key)
-		}
+	for _, key := range []WorkerKey{{Worker: 0}, {Worker: 0, Rank: 1}, {Worker: 1}} {
+		router.Up(Target{Key: key})
+		d := mustRoute(t, router, Request{Tokens: count(1, 8)})
+		telemetry.Decided(0, d)
+		d.Booking.Finish(1)
+		router.Down(key)
 	}
 	page := telemetry.page()
 	both, one := ofWorker(page, 0), ofWorker(page, 1)

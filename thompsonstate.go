@@ -246,14 +246,15 @@ func (p *thompson) restore(s *thompsonState) error {
 
 // thompsonStateFile keeps a policy's state in a file.
 type thompsonStateFile struct {
-	name   string
-	router *Router
-	saved  uint64 // changes that the file has
+	name  string
+	with  func(func(*thompson)) bool // runs a function with the policy, under its router's lock
+	saved uint64                     // changes that the file has
 }
 
-// openThompsonState fills the router's policy from the file, if there is one.
-func openThompsonState(name string, router *Router) (*thompsonStateFile, error) {
-	file := &thompsonStateFile{name: name, router: router}
+// openThompsonState fills the policy from the file, if there is one. with runs a
+// function with the policy, under its router's lock.
+func openThompsonState(name string, with func(func(*thompson)) bool) (*thompsonStateFile, error) {
+	file := &thompsonStateFile{name: name, with: with}
 	data, err := readAtMost(name, maxThompsonState)
 	if errors.Is(err, fs.ErrNotExist) {
 		return file, file.write(true) // an error that would come later
@@ -263,7 +264,7 @@ func openThompsonState(name string, router *Router) (*thompsonStateFile, error) 
 		state, err = decodeThompsonState(data)
 	}
 	if err == nil {
-		router.WithThompson(func(p *thompson) { err = p.restore(state) })
+		with(func(p *thompson) { err = p.restore(state) })
 	}
 	if err != nil {
 		return nil, fmt.Errorf("--thompson-state %s: %w; move it away to learn anew", name, err)
@@ -303,7 +304,7 @@ func (f *thompsonStateFile) Run(ctx context.Context, log *slog.Logger) {
 func (f *thompsonStateFile) write(always bool) error {
 	var snapshot *thompsonSnapshot
 	changes := f.saved
-	f.router.WithThompson(func(p *thompson) {
+	f.with(func(p *thompson) {
 		if changes = p.changes; always || changes != f.saved {
 			snapshot = p.snapshot()
 		}

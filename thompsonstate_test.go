@@ -46,12 +46,12 @@ func TestThompsonStateSurvivesARestart(t *testing.T) {
 	for _, fixes := range []string{"all", "none", "load-sign,feedback"} {
 		name := filepath.Join(t.TempDir(), "state.json")
 		first := learnedThompson(t, fixes)
-		file := &thompsonStateFile{name: name, router: first}
+		file := &thompsonStateFile{name: name, with: first.WithThompson}
 		if err := file.write(false); err != nil {
 			t.Fatal(err)
 		}
 		second := newThompsonWorld(t, fixes, 1, 1)
-		reopened, err := openThompsonState(name, second.router)
+		reopened, err := openThompsonState(name, second.router.WithThompson)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -83,7 +83,7 @@ func TestThompsonStateOfRestartedWorkersKeepsItsPins(t *testing.T) {
 	data, _ := json.Marshal(p.policy.snapshot().state())
 	writeFile(t, name, string(data))
 	again := newThompsonPool(t, "all", 2)
-	if _, err := openThompsonState(name, NewRouter(NewRadix(), again.policy, 16, 1)); err != nil {
+	if _, err := openThompsonState(name, NewRouter(NewRadix(), again.policy, 16, 1).WithThompson); err != nil {
 		t.Fatal(err)
 	}
 	again.candidates[1].Target.Generation = 5 // as the router counts from now on
@@ -126,7 +126,7 @@ func TestBrokenThompsonStatesAreRefused(t *testing.T) {
 		file := filepath.Join(t.TempDir(), "state.json")
 		writeFile(t, file, test.content)
 		w := newThompsonWorld(t, "all", 1, 1)
-		_, err := openThompsonState(file, w.router)
+		_, err := openThompsonState(file, w.router.WithThompson)
 		if err == nil || !strings.Contains(err.Error(), test.want) || !strings.Contains(err.Error(), file) {
 			t.Errorf("%s: error %v, want %q in it", name, err, test.want)
 		}
@@ -134,10 +134,10 @@ func TestBrokenThompsonStatesAreRefused(t *testing.T) {
 			t.Errorf("%s: the file was changed", name)
 		}
 	}
-	if _, err := openThompsonState(t.TempDir(), newThompsonWorld(t, "all", 1, 1).router); err == nil {
+	if _, err := openThompsonState(t.TempDir(), newThompsonWorld(t, "all", 1, 1).router.WithThompson); err == nil {
 		t.Error("a folder is taken for a state")
 	}
-	if _, err := openThompsonState("/nonexistent/state.json", newThompsonWorld(t, "all", 1, 1).router); err == nil || !strings.Contains(err.Error(), "--thompson-state") {
+	if _, err := openThompsonState("/nonexistent/state.json", newThompsonWorld(t, "all", 1, 1).router.WithThompson); err == nil || !strings.Contains(err.Error(), "--thompson-state") {
 		t.Errorf("a state in a folder that is not there: %v", err)
 	}
 }

@@ -1,6 +1,9 @@
 package main
 
-import "math"
+import (
+	"math"
+	"time"
+)
 
 // engineTiming says how long an engine's passes take, and learns it from the
 // requests it served. A pass that computes n prompt tokens and decodes prompts
@@ -118,3 +121,5 @@ func (t *engineTiming) observe(row [4]float64, ms float64) {
 		}
 	}
 }
+
+func milliseconds(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -49,38 +50,17 @@ func vllmFlag(arg string) string {
 }
 
 // hasVLLMFlag tells whether the user gave vLLM one of the flags.
-func (c *Config) hasVLLMFlag(names ...string) bool {
-	return slices.ContainsFunc(c.VLLMArgs, func(arg string) bool {
+func hasVLLMFlag(args []string, names ...string) bool {
+	return slices.ContainsFunc(args, func(arg string) bool {
 		name := vllmFlag(arg)
 		return name != "" && slices.Contains(names, name)
 	})
 }
 
-// EngineLimits returns how many tokens a started worker computes in a pass at
-// most, and the blocks of its KV cache; 0: unknown.
-func (c *Config) EngineLimits() (maxBatchedTokens, totalBlocks int) {
-	if c.Engine == EngineMocker {
-		return c.MockMaxNumBatchedTokens, c.MockNumGPUBlocks
-	}
-	return c.vllmNumber("max-num-batched-tokens"), c.vllmNumber("num-gpu-blocks-override")
-}
-
-// Ranks is how many data-parallel ranks a started worker has. Each takes one of
-// the ports for KV events, their replay and load.
-func (c *Config) Ranks() int {
-	switch c.Engine {
-	case EngineMocker:
-		return max(1, c.MockDataParallelSize)
-	case EngineVLLM:
-		return max(1, c.vllmNumber("data-parallel-size"))
-	}
-	return 1
-}
-
 // vllmNumber returns the value that the user gave one of vLLM's flags; 0: none,
 // or no number above it.
-func (c *Config) vllmNumber(flag string) int {
-	value, _ := vllmValue(c.VLLMArgs, flag)
+func vllmNumber(args []string, flag string) int {
+	value, _ := vllmValue(args, flag)
 	n, _ := strconv.Atoi(value)
 	return max(0, n)
 }
@@ -99,4 +79,12 @@ func vllmValue(args []string, flag string) (value string, given bool) {
 		given = true
 	}
 	return value, given
+}
+
+// vllmKey finds the key that started workers will ask for.
+func vllmKey(args []string) string {
+	if key, given := vllmValue(args, "api-key"); given {
+		return key
+	}
+	return os.Getenv("VLLM_API_KEY")
 }

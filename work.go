@@ -88,8 +88,7 @@ const (
 
 func newWork() *work { return &work{timing: newEngineTiming()} }
 
-func (*work) needsActiveBlocks() {}
-func (*work) expectsSiblings()   {}
+func (*work) Traits() Traits { return Traits{ActiveBlocks: true, Siblings: true} }
 
 // Learn takes in a finished request. The first token of one whose prompt another
 // worker computed says nothing about either; a prompt alone has no usual answer.

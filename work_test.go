@@ -95,6 +95,7 @@ func TestWorkRoutesUnknownPromptsByLoad(t *testing.T) {
 // workAlone is work that does not count blocks of requests in flight as cached.
 type workAlone struct{ work *work }
 
+func (workAlone) Traits() Traits    { return Traits{} }
 func (p workAlone) Learn(o Outcome) { p.work.Learn(o) }
 func (p workAlone) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	return p.work.Choose(q, candidates, random)

@@ -6,12 +6,9 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
-	"os"
-	"os/exec"
 	"slices"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -102,15 +99,37 @@ func defaultTiming() fleetTiming {
 	}
 }
 
+// FleetSettings say which workers a fleet has.
+type FleetSettings struct {
+	Started          []Disagg         // the part of each worker that is started, by id from 0
+	Ports            Ports            // of started workers
+	MaxBatchedTokens int              // that a started worker computes in a pass; 0: unknown
+	TotalBlocks      int              // of a started worker's KV cache; 0: unknown
+	ReadyPoll        time.Duration    // between looks at a starting worker; 0: the usual
+	Attached         []AttachedWorker // that run already
+	ServedModelName  string           // of a worker that names no model
+	BlockSize        int              // tokens
+	KVEvents         bool             // KV events are followed
+	AssumesSizes     bool             // the index wants to know the sizes of the workers' caches
+	Key              string           // bearer key that the workers ask for; may be empty
+
+	StartupTimeout    time.Duration // longest time for a started worker to become ready
+	RestartBackoffMax time.Duration // longest pause before a dead worker is started again
+}
+
+// Start starts worker i. line is called with each line that it prints, by the
+// name of the stream.
+type Start func(i int, line func(stream, text string)) (Engine, error)
+
 // Fleet starts workers, attaches others, and follows the health, KV events and
 // load of them all. Its methods are safe for concurrent use.
 type Fleet struct {
-	cfg       Config
+	cfg       FleetSettings
 	index     Index
 	hooks     FleetHooks
 	log       *slog.Logger
 	client    *http.Client
-	workerKey string             // bearer key that the workers ask for; may be empty
+	start     Start
 	everReady atomic.Bool        // some worker has been ready
 	opened    chan struct{}      // closed when workers can be registered
 	lookers   chan chan struct{} // closed, each, when the models have been looked for
@@ -120,12 +139,10 @@ type Fleet struct {
 	run        *fleetRun  // nil: not running
 
 	// Tests replace these.
-	timing  fleetTiming
-	command func(i int, pluginDir string) (processSpec, error)
+	timing fleetTiming
 
-	peers  *EventPeers // asked for KV events that workers cannot replay; nil: nobody is
-	mocker *Mocker     // starts the workers instead of command, if --engine is mocker
-	loads  func(ctx context.Context, w WorkerKey, zmqEndpoint, metricsURL string, publish func(WorkerKey, Published), log *slog.Logger)
+	peers *EventPeers // asked for KV events that workers cannot replay; nil: nobody is
+	loads func(ctx context.Context, w WorkerKey, zmqEndpoint, metricsURL string, publish func(WorkerKey, Published), log *slog.Logger)
 }
 
 // worker is one member of the fleet.
@@ -142,22 +159,20 @@ type worker struct {
 	streams map[WorkerKey]*EventStream
 }
 
-// NewFleet prepares the workers that cfg asks for; Run starts them. index gets
-// what their event streams tell.
-func NewFleet(cfg Config, index Index, hooks FleetHooks, log *slog.Logger) (*Fleet, error) {
+// NewFleet prepares the workers that cfg asks for; Run starts them by start, which
+// is not called where cfg asks for none. index gets what their event streams
+// tell.
+func NewFleet(cfg FleetSettings, start Start, index Index, hooks FleetHooks, log *slog.Logger) *Fleet {
 	f := &Fleet{
 		cfg: cfg, index: index, hooks: hooks, log: log,
 		// A new connection each time: a look at a worker must not depend on an
 		// old one.
-		client:    &http.Client{Transport: &http.Transport{DisableKeepAlives: true}},
-		workerKey: vllmKey(cfg.VLLMArgs),
-		opened:    make(chan struct{}),
-		lookers:   make(chan chan struct{}),
-		timing:    defaultTiming(),
-		loads:     FollowLoad,
-	}
-	f.command = func(i int, pluginDir string) (processSpec, error) {
-		return vllmCommand(cfg, i, pluginDir, os.Environ())
+		client:  &http.Client{Transport: &http.Transport{DisableKeepAlives: true}},
+		start:   start,
+		opened:  make(chan struct{}),
+		lookers: make(chan chan struct{}),
+		timing:  defaultTiming(),
+		loads:   FollowLoad,
 	}
 	if f.hooks.Up == nil {
 		f.hooks.Up = func(Target) {}
@@ -171,28 +186,16 @@ func NewFleet(cfg Config, index Index, hooks FleetHooks, log *slog.Logger) (*Fle
 	if f.hooks.Log == nil {
 		f.hooks.Log = func(uint64, string, string) {}
 	}
-	if cfg.Engine == EngineVLLM {
-		if _, err := exec.LookPath(cfg.Python); err != nil {
-			return nil, fmt.Errorf("--python %s cannot be run (%w); run `make setup`, or give a Python that has vLLM", cfg.Python, errors.Unwrap(err))
-		}
-		if cfg.nixl() {
-			if err := checkNIXL(cfg.Python); err != nil {
-				return nil, err
-			}
-		}
+	if cfg.ReadyPoll > 0 {
+		f.timing.readyPoll = cfg.ReadyPoll
 	}
-	if cfg.Engine == EngineMocker {
-		f.timing.readyPoll = mockReadyPoll
+	for i, part := range cfg.Started {
+		f.join(AttachedWorker{ID: uint64(i), URL: cfg.Ports.URL(i), Disagg: part}, false, StateStarting)
 	}
-	if cfg.Engine != EngineNone {
-		for i := range cfg.NumWorkers {
-			f.join(AttachedWorker{ID: uint64(i), URL: launchedURL(cfg, i), Disagg: cfg.startedPart(i)}, false, StateStarting)
-		}
-	}
-	for _, spec := range cfg.Worker {
+	for _, spec := range cfg.Attached {
 		f.join(spec, true, StateConnecting)
 	}
-	return f, nil
+	return f
 }
 
 func (f *Fleet) join(spec AttachedWorker, attached bool, state string) {
@@ -213,43 +216,18 @@ func (f *Fleet) members() []*worker {
 	return f.workers
 }
 
-// vllmKey finds the key that started workers will ask for.
-func vllmKey(args []string) string {
-	if key, given := vllmValue(args, "api-key"); given {
-		return key
-	}
-	return os.Getenv("VLLM_API_KEY")
-}
-
 // Run supervises the workers until ctx is done, then ends those that it
 // started; it returns when every process and goroutine of the fleet has ended.
 // An error means that workers cannot be started at all.
 func (f *Fleet) Run(ctx context.Context) (err error) {
-	var pluginDir string
-	var guard *reaper
-	if f.cfg.Engine == EngineVLLM {
-		pluginDir, err = writePlugin()
-		if err != nil {
-			return err
-		}
-		guard, err = startReaper(pluginDir)
-		if err != nil {
-			return errors.Join(err, os.RemoveAll(pluginDir))
-		}
-		defer func() { err = errors.Join(err, guard.close()) }()
-	}
-
 	group, ctx := errgroup.WithContext(ctx)
-	for i, w := range f.members() {
+	for _, w := range f.members() {
 		group.Go(func() error {
 			if w.attached {
 				f.superviseAttached(ctx, w)
 				return nil
 			}
-			if f.mocker != nil {
-				return f.superviseStarted(ctx, w, func(*startLog) (startedEngine, error) { return f.startMock(i) })
-			}
-			return f.superviseStarted(ctx, w, func(output *startLog) (startedEngine, error) { return f.startProcess(w, i, pluginDir, output, guard) })
+			return f.superviseStarted(ctx, w)
 		})
 	}
 	group.Go(func() error {
@@ -337,21 +315,11 @@ func (f *Fleet) sleep(ctx context.Context, d time.Duration, wake <-chan struct{}
 	return ctx.Err() == nil
 }
 
-// startedEngine is one started worker: a process, or a simulated one in this
-// process.
-type startedEngine struct {
-	pid   int          // 0: in this process
-	ended <-chan error // gets one value, why it ended, once nothing of it is left
-	stop  func()       // tells it to end; it may take its time
-	kill  func()       // ends it
-}
-
-// superviseStarted starts a worker, again and again, until ctx is done. start is
-// given what is to take in the lines that the worker prints.
-func (f *Fleet) superviseStarted(ctx context.Context, w *worker, start func(*startLog) (startedEngine, error)) error {
+// superviseStarted starts a worker, again and again, until ctx is done.
+func (f *Fleet) superviseStarted(ctx context.Context, w *worker) error {
 	pause, failures := f.timing.backoffFirst, 0
 	for {
-		readyFor, err := f.runStarted(ctx, w, start)
+		readyFor, err := f.runStarted(ctx, w)
 		if ctx.Err() != nil {
 			f.update(w, func(s *WorkerStatus) { s.State, s.PID = StateStopped, 0 })
 			return nil
@@ -375,86 +343,32 @@ func (f *Fleet) superviseStarted(ctx context.Context, w *worker, start func(*sta
 	}
 }
 
-// startProcess starts a worker's process.
-func (f *Fleet) startProcess(w *worker, i int, pluginDir string, output *startLog, guard *reaper) (startedEngine, error) {
-	spec, err := f.command(i, pluginDir)
-	if err != nil {
-		return startedEngine{}, err
-	}
-	started, ended := make(chan int, 1), make(chan error, 1)
-	go func() { // ends with the process
-		pid := 0
-		err := runProcess(spec, func(p int) {
-			pid = p
-			if err := guard.add(pid); err != nil {
-				f.log.Warn("workers would outlive a killed router", "error", err)
-			}
-			started <- pid
-		}, func(stream, text string) { f.workerLine(w, output, stream, text) })
-		if pid != 0 {
-			_ = guard.remove(pid)
-		}
-		ended <- err
-	}()
-	var pid int
-	select {
-	case pid = <-started:
-	case err := <-ended:
-		return startedEngine{}, err
-	}
-	return startedEngine{
-		pid: pid, ended: ended,
-		stop: func() {
-			if err := signalGroup(pid, syscall.SIGTERM); err != nil {
-				f.log.Warn(fmt.Sprintf("worker %d: %v", w.id, err))
-			}
-		},
-		kill: func() { _ = signalGroup(pid, syscall.SIGKILL) },
-	}, nil
-}
-
-// mockReadyPoll is the pause between looks at a starting simulated worker.
-const mockReadyPoll = 5 * time.Millisecond
-
-// errMockStopped is why a simulated worker ended that the fleet has ended.
-var errMockStopped = errors.New("stopped by the router")
-
-// startMock starts a simulated worker.
-func (f *Fleet) startMock(i int) (startedEngine, error) {
-	w, err := f.mocker.Start(i)
-	if err != nil {
-		return startedEngine{}, err
-	}
-	end := func() { w.End(errMockStopped) }
-	return startedEngine{ended: w.Ended(), stop: end, kill: end}, nil
-}
-
 // runStarted runs one started worker from its start to its end, and returns why
 // it ended and for how long it had been ready.
-func (f *Fleet) runStarted(ctx context.Context, w *worker, start func(*startLog) (startedEngine, error)) (readyFor time.Duration, err error) {
+func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Duration, err error) {
 	output := newStartLog()
 	f.update(w, func(s *WorkerStatus) { s.State, s.Stage = StateStarting, stageProcess })
 	in := f.begin(ctx, w)
 	downReason := "the router is ending"
 	defer func() { in.end(downReason) }()
-	engine, err := start(output)
+	engine, err := f.start(int(w.id), func(stream, text string) { f.workerLine(w, output, stream, text) })
 	if err != nil {
 		return 0, err
 	}
 	// A process listens seconds later: the stream has the engine's first event.
-	for _, source := range launchedSources(f.cfg, int(w.id)) {
+	for _, source := range f.cfg.Ports.Sources(int(w.id), f.cfg.BlockSize) {
 		in.followEvents(source)
 	}
-	ended := engine.ended
-	f.update(w, func(s *WorkerStatus) { s.PID = engine.pid })
-	if engine.pid != 0 {
-		f.log.Info(fmt.Sprintf("worker %d: %s", w.id, stageProcess), "pid", engine.pid, "url", w.spec.URL)
+	ended := engine.Ended
+	f.update(w, func(s *WorkerStatus) { s.PID = engine.PID })
+	if engine.PID != 0 {
+		f.log.Info(fmt.Sprintf("worker %d: %s", w.id, stageProcess), "pid", engine.PID, "url", w.spec.URL)
 	}
 
 	stop := func() {
 		output.setEnding()
-		engine.stop()
-		timer := time.AfterFunc(f.timing.stopLimit, engine.kill)
+		engine.Stop()
+		timer := time.AfterFunc(f.timing.stopLimit, engine.Kill)
 		defer timer.Stop()
 		<-ended
 	}
@@ -471,7 +385,7 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker, start func(*startLog)
 		case err := <-ended:
 			downReason = "its process ended: " + endReason(err)
 			in.markDown(downReason)
-			if engine.pid == 0 {
+			if engine.PID == 0 {
 				return since(readySince), err
 			}
 			return since(readySince), f.explainEnd(w, output, err)
@@ -511,7 +425,7 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker, start func(*startLog)
 		case downSince.IsZero():
 			downSince = time.Now()
 		case time.Since(downSince) > f.timing.hangLimit:
-			engine.kill() // what hangs does not heed SIGTERM
+			engine.Kill() // what hangs does not heed SIGTERM
 			<-ended
 			downReason = fmt.Sprintf("it did not answer for %s and was killed", f.timing.hangLimit)
 			return since(readySince), errors.New(downReason)
@@ -533,9 +447,9 @@ func (f *Fleet) becomeReady(in *incarnation) bool {
 	if served.names == nil {
 		served.names = []string{f.cfg.ServedModelName}
 	}
-	in.setTargets(served, launchedSources(f.cfg, int(w.id)))
+	in.setTargets(served, f.cfg.Ports.Sources(int(w.id), f.cfg.BlockSize))
 	in.followLoads(func(rank uint32) string {
-		return launchedLoadEndpoint(f.cfg, int(w.id)*f.cfg.Ranks()+int(rank))
+		return f.cfg.Ports.LoadEndpoint(int(w.id), int(rank))
 	})
 	in.markUp()
 	return true

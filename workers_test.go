@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
@@ -116,9 +117,10 @@ func (o *observed) childPID() int {
 type fakeFleet struct {
 	*Fleet
 	*observed
-	t      *testing.T
-	cancel context.CancelFunc
-	done   chan error
+	launcher *Launcher
+	t        *testing.T
+	cancel   context.CancelFunc
+	done     chan error
 }
 
 // fakeConfig has n workers to start, on ports that are free.
@@ -166,24 +168,29 @@ func fastTiming() fleetTiming {
 func newFakeFleet(t *testing.T, cfg Config, env ...string) *fakeFleet {
 	t.Helper()
 	o := &observed{}
-	fleet, err := NewFleet(cfg, NewRadix(), o.recorder(), slog.New(slog.NewTextHandler(&o.out, &slog.HandlerOptions{Level: slog.LevelDebug})))
+	log := slog.New(slog.NewTextHandler(&o.out, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	launcher, err := NewLauncher(cfg.vllmSettings(), log)
 	if err != nil {
 		t.Fatal(err)
 	}
+	fleet := NewFleet(cfg.fleetSettings(), launcher.Start, NewRadix(), o.recorder(), log)
 	fleet.timing = fastTiming()
-	fleet.command = func(i int, _ string) (processSpec, error) {
+	launcher.command = func(i int, _ string) (processSpec, error) {
 		return processSpec{
 			argv: []string{os.Args[0], "-test.run=^TestFakeWorkerProcess$"},
 			env:  append(os.Environ(), append(env, fmt.Sprintf("FAKE_WORKER=%d", cfg.BaseWorkerPort+i))...),
 		}, nil
 	}
-	return &fakeFleet{Fleet: fleet, observed: o, t: t, done: make(chan error, 1)}
+	return &fakeFleet{Fleet: fleet, launcher: launcher, observed: o, t: t, done: make(chan error, 1)}
 }
 
 func (f *fakeFleet) start() {
 	ctx, cancel := context.WithCancel(context.Background())
 	f.cancel = cancel
-	go func() { f.done <- f.Run(ctx) }()
+	if err := f.launcher.Open(); err != nil {
+		f.t.Fatal(err)
+	}
+	go func() { f.done <- errors.Join(f.Run(ctx), f.launcher.Close()) }()
 }
 
 // stop ends the fleet and checks that its processes are gone.
@@ -391,8 +398,8 @@ func TestWorkersThatCannotStartEndTheFleet(t *testing.T) {
 func TestMissingPythonIsAnErrorBeforeTheStart(t *testing.T) {
 	cfg := fakeConfig(t, 1)
 	cfg.Python = "/nonexistent/python"
-	if _, err := NewFleet(cfg, NewRadix(), FleetHooks{}, slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), "--python /nonexistent/python") {
-		t.Errorf("NewFleet: %v", err)
+	if _, err := NewLauncher(cfg.vllmSettings(), slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), "--python /nonexistent/python") {
+		t.Errorf("NewLauncher: %v", err)
 	}
 }
 
@@ -409,8 +416,8 @@ func TestRouterProcess(t *testing.T) {
 	up := make(chan struct{}, 2)
 	f.hooks.Up = func(Target) { up <- struct{}{} }
 	folder := make(chan string, 2)
-	command := f.command
-	f.command = func(i int, pluginDir string) (processSpec, error) {
+	command := f.launcher.command
+	f.launcher.command = func(i int, pluginDir string) (processSpec, error) {
 		folder <- pluginDir
 		return command(i, pluginDir)
 	}

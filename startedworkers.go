@@ -1,0 +1,186 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+)
+
+// EngineLimits returns how many tokens a started worker computes in a pass at
+// most, and the blocks of its KV cache; 0: unknown.
+func (c *Config) EngineLimits() (maxBatchedTokens, totalBlocks int) {
+	if c.Engine == EngineMocker {
+		return c.MockMaxNumBatchedTokens, c.MockNumGPUBlocks
+	}
+	return vllmNumber(c.VLLMArgs, "max-num-batched-tokens"), vllmNumber(c.VLLMArgs, "num-gpu-blocks-override")
+}
+
+// Ranks is how many data-parallel ranks a started worker has. Each takes one of
+// the ports for KV events, their replay and load.
+func (c *Config) Ranks() int {
+	switch c.Engine {
+	case EngineMocker:
+		return max(1, c.MockDataParallelSize)
+	case EngineVLLM:
+		return max(1, vllmNumber(c.VLLMArgs, "data-parallel-size"))
+	}
+	return 1
+}
+
+// defaultWorkers is how many workers are started where nothing is said.
+const defaultWorkers = 2
+
+// countWorkers sets NumWorkers from the flags that tell of it.
+func (c *Config) countWorkers() error {
+	apart := c.PrefillWorkers != 0 || c.DecodeWorkers != 0
+	switch {
+	case apart && c.WorkersGiven != nil:
+		return fmt.Errorf("--num-workers %d beside --prefill-workers and --decode-workers: started workers either all serve whole requests or each have their part; leave one of the two out", *c.WorkersGiven)
+	case apart && c.Engine == EngineNone:
+		return errors.New("--prefill-workers and --decode-workers start workers, and --engine is none; leave them out")
+	case apart && (c.PrefillWorkers < 1 || c.DecodeWorkers < 1):
+		return fmt.Errorf("--prefill-workers %d with --decode-workers %d: give at least 1 of each", c.PrefillWorkers, c.DecodeWorkers)
+	case apart:
+		c.NumWorkers = c.PrefillWorkers + c.DecodeWorkers
+	case c.WorkersGiven != nil:
+		c.NumWorkers = *c.WorkersGiven
+	default:
+		c.NumWorkers = defaultWorkers
+	}
+	if c.Engine != EngineNone && (c.NumWorkers < 1 || c.NumWorkers > 1000) {
+		return fmt.Errorf("%s: give 1 to 1000; for none use --engine none", c.workersAsked())
+	}
+	return nil
+}
+
+// workersAsked tells the flags that ask for NumWorkers workers, and their values.
+func (c *Config) workersAsked() string {
+	if c.PrefillWorkers > 0 {
+		return fmt.Sprintf("--prefill-workers %d and --decode-workers %d", c.PrefillWorkers, c.DecodeWorkers)
+	}
+	return fmt.Sprintf("--num-workers %d", c.NumWorkers)
+}
+
+// nixl tells whether the workers that are started hand prompts over by NIXL.
+func (c *Config) nixl() bool { return c.Engine == EngineVLLM && c.PrefillWorkers > 0 }
+
+// startedPart returns the part of started worker i where prefill and decode are
+// apart: prefill workers have the lowest numbers.
+func (c *Config) startedPart(i int) Disagg {
+	if c.PrefillWorkers == 0 {
+		return Disagg{}
+	}
+	d := Disagg{Role: RoleDecode, Kind: KindNIXL}
+	if i < c.PrefillWorkers {
+		d.Role = RolePrefill
+	}
+	if c.Engine == EngineMocker && c.MockDisaggKind == KindSGLang.String() {
+		d.Kind = KindSGLang
+		if d.Role == RolePrefill { // its HTTP port is its bootstrap server's, too
+			d.Bootstrap = Bootstrap{Host: "127.0.0.1", Port: uint16(c.BaseWorkerPort + i)}
+		}
+	}
+	return d
+}
+
+// ports are those of started workers.
+func (c *Config) workerPorts() Ports {
+	return Ports{
+		HTTP: c.BaseWorkerPort, KVEvents: c.BaseKVEventsPort, KVReplay: c.BaseKVReplayPort, Load: c.BaseMetricsPort, NIXL: c.BaseNIXLPort,
+		Ranks: c.Ranks(),
+	}
+}
+
+// vllmSettings say how vLLM workers are started.
+func (c *Config) vllmSettings() VLLMSettings {
+	return VLLMSettings{
+		Python: c.Python, Model: c.Model, ModelFolder: c.ModelFolder, ServedModelName: c.ServedModelName,
+		NumWorkers: c.NumWorkers, PrefillWorkers: c.PrefillWorkers, BlockSize: c.BlockSize,
+		GPUsPerWorker: c.GPUsPerWorker, GPUs: c.GPUs, Cores: c.Cores, KVEvents: c.KVEvents(), Args: c.VLLMArgs,
+		Ports: c.workerPorts(),
+	}
+}
+
+// fleetSettings say which workers there are.
+func (c *Config) fleetSettings() FleetSettings {
+	s := FleetSettings{
+		Attached: c.Worker, Ports: c.workerPorts(), BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
+		AssumesSizes: c.NoKVEvents && !c.hasTrees(c.Policy), ServedModelName: c.ServedModelName, Key: vllmKey(c.VLLMArgs),
+		StartupTimeout: c.StartupTimeout, RestartBackoffMax: c.RestartBackoffMax,
+	}
+	if c.Engine == EngineNone {
+		return s
+	}
+	s.MaxBatchedTokens, s.TotalBlocks = c.EngineLimits()
+	for i := range c.NumWorkers {
+		s.Started = append(s.Started, c.startedPart(i))
+	}
+	if c.Engine == EngineMocker {
+		s.ReadyPoll = mockReadyPoll
+	}
+	return s
+}
+
+// mockSettings say how simulated workers are started.
+func (c *Config) mockSettings() MockConfig {
+	s := c.MockConfig
+	s.ServedModelName, s.BlockSize, s.Seed, s.KVEvents, s.Ports = c.ServedModelName, c.BlockSize, c.Seed, c.KVEvents(), c.workerPorts()
+	for i := range c.NumWorkers {
+		s.Parts = append(s.Parts, c.startedPart(i))
+	}
+	return s
+}
+
+func (c *Config) selectionSettings() SelectionSettings {
+	return SelectionSettings{
+		APIKey: c.RouterAPIKey, ServedModelName: c.ServedModelName, BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
+		TrackPrefillTokens: c.RouterTrackPrefillTokens, CountsPasses: c.RouterQueueThreshold != nil,
+	}
+}
+
+// starter returns what starts a worker: a process, a simulated one, or nil where
+// none is to be started.
+func (r *rooms) starter() (start Start, err error) {
+	switch r.config.Engine {
+	case EngineVLLM:
+		if r.launcher, err = NewLauncher(r.config.vllmSettings(), r.log); err != nil {
+			return nil, err
+		}
+		return r.launcher.Start, nil
+	case EngineMocker:
+		if r.mocker, err = NewMocker(r.config.mockSettings(), r.model, r.log); err != nil {
+			return nil, err
+		}
+		return r.startMock, nil
+	}
+	return nil, nil
+}
+
+// runFleet runs the workers until ctx is done and all that were started have
+// ended.
+func (r *rooms) runFleet(ctx context.Context) (err error) {
+	if r.launcher != nil {
+		if err := r.launcher.Open(); err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, r.launcher.Close()) }()
+	}
+	return r.fleet.Run(ctx)
+}
+
+// mockReadyPoll is the pause between looks at a starting simulated worker.
+const mockReadyPoll = 5 * time.Millisecond
+
+// errMockStopped is why a simulated worker ended that the fleet has ended.
+var errMockStopped = errors.New("stopped by the router")
+
+// startMock starts a simulated worker, which prints nothing.
+func (r *rooms) startMock(i int, _ func(stream, text string)) (Engine, error) {
+	w, err := r.mocker.Start(i)
+	if err != nil {
+		return Engine{}, err
+	}
+	end := func() { w.End(errMockStopped) }
+	return Engine{Ended: w.Ended(), Stop: end, Kill: end}, nil
+}
