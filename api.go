@@ -25,12 +25,15 @@ import (
 const (
 	// headerLimit bounds a request's headers, in bytes.
 	headerLimit = 64 << 10
-	// headerTimeout and bodyTimeout bound how long a client may take to send
-	// its headers and its body.
+	// headerTimeout bounds how long a client may take to send its headers.
 	headerTimeout = 10 * time.Second
-	bodyTimeout   = 2 * time.Minute
 	// keepAlive is how long an idle client connection stays open.
 	keepAlive = 2 * time.Minute
+)
+
+const (
+	// bodyTimeout bounds how long a client may take to send a request's body.
+	bodyTimeout = 2 * time.Minute
 	// listLimit bounds the asking of all workers for their models.
 	listLimit = 5 * time.Second
 	// requestIDLimit bounds a client's own request id, which goes into logs.

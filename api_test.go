@@ -97,8 +97,8 @@ func newHouseOf(t testing.TB, config Config, model *Model, targets ...Target) *h
 	tokens := NewTokens(model, rooms.askWorker, time.Second, log)
 	api := NewAPI(config, h.router, tokens, proxy, telemetry, log)
 	h.Server = httptest.NewServer(api.Handler())
-	fleet := NewFleet(FleetSettings{}, nil, h.router.index, FleetHooks{}, log)
-	h.selection = httptest.NewServer(NewSelection(config.selectionSettings(), h.router, h.router.index, fleet, log).Handler())
+	fleet := NewFleet(FleetSettings{}, nil, h.router.Index(), FleetHooks{}, log)
+	h.selection = httptest.NewServer(NewSelection(config.selectionSettings(), h.router, h.router.Index(), fleet, log).Handler())
 	t.Cleanup(func() {
 		h.Close()
 		h.selection.Close()
@@ -168,10 +168,9 @@ func deadURL(t *testing.T) string {
 	return s.URL
 }
 
-const (
-	tokenEvent = `{"choices":[{"delta":{"content":"hi"}}]}`
-	usageEvent = `{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":4}}}`
-)
+const tokenEvent = `{"choices":[{"delta":{"content":"hi"}}]}`
+
+const usageEvent = `{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":4}}}`
 
 func TestBodyReachesTheWorkerUnchanged(t *testing.T) {
 	worker := newFakeWorker(t, streamOf(tokenEvent, "[DONE]"))

@@ -427,7 +427,7 @@ func TestBooksEqualANaiveCount(t *testing.T) {
 // TestNoCachedTokensMeansNoneWhereTheWorkerTellsOfSome is about vLLM, which
 // leaves them out where there were none, or always.
 func TestNoCachedTokensMeansNoneWhereTheWorkerTellsOfSome(t *testing.T) {
-	r, _ := cacheRouter(t, "cache-threshold", prefixApprox, 1)
+	r, _ := cacheRouter(t, "cache-threshold", PrefixApprox, 1)
 	send := func(from uint32, answer func(b *Booking)) (overlap int) {
 		t.Helper()
 		d := mustRoute(t, r, Request{Tokens: count(from, 10*testBlock)})

@@ -103,7 +103,7 @@ func cacheRouter(t testing.TB, policy, source string, workers int) (*Router, *st
 // bothSources runs a test for both policies and both sources.
 func bothSources(t *testing.T, run func(t *testing.T, policy, source string)) {
 	for _, policy := range []string{"cache-threshold", "variance"} {
-		for _, source := range []string{prefixApprox, prefixEvents} {
+		for _, source := range []string{PrefixApprox, PrefixEvents} {
 			t.Run(policy+"/"+source, func(t *testing.T) { run(t, policy, source) })
 		}
 	}
@@ -135,7 +135,7 @@ func TestHotSpotSpreads(t *testing.T) {
 // TestConcurrentTwinsMeet is the reason for speculation: the first one's answer
 // need not have come, nor its events.
 func TestConcurrentTwinsMeet(t *testing.T) {
-	for _, source := range []string{prefixApprox, prefixEvents} {
+	for _, source := range []string{PrefixApprox, PrefixEvents} {
 		r, _ := cacheRouter(t, "cache-threshold", source, 8)
 		for i := range uint32(20) {
 			request := Request{Tokens: count(1000*i, 20*testBlock)}
@@ -182,7 +182,7 @@ func TestDeathSpiral(t *testing.T) {
 				running = running[1:]
 			}
 		}
-		if n := r.index.Blocks(w0); n > 0 {
+		if n := r.Index().Blocks(w0); n > 0 {
 			t.Errorf("%d blocks count as cached on the worker that fails", n)
 		}
 		return failed
@@ -256,11 +256,11 @@ func TestThePrefixSourceDecidesWhetherEventsAreFollowed(t *testing.T) {
 		trees, follows bool
 	}{
 		{"cache-threshold", "", false, false, true},
-		{"cache-threshold", prefixEvents, false, false, true},
-		{"variance", prefixApprox, false, true, false},
+		{"cache-threshold", PrefixEvents, false, false, true},
+		{"variance", PrefixApprox, false, true, false},
 		{"variance", "", true, true, false},
-		{"variance", prefixApprox, true, true, false},
-		{"kv", prefixApprox, false, false, true}, // beside one of the two in a simulation
+		{"variance", PrefixApprox, true, true, false},
+		{"kv", PrefixApprox, false, false, true}, // beside one of the two in a simulation
 	} {
 		config := Config{Policy: test.policy, PolicyKnobs: DefaultPolicyKnobs(), IndexConfig: DefaultIndexConfig()}
 		config.PrefixSource, config.NoKVEvents = test.source, test.noEvents
@@ -330,7 +330,7 @@ func TestCorrectionHalvesThePredictionsError(t *testing.T) {
 		for _, policy := range []string{"cache-threshold", "variance"} {
 			t.Run(fmt.Sprintf("%s/%d", policy, blocks), func(t *testing.T) {
 				s := sharedPrompts(t, 800, blocks)
-				s.Policy, s.Index.PrefixSource = policy, prefixApprox
+				s.Policy, s.Index.PrefixSource = policy, PrefixApprox
 				s.Concurrency = 64
 				on := mustRun(t, s)
 				s.Index.CacheCorrection = false

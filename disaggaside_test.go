@@ -15,10 +15,20 @@ import (
 	"github.com/tidwall/gjson"
 )
 
+// unobserved is told of what happens and keeps nothing.
+type unobserved struct{}
+
+func (unobserved) Retried(uint64)                          {}
+func (unobserved) EngineFailed()                           {}
+func (unobserved) InterToken(string, time.Duration, int)   {}
+func (unobserved) StayedWhole(string)                      {}
+func (unobserved) Prefilled(Kind, time.Duration)           {}
+func (unobserved) HandedOver(Kind, time.Duration)          {}
+func (unobserved) SharedEnded(Kind, string, time.Duration) {}
+
 // newTestPairs returns pairs that serve no requests.
 func newTestPairs(t testing.TB) *Pairs {
-	telemetry := newBareTelemetry()
-	proxy := NewProxy(telemetry, 0, func(uint64) {})
+	proxy := NewProxy(unobserved{}, 0, func(uint64) {})
 	t.Cleanup(proxy.client.CloseIdleConnections)
 	return NewPairs(nil, proxy, DefaultDisaggKnobs(), slog.New(slog.DiscardHandler))
 }

@@ -200,7 +200,7 @@ func TestEventStreamGoesOnFromAPeersBlocks(t *testing.T) {
 				}
 				return seqs, true
 			}
-			src := p.source()
+			src := sourceOf(p)
 			src.Seeded = true
 			if !c.replay {
 				src.Replay = ""
@@ -214,7 +214,7 @@ func TestEventStreamGoesOnFromAPeersBlocks(t *testing.T) {
 					t.Fatal(err)
 				}
 			})
-			p.subscribed(t, f)
+			f.subscribed(t, p)
 			if c.replay {
 				f.reaches(t, map[string]uint64{"batches": 2 - c.oldest})
 			}

@@ -238,7 +238,7 @@ func TestAPanicOverARequestLeavesNothingBooked(t *testing.T) {
 	router.Up(Target{Key: WorkerKey{}, URL: worker.URL})
 	policy := new(clerk)
 	router.policy = policy
-	proxy := NewProxy(newBareTelemetry(), 0, func(uint64) {})
+	proxy := NewProxy(unobserved{}, 0, func(uint64) {})
 	defer proxy.client.CloseIdleConnections()
 	func() {
 		defer func() {

@@ -2,37 +2,11 @@ package main
 
 import (
 	"fmt"
-	"slices"
 	"testing"
 	"time"
 
 	"pgregory.net/rapid"
 )
-
-// check tells what is inconsistent in the engine: the pool itself, or
-// references that no request holds.
-func (e *SimEngine) check() error {
-	if err := e.pool.check(); err != nil {
-		return err
-	}
-	refs := make([]int32, len(e.pool.blocks))
-	for _, r := range slices.Concat(e.running, e.fetching, e.fetched, e.kept) {
-		for _, b := range r.held {
-			refs[b]++
-		}
-	}
-	for b := 1; b < len(refs); b++ {
-		if refs[b] != e.pool.blocks[b].refs {
-			return fmt.Errorf("block %d has %d references, requests hold %d", b, e.pool.blocks[b].refs, refs[b])
-		}
-	}
-	for _, r := range e.waiting {
-		if len(r.held) > 0 || r.running {
-			return fmt.Errorf("a waiting request holds %d blocks", len(r.held))
-		}
-	}
-	return nil
-}
 
 // simRequest makes a request whose blocks of that size have the given local
 // hashes; rest tokens follow them.

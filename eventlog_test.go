@@ -31,7 +31,7 @@ func peerOf(t *testing.T, f *following) string {
 // of peers.
 func followAlone(t *testing.T, p *fakePublisher, peers ...string) *following {
 	t.Helper()
-	src := p.source()
+	src := sourceOf(p)
 	src.Replay = ""
 	before := 0
 	p.locked(func() { before = len(p.subs) })
@@ -46,8 +46,8 @@ func followAlone(t *testing.T, p *fakePublisher, peers ...string) *following {
 
 func TestEventStreamTakesAGapFromAnotherRouter(t *testing.T) {
 	p := newFakePublisher(t)
-	whole := followStream(t, p.source(), nil)
-	p.subscribed(t, whole)
+	whole := followStream(t, sourceOf(p), nil)
+	whole.subscribed(t, p)
 	f := followAlone(t, p, peerOf(t, whole))
 	p.batch(false, storedEvent(1, 0, 2))
 	f.holds(t, 1, 5, 2)
@@ -68,8 +68,8 @@ func TestEventStreamTakesAGapFromAnotherRouter(t *testing.T) {
 
 func TestEventStreamTakesAllBlocksFromAnotherRouter(t *testing.T) {
 	p := newFakePublisher(t)
-	whole := followStream(t, p.source(), nil)
-	p.subscribed(t, whole)
+	whole := followStream(t, sourceOf(p), nil)
+	whole.subscribed(t, p)
 	for i := range 20 {
 		p.batch(false, storedEvent(i, 0, 3))
 	}
@@ -91,8 +91,8 @@ func TestEventStreamTakesAllBlocksFromAnotherRouter(t *testing.T) {
 
 func TestEventStreamTakesAllBlocksWhereAPeersEventsBeginTooLate(t *testing.T) {
 	p := newFakePublisher(t)
-	whole := followStream(t, p.source(), nil)
-	p.subscribed(t, whole)
+	whole := followStream(t, sourceOf(p), nil)
+	whole.subscribed(t, p)
 	f := followAlone(t, p, peerOf(t, whole))
 	p.batch(false, storedEvent(1, 0, 2))
 	f.holds(t, 1, 2, 2)
@@ -107,8 +107,8 @@ func TestEventStreamTakesAllBlocksWhereAPeersEventsBeginTooLate(t *testing.T) {
 
 func TestEventStreamTakesNothingFromAStranger(t *testing.T) {
 	p, other := newFakePublisher(t), newFakePublisher(t)
-	stranger := followStream(t, other.source(), nil)
-	other.subscribed(t, stranger)
+	stranger := followStream(t, sourceOf(other), nil)
+	stranger.subscribed(t, other)
 	f := followAlone(t, p, peerOf(t, stranger))
 	for range 5 { // the same numbers, of another worker
 		other.batch(false, storedEvent(9, 0, 2))

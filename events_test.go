@@ -13,8 +13,8 @@ import (
 
 func TestEventStreamFetchesAGapBeforeItGoesOn(t *testing.T) {
 	p := newFakePublisher(t)
-	f := followStream(t, p.source(), nil)
-	p.subscribed(t, f)
+	f := followStream(t, sourceOf(p), nil)
+	f.subscribed(t, p)
 	p.batch(false, storedEvent(1, 0, 2))
 	f.holds(t, 1, 5, 2)
 	p.batch(true, storedEvent(1, 2, 3))
@@ -28,10 +28,10 @@ func TestEventStreamFetchesAGapBeforeItGoesOn(t *testing.T) {
 
 func TestEventStreamClearsAfterAGapWithoutReplay(t *testing.T) {
 	p := newFakePublisher(t)
-	src := p.source()
+	src := sourceOf(p)
 	src.Replay = ""
 	f := followStream(t, src, nil)
-	p.subscribed(t, f)
+	f.subscribed(t, p)
 	p.batch(false, storedEvent(1, 0, 2))
 	f.holds(t, 1, 2, 2)
 	f.has(t, map[string]uint64{"cold": 0})
@@ -53,10 +53,10 @@ func TestEventStreamClearsAfterAGapWithoutReplay(t *testing.T) {
 
 func TestEventStreamClearsWhenAReplayIsNotAnswered(t *testing.T) {
 	p := newFakePublisher(t)
-	f := followStream(t, p.source(), func(s *EventStream) {
+	f := followStream(t, sourceOf(p), func(s *EventStream) {
 		s.timing.replayLimit, s.timing.retry = 20*time.Millisecond, 100*time.Millisecond
 	})
-	p.subscribed(t, f)
+	f.subscribed(t, p)
 	p.batch(false, storedEvent(1, 0, 2))
 	f.holds(t, 1, 2, 2)
 	p.locked(func() { p.replay = func(uint64) ([]uint64, bool) { return nil, false } })
@@ -92,7 +92,7 @@ func TestEventStreamAsksAgainAfterAHoleInAReplay(t *testing.T) {
 		}
 		return []uint64{3, 4, 5}, true
 	}
-	f := followStream(t, p.source(), func(s *EventStream) { s.timing.replayPause = 500 * time.Millisecond })
+	f := followStream(t, sourceOf(p), func(s *EventStream) { s.timing.replayPause = 500 * time.Millisecond })
 	f.holds(t, 1, 6, 6)
 	f.has(t, map[string]uint64{"batches": 6, "replay_failures": 0, "cold": 0})
 	p.locked(func() { wantSameEvents(t, "replays asked for", p.replayed, []uint64{0, 1, 3}) })
@@ -110,14 +110,14 @@ func TestEventStreamStartsColdWhereTheBufferBegins(t *testing.T) {
 		}
 		return seqs, true
 	}
-	f := followStream(t, p.source(), nil)
+	f := followStream(t, sourceOf(p), nil)
 	f.holds(t, 5, 1, 1)
 	f.holds(t, 3, 1, 1)
 	f.holds(t, 2, 1, 0)
 	f.has(t, map[string]uint64{"cold": 1, "batches": 3})
 
 	// A gap that has left the buffer: what was known is not to be trusted.
-	p.subscribed(t, f)
+	f.subscribed(t, p)
 	p.batch(true, removedEvent(5, 0, 1))
 	p.batch(true, storedEvent(6, 0, 1))
 	p.locked(func() { oldest = 7 })
@@ -132,8 +132,8 @@ func TestEventStreamGivesUpAReplayWithoutHistory(t *testing.T) {
 	p := newFakePublisher(t)
 	p.replay = func(uint64) ([]uint64, bool) { return nil, true }
 	p.batch(true, storedEvent(1, 0, 1))
-	f := followStream(t, p.source(), func(s *EventStream) { s.timing.quiet = [3]time.Duration{time.Hour, time.Millisecond, time.Millisecond} })
-	p.subscribed(t, f)
+	f := followStream(t, sourceOf(p), func(s *EventStream) { s.timing.quiet = [3]time.Duration{time.Hour, time.Millisecond, time.Millisecond} })
+	f.subscribed(t, p)
 	p.batch(false, storedEvent(2, 0, 1))
 	f.holds(t, 2, 1, 1)
 	f.has(t, map[string]uint64{"cold": 1, "gaps": 1})
@@ -145,10 +145,10 @@ func TestEventStreamGivesUpAReplayWithoutHistory(t *testing.T) {
 
 func TestEventStreamFindsWhatASilentConnectionMissed(t *testing.T) {
 	p := newFakePublisher(t)
-	f := followStream(t, p.source(), func(s *EventStream) {
+	f := followStream(t, sourceOf(p), func(s *EventStream) {
 		s.timing.quiet = [3]time.Duration{20 * time.Millisecond, 20 * time.Millisecond, 20 * time.Millisecond}
 	})
-	p.subscribed(t, f)
+	f.subscribed(t, p)
 	p.batch(true, storedEvent(1, 0, 1))
 	f.holds(t, 1, 1, 1)
 	// By now the connection has had its time: what it does not bring shows
@@ -185,8 +185,8 @@ func TestEventStreamNoticesANewPublisher(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			p := newFakePublisher(t)
-			f := followStream(t, p.source(), nil)
-			p.subscribed(t, f)
+			f := followStream(t, sourceOf(p), nil)
+			f.subscribed(t, p)
 			p.batch(false, storedEvent(1, 0, 1))
 			p.batch(false, storedEvent(2, 0, 1))
 			f.holds(t, 2, 1, 1)
@@ -211,8 +211,8 @@ func TestEventStreamNoticesANewPublisher(t *testing.T) {
 
 func TestEventStreamKeepsItsBlocksOverALostConnection(t *testing.T) {
 	p := newFakePublisher(t)
-	f := followStream(t, p.source(), nil)
-	p.subscribed(t, f)
+	f := followStream(t, sourceOf(p), nil)
+	f.subscribed(t, p)
 	p.batch(false, storedEvent(1, 0, 1))
 	f.holds(t, 1, 1, 1)
 	p.drop()
@@ -224,8 +224,8 @@ func TestEventStreamKeepsItsBlocksOverALostConnection(t *testing.T) {
 
 func TestEventStreamForgetsAWorkerThatStaysAway(t *testing.T) {
 	p := newFakePublisher(t)
-	f := followStream(t, p.source(), func(s *EventStream) { s.timing.grace = 50 * time.Millisecond })
-	p.subscribed(t, f)
+	f := followStream(t, sourceOf(p), func(s *EventStream) { s.timing.grace = 50 * time.Millisecond })
+	f.subscribed(t, p)
 	p.batch(false, storedEvent(1, 0, 1))
 	f.holds(t, 1, 1, 1)
 	p.pub.Close()
@@ -235,8 +235,8 @@ func TestEventStreamForgetsAWorkerThatStaysAway(t *testing.T) {
 
 func TestEventStreamSurvivesMessagesThatAreNoBatches(t *testing.T) {
 	p := newFakePublisher(t)
-	f := followStream(t, p.source(), nil)
-	p.subscribed(t, f)
+	f := followStream(t, sourceOf(p), nil)
+	f.subscribed(t, p)
 	p.locked(func() {
 		_ = p.subs[0].Send([]byte("kv-events"))
 		_ = p.subs[0].Send([]byte("kv-events"), []byte("short"), nil)
@@ -252,7 +252,7 @@ func TestEventStreamSurvivesMessagesThatAreNoBatches(t *testing.T) {
 	// A frame of 2^62 bytes ends the connection, not the process.
 	p.locked(func() { _, _ = p.subs[0].raw.Write([]byte{2, 0x40, 0, 0, 0, 0, 0, 0, 0}) })
 	f.reaches(t, map[string]uint64{"reconnects": 1})
-	p.subscribed(t, f)
+	f.subscribed(t, p)
 	p.batch(true, storedEvent(1, 1, 2))
 	f.holds(t, 1, 2, 1+1)
 }
@@ -266,8 +266,8 @@ func TestEventStreamEndsWhereverItWaits(t *testing.T) {
 	for name, place := range map[string]func(p *fakePublisher) EventSource{
 		"for a publisher":    func(*fakePublisher) EventSource { return EventSource{Endpoint: "tcp://127.0.0.1:1"} },
 		"for a greeting":     func(*fakePublisher) EventSource { return EventSource{Endpoint: "tcp://" + silent.Addr().String()} },
-		"for a replay":       func(p *fakePublisher) EventSource { return p.source() },
-		"for a message":      func(p *fakePublisher) EventSource { return EventSource{Endpoint: p.source().Endpoint, Topic: "kv"} },
+		"for a replay":       func(p *fakePublisher) EventSource { return sourceOf(p) },
+		"for a message":      func(p *fakePublisher) EventSource { return EventSource{Endpoint: sourceOf(p).Endpoint, Topic: "kv"} },
 		"with a bad address": func(*fakePublisher) EventSource { return EventSource{Endpoint: "tcp:nowhere"} },
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -276,7 +276,7 @@ func TestEventStreamEndsWhereverItWaits(t *testing.T) {
 			src := place(p)
 			f := followStream(t, src, func(s *EventStream) { s.timing.replayLimit = time.Hour })
 			if src.Topic != "" {
-				p.subscribed(t, f)
+				f.subscribed(t, p)
 			}
 			f.stop()
 		})
@@ -288,12 +288,13 @@ func TestEventStreamEndsWhereverItWaits(t *testing.T) {
 func appliedStream(t *testing.T, batches ...[]byte) *following {
 	t.Helper()
 	log := new(logBuffer)
-	s := NewEventStream(EventSource{Worker: testWorker, BlockSize: testBlockSize}, NewRadix(), slog.New(slog.NewTextHandler(log, nil)))
+	index := NewRadix()
+	s := NewEventStream(EventSource{Worker: testWorker, BlockSize: testBlockSize}, index, slog.New(slog.NewTextHandler(log, nil)))
 	s.begin(0)
 	for i, b := range batches {
 		s.apply(uint64(i), b, true)
 	}
-	return &following{s, log, nil}
+	return &following{s, s.src, index, log, nil}
 }
 
 func TestEventStreamLeavesOutABadEventAlone(t *testing.T) {
@@ -401,8 +402,8 @@ func TestEventStreamNeverRootsBlocksOfAnUnknownParent(t *testing.T) {
 	})
 	t.Run("with a replay", func(t *testing.T) {
 		p := newFakePublisher(t)
-		f := followStream(t, p.source(), nil)
-		p.subscribed(t, f)
+		f := followStream(t, sourceOf(p), nil)
+		f.subscribed(t, p)
 		p.batch(false, storedEvent(3, 0, 1))
 		f.holds(t, 3, 1, 1)
 		p.batch(false, storedEvent(1, 2, 4))

@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"log/slog"
+	"math"
 	"sync"
 	"testing"
 	"time"
@@ -91,8 +92,10 @@ func payloadOf(t testing.TB, ts float64, events ...testEvent) []byte {
 // following is a stream that runs, with short waits.
 type following struct {
 	*EventStream
-	log  *logBuffer
-	stop func()
+	from   EventSource
+	holder Index
+	log    *logBuffer
+	stop   func()
 }
 
 // followStream starts a stream; it is stopped, and checked for what it leaves
@@ -105,7 +108,8 @@ func followStream(t *testing.T, src EventSource, tweak func(*EventStream)) *foll
 		src.BlockSize = testBlockSize
 	}
 	log := new(logBuffer)
-	s := NewEventStream(src, NewRadix(), slog.New(slog.NewTextHandler(log, nil)))
+	index := NewRadix()
+	s := NewEventStream(src, index, slog.New(slog.NewTextHandler(log, nil)))
 	s.timing.backoffMin, s.timing.backoffMax = 5*time.Millisecond, 100*time.Millisecond
 	s.timing.replayLimit = 2 * time.Second
 	if tweak != nil {
@@ -118,7 +122,7 @@ func followStream(t *testing.T, src EventSource, tweak func(*EventStream)) *foll
 		s.Run(ctx)
 	}()
 	var once sync.Once
-	f := &following{s, log, nil}
+	f := &following{s, src, index, log, nil}
 	f.stop = func() {
 		once.Do(func() {
 			cancel()
@@ -142,7 +146,7 @@ func (f *following) holds(t *testing.T, number, n, want int) {
 	got := -1
 	f.until(t, func() bool {
 		got = 0
-		for _, m := range f.index.Match(local, nil) {
+		for _, m := range f.holder.Match(local, nil) {
 			if m.Worker == testWorker {
 				got = m.Blocks
 			}
@@ -191,7 +195,7 @@ func (f *following) has(t *testing.T, want map[string]uint64) {
 }
 
 func (f *following) counts() map[string]uint64 {
-	s := &f.stats
+	s := f.Stats()
 	flag := map[bool]uint64{true: 1}
 	counts := s.Counts()
 	counts["connected"], counts["cold"], counts["last_seq"] = flag[s.Connected.Load()], flag[s.Cold.Load()], s.LastSeq.Load()
@@ -253,7 +257,8 @@ func newFakePublisher(t *testing.T) *fakePublisher {
 	return p
 }
 
-func (p *fakePublisher) source() EventSource {
+// sourceOf is where a publisher's events are.
+func sourceOf(p *fakePublisher) EventSource {
 	return EventSource{Endpoint: p.pub.Endpoint(), Replay: p.router.Endpoint(), Topic: "kv"}
 }
 
@@ -261,7 +266,7 @@ func (p *fakePublisher) source() EventSource {
 func (p *fakePublisher) serve(conn *ZMQConn, kind zmq4.SocketType) {
 	p.locked(func() { p.conns = append(p.conns, conn) })
 	for {
-		msg, err := conn.conn.RecvMsg()
+		msg, err := conn.RecvMsg()
 		if err != nil {
 			return
 		}
@@ -300,7 +305,7 @@ func (p *fakePublisher) answer(conn *ZMQConn, frames [][]byte) {
 		_ = conn.Send(nil, []byte("kv"), binary.BigEndian.AppendUint64(nil, seq), p.history[seq])
 	}
 	if end {
-		_ = conn.Send(nil, nil, binary.BigEndian.AppendUint64(nil, replayEnd), nil)
+		_ = conn.Send(nil, nil, binary.BigEndian.AppendUint64(nil, math.MaxUint64), nil)
 	}
 }
 
@@ -330,7 +335,7 @@ func (p *fakePublisher) drop() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, c := range p.conns {
-		_ = c.raw.Close()
+		c.Break()
 	}
 	p.conns, p.subs = nil, nil
 }
@@ -343,11 +348,10 @@ func (p *fakePublisher) locked(f func()) {
 }
 
 // subscribed waits for so many subscribers and for the first replay after it.
-func (p *fakePublisher) subscribed(t *testing.T, f *following) {
+func (f *following) subscribed(t *testing.T, p *fakePublisher) {
 	t.Helper()
-	f.until(t, func() bool {
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		return len(p.subs) > 0 && (f.src.Replay == "" || len(p.replayed) > 0)
+	f.until(t, func() (done bool) {
+		p.locked(func() { done = len(p.subs) > 0 && (f.from.Replay == "" || len(p.replayed) > 0) })
+		return done
 	}, func() string { return "no subscription" })
 }

@@ -398,7 +398,7 @@ func (h *pairHouse) store(t testing.TB, worker WorkerKey, chat string, n int) {
 	for i := range blocks {
 		blocks[i] = StoredBlock{uint64(1000 + i), hashes[i]}
 	}
-	if err := h.router.index.Store(worker, 0, false, blocks); err != nil {
+	if err := h.router.Index().Store(worker, 0, false, blocks); err != nil {
 		t.Fatal(err)
 	}
 }

@@ -22,8 +22,8 @@ import (
 func newFinder(t *testing.T, router *Router) (s *Selection, ask func(path, body string) (int, gjson.Result)) {
 	t.Helper()
 	log := slog.New(slog.DiscardHandler)
-	fleet := NewFleet(FleetSettings{}, nil, router.index, FleetHooks{}, log)
-	s = NewSelection(SelectionSettings{KVEvents: true}, router, router.index, fleet, log)
+	fleet := NewFleet(FleetSettings{}, nil, router.Index(), FleetHooks{}, log)
+	s = NewSelection(SelectionSettings{KVEvents: true}, router, router.Index(), fleet, log)
 	handler := s.Handler()
 	return s, func(path, body string) (int, gjson.Result) {
 		w := httptest.NewRecorder()

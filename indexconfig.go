@@ -31,8 +31,8 @@ func DefaultIndexConfig() IndexConfig {
 
 // Values of --prefix-source.
 const (
-	prefixEvents = "events"
-	prefixApprox = "approx"
+	PrefixEvents = "events"
+	PrefixApprox = "approx"
 )
 
 // validate checks the settings together with the policies that may run.
@@ -48,13 +48,13 @@ func (c IndexConfig) validate(policies ...string) error {
 		return fmt.Errorf("--router-predicted-ttl-secs %v: give 0 to %g", c.RouterPredictedTTLSecs, maxIndexTTL)
 	case c.NoKVEvents && c.RouterPredictedTTLSecs > 0:
 		return errors.New("--router-predicted-ttl-secs goes with KV events: with --no-kv-events all is predicted")
-	case !slices.Contains([]string{"", prefixEvents, prefixApprox}, c.PrefixSource):
-		return fmt.Errorf("--prefix-source %s: give %s or %s", c.PrefixSource, prefixEvents, prefixApprox)
+	case !slices.Contains([]string{"", PrefixEvents, PrefixApprox}, c.PrefixSource):
+		return fmt.Errorf("--prefix-source %s: give %s or %s", c.PrefixSource, PrefixEvents, PrefixApprox)
 	case c.PrefixSource != "" && !slices.ContainsFunc(policies, routesByMatch):
 		return fmt.Errorf("--prefix-source %s goes with --policy cache-threshold or variance; for others there is --no-kv-events", c.PrefixSource)
-	case c.NoKVEvents && c.PrefixSource == prefixEvents:
+	case c.NoKVEvents && c.PrefixSource == PrefixEvents:
 		return errors.New("--prefix-source events and --no-kv-events exclude each other: leave one out")
-	case c.RouterPredictedTTLSecs > 0 && c.PrefixSource == prefixApprox:
+	case c.RouterPredictedTTLSecs > 0 && c.PrefixSource == PrefixApprox:
 		return errors.New("--router-predicted-ttl-secs goes with KV events: with --prefix-source approx all is predicted")
 	case c.MaxTreeSize < 1 || c.MaxTreeSize > maxTreeTokens:
 		return fmt.Errorf("--max-tree-size %d: give 1 to %d tokens", c.MaxTreeSize, maxTreeTokens)
@@ -79,7 +79,7 @@ func indexless(policy string, knobs PolicyKnobs) bool {
 
 // hasTrees tells that a policy has prefix trees for its index.
 func (c IndexConfig) hasTrees(policy string) bool {
-	return routesByMatch(policy) && (c.NoKVEvents || c.PrefixSource == prefixApprox)
+	return routesByMatch(policy) && (c.NoKVEvents || c.PrefixSource == PrefixApprox)
 }
 
 // follows tells whether the index of a policy is fed by KV events.

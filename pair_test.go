@@ -102,7 +102,7 @@ func TestPromptGoesWhereItIsCachedAndAnswerWhereThereIsRoom(t *testing.T) {
 			for i := range blocks {
 				blocks[i] = StoredBlock{uint64(i + 1), hashes[i]}
 			}
-			if err := r.index.Store(WorkerKey{Worker: w}, 0, false, blocks); err != nil {
+			if err := r.Index().Store(WorkerKey{Worker: w}, 0, false, blocks); err != nil {
 				t.Fatal(err)
 			}
 		}

@@ -142,7 +142,7 @@ func TestABlockOfTheAnswerBeforeIsNoSurprise(t *testing.T) {
 
 func TestWithoutCorrectionNothingIsTakenBack(t *testing.T) {
 	config := DefaultIndexConfig()
-	config.PrefixSource, config.CacheCorrection = prefixApprox, false
+	config.PrefixSource, config.CacheCorrection = PrefixApprox, false
 	for _, noEvents := range []bool{false, true} {
 		config.NoKVEvents = noEvents
 		for _, policy := range []string{"variance", "work"} {

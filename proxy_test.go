@@ -101,7 +101,7 @@ func TestOutputBlocksAreBookedAsAStreamGrows(t *testing.T) {
 	for _, tracked := range []bool{true, false} {
 		router, _ := newClockedRouter(t, 0, DefaultRouterKnobs())
 		router.Up(Target{Key: WorkerKey{}, URL: worker.URL})
-		proxy := NewProxy(newBareTelemetry(), time.Minute, func(uint64) {})
+		proxy := NewProxy(unobserved{}, time.Minute, func(uint64) {})
 		proxy.outputBlocks = tracked
 		done := make(chan error, 1)
 		go func() {

@@ -216,6 +216,9 @@ func NewRouterWith(index Index, policy Policy, blockSize int, seed uint64, knobs
 	}
 }
 
+// Index is where the router looks prompts up.
+func (r *Router) Index() Index { return r.index }
+
 // BlockSize is the number of tokens a block.
 func (r *Router) BlockSize() int { return r.blockSize }
 

@@ -35,7 +35,7 @@ func hold(r *Router, w uint64, tokens []uint32) {
 	for i, engine := range SequenceHashes(nil, local) {
 		blocks[i] = StoredBlock{Engine: engine, Local: local[i]}
 	}
-	r.index.Store(WorkerKey{Worker: w}, 0, false, blocks)
+	r.Index().Store(WorkerKey{Worker: w}, 0, false, blocks)
 }
 
 // count returns tokens from, from+1, ...

@@ -7,11 +7,16 @@ import (
 	"math/rand/v2"
 	"os"
 	"reflect"
+	"slices"
+	"strings"
 	"testing"
 	"time"
 
 	"pgregory.net/rapid"
 )
+
+// thompsonEpoch is when the tests of policy thompson begin.
+var thompsonEpoch = time.Unix(1_000_000_000, 0)
 
 func mustThompson(t testing.TB, fixes string) *thompson {
 	t.Helper()
@@ -28,11 +33,14 @@ func mustThompson(t testing.TB, fixes string) *thompson {
 type thompsonWorld struct {
 	now     time.Time
 	router  *Router
-	policy  *thompson
+	policy  thompsonPolicy
 	slow    []float64 // by worker: how many times as long all takes
 	sent    []int     // by worker
 	flights []thompsonFlight
 }
+
+// thompsonPolicy is policy thompson from outside.
+type thompsonPolicy interface{ Stats() ThompsonStats }
 
 type thompsonFlight struct {
 	at      time.Time
@@ -42,8 +50,14 @@ type thompsonFlight struct {
 }
 
 func newThompsonWorld(t testing.TB, fixes string, seed uint64, slow ...float64) *thompsonWorld {
-	w := &thompsonWorld{now: simEpoch, policy: mustThompson(t, fixes), slow: slow, sent: make([]int, len(slow))}
-	w.router = NewRouter(NewRadix(), w.policy, 16, seed)
+	knobs := DefaultPolicyKnobs()
+	knobs.ThompsonFixes = fixes
+	policy, err := NewPolicyWith("thompson", knobs)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := &thompsonWorld{now: time.Unix(1_000_000_000, 0), policy: policy.(thompsonPolicy), slow: slow, sent: make([]int, len(slow))}
+	w.router = NewRouter(NewRadix(), policy, 16, seed)
 	w.router.now = func() time.Time { return w.now }
 	for i := range slow {
 		w.router.Up(Target{Key: WorkerKey{Worker: uint64(i)}, Generation: 1})
@@ -131,15 +145,10 @@ func TestThompsonFixesAblation(t *testing.T) {
 		t.Skip("prints a table; KVROUTER_ABLATION=1 runs it")
 	}
 	sets := [][2]string{{"all", "all"}, {"none", "none"}}
-	var f thompsonFixes
-	for _, fix := range f.byName() {
-		without, _ := parseThompsonFixes("all")
-		for _, other := range without.byName() {
-			if other.name == fix.name {
-				*other.on = false
-			}
-		}
-		sets = append(sets, [2]string{"without " + fix.name, without.String()})
+	fixes := []string{"worker-baseline", "forgetting", "load-sign", "outstanding", "pin-ttl", "feedback", "cold-start"}
+	for i, fix := range fixes {
+		without := slices.Concat(fixes[:i], fixes[i+1:])
+		sets = append(sets, [2]string{"without " + fix, strings.Join(without, ",")})
 	}
 	for _, set := range sets {
 		for _, inFlight := range []int{1, 8} {
@@ -197,7 +206,7 @@ type thompsonPool struct {
 }
 
 func newThompsonPool(t *testing.T, fixes string, workers int) *thompsonPool {
-	p := &thompsonPool{t: t, policy: mustThompson(t, fixes), now: simEpoch, random: rand.New(rand.NewPCG(1, 1))}
+	p := &thompsonPool{t: t, policy: mustThompson(t, fixes), now: thompsonEpoch, random: rand.New(rand.NewPCG(1, 1))}
 	for i := range workers {
 		p.candidates = append(p.candidates, Candidate{Target: Target{Key: WorkerKey{Worker: uint64(i)}, Generation: 1}})
 	}
@@ -614,8 +623,8 @@ func BenchmarkThompsonDecision(b *testing.B) {
 			var decision uint64
 			decide := func() {
 				decision++
-				p.Choose(Query{Now: simEpoch, Tokens: 4096, BlockSize: 64, Decision: decision, Prefix: PrefixHints{ID: "a", Total: 1 << 40}}, candidates, random)
-				p.Judge(Feedback{Decision: decision, Now: simEpoch, Ending: Finished, Latency: time.Second, FirstToken: time.Second / 4, TokensOut: 100})
+				p.Choose(Query{Now: thompsonEpoch, Tokens: 4096, BlockSize: 64, Decision: decision, Prefix: PrefixHints{ID: "a", Total: 1 << 40}}, candidates, random)
+				p.Judge(Feedback{Decision: decision, Now: thompsonEpoch, Ending: Finished, Latency: time.Second, FirstToken: time.Second / 4, TokensOut: 100})
 			}
 			for range 300 {
 				decide()

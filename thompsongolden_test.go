@@ -114,7 +114,7 @@ func (s *goldenState) check(t *testing.T, p *thompson) {
 		p.pin(series, workers[pin.Worker])
 	}
 
-	q := Query{Now: simEpoch, Tokens: s.Tokens, BlockSize: s.BlockSize, Prefix: PrefixHints{ID: "0", Budget: &s.Budget, OSL: levelOf(s.OSL), IAT: levelOf(s.IAT)}}
+	q := Query{Now: thompsonEpoch, Tokens: s.Tokens, BlockSize: s.BlockSize, Prefix: PrefixHints{ID: "0", Budget: &s.Budget, OSL: levelOf(s.OSL), IAT: levelOf(s.IAT)}}
 	for _, w := range workers {
 		p.choices = append(p.choices, thompsonChoice{worker: w})
 	}

@@ -13,52 +13,65 @@ import (
 	"time"
 )
 
-// learnedThompson is a router whose policy has learned something.
-func learnedThompson(t testing.TB, fixes string) *Router {
-	w := newThompsonWorld(t, fixes, 1, 1, 2, 3)
-	w.run(t, 100, 8)
+// learnedThompson has learned something of three workers.
+func learnedThompson(t testing.TB, fixes string) *thompson {
+	p := mustThompson(t, fixes)
 	random := rand.New(rand.NewPCG(1, 1))
-	candidates := []Candidate{{Target: Target{Key: WorkerKey{Worker: 1}, Generation: 1}}, {Target: Target{Key: WorkerKey{Worker: 7, Rank: 3}, Generation: 4}}}
-	for i := range 30 {
-		w.policy.Choose(Query{Now: w.now, Tokens: 999, BlockSize: 16, Decision: 1_000_000 + uint64(i), Prefix: PrefixHints{ID: fmt.Sprint(i % 5), Total: 4 + i%5}}, candidates, random)
+	var candidates []Candidate
+	for i := range 3 {
+		candidates = append(candidates, Candidate{Target: Target{Key: WorkerKey{Worker: uint64(i)}, Generation: 1}})
 	}
-	return w.router
+	now := thompsonEpoch
+	for decision := range uint64(100) {
+		chosen := candidates[p.Choose(Query{Now: now, Tokens: 400, BlockSize: 16, Decision: decision + 1}, candidates, random)].Target.Key
+		unit := time.Duration(chosen.Worker+1) * time.Millisecond
+		now = now.Add(unit)
+		p.Judge(Feedback{Decision: decision + 1, Worker: chosen, Now: now, Ending: Finished, Latency: 250 * unit, FirstToken: 50 * unit, TokensIn: 400, TokensOut: 21})
+	}
+	candidates = []Candidate{{Target: Target{Key: WorkerKey{Worker: 1}, Generation: 1}}, {Target: Target{Key: WorkerKey{Worker: 7, Rank: 3}, Generation: 4}}}
+	for i := range 30 {
+		p.Choose(Query{Now: now, Tokens: 999, BlockSize: 16, Decision: 1_000_000 + uint64(i), Prefix: PrefixHints{ID: fmt.Sprint(i % 5), Total: 4 + i%5}}, candidates, random)
+	}
+	return p
 }
 
-// stateOf is what is kept of a router's policy, in the order of a file.
-func stateOf(r *Router) (s string) {
-	r.WithThompson(func(p *thompson) {
-		state := p.snapshot().state()
-		usual := map[string]float64{}
-		for _, u := range state.Usual {
-			key, _ := json.Marshal(thompsonUsualState{Worker: u.Worker, Rank: u.Rank, Kind: u.Kind, A: u.A, B: u.B})
-			usual[string(key)] = u.MS
-		}
-		state.Usual = nil
-		data, _ := json.Marshal(state)
-		baselines, _ := json.Marshal(usual)
-		s = string(data) + string(baselines)
-	})
-	return s
+// with runs functions with p, as a router does under its lock.
+func (p *thompson) with(f func(*thompson)) bool {
+	f(p)
+	return true
+}
+
+// stateOf is what is kept of a policy, in the order of a file.
+func stateOf(p *thompson) string {
+	state := p.snapshot().state()
+	usual := map[string]float64{}
+	for _, u := range state.Usual {
+		key, _ := json.Marshal(thompsonUsualState{Worker: u.Worker, Rank: u.Rank, Kind: u.Kind, A: u.A, B: u.B})
+		usual[string(key)] = u.MS
+	}
+	state.Usual = nil
+	data, _ := json.Marshal(state)
+	baselines, _ := json.Marshal(usual)
+	return string(data) + string(baselines)
 }
 
 func TestThompsonStateSurvivesARestart(t *testing.T) {
 	for _, fixes := range []string{"all", "none", "load-sign,feedback"} {
 		name := filepath.Join(t.TempDir(), "state.json")
 		first := learnedThompson(t, fixes)
-		file := &thompsonStateFile{name: name, with: first.WithThompson}
+		file := &thompsonStateFile{name: name, with: first.with}
 		if err := file.write(false); err != nil {
 			t.Fatal(err)
 		}
-		second := newThompsonWorld(t, fixes, 1, 1)
-		reopened, err := openThompsonState(name, second.router.WithThompson)
+		second := mustThompson(t, fixes)
+		reopened, err := openThompsonState(name, second.with)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got, want := stateOf(second.router), stateOf(first); got != want {
+		if got, want := stateOf(second), stateOf(first); got != want {
 			t.Errorf("fixes %s:\n%s\nwant\n%s", fixes, got, want)
 		}
-		second.policy.check(t)
+		second.check(t)
 		before, _ := os.Stat(name)
 		if err := reopened.write(false); err != nil {
 			t.Fatal(err)
@@ -66,7 +79,7 @@ func TestThompsonStateSurvivesARestart(t *testing.T) {
 		if after, _ := os.Stat(name); !reflect.DeepEqual(before, after) {
 			t.Errorf("fixes %s: what had not changed was written", fixes)
 		}
-		second.run(t, 3, 1)
+		second.Choose(Query{Now: thompsonEpoch.Add(time.Hour), Tokens: 400, BlockSize: 16, Decision: 1}, []Candidate{{Target: Target{Key: WorkerKey{Worker: 2}, Generation: 1}}}, rand.New(rand.NewPCG(1, 1)))
 		if err := reopened.write(false); err != nil {
 			t.Fatal(err)
 		}
@@ -83,7 +96,7 @@ func TestThompsonStateOfRestartedWorkersKeepsItsPins(t *testing.T) {
 	data, _ := json.Marshal(p.policy.snapshot().state())
 	writeFile(t, name, string(data))
 	again := newThompsonPool(t, "all", 2)
-	if _, err := openThompsonState(name, NewRouter(NewRadix(), again.policy, 16, 1).WithThompson); err != nil {
+	if _, err := openThompsonState(name, again.policy.with); err != nil {
 		t.Fatal(err)
 	}
 	again.candidates[1].Target.Generation = 5 // as the router counts from now on
@@ -96,7 +109,7 @@ func TestThompsonStateOfRestartedWorkersKeepsItsPins(t *testing.T) {
 func TestBrokenThompsonStatesAreRefused(t *testing.T) {
 	valid := func(change func(*thompsonState)) string {
 		var s *thompsonState
-		learnedThompson(t, "all").WithThompson(func(p *thompson) { s = p.snapshot().state() })
+		s = learnedThompson(t, "all").snapshot().state()
 		change(s)
 		data, err := json.Marshal(s)
 		if err != nil {
@@ -125,8 +138,7 @@ func TestBrokenThompsonStatesAreRefused(t *testing.T) {
 	} {
 		file := filepath.Join(t.TempDir(), "state.json")
 		writeFile(t, file, test.content)
-		w := newThompsonWorld(t, "all", 1, 1)
-		_, err := openThompsonState(file, w.router.WithThompson)
+		_, err := openThompsonState(file, mustThompson(t, "all").with)
 		if err == nil || !strings.Contains(err.Error(), test.want) || !strings.Contains(err.Error(), file) {
 			t.Errorf("%s: error %v, want %q in it", name, err, test.want)
 		}
@@ -134,28 +146,30 @@ func TestBrokenThompsonStatesAreRefused(t *testing.T) {
 			t.Errorf("%s: the file was changed", name)
 		}
 	}
-	if _, err := openThompsonState(t.TempDir(), newThompsonWorld(t, "all", 1, 1).router.WithThompson); err == nil {
+	if _, err := openThompsonState(t.TempDir(), mustThompson(t, "all").with); err == nil {
 		t.Error("a folder is taken for a state")
 	}
-	if _, err := openThompsonState("/nonexistent/state.json", newThompsonWorld(t, "all", 1, 1).router.WithThompson); err == nil || !strings.Contains(err.Error(), "--thompson-state") {
+	if _, err := openThompsonState("/nonexistent/state.json", mustThompson(t, "all").with); err == nil || !strings.Contains(err.Error(), "--thompson-state") {
 		t.Errorf("a state in a folder that is not there: %v", err)
 	}
 }
 
 func FuzzThompsonState(f *testing.F) {
-	learnedThompson(f, "all").WithThompson(func(p *thompson) {
-		data, _ := json.Marshal(p.snapshot().state())
-		f.Add(data)
-	})
+	learned, _ := json.Marshal(learnedThompson(f, "all").snapshot().state())
+	f.Add(learned)
 	f.Add([]byte(`{"format":"kvrouter thompson state","version":1,"fixes":"all","lambda":1,"workers":[],"baselines":[{"ms":1}],"series":[{"id":"a","worker":3}]}`))
 	f.Fuzz(func(t *testing.T, data []byte) {
 		state, err := decodeThompsonState(data)
 		if err != nil {
 			return
 		}
-		w := newThompsonWorld(t, "all", 1, 1, 1)
-		if w.policy.restore(state) == nil {
-			w.run(t, 5, 2)
+		p := newThompsonPool(t, "all", 2)
+		if p.policy.restore(state) != nil {
+			return
+		}
+		for range 5 {
+			_, decision := p.decide(PrefixHints{})
+			p.judge(decision, Finished, time.Second)
 		}
 	})
 }
@@ -165,7 +179,7 @@ func BenchmarkThompsonSnapshot(b *testing.B) {
 	candidates := []Candidate{{Target: Target{Key: WorkerKey{Worker: 1}}}}
 	random := rand.New(rand.NewPCG(1, 1))
 	for i := range maxThompsonSeries {
-		p.Choose(Query{Now: simEpoch, Tokens: 999, BlockSize: 16, Decision: uint64(i + 1), Prefix: PrefixHints{ID: fmt.Sprint(i), Total: 4}}, candidates, random)
+		p.Choose(Query{Now: thompsonEpoch, Tokens: 999, BlockSize: 16, Decision: uint64(i + 1), Prefix: PrefixHints{ID: fmt.Sprint(i), Total: 4}}, candidates, random)
 	}
 	for b.Loop() {
 		p.snapshot()
@@ -189,8 +203,11 @@ func TestThompsonKeepsItsStateAndTraces(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	kept, err := decodeThompsonState(data)
-	if err != nil || len(kept.Workers) != 2 || len(kept.Usual) == 0 {
+	var kept struct {
+		Workers   []struct{} `json:"workers"`
+		Baselines []struct{} `json:"baselines"`
+	}
+	if err := json.Unmarshal(data, &kept); err != nil || len(kept.Workers) != 2 || len(kept.Baselines) == 0 {
 		t.Errorf("%v: %s", err, data)
 	}
 	lines, err := os.ReadFile(traces)
@@ -201,8 +218,10 @@ func TestThompsonKeepsItsStateAndTraces(t *testing.T) {
 		t.Errorf("%d decisions and %d feedbacks:\n%s", decisions, feedbacks, lines)
 	}
 	again := startMockSite(t, 2, args...)
-	if got := stateOf(again.rooms.router); !strings.Contains(got, `"alpha"`) {
-		t.Errorf("after the restart %s", got)
+	var stats ThompsonStats
+	again.rooms.router.WithThompson(func(p *thompson) { stats = p.Stats() })
+	if len(stats.Workers) != 2 || stats.Workers[0].Alpha <= 0 {
+		t.Errorf("after the restart %+v", stats)
 	}
 }
 

@@ -58,7 +58,7 @@ func TestZMQConnReadsLargeMessagesOverIPC(t *testing.T) {
 
 func TestZMQConnWaitEndsAtItsTime(t *testing.T) {
 	p := newFakePublisher(t)
-	c, err := DialSub(t.Context(), p.source().Endpoint, "kv")
+	c, err := DialSub(t.Context(), sourceOf(p).Endpoint, "kv")
 	if err != nil {
 		t.Fatal(err)
 	}

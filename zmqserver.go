@@ -202,3 +202,11 @@ func NewZMQRouter(address string, answer func(request [][]byte, reply func(frame
 	})
 	return &ZMQRouter{l}, err
 }
+
+// Break closes the connection in the middle of what it does, as a peer that dies
+// would. Unlike Close it does not wait.
+func (c *ZMQConn) Break() { _ = c.raw.Close() }
+
+// RecvMsg is Recv that also shows the peer's commands, such as the answers to
+// heartbeats.
+func (c *ZMQConn) RecvMsg() (zmq4.Msg, error) { return c.conn.RecvMsg() }
