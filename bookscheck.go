@@ -107,3 +107,10 @@ func (r *Router) check() error {
 	}
 	return nil
 }
+
+// TellsCached tells whether an answer of w has told of cached tokens so far.
+func (r *Router) TellsCached(w WorkerKey) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.loads.of(w).tellsCached
+}

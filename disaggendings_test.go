@@ -223,7 +223,7 @@ func TestCachedTokensOfAPairAreThePrefillWorkers(t *testing.T) {
 			}
 			h.router.mu.Lock()
 			defer h.router.mu.Unlock()
-			if h.router.loads.of(WorkerKey{Worker: 10}).tellsCached {
+			if h.router.TellsCached(WorkerKey{Worker: 10}) {
 				t.Error("the decode worker counts as one that tells of its cache")
 			}
 		})

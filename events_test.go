@@ -70,7 +70,7 @@ func TestEventStreamClearsWhenAReplayIsNotAnswered(t *testing.T) {
 	p.locked(func() { p.replay = nil })
 	f.until(t, func() bool {
 		p.batch(false, testEvent{"removed": []int{}})
-		return !f.stats.Cold.Load()
+		return !f.Stats().Cold.Load()
 	}, func() string { return "stays cold" })
 	f.holds(t, 2, 2, 2)
 	f.holds(t, 1, 2, 0)
@@ -137,7 +137,7 @@ func TestEventStreamGivesUpAReplayWithoutHistory(t *testing.T) {
 	p.batch(false, storedEvent(2, 0, 1))
 	f.holds(t, 2, 1, 1)
 	f.has(t, map[string]uint64{"cold": 1, "gaps": 1})
-	replays := f.stats.Replays.Load()
+	replays := f.Stats().Replays.Load()
 	p.batch(false, storedEvent(2, 1, 2))
 	f.holds(t, 2, 2, 2)
 	f.has(t, map[string]uint64{"replays": replays, "restarts": 0})
@@ -203,7 +203,7 @@ func TestEventStreamNoticesANewPublisher(t *testing.T) {
 			if len(c.past) > 0 {
 				f.holds(t, 9, 1, 1)
 			}
-			f.until(t, func() bool { return !f.stats.Cold.Load() }, func() string { return "stays cold" })
+			f.until(t, func() bool { return !f.Stats().Cold.Load() }, func() string { return "stays cold" })
 			f.has(t, map[string]uint64{"restarts": 1, "replay_failures": 0})
 		})
 	}
@@ -446,7 +446,7 @@ func BenchmarkEventStreamApply(b *testing.B) {
 		b.StartTimer()
 		s.apply(uint64(number), payload, true)
 	}
-	if s.stats.StoredBlocks.Load() != uint64(number*8) {
+	if s.Stats().StoredBlocks.Load() != uint64(number*8) {
 		b.Fatal("not all stored")
 	}
 }

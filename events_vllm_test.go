@@ -161,7 +161,7 @@ func TestEventStreamFollowsVLLMsPublisher(t *testing.T) {
 	t.Run("publisher that has not published", func(t *testing.T) {
 		p := start(t, 10000)
 		f := followStream(t, p.source(), nil)
-		f.until(t, func() bool { return !f.stats.Cold.Load() }, func() string { return "stays cold" })
+		f.until(t, func() bool { return !f.Stats().Cold.Load() }, func() string { return "stays cold" })
 		p.publish(t, one(storedEvent(1, 0, 3)))
 		f.holds(t, 1, 3, 3)
 		f.has(t, map[string]uint64{"replay_failures": 0, "restarts": 0})
@@ -190,7 +190,7 @@ func TestEventStreamFollowsVLLMsPublisher(t *testing.T) {
 		f := followStream(t, p.source(), nil)
 		f.reaches(t, map[string]uint64{"batches": batches})
 		f.has(t, map[string]uint64{"batches": batches, "stored_blocks": batches * 8, "replay_failures": 0, "cold": 0})
-		t.Logf("%d replays for %d batches", f.stats.Replays.Load(), batches)
+		t.Logf("%d replays for %d batches", f.Stats().Replays.Load(), batches)
 	})
 
 	t.Run("stream before the publisher, then a restart", func(t *testing.T) {
@@ -202,7 +202,7 @@ func TestEventStreamFollowsVLLMsPublisher(t *testing.T) {
 		f.holds(t, 2, 3, 3)
 		p.kill(t)
 		gap := time.NewTimer(time.Second)
-		f.until(t, func() bool { return !f.stats.Connected.Load() }, func() string { return "did not notice the end" })
+		f.until(t, func() bool { return !f.Stats().Connected.Load() }, func() string { return "did not notice the end" })
 		<-gap.C
 		p.spawn(t, 10000)
 		defer p.kill(t)

@@ -66,7 +66,7 @@ func TestMockEventsReplayWhatWasDropped(t *testing.T) {
 	f := followStream(t, e.source(), func(s *EventStream) {
 		s.timing.quiet = [3]time.Duration{50 * time.Millisecond, 100 * time.Millisecond, 100 * time.Millisecond}
 	})
-	f.until(t, func() bool { return !f.stats.Cold.Load() && e.pub.Subscribers() == 1 }, func() string { return "not followed" })
+	f.until(t, func() bool { return !f.Stats().Cold.Load() && e.pub.Subscribers() == 1 }, func() string { return "not followed" })
 	for i := range 100 {
 		e.add([]mockEvent{storing(1, i, i+1)})
 		if i%10 == 9 {

@@ -170,7 +170,7 @@ func TestCachedTokensThatSayNothingOfTheCacheAreLeftOut(t *testing.T) {
 		}
 		eventually(t, 10*time.Second, "the booking has ended", func() bool { return h.router.Load(w0).InFlight == 0 })
 		h.router.mu.Lock()
-		if heard := h.router.loads.of(w0).tellsCached; heard != test.heard {
+		if heard := h.router.TellsCached(w0); heard != test.heard {
 			t.Errorf("%s: heard of cached tokens %v, want %v", test.fields, heard, test.heard)
 		}
 		h.router.mu.Unlock()
