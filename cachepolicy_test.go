@@ -269,8 +269,11 @@ func TestThePrefixSourceDecidesWhetherEventsAreFollowed(t *testing.T) {
 		if is != test.trees || config.KVEvents() != test.follows {
 			t.Errorf("%+v: trees %v, follows %v", test, is, config.KVEvents())
 		}
-		if is && (trees.blocks != 15 || trees.every != time.Minute) {
-			t.Errorf("trees of %d blocks, evicted every %v", trees.blocks, trees.every)
+		if !is {
+			continue
+		}
+		if blocks, every := trees.Limits(); blocks != 15 || every != time.Minute {
+			t.Errorf("trees of %d blocks, evicted every %v", blocks, every)
 		}
 	}
 }

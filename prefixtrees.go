@@ -25,6 +25,10 @@ type PrefixTrees struct {
 	due    time.Time     // of the next eviction
 }
 
+// Limits returns how many blocks each tree keeps, and the time from one eviction
+// to the next.
+func (t *PrefixTrees) Limits() (blocks int, every time.Duration) { return t.blocks, t.every }
+
 // NewPrefixTrees returns empty trees, each of which keeps that many blocks. now
 // is the clock.
 func NewPrefixTrees(blocks int, every time.Duration, now func() time.Time) *PrefixTrees {
