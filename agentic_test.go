@@ -8,16 +8,22 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/alecthomas/kong"
 )
 
 // agenticSettings are the defaults of the flags.
 func agenticSettings(t testing.TB) AgenticSettings {
 	t.Helper()
-	config, _, err := ParseConfig([]string{"simulate", "--synthetic=agentic", "--concurrency=1"})
+	var settings AgenticSettings
+	flags, err := kong.New(&settings)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return config.Simulate.Agents
+	if _, err := flags.Parse(nil); err != nil {
+		t.Fatal(err)
+	}
+	return settings
 }
 
 func mustAgents(t testing.TB, settings AgenticSettings, seed uint64) []TraceRequest {

@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"go.uber.org/goleak"
@@ -70,7 +71,12 @@ func (a *attachedServer) start() {
 // attachedFleet is a fleet of the one attached worker, with id 3.
 func attachedFleet(t *testing.T, a *attachedServer, endpoints string) *fakeFleet {
 	t.Helper()
-	cfg := mustParse(t, testMachine(t), "--engine", "none", "--worker", "id=3,url=http://"+a.address+endpoints)
+	var worker AttachedWorker
+	if err := worker.UnmarshalText([]byte("id=3,url=http://" + a.address + endpoints)); err != nil {
+		t.Fatal(err)
+	}
+	cfg := fakeConfig(t, 0)
+	cfg.fleet.Attached, cfg.fleet.RestartBackoffMax = []AttachedWorker{worker}, 30*time.Second
 	return newFakeFleet(t, cfg)
 }
 

@@ -123,13 +123,22 @@ type fakeFleet struct {
 	done     chan error
 }
 
+// fakeSettings are those of a fake fleet.
+type fakeSettings struct {
+	vllm  VLLMSettings
+	fleet FleetSettings
+}
+
 // fakeConfig has n workers to start, on ports that are free.
-func fakeConfig(t *testing.T, n int) Config {
+func fakeConfig(t *testing.T, n int) fakeSettings {
 	t.Helper()
-	return Config{
-		Engine: EngineVLLM, NumWorkers: n, BlockSize: 64, Python: "/bin/sh", ServedModelName: "fake", GPUsPerWorker: 1,
-		BaseWorkerPort: freePorts(t, n), BaseKVEventsPort: 5557, BaseKVReplayPort: 5757, BaseMetricsPort: 5657,
-		StartupTimeout: 30 * time.Second, RestartBackoffMax: 50 * time.Millisecond,
+	ports := Ports{HTTP: freePorts(t, n), KVEvents: 5557, KVReplay: 5757, Load: 5657, Ranks: 1}
+	return fakeSettings{
+		VLLMSettings{Python: "/bin/sh", NumWorkers: n, BlockSize: 64, ServedModelName: "fake", GPUsPerWorker: 1, KVEvents: true, Ports: ports},
+		FleetSettings{
+			Started: make([]Disagg, n), Ports: ports, BlockSize: 64, KVEvents: true, ServedModelName: "fake",
+			StartupTimeout: 30 * time.Second, RestartBackoffMax: 50 * time.Millisecond,
+		},
 	}
 }
 
@@ -165,20 +174,20 @@ func fastTiming() fleetTiming {
 	}
 }
 
-func newFakeFleet(t *testing.T, cfg Config, env ...string) *fakeFleet {
+func newFakeFleet(t *testing.T, cfg fakeSettings, env ...string) *fakeFleet {
 	t.Helper()
 	o := &observed{}
 	log := slog.New(slog.NewTextHandler(&o.out, &slog.HandlerOptions{Level: slog.LevelDebug}))
-	launcher, err := NewLauncher(cfg.vllmSettings(), log)
+	launcher, err := NewLauncher(cfg.vllm, log)
 	if err != nil {
 		t.Fatal(err)
 	}
-	fleet := NewFleet(cfg.fleetSettings(), launcher.Start, NewRadix(), o.recorder(), log)
+	fleet := NewFleet(cfg.fleet, launcher.Start, NewRadix(), o.recorder(), log)
 	fleet.timing = fastTiming()
 	launcher.command = func(i int, _ string) (processSpec, error) {
 		return processSpec{
 			argv: []string{os.Args[0], "-test.run=^TestFakeWorkerProcess$"},
-			env:  append(os.Environ(), append(env, fmt.Sprintf("FAKE_WORKER=%d", cfg.BaseWorkerPort+i))...),
+			env:  append(os.Environ(), append(env, fmt.Sprintf("FAKE_WORKER=%d", cfg.fleet.Ports.HTTP+i))...),
 		}, nil
 	}
 	return &fakeFleet{Fleet: fleet, launcher: launcher, observed: o, t: t, done: make(chan error, 1)}
@@ -380,7 +389,7 @@ func TestWorkersThatCannotStartEndTheFleet(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			cfg := fakeConfig(t, 1)
-			cfg.StartupTimeout = test.limit
+			cfg.fleet.StartupTimeout = test.limit
 			f := newFakeFleet(t, cfg, "FAKE_MODE="+test.mode)
 			f.start()
 			f.wantDone(func(err error) bool {
@@ -396,9 +405,8 @@ func TestWorkersThatCannotStartEndTheFleet(t *testing.T) {
 }
 
 func TestMissingPythonIsAnErrorBeforeTheStart(t *testing.T) {
-	cfg := fakeConfig(t, 1)
-	cfg.Python = "/nonexistent/python"
-	if _, err := NewLauncher(cfg.vllmSettings(), slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), "--python /nonexistent/python") {
+	cfg := VLLMSettings{Python: "/nonexistent/python"}
+	if _, err := NewLauncher(cfg, slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), "--python /nonexistent/python") {
 		t.Errorf("NewLauncher: %v", err)
 	}
 }
@@ -411,7 +419,7 @@ func TestRouterProcess(t *testing.T) {
 		t.Skip("started by another test")
 	}
 	cfg := fakeConfig(t, 2)
-	cfg.BaseWorkerPort = port
+	cfg.fleet.Ports.HTTP = port
 	f := newFakeFleet(t, cfg, "FAKE_CHILD=1")
 	up := make(chan struct{}, 2)
 	f.hooks.Up = func(Target) { up <- struct{}{} }
