@@ -117,7 +117,7 @@ func TestTwoRunsApartAreEqual(t *testing.T) {
 // TestAPromptComputedElsewhereIsAwaited: its decode worker has nothing of it to
 // compute, but will decode it.
 func TestAPromptComputedElsewhereIsAwaited(t *testing.T) {
-	r := NewRouter(NewRadix(), kvPolicy{DefaultPolicyKnobs()}, 4, 1)
+	r := NewRouter(NewRadix(), mustPolicy(t, "kv"), 4, 1)
 	prefill, decode := WorkerKey{Worker: 1}, WorkerKey{Worker: 2}
 	r.Up(Target{Key: prefill, Disagg: Disagg{Role: RolePrefill, Kind: KindNIXL}})
 	r.Up(Target{Key: decode, Disagg: Disagg{Role: RoleDecode, Kind: KindNIXL}})

@@ -229,7 +229,11 @@ func TestWithoutIndexOnlyWhatIsCountedIsHashed(t *testing.T) {
 		knobs.RouterTrackActiveBlocks = track
 		policy := DefaultPolicyKnobs()
 		policy.OverlapScoreWeight = &zero
-		r := NewRouterWith(NewIndex(DefaultIndexConfig(), "kv", policy, testBlock, time.Now), kvPolicy{policy.resolved()}, testBlock, 1, knobs)
+		kv, err := NewPolicyWith("kv", policy)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r := NewRouterWith(NewIndex(DefaultIndexConfig(), "kv", policy, testBlock, time.Now), kv, testBlock, 1, knobs)
 		r.Up(Target{Key: w0})
 		hold(r, 0, count(1, 40))
 		d, err := r.Route(t.Context(), Request{Tokens: count(1, 42)})
