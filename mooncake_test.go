@@ -90,13 +90,14 @@ func TestEngineIDsAreAskedForAgain(t *testing.T) {
 }
 
 func TestFewMooncakeEngineIDsAreKept(t *testing.T) {
-	h := newPairHouse(t, Config{}, KindMooncake, 1, 1, nil)
-	target := h.router.Targets()[0]
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"0":{"engine_id":"new"}}`) }))
+	defer server.Close()
+	target := Target{Key: WorkerKey{Worker: 7}, Generation: 1, Disagg: Disagg{Bootstrap: bootstrapAt(t, server)}}
 	s := newTestPairs(t)
 	for i := range uint64(enginesKept) {
 		s.engines[WorkerKey{Worker: 100 + i}] = mooncakeEngine{1, "x", time.Now()}
 	}
-	if id, err := s.engineID(t.Context(), target); id != fakeMooncakeEngine || err != nil {
+	if id, err := s.engineID(t.Context(), target); id != "new" || err != nil {
 		t.Errorf("%q, %v", id, err)
 	}
 	if n := len(s.engines); n > enginesKept {
