@@ -125,6 +125,9 @@ func (e *mockEvents) run() {
 	}
 }
 
+// publishNow publishes a step's changes without a queue.
+func (e *mockEvents) publishNow(events ...mockEvent) { e.publish(mockBatch{time.Now(), events}) }
+
 func (e *mockEvents) publish(batch mockBatch) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -47,7 +47,7 @@ func (s *selectionSite) stores(id uint64, engine ...uint64) {
 		event.stored = append(event.stored, StoredBlock{Engine: e})
 		event.tokens = append(event.tokens, count(uint32(4*i+1), 4)...)
 	}
-	s.events[id].publish(mockBatch{time.Now(), []mockEvent{event}})
+	s.events[id].publishNow(event)
 	eventually(s.t, 10*time.Second, "the events are applied", func() bool {
 		return s.rooms.index.Blocks(WorkerKey{Worker: id}) == len(engine)
 	})
