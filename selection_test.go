@@ -249,7 +249,7 @@ func TestRankIsChosenAndShown(t *testing.T) {
 	s.want("POST", "/workers", object{"worker_id": 5, "model_name": "m", "endpoint": "http://127.0.0.1:1", "block_size": 4,
 		"kv_events_endpoints": endpoints, "data_parallel_start_rank": 2, "data_parallel_size": 2}, 201, `lifecycle "schedulable"`)
 	eventually(t, 10*time.Second, "events are followed", func() bool { return s.events[3].pub.Subscribers() > 0 })
-	s.events[3].publish(mockBatch{time.Now(), []mockEvent{{stored: []StoredBlock{{Engine: 9}}, tokens: count(1, 4)}}})
+	s.events[3].publishNow(mockEvent{stored: []StoredBlock{{Engine: 9}}, tokens: count(1, 4)})
 	eventually(t, 10*time.Second, "events are applied", func() bool { return s.rooms.index.Blocks(WorkerKey{Worker: 5, Rank: 3}) == 1 })
 	s.want("POST", "/select_and_reserve", prompt12(object{"selection_id": "a"}), 200, "worker_id 5", "dp_rank 3", "overlap.dp.2 0", "overlap.dp.3 4")
 	s.want("GET", "/loads", nil, 200, "0.loads.#.dp_rank [2,3]", "0.loads.1.potential_prefill_tokens 8")

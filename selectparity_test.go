@@ -176,7 +176,7 @@ func (p *parity) publish(r *parityRank, events ...mockEvent) {
 	r.sentinel = 1<<30 + uint32(p.next)
 	tokens := []uint32{r.sentinel, 1, 2, 3}
 	events = append(events, mockEvent{stored: []StoredBlock{{Engine: uint64(r.sentinel)}}, tokens: tokens})
-	r.events.publish(mockBatch{time.Now(), events})
+	r.events.publishNow(events...)
 	query := map[string]any{"model_name": parityModel, "token_ids": tokens}
 	for _, base := range []string{p.ours, p.theirs} {
 		eventually(p, 20*time.Second, base+" has applied the events", func() bool {
