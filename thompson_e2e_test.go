@@ -127,7 +127,7 @@ func TestThompsonLearnsFromWorkersThatFail(t *testing.T) {
 	if rewards > 0 || losses < 1.9 || losses > 2 { // the first of them has faded a little
 		t.Errorf("rewards of %v and losses of %v were learned, want those of two failures", rewards, losses)
 	}
-	page := s.rooms.telemetry.page()
+	page := scrape(s.rooms.telemetry)
 	if n := page["thompson_processor_engine_errors_total"]; n != 2 {
 		t.Errorf("%v engine errors", n)
 	}

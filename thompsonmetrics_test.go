@@ -24,7 +24,7 @@ func readMetricsPage(page string) metricsLines {
 	return lines
 }
 
-func (t *Telemetry) page() metricsLines {
+func scrape(t *Telemetry) metricsLines {
 	w := httptest.NewRecorder()
 	t.Handler().ServeHTTP(w, httptest.NewRequest("GET", "/metrics", nil))
 	return readMetricsPage(w.Body.String())
@@ -42,8 +42,8 @@ func TestThompsonMetricsTellOfRequestsAndDecisions(t *testing.T) {
 	post(t, s.openAI+chatPath, `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":-5}`) // the engine's 400
 	post(t, s.openAI+chatPath, `{"messages":`)                                                  // refused here: not a request to it
 	eventually(t, 5*time.Second, "the requests are over", func() bool { return s.inFlight() == 0 })
-	got := s.rooms.telemetry.page()
-	if n := s.rooms.telemetry.page()["thompson_processor_active_requests"]; n != 0 {
+	got := scrape(s.rooms.telemetry)
+	if n := scrape(s.rooms.telemetry)["thompson_processor_active_requests"]; n != 0 {
 		t.Errorf("%v active requests", n)
 	}
 	for name, want := range map[string]float64{
@@ -91,7 +91,7 @@ func TestThompsonMetricsTellOfRequestsAndDecisions(t *testing.T) {
 func TestThompsonMetricsAreOfThatPolicyAndTheFleet(t *testing.T) {
 	other := newBareTelemetry()
 	other.WatchThompson(newTestRouter(t, "kv", 1), func() []uint64 { return nil })
-	for name := range other.page() {
+	for name := range scrape(other) {
 		if strings.HasPrefix(name, "thompson_") {
 			t.Errorf("%s with policy kv", name)
 		}
@@ -116,13 +116,13 @@ func TestThompsonMetricsAreOfThatPolicyAndTheFleet(t *testing.T) {
 		d.Booking.Finish(1)
 		router.Down(key)
 	}
-	page := telemetry.page()
+	page := scrape(telemetry)
 	both, one := ofWorker(page, 0), ofWorker(page, 1)
 	if one == 0 || both != 2*one-1 { // all but the processor's decisions are told by rank
 		t.Errorf("%d series of worker 0 with two ranks, %d of worker 1", both, one)
 	}
 	fleet = fleet[1:]
-	page = telemetry.page()
+	page = scrape(telemetry)
 	if gone, stays := ofWorker(page, 0), ofWorker(page, 1); gone != 0 || stays != one {
 		t.Errorf("%d series of a worker that is gone, %d of the other, want %d", gone, stays, one)
 	}
