@@ -2,7 +2,7 @@
 SHELL := bash
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.1
 SHELL_SCRIPTS := ping.sh perf.sh .ci/run $(wildcard scripts/*.sh)
-PYTHON_SCRIPTS = $(wildcard scripts/*.py plugin/*.py testdata/*/*.py)
+PYTHON_SCRIPTS = $(wildcard scripts/*.py internal/*/plugin/*.py internal/*/testdata/*.py testdata/*/*.py)
 PYTHON ?= python3
 ARGS ?=
 BENCH ?= .
@@ -10,7 +10,7 @@ TEST_TIMEOUT ?= 45m
 SOAK ?= 60s
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-disagg test test-mooncake lint bench index-bench sim bench-real wire-speed peers parity segments soak clean
+.PHONY: help setup run run-disagg check test test-mooncake lint bench index-bench sim bench-real wire-speed peers parity segments soak clean
 
 help: ## Show these targets
 	@printf 'kvrouter: KV-cache-aware routing over vLLM workers\n\n'
@@ -30,6 +30,10 @@ run-disagg: setup ## The same over one vLLM worker that computes prompts and one
 	go build -o kvrouter .
 	@exec ./kvrouter --prefill-workers 1 --decode-workers 1 --disagg-min-uncached-tokens 64 $(ARGS)
 
+check: lint ## The fast loop: linters and short tests, under two minutes on two cores
+	@scripts/build-native.sh
+	go test -short -skip RealVLLM ./...
+
 test: setup lint parity ## Set up, then linters and all tests (race detector, real vLLM workers)
 	@echo "go test: unit, model-based and end-to-end tests; the last start real vLLM workers, which takes minutes"
 	go test -race -timeout $(TEST_TIMEOUT) ./...
@@ -38,18 +42,18 @@ test-mooncake: setup ## Two real vLLM CPU workers with MooncakeConnector, over T
 	@scripts/mooncake.sh
 
 lint: ## gofmt, go vet, staticcheck, syntax of the shell and Python scripts
-	@unformatted=$$(gofmt -l *.go); if [ -n "$$unformatted" ]; then echo "gofmt: not formatted:" $$unformatted "(run gofmt -w .)"; exit 1; fi
+	@unformatted=$$(gofmt -l .); if [ -n "$$unformatted" ]; then echo "gofmt: not formatted:" $$unformatted "(run gofmt -w .)"; exit 1; fi
 	go vet ./...
 	go run $(STATICCHECK) ./...
 	@for f in $(SHELL_SCRIPTS); do bash -n $$f || exit 1; done
 	@$(PYTHON) -c 'import ast, sys; [ast.parse(open(f).read(), f) for f in sys.argv[1:]]' $(PYTHON_SCRIPTS)
 
 bench: setup ## Micro-benchmarks of hashing, index, decoding and routing (BENCH=regexp)
-	go test -run '^$$' -bench '$(BENCH)' -benchmem -timeout 60m .
+	go test -run '^$$' -bench '$(BENCH)' -benchmem -timeout 60m ./...
 
 index-bench: ## The index on a trace of 128 workers: rate, lookup times, memory (a minute, 4 GB)
 	@scripts/build-native.sh
-	go test -run '^$$' -bench '^BenchmarkIndexTrace$$' -benchtime 1x -timeout 30m .
+	go test -run '^$$' -bench '^BenchmarkIndexTrace$$' -benchtime 1x -timeout 30m ./internal/radix
 
 sim: ## Every policy on the simulator: two traces and made-up agents (minutes)
 	@scripts/build-native.sh

@@ -4,6 +4,8 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/testkit"
 	"net/http"
 	"strings"
 	"testing"
@@ -15,7 +17,7 @@ import (
 func streamed(s *mockSite, ctx context.Context, i, tokens int) (*http.Response, error) {
 	prompt := strings.Repeat(fmt.Sprintf("prompt %d of many ", i), 8)
 	body := fmt.Sprintf(`{"messages":[{"role":"user","content":%q}],"max_tokens":%d,"ignore_eos":true,"stream":true}`, prompt, tokens)
-	request, err := http.NewRequestWithContext(ctx, http.MethodPost, s.openAI+chatPath, strings.NewReader(body))
+	request, err := http.NewRequestWithContext(ctx, http.MethodPost, s.openAI+testkit.ChatPath, strings.NewReader(body))
 	if err != nil {
 		return nil, err
 	}
@@ -36,7 +38,7 @@ func TestMockOverloadIs503(t *testing.T) {
 			}
 			ended <- struct{}{}
 		}()
-		eventually(t, 10*time.Second, "the request is on its way", func() bool { return s.inFlight() == i+1 })
+		testkit.Eventually(t, 10*time.Second, "the request is on its way", func() bool { return s.inFlight() == i+1 })
 	}
 	begin(0)
 	begin(1)
@@ -48,7 +50,7 @@ func TestMockOverloadIs503(t *testing.T) {
 	if response.StatusCode != http.StatusServiceUnavailable || response.Header.Get("Retry-After") == "" {
 		t.Errorf("a third request: %d, Retry-After %q; want 503 and a time", response.StatusCode, response.Header.Get("Retry-After"))
 	}
-	if status, answer := post(t, s.openAI+"/busy_threshold", fmt.Sprintf(`{"model":%q,"active_decode_blocks_threshold":1}`, mockModelName)); status != http.StatusOK {
+	if status, answer := post(t, s.openAI+"/busy_threshold", fmt.Sprintf(`{"model":%q,"active_decode_blocks_threshold":1}`, mocker.ModelName)); status != http.StatusOK {
 		t.Errorf("a change of the threshold: %d %s", status, answer)
 	}
 	begin(2)
@@ -56,8 +58,8 @@ func TestMockOverloadIs503(t *testing.T) {
 	for range 3 {
 		<-ended
 	}
-	eventually(t, 10*time.Second, "all freed", func() bool { return s.inFlight() == 0 })
-	if err := s.rooms.router.check(); err != nil {
+	testkit.Eventually(t, 10*time.Second, "all freed", func() bool { return s.inFlight() == 0 })
+	if err := s.rooms.router.Check(); err != nil {
 		t.Error(err)
 	}
 }
@@ -77,17 +79,17 @@ func TestMockQueueServesAllInTheEnd(t *testing.T) {
 			statuses <- status
 		}()
 	}
-	eventually(t, 10*time.Second, "some wait", func() bool { n, _ := s.rooms.router.QueueDepth(); return n > 0 })
+	testkit.Eventually(t, 10*time.Second, "some wait", func() bool { n, _ := s.rooms.router.QueueDepth(); return n > 0 })
 	for range requests {
 		if status := <-statuses; status != http.StatusOK {
 			t.Errorf("status %d", status)
 		}
 	}
-	eventually(t, 10*time.Second, "all freed", func() bool { return s.inFlight() == 0 })
+	testkit.Eventually(t, 10*time.Second, "all freed", func() bool { return s.inFlight() == 0 })
 	if n, tokens := s.rooms.router.QueueDepth(); n != 0 || tokens != 0 {
 		t.Errorf("%d requests of %d tokens wait in the end", n, tokens)
 	}
-	if err := s.rooms.router.check(); err != nil {
+	if err := s.rooms.router.Check(); err != nil {
 		t.Error(err)
 	}
 }

@@ -3,16 +3,23 @@ package main
 import (
 	"context"
 	"crypto/rand"
-	"crypto/subtle"
 	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"kvrouter/internal/hints"
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/router"
+	"kvrouter/internal/telemetry"
+	"kvrouter/internal/tokens"
+	"kvrouter/internal/web"
 	"log/slog"
 	"net/http"
-	"runtime/debug"
 	"slices"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -23,15 +30,6 @@ import (
 )
 
 const (
-	// headerLimit bounds a request's headers, in bytes.
-	headerLimit = 64 << 10
-	// headerTimeout bounds how long a client may take to send its headers.
-	headerTimeout = 10 * time.Second
-	// keepAlive is how long an idle client connection stays open.
-	keepAlive = 2 * time.Minute
-)
-
-const (
 	// bodyTimeout bounds how long a client may take to send a request's body.
 	bodyTimeout = 2 * time.Minute
 	// listLimit bounds the asking of all workers for their models.
@@ -39,10 +37,6 @@ const (
 	// requestIDLimit bounds a client's own request id, which goes into logs.
 	requestIDLimit = 256
 )
-
-// statusOverloaded is the status, known from other services, of those that have
-// too much to do for this request to wait.
-const statusOverloaded = 529
 
 // promptKind says where a route's body carries its prompt.
 type promptKind int
@@ -92,12 +86,12 @@ var adminRoutes = []string{
 // API is the OpenAI side of the router.
 type API struct {
 	config    Config
-	router    *Router
-	tokens    *Tokens
-	proxy     *Proxy
-	telemetry *Telemetry
-	recorder  *Recorder // nil: nothing is recorded
-	pairs     *Pairs
+	router    *router.Router
+	tokens    *tokens.Source
+	proxy     *proxy.Proxy
+	telemetry *telemetry.Metrics
+	recorder  *telemetry.Recorder // nil: nothing is recorded
+	pairs     *proxy.Pairs
 	// lookForModels brings what is known of the workers' models up to date; nil:
 	// nothing does.
 	lookForModels func(context.Context)
@@ -106,8 +100,8 @@ type API struct {
 }
 
 // NewAPI returns the OpenAI side over the given rooms.
-func NewAPI(config Config, router *Router, tokens *Tokens, proxy *Proxy, telemetry *Telemetry, log *slog.Logger) *API {
-	return &API{config: config, router: router, tokens: tokens, proxy: proxy, telemetry: telemetry, log: log, pairs: NewPairs(router, proxy, config.DisaggKnobs, log)}
+func NewAPI(config Config, router *router.Router, tokens *tokens.Source, px *proxy.Proxy, telemetry *telemetry.Metrics, log *slog.Logger) *API {
+	return &API{config: config, router: router, tokens: tokens, proxy: px, telemetry: telemetry, log: log, pairs: proxy.NewPairs(router, px, config.Disagg, log)}
 }
 
 // Drain makes /ready fail, so that balancers in front send no more requests.
@@ -115,7 +109,7 @@ func (a *API) Drain() { a.draining.Store(true) }
 
 // Handler returns the routes of the OpenAI port.
 func (a *API) Handler() http.Handler {
-	engine := newEngine(a.log)
+	engine := web.NewEngine(a.log)
 	engine.NoRoute(func(c *gin.Context) {
 		a.fail(c, http.StatusNotFound, "", fmt.Sprintf("no such route: %s %s", c.Request.Method, c.Request.URL.Path))
 	})
@@ -127,7 +121,7 @@ func (a *API) Handler() http.Handler {
 	engine.GET("/version", func(c *gin.Context) { c.JSON(http.StatusOK, gin.H{"version": version()}) })
 	engine.GET("/metrics", gin.WrapH(a.telemetry.Handler()))
 
-	guarded := engine.Group("/", requireKey(a.config.APIKey, openAIError))
+	guarded := engine.Group("/", web.RequireKey(a.config.APIKey, web.OpenAIError))
 	guarded.GET("/v1/models", a.models)
 	guarded.GET("/v1/models/:model", a.models)
 	guarded.GET("/busy_threshold", a.busyThresholds)
@@ -145,55 +139,12 @@ func (a *API) Handler() http.Handler {
 	return engine
 }
 
-// newEngine returns a gin engine that answers a panic with a 500 and logs where
-// it came from.
-func newEngine(log *slog.Logger) *gin.Engine {
-	gin.SetMode(gin.ReleaseMode)
-	engine := gin.New()
-	engine.HandleMethodNotAllowed = true
-	engine.Use(gin.CustomRecoveryWithWriter(io.Discard, func(c *gin.Context, cause any) {
-		log.Error("request failed in the router", "path", c.Request.URL.Path, "cause", cause, "stack", string(debug.Stack()))
-		if !c.Writer.Written() {
-			openAIError(c, http.StatusInternalServerError, "internal error of the router")
-		}
-	}))
-	return engine
-}
-
-// newServer returns an HTTP server with the limits of both ports.
-func newServer(handler http.Handler) *http.Server {
-	return &http.Server{
-		Handler:           handler,
-		ReadHeaderTimeout: headerTimeout,
-		IdleTimeout:       keepAlive,
-		MaxHeaderBytes:    headerLimit,
-	}
-}
-
-// requireKey refuses requests without one of the bearer keys; no keys: all may
-// pass.
-func requireKey(keys []string, fail func(*gin.Context, int, string)) gin.HandlerFunc {
-	return func(c *gin.Context) {
-		if len(keys) == 0 {
-			return
-		}
-		given, _ := strings.CutPrefix(c.GetHeader("Authorization"), "Bearer ")
-		for _, key := range keys {
-			if subtle.ConstantTimeCompare([]byte(given), []byte(key)) == 1 {
-				return
-			}
-		}
-		fail(c, http.StatusUnauthorized, "missing or unknown API key: send it as Authorization: Bearer KEY")
-		c.Abort()
-	}
-}
-
 // ready tells whether requests can be served now.
 func (a *API) ready(c *gin.Context) {
 	targets := a.router.Targets()
 	workers := len(targets)
 	status := http.StatusOK
-	answers := slices.ContainsFunc(targets, func(t Target) bool { return t.Role != RolePrefill })
+	answers := slices.ContainsFunc(targets, func(t kv.Target) bool { return t.Role != kv.RolePrefill })
 	if !answers || a.draining.Load() {
 		status = http.StatusServiceUnavailable
 	}
@@ -202,8 +153,8 @@ func (a *API) ready(c *gin.Context) {
 
 // infer serves one inference request: find out its prompt, choose, forward.
 func (a *API) infer(c *gin.Context, path string, kind promptKind) {
-	x := &Exchange{Route: path, Worker: "none", Arrived: time.Now()}
-	var recorded *RecordedPrompt // nil: nothing is recorded, or nothing is known of the prompt
+	x := &proxy.Exchange{Route: path, Worker: "none", Arrived: time.Now()}
+	var recorded *telemetry.RecordedPrompt // nil: nothing is recorded, or nothing is known of the prompt
 	id := requestID(c)
 	defer func() {
 		if x.Status == 0 {
@@ -219,9 +170,9 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 		return
 	}
 	var model string
-	parsed := &Body{Raw: body}
+	parsed := &jsonbody.Body{Raw: body}
 	if kind != noPrompt || strings.HasPrefix(c.ContentType(), "application/json") {
-		if parsed, ok = ParseBody(body); !ok {
+		if parsed, ok = jsonbody.Parse(body); !ok {
 			a.fail(c, http.StatusBadRequest, "", "the request body is not a JSON object")
 			return
 		}
@@ -238,29 +189,29 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 		a.fail(c, http.StatusBadRequest, "vllm_xargs", "kv_cache_report_mode is not allowed behind a router that follows KV events")
 		return
 	}
-	hints, bad := readHints(c.Request.Header, parsed.Get("nvext"))
+	hints, bad := hints.Read(c.Request.Header, parsed.Get("nvext"))
 	if bad != nil {
-		a.fail(c, http.StatusBadRequest, bad.param, bad.Error())
+		a.fail(c, http.StatusBadRequest, bad.Param, bad.Error())
 		return
 	}
 	ctx := c.Request.Context()
 	prompt, multiple := a.prompt(ctx, kind, path, parsed)
 	x.Source = prompt.Source
 	tokensTime := time.Since(x.Arrived)
-	request := Request{Tokens: prompt.Tokens[:prompt.Exact], NumTokens: len(prompt.Tokens), Salt: parsed.Get("cache_salt").String(), LoRA: a.router.Adapter(model), Model: model}
-	request.Silent = !parsed.Get("stream").Bool() || multiple || parsed.Get("n").Int() > 1
+	request := router.Request{Tokens: prompt.Tokens[:prompt.Exact], NumTokens: len(prompt.Tokens), Salt: parsed.Get("cache_salt").String(), LoRA: a.router.Adapter(model), Model: model}
+	request.AnsweredWhole = !parsed.Get("stream").Bool() || multiple || parsed.Get("n").Int() > 1
 	applyHints(hints, &request)
-	shared := kind != noPrompt && (a.router.Paired() || a.config.EnforceDisagg)
+	shared := kind != noPrompt && (a.router.Paired() || a.config.Disagg.EnforceDisagg)
 	var why string
 	if shared {
-		why, request.Kinds = whyWhole(path, parsed, hints.Whole, multiple)
+		why, request.Kinds = proxy.WhyWhole(path, parsed, hints.Whole, multiple)
 	}
 	if hints.Query {
 		a.settle(c, x, a.answerQuery(c, kind, parsed.Get("stream").Bool(), request, shared, why, prompt.Tokens))
 		return
 	}
 	recorded = a.recorder.Prompt(request)
-	decided := func(d *Decision, took Decision) {
+	decided := func(d *router.Decision, took router.Decision) {
 		if multiple { // the usage will speak of all prompts, the decision of one
 			d.Tokens = 0
 		}
@@ -268,7 +219,7 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 			a.telemetry.Decided(tokensTime, took)
 		}
 	}
-	route := func(exclude []uint64) (Decision, error) {
+	route := func(exclude []uint64) (router.Decision, error) {
 		request.Exclude = exclude
 		d, err := a.decide(ctx, request)
 		if err == nil {
@@ -276,15 +227,15 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 		}
 		return d, err
 	}
-	routePair := func(exclude []uint64, why string) (Pair, error) {
+	routePair := func(exclude []uint64, why string) (router.Pair, error) {
 		request.Exclude = exclude
 		pair, err := a.decidePair(ctx, request, why)
 		if err == nil {
-			decided(&pair.Decode, pair.took())
+			decided(&pair.Decode, pair.Took())
 		}
 		return pair, err
 	}
-	u := Upstream{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.upstreamHeader(c, id), Body: body, Route: path, RequestID: id, Arrived: x.Arrived}
+	u := proxy.Upstream{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.upstreamHeader(c, id), Body: body, Route: path, RequestID: id, Arrived: x.Arrived}
 	if kind != noPrompt {
 		u.EndMarked = true
 		a.telemetry.Began()
@@ -293,7 +244,7 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 	if kind == chatPrompt || kind == completionPrompt {
 		u.Head, u.Body, u.HideUsage = a.askForUsage(parsed)
 	}
-	u.Uncorrecting = multiple || parsed.Get("prompt_logprobs").Type == gjson.Number || parsed.Get("echo").Bool() && parsed.Get("logprobs").Type == gjson.Number
+	u.CachedTokensMislead = multiple || parsed.Get("prompt_logprobs").Type == gjson.Number || parsed.Get("echo").Bool() && parsed.Get("logprobs").Type == gjson.Number
 	if len(a.router.Targets()) > 1 && request.Pinned == nil {
 		u.MaxRetries = 1
 	}
@@ -310,7 +261,7 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 }
 
 // applyHints puts what the client hints at into the router's form of the request.
-func applyHints(h routingHints, request *Request) {
+func applyHints(h hints.Hints, request *router.Request) {
 	request.QueryOnly, request.Pinned, request.PinnedPrefill = h.Query, h.Pinned, h.PinnedPrefill
 	request.PriorityJump, request.StrictPriority = h.PriorityJump, h.StrictPriority
 	request.ExpectedOutput, request.Prefix = h.ExpectedOutput, h.Prefix
@@ -329,29 +280,29 @@ func (a *API) serves(ctx context.Context, model string) bool {
 
 // settle answers a request that could not be forwarded, if it still can be
 // answered, and finds the status to be counted.
-func (a *API) settle(c *gin.Context, x *Exchange, err error) {
-	var late *legTimeout
-	var prefill *prefillFailure
+func (a *API) settle(c *gin.Context, x *proxy.Exchange, err error) {
+	var late *proxy.LegTimeout
+	var prefill *proxy.PrefillFailure
 	switch {
 	case err == nil:
 	case c.Request.Context().Err() != nil:
-		x.Status = clientGone
-	case errors.Is(err, errAnswered):
+		x.Status = proxy.ClientGone
+	case errors.Is(err, proxy.ErrAnswered):
 		x.Status = http.StatusBadGateway
-		if errors.Is(err, errSilent) {
+		if errors.Is(err, proxy.ErrSilent) {
 			x.Status = http.StatusGatewayTimeout
 		}
 		a.log.Warn("answer was cut short", "route", x.Route, "worker", x.Worker, "error", err)
 	case errors.As(err, &late):
 		a.log.Warn("no pair of workers answered", "route", x.Route, "error", err)
 		a.fail(c, http.StatusGatewayTimeout, "", late.Error())
-	case errors.Is(err, errSilent):
+	case errors.Is(err, proxy.ErrSilent):
 		a.fail(c, http.StatusGatewayTimeout, "", fmt.Sprintf("worker %s did not answer within %s", x.Worker, a.config.RequestTimeout))
-	case errors.Is(err, ErrNoWorker), errors.Is(err, ErrBusy), errors.Is(err, ErrQueueFull), errors.Is(err, ErrQueueTimeout), errors.Is(err, ErrNoPair):
+	case errors.Is(err, router.ErrNoWorker), errors.Is(err, router.ErrBusy), errors.Is(err, router.ErrQueueFull), errors.Is(err, router.ErrQueueTimeout), errors.Is(err, router.ErrNoPair):
 		a.refuse(c, x, err)
 	case errors.As(err, &prefill):
 		a.log.Warn("a prefill worker failed", "route", x.Route, "error", err)
-		a.fail(c, http.StatusBadGateway, "", fmt.Sprintf("prefill worker %d failed before it answered", prefill.worker))
+		a.fail(c, http.StatusBadGateway, "", fmt.Sprintf("prefill worker %d failed before it answered", prefill.Worker))
 	default:
 		a.log.Warn("no worker answered", "route", x.Route, "error", err)
 		a.fail(c, http.StatusBadGateway, "", fmt.Sprintf("worker %s failed before it answered", x.Worker))
@@ -359,22 +310,22 @@ func (a *API) settle(c *gin.Context, x *Exchange, err error) {
 }
 
 // refuse answers a request that no worker may take now.
-func (a *API) refuse(c *gin.Context, x *Exchange, err error) {
+func (a *API) refuse(c *gin.Context, x *proxy.Exchange, err error) {
 	status, message, again := http.StatusServiceUnavailable, err.Error(), "1"
 	var pinned *pinnedError
 	switch {
-	case errors.Is(err, ErrQueueFull):
-		status = statusOverloaded
+	case errors.Is(err, router.ErrQueueFull):
+		status = web.StatusOverloaded
 	case errors.As(err, &pinned):
-	case errors.Is(err, ErrBusy):
+	case errors.Is(err, router.ErrBusy):
 		message = "Service temporarily unavailable: All workers are busy, please retry later"
-	case errors.Is(err, ErrNoPair):
+	case errors.Is(err, router.ErrNoPair):
 		message, again = err.Error()+" (--enforce-disagg): try again in a few seconds", "5"
-	case errors.Is(err, ErrNoWorker):
+	case errors.Is(err, router.ErrNoWorker):
 		message, again = "no worker is ready: try again in a few seconds", "5"
 	}
 	known := "" // the names that clients make up are no labels
-	if slices.ContainsFunc(a.router.Targets(), func(t Target) bool { return slices.Contains(t.Models, x.Model) }) {
+	if slices.ContainsFunc(a.router.Targets(), func(t kv.Target) bool { return slices.Contains(t.Models, x.Model) }) {
 		known = x.Model
 	}
 	a.telemetry.Refused(known, x.Route, err)
@@ -412,7 +363,7 @@ func (a *API) body(c *gin.Context) (body []byte, ok bool) {
 
 // prompt returns the request's prompt tokens; of several prompts the longest,
 // since the worker that serves one serves them all.
-func (a *API) prompt(ctx context.Context, kind promptKind, path string, body *Body) (p Prompt, multiple bool) {
+func (a *API) prompt(ctx context.Context, kind promptKind, path string, body *jsonbody.Body) (p tokens.Prompt, multiple bool) {
 	switch kind {
 	case chatPrompt:
 		return a.tokens.ChatBody(ctx, body), false
@@ -427,14 +378,14 @@ func (a *API) prompt(ctx context.Context, kind promptKind, path string, body *Bo
 		}
 		return p, len(prompts) > 1
 	}
-	return Prompt{}, false
+	return tokens.Prompt{}, false
 }
 
 // askForUsage returns the body, its beginning apart, with a request for usage
 // added where it is a stream's and does not say itself what it wants. The rest of
 // the bytes stays as it is, and where the client has no stream_options, where it
 // is.
-func (a *API) askForUsage(parsed *Body) (head, body []byte, hide bool) {
+func (a *API) askForUsage(parsed *jsonbody.Body) (head, body []byte, hide bool) {
 	body = parsed.Raw
 	if !a.config.CollectUsage || !parsed.Get("stream").Bool() {
 		return nil, body, false
@@ -459,7 +410,7 @@ func (a *API) askForUsage(parsed *Body) (head, body []byte, hide bool) {
 // upstreamHeader returns the client's headers as they go to a worker.
 func (a *API) upstreamHeader(c *gin.Context, id string) http.Header {
 	header := c.Request.Header.Clone()
-	for _, name := range hopByHop {
+	for _, name := range web.HopByHop {
 		header.Del(name)
 	}
 	header.Del("Accept-Encoding") // the usage must be readable here
@@ -468,7 +419,7 @@ func (a *API) upstreamHeader(c *gin.Context, id string) http.Header {
 	if len(a.config.APIKey) > 0 {
 		header.Del("Authorization") // it was for us
 	}
-	header.Set(headerRequest, id)
+	header.Set(web.HeaderRequest, id)
 	return header
 }
 
@@ -480,8 +431,8 @@ func (a *API) tokenized(serve func(context.Context, []byte) ([]byte, error)) gin
 			return
 		}
 		answer, err := serve(c.Request.Context(), body)
-		var bad *BadRequest
-		var refused *AskError
+		var bad *tokens.BadRequest
+		var refused *tokens.AskError
 		switch {
 		case errors.As(err, &bad):
 			a.fail(c, http.StatusBadRequest, "", bad.Error())
@@ -496,8 +447,8 @@ func (a *API) tokenized(serve func(context.Context, []byte) ([]byte, error)) gin
 }
 
 // workers returns one target of each worker that is up: its ranks share a server.
-func (a *API) workers() []Target {
-	return slices.CompactFunc(a.router.Targets(), func(a, b Target) bool { return a.Key.Worker == b.Key.Worker })
+func (a *API) workers() []kv.Target {
+	return slices.CompactFunc(a.router.Targets(), func(a, b kv.Target) bool { return a.Key.Worker == b.Key.Worker })
 }
 
 // models lists what the workers serve, each model as the first worker that
@@ -544,7 +495,7 @@ func (a *API) broadcastUntilFound(c *gin.Context) {
 	for _, t := range a.workers() {
 		status, body, err := a.proxy.Ask(c.Request.Context(), t, c.Request.Method, c.Request.URL.RequestURI(), a.upstreamHeader(c, id), nil)
 		if err == nil && status != http.StatusNotFound {
-			c.Header(headerWorker, workerLabel(t.Key.Worker))
+			c.Header(web.HeaderWorker, proxy.WorkerLabel(t.Key.Worker))
 			c.Data(status, "application/json", body)
 			return
 		}
@@ -569,7 +520,7 @@ func (a *API) admin(c *gin.Context) {
 	for _, t := range a.workers() {
 		status, answer, err := a.proxy.Ask(c.Request.Context(), t, c.Request.Method, c.Request.URL.RequestURI(), a.upstreamHeader(c, id), body)
 		if err != nil {
-			status, answer = http.StatusBadGateway, errorJSON(http.StatusBadGateway, "server_error", "", "the worker did not answer")
+			status, answer = http.StatusBadGateway, web.ErrorJSON(http.StatusBadGateway, "server_error", "", "the worker did not answer")
 		}
 		worst = max(worst, status)
 		entry := gin.H{"worker_id": t.Key.Worker, "status": status}
@@ -583,53 +534,131 @@ func (a *API) admin(c *gin.Context) {
 
 // fail answers with an error in OpenAI's shape.
 func (a *API) fail(c *gin.Context, status int, param, message string) {
-	c.Header(headerRequest, requestID(c))
-	c.Data(status, "application/json", errorJSON(status, errorType(status), param, message))
-}
-
-// openAIError is fail for those who have no API.
-func openAIError(c *gin.Context, status int, message string) {
-	c.Data(status, "application/json", errorJSON(status, errorType(status), "", message))
-}
-
-// errorType is OpenAI's and vLLM's word for an HTTP status.
-func errorType(status int) string {
-	switch status {
-	case http.StatusUnauthorized:
-		return "invalid_api_key"
-	case http.StatusForbidden:
-		return "permission_error"
-	case http.StatusNotFound:
-		return "NotFoundError"
-	case http.StatusServiceUnavailable, http.StatusTooManyRequests, statusOverloaded:
-		return "service_unavailable"
-	}
-	if status < 500 {
-		return "invalid_request_error"
-	}
-	return "server_error"
-}
-
-// errorJSON renders an error in OpenAI's shape; an empty param is null.
-func errorJSON(status int, kind, param, message string) []byte {
-	var p any
-	if param != "" {
-		p = param
-	}
-	body, _ := json.Marshal(gin.H{"error": gin.H{"message": message, "type": kind, "param": p, "code": status}})
-	return body
+	c.Header(web.HeaderRequest, requestID(c))
+	c.Data(status, "application/json", web.ErrorJSON(status, web.ErrorType(status), param, message))
 }
 
 // requestID returns the request's id: the client's own where it sent a usable
 // one, else a new one, which is kept with the request.
 func requestID(c *gin.Context) string {
-	id := c.Request.Header.Get(headerRequest)
+	id := c.Request.Header.Get(web.HeaderRequest)
 	usable := id != "" && len(id) <= requestIDLimit && !strings.ContainsFunc(id, func(r rune) bool { return r < ' ' || r > '~' })
 	if !usable {
 		var random [12]byte
 		rand.Read(random[:])
 		id = "req-" + hex.EncodeToString(random[:])
-		c.Request.Header.Set(headerRequest, id)
+		c.Request.Header.Set(web.HeaderRequest, id)
 	}
 	return id
+}
+
+// queryAnswer tells who would serve a request. It stands where the answer's
+// text would, under the names of Dynamo's frontends: the older have
+// worker_instance_id and token_data, the newer worker_id and token_ids.
+type queryAnswer struct {
+	ID      string     `json:"id"`
+	Object  string     `json:"object"`
+	Created int64      `json:"created"`
+	Model   string     `json:"model"`
+	Choices []struct{} `json:"choices"`
+	NVExt   struct {
+		WorkerInstanceID uint64 `json:"worker_instance_id"`
+		WorkerID         struct {
+			PrefillWorker uint64 `json:"prefill_worker_id"`
+			PrefillRank   uint32 `json:"prefill_dp_rank"`
+			DecodeWorker  uint64 `json:"decode_worker_id"`
+			DecodeRank    uint32 `json:"decode_dp_rank"`
+		} `json:"worker_id"`
+		TokenData     []uint32 `json:"token_data"`
+		TokenIDs      []uint32 `json:"token_ids"`
+		OverlapTokens int      `json:"overlap_tokens"`
+	} `json:"nvext"`
+}
+
+// answerQuery answers a dry run: nothing is sent to the worker that is chosen, or
+// to the two that may share the request, and nothing booked.
+func (a *API) answerQuery(c *gin.Context, kind promptKind, stream bool, request router.Request, shared bool, why string, tokens []uint32) error {
+	var pair router.Pair
+	var err error
+	if shared {
+		pair, err = a.decidePair(c.Request.Context(), request, why)
+	} else {
+		pair.Decode, err = a.decide(c.Request.Context(), request)
+	}
+	if err != nil {
+		return err
+	}
+	decision, prefill := pair.Decode, pair.Decode.Target.Key
+	if shared && pair.Whole == "" {
+		decision.OverlapTokens, prefill = pair.Prefill.OverlapTokens, pair.Prefill.Target.Key
+	}
+	key := decision.Target.Key
+	answer := queryAnswer{ID: requestID(c), Object: "chat.completion", Created: time.Now().Unix(), Model: request.Model, Choices: []struct{}{}}
+	switch {
+	case kind == completionPrompt:
+		answer.Object = "text_completion"
+	case kind != chatPrompt:
+		answer.Object = hints.AnnotationQuery
+	case stream:
+		answer.Object = "chat.completion.chunk"
+	}
+	if tokens == nil {
+		tokens = []uint32{}
+	}
+	e := &answer.NVExt
+	e.WorkerInstanceID, e.OverlapTokens = key.Worker, decision.OverlapTokens
+	e.WorkerID.PrefillWorker, e.WorkerID.PrefillRank = prefill.Worker, prefill.Rank
+	e.WorkerID.DecodeWorker, e.WorkerID.DecodeRank = key.Worker, key.Rank
+	e.TokenData, e.TokenIDs = tokens, tokens
+	c.Header(web.HeaderRequest, answer.ID)
+	c.Header(web.HeaderWorker, proxy.WorkerLabel(key.Worker))
+	c.Header(web.HeaderOverlap, strconv.Itoa(decision.OverlapTokens))
+	if !stream {
+		c.JSON(http.StatusOK, answer)
+		return nil
+	}
+	text, err := json.Marshal(answer)
+	if err != nil {
+		return err
+	}
+	c.Data(http.StatusOK, "text/event-stream; charset=utf-8", fmt.Appendf(nil, "data: %s\n\ndata: [DONE]\n\n", text))
+	return nil
+}
+
+// modelThresholds is the form of /busy_threshold.
+type modelThresholds struct {
+	Model string `json:"model"`
+	router.BusyThresholds
+}
+
+func (a *API) busyThresholds(c *gin.Context) {
+	thresholds := []modelThresholds{}
+	if t := a.router.BusyThresholds(); t.Set() {
+		thresholds = append(thresholds, modelThresholds{a.config.ServedModelName, t})
+	}
+	c.JSON(http.StatusOK, gin.H{"thresholds": thresholds})
+}
+
+// setBusyThresholds changes the thresholds that the body names, which hold for
+// every model, and answers with all of them.
+func (a *API) setBusyThresholds(c *gin.Context) {
+	body, ok := a.body(c)
+	if !ok {
+		return
+	}
+	var asked modelThresholds
+	if err := json.Unmarshal(body, &asked); err != nil {
+		a.fail(c, http.StatusBadRequest, "", "bad body: "+err.Error())
+		return
+	}
+	if err := asked.Validate(); err != nil {
+		a.fail(c, http.StatusBadRequest, "", err.Error())
+		return
+	}
+	serves, up := a.router.Serves(asked.Model)
+	if asked.Model == "" || up && !serves {
+		a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%s` does not exist.", asked.Model))
+		return
+	}
+	c.JSON(http.StatusOK, modelThresholds{asked.Model, a.router.ChangeBusyThresholds(asked.BusyThresholds)})
 }

@@ -7,103 +7,99 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"kvrouter/internal/events"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/router"
+	"kvrouter/internal/selection"
+	"kvrouter/internal/telemetry"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/routertest"
+	"kvrouter/internal/tokens"
+	"kvrouter/internal/web"
+	"kvrouter/internal/workers"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"regexp"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
 	"github.com/tidwall/gjson"
 )
 
-// fakeWorker is an engine's HTTP side, scripted by a test.
-type fakeWorker struct {
-	*httptest.Server
-	mu     sync.Mutex // guards all below
-	bodies []string
-	header http.Header
-}
-
 // newFakeWorker starts a worker that answers inference requests with serve.
-func newFakeWorker(t *testing.T, serve http.HandlerFunc) *fakeWorker {
+func newFakeWorker(t *testing.T, serve http.HandlerFunc) *testkit.FakeWorker {
 	t.Helper()
-	f := &fakeWorker{}
+	f := &testkit.FakeWorker{}
 	f.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path == "/v1/models" {
 			io.WriteString(w, `{"object":"list","data":[{"id":"m","object":"model","max_model_len":8192}]}`)
 			return
 		}
-		if r.Header.Get(headerRequest) == "" { // the router's own question for tokens
+		if r.Header.Get(web.HeaderRequest) == "" { // the router's own question for tokens
 			http.NotFound(w, r)
 			return
 		}
 		body, _ := io.ReadAll(r.Body)
-		f.mu.Lock()
-		f.bodies = append(f.bodies, string(body))
-		f.header = r.Header.Clone()
-		f.mu.Unlock()
+		f.Mu.Lock()
+		f.Bodies = append(f.Bodies, string(body))
+		f.Header = r.Header.Clone()
+		f.Mu.Unlock()
 		serve(w, r)
 	}))
 	t.Cleanup(f.Close)
 	return f
 }
 
-func (f *fakeWorker) received() []string {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	return append([]string(nil), f.bodies...)
-}
-
 // house is a router's OpenAI side over fake workers.
-type house struct {
+type testAPI struct {
 	*httptest.Server
-	router    *Router
+	router    *router.Router
 	selection *httptest.Server
-	telemetry *Telemetry
+	telemetry *telemetry.Metrics
 	failed    chan uint64
 }
 
 // newHouse serves the given workers round robin, so that worker 0 gets the
 // first request.
-func newHouse(t *testing.T, config Config, workers ...string) *house {
+func newTestAPI(t *testing.T, config Config, workers ...string) *testAPI {
 	t.Helper()
-	var targets []Target
+	var targets []kv.Target
 	for i, url := range workers {
-		targets = append(targets, Target{Key: WorkerKey{Worker: uint64(i)}, URL: url, Models: []string{"m"}})
+		targets = append(targets, kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, URL: url, Models: []string{"m"}})
 	}
-	return newHouseOf(t, config, nil, targets...)
+	return newTestAPIOf(t, config, nil, targets...)
 }
 
 // newHouseOf is newHouse for targets of one's own, and a model; nil: prompt
 // tokens come from the workers.
-func newHouseOf(t testing.TB, config Config, model *Model, targets ...Target) *house {
+func newTestAPIOf(t testing.TB, config Config, model *tokens.Model, targets ...kv.Target) *testAPI {
 	t.Helper()
 	if config.MaxBodyBytes == 0 {
 		config.MaxBodyBytes = 1 << 20
 	}
 	config.ServedModelName = "m"
 	log := slog.New(slog.DiscardHandler)
-	h := &house{router: newTestRouter(t, "round-robin", 0), failed: make(chan uint64, 100)}
+	h := &testAPI{router: routertest.NewTestRouter(t, "round-robin", 0), failed: make(chan uint64, 100)}
 	for _, target := range targets {
 		h.router.Up(target)
 	}
 	telemetry := newBareTelemetry()
 	h.telemetry = telemetry
-	proxy := NewProxy(telemetry, config.RequestTimeout, func(w uint64) { h.failed <- w })
-	rooms := &rooms{router: h.router, proxy: proxy}
-	tokens := NewTokens(model, rooms.askWorker, time.Second, log)
+	proxy := proxy.NewProxy(telemetry, config.RequestTimeout, func(w uint64) { h.failed <- w })
+	rooms := &app{router: h.router, proxy: proxy}
+	tokens := tokens.NewSource(model, rooms.askWorker, time.Second, log)
 	api := NewAPI(config, h.router, tokens, proxy, telemetry, log)
 	h.Server = httptest.NewServer(api.Handler())
-	fleet := NewFleet(FleetSettings{}, nil, h.router.Index(), FleetHooks{}, log)
-	h.selection = httptest.NewServer(NewSelection(config.selectionSettings(), h.router, h.router.Index(), fleet, log).Handler())
+	fleet := workers.NewFleet(workers.Settings{}, nil, h.router.Index(), workers.Hooks{}, log)
+	h.selection = httptest.NewServer(selection.New(config.selectionSettings(), h.router, h.router.Index(), fleet, log).Handler())
 	t.Cleanup(func() {
 		h.Close()
 		h.selection.Close()
 		api.pairs.Close()
-		proxy.client.CloseIdleConnections()
+		proxy.Client.CloseIdleConnections()
 		for _, target := range h.router.Targets() {
 			if n := h.router.Load(target.Key).InFlight; n != 0 {
 				t.Errorf("worker %d still has %d requests booked", target.Key.Worker, n)
@@ -114,7 +110,7 @@ func newHouseOf(t testing.TB, config Config, model *Model, targets ...Target) *h
 }
 
 // post sends a body and returns the whole answer.
-func (h *house) post(t testing.TB, path, body string, headers ...string) (*http.Response, string) {
+func (h *testAPI) post(t testing.TB, path, body string, headers ...string) (*http.Response, string) {
 	t.Helper()
 	request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, h.URL+path, strings.NewReader(body))
 	if err != nil {
@@ -136,18 +132,6 @@ func (h *house) post(t testing.TB, path, body string, headers ...string) (*http.
 	return response, string(answer)
 }
 
-const chatPath = "/v1/chat/completions"
-
-// streamOf answers with the given events.
-func streamOf(events ...string) http.HandlerFunc {
-	return func(w http.ResponseWriter, _ *http.Request) {
-		w.Header().Set("Content-Type", "text/event-stream; charset=utf-8")
-		for _, e := range events {
-			fmt.Fprintf(w, "data: %s\n\n", e)
-		}
-	}
-}
-
 // hangUp ends the connection without an answer.
 func hangUp(w http.ResponseWriter, _ *http.Request) {
 	connection, _, err := http.NewResponseController(w).Hijack()
@@ -157,8 +141,8 @@ func hangUp(w http.ResponseWriter, _ *http.Request) {
 }
 
 // newBareTelemetry returns a telemetry of no workers and no prompts.
-func newBareTelemetry() *Telemetry {
-	return NewTelemetry(func() []WorkerSample { return nil }, func() PromptSample { return PromptSample{} })
+func newBareTelemetry() *telemetry.Metrics {
+	return telemetry.New(func() []telemetry.WorkerSample { return nil }, func() telemetry.PromptSample { return telemetry.PromptSample{} })
 }
 
 // deadURL is an address where nothing listens.
@@ -168,13 +152,11 @@ func deadURL(t *testing.T) string {
 	return s.URL
 }
 
-const tokenEvent = `{"choices":[{"delta":{"content":"hi"}}]}`
-
 const usageEvent = `{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":4}}}`
 
 func TestBodyReachesTheWorkerUnchanged(t *testing.T) {
-	worker := newFakeWorker(t, streamOf(tokenEvent, "[DONE]"))
-	h := newHouse(t, Config{CollectUsage: true}, worker.URL)
+	worker := newFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, "[DONE]"))
+	h := newTestAPI(t, Config{CollectUsage: true}, worker.URL)
 	bodies := []string{
 		`{"zeta": 1, "model":"m", "messages":[{"role":"user","content":"a","name":"x"}], "unknown":{"b":1,"a":2}}`,
 		"{\n \"stream\": true, \"stream_options\": {\"include_usage\": true}, \"model\": \"m\", \"messages\": []}",
@@ -182,16 +164,16 @@ func TestBodyReachesTheWorkerUnchanged(t *testing.T) {
 		`{"stream":true,"stream_options":"wrong","messages":[]}`,
 	}
 	for i, body := range bodies {
-		h.post(t, chatPath, body)
-		if got := worker.received()[i]; got != body {
+		h.post(t, testkit.ChatPath, body)
+		if got := worker.Received()[i]; got != body {
 			t.Errorf("sent\n%s\nreceived\n%s", body, got)
 		}
 	}
 }
 
 func TestUsageIsAskedForAndHidden(t *testing.T) {
-	worker := newFakeWorker(t, streamOf(tokenEvent, usageEvent, "[DONE]"))
-	h := newHouse(t, Config{CollectUsage: true}, worker.URL)
+	worker := newFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, usageEvent, "[DONE]"))
+	h := newTestAPI(t, Config{CollectUsage: true}, worker.URL)
 	tests := []struct{ sent, want string }{
 		{`{"model":"m","stream":true}`, `{"stream_options":{"include_usage":true},"model":"m","stream":true}`},
 		{`{"stream":true,"stream_options":{"x":1},"n":1}`, `{"stream":true,"stream_options":{"x":1,"include_usage":true},"n":1}`},
@@ -199,15 +181,15 @@ func TestUsageIsAskedForAndHidden(t *testing.T) {
 		{`{"stream":true,"stream_options":{"include_usage":false}}`, `{"stream":true,"stream_options":{"include_usage":true}}`},
 	}
 	for i, test := range tests {
-		_, answer := h.post(t, chatPath, test.sent)
-		if got := worker.received()[i]; got != test.want {
+		_, answer := h.post(t, testkit.ChatPath, test.sent)
+		if got := worker.Received()[i]; got != test.want {
 			t.Errorf("sent\n%s\nreceived\n%s\nwant\n%s", test.sent, got, test.want)
 		}
-		if want := "data: " + tokenEvent + "\n\ndata: [DONE]\n\n"; answer != want {
+		if want := "data: " + testkit.TokenEvent + "\n\ndata: [DONE]\n\n"; answer != want {
 			t.Errorf("client got\n%s\nwant\n%s", answer, want)
 		}
 	}
-	_, answer := h.post(t, chatPath, `{"model":"m","stream":true,"stream_options":{"include_usage":true}}`)
+	_, answer := h.post(t, testkit.ChatPath, `{"model":"m","stream":true,"stream_options":{"include_usage":true}}`)
 	if !strings.Contains(answer, usageEvent) {
 		t.Errorf("a client that asked for usage got\n%s", answer)
 	}
@@ -223,10 +205,10 @@ func TestUsageIsAskedForAndHidden(t *testing.T) {
 }
 
 func TestNoCollectUsageLeavesStreamsAlone(t *testing.T) {
-	worker := newFakeWorker(t, streamOf(tokenEvent, usageEvent, "[DONE]"))
-	h := newHouse(t, Config{CollectUsage: false}, worker.URL)
-	_, answer := h.post(t, chatPath, `{"stream":true}`)
-	if got := worker.received()[0]; got != `{"stream":true}` || !strings.Contains(answer, usageEvent) {
+	worker := newFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, usageEvent, "[DONE]"))
+	h := newTestAPI(t, Config{CollectUsage: false}, worker.URL)
+	_, answer := h.post(t, testkit.ChatPath, `{"stream":true}`)
+	if got := worker.Received()[0]; got != `{"stream":true}` || !strings.Contains(answer, usageEvent) {
 		t.Errorf("received %s, answered %s", got, answer)
 	}
 }
@@ -236,7 +218,7 @@ func TestStreamIsRelayedAsItComes(t *testing.T) {
 	worker := newFakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "text/event-stream")
 		for range 3 {
-			fmt.Fprintf(w, "data: %s\n\n", tokenEvent)
+			fmt.Fprintf(w, "data: %s\n\n", testkit.TokenEvent)
 			http.NewResponseController(w).Flush()
 			select {
 			case <-next:
@@ -245,8 +227,8 @@ func TestStreamIsRelayedAsItComes(t *testing.T) {
 			}
 		}
 	})
-	h := newHouse(t, Config{}, worker.URL)
-	response, err := h.Client().Post(h.URL+chatPath, "application/json", strings.NewReader(`{"stream":true}`))
+	h := newTestAPI(t, Config{}, worker.URL)
+	response, err := h.Client().Post(h.URL+testkit.ChatPath, "application/json", strings.NewReader(`{"stream":true}`))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -254,7 +236,7 @@ func TestStreamIsRelayedAsItComes(t *testing.T) {
 	lines := bufio.NewReader(response.Body)
 	for range 3 { // each event arrives before the next is sent
 		line, err := lines.ReadString('\n')
-		if err != nil || line != "data: "+tokenEvent+"\n" {
+		if err != nil || line != "data: "+testkit.TokenEvent+"\n" {
 			t.Fatalf("%q, %v", line, err)
 		}
 		lines.ReadString('\n')
@@ -266,20 +248,20 @@ func TestClientThatLeavesCancelsTheWorker(t *testing.T) {
 	cancelled := make(chan struct{})
 	worker := newFakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "text/event-stream")
-		fmt.Fprintf(w, "data: %s\n\n", tokenEvent)
+		fmt.Fprintf(w, "data: %s\n\n", testkit.TokenEvent)
 		http.NewResponseController(w).Flush()
 		<-r.Context().Done()
 		close(cancelled)
 	})
-	h := newHouse(t, Config{}, worker.URL)
+	h := newTestAPI(t, Config{}, worker.URL)
 	ctx, leave := context.WithCancel(t.Context())
-	request, _ := http.NewRequestWithContext(ctx, http.MethodPost, h.URL+chatPath, strings.NewReader(`{"stream":true}`))
+	request, _ := http.NewRequestWithContext(ctx, http.MethodPost, h.URL+testkit.ChatPath, strings.NewReader(`{"stream":true}`))
 	response, err := h.Client().Do(request)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer response.Body.Close()
-	if n := h.router.Load(WorkerKey{}).InFlight; n != 1 {
+	if n := h.router.Load(kv.WorkerKey{}).InFlight; n != 1 {
 		t.Errorf("%d in flight during the stream, want 1", n)
 	}
 	leave()
@@ -288,21 +270,21 @@ func TestClientThatLeavesCancelsTheWorker(t *testing.T) {
 	case <-time.After(5 * time.Second):
 		t.Fatal("the worker was not told")
 	}
-	eventually(t, 5*time.Second, "the booking freed", func() bool { return h.router.Load(WorkerKey{}).InFlight == 0 })
-	eventually(t, 5*time.Second, "status 499 counted", func() bool {
+	testkit.Eventually(t, 5*time.Second, "the booking freed", func() bool { return h.router.Load(kv.WorkerKey{}).InFlight == 0 })
+	testkit.Eventually(t, 5*time.Second, "status 499 counted", func() bool {
 		return strings.Contains(h.metrics(t), `kvrouter_requests_total{route="/v1/chat/completions",status="499",worker_id="0"} 1`)
 	})
 }
 
 func TestClientThatLeavesAfterTheEndWasServed(t *testing.T) {
 	worker := newFakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
-		streamOf(tokenEvent, "[DONE]")(w, r)
+		testkit.StreamOf(testkit.TokenEvent, "[DONE]")(w, r)
 		http.NewResponseController(w).Flush()
 		<-r.Context().Done() // the client is faster than the end of the body
 	})
-	h := newHouse(t, Config{}, worker.URL)
+	h := newTestAPI(t, Config{}, worker.URL)
 	ctx, leave := context.WithCancel(t.Context())
-	request, _ := http.NewRequestWithContext(ctx, http.MethodPost, h.URL+chatPath, strings.NewReader(`{"stream":true}`))
+	request, _ := http.NewRequestWithContext(ctx, http.MethodPost, h.URL+testkit.ChatPath, strings.NewReader(`{"stream":true}`))
 	response, err := h.Client().Do(request)
 	if err != nil {
 		t.Fatal(err)
@@ -311,12 +293,12 @@ func TestClientThatLeavesAfterTheEndWasServed(t *testing.T) {
 	for lines := bufio.NewScanner(response.Body); lines.Scan() && lines.Text() != "data: [DONE]"; {
 	}
 	leave()
-	eventually(t, 5*time.Second, "status 200 counted", func() bool {
+	testkit.Eventually(t, 5*time.Second, "status 200 counted", func() bool {
 		return strings.Contains(h.metrics(t), `kvrouter_requests_total{route="/v1/chat/completions",status="200",worker_id="0"} 1`)
 	})
 }
 
-func (h *house) metrics(t *testing.T) string {
+func (h *testAPI) metrics(t *testing.T) string {
 	t.Helper()
 	response, err := h.Client().Get(h.URL + "/metrics")
 	if err != nil {
@@ -342,7 +324,7 @@ func TestFailureBeforeTheFirstByteIsTriedElsewhere(t *testing.T) {
 			http.NewResponseController(w).Flush()
 			panic(http.ErrAbortHandler)
 		}},
-		{"stream whose first event is an engine error", streamOf(`{"error":{"message":"EngineCore died","code":500}}`, "[DONE]")},
+		{"stream whose first event is an engine error", testkit.StreamOf(`{"error":{"message":"EngineCore died","code":500}}`, "[DONE]")},
 		{"half a JSON answer", func(w http.ResponseWriter, r *http.Request) {
 			w.Header().Set("Content-Length", "1000")
 			io.WriteString(w, `{"choices":`)
@@ -355,11 +337,11 @@ func TestFailureBeforeTheFirstByteIsTriedElsewhere(t *testing.T) {
 			if test.serve != nil {
 				first = newFakeWorker(t, test.serve).URL
 			}
-			second := newFakeWorker(t, streamOf(tokenEvent, "[DONE]"))
-			h := newHouse(t, Config{}, first, second.URL)
-			response, answer := h.post(t, chatPath, `{"stream":true}`)
-			if response.StatusCode != 200 || response.Header.Get(headerWorker) != "1" || !strings.Contains(answer, tokenEvent) {
-				t.Errorf("%d from worker %s: %s", response.StatusCode, response.Header.Get(headerWorker), answer)
+			second := newFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, "[DONE]"))
+			h := newTestAPI(t, Config{}, first, second.URL)
+			response, answer := h.post(t, testkit.ChatPath, `{"stream":true}`)
+			if response.StatusCode != 200 || response.Header.Get(web.HeaderWorker) != "1" || !strings.Contains(answer, testkit.TokenEvent) {
+				t.Errorf("%d from worker %s: %s", response.StatusCode, response.Header.Get(web.HeaderWorker), answer)
 			}
 			if w := <-h.failed; w != 0 {
 				t.Errorf("worker %d was blamed", w)
@@ -369,8 +351,8 @@ func TestFailureBeforeTheFirstByteIsTriedElsewhere(t *testing.T) {
 }
 
 func TestWorkersThatAllFailGiveOneError(t *testing.T) {
-	h := newHouse(t, Config{}, deadURL(t), deadURL(t), deadURL(t))
-	response, answer := h.post(t, chatPath, `{"messages":[]}`)
+	h := newTestAPI(t, Config{}, deadURL(t), deadURL(t), deadURL(t))
+	response, answer := h.post(t, testkit.ChatPath, `{"messages":[]}`)
 	if response.StatusCode != http.StatusBadGateway || gjson.Get(answer, "error.code").Int() != 502 {
 		t.Errorf("%d: %s", response.StatusCode, answer)
 	}
@@ -385,8 +367,8 @@ func TestAnEnginesOwnErrorsReachTheClient(t *testing.T) {
 			w.WriteHeader(status)
 			io.WriteString(w, `{"error":{"message":"mine"}}`)
 		})
-		h := newHouse(t, Config{}, worker.URL)
-		response, answer := h.post(t, chatPath, `{}`)
+		h := newTestAPI(t, Config{}, worker.URL)
+		response, answer := h.post(t, testkit.ChatPath, `{}`)
 		if response.StatusCode != status || answer != `{"error":{"message":"mine"}}` {
 			t.Errorf("%d: %d %s", status, response.StatusCode, answer)
 		}
@@ -395,28 +377,28 @@ func TestAnEnginesOwnErrorsReachTheClient(t *testing.T) {
 
 func TestFailureInMidStreamEndsWithAnErrorEvent(t *testing.T) {
 	worker := newFakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
-		streamOf(tokenEvent)(w, r)
+		testkit.StreamOf(testkit.TokenEvent)(w, r)
 		http.NewResponseController(w).Flush()
 		panic(http.ErrAbortHandler)
 	})
-	other := newFakeWorker(t, streamOf("[DONE]"))
-	h := newHouse(t, Config{}, worker.URL, other.URL)
-	response, answer := h.post(t, chatPath, `{"stream":true}`)
+	other := newFakeWorker(t, testkit.StreamOf("[DONE]"))
+	h := newTestAPI(t, Config{}, worker.URL, other.URL)
+	response, answer := h.post(t, testkit.ChatPath, `{"stream":true}`)
 	events := strings.Split(strings.TrimSpace(answer), "\n\n")
-	if response.StatusCode != 200 || len(events) != 2 || events[0] != "data: "+tokenEvent {
+	if response.StatusCode != 200 || len(events) != 2 || events[0] != "data: "+testkit.TokenEvent {
 		t.Fatalf("%d: %s", response.StatusCode, answer)
 	}
 	if code := gjson.Get(strings.TrimPrefix(events[1], "data: "), "error.code").Int(); code != 502 {
 		t.Errorf("last event %s", events[1])
 	}
-	if len(other.received()) != 0 {
+	if len(other.Received()) != 0 {
 		t.Error("a request was repeated after its first byte")
 	}
 }
 
 func TestLimitsAndBadRequests(t *testing.T) {
-	worker := newFakeWorker(t, streamOf("[DONE]"))
-	h := newHouse(t, Config{MaxBodyBytes: 64}, worker.URL)
+	worker := newFakeWorker(t, testkit.StreamOf("[DONE]"))
+	h := newTestAPI(t, Config{MaxBodyBytes: 64}, worker.URL)
 	long := `{"messages":"` + strings.Repeat("x", 100) + `"}`
 	tests := []struct {
 		name, body string
@@ -430,14 +412,14 @@ func TestLimitsAndBadRequests(t *testing.T) {
 		{"breaks the index", `{"vllm_xargs":{"kv_cache_report_mode":"full"}}`, 400},
 	}
 	for _, test := range tests {
-		response, answer := h.post(t, chatPath, test.body)
+		response, answer := h.post(t, testkit.ChatPath, test.body)
 		e := gjson.Get(answer, "error")
 		if response.StatusCode != test.status || e.Get("message").String() == "" || int(e.Get("code").Int()) != test.status || !e.Get("type").Exists() || !e.Get("param").Exists() {
 			t.Errorf("%s: %d %s", test.name, response.StatusCode, answer)
 		}
 	}
 	// The same limit without a Content-Length.
-	request, _ := http.NewRequest(http.MethodPost, h.URL+chatPath, io.MultiReader(strings.NewReader(long)))
+	request, _ := http.NewRequest(http.MethodPost, h.URL+testkit.ChatPath, io.MultiReader(strings.NewReader(long)))
 	response, err := h.Client().Do(request)
 	if err != nil {
 		t.Fatal(err)
@@ -446,14 +428,14 @@ func TestLimitsAndBadRequests(t *testing.T) {
 	if response.StatusCode != 413 {
 		t.Errorf("chunked and too large: %d", response.StatusCode)
 	}
-	if len(worker.received()) != 0 {
+	if len(worker.Received()) != 0 {
 		t.Error("a refused request reached the worker")
 	}
 }
 
 func TestNoWorkerIs503WithRetryAfter(t *testing.T) {
-	h := newHouse(t, Config{})
-	response, answer := h.post(t, chatPath, `{"messages":[]}`)
+	h := newTestAPI(t, Config{})
+	response, answer := h.post(t, testkit.ChatPath, `{"messages":[]}`)
 	if response.StatusCode != 503 || response.Header.Get("Retry-After") == "" || !gjson.Get(answer, "error.message").Exists() {
 		t.Errorf("%d %v %s", response.StatusCode, response.Header, answer)
 	}
@@ -469,36 +451,36 @@ func TestNoWorkerIs503WithRetryAfter(t *testing.T) {
 
 func TestTimeOutIs504(t *testing.T) {
 	worker := newFakeWorker(t, func(w http.ResponseWriter, r *http.Request) { <-r.Context().Done() })
-	h := newHouse(t, Config{RequestTimeout: 50 * time.Millisecond}, worker.URL)
-	response, answer := h.post(t, chatPath, `{"messages":[]}`)
+	h := newTestAPI(t, Config{RequestTimeout: 50 * time.Millisecond}, worker.URL)
+	response, answer := h.post(t, testkit.ChatPath, `{"messages":[]}`)
 	if response.StatusCode != http.StatusGatewayTimeout {
 		t.Errorf("%d %s", response.StatusCode, answer)
 	}
 }
 
 func TestRequestIDIsKeptAndPassedOn(t *testing.T) {
-	worker := newFakeWorker(t, streamOf("[DONE]"))
-	h := newHouse(t, Config{}, worker.URL)
-	response, _ := h.post(t, chatPath, `{}`, "X-Request-Id", "mine-1")
-	if got := response.Header.Get(headerRequest); got != "mine-1" || worker.header.Get(headerRequest) != "mine-1" {
-		t.Errorf("client got %q, worker %q", got, worker.header.Get(headerRequest))
+	worker := newFakeWorker(t, testkit.StreamOf("[DONE]"))
+	h := newTestAPI(t, Config{}, worker.URL)
+	response, _ := h.post(t, testkit.ChatPath, `{}`, "X-Request-Id", "mine-1")
+	if got := response.Header.Get(web.HeaderRequest); got != "mine-1" || worker.Header.Get(web.HeaderRequest) != "mine-1" {
+		t.Errorf("client got %q, worker %q", got, worker.Header.Get(web.HeaderRequest))
 	}
-	response, _ = h.post(t, chatPath, `{}`)
-	if got := response.Header.Get(headerRequest); got == "" || worker.header.Get(headerRequest) != got {
-		t.Errorf("client got %q, worker %q", got, worker.header.Get(headerRequest))
+	response, _ = h.post(t, testkit.ChatPath, `{}`)
+	if got := response.Header.Get(web.HeaderRequest); got == "" || worker.Header.Get(web.HeaderRequest) != got {
+		t.Errorf("client got %q, worker %q", got, worker.Header.Get(web.HeaderRequest))
 	}
 }
 
 func TestKeysGuardBothPorts(t *testing.T) {
-	worker := newFakeWorker(t, streamOf("[DONE]"))
-	h := newHouse(t, Config{APIKey: []string{"k1", "k2"}, RouterAPIKey: []string{"r"}}, worker.URL)
+	worker := newFakeWorker(t, testkit.StreamOf("[DONE]"))
+	h := newTestAPI(t, Config{APIKey: []string{"k1", "k2"}, RouterAPIKey: []string{"r"}}, worker.URL)
 	for key, status := range map[string]int{"": 401, "Bearer k": 401, "Bearer k2": 200} {
-		response, _ := h.post(t, chatPath, `{}`, "Authorization", key)
+		response, _ := h.post(t, testkit.ChatPath, `{}`, "Authorization", key)
 		if response.StatusCode != status {
 			t.Errorf("key %q: %d, want %d", key, response.StatusCode, status)
 		}
 	}
-	if got := worker.header.Get("Authorization"); got != "" {
+	if got := worker.Header.Get("Authorization"); got != "" {
 		t.Errorf("the router's key reached the worker: %q", got)
 	}
 	response, err := h.Client().Get(h.selection.URL + "/dump")
@@ -512,16 +494,16 @@ func TestKeysGuardBothPorts(t *testing.T) {
 }
 
 func TestTheChosenRankIsNamed(t *testing.T) {
-	worker := newFakeWorker(t, streamOf("[DONE]"))
-	h := newHouse(t, Config{})
-	h.router.Up(Target{Key: WorkerKey{Worker: 0, Rank: 1}, Ranks: 2, URL: worker.URL})
-	h.post(t, chatPath, `{}`)
-	if got := worker.header.Get(headerRank); got != "1" {
+	worker := newFakeWorker(t, testkit.StreamOf("[DONE]"))
+	h := newTestAPI(t, Config{})
+	h.router.Up(kv.Target{Key: kv.WorkerKey{Worker: 0, Rank: 1}, Ranks: 2, URL: worker.URL})
+	h.post(t, testkit.ChatPath, `{}`)
+	if got := worker.Header.Get(web.HeaderRank); got != "1" {
 		t.Errorf("rank %q reached the worker, want 1", got)
 	}
-	h.router.Up(Target{Key: WorkerKey{Worker: 0, Rank: 1}, Ranks: 1, URL: worker.URL})
-	h.post(t, chatPath, `{}`)
-	if got := worker.header.Get(headerRank); got != "" {
+	h.router.Up(kv.Target{Key: kv.WorkerKey{Worker: 0, Rank: 1}, Ranks: 1, URL: worker.URL})
+	h.post(t, testkit.ChatPath, `{}`)
+	if got := worker.Header.Get(web.HeaderRank); got != "" {
 		t.Errorf("rank %q reached a worker of one rank", got)
 	}
 }
@@ -529,20 +511,20 @@ func TestTheChosenRankIsNamed(t *testing.T) {
 func TestEngineAdminIsRefusedUnlessAllowed(t *testing.T) {
 	ok := func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, `{"done":true}`) }
 	a, b := newFakeWorker(t, ok), newFakeWorker(t, ok)
-	h := newHouse(t, Config{}, a.URL, b.URL)
-	if response, _ := h.post(t, "/reset_prefix_cache", ""); response.StatusCode != 403 || len(a.received())+len(b.received()) != 0 {
-		t.Errorf("%d, %d requests reached workers", response.StatusCode, len(a.received())+len(b.received()))
+	h := newTestAPI(t, Config{}, a.URL, b.URL)
+	if response, _ := h.post(t, "/reset_prefix_cache", ""); response.StatusCode != 403 || len(a.Received())+len(b.Received()) != 0 {
+		t.Errorf("%d, %d requests reached workers", response.StatusCode, len(a.Received())+len(b.Received()))
 	}
-	h = newHouse(t, Config{AllowEngineAdmin: true}, a.URL, b.URL)
+	h = newTestAPI(t, Config{AllowEngineAdmin: true}, a.URL, b.URL)
 	response, answer := h.post(t, "/reset_prefix_cache", "")
-	if response.StatusCode != 200 || len(a.received()) != 1 || len(b.received()) != 1 || gjson.Get(answer, "1.answer.done").String() != "true" {
+	if response.StatusCode != 200 || len(a.Received()) != 1 || len(b.Received()) != 1 || gjson.Get(answer, "1.answer.done").String() != "true" {
 		t.Errorf("%d %s", response.StatusCode, answer)
 	}
 }
 
 func TestModelsAreTheWorkers(t *testing.T) {
-	worker := newFakeWorker(t, streamOf("[DONE]"))
-	h := newHouse(t, Config{}, worker.URL, worker.URL)
+	worker := newFakeWorker(t, testkit.StreamOf("[DONE]"))
+	h := newTestAPI(t, Config{}, worker.URL, worker.URL)
 	response, err := h.Client().Get(h.URL + "/v1/models")
 	if err != nil {
 		t.Fatal(err)
@@ -556,7 +538,7 @@ func TestModelsAreTheWorkers(t *testing.T) {
 
 func TestOtherInferencePathsAreForwarded(t *testing.T) {
 	worker := newFakeWorker(t, func(w http.ResponseWriter, r *http.Request) { io.WriteString(w, r.URL.RequestURI()) })
-	h := newHouse(t, Config{}, worker.URL)
+	h := newTestAPI(t, Config{}, worker.URL)
 	for path := range inferenceRoutes {
 		if _, answer := h.post(t, path+"?x=1", `{"model":"m"}`); answer != path+"?x=1" {
 			t.Errorf("%s was answered %s", path, answer)
@@ -570,26 +552,26 @@ func TestOtherInferencePathsAreForwarded(t *testing.T) {
 // TestEventsSplitAnywhereReadTheSame feeds a stream to the scanner in pieces of
 // every size.
 func TestEventsSplitAnywhereReadTheSame(t *testing.T) {
-	stream := "data: " + tokenEvent + "\n\n: comment\n\ndata: " + tokenEvent + "\r\n\r\ndata: " + usageEvent + "\n\ndata: [DONE]\n\n"
-	shown := "data: " + tokenEvent + "\n\n: comment\n\ndata: " + tokenEvent + "\r\n\r\ndata: [DONE]\n\n"
+	stream := "data: " + testkit.TokenEvent + "\n\n: comment\n\ndata: " + testkit.TokenEvent + "\r\n\r\ndata: " + usageEvent + "\n\ndata: [DONE]\n\n"
+	shown := "data: " + testkit.TokenEvent + "\n\n: comment\n\ndata: " + testkit.TokenEvent + "\r\n\r\ndata: [DONE]\n\n"
 	for size := 1; size <= len(stream); size++ {
 		for _, hide := range []bool{true, false} {
-			s := eventScanner{hideUsage: hide}
+			s := proxy.EventScanner{HideUsage: hide}
 			var got bytes.Buffer
 			events := 0
 			for rest := []byte(stream); len(rest) > 0; {
 				n := min(size, len(rest))
-				got.Write(s.scan(rest[:n]))
-				events += s.count
+				got.Write(s.Scan(rest[:n]))
+				events += s.Count
 				rest = rest[n:]
 			}
-			got.Write(s.rest())
+			got.Write(s.Rest())
 			want := stream
 			if hide {
 				want = shown
 			}
-			if got.String() != want || events != 3 || s.usage.CachedTokens != 4 {
-				t.Fatalf("pieces of %d, hide %v: %d events, usage %+v\n%s", size, hide, events, s.usage, got.String())
+			if got.String() != want || events != 3 || s.Usage.CachedTokens != 4 {
+				t.Fatalf("pieces of %d, hide %v: %d events, usage %+v\n%s", size, hide, events, s.Usage, got.String())
 			}
 		}
 	}
@@ -601,14 +583,14 @@ func FuzzEventScanner(f *testing.F) {
 		if size <= 0 {
 			return
 		}
-		s := eventScanner{hideUsage: hide}
+		s := proxy.EventScanner{HideUsage: hide}
 		shown := 0
 		for rest := stream; len(rest) > 0; {
 			n := min(size, len(rest))
-			shown += len(s.scan(rest[:n]))
+			shown += len(s.Scan(rest[:n]))
 			rest = rest[n:]
 		}
-		shown += len(s.rest())
+		shown += len(s.Rest())
 		if shown > len(stream) || (!hide && shown != len(stream)) {
 			t.Errorf("%d bytes in, %d out", len(stream), shown)
 		}
@@ -616,7 +598,7 @@ func FuzzEventScanner(f *testing.F) {
 }
 
 func TestFindBestWorker(t *testing.T) {
-	h := newHouse(t, Config{}, "http://a", "http://b")
+	h := newTestAPI(t, Config{}, "http://a", "http://b")
 	post := func(body string) (int, string) {
 		response, err := h.Client().Post(h.selection.URL+"/find_best_worker", "application/json", strings.NewReader(body))
 		if err != nil {
@@ -636,17 +618,17 @@ func TestFindBestWorker(t *testing.T) {
 			t.Errorf("%d %s", status, answer)
 		}
 	}
-	h.router.Down(WorkerKey{Worker: 0})
-	h.router.Down(WorkerKey{Worker: 1})
+	h.router.Down(kv.WorkerKey{Worker: 0})
+	h.router.Down(kv.WorkerKey{Worker: 1})
 	if status, _ := post(`{"local_hashes":[1],"num_tokens":9}`); status != 503 {
 		t.Errorf("no worker: %d", status)
 	}
 }
 
 func TestOverlapScoresAndDump(t *testing.T) {
-	h := newHouse(t, Config{}, "http://a", "http://b")
-	hold(h.router, 0, count(1, 8))
-	hold(h.router, 1, count(1, 4))
+	h := newTestAPI(t, Config{}, "http://a", "http://b")
+	routertest.Hold(h.router, 0, testkit.Count(1, 8))
+	routertest.Hold(h.router, 1, testkit.Count(1, 4))
 	response, err := h.Client().Post(h.selection.URL+"/overlap_scores", "application/json", strings.NewReader(`{"token_ids":[1,2,3,4,5,6,7,8,9,10,11,12]}`))
 	if err != nil {
 		t.Fatal(err)
@@ -663,8 +645,8 @@ func TestOverlapScoresAndDump(t *testing.T) {
 	body, _ = io.ReadAll(response.Body)
 	response.Body.Close()
 	var dump map[string]struct {
-		BlockSize int         `json:"block_size"`
-		Events    []dumpEvent `json:"events"`
+		BlockSize int                `json:"block_size"`
+		Events    []events.DumpEvent `json:"events"`
 	}
 	if err := json.Unmarshal(body, &dump); err != nil {
 		t.Fatalf("%v: %s", err, body)
@@ -677,22 +659,22 @@ func TestOverlapScoresAndDump(t *testing.T) {
 }
 
 func TestMetricsHaveDynamosNames(t *testing.T) {
-	telemetry := NewTelemetry(func() []WorkerSample {
-		return []WorkerSample{{Worker: WorkerKey{Worker: 1, Rank: 2}, EventCount: map[string]uint64{"stored": 9, "unknown_parent": 2, "invalid_stored": 1, "removed": 7, "removed_incomplete": 3, "cleared": 4}}}
-	}, func() PromptSample { return PromptSample{} })
-	router := newTestRouter(t, "kv", 2)
-	telemetry.Watch(router)
-	d, err := router.Route(t.Context(), Request{Tokens: promptTokens(1, 3)})
+	telemetry := telemetry.New(func() []telemetry.WorkerSample {
+		return []telemetry.WorkerSample{{Worker: kv.WorkerKey{Worker: 1, Rank: 2}, EventCount: map[string]uint64{"stored": 9, "unknown_parent": 2, "invalid_stored": 1, "removed": 7, "removed_incomplete": 3, "cleared": 4}}}
+	}, func() telemetry.PromptSample { return telemetry.PromptSample{} })
+	rt := routertest.NewTestRouter(t, "kv", 2)
+	telemetry.Watch(rt)
+	d, err := rt.Route(t.Context(), router.Request{Tokens: testkit.PromptTokens(1, 3)})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer d.Booking.End()
 	d.HashTime, d.LookupTime, d.SequenceTime, d.ScheduleTime, d.QueueTime = 3*time.Microsecond, 20*time.Microsecond, 5*time.Microsecond, time.Millisecond, 2*time.Second
 	telemetry.Decided(time.Second, d)
-	telemetry.Refused("m", chatPath, fmt.Errorf("wrapped: %w", ErrBusy))
-	telemetry.Refused("m", chatPath, ErrNoWorker)
-	telemetry.Refused("m", chatPath, ErrQueueFull)
-	telemetry.Refused("m", chatPath, ErrQueueTimeout)
+	telemetry.Refused("m", testkit.ChatPath, fmt.Errorf("wrapped: %w", router.ErrBusy))
+	telemetry.Refused("m", testkit.ChatPath, router.ErrNoWorker)
+	telemetry.Refused("m", testkit.ChatPath, router.ErrQueueFull)
+	telemetry.Refused("m", testkit.ChatPath, router.ErrQueueTimeout)
 	recorder := httptest.NewRecorder()
 	telemetry.Handler().ServeHTTP(recorder, httptest.NewRequest(http.MethodGet, "/metrics", nil))
 	page := regexp.MustCompile(`,?router_id="[0-9]+",?`).ReplaceAllString(recorder.Body.String(), "")

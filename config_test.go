@@ -2,6 +2,16 @@ package main
 
 import (
 	"fmt"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/replica"
+	"kvrouter/internal/router"
+	"kvrouter/internal/settings"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/tokens"
+	"kvrouter/internal/workers"
 	"net"
 	"os"
 	"path/filepath"
@@ -15,12 +25,12 @@ import (
 
 // testMachine is a machine whose home is a fresh folder with the prepared
 // model, and that has the GPUs.
-func testMachine(t *testing.T, gpus ...string) Machine {
+func testMachine(t *testing.T, gpus ...string) settings.Machine {
 	t.Helper()
 	home := t.TempDir()
 	model := filepath.Join(home, ".cache", "kvrouter", "smollm2-135m-instruct")
-	writeFile(t, filepath.Join(model, "config.json"), `{"max_position_embeddings": 8192}`)
-	machine := ThisMachine()
+	testkit.WriteFile(t, filepath.Join(model, "config.json"), `{"max_position_embeddings": 8192}`)
+	machine := settings.ThisMachine()
 	machine.Cores = 8
 	machine.GPUs = func() []string { return gpus }
 	machine.Getenv = func(key string) string {
@@ -32,17 +42,7 @@ func testMachine(t *testing.T, gpus ...string) Machine {
 	return machine
 }
 
-func writeFile(t *testing.T, path, content string) {
-	t.Helper()
-	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.WriteFile(path, []byte(content), 0o644); err != nil {
-		t.Fatal(err)
-	}
-}
-
-func mustParse(t *testing.T, machine Machine, args ...string) Config {
+func mustParse(t *testing.T, machine settings.Machine, args ...string) Config {
 	t.Helper()
 	cfg, command, err := parseConfig(args, machine)
 	if err != nil || command != CommandServe {
@@ -60,9 +60,9 @@ func TestDefaultsOnACPUMachine(t *testing.T) {
 		Engine: "vllm", NumWorkers: 2, BlockSize: 64, GPUsPerWorker: 1, Python: "python3",
 		StartupTimeout: 10 * time.Minute, RestartBackoffMax: 30 * time.Second,
 		Host: "127.0.0.1", HTTPPort: 8000, RouterPort: 7000, BaseWorkerPort: 8100, BaseKVEventsPort: 5557, BaseKVReplayPort: 5757, BaseMetricsPort: 5657, BaseNIXLPort: 5600,
-		Policy: "work", TokenTimeout: 2 * time.Second, TokenCacheTokens: DefaultTokenCache, CollectUsage: true, RouterKnobs: DefaultRouterKnobs(), PolicyKnobs: DefaultPolicyKnobs(), IndexConfig: DefaultIndexConfig(), DisaggKnobs: DefaultDisaggKnobs(),
+		Policy: "work", TokenTimeout: 2 * time.Second, TokenCacheTokens: tokens.DefaultTokenCache, CollectUsage: true, Routing: router.DefaultSettings(), Scoring: policy.DefaultSettings(), Index: router.DefaultIndexSettings(), Disagg: proxy.DefaultSettings(),
 		MaxBodyBytes: 64 << 20, RequestTimeout: 30 * time.Minute, DrainTimeout: 30 * time.Second,
-		LogLevel: "info", LogFormat: "text", Cores: 8, ReplicaConfig: ReplicaConfig{ReplicaSyncPort: 7100}, MockConfig: DefaultMockConfig(),
+		LogLevel: "info", LogFormat: "text", Cores: 8, Replica: replica.Settings{ReplicaSyncPort: 7100}, Mock: mocker.DefaultSettings(),
 	}
 	if diff := cmp.Diff(want, cfg); diff != "" {
 		t.Error(diff)
@@ -71,7 +71,7 @@ func TestDefaultsOnACPUMachine(t *testing.T) {
 
 func TestDefaultsOnAGPUMachine(t *testing.T) {
 	machine := testMachine(t, "0", "1", "2", "3")
-	writeFile(t, filepath.Join(machine.Getenv("HOME"), ".cache/kvrouter/vllm/bin/python"), "")
+	testkit.WriteFile(t, filepath.Join(machine.Getenv("HOME"), ".cache/kvrouter/vllm/bin/python"), "")
 	cfg := mustParse(t, machine, "--num-workers", "2", "--gpus-per-worker=2")
 	if cfg.Model != DefaultGPUModel || cfg.ServedModelName != DefaultGPUModel || cfg.ModelFolder {
 		t.Errorf("model %q served as %q, folder %v", cfg.Model, cfg.ServedModelName, cfg.ModelFolder)
@@ -143,7 +143,7 @@ func TestArgumentsAfterTheDashesGoToVLLMUnchanged(t *testing.T) {
 func TestCommandLineBeatsEnvironmentBeatsFile(t *testing.T) {
 	machine := testMachine(t)
 	file := filepath.Join(t.TempDir(), "kvrouter.yaml")
-	writeFile(t, file, `
+	testkit.WriteFile(t, file, `
 num-workers: 3
 seed: 7
 drain_timeout: 5s
@@ -165,7 +165,7 @@ vllm-args: [--max-model-len, 4096]
 	if !slices.Equal(cfg.APIKey, []string{"a", "b"}) || !slices.Equal(cfg.VLLMArgs, []string{"--max-model-len", "4096"}) {
 		t.Errorf("keys %q, vLLM %q", cfg.APIKey, cfg.VLLMArgs)
 	}
-	want := []AttachedWorker{{ID: 9, HasID: true, URL: "http://10.0.0.1:8100"}, {ID: 3, URL: "http://10.0.0.2:8100"}}
+	want := []workers.Attached{{ID: 9, HasID: true, URL: "http://10.0.0.1:8100"}, {ID: 3, URL: "http://10.0.0.2:8100"}}
 	if diff := cmp.Diff(want, cfg.Worker); diff != "" {
 		t.Error(diff)
 	}
@@ -176,10 +176,10 @@ func TestAttachedWorkersGetTheNextFreeNumbers(t *testing.T) {
 		"--worker", "id=1,url=http://h:1/,kv-events=tcp://h:5557,replay=tcp://h:5757,load=ipc:///run/load",
 		"--worker", "url=http://h:2;url=https://h:3", "--worker=http://h:4",
 		"--worker", "url=http://h:5,role=prefill,kind=mooncake,bootstrap=[::1]:8998")
-	want := []AttachedWorker{
+	want := []workers.Attached{
 		{ID: 1, HasID: true, URL: "http://h:1", KVEvents: "tcp://h:5557", Replay: "tcp://h:5757", Load: "ipc:///run/load"},
 		{ID: 0, URL: "http://h:2"}, {ID: 2, URL: "https://h:3"}, {ID: 3, URL: "http://h:4"},
-		{ID: 4, URL: "http://h:5", Disagg: Disagg{RolePrefill, KindMooncake, Bootstrap{"::1", 8998}}},
+		{ID: 4, URL: "http://h:5", Disagg: kv.Disagg{Role: kv.RolePrefill, Kind: kv.KindMooncake, Bootstrap: kv.Bootstrap{Host: "::1", Port: 8998}}},
 	}
 	if diff := cmp.Diff(want, cfg.Worker); diff != "" {
 		t.Error(diff)
@@ -189,7 +189,7 @@ func TestAttachedWorkersGetTheNextFreeNumbers(t *testing.T) {
 func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 	file := func(content string) string {
 		path := filepath.Join(t.TempDir(), "c.yaml")
-		writeFile(t, path, content)
+		testkit.WriteFile(t, path, content)
 		return path
 	}
 	cpu, gpu := testMachine(t), testMachine(t, "0", "1", "2")
@@ -197,7 +197,7 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 	bare.IsDir = func(string) bool { return false }
 	for _, test := range []struct {
 		name    string
-		machine Machine
+		machine settings.Machine
 		args    string
 		want    []string
 	}{

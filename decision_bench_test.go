@@ -3,20 +3,24 @@ package main
 import (
 	"context"
 	"encoding/json"
-	"fmt"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/radix"
+	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/routertest"
+	"kvrouter/internal/tokens"
 	"log/slog"
 	"math/rand/v2"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 )
 
 // englishWords are the tokenizer's own words, which are common English ones, by
 // falling frequency.
-func englishWords(m *Model) []string {
+func englishWords(m *tokens.Model) []string {
 	var words []string
-	for _, name := range m.vocabulary() {
+	for _, name := range m.Vocabulary() {
 		word, starts := strings.CutPrefix(name, "Ġ")
 		if starts && len(word) > 1 && strings.Trim(word, "abcdefghijklmnopqrstuvwxyz") == "" {
 			words = append(words, word)
@@ -89,21 +93,21 @@ func BenchmarkDecision(b *testing.B) {
 		{"cold/100k-tokens-one-message", false, 40, func() []byte { return chatBody(proseOf(r, words, 84_000)) }},
 	} {
 		b.Run(c.name, func(b *testing.B) {
-			index := NewRadix()
-			router := NewRouter(index, mustPolicy(b, "standalone"), 64, 1)
+			index := radix.NewTree()
+			rt := router.NewRouter(index, routertest.MustPolicy(b, "standalone"), 64, 1)
 			for w := range uint64(8) {
-				router.Up(Target{Key: WorkerKey{Worker: w}, URL: "http://w"})
+				rt.Up(kv.Target{Key: kv.WorkerKey{Worker: w}, URL: "http://w"})
 			}
-			tokens := NewTokens(m, nil, time.Second, slog.New(slog.DiscardHandler))
-			m.CacheTokens(DefaultTokenCache)
+			ids := tokens.NewSource(m, nil, time.Second, slog.New(slog.DiscardHandler))
+			m.CacheTokens(tokens.DefaultTokenCache)
 			var bodies [][]byte
 			for i := range c.bodies {
 				body := c.body()
 				bodies = append(bodies, body)
 				if c.hot || i == 0 {
-					p := tokens.Chat(context.Background(), body)
-					local := HashBlocks(nil, p.Tokens, 64, "", "")
-					if err := index.Store(WorkerKey{Worker: uint64(i % 8)}, 0, false, chain(local)); err != nil {
+					p := ids.Chat(context.Background(), body)
+					local := kv.HashBlocks(nil, p.Tokens, 64, "", "")
+					if err := index.Store(kv.WorkerKey{Worker: uint64(i % 8)}, 0, false, testkit.Chain(local)); err != nil {
 						b.Fatal(err)
 					}
 				}
@@ -113,11 +117,11 @@ func BenchmarkDecision(b *testing.B) {
 			}
 			var total, overlap int
 			i := 0
-			cpu := cpuTime()
+			cpu := testkit.CpuTime()
 			b.ReportAllocs()
 			for b.Loop() {
-				p := tokens.Chat(context.Background(), bodies[i%len(bodies)])
-				d, err := router.Route(context.Background(), Request{Tokens: p.Tokens[:p.Exact], NumTokens: len(p.Tokens)})
+				p := ids.Chat(context.Background(), bodies[i%len(bodies)])
+				d, err := rt.Route(context.Background(), router.Request{Tokens: p.Tokens[:p.Exact], NumTokens: len(p.Tokens)})
 				if err != nil {
 					b.Fatal(err)
 				}
@@ -126,26 +130,9 @@ func BenchmarkDecision(b *testing.B) {
 				overlap += d.OverlapTokens
 				i++
 			}
-			b.ReportMetric(float64(cpuTime()-cpu)/float64(i), "cpu-ns/op")
+			b.ReportMetric(float64(testkit.CpuTime()-cpu)/float64(i), "cpu-ns/op")
 			b.ReportMetric(float64(total)/float64(i), "tokens/op")
 			b.ReportMetric(100*float64(overlap)/float64(total), "%overlap")
 		})
 	}
-}
-
-// cpuTime is what this process has used so far: unlike the clock's time it does
-// not depend on what else the machine does.
-func cpuTime() time.Duration {
-	var usage syscall.Rusage
-	syscall.Getrusage(syscall.RUSAGE_SELF, &usage)
-	return time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
-}
-
-func mustPolicy(t testing.TB, name string) Policy {
-	t.Helper()
-	p, err := NewPolicy(name)
-	if err != nil {
-		t.Fatal(fmt.Errorf("policy %s: %w", name, err))
-	}
-	return p
 }

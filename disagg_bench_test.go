@@ -9,6 +9,10 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/kv"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/testkit"
+
 	"github.com/tidwall/gjson"
 )
 
@@ -22,7 +26,7 @@ func BenchmarkHandover(b *testing.B) {
 		b.Run(fmt.Sprintf("%dKB", size/1000), func(b *testing.B) {
 			var answered time.Time
 			var outside []float64
-			h := newPairHouse(b, Config{}, KindNIXL, 1, 1, func(id uint64, serve engineServe) engineServe {
+			h := newTestPairAPI(b, Config{}, kv.KindNIXL, 1, 1, func(id uint64, serve engineServe) engineServe {
 				if id == 0 {
 					return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
 						serve(w, r, body)
@@ -37,8 +41,8 @@ func BenchmarkHandover(b *testing.B) {
 			body := fmt.Sprintf(`{"model":"m","messages":[{"role":"user","content":%q}]}`, strings.Repeat("word ", size/5))
 			var inside []float64
 			for b.Loop() {
-				response, answer := h.post(b, chatPath, body)
-				took, err := strconv.ParseFloat(response.Header.Get(headerHandoverTime), 64)
+				response, answer := h.post(b, testkit.ChatPath, body)
+				took, err := strconv.ParseFloat(response.Header.Get(proxy.HeaderHandoverTime), 64)
 				if err != nil {
 					b.Fatalf("%s: %s", response.Status, answer)
 				}

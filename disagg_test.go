@@ -11,17 +11,25 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/hints"
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/web"
+
 	"github.com/tidwall/gjson"
 )
 
-var fakeKinds = []Kind{KindNIXL, KindSGLang, KindMooncake}
+var fakeKinds = []kv.Kind{kv.KindNIXL, kv.KindSGLang, kv.KindMooncake}
 
 func TestBothLegsServeARequest(t *testing.T) {
 	for _, kind := range fakeKinds {
 		for _, stream := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s stream=%v", kind, stream), func(t *testing.T) {
-				h := newPairHouse(t, Config{CollectUsage: true}, kind, 1, 1, nil)
-				response, answer := h.post(t, chatPath, sharedChat(stream), headerRequest, "my-id")
+				h := newTestPairAPI(t, Config{CollectUsage: true}, kind, 1, 1, nil)
+				response, answer := h.post(t, testkit.ChatPath, sharedChat(stream), web.HeaderRequest, "my-id")
 				if response.StatusCode != http.StatusOK || !strings.Contains(answer, "decoded") || strings.Contains(answer, `"prefill"`) {
 					t.Fatalf("%s: %s", response.Status, answer)
 				}
@@ -29,10 +37,10 @@ func TestBothLegsServeARequest(t *testing.T) {
 					t.Errorf("the client got usage that it did not ask for: %s", answer)
 				}
 				header := response.Header
-				if header.Get(headerWorker) != "10" || header.Get(headerPrefillWorker) != "0" || header.Get(headerRequest) != "my-id" {
+				if header.Get(web.HeaderWorker) != "10" || header.Get(proxy.HeaderPrefillWorker) != "0" || header.Get(web.HeaderRequest) != "my-id" {
 					t.Errorf("headers %v", header)
 				}
-				if kind != KindSGLang && header.Get(headerPrefillTime) == "" || (kind != KindSGLang) != (header.Get(headerHandoverTime) != "") {
+				if kind != kv.KindSGLang && header.Get(proxy.HeaderPrefillTime) == "" || (kind != kv.KindSGLang) != (header.Get(proxy.HeaderHandoverTime) != "") {
 					t.Errorf("times in headers %v", header)
 				}
 				if ids := append(h.prefill[0].ids, h.decode[0].ids...); len(ids) != 2 || ids[0] != "my-id" || ids[1] != "my-id" {
@@ -42,14 +50,14 @@ func TestBothLegsServeARequest(t *testing.T) {
 				page := h.metrics(t)
 				for _, want := range []string{
 					fmt.Sprintf(`kvrouter_disagg_requests_total{kind="%s",result="ok"} 1`, kind),
-					fmt.Sprintf(`kvrouter_requests_total{route="%s",status="200",worker_id="10"} 1`, chatPath),
+					fmt.Sprintf(`kvrouter_requests_total{route="%s",status="200",worker_id="10"} 1`, testkit.ChatPath),
 					`kvrouter_cached_tokens_reported_total{worker_id="0"} 4`,
 				} {
-					if !strings.Contains(page, want) && !(strings.HasPrefix(want, "kvrouter_cached") && kind == KindSGLang) {
+					if !strings.Contains(page, want) && !(strings.HasPrefix(want, "kvrouter_cached") && kind == kv.KindSGLang) {
 						t.Errorf("metrics lack %s", want)
 					}
 				}
-				if kind != KindSGLang && !strings.Contains(page, fmt.Sprintf(`kvrouter_disagg_handover_seconds_count{kind="%s"} 1`, kind)) {
+				if kind != kv.KindSGLang && !strings.Contains(page, fmt.Sprintf(`kvrouter_disagg_handover_seconds_count{kind="%s"} 1`, kind)) {
 					t.Error("no hand-over was timed")
 				}
 			})
@@ -64,7 +72,7 @@ func TestRoomsMatchAndNeverRepeat(t *testing.T) {
 	if testing.Short() {
 		requests = 300
 	}
-	h := newPairHouse(t, Config{}, KindSGLang, 2, 2, nil)
+	h := newTestPairAPI(t, Config{}, kv.KindSGLang, 2, 2, nil)
 	var group sync.WaitGroup
 	left := make(chan struct{}, requests)
 	for range requests {
@@ -74,7 +82,7 @@ func TestRoomsMatchAndNeverRepeat(t *testing.T) {
 	for range 16 {
 		group.Go(func() {
 			for range left {
-				if response, answer := h.post(t, chatPath, sharedChat(false)); response.StatusCode != http.StatusOK || !strings.Contains(answer, "decoded") {
+				if response, answer := h.post(t, testkit.ChatPath, sharedChat(false)); response.StatusCode != http.StatusOK || !strings.Contains(answer, "decoded") {
 					t.Errorf("%s: %s", response.Status, answer)
 				}
 			}
@@ -104,9 +112,9 @@ func TestRoomsMatchAndNeverRepeat(t *testing.T) {
 func TestRanksOfSGLangWorkersAreThoseChosen(t *testing.T) {
 	var mu sync.Mutex // guards asked
 	asked := map[string]int{}
-	h := newPairHouse(t, Config{}, KindSGLang, 1, 1, func(id uint64, serve engineServe) engineServe {
+	h := newTestPairAPI(t, Config{}, kv.KindSGLang, 1, 1, func(id uint64, serve engineServe) engineServe {
 		return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
-			rank := r.Header.Get(headerRank)
+			rank := r.Header.Get(web.HeaderRank)
 			room := strconv.FormatUint(body.Get("bootstrap_room").Uint()%2, 10)
 			if of := body.Get("disagg_prefill_dp_rank").Raw; id == 0 && (room != rank || of != "") || id == 10 && room != of {
 				t.Errorf("worker %d rank %s got %s", id, rank, body.Raw)
@@ -124,7 +132,7 @@ func TestRanksOfSGLangWorkersAreThoseChosen(t *testing.T) {
 		}
 	}
 	for range 20 {
-		if response, answer := h.post(t, chatPath, sharedChat(false)); response.StatusCode != http.StatusOK || !strings.Contains(answer, "decoded") {
+		if response, answer := h.post(t, testkit.ChatPath, sharedChat(false)); response.StatusCode != http.StatusOK || !strings.Contains(answer, "decoded") {
 			t.Fatalf("%s: %s", response.Status, answer)
 		}
 	}
@@ -135,28 +143,28 @@ func TestRanksOfSGLangWorkersAreThoseChosen(t *testing.T) {
 }
 
 func TestEveryAttemptHasItsOwnRoom(t *testing.T) {
-	for _, kind := range []Kind{KindSGLang, KindMooncake} {
+	for _, kind := range []kv.Kind{kv.KindSGLang, kv.KindMooncake} {
 		t.Run(kind.String(), func(t *testing.T) {
-			h := newPairHouse(t, Config{}, kind, 1, 2, func(id uint64, serve engineServe) engineServe {
+			h := newTestPairAPI(t, Config{}, kind, 1, 2, func(id uint64, serve engineServe) engineServe {
 				if id == 10 {
 					return breaks
 				}
 				return serve
 			})
-			response, answer := h.post(t, chatPath, sharedChat(false))
-			if response.StatusCode != http.StatusOK || !strings.Contains(answer, "decoded") || response.Header.Get(headerWorker) != "11" {
+			response, answer := h.post(t, testkit.ChatPath, sharedChat(false))
+			if response.StatusCode != http.StatusOK || !strings.Contains(answer, "decoded") || response.Header.Get(web.HeaderWorker) != "11" {
 				t.Fatalf("%s: %s", response.Status, answer)
 			}
 			h.settled(t)
 			name := "bootstrap_room"
-			if kind == KindMooncake {
+			if kind == kv.KindMooncake {
 				name = "kv_transfer_params.transfer_id"
 			}
 			first, second := gjson.Get(h.decode[0].received()[0], name).Raw, gjson.Get(h.decode[1].received()[0], name).Raw
 			if first == second {
 				t.Errorf("both attempts have %s %s", name, first)
 			}
-			if first, second := gjson.Get(h.decode[0].received()[0], "rid").Raw, gjson.Get(h.decode[1].received()[0], "rid").Raw; kind == KindSGLang && first == second {
+			if first, second := gjson.Get(h.decode[0].received()[0], "rid").Raw, gjson.Get(h.decode[1].received()[0], "rid").Raw; kind == kv.KindSGLang && first == second {
 				t.Errorf("both attempts have rid %s", first)
 			}
 			if blamed := h.blamed(); len(blamed) != 1 || blamed[0] != 10 {
@@ -171,25 +179,25 @@ func TestWhatStaysWhole(t *testing.T) {
 		name, path, body string
 		why              string // empty: it is shared
 	}{
-		{"a long prompt", chatPath, sharedChat(false), ""},
-		{"one answer", chatPath, sharedChat(false, jsonField{"n", "1"}), ""},
-		{"a short prompt", chatPath, `{"model":"m","messages":[{"role":"user","content":"Hi"}]}`, wholeShort},
-		{"several answers", chatPath, sharedChat(false, jsonField{"n", "2"}), wholeAnswers},
-		{"the best of several answers", "/v1/completions", fmt.Sprintf(`{"prompt":%q,"best_of":2}`, strings.Repeat("a", 400)), wholeAnswers},
-		{"beams", chatPath, sharedChat(false, jsonField{"use_beam_search", "true"}), wholeAnswers},
-		{"several prompts", "/v1/completions", fmt.Sprintf(`{"prompt":[%[1]q,%[1]q]}`, strings.Repeat("a", 400)), wholeAnswers},
+		{"a long prompt", testkit.ChatPath, sharedChat(false), ""},
+		{"one answer", testkit.ChatPath, sharedChat(false, jsonbody.Field{Key: "n", Raw: "1"}), ""},
+		{"a short prompt", testkit.ChatPath, `{"model":"m","messages":[{"role":"user","content":"Hi"}]}`, router.WholeShort},
+		{"several answers", testkit.ChatPath, sharedChat(false, jsonbody.Field{Key: "n", Raw: "2"}), proxy.WholeAnswers},
+		{"the best of several answers", "/v1/completions", fmt.Sprintf(`{"prompt":%q,"best_of":2}`, strings.Repeat("a", 400)), proxy.WholeAnswers},
+		{"beams", testkit.ChatPath, sharedChat(false, jsonbody.Field{Key: "use_beam_search", Raw: "true"}), proxy.WholeAnswers},
+		{"several prompts", "/v1/completions", fmt.Sprintf(`{"prompt":[%[1]q,%[1]q]}`, strings.Repeat("a", 400)), proxy.WholeAnswers},
 		{"one prompt", "/v1/completions", fmt.Sprintf(`{"prompt":%q,"max_tokens":5}`, strings.Repeat("a", 400)), ""},
-		{"log probabilities of the prompt", chatPath, sharedChat(false, jsonField{"prompt_logprobs", "1"}), wholePrompt},
-		{"echo", "/v1/completions", fmt.Sprintf(`{"prompt":%q,"echo":true}`, strings.Repeat("a", 400)), wholePrompt},
+		{"log probabilities of the prompt", testkit.ChatPath, sharedChat(false, jsonbody.Field{Key: "prompt_logprobs", Raw: "1"}), proxy.WholePrompt},
+		{"echo", "/v1/completions", fmt.Sprintf(`{"prompt":%q,"echo":true}`, strings.Repeat("a", 400)), proxy.WholePrompt},
 		{"no echo", "/v1/completions", fmt.Sprintf(`{"prompt":%q,"echo":false}`, strings.Repeat("a", 400)), ""},
-		{"a leg already", chatPath, sharedChat(false, jsonField{"kv_transfer_params", `{"do_remote_prefill":true}`}), wholeOwn},
-		{"a leg of SGLang's already", chatPath, sharedChat(false, jsonField{"bootstrap_room", "1"}), wholeOwn},
-		{"a stored answer", "/v1/responses", `{"model":"m","input":"x","previous_response_id":"r"}`, wholeStored},
-		{"not generated at once", "/v1/responses", `{"model":"m","input":"x","background":true}`, wholeStored},
+		{"a leg already", testkit.ChatPath, sharedChat(false, jsonbody.Field{Key: "kv_transfer_params", Raw: `{"do_remote_prefill":true}`}), proxy.WholeOwn},
+		{"a leg of SGLang's already", testkit.ChatPath, sharedChat(false, jsonbody.Field{Key: "bootstrap_room", Raw: "1"}), proxy.WholeOwn},
+		{"a stored answer", "/v1/responses", `{"model":"m","input":"x","previous_response_id":"r"}`, proxy.WholeStored},
+		{"not generated at once", "/v1/responses", `{"model":"m","input":"x","background":true}`, proxy.WholeStored},
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
-			h := newPairHouse(t, Config{DisaggKnobs: DisaggKnobs{DisaggMinUncachedTokens: 256}}, KindNIXL, 1, 1, nil)
+			h := newTestPairAPI(t, Config{Disagg: proxy.Settings{DisaggMinUncachedTokens: 256}}, kv.KindNIXL, 1, 1, nil)
 			response, _ := h.post(t, test.path, test.body)
 			h.settled(t)
 			if shared := len(h.prefill[0].received()) == 1; shared != (test.why == "") {
@@ -203,7 +211,7 @@ func TestWhatStaysWhole(t *testing.T) {
 				want = `kvrouter_disagg_requests_total{kind="nixl",result="ok"} 1`
 			} else if got := h.decode[0].received()[0]; got != test.body {
 				t.Errorf("sent\n%s\nreceived\n%s", test.body, got)
-			} else if response.Header.Get(headerPrefillWorker) != "" {
+			} else if response.Header.Get(proxy.HeaderPrefillWorker) != "" {
 				t.Error("a prefill worker is named")
 			}
 			if page := h.metrics(t); !strings.Contains(page, want) {
@@ -214,9 +222,9 @@ func TestWhatStaysWhole(t *testing.T) {
 }
 
 func TestSeveralAnswersAreSharedWhereNobodyTakesThemWhole(t *testing.T) {
-	h := newPairHouse(t, Config{DisaggKnobs: DisaggKnobs{DisaggMinUncachedTokens: 256}}, KindSGLang, 1, 1, nil)
-	for _, body := range []string{sharedChat(false, jsonField{"n", "2"}), `{"model":"m","messages":[{"role":"user","content":"Hi"}]}`} {
-		if response, answer := h.post(t, chatPath, body); response.StatusCode != http.StatusOK {
+	h := newTestPairAPI(t, Config{Disagg: proxy.Settings{DisaggMinUncachedTokens: 256}}, kv.KindSGLang, 1, 1, nil)
+	for _, body := range []string{sharedChat(false, jsonbody.Field{Key: "n", Raw: "2"}), `{"model":"m","messages":[{"role":"user","content":"Hi"}]}`} {
+		if response, answer := h.post(t, testkit.ChatPath, body); response.StatusCode != http.StatusOK {
 			t.Errorf("%s: %s", response.Status, answer)
 		}
 	}
@@ -228,10 +236,10 @@ func TestSeveralAnswersAreSharedWhereNobodyTakesThemWhole(t *testing.T) {
 // TestRequestsThatAreLegsAlreadyAreNotPairedAgain: nor is any other worker a
 // place for them where none takes requests whole.
 func TestRequestsThatAreLegsAlreadyAreNotPairedAgain(t *testing.T) {
-	h := newPairHouse(t, Config{}, KindSGLang, 1, 1, nil)
-	for _, field := range []jsonField{{"bootstrap_room", "1"}, {"kv_transfer_params", "{}"}, {"nvext", `{"backend_instance_id":10}`}} {
-		if response, answer := h.post(t, chatPath, sharedChat(false, field)); response.StatusCode != http.StatusServiceUnavailable {
-			t.Errorf("%s: %s: %s", field.key, response.Status, answer)
+	h := newTestPairAPI(t, Config{}, kv.KindSGLang, 1, 1, nil)
+	for _, field := range []jsonbody.Field{{Key: "bootstrap_room", Raw: "1"}, {Key: "kv_transfer_params", Raw: "{}"}, {Key: "nvext", Raw: `{"backend_instance_id":10}`}} {
+		if response, answer := h.post(t, testkit.ChatPath, sharedChat(false, field)); response.StatusCode != http.StatusServiceUnavailable {
+			t.Errorf("%s: %s: %s", field.Key, response.Status, answer)
 		}
 	}
 	if n := len(h.prefill[0].received()) + len(h.decode[0].received()); n != 0 {
@@ -241,8 +249,8 @@ func TestRequestsThatAreLegsAlreadyAreNotPairedAgain(t *testing.T) {
 
 // TestClientsNameToAbortByIsKept: it may use it.
 func TestClientsNameToAbortByIsKept(t *testing.T) {
-	h := newPairHouse(t, Config{}, KindSGLang, 1, 1, nil)
-	h.post(t, chatPath, sharedChat(false, jsonField{"rid", `"my-rid"`}))
+	h := newTestPairAPI(t, Config{}, kv.KindSGLang, 1, 1, nil)
+	h.post(t, testkit.ChatPath, sharedChat(false, jsonbody.Field{Key: "rid", Raw: `"my-rid"`}))
 	for _, engine := range []*fakeEngine{h.prefill[0], h.decode[0]} {
 		if body := engine.received()[0]; strings.Count(body, `"rid"`) != 1 || gjson.Get(body, "rid").Str != "my-rid" {
 			t.Errorf("worker %d got %s", engine.id, body)
@@ -252,9 +260,9 @@ func TestClientsNameToAbortByIsKept(t *testing.T) {
 
 func TestPromptThatADecodeWorkerHasStaysWhole(t *testing.T) {
 	for _, has := range []uint64{10, 11} {
-		h := newPairHouse(t, Config{DisaggKnobs: DisaggKnobs{DisaggMinUncachedTokens: 256}}, KindNIXL, 1, 2, nil)
-		h.store(t, WorkerKey{Worker: has}, sharedChat(false), 1000)
-		h.post(t, chatPath, sharedChat(false))
+		h := newTestPairAPI(t, Config{Disagg: proxy.Settings{DisaggMinUncachedTokens: 256}}, kv.KindNIXL, 1, 2, nil)
+		h.store(t, kv.WorkerKey{Worker: has}, sharedChat(false), 1000)
+		h.post(t, testkit.ChatPath, sharedChat(false))
 		if n := len(h.prefill[0].received()); n != 0 {
 			t.Errorf("worker %d has it: %d prefill legs", has, n)
 		}
@@ -267,20 +275,20 @@ func TestTransferParametersReachTheDecodeWorkerVerbatim(t *testing.T) {
 	tests := []struct {
 		name          string
 		stream        bool
-		more          []jsonField
+		more          []jsonbody.Field
 		prefill, drop string // what the prefill leg's body must have, and not
 	}{
 		{"plain", false, nil, `"stream":false,`, ""},
-		{"stream", true, []jsonField{{"stream_options", `{"include_usage":true}`}}, `"stream":false,`, "stream_options"},
-		{"limits", false, []jsonField{{"max_tokens", "50"}, {"min_tokens", "9"}, {"temperature", "0.50"}}, `"max_tokens":1,`, "min_tokens"},
-		{"newer limit", false, []jsonField{{"max_completion_tokens", "50"}, {"max_tokens", "60"}}, `"max_completion_tokens":1,`, `"max_tokens"`},
-		{"unknown members", false, []jsonField{{"zeta", `{"b": 1, "a":1e400}`}, {"alpha", `"\u00e9"`}}, `"zeta":{"b": 1, "a":1e400},"alpha":"\u00e9"`, ""},
+		{"stream", true, []jsonbody.Field{{Key: "stream_options", Raw: `{"include_usage":true}`}}, `"stream":false,`, "stream_options"},
+		{"limits", false, []jsonbody.Field{{Key: "max_tokens", Raw: "50"}, {Key: "min_tokens", Raw: "9"}, {Key: "temperature", Raw: "0.50"}}, `"max_tokens":1,`, "min_tokens"},
+		{"newer limit", false, []jsonbody.Field{{Key: "max_completion_tokens", Raw: "50"}, {Key: "max_tokens", Raw: "60"}}, `"max_completion_tokens":1,`, `"max_tokens"`},
+		{"unknown members", false, []jsonbody.Field{{Key: "zeta", Raw: `{"b": 1, "a":1e400}`}, {Key: "alpha", Raw: `"\u00e9"`}}, `"zeta":{"b": 1, "a":1e400},"alpha":"\u00e9"`, ""},
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
-			h := newPairHouse(t, Config{}, KindNIXL, 1, 1, nil)
+			h := newTestPairAPI(t, Config{}, kv.KindNIXL, 1, 1, nil)
 			sent := sharedChat(test.stream, test.more...)
-			response, answer := h.post(t, chatPath, sent)
+			response, answer := h.post(t, testkit.ChatPath, sent)
 			if response.StatusCode != http.StatusOK || !strings.Contains(answer, "decoded") {
 				t.Fatalf("%s: %s", response.Status, answer)
 			}
@@ -297,20 +305,20 @@ func TestTransferParametersReachTheDecodeWorkerVerbatim(t *testing.T) {
 
 func TestWhereNothingIsKeptTheDecodeWorkerComputesThePrompt(t *testing.T) {
 	for _, test := range []struct {
-		kind   Kind
+		kind   kv.Kind
 		answer string
 	}{
-		{KindNIXL, `{"choices":[]}`},
-		{KindNIXL, `{"kv_transfer_params":null}`},
-		{KindMooncake, `{"choices":[{"finish_reason":"stop"}]}`},
+		{kv.KindNIXL, `{"choices":[]}`},
+		{kv.KindNIXL, `{"kv_transfer_params":null}`},
+		{kv.KindMooncake, `{"choices":[{"finish_reason":"stop"}]}`},
 	} {
-		h := newPairHouse(t, Config{}, test.kind, 1, 1, func(id uint64, serve engineServe) engineServe {
+		h := newTestPairAPI(t, Config{}, test.kind, 1, 1, func(id uint64, serve engineServe) engineServe {
 			if id == 0 {
 				return func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) { fmt.Fprint(w, test.answer) }
 			}
 			return serve
 		})
-		if response, answer := h.post(t, chatPath, sharedChat(false)); response.StatusCode != http.StatusOK || !strings.Contains(answer, "whole") {
+		if response, answer := h.post(t, testkit.ChatPath, sharedChat(false)); response.StatusCode != http.StatusOK || !strings.Contains(answer, "whole") {
 			t.Errorf("%s: %s", response.Status, answer)
 		}
 		if page := h.metrics(t); !strings.Contains(page, fmt.Sprintf(`kvrouter_disagg_requests_total{kind="%s",result="recomputed"} 1`, test.kind)) {
@@ -323,13 +331,13 @@ func TestRefusalOfEitherLegReachesTheClient(t *testing.T) {
 	for _, kind := range fakeKinds {
 		for _, refuses := range []uint64{0, 10} {
 			t.Run(fmt.Sprintf("%s worker %d", kind, refuses), func(t *testing.T) {
-				h := newPairHouse(t, Config{}, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
+				h := newTestPairAPI(t, Config{}, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
 					if id == refuses {
 						return func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) { fakeRefusal(w, "too long") }
 					}
 					return serve
 				})
-				response, answer := h.post(t, chatPath, sharedChat(true))
+				response, answer := h.post(t, testkit.ChatPath, sharedChat(true))
 				if response.StatusCode != http.StatusBadRequest || gjson.Get(answer, "error.message").Str != "too long" {
 					t.Errorf("%s: %s", response.Status, answer)
 				}
@@ -340,8 +348,8 @@ func TestRefusalOfEitherLegReachesTheClient(t *testing.T) {
 				if want := fmt.Sprintf(`kvrouter_disagg_requests_total{kind="%s",result="refused"} 1`, kind); !strings.Contains(h.metrics(t), want) {
 					t.Errorf("metrics lack %s", want)
 				}
-				if other := map[uint64]*fakeEngine{0: h.decode[0], 10: h.prefill[0]}[refuses]; kind == KindSGLang && len(other.received()) > 0 {
-					eventually(t, 5*time.Second, "the other leg was told to abort", func() bool { return len(other.aborted()) > 0 })
+				if other := map[uint64]*fakeEngine{0: h.decode[0], 10: h.prefill[0]}[refuses]; kind == kv.KindSGLang && len(other.received()) > 0 {
+					testkit.Eventually(t, 5*time.Second, "the other leg was told to abort", func() bool { return len(other.aborted()) > 0 })
 				}
 			})
 		}
@@ -349,13 +357,13 @@ func TestRefusalOfEitherLegReachesTheClient(t *testing.T) {
 }
 
 func TestEnforcedPairs(t *testing.T) {
-	enforced := Config{DisaggKnobs: DisaggKnobs{DisaggMinUncachedTokens: 256, EnforceDisagg: true}}
+	enforced := Config{Disagg: proxy.Settings{DisaggMinUncachedTokens: 256, EnforceDisagg: true}}
 	t.Run("no prefill worker", func(t *testing.T) {
 		for _, enforce := range []bool{false, true} {
 			config := enforced
-			config.EnforceDisagg = enforce
-			h := newPairHouse(t, config, KindNIXL, 0, 1, nil)
-			response, answer := h.post(t, chatPath, sharedChat(false))
+			config.Disagg.EnforceDisagg = enforce
+			h := newTestPairAPI(t, config, kv.KindNIXL, 0, 1, nil)
+			response, answer := h.post(t, testkit.ChatPath, sharedChat(false))
 			if enforce && (response.StatusCode != http.StatusServiceUnavailable || !strings.Contains(answer, "--enforce-disagg") || response.Header.Get("Retry-After") == "") {
 				t.Errorf("enforced: %s: %s", response.Status, answer)
 			}
@@ -366,26 +374,26 @@ func TestEnforcedPairs(t *testing.T) {
 	})
 	t.Run("no worker with a role", func(t *testing.T) {
 		worker := newFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{}`) })
-		h := newHouse(t, enforced, worker.URL)
-		if response, answer := h.post(t, chatPath, sharedChat(false)); response.StatusCode != http.StatusServiceUnavailable {
+		h := newTestAPI(t, enforced, worker.URL)
+		if response, answer := h.post(t, testkit.ChatPath, sharedChat(false)); response.StatusCode != http.StatusServiceUnavailable {
 			t.Errorf("%s: %s", response.Status, answer)
 		}
 	})
 	t.Run("short prompts need none", func(t *testing.T) {
-		h := newPairHouse(t, enforced, KindNIXL, 1, 1, nil)
-		if response, answer := h.post(t, chatPath, `{"messages":[{"role":"user","content":"Hi"}]}`); response.StatusCode != http.StatusOK {
+		h := newTestPairAPI(t, enforced, kv.KindNIXL, 1, 1, nil)
+		if response, answer := h.post(t, testkit.ChatPath, `{"messages":[{"role":"user","content":"Hi"}]}`); response.StatusCode != http.StatusOK {
 			t.Errorf("%s: %s", response.Status, answer)
 		}
 	})
 	t.Run("another prefill worker takes over", func(t *testing.T) {
-		h := newPairHouse(t, enforced, KindNIXL, 2, 1, func(id uint64, serve engineServe) engineServe {
+		h := newTestPairAPI(t, enforced, kv.KindNIXL, 2, 1, func(id uint64, serve engineServe) engineServe {
 			if id == 0 {
 				return breaks
 			}
 			return serve
 		})
-		response, answer := h.post(t, chatPath, sharedChat(false))
-		if response.StatusCode != http.StatusOK || !strings.Contains(answer, "decoded") || response.Header.Get(headerPrefillWorker) != "1" {
+		response, answer := h.post(t, testkit.ChatPath, sharedChat(false))
+		if response.StatusCode != http.StatusOK || !strings.Contains(answer, "decoded") || response.Header.Get(proxy.HeaderPrefillWorker) != "1" {
 			t.Errorf("%s: %s", response.Status, answer)
 		}
 	})
@@ -400,7 +408,7 @@ func TestClientThatLeavesEndsBothLegs(t *testing.T) {
 					begun <- struct{}{}
 					<-r.Context().Done()
 				}
-				h := newPairHouse(t, Config{}, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
+				h := newTestPairAPI(t, Config{}, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
 					if stage == "prefill" && id == 0 || stage == "decode" && id == 10 {
 						return hang
 					}
@@ -408,7 +416,7 @@ func TestClientThatLeavesEndsBothLegs(t *testing.T) {
 				})
 				ctx, leave := context.WithCancel(t.Context())
 				defer leave()
-				request, err := http.NewRequestWithContext(ctx, http.MethodPost, h.URL+chatPath, strings.NewReader(sharedChat(true)))
+				request, err := http.NewRequestWithContext(ctx, http.MethodPost, h.URL+testkit.ChatPath, strings.NewReader(sharedChat(true)))
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -426,15 +434,15 @@ func TestClientThatLeavesEndsBothLegs(t *testing.T) {
 				if blamed := h.blamed(); len(blamed) != 0 {
 					t.Errorf("blamed are %v", blamed)
 				}
-				if kind != KindSGLang && stage == "prefill" && len(h.decode[0].received()) != 0 {
+				if kind != kv.KindSGLang && stage == "prefill" && len(h.decode[0].received()) != 0 {
 					t.Error("a decode worker waits for a prompt that nobody computes")
 				}
-				if kind == KindSGLang {
+				if kind == kv.KindSGLang {
 					for _, engine := range []*fakeEngine{h.prefill[0], h.decode[0]} {
-						eventually(t, 5*time.Second, fmt.Sprintf("worker %d was told to abort", engine.id), func() bool { return len(engine.aborted()) > 0 || len(engine.received()) == 0 })
+						testkit.Eventually(t, 5*time.Second, fmt.Sprintf("worker %d was told to abort", engine.id), func() bool { return len(engine.aborted()) > 0 || len(engine.received()) == 0 })
 					}
 				}
-				eventually(t, 5*time.Second, "counted", func() bool {
+				testkit.Eventually(t, 5*time.Second, "counted", func() bool {
 					return strings.Contains(h.metrics(t), fmt.Sprintf(`kvrouter_disagg_requests_total{kind="%s",result="abandoned"} 1`, kind))
 				})
 			})
@@ -451,7 +459,7 @@ func TestNamedPair(t *testing.T) {
 		prefill, decode string // who serves it; no prefill: the decode worker all of it; neither: it fails with 503
 	}{
 		{name: "both", nvext: `{"prefill_worker_id":1,"decode_worker_id":11}`, prefill: "1", decode: "11"},
-		{name: "both by headers", nvext: `{}`, headers: []string{headerPinnedPrefill, "1", headerPinnedWorker, "11"}, prefill: "1", decode: "11"},
+		{name: "both by headers", nvext: `{}`, headers: []string{hints.HeaderPinnedPrefill, "1", hints.HeaderPinnedWorker, "11"}, prefill: "1", decode: "11"},
 		{name: "the decode worker", nvext: `{"decode_worker_id":11}`, prefill: "any", decode: "11"},
 		{name: "the prefill worker", nvext: `{"prefill_worker_id":1}`, prefill: "1", decode: "any"},
 		{name: "one for all of it", nvext: `{"backend_instance_id":11}`, decode: "11"},
@@ -461,10 +469,10 @@ func TestNamedPair(t *testing.T) {
 		{name: "a decode worker to prefill", nvext: `{"prefill_worker_id":10,"decode_worker_id":11}`},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			h := newPairHouse(t, Config{DisaggKnobs: DisaggKnobs{DisaggMinUncachedTokens: 256}}, KindNIXL, 2, 2, nil)
+			h := newTestPairAPI(t, Config{Disagg: proxy.Settings{DisaggMinUncachedTokens: 256}}, kv.KindNIXL, 2, 2, nil)
 			for range 4 {
-				response, answer := h.post(t, chatPath, sharedChat(false, jsonField{"nvext", test.nvext}), test.headers...)
-				prefill, decode := response.Header.Get(headerPrefillWorker), response.Header.Get(headerWorker)
+				response, answer := h.post(t, testkit.ChatPath, sharedChat(false, jsonbody.Field{Key: "nvext", Raw: test.nvext}), test.headers...)
+				prefill, decode := response.Header.Get(proxy.HeaderPrefillWorker), response.Header.Get(web.HeaderWorker)
 				if test.prefill == "" && test.decode == "" {
 					if response.StatusCode != http.StatusServiceUnavailable || !strings.Contains(answer, "no other is taken in its place") {
 						t.Errorf("%s: %s", response.Status, answer)
@@ -480,20 +488,20 @@ func TestNamedPair(t *testing.T) {
 		})
 	}
 	t.Run("short prompts, too", func(t *testing.T) {
-		h := newPairHouse(t, Config{DisaggKnobs: DisaggKnobs{DisaggMinUncachedTokens: 256}}, KindNIXL, 1, 1, nil)
-		response, answer := h.post(t, chatPath, `{"model":"m","messages":[{"role":"user","content":"Hi"}],"nvext":{"prefill_worker_id":0}}`)
-		if response.Header.Get(headerPrefillWorker) != "0" {
+		h := newTestPairAPI(t, Config{Disagg: proxy.Settings{DisaggMinUncachedTokens: 256}}, kv.KindNIXL, 1, 1, nil)
+		response, answer := h.post(t, testkit.ChatPath, `{"model":"m","messages":[{"role":"user","content":"Hi"}],"nvext":{"prefill_worker_id":0}}`)
+		if response.Header.Get(proxy.HeaderPrefillWorker) != "0" {
 			t.Errorf("%s: %s", response.Status, answer)
 		}
 	})
 	t.Run("nobody takes the place of one that fails", func(t *testing.T) {
-		h := newPairHouse(t, Config{}, KindNIXL, 2, 1, func(id uint64, serve engineServe) engineServe {
+		h := newTestPairAPI(t, Config{}, kv.KindNIXL, 2, 1, func(id uint64, serve engineServe) engineServe {
 			if id == 1 {
 				return breaks
 			}
 			return serve
 		})
-		response, answer := h.post(t, chatPath, sharedChat(false, jsonField{"nvext", `{"prefill_worker_id":1}`}))
+		response, answer := h.post(t, testkit.ChatPath, sharedChat(false, jsonbody.Field{Key: "nvext", Raw: `{"prefill_worker_id":1}`}))
 		if response.StatusCode != http.StatusBadGateway || !strings.Contains(answer, "prefill worker 1") {
 			t.Errorf("%s: %s", response.Status, answer)
 		}
@@ -505,8 +513,8 @@ func TestNamedPair(t *testing.T) {
 }
 
 func TestQueryTellsBothWorkers(t *testing.T) {
-	h := newPairHouse(t, Config{}, KindNIXL, 1, 1, nil)
-	_, answer := h.post(t, chatPath, sharedChat(false, jsonField{"nvext", `{"annotations":["query_instance_id"]}`}))
+	h := newTestPairAPI(t, Config{}, kv.KindNIXL, 1, 1, nil)
+	_, answer := h.post(t, testkit.ChatPath, sharedChat(false, jsonbody.Field{Key: "nvext", Raw: `{"annotations":["query_instance_id"]}`}))
 	ids := gjson.Get(answer, "nvext.worker_id")
 	if ids.Get("prefill_worker_id").Int() != 0 || ids.Get("decode_worker_id").Int() != 10 {
 		t.Errorf("answered %s", answer)
@@ -519,7 +527,7 @@ func TestQueryTellsBothWorkers(t *testing.T) {
 
 // TestPrefillWorkersAreForPromptsOnly: what is not shared goes past them.
 func TestPrefillWorkersAreForPromptsOnly(t *testing.T) {
-	h := newPairHouse(t, Config{}, KindNIXL, 2, 1, nil)
+	h := newTestPairAPI(t, Config{}, kv.KindNIXL, 2, 1, nil)
 	for range 3 {
 		h.post(t, "/v1/embeddings", `{"model":"m","input":"x"}`)
 	}

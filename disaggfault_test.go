@@ -9,6 +9,11 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/kv"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/web"
+
 	"github.com/tidwall/gjson"
 )
 
@@ -35,7 +40,7 @@ var faults = []fault{
 func (f fault) serve(w http.ResponseWriter, r *http.Request, body gjson.Result) {
 	if f.error {
 		w.WriteHeader(http.StatusInternalServerError)
-		w.Write(errorJSON(http.StatusInternalServerError, "server_error", "", "broken"))
+		w.Write(web.ErrorJSON(http.StatusInternalServerError, "server_error", "", "broken"))
 		return
 	}
 	if f.stage != "before" {
@@ -48,7 +53,7 @@ func (f fault) serve(w http.ResponseWriter, r *http.Request, body gjson.Result) 
 	}
 	if f.stage == "body" {
 		if body.Get("stream").Bool() {
-			fmt.Fprintf(w, "data: %s\n\n", tokenEvent)
+			fmt.Fprintf(w, "data: %s\n\n", testkit.TokenEvent)
 		} else {
 			io.WriteString(w, `{"choices":[{"mess`)
 		}
@@ -71,7 +76,7 @@ const (
 // but the failing worker is blamed.
 func TestEitherLegFailsAtEveryStage(t *testing.T) {
 	for _, kind := range fakeKinds {
-		for _, leg := range []Leg{LegPrefill, LegDecode} {
+		for _, leg := range []kv.Leg{kv.LegPrefill, kv.LegDecode} {
 			for _, f := range faults {
 				for _, stream := range []bool{false, true} {
 					for _, enforce := range []bool{false, true} {
@@ -90,16 +95,16 @@ func TestEitherLegFailsAtEveryStage(t *testing.T) {
 	}
 }
 
-func failsOneLeg(t *testing.T, kind Kind, leg Leg, f fault, stream, enforce bool) {
+func failsOneLeg(t *testing.T, kind kv.Kind, leg kv.Leg, f fault, stream, enforce bool) {
 	faulty := uint64(0)
-	if leg == LegDecode {
+	if leg == kv.LegDecode {
 		faulty = 10
 	}
 	config := Config{
 		RequestTimeout: 3 * faultTimeout,
-		DisaggKnobs:    DisaggKnobs{DisaggPrefillTimeout: faultTimeout, DisaggHandoverTimeout: faultTimeout, EnforceDisagg: enforce},
+		Disagg:         proxy.Settings{DisaggPrefillTimeout: faultTimeout, DisaggHandoverTimeout: faultTimeout, EnforceDisagg: enforce},
 	}
-	h := newPairHouse(t, config, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
+	h := newTestPairAPI(t, config, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
 		if id == faulty {
 			return f.serve
 		}
@@ -114,7 +119,7 @@ func failsOneLeg(t *testing.T, kind Kind, leg Leg, f fault, stream, enforce bool
 		}
 	}
 	began := time.Now()
-	response, answer := h.post(t, chatPath, sharedChat(stream))
+	response, answer := h.post(t, testkit.ChatPath, sharedChat(stream))
 	if took := time.Since(began); took > faultLimit {
 		t.Errorf("it took %s", took)
 	}
@@ -127,10 +132,10 @@ func failsOneLeg(t *testing.T, kind Kind, leg Leg, f fault, stream, enforce bool
 	}
 	// A vLLM decode worker serves the request whole where it may; and a stream
 	// that SGLang's prefill worker began may break off once it was handed over.
-	if canFallBack := leg == LegPrefill && kind != KindSGLang && !enforce; canFallBack && !answered {
+	if canFallBack := leg == kv.LegPrefill && kind != kv.KindSGLang && !enforce; canFallBack && !answered {
 		t.Errorf("not answered: %s: %s", response.Status, answer)
 	}
-	if leg == LegDecode && answered {
+	if leg == kv.LegDecode && answered {
 		t.Errorf("answered by a failed worker: %s", answer)
 	}
 	if failed && f.hangs && response.StatusCode != http.StatusOK && response.StatusCode != http.StatusGatewayTimeout {
@@ -144,28 +149,28 @@ func failsOneLeg(t *testing.T, kind Kind, leg Leg, f fault, stream, enforce bool
 	} else if len(blamed) == 0 && failed && !f.hangs && response.StatusCode != http.StatusOK && !f.error {
 		t.Error("nobody is blamed")
 	}
-	if kind != KindSGLang || answered {
+	if kind != kv.KindSGLang || answered {
 		return
 	}
 	other := h.prefill[0]
-	if leg == LegPrefill {
+	if leg == kv.LegPrefill {
 		other = h.decode[0]
 	}
-	if received := other.received(); len(received) > 0 && !(leg == LegDecode && f.stage == "body") {
+	if received := other.received(); len(received) > 0 && !(leg == kv.LegDecode && f.stage == "body") {
 		rid := gjson.Get(received[0], "rid").Str
-		eventually(t, faultLimit, "the other leg was told to abort", func() bool { return slices.Contains(other.aborted(), rid) })
+		testkit.Eventually(t, faultLimit, "the other leg was told to abort", func() bool { return slices.Contains(other.aborted(), rid) })
 	}
 }
 
 // TestFallsBackAndComesBack: while the prefill worker is gone decode workers
 // serve requests whole; with the next request after its return it is used again.
 func TestFallsBackAndComesBack(t *testing.T) {
-	h := newPairHouse(t, Config{}, KindNIXL, 1, 1, nil)
+	h := newTestPairAPI(t, Config{}, kv.KindNIXL, 1, 1, nil)
 	prefill := h.router.Targets()[0]
 	want := func(text string) {
 		t.Helper()
-		response, answer := h.post(t, chatPath, sharedChat(true))
-		if response.StatusCode != http.StatusOK || !strings.Contains(answer, text) || (response.Header.Get(headerPrefillWorker) != "") != (text == "decoded") {
+		response, answer := h.post(t, testkit.ChatPath, sharedChat(true))
+		if response.StatusCode != http.StatusOK || !strings.Contains(answer, text) || (response.Header.Get(proxy.HeaderPrefillWorker) != "") != (text == "decoded") {
 			t.Errorf("%s %v: %s, want %s", response.Status, response.Header, answer, text)
 		}
 	}
@@ -189,21 +194,21 @@ func TestFallsBackAndComesBack(t *testing.T) {
 func TestAttemptsAreLimited(t *testing.T) {
 	for _, test := range []struct {
 		name             string
-		kind             Kind
+		kind             kv.Kind
 		enforce          bool
 		broken           []uint64
 		prefills, others int // that got it
 		status           int
 	}{
-		{"SGLang's prefill workers", KindSGLang, false, []uint64{0, 1, 2, 3}, 2, 0, 502},
-		{"enforced, vLLM's", KindNIXL, true, []uint64{0, 1, 2, 3}, 2, 0, 502},
-		{"vLLM's prefill workers", KindNIXL, false, []uint64{0, 1, 2, 3}, 1, 1, 200},
-		{"all workers", KindNIXL, false, []uint64{0, 1, 2, 3, 10, 11, 12}, 1, 2, 502},
-		{"decode workers", KindNIXL, false, []uint64{10, 11, 12}, 2, 2, 502},
+		{"SGLang's prefill workers", kv.KindSGLang, false, []uint64{0, 1, 2, 3}, 2, 0, 502},
+		{"enforced, vLLM's", kv.KindNIXL, true, []uint64{0, 1, 2, 3}, 2, 0, 502},
+		{"vLLM's prefill workers", kv.KindNIXL, false, []uint64{0, 1, 2, 3}, 1, 1, 200},
+		{"all workers", kv.KindNIXL, false, []uint64{0, 1, 2, 3, 10, 11, 12}, 1, 2, 502},
+		{"decode workers", kv.KindNIXL, false, []uint64{10, 11, 12}, 2, 2, 502},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			config := Config{DisaggKnobs: DisaggKnobs{EnforceDisagg: test.enforce}}
-			h := newPairHouse(t, config, test.kind, 4, 3, func(id uint64, serve engineServe) engineServe {
+			config := Config{Disagg: proxy.Settings{EnforceDisagg: test.enforce}}
+			h := newTestPairAPI(t, config, test.kind, 4, 3, func(id uint64, serve engineServe) engineServe {
 				return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
 					switch {
 					case slices.Contains(test.broken, id):
@@ -213,14 +218,14 @@ func TestAttemptsAreLimited(t *testing.T) {
 					}
 				}
 			})
-			response, answer := h.post(t, chatPath, sharedChat(false))
+			response, answer := h.post(t, testkit.ChatPath, sharedChat(false))
 			if response.StatusCode != test.status {
 				t.Errorf("%s: %s", response.Status, answer)
 			}
 			h.settled(t)
 			count := func(engines []*fakeEngine) (n int) {
 				for _, engine := range engines {
-					if test.kind != KindSGLang || engine.id < 10 { // how far the other leg comes is a race
+					if test.kind != kv.KindSGLang || engine.id < 10 { // how far the other leg comes is a race
 						n += len(engine.received())
 					}
 				}
@@ -250,7 +255,7 @@ func TestOnlyWhatIsWrongWithTheRequestIsARefusal(t *testing.T) {
 		{"500", answersStatus(500), 200},
 		{"503", answersStatus(503), 200},
 		{"too long", func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) {
-			fmt.Fprintf(w, `{"kv_transfer_params":{"do_remote_prefill":true},"pad":"%s"}`, strings.Repeat("x", askLimit))
+			fmt.Fprintf(w, `{"kv_transfer_params":{"do_remote_prefill":true},"pad":"%s"}`, strings.Repeat("x", proxy.AskLimit))
 		}, 200},
 		{"a failed stream", func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) {
 			w.Header().Set("Content-Type", "text/event-stream")
@@ -258,13 +263,13 @@ func TestOnlyWhatIsWrongWithTheRequestIsARefusal(t *testing.T) {
 		}, 200},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			h := newPairHouse(t, Config{}, KindNIXL, 1, 1, func(id uint64, serve engineServe) engineServe {
+			h := newTestPairAPI(t, Config{}, kv.KindNIXL, 1, 1, func(id uint64, serve engineServe) engineServe {
 				if id == 0 {
 					return test.prefill
 				}
 				return serve
 			})
-			response, answer := h.post(t, chatPath, sharedChat(false))
+			response, answer := h.post(t, testkit.ChatPath, sharedChat(false))
 			if response.StatusCode != test.status || test.status == 200 && !strings.Contains(answer, "whole") {
 				t.Errorf("%s: %s", response.Status, answer)
 			}
@@ -272,9 +277,9 @@ func TestOnlyWhatIsWrongWithTheRequestIsARefusal(t *testing.T) {
 			if blamed := h.blamed(); slices.Equal(blamed, []uint64{0}) != (test.status == 200) {
 				t.Errorf("blamed are %v", blamed)
 			}
-			result := sharedRefused
+			result := proxy.SharedRefused
 			if test.status == 200 {
-				result = sharedPrefillFailed
+				result = proxy.SharedPrefillFailed
 			}
 			if want := fmt.Sprintf(`kvrouter_disagg_requests_total{kind="nixl",result="%s"} 1`, result); !strings.Contains(h.metrics(t), want) {
 				t.Errorf("metrics lack %s", want)
@@ -302,37 +307,37 @@ func TestLimitsOfLegs(t *testing.T) {
 		for _, test := range []struct {
 			name              string
 			prefill, handover time.Duration
-			leg               Leg
+			leg               kv.Leg
 			serve             engineServe
 			stream            bool
 			flag              string // that the error names; empty: it is answered
 			blamed            []uint64
 		}{
-			{"prefill", short, long, LegPrefill, hangs, true, "--disagg-prefill-timeout", []uint64{0}},
-			{"prefill, not streamed", short, long, LegPrefill, hangs, false, "--disagg-prefill-timeout", []uint64{0}},
-			{"handover", long, short, LegDecode, hangs, true, "--disagg-handover-timeout", nil},
-			{"long stream", long, short, LegDecode, later, true, "", nil},
-			{"long answer", long, short, LegDecode, later, false, "", nil},
+			{"prefill", short, long, kv.LegPrefill, hangs, true, "--disagg-prefill-timeout", []uint64{0}},
+			{"prefill, not streamed", short, long, kv.LegPrefill, hangs, false, "--disagg-prefill-timeout", []uint64{0}},
+			{"handover", long, short, kv.LegDecode, hangs, true, "--disagg-handover-timeout", nil},
+			{"long stream", long, short, kv.LegDecode, later, true, "", nil},
+			{"long answer", long, short, kv.LegDecode, later, false, "", nil},
 		} {
 			t.Run(kind.String()+" "+test.name, func(t *testing.T) {
 				t.Parallel() // most of it is waiting
-				config := Config{RequestTimeout: 20 * short, DisaggKnobs: DisaggKnobs{DisaggPrefillTimeout: test.prefill, DisaggHandoverTimeout: test.handover, EnforceDisagg: true}}
-				h := newPairHouse(t, config, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
-					if (id == 0) == (test.leg == LegPrefill) {
+				config := Config{RequestTimeout: 20 * short, Disagg: proxy.Settings{DisaggPrefillTimeout: test.prefill, DisaggHandoverTimeout: test.handover, EnforceDisagg: true}}
+				h := newTestPairAPI(t, config, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
+					if (id == 0) == (test.leg == kv.LegPrefill) {
 						return test.serve
 					}
-					if kind == KindSGLang && id == 0 {
+					if kind == kv.KindSGLang && id == 0 {
 						return func(w http.ResponseWriter, _ *http.Request, body gjson.Result) { fakeAnswer(w, body, "prefill") }
 					}
 					return serve
 				})
-				response, answer := h.post(t, chatPath, sharedChat(test.stream))
+				response, answer := h.post(t, testkit.ChatPath, sharedChat(test.stream))
 				if test.flag == "" && (response.StatusCode != http.StatusOK || strings.Contains(answer, "error") || test.stream && !strings.Contains(answer, "[DONE]")) ||
 					test.flag != "" && (response.StatusCode != http.StatusGatewayTimeout || !strings.Contains(answer, test.flag)) {
 					t.Errorf("%s: %s", response.Status, answer)
 				}
 				h.settled(t)
-				if kind == KindSGLang {
+				if kind == kv.KindSGLang {
 					test.blamed = nil // its legs wait for each other
 				}
 				if blamed := h.blamed(); !slices.Equal(blamed, test.blamed) {
@@ -350,8 +355,8 @@ func TestPrefillLegThatLastsLongerThanTheStreamsBeginning(t *testing.T) {
 	for _, breaks := range []bool{false, true} {
 		t.Run(fmt.Sprintf("breaks=%v", breaks), func(t *testing.T) {
 			begun, broken := make(chan struct{}), make(chan struct{})
-			config := Config{DisaggKnobs: DisaggKnobs{DisaggPrefillTimeout: 20 * time.Second}}
-			h := newPairHouse(t, config, KindSGLang, 1, 1, func(id uint64, serve engineServe) engineServe {
+			config := Config{Disagg: proxy.Settings{DisaggPrefillTimeout: 20 * time.Second}}
+			h := newTestPairAPI(t, config, kv.KindSGLang, 1, 1, func(id uint64, serve engineServe) engineServe {
 				return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
 					switch {
 					case id == 0 && breaks:
@@ -370,7 +375,7 @@ func TestPrefillLegThatLastsLongerThanTheStreamsBeginning(t *testing.T) {
 					}
 				}
 			})
-			request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, h.URL+chatPath, strings.NewReader(sharedChat(true)))
+			request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, h.URL+testkit.ChatPath, strings.NewReader(sharedChat(true)))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -386,7 +391,7 @@ func TestPrefillLegThatLastsLongerThanTheStreamsBeginning(t *testing.T) {
 				t.Errorf("%s: %s, %v", response.Status, answer, err)
 			}
 			h.settled(t)
-			if took := time.Since(began); took > config.DisaggPrefillTimeout/2 {
+			if took := time.Since(began); took > config.Disagg.DisaggPrefillTimeout/2 {
 				t.Errorf("the prefill leg was waited for, %s", took)
 			}
 			if blamed := h.blamed(); len(blamed) != 0 {
@@ -417,19 +422,19 @@ func TestNothingIsSentAgainThatMayHaveBegun(t *testing.T) {
 			{"both broken in mid-stream", true, true, 200, nil},
 			{"silent", false, false, 504, func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }},
 		} {
-			if kind != KindSGLang && test.prefill {
+			if kind != kv.KindSGLang && test.prefill {
 				continue // its prefill leg has ended by then
 			}
 			t.Run(kind.String()+" "+test.name, func(t *testing.T) {
 				begun, broken := make(chan struct{}), make(chan struct{})
-				h := newPairHouse(t, Config{RequestTimeout: 500 * time.Millisecond}, kind, 2, 2, func(id uint64, serve engineServe) engineServe {
+				h := newTestPairAPI(t, Config{RequestTimeout: 500 * time.Millisecond}, kind, 2, 2, func(id uint64, serve engineServe) engineServe {
 					return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
 						switch {
 						case id == 0 && test.prefill:
 							<-begun
 							hangUp(w, r)
 							close(broken)
-						case id == 0 && kind == KindSGLang:
+						case id == 0 && kind == kv.KindSGLang:
 							fakeAnswer(w, body, "prefill")
 						case id == 10 && test.prefill:
 							streamHead(w)
@@ -444,7 +449,7 @@ func TestNothingIsSentAgainThatMayHaveBegun(t *testing.T) {
 						}
 					}
 				})
-				response, answer := h.post(t, chatPath, sharedChat(test.stream))
+				response, answer := h.post(t, testkit.ChatPath, sharedChat(test.stream))
 				if response.StatusCode != test.status || strings.Count(answer, `"error"`) != 1 {
 					t.Errorf("%s: %s", response.Status, answer)
 				}
@@ -465,7 +470,7 @@ func TestPrefillFailureEndsTheDecodeLegAtOnce(t *testing.T) {
 	const limit = 30 * time.Second
 	for _, stream := range []bool{false, true} {
 		waits := make(chan struct{}, 1)
-		h := newPairHouse(t, Config{RequestTimeout: limit}, KindSGLang, 1, 1, func(id uint64, _ engineServe) engineServe {
+		h := newTestPairAPI(t, Config{RequestTimeout: limit}, kv.KindSGLang, 1, 1, func(id uint64, _ engineServe) engineServe {
 			return func(w http.ResponseWriter, r *http.Request, _ gjson.Result) {
 				if id == 0 {
 					<-waits
@@ -477,7 +482,7 @@ func TestPrefillFailureEndsTheDecodeLegAtOnce(t *testing.T) {
 			}
 		})
 		began := time.Now()
-		response, answer := h.post(t, chatPath, sharedChat(stream))
+		response, answer := h.post(t, testkit.ChatPath, sharedChat(stream))
 		if took := time.Since(began); took > limit/2 {
 			t.Errorf("the decode leg was waited for, %s", took)
 		}

@@ -16,6 +16,8 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/testkit"
+
 	"github.com/tidwall/gjson"
 )
 
@@ -29,9 +31,9 @@ func dynamoService(t *testing.T, args ...string) string {
 	if python == "" {
 		t.Skip("needs Dynamo's selection service: run it with `make parity`")
 	}
-	port := freePorts(t, 1)
+	port := testkit.FreePorts(t, 1)
 	command := exec.Command(python, append([]string{"-m", "dynamo.select_service", "--port", fmt.Sprint(port)}, args...)...)
-	log := &logBuffer{}
+	log := &testkit.LogBuffer{}
 	command.Stdout, command.Stderr = log, log
 	command.WaitDelay = 5 * time.Second
 	if err := command.Start(); err != nil {
@@ -55,7 +57,7 @@ func dynamoService(t *testing.T, args ...string) string {
 		}
 	})
 	url := fmt.Sprintf("http://127.0.0.1:%d", port)
-	eventually(t, 60*time.Second, "Dynamo's selection service answers", func() bool {
+	testkit.Eventually(t, 60*time.Second, "Dynamo's selection service answers", func() bool {
 		response, err := http.Get(url + "/health")
 		if err != nil {
 			return false

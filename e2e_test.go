@@ -20,6 +20,11 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/selection"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/web"
+
 	"github.com/tidwall/gjson"
 )
 
@@ -32,7 +37,7 @@ type site struct {
 	command   *exec.Cmd
 	openAI    string // URL of the OpenAI port
 	selection string // URL of the router port
-	log       *logBuffer
+	log       *testkit.LogBuffer
 	ended     chan struct{}
 }
 
@@ -59,7 +64,7 @@ func startSite(t *testing.T, workers int, env []string, args ...string) *site {
 // startParts is startSite where parts, flags, say what the workers do.
 func startParts(t *testing.T, parts []string, workers int, env []string, args ...string) *site {
 	t.Helper()
-	ports := freePorts(t, 2+5*workers)
+	ports := testkit.FreePorts(t, 2+5*workers)
 	port := func(flag string, at int) string { return fmt.Sprintf("--%s=%d", flag, ports+at) }
 	all := append(parts,
 		port("base-worker-port", 2), port("base-kv-events-port", 2+workers), port("base-kv-replay-port", 2+2*workers),
@@ -87,7 +92,7 @@ func startProgram(t *testing.T, port int, env []string, args ...string) *site {
 		command:   exec.Command(path, append(all, args...)...),
 		openAI:    fmt.Sprintf("http://127.0.0.1:%d", port),
 		selection: fmt.Sprintf("http://127.0.0.1:%d", port+1),
-		log:       &logBuffer{},
+		log:       &testkit.LogBuffer{},
 		ended:     make(chan struct{}),
 	}
 	s.command.Env = append(os.Environ(), env...)
@@ -112,7 +117,7 @@ func startProgram(t *testing.T, port int, env []string, args ...string) *site {
 			t.Error("data race")
 		}
 		if t.Failed() {
-			t.Logf("end of the log:\n%s", s.log.end())
+			t.Logf("end of the log:\n%s", s.log.End())
 		}
 	})
 	return s
@@ -121,7 +126,7 @@ func startProgram(t *testing.T, port int, env []string, args ...string) *site {
 // waitReady waits until that many workers are schedulable.
 func (s *site) waitReady(workers int, limit time.Duration) {
 	s.t.Helper()
-	eventually(s.t, limit, fmt.Sprintf("%d workers ready", workers), func() bool {
+	testkit.Eventually(s.t, limit, fmt.Sprintf("%d workers ready", workers), func() bool {
 		select {
 		case <-s.ended:
 			s.t.Fatal("kvrouter ended")
@@ -138,13 +143,13 @@ func (s *site) waitReady(workers int, limit time.Duration) {
 }
 
 // workers is GET /workers; nil while the port is not open.
-func (s *site) workers() []workerRecord {
+func (s *site) workers() []selection.WorkerRecord {
 	response, err := http.Get(s.selection + "/workers")
 	if err != nil {
 		return nil
 	}
 	defer response.Body.Close()
-	var records []workerRecord
+	var records []selection.WorkerRecord
 	json.NewDecoder(response.Body).Decode(&records)
 	return records
 }
@@ -168,7 +173,7 @@ func (s *site) chat(ctx context.Context, messages []map[string]string, stream bo
 		body["stream_options"] = map[string]bool{"include_usage": true}
 	}
 	text, _ := json.Marshal(body)
-	request, err := http.NewRequestWithContext(ctx, http.MethodPost, s.openAI+chatPath, bytes.NewReader(text))
+	request, err := http.NewRequestWithContext(ctx, http.MethodPost, s.openAI+testkit.ChatPath, bytes.NewReader(text))
 	if err != nil {
 		return answer{}, err
 	}
@@ -183,12 +188,12 @@ func (s *site) chat(ctx context.Context, messages []map[string]string, stream bo
 		return answer{}, fmt.Errorf("%s: %s", response.Status, body)
 	}
 	var a answer
-	a.worker, _ = strconv.ParseUint(response.Header.Get(headerWorker), 10, 64)
-	a.predicted, _ = strconv.Atoi(response.Header.Get(headerOverlap))
-	a.prefill = response.Header.Get(headerPrefillWorker)
+	a.worker, _ = strconv.ParseUint(response.Header.Get(web.HeaderWorker), 10, 64)
+	a.predicted, _ = strconv.Atoi(response.Header.Get(web.HeaderOverlap))
+	a.prefill = response.Header.Get(proxy.HeaderPrefillWorker)
 	read := func(chunk []byte) {
 		a.text += gjson.GetBytes(chunk, "choices.0.delta.content").String() + gjson.GetBytes(chunk, "choices.0.message.content").String()
-		if u := readUsage(chunk); u.Known {
+		if u := proxy.ReadUsage(chunk); u.Known {
 			a.cached, a.prompt = u.CachedTokens, u.PromptTokens
 		}
 		if gjson.GetBytes(chunk, "error").Exists() {
@@ -227,7 +232,7 @@ func (s *site) settled(messages []map[string]string, a answer) {
 	response.Body.Close()
 	query := `{"token_ids":` + gjson.GetBytes(text, "tokens").Raw + `}`
 	want := int64(a.prompt / 64)
-	eventually(s.t, 10*time.Second, fmt.Sprintf("%d blocks of the last prompt on worker %d", want, a.worker), func() bool {
+	testkit.Eventually(s.t, 10*time.Second, fmt.Sprintf("%d blocks of the last prompt on worker %d", want, a.worker), func() bool {
 		response, err := http.Post(s.selection+"/overlap_scores", "application/json", strings.NewReader(query))
 		if err != nil {
 			return false
@@ -392,7 +397,7 @@ func TestWorkerAndRouterDeathOnRealVLLM(t *testing.T) {
 			}
 		})
 	}
-	eventually(t, 2*time.Minute, "worker 0 busy", func() bool {
+	testkit.Eventually(t, 2*time.Minute, "worker 0 busy", func() bool {
 		mu.Lock()
 		defer mu.Unlock()
 		return served[0] >= 3 && s.workers()[0].InFlight > 0
@@ -406,7 +411,7 @@ func TestWorkerAndRouterDeathOnRealVLLM(t *testing.T) {
 	t.Logf("served %v, %d streams broken off in the middle", served, broken)
 
 	// The worker comes back with an empty index.
-	eventually(t, time.Minute, "the worker seen dead", func() bool { return s.workers()[0].Lifecycle != "schedulable" || s.workers()[0].Restarts > 0 })
+	testkit.Eventually(t, time.Minute, "the worker seen dead", func() bool { return s.workers()[0].Lifecycle != "schedulable" || s.workers()[0].Restarts > 0 })
 	s.waitReady(2, 5*time.Minute)
 	after := s.workers()[0]
 	if after.Restarts != 1 || after.Generation <= before.Generation || after.Blocks != 0 || after.InFlight != 0 {
@@ -445,7 +450,7 @@ func TestWorkerAndRouterDeathOnRealVLLM(t *testing.T) {
 	}
 	s.command.Process.Kill()
 	<-s.ended
-	eventually(t, 30*time.Second, "all processes of the workers gone", func() bool {
+	testkit.Eventually(t, 30*time.Second, "all processes of the workers gone", func() bool {
 		family = slices.DeleteFunc(family, func(pid int) bool {
 			_, state, err := processParent(pid)
 			return err != nil || state == "Z" // nobody may be there to reap it

@@ -4,54 +4,18 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/router"
+	"kvrouter/internal/selection"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/routertest"
 	"net/http"
-	"net/http/httptest"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 )
-
-// toldEnding is what of a Feedback does not depend on the clock.
-type toldEnding struct {
-	Ending    Ending
-	TokensOut int
-}
-
-func (p *clerk) endings() (list []toldEnding) {
-	for _, f := range p.told() {
-		list = append(list, toldEnding{f.Ending, f.TokensOut})
-	}
-	return list
-}
-
-// Streams as vLLM 0.32 sends them for the messages and the responses API.
-const (
-	messagesStream = "event: message_start\ndata: {\"type\":\"message_start\",\"message\":{\"usage\":{\"input_tokens\":0,\"output_tokens\":0}}}\n\n" +
-		"event: content_block_delta\ndata: {\"delta\":{\"text\":\"hi\"}}\n\nevent: content_block_stop\ndata: {}\n\n" +
-		"event: message_delta\ndata: {\"delta\":{},\"usage\":{\"input_tokens\":5,\"cache_read_input_tokens\":4,\"output_tokens\":3}}\n\n" +
-		"event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n"
-	responsesStream = "event: response.created\ndata: {\"response\":{\"usage\":null}}\n\n" +
-		"event: response.output_text.delta\ndata: {\"delta\":\"hi\"}\n\n" +
-		"event: response.completed\ndata: {\"response\":{\"usage\":{\"input_tokens\":9,\"output_tokens\":2,\"input_tokens_details\":{\"cached_tokens\":4}}}}\n\n"
-)
-
-func TestNamedEventsAreReadLikeOthers(t *testing.T) {
-	for stream, want := range map[string]Usage{
-		messagesStream:  {Known: true, PromptTokens: 9, OutputTokens: 3, CachedKnown: true, CachedTokens: 4},
-		responsesStream: {Known: true, PromptTokens: 9, OutputTokens: 2, CachedKnown: true, CachedTokens: 4},
-	} {
-		for _, text := range []string{stream, strings.ReplaceAll(stream, "\n", "\r\n")} {
-			var events eventScanner
-			if out := events.scan([]byte(text)); string(out) != text {
-				t.Errorf("passed on as %q", out)
-			}
-			if events.usage != want || events.count != 1 || !events.done {
-				t.Errorf("%q: usage %+v, %d parts of the answer, done %t", text, events.usage, events.count, events.done)
-			}
-		}
-	}
-}
 
 // TestEveryEndOfARequestIsToldOnce pins what a policy hears for each way in
 // which a request can end on the OpenAI side.
@@ -87,43 +51,43 @@ func TestEveryEndOfARequestIsToldOnce(t *testing.T) {
 		path    string // empty: chat
 		timeout time.Duration
 		workers []http.HandlerFunc // nil: nothing listens
-		want    []toldEnding
+		want    []routertest.ToldEnding
 	}{
-		{"whole answer", "", 0, []http.HandlerFunc{status(200, stopped)}, []toldEnding{{Finished, 3}}},
-		{"whole answer without usage", "", 0, []http.HandlerFunc{status(200, `{}`)}, []toldEnding{{Finished, 0}}},
-		{"whole stream", "", 0, []http.HandlerFunc{streamOf(tokenEvent, usageEvent, "[DONE]")}, []toldEnding{{Finished, 1}}},
-		{"whole stream without usage", "", 0, []http.HandlerFunc{streamOf(tokenEvent, "[DONE]")}, []toldEnding{{Finished, 0}}},
-		{"stream with a reason and no last event", "", 0, []http.HandlerFunc{streamOf(notLast, lastOne)}, []toldEnding{{Finished, 0}}},
-		{"stream that breaks off after its last event", "", 0, []http.HandlerFunc{then(streamOf(tokenEvent, "[DONE]"), abort)}, []toldEnding{{Finished, 0}}},
-		{"stream of the messages API", "/v1/messages", 0, []http.HandlerFunc{raw(messagesStream)}, []toldEnding{{Finished, 3}}},
-		{"stream of the responses API", "/v1/responses", 0, []http.HandlerFunc{raw(responsesStream)}, []toldEnding{{Finished, 2}}},
-		{"stream of which no end is known", "/v1/audio/transcriptions", 0, []http.HandlerFunc{streamOf(tokenEvent)}, []toldEnding{{Finished, 0}}},
+		{"whole answer", "", 0, []http.HandlerFunc{status(200, stopped)}, []routertest.ToldEnding{{Ending: policy.Finished, TokensOut: 3}}},
+		{"whole answer without usage", "", 0, []http.HandlerFunc{status(200, `{}`)}, []routertest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
+		{"whole stream", "", 0, []http.HandlerFunc{testkit.StreamOf(testkit.TokenEvent, usageEvent, "[DONE]")}, []routertest.ToldEnding{{Ending: policy.Finished, TokensOut: 1}}},
+		{"whole stream without usage", "", 0, []http.HandlerFunc{testkit.StreamOf(testkit.TokenEvent, "[DONE]")}, []routertest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
+		{"stream with a reason and no last event", "", 0, []http.HandlerFunc{testkit.StreamOf(notLast, lastOne)}, []routertest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
+		{"stream that breaks off after its last event", "", 0, []http.HandlerFunc{then(testkit.StreamOf(testkit.TokenEvent, "[DONE]"), abort)}, []routertest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
+		{"stream of the messages API", "/v1/messages", 0, []http.HandlerFunc{raw(testkit.MessagesStream)}, []routertest.ToldEnding{{Ending: policy.Finished, TokensOut: 3}}},
+		{"stream of the responses API", "/v1/responses", 0, []http.HandlerFunc{raw(testkit.ResponsesStream)}, []routertest.ToldEnding{{Ending: policy.Finished, TokensOut: 2}}},
+		{"stream of which no end is known", "/v1/audio/transcriptions", 0, []http.HandlerFunc{testkit.StreamOf(testkit.TokenEvent)}, []routertest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
 
-		{"client's mistake", "", 0, []http.HandlerFunc{status(400, `{"error":{"code":400}}`)}, []toldEnding{{Abandoned, 0}}},
-		{"client's mistake in a stream", "", 0, []http.HandlerFunc{streamOf(`{"error":{"message":"too long","code":400}}`, "[DONE]")}, []toldEnding{{Abandoned, 0}}},
-		{"what no worker can", "", 0, []http.HandlerFunc{status(501, `{}`)}, []toldEnding{{Abandoned, 0}}},
-		{"aborted at the engine", "", 0, []http.HandlerFunc{status(200, `{"choices":[{"finish_reason":"abort"}]}`)}, []toldEnding{{Abandoned, 0}}},
-		{"stream aborted at the engine", "", 0, []http.HandlerFunc{streamOf(tokenEvent, `{"choices":[{"finish_reason":"abort"}]}`, "[DONE]")}, []toldEnding{{Abandoned, 0}}},
+		{"client's mistake", "", 0, []http.HandlerFunc{status(400, `{"error":{"code":400}}`)}, []routertest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
+		{"client's mistake in a stream", "", 0, []http.HandlerFunc{testkit.StreamOf(`{"error":{"message":"too long","code":400}}`, "[DONE]")}, []routertest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
+		{"what no worker can", "", 0, []http.HandlerFunc{status(501, `{}`)}, []routertest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
+		{"aborted at the engine", "", 0, []http.HandlerFunc{status(200, `{"choices":[{"finish_reason":"abort"}]}`)}, []routertest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
+		{"stream aborted at the engine", "", 0, []http.HandlerFunc{testkit.StreamOf(testkit.TokenEvent, `{"choices":[{"finish_reason":"abort"}]}`, "[DONE]")}, []routertest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
 
-		{"engine error", "", 0, []http.HandlerFunc{status(500, `{}`)}, []toldEnding{{Failed, 0}}},
-		{"bad gateway and the like", "", 0, []http.HandlerFunc{status(504, `{}`)}, []toldEnding{{Failed, 0}}},
-		{"engine error as the reason", "", 0, []http.HandlerFunc{status(200, `{"choices":[{"finish_reason":"error"}]}`)}, []toldEnding{{Failed, 0}}},
-		{"nothing listens", "", 0, []http.HandlerFunc{nil}, []toldEnding{{Failed, 0}}},
-		{"connection closed without an answer", "", 0, []http.HandlerFunc{hangUp}, []toldEnding{{Failed, 0}}},
-		{"stream that breaks off", "", 0, []http.HandlerFunc{then(streamOf(tokenEvent), abort)}, []toldEnding{{Failed, 0}}},
-		{"stream that ends without saying so", "", 0, []http.HandlerFunc{streamOf(notLast, notLast)}, []toldEnding{{Failed, 0}}},
-		{"stream of the messages API that ends without saying so", "/v1/messages", 0, []http.HandlerFunc{raw("event: message_start\ndata: {}\n\n")}, []toldEnding{{Failed, 0}}},
-		{"stream with an engine error", "", 0, []http.HandlerFunc{streamOf(`{"error":{"code":500}}`, "[DONE]")}, []toldEnding{{Failed, 0}}},
-		{"stream with an engine error in its middle", "", 0, []http.HandlerFunc{streamOf(notLast, `{"error":{"code":500}}`, "[DONE]")}, []toldEnding{{Failed, 0}}},
-		{"half an answer", "", 0, []http.HandlerFunc{then(status(200, `{"choices"`), abort)}, []toldEnding{{Failed, 0}}},
-		{"long answer that breaks off", "", 0, []http.HandlerFunc{then(status(200, strings.Repeat(" ", bufferedAnswer+1)), abort)}, []toldEnding{{Failed, 0}}},
-		{"silence", "", 50 * time.Millisecond, []http.HandlerFunc{silence}, []toldEnding{{Failed, 0}}},
-		{"silence in mid-stream", "", 50 * time.Millisecond, []http.HandlerFunc{then(streamOf(tokenEvent), silence)}, []toldEnding{{Failed, 0}}},
+		{"engine error", "", 0, []http.HandlerFunc{status(500, `{}`)}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"bad gateway and the like", "", 0, []http.HandlerFunc{status(504, `{}`)}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"engine error as the reason", "", 0, []http.HandlerFunc{status(200, `{"choices":[{"finish_reason":"error"}]}`)}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"nothing listens", "", 0, []http.HandlerFunc{nil}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"connection closed without an answer", "", 0, []http.HandlerFunc{hangUp}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"stream that breaks off", "", 0, []http.HandlerFunc{then(testkit.StreamOf(testkit.TokenEvent), abort)}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"stream that ends without saying so", "", 0, []http.HandlerFunc{testkit.StreamOf(notLast, notLast)}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"stream of the messages API that ends without saying so", "/v1/messages", 0, []http.HandlerFunc{raw("event: message_start\ndata: {}\n\n")}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"stream with an engine error", "", 0, []http.HandlerFunc{testkit.StreamOf(`{"error":{"code":500}}`, "[DONE]")}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"stream with an engine error in its middle", "", 0, []http.HandlerFunc{testkit.StreamOf(notLast, `{"error":{"code":500}}`, "[DONE]")}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"half an answer", "", 0, []http.HandlerFunc{then(status(200, `{"choices"`), abort)}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"long answer that breaks off", "", 0, []http.HandlerFunc{then(status(200, strings.Repeat(" ", proxy.BufferedAnswer+1)), abort)}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"silence", "", 50 * time.Millisecond, []http.HandlerFunc{silence}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"silence in mid-stream", "", 50 * time.Millisecond, []http.HandlerFunc{then(testkit.StreamOf(testkit.TokenEvent), silence)}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
 
-		{"answered by the second", "", 0, []http.HandlerFunc{nil, status(200, stopped)}, []toldEnding{{Failed, 0}, {Finished, 3}}},
-		{"answered by the second after an engine error", "", 0, []http.HandlerFunc{status(503, ``), status(200, stopped)}, []toldEnding{{Failed, 0}, {Finished, 3}}},
-		{"answered by none", "", 0, []http.HandlerFunc{hangUp, status(500, ``)}, []toldEnding{{Failed, 0}, {Failed, 0}}},
-		{"client's mistake at the second", "", 0, []http.HandlerFunc{hangUp, status(400, `{}`)}, []toldEnding{{Failed, 0}, {Abandoned, 0}}},
+		{"answered by the second", "", 0, []http.HandlerFunc{nil, status(200, stopped)}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Finished, TokensOut: 3}}},
+		{"answered by the second after an engine error", "", 0, []http.HandlerFunc{status(503, ``), status(200, stopped)}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Finished, TokensOut: 3}}},
+		{"answered by none", "", 0, []http.HandlerFunc{hangUp, status(500, ``)}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Failed, TokensOut: 0}}},
+		{"client's mistake at the second", "", 0, []http.HandlerFunc{hangUp, status(400, `{}`)}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Abandoned, TokensOut: 0}}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var urls []string
@@ -134,11 +98,11 @@ func TestEveryEndOfARequestIsToldOnce(t *testing.T) {
 					urls = append(urls, newFakeWorker(t, serve).URL)
 				}
 			}
-			h := newHouse(t, Config{RequestTimeout: c.timeout}, urls...)
-			policy := new(clerk)
-			h.router.policy = policy
+			h := newTestAPI(t, Config{RequestTimeout: c.timeout}, urls...)
+			policy := new(routertest.Clerk)
+			h.router.Policy = policy
 			if c.path == "" {
-				c.path = chatPath
+				c.path = testkit.ChatPath
 			}
 			// An answer that was announced longer than it is ends with an error here, too.
 			request, _ := http.NewRequestWithContext(t.Context(), http.MethodPost, h.URL+c.path, strings.NewReader(`{"messages":[]}`))
@@ -147,41 +111,12 @@ func TestEveryEndOfARequestIsToldOnce(t *testing.T) {
 				io.Copy(io.Discard, response.Body)
 				response.Body.Close()
 			}
-			eventually(t, 5*time.Second, "the request is off the books", func() bool { return len(policy.told()) >= len(c.want) && inFlight(h.router) == 0 })
-			if got := policy.endings(); !slices.Equal(got, c.want) {
+			testkit.Eventually(t, 5*time.Second, "the request is off the books", func() bool { return len(policy.Told()) >= len(c.want) && routertest.InFlight(h.router) == 0 })
+			if got := policy.Endings(); !slices.Equal(got, c.want) {
 				t.Errorf("told %v, want %v", got, c.want)
 			}
-			policy.oncePerDecision(t)
+			policy.OncePerDecision(t)
 		})
-	}
-}
-
-// inFlight is how many requests are booked.
-func inFlight(r *Router) (n int) {
-	for _, load := range r.Loads() {
-		n += load.ActiveRequests
-	}
-	return n
-}
-
-// oncePerDecision checks that every decision with a number was judged, once.
-func (p *clerk) oncePerDecision(t *testing.T) {
-	t.Helper()
-	judged := map[uint64]int{}
-	for _, f := range p.told() {
-		judged[f.Decision]++
-		if f.Decision == 0 || f.Now.IsZero() || f.Latency < 0 {
-			t.Errorf("feedback %+v", f)
-		}
-	}
-	for _, q := range p.queries() {
-		want := 1
-		if q.Decision == 0 {
-			want = 0
-		}
-		if judged[q.Decision] != want {
-			t.Errorf("decision %d was judged %d times, want %d", q.Decision, judged[q.Decision], want)
-		}
 	}
 }
 
@@ -193,19 +128,19 @@ func TestAClientThatLeavesIsNobodysFault(t *testing.T) {
 	}{
 		{"before the first byte", func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }, false},
 		{"in mid-stream", func(w http.ResponseWriter, r *http.Request) {
-			streamOf(tokenEvent)(w, r)
+			testkit.StreamOf(testkit.TokenEvent)(w, r)
 			http.NewResponseController(w).Flush()
 			<-r.Context().Done()
 		}, true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			worker := newFakeWorker(t, c.serve)
-			h := newHouse(t, Config{RequestTimeout: time.Minute}, worker.URL)
-			policy := new(clerk)
-			h.router.policy = policy
+			h := newTestAPI(t, Config{RequestTimeout: time.Minute}, worker.URL)
+			rule := new(routertest.Clerk)
+			h.router.Policy = rule
 			ctx, leave := context.WithCancel(t.Context())
 			defer leave()
-			request, _ := http.NewRequestWithContext(ctx, http.MethodPost, h.URL+chatPath, strings.NewReader(`{"stream":true}`))
+			request, _ := http.NewRequestWithContext(ctx, http.MethodPost, h.URL+testkit.ChatPath, strings.NewReader(`{"stream":true}`))
 			if c.started {
 				response, err := h.Client().Do(request)
 				if err != nil {
@@ -221,44 +156,16 @@ func TestAClientThatLeavesIsNobodysFault(t *testing.T) {
 					}
 				}()
 				defer func() { <-done }()
-				eventually(t, 5*time.Second, "the request reached the worker", func() bool { return len(worker.received()) == 1 })
+				testkit.Eventually(t, 5*time.Second, "the request reached the worker", func() bool { return len(worker.Received()) == 1 })
 			}
 			leave()
-			eventually(t, 5*time.Second, "told", func() bool { return len(policy.told()) > 0 })
-			if got := policy.endings(); !slices.Equal(got, []toldEnding{{Abandoned, 0}}) {
+			testkit.Eventually(t, 5*time.Second, "told", func() bool { return len(rule.Told()) > 0 })
+			if got := rule.Endings(); !slices.Equal(got, []routertest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}) {
 				t.Errorf("told %v", got)
 			}
 		})
 	}
 }
-
-func TestAPanicOverARequestLeavesNothingBooked(t *testing.T) {
-	worker := newFakeWorker(t, streamOf(tokenEvent, "[DONE]"))
-	router := newTestRouter(t, "round-robin", 0)
-	router.Up(Target{Key: WorkerKey{}, URL: worker.URL})
-	policy := new(clerk)
-	router.policy = policy
-	proxy := NewProxy(unobserved{}, 0, func(uint64) {})
-	defer proxy.client.CloseIdleConnections()
-	func() {
-		defer func() {
-			if recover() == nil {
-				t.Error("no panic")
-			}
-		}()
-		u := Upstream{Method: http.MethodPost, Path: chatPath, Header: http.Header{headerRequest: {"r"}}}
-		proxy.Forward(t.Context(), panickingWriter{httptest.NewRecorder()}, u, &Exchange{}, func([]uint64) (Decision, error) {
-			return router.Route(t.Context(), Request{})
-		})
-	}()
-	if got := policy.endings(); !slices.Equal(got, []toldEnding{{Abandoned, 0}}) || inFlight(router) != 0 {
-		t.Errorf("told %v, %d in flight", got, inFlight(router))
-	}
-}
-
-type panickingWriter struct{ http.ResponseWriter }
-
-func (panickingWriter) Write([]byte) (int, error) { panic("no paper") }
 
 // TestEveryEndOfAReservationIsToldOnce is the same for clients of the router
 // port, who do not say how a request ended.
@@ -266,20 +173,20 @@ func TestEveryEndOfAReservationIsToldOnce(t *testing.T) {
 	for _, c := range []struct {
 		name  string
 		calls []string // METHOD path body
-		want  []toldEnding
+		want  []routertest.ToldEnding
 	}{
-		{"freed without a first token", []string{"DELETE /reservations/a"}, []toldEnding{{Abandoned, 0}}},
-		{"freed after the first token", []string{"POST /reservations/a/prefill_complete", "DELETE /reservations/a"}, []toldEnding{{Finished, 0}}},
-		{"freed twice", []string{"DELETE /reservations/a", "DELETE /reservations/a"}, []toldEnding{{Abandoned, 0}}},
-		{"mark_free", []string{`POST /route {"method":"mark_prefill","request_id":"a"}`, `POST /route {"method":"mark_free","request_id":"a"}`}, []toldEnding{{Finished, 0}}},
-		{"another request has ended", []string{`POST /select_and_reserve {"selection_id":"b","token_ids":[1]}`, "DELETE /reservations/b"}, []toldEnding{{Abandoned, 0}}},
+		{"freed without a first token", []string{"DELETE /reservations/a"}, []routertest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
+		{"freed after the first token", []string{"POST /reservations/a/prefill_complete", "DELETE /reservations/a"}, []routertest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
+		{"freed twice", []string{"DELETE /reservations/a", "DELETE /reservations/a"}, []routertest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
+		{"mark_free", []string{`POST /route {"method":"mark_prefill","request_id":"a"}`, `POST /route {"method":"mark_free","request_id":"a"}`}, []routertest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
+		{"another request has ended", []string{`POST /select_and_reserve {"selection_id":"b","token_ids":[1]}`, "DELETE /reservations/b"}, []routertest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
 		{"chosen, but not booked", []string{`POST /select {"selection_id":"b","token_ids":[1]}`, `POST /find_best_worker {"token_ids":[1]}`}, nil},
 		{"booked, but not chosen", []string{`POST /reservations {"selection_id":"b","token_ids":[1],"worker_id":0}`, "DELETE /reservations/b"}, nil},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			h := newHouse(t, Config{}, deadURL(t))
-			policy := new(clerk)
-			h.router.policy = policy
+			h := newTestAPI(t, Config{}, deadURL(t))
+			policy := new(routertest.Clerk)
+			h.router.Policy = policy
 			for _, call := range append([]string{`POST /select_and_reserve {"selection_id":"a","token_ids":[1]}`}, c.calls...) {
 				parts := append(strings.SplitN(call, " ", 3), "")
 				request, _ := http.NewRequestWithContext(t.Context(), parts[0], h.selection.URL+parts[1], strings.NewReader(parts[2]))
@@ -292,7 +199,7 @@ func TestEveryEndOfAReservationIsToldOnce(t *testing.T) {
 					t.Fatalf("%s: %s", call, response.Status)
 				}
 			}
-			if got := policy.endings(); !slices.Equal(got, c.want) {
+			if got := policy.Endings(); !slices.Equal(got, c.want) {
 				t.Errorf("told %v, want %v", got, c.want)
 			}
 			if booking := h.router.Booking("a"); booking != nil { // what newHouse looks for
@@ -301,24 +208,24 @@ func TestEveryEndOfAReservationIsToldOnce(t *testing.T) {
 		})
 	}
 	t.Run("nobody speaks of it", func(t *testing.T) {
-		router, clock := newClockedRouter(t, 1, DefaultRouterKnobs())
-		policy := new(clerk)
-		router.policy = policy
-		mustRoute(t, router, Request{ID: "forgotten", Tokens: count(1, 8)})
-		clock.advance(bookingExpiry)
-		router.Loads()
-		if got := fmt.Sprint(policy.endings()); got != fmt.Sprint([]toldEnding{{Abandoned, 0}}) {
+		rt, clock := routertest.NewClockedRouter(t, 1, router.DefaultSettings())
+		rule := new(routertest.Clerk)
+		rt.Policy = rule
+		routertest.MustRoute(t, rt, router.Request{ID: "forgotten", Tokens: testkit.Count(1, 8)})
+		clock.Advance(router.BookingExpiry)
+		rt.Loads()
+		if got := fmt.Sprint(rule.Endings()); got != fmt.Sprint([]routertest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}) {
 			t.Errorf("told %s", got)
 		}
 	})
 	t.Run("its worker is taken out", func(t *testing.T) {
-		router := newTestRouter(t, "round-robin", 1)
-		policy := new(clerk)
-		router.policy = policy
-		held := newReservations()
-		held.install("a", mustRoute(t, router, Request{ID: "a"}).Booking)
-		held.releaseWorker(0)
-		if got := policy.endings(); !slices.Equal(got, []toldEnding{{Abandoned, 0}}) {
+		rt := routertest.NewTestRouter(t, "round-robin", 1)
+		rule := new(routertest.Clerk)
+		rt.Policy = rule
+		held := selection.NewReservations()
+		held.Install("a", routertest.MustRoute(t, rt, router.Request{ID: "a"}).Booking)
+		held.ReleaseWorker(0)
+		if got := rule.Endings(); !slices.Equal(got, []routertest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}) {
 			t.Errorf("told %v", got)
 		}
 	})

@@ -2,6 +2,9 @@ package main
 
 import (
 	"io"
+	"kvrouter/internal/events"
+	"kvrouter/internal/radix"
+	"kvrouter/internal/testkit"
 	"log/slog"
 	"net"
 	"strings"
@@ -12,64 +15,64 @@ import (
 )
 
 func TestEventStreamFetchesAGapBeforeItGoesOn(t *testing.T) {
-	p := newFakePublisher(t)
+	p := testkit.NewFakePublisher(t)
 	f := followStream(t, sourceOf(p), nil)
 	f.subscribed(t, p)
-	p.batch(false, storedEvent(1, 0, 2))
+	p.Batch(false, testkit.StoredEvent(1, 0, 2))
 	f.holds(t, 1, 5, 2)
-	p.batch(true, storedEvent(1, 2, 3))
-	p.batch(true, removedEvent(1, 1, 3))
-	p.batch(false, storedEvent(1, 1, 5))
+	p.Batch(true, testkit.StoredEvent(1, 2, 3))
+	p.Batch(true, testkit.RemovedEvent(1, 1, 3))
+	p.Batch(false, testkit.StoredEvent(1, 1, 5))
 	f.holds(t, 1, 5, 5)
 	f.has(t, map[string]uint64{"gaps": 1, "replays": 2, "replayed_batches": 3, "batches": 4, "cold": 0, "last_seq": 3, "unknown_parent": 0})
-	p.locked(func() { wantSameEvents(t, "replays asked for", p.replayed, []uint64{0, 0}) })
+	p.Locked(func() { testkit.WantSameEvents(t, "replays asked for", p.Replayed, []uint64{0, 0}) })
 	f.reaches(t, map[string]uint64{"duplicates": 1}) // the batch that showed the gap
 }
 
 func TestEventStreamClearsAfterAGapWithoutReplay(t *testing.T) {
-	p := newFakePublisher(t)
+	p := testkit.NewFakePublisher(t)
 	src := sourceOf(p)
 	src.Replay = ""
 	f := followStream(t, src, nil)
 	f.subscribed(t, p)
-	p.batch(false, storedEvent(1, 0, 2))
+	p.Batch(false, testkit.StoredEvent(1, 0, 2))
 	f.holds(t, 1, 2, 2)
 	f.has(t, map[string]uint64{"cold": 0})
-	p.batch(true, removedEvent(1, 0, 2))
-	p.batch(false, storedEvent(2, 0, 2))
+	p.Batch(true, testkit.RemovedEvent(1, 0, 2))
+	p.Batch(false, testkit.StoredEvent(2, 0, 2))
 	f.holds(t, 2, 2, 2)
 	f.holds(t, 1, 2, 0)
 	f.has(t, map[string]uint64{"gaps": 1, "replays": 0, "cold": 1})
-	p.batch(false, testEvent{"cleared": true}, storedEvent(3, 0, 1))
+	p.Batch(false, testkit.TestEvent{"cleared": true}, testkit.StoredEvent(3, 0, 1))
 	f.holds(t, 3, 1, 1)
 	f.holds(t, 2, 1, 0)
 	f.has(t, map[string]uint64{"cleared": 1, "cold": 0})
 
 	// Nobody can tell what was missed while the connection was down.
-	p.drop()
+	p.Drop()
 	f.holds(t, 3, 1, 0)
 	f.has(t, map[string]uint64{"cold": 1})
 }
 
 func TestEventStreamClearsWhenAReplayIsNotAnswered(t *testing.T) {
-	p := newFakePublisher(t)
-	f := followStream(t, sourceOf(p), func(s *EventStream) {
-		s.timing.replayLimit, s.timing.retry = 20*time.Millisecond, 100*time.Millisecond
+	p := testkit.NewFakePublisher(t)
+	f := followStream(t, sourceOf(p), func(s *events.Stream) {
+		s.Timing.ReplayLimit, s.Timing.Retry = 20*time.Millisecond, 100*time.Millisecond
 	})
 	f.subscribed(t, p)
-	p.batch(false, storedEvent(1, 0, 2))
+	p.Batch(false, testkit.StoredEvent(1, 0, 2))
 	f.holds(t, 1, 2, 2)
-	p.locked(func() { p.replay = func(uint64) ([]uint64, bool) { return nil, false } })
-	p.batch(true, removedEvent(1, 0, 2))
-	p.batch(false, storedEvent(2, 0, 2))
+	p.Locked(func() { p.Replay = func(uint64) ([]uint64, bool) { return nil, false } })
+	p.Batch(true, testkit.RemovedEvent(1, 0, 2))
+	p.Batch(false, testkit.StoredEvent(2, 0, 2))
 	f.holds(t, 2, 2, 2)
 	f.holds(t, 1, 2, 0)
 	f.has(t, map[string]uint64{"cold": 1, "gaps": 1})
 	f.reaches(t, map[string]uint64{"replay_failures": 1})
 	// It is asked again, and then the history is whole.
-	p.locked(func() { p.replay = nil })
+	p.Locked(func() { p.Replay = nil })
 	f.until(t, func() bool {
-		p.batch(false, testEvent{"removed": []int{}})
+		p.Batch(false, testkit.TestEvent{"removed": []int{}})
 		return !f.Stats().Cold.Load()
 	}, func() string { return "stays cold" })
 	f.holds(t, 2, 2, 2)
@@ -77,12 +80,12 @@ func TestEventStreamClearsWhenAReplayIsNotAnswered(t *testing.T) {
 }
 
 func TestEventStreamAsksAgainAfterAHoleInAReplay(t *testing.T) {
-	p := newFakePublisher(t)
+	p := testkit.NewFakePublisher(t)
 	for i := range 6 {
-		p.batch(true, storedEvent(1, i, i+1))
+		p.Batch(true, testkit.StoredEvent(1, i, i+1))
 	}
 	round := 0
-	p.replay = func(from uint64) ([]uint64, bool) {
+	p.Replay = func(from uint64) ([]uint64, bool) {
 		round++
 		switch round {
 		case 1:
@@ -92,20 +95,20 @@ func TestEventStreamAsksAgainAfterAHoleInAReplay(t *testing.T) {
 		}
 		return []uint64{3, 4, 5}, true
 	}
-	f := followStream(t, sourceOf(p), func(s *EventStream) { s.timing.replayPause = 500 * time.Millisecond })
+	f := followStream(t, sourceOf(p), func(s *events.Stream) { s.Timing.ReplayPause = 500 * time.Millisecond })
 	f.holds(t, 1, 6, 6)
 	f.has(t, map[string]uint64{"batches": 6, "replay_failures": 0, "cold": 0})
-	p.locked(func() { wantSameEvents(t, "replays asked for", p.replayed, []uint64{0, 1, 3}) })
+	p.Locked(func() { testkit.WantSameEvents(t, "replays asked for", p.Replayed, []uint64{0, 1, 3}) })
 }
 
 func TestEventStreamStartsColdWhereTheBufferBegins(t *testing.T) {
-	p := newFakePublisher(t)
+	p := testkit.NewFakePublisher(t)
 	for i := range 6 {
-		p.batch(true, storedEvent(i, 0, 1))
+		p.Batch(true, testkit.StoredEvent(i, 0, 1))
 	}
 	oldest := uint64(3)
-	p.replay = func(from uint64) (seqs []uint64, end bool) {
-		for seq := max(from, oldest); seq < uint64(len(p.history)); seq++ {
+	p.Replay = func(from uint64) (seqs []uint64, end bool) {
+		for seq := max(from, oldest); seq < uint64(len(p.History)); seq++ {
 			seqs = append(seqs, seq)
 		}
 		return seqs, true
@@ -118,10 +121,10 @@ func TestEventStreamStartsColdWhereTheBufferBegins(t *testing.T) {
 
 	// A gap that has left the buffer: what was known is not to be trusted.
 	f.subscribed(t, p)
-	p.batch(true, removedEvent(5, 0, 1))
-	p.batch(true, storedEvent(6, 0, 1))
-	p.locked(func() { oldest = 7 })
-	p.batch(false, storedEvent(7, 0, 1))
+	p.Batch(true, testkit.RemovedEvent(5, 0, 1))
+	p.Batch(true, testkit.StoredEvent(6, 0, 1))
+	p.Locked(func() { oldest = 7 })
+	p.Batch(false, testkit.StoredEvent(7, 0, 1))
 	f.holds(t, 7, 1, 1)
 	f.holds(t, 6, 1, 1)
 	f.holds(t, 5, 1, 0)
@@ -129,32 +132,34 @@ func TestEventStreamStartsColdWhereTheBufferBegins(t *testing.T) {
 }
 
 func TestEventStreamGivesUpAReplayWithoutHistory(t *testing.T) {
-	p := newFakePublisher(t)
-	p.replay = func(uint64) ([]uint64, bool) { return nil, true }
-	p.batch(true, storedEvent(1, 0, 1))
-	f := followStream(t, sourceOf(p), func(s *EventStream) { s.timing.quiet = [3]time.Duration{time.Hour, time.Millisecond, time.Millisecond} })
+	p := testkit.NewFakePublisher(t)
+	p.Replay = func(uint64) ([]uint64, bool) { return nil, true }
+	p.Batch(true, testkit.StoredEvent(1, 0, 1))
+	f := followStream(t, sourceOf(p), func(s *events.Stream) {
+		s.Timing.Quiet = [3]time.Duration{time.Hour, time.Millisecond, time.Millisecond}
+	})
 	f.subscribed(t, p)
-	p.batch(false, storedEvent(2, 0, 1))
+	p.Batch(false, testkit.StoredEvent(2, 0, 1))
 	f.holds(t, 2, 1, 1)
 	f.has(t, map[string]uint64{"cold": 1, "gaps": 1})
 	replays := f.Stats().Replays.Load()
-	p.batch(false, storedEvent(2, 1, 2))
+	p.Batch(false, testkit.StoredEvent(2, 1, 2))
 	f.holds(t, 2, 2, 2)
 	f.has(t, map[string]uint64{"replays": replays, "restarts": 0})
 }
 
 func TestEventStreamFindsWhatASilentConnectionMissed(t *testing.T) {
-	p := newFakePublisher(t)
-	f := followStream(t, sourceOf(p), func(s *EventStream) {
-		s.timing.quiet = [3]time.Duration{20 * time.Millisecond, 20 * time.Millisecond, 20 * time.Millisecond}
+	p := testkit.NewFakePublisher(t)
+	f := followStream(t, sourceOf(p), func(s *events.Stream) {
+		s.Timing.Quiet = [3]time.Duration{20 * time.Millisecond, 20 * time.Millisecond, 20 * time.Millisecond}
 	})
 	f.subscribed(t, p)
-	p.batch(true, storedEvent(1, 0, 1))
+	p.Batch(true, testkit.StoredEvent(1, 0, 1))
 	f.holds(t, 1, 1, 1)
 	// By now the connection has had its time: what it does not bring shows
 	// that it is dead.
 	f.reaches(t, map[string]uint64{"replays": 3})
-	p.batch(true, storedEvent(1, 1, 2))
+	p.Batch(true, testkit.StoredEvent(1, 1, 2))
 	f.holds(t, 1, 2, 2)
 	f.reaches(t, map[string]uint64{"reconnects": 1})
 	f.has(t, map[string]uint64{"gaps": 0, "restarts": 0, "cold": 0})
@@ -162,41 +167,41 @@ func TestEventStreamFindsWhatASilentConnectionMissed(t *testing.T) {
 
 func TestEventStreamNoticesANewPublisher(t *testing.T) {
 	// restart swaps the publisher's past.
-	restart := func(t *testing.T, p *fakePublisher, events ...testEvent) {
-		p.locked(func() {
-			p.history = nil
+	restart := func(t *testing.T, p *testkit.FakePublisher, events ...testkit.TestEvent) {
+		p.Locked(func() {
+			p.History = nil
 			for _, e := range events {
-				p.history = append(p.history, payloadOf(t, 2, e))
+				p.History = append(p.History, testkit.PayloadOf(t, 2, e))
 			}
 		})
 	}
 	for name, c := range map[string]struct {
-		past []testEvent
+		past []testkit.TestEvent
 		drop bool
 		send bool
 	}{
 		"that has published nothing":          {nil, true, false},
-		"that has published less":             {[]testEvent{storedEvent(9, 0, 1)}, true, false},
-		"that has published as much":          {[]testEvent{storedEvent(9, 0, 1), storedEvent(8, 0, 1)}, true, false},
-		"that has published more":             {[]testEvent{storedEvent(9, 0, 1), storedEvent(8, 0, 1), storedEvent(7, 0, 1)}, true, false},
-		"behind a proxy":                      {[]testEvent{storedEvent(9, 0, 1)}, false, true},
-		"behind a proxy, as far as the last":  {[]testEvent{storedEvent(9, 0, 1), storedEvent(8, 0, 1)}, false, true},
-		"behind a proxy, farther than before": {[]testEvent{storedEvent(9, 0, 1), storedEvent(8, 0, 1), storedEvent(7, 0, 1), storedEvent(6, 0, 1)}, false, true},
+		"that has published less":             {[]testkit.TestEvent{testkit.StoredEvent(9, 0, 1)}, true, false},
+		"that has published as much":          {[]testkit.TestEvent{testkit.StoredEvent(9, 0, 1), testkit.StoredEvent(8, 0, 1)}, true, false},
+		"that has published more":             {[]testkit.TestEvent{testkit.StoredEvent(9, 0, 1), testkit.StoredEvent(8, 0, 1), testkit.StoredEvent(7, 0, 1)}, true, false},
+		"behind a proxy":                      {[]testkit.TestEvent{testkit.StoredEvent(9, 0, 1)}, false, true},
+		"behind a proxy, as far as the last":  {[]testkit.TestEvent{testkit.StoredEvent(9, 0, 1), testkit.StoredEvent(8, 0, 1)}, false, true},
+		"behind a proxy, farther than before": {[]testkit.TestEvent{testkit.StoredEvent(9, 0, 1), testkit.StoredEvent(8, 0, 1), testkit.StoredEvent(7, 0, 1), testkit.StoredEvent(6, 0, 1)}, false, true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			p := newFakePublisher(t)
+			p := testkit.NewFakePublisher(t)
 			f := followStream(t, sourceOf(p), nil)
 			f.subscribed(t, p)
-			p.batch(false, storedEvent(1, 0, 1))
-			p.batch(false, storedEvent(2, 0, 1))
+			p.Batch(false, testkit.StoredEvent(1, 0, 1))
+			p.Batch(false, testkit.StoredEvent(2, 0, 1))
 			f.holds(t, 2, 1, 1)
 			restart(t, p, c.past...)
 			if c.drop {
-				p.drop()
+				p.Drop()
 			}
 			if c.send {
 				last := len(c.past) - 1
-				p.locked(func() { p.send(uint64(last), p.history[last]) })
+				p.Locked(func() { p.Send(uint64(last), p.History[last]) })
 			}
 			f.holds(t, 2, 1, 0)
 			f.holds(t, 1, 1, 0)
@@ -210,50 +215,50 @@ func TestEventStreamNoticesANewPublisher(t *testing.T) {
 }
 
 func TestEventStreamKeepsItsBlocksOverALostConnection(t *testing.T) {
-	p := newFakePublisher(t)
+	p := testkit.NewFakePublisher(t)
 	f := followStream(t, sourceOf(p), nil)
 	f.subscribed(t, p)
-	p.batch(false, storedEvent(1, 0, 1))
+	p.Batch(false, testkit.StoredEvent(1, 0, 1))
 	f.holds(t, 1, 1, 1)
-	p.drop()
-	p.batch(true, storedEvent(1, 1, 2))
+	p.Drop()
+	p.Batch(true, testkit.StoredEvent(1, 1, 2))
 	f.holds(t, 1, 2, 2)
 	f.has(t, map[string]uint64{"restarts": 0, "cold": 0, "batches": 2})
 	f.reaches(t, map[string]uint64{"reconnects": 1})
 }
 
 func TestEventStreamForgetsAWorkerThatStaysAway(t *testing.T) {
-	p := newFakePublisher(t)
-	f := followStream(t, sourceOf(p), func(s *EventStream) { s.timing.grace = 50 * time.Millisecond })
+	p := testkit.NewFakePublisher(t)
+	f := followStream(t, sourceOf(p), func(s *events.Stream) { s.Timing.Grace = 50 * time.Millisecond })
 	f.subscribed(t, p)
-	p.batch(false, storedEvent(1, 0, 1))
+	p.Batch(false, testkit.StoredEvent(1, 0, 1))
 	f.holds(t, 1, 1, 1)
-	p.pub.Close()
+	p.Pub.Close()
 	f.holds(t, 1, 1, 0)
 	f.has(t, map[string]uint64{"cold": 1, "connected": 0})
 }
 
 func TestEventStreamSurvivesMessagesThatAreNoBatches(t *testing.T) {
-	p := newFakePublisher(t)
+	p := testkit.NewFakePublisher(t)
 	f := followStream(t, sourceOf(p), nil)
 	f.subscribed(t, p)
-	p.locked(func() {
-		_ = p.subs[0].Send([]byte("kv-events"))
-		_ = p.subs[0].Send([]byte("kv-events"), []byte("short"), nil)
-		_ = p.subs[0].conn.SendCmd(zmq4.CmdPing, []byte("\x00\x01context"))
+	p.Locked(func() {
+		_ = p.Subs[0].Send([]byte("kv-events"))
+		_ = p.Subs[0].Send([]byte("kv-events"), []byte("short"), nil)
+		_ = p.Subs[0].Conn.SendCmd(zmq4.CmdPing, []byte("\x00\x01context"))
 	})
-	p.batch(false, storedEvent(1, 0, 1))
+	p.Batch(false, testkit.StoredEvent(1, 0, 1))
 	f.holds(t, 1, 1, 1)
 	f.has(t, map[string]uint64{"decode_errors": 2, "reconnects": 0})
 	f.until(t, func() (ok bool) {
-		p.locked(func() { ok = len(p.pongs) == 1 && p.pongs[0] == "context" })
+		p.Locked(func() { ok = len(p.Pongs) == 1 && p.Pongs[0] == "context" })
 		return ok
 	}, func() string { return "no answer to the heartbeat" })
 	// A frame of 2^62 bytes ends the connection, not the process.
-	p.locked(func() { _, _ = p.subs[0].raw.Write([]byte{2, 0x40, 0, 0, 0, 0, 0, 0, 0}) })
+	p.Locked(func() { _, _ = p.Subs[0].Raw.Write([]byte{2, 0x40, 0, 0, 0, 0, 0, 0, 0}) })
 	f.reaches(t, map[string]uint64{"reconnects": 1})
 	f.subscribed(t, p)
-	p.batch(true, storedEvent(1, 1, 2))
+	p.Batch(true, testkit.StoredEvent(1, 1, 2))
 	f.holds(t, 1, 2, 1+1)
 }
 
@@ -263,18 +268,24 @@ func TestEventStreamEndsWhereverItWaits(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer silent.Close()
-	for name, place := range map[string]func(p *fakePublisher) EventSource{
-		"for a publisher":    func(*fakePublisher) EventSource { return EventSource{Endpoint: "tcp://127.0.0.1:1"} },
-		"for a greeting":     func(*fakePublisher) EventSource { return EventSource{Endpoint: "tcp://" + silent.Addr().String()} },
-		"for a replay":       func(p *fakePublisher) EventSource { return sourceOf(p) },
-		"for a message":      func(p *fakePublisher) EventSource { return EventSource{Endpoint: sourceOf(p).Endpoint, Topic: "kv"} },
-		"with a bad address": func(*fakePublisher) EventSource { return EventSource{Endpoint: "tcp:nowhere"} },
+	for name, place := range map[string]func(p *testkit.FakePublisher) events.Source{
+		"for a publisher": func(*testkit.FakePublisher) events.Source {
+			return events.Source{Endpoint: "tcp://127.0.0.1:1"}
+		},
+		"for a greeting": func(*testkit.FakePublisher) events.Source {
+			return events.Source{Endpoint: "tcp://" + silent.Addr().String()}
+		},
+		"for a replay": func(p *testkit.FakePublisher) events.Source { return sourceOf(p) },
+		"for a message": func(p *testkit.FakePublisher) events.Source {
+			return events.Source{Endpoint: sourceOf(p).Endpoint, Topic: "kv"}
+		},
+		"with a bad address": func(*testkit.FakePublisher) events.Source { return events.Source{Endpoint: "tcp:nowhere"} },
 	} {
 		t.Run(name, func(t *testing.T) {
-			p := newFakePublisher(t)
-			p.replay = func(uint64) ([]uint64, bool) { return nil, false }
+			p := testkit.NewFakePublisher(t)
+			p.Replay = func(uint64) ([]uint64, bool) { return nil, false }
 			src := place(p)
-			f := followStream(t, src, func(s *EventStream) { s.timing.replayLimit = time.Hour })
+			f := followStream(t, src, func(s *events.Stream) { s.Timing.ReplayLimit = time.Hour })
 			if src.Topic != "" {
 				f.subscribed(t, p)
 			}
@@ -287,56 +298,56 @@ func TestEventStreamEndsWhereverItWaits(t *testing.T) {
 // from a complete history.
 func appliedStream(t *testing.T, batches ...[]byte) *following {
 	t.Helper()
-	log := new(logBuffer)
-	index := NewRadix()
-	s := NewEventStream(EventSource{Worker: testWorker, BlockSize: testBlockSize}, index, slog.New(slog.NewTextHandler(log, nil)))
-	s.begin(0)
+	log := new(testkit.LogBuffer)
+	index := radix.NewTree()
+	s := events.NewStream(events.Source{Worker: testkit.TestWorker, BlockSize: testkit.TestBlockSize}, index, slog.New(slog.NewTextHandler(log, nil)))
+	s.Begin(0)
 	for i, b := range batches {
-		s.apply(uint64(i), b, true)
+		s.Apply(uint64(i), b, true)
 	}
-	return &following{s, s.src, index, log, nil}
+	return &following{s, s.Src, index, log, nil}
 }
 
 func TestEventStreamLeavesOutABadEventAlone(t *testing.T) {
-	bad := storedEvent(2, 0, 1)
+	bad := testkit.StoredEvent(2, 0, 1)
 	bad["tokens"] = []any{1, nil, 3, 4}
-	f := appliedStream(t, payloadOf(t, 1, storedEvent(1, 0, 2), bad, storedEvent(1, 2, 3)))
+	f := appliedStream(t, testkit.PayloadOf(t, 1, testkit.StoredEvent(1, 0, 2), bad, testkit.StoredEvent(1, 2, 3)))
 	f.holds(t, 1, 3, 3)
 	f.has(t, map[string]uint64{"decode_errors": 1, "stored": 2, "stored_blocks": 3, "cold": 1})
 }
 
 func TestEventStreamClearsWhenARemovalMayHaveBeenMissed(t *testing.T) {
-	for name, c := range map[string]testEvent{
+	for name, c := range map[string]testkit.TestEvent{
 		"bad removal": {"removed": []any{"x", nil}},
 		"no type":     {"as is": map[string]any{"block_hashes": []int{1}}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			f := appliedStream(t, payloadOf(t, 1, storedEvent(1, 0, 2), c, storedEvent(2, 0, 1)))
+			f := appliedStream(t, testkit.PayloadOf(t, 1, testkit.StoredEvent(1, 0, 2), c, testkit.StoredEvent(2, 0, 1)))
 			f.holds(t, 1, 2, 0)
 			f.holds(t, 2, 1, 1)
 			f.has(t, map[string]uint64{"decode_errors": 1, "cold": 1})
 		})
 	}
 	t.Run("payload cut short", func(t *testing.T) {
-		whole := payloadOf(t, 1, storedEvent(1, 0, 2), storedEvent(2, 0, 1))
-		f := appliedStream(t, payloadOf(t, 1, storedEvent(3, 0, 1)), whole[:len(whole)-20], payloadOf(t, 1, storedEvent(4, 0, 1)))
+		whole := testkit.PayloadOf(t, 1, testkit.StoredEvent(1, 0, 2), testkit.StoredEvent(2, 0, 1))
+		f := appliedStream(t, testkit.PayloadOf(t, 1, testkit.StoredEvent(3, 0, 1)), whole[:len(whole)-20], testkit.PayloadOf(t, 1, testkit.StoredEvent(4, 0, 1)))
 		f.holds(t, 3, 1, 0)
 		f.holds(t, 1, 2, 0)
 		f.holds(t, 4, 1, 1)
 		f.has(t, map[string]uint64{"decode_errors": 1, "cold": 1})
 	})
 	t.Run("payload no batch", func(t *testing.T) {
-		f := appliedStream(t, payloadOf(t, 1, storedEvent(3, 0, 1)), []byte("\x01"))
+		f := appliedStream(t, testkit.PayloadOf(t, 1, testkit.StoredEvent(3, 0, 1)), []byte("\x01"))
 		f.holds(t, 3, 1, 0)
 		f.has(t, map[string]uint64{"decode_errors": 1, "cold": 1})
 	})
 }
 
 func TestEventStreamNamesBothBlockSizesOnce(t *testing.T) {
-	e := storedEvent(1, 0, 2)
+	e := testkit.StoredEvent(1, 0, 2)
 	e["block_size"] = 8
-	e["stored"] = blockIDs(1, 0, 1)
-	f := appliedStream(t, payloadOf(t, 1, e, e), payloadOf(t, 1, e))
+	e["stored"] = testkit.BlockIDs(1, 0, 1)
+	f := appliedStream(t, testkit.PayloadOf(t, 1, e, e), testkit.PayloadOf(t, 1, e))
 	f.holds(t, 1, 2, 0)
 	f.has(t, map[string]uint64{"block_size_mismatch": 3, "stored_blocks": 0})
 	if log := f.log.String(); strings.Count(log, "level=ERROR") != 1 || !strings.Contains(log, "engine=8") || !strings.Contains(log, "router=4") {
@@ -345,7 +356,7 @@ func TestEventStreamNamesBothBlockSizesOnce(t *testing.T) {
 }
 
 func TestEventStreamCountsOneFullAttentionGroupOnly(t *testing.T) {
-	in := func(e testEvent, group any, kind any) testEvent {
+	in := func(e testkit.TestEvent, group any, kind any) testkit.TestEvent {
 		e["group_idx"] = group
 		if kind != nil {
 			e["kv_cache_spec_kind"] = kind
@@ -353,33 +364,33 @@ func TestEventStreamCountsOneFullAttentionGroupOnly(t *testing.T) {
 		return e
 	}
 	t.Run("kinds", func(t *testing.T) {
-		f := appliedStream(t, payloadOf(t, 1,
-			in(storedEvent(1, 0, 2), 0, "sliding_window"), in(storedEvent(2, 0, 2), 1, "mla_attention"), in(storedEvent(2, 0, 2), 2, "full_attention"),
-			in(removedEvent(2, 0, 2), 0, nil), in(removedEvent(2, 0, 2), 2, nil), in(storedEvent(3, 0, 1), 3, "mamba")))
+		f := appliedStream(t, testkit.PayloadOf(t, 1,
+			in(testkit.StoredEvent(1, 0, 2), 0, "sliding_window"), in(testkit.StoredEvent(2, 0, 2), 1, "mla_attention"), in(testkit.StoredEvent(2, 0, 2), 2, "full_attention"),
+			in(testkit.RemovedEvent(2, 0, 2), 0, nil), in(testkit.RemovedEvent(2, 0, 2), 2, nil), in(testkit.StoredEvent(3, 0, 1), 3, "mamba")))
 		f.holds(t, 1, 2, 0)
 		f.holds(t, 2, 2, 2)
 		f.has(t, map[string]uint64{"ignored": 5, "stored_blocks": 2})
-		f.apply(1, payloadOf(t, 1, in(removedEvent(2, 1, 2), 1, nil)), true)
+		f.Apply(1, testkit.PayloadOf(t, 1, in(testkit.RemovedEvent(2, 1, 2), 1, nil)), true)
 		f.holds(t, 2, 2, 1)
 	})
 	t.Run("no kinds", func(t *testing.T) {
-		f := appliedStream(t, payloadOf(t, 1, in(storedEvent(1, 0, 2), 1, nil), in(storedEvent(2, 0, 2), 0, nil), in(removedEvent(2, 1, 2), 1, nil)))
+		f := appliedStream(t, testkit.PayloadOf(t, 1, in(testkit.StoredEvent(1, 0, 2), 1, nil), in(testkit.StoredEvent(2, 0, 2), 0, nil), in(testkit.RemovedEvent(2, 1, 2), 1, nil)))
 		f.holds(t, 1, 2, 0)
 		f.holds(t, 2, 2, 2)
 	})
 	t.Run("unknown kind", func(t *testing.T) {
-		f := appliedStream(t, payloadOf(t, 1, in(storedEvent(1, 0, 2), 0, "unknown")))
+		f := appliedStream(t, testkit.PayloadOf(t, 1, in(testkit.StoredEvent(1, 0, 2), 0, "unknown")))
 		f.holds(t, 1, 2, 0)
 	})
 }
 
 func TestEventStreamTakesTheEnginesOwnCacheOnly(t *testing.T) {
-	tier := func(e testEvent, key, value string) testEvent {
+	tier := func(e testkit.TestEvent, key, value string) testkit.TestEvent {
 		e[key] = value
 		return e
 	}
-	f := appliedStream(t, payloadOf(t, 1, storedEvent(1, 0, 2), tier(removedEvent(1, 0, 2), "medium", "CPU"), tier(storedEvent(2, 0, 1), "medium", "STORAGE"),
-		tier(storedEvent(3, 0, 1), "locality", "REMOTE"), testEvent{"as is": []any{"BlockMoved", 1}}))
+	f := appliedStream(t, testkit.PayloadOf(t, 1, testkit.StoredEvent(1, 0, 2), tier(testkit.RemovedEvent(1, 0, 2), "medium", "CPU"), tier(testkit.StoredEvent(2, 0, 1), "medium", "STORAGE"),
+		tier(testkit.StoredEvent(3, 0, 1), "locality", "REMOTE"), testkit.TestEvent{"as is": []any{"BlockMoved", 1}}))
 	f.holds(t, 1, 2, 2)
 	f.holds(t, 2, 1, 0)
 	f.holds(t, 3, 1, 0)
@@ -388,28 +399,28 @@ func TestEventStreamTakesTheEnginesOwnCacheOnly(t *testing.T) {
 
 func TestEventStreamNeverRootsBlocksOfAnUnknownParent(t *testing.T) {
 	t.Run("in a whole history", func(t *testing.T) {
-		f := appliedStream(t, payloadOf(t, 1, storedEvent(3, 0, 1), storedEvent(1, 2, 4), storedEvent(2, 0, 1), removedEvent(5, 0, 3)))
+		f := appliedStream(t, testkit.PayloadOf(t, 1, testkit.StoredEvent(3, 0, 1), testkit.StoredEvent(1, 2, 4), testkit.StoredEvent(2, 0, 1), testkit.RemovedEvent(5, 0, 3)))
 		f.holds(t, 3, 1, 0) // doubtful: cleared
 		f.holds(t, 2, 1, 1)
 		f.has(t, map[string]uint64{"unknown_parent": 1, "unknown_removed": 3, "cold": 1})
 	})
 	t.Run("in a history with a hole", func(t *testing.T) {
 		f := appliedStream(t)
-		f.begin(7)
-		f.apply(7, payloadOf(t, 1, storedEvent(3, 0, 1), storedEvent(1, 2, 4)), true)
+		f.Begin(7)
+		f.Apply(7, testkit.PayloadOf(t, 1, testkit.StoredEvent(3, 0, 1), testkit.StoredEvent(1, 2, 4)), true)
 		f.holds(t, 3, 1, 1)
 		f.has(t, map[string]uint64{"unknown_parent": 1, "stored_blocks": 1})
 	})
 	t.Run("with a replay", func(t *testing.T) {
-		p := newFakePublisher(t)
+		p := testkit.NewFakePublisher(t)
 		f := followStream(t, sourceOf(p), nil)
 		f.subscribed(t, p)
-		p.batch(false, storedEvent(3, 0, 1))
+		p.Batch(false, testkit.StoredEvent(3, 0, 1))
 		f.holds(t, 3, 1, 1)
-		p.batch(false, storedEvent(1, 2, 4))
+		p.Batch(false, testkit.StoredEvent(1, 2, 4))
 		f.reaches(t, map[string]uint64{"replays": 2, "replayed_batches": 2})
 		// The engine did publish it so: asked once, not for ever.
-		p.batch(false, storedEvent(4, 0, 1), storedEvent(1, 2, 4))
+		p.Batch(false, testkit.StoredEvent(4, 0, 1), testkit.StoredEvent(1, 2, 4))
 		f.holds(t, 4, 1, 1)
 		f.holds(t, 1, 4, 0)
 		f.has(t, map[string]uint64{"replays": 2, "unknown_parent": 3, "cold": 1})
@@ -419,16 +430,16 @@ func TestEventStreamNeverRootsBlocksOfAnUnknownParent(t *testing.T) {
 func TestEventStreamReportsLag(t *testing.T) {
 	var lags []time.Duration
 	f := appliedStream(t)
-	f.now = func() time.Time { return time.Unix(100, 0) }
+	f.Now = func() time.Time { return time.Unix(100, 0) }
 	f.OnLag = func(d time.Duration) { lags = append(lags, d.Round(time.Millisecond)) }
-	f.apply(0, payloadOf(t, 99.25), true)
-	f.apply(1, payloadOf(t, 1), false) // replayed: its age says nothing
-	wantSameEvents(t, "lags", lags, []time.Duration{750 * time.Millisecond})
+	f.Apply(0, testkit.PayloadOf(t, 99.25), true)
+	f.Apply(1, testkit.PayloadOf(t, 1), false) // replayed: its age says nothing
+	testkit.WantSameEvents(t, "lags", lags, []time.Duration{750 * time.Millisecond})
 }
 
 func BenchmarkEventStreamApply(b *testing.B) {
-	s := NewEventStream(EventSource{Worker: testWorker, BlockSize: 16}, NewRadix(), slog.New(slog.NewTextHandler(io.Discard, nil)))
-	s.begin(0)
+	s := events.NewStream(events.Source{Worker: testkit.TestWorker, BlockSize: 16}, radix.NewTree(), slog.New(slog.NewTextHandler(io.Discard, nil)))
+	s.Begin(0)
 	b.ReportAllocs()
 	number := 0
 	for b.Loop() {
@@ -441,10 +452,10 @@ func BenchmarkEventStreamApply(b *testing.B) {
 		for i := range hashes {
 			hashes[i] = 1<<63 + uint64(number*8+i)
 		}
-		payload := payloadOf(b, 1, testEvent{"stored": hashes, "tokens": tokens, "block_size": 16, "lora_id": nil, "lora_name": nil,
+		payload := testkit.PayloadOf(b, 1, testkit.TestEvent{"stored": hashes, "tokens": tokens, "block_size": 16, "lora_id": nil, "lora_name": nil,
 			"extra_keys": make([]any, 8), "group_idx": 0, "kv_cache_spec_kind": "full_attention"})
 		b.StartTimer()
-		s.apply(uint64(number), payload, true)
+		s.Apply(uint64(number), payload, true)
 	}
 	if s.Stats().StoredBlocks.Load() != uint64(number*8) {
 		b.Fatal("not all stored")

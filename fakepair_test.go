@@ -5,6 +5,13 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/web"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -57,7 +64,7 @@ func (f *fakeEngine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	f.bodies = append(f.bodies, string(body))
-	f.ids = append(f.ids, r.Header.Get(headerRequest))
+	f.ids = append(f.ids, r.Header.Get(web.HeaderRequest))
 	f.running++
 	f.mu.Unlock()
 	defer func() {
@@ -93,23 +100,23 @@ func asksOneToken(body gjson.Result) bool {
 }
 
 // fakeAnswer answers as an engine does, with the text given.
-func fakeAnswer(w http.ResponseWriter, body gjson.Result, text string, extra ...jsonField) {
-	usage := jsonField{"usage", `{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":4}}`}
+func fakeAnswer(w http.ResponseWriter, body gjson.Result, text string, extra ...jsonbody.Field) {
+	usage := jsonbody.Field{Key: "usage", Raw: `{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":4}}`}
 	if !body.Get("stream").Bool() {
 		reason := "stop"
 		if asksOneToken(body) {
 			reason = "length"
 		}
-		fields := append([]jsonField{{"choices", fmt.Sprintf(`[{"message":{"content":%s},"finish_reason":"%s"}]`, quoted(text), reason)}, usage}, extra...)
+		fields := append([]jsonbody.Field{{Key: "choices", Raw: fmt.Sprintf(`[{"message":{"content":%s},"finish_reason":"%s"}]`, proxy.Quoted(text), reason)}, usage}, extra...)
 		w.Header().Set("Content-Type", "application/json")
-		w.Write(appendObject(nil, fields))
+		w.Write(jsonbody.AppendObject(nil, fields))
 		return
 	}
 	w.Header().Set("Content-Type", "text/event-stream")
-	fmt.Fprintf(w, "data: {\"choices\":[{\"delta\":{\"content\":%s}}]}\n\n", quoted(text))
+	fmt.Fprintf(w, "data: {\"choices\":[{\"delta\":{\"content\":%s}}]}\n\n", proxy.Quoted(text))
 	http.NewResponseController(w).Flush()
 	if body.Get("stream_options.include_usage").Bool() {
-		fmt.Fprintf(w, "data: {\"choices\":[],\"usage\":%s}\n\n", usage.raw)
+		fmt.Fprintf(w, "data: {\"choices\":[],\"usage\":%s}\n\n", usage.Raw)
 	}
 	io.WriteString(w, "data: [DONE]\n\n")
 }
@@ -117,14 +124,14 @@ func fakeAnswer(w http.ResponseWriter, body gjson.Result, text string, extra ...
 func fakeRefusal(w http.ResponseWriter, message string) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(http.StatusBadRequest)
-	w.Write(errorJSON(http.StatusBadRequest, "invalid_request_error", "", message))
+	w.Write(web.ErrorJSON(http.StatusBadRequest, "invalid_request_error", "", message))
 }
 
 // fakeProtocol is what the two engines of a pair share: which prompts the
 // prefill side holds, or who waits for whom.
 type fakeProtocol struct {
 	t    testing.TB
-	kind Kind
+	kind kv.Kind
 
 	mu      sync.Mutex          // guards the rest
 	meets   map[string]*meeting // by room
@@ -135,7 +142,7 @@ type fakeProtocol struct {
 // meeting is two legs that wait for each other.
 type meeting struct{ arrived [2]chan struct{} }
 
-func newFakeProtocol(t testing.TB, kind Kind) *fakeProtocol {
+func newFakeProtocol(t testing.TB, kind kv.Kind) *fakeProtocol {
 	return &fakeProtocol{t: t, kind: kind, meets: map[string]*meeting{}, held: map[string]bool{}, servers: map[string]bool{}}
 }
 
@@ -170,7 +177,7 @@ func (p *fakeProtocol) meet(ctx context.Context, name string, leg int) bool {
 
 // prefill serves the prefill leg by the protocol.
 func (p *fakeProtocol) prefill(w http.ResponseWriter, r *http.Request, body gjson.Result) {
-	if p.kind == KindSGLang {
+	if p.kind == kv.KindSGLang {
 		p.sglang(w, r, body, 0)
 		return
 	}
@@ -180,14 +187,14 @@ func (p *fakeProtocol) prefill(w http.ResponseWriter, r *http.Request, body gjso
 		fakeRefusal(w, "no prefill leg: "+body.Raw)
 		return
 	}
-	if p.kind == KindMooncake {
+	if p.kind == kv.KindMooncake {
 		p.hold(params.Get("transfer_id").Str)
 		fakeAnswer(w, body, "prefill")
 		return
 	}
-	name := r.Header.Get(headerRequest) + nonce()
+	name := r.Header.Get(web.HeaderRequest) + proxy.Nonce()
 	p.hold(name)
-	fakeAnswer(w, body, "prefill", jsonField{"kv_transfer_params", nixlParams(name)})
+	fakeAnswer(w, body, "prefill", jsonbody.Field{Key: "kv_transfer_params", Raw: nixlParams(name)})
 }
 
 // hold notes that the prefill side holds a prompt.
@@ -212,13 +219,13 @@ func (p *fakeProtocol) fetch(name string) bool {
 // nixlParams is a NIXL worker's answer, with numbers and spaces that must reach
 // the decode worker as they are.
 func nixlParams(name string) string {
-	return fmt.Sprintf(`{ "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [[1, 2,3]], "remote_engine_id": %s, "tp_size": 1, "big": 18446744073709551615, "exact": 1.00 }`, quoted(name))
+	return fmt.Sprintf(`{ "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [[1, 2,3]], "remote_engine_id": %s, "tp_size": 1, "big": 18446744073709551615, "exact": 1.00 }`, proxy.Quoted(name))
 }
 
 // decode serves the decode leg by the protocol, or a whole request where the
 // kind can.
 func (p *fakeProtocol) decode(w http.ResponseWriter, r *http.Request, body gjson.Result) {
-	if p.kind == KindSGLang {
+	if p.kind == kv.KindSGLang {
 		p.sglang(w, r, body, 1)
 		return
 	}
@@ -231,7 +238,7 @@ func (p *fakeProtocol) decode(w http.ResponseWriter, r *http.Request, body gjson
 		fakeRefusal(w, "no decode leg: "+body.Raw)
 		return
 	}
-	if p.kind == KindMooncake {
+	if p.kind == kv.KindMooncake {
 		if params.Get("remote_engine_id").Str != fakeMooncakeEngine || !p.isBootstrap(strings.TrimPrefix(params.Get("remote_bootstrap_addr").Str, "http://")) {
 			fakeRefusal(w, "unknown engine: "+body.Raw)
 		} else if !p.fetch(params.Get("transfer_id").Str) {
@@ -277,78 +284,69 @@ const fakeMooncakeEngine = "engine-7"
 
 // bootstrap starts what a prefill worker's bootstrap server is to the router;
 // for NIXL there is none.
-func (p *fakeProtocol) bootstrap() Bootstrap {
-	if p.kind == KindNIXL {
-		return Bootstrap{}
+func (p *fakeProtocol) bootstrap() kv.Bootstrap {
+	if p.kind == kv.KindNIXL {
+		return kv.Bootstrap{}
 	}
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if p.kind != KindMooncake || r.URL.Path != "/query" {
+		if p.kind != kv.KindMooncake || r.URL.Path != "/query" {
 			w.WriteHeader(http.StatusNotFound)
 			return
 		}
-		fmt.Fprintf(w, `{"0":{"engine_id":%s,"worker_addr":{"0":{"0":"tcp://127.0.0.1:1"}}}}`, quoted(fakeMooncakeEngine))
+		fmt.Fprintf(w, `{"0":{"engine_id":%s,"worker_addr":{"0":{"0":"tcp://127.0.0.1:1"}}}}`, proxy.Quoted(fakeMooncakeEngine))
 	}))
 	p.t.Cleanup(server.Close)
-	at := bootstrapAt(p.t, server)
+	at := testkit.BootstrapAt(p.t, server)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.servers[at.String()] = true
 	return at
 }
 
-// bootstrapAt is the address of a server.
-func bootstrapAt(t testing.TB, server *httptest.Server) (at Bootstrap) {
-	t.Helper()
-	if err := at.UnmarshalText([]byte(server.Listener.Addr().String())); err != nil {
-		t.Fatal(err)
-	}
-	return at
-}
-
 // pairHouse is a router over prefill workers 0, 1, ... and decode workers 10,
 // 11, ..., of one kind.
 type pairHouse struct {
-	*house
+	*testAPI
 	protocol        *fakeProtocol
 	prefill, decode []*fakeEngine
 }
 
 // newPairHouse starts the house. The legs are served by the protocol, wrapped by
 // wrap (nil: not) for each engine.
-func newPairHouse(t testing.TB, config Config, kind Kind, prefills, decodes int, wrap func(id uint64, serve engineServe) engineServe) *pairHouse {
+func newTestPairAPI(t testing.TB, config Config, kind kv.Kind, prefills, decodes int, wrap func(id uint64, serve engineServe) engineServe) *pairHouse {
 	t.Helper()
 	if wrap == nil {
 		wrap = func(_ uint64, serve engineServe) engineServe { return serve }
 	}
-	knobs := &config.DisaggKnobs
+	knobs := &config.Disagg
 	if knobs.DisaggPrefillTimeout == 0 {
 		knobs.DisaggPrefillTimeout = 30 * time.Second
 	}
 	if knobs.DisaggHandoverTimeout == 0 {
 		knobs.DisaggHandoverTimeout = 30 * time.Second
 	}
-	model, err := OpenBuiltinModel()
+	model, err := mocker.OpenBuiltinModel()
 	if err != nil {
 		t.Fatal(err)
 	}
 	h := &pairHouse{protocol: newFakeProtocol(t, kind)}
-	var targets []Target
-	add := func(engines *[]*fakeEngine, id uint64, role Role, serve engineServe) {
+	var targets []kv.Target
+	add := func(engines *[]*fakeEngine, id uint64, role kv.Role, serve engineServe) {
 		engine := newFakeEngine(t, id, wrap(id, serve))
 		*engines = append(*engines, engine)
-		target := Target{Key: WorkerKey{Worker: id}, URL: engine.URL, Ranks: 1, Generation: 1, Models: []string{"m"}, Disagg: Disagg{Role: role, Kind: kind}}
-		if role == RolePrefill {
+		target := kv.Target{Key: kv.WorkerKey{Worker: id}, URL: engine.URL, Ranks: 1, Generation: 1, Models: []string{"m"}, Disagg: kv.Disagg{Role: role, Kind: kind}}
+		if role == kv.RolePrefill {
 			target.Bootstrap = h.protocol.bootstrap()
 		}
 		targets = append(targets, target)
 	}
 	for i := range prefills {
-		add(&h.prefill, uint64(i), RolePrefill, h.protocol.prefill)
+		add(&h.prefill, uint64(i), kv.RolePrefill, h.protocol.prefill)
 	}
 	for i := range decodes {
-		add(&h.decode, uint64(10+i), RoleDecode, h.protocol.decode)
+		add(&h.decode, uint64(10+i), kv.RoleDecode, h.protocol.decode)
 	}
-	h.house = newHouseOf(t, config, model, targets...)
+	h.testAPI = newTestAPIOf(t, config, model, targets...)
 	return h
 }
 
@@ -369,23 +367,23 @@ func answersStatus(status int) engineServe {
 func (h *pairHouse) settled(t testing.TB) {
 	t.Helper()
 	for _, engine := range slices.Concat(h.prefill, h.decode) {
-		eventually(t, 10*time.Second, fmt.Sprintf("worker %d idle", engine.id), engine.idle)
+		testkit.Eventually(t, 10*time.Second, fmt.Sprintf("worker %d idle", engine.id), engine.idle)
 	}
-	eventually(t, 10*time.Second, "nothing booked", func() bool {
-		return !slices.ContainsFunc(h.router.Loads(), func(l WorkerLoad) bool {
+	testkit.Eventually(t, 10*time.Second, "nothing booked", func() bool {
+		return !slices.ContainsFunc(h.router.Loads(), func(l router.WorkerLoad) bool {
 			return l.ActiveRequests != 0 || l.PotentialPrefillTokens != 0 || l.PotentialDecodeBlocks != 0
 		})
 	})
-	if err := h.router.check(); err != nil {
+	if err := h.router.Check(); err != nil {
 		t.Error(err)
 	}
 }
 
 // store puts the first blocks of a chat's prompt, at most n, into a worker's
 // cache as the router knows it.
-func (h *pairHouse) store(t testing.TB, worker WorkerKey, chat string, n int) {
+func (h *pairHouse) store(t testing.TB, worker kv.WorkerKey, chat string, n int) {
 	t.Helper()
-	model, err := OpenBuiltinModel()
+	model, err := mocker.OpenBuiltinModel()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -393,10 +391,10 @@ func (h *pairHouse) store(t testing.TB, worker WorkerKey, chat string, n int) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	hashes := HashBlocks(nil, tokens, testBlock, "", "")
-	blocks := make([]StoredBlock, min(n, len(hashes)))
+	hashes := kv.HashBlocks(nil, tokens, testkit.TestBlock, "", "")
+	blocks := make([]kv.StoredBlock, min(n, len(hashes)))
 	for i := range blocks {
-		blocks[i] = StoredBlock{uint64(1000 + i), hashes[i]}
+		blocks[i] = kv.StoredBlock{Engine: uint64(1000 + i), Local: hashes[i]}
 	}
 	if err := h.router.Index().Store(worker, 0, false, blocks); err != nil {
 		t.Fatal(err)
@@ -417,8 +415,8 @@ func (h *pairHouse) blamed() []uint64 {
 }
 
 // sharedChat is a request whose prompt is long enough to be shared.
-func sharedChat(stream bool, more ...jsonField) string {
+func sharedChat(stream bool, more ...jsonbody.Field) string {
 	messages, _ := json.Marshal([]object{{"role": "user", "content": strings.Repeat("Why is the sky blue? ", 30)}})
-	fields := append([]jsonField{{"model", `"m"`}, {"stream", strconv.FormatBool(stream)}, {"messages", string(messages)}}, more...)
-	return string(appendObject(nil, fields))
+	fields := append([]jsonbody.Field{{Key: "model", Raw: `"m"`}, {Key: "stream", Raw: strconv.FormatBool(stream)}, {Key: "messages", Raw: string(messages)}}, more...)
+	return string(jsonbody.AppendObject(nil, fields))
 }

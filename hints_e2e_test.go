@@ -10,6 +10,11 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/testkit"
+
 	"github.com/tidwall/gjson"
 )
 
@@ -40,7 +45,7 @@ func TestExpectedLengthDecaysWhatAnAnswerHolds(t *testing.T) {
 		}
 	}))
 	defer worker.Close()
-	prompt, err := json.Marshal(count(1, 128))
+	prompt, err := json.Marshal(testkit.Count(1, 128))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -56,8 +61,8 @@ func TestExpectedLengthDecaysWhatAnAnswerHolds(t *testing.T) {
 		{"--no-router-track-output-blocks", `,"nvext":{"agent_hints":{"osl":10}}`, 2},
 	} {
 		t.Run(c.flag+c.nvext, func(t *testing.T) {
-			s := startRooms(t, freePorts(t, 2), "--engine=none", "--policy=kv", "--drain-timeout=1s", "--worker="+worker.URL, c.flag)
-			eventually(t, 10*time.Second, "the worker is up", func() bool { return len(s.rooms.router.Targets()) == 1 })
+			s := startRooms(t, testkit.FreePorts(t, 2), "--engine=none", "--policy=kv", "--drain-timeout=1s", "--worker="+worker.URL, c.flag)
+			testkit.Eventually(t, 10*time.Second, "the worker is up", func() bool { return len(s.rooms.router.Targets()) == 1 })
 			done := make(chan string, 1)
 			go func() {
 				response, err := http.Post(s.openAI+completionsPath, "application/json", strings.NewReader(fmt.Sprintf(`{"model":"m","prompt":%s,"stream":true%s}`, prompt, c.nvext)))
@@ -69,8 +74,8 @@ func TestExpectedLengthDecaysWhatAnAnswerHolds(t *testing.T) {
 				body, _ := io.ReadAll(response.Body)
 				done <- string(body)
 			}()
-			load := func() Load { return s.rooms.router.Load(WorkerKey{}) }
-			eventually(t, 10*time.Second, fmt.Sprintf("%d blocks in use", c.want), func() bool {
+			load := func() policy.Load { return s.rooms.router.Load(kv.WorkerKey{}) }
+			testkit.Eventually(t, 10*time.Second, fmt.Sprintf("%d blocks in use", c.want), func() bool {
 				l := load()
 				return l.InFlight == 1 && l.PrefillTokens == 0 && l.ActiveBlocks == c.want
 			})
@@ -78,7 +83,7 @@ func TestExpectedLengthDecaysWhatAnAnswerHolds(t *testing.T) {
 			if body := <-done; !strings.HasSuffix(body, "[DONE]\n\n") {
 				t.Errorf("%.300s", body)
 			}
-			eventually(t, 10*time.Second, "nothing in use", func() bool { return load().InFlight == 0 && load().ActiveBlocks == 0 })
+			testkit.Eventually(t, 10*time.Second, "nothing in use", func() bool { return load().InFlight == 0 && load().ActiveBlocks == 0 })
 		})
 	}
 }
@@ -95,14 +100,14 @@ func TestTokenDataMisleadsNobody(t *testing.T) {
 				t.Fatal(err)
 			}
 			s.settle()
-			_, dry := post(t, s.openAI+chatPath, string(mustJSON(map[string]any{"messages": say(warm), "nvext": map[string]any{"annotations": []string{"query_instance_id"}}})))
+			_, dry := post(t, s.openAI+testkit.ChatPath, string(mocker.MustJSON(map[string]any{"messages": say(warm), "nvext": map[string]any{"annotations": []string{"query_instance_id"}}})))
 			tokens := gjson.GetBytes(dry, "nvext.token_data")
 			if len(tokens.Array()) != first.prompt {
 				t.Fatalf("%.300s", dry)
 			}
 			for i, text := range []string{cold, cold, warm} {
 				nvext := map[string]any{"backend_instance_id": first.worker, "token_data": json.RawMessage(tokens.Raw)}
-				answer, predicted := s.ask(t, mustJSON(map[string]any{"messages": say(text), "max_tokens": 1, "nvext": nvext}))
+				answer, predicted := s.ask(t, mocker.MustJSON(map[string]any{"messages": say(text), "max_tokens": 1, "nvext": nvext}))
 				if cached := answer.Get("usage.prompt_tokens_details.cached_tokens").Int(); predicted != cached || (cached > 0) != (i > 0) {
 					t.Errorf("request %d: %d cached, %d predicted", i, cached, predicted)
 				}

@@ -2,8 +2,10 @@ package main
 
 import (
 	"fmt"
-	"io/fs"
-	"os"
+	"kvrouter/internal/events"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/vllm"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -16,7 +18,7 @@ const kvEventsConfig5558 = `{"enable_kv_cache_events":true,"publisher":"zmq","en
 
 func TestCommandOfEachWorker(t *testing.T) {
 	model := filepath.Join(t.TempDir(), "tiny")
-	writeFile(t, filepath.Join(model, "config.json"), `{"text_config":{"max_position_embeddings": 2048}}`)
+	testkit.WriteFile(t, filepath.Join(model, "config.json"), `{"text_config":{"max_position_embeddings": 2048}}`)
 	head := func(model, name string) []string {
 		return []string{"py", "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", name,
 			"--host", "127.0.0.1", "--port", "8101", "--block-size", "64", "--kv-events-config", kvEventsConfig5558,
@@ -69,16 +71,16 @@ func TestCommandOfEachWorker(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			cfg := mustParse(t, testMachine(t, test.gpus...), append([]string{"--python", "py"}, strings.Fields(test.args)...)...)
-			spec, err := vllmCommand(cfg.vllmSettings(), 1, "/plugin", test.environ)
+			spec, err := vllm.Command(cfg.vllmSettings(), 1, "/plugin", test.environ)
 			if err != nil {
 				t.Fatal(err)
 			}
-			if diff := cmp.Diff(append(head(cfg.Model, cfg.ServedModelName), test.argv...), spec.argv); diff != "" {
+			if diff := cmp.Diff(append(head(cfg.Model, cfg.ServedModelName), test.argv...), spec.Argv); diff != "" {
 				t.Errorf("argv (-want +got):\n%s", diff)
 			}
 			slices.Sort(test.env)
-			slices.Sort(spec.env)
-			if diff := cmp.Diff(test.env, spec.env); diff != "" {
+			slices.Sort(spec.Env)
+			if diff := cmp.Diff(test.env, spec.Env); diff != "" {
 				t.Errorf("environment (-want +got):\n%s", diff)
 			}
 		})
@@ -88,9 +90,9 @@ func TestCommandOfEachWorker(t *testing.T) {
 func TestWorkersPublishNoEventsThatNobodyFollows(t *testing.T) {
 	for _, args := range []string{"--no-kv-events", "--policy kv --overlap-score-weight 0"} {
 		cfg := mustParse(t, testMachine(t), append([]string{"--python", "py", "--model", "org/name"}, strings.Fields(args)...)...)
-		spec, err := vllmCommand(cfg.vllmSettings(), 0, "/plugin", nil)
-		if err != nil || slices.Contains(spec.argv, "--kv-events-config") {
-			t.Errorf("%s: %q %v", args, spec.argv, err)
+		spec, err := vllm.Command(cfg.vllmSettings(), 0, "/plugin", nil)
+		if err != nil || slices.Contains(spec.Argv, "--kv-events-config") {
+			t.Errorf("%s: %q %v", args, spec.Argv, err)
 		}
 		if ports := fmt.Sprint(cfg.ports()); strings.Contains(ports, "--base-kv") {
 			t.Errorf("%s: listens on %s", args, ports)
@@ -112,24 +114,24 @@ func TestRanksOfAWorkerTakePortsInARow(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			cfg := mustParse(t, testMachine(t, test.gpus...), append([]string{"--python", "py", "--model", "org/name"}, strings.Fields(test.args)...)...)
-			spec, err := vllmCommand(cfg.vllmSettings(), 1, "/plugin", nil)
+			spec, err := vllm.Command(cfg.vllmSettings(), 1, "/plugin", nil)
 			if err != nil {
 				t.Fatal(err)
 			}
-			events := strings.NewReplacer("5558", "5559", "5758", "5759").Replace(kvEventsConfig5558)
-			if !slices.Contains(spec.argv, events) || !slices.Contains(spec.argv, "8101") || slices.Contains(spec.argv, test.not) {
-				t.Errorf("%q", spec.argv)
+			found := strings.NewReplacer("5558", "5559", "5758", "5759").Replace(kvEventsConfig5558)
+			if !slices.Contains(spec.Argv, found) || !slices.Contains(spec.Argv, "8101") || slices.Contains(spec.Argv, test.not) {
+				t.Errorf("%q", spec.Argv)
 			}
 			for _, want := range append(test.env, "KVROUTER_LOAD_ENDPOINT=tcp://127.0.0.1:5659") {
-				if !slices.Contains(spec.env, want) {
-					t.Errorf("no %s in %q", want, spec.env)
+				if !slices.Contains(spec.Env, want) {
+					t.Errorf("no %s in %q", want, spec.Env)
 				}
 			}
 			// What is followed and checked to be free is what vLLM and the plugin make
 			// of that: each rank one port further.
-			want := []EventSource{
-				{Worker: WorkerKey{1, 0}, Endpoint: "tcp://127.0.0.1:5559", Replay: "tcp://127.0.0.1:5759", Topic: KVEventsTopic, BlockSize: 64},
-				{Worker: WorkerKey{1, 1}, Endpoint: "tcp://127.0.0.1:5560", Replay: "tcp://127.0.0.1:5760", Topic: KVEventsTopic, BlockSize: 64},
+			want := []events.Source{
+				{Worker: kv.WorkerKey{Worker: 1, Rank: 0}, Endpoint: "tcp://127.0.0.1:5559", Replay: "tcp://127.0.0.1:5759", Topic: vllm.KVEventsTopic, BlockSize: 64},
+				{Worker: kv.WorkerKey{Worker: 1, Rank: 1}, Endpoint: "tcp://127.0.0.1:5560", Replay: "tcp://127.0.0.1:5760", Topic: vllm.KVEventsTopic, BlockSize: 64},
 			}
 			if diff := cmp.Diff(want, cfg.workerPorts().Sources(1, cfg.BlockSize)); diff != "" {
 				t.Error(diff)
@@ -148,30 +150,8 @@ func TestRanksOfAWorkerTakePortsInARow(t *testing.T) {
 
 func TestTheFirstWorkerGetsTheFirstGPU(t *testing.T) {
 	cfg := mustParse(t, testMachine(t, "2", "3"), "--python", "py", "--model", "org/name")
-	spec, err := vllmCommand(cfg.vllmSettings(), 0, "/plugin", nil)
-	if err != nil || !slices.Contains(spec.env, "CUDA_VISIBLE_DEVICES=2") || !slices.Contains(spec.argv, "8100") {
-		t.Errorf("%q %q %v", spec.argv, spec.env, err)
-	}
-}
-
-func TestPluginFolderHoldsTheEntryPointsOfItsModules(t *testing.T) {
-	dir, err := writePlugin()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = os.RemoveAll(dir) }()
-	if info, err := os.Stat(dir); err != nil || info.Mode().Perm() != 0o700 {
-		t.Errorf("folder %v, %v: not private", info, err)
-	}
-	var files []string
-	err = fs.WalkDir(os.DirFS(dir), ".", func(path string, d fs.DirEntry, err error) error {
-		if !d.IsDir() {
-			files = append(files, path)
-		}
-		return err
-	})
-	want := []string{"kvrouter_loopback.py", "kvrouter_nixl.py", "kvrouter_stats.dist-info/METADATA", "kvrouter_stats.dist-info/entry_points.txt", "kvrouter_stats.py"}
-	if err != nil || !slices.Equal(files, want) {
-		t.Errorf("files %q, %v; want %q", files, err, want)
+	spec, err := vllm.Command(cfg.vllmSettings(), 0, "/plugin", nil)
+	if err != nil || !slices.Contains(spec.Env, "CUDA_VISIBLE_DEVICES=2") || !slices.Contains(spec.Argv, "8100") {
+		t.Errorf("%q %q %v", spec.Argv, spec.Env, err)
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"kvrouter/internal/web"
 	"log/slog"
 	"net"
 	"net/http"
@@ -14,9 +15,7 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
-	"time"
 
-	"github.com/tidwall/gjson"
 	"golang.org/x/sync/errgroup"
 )
 
@@ -69,148 +68,15 @@ func serve(config Config) error {
 	return rooms.run(signals)
 }
 
-// rooms is the built house.
-type rooms struct {
-	config    Config
-	log       *slog.Logger
-	index     Index
-	router    *Router
-	fleet     *Fleet
-	launcher  *Launcher // of vLLM workers; nil: none are started
-	mocker    *Mocker   // of simulated workers; nil: none are started
-	model     *Model    // nil: prompt tokens come from the workers
-	tokens    *Tokens
-	proxy     *Proxy
-	telemetry *Telemetry
-	api       *API
-	selection *Selection
-	replicas  *Replicas          // nil: none
-	traces    *JSONLines         // of policy thompson; nil: none
-	learned   *thompsonStateFile // by policy thompson; nil: it is not kept
-}
-
-// build makes every room and wires it to those it needs; nothing runs yet.
-func build(ctx context.Context, config Config, log *slog.Logger) (*rooms, error) {
-	r := &rooms{config: config, log: log, index: NewIndex(config.IndexConfig, config.Policy, config.PolicyKnobs, config.BlockSize, time.Now)}
-	var err error
-	if r.model, err = openModel(ctx, config, log); err != nil {
-		return nil, err
-	}
-	policy, err := NewPolicyWith(config.Policy, config.PolicyKnobs)
-	if err != nil {
-		return nil, err
-	}
-	seed := config.Seed
-	if seed == 0 {
-		seed = uint64(time.Now().UnixNano())
-	}
-	r.router = NewRouterWith(r.index, policy, config.BlockSize, seed, config.RouterKnobs)
-	r.telemetry = NewTelemetry(r.samples, r.prompts)
-	r.telemetry.Watch(r.router)
-	start, err := r.starter()
-	if err != nil {
-		return nil, err
-	}
-	r.fleet = NewFleet(config.fleetSettings(), start, r.index, FleetHooks{
-		Up:   r.router.Up,
-		Down: func(t Target, _ string) { r.router.Down(t.Key) },
-		Load: r.router.Publish,
-		Lag:  r.telemetry.EventLag,
-	}, log)
-	r.telemetry.WatchThompson(r.router, func() (ids []uint64) {
-		for _, w := range r.fleet.Workers() {
-			ids = append(ids, w.ID)
-		}
-		return ids
-	})
-	r.fleet.peers = NewEventPeers(config.IndexerPeers, peerKey(config))
-	r.proxy = NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
-	r.proxy.outputBlocks = config.RouterTrackOutputBlocks
-	r.tokens = NewTokens(r.model, r.askWorker, config.TokenTimeout, log)
-	r.api = NewAPI(config, r.router, r.tokens, r.proxy, r.telemetry, log)
-	r.api.lookForModels = r.fleet.LookForModels
-	r.selection = NewSelection(config.selectionSettings(), r.router, r.index, r.fleet, log)
-	if config.Record != "" {
-		if r.api.recorder, err = NewRecorder(config.Record, config.Policy, config.BlockSize, log); err != nil {
-			return nil, err
-		}
-	}
-	if err := r.openThompson(); err != nil {
-		return nil, err
-	}
-	if config.ReplicaSync {
-		address := net.JoinHostPort(config.Host, strconv.Itoa(config.ReplicaSyncPort))
-		if r.replicas, err = NewReplicas(r.router, address, config.ReplicaPeers, log); err != nil {
-			return nil, fmt.Errorf("--replica-sync-port %d: %w: free the port or choose another", config.ReplicaSyncPort, err)
-		}
-		r.telemetry.WatchReplicas(r.replicaCounts)
-	}
-	return r, nil
-}
-
-// openThompson opens the files of policy thompson, if it is in use.
-func (r *rooms) openThompson() (err error) {
-	if is := r.router.WithThompson(func(p *thompson) {
-		r.traces, err = p.openTraces(r.config.ThompsonTraces, r.log)
-	}); is && err == nil && r.config.ThompsonState != "" {
-		r.learned, err = openThompsonState(r.config.ThompsonState, r.router.WithThompson)
-	}
-	return err
-}
-
-// openModel opens the tokenizer and the chat template. A router that starts its
-// workers needs them; one that attaches to workers can do without and asks them
-// for tokens.
-func openModel(ctx context.Context, config Config, log *slog.Logger) (*Model, error) {
-	if config.Model == "" && config.Engine == EngineMocker {
-		return OpenBuiltinModel()
-	}
-	if config.Model == "" {
-		log.Info("no --model: prompt tokens come from the workers")
-		return nil, nil
-	}
-	dir, err := ResolveModel(ctx, config.Model, config.Python)
-	var model *Model
-	if err == nil {
-		var options ChatOptions
-		if options, err = EngineChatOptions(config.VLLMArgs); err == nil {
-			if model, err = OpenModelWith(dir, options); err == nil {
-				model.CacheTokens(config.TokenCacheTokens)
-			}
-		}
-	}
-	if err != nil && config.Engine == "none" {
-		log.Warn("no tokenizer: prompt tokens come from the workers", "model", config.Model, "error", err)
-		return nil, nil
-	}
-	return model, err
-}
-
-// askWorker sends a question about a prompt to the least loaded worker.
-func (r *rooms) askWorker(ctx context.Context, path string, body []byte) ([]byte, error) {
-	target, ok := r.router.Idlest()
-	if !ok {
-		return nil, ErrNoWorker
-	}
-	status, answer, err := r.proxy.Ask(ctx, target, http.MethodPost, path, http.Header{"Content-Type": {"application/json"}}, body)
-	if err != nil {
-		return nil, err
-	}
-	if status != http.StatusOK {
-		return nil, &AskError{Status: status, Answer: answer}
-	}
-	return answer, nil
-}
-
 // run serves both ports and the fleet until ctx is done, then drains: no new
 // request is taken, those that run may finish for --drain-timeout, then the
 // workers end.
-func (r *rooms) run(ctx context.Context) error {
+func (r *app) run(ctx context.Context) error {
 	if r.replicas != nil {
-		defer r.replicas.pub.Close() // where Run below is not reached
+		defer r.replicas.Pub.Close() // where Run below is not reached
 	}
-	openAI := newServer(r.api.Handler())
-	selection := newServer(r.selection.Handler())
+	openAI := web.NewServer(r.api.Handler())
+	selection := web.NewServer(r.selection.Handler())
 	openAIPort, err := listen(r.config.Host, r.config.HTTPPort, "--http-port")
 	if err != nil {
 		return err
@@ -275,110 +141,6 @@ func (r *rooms) run(ctx context.Context) error {
 	r.traces.Close()
 	r.log.Info("stopped")
 	return err
-}
-
-// peerKey is what to show to other routers' router ports: those that are each
-// other's peers share a key.
-func peerKey(config Config) string {
-	if len(config.RouterAPIKey) == 0 {
-		return ""
-	}
-	return config.RouterAPIKey[0]
-}
-
-// recoverIndex fills the index from the first peer that has one.
-func (r *rooms) recoverIndex(ctx context.Context) {
-	if len(r.config.IndexerPeers) == 0 {
-		return
-	}
-	recovered, err := RecoverIndex(ctx, r.index, r.config.BlockSize, peerKey(r.config), r.config.IndexerPeers, r.log)
-	if err != nil {
-		r.log.Warn("no peer of --indexer-peers gave its index: starting with an empty one", "error", err)
-		return
-	}
-	r.selection.SetRecovered(recovered)
-	r.log.Info("took a peer's index", "peer", recovered.Peer, "workers", len(recovered.Partition), "blocks", recovered.Blocks, "left_out", recovered.LeftOut)
-}
-
-// probeEvery is the pause between attempts to compare tokens with a worker.
-const probeEvery = time.Second
-
-// probeWhenReady compares the router's own prompt tokens with a worker's as
-// soon as one is up. It returns when that is done or ctx is.
-func (r *rooms) probeWhenReady(ctx context.Context) {
-	ticker := time.NewTicker(probeEvery)
-	defer ticker.Stop()
-	for told := false; ; {
-		if len(r.router.Targets()) > 0 {
-			err := r.tokens.Probe(ctx)
-			if err == nil {
-				r.learnMaxModelLen(ctx)
-				return
-			}
-			if !told && ctx.Err() == nil {
-				r.log.Warn("prompt tokens are not yet compared with a worker's", "error", err)
-				told = true
-			}
-		}
-		select {
-		case <-ctx.Done():
-			return
-		case <-ticker.C:
-		}
-	}
-}
-
-// learnMaxModelLen asks a worker how long its prompts may be, which its flags
-// may have set lower than the model's files say: /tokenize tells it.
-func (r *rooms) learnMaxModelLen(ctx context.Context) {
-	target, ok := r.router.Idlest()
-	if !ok || r.model == nil {
-		return
-	}
-	_, answer, err := r.proxy.Ask(ctx, target, http.MethodGet, "/v1/models", nil, nil)
-	if n := gjson.GetBytes(answer, "data.0.max_model_len").Int(); err == nil && n > 0 {
-		r.model.SetMaxModelLen(int(n))
-	}
-}
-
-// samples shows every worker rank to the metrics page.
-func (r *rooms) samples() []WorkerSample {
-	up := map[WorkerKey]bool{}
-	for _, t := range r.router.Targets() {
-		up[t.Key] = true
-	}
-	streams := r.fleet.Streams()
-	var samples []WorkerSample
-	for _, w := range r.fleet.Workers() {
-		for _, key := range w.Keys() {
-			s := WorkerSample{Worker: key, Up: up[key], Restarts: w.Restarts, Blocks: r.index.Blocks(key), Load: r.router.Load(key)}
-			if stats := streams[key]; stats != nil {
-				s.EventCount, s.Connected, s.Cold = stats.Counts(), stats.Connected.Load(), stats.Cold.Load()
-			}
-			samples = append(samples, s)
-		}
-	}
-	return samples
-}
-
-// replicaCounts shows what routers have told each other to the metrics page.
-func (r *rooms) replicaCounts() ReplicaCounts {
-	return ReplicaCounts{
-		Sent: r.replicas.Sent.Load(), Received: r.replicas.Received.Load(), Dropped: r.replicas.Dropped.Load(),
-		Lost: r.replicas.Lost.Load(), Held: r.replicas.Held.Load(),
-	}
-}
-
-// prompts shows where prompt tokens came from to the metrics page.
-func (r *rooms) prompts() PromptSample {
-	if r.tokens == nil {
-		return PromptSample{}
-	}
-	s := r.tokens.Stats()
-	return PromptSample{
-		Sources: map[string]uint64{"local": s.Local, "worker_render": s.WorkerRender, "worker_tokenize": s.WorkerTokenize, "none": s.None},
-		Reasons: s.Reasons,
-	}
 }
 
 // listen opens a TCP port; flag names where its number came from.

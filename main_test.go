@@ -1,22 +1,9 @@
 package main
 
 import (
-	"net/http"
-	"os"
 	"testing"
 
-	"go.uber.org/goleak"
+	"kvrouter/internal/testkit/leaks"
 )
 
-// TestMain fails the run if a goroutine is left behind by any test.
-func TestMain(m *testing.M) {
-	status := m.Run()
-	http.DefaultClient.CloseIdleConnections()
-	if status == 0 {
-		if err := goleak.Find(); err != nil {
-			os.Stderr.WriteString("goroutines are left behind: " + err.Error() + "\n")
-			status = 1
-		}
-	}
-	os.Exit(status)
-}
+func TestMain(m *testing.M) { leaks.Main(m) }

@@ -4,6 +4,12 @@ import (
 	"bytes"
 	"fmt"
 	"io"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/settings"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/web"
+	"kvrouter/internal/workers"
 	"maps"
 	"net/http"
 	"os"
@@ -108,25 +114,25 @@ func vllmRefusals(longest int) []vllmRefusal {
 	}
 	unknown := "The model `nope` does not exist. Valid aliases: MODEL."
 	return []vllmRefusal{
-		{chatPath, say(`"n":0`), 400, "", "n must be at least 1, got 0."},
-		{chatPath, say(`"n":2,"temperature":0`), 400, "", "n must be 1 when using greedy sampling, got 2."},
-		{chatPath, say(`"n":20000`), 400, "", "n must be at most 16384, got 20000. To increase this limit, set the VLLM_MAX_N_SEQUENCES environment variable."},
-		{chatPath, say(`"n":"x"`), 400, "body.n", ""},
-		{chatPath, say(`"max_tokens":0`), 400, "max_tokens", "max_tokens must be at least 1, got 0. (parameter=max_tokens, value=0)"},
-		{chatPath, say(`"max_completion_tokens":-1`), 400, "max_tokens", "max_tokens must be at least 1, got -1. (parameter=max_tokens, value=-1)"},
-		{chatPath, say(`"max_tokens":2.5`), 400, "body.max_tokens", ""},
-		{chatPath, say(`"max_tokens":100000`), 400, "max_tokens", fmt.Sprintf("max_tokens=100000 cannot be greater than max_model_len=%d. Please request fewer output tokens. (parameter=max_tokens, value=100000)", longest)},
-		{chatPath, say(`"max_tokens":3,"min_tokens":5`), 400, "", "min_tokens must be less than or equal to max_tokens=3, got 5."},
-		{chatPath, say(`"min_tokens":-1`), 400, "", "min_tokens must be greater than or equal to 0, got -1."},
-		{chatPath, say(`"stop":[""]`), 400, "", "stop cannot contain an empty string."},
-		{chatPath, say(`"stop":5`), 400, "body.stop", ""},
-		{chatPath, say(`"temperature":3`), 400, "temperature", "temperature must be in [0, 2], got 3.0. (parameter=temperature, value=3.0)"},
-		{chatPath, say(`"temperature":-1`), 400, "temperature", "temperature must be non-negative, got -1.0. (parameter=temperature, value=-1.0)"},
-		{chatPath, say(`"top_p":0`), 400, "top_p", "top_p must be in (0, 1], got 0.0. (parameter=top_p, value=0.0)"},
-		{chatPath, say(`"presence_penalty":3`), 400, "", "presence_penalty must be in [-2, 2], got 3.0."},
-		{chatPath, say(`"stream_options":{"include_usage":true}`), 400, "stream_options", "Stream options can only be defined when `stream=True`. (parameter=stream_options)"},
-		{chatPath, say(`"cache_salt":""`), 400, "cache_salt", "Parameter 'cache_salt' must be a non-empty string if provided. (parameter=cache_salt)"},
-		{chatPath, say(`"model":"nope"`), 404, "model", unknown},
+		{testkit.ChatPath, say(`"n":0`), 400, "", "n must be at least 1, got 0."},
+		{testkit.ChatPath, say(`"n":2,"temperature":0`), 400, "", "n must be 1 when using greedy sampling, got 2."},
+		{testkit.ChatPath, say(`"n":20000`), 400, "", "n must be at most 16384, got 20000. To increase this limit, set the VLLM_MAX_N_SEQUENCES environment variable."},
+		{testkit.ChatPath, say(`"n":"x"`), 400, "body.n", ""},
+		{testkit.ChatPath, say(`"max_tokens":0`), 400, "max_tokens", "max_tokens must be at least 1, got 0. (parameter=max_tokens, value=0)"},
+		{testkit.ChatPath, say(`"max_completion_tokens":-1`), 400, "max_tokens", "max_tokens must be at least 1, got -1. (parameter=max_tokens, value=-1)"},
+		{testkit.ChatPath, say(`"max_tokens":2.5`), 400, "body.max_tokens", ""},
+		{testkit.ChatPath, say(`"max_tokens":100000`), 400, "max_tokens", fmt.Sprintf("max_tokens=100000 cannot be greater than max_model_len=%d. Please request fewer output tokens. (parameter=max_tokens, value=100000)", longest)},
+		{testkit.ChatPath, say(`"max_tokens":3,"min_tokens":5`), 400, "", "min_tokens must be less than or equal to max_tokens=3, got 5."},
+		{testkit.ChatPath, say(`"min_tokens":-1`), 400, "", "min_tokens must be greater than or equal to 0, got -1."},
+		{testkit.ChatPath, say(`"stop":[""]`), 400, "", "stop cannot contain an empty string."},
+		{testkit.ChatPath, say(`"stop":5`), 400, "body.stop", ""},
+		{testkit.ChatPath, say(`"temperature":3`), 400, "temperature", "temperature must be in [0, 2], got 3.0. (parameter=temperature, value=3.0)"},
+		{testkit.ChatPath, say(`"temperature":-1`), 400, "temperature", "temperature must be non-negative, got -1.0. (parameter=temperature, value=-1.0)"},
+		{testkit.ChatPath, say(`"top_p":0`), 400, "top_p", "top_p must be in (0, 1], got 0.0. (parameter=top_p, value=0.0)"},
+		{testkit.ChatPath, say(`"presence_penalty":3`), 400, "", "presence_penalty must be in [-2, 2], got 3.0."},
+		{testkit.ChatPath, say(`"stream_options":{"include_usage":true}`), 400, "stream_options", "Stream options can only be defined when `stream=True`. (parameter=stream_options)"},
+		{testkit.ChatPath, say(`"cache_salt":""`), 400, "cache_salt", "Parameter 'cache_salt' must be a non-empty string if provided. (parameter=cache_salt)"},
+		{testkit.ChatPath, say(`"model":"nope"`), 404, "model", unknown},
 		{completionsPath, `{"model":"nope","prompt":"Hi"}`, 404, "model", unknown},
 		{"/tokenize", `{"model":"nope","prompt":"Hi"}`, 404, "model", unknown},
 		{completionsPath, complete(`""`), 400, "prompt", "Either prompt or prompt_embeds must be provided and non-empty. (parameter=prompt)"},
@@ -135,7 +141,7 @@ func vllmRefusals(longest int) []vllmRefusal {
 		{completionsPath, tokens(longest + 100), 400, "input_tokens", tooLong("", longest+100)},
 		{completionsPath, tokens(longest + 1), 400, "input_tokens", tooLong("at least ", longest+1)},
 		{completionsPath, tokens(longest), 400, "max_tokens", "max_tokens must be at least 1, got 0. (parameter=max_tokens, value=0)"},
-		{chatPath, `{"messages":[{"role":"user","content":"` + strings.Repeat("a b ", longest) + `"}]}`, 400, "input_tokens", tooLong("at least ", longest+1)},
+		{testkit.ChatPath, `{"messages":[{"role":"user","content":"` + strings.Repeat("a b ", longest) + `"}]}`, 400, "input_tokens", tooLong("at least ", longest+1)},
 	}
 }
 
@@ -161,8 +167,8 @@ func checkRefusals(t *testing.T, url, model string, longest int) {
 
 func TestMockRefusesWhatVLLMRefuses(t *testing.T) {
 	s := startMockSite(t, 1, "--mock-num-gpu-blocks=4")
-	checkRefusals(t, s.workerURL(0), mockModelName, 4*64)
-	for path, body := range map[string]string{chatPath: `{"messages":`, completionsPath: `{"prompt":{}}`, "/tokenize": `{}`} {
+	checkRefusals(t, s.workerURL(0), mocker.ModelName, 4*64)
+	for path, body := range map[string]string{testkit.ChatPath: `{"messages":`, completionsPath: `{"prompt":{}}`, "/tokenize": `{}`} {
 		if status, answer := post(t, s.workerURL(0)+path, body); status != 400 || !gjson.GetBytes(answer, "error.message").Exists() {
 			t.Errorf("%s %s: %d %s", path, body, status, answer)
 		}
@@ -183,7 +189,7 @@ func TestMockNamesWhatItCannotDo(t *testing.T) {
 		{`"response_format":{"type":"text"}`, false}, {`"tool_choice":"required"`, true}, {`"tool_choice":{"type":"function"}`, true},
 		{`"tool_choice":"auto"`, false}, {`"kv_transfer_params":{"do_remote_decode":true}`, true}, {`"kv_transfer_params":null`, false},
 	} {
-		status, answer := post(t, s.workerURL(0)+chatPath, `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":1,`+c.option+`}`)
+		status, answer := post(t, s.workerURL(0)+testkit.ChatPath, `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":1,`+c.option+`}`)
 		name, _, _ := strings.Cut(strings.Trim(c.option, `"`), `"`)
 		if refused := status == 400 && gjson.GetBytes(answer, "error.param").Str == name; refused != c.refused || !refused && status != 200 {
 			t.Errorf("%s: %d %s", c.option, status, answer)
@@ -237,7 +243,7 @@ func TestMockAnswersSeveralChoicesAndPrompts(t *testing.T) {
 	}
 
 	// All choices of a chat share one prompt.
-	_, chat := post(t, s.workerURL(0)+chatPath, `{"messages":[{"role":"user","content":"`+strings.Repeat("shared ", 30)+`"}],"n":3,"max_tokens":2}`)
+	_, chat := post(t, s.workerURL(0)+testkit.ChatPath, `{"messages":[{"role":"user","content":"`+strings.Repeat("shared ", 30)+`"}],"n":3,"max_tokens":2}`)
 	u := gjson.GetBytes(chat, "usage")
 	if u.Get("prompt_tokens").Int() != 229 || u.Get("completion_tokens").Int() != 6 || u.Get("prompt_tokens_details.cached_tokens").Int() != 192 {
 		t.Errorf("%s", chat)
@@ -248,51 +254,51 @@ func TestMockStopsAsVLLMDoes(t *testing.T) {
 	tokens := []uint32{1, 2, 3, 4, 5}
 	texts := []string{"ab", "cd", "e", "fa", "bc"}
 	for _, c := range []struct {
-		stop   mockStop
+		stop   mocker.Stop
 		output int
 		text   string
 		finish string
 		reason string
 	}{
-		{mockStop{}, 5, "abcdefabc", "length", ""},
-		{mockStop{texts: []string{"de"}}, 3, "abc", "stop", `"de"`},
-		{mockStop{texts: []string{"de"}, keep: true}, 3, "abcde", "stop", `"de"`},
-		{mockStop{texts: []string{"ef", "cd"}}, 2, "ab", "stop", `"cd"`}, // the one that ends first
-		{mockStop{texts: []string{"abc", "bc"}}, 2, "", "stop", `"abc"`}, // of those, the one named first
-		{mockStop{texts: []string{"ab"}, after: 1}, 5, "abcdef", "stop", `"ab"`},
-		{mockStop{texts: []string{"bcd"}, after: 1}, 2, "a", "stop", `"bcd"`}, // its end comes later
-		{mockStop{texts: []string{"zz"}}, 5, "abcdefabc", "length", ""},
-		{mockStop{tokens: []uint32{3}}, 3, "abcd", "stop", "3"},
-		{mockStop{tokens: []uint32{3}, keep: true}, 3, "abcde", "stop", "3"},
-		{mockStop{tokens: []uint32{2, 5}, after: 2}, 5, "abcdefa", "stop", "5"},
-		{mockStop{tokens: []uint32{3}, texts: []string{"e"}}, 3, "abcd", "stop", "3"}, // a stop token's text is not looked at
+		{mocker.Stop{}, 5, "abcdefabc", "length", ""},
+		{mocker.Stop{Texts: []string{"de"}}, 3, "abc", "stop", `"de"`},
+		{mocker.Stop{Texts: []string{"de"}, Keep: true}, 3, "abcde", "stop", `"de"`},
+		{mocker.Stop{Texts: []string{"ef", "cd"}}, 2, "ab", "stop", `"cd"`}, // the one that ends first
+		{mocker.Stop{Texts: []string{"abc", "bc"}}, 2, "", "stop", `"abc"`}, // of those, the one named first
+		{mocker.Stop{Texts: []string{"ab"}, After: 1}, 5, "abcdef", "stop", `"ab"`},
+		{mocker.Stop{Texts: []string{"bcd"}, After: 1}, 2, "a", "stop", `"bcd"`}, // its end comes later
+		{mocker.Stop{Texts: []string{"zz"}}, 5, "abcdefabc", "length", ""},
+		{mocker.Stop{Tokens: []uint32{3}}, 3, "abcd", "stop", "3"},
+		{mocker.Stop{Tokens: []uint32{3}, Keep: true}, 3, "abcde", "stop", "3"},
+		{mocker.Stop{Tokens: []uint32{2, 5}, After: 2}, 5, "abcdefa", "stop", "5"},
+		{mocker.Stop{Tokens: []uint32{3}, Texts: []string{"e"}}, 3, "abcd", "stop", "3"}, // a stop token's text is not looked at
 	} {
-		choice := &mockChoice{output: 5, text: strings.Join(texts, ""), finish: "length"}
+		choice := &mocker.Choice{Output: 5, Text: strings.Join(texts, ""), Finish: "length"}
 		end := 0
 		for _, text := range texts {
 			end += len(text)
-			choice.ends = append(choice.ends, end)
+			choice.Ends = append(choice.Ends, end)
 		}
-		c.stop.cut(choice, tokens)
-		if choice.output != c.output || choice.text != c.text || choice.finish != c.finish || choice.reason != c.reason {
-			t.Errorf("%+v: %d tokens, %q, %s, %s", c.stop, choice.output, choice.text, choice.finish, choice.reason)
+		c.stop.Cut(choice, tokens)
+		if choice.Output != c.output || choice.Text != c.text || choice.Finish != c.finish || choice.Reason != c.reason {
+			t.Errorf("%+v: %d tokens, %q, %s, %s", c.stop, choice.Output, choice.Text, choice.Finish, choice.Reason)
 		}
 		// What is told step by step is never taken back.
 		told := ""
-		for choice.sent = 0; choice.sent < choice.output; choice.sent++ {
-			told += choice.part(choice.sent + 1)
-			if !strings.HasPrefix(choice.text, told) {
-				t.Errorf("%+v: %q is told, the whole is %q", c.stop, told, choice.text)
+		for choice.Sent = 0; choice.Sent < choice.Output; choice.Sent++ {
+			told += choice.Part(choice.Sent + 1)
+			if !strings.HasPrefix(choice.Text, told) {
+				t.Errorf("%+v: %q is told, the whole is %q", c.stop, told, choice.Text)
 			}
 		}
-		if told != choice.text {
+		if told != choice.Text {
 			t.Errorf("%+v: in parts it is %q", c.stop, told)
 		}
 	}
 
 	s := startMockSite(t, 1)
 	ask := func(options string) gjson.Result {
-		_, answer := post(t, s.workerURL(0)+chatPath, `{"messages":[{"role":"user","content":"Hi"}],`+options+`}`)
+		_, answer := post(t, s.workerURL(0)+testkit.ChatPath, `{"messages":[{"role":"user","content":"Hi"}],`+options+`}`)
 		return gjson.ParseBytes(answer)
 	}
 	whole := ask(`"max_tokens":60`).Get("choices.0.message.content").Str
@@ -307,7 +313,7 @@ func TestMockStopsAsVLLMDoes(t *testing.T) {
 
 func TestMockKeepsAdaptersAndSaltsApart(t *testing.T) {
 	s := startMockSite(t, 2, "--mock-lora=sql,legal", "--policy=kv")
-	_, list := get(t, s.openAI+"/v1/models")
+	_, list := testkit.Get(t, s.openAI+"/v1/models")
 	if got := gjson.GetBytes(list, "data.#.id").Raw; got != `["legal","mock","sql"]` && got != `["mock","sql","legal"]` {
 		t.Errorf("models %s", got)
 	}
@@ -320,7 +326,7 @@ func TestMockKeepsAdaptersAndSaltsApart(t *testing.T) {
 		if c.salt != "" {
 			body["cache_salt"] = c.salt
 		}
-		answer, predicted := s.ask(t, mustJSON(body))
+		answer, predicted := s.ask(t, mocker.MustJSON(body))
 		if cached := answer.Get("usage.prompt_tokens_details.cached_tokens").Int(); cached != c.want || predicted != cached || answer.Get("model").Str != c.model {
 			t.Errorf("%+v: %d cached, %d predicted: %s", c, cached, predicted, answer.Raw)
 		}
@@ -335,7 +341,7 @@ func TestMockRanksHaveCachesOfTheirOwn(t *testing.T) {
 	}
 	ranks := map[string]bool{}
 	for i := range 12 {
-		chat := mustJSON(map[string]any{"messages": say(fmt.Sprint(i%6, strings.Repeat(" rank and file", 20))), "max_tokens": 1})
+		chat := mocker.MustJSON(map[string]any{"messages": say(fmt.Sprint(i%6, strings.Repeat(" rank and file", 20))), "max_tokens": 1})
 		answer, predicted := s.ask(t, chat)
 		cached := answer.Get("usage.prompt_tokens_details.cached_tokens").Int()
 		if predicted != cached || (cached > 0) != (i >= 6) {
@@ -347,7 +353,7 @@ func TestMockRanksHaveCachesOfTheirOwn(t *testing.T) {
 		if s.rooms.index.Blocks(target.Key) > 0 {
 			ranks[fmt.Sprint(target.Key)] = true
 		}
-		if got, held := s.rooms.index.Blocks(target.Key), s.rank(target.Key); got > 0 && held.counts.promptTokens.Load() == 0 {
+		if got, held := s.rooms.index.Blocks(target.Key), s.rank(target.Key); got > 0 && held.Counts.PromptTokens.Load() == 0 {
 			t.Errorf("%v has %d blocks in the index and computed nothing", target.Key, got)
 		}
 	}
@@ -356,10 +362,10 @@ func TestMockRanksHaveCachesOfTheirOwn(t *testing.T) {
 	}
 
 	// A worker asked directly goes where the header says.
-	before := s.rank(WorkerKey{Worker: 1, Rank: 1}).counts.promptTokens.Load()
+	before := s.rank(kv.WorkerKey{Worker: 1, Rank: 1}).Counts.PromptTokens.Load()
 	for header, want := range map[string]int{"1": 200, "2": 400, "-1": 400, "x": 200} {
 		request, _ := http.NewRequest(http.MethodPost, s.workerURL(1)+completionsPath, strings.NewReader(`{"prompt":"Hi","max_tokens":1}`))
-		request.Header.Set(headerRank, header)
+		request.Header.Set(web.HeaderRank, header)
 		response, err := http.DefaultClient.Do(request)
 		if err != nil {
 			t.Fatal(err)
@@ -370,11 +376,11 @@ func TestMockRanksHaveCachesOfTheirOwn(t *testing.T) {
 			t.Errorf("rank %s: %d %s", header, response.StatusCode, answer)
 		}
 	}
-	if after := s.rank(WorkerKey{Worker: 1, Rank: 1}).counts.promptTokens.Load(); after-before < 2 {
+	if after := s.rank(kv.WorkerKey{Worker: 1, Rank: 1}).Counts.PromptTokens.Load(); after-before < 2 {
 		t.Errorf("rank 1 got %d prompt tokens", after-before)
 	}
-	_, page := get(t, s.workerURL(1)+"/metrics")
-	_, sources := get(t, s.workerURL(1)+"/kv_event_sources")
+	_, page := testkit.Get(t, s.workerURL(1)+"/metrics")
+	_, sources := testkit.Get(t, s.workerURL(1)+"/kv_event_sources")
 	if !strings.Contains(string(page), `vllm:num_requests_running{engine="1"`) || len(gjson.ParseBytes(sources).Map()) != 2 {
 		t.Errorf("%s\n%s", page, sources)
 	}
@@ -384,29 +390,16 @@ func TestMockRanksHaveCachesOfTheirOwn(t *testing.T) {
 // it names.
 func (s *mockSite) ask(t *testing.T, body []byte) (answer gjson.Result, predicted int64) {
 	t.Helper()
-	response, err := http.Post(s.openAI+chatPath, "application/json", bytes.NewReader(body))
+	response, err := http.Post(s.openAI+testkit.ChatPath, "application/json", bytes.NewReader(body))
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer response.Body.Close()
 	text, _ := io.ReadAll(response.Body)
-	if predicted, err = strconv.ParseInt(response.Header.Get(headerOverlap), 10, 64); err != nil {
+	if predicted, err = strconv.ParseInt(response.Header.Get(web.HeaderOverlap), 10, 64); err != nil {
 		t.Fatalf("%s: %s", response.Status, text)
 	}
 	return gjson.ParseBytes(text), predicted
-}
-
-func get(t testing.TB, url string) (status int, answer []byte) {
-	t.Helper()
-	response, err := http.Get(url)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer response.Body.Close()
-	if answer, err = io.ReadAll(response.Body); err != nil {
-		t.Fatal(err)
-	}
-	return response.StatusCode, answer
 }
 
 func TestMockMetricsAreReadAsVLLMs(t *testing.T) {
@@ -418,8 +411,8 @@ func TestMockMetricsAreReadAsVLLMs(t *testing.T) {
 		}
 	}
 	// The engine lets go of a request a moment after its last token went out.
-	eventually(t, 20*time.Second, "an idle engine", func() bool {
-		load, err := getMetrics(t.Context(), s.workerURL(0)+"/metrics")
+	testkit.Eventually(t, 20*time.Second, "an idle engine", func() bool {
+		load, err := workers.GetMetrics(t.Context(), s.workerURL(0)+"/metrics")
 		return err == nil && load.Running == 0 && load.Waiting == 0
 	})
 	response, err := http.Get(s.workerURL(0) + "/metrics")
@@ -433,7 +426,7 @@ func TestMockMetricsAreReadAsVLLMs(t *testing.T) {
 			t.Errorf("no %s in\n%s", want, page)
 		}
 	}
-	for path, want := range map[string]string{"/load": `{"server_load":0}`, "/version": `{"version":"` + mockVersion + `"}`, "/health": ""} {
+	for path, want := range map[string]string{"/load": `{"server_load":0}`, "/version": `{"version":"` + mocker.Version + `"}`, "/health": ""} {
 		response, err := http.Get(s.workerURL(0) + path)
 		if err != nil {
 			t.Fatal(err)
@@ -449,7 +442,7 @@ func TestMockMetricsAreReadAsVLLMs(t *testing.T) {
 // of the test model, whose context is that many tokens: the same refusals, and
 // answers of the same fields.
 func compareWithMock(t *testing.T, worker string, longest int) {
-	dir := filepath.Join(CacheDir(os.Getenv), "smollm2-135m-instruct")
+	dir := filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct")
 	mock := startMockSite(t, 1, "--model="+dir, fmt.Sprintf("--mock-num-gpu-blocks=%d", longest/64), "--speedup-ratio=1")
 	for _, url := range []string{worker, mock.workerURL(0)} {
 		checkRefusals(t, url, filepath.Base(dir), longest)
@@ -457,7 +450,7 @@ func compareWithMock(t *testing.T, worker string, longest int) {
 	const six = `"max_tokens":6,"min_tokens":6,"temperature":1`
 	const streamed = `,"stream":true,"stream_options":{"include_usage":true,"continuous_usage_stats":true}`
 	for _, options := range []string{"", streamed, `,"n":2`, `,"n":2` + streamed, `,"return_token_ids":true`, `,"return_token_ids":true,"stream":true`, `,"ignore_eos":true`} {
-		for path, prompt := range map[string]string{chatPath: `"messages":[{"role":"user","content":"Hi"}]`, completionsPath: `"prompt":["Once upon","The dog"]`} {
+		for path, prompt := range map[string]string{testkit.ChatPath: `"messages":[{"role":"user","content":"Hi"}]`, completionsPath: `"prompt":["Once upon","The dog"]`} {
 			body := `{` + prompt + `,` + six + options + `}`
 			status, real := post(t, worker+path, body)
 			_, own := post(t, mock.workerURL(0)+path, body)
@@ -467,8 +460,8 @@ func compareWithMock(t *testing.T, worker string, longest int) {
 		}
 	}
 	for _, path := range []string{"/v1/models", "/kv_event_sources", "/load", "/version"} {
-		_, real := get(t, worker+path)
-		_, own := get(t, mock.workerURL(0)+path)
+		_, real := testkit.Get(t, worker+path)
+		_, own := testkit.Get(t, mock.workerURL(0)+path)
 		if got, want := fieldNames(own), fieldNames(real); got != want {
 			t.Errorf("%s\nmock: %s\nvLLM: %s", path, got, want)
 		}

@@ -11,11 +11,17 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/web"
+
 	"github.com/tidwall/gjson"
 )
 
 // startMockPairs starts a router over prefill and decode mock workers of a kind.
-func startMockPairs(t testing.TB, kind Kind, prefills, decodes int, args ...string) *mockSite {
+func startMockPairs(t testing.TB, kind kv.Kind, prefills, decodes int, args ...string) *mockSite {
 	t.Helper()
 	return startMocks(t, prefills+decodes, append([]string{
 		fmt.Sprintf("--prefill-workers=%d", prefills), fmt.Sprintf("--decode-workers=%d", decodes), "--mock-disagg-kind=" + kind.String(),
@@ -27,10 +33,10 @@ func startMockPairs(t testing.TB, kind Kind, prefills, decodes int, args ...stri
 func (s *mockSite) idle() bool {
 	for _, target := range s.rooms.router.Targets() {
 		w := s.rooms.mocker.Worker(int(target.Key.Worker))
-		w.rooms.mu.Lock()
-		rooms := len(w.rooms.byID)
-		w.rooms.mu.Unlock()
-		if rooms > 0 || s.rank(target.Key).currentLoad() != (mockLoad{}) {
+		w.Rooms.Mu.Lock()
+		rooms := len(w.Rooms.ByID)
+		w.Rooms.Mu.Unlock()
+		if rooms > 0 || s.rank(target.Key).CurrentLoad() != (mocker.Load{}) {
 			return false
 		}
 	}
@@ -57,7 +63,7 @@ func TestMockPairsAnswerAsOneWorkerDoes(t *testing.T) {
 			}
 		}
 	})
-	for _, kind := range []Kind{KindNIXL, KindSGLang} {
+	for _, kind := range []kv.Kind{kv.KindNIXL, kv.KindSGLang} {
 		t.Run(kind.String(), func(t *testing.T) {
 			s := startMockPairs(t, kind, 2, 2)
 			var jobs sync.WaitGroup
@@ -77,15 +83,15 @@ func TestMockPairsAnswerAsOneWorkerDoes(t *testing.T) {
 			}
 			close(next)
 			jobs.Wait()
-			eventually(t, 20*time.Second, "nothing is in flight", s.idle)
+			testkit.Eventually(t, 20*time.Second, "nothing is in flight", s.idle)
 			var prefilled, fetched, decoded int64
 			for _, target := range s.rooms.router.Targets() {
-				counts := &s.rank(target.Key).counts
-				if target.Role == RolePrefill {
-					prefilled += counts.generationTokens.Load()
+				counts := &s.rank(target.Key).Counts
+				if target.Role == kv.RolePrefill {
+					prefilled += counts.GenerationTokens.Load()
 				} else {
-					fetched += counts.externalHits.Load()
-					decoded += counts.generationTokens.Load()
+					fetched += counts.ExternalHits.Load()
+					decoded += counts.GenerationTokens.Load()
 				}
 			}
 			if prefilled != chats || decoded != 20*chats || fetched < 256*chats {
@@ -99,7 +105,7 @@ func TestMockPairsAnswerAsOneWorkerDoes(t *testing.T) {
 // its answer all the same: vLLM's decode workers compute prompts themselves,
 // SGLang's need another prefill worker.
 func TestMockPairsSurviveAPrefillWorker(t *testing.T) {
-	for kind, prefills := range map[Kind]int{KindNIXL: 1, KindSGLang: 2} {
+	for kind, prefills := range map[kv.Kind]int{kv.KindNIXL: 1, kv.KindSGLang: 2} {
 		t.Run(kind.String(), func(t *testing.T) {
 			s := startMockPairs(t, kind, prefills, 2, "--speedup-ratio=3", "--restart-backoff-max=1s")
 			const chats, rounds = 20, 2
@@ -118,18 +124,18 @@ func TestMockPairsSurviveAPrefillWorker(t *testing.T) {
 				for i := range chats {
 					next <- round*chats + i
 					if i == chats/2 {
-						s.rooms.mocker.Worker(0).End(errMockCrash)
+						s.rooms.mocker.Worker(0).End(mocker.ErrMockCrash)
 					}
 				}
 				close(next)
 				jobs.Wait()
-				eventually(t, 30*time.Second, "the prefill worker is back", func() bool {
-					return int(s.rooms.mocker.starts.Load()) == prefills+2+round+1 && len(s.rooms.router.Targets()) == prefills+2
+				testkit.Eventually(t, 30*time.Second, "the prefill worker is back", func() bool {
+					return int(s.rooms.mocker.Starts.Load()) == prefills+2+round+1 && len(s.rooms.router.Targets()) == prefills+2
 				})
 			}
 			prefilled := func() (n int64) {
 				for i := range prefills {
-					n += s.rank(WorkerKey{Worker: uint64(i)}).counts.generationTokens.Load()
+					n += s.rank(kv.WorkerKey{Worker: uint64(i)}).Counts.GenerationTokens.Load()
 				}
 				return n
 			}
@@ -140,17 +146,17 @@ func TestMockPairsSurviveAPrefillWorker(t *testing.T) {
 			if after := prefilled(); after != before+1 {
 				t.Errorf("back again, prefill workers computed %d prompts of 1", after-before)
 			}
-			eventually(t, 20*time.Second, "nothing is in flight", s.idle)
+			testkit.Eventually(t, 20*time.Second, "nothing is in flight", s.idle)
 		})
 	}
 }
 
 // TestMockNIXLWorkersKeepAndFetchPrompts speaks vLLM's protocol to the workers.
 func TestMockNIXLWorkersKeepAndFetchPrompts(t *testing.T) {
-	s := startMockPairs(t, KindNIXL, 1, 2, "--mock-kv-lease=500ms")
+	s := startMockPairs(t, kv.KindNIXL, 1, 2, "--mock-kv-lease=500ms")
 	prefill := func(i int) (params string, tokens int64) {
 		t.Helper()
-		status, answer := post(t, s.workerURL(0)+"/v1/chat/completions", fmt.Sprintf(`{"messages":%s,"max_tokens":1,"kv_transfer_params":%s}`, mustJSON(longPrompt(i)), prefillParams))
+		status, answer := post(t, s.workerURL(0)+"/v1/chat/completions", fmt.Sprintf(`{"messages":%s,"max_tokens":1,"kv_transfer_params":%s}`, mocker.MustJSON(longPrompt(i)), proxy.PrefillParams))
 		if status != http.StatusOK {
 			t.Fatalf("%d: %s", status, answer)
 		}
@@ -158,34 +164,34 @@ func TestMockNIXLWorkersKeepAndFetchPrompts(t *testing.T) {
 	}
 	decode := func(worker, i int, params string) (cached int64) {
 		t.Helper()
-		status, answer := post(t, s.workerURL(worker)+"/v1/chat/completions", fmt.Sprintf(`{"messages":%s,"max_tokens":5,"kv_transfer_params":%s}`, mustJSON(longPrompt(i)), params))
+		status, answer := post(t, s.workerURL(worker)+"/v1/chat/completions", fmt.Sprintf(`{"messages":%s,"max_tokens":5,"kv_transfer_params":%s}`, mocker.MustJSON(longPrompt(i)), params))
 		if status != http.StatusOK || gjson.GetBytes(answer, "usage.completion_tokens").Int() != 5 {
 			t.Fatalf("%d: %s", status, answer)
 		}
 		return gjson.GetBytes(answer, "usage.prompt_tokens_details.cached_tokens").Int()
 	}
-	usage := func() float64 { return s.rank(WorkerKey{}).currentLoad().Usage }
+	usage := func() float64 { return s.rank(kv.WorkerKey{}).CurrentLoad().Usage }
 
 	params, tokens := prefill(1)
 	for _, name := range []string{"remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size"} {
-		if isNull(gjson.Get(params, name)) {
+		if mocker.IsNull(gjson.Get(params, name)) {
 			t.Errorf("%s is missing in %s", name, params)
 		}
 	}
 	if blocks := gjson.Get(params, "remote_block_ids.0.#").Int(); blocks != (tokens+63)/64 || !gjson.Get(params, "do_remote_prefill").Bool() {
 		t.Errorf("%d blocks of %d tokens in %s", blocks, tokens, params)
 	}
-	eventually(t, 10*time.Second, "the blocks are kept", func() bool { return usage() > 0 })
+	testkit.Eventually(t, 10*time.Second, "the blocks are kept", func() bool { return usage() > 0 })
 	if cached := decode(1, 1, params); cached != tokens {
 		t.Errorf("%d of %d tokens counted as cached", cached, tokens)
 	}
-	eventually(t, 10*time.Second, "fetched, they are kept no longer", func() bool { return usage() == 0 })
+	testkit.Eventually(t, 10*time.Second, "fetched, they are kept no longer", func() bool { return usage() == 0 })
 	if cached := decode(2, 1, params); cached != 0 {
 		t.Errorf("%d tokens cached though another worker had fetched them", cached)
 	}
 
 	params, _ = prefill(2)
-	eventually(t, 10*time.Second, "the lease ends", func() bool { return usage() == 0 })
+	testkit.Eventually(t, 10*time.Second, "the lease ends", func() bool { return usage() == 0 })
 	if cached := decode(1, 2, params); cached != 0 {
 		t.Errorf("%d tokens cached though the lease has ended", cached)
 	}
@@ -195,24 +201,24 @@ func TestMockNIXLWorkersKeepAndFetchPrompts(t *testing.T) {
 }
 
 func TestMockNIXLWorkersFailWhereTold(t *testing.T) {
-	s := startMockPairs(t, KindNIXL, 1, 1, "--mock-kv-load-failure=fail")
+	s := startMockPairs(t, kv.KindNIXL, 1, 1, "--mock-kv-load-failure=fail")
 	const params = `{"do_remote_prefill":true,"remote_block_ids":[[1]],"remote_engine_id":"x","remote_request_id":"x","remote_host":"127.0.0.1","remote_port":1}`
 	for _, stream := range []bool{false, true} {
-		status, answer := post(t, s.workerURL(1)+"/v1/chat/completions", fmt.Sprintf(`{"messages":%s,"stream":%v,"kv_transfer_params":%s}`, mustJSON(longPrompt(1)), stream, params))
+		status, answer := post(t, s.workerURL(1)+"/v1/chat/completions", fmt.Sprintf(`{"messages":%s,"stream":%v,"kv_transfer_params":%s}`, mocker.MustJSON(longPrompt(1)), stream, params))
 		if stream && (status != http.StatusOK || !strings.Contains(string(answer), `data: {"error":`)) || !stream && status != http.StatusInternalServerError {
 			t.Errorf("stream %v: %d %s", stream, status, answer)
 		}
 	}
-	eventually(t, 10*time.Second, "nothing is in flight", s.idle)
+	testkit.Eventually(t, 10*time.Second, "nothing is in flight", s.idle)
 }
 
 // TestMockSGLangWorkersMeet speaks SGLang's protocol to the workers: neither
 // answers alone.
 func TestMockSGLangWorkersMeet(t *testing.T) {
-	s := startMockPairs(t, KindSGLang, 1, 1, "--mock-bootstrap-timeout=500ms")
+	s := startMockPairs(t, kv.KindSGLang, 1, 1, "--mock-bootstrap-timeout=500ms")
 	port := s.rooms.config.BaseWorkerPort
 	ask := func(worker, room int, more string) (status int, answer []byte) {
-		return post(t, s.workerURL(worker)+"/v1/chat/completions", fmt.Sprintf(`{"messages":%s,"max_tokens":5,"bootstrap_host":"127.0.0.1","bootstrap_port":%d,"bootstrap_room":%d%s}`, mustJSON(longPrompt(room)), port, room, more))
+		return post(t, s.workerURL(worker)+"/v1/chat/completions", fmt.Sprintf(`{"messages":%s,"max_tokens":5,"bootstrap_host":"127.0.0.1","bootstrap_port":%d,"bootstrap_room":%d%s}`, mocker.MustJSON(longPrompt(room)), port, room, more))
 	}
 	for worker := range 2 {
 		if status, answer := ask(worker, 1+worker, ""); status != http.StatusInternalServerError {
@@ -232,24 +238,24 @@ func TestMockSGLangWorkersMeet(t *testing.T) {
 		}
 		legs.Wait()
 	}
-	if got := s.rank(WorkerKey{}).counts.generationTokens.Load(); got != 2 {
+	if got := s.rank(kv.WorkerKey{}).Counts.GenerationTokens.Load(); got != 2 {
 		t.Errorf("the prefill worker made %d tokens, want 2", got)
 	}
-	if _, info := get(t, s.workerURL(0)+"/server_info"); gjson.GetBytes(info, "disaggregation_mode").Str != "prefill" || gjson.GetBytes(info, "disaggregation_bootstrap_port").Int() != int64(port) {
+	if _, info := testkit.Get(t, s.workerURL(0)+"/server_info"); gjson.GetBytes(info, "disaggregation_mode").Str != "prefill" || gjson.GetBytes(info, "disaggregation_bootstrap_port").Int() != int64(port) {
 		t.Errorf("server_info: %s", info)
 	}
-	eventually(t, 10*time.Second, "nothing is in flight", s.idle)
+	testkit.Eventually(t, 10*time.Second, "nothing is in flight", s.idle)
 }
 
 // TestMockPromptsOfOneNameStayApart: both attempts at a request have its id, and
 // a client may use a room twice.
 func TestMockPromptsOfOneNameStayApart(t *testing.T) {
 	t.Run("nixl", func(t *testing.T) {
-		s := startMockPairs(t, KindNIXL, 1, 1, "--mock-kv-lease=200ms")
+		s := startMockPairs(t, kv.KindNIXL, 1, 1, "--mock-kv-lease=200ms")
 		names := map[string]bool{}
 		for range 3 {
-			request, _ := http.NewRequest(http.MethodPost, s.workerURL(0)+chatPath, strings.NewReader(fmt.Sprintf(`{"messages":%s,"max_tokens":1,"kv_transfer_params":%s}`, mustJSON(longPrompt(1)), prefillParams)))
-			request.Header.Set(headerRequest, "the-same")
+			request, _ := http.NewRequest(http.MethodPost, s.workerURL(0)+testkit.ChatPath, strings.NewReader(fmt.Sprintf(`{"messages":%s,"max_tokens":1,"kv_transfer_params":%s}`, mocker.MustJSON(longPrompt(1)), proxy.PrefillParams)))
+			request.Header.Set(web.HeaderRequest, "the-same")
 			response, err := http.DefaultClient.Do(request)
 			if err != nil {
 				t.Fatal(err)
@@ -261,36 +267,36 @@ func TestMockPromptsOfOneNameStayApart(t *testing.T) {
 		if len(names) != 3 {
 			t.Errorf("3 prompts are kept as %v", names)
 		}
-		eventually(t, 10*time.Second, "nothing is in flight", s.idle)
+		testkit.Eventually(t, 10*time.Second, "nothing is in flight", s.idle)
 	})
 	t.Run("sglang", func(t *testing.T) {
-		s := startMockPairs(t, KindSGLang, 1, 1, "--mock-bootstrap-timeout=5s")
+		s := startMockPairs(t, kv.KindSGLang, 1, 1, "--mock-bootstrap-timeout=5s")
 		var legs sync.WaitGroup
 		for _, worker := range []int{0, 0, 1} {
 			legs.Go(func() {
-				body := fmt.Sprintf(`{"messages":%s,"max_tokens":5,"bootstrap_host":"127.0.0.1","bootstrap_port":%d,"bootstrap_room":7}`, mustJSON(longPrompt(1)), s.rooms.config.BaseWorkerPort)
-				if status, answer := post(t, s.workerURL(worker)+chatPath, body); status != http.StatusOK {
+				body := fmt.Sprintf(`{"messages":%s,"max_tokens":5,"bootstrap_host":"127.0.0.1","bootstrap_port":%d,"bootstrap_room":7}`, mocker.MustJSON(longPrompt(1)), s.rooms.config.BaseWorkerPort)
+				if status, answer := post(t, s.workerURL(worker)+testkit.ChatPath, body); status != http.StatusOK {
 					t.Errorf("worker %d: %d %s", worker, status, answer)
 				}
 			})
 		}
 		legs.Wait()
-		eventually(t, 10*time.Second, "nothing is in flight", s.idle)
+		testkit.Eventually(t, 10*time.Second, "nothing is in flight", s.idle)
 	})
 }
 
 func TestMockSGLangWorkersAbortByName(t *testing.T) {
-	s := startMockPairs(t, KindSGLang, 1, 1)
+	s := startMockPairs(t, kv.KindSGLang, 1, 1)
 	ended := make(chan int, 1)
 	go func() {
-		status, _ := post(t, s.workerURL(0)+"/v1/chat/completions", fmt.Sprintf(`{"messages":%s,"rid":"abc-1","bootstrap_host":"127.0.0.1","bootstrap_room":1}`, mustJSON(longPrompt(1))))
+		status, _ := post(t, s.workerURL(0)+"/v1/chat/completions", fmt.Sprintf(`{"messages":%s,"rid":"abc-1","bootstrap_host":"127.0.0.1","bootstrap_room":1}`, mocker.MustJSON(longPrompt(1))))
 		ended <- status
 	}()
 	w := s.rooms.mocker.Worker(0)
-	eventually(t, 10*time.Second, "it waits", func() bool {
-		w.mu.Lock()
-		defer w.mu.Unlock()
-		return len(w.running) == 1
+	testkit.Eventually(t, 10*time.Second, "it waits", func() bool {
+		w.Mu.Lock()
+		defer w.Mu.Unlock()
+		return len(w.Running) == 1
 	})
 	post(t, s.workerURL(0)+"/abort_request", `{"rid":"abc"}`)
 	select {
@@ -301,11 +307,11 @@ func TestMockSGLangWorkersAbortByName(t *testing.T) {
 	case <-time.After(10 * time.Second):
 		t.Error("it was not aborted")
 	}
-	eventually(t, 10*time.Second, "nothing is in flight", s.idle)
+	testkit.Eventually(t, 10*time.Second, "nothing is in flight", s.idle)
 }
 
 func TestMockPairsLeaveNothingOfAClientThatGoes(t *testing.T) {
-	for _, kind := range []Kind{KindNIXL, KindSGLang} {
+	for _, kind := range []kv.Kind{kv.KindNIXL, kv.KindSGLang} {
 		t.Run(kind.String(), func(t *testing.T) {
 			s := startMockPairs(t, kind, 1, 1, "--speedup-ratio=1", "--mock-kv-lease=1s")
 			for _, after := range []time.Duration{5, 30, 60, 90} {
@@ -313,7 +319,7 @@ func TestMockPairsLeaveNothingOfAClientThatGoes(t *testing.T) {
 				_, _ = s.chat(ctx, longPrompt(int(after)), true, 2000)
 				cancel()
 			}
-			eventually(t, 20*time.Second, "nothing is in flight", s.idle)
+			testkit.Eventually(t, 20*time.Second, "nothing is in flight", s.idle)
 		})
 	}
 }
@@ -323,7 +329,7 @@ func TestMockPairsLeaveNothingOfAClientThatGoes(t *testing.T) {
 // of them anywhere.
 func TestSoakOfPairs(t *testing.T) {
 	d := soakTime(t)
-	for _, kind := range []Kind{KindNIXL, KindSGLang} {
+	for _, kind := range []kv.Kind{kv.KindNIXL, kv.KindSGLang} {
 		t.Run(kind.String(), func(t *testing.T) {
 			c := newChurn(t)
 			c.chats = 1 << 30 // few have been before, so that most are shared
@@ -339,7 +345,7 @@ func TestSoakOfPairs(t *testing.T) {
 			}
 			clients.Wait()
 			c.client.CloseIdleConnections()
-			_, page := get(t, c.first.openAI+"/metrics")
+			_, page := testkit.Get(t, c.first.openAI+"/metrics")
 			for line := range strings.Lines(string(page)) {
 				if strings.HasPrefix(line, "kvrouter_disagg_requests_total") || strings.HasPrefix(line, "kvrouter_retries_total") {
 					t.Log(strings.TrimSpace(line))
@@ -353,8 +359,8 @@ func TestSoakOfPairs(t *testing.T) {
 				t.Error("clients hung, or nothing happened")
 			}
 			c.idle(quiet)
-			eventually(t, time.Minute, "nothing is left at the workers", c.first.idle) // the one that hangs is started again
-			if err := c.first.rooms.router.check(); err != nil {
+			testkit.Eventually(t, time.Minute, "nothing is left at the workers", c.first.idle) // the one that hangs is started again
+			if err := c.first.rooms.router.Check(); err != nil {
 				t.Error(err)
 			}
 		})

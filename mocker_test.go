@@ -7,6 +7,13 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"kvrouter/internal/engine"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/settings"
+	"kvrouter/internal/telemetry"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/tokens"
 	"log/slog"
 	"net"
 	"net/http"
@@ -25,7 +32,7 @@ import (
 // mockSite is a router over simulated workers, all in this process.
 type mockSite struct {
 	*site
-	rooms *rooms
+	rooms *app
 	t     testing.TB
 	end   func() error
 }
@@ -41,7 +48,7 @@ func startMockSite(t testing.TB, workers int, args ...string) *mockSite {
 func startMocks(t testing.TB, workers int, args ...string) *mockSite {
 	t.Helper()
 	const ranks = 2 // at most
-	ports := freePorts(t, 2+workers+3*ranks*workers)
+	ports := testkit.FreePorts(t, 2+workers+3*ranks*workers)
 	port := func(flag string, at int) string { return fmt.Sprintf("--%s=%d", flag, ports+at) }
 	all := []string{
 		"--engine=mocker", "--seed=1", "--speedup-ratio=20", "--drain-timeout=5s",
@@ -50,7 +57,7 @@ func startMocks(t testing.TB, workers int, args ...string) *mockSite {
 	}
 	s := startRooms(t, ports, append(all, args...)...)
 	config := s.rooms.config
-	eventually(t, 20*time.Second, "all workers followed", func() bool {
+	testkit.Eventually(t, 20*time.Second, "all workers followed", func() bool {
 		return s.followed() == workers*config.Ranks() || !config.KVEvents() && len(s.rooms.router.Targets()) == workers*config.Ranks()
 	})
 	return s
@@ -63,9 +70,9 @@ func startRooms(t testing.TB, ports int, args ...string) *mockSite {
 	before := goleak.IgnoreCurrent()
 	args = append([]string{fmt.Sprintf("--http-port=%d", ports), fmt.Sprintf("--router-port=%d", ports+1)}, args...)
 	s := &mockSite{t: t, site: &site{
-		openAI: fmt.Sprintf("http://127.0.0.1:%d", ports), selection: fmt.Sprintf("http://127.0.0.1:%d", ports+1), log: &logBuffer{},
+		openAI: fmt.Sprintf("http://127.0.0.1:%d", ports), selection: fmt.Sprintf("http://127.0.0.1:%d", ports+1), log: &testkit.LogBuffer{},
 	}}
-	s.rooms, s.end = runRooms(t, s.log, args...)
+	s.rooms, s.end = runApp(t, s.log, args...)
 	t.Cleanup(func() {
 		if err := s.end(); err != nil {
 			t.Error(err)
@@ -80,7 +87,7 @@ func startRooms(t testing.TB, ports int, args ...string) *mockSite {
 		}
 	})
 	for _, port := range []int{ports, ports + 1} {
-		eventually(t, 10*time.Second, fmt.Sprintf("port %d is open", port), func() bool {
+		testkit.Eventually(t, 10*time.Second, fmt.Sprintf("port %d is open", port), func() bool {
 			conn, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", port))
 			if err == nil {
 				conn.Close()
@@ -93,7 +100,7 @@ func startRooms(t testing.TB, ports int, args ...string) *mockSite {
 
 // runRooms starts a router in this process. end, which may be called again, ends
 // it with all that it started.
-func runRooms(t testing.TB, log io.Writer, args ...string) (r *rooms, end func() error) {
+func runApp(t testing.TB, log io.Writer, args ...string) (r *app, end func() error) {
 	t.Helper()
 	config, _, err := ParseConfig(args)
 	if err != nil {
@@ -107,7 +114,7 @@ func runRooms(t testing.TB, log io.Writer, args ...string) (r *rooms, end func()
 	go func() { done <- r.run(ctx) }()
 	return r, sync.OnceValue(func() error {
 		cancel()
-		defer r.proxy.client.CloseIdleConnections()
+		defer r.proxy.Client.CloseIdleConnections()
 		select {
 		case err := <-done:
 			return err
@@ -118,8 +125,8 @@ func runRooms(t testing.TB, log io.Writer, args ...string) (r *rooms, end func()
 }
 
 // rank is a worker's rank in its latest incarnation.
-func (s *mockSite) rank(key WorkerKey) *mockRank {
-	return s.rooms.mocker.Worker(int(key.Worker)).ranks[key.Rank]
+func (s *mockSite) rank(key kv.WorkerKey) *mocker.Rank {
+	return s.rooms.mocker.Worker(int(key.Worker)).Ranks[key.Rank]
 }
 
 // followed counts the ranks that are up and whose events are followed.
@@ -127,7 +134,7 @@ func (s *mockSite) followed() int {
 	n := 0
 	streams := s.rooms.fleet.Streams()
 	for _, target := range s.rooms.router.Targets() {
-		if stats := streams[target.Key]; stats != nil && stats.Connected.Load() && s.rank(target.Key).events.pub.Subscribers() > 0 && !stats.Cold.Load() {
+		if stats := streams[target.Key]; stats != nil && stats.Connected.Load() && s.rank(target.Key).Events.Pub.Subscribers() > 0 && !stats.Cold.Load() {
 			n++
 		}
 	}
@@ -137,7 +144,7 @@ func (s *mockSite) followed() int {
 // settle waits until the index has seen all that the workers have published.
 func (s *mockSite) settle() {
 	s.t.Helper()
-	eventually(s.t, 20*time.Second, "all events applied", func() bool {
+	testkit.Eventually(s.t, 20*time.Second, "all events applied", func() bool {
 		for key := range s.rooms.fleet.Streams() {
 			if !s.inStep(key) {
 				return false
@@ -148,9 +155,9 @@ func (s *mockSite) settle() {
 }
 
 // inStep tells whether the index has seen all that a rank's engine has told.
-func (s *mockSite) inStep(key WorkerKey) bool {
+func (s *mockSite) inStep(key kv.WorkerKey) bool {
 	stats := s.rooms.fleet.Streams()[key]
-	told := s.rank(key).events.added.Load()
+	told := s.rank(key).Events.Added.Load()
 	return stats != nil && (told == 0 || stats.Batches.Load() > 0 && stats.LastSeq.Load() == told-1)
 }
 
@@ -197,7 +204,7 @@ func (s *mockSite) workerURL(i int) string {
 
 func TestMockPredictionsAreExactOneByOne(t *testing.T) {
 	variants := [][]string{nil, {"--mock-array-events"}}
-	if dir := filepath.Join(CacheDir(os.Getenv), "smollm2-135m-instruct"); fileExists(dir, "tokenizer.json") {
+	if dir := filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct"); tokens.FileExists(dir, "tokenizer.json") {
 		variants = append(variants, []string{"--model=" + dir})
 	}
 	for _, args := range append(variants, []string{"--mock-num-gpu-blocks=60", "--mock-duplicate-events=0.3", "--mock-delay-events=3ms"}) {
@@ -227,7 +234,7 @@ func TestMockPredictionsAreExactOneByOne(t *testing.T) {
 			if reused == 0 || fromAnswers == 0 {
 				t.Errorf("%d tokens reused, %d times some of an answer", reused, fromAnswers)
 			}
-			eventually(t, 20*time.Second, "all bookings freed", func() bool { return s.inFlight() == 0 })
+			testkit.Eventually(t, 20*time.Second, "all bookings freed", func() bool { return s.inFlight() == 0 })
 			if disabled := s.rooms.tokens.Stats().Disabled; len(disabled) > 0 {
 				t.Errorf("parity with the mocker fails for %v", disabled)
 			}
@@ -242,7 +249,7 @@ func TestWithoutEventsPromptsAreFoundWhereTheyWent(t *testing.T) {
 			if n := len(s.rooms.fleet.Streams()); n > 0 {
 				t.Errorf("%d event streams", n)
 			}
-			if _, sources := get(t, s.workerURL(0)+"/kv_event_sources"); string(sources) != "{}\n" && string(sources) != "{}" {
+			if _, sources := testkit.Get(t, s.workerURL(0)+"/kv_event_sources"); string(sources) != "{}\n" && string(sources) != "{}" {
 				t.Errorf("the worker publishes at %s", sources)
 			}
 			for _, target := range s.rooms.router.Targets() {
@@ -283,11 +290,11 @@ func TestMockStopsWhenTheClientGoesAway(t *testing.T) {
 	io.ReadFull(response.Body, make([]byte, 100))
 	w := s.rooms.mocker.Worker(0)
 	// The load is published a moment after the first token went out.
-	eventually(t, 20*time.Second, "one running request", func() bool { return w.ranks[0].currentLoad().Running == 1 })
+	testkit.Eventually(t, 20*time.Second, "one running request", func() bool { return w.Ranks[0].CurrentLoad().Running == 1 })
 	cancel()
 	response.Body.Close()
-	eventually(t, 20*time.Second, "aborted and freed", func() bool {
-		return w.ranks[0].currentLoad() == mockLoad{} && w.ranks[0].counts.aborted.Load() == 1 && s.inFlight() == 0
+	testkit.Eventually(t, 20*time.Second, "aborted and freed", func() bool {
+		return w.Ranks[0].CurrentLoad() == mocker.Load{} && w.Ranks[0].Counts.Aborted.Load() == 1 && s.inFlight() == 0
 	})
 }
 
@@ -314,14 +321,14 @@ func TestMockResetEmptiesTheCache(t *testing.T) {
 	}
 
 	// While requests hold blocks it is refused.
-	rank := s.rank(WorkerKey{})
-	rank.ask(t.Context(), func(e *SimEngine) {
-		held := &SimRequest{Prompt: 200, Output: 2, Tag: &mockChoice{answer: &mockAnswer{more: make(chan struct{}, 1)}}}
+	rank := s.rank(kv.WorkerKey{})
+	rank.Ask(t.Context(), func(e *engine.Engine) {
+		held := &engine.Request{Prompt: 200, Output: 2, Tag: &mocker.Choice{Answer: &mocker.Answer{More: make(chan struct{}, 1)}}}
 		if err := e.Submit(held); err != nil {
 			t.Error(err)
 		}
 		e.Begin()
-		if rank.resetPrefixCache(e) {
+		if rank.ResetPrefixCache(e) {
 			t.Error("reset while a request holds blocks")
 		}
 		e.End()
@@ -342,19 +349,19 @@ func TestMockCrashIsARestart(t *testing.T) {
 		broken <- a
 	}()
 	w := s.rooms.mocker.Worker(int(first.worker))
-	eventually(t, 20*time.Second, "a request runs", func() bool { return w.ranks[0].counts.generationTokens.Load() > 3 })
-	w.End(errMockCrash)
+	testkit.Eventually(t, 20*time.Second, "a request runs", func() bool { return w.Ranks[0].Counts.GenerationTokens.Load() > 3 })
+	w.End(mocker.ErrMockCrash)
 	if a := <-broken; !a.broken || a.finished {
 		t.Errorf("the stream of a crashed worker: %+v", a)
 	}
-	eventually(t, 20*time.Second, "started again", func() bool {
+	testkit.Eventually(t, 20*time.Second, "started again", func() bool {
 		return s.rooms.mocker.Worker(int(first.worker)) != w && s.followed() == 2
 	})
 	status := s.rooms.fleet.Workers()[first.worker]
 	if status.Generation != 2 || status.Restarts != 1 {
 		t.Errorf("%+v", status)
 	}
-	if blocks := s.rooms.index.Blocks(WorkerKey{Worker: first.worker}); blocks != 0 {
+	if blocks := s.rooms.index.Blocks(kv.WorkerKey{Worker: first.worker}); blocks != 0 {
 		t.Errorf("the index has %d blocks of the dead", blocks)
 	}
 	for range 3 {
@@ -378,10 +385,10 @@ func TestMockErrorsAreAnswers(t *testing.T) {
 
 func TestMockFaultsHitTheNamedWorker(t *testing.T) {
 	s := startMockSite(t, 2, "--mock-slow-worker=1=3", "--mock-hang-worker=1=4s", "--request-timeout=1s", "--policy=round-robin")
-	if got := s.rank(WorkerKey{Worker: 1}).engine.cfg.Timing.Speedup; got != 20.0/3 {
+	if got := s.rank(kv.WorkerKey{Worker: 1}).Engine.Cfg.Timing.Speedup; got != 20.0/3 {
 		t.Errorf("speed of the slow worker %v", got)
 	}
-	eventually(t, 20*time.Second, "worker 1 hangs", s.rooms.mocker.Worker(1).hung.Load)
+	testkit.Eventually(t, 20*time.Second, "worker 1 hangs", s.rooms.mocker.Worker(1).Hung.Load)
 	seen := map[int]int{}
 	for range 4 {
 		status, _ := post(t, s.openAI+"/v1/chat/completions", `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":1}`)
@@ -396,7 +403,7 @@ func TestMockFaultsHitTheNamedWorker(t *testing.T) {
 // which learns its event endpoints from the worker itself.
 func TestMockWorkerCanBeAttached(t *testing.T) {
 	s := startMockSite(t, 1)
-	ports := freePorts(t, 2)
+	ports := testkit.FreePorts(t, 2)
 	config, _, err := ParseConfig([]string{"--engine=none", "--worker", "url=" + s.workerURL(0), fmt.Sprintf("--http-port=%d", ports), fmt.Sprintf("--router-port=%d", ports+1)})
 	if err != nil {
 		t.Fatal(err)
@@ -413,11 +420,11 @@ func TestMockWorkerCanBeAttached(t *testing.T) {
 		if err := <-done; err != nil {
 			t.Error(err)
 		}
-		second.proxy.client.CloseIdleConnections()
+		second.proxy.Client.CloseIdleConnections()
 	}()
-	eventually(t, 20*time.Second, "events followed", func() bool {
+	testkit.Eventually(t, 20*time.Second, "events followed", func() bool {
 		for _, stats := range second.fleet.Streams() {
-			return stats.Connected.Load() && s.rank(WorkerKey{}).events.pub.Subscribers() == 2
+			return stats.Connected.Load() && s.rank(kv.WorkerKey{}).Events.Pub.Subscribers() == 2
 		}
 		return false
 	})
@@ -426,101 +433,9 @@ func TestMockWorkerCanBeAttached(t *testing.T) {
 	if _, err := s.chat(t.Context(), chat, false, 1); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, 20*time.Second, "the second router knows the blocks", func() bool { return second.index.Blocks(WorkerKey{}) > 0 })
+	testkit.Eventually(t, 20*time.Second, "the second router knows the blocks", func() bool { return second.index.Blocks(kv.WorkerKey{}) > 0 })
 	if a, err := attached.chat(t.Context(), chat, false, 1); err != nil || a.predicted != a.cached || a.cached == 0 {
 		t.Error(a, err)
-	}
-}
-
-func TestMockWordsSurviveTheTokenizer(t *testing.T) {
-	models := map[string]*Model{}
-	builtin, err := OpenBuiltinModel()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer builtin.Close()
-	models["built-in"] = builtin
-	dir := filepath.Join(CacheDir(os.Getenv), "smollm2-135m-instruct")
-	if real, err := OpenModel(dir); err == nil {
-		defer real.Close()
-		models["SmolLM2"] = real
-	}
-	for name, model := range models {
-		words, err := newMockWords(model)
-		if err != nil {
-			t.Fatal(name, err)
-		}
-		tokens, texts := words.answer(7, 300)
-		text := strings.Join(texts, "")
-		if len(tokens) != 300 || model.Decode(tokens) != text {
-			t.Errorf("%s: %d tokens are %q, the text is %q", name, len(tokens), model.Decode(tokens), text)
-		}
-		if again := model.Encode(text, false); !slices.Equal(again[:290], tokens[:290]) {
-			t.Errorf("%s: the text has other tokens", name)
-		}
-	}
-}
-
-func TestBuiltinModelTakesAnyText(t *testing.T) {
-	model, err := OpenBuiltinModel()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer model.Close()
-	for _, text := range []string{"", "plain", "  two  spaces \t\n", "naïve 日本語 🙂", "<|im_start|>"} {
-		tokens := model.Encode(text, true)
-		if text != "<|im_start|>" && len(tokens) != len(text) {
-			t.Errorf("%q has %d tokens, it has %d bytes", text, len(tokens), len(text))
-		}
-		if back := model.Decode(tokens); back != text {
-			t.Errorf("%q came back as %q", text, back)
-		}
-	}
-	tokens, err := model.ChatTokens([]byte(`{"messages":[{"role":"user","content":"Hi"}]}`))
-	if want := "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"; err != nil || model.Decode(tokens) != want {
-		t.Errorf("%q, %v", model.Decode(tokens), err)
-	}
-}
-
-func TestSimEngineStoresOutputBlocksWhenTheyAreFull(t *testing.T) {
-	config := DefaultSimConfig()
-	config.Blocks, config.BlockSize = 20, 4
-	var stored []int
-	e := NewSimEngine(config, func(event SimEvent) {
-		if event.Stored {
-			for i := range event.Blocks {
-				stored = append(stored, event.First+i)
-			}
-			if event.HasParent != (event.First > 0) || event.HasParent && event.Parent != event.Request.Blocks[event.First-1].Engine {
-				t.Errorf("parent of %+v", event)
-			}
-		}
-	})
-	blocks := []StoredBlock{{1, 1}, {2, 2}, {3, 3}, {4, 4}}
-	r := &SimRequest{Blocks: blocks, Prompt: 6, Output: 10}
-	if err := e.Submit(r); err != nil {
-		t.Fatal(err)
-	}
-	var seen [][]int
-	for {
-		_, busy := e.Begin()
-		if !busy {
-			break
-		}
-		seen = append(seen, slices.Clone(stored))
-		e.End()
-	}
-	// 6 prompt tokens fill one block; the pass that computes the 8th token fills
-	// the second, that of the 12th the third; the 16th is never computed.
-	want := [][]int{{0}, {0}, {0, 1}, {0, 1}, {0, 1}, {0, 1}, {0, 1, 2}, {0, 1, 2}, {0, 1, 2}, {0, 1, 2}}
-	if fmt.Sprint(seen) != fmt.Sprint(want) {
-		t.Errorf("stored by pass: %v, want %v", seen, want)
-	}
-	next := &SimRequest{Blocks: blocks, Prompt: 15, Output: 1}
-	_ = e.Submit(next)
-	e.Begin()
-	if e.End(); next.Cached != 12 {
-		t.Errorf("the next turn found %d tokens", next.Cached)
 	}
 }
 
@@ -535,7 +450,7 @@ func TestMockSettingsAreChecked(t *testing.T) {
 		}
 	}
 	config := mustParse(t, machine, "--engine=mocker", "--mock-slow-worker=0=2,1=3.5", "--mock-hang-worker=1=10s", "--block-size=16")
-	if config.MockSlowWorker[1] != 3.5 || config.MockHangWorker[1] != 10*time.Second || config.ServedModelName != "mock" || config.Model != "" {
+	if config.Mock.MockSlowWorker[1] != 3.5 || config.Mock.MockHangWorker[1] != 10*time.Second || config.ServedModelName != "mock" || config.Model != "" {
 		t.Errorf("%+v", config)
 	}
 }
@@ -570,14 +485,14 @@ func TestMockedRequestsAreRecorded(t *testing.T) {
 }
 
 // readRecord reads a file of records.
-func readRecord(t *testing.T, file string) (lines []recordLine) {
+func readRecord(t *testing.T, file string) (lines []telemetry.RecordLine) {
 	t.Helper()
 	text, err := os.ReadFile(file)
 	if err != nil {
 		t.Fatal(err)
 	}
 	for line := range bytes.Lines(text) {
-		var r recordLine
+		var r telemetry.RecordLine
 		if err := json.Unmarshal(line, &r); err != nil {
 			t.Fatal(err)
 		}
@@ -600,14 +515,14 @@ func TestMockHangEndsStreamsWithAnError(t *testing.T) {
 		}()
 	}
 	w := s.rooms.mocker.Worker(0)
-	eventually(t, 20*time.Second, "all run", func() bool {
-		return w.ranks[0].currentLoad().Running == streams && w.ranks[0].counts.generationTokens.Load() > 2*streams
+	testkit.Eventually(t, 20*time.Second, "all run", func() bool {
+		return w.Ranks[0].CurrentLoad().Running == streams && w.Ranks[0].Counts.GenerationTokens.Load() > 2*streams
 	})
-	w.hung.Store(true)
+	w.Hung.Store(true)
 	for range streams {
 		if a := <-answers; !a.broken || a.finished {
 			t.Errorf("%+v", a)
 		}
 	}
-	w.End(errMockCrash) // only that ends the hanging requests
+	w.End(mocker.ErrMockCrash) // only that ends the hanging requests
 }

@@ -17,6 +17,13 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/engine"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/web"
+
 	"github.com/tidwall/gjson"
 )
 
@@ -72,7 +79,7 @@ func newSoak(site *mockSite, limit time.Duration) *soak {
 
 // soakText returns about n bytes of words.
 func soakText(random *rand.Rand, n int) string {
-	words := strings.Fields(mockVocabulary)
+	words := strings.Fields(mocker.Vocabulary)
 	var text strings.Builder
 	for text.Len() < n {
 		text.WriteString(words[random.IntN(len(words))])
@@ -139,7 +146,7 @@ func (s *soak) ask(messages []map[string]string, stream bool, tokens int) (text 
 	if stream {
 		fields["stream_options"] = map[string]bool{"include_usage": true}
 	}
-	body := mustJSON(fields)
+	body := mocker.MustJSON(fields)
 	request, _ := http.NewRequestWithContext(ctx, http.MethodPost, s.site.openAI+"/v1/chat/completions", bytes.NewReader(body))
 	response, err := s.client.Do(request)
 	if err != nil {
@@ -147,7 +154,7 @@ func (s *soak) ask(messages []map[string]string, stream bool, tokens int) (text 
 		return "", false
 	}
 	defer response.Body.Close()
-	var u Usage
+	var u proxy.Usage
 	whole, broken := false, false
 	if !stream || response.StatusCode != http.StatusOK {
 		answer, err := io.ReadAll(response.Body)
@@ -164,7 +171,7 @@ func (s *soak) ask(messages []map[string]string, stream bool, tokens int) (text 
 			})
 			return "", false
 		}
-		text, u, whole = gjson.GetBytes(answer, "choices.0.message.content").Str, readUsage(answer), true
+		text, u, whole = gjson.GetBytes(answer, "choices.0.message.content").Str, proxy.ReadUsage(answer), true
 	} else {
 		lines := bufio.NewScanner(response.Body)
 		lines.Buffer(nil, 1<<20)
@@ -178,13 +185,13 @@ func (s *soak) ask(messages []map[string]string, stream bool, tokens int) (text 
 				broken = true
 			default:
 				text += gjson.Get(data, "choices.0.delta.content").Str
-				if got := readUsage([]byte(data)); got.Known {
+				if got := proxy.ReadUsage([]byte(data)); got.Known {
 					u = got
 				}
 			}
 		}
 	}
-	predicted, _ := strconv.Atoi(response.Header.Get(headerOverlap))
+	predicted, _ := strconv.Atoi(response.Header.Get(web.HeaderOverlap))
 	s.note(func() {
 		switch {
 		case broken:
@@ -248,20 +255,20 @@ func (s *soak) compare(t *testing.T, asked [][]map[string]string) (found standin
 	t.Helper()
 	var prompts, sequences [][]uint64
 	for _, messages := range asked {
-		tokens, err := s.site.rooms.model.ChatTokens(mustJSON(map[string]any{"messages": messages}))
+		tokens, err := s.site.rooms.model.ChatTokens(mocker.MustJSON(map[string]any{"messages": messages}))
 		if err != nil {
 			t.Fatal(err)
 		}
-		local := HashBlocks(nil, tokens, s.site.rooms.config.BlockSize, "", "")
-		prompts, sequences = append(prompts, local), append(sequences, SequenceHashes(nil, local))
+		local := kv.HashBlocks(nil, tokens, s.site.rooms.config.BlockSize, "", "")
+		prompts, sequences = append(prompts, local), append(sequences, kv.SequenceHashes(nil, local))
 	}
-	var matches []Match
+	var matches []kv.Match
 	for i := range s.site.rooms.config.NumWorkers {
-		key := WorkerKey{Worker: uint64(i)}
-		if s.site.rooms.mocker.Worker(i).hung.Load() {
+		key := kv.WorkerKey{Worker: uint64(i)}
+		if s.site.rooms.mocker.Worker(i).Hung.Load() {
 			continue
 		}
-		s.site.rank(key).ask(t.Context(), func(e *SimEngine) {
+		s.site.rank(key).Ask(t.Context(), func(e *engine.Engine) {
 			limit := time.Now().Add(soakPause)
 			for !s.site.inStep(key) {
 				if time.Now().After(limit) {
@@ -271,7 +278,7 @@ func (s *soak) compare(t *testing.T, asked [][]map[string]string) (found standin
 			}
 			found.workers++
 			for n, local := range prompts {
-				cached := slices.IndexFunc(sequences[n], func(h uint64) bool { return e.pool.find(h) == 0 })
+				cached := slices.IndexFunc(sequences[n], func(h uint64) bool { return e.Pool.Find(h) == 0 })
 				if cached < 0 {
 					cached = len(local)
 				}
@@ -335,12 +342,12 @@ func (f footprint) String() string {
 func (s *soak) footprint() footprint {
 	var f footprint
 	for i := range s.site.rooms.config.NumWorkers {
-		e := s.site.rank(WorkerKey{Worker: uint64(i)}).events
-		e.mu.Lock()
-		for _, payload := range e.kept {
+		e := s.site.rank(kv.WorkerKey{Worker: uint64(i)}).Events
+		e.Mu.Lock()
+		for _, payload := range e.Kept {
 			f.replay += uint64(cap(payload))
 		}
-		e.mu.Unlock()
+		e.Mu.Unlock()
 	}
 	runtime.GC()
 	var stats runtime.MemStats
@@ -388,13 +395,13 @@ func TestSoak(t *testing.T) {
 // quiet waits until the goroutines of requests and their connections have ended.
 func (s *soak) quiet(t *testing.T, idle footprint) {
 	t.Helper()
-	eventually(t, 15*time.Second, "goroutines gone", func() bool { return runtime.NumGoroutine() <= idle.goroutines+20 })
+	testkit.Eventually(t, 15*time.Second, "goroutines gone", func() bool { return runtime.NumGoroutine() <= idle.goroutines+20 })
 }
 
 // freed waits until no request is booked and checks that none left anything.
 func (s *soak) freed(t *testing.T) {
 	t.Helper()
-	eventually(t, 20*time.Second, "all bookings freed", func() bool { return s.site.inFlight() == 0 })
+	testkit.Eventually(t, 20*time.Second, "all bookings freed", func() bool { return s.site.inFlight() == 0 })
 	for _, target := range s.site.rooms.router.Targets() {
 		if load := s.site.rooms.router.Load(target.Key); load.PrefillTokens != 0 {
 			t.Errorf("%v still has %d prompt tokens booked", target.Key, load.PrefillTokens)
@@ -429,9 +436,9 @@ func TestSoakWithFaults(t *testing.T) {
 	if s.exact == 0 {
 		t.Error("no answers")
 	}
-	eventually(t, 20*time.Second, "all bookings freed", func() bool {
+	testkit.Eventually(t, 20*time.Second, "all bookings freed", func() bool {
 		for i := range 8 {
-			if site.rooms.router.Load(WorkerKey{Worker: uint64(i)}).InFlight != 0 {
+			if site.rooms.router.Load(kv.WorkerKey{Worker: uint64(i)}).InFlight != 0 {
 				return false
 			}
 		}

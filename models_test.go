@@ -1,85 +1,19 @@
 package main
 
 import (
-	"context"
 	"fmt"
 	"io"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/web"
 	"net/http"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
-	"time"
 
 	"github.com/tidwall/gjson"
-	"go.uber.org/goleak"
 )
-
-const withLateAdapter = `{"data":[{"id":"base","parent":null},{"id":"late","parent":"base"}]}`
-
-func TestModelsAreLookedAtWithTheHealth(t *testing.T) {
-	defer goleak.VerifyNone(t)
-	a := newAttachedServer(t, twoRanks)
-	a.start()
-	f := attachedFleet(t, a, "")
-	var mu sync.Mutex
-	adapters := map[WorkerKey][]string{}
-	up := f.hooks.Up
-	f.hooks.Up = func(target Target) {
-		mu.Lock()
-		adapters[target.Key] = target.Adapters
-		mu.Unlock()
-		up(target)
-	}
-	f.timing.modelsEvery = f.timing.healthEvery
-	f.start()
-	f.wantEvents("up 3.0 g1", "up 3.1 g1")
-	a.set(func() { a.models = http.StatusServiceUnavailable }) // tells nothing, and changes nothing
-	a.set(func() { a.models, a.list = http.StatusOK, withLateAdapter })
-	f.wantEvents("up 3.0 g1", "up 3.1 g1", "up 3.0 g1", "up 3.1 g1")
-	mu.Lock()
-	defer mu.Unlock()
-	for _, key := range []WorkerKey{{3, 0}, {3, 1}} {
-		if !slices.Equal(adapters[key], []string{"late"}) {
-			t.Errorf("%v has the adapters %q", key, adapters[key])
-		}
-	}
-	if got := f.Workers()[0].Models; !slices.Equal(got, []string{"base", "late"}) {
-		t.Errorf("models %q", got)
-	}
-	f.stop()
-	a.server.Close()
-}
-
-func TestRequestsForUnknownModelsShareFewLooks(t *testing.T) {
-	defer goleak.VerifyNone(t)
-	a := newAttachedServer(t, "")
-	a.start()
-	f := attachedFleet(t, a, "")
-	f.timing.modelsEvery, f.timing.lookEvery, f.timing.lookLimit = time.Hour, time.Hour, 5*time.Second
-	f.start()
-	f.wantEvents("up 3.0 g1")
-	a.set(func() { a.list = withLateAdapter })
-	f.LookForModels(t.Context())
-	if got := f.Workers()[0].Models; !slices.Equal(got, []string{"base", "late"}) {
-		t.Errorf("models %q after the look", got)
-	}
-	// The next look is an hour away: these give up with their clients.
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
-	defer cancel()
-	var asking sync.WaitGroup
-	for range 20 {
-		asking.Go(func() { f.LookForModels(ctx) })
-	}
-	asking.Wait()
-	a.set(func() {
-		if a.listed != 2 { // when it was attached, and for the first
-			t.Errorf("the worker was asked %d times", a.listed)
-		}
-	})
-	f.stop()
-	a.server.Close()
-}
 
 // adapters sends an adapter's name to one of vLLM's two routes for them.
 func (s *mockSite) adapters(t *testing.T, base, route, name string) (status int, answer []byte) {
@@ -92,7 +26,7 @@ func TestAdapterLoadedAtRunTimeIsServed(t *testing.T) {
 	text := strings.Repeat("the same words ", 20)
 	chat := func(model string) (worker, problem string, cached, predicted int64) {
 		t.Helper()
-		response, err := http.Post(s.openAI+chatPath, "application/json", strings.NewReader(string(mustJSON(map[string]any{"model": model, "messages": say(text), "max_tokens": 1}))))
+		response, err := http.Post(s.openAI+testkit.ChatPath, "application/json", strings.NewReader(string(mocker.MustJSON(map[string]any{"model": model, "messages": say(text), "max_tokens": 1}))))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -101,14 +35,14 @@ func TestAdapterLoadedAtRunTimeIsServed(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		fmt.Sscan(response.Header.Get(headerOverlap), &predicted)
+		fmt.Sscan(response.Header.Get(web.HeaderOverlap), &predicted)
 		answer := gjson.ParseBytes(body)
-		return response.Header.Get(headerWorker), answer.Get("error.message").Str, answer.Get("usage.prompt_tokens_details.cached_tokens").Int(), predicted
+		return response.Header.Get(web.HeaderWorker), answer.Get("error.message").Str, answer.Get("usage.prompt_tokens_details.cached_tokens").Int(), predicted
 	}
 	if _, problem, _, _ := chat("late"); problem != "The model `late` does not exist." {
 		t.Errorf("before it is loaded: %q", problem)
 	}
-	for _, key := range []WorkerKey{{0, 0}, {0, 1}, {1, 0}, {1, 1}} { // the base model's blocks are everywhere
+	for _, key := range []kv.WorkerKey{{Worker: 0, Rank: 0}, {Worker: 0, Rank: 1}, {Worker: 1, Rank: 0}, {Worker: 1, Rank: 1}} { // the base model's blocks are everywhere
 		s.pinned(t, key, map[string]any{"messages": say(text), "max_tokens": 1})
 	}
 	if status, answer := s.adapters(t, s.workerURL(1), "load", "late"); status != 200 {
@@ -165,7 +99,7 @@ func TestMockAdaptersAreLoadedAsInVLLM(t *testing.T) {
 			t.Errorf("%s %s: %d %s", c.route, c.body, status, answer)
 		}
 	}
-	if _, list := get(t, s.workerURL(0)+"/v1/models"); gjson.GetBytes(list, "data.#.id").Raw != `["mock","a"]` {
+	if _, list := testkit.Get(t, s.workerURL(0)+"/v1/models"); gjson.GetBytes(list, "data.#.id").Raw != `["mock","a"]` {
 		t.Errorf("%s", list)
 	}
 }

@@ -3,6 +3,10 @@ package main
 import (
 	"context"
 	"fmt"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/vllm"
 	"math/rand/v2"
 	"net/http"
 	"os"
@@ -24,7 +28,7 @@ func TestMooncakeWorkersOnRealVLLM(t *testing.T) {
 		t.Skip("make test-mooncake runs it")
 	}
 	const limit = 10 * time.Minute // of a worker's start beside other work
-	ports := freePorts(t, 11)
+	ports := testkit.FreePorts(t, 11)
 	workers := startMooncakeWorkers(t, folder, ports+2)
 	started := time.Now()
 	kill := workers.start(prefill)
@@ -35,7 +39,7 @@ func TestMooncakeWorkersOnRealVLLM(t *testing.T) {
 	s.waitReady(2, limit)
 	t.Logf("both workers ready after %.0f s", time.Since(started).Seconds())
 	random := rand.New(rand.NewPCG(8, 8))
-	shared := func(result string) float64 { return s.shared(KindMooncake, result) }
+	shared := func(result string) float64 { return s.shared(kv.KindMooncake, result) }
 
 	// The first of an incarnation also introduces the workers to each other.
 	if a := s.send(question(words(random, 280)), true, 16); a.prefill != "0" || !strings.Contains(a.text, "Paris") {
@@ -49,7 +53,7 @@ func TestMooncakeWorkersOnRealVLLM(t *testing.T) {
 	}
 	reused := func() float64 { return s.engine(prefill, "vllm:prefix_cache_hits_total") }
 	exact := func() float64 { return sumOf(s.get(s.openAI+"/metrics"), `kvrouter_predictions_total{result="exact"}`) }
-	fetchedBefore, reusedBefore, exactBefore, first := fetched(), reused(), exact(), shared(sharedOK)
+	fetchedBefore, reusedBefore, exactBefore, first := fetched(), reused(), exact(), shared(proxy.SharedOK)
 	began, tokens := time.Now(), 0
 	for _, a := range s.traffic(chats, clients, 16, func(random *rand.Rand) func() []map[string]string {
 		own := words(random, 140)
@@ -61,8 +65,8 @@ func TestMooncakeWorkersOnRealVLLM(t *testing.T) {
 		tokens += a.prompt
 	}
 	took := time.Since(began)
-	eventually(t, 10*time.Second, "all chats counted as shared", func() bool { return shared(sharedOK)-first == chats })
-	eventually(t, 20*time.Second, "the prompts in the engines' own counts", func() bool {
+	testkit.Eventually(t, 10*time.Second, "all chats counted as shared", func() bool { return shared(proxy.SharedOK)-first == chats })
+	testkit.Eventually(t, 20*time.Second, "the prompts in the engines' own counts", func() bool {
 		return fetched()-fetchedBefore >= chats*shortest && reused()-reusedBefore >= (chats-clients)*2*64
 	})
 	t.Logf("%d chats in %.1f s: of %d prompt tokens the prefill worker had %v and the decode worker fetched %v; %v overlaps predicted exactly", chats, took.Seconds(),
@@ -73,13 +77,13 @@ func TestMooncakeWorkersOnRealVLLM(t *testing.T) {
 	// it would keep nothing.
 	for _, stream := range []bool{false, true} {
 		const endOfText = 2 // of SmolLM2: <|im_end|>
-		body := fmt.Sprintf(`{"messages":[{"role":"user","content":%s}],"max_tokens":8,"stream":%v,"logit_bias":{"%d":100}}`, quoted(words(random, 300)), stream, endOfText)
-		first, began := shared(sharedOK), time.Now()
-		status, answer := post(t, s.openAI+chatPath, body)
+		body := fmt.Sprintf(`{"messages":[{"role":"user","content":%s}],"max_tokens":8,"stream":%v,"logit_bias":{"%d":100}}`, proxy.Quoted(words(random, 300)), stream, endOfText)
+		first, began := shared(proxy.SharedOK), time.Now()
+		status, answer := post(t, s.openAI+testkit.ChatPath, body)
 		if status != http.StatusOK || !strings.Contains(string(answer), `"finish_reason":"stop"`) || strings.Contains(string(answer), `"error":`) {
 			t.Errorf("an answer of no token, streamed %v: %d %s", stream, status, answer)
 		}
-		eventually(t, 10*time.Second, "an answer of no token counted as shared", func() bool { return shared(sharedOK) == first+1 })
+		testkit.Eventually(t, 10*time.Second, "an answer of no token counted as shared", func() bool { return shared(proxy.SharedOK) == first+1 })
 		t.Logf("an answer of no token, streamed %v: after %.2f s", stream, time.Since(began).Seconds())
 	}
 	s.nothingHeld()
@@ -89,7 +93,7 @@ func TestMooncakeWorkersOnRealVLLM(t *testing.T) {
 	ctx, leave := context.WithCancel(t.Context())
 	defer leave()
 	var left sync.WaitGroup
-	abandoned := shared(sharedAbandoned)
+	abandoned := shared(proxy.SharedAbandoned)
 	for range leaving {
 		text := words(random, 1500)
 		left.Go(func() {
@@ -98,13 +102,13 @@ func TestMooncakeWorkersOnRealVLLM(t *testing.T) {
 			}
 		})
 	}
-	eventually(t, time.Minute, "the prefill worker at work and most of them with it", func() bool {
+	testkit.Eventually(t, time.Minute, "the prefill worker at work and most of them with it", func() bool {
 		running, waiting := s.engine(prefill, "vllm:num_requests_running"), s.engine(prefill, "vllm:num_requests_waiting")
 		return running > 0 && running+waiting > leaving/2
 	})
 	leave()
 	left.Wait()
-	eventually(t, 10*time.Second, "the clients seen to have left", func() bool { return shared(sharedAbandoned)-abandoned == leaving })
+	testkit.Eventually(t, 10*time.Second, "the clients seen to have left", func() bool { return shared(proxy.SharedAbandoned)-abandoned == leaving })
 	s.nothingHeld()
 
 	// Without the prefill worker the decode worker does all of it.
@@ -114,7 +118,7 @@ func TestMooncakeWorkersOnRealVLLM(t *testing.T) {
 		t.Errorf("the chat after the kill: %+v", a)
 	}
 	t.Logf("the chat after the kill: %.2f s", time.Since(began).Seconds())
-	eventually(t, time.Minute, "the prefill worker seen dead", func() bool { return s.workers()[prefill].Lifecycle != "schedulable" })
+	testkit.Eventually(t, time.Minute, "the prefill worker seen dead", func() bool { return s.workers()[prefill].Lifecycle != "schedulable" })
 
 	// It comes back to the same ports, and the decode worker fetches from it again.
 	began = time.Now()
@@ -159,20 +163,20 @@ func startMooncakeWorkers(t *testing.T, folder string, port int) *mooncakeWorker
 // the test does.
 func (m *mooncakeWorkers) start(i int) (kill func()) {
 	m.t.Helper()
-	plugins, err := filepath.Abs("plugin")
+	plugins, err := filepath.Abs("internal/vllm/plugin")
 	if err != nil {
 		m.t.Fatal(err)
 	}
-	spec, err := vllmCommand(m.cfg.vllmSettings(), i, plugins, m.environ)
+	spec, err := vllm.Command(m.cfg.vllmSettings(), i, plugins, m.environ)
 	if err != nil {
 		m.t.Fatal(err)
 	}
-	spec.argv = append(spec.argv, "--kv-transfer-config", fmt.Sprintf(
+	spec.Argv = append(spec.Argv, "--kv-transfer-config", fmt.Sprintf(
 		`{"kv_connector":"MooncakeConnector","kv_role":%q,"kv_load_failure_policy":"recompute","kv_connector_extra_config":{"mooncake_protocol":"tcp"}}`,
 		[]string{prefill: "kv_producer", decode: "kv_consumer"}[i]))
-	log, pid, ended := &logBuffer{}, make(chan int, 1), make(chan error, 1)
+	log, pid, ended := &testkit.LogBuffer{}, make(chan int, 1), make(chan error, 1)
 	go func() {
-		ended <- runProcess(spec, func(id int) { pid <- id }, func(_, text string) { fmt.Fprintln(log, text) })
+		ended <- vllm.RunProcess(spec, func(id int) { pid <- id }, func(_, text string) { fmt.Fprintln(log, text) })
 	}()
 	var group int
 	select {
@@ -181,7 +185,7 @@ func (m *mooncakeWorkers) start(i int) (kill func()) {
 		m.t.Fatal(err)
 	}
 	kill = sync.OnceFunc(func() {
-		if err := signalGroup(group, syscall.SIGKILL); err != nil {
+		if err := vllm.SignalGroup(group, syscall.SIGKILL); err != nil {
 			m.t.Error(err)
 		}
 		<-ended
@@ -189,7 +193,7 @@ func (m *mooncakeWorkers) start(i int) (kill func()) {
 	m.t.Cleanup(func() {
 		kill()
 		if m.t.Failed() {
-			m.t.Logf("end of worker %d's log:\n%s", i, log.end())
+			m.t.Logf("end of worker %d's log:\n%s", i, log.End())
 		}
 	})
 	return kill

@@ -13,6 +13,11 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/kv"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/selection"
+	"kvrouter/internal/testkit"
+
 	"github.com/tidwall/gjson"
 )
 
@@ -22,12 +27,12 @@ import (
 func TestPrefillAndDecodeWorkersOnRealVLLM(t *testing.T) {
 	s := &pairSite{startParts(t, []string{"--prefill-workers=1", "--decode-workers=1"}, 2, nil)}
 	before := s.workers()
-	for i, role := range []Role{prefill: RolePrefill, decode: RoleDecode} {
-		if given(before[i].Role, RoleBoth) != role || given(before[i].Kind, KindNone) != KindNIXL {
+	for i, role := range []kv.Role{prefill: kv.RolePrefill, decode: kv.RoleDecode} {
+		if selection.Given(before[i].Role, kv.RoleBoth) != role || selection.Given(before[i].Kind, kv.KindNone) != kv.KindNIXL {
 			t.Errorf("worker %d: %+v", i, before[i])
 		}
 	}
-	shared := func() float64 { return s.shared(KindNIXL, sharedOK) }
+	shared := func() float64 { return s.shared(kv.KindNIXL, proxy.SharedOK) }
 	random := rand.New(rand.NewPCG(5, 5))
 
 	// The answer is right, streamed or not, and was computed by two.
@@ -65,9 +70,9 @@ func TestPrefillAndDecodeWorkersOnRealVLLM(t *testing.T) {
 		}
 	}
 	// A request is counted when it has ended here, which its client need not wait for.
-	eventually(t, 10*time.Second, "all chats counted as shared", func() bool { return shared()-first == chats })
+	testkit.Eventually(t, 10*time.Second, "all chats counted as shared", func() bool { return shared()-first == chats })
 	// The engine shows what it counts with its next step, or ten seconds later.
-	eventually(t, 20*time.Second, "the engine's own count of transfers", func() bool {
+	testkit.Eventually(t, 20*time.Second, "the engine's own count of transfers", func() bool {
 		return s.engine(decode, "vllm:nixl_xfer_time_seconds_count")-moved >= chats
 	})
 	if n := s.engine(decode, "vllm:nixl_num_failed_transfers_total") + s.engine(prefill, "vllm:nixl_num_kv_expired_reqs_total"); n != 0 {
@@ -90,7 +95,7 @@ func TestPrefillAndDecodeWorkersOnRealVLLM(t *testing.T) {
 	} {
 		for _, stream := range []bool{false, true} {
 			first, moved := shared(), s.engine(decode, "vllm:nixl_xfer_time_seconds_count")
-			text := fmt.Sprintf(body, quoted(words(random, 300)), stream)
+			text := fmt.Sprintf(body, proxy.Quoted(words(random, 300)), stream)
 			if path == "/v1/completions" { // the others tell their usage unasked
 				text = strings.Replace(text, `"stream":true`, `"stream":true,"stream_options":{"include_usage":true}`, 1)
 			}
@@ -98,7 +103,7 @@ func TestPrefillAndDecodeWorkersOnRealVLLM(t *testing.T) {
 			if u := lastUsage(answer); status != http.StatusOK || u.PromptTokens < 300 || u.OutputTokens != 4 {
 				t.Errorf("%s streamed %v: %d, usage %+v in %s", path, stream, status, u, answer)
 			}
-			eventually(t, 20*time.Second, path+" counted as shared and as a transfer", func() bool {
+			testkit.Eventually(t, 20*time.Second, path+" counted as shared and as a transfer", func() bool {
 				return shared() == first+1 && s.engine(decode, "vllm:nixl_xfer_time_seconds_count") == moved+1
 			})
 		}
@@ -114,7 +119,7 @@ func TestPrefillAndDecodeWorkersOnRealVLLM(t *testing.T) {
 		}
 		dying <- a
 	}()
-	eventually(t, 30*time.Second, "the prefill worker at work", func() bool { return s.workers()[prefill].InFlight > 0 })
+	testkit.Eventually(t, 30*time.Second, "the prefill worker at work", func() bool { return s.workers()[prefill].InFlight > 0 })
 	if err := syscall.Kill(-before[prefill].PID, syscall.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
@@ -126,13 +131,13 @@ func TestPrefillAndDecodeWorkersOnRealVLLM(t *testing.T) {
 	}
 
 	// It comes back to its part and its place.
-	eventually(t, time.Minute, "the prefill worker seen dead", func() bool {
+	testkit.Eventually(t, time.Minute, "the prefill worker seen dead", func() bool {
 		w := s.workers()[prefill]
 		return w.Restarts > 0 || w.Lifecycle != "schedulable"
 	})
 	s.waitReady(2, 5*time.Minute)
 	after := s.workers()[prefill]
-	if after.Restarts != 1 || *after.Endpoint != *before[prefill].Endpoint || given(after.Role, RoleBoth) != RolePrefill {
+	if after.Restarts != 1 || *after.Endpoint != *before[prefill].Endpoint || selection.Given(after.Role, kv.RoleBoth) != kv.RolePrefill {
 		t.Errorf("after the restart: %+v", after)
 	}
 	if a := s.send(question(words(random, 280)), true, 16); a.prefill != "0" || !strings.Contains(a.text, "Paris") {
@@ -153,7 +158,7 @@ func (s *pairSite) engine(worker int, name string) float64 {
 }
 
 // shared returns how many shared requests the router counts that ended so.
-func (s *pairSite) shared(kind Kind, result string) float64 {
+func (s *pairSite) shared(kind kv.Kind, result string) float64 {
 	return sumOf(s.get(s.openAI+"/metrics"), fmt.Sprintf("kvrouter_disagg_requests_total{kind=%q,result=%q}", kind, result))
 }
 
@@ -210,7 +215,7 @@ func (s *pairSite) traffic(chats, clients, maxTokens int, conversation func(*ran
 // blocks.
 func (s *pairSite) nothingHeld() {
 	s.t.Helper()
-	eventually(s.t, 10*time.Second, "both workers without bookings and used blocks", func() bool {
+	testkit.Eventually(s.t, 10*time.Second, "both workers without bookings and used blocks", func() bool {
 		workers := s.workers()
 		for i, w := range workers {
 			if w.InFlight != 0 || w.PrefillTokens != 0 || s.engine(i, "vllm:kv_cache_usage_perc") != 0 {
@@ -222,9 +227,9 @@ func (s *pairSite) nothingHeld() {
 }
 
 // lastUsage returns the last usage that an answer tells, be it a stream or not.
-func lastUsage(answer []byte) (last Usage) {
+func lastUsage(answer []byte) (last proxy.Usage) {
 	for line := range bytes.Lines(answer) {
-		if u := readUsage(bytes.TrimPrefix(line, []byte("data: "))); u.Known {
+		if u := proxy.ReadUsage(bytes.TrimPrefix(line, []byte("data: "))); u.Known {
 			last = u
 		}
 	}

@@ -8,6 +8,11 @@ import (
 	"strings"
 	"testing"
 
+	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/vllm"
+	"kvrouter/internal/workers"
+
 	"github.com/google/go-cmp/cmp"
 )
 
@@ -44,7 +49,7 @@ func TestPrefillAndDecodeWorkersAreStartedForTheirParts(t *testing.T) {
 			args := append([]string{"--python", "py", "--model", "org/name", "--prefill-workers", "1", "--decode-workers", "2"}, strings.Fields(test.args)...)
 			cfg := mustParse(t, testMachine(t, test.gpus...), args...)
 			for i, port := range test.ports {
-				spec, err := vllmCommand(cfg.vllmSettings(), i, "/plugin", test.env)
+				spec, err := vllm.Command(cfg.vllmSettings(), i, "/plugin", test.env)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -52,17 +57,17 @@ func TestPrefillAndDecodeWorkersAreStartedForTheirParts(t *testing.T) {
 				if i == 0 {
 					role = producer
 				}
-				if want := role + test.device + `,"kv_load_failure_policy":"recompute"}`; !slices.Contains(spec.argv, want) {
-					t.Errorf("worker %d: no %s in %q", i, want, spec.argv)
+				if want := role + test.device + `,"kv_load_failure_policy":"recompute"}`; !slices.Contains(spec.Argv, want) {
+					t.Errorf("worker %d: no %s in %q", i, want, spec.Argv)
 				}
 				for _, want := range append(test.want, "VLLM_NIXL_SIDE_CHANNEL_HOST=127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT="+port) {
-					if !slices.Contains(spec.env, want) {
-						t.Errorf("worker %d: no %s in %q", i, want, spec.env)
+					if !slices.Contains(spec.Env, want) {
+						t.Errorf("worker %d: no %s in %q", i, want, spec.Env)
 					}
 				}
 				for _, not := range test.not {
-					if slices.Contains(spec.env, not) {
-						t.Errorf("worker %d: %s in %q", i, not, spec.env)
+					if slices.Contains(spec.Env, not) {
+						t.Errorf("worker %d: %s in %q", i, not, spec.Env)
 					}
 				}
 			}
@@ -81,9 +86,9 @@ func TestPrefillAndDecodeWorkersAreStartedForTheirParts(t *testing.T) {
 
 func TestWorkersWithoutPartsHaveNoSideChannel(t *testing.T) {
 	cfg := mustParse(t, testMachine(t), "--python", "py", "--model", "org/name", "--", "--kv-transfer-config", "{}")
-	spec, err := vllmCommand(cfg.vllmSettings(), 0, "/plugin", nil)
-	if err != nil || !slices.Contains(spec.argv, "{}") || strings.Contains(strings.Join(spec.env, " "), "NIXL") {
-		t.Errorf("%q %q %v", spec.argv, spec.env, err)
+	spec, err := vllm.Command(cfg.vllmSettings(), 0, "/plugin", nil)
+	if err != nil || !slices.Contains(spec.Argv, "{}") || strings.Contains(strings.Join(spec.Env, " "), "NIXL") {
+		t.Errorf("%q %q %v", spec.Argv, spec.Env, err)
 	}
 	for _, use := range cfg.ports() {
 		if use.flag == "--base-nixl-port" {
@@ -94,7 +99,7 @@ func TestWorkersWithoutPartsHaveNoSideChannel(t *testing.T) {
 
 func TestStartedWorkersHaveTheirParts(t *testing.T) {
 	python := filepath.Join(t.TempDir(), "python")
-	writeFile(t, python, "#!/bin/sh\nexit $NIXL_EXIT\n")
+	testkit.WriteFile(t, python, "#!/bin/sh\nexit $NIXL_EXIT\n")
 	if err := os.Chmod(python, 0o700); err != nil {
 		t.Fatal(err)
 	}
@@ -106,14 +111,14 @@ func TestStartedWorkersHaveTheirParts(t *testing.T) {
 	log := slog.New(slog.DiscardHandler)
 
 	t.Setenv("NIXL_EXIT", "3")
-	if _, err := NewLauncher(apart.vllmSettings(), log); err == nil || !strings.Contains(err.Error(), "no NIXL") || !strings.Contains(err.Error(), "make setup") {
+	if _, err := vllm.NewLauncher(apart.vllmSettings(), log); err == nil || !strings.Contains(err.Error(), "no NIXL") || !strings.Contains(err.Error(), "make setup") {
 		t.Errorf("without NIXL: %v", err)
 	}
-	if _, err := NewLauncher(whole.vllmSettings(), log); err != nil {
+	if _, err := vllm.NewLauncher(whole.vllmSettings(), log); err != nil {
 		t.Errorf("NIXL is asked for where nobody needs it: %v", err)
 	}
 	t.Setenv("NIXL_EXIT", "1")
-	if _, err := NewLauncher(apart.vllmSettings(), log); err == nil || !strings.Contains(err.Error(), "cannot be asked") {
+	if _, err := vllm.NewLauncher(apart.vllmSettings(), log); err == nil || !strings.Contains(err.Error(), "cannot be asked") {
 		t.Errorf("with a Python that does not work: %v", err)
 	}
 
@@ -121,15 +126,15 @@ func TestStartedWorkersHaveTheirParts(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		cfg  Config
-		want []Disagg
+		want []kv.Disagg
 	}{
-		{"apart", apart, []Disagg{{Role: RolePrefill, Kind: KindNIXL}, {Role: RolePrefill, Kind: KindNIXL}, {Role: RoleDecode, Kind: KindNIXL}}},
-		{"whole", whole, []Disagg{{}, {}}},
+		{"apart", apart, []kv.Disagg{{Role: kv.RolePrefill, Kind: kv.KindNIXL}, {Role: kv.RolePrefill, Kind: kv.KindNIXL}, {Role: kv.RoleDecode, Kind: kv.KindNIXL}}},
+		{"whole", whole, []kv.Disagg{{}, {}}},
 	} {
-		fleet := NewFleet(test.cfg.fleetSettings(), nil, nil, FleetHooks{}, log)
-		var parts []Disagg
-		for _, w := range fleet.members() {
-			parts = append(parts, w.spec.Disagg)
+		fleet := workers.NewFleet(test.cfg.fleetSettings(), nil, nil, workers.Hooks{}, log)
+		var parts []kv.Disagg
+		for _, w := range fleet.Members() {
+			parts = append(parts, w.Spec.Disagg)
 		}
 		if diff := cmp.Diff(test.want, parts); diff != "" {
 			t.Errorf("%s: %s", test.name, diff)

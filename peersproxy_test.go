@@ -16,6 +16,11 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/tokens"
+	"kvrouter/internal/web"
+
 	"github.com/vmihailenco/msgpack/v5"
 	"github.com/zeebo/xxh3"
 )
@@ -38,7 +43,7 @@ func TestPeersBackends(t *testing.T) {
 	model := testModel(t)
 	for id, port := range strings.Split(ports, ",") {
 		b := &peersBackend{
-			id: strconv.Itoa(id), model: model, publisher: newFakePublisher(t),
+			id: strconv.Itoa(id), model: model, publisher: testkit.NewFakePublisher(t),
 			prompts: make(chan []byte, 1<<16), seen: map[uint64]bool{}, blocks: map[uint64]bool{},
 		}
 		go b.publish() // ends with the process
@@ -56,8 +61,8 @@ func TestPeersBackends(t *testing.T) {
 // peersBackend is one engine of TestPeersBackends.
 type peersBackend struct {
 	id        string
-	model     *Model
-	publisher *fakePublisher
+	model     *tokens.Model
+	publisher *testkit.FakePublisher
 	prompts   chan []byte // computed, and not yet told of
 
 	mu     sync.Mutex      // guards all below
@@ -151,7 +156,7 @@ func (b *peersBackend) handler() http.Handler {
 // chain returns a prompt's length in tokens and its blocks.
 func (b *peersBackend) chain(body []byte) (tokens []uint32, chain []uint64, err error) {
 	tokens, err = b.model.ChatTokens(body)
-	return tokens, SequenceHashes(nil, HashBlocks(nil, tokens, peersBlock, "", "")), err
+	return tokens, kv.SequenceHashes(nil, kv.HashBlocks(nil, tokens, peersBlock, "", "")), err
 }
 
 // truth returns a prompt's length and how much of it an engine would find cached
@@ -186,7 +191,7 @@ func (b *peersBackend) publish() {
 
 // store caches a prompt and returns the event that tells of it; nil: all of it
 // was cached.
-func (b *peersBackend) store(body []byte) (testEvent, error) {
+func (b *peersBackend) store(body []byte) (testkit.TestEvent, error) {
 	tokens, chain, err := b.chain(body)
 	if err != nil {
 		return nil, err
@@ -196,7 +201,7 @@ func (b *peersBackend) store(body []byte) (testEvent, error) {
 	if len(b.blocks)+len(chain) > peersBlocks {
 		clear(b.blocks)
 		clear(b.seen)
-		b.send(testEvent{"cleared": true})
+		b.send(testkit.TestEvent{"cleared": true})
 	}
 	first := slices.IndexFunc(chain, func(h uint64) bool { return !b.blocks[h] })
 	if first < 0 {
@@ -205,20 +210,20 @@ func (b *peersBackend) store(body []byte) (testEvent, error) {
 	for _, h := range chain[first:] {
 		b.blocks[h] = true
 	}
-	event := testEvent{"stored": chain[first:], "tokens": tokens[first*peersBlock : len(chain)*peersBlock], "block_size": peersBlock}
+	event := testkit.TestEvent{"stored": chain[first:], "tokens": tokens[first*peersBlock : len(chain)*peersBlock], "block_size": peersBlock}
 	if first > 0 {
 		event["parent"] = chain[first-1]
 	}
 	return event, nil
 }
 
-func (b *peersBackend) send(e testEvent) {
-	payload, err := msgpack.Marshal([]any{float64(time.Now().UnixNano()) / 1e9, []any{e.wire()}, 0})
+func (b *peersBackend) send(e testkit.TestEvent) {
+	payload, err := msgpack.Marshal([]any{float64(time.Now().UnixNano()) / 1e9, []any{e.Wire()}, 0})
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		return
 	}
-	b.publisher.payload(false, payload)
+	b.publisher.Payload(false, payload)
 }
 
 // peersLoad is what TestPeersLoad is to do.
@@ -338,7 +343,7 @@ func checkPeersLoad(client *http.Client, url string, bodies [][]byte) (wrong []s
 			wrong = append(wrong, err.Error())
 			continue
 		}
-		worker, said := header.Get(headerWorker), header.Get(headerOverlap)
+		worker, said := header.Get(web.HeaderWorker), header.Get(web.HeaderOverlap)
 		engine, cached := header.Get(headerPeersEngine), header.Get(headerPeersCached)
 		if worker != engine || said != cached || cached == "" {
 			wrong = append(wrong, fmt.Sprintf("the router said %q tokens are cached on worker %q, engine %q had %q", said, worker, engine, cached))

@@ -1,151 +1,13 @@
 package main
 
 import (
-	"bufio"
-	"context"
-	"fmt"
 	"io"
-	"net"
+	"kvrouter/internal/testkit"
 	"net/http"
 	"net/http/httptest"
-	"syscall"
 	"testing"
-	"testing/synctest"
 	"time"
 )
-
-// TestUnusedConnectionsAreClosedBeforeTheWorkerDoes holds the wait of uvicorn,
-// vLLM's HTTP server, against ours.
-func TestUnusedConnectionsAreClosedBeforeTheWorkerDoes(t *testing.T) {
-	const uvicornWaits = 5 * time.Second
-	synctest.Test(t, func(t *testing.T) {
-		proxy := NewProxy(nil, 0, nil)
-		dialed := 0
-		unused := make(chan time.Duration, 2) // how long before a connection was closed
-		proxy.client.Transport.(*http.Transport).DialContext = func(context.Context, string, string) (net.Conn, error) {
-			dialed++
-			ours, theirs := net.Pipe()
-			go func() { // ends when ours is closed
-				answered := time.Now()
-				for requests := bufio.NewReader(theirs); ; answered = time.Now() {
-					if _, err := http.ReadRequest(requests); err != nil {
-						unused <- time.Since(answered)
-						return
-					}
-					io.WriteString(theirs, "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
-				}
-			}()
-			return ours, nil
-		}
-		for range 3 {
-			if _, _, err := proxy.Ask(t.Context(), Target{URL: "http://worker"}, http.MethodGet, "/health", nil, nil); err != nil {
-				t.Fatal(err)
-			}
-			synctest.Wait() // the connection is back in the pool
-		}
-		if dialed != 1 {
-			t.Errorf("%d connections for three requests in turn", dialed)
-		}
-		if waited := <-unused; waited < time.Second || waited >= uvicornWaits {
-			t.Errorf("an unused connection was kept for %s, want less than the worker's %s", waited, uvicornWaits)
-		}
-	})
-}
-
-// TestNoDelayOnBothSides: a chunk must not wait for the acknowledgement of the
-// one before.
-func TestNoDelayOnBothSides(t *testing.T) {
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer listener.Close()
-	accepted := make(chan net.Conn, 1)
-	go func() { // ends with the listener
-		if conn, err := listener.Accept(); err == nil {
-			accepted <- conn
-		}
-	}()
-	dial := NewProxy(nil, 0, nil).client.Transport.(*http.Transport).DialContext
-	toWorker, err := dial(t.Context(), "tcp", listener.Addr().String())
-	if err != nil {
-		t.Fatal(err)
-	}
-	fromClient := <-accepted
-	for side, conn := range map[string]net.Conn{"to the worker": toWorker, "from the client": fromClient} {
-		defer conn.Close()
-		raw, err := conn.(*net.TCPConn).SyscallConn()
-		if err != nil {
-			t.Fatal(err)
-		}
-		raw.Control(func(fd uintptr) {
-			if on, err := syscall.GetsockoptInt(int(fd), syscall.IPPROTO_TCP, syscall.TCP_NODELAY); err != nil || on == 0 {
-				t.Errorf("the connection %s has TCP_NODELAY %d, %v", side, on, err)
-			}
-		})
-	}
-}
-
-func TestOutputBlocksAreBookedAsAStreamGrows(t *testing.T) {
-	proceed := make(chan struct{})
-	worker := newFakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
-		w.Header().Set("Content-Type", "text/event-stream")
-		for range 3 {
-			for range testBlock {
-				fmt.Fprintf(w, "data: %s\n\n", tokenEvent)
-			}
-			w.(http.Flusher).Flush()
-			<-proceed
-		}
-	})
-	for _, tracked := range []bool{true, false} {
-		router, _ := newClockedRouter(t, 0, DefaultRouterKnobs())
-		router.Up(Target{Key: WorkerKey{}, URL: worker.URL})
-		proxy := NewProxy(unobserved{}, time.Minute, func(uint64) {})
-		proxy.outputBlocks = tracked
-		done := make(chan error, 1)
-		go func() {
-			u := Upstream{Method: http.MethodPost, Path: chatPath, Header: http.Header{headerRequest: {"r"}}}
-			done <- proxy.Forward(t.Context(), httptest.NewRecorder(), u, &Exchange{}, func([]uint64) (Decision, error) {
-				return router.Route(t.Context(), Request{Tokens: count(1, 2*testBlock)})
-			})
-		}()
-		for i := range 3 {
-			want := WorkerLoad{PotentialDecodeBlocks: 2, ActiveRequests: 1}
-			if tracked {
-				want.PotentialDecodeBlocks += i + 1
-			}
-			eventually(t, 5*time.Second, fmt.Sprintf("%+v", want), func() bool { return router.Loads()[0] == want })
-			proceed <- struct{}{}
-		}
-		if err := <-done; err != nil {
-			t.Error(err)
-		}
-		expectLoad(t, router, 0, 0, 0)
-		proxy.client.CloseIdleConnections()
-	}
-}
-
-func TestUsageSaysWhetherCachedTokensWereLeftOut(t *testing.T) {
-	for _, test := range []struct {
-		name, answer string
-		want         Usage
-	}{
-		{"told", `{"usage":{"prompt_tokens":9,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":4}}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2, CachedKnown: true, CachedTokens: 4}},
-		{"told none", `{"usage":{"prompt_tokens":9,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":0}}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2, CachedKnown: true}},
-		{"null", `{"usage":{"prompt_tokens":9,"completion_tokens":2,"prompt_tokens_details":null}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2, CachedUntold: true}},
-		{"left out", `{"usage":{"prompt_tokens":9,"completion_tokens":2}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2, CachedUntold: true}},
-		{"null inside", `{"usage":{"prompt_tokens":9,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":null}}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2, CachedUntold: true}},
-		{"responses", `{"response":{"usage":{"input_tokens":9,"output_tokens":2,"input_tokens_details":{"cached_tokens":4}}}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2, CachedKnown: true, CachedTokens: 4}},
-		{"embeddings generate nothing", `{"usage":{"prompt_tokens":9,"completion_tokens":0,"prompt_tokens_details":null}}`, Usage{Known: true, PromptTokens: 9}},
-		{"messages have no place for them", `{"usage":{"input_tokens":9,"output_tokens":2}}`, Usage{Known: true, PromptTokens: 9, OutputTokens: 2}},
-		{"nothing", `{"usage":null}`, Usage{}},
-	} {
-		if got := readUsage([]byte(test.answer)); got != test.want {
-			t.Errorf("%s: %+v, want %+v", test.name, got, test.want)
-		}
-	}
-}
 
 // TestCachedTokensThatSayNothingOfTheCacheAreLeftOut is about requests for which
 // which an engine computes a prompt anew.
@@ -164,15 +26,15 @@ func TestCachedTokensThatSayNothingOfTheCacheAreLeftOut(t *testing.T) {
 		{`"prompt":[1,2,3],"echo":true,"logprobs":1`, false},
 		{`"prompt":[1,2,3],"echo":true`, true},
 	} {
-		h := newHouse(t, Config{}, worker.URL)
+		h := newTestAPI(t, Config{}, worker.URL)
 		if response, answer := h.post(t, "/v1/completions", "{"+test.fields+"}"); response.StatusCode != http.StatusOK {
 			t.Fatalf("%s: %s", response.Status, answer)
 		}
-		eventually(t, 10*time.Second, "the booking has ended", func() bool { return h.router.Load(w0).InFlight == 0 })
-		h.router.mu.Lock()
-		if heard := h.router.TellsCached(w0); heard != test.heard {
+		testkit.Eventually(t, 10*time.Second, "the booking has ended", func() bool { return h.router.Load(testkit.W0).InFlight == 0 })
+		h.router.Mu.Lock()
+		if heard := h.router.TellsCached(testkit.W0); heard != test.heard {
 			t.Errorf("%s: heard of cached tokens %v, want %v", test.fields, heard, test.heard)
 		}
-		h.router.mu.Unlock()
+		h.router.Mu.Unlock()
 	}
 }

@@ -10,6 +10,11 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/hints"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/testkit"
+
 	"github.com/tidwall/gjson"
 )
 
@@ -18,7 +23,7 @@ import (
 func attachTo(t *testing.T, s *mockSite, args ...string) *mockSite {
 	t.Helper()
 	second := startBeside(t, s, "", args...)
-	eventually(t, 20*time.Second, "all ranks followed", func() bool {
+	testkit.Eventually(t, 20*time.Second, "all ranks followed", func() bool {
 		followed := 0
 		for _, stats := range second.rooms.fleet.Streams() {
 			if stats.Connected.Load() && !stats.Cold.Load() {
@@ -35,15 +40,15 @@ func attachTo(t *testing.T, s *mockSite, args ...string) *mockSite {
 // say of each of them.
 func startBeside(t *testing.T, s *mockSite, worker string, args ...string) *mockSite {
 	t.Helper()
-	port := freePorts(t, 2)
+	port := testkit.FreePorts(t, 2)
 	all := []string{"--engine=none", "--seed=1", fmt.Sprintf("--http-port=%d", port), fmt.Sprintf("--router-port=%d", port+1)}
 	for i := range s.rooms.config.NumWorkers {
 		all = append(all, fmt.Sprintf("--worker=url=%s,id=%d%s", s.workerURL(i), i, worker))
 	}
 	second := &mockSite{t: t, site: &site{
-		openAI: fmt.Sprintf("http://127.0.0.1:%d", port), selection: fmt.Sprintf("http://127.0.0.1:%d", port+1), log: &logBuffer{},
+		openAI: fmt.Sprintf("http://127.0.0.1:%d", port), selection: fmt.Sprintf("http://127.0.0.1:%d", port+1), log: &testkit.LogBuffer{},
 	}}
-	second.rooms, second.end = runRooms(t, second.log, append(all, args...)...)
+	second.rooms, second.end = runApp(t, second.log, append(all, args...)...)
 	t.Cleanup(func() {
 		if err := second.end(); err != nil {
 			t.Error(err)
@@ -53,24 +58,24 @@ func startBeside(t *testing.T, s *mockSite, worker string, args ...string) *mock
 }
 
 // pinned sends a chat to one rank and returns its answer.
-func (s *mockSite) pinned(t *testing.T, key WorkerKey, body map[string]any) (answer gjson.Result, predicted int64) {
+func (s *mockSite) pinned(t *testing.T, key kv.WorkerKey, body map[string]any) (answer gjson.Result, predicted int64) {
 	t.Helper()
 	body["nvext"] = map[string]any{"backend_instance_id": key.Worker, "dp_rank": key.Rank}
-	return s.ask(t, mustJSON(body))
+	return s.ask(t, mocker.MustJSON(body))
 }
 
 func TestAttachedRanksAreWorkersOfTheirOwn(t *testing.T) {
 	farm := startMockSite(t, 2, "--mock-data-parallel-size=2", "--mock-lora=sql")
 	s := attachTo(t, farm, "--policy=kv")
-	computed := func(key WorkerKey) int64 { return farm.rank(key).counts.promptTokens.Load() }
+	computed := func(key kv.WorkerKey) int64 { return farm.rank(key).Counts.PromptTokens.Load() }
 	text := strings.Repeat("keep the ranks apart ", 20)
-	settle := func(want WorkerKey, blocks int) {
+	settle := func(want kv.WorkerKey, blocks int) {
 		t.Helper()
-		eventually(t, 20*time.Second, fmt.Sprintf("%d blocks on %v", blocks, want), func() bool { return s.rooms.index.Blocks(want) == blocks })
+		testkit.Eventually(t, 20*time.Second, fmt.Sprintf("%d blocks on %v", blocks, want), func() bool { return s.rooms.index.Blocks(want) == blocks })
 	}
 
 	// The chosen rank reaches the worker, and its events are its own.
-	key := WorkerKey{Worker: 1, Rank: 1}
+	key := kv.WorkerKey{Worker: 1, Rank: 1}
 	first, predicted := s.pinned(t, key, map[string]any{"messages": say(text), "max_tokens": 1})
 	if predicted != 0 || first.Get("usage.prompt_tokens_details.cached_tokens").Int() != 0 {
 		t.Errorf("cached before anything was: %s", first.Raw)
@@ -87,14 +92,14 @@ func TestAttachedRanksAreWorkersOfTheirOwn(t *testing.T) {
 	messages := say(text)
 	for turn := range 4 {
 		messages = append(messages, map[string]string{"role": "assistant", "content": "And then?"}, map[string]string{"role": "user", "content": strings.Repeat(fmt.Sprint("turn ", turn, " "), 20)})
-		answer, predicted := s.ask(t, mustJSON(map[string]any{"messages": messages, "max_tokens": 1}))
+		answer, predicted := s.ask(t, mocker.MustJSON(map[string]any{"messages": messages, "max_tokens": 1}))
 		cached, prompt := answer.Get("usage.prompt_tokens_details.cached_tokens").Int(), int(answer.Get("usage.prompt_tokens").Int())
 		if predicted != cached || cached == 0 {
 			t.Errorf("turn %d: %d cached, %d predicted", turn, cached, predicted)
 		}
 		settle(key, prompt/64)
 	}
-	if n := computed(WorkerKey{Worker: 1, Rank: 0}) + computed(WorkerKey{Worker: 0, Rank: 0}) + computed(WorkerKey{Worker: 0, Rank: 1}); n != 0 {
+	if n := computed(kv.WorkerKey{Worker: 1, Rank: 0}) + computed(kv.WorkerKey{Worker: 0, Rank: 0}) + computed(kv.WorkerKey{Worker: 0, Rank: 1}); n != 0 {
 		t.Errorf("%d tokens were computed elsewhere", n)
 	}
 
@@ -113,7 +118,7 @@ func TestAttachedRanksAreWorkersOfTheirOwn(t *testing.T) {
 			settle(key, held)
 		}
 	}
-	_, list := get(t, s.openAI+"/v1/models")
+	_, list := testkit.Get(t, s.openAI+"/v1/models")
 	if got := gjson.GetBytes(list, "data.#.id").Raw; got != `["mock","sql"]` {
 		t.Errorf("models %s", got)
 	}
@@ -125,22 +130,22 @@ func TestAttachedRanksAreWorkersOfTheirOwn(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	request, err := http.NewRequestWithContext(ctx, http.MethodPost, s.openAI+chatPath, bytes.NewReader(body))
+	request, err := http.NewRequestWithContext(ctx, http.MethodPost, s.openAI+testkit.ChatPath, bytes.NewReader(body))
 	if err != nil {
 		t.Fatal(err)
 	}
-	request.Header.Set(headerPinnedWorker, "0")
-	request.Header.Set(headerPinnedRank, "1")
+	request.Header.Set(hints.HeaderPinnedWorker, "0")
+	request.Header.Set(hints.HeaderPinnedRank, "1")
 	response, err := http.DefaultClient.Do(request)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer response.Body.Close()
-	eventually(t, 20*time.Second, "a running request on the one rank", func() bool { return s.rooms.router.Load(WorkerKey{Worker: 0, Rank: 1}).Running == 1 })
-	if load := s.rooms.router.Load(WorkerKey{Worker: 0, Rank: 0}); load.Running != 0 || load.InFlight != 0 || load.At.IsZero() {
+	testkit.Eventually(t, 20*time.Second, "a running request on the one rank", func() bool { return s.rooms.router.Load(kv.WorkerKey{Worker: 0, Rank: 1}).Running == 1 })
+	if load := s.rooms.router.Load(kv.WorkerKey{Worker: 0, Rank: 0}); load.Running != 0 || load.InFlight != 0 || load.At.IsZero() {
 		t.Errorf("the other rank shows %+v", load)
 	}
-	_, page := get(t, s.openAI+"/metrics")
+	_, page := testkit.Get(t, s.openAI+"/metrics")
 	for _, want := range []string{
 		`kvrouter_worker_running_requests{dp_rank="1",worker_id="0"} 1`, `kvrouter_worker_in_flight{dp_rank="0",worker_id="0"} 0`,
 		`dynamo_frontend_worker_active_decode_blocks{dp_rank="0",worker_id="0",worker_type="decode"} 0`,
@@ -151,5 +156,5 @@ func TestAttachedRanksAreWorkersOfTheirOwn(t *testing.T) {
 		}
 	}
 	cancel()
-	eventually(t, 20*time.Second, "nothing in flight", func() bool { return s.rooms.router.Load(WorkerKey{Worker: 0, Rank: 1}).InFlight == 0 })
+	testkit.Eventually(t, 20*time.Second, "nothing in flight", func() bool { return s.rooms.router.Load(kv.WorkerKey{Worker: 0, Rank: 1}).InFlight == 0 })
 }

@@ -2,6 +2,11 @@ package main
 
 import (
 	"errors"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/selection"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/workers"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -31,22 +36,22 @@ func registeredSite(t *testing.T) (s *selectionSite, worker *healthServer, spec 
 	}))
 	t.Cleanup(worker.Close)
 	s = startSelection(t)
-	s.rooms.fleet.timing.healthEvery = 20 * time.Millisecond
-	events, err := newMockEvents("127.0.0.1:0", "127.0.0.1:0", 4)
+	s.rooms.fleet.Timing.HealthEvery = 20 * time.Millisecond
+	events, err := mocker.NewEvents("127.0.0.1:0", "127.0.0.1:0", 4)
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(events.close)
+	t.Cleanup(events.Close)
 	s.events[1] = events
-	spec = object{"worker_id": 1, "model_name": "m", "endpoint": worker.URL, "kv_events_endpoint": events.pub.Endpoint(), "block_size": 4}
+	spec = object{"worker_id": 1, "model_name": "m", "endpoint": worker.URL, "kv_events_endpoint": events.Pub.Endpoint(), "block_size": 4}
 	s.want("POST", "/workers", spec, 201, `lifecycle "schedulable"`)
-	eventually(t, 10*time.Second, "the worker's events are followed", func() bool { return events.pub.Subscribers() > 0 })
+	testkit.Eventually(t, 10*time.Second, "the worker's events are followed", func() bool { return events.Pub.Subscribers() > 0 })
 	return s, worker, spec
 }
 
 func (s *selectionSite) lifecycleBecomes(want string) {
 	s.t.Helper()
-	eventually(s.t, 10*time.Second, "worker 1 is "+want, func() bool {
+	testkit.Eventually(s.t, 10*time.Second, "worker 1 is "+want, func() bool {
 		return ask(s.t, s.selection, "GET", "/workers", nil).Get("0.lifecycle").String() == want
 	})
 }
@@ -55,16 +60,16 @@ func TestRegisteredWorkerIsWatchedOnceItHasAnswered(t *testing.T) {
 	s, worker, _ := registeredSite(t)
 	s.stores(1, 11)
 	worker.well.Store(true)
-	eventually(t, 10*time.Second, "a health check is answered", func() bool { return worker.good.Load() > 0 })
+	testkit.Eventually(t, 10*time.Second, "a health check is answered", func() bool { return worker.good.Load() > 0 })
 	worker.well.Store(false)
-	s.lifecycleBecomes(lifecycleUnschedulable)
+	s.lifecycleBecomes(selection.LifecycleUnschedulable)
 	worker.well.Store(true)
-	s.lifecycleBecomes(lifecycleSchedulable)
+	s.lifecycleBecomes(selection.LifecycleSchedulable)
 	s.want("GET", "/workers", nil, 200, "0.generation 1", "0.blocks 1")
 	worker.Close()
-	s.lifecycleBecomes(lifecycleUnschedulable)
-	eventually(t, 10*time.Second, "its cache is gone with its process", func() bool {
-		return s.rooms.index.Blocks(WorkerKey{Worker: 1}) == 0
+	s.lifecycleBecomes(selection.LifecycleUnschedulable)
+	testkit.Eventually(t, 10*time.Second, "its cache is gone with its process", func() bool {
+		return s.rooms.index.Blocks(kv.WorkerKey{Worker: 1}) == 0
 	})
 }
 
@@ -105,7 +110,7 @@ func TestRegistrationEndsWithTheRouter(t *testing.T) {
 	if err := s.end(); err != nil {
 		t.Fatal(err)
 	}
-	if err := s.rooms.fleet.Register(t.Context(), Registration{ID: 9}); !errors.Is(err, ErrFleetEnding) {
+	if err := s.rooms.fleet.Register(t.Context(), workers.Registration{ID: 9}); !errors.Is(err, workers.ErrFleetEnding) {
 		t.Errorf("registered at an ended fleet: %v", err)
 	}
 	if s.rooms.fleet.Unregister(9) {
@@ -114,7 +119,7 @@ func TestRegistrationEndsWithTheRouter(t *testing.T) {
 }
 
 func TestRegisteredWorkerServesChats(t *testing.T) {
-	s := &selectionSite{startRooms(t, freePorts(t, 2), "--engine=none", "--policy=kv"), nil}
+	s := &selectionSite{startRooms(t, testkit.FreePorts(t, 2), "--engine=none", "--policy=kv"), nil}
 	first := startMockSite(t, 1)
 	record := ask(t, first.selection, "GET", "/workers", nil).Get("0")
 	s.want("POST", "/workers", object{
@@ -125,7 +130,7 @@ func TestRegisteredWorkerServesChats(t *testing.T) {
 	if _, err := first.chat(t.Context(), chat, false, 1); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, 20*time.Second, "the second router knows the blocks", func() bool { return s.rooms.index.Blocks(WorkerKey{}) > 0 })
+	testkit.Eventually(t, 20*time.Second, "the second router knows the blocks", func() bool { return s.rooms.index.Blocks(kv.WorkerKey{}) > 0 })
 	if a, err := s.chat(t.Context(), chat, false, 1); err != nil || a.predicted != a.cached || a.cached == 0 {
 		t.Error(a, err)
 	}
@@ -133,5 +138,5 @@ func TestRegisteredWorkerServesChats(t *testing.T) {
 	if err := s.end(); err != nil { // its connections, before the other ends and looks for some
 		t.Error(err)
 	}
-	s.rooms.proxy.client.CloseIdleConnections()
+	s.rooms.proxy.Client.CloseIdleConnections()
 }

@@ -2,587 +2,283 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"math/rand/v2"
-	"slices"
-	"sync"
-	"sync/atomic"
+	"kvrouter/internal/events"
+	"kvrouter/internal/jsonlines"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/radix"
+	"kvrouter/internal/replica"
+	"kvrouter/internal/router"
+	"kvrouter/internal/selection"
+	"kvrouter/internal/telemetry"
+	"kvrouter/internal/tokens"
+	"kvrouter/internal/vllm"
+	"kvrouter/internal/workers"
+	"log/slog"
+	"net"
+	"net/http"
+	"strconv"
+	"strings"
 	"time"
+
+	"github.com/tidwall/gjson"
 )
 
-// Errors of Route and Book.
-var (
-	ErrNoWorker      = errors.New("no worker is ready")
-	ErrBusy          = errors.New("all workers that may serve the request are busy")
-	ErrDuplicate     = errors.New("the request id is in use")
-	ErrUnknownWorker = errors.New("no such worker")
-)
-
-// Target is one place that requests can go to: a worker, or one rank of it.
-type Target struct {
-	Key        WorkerKey
-	URL        string // without a slash at the end
-	Ranks      int    // data-parallel ranks of the worker; with several, a request names its own
-	Generation int    // counts the worker's incarnations, from 1
-	Models     []string
-	Adapters   []string // those of Models that are LoRA adapters
-
-	MaxBatchedTokens int // most tokens that its engine computes in a pass; 0: unknown
-	TotalBlocks      int // of its KV cache; 0: unknown
-
-	Disagg
+// rooms is the built house.
+type app struct {
+	config    Config
+	log       *slog.Logger
+	index     radix.Index
+	router    *router.Router
+	fleet     *workers.Fleet
+	launcher  *vllm.Launcher // of vLLM workers; nil: none are started
+	mocker    *mocker.Mocker // of simulated workers; nil: none are started
+	model     *tokens.Model  // nil: prompt tokens come from the workers
+	tokens    *tokens.Source
+	proxy     *proxy.Proxy
+	telemetry *telemetry.Metrics
+	api       *API
+	selection *selection.Service
+	replicas  *replica.Mesh             // nil: none
+	traces    *jsonlines.Writer         // of policy thompson; nil: none
+	learned   *policy.ThompsonStateFile // by policy thompson; nil: it is not kept
 }
 
-// Serves tells whether the target serves the model; an empty name means its
-// default, and a target that names no models takes any.
-func (t Target) Serves(model string) bool {
-	return model == "" || len(t.Models) == 0 || slices.Contains(t.Models, model)
-}
-
-// Request is what the Router needs to know of one request. A prompt whose
-// tokens could not be had has none, and is routed by load alone.
-type Request struct {
-	ID        string   // of its booking; empty: none. Only one booking at a time may have it
-	Tokens    []uint32 // the prompt, as far as its tokens say all about it
-	Local     []uint64 // its local block hashes, where the caller has them instead of Tokens
-	Sequence  []uint64 // its sequence hashes, where the caller has them; not to be changed any more
-	NumTokens int      // its whole length; 0: that of Tokens
-	Cached    *int     // tokens that its worker need not compute, 0 to its length, where the caller knows; nil: as in the index
-	LoRA      string   // adapter, empty: none
-	Salt      string   // cache salt, empty: none
-	Model     string   // only workers that serve it; empty: any
-
-	Exclude  []uint64   // workers that have failed this request
-	Allowed  []uint64   // only these workers; nil: any
-	Pinned   *WorkerKey // this one or an error, never another
-	Override *Override  // of settings, for this request
-	Leg      Leg        // only workers that take it
-	Kinds    Kinds      // only workers of these kinds; none: any
-
-	PinnedPrefill *WorkerKey // as Pinned, of the prompt where two workers share the request
-
-	Prefix         PrefixHints
-	ExpectedOutput int     // tokens of the answer; 0: unknown
-	PriorityJump   float64 // seconds that it goes before others in the queue
-	StrictPriority uint32  // in the queue; the higher go first
-
-	QueryOnly bool // choose, but change nothing: there is no booking
-	Unbooked  bool // the caller cannot tell when the request ends: book nothing
-	Silent    bool // the caller cannot tell when its first token comes
-}
-
-// Override are settings for one request; what is nil stays as it is.
-type Override struct {
-	OverlapScoreWeight *float64 // older name of PrefillLoadScale, see PolicyKnobs
-	OverlapScoreCredit *float64
-	PrefillLoadScale   *float64
-	RouterTemperature  *float64
-	AssumeKVReuse      *bool
-	TrackPrefillTokens *bool
-}
-
-// Decision is the Router's answer: where the request goes and what it finds
-// there.
-type Decision struct {
-	Target        Target
-	Tokens        int // prompt length; 0: unknown
-	Overlap       int // blocks of the prompt in the worker's cache that it can use
-	OverlapTokens int // the same in tokens
-	Booking       *Booking
-
-	MatchedBlocks          int      // of the prompt in the worker's cache, by the policy's reckoning
-	EffectivePrefillTokens int      // prompt tokens to be computed, by the policy's reckoning
-	PotentialDecodeBlocks  int      // active blocks of the worker once it has this prompt; 0: not counted
-	Sequence               []uint64 // sequence hashes that are booked; not to be changed
-
-	HashTime     time.Duration // spent on block hashes
-	LookupTime   time.Duration // spent in the index
-	SequenceTime time.Duration // spent on sequence hashes
-	ScheduleTime time.Duration // spent on choosing and booking, the wait for the lock included
-	QueueTime    time.Duration // spent waiting for a worker with room, beside those
-}
-
-// RouterKnobs are the settings of the Router, with Dynamo's names and
-// defaults.
-type RouterKnobs struct {
-	RouterTrackActiveBlocks  bool `group:"Routing" default:"true" negatable:"" help:"Count the prompt blocks that requests in flight use, shared ones once. Without it policy kv looks at prompt tokens alone."`
-	RouterTrackOutputBlocks  bool `group:"Routing" default:"false" negatable:"" help:"Count the blocks of answers too, as they grow."`
-	RouterTrackPrefillTokens bool `group:"Routing" default:"true" negatable:"" help:"Count the prompt tokens of requests that have no first token yet."`
-	RouterAssumeKVReuse      bool `name:"router-assume-kv-reuse" group:"Routing" default:"true" negatable:"" help:"Count a prompt block once that several requests in flight share; without it, for each of them."`
-
-	QueueKnobs
-	BusyThresholds
-}
-
-// DefaultRouterKnobs returns the defaults of the flags.
-func DefaultRouterKnobs() RouterKnobs {
-	return RouterKnobs{
-		RouterTrackActiveBlocks: true, RouterTrackPrefillTokens: true, RouterAssumeKVReuse: true,
-		QueueKnobs: QueueKnobs{RouterQueuePolicy: queueFCFS, RouterQueueTimeout: 5 * time.Minute, RouterQueueLimit: 1024},
-	}
-}
-
-func (k RouterKnobs) validate() error {
-	if k.RouterTrackOutputBlocks && !k.RouterTrackActiveBlocks {
-		return errors.New("--router-track-output-blocks adds to the active blocks: leave out --no-router-track-active-blocks")
-	}
-	if err := k.BusyThresholds.validate(); err != nil {
-		return fmt.Errorf("--%w", err)
-	}
-	return k.QueueKnobs.validate()
-}
-
-// countsPasses tells whether a setting is in passes of the workers.
-func (k RouterKnobs) countsPasses() bool {
-	return k.ActivePrefillTokensThresholdFrac != nil || k.RouterQueueThreshold != nil
-}
-
-// Router chooses the worker of each request and keeps the books of what is in
-// flight where. It owns the one lock under which requests are decided.
-type Router struct {
-	index     Index
-	assumes   assumer // the index, if it is told what was routed; else nil
-	blockSize int
-	now       func() time.Time
-	knobs     RouterKnobs
-	scratch   sync.Pool   // of *lookup
-	traits    Traits      // the policy's
-	paired    atomic.Bool // some worker computes only prompts or only answers
-
-	mu         sync.Mutex // guards all below
-	targets    []Target   // the workers that are up, by key
-	loads      *Loads
-	policy     Policy
-	random     *rand.Rand
-	candidates []Candidate                   // reused by every decision
-	expired    time.Time                     // when forgotten bookings were last looked for
-	began      time.Time                     // of the queue's clock: when a request first had to wait
-	waiting    []*waiter                     // for a worker with room, who goes first at the front
-	tell       func(kind string, b *Booking) // told of what is booked here; nil: nobody is
-	told       uint64                        // bookings that they were told of
-	decisions  uint64                        // that a judged policy hears of
-}
-
-// lookup is the memory of one walk of the index, used again by later ones.
-type lookup struct {
-	local   []uint64
-	matches []Match
-}
-
-// inquiry is a request and what is found out about it before the lock is taken.
-type inquiry struct {
-	Request
-	tokens   int      // its length; 0: unknown
-	local    []uint64 // local block hashes
-	matches  []Match
-	counted  bool     // its blocks count as active
-	shared   bool     // those that other requests have too count once
-	sequence []uint64 // their sequence hashes, if shared
-}
-
-// newBlocks is how many active blocks the prompt has where no other request is.
-func (p *inquiry) newBlocks() int {
-	switch {
-	case !p.counted:
-		return 0
-	case p.shared:
-		return len(p.sequence)
-	}
-	return len(p.local)
-}
-
-// NewRouter returns a router without workers and with the default settings.
-// blockSize is in tokens and must be the engines'; seed is the source of all its
-// chances.
-func NewRouter(index Index, policy Policy, blockSize int, seed uint64) *Router {
-	return NewRouterWith(index, policy, blockSize, seed, DefaultRouterKnobs())
-}
-
-// NewRouterWith is NewRouter with settings of one's own.
-func NewRouterWith(index Index, policy Policy, blockSize int, seed uint64, knobs RouterKnobs) *Router {
-	assumes, _ := index.(assumer)
-	return &Router{
-		index:     index,
-		assumes:   assumes,
-		blockSize: blockSize,
-		now:       time.Now,
-		knobs:     knobs,
-		traits:    policy.Traits(),
-		scratch:   sync.Pool{New: func() any { return new(lookup) }},
-		loads:     NewLoads(),
-		policy:    policy,
-		random:    rand.New(rand.NewPCG(seed, seed)),
-	}
-}
-
-// Index is where the router looks prompts up.
-func (r *Router) Index() Index { return r.index }
-
-// BlockSize is the number of tokens a block.
-func (r *Router) BlockSize() int { return r.blockSize }
-
-// Up lets requests go to t. A target with the same key is replaced.
-func (r *Router) Up(t Target) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.assumes != nil {
-		r.assumes.SetCapacity(t.Key, t.TotalBlocks)
-	}
-	at, found := r.target(t.Key)
-	if found {
-		r.targets[at] = t
-	} else {
-		r.targets = slices.Insert(r.targets, at, t)
-	}
-	r.loads.Expect(t.Key)
-	r.notePairs()
-	r.drain(r.now())
-}
-
-// target finds w among those that are up, or where it would be.
-func (r *Router) target(w WorkerKey) (at int, found bool) {
-	return slices.BinarySearchFunc(r.targets, w, func(t Target, key WorkerKey) int { return t.Key.Compare(key) })
-}
-
-// Down takes w out of the choice. What is booked on it stays booked until those
-// requests end.
-func (r *Router) Down(w WorkerKey) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.targets = slices.DeleteFunc(r.targets, func(t Target) bool { return t.Key == w })
-	r.loads.Silence(w)
-	r.notePairs()
-	r.drain(r.now())
-}
-
-// Publish takes over the load that w reports.
-func (r *Router) Publish(w WorkerKey, p Published) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.loads.Publish(w, p)
-}
-
-// IsUp tells whether that incarnation of a worker is up.
-func (r *Router) IsUp(t Target) bool {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	at, found := r.target(t.Key)
-	return found && r.targets[at].Generation == t.Generation
-}
-
-// Targets returns the workers that are up, by key.
-func (r *Router) Targets() []Target {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return slices.Clone(r.targets)
-}
-
-// Load returns the load of w.
-func (r *Router) Load(w WorkerKey) Load {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	load := r.loads.Get(w, r.now())
-	load.Prefills = slices.Clone(load.Prefills)
-	return load
-}
-
-// Serves tells whether a worker that is up serves the model, and whether any
-// worker is up at all.
-func (r *Router) Serves(model string) (serves, up bool) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return slices.ContainsFunc(r.targets, func(t Target) bool { return t.Serves(model) }), len(r.targets) > 0
-}
-
-// Adapter returns model if it is the name of a LoRA adapter, else nothing.
-func (r *Router) Adapter(model string) string {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if slices.ContainsFunc(r.targets, func(t Target) bool { return slices.Contains(t.Adapters, model) }) {
-		return model
-	}
-	return ""
-}
-
-// Idlest returns the worker with the fewest requests in flight; not ok: none is
-// up. Nothing is booked.
-func (r *Router) Idlest() (t Target, ok bool) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if len(r.targets) == 0 {
-		return Target{}, false
-	}
-	now := r.now()
-	return slices.MinFunc(r.targets, func(a, b Target) int {
-		return r.loads.Get(a.Key, now).InFlight - r.loads.Get(b.Key, now).InFlight
-	}), true
-}
-
-// Route chooses a worker for the request and books the request on it. Unless
-// the request is QueryOnly or Unbooked, the caller must end the decision's
-// Booking. Where all workers have enough to do, it waits until one has room or
-// ctx ends. It fails with ErrNoWorker, ErrBusy, ErrQueueFull, ErrQueueTimeout,
-// ErrDuplicate or the cause for which ctx ended.
-func (r *Router) Route(ctx context.Context, request Request) (Decision, error) {
-	scratch := r.scratch.Get().(*lookup)
-	defer r.scratch.Put(scratch)
-	p, decision := r.lookUp(request, scratch)
-	return r.place(ctx, &p, decision)
-}
-
-// place is Route for a request that has been looked up: decision says how long
-// that took.
-func (r *Router) place(ctx context.Context, p *inquiry, decision Decision) (Decision, error) {
-	began := r.now()
-	w, err := r.schedule(p, &decision)
-	decision.ScheduleTime = r.now().Sub(began)
-	if w == nil {
-		return decision, err
-	}
-	decided, err := r.wait(ctx, w)
-	decided.HashTime, decided.LookupTime, decided.SequenceTime, decided.ScheduleTime = decision.HashTime, decision.LookupTime, decision.SequenceTime, decision.ScheduleTime
-	return decided, err
-}
-
-// lookUp finds out about a request what needs no lock.
-func (r *Router) lookUp(request Request, scratch *lookup) (p inquiry, d Decision) {
-	p = inquiry{Request: request, local: request.Local}
-	p.tokens = max(request.NumTokens, len(request.Tokens))
-	p.counted = r.knobs.RouterTrackActiveBlocks && (r.traits.ActiveBlocks || p.ID != "" || p.QueryOnly)
-	began := r.now()
-	if len(request.Tokens) > 0 && (p.counted || r.index.CanMatch()) {
-		scratch.local = HashBlocks(scratch.local[:0], request.Tokens, r.blockSize, request.LoRA, request.Salt)
-		p.local = scratch.local
-	}
-	hashed := r.now()
-	scratch.matches = r.index.Match(p.local, scratch.matches[:0])
-	p.matches = scratch.matches
-	lookedUp := r.now()
-	p.shared = r.knobs.RouterAssumeKVReuse
-	if p.Override != nil && p.Override.AssumeKVReuse != nil {
-		p.shared = *p.Override.AssumeKVReuse
-	}
-	p.shared = p.shared || p.Sequence != nil // which says itself what is shared
-	if p.counted && p.shared {
-		if p.sequence = p.Sequence; p.sequence == nil {
-			p.sequence = SequenceHashes(make([]uint64, 0, len(p.local)), p.local) // the booking keeps it
-		}
-	}
-	sequenced := r.now()
-	return p, Decision{Tokens: p.tokens, HashTime: hashed.Sub(began), LookupTime: lookedUp.Sub(hashed), SequenceTime: sequenced.Sub(lookedUp)}
-}
-
-// schedule chooses among the workers that are up and books, under the lock, or
-// lets the request wait.
-func (r *Router) schedule(p *inquiry, d *Decision) (*waiter, error) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	now := r.now()
-	r.expire(now)
-	if r.taken(p) {
-		return nil, ErrDuplicate
-	}
-	if err := r.gather(p, now); err != nil {
+// build makes every room and wires it to those it needs; nothing runs yet.
+func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
+	r := &app{config: config, log: log, index: router.NewIndex(config.Index, config.Policy, config.Scoring, config.BlockSize, time.Now)}
+	var err error
+	if r.model, err = openModel(ctx, config, log); err != nil {
 		return nil, err
 	}
-	if r.mustWait(p) {
-		return r.park(p, now)
+	policy, err := policy.New(config.Policy, config.Scoring)
+	if err != nil {
+		return nil, err
 	}
-	r.choose(p, d, now)
-	return nil, nil
-}
-
-// taken tells whether another request has the id under which p is to be booked,
-// or waits for it.
-func (r *Router) taken(p *inquiry) bool {
-	if p.ID == "" || p.QueryOnly || p.Unbooked {
-		return false
+	seed := config.Seed
+	if seed == 0 {
+		seed = uint64(time.Now().UnixNano())
 	}
-	return r.loads.Booking(p.ID) != nil || slices.ContainsFunc(r.waiting, func(w *waiter) bool { return w.prompt.ID == p.ID })
-}
-
-// gather makes candidates of the workers that may serve p.
-func (r *Router) gather(p *inquiry, now time.Time) error {
-	r.candidates = r.candidates[:0]
-	err := ErrNoWorker
-	for i := range r.targets {
-		t := &r.targets[i]
-		if !p.mayUse(t) {
-			continue
+	r.router = router.New(r.index, policy, config.BlockSize, seed, config.Routing)
+	r.telemetry = telemetry.New(r.samples, r.prompts)
+	r.telemetry.Watch(r.router)
+	start, err := r.starter()
+	if err != nil {
+		return nil, err
+	}
+	r.fleet = workers.NewFleet(config.fleetSettings(), start, r.index, workers.Hooks{
+		Up:   r.router.Up,
+		Down: func(t kv.Target, _ string) { r.router.Down(t.Key) },
+		Load: r.router.Publish,
+		Lag:  r.telemetry.EventLag,
+	}, log)
+	r.telemetry.WatchThompson(r.router, func() (ids []uint64) {
+		for _, w := range r.fleet.Workers() {
+			ids = append(ids, w.ID)
 		}
-		if r.knobs.BusyThresholds.set() && r.busy(t.Key.Worker, now) {
-			err = ErrBusy
-			continue
-		}
-		r.candidates = append(r.candidates, r.candidate(p, t, now))
-	}
-	if len(r.candidates) == 0 {
-		return err
-	}
-	return nil
-}
-
-// busy tells whether all ranks of a worker are beyond a threshold.
-func (r *Router) busy(worker uint64, now time.Time) bool {
-	return !slices.ContainsFunc(r.targets, func(t Target) bool {
-		if t.Key.Worker != worker {
-			return false
-		}
-		load := r.loads.Get(t.Key, now)
-		return !r.knobs.BusyThresholds.exceeded(&t, &load)
+		return ids
 	})
-}
-
-// mayUse tells whether p, or the leg of it that is asked for, may be served by t.
-func (p *inquiry) mayUse(t *Target) bool {
-	return t.takes(p.Leg) && p.Kinds.allow(t.Kind) && t.Serves(p.Model) &&
-		(p.Pinned == nil || *p.Pinned == t.Key) &&
-		(p.Allowed == nil || slices.Contains(p.Allowed, t.Key.Worker)) &&
-		!slices.Contains(p.Exclude, t.Key.Worker)
-}
-
-func (r *Router) candidate(p *inquiry, t *Target, now time.Time) Candidate {
-	c := Candidate{Target: *t, Load: r.loads.Get(t.Key, now), NewBlocks: p.newBlocks()}
-	if p.Cached != nil {
-		c.Overlap = *p.Cached / r.blockSize
-	} else if i := slices.IndexFunc(p.matches, func(m Match) bool { return m.Worker == t.Key }); i >= 0 {
-		c.Overlap = p.matches[i].Blocks
-	}
-	if p.counted && p.shared {
-		active := r.loads.Active(t.Key, p.sequence)
-		c.NewBlocks -= active
-		if r.traits.Siblings {
-			c.Overlap = max(c.Overlap, active)
+	r.fleet.Peers = events.NewPeers(config.IndexerPeers, peerKey(config))
+	r.proxy = proxy.NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
+	r.proxy.OutputBlocks = config.Routing.RouterTrackOutputBlocks
+	r.tokens = tokens.NewSource(r.model, r.askWorker, config.TokenTimeout, log)
+	r.api = NewAPI(config, r.router, r.tokens, r.proxy, r.telemetry, log)
+	r.api.lookForModels = r.fleet.LookForModels
+	r.selection = selection.New(config.selectionSettings(), r.router, r.index, r.fleet, log)
+	if config.Record != "" {
+		if r.api.recorder, err = telemetry.NewRecorder(config.Record, config.Policy, config.BlockSize, log); err != nil {
+			return nil, err
 		}
 	}
-	usable := r.usableBlocks(p.tokens)
-	if r.traits.WholeMatch {
-		usable = p.tokens / r.blockSize
+	if err := r.openThompson(); err != nil {
+		return nil, err
 	}
-	c.Overlap = min(c.Overlap, usable)
-	return c
+	if config.Replica.ReplicaSync {
+		address := net.JoinHostPort(config.Host, strconv.Itoa(config.Replica.ReplicaSyncPort))
+		if r.replicas, err = replica.New(r.router, address, config.Replica.ReplicaPeers, log); err != nil {
+			return nil, fmt.Errorf("--replica-sync-port %d: %w: free the port or choose another", config.Replica.ReplicaSyncPort, err)
+		}
+		r.telemetry.WatchReplicas(r.replicaCounts)
+	}
+	return r, nil
 }
 
-// choose lets the policy choose among the candidates and books.
-func (r *Router) choose(p *inquiry, d *Decision, now time.Time) {
-	query := Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, Untracked: !r.tracksPrefill(p), Override: p.Override, Leg: p.Leg, Prefix: p.Prefix, Retry: len(p.Exclude) > 0}
-	if _, is := r.policy.(judged); is && !p.QueryOnly && !p.Unbooked {
-		r.decisions++
-		query.Decision = r.decisions
+// openThompson opens the files of policy thompson, if it is in use.
+func (r *app) openThompson() (err error) {
+	if is := r.router.WithThompson(func(p *policy.Thompson) {
+		r.traces, err = p.OpenTraces(r.config.Scoring.ThompsonTraces, r.log)
+	}); is && err == nil && r.config.Scoring.ThompsonState != "" {
+		r.learned, err = policy.OpenThompsonState(r.config.Scoring.ThompsonState, r.router.WithThompson)
 	}
-	chosen := &r.candidates[r.policy.Choose(query, r.candidates, r.random)]
-	d.Target, d.Tokens = chosen.Target, p.tokens
-	d.Overlap = min(chosen.Overlap, r.usableBlocks(p.tokens))
-	d.OverlapTokens = d.Overlap * r.blockSize
-	d.MatchedBlocks = chosen.Overlap
-	d.EffectivePrefillTokens = p.tokens - chosen.Overlap*r.blockSize
-	d.PotentialDecodeBlocks = chosen.Load.ActiveBlocks + chosen.NewBlocks
-	d.Sequence = p.sequence
-	if p.QueryOnly {
+	return err
+}
+
+// openModel opens the tokenizer and the chat template. A router that starts its
+// workers needs them; one that attaches to workers can do without and asks them
+// for tokens.
+func openModel(ctx context.Context, config Config, log *slog.Logger) (*tokens.Model, error) {
+	if config.Model == "" && config.Engine == EngineMocker {
+		return mocker.OpenBuiltinModel()
+	}
+	if config.Model == "" {
+		log.Info("no --model: prompt tokens come from the workers")
+		return nil, nil
+	}
+	dir, err := tokens.ResolveModel(ctx, config.Model, config.Python)
+	var model *tokens.Model
+	if err == nil {
+		var options tokens.ChatOptions
+		if options, err = tokens.EngineChatOptions(config.VLLMArgs); err == nil {
+			if model, err = tokens.OpenModelWith(dir, options); err == nil {
+				model.CacheTokens(config.TokenCacheTokens)
+			}
+		}
+	}
+	if err != nil && config.Engine == "none" {
+		log.Warn("no tokenizer: prompt tokens come from the workers", "model", config.Model, "error", err)
+		return nil, nil
+	}
+	return model, err
+}
+
+// askWorker sends a question about a prompt to the least loaded worker.
+func (r *app) askWorker(ctx context.Context, path string, body []byte) ([]byte, error) {
+	target, ok := r.router.Idlest()
+	if !ok {
+		return nil, router.ErrNoWorker
+	}
+	status, answer, err := r.proxy.Ask(ctx, target, http.MethodPost, path, http.Header{"Content-Type": {"application/json"}}, body)
+	if err != nil {
+		return nil, err
+	}
+	if status != http.StatusOK {
+		return nil, &tokens.AskError{Status: status, Answer: answer}
+	}
+	return answer, nil
+}
+
+// probeEvery is the pause between attempts to compare tokens with a worker.
+const probeEvery = time.Second
+
+// probeWhenReady compares the router's own prompt tokens with a worker's as
+// soon as one is up. It returns when that is done or ctx is.
+func (r *app) probeWhenReady(ctx context.Context) {
+	ticker := time.NewTicker(probeEvery)
+	defer ticker.Stop()
+	for told := false; ; {
+		if len(r.router.Targets()) > 0 {
+			err := r.tokens.Probe(ctx)
+			if err == nil {
+				r.learnMaxModelLen(ctx)
+				return
+			}
+			if !told && ctx.Err() == nil {
+				r.log.Warn("prompt tokens are not yet compared with a worker's", "error", err)
+				told = true
+			}
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticker.C:
+		}
+	}
+}
+
+// learnMaxModelLen asks a worker how long its prompts may be, which its flags
+// may have set lower than the model's files say: /tokenize tells it.
+func (r *app) learnMaxModelLen(ctx context.Context) {
+	target, ok := r.router.Idlest()
+	if !ok || r.model == nil {
 		return
 	}
-	if p.Unbooked {
-		r.loads.Bump(chosen.Target.Key)
-		r.assume(chosen.Target.Key, p).End(0, -1)
-		return
+	_, answer, err := r.proxy.Ask(ctx, target, http.MethodGet, "/v1/models", nil, nil)
+	if n := gjson.GetBytes(answer, "data.0.max_model_len").Int(); err == nil && n > 0 {
+		r.model.SetMaxModelLen(int(n))
 	}
-	d.Booking = r.book(p, chosen, now)
-	d.Booking.decision = query.Decision
-	d.Sequence = d.Booking.sequence
 }
 
-// tracksPrefill tells whether p's tokens are to be counted.
-func (r *Router) tracksPrefill(p *inquiry) bool {
-	if p.Override != nil && p.Override.TrackPrefillTokens != nil {
-		return *p.Override.TrackPrefillTokens
+// decide routes a request; the error of one that names its worker says so.
+func (a *API) decide(ctx context.Context, request router.Request) (router.Decision, error) {
+	decision, err := a.router.Route(ctx, request)
+	if err != nil && request.Pinned != nil {
+		err = &pinnedError{request.Pinned, nil, err}
 	}
-	return r.knobs.RouterTrackPrefillTokens
+	return decision, err
 }
 
-// book enters p into the books of the candidate.
-func (r *Router) book(p *inquiry, c *Candidate, now time.Time) *Booking {
-	b := &Booking{
-		router: r, worker: c.Target.Key, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput, sequence: p.sequence, silent: p.Silent, leg: p.Leg,
-		assumed: r.assume(c.Target.Key, p), cached: -1,
+// decidePair is decide for a request that two workers may share; why says why it
+// is to stay whole, if it is.
+func (a *API) decidePair(ctx context.Context, request router.Request, why string) (router.Pair, error) {
+	rule := router.PairRule{LeastUncached: a.config.Disagg.DisaggMinUncachedTokens, Whole: why, Enforce: a.config.Disagg.EnforceDisagg}
+	if request.PinnedPrefill != nil && why == proxy.WholePrefilled {
+		return router.Pair{}, router.ErrNoPair // its prefill worker has failed
 	}
-	if r.tracksPrefill(p) {
-		b.uncached = p.tokens - c.Overlap*r.blockSize
-		if p.Cached != nil { // which need not be whole blocks
-			b.uncached = p.tokens - *p.Cached
+	pair, err := a.router.RoutePair(ctx, request, rule)
+	if err != nil && (request.Pinned != nil || request.PinnedPrefill != nil) {
+		err = &pinnedError{request.Pinned, request.PinnedPrefill, err}
+	}
+	return pair, err
+}
+
+// pinnedError says that a worker which a request asks for cannot serve it.
+type pinnedError struct {
+	worker, prefill *kv.WorkerKey // not both nil
+	err             error
+}
+
+func (e *pinnedError) Error() string {
+	var named []string
+	if e.prefill != nil {
+		named = append(named, fmt.Sprintf("prefill worker %d rank %d", e.prefill.Worker, e.prefill.Rank))
+	}
+	if e.worker != nil {
+		named = append(named, fmt.Sprintf("worker %d rank %d", e.worker.Worker, e.worker.Rank))
+	}
+	return fmt.Sprintf("%s, which the request names, cannot take it (%v); no other is taken in its place", strings.Join(named, " with "), e.err)
+}
+
+func (e *pinnedError) Unwrap() error { return e.err }
+
+// samples shows every worker rank to the metrics page.
+func (r *app) samples() []telemetry.WorkerSample {
+	up := map[kv.WorkerKey]bool{}
+	for _, t := range r.router.Targets() {
+		up[t.Key] = true
+	}
+	streams := r.fleet.Streams()
+	var samples []telemetry.WorkerSample
+	for _, w := range r.fleet.Workers() {
+		for _, key := range w.Keys() {
+			s := telemetry.WorkerSample{Worker: key, Up: up[key], Restarts: w.Restarts, Blocks: r.index.Blocks(key), Load: r.router.Load(key)}
+			if stats := streams[key]; stats != nil {
+				s.EventCount, s.Connected, s.Cold = stats.Counts(), stats.Connected.Load(), stats.Cold.Load()
+			}
+			samples = append(samples, s)
 		}
 	}
-	if p.counted && !p.shared {
-		b.sequence = make([]uint64, len(p.local))
-		for i := range b.sequence {
-			b.sequence[i] = r.random.Uint64()
-		}
-	}
-	r.loads.Bump(b.worker)
-	r.loads.Begin(b, now)
-	r.share(ChangeAdd, b)
-	return b
+	return samples
 }
 
-// assume tells an index that asks for it that p goes to w; else it returns nil.
-func (r *Router) assume(w WorkerKey, p *inquiry) *Assumed {
-	if r.assumes == nil {
-		return nil
+// replicaCounts shows what routers have told each other to the metrics page.
+func (r *app) replicaCounts() telemetry.ReplicaCounts {
+	return telemetry.ReplicaCounts{
+		Sent: r.replicas.Sent.Load(), Received: r.replicas.Received.Load(), Dropped: r.replicas.Dropped.Load(),
+		Lost: r.replicas.Lost.Load(), Held: r.replicas.Held.Load(),
 	}
-	return r.assumes.Routed(w, p.local)
 }
 
-// Book books the request on a worker without choosing: it was chosen before or
-// elsewhere. It fails with ErrUnknownWorker or ErrDuplicate.
-func (r *Router) Book(request Request, worker WorkerKey) (*Booking, error) {
-	scratch := r.scratch.Get().(*lookup)
-	defer r.scratch.Put(scratch)
-	p, _ := r.lookUp(request, scratch)
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	now := r.now()
-	r.expire(now)
-	at, found := r.target(worker)
-	if !found {
-		return nil, ErrUnknownWorker
+// prompts shows where prompt tokens came from to the metrics page.
+func (r *app) prompts() telemetry.PromptSample {
+	if r.tokens == nil {
+		return telemetry.PromptSample{}
 	}
-	if r.taken(&p) {
-		return nil, ErrDuplicate
+	s := r.tokens.Stats()
+	return telemetry.PromptSample{
+		Sources: map[string]uint64{"local": s.Local, "worker_render": s.WorkerRender, "worker_tokenize": s.WorkerTokenize, "none": s.None},
+		Reasons: s.Reasons,
 	}
-	c := r.candidate(&p, &r.targets[at], now)
-	return r.book(&p, &c, now), nil
-}
-
-// usableBlocks is how many cached blocks an engine can use of a prompt of that
-// many tokens: it always computes the last token itself, so a prompt of exactly
-// k blocks uses at most k − 1.
-func (r *Router) usableBlocks(tokens int) int {
-	if tokens <= 0 {
-		return 0
-	}
-	return (tokens - 1) / r.blockSize
-}
-
-// Overlap is what one worker holds of a prompt.
-type Overlap struct {
-	Worker WorkerKey
-	Blocks int
-}
-
-// Overlaps returns what every worker that is up holds of the prompt, without
-// choosing, and the number of the prompt's full blocks.
-func (r *Router) Overlaps(request Request) (overlaps []Overlap, blocks int) {
-	local := request.Local
-	if len(request.Tokens) > 0 {
-		local = HashBlocks(nil, request.Tokens, r.blockSize, request.LoRA, request.Salt)
-	}
-	matches := r.index.Match(local, nil)
-	for _, t := range r.Targets() {
-		overlap := Overlap{Worker: t.Key}
-		if i := slices.IndexFunc(matches, func(m Match) bool { return m.Worker == t.Key }); i >= 0 {
-			overlap.Blocks = matches[i].Blocks
-		}
-		overlaps = append(overlaps, overlap)
-	}
-	return overlaps, len(local)
 }

@@ -3,6 +3,10 @@ package main
 import (
 	"context"
 	"fmt"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/selection"
+	"kvrouter/internal/testkit"
 	"net/http"
 	"strings"
 	"testing"
@@ -13,43 +17,43 @@ import (
 // registered.
 type selectionSite struct {
 	*mockSite
-	events map[uint64]*mockEvents
+	events map[uint64]*mocker.Events
 }
 
 func startSelection(t *testing.T, args ...string) *selectionSite {
 	t.Helper()
 	all := []string{"--engine=none", "--policy=kv", "--block-size=4", "--seed=1"}
-	return &selectionSite{startRooms(t, freePorts(t, 2), append(all, args...)...), map[uint64]*mockEvents{}}
+	return &selectionSite{startRooms(t, testkit.FreePorts(t, 2), append(all, args...)...), map[uint64]*mocker.Events{}}
 }
 
 // register adds a worker of model m with a publisher of its own.
 func (s *selectionSite) register(id uint64) {
 	s.t.Helper()
-	events, err := newMockEvents("127.0.0.1:0", "127.0.0.1:0", 4)
+	events, err := mocker.NewEvents("127.0.0.1:0", "127.0.0.1:0", 4)
 	if err != nil {
 		s.t.Fatal(err)
 	}
-	s.t.Cleanup(events.close)
+	s.t.Cleanup(events.Close)
 	s.events[id] = events
 	spec := map[string]any{
-		"worker_id": id, "model_name": "m", "endpoint": "http://127.0.0.1:1", "kv_events_endpoint": events.pub.Endpoint(),
+		"worker_id": id, "model_name": "m", "endpoint": "http://127.0.0.1:1", "kv_events_endpoint": events.Pub.Endpoint(),
 		"block_size": 4, "max_num_batched_tokens": 8192, "total_kv_blocks": 1000,
 	}
 	s.want("POST", "/workers", spec, 201, `lifecycle "schedulable"`, `routing_group "default"`, fmt.Sprintf("worker_id %d", id))
-	eventually(s.t, 10*time.Second, "the worker's events are followed", func() bool { return events.pub.Subscribers() > 0 })
+	testkit.Eventually(s.t, 10*time.Second, "the worker's events are followed", func() bool { return events.Pub.Subscribers() > 0 })
 }
 
 // stores lets a worker publish that it holds the tokens 1 to 4·len(engine).
 func (s *selectionSite) stores(id uint64, engine ...uint64) {
 	s.t.Helper()
-	event := mockEvent{}
+	event := mocker.Event{}
 	for i, e := range engine {
-		event.stored = append(event.stored, StoredBlock{Engine: e})
-		event.tokens = append(event.tokens, count(uint32(4*i+1), 4)...)
+		event.Stored = append(event.Stored, kv.StoredBlock{Engine: e})
+		event.Tokens = append(event.Tokens, testkit.Count(uint32(4*i+1), 4)...)
 	}
-	s.events[id].publishNow(event)
-	eventually(s.t, 10*time.Second, "the events are applied", func() bool {
-		return s.rooms.index.Blocks(WorkerKey{Worker: id}) == len(engine)
+	s.events[id].PublishNow(event)
+	testkit.Eventually(s.t, 10*time.Second, "the events are applied", func() bool {
+		return s.rooms.index.Blocks(kv.WorkerKey{Worker: id}) == len(engine)
 	})
 }
 
@@ -83,7 +87,7 @@ type object = map[string]any
 
 // prompt12 is a request about the prompt 1 to 12, with more fields.
 func prompt12(more object) object {
-	query := object{"model_name": "m", "token_ids": count(1, 12)}
+	query := object{"model_name": "m", "token_ids": testkit.Count(1, 12)}
 	for name, value := range more {
 		query[name] = value
 	}
@@ -191,9 +195,9 @@ func TestSelectionRefusesWhatMakesNoSense(t *testing.T) {
 }
 
 func TestSelectionRefusesBodiesOver8MiB(t *testing.T) {
-	h := newHouse(t, Config{}, "http://a")
+	h := newTestAPI(t, Config{}, "http://a")
 	for _, path := range []string{"/select", "/workers", "/reservations", "/route", "/find_best_worker"} {
-		got := ask(t, h.selection.URL, "POST", path, object{"token_ids": strings.Repeat("x", selectionBodyLimit)})
+		got := ask(t, h.selection.URL, "POST", path, object{"token_ids": strings.Repeat("x", selection.SelectionBodyLimit)})
 		if got.status != 413 || !strings.Contains(got.Get("error").String(), "8388608") {
 			t.Errorf("%s: %d %s", path, got.status, got.Raw)
 		}
@@ -237,20 +241,20 @@ func TestRankIsChosenAndShown(t *testing.T) {
 	s := startSelection(t)
 	endpoints := object{}
 	for rank := 2; rank < 4; rank++ {
-		events, err := newMockEvents("127.0.0.1:0", "127.0.0.1:0", 4)
+		events, err := mocker.NewEvents("127.0.0.1:0", "127.0.0.1:0", 4)
 		if err != nil {
 			t.Fatal(err)
 		}
-		events.rank = rank
-		t.Cleanup(events.close)
+		events.Rank = rank
+		t.Cleanup(events.Close)
 		s.events[uint64(rank)] = events
-		endpoints[fmt.Sprint(rank)] = events.pub.Endpoint()
+		endpoints[fmt.Sprint(rank)] = events.Pub.Endpoint()
 	}
 	s.want("POST", "/workers", object{"worker_id": 5, "model_name": "m", "endpoint": "http://127.0.0.1:1", "block_size": 4,
 		"kv_events_endpoints": endpoints, "data_parallel_start_rank": 2, "data_parallel_size": 2}, 201, `lifecycle "schedulable"`)
-	eventually(t, 10*time.Second, "events are followed", func() bool { return s.events[3].pub.Subscribers() > 0 })
-	s.events[3].publishNow(mockEvent{stored: []StoredBlock{{Engine: 9}}, tokens: count(1, 4)})
-	eventually(t, 10*time.Second, "events are applied", func() bool { return s.rooms.index.Blocks(WorkerKey{Worker: 5, Rank: 3}) == 1 })
+	testkit.Eventually(t, 10*time.Second, "events are followed", func() bool { return s.events[3].Pub.Subscribers() > 0 })
+	s.events[3].PublishNow(mocker.Event{Stored: []kv.StoredBlock{{Engine: 9}}, Tokens: testkit.Count(1, 4)})
+	testkit.Eventually(t, 10*time.Second, "events are applied", func() bool { return s.rooms.index.Blocks(kv.WorkerKey{Worker: 5, Rank: 3}) == 1 })
 	s.want("POST", "/select_and_reserve", prompt12(object{"selection_id": "a"}), 200, "worker_id 5", "dp_rank 3", "overlap.dp.2 0", "overlap.dp.3 4")
 	s.want("GET", "/loads", nil, 200, "0.loads.#.dp_rank [2,3]", "0.loads.1.potential_prefill_tokens 8")
 	s.want("POST", "/select", prompt12(object{"pinned_worker": object{"worker_id": 5, "dp_rank": 2}}), 200, "dp_rank 2", "effective_prefill_tokens 12")
@@ -260,15 +264,15 @@ func TestRankIsChosenAndShown(t *testing.T) {
 func TestRouteServesTheContractOfKvRouter(t *testing.T) {
 	s := startSelection(t)
 	s.two()
-	s.want("POST", "/route", object{"method": "new", "request_id": "q", "tokens": count(1, 12)}, 200, `method "new"`, "worker_id 1", "dp_rank 0", "overlap_blocks 2")
-	s.want("POST", "/route", object{"method": "new", "request_id": "q", "tokens": count(1, 12)}, 409)
-	s.want("POST", "/route", object{"method": "potential_loads", "tokens": count(1, 12)}, 200, `method "potential_loads"`, "loads.0.potential_prefill_tokens 8", "pending_count 0")
+	s.want("POST", "/route", object{"method": "new", "request_id": "q", "tokens": testkit.Count(1, 12)}, 200, `method "new"`, "worker_id 1", "dp_rank 0", "overlap_blocks 2")
+	s.want("POST", "/route", object{"method": "new", "request_id": "q", "tokens": testkit.Count(1, 12)}, 409)
+	s.want("POST", "/route", object{"method": "potential_loads", "tokens": testkit.Count(1, 12)}, 200, `method "potential_loads"`, "loads.0.potential_prefill_tokens 8", "pending_count 0")
 	s.want("POST", "/route", object{"method": "mark_prefill", "request_id": "q"}, 200, `method "prefill_marked"`, "success true")
 	s.want("GET", "/loads", nil, 200, "0.loads.0.potential_prefill_tokens 0", "0.loads.0.active_requests 1")
 	s.want("POST", "/route", object{"method": "mark_free", "request_id": "q"}, 200, `method "free_marked"`, "success true")
 	s.want("POST", "/route", object{"method": "mark_free", "request_id": "q"}, 200, "success true")
 	s.want("POST", "/route", object{"method": "mark_prefill", "request_id": "q"}, 200, "success false")
-	id := s.want("POST", "/route", object{"method": "new", "tokens": count(1, 12)}, 200).Get("request_id").String()
+	id := s.want("POST", "/route", object{"method": "new", "tokens": testkit.Count(1, 12)}, 200).Get("request_id").String()
 	s.want("GET", "/loads", nil, 200, "0.loads.0.active_requests 1")
 	s.want("POST", "/route", object{"method": "mark_free", "request_id": id}, 200)
 	s.want("GET", "/loads", nil, 200, "0.loads.0.active_requests 0", "0.loads.0.potential_decode_blocks 0")
@@ -285,7 +289,7 @@ func TestReservationsWaitWhileAllWorkersHaveEnoughToDo(t *testing.T) {
 		answered <- ask(t, s.selection, "POST", "/select_and_reserve", prompt12(object{"selection_id": "b"}))
 	}()
 	pending := func() int64 { return ask(t, s.selection, "GET", "/loads", nil).Get("0.pending_count").Int() }
-	eventually(t, 10*time.Second, "the second waits", func() bool { return pending() == 1 })
+	testkit.Eventually(t, 10*time.Second, "the second waits", func() bool { return pending() == 1 })
 	s.want("GET", "/loads", nil, 200, "0.pending_isl_tokens 12")
 	s.want("POST", "/select_and_reserve", prompt12(object{"selection_id": "b"}), 409)
 	s.want("DELETE", "/reservations/b", nil, 404) // not held yet
@@ -310,12 +314,12 @@ func TestReservationsWaitWhileAllWorkersHaveEnoughToDo(t *testing.T) {
 		}
 		gone <- err
 	}()
-	eventually(t, 10*time.Second, "it waits", func() bool { return pending() == 1 })
+	testkit.Eventually(t, 10*time.Second, "it waits", func() bool { return pending() == 1 })
 	cancel()
 	if err := <-gone; err == nil {
 		t.Error("answered")
 	}
-	eventually(t, 10*time.Second, "it is gone", func() bool { return pending() == 0 })
+	testkit.Eventually(t, 10*time.Second, "it is gone", func() bool { return pending() == 0 })
 	s.want("DELETE", "/reservations/b", nil, 200)
 	s.want("DELETE", "/reservations/a", nil, 200)
 	s.want("POST", "/select_and_reserve", prompt12(object{"selection_id": "d"}), 200)

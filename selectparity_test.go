@@ -12,6 +12,10 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/testkit"
+
 	"github.com/tidwall/gjson"
 )
 
@@ -26,8 +30,8 @@ const (
 
 // parityRank is one rank of a worker of the test.
 type parityRank struct {
-	key    WorkerKey
-	events *mockEvents
+	key    kv.WorkerKey
+	events *mocker.Events
 	// held are the engine hashes of the blocks that the rank has told of, with
 	// those of their parents (0: none) and how many blocks follow each.
 	held     map[uint64]uint64
@@ -107,14 +111,14 @@ func (p *parity) addWorker(id uint64, start, count int) {
 	endpoints := map[string]string{}
 	var added []*parityRank
 	for rank := start; rank < start+count; rank++ {
-		events, err := newMockEvents("127.0.0.1:0", "127.0.0.1:0", parityBlockSize)
+		events, err := mocker.NewEvents("127.0.0.1:0", "127.0.0.1:0", parityBlockSize)
 		if err != nil {
 			p.Fatal(err)
 		}
-		events.rank = rank
-		p.Cleanup(events.close)
-		endpoints[fmt.Sprint(rank)] = events.pub.Endpoint()
-		added = append(added, &parityRank{key: WorkerKey{Worker: id, Rank: uint32(rank)}, events: events, held: map[uint64]uint64{}, children: map[uint64]int{}})
+		events.Rank = rank
+		p.Cleanup(events.Close)
+		endpoints[fmt.Sprint(rank)] = events.Pub.Endpoint()
+		added = append(added, &parityRank{key: kv.WorkerKey{Worker: id, Rank: uint32(rank)}, events: events, held: map[uint64]uint64{}, children: map[uint64]int{}})
 	}
 	query := map[string]any{
 		"worker_id": id, "model_name": parityModel, "endpoint": fmt.Sprintf("http://127.0.0.1:%d", 1+id), "block_size": parityBlockSize,
@@ -128,7 +132,7 @@ func (p *parity) addWorker(id uint64, start, count int) {
 	ours, theirs := p.both("POST", "/workers", query)
 	p.same("POST /workers", query, ours.Result, theirs.Result, workerFields...)
 	for _, r := range added {
-		eventually(p, 20*time.Second, "both follow the events", func() bool { return r.events.pub.Subscribers() >= 2 })
+		testkit.Eventually(p, 20*time.Second, "both follow the events", func() bool { return r.events.Pub.Subscribers() >= 2 })
 	}
 	p.ranks, p.ids, p.specs[id] = append(p.ranks, added...), append(p.ids, id), query
 	p.settleWorkers()
@@ -160,26 +164,26 @@ func (p *parity) settleWorkers() {
 		want = append(want, fmt.Sprintf("%d/%d", r.key.Worker, r.key.Rank))
 	}
 	slices.Sort(want)
-	eventually(p, 10*time.Second, "the service's books have its workers", func() bool {
+	testkit.Eventually(p, 10*time.Second, "the service's books have its workers", func() bool {
 		return slices.Equal(rows(ask(p, p.theirs, "GET", "/loads", nil).Get("0.loads")), want)
 	})
 }
 
 // publish sends events of a rank to both and waits until both have applied
 // them: the last block that a batch stores is one of its own.
-func (p *parity) publish(r *parityRank, events ...mockEvent) {
+func (p *parity) publish(r *parityRank, events ...mocker.Event) {
 	p.Helper()
 	if r.sentinel != 0 {
-		events = append([]mockEvent{{removed: []uint64{uint64(r.sentinel)}}}, events...)
+		events = append([]mocker.Event{{Removed: []uint64{uint64(r.sentinel)}}}, events...)
 	}
 	p.next++
 	r.sentinel = 1<<30 + uint32(p.next)
 	tokens := []uint32{r.sentinel, 1, 2, 3}
-	events = append(events, mockEvent{stored: []StoredBlock{{Engine: uint64(r.sentinel)}}, tokens: tokens})
-	r.events.publishNow(events...)
+	events = append(events, mocker.Event{Stored: []kv.StoredBlock{{Engine: uint64(r.sentinel)}}, Tokens: tokens})
+	r.events.PublishNow(events...)
 	query := map[string]any{"model_name": parityModel, "token_ids": tokens}
 	for _, base := range []string{p.ours, p.theirs} {
-		eventually(p, 20*time.Second, base+" has applied the events", func() bool {
+		testkit.Eventually(p, 20*time.Second, base+" has applied the events", func() bool {
 			for _, w := range ask(p, base, "POST", "/overlap_scores", query).Get("workers").Array() {
 				if w.Get("worker_id").Uint() == r.key.Worker && w.Get("dp_rank").Uint() == uint64(r.key.Rank) {
 					return w.Get("device_blocks").Int() == 1
@@ -192,7 +196,7 @@ func (p *parity) publish(r *parityRank, events ...mockEvent) {
 
 // parityHashes are what the test's engines call the blocks of a prompt.
 func parityHashes(tokens []uint32) []uint64 {
-	hashes := SequenceHashes(nil, HashBlocks(nil, tokens, parityBlockSize, "", ""))
+	hashes := kv.SequenceHashes(nil, kv.HashBlocks(nil, tokens, parityBlockSize, "", ""))
 	for i := range hashes {
 		hashes[i] = hashes[i]*0x9e3779b97f4a7c15 | 1
 	}
@@ -200,7 +204,7 @@ func parityHashes(tokens []uint32) []uint64 {
 }
 
 // store lets a rank store a prompt up to some block.
-func (r *parityRank) store(tokens []uint32, blocks int) (event mockEvent, ok bool) {
+func (r *parityRank) store(tokens []uint32, blocks int) (event mocker.Event, ok bool) {
 	hashes := parityHashes(tokens)
 	blocks = min(blocks, len(hashes))
 	first := 0
@@ -210,14 +214,14 @@ func (r *parityRank) store(tokens []uint32, blocks int) (event mockEvent, ok boo
 	if first == blocks {
 		return event, false
 	}
-	event = mockEvent{tokens: tokens[first*parityBlockSize : blocks*parityBlockSize]}
+	event = mocker.Event{Tokens: tokens[first*parityBlockSize : blocks*parityBlockSize]}
 	parent := uint64(0)
 	if first > 0 {
 		parent = hashes[first-1]
-		event.parent, event.hasParent = parent, true
+		event.Parent, event.HasParent = parent, true
 	}
 	for _, h := range hashes[first:blocks] {
-		event.stored = append(event.stored, StoredBlock{Engine: h})
+		event.Stored = append(event.Stored, kv.StoredBlock{Engine: h})
 		r.held[h] = parent
 		r.children[parent]++
 		parent = h
@@ -231,7 +235,7 @@ func hasKey[K comparable, V any](m map[K]V, key K) bool {
 }
 
 // evict lets a rank remove up to n blocks that none follows.
-func (r *parityRank) evict(n int, random *rand.Rand) (event mockEvent, ok bool) {
+func (r *parityRank) evict(n int, random *rand.Rand) (event mocker.Event, ok bool) {
 	for range n {
 		var leaves []uint64
 		for _, h := range slices.Sorted(maps.Keys(r.held)) {
@@ -245,9 +249,9 @@ func (r *parityRank) evict(n int, random *rand.Rand) (event mockEvent, ok bool) 
 		h := leaves[random.IntN(len(leaves))]
 		r.children[r.held[h]]--
 		delete(r.held, h)
-		event.removed = append(event.removed, h)
+		event.Removed = append(event.Removed, h)
 	}
-	return event, event.removed != nil
+	return event, event.Removed != nil
 }
 
 // prompt takes a known prompt, often with something added or cut off, or a new
@@ -280,9 +284,9 @@ func (p *parity) prompt() []uint32 {
 // events lets a rank store or remove some blocks.
 func (p *parity) events() {
 	r := p.ranks[p.random.IntN(len(p.ranks))]
-	var events []mockEvent
+	var events []mocker.Event
 	for range 1 + p.random.IntN(3) {
-		var event mockEvent
+		var event mocker.Event
 		var ok bool
 		if p.random.IntN(3) == 0 {
 			event, ok = r.evict(1+p.random.IntN(8), p.random)
@@ -297,7 +301,7 @@ func (p *parity) events() {
 		clear(r.held)
 		clear(r.children)
 		r.sentinel = 0
-		events = append(events, mockEvent{cleared: true})
+		events = append(events, mocker.Event{Cleared: true})
 	}
 	p.publish(r, events...)
 }
@@ -567,7 +571,7 @@ func (p *parity) changeWorkers() {
 // newParity starts both without workers.
 func newParity(t *testing.T, seed uint64) *parity {
 	theirs := dynamoService(t)
-	site := startRooms(t, freePorts(t, 2), "--engine=none", "--policy=kv", fmt.Sprintf("--block-size=%d", parityBlockSize), "--seed=1")
+	site := startRooms(t, testkit.FreePorts(t, 2), "--engine=none", "--policy=kv", fmt.Sprintf("--block-size=%d", parityBlockSize), "--seed=1")
 	return &parity{T: t, ours: site.selection, theirs: theirs, random: rand.New(rand.NewPCG(seed, seed)), operations: map[string]int{}, specs: map[uint64]map[string]any{}}
 }
 

@@ -2,6 +2,9 @@ package main
 
 import (
 	"fmt"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/testkit"
 	"net/http"
 	"slices"
 	"testing"
@@ -24,7 +27,7 @@ func TestSelectionParityOfDumps(t *testing.T) {
 	for started, from := range origins {
 		want := heldIn(ask(t, from, "GET", "/dump", nil).Result)
 		var got []string
-		eventually(t, 20*time.Second, started+" has taken the dump of "+from, func() bool {
+		testkit.Eventually(t, 20*time.Second, started+" has taken the dump of "+from, func() bool {
 			got = heldIn(ask(t, started, "GET", "/dump", nil).Result)
 			return len(got) == len(want)
 		})
@@ -51,14 +54,14 @@ func TestSelectionParityDifferences(t *testing.T) {
 	p := newParity(t, 2)
 	p.addWorker(1, 0, 1)
 	r := p.ranks[0]
-	prompt := count(1, 12)
-	blocks := func(from, to int) mockEvent {
-		event := mockEvent{tokens: prompt[4*from : 4*to]}
+	prompt := testkit.Count(1, 12)
+	blocks := func(from, to int) mocker.Event {
+		event := mocker.Event{Tokens: prompt[4*from : 4*to]}
 		if from > 0 {
-			event.parent, event.hasParent = uint64(10+from), true
+			event.Parent, event.HasParent = uint64(10+from), true
 		}
 		for i := from; i < to; i++ {
-			event.stored = append(event.stored, StoredBlock{Engine: uint64(11 + i)})
+			event.Stored = append(event.Stored, kv.StoredBlock{Engine: uint64(11 + i)})
 		}
 		return event
 	}
@@ -81,14 +84,14 @@ func TestSelectionParityDifferences(t *testing.T) {
 		{
 			"a block stored twice and removed once",
 			"engines keep physical copies, and publish each of them: one is left",
-			func() { p.publish(r, blocks(0, 1), blocks(0, 1), mockEvent{removed: []uint64{11}}) },
+			func() { p.publish(r, blocks(0, 1), blocks(0, 1), mocker.Event{Removed: []uint64{11}}) },
 			held, "1", "0",
 		}, {
 			"a block of the middle removed and stored again",
 			"the blocks behind it were never removed: the engine can use them again",
 			func() {
-				p.publish(r, mockEvent{cleared: true})
-				p.publish(r, blocks(0, 3), mockEvent{removed: []uint64{12}}, blocks(1, 2))
+				p.publish(r, mocker.Event{Cleared: true})
+				p.publish(r, blocks(0, 3), mocker.Event{Removed: []uint64{12}}, blocks(1, 2))
 			},
 			held, "3", "2",
 		}, {
@@ -126,8 +129,8 @@ func TestSelectionParityDifferences(t *testing.T) {
 			"no difference: they match prompts of that adapter only",
 			func() {
 				event := blocks(0, 3)
-				event.adapter = mockAdapter{name: "l", id: 1}
-				p.publish(r, mockEvent{cleared: true}, event)
+				event.Adapter = mocker.Adapter{Name: "l", Id: 1}
+				p.publish(r, mocker.Event{Cleared: true}, event)
 			},
 			func(base string) string {
 				return heldOf(base, object{"lora_name": "l"}) + " " + heldOf(base, nil)
@@ -137,8 +140,8 @@ func TestSelectionParityDifferences(t *testing.T) {
 			"vLLM publishes the salt with a prompt's first block: salted prompts alone match here; there the events' salt is passed over",
 			func() {
 				event := blocks(0, 3)
-				event.salt = "s"
-				p.publish(r, mockEvent{cleared: true}, event)
+				event.Salt = "s"
+				p.publish(r, mocker.Event{Cleared: true}, event)
 			},
 			func(base string) string {
 				return heldOf(base, object{"cache_salt": "s"}) + " " + heldOf(base, nil)

@@ -11,6 +11,11 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/engine"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/routertest"
+
 	"golang.org/x/sync/errgroup"
 )
 
@@ -44,7 +49,7 @@ func (s *mockSite) send(from, requests, atATime int) []int {
 // evidence is what policy thompson has learned of all its workers together: the
 // rewards and what they lack of 1, without the two that it starts with.
 func (s *mockSite) evidence() (rewards, losses float64) {
-	for _, w := range thompsonStats(s.t.(*testing.T), s.rooms.router).Workers {
+	for _, w := range routertest.ThompsonStats(s.t.(*testing.T), s.rooms.router).Workers {
 		rewards += w.Alpha - 1
 		losses += w.Beta - 1
 	}
@@ -68,7 +73,7 @@ func TestThompsonLearnsWhichWorkerIsSlow(t *testing.T) {
 		if slow >= 30 {
 			t.Errorf("after 500 requests %d of 200 go to the slow worker, want less than 15 %%", slow)
 		}
-		s.rank(WorkerKey{}).do(func(e *SimEngine) { e.cfg.Timing.Speedup *= 3 })
+		s.rank(kv.WorkerKey{}).Do(func(e *engine.Engine) { e.Cfg.Timing.Speedup *= 3 })
 		s.send(700, 300, 1)
 		recovered := s.send(1000, 200, 1)[0]
 		if recovered < 30 {
@@ -83,7 +88,7 @@ func TestThompsonLearnsWhichWorkerIsSlow(t *testing.T) {
 		if slow < 100 {
 			t.Errorf("%d of 500 requests went to the slow worker, want about a third: it is compared with itself", slow)
 		}
-		for _, w := range thompsonStats(t, s.rooms.router).Workers {
+		for _, w := range routertest.ThompsonStats(t, s.rooms.router).Workers {
 			if mean := w.Alpha / (w.Alpha + w.Beta); mean < 0.44 || mean > 0.56 {
 				t.Errorf("worker %d is believed to earn %.2f, want about 0.5 for all", w.Worker.Worker, mean)
 			}
@@ -95,7 +100,7 @@ func TestThompsonLearnsNothingFromClientsThatLeave(t *testing.T) {
 	s := startMockSite(t, 2, "--policy=thompson", "--speedup-ratio=1")
 	for range 6 {
 		ctx, leave := context.WithCancel(t.Context())
-		request, _ := http.NewRequestWithContext(ctx, http.MethodPost, s.openAI+chatPath, strings.NewReader(`{"messages":[{"role":"user","content":"Hi"}],"max_tokens":5000,"ignore_eos":true,"stream":true}`))
+		request, _ := http.NewRequestWithContext(ctx, http.MethodPost, s.openAI+testkit.ChatPath, strings.NewReader(`{"messages":[{"role":"user","content":"Hi"}],"max_tokens":5000,"ignore_eos":true,"stream":true}`))
 		response, err := http.DefaultClient.Do(request)
 		if err != nil {
 			t.Fatal(err)
@@ -104,14 +109,14 @@ func TestThompsonLearnsNothingFromClientsThatLeave(t *testing.T) {
 		leave()
 		response.Body.Close()
 	}
-	eventually(t, 20*time.Second, "all are off the books", func() bool {
-		return s.inFlight() == 0 && thompsonStats(t, s.rooms.router).Pending == 0
+	testkit.Eventually(t, 20*time.Second, "all are off the books", func() bool {
+		return s.inFlight() == 0 && routertest.ThompsonStats(t, s.rooms.router).Pending == 0
 	})
 	if rewards, losses := s.evidence(); rewards != 0 || losses != 0 {
 		t.Errorf("rewards of %v and losses of %v were learned", rewards, losses)
 	}
 	s.send(0, 1, 1)
-	eventually(t, 5*time.Second, "a whole answer is learned from", func() bool {
+	testkit.Eventually(t, 5*time.Second, "a whole answer is learned from", func() bool {
 		rewards, losses := s.evidence()
 		return rewards == 0.5 && losses == 0.5
 	})
@@ -119,10 +124,10 @@ func TestThompsonLearnsNothingFromClientsThatLeave(t *testing.T) {
 
 func TestThompsonLearnsFromWorkersThatFail(t *testing.T) {
 	s := startMockSite(t, 2, "--policy=thompson", "--mock-error-rate=1")
-	if status, answer := post(t, s.openAI+chatPath, `{"messages":[{"role":"user","content":"Hi"}]}`); status != 500 {
+	if status, answer := post(t, s.openAI+testkit.ChatPath, `{"messages":[{"role":"user","content":"Hi"}]}`); status != 500 {
 		t.Fatalf("%d %s", status, answer)
 	}
-	eventually(t, 5*time.Second, "both attempts are off the books", func() bool { return thompsonStats(t, s.rooms.router).Pending == 0 })
+	testkit.Eventually(t, 5*time.Second, "both attempts are off the books", func() bool { return routertest.ThompsonStats(t, s.rooms.router).Pending == 0 })
 	rewards, losses := s.evidence()
 	if rewards > 0 || losses < 1.9 || losses > 2 { // the first of them has faded a little
 		t.Errorf("rewards of %v and losses of %v were learned, want those of two failures", rewards, losses)
@@ -138,15 +143,15 @@ func TestWhatThompsonLearnedSurvivesARestart(t *testing.T) {
 	ofSeries := `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":1,"nvext":{"agent_hints":{"prefix_id":"p","total_requests":9}}}`
 	s := startMockSite(t, 3, args...)
 	s.send(0, 30, 3)
-	post(t, s.openAI+chatPath, ofSeries)
-	eventually(t, 5*time.Second, "all is learned", func() bool { return thompsonStats(t, s.rooms.router).Pending == 0 })
-	before := thompsonStats(t, s.rooms.router)
+	post(t, s.openAI+testkit.ChatPath, ofSeries)
+	testkit.Eventually(t, 5*time.Second, "all is learned", func() bool { return routertest.ThompsonStats(t, s.rooms.router).Pending == 0 })
+	before := routertest.ThompsonStats(t, s.rooms.router)
 	if err := s.end(); err != nil {
 		t.Fatal(err)
 	}
 
 	s = startMockSite(t, 3, args...)
-	after := thompsonStats(t, s.rooms.router)
+	after := routertest.ThompsonStats(t, s.rooms.router)
 	for i, w := range after.Workers {
 		if was := before.Workers[i]; w.Worker != was.Worker || math.Abs(w.Alpha-was.Alpha) > 1e-9 || math.Abs(w.Beta-was.Beta) > 1e-9 {
 			t.Errorf("before %+v, after the restart %+v", was, w)
@@ -155,8 +160,8 @@ func TestWhatThompsonLearnedSurvivesARestart(t *testing.T) {
 	if len(after.Workers) != 3 || after.Series != 1 {
 		t.Errorf("%d workers and %d series after the restart, want 3 and 1", len(after.Workers), after.Series)
 	}
-	post(t, s.openAI+chatPath, ofSeries)
-	if after = thompsonStats(t, s.rooms.router); after.Stayed+after.Switched != 1 {
+	post(t, s.openAI+testkit.ChatPath, ofSeries)
+	if after = routertest.ThompsonStats(t, s.rooms.router); after.Stayed+after.Switched != 1 {
 		t.Errorf("the series begins anew: %+v", after)
 	}
 }

@@ -2,46 +2,32 @@ package main
 
 import (
 	"fmt"
+	"kvrouter/internal/telemetry"
+	"kvrouter/internal/testkit"
 	"math"
 	"net/http/httptest"
-	"strconv"
-	"strings"
 	"testing"
 	"time"
 )
 
-// metricsLines is a metrics page, by line: the value of each series.
-type metricsLines map[string]float64
-
-func readMetricsPage(page string) metricsLines {
-	lines := metricsLines{}
-	for line := range strings.SplitSeq(page, "\n") {
-		name, value, _ := strings.Cut(line, " ")
-		if n, err := strconv.ParseFloat(value, 64); err == nil && !strings.HasPrefix(line, "#") {
-			lines[name] = n
-		}
-	}
-	return lines
-}
-
-func scrape(t *Telemetry) metricsLines {
+func scrape(t *telemetry.Metrics) testkit.MetricsLines {
 	w := httptest.NewRecorder()
 	t.Handler().ServeHTTP(w, httptest.NewRequest("GET", "/metrics", nil))
-	return readMetricsPage(w.Body.String())
+	return testkit.ReadMetricsPage(w.Body.String())
 }
 
 func TestThompsonMetricsTellOfRequestsAndDecisions(t *testing.T) {
 	s := startMockSite(t, 2, "--policy=thompson")
 	const requests = 6
 	for range requests {
-		status, answer := post(t, s.openAI+chatPath, `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":5,"ignore_eos":true,"nvext":{"agent_hints":{"prefix_id":"p","total_requests":6}}}`)
+		status, answer := post(t, s.openAI+testkit.ChatPath, `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":5,"ignore_eos":true,"nvext":{"agent_hints":{"prefix_id":"p","total_requests":6}}}`)
 		if status != 200 {
 			t.Fatalf("%s", answer)
 		}
 	}
-	post(t, s.openAI+chatPath, `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":-5}`) // the engine's 400
-	post(t, s.openAI+chatPath, `{"messages":`)                                                  // refused here: not a request to it
-	eventually(t, 5*time.Second, "the requests are over", func() bool { return s.inFlight() == 0 })
+	post(t, s.openAI+testkit.ChatPath, `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":-5}`) // the engine's 400
+	post(t, s.openAI+testkit.ChatPath, `{"messages":`)                                                  // refused here: not a request to it
+	testkit.Eventually(t, 5*time.Second, "the requests are over", func() bool { return s.inFlight() == 0 })
 	got := scrape(s.rooms.telemetry)
 	if n := scrape(s.rooms.telemetry)["thompson_processor_active_requests"]; n != 0 {
 		t.Errorf("%v active requests", n)
@@ -85,45 +71,5 @@ func TestThompsonMetricsTellOfRequestsAndDecisions(t *testing.T) {
 	}
 	if routed != requests+1 || decided != requests+1 || learned != requests || evidence <= 4 {
 		t.Errorf("%v routed, %v decided, %v learned from, evidence %v", routed, decided, learned, evidence)
-	}
-}
-
-func TestThompsonMetricsAreOfThatPolicyAndTheFleet(t *testing.T) {
-	other := newBareTelemetry()
-	other.WatchThompson(newTestRouter(t, "kv", 1), func() []uint64 { return nil })
-	for name := range scrape(other) {
-		if strings.HasPrefix(name, "thompson_") {
-			t.Errorf("%s with policy kv", name)
-		}
-	}
-
-	telemetry := newBareTelemetry()
-	router := newTestRouter(t, "thompson", 0)
-	fleet := []uint64{0, 1}
-	telemetry.WatchThompson(router, func() []uint64 { return fleet })
-	ofWorker := func(page metricsLines, worker int) (n int) {
-		for name := range page {
-			if strings.HasPrefix(name, "thompson_") && strings.Contains(name, fmt.Sprintf(`worker_id="%d"`, worker)) {
-				n++
-			}
-		}
-		return n
-	}
-	for _, key := range []WorkerKey{{Worker: 0}, {Worker: 0, Rank: 1}, {Worker: 1}} {
-		router.Up(Target{Key: key})
-		d := mustRoute(t, router, Request{Tokens: count(1, 8)})
-		telemetry.Decided(0, d)
-		d.Booking.Finish(1)
-		router.Down(key)
-	}
-	page := scrape(telemetry)
-	both, one := ofWorker(page, 0), ofWorker(page, 1)
-	if one == 0 || both != 2*one-1 { // all but the processor's decisions are told by rank
-		t.Errorf("%d series of worker 0 with two ranks, %d of worker 1", both, one)
-	}
-	fleet = fleet[1:]
-	page = scrape(telemetry)
-	if gone, stays := ofWorker(page, 0), ofWorker(page, 1); gone != 0 || stays != one {
-		t.Errorf("%d series of a worker that is gone, %d of the other, want %d", gone, stays, one)
 	}
 }

@@ -4,6 +4,9 @@ import (
 	"bytes"
 	"context"
 	"io"
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/settings"
+	"kvrouter/internal/tokens"
 	"log/slog"
 	"net/http"
 	"os"
@@ -16,9 +19,9 @@ import (
 )
 
 // testModel opens the model that the workers of the end-to-end tests serve.
-func testModel(t testing.TB) *Model {
+func testModel(t testing.TB) *tokens.Model {
 	t.Helper()
-	m, err := OpenModel(filepath.Join(CacheDir(os.Getenv), "smollm2-135m-instruct"))
+	m, err := tokens.OpenModel(filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct"))
 	if err != nil && testing.Short() {
 		t.Skip("the test model is not set up: ", err)
 	}
@@ -30,7 +33,7 @@ func testModel(t testing.TB) *Model {
 }
 
 // workerAsker asks the worker at a URL.
-func workerAsker(url string) Asker {
+func workerAsker(url string) tokens.Asker {
 	return func(ctx context.Context, path string, body []byte) ([]byte, error) {
 		req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+path, bytes.NewReader(body))
 		if err != nil {
@@ -44,7 +47,7 @@ func workerAsker(url string) Asker {
 		defer resp.Body.Close()
 		answer, err := io.ReadAll(resp.Body)
 		if err == nil && resp.StatusCode/100 != 2 {
-			err = &AskError{Status: resp.StatusCode, Answer: answer}
+			err = &tokens.AskError{Status: resp.StatusCode, Answer: answer}
 		}
 		return answer, err
 	}
@@ -52,7 +55,7 @@ func workerAsker(url string) Asker {
 
 // compareWithWorker holds every way to prompt tokens against a real worker that
 // serves testModel.
-func compareWithWorker(t *testing.T, m *Model, url string) {
+func compareWithWorker(t *testing.T, m *tokens.Model, url string) {
 	ctx, ask := context.Background(), workerAsker(url)
 	equal := 0
 	for _, body := range parityChats() {
@@ -82,7 +85,7 @@ func compareWithWorker(t *testing.T, m *Model, url string) {
 			t.Logf("the worker refuses to render %.80s: %v", body, err)
 			continue
 		}
-		want, err := readTokens(gjson.GetBytes(answer, "token_ids"))
+		want, err := tokens.ReadTokens(gjson.GetBytes(answer, "token_ids"))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -119,29 +122,29 @@ func compareWithWorker(t *testing.T, m *Model, url string) {
 		}
 		got, err := m.CompletionTokens([]byte(body))
 		for i, item := range gjson.ParseBytes(answer).Array() {
-			want, _ := readTokens(item.Get("token_ids"))
+			want, _ := tokens.ReadTokens(item.Get("token_ids"))
 			if err != nil || !slices.Equal(got[i], want) {
 				t.Errorf("prompt %d of %s: %v, %v, want %v", i, body, err, got, want)
 			}
 		}
 	}
 
-	tokens := NewTokens(m, ask, 10*time.Second, slog.New(slog.DiscardHandler))
-	if err := tokens.Probe(ctx); err != nil {
+	ids := tokens.NewSource(m, ask, 10*time.Second, slog.New(slog.DiscardHandler))
+	if err := ids.Probe(ctx); err != nil {
 		t.Error(err)
 	}
-	if off := tokens.Stats().Disabled; len(off) > 0 {
+	if off := ids.Stats().Disabled; len(off) > 0 {
 		t.Errorf("probes differ: %v", off)
 	}
-	asked := NewTokens(nil, ask, 10*time.Second, slog.New(slog.DiscardHandler))
-	tokenized := NewTokens(nil, withoutRender(ask), 10*time.Second, slog.New(slog.DiscardHandler))
+	asked := tokens.NewSource(nil, ask, 10*time.Second, slog.New(slog.DiscardHandler))
+	tokenized := tokens.NewSource(nil, withoutRender(ask), 10*time.Second, slog.New(slog.DiscardHandler))
 	for _, body := range parityChats() {
-		want := tokens.Chat(ctx, body)
+		want := ids.Chat(ctx, body)
 		if _, err := ask(ctx, "/v1/chat/completions/render", body); err != nil {
 			continue
 		}
-		for name, other := range map[string]*Tokens{"render": asked, "tokenize": tokenized} {
-			if got := other.Chat(ctx, body); want.Source != SourceLocal || got.Source != SourceWorker || !slices.Equal(got.Tokens, want.Tokens) {
+		for name, other := range map[string]*tokens.Source{"render": asked, "tokenize": tokenized} {
+			if got := other.Chat(ctx, body); want.Source != tokens.SourceLocal || got.Source != tokens.SourceWorker || !slices.Equal(got.Tokens, want.Tokens) {
 				t.Errorf("by the worker's %s: source %s, %q here %q", name, got.Source, m.Decode(got.Tokens), m.Decode(want.Tokens))
 			}
 		}
@@ -150,11 +153,11 @@ func compareWithWorker(t *testing.T, m *Model, url string) {
 		"/v1/responses": `{"input":"What is the capital of France?"}`,
 		"/v1/messages":  `{"model":"` + servedModel(t, url) + `","max_tokens":5,"messages":[{"role":"user","content":"What is the capital of France?"}]}`,
 	} {
-		if p := asked.Other(ctx, path, []byte(body)); p.Source != SourceWorker || len(p.Tokens) != 37 {
+		if p := asked.Other(ctx, path, []byte(body)); p.Source != tokens.SourceWorker || len(p.Tokens) != 37 {
 			t.Errorf("%s: %+v", path, p)
 		}
 	}
-	t.Logf("%+v", tokens.Stats())
+	t.Logf("%+v", ids.Stats())
 }
 
 func servedModel(t *testing.T, url string) string {
@@ -169,10 +172,10 @@ func servedModel(t *testing.T, url string) string {
 
 // withoutRender makes a worker look as if it were started without its render
 // routes.
-func withoutRender(ask Asker) Asker {
+func withoutRender(ask tokens.Asker) tokens.Asker {
 	return func(ctx context.Context, path string, body []byte) ([]byte, error) {
 		if path != "/tokenize" && path != "/detokenize" {
-			return nil, &AskError{Status: 404, Answer: []byte(`{"detail":"Not Found"}`)}
+			return nil, &tokens.AskError{Status: 404, Answer: []byte(`{"detail":"Not Found"}`)}
 		}
 		return ask(ctx, path, body)
 	}
@@ -181,8 +184,8 @@ func withoutRender(ask Asker) Asker {
 func sameJSON(a, b []byte) bool {
 	x, y := gjson.ParseBytes(a), gjson.ParseBytes(b)
 	keys := map[string]bool{}
-	for _, m := range append(members(x), members(y)...) {
-		keys[m.key] = true
+	for _, m := range append(jsonbody.Members(x), jsonbody.Members(y)...) {
+		keys[m.Key] = true
 	}
 	for k := range keys {
 		if x.Get(k).String() != y.Get(k).String() {

@@ -4,498 +4,188 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
-	"net/http"
-	"slices"
-	"sync"
-	"sync/atomic"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/selection"
+	"kvrouter/internal/vllm"
+	"kvrouter/internal/workers"
 	"time"
-
-	"golang.org/x/sync/errgroup"
 )
 
-// FleetHooks tell the rest of the router what happens to workers. Those of one
-// worker come one after another, but for Log and Load; those of different
-// workers come at the same time. None may block for long. A nil one is left out.
-type FleetHooks struct {
-	Up   func(Target)                             // may be routed to
-	Down func(Target, string)                     // may not, and why
-	Load func(WorkerKey, Published)               // a load report
-	Lag  func(WorkerKey, time.Duration)           // age of a batch of KV events when it was applied
-	Log  func(worker uint64, stream, line string) // a line that a started worker printed
-}
+// defaultWorkers is how many workers are started where nothing is said.
+const defaultWorkers = 2
 
-// States of a worker.
-const (
-	StateConnecting = "connecting" // attached, no answer yet or any more
-	StateStarting   = "starting"   // started, not ready yet
-	StateReady      = "ready"
-	StateDown       = "down"       // runs, but does not answer
-	StateRestarting = "restarting" // has ended; the next start is near
-	StateStopped    = "stopped"    // the router is ending
-)
-
-// WorkerStatus is what there is to say about one worker.
-type WorkerStatus struct {
-	ID         uint64    `json:"id"`
-	URL        string    `json:"url"`
-	Attached   bool      `json:"attached"` // not started by this router
-	State      string    `json:"state"`
-	Stage      string    `json:"stage,omitempty"` // how far its start is
-	Since      time.Time `json:"since"`           // of the state
-	PID        int       `json:"pid,omitempty"`   // its process group, too
-	Restarts   int       `json:"restarts"`        // times that it ended and was started again
-	Generation int       `json:"generation"`      // incarnations so far
-	Ranks      []uint32  `json:"ranks,omitempty"` // data-parallel ranks
-	Models     []string  `json:"models,omitempty"`
-	KVEvents   string    `json:"kv_events,omitempty"` // endpoint of rank 0's KV events
-	Replay     string    `json:"replay,omitempty"`    // and of their replay
-	LastError  string    `json:"last_error,omitempty"`
-	Disagg     Disagg    `json:"-"`
-}
-
-// Keys returns what the index and the loads know the worker by: one key a rank.
-func (s WorkerStatus) Keys() []WorkerKey {
-	if len(s.Ranks) == 0 {
-		return []WorkerKey{{Worker: s.ID}}
+// countWorkers sets NumWorkers from the flags that tell of it.
+func (c *Config) countWorkers() error {
+	apart := c.PrefillWorkers != 0 || c.DecodeWorkers != 0
+	switch {
+	case apart && c.WorkersGiven != nil:
+		return fmt.Errorf("--num-workers %d beside --prefill-workers and --decode-workers: started workers either all serve whole requests or each have their part; leave one of the two out", *c.WorkersGiven)
+	case apart && c.Engine == EngineNone:
+		return errors.New("--prefill-workers and --decode-workers start workers, and --engine is none; leave them out")
+	case apart && (c.PrefillWorkers < 1 || c.DecodeWorkers < 1):
+		return fmt.Errorf("--prefill-workers %d with --decode-workers %d: give at least 1 of each", c.PrefillWorkers, c.DecodeWorkers)
+	case apart:
+		c.NumWorkers = c.PrefillWorkers + c.DecodeWorkers
+	case c.WorkersGiven != nil:
+		c.NumWorkers = *c.WorkersGiven
+	default:
+		c.NumWorkers = defaultWorkers
 	}
-	keys := make([]WorkerKey, len(s.Ranks))
-	for i, rank := range s.Ranks {
-		keys[i] = WorkerKey{Worker: s.ID, Rank: rank}
-	}
-	return keys
-}
-
-// startAttempts is how often the first start of a worker is tried before the
-// router gives up, while no other worker has ever been ready: then it is the
-// settings that are wrong. A failure that will last is not tried again at all.
-const startAttempts = 2
-
-// fleetTiming holds the times of supervision, so that tests need not wait.
-type fleetTiming struct {
-	readyPoll     time.Duration // between looks at a starting worker
-	healthEvery   time.Duration // between looks at a ready one
-	healthLimit   time.Duration // longest wait for an answer to one look
-	healthMisses  int           // looks in a row without answer that make a worker down
-	hangLimit     time.Duration // a started worker that is down for longer is killed
-	modelsEvery   time.Duration // between looks at its models
-	lookEvery     time.Duration // the least between those that requests make necessary
-	lookLimit     time.Duration // longest wait of such a request, beside that
-	probeLimit    time.Duration // longest wait for /v1/models and /kv_event_sources
-	stopLimit     time.Duration // between SIGTERM and SIGKILL
-	backoffFirst  time.Duration // first pause before a restart; doubles up to --restart-backoff-max
-	backoffReset  time.Duration // a worker ready for so long starts with the first pause again
-	progressEvery time.Duration // between "still ..." lines
-	silentAfter   time.Duration // without event source, after which a warning says so
-}
-
-func defaultTiming() fleetTiming {
-	return fleetTiming{
-		readyPoll: 250 * time.Millisecond, healthEvery: 2 * time.Second, healthLimit: 2 * time.Second, healthMisses: 3,
-		modelsEvery: 10 * time.Second, lookEvery: time.Second, lookLimit: 2 * time.Second,
-		hangLimit: 60 * time.Second, probeLimit: 5 * time.Second, stopLimit: 10 * time.Second,
-		backoffFirst: time.Second, backoffReset: 60 * time.Second,
-		progressEvery: 10 * time.Second, silentAfter: 10 * time.Second,
-	}
-}
-
-// FleetSettings say which workers a fleet has.
-type FleetSettings struct {
-	Started          []Disagg         // the part of each worker that is started, by id from 0
-	Ports            Ports            // of started workers
-	MaxBatchedTokens int              // that a started worker computes in a pass; 0: unknown
-	TotalBlocks      int              // of a started worker's KV cache; 0: unknown
-	ReadyPoll        time.Duration    // between looks at a starting worker; 0: the usual
-	Attached         []AttachedWorker // that run already
-	ServedModelName  string           // of a worker that names no model
-	BlockSize        int              // tokens
-	KVEvents         bool             // KV events are followed
-	AssumesSizes     bool             // the index wants to know the sizes of the workers' caches
-	Key              string           // bearer key that the workers ask for; may be empty
-
-	StartupTimeout    time.Duration // longest time for a started worker to become ready
-	RestartBackoffMax time.Duration // longest pause before a dead worker is started again
-}
-
-// Start starts worker i. line is called with each line that it prints, by the
-// name of the stream.
-type Start func(i int, line func(stream, text string)) (Engine, error)
-
-// Fleet starts workers, attaches others, and follows the health, KV events and
-// load of them all. Its methods are safe for concurrent use.
-type Fleet struct {
-	cfg       FleetSettings
-	index     Index
-	hooks     FleetHooks
-	log       *slog.Logger
-	client    *http.Client
-	start     Start
-	everReady atomic.Bool        // some worker has been ready
-	opened    chan struct{}      // closed when workers can be registered
-	lookers   chan chan struct{} // closed, each, when the models have been looked for
-
-	membership sync.Mutex // guards workers and run
-	workers    []*worker  // a slice that was read stays as it is
-	run        *fleetRun  // nil: not running
-
-	// Tests replace these.
-	timing fleetTiming
-
-	peers *EventPeers // asked for KV events that workers cannot replay; nil: nobody is
-	loads func(ctx context.Context, w WorkerKey, zmqEndpoint, metricsURL string, publish func(WorkerKey, Published), log *slog.Logger)
-}
-
-// worker is one member of the fleet.
-type worker struct {
-	id       uint64
-	spec     AttachedWorker // of a started one: only ID, URL and its part
-	attached bool
-	registry *registry          // nil: not a registered one
-	wake     chan struct{}      // holds a token when its health is to be looked at now
-	look     chan chan struct{} // to be closed when its models have been looked at
-
-	mu      sync.Mutex // guards the rest
-	status  WorkerStatus
-	streams map[WorkerKey]*EventStream
-}
-
-// NewFleet prepares the workers that cfg asks for; Run starts them by start, which
-// is not called where cfg asks for none. index gets what their event streams
-// tell.
-func NewFleet(cfg FleetSettings, start Start, index Index, hooks FleetHooks, log *slog.Logger) *Fleet {
-	f := &Fleet{
-		cfg: cfg, index: index, hooks: hooks, log: log,
-		// A new connection each time: a look at a worker must not depend on an
-		// old one.
-		client:  &http.Client{Transport: &http.Transport{DisableKeepAlives: true}},
-		start:   start,
-		opened:  make(chan struct{}),
-		lookers: make(chan chan struct{}),
-		timing:  defaultTiming(),
-		loads:   FollowLoad,
-	}
-	if f.hooks.Up == nil {
-		f.hooks.Up = func(Target) {}
-	}
-	if f.hooks.Down == nil {
-		f.hooks.Down = func(Target, string) {}
-	}
-	if f.hooks.Load == nil {
-		f.hooks.Load = func(WorkerKey, Published) {}
-	}
-	if f.hooks.Log == nil {
-		f.hooks.Log = func(uint64, string, string) {}
-	}
-	if cfg.ReadyPoll > 0 {
-		f.timing.readyPoll = cfg.ReadyPoll
-	}
-	for i, part := range cfg.Started {
-		f.join(AttachedWorker{ID: uint64(i), URL: cfg.Ports.URL(i), Disagg: part}, false, StateStarting)
-	}
-	for _, spec := range cfg.Attached {
-		f.join(spec, true, StateConnecting)
-	}
-	return f
-}
-
-func (f *Fleet) join(spec AttachedWorker, attached bool, state string) {
-	f.workers = append(f.workers, newWorker(spec, attached, state))
-}
-
-func newWorker(spec AttachedWorker, attached bool, state string) *worker {
-	return &worker{
-		id: spec.ID, spec: spec, attached: attached, wake: make(chan struct{}, 1), look: make(chan chan struct{}), streams: map[WorkerKey]*EventStream{},
-		status: WorkerStatus{ID: spec.ID, URL: spec.URL, Attached: attached, State: state, Since: time.Now()},
-	}
-}
-
-// members returns the workers of now.
-func (f *Fleet) members() []*worker {
-	f.membership.Lock()
-	defer f.membership.Unlock()
-	return f.workers
-}
-
-// Run supervises the workers until ctx is done, then ends those that it
-// started; it returns when every process and goroutine of the fleet has ended.
-// An error means that workers cannot be started at all.
-func (f *Fleet) Run(ctx context.Context) (err error) {
-	group, ctx := errgroup.WithContext(ctx)
-	for _, w := range f.members() {
-		group.Go(func() error {
-			if w.attached {
-				f.superviseAttached(ctx, w)
-				return nil
-			}
-			return f.superviseStarted(ctx, w)
-		})
-	}
-	group.Go(func() error {
-		f.lookForModels(ctx)
-		return nil
-	})
-	f.open(ctx, group)
-	return group.Wait()
-}
-
-// Workers returns the state of every worker, started ones first.
-func (f *Fleet) Workers() []WorkerStatus {
-	workers := f.members()
-	list := make([]WorkerStatus, 0, len(workers))
-	for _, w := range workers {
-		w.mu.Lock()
-		status := w.status
-		w.mu.Unlock()
-		status.Ranks, status.Models = slices.Clone(status.Ranks), slices.Clone(status.Models)
-		list = append(list, status)
-	}
-	return list
-}
-
-// Streams returns the counters of every event stream that runs now.
-func (f *Fleet) Streams() map[WorkerKey]*EventStats {
-	all := map[WorkerKey]*EventStats{}
-	for _, w := range f.members() {
-		w.mu.Lock()
-		for key, stream := range w.streams {
-			all[key] = stream.Stats()
-		}
-		w.mu.Unlock()
-	}
-	return all
-}
-
-// History returns what is kept of a rank's KV events; nil: they are not followed.
-func (f *Fleet) History(key WorkerKey) *EventLog {
-	for _, w := range f.members() {
-		w.mu.Lock()
-		stream := w.streams[key]
-		w.mu.Unlock()
-		if stream != nil {
-			return stream.History()
-		}
+	if c.Engine != EngineNone && (c.NumWorkers < 1 || c.NumWorkers > 1000) {
+		return fmt.Errorf("%s: give 1 to 1000; for none use --engine none", c.workersAsked())
 	}
 	return nil
 }
 
-// ReportFailure makes the fleet look at a worker's health at once, because a
-// request could not reach it. It does not wait for the result.
-func (f *Fleet) ReportFailure(id uint64) {
-	for _, w := range f.members() {
-		if w.id == id {
-			select {
-			case w.wake <- struct{}{}:
-			default: // one look is due already
-			}
+// workersAsked tells the flags that ask for NumWorkers workers, and their values.
+func (c *Config) workersAsked() string {
+	if c.PrefillWorkers > 0 {
+		return fmt.Sprintf("--prefill-workers %d and --decode-workers %d", c.PrefillWorkers, c.DecodeWorkers)
+	}
+	return fmt.Sprintf("--num-workers %d", c.NumWorkers)
+}
+
+// EngineLimits returns how many tokens a started worker computes in a pass at
+// most, and the blocks of its KV cache; 0: unknown.
+func (c *Config) EngineLimits() (maxBatchedTokens, totalBlocks int) {
+	if c.Engine == EngineMocker {
+		return c.Mock.MockMaxNumBatchedTokens, c.Mock.MockNumGPUBlocks
+	}
+	return vllm.Number(c.VLLMArgs, "max-num-batched-tokens"), vllm.Number(c.VLLMArgs, "num-gpu-blocks-override")
+}
+
+// Ranks is how many data-parallel ranks a started worker has. Each takes one of
+// the ports for KV events, their replay and load.
+func (c *Config) Ranks() int {
+	switch c.Engine {
+	case EngineMocker:
+		return max(1, c.Mock.MockDataParallelSize)
+	case EngineVLLM:
+		return max(1, vllm.Number(c.VLLMArgs, "data-parallel-size"))
+	}
+	return 1
+}
+
+// nixl tells whether the workers that are started hand prompts over by NIXL.
+func (c *Config) nixl() bool { return c.Engine == EngineVLLM && c.PrefillWorkers > 0 }
+
+// startedPart returns the part of started worker i where prefill and decode are
+// apart: prefill workers have the lowest numbers.
+func (c *Config) startedPart(i int) kv.Disagg {
+	if c.PrefillWorkers == 0 {
+		return kv.Disagg{}
+	}
+	d := kv.Disagg{Role: kv.RoleDecode, Kind: kv.KindNIXL}
+	if i < c.PrefillWorkers {
+		d.Role = kv.RolePrefill
+	}
+	if c.Engine == EngineMocker && c.Mock.MockDisaggKind == kv.KindSGLang.String() {
+		d.Kind = kv.KindSGLang
+		if d.Role == kv.RolePrefill { // its HTTP port is its bootstrap server's, too
+			d.Bootstrap = kv.Bootstrap{Host: "127.0.0.1", Port: uint16(c.BaseWorkerPort + i)}
 		}
+	}
+	return d
+}
+
+// ports are those of started workers.
+func (c *Config) workerPorts() vllm.Ports {
+	return vllm.Ports{
+		HTTP: c.BaseWorkerPort, KVEvents: c.BaseKVEventsPort, KVReplay: c.BaseKVReplayPort, Load: c.BaseMetricsPort, NIXL: c.BaseNIXLPort,
+		Ranks: c.Ranks(),
 	}
 }
 
-// update changes a worker's status; a changed state gets a new Since.
-func (f *Fleet) update(w *worker, change func(*WorkerStatus)) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	before := w.status.State
-	change(&w.status)
-	if w.status.State != before {
-		w.status.Since = time.Now()
+// vllmSettings say how vLLM workers are started.
+func (c *Config) vllmSettings() vllm.Settings {
+	return vllm.Settings{
+		Python: c.Python, Model: c.Model, ModelFolder: c.ModelFolder, ServedModelName: c.ServedModelName,
+		NumWorkers: c.NumWorkers, PrefillWorkers: c.PrefillWorkers, BlockSize: c.BlockSize,
+		GPUsPerWorker: c.GPUsPerWorker, GPUs: c.GPUs, Cores: c.Cores, KVEvents: c.KVEvents(), Args: c.VLLMArgs,
+		Ports: c.workerPorts(),
 	}
 }
 
-// sleep waits for d or a wake-up (nil: none) and tells whether ctx still lives.
-func (f *Fleet) sleep(ctx context.Context, d time.Duration, wake <-chan struct{}) bool {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-ctx.Done():
-		return false
-	case <-timer.C:
-	case <-wake:
+// fleetSettings say which workers there are.
+func (c *Config) fleetSettings() workers.Settings {
+	s := workers.Settings{
+		Attached: c.Worker, Ports: c.workerPorts(), BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
+		AssumesSizes: c.Index.NoKVEvents && !c.Index.HasTrees(c.Policy), ServedModelName: c.ServedModelName, Key: vllm.Key(c.VLLMArgs),
+		StartupTimeout: c.StartupTimeout, RestartBackoffMax: c.RestartBackoffMax,
 	}
-	return ctx.Err() == nil
+	if c.Engine == EngineNone {
+		return s
+	}
+	s.MaxBatchedTokens, s.TotalBlocks = c.EngineLimits()
+	for i := range c.NumWorkers {
+		s.Started = append(s.Started, c.startedPart(i))
+	}
+	if c.Engine == EngineMocker {
+		s.ReadyPoll = mockReadyPoll
+	}
+	return s
 }
 
-// superviseStarted starts a worker, again and again, until ctx is done.
-func (f *Fleet) superviseStarted(ctx context.Context, w *worker) error {
-	pause, failures := f.timing.backoffFirst, 0
-	for {
-		readyFor, err := f.runStarted(ctx, w)
-		if ctx.Err() != nil {
-			f.update(w, func(s *WorkerStatus) { s.State, s.PID = StateStopped, 0 })
-			return nil
-		}
-		if failures++; readyFor > 0 {
-			failures = 0
-		}
-		var end *endError
-		if hopeless := failures >= startAttempts || (errors.As(err, &end) && end.lasting); hopeless && !f.everReady.Load() {
-			return fmt.Errorf("worker %d could not be started: %w", w.id, err)
-		}
-		if readyFor >= f.timing.backoffReset {
-			pause = f.timing.backoffFirst
-		}
-		f.log.Error(fmt.Sprintf("worker %d: %v; starting it again in %s", w.id, err, pause), "ready_for", readyFor.Round(time.Second))
-		f.update(w, func(s *WorkerStatus) { s.State, s.PID, s.LastError = StateRestarting, 0, err.Error() })
-		if f.sleep(ctx, pause, nil) {
-			f.update(w, func(s *WorkerStatus) { s.Restarts++ })
-		}
-		pause = min(2*pause, max(f.cfg.RestartBackoffMax, f.timing.backoffFirst))
+// mockSettings say how simulated workers are started.
+func (c *Config) mockSettings() mocker.Settings {
+	s := c.Mock
+	s.ServedModelName, s.BlockSize, s.Seed, s.KVEvents, s.Ports = c.ServedModelName, c.BlockSize, c.Seed, c.KVEvents(), c.workerPorts()
+	for i := range c.NumWorkers {
+		s.Parts = append(s.Parts, c.startedPart(i))
+	}
+	return s
+}
+
+func (c *Config) selectionSettings() selection.Settings {
+	return selection.Settings{
+		APIKey: c.RouterAPIKey, ServedModelName: c.ServedModelName, BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
+		TrackPrefillTokens: c.Routing.RouterTrackPrefillTokens, CountsPasses: c.Routing.RouterQueueThreshold != nil,
 	}
 }
 
-// runStarted runs one started worker from its start to its end, and returns why
-// it ended and for how long it had been ready.
-func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Duration, err error) {
-	output := newStartLog()
-	f.update(w, func(s *WorkerStatus) { s.State, s.Stage = StateStarting, stageProcess })
-	in := f.begin(ctx, w)
-	downReason := "the router is ending"
-	defer func() { in.end(downReason) }()
-	engine, err := f.start(int(w.id), func(stream, text string) { f.workerLine(w, output, stream, text) })
+// starter returns what starts a worker: a process, a simulated one, or nil where
+// none is to be started.
+func (r *app) starter() (start workers.Start, err error) {
+	switch r.config.Engine {
+	case EngineVLLM:
+		if r.launcher, err = vllm.NewLauncher(r.config.vllmSettings(), r.log); err != nil {
+			return nil, err
+		}
+		return r.launcher.Start, nil
+	case EngineMocker:
+		if r.mocker, err = mocker.NewMocker(r.config.mockSettings(), r.model, r.log); err != nil {
+			return nil, err
+		}
+		return r.startMock, nil
+	}
+	return nil, nil
+}
+
+// runFleet runs the workers until ctx is done and all that were started have
+// ended.
+func (r *app) runFleet(ctx context.Context) (err error) {
+	if r.launcher != nil {
+		if err := r.launcher.Open(); err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, r.launcher.Close()) }()
+	}
+	return r.fleet.Run(ctx)
+}
+
+// mockReadyPoll is the pause between looks at a starting simulated worker.
+const mockReadyPoll = 5 * time.Millisecond
+
+// errMockStopped is why a simulated worker ended that the fleet has ended.
+var errMockStopped = errors.New("stopped by the router")
+
+// startMock starts a simulated worker, which prints nothing.
+func (r *app) startMock(i int, _ func(stream, text string)) (vllm.Engine, error) {
+	w, err := r.mocker.Start(i)
 	if err != nil {
-		return 0, err
+		return vllm.Engine{}, err
 	}
-	// A process listens seconds later: the stream has the engine's first event.
-	for _, source := range f.cfg.Ports.Sources(int(w.id), f.cfg.BlockSize) {
-		in.followEvents(source)
-	}
-	ended := engine.Ended
-	f.update(w, func(s *WorkerStatus) { s.PID = engine.PID })
-	if engine.PID != 0 {
-		f.log.Info(fmt.Sprintf("worker %d: %s", w.id, stageProcess), "pid", engine.PID, "url", w.spec.URL)
-	}
-
-	stop := func() {
-		output.setEnding()
-		engine.Stop()
-		timer := time.AfterFunc(f.timing.stopLimit, engine.Kill)
-		defer timer.Stop()
-		<-ended
-	}
-
-	var readySince, downSince time.Time
-	lastProgress := in.began
-	for poll := f.timing.readyPoll; ; {
-		timer := time.NewTimer(poll)
-		select {
-		case <-ctx.Done():
-			in.markDown(downReason)
-			stop()
-			return 0, ctx.Err()
-		case err := <-ended:
-			downReason = "its process ended: " + endReason(err)
-			in.markDown(downReason)
-			if engine.PID == 0 {
-				return since(readySince), err
-			}
-			return since(readySince), f.explainEnd(w, output, err)
-		case looked := <-w.look:
-			in.lookAtModels()
-			close(looked)
-		case <-w.wake:
-		case <-timer.C:
-		}
-		timer.Stop()
-
-		if readySince.IsZero() {
-			waited := time.Since(in.began)
-			if f.becomeReady(in) {
-				readySince = time.Now()
-				output.setReady()
-				poll = f.timing.healthEvery
-				f.log.Info(fmt.Sprintf("worker %d: ready after %s", w.id, waited.Round(time.Second)), "url", w.spec.URL)
-			} else if waited > f.cfg.StartupTimeout {
-				stop()
-				downReason = fmt.Sprintf("not ready after %s (--startup-timeout)", f.cfg.StartupTimeout)
-				return 0, f.explainEnd(w, output, errors.New(downReason))
-			} else if time.Since(lastProgress) >= f.timing.progressEvery {
-				lastProgress = time.Now()
-				w.mu.Lock()
-				stage := w.status.Stage
-				w.mu.Unlock()
-				f.log.Info(fmt.Sprintf("worker %d: still %s (%s)", w.id, stage, waited.Round(time.Second)))
-			}
-			continue
-		}
-
-		in.checkHealth()
-		switch {
-		case in.up:
-			downSince = time.Time{}
-		case downSince.IsZero():
-			downSince = time.Now()
-		case time.Since(downSince) > f.timing.hangLimit:
-			engine.Kill() // what hangs does not heed SIGTERM
-			<-ended
-			downReason = fmt.Sprintf("it did not answer for %s and was killed", f.timing.hangLimit)
-			return since(readySince), errors.New(downReason)
-		}
-	}
-}
-
-// becomeReady looks whether a starting worker answers, and if so makes it a
-// target.
-func (f *Fleet) becomeReady(in *incarnation) bool {
-	w := in.w
-	if err := f.get(in.ctx, w.spec.URL, "/health", f.timing.healthLimit, nil); err != nil {
-		return false
-	}
-	served, err := f.models(in.ctx, w.spec.URL)
-	if err != nil {
-		return false
-	}
-	if served.names == nil {
-		served.names = []string{f.cfg.ServedModelName}
-	}
-	in.setTargets(served, f.cfg.Ports.Sources(int(w.id), f.cfg.BlockSize))
-	in.followLoads(func(rank uint32) string {
-		return f.cfg.Ports.LoadEndpoint(int(w.id), int(rank))
-	})
-	in.markUp()
-	return true
-}
-
-// workerLine takes in one line that a started worker printed. Errors of a
-// starting one are kept for explainEnd; those of a ready one are shown at once.
-func (f *Fleet) workerLine(w *worker, output *startLog, stream, text string) {
-	f.hooks.Log(w.id, stream, text)
-	stage, failure := output.line(text)
-	level := slog.LevelDebug
-	if failure {
-		level = slog.LevelWarn
-	}
-	f.log.Log(context.Background(), level, fmt.Sprintf("worker %d: %s", w.id, text), "stream", stream)
-	if stage == "" {
-		return
-	}
-	var after time.Duration
-	f.update(w, func(s *WorkerStatus) {
-		s.Stage = stage
-		after = time.Since(s.Since)
-	})
-	f.log.Info(fmt.Sprintf("worker %d: %s", w.id, stage), "after", after.Round(time.Second))
-}
-
-// explainEnd shows the last lines of a worker that ended by itself and returns
-// an error with what to do.
-func (f *Fleet) explainEnd(w *worker, output *startLog, err error) error {
-	lines := output.tail()
-	for _, line := range lines {
-		f.log.Error(fmt.Sprintf("worker %d | %s", w.id, line))
-	}
-	return explain(endReason(err), lines)
-}
-
-func endReason(err error) string {
-	if err == nil {
-		return "exit status 0"
-	}
-	return err.Error()
-}
-
-func since(t time.Time) time.Duration {
-	if t.IsZero() {
-		return 0
-	}
-	return time.Since(t)
+	end := func() { w.End(errMockStopped) }
+	return vllm.Engine{Ended: w.Ended(), Stop: end, Kill: end}, nil
 }

@@ -2,7 +2,7 @@
 """What the chat templates of real models make of chats, by vLLM's own code.
 
     parity.py render < request.json     texts for the parity test, as JSON
-    parity.py snippets                  renders testdata/parity/snippets.json again
+    parity.py snippets                  renders internal/tokens/testdata/parity/snippets.json again
     parity.py refresh                   fetches the templates again with npm
 
 `snippets` needs a Python that has transformers and jinja2; `render` needs a Python that has vLLM (and with it transformers and jinja2). It
@@ -111,7 +111,7 @@ def render_chat(hf, tokenizer, chat):
     return {"name": chat["name"], "text": text}
 
 
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "testdata", "parity")
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "internal", "tokens", "testdata", "parity")
 
 
 def snippets():

@@ -26,7 +26,7 @@ measure() {
   local -a needs
   shift
   case $part in
-    wire) runs="$DYNAMO/bin/python" needs=(--ours out/peers.test) ;;
+    wire) runs="$DYNAMO/bin/python" needs=(--ours out/wire.test) ;;
     simulator) runs="$DYNAMO/bin/python" needs=(--kvrouter out/kvrouter) ;;
     proxy) needs=(--kvrouter out/kvrouter --test-binary out/peers.test --vllm-router "$vllm_router/bin/vllm-router" --model "$CACHE/smollm2-135m-instruct") ;;
     *) die "there is no part $part: wire, simulator or proxy" ;;
@@ -39,6 +39,7 @@ install_peer "$vllm_router" vllm-router==0.1.17
 say "building"
 go build -o out/kvrouter .
 go test -c -o out/peers.test .
+go test -c -o out/wire.test ./internal/events
 
 parts=(wire simulator proxy)
 if [ $# -gt 0 ]; then

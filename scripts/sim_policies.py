@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Every policy on the simulator, as the tables of docs/policies.md: 8 simulated workers, the two traces of testdata and
+"""Every policy on the simulator, as the tables of docs/measured.md: 8 simulated workers, the two traces of testdata and
 made-up agents. Each figure is the mean over the seeds, which draw the agents as well as the choices between equals.
 
 Only Python's standard library is needed.

@@ -1,0 +1,71 @@
+package blockpool
+
+import "fmt"
+
+// check tells what is inconsistent in the pool: every block is free, inactive
+// or active, and keys lead to the blocks that have them.
+func (p *Pool) Check() error {
+	seen := make([]bool, len(p.Blocks))
+	for _, b := range p.Free {
+		if seen[b] || p.Blocks[b].Refs != 0 || p.Blocks[b].keyed {
+			return fmt.Errorf("free block %d: listed twice %v, %d references, keyed %v", b, seen[b], p.Blocks[b].Refs, p.Blocks[b].keyed)
+		}
+		seen[b] = true
+	}
+	inactive := p.Order()
+	if len(inactive) != p.inactive {
+		return fmt.Errorf("%d inactive blocks in the list, %d counted", len(inactive), p.inactive)
+	}
+	for _, b := range inactive {
+		if seen[b] || p.Blocks[b].Refs != 0 || !p.Blocks[b].keyed {
+			return fmt.Errorf("inactive block %d: listed twice %v, %d references, keyed %v", b, seen[b], p.Blocks[b].Refs, p.Blocks[b].keyed)
+		}
+		seen[b] = true
+	}
+	keyed := 0
+	for b := 1; b < len(p.Blocks); b++ {
+		block := p.Blocks[b]
+		if !seen[b] && block.Refs <= 0 {
+			return fmt.Errorf("block %d is in no list and has %d references", b, block.Refs)
+		}
+		if block.keyed {
+			keyed++
+			if found := p.Find(block.key); found != uint32(b) {
+				return fmt.Errorf("key %d of block %d leads to %d", block.key, b, found)
+			}
+		}
+	}
+	if linked := p.Keys(); keyed != linked {
+		return fmt.Errorf("%d keyed blocks, %d in buckets", keyed, linked)
+	}
+	return nil
+}
+
+// keys counts the blocks that the buckets lead to.
+func (p *Pool) Keys() int {
+	linked := 0
+	for _, b := range p.buckets {
+		for ; b != 0; b = p.Blocks[b].after {
+			linked++
+		}
+	}
+	return linked
+}
+
+// order returns the inactive blocks, oldest release first.
+func (p *Pool) Order() []uint32 {
+	var blocks []uint32
+	for b := p.Blocks[0].next; b != 0; b = p.Blocks[b].next {
+		blocks = append(blocks, b)
+	}
+	return blocks
+}
+
+// references returns how many requests hold each block, by the block's number.
+func (p *Pool) References() []int32 {
+	refs := make([]int32, len(p.Blocks))
+	for b := range p.Blocks {
+		refs[b] = p.Blocks[b].Refs
+	}
+	return refs
+}

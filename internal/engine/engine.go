@@ -1,0 +1,460 @@
+package engine
+
+import (
+	"fmt"
+	"kvrouter/internal/blockpool"
+	"kvrouter/internal/kv"
+	"slices"
+	"time"
+)
+
+// SimConfig is the size of a simulated engine.
+type Settings struct {
+	Blocks           int // KV-cache blocks
+	BlockSize        int // tokens a block
+	MaxSeqs          int // most requests in the batch
+	MaxBatchedTokens int // most tokens computed in one pass
+	Timing           Timing
+}
+
+// DefaultSimConfig is the engine that Dynamo's mocker simulates: one H100-like
+// worker with 16,384 blocks of 64 tokens.
+func DefaultSettings() Settings {
+	return Settings{Blocks: 16384, BlockSize: 64, MaxSeqs: 256, MaxBatchedTokens: 8192, Timing: DefaultTiming()}
+}
+
+// SimTiming says how long a pass takes: the polynomial of the prompt tokens it
+// computes plus that of the share of the KV cache which the decoding requests'
+// tokens fill, 0..1. Coefficients are in ms, the constant first. A part that has
+// nothing to do takes no time.
+type Timing struct {
+	Prefill   [3]float64 // ms, ms a token, ms a token²
+	Decode    [3]float64 // ms, ms a full cache, ms a full cache²
+	MinDecode float64    // ms; the decode part never takes less
+	Speedup   float64    // all is divided by it; 0 counts as 1
+}
+
+// DefaultSimTiming has the polynomials of Dynamo's mocker.
+func DefaultTiming() Timing {
+	return Timing{
+		Prefill:   [3]float64{16.50142, 1.518344e-02, 4.209989e-07},
+		Decode:    [3]float64{5.74, 54.01, -25.74},
+		MinDecode: 1,
+		Speedup:   1,
+	}
+}
+
+// Pass returns how long a pass takes that computes so many prompt tokens and
+// decodes requests whose tokens fill that share of the cache; decoding is false
+// if it decodes none.
+func (t Timing) Pass(prefill int, usage float64, decoding bool) time.Duration {
+	ms := 0.0
+	if n := float64(prefill); prefill > 0 {
+		ms += t.Prefill[0] + t.Prefill[1]*n + t.Prefill[2]*n*n
+	}
+	if decoding {
+		u := min(1, usage)
+		ms += max(t.MinDecode, t.Decode[0]+t.Decode[1]*u+t.Decode[2]*u*u)
+	}
+	if t.Speedup > 0 {
+		ms /= t.Speedup
+	}
+	return time.Duration(ms * float64(time.Millisecond))
+}
+
+// SimRequest is one request to a simulated engine.
+type Request struct {
+	// Blocks are the prompt's full blocks (Engine is the sequence hash, Local the
+	// local hash) and then, if they are to be cached too, those that the output
+	// will fill.
+	Blocks    []kv.StoredBlock
+	Prompt    int // tokens, at least 1
+	Output    int // tokens to generate; less than 1 counts as 1
+	Cached    int // prompt tokens found in the cache when first admitted
+	Reused    int // the same, summed over all admissions: a preempted request is admitted again
+	Generated int // tokens emitted so far
+	Tag       any // the owner's
+
+	// Fetch tells that another engine has computed the prompt: this one takes
+	// blocks for it, tells its owner, waits for Fetched, and computes but the last
+	// token.
+	Fetch bool
+	// Missing are the prompt's tokens that are to be fetched: those of the blocks
+	// that are not in the cache. Valid once the owner is told.
+	Missing int
+	// Keep tells that the blocks stay taken after the last token until Abort, for
+	// another engine to fetch.
+	Keep bool
+
+	Held     []uint32 // blocks, in the order of the tokens
+	computed int      // tokens whose KV is in held
+	step     int      // tokens that the running pass computes
+	admitted bool     // has been in the batch
+	running  bool     // is in the batch
+	decoding bool     // its last pass emitted a token
+	unkeyed  bool     // the cache was reset under it: it stores nothing more
+}
+
+// SimEvent is one change of a simulated engine's prefix cache: blocks stored
+// or blocks removed.
+type Event struct {
+	Stored    bool
+	Parent    uint64           // engine hash that Blocks follow
+	HasParent bool             // false: Blocks start a prompt
+	Blocks    []kv.StoredBlock // stored, one after the other; part of Request.Blocks
+	First     int              // index of Blocks[0] in Request.Blocks
+	Request   *Request         // whose prompt it is
+	Removed   []uint64         // engine hashes; only valid during the call
+}
+
+// SimEngine is the core of a simulated vLLM worker: paged blocks with prefix
+// caching, continuous batching, chunked prefill, preemption. It has no clock and
+// no lock: one goroutine starts passes with Begin and ends each with End after
+// the time that Begin told.
+//
+// A pass computes at most MaxBatchedTokens tokens: first those of the running
+// requests in the order of their admission (one each if decoding, else what is
+// left of the prompt), then those of waiting ones, first come first served; the
+// first whose whole prompt does not fit into the free and the inactive blocks
+// blocks the others. A running request that finds no
+// block preempts the one admitted last, which starts over later. Full prompt
+// blocks are in the cache from the start of the pass that computes them.
+type Engine struct {
+	Cfg     Settings
+	events  func(Event)
+	Pool    *blockpool.Pool
+	running []*Request // in the order of admission
+	waiting []*Request
+
+	Fetch    func(*Request) // told of requests whose prompts are to be fetched
+	fetching []*Request     // they have blocks for it
+	fetched  []*Request     // and will be in the batch when there is room
+	kept     []*Request     // ended ones that Keep their blocks
+
+	inPass  bool
+	emitted []*Request // reused
+	removed []uint64   // reused
+}
+
+// NewSimEngine returns an idle engine with an empty cache. events is called for
+// every change of the cache, in order; it may be nil.
+func New(cfg Settings, events func(Event)) *Engine {
+	if events == nil {
+		events = func(Event) {}
+	}
+	return &Engine{Cfg: cfg, events: events, Pool: blockpool.New(cfg.Blocks)}
+}
+
+// Submit queues a request. It refuses one that would not fit into the whole
+// cache, which a real engine's longest model length forbids.
+func (e *Engine) Submit(r *Request) error {
+	if r.Prompt < 1 {
+		return fmt.Errorf("simulated request of %d prompt tokens: a prompt has at least 1", r.Prompt)
+	}
+	r.Output = max(1, r.Output)
+	if need := e.blocksFor(r.Prompt + r.Output); need > e.Cfg.Blocks {
+		return fmt.Errorf("simulated request of %d + %d tokens needs %d blocks of %d; the engine has %d",
+			r.Prompt, r.Output, need, e.Cfg.BlockSize, e.Cfg.Blocks)
+	}
+	e.waiting = append(e.waiting, r)
+	return nil
+}
+
+// Abort takes a request out, wherever it is; one that has finished lets go of
+// what it keeps, if anything.
+func (e *Engine) Abort(r *Request) {
+	for _, queue := range []*[]*Request{&e.waiting, &e.running, &e.fetching, &e.fetched, &e.kept} {
+		if takeOut(queue, r) {
+			e.drop(r)
+			return
+		}
+	}
+}
+
+// takeOut removes r from a queue and tells whether it was there.
+func takeOut(queue *[]*Request, r *Request) bool {
+	i := slices.Index(*queue, r)
+	if i >= 0 {
+		*queue = slices.Delete(*queue, i, i+1)
+	}
+	return i >= 0
+}
+
+// Begin starts a pass and returns how long it takes; busy is false if there is
+// nothing to do. Changes of the cache are told before it returns.
+func (e *Engine) Begin() (d time.Duration, busy bool) {
+	if e.inPass {
+		panic("simulated engine: a pass began inside a pass")
+	}
+	budget := e.Cfg.MaxBatchedTokens
+	prefill, context, decoding, preempted := 0, 0, false, false
+	e.joinFetched()
+	for i := 0; i < len(e.running); i++ {
+		r := e.running[i]
+		r.step = min(r.left(), budget)
+		if r.step == 0 {
+			continue
+		}
+		for r.running && !e.hold(r, r.computed+r.step+1) {
+			e.preemptLast()
+			preempted = true
+		}
+		if !r.running {
+			break // it was the last one itself
+		}
+		budget -= r.step
+		if r.decoding {
+			decoding = true
+			context += r.Prompt + r.Generated
+			e.seal(r)
+		} else {
+			prefill += r.step
+		}
+	}
+	for !preempted && budget > 0 && len(e.waiting) > 0 && len(e.running) < e.Cfg.MaxSeqs {
+		r := e.waiting[0]
+		if r.Fetch {
+			if !e.beginFetch(r) {
+				break
+			}
+			e.waiting = e.waiting[1:]
+			continue
+		}
+		if !e.admit(r, budget) {
+			break
+		}
+		e.waiting = e.waiting[1:]
+		budget -= r.step
+		prefill += r.step
+	}
+	if len(e.running) == 0 {
+		return 0, false
+	}
+	e.inPass = true
+	usage := float64(context) / float64(e.Cfg.Blocks*e.Cfg.BlockSize)
+	return e.Cfg.Timing.Pass(prefill, usage, decoding), true
+}
+
+// End ends the pass and returns the requests that emitted one token, those with
+// Generated equal to Output for the last time. The slice is valid until the
+// next End.
+func (e *Engine) End() (emitted []*Request) {
+	if !e.inPass {
+		panic("simulated engine: a pass ended that had not begun")
+	}
+	e.inPass = false
+	e.emitted = e.emitted[:0]
+	stay := e.running[:0]
+	for _, r := range e.running {
+		r.computed += r.step
+		if r.step > 0 && r.left() == 0 {
+			r.Generated++
+			r.decoding = true
+			e.emitted = append(e.emitted, r)
+		}
+		r.step = 0
+		switch {
+		case r.Generated < r.Output:
+			stay = append(stay, r)
+		case r.Keep:
+			r.running = false
+			e.kept = append(e.kept, r)
+		default:
+			e.drop(r)
+		}
+	}
+	clear(e.running[len(stay):])
+	e.running = stay
+	return e.emitted
+}
+
+// Load tells how many requests are in the batch and in the queue, and which
+// share of the blocks they hold, 0..1.
+func (e *Engine) Load() (running, waiting int, usage float64) {
+	return len(e.running), len(e.waiting) + len(e.fetching) + len(e.fetched), float64(e.Pool.Active()) / float64(e.Cfg.Blocks)
+}
+
+// Reset empties the prefix cache and tells no event: its owner publishes that
+// all blocks are cleared. Running requests keep their blocks, but nothing finds
+// those any more.
+func (e *Engine) Reset() {
+	e.Pool.Reset()
+	for _, queue := range [][]*Request{e.running, e.fetched} {
+		for _, r := range queue {
+			r.unkeyed = true
+		}
+	}
+}
+
+// admit puts r into the batch if there are blocks for all of its tokens, also
+// those of later passes (vLLM's scheduler_reserve_full_isl); it takes those of
+// this pass.
+func (e *Engine) admit(r *Request, budget int) bool {
+	if !e.holdCached(r) {
+		return false
+	}
+	r.step = min(r.left(), budget)
+	r.running = true
+	e.running = append(e.running, r)
+	if !e.hold(r, r.computed+r.step+1) {
+		panic("simulated engine: counted blocks are missing")
+	}
+	return true
+}
+
+// holdCached takes for r the blocks that the cache has of it, if there are
+// enough for the others too.
+func (e *Engine) holdCached(r *Request) bool {
+	tokens := r.Prompt + r.Generated
+	// The engine computes the last token itself.
+	longest := min(len(r.Blocks), (tokens-1)/e.Cfg.BlockSize)
+	cached, inactive := 0, 0
+	for cached < longest {
+		b := e.Pool.Find(r.Blocks[cached].Engine)
+		if b == 0 {
+			break
+		}
+		if e.Pool.Blocks[b].Refs == 0 {
+			inactive++
+		}
+		cached++
+	}
+	if e.blocksFor(tokens+1)-cached > e.Pool.Available()-inactive {
+		return false
+	}
+	if cap(r.Held) == 0 {
+		r.Held = make([]uint32, 0, e.blocksFor(r.Prompt+r.Output))
+	}
+	for _, block := range r.Blocks[:cached] {
+		b := e.Pool.Find(block.Engine)
+		e.Pool.Acquire(b)
+		r.Held = append(r.Held, b)
+	}
+	r.computed = cached * e.Cfg.BlockSize
+	r.Reused += r.computed
+	if !r.admitted {
+		r.admitted = true
+		r.Cached = r.computed
+	}
+	return true
+}
+
+// hold takes blocks until r has room for so many tokens, or as many as it will
+// ever have, and tells which prompt blocks that stores and removes. It returns
+// false if there are not enough; then r may have got some of them.
+func (e *Engine) hold(r *Request, tokens int) bool {
+	need := e.blocksFor(min(tokens, r.Prompt+r.Output))
+	if len(r.Held) >= need {
+		return true
+	}
+	e.removed = e.removed[:0]
+	keyed := min(len(r.Blocks), (r.Prompt+r.Generated)/e.Cfg.BlockSize)
+	if r.unkeyed {
+		keyed = 0
+	}
+	enough := true
+	first := len(r.Held)
+	var stored [][2]int // runs of new blocks; almost always one
+	var one [1][2]int
+	stored = one[:0]
+	for i := first; i < need; i++ {
+		if i < keyed {
+			if b := e.Pool.Find(r.Blocks[i].Engine); b != 0 {
+				e.Pool.Acquire(b)
+				r.Held = append(r.Held, b)
+				continue
+			}
+		}
+		b, evicted, hasEvicted := e.Pool.Take()
+		if b == 0 {
+			enough = false
+			break
+		}
+		if hasEvicted {
+			e.removed = append(e.removed, evicted)
+		}
+		r.Held = append(r.Held, b)
+		if i >= keyed {
+			continue
+		}
+		e.Pool.SetKey(b, r.Blocks[i].Engine)
+		if n := len(stored); n > 0 && stored[n-1][1] == i {
+			stored[n-1][1] = i + 1
+		} else {
+			stored = append(stored, [2]int{i, i + 1})
+		}
+	}
+	// A block may be evicted and then stored again by the same call, never the
+	// other way round, because what is stored is active.
+	if len(e.removed) > 0 {
+		e.events(Event{Removed: e.removed})
+	}
+	for _, run := range stored {
+		e.tellStored(r, run[0], run[1])
+	}
+	return enough
+}
+
+// tellStored tells that blocks of r, from first to below end, are in the cache.
+func (e *Engine) tellStored(r *Request, first, end int) {
+	event := Event{Stored: true, Blocks: r.Blocks[first:end], First: first, Request: r}
+	if first > 0 {
+		event.Parent, event.HasParent = r.Blocks[first-1].Engine, true
+	}
+	e.events(event)
+}
+
+// seal caches the block of r that the token about to be computed fills, if it is
+// one of the output's.
+func (e *Engine) seal(r *Request) {
+	i := (r.Prompt+r.Generated)/e.Cfg.BlockSize - 1
+	if (r.Prompt+r.Generated)%e.Cfg.BlockSize == 0 && i < len(r.Blocks) && !r.unkeyed && e.key(r, i) {
+		e.tellStored(r, i, i+1)
+	}
+}
+
+// key caches block i of r, which is full, and tells whether the cache did not
+// have it. Where it has, r goes on with that copy: so the blocks before a cached
+// one stay in the cache as long as it does.
+func (e *Engine) key(r *Request, i int) bool {
+	key := r.Blocks[i].Engine
+	b := e.Pool.Find(key)
+	if b == 0 {
+		e.Pool.SetKey(r.Held[i], key)
+		return true
+	}
+	if b != r.Held[i] { // else it was full when r took it
+		e.Pool.Acquire(b)
+		e.Pool.Release(r.Held[i])
+		r.Held[i] = b
+	}
+	return false
+}
+
+// preemptLast puts the request admitted last back to the head of the queue.
+func (e *Engine) preemptLast() {
+	n := len(e.running) - 1
+	r := e.running[n]
+	e.running[n] = nil
+	e.running = e.running[:n]
+	e.drop(r)
+	e.waiting = slices.Insert(e.waiting, 0, r)
+}
+
+// drop takes from r what it holds, the end of the prompt first, so that the end
+// of a chain is evicted before its start.
+func (e *Engine) drop(r *Request) {
+	for _, b := range slices.Backward(r.Held) {
+		e.Pool.Release(b)
+	}
+	r.Held = r.Held[:0]
+	r.computed, r.step = 0, 0
+	r.running, r.decoding, r.unkeyed = false, false, false
+}
+
+// left is how many tokens of r are still to be computed before it emits one.
+func (r *Request) left() int { return r.Prompt + r.Generated - r.computed }
+
+func (e *Engine) blocksFor(tokens int) int {
+	return (tokens + e.Cfg.BlockSize - 1) / e.Cfg.BlockSize
+}

@@ -1,0 +1,58 @@
+package engine
+
+import "slices"
+
+// beginFetch takes the blocks for a prompt that is computed elsewhere and tells
+// the owner, which must call Fetched. It returns false if there are not enough.
+func (e *Engine) beginFetch(r *Request) bool {
+	if !e.holdCached(r) {
+		return false
+	}
+	r.unkeyed = true // nobody finds what has not come
+	r.Missing = r.Prompt - r.computed
+	e.fetching = append(e.fetching, r)
+	if !e.hold(r, r.Prompt+1) {
+		panic("simulated engine: counted blocks are missing")
+	}
+	e.Fetch(r)
+	return true
+}
+
+// Fetched ends the fetching of a prompt. If it came, its full blocks are in the
+// cache from now on, and the request will be in the next pass with room; else the
+// engine computes it. A request that was aborted meanwhile is ignored.
+func (e *Engine) Fetched(r *Request, came bool) {
+	if !takeOut(&e.fetching, r) {
+		return
+	}
+	r.Fetch = false
+	if !came {
+		r.Missing = 0
+		e.drop(r)
+		e.waiting = slices.Insert(e.waiting, 0, r)
+		return
+	}
+	r.unkeyed = false
+	r.computed, r.Cached, r.decoding = r.Prompt-1, r.Prompt, true
+	for i := 0; i < min(len(r.Blocks), r.Prompt/e.Cfg.BlockSize); i++ {
+		first := i
+		for i < min(len(r.Blocks), r.Prompt/e.Cfg.BlockSize) && e.key(r, i) {
+			i++
+		}
+		if i > first {
+			e.tellStored(r, first, i)
+		}
+	}
+	e.fetched = append(e.fetched, r)
+}
+
+// joinFetched puts the requests into the batch whose prompts have come. They go
+// before those that wait: they have their blocks already.
+func (e *Engine) joinFetched() {
+	for len(e.fetched) > 0 && len(e.running) < e.Cfg.MaxSeqs {
+		r := e.fetched[0]
+		e.fetched = e.fetched[1:]
+		r.running = true
+		e.running = append(e.running, r)
+	}
+}

@@ -1,0 +1,596 @@
+package events
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+
+	"kvrouter/internal/kv"
+
+	"github.com/vmihailenco/msgpack/v5"
+	"github.com/vmihailenco/msgpack/v5/msgpcode"
+	"github.com/zeebo/xxh3"
+)
+
+// errBrokenPayload says that a payload is not msgpack from some byte on:
+// what follows cannot be told apart from the bad value and is lost.
+var errBrokenPayload = errors.New("payload is cut short or is not msgpack")
+
+// eventKind tells what an event does to a worker's blocks.
+type eventKind uint8
+
+const (
+	eventUnknown eventKind = iota // a type this version does not know
+	eventStored                   // blocks became available
+	eventRemoved                  // blocks were evicted
+	eventCleared                  // the whole cache was reset
+)
+
+// kvEvent is one decoded KV-cache event. Its slices belong to the decoder and
+// are overwritten by the next event.
+type kvEvent struct {
+	kind eventKind
+	tag  []byte // the type as sent
+
+	hashes    []uint64 // the engine's block ids, in prompt order
+	parent    uint64   // block id before hashes[0]; valid if hasParent
+	hasParent bool
+	tokens    []uint32 // blockSize tokens for each hash
+	blockSize int      // tokens
+	lora      []byte   // adapter name; empty: none
+	loraID    []byte   // adapter number as msgpack; nil: none
+	extra     []int    // payload offset of each block's extra keys; nil: none
+
+	medium   []byte // "GPU" or empty: the engine's own cache
+	locality []byte // "REMOTE": held by another process
+	group    int    // KV-cache group of a hybrid model; valid if hasGroup
+	hasGroup bool
+	specKind []byte // attention kind of the group; empty: not told
+}
+
+// The fields of an event in the order in which engines up to vLLM 0.23 send
+// them, as an array behind the tag; trailing defaults are left out. Newer
+// engines send a map with these names.
+var (
+	storedFields = [...]string{
+		"block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
+		"extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality",
+	}
+	removedFields = [...]string{"block_hashes", "medium", "group_idx", "locality"}
+)
+
+// eventDecoder reads event batches: msgpack [ts, [events], dp_rank?]. Before a
+// value is decoded its extent is checked against the payload, so a length can
+// never exceed the bytes that are there, nothing recurses, and an event that
+// makes no sense can be stepped over. The zero value is not ready: use
+// newEventDecoder. Not safe for concurrent use.
+type eventDecoder struct {
+	data   []byte
+	reader *bytes.Reader
+	dec    *msgpack.Decoder
+	left   int // events not read yet
+	event  kvEvent
+}
+
+func newEventDecoder() *eventDecoder {
+	r := bytes.NewReader(nil)
+	return &eventDecoder{reader: r, dec: msgpack.NewDecoder(r)}
+}
+
+// start begins with a new payload and returns the batch's time stamp (Unix
+// seconds). The payload must stay unchanged until the next call.
+func (d *eventDecoder) start(payload []byte) (ts float64, err error) {
+	d.data, d.left = payload, 0
+	d.reader.Reset(payload)
+	n, err := d.arrayLen()
+	if err != nil {
+		return 0, fmt.Errorf("event batch: %w", err)
+	}
+	if n < 2 {
+		return 0, fmt.Errorf("event batch has %d fields, want a time stamp and a list of events", n)
+	}
+	if ts, err = d.dec.DecodeFloat64(); err != nil {
+		return 0, fmt.Errorf("event batch: time stamp: %w", err)
+	}
+	if d.left, err = d.arrayLen(); err != nil {
+		return 0, fmt.Errorf("event batch: list of events: %w", err)
+	}
+	return ts, nil
+}
+
+// more tells whether the batch has another event.
+func (d *eventDecoder) more() bool { return d.left > 0 }
+
+// next decodes one event. After an error that is not errBrokenPayload the
+// event's kind is still right as far as it was readable, and decoding goes on
+// with the following event; after errBrokenPayload the batch is at its end.
+func (d *eventDecoder) next() (*kvEvent, error) {
+	d.left--
+	e := &d.event
+	*e = kvEvent{hashes: e.hashes[:0], tokens: e.tokens[:0], extra: e.extra[:0]}
+	end, err := valueEnd(d.data, d.pos())
+	if err != nil {
+		d.left = 0
+		return e, err
+	}
+	err = d.decodeEvent(e)
+	d.seek(end)
+	if err != nil {
+		return e, fmt.Errorf("event %.40q: %w", e.tag, err)
+	}
+	return e, nil
+}
+
+// rank returns the data-parallel rank that ends a batch; ok is false where the
+// publisher did not name one. Call it after the last event.
+func (d *eventDecoder) rank() (rank int, ok bool) {
+	if d.reader.Len() == 0 || d.isNil() {
+		return 0, false
+	}
+	rank, err := d.int()
+	return rank, err == nil
+}
+
+func (d *eventDecoder) decodeEvent(e *kvEvent) error {
+	code, err := d.dec.PeekCode()
+	if err != nil {
+		return errBrokenPayload
+	}
+	if code == msgpcode.Map16 || code == msgpcode.Map32 || msgpcode.IsFixedMap(code) {
+		return d.decodeMap(e)
+	}
+	return d.decodeArray(e)
+}
+
+func (d *eventDecoder) decodeMap(e *kvEvent) error {
+	n, err := d.dec.DecodeMapLen()
+	if err != nil {
+		return err
+	}
+	fields := d.pos()
+	// The tag comes first in practice; it is looked for, so that the fields of
+	// an unknown event are never read as those of a known one.
+	for range n {
+		name, err := d.text()
+		if err != nil {
+			return fmt.Errorf("field name: %w", err)
+		}
+		if string(name) == "type" {
+			if e.tag, err = d.text(); err != nil {
+				return fmt.Errorf("type: %w", err)
+			}
+			break
+		}
+		if err := d.skip(); err != nil {
+			return err
+		}
+	}
+	if err := e.setKind(); err != nil || e.kind == eventUnknown || e.kind == eventCleared {
+		return err
+	}
+	d.seek(fields)
+	for range n {
+		name, err := d.text()
+		if err != nil {
+			return fmt.Errorf("field name: %w", err)
+		}
+		if err := d.field(e, string(name)); err != nil {
+			return fmt.Errorf("%.40s: %w", name, err)
+		}
+	}
+	return nil
+}
+
+func (d *eventDecoder) decodeArray(e *kvEvent) error {
+	n, err := d.arrayLen()
+	if err != nil {
+		return err
+	}
+	if n == 0 {
+		return errors.New("empty, want a type")
+	}
+	if e.tag, err = d.text(); err != nil {
+		return fmt.Errorf("type: %w", err)
+	}
+	if err := e.setKind(); err != nil {
+		return err
+	}
+	var names []string
+	switch e.kind {
+	case eventStored:
+		names = storedFields[:]
+	case eventRemoved:
+		names = removedFields[:]
+	default:
+		return nil
+	}
+	for i := 0; i < n-1 && i < len(names); i++ {
+		if err := d.field(e, names[i]); err != nil {
+			return fmt.Errorf("%s: %w", names[i], err)
+		}
+	}
+	return nil
+}
+
+func (e *kvEvent) setKind() error {
+	switch string(e.tag) {
+	case "BlockStored":
+		e.kind = eventStored
+	case "BlockRemoved":
+		e.kind = eventRemoved
+	case "AllBlocksCleared":
+		e.kind = eventCleared
+	case "":
+		return errors.New("no type")
+	}
+	return nil
+}
+
+// field reads the value of one field; nil leaves an optional one unset.
+func (d *eventDecoder) field(e *kvEvent, name string) (err error) {
+	switch name {
+	case "block_hashes":
+		e.hashes, err = d.hashes(e.hashes[:0])
+	case "parent_block_hash":
+		if d.isNil() {
+			return d.skip()
+		}
+		e.hasParent = true
+		e.parent, err = d.hash()
+	case "token_ids":
+		e.tokens, err = d.tokens(e.tokens[:0])
+	case "block_size":
+		e.blockSize, err = d.int()
+	case "lora_id":
+		e.loraID, err = d.raw()
+	case "lora_name":
+		e.lora, err = d.optionalText()
+	case "medium":
+		e.medium, err = d.optionalText()
+	case "locality":
+		e.locality, err = d.optionalText()
+	case "kv_cache_spec_kind":
+		e.specKind, err = d.optionalText()
+	case "extra_keys":
+		e.extra, err = d.extraKeys(e.extra[:0])
+	case "group_idx":
+		if d.isNil() {
+			return d.skip()
+		}
+		e.hasGroup = true
+		e.group, err = d.int()
+	default:
+		err = d.skip()
+	}
+	return err
+}
+
+func (d *eventDecoder) hashes(dst []uint64) ([]uint64, error) {
+	n, err := d.arrayLen()
+	if err != nil {
+		return dst, err
+	}
+	for range n {
+		h, err := d.hash()
+		if err != nil {
+			return dst, err
+		}
+		dst = append(dst, h)
+	}
+	return dst, nil
+}
+
+// hash reads an engine's block id: an integer as it is, or bytes, of which
+// vLLM's own integer form takes the last eight, big-endian.
+func (d *eventDecoder) hash() (uint64, error) {
+	code, err := d.dec.PeekCode()
+	if err != nil {
+		return 0, errBrokenPayload
+	}
+	if !msgpcode.IsBin(code) && !msgpcode.IsString(code) {
+		if code == msgpcode.Nil {
+			return 0, errors.New("nil, want a block hash")
+		}
+		return d.dec.DecodeUint64()
+	}
+	b, err := d.text()
+	if err != nil {
+		return 0, err
+	}
+	if len(b) >= 8 {
+		return binary.BigEndian.Uint64(b[len(b)-8:]), nil
+	}
+	if len(b) == 0 {
+		return 0, errors.New("empty block hash")
+	}
+	var h uint64
+	for _, c := range b {
+		h = h<<8 | uint64(c)
+	}
+	return h, nil
+}
+
+func (d *eventDecoder) tokens(dst []uint32) ([]uint32, error) {
+	n, err := d.arrayLen()
+	if err != nil {
+		return dst, err
+	}
+	for range n {
+		if d.isNil() {
+			return dst, errors.New("nil, want a token id")
+		}
+		t, err := d.dec.DecodeUint64()
+		if err != nil {
+			return dst, err
+		}
+		if t > math.MaxUint32 {
+			return dst, fmt.Errorf("token id %d, want 0 to %d", int64(t), uint32(math.MaxUint32))
+		}
+		dst = append(dst, uint32(t))
+	}
+	return dst, nil
+}
+
+// extraKeys notes where each block's list of extra keys begins; blocks reads
+// them.
+func (d *eventDecoder) extraKeys(dst []int) ([]int, error) {
+	if d.isNil() {
+		return dst, d.skip()
+	}
+	n, err := d.arrayLen()
+	if err != nil {
+		return dst, err
+	}
+	for range n {
+		dst = append(dst, d.pos())
+		if err := d.skip(); err != nil {
+			return dst, err
+		}
+	}
+	return dst, nil
+}
+
+// Seeds that mix what is neither an adapter's name nor a cache salt into a
+// block's hash, so that such a block never equals one of plain text.
+const (
+	extraKeySeed = 2
+	loraIDSeed   = 3
+)
+
+// blocks appends the blocks of a store event with their local hashes. It fails
+// if the fields do not fit each other, as in a group that keeps some of a
+// prompt's blocks only.
+//
+// A block's extra keys are, in vLLM's order (generate_block_hash_extra_keys in
+// vllm/v1/core/kv_cache_utils.py): the LoRA name again, multimodal items, the
+// cache salt (a prompt's first block only), a digest of prompt embeddings. The
+// name and the salt enter as HashBlocks does it; all else is mixed in as raw
+// bytes.
+func (d *eventDecoder) blocks(dst []kv.StoredBlock, e *kvEvent) ([]kv.StoredBlock, error) {
+	switch n := len(e.hashes); {
+	case n == 0:
+		return dst, nil
+	case e.blockSize <= 0:
+		return dst, fmt.Errorf("block_size is %d, want a positive number of tokens", e.blockSize)
+	// Compared by division: the product could overflow.
+	case len(e.tokens)%e.blockSize != 0 || len(e.tokens)/e.blockSize != n:
+		return dst, fmt.Errorf("%d tokens for %d blocks of %d", len(e.tokens), n, e.blockSize)
+	case len(e.extra) != 0 && len(e.extra) != n:
+		return dst, fmt.Errorf("extra keys for %d blocks of %d", len(e.extra), n)
+	}
+	defer d.seek(d.pos())
+	base := kv.BlockSeed(string(e.lora), "")
+	if len(e.lora) == 0 && e.loraID != nil {
+		base += xxh3.HashSeed(e.loraID, loraIDSeed)
+	}
+	for i, engine := range e.hashes {
+		seed := base
+		if len(e.extra) > 0 {
+			mixed, err := d.extraSeed(e, i)
+			if err != nil {
+				return dst, fmt.Errorf("extra keys of block %d: %w", i, err)
+			}
+			seed += mixed
+		}
+		tokens := e.tokens[i*e.blockSize : (i+1)*e.blockSize]
+		dst = append(dst, kv.StoredBlock{Engine: engine, Local: kv.HashBlock(tokens, seed)})
+	}
+	return dst, nil
+}
+
+// extraSeed returns what block i's extra keys add to its seed; 0 for none.
+func (d *eventDecoder) extraSeed(e *kvEvent, i int) (uint64, error) {
+	d.seek(e.extra[i])
+	if d.isNil() {
+		return 0, nil
+	}
+	n, err := d.arrayLen()
+	if err != nil {
+		return 0, err
+	}
+	var salt []byte
+	mixed, others := uint64(extraKeySeed), false
+	for j := range n {
+		start := d.pos()
+		code, err := d.dec.PeekCode()
+		if err != nil {
+			return 0, errBrokenPayload
+		}
+		if msgpcode.IsString(code) {
+			s, err := d.text()
+			if err != nil {
+				return 0, err
+			}
+			if j == 0 && len(e.lora) > 0 && bytes.Equal(s, e.lora) {
+				continue
+			}
+			// Older engines send a multimodal hash as a plain string too; it
+			// comes before the salt, so the last string is the salt.
+			if i == 0 && !e.hasParent {
+				if salt != nil {
+					mixed, others = xxh3.HashSeed(salt, mixed), true
+				}
+				salt = s
+				continue
+			}
+		} else if err := d.skip(); err != nil {
+			return 0, err
+		}
+		mixed, others = xxh3.HashSeed(d.data[start:d.pos()], mixed), true
+	}
+	var add uint64
+	if len(salt) > 0 {
+		add = kv.BlockSeed("", string(salt)) - kv.HashSeed
+	}
+	if others {
+		add += mixed
+	}
+	return add, nil
+}
+
+func (d *eventDecoder) pos() int { return len(d.data) - d.reader.Len() }
+
+func (d *eventDecoder) seek(to int) {
+	_, _ = d.reader.Seek(int64(to), io.SeekStart) // fails below zero only
+}
+
+func (d *eventDecoder) isNil() bool {
+	code, err := d.dec.PeekCode()
+	return err == nil && code == msgpcode.Nil
+}
+
+func (d *eventDecoder) skip() error {
+	end, err := valueEnd(d.data, d.pos())
+	if err != nil {
+		return err
+	}
+	d.seek(end)
+	return nil
+}
+
+// raw returns the bytes of the next value, nil if it is nil.
+func (d *eventDecoder) raw() ([]byte, error) {
+	if d.isNil() {
+		return nil, d.skip()
+	}
+	start := d.pos()
+	err := d.skip()
+	return d.data[start:d.pos()], err
+}
+
+func (d *eventDecoder) arrayLen() (int, error) {
+	n, err := d.dec.DecodeArrayLen()
+	if err != nil {
+		return 0, err
+	}
+	if n < 0 {
+		return 0, errors.New("nil, want a list")
+	}
+	return n, nil
+}
+
+func (d *eventDecoder) int() (int, error) {
+	if d.isNil() {
+		return 0, errors.New("nil, want an integer")
+	}
+	n, err := d.dec.DecodeInt64()
+	return int(n), err
+}
+
+// text returns the bytes of a string or binary value; they point into the
+// payload.
+func (d *eventDecoder) text() ([]byte, error) {
+	n, err := d.dec.DecodeBytesLen()
+	if err != nil {
+		return nil, err
+	}
+	if n < 0 {
+		return nil, errors.New("nil, want a string")
+	}
+	start := d.pos()
+	if n > len(d.data)-start {
+		return nil, errBrokenPayload
+	}
+	d.seek(start + n)
+	return d.data[start : start+n : start+n], nil
+}
+
+func (d *eventDecoder) optionalText() ([]byte, error) {
+	if d.isNil() {
+		return nil, d.skip()
+	}
+	return d.text()
+}
+
+// valueEnd returns where the msgpack value that begins at pos ends, or
+// errBrokenPayload. It only counts the values still owed, so nesting costs
+// neither stack nor memory, and a count above the bytes that are left fails
+// at once.
+func valueEnd(data []byte, pos int) (int, error) {
+	for owed := 1; owed > 0; owed-- {
+		if pos >= len(data) {
+			return 0, errBrokenPayload
+		}
+		c := data[pos]
+		pos++
+		size, items := 0, 0 // bytes of content behind the code, values inside
+		width := 0          // bytes of a length behind the code
+		switch {
+		case c < 0x80 || c >= msgpcode.NegFixedNumLow: // small integers
+		case c == msgpcode.Uint16 || c == msgpcode.Int16:
+			size = 2
+		case c == msgpcode.Uint32 || c == msgpcode.Int32 || c == msgpcode.Float:
+			size = 4
+		case c == msgpcode.Uint64 || c == msgpcode.Int64 || c == msgpcode.Double:
+			size = 8
+		case c == msgpcode.Uint8 || c == msgpcode.Int8:
+			size = 1
+		case c == msgpcode.Nil || c == msgpcode.False || c == msgpcode.True:
+		case msgpcode.IsFixedString(c):
+			size = int(c & msgpcode.FixedStrMask)
+		case msgpcode.IsFixedArray(c):
+			items = int(c & msgpcode.FixedArrayMask)
+		case msgpcode.IsFixedMap(c):
+			items = 2 * int(c&msgpcode.FixedMapMask)
+		case msgpcode.IsFixedExt(c):
+			size = 1 + 1<<(c-msgpcode.FixExt1) // its type, then 1 to 16 bytes
+		case c == msgpcode.Str8 || c == msgpcode.Bin8 || c == msgpcode.Ext8:
+			width = 1
+		case c == msgpcode.Str16 || c == msgpcode.Bin16 || c == msgpcode.Ext16 || c == msgpcode.Array16 || c == msgpcode.Map16:
+			width = 2
+		case c == msgpcode.Str32 || c == msgpcode.Bin32 || c == msgpcode.Ext32 || c == msgpcode.Array32 || c == msgpcode.Map32:
+			width = 4
+		default: // 0xc1 is never used
+			return 0, errBrokenPayload
+		}
+		if width > 0 {
+			if width > len(data)-pos {
+				return 0, errBrokenPayload
+			}
+			n := 0
+			for _, b := range data[pos : pos+width] {
+				n = n<<8 | int(b)
+			}
+			pos += width
+			switch c {
+			case msgpcode.Array16, msgpcode.Array32:
+				items = n
+			case msgpcode.Map16, msgpcode.Map32:
+				items = 2 * n
+			case msgpcode.Ext8, msgpcode.Ext16, msgpcode.Ext32:
+				size = 1 + n
+			default:
+				size = n
+			}
+		}
+		if size+items > len(data)-pos {
+			return 0, errBrokenPayload
+		}
+		pos += size
+		owed += items
+	}
+	return pos, nil
+}

@@ -1,0 +1,321 @@
+package events
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/radix"
+	"log/slog"
+	"net/http"
+	"strings"
+	"time"
+)
+
+// A dump is an index as JSON, in the form of Dynamo's services: an object with
+// "MODEL:GROUP": {"block_size": N, "events": [...]} for each partition, where
+// the events are store events in an order in which parents come first. Their
+// event ids only number them.
+
+// dumpEvent is one event of a dump.
+type DumpEvent struct {
+	WorkerID    uint64      `json:"worker_id"`
+	StorageTier string      `json:"storage_tier"`
+	Event       dumpKVEvent `json:"event"`
+}
+
+type dumpKVEvent struct {
+	EventID int      `json:"event_id"`
+	Data    dumpData `json:"data"`
+	DPRank  uint32   `json:"dp_rank"`
+}
+
+// dumpData has one field, or none for an event that is no store event.
+type dumpData struct {
+	Stored *dumpStored `json:"stored,omitempty"`
+}
+
+// UnmarshalJSON takes events of other types, such as "cleared", for none.
+func (d *dumpData) UnmarshalJSON(text []byte) error {
+	*d = dumpData{}
+	if len(text) > 0 && text[0] != '{' {
+		return nil
+	}
+	type plain dumpData
+	return json.Unmarshal(text, (*plain)(d))
+}
+
+type dumpStored struct {
+	ParentHash    *uint64     `json:"parent_hash"`
+	StartPosition *int        `json:"start_position"`
+	Blocks        []dumpBlock `json:"blocks"`
+}
+
+type dumpBlock struct {
+	BlockHash  uint64 `json:"block_hash"`
+	TokensHash uint64 `json:"tokens_hash"`
+}
+
+// dumpPart is one partition of a dump that is to be written.
+type DumpPart struct {
+	Name    string // MODEL:GROUP
+	Workers []kv.WorkerKey
+}
+
+// writeDump writes what the workers of all parts hold. Blocks that follow each
+// other come in one event.
+func WriteDump(w io.Writer, index radix.Index, blockSize int, parts []DumpPart) error {
+	out := bufio.NewWriter(w)
+	out.WriteByte('{') // an error stays in out until Flush
+	for i, part := range parts {
+		if i > 0 {
+			out.WriteByte(',')
+		}
+		name, _ := json.Marshal(part.Name) // a string always can be
+		fmt.Fprintf(out, `%s:{"block_size":%d,"events":[`, name, blockSize)
+		events := dumpWriter{out: out}
+		inPart := map[kv.WorkerKey]bool{}
+		for _, key := range part.Workers {
+			inPart[key] = true
+		}
+		index.Dump(func(w kv.WorkerKey, parent uint64, hasParent bool, block kv.StoredBlock) bool {
+			if inPart[w] {
+				events.add(w, parent, hasParent, block)
+			}
+			return true
+		})
+		events.flush()
+		out.WriteString("]}")
+	}
+	out.WriteByte('}')
+	return out.Flush()
+}
+
+// dumpWriter makes events of the blocks that an index yields.
+type dumpWriter struct {
+	out    *bufio.Writer
+	open   *DumpEvent // what the next block may still be added to
+	events int        // written, of this partition
+}
+
+// add takes one block.
+func (d *dumpWriter) add(w kv.WorkerKey, parent uint64, hasParent bool, block kv.StoredBlock) {
+	entry := dumpBlock{BlockHash: block.Engine, TokensHash: block.Local}
+	if d.open != nil && hasParent && d.open.WorkerID == w.Worker && d.open.Event.DPRank == w.Rank {
+		if blocks := &d.open.Event.Data.Stored.Blocks; (*blocks)[len(*blocks)-1].BlockHash == parent {
+			*blocks = append(*blocks, entry)
+			return
+		}
+	}
+	d.flush()
+	stored := &dumpStored{Blocks: []dumpBlock{entry}}
+	if hasParent {
+		stored.ParentHash = &parent
+	}
+	d.open = &DumpEvent{WorkerID: w.Worker, StorageTier: "device", Event: dumpKVEvent{EventID: d.events, Data: dumpData{stored}, DPRank: w.Rank}}
+}
+
+func (d *dumpWriter) flush() {
+	if d.open == nil {
+		return
+	}
+	if d.events > 0 {
+		d.out.WriteByte(',')
+	}
+	text, _ := json.Marshal(d.open) // plain values always can be
+	d.out.Write(text)
+	d.open = nil
+	d.events++
+}
+
+// Limits of a dump that is read.
+const (
+	maxDumpBytes = 2 << 30
+	dumpTimeout  = 60 * time.Second // for the whole of it
+)
+
+// Recovered says what a peer's dump brought.
+type Recovered struct {
+	Peer      string
+	Blocks    int
+	LeftOut   int                  // blocks whose parent the dump does not have, or that are in no GPU's cache
+	Partition map[uint64]Partition // of every worker in it
+}
+
+// RecoverIndex fills the index from the first of the peers (base URLs) that
+// answers GET /dump with one; key is the bearer key to show them, empty: none. The index must be empty, and nothing else may
+// write to it meanwhile; after a failure nothing of that peer is left in it. The
+// error names every peer with what is wrong with it.
+func RecoverIndex(ctx context.Context, index radix.Index, blockSize int, key string, peers []string, log *slog.Logger) (Recovered, error) {
+	var failures []error
+	for _, peer := range peers {
+		recovered, err := recoverFrom(ctx, index, blockSize, key, peer, log)
+		if err == nil {
+			return recovered, nil
+		}
+		for worker := range recovered.Partition {
+			index.Forget(worker)
+		}
+		failures = append(failures, fmt.Errorf("%s: %w", peer, err))
+		if ctx.Err() != nil {
+			break
+		}
+	}
+	return Recovered{}, errors.Join(failures...)
+}
+
+func recoverFrom(ctx context.Context, index radix.Index, blockSize int, key, peer string, log *slog.Logger) (Recovered, error) {
+	ctx, cancel := context.WithTimeout(ctx, dumpTimeout)
+	defer cancel()
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, peer+"/dump", nil)
+	if err != nil {
+		return Recovered{}, err
+	}
+	if key != "" {
+		request.Header.Set("Authorization", "Bearer "+key)
+	}
+	response, err := http.DefaultClient.Do(request)
+	if err != nil {
+		return Recovered{}, err
+	}
+	defer func() { _ = response.Body.Close() }()
+	if response.StatusCode != http.StatusOK {
+		return Recovered{}, fmt.Errorf("GET /dump answered %d %s", response.StatusCode, http.StatusText(response.StatusCode))
+	}
+	body := &io.LimitedReader{R: response.Body, N: maxDumpBytes}
+	recovered, err := readDump(body, index, blockSize, log.With("peer", peer))
+	recovered.Peer = peer
+	if body.N == 0 {
+		err = fmt.Errorf("its dump is larger than %d bytes", maxDumpBytes)
+	}
+	return recovered, err
+}
+
+// readDump stores a dump in the index. Partitions of another block size are
+// left out. After an error the workers in the answer may hold a part.
+func readDump(in io.Reader, index radix.Index, blockSize int, log *slog.Logger) (Recovered, error) {
+	r := dumpReader{decoder: json.NewDecoder(in), index: index, blockSize: blockSize, log: log, found: Recovered{Partition: map[uint64]Partition{}}}
+	err := r.object(func(name string) error {
+		at := strings.LastIndexByte(name, ':')
+		if at < 0 {
+			return fmt.Errorf("%q is not MODEL:GROUP", name)
+		}
+		return r.partition(Partition{name[:at], name[at+1:]})
+	})
+	if err != nil {
+		return r.found, fmt.Errorf("it is not a dump: %w", err)
+	}
+	return r.found, nil
+}
+
+// dumpReader reads a dump event by event, so that it need not fit into memory.
+type dumpReader struct {
+	decoder   *json.Decoder
+	index     radix.Index
+	blockSize int
+	log       *slog.Logger
+	found     Recovered
+}
+
+// object calls member for the name of every member of the object that comes
+// next; member reads the value.
+func (r *dumpReader) object(member func(name string) error) error {
+	if err := r.delimiter('{'); err != nil {
+		return err
+	}
+	for r.decoder.More() {
+		token, err := r.decoder.Token()
+		if err != nil {
+			return err
+		}
+		name, _ := token.(string) // the decoder takes nothing else for a name
+		if err := member(name); err != nil {
+			return err
+		}
+	}
+	return r.delimiter('}')
+}
+
+func (r *dumpReader) delimiter(want json.Delim) error {
+	token, err := r.decoder.Token()
+	if errors.Is(err, io.EOF) {
+		err = io.ErrUnexpectedEOF
+	}
+	if err != nil {
+		return err
+	}
+	if token != want {
+		return fmt.Errorf("%v where %v should be", token, want)
+	}
+	return nil
+}
+
+func (r *dumpReader) partition(of Partition) error {
+	size := 0
+	return r.object(func(name string) error {
+		switch name {
+		case "block_size":
+			if err := r.decoder.Decode(&size); err != nil {
+				return err
+			}
+			if size != r.blockSize {
+				r.log.Warn("left out a part of the peer's index: its block size is another; start both with the same --block-size",
+					"part", of.String(), "peer_block_size", size, "block_size", r.blockSize)
+			}
+			return nil
+		case "events":
+			if size == 0 {
+				return fmt.Errorf("%s: events come before block_size", of)
+			}
+			return r.events(of, size == r.blockSize)
+		}
+		var other json.RawMessage
+		return r.decoder.Decode(&other)
+	})
+}
+
+func (r *dumpReader) events(of Partition, wanted bool) error {
+	if err := r.delimiter('['); err != nil {
+		return err
+	}
+	var blocks []kv.StoredBlock
+	for r.decoder.More() {
+		var e DumpEvent
+		if err := r.decoder.Decode(&e); err != nil {
+			return err
+		}
+		stored := e.Event.Data.Stored
+		if !wanted || stored == nil {
+			continue
+		}
+		r.found.Partition[e.WorkerID] = of
+		// A block that is said to stand further on, without a parent, has no
+		// known place; storing it as a prompt's first would be a wrong match.
+		placed := stored.ParentHash != nil || stored.StartPosition == nil || *stored.StartPosition == 0
+		if !strings.EqualFold(e.StorageTier, "device") && e.StorageTier != "" || !placed {
+			r.found.LeftOut += len(stored.Blocks)
+			continue
+		}
+		blocks = blocks[:0]
+		for _, b := range stored.Blocks {
+			blocks = append(blocks, kv.StoredBlock{Engine: b.BlockHash, Local: b.TokensHash})
+		}
+		parent := uint64(0)
+		if stored.ParentHash != nil {
+			parent = *stored.ParentHash
+		}
+		err := r.index.Store(kv.WorkerKey{Worker: e.WorkerID, Rank: e.Event.DPRank}, parent, stored.ParentHash != nil, blocks)
+		switch {
+		case errors.Is(err, radix.ErrParentUnknown), errors.Is(err, radix.ErrSelfParent):
+			r.found.LeftOut += len(blocks)
+		case err != nil:
+			return err
+		default:
+			r.found.Blocks += len(blocks)
+		}
+	}
+	return r.delimiter(']')
+}

@@ -1,0 +1,216 @@
+package events
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/radix"
+	"kvrouter/internal/testkit"
+	"log/slog"
+	"math/rand/v2"
+	"net/http"
+	"net/http/httptest"
+	"slices"
+	"strings"
+	"testing"
+)
+
+// dumpOf writes an index as one partition.
+func dumpOf(t *testing.T, index *radix.Tree, blockSize int) string {
+	t.Helper()
+	var out bytes.Buffer
+	if err := WriteDump(&out, index, blockSize, []DumpPart{{"m:default", index.Workers()}}); err != nil {
+		t.Fatal(err)
+	}
+	return out.String()
+}
+
+// randomIndex holds prompts with common beginnings, copies and holes.
+func randomIndex(random *rand.Rand) *radix.Tree {
+	index := radix.NewTree()
+	for range 200 {
+		w := kv.WorkerKey{Worker: random.Uint64N(3), Rank: random.Uint32N(2)}
+		var blocks []kv.StoredBlock
+		local := make([]uint64, 1+random.IntN(6))
+		for i := range local {
+			local[i] = random.Uint64N(3)
+		}
+		for _, h := range kv.SequenceHashes(nil, local) {
+			blocks = append(blocks, kv.StoredBlock{Engine: h, Local: local[len(blocks)]})
+		}
+		if err := index.Store(w, 0, false, blocks); err != nil {
+			panic(err)
+		}
+		if random.IntN(3) == 0 {
+			index.Remove(w, []uint64{blocks[random.IntN(len(blocks))].Engine})
+		}
+	}
+	return index
+}
+
+func TestDumpRestoresTheSameMatches(t *testing.T) {
+	random := rand.New(rand.NewPCG(1, 1))
+	index := randomIndex(random)
+	text := dumpOf(t, index, 4)
+	restored := radix.NewTree()
+	found, err := readDump(strings.NewReader(text), restored, 4, slog.New(slog.DiscardHandler))
+	if err != nil || found.LeftOut != 0 || found.Blocks == 0 || len(found.Partition) != 3 {
+		t.Fatalf("%+v, %v", found, err)
+	}
+	for range 500 {
+		local := make([]uint64, 1+random.IntN(7))
+		for i := range local {
+			local[i] = random.Uint64N(3)
+		}
+		if a, b := index.Match(local, nil), restored.Match(local, nil); !slices.Equal(a, b) {
+			t.Fatalf("%v: %v, restored %v", local, a, b)
+		}
+	}
+	again, err := readDump(strings.NewReader(dumpOf(t, restored, 4)), radix.NewTree(), 4, slog.New(slog.DiscardHandler))
+	if err != nil || again.Blocks != found.Blocks || again.LeftOut != 0 {
+		t.Errorf("the dump of the restored index: %+v, %v; the first: %+v", again, err, found)
+	}
+}
+
+// event is a store event as text.
+func dumpText(size int, events ...string) string {
+	return fmt.Sprintf(`{"m:default":{"block_size":%d,"events":[%s]}}`, size, strings.Join(events, ","))
+}
+
+func dumpEventText(tier, parent, position string, block int) string {
+	return fmt.Sprintf(`{"worker_id":1,"storage_tier":%q,"event":{"event_id":0,"data":{"stored":{"parent_hash":%s,"start_position":%s,"blocks":[{"block_hash":%d,"tokens_hash":%d}]}},"dp_rank":0}}`,
+		tier, parent, position, block, block)
+}
+
+func TestDumpLeavesOutWhatHasNoPlace(t *testing.T) {
+	for _, c := range []struct {
+		name            string
+		text            string
+		blocks, leftOut int
+	}{
+		{"a prompt's first block", dumpText(4, dumpEventText("device", "null", "null", 7)), 1, 0},
+		{"two in a row", dumpText(4, dumpEventText("device", "null", "0", 7), dumpEventText("device", "7", "1", 8)), 2, 0},
+		{"an unknown parent", dumpText(4, dumpEventText("device", "6", "null", 7)), 0, 1},
+		{"its own parent", dumpText(4, dumpEventText("device", "7", "null", 7)), 0, 1},
+		{"a place without a parent", dumpText(4, dumpEventText("device", "null", "3", 7)), 0, 1},
+		{"another tier", dumpText(4, dumpEventText("host_pinned", "null", "null", 7)), 0, 1},
+		{"another block size", dumpText(8, dumpEventText("device", "null", "null", 7)), 0, 0},
+		{"other events", dumpText(4, `{"worker_id":1,"event":{"event_id":0,"data":"cleared","dp_rank":0}}`, `{"worker_id":1,"event":{"data":{"removed":{"block_hashes":[1]}}}}`), 0, 0},
+		{"unknown members", `{"a:b:c":{"since":{"x":[1]},"block_size":4,"events":[]}}`, 0, 0},
+		{"nothing", `{}`, 0, 0},
+	} {
+		index := radix.NewTree()
+		found, err := readDump(strings.NewReader(c.text), index, 4, slog.New(slog.DiscardHandler))
+		held := index.Blocks(kv.WorkerKey{Worker: 1})
+		if err != nil || found.Blocks != c.blocks || found.LeftOut != c.leftOut || held != c.blocks {
+			t.Errorf("%s: %d stored, %d left out, %d held, %v; want %d and %d", c.name, found.Blocks, found.LeftOut, held, err, c.blocks, c.leftOut)
+		}
+	}
+}
+
+func TestBrokenDumpsAreErrors(t *testing.T) {
+	good := dumpText(4, dumpEventText("device", "null", "null", 7), dumpEventText("device", "7", "null", 8))
+	for _, text := range []string{
+		``, `x`, `[]`, `{"m":{}}`, `{"m:g":[]}`, `{"m:g":{"events":[],"block_size":4}}`, `{"m:g":{"block_size":4,"events":{}}}`,
+		`{"m:g":{"block_size":4,"events":[{"worker_id":-1}]}}`, `{"m:g":{"block_size":4,"events":[{"event":{"data":{"stored":{"blocks":[{"block_hash":"x"}]}}}}]}}`,
+		good[:len(good)-1], good[:len(good)-5], good[:len(good)/2],
+	} {
+		if found, err := readDump(strings.NewReader(text), radix.NewTree(), 4, slog.New(slog.DiscardHandler)); err == nil {
+			t.Errorf("%.80q: no error, but %+v", text, found)
+		}
+	}
+}
+
+func FuzzDump(f *testing.F) {
+	f.Add(dumpText(4, dumpEventText("device", "null", "null", 7), dumpEventText("device", "7", "null", 8)))
+	f.Fuzz(func(t *testing.T, text string) {
+		index := radix.NewTree()
+		found, err := readDump(strings.NewReader(text), index, 4, slog.New(slog.DiscardHandler))
+		if err == nil && found.Blocks > len(text) {
+			t.Errorf("%d blocks out of %d bytes", found.Blocks, len(text))
+		}
+	})
+}
+
+// peer answers GET /dump.
+func peer(t *testing.T, status int, text string) string {
+	t.Helper()
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.WriteHeader(status)
+		fmt.Fprint(w, text)
+	}))
+	t.Cleanup(server.Close)
+	return server.URL
+}
+
+func TestRecoveryTakesTheFirstPeerThatHasAnIndex(t *testing.T) {
+	good := dumpText(4, dumpEventText("device", "null", "null", 7), dumpEventText("device", "7", "null", 8))
+	down := peer(t, 503, ``)
+	broken := peer(t, 200, good[:len(good)-3])
+	index := radix.NewTree()
+	log := slog.New(slog.DiscardHandler)
+	found, err := RecoverIndex(t.Context(), index, 4, "", []string{down, broken, peer(t, 200, good), down}, log)
+	if err != nil || found.Blocks != 2 || index.Blocks(kv.WorkerKey{Worker: 1}) != 2 {
+		t.Errorf("%+v, %v", found, err)
+	}
+	index = radix.NewTree()
+	_, err = RecoverIndex(t.Context(), index, 4, "", []string{down, broken}, log)
+	if err == nil || !strings.Contains(err.Error(), down) || !strings.Contains(err.Error(), broken) || len(index.Workers()) != 0 {
+		t.Errorf("%v; the index knows %v", err, index.Workers())
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := RecoverIndex(ctx, index, 4, "", []string{down}, log); err == nil {
+		t.Error("recovered after the end")
+	}
+}
+
+// A stream that begins on a peer's blocks keeps those that its replay does not
+// touch, and only while a replay proves that nothing was missed.
+func TestEventStreamGoesOnFromAPeersBlocks(t *testing.T) {
+	for _, c := range []struct {
+		name          string
+		replay        bool
+		oldest        uint64 // batch in the replay buffer
+		before, after int    // blocks held of the prompt before and after a batch that removes its second
+	}{
+		{"whole history", true, 0, 2, 2}, // stored twice, removed once
+		{"end of the history", true, 1, 4, 1},
+		{"no replay", false, 0, 4, 0},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			p := testkit.NewFakePublisher(t)
+			p.Batch(true, testkit.StoredEvent(1, 0, 2))
+			p.Batch(true, testkit.StoredEvent(1, 1, 2))
+			p.Replay = func(from uint64) (seqs []uint64, end bool) {
+				for seq := max(from, c.oldest); seq < uint64(len(p.History)); seq++ {
+					seqs = append(seqs, seq)
+				}
+				return seqs, true
+			}
+			src := sourceOf(p)
+			src.Seeded = true
+			if !c.replay {
+				src.Replay = ""
+			}
+			var blocks []kv.StoredBlock
+			for i, local := range kv.HashBlocks(nil, testkit.PromptTokens(1, 4), testkit.TestBlockSize, "", "") {
+				blocks = append(blocks, kv.StoredBlock{Engine: testkit.BlockIDs(1, i, i+1)[0], Local: local})
+			}
+			f := followStream(t, src, func(s *Stream) {
+				if err := s.index.Store(testkit.TestWorker, 0, false, blocks); err != nil {
+					t.Fatal(err)
+				}
+			})
+			f.subscribed(t, p)
+			if c.replay {
+				f.reaches(t, map[string]uint64{"batches": 2 - c.oldest})
+			}
+			f.holds(t, 1, 4, c.before)
+			p.Batch(false, testkit.RemovedEvent(1, 1, 2), testkit.StoredEvent(2, 0, 1))
+			f.holds(t, 2, 1, 1)
+			f.holds(t, 1, 4, c.after)
+		})
+	}
+}

@@ -1,0 +1,192 @@
+package hints
+
+import (
+	"fmt"
+	"kvrouter/internal/kv"
+	"math"
+	"net/http"
+	"strconv"
+	"strings"
+
+	"github.com/tidwall/gjson"
+)
+
+// Headers by which a client names the worker that it wants, and that of the
+// prompt where two share the request, as Dynamo's frontend takes them. They go
+// before what the body says.
+const (
+	HeaderPinnedWorker  = "X-Worker-Instance-Id"
+	HeaderPinnedRank    = "X-Dp-Rank"
+	HeaderPinnedPrefill = "X-Prefill-Instance-Id"
+	headerPrefillRank   = "X-Prefill-Dp-Rank"
+)
+
+// Annotations of nvext that mean something here; all others are ignored.
+const (
+	AnnotationQuery  = "query_instance_id"
+	annotationWorker = "worker_instance_id"
+)
+
+// routingHints is what a request says about its own routing, in the field nvext
+// of its body and in headers. Engines never heed them: vLLM passes over fields
+// that it does not know.
+type Hints struct {
+	Query          bool          // tell who would be chosen, and send nothing
+	Pinned         *kv.WorkerKey // this worker and no other
+	PinnedPrefill  *kv.WorkerKey // the same of the prompt, where two share the request
+	Whole          bool          // nobody is to share it with the worker that is named
+	PriorityJump   float64       // seconds by which the request counts as having come earlier
+	StrictPriority uint32        // higher ones leave the queue first
+	ExpectedOutput int           // tokens; 0: unknown
+	Prefix         Prefix
+}
+
+// hintError says which hint makes no sense.
+type hintError struct {
+	Param string // field or header
+	want  string
+	got   string
+}
+
+func (e *hintError) Error() string {
+	return fmt.Sprintf("%s is %.40s: it must be %s", e.Param, e.got, e.want)
+}
+
+// hint is one value and the field or header that it came from.
+type hint struct{ param, text string }
+
+// hintReader reads values and keeps the first error.
+type hintReader struct{ bad *hintError }
+
+// readHints reads a request's hints; bad is not nil if one makes no sense.
+func Read(header http.Header, nvext gjson.Result) (hints Hints, bad *hintError) {
+	var r hintReader
+	if r.object("nvext", nvext) {
+		r.annotations(nvext.Get("annotations"), &hints)
+		r.agentHints(nvext.Get("agent_hints"), &hints)
+	}
+	r.prefixHeaders(header, &hints.Prefix)
+	var worker, rank, prefill, prefillRank hint
+	if hints.Pinned != nil {
+		worker = hint{"nvext.annotations", strconv.FormatUint(hints.Pinned.Worker, 10)}
+	}
+	for _, source := range []struct {
+		into *hint
+		hint
+	}{
+		{&worker, hint{"nvext.backend_instance_id", rawOf(nvext.Get("backend_instance_id"))}},
+		{&worker, hint{paramDecodeWorker, rawOf(nvext.Get("decode_worker_id"))}},
+		{&worker, hint{HeaderPinnedWorker, header.Get(HeaderPinnedWorker)}},
+		{&rank, hint{"nvext.dp_rank", rawOf(nvext.Get("dp_rank"))}},
+		{&rank, hint{"nvext.decode_dp_rank", rawOf(nvext.Get("decode_dp_rank"))}},
+		{&rank, hint{HeaderPinnedRank, header.Get(HeaderPinnedRank)}},
+		{&prefill, hint{"nvext.prefill_worker_id", rawOf(nvext.Get("prefill_worker_id"))}},
+		{&prefill, hint{HeaderPinnedPrefill, header.Get(HeaderPinnedPrefill)}},
+		{&prefillRank, hint{"nvext.prefill_dp_rank", rawOf(nvext.Get("prefill_dp_rank"))}},
+		{&prefillRank, hint{headerPrefillRank, header.Get(headerPrefillRank)}},
+	} {
+		if source.text != "" {
+			*source.into = source.hint
+		}
+	}
+	hints.Pinned = r.worker(worker, rank, HeaderPinnedWorker+" or nvext.backend_instance_id")
+	hints.PinnedPrefill = r.worker(prefill, prefillRank, HeaderPinnedPrefill+" or nvext.prefill_worker_id")
+	switch {
+	case hints.Pinned == nil:
+	case hints.PinnedPrefill == nil:
+		hints.Whole = worker.param != paramDecodeWorker
+	case *hints.PinnedPrefill == *hints.Pinned: // as a dry run tells it of one that stays whole
+		hints.PinnedPrefill, hints.Whole = nil, true
+	}
+	return hints, r.bad
+}
+
+// paramDecodeWorker names a worker that leaves the prompt to others.
+const paramDecodeWorker = "nvext.decode_worker_id"
+
+// worker reads the name of a worker; nil: there is none. by says how it is given.
+func (r *hintReader) worker(id, rank hint, by string) *kv.WorkerKey {
+	if id.text != "" {
+		return &kv.WorkerKey{Worker: r.whole(id, 64), Rank: uint32(r.whole(rank, 32))}
+	}
+	if rank.text != "" {
+		r.fail(rank, "given together with a worker's id ("+by+")")
+	}
+	return nil
+}
+
+// rawOf returns a field's JSON; empty: there is none, or null.
+func rawOf(v gjson.Result) string {
+	if v.Type == gjson.Null {
+		return ""
+	}
+	return v.Raw
+}
+
+func (r *hintReader) fail(h hint, want string) {
+	if r.bad == nil {
+		r.bad = &hintError{h.param, want, h.text}
+	}
+}
+
+// object tells whether v is an object; nothing and null are none.
+func (r *hintReader) object(param string, v gjson.Result) bool {
+	if raw := rawOf(v); raw != "" && !v.IsObject() {
+		r.fail(hint{param, raw}, "an object")
+	}
+	return v.IsObject()
+}
+
+// annotations reads entries of the forms "name" and "name:value".
+func (r *hintReader) annotations(list gjson.Result, into *Hints) {
+	if raw := rawOf(list); raw != "" && !list.IsArray() {
+		r.fail(hint{"nvext.annotations", raw}, "a list of strings")
+		return
+	}
+	entries := list.Array()
+	for _, entry := range entries {
+		switch name, value, _ := strings.Cut(entry.Str, ":"); {
+		case name == AnnotationQuery:
+			into.Query = true
+		case name == annotationWorker && value != "":
+			into.Pinned = &kv.WorkerKey{Worker: r.whole(hint{"nvext.annotations", value}, 64)}
+		}
+	}
+	r.prefixAnnotations(entries, &into.Prefix)
+}
+
+// agentHints reads priorities, the expected length of the answer and the series
+// of requests that this one belongs to. Clients
+// that send a latency sensitivity may send beside it a priority that falls with
+// urgency: the sensitivity counts then.
+func (r *hintReader) agentHints(hints gjson.Result, into *Hints) {
+	if !r.object("nvext.agent_hints", hints) {
+		return
+	}
+	field := func(name string) hint { return hint{"nvext.agent_hints." + name, rawOf(hints.Get(name))} }
+	for _, jump := range []hint{field("priority"), field("latency_sensitivity")} {
+		if jump.text == "" {
+			continue
+		}
+		seconds, err := strconv.ParseFloat(jump.text, 64)
+		if err != nil || math.IsInf(seconds, 0) {
+			r.fail(jump, "a number")
+		}
+		into.PriorityJump = max(0, seconds)
+	}
+	into.StrictPriority = uint32(r.whole(field("strict_priority"), 32))
+	into.ExpectedOutput = int(r.whole(field("osl"), 31))
+	r.prefixAgentHints(hints, &into.Prefix)
+}
+
+// whole reads a whole number that is not negative; nothing is 0.
+func (r *hintReader) whole(h hint, bits int) uint64 {
+	if h.text == "" {
+		return 0
+	}
+	n, err := strconv.ParseUint(h.text, 10, bits)
+	if err != nil {
+		r.fail(h, fmt.Sprintf("a whole number from 0 to %d", uint64(math.MaxUint64)>>(64-bits)))
+	}
+	return n
+}

@@ -1,0 +1,129 @@
+package hints
+
+import (
+	"fmt"
+	"math"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/tidwall/gjson"
+)
+
+// prefixHeaders are the headers by which a client tells of the series of
+// requests that one belongs to, and the names under which it does so in
+// annotations ("name:value") and agent hints. Headers go before agent hints,
+// which go before annotations.
+var prefixHeaders = []struct{ header, field string }{
+	{"X-Prefix-Id", "prefix_id"},
+	{"X-Prefix-Total-Requests", "total_requests"},
+	{"X-Prefix-Osl", "osl"},
+	{"X-Prefix-Iat", "iat"},
+}
+
+// maxPrefixID bounds a series' id, in bytes: policies keep ids.
+const MaxPrefixID = 256
+
+// levelBounds are the least medium and the least high number of a Level, as the
+// NeMo Agent Toolkit's router has them.
+type levelBounds struct{ medium, high float64 }
+
+var (
+	OslBounds = levelBounds{256, 1024} // tokens
+	IatBounds = levelBounds{100, 500}  // ms
+)
+
+func (b levelBounds) Level(n float64) Level {
+	switch {
+	case n < b.medium:
+		return LevelLow
+	case n < b.high:
+		return LevelMedium
+	}
+	return LevelHigh
+}
+
+// parse reads a level's name in any case, or a number; all else is medium.
+func (b levelBounds) Parse(text string) Level {
+	text = strings.ToUpper(strings.TrimSpace(text))
+	n, err := strconv.ParseFloat(text, 64)
+	switch {
+	case text == "LOW":
+		return LevelLow
+	case text == "HIGH":
+		return LevelHigh
+	case err != nil || math.IsNaN(n):
+		return LevelMedium
+	}
+	return b.Level(n)
+}
+
+// prefixAnnotations reads a series' hints from annotations; of several that say
+// the same the first counts.
+func (r *hintReader) prefixAnnotations(list []gjson.Result, into *Prefix) {
+	for _, entry := range slices.Backward(list) {
+		field, value, found := strings.Cut(entry.Str, ":")
+		if found {
+			r.prefixText(hint{"nvext.annotations", value}, field, into)
+		}
+	}
+}
+
+func (r *hintReader) prefixHeaders(header http.Header, into *Prefix) {
+	for _, h := range prefixHeaders {
+		if value := header.Get(h.header); value != "" {
+			r.prefixText(hint{h.header, value}, h.field, into)
+		}
+	}
+}
+
+// prefixText takes from a text what it can, as that router does: a number of
+// requests that is none is 1, a level that is none medium.
+func (r *hintReader) prefixText(h hint, field string, into *Prefix) {
+	switch field {
+	case "prefix_id":
+		into.ID = r.prefixID(h, h.text)
+	case "total_requests":
+		into.Total = 1
+		if n, err := strconv.ParseInt(strings.TrimSpace(h.text), 10, 32); err == nil {
+			into.Total = max(1, int(n))
+		}
+	case "osl":
+		into.OSL = OslBounds.Parse(h.text)
+	case "iat":
+		into.IAT = IatBounds.Parse(h.text)
+	}
+}
+
+// prefixAgentHints reads a series' hints from agent hints, whose types must be
+// right.
+func (r *hintReader) prefixAgentHints(hints gjson.Result, into *Prefix) {
+	for _, h := range prefixHeaders {
+		value := hints.Get(h.field)
+		given := hint{"nvext.agent_hints." + h.field, rawOf(value)}
+		if given.text == "" {
+			continue
+		}
+		switch h.field {
+		case "prefix_id":
+			if value.Type != gjson.String {
+				r.fail(given, "a string")
+			}
+			into.ID = r.prefixID(given, value.Str)
+		case "total_requests":
+			into.Total = max(1, int(r.whole(given, 31)))
+		case "osl":
+			into.OSL = OslBounds.Level(float64(r.whole(given, 31)))
+		case "iat":
+			into.IAT = IatBounds.Level(float64(r.whole(given, 31)))
+		}
+	}
+}
+
+func (r *hintReader) prefixID(h hint, id string) string {
+	if len(id) > MaxPrefixID {
+		r.fail(h, fmt.Sprintf("at most %d bytes long", MaxPrefixID))
+	}
+	return id
+}

@@ -1,0 +1,106 @@
+package jsonbody
+
+import (
+	"encoding/json"
+	"kvrouter/internal/testkit"
+	"math/rand/v2"
+	"strings"
+	"testing"
+
+	"github.com/tidwall/gjson"
+)
+
+// jsonSeeds are texts at the borders of JSON's grammar.
+var jsonSeeds = []string{``, ` `, `{}`, ` {"a":1} `, `[]`, `{"a":[1,-0.5e+10,0,true,false,null,"x"],"b":{"c":{}}}`, `{"a":1,}`, `[1,]`, `{,}`, `{"a"}`, `{"a":}`,
+	`01`, `-`, `1.`, `.5`, `1e`, `-0`, `1e5`, `tru`, `nulll`, `"\u00e9\ud83d\ude00"`, `"\ud800"`, `"\udc00x"`, `"\ud800\u0041"`, `"\ud800\ud800\udc00"`, `"\u12"`, `"\x"`, "\"\n\"", "\"\x1f\"",
+	`"12345678"`, `"1234567\n890"`, `"\\\\\\\"` + `"`, `{"a":"b\"c\\","a\tb":"12345678901234567890\u0000"}`, `{"a":1}{`, `[[[]]]`, "\"\xff\"", `{"a" : [ 1 , { "b" : 2 } ] , "c":3 }`, `"é日本語👩"`,
+	`{"\ud83d\ude00":"\b\f\n\r\t\/"}`, `"\ud83d\\ude00"`}
+
+// readsTheSame compares this file's reading of a text with other parsers'.
+func readsTheSame(t *testing.T, text string) {
+	check := jsonCheck{text: []byte(text)}
+	if got, want := check.whole(), json.Valid([]byte(text)); got != want {
+		t.Fatalf("%q: valid %v, want %v", text, got, want)
+	} else if !got {
+		return
+	}
+	if want := HasLoneSurrogate([]byte(text)); check.lone != want {
+		t.Fatalf("%q: half a surrogate pair %v, want %v", text, check.lone, want)
+	}
+	sameValue(t, gjson.Parse(text), check.lone)
+}
+
+func sameValue(t *testing.T, v gjson.Result, lone bool) {
+	var got, want []gjson.Result
+	take := func(key, value gjson.Result) bool {
+		want = append(want, key, value)
+		return true
+	}
+	switch {
+	case v.IsObject():
+		eachMember(v.Raw, func(key string, value gjson.Result) bool {
+			got = append(got, gjson.Result{Type: gjson.String, Str: key}, value)
+			return true
+		})
+		v.ForEach(take)
+	case v.IsArray():
+		EachElement(v.Raw, func(value gjson.Result) bool {
+			got = append(got, gjson.Result{}, value)
+			return true
+		})
+		v.ForEach(take)
+	default:
+		return
+	}
+	if len(got) != len(want) {
+		t.Fatalf("%s: %d members and elements, want %d", v.Raw, len(got)/2, len(want)/2)
+	}
+	for i := range got {
+		g, w := got[i], want[i]
+		if g.Type != w.Type && i%2 == 1 || !lone && g.Str != w.Str || g.Num != w.Num && i%2 == 1 || i%2 == 1 && g.Raw != w.Raw {
+			t.Fatalf("%s: item %d: %+v, want %+v", v.Raw, i, g, w)
+		}
+		if i%2 == 1 {
+			sameValue(t, g, lone)
+		}
+	}
+}
+
+func TestJSONReadsAsOtherParsersDo(t *testing.T) {
+	for _, text := range jsonSeeds {
+		readsTheSame(t, text)
+	}
+	for _, c := range append(testkit.ChatsForParity(), testkit.MutatedChats(rand.New(rand.NewPCG(5, 0)), 200)...) {
+		readsTheSame(t, c.Body)
+		for i := 0; i < len(c.Body); i += 7 { // every text is also tried broken
+			readsTheSame(t, c.Body[:i])
+			readsTheSame(t, c.Body[:i]+"\""+c.Body[i:])
+		}
+	}
+}
+
+func FuzzJSON(f *testing.F) {
+	for _, text := range jsonSeeds {
+		f.Add(text)
+	}
+	f.Fuzz(func(t *testing.T, text string) {
+		readsTheSame(t, text)
+		// Even what is not JSON must be read without harm.
+		if text != "" {
+			eachMember(text, func(string, gjson.Result) bool { return true })
+			EachElement(text, func(gjson.Result) bool { return true })
+		}
+	})
+}
+
+func TestDeepNestingIsRefused(t *testing.T) {
+	for _, open := range []string{"[", `{"a":`} {
+		if _, ok := Parse([]byte(`{"a":` + strings.Repeat(open, 8<<20))); ok {
+			t.Errorf("%d levels of %s were taken", 8<<20, open)
+		}
+	}
+	nested := `{"a":` + strings.Repeat("[", 9000) + strings.Repeat("]", 9000) + `}`
+	if _, ok := Parse([]byte(nested)); !ok {
+		t.Error("9000 levels were refused")
+	}
+}

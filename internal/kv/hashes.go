@@ -1,0 +1,92 @@
+package kv
+
+import (
+	"encoding/binary"
+	"unsafe"
+
+	"github.com/zeebo/xxh3"
+)
+
+// HashSeed is the XXH3 seed that Dynamo's KV router uses for block hashes and
+// for their chain, so that hashes computed by its clients match ours.
+const HashSeed = 1337
+
+// Seeds of the names that keep blocks of different owners apart. A LoRA
+// adapter's name enters every block; a cache salt enters the first block only,
+// as in vLLM, and reaches the others through the path in the index.
+const (
+	loraSeed = 0
+	saltSeed = 1
+)
+
+// BlockSeed returns the seed for the local hashes of a block that belongs to
+// the LoRA adapter lora and carries the cache salt; empty means none. The sum
+// wraps.
+func BlockSeed(lora, salt string) uint64 {
+	seed := uint64(HashSeed)
+	if lora != "" {
+		seed += xxh3.HashStringSeed(lora, loraSeed)
+	}
+	if salt != "" {
+		seed += xxh3.HashStringSeed(salt, saltSeed)
+	}
+	return seed
+}
+
+// HashBlock returns the local hash of one block: XXH3-64 over its token ids as
+// little-endian 32-bit words.
+func HashBlock(tokens []uint32, seed uint64) uint64 {
+	return xxh3.HashSeed(TokenBytes(tokens), seed)
+}
+
+// HashBlocks appends to dst the local hash of every full block of tokens; a
+// partial last block has none. blockSize must be positive.
+func HashBlocks(dst []uint64, tokens []uint32, blockSize int, lora, salt string) []uint64 {
+	seed := BlockSeed(lora, salt)
+	rest := seed
+	if salt != "" {
+		rest = BlockSeed(lora, "")
+	}
+	for ; len(tokens) >= blockSize; tokens = tokens[blockSize:] {
+		dst = append(dst, HashBlock(tokens[:blockSize], seed))
+		seed = rest
+	}
+	return dst
+}
+
+// SequenceHashes appends to dst the chained hash of every block: the first is
+// its local hash, each later one hashes its predecessor's and its own. Equal
+// sequence hashes mean equal prompts up to and including that block.
+func SequenceHashes(dst, local []uint64) []uint64 {
+	var previous uint64
+	for i, h := range local {
+		if i > 0 {
+			var pair [16]byte
+			binary.LittleEndian.PutUint64(pair[:8], previous)
+			binary.LittleEndian.PutUint64(pair[8:], h)
+			h = xxh3.HashSeed(pair[:], HashSeed)
+		}
+		dst = append(dst, h)
+		previous = h
+	}
+	return dst
+}
+
+// littleEndian tells whether this machine stores integers as the wire does.
+var littleEndian = binary.NativeEndian.Uint16([]byte{1, 0}) == 1
+
+// tokenBytes views tokens as little-endian bytes, without a copy where the
+// machine is little-endian itself.
+func TokenBytes(tokens []uint32) []byte {
+	if len(tokens) == 0 {
+		return nil
+	}
+	if littleEndian {
+		return unsafe.Slice((*byte)(unsafe.Pointer(&tokens[0])), len(tokens)*4)
+	}
+	b := make([]byte, 0, len(tokens)*4)
+	for _, t := range tokens {
+		b = binary.LittleEndian.AppendUint32(b, t)
+	}
+	return b
+}

@@ -1,0 +1,33 @@
+package kv
+
+import (
+	"cmp"
+)
+
+// WorkerKey names one thing that holds a KV cache: a worker, or one
+// data-parallel rank of it.
+type WorkerKey struct {
+	Worker uint64
+	Rank   uint32
+}
+
+// Compare orders keys by worker, then by rank.
+func (w WorkerKey) Compare(other WorkerKey) int {
+	if c := cmp.Compare(w.Worker, other.Worker); c != 0 {
+		return c
+	}
+	return cmp.Compare(w.Rank, other.Rank)
+}
+
+// StoredBlock is one block of a store event: the engine's own id for it
+// (opaque) and the local hash of its tokens.
+type StoredBlock struct {
+	Engine uint64
+	Local  uint64
+}
+
+// Match tells how many leading blocks of a prompt a worker holds.
+type Match struct {
+	Worker WorkerKey
+	Blocks int
+}

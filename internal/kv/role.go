@@ -1,0 +1,147 @@
+package kv
+
+import (
+	"fmt"
+	"net"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// Role is which part of a request a worker computes where prefill and decode
+// are apart.
+type Role uint8
+
+// The roles. A worker with RoleBoth serves whole requests, and answers where
+// its Kind says how it gets their prompts.
+const (
+	RoleBoth Role = iota
+	RolePrefill
+	RoleDecode
+)
+
+var roleNames = []string{RoleBoth: "both", RolePrefill: "prefill", RoleDecode: "decode"}
+
+// Kind is the protocol by which a worker hands a computed prompt over.
+type Kind uint8
+
+// The kinds.
+const (
+	KindNone     Kind = iota // unknown, or it hands nothing over
+	KindNIXL                 // vLLM's NixlConnector
+	KindSGLang               // SGLang's bootstrap server
+	KindMooncake             // vLLM's MooncakeConnector
+)
+
+var kindNames = []string{KindNone: "none", KindNIXL: "nixl", KindSGLang: "sglang", KindMooncake: "mooncake"}
+
+func (r Role) String() string { return roleNames[r] }
+func (k Kind) String() string { return kindNames[k] }
+
+// UnmarshalText reads a role's name.
+func (r *Role) UnmarshalText(text []byte) error {
+	at, err := nameAt(roleNames, text)
+	*r = Role(at)
+	return err
+}
+
+// MarshalText writes a role's name.
+func (r Role) MarshalText() ([]byte, error) { return []byte(r.String()), nil }
+
+// UnmarshalText reads a kind's name.
+func (k *Kind) UnmarshalText(text []byte) error {
+	at, err := nameAt(kindNames, text)
+	*k = Kind(at)
+	return err
+}
+
+// MarshalText writes a kind's name.
+func (k Kind) MarshalText() ([]byte, error) { return []byte(k.String()), nil }
+
+func nameAt(names []string, text []byte) (int, error) {
+	at := slices.Index(names, string(text))
+	if at < 0 {
+		return 0, fmt.Errorf("%.40q is not one of %s", text, strings.Join(names, ", "))
+	}
+	return at, nil
+}
+
+// Kinds is a set of kinds.
+type Kinds uint8
+
+// kindsOf returns the set of one kind.
+func KindsOf(k Kind) Kinds { return 1 << k }
+
+// allow tells whether k is in the set; the empty set allows any.
+func (s Kinds) Allow(k Kind) bool { return s == 0 || s&KindsOf(k) != 0 }
+
+// Bootstrap is where a decode worker finds a prefill worker's transfer service:
+// SGLang's or Mooncake's bootstrap server.
+type Bootstrap struct {
+	Host string
+	Port uint16
+}
+
+// Known tells whether there is an address.
+func (b Bootstrap) Known() bool { return b.Host != "" && b.Port != 0 }
+
+func (b Bootstrap) String() string {
+	return net.JoinHostPort(b.Host, strconv.FormatUint(uint64(b.Port), 10))
+}
+
+// UnmarshalText reads host:port.
+func (b *Bootstrap) UnmarshalText(text []byte) error {
+	host, port, err := net.SplitHostPort(string(text))
+	number, bad := strconv.ParseUint(port, 10, 16)
+	if err != nil || bad != nil || number == 0 || host == "" {
+		return fmt.Errorf("%.80q is no address such as 10.0.0.1:8998", text)
+	}
+	*b = Bootstrap{host, uint16(number)}
+	return nil
+}
+
+// Disagg is a worker's part where prefill and decode are apart. The zero value
+// is a worker that serves whole requests only.
+type Disagg struct {
+	Role      Role
+	Kind      Kind
+	Bootstrap Bootstrap // of a prefill worker that has one
+}
+
+// Leg is the part of a request that a worker is chosen for.
+type Leg uint8
+
+// The legs.
+const (
+	LegWhole   Leg = iota // prompt and answer
+	LegPrefill            // the prompt
+	LegDecode             // the answer, with a prompt computed elsewhere
+)
+
+var legNames = []string{LegWhole: "whole", LegPrefill: "prefill", LegDecode: "decode"}
+
+// UnmarshalText reads a leg's name.
+func (l *Leg) UnmarshalText(text []byte) error {
+	at, err := nameAt(legNames, text)
+	*l = Leg(at)
+	return err
+}
+
+// MarshalText writes a leg's name.
+func (l Leg) MarshalText() ([]byte, error) { return []byte(legNames[l]), nil }
+
+// takes tells whether a worker may get that leg. A prefill worker computes
+// prompts only; a decode worker can do everything itself, but for SGLang's, which
+// refuses a request without a room.
+func (d Disagg) Takes(leg Leg) bool {
+	switch leg {
+	case LegPrefill:
+		return d.Role == RolePrefill && (d.Kind == KindNIXL || d.Kind != KindNone && d.Bootstrap.Known())
+	case LegDecode:
+		return d.Role != RolePrefill && d.Kind != KindNone
+	}
+	return d.Role == RoleBoth || d.Role == RoleDecode && d.Kind != KindSGLang
+}
+
+// sglangPort is the port of SGLang's bootstrap server where it names none.
+const SglangPort = 8998

@@ -1,0 +1,26 @@
+package kv
+
+import (
+	"slices"
+)
+
+// Target is one place that requests can go to: a worker, or one rank of it.
+type Target struct {
+	Key        WorkerKey
+	URL        string // without a slash at the end
+	Ranks      int    // data-parallel ranks of the worker; with several, a request names its own
+	Generation int    // counts the worker's incarnations, from 1
+	Models     []string
+	Adapters   []string // those of Models that are LoRA adapters
+
+	MaxBatchedTokens int // most tokens that its engine computes in a pass; 0: unknown
+	TotalBlocks      int // of its KV cache; 0: unknown
+
+	Disagg
+}
+
+// Serves tells whether the target serves the model; an empty name means its
+// default, and a target that names no models takes any.
+func (t Target) Serves(model string) bool {
+	return model == "" || len(t.Models) == 0 || slices.Contains(t.Models, model)
+}

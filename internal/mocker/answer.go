@@ -1,0 +1,302 @@
+package mocker
+
+import (
+	"cmp"
+	"fmt"
+	"kvrouter/internal/engine"
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/tokens"
+	"net/http"
+	"slices"
+	"sort"
+	"strconv"
+	"strings"
+	"sync/atomic"
+)
+
+// mockAnswer is the answer to one request: some choices to each of its prompts.
+type Answer struct {
+	chat      bool
+	id        string
+	model     string
+	adapter   Adapter
+	salt      string
+	created   int64 // unix seconds
+	blockSize int
+	prompts   [][]uint32
+	choices   []*Choice
+	More      chan struct{} // holds a token when some choice has grown
+
+	stream, usage, continuousUsage, tokenIDs bool // what the request asks for
+
+	begun    bool   // the first chunk has been made
+	transfer string // kv_transfer_params, JSON; empty: null
+}
+
+// mockChoice is one of an answer's texts, made up beforehand; one request to
+// the engine says when it comes. That belongs to the engine's goroutine.
+type Choice struct {
+	Answer  *Answer
+	index   int
+	request *engine.Request
+	prompt  int      // tokens
+	Output  int      // tokens
+	tokens  []uint32 // of the prompt and of the output
+	Text    string   // as told in the end
+	Ends    []int    // where each token's text ends, before any stop
+	held    int      // bytes at the end that are not told before the end: they may begin a stop string
+	Finish  string   // finish_reason
+	Reason  string   // stop_reason, JSON; empty: null
+	Sent    int      // tokens that the handler has taken
+
+	fetching chan struct{} // closed when the engine has blocks for a prompt computed elsewhere
+	blocks   []uint32      // those of a prompt that is kept for another worker; valid with the last token
+
+	cached    atomic.Int64 // prompt tokens that were not to be computed; valid with the first generated one
+	hits      atomic.Int64 // those of them that were in the cache
+	generated atomic.Int64
+}
+
+// advance tells the answer's handler of the tokens so far.
+func (c *Choice) advance(r *engine.Request) {
+	c.cached.Store(int64(r.Cached))
+	c.hits.Store(int64(r.Cached - r.Missing))
+	if r.Keep && r.Generated == r.Output {
+		c.blocks = slices.Clone(r.Held)
+	}
+	c.generated.Store(int64(r.Generated))
+	signalOnce(c.Answer.More)
+}
+
+// mockStop is what ends an answer before its length.
+type Stop struct {
+	Texts     []string
+	Tokens    []uint32
+	After     int  // tokens that come in any case
+	Keep      bool // what stopped an answer is told with it
+	ignoreEnd bool // it does not end by itself
+}
+
+// cut ends a choice of those tokens where vLLM, which looks after each of them,
+// ends it. The text of a stop token that is not told is not looked at either.
+func (s *Stop) Cut(c *Choice, tokens []uint32) {
+	start := func(token int) int { // of its text
+		if token == 0 {
+			return 0
+		}
+		return c.Ends[token-1]
+	}
+	told := len(c.Text)
+	if i := slices.IndexFunc(tokens[s.After:], func(t uint32) bool { return slices.Contains(s.Tokens, t) }); i >= 0 {
+		last := s.After + i
+		c.Output, c.Finish, c.Reason = last+1, "stop", strconv.FormatUint(uint64(tokens[last]), 10)
+		if told = start(last); s.Keep {
+			told = c.Ends[last]
+		}
+	}
+	whole := c.Text[:told]
+	first := len(whole) + 1 // end of the stop string that ends first
+	for _, text := range s.Texts {
+		from := max(0, start(s.After)-len(text)+1)
+		i := strings.Index(whole[min(from, told):], text)
+		if end := from + i + len(text); i >= 0 && end < first {
+			first = end
+			c.Output, c.Finish, c.Reason = sort.SearchInts(c.Ends, end)+1, "stop", string(jsonbody.AppendString(nil, text))
+			if told = end; !s.Keep {
+				told -= len(text)
+			}
+		}
+		if !s.Keep {
+			c.held = max(c.held, len(text)-1)
+		}
+	}
+	c.Text = c.Text[:told]
+}
+
+// part returns the text that the tokens from sent to below now make known.
+func (c *Choice) Part(now int) string {
+	return c.Text[c.known(c.Sent):c.known(now)]
+}
+
+// known is how much of the text is told with so many tokens.
+func (c *Choice) known(tokens int) int {
+	if tokens == c.Output {
+		return len(c.Text)
+	}
+	if tokens == 0 {
+		return 0
+	}
+	return min(len(c.Text), max(0, c.Ends[tokens-1]-c.held))
+}
+
+// appendChunk appends the server-sent events for the tokens of a choice from
+// those sent to below now. As in vLLM the tokens of several steps make one chunk
+// where the client is behind.
+func (a *Answer) appendChunk(out []byte, c *Choice, now int) []byte {
+	if a.chat && !a.begun {
+		for i := range a.choices {
+			out = a.head(out)
+			out = fmt.Appendf(out, `"choices":[{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]`, i)
+			out = a.stepUsage(out, c, 0)
+			out = a.appendIDs(append(out, `,"prompt_token_ids":`...), c.tokens[:c.prompt])
+			out = append(out, `,"prompt_text":null`+"}\n\n"...)
+		}
+	}
+	a.begun = true
+	out = a.head(out)
+	out = fmt.Appendf(out, `"choices":[{"index":%d,`, c.index)
+	if a.chat {
+		out = append(jsonbody.AppendString(append(out, `"delta":{"content":`...), c.Part(now)), '}')
+	} else {
+		out = jsonbody.AppendString(append(out, `"text":`...), c.Part(now))
+	}
+	last := now == c.Output
+	out = append(out, `,"logprobs":null,"finish_reason":`...)
+	if last {
+		out = jsonbody.AppendString(out, c.Finish)
+	} else {
+		out = append(out, "null"...)
+	}
+	if last || !a.chat {
+		out = append(out, `,"stop_reason":`...)
+		if last {
+			out = c.appendReason(out)
+		} else {
+			out = append(out, "null"...)
+		}
+	}
+	if !a.chat {
+		out = append(out, `,"prompt_token_ids":`...)
+		if c.Sent == 0 {
+			out = a.appendIDs(out, c.tokens[:c.prompt])
+		} else {
+			out = append(out, "null"...)
+		}
+	}
+	out = a.appendIDs(append(out, `,"token_ids":`...), c.tokens[c.prompt+c.Sent:c.prompt+now])
+	out = append(out, "}]"...)
+	out = a.stepUsage(out, c, now)
+	if last && !a.usage {
+		out = append(out, `,"system_fingerprint":"`+mockFingerprint+`"`...)
+	}
+	return append(out, "}\n\n"...)
+}
+
+// appendEnd appends the events that follow after the last choice's last.
+func (a *Answer) appendEnd(out []byte) []byte {
+	if a.usage {
+		out = a.head(out)
+		out = append(out, `"choices":[],"usage":`...)
+		out = a.appendUsage(out, a.choices[0], false)
+		out = append(out, `,"system_fingerprint":"`+mockFingerprint+"\"}\n\n"...)
+	}
+	return append(out, "data: [DONE]\n\n"...)
+}
+
+// head opens an event with the fields that all have.
+func (a *Answer) head(out []byte) []byte {
+	kind := "chat.completion.chunk"
+	if !a.chat {
+		kind = "text_completion"
+	}
+	return fmt.Appendf(out, `data: {"id":%s,"object":%q,"created":%d,"model":%s,`, jsonbody.AppendString(nil, a.id), kind, a.created, jsonbody.AppendString(nil, a.model))
+}
+
+// appendIDs appends token ids if the request asks for them, else null.
+func (a *Answer) appendIDs(out []byte, ids []uint32) []byte {
+	if !a.tokenIDs {
+		return append(out, "null"...)
+	}
+	return tokens.AppendTokens(out, ids)
+}
+
+func (c *Choice) appendReason(out []byte) []byte {
+	if c.Reason == "" {
+		return append(out, "null"...)
+	}
+	return append(out, c.Reason...)
+}
+
+// stepUsage appends a choice's usage so far where each chunk is to have it.
+func (a *Answer) stepUsage(out []byte, c *Choice, generated int) []byte {
+	if !a.usage || !a.continuousUsage {
+		return out
+	}
+	out = fmt.Appendf(out, `,"usage":{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d`, c.prompt, c.prompt+generated, generated)
+	if a.chat {
+		out = append(out, `,"completion_tokens_details":null`...)
+	}
+	return append(out, '}')
+}
+
+// appendUsage appends the usage of the whole. Like vLLM it counts each prompt
+// once, whatever n is, and tells the cached tokens of one choice; null fields
+// belong to answers that are not streamed.
+func (a *Answer) appendUsage(out []byte, of *Choice, nulls bool) []byte {
+	prompt, generated := 0, 0
+	for _, tokens := range a.prompts {
+		prompt += len(tokens)
+	}
+	for _, c := range a.choices {
+		generated += c.Output
+	}
+	cached := int(of.cached.Load())
+	out = fmt.Appendf(out, `{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d`,
+		prompt, prompt+generated, generated, cached)
+	if a.chat { // a completion does not tell it
+		out = fmt.Appendf(out, `,"created_cache_tokens":%d`, max(0, of.prompt/a.blockSize*a.blockSize-cached))
+	} else if nulls {
+		out = append(out, `,"created_cache_tokens":null`...)
+	}
+	if nulls {
+		return append(out, `,"multimodal_tokens":null},"completion_tokens_details":null}`...)
+	}
+	return append(out, "}}"...)
+}
+
+// whole returns the answer that is not streamed.
+func (a *Answer) whole() []byte {
+	kind := "chat.completion"
+	if !a.chat {
+		kind = "text_completion"
+	}
+	out := fmt.Appendf(nil, `{"id":%s,"object":%q,"created":%d,"model":%s,"choices":[`, jsonbody.AppendString(nil, a.id), kind, a.created, jsonbody.AppendString(nil, a.model))
+	for i, c := range a.choices {
+		if i > 0 {
+			out = append(out, ',')
+		}
+		out = fmt.Appendf(out, `{"index":%d,`, i)
+		if a.chat {
+			out = jsonbody.AppendString(append(out, `"message":{"role":"assistant","content":`...), c.Text)
+			out = append(out, `,"refusal":null,"annotations":null,"audio":null,"function_call":null,"reasoning":null}`...)
+		} else {
+			out = jsonbody.AppendString(append(out, `"text":`...), c.Text)
+		}
+		out = c.appendReason(fmt.Appendf(out, `,"logprobs":null,"finish_reason":%q,"stop_reason":`, c.Finish))
+		out = a.appendIDs(append(out, `,"token_ids":`...), c.tokens[c.prompt:])
+		if !a.chat {
+			out = a.appendIDs(append(out, `,"prompt_logprobs":null,"prompt_token_ids":`...), c.tokens[:c.prompt])
+		}
+		out = append(out, `,"routed_experts":null}`...)
+	}
+	last := a.choices[len(a.choices)-1]
+	out = append(out, `],"service_tier":null,"system_fingerprint":"`+mockFingerprint+`","usage":`...)
+	out = a.appendUsage(out, last, true)
+	if a.chat {
+		out = a.appendIDs(append(out, `,"prompt_logprobs":null,"prompt_token_ids":`...), last.tokens[:last.prompt])
+		out = append(out, `,"prompt_text":null`...)
+	}
+	out = append(append(out, `,"kv_transfer_params":`...), cmp.Or(a.transfer, "null")...)
+	return append(out, `,"ec_transfer_params":null,"metrics":null}`...)
+}
+
+// fail answers with an error that comes once the request is with the engine: a
+// stream has begun by then.
+func (a *Answer) fail(out http.ResponseWriter, problem *refusal) {
+	if !a.stream {
+		writeError(out, problem)
+		return
+	}
+	out.Header().Set("Content-Type", "text/event-stream; charset=utf-8")
+	_, _ = fmt.Fprintf(out, "data: %s\n\ndata: [DONE]\n\n", problem.body())
+}

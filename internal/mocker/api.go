@@ -1,0 +1,382 @@
+package mocker
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"kvrouter/internal/engine"
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/vllm"
+	"kvrouter/internal/web"
+	"kvrouter/internal/zmq"
+	"net/http"
+	"slices"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+const (
+	// mockBodyLimit bounds a request's body, bytes.
+	mockBodyLimit = 64 << 20
+	// mockVersion is the vLLM whose answers the mock workers imitate.
+	Version = "0.32.0+mock"
+	// mockFingerprint is the system_fingerprint that ends every answer.
+	mockFingerprint = "vllm-" + Version
+)
+
+func (w *Worker) routes() http.Handler {
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /health", func(http.ResponseWriter, *http.Request) {})
+	mux.HandleFunc("GET /version", func(out http.ResponseWriter, _ *http.Request) {
+		answerJSON(out, http.StatusOK, map[string]any{"version": Version})
+	})
+	mux.HandleFunc("GET /v1/models", w.models)
+	mux.HandleFunc("GET /load", w.serverLoad)
+	mux.HandleFunc("GET /metrics", w.metrics)
+	mux.HandleFunc("GET /kv_event_sources", w.eventSources)
+	mux.HandleFunc("POST /reset_prefix_cache", w.reset)
+	mux.HandleFunc("POST /v1/load_lora_adapter", w.loadAdapter)
+	mux.HandleFunc("POST /v1/unload_lora_adapter", w.unloadAdapter)
+	mux.HandleFunc("GET "+mockTransferPath, w.joinRoom)
+	mux.HandleFunc("GET /server_info", w.serverInfo)
+	mux.HandleFunc("POST /abort_request", w.abortRequest)
+	mux.HandleFunc("POST /tokenize", w.tokenizer(w.model.Tokenize))
+	mux.HandleFunc("POST /detokenize", w.tokenizer(w.model.Detokenize))
+	mux.HandleFunc("POST /v1/chat/completions", func(out http.ResponseWriter, in *http.Request) { w.infer(out, in, true) })
+	mux.HandleFunc("POST /v1/completions", func(out http.ResponseWriter, in *http.Request) { w.infer(out, in, false) })
+	mux.HandleFunc("POST /v1/chat/completions/render", func(out http.ResponseWriter, in *http.Request) { w.render(out, in, true) })
+	mux.HandleFunc("POST /v1/completions/render", func(out http.ResponseWriter, in *http.Request) { w.render(out, in, false) })
+	return http.HandlerFunc(func(out http.ResponseWriter, in *http.Request) {
+		if !w.handlers.enter() {
+			panic(http.ErrAbortHandler)
+		}
+		defer w.handlers.leave()
+		if w.Hung.Load() {
+			_, _ = io.Copy(io.Discard, io.LimitReader(in.Body, mockBodyLimit)) // only then is a client that leaves noticed
+			select {
+			case <-in.Context().Done():
+			case <-w.ctx.Done():
+			}
+			panic(http.ErrAbortHandler)
+		}
+		mux.ServeHTTP(out, in)
+	})
+}
+
+// infer serves a chat or a completion.
+func (w *Worker) infer(out http.ResponseWriter, in *http.Request, chat bool) {
+	body, ok := w.body(out, in)
+	if !ok {
+		return
+	}
+	if w.chance(w.cfg.MockErrorRate) {
+		writeError(out, &refusal{http.StatusInternalServerError, "InternalServerError", "error asked for by --mock-error-rate", ""})
+		return
+	}
+	answer, problem := w.prepare(body, chat)
+	if problem != nil {
+		writeError(out, problem)
+		return
+	}
+	rank, problem := w.rankFor(in.Header.Get(web.HeaderRank))
+	if problem != nil {
+		writeError(out, problem)
+		return
+	}
+	answer.id = requestID(in, chat)
+	ctx, cancel := context.WithCancel(in.Context())
+	var fetching sync.WaitGroup
+	defer fetching.Wait()
+	defer cancel()
+	if rid := body.Get("rid").Str; rid != "" {
+		defer w.named(rid, cancel)()
+	}
+	transfer := w.transfer(body, answer)
+	defer func() { transfer.close(rank) }()
+	if problem := transfer.ready(ctx); problem != nil {
+		writeError(out, problem)
+		return
+	}
+	refused := rank.submit(answer)
+	defer rank.leave(answer)
+	failed := make(chan *refusal, 1)
+	if transfer != nil && transfer.source != "" {
+		fetching.Go(func() { transfer.fetch(ctx, rank, failed) })
+	}
+	flush := http.NewResponseController(out)
+	var chunk []byte
+	for left := len(answer.choices); left > 0; {
+		select {
+		case <-answer.More:
+		case err := <-refused:
+			writeError(out, badRequest("", "%v", err))
+			return
+		case problem := <-failed:
+			answer.fail(out, problem)
+			return
+		case <-ctx.Done():
+			if in.Context().Err() == nil {
+				writeError(out, &refusal{http.StatusInternalServerError, "InternalServerError", "the request was aborted", ""})
+			}
+			return
+		case <-w.ctx.Done():
+			panic(http.ErrAbortHandler) // the connection breaks off
+		}
+		chunk = chunk[:0]
+		for _, c := range answer.choices {
+			now := int(c.generated.Load())
+			if now == c.Sent {
+				continue
+			}
+			if answer.stream {
+				chunk = answer.appendChunk(chunk, c, now)
+			}
+			if c.Sent = now; now == c.Output {
+				left--
+			}
+		}
+		if left == 0 {
+			if problem := transfer.computed(ctx, rank); problem != nil {
+				writeError(out, problem)
+				return
+			}
+		}
+		if !answer.stream || len(chunk) == 0 {
+			continue
+		}
+		if left == 0 {
+			chunk = answer.appendEnd(chunk)
+		}
+		out.Header().Set("Content-Type", "text/event-stream; charset=utf-8")
+		if _, err := out.Write(chunk); err != nil {
+			return
+		}
+		_ = flush.Flush()
+	}
+	if !answer.stream {
+		out.Header().Set("Content-Type", "application/json")
+		_, _ = out.Write(answer.whole())
+	}
+}
+
+// rankFor returns the rank that a request's header names, or without one that
+// which has the fewest choices to answer.
+func (w *Worker) rankFor(header string) (*Rank, *refusal) {
+	if number, err := strconv.Atoi(header); err == nil {
+		if number < 0 || number >= len(w.Ranks) {
+			return nil, badRequest("", "data_parallel_rank %d is out of range [0, %d).", number, len(w.Ranks))
+		}
+		return w.Ranks[number], nil
+	}
+	return slices.MinFunc(w.Ranks, func(a, b *Rank) int { return cmp.Compare(a.inFlight.Load(), b.inFlight.Load()) }), nil
+}
+
+// render answers with the tokens of a request's prompts.
+func (w *Worker) render(out http.ResponseWriter, in *http.Request, chat bool) {
+	body, ok := w.body(out, in)
+	if !ok {
+		return
+	}
+	_, problem := w.served(body.Get("model").String())
+	var prompts [][]uint32
+	if problem == nil {
+		prompts, problem = w.prompts(body, chat)
+	}
+	if problem != nil {
+		writeError(out, problem)
+		return
+	}
+	var list []any
+	id := requestID(in, chat)
+	for i, tokens := range prompts {
+		rendered := map[string]any{"request_id": id, "token_ids": tokens, "features": nil, "model": nil, "stream": body.Get("stream").Bool()}
+		if chat {
+			answerJSON(out, http.StatusOK, rendered)
+			return
+		}
+		rendered["request_id"] = fmt.Sprint(id, "-", i)
+		list = append(list, rendered)
+	}
+	answerJSON(out, http.StatusOK, list)
+}
+
+// tokenizer serves /tokenize or /detokenize.
+func (w *Worker) tokenizer(serve func([]byte) ([]byte, error)) http.HandlerFunc {
+	return func(out http.ResponseWriter, in *http.Request) {
+		body, ok := w.body(out, in)
+		if !ok {
+			return
+		}
+		if _, problem := w.served(body.Get("model").String()); problem != nil {
+			writeError(out, problem)
+			return
+		}
+		answer, err := serve(body.Raw)
+		if err != nil {
+			writeError(out, badRequest("", "%v", err))
+			return
+		}
+		out.Header().Set("Content-Type", "application/json")
+		_, _ = out.Write(answer)
+	}
+}
+
+func (w *Worker) models(out http.ResponseWriter, _ *http.Request) {
+	created := w.started.Unix()
+	card := func(name string, parent, longest any) map[string]any {
+		permission := map[string]any{
+			"id": "modelperm-" + name, "object": "model_permission", "created": created, "organization": "*", "group": nil, "is_blocking": false,
+			"allow_create_engine": false, "allow_sampling": true, "allow_logprobs": false, "allow_search_indices": false, "allow_view": true, "allow_fine_tuning": false,
+		}
+		return map[string]any{
+			"id": name, "object": "model", "created": created, "owned_by": "vllm",
+			"root": name, "parent": parent, "max_model_len": longest, "permission": []any{permission},
+		}
+	}
+	cards := []any{card(w.cfg.ServedModelName, nil, w.maxModelLen)}
+	for _, adapter := range w.loaded() {
+		cards = append(cards, card(adapter.Name, w.cfg.ServedModelName, nil))
+	}
+	answerJSON(out, http.StatusOK, map[string]any{"object": "list", "data": cards})
+}
+
+func (w *Worker) eventSources(out http.ResponseWriter, _ *http.Request) {
+	sources := map[int]any{}
+	for _, rank := range w.Ranks {
+		if rank.Events == nil {
+			continue
+		}
+		sources[rank.number] = map[string]any{
+			"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": rank.Events.Pub.Endpoint(), "replay_endpoint": rank.Events.router.Endpoint(),
+			"buffer_steps": vllm.ReplayBatches, "hwm": zmq.ZmqQueue, "max_queue_size": mockEventQueue, "topic": vllm.KVEventsTopic,
+		}
+	}
+	answerJSON(out, http.StatusOK, sources)
+}
+
+func (w *Worker) reset(out http.ResponseWriter, in *http.Request) {
+	success := true
+	for _, rank := range w.Ranks {
+		if !rank.Ask(in.Context(), func(e *engine.Engine) { success = rank.ResetPrefixCache(e) && success }) {
+			return
+		}
+	}
+	answerJSON(out, http.StatusOK, map[string]any{"success": success})
+}
+
+func (w *Worker) serverLoad(out http.ResponseWriter, _ *http.Request) {
+	load := 0
+	for _, rank := range w.Ranks {
+		now := rank.CurrentLoad()
+		load += now.Running + now.Waiting
+	}
+	answerJSON(out, http.StatusOK, map[string]any{"server_load": load})
+}
+
+// metrics serves the part of vLLM's Prometheus page that others read.
+func (w *Worker) metrics(out http.ResponseWriter, _ *http.Request) {
+	var page []byte
+	add := func(kind, name, more string, value func(*Rank, Load) float64) {
+		if more == "" || more == `,finished_reason="stop"` {
+			page = fmt.Appendf(page, "# TYPE vllm:%s %s\n", name, kind)
+		}
+		for _, rank := range w.Ranks {
+			page = fmt.Appendf(page, "vllm:%s{engine=\"%d\",model_name=%q%s} %s\n",
+				name, rank.number, w.cfg.ServedModelName, more, strconv.FormatFloat(value(rank, rank.CurrentLoad()), 'g', -1, 64))
+		}
+	}
+	count := func(name, more string, counter func(*counts) *atomic.Int64) {
+		add("counter", name, more, func(r *Rank, _ Load) float64 { return float64(counter(&r.Counts).Load()) })
+	}
+	add("gauge", "num_requests_running", "", func(_ *Rank, l Load) float64 { return float64(l.Running) })
+	add("gauge", "num_requests_waiting", "", func(_ *Rank, l Load) float64 { return float64(l.Waiting) })
+	add("gauge", "kv_cache_usage_perc", "", func(_ *Rank, l Load) float64 { return l.Usage })
+	count("prefix_cache_queries_total", "", func(c *counts) *atomic.Int64 { return &c.prefixQueries })
+	count("prefix_cache_hits_total", "", func(c *counts) *atomic.Int64 { return &c.prefixHits })
+	if w.part.Kind == kv.KindNIXL {
+		count("external_prefix_cache_hits_total", "", func(c *counts) *atomic.Int64 { return &c.ExternalHits })
+	}
+	count("prompt_tokens_total", "", func(c *counts) *atomic.Int64 { return &c.PromptTokens })
+	count("generation_tokens_total", "", func(c *counts) *atomic.Int64 { return &c.GenerationTokens })
+	count("request_success_total", `,finished_reason="stop"`, func(c *counts) *atomic.Int64 { return &c.finishedStop })
+	count("request_success_total", `,finished_reason="length"`, func(c *counts) *atomic.Int64 { return &c.finishedLength })
+	count("request_success_total", `,finished_reason="abort"`, func(c *counts) *atomic.Int64 { return &c.Aborted })
+	page = append(page, "# TYPE vllm:cache_config_info gauge\n"...)
+	for _, rank := range w.Ranks {
+		page = fmt.Appendf(page, "vllm:cache_config_info{block_size=\"%d\",engine=\"%d\",num_gpu_blocks=\"%d\"} 1\n", w.cfg.BlockSize, rank.number, w.cfg.MockNumGPUBlocks)
+	}
+	out.Header().Set("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+	_, _ = out.Write(page)
+}
+
+// body reads a request's body, a JSON object; not ok: it has been answered.
+func (w *Worker) body(out http.ResponseWriter, in *http.Request) (body *jsonbody.Body, ok bool) {
+	raw, err := io.ReadAll(http.MaxBytesReader(out, in.Body, mockBodyLimit))
+	var tooLarge *http.MaxBytesError
+	if errors.As(err, &tooLarge) {
+		writeError(out, &refusal{http.StatusRequestEntityTooLarge, "InternalServerError", "the request body is too large", ""})
+		return nil, false
+	}
+	if body, ok = jsonbody.Parse(raw); err != nil || !ok {
+		writeError(out, &refusal{http.StatusBadRequest, "Bad Request", "1 validation error: the body is not a JSON object", "body"})
+		return nil, false
+	}
+	return body, true
+}
+
+// mockRequestID is the id of a request's answer: it holds the client's own where
+// it sent one.
+func requestID(in *http.Request, chat bool) string {
+	prefix := "cmpl-"
+	if chat {
+		prefix = "chatcmpl-"
+	}
+	if id := in.Header.Get(web.HeaderRequest); id != "" {
+		return prefix + id
+	}
+	return prefix + strconv.FormatInt(time.Now().UnixNano(), 36)
+}
+
+// mockError answers with an error.
+func writeError(out http.ResponseWriter, problem *refusal) {
+	answerJSON(out, problem.status, json.RawMessage(problem.body()))
+}
+
+// body is the problem in vLLM's shape.
+func (problem *refusal) body() []byte {
+	var body struct {
+		Error struct {
+			Message string  `json:"message"`
+			Type    string  `json:"type"`
+			Param   *string `json:"param"`
+			Code    int     `json:"code"`
+		} `json:"error"`
+	}
+	e := &body.Error
+	e.Message, e.Type, e.Code = problem.message, problem.kind, problem.status
+	if problem.param != "" {
+		e.Param = &problem.param
+	}
+	return MustJSON(body)
+}
+
+func answerJSON(out http.ResponseWriter, status int, value any) {
+	out.Header().Set("Content-Type", "application/json")
+	out.WriteHeader(status)
+	_, _ = out.Write(MustJSON(value))
+}
+
+// mustJSON encodes a value that has nothing that JSON cannot say.
+func MustJSON(value any) []byte {
+	text, err := json.Marshal(value)
+	if err != nil {
+		panic(fmt.Sprintf("mock worker: %v", err))
+	}
+	return text
+}

@@ -1,0 +1,301 @@
+package mocker
+
+import (
+	"bytes"
+	"encoding/binary"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"kvrouter/internal/events"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/vllm"
+	"kvrouter/internal/zmq"
+
+	"github.com/vmihailenco/msgpack/v5"
+)
+
+// mockEvent is one change of a mock worker's cache as it is published.
+type Event struct {
+	Cleared   bool
+	Removed   []uint64
+	Stored    []kv.StoredBlock
+	Parent    uint64
+	HasParent bool
+	Tokens    []uint32 // of the stored blocks
+	Adapter   Adapter  // that computed them
+	Salt      string   // of the first one, if it starts a prompt that has one
+}
+
+// mockBatch is what one step of a mock worker published.
+type batch struct {
+	at     time.Time
+	events []Event
+}
+
+// mockEventQueue bounds the batches that wait to be published, as vLLM does; an
+// engine that is further ahead waits.
+const mockEventQueue = 100_000
+
+// mockEvents publishes a mock worker's KV events as vLLM's ZmqEventPublisher
+// does: on a PUB socket, numbered from 0, with a ROUTER socket that sends the
+// last ones again.
+type Events struct {
+	Rank      int  // data-parallel rank, as it ends a batch
+	array     bool // old form: events as arrays
+	blockSize int
+	drop      float64       // share of the batches that are not sent
+	duplicate float64       // share of the batches that are sent twice
+	delay     time.Duration // from a step to the sending of its batch
+	random    *rand.Rand    // decides about drop and duplicate
+
+	Pub     *zmq.Publisher
+	router  *zmq.Router
+	batches chan batch
+	stop    chan struct{}
+	running sync.WaitGroup
+	Added   atomic.Uint64 // batches, published or not yet
+
+	Mu     sync.Mutex // guards what follows, and makes sending and keeping one
+	seq    uint64     // of the next batch
+	Kept   [][]byte   // payloads, a ring: batch n is kept[n % replayBatches]
+	packer *msgpack.Encoder
+	packed bytes.Buffer
+}
+
+// newMockEvents listens at both addresses. Until start is called it publishes
+// nothing.
+func NewEvents(address, replayAddress string, blockSize int) (*Events, error) {
+	e := &Events{blockSize: blockSize, batches: make(chan batch, mockEventQueue), stop: make(chan struct{})}
+	e.packer = msgpack.NewEncoder(&e.packed)
+	e.packer.UseCompactInts(true)
+	var err error
+	if e.Pub, err = zmq.NewPublisher(address); err != nil {
+		return nil, err
+	}
+	if e.router, err = zmq.NewRouter(replayAddress, e.replay); err != nil {
+		e.Pub.Close()
+		return nil, err
+	}
+	return e, nil
+}
+
+// start begins to publish what add brings; close ends that. Like add and close
+// it does nothing where there are no events to be published.
+func (e *Events) start() {
+	if e != nil {
+		e.running.Go(e.run)
+	}
+}
+
+// add queues a step's changes. The slices in it must not change any more.
+func (e *Events) add(events []Event) {
+	if e == nil {
+		return
+	}
+	e.Added.Add(1)
+	select {
+	case e.batches <- batch{time.Now(), events}:
+	case <-e.stop:
+	}
+}
+
+// close ends both sockets; what is not yet sent is lost.
+func (e *Events) Close() {
+	if e == nil {
+		return
+	}
+	close(e.stop)
+	e.Pub.Close()
+	e.router.Close()
+	e.running.Wait()
+}
+
+func (e *Events) run() {
+	for {
+		select {
+		case <-e.stop:
+			return
+		case batch := <-e.batches:
+			if wait := e.delay - time.Since(batch.at); wait > 0 && e.delay > 0 {
+				select {
+				case <-e.stop:
+					return
+				case <-time.After(wait):
+				}
+			}
+			e.publish(batch)
+		}
+	}
+}
+
+// publishNow publishes a step's changes without a queue.
+func (e *Events) PublishNow(events ...Event) { e.publish(batch{time.Now(), events}) }
+
+func (e *Events) publish(batch batch) {
+	e.Mu.Lock()
+	defer e.Mu.Unlock()
+	payload := e.encode(batch)
+	number := binary.BigEndian.AppendUint64(nil, e.seq)
+	times := 1
+	if e.random != nil {
+		if e.random.Float64() < e.drop {
+			times = 0
+		} else if e.random.Float64() < e.duplicate {
+			times = 2
+		}
+	}
+	for range times {
+		e.Pub.Publish([]byte(vllm.KVEventsTopic), number, payload)
+	}
+	if len(e.Kept) < vllm.ReplayBatches {
+		e.Kept = append(e.Kept, payload)
+	} else {
+		e.Kept[e.seq%vllm.ReplayBatches] = payload
+	}
+	e.seq++
+}
+
+// replay sends all kept batches from the asked one on, and the end mark. Like
+// vLLM's it wants an empty frame before the number and ignores what is
+// different.
+func (e *Events) replay(request [][]byte, reply func(frames ...[]byte) error) {
+	if len(request) != 2 || len(request[1]) > 8 {
+		return
+	}
+	var number [8]byte
+	copy(number[8-len(request[1]):], request[1])
+	e.Mu.Lock()
+	next := e.seq
+	from := max(binary.BigEndian.Uint64(number[:]), next-uint64(len(e.Kept)))
+	var payloads [][]byte
+	for seq := from; seq < next; seq++ {
+		payloads = append(payloads, e.Kept[seq%vllm.ReplayBatches])
+	}
+	e.Mu.Unlock()
+	for i, payload := range payloads {
+		if reply(nil, []byte(vllm.KVEventsTopic), binary.BigEndian.AppendUint64(nil, from+uint64(i)), payload) != nil {
+			return
+		}
+	}
+	_ = reply(nil, nil, binary.BigEndian.AppendUint64(nil, events.ReplayEnd), nil)
+}
+
+// encode returns the batch as vLLM encodes it: [time, events, rank]. Writing to
+// a buffer cannot fail.
+func (e *Events) encode(batch batch) []byte {
+	e.packed.Reset()
+	p := e.packer
+	_ = p.EncodeArrayLen(3)
+	_ = p.EncodeFloat64(float64(batch.at.UnixNano()) / 1e9)
+	_ = p.EncodeArrayLen(len(batch.events))
+	for i := range batch.events {
+		e.encodeEvent(&batch.events[i])
+	}
+	_ = p.EncodeUint(uint64(e.Rank))
+	return bytes.Clone(e.packed.Bytes())
+}
+
+// encodeEvent writes one event. Maps leave fields with their default out; arrays
+// end before the trailing ones that have it.
+func (e *Events) encodeEvent(event *Event) {
+	p := e.packer
+	switch {
+	case event.Cleared:
+		e.open("AllBlocksCleared", 0)
+	case event.Removed != nil:
+		e.open("BlockRemoved", 3)
+		e.hashes("block_hashes", event.Removed)
+		e.text("medium", "GPU")
+		e.name("group_idx")
+		_ = p.EncodeUint(0)
+	default:
+		e.open("BlockStored", 10)
+		hashes := make([]uint64, len(event.Stored))
+		for i, b := range event.Stored {
+			hashes[i] = b.Engine
+		}
+		e.hashes("block_hashes", hashes)
+		e.name("parent_block_hash")
+		if event.HasParent {
+			_ = p.EncodeUint(event.Parent)
+		} else {
+			_ = p.EncodeNil()
+		}
+		e.name("token_ids")
+		_ = p.EncodeArrayLen(len(event.Tokens))
+		for _, t := range event.Tokens {
+			_ = p.EncodeUint(uint64(t))
+		}
+		e.name("block_size")
+		_ = p.EncodeUint(uint64(e.blockSize))
+		e.name("lora_id")
+		if event.Adapter.Name == "" {
+			_ = p.EncodeNil()
+		} else {
+			_ = p.EncodeUint(uint64(event.Adapter.Id))
+		}
+		e.text("medium", "GPU")
+		e.name("lora_name")
+		if event.Adapter.Name == "" {
+			_ = p.EncodeNil()
+		} else {
+			_ = p.EncodeString(event.Adapter.Name)
+		}
+		e.extraKeys(event)
+		e.name("group_idx")
+		_ = p.EncodeUint(0)
+		e.text("kv_cache_spec_kind", "full_attention")
+	}
+}
+
+// extraKeys writes what enters the hash of each stored block beside its tokens.
+func (e *Events) extraKeys(event *Event) {
+	e.name("extra_keys")
+	_ = e.packer.EncodeArrayLen(len(event.Stored))
+	for i := range event.Stored {
+		var keys []string
+		if event.Adapter.Name != "" {
+			keys = append(keys, event.Adapter.Name)
+		}
+		if i == 0 && event.Salt != "" {
+			keys = append(keys, event.Salt)
+		}
+		if keys == nil {
+			_ = e.packer.EncodeNil()
+			continue
+		}
+		_ = e.packer.Encode(keys)
+	}
+}
+
+// open begins an event with that many fields beside its type.
+func (e *Events) open(kind string, fields int) {
+	if e.array {
+		_ = e.packer.EncodeArrayLen(1 + fields)
+	} else {
+		_ = e.packer.EncodeMapLen(1 + fields)
+		_ = e.packer.EncodeString("type")
+	}
+	_ = e.packer.EncodeString(kind)
+}
+
+func (e *Events) name(field string) {
+	if !e.array {
+		_ = e.packer.EncodeString(field)
+	}
+}
+
+func (e *Events) text(field, value string) {
+	e.name(field)
+	_ = e.packer.EncodeString(value)
+}
+
+func (e *Events) hashes(field string, hashes []uint64) {
+	e.name(field)
+	_ = e.packer.EncodeArrayLen(len(hashes))
+	for _, h := range hashes {
+		_ = e.packer.EncodeUint(h)
+	}
+}

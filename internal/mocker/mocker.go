@@ -1,0 +1,259 @@
+package mocker
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"kvrouter/internal/engine"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/tokens"
+	"kvrouter/internal/web"
+	"log/slog"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// Mocker starts simulated vLLM workers in this process. From outside they are
+// like real ones: the same HTTP routes, KV events and load over the same kinds
+// of sockets. Inside, a SimEngine says how long every step takes. It is safe for
+// concurrent use.
+type Mocker struct {
+	cfg    Settings
+	model  *tokens.Model
+	words  *vocabulary
+	log    *slog.Logger
+	began  time.Time // crashes are counted from here
+	Starts atomic.Uint64
+
+	mu      sync.Mutex // guards workers
+	workers map[int]*Worker
+}
+
+// NewMocker returns a mocker whose workers serve model.
+func NewMocker(cfg Settings, model *tokens.Model, log *slog.Logger) (*Mocker, error) {
+	words, err := newVocabulary(model)
+	if err != nil {
+		return nil, fmt.Errorf("--engine mocker: %w", err)
+	}
+	return &Mocker{cfg: cfg, model: model, words: words, log: log, began: time.Now(), workers: map[int]*Worker{}}, nil
+}
+
+// Start starts worker i. It listens when Start returns, and must be ended.
+func (m *Mocker) Start(i int) (*Worker, error) {
+	w := &Worker{
+		number: i, cfg: m.cfg, model: m.model, words: m.words, log: m.log,
+		started: time.Now(), ended: make(chan error, 1),
+		part: m.cfg.Parts[i], client: &http.Client{Transport: &http.Transport{DialContext: (&net.Dialer{Timeout: mockJoinLimit}).DialContext}},
+		random: rand.New(rand.NewPCG(m.cfg.Seed+uint64(i), m.Starts.Add(1))),
+	}
+	for _, adapter := range m.cfg.MockLora {
+		w.load(adapter)
+	}
+	sim := m.cfg.SimConfig(m.cfg.BlockSize)
+	if slower := m.cfg.MockSlowWorker[uint64(i)]; slower > 0 {
+		sim.Timing.Speedup /= slower
+	}
+	w.maxModelLen = sim.Blocks * sim.BlockSize
+	if n := m.model.MaxModelLen(); n > 0 {
+		w.maxModelLen = min(n, w.maxModelLen)
+	}
+	if err := w.listen(sim); err != nil {
+		return nil, fmt.Errorf("mock worker %d: %w", i, err)
+	}
+	w.ctx, w.cancel = context.WithCancelCause(context.Background())
+	if after, hangs := m.cfg.MockHangWorker[uint64(i)]; hangs {
+		w.beside.Go(func() { w.faultAfter(after, func() { w.Hung.Store(true) }) })
+	}
+	if every := m.cfg.MockCrashEvery; every > 0 {
+		w.beside.Go(func() { w.faultAfter(m.nextCrash(i, every), func() { w.End(ErrMockCrash) }) })
+	}
+	m.mu.Lock()
+	m.workers[i] = w
+	m.mu.Unlock()
+	go w.run()
+	return w, nil
+}
+
+// errMockCrash is why a worker ends that --mock-crash-every ended.
+var ErrMockCrash = errors.New("crash asked for by --mock-crash-every")
+
+// nextCrash is how long from now worker i's next crash is: each worker in turn
+// has one, every apart.
+func (m *Mocker) nextCrash(i int, every time.Duration) time.Duration {
+	round := every * time.Duration(len(m.cfg.Parts))
+	since := time.Since(m.began) - every*time.Duration(i+1)
+	if since < 0 {
+		return -since
+	}
+	return round - since%round
+}
+
+// Worker returns the latest incarnation of worker i; nil: it was never started.
+func (m *Mocker) Worker(i int) *Worker {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.workers[i]
+}
+
+// MockWorker is one incarnation of a simulated worker: an HTTP server before one
+// engine for each data-parallel rank.
+type Worker struct {
+	number      int
+	cfg         Settings
+	model       *tokens.Model
+	words       *vocabulary
+	log         *slog.Logger
+	maxModelLen int // longest prompt with its answer, tokens
+	started     time.Time
+
+	Ranks    []*Rank
+	server   *http.Server
+	listener net.Listener
+
+	ctx      context.Context // ends with the worker; its cause says why
+	cancel   context.CancelCauseFunc
+	ended    chan error     // gets that cause when all has ended
+	beside   sync.WaitGroup // what runs beside its requests; ends with ctx
+	handlers gate           // of HTTP requests
+	Hung     atomic.Bool    // nothing is answered any more
+
+	part   kv.Disagg
+	Rooms  rooms
+	client *http.Client // to other mock workers
+
+	Mu        sync.Mutex // guards the rest
+	random    *rand.Rand
+	adapters  []Adapter // that are loaded
+	adapterID int       // of the one loaded last
+	Running   []*inference
+}
+
+// listen opens the worker's ports.
+func (w *Worker) listen(sim engine.Settings) (err error) {
+	defer func() {
+		if err != nil {
+			w.unlisten()
+		}
+	}()
+	for number := range w.cfg.Ports.Ranks {
+		rank, err := newRank(w, number, sim)
+		if err != nil {
+			return err
+		}
+		w.Ranks = append(w.Ranks, rank)
+	}
+	if w.listener, err = net.Listen("tcp", loopback(w.cfg.Ports.HTTP+w.number)); err != nil {
+		return err
+	}
+	w.server = &http.Server{Handler: w.routes(), ReadHeaderTimeout: web.HeaderTimeout, ErrorLog: slog.NewLogLogger(w.log.Handler(), slog.LevelDebug)}
+	return nil
+}
+
+// unlisten closes what is open of the ports, with every connection.
+func (w *Worker) unlisten() {
+	for _, rank := range w.Ranks {
+		rank.unlisten()
+	}
+	if w.server != nil {
+		_ = w.server.Close()
+		_ = w.listener.Close() // if Serve had not begun
+	}
+}
+
+// Ended gets why the worker ended, once all that belongs to it has.
+func (w *Worker) Ended() <-chan error { return w.ended }
+
+// End ends the worker at once, as if its process were killed: connections break
+// off. It does not wait; Ended tells when it is done.
+func (w *Worker) End(why error) { w.cancel(why) }
+
+// run serves until the worker is ended.
+func (w *Worker) run() {
+	var rooms sync.WaitGroup
+	for _, rank := range w.Ranks {
+		rank.Events.start()
+		rooms.Go(rank.step)
+		rooms.Go(rank.publishLoad)
+	}
+	rooms.Go(func() { _ = w.server.Serve(w.listener) }) // ends with unlisten
+	<-w.ctx.Done()
+	w.unlisten()
+	w.handlers.close()
+	rooms.Wait()
+	w.beside.Wait()
+	w.client.CloseIdleConnections()
+	w.ended <- context.Cause(w.ctx)
+}
+
+// faultAfter calls fault after d, unless the worker ends before.
+func (w *Worker) faultAfter(d time.Duration, fault func()) {
+	select {
+	case <-w.ctx.Done():
+	case <-time.After(d):
+		fault()
+	}
+}
+
+// chance tells whether something with that probability happens.
+func (w *Worker) chance(probability float64) bool {
+	if probability <= 0 {
+		return false
+	}
+	w.Mu.Lock()
+	defer w.Mu.Unlock()
+	return w.random.Float64() < probability
+}
+
+// wait waits for d and tells whether the worker still lives.
+func (w *Worker) wait(d time.Duration) bool {
+	if d <= 0 {
+		return w.ctx.Err() == nil
+	}
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-w.ctx.Done():
+		return false
+	case <-timer.C:
+		return true
+	}
+}
+
+// gate counts what is inside and can be closed.
+type gate struct {
+	mu     sync.Mutex // guards closed, and that nothing enters after it
+	closed bool
+	inside sync.WaitGroup
+}
+
+// enter tells whether the gate is open; then leave must follow.
+func (g *gate) enter() bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if !g.closed {
+		g.inside.Add(1)
+	}
+	return !g.closed
+}
+
+func (g *gate) leave() { g.inside.Done() }
+
+// close lets nothing more in and waits until all have left.
+func (g *gate) close() {
+	g.mu.Lock()
+	g.closed = true
+	g.mu.Unlock()
+	g.inside.Wait()
+}
+
+// signalOnce puts a token into a channel that holds one, if it is empty.
+func signalOnce(c chan struct{}) {
+	select {
+	case c <- struct{}{}:
+	default:
+	}
+}

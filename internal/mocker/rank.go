@@ -1,0 +1,272 @@
+package mocker
+
+import (
+	"context"
+	"kvrouter/internal/engine"
+	"kvrouter/internal/zmq"
+	"math/rand/v2"
+	"net"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// mockRank is one data-parallel rank of a simulated worker: an engine of its own
+// with its own cache, KV events and load. The engine belongs to one goroutine;
+// do reaches it.
+type Rank struct {
+	w        *Worker
+	number   int
+	Events   *Events // nil: publishes none
+	loads    *zmq.Publisher
+	Counts   counts
+	inFlight atomic.Int64 // choices being answered
+
+	wake chan struct{} // holds a token when commands has some
+
+	mu       sync.Mutex // guards commands
+	commands []func(*engine.Engine)
+
+	// What follows belongs to the engine's goroutine.
+	Engine  *engine.Engine
+	changes []Event // of the step under way
+
+	loadChanged chan struct{} // holds a token when load is new
+	load        atomic.Pointer[Load]
+}
+
+// mockLoad is what a rank publishes of its load.
+type Load struct {
+	Waiting int     `json:"num_waiting_reqs"`
+	Running int     `json:"num_running_reqs"`
+	Usage   float64 `json:"kv_cache_usage"`
+}
+
+// mockCounts are the counters of a rank on the metrics page.
+type counts struct {
+	PromptTokens, GenerationTokens, prefixQueries, prefixHits, ExternalHits, finishedLength, finishedStop, Aborted atomic.Int64
+}
+
+// newMockRank opens the ports of a worker's rank, numbered after those of the
+// workers and ranks before it.
+func newRank(w *Worker, number int, sim engine.Settings) (*Rank, error) {
+	r := &Rank{w: w, number: number, wake: make(chan struct{}, 1), loadChanged: make(chan struct{}, 1)}
+	r.Engine = engine.New(sim, r.cacheChanged)
+	r.Engine.Fetch = func(request *engine.Request) { close(request.Tag.(*Choice).fetching) }
+	cfg, at := &w.cfg, w.number*w.cfg.Ports.Ranks+number
+	var err error
+	if cfg.KVEvents {
+		if r.Events, err = NewEvents(loopback(cfg.Ports.KVEvents+at), loopback(cfg.Ports.KVReplay+at), cfg.BlockSize); err != nil {
+			return nil, err
+		}
+		r.Events.Rank, r.Events.array = number, cfg.MockArrayEvents
+		r.Events.drop, r.Events.duplicate, r.Events.delay = cfg.MockDropEvents, cfg.MockDuplicateEvents, cfg.MockDelayEvents
+		r.Events.random = rand.New(rand.NewPCG(w.random.Uint64(), 1))
+	}
+	if r.loads, err = zmq.NewPublisher(loopback(cfg.Ports.Load + at)); err != nil {
+		r.Events.Close()
+		return nil, err
+	}
+	return r, nil
+}
+
+func (r *Rank) unlisten() {
+	r.Events.Close()
+	r.loads.Close()
+}
+
+// mockAddress is where mock workers listen.
+func loopback(port int) string { return net.JoinHostPort("127.0.0.1", strconv.Itoa(port)) }
+
+// do has f called with the engine between two of its steps. It does not wait.
+func (r *Rank) Do(f func(*engine.Engine)) {
+	r.mu.Lock()
+	r.commands = append(r.commands, f)
+	r.mu.Unlock()
+	signalOnce(r.wake)
+}
+
+// ask is do, but waits until f has been called; it returns false if the worker
+// has ended instead.
+func (r *Rank) Ask(ctx context.Context, f func(*engine.Engine)) bool {
+	done := make(chan struct{})
+	r.Do(func(e *engine.Engine) {
+		f(e)
+		close(done)
+	})
+	select {
+	case <-done:
+		return true
+	case <-ctx.Done():
+	case <-r.w.ctx.Done():
+	}
+	return false
+}
+
+// submit has the engine begin with an answer; leave must follow. It does not
+// wait: refused gets an error if the engine cannot take a choice.
+func (r *Rank) submit(answer *Answer) (refused <-chan error) {
+	failed := make(chan error, 1)
+	r.inFlight.Add(int64(len(answer.choices)))
+	r.Do(func(e *engine.Engine) {
+		for _, c := range answer.choices {
+			if err := e.Submit(c.request); err != nil {
+				failed <- err
+				return
+			}
+			r.Counts.PromptTokens.Add(int64(c.prompt))
+			r.Counts.prefixQueries.Add(int64(c.prompt))
+		}
+	})
+	return failed
+}
+
+// leave ends an answer: what its handler has not taken whole is aborted.
+func (r *Rank) leave(answer *Answer) {
+	r.inFlight.Add(-int64(len(answer.choices)))
+	for _, c := range answer.choices {
+		r.Counts.prefixHits.Add(c.hits.Load())
+		switch {
+		case c.Sent < c.Output:
+			r.Counts.Aborted.Add(1)
+			r.Do(func(e *engine.Engine) { e.Abort(c.request) })
+		case c.Finish == "stop":
+			r.Counts.finishedStop.Add(1)
+		default:
+			r.Counts.finishedLength.Add(1)
+		}
+	}
+}
+
+// maxLate is how far the engine's steps may be behind their times before it
+// gives up catching up: sleeping is only exact to a millisecond or so.
+const maxLate = 20 * time.Millisecond
+
+// step runs the engine, one step after the other, until the worker ends.
+func (r *Rank) step() {
+	var due time.Time // when the step under way ends
+	for r.w.ctx.Err() == nil {
+		r.runCommands()
+		took, busy := r.Engine.Begin()
+		if !busy {
+			r.reportLoad()
+			select {
+			case <-r.w.ctx.Done():
+			case <-r.wake:
+			}
+			due = time.Time{}
+			continue
+		}
+		r.publishChanges()
+		now := time.Now()
+		if due.Before(now.Add(-maxLate)) {
+			due = now
+		}
+		due = due.Add(took)
+		if r.w.cfg.SpeedupRatio > 0 && !r.w.wait(time.Until(due)) {
+			return
+		}
+		if r.w.Hung.Load() {
+			<-r.w.ctx.Done()
+			return
+		}
+		for _, done := range r.Engine.End() {
+			r.Counts.GenerationTokens.Add(1)
+			done.Tag.(*Choice).advance(done)
+		}
+		r.reportLoad()
+	}
+}
+
+func (r *Rank) runCommands() {
+	r.mu.Lock()
+	commands := r.commands
+	r.commands = nil
+	r.mu.Unlock()
+	for _, f := range commands {
+		f(r.Engine)
+	}
+}
+
+// cacheChanged takes in one change of the engine's cache.
+func (r *Rank) cacheChanged(e engine.Event) {
+	if !e.Stored {
+		// A step's removals are one event, as long as no store comes between.
+		if n := len(r.changes); n > 0 && r.changes[n-1].Removed != nil {
+			r.changes[n-1].Removed = append(r.changes[n-1].Removed, e.Removed...)
+			return
+		}
+		r.changes = append(r.changes, Event{Removed: append([]uint64{}, e.Removed...)})
+		return
+	}
+	choice := e.Request.Tag.(*Choice)
+	size := r.w.cfg.BlockSize
+	change := Event{
+		Stored: e.Blocks, Parent: e.Parent, HasParent: e.HasParent, Adapter: choice.Answer.adapter,
+		Tokens: choice.tokens[e.First*size : (e.First+len(e.Blocks))*size],
+	}
+	if e.First == 0 {
+		change.Salt = choice.Answer.salt
+	}
+	r.changes = append(r.changes, change)
+}
+
+func (r *Rank) publishChanges() {
+	if len(r.changes) > 0 {
+		r.Events.add(r.changes)
+		r.changes = nil
+	}
+}
+
+// resetPrefixCache empties the cache, which like vLLM it refuses while requests
+// hold blocks. The next step publishes it.
+func (r *Rank) ResetPrefixCache(e *engine.Engine) bool {
+	if _, _, usage := e.Load(); usage > 0 {
+		return false
+	}
+	e.Reset()
+	r.changes = append(r.changes, Event{Cleared: true})
+	return true
+}
+
+// loadPause and loadRepeat are the shortest and the longest time between two
+// messages about a worker's load.
+const (
+	loadPause  = 5 * time.Millisecond
+	loadRepeat = time.Second
+)
+
+func (r *Rank) reportLoad() {
+	running, waiting, usage := r.Engine.Load()
+	r.load.Store(&Load{Waiting: waiting, Running: running, Usage: usage})
+	signalOnce(r.loadChanged)
+}
+
+// currentLoad is the load after the last step.
+func (r *Rank) CurrentLoad() Load {
+	if load := r.load.Load(); load != nil {
+		return *load
+	}
+	return Load{}
+}
+
+// publishLoad sends the newest load when it is new, and from time to time.
+func (r *Rank) publishLoad() {
+	repeat := time.NewTicker(loadRepeat)
+	defer repeat.Stop()
+	for {
+		select {
+		case <-r.w.ctx.Done():
+			return
+		case <-r.loadChanged:
+		case <-repeat.C:
+		}
+		if load := r.load.Load(); load != nil && !r.w.Hung.Load() {
+			r.loads.Publish(MustJSON(load))
+		}
+		if !r.w.wait(loadPause) {
+			return
+		}
+	}
+}

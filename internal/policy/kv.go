@@ -1,0 +1,161 @@
+package policy
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+)
+
+// PolicyKnobs are the settings of policy kv. They have the names, the meaning
+// and the defaults of Dynamo 1.6.1's.
+type Settings struct {
+	PrefillLoadScale          float64  `group:"Policy kv" default:"1" help:"Weight of the prompt blocks to be computed against the blocks in use."`
+	OverlapScoreCredit        float64  `group:"Policy kv" default:"1" help:"Blocks that one cached block of the prompt is worth; more than 1 gathers prompts where their prefix is."`
+	OverlapScoreCreditDecay   float64  `group:"Policy kv" default:"0" help:"How fast that credit falls on a worker with more prompt tokens queued than the least busy one; 0: not at all."`
+	DecodeActiveRequestWeight float64  `group:"Policy kv" default:"0" help:"Blocks that each request in flight counts beside its own."`
+	RouterTemperature         float64  `group:"Policy kv" default:"0" help:"Chance in the choice: 0 always takes the cheapest worker, 1 nearly any."`
+	OverlapScoreWeight        *float64 `group:"Policy kv" placeholder:"NUMBER" help:"Older name of --prefill-load-scale, which it overrules; 0 also sets --overlap-score-credit 0."`
+
+	CacheSettings
+	ThompsonSettings
+}
+
+// DefaultPolicyKnobs returns the defaults of the flags.
+func DefaultSettings() Settings {
+	return Settings{
+		PrefillLoadScale: 1, OverlapScoreCredit: 1,
+		CacheSettings: defaultCacheSettings(), ThompsonSettings: ThompsonSettings{ThompsonFixes: "all"},
+	}
+}
+
+func (k Settings) validate() error {
+	if err := checkNotNegative([]knobValue{
+		{"--prefill-load-scale", k.PrefillLoadScale},
+		{"--overlap-score-credit", k.OverlapScoreCredit},
+		{"--overlap-score-credit-decay", k.OverlapScoreCreditDecay},
+		{"--decode-active-request-weight", k.DecodeActiveRequestWeight},
+		{"--router-temperature", k.RouterTemperature},
+		{"--overlap-score-weight", k.Resolved().PrefillLoadScale},
+	}); err != nil {
+		return err
+	}
+	return k.CacheSettings.validate()
+}
+
+// knobValue is a flag and its value.
+type knobValue struct {
+	flag  string
+	value float64
+}
+
+// checkNotNegative refuses a value that is less than 0, or no finite number.
+func checkNotNegative(knobs []knobValue) error {
+	for _, knob := range knobs {
+		if !(knob.value >= 0) || math.IsInf(knob.value, 1) {
+			return fmt.Errorf("%s %v: give a number of at least 0", knob.flag, knob.value)
+		}
+	}
+	return nil
+}
+
+// resolved applies the older name.
+func (k Settings) Resolved() Settings {
+	if k.OverlapScoreWeight != nil {
+		k.PrefillLoadScale = *k.OverlapScoreWeight
+		if k.PrefillLoadScale == 0 {
+			k.OverlapScoreCredit = 0
+		}
+	}
+	return k
+}
+
+// with applies what a request overrides.
+func (k Settings) with(o *Override) Settings {
+	if o == nil {
+		return k
+	}
+	for _, knob := range []struct {
+		value *float64
+		set   *float64
+	}{
+		{o.PrefillLoadScale, &k.PrefillLoadScale},
+		{o.OverlapScoreCredit, &k.OverlapScoreCredit},
+		{o.RouterTemperature, &k.RouterTemperature},
+	} {
+		if knob.value != nil {
+			*knob.set = *knob.value
+		}
+	}
+	k.OverlapScoreWeight = o.OverlapScoreWeight
+	return k.Resolved()
+}
+
+// kvPolicy is the rule of Dynamo's KvRouter 1.6.1: the lowest of
+//
+//	prefill_load_scale·max(0, queued + prompt − credit·overlap) +
+//	active + new + decode_active_request_weight·in flight
+//
+// in blocks: queued are the uncached prompt tokens of requests without a first
+// token, active the distinct prompt blocks in use and new those that this
+// prompt would add. The credit is overlap_score_credit / (1 + decay·excess /
+// ⌈prompt⌉), where excess is what is queued beyond the worker with the least.
+// Ties are broken at random. A temperature above 0 draws instead, by the
+// softmax of −cost / (highest − lowest cost) / temperature. Where prompt tokens
+// are not tracked, they cost nothing, and the credit goes off the blocks.
+type kvPolicy struct{ knobs Settings }
+
+func (kvPolicy) Traits() Traits { return Traits{ActiveBlocks: true, WholeMatch: true} }
+
+func (p kvPolicy) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
+	p.knobs = p.knobs.with(q.Override)
+	least := candidates[0].Load.PrefillTokens
+	for i := range candidates {
+		least = min(least, candidates[i].Load.PrefillTokens)
+	}
+	if p.knobs.RouterTemperature > 0 {
+		return softmaxOfCosts(candidates, p.knobs.RouterTemperature, random, func(c *Candidate) float64 { return p.cost(q, c, least) })
+	}
+	return best(candidates, random, func(c *Candidate) float64 { return -p.cost(q, c, least) })
+}
+
+// cost is in blocks; least is the least PrefillTokens of all candidates.
+func (p kvPolicy) cost(q Query, c *Candidate, least int) float64 {
+	block := float64(q.BlockSize)
+	credit := p.knobs.OverlapScoreCredit
+	if excess := c.Load.PrefillTokens - least; excess > 0 && q.Tokens > 0 {
+		credit /= 1 + p.knobs.OverlapScoreCreditDecay*(float64(excess)/block)/math.Ceil(float64(q.Tokens)/block)
+	}
+	cached := credit * float64(c.Overlap)
+	decode := float64(c.Load.ActiveBlocks + c.NewBlocks)
+	requests := p.knobs.DecodeActiveRequestWeight * float64(c.Load.InFlight)
+	if q.FreePrefill {
+		return max(0, decode-cached) + requests
+	}
+	prefill := max(0, float64(c.Load.PrefillTokens+q.Tokens)/block-cached)
+	return p.knobs.PrefillLoadScale*prefill + decode + requests
+}
+
+// softmaxOfCosts draws a candidate, the cheaper the more likely.
+func softmaxOfCosts(candidates []Candidate, temperature float64, random *rand.Rand, cost func(*Candidate) float64) int {
+	costs := make([]float64, len(candidates))
+	lowest, highest := math.Inf(1), math.Inf(-1)
+	for i := range candidates {
+		costs[i] = cost(&candidates[i])
+		lowest, highest = min(lowest, costs[i]), max(highest, costs[i])
+	}
+	if lowest == highest {
+		return random.IntN(len(candidates))
+	}
+	sum := 0.0
+	for i, c := range costs {
+		costs[i] = math.Exp(-(c - lowest) / (highest - lowest) / temperature)
+		sum += costs[i]
+	}
+	draw := random.Float64() * sum
+	for i, weight := range costs {
+		if draw -= weight; draw < 0 {
+			return i
+		}
+	}
+	return len(costs) - 1
+}

@@ -1,0 +1,46 @@
+package policy
+
+import (
+	"time"
+)
+
+// Published is a worker's load as the worker itself reports it.
+type Published struct {
+	Running int       // requests in the engine's batch
+	Waiting int       // requests in the engine's queue
+	KVUsage float64   // share of the KV cache in use, 0..1
+	At      time.Time // when it arrived here; zero: never
+}
+
+// Load is one worker's load: what it published and what this router has booked
+// on it.
+type Load struct {
+	Published
+	Fresh         bool // Published is recent enough to be believed
+	Bumped        int  // requests sent since the last Published
+	InFlight      int  // requests sent and not yet ended
+	PrefillTokens int  // uncached prompt tokens of requests without a first token
+	ContextTokens int  // prompt tokens of the others in flight, which decode
+	AwaitedTokens int  // prompt tokens that other workers compute, of requests that will decode here
+	ActiveBlocks  int  // blocks of requests in flight, shared ones once and by their weights; see Traits
+
+	Prefills   []Prefill // the requests without a first token, as they were sent; to be read under the Router's lock
+	FirstToken time.Time // when a first token last came from it; zero: never
+}
+
+// Prefill is a prompt that a worker computes, or will.
+type Prefill struct {
+	Tokens        int // uncached ones
+	Sent          time.Time
+	AnsweredWhole bool // nobody will tell of its first token
+}
+
+// QueueLength is how many requests wait on the worker: its published queue plus
+// what was sent since then. A worker that publishes nothing counts by what is
+// in flight.
+func (l Load) QueueLength() int {
+	if !l.Fresh {
+		return l.InFlight
+	}
+	return l.Waiting + l.Bumped
+}

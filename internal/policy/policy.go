@@ -1,0 +1,271 @@
+package policy
+
+import (
+	"fmt"
+	"kvrouter/internal/hints"
+	"kvrouter/internal/kv"
+	"math/rand/v2"
+	"time"
+)
+
+// Query is what a policy may know of a request.
+type Query struct {
+	Now         time.Time
+	Tokens      int       // prompt length; 0: unknown
+	BlockSize   int       // tokens a block
+	FreePrefill bool      // prompt tokens do not count as load
+	Override    *Override // of knobs; nil: none
+	Leg         kv.Leg    // that a worker is wanted for
+	Prefix      hints.Prefix
+	Retry       bool   // another worker has failed it before
+	Decision    uint64 // number by which a judged policy hears how it ended; 0: it never will
+}
+
+// Candidate is one worker that may serve the request.
+type Candidate struct {
+	Target  kv.Target
+	Overlap int // leading blocks of the prompt in its cache
+	// NewBlocks are the prompt's full blocks that no request in flight on it
+	// has; counted only for policies that ask.
+	NewBlocks int
+	Load      Load
+}
+
+// Policy chooses among candidates, of which there is at least one, and returns
+// the index of its choice. It is called under the router's lock, one call at a
+// time, so it may keep state without a lock of its own.
+type Policy interface {
+	Choose(q Query, candidates []Candidate, random *rand.Rand) int
+	Traits() Traits
+}
+
+// Traits says what a policy wants counted for it. They never change.
+type Traits struct {
+	// ActiveBlocks asks for Load.ActiveBlocks and Candidate.NewBlocks. For other
+	// policies the router counts them only where a request has an ID, by which
+	// its booking may be asked for.
+	ActiveBlocks bool
+	// Siblings counts the blocks of requests in flight on a worker as cached
+	// there: an engine computes prompts in the order in which they came, so a
+	// sibling sent after them will find them. It goes with ActiveBlocks.
+	Siblings bool
+	// WholeMatch counts all matched blocks of a prompt as saved work, even if
+	// that is the whole prompt, of which an engine computes the last block.
+	WholeMatch bool
+}
+
+// learner is a policy that learns from finished requests. Learn is called as
+// Choose is.
+type Learner interface{ Learn(o Outcome) }
+
+// Outcome is how a request went whose answer is complete.
+type Outcome struct {
+	Worker     kv.WorkerKey
+	Leg        kv.Leg
+	Uncached   int           // prompt tokens to be computed
+	Output     int           // tokens of the answer
+	Alone      bool          // no other prompt was to be computed on its worker when it was sent
+	FirstToken time.Duration // from when it was sent
+	Decode     time.Duration // from the first token to the end
+	Before     Meanwhile     // until its first token, it included
+	During     Meanwhile     // from then on
+}
+
+// judged is a policy that hears how each of its decisions ended, also of those
+// without an answer. Judge is called as Choose is, once for every decision with
+// a number unless the process ends before.
+type Judged interface{ Judge(f Feedback) }
+
+// Feedback is how a decision ended.
+type Feedback struct {
+	Decision   uint64
+	Worker     kv.WorkerKey
+	Now        time.Time
+	Ending     Ending
+	Latency    time.Duration // from when the request was sent to its end
+	FirstToken time.Duration // the same to its first token; 0: unknown
+	TokensIn   int           // of the prompt; 0: unknown
+	TokensOut  int           // of the answer; 0: unknown
+}
+
+// Ending is why a request is no longer in flight.
+type Ending uint8
+
+// The endings.
+const (
+	Abandoned Ending = iota // the client left, or it cannot be told: nobody's fault
+	Failed                  // the worker failed
+	Finished                // with a whole answer
+)
+
+// aborted tells whether an answer ended for this reason because somebody wanted
+// it to.
+func Aborted(finish string) bool { return finish == "abort" || finish == "cancelled" }
+
+// Meanwhile is what a worker did in a span of time.
+type Meanwhile struct {
+	Prompts int     // that got their first token
+	Tokens  int     // uncached ones of those
+	Context float64 // mean of Load.ContextTokens
+}
+
+// PolicyNames lists the policies that NewPolicy knows.
+var Names = []string{"standalone", "kv", "work", "cache-threshold", "variance", "thompson", "least-loaded", "power-of-two", "round-robin", "random"}
+
+// NewPolicy returns the policy of that name with the default knobs.
+func NewPolicy(name string) (Policy, error) { return New(name, DefaultSettings()) }
+
+// NewPolicyWith returns the policy of that name. Knobs of other policies are
+// ignored.
+func New(name string, knobs Settings) (Policy, error) {
+	if err := knobs.validate(); err != nil {
+		return nil, err
+	}
+	switch name {
+	case "kv":
+		return kvPolicy{knobs.Resolved()}, nil
+	case "standalone":
+		return standalone{}, nil
+	case "work":
+		return NewWork(), nil
+	case "cache-threshold":
+		return &cacheThreshold{newCacheRouting(knobs.CacheSettings)}, nil
+	case "variance":
+		return &variance{newCacheRouting(knobs.CacheSettings)}, nil
+	case "thompson":
+		config, err := knobs.ThompsonSettings.config()
+		if err != nil {
+			return nil, err
+		}
+		return newThompson(config), nil
+	case "least-loaded":
+		return leastLoaded{}, nil
+	case "power-of-two":
+		return powerOfTwo{}, nil
+	case "round-robin":
+		return &RoundRobin{}, nil
+	case "random":
+		return randomChoice{}, nil
+	}
+	return nil, fmt.Errorf("unknown policy %q: choose one of %v", name, Names)
+}
+
+// standalone is the rule of Dynamo's router_standalone example: the highest of
+//
+//	2·overlap − kv_usage − waiting/max(waiting)
+//
+// where overlap is the matched share of the prompt, kv_usage and waiting are as
+// the worker published them, the last term is 0 while nobody waits, and ties
+// are broken at random. A worker's waiting counts what was sent to it since it
+// last published.
+type standalone struct{}
+
+func (standalone) Traits() Traits { return Traits{} }
+
+func (standalone) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
+	longest := 0
+	for i := range candidates {
+		longest = max(longest, candidates[i].Load.QueueLength())
+	}
+	return best(candidates, random, func(c *Candidate) float64 {
+		score := 0.0
+		if q.Tokens > 0 {
+			score = 2 * float64(c.Overlap*q.BlockSize) / float64(q.Tokens)
+		}
+		if c.Load.Fresh {
+			score -= c.Load.KVUsage
+		}
+		if longest > 0 {
+			score -= float64(c.Load.QueueLength()) / float64(longest)
+		}
+		return score
+	})
+}
+
+// leastLoaded takes the worker with the fewest requests of ours in flight.
+type leastLoaded struct{}
+
+func (leastLoaded) Traits() Traits { return Traits{} }
+
+func (leastLoaded) Choose(_ Query, candidates []Candidate, random *rand.Rand) int {
+	return best(candidates, random, func(c *Candidate) float64 { return -float64(c.Load.InFlight) })
+}
+
+// powerOfTwo draws two different workers and takes the one with fewer requests
+// in flight.
+type powerOfTwo struct{}
+
+func (powerOfTwo) Traits() Traits { return Traits{} }
+
+func (powerOfTwo) Choose(_ Query, candidates []Candidate, random *rand.Rand) int {
+	if len(candidates) == 1 {
+		return 0
+	}
+	a := random.IntN(len(candidates))
+	b := random.IntN(len(candidates) - 1)
+	if b >= a {
+		b++
+	}
+	if candidates[b].Load.InFlight < candidates[a].Load.InFlight {
+		return b
+	}
+	return a
+}
+
+// roundRobin takes one worker after the other, in the order of their keys, for
+// each leg of requests. It goes on from the worker it chose last, so that one
+// that comes or goes does not shift the turns of the others.
+type RoundRobin struct {
+	turns [kv.LegDecode + 1]struct {
+		last    kv.WorkerKey
+		started bool
+	}
+}
+
+func (*RoundRobin) Traits() Traits { return Traits{} }
+
+func (r *RoundRobin) Choose(q Query, candidates []Candidate, _ *rand.Rand) int {
+	turn := &r.turns[q.Leg]
+	first, next := 0, -1
+	for i := range candidates {
+		key := candidates[i].Target.Key
+		if key.Compare(candidates[first].Target.Key) < 0 {
+			first = i
+		}
+		if turn.started && turn.last.Compare(key) < 0 && (next < 0 || key.Compare(candidates[next].Target.Key) < 0) {
+			next = i
+		}
+	}
+	if next < 0 {
+		next = first
+	}
+	turn.last, turn.started = candidates[next].Target.Key, true
+	return next
+}
+
+// randomChoice takes any worker.
+type randomChoice struct{}
+
+func (randomChoice) Traits() Traits { return Traits{} }
+
+func (randomChoice) Choose(_ Query, candidates []Candidate, random *rand.Rand) int {
+	return random.IntN(len(candidates))
+}
+
+// best returns the index of the candidate with the highest score, one of them
+// at random (reservoir choice) where several share it.
+func best(candidates []Candidate, random *rand.Rand, score func(*Candidate) float64) int {
+	chosen, highest, ties := 0, score(&candidates[0]), 1
+	for i := 1; i < len(candidates); i++ {
+		switch s := score(&candidates[i]); {
+		case s > highest:
+			chosen, highest, ties = i, s, 1
+		case s == highest:
+			ties++
+			if random.IntN(ties) == 0 {
+				chosen = i
+			}
+		}
+	}
+	return chosen
+}

@@ -1,0 +1,569 @@
+package policy
+
+import (
+	"kvrouter/internal/hints"
+	"kvrouter/internal/jsonlines"
+	"kvrouter/internal/kv"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"strconv"
+	"time"
+)
+
+const (
+	// thompsonPinTTL is how long after its last request a series is taken for
+	// over.
+	thompsonPinTTL = 5 * time.Minute
+	// Bounds of what is remembered; the oldest goes first.
+	maxThompsonSeries  = 1 << 16
+	maxThompsonPending = 1 << 16
+	maxThompsonWorkers = 4096
+
+	// thompsonLoadWeight weighs the logarithm of the load. A reward is 1/(1 +
+	// latency/usual), which falls by 1/4 of the latency's logarithm where that is
+	// usual; so a load twice as high counts as a latency twice as long.
+	thompsonLoadWeight = 0.25
+	// thompsonFade is the number of workers up to which the evidence about one
+	// fades with every feedback about any; with more workers it fades the slower,
+	// so that as much remains of each.
+	thompsonFade = 4
+
+	// What is believed beforehand weighs as thompsonPriorWeight times
+	// lints.lambda: half a point for any decision, so much for a cached prompt and
+	// so much off for one of many uncached tokens.
+	thompsonPriorWeight  = 8
+	thompsonPriorReward  = 0.5
+	thompsonPriorOverlap = 0.5
+	thompsonPriorPrefill = -0.3
+	// thompsonCool is the temperature then, in times of the lowest one: what is
+	// drawn from beliefs explores by itself.
+	thompsonCool = 1. / 3
+)
+
+// Features of a decision.
+const (
+	featureOne = iota
+	featureIdle
+	featureOverlap
+	featureStays
+	featureOutstanding
+	featureDecode
+	featurePrefill
+	featureIAT
+	featureReuse
+)
+
+// thompson is the Thompson-sampling router of the NeMo Agent Toolkit. It learns
+// each worker's reward, a linear one given the features of a decision
+// (linearBandit) and its mean (betaBandit), draws both from what it believes,
+// adds what it is worth to stay with the worker that has served the series so
+// far, discounts for load, and draws a worker by the softmax of those scores.
+// docs/policies.md has the formulas, and what each of thompsonFixes changes.
+type Thompson struct {
+	thompsonConfig
+	prior   banditPrior
+	Observe ThompsonObserver
+	trace   *jsonlines.Writer // nil: none
+
+	workers *recent[kv.WorkerKey, *thompsonWorker]
+	series  *recent[string, *thompsonSeries] // by prefix id, where requests are to come
+	pending *recent[uint64, *thompsonPending]
+	usual   map[latencyKey]float64 // latencies to compare with, ms
+	faded   float64                // ln of the share that remains of the very first feedback
+	swept   time.Time
+	changes uint64 // of what a state file holds
+
+	timeouts, stayed, switched uint64
+
+	scores, chances []float64 // of the candidates; reused
+	choices         []thompsonChoice
+}
+
+// thompsonWorker is what is known of one worker.
+type thompsonWorker struct {
+	key        kv.WorkerKey
+	generation int // its incarnation; 0: not yet seen
+	mean       betaBandit
+	linear     *linearBandit
+	faded      float64 // thompson.faded when both were brought up to date
+	waits      int     // decisions for it that are pending
+	pins       int     // series that are pinned to it
+	work       float64 // what those will bring, see thompson.outstanding
+
+	decisions uint64
+	overlap   float64
+	reward    float64
+}
+
+// thompsonSeries is a series of requests of which more are to come.
+type thompsonSeries struct {
+	id        string
+	total     int // requests of it
+	processed int // those that have come
+	pinned    bool
+	pin       thompsonPin
+	touched   time.Time
+}
+
+// thompsonPin is where a series was sent last, and what that decision was like.
+type thompsonPin struct {
+	worker          kv.WorkerKey
+	reuse           int
+	decode, prefill float64
+	iat             float64
+}
+
+// thompsonPending is a decision that nobody has told the end of.
+type thompsonPending struct {
+	decision uint64
+	worker   kv.WorkerKey
+	series   string
+	x        banditVector
+	began    time.Time
+	tokens   int // of the prompt
+	osl      hints.Level
+	bin      hints.Level // of the prefill cost
+}
+
+// thompsonQuery is a request in the terms of the rule.
+type thompsonQuery struct {
+	tokens  int
+	blocks  int     // full ones of the prompt
+	decode  float64 // cost of its answer: D
+	iat     float64 // factor of the gaps: F
+	reuse   int     // requests to come after it: R
+	temp    float64
+	last    kv.WorkerKey // that has served the series so far
+	hasLast bool
+	own     float64 // of last's outstanding work, what this series is to bring
+}
+
+// thompsonChoice is a candidate in the terms of the rule.
+type thompsonChoice struct {
+	worker      *thompsonWorker
+	gpu, queue  float64
+	overlap     float64 // share of the prompt's full blocks
+	prefill     float64 // P
+	outstanding float64 // O
+	stays       bool    // it has served the series so far
+	x           banditVector
+	loadFactor  float64 // M
+}
+
+func newThompson(config thompsonConfig) *Thompson {
+	p := &Thompson{
+		thompsonConfig: config,
+		workers:        newRecent[kv.WorkerKey, *thompsonWorker](maxThompsonWorkers),
+		series:         newRecent[string, *thompsonSeries](maxThompsonSeries),
+		pending:        newRecent[uint64, *thompsonPending](maxThompsonPending),
+		usual:          map[latencyKey]float64{},
+		prior:          banditPrior{lambda: config.lambda},
+	}
+	if p.Fixes.coldStart {
+		p.prior.lambda *= thompsonPriorWeight
+		p.prior.theta[featureOne] = thompsonPriorReward
+		p.prior.theta[featureOverlap] = thompsonPriorOverlap
+		p.prior.theta[featurePrefill] = thompsonPriorPrefill
+	}
+	return p
+}
+
+func (*Thompson) Traits() Traits { return Traits{WholeMatch: true} }
+
+func (p *Thompson) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
+	p.sweep(q.Now)
+	if p.RouterType == ThompsonKVLoad {
+		return best(candidates, random, func(c *Candidate) float64 {
+			if !c.Load.Fresh {
+				return 0
+			}
+			return -share(c.Load.KVUsage)
+		})
+	}
+	p.choices = p.choices[:0]
+	for i := range candidates {
+		p.choices = append(p.choices, thompsonChoice{worker: p.worker(candidates[i].Target)})
+	}
+	t := p.query(q)
+	p.scores = p.scores[:0]
+	for i := range p.choices {
+		choice := &p.choices[i]
+		p.describe(&t, &candidates[i], choice)
+		var z banditVector
+		for k := range z {
+			z[k] = random.NormFloat64()
+		}
+		w := choice.worker
+		p.fade(w)
+		p.scores = append(p.scores, p.score(&t, choice, w.linear.sample(&choice.x, &z, p.v), w.mean.sample(random)))
+	}
+	p.chances = softmaxOf(p.chances, p.scores, t.temp)
+	chosen := drawFrom(p.chances, random.Float64())
+	if q.Decision != 0 {
+		p.keep(q, &t, chosen)
+	}
+	return chosen
+}
+
+var (
+	thompsonDecodeCost = [...]float64{hints.LevelLow: 1, hints.LevelMedium: 2, hints.LevelHigh: 3}
+	thompsonIATFactor  = [...]float64{hints.LevelLow: 1.5, hints.LevelMedium: 1.0, hints.LevelHigh: 0.6}
+)
+
+// query puts a request into the terms of the rule. The candidates' workers are
+// in p.choices.
+func (p *Thompson) query(q Query) thompsonQuery {
+	t := thompsonQuery{
+		tokens: q.Tokens, decode: thompsonDecodeCost[q.Prefix.OSL], iat: thompsonIATFactor[q.Prefix.IAT],
+	}
+	if q.BlockSize > 0 {
+		t.blocks = q.Tokens / q.BlockSize
+	}
+	s := p.series.get(q.Prefix.ID)
+	t.reuse = reuseOf(q.Prefix, s, q.Retry)
+	if s != nil && s.pinned {
+		t.last = s.pin.worker
+		t.own = p.workOf(&s.pin)
+		t.hasLast = !p.Fixes.pinTTL || slices.ContainsFunc(p.choices, func(c thompsonChoice) bool { return c.worker.key == t.last })
+	}
+	t.temp = min(max(p.tempBase/(1+float64(t.reuse)*t.iat), p.tempMin), p.tempMax)
+	if p.Fixes.coldStart {
+		t.temp = thompsonCool * p.tempMin
+	}
+	return t
+}
+
+// reuseOf is how many requests of a series, nil if it is a new one or one that
+// has ended, are to come after a request with these hints. One that is tried
+// again has been counted.
+func reuseOf(h hints.Prefix, s *thompsonSeries, retry bool) int {
+	switch {
+	case h.Budget != nil:
+		return max(0, *h.Budget)
+	case s == nil && retry:
+		return 0
+	case s == nil:
+		return max(1, h.Total) - 1
+	case retry:
+		return max(0, max(s.total, h.Total)-s.processed)
+	}
+	return max(0, max(s.total, h.Total)-s.processed-1)
+}
+
+// worker returns what is known of t's worker.
+func (p *Thompson) worker(t kv.Target) *thompsonWorker {
+	w := p.workers.get(t.Key)
+	if w == nil {
+		w = p.newWorker(t.Key)
+	}
+	p.workers.put(t.Key, w)
+	if w.generation != t.Generation {
+		if p.Fixes.pinTTL && w.generation != 0 {
+			p.unpin(w)
+		}
+		w.generation = t.Generation
+	}
+	return w
+}
+
+func (p *Thompson) newWorker(key kv.WorkerKey) *thompsonWorker {
+	w := &thompsonWorker{key: key, mean: newBetaBandit(), linear: newLinearBandit(&p.prior), faded: p.faded}
+	if gone, any := p.workers.put(key, w); any {
+		p.unpin(gone)
+		for k := range p.usual {
+			if k.perWorker && k.worker == gone.key {
+				delete(p.usual, k)
+			}
+		}
+	}
+	return w
+}
+
+// unpin takes the pins off w.
+func (p *Thompson) unpin(w *thompsonWorker) {
+	if w.pins == 0 {
+		return
+	}
+	for _, s := range p.series.all {
+		if s.pinned && s.pin.worker == w.key {
+			p.unpinSeries(s)
+		}
+	}
+}
+
+// workOf is what a pinned series will bring: all its requests to come or, as no
+// two of them come at a time, one. That is the very one to be decided where a
+// series is decided for its own worker.
+func (p *Thompson) workOf(pin *thompsonPin) float64 {
+	reuse := pin.reuse
+	if p.Fixes.outstanding {
+		reuse = min(reuse, 1)
+	}
+	return float64(reuse) * (pin.decode + max(0, pin.prefill)) * pin.iat
+}
+
+// describe puts a candidate into the terms of the rule.
+func (p *Thompson) describe(t *thompsonQuery, c *Candidate, choice *thompsonChoice) {
+	w := choice.worker
+	choice.outstanding, choice.stays = w.work, t.hasLast && t.last == w.key
+	if p.Fixes.outstanding && choice.stays {
+		choice.outstanding = max(0, choice.outstanding-t.own)
+	}
+	waits := float64(w.waits)
+	if c.Load.Fresh {
+		choice.gpu, choice.queue = share(c.Load.KVUsage), max(float64(c.Load.Waiting), waits)
+	} else {
+		choice.gpu, choice.queue = min(1, waits/20), waits
+	}
+	if t.blocks > 0 {
+		choice.overlap = share(float64(c.Overlap) / float64(t.blocks))
+	}
+	choice.prefill = float64(t.tokens) * (1 - choice.overlap) / p.tokenScale * p.prefillWeight
+	p.features(t, choice)
+}
+
+// share is v as a number from 0 to 1.
+func share(v float64) float64 {
+	if !(v > 0) { // NaN too
+		return 0
+	}
+	return min(v, 1)
+}
+
+// features fills in x and M.
+func (p *Thompson) features(t *thompsonQuery, c *thompsonChoice) {
+	load := p.gpuWeight*c.gpu + p.queueWeight*c.queue
+	c.x = banditVector{
+		featureOne:         1,
+		featureIdle:        1 / (1 + p.gpuWeight*max(0, c.gpu) + p.queueWeight*max(0, c.queue)),
+		featureOverlap:     c.overlap,
+		featureOutstanding: math.Tanh(0.1 * c.outstanding),
+		featureDecode:      t.decode / 3,
+		featurePrefill:     math.Tanh(c.prefill),
+		featureIAT:         t.iat / 1.5,
+		featureReuse:       math.Tanh(0.25 * float64(t.reuse)),
+	}
+	if c.stays {
+		c.x[featureStays] = 1
+	}
+	job := t.decode + c.prefill
+	load += p.outstandingWeight*max(0, c.outstanding) + p.jobGPU*job*c.gpu + p.jobQueue*job*c.queue
+	c.loadFactor = 1 / (1 + max(0, load))
+	if c.stays && t.reuse > 0 {
+		c.loadFactor = max(c.loadFactor, p.stickyLoadFloor)
+	}
+}
+
+// score is what a candidate is worth, given the rewards that were drawn for it.
+func (p *Thompson) score(t *thompsonQuery, c *thompsonChoice, linear, mean float64) float64 {
+	reuse := float64(t.reuse)
+	s := linear + p.tsWeight/(1+reuse*t.iat)*mean
+	switch {
+	case t.reuse <= 0:
+	case c.stays:
+		s += (p.affinityBase + p.affinityReuse*reuse + p.affinityIAT*t.iat) * (0.5 + 0.5*c.overlap)
+	case t.hasLast:
+		s -= p.switchBase + p.switchReuse*reuse + p.switchIAT*t.iat
+	}
+	if p.Fixes.loadSign {
+		s += thompsonLoadWeight * math.Log(c.loadFactor)
+	} else {
+		s *= c.loadFactor
+	}
+	if math.IsNaN(s) || math.IsInf(s, 0) {
+		return -1e9
+	}
+	return s
+}
+
+// keep remembers a decision.
+func (p *Thompson) keep(q Query, t *thompsonQuery, chosen int) {
+	c := &p.choices[chosen]
+	w := c.worker
+	w.decisions++
+	w.overlap = c.overlap
+	if t.hasLast && c.stays {
+		p.stayed++
+	} else if t.hasLast {
+		p.switched++
+	}
+	pin := thompsonPin{worker: w.key, reuse: t.reuse, decode: t.decode, prefill: c.prefill, iat: t.iat}
+	id := p.pinSeries(q, w, pin)
+	w.waits++
+	if gone, any := p.pending.put(q.Decision, &thompsonPending{
+		decision: q.Decision, worker: w.key, series: id, x: c.x, began: q.Now, tokens: q.Tokens, osl: q.Prefix.OSL, bin: prefillBin(c.prefill),
+	}); any {
+		p.noLongerWaits(gone)
+	}
+	p.changes++
+	p.Observe.decided(q.Tokens, t.reuse)
+	p.traceDecision(q, t, chosen)
+}
+
+// prefillBin is the level of a prefill cost.
+func prefillBin(cost float64) hints.Level {
+	switch {
+	case cost < 0.25:
+		return hints.LevelLow
+	case cost < 0.75:
+		return hints.LevelMedium
+	}
+	return hints.LevelHigh
+}
+
+// pinSeries pins a request's series to w, if more of it are to come, and returns
+// the series' id.
+func (p *Thompson) pinSeries(q Query, w *thompsonWorker, pin thompsonPin) string {
+	id := q.Prefix.ID
+	if id == "" {
+		if p.Fixes.pinTTL || pin.reuse <= 0 {
+			return "" // nobody can come back to it
+		}
+		id = "auto-" + strconv.FormatUint(q.Decision, 16)
+	}
+	s := p.series.get(id)
+	if s != nil {
+		p.unpinSeries(s)
+	}
+	if pin.reuse <= 0 {
+		p.series.remove(id)
+		return id
+	}
+	if s == nil {
+		s = &thompsonSeries{id: id}
+	}
+	s.total = max(s.total, q.Prefix.Total)
+	if !q.Retry {
+		s.processed++
+	}
+	s.pin, s.touched = pin, q.Now
+	p.pin(s, w)
+	if gone, any := p.series.put(id, s); any {
+		p.unpinSeries(gone)
+	}
+	return id
+}
+
+// pin puts a series' pin on its worker.
+func (p *Thompson) pin(s *thompsonSeries, w *thompsonWorker) {
+	s.pinned = true
+	w.pins++
+	w.work += p.workOf(&s.pin)
+}
+
+// unpinSeries takes a series' pin off its worker.
+func (p *Thompson) unpinSeries(s *thompsonSeries) {
+	if !s.pinned {
+		return
+	}
+	s.pinned = false
+	w := p.workers.get(s.pin.worker)
+	if w == nil {
+		return
+	}
+	w.pins--
+	w.work -= p.workOf(&s.pin)
+	if w.pins == 0 {
+		w.work = 0 // what rounding left
+	}
+}
+
+func (p *Thompson) noLongerWaits(d *thompsonPending) {
+	if w := p.workers.get(d.worker); w != nil && w.waits > 0 {
+		w.waits--
+	}
+}
+
+// sweep forgets series that are over, and takes decisions that nobody has told
+// the end of for failed.
+func (p *Thompson) sweep(now time.Time) {
+	if p.Fixes.pinTTL {
+		for _, s := p.series.oldest(); s != nil && now.Sub(s.touched) >= thompsonPinTTL; _, s = p.series.oldest() {
+			p.series.remove(s.id)
+			p.unpinSeries(s)
+		}
+	}
+	if p.Fixes.Feedback || now.Sub(p.swept) < p.thompsonConfig.sweep {
+		return
+	}
+	p.swept = now
+	for id, d := p.pending.oldest(); d != nil && now.Sub(d.began) >= p.Timeout; id, d = p.pending.oldest() {
+		p.pending.remove(id)
+		p.noLongerWaits(d)
+		p.learn(d, p.timeoutReward)
+		p.timeouts++
+		p.traceTimeout(d, now)
+	}
+}
+
+// ThompsonAck is what came of a feedback.
+type ThompsonAck struct {
+	Worker       kv.WorkerKey
+	UsedBaseline float64 // the latency, or that of a token, that it was compared with, ms
+	Reward       float64 // 0 to 1
+}
+
+// Judge takes in how a decision ended.
+func (p *Thompson) Judge(f Feedback) { p.JudgeDetail(f) }
+
+// JudgeDetail is Judge and tells what came of it; not known: nobody waits for
+// that decision's end, or no longer.
+func (p *Thompson) JudgeDetail(f Feedback) (ack ThompsonAck, known bool) {
+	d := p.pending.get(f.Decision)
+	if d == nil {
+		return ack, false
+	}
+	ack.Worker = d.worker
+	if f.Ending == Abandoned && !p.Fixes.Feedback {
+		return ack, true // the original does not hear of it: sweep will
+	}
+	p.pending.remove(f.Decision)
+	p.noLongerWaits(d)
+	if s := p.series.get(d.series); s != nil && f.Now.After(s.touched) {
+		s.touched = f.Now
+		p.series.put(s.id, s)
+	}
+	if f.Ending == Abandoned {
+		return ack, true
+	}
+	j := p.judge(d, f)
+	ack.UsedBaseline, ack.Reward = j.baseline, j.reward
+	p.learn(d, j.reward)
+	if w := p.workers.get(d.worker); w != nil {
+		w.reward = j.reward
+	}
+	p.Observe.judged(d.worker, f.Latency)
+	p.traceFeedback(d, f, &j)
+	return ack, true
+}
+
+// learn takes in the reward of a decision.
+func (p *Thompson) learn(d *thompsonPending, reward float64) {
+	reward = min(max(reward, 0), 1)
+	w := p.workers.get(d.worker)
+	if w == nil {
+		return
+	}
+	if p.Fixes.forgetting {
+		p.faded += math.Log(p.forgetRate) * min(1, thompsonFade/float64(p.workers.len()))
+		p.fade(w)
+	} else {
+		w.linear.forget(p.forgetRate, &p.prior)
+	}
+	w.mean.learn(reward)
+	w.linear.learn(&d.x, reward)
+	p.changes++
+}
+
+// fade lets what is known of w count as much less as feedbacks have come since
+// it last did.
+func (p *Thompson) fade(w *thompsonWorker) {
+	if w.faded == p.faded {
+		return
+	}
+	keep := math.Exp(p.faded - w.faded)
+	w.faded = p.faded
+	w.mean.forget(keep)
+	w.linear.forget(keep, &p.prior)
+}

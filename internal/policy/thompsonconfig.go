@@ -1,0 +1,306 @@
+package policy
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"kvrouter/internal/settings"
+
+	"github.com/goccy/go-yaml"
+)
+
+// ThompsonKnobs are the settings of policy thompson.
+type ThompsonSettings struct {
+	ThompsonConfig string `group:"Policy thompson" placeholder:"FILE" help:"YAML file of parameters, with the keys of the NeMo Agent Toolkit's config.yaml; those left out keep its values."`
+	ThompsonFixes  string `name:"thompson.fixes" group:"Policy thompson" default:"all" env:"KVROUTER_THOMPSON_FIXES" placeholder:"NAMES" help:"What to mend of the original: all, none, or names separated by commas: worker-baseline, forgetting, load-sign, outstanding, pin-ttl, feedback, cold-start (docs/policies.md)."`
+	ThompsonState  string `group:"Policy thompson" placeholder:"FILE" help:"Keep what is learned in FILE, so that it survives a restart."`
+	ThompsonTraces string `group:"Policy thompson" placeholder:"FILE" help:"Append a line of JSON to FILE for each decision and for how it ended."`
+}
+
+// thompsonFixes are the defects of the original that are mended.
+type thompsonFixes struct {
+	baseline    bool // latencies are compared with those of all workers, not of the same one
+	forgetting  bool // what is learned fades for all workers alike
+	loadSign    bool // load always counts against a worker
+	outstanding bool // a series of requests counts as one to come, and not against itself
+	pinTTL      bool // pins of series that are over, or of workers that are gone, go
+	Feedback    bool // only what a worker is to blame for counts, like compared with like
+	coldStart   bool // what is certain beforehand is not left to chance
+}
+
+// byName lists the fixes by their names in --thompson.fixes.
+func (f *thompsonFixes) byName() []struct {
+	name string
+	on   *bool
+} {
+	return []struct {
+		name string
+		on   *bool
+	}{
+		{"worker-baseline", &f.baseline}, {"forgetting", &f.forgetting}, {"load-sign", &f.loadSign}, {"outstanding", &f.outstanding},
+		{"pin-ttl", &f.pinTTL}, {"feedback", &f.Feedback}, {"cold-start", &f.coldStart},
+	}
+}
+
+// parseThompsonFixes reads --thompson.fixes.
+func parseThompsonFixes(text string) (thompsonFixes, error) {
+	var f thompsonFixes
+	fixes := f.byName()
+	for name := range strings.SplitSeq(text, ",") {
+		name = strings.TrimSpace(name)
+		if known := slices.IndexFunc(fixes, func(x struct {
+			name string
+			on   *bool
+		}) bool {
+			return x.name == name
+		}); known >= 0 {
+			*fixes[known].on = true
+			continue
+		}
+		if name == "all" && text == name {
+			for _, fix := range fixes {
+				*fix.on = true
+			}
+		} else if name != "none" || text != name {
+			return f, fmt.Errorf("--thompson.fixes %s: %q is none of worker-baseline, forgetting, load-sign, outstanding, pin-ttl, feedback, cold-start; or give all or none by itself", text, name)
+		}
+	}
+	return f, nil
+}
+
+// String is what parseThompsonFixes would read.
+func (f thompsonFixes) String() string {
+	var names []string
+	for _, fix := range f.byName() {
+		if *fix.on {
+			names = append(names, fix.name)
+		}
+	}
+	switch len(names) {
+	case 0:
+		return "none"
+	case len(f.byName()):
+		return "all"
+	}
+	return strings.Join(names, ",")
+}
+
+// Values of infrastructure.router_type.
+const (
+	thompsonKV     = "kv"
+	ThompsonKVLoad = "kv_load" // the lowest KV usage, and nothing is learned
+)
+
+// thompsonConfig are the parameters of policy thompson, in the order and with
+// the meaning of the original's config.yaml.
+type thompsonConfig struct {
+	blockSize  int // tokens; 0: not given
+	RouterType string
+
+	affinityBase, affinityReuse, affinityIAT float64
+	stickyLoadFloor                          float64
+	tsWeight                                 float64
+	tempBase, tempMin, tempMax               float64
+	switchBase, switchReuse, switchIAT       float64
+	queueWeight, gpuWeight                   float64
+	outstandingWeight                        float64
+	jobGPU, jobQueue                         float64
+	tokenScale, prefillWeight                float64
+	lambda, v, forgetRate                    float64
+	Timeout, sweep                           time.Duration
+	timeoutReward, emaAlpha                  float64
+
+	traces      bool
+	traceDir    string
+	traceBuffer int // lines
+
+	Fixes thompsonFixes
+}
+
+func defaultThompsonConfig() thompsonConfig {
+	return thompsonConfig{
+		RouterType:   thompsonKV,
+		affinityBase: 0.30, affinityReuse: 0.08, affinityIAT: 0.20, stickyLoadFloor: 0.01,
+		tsWeight: 0.10, tempBase: 1, tempMin: 0.15, tempMax: 2,
+		switchBase: 0.10, switchReuse: 0.04, switchIAT: 0.03,
+		queueWeight: 1.50, gpuWeight: 1.00, outstandingWeight: 0.45, jobGPU: 0.40, jobQueue: 0.20,
+		tokenScale: 1024, prefillWeight: 1,
+		lambda: 1, v: 0.25, forgetRate: 0.995,
+		Timeout: 120 * time.Second, sweep: 5 * time.Second, timeoutReward: 0, emaAlpha: 0.2,
+		traceDir: "/tmp/dynamo_router_traces", traceBuffer: 2000,
+	}
+}
+
+// config returns the parameters of the file and the fixes.
+func (k ThompsonSettings) config() (thompsonConfig, error) {
+	c := defaultThompsonConfig()
+	if k.ThompsonConfig != "" {
+		data, err := os.ReadFile(k.ThompsonConfig)
+		if err != nil {
+			return c, fmt.Errorf("--thompson-config %s: cannot read it: %w", k.ThompsonConfig, errors.Unwrap(err))
+		}
+		if err := c.read(data); err != nil {
+			return c, fmt.Errorf("--thompson-config %s: %w", k.ThompsonConfig, err)
+		}
+	}
+	var err error
+	c.Fixes, err = parseThompsonFixes(k.ThompsonFixes)
+	return c, err
+}
+
+// validate checks what only matters if one of the policies is thompson.
+func (k ThompsonSettings) Validate(policies string, blockSize int) error {
+	if !slices.Contains(strings.Split(policies, ","), "thompson") {
+		return nil
+	}
+	c, err := k.config()
+	if err == nil && c.blockSize != 0 && c.blockSize != blockSize {
+		return fmt.Errorf("--thompson-config %s: infrastructure.block_size is %d, but --block-size is %d: give both the engines' own", k.ThompsonConfig, c.blockSize, blockSize)
+	}
+	return err
+}
+
+// thompsonKey is a key of the file: where it goes, and what it may be.
+type thompsonKey struct {
+	name      string
+	into      any     // *float64, *int, *time.Duration (the key is in seconds), *string or *bool
+	low, high float64 // of numbers
+}
+
+func (c *thompsonConfig) keys() []thompsonKey {
+	const most, tiny = 1e6, 1e-6 // far beyond what makes sense, and safe to calculate with
+	minWorkers := 1              // nothing waits for workers here
+	return []thompsonKey{
+		{"infrastructure.block_size", &c.blockSize, 1, 1 << 20},
+		{"infrastructure.router_type", &c.RouterType, 0, 0},
+		{"infrastructure.min_workers", &minWorkers, 1, most},
+		{"affinity.base", &c.affinityBase, 0, most},
+		{"affinity.reuse_weight", &c.affinityReuse, 0, most},
+		{"affinity.iat_weight", &c.affinityIAT, 0, most},
+		{"affinity.sticky_load_floor", &c.stickyLoadFloor, 0, 1},
+		{"exploration.base_ts_weight", &c.tsWeight, 0, most},
+		{"exploration.temperature.base", &c.tempBase, 0, most},
+		{"exploration.temperature.min", &c.tempMin, tiny, most},
+		{"exploration.temperature.max", &c.tempMax, tiny, most},
+		{"switching_cost.base", &c.switchBase, 0, most},
+		{"switching_cost.reuse_penalty", &c.switchReuse, 0, most},
+		{"switching_cost.iat_penalty", &c.switchIAT, 0, most},
+		{"load_balancing.queue_penalty_weight", &c.queueWeight, 0, most},
+		{"load_balancing.gpu_penalty_weight", &c.gpuWeight, 0, most},
+		{"load_balancing.outstanding_work_weight", &c.outstandingWeight, 0, most},
+		{"load_balancing.job_gpu_coupling_weight", &c.jobGPU, 0, most},
+		{"load_balancing.job_queue_coupling_weight", &c.jobQueue, 0, most},
+		{"prefill.token_scale", &c.tokenScale, tiny, most},
+		{"prefill.weight", &c.prefillWeight, 0, most},
+		{"lints.lambda", &c.lambda, tiny, most},
+		{"lints.v", &c.v, 0, most},
+		{"lints.forget_rate", &c.forgetRate, 0, 1},
+		{"feedback.timeout_seconds", &c.Timeout, tiny, most},
+		{"feedback.sweep_interval_seconds", &c.sweep, 0, most},
+		{"feedback.timeout_reward", &c.timeoutReward, 0, 1},
+		{"feedback.latency_ema_alpha", &c.emaAlpha, tiny, 1},
+		{"debug.traces_enabled", &c.traces, 0, 0},
+		{"debug.trace_dir", &c.traceDir, 0, 0},
+		{"debug.buffer_size", &c.traceBuffer, 1, most},
+	}
+}
+
+// read takes over what a file sets.
+func (c *thompsonConfig) read(data []byte) error {
+	var tree yaml.MapSlice
+	if err := yaml.UnmarshalWithOptions(data, &tree, yaml.UseOrderedMap()); err != nil {
+		message, _, _ := strings.Cut(yaml.FormatError(err, false, false), "\n")
+		return fmt.Errorf("not a YAML map of parameters: %s", message)
+	}
+	known := c.keys()
+	if err := eachLeaf("", tree, func(name string, value any) error {
+		i := slices.IndexFunc(known, func(k thompsonKey) bool { return k.name == name })
+		if i < 0 {
+			var names []string
+			for _, k := range known {
+				names = append(names, k.name)
+			}
+			return fmt.Errorf("unknown key %q; the nearest known one is %q", name, settings.NearestName(name, names))
+		}
+		return known[i].set(value)
+	}); err != nil {
+		return err
+	}
+	c.forgetRate = min(max(c.forgetRate, 1e-6), 0.999999)
+	switch {
+	case c.RouterType != thompsonKV && c.RouterType != ThompsonKVLoad:
+		return fmt.Errorf("infrastructure.router_type %s: give %s or %s", c.RouterType, thompsonKV, ThompsonKVLoad)
+	case c.tempMin > c.tempMax:
+		return fmt.Errorf("exploration.temperature.min %v is above max %v", c.tempMin, c.tempMax)
+	}
+	return nil
+}
+
+// eachLeaf calls f with every value of a tree and its dotted name.
+func eachLeaf(prefix string, tree yaml.MapSlice, f func(name string, value any) error) error {
+	for _, entry := range tree {
+		name := prefix + fmt.Sprint(entry.Key)
+		var err error
+		if branch, is := entry.Value.(yaml.MapSlice); is {
+			err = eachLeaf(name+".", branch, f)
+		} else {
+			err = f(name, entry.Value)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (k thompsonKey) set(value any) error {
+	switch into := k.into.(type) {
+	case *string:
+		text, is := value.(string)
+		if !is {
+			return fmt.Errorf("%s: %v is not a text", k.name, value)
+		}
+		*into = text
+		return nil
+	case *bool:
+		on, is := value.(bool)
+		if !is {
+			return fmt.Errorf("%s: give true or false, not %v", k.name, value)
+		}
+		*into = on
+		return nil
+	}
+	var number float64
+	switch n := value.(type) {
+	case float64:
+		number = n
+	case uint64:
+		number = float64(n)
+	case int64:
+		number = float64(n)
+	case int:
+		number = float64(n)
+	default:
+		return fmt.Errorf("%s: %v is not a number", k.name, value)
+	}
+	if !(number >= k.low && number <= k.high) {
+		return fmt.Errorf("%s %v: give %g to %g", k.name, number, k.low, k.high)
+	}
+	switch into := k.into.(type) {
+	case *float64:
+		*into = number
+	case *time.Duration:
+		*into = time.Duration(number * float64(time.Second))
+	case *int:
+		if number != math.Trunc(number) {
+			return fmt.Errorf("%s %v: give a whole number", k.name, number)
+		}
+		*into = int(number)
+	}
+	return nil
+}

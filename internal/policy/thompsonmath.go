@@ -1,0 +1,205 @@
+package policy
+
+import (
+	"math"
+	"math/rand/v2"
+	"slices"
+
+	"gonum.org/v1/gonum/blas"
+	"gonum.org/v1/gonum/blas/blas64"
+	"gonum.org/v1/gonum/floats"
+	"gonum.org/v1/gonum/lapack/lapack64"
+	"gonum.org/v1/gonum/mat"
+	"gonum.org/v1/gonum/stat/distuv"
+)
+
+// banditDim is the number of features of a decision.
+const banditDim = 9
+
+type banditVector [banditDim]float64
+
+// The factorization of A is tried with jitter on its diagonal, each time ten
+// times as much; when even the most of it does not help, A's eigenvalues are
+// raised to a floor instead.
+const (
+	banditJitter      = 1e-9
+	banditJitterMost  = 1e-3
+	banditEigenvalues = 1e-10
+)
+
+// linearBandit is a Bayesian linear model of the reward, given the features x of
+// a decision: weights have the mean A⁻¹b and the covariance v²A⁻¹.
+type linearBandit struct {
+	a banditMatrix
+	b banditVector
+
+	factored bool         // all below fits a and b
+	upper    banditMatrix // Lᵀ, where LLᵀ is a with jitter
+	half     banditVector // L⁻¹b
+	eigen    *banditEigen // in their place where a cannot be factored
+}
+
+// banditMatrix is a symmetric or triangular matrix: the rows of its upper half.
+type banditMatrix [banditDim * banditDim]float64
+
+// banditEigen is the eigen-decomposition of A, with raised eigenvalues.
+type banditEigen struct {
+	values  []float64
+	vectors mat.Dense // a column each
+}
+
+// banditPrior is what is believed before anything is known: weights of the mean
+// theta and the variance v²/lambda each.
+type banditPrior struct {
+	lambda float64
+	theta  banditVector
+}
+
+func newLinearBandit(prior *banditPrior) *linearBandit {
+	l := &linearBandit{}
+	l.forget(0, prior)
+	return l
+}
+
+// forget lets all that was learned count keep times as much, 0 to 1, and the
+// prior the rest.
+func (l *linearBandit) forget(keep float64, prior *banditPrior) {
+	if keep == 1 {
+		return
+	}
+	ridge := (1 - keep) * prior.lambda
+	for i := range l.a {
+		l.a[i] *= keep
+	}
+	for i := range banditDim {
+		l.a[i*banditDim+i] += ridge
+		l.b[i] = keep*l.b[i] + ridge*prior.theta[i]
+	}
+	l.factored = false
+}
+
+// learn takes in the reward of a decision.
+func (l *linearBandit) learn(x *banditVector, reward float64) {
+	for i := range banditDim {
+		for j := i; j < banditDim; j++ {
+			l.a[i*banditDim+j] += x[i] * x[j]
+		}
+		l.b[i] += reward * x[i]
+	}
+	l.factored = false
+}
+
+// sample returns θᵀx for weights θ drawn with the standard normal draws z.
+func (l *linearBandit) sample(x, z *banditVector, v float64) float64 {
+	if !l.factored {
+		l.factor()
+	}
+	if e := l.eigen; e != nil {
+		sum := 0.0
+		for k, value := range e.values {
+			along, b := 0.0, 0.0
+			for i := range banditDim {
+				along += e.vectors.At(i, k) * x[i]
+				b += e.vectors.At(i, k) * l.b[i]
+			}
+			sum += along * (b/value + v*z[k]/math.Sqrt(value))
+		}
+		return sum
+	}
+	// θ = L⁻ᵀ(L⁻¹b + v·z), so θᵀx = (L⁻¹b + v·z)ᵀ(L⁻¹x).
+	u := *x
+	l.solveL(&u)
+	sum := 0.0
+	for i := range banditDim {
+		sum += (l.half[i] + v*z[i]) * u[i]
+	}
+	return sum
+}
+
+// solveL replaces x by L⁻¹x.
+func (l *linearBandit) solveL(x *banditVector) {
+	u := blas64.Triangular{Uplo: blas.Upper, Diag: blas.NonUnit, N: banditDim, Data: l.upper[:], Stride: banditDim}
+	blas64.Trsv(blas.Trans, u, blas64.Vector{N: banditDim, Data: x[:], Inc: 1})
+}
+
+func (l *linearBandit) factor() {
+	l.factored, l.eigen = true, nil
+	for jitter := banditJitter; jitter <= banditJitterMost; jitter *= 10 {
+		l.upper = l.a
+		for i := range banditDim {
+			l.upper[i*banditDim+i] += jitter
+		}
+		if _, ok := lapack64.Potrf(blas64.Symmetric{Uplo: blas.Upper, N: banditDim, Data: l.upper[:], Stride: banditDim}); ok {
+			l.half = l.b
+			l.solveL(&l.half)
+			return
+		}
+	}
+	l.eigen = newBanditEigen(&l.a)
+}
+
+func newBanditEigen(a *banditMatrix) *banditEigen {
+	e := &banditEigen{values: make([]float64, banditDim)}
+	var eigen mat.EigenSym
+	if !eigen.Factorize(mat.NewSymDense(banditDim, slices.Clone(a[:])), true) { // it is not finite, so no sample will be
+		floats.AddConst(math.NaN(), e.values)
+		e.vectors = *mat.NewDense(banditDim, banditDim, nil)
+		return e
+	}
+	eigen.Values(e.values)
+	for i, value := range e.values {
+		e.values[i] = max(value, banditEigenvalues)
+	}
+	eigen.VectorsTo(&e.vectors)
+	return e
+}
+
+// betaBandit is what is believed of a worker's mean reward: a beta
+// distribution, flat at first.
+type betaBandit struct{ alpha, beta float64 }
+
+func newBetaBandit() betaBandit { return betaBandit{1, 1} }
+
+// forget lets all that was learned count keep times as much, 0 to 1.
+func (b *betaBandit) forget(keep float64) {
+	b.alpha, b.beta = 1+keep*(b.alpha-1), 1+keep*(b.beta-1)
+}
+
+// learn takes in a reward from 0 to 1.
+func (b *betaBandit) learn(reward float64) {
+	b.alpha += reward
+	b.beta += 1 - reward
+}
+
+func (b betaBandit) sample(random *rand.Rand) float64 {
+	return distuv.Beta{Alpha: b.alpha, Beta: b.beta, Src: random}.Rand()
+}
+
+// softmaxOf turns scores into chances, even ones where that cannot be done.
+func softmaxOf(chances, scores []float64, temperature float64) []float64 {
+	chances = chances[:0]
+	highest, sum := floats.Max(scores), 0.0
+	for _, s := range scores {
+		chances = append(chances, math.Exp((s-highest)/max(1e-6, temperature)))
+		sum += chances[len(chances)-1]
+	}
+	for i := range chances {
+		chances[i] /= sum
+		if !(sum > 0) || math.IsInf(sum, 1) {
+			chances[i] = 1 / float64(len(scores))
+		}
+	}
+	return chances
+}
+
+// drawFrom returns the index that a uniform draw from 0 to 1 falls on; 0 where
+// rounding leaves none.
+func drawFrom(chances []float64, draw float64) int {
+	sum := 0.0
+	for i, chance := range chances {
+		if sum += chance; draw <= sum {
+			return i
+		}
+	}
+	return 0
+}

@@ -1,0 +1,237 @@
+package policy
+
+import (
+	"encoding/json"
+	"fmt"
+	"kvrouter/internal/hints"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit"
+	"log/slog"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+)
+
+// learnedThompson has learned something of three workers.
+func learnedThompson(t testing.TB, fixes string) *Thompson {
+	p := mustThompson(t, fixes)
+	random := rand.New(rand.NewPCG(1, 1))
+	var candidates []Candidate
+	for i := range 3 {
+		candidates = append(candidates, Candidate{Target: kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Generation: 1}})
+	}
+	now := thompsonEpoch
+	for decision := range uint64(100) {
+		chosen := candidates[p.Choose(Query{Now: now, Tokens: 400, BlockSize: 16, Decision: decision + 1}, candidates, random)].Target.Key
+		unit := time.Duration(chosen.Worker+1) * time.Millisecond
+		now = now.Add(unit)
+		p.Judge(Feedback{Decision: decision + 1, Worker: chosen, Now: now, Ending: Finished, Latency: 250 * unit, FirstToken: 50 * unit, TokensIn: 400, TokensOut: 21})
+	}
+	candidates = []Candidate{{Target: kv.Target{Key: kv.WorkerKey{Worker: 1}, Generation: 1}}, {Target: kv.Target{Key: kv.WorkerKey{Worker: 7, Rank: 3}, Generation: 4}}}
+	for i := range 30 {
+		p.Choose(Query{Now: now, Tokens: 999, BlockSize: 16, Decision: 1_000_000 + uint64(i), Prefix: hints.Prefix{ID: fmt.Sprint(i % 5), Total: 4 + i%5}}, candidates, random)
+	}
+	return p
+}
+
+// with runs functions with p, as a router does under its lock.
+func (p *Thompson) with(f func(*Thompson)) bool {
+	f(p)
+	return true
+}
+
+// stateOf is what is kept of a policy, in the order of a file.
+func stateOf(p *Thompson) string {
+	state := p.snapshot().state()
+	usual := map[string]float64{}
+	for _, u := range state.Usual {
+		key, _ := json.Marshal(thompsonUsualState{Worker: u.Worker, Rank: u.Rank, Kind: u.Kind, A: u.A, B: u.B})
+		usual[string(key)] = u.MS
+	}
+	state.Usual = nil
+	data, _ := json.Marshal(state)
+	baselines, _ := json.Marshal(usual)
+	return string(data) + string(baselines)
+}
+
+func TestThompsonStateSurvivesARestart(t *testing.T) {
+	for _, fixes := range []string{"all", "none", "load-sign,feedback"} {
+		name := filepath.Join(t.TempDir(), "state.json")
+		first := learnedThompson(t, fixes)
+		file := &ThompsonStateFile{name: name, with: first.with}
+		if err := file.write(false); err != nil {
+			t.Fatal(err)
+		}
+		second := mustThompson(t, fixes)
+		reopened, err := OpenThompsonState(name, second.with)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, want := stateOf(second), stateOf(first); got != want {
+			t.Errorf("fixes %s:\n%s\nwant\n%s", fixes, got, want)
+		}
+		second.check(t)
+		before, _ := os.Stat(name)
+		if err := reopened.write(false); err != nil {
+			t.Fatal(err)
+		}
+		if after, _ := os.Stat(name); !reflect.DeepEqual(before, after) {
+			t.Errorf("fixes %s: what had not changed was written", fixes)
+		}
+		second.Choose(Query{Now: thompsonEpoch.Add(time.Hour), Tokens: 400, BlockSize: 16, Decision: 1}, []Candidate{{Target: kv.Target{Key: kv.WorkerKey{Worker: 2}, Generation: 1}}}, rand.New(rand.NewPCG(1, 1)))
+		if err := reopened.write(false); err != nil {
+			t.Fatal(err)
+		}
+		if files, _ := os.ReadDir(filepath.Dir(name)); len(files) != 1 {
+			t.Errorf("fixes %s: %v is left", fixes, files)
+		}
+	}
+}
+
+func TestThompsonStateOfRestartedWorkersKeepsItsPins(t *testing.T) {
+	name := filepath.Join(t.TempDir(), "state.json")
+	p := newThompsonPool(t, "all", 2)
+	p.only(1, func() { p.decide(hints.Prefix{ID: "a", Total: 10}) })
+	data, _ := json.Marshal(p.policy.snapshot().state())
+	testkit.WriteFile(t, name, string(data))
+	again := newThompsonPool(t, "all", 2)
+	if _, err := OpenThompsonState(name, again.policy.with); err != nil {
+		t.Fatal(err)
+	}
+	again.candidates[1].Target.Generation = 5 // as the router counts from now on
+	again.decide(hints.Prefix{})
+	if w := again.worker(1); w.pins != 1 || w.work != p.worker(1).work {
+		t.Errorf("%d pins, work %v", w.pins, w.work)
+	}
+}
+
+func TestBrokenThompsonStatesAreRefused(t *testing.T) {
+	valid := func(change func(*thompsonState)) string {
+		var s *thompsonState
+		s = learnedThompson(t, "all").snapshot().state()
+		change(s)
+		data, err := json.Marshal(s)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(data)
+	}
+	for name, test := range map[string]struct{ content, want string }{
+		"empty":             {"", "not a state file"},
+		"another program's": {`{"version": 1}`, "not a state file"},
+		"cut off":           {valid(func(*thompsonState) {})[:900], "not a state file"},
+		"a later version":   {valid(func(s *thompsonState) { s.Version = 2 }), "version 2"},
+		"other fixes":       {valid(func(s *thompsonState) { s.Fixes = "none" }), "--thompson.fixes none, not all"},
+		"another prior":     {valid(func(s *thompsonState) { s.Lambda = 3 }), "lints.lambda 3"},
+		"an unknown field":  {strings.Replace(valid(func(*thompsonState) {}), `"workers"`, `"wokers"`, 1), "wokers"},
+		"no evidence":       {valid(func(s *thompsonState) { s.Workers[0].Alpha = 0 }), "alpha 0"},
+		"a lost row":        {valid(func(s *thompsonState) { s.Workers[0].A = s.Workers[0].A[:8] }), "8 rows"},
+		"a short row":       {valid(func(s *thompsonState) { s.Workers[0].A[2] = s.Workers[0].A[2][1:] }), "row 2"},
+		"no variance":       {valid(func(s *thompsonState) { s.Workers[0].A[2][0] = -1 }), "row 2"},
+		"beyond reason":     {valid(func(s *thompsonState) { s.Workers[0].B[2] = 1e300 }), "b"},
+		"a worker twice":    {valid(func(s *thompsonState) { s.Workers = append(s.Workers, s.Workers[0]) }), "twice"},
+		"a series twice":    {valid(func(s *thompsonState) { s.Series = append(s.Series, s.Series[0]) }), "twice"},
+		"a baseline":        {valid(func(s *thompsonState) { s.Usual[0].MS = -1 }), "baseline of -1"},
+		"a nameless series": {valid(func(s *thompsonState) { s.Series[0].ID = "" }), "series"},
+		"a negative reuse":  {valid(func(s *thompsonState) { s.Series[0].Reuse = -1 }), "series"},
+	} {
+		file := filepath.Join(t.TempDir(), "state.json")
+		testkit.WriteFile(t, file, test.content)
+		_, err := OpenThompsonState(file, mustThompson(t, "all").with)
+		if err == nil || !strings.Contains(err.Error(), test.want) || !strings.Contains(err.Error(), file) {
+			t.Errorf("%s: error %v, want %q in it", name, err, test.want)
+		}
+		if kept, _ := os.ReadFile(file); string(kept) != test.content {
+			t.Errorf("%s: the file was changed", name)
+		}
+	}
+	if _, err := OpenThompsonState(t.TempDir(), mustThompson(t, "all").with); err == nil {
+		t.Error("a folder is taken for a state")
+	}
+	if _, err := OpenThompsonState("/nonexistent/state.json", mustThompson(t, "all").with); err == nil || !strings.Contains(err.Error(), "--thompson-state") {
+		t.Errorf("a state in a folder that is not there: %v", err)
+	}
+}
+
+func FuzzThompsonState(f *testing.F) {
+	learned, _ := json.Marshal(learnedThompson(f, "all").snapshot().state())
+	f.Add(learned)
+	f.Add([]byte(`{"format":"kvrouter thompson state","version":1,"fixes":"all","lambda":1,"workers":[],"baselines":[{"ms":1}],"series":[{"id":"a","worker":3}]}`))
+	f.Fuzz(func(t *testing.T, data []byte) {
+		state, err := decodeThompsonState(data)
+		if err != nil {
+			return
+		}
+		p := newThompsonPool(t, "all", 2)
+		if p.policy.restore(state) != nil {
+			return
+		}
+		for range 5 {
+			_, decision := p.decide(hints.Prefix{})
+			p.judge(decision, Finished, time.Second)
+		}
+	})
+}
+
+func BenchmarkThompsonSnapshot(b *testing.B) {
+	p := mustThompson(b, "all")
+	candidates := []Candidate{{Target: kv.Target{Key: kv.WorkerKey{Worker: 1}}}}
+	random := rand.New(rand.NewPCG(1, 1))
+	for i := range maxThompsonSeries {
+		p.Choose(Query{Now: thompsonEpoch, Tokens: 999, BlockSize: 16, Decision: uint64(i + 1), Prefix: hints.Prefix{ID: fmt.Sprint(i), Total: 4}}, candidates, random)
+	}
+	for b.Loop() {
+		p.snapshot()
+	}
+}
+
+func TestThompsonTraces(t *testing.T) {
+	dir := t.TempDir()
+	p := newThompsonPool(t, "none", 2)
+	p.policy.thompsonConfig.traces, p.policy.traceDir = true, filepath.Join(dir, "traces")
+	lines, err := p.policy.OpenTraces("", slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, d := p.decide(hints.Prefix{ID: "a", Total: 3, OSL: hints.LevelHigh})
+	p.judge(d, Finished, time.Second)
+	p.decide(hints.Prefix{ID: "b"})
+	p.now = p.now.Add(p.policy.Timeout)
+	p.decide(hints.Prefix{})
+	lines.Close()
+	data, err := os.ReadFile(filepath.Join(dir, "traces", thompsonTraceFile))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var kinds []string
+	for line := range strings.Lines(string(data)) {
+		var x map[string]any
+		if err := json.Unmarshal([]byte(line), &x); err != nil {
+			t.Fatal(err)
+		}
+		kinds = append(kinds, x["kind"].(string))
+		switch x["kind"] {
+		case "decision":
+			workers := x["workers"].(map[string]any)
+			one := workers[x["chosen"].(string)].(map[string]any)
+			if len(workers) != 2 || one["prefill_cost"] != 1.0 || !(one["prob"].(float64) > 0) {
+				t.Errorf("%s", line)
+			}
+		case "feedback":
+			if x["latency_ms"] != 1000.0 || x["per_tok"] != true || x["reward"] != 0.5 || x["success"] != true || x["decision_id"] != "1" {
+				t.Errorf("%s", line)
+			}
+		case "timeout":
+			if x["prefix_id"] != "b" || x["age"] != 120.0 || x["prefill_bin"] != "HIGH" || x["osl"] != "MEDIUM" {
+				t.Errorf("%s", line)
+			}
+		}
+	}
+	if got := strings.Join(kinds, " "); got != "decision feedback decision timeout decision" {
+		t.Errorf("kinds %s", got)
+	}
+}

@@ -1,0 +1,133 @@
+package policy
+
+import (
+	"fmt"
+	"kvrouter/internal/hints"
+	"kvrouter/internal/jsonlines"
+	"kvrouter/internal/kv"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strconv"
+	"time"
+)
+
+// thompsonTraceFile is the name of the original's file in debug.trace_dir.
+const thompsonTraceFile = "router_traces.jsonl"
+
+// openTraces has traces written, to file or else where the file of parameters
+// says; nil: nobody asked for them. The caller closes what it returns.
+func (p *Thompson) OpenTraces(file string, log *slog.Logger) (*jsonlines.Writer, error) {
+	flag := "--thompson-traces"
+	if file == "" && p.thompsonConfig.traces {
+		flag, file = "debug.trace_dir", filepath.Join(p.traceDir, thompsonTraceFile)
+		if err := os.MkdirAll(p.traceDir, 0o700); err != nil {
+			return nil, fmt.Errorf("%s: %w", flag, err)
+		}
+	}
+	if file == "" {
+		return nil, nil
+	}
+	f, err := os.OpenFile(file, os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", flag, err)
+	}
+	p.trace = jsonlines.New(f, p.traceBuffer, "the traces of policy thompson", log)
+	return p.trace, nil
+}
+
+// traceHead is what all kinds of traces begin with, under the original's names.
+type traceHead struct {
+	TS       float64 `json:"ts"` // Unix time, s
+	Kind     string  `json:"kind"`
+	Decision string  `json:"decision_id"`
+}
+
+func newTraceHead(now time.Time, kind string, decision uint64) traceHead {
+	return traceHead{TS: float64(now.UnixMicro()) / 1e6, Kind: kind, Decision: strconv.FormatUint(decision, 10)}
+}
+
+type traceDecision struct {
+	traceHead
+	Prefix  string                 `json:"prefix_id"`
+	Chosen  string                 `json:"chosen"`
+	Workers map[string]traceWorker `json:"workers"`
+}
+
+// traceWorker is a candidate of a decision.
+type traceWorker struct {
+	Score   float64 `json:"score"`
+	Chance  float64 `json:"prob"`
+	Decode  float64 `json:"decode_cost"`
+	Prefill float64 `json:"prefill_cost"`
+	IAT     float64 `json:"iat_factor"`
+	Overlap float64 `json:"overlap"`
+	Reuse   int     `json:"reuse_after"`
+	Load    float64 `json:"load_mod"`
+}
+
+type traceFeedback struct {
+	traceHead
+	Worker    string  `json:"wid"`
+	LatencyMS float64 `json:"latency_ms"`
+	TokensOut int     `json:"tokens_out"`
+	Metric    float64 `json:"metric"`
+	PerToken  bool    `json:"per_tok"`
+	Baseline  float64 `json:"baseline_used"`
+	After     float64 `json:"baseline_after"`
+	Reward    float64 `json:"reward"`
+	Success   bool    `json:"success"`
+}
+
+type traceTimeout struct {
+	traceHead
+	Worker     string  `json:"wid"`
+	Reward     float64 `json:"reward"`
+	Age        float64 `json:"age"` // s
+	Prefix     string  `json:"prefix_id"`
+	OSL        string  `json:"osl"`
+	PrefillBin string  `json:"prefill_bin"`
+}
+
+// traceName names a worker; one of several ranks as worker.rank.
+func traceName(key kv.WorkerKey) string {
+	name := strconv.FormatUint(key.Worker, 10)
+	if key.Rank > 0 {
+		name += "." + strconv.FormatUint(uint64(key.Rank), 10)
+	}
+	return name
+}
+
+func (p *Thompson) traceDecision(q Query, t *thompsonQuery, chosen int) {
+	if p.trace == nil {
+		return
+	}
+	line := traceDecision{traceHead: newTraceHead(q.Now, "decision", q.Decision), Prefix: q.Prefix.ID, Chosen: traceName(p.choices[chosen].worker.key), Workers: map[string]traceWorker{}}
+	for i := range p.choices {
+		c := &p.choices[i]
+		line.Workers[traceName(c.worker.key)] = traceWorker{
+			Score: p.scores[i], Chance: p.chances[i], Decode: t.decode, Prefill: c.prefill, IAT: t.iat, Overlap: c.overlap, Reuse: t.reuse, Load: c.loadFactor,
+		}
+	}
+	p.trace.Write(line)
+}
+
+func (p *Thompson) traceFeedback(d *thompsonPending, f Feedback, j *judgement) {
+	if p.trace == nil {
+		return
+	}
+	p.trace.Write(traceFeedback{
+		traceHead: newTraceHead(f.Now, "feedback", f.Decision), Worker: traceName(d.worker), LatencyMS: milliseconds(f.Latency), TokensOut: f.TokensOut,
+		Metric: j.metric, PerToken: j.perToken, Baseline: j.baseline, After: j.after, Reward: j.reward, Success: f.Ending == Finished,
+	})
+}
+
+func (p *Thompson) traceTimeout(d *thompsonPending, now time.Time) {
+	if p.trace == nil {
+		return
+	}
+	p.trace.Write(traceTimeout{
+		traceHead: newTraceHead(now, "timeout", d.decision), Worker: traceName(d.worker), Reward: p.timeoutReward, Age: p.Timeout.Seconds(),
+		Prefix: d.series, OSL: hints.LevelNames[d.osl], PrefillBin: hints.LevelNames[d.bin],
+	})
+}

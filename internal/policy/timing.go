@@ -1,0 +1,125 @@
+package policy
+
+import (
+	"math"
+	"time"
+)
+
+// engineTiming says how long an engine's passes take, and learns it from the
+// requests it served. A pass that computes n prompt tokens and decodes prompts
+// of c tokens together takes
+//
+//	Pass + Token·n + Decode + Context·c
+//
+// ms, the first two only if n > 0, the last two only if it decodes. All workers
+// are taken to be alike.
+type engineTiming struct {
+	Pass, Token, decode, context float64
+
+	covariance [4][4]float64
+	widest     [4]float64 // variances that are not exceeded
+	scaled     bool       // by the first observation
+}
+
+const (
+	// timingForget is the weight that an observation loses with each later one:
+	// about the last thousand count.
+	timingForget = 1.0 / 1000
+	// timingNoise is the variance of an observation relative to its value.
+	timingNoise = 0.1
+	// timingLeastTokens is the fewest output tokens whose decoding says anything
+	// about a pass.
+	timingLeastTokens = 8
+)
+
+// newEngineTiming starts with an H100-like engine, as the mocker's. The first
+// observation says how much slower or faster the whole of it is; from then on
+// each part is taken to be uncertain by its own size.
+func NewEngineTiming() *engineTiming {
+	return &engineTiming{Pass: 16, Token: 0.018, decode: 6, context: 4e-5}
+}
+
+// Prefill is the time to compute so many prompt tokens in passes that are full,
+// ms.
+func (t *engineTiming) Prefill(tokens int) float64 {
+	return (t.Token + t.Pass/workPass) * float64(max(0, tokens))
+}
+
+// Decoding is the decode part of a pass, ms: for no tokens it is 0.
+func (t *engineTiming) Decoding(context int) float64 {
+	if context <= 0 {
+		return 0
+	}
+	return t.decode + t.context*float64(context)
+}
+
+// Learn takes in one request: its decoding, and its first token if its prompt
+// had not to wait for others.
+func (t *engineTiming) Learn(o Outcome) {
+	if passes := float64(o.Output - 1); passes >= timingLeastTokens {
+		t.observe([4]float64{float64(o.During.Prompts), float64(o.During.Tokens), passes, passes * o.During.Context}, milliseconds(o.Decode))
+	}
+	if o.Alone {
+		passes := float64((o.Before.Tokens + workPass - 1) / workPass)
+		row := [4]float64{passes, float64(o.Before.Tokens)}
+		if o.Before.Context > 0 {
+			passes += 0.5 // the pass that ran when it was sent
+			row[2], row[3] = passes, passes*o.Before.Context
+		}
+		t.observe(row, milliseconds(o.FirstToken))
+	}
+}
+
+// observe is a step of recursive least squares for row·(pass, token, decode,
+// context) = ms, every row weighed by its own size.
+func (t *engineTiming) observe(row [4]float64, ms float64) {
+	if ms <= 0 {
+		return
+	}
+	estimate := [4]*float64{&t.Pass, &t.Token, &t.decode, &t.context}
+	if !t.scaled {
+		guess := 0.0
+		for i, x := range row {
+			guess += x * *estimate[i]
+		}
+		if guess <= 0 {
+			return
+		}
+		t.scaled = true
+		for i, c := range estimate {
+			*c *= ms / guess
+			t.widest[i] = *c * *c
+			t.covariance[i][i] = t.widest[i]
+		}
+	}
+	var gain [4]float64
+	scale, miss := timingNoise, 1.0
+	for i := range row {
+		row[i] /= ms
+		miss -= row[i] * *estimate[i]
+	}
+	for i := range row {
+		for j := range row {
+			gain[i] += t.covariance[i][j] * row[j]
+		}
+		scale += row[i] * gain[i]
+	}
+	for i := range estimate {
+		*estimate[i] = max(*estimate[i]+gain[i]/scale*miss, 0)
+		for j := range estimate {
+			t.covariance[i][j] = (t.covariance[i][j] - gain[i]*gain[j]/scale) / (1 - timingForget)
+		}
+	}
+	t.Token = max(t.Token, 1e-9) // it is divided by
+	// Forgetting widens what no observation tells of; without a bound, without end.
+	for i, widest := range t.widest {
+		if shrink := widest / t.covariance[i][i]; shrink < 1 {
+			for j := range estimate {
+				t.covariance[i][j] *= math.Sqrt(shrink)
+				t.covariance[j][i] *= math.Sqrt(shrink)
+			}
+		}
+	}
+}
+
+func milliseconds(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }

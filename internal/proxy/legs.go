@@ -1,0 +1,109 @@
+package proxy
+
+import (
+	"bytes"
+	"fmt"
+	"strconv"
+
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
+
+	"github.com/tidwall/gjson"
+)
+
+// Why a request is to stay whole, by what it asks for. The values are labels of
+// metrics.
+const (
+	wholePinned    = "pinned"  // it names its worker
+	WholeOwn       = "own"     // its sender has split it already
+	WholeAnswers   = "answers" // it wants several, and a prompt is handed over once
+	WholePrompt    = "prompt"  // it wants to know about the prompt, which a decode worker does not compute
+	WholeStored    = "stored"  // it goes on with what one worker keeps, or is to be kept there
+	WholePrefilled = "prefill" // its prefill leg has failed before
+)
+
+// whyWhole says why a request is to stay whole, if it is, and which kinds of
+// workers can share it all the same where none takes it whole; 0: any. whole: its
+// sender names one worker for all of it. SGLang makes a room of its own for each
+// of several answers.
+func WhyWhole(path string, body *jsonbody.Body, whole, multiple bool) (why string, kinds kv.Kinds) {
+	several := func(key string) bool { return body.Get(key).Int() > 1 }
+	asks := func(key string) bool {
+		v := body.Get(key)
+		return v.Exists() && v.Type != gjson.Null && v.Type != gjson.False
+	}
+	switch {
+	case whole:
+		return wholePinned, kv.KindsOf(kv.KindNone)
+	case asks("kv_transfer_params"), asks("bootstrap_room"):
+		return WholeOwn, kv.KindsOf(kv.KindNone)
+	case multiple, several("n"), several("best_of"), asks("use_beam_search"):
+		return WholeAnswers, kv.KindsOf(kv.KindSGLang)
+	case asks("prompt_logprobs"), asks("echo"):
+		return WholePrompt, kv.KindsOf(kv.KindSGLang)
+	case path == "/v1/responses" && (asks("background") || asks("previous_response_id")):
+		return WholeStored, kv.KindsOf(kv.KindNone)
+	}
+	return "", 0
+}
+
+// prefillParams is what tells vLLM to keep a prompt's blocks for another worker.
+const PrefillParams = `{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}`
+
+// prefillBody returns the body of the prefill leg that a vLLM worker gets: the
+// client's, but for one token that is not streamed, with the transfer parameters
+// given. What makes the answer longer or is kept by the server is left out, as is
+// what could end it for another reason than its length: blocks are kept only then.
+// /v1/messages has no ignore_eos and takes no notice of it.
+func prefillBody(path string, body *jsonbody.Body, params string) []byte {
+	fields := make([]jsonbody.Field, 0, len(body.Top)+3)
+	limit := "max_tokens"
+	switch {
+	case path == "/v1/responses":
+		limit = "max_output_tokens"
+	case path == "/v1/chat/completions" && body.Get("max_completion_tokens").Exists():
+		limit = "max_completion_tokens"
+	}
+	for _, m := range body.Top {
+		switch m.Key {
+		case "stream_options", "min_tokens", "return_token_ids", "max_tokens", "stop", "stop_token_ids", "stop_sequences":
+			continue
+		}
+		fields = append(fields, jsonbody.Field{Key: m.Key, Raw: m.Value.Raw})
+	}
+	over := []jsonbody.Field{{Key: "stream", Raw: "false"}, {Key: limit, Raw: "1"}, {Key: "ignore_eos", Raw: "true"}, {Key: "kv_transfer_params", Raw: params}}
+	if path == "/v1/responses" {
+		over = append(over, jsonbody.Field{Key: "store", Raw: "false"})
+	}
+	return jsonbody.AppendObject(make([]byte, 0, len(body.Raw)+512), jsonbody.MergeFields(fields, over))
+}
+
+// withFields returns u with members added in front of its body's own, which stay
+// where they are.
+func (u Upstream) withFields(members ...jsonbody.Field) Upstream {
+	object := jsonbody.AppendObject(nil, members)
+	object[len(object)-1] = ','
+	if len(u.Head) > 0 {
+		u.Head = append(object, u.Head[1:]...)
+		return u
+	}
+	inside := bytes.IndexByte(u.Body, '{') + 1
+	u.Head, u.Body = object, u.Body[inside:]
+	if rest := bytes.TrimLeft(u.Body, " \t\r\n"); len(rest) > 0 && rest[0] == '}' {
+		u.Head[len(u.Head)-1] = ' ' // there is nothing to be separated from
+	}
+	return u
+}
+
+// sglangFields are the members by which both SGLang servers of a pair find each
+// other: at the top, and as Dynamo's workers take them.
+func sglangFields(at kv.Bootstrap, room uint64) []jsonbody.Field {
+	host, port, number := Quoted(at.Host), strconv.Itoa(int(at.Port)), strconv.FormatUint(room, 10)
+	return []jsonbody.Field{
+		{Key: "bootstrap_host", Raw: host}, {Key: "bootstrap_port", Raw: port}, {Key: "bootstrap_room", Raw: number},
+		{Key: "bootstrap_info", Raw: fmt.Sprintf(`{"bootstrap_host":%s,"bootstrap_port":%s,"bootstrap_room":%s}`, host, port, number)},
+	}
+}
+
+// quoted returns s as a JSON string.
+func Quoted(s string) string { return string(jsonbody.AppendString(nil, s)) }

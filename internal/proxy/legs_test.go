@@ -1,0 +1,115 @@
+package proxy
+
+import (
+	"strings"
+	"testing"
+
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
+
+	"github.com/tidwall/gjson"
+	"pgregory.net/rapid"
+)
+
+// TestBodiesOfLegs: whatever object a client sends, its members reach the decode
+// leg as they are and behind those added, and the prefill leg but for those that
+// it must have otherwise.
+func TestBodiesOfLegs(t *testing.T) {
+	space := rapid.SampledFrom([]string{"", " ", "\n\t"})
+	key := rapid.SampledFrom([]string{`"model"`, `"stream"`, `"max_tokens"`, `"max_completion_tokens"`, `"min_tokens"`, `"stream_options"`, `"return_token_ids"`, `"store"`, `"stop"`, `"stop_token_ids"`, `"stop_sequences"`, `"ignore_eos"`, `"a\"b"`, `"\u00e9"`, `""`, `"x"`})
+	value := rapid.SampledFrom([]string{`1`, `null`, `true`, `"}{"`, `{"a": [1, {}]}`, `[ ]`, `18446744073709551616`, `1.50`, `"\ud800"`})
+	path := rapid.SampledFrom([]string{"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+	rapid.Check(t, func(t *rapid.T) {
+		var text strings.Builder
+		text.WriteString(space.Draw(t, "before") + "{" + space.Draw(t, "inside"))
+		for i := range rapid.IntRange(0, 5).Draw(t, "members") {
+			if i > 0 {
+				text.WriteString("," + space.Draw(t, "between"))
+			}
+			text.WriteString(key.Draw(t, "key") + ":" + space.Draw(t, "colon") + value.Draw(t, "value"))
+		}
+		text.WriteString("}" + space.Draw(t, "after"))
+		client := text.String()
+		body, ok := jsonbody.Parse([]byte(client))
+		if !ok {
+			t.Fatalf("%s is no object", client)
+		}
+
+		u := Upstream{Body: []byte(client)}
+		if rapid.Bool().Draw(t, "usage") && len(body.Top) > 0 {
+			u.Head, u.Body = []byte(`{"first":true,`), u.Body[strings.Index(client, "{")+1:]
+		}
+		sent := u.withFields(jsonbody.Field{Key: "kv_transfer_params", Raw: `{"a":1}`}, jsonbody.Field{Key: "rid", Raw: `"r"`})
+		whole := string(sent.Head) + string(sent.Body)
+		decode, ok := jsonbody.Parse([]byte(whole))
+		if !ok || !strings.HasPrefix(whole, `{"kv_transfer_params":{"a":1},"rid":"r"`) || !strings.HasSuffix(whole, client[strings.Index(client, "{")+1:]) {
+			t.Fatalf("%s became %s", client, whole)
+		}
+		if string(body.Raw) != client {
+			t.Fatalf("the client's bytes became %s", body.Raw)
+		}
+		for _, m := range body.Top {
+			if got := jsonbody.FieldOf(decode.Top, m.Key); got.Raw != m.Value.Raw {
+				t.Fatalf("%s: %q became %s", client, m.Key, got.Raw)
+			}
+		}
+
+		route := path.Draw(t, "path")
+		leg := prefillBody(route, body, `{"p":1}`)
+		prefill, ok := jsonbody.Parse(leg)
+		if !ok {
+			t.Fatalf("%s became %s", client, leg)
+		}
+		want := map[string]string{"stream": "false", "kv_transfer_params": `{"p":1}`, "min_tokens": "", "stream_options": "", "return_token_ids": "", "ignore_eos": "true", "stop": "", "stop_token_ids": "", "stop_sequences": ""}
+		switch {
+		case route == "/v1/responses":
+			want["max_output_tokens"], want["store"], want["max_tokens"] = "1", "false", ""
+		case route == "/v1/chat/completions" && body.Get("max_completion_tokens").Exists():
+			want["max_completion_tokens"], want["max_tokens"] = "1", ""
+		default:
+			want["max_tokens"] = "1"
+		}
+		for _, m := range body.Top {
+			if _, changed := want[m.Key]; !changed {
+				want[m.Key] = m.Value.Raw
+			}
+		}
+		for name, raw := range want {
+			if got := jsonbody.FieldOf(prefill.Top, name); got.Raw != raw || (raw == "" && got.Exists()) {
+				t.Fatalf("%s on %s became %s: %q should be %q", client, route, leg, name, raw)
+			}
+		}
+	})
+}
+
+func TestRoomsHave63Bits(t *testing.T) {
+	high := false
+	for range 200 {
+		room := newRoom(kv.Target{Ranks: 1})
+		if room >= 1<<63 {
+			t.Fatalf("%d", room)
+		}
+		high = high || room >= 1<<62
+		if fields := sglangFields(kv.Bootstrap{Host: "h", Port: 1}, room); !gjson.Valid(fields[3].Raw) || gjson.Get(fields[3].Raw, "bootstrap_room").Uint() != room {
+			t.Fatalf("%d is written as %s", room, fields[3].Raw)
+		}
+	}
+	if !high {
+		t.Error("200 rooms, none with its highest bit")
+	}
+}
+
+// TestRoomsNameARank: SGLang gives a room to the rank that it is modulo their
+// number.
+func TestRoomsNameARank(t *testing.T) {
+	for ranks := range 9 {
+		for rank := range uint32(max(1, ranks)) {
+			for range 50 {
+				room := newRoom(kv.Target{Key: kv.WorkerKey{Rank: rank}, Ranks: ranks})
+				if got := room % uint64(max(1, ranks)); room >= 1<<63 || got != uint64(rank) {
+					t.Fatalf("rank %d of %d: room %d names rank %d", rank, ranks, room, got)
+				}
+			}
+		}
+	}
+}

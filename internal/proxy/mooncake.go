@@ -1,0 +1,129 @@
+package proxy
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"time"
+
+	"kvrouter/internal/kv"
+
+	"github.com/tidwall/gjson"
+)
+
+const (
+	// bootstrapTimeout bounds a question to a bootstrap server.
+	bootstrapTimeout = 2 * time.Second
+	// watchEvery is the time between two looks at a prefill worker whose blocks are
+	// being fetched.
+	watchEvery = 500 * time.Millisecond
+	// engineKept is how long an engine id is taken for granted: a worker that was
+	// started anew has another, and a decode worker that does not know the one it
+	// is told computes the prompt again without a word. enginesKept bounds the ids.
+	engineKept  = 5 * time.Second
+	enginesKept = 4096
+)
+
+// errPrefillGone ends a decode leg for which its prefill worker kept blocks.
+var errPrefillGone = errors.New("it went with the prompt's blocks")
+
+// mooncakeEngine is the engine id of one incarnation of a worker's rank.
+type mooncakeEngine struct {
+	generation int
+	id         string
+	asked      time.Time
+}
+
+// mooncakeParams returns the transfer parameters of both legs of a Mooncake
+// pair; engine is the prefill worker's engine id.
+func mooncakeParams(at kv.Bootstrap, engine, transfer string) (prefill, decode string) {
+	id := Quoted(transfer)
+	return fmt.Sprintf(`{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":%s}`, id),
+		fmt.Sprintf(`{"do_remote_decode":false,"do_remote_prefill":true,"remote_bootstrap_addr":%s,"remote_engine_id":%s,"transfer_id":%s}`,
+			Quoted("http://"+at.String()), Quoted(engine), id)
+}
+
+// cutShort tells whether a vLLM worker's answer, of any route, ended because it
+// had the most tokens allowed.
+func cutShort(answer []byte) bool {
+	for _, why := range gjson.GetManyBytes(answer, "choices.0.finish_reason", "stop_reason", "incomplete_details.reason") {
+		switch why.Str {
+		case "length", "max_tokens", "max_output_tokens":
+			return true
+		}
+	}
+	return false
+}
+
+// watchPrefill ends the decode leg if the prefill worker goes before the answer
+// begins: a Mooncake decode worker that waits for its blocks would not notice for
+// 540 s. Whether it has them already cannot be told of an answer that does not
+// stream, so the watch ends with the time that the first event may take.
+func (s *Pairs) watchPrefill(ctx context.Context, l legs, end context.CancelCauseFunc) {
+	look := time.NewTicker(watchEvery)
+	defer look.Stop()
+	late := time.NewTimer(s.knobs.DisaggHandoverTimeout)
+	defer late.Stop()
+	worker := l.pair.Prefill.Target
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-late.C:
+			return
+		case <-look.C:
+		}
+		if l.shared.hasStarted() {
+			return
+		}
+		if !s.router.IsUp(worker) {
+			end(&PrefillFailure{worker.Key.Worker, errPrefillGone})
+			return
+		}
+	}
+}
+
+// engineID returns the engine id of a Mooncake prefill worker, which its
+// bootstrap server tells.
+func (s *Pairs) engineID(ctx context.Context, t kv.Target) (string, error) {
+	s.mu.Lock()
+	known := s.engines[t.Key]
+	s.mu.Unlock()
+	if known.generation != t.Generation {
+		known = mooncakeEngine{}
+	}
+	began := s.proxy.now()
+	if known.id != "" && began.Sub(known.asked) < engineKept {
+		return known.id, nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, bootstrapTimeout)
+	defer cancel()
+	server := kv.Target{Key: t.Key, URL: "http://" + t.Bootstrap.String()}
+	status, answer, err := s.proxy.Ask(ctx, server, http.MethodGet, "/query", nil, nil)
+	id := gjson.GetBytes(answer, fmt.Sprintf("%d.engine_id", t.Key.Rank)).Str
+	if err == nil && (status != http.StatusOK || id == "") {
+		err = fmt.Errorf("its bootstrap server at %s names no engine id for rank %d (status %d)", t.Bootstrap, t.Key.Rank, status)
+	}
+	if err != nil && known.id != "" {
+		return known.id, nil // the server shares its interpreter with the engine and may be slow
+	}
+	if err != nil {
+		return "", err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.engines) >= enginesKept {
+		clear(s.engines)
+	}
+	s.engines[t.Key] = mooncakeEngine{t.Generation, id, began}
+	return id, nil
+}
+
+// forgetEngine makes the next request ask again: the worker may have been
+// started anew.
+func (s *Pairs) forgetEngine(key kv.WorkerKey) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.engines, key)
+}

@@ -1,0 +1,538 @@
+package proxy
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"math"
+	"net/http"
+	"net/http/httptrace"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/router"
+
+	"github.com/tidwall/gjson"
+)
+
+// DisaggKnobs are the settings of requests that a prefill worker and a decode
+// worker share.
+type Settings struct {
+	DisaggMinUncachedTokens int           `group:"Prefill and decode apart" default:"256" help:"Fewest uncached prompt tokens for which a prefill worker is used; a decode worker computes fewer itself."`
+	DisaggPrefillTimeout    time.Duration `group:"Prefill and decode apart" default:"60s" help:"Longest time from sending a prompt to a prefill worker to the end of its answer."`
+	DisaggHandoverTimeout   time.Duration `group:"Prefill and decode apart" default:"60s" help:"Longest time from there to the first event of the decode worker's stream."`
+	EnforceDisagg           bool          `group:"Prefill and decode apart" help:"Refuse a request whose prompt no prefill worker can compute, instead of leaving it to a decode worker."`
+}
+
+// DefaultDisaggKnobs returns the defaults of the flags.
+func DefaultSettings() Settings {
+	return Settings{DisaggMinUncachedTokens: 256, DisaggPrefillTimeout: time.Minute, DisaggHandoverTimeout: time.Minute}
+}
+
+func (k Settings) Validate() error {
+	switch {
+	case k.DisaggMinUncachedTokens < 0:
+		return errors.New("--disagg-min-uncached-tokens cannot be negative: 0 leaves every prompt to prefill workers")
+	case k.DisaggPrefillTimeout <= 0:
+		return errors.New("--disagg-prefill-timeout must be more than 0")
+	case k.DisaggHandoverTimeout <= 0:
+		return errors.New("--disagg-handover-timeout must be more than 0")
+	}
+	return nil
+}
+
+const (
+	// abortTimeout bounds the telling of a worker that nobody waits for its
+	// answer, and abortsAtOnce how many are told at a time; one that is not told
+	// sees the closed connection.
+	abortTimeout = 5 * time.Second
+	abortsAtOnce = 64
+)
+
+// Pairs sends requests that two workers share. Its methods are safe for
+// concurrent use.
+type Pairs struct {
+	router *router.Router
+	proxy  *Proxy
+	knobs  Settings
+	log    *slog.Logger
+
+	aborts     sync.WaitGroup
+	abortSlots chan struct{} // has a token for each abort that runs
+
+	mu      sync.Mutex // guards engines
+	engines map[kv.WorkerKey]mooncakeEngine
+}
+
+// NewPairs returns pairs of router's workers whose legs go through proxy.
+func NewPairs(router *router.Router, proxy *Proxy, knobs Settings, log *slog.Logger) *Pairs {
+	return &Pairs{
+		router: router, proxy: proxy, knobs: knobs, log: log,
+		abortSlots: make(chan struct{}, abortsAtOnce), engines: map[kv.WorkerKey]mooncakeEngine{},
+	}
+}
+
+// Close waits for what runs beside requests: at most abortTimeout once no
+// request is served any more.
+func (s *Pairs) Close() { s.aborts.Wait() }
+
+// prefillFailure says that a request came to nothing because its prefill leg
+// did.
+type PrefillFailure struct {
+	Worker uint64
+	err    error
+}
+
+func (e *PrefillFailure) Error() string { return fmt.Sprintf("prefill worker %d: %v", e.Worker, e.err) }
+func (e *PrefillFailure) Unwrap() error { return e.err }
+
+// prefillRefusal is a prefill worker's answer that says what is wrong with the
+// request: the client gets it.
+type prefillRefusal struct {
+	status int
+	header http.Header
+	body   []byte
+}
+
+func (e *prefillRefusal) Error() string { return fmt.Sprintf("refused with status %d", e.status) }
+
+// legTimeout says that a part of a shared request took too long.
+type LegTimeout struct {
+	what, flag string
+	over       time.Duration
+	result     string // as metrics call it
+}
+
+func (e *LegTimeout) Error() string {
+	return fmt.Sprintf("%s took longer than %s (%s)", e.what, e.over, e.flag)
+}
+
+// errDecodeEnded ends a prefill leg whose decode leg has ended.
+var errDecodeEnded = errors.New("the decode leg has ended")
+
+// Forward is Proxy.Forward for a request that two workers may share. parsed is
+// the client's body, why says why the request is to stay whole, if it is; route
+// is called with that, or with wholePrefilled. Where a prefill leg fails before
+// the first byte of the answer the request goes whole to a worker that takes it,
+// unless pairs are enforced; where a decode leg does, to another pair.
+func (s *Pairs) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, parsed *jsonbody.Body, why string, route func(exclude []uint64, why string) (router.Pair, error)) error {
+	var exclude []uint64
+	var failure error
+	for retries := 0; ; {
+		pair, err := route(exclude, why)
+		if err != nil {
+			if failure != nil {
+				return failure
+			}
+			return err
+		}
+		if why == WholePrefilled && pair.Whole == "" {
+			retries++ // nobody takes it whole: it is another pair's
+		}
+		retry := retries < u.MaxRetries
+		if x.Shared = nil; pair.Whole != "" {
+			s.proxy.observer.StayedWhole(pair.Whole)
+			err = s.proxy.send(ctx, w, u, x, pair.Decode, retry)
+		} else {
+			err = s.share(ctx, w, u, x, parsed, pair, retry)
+		}
+		var refusal *prefillRefusal
+		if errors.As(err, &refusal) && ctx.Err() == nil {
+			return refusal.relay(w, u, x)
+		}
+		worker, again := s.failed(ctx, err)
+		if !again {
+			return err
+		}
+		failure = err
+		exclude = append(exclude, worker)
+		var prefill *PrefillFailure
+		switch {
+		case errors.As(err, &prefill) && !s.knobs.EnforceDisagg && why == "":
+			why = WholePrefilled // beside the retries: it costs no decode worker anything
+		case retry:
+			retries++
+		default:
+			return failure
+		}
+		s.proxy.observer.Retried(worker)
+	}
+}
+
+// failed reports the worker that err blames, and tells whether the request may
+// be sent again: nothing was written, and the client still waits.
+func (s *Pairs) failed(ctx context.Context, err error) (worker uint64, again bool) {
+	if err == nil || ctx.Err() != nil || errors.Is(err, ErrAnswered) || errors.Is(err, ErrSilent) {
+		return 0, false
+	}
+	var late *LegTimeout
+	var prefill *PrefillFailure
+	var decode *workerError
+	switch {
+	case errors.As(err, &prefill):
+		worker = prefill.Worker
+	case errors.As(err, &late): // of both legs together: whose fault it is cannot be told
+		return 0, false
+	case errors.As(err, &decode):
+		worker = decode.worker
+	default:
+		return 0, false
+	}
+	s.proxy.failed(worker)
+	return worker, true
+}
+
+// share serves one request by two workers. Both bookings end here.
+func (s *Pairs) share(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, parsed *jsonbody.Body, pair router.Pair, retry bool) error {
+	defer pair.End()
+	x.Worker = WorkerLabel(pair.Prefill.Target.Key.Worker)
+	l, err := s.legs(ctx, u, parsed, pair)
+	x.Shared = l.shared
+	if err != nil {
+		if ctx.Err() == nil {
+			pair.Prefill.Booking.Fail()
+			s.proxy.observer.EngineFailed()
+		}
+	} else if l.kind == kv.KindSGLang {
+		err = s.concurrent(ctx, w, l, x, retry)
+	} else {
+		err = s.sequential(ctx, w, l, x, retry)
+	}
+	var prefill *PrefillFailure
+	if errors.As(err, &prefill) {
+		x.Worker = l.shared.Worker
+	}
+	x.Usage.CachedKnown, x.Usage.CachedTokens = l.shared.reported()
+	s.proxy.observer.SharedEnded(l.kind, l.shared.result(ctx, x.Status, err), l.shared.firstByte())
+	return err
+}
+
+// legs are the two requests that a shared one becomes.
+type legs struct {
+	kind            kv.Kind
+	pair            router.Pair
+	prefill, decode Upstream
+	streams         bool
+	rid             string // by which SGLang servers abort them; empty: closing the connection does
+	fetch           string // with it a Mooncake decode worker gets what the prefill worker keeps
+	shared          *SharedRequest
+}
+
+// legs makes the requests of a pair, each attempt's with names of their own. The
+// error is a *prefillFailure.
+func (s *Pairs) legs(ctx context.Context, u Upstream, parsed *jsonbody.Body, pair router.Pair) (legs, error) {
+	target := pair.Prefill.Target
+	l := legs{
+		kind: target.Kind, pair: pair, prefill: u, decode: u, streams: parsed.Get("stream").Bool(),
+		shared: &SharedRequest{Worker: WorkerLabel(target.Key.Worker), now: s.proxy.now},
+	}
+	name := u.RequestID + "-" + Nonce()
+	switch l.kind {
+	case kv.KindNIXL:
+		l.prefill.Head, l.prefill.Body = nil, prefillBody(u.Route, parsed, PrefillParams)
+	case kv.KindMooncake:
+		engine, err := s.engineID(ctx, target)
+		if err != nil {
+			return l, &PrefillFailure{target.Key.Worker, err}
+		}
+		keep, fetch := mooncakeParams(target.Bootstrap, engine, name)
+		l.prefill.Head, l.prefill.Body = nil, prefillBody(u.Route, parsed, keep)
+		l.fetch = fetch
+	case kv.KindSGLang:
+		l.rid = name
+		fields := sglangFields(target.Bootstrap, newRoom(target))
+		if own := parsed.Get("rid"); own.Type == gjson.String {
+			l.rid = own.Str
+		} else {
+			fields = append(fields, jsonbody.Field{Key: "rid", Raw: Quoted(name)})
+		}
+		l.prefill = u.withFields(fields...)
+		if target.Ranks > 1 {
+			fields = append(fields, jsonbody.Field{Key: "disagg_prefill_dp_rank", Raw: strconv.FormatUint(uint64(target.Key.Rank), 10)})
+		}
+		l.decode = u.withFields(fields...)
+	}
+	l.decode.CachedTokensMislead = true // what it has of the prompt came from the other
+	return l, nil
+}
+
+// newRoom returns the number under which both SGLang servers find each other's
+// part of a request: 63 bits, as their own. Of a prefill worker with several
+// data-parallel ranks, t's is the one that SGLang itself gives the room to: the
+// room modulo their number.
+func newRoom(t kv.Target) uint64 {
+	var b [8]byte
+	rand.Read(b[:])
+	room := binary.LittleEndian.Uint64(b[:]) >> 1
+	if ranks := uint64(t.Ranks); ranks > 1 {
+		room = min(room, math.MaxInt64-ranks)
+		room += uint64(t.Key.Rank) - room%ranks
+	}
+	return room
+}
+
+// nonce returns 16 hexadecimal digits that no other request has.
+func Nonce() string {
+	var b [8]byte
+	rand.Read(b[:])
+	return hex.EncodeToString(b[:])
+}
+
+// decision is what the answer's headers and metrics tell: the decode worker, and
+// what was cached of the prompt where it was computed.
+func (l *legs) decision() router.Decision {
+	d := l.pair.Decode
+	d.OverlapTokens = l.pair.Prefill.OverlapTokens
+	return d
+}
+
+// sequential sends the prompt to the prefill worker, and where its blocks are to
+// the decode worker. With Mooncake both could go at once, but a transfer whose
+// prefill leg ends early cannot be called off: for minutes (480 s) the decode
+// worker keeps its blocks for it and the prefill worker one of its 20 senders.
+func (s *Pairs) sequential(ctx context.Context, w http.ResponseWriter, l legs, x *Exchange, retry bool) (err error) {
+	if l.kind == kv.KindMooncake {
+		defer func() {
+			if err != nil || x.Status >= http.StatusInternalServerError {
+				s.forgetEngine(l.pair.Prefill.Target.Key)
+			}
+		}()
+	}
+	answer, err := s.prefill(ctx, l)
+	if err != nil {
+		return err
+	}
+	params := l.transfer(answer)
+	if params != "" {
+		l.decode = l.decode.withFields(jsonbody.Field{Key: "kv_transfer_params", Raw: params})
+	} else {
+		l.shared.note(func(r *SharedRequest) { r.lost = true }) // the decode worker computes the prompt again
+	}
+	var watch sync.WaitGroup
+	defer watch.Wait()
+	ctx, end := context.WithCancelCause(ctx)
+	defer end(nil)
+	s.await(l, end)
+	defer l.shared.stop()
+	ctx = httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{WroteRequest: func(httptrace.WroteRequestInfo) { s.handedOver(l) }})
+	if l.kind == kv.KindMooncake && params != "" {
+		watch.Go(func() { s.watchPrefill(ctx, l, end) })
+	}
+	return s.proxy.send(ctx, w, l.decode, x, l.decision(), retry)
+}
+
+// transfer returns the transfer parameters of the decode leg after the prefill
+// worker's answer; empty: that keeps nothing for it.
+func (l *legs) transfer(answer []byte) string {
+	if l.kind != kv.KindMooncake {
+		if params := gjson.GetBytes(answer, "kv_transfer_params"); params.IsObject() {
+			return params.Raw
+		}
+	} else if cutShort(answer) {
+		return l.fetch
+	}
+	return ""
+}
+
+// concurrent sends both legs at once: the workers wait for each other.
+func (s *Pairs) concurrent(ctx context.Context, w http.ResponseWriter, l legs, x *Exchange, retry bool) error {
+	prefillCtx, endPrefill := context.WithCancelCause(ctx)
+	decodeCtx, endDecode := context.WithCancelCause(ctx)
+	defer endDecode(nil)
+	defer endPrefill(nil) // if relaying panics
+	prefilled := make(chan error, 1)
+	go func() { // ends with prefillCtx at the latest
+		_, err := s.prefill(prefillCtx, l)
+		if err == nil {
+			s.await(l, endDecode)
+		} else if !l.shared.hasStarted() {
+			endDecode(err)
+		}
+		prefilled <- err
+	}()
+	err := s.proxy.send(decodeCtx, w, l.decode, x, l.decision(), retry)
+	cut := decodeCtx.Err() != nil
+	endPrefill(errDecodeEnded)
+	prefillErr := <-prefilled
+	l.shared.stop()
+	if err == nil && x.Status < http.StatusBadRequest {
+		return nil
+	}
+	if err != nil && prefillErr != nil && !errors.Is(prefillErr, errDecodeEnded) && !errors.Is(err, ErrAnswered) && ctx.Err() == nil {
+		err = prefillErr // the decode leg failed for it
+	}
+	var failed *PrefillFailure
+	if prefillErr != nil && !errors.As(prefillErr, &failed) {
+		s.abort(l, l.pair.Prefill.Target)
+	}
+	var decodeFailed *workerError
+	if cut || err != nil && !errors.As(err, &decodeFailed) {
+		s.abort(l, l.pair.Decode.Target)
+	}
+	return err
+}
+
+// prefill sends the prefill leg and returns its answer, which is kept from the
+// client. Its booking ends here. An error is a *prefillFailure, a
+// *prefillRefusal, a *legTimeout where the decode worker may have caused it, or
+// why ctx ended.
+func (s *Pairs) prefill(ctx context.Context, l legs) ([]byte, error) {
+	booking := l.pair.Prefill.Booking
+	defer booking.End()
+	late := &LegTimeout{"the prefill leg", "--disagg-prefill-timeout", s.knobs.DisaggPrefillTimeout, SharedPrefillTimeout}
+	limited, cancel := context.WithTimeoutCause(ctx, late.over, late)
+	defer cancel()
+	began := s.proxy.now()
+	answer, usage, err := s.proxy.drain(limited, l.prefill, l.pair.Prefill.Target)
+	var refusal *prefillRefusal
+	switch {
+	case err == nil:
+		ended := s.proxy.now()
+		booking.FirstToken()
+		switch {
+		case l.prefill.CachedTokensMislead:
+		case usage.CachedKnown:
+			booking.Cached(usage.CachedTokens)
+		case usage.CachedUntold:
+			usage.CachedKnown = booking.CachedUntold()
+		}
+		booking.Finish(1)
+		l.shared.note(func(r *SharedRequest) { r.took, r.computed, r.usage = ended.Sub(began), ended, usage })
+		s.proxy.observer.Prefilled(l.kind, ended.Sub(began))
+		return answer, nil
+	case ctx.Err() != nil:
+		return nil, cause(ctx, err)
+	case errors.As(err, &refusal):
+		return nil, refusal
+	case l.kind == kv.KindSGLang && errors.Is(err, late): // it waits for the decode worker, too
+		return nil, late
+	}
+	booking.Fail()
+	s.proxy.observer.EngineFailed()
+	return nil, &PrefillFailure{l.pair.Prefill.Target.Key.Worker, err}
+}
+
+// drain sends u to a worker and reads the whole answer. That of a stream is not
+// returned.
+func (p *Proxy) drain(ctx context.Context, u Upstream, t kv.Target) (answer []byte, usage Usage, err error) {
+	request, err := u.request(ctx, t)
+	if err != nil {
+		return nil, usage, err
+	}
+	response, err := p.Client.Do(request)
+	if err != nil {
+		return nil, usage, cause(ctx, err)
+	}
+	defer response.Body.Close()
+	if response.StatusCode == http.StatusOK && strings.HasPrefix(response.Header.Get("Content-Type"), "text/event-stream") {
+		usage, err = drainStream(response.Body)
+	} else if answer, err = io.ReadAll(io.LimitReader(response.Body, AskLimit+1)); err == nil && len(answer) > AskLimit {
+		err = fmt.Errorf("its answer is longer than %d bytes", AskLimit)
+	} else {
+		usage = ReadUsage(answer)
+	}
+	switch status := response.StatusCode; {
+	case err != nil:
+		return nil, usage, cause(ctx, err)
+	case status/100 == 2:
+		return answer, usage, nil
+	case status/100 == 4 && status != http.StatusRequestTimeout && status != http.StatusTooManyRequests:
+		return nil, usage, &prefillRefusal{status, response.Header, answer}
+	}
+	return nil, usage, fmt.Errorf("answered %s", response.Status)
+}
+
+// drainStream reads a stream of events to its end. One that begins with an
+// error is an error.
+func drainStream(body io.Reader) (Usage, error) {
+	var events EventScanner
+	buffer := make([]byte, 4<<10)
+	for {
+		n, err := body.Read(buffer)
+		events.Scan(buffer[:n])
+		if events.status >= http.StatusInternalServerError {
+			return events.Usage, errors.New("its engine failed")
+		}
+		if err == io.EOF {
+			return events.Usage, nil
+		}
+		if err != nil {
+			return events.Usage, err
+		}
+	}
+}
+
+// relay answers the client with the prefill worker's refusal.
+func (e *prefillRefusal) relay(w http.ResponseWriter, u Upstream, x *Exchange) error {
+	if x.Shared != nil {
+		x.Worker = x.Shared.Worker
+	}
+	writeHead(w, &http.Response{StatusCode: e.status, Header: e.header}, u, x)
+	if _, err := w.Write(e.body); err != nil {
+		return errors.Join(ErrAnswered, err)
+	}
+	return nil
+}
+
+// await ends the decode leg if its stream has not begun in time. The answer to a
+// request that does not stream comes whole: when it began cannot be told.
+func (s *Pairs) await(l legs, end context.CancelCauseFunc) {
+	if !l.streams {
+		return
+	}
+	late := &LegTimeout{"the decode worker's first event", "--disagg-handover-timeout", s.knobs.DisaggHandoverTimeout, SharedHandoverTimeout}
+	l.shared.note(func(r *SharedRequest) {
+		if !r.started && !r.over {
+			r.timer = time.AfterFunc(late.over, func() {
+				if !r.hasStarted() {
+					end(late)
+				}
+			})
+		}
+	})
+}
+
+// handedOver is called when the decode request of a sequential pair has been
+// sent.
+func (s *Pairs) handedOver(l legs) {
+	l.shared.note(func(r *SharedRequest) {
+		r.handover = r.now().Sub(r.computed)
+		s.proxy.observer.HandedOver(l.kind, r.handover)
+	})
+}
+
+// abort tells a worker, beside the request, that nobody waits for its answer, if
+// it takes that.
+func (s *Pairs) abort(l legs, t kv.Target) {
+	if l.rid == "" {
+		return
+	}
+	select {
+	case s.abortSlots <- struct{}{}:
+	default:
+		return
+	}
+	// Of no length, the key is not sent and lets the client try again on another
+	// connection where the worker has closed the one that was kept.
+	header := http.Header{"Content-Type": {"application/json"}, "Idempotency-Key": {}}
+	if key := l.decode.Header.Get("Authorization"); key != "" {
+		header.Set("Authorization", key)
+	}
+	s.aborts.Go(func() {
+		defer func() { <-s.abortSlots }()
+		ctx, cancel := context.WithTimeout(context.Background(), abortTimeout)
+		defer cancel()
+		if _, _, err := s.proxy.Ask(ctx, t, http.MethodPost, "/abort_request", header, fmt.Appendf(nil, `{"rid":%s}`, Quoted(l.rid))); err != nil {
+			s.log.Debug("a worker could not be told to abort", "error", err)
+		}
+	})
+}

@@ -1,0 +1,482 @@
+package proxy
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/router"
+	"kvrouter/internal/web"
+	"net"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/tidwall/gjson"
+)
+
+const (
+	// upstreamIdle is how long an unused connection to a worker is kept: less
+	// than the 5 s after which uvicorn closes it, so that no request meets a
+	// connection that is just being closed.
+	upstreamIdle = 4 * time.Second
+	dialTimeout  = 3 * time.Second
+	// bufferedAnswer bounds the part of an answer that is held back to make a
+	// second attempt possible, and the part of a stream's event that is.
+	BufferedAnswer = 8 << 20
+	// clientGone is nginx's status for a client that closed the connection.
+	ClientGone = 499
+)
+
+// Upstream is a request as it goes to a worker, the body unchanged from what
+// the client sent but for an added request for usage.
+type Upstream struct {
+	Method     string
+	Path       string // with query
+	Header     http.Header
+	Head, Body []byte // the body in two parts, so that adding to its beginning copies nothing
+	HideUsage  bool   // usage was asked for by the router: keep it from the client
+	EndMarked  bool   // its stream is whole only with an event that says so
+	// Uncorrecting tells that the answer's cached tokens say nothing of the cache:
+	// the request has several prompts, or asks for the logprobs of its own tokens,
+	// for which an engine computes it anew.
+	CachedTokensMislead bool
+	Route               string
+	RequestID           string
+	Arrived             time.Time
+	MaxRetries          int // further workers to try while nothing was answered
+}
+
+// request is u as a request to a worker.
+func (u *Upstream) request(ctx context.Context, t kv.Target) (*http.Request, error) {
+	request, err := http.NewRequestWithContext(ctx, u.Method, t.URL+u.Path, nil)
+	if err != nil {
+		return nil, err
+	}
+	request.Header = u.Header
+	if t.Ranks > 1 {
+		request.Header = u.Header.Clone()
+		request.Header.Set(web.HeaderRank, strconv.FormatUint(uint64(t.Key.Rank), 10))
+	}
+	if length := len(u.Head) + len(u.Body); length > 0 {
+		request.ContentLength = int64(length)
+		request.GetBody = func() (io.ReadCloser, error) {
+			return io.NopCloser(io.MultiReader(bytes.NewReader(u.Head), bytes.NewReader(u.Body))), nil
+		}
+		request.Body, err = request.GetBody()
+	}
+	return request, err
+}
+
+// Observer is told what happens to requests on their way. Its methods are safe
+// for concurrent use.
+type Observer interface {
+	// Retried counts a request that worker failed before its first byte and that
+	// is sent again.
+	Retried(worker uint64)
+	// EngineFailed counts an attempt that a worker failed.
+	EngineFailed()
+	// InterToken records a chunk of tokens that came gap after the one before.
+	InterToken(worker string, gap time.Duration, tokens int)
+	// StayedWhole counts a request that was not shared by two workers, and why.
+	StayedWhole(why string)
+	// Prefilled records how long a prefill leg took.
+	Prefilled(kind kv.Kind, took time.Duration)
+	// HandedOver records the time from a prefill leg's end to the decode request
+	// having been sent.
+	HandedOver(kind kv.Kind, took time.Duration)
+	// SharedEnded counts an attempt at a shared request by its result. firstByte
+	// is the time from its prefill leg's end to the first byte of the answer; 0:
+	// there is none.
+	SharedEnded(kind kv.Kind, result string, firstByte time.Duration)
+}
+
+// Proxy sends requests to workers and relays their answers.
+type Proxy struct {
+	Client   *http.Client
+	streams  sync.Pool // of *streamRoom
+	observer Observer
+	failed   func(worker uint64) // told of a worker that did not answer
+	silence  time.Duration       // longest wait for a worker's next byte, and for a client to take it; 0: no limit
+	now      func() time.Time
+
+	OutputBlocks bool // book the blocks of streams as they grow
+}
+
+// streamRoom is the memory that relaying one stream takes, used again by later
+// streams.
+type streamBuffer struct {
+	buffer       [16 << 10]byte
+	pending, out []byte
+}
+
+// pooledRoom bounds what a streamRoom keeps beside its buffer, bytes.
+const pooledBuffer = 64 << 10
+
+// NewProxy returns a proxy. silence is the longest wait for a worker's next
+// byte, 0 for ever; failed is called with each worker that does not answer a
+// request.
+func NewProxy(observer Observer, silence time.Duration, failed func(worker uint64)) *Proxy {
+	return &Proxy{
+		Client: &http.Client{
+			Transport: &http.Transport{
+				DialContext:         (&net.Dialer{Timeout: dialTimeout, KeepAlive: 15 * time.Second}).DialContext,
+				MaxIdleConnsPerHost: 1024,
+				IdleConnTimeout:     upstreamIdle,
+				DisableCompression:  true,
+				WriteBufferSize:     64 << 10,
+			},
+			CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+		},
+		streams:  sync.Pool{New: func() any { return new(streamBuffer) }},
+		observer: observer,
+		failed:   failed,
+		silence:  silence,
+		now:      time.Now,
+	}
+}
+
+// workerError says that a worker did not answer.
+type workerError struct {
+	worker uint64
+	err    error
+}
+
+func (e *workerError) Error() string { return fmt.Sprintf("worker %d: %v", e.worker, e.err) }
+
+func (e *workerError) Unwrap() error { return e.err }
+
+// errAnswered marks a failure after the first byte: the client has been told as
+// far as the protocol allows, and nothing more can be written.
+var ErrAnswered = errors.New("answer was cut short")
+
+// errSilent says that a worker was silent for too long.
+var ErrSilent = errors.New("no byte came within --request-timeout")
+
+// Forward sends u to the worker that route chooses and relays the answer to w.
+// Where a worker fails before the first byte of its answer, route is asked for
+// another one that is not among exclude. Every booking ends here, as the request
+// did: with a whole answer, by the worker's fault or by nobody's. An error
+// other than errAnswered means that nothing was written to w.
+func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, route func(exclude []uint64) (router.Decision, error)) error {
+	var exclude []uint64
+	var failure error
+	for {
+		decision, err := route(exclude)
+		if err != nil {
+			if failure != nil {
+				return failure
+			}
+			return err
+		}
+		worker := decision.Target.Key.Worker
+		err = p.send(ctx, w, u, x, decision, len(exclude) < u.MaxRetries)
+		var failed *workerError
+		if !errors.As(err, &failed) || errors.Is(err, ErrAnswered) || errors.Is(err, ErrSilent) || ctx.Err() != nil {
+			return err
+		}
+		p.failed(worker)
+		failure = err
+		if len(exclude) == u.MaxRetries {
+			return failure
+		}
+		p.observer.Retried(worker)
+		exclude = append(exclude, worker)
+	}
+}
+
+// send is attempt with the booking of the decision, which ends here.
+func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, decision router.Decision, retry bool) error {
+	x.Decision, x.Worker = decision, WorkerLabel(decision.Target.Key.Worker)
+	defer decision.Booking.End() // if relaying panics
+	err := p.attempt(ctx, w, u, x, retry)
+	var failed *workerError
+	switch workerFailed := errors.As(err, &failed) && ctx.Err() == nil; {
+	case workerFailed, err == nil && x.Ending == policy.Failed:
+		decision.Booking.Fail()
+		p.observer.EngineFailed()
+	case err == nil && x.Ending == policy.Finished:
+		switch {
+		case u.CachedTokensMislead:
+		case x.Usage.CachedKnown:
+			decision.Booking.Cached(x.Usage.CachedTokens)
+		case x.Usage.CachedUntold:
+			x.Usage.CachedKnown = decision.Booking.CachedUntold()
+		}
+		decision.Booking.Finish(x.Usage.OutputTokens)
+	default:
+		decision.Booking.End()
+	}
+	return err
+}
+
+// attempt sends u to the decided worker and relays the answer. A *workerError
+// without errAnswered means that nothing was written and another worker may be
+// tried. With retry, an answer that tells of a failed engine counts as such.
+func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, retry bool) error {
+	worker := x.Decision.Target.Key.Worker
+	ctx, cancel := context.WithCancelCause(ctx) // ends the engine's work when we stop reading
+	defer cancel(nil)
+	heard := func() {}
+	if p.silence > 0 {
+		timer := time.AfterFunc(p.silence, func() { cancel(ErrSilent) })
+		defer timer.Stop()
+		connection := http.NewResponseController(w)
+		heard = func() {
+			timer.Reset(p.silence)
+			connection.SetWriteDeadline(p.now().Add(p.silence))
+		}
+	}
+	request, err := u.request(ctx, x.Decision.Target)
+	if err != nil {
+		return err
+	}
+	response, err := p.Client.Do(request)
+	if err != nil {
+		return &workerError{worker, cause(ctx, err)}
+	}
+	defer response.Body.Close()
+	answer := &upstreamAnswer{Response: response, ctx: ctx, heard: heard}
+	if retry && (response.StatusCode == http.StatusInternalServerError || response.StatusCode == http.StatusBadGateway || response.StatusCode == http.StatusServiceUnavailable) {
+		return &workerError{worker, fmt.Errorf("answered %s", response.Status)}
+	}
+	if strings.HasPrefix(response.Header.Get("Content-Type"), "text/event-stream") {
+		return p.relayStream(w, answer, u, x, retry)
+	}
+	return p.relayWhole(w, answer, u, x)
+}
+
+// upstreamAnswer is a worker's answer with its body still to be read.
+type upstreamAnswer struct {
+	*http.Response
+	ctx    context.Context
+	heard  func() // bytes have come: the wait for the next ones begins
+	broken error  // why the body ended too early
+}
+
+// Read reads the body.
+func (a *upstreamAnswer) Read(b []byte) (int, error) {
+	n, err := a.Body.Read(b)
+	if n > 0 {
+		a.heard()
+	}
+	if err != nil && err != io.EOF {
+		err = cause(a.ctx, err)
+		a.broken = err
+	}
+	return n, err
+}
+
+// cause returns why ctx was cancelled where that explains err.
+func cause(ctx context.Context, err error) error {
+	if c := context.Cause(ctx); c != nil {
+		return c
+	}
+	return err
+}
+
+// writeHead writes the worker's status and headers and the router's own.
+func writeHead(w http.ResponseWriter, response *http.Response, u Upstream, x *Exchange) {
+	header := w.Header()
+	for name, values := range response.Header {
+		if !slices.Contains(web.HopByHop, name) {
+			header[name] = values
+		}
+	}
+	header.Set(web.HeaderWorker, x.Worker)
+	header.Set(web.HeaderOverlap, strconv.Itoa(x.Decision.OverlapTokens))
+	header.Set(web.HeaderRequest, u.RequestID)
+	if x.Shared != nil {
+		x.Shared.begin(header)
+	}
+	x.Status = response.StatusCode
+	w.WriteHeader(response.StatusCode)
+}
+
+// relayWhole relays an answer that is no stream. It is read before anything is
+// written, as far as bufferedAnswer goes, so that a worker that dies over it
+// has not answered.
+func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upstream, x *Exchange) error {
+	worker := x.Decision.Target.Key.Worker
+	body, err := io.ReadAll(io.LimitReader(answer, BufferedAnswer))
+	if err != nil {
+		answer.heard() // the time to write ended with the wait: the client is to be told
+		return &workerError{worker, err}
+	}
+	x.Usage = ReadUsage(body)
+	x.Ending = endingOf(answer.StatusCode, gjson.GetBytes(body, "choices.0.finish_reason").Str)
+	writeHead(w, answer.Response, u, x)
+	if _, err := w.Write(body); err != nil {
+		return errors.Join(ErrAnswered, err)
+	}
+	if len(body) < BufferedAnswer {
+		return nil
+	}
+	if _, err := io.Copy(w, answer); err != nil {
+		if answer.broken != nil {
+			err = &workerError{worker, answer.broken}
+		}
+		return errors.Join(ErrAnswered, err)
+	}
+	return nil
+}
+
+// relayStream relays server-sent events chunk by chunk, as they come. Nothing
+// is written before the first chunk, so that a worker that dies in prefill has
+// not answered.
+func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Upstream, x *Exchange, retry bool) error {
+	worker := x.Decision.Target.Key.Worker
+	answer.Header.Del("Content-Length") // an event may be taken out
+	flush := http.NewResponseController(w)
+	room := p.streams.Get().(*streamBuffer)
+	defer p.streams.Put(room)
+	events := EventScanner{HideUsage: u.HideUsage, pending: room.pending[:0], out: room.out[:0]}
+	defer func() {
+		if cap(events.pending)+cap(events.out) <= pooledBuffer {
+			room.pending, room.out = events.pending, events.out
+		}
+	}()
+	buffer := room.buffer[:]
+	var last time.Time
+	tokens := 0
+	for started := false; ; {
+		n, err := answer.Read(buffer)
+		if n > 0 {
+			out := events.Scan(buffer[:n])
+			if !started && retry && events.status >= http.StatusInternalServerError {
+				return &workerError{worker, errors.New("its engine failed before the first token")}
+			}
+			if events.Count > 0 {
+				now := p.now()
+				if last.IsZero() {
+					x.FirstChunk = now
+					x.Decision.Booking.FirstToken()
+				} else {
+					p.observer.InterToken(x.Worker, now.Sub(last), events.Count)
+				}
+				last = now
+				if tokens += events.Count; p.OutputBlocks {
+					x.Decision.Booking.Generated(tokens)
+				}
+			}
+			if !started && len(out) > 0 {
+				writeHead(w, answer.Response, u, x)
+				started = true
+			}
+			if len(out) > 0 {
+				if _, err := w.Write(out); err != nil {
+					return errors.Join(ErrAnswered, err)
+				}
+				if err := flush.Flush(); err != nil {
+					return errors.Join(ErrAnswered, err)
+				}
+			}
+		}
+		if err == io.EOF {
+			x.Usage, x.Ending = events.Usage, events.ending(answer.StatusCode, u.EndMarked)
+			if !started {
+				writeHead(w, answer.Response, u, x)
+			}
+			if rest := events.Rest(); len(rest) > 0 {
+				if _, err := w.Write(rest); err != nil {
+					return errors.Join(ErrAnswered, err)
+				}
+			}
+			return nil
+		}
+		if err != nil {
+			answer.heard() // the time to write ended with the wait: the client is to be told
+			x.Usage, x.Ending = events.Usage, events.ending(answer.StatusCode, u.EndMarked)
+			if !started {
+				return &workerError{worker, err}
+			}
+			if events.done { // many clients leave as soon as they have read the end
+				return nil
+			}
+			// The status is out already: the failure is told as an event.
+			if !u.HideUsage && len(events.pending) > 0 {
+				fmt.Fprint(w, "\n\n") // ends the event that broke off
+			}
+			fmt.Fprintf(w, "data: %s\n\n", web.ErrorJSON(http.StatusBadGateway, "server_error", "", fmt.Sprintf("worker %d failed while it was answering", worker)))
+			flush.Flush()
+			return errors.Join(ErrAnswered, &workerError{worker, err})
+		}
+	}
+}
+
+// readUsage picks the usage out of an answer or a chunk of one, in the names of
+// chat completions or of the responses and messages APIs.
+func ReadUsage(body []byte) Usage {
+	u := gjson.GetBytes(body, "usage")
+	if !u.IsObject() {
+		u = gjson.GetBytes(body, "response.usage")
+	}
+	if !u.IsObject() {
+		return Usage{}
+	}
+	if read := u.Get("cache_read_input_tokens"); read.Type == gjson.Number { // counted apart from the others by the messages API
+		others := u.Get("input_tokens").Int() + u.Get("cache_creation_input_tokens").Int()
+		return Usage{
+			Known: true, PromptTokens: int(others + read.Int()), OutputTokens: int(u.Get("output_tokens").Int()),
+			CachedKnown: true, CachedTokens: int(read.Int()),
+		}
+	}
+	prompt := u.Get("prompt_tokens")
+	completions := prompt.Exists()
+	if !prompt.Exists() {
+		prompt = u.Get("input_tokens")
+	}
+	output := u.Get("completion_tokens")
+	if !output.Exists() {
+		output = u.Get("output_tokens")
+	}
+	cached := u.Get("prompt_tokens_details.cached_tokens")
+	if !cached.Exists() {
+		cached = u.Get("input_tokens_details.cached_tokens")
+	}
+	told := cached.Exists() && cached.Type != gjson.Null
+	return Usage{
+		Known:        prompt.Exists(),
+		PromptTokens: int(prompt.Int()),
+		OutputTokens: int(output.Int()),
+		CachedKnown:  told,
+		CachedTokens: int(cached.Int()),
+		CachedUntold: completions && !told && output.Int() > 0,
+	}
+}
+
+// askTimeout bounds a short question to a worker, and askLimit its answer.
+const (
+	askTimeout = 30 * time.Second
+	AskLimit   = 16 << 20
+)
+
+// Ask sends a short request to a worker and returns its status and whole
+// answer.
+func (p *Proxy) Ask(ctx context.Context, t kv.Target, method, path string, header http.Header, body []byte) (status int, answer []byte, err error) {
+	ctx, cancel := context.WithTimeout(ctx, askTimeout)
+	defer cancel()
+	request, err := http.NewRequestWithContext(ctx, method, t.URL+path, bytes.NewReader(body))
+	if err != nil {
+		return 0, nil, err
+	}
+	if header != nil {
+		request.Header = header
+	}
+	response, err := p.Client.Do(request)
+	if err != nil {
+		return 0, nil, &workerError{t.Key.Worker, err}
+	}
+	defer response.Body.Close()
+	answer, err = io.ReadAll(io.LimitReader(response.Body, AskLimit))
+	if err != nil {
+		return 0, nil, &workerError{t.Key.Worker, err}
+	}
+	return response.StatusCode, answer, nil
+}

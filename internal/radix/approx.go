@@ -1,0 +1,390 @@
+package radix
+
+import (
+	"kvrouter/internal/blockpool"
+	"kvrouter/internal/kv"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// Approx is the approximate index: what was routed to a worker counts as cached
+// there. It models each worker's memory and keeps a Radix in step with that, as
+// EventStreams keep one in step with the engines'.
+//
+// Size. On a worker whose number of blocks is known, memory goes as in vLLM: the
+// blocks of requests in flight stay, the others are taken for new ones in the
+// order of their release, oldest first, the end of a prompt before its start.
+// An answer takes blocks too, which no prompt is known to match.
+//
+// Time. Other workers are believed to hold what was used no longer ago than the
+// time to live (its last use is its last request's end), and all of them
+// together no more than maxBlocks: beyond that the blocks used longest ago go
+// until pruneTo are left. Blocks of requests in flight always stay.
+//
+// Corrections. An answer's cached_tokens may show that an engine had lost what
+// it was believed to hold. It loses the oldest first; so whatever was used no
+// later than the first lost block is gone as well, and is given up. A worker of
+// which nothing else tells the size (of PrefixTrees) is then taken to hold no
+// more than what is left, until an answer finds blocks that were given up: that
+// adds their number.
+type Approx struct {
+	*Tree             // changed under mu only
+	ttl               time.Duration
+	maxBlocks         int
+	pruneTo           int
+	now               func() time.Time
+	learns            bool         // how much a worker holds, by corrections
+	corrected         bool         // by what answers say of the cache
+	due               atomic.Int64 // no block's time is over before; in Unix ns
+	mu                sync.Mutex   // guards all below; may be held when taking Radix.mu
+	capacity          map[kv.WorkerKey]int
+	Caches            map[kv.WorkerKey]*assumedCache
+	evicted, sequence []uint64         // reused
+	blocks            []kv.StoredBlock // reused
+}
+
+// assumedCache is what a worker is believed to have in its memory.
+type assumedCache struct {
+	capacity int             // blocks; 0: not known
+	Pool     *blockpool.Pool // blocks by sequence hash; those of answers by a random number
+	learned  int             // blocks that it holds at most, as answers have shown; 0: nothing has
+	used     []int64         // by block of the pool: when a request last finished with it, Unix ns; 0: none has
+	answers  []int32         // by block of the pool: blocks of the longest answer to a prompt that ends there
+}
+
+// firstPool is how many blocks an assumedCache has room for at first.
+const firstPool = 256
+
+// SetCorrected says whether what answers say of the cache corrects what is
+// assumed; it does at first. Call it before the index is used.
+func (a *Approx) SetCorrected(corrected bool) { a.corrected = corrected }
+
+// Assumed is one routed prompt: what of it its worker is believed to hold. It
+// must be ended.
+type Assumed struct {
+	index    *Approx
+	worker   kv.WorkerKey
+	cache    *assumedCache
+	held     []uint32  // blocks of the pool, in flight until the end
+	found    int       // of them, leading ones that were cached before
+	lasts    []lastUse // of those found
+	answered int       // blocks of an answer that may follow those found
+}
+
+// lastUse says when the blocks from the last one's end up to block upTo of a
+// prompt were used last before. Along a prompt that time never rises, because
+// who uses a block uses those before it as well.
+type lastUse struct {
+	upTo int
+	at   int64 // Unix ns; inUse: in flight then
+}
+
+const inUse = math.MaxInt64
+
+// NewApprox returns an empty index. ttl and maxBlocks bound what workers of
+// unknown size are believed to hold; when there is more, pruneTarget is the
+// share of maxBlocks that stays. now is the clock.
+func NewApprox(ttl time.Duration, maxBlocks int, pruneTarget float64, now func() time.Time) *Approx {
+	a := &Approx{
+		Tree: NewTree(), ttl: ttl, maxBlocks: maxBlocks, pruneTo: int(float64(maxBlocks) * pruneTarget), now: now,
+		capacity: map[kv.WorkerKey]int{}, Caches: map[kv.WorkerKey]*assumedCache{}, corrected: true,
+	}
+	a.due.Store(math.MaxInt64)
+	return a
+}
+
+// SetCapacity tells how many blocks w's cache has; 0: not known. A worker whose
+// size changes starts empty.
+func (a *Approx) SetCapacity(w kv.WorkerKey, blocks int) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.capacity[w] != blocks {
+		a.capacity[w] = blocks
+		a.clear(w)
+	}
+}
+
+// Clear empties w.
+func (a *Approx) Clear(w kv.WorkerKey) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.clear(w)
+}
+
+func (a *Approx) clear(w kv.WorkerKey) {
+	delete(a.Caches, w)
+	a.Tree.Clear(w)
+}
+
+// Forget forgets all ranks of a worker.
+func (a *Approx) Forget(worker uint64) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for w := range a.capacity {
+		if w.Worker == worker {
+			delete(a.capacity, w)
+		}
+	}
+	for w := range a.Caches {
+		if w.Worker == worker {
+			delete(a.Caches, w)
+		}
+	}
+	a.Tree.Forget(worker)
+}
+
+// Match is that of Radix, as of now.
+func (a *Approx) Match(local []uint64, dst []kv.Match) []kv.Match {
+	if now := a.now().UnixNano(); now >= a.due.Load() {
+		a.mu.Lock()
+		a.expire(now)
+		a.mu.Unlock()
+	}
+	return a.Tree.Match(local, dst)
+}
+
+// Routed tells that a prompt with these local hashes goes to w, where it counts
+// as cached from now on.
+func (a *Approx) Routed(w kv.WorkerKey, local []uint64) *Assumed {
+	now := a.now().UnixNano()
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.expire(now)
+	c := a.Caches[w]
+	if c == nil {
+		c = &assumedCache{capacity: a.capacity[w], Pool: blockpool.New(0)}
+		a.Caches[w] = c
+	}
+	p := &Assumed{index: a, worker: w, cache: c, held: make([]uint32, 0, len(local))}
+	a.sequence = kv.SequenceHashes(a.sequence[:0], local)
+	for _, h := range a.sequence {
+		b := c.Pool.Find(h)
+		if b == 0 {
+			break
+		}
+		last := int64(inUse)
+		if c.Pool.Blocks[b].Refs == 0 {
+			last = c.used[b]
+		}
+		if n := len(p.lasts); n == 0 || p.lasts[n-1].at != last {
+			p.lasts = append(p.lasts, lastUse{at: last})
+		}
+		c.Pool.Acquire(b)
+		p.held = append(p.held, b)
+		p.lasts[len(p.lasts)-1].upTo = len(p.held)
+	}
+	if p.found = len(p.held); p.found > 0 {
+		p.answered = int(c.answers[p.held[p.found-1]])
+	}
+
+	a.evicted, a.blocks = a.evicted[:0], a.blocks[:0]
+	for i := p.found; i < len(local); i++ {
+		b := a.take(c)
+		if b == 0 {
+			break // the engine has no room for it either as yet
+		}
+		c.Pool.SetKey(b, a.sequence[i])
+		c.used[b], c.answers[b] = 0, 0
+		p.held = append(p.held, b)
+		a.blocks = append(a.blocks, kv.StoredBlock{Engine: a.sequence[i], Local: local[i]})
+	}
+	a.Tree.Remove(w, a.evicted)
+	parent := uint64(0)
+	if p.found > 0 {
+		parent = a.sequence[p.found-1]
+	}
+	if err := a.Tree.Store(w, parent, p.found > 0, a.blocks); err != nil {
+		a.clear(w) // someone else changed the Radix: begin anew
+	}
+	a.expire(now)
+	return p
+}
+
+// End tells that the request has ended, and what its answer says: how many
+// blocks it filled, and how many of the prompt's had been found cached; -1: not
+// known. It must be called once. Of nil it does nothing.
+func (p *Assumed) End(answer, cached int) {
+	p.ended(func(a *Approx, c *assumedCache, now int64) {
+		if a.corrected {
+			a.correct(p, cached)
+		}
+		if n := len(p.held); n > 0 {
+			c.answers[p.held[n-1]] = max(c.answers[p.held[n-1]], int32(answer))
+		}
+		a.evicted = a.evicted[:0]
+		for range answer {
+			b := a.take(c)
+			if b == 0 {
+				break
+			}
+			c.Pool.SetKey(b, rand.Uint64())
+			p.held = append(p.held, b)
+		}
+		for _, b := range slices.Backward(p.held) {
+			c.used[b] = now
+			c.Pool.Release(b)
+		}
+	})
+}
+
+// Fail is End for a request that its worker failed: the blocks that no other
+// request ever finished with may not have been computed, and are given up.
+func (p *Assumed) Fail() {
+	p.ended(func(a *Approx, c *assumedCache, now int64) {
+		a.evicted = a.evicted[:0]
+		for _, b := range slices.Backward(p.held) {
+			finished := c.used[b] != 0
+			if finished {
+				c.used[b] = now
+			}
+			if c.Pool.Release(b); !finished && c.Pool.Blocks[b].Refs == 0 {
+				a.evicted = append(a.evicted, c.Pool.Evict(b))
+			}
+		}
+	})
+}
+
+// ended has release give back p's blocks, under the lock, and takes those off the
+// index that it leaves in a.evicted. It does nothing if the worker was cleared
+// meanwhile. now is in Unix ns.
+func (p *Assumed) ended(release func(a *Approx, c *assumedCache, now int64)) {
+	if p == nil {
+		return
+	}
+	a := p.index
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.Caches[p.worker] != p.cache {
+		return
+	}
+	now := a.now().UnixNano()
+	release(a, p.cache, now)
+	a.Tree.Remove(p.worker, a.evicted)
+	a.expire(now)
+}
+
+// correct compares what an answer says was cached with what was believed.
+func (a *Approx) correct(p *Assumed, cached int) {
+	c := p.cache
+	if at := p.lostAt(cached); at > 0 {
+		a.evict(p.worker, c, at, math.MaxInt)
+		if a.learns {
+			c.learned = c.Pool.Held()
+		}
+	} else if more := cached - p.found - p.answered - 1; more > 0 && c.learned > 0 {
+		c.learned += more
+	}
+}
+
+// lostAt returns the last use of what the engine must have lost if it found only
+// so many blocks, Unix ns; 0: that proves nothing. One block less than believed
+// does not: engines compute the last token, and some the last block, again. Nor
+// does one that was in flight, and may not have been computed.
+func (p *Assumed) lostAt(cached int) int64 {
+	if cached < 0 || cached >= p.found-1 {
+		return 0
+	}
+	for _, last := range p.lasts {
+		if cached < last.upTo && last.at != inUse {
+			return last.at
+		} else if cached < last.upTo {
+			return 0
+		}
+	}
+	return 0
+}
+
+// take returns a block with one reference and no key, or 0 if all that a worker
+// has are in flight. Whose memory it was goes to a.evicted.
+func (a *Approx) take(c *assumedCache) uint32 {
+	for c.learned > 0 && c.Pool.Held() >= c.learned && c.Pool.Oldest() != 0 {
+		a.evicted = append(a.evicted, c.Pool.Evict(c.Pool.Oldest()))
+	}
+	if size := c.Pool.Size(); len(c.Pool.Free) == 0 && (c.capacity == 0 || size < c.capacity) {
+		larger := max(firstPool, 2*size)
+		if c.capacity > 0 {
+			larger = min(larger, c.capacity)
+		}
+		c.Pool.Grow(larger)
+		c.used = append(c.used, make([]int64, larger+1-len(c.used))...)
+		c.answers = append(c.answers, make([]int32, larger+1-len(c.answers))...)
+	}
+	b, evicted, hasEvicted := c.Pool.Take()
+	if hasEvicted {
+		a.evicted = append(a.evicted, evicted)
+	}
+	return b
+}
+
+// evict gives up at most limit blocks of w, those that were used no later than
+// at (Unix ns), oldest first, and returns how many.
+func (a *Approx) evict(w kv.WorkerKey, c *assumedCache, at int64, limit int) int {
+	a.evicted = a.evicted[:0]
+	for len(a.evicted) < limit {
+		b := c.Pool.Oldest()
+		if b == 0 || c.used[b] > at {
+			break
+		}
+		a.evicted = append(a.evicted, c.Pool.Evict(b))
+	}
+	a.Tree.Remove(w, a.evicted)
+	return len(a.evicted)
+}
+
+// expire gives up what workers of unknown size no longer count as holding.
+func (a *Approx) expire(now int64) {
+	due, blocks := int64(math.MaxInt64), 0
+	for w, c := range a.Caches {
+		if c.capacity > 0 {
+			continue
+		}
+		a.evict(w, c, now-int64(a.ttl), math.MaxInt)
+		if used, any := c.oldest(); any {
+			due = min(due, used+int64(a.ttl))
+		}
+		blocks += c.Pool.Held()
+	}
+	a.due.Store(due)
+	if blocks <= a.maxBlocks {
+		return
+	}
+	for blocks > a.pruneTo {
+		w, until, any := a.oldest()
+		if !any {
+			return
+		}
+		blocks -= a.evict(w, a.Caches[w], until, blocks-a.pruneTo)
+	}
+}
+
+// oldest returns the worker of unknown size whose oldest block was used longest
+// ago, and until when its blocks are older than any other's, Unix ns.
+func (a *Approx) oldest() (oldest kv.WorkerKey, until int64, any bool) {
+	first := int64(math.MaxInt64)
+	until = math.MaxInt64
+	for w, c := range a.Caches {
+		used, has := c.oldest()
+		switch {
+		case c.capacity > 0 || !has:
+		case !any || used < first || used == first && w.Compare(oldest) < 0:
+			oldest, first, until, any = w, used, first, true
+		default:
+			until = min(until, used)
+		}
+	}
+	return oldest, until, any
+}
+
+// oldest tells when the block that was released longest ago was; any is false if
+// all are in flight.
+func (c *assumedCache) oldest() (used int64, any bool) {
+	b := c.Pool.Oldest()
+	if b == 0 {
+		return 0, false
+	}
+	return c.used[b], true
+}

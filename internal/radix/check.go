@@ -1,0 +1,248 @@
+package radix
+
+import (
+	"fmt"
+	"kvrouter/internal/table"
+	"slices"
+)
+
+// check reports the first invariant of the index that does not hold. It takes
+// time and memory in proportion to the whole index.
+func (r *Tree) Check() error {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	free, err := r.checkNodes()
+	if err != nil {
+		return err
+	}
+	if err := r.checkSets(free); err != nil {
+		return err
+	}
+	return r.checkSlots(free)
+}
+
+// checkNodes checks the shape of the tree and returns which nodes are free.
+func (r *Tree) checkNodes() (free []bool, err error) {
+	nodes := &r.nodes
+	free = make([]bool, nodes.next)
+	freed := 0
+	for n := nodes.free; n != 0; n = nodes.at(n).child {
+		if n >= nodes.next || free[n] {
+			return nil, fmt.Errorf("free list: node %d is out of range or there twice", n)
+		}
+		if node := nodes.at(n); node.members != 0 || node.children != 0 {
+			return nil, fmt.Errorf("free node %d has workers or children", n)
+		}
+		free[n] = true
+		freed++
+	}
+	if int(nodes.next) != nodes.used+freed {
+		return nil, fmt.Errorf("%d nodes were made, but %d are in use and %d free", nodes.next, nodes.used, freed)
+	}
+	if err := r.branches.Check(); err != nil {
+		return nil, fmt.Errorf("branches: %w", err)
+	}
+	children := make([]uint32, nodes.next)
+	branches := 0
+	for n := uint32(1); n < nodes.next; n++ {
+		if free[n] {
+			continue
+		}
+		node := nodes.at(n)
+		if node.parent >= nodes.next || free[node.parent] {
+			return nil, fmt.Errorf("node %d has no parent", n)
+		}
+		if node.members == 0 && node.children == 0 {
+			return nil, fmt.Errorf("node %d has neither workers nor children", n)
+		}
+		children[node.parent]++
+		branch := r.branches.Get(node.local, node.parent)
+		switch inline := nodes.at(node.parent).child == n; {
+		case inline && branch != 0:
+			return nil, fmt.Errorf("inline child %d is among the branches as %d", n, branch)
+		case !inline && branch != n:
+			return nil, fmt.Errorf("branches lead to %d instead of child %d", branch, n)
+		case !inline:
+			branches++
+		}
+		if r.child(node.parent, node.local) != n {
+			return nil, fmt.Errorf("child %d cannot be reached from its parent", n)
+		}
+	}
+	if branches != r.branches.Len() {
+		return nil, fmt.Errorf("%d branches, but %d children are not inline", r.branches.Len(), branches)
+	}
+	for n := range nodes.next {
+		node := nodes.at(n)
+		if free[n] {
+			continue
+		}
+		if node.children != children[n] {
+			return nil, fmt.Errorf("node %d counts %d children and has %d", n, node.children, children[n])
+		}
+		if c := node.child; c != 0 && (c >= nodes.next || free[c] || nodes.at(c).parent != n) {
+			return nil, fmt.Errorf("inline child %d of node %d is not its child", c, n)
+		}
+	}
+	// Every node leads up to the root: no cycles.
+	rooted := make([]bool, nodes.next)
+	rooted[rootNode] = true
+	for n := range nodes.next {
+		var path []uint32
+		for at := n; !free[n] && !rooted[at]; at = nodes.at(at).parent {
+			if path = append(path, at); len(path) > nodes.used {
+				return nil, fmt.Errorf("node %d is below itself", n)
+			}
+		}
+		for _, at := range path {
+			rooted[at] = true
+		}
+	}
+	return free, nil
+}
+
+// checkSets checks that each worker set in use exists once and counts the nodes
+// that refer to it.
+func (r *Tree) checkSets(free []bool) error {
+	s := &r.sets
+	if err := s.index.Check(); err != nil {
+		return fmt.Errorf("index of sets: %w", err)
+	}
+	refs := make([]uint32, len(s.sets))
+	for n := range r.nodes.next {
+		if id := r.nodes.at(n).members; int(id) >= len(refs) {
+			return fmt.Errorf("node %d has set %d of %d", n, id, len(refs))
+		} else if !free[n] {
+			refs[id]++
+		}
+	}
+	if r.nodes.at(rootNode).members != 0 {
+		return fmt.Errorf("the root has workers")
+	}
+	unused := make(map[uint32]bool)
+	for _, id := range s.free {
+		if unused[id] || id == 0 {
+			return fmt.Errorf("set %d is free twice or the empty one", id)
+		}
+		unused[id] = true
+	}
+	seen := make(map[string]int)
+	for id, set := range s.sets {
+		if id == 0 || unused[uint32(id)] {
+			if set.refs != 0 || len(set.words) != 0 {
+				return fmt.Errorf("free set %d has members or references", id)
+			}
+			continue
+		}
+		if set.refs == 0 || set.refs != refs[id] {
+			return fmt.Errorf("set %d counts %d references and has %d", id, set.refs, refs[id])
+		}
+		if n := len(set.words); n == 0 || set.words[n-1] == 0 {
+			return fmt.Errorf("set %d is empty or ends in a zero word", id)
+		}
+		key := fmt.Sprint(set.words)
+		if other, twice := seen[key]; twice {
+			return fmt.Errorf("sets %d and %d are equal", id, other)
+		}
+		seen[key] = id
+		var hash uint64
+		for slot := range uint32(len(set.words) * 64) {
+			if s.has(uint32(id), slot) {
+				hash ^= slotHash(slot)
+			}
+		}
+		at := s.index.Get(hash, 0)
+		for at != 0 && at != uint32(id) {
+			at = s.sets[at].next
+		}
+		if hash != set.hash || at == 0 {
+			return fmt.Errorf("set %d cannot be found by its hash", id)
+		}
+	}
+	if last := s.last; last.valid {
+		if unused[last.from] || unused[last.to] || s.has(last.from, last.slot) == s.has(last.to, last.slot) {
+			return fmt.Errorf("remembered change %+v is wrong", last)
+		}
+	}
+	return nil
+}
+
+// checkSlots checks each worker's tables against the sets of the nodes.
+func (r *Tree) checkSlots(free []bool) error {
+	if len(r.live) != (len(r.slots)+63)/64 {
+		return fmt.Errorf("%d words for %d slots", len(r.live), len(r.slots))
+	}
+	uses := make([]int, len(r.slots))
+	for i, p := range r.workers {
+		if i > 0 && p.key.Compare(r.workers[i-1].key) <= 0 {
+			return fmt.Errorf("worker %v is out of order", p.key)
+		}
+		if !hasSlot(r.live, p.slot) {
+			return fmt.Errorf("worker %v has slot %d, which is not live", p.key, p.slot)
+		}
+		uses[p.slot]++
+	}
+	for _, slot := range slices.Concat(r.retired, r.vacant) {
+		if r.live[slot/64]>>(slot%64)&1 != 0 {
+			return fmt.Errorf("slot %d is retired or vacant, and live", slot)
+		}
+		uses[slot]++
+	}
+	members := make([]map[uint32]int, len(r.slots)) // by slot: node -> engine hashes there
+	for slot := range r.slots {
+		if uses[slot] != 1 {
+			return fmt.Errorf("slot %d has %d uses", slot, uses[slot])
+		}
+		s := &r.slots[slot]
+		members[slot] = make(map[uint32]int)
+		s.blocks.Each(func(_ uint64, _, n uint32) bool { members[slot][n]++; return true })
+		if slices.Contains(r.vacant, uint32(slot)) && s.blocks.Len() != 0 {
+			return fmt.Errorf("vacant slot %d holds blocks", slot)
+		}
+		if slices.Contains(r.retired, uint32(slot)) {
+			continue
+		}
+		for name, t := range map[string]*table.Table{"blocks": &s.blocks, "copies": &s.copies, "aliases": &s.aliases} {
+			if err := t.Check(); err != nil {
+				return fmt.Errorf("slot %d: %s: %w", slot, name, err)
+			}
+		}
+		var err error
+		s.copies.Each(func(engine uint64, _, _ uint32) bool {
+			if s.blocks.Get(engine, 0) == 0 {
+				err = fmt.Errorf("slot %d has copies of %d, but not the block", slot, engine)
+			}
+			return err == nil
+		})
+		aliases := 0
+		for n, hashes := range members[slot] {
+			if n == rootNode || n >= r.nodes.next || free[n] || !r.sets.has(r.nodes.at(n).members, uint32(slot)) {
+				return fmt.Errorf("slot %d maps a block to node %d, which does not name it", slot, n)
+			}
+			if got := int(s.aliases.Get(uint64(n), 0)); got != hashes-1 {
+				return fmt.Errorf("slot %d has %d engine hashes at node %d and counts %d more than one", slot, hashes, n, got)
+			}
+			if hashes > 1 {
+				aliases++
+			}
+		}
+		if err == nil && aliases != s.aliases.Len() {
+			err = fmt.Errorf("slot %d counts aliases at %d nodes and has them at %d", slot, s.aliases.Len(), aliases)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	for n := range r.nodes.next {
+		words := r.sets.words(r.nodes.at(n).members)
+		for slot := range len(words) * 64 {
+			if words[slot/64]>>(slot%64)&1 == 0 {
+				continue
+			}
+			if slot >= len(r.slots) || members[slot][n] == 0 {
+				return fmt.Errorf("node %d names slot %d, which does not hold it", n, slot)
+			}
+		}
+	}
+	return nil
+}

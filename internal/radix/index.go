@@ -1,0 +1,97 @@
+package radix
+
+import (
+	"cmp"
+	"kvrouter/internal/kv"
+	"slices"
+)
+
+// Index tells which worker holds which blocks. Where that comes from is what
+// the kinds differ in: Radix knows it from KV events, Approx and PrefixTrees
+// assume it from what was routed, withPredictions does both and noIndex neither.
+// A lookup waits for one change of the index at most, never for changes that
+// wait as well.
+type Index interface {
+	Match(local []uint64, dst []kv.Match) []kv.Match
+	// CanMatch is false for an index whose Match never finds anything, so that
+	// its callers need not hash a prompt for it.
+	CanMatch() bool
+	Store(w kv.WorkerKey, parent uint64, hasParent bool, blocks []kv.StoredBlock) error
+	Remove(w kv.WorkerKey, engine []uint64) (unknown int)
+	Clear(w kv.WorkerKey)
+	Forget(worker uint64)
+	Workers() []kv.WorkerKey
+	Blocks(w kv.WorkerKey) int
+	Dump(yield func(w kv.WorkerKey, parent uint64, hasParent bool, block kv.StoredBlock) bool)
+}
+
+// assumer is an Index that is told what was routed.
+type Assumer interface {
+	Index
+	// SetCapacity tells how many blocks a worker's cache has; 0: not known.
+	SetCapacity(w kv.WorkerKey, blocks int)
+	// Routed tells that a prompt with these local hashes goes to w. The caller
+	// must end what it returns.
+	Routed(w kv.WorkerKey, local []uint64) *Assumed
+}
+
+// NewBlind returns an index that matches nothing, for a policy to which it would
+// make no difference.
+func NewBlind() Index { return blind{NewTree()} }
+
+// NewPredicting returns an index that finds what exact or routed has, whichever
+// has more of a worker.
+func NewPredicting(exact *Tree, routed *Approx) Index { return &predicting{exact, routed} }
+
+// noIndex matches nothing, for a policy to which it would make no difference.
+type blind struct{ *Tree }
+
+// CanMatch is false.
+func (blind) CanMatch() bool { return false }
+
+// Match appends nothing.
+func (blind) Match(_ []uint64, dst []kv.Match) []kv.Match { return dst }
+
+// withPredictions is the exact index and, beside it, what was routed lately: of
+// both, a worker holds what the one says that has more. It bridges the time
+// until a prompt's events come.
+type predicting struct {
+	*Tree
+	routed *Approx
+}
+
+// Match appends the longer match of each worker.
+func (x *predicting) Match(local []uint64, dst []kv.Match) []kv.Match {
+	start := len(dst)
+	dst = x.Tree.Match(local, dst)
+	exact := len(dst)
+	dst = x.routed.Match(local, dst)
+	if len(dst) == exact {
+		return dst
+	}
+	slices.SortFunc(dst[start:], func(a, b kv.Match) int {
+		return cmp.Or(a.Worker.Compare(b.Worker), cmp.Compare(b.Blocks, a.Blocks))
+	})
+	longest := slices.CompactFunc(dst[start:], func(a, b kv.Match) bool { return a.Worker == b.Worker })
+	return dst[:start+len(longest)]
+}
+
+// Clear empties w in both.
+func (x *predicting) Clear(w kv.WorkerKey) {
+	x.Tree.Clear(w)
+	x.routed.Clear(w)
+}
+
+// Forget forgets a worker in both.
+func (x *predicting) Forget(worker uint64) {
+	x.Tree.Forget(worker)
+	x.routed.Forget(worker)
+}
+
+// SetCapacity does nothing: predictions only live for a moment.
+func (*predicting) SetCapacity(kv.WorkerKey, int) {}
+
+// Routed counts the prompt as cached on w from now on.
+func (x *predicting) Routed(w kv.WorkerKey, local []uint64) *Assumed {
+	return x.routed.Routed(w, local)
+}

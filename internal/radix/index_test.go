@@ -1,0 +1,14 @@
+package radix
+
+import (
+	"kvrouter/internal/kv"
+	"slices"
+	"testing"
+)
+
+func matches(t testing.TB, x Index, local []uint64, want ...kv.Match) {
+	t.Helper()
+	if got := x.Match(local, nil); !slices.Equal(got, want) {
+		t.Fatalf("match of %d blocks: %v, want %v", len(local), got, want)
+	}
+}

@@ -1,0 +1,617 @@
+package radix
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/table"
+	"math/bits"
+	"math/rand/v2"
+	"slices"
+	"sync"
+)
+
+// Errors of Radix.Store; in both cases nothing was stored. The caller no longer
+// knows what the worker holds and should clear it or replay its events.
+var (
+	// ErrParentUnknown: the worker does not hold the block that the stored ones
+	// were to follow. They are never rooted instead: that would be a wrong match.
+	ErrParentUnknown = errors.New("parent block unknown")
+	// ErrSelfParent: a block is named as its own parent.
+	ErrSelfParent = errors.New("block is its own parent")
+)
+
+// sweepPerPart and sweepPerBlock say how many entries of cleared workers every
+// part of a Store or Remove sweeps: so many, and so many more for each of its
+// blocks.
+const (
+	sweepPerPart  = 16
+	sweepPerBlock = 2
+)
+
+// partBlocks is how many blocks Store and Remove change before lookups may go on,
+// some microseconds. Store reads the table entries of all blocks of a part before
+// it uses the first: a large table is seldom in the processor's cache, and
+// independent reads wait for memory together. Measured with 16: 1.5 to 2 times as
+// fast on 1 M blocks.
+const partBlocks = 8
+
+// Radix is the exact index: which worker holds which blocks, built from the
+// workers' own KV events. It is a prefix tree over local block hashes; each node
+// stands for one prompt prefix and carries the set of workers that hold its last
+// block. It is safe for concurrent use.
+//
+// Copies. vLLM (v1/core/block_pool.py, read in 0.32.0) caches physical blocks
+// without deduplicating them: cache_full_blocks publishes the hash of every
+// physical block that becomes full, also when another block of the same hash is
+// cached already (two requests computing one prompt at the same time), and
+// evicting a physical block publishes BlockRemoved for its hash, also while
+// copies remain. Stores and removals of a hash thus pair up one to one, and the
+// engine can reuse the hash until the last copy goes. The index counts copies
+// the same way. A block promoted from partial to full publishes its removal
+// first; a reset publishes one AllBlocksCleared. The one exception is a request
+// with the sampling extra_args kv_cache_report_mode=full: it publishes blocks
+// that were only reused, which no removal will pair with, and whose event looks
+// the same; such requests must not reach an engine that is indexed.
+//
+// One engine hash at two places. An engine's hash names a whole prefix, so the
+// same worker storing one at another node means that what was known about it is
+// outdated: the newest event wins, the old place is given up and the copies are
+// counted from one again. Two engine hashes at one node (contents that local
+// hashes do not tell apart) both count: the worker holds the node until the last
+// of them goes.
+//
+// Holes. Removing a block from the middle of a prompt leaves its node, and its
+// descendants' workers, in place while there are descendants. Match does not
+// reach past the hole; storing the block again closes it, as in the engine. A
+// node without workers and children is freed at once, and so on upward.
+//
+// Clearing. Every (worker, rank) owns a slot, its number in the worker sets.
+// Clear retires the slot, which no lookup sees from then on, and takes a new
+// one; what the retired slot held is swept by later Stores and Removes, two
+// entries for each of their blocks and 16 more for each part of them. So while anything is
+// retired every event shrinks the whole, and entries, live and retired together,
+// never exceed the most that were ever live at once. Without further events they
+// stay.
+//
+// Memory stays at its peak: freed nodes, sets and table entries are reused, not
+// returned, except for tables of workers that were cleared or forgotten.
+type Tree struct {
+	mu       spinLock // guards everything below but scratch
+	nodes    nodeSlab
+	branches table.Table // (local hash, parent node) -> child, for all but inline children
+	sets     workerSets
+	workers  []workerPlace // of all that are known, by key
+	slots    []workerSlot
+	live     []uint64 // bitset of the live slots
+	vacant   []uint32 // slots nobody uses
+	retired  []uint32 // slots still to be swept, oldest first
+	seed     uint64   // of all tables
+
+	scratch sync.Pool // *matchScratch, for concurrent lookups
+}
+
+// workerPlace says which slot a worker has.
+type workerPlace struct {
+	key  kv.WorkerKey
+	slot uint32
+}
+
+// workerSlot is what the index knows about one worker rank: 16 bytes for each
+// block in the usual case of one copy and one engine hash a node.
+type workerSlot struct {
+	blocks  table.Table // engine hash -> node
+	copies  table.Table // engine hash -> copies beyond the first
+	aliases table.Table // node -> engine hashes there beyond the first
+}
+
+// matchScratch is the working memory of one lookup.
+type matchScratch struct {
+	active []uint64 // bitset of the slots that hold every block so far
+	blocks []int    // by slot: leading blocks held, once that is known
+}
+
+// NewRadix returns an empty index.
+func NewTree() *Tree {
+	seed := rand.Uint64() // affects the placing of entries only, never a result
+	r := &Tree{
+		seed:     seed,
+		branches: table.Table{Seed: seed},
+		sets:     workerSets{sets: make([]workerSet, 1), index: table.Table{Seed: seed}},
+	}
+	r.nodes.alloc() // node 0, the root
+	r.scratch.New = func() any { return new(matchScratch) }
+	return r
+}
+
+// Store records that w now holds blocks, one after the other, the first
+// following the block with the engine hash parent, or starting a prompt if
+// hasParent is false. A block that w holds already counts as a further copy.
+// It fails with ErrParentUnknown or ErrSelfParent and then has stored nothing,
+// unless w is cleared meanwhile, which fails with ErrParentUnknown too. Lookups
+// may see the first blocks before the last are stored.
+func (r *Tree) Store(w kv.WorkerKey, parent uint64, hasParent bool, blocks []kv.StoredBlock) error {
+	previous, hasPrevious := parent, hasParent
+	for i, b := range blocks {
+		if hasPrevious && b.Engine == previous {
+			return fmt.Errorf("worker %d rank %d: store of %d blocks: block %d with engine hash %d: %w",
+				w.Worker, w.Rank, len(blocks), i, b.Engine, ErrSelfParent)
+		}
+		previous, hasPrevious = b.Engine, true
+	}
+
+	if len(blocks) == 0 {
+		return r.storePart(w, parent, hasParent, nil)
+	}
+	for part := range slices.Chunk(blocks, partBlocks) {
+		if err := r.storePart(w, parent, hasParent, part); err != nil {
+			return err
+		}
+		parent, hasParent = part[len(part)-1].Engine, true
+	}
+	return nil
+}
+
+// storePart is Store for as many blocks as lookups may wait for.
+func (r *Tree) storePart(w kv.WorkerKey, parent uint64, hasParent bool, blocks []kv.StoredBlock) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.sweep(sweepPerPart + sweepPerBlock*len(blocks))
+	slot, known := r.slot(w)
+	at := rootNode
+	if hasParent {
+		if known {
+			at = r.slots[slot].blocks.Get(parent, 0)
+		}
+		if at == rootNode {
+			return fmt.Errorf("worker %d rank %d: store of %d blocks after engine hash %d: %w",
+				w.Worker, w.Rank, len(blocks), parent, ErrParentUnknown)
+		}
+	}
+	if len(blocks) == 0 {
+		return nil
+	}
+	if !known {
+		slot = r.takeSlot(w)
+	}
+	held := &r.slots[slot].blocks
+	for _, b := range blocks {
+		_ = held.Get(b.Engine, 0)
+	}
+	for _, b := range blocks {
+		at = r.storeBlock(slot, at, b)
+	}
+	return nil
+}
+
+// Remove records that w dropped one copy of each of the blocks with these engine
+// hashes, and returns how many of them it did not hold; those are skipped.
+func (r *Tree) Remove(w kv.WorkerKey, engine []uint64) (unknown int) {
+	for part := range slices.Chunk(engine, partBlocks) {
+		unknown += r.removePart(w, part)
+	}
+	return unknown
+}
+
+func (r *Tree) removePart(w kv.WorkerKey, engine []uint64) (unknown int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.sweep(sweepPerPart + sweepPerBlock*len(engine))
+	slot, known := r.slot(w)
+	if !known {
+		return len(engine)
+	}
+	s := &r.slots[slot]
+	for _, e := range engine {
+		if more := s.copies.Get(e, 0); more != 0 {
+			s.copies.SetOrDelete(e, more-1)
+		} else if n := s.blocks.Delete(e, 0); n != 0 {
+			r.dropMember(slot, n)
+		} else {
+			unknown++
+		}
+	}
+	return unknown
+}
+
+// Clear empties w, which stays known to Workers. The time it takes does not
+// depend on how many blocks w held.
+func (r *Tree) Clear(w kv.WorkerKey) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if slot, known := r.slot(w); known && r.slots[slot].blocks.Len() > 0 {
+		r.retire(slot)
+		r.takeSlot(w)
+	}
+}
+
+// Forget empties all ranks of a worker and removes them from Workers.
+func (r *Tree) Forget(worker uint64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.workers = slices.DeleteFunc(r.workers, func(p workerPlace) bool {
+		if p.key.Worker == worker {
+			r.retire(p.slot)
+		}
+		return p.key.Worker == worker
+	})
+}
+
+// CanMatch is true.
+func (*Tree) CanMatch() bool { return true }
+
+// Match appends to dst, ordered by worker and rank, every worker that holds at
+// least the first block of the prompt with these local hashes, and how many it
+// holds without a gap from there. Other elements of dst are left as they are.
+func (r *Tree) Match(local []uint64, dst []kv.Match) []kv.Match {
+	if len(local) == 0 {
+		return dst
+	}
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	n := r.child(rootNode, local[0])
+	if n == 0 {
+		return dst
+	}
+	scratch := r.scratch.Get().(*matchScratch)
+	defer r.scratch.Put(scratch)
+	if len(scratch.blocks) < len(r.slots) {
+		scratch.blocks = make([]int, len(r.slots))
+		scratch.active = make([]uint64, len(r.live))
+	}
+
+	// Along a prompt the workers seldom change from one block to the next, and
+	// then the set's number does not either.
+	set := r.nodes.at(n).members
+	first := r.sets.words(set)
+	active := scratch.active[:len(first)]
+	for i, word := range first {
+		active[i] = word & r.live[i]
+	}
+	depth := 1
+	for ; depth < len(local); depth++ {
+		run := r.nodes.run(n, set, local[depth:])
+		n += uint32(run)
+		if depth += run; depth == len(local) {
+			break
+		}
+		if n = r.child(n, local[depth]); n == 0 {
+			break
+		}
+		if s := r.nodes.at(n).members; s != set {
+			set = s
+			if !narrow(active, r.sets.words(s), depth, scratch.blocks) {
+				break
+			}
+		}
+	}
+	narrow(active, nil, depth, scratch.blocks)
+
+	for i := range r.workers {
+		if p := &r.workers[i]; hasSlot(first, p.slot) {
+			dst = append(dst, kv.Match{Worker: p.key, Blocks: scratch.blocks[p.slot]})
+		}
+	}
+	return dst
+}
+
+// Workers returns all workers that were ever stored to and not forgotten, also
+// those that hold nothing now, in order.
+func (r *Tree) Workers() []kv.WorkerKey {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	keys := make([]kv.WorkerKey, len(r.workers))
+	for i, p := range r.workers {
+		keys[i] = p.key
+	}
+	return keys
+}
+
+// Blocks returns how many blocks w holds; copies of one block count once.
+func (r *Tree) Blocks(w kv.WorkerKey) int {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	if slot, known := r.slot(w); known {
+		return r.slots[slot].blocks.Len()
+	}
+	return 0
+}
+
+// Nodes returns how many distinct prefixes the index has nodes for, among them
+// those kept for their descendants only and those of cleared workers that are
+// not swept yet.
+func (r *Tree) Nodes() int {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	return r.nodes.used - 1
+}
+
+// Dump calls yield with every block that Match can reach, worker by worker in
+// order, each after its parent, until yield returns false. Storing what it
+// yields, one block at a time, into an empty index gives the same matches; a
+// block of several copies is yielded as often. Blocks behind a hole are left
+// out, since nothing can name their parent. Each worker's blocks are those of
+// one moment; no lock is held while yield runs.
+func (r *Tree) Dump(yield func(w kv.WorkerKey, parent uint64, hasParent bool, block kv.StoredBlock) bool) {
+	for _, w := range r.Workers() {
+		if !dumpWorker(w, r.snapshot(w), yield) {
+			return
+		}
+	}
+}
+
+// storeBlock adds block to slot as a child of node at, and returns its node.
+func (r *Tree) storeBlock(slot, at uint32, block kv.StoredBlock) uint32 {
+	n := r.child(at, block.Local)
+	if n == 0 {
+		n = r.addChild(at, block.Local)
+	}
+	s := &r.slots[slot]
+	old := s.blocks.Get(block.Engine, 0)
+	if old == n {
+		s.copies.Put(block.Engine, 0, s.copies.Get(block.Engine, 0)+1)
+		return n
+	}
+	s.blocks.Put(block.Engine, 0, n)
+	r.addMember(slot, n)
+	if old != 0 {
+		// After addMember, which keeps the path to n from being freed.
+		s.copies.Delete(block.Engine, 0)
+		r.dropMember(slot, old)
+	}
+	return n
+}
+
+// addMember counts one more engine hash of slot at node n.
+func (r *Tree) addMember(slot, n uint32) {
+	if members := r.nodes.at(n).members; r.sets.has(members, slot) {
+		aliases := &r.slots[slot].aliases
+		aliases.Put(uint64(n), 0, aliases.Get(uint64(n), 0)+1)
+		return
+	}
+	r.toggleMember(slot, n)
+}
+
+// dropMember counts one engine hash of slot less at node n, and frees the node
+// if nobody needs it any more.
+func (r *Tree) dropMember(slot, n uint32) {
+	aliases := &r.slots[slot].aliases
+	if more := aliases.Get(uint64(n), 0); more != 0 {
+		aliases.SetOrDelete(uint64(n), more-1)
+		return
+	}
+	r.toggleMember(slot, n)
+	r.freeUnused(n)
+}
+
+// toggleMember puts slot into the worker set of node n, or takes it out.
+func (r *Tree) toggleMember(slot, n uint32) {
+	node := r.nodes.at(n)
+	old := node.members
+	node.members = r.sets.toggle(old, slot)
+	r.sets.acquire(node.members)
+	r.sets.release(old)
+}
+
+// child returns the child of node n for this local hash, or 0.
+func (r *Tree) child(n uint32, local uint64) uint32 {
+	node := r.nodes.at(n)
+	switch {
+	case node.children == 0:
+		return 0
+	case node.child != 0 && r.nodes.at(node.child).local == local:
+		return node.child
+	case node.child != 0 && node.children == 1:
+		return 0
+	}
+	return r.branches.Get(local, n)
+}
+
+// addChild makes a child of node n for a local hash it has none for. The node
+// has no worker yet.
+func (r *Tree) addChild(n uint32, local uint64) uint32 {
+	c := r.nodes.alloc()
+	*r.nodes.at(c) = treeNode{local: local, parent: n}
+	parent := r.nodes.at(n)
+	if parent.child == 0 {
+		parent.child = c
+	} else {
+		r.branches.Put(local, n, c)
+	}
+	parent.children++
+	return c
+}
+
+// freeUnused frees node n if it has neither workers nor children, and then its
+// ancestors as far as the same is true of them.
+func (r *Tree) freeUnused(n uint32) {
+	for n != rootNode {
+		node := r.nodes.at(n)
+		if node.members != 0 || node.children != 0 {
+			return
+		}
+		parent := r.nodes.at(node.parent)
+		if parent.child == n {
+			parent.child = 0
+		} else {
+			r.branches.Delete(node.local, node.parent)
+		}
+		parent.children--
+		up := node.parent
+		r.nodes.release(n)
+		n = up
+	}
+}
+
+// place finds w among the workers, or where it would be.
+func (r *Tree) place(w kv.WorkerKey) (at int, known bool) {
+	return slices.BinarySearchFunc(r.workers, w, func(p workerPlace, key kv.WorkerKey) int { return p.key.Compare(key) })
+}
+
+// slot returns the slot of w.
+func (r *Tree) slot(w kv.WorkerKey) (slot uint32, known bool) {
+	if at, known := r.place(w); known {
+		return r.workers[at].slot, true
+	}
+	return 0, false
+}
+
+// takeSlot gives w a slot that holds nothing.
+func (r *Tree) takeSlot(w kv.WorkerKey) uint32 {
+	var slot uint32
+	if n := len(r.vacant); n > 0 {
+		slot, r.vacant = r.vacant[n-1], r.vacant[:n-1]
+	} else {
+		slot = uint32(len(r.slots))
+		r.slots = append(r.slots, workerSlot{})
+		if int(slot/64) == len(r.live) {
+			r.live = append(r.live, 0)
+		}
+	}
+	empty := table.Table{Seed: r.seed}
+	r.slots[slot] = workerSlot{blocks: empty, copies: empty, aliases: empty}
+	r.live[slot/64] |= 1 << (slot % 64)
+	if at, known := r.place(w); known {
+		r.workers[at].slot = slot
+	} else {
+		r.workers = slices.Insert(r.workers, at, workerPlace{w, slot})
+	}
+	return slot
+}
+
+// retire takes slot out of all lookups and leaves what it held to sweep. The
+// caller sees to the slot's key.
+func (r *Tree) retire(slot uint32) {
+	r.live[slot/64] &^= 1 << (slot % 64)
+	s := &r.slots[slot]
+	s.copies, s.aliases = table.Table{}, table.Table{}
+	r.retired = append(r.retired, slot)
+}
+
+// sweep takes up to limit entries of retired slots out of the tree.
+func (r *Tree) sweep(limit int) {
+	for len(r.retired) > 0 && limit > 0 {
+		slot := r.retired[0]
+		s := &r.slots[slot]
+		limit -= s.blocks.Drain(limit, func(n uint32) {
+			// The slot is gone already where two engine hashes led to the node,
+			// which may even stand for another prefix by now.
+			if r.sets.has(r.nodes.at(n).members, slot) {
+				r.toggleMember(slot, n)
+				r.freeUnused(n)
+			}
+		})
+		if s.blocks.Len() == 0 {
+			*s = workerSlot{}
+			r.retired = r.retired[1:]
+			r.vacant = append(r.vacant, slot)
+		}
+	}
+}
+
+// narrow keeps in active what is also in set, and notes for every slot that it
+// takes out how many blocks it holds. It tells whether any is left.
+func narrow(active, set []uint64, held int, blocks []int) bool {
+	var left uint64
+	for i, word := range active {
+		kept := uint64(0)
+		if i < len(set) {
+			kept = word & set[i]
+		}
+		left |= kept
+		for lost := word &^ kept; lost != 0; lost &= lost - 1 {
+			blocks[i*64+bits.TrailingZeros64(lost)] = held
+		}
+		active[i] = kept
+	}
+	return left != 0
+}
+
+// heldBlock is one entry of a worker's table, as Dump needs it.
+type heldBlock struct {
+	block        kv.StoredBlock
+	node, parent uint32 // parent is rootNode for the first block of a prompt
+	copies       int
+}
+
+// snapshot returns what w holds, ordered by node and engine hash.
+func (r *Tree) snapshot(w kv.WorkerKey) []heldBlock {
+	r.mu.RLock()
+	slot, known := r.slot(w)
+	if !known {
+		r.mu.RUnlock()
+		return nil
+	}
+	s := &r.slots[slot]
+	held := make([]heldBlock, 0, s.blocks.Len())
+	s.blocks.Each(func(engine uint64, _, n uint32) bool {
+		node := r.nodes.at(n)
+		held = append(held, heldBlock{
+			block:  kv.StoredBlock{Engine: engine, Local: node.local},
+			node:   n,
+			parent: node.parent,
+			copies: 1 + int(s.copies.Get(engine, 0)),
+		})
+		return true
+	})
+	r.mu.RUnlock()
+	slices.SortFunc(held, func(a, b heldBlock) int {
+		return cmp.Or(cmp.Compare(a.node, b.node), cmp.Compare(a.block.Engine, b.block.Engine))
+	})
+	return held
+}
+
+// dumpWorker yields the reachable blocks among held, each after its parent, and
+// tells whether to go on.
+func dumpWorker(w kv.WorkerKey, held []heldBlock, yield func(kv.WorkerKey, uint64, bool, kv.StoredBlock) bool) bool {
+	byNode := table.Table{} // node -> 1 + index of its first entry in held
+	for i := len(held) - 1; i >= 0; i-- {
+		byNode.Put(uint64(held[i].node), 0, uint32(i)+1)
+	}
+	const (
+		unknown = iota
+		reachable
+		unreachable
+	)
+	state := make([]uint8, len(held)) // of the first entry of each node
+	var path []int
+	for start := range held {
+		// Up to the root, a hole, or an ancestor whose state is known ...
+		path = path[:0]
+		var result uint8
+		for i := int(byNode.Get(uint64(held[start].node), 0)) - 1; ; {
+			if result = state[i]; result != unknown {
+				break
+			}
+			path = append(path, i)
+			if held[i].parent == rootNode {
+				result = reachable
+				break
+			}
+			if i = int(byNode.Get(uint64(held[i].parent), 0)) - 1; i < 0 {
+				result = unreachable
+				break
+			}
+		}
+		// ... and back down.
+		for _, first := range slices.Backward(path) {
+			state[first] = result
+			if result == unreachable {
+				continue
+			}
+			parent, hasParent := uint64(0), held[first].parent != rootNode
+			if hasParent {
+				parent = held[byNode.Get(uint64(held[first].parent), 0)-1].block.Engine
+			}
+			for i := first; i < len(held) && held[i].node == held[first].node; i++ {
+				for range held[i].copies {
+					if !yield(w, parent, hasParent, held[i].block) {
+						return false
+					}
+				}
+			}
+		}
+	}
+	return true
+}

@@ -1,0 +1,67 @@
+package radix
+
+import (
+	"kvrouter/internal/kv"
+	"math"
+	"sync"
+	"time"
+)
+
+// PrefixTrees is the approximate index of SGLang's router: one prefix tree a
+// worker, of the prompts that were routed to it, from the moment when they were
+// chosen for it. Nothing is believed of the engines' memories but what
+// corrections show. A tree keeps a number of tokens, those of answers included,
+// and every interval what is beyond them goes, the prompts used longest ago
+// first, the end of a prompt before its start; what is in flight stays. Between
+// two evictions a tree never has more than twice as many: there the oldest goes
+// at once, and a prompt for which all that is in flight leaves no room is not
+// entered as a whole.
+//
+// It is an Approx whose workers all have a memory of that size.
+type Trees struct {
+	*Approx
+	blocks int           // that a tree keeps
+	every  time.Duration // from one eviction to the next
+	mu     sync.Mutex    // guards due; held before Approx.mu
+	due    time.Time     // of the next eviction
+}
+
+// Limits returns how many blocks each tree keeps, and the time from one eviction
+// to the next.
+func (t *Trees) Limits() (blocks int, every time.Duration) { return t.blocks, t.every }
+
+// NewPrefixTrees returns empty trees, each of which keeps that many blocks. now
+// is the clock.
+func NewTrees(blocks int, every time.Duration, now func() time.Time) *Trees {
+	t := &Trees{Approx: NewApprox(0, 0, 0, now), blocks: blocks, every: every, due: now().Add(every)}
+	t.learns = true
+	return t
+}
+
+// SetCapacity does nothing: the trees' size is not that of the memories.
+func (*Trees) SetCapacity(kv.WorkerKey, int) {}
+
+// Routed enters a prompt into w's tree, and evicts what is due in all of them.
+func (t *Trees) Routed(w kv.WorkerKey, local []uint64) *Assumed {
+	t.Approx.SetCapacity(w, 2*t.blocks)
+	now := t.now()
+	t.mu.Lock()
+	due := !now.Before(t.due)
+	if due {
+		t.due = now.Add(t.every)
+	}
+	t.mu.Unlock()
+	if due {
+		t.Approx.keep(t.blocks)
+	}
+	return t.Approx.Routed(w, local)
+}
+
+// keep evicts all but so many blocks of each worker.
+func (a *Approx) keep(blocks int) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for w, c := range a.Caches {
+		a.evict(w, c, math.MaxInt64, max(0, c.Pool.Held()-blocks))
+	}
+}

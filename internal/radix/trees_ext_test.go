@@ -1,0 +1,34 @@
+package radix_test
+
+import (
+	"kvrouter/internal/policy"
+	"kvrouter/internal/radix"
+	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
+	"testing"
+	"time"
+)
+
+func TestWithoutCorrectionNothingIsTakenBack(t *testing.T) {
+	config := router.DefaultIndexSettings()
+	config.PrefixSource, config.CacheCorrection = router.PrefixApprox, false
+	for _, noEvents := range []bool{false, true} {
+		config.NoKVEvents = noEvents
+		for _, rule := range []string{"variance", "work"} {
+			index, assumes := router.NewIndex(config, rule, policy.DefaultSettings(), testkit.TestBlock, time.Now).(radix.Assumer)
+			if !assumes {
+				if noEvents || rule == "variance" {
+					t.Errorf("policy %s, no events %v: an index of events", rule, noEvents)
+				}
+				continue
+			}
+			for range 2 {
+				index.Routed(testkit.W0, testkit.Prompt(1, 10)).End(0, 0)
+			}
+			index.Routed(testkit.W0, testkit.Prompt(2, 10)).End(0, 0)
+			if n := index.Blocks(testkit.W0); n != 20 {
+				t.Errorf("policy %s: %d blocks are left of 20", rule, n)
+			}
+		}
+	}
+}

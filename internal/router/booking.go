@@ -1,0 +1,296 @@
+package router
+
+import (
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/radix"
+	"slices"
+	"sync/atomic"
+	"time"
+)
+
+// Booking is one request's entry in the books. Its methods may be called any
+// number of times, from any goroutine.
+type Booking struct {
+	router        *Router
+	worker        kv.WorkerKey
+	id            string   // empty: none
+	sequence      []uint64 // sequence hashes booked as active blocks
+	prompt        int      // tokens
+	uncached      int      // those of them to be computed
+	expected      int      // tokens of the answer; 0: unknown
+	answeredWhole bool     // nobody tells when its first token comes
+	leg           kv.Leg
+	remote        bool   // of another router
+	decision      uint64 // of a judged policy; 0: none
+	ended         atomic.Bool
+
+	// All below is guarded by router.mu.
+	number       uint64 // by which other routers know it; 0: they do not
+	sent         time.Time
+	alone        bool  // no other prompt was to be computed when it was sent
+	atSent       tally // of the worker
+	computed     bool  // the first token has come
+	first        time.Time
+	atFirst      tally
+	assumed      *radix.Assumed // what of it an approximate index counts as cached
+	cached       int            // blocks of it that the engine found cached; -1: not told
+	outputs      int            // blocks of the answer
+	outputWeight float64        // what they count together
+	heard        time.Time      // when somebody last spoke of it
+	older, newer *Booking       // its neighbours in Loads, by that time
+}
+
+// Worker is where the request is booked.
+func (b *Booking) Worker() kv.WorkerKey { return b.worker }
+
+// Ended tells whether the booking has ended: its request has, or nobody spoke of
+// it for bookingExpiry.
+func (b *Booking) Ended() bool { return b.ended.Load() }
+
+func (b *Booking) prefill() policy.Prefill {
+	return policy.Prefill{Tokens: b.uncached, Sent: b.sent, AnsweredWhole: b.answeredWhole}
+}
+
+// FirstToken tells that the prompt has been computed.
+func (b *Booking) FirstToken() {
+	r := b.router
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	now := r.Now()
+	r.prefillDone(b, now)
+	r.loads.Heard(b, now)
+}
+
+// OutputBlock tells that the answer has filled one more block. Where a fraction
+// is given, all blocks that only this request has count so much each from now
+// on, 0 to 1: the less is to come, the sooner they are free.
+func (b *Booking) OutputBlock(decayFraction *float64) {
+	r := b.router
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	if b.ended.Load() {
+		return
+	}
+	r.loads.OutputBlock(b, decayFraction)
+	r.loads.Heard(b, r.Now())
+}
+
+// Generated tells that the answer has so many tokens by now, and books the
+// blocks that they have begun, which decay as the expected length is neared.
+func (b *Booking) Generated(tokens int) {
+	r := b.router
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	var share *float64
+	if b.expected > 0 {
+		fraction := max(0, 1-float64(tokens)/float64(b.expected))
+		share = &fraction
+	}
+	blocks := func(tokens int) int { return (tokens + r.blockSize - 1) / r.blockSize }
+	for want := blocks(b.prompt+tokens) - blocks(b.prompt); b.outputs < want && !b.ended.Load(); {
+		r.loads.OutputBlock(b, share)
+		r.loads.Heard(b, r.Now())
+	}
+}
+
+// Cached tells how many of the prompt's tokens the engine found in its cache, as
+// its answer says. It counts if it comes before the end.
+func (b *Booking) Cached(tokens int) {
+	b.router.Mu.Lock()
+	defer b.router.Mu.Unlock()
+	if b.ended.Load() {
+		return
+	}
+	b.cached = tokens / b.router.blockSize
+	b.router.loads.of(b.worker).tellsCached = true
+}
+
+// CachedUntold tells that the answer reports its tokens but no cached ones, by
+// an API that has a place for them. vLLM leaves it empty where there were none
+// (and, unless --enable-prompt-tokens-details is set, always): so from a worker
+// that has told of some before it means none, and CachedUntold returns true.
+func (b *Booking) CachedUntold() (none bool) {
+	b.router.Mu.Lock()
+	defer b.router.Mu.Unlock()
+	if b.ended.Load() || !b.router.loads.of(b.worker).tellsCached {
+		return false
+	}
+	b.cached = 0
+	return true
+}
+
+// End tells that the request has ended without an answer, and that its worker
+// is not to blame.
+func (b *Booking) End() { b.end(policy.Abandoned, 0) }
+
+// Fail tells that the request has ended because its worker failed.
+func (b *Booking) Fail() { b.end(policy.Failed, 0) }
+
+// Finish tells that the request has ended with an answer of that many tokens; 0:
+// unknown.
+func (b *Booking) Finish(output int) { b.end(policy.Finished, output) }
+
+// Free tells that the request has ended, but not how. One whose first token has
+// come counts as finished; of others nothing is known, since a worker that
+// fails at once is freed at once.
+func (b *Booking) Free() {
+	r := b.router
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	how := policy.Abandoned
+	if b.computed {
+		how = policy.Finished
+	}
+	r.finish(b, how, 0, r.Now())
+}
+
+// Report ends the booking as somebody tells who has sent the request himself:
+// how it ended, after what time and with how many tokens; those of the prompt
+// may be 0. known: policy thompson still waited for it; ack says what it made of
+// it.
+func (b *Booking) Report(f policy.Feedback) (ack policy.ThompsonAck, known bool) {
+	r := b.router
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	f.Decision, f.Now = b.decision, r.Now()
+	if f.TokensIn == 0 {
+		f.TokensIn = b.prompt
+	}
+	if p, is := r.Policy.(*policy.Thompson); is && !b.ended.Load() {
+		ack, known = p.JudgeDetail(f)
+		b.decision = 0 // it has been judged
+	}
+	r.finish(b, f.Ending, f.TokensOut, f.Now)
+	return ack, known
+}
+
+func (b *Booking) end(how policy.Ending, output int) {
+	r := b.router
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	r.finish(b, how, output, r.Now())
+}
+
+// finish takes b off the books, unless it is already. The caller holds the lock.
+func (r *Router) finish(b *Booking, how policy.Ending, output int, now time.Time) {
+	if b.ended.Load() {
+		return
+	}
+	b.ended.Store(true)
+	told := b.computed
+	r.prefillDone(b, now)
+	if policy, ok := r.Policy.(policy.Learner); ok && told && !b.answeredWhole && output > 0 {
+		policy.Learn(r.loads.Outcome(b, output, now))
+	}
+	if rule, ok := r.Policy.(policy.Judged); ok && b.decision != 0 {
+		f := policy.Feedback{Decision: b.decision, Worker: b.worker, Now: now, Ending: how, Latency: now.Sub(b.sent), TokensIn: b.prompt, TokensOut: output}
+		if told && !b.answeredWhole {
+			f.FirstToken = b.first.Sub(b.sent)
+		}
+		rule.Judge(f)
+	}
+	r.loads.End(b, now)
+	if how == policy.Failed {
+		b.assumed.Fail()
+	} else {
+		b.assumed.End((b.prompt+output)/r.blockSize-b.prompt/r.blockSize, b.cached)
+	}
+	r.share(ChangeFree, b)
+	r.drain(now)
+}
+
+func (r *Router) prefillDone(b *Booking, now time.Time) {
+	if !b.computed {
+		b.computed = true
+		r.loads.FirstToken(b, now)
+		r.share(ChangePrefill, b)
+		r.drain(now)
+	}
+}
+
+const (
+	// bookingExpiry is how long nobody may speak of a booking before it is taken
+	// for forgotten.
+	BookingExpiry = time.Hour
+	// expiryEvery is the least time between two searches for such bookings.
+	expiryEvery = 30 * time.Second
+)
+
+// expire ends the bookings that were forgotten. It runs with every decision and
+// every look at the books, so it needs no clock of its own.
+func (r *Router) expire(now time.Time) {
+	if now.Sub(r.expired) < expiryEvery {
+		return
+	}
+	r.expired = now
+	for b := r.loads.oldest; b != nil && now.Sub(b.heard) >= BookingExpiry; b = r.loads.oldest {
+		if b.id == "" && !b.remote { // whoever holds it ends it; a stream may be longer than that
+			r.loads.Heard(b, now)
+			continue
+		}
+		r.finish(b, policy.Abandoned, 0, now)
+	}
+}
+
+// Booking returns the booking under that id, or nil.
+func (r *Router) Booking(id string) *Booking {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	r.expire(r.Now())
+	return r.loads.Booking(id)
+}
+
+// WorkerLoad is what a worker has to do, or would have with one more request.
+type WorkerLoad struct {
+	Key                    kv.WorkerKey
+	PotentialPrefillTokens int
+	PotentialDecodeBlocks  int
+	ActiveRequests         int // without the one more
+}
+
+// Loads returns what every worker has to do that is up or has bookings, by key.
+func (r *Router) Loads() []WorkerLoad {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	now := r.Now()
+	r.expire(now)
+	keys := r.loads.Booked()
+	for i := range r.targets {
+		keys = append(keys, r.targets[i].Key)
+	}
+	slices.SortFunc(keys, kv.WorkerKey.Compare)
+	var loads []WorkerLoad
+	for _, key := range slices.Compact(keys) {
+		load := r.loads.Get(key, now)
+		loads = append(loads, WorkerLoad{Key: key, PotentialPrefillTokens: load.PrefillTokens, PotentialDecodeBlocks: load.ActiveBlocks, ActiveRequests: load.InFlight})
+	}
+	return loads
+}
+
+// PotentialLoads returns what each worker that may serve the request would have
+// to do with it, by key. Nothing is booked.
+func (r *Router) PotentialLoads(request Request) []WorkerLoad {
+	scratch := r.scratch.Get().(*workspace)
+	defer r.scratch.Put(scratch)
+	request.QueryOnly = true
+	p, _ := r.lookUp(request, scratch)
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	now := r.Now()
+	r.expire(now)
+	var loads []WorkerLoad
+	for i := range r.targets {
+		t := &r.targets[i]
+		if !p.mayUse(t) {
+			continue
+		}
+		c := r.candidate(&p, t, now)
+		load := WorkerLoad{Key: t.Key, PotentialPrefillTokens: c.Load.PrefillTokens, PotentialDecodeBlocks: c.Load.ActiveBlocks + c.NewBlocks, ActiveRequests: c.Load.InFlight}
+		if r.tracksPrefill(&p) {
+			load.PotentialPrefillTokens += p.tokens - c.Overlap*r.blockSize
+		}
+		loads = append(loads, load)
+	}
+	return loads
+}

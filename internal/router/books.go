@@ -1,0 +1,341 @@
+package router
+
+import (
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/table"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"sort"
+	"time"
+)
+
+// loadFreshFor is how long a published load is believed. The plugin repeats its
+// last value every second, and polls of /metrics come as often.
+const loadFreshFor = 10 * time.Second
+
+// Loads holds every worker's load. It has no lock of its own: its owner, the
+// Router, guards it.
+type Loads struct {
+	byWorker map[kv.WorkerKey]*workerLoad
+	// active counts, by sequence hash and worker number, the requests in flight
+	// that have the block in their prompt.
+	active table.Table
+	unused []uint32 // numbers of workers that are gone
+
+	byID           map[string]*Booking
+	oldest, newest *Booking // by when somebody last spoke of them
+}
+
+// workerLoad is a worker's load, its number in Loads.active and what it has done.
+type workerLoad struct {
+	policy.Load
+	number uint32
+	gone   bool // to be dropped with its last booking
+	done   tally
+	tally  time.Time // when done was brought up to date
+
+	tellsCached bool // an answer of it has said how many of its prompt's tokens were cached
+
+	blocks  int                // distinct prompt blocks of requests in flight
+	weights map[uint64]float64 // of those that do not count 1, by sequence hash
+	excess  float64            // sum of those weights, less 1 each
+	output  float64            // sum of the weights of output blocks
+}
+
+// activeBlocks is the sum of all weights, rounded.
+func (l *workerLoad) activeBlocks() int {
+	return int(math.Round(float64(l.blocks) + l.excess + l.output))
+}
+
+// weigh sets the weight of a block.
+func (l *workerLoad) weigh(h uint64, weight float64) {
+	if old, has := l.weights[h]; has {
+		l.excess -= old - 1
+	}
+	if weight != 1 {
+		if l.weights == nil {
+			l.weights = map[uint64]float64{}
+		}
+		l.weights[h] = weight
+		l.excess += weight - 1
+	} else if delete(l.weights, h); len(l.weights) == 0 {
+		l.excess = 0 // what rounding left
+	}
+}
+
+// tally counts what a worker has done since its first request.
+type tally struct {
+	prompts int     // that got their first token
+	tokens  int     // uncached ones of those
+	context float64 // sum over time of ContextTokens, token·s
+}
+
+// tallyAt brings the tally up to now and returns it.
+func (l *workerLoad) tallyAt(now time.Time) tally {
+	if !l.tally.IsZero() {
+		l.done.context += float64(l.ContextTokens) * now.Sub(l.tally).Seconds()
+	}
+	l.tally = now
+	return l.done
+}
+
+// since returns what was done between two tallies that are d apart.
+func (t tally) since(before tally, d time.Duration) policy.Meanwhile {
+	m := policy.Meanwhile{Prompts: t.prompts - before.prompts, Tokens: t.tokens - before.tokens}
+	if d > 0 {
+		m.Context = (t.context - before.context) / d.Seconds()
+	}
+	return m
+}
+
+// NewLoads returns an empty table.
+func NewLoads() *Loads {
+	return &Loads{byWorker: map[kv.WorkerKey]*workerLoad{}, byID: map[string]*Booking{}, active: table.Table{Seed: rand.Uint64()}} // the seed affects no result
+}
+
+// Publish takes over what worker w reports of itself.
+func (l *Loads) Publish(w kv.WorkerKey, p policy.Published) {
+	load := l.of(w)
+	load.Published = p
+	load.Bumped = 0
+}
+
+// Bump counts one request sent to w until w publishes again.
+func (l *Loads) Bump(w kv.WorkerKey) { l.of(w).Bumped++ }
+
+// Begin books a request that is sent now.
+func (l *Loads) Begin(b *Booking, now time.Time) {
+	load := l.of(b.worker)
+	b.sent, b.alone, b.atSent = now, len(load.Prefills) == 0, load.tallyAt(now)
+	load.InFlight++
+	if b.leg == kv.LegDecode {
+		load.AwaitedTokens += b.prompt
+	} else {
+		load.PrefillTokens += b.uncached
+		load.Prefills = append(load.Prefills, b.prefill())
+	}
+	l.Activate(b.worker, b.sequence)
+	if b.id != "" {
+		l.byID[b.id] = b
+	}
+	l.link(b, now)
+}
+
+// Booking returns the booking under that id, or nil.
+func (l *Loads) Booking(id string) *Booking { return l.byID[id] }
+
+// Booked lists the workers that have bookings, in no order.
+func (l *Loads) Booked() []kv.WorkerKey {
+	var keys []kv.WorkerKey
+	for w, load := range l.byWorker {
+		if load.InFlight > 0 {
+			keys = append(keys, w)
+		}
+	}
+	return keys
+}
+
+// Heard notes that somebody spoke of a booking now.
+func (l *Loads) Heard(b *Booking, now time.Time) {
+	if !b.ended.Load() && b != l.newest {
+		l.unlink(b)
+		l.link(b, now)
+	}
+	b.heard = now
+}
+
+// link puts b behind all others.
+func (l *Loads) link(b *Booking, now time.Time) {
+	b.heard, b.older, b.newer = now, l.newest, nil
+	if l.newest != nil {
+		l.newest.newer = b
+	} else {
+		l.oldest = b
+	}
+	l.newest = b
+}
+
+func (l *Loads) unlink(b *Booking) {
+	if b.older != nil {
+		b.older.newer = b.newer
+	} else {
+		l.oldest = b.newer
+	}
+	if b.newer != nil {
+		b.newer.older = b.older
+	} else {
+		l.newest = b.older
+	}
+	b.older, b.newer = nil, nil
+}
+
+// FirstToken tells that the prompt of a booked request has been computed: it
+// decodes from now on.
+func (l *Loads) FirstToken(b *Booking, now time.Time) {
+	load := l.of(b.worker)
+	load.tallyAt(now)
+	load.ContextTokens += b.prompt
+	if b.leg == kv.LegDecode {
+		load.AwaitedTokens -= b.prompt
+		b.first, b.atFirst = now, load.done
+		return
+	}
+	load.done.prompts++
+	load.done.tokens += b.uncached
+	b.first, b.atFirst = now, load.done
+	load.PrefillTokens -= b.uncached
+	if i := slices.Index(load.Prefills, b.prefill()); i >= 0 {
+		load.Prefills = slices.Delete(load.Prefills, i, i+1)
+	}
+	if !b.answeredWhole {
+		load.Load.FirstToken = now
+	}
+}
+
+// End takes a finished request off, after FirstToken.
+func (l *Loads) End(b *Booking, now time.Time) {
+	load := l.of(b.worker)
+	load.tallyAt(now)
+	load.InFlight--
+	load.ContextTokens -= b.prompt
+	load.output -= b.outputWeight
+	l.Deactivate(b.worker, b.sequence)
+	l.unlink(b)
+	if b.id != "" {
+		delete(l.byID, b.id)
+	}
+	if load.InFlight == 0 {
+		load.output = 0 // what rounding left
+		l.drop(b.worker)
+	}
+}
+
+// OutputBlock adds a block to a request's answer. A share is what each block
+// counts from now on that no other request has.
+func (l *Loads) OutputBlock(b *Booking, share *float64) {
+	load := l.of(b.worker)
+	b.outputs++
+	weight := b.outputWeight + 1
+	if share != nil {
+		each := min(max(*share, 0), 1)
+		weight = float64(b.outputs) * each
+		for i := len(b.sequence) - 1; i >= 0 && l.active.Get(b.sequence[i], load.number) == 1; i-- {
+			load.weigh(b.sequence[i], each) // all before one that is shared are shared
+		}
+	}
+	load.output += weight - b.outputWeight
+	b.outputWeight = weight
+}
+
+// Outcome sums up a request that is ending now with so many tokens, before End.
+func (l *Loads) Outcome(b *Booking, output int, now time.Time) policy.Outcome {
+	o := policy.Outcome{
+		Worker: b.worker, Leg: b.leg, Uncached: b.uncached, Output: output, Alone: b.alone,
+		FirstToken: b.first.Sub(b.sent), Decode: now.Sub(b.first),
+	}
+	o.Before = b.atFirst.since(b.atSent, o.FirstToken)
+	o.During = l.of(b.worker).tallyAt(now).since(b.atFirst, o.Decode)
+	return o
+}
+
+// Activate books the blocks of a prompt, by sequence hash, on w.
+func (l *Loads) Activate(w kv.WorkerKey, sequence []uint64) {
+	load := l.of(w)
+	for _, h := range sequence {
+		requests := l.active.Get(h, load.number)
+		if requests == 0 {
+			load.blocks++
+		}
+		l.active.Put(h, load.number, requests+1)
+	}
+}
+
+// Deactivate takes off w what Activate booked.
+func (l *Loads) Deactivate(w kv.WorkerKey, sequence []uint64) {
+	load := l.of(w)
+	for _, h := range sequence {
+		requests := l.active.Get(h, load.number)
+		if requests > 1 {
+			l.active.Put(h, load.number, requests-1)
+			continue
+		}
+		l.active.Delete(h, load.number)
+		load.blocks--
+		if len(load.weights) > 0 {
+			load.weigh(h, 1)
+		}
+	}
+}
+
+// Active returns how many of these blocks requests in flight on w have in their
+// prompts. Sequence hashes name whole prefixes, so those are the first ones, and
+// a search finds their number.
+func (l *Loads) Active(w kv.WorkerKey, sequence []uint64) int {
+	load := l.byWorker[w]
+	if load == nil || load.blocks == 0 {
+		return 0
+	}
+	has := func(i int) bool { return l.active.Get(sequence[i], load.number) != 0 }
+	active, end := 0, 1 // blocks before active are, from end on are not or unknown
+	for end <= len(sequence) && has(end-1) {
+		active, end = end, end*2
+	}
+	end = min(end-1, len(sequence))
+	return active + sort.Search(end-active, func(i int) bool { return !has(active + i) })
+}
+
+// Get returns w's load as of now; a worker never heard of is idle.
+func (l *Loads) Get(w kv.WorkerKey, now time.Time) policy.Load {
+	load := l.byWorker[w]
+	if load == nil {
+		return policy.Load{}
+	}
+	answer := load.Load
+	answer.ActiveBlocks = load.activeBlocks()
+	answer.Fresh = !load.At.IsZero() && now.Sub(load.At) < loadFreshFor
+	return answer
+}
+
+// PrefillTokens returns that part of w's load.
+func (l *Loads) PrefillTokens(w kv.WorkerKey) int {
+	if load := l.byWorker[w]; load != nil {
+		return load.Load.PrefillTokens
+	}
+	return 0
+}
+
+// Silence forgets what w published: it is down, and its next incarnation starts
+// idle. Bookings stay until their requests end.
+func (l *Loads) Silence(w kv.WorkerKey) {
+	if load := l.byWorker[w]; load != nil {
+		load.Published = policy.Published{}
+		load.Bumped = 0
+		load.gone = true
+		l.drop(w)
+	}
+}
+
+// Expect keeps w, which is up, even while it has no bookings.
+func (l *Loads) Expect(w kv.WorkerKey) { l.of(w).gone = false }
+
+// drop forgets w if it is gone and has no bookings.
+func (l *Loads) drop(w kv.WorkerKey) {
+	if load := l.byWorker[w]; load.gone && load.InFlight == 0 {
+		delete(l.byWorker, w)
+		l.unused = append(l.unused, load.number)
+	}
+}
+
+func (l *Loads) of(w kv.WorkerKey) *workerLoad {
+	load := l.byWorker[w]
+	if load == nil {
+		load = &workerLoad{number: uint32(len(l.byWorker) + len(l.unused))}
+		if last := len(l.unused) - 1; last >= 0 {
+			load.number, l.unused = l.unused[last], l.unused[:last]
+		}
+		l.byWorker[w] = load
+	}
+	return load
+}

@@ -1,0 +1,118 @@
+package router
+
+import (
+	"fmt"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"math"
+	"slices"
+)
+
+// check reports the first invariant of the books that does not hold. It counts
+// everything again from the bookings.
+func (r *Router) Check() error {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	l := r.loads
+	type recount struct {
+		inFlight, prefill, context, awaited int
+		prefills                            []policy.Prefill
+		requests                            map[uint64]uint32
+		output                              float64
+	}
+	counts := map[kv.WorkerKey]*recount{}
+	var last *Booking
+	named := 0
+	for b := l.oldest; b != nil; last, b = b, b.newer {
+		switch {
+		case b.ended.Load():
+			return fmt.Errorf("an ended booking of %v is still in the list", b.worker)
+		case b.older != last || last != nil && b.heard.Before(last.heard):
+			return fmt.Errorf("the list of bookings is not in order at %v", b.worker)
+		case b.id != "" && l.byID[b.id] != b:
+			return fmt.Errorf("booking %s cannot be found by its id", b.id)
+		}
+		if b.id != "" {
+			named++
+		}
+		c := counts[b.worker]
+		if c == nil {
+			c = &recount{requests: map[uint64]uint32{}}
+			counts[b.worker] = c
+		}
+		c.inFlight++
+		c.output += b.outputWeight
+		switch {
+		case b.computed:
+			c.context += b.prompt
+		case b.leg == kv.LegDecode:
+			c.awaited += b.prompt
+		default:
+			c.prefill += b.uncached
+			c.prefills = append(c.prefills, b.prefill())
+		}
+		for _, h := range b.sequence {
+			c.requests[h]++
+		}
+	}
+	if last != l.newest || named != len(l.byID) {
+		return fmt.Errorf("the list ends at %p, not %p; %d of %d named bookings are in it", last, l.newest, named, len(l.byID))
+	}
+	entries := 0
+	numbers := slices.Clone(l.unused)
+	for w, load := range l.byWorker {
+		numbers = append(numbers, load.number)
+		c := counts[w]
+		if c == nil {
+			c = &recount{}
+			if load.gone {
+				return fmt.Errorf("worker %v is gone and has no bookings, but was not dropped", w)
+			}
+		}
+		delete(counts, w)
+		if load.InFlight != c.inFlight || load.Load.PrefillTokens != c.prefill || load.ContextTokens != c.context || load.AwaitedTokens != c.awaited || len(load.Prefills) != len(c.prefills) {
+			return fmt.Errorf("worker %v: in flight %d, prefill %d, context %d, awaited %d, %d prompts; recounted %+v", w, load.InFlight, load.Load.PrefillTokens, load.ContextTokens, load.AwaitedTokens, len(load.Prefills), *c)
+		}
+		for _, p := range c.prefills {
+			if !slices.Contains(load.Prefills, p) {
+				return fmt.Errorf("worker %v lacks prompt %v", w, p)
+			}
+		}
+		excess := 0.0
+		for h, weight := range load.weights {
+			if c.requests[h] == 0 {
+				return fmt.Errorf("worker %v weighs a block that nobody has", w)
+			}
+			excess += weight - 1
+		}
+		if load.blocks != len(c.requests) || math.Abs(load.excess-excess) > 1e-6 || math.Abs(load.output-c.output) > 1e-6 {
+			return fmt.Errorf("worker %v: %d blocks, excess %v, output %v; recounted %d, %v, %v", w, load.blocks, load.excess, load.output, len(c.requests), excess, c.output)
+		}
+		for h, n := range c.requests {
+			if got := l.active.Get(h, load.number); got != n {
+				return fmt.Errorf("worker %v counts %d requests with a block that %d have", w, got, n)
+			}
+		}
+		entries += len(c.requests)
+	}
+	if len(counts) > 0 {
+		return fmt.Errorf("bookings on unknown workers: %v", counts)
+	}
+	if entries != l.active.Len() {
+		return fmt.Errorf("%d active blocks are counted, %d are booked", l.active.Len(), entries)
+	}
+	slices.Sort(numbers)
+	for i, n := range numbers {
+		if n != uint32(i) {
+			return fmt.Errorf("worker numbers %v are not 0, 1, ...", numbers)
+		}
+	}
+	return nil
+}
+
+// TellsCached tells whether an answer of w has told of cached tokens so far.
+func (r *Router) TellsCached(w kv.WorkerKey) bool {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	return r.loads.of(w).tellsCached
+}

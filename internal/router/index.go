@@ -1,0 +1,111 @@
+package router
+
+import (
+	"errors"
+	"fmt"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/radix"
+	"slices"
+	"time"
+)
+
+// IndexConfig holds the settings of the index. Those of approximate indexes have
+// the names and defaults of Dynamo's, those of prefix trees of SGLang's.
+type IndexSettings struct {
+	NoKVEvents             bool    `group:"Index" name:"no-kv-events" help:"Follow no KV events and have started workers publish none: a prompt counts as cached where it was routed, until that worker's memory (its size is on its /metrics) must have been taken by others or an answer's cached_tokens say otherwise."`
+	RouterTTLSecs          float64 `group:"Index" name:"router-ttl-secs" default:"120" help:"With --no-kv-events, on workers that do not tell the size of their cache: seconds from its last use for which a prompt counts as cached."`
+	RouterMaxTreeSize      int     `group:"Index" name:"router-max-tree-size" default:"1048576" help:"With --no-kv-events: most blocks that count as cached on all workers that do not tell the size of their cache."`
+	RouterPruneTargetRatio float64 `group:"Index" name:"router-prune-target-ratio" default:"0.8" help:"Share of --router-max-tree-size that is left once it was exceeded; the blocks used longest ago go."`
+	RouterPredictedTTLSecs float64 `group:"Index" name:"router-predicted-ttl-secs" default:"0" help:"Besides following KV events, count a prompt as cached where it was routed until so many seconds after its answer, for others like it that come before its events; 0: do not. Policies work, cache-threshold and variance do so by themselves until the answer's end."`
+	PrefixSource           string  `group:"Index" placeholder:"events|approx" help:"Where policies cache-threshold and variance know from what is cached: events, the index of KV events; approx, a tree of the prompts that were routed to each worker. Default: events, with --no-kv-events approx."`
+	MaxTreeSize            int     `group:"Index" default:"16777216" help:"With --prefix-source approx: tokens that each worker's tree keeps; what was used longest ago goes. A block takes some 200 bytes."`
+	EvictionInterval       float64 `group:"Index" default:"60" help:"Seconds from one such eviction to the next; a tree may grow to twice its size in between."`
+	CacheCorrection        bool    `group:"Index" default:"true" negatable:"" help:"With --no-kv-events or --prefix-source approx: take back what an answer's cached_tokens show that an engine has lost. vLLM tells of them with --enable-prompt-tokens-details, SGLang with --enable-cache-report."`
+}
+
+// DefaultIndexConfig returns the defaults of the flags.
+func DefaultIndexSettings() IndexSettings {
+	return IndexSettings{
+		RouterTTLSecs: 120, RouterMaxTreeSize: 1 << 20, RouterPruneTargetRatio: 0.8,
+		MaxTreeSize: 1 << 24, EvictionInterval: 60, CacheCorrection: true,
+	}
+}
+
+// Values of --prefix-source.
+const (
+	PrefixEvents = "events"
+	PrefixApprox = "approx"
+)
+
+// validate checks the settings together with the policies that may run.
+func (c IndexSettings) Validate(policies ...string) error {
+	switch {
+	case !(c.RouterTTLSecs > 0) || c.RouterTTLSecs > maxIndexTTL:
+		return fmt.Errorf("--router-ttl-secs %v: give more than 0 and at most %g", c.RouterTTLSecs, maxIndexTTL)
+	case c.RouterMaxTreeSize < 1:
+		return fmt.Errorf("--router-max-tree-size %d: give at least 1 block", c.RouterMaxTreeSize)
+	case !(c.RouterPruneTargetRatio >= 0 && c.RouterPruneTargetRatio <= 1):
+		return fmt.Errorf("--router-prune-target-ratio %v: give a share from 0 to 1", c.RouterPruneTargetRatio)
+	case !(c.RouterPredictedTTLSecs >= 0) || c.RouterPredictedTTLSecs > maxIndexTTL:
+		return fmt.Errorf("--router-predicted-ttl-secs %v: give 0 to %g", c.RouterPredictedTTLSecs, maxIndexTTL)
+	case c.NoKVEvents && c.RouterPredictedTTLSecs > 0:
+		return errors.New("--router-predicted-ttl-secs goes with KV events: with --no-kv-events all is predicted")
+	case !slices.Contains([]string{"", PrefixEvents, PrefixApprox}, c.PrefixSource):
+		return fmt.Errorf("--prefix-source %s: give %s or %s", c.PrefixSource, PrefixEvents, PrefixApprox)
+	case c.PrefixSource != "" && !slices.ContainsFunc(policies, policy.RoutesByMatch):
+		return fmt.Errorf("--prefix-source %s goes with --policy cache-threshold or variance; for others there is --no-kv-events", c.PrefixSource)
+	case c.NoKVEvents && c.PrefixSource == PrefixEvents:
+		return errors.New("--prefix-source events and --no-kv-events exclude each other: leave one out")
+	case c.RouterPredictedTTLSecs > 0 && c.PrefixSource == PrefixApprox:
+		return errors.New("--router-predicted-ttl-secs goes with KV events: with --prefix-source approx all is predicted")
+	case c.MaxTreeSize < 1 || c.MaxTreeSize > maxTreeTokens:
+		return fmt.Errorf("--max-tree-size %d: give 1 to %d tokens", c.MaxTreeSize, maxTreeTokens)
+	case !(c.EvictionInterval > 0) || c.EvictionInterval > maxIndexTTL:
+		return fmt.Errorf("--eviction-interval %v: give more than 0 and at most %g seconds", c.EvictionInterval, maxIndexTTL)
+	}
+	return nil
+}
+
+const (
+	// maxIndexTTL is the longest time to live, seconds: a year.
+	maxIndexTTL = 366 * 24 * 3600.0
+	// maxTreeTokens is the largest tree: its blocks have 32-bit numbers.
+	maxTreeTokens = 1 << 30
+)
+
+// indexless tells that a policy gives cached blocks no weight.
+func indexless(policy string, knobs policy.Settings) bool {
+	knobs = knobs.Resolved()
+	return policy == "kv" && knobs.PrefillLoadScale == 0 && knobs.OverlapScoreCredit == 0
+}
+
+// hasTrees tells that a policy has prefix trees for its index.
+func (c IndexSettings) HasTrees(rule string) bool {
+	return policy.RoutesByMatch(rule) && (c.NoKVEvents || c.PrefixSource == PrefixApprox)
+}
+
+// follows tells whether the index of a policy is fed by KV events.
+func (c IndexSettings) Follows(policy string, knobs policy.Settings) bool {
+	return !c.NoKVEvents && !c.HasTrees(policy) && !indexless(policy, knobs)
+}
+
+// NewIndex returns the index that the settings ask for, for blocks of so many
+// tokens. now is the clock of what it assumes.
+func NewIndex(c IndexSettings, policy string, knobs policy.Settings, blockSize int, now func() time.Time) radix.Index {
+	seconds := func(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
+	switch {
+	case indexless(policy, knobs):
+		return radix.NewBlind()
+	case c.HasTrees(policy):
+		trees := radix.NewTrees(max(1, c.MaxTreeSize/blockSize), seconds(c.EvictionInterval), now)
+		trees.SetCorrected(c.CacheCorrection)
+		return trees
+	case c.NoKVEvents:
+		routed := radix.NewApprox(seconds(c.RouterTTLSecs), c.RouterMaxTreeSize, c.RouterPruneTargetRatio, now)
+		routed.SetCorrected(c.CacheCorrection)
+		return routed
+	case c.RouterPredictedTTLSecs > 0:
+		return radix.NewPredicting(radix.NewTree(), radix.NewApprox(seconds(c.RouterPredictedTTLSecs), c.RouterMaxTreeSize, c.RouterPruneTargetRatio, now))
+	}
+	return radix.NewTree()
+}

@@ -1,0 +1,206 @@
+package router
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"slices"
+	"time"
+)
+
+// Errors of requests that would have to wait where as many do already as may,
+// and of those that waited for too long.
+var (
+	ErrQueueFull    = errors.New("all workers have enough to do, and the queue of requests that wait is full")
+	ErrQueueTimeout = errors.New("all workers have had enough to do for as long as a request may wait")
+)
+
+// Names of the values that --router-queue-policy takes.
+const (
+	queueFCFS = "fcfs"
+	queueWSPT = "wspt"
+	queueLCFS = "lcfs"
+)
+
+// QueueKnobs are the settings of the queue, with Dynamo's names and defaults.
+type QueueSettings struct {
+	RouterQueueThreshold *float64      `group:"Routing" placeholder:"NUMBER" help:"Let requests wait in the router while every worker that may serve them has more uncached prompt tokens to compute than this many of its passes (--max-num-batched-tokens) take. Default: none waits."`
+	RouterQueuePolicy    string        `group:"Routing" default:"fcfs" enum:"fcfs,wspt,lcfs" help:"Who goes first of those that wait: ${enum}; first come, fewest uncached tokens, or last come."`
+	RouterQueueTimeout   time.Duration `group:"Routing" default:"5m" help:"Longest wait; a request that waited so long is refused."`
+	RouterQueueLimit     int           `group:"Routing" default:"1024" help:"Most requests that wait; further ones are refused."`
+}
+
+func (k QueueSettings) validate() error {
+	if t := k.RouterQueueThreshold; t != nil && !(*t >= 0) {
+		return fmt.Errorf("--router-queue-threshold %v: give a number of at least 0", *t)
+	}
+	if k.RouterQueueThreshold != nil && k.RouterQueueLimit < 1 {
+		return fmt.Errorf("--router-queue-limit %d: give at least 1, or leave out --router-queue-threshold", k.RouterQueueLimit)
+	}
+	if k.RouterQueueThreshold != nil && k.RouterQueueTimeout <= 0 {
+		return fmt.Errorf("--router-queue-timeout %s: give more than 0, or leave out --router-queue-threshold", k.RouterQueueTimeout)
+	}
+	return nil
+}
+
+// queueRefresh is how often a request that waits looks its prompt up again. It
+// also makes up for events that make room without telling.
+const queueRefresh = 10 * time.Second
+
+// waiter is a request that waits until a worker has room for it.
+type waiter struct {
+	prompt  prompt
+	since   time.Time
+	score   float64         // the higher go first, of those with one StrictPriority
+	decided chan waitResult // of one
+}
+
+type waitResult struct {
+	decision Decision
+	err      error
+}
+
+// queueScore says who goes first; best are the blocks that the best worker for p
+// has of it. The formulas are Dynamo's.
+func (r *Router) queueScore(p *prompt, best int, now time.Time) float64 {
+	jump := max(0, p.PriorityJump)
+	since := now.Sub(r.began).Seconds()
+	switch r.Knobs.RouterQueuePolicy {
+	case queueWSPT:
+		return (1 + jump) / float64(max(1, p.tokens-best*r.blockSize))
+	case queueLCFS:
+		return jump + since
+	}
+	return jump - since
+}
+
+// hasRoom tells whether a worker with that load may get one more request.
+func (r *Router) hasRoom(t *kv.Target, prefillTokens int) bool {
+	threshold := r.Knobs.RouterQueueThreshold
+	return threshold == nil || t.MaxBatchedTokens <= 0 || float64(prefillTokens) <= *threshold*float64(t.MaxBatchedTokens)
+}
+
+// mustWait tells whether p has to wait for one of the candidates. Those that
+// wait already need not be asked: had one of the candidates room for them, they
+// would not wait.
+func (r *Router) mustWait(p *prompt) bool {
+	if r.Knobs.RouterQueueThreshold == nil || p.QueryOnly || p.ChooseOnly {
+		return false
+	}
+	return !slices.ContainsFunc(r.candidates, func(c policy.Candidate) bool { return r.hasRoom(&c.Target, c.Load.PrefillTokens) })
+}
+
+// park lets p wait. Its candidates have been gathered.
+func (r *Router) park(p *prompt, now time.Time) (*waiter, error) {
+	if len(r.waiting) >= r.Knobs.RouterQueueLimit {
+		return nil, ErrQueueFull
+	}
+	if r.began.IsZero() {
+		r.began = now
+	}
+	best := 0
+	for i := range r.candidates {
+		best = max(best, r.candidates[i].Overlap)
+	}
+	w := &waiter{prompt: *p, since: now, score: r.queueScore(p, best, now), decided: make(chan waitResult, 1)}
+	at := slices.IndexFunc(r.waiting, func(other *waiter) bool {
+		if p.StrictPriority != other.prompt.StrictPriority {
+			return p.StrictPriority > other.prompt.StrictPriority
+		}
+		return w.score > other.score
+	})
+	if at < 0 {
+		at = len(r.waiting)
+	}
+	r.waiting = slices.Insert(r.waiting, at, w)
+	return w, nil
+}
+
+// drain lets those go that a worker has room for, in their order. It is called
+// whenever room may have been made.
+func (r *Router) drain(now time.Time) {
+	if len(r.waiting) == 0 {
+		return
+	}
+	kept := r.waiting[:0]
+	for i, w := range r.waiting {
+		if !r.anyRoom() {
+			kept = append(kept, r.waiting[i:]...)
+			break
+		}
+		err := r.gather(&w.prompt, now)
+		if errors.Is(err, ErrBusy) || err == nil && r.mustWait(&w.prompt) {
+			kept = append(kept, w)
+			continue
+		}
+		result := waitResult{err: err}
+		if err == nil {
+			result.decision.QueueTime = now.Sub(w.since)
+			r.choose(&w.prompt, &result.decision, now)
+		}
+		w.decided <- result
+	}
+	clear(r.waiting[len(kept):])
+	r.waiting = kept
+}
+
+// anyRoom tells whether any worker has room, or none is up to wait for.
+func (r *Router) anyRoom() bool {
+	return len(r.targets) == 0 || slices.ContainsFunc(r.targets, func(t kv.Target) bool { return r.hasRoom(&t, r.loads.PrefillTokens(t.Key)) })
+}
+
+// wait returns what is decided on w, ErrQueueTimeout, or the cause for which ctx
+// ended before.
+func (r *Router) wait(ctx context.Context, w *waiter) (Decision, error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, r.Knobs.RouterQueueTimeout, ErrQueueTimeout)
+	defer cancel()
+	refresh := time.NewTicker(queueRefresh)
+	defer refresh.Stop()
+	for {
+		select {
+		case result := <-w.decided:
+			return result.decision, result.err
+		case <-ctx.Done():
+			r.leave(w)
+			return Decision{}, context.Cause(ctx)
+		case <-refresh.C:
+			r.lookUpAgain(w)
+		}
+	}
+}
+
+// leave takes w out of the queue, or gives back what was booked for it.
+func (r *Router) leave(w *waiter) {
+	r.Mu.Lock()
+	at := slices.Index(r.waiting, w)
+	if at >= 0 {
+		r.waiting = slices.Delete(r.waiting, at, at+1)
+	}
+	r.Mu.Unlock()
+	if at < 0 {
+		if result := <-w.decided; result.err == nil {
+			result.decision.Booking.End()
+		}
+	}
+}
+
+// lookUpAgain brings up to date what w's workers have of its prompt.
+func (r *Router) lookUpAgain(w *waiter) {
+	matches := r.index.Match(w.prompt.local, nil)
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	w.prompt.matches = matches
+	r.drain(r.Now())
+}
+
+// QueueDepth is how many requests wait, and their prompt tokens.
+func (r *Router) QueueDepth() (requests, tokens int) {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	for _, w := range r.waiting {
+		tokens += w.prompt.tokens
+	}
+	return len(r.waiting), tokens
+}

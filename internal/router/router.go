@@ -1,0 +1,561 @@
+package router
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"kvrouter/internal/hints"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/radix"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// Errors of Route and Book.
+var (
+	ErrNoWorker      = errors.New("no worker is ready")
+	ErrBusy          = errors.New("all workers that may serve the request are busy")
+	ErrDuplicate     = errors.New("the request id is in use")
+	ErrUnknownWorker = errors.New("no such worker")
+)
+
+// Request is what the Router needs to know of one request. A prompt whose
+// tokens could not be had has none, and is routed by load alone.
+type Request struct {
+	ID        string   // of its booking; empty: none. Only one booking at a time may have it
+	Tokens    []uint32 // the prompt, as far as its tokens say all about it
+	Local     []uint64 // its local block hashes, where the caller has them instead of Tokens
+	Sequence  []uint64 // its sequence hashes, where the caller has them; not to be changed any more
+	NumTokens int      // its whole length; 0: that of Tokens
+	Cached    *int     // tokens that its worker need not compute, 0 to its length, where the caller knows; nil: as in the index
+	LoRA      string   // adapter, empty: none
+	Salt      string   // cache salt, empty: none
+	Model     string   // only workers that serve it; empty: any
+
+	Exclude  []uint64         // workers that have failed this request
+	Allowed  []uint64         // only these workers; nil: any
+	Pinned   *kv.WorkerKey    // this one or an error, never another
+	Override *policy.Override // of settings, for this request
+	Leg      kv.Leg           // only workers that take it
+	Kinds    kv.Kinds         // only workers of these kinds; none: any
+
+	PinnedPrefill *kv.WorkerKey // as Pinned, of the prompt where two workers share the request
+
+	Prefix         hints.Prefix
+	ExpectedOutput int     // tokens of the answer; 0: unknown
+	PriorityJump   float64 // seconds that it goes before others in the queue
+	StrictPriority uint32  // in the queue; the higher go first
+
+	QueryOnly     bool // choose, but change nothing: there is no booking
+	ChooseOnly    bool // the caller cannot tell when the request ends: book nothing
+	AnsweredWhole bool // the caller cannot tell when its first token comes
+}
+
+// Decision is the Router's answer: where the request goes and what it finds
+// there.
+type Decision struct {
+	Target        kv.Target
+	Tokens        int // prompt length; 0: unknown
+	Overlap       int // blocks of the prompt in the worker's cache that it can use
+	OverlapTokens int // the same in tokens
+	Booking       *Booking
+
+	MatchedBlocks          int      // of the prompt in the worker's cache, by the policy's reckoning
+	EffectivePrefillTokens int      // prompt tokens to be computed, by the policy's reckoning
+	PotentialDecodeBlocks  int      // active blocks of the worker once it has this prompt; 0: not counted
+	Sequence               []uint64 // sequence hashes that are booked; not to be changed
+
+	HashTime     time.Duration // spent on block hashes
+	LookupTime   time.Duration // spent in the index
+	SequenceTime time.Duration // spent on sequence hashes
+	ScheduleTime time.Duration // spent on choosing and booking, the wait for the lock included
+	QueueTime    time.Duration // spent waiting for a worker with room, beside those
+}
+
+// RouterKnobs are the settings of the Router, with Dynamo's names and
+// defaults.
+type Settings struct {
+	RouterTrackActiveBlocks  bool `group:"Routing" default:"true" negatable:"" help:"Count the prompt blocks that requests in flight use, shared ones once. Without it policy kv looks at prompt tokens alone."`
+	RouterTrackOutputBlocks  bool `group:"Routing" default:"false" negatable:"" help:"Count the blocks of answers too, as they grow."`
+	RouterTrackPrefillTokens bool `group:"Routing" default:"true" negatable:"" help:"Count the prompt tokens of requests that have no first token yet."`
+	RouterAssumeKVReuse      bool `name:"router-assume-kv-reuse" group:"Routing" default:"true" negatable:"" help:"Count a prompt block once that several requests in flight share; without it, for each of them."`
+
+	QueueSettings
+	BusyThresholds
+}
+
+// DefaultRouterKnobs returns the defaults of the flags.
+func DefaultSettings() Settings {
+	return Settings{
+		RouterTrackActiveBlocks: true, RouterTrackPrefillTokens: true, RouterAssumeKVReuse: true,
+		QueueSettings: QueueSettings{RouterQueuePolicy: queueFCFS, RouterQueueTimeout: 5 * time.Minute, RouterQueueLimit: 1024},
+	}
+}
+
+func (k Settings) Validate() error {
+	if k.RouterTrackOutputBlocks && !k.RouterTrackActiveBlocks {
+		return errors.New("--router-track-output-blocks adds to the active blocks: leave out --no-router-track-active-blocks")
+	}
+	if err := k.BusyThresholds.Validate(); err != nil {
+		return fmt.Errorf("--%w", err)
+	}
+	return k.QueueSettings.validate()
+}
+
+// countsPasses tells whether a setting is in passes of the workers.
+func (k Settings) CountsPasses() bool {
+	return k.ActivePrefillTokensThresholdFrac != nil || k.RouterQueueThreshold != nil
+}
+
+// Router chooses the worker of each request and keeps the books of what is in
+// flight where. It owns the one lock under which requests are decided.
+type Router struct {
+	index     radix.Index
+	assumes   radix.Assumer // the index, if it is told what was routed; else nil
+	blockSize int
+	Now       func() time.Time
+	Knobs     Settings
+	scratch   sync.Pool     // of *lookup
+	traits    policy.Traits // the policy's
+	paired    atomic.Bool   // some worker computes only prompts or only answers
+
+	Mu         sync.Mutex  // guards all below
+	targets    []kv.Target // the workers that are up, by key
+	loads      *Loads
+	Policy     policy.Policy
+	random     *rand.Rand
+	candidates []policy.Candidate            // reused by every decision
+	expired    time.Time                     // when forgotten bookings were last looked for
+	began      time.Time                     // of the queue's clock: when a request first had to wait
+	waiting    []*waiter                     // for a worker with room, who goes first at the front
+	tell       func(kind string, b *Booking) // told of what is booked here; nil: nobody is
+	told       uint64                        // bookings that they were told of
+	decisions  uint64                        // that a judged policy hears of
+}
+
+// lookup is the memory of one walk of the index, used again by later ones.
+type workspace struct {
+	local   []uint64
+	matches []kv.Match
+}
+
+// inquiry is a request and what is found out about it before the lock is taken.
+type prompt struct {
+	Request
+	tokens   int      // its length; 0: unknown
+	local    []uint64 // local block hashes
+	matches  []kv.Match
+	counted  bool     // its blocks count as active
+	shared   bool     // those that other requests have too count once
+	sequence []uint64 // their sequence hashes, if shared
+}
+
+// newBlocks is how many active blocks the prompt has where no other request is.
+func (p *prompt) newBlocks() int {
+	switch {
+	case !p.counted:
+		return 0
+	case p.shared:
+		return len(p.sequence)
+	}
+	return len(p.local)
+}
+
+// NewRouter returns a router without workers and with the default settings.
+// blockSize is in tokens and must be the engines'; seed is the source of all its
+// chances.
+func NewRouter(index radix.Index, policy policy.Policy, blockSize int, seed uint64) *Router {
+	return New(index, policy, blockSize, seed, DefaultSettings())
+}
+
+// NewRouterWith is NewRouter with settings of one's own.
+func New(index radix.Index, policy policy.Policy, blockSize int, seed uint64, knobs Settings) *Router {
+	assumes, _ := index.(radix.Assumer)
+	return &Router{
+		index:     index,
+		assumes:   assumes,
+		blockSize: blockSize,
+		Now:       time.Now,
+		Knobs:     knobs,
+		traits:    policy.Traits(),
+		scratch:   sync.Pool{New: func() any { return new(workspace) }},
+		loads:     NewLoads(),
+		Policy:    policy,
+		random:    rand.New(rand.NewPCG(seed, seed)),
+	}
+}
+
+// Index is where the router looks prompts up.
+func (r *Router) Index() radix.Index { return r.index }
+
+// BlockSize is the number of tokens a block.
+func (r *Router) BlockSize() int { return r.blockSize }
+
+// Up lets requests go to t. A target with the same key is replaced.
+func (r *Router) Up(t kv.Target) {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	if r.assumes != nil {
+		r.assumes.SetCapacity(t.Key, t.TotalBlocks)
+	}
+	at, found := r.target(t.Key)
+	if found {
+		r.targets[at] = t
+	} else {
+		r.targets = slices.Insert(r.targets, at, t)
+	}
+	r.loads.Expect(t.Key)
+	r.notePairs()
+	r.drain(r.Now())
+}
+
+// target finds w among those that are up, or where it would be.
+func (r *Router) target(w kv.WorkerKey) (at int, found bool) {
+	return slices.BinarySearchFunc(r.targets, w, func(t kv.Target, key kv.WorkerKey) int { return t.Key.Compare(key) })
+}
+
+// Down takes w out of the choice. What is booked on it stays booked until those
+// requests end.
+func (r *Router) Down(w kv.WorkerKey) {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	r.targets = slices.DeleteFunc(r.targets, func(t kv.Target) bool { return t.Key == w })
+	r.loads.Silence(w)
+	r.notePairs()
+	r.drain(r.Now())
+}
+
+// Publish takes over the load that w reports.
+func (r *Router) Publish(w kv.WorkerKey, p policy.Published) {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	r.loads.Publish(w, p)
+}
+
+// IsUp tells whether that incarnation of a worker is up.
+func (r *Router) IsUp(t kv.Target) bool {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	at, found := r.target(t.Key)
+	return found && r.targets[at].Generation == t.Generation
+}
+
+// Targets returns the workers that are up, by key.
+func (r *Router) Targets() []kv.Target {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	return slices.Clone(r.targets)
+}
+
+// Load returns the load of w.
+func (r *Router) Load(w kv.WorkerKey) policy.Load {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	load := r.loads.Get(w, r.Now())
+	load.Prefills = slices.Clone(load.Prefills)
+	return load
+}
+
+// Serves tells whether a worker that is up serves the model, and whether any
+// worker is up at all.
+func (r *Router) Serves(model string) (serves, up bool) {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	return slices.ContainsFunc(r.targets, func(t kv.Target) bool { return t.Serves(model) }), len(r.targets) > 0
+}
+
+// Adapter returns model if it is the name of a LoRA adapter, else nothing.
+func (r *Router) Adapter(model string) string {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	if slices.ContainsFunc(r.targets, func(t kv.Target) bool { return slices.Contains(t.Adapters, model) }) {
+		return model
+	}
+	return ""
+}
+
+// Idlest returns the worker with the fewest requests in flight; not ok: none is
+// up. Nothing is booked.
+func (r *Router) Idlest() (t kv.Target, ok bool) {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	if len(r.targets) == 0 {
+		return kv.Target{}, false
+	}
+	now := r.Now()
+	return slices.MinFunc(r.targets, func(a, b kv.Target) int {
+		return r.loads.Get(a.Key, now).InFlight - r.loads.Get(b.Key, now).InFlight
+	}), true
+}
+
+// Route chooses a worker for the request and books the request on it. Unless
+// the request is QueryOnly or Unbooked, the caller must end the decision's
+// Booking. Where all workers have enough to do, it waits until one has room or
+// ctx ends. It fails with ErrNoWorker, ErrBusy, ErrQueueFull, ErrQueueTimeout,
+// ErrDuplicate or the cause for which ctx ended.
+func (r *Router) Route(ctx context.Context, request Request) (Decision, error) {
+	scratch := r.scratch.Get().(*workspace)
+	defer r.scratch.Put(scratch)
+	p, decision := r.lookUp(request, scratch)
+	return r.place(ctx, &p, decision)
+}
+
+// place is Route for a request that has been looked up: decision says how long
+// that took.
+func (r *Router) place(ctx context.Context, p *prompt, decision Decision) (Decision, error) {
+	began := r.Now()
+	w, err := r.schedule(p, &decision)
+	decision.ScheduleTime = r.Now().Sub(began)
+	if w == nil {
+		return decision, err
+	}
+	decided, err := r.wait(ctx, w)
+	decided.HashTime, decided.LookupTime, decided.SequenceTime, decided.ScheduleTime = decision.HashTime, decision.LookupTime, decision.SequenceTime, decision.ScheduleTime
+	return decided, err
+}
+
+// lookUp finds out about a request what needs no lock.
+func (r *Router) lookUp(request Request, scratch *workspace) (p prompt, d Decision) {
+	p = prompt{Request: request, local: request.Local}
+	p.tokens = max(request.NumTokens, len(request.Tokens))
+	p.counted = r.Knobs.RouterTrackActiveBlocks && (r.traits.ActiveBlocks || p.ID != "" || p.QueryOnly)
+	began := r.Now()
+	if len(request.Tokens) > 0 && (p.counted || r.index.CanMatch()) {
+		scratch.local = kv.HashBlocks(scratch.local[:0], request.Tokens, r.blockSize, request.LoRA, request.Salt)
+		p.local = scratch.local
+	}
+	hashed := r.Now()
+	scratch.matches = r.index.Match(p.local, scratch.matches[:0])
+	p.matches = scratch.matches
+	lookedUp := r.Now()
+	p.shared = r.Knobs.RouterAssumeKVReuse
+	if p.Override != nil && p.Override.AssumeKVReuse != nil {
+		p.shared = *p.Override.AssumeKVReuse
+	}
+	p.shared = p.shared || p.Sequence != nil // which says itself what is shared
+	if p.counted && p.shared {
+		if p.sequence = p.Sequence; p.sequence == nil {
+			p.sequence = kv.SequenceHashes(make([]uint64, 0, len(p.local)), p.local) // the booking keeps it
+		}
+	}
+	sequenced := r.Now()
+	return p, Decision{Tokens: p.tokens, HashTime: hashed.Sub(began), LookupTime: lookedUp.Sub(hashed), SequenceTime: sequenced.Sub(lookedUp)}
+}
+
+// schedule chooses among the workers that are up and books, under the lock, or
+// lets the request wait.
+func (r *Router) schedule(p *prompt, d *Decision) (*waiter, error) {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	now := r.Now()
+	r.expire(now)
+	if r.taken(p) {
+		return nil, ErrDuplicate
+	}
+	if err := r.gather(p, now); err != nil {
+		return nil, err
+	}
+	if r.mustWait(p) {
+		return r.park(p, now)
+	}
+	r.choose(p, d, now)
+	return nil, nil
+}
+
+// taken tells whether another request has the id under which p is to be booked,
+// or waits for it.
+func (r *Router) taken(p *prompt) bool {
+	if p.ID == "" || p.QueryOnly || p.ChooseOnly {
+		return false
+	}
+	return r.loads.Booking(p.ID) != nil || slices.ContainsFunc(r.waiting, func(w *waiter) bool { return w.prompt.ID == p.ID })
+}
+
+// gather makes candidates of the workers that may serve p.
+func (r *Router) gather(p *prompt, now time.Time) error {
+	r.candidates = r.candidates[:0]
+	err := ErrNoWorker
+	for i := range r.targets {
+		t := &r.targets[i]
+		if !p.mayUse(t) {
+			continue
+		}
+		if r.Knobs.BusyThresholds.Set() && r.busy(t.Key.Worker, now) {
+			err = ErrBusy
+			continue
+		}
+		r.candidates = append(r.candidates, r.candidate(p, t, now))
+	}
+	if len(r.candidates) == 0 {
+		return err
+	}
+	return nil
+}
+
+// busy tells whether all ranks of a worker are beyond a threshold.
+func (r *Router) busy(worker uint64, now time.Time) bool {
+	return !slices.ContainsFunc(r.targets, func(t kv.Target) bool {
+		if t.Key.Worker != worker {
+			return false
+		}
+		load := r.loads.Get(t.Key, now)
+		return !r.Knobs.BusyThresholds.exceeded(&t, &load)
+	})
+}
+
+// mayUse tells whether p, or the leg of it that is asked for, may be served by t.
+func (p *prompt) mayUse(t *kv.Target) bool {
+	return t.Takes(p.Leg) && p.Kinds.Allow(t.Kind) && t.Serves(p.Model) &&
+		(p.Pinned == nil || *p.Pinned == t.Key) &&
+		(p.Allowed == nil || slices.Contains(p.Allowed, t.Key.Worker)) &&
+		!slices.Contains(p.Exclude, t.Key.Worker)
+}
+
+func (r *Router) candidate(p *prompt, t *kv.Target, now time.Time) policy.Candidate {
+	c := policy.Candidate{Target: *t, Load: r.loads.Get(t.Key, now), NewBlocks: p.newBlocks()}
+	if p.Cached != nil {
+		c.Overlap = *p.Cached / r.blockSize
+	} else if i := slices.IndexFunc(p.matches, func(m kv.Match) bool { return m.Worker == t.Key }); i >= 0 {
+		c.Overlap = p.matches[i].Blocks
+	}
+	if p.counted && p.shared {
+		active := r.loads.Active(t.Key, p.sequence)
+		c.NewBlocks -= active
+		if r.traits.Siblings {
+			c.Overlap = max(c.Overlap, active)
+		}
+	}
+	usable := r.usableBlocks(p.tokens)
+	if r.traits.WholeMatch {
+		usable = p.tokens / r.blockSize
+	}
+	c.Overlap = min(c.Overlap, usable)
+	return c
+}
+
+// choose lets the policy choose among the candidates and books.
+func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
+	query := policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, FreePrefill: !r.tracksPrefill(p), Override: p.Override, Leg: p.Leg, Prefix: p.Prefix, Retry: len(p.Exclude) > 0}
+	if _, is := r.Policy.(policy.Judged); is && !p.QueryOnly && !p.ChooseOnly {
+		r.decisions++
+		query.Decision = r.decisions
+	}
+	chosen := &r.candidates[r.Policy.Choose(query, r.candidates, r.random)]
+	d.Target, d.Tokens = chosen.Target, p.tokens
+	d.Overlap = min(chosen.Overlap, r.usableBlocks(p.tokens))
+	d.OverlapTokens = d.Overlap * r.blockSize
+	d.MatchedBlocks = chosen.Overlap
+	d.EffectivePrefillTokens = p.tokens - chosen.Overlap*r.blockSize
+	d.PotentialDecodeBlocks = chosen.Load.ActiveBlocks + chosen.NewBlocks
+	d.Sequence = p.sequence
+	if p.QueryOnly {
+		return
+	}
+	if p.ChooseOnly {
+		r.loads.Bump(chosen.Target.Key)
+		r.assume(chosen.Target.Key, p).End(0, -1)
+		return
+	}
+	d.Booking = r.book(p, chosen, now)
+	d.Booking.decision = query.Decision
+	d.Sequence = d.Booking.sequence
+}
+
+// tracksPrefill tells whether p's tokens are to be counted.
+func (r *Router) tracksPrefill(p *prompt) bool {
+	if p.Override != nil && p.Override.TrackPrefillTokens != nil {
+		return *p.Override.TrackPrefillTokens
+	}
+	return r.Knobs.RouterTrackPrefillTokens
+}
+
+// book enters p into the books of the candidate.
+func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
+	b := &Booking{
+		router: r, worker: c.Target.Key, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput, sequence: p.sequence, answeredWhole: p.AnsweredWhole, leg: p.Leg,
+		assumed: r.assume(c.Target.Key, p), cached: -1,
+	}
+	if r.tracksPrefill(p) {
+		b.uncached = p.tokens - c.Overlap*r.blockSize
+		if p.Cached != nil { // which need not be whole blocks
+			b.uncached = p.tokens - *p.Cached
+		}
+	}
+	if p.counted && !p.shared {
+		b.sequence = make([]uint64, len(p.local))
+		for i := range b.sequence {
+			b.sequence[i] = r.random.Uint64()
+		}
+	}
+	r.loads.Bump(b.worker)
+	r.loads.Begin(b, now)
+	r.share(ChangeAdd, b)
+	return b
+}
+
+// assume tells an index that asks for it that p goes to w; else it returns nil.
+func (r *Router) assume(w kv.WorkerKey, p *prompt) *radix.Assumed {
+	if r.assumes == nil {
+		return nil
+	}
+	return r.assumes.Routed(w, p.local)
+}
+
+// Book books the request on a worker without choosing: it was chosen before or
+// elsewhere. It fails with ErrUnknownWorker or ErrDuplicate.
+func (r *Router) Book(request Request, worker kv.WorkerKey) (*Booking, error) {
+	scratch := r.scratch.Get().(*workspace)
+	defer r.scratch.Put(scratch)
+	p, _ := r.lookUp(request, scratch)
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	now := r.Now()
+	r.expire(now)
+	at, found := r.target(worker)
+	if !found {
+		return nil, ErrUnknownWorker
+	}
+	if r.taken(&p) {
+		return nil, ErrDuplicate
+	}
+	c := r.candidate(&p, &r.targets[at], now)
+	return r.book(&p, &c, now), nil
+}
+
+// usableBlocks is how many cached blocks an engine can use of a prompt of that
+// many tokens: it always computes the last token itself, so a prompt of exactly
+// k blocks uses at most k − 1.
+func (r *Router) usableBlocks(tokens int) int {
+	if tokens <= 0 {
+		return 0
+	}
+	return (tokens - 1) / r.blockSize
+}
+
+// Overlap is what one worker holds of a prompt.
+type Overlap struct {
+	Worker kv.WorkerKey
+	Blocks int
+}
+
+// Overlaps returns what every worker that is up holds of the prompt, without
+// choosing, and the number of the prompt's full blocks.
+func (r *Router) Overlaps(request Request) (overlaps []Overlap, blocks int) {
+	local := request.Local
+	if len(request.Tokens) > 0 {
+		local = kv.HashBlocks(nil, request.Tokens, r.blockSize, request.LoRA, request.Salt)
+	}
+	matches := r.index.Match(local, nil)
+	for _, t := range r.Targets() {
+		overlap := Overlap{Worker: t.Key}
+		if i := slices.IndexFunc(matches, func(m kv.Match) bool { return m.Worker == t.Key }); i >= 0 {
+			overlap.Blocks = matches[i].Blocks
+		}
+		overlaps = append(overlaps, overlap)
+	}
+	return overlaps, len(local)
+}

@@ -1,0 +1,225 @@
+package selection
+
+import (
+	"crypto/rand"
+	"encoding/hex"
+	"fmt"
+	"math"
+	"net/http"
+	"sync"
+	"time"
+
+	"kvrouter/internal/events"
+	"kvrouter/internal/hints"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/router"
+
+	"github.com/gin-gonic/gin"
+)
+
+// maxOpenDecisions bounds those whose end the callers of /find_worker have yet
+// to tell. With more, a decision has no id.
+const maxOpenDecisions = 1 << 16
+
+// noReuse is the prefix id by which the NeMo Agent Toolkit says that there is
+// none.
+const noReuse = "<no_reuse>"
+
+// openDecisions are what /find_worker decided, by the ids that it gave. They
+// are booked until /feedback tells their end, or for as long as the policy waits
+// for it. It is safe for concurrent use.
+type openDecisions struct {
+	mu   sync.Mutex // guards byID
+	byID map[string]*openDecision
+}
+
+type openDecision struct {
+	booking *router.Booking
+	forget  *time.Timer
+}
+
+// put keeps a booking for so long and then ends it; false: there are too many.
+func (o *openDecisions) put(id string, b *router.Booking, limit time.Duration) bool {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if len(o.byID) >= maxOpenDecisions {
+		return false
+	}
+	o.byID[id] = &openDecision{b, time.AfterFunc(limit, func() {
+		if b := o.take(id); b != nil {
+			b.End()
+		}
+	})}
+	return true
+}
+
+// take returns the booking under an id and forgets it; nil: there is none.
+func (o *openDecisions) take(id string) *router.Booking {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	d := o.byID[id]
+	if d == nil {
+		return nil
+	}
+	d.forget.Stop()
+	delete(o.byID, id)
+	return d.booking
+}
+
+// findWorkerQuery is what the NeMo Agent Toolkit's processor asks its router.
+type findWorkerQuery struct {
+	Tokens       []uint32 `json:"tokens"`
+	PrefixID     string   `json:"prefix_id"`
+	ReuseBudget  int      `json:"reuse_budget"` // requests of the series still to come
+	ExpectedOSL  string   `json:"expected_osl"` // LOW, MEDIUM, HIGH, or tokens
+	Interarrival string   `json:"interarrival"` // the same, or ms
+}
+
+func (q findWorkerQuery) request() router.Request {
+	id := q.PrefixID
+	if id == noReuse {
+		id = ""
+	}
+	budget := max(0, q.ReuseBudget)
+	return router.Request{Tokens: q.Tokens, AnsweredWhole: true, Prefix: hints.Prefix{
+		ID: id, Budget: &budget, OSL: hints.OslBounds.Parse(q.ExpectedOSL), IAT: hints.IatBounds.Parse(q.Interarrival),
+	}}
+}
+
+// findWorkerAnswer names a worker; worker_id is -1 if there is none.
+type findWorkerAnswer struct {
+	WorkerID      any     `json:"worker_id"`
+	DPRank        uint32  `json:"dp_rank,omitempty"`
+	PrefixHitRate float64 `json:"prefix_hit_rate"` // share of the prompt's full blocks that it holds
+	DecisionID    *string `json:"decision_id"`     // for /feedback; null: nothing is to be told
+}
+
+// findWorker chooses a worker for a client that forwards its request itself. A
+// policy that learns hears by /feedback how it went, and until then the request
+// is booked; for others nothing is, as for /find_best_worker.
+func (s *Service) findWorker(c *gin.Context) {
+	var query findWorkerQuery
+	if !body(c, &query) {
+		return
+	}
+	switch {
+	case query.Tokens == nil:
+		plainError(c, http.StatusUnprocessableEntity, "bad body: tokens is missing: give the prompt's token ids")
+		return
+	case len(query.PrefixID) > hints.MaxPrefixID:
+		plainError(c, http.StatusBadRequest, fmt.Sprintf("prefix_id is longer than %d bytes", hints.MaxPrefixID))
+		return
+	}
+	request := query.request()
+	limit := s.feedbackTime()
+	request.ChooseOnly = limit == 0
+	ctx := c.Request.Context()
+	d, err := s.router.Route(ctx, s.within(request, events.Partition{Group: events.DefaultGroup}))
+	if err != nil {
+		c.JSON(http.StatusOK, findWorkerAnswer{WorkerID: -1})
+		return
+	}
+	answer := findWorkerAnswer{WorkerID: d.Target.Key.Worker, DPRank: d.Target.Key.Rank}
+	if blocks := d.Tokens / s.router.BlockSize(); blocks > 0 {
+		answer.PrefixHitRate = float64(d.MatchedBlocks) / float64(blocks)
+	}
+	if d.Booking != nil {
+		id := newDecisionID()
+		if ctx.Err() == nil && s.decisions.put(id, d.Booking, limit) {
+			answer.DecisionID = &id
+		} else {
+			d.Booking.End() // nobody will
+		}
+	}
+	c.JSON(http.StatusOK, answer)
+}
+
+// feedbackTime is how long the policy waits for feedback; 0: it wants none.
+func (s *Service) feedbackTime() (limit time.Duration) {
+	s.router.WithThompson(func(p *policy.Thompson) {
+		if p.RouterType != policy.ThompsonKVLoad {
+			limit = p.Timeout
+		}
+	})
+	return limit
+}
+
+// newDecisionID returns a version-4 UUID in hexadecimal digits.
+func newDecisionID() string {
+	var id [16]byte
+	rand.Read(id[:])
+	id[6], id[8] = id[6]&0x0f|0x40, id[8]&0x3f|0x80
+	return hex.EncodeToString(id[:])
+}
+
+// feedbackQuery tells how a request ended.
+type feedbackQuery struct {
+	DecisionID   string   `json:"decision_id"`
+	LatencyMS    *float64 `json:"latency_ms"`
+	Success      *bool    `json:"success"` // default: true
+	TokensIn     int      `json:"tokens_in"`
+	TokensOut    int      `json:"tokens_out"`
+	FinishReason string   `json:"finish_reason"`
+}
+
+// wrong says what of a query makes no sense; empty: nothing.
+func (q feedbackQuery) wrong() string {
+	switch {
+	case q.DecisionID == "":
+		return "decision_id is missing: give that of /find_worker's answer"
+	case q.LatencyMS == nil:
+		return "latency_ms is missing: give the time from sending the request to the end of its answer"
+	case !(*q.LatencyMS >= 0 && *q.LatencyMS <= maxFeedbackMS):
+		return "latency_ms must be a time, at least 0"
+	case q.TokensIn < 0 || q.TokensOut < 0:
+		return "tokens_in and tokens_out cannot be negative"
+	}
+	return ""
+}
+
+// maxFeedbackMS is the longest latency that a time.Duration can be.
+const maxFeedbackMS = float64(math.MaxInt64 / int64(time.Millisecond))
+
+// feedback is what the query tells. That somebody cancelled a request, which is
+// nobody's fault, only counts where that is mended of the original.
+func (q feedbackQuery) feedback(mended bool) policy.Feedback {
+	f := policy.Feedback{Ending: policy.Finished, Latency: time.Duration(*q.LatencyMS * float64(time.Millisecond)), TokensIn: q.TokensIn, TokensOut: q.TokensOut}
+	switch {
+	case mended && policy.Aborted(q.FinishReason):
+		f.Ending = policy.Abandoned
+	case !Given(q.Success, true):
+		f.Ending = policy.Failed
+	}
+	return f
+}
+
+// feedbackAnswer tells what came of a feedback. The numbers are 0 where nothing
+// was learned: of a request that was cancelled.
+type feedbackAnswer struct {
+	OK           bool    `json:"ok"`
+	UsedBaseline float64 `json:"used_baseline"` // latency that it was compared with, ms
+	Reward       float64 `json:"reward"`        // 0 to 1
+	WorkerID     *uint64 `json:"worker_id,omitempty"`
+	Error        string  `json:"error,omitempty"`
+}
+
+// feedback takes in how a request ended that /find_worker decided on.
+func (s *Service) feedback(c *gin.Context) {
+	var query feedbackQuery
+	if !body(c, &query) {
+		return
+	}
+	if wrong := query.wrong(); wrong != "" {
+		plainError(c, http.StatusUnprocessableEntity, "bad body: "+wrong)
+		return
+	}
+	if booking := s.decisions.take(query.DecisionID); booking != nil {
+		mended := true
+		s.router.WithThompson(func(p *policy.Thompson) { mended = p.Fixes.Feedback })
+		if ack, known := booking.Report(query.feedback(mended)); known {
+			c.JSON(http.StatusOK, feedbackAnswer{OK: true, UsedBaseline: ack.UsedBaseline, Reward: ack.Reward, WorkerID: &ack.Worker.Worker})
+			return
+		}
+	}
+	c.JSON(http.StatusOK, feedbackAnswer{Error: "unknown_decision"})
+}

@@ -1,0 +1,108 @@
+package selection
+
+import (
+	"errors"
+	"fmt"
+	"kvrouter/internal/events"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/routertest"
+	"testing"
+	"time"
+)
+
+func TestReservationIDsAreUsedOnceAtATime(t *testing.T) {
+	r := NewReservations()
+	rt := routertest.NewTestRouter(t, "kv", 0)
+	rt.Up(kv.Target{Key: kv.WorkerKey{Worker: 1}})
+	book := func(id string) *router.Booking {
+		booking, err := rt.Book(router.Request{ID: id, Tokens: testkit.Count(1, 8)}, kv.WorkerKey{Worker: 1})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return booking
+	}
+	var taken errReserved
+	if err := r.claim("a"); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.claim("a"); !errors.As(err, &taken) || r.get("a") != nil {
+		t.Errorf("claimed twice: %v", err)
+	}
+	booking := book("a")
+	r.Install("a", booking)
+	if err := r.claim("a"); !errors.As(err, &taken) || r.get("a") != booking {
+		t.Errorf("claimed while booked: %v", err)
+	}
+	booking.End() // as an expired one is
+	if r.get("a") != nil || r.take("a") != nil {
+		t.Error("a booking that has ended is still held")
+	}
+	if err := r.claim("a"); err != nil {
+		t.Errorf("the id of an ended booking: %v", err)
+	}
+	r.release("a")
+
+	for i := range 3 * firstReservationsGC { // forgotten ones do not pile up
+		id := fmt.Sprint(i)
+		if err := r.claim(id); err != nil {
+			t.Fatal(err)
+		}
+		booking := book(id)
+		r.Install(id, booking)
+		booking.End()
+	}
+	if len(r.held) > firstReservationsGC {
+		t.Errorf("%d ended reservations are held", len(r.held))
+	}
+}
+
+func TestPendingSelectionsAreBoundedAndExpire(t *testing.T) {
+	p := newPendingSelections()
+	now := time.Unix(0, 0)
+	p.now = func() time.Time { return now }
+	key := func(id string) pendingKey { return pendingKey{events.Partition{Model: "m", Group: "g"}, id} }
+	put := func(id string, blocks int) {
+		p.put(pendingSelection{key: key(id), request: router.Request{Local: make([]uint64, blocks)}})
+	}
+	has := func(id string) bool {
+		_, ok := p.get(key(id))
+		return ok
+	}
+	put("a", 1)
+	put("a", 2)
+	if p.blocks != 2 || !has("a") || has("b") {
+		t.Errorf("%d blocks are kept", p.blocks)
+	}
+	now = now.Add(pendingFor)
+	if !has("a") {
+		t.Error("gone too early")
+	}
+	now = now.Add(1)
+	if has("a") {
+		t.Error("kept too long")
+	}
+	put("b", 1)
+	if p.order.Len() != 1 || p.blocks != 1 {
+		t.Errorf("%d are kept with %d blocks", p.order.Len(), p.blocks)
+	}
+	for i := range maxPending {
+		put(fmt.Sprint(i), 0)
+	}
+	if has("b") || !has("0") || p.order.Len() != maxPending {
+		t.Errorf("%d are kept", p.order.Len())
+	}
+	put("long", maxPendingBlocks)
+	if !has("long") || !has("1") || p.blocks != maxPendingBlocks {
+		t.Errorf("%d blocks are kept", p.blocks)
+	}
+	put("next", 1)
+	if has("long") || p.blocks != 1 || !has("next") {
+		t.Errorf("%d blocks are kept", p.blocks)
+	}
+	p.drop(key("next"))
+	if has("next") || p.order.Len() != len(p.byKey) {
+		t.Error("dropped, but kept")
+	}
+}

@@ -1,0 +1,542 @@
+package selection
+
+import (
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"maps"
+	"math"
+	"net/http"
+	"slices"
+
+	"kvrouter/internal/events"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/router"
+
+	"github.com/gin-gonic/gin"
+)
+
+// selectQuery is a request for a worker.
+type selectQuery struct {
+	promptQuery
+	SelectionID    string         `json:"selection_id"`
+	Override       *overrideQuery `json:"router_config_override"`
+	ExpectedOutput uint32         `json:"expected_output_tokens"`
+	PriorityJump   float64        `json:"priority_jump"` // seconds
+	StrictPriority uint32         `json:"strict_priority"`
+	Pinned         *workerQuery   `json:"pinned_worker"`
+	Allowed        []uint64       `json:"allowed_worker_ids"`
+}
+
+// workerQuery names one worker rank.
+type workerQuery struct {
+	WorkerID uint64 `json:"worker_id"`
+	DPRank   uint32 `json:"dp_rank"`
+}
+
+// overrideQuery is Override as the routes take it.
+type overrideQuery struct {
+	OverlapScoreWeight *float64 `json:"overlap_score_weight"`
+	OverlapScoreCredit *float64 `json:"overlap_score_credit"`
+	PrefillLoadScale   *float64 `json:"prefill_load_scale"`
+	RouterTemperature  *float64 `json:"router_temperature"`
+	AssumeKVReuse      *bool    `json:"assume_kv_reuse"`
+	TrackPrefillTokens *bool    `json:"track_prefill_tokens"`
+}
+
+// errOverride names a setting whose value cannot be.
+type errOverride struct{ name string }
+
+func (e errOverride) Error() string {
+	return fmt.Sprintf("router_config_override: %s must be finite and non-negative", e.name)
+}
+
+func (o *overrideQuery) override() (*policy.Override, error) {
+	if o == nil {
+		return nil, nil
+	}
+	for _, setting := range []struct {
+		name  string
+		value *float64
+	}{
+		{"overlap_score_weight", o.OverlapScoreWeight}, {"overlap_score_credit", o.OverlapScoreCredit},
+		{"prefill_load_scale", o.PrefillLoadScale}, {"router_temperature", o.RouterTemperature},
+	} {
+		if v := setting.value; v != nil && (!(*v >= 0) || math.IsInf(*v, 1)) {
+			return nil, errOverride{setting.name}
+		}
+	}
+	converted := policy.Override(*o)
+	return &converted, nil
+}
+
+// request checks the query and turns it into the router's form.
+func (q selectQuery) request() (router.Request, error) {
+	request, err := q.promptQuery.request()
+	if err != nil {
+		return request, err
+	}
+	if request.Override, err = q.Override.override(); err != nil {
+		return request, err
+	}
+	if q.Pinned != nil {
+		if q.Allowed != nil && !slices.Contains(q.Allowed, q.Pinned.WorkerID) {
+			return request, fmt.Errorf("pinned worker %d is not in allowed worker set", q.Pinned.WorkerID)
+		}
+		request.Pinned = &kv.WorkerKey{Worker: q.Pinned.WorkerID, Rank: q.Pinned.DPRank}
+	}
+	request.ExpectedOutput, request.PriorityJump, request.StrictPriority = int(q.ExpectedOutput), max(0, q.PriorityJump), q.StrictPriority
+	request.Allowed = q.Allowed
+	return request, nil
+}
+
+// selectAnswer is the choice of a worker; the fields before ModelName are there
+// only for some requests.
+type selectAnswer struct {
+	SelectionID    string   `json:"selection_id,omitempty"`
+	SequenceHashes *[]int64 `json:"sequence_hashes,omitempty"` // of a booked prompt
+	ISLTokens      *int     `json:"isl_tokens,omitempty"`
+	TrackPrefill   *bool    `json:"track_prefill_tokens,omitempty"`
+
+	ModelName              string        `json:"model_name"`
+	RoutingGroup           string        `json:"routing_group"`
+	WorkerID               uint64        `json:"worker_id"`
+	DPRank                 uint32        `json:"dp_rank"`
+	Endpoint               string        `json:"endpoint"`
+	BlockSize              int           `json:"block_size"`
+	Overlap                overlapAnswer `json:"overlap"`
+	EffectivePrefillTokens int           `json:"effective_prefill_tokens"`
+	PotentialDecodeBlocks  int           `json:"potential_decode_blocks"`
+}
+
+// overlapAnswer is what the chosen worker holds of the prompt, in tokens; DP has
+// all its ranks, the others the rank that holds most.
+type overlapAnswer struct {
+	LongestMatched int            `json:"longest_matched"`
+	GPU            int            `json:"gpu"`
+	DP             map[uint32]int `json:"dp"`
+}
+
+func (s *Service) selectAnswer(of events.Partition, id string, request router.Request, d router.Decision) selectAnswer {
+	byRank := map[uint32]int{d.Target.Key.Rank: d.MatchedBlocks * s.router.BlockSize()}
+	if d.Target.Ranks > 1 {
+		overlaps, _ := s.router.Overlaps(request)
+		for _, o := range overlaps {
+			if o.Worker.Worker == d.Target.Key.Worker && o.Worker != d.Target.Key {
+				byRank[o.Worker.Rank] = o.Blocks * s.router.BlockSize()
+			}
+		}
+	}
+	longest := slices.Max(slices.Collect(maps.Values(byRank)))
+	partial := 0 // the last block, if it is not full, is in use as well
+	if d.Tokens%s.router.BlockSize() != 0 {
+		partial = 1
+	}
+	return selectAnswer{
+		SelectionID: id, ModelName: s.modelOf(of, d.Target), RoutingGroup: of.Group,
+		WorkerID: d.Target.Key.Worker, DPRank: d.Target.Key.Rank, Endpoint: d.Target.URL, BlockSize: s.router.BlockSize(),
+		Overlap:                overlapAnswer{longest, longest, byRank},
+		EffectivePrefillTokens: d.EffectivePrefillTokens, PotentialDecodeBlocks: d.PotentialDecodeBlocks + partial,
+	}
+}
+
+// modelOf is the model that a request of the partition gets on a target.
+func (s *Service) modelOf(of events.Partition, t kv.Target) string {
+	if of.Model == "" && len(t.Models) > 0 {
+		return t.Models[0]
+	}
+	if of.Model == "" {
+		return s.ownModel()
+	}
+	return of.Model
+}
+
+// queryError answers a query that makes no sense.
+func queryError(c *gin.Context, err error) {
+	status := http.StatusBadRequest
+	if errors.As(err, &errOverride{}) {
+		status = http.StatusUnprocessableEntity
+	}
+	plainError(c, status, err.Error())
+}
+
+// selecting reads a request for a worker; not ok: it has been answered.
+func (s *Service) selecting(c *gin.Context) (query selectQuery, request router.Request, ok bool) {
+	if !body(c, &query) {
+		return query, request, false
+	}
+	request, err := query.request()
+	if err != nil {
+		queryError(c, err)
+		return query, request, false
+	}
+	return query, s.within(request, query.partition()), true
+}
+
+// selectWorker chooses a worker and changes nothing. A choice with an id may be
+// reserved afterwards without saying the prompt again.
+func (s *Service) selectWorker(c *gin.Context) {
+	query, request, ok := s.selecting(c)
+	if !ok {
+		return
+	}
+	if len(query.SelectionID) > maxReservationID {
+		plainError(c, http.StatusBadRequest, errLongID.Error())
+		return
+	}
+	of := query.partition()
+	request.QueryOnly = true
+	if query.SelectionID != "" && request.Tokens != nil { // hashed once for both calls, and smaller to keep
+		request.Local = kv.HashBlocks(nil, request.Tokens, s.router.BlockSize(), request.LoRA, request.Salt)
+		request.NumTokens, request.Tokens = len(request.Tokens), nil
+	}
+	decision, err := s.router.Route(c.Request.Context(), request)
+	if err != nil {
+		s.routingError(c, of, err)
+		return
+	}
+	if query.SelectionID != "" {
+		request.QueryOnly, request.Pinned, request.Allowed = false, nil, nil
+		cached := decision.MatchedBlocks * s.router.BlockSize()
+		request.Cached = &cached
+		s.pending.put(pendingSelection{key: pendingKey{of, query.SelectionID}, request: request, worker: decision.Target.Key})
+	}
+	c.JSON(http.StatusOK, s.selectAnswer(of, query.SelectionID, request, decision))
+}
+
+// selectAndReserve chooses a worker and books the request on it, in one step.
+func (s *Service) selectAndReserve(c *gin.Context) {
+	query, request, ok := s.selecting(c)
+	if !ok {
+		return
+	}
+	of := query.partition()
+	id := query.SelectionID
+	if id == "" {
+		id = rand.Text()
+	}
+	decision, ok := s.routeReserved(c, of, id, request)
+	if !ok {
+		return
+	}
+	answer := s.selectAnswer(of, id, request, decision)
+	sequence := make([]int64, len(decision.Sequence))
+	for i, h := range decision.Sequence {
+		sequence[i] = int64(h)
+	}
+	track := s.settings.TrackPrefillTokens
+	if request.Override != nil {
+		track = Given(request.Override.TrackPrefillTokens, track)
+	}
+	answer.SequenceHashes, answer.ISLTokens, answer.TrackPrefill = &sequence, &decision.Tokens, &track
+	c.JSON(http.StatusOK, answer)
+}
+
+// routeReserved routes a request and keeps its booking under the id; not ok: it
+// has been answered.
+func (s *Service) routeReserved(c *gin.Context, of events.Partition, id string, request router.Request) (router.Decision, bool) {
+	if !s.claimed(c, id) {
+		return router.Decision{}, false
+	}
+	request.ID = id
+	decision, err := s.router.Route(c.Request.Context(), request)
+	if err == nil && c.Request.Context().Err() != nil { // nobody is left to release it
+		decision.Booking.End()
+		err = c.Request.Context().Err()
+	}
+	if err != nil {
+		s.reserved.release(id)
+		s.routingError(c, of, err)
+		return router.Decision{}, false
+	}
+	s.reserved.Install(id, decision.Booking)
+	return decision, true
+}
+
+// claimed claims an id; not ok: it is not free, which has been answered.
+func (s *Service) claimed(c *gin.Context, id string) bool {
+	err := s.reserved.claim(id)
+	switch {
+	case err == nil:
+		return true
+	case errors.Is(err, errLongID):
+		plainError(c, http.StatusBadRequest, err.Error())
+	case errors.Is(err, errTooMany):
+		plainError(c, http.StatusServiceUnavailable, err.Error())
+	default:
+		plainError(c, http.StatusConflict, err.Error())
+	}
+	return false
+}
+
+// reserveQuery asks for a booking: of what /select chose under the id, or, with
+// worker_id, of a prompt on that worker.
+type reserveQuery struct {
+	promptQuery
+	SelectionID     string         `json:"selection_id"`
+	WorkerID        *uint64        `json:"worker_id"`
+	DPRank          uint32         `json:"dp_rank"`
+	Override        *overrideQuery `json:"router_config_override"`
+	ExpectedOutput  uint32         `json:"expected_output_tokens"`
+	EffectiveTokens *int           `json:"effective_prefill_tokens"`
+	TrackPrefill    *bool          `json:"track_prefill_tokens"`
+}
+
+// request checks the query and turns it into the router's form. How much of the
+// prompt is to be computed is as the client says; if it does not, none of it
+// counts.
+func (q reserveQuery) request() (router.Request, error) {
+	request, err := selectQuery{promptQuery: q.promptQuery, Override: q.Override, ExpectedOutput: q.ExpectedOutput}.request()
+	if err != nil {
+		return request, err
+	}
+	if request.Override == nil {
+		request.Override = &policy.Override{}
+	}
+	tokens := max(request.NumTokens, len(request.Tokens))
+	effective := Given(q.EffectiveTokens, 0)
+	if effective < 0 || effective > tokens {
+		return request, fmt.Errorf("effective_prefill_tokens (%d) must not exceed isl_tokens (%d)", effective, tokens)
+	}
+	cached := tokens - effective
+	request.Cached = &cached
+	track := q.EffectiveTokens != nil && Given(q.TrackPrefill, true)
+	request.Override.TrackPrefillTokens = &track
+	return request, nil
+}
+
+// reserve books without choosing.
+func (s *Service) reserve(c *gin.Context) {
+	var query reserveQuery
+	if !body(c, &query) {
+		return
+	}
+	if query.SelectionID == "" {
+		plainError(c, http.StatusUnprocessableEntity, "bad body: selection_id is missing")
+		return
+	}
+	of := query.partition()
+	pending := pendingKey{of, query.SelectionID}
+	var request router.Request
+	var worker kv.WorkerKey
+	if query.WorkerID != nil {
+		s.pending.drop(pending)
+		var err error
+		if request, err = query.request(); err != nil {
+			queryError(c, err)
+			return
+		}
+		request, worker = s.within(request, of), kv.WorkerKey{Worker: *query.WorkerID, Rank: query.DPRank}
+		request.Allowed = nil
+	} else {
+		selection, ok := s.pending.get(pending)
+		if !ok {
+			plainError(c, http.StatusNotFound, errNoPending(pending).Error())
+			return
+		}
+		request, worker = selection.request, selection.worker
+	}
+	targets := s.targets(of)
+	at := slices.IndexFunc(targets, func(t kv.Target) bool { return t.Key == worker })
+	switch {
+	case len(targets) == 0:
+		plainError(c, http.StatusServiceUnavailable, noSchedulable(of))
+		return
+	case at < 0 && !slices.ContainsFunc(targets, func(t kv.Target) bool { return t.Key.Worker == worker.Worker }):
+		plainError(c, http.StatusNotFound, fmt.Sprintf("schedulable worker %d not found for %s", worker.Worker, of))
+		return
+	case at < 0:
+		plainError(c, http.StatusNotFound, fmt.Sprintf("schedulable worker %d (dp_rank %d) not found for %s", worker.Worker, worker.Rank, of))
+		return
+	}
+	if !s.claimed(c, query.SelectionID) {
+		return
+	}
+	request.ID = query.SelectionID
+	booking, err := s.router.Book(request, worker)
+	if err != nil {
+		s.reserved.release(query.SelectionID)
+		s.routingError(c, of, err)
+		return
+	}
+	s.reserved.Install(query.SelectionID, booking)
+	s.pending.drop(pending)
+	c.JSON(http.StatusCreated, gin.H{
+		"selection_id": query.SelectionID, "model_name": s.modelOf(of, targets[at]), "routing_group": of.Group,
+		"worker_id": worker.Worker, "dp_rank": worker.Rank, "endpoint": targets[at].URL,
+	})
+}
+
+// booking finds the booking that a request is about; nil: there is none, which
+// has been answered.
+func (s *Service) booking(c *gin.Context, find func(id string) *router.Booking) *router.Booking {
+	id := c.Param("id")
+	booking := find(id)
+	if booking == nil {
+		plainError(c, http.StatusNotFound, fmt.Sprintf("reservation %s not found", id))
+	}
+	return booking
+}
+
+func (s *Service) prefillComplete(c *gin.Context) {
+	if booking := s.booking(c, s.reserved.get); booking != nil {
+		booking.FirstToken()
+		statusOK(c)
+	}
+}
+
+func (s *Service) outputBlock(c *gin.Context) {
+	var query struct {
+		DecayFraction *float64 `json:"decay_fraction"`
+	}
+	if !body(c, &query) {
+		return
+	}
+	if f := query.DecayFraction; f != nil && !(*f >= 0 && *f <= 1) {
+		plainError(c, http.StatusBadRequest, "decay_fraction must be between 0.0 and 1.0")
+		return
+	}
+	if booking := s.booking(c, s.reserved.get); booking != nil {
+		booking.OutputBlock(query.DecayFraction)
+		statusOK(c)
+	}
+}
+
+func (s *Service) free(c *gin.Context) {
+	if booking := s.booking(c, s.reserved.take); booking != nil {
+		booking.Free()
+		statusOK(c)
+	}
+}
+
+// workerLoads is what a worker rank has to do.
+type workerLoads struct {
+	WorkerID               uint64 `json:"worker_id"`
+	DPRank                 uint32 `json:"dp_rank"`
+	PotentialPrefillTokens int    `json:"potential_prefill_tokens"`
+	PotentialDecodeBlocks  int    `json:"potential_decode_blocks"`
+	ActiveRequests         int    `json:"active_requests"`
+}
+
+func loadAnswer(l router.WorkerLoad) workerLoads {
+	return workerLoads{l.Key.Worker, l.Key.Rank, l.PotentialPrefillTokens, l.PotentialDecodeBlocks, l.ActiveRequests}
+}
+
+// loads shows the load of every worker by partition. The queue is one for all of
+// them; each shows the whole of it.
+func (s *Service) loads(c *gin.Context) {
+	of := map[uint64]events.Partition{}
+	order := []events.Partition{}
+	for _, r := range s.records(func(r WorkerRecord) bool { return inQuery(c, r.partition()) && r.Lifecycle != lifecycleIncomplete }) {
+		of[r.WorkerID] = r.partition()
+		if !slices.Contains(order, r.partition()) {
+			order = append(order, r.partition())
+		}
+	}
+	byPartition := map[events.Partition][]workerLoads{}
+	for _, load := range s.router.Loads() {
+		if p, ok := of[load.Key.Worker]; ok {
+			byPartition[p] = append(byPartition[p], loadAnswer(load))
+		}
+	}
+	requests, tokens := s.router.QueueDepth()
+	answer := []gin.H{}
+	for _, p := range order {
+		loads := byPartition[p]
+		if loads == nil {
+			loads = []workerLoads{}
+		}
+		answer = append(answer, gin.H{"model_name": p.Model, "routing_group": p.Group, "loads": loads, "pending_count": requests, "pending_isl_tokens": tokens})
+	}
+	c.JSON(http.StatusOK, answer)
+}
+
+// potentialLoads shows what every worker would have to do with a prompt.
+func (s *Service) potentialLoads(c *gin.Context) {
+	query, request, ok := s.selecting(c)
+	if !ok {
+		return
+	}
+	loads := s.potential(request)
+	if len(loads) == 0 && !s.schedulable(query.partition()) {
+		plainError(c, http.StatusServiceUnavailable, noSchedulable(query.partition()))
+		return
+	}
+	c.JSON(http.StatusOK, loads)
+}
+
+func (s *Service) potential(request router.Request) []workerLoads {
+	loads := []workerLoads{}
+	for _, load := range s.router.PotentialLoads(request) {
+		loads = append(loads, loadAnswer(load))
+	}
+	return loads
+}
+
+// routeQuery is a request of KvRouter's own contract, by method.
+type routeQuery struct {
+	selectQuery
+	Method    string   `json:"method"`
+	RequestID string   `json:"request_id"`
+	Tokens    []uint32 `json:"tokens"`
+}
+
+// route serves the contract of KvRouter: new chooses and books, mark_prefill and
+// mark_free tell how far the request is. The request's id is request_id, else
+// the header X-Request-Id; a new request without one is given one.
+func (s *Service) route(c *gin.Context) {
+	var query routeQuery
+	if !body(c, &query) {
+		return
+	}
+	id := query.RequestID
+	if id == "" {
+		id = c.GetHeader("X-Request-Id")
+	}
+	switch query.Method {
+	case "new", "potential_loads":
+		query.TokenIDs = query.Tokens
+		request, err := query.request()
+		if query.Tokens == nil {
+			err = fmt.Errorf("method %s needs tokens, a list of token ids", query.Method)
+		}
+		if err != nil {
+			queryError(c, err)
+			return
+		}
+		of := query.partition()
+		request = s.within(request, of)
+		if query.Method == "new" {
+			s.routeNew(c, of, id, request)
+			return
+		}
+		requests, tokens := s.router.QueueDepth()
+		c.JSON(http.StatusOK, gin.H{"method": "potential_loads", "loads": s.potential(request), "pending_count": requests, "pending_isl_tokens": tokens})
+	case "mark_prefill":
+		booking := s.reserved.get(id)
+		if booking != nil {
+			booking.FirstToken()
+		}
+		c.JSON(http.StatusOK, gin.H{"method": "prefill_marked", "success": booking != nil})
+	case "mark_free": // of what is free already, too
+		if booking := s.reserved.take(id); booking != nil {
+			booking.Free()
+		}
+		c.JSON(http.StatusOK, gin.H{"method": "free_marked", "success": true})
+	default:
+		plainError(c, http.StatusBadRequest, fmt.Sprintf("unknown method %q: it is new, mark_prefill, mark_free or potential_loads", query.Method))
+	}
+}
+
+func (s *Service) routeNew(c *gin.Context, of events.Partition, id string, request router.Request) {
+	if id == "" {
+		id = rand.Text()
+	}
+	if decision, ok := s.routeReserved(c, of, id, request); ok {
+		c.JSON(http.StatusOK, gin.H{
+			"method": "new", "request_id": id, "worker_id": decision.Target.Key.Worker, "dp_rank": decision.Target.Key.Rank,
+			"overlap_blocks": decision.MatchedBlocks,
+		})
+	}
+}

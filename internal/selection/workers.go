@@ -1,0 +1,441 @@
+package selection
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"maps"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+
+	"kvrouter/internal/events"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/workers"
+
+	"github.com/gin-gonic/gin"
+)
+
+// Lifecycles of a worker on the router port.
+const (
+	LifecycleSchedulable   = "schedulable"
+	lifecycleIncomplete    = "incomplete"    // registered, but something is missing
+	LifecycleUnschedulable = "unschedulable" // down, or taken out
+)
+
+// maxRegistered bounds the workers that clients register.
+const maxRegistered = 10_000
+
+// workerSpec is what a client says of a worker; what it leaves out is nil.
+type workerSpec struct {
+	ModelName         *string           `json:"model_name,omitempty"`
+	RoutingGroup      *string           `json:"routing_group,omitempty"`
+	Endpoint          *string           `json:"endpoint,omitempty"`
+	KVEventsEndpoint  *string           `json:"kv_events_endpoint,omitempty"` // of the first rank; further ones follow by port
+	KVEventsEndpoints map[uint32]string `json:"kv_events_endpoints,omitempty"`
+	ReplayEndpoint    *string           `json:"replay_endpoint,omitempty"` // likewise
+	BlockSize         *int              `json:"block_size,omitempty"`
+	StartRank         *uint32           `json:"data_parallel_start_rank,omitempty"`
+	RankCount         *uint32           `json:"data_parallel_size,omitempty"`
+	MaxBatchedTokens  *int              `json:"max_num_batched_tokens,omitempty"`
+	TotalBlocks       *int              `json:"total_kv_blocks,omitempty"`
+	Role              *kv.Role          `json:"role,omitempty"`
+	Kind              *kv.Kind          `json:"kind,omitempty"`
+	BootstrapHost     *string           `json:"bootstrap_host,omitempty"`
+	BootstrapPort     *uint16           `json:"bootstrap_port,omitempty"`
+}
+
+// maxRanks bounds the data-parallel ranks of one worker.
+const maxRanks = 1024
+
+// patched returns the spec with what the patch gives, but for the partition,
+// which does not change.
+func (s workerSpec) patched(patch workerSpec) workerSpec {
+	s.Endpoint = cmp.Or(patch.Endpoint, s.Endpoint)
+	s.KVEventsEndpoint = cmp.Or(patch.KVEventsEndpoint, s.KVEventsEndpoint)
+	if patch.KVEventsEndpoints != nil {
+		s.KVEventsEndpoints = patch.KVEventsEndpoints
+	}
+	s.ReplayEndpoint = cmp.Or(patch.ReplayEndpoint, s.ReplayEndpoint)
+	s.BlockSize = cmp.Or(patch.BlockSize, s.BlockSize)
+	s.StartRank = cmp.Or(patch.StartRank, s.StartRank)
+	s.RankCount = cmp.Or(patch.RankCount, s.RankCount)
+	s.MaxBatchedTokens = cmp.Or(patch.MaxBatchedTokens, s.MaxBatchedTokens)
+	s.TotalBlocks = cmp.Or(patch.TotalBlocks, s.TotalBlocks)
+	s.Role = cmp.Or(patch.Role, s.Role)
+	s.Kind = cmp.Or(patch.Kind, s.Kind)
+	s.BootstrapHost = cmp.Or(patch.BootstrapHost, s.BootstrapHost)
+	s.BootstrapPort = cmp.Or(patch.BootstrapPort, s.BootstrapPort)
+	return s
+}
+
+func Given[T any](p *T, otherwise T) T {
+	if p == nil {
+		return otherwise
+	}
+	return *p
+}
+
+// registeredWorker is a worker that a client has made known.
+type registeredWorker struct {
+	id   uint64
+	spec workerSpec
+	// missing says why the worker cannot be routed to; none: it is registered
+	// with the fleet.
+	missing []string
+}
+
+func (w registeredWorker) partition() events.Partition {
+	return events.Partition{Model: *w.spec.ModelName, Group: *w.spec.RoutingGroup}
+}
+
+// registration makes of the spec what the fleet takes, or says what is missing.
+// An error is a value that cannot be right.
+func (w registeredWorker) registration(settings Settings) (r workers.Registration, missing []string, err error) {
+	spec := w.spec
+	r = workers.Registration{ID: w.id, Model: *spec.ModelName, MaxBatchedTokens: Given(spec.MaxBatchedTokens, 0), TotalBlocks: Given(spec.TotalBlocks, 0)}
+	if r.MaxBatchedTokens < 0 || r.TotalBlocks < 0 {
+		return r, nil, errors.New("max_num_batched_tokens and total_kv_blocks cannot be negative")
+	}
+	r.Disagg = kv.Disagg{Role: Given(spec.Role, kv.RoleBoth), Kind: Given(spec.Kind, kv.KindNone), Bootstrap: kv.Bootstrap{Host: Given(spec.BootstrapHost, ""), Port: Given(spec.BootstrapPort, 0)}}
+	if Given(spec.Endpoint, "") == "" {
+		missing = append(missing, "endpoint is required")
+	} else if r.URL, err = workers.ParseURL(*spec.Endpoint); err != nil {
+		return r, nil, fmt.Errorf("endpoint: %w", err)
+	}
+	switch size := Given(spec.BlockSize, 0); {
+	case size <= 0:
+		missing = append(missing, "block_size must be greater than 0")
+	case size != settings.BlockSize:
+		missing = append(missing, fmt.Sprintf("reconciliation failed: block_size mismatch for %s: existing=%d requested=%d", w.partition(), settings.BlockSize, size))
+	}
+	if settings.CountsPasses && spec.MaxBatchedTokens == nil {
+		missing = append(missing, "max_num_batched_tokens is required while queueing is enabled")
+	}
+	start, count := Given(spec.StartRank, 0), Given(spec.RankCount, 1)
+	switch {
+	case count == 0:
+		missing = append(missing, "data_parallel_size must be greater than 0")
+	case count > maxRanks || start > 1<<31:
+		return r, nil, fmt.Errorf("data_parallel_size %d from rank %d: a worker has %d ranks at most", count, start, maxRanks)
+	}
+	for i := range count {
+		rank := start + i
+		r.Ranks = append(r.Ranks, rank)
+		source, err := w.source(rank, int(i), settings)
+		if err != nil {
+			return r, nil, err
+		}
+		switch {
+		case !settings.KVEvents: // nobody listens to them
+		case source.Endpoint != "":
+			r.Sources = append(r.Sources, source)
+		default:
+			missing = append(missing, fmt.Sprintf("kv_events endpoint is required for dp_rank %d", rank))
+		}
+	}
+	return r, missing, nil
+}
+
+// source is where the KV events of a rank, the nth of its worker, come from.
+func (w registeredWorker) source(rank uint32, n int, settings Settings) (events.Source, error) {
+	source := events.Source{Worker: kv.WorkerKey{Worker: w.id, Rank: rank}, BlockSize: settings.BlockSize}
+	for _, end := range []struct {
+		field string
+		given *string
+		to    *string
+	}{
+		{"kv_events_endpoint", w.spec.KVEventsEndpoint, &source.Endpoint},
+		{"replay_endpoint", w.spec.ReplayEndpoint, &source.Replay},
+	} {
+		if Given(end.given, "") == "" {
+			continue
+		}
+		first, err := workers.ParseEndpoint(*end.given)
+		if err == nil {
+			*end.to, err = portsOn(first, n)
+		}
+		if err != nil {
+			return source, fmt.Errorf("%s: %w", end.field, err)
+		}
+	}
+	if len(w.spec.KVEventsEndpoints) > 0 {
+		own, found := w.spec.KVEventsEndpoints[rank]
+		if !found || own == "" {
+			return events.Source{}, nil
+		}
+		var err error
+		if source.Endpoint, err = workers.ParseEndpoint(own); err != nil {
+			return source, fmt.Errorf("kv_events_endpoints[%d]: %w", rank, err)
+		}
+	}
+	return source, nil
+}
+
+// portsOn returns a tcp endpoint so many ports further on, as vLLM numbers those
+// of data-parallel ranks.
+func portsOn(endpoint string, n int) (string, error) {
+	at := strings.LastIndexByte(endpoint, ':')
+	if n == 0 || at < 0 {
+		return endpoint, nil
+	}
+	number, err := strconv.Atoi(endpoint[at+1:])
+	if err != nil || number+n > 65535 {
+		return "", fmt.Errorf("%s has no port %d further on, for the rank: give kv_events_endpoints by rank", endpoint, n)
+	}
+	return fmt.Sprintf("%s:%d", endpoint[:at], number+n), nil
+}
+
+// workerRecord is a worker as the router port shows it; loads and blocks are
+// those of all its ranks.
+type WorkerRecord struct {
+	WorkerID uint64 `json:"worker_id"`
+	workerSpec
+	Lifecycle     string   `json:"lifecycle"`
+	Reasons       []string `json:"not_schedulable_reasons,omitempty"`
+	State         string   `json:"state"`
+	PID           int      `json:"pid,omitempty"`
+	Restarts      int      `json:"restarts"`
+	Generation    int      `json:"generation"`
+	InFlight      int      `json:"in_flight"`
+	PrefillTokens int      `json:"prefill_tokens"`
+	RunningReqs   int      `json:"num_running_reqs"`
+	WaitingReqs   int      `json:"num_waiting_reqs"`
+	KVCacheUsage  float64  `json:"kv_cache_usage"`
+	Blocks        int      `json:"blocks"`
+}
+
+// partition is where the record belongs.
+func (r WorkerRecord) partition() events.Partition {
+	return events.Partition{Model: *r.ModelName, Group: *r.RoutingGroup}
+}
+
+// records returns the workers that want accepts (nil: all), ordered by
+// partition and id.
+func (s *Service) records(want func(WorkerRecord) bool) []WorkerRecord {
+	up := map[uint64]bool{}
+	for _, t := range s.router.Targets() {
+		up[t.Key.Worker] = true
+	}
+	s.mu.Lock()
+	waiting := maps.Clone(s.registered) // those that the fleet does not know
+	s.mu.Unlock()
+	records := []WorkerRecord{}
+	add := func(r WorkerRecord) {
+		if want == nil || want(r) {
+			records = append(records, r)
+		}
+	}
+	for _, status := range s.fleet.Workers() {
+		w, registered := waiting[status.ID]
+		delete(waiting, status.ID)
+		spec := w.spec
+		if !registered {
+			spec = s.specOf(status)
+		}
+		add(s.record(status, spec, up[status.ID]))
+	}
+	for _, w := range waiting {
+		add(WorkerRecord{WorkerID: w.id, workerSpec: w.spec, Lifecycle: lifecycleIncomplete, Reasons: w.missing, State: workers.StateConnecting})
+	}
+	slices.SortFunc(records, func(a, b WorkerRecord) int {
+		return cmp.Or(cmp.Compare(*a.ModelName, *b.ModelName), cmp.Compare(*a.RoutingGroup, *b.RoutingGroup), cmp.Compare(a.WorkerID, b.WorkerID))
+	})
+	return records
+}
+
+// specOf says of a worker that this router started or attached what a client
+// would have to say.
+func (s *Service) specOf(status workers.Status) workerSpec {
+	model, group, size := s.ownModel(), events.DefaultGroup, s.router.BlockSize()
+	if s.settings.ServedModelName == "" && len(status.Models) > 0 {
+		model = status.Models[0]
+	}
+	spec := workerSpec{ModelName: &model, RoutingGroup: &group, Endpoint: &status.URL, BlockSize: &size}
+	if status.KVEvents != "" {
+		spec.KVEventsEndpoint = &status.KVEvents
+	}
+	if status.Replay != "" {
+		spec.ReplayEndpoint = &status.Replay
+	}
+	if n := uint32(len(status.Ranks)); n > 1 {
+		spec.RankCount = &n
+	}
+	if d := status.Disagg; d != (kv.Disagg{}) {
+		spec.Role, spec.Kind = &d.Role, &d.Kind
+		if d.Bootstrap.Known() {
+			spec.BootstrapHost, spec.BootstrapPort = &d.Bootstrap.Host, &d.Bootstrap.Port
+		}
+	}
+	return spec
+}
+
+func (s *Service) record(w workers.Status, spec workerSpec, up bool) WorkerRecord {
+	r := WorkerRecord{
+		WorkerID: w.ID, workerSpec: spec, Lifecycle: LifecycleSchedulable,
+		State: w.State, PID: w.PID, Restarts: w.Restarts, Generation: w.Generation,
+	}
+	for _, key := range w.Keys() {
+		load := s.router.Load(key)
+		r.InFlight += load.InFlight
+		r.PrefillTokens += load.PrefillTokens
+		r.RunningReqs += load.Running
+		r.WaitingReqs += load.Waiting
+		r.KVCacheUsage = max(r.KVCacheUsage, load.KVUsage)
+		r.Blocks += s.index.Blocks(key)
+	}
+	if !up {
+		r.Lifecycle = LifecycleUnschedulable
+		r.Reasons = []string{w.State}
+		if w.LastError != "" {
+			r.Reasons = append(r.Reasons, w.LastError)
+		}
+	}
+	return r
+}
+
+// recordOf returns the record of one worker.
+func (s *Service) recordOf(id uint64) WorkerRecord {
+	for _, r := range s.records(func(r WorkerRecord) bool { return r.WorkerID == id }) {
+		return r
+	}
+	return WorkerRecord{WorkerID: id, Lifecycle: LifecycleUnschedulable}
+}
+
+// inQuery tells whether a partition is what the query parameters model_name and
+// routing_group ask for.
+func inQuery(c *gin.Context, of events.Partition) bool {
+	model, byModel := c.GetQuery("model_name")
+	group, byGroup := c.GetQuery("routing_group")
+	return (!byModel || model == of.Model) && (!byGroup || group == of.Group)
+}
+
+func (s *Service) listWorkers(c *gin.Context) {
+	c.JSON(http.StatusOK, s.records(func(r WorkerRecord) bool { return inQuery(c, r.partition()) }))
+}
+
+// addWorker registers a worker, or replaces what was said of it before.
+func (s *Service) addWorker(c *gin.Context) {
+	var query struct {
+		ID *uint64 `json:"worker_id"`
+		workerSpec
+	}
+	if !body(c, &query) {
+		return
+	}
+	if query.ID == nil {
+		plainError(c, http.StatusUnprocessableEntity, "bad body: worker_id is missing")
+		return
+	}
+	if Given(query.ModelName, "") == "" {
+		own := s.ownModel()
+		query.ModelName = &own
+	}
+	if Given(query.RoutingGroup, "") == "" {
+		group := events.DefaultGroup
+		query.RoutingGroup = &group
+	}
+	s.changing.Lock()
+	defer s.changing.Unlock()
+	s.setWorker(c, http.StatusCreated, registeredWorker{id: *query.ID, spec: query.workerSpec})
+}
+
+// patchWorker changes what a patch gives of a registered worker.
+func (s *Service) patchWorker(c *gin.Context) {
+	var patch workerSpec
+	id, ok := workerID(c)
+	if !ok || !body(c, &patch) {
+		return
+	}
+	s.changing.Lock()
+	defer s.changing.Unlock()
+	if w, ok := s.registeredAt(c, id); ok {
+		w.spec = w.spec.patched(patch)
+		s.setWorker(c, http.StatusOK, w)
+	}
+}
+
+// deleteWorker takes a registered worker out.
+func (s *Service) deleteWorker(c *gin.Context) {
+	id, ok := workerID(c)
+	if !ok {
+		return
+	}
+	s.changing.Lock()
+	defer s.changing.Unlock()
+	w, ok := s.registeredAt(c, id)
+	if !ok {
+		return
+	}
+	record := s.recordOf(id)
+	s.fleet.Unregister(id)
+	s.mu.Lock()
+	delete(s.registered, id)
+	s.mu.Unlock()
+	s.reserved.ReleaseWorker(id)
+	record.workerSpec, record.Lifecycle, record.Reasons, record.State = w.spec, LifecycleUnschedulable, nil, workers.StateStopped
+	c.JSON(http.StatusOK, record)
+}
+
+func workerID(c *gin.Context) (id uint64, ok bool) {
+	id, err := strconv.ParseUint(c.Param("id"), 10, 64)
+	if err != nil {
+		plainError(c, http.StatusBadRequest, fmt.Sprintf("%q is no worker id: give a whole number", c.Param("id")))
+	}
+	return id, err == nil
+}
+
+// registeredAt finds a registered worker; not ok: there is none, which has been
+// answered.
+func (s *Service) registeredAt(c *gin.Context, id uint64) (w registeredWorker, ok bool) {
+	s.mu.Lock()
+	w, ok = s.registered[id]
+	s.mu.Unlock()
+	if ok {
+		return w, true
+	}
+	if slices.ContainsFunc(s.fleet.Workers(), func(status workers.Status) bool { return status.ID == id }) {
+		plainError(c, http.StatusConflict, fmt.Sprintf("worker %d: %v", id, workers.ErrWorkerTaken))
+	} else {
+		plainError(c, http.StatusNotFound, fmt.Sprintf("worker %d not found", id))
+	}
+	return w, false
+}
+
+// setWorker puts what is known of a worker in force and answers with its
+// record; s.changing is held.
+func (s *Service) setWorker(c *gin.Context, status int, w registeredWorker) {
+	registration, missing, err := w.registration(s.settings)
+	if err != nil {
+		plainError(c, http.StatusBadRequest, err.Error())
+		return
+	}
+	w.missing = missing
+	if len(missing) > 0 {
+		s.fleet.Unregister(w.id)
+	} else {
+		err = s.fleet.Register(c.Request.Context(), registration)
+	}
+	switch {
+	case errors.Is(err, workers.ErrWorkerTaken):
+		plainError(c, http.StatusConflict, err.Error())
+		return
+	case err != nil:
+		plainError(c, http.StatusServiceUnavailable, err.Error())
+		return
+	}
+	s.mu.Lock()
+	_, known := s.registered[w.id]
+	full := !known && len(s.registered) >= maxRegistered
+	if !full {
+		s.registered[w.id] = w
+	}
+	s.mu.Unlock()
+	if full {
+		s.fleet.Unregister(w.id)
+		plainError(c, http.StatusServiceUnavailable, fmt.Sprintf("%d workers are registered: no more can be", maxRegistered))
+		return
+	}
+	c.JSON(status, s.recordOf(w.id))
+}

@@ -1,0 +1,84 @@
+package settings
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"time"
+)
+
+// Machine answers what the defaults depend on, so that tests can be any
+// machine.
+type Machine struct {
+	Cores  int
+	GPUs   func() []string         // devices that may be used, in order; none: CPU
+	Getenv func(key string) string // environment
+	IsFile func(path string) bool
+	IsDir  func(path string) bool
+}
+
+// ThisMachine returns the machine that the program runs on.
+func ThisMachine() Machine {
+	is := func(path string, dir bool) bool {
+		info, err := os.Stat(path)
+		return err == nil && info.IsDir() == dir
+	}
+	return Machine{
+		Cores:  runtime.GOMAXPROCS(0), // cores, or the container's share of them
+		GPUs:   visibleGPUs,
+		Getenv: os.Getenv,
+		IsFile: func(path string) bool { return is(path, false) },
+		IsDir:  func(path string) bool { return is(path, true) },
+	}
+}
+
+// visibleGPUs returns the NVIDIA devices that CUDA_VISIBLE_DEVICES leaves, or
+// all that nvidia-smi lists.
+func visibleGPUs() []string {
+	const limit = 20 * time.Second // the first call loads the driver
+	listing, err := outputWithin(limit, exec.Command("nvidia-smi", "--query-gpu=index", "--format=csv,noheader"))
+	if err != nil {
+		return nil
+	}
+	found := strings.Fields(listing)
+	chosen, restricted := os.LookupEnv("CUDA_VISIBLE_DEVICES")
+	if !restricted || len(found) == 0 {
+		return found
+	}
+	var gpus []string
+	for name := range strings.SplitSeq(chosen, ",") {
+		name = strings.TrimSpace(name)
+		if name == "" || name == "-1" { // CUDA ignores what follows an invalid entry
+			break
+		}
+		gpus = append(gpus, name)
+	}
+	return gpus
+}
+
+// outputWithin runs a short command and returns what it printed.
+func outputWithin(limit time.Duration, cmd *exec.Cmd) (string, error) {
+	cmd.WaitDelay = time.Second
+	var out strings.Builder
+	cmd.Stdout = &out
+	if err := cmd.Start(); err != nil {
+		return "", err
+	}
+	timer := time.AfterFunc(limit, func() { _ = cmd.Process.Kill() })
+	defer timer.Stop()
+	if err := cmd.Wait(); err != nil {
+		return "", err
+	}
+	return out.String(), nil
+}
+
+// CacheDir returns the folder that everything downloaded goes to.
+func CacheDir(getenv func(string) string) string {
+	base := getenv("XDG_CACHE_HOME")
+	if base == "" {
+		base = filepath.Join(getenv("HOME"), ".cache")
+	}
+	return filepath.Join(base, "kvrouter")
+}

@@ -1,0 +1,166 @@
+package settings
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+
+	"github.com/alecthomas/kong"
+	"github.com/goccy/go-yaml"
+)
+
+// vllmArgsKey is the one key of the file of settings that is no flag.
+const vllmArgsKey = "vllm-args"
+
+// configFile holds the settings of a YAML file, by flag name, as the text (or
+// list of texts) that the flag would get on the command line.
+type configFile struct {
+	name     string
+	values   map[string]any
+	VllmArgs []string
+}
+
+// readConfigFile reads the file of --config; an empty name is an empty file.
+// Unknown keys are errors, because a misspelled one would be silently without
+// effect.
+func ReadConfigFile(name string, flags []*kong.Flag) (configFile, error) {
+	file := configFile{name: name, values: map[string]any{}}
+	if name == "" {
+		return file, nil
+	}
+	data, err := os.ReadFile(name)
+	if err != nil {
+		return file, fmt.Errorf("--config %s: cannot read it: %w", name, errors.Unwrap(err))
+	}
+	var entries yaml.MapSlice
+	if err := yaml.Unmarshal(data, &entries); err != nil {
+		message, _, _ := strings.Cut(yaml.FormatError(err, false, false), "\n")
+		return file, fmt.Errorf("--config %s: not a YAML map of settings: %s", name, message)
+	}
+
+	known := []string{vllmArgsKey}
+	for _, flag := range flags {
+		if flag.Name != "help" && flag.Name != "config" {
+			known = append(known, flag.Name)
+		}
+	}
+	for _, entry := range entries {
+		key := fmt.Sprint(entry.Key)
+		flag := strings.ReplaceAll(key, "_", "-")
+		if nearest := NearestName(flag, known); nearest != flag {
+			return file, fmt.Errorf("--config %s: unknown key %q; the nearest known one is %q", name, key, nearest)
+		}
+		if _, twice := file.values[flag]; twice {
+			return file, fmt.Errorf("--config %s: %s is given twice", name, flag)
+		}
+		value, err := settingText(entry.Value)
+		if err != nil {
+			return file, fmt.Errorf("--config %s: %s: %w", name, flag, err)
+		}
+		if flag != vllmArgsKey {
+			file.values[flag] = value
+			continue
+		}
+		list, isList := value.([]any)
+		if !isList {
+			return file, fmt.Errorf("--config %s: %s must be a list, such as [--max-model-len, 4096]", name, flag)
+		}
+		for _, item := range list {
+			file.VllmArgs = append(file.VllmArgs, item.(string))
+		}
+	}
+	return file, nil
+}
+
+// settingText turns a YAML value into what kong would read from the command
+// line: a text, or a list of texts. A map is written key=value,... as --worker
+// takes it.
+func settingText(value any) (any, error) {
+	switch v := value.(type) {
+	case nil:
+		return nil, errors.New("has no value")
+	case []any:
+		texts := make([]any, 0, len(v))
+		for _, item := range v {
+			text, err := settingText(item)
+			if err != nil {
+				return nil, err
+			}
+			if _, nested := text.([]any); nested {
+				return nil, errors.New("is a list of lists")
+			}
+			texts = append(texts, text)
+		}
+		return texts, nil
+	case yaml.MapSlice:
+		parts := make([]string, 0, len(v))
+		for _, entry := range v {
+			parts = append(parts, fmt.Sprintf("%v=%v", entry.Key, entry.Value))
+		}
+		return strings.Join(parts, ","), nil
+	case map[string]any:
+		parts := make([]string, 0, len(v))
+		for key, item := range v {
+			parts = append(parts, fmt.Sprintf("%s=%v", key, item))
+		}
+		return strings.Join(parts, ","), nil
+	default:
+		return fmt.Sprint(v), nil
+	}
+}
+
+// resolve gives kong the file's value of a flag; an environment variable that
+// is set goes before it.
+func (f configFile) Resolve(_ *kong.Context, _ *kong.Path, flag *kong.Flag) (any, error) {
+	for _, variable := range flag.Envs {
+		if _, set := os.LookupEnv(variable); set {
+			return nil, nil
+		}
+	}
+	if value, given := f.values[flag.Name]; given {
+		return value, nil
+	}
+	return nil, nil
+}
+
+// explain adds the file's name to an error about a flag that the file sets.
+func (f configFile) Explain(err error) error {
+	for key := range f.values {
+		if strings.HasPrefix(err.Error(), "--"+key+":") || strings.HasPrefix(err.Error(), "--"+key+" ") {
+			return fmt.Errorf("%w (%s is set in %s)", err, key, f.name)
+		}
+	}
+	return err
+}
+
+// nearestName returns the name that takes the fewest changed letters to reach.
+func NearestName(name string, known []string) string {
+	best, least := "", -1
+	for _, candidate := range known {
+		if d := editDistance(name, candidate); least < 0 || d < least {
+			best, least = candidate, d
+		}
+	}
+	return best
+}
+
+// editDistance is Levenshtein's: letters inserted, deleted or replaced.
+func editDistance(a, b string) int {
+	row := make([]int, len(b)+1)
+	for j := range row {
+		row[j] = j
+	}
+	for i := range len(a) {
+		diagonal := row[0]
+		row[0] = i + 1
+		for j := range len(b) {
+			cost := diagonal
+			if a[i] != b[j] {
+				cost = 1 + min(diagonal, row[j], row[j+1])
+			}
+			diagonal, row[j+1] = row[j+1], cost
+		}
+	}
+	return row[len(b)]
+}

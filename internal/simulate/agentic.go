@@ -1,0 +1,140 @@
+package simulate
+
+import (
+	"fmt"
+	"kvrouter/internal/hints"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"time"
+)
+
+// syntheticAgentic is the value of --synthetic that asks for SyntheticAgents.
+const syntheticAgentic = "agentic"
+
+// AgenticSettings are the flags of a synthetic workload of agents: workflows of
+// several runs, one after the other. A run is a loop of calls and tools: the
+// first prompt is the prefix of its kind (system prompt and tool definitions) and
+// a task, each later one the prompt before, its answer (a tool call) and what the
+// tool returned. What is a mean is that of an exponential distribution, that of
+// the runs a geometric one.
+type AgenticSettings struct {
+	Workflows        int           `group:"Synthetic agents" default:"300" help:"Number of workflows."`
+	Rate             float64       `group:"Synthetic agents" default:"0" placeholder:"N" help:"Workflows that begin a second, at random times (Poisson), in place of --concurrency."`
+	Runs             float64       `group:"Synthetic agents" default:"2" help:"Mean number of agent runs in a workflow, at least 1."`
+	MinCalls         int           `group:"Synthetic agents" default:"5" help:"Fewest calls of a run; each number up to --agentic-max-calls is equally likely."`
+	MaxCalls         int           `group:"Synthetic agents" default:"20" help:"Most calls of a run."`
+	Kinds            int           `group:"Synthetic agents" default:"6" help:"Kinds of agents; each has its own prefix (system prompt and tool definitions)."`
+	Skew             float64       `group:"Synthetic agents" default:"1" help:"Zipf exponent of the kinds' popularity: the n-th one gets a share of 1/n^skew; 0: all the same."`
+	PrefixTokens     int           `group:"Synthetic agents" default:"4000" help:"Tokens of a kind's prefix."`
+	TaskTokens       float64       `group:"Synthetic agents" default:"300" help:"Mean tokens of a run's task."`
+	OutputTokens     float64       `group:"Synthetic agents" default:"80" help:"Mean tokens of an answer that is a tool call."`
+	LongOutputTokens float64       `group:"Synthetic agents" default:"600" help:"Mean tokens of a long answer."`
+	LongShare        float64       `group:"Synthetic agents" default:"0.1" help:"Share of long answers, 0 to 1."`
+	ResultTokens     float64       `group:"Synthetic agents" default:"500" help:"Mean tokens that a tool returns."`
+	MinLatency       time.Duration `group:"Synthetic agents" default:"50ms" help:"Shortest time that a tool takes, from the end of an answer to the next call; its logarithm is equally likely anywhere up to that of --agentic-max-latency."`
+	MaxLatency       time.Duration `group:"Synthetic agents" default:"2s" help:"Longest time that a tool takes."`
+}
+
+func (s AgenticSettings) validate() error {
+	if err := checkLeast("--agentic-", []leastValue{
+		{"workflows", float64(s.Workflows), 1},
+		{"rate", s.Rate, 0},
+		{"runs", s.Runs, 1},
+		{"min-calls", float64(s.MinCalls), 1},
+		{"kinds", float64(s.Kinds), 1},
+		{"skew", s.Skew, 0},
+		{"prefix-tokens", float64(s.PrefixTokens), 0},
+		{"task-tokens", s.TaskTokens, 1},
+		{"output-tokens", s.OutputTokens, 1},
+		{"long-output-tokens", s.LongOutputTokens, 1},
+		{"long-share", s.LongShare, 0},
+		{"result-tokens", s.ResultTokens, 1},
+	}); err != nil {
+		return err
+	}
+	switch {
+	case s.LongShare > 1:
+		return fmt.Errorf("--agentic-long-share %v: give a share from 0 to 1", s.LongShare)
+	case s.MaxCalls < s.MinCalls:
+		return fmt.Errorf("--agentic-max-calls %d: give at least --agentic-min-calls, which is %d", s.MaxCalls, s.MinCalls)
+	case s.MinLatency <= 0 || s.MaxLatency < s.MinLatency:
+		return fmt.Errorf("--agentic-min-latency %v, --agentic-max-latency %v: give more than 0, the shorter one first", s.MinLatency, s.MaxLatency)
+	}
+	return nil
+}
+
+// SyntheticAgents makes up the workflows of the settings: the first calls, in the
+// order in which the workflows begin, with the others behind them. One seed always
+// gives the same. Each call has the hints of a client that knows its run: an id of
+// the run, the number of its calls, and how long its answers and its tools take. A
+// run ends before a call whose prompt and answer are more than longest tokens; it
+// fails if that is the first one.
+func SyntheticAgents(settings AgenticSettings, seed uint64, longest int) ([]TraceRequest, error) {
+	random := rand.New(rand.NewPCG(seed, 2))
+	popularity := zipfShares(settings.Kinds, settings.Skew)
+	requests := make([]TraceRequest, 0, settings.Workflows)
+	var arrival time.Duration
+	runs := 0
+	for i := range settings.Workflows {
+		gap := random.ExpFloat64() // also where it is not needed, so that the workflows do not depend on the rate
+		if settings.Rate > 0 && i > 0 {
+			arrival += time.Duration(gap / settings.Rate * float64(time.Second))
+		}
+		var calls []TraceRequest
+		for more := true; more; more = random.Float64()*settings.Runs >= 1 {
+			kind, _ := slices.BinarySearch(popularity, random.Float64())
+			run := settings.run(random, longest)
+			if len(run) == 0 {
+				return nil, fmt.Errorf("a run of workflow %d: prefix, task and answer do not fit the KV cache of %d tokens; give less --agentic-prefix-tokens, -task-tokens or -output-tokens, or more --mock-num-gpu-blocks", i, longest)
+			}
+			hashes := syntheticHashes(kind, settings.Kinds+runs, settings.PrefixTokens, run[len(run)-1].known)
+			hints := agentHints(runs, run)
+			for k := range run {
+				run[k].Hashes, run[k].Part, run[k].Hints = hashes, syntheticPart, hints
+			}
+			calls = append(calls, run...)
+			runs++
+		}
+		for k := range calls[1:] {
+			calls[k].Next = &calls[k+1]
+		}
+		calls[0].Arrival = arrival
+		requests = append(requests, calls[0])
+	}
+	return requests, nil
+}
+
+// run draws the sizes of one run's calls and how long its tools take.
+func (s AgenticSettings) run(random *rand.Rand, longest int) (calls []TraceRequest) {
+	tokens := func(mean float64) int { return max(1, int(math.Round(random.ExpFloat64()*mean))) }
+	prompt := s.PrefixTokens + tokens(s.TaskTokens)
+	for range s.MinCalls + random.IntN(s.MaxCalls-s.MinCalls+1) {
+		mean := s.OutputTokens
+		if random.Float64() < s.LongShare {
+			mean = s.LongOutputTokens
+		}
+		output := tokens(mean)
+		if prompt+output > longest {
+			break
+		}
+		latency := float64(s.MinLatency) * math.Pow(float64(s.MaxLatency)/float64(s.MinLatency), random.Float64())
+		calls = append(calls, TraceRequest{Prompt: prompt, Output: output, Think: time.Duration(latency), known: prompt + output})
+		prompt += output + tokens(s.ResultTokens)
+	}
+	return calls
+}
+
+// agentHints says of a run what its client knows.
+func agentHints(number int, run []TraceRequest) hints.Prefix {
+	output, latency := 0, time.Duration(0)
+	for i := range run {
+		output += run[i].Output
+		latency += run[i].Think
+	}
+	calls := float64(len(run))
+	return hints.Prefix{
+		ID: fmt.Sprintf("run-%d", number), Total: len(run),
+		OSL: hints.OslBounds.Level(float64(output) / calls), IAT: hints.IatBounds.Level(milliseconds(latency) / calls),
+	}
+}

@@ -1,0 +1,230 @@
+package simulate
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"slices"
+	"text/tabwriter"
+	"time"
+)
+
+// SimReport is the outcome of a run. Times of requests count from when the
+// router sends them.
+type Report struct {
+	Source      string  `json:"source"`
+	Policy      string  `json:"policy"`
+	Approximate bool    `json:"no_kv_events"`
+	Workers     int     `json:"workers"`
+	Prefills    int     `json:"prefill_workers,omitempty"`
+	Concurrency int     `json:"concurrency,omitempty"`
+	Speedup     float64 `json:"speedup,omitempty"`
+	EventLagMS  float64 `json:"event_lag_ms"`
+	Seed        uint64  `json:"seed"`
+	Requests    int     `json:"requests"`
+	// Conversations is the same as Requests where none follows another.
+	Conversations int `json:"conversations"`
+	// Reuse is the prompt tokens found cached, at every admission, over all prompt
+	// tokens; Predicted is what the router expected of the first admissions.
+	Reuse           float64        `json:"reuse"`
+	Predicted       float64        `json:"predicted_reuse"`
+	PredictionError float64        `json:"prediction_error_tokens"` // mean |predicted − actual| of the first admissions
+	Pairs           int            `json:"pairs,omitempty"`         // requests whose prompt and answer were computed apart
+	MakespanS       float64        `json:"makespan_s"`
+	OutputPerSec    float64        `json:"output_tokens_per_s"`
+	TTFT            Distribution   `json:"ttft_ms"`
+	ITL             Distribution   `json:"itl_ms"` // of the requests' own means, those of one token left out
+	EndToEnd        Distribution   `json:"end_to_end_ms"`
+	Balance         []WorkerReport `json:"balance"`
+
+	ttft []float64 // ms, in order of size
+	load [][]int   // requests in flight, by slice of the makespan and worker
+}
+
+// SimWorkerReport is one worker's share of a run. Both workers of a pair count
+// its request.
+type WorkerReport struct {
+	Worker   int     `json:"worker"`
+	Role     string  `json:"role,omitempty"` // where prefill and decode are apart
+	Requests int     `json:"requests"`
+	Busy     float64 `json:"busy"`  // share of the makespan inside passes, 0..1
+	Reuse    float64 `json:"reuse"` // share of its prompt tokens found cached
+}
+
+// Distribution sums up measured values.
+type Distribution struct {
+	Mean float64 `json:"mean"`
+	P50  float64 `json:"p50"`
+	P90  float64 `json:"p90"`
+	P99  float64 `json:"p99"`
+}
+
+// distribution sorts values and sums them up; none give zeros.
+func distribution(values []float64) Distribution {
+	if len(values) == 0 {
+		return Distribution{}
+	}
+	slices.Sort(values)
+	sum := 0.0
+	for _, v := range values {
+		sum += v
+	}
+	at := func(q float64) float64 { // linear between the two nearest
+		x := q * float64(len(values)-1)
+		i := int(x)
+		if i+1 == len(values) {
+			return values[i]
+		}
+		return values[i] + (x-float64(i))*(values[i+1]-values[i])
+	}
+	return Distribution{Mean: sum / float64(len(values)), P50: at(0.5), P90: at(0.9), P99: at(0.99)}
+}
+
+// report sums up a finished run.
+func (s *simulator) report() *Report {
+	var ttft, itl, endToEnd []float64
+	prompts, cached := make([]int, s.Workers), make([]int, s.Workers)
+	prompt, hit, predicted, wrong, output, pairs := 0, 0, 0, 0, 0, 0
+	var last time.Duration
+	for _, f := range s.ledger {
+		ttft = append(ttft, milliseconds(f.first-f.sent))
+		endToEnd = append(endToEnd, milliseconds(f.end-f.sent))
+		if f.Output > 1 {
+			itl = append(itl, milliseconds(f.end-f.first)/float64(f.Output-1))
+		}
+		prompts[f.worker] += f.Prompt
+		cached[f.worker] += f.Reused
+		prompt += f.Prompt
+		computes := f // the leg that computes the prompt
+		if f.prefill != nil {
+			computes = f.prefill
+			pairs++
+			prompts[computes.worker] += f.Prompt
+			cached[computes.worker] += computes.Reused
+		}
+		hit += computes.Reused
+		predicted += computes.overlap
+		wrong += max(computes.overlap-computes.Cached, computes.Cached-computes.overlap)
+		output += f.Output
+		last = max(last, f.end)
+	}
+	r := &Report{
+		Source: s.Source, Policy: s.Policy, Approximate: s.Index.NoKVEvents || s.Index.HasTrees(s.Policy), Workers: s.Workers, Prefills: s.Prefills, Pairs: pairs, Concurrency: s.Concurrency, EventLagMS: milliseconds(s.EventLag), Seed: s.Seed,
+		Requests: len(s.ledger), Conversations: len(s.Requests),
+		Reuse:     float64(hit) / float64(prompt),
+		Predicted: float64(predicted) / float64(prompt), PredictionError: float64(wrong) / float64(len(s.ledger)),
+		MakespanS: last.Seconds(), OutputPerSec: float64(output) / last.Seconds(),
+		TTFT: distribution(ttft), ITL: distribution(itl), EndToEnd: distribution(endToEnd),
+	}
+	if s.Concurrency == 0 {
+		r.Speedup = s.Speedup
+	}
+	for w, worker := range s.workers {
+		share := WorkerReport{Worker: w, Requests: worker.sent, Busy: worker.busy.Seconds() / last.Seconds(), Reuse: float64(cached[w]) / float64(max(1, prompts[w]))}
+		if s.Prefills > 0 {
+			share.Role = s.part(w).Role.String()
+		}
+		r.Balance = append(r.Balance, share)
+	}
+	r.ttft, r.load = ttft, s.loadOverTime(last)
+	return r
+}
+
+// loadSlices is how many points in time loadOverTime looks at.
+const loadSlices = 300
+
+// loadOverTime counts the requests in flight on each worker, again and again
+// until the last has ended.
+func (s *simulator) loadOverTime(last time.Duration) [][]int {
+	load := make([][]int, loadSlices)
+	for i := range load {
+		load[i] = make([]int, s.Workers)
+	}
+	count := func(worker int, from, to time.Duration) {
+		end := int(int64(to) * loadSlices / int64(last+1))
+		for i := int(int64(from) * loadSlices / int64(last+1)); i <= end; i++ {
+			load[i][worker]++
+		}
+	}
+	for _, f := range s.ledger {
+		from := f.sent
+		if f.prefill != nil {
+			from = f.prefill.end
+			count(f.prefill.worker, f.sent, from)
+		}
+		count(f.worker, from, f.end)
+	}
+	return load
+}
+
+// writeReportsJSON writes one JSON object a line.
+func writeReportsJSON(out io.Writer, reports []*Report) error {
+	encoder := json.NewEncoder(out)
+	for _, r := range reports {
+		if err := encoder.Encode(r); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// writeReports writes tables for people: one row a policy, then every worker's
+// share.
+func writeReports(out io.Writer, reports []*Report) error {
+	first := reports[0]
+	load := fmt.Sprintf("%d in flight", first.Concurrency)
+	if first.Concurrency == 0 {
+		load = fmt.Sprintf("own arrival times / %g", first.Speedup)
+	}
+	if first.Approximate {
+		load += ", no KV events"
+	}
+	conversations := ""
+	if first.Conversations < first.Requests {
+		conversations = fmt.Sprintf(" in %d conversations", first.Conversations)
+	}
+	workers := fmt.Sprintf("%d workers", first.Workers)
+	if first.Prefills > 0 {
+		workers = fmt.Sprintf("%d prefill and %d decode workers", first.Prefills, first.Workers-first.Prefills)
+	}
+	fmt.Fprintf(out, "%s: %d requests%s, %s, %s, event lag %g ms, seed %d\n\n",
+		first.Source, first.Requests, conversations, workers, load, first.EventLagMS, first.Seed)
+	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
+	fmt.Fprintln(table, "policy\treuse\tprediction error\tmakespan s\tout tok/s\tTTFT ms mean\tp50\tp90\tp99\tITL ms mean\tp50\tp90\tp99\te2e ms mean\tp50\tp90\tp99\t")
+	for _, r := range reports {
+		fmt.Fprintf(table, "%s\t%.3f\t%.1f\t%.1f\t%.0f\t", r.Policy, r.Reuse, r.PredictionError, r.MakespanS, r.OutputPerSec)
+		for _, d := range []Distribution{r.TTFT, r.ITL, r.EndToEnd} {
+			fmt.Fprintf(table, "%.1f\t%.1f\t%.1f\t%.1f\t", d.Mean, d.P50, d.P90, d.P99)
+		}
+		fmt.Fprintln(table)
+	}
+	fmt.Fprintln(table)
+	for _, r := range reports {
+		fmt.Fprintf(table, "%s: worker\t", r.Policy)
+		for _, w := range r.Balance {
+			fmt.Fprintf(table, "%d\t", w.Worker)
+		}
+		if r.Prefills > 0 {
+			fmt.Fprint(table, "\nrole\t")
+			for _, w := range r.Balance {
+				fmt.Fprintf(table, "%s\t", w.Role)
+			}
+		}
+		fmt.Fprint(table, "\nrequests\t")
+		for _, w := range r.Balance {
+			fmt.Fprintf(table, "%d\t", w.Requests)
+		}
+		fmt.Fprint(table, "\nbusy\t")
+		for _, w := range r.Balance {
+			fmt.Fprintf(table, "%.2f\t", w.Busy)
+		}
+		fmt.Fprint(table, "\nreuse\t")
+		for _, w := range r.Balance {
+			fmt.Fprintf(table, "%.3f\t", w.Reuse)
+		}
+		fmt.Fprint(table, "\n\n")
+	}
+	return table.Flush()
+}
+
+func milliseconds(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }

@@ -1,0 +1,146 @@
+package simulate
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"time"
+)
+
+// syntheticChat is the value of --synthetic that asks for SyntheticChat.
+const syntheticChat = "chat"
+
+// SyntheticSettings are the flags of a synthetic workload: conversations whose
+// first prompt is the prefix of their group and a user message, each later one
+// the prompt before, its answer and a new message. What is a mean is that of an
+// exponential distribution, that of the turns a geometric one.
+type SyntheticSettings struct {
+	Conversations int           `group:"Synthetic conversations" default:"1000" help:"Number of conversations."`
+	Rate          float64       `group:"Synthetic conversations" default:"0" placeholder:"N" help:"Conversations that begin a second, at random times (Poisson), in place of --concurrency."`
+	Turns         float64       `group:"Synthetic conversations" default:"5" help:"Mean number of turns in a conversation, at least 1."`
+	ThinkTime     time.Duration `group:"Synthetic conversations" default:"10s" help:"Mean time from the end of an answer to the next turn."`
+	Groups        int           `group:"Synthetic conversations" default:"50" help:"Groups of conversations; each group has its own prefix (system prompt)."`
+	Skew          float64       `group:"Synthetic conversations" default:"1" help:"Zipf exponent of the groups' popularity: the n-th one gets a share of 1/n^skew; 0: all the same."`
+	PrefixTokens  int           `group:"Synthetic conversations" default:"2000" help:"Tokens of a group's prefix."`
+	UserTokens    float64       `group:"Synthetic conversations" default:"200" help:"Mean tokens of a user message."`
+	OutputTokens  float64       `group:"Synthetic conversations" default:"200" help:"Mean tokens of an answer."`
+}
+
+func (s SyntheticSettings) validate() error {
+	return checkLeast("--synthetic-", []leastValue{
+		{"conversations", float64(s.Conversations), 1},
+		{"rate", s.Rate, 0},
+		{"turns", s.Turns, 1},
+		{"think-time", s.ThinkTime.Seconds(), 0},
+		{"groups", float64(s.Groups), 1},
+		{"skew", s.Skew, 0},
+		{"prefix-tokens", float64(s.PrefixTokens), 0},
+		{"user-tokens", s.UserTokens, 1},
+		{"output-tokens", s.OutputTokens, 1},
+	})
+}
+
+// leastValue is a setting and the least that it may be.
+type leastValue struct {
+	flag         string // without its prefix
+	value, least float64
+}
+
+// checkLeast refuses a setting that is too small, or no finite number.
+func checkLeast(prefix string, settings []leastValue) error {
+	for _, s := range settings {
+		if !(s.value >= s.least) || math.IsInf(s.value, 1) {
+			return fmt.Errorf("%s%s %v: give at least %v", prefix, s.flag, s.value, s.least)
+		}
+	}
+	return nil
+}
+
+// syntheticPart is how many tokens one hash of a synthetic prompt stands for; a
+// prefix is shared in whole parts.
+const syntheticPart = 16
+
+// SyntheticChat makes up the conversations of the settings: their first turns, in
+// the order in which they begin, with the others behind them. One seed always
+// gives the same. A conversation ends before a turn whose prompt and answer are
+// more than longest tokens; it fails if that is the first one.
+func SyntheticChat(settings SyntheticSettings, seed uint64, longest int) ([]TraceRequest, error) {
+	random := rand.New(rand.NewPCG(seed, 1))
+	popularity := zipfShares(settings.Groups, settings.Skew)
+	requests := make([]TraceRequest, 0, settings.Conversations)
+	var arrival time.Duration
+	for i := range settings.Conversations {
+		gap := random.ExpFloat64() // also where it is not needed, so that the conversations do not depend on the rate
+		if settings.Rate > 0 && i > 0 {
+			arrival += time.Duration(gap / settings.Rate * float64(time.Second))
+		}
+		group, _ := slices.BinarySearch(popularity, random.Float64())
+		turns := settings.turns(random, longest)
+		if len(turns) == 0 {
+			return nil, fmt.Errorf("conversation %d of prefix, user message and answer does not fit the KV cache of %d tokens; give less --synthetic-prefix-tokens, -user-tokens or -output-tokens, or more --mock-num-gpu-blocks", i, longest)
+		}
+		last := turns[len(turns)-1]
+		hashes := syntheticHashes(group, settings.Groups+i, settings.PrefixTokens, last.known)
+		for k := range turns {
+			turns[k].Hashes, turns[k].Part = hashes, syntheticPart
+			if k > 0 {
+				turns[k-1].Next = &turns[k]
+			}
+		}
+		turns[0].Arrival = arrival
+		requests = append(requests, turns[0])
+	}
+	return requests, nil
+}
+
+// turns draws the sizes and think times of one conversation.
+func (s SyntheticSettings) turns(random *rand.Rand, longest int) (turns []TraceRequest) {
+	tokens := func(mean float64) int { return max(1, int(math.Round(random.ExpFloat64()*mean))) }
+	known := s.PrefixTokens
+	for {
+		turn := TraceRequest{
+			Prompt: known + tokens(s.UserTokens), Output: tokens(s.OutputTokens),
+			Think: time.Duration(random.ExpFloat64() * float64(s.ThinkTime)),
+		}
+		known = turn.Prompt + turn.Output
+		turn.known = known
+		if known > longest {
+			return turns
+		}
+		turns = append(turns, turn)
+		if random.Float64()*s.Turns < 1 {
+			return turns
+		}
+	}
+}
+
+// zipfShares returns for each of n groups the share of those up to and including
+// it, the most popular first, the last being 1.
+func zipfShares(n int, skew float64) []float64 {
+	shares := make([]float64, n)
+	sum := 0.0
+	for i := range shares {
+		sum += math.Pow(float64(i+1), -skew)
+		shares[i] = sum
+	}
+	for i := range shares {
+		shares[i] /= sum
+	}
+	return shares
+}
+
+// syntheticHashes returns the hashes of a conversation's parts: those inside the
+// prefix are its group's, the others its own. Groups and conversations must have
+// different numbers.
+func syntheticHashes(group, conversation, prefix, tokens int) []uint64 {
+	hashes := make([]uint64, (tokens+syntheticPart-1)/syntheticPart)
+	for i := range hashes {
+		owner := conversation
+		if (i+1)*syntheticPart <= prefix {
+			owner = group
+		}
+		hashes[i] = uint64(owner)<<32 | uint64(i)
+	}
+	return hashes
+}

@@ -1,0 +1,207 @@
+package simulate
+
+import (
+	"bufio"
+	"bytes"
+	"cmp"
+	"compress/gzip"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+	"time"
+
+	"kvrouter/internal/hints"
+	"kvrouter/internal/kv"
+
+	"github.com/zeebo/xxh3"
+)
+
+// TraceRequest is one request of a trace.
+type TraceRequest struct {
+	Arrival time.Duration // since the trace began
+	Prompt  int           // tokens
+	Output  int           // tokens
+	Next    *TraceRequest // the turn of the conversation that follows; nil: none
+	Think   time.Duration // from the end of this one's answer to Next, which does not use its Arrival
+	Hints   hints.Prefix  // that its client gave
+	Hashes  []uint64      // of the parts of the prompt, and of the answer as far as it is known; each stands for all before it too
+	Part    int           // tokens that one of hashes stands for
+	known   int           // tokens that hashes stand for
+	ended   time.Duration // when the recorded answer did
+}
+
+// traceBlock is how many tokens one of a Mooncake trace's hash_ids stands for.
+const traceBlock = 512
+
+// mooncakeLine is one line of a trace in Mooncake's format, or of a recording,
+// which says how many tokens a hash stands for.
+type mooncakeLine struct {
+	Timestamp    *float64        `json:"timestamp"` // ms
+	InputLength  int             `json:"input_length"`
+	OutputLength int             `json:"output_length"`
+	HashIDs      []uint64        `json:"hash_ids"`
+	HashBlock    int             `json:"hash_block_size"` // tokens; 0: traceBlock
+	DurationMS   float64         `json:"duration_ms"`
+	Hints        *hints.Recorded `json:"hints"`
+}
+
+// ReadTrace reads a trace, one JSON object a line, compressed by gzip or not:
+// Mooncake's {"timestamp": ms, "input_length", "output_length", "hash_ids"}, or
+// what --record wrote. The requests are in the order of their arrival.
+func ReadTrace(name string) ([]TraceRequest, error) {
+	file, err := os.Open(name)
+	if err != nil {
+		return nil, fmt.Errorf("trace: %w", err)
+	}
+	defer file.Close()
+	requests, err := parseTrace(file)
+	if err != nil {
+		return nil, fmt.Errorf("trace %s: %w", name, err)
+	}
+	return requests, nil
+}
+
+// maxTraceLine is the longest line of a trace, bytes.
+const maxTraceLine = 64 << 20
+
+func parseTrace(from io.Reader) ([]TraceRequest, error) {
+	buffered := bufio.NewReader(from)
+	if magic, _ := buffered.Peek(2); bytes.Equal(magic, []byte{0x1f, 0x8b}) {
+		unzipped, err := gzip.NewReader(buffered)
+		if err != nil {
+			return nil, err
+		}
+		buffered = bufio.NewReader(unzipped)
+	}
+	var requests []TraceRequest
+	lines := bufio.NewScanner(buffered)
+	lines.Buffer(make([]byte, 64<<10), maxTraceLine)
+	number := 0
+	for lines.Scan() {
+		number++
+		if len(bytes.TrimSpace(lines.Bytes())) == 0 {
+			continue
+		}
+		request, err := ParseTraceLine(lines.Bytes())
+		if err != nil {
+			return nil, fmt.Errorf("line %d: %w", number, err)
+		}
+		requests = append(requests, request)
+	}
+	if err := lines.Err(); err != nil {
+		return nil, fmt.Errorf("after line %d: %w", number, err)
+	}
+	if len(requests) == 0 {
+		return nil, errors.New("it has no requests")
+	}
+	slices.SortStableFunc(requests, func(a, b TraceRequest) int { return cmp.Compare(a.Arrival, b.Arrival) })
+	findAnswers(requests)
+	return requests, nil
+}
+
+// openTurns is how many prompts with the same full blocks findAnswers remembers,
+// the latest ones.
+const openTurns = 16
+
+// findAnswers gives the requests of a recording, in the order of arrival, the
+// hashes of their answers, which those who come later find cached: a recording
+// has only those of prompts. A prompt that has all full blocks of an earlier
+// one, and is longer than that one and its answer, is taken for the chat's next
+// turn, which repeats the answer. Of several earlier ones it follows the longest,
+// and then the latest, that no other follows.
+func findAnswers(requests []TraceRequest) {
+	open := map[uint64][]*TraceRequest{} // not followed, by the hash of the last full block
+	for i := range requests {
+		r := &requests[i]
+		if r.ended == 0 || len(r.Hashes) < r.Prompt/r.Part {
+			continue // no recording, or not of the whole prompt
+		}
+		follows := func(before *TraceRequest) bool {
+			return before.Part == r.Part && before.ended <= r.Arrival && before.Prompt+before.Output < r.Prompt
+		}
+		for n := len(r.Hashes) - 1; n > 0; n-- {
+			turns := open[r.Hashes[n-1]]
+			at := len(turns) - 1
+			for at >= 0 && !follows(turns[at]) {
+				at--
+			}
+			if at < 0 {
+				continue
+			}
+			before := turns[at]
+			before.known = before.Prompt + before.Output
+			before.Hashes = r.Hashes[:before.known/r.Part]
+			open[r.Hashes[n-1]] = slices.Delete(turns, at, at+1)
+			break
+		}
+		if n := len(r.Hashes); n > 0 {
+			turns := append(open[r.Hashes[n-1]], r)
+			open[r.Hashes[n-1]] = turns[max(0, len(turns)-openTurns):]
+		}
+	}
+}
+
+func ParseTraceLine(text []byte) (TraceRequest, error) {
+	var line mooncakeLine
+	if err := json.Unmarshal(text, &line); err != nil {
+		return TraceRequest{}, fmt.Errorf("%w; a line is {\"timestamp\": ms, \"input_length\": n, \"output_length\": n, \"hash_ids\": [...]}", err)
+	}
+	part := line.HashBlock
+	if part == 0 {
+		part = traceBlock
+	}
+	switch {
+	case part < 0:
+		return TraceRequest{}, fmt.Errorf("hash_block_size %d; it is a number of tokens", part)
+	case line.Timestamp == nil || *line.Timestamp < 0:
+		return TraceRequest{}, errors.New("timestamp is missing or negative; it is the arrival in ms")
+	case line.InputLength < 1 || line.OutputLength < 0:
+		return TraceRequest{}, fmt.Errorf("input_length %d, output_length %d; they are numbers of tokens", line.InputLength, line.OutputLength)
+	case line.Hints != nil && (line.Hints.Total < 0 || line.Hints.Budget != nil && *line.Hints.Budget < 0):
+		return TraceRequest{}, errors.New("total_requests or reuse_budget of the hints is negative; they are numbers of requests")
+	case line.HashBlock == 0 && len(line.HashIDs) < line.InputLength/part: // a recording knows nothing of what follows an image
+		return TraceRequest{}, fmt.Errorf("%d hash_ids for %d tokens; each stands for %d", len(line.HashIDs), line.InputLength, part)
+	}
+	arrival := time.Duration(*line.Timestamp * float64(time.Millisecond))
+	ended := time.Duration(0)
+	if line.HashBlock > 0 {
+		ended = arrival + time.Duration(line.DurationMS*float64(time.Millisecond))
+	}
+	request := TraceRequest{
+		Arrival: arrival,
+		Prompt:  line.InputLength,
+		Output:  max(1, line.OutputLength),
+		Hashes:  line.HashIDs,
+		Part:    part,
+		known:   min(line.InputLength, len(line.HashIDs)*part),
+		ended:   ended,
+	}
+	if line.Hints != nil {
+		request.Hints = hints.Prefix(*line.Hints)
+	}
+	return request, nil
+}
+
+// Blocks returns the local hashes of the prompt's full blocks of that many
+// tokens, and those blocks with the answer's as far as it is known: the local
+// hash of each is made of the hash of the part it ends in and its place there,
+// and the engine's is the sequence hash. Both slices are new.
+func (r *TraceRequest) Blocks(blockSize int) (local []uint64, blocks []kv.StoredBlock) {
+	local = make([]uint64, r.known/blockSize)
+	var word [16]byte
+	for i := range local {
+		last := (i+1)*blockSize - 1
+		binary.LittleEndian.PutUint64(word[:8], r.Hashes[last/r.Part])
+		binary.LittleEndian.PutUint64(word[8:], uint64(last%r.Part))
+		local[i] = xxh3.HashSeed(word[:], kv.HashSeed)
+	}
+	blocks = make([]kv.StoredBlock, len(local))
+	for i, h := range kv.SequenceHashes(make([]uint64, 0, len(local)), local) {
+		blocks[i] = kv.StoredBlock{Engine: h, Local: local[i]}
+	}
+	return local[:min(len(local), r.Prompt/blockSize)], blocks
+}

@@ -1,0 +1,170 @@
+package telemetry
+
+import (
+	"errors"
+	"math/rand/v2"
+	"strconv"
+	"time"
+
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/router"
+
+	"github.com/prometheus/client_golang/prometheus"
+)
+
+// dynamoMetrics are figures under the names, units and buckets of Dynamo's
+// router, so that what was made to watch that one can watch this one, too.
+type dynamoMetrics struct {
+	hash, sequence, lookup, schedule, total prometheus.Histogram // ms
+
+	wait         prometheus.Histogram // s
+	rejections   *prometheus.CounterVec
+	backpressure *prometheus.CounterVec
+}
+
+// newDynamoMetrics registers them. The label router_id tells several routers
+// apart: it is drawn anew at each start, as Dynamo's is.
+func newDynamoMetrics(registry *prometheus.Registry) *dynamoMetrics {
+	id := prometheus.Labels{"router_id": strconv.FormatUint(rand.Uint64(), 10)}
+	overhead := func(stage, help string, buckets []float64) prometheus.Histogram {
+		h := prometheus.NewHistogram(prometheus.HistogramOpts{
+			Name: "dynamo_router_overhead_" + stage + "_ms", Help: "Time of a routing decision spent on " + help + ", ms.",
+			Buckets: buckets, ConstLabels: id,
+		})
+		registry.MustRegister(h)
+		return h
+	}
+	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
+		c := prometheus.NewCounterVec(prometheus.CounterOpts{Name: "dynamo_frontend_" + name, Help: help}, labels)
+		registry.MustRegister(c)
+		return c
+	}
+	hashing := prometheus.ExponentialBuckets(0.001, 2, 15)
+	others := prometheus.ExponentialBuckets(0.01, 3, 17)
+	m := &dynamoMetrics{
+		hash:         overhead("block_hashing", "the hashes of the prompt's blocks", hashing),
+		sequence:     overhead("seq_hashing", "the hashes of the prompt's prefixes", hashing),
+		lookup:       overhead("indexer_find_matches", "the index", others),
+		schedule:     overhead("scheduling", "choosing and booking, without a wait in the queue", others),
+		total:        overhead("total", "all its stages, without a wait in the queue", others),
+		rejections:   counter("model_rejection_total", "Requests refused because all workers were busy.", "model", "endpoint"),
+		backpressure: counter("router_queue_backpressure_total", "Requests refused because the queue was full, or because they waited in it for too long.", "reason"),
+		wait: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Name: "kvrouter_queue_wait_seconds", Help: "Time that a request waited for a worker with room; those that found one at once are left out.", Buckets: secondsBuckets,
+		}),
+	}
+	registry.MustRegister(m.wait)
+	return m
+}
+
+// decided records the stages of one decision.
+func (m *dynamoMetrics) decided(d router.Decision) {
+	milliseconds := func(h prometheus.Histogram, t time.Duration) { h.Observe(float64(t) / float64(time.Millisecond)) }
+	milliseconds(m.hash, d.HashTime)
+	milliseconds(m.lookup, d.LookupTime)
+	milliseconds(m.schedule, d.ScheduleTime)
+	if d.SequenceTime > 0 { // only policies that count blocks in use need them
+		milliseconds(m.sequence, d.SequenceTime)
+	}
+	milliseconds(m.total, d.HashTime+d.LookupTime+d.SequenceTime+d.ScheduleTime)
+	if d.QueueTime > 0 {
+		m.wait.Observe(d.QueueTime.Seconds())
+	}
+}
+
+// Refused counts a request that no worker could take, for reason err. model must
+// be one that is served, or empty.
+func (t *Metrics) Refused(model, route string, err error) {
+	t.thompson.refused()
+	switch {
+	case errors.Is(err, router.ErrQueueFull):
+		t.dynamo.backpressure.WithLabelValues("full").Inc()
+	case errors.Is(err, router.ErrQueueTimeout):
+		t.dynamo.backpressure.WithLabelValues("timeout").Inc()
+	case errors.Is(err, router.ErrBusy):
+		t.dynamo.rejections.WithLabelValues(model, route).Inc()
+	}
+}
+
+// appliedCount is how often events of one type came to one end.
+type appliedCount struct {
+	event, status string
+	n             uint64
+}
+
+// appliedEvents sorts an event stream's counts (EventStats.Counts) into Dynamo's
+// types and ends.
+func appliedEvents(counts map[string]uint64) []appliedCount {
+	if counts == nil {
+		return nil
+	}
+	return []appliedCount{
+		{"stored", "ok", counts["stored"]},
+		{"stored", "parent_block_not_found", counts["unknown_parent"]},
+		{"stored", "invalid_block", counts["invalid_stored"]},
+		{"removed", "ok", counts["removed"] - counts["removed_incomplete"]},
+		{"removed", "block_not_found", counts["removed_incomplete"]},
+		{"cleared", "ok", counts["cleared"]},
+	}
+}
+
+// routerCollector shows the books of a router at each scrape.
+type routerCollector struct {
+	router                            *router.Router
+	blocks, tokens, pending, promised *prometheus.Desc
+}
+
+// Watch adds the router's books to the metrics. Call it once.
+func (t *Metrics) Watch(router *router.Router) {
+	worker := []string{"worker_id", "dp_rank", "worker_type"}
+	t.registry.MustRegister(&routerCollector{
+		router:   router,
+		blocks:   prometheus.NewDesc("dynamo_frontend_worker_active_decode_blocks", "Blocks of the requests in flight on the worker; those that several share count once.", worker, nil),
+		tokens:   prometheus.NewDesc("dynamo_frontend_worker_active_prefill_tokens", "Uncached prompt tokens of the requests on the worker whose first token has not come.", worker, nil),
+		pending:  prometheus.NewDesc("dynamo_frontend_router_queue_pending_requests", "Requests that wait for a worker with room.", nil, nil),
+		promised: prometheus.NewDesc("dynamo_frontend_router_queue_pending_isl_tokens", "Prompt tokens of the requests that wait for a worker with room.", nil, nil),
+	})
+}
+
+// Describe implements prometheus.Collector.
+func (c *routerCollector) Describe(out chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{c.blocks, c.tokens, c.pending, c.promised} {
+		out <- d
+	}
+}
+
+// Collect implements prometheus.Collector.
+func (c *routerCollector) Collect(out chan<- prometheus.Metric) {
+	for _, load := range c.router.Loads() {
+		labels := []string{proxy.WorkerLabel(load.Key.Worker), strconv.FormatUint(uint64(load.Key.Rank), 10), "decode"}
+		out <- prometheus.MustNewConstMetric(c.blocks, prometheus.GaugeValue, float64(load.PotentialDecodeBlocks), labels...)
+		out <- prometheus.MustNewConstMetric(c.tokens, prometheus.GaugeValue, float64(load.PotentialPrefillTokens), labels...)
+	}
+	requests, tokens := c.router.QueueDepth()
+	out <- prometheus.MustNewConstMetric(c.pending, prometheus.GaugeValue, float64(requests))
+	out <- prometheus.MustNewConstMetric(c.promised, prometheus.GaugeValue, float64(tokens))
+}
+
+// ReplicaCounts counts what routers over the same workers have told each other.
+type ReplicaCounts struct {
+	Sent     uint64 // changes
+	Received uint64 // changes, without those that say nothing new
+	Dropped  uint64 // changes that a queue or table had no room for
+	Lost     uint64 // times that a peer was forgotten
+	Held     int64  // bookings of other routers
+}
+
+// WatchReplicas adds what is told to and heard of other routers to the metrics.
+// Call it once.
+func (t *Metrics) WatchReplicas(counts func() ReplicaCounts) {
+	count := func(name, help string, n func(ReplicaCounts) uint64) {
+		t.registry.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{Name: "kvrouter_replica_" + name + "_total", Help: help},
+			func() float64 { return float64(n(counts())) }))
+	}
+	count("sent", "Changes told to other routers.", func(c ReplicaCounts) uint64 { return c.Sent })
+	count("received", "Changes that other routers told.", func(c ReplicaCounts) uint64 { return c.Received })
+	count("dropped", "Changes that there was no room for.", func(c ReplicaCounts) uint64 { return c.Dropped })
+	count("lost", "Times that another router was no longer heard, and what it had booked forgotten.", func(c ReplicaCounts) uint64 { return c.Lost })
+	t.registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvrouter_replica_bookings", Help: "Requests in flight from other routers."},
+		func() float64 { return float64(counts().Held) }))
+}

@@ -1,0 +1,137 @@
+package telemetry
+
+import (
+	"bufio"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"kvrouter/internal/hints"
+	"kvrouter/internal/jsonlines"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/router"
+	"log/slog"
+	"os"
+	"time"
+)
+
+const (
+	// recordQueue is how many lines may wait for the disk.
+	recordQueue = 10_000
+	// recordHashBits keeps hash ids below 2^53, which every JSON reader takes
+	// without rounding.
+	recordHashBits = 53
+)
+
+// RecordedPrompt is what a record tells of a request's prompt: no text and no
+// tokens.
+type RecordedPrompt struct {
+	Tokens  int
+	HashIDs []uint64 // sequence hash of every full block, its upper recordHashBits
+	Hints   *hints.Recorded
+}
+
+// recordLine is one line of the file. The first five fields are those of a
+// Mooncake trace and its block size, so that one reader takes both.
+type RecordLine struct {
+	Timestamp     float64  `json:"timestamp"` // ms since the recording began
+	InputLength   int      `json:"input_length"`
+	OutputLength  int      `json:"output_length"` // 0 where the worker reported none
+	HashIDs       []uint64 `json:"hash_ids"`
+	HashBlockSize int      `json:"hash_block_size"` // tokens that one of HashIDs stands for
+
+	Arrived         time.Time `json:"arrived"`
+	Route           string    `json:"route"`
+	Status          int       `json:"status"`
+	Policy          string    `json:"policy"`
+	Worker          string    `json:"worker"`
+	Rank            uint32    `json:"dp_rank"`
+	PredictedTokens int       `json:"predicted_cached_tokens"`
+	CachedTokens    *int      `json:"cached_tokens"`   // null: not reported
+	FirstTokenMS    *float64  `json:"first_token_ms"`  // from the arrival; null: not a stream
+	DurationMS      float64   `json:"duration_ms"`     // the same to the end of the answer
+	DecisionMS      float64   `json:"decision_ms"`     // hashing, look-up, choosing
+	TokensSource    string    `json:"tokens_source"`   // where the prompt's tokens came from
+	PromptMismatch  bool      `json:"prompt_mismatch"` // the worker counted other prompt tokens
+
+	Hints *hints.Recorded `json:"hints,omitempty"`
+}
+
+// Recorder writes one line a finished request to a file, for simulate to replay.
+// A nil one records nothing. It is safe for concurrent use.
+type Recorder struct {
+	*jsonlines.Writer
+	policy    string
+	blockSize int
+	epoch     time.Time // of the timestamps; constant
+}
+
+// NewRecorder opens file, which lines are appended to. Close must follow.
+func NewRecorder(file, policy string, blockSize int, log *slog.Logger) (*Recorder, error) {
+	f, err := os.OpenFile(file, os.O_RDWR|os.O_CREATE|os.O_APPEND, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("--record: %w", err)
+	}
+	r := &Recorder{policy: policy, blockSize: blockSize, epoch: time.Now()}
+	var first RecordLine
+	switch err := json.NewDecoder(bufio.NewReader(f)).Decode(&first); {
+	case err == nil && !first.Arrived.IsZero():
+		r.epoch = first.Arrived.Add(-time.Duration(first.Timestamp * float64(time.Millisecond)))
+	case !errors.Is(err, io.EOF):
+		_ = f.Close()
+		return nil, fmt.Errorf("--record %s: the file holds something else than records; give another name", file)
+	}
+	r.Writer = jsonlines.New(f, recordQueue, "the record of requests", log)
+	return r, nil
+}
+
+// Prompt returns what a record will tell of a request's prompt, nil for one
+// that is not known. It does not keep the request's slices.
+func (r *Recorder) Prompt(request router.Request) *RecordedPrompt {
+	if r == nil || len(request.Tokens) == 0 && len(request.Local) == 0 {
+		return nil
+	}
+	local := request.Local
+	if len(request.Tokens) > 0 {
+		local = kv.HashBlocks(nil, request.Tokens, r.blockSize, request.LoRA, request.Salt)
+	}
+	ids := kv.SequenceHashes(make([]uint64, 0, len(local)), local)
+	for i := range ids {
+		ids[i] >>= 64 - recordHashBits
+	}
+	return &RecordedPrompt{Tokens: max(request.NumTokens, len(request.Tokens)), HashIDs: ids, Hints: hints.Record(request.Prefix)}
+}
+
+// Finished records a request that has ended, if its prompt was known. It never
+// waits.
+func (r *Recorder) Finished(x proxy.Exchange, prompt *RecordedPrompt, now time.Time) {
+	if r == nil || prompt == nil {
+		return
+	}
+	line := RecordLine{
+		InputLength: prompt.Tokens, OutputLength: x.Usage.OutputTokens, HashIDs: prompt.HashIDs, HashBlockSize: r.blockSize, Hints: prompt.Hints,
+		Arrived: x.Arrived, Route: x.Route, Status: x.Status, Policy: r.policy, Worker: x.Worker, Rank: x.Decision.Target.Key.Rank,
+		PredictedTokens: x.Decision.OverlapTokens, DurationMS: milliseconds(now.Sub(x.Arrived)),
+		DecisionMS:   milliseconds(x.Decision.HashTime + x.Decision.LookupTime + x.Decision.ScheduleTime),
+		TokensSource: x.Source, PromptMismatch: x.Usage.Known && x.Usage.PromptTokens != prompt.Tokens,
+	}
+	if x.Usage.CachedKnown {
+		line.CachedTokens = &x.Usage.CachedTokens
+	}
+	if !x.FirstChunk.IsZero() {
+		first := milliseconds(x.FirstChunk.Sub(x.Arrived))
+		line.FirstTokenMS = &first
+	}
+	line.Timestamp = max(0, milliseconds(line.Arrived.Sub(r.epoch)))
+	r.Write(line)
+}
+
+// Close writes what is left and closes the file.
+func (r *Recorder) Close() {
+	if r != nil {
+		r.Writer.Close()
+	}
+}
+
+func milliseconds(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }

@@ -1,0 +1,135 @@
+package telemetry
+
+import (
+	"kvrouter/internal/hints"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/router"
+	"kvrouter/internal/simulate"
+	"kvrouter/internal/testkit"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+)
+
+func TestRecorderContinuesAFile(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "r.jsonl")
+	var arrived time.Time
+	for i := range 2 {
+		r, err := NewRecorder(file, "kv", 4, slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Fatal(err)
+		}
+		prompt := r.Prompt(router.Request{Tokens: testkit.PromptTokens(1, 3)[:10+i], NumTokens: 20})
+		if i == 0 {
+			arrived = time.Now()
+		}
+		r.Finished(proxy.Exchange{Arrived: arrived.Add(time.Duration(i) * time.Hour), Route: "/r", Status: 200, Worker: "1"}, prompt, arrived)
+		r.Finished(proxy.Exchange{Arrived: arrived}, nil, arrived) // no prompt: nothing to replay
+		r.Close()
+		r.Close()
+		r.Finished(proxy.Exchange{}, prompt, arrived) // too late
+	}
+	lines := readRecord(t, file)
+	if len(lines) != 2 {
+		t.Fatalf("%d lines", len(lines))
+	}
+	if hour := lines[1].Timestamp - lines[0].Timestamp; hour != 3600_000 {
+		t.Errorf("%v ms between two requests an hour apart", hour)
+	}
+	for _, line := range lines {
+		if line.InputLength != 20 || len(line.HashIDs) != 2 || line.HashIDs[1] >= 1<<53 || line.HashIDs[0] == line.HashIDs[1] || line.CachedTokens != nil || line.Policy != "kv" {
+			t.Errorf("%+v", line)
+		}
+	}
+	if info, _ := os.Stat(file); info.Mode().Perm() != 0o600 {
+		t.Errorf("others may read it: %v", info.Mode())
+	}
+}
+
+func TestRecorderLeavesOtherFilesAlone(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "notes.txt")
+	testkit.WriteFile(t, file, "dear diary")
+	if _, err := NewRecorder(file, "kv", 4, slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), "notes.txt") {
+		t.Errorf("error %v", err)
+	}
+}
+
+func TestRecorderCountsWhatItLoses(t *testing.T) {
+	log := &testkit.LogBuffer{}
+	r, err := NewRecorder(filepath.Join(t.TempDir(), "r.jsonl"), "kv", 4, slog.New(slog.NewTextHandler(log, nil)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = r.File.Close() // as good as a full disk
+	for range 5 {
+		r.Finished(proxy.Exchange{}, &RecordedPrompt{Tokens: 1, HashIDs: make([]uint64, 100_000)}, time.Now())
+	}
+	r.Close()
+	if !strings.Contains(log.String(), "cannot write the record") {
+		t.Errorf("log %s", log)
+	}
+	var none *Recorder
+	none.Finished(proxy.Exchange{}, nil, time.Now())
+	none.Close()
+	if none.Prompt(router.Request{Tokens: []uint32{1}}) != nil {
+		t.Error("a prompt for no recorder")
+	}
+}
+
+func TestARecordedLineIsReadAsATrace(t *testing.T) {
+	request, err := simulate.ParseTraceLine([]byte(`{"timestamp":3,"input_length":200,"output_length":0,"hash_ids":[11,12,13],"hash_block_size":64,"status":200}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if request.Prompt != 200 || request.Output != 1 || request.Part != 64 || len(request.Hashes) != 3 {
+		t.Errorf("%+v", request)
+	}
+}
+
+func TestRecordedHintsAreReplayed(t *testing.T) {
+	budget := 3
+	for _, test := range []struct {
+		name  string
+		hints hints.Prefix
+		want  string // in the line; empty: no hints
+	}{
+		{"none", hints.Prefix{}, ""},
+		{"a series", hints.Prefix{ID: "alice", Total: 5, OSL: hints.LevelHigh, IAT: hints.LevelLow}, `"total_requests":5,"osl":"HIGH","iat":"LOW"`},
+		{"a budget without an id", hints.Prefix{Budget: &budget}, `{"prefix_id":"","reuse_budget":3,"osl":"MEDIUM","iat":"MEDIUM"}`},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			file := filepath.Join(t.TempDir(), "r.jsonl")
+			r, err := NewRecorder(file, "kv", 4, slog.New(slog.DiscardHandler))
+			if err != nil {
+				t.Fatal(err)
+			}
+			now := time.Now()
+			for range 2 {
+				prompt := r.Prompt(router.Request{Tokens: testkit.PromptTokens(1, 3)[:10], Prefix: test.hints})
+				r.Finished(proxy.Exchange{Arrived: now, Status: 200}, prompt, now)
+			}
+			r.Close()
+			text, err := os.ReadFile(file)
+			if err != nil || !strings.Contains(string(text), test.want) || strings.Contains(string(text), "alice") || test.want == "" && strings.Contains(string(text), "hints") {
+				t.Fatal(string(text), err)
+			}
+			requests, err := simulate.ReadTrace(file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, request := range requests {
+				got, want := request.Hints, test.hints
+				if (got.ID == "") != (want.ID == "") || got.ID != requests[0].Hints.ID {
+					t.Errorf("id %q, want one for %q", got.ID, want.ID)
+				}
+				if got.ID, want.ID = "", ""; !reflect.DeepEqual(got, want) {
+					t.Errorf("%+v, want %+v", got, want)
+				}
+			}
+		})
+	}
+}

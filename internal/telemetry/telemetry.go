@@ -1,0 +1,274 @@
+package telemetry
+
+import (
+	"net/http"
+	"strconv"
+	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/router"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+)
+
+// Telemetry holds every metric of the router. Names start with kvrouter_; the
+// label worker_id has one value a worker, so its number of series is bounded by
+// the fleet.
+type Metrics struct {
+	registry *prometheus.Registry
+	dynamo   *dynamoMetrics
+	disagg   *disaggMetrics
+	thompson *thompsonMetrics // nil: another policy
+
+	requests      *prometheus.CounterVec
+	duration      *prometheus.HistogramVec
+	firstToken    *prometheus.HistogramVec
+	interToken    *prometheus.HistogramVec
+	decision      *prometheus.HistogramVec
+	promptTokens  *prometheus.CounterVec
+	outputTokens  *prometheus.CounterVec
+	predicted     *prometheus.CounterVec
+	cached        *prometheus.CounterVec
+	predictions   *prometheus.CounterVec
+	promptDiffers *prometheus.CounterVec
+	retries       *prometheus.CounterVec
+	eventLag      *prometheus.HistogramVec
+}
+
+// WorkerSample is what one worker rank shows at the moment of a scrape.
+type WorkerSample struct {
+	Worker     kv.WorkerKey
+	Up         bool
+	Restarts   int
+	Blocks     int // in the index
+	Load       policy.Load
+	EventCount map[string]uint64 // by kind: batches, stored, gaps, ...; nil: no event stream
+	Connected  bool              // to its KV events
+	Cold       bool              // blocks may be missing in the index: its history is not known in full
+}
+
+// PromptSample counts the ways that prompts took to their tokens.
+type PromptSample struct {
+	Sources map[string]uint64 // where the tokens came from
+	Reasons map[string]uint64 // why they were not computed here
+}
+
+// secondsBuckets spans a token step of a fast engine to a long prompt on a slow
+// one.
+var secondsBuckets = []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300}
+
+// decisionBuckets spans a lookup to a prompt that a worker had to render.
+var decisionBuckets = prometheus.ExponentialBuckets(0.000001, 3, 16)
+
+// NewTelemetry returns metrics whose per-worker gauges and prompt counters come
+// from the given functions at each scrape.
+func New(workers func() []WorkerSample, prompts func() PromptSample) *Metrics {
+	t := &Metrics{registry: prometheus.NewRegistry()}
+	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
+		c := prometheus.NewCounterVec(prometheus.CounterOpts{Name: "kvrouter_" + name, Help: help}, labels)
+		t.registry.MustRegister(c)
+		return c
+	}
+	histogram := func(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
+		h := prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "kvrouter_" + name, Help: help, Buckets: buckets}, labels)
+		t.registry.MustRegister(h)
+		return h
+	}
+	t.requests = counter("requests_total", "Requests answered, by the worker that answered (none: no worker did), route and HTTP status (499: the client went away).", "worker_id", "route", "status")
+	t.duration = histogram("request_duration_seconds", "From a request's arrival to the end of its answer.", secondsBuckets, "route")
+	t.firstToken = histogram("time_to_first_token_seconds", "From a request's arrival to the first chunk of its stream.", secondsBuckets, "worker_id")
+	t.interToken = histogram("inter_token_latency_seconds", "Between two chunks of a stream.", secondsBuckets, "worker_id")
+	t.decision = histogram("decision_seconds", "Time spent on a routing decision, by stage: tokens, hash, lookup, schedule, total.", decisionBuckets, "stage")
+	t.promptTokens = counter("prompt_tokens_total", "Prompt tokens of routed requests, as the workers' usage reports them.", "worker_id")
+	t.outputTokens = counter("output_tokens_total", "Output tokens, as the workers' usage reports them.", "worker_id")
+	t.predicted = counter("overlap_tokens_predicted_total", "Prompt tokens that the index expected in the chosen worker's cache.", "worker_id")
+	t.cached = counter("cached_tokens_reported_total", "Prompt tokens that the worker reported as cached.", "worker_id")
+	t.predictions = counter("predictions_total", "Answers that report cached tokens, by how the prediction compares: exact, over, under.", "result")
+	t.promptDiffers = counter("prompt_tokens_mismatch_total", "Answers whose usage.prompt_tokens differs from the router's own count, by where the tokens came from.", "source")
+	t.retries = counter("retries_total", "Requests sent to another worker after one failed before its first byte.", "worker_id")
+	t.eventLag = histogram("kv_event_lag_seconds", "From the engine's time stamp of a KV event batch to its arrival here.", secondsBuckets, "worker_id")
+	t.dynamo = newDynamoMetrics(t.registry)
+	t.disagg = newDisaggMetrics(t.registry)
+	t.registry.MustRegister(
+		newFleetCollector(workers, prompts),
+		collectors.NewGoCollector(),
+		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
+	)
+	return t
+}
+
+// Handler serves the metrics page.
+func (t *Metrics) Handler() http.Handler {
+	return promhttp.HandlerFor(t.registry, promhttp.HandlerOpts{})
+}
+
+// Decided records the time that a request's prompt tokens took and the time of
+// the decision.
+func (t *Metrics) Decided(tokens time.Duration, d router.Decision) {
+	t.decision.WithLabelValues("tokens").Observe(tokens.Seconds())
+	t.decision.WithLabelValues("hash").Observe(d.HashTime.Seconds())
+	t.decision.WithLabelValues("lookup").Observe(d.LookupTime.Seconds())
+	t.decision.WithLabelValues("schedule").Observe(d.ScheduleTime.Seconds())
+	t.decision.WithLabelValues("total").Observe((tokens + d.HashTime + d.LookupTime + d.ScheduleTime).Seconds())
+	t.dynamo.decided(d)
+	t.thompson.routedTo(d.Target.Key)
+}
+
+// Began counts a request with a prompt that is to be passed on. Ended must follow.
+func (t *Metrics) Began() { t.thompson.began() }
+
+// Ended is called when a request for which Began was called has ended.
+func (t *Metrics) Ended(x *proxy.Exchange, now time.Time) { t.thompson.ended(x, now) }
+
+// EngineFailed implements proxy.Observer.
+func (t *Metrics) EngineFailed() { t.thompson.engineFailed() }
+
+// Retried implements proxy.Observer.
+func (t *Metrics) Retried(worker uint64) {
+	t.retries.WithLabelValues(proxy.WorkerLabel(worker)).Inc()
+}
+
+// InterToken implements proxy.Observer.
+func (t *Metrics) InterToken(worker string, gap time.Duration, n int) {
+	observer := t.interToken.WithLabelValues(worker)
+	for range n {
+		observer.Observe(gap.Seconds() / float64(n))
+	}
+}
+
+// EventLag records how late a KV event batch of w came.
+func (t *Metrics) EventLag(w kv.WorkerKey, lag time.Duration) {
+	t.eventLag.WithLabelValues(proxy.WorkerLabel(w.Worker)).Observe(lag.Seconds())
+}
+
+// Finished records a request that has ended.
+func (t *Metrics) Finished(x proxy.Exchange, now time.Time) {
+	t.requests.WithLabelValues(x.Worker, x.Route, strconv.Itoa(x.Status)).Inc()
+	t.duration.WithLabelValues(x.Route).Observe(now.Sub(x.Arrived).Seconds())
+	if !x.FirstChunk.IsZero() {
+		t.firstToken.WithLabelValues(x.Worker).Observe(x.FirstChunk.Sub(x.Arrived).Seconds())
+	}
+	if !x.Usage.Known {
+		return
+	}
+	t.promptTokens.WithLabelValues(x.Worker).Add(float64(x.Usage.PromptTokens))
+	t.outputTokens.WithLabelValues(x.Worker).Add(float64(x.Usage.OutputTokens))
+	if x.Decision.Tokens > 0 && x.Usage.PromptTokens != x.Decision.Tokens {
+		t.promptDiffers.WithLabelValues(x.Source).Inc()
+	}
+	if x.Decision.Tokens > 0 && x.Usage.CachedKnown {
+		worker := x.Worker
+		if x.Shared != nil { // it is the prompt's worker that was expected to hold blocks
+			worker = x.Shared.Worker
+		}
+		t.predicted.WithLabelValues(worker).Add(float64(x.Decision.OverlapTokens))
+		t.cached.WithLabelValues(worker).Add(float64(x.Usage.CachedTokens))
+		result := "exact"
+		if x.Decision.OverlapTokens > x.Usage.CachedTokens {
+			result = "over"
+		} else if x.Decision.OverlapTokens < x.Usage.CachedTokens {
+			result = "under"
+		}
+		t.predictions.WithLabelValues(result).Inc()
+	}
+}
+
+// roomCollector turns what the rooms count themselves into metrics at each
+// scrape, so that a worker that is gone leaves no series behind.
+type fleetCollector struct {
+	workers  func() []WorkerSample
+	prompts  func() PromptSample
+	up       *prometheus.Desc
+	restarts *prometheus.Desc
+	blocks   *prometheus.Desc
+	inFlight *prometheus.Desc
+	prefill  *prometheus.Desc
+	running  *prometheus.Desc
+	waiting  *prometheus.Desc
+	usage    *prometheus.Desc
+	events   *prometheus.Desc
+	applied  *prometheus.Desc
+	linked   *prometheus.Desc
+	cold     *prometheus.Desc
+	sources  *prometheus.Desc
+	reasons  *prometheus.Desc
+}
+
+func newFleetCollector(workers func() []WorkerSample, prompts func() PromptSample) *fleetCollector {
+	desc := func(name, help string, labels ...string) *prometheus.Desc {
+		return prometheus.NewDesc("kvrouter_"+name, help, append([]string{"worker_id", "dp_rank"}, labels...), nil)
+	}
+	return &fleetCollector{
+		workers:  workers,
+		prompts:  prompts,
+		sources:  prometheus.NewDesc("kvrouter_prompt_source_total", "Prompts by where their tokens came from: local, worker_render, worker_tokenize, none (routed by load alone).", []string{"source"}, nil),
+		reasons:  prometheus.NewDesc("kvrouter_prompt_fallbacks_total", "Prompts whose tokens were not computed here, by reason.", []string{"reason"}, nil),
+		up:       desc("worker_up", "1 while requests may go to the worker."),
+		restarts: desc("worker_restarts_total", "How often the worker's process was started again."),
+		blocks:   desc("worker_blocks", "KV blocks that the index knows the worker to hold."),
+		inFlight: desc("worker_in_flight", "Requests sent to the worker and not yet ended."),
+		prefill:  desc("worker_prefill_tokens", "Uncached prompt tokens sent to the worker whose first token has not come."),
+		running:  desc("worker_running_requests", "Running requests, as published by the worker."),
+		waiting:  desc("worker_waiting_requests", "Waiting requests, as published by the worker."),
+		usage:    desc("worker_kv_cache_usage", "Share of the KV cache in use, 0 to 1, as published by the worker."),
+		linked:   desc("kv_events_connected", "1 while the worker's KV events are subscribed to."),
+		cold:     desc("worker_cold", "1 while blocks of the worker may be missing in the index, because the history of its cache is not known in full."),
+		applied:  prometheus.NewDesc("dynamo_component_kv_cache_events_applied", "KV events applied to the index, by type and by what came of them.", []string{"worker_id", "dp_rank", "event_type", "status"}, nil),
+		events:   desc("kv_events_total", "KV event stream of the worker, counted by kind.", "kind"),
+	}
+}
+
+// Describe implements prometheus.Collector.
+func (c *fleetCollector) Describe(out chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{c.up, c.restarts, c.blocks, c.inFlight, c.prefill, c.running, c.waiting, c.usage, c.events, c.applied, c.linked, c.cold, c.sources, c.reasons} {
+		out <- d
+	}
+}
+
+// Collect implements prometheus.Collector.
+func (c *fleetCollector) Collect(out chan<- prometheus.Metric) {
+	for _, s := range c.workers() {
+		labels := []string{proxy.WorkerLabel(s.Worker.Worker), strconv.FormatUint(uint64(s.Worker.Rank), 10)}
+		gauge := func(d *prometheus.Desc, value float64) {
+			out <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, value, labels...)
+		}
+		flag := func(d *prometheus.Desc, set bool) {
+			value := 0.0
+			if set {
+				value = 1
+			}
+			gauge(d, value)
+		}
+		flag(c.up, s.Up)
+		out <- prometheus.MustNewConstMetric(c.restarts, prometheus.CounterValue, float64(s.Restarts), labels...)
+		gauge(c.blocks, float64(s.Blocks))
+		gauge(c.inFlight, float64(s.Load.InFlight))
+		gauge(c.prefill, float64(s.Load.PrefillTokens))
+		if s.Load.Fresh {
+			gauge(c.running, float64(s.Load.Running))
+			gauge(c.waiting, float64(s.Load.Waiting))
+			gauge(c.usage, s.Load.KVUsage)
+		}
+		if s.EventCount != nil {
+			flag(c.linked, s.Connected)
+			flag(c.cold, s.Cold)
+		}
+		for kind, n := range s.EventCount {
+			out <- prometheus.MustNewConstMetric(c.events, prometheus.CounterValue, float64(n), append(labels, kind)...)
+		}
+		for _, a := range appliedEvents(s.EventCount) {
+			out <- prometheus.MustNewConstMetric(c.applied, prometheus.CounterValue, float64(a.n), append(labels, a.event, a.status)...)
+		}
+	}
+	prompts := c.prompts()
+	for source, n := range prompts.Sources {
+		out <- prometheus.MustNewConstMetric(c.sources, prometheus.CounterValue, float64(n), source)
+	}
+	for reason, n := range prompts.Reasons {
+		out <- prometheus.MustNewConstMetric(c.reasons, prometheus.CounterValue, float64(n), reason)
+	}
+}

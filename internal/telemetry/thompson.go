@@ -1,0 +1,209 @@
+package telemetry
+
+import (
+	"strconv"
+	"sync"
+	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/router"
+
+	"github.com/prometheus/client_golang/prometheus"
+)
+
+// thompsonMetrics are the figures of policy thompson under the names of the NeMo
+// Agent Toolkit: thompson_processor_ has those of its processor, which passes
+// requests on, thompson_router_ those of its router, which decides. What is told
+// of each worker has one series a worker rank. Its methods may be called on nil,
+// and do nothing then.
+type thompsonMetrics struct {
+	router *router.Router
+	fleet  func() []uint64
+
+	requests, tokensIn, tokensOut, routerErrors, engineErrors prometheus.Counter
+	latency                                                   prometheus.Histogram
+	active                                                    prometheus.Gauge
+	routed                                                    *prometheus.CounterVec
+
+	feedback      *prometheus.HistogramVec
+	reuse, tokens prometheus.Histogram
+
+	decisions, overlap, reward, alpha, beta     *prometheus.Desc
+	pending, series, timeouts, stayed, switched *prometheus.Desc
+
+	mu   sync.Mutex      // guards seen
+	seen map[string]bool // workers that routed or feedback has series of
+}
+
+// WatchThompson adds these metrics, if that is the router's policy; the series
+// of workers that are no longer in the fleet are dropped. Call it once, before
+// the first decision.
+func (t *Metrics) WatchThompson(router *router.Router, fleet func() []uint64) {
+	processor := func(name, help string) prometheus.CounterOpts {
+		return prometheus.CounterOpts{Name: "thompson_processor_" + name, Help: help}
+	}
+	perRank := []string{"worker_id", "dp_rank"}
+	desc := func(name, help string, labels ...string) *prometheus.Desc {
+		return prometheus.NewDesc("thompson_router_"+name, help, labels, nil)
+	}
+	m := &thompsonMetrics{
+		router: router, fleet: fleet, seen: map[string]bool{},
+
+		requests:     prometheus.NewCounter(processor("requests_total", "Requests with a prompt that were passed on.")),
+		tokensIn:     prometheus.NewCounter(processor("tokens_in_total", "Prompt tokens of those requests.")),
+		tokensOut:    prometheus.NewCounter(processor("tokens_out_total", "Tokens of their answers, as the workers' usage reports them.")),
+		routerErrors: prometheus.NewCounter(processor("router_errors_total", "Requests that no worker could be found for.")),
+		engineErrors: prometheus.NewCounter(processor("engine_errors_total", "Requests that a worker failed, those included that another one served then.")),
+		routed:       prometheus.NewCounterVec(processor("routing_decisions_total", "Requests sent to the worker."), []string{"worker_id"}),
+		latency:      prometheus.NewHistogram(prometheus.HistogramOpts{Name: "thompson_processor_request_latency_seconds", Help: "From a request's arrival to the end of its answer."}),
+		active:       prometheus.NewGauge(prometheus.GaugeOpts{Name: "thompson_processor_active_requests", Help: "Requests that are being served."}),
+
+		feedback: prometheus.NewHistogramVec(prometheus.HistogramOpts{
+			Name: "thompson_router_feedback_latency_seconds", Help: "Latencies that were learned from.", Buckets: []float64{.1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120},
+		}, perRank),
+		reuse:  prometheus.NewHistogram(prometheus.HistogramOpts{Name: "thompson_router_reuse_budget", Help: "Requests of the same series that were still to come, at each decision.", Buckets: []float64{0, 1, 2, 5, 10, 20, 50, 100}}),
+		tokens: prometheus.NewHistogram(prometheus.HistogramOpts{Name: "thompson_router_tokens_per_request", Help: "Prompt tokens of each decision.", Buckets: prometheus.ExponentialBuckets(32, 2, 9)}),
+
+		decisions: desc("decisions_total", "Decisions for the worker.", perRank...),
+		overlap:   desc("kv_overlap", "Share of the prompt that the worker held, 0 to 1, at the last decision for it.", perRank...),
+		reward:    desc("reward", "The worker's last reward, 0 to 1; 0.5 is as fast as usual.", perRank...),
+		alpha:     desc("beta_alpha", "First parameter of the worker's mean reward.", perRank...),
+		beta:      desc("beta_beta", "Second parameter of the worker's mean reward.", perRank...),
+		pending:   desc("pending_decisions", "Decisions whose end nobody has told yet."),
+		series:    desc("prefix_state_size", "Series of requests of which more are to come."),
+		timeouts:  desc("timeout_penalties_total", "Decisions that were taken for failed as nobody told their end."),
+		stayed:    desc("sticky_decisions_total", "Decisions for the worker that had served the series before."),
+		switched:  desc("switch_decisions_total", "Decisions for another worker than the one that had served the series before."),
+	}
+	if !router.WithThompson(func(p *policy.Thompson) {
+		p.Observe = policy.ThompsonObserver{
+			Tokens:  func(n int) { m.tokens.Observe(float64(n)) },
+			Reuse:   func(n int) { m.reuse.Observe(float64(n)) },
+			Latency: m.learned,
+		}
+	}) {
+		return
+	}
+	t.thompson = m
+	t.registry.MustRegister(m)
+}
+
+func (m *thompsonMetrics) counters() []prometheus.Collector {
+	return []prometheus.Collector{
+		m.requests, m.tokensIn, m.tokensOut, m.routerErrors, m.engineErrors, m.routed, m.latency, m.active, m.feedback, m.reuse, m.tokens,
+	}
+}
+
+// began tells of a request that is to be passed on; ended must follow.
+func (m *thompsonMetrics) began() {
+	if m != nil {
+		m.requests.Inc()
+		m.active.Inc()
+	}
+}
+
+func (m *thompsonMetrics) ended(x *proxy.Exchange, now time.Time) {
+	if m == nil {
+		return
+	}
+	m.active.Dec()
+	m.latency.Observe(now.Sub(x.Arrived).Seconds())
+	if x.Usage.Known {
+		m.tokensIn.Add(float64(x.Usage.PromptTokens))
+	} else {
+		m.tokensIn.Add(float64(x.Decision.Tokens))
+	}
+	m.tokensOut.Add(float64(x.Usage.OutputTokens))
+}
+
+func (m *thompsonMetrics) routedTo(w kv.WorkerKey) {
+	if m != nil {
+		m.see(w.Worker)
+		m.routed.WithLabelValues(proxy.WorkerLabel(w.Worker)).Inc()
+	}
+}
+
+func (m *thompsonMetrics) refused() {
+	if m != nil {
+		m.routerErrors.Inc()
+	}
+}
+
+func (m *thompsonMetrics) engineFailed() {
+	if m != nil {
+		m.engineErrors.Inc()
+	}
+}
+
+func (m *thompsonMetrics) learned(w kv.WorkerKey, latency time.Duration) {
+	m.see(w.Worker)
+	m.feedback.WithLabelValues(rankLabels(w)...).Observe(latency.Seconds())
+}
+
+func (m *thompsonMetrics) see(worker uint64) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.seen[proxy.WorkerLabel(worker)] = true
+}
+
+func rankLabels(w kv.WorkerKey) []string {
+	return []string{proxy.WorkerLabel(w.Worker), strconv.FormatUint(uint64(w.Rank), 10)}
+}
+
+// forgetBut drops the series of workers that are not in the fleet.
+func (m *thompsonMetrics) forgetBut(fleet map[string]bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for worker := range m.seen {
+		if !fleet[worker] {
+			m.routed.DeletePartialMatch(prometheus.Labels{"worker_id": worker})
+			m.feedback.DeletePartialMatch(prometheus.Labels{"worker_id": worker})
+			delete(m.seen, worker)
+		}
+	}
+}
+
+// Describe implements prometheus.Collector.
+func (m *thompsonMetrics) Describe(out chan<- *prometheus.Desc) {
+	for _, c := range m.counters() {
+		c.Describe(out)
+	}
+	for _, d := range []*prometheus.Desc{m.decisions, m.overlap, m.reward, m.alpha, m.beta, m.pending, m.series, m.timeouts, m.stayed, m.switched} {
+		out <- d
+	}
+}
+
+// Collect implements prometheus.Collector.
+func (m *thompsonMetrics) Collect(out chan<- prometheus.Metric) {
+	fleet := map[string]bool{}
+	for _, id := range m.fleet() {
+		fleet[proxy.WorkerLabel(id)] = true
+	}
+	m.forgetBut(fleet)
+	for _, c := range m.counters() {
+		c.Collect(out)
+	}
+	var stats policy.ThompsonStats
+	m.router.WithThompson(func(p *policy.Thompson) { stats = p.Stats() })
+	show := func(d *prometheus.Desc, kind prometheus.ValueType, value float64, labels ...string) {
+		out <- prometheus.MustNewConstMetric(d, kind, value, labels...)
+	}
+	for _, w := range stats.Workers {
+		labels := rankLabels(w.Worker)
+		if !fleet[labels[0]] {
+			continue
+		}
+		show(m.decisions, prometheus.CounterValue, float64(w.Decisions), labels...)
+		show(m.overlap, prometheus.GaugeValue, w.Overlap, labels...)
+		show(m.reward, prometheus.GaugeValue, w.Reward, labels...)
+		show(m.alpha, prometheus.GaugeValue, w.Alpha, labels...)
+		show(m.beta, prometheus.GaugeValue, w.Beta, labels...)
+	}
+	show(m.pending, prometheus.GaugeValue, float64(stats.Pending))
+	show(m.series, prometheus.GaugeValue, float64(stats.Series))
+	show(m.timeouts, prometheus.CounterValue, float64(stats.Timeouts))
+	show(m.stayed, prometheus.CounterValue, float64(stats.Stayed))
+	show(m.switched, prometheus.CounterValue, float64(stats.Switched))
+}

@@ -1,0 +1,14 @@
+package testkit
+
+import (
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+func WantSameEvents(t *testing.T, what string, got, want any) {
+	t.Helper()
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("%s (-want +got):\n%s", what, diff)
+	}
+}

@@ -1,0 +1,94 @@
+package tokens
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"strings"
+
+	"kvrouter/internal/jsonbody"
+
+	"github.com/tidwall/gjson"
+)
+
+// ChatOptions are the engine's own settings that change its prompts.
+type ChatOptions struct {
+	// ChatTemplate replaces the model's template (--chat-template); its text.
+	ChatTemplate string
+	// ContentFormat is --chat-template-content-format: "string", "openai", or
+	// "auto" or empty to detect it.
+	ContentFormat string
+	// ExcludeToolsWhenNone is --exclude-tools-when-tool-choice-none.
+	ExcludeToolsWhenNone bool
+	// DefaultKwargs are the members of --default-chat-template-kwargs.
+	DefaultKwargs []jsonbody.Field
+	// CannotRender tells why the engine's prompts cannot be computed here; empty
+	// if they can.
+	CannotRender string
+}
+
+// EngineChatOptions reads from vLLM's arguments those that change prompts. What
+// it cannot follow ends up in CannotRender, so that workers are asked instead.
+func EngineChatOptions(args []string) (ChatOptions, error) {
+	var o ChatOptions
+	for i := 0; i < len(args); i++ {
+		name, value, inline := strings.Cut(args[i], "=")
+		if !strings.HasPrefix(name, "--") {
+			continue
+		}
+		name = strings.ReplaceAll(name, "_", "-")
+		switch name {
+		case "--exclude-tools-when-tool-choice-none":
+			o.ExcludeToolsWhenNone = true
+			continue
+		case "--no-exclude-tools-when-tool-choice-none":
+			o.ExcludeToolsWhenNone = false
+			continue
+		case "--enable-prompt-embeds":
+			o.CannotRender = "the engine runs with --enable-prompt-embeds"
+			continue
+		case "--chat-template", "--chat-template-content-format", "--default-chat-template-kwargs", "--tokenizer",
+			"--tokenizer-mode", "--tokenizer-revision":
+		default:
+			continue
+		}
+		if !inline {
+			if i++; i >= len(args) {
+				return o, fmt.Errorf("the engine's argument %s needs a value", name)
+			}
+			value = args[i]
+		}
+		switch name {
+		case "--chat-template":
+			o.setTemplate(value)
+		case "--chat-template-content-format":
+			o.ContentFormat = value
+		case "--default-chat-template-kwargs":
+			parsed := gjson.Parse(value)
+			if !json.Valid([]byte(value)) || !parsed.IsObject() {
+				return o, fmt.Errorf("the engine's argument %s needs a JSON object, not %q", name, value)
+			}
+			for _, f := range jsonbody.Members(parsed) {
+				o.DefaultKwargs = append(o.DefaultKwargs, jsonbody.Field{Key: f.Key, Raw: f.Value.Raw})
+			}
+		case "--tokenizer-mode":
+			if value != "auto" && value != "hf" {
+				o.CannotRender = "the engine runs with --tokenizer-mode " + value
+			}
+		default:
+			o.CannotRender = "the engine runs with " + name
+		}
+	}
+	return o, nil
+}
+
+// setTemplate takes a file or the text of a template, as vLLM does.
+func (o *ChatOptions) setTemplate(value string) {
+	if text, err := os.ReadFile(value); err == nil {
+		o.ChatTemplate = string(text)
+	} else if strings.ContainsAny(value, "{}\n") {
+		o.ChatTemplate = value
+	} else {
+		o.CannotRender = "the engine's --chat-template " + value + " is not a file here"
+	}
+}

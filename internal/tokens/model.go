@@ -1,0 +1,534 @@
+package tokens
+
+/*
+#cgo LDFLAGS: -L${SRCDIR}/../../native/lib -ltokenizers -ldl -lm -lpthread
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
+// Bounds what glibc's malloc keeps back for each thread: its default is eight
+// times as many arenas as processors, each with memory that it never returns.
+static void bound_arenas(int processors) {
+#ifdef __GLIBC__
+	mallopt(M_ARENA_MAX, processors);
+#endif
+}
+
+// Returns what reading the tokenizer's file has left free.
+static void trim_memory(void) {
+#ifdef __GLIBC__
+	malloc_trim(0);
+#endif
+}
+
+typedef struct { uint32_t *data; size_t len; } token_ids;
+
+void *text_encoder_new(const void *tokenizer);
+int32_t text_encode(const void *encoder, const uint8_t *text, size_t len, int32_t add_special, token_ids *out);
+void token_ids_free(token_ids ids);
+void text_encoder_free(void *encoder);
+*/
+import "C"
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"runtime"
+	"runtime/debug"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"unsafe"
+
+	"kvrouter/internal/jsonbody"
+
+	"github.com/daulet/tokenizers"
+	"github.com/tidwall/gjson"
+	"github.com/tidwall/sjson"
+)
+
+// Model computes prompt tokens from a model's tokenizer and chat template, as
+// vLLM 0.32 does. All methods but Close may be called by many goroutines at
+// once: the library encodes and renders without a lock of ours.
+type Model struct {
+	tokenizer   *tokenizers.Tokenizer
+	encoder     unsafe.Pointer // over tokenizer
+	encoding    chan struct{}  // holds one entry for each encoding under way
+	segments    *Segments
+	files       *ModelFiles
+	options     ChatOptions
+	plain       *ChatTemplate // for requests without tools; nil if there is none
+	withTools   *ChatTemplate // for requests with tools; may be the same
+	noTemplate  string        // why plain or withTools is nil
+	maxModelLen atomic.Int64
+
+	wordPiece  bool
+	reread     func() ([]byte, error) // tokenizer.json, for vocabulary: too large to be kept
+	Vocabulary func() []string
+}
+
+// OpenModel reads the tokenizer and the chat templates in a model's folder.
+// A model without a usable template opens too: its chats are ErrNotRenderable.
+func OpenModel(dir string) (*Model, error) {
+	return OpenModelWith(dir, ChatOptions{})
+}
+
+// OpenModelWith is OpenModel for an engine with settings of its own.
+func OpenModelWith(dir string, options ChatOptions) (*Model, error) {
+	C.bound_arenas(C.int(runtime.NumCPU()))
+	path := filepath.Join(dir, "tokenizer.json")
+	files, err := readModelFiles(dir)
+	if err != nil {
+		return nil, err
+	}
+	return NewModel(path, func() ([]byte, error) { return os.ReadFile(path) }, files, options)
+}
+
+// newModel makes a model of the tokenizer.json that read returns, which path
+// names in errors, and of what the files beside it say.
+func NewModel(path string, read func() ([]byte, error), files *ModelFiles, options ChatOptions) (*Model, error) {
+	raw, err := read()
+	if err != nil {
+		return nil, fmt.Errorf("a model's folder needs a tokenizer.json: %w", err)
+	}
+	// The engine sets truncation and padding for each call, whatever the file says.
+	for _, key := range []string{"truncation", "padding"} {
+		if v := gjson.GetBytes(raw, key); v.Exists() && v.Type != gjson.Null {
+			if raw, err = sjson.SetRawBytes(raw, key, []byte("null")); err != nil {
+				return nil, fmt.Errorf("reading %s: %w", path, err)
+			}
+		}
+	}
+	tokenizer, err := tokenizers.FromBytes(raw)
+	if err != nil {
+		return nil, fmt.Errorf("reading %s: %w", path, err)
+	}
+	m := &Model{tokenizer: tokenizer, files: files, options: options, reread: read, encoding: make(chan struct{}, runtime.GOMAXPROCS(0))}
+	// The library's own type is nothing but this pointer; its pinned version says
+	// so, and a nil here would fail every test.
+	m.encoder = C.text_encoder_new(*(*unsafe.Pointer)(unsafe.Pointer(tokenizer)))
+	m.segments = NewSegments(raw, m.encodeWhole, DefaultTokenCache)
+	m.wordPiece = gjson.GetBytes(raw, "model.type").Str == "WordPiece"
+	m.Vocabulary = sync.OnceValue(m.readVocabulary)
+	m.maxModelLen.Store(int64(m.files.MaxModelLen))
+	m.plain, m.noTemplate = m.compile(false)
+	m.withTools = m.plain
+	if m.files.template(true) != m.files.template(false) && options.ChatTemplate == "" {
+		m.withTools, m.noTemplate = m.compile(true)
+	}
+	C.trim_memory()
+	debug.FreeOSMemory()
+	return m, nil
+}
+
+// compile compiles the template for requests with or without tools.
+func (m *Model) compile(tools bool) (template *ChatTemplate, problem string) {
+	text := m.options.ChatTemplate
+	if text == "" {
+		text = m.files.template(tools)
+	}
+	if text == "" {
+		return nil, "the model has no chat template"
+	}
+	template, err := CompileTemplate(text)
+	if err != nil {
+		return nil, "the chat template cannot be compiled: " + err.Error()
+	}
+	switch m.options.ContentFormat {
+	case "string", "openai":
+		template.WantsParts = m.options.ContentFormat == "openai"
+	}
+	return template, ""
+}
+
+// Close frees the model; no other call may be under way.
+func (m *Model) Close() {
+	C.text_encoder_free(m.encoder)
+	m.tokenizer.Close()
+	if m.withTools != nil && m.withTools != m.plain {
+		m.withTools.Close()
+	}
+	if m.plain != nil {
+		m.plain.Close()
+	}
+}
+
+// MaxModelLen is the longest prompt with its answer, in tokens: the model's, or
+// the engine's once SetMaxModelLen has told it. 0 means unknown.
+func (m *Model) MaxModelLen() int { return int(m.maxModelLen.Load()) }
+
+// SetMaxModelLen records the engine's limit, in tokens.
+func (m *Model) SetMaxModelLen(n int) { m.maxModelLen.Store(int64(n)) }
+
+// ChatTokens returns the prompt tokens of a /v1/chat/completions request, given
+// its JSON. ErrNotRenderable means that only the engine can tell them.
+func (m *Model) ChatTokens(body []byte) ([]uint32, error) {
+	parsed, ok := jsonbody.Parse(body)
+	if !ok {
+		return nil, notRenderable("the body is not a JSON object")
+	}
+	return m.ChatBodyTokens(parsed)
+}
+
+// chatBodyTokens is ChatTokens for a body that has been taken apart.
+func (m *Model) ChatBodyTokens(body *jsonbody.Body) ([]uint32, error) {
+	req, err := parseChatBody(body, chatCompletion, m.options)
+	if err != nil {
+		return nil, err
+	}
+	if m.files.harmony {
+		return nil, notRenderable("the engine renders gpt_oss with its own code")
+	}
+	return m.chatTokens(req)
+}
+
+func (m *Model) chatTokens(req *chatRequest) ([]uint32, error) {
+	chat, err := m.renderChat(req)
+	if err != nil {
+		return nil, err
+	}
+	defer chat.Free()
+	tokens, err := m.encode(chat.Text, req.addSpecial)
+	if err != nil {
+		return nil, err
+	}
+	return truncate(tokens, req.truncate)
+}
+
+// renderChat returns the text that the template makes of a chat.
+func (m *Model) renderChat(req *chatRequest) (Rendered, error) {
+	for _, why := range []string{m.files.cannotRender, m.options.CannotRender} {
+		if why != "" {
+			return Rendered{}, notRenderable("%s", why)
+		}
+	}
+	template := m.plain
+	if req.tools != nil {
+		template = m.withTools
+	}
+	if template == nil {
+		return Rendered{}, notRenderable("%s", m.noTemplate)
+	}
+	return renderWith(template, req, m.files.Special)
+}
+
+func renderWith(template *ChatTemplate, req *chatRequest, special []jsonbody.Field) (chat Rendered, err error) {
+	if err := req.fitTemplate(template); err != nil {
+		return chat, err
+	}
+	if req.continueFinal && !strings.Contains(template.Text, "content") {
+		return chat, notRenderable("the template does not use content, so no final message can be continued")
+	}
+	room, _ := template.contexts.Get().(*[]byte)
+	if room == nil {
+		room = new([]byte)
+	}
+	defer template.contexts.Put(room)
+	context, final, err := req.appendContext((*room)[:0], template, special)
+	if err != nil {
+		return chat, err
+	}
+	if cap(context) <= pooledContext {
+		*room = context
+	}
+	if chat, err = template.Render(context); err != nil {
+		return chat, fmt.Errorf("%w: the chat template: %w", ErrNotRenderable, err)
+	}
+	if req.continueFinal {
+		if chat.Text, err = cutContinued(chat.Text, final); err != nil {
+			chat.Free()
+			return Rendered{}, err
+		}
+	}
+	return chat, nil
+}
+
+// CacheTokens bounds the tokens remembered by piece of text; see Segments. It
+// must not be called while requests are served.
+func (m *Model) CacheTokens(tokens int) { m.segments.SetCache(tokens) }
+
+// encode is Encode through the cache, for a text that may hold what no engine
+// was compared on. The caller must not change the tokens.
+func (m *Model) encode(text string, addSpecial bool) ([]uint32, error) {
+	if strings.IndexByte(text, 0) >= 0 {
+		return nil, notRenderable("the prompt has a zero character")
+	}
+	tokens, ok := m.segments.Encode(text, addSpecial)
+	if !ok || len(tokens) == 0 && text != "" {
+		return nil, notRenderable("the tokenizer found no tokens")
+	}
+	return tokens, nil
+}
+
+// encodeWhole encodes a text in one piece; not ok: the tokenizer failed.
+func (m *Model) encodeWhole(text string, addSpecial bool) (tokens []uint32, ok bool) {
+	// More encodings than processors finish no sooner, and each would hold a
+	// thread and its memory.
+	m.encoding <- struct{}{}
+	defer func() { <-m.encoding }()
+	var out C.token_ids
+	special := C.int32_t(0)
+	if addSpecial {
+		special = 1
+	}
+	if C.text_encode(m.encoder, bytePointer(text), C.size_t(len(text)), special, &out) != 1 {
+		return nil, false
+	}
+	defer C.token_ids_free(out)
+	return slices.Clone(unsafe.Slice((*uint32)(out.data), int(out.len))), true
+}
+
+// truncate applies truncate_prompt_tokens where it leaves the tokens alone.
+func truncate(tokens []uint32, limit gjson.Result) ([]uint32, error) {
+	if limit.Type == gjson.Null {
+		return tokens, nil
+	}
+	if limit.Type != gjson.Number || limit.Num < 0 || float64(len(tokens)) > limit.Num {
+		return nil, notRenderable("truncate_prompt_tokens cuts the prompt")
+	}
+	return tokens, nil
+}
+
+// CompletionTokens returns the tokens of each prompt of a /v1/completions
+// request: a text, token ids, or a list of either.
+func (m *Model) CompletionTokens(body []byte) ([][]uint32, error) {
+	parsed, ok := jsonbody.Parse(body)
+	if !ok {
+		return nil, notRenderable("the body is not a JSON object")
+	}
+	return m.CompletionBodyTokens(parsed)
+}
+
+// completionBodyTokens is CompletionTokens for a body that has been taken apart.
+func (m *Model) CompletionBodyTokens(body *jsonbody.Body) ([][]uint32, error) {
+	if body.LoneSurrogate {
+		return nil, notRenderable("the body has half of a surrogate pair")
+	}
+	var prompt, limit gjson.Result
+	addSpecial := true
+	for _, f := range body.Top {
+		var err error
+		switch f.Key {
+		case "prompt":
+			prompt = f.Value
+		case "truncate_prompt_tokens":
+			limit = f.Value
+		case "add_special_tokens":
+			err = readBool(f.Value, f.Key, &addSpecial)
+		case "suffix", "prompt_embeds":
+			if f.Value.Type != gjson.Null {
+				err = notRenderable("the request carries %q", f.Key)
+			}
+		case "kv_transfer_params":
+			if v := f.Value.Get("prompt_token_ids"); v.Type != gjson.Null {
+				err = notRenderable("the request brings its own prompt tokens")
+			}
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+	prompts := []gjson.Result{prompt}
+	if prompt.IsArray() {
+		if list := prompt.Array(); len(list) == 0 {
+			return nil, notRenderable("the prompt is an empty list")
+		} else if list[0].Type != gjson.Number {
+			prompts = list
+		}
+	}
+	out := make([][]uint32, 0, len(prompts))
+	for _, p := range prompts {
+		tokens, err := m.promptTokens(p, addSpecial)
+		if err == nil {
+			tokens, err = truncate(tokens, limit)
+		}
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, tokens)
+	}
+	return out, nil
+}
+
+func (m *Model) promptTokens(prompt gjson.Result, addSpecial bool) ([]uint32, error) {
+	switch {
+	case prompt.Type == gjson.String:
+		return m.encode(prompt.Str, addSpecial)
+	case prompt.IsArray():
+		return ReadTokens(prompt)
+	}
+	return nil, notRenderable("a prompt is neither text nor token ids")
+}
+
+// readTokens reads a list of token ids.
+func ReadTokens(list gjson.Result) ([]uint32, error) {
+	var tokens []uint32
+	var err error
+	list.ForEach(func(_, v gjson.Result) bool {
+		if v.Type != gjson.Number || v.Num < 0 || v.Num > 1<<32-1 || v.Num != float64(uint32(v.Num)) {
+			err = notRenderable("%s is not a token id", v.Raw)
+			return false
+		}
+		tokens = append(tokens, uint32(v.Num))
+		return true
+	})
+	return tokens, err
+}
+
+// Encode returns the tokens of a text. addSpecial adds what the tokenizer puts
+// around every text, such as a beginning-of-sequence token.
+func (m *Model) Encode(text string, addSpecial bool) []uint32 {
+	tokens, _ := m.encodeWhole(text, addSpecial)
+	return tokens
+}
+
+// Decode returns the text of tokens, special ones included.
+func (m *Model) Decode(tokens []uint32) string {
+	text := m.tokenizer.Decode(tokens, false)
+	if m.files.cleanUpSpaces && m.wordPiece {
+		text = spaceTidier.Replace(text)
+	}
+	return text
+}
+
+// spaceTidier undoes the spaces that WordPiece puts before punctuation, as
+// transformers does.
+var spaceTidier = strings.NewReplacer(" .", ".", " ?", "?", " !", "!", " ,", ",", " ' ", "'",
+	" n't", "n't", " 'm", "'m", " 's", "'s", " 've", "'ve", " 're", "'re")
+
+// TokenString returns the tokenizer's own name of a token; empty if unknown.
+func (m *Model) TokenString(token uint32) string {
+	if names := m.Vocabulary(); int(token) < len(names) {
+		return names[token]
+	}
+	return ""
+}
+
+// readVocabulary lists the names of all tokens by id.
+func (m *Model) readVocabulary() []string {
+	var names []string
+	raw, err := m.reread()
+	if err != nil {
+		return nil
+	}
+	set := func(id int64, name string) {
+		if id < 0 || id > 1<<24 {
+			return
+		}
+		for int64(len(names)) <= id {
+			names = append(names, "")
+		}
+		names[id] = name
+	}
+	vocab := gjson.GetBytes(raw, "model.vocab")
+	if vocab.IsObject() {
+		vocab.ForEach(func(name, id gjson.Result) bool {
+			set(id.Int(), strings.Clone(name.Str))
+			return true
+		})
+	} else {
+		for id, entry := range vocab.Array() { // Unigram: a list of [name, score]
+			set(int64(id), strings.Clone(entry.Get("0").Str))
+		}
+	}
+	for _, added := range gjson.GetBytes(raw, "added_tokens").Array() {
+		set(added.Get("id").Int(), strings.Clone(added.Get("content").Str))
+	}
+	return names
+}
+
+// BadRequest is an error of the client's making: the HTTP layer answers 400 with
+// its text.
+type BadRequest struct{ Reason string }
+
+func (e *BadRequest) Error() string { return e.Reason }
+
+// Tokenize answers a /tokenize request, for a chat or a text, in vLLM's shape.
+// The error is a *BadRequest, or ErrNotRenderable where a worker must answer.
+func (m *Model) Tokenize(body []byte) ([]byte, error) {
+	if !json.Valid(body) {
+		return nil, &BadRequest{"the body is not valid JSON"}
+	}
+	top := gjson.ParseBytes(body)
+	if !top.IsObject() {
+		return nil, &BadRequest{"the body must be a JSON object"}
+	}
+	tokens, names, err := m.tokenizeBody(top, body)
+	if err != nil {
+		return nil, err
+	}
+	var out bytes.Buffer
+	fmt.Fprintf(&out, `{"count":%d,"max_model_len":%d,"tokens":`, len(tokens), m.MaxModelLen())
+	out.Write(AppendTokens(nil, tokens))
+	out.WriteString(`,"token_strs":`)
+	if !names {
+		out.WriteString("null}")
+		return out.Bytes(), nil
+	}
+	list := []byte{'['}
+	for i, t := range tokens {
+		if i > 0 {
+			list = append(list, ',')
+		}
+		list = jsonbody.AppendString(list, m.TokenString(t))
+	}
+	out.Write(append(list, "]}"...))
+	return out.Bytes(), nil
+}
+
+func (m *Model) tokenizeBody(top gjson.Result, body []byte) (tokens []uint32, names bool, err error) {
+	if prompt := top.Get("prompt"); prompt.Exists() {
+		if prompt.Type != gjson.String {
+			return nil, false, &BadRequest{"prompt must be a string"}
+		}
+		addSpecial := true
+		for key, into := range map[string]*bool{"add_special_tokens": &addSpecial, "return_token_strs": &names} {
+			if v := top.Get(key); v.Exists() && v.Type != gjson.Null && readBool(v, key, into) != nil {
+				return nil, false, &BadRequest{key + " must be true or false"}
+			}
+		}
+		tokens, err = m.encode(prompt.Str, addSpecial)
+		return tokens, names, err
+	}
+	if !top.Get("messages").IsArray() {
+		return nil, false, &BadRequest{"the request needs prompt (a string) or messages (a list)"}
+	}
+	req, err := parseChat(body, chatTokenize, m.options)
+	if err != nil {
+		return nil, false, err
+	}
+	tokens, err = m.chatTokens(req)
+	return tokens, req.wantsTokenStrs, err
+}
+
+// Detokenize answers a /detokenize request in vLLM's shape. The error is a
+// *BadRequest.
+func (m *Model) Detokenize(body []byte) ([]byte, error) {
+	list := gjson.GetBytes(body, "tokens")
+	if !json.Valid(body) || !list.IsArray() {
+		return nil, &BadRequest{"the request needs tokens (a list of token ids)"}
+	}
+	tokens, err := ReadTokens(list)
+	if err != nil {
+		return nil, &BadRequest{"tokens must be a list of token ids, whole numbers from 0"}
+	}
+	return append(jsonbody.AppendString([]byte(`{"prompt":`), m.Decode(tokens)), '}'), nil
+}
+
+func AppendTokens(out []byte, tokens []uint32) []byte {
+	out = append(out, '[')
+	for i, t := range tokens {
+		if i > 0 {
+			out = append(out, ',')
+		}
+		out = fmt.Appendf(out, "%d", t)
+	}
+	return append(out, ']')
+}

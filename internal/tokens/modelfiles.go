@@ -1,0 +1,271 @@
+package tokens
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"kvrouter/internal/jsonbody"
+
+	"github.com/tidwall/gjson"
+)
+
+// tokenizerFiles are the files of a model that tokens.go reads, as patterns of
+// huggingface_hub. The last two only tell that the engine will not render with a
+// Jinja template.
+var tokenizerFiles = []string{"config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+	"chat_template.jinja", "chat_template.json", "chat_templates/*.jinja", "processor_config.json",
+	"preprocessor_config.json", "tekken.json", "tokenizer.model.v*"}
+
+// ResolveModel returns the folder that holds a model's tokenizer files. name is a
+// folder, or a hub id: then the local Hugging Face cache is asked, and else
+// the files are fetched by huggingface_hub in python, which honours HF_TOKEN,
+// HF_ENDPOINT and HF_HUB_OFFLINE. ctx bounds the whole.
+func ResolveModel(ctx context.Context, name, python string) (dir string, err error) {
+	if info, err := os.Stat(name); err == nil && info.IsDir() {
+		return name, nil
+	}
+	if strings.Count(name, "/") > 1 || filepath.IsAbs(name) || strings.HasPrefix(name, ".") {
+		return "", fmt.Errorf("model %q: no such folder", name)
+	}
+	if dir := cachedSnapshot(name); dir != "" {
+		return dir, nil
+	}
+	if offline() {
+		return "", fmt.Errorf("model %q is not in the Hugging Face cache %s and HF_HUB_OFFLINE is set: unset it, or give --model a folder", name, hubCache())
+	}
+	return fetchSnapshot(ctx, name, python)
+}
+
+// hubCache is the folder where huggingface_hub keeps repositories.
+func hubCache() string {
+	if dir := os.Getenv("HF_HUB_CACHE"); dir != "" {
+		return dir
+	}
+	if dir := os.Getenv("HUGGINGFACE_HUB_CACHE"); dir != "" {
+		return dir
+	}
+	if dir := os.Getenv("HF_HOME"); dir != "" {
+		return filepath.Join(dir, "hub")
+	}
+	cache := os.Getenv("XDG_CACHE_HOME")
+	if cache == "" {
+		home, _ := os.UserHomeDir()
+		cache = filepath.Join(home, ".cache")
+	}
+	return filepath.Join(cache, "huggingface", "hub")
+}
+
+func offline() bool {
+	return slices.Contains([]string{"1", "ON", "YES", "TRUE"}, strings.ToUpper(os.Getenv("HF_HUB_OFFLINE")))
+}
+
+// cachedSnapshot returns the folder of the cached revision "main" of a hub
+// repository, if it has a tokenizer; else nothing.
+func cachedSnapshot(id string) string {
+	repo := filepath.Join(hubCache(), "models--"+strings.ReplaceAll(id, "/", "--"))
+	commit, err := os.ReadFile(filepath.Join(repo, "refs", "main"))
+	if err != nil {
+		return ""
+	}
+	dir := filepath.Join(repo, "snapshots", strings.TrimSpace(string(commit)))
+	for _, file := range []string{"tokenizer.json", "tokenizer_config.json", "config.json"} {
+		if _, err := os.Stat(filepath.Join(dir, file)); err != nil {
+			return ""
+		}
+	}
+	return dir
+}
+
+// fetchProgram downloads the patterns in argv[2:] of the repository argv[1] and
+// prints the folder; any error becomes one line.
+const fetchProgram = `import sys
+try:
+    from huggingface_hub import snapshot_download
+    print(snapshot_download(sys.argv[1], allow_patterns=sys.argv[2:]))
+except Exception as e:
+    text = str(e).strip().splitlines() or [""]
+    print(type(e).__name__ + ": " + text[0], file=sys.stderr)
+    sys.exit(1)
+`
+
+func fetchSnapshot(ctx context.Context, id, python string) (string, error) {
+	command := exec.CommandContext(ctx, python, append([]string{"-c", fetchProgram, id}, tokenizerFiles...)...)
+	command.Env = append(os.Environ(), "HF_HUB_DISABLE_PROGRESS_BARS=1")
+	var stdout, stderr bytes.Buffer
+	command.Stdout, command.Stderr = &stdout, &stderr
+	if err := command.Run(); err != nil {
+		if ctx.Err() != nil {
+			return "", fmt.Errorf("model %q: fetching its tokenizer from the Hugging Face hub: %w", id, ctx.Err())
+		}
+		reason := err.Error()
+		if lines := strings.Split(strings.TrimSpace(stderr.String()), "\n"); lines[len(lines)-1] != "" {
+			reason = lines[len(lines)-1]
+		}
+		return "", fmt.Errorf("model %q: fetching its tokenizer from the Hugging Face hub with %s failed (%s): give --model a folder, or check the network and HF_TOKEN", id, python, reason)
+	}
+	lines := strings.Split(strings.TrimSpace(stdout.String()), "\n")
+	return lines[len(lines)-1], nil
+}
+
+// modelFiles is what the files beside tokenizer.json say.
+type ModelFiles struct {
+	Templates     map[string]string // the tokenizer's: by name, "default" the usual one
+	processor     string            // a processor's own template; vLLM prefers it without tools
+	Special       []jsonbody.Field  // bos_token and the like, as the template sees them
+	MaxModelLen   int               // 0 if unknown
+	cannotRender  string            // why the engine will not use a Jinja template, or empty
+	harmony       bool              // gpt-oss: chats are rendered by a library of its own
+	cleanUpSpaces bool              // decoding tidies spaces (tokenizers that are not BPE)
+}
+
+// specialNames are the special tokens that transformers hands to templates.
+var specialNames = []string{"bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"}
+
+// ownRenderer names the architectures whose chats vLLM renders in Python code
+// and not with their template.
+var ownRenderer = []string{"MoonshotKimiaForCausalLM", "KimiK3ForConditionalGeneration", "DeepseekV32ForCausalLM",
+	"DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepseekV41ForCausalLM",
+	"InklingForCausalLM", "InklingForConditionalGeneration"}
+
+// readModelFiles reads the configuration and the templates in dir. Missing files
+// are as good as empty ones.
+func readModelFiles(dir string) (*ModelFiles, error) {
+	f := &ModelFiles{Templates: map[string]string{}}
+	config, err := readJSON(dir, "tokenizer_config.json")
+	if err != nil {
+		return nil, err
+	}
+	if err := f.readTemplates(dir, config.Get("chat_template")); err != nil {
+		return nil, err
+	}
+	names := config
+	if !config.Get("added_tokens_decoder").Exists() { // an older layout
+		if legacy, err := readJSON(dir, "special_tokens_map.json"); err != nil {
+			return nil, err
+		} else if legacy.IsObject() {
+			f.addSpecial(config)
+			names = legacy
+		}
+	}
+	f.addSpecial(names)
+	f.cleanUpSpaces = config.Get("clean_up_tokenization_spaces").Bool()
+
+	model, err := readJSON(dir, "config.json")
+	if err != nil {
+		return nil, err
+	}
+	for _, path := range []string{"max_position_embeddings", "text_config.max_position_embeddings", "n_positions", "max_seq_len", "seq_length"} {
+		if n := model.Get(path).Int(); n > 0 {
+			f.MaxModelLen = int(n)
+			break
+		}
+	}
+	f.harmony = model.Get("model_type").Str == "gpt_oss"
+	for _, architecture := range model.Get("architectures").Array() {
+		if slices.Contains(ownRenderer, architecture.Str) {
+			f.cannotRender = "the engine renders " + architecture.Str + " with its own code"
+		}
+	}
+	for _, pattern := range []string{"tekken.json", "tokenizer.model.v*"} {
+		if found, _ := filepath.Glob(filepath.Join(dir, pattern)); len(found) > 0 {
+			f.cannotRender = "the engine may use Mistral's own tokenizer (" + filepath.Base(found[0]) + ")"
+		}
+	}
+	return f, nil
+}
+
+// readTemplates collects the templates: files win over tokenizer_config.json.
+func (f *ModelFiles) readTemplates(dir string, configured gjson.Result) error {
+	if text, err := os.ReadFile(filepath.Join(dir, "chat_template.jinja")); err == nil {
+		f.Templates["default"] = string(text)
+	}
+	named, _ := filepath.Glob(filepath.Join(dir, "chat_templates", "*.jinja"))
+	for _, path := range named {
+		text, err := os.ReadFile(path)
+		if err != nil {
+			return fmt.Errorf("reading a chat template: %w", err)
+		}
+		f.Templates[strings.TrimSuffix(filepath.Base(path), ".jinja")] = string(text)
+	}
+	if len(f.Templates) == 0 {
+		switch {
+		case configured.Type == gjson.String:
+			f.Templates["default"] = configured.Str
+		case configured.IsArray():
+			for _, t := range configured.Array() {
+				f.Templates[t.Get("name").Str] = t.Get("template").Str
+			}
+		case configured.IsObject():
+			configured.ForEach(func(name, text gjson.Result) bool {
+				f.Templates[name.Str] = text.Str
+				return true
+			})
+		}
+	}
+	for _, file := range []string{"processor_config.json", "preprocessor_config.json"} {
+		if _, err := os.Stat(filepath.Join(dir, file)); err != nil {
+			continue
+		}
+		if _, ok := f.Templates["default"]; ok && FileExists(dir, "chat_template.jinja") {
+			break
+		}
+		own, err := readJSON(dir, "chat_template.json")
+		if err != nil {
+			return err
+		}
+		f.processor = own.Get("chat_template").Str
+	}
+	return nil
+}
+
+func (f *ModelFiles) addSpecial(from gjson.Result) {
+	for _, name := range specialNames {
+		v := from.Get(name)
+		if v.IsObject() {
+			v = v.Get("content")
+		}
+		if v.Type == gjson.String {
+			f.Special = jsonbody.MergeFields(f.Special, []jsonbody.Field{{Key: name, Raw: string(jsonbody.AppendString(nil, v.Str))}})
+		}
+	}
+}
+
+// template returns the text that vLLM renders a chat with; empty if the model has
+// none.
+func (f *ModelFiles) template(withTools bool) string {
+	if !withTools && f.processor != "" {
+		return f.processor
+	}
+	if text := f.Templates["tool_use"]; withTools && text != "" {
+		return text
+	}
+	return f.Templates["default"]
+}
+
+func FileExists(dir, name string) bool {
+	_, err := os.Stat(filepath.Join(dir, name))
+	return err == nil
+}
+
+// readJSON reads a JSON file; one that is not there is an empty result.
+func readJSON(dir, name string) (gjson.Result, error) {
+	data, err := os.ReadFile(filepath.Join(dir, name))
+	if errors.Is(err, os.ErrNotExist) {
+		return gjson.Result{}, nil
+	}
+	if err != nil {
+		return gjson.Result{}, fmt.Errorf("reading the model's files: %w", err)
+	}
+	if !json.Valid(data) {
+		return gjson.Result{}, fmt.Errorf("%s is not JSON", filepath.Join(dir, name))
+	}
+	return gjson.ParseBytes(data), nil
+}

@@ -1,0 +1,446 @@
+package tokens
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"unicode/utf8"
+
+	"kvrouter/internal/jsonbody"
+
+	"github.com/tidwall/gjson"
+)
+
+// ErrNotRenderable marks a request whose prompt only an engine can compute:
+// it carries images or other media, or a form that vLLM refuses or treats in a
+// way that this program does not know. The text around it says which.
+var ErrNotRenderable = errors.New("not renderable by the router")
+
+func notRenderable(format string, args ...any) error {
+	return fmt.Errorf("%w: %s", ErrNotRenderable, fmt.Sprintf(format, args...))
+}
+
+// chatRequest is what of a chat request decides its prompt, as vLLM 0.32 reads
+// it (ChatCompletionRequest and TokenizeChatRequest).
+type chatRequest struct {
+	messages         []chatMessage
+	tools            json.RawMessage  // what the template sees; nil without tools
+	vars             []jsonbody.Field // further variables of the template
+	addGeneration    bool
+	continueFinal    bool
+	addSpecial       bool
+	truncate         gjson.Result // truncate_prompt_tokens
+	wantsTokenStrs   bool         // return_token_strs of /tokenize
+	hasForeignTokens bool         // prompt tokens come with the request itself
+}
+
+// chatMessage is one message after the request's own checks and before the
+// template's content format is applied.
+type chatMessage struct {
+	role  string
+	parts []contentPart
+	plain bool             // the content is one text for every template
+	rest  []jsonbody.Field // fields after role and content, in vLLM's order
+	tools json.RawMessage  // of a developer message; nil without
+}
+
+// contentPart is one part of a message's content; only texts and references to
+// tools get this far.
+type contentPart struct {
+	text      string
+	raw       string           // text as the request's JSON has it; empty: not in this form
+	reference bool             // a tool_reference: text is the tool's name
+	extra     []jsonbody.Field // fields that vLLM hands on to the template
+}
+
+// requestKind is the API whose rules a chat body follows.
+type requestKind int
+
+const (
+	chatCompletion requestKind = iota
+	chatTokenize
+)
+
+// Limits that keep one request's parsing bounded; vLLM has none.
+const (
+	maxMessages = 1 << 16
+	maxKwargs   = 1000
+)
+
+// mediaKeys are the fields that make a content part something else than text.
+var mediaKeys = []string{"audio_embeds", "audio_url", "data", "file", "image_embeds", "image_pil", "image_url",
+	"input_audio", "input_image", "prompt_embeds", "uuid", "video_embeds", "video_url"}
+
+// partFields are the fields of content parts that vLLM knows; all others of a
+// text part reach the template.
+var partFields = append([]string{"closed", "name", "prompt_cache_breakpoint", "refusal", "text", "thinking", "type"}, mediaKeys...)
+
+// reservedKwargs are parameters of the functions between a request's
+// chat_template_kwargs and the template: they steer or break the call instead of
+// reaching the template.
+var reservedKwargs = []string{"chat_template", "conversation", "max_length", "messages", "model_config", "padding",
+	"return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize", "tokenizer",
+	"tokenizer_kwargs", "truncation"}
+
+// jinjaGlobals are names that templates never take from the request.
+var jinjaGlobals = []string{"cycler", "dict", "joiner", "lipsum", "namespace", "range"}
+
+// parseChat reads a chat request as vLLM does. Whatever vLLM would refuse or
+// treat otherwise is ErrNotRenderable: the engine then has the word.
+func parseChat(body []byte, kind requestKind, options ChatOptions) (*chatRequest, error) {
+	parsed, ok := jsonbody.Parse(body)
+	if !ok {
+		return nil, notRenderable("the body is not a JSON object")
+	}
+	return parseChatBody(parsed, kind, options)
+}
+
+// parseChatBody is parseChat for a body that has been taken apart.
+func parseChatBody(body *jsonbody.Body, kind requestKind, options ChatOptions) (*chatRequest, error) {
+	if !utf8.Valid(body.Raw) {
+		return nil, notRenderable("the body is not UTF-8")
+	}
+	if body.LoneSurrogate {
+		return nil, notRenderable("the body has half of a surrogate pair")
+	}
+	req := &chatRequest{addGeneration: true}
+	var (
+		tools, kwargs, documents, effort, choice gjson.Result
+		generationGiven                          bool
+	)
+	for _, f := range body.Top {
+		v := f.Value
+		var err error
+		switch f.Key {
+		case "tools":
+			tools = v
+		case "tool_choice":
+			choice = v
+		case "chat_template_kwargs":
+			kwargs = v
+		case "chat_template":
+			if v.Type != gjson.Null {
+				err = notRenderable("the request brings its own chat_template")
+			}
+		case "add_generation_prompt":
+			generationGiven = true
+			err = readBool(v, f.Key, &req.addGeneration)
+		case "continue_final_message":
+			err = readBool(v, f.Key, &req.continueFinal)
+		case "add_special_tokens":
+			err = readBool(v, f.Key, &req.addSpecial)
+		case "return_token_strs":
+			if v.Type != gjson.Null {
+				err = readBool(v, f.Key, &req.wantsTokenStrs)
+			}
+		case "documents":
+			documents = v
+		case "reasoning_effort":
+			effort = v
+		case "truncate_prompt_tokens":
+			req.truncate = v
+		case "kv_transfer_params":
+			if v.Get("prompt_token_ids").Exists() && v.Get("prompt_token_ids").Type != gjson.Null {
+				req.hasForeignTokens = true
+			}
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+	if kind == chatTokenize { // fields that this API does not have
+		documents, effort, choice = gjson.Result{}, gjson.Result{}, gjson.Result{}
+		req.truncate, req.hasForeignTokens = gjson.Result{}, false
+	}
+	switch {
+	case req.hasForeignTokens:
+		return nil, notRenderable("the request brings its own prompt tokens")
+	case req.continueFinal && (req.addGeneration || !generationGiven):
+		return nil, notRenderable("continue_final_message needs add_generation_prompt false")
+	}
+
+	var err error
+	if req.messages, err = parseMessages(body, kind); err != nil {
+		return nil, err
+	}
+	if tools.Exists() && tools.Type != gjson.Null {
+		hidden := choice.Type == gjson.String && choice.Str == "none" && options.ExcludeToolsWhenNone
+		dumped, err := dumpTools(tools, kind)
+		if err != nil {
+			return nil, err
+		}
+		if !hidden {
+			req.tools = dumped
+		}
+	}
+	if err := req.setVariables(kwargs, documents, effort, options); err != nil {
+		return nil, err
+	}
+	return req, nil
+}
+
+// setVariables merges what reaches the template beside messages: the server's
+// defaults, under the request's chat_template_kwargs, under its own fields.
+// Values null and "auto" never override.
+func (r *chatRequest) setVariables(kwargs, documents, effort gjson.Result, options ChatOptions) error {
+	r.vars = slices.Clone(options.DefaultKwargs)
+	if kwargs.Exists() && kwargs.Type != gjson.Null {
+		if !kwargs.IsObject() {
+			return notRenderable("chat_template_kwargs is not an object")
+		}
+		given := jsonbody.Members(kwargs)
+		if len(given) > maxKwargs {
+			return notRenderable("%d chat_template_kwargs", len(given))
+		}
+		for _, f := range given {
+			switch {
+			case f.Value.Type == gjson.Null && f.Key != "messages":
+				continue
+			case f.Value.Type == gjson.String && f.Value.Str == "auto":
+				continue
+			case slices.Contains(reservedKwargs, f.Key):
+				return notRenderable("chat_template_kwargs carries %q", f.Key)
+			case f.Key == "add_generation_prompt" || f.Key == "continue_final_message":
+				continue // the request's own fields always win
+			case f.Key == "tools":
+				if !f.Value.IsArray() || slices.ContainsFunc(f.Value.Array(), func(v gjson.Result) bool { return !v.IsObject() }) {
+					return notRenderable("chat_template_kwargs.tools is not a list of objects")
+				}
+				r.tools = json.RawMessage(f.Value.Raw)
+			case slices.Contains(jinjaGlobals, f.Key):
+				continue
+			default:
+				r.setVar(f.Key, f.Value.Raw)
+			}
+		}
+	}
+	if documents.Exists() && documents.Type != gjson.Null {
+		if err := checkDocuments(documents); err != nil {
+			return err
+		}
+		r.setVar("documents", documents.Raw)
+	}
+	for _, f := range r.vars {
+		if f.Key == "documents" {
+			list := gjson.Parse(f.Raw)
+			if !list.IsArray() || slices.ContainsFunc(list.Array(), func(v gjson.Result) bool { return !v.IsObject() }) {
+				return notRenderable("documents is not a list of objects")
+			}
+		}
+	}
+	if effort.Exists() && effort.Type != gjson.Null {
+		levels := []string{"none", "minimal", "low", "medium", "high", "xhigh", "max"}
+		if effort.Type != gjson.String || !slices.Contains(levels, effort.Str) {
+			return notRenderable("reasoning_effort %s is unknown", effort.Raw)
+		}
+		r.setVar("reasoning_effort", effort.Raw)
+		if !kwargs.Get("enable_thinking").Exists() {
+			r.setVar("enable_thinking", strconv.FormatBool(effort.Str != "none"))
+		}
+	}
+	return nil
+}
+
+func (r *chatRequest) setVar(key, raw string) {
+	for i := range r.vars {
+		if r.vars[i].Key == key {
+			r.vars[i].Raw = raw
+			return
+		}
+	}
+	r.vars = append(r.vars, jsonbody.Field{Key: key, Raw: raw})
+}
+
+// checkDocuments holds the request's documents to their type: a list of
+// objects whose values are strings.
+func checkDocuments(documents gjson.Result) error {
+	if !documents.IsArray() {
+		return notRenderable("documents is not a list")
+	}
+	for _, d := range documents.Array() {
+		if !d.IsObject() {
+			return notRenderable("a document is not an object")
+		}
+		for _, f := range jsonbody.Members(d) {
+			if f.Value.Type != gjson.String {
+				return notRenderable("a document's %q is not a string", f.Key)
+			}
+		}
+	}
+	return nil
+}
+
+// parseMessages reads the messages by the rules of vLLM's parse_chat_messages.
+func parseMessages(body *jsonbody.Body, kind requestKind) ([]chatMessage, error) {
+	if !body.Get("messages").IsArray() {
+		return nil, notRenderable("messages is not a list")
+	}
+	list := body.Messages()
+	if len(list) == 0 || len(list) > maxMessages {
+		return nil, notRenderable("%d messages", len(list))
+	}
+	out := make([]chatMessage, 0, len(list))
+	for i, m := range list {
+		parsed, err := parseMessage(m, kind)
+		if err != nil {
+			return nil, fmt.Errorf("message %d: %w", i, err)
+		}
+		out = append(out, parsed)
+	}
+	return out, nil
+}
+
+func parseMessage(m jsonbody.MessageView, kind requestKind) (chatMessage, error) {
+	var msg chatMessage
+	if !m.Value.IsObject() {
+		return msg, notRenderable("not an object")
+	}
+	field := func(key string) gjson.Result { return jsonbody.FieldOf(m.Fields, key) }
+	role := field("role")
+	if role.Type != gjson.String {
+		return msg, notRenderable("the role is not a string")
+	}
+	msg.role = role.Str
+
+	var err error
+	if msg.parts, err = parseContent(msg.role, field("content")); err != nil {
+		return msg, err
+	}
+	switch msg.role {
+	case "assistant":
+		if calls := field("tool_calls"); calls.Exists() && calls.Type != gjson.Null {
+			dumped, err := dumpToolCalls(calls)
+			if err != nil {
+				return msg, err
+			}
+			if dumped != "" {
+				msg.rest = append(msg.rest, jsonbody.Field{Key: "tool_calls", Raw: dumped})
+			}
+		}
+		reasoning := field("reasoning")
+		if old := field("reasoning_content"); kind == chatCompletion && reasoning.Type == gjson.Null && old.Type != gjson.Null {
+			reasoning = old
+		}
+		if reasoning.Type != gjson.Null {
+			if reasoning.Type != gjson.String {
+				return msg, notRenderable("reasoning is not a string")
+			}
+			msg.rest = append(msg.rest, jsonbody.Field{Key: "reasoning", Raw: reasoning.Raw}, jsonbody.Field{Key: "reasoning_content", Raw: reasoning.Raw})
+		}
+	case "tool":
+		if id := field("tool_call_id"); id.Exists() {
+			if id.Type != gjson.String && id.Type != gjson.Null {
+				return msg, notRenderable("tool_call_id is not a string")
+			}
+			msg.rest = append(msg.rest, jsonbody.Field{Key: "tool_call_id", Raw: id.Raw})
+		}
+	}
+	for _, key := range []string{"name", "task"} {
+		if v := field(key); v.Exists() {
+			if v.Type != gjson.String {
+				return msg, notRenderable("%s is not a string", key)
+			}
+			msg.rest = append(msg.rest, jsonbody.Field{Key: key, Raw: v.Raw})
+		}
+	}
+	if tools := field("tools"); msg.role == "developer" && tools.Exists() && tools.Type != gjson.Null {
+		msg.tools = json.RawMessage(tools.Raw)
+	}
+	return msg, nil
+}
+
+// parseContent turns a message's content into parts, as vLLM does: a string is
+// one text part, null or nothing no part.
+func parseContent(role string, content gjson.Result) ([]contentPart, error) {
+	var parts []contentPart
+	switch {
+	case !content.Exists():
+		return nil, nil
+	case content.Type == gjson.Null:
+		if role != "assistant" && role != "function" {
+			return nil, notRenderable("the content of role %q is null", role)
+		}
+		return nil, nil
+	case content.Type == gjson.String:
+		parts = []contentPart{{text: content.Str, raw: content.Raw}}
+	case content.IsArray():
+		var err error
+		jsonbody.EachElement(content.Raw, func(p gjson.Result) bool {
+			var part contentPart
+			var keep bool
+			if part, keep, err = parsePart(role, p); keep {
+				parts = append(parts, part)
+			}
+			return err == nil
+		})
+		if err != nil {
+			return nil, err
+		}
+	default:
+		return nil, notRenderable("the content is neither text nor a list")
+	}
+	if role == "system" {
+		parts = dropBillingHeader(parts)
+	}
+	return parts, nil
+}
+
+func parsePart(role string, p gjson.Result) (part contentPart, keep bool, err error) {
+	if !p.IsObject() {
+		return part, false, notRenderable("a content part is not an object")
+	}
+	fields := jsonbody.Members(p)
+	for _, f := range fields {
+		if slices.Contains(mediaKeys, f.Key) {
+			return part, false, notRenderable("a content part carries %q", f.Key)
+		}
+	}
+	kind := jsonbody.FieldOf(fields, "type").Str
+	var text gjson.Result
+	switch {
+	case kind == "text":
+		text = jsonbody.FieldOf(fields, "text")
+		if text.Exists() && text.Type == gjson.Null {
+			return part, false, nil // vLLM skips it with a warning
+		}
+	case kind == "refusal" && role == "assistant":
+		text = jsonbody.FieldOf(fields, "refusal")
+	case kind == "thinking" && role == "assistant":
+		text = jsonbody.FieldOf(fields, "thinking")
+	case kind == "tool_reference" && role == "tool":
+		text = jsonbody.FieldOf(fields, "name")
+		part.reference = true
+	default:
+		return part, false, notRenderable("a content part of type %q for role %q", kind, role)
+	}
+	if text.Type != gjson.String {
+		return part, false, notRenderable("a content part without its %s", kind)
+	}
+	part.text, part.raw = text.Str, text.Raw
+	for _, f := range fields {
+		if !part.reference && !slices.Contains(partFields, f.Key) {
+			part.extra = append(part.extra, jsonbody.Field{Key: f.Key, Raw: f.Value.Raw})
+		}
+	}
+	return part, true, nil
+}
+
+// dropBillingHeader removes the attribution line that Claude Code puts before a
+// system prompt: it changes with every request, so vLLM drops it.
+func dropBillingHeader(parts []contentPart) []contentPart {
+	var out []contentPart
+	for _, p := range parts {
+		if !p.reference && strings.HasPrefix(p.text, "x-anthropic-billing-header") {
+			_, rest, _ := strings.Cut(p.text, "\n")
+			if rest == "" {
+				continue
+			}
+			p.text, p.raw = rest, ""
+		}
+		out = append(out, p)
+	}
+	return out
+}

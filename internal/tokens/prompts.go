@@ -1,0 +1,514 @@
+package tokens
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"kvrouter/internal/jsonbody"
+
+	"github.com/tidwall/gjson"
+)
+
+// Where a prompt's tokens came from.
+const (
+	SourceLocal  = "local"  // computed here
+	SourceWorker = "worker" // a worker told them
+	SourceNone   = "none"   // unknown: the request is routed by load alone
+)
+
+// Prompt is one prompt's tokens.
+type Prompt struct {
+	Tokens []uint32
+	Source string // SourceLocal, SourceWorker or SourceNone
+	// Exact is how many leading tokens say all about their part of the prompt;
+	// after them come placeholders of images or other media, which look
+	// alike in different prompts. It is len(Tokens) for text.
+	Exact int
+	// Shape names the features of the request that shape its prompt, such as
+	// "chat+tools"; PromptMismatch counts by it.
+	Shape string
+}
+
+// Asker posts a request to some healthy worker and returns its answer. An answer
+// that is not 2xx is an *AskError.
+type Asker func(ctx context.Context, path string, body []byte) (answer []byte, err error)
+
+// AskError is a worker's refusal.
+type AskError struct {
+	Status int
+	Answer []byte
+}
+
+func (e *AskError) Error() string {
+	answer := e.Answer
+	if len(answer) > 200 {
+		answer = answer[:200]
+	}
+	return fmt.Sprintf("the worker answered %d: %s", e.Status, answer)
+}
+
+// Why a prompt's tokens were not computed here.
+const (
+	reasonNoFiles       = "no model files"
+	reasonNotRenderable = "not renderable"
+	reasonParity        = "parity"
+	reasonOtherAPI      = "other api"
+)
+
+// renderRetry is how long a worker's lack of the render routes is remembered.
+const renderRetry = time.Minute
+
+// Tokens finds the prompt tokens of requests: here where it can, else from a
+// worker within a time limit. It is safe for many goroutines.
+type Source struct {
+	model   *Model
+	ask     Asker
+	timeout time.Duration
+	log     *slog.Logger
+	now     func() time.Time
+
+	local, rendered, tokenized, none atomic.Uint64
+	noRenderUntil                    atomic.Int64 // unix nanoseconds
+
+	mu         sync.Mutex // guards the maps below
+	reasons    map[string]uint64
+	disabled   map[string]bool // features whose prompts differed from a worker's
+	mismatches map[string]uint64
+}
+
+// TokenStats counts the ways that prompts took.
+type Stats struct {
+	Local          uint64            // computed here
+	WorkerRender   uint64            // from a worker's render routes
+	WorkerTokenize uint64            // from a worker's /tokenize
+	None           uint64            // not found
+	Reasons        map[string]uint64 // why not here, by reason
+	Disabled       []string          // features that always go to a worker
+	Mismatches     map[string]uint64 // prompts whose length the engine reported otherwise, by shape
+}
+
+// NewTokens returns a Tokens. model may be nil (no files: every prompt comes from
+// a worker); timeout bounds the asking for one request.
+func NewSource(model *Model, ask Asker, timeout time.Duration, log *slog.Logger) *Source {
+	return &Source{
+		model: model, ask: ask, timeout: timeout, log: log, now: time.Now,
+		reasons: map[string]uint64{}, disabled: map[string]bool{}, mismatches: map[string]uint64{},
+	}
+}
+
+// Chat returns the prompt of a /v1/chat/completions request.
+func (t *Source) Chat(ctx context.Context, body []byte) Prompt {
+	parsed, ok := jsonbody.Parse(body)
+	if !ok {
+		parsed = &jsonbody.Body{Raw: body}
+	}
+	return t.ChatBody(ctx, parsed)
+}
+
+// ChatBody is Chat for a body that has been taken apart.
+func (t *Source) ChatBody(ctx context.Context, parsed *jsonbody.Body) Prompt {
+	body := parsed.Raw
+	features := BodyFeatures(parsed)
+	shape := strings.Join(features, "+")
+	reason := t.whyNot(features)
+	if reason == "" {
+		tokens, err := t.model.ChatBodyTokens(parsed)
+		if err == nil {
+			t.local.Add(1)
+			return Prompt{Tokens: tokens, Source: SourceLocal, Exact: len(tokens), Shape: shape}
+		}
+		reason = reasonNotRenderable
+		t.log.Debug("a chat is rendered by a worker", "why", err)
+	}
+	t.countReason(reason)
+	ctx, cancel := context.WithTimeout(ctx, t.timeout)
+	defer cancel()
+	answer, err := t.askRender(ctx, "/v1/chat/completions/render", body)
+	if err == nil {
+		if p, ok := readRendered(gjson.ParseBytes(answer), shape); ok {
+			t.rendered.Add(1)
+			return p
+		}
+	}
+	if errors.Is(err, errNoRender) {
+		if request, ok := t.asTokenize(body); ok {
+			if tokens, err := t.askTokenize(ctx, request); err == nil {
+				t.tokenized.Add(1)
+				return Prompt{Tokens: tokens, Source: SourceWorker, Exact: t.exact(body, tokens), Shape: shape}
+			}
+		}
+	}
+	return t.unknown(shape)
+}
+
+// Completion returns the prompts of a /v1/completions request, at least one.
+func (t *Source) Completion(ctx context.Context, body []byte) []Prompt {
+	parsed, ok := jsonbody.Parse(body)
+	if !ok {
+		parsed = &jsonbody.Body{Raw: body}
+	}
+	return t.CompletionBody(ctx, parsed)
+}
+
+// CompletionBody is Completion for a body that has been taken apart.
+func (t *Source) CompletionBody(ctx context.Context, parsed *jsonbody.Body) []Prompt {
+	body := parsed.Raw
+	const shape = "completion"
+	reason := t.whyNot([]string{shape})
+	if reason == "" {
+		lists, err := t.model.CompletionBodyTokens(parsed)
+		if err == nil {
+			t.local.Add(1)
+			return prompts(lists, SourceLocal, shape)
+		}
+		reason = reasonNotRenderable
+	}
+	t.countReason(reason)
+	ctx, cancel := context.WithTimeout(ctx, t.timeout)
+	defer cancel()
+	answer, err := t.askRender(ctx, "/v1/completions/render", body)
+	if err == nil {
+		var out []Prompt
+		for _, item := range gjson.ParseBytes(answer).Array() {
+			if p, ok := readRendered(item, shape); ok {
+				out = append(out, p)
+			}
+		}
+		if len(out) > 0 {
+			t.rendered.Add(1)
+			return out
+		}
+	}
+	if errors.Is(err, errNoRender) {
+		if lists, ok := t.tokenizePrompts(ctx, gjson.ParseBytes(body)); ok {
+			t.tokenized.Add(1)
+			return prompts(lists, SourceWorker, shape)
+		}
+	}
+	return []Prompt{t.unknown(shape)}
+}
+
+// Other returns the prompt of a request of another API, such as /v1/responses or
+// /v1/messages: only a worker's render route knows it.
+func (t *Source) Other(ctx context.Context, path string, body []byte) Prompt {
+	t.countReason(reasonOtherAPI)
+	ctx, cancel := context.WithTimeout(ctx, t.timeout)
+	defer cancel()
+	answer, err := t.askRender(ctx, path+"/render", body)
+	if err == nil {
+		if p, ok := readRendered(gjson.ParseBytes(answer), path); ok {
+			t.rendered.Add(1)
+			return p
+		}
+	}
+	return t.unknown(path)
+}
+
+// Tokenize answers /tokenize in vLLM's shape: here, or through a worker where
+// the prompt cannot be rendered here. The error is a *BadRequest, an *AskError
+// with the worker's refusal, or that no worker answered.
+func (t *Source) Tokenize(ctx context.Context, body []byte) ([]byte, error) {
+	features := []string{"completion"}
+	if gjson.GetBytes(body, "messages").Exists() {
+		features = chatFeatures(body)
+	}
+	if t.whyNot(features) == "" {
+		answer, err := t.model.Tokenize(body)
+		if !errors.Is(err, ErrNotRenderable) {
+			return answer, err
+		}
+	}
+	return t.forward(ctx, "/tokenize", body)
+}
+
+// Detokenize answers /detokenize in vLLM's shape; errors as Tokenize.
+func (t *Source) Detokenize(ctx context.Context, body []byte) ([]byte, error) {
+	if t.model != nil {
+		return t.model.Detokenize(body)
+	}
+	return t.forward(ctx, "/detokenize", body)
+}
+
+func (t *Source) forward(ctx context.Context, path string, body []byte) ([]byte, error) {
+	if !json.Valid(body) {
+		return nil, &BadRequest{"the body is not valid JSON"}
+	}
+	ctx, cancel := context.WithTimeout(ctx, t.timeout)
+	defer cancel()
+	return t.ask(ctx, path, body)
+}
+
+// PromptMismatch records that an engine reported another number of prompt tokens
+// than Prompt had; the first of each shape is logged.
+func (t *Source) PromptMismatch(shape string, own, reported int) {
+	t.mu.Lock()
+	t.mismatches[shape]++
+	first := t.mismatches[shape] == 1
+	t.mu.Unlock()
+	if first {
+		t.log.Warn("the engine counted other prompt tokens than the router; prefix matching of such requests may miss",
+			"shape", shape, "router", own, "engine", reported)
+	}
+}
+
+// Stats returns the counters so far.
+func (t *Source) Stats() Stats {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return Stats{
+		Local: t.local.Load(), WorkerRender: t.rendered.Load(), WorkerTokenize: t.tokenized.Load(), None: t.none.Load(),
+		Reasons: maps.Clone(t.reasons), Disabled: slices.Sorted(maps.Keys(t.disabled)), Mismatches: maps.Clone(t.mismatches),
+	}
+}
+
+// whyNot tells why a request with these features is not rendered here; empty if
+// it is.
+func (t *Source) whyNot(features []string) string {
+	if t.model == nil {
+		return reasonNoFiles
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, f := range features {
+		if t.disabled[f] {
+			return reasonParity
+		}
+	}
+	return ""
+}
+
+func (t *Source) countReason(reason string) {
+	t.mu.Lock()
+	t.reasons[reason]++
+	t.mu.Unlock()
+}
+
+func (t *Source) unknown(shape string) Prompt {
+	t.none.Add(1)
+	return Prompt{Source: SourceNone, Shape: shape}
+}
+
+// errNoRender says that the workers have no render routes.
+var errNoRender = errors.New("the workers have no render routes (started without --enable-scale-out)")
+
+// askRender posts to a render route. A missing route is remembered for a while.
+func (t *Source) askRender(ctx context.Context, path string, body []byte) ([]byte, error) {
+	if t.now().UnixNano() < t.noRenderUntil.Load() {
+		return nil, errNoRender
+	}
+	answer, err := t.ask(ctx, path, body)
+	var refusal *AskError
+	// An unknown model is a 404 too, but with an error object.
+	if errors.As(err, &refusal) && refusal.Status == 404 && !gjson.GetBytes(refusal.Answer, "error").Exists() {
+		t.noRenderUntil.Store(t.now().Add(renderRetry).UnixNano())
+		return nil, errNoRender
+	}
+	return answer, err
+}
+
+func (t *Source) askTokenize(ctx context.Context, request []byte) ([]uint32, error) {
+	answer, err := t.ask(ctx, "/tokenize", request)
+	if err != nil {
+		return nil, err
+	}
+	if n := gjson.GetBytes(answer, "max_model_len").Int(); n > 0 && t.model != nil {
+		t.model.SetMaxModelLen(int(n))
+	}
+	return ReadTokens(gjson.GetBytes(answer, "tokens"))
+}
+
+// tokenizePrompts asks /tokenize for each text among a completion's prompts.
+func (t *Source) tokenizePrompts(ctx context.Context, request gjson.Result) ([][]uint32, bool) {
+	for _, key := range []string{"suffix", "prompt_embeds", "truncate_prompt_tokens"} {
+		if request.Get(key).Type != gjson.Null {
+			return nil, false
+		}
+	}
+	prompt := request.Get("prompt")
+	list := []gjson.Result{prompt}
+	if prompt.IsArray() && prompt.Get("0").Type != gjson.Number {
+		list = prompt.Array()
+	}
+	var out [][]uint32
+	for _, p := range list {
+		if p.IsArray() {
+			tokens, err := ReadTokens(p)
+			if err != nil {
+				return nil, false
+			}
+			out = append(out, tokens)
+			continue
+		}
+		fields := []jsonbody.Field{{Key: "prompt", Raw: p.Raw}}
+		for _, key := range []string{"model", "add_special_tokens"} {
+			if v := request.Get(key); v.Exists() {
+				fields = append(fields, jsonbody.Field{Key: key, Raw: v.Raw})
+			}
+		}
+		tokens, err := t.askTokenize(ctx, jsonbody.AppendObject(nil, fields))
+		if p.Type != gjson.String || err != nil {
+			return nil, false
+		}
+		out = append(out, tokens)
+	}
+	return out, len(out) > 0
+}
+
+// asTokenize turns a chat request into one for /tokenize that gives the same
+// prompt; ok is false where that route cannot.
+func (t *Source) asTokenize(body []byte) (request []byte, ok bool) {
+	if !json.Valid(body) || t.model != nil && t.model.files.harmony {
+		return nil, false
+	}
+	top := gjson.ParseBytes(body)
+	kwargs := map[string]gjson.Result{}
+	for _, f := range jsonbody.Members(top.Get("chat_template_kwargs")) {
+		kwargs[f.Key] = f.Value
+	}
+	var fields, extra []jsonbody.Field
+	for _, f := range jsonbody.Members(top) {
+		switch f.Key {
+		case "model", "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template",
+			"media_io_kwargs", "mm_processor_kwargs", "tools":
+			fields = append(fields, jsonbody.Field{Key: f.Key, Raw: f.Value.Raw})
+		case "messages":
+			fields = append(fields, jsonbody.Field{Key: f.Key, Raw: renameReasoning(f.Value)})
+		case "documents", "reasoning_effort":
+			if f.Value.Type == gjson.Null {
+				continue
+			}
+			extra = append(extra, jsonbody.Field{Key: f.Key, Raw: f.Value.Raw})
+			if f.Key == "reasoning_effort" && !kwargs["enable_thinking"].Exists() {
+				extra = append(extra, jsonbody.Field{Key: "enable_thinking", Raw: strconv.FormatBool(f.Value.Str != "none")})
+			}
+		case "truncate_prompt_tokens":
+			if f.Value.Type != gjson.Null {
+				return nil, false
+			}
+		case "kv_transfer_params":
+			if f.Value.Get("prompt_token_ids").Exists() {
+				return nil, false
+			}
+		}
+	}
+	var base []jsonbody.Field
+	for _, f := range jsonbody.Members(top.Get("chat_template_kwargs")) {
+		base = append(base, jsonbody.Field{Key: f.Key, Raw: f.Value.Raw})
+	}
+	if merged := jsonbody.MergeFields(base, extra); len(merged) > 0 {
+		fields = append(fields, jsonbody.Field{Key: "chat_template_kwargs", Raw: string(jsonbody.AppendObject(nil, merged))})
+	}
+	return jsonbody.AppendObject(nil, fields), true
+}
+
+// renameReasoning gives the old field reasoning_content its new name, which
+// /tokenize, unlike /v1/chat/completions, does not do by itself.
+func renameReasoning(messages gjson.Result) string {
+	if !strings.Contains(messages.Raw, "reasoning_content") {
+		return messages.Raw
+	}
+	var out bytes.Buffer
+	for i, m := range messages.Array() {
+		if i > 0 {
+			out.WriteByte(',')
+		}
+		old := m.Get("reasoning_content")
+		if !m.IsObject() || old.Type == gjson.Null || m.Get("reasoning").Type != gjson.Null {
+			out.WriteString(m.Raw)
+			continue
+		}
+		var fields []jsonbody.Field
+		for _, f := range jsonbody.Members(m) {
+			if f.Key != "reasoning" && f.Key != "reasoning_content" {
+				fields = append(fields, jsonbody.Field{Key: f.Key, Raw: f.Value.Raw})
+			}
+		}
+		out.Write(jsonbody.AppendObject(nil, append(fields, jsonbody.Field{Key: "reasoning", Raw: old.Raw})))
+	}
+	return "[" + out.String() + "]"
+}
+
+// chatFeatures names what shapes a chat's prompt: "chat" and then "tools",
+// "tool_calls", "parts" and "continue" where present.
+func chatFeatures(body []byte) []string {
+	if parsed, ok := jsonbody.Parse(body); ok {
+		return BodyFeatures(parsed)
+	}
+	return []string{"chat"}
+}
+
+func BodyFeatures(body *jsonbody.Body) []string {
+	var calls, parts bool
+	for _, m := range body.Messages() {
+		for _, f := range m.Fields {
+			switch f.Key {
+			case "role":
+				calls = calls || f.Value.Str == "tool"
+			case "tool_calls":
+				calls = calls || f.Value.IsArray()
+			case "content":
+				parts = parts || f.Value.IsArray()
+			}
+		}
+	}
+	tools := body.Get("tools").Type != gjson.Null
+	continued := body.Get("continue_final_message").Bool()
+	out := []string{"chat"}
+	for _, f := range []struct {
+		name string
+		on   bool
+	}{{"tools", tools}, {"tool_calls", calls}, {"parts", parts}, {"continue", continued}} {
+		if f.on {
+			out = append(out, f.name)
+		}
+	}
+	return out
+}
+
+// exact is Prompt.Exact for tokens from /tokenize, which does not tell where
+// media stand: nothing counts as exact if the request may carry some.
+func (t *Source) exact(body []byte, tokens []uint32) int {
+	for _, m := range gjson.GetBytes(body, "messages").Array() {
+		for _, part := range m.Get("content").Array() {
+			if kind := part.Get("type").Str; part.IsObject() && kind != "text" && kind != "refusal" && kind != "thinking" && kind != "tool_reference" {
+				return 0
+			}
+		}
+	}
+	return len(tokens)
+}
+
+// readRendered reads a render route's answer.
+func readRendered(answer gjson.Result, shape string) (Prompt, bool) {
+	tokens, err := ReadTokens(answer.Get("token_ids"))
+	if err != nil || len(tokens) == 0 {
+		return Prompt{}, false
+	}
+	exact := len(tokens)
+	answer.Get("features.mm_placeholders").ForEach(func(_, ranges gjson.Result) bool {
+		for _, r := range ranges.Array() {
+			exact = min(exact, max(0, int(r.Get("offset").Int())))
+		}
+		return true
+	})
+	return Prompt{Tokens: tokens, Source: SourceWorker, Exact: exact, Shape: shape}, true
+}
+
+func prompts(lists [][]uint32, source, shape string) []Prompt {
+	out := make([]Prompt, len(lists))
+	for i, tokens := range lists {
+		out[i] = Prompt{Tokens: tokens, Source: source, Exact: len(tokens), Shape: shape}
+	}
+	return out
+}

@@ -1,0 +1,103 @@
+package web
+
+import (
+	"crypto/subtle"
+	"encoding/json"
+	"io"
+	"log/slog"
+	"net/http"
+	"runtime/debug"
+	"strings"
+	"time"
+
+	"github.com/gin-gonic/gin"
+)
+
+const (
+	// headerLimit bounds a request's headers, in bytes.
+	headerLimit = 64 << 10
+	// headerTimeout bounds how long a client may take to send its headers.
+	HeaderTimeout = 10 * time.Second
+	// keepAlive is how long an idle client connection stays open.
+	keepAlive = 2 * time.Minute
+)
+
+// statusOverloaded is the status, known from other services, of those that have
+// too much to do for this request to wait.
+const StatusOverloaded = 529
+
+// newEngine returns a gin engine that answers a panic with a 500 and logs where
+// it came from.
+func NewEngine(log *slog.Logger) *gin.Engine {
+	gin.SetMode(gin.ReleaseMode)
+	engine := gin.New()
+	engine.HandleMethodNotAllowed = true
+	engine.Use(gin.CustomRecoveryWithWriter(io.Discard, func(c *gin.Context, cause any) {
+		log.Error("request failed in the router", "path", c.Request.URL.Path, "cause", cause, "stack", string(debug.Stack()))
+		if !c.Writer.Written() {
+			OpenAIError(c, http.StatusInternalServerError, "internal error of the router")
+		}
+	}))
+	return engine
+}
+
+// newServer returns an HTTP server with the limits of both ports.
+func NewServer(handler http.Handler) *http.Server {
+	return &http.Server{
+		Handler:           handler,
+		ReadHeaderTimeout: HeaderTimeout,
+		IdleTimeout:       keepAlive,
+		MaxHeaderBytes:    headerLimit,
+	}
+}
+
+// requireKey refuses requests without one of the bearer keys; no keys: all may
+// pass.
+func RequireKey(keys []string, fail func(*gin.Context, int, string)) gin.HandlerFunc {
+	return func(c *gin.Context) {
+		if len(keys) == 0 {
+			return
+		}
+		given, _ := strings.CutPrefix(c.GetHeader("Authorization"), "Bearer ")
+		for _, key := range keys {
+			if subtle.ConstantTimeCompare([]byte(given), []byte(key)) == 1 {
+				return
+			}
+		}
+		fail(c, http.StatusUnauthorized, "missing or unknown API key: send it as Authorization: Bearer KEY")
+		c.Abort()
+	}
+}
+
+// openAIError is fail for those who have no API.
+func OpenAIError(c *gin.Context, status int, message string) {
+	c.Data(status, "application/json", ErrorJSON(status, ErrorType(status), "", message))
+}
+
+// errorType is OpenAI's and vLLM's word for an HTTP status.
+func ErrorType(status int) string {
+	switch status {
+	case http.StatusUnauthorized:
+		return "invalid_api_key"
+	case http.StatusForbidden:
+		return "permission_error"
+	case http.StatusNotFound:
+		return "NotFoundError"
+	case http.StatusServiceUnavailable, http.StatusTooManyRequests, StatusOverloaded:
+		return "service_unavailable"
+	}
+	if status < 500 {
+		return "invalid_request_error"
+	}
+	return "server_error"
+}
+
+// errorJSON renders an error in OpenAI's shape; an empty param is null.
+func ErrorJSON(status int, kind, param, message string) []byte {
+	var p any
+	if param != "" {
+		p = param
+	}
+	body, _ := json.Marshal(gin.H{"error": gin.H{"message": message, "type": kind, "param": p, "code": status}})
+	return body
+}

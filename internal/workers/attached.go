@@ -1,0 +1,330 @@
+package workers
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"kvrouter/internal/events"
+	"kvrouter/internal/kv"
+	"net"
+	"net/http"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// AttachedWorker is a worker that somebody else runs, as given by --worker.
+type Attached struct {
+	ID        uint64
+	HasID     bool   // ID was given; else ParseConfig has chosen the next free one
+	URL       string // http://host:port, no slash at the end
+	KVEvents  string // ZMQ endpoint of its KV events; empty: asked of the worker
+	Replay    string // ZMQ endpoint of their replay; empty: asked of the worker
+	Load      string // ZMQ endpoint of its load; empty: its /metrics is polled
+	kv.Disagg        // what it leaves out is asked of the worker
+}
+
+// UnmarshalText reads url=...,id=...,kv-events=...,replay=...,load=...,
+// role=...,kind=...,bootstrap=... in any order, or a bare URL.
+func (w *Attached) UnmarshalText(text []byte) error {
+	*w = Attached{}
+	seen := map[string]bool{}
+	for part := range strings.SplitSeq(string(text), ",") {
+		part = strings.TrimSpace(part)
+		key, value, found := strings.Cut(part, "=")
+		if !found && strings.Contains(part, "://") {
+			key, value = "url", part
+		} else if !found || value == "" {
+			return fmt.Errorf("worker %q: %q is not key=value; keys are url, id, kv-events, replay, load, role, kind, bootstrap", text, part)
+		}
+		if seen[key] {
+			return fmt.Errorf("worker %q: %s is given twice", text, key)
+		}
+		seen[key] = true
+		var err error
+		switch key {
+		case "id":
+			w.HasID = true
+			w.ID, err = strconv.ParseUint(value, 10, 64)
+			if err != nil {
+				return fmt.Errorf("worker %q: id=%s is not a whole number from 0", text, value)
+			}
+		case "url":
+			w.URL, err = ParseURL(value)
+		case "kv-events":
+			w.KVEvents, err = ParseEndpoint(value)
+		case "replay":
+			w.Replay, err = ParseEndpoint(value)
+		case "load":
+			w.Load, err = ParseEndpoint(value)
+		case "role":
+			err = w.Role.UnmarshalText([]byte(value))
+		case "kind":
+			err = w.Kind.UnmarshalText([]byte(value))
+		case "bootstrap":
+			err = w.Bootstrap.UnmarshalText([]byte(value))
+		default:
+			return fmt.Errorf("worker %q: unknown key %s; keys are url, id, kv-events, replay, load, role, kind, bootstrap", text, key)
+		}
+		if err != nil {
+			return fmt.Errorf("worker %q: %s: %w", text, key, err)
+		}
+	}
+	if w.URL == "" {
+		return fmt.Errorf("worker %q: url is missing; give url=http://host:port", text)
+	}
+	return nil
+}
+
+func ParseURL(value string) (string, error) {
+	u, err := url.Parse(value)
+	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Hostname() == "" || u.RawQuery != "" || u.Fragment != "" {
+		return "", fmt.Errorf("%s is no URL such as http://host:8100", value)
+	}
+	return strings.TrimRight(value, "/"), nil
+}
+
+// zmqEndpoint checks an address that the router connects to.
+func ParseEndpoint(value string) (string, error) {
+	if path, ok := strings.CutPrefix(value, "ipc://"); ok && path != "" {
+		return value, nil
+	}
+	host, port, err := net.SplitHostPort(strings.TrimPrefix(value, "tcp://"))
+	number, bad := strconv.ParseUint(port, 10, 16)
+	if !strings.HasPrefix(value, "tcp://") || err != nil || bad != nil || number == 0 || host == "" || host == "*" {
+		return "", fmt.Errorf("%s is no endpoint such as tcp://host:5557", value)
+	}
+	return value, nil
+}
+
+// maxProbeBody bounds what is read of a worker's answer to a probe, bytes.
+const maxProbeBody = 1 << 20
+
+// statusError is an HTTP answer other than 200.
+type statusError struct {
+	path   string
+	status int
+}
+
+func (e *statusError) Error() string {
+	return fmt.Sprintf("GET %s answered %d %s", e.path, e.status, http.StatusText(e.status))
+}
+
+// get fetches a path of a worker within limit and, unless into is nil, decodes
+// its JSON.
+func (f *Fleet) get(ctx context.Context, base, path string, limit time.Duration, into any) error {
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, base+path, nil)
+	if err != nil {
+		return fmt.Errorf("GET %s%s: %w", base, path, err)
+	}
+	if f.cfg.Key != "" {
+		request.Header.Set("Authorization", "Bearer "+f.cfg.Key)
+	}
+	response, err := f.client.Do(request)
+	if err != nil {
+		return fmt.Errorf("worker at %s does not answer: %w", base, errors.Unwrap(err))
+	}
+	defer func() { _ = response.Body.Close() }()
+	if response.StatusCode != http.StatusOK {
+		return &statusError{path, response.StatusCode}
+	}
+	if into == nil {
+		return nil
+	}
+	if err := json.NewDecoder(io.LimitReader(response.Body, maxProbeBody)).Decode(into); err != nil {
+		return fmt.Errorf("GET %s%s: the answer is not the JSON that vLLM sends: %w", base, path, err)
+	}
+	return nil
+}
+
+// isGone tells from the error of a request that no process listens any more,
+// as opposed to one that is slow.
+func isGone(err error) bool {
+	return errors.Is(err, syscall.ECONNREFUSED)
+}
+
+// kvEventSource is what vLLM tells about the KV events of one rank.
+type kvEventSource struct {
+	Enable   bool   `json:"enable_kv_cache_events"`
+	Kind     string `json:"publisher"`
+	Endpoint string `json:"endpoint"`
+	Replay   string `json:"replay_endpoint"`
+	Topic    string `json:"topic"`
+}
+
+// eventSources finds an attached worker's event streams: those that the flags
+// name, and for the rest what the worker itself says. None is no error: not
+// every server publishes events.
+func (f *Fleet) eventSources(ctx context.Context, spec Attached) []events.Source {
+	told := map[string]kvEventSource{}
+	if err := f.get(ctx, spec.URL, "/kv_event_sources", f.Timing.probeLimit, &told); err != nil {
+		f.log.Debug("worker names no KV event sources", "worker", spec.ID, "error", err)
+	}
+	host := "127.0.0.1"
+	if u, err := url.Parse(spec.URL); err == nil {
+		host = u.Hostname()
+	}
+	byRank := map[uint32]events.Source{}
+	for rank, source := range told {
+		number, err := strconv.ParseUint(rank, 10, 32)
+		if err != nil || !source.Enable || source.Endpoint == "" || (source.Kind != "" && source.Kind != "zmq") {
+			continue
+		}
+		byRank[uint32(number)] = events.Source{
+			Endpoint: reachable(source.Endpoint, host), Replay: reachable(source.Replay, host), Topic: source.Topic,
+		}
+	}
+	if spec.KVEvents != "" {
+		first := byRank[0]
+		first.Endpoint = spec.KVEvents
+		byRank[0] = first
+	}
+	if first, ok := byRank[0]; ok && spec.Replay != "" {
+		first.Replay = spec.Replay
+		byRank[0] = first
+	}
+	var sources []events.Source
+	for rank, source := range byRank {
+		source.Worker = kv.WorkerKey{Worker: spec.ID, Rank: rank}
+		source.BlockSize = f.cfg.BlockSize
+		sources = append(sources, source)
+	}
+	slices.SortFunc(sources, func(a, b events.Source) int { return int(a.Worker.Rank) - int(b.Worker.Rank) })
+	return sources
+}
+
+// loadOf returns where a rank publishes its load; empty: only on /metrics. As
+// with KV events, ranks take consecutive ports.
+func (w Attached) loadOf(rank uint32) string {
+	address, port, found := cutLast(w.Load, ":")
+	number, err := strconv.ParseUint(port, 10, 16)
+	if rank == 0 || !found || err != nil {
+		return w.Load
+	}
+	return fmt.Sprintf("%s:%d", address, number+uint64(rank))
+}
+
+// reachable replaces the wildcard of an endpoint that a server binds by the
+// host that it is reached at.
+func reachable(endpoint, host string) string {
+	address, isTCP := strings.CutPrefix(endpoint, "tcp://")
+	if !isTCP {
+		return endpoint
+	}
+	bound, port, found := cutLast(address, ":")
+	if !found || !slices.Contains([]string{"*", "0.0.0.0", "[::]", "::"}, bound) {
+		return endpoint
+	}
+	return "tcp://" + net.JoinHostPort(host, port)
+}
+
+func cutLast(s, separator string) (before, after string, found bool) {
+	i := strings.LastIndex(s, separator)
+	if i < 0 {
+		return s, "", false
+	}
+	return s[:i], s[i+len(separator):], true
+}
+
+// superviseAttached follows a worker that somebody else runs until ctx is done:
+// through every time that it goes and comes back.
+func (f *Fleet) superviseAttached(ctx context.Context, w *worker) {
+	pause := f.Timing.backoffFirst
+	for ctx.Err() == nil {
+		wasUp := f.followAttached(ctx, w)
+		if ctx.Err() != nil {
+			break
+		}
+		if wasUp {
+			pause = f.Timing.backoffFirst
+		}
+		if !f.sleep(ctx, pause, w.wake) {
+			break
+		}
+		pause = min(2*pause, f.cfg.RestartBackoffMax)
+	}
+	f.update(w, func(s *Status) { s.State = StateStopped })
+}
+
+// followAttached follows one incarnation: from the first answer until the
+// process is gone. It returns whether there was an answer.
+func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
+	if err := f.get(ctx, w.Spec.URL, "/health", f.Timing.healthLimit, nil); err != nil {
+		if ctx.Err() == nil {
+			f.unreachable(w, err)
+		}
+		return false
+	}
+	served, err := f.models(ctx, w.Spec.URL)
+	if err != nil {
+		if ctx.Err() == nil {
+			f.unreachable(w, err)
+		}
+		return false
+	}
+
+	in := f.begin(ctx, w)
+	defer in.end("no longer followed")
+	in.takePart(f.detect(ctx, w.Spec.URL, w.Spec.Disagg))
+	sources := f.eventSources(ctx, w.Spec)
+	for _, source := range sources {
+		in.followEvents(source)
+	}
+	in.setTargets(served, sources)
+	in.followLoads(w.Spec.loadOf)
+	in.markUp()
+	f.log.Info(fmt.Sprintf("worker %d: attached", w.id), "url", w.Spec.URL, "models", served.names, "event_streams", len(sources), "role", in.disagg.Role, "kind", in.disagg.Kind)
+
+	for {
+		select {
+		case <-ctx.Done():
+			return true
+		case looked := <-w.look:
+			in.lookAtModels()
+			close(looked)
+		case <-w.wake:
+		case <-time.After(f.Timing.HealthEvery):
+		}
+		in.checkHealth()
+		if in.gone {
+			return true
+		}
+		if len(sources) > 0 || in.toldSilent || !in.up || !f.cfg.KVEvents {
+			continue
+		}
+		// A server may name its sources only once its engine runs.
+		if sources = f.eventSources(ctx, w.Spec); len(sources) > 0 {
+			for _, source := range sources {
+				in.followEvents(source)
+			}
+			in.setTargets(in.served, sources)
+			in.followLoads(w.Spec.loadOf)
+			in.markUp()
+		} else if time.Since(in.began) >= f.Timing.silentAfter {
+			in.toldSilent = true
+			f.log.Warn(fmt.Sprintf("worker %d: publishes no KV events: routed by load only", w.id), "url", w.Spec.URL,
+				"remedy", "start it with --kv-events-config, or name kv-events= in --worker")
+		}
+	}
+}
+
+// unreachable notes that an attached worker does not answer; the first time
+// since it last did for people to see.
+func (f *Fleet) unreachable(w *worker, err error) {
+	level := f.log.Debug
+	f.update(w, func(s *Status) {
+		if s.LastError == "" || s.State != StateConnecting {
+			level = f.log.Warn
+		}
+		s.State = StateConnecting
+		s.LastError = err.Error()
+	})
+	level(fmt.Sprintf("worker %d: not reachable yet, trying again for ever", w.id), "url", w.Spec.URL, "error", err)
+}

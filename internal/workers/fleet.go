@@ -1,0 +1,507 @@
+package workers
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"kvrouter/internal/events"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/radix"
+	"kvrouter/internal/vllm"
+
+	"golang.org/x/sync/errgroup"
+)
+
+// FleetHooks tell the rest of the router what happens to workers. Those of one
+// worker come one after another, but for Log and Load; those of different
+// workers come at the same time. None may block for long. A nil one is left out.
+type Hooks struct {
+	Up   func(kv.Target)                          // may be routed to
+	Down func(kv.Target, string)                  // may not, and why
+	Load func(kv.WorkerKey, policy.Published)     // a load report
+	Lag  func(kv.WorkerKey, time.Duration)        // age of a batch of KV events when it was applied
+	Log  func(worker uint64, stream, line string) // a line that a started worker printed
+}
+
+// States of a worker.
+const (
+	StateConnecting = "connecting" // attached, no answer yet or any more
+	StateStarting   = "starting"   // started, not ready yet
+	StateReady      = "ready"
+	StateDown       = "down"       // runs, but does not answer
+	StateRestarting = "restarting" // has ended; the next start is near
+	StateStopped    = "stopped"    // the router is ending
+)
+
+// WorkerStatus is what there is to say about one worker.
+type Status struct {
+	ID         uint64    `json:"id"`
+	URL        string    `json:"url"`
+	Attached   bool      `json:"attached"` // not started by this router
+	State      string    `json:"state"`
+	Stage      string    `json:"stage,omitempty"` // how far its start is
+	Since      time.Time `json:"since"`           // of the state
+	PID        int       `json:"pid,omitempty"`   // its process group, too
+	Restarts   int       `json:"restarts"`        // times that it ended and was started again
+	Generation int       `json:"generation"`      // incarnations so far
+	Ranks      []uint32  `json:"ranks,omitempty"` // data-parallel ranks
+	Models     []string  `json:"models,omitempty"`
+	KVEvents   string    `json:"kv_events,omitempty"` // endpoint of rank 0's KV events
+	Replay     string    `json:"replay,omitempty"`    // and of their replay
+	LastError  string    `json:"last_error,omitempty"`
+	Disagg     kv.Disagg `json:"-"`
+}
+
+// Keys returns what the index and the loads know the worker by: one key a rank.
+func (s Status) Keys() []kv.WorkerKey {
+	if len(s.Ranks) == 0 {
+		return []kv.WorkerKey{{Worker: s.ID}}
+	}
+	keys := make([]kv.WorkerKey, len(s.Ranks))
+	for i, rank := range s.Ranks {
+		keys[i] = kv.WorkerKey{Worker: s.ID, Rank: rank}
+	}
+	return keys
+}
+
+// startAttempts is how often the first start of a worker is tried before the
+// router gives up, while no other worker has ever been ready: then it is the
+// settings that are wrong. A failure that will last is not tried again at all.
+const startAttempts = 2
+
+// fleetTiming holds the times of supervision, so that tests need not wait.
+type fleetTiming struct {
+	readyPoll     time.Duration // between looks at a starting worker
+	HealthEvery   time.Duration // between looks at a ready one
+	healthLimit   time.Duration // longest wait for an answer to one look
+	healthMisses  int           // looks in a row without answer that make a worker down
+	hangLimit     time.Duration // a started worker that is down for longer is killed
+	modelsEvery   time.Duration // between looks at its models
+	lookEvery     time.Duration // the least between those that requests make necessary
+	lookLimit     time.Duration // longest wait of such a request, beside that
+	probeLimit    time.Duration // longest wait for /v1/models and /kv_event_sources
+	stopLimit     time.Duration // between SIGTERM and SIGKILL
+	backoffFirst  time.Duration // first pause before a restart; doubles up to --restart-backoff-max
+	backoffReset  time.Duration // a worker ready for so long starts with the first pause again
+	progressEvery time.Duration // between "still ..." lines
+	silentAfter   time.Duration // without event source, after which a warning says so
+}
+
+func defaultTiming() fleetTiming {
+	return fleetTiming{
+		readyPoll: 250 * time.Millisecond, HealthEvery: 2 * time.Second, healthLimit: 2 * time.Second, healthMisses: 3,
+		modelsEvery: 10 * time.Second, lookEvery: time.Second, lookLimit: 2 * time.Second,
+		hangLimit: 60 * time.Second, probeLimit: 5 * time.Second, stopLimit: 10 * time.Second,
+		backoffFirst: time.Second, backoffReset: 60 * time.Second,
+		progressEvery: 10 * time.Second, silentAfter: 10 * time.Second,
+	}
+}
+
+// FleetSettings say which workers a fleet has.
+type Settings struct {
+	Started          []kv.Disagg   // the part of each worker that is started, by id from 0
+	Ports            vllm.Ports    // of started workers
+	MaxBatchedTokens int           // that a started worker computes in a pass; 0: unknown
+	TotalBlocks      int           // of a started worker's KV cache; 0: unknown
+	ReadyPoll        time.Duration // between looks at a starting worker; 0: the usual
+	Attached         []Attached    // that run already
+	ServedModelName  string        // of a worker that names no model
+	BlockSize        int           // tokens
+	KVEvents         bool          // KV events are followed
+	AssumesSizes     bool          // the index wants to know the sizes of the workers' caches
+	Key              string        // bearer key that the workers ask for; may be empty
+
+	StartupTimeout    time.Duration // longest time for a started worker to become ready
+	RestartBackoffMax time.Duration // longest pause before a dead worker is started again
+}
+
+// Start starts worker i. line is called with each line that it prints, by the
+// name of the stream.
+type Start func(i int, line func(stream, text string)) (vllm.Engine, error)
+
+// Fleet starts workers, attaches others, and follows the health, KV events and
+// load of them all. Its methods are safe for concurrent use.
+type Fleet struct {
+	cfg       Settings
+	index     radix.Index
+	hooks     Hooks
+	log       *slog.Logger
+	client    *http.Client
+	start     Start
+	everReady atomic.Bool        // some worker has been ready
+	opened    chan struct{}      // closed when workers can be registered
+	lookers   chan chan struct{} // closed, each, when the models have been looked for
+
+	membership sync.Mutex // guards workers and run
+	workers    []*worker  // a slice that was read stays as it is
+	run        *fleetRun  // nil: not running
+
+	// Tests replace these.
+	Timing fleetTiming
+
+	Peers *events.Peers // asked for KV events that workers cannot replay; nil: nobody is
+	loads func(ctx context.Context, w kv.WorkerKey, zmqEndpoint, metricsURL string, publish func(kv.WorkerKey, policy.Published), log *slog.Logger)
+}
+
+// worker is one member of the fleet.
+type worker struct {
+	id       uint64
+	Spec     Attached // of a started one: only ID, URL and its part
+	attached bool
+	registry *registry          // nil: not a registered one
+	wake     chan struct{}      // holds a token when its health is to be looked at now
+	look     chan chan struct{} // to be closed when its models have been looked at
+
+	mu      sync.Mutex // guards the rest
+	status  Status
+	streams map[kv.WorkerKey]*events.Stream
+}
+
+// NewFleet prepares the workers that cfg asks for; Run starts them by start, which
+// is not called where cfg asks for none. index gets what their event streams
+// tell.
+func NewFleet(cfg Settings, start Start, index radix.Index, hooks Hooks, log *slog.Logger) *Fleet {
+	f := &Fleet{
+		cfg: cfg, index: index, hooks: hooks, log: log,
+		// A new connection each time: a look at a worker must not depend on an
+		// old one.
+		client:  &http.Client{Transport: &http.Transport{DisableKeepAlives: true}},
+		start:   start,
+		opened:  make(chan struct{}),
+		lookers: make(chan chan struct{}),
+		Timing:  defaultTiming(),
+		loads:   FollowLoad,
+	}
+	if f.hooks.Up == nil {
+		f.hooks.Up = func(kv.Target) {}
+	}
+	if f.hooks.Down == nil {
+		f.hooks.Down = func(kv.Target, string) {}
+	}
+	if f.hooks.Load == nil {
+		f.hooks.Load = func(kv.WorkerKey, policy.Published) {}
+	}
+	if f.hooks.Log == nil {
+		f.hooks.Log = func(uint64, string, string) {}
+	}
+	if cfg.ReadyPoll > 0 {
+		f.Timing.readyPoll = cfg.ReadyPoll
+	}
+	for i, part := range cfg.Started {
+		f.join(Attached{ID: uint64(i), URL: cfg.Ports.URL(i), Disagg: part}, false, StateStarting)
+	}
+	for _, spec := range cfg.Attached {
+		f.join(spec, true, StateConnecting)
+	}
+	return f
+}
+
+func (f *Fleet) join(spec Attached, attached bool, state string) {
+	f.workers = append(f.workers, newWorker(spec, attached, state))
+}
+
+func newWorker(spec Attached, attached bool, state string) *worker {
+	return &worker{
+		id: spec.ID, Spec: spec, attached: attached, wake: make(chan struct{}, 1), look: make(chan chan struct{}), streams: map[kv.WorkerKey]*events.Stream{},
+		status: Status{ID: spec.ID, URL: spec.URL, Attached: attached, State: state, Since: time.Now()},
+	}
+}
+
+// members returns the workers of now.
+func (f *Fleet) Members() []*worker {
+	f.membership.Lock()
+	defer f.membership.Unlock()
+	return f.workers
+}
+
+// Run supervises the workers until ctx is done, then ends those that it
+// started; it returns when every process and goroutine of the fleet has ended.
+// An error means that workers cannot be started at all.
+func (f *Fleet) Run(ctx context.Context) (err error) {
+	group, ctx := errgroup.WithContext(ctx)
+	for _, w := range f.Members() {
+		group.Go(func() error {
+			if w.attached {
+				f.superviseAttached(ctx, w)
+				return nil
+			}
+			return f.superviseStarted(ctx, w)
+		})
+	}
+	group.Go(func() error {
+		f.lookForModels(ctx)
+		return nil
+	})
+	f.open(ctx, group)
+	return group.Wait()
+}
+
+// Workers returns the state of every worker, started ones first.
+func (f *Fleet) Workers() []Status {
+	workers := f.Members()
+	list := make([]Status, 0, len(workers))
+	for _, w := range workers {
+		w.mu.Lock()
+		status := w.status
+		w.mu.Unlock()
+		status.Ranks, status.Models = slices.Clone(status.Ranks), slices.Clone(status.Models)
+		list = append(list, status)
+	}
+	return list
+}
+
+// Streams returns the counters of every event stream that runs now.
+func (f *Fleet) Streams() map[kv.WorkerKey]*events.Stats {
+	all := map[kv.WorkerKey]*events.Stats{}
+	for _, w := range f.Members() {
+		w.mu.Lock()
+		for key, stream := range w.streams {
+			all[key] = stream.Stats()
+		}
+		w.mu.Unlock()
+	}
+	return all
+}
+
+// History returns what is kept of a rank's KV events; nil: they are not followed.
+func (f *Fleet) History(key kv.WorkerKey) *events.Log {
+	for _, w := range f.Members() {
+		w.mu.Lock()
+		stream := w.streams[key]
+		w.mu.Unlock()
+		if stream != nil {
+			return stream.History()
+		}
+	}
+	return nil
+}
+
+// ReportFailure makes the fleet look at a worker's health at once, because a
+// request could not reach it. It does not wait for the result.
+func (f *Fleet) ReportFailure(id uint64) {
+	for _, w := range f.Members() {
+		if w.id == id {
+			select {
+			case w.wake <- struct{}{}:
+			default: // one look is due already
+			}
+		}
+	}
+}
+
+// update changes a worker's status; a changed state gets a new Since.
+func (f *Fleet) update(w *worker, change func(*Status)) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	before := w.status.State
+	change(&w.status)
+	if w.status.State != before {
+		w.status.Since = time.Now()
+	}
+}
+
+// sleep waits for d or a wake-up (nil: none) and tells whether ctx still lives.
+func (f *Fleet) sleep(ctx context.Context, d time.Duration, wake <-chan struct{}) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+		return false
+	case <-timer.C:
+	case <-wake:
+	}
+	return ctx.Err() == nil
+}
+
+// superviseStarted starts a worker, again and again, until ctx is done.
+func (f *Fleet) superviseStarted(ctx context.Context, w *worker) error {
+	pause, failures := f.Timing.backoffFirst, 0
+	for {
+		readyFor, err := f.runStarted(ctx, w)
+		if ctx.Err() != nil {
+			f.update(w, func(s *Status) { s.State, s.PID = StateStopped, 0 })
+			return nil
+		}
+		if failures++; readyFor > 0 {
+			failures = 0
+		}
+		var end *vllm.EndError
+		if hopeless := failures >= startAttempts || (errors.As(err, &end) && end.Lasting); hopeless && !f.everReady.Load() {
+			return fmt.Errorf("worker %d could not be started: %w", w.id, err)
+		}
+		if readyFor >= f.Timing.backoffReset {
+			pause = f.Timing.backoffFirst
+		}
+		f.log.Error(fmt.Sprintf("worker %d: %v; starting it again in %s", w.id, err, pause), "ready_for", readyFor.Round(time.Second))
+		f.update(w, func(s *Status) { s.State, s.PID, s.LastError = StateRestarting, 0, err.Error() })
+		if f.sleep(ctx, pause, nil) {
+			f.update(w, func(s *Status) { s.Restarts++ })
+		}
+		pause = min(2*pause, max(f.cfg.RestartBackoffMax, f.Timing.backoffFirst))
+	}
+}
+
+// runStarted runs one started worker from its start to its end, and returns why
+// it ended and for how long it had been ready.
+func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Duration, err error) {
+	output := vllm.NewStartLog()
+	f.update(w, func(s *Status) { s.State, s.Stage = StateStarting, vllm.StageProcess })
+	in := f.begin(ctx, w)
+	downReason := "the router is ending"
+	defer func() { in.end(downReason) }()
+	engine, err := f.start(int(w.id), func(stream, text string) { f.workerLine(w, output, stream, text) })
+	if err != nil {
+		return 0, err
+	}
+	// A process listens seconds later: the stream has the engine's first event.
+	for _, source := range f.cfg.Ports.Sources(int(w.id), f.cfg.BlockSize) {
+		in.followEvents(source)
+	}
+	ended := engine.Ended
+	f.update(w, func(s *Status) { s.PID = engine.PID })
+	if engine.PID != 0 {
+		f.log.Info(fmt.Sprintf("worker %d: %s", w.id, vllm.StageProcess), "pid", engine.PID, "url", w.Spec.URL)
+	}
+
+	stop := func() {
+		output.SetEnding()
+		engine.Stop()
+		timer := time.AfterFunc(f.Timing.stopLimit, engine.Kill)
+		defer timer.Stop()
+		<-ended
+	}
+
+	var readySince, downSince time.Time
+	lastProgress := in.began
+	for poll := f.Timing.readyPoll; ; {
+		timer := time.NewTimer(poll)
+		select {
+		case <-ctx.Done():
+			in.markDown(downReason)
+			stop()
+			return 0, ctx.Err()
+		case err := <-ended:
+			downReason = "its process ended: " + endReason(err)
+			in.markDown(downReason)
+			if engine.PID == 0 {
+				return since(readySince), err
+			}
+			return since(readySince), f.explainEnd(w, output, err)
+		case looked := <-w.look:
+			in.lookAtModels()
+			close(looked)
+		case <-w.wake:
+		case <-timer.C:
+		}
+		timer.Stop()
+
+		if readySince.IsZero() {
+			waited := time.Since(in.began)
+			if f.becomeReady(in) {
+				readySince = time.Now()
+				output.SetReady()
+				poll = f.Timing.HealthEvery
+				f.log.Info(fmt.Sprintf("worker %d: ready after %s", w.id, waited.Round(time.Second)), "url", w.Spec.URL)
+			} else if waited > f.cfg.StartupTimeout {
+				stop()
+				downReason = fmt.Sprintf("not ready after %s (--startup-timeout)", f.cfg.StartupTimeout)
+				return 0, f.explainEnd(w, output, errors.New(downReason))
+			} else if time.Since(lastProgress) >= f.Timing.progressEvery {
+				lastProgress = time.Now()
+				w.mu.Lock()
+				stage := w.status.Stage
+				w.mu.Unlock()
+				f.log.Info(fmt.Sprintf("worker %d: still %s (%s)", w.id, stage, waited.Round(time.Second)))
+			}
+			continue
+		}
+
+		in.checkHealth()
+		switch {
+		case in.up:
+			downSince = time.Time{}
+		case downSince.IsZero():
+			downSince = time.Now()
+		case time.Since(downSince) > f.Timing.hangLimit:
+			engine.Kill() // what hangs does not heed SIGTERM
+			<-ended
+			downReason = fmt.Sprintf("it did not answer for %s and was killed", f.Timing.hangLimit)
+			return since(readySince), errors.New(downReason)
+		}
+	}
+}
+
+// becomeReady looks whether a starting worker answers, and if so makes it a
+// target.
+func (f *Fleet) becomeReady(in *incarnation) bool {
+	w := in.w
+	if err := f.get(in.ctx, w.Spec.URL, "/health", f.Timing.healthLimit, nil); err != nil {
+		return false
+	}
+	served, err := f.models(in.ctx, w.Spec.URL)
+	if err != nil {
+		return false
+	}
+	if served.names == nil {
+		served.names = []string{f.cfg.ServedModelName}
+	}
+	in.setTargets(served, f.cfg.Ports.Sources(int(w.id), f.cfg.BlockSize))
+	in.followLoads(func(rank uint32) string {
+		return f.cfg.Ports.LoadEndpoint(int(w.id), int(rank))
+	})
+	in.markUp()
+	return true
+}
+
+// workerLine takes in one line that a started worker printed. Errors of a
+// starting one are kept for explainEnd; those of a ready one are shown at once.
+func (f *Fleet) workerLine(w *worker, output *vllm.StartLog, stream, text string) {
+	f.hooks.Log(w.id, stream, text)
+	stage, failure := output.Line(text)
+	level := slog.LevelDebug
+	if failure {
+		level = slog.LevelWarn
+	}
+	f.log.Log(context.Background(), level, fmt.Sprintf("worker %d: %s", w.id, text), "stream", stream)
+	if stage == "" {
+		return
+	}
+	var after time.Duration
+	f.update(w, func(s *Status) {
+		s.Stage = stage
+		after = time.Since(s.Since)
+	})
+	f.log.Info(fmt.Sprintf("worker %d: %s", w.id, stage), "after", after.Round(time.Second))
+}
+
+// explainEnd shows the last lines of a worker that ended by itself and returns
+// an error with what to do.
+func (f *Fleet) explainEnd(w *worker, output *vllm.StartLog, err error) error {
+	lines := output.Tail()
+	for _, line := range lines {
+		f.log.Error(fmt.Sprintf("worker %d | %s", w.id, line))
+	}
+	return vllm.Explain(endReason(err), lines)
+}
+
+func endReason(err error) string {
+	if err == nil {
+		return "exit status 0"
+	}
+	return err.Error()
+}
+
+func since(t time.Time) time.Duration {
+	if t.IsZero() {
+		return 0
+	}
+	return time.Since(t)
+}

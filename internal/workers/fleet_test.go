@@ -1,0 +1,351 @@
+package workers
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/radix"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/vllm"
+	"log/slog"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+)
+
+// observed records what a fleet reports.
+type observed struct {
+	mu     sync.Mutex // guards events, lines
+	events []string   // "up W.R gG", "down W.R gG"
+	lines  []string
+	out    testkit.LogBuffer // has a lock of its own
+}
+
+func (o *observed) recorder() Hooks {
+	note := func(what string, target kv.Target) {
+		o.mu.Lock()
+		defer o.mu.Unlock()
+		o.events = append(o.events, fmt.Sprintf("%s %d.%d g%d", what, target.Key.Worker, target.Key.Rank, target.Generation))
+	}
+	return Hooks{
+		Up:   func(target kv.Target) { note("up", target) },
+		Down: func(target kv.Target, _ string) { note("down", target) },
+		Log: func(_ uint64, _ string, line string) {
+			o.mu.Lock()
+			defer o.mu.Unlock()
+			o.lines = append(o.lines, line)
+		},
+	}
+}
+
+func (o *observed) seen() []string {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return slices.Clone(o.events)
+}
+
+func (o *observed) childPID() int {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for _, line := range o.lines {
+		if text, ok := strings.CutPrefix(line, "child "); ok {
+			pid, _ := strconv.Atoi(text)
+			return pid
+		}
+	}
+	return 0
+}
+
+// fakeFleet is a running fleet of fake workers.
+type fakeFleet struct {
+	*Fleet
+	*observed
+	launcher *vllm.Launcher
+	t        *testing.T
+	cancel   context.CancelFunc
+	done     chan error
+}
+
+// fakeSettings are those of a fake fleet.
+type fakeSettings struct {
+	vllm  vllm.Settings
+	fleet Settings
+}
+
+// fakeConfig has n workers to start, on ports that are free.
+func fakeConfig(t *testing.T, n int) fakeSettings {
+	t.Helper()
+	ports := vllm.Ports{HTTP: testkit.FreePorts(t, n), KVEvents: 5557, KVReplay: 5757, Load: 5657, Ranks: 1}
+	return fakeSettings{
+		vllm.Settings{Python: "/bin/sh", NumWorkers: n, BlockSize: 64, ServedModelName: "fake", GPUsPerWorker: 1, KVEvents: true, Ports: ports},
+		Settings{
+			Started: make([]kv.Disagg, n), Ports: ports, BlockSize: 64, KVEvents: true, ServedModelName: "fake",
+			StartupTimeout: 30 * time.Second, RestartBackoffMax: 50 * time.Millisecond,
+		},
+	}
+}
+
+func fastTiming() fleetTiming {
+	return fleetTiming{
+		readyPoll: 10 * time.Millisecond, HealthEvery: 20 * time.Millisecond, healthLimit: 5 * time.Second, healthMisses: 3,
+		hangLimit: time.Minute, probeLimit: 5 * time.Second, stopLimit: 5 * time.Second,
+		backoffFirst: 20 * time.Millisecond, backoffReset: time.Minute, progressEvery: time.Minute, silentAfter: 50 * time.Millisecond,
+	}
+}
+
+func newFakeFleet(t *testing.T, cfg fakeSettings, env ...string) *fakeFleet {
+	t.Helper()
+	o := &observed{}
+	log := slog.New(slog.NewTextHandler(&o.out, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	launcher, err := vllm.NewLauncher(cfg.vllm, log)
+	if err != nil {
+		t.Fatal(err)
+	}
+	fleet := NewFleet(cfg.fleet, launcher.Start, radix.NewTree(), o.recorder(), log)
+	fleet.Timing = fastTiming()
+	launcher.Command = func(i int, _ string) (vllm.ProcessSpec, error) {
+		return vllm.ProcessSpec{
+			Argv: []string{os.Args[0], "-test.run=^TestFakeWorkerProcess$"},
+			Env:  append(os.Environ(), append(env, fmt.Sprintf("FAKE_WORKER=%d", cfg.fleet.Ports.HTTP+i))...),
+		}, nil
+	}
+	return &fakeFleet{Fleet: fleet, launcher: launcher, observed: o, t: t, done: make(chan error, 1)}
+}
+
+func (f *fakeFleet) start() {
+	ctx, cancel := context.WithCancel(context.Background())
+	f.cancel = cancel
+	if err := f.launcher.Open(); err != nil {
+		f.t.Fatal(err)
+	}
+	go func() { f.done <- errors.Join(f.Run(ctx), f.launcher.Close()) }()
+}
+
+// stop ends the fleet and checks that its processes are gone.
+func (f *fakeFleet) stop() {
+	f.t.Helper()
+	before := f.Workers()
+	f.cancel()
+	f.wantDone(func(err error) bool { return err == nil })
+	for _, w := range before {
+		if w.PID != 0 && testkit.ProcessLives(w.PID) {
+			f.t.Errorf("worker %d: process %d lives on", w.ID, w.PID)
+		}
+	}
+	for _, w := range f.Workers() {
+		if w.State != StateStopped || w.PID != 0 {
+			f.t.Errorf("worker %d: %s with pid %d at the end", w.ID, w.State, w.PID)
+		}
+	}
+}
+
+func (f *fakeFleet) wantDone(ok func(error) bool) {
+	f.t.Helper()
+	select {
+	case err := <-f.done:
+		if !ok(err) {
+			f.t.Errorf("Run: %v", err)
+		}
+	case <-time.After(30 * time.Second):
+		f.t.Fatal("Run does not end")
+	}
+}
+
+func (f *fakeFleet) wantEvents(want ...string) {
+	f.t.Helper()
+	testkit.Settles(f.t, func() error {
+		if got := f.seen(); !slices.Equal(got, want) {
+			return fmt.Errorf("events %q, want %q; log:\n%s", got, want, f.out.String())
+		}
+		return nil
+	})
+}
+
+func TestKilledWorkerComesBackWithAnEmptyIndex(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	f := newFakeFleet(t, fakeConfig(t, 1), "FAKE_CHILD=1")
+	f.start()
+	f.wantEvents("up 0.0 g1")
+	first := f.Workers()[0]
+	if first.State != StateReady || !slices.Equal(first.Models, []string{"fake"}) || first.Generation != 1 || len(f.Streams()) != 1 {
+		t.Errorf("%+v, %d streams", first, len(f.Streams()))
+	}
+	if err := f.index.Store(kv.WorkerKey{}, 0, false, []kv.StoredBlock{{Engine: 1, Local: 2}}); err != nil {
+		t.Fatal(err)
+	}
+	child := f.childPID()
+	if child == 0 || !testkit.ProcessLives(child) {
+		t.Fatalf("the worker's child %d does not run", child)
+	}
+
+	if err := syscall.Kill(first.PID, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	f.wantEvents("up 0.0 g1", "down 0.0 g1", "up 0.0 g2")
+	if second := f.Workers()[0]; second.State != StateReady || second.Restarts != 1 || second.Generation != 2 || second.PID == first.PID {
+		t.Errorf("%+v", second)
+	}
+	if testkit.ProcessLives(child) {
+		t.Errorf("child %d of the killed worker lives on", child)
+	}
+	if n := f.index.Blocks(kv.WorkerKey{}); n != 0 {
+		t.Errorf("%d blocks of the killed process are left in the index", n)
+	}
+	f.stop()
+	f.wantEvents("up 0.0 g1", "down 0.0 g1", "up 0.0 g2", "down 0.0 g2")
+	for _, want := range []string{"worker 0: starting process", "worker 0: starting engine", "worker 0: allocating KV cache", "worker 0: ready after", "worker 0: vLLM ended (signal: killed)"} {
+		if !strings.Contains(f.out.String(), want) {
+			t.Errorf("log lacks %q", want)
+		}
+	}
+}
+
+func TestWorkersStartSideBySideAndEndTogether(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	f := newFakeFleet(t, fakeConfig(t, 3))
+	f.start()
+	testkit.Settles(t, func() error {
+		if n := len(f.seen()); n != 3 {
+			return fmt.Errorf("%d workers up", n)
+		}
+		return nil
+	})
+	f.stop()
+}
+
+func TestSlowWorkerIsTakenOutUntilItAnswers(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	f := newFakeFleet(t, fakeConfig(t, 1))
+	f.Timing.healthLimit = 100 * time.Millisecond
+	f.start()
+	f.wantEvents("up 0.0 g1")
+	f.hang("1s")
+	f.wantEvents("up 0.0 g1", "down 0.0 g1", "up 0.0 g1")
+	f.stop()
+}
+
+func TestHangingWorkerIsKilledAndStartedAgain(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	f := newFakeFleet(t, fakeConfig(t, 1))
+	f.Timing.healthLimit, f.Timing.hangLimit = 100*time.Millisecond, 200*time.Millisecond
+	f.start()
+	f.wantEvents("up 0.0 g1")
+	f.hang("1h")
+	f.wantEvents("up 0.0 g1", "down 0.0 g1", "up 0.0 g2")
+	f.stop()
+}
+
+// hang makes worker 0 answer its health only after a while.
+func (f *fakeFleet) hang(d string) {
+	f.t.Helper()
+	response, err := f.client.Get(f.Workers()[0].URL + "/hang?for=" + d)
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	_ = response.Body.Close()
+}
+
+func TestWorkerThatIgnoresSIGTERMIsKilled(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	f := newFakeFleet(t, fakeConfig(t, 1), "FAKE_MODE=ignores SIGTERM")
+	f.Timing.stopLimit = 50 * time.Millisecond
+	f.start()
+	f.wantEvents("up 0.0 g1")
+	f.stop()
+}
+
+func TestEndDuringTheStart(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	f := newFakeFleet(t, fakeConfig(t, 2), "FAKE_MODE=never ready")
+	f.start()
+	testkit.Settles(t, func() error {
+		if w := f.Workers()[1]; w.Stage != "starting engine" {
+			return fmt.Errorf("stage %q", w.Stage)
+		}
+		return nil
+	})
+	f.stop()
+	f.wantEvents()
+}
+
+func TestWorkersThatCannotStartEndTheFleet(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	for _, test := range []struct {
+		name, mode string
+		limit      time.Duration
+		want       string
+	}{
+		{"process fails", "fails", time.Minute, "run `make setup`"},
+		{"never ready", "never ready", 100 * time.Millisecond, "--startup-timeout"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			cfg := fakeConfig(t, 1)
+			cfg.fleet.StartupTimeout = test.limit
+			f := newFakeFleet(t, cfg, "FAKE_MODE="+test.mode)
+			f.start()
+			f.wantDone(func(err error) bool {
+				return err != nil && strings.Contains(err.Error(), "worker 0") && strings.Contains(err.Error(), test.want)
+			})
+			f.cancel()
+			f.wantEvents()
+			if test.mode == "fails" && !strings.Contains(f.out.String(), "worker 0 | ModuleNotFoundError: No module named 'vllm'") {
+				t.Errorf("the last lines are not shown:\n%s", f.out.String())
+			}
+		})
+	}
+}
+
+func TestMissingPythonIsAnErrorBeforeTheStart(t *testing.T) {
+	cfg := vllm.Settings{Python: "/nonexistent/python"}
+	if _, err := vllm.NewLauncher(cfg, slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), "--python /nonexistent/python") {
+		t.Errorf("NewLauncher: %v", err)
+	}
+}
+
+// TestRouterProcess is no test: it is the router that
+// TestNoWorkerOutlivesAKilledRouter kills.
+func TestRouterProcess(t *testing.T) {
+	port, err := strconv.Atoi(os.Getenv("FAKE_ROUTER"))
+	if err != nil {
+		t.Skip("started by another test")
+	}
+	cfg := fakeConfig(t, 2)
+	cfg.fleet.Ports.HTTP = port
+	f := newFakeFleet(t, cfg, "FAKE_CHILD=1")
+	up := make(chan struct{}, 2)
+	f.hooks.Up = func(kv.Target) { up <- struct{}{} }
+	folder := make(chan string, 2)
+	command := f.launcher.Command
+	f.launcher.Command = func(i int, pluginDir string) (vllm.ProcessSpec, error) {
+		folder <- pluginDir
+		return command(i, pluginDir)
+	}
+	f.start()
+	<-up
+	<-up
+	report := testkit.KilledRouter{Folder: <-folder}
+	for _, w := range f.Workers() {
+		report.PIDs = append(report.PIDs, w.PID)
+	}
+	f.mu.Lock()
+	for _, line := range f.lines {
+		if text, ok := strings.CutPrefix(line, "child "); ok {
+			pid, _ := strconv.Atoi(text)
+			report.PIDs = append(report.PIDs, pid)
+		}
+	}
+	f.mu.Unlock()
+	if err := json.NewEncoder(os.Stdout).Encode(report); err != nil {
+		t.Fatal(err)
+	}
+	<-f.done
+}

@@ -1,0 +1,202 @@
+package workers
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"kvrouter/internal/events"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/vllm"
+	"strconv"
+	"sync"
+	"time"
+)
+
+// incarnation is the time between a worker's start (or first answer) and its
+// end, with the goroutines that follow it. One goroutine uses it.
+type incarnation struct {
+	f          *Fleet
+	w          *worker
+	ctx        context.Context
+	cancel     context.CancelFunc
+	followers  sync.WaitGroup // end with ctx
+	began      time.Time
+	generation int
+
+	disagg     kv.Disagg // its part where prefill and decode are apart, as far as known
+	served     modelList // by the worker, as last told
+	modelsAt   time.Time // when that was
+	targets    []kv.Target
+	announced  map[kv.WorkerKey]kv.Target // those that Up was called for
+	loaded     map[kv.WorkerKey]bool      // those whose load is followed
+	up         bool
+	gone       bool // nothing listens at its address any more
+	misses     int  // looks in a row without an answer
+	toldSilent bool
+}
+
+// begin opens the next incarnation of a worker; its end must be called.
+func (f *Fleet) begin(ctx context.Context, w *worker) *incarnation {
+	in := &incarnation{f: f, w: w, began: time.Now(), announced: map[kv.WorkerKey]kv.Target{}, loaded: map[kv.WorkerKey]bool{}}
+	in.ctx, in.cancel = context.WithCancel(ctx)
+	f.update(w, func(s *Status) {
+		s.Generation++
+		in.generation = s.Generation
+	})
+	in.takePart(w.Spec.Disagg)
+	return in
+}
+
+// takePart sets the worker's part where prefill and decode are apart, for the
+// targets that are set from now on.
+func (in *incarnation) takePart(d kv.Disagg) {
+	in.disagg = d
+	in.f.update(in.w, func(s *Status) { s.Disagg = d })
+}
+
+// end takes the worker out of routing, ends what follows it, and only then
+// empties its index, so that no late event fills it again.
+func (in *incarnation) end(reason string) {
+	in.markDown(reason)
+	in.cancel()
+	in.followers.Wait()
+	in.w.mu.Lock()
+	clear(in.w.streams)
+	in.w.mu.Unlock()
+	in.f.index.Forget(in.w.id)
+}
+
+// followEvents reads one event stream until the incarnation ends, if any are to
+// be followed.
+func (in *incarnation) followEvents(source events.Source) {
+	if !in.f.cfg.KVEvents {
+		return
+	}
+	source.Seeded = in.f.index.Blocks(source.Worker) > 0 // only a peer's dump can be there already
+	stream := events.NewStream(source, in.f.index, in.f.log)
+	stream.Peers = in.f.Peers
+	if lag := in.f.hooks.Lag; lag != nil {
+		stream.OnLag = func(d time.Duration) { lag(source.Worker, d) }
+	}
+	if source.Worker.Rank == 0 {
+		in.f.update(in.w, func(s *Status) { s.KVEvents, s.Replay = source.Endpoint, source.Replay })
+	}
+	in.w.mu.Lock()
+	in.w.streams[source.Worker] = stream
+	in.w.mu.Unlock()
+	in.followers.Go(func() { stream.Run(in.ctx) })
+}
+
+// setTargets sets what of the worker can be routed to: every rank that has an
+// event stream, or the worker as a whole.
+func (in *incarnation) setTargets(served modelList, sources []events.Source) {
+	in.served, in.modelsAt = served, time.Now()
+	keys := []kv.WorkerKey{{Worker: in.w.id}}
+	if len(sources) > 0 {
+		keys = keys[:0]
+		for _, source := range sources {
+			keys = append(keys, source.Worker)
+		}
+	}
+	in.targets = in.targets[:0]
+	var batched, blocks int
+	if !in.w.attached {
+		batched, blocks = in.f.cfg.MaxBatchedTokens, in.f.cfg.TotalBlocks
+	}
+	sizes := in.cacheSizes()
+	var ranks []uint32
+	for _, key := range keys {
+		in.targets = append(in.targets, kv.Target{
+			Key: key, URL: in.w.Spec.URL, Ranks: len(keys), Generation: in.generation, Models: served.names, Adapters: served.adapters,
+			MaxBatchedTokens: batched, TotalBlocks: cmp.Or(sizes[key.Rank], blocks), Disagg: in.disagg,
+		})
+		ranks = append(ranks, key.Rank)
+	}
+	in.f.update(in.w, func(s *Status) { s.Models, s.Ranks = served.names, ranks })
+}
+
+// followLoads reads every target's load until the incarnation ends: from its
+// rank's ZMQ endpoint, if there is one, else from its engine's part of /metrics.
+func (in *incarnation) followLoads(endpoint func(rank uint32) string) {
+	for _, target := range in.targets {
+		if in.loaded[target.Key] {
+			continue
+		}
+		in.loaded[target.Key] = true
+		page := target.URL + "/metrics"
+		if target.Ranks > 1 {
+			page += "#" + strconv.FormatUint(uint64(target.Key.Rank), 10)
+		}
+		in.followers.Go(func() {
+			in.f.loads(in.ctx, target.Key, endpoint(target.Key.Rank), page, in.f.hooks.Load, in.f.log)
+		})
+	}
+}
+
+func (in *incarnation) markUp() {
+	in.f.everReady.Store(true)
+	in.up, in.misses = true, 0
+	in.f.update(in.w, func(s *Status) { s.State, s.Stage, s.LastError = StateReady, vllm.StageReady, "" })
+	for _, target := range in.targets {
+		if _, known := in.announced[target.Key]; !known {
+			in.announced[target.Key] = target
+			in.f.hooks.Up(target)
+		}
+	}
+}
+
+func (in *incarnation) markDown(reason string) {
+	if !in.up {
+		return
+	}
+	in.up = false
+	in.f.update(in.w, func(s *Status) { s.State, s.LastError = StateDown, reason })
+	for key, target := range in.announced {
+		delete(in.announced, key)
+		in.f.hooks.Down(target, reason)
+	}
+}
+
+// checkHealth looks at a worker that has been ready: down after some looks
+// without an answer, at once if nothing listens there or it says itself that it
+// is not well; up with the next good answer. With a good answer it is also asked
+// for its models, now and then.
+func (in *incarnation) checkHealth() {
+	err := in.f.get(in.ctx, in.w.Spec.URL, "/health", in.f.Timing.healthLimit, nil)
+	if in.ctx.Err() != nil {
+		return
+	}
+	if err == nil {
+		if !in.up {
+			in.f.log.Info(fmt.Sprintf("worker %d: answers again", in.w.id))
+			in.markUp()
+		}
+		in.misses, in.gone = 0, false
+		if in.w.registry == nil && time.Since(in.modelsAt) >= in.f.Timing.modelsEvery {
+			in.lookAtModels()
+		}
+		return
+	}
+	in.misses++
+	in.gone = isGone(err)
+	var status *statusError
+	if in.up && (in.gone || errors.As(err, &status) || in.misses >= in.f.Timing.healthMisses) {
+		in.f.log.Warn(fmt.Sprintf("worker %d: down: %v", in.w.id, err))
+		in.markDown(err.Error())
+	}
+}
+
+// cacheSizes asks the worker how many blocks the KV cache of each rank has;
+// those that it does not tell are left out.
+func (in *incarnation) cacheSizes() map[uint32]int {
+	sizes, err := readMetrics(in.ctx, in.w.Spec.URL+"/metrics", parseCacheSizes)
+	if (err != nil || len(sizes) == 0) && in.f.cfg.AssumesSizes {
+		in.f.log.Warn(fmt.Sprintf("worker %d: does not tell the size of its KV cache: its prompts count as cached for --router-ttl-secs", in.w.id), "error", err)
+	}
+	blocks := map[uint32]int{}
+	for rank, tokens := range sizes {
+		blocks[rank] = tokens / in.f.cfg.BlockSize
+	}
+	return blocks
+}

@@ -1,0 +1,139 @@
+package workers
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+)
+
+// modelList is what a worker serves.
+type modelList struct {
+	names    []string // nil: the worker does not tell, and may serve any
+	adapters []string // those of names that are LoRA adapters: they have a parent
+}
+
+func (l modelList) equal(other modelList) bool {
+	return slices.Equal(l.names, other.names) && slices.Equal(l.adapters, other.adapters)
+}
+
+// models asks a worker which models it serves. A server that does not tell (its
+// key is not known, or it has no such path) serves an unknown one.
+func (f *Fleet) models(ctx context.Context, base string) (served modelList, err error) {
+	var list struct {
+		Data []struct {
+			ID     string  `json:"id"`
+			Parent *string `json:"parent"`
+		} `json:"data"`
+	}
+	err = f.get(ctx, base, "/v1/models", f.Timing.probeLimit, &list)
+	var status *statusError
+	if errors.As(err, &status) && status.status < 500 {
+		return modelList{}, nil
+	}
+	if err != nil {
+		return modelList{}, err
+	}
+	for _, model := range list.Data {
+		served.names = append(served.names, model.ID)
+		if model.Parent != nil && *model.Parent != "" {
+			served.adapters = append(served.adapters, model.ID)
+		}
+	}
+	return served, nil
+}
+
+// lookAtModels asks a worker again what it serves: LoRA adapters come and go
+// while it runs. What cannot be told now stays as it was.
+func (in *incarnation) lookAtModels() {
+	in.modelsAt = time.Now()
+	served, err := in.f.models(in.ctx, in.w.Spec.URL)
+	if err != nil || served.names == nil || served.equal(in.served) {
+		return
+	}
+	in.served = served
+	for i := range in.targets {
+		in.targets[i].Models, in.targets[i].Adapters = served.names, served.adapters
+	}
+	in.f.update(in.w, func(s *Status) { s.Models = served.names })
+	in.f.log.Info(fmt.Sprintf("worker %d: serves other models", in.w.id), "models", served.names)
+	if in.up {
+		clear(in.announced)
+		in.markUp()
+	}
+}
+
+// LookForModels makes sure that what is known of the workers' models is not
+// older than this call, because a request names one that none is known to
+// serve. It returns when all ready workers have been asked, or not answered in
+// time; with others that call at the same time, it waits for its turn for at
+// most about a second, so that names that nobody serves make little work.
+func (f *Fleet) LookForModels(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, f.Timing.lookEvery+f.Timing.lookLimit)
+	defer cancel()
+	haveLooked(ctx, f.lookers)
+}
+
+// haveLooked asks whoever receives from there for a look at models, and waits
+// for its end or that of ctx.
+func haveLooked(ctx context.Context, there chan<- chan struct{}) {
+	looked := make(chan struct{})
+	select {
+	case there <- looked:
+	case <-ctx.Done():
+		return
+	}
+	select {
+	case <-looked:
+	case <-ctx.Done():
+	}
+}
+
+// lookForModels serves LookForModels until ctx is done: one look for all that
+// wait, and then a pause.
+func (f *Fleet) lookForModels(ctx context.Context) {
+	for {
+		var waiting []chan struct{}
+		select {
+		case <-ctx.Done():
+			return
+		case looked := <-f.lookers:
+			waiting = append(waiting, looked)
+		}
+		for more := true; more; {
+			select {
+			case looked := <-f.lookers:
+				waiting = append(waiting, looked)
+			default:
+				more = false
+			}
+		}
+		f.askForModels(ctx)
+		for _, looked := range waiting {
+			close(looked)
+		}
+		if !f.sleep(ctx, f.Timing.lookEvery, nil) {
+			return
+		}
+	}
+}
+
+// askForModels has every ready worker that was not registered asked for its
+// models; of a registered one they are what its registration says.
+func (f *Fleet) askForModels(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, f.Timing.lookLimit)
+	defer cancel()
+	var asked sync.WaitGroup
+	for _, w := range f.Members() {
+		w.mu.Lock()
+		ready := w.status.State == StateReady
+		w.mu.Unlock()
+		if !ready || w.registry != nil {
+			continue
+		}
+		asked.Go(func() { haveLooked(ctx, w.look) })
+	}
+	asked.Wait()
+}

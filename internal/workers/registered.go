@@ -1,0 +1,254 @@
+package workers
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"kvrouter/internal/events"
+	"kvrouter/internal/kv"
+
+	"golang.org/x/sync/errgroup"
+)
+
+// Errors of Register.
+var (
+	// ErrWorkerTaken: the id belongs to a worker that was not registered.
+	ErrWorkerTaken = errors.New("the id belongs to a worker that the router started, or attached by --worker")
+	// ErrFleetEnding: the router is ending.
+	ErrFleetEnding = errors.New("the router is ending")
+)
+
+// Registration is a worker that somebody made known at run time. What it says
+// is believed: the worker is routed to at once, whether or not it answers. Once
+// it has answered it is watched as every other one.
+type Registration struct {
+	ID               uint64
+	URL              string // http://host:port, no slash at the end
+	Model            string // that it serves
+	Ranks            []uint32
+	Sources          []events.Source // KV events of its ranks; may be none
+	MaxBatchedTokens int             // of one engine step; 0: unknown
+	TotalBlocks      int             // KV blocks of a rank; 0: unknown
+	kv.Disagg
+}
+
+// sameCache tells whether what is known of the worker's cache holds after a
+// change to next.
+func (r Registration) sameCache(next Registration) bool {
+	return r.URL == next.URL && r.Model == next.Model && slices.Equal(r.Ranks, next.Ranks) && slices.Equal(r.Sources, next.Sources)
+}
+
+// registry is how the goroutine that follows a registered worker is reached.
+type registry struct {
+	changes chan registryChange // what the worker is from now on; unbuffered
+	leave   context.CancelFunc  // ends the goroutine
+	left    chan struct{}       // closed when it has ended
+}
+
+// registryChange is one Registration on its way.
+type registryChange struct {
+	Registration
+	done chan struct{} // closed when it is in force; nil: nobody waits
+}
+
+func (c registryChange) acknowledge() {
+	if c.done != nil {
+		close(c.done)
+	}
+}
+
+// fleetRun is a running Fleet, as far as workers may join it.
+type fleetRun struct {
+	group *errgroup.Group
+	ctx   context.Context
+}
+
+// open lets workers be registered until ctx ends. The group must not be waited
+// for before.
+func (f *Fleet) open(ctx context.Context, group *errgroup.Group) {
+	f.membership.Lock()
+	f.run = &fleetRun{group, ctx}
+	f.membership.Unlock()
+	close(f.opened)
+	group.Go(func() error { // its end is what lets the group end
+		<-ctx.Done()
+		f.membership.Lock()
+		f.run = nil
+		f.membership.Unlock()
+		return nil
+	})
+}
+
+// Register adds a worker, or changes one that was registered before, and
+// returns when that is in force. What is known of its cache is kept if neither
+// its address, model, ranks nor event endpoints change. It fails with
+// ErrWorkerTaken, ErrFleetEnding or with ctx.
+func (f *Fleet) Register(ctx context.Context, r Registration) error {
+	select {
+	case <-f.opened:
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	w, err := f.registered(r)
+	if err != nil {
+		return err
+	}
+	change := registryChange{r, make(chan struct{})}
+	select {
+	case w.registry.changes <- change:
+	case <-w.registry.left:
+		return ErrFleetEnding
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	select {
+	case <-change.done:
+		return nil
+	case <-w.registry.left:
+		return ErrFleetEnding
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// registered returns the registered worker with r's id, a new one if there is
+// none.
+func (f *Fleet) registered(r Registration) (*worker, error) {
+	f.membership.Lock()
+	defer f.membership.Unlock()
+	if f.run == nil {
+		return nil, ErrFleetEnding
+	}
+	if at := slices.IndexFunc(f.workers, func(w *worker) bool { return w.id == r.ID }); at >= 0 {
+		if f.workers[at].registry == nil {
+			return nil, fmt.Errorf("worker %d: %w", r.ID, ErrWorkerTaken)
+		}
+		return f.workers[at], nil
+	}
+	w := newWorker(Attached{ID: r.ID, URL: r.URL}, true, StateConnecting)
+	ctx, leave := context.WithCancel(f.run.ctx)
+	w.registry = &registry{changes: make(chan registryChange), leave: leave, left: make(chan struct{})}
+	f.workers = append(f.workers, w)
+	f.run.group.Go(func() error {
+		defer leave()
+		defer close(w.registry.left)
+		f.superviseRegistered(ctx, w)
+		return nil
+	})
+	return w, nil
+}
+
+// Unregister takes a registered worker out, with all that is known of its
+// cache, and returns when nothing follows it any more. It tells whether there
+// was such a worker.
+func (f *Fleet) Unregister(id uint64) bool {
+	f.membership.Lock()
+	at := slices.IndexFunc(f.workers, func(w *worker) bool { return w.id == id && w.registry != nil })
+	if at < 0 {
+		f.membership.Unlock()
+		return false
+	}
+	w := f.workers[at]
+	f.workers = slices.Delete(slices.Clone(f.workers), at, at+1)
+	f.membership.Unlock()
+	w.registry.leave()
+	<-w.registry.left
+	return true
+}
+
+// superviseRegistered follows a registered worker until ctx is done.
+func (f *Fleet) superviseRegistered(ctx context.Context, w *worker) {
+	var next registryChange
+	select {
+	case <-ctx.Done():
+		return
+	case next = <-w.registry.changes:
+	}
+	watched := false
+	for ctx.Err() == nil {
+		next, watched = f.followRegistered(ctx, w, next, watched)
+	}
+	f.update(w, func(s *Status) { s.State = StateStopped })
+}
+
+// followRegistered follows one incarnation: until ctx is done, its process has
+// ended, or another Registration gives it another cache. watched tells that the
+// worker has answered before, so that it must again. It returns what to follow
+// next.
+func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryChange, watched bool) (next registryChange, stillWatched bool) {
+	w.Spec.URL = now.URL
+	f.update(w, func(s *Status) { s.URL, s.State = now.URL, StateConnecting })
+	in := f.begin(ctx, w)
+	defer in.end("no longer registered")
+	for _, source := range now.Sources {
+		in.followEvents(source)
+	}
+	in.takePart(now.Disagg)
+	asked := false // what it leaves out of Disagg
+	in.register(now.Registration)
+	in.followLoads(w.Spec.loadOf)
+	if !watched {
+		in.markUp()
+	}
+	now.acknowledge()
+	f.log.Info(fmt.Sprintf("worker %d: registered", w.id), "url", now.URL, "model", now.Model, "event_streams", len(now.Sources))
+
+	for {
+		timer := time.NewTimer(f.Timing.HealthEvery)
+		select {
+		case <-ctx.Done():
+			timer.Stop()
+			return now, watched
+		case change := <-w.registry.changes:
+			timer.Stop()
+			if !now.sameCache(change.Registration) {
+				return change, false
+			}
+			if change.Disagg != now.Disagg {
+				in.takePart(change.Disagg)
+				asked = false
+			}
+			in.register(change.Registration)
+			change.acknowledge()
+			now.Registration = change.Registration
+			continue
+		case <-w.wake:
+		case <-timer.C:
+		}
+		timer.Stop()
+		if !watched {
+			watched = f.get(in.ctx, now.URL, "/health", f.Timing.healthLimit, nil) == nil
+		} else {
+			before := in.up
+			if in.checkHealth(); in.gone && before {
+				return registryChange{Registration: now.Registration}, true
+			}
+		}
+		if watched && in.up && !asked {
+			asked = true
+			if d := f.detect(in.ctx, now.URL, now.Disagg); d != in.disagg {
+				in.takePart(d)
+				in.register(now.Registration)
+			}
+		}
+	}
+}
+
+// register makes every rank of r a target, in place of what it was before.
+func (in *incarnation) register(r Registration) {
+	in.targets = in.targets[:0]
+	for _, rank := range r.Ranks {
+		in.targets = append(in.targets, kv.Target{
+			Key: kv.WorkerKey{Worker: r.ID, Rank: rank}, URL: r.URL, Ranks: len(r.Ranks), Generation: in.generation,
+			Models: []string{r.Model}, MaxBatchedTokens: r.MaxBatchedTokens, TotalBlocks: r.TotalBlocks, Disagg: in.disagg,
+		})
+	}
+	in.f.update(in.w, func(s *Status) { s.Models, s.Ranks = []string{r.Model}, slices.Clone(r.Ranks) })
+	if in.up {
+		clear(in.announced)
+		in.markUp()
+	}
+}

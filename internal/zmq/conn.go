@@ -1,0 +1,291 @@
+package zmq
+
+import (
+	"bufio"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/go-zeromq/zmq4"
+	"github.com/go-zeromq/zmq4/security/null"
+)
+
+const (
+	// zmqHandshakeLimit bounds connecting and the exchange of greetings.
+	zmqHandshakeLimit = 5 * time.Second
+	// zmqMessageLimit bounds how long the rest of a message may take once its
+	// first byte is here.
+	zmqMessageLimit = 30 * time.Second
+	// zmqMaxMessage bounds the bytes of one message. A frame's length is sent
+	// by the peer; a batch of events for a million tokens takes about 5 MB.
+	zmqMaxMessage = 64 << 20
+	// zmqMaxFrames bounds the frames of one message; vLLM sends three or four.
+	zmqMaxFrames = 16
+)
+
+// Flags of a ZMTP frame.
+const (
+	zmtpMore    = 1
+	zmtpLong    = 2
+	zmtpCommand = 4
+)
+
+// ZMQConn is one ZeroMQ connection to one peer, read by one goroutine; any may
+// send. The handshake is zmq4's. Messages are read and written here, through a
+// buffer and with deadlines: a zmq4 socket reads unbuffered (about seven system
+// calls a message), believes any frame length, and leaves its reader behind
+// when it is closed with data pending. Nothing is queued in between, so a
+// reader that is behind pushes back through TCP to the publisher's own queue.
+type Conn struct {
+	Conn   *zmq4.Conn
+	Raw    net.Conn
+	in     *bufio.Reader
+	frames [][]byte // of the last message; views of buf
+	buf    []byte
+	stop   func() bool   // ends the watch on the context
+	ended  chan struct{} // closed when that watch has run
+
+	sending sync.Mutex // guards what is written: one message or command at a time
+}
+
+// DialSub connects to the PUB socket at endpoint ("tcp://host:port" or
+// "ipc://path") and subscribes to topic, a prefix. The publisher learns of the
+// subscription a moment later: what it sends until then is missed. When ctx
+// ends, the connection is closed and a pending Wait or Recv returns.
+func DialSub(ctx context.Context, endpoint, topic string) (*Conn, error) {
+	c, err := Dial(ctx, endpoint, zmq4.Sub)
+	if err != nil {
+		return nil, err
+	}
+	if err := c.Conn.SendMsg(zmq4.NewMsg(append([]byte{1}, topic...))); err != nil {
+		c.Close()
+		return nil, fmt.Errorf("subscribe at %s: %w", endpoint, err)
+	}
+	return c, nil
+}
+
+func Dial(ctx context.Context, endpoint string, kind zmq4.SocketType) (*Conn, error) {
+	network, address, found := strings.Cut(endpoint, "://")
+	switch {
+	case found && network == "tcp":
+	case found && network == "ipc":
+		network = "unix"
+	default:
+		return nil, fmt.Errorf("endpoint %q: want tcp://host:port or ipc://path", endpoint)
+	}
+	dialer := net.Dialer{
+		Timeout: zmqHandshakeLimit,
+		// ZMTP 3.0 has no heartbeat; without probes a peer that vanished is
+		// never noticed.
+		KeepAliveConfig: net.KeepAliveConfig{Enable: true, Idle: 15 * time.Second, Interval: 5 * time.Second, Count: 3},
+	}
+	raw, err := dialer.DialContext(ctx, network, address)
+	if err != nil {
+		return nil, fmt.Errorf("connect to %s: %w", endpoint, err)
+	}
+	c, err := open(ctx, raw, kind, false)
+	if err != nil {
+		return nil, fmt.Errorf("connect to %s: %w", endpoint, err)
+	}
+	return c, nil
+}
+
+// openZMQ exchanges greetings with the peer at the other end of raw, which is
+// closed when that fails, when ctx ends or by Close. server says who accepted
+// whom.
+func open(ctx context.Context, raw net.Conn, kind zmq4.SocketType, server bool) (*Conn, error) {
+	c := &Conn{Raw: raw, in: bufio.NewReaderSize(raw, 64<<10), ended: make(chan struct{})}
+	c.stop = context.AfterFunc(ctx, func() {
+		defer close(c.ended)
+		_ = raw.Close()
+	})
+	_ = raw.SetDeadline(time.Now().Add(zmqHandshakeLimit))
+	var err error
+	c.Conn, err = zmq4.Open(bufferedConn{raw, c.in}, null.Security(), kind, nil, server, nil)
+	if err != nil {
+		c.Close()
+		return nil, err
+	}
+	_ = raw.SetDeadline(time.Time{})
+	return c, nil
+}
+
+// Wait returns true as soon as a message has begun to arrive, false at the
+// time until; the zero time waits for ever.
+func (c *Conn) Wait(until time.Time) (bool, error) {
+	if c.in.Buffered() > 0 {
+		return true, nil
+	}
+	_ = c.Raw.SetReadDeadline(until) // fails on a closed connection, as does Peek
+	_, err := c.in.Peek(1)
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		return false, nil
+	}
+	return err == nil, err
+}
+
+// Recv returns the frames of the next message; they are valid until the next
+// call. It waits for the message; use Wait to bound that.
+func (c *Conn) Recv() ([][]byte, error) {
+	for {
+		if _, err := c.in.Peek(1); err != nil {
+			return nil, err
+		}
+		_ = c.Raw.SetReadDeadline(time.Now().Add(zmqMessageLimit))
+		command, err := c.readMessage()
+		_ = c.Raw.SetReadDeadline(time.Time{})
+		if err != nil {
+			return nil, err
+		}
+		if !command {
+			return c.frames, nil
+		}
+		if err := c.answer(c.frames[0]); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// Send sends one message. It may block while the peer does not read; ctx of
+// the connection ends that.
+func (c *Conn) Send(frames ...[]byte) error {
+	return c.sendEncoded(encode(frames))
+}
+
+// sendEncoded sends what encodeZMQ has encoded.
+func (c *Conn) sendEncoded(message []byte) error {
+	c.sending.Lock()
+	defer c.sending.Unlock()
+	_ = c.Raw.SetWriteDeadline(time.Now().Add(zmqMessageLimit))
+	_, err := c.Raw.Write(message)
+	return err
+}
+
+// encodeZMQ returns a message of frames as it goes over the wire.
+func encode(frames [][]byte) []byte {
+	size := 0
+	for _, frame := range frames {
+		size += 9 + len(frame)
+	}
+	out := make([]byte, 0, size)
+	for i, frame := range frames {
+		var flags byte
+		if i < len(frames)-1 {
+			flags = zmtpMore
+		}
+		if len(frame) > 255 {
+			out = binary.BigEndian.AppendUint64(append(out, flags|zmtpLong), uint64(len(frame)))
+		} else {
+			out = append(out, flags, byte(len(frame)))
+		}
+		out = append(out, frame...)
+	}
+	return out
+}
+
+// Close ends the connection and all that belongs to it.
+func (c *Conn) Close() {
+	_ = c.Raw.Close()
+	if !c.stop() {
+		<-c.ended
+	}
+}
+
+// readMessage reads the frames of one message, or one command.
+func (c *Conn) readMessage() (command bool, err error) {
+	var ends [zmqMaxFrames]int
+	n := 0
+	c.buf = c.buf[:0]
+	for more := true; more; n++ {
+		if n == zmqMaxFrames {
+			return false, fmt.Errorf("message has more than %d frames", zmqMaxFrames)
+		}
+		flags, size, err := c.readHeader()
+		if err != nil {
+			return false, err
+		}
+		if size > uint64(zmqMaxMessage-len(c.buf)) {
+			return false, fmt.Errorf("message is larger than %d bytes", zmqMaxMessage)
+		}
+		more, command = flags&zmtpMore != 0, flags&zmtpCommand != 0
+		if err := c.readBody(int(size)); err != nil {
+			return false, err
+		}
+		ends[n] = len(c.buf)
+	}
+	c.frames = c.frames[:0]
+	start := 0
+	for _, end := range ends[:n] {
+		c.frames = append(c.frames, c.buf[start:end:end])
+		start = end
+	}
+	return command, nil
+}
+
+func (c *Conn) readHeader() (flags byte, size uint64, err error) {
+	var header [9]byte
+	if _, err := io.ReadFull(c.in, header[:2]); err != nil {
+		return 0, 0, err
+	}
+	if header[0]&zmtpLong == 0 {
+		return header[0], uint64(header[1]), nil
+	}
+	if _, err := io.ReadFull(c.in, header[2:]); err != nil {
+		return 0, 0, err
+	}
+	return header[0], binary.BigEndian.Uint64(header[1:]), nil
+}
+
+// readBody appends size bytes to the buffer, which grows with what has really
+// arrived, not with what was announced.
+func (c *Conn) readBody(size int) error {
+	const step = 1 << 20
+	for size > 0 {
+		n := min(size, step)
+		start := len(c.buf)
+		if free := cap(c.buf) - start; free < n {
+			c.buf = append(c.buf, make([]byte, n)...)
+		}
+		c.buf = c.buf[:start+n]
+		if _, err := io.ReadFull(c.in, c.buf[start:]); err != nil {
+			return err
+		}
+		size -= n
+	}
+	return nil
+}
+
+// answer replies to a heartbeat; other commands of a peer need none.
+func (c *Conn) answer(command []byte) error {
+	if len(command) < 1 || int(command[0]) > len(command)-1 {
+		return errors.New("peer sent a malformed command")
+	}
+	name, body := command[1:1+command[0]], command[1+command[0]:]
+	if string(name) != zmq4.CmdPing {
+		return nil
+	}
+	if len(body) > 2 { // two bytes of time to live, then the context to return
+		body = body[2:]
+	} else {
+		body = nil
+	}
+	c.sending.Lock()
+	defer c.sending.Unlock()
+	return c.Conn.SendCmd(zmq4.CmdPong, body)
+}
+
+// bufferedConn lets zmq4's handshake read through the buffer that messages are
+// read from later.
+type bufferedConn struct {
+	net.Conn
+	in *bufio.Reader
+}
+
+func (c bufferedConn) Read(p []byte) (int, error) { return c.in.Read(p) }

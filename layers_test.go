@@ -1,0 +1,92 @@
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"io"
+	"os/exec"
+	"slices"
+	"strings"
+	"testing"
+)
+
+// layers lists the packages of internal/ from the bottom up, each with those that
+// it may import. A package may import from layers before its own only: what is
+// not in the table is a shortcut, even where the compiler would take it.
+var layers = []map[string]string{
+	{ // words and mechanisms
+		"kv": "", "table": "", "blockpool": "", "zmq": "", "jsonbody": "", "jsonlines": "", "web": "", "settings": "",
+	},
+	{ // knowing
+		"hints": "kv", "radix": "kv table blockpool", "engine": "kv blockpool", "tokens": "jsonbody",
+	},
+	{ // judging, hearing
+		"policy": "hints jsonlines kv settings", "events": "kv radix zmq",
+	},
+	{ // deciding, starting
+		"router": "hints kv policy radix table", "vllm": "events kv",
+	},
+	{ // carrying
+		"replica": "router zmq", "proxy": "jsonbody kv policy router web", "workers": "events kv policy radix vllm zmq",
+		"mocker": "engine events jsonbody kv tokens vllm web zmq", "simulate": "engine hints kv policy radix router",
+	},
+	{ // showing, offering
+		"telemetry": "hints jsonlines kv policy proxy router", "selection": "events hints kv policy radix router web workers",
+	},
+}
+
+// TestPackagesImportOnlyWhatLiesBelowThem holds what go list says against layers.
+func TestPackagesImportOnlyWhatLiesBelowThem(t *testing.T) {
+	const prefix = "kvrouter/internal/"
+	out, err := exec.CommandContext(t.Context(), "go", "list", "-json=ImportPath,Imports", "./...").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	may, seen := map[string][]string{}, []string{}
+	for _, layer := range layers {
+		for name, imports := range layer {
+			may[name] = strings.Fields(imports)
+			for _, below := range may[name] {
+				if !slices.Contains(seen, below) {
+					t.Errorf("layers: %s lies in no layer below %s", below, name)
+				}
+			}
+		}
+		for name := range layer {
+			seen = append(seen, name)
+		}
+	}
+	found := 0
+	for decoder := json.NewDecoder(strings.NewReader(string(out))); ; found++ {
+		var p struct {
+			ImportPath string
+			Imports    []string
+		}
+		if err := decoder.Decode(&p); errors.Is(err, io.EOF) {
+			break
+		} else if err != nil {
+			t.Fatal(err)
+		}
+		name, internal := strings.CutPrefix(p.ImportPath, prefix)
+		if !internal || strings.HasPrefix(name, "testkit") {
+			for _, imported := range p.Imports {
+				if !internal && strings.HasPrefix(imported, prefix+"testkit") {
+					t.Errorf("%s imports %s, which is for tests", p.ImportPath, imported)
+				}
+			}
+			continue
+		}
+		allowed, known := may[name]
+		if !known {
+			t.Errorf("package %s is in no layer: give it a place in layers", name)
+		}
+		for _, imported := range p.Imports {
+			if below, ours := strings.CutPrefix(imported, prefix); ours && !slices.Contains(allowed, below) {
+				t.Errorf("package %s may not import %s", name, below)
+			}
+		}
+	}
+	if found < len(may) {
+		t.Errorf("%d packages found, %d are in layers", found, len(may))
+	}
+}
