@@ -36,7 +36,7 @@ const (
 	CommandServe    = "serve"
 	CommandSimulate = "simulate"
 	CommandVersion  = "version"
-	CommandHelp     = "help" // the help text has been printed; nothing is left to do
+	CommandHelp     = "help" // the help or the version has been printed; nothing is left to do
 )
 
 // DefaultGPUModel is served where a GPU is found and no --model is given. On a
@@ -47,24 +47,29 @@ const DefaultGPUModel = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
 const cpuBlockMultiple = 32
 
 // Config holds every setting. Each flag may also be given as an environment
-// variable (KVROUTER_ and the flag's name in capitals) or as a key of the YAML
-// file of --config; the command line wins over the environment, which wins
-// over the file.
+// variable (KVROUTER_ and the flag's name in capitals, _ for -) or as a key of
+// the YAML file of --config (the flag's name). They rank in this order, highest
+// first: the command line, the environment, the file, the flag's default. All
+// flags parse with all commands; takesFlag says which of them a command reads.
 type Config struct {
+	// What is served, by which engine, and how many workers are started.
 	Model           string `group:"Model and engine" placeholder:"NAME|DIR" help:"Model to serve: a Hugging Face name or a folder. Default: deepseek-ai/DeepSeek-R1-Distill-Llama-8B where a GPU is found, else the SmolLM2 135M that 'make setup' prepared."`
 	ServedModelName string `group:"Model and engine" placeholder:"NAME" help:"Name that clients use for the model. Default: the name of --model, for a folder its last part."`
 	Engine          string `group:"Model and engine" default:"vllm" enum:"vllm,mocker,none" help:"What to start: vllm; mocker, simulated workers that need no GPU, Python or model; none to use attached and registered workers only."`
-	WorkersGiven    *int   `group:"Model and engine" name:"num-workers" placeholder:"2" help:"Number of workers to start."`
+	WorkersGiven    *int   `group:"Model and engine" name:"num-workers" placeholder:"N" help:"Number of workers to start. Default: 2."`
 	PrefillWorkers  int    `group:"Model and engine" placeholder:"N" help:"In place of --num-workers: number of workers to start that only compute prompts, and hand them over by NIXL (mock workers: --mock-disagg-kind)."`
 	DecodeWorkers   int    `group:"Model and engine" placeholder:"N" help:"Number of workers to start beside those, which compute the answers."`
 	BlockSize       int    `group:"Model and engine" default:"64" help:"Tokens in a KV-cache block; the same in router and engine. On a CPU a multiple of 32."`
 	GPUsPerWorker   int    `group:"Model and engine" name:"gpus-per-worker" default:"1" help:"GPUs of one worker, or of each of its data-parallel ranks (tensor parallel)."`
 	Python          string `group:"Model and engine" placeholder:"PATH" help:"Python that has vLLM. Default: the environment that 'make setup' prepared, else python3."`
 
+	// Workers that run already, and how started ones are looked after.
 	Worker            []workers.Attached `group:"Workers" sep:";" placeholder:"url=URL,..." help:"Attach a worker that runs already: url=http://host:8100[,id=3][,kv-events=tcp://host:5557][,replay=tcp://host:5757][,load=tcp://host:5657][,role=prefill|decode|both][,kind=nixl|sglang|mooncake][,bootstrap=host:8998]. Repeatable. Only url is needed: the worker itself names its event endpoints."`
 	StartupTimeout    time.Duration      `group:"Workers" default:"10m" help:"Longest time for a started worker to become ready."`
 	RestartBackoffMax time.Duration      `group:"Workers" default:"30s" help:"Longest pause before a dead worker is started again; the first is 1s, each next one double."`
 
+	// Where the router listens, and the first port of each kind that started
+	// workers listen on.
 	Host             string `group:"Addresses" default:"127.0.0.1" help:"Address that the OpenAI port and the router port listen on."`
 	HTTPPort         int    `group:"Addresses" name:"http-port" default:"8000" help:"OpenAI port; 0 is any free one."`
 	RouterPort       int    `group:"Addresses" default:"7000" help:"Router port (/find_best_worker, /workers); 0 is any free one."`
@@ -74,6 +79,8 @@ type Config struct {
 	BaseMetricsPort  int    `group:"Addresses" default:"5657" help:"Load metrics port of worker 0; worker i has this plus i."`
 	BaseNIXLPort     int    `group:"Addresses" name:"base-nixl-port" default:"5600" help:"NIXL side-channel port of worker 0, with --prefill-workers; worker i has this plus i."`
 
+	// How a worker is chosen, what the router knows of caches, and how a request
+	// is shared between prefill and decode workers.
 	Policy           string               `group:"Routing" default:"work" placeholder:"NAME" help:"How to choose a worker: ${policies}. Simulate takes several, separated by commas."`
 	Seed             uint64               `group:"Routing" default:"0" help:"Seed of everything random; 0 takes it from the clock."`
 	TokenTimeout     time.Duration        `group:"Routing" default:"2s" help:"Longest wait for a worker's own tokens where the router cannot render a prompt itself."`
@@ -85,6 +92,7 @@ type Config struct {
 	Index            router.IndexSettings `embed:""`
 	Disagg           proxy.Settings       `embed:""`
 
+	// Who may send requests, how large they may be and how long they may take.
 	APIKey           []string      `group:"Requests" name:"api-key" placeholder:"KEY" help:"Bearer key that the OpenAI port asks for; several are separated by commas. Default: no key is asked for."`
 	RouterAPIKey     []string      `group:"Requests" name:"router-api-key" placeholder:"KEY" help:"The same for the router port."`
 	MaxBodyBytes     int64         `group:"Requests" default:"67108864" help:"Largest request body, bytes. Images and audio travel inside it as base64: raise it for large ones."`
@@ -93,13 +101,17 @@ type Config struct {
 	Record           string        `group:"Requests" placeholder:"FILE" help:"Append one line of JSON to FILE for each finished request, without its text, to be replayed by 'kvrouter simulate --trace'."`
 	AllowEngineAdmin bool          `group:"Requests" help:"Pass the engines' admin and development paths on (/reset_prefix_cache, /sleep, ...) instead of refusing them."`
 
+	// Replica says which other routers serve the same workers.
 	Replica replica.Settings `embed:""`
 
-	Mock mocker.Settings `embed:""`
-
+	// What is logged, and the file of settings.
 	LogLevel   string `group:"Logs and settings" default:"info" enum:"debug,info,warn,error" help:"Least severe log lines to show: ${enum}. debug has every line of every worker."`
 	LogFormat  string `group:"Logs and settings" default:"text" enum:"text,json" help:"Form of log lines: ${enum}."`
 	ConfigFile string `group:"Logs and settings" name:"config" placeholder:"FILE" help:"YAML file of settings: flag names as keys, and vllm-args (a list) for what else follows --."`
+
+	// Mock is what --engine mocker starts, and the size and the timing of the
+	// simulator's engines. Its group is the last that help shows.
+	Mock mocker.Settings `embed:""`
 
 	// VLLMArgs is what follows --: arguments for every started vLLM, unchanged.
 	VLLMArgs []string `kong:"-"`
@@ -125,6 +137,70 @@ type cli struct {
 	Serve    struct{}          `cmd:"" default:"1" help:"Start workers and route to them (needs no word)."`
 	Simulate simulate.Settings `cmd:"" help:"Replay a trace, or made-up conversations, through the router and simulated workers, and compare policies."`
 	Version  struct{}          `cmd:"" help:"Print the version."`
+
+	ShowVersion kong.VersionFlag `name:"version" env:"-" help:"Print the version."`
+}
+
+// mockGroup is the group of mocker.Settings.
+const mockGroup = "Mock workers, with --engine mocker"
+
+// simulateGroups are the groups of Config whose flags CommandSimulate reads, all
+// but those of notSimulated.
+var simulateGroups = []string{"Policy kv", "Policies cache-threshold and variance", "Policy thompson", "Index"}
+
+// notSimulated are the flags of simulateGroups that CommandSimulate refuses.
+var notSimulated = []string{"thompson-state", "thompson-traces"}
+
+// simulateFlags are the flags of Config's other groups that CommandSimulate reads.
+var simulateFlags = []string{
+	"config", "policy", "seed", "block-size", "prefill-workers", "decode-workers", "disagg-min-uncached-tokens",
+	"speedup-ratio", "mock-num-gpu-blocks", "mock-max-num-seqs", "mock-max-num-batched-tokens", "mock-prefill-ms", "mock-decode-ms",
+	"mock-kv-transfer-bandwidth", "mock-kv-bytes-per-token",
+}
+
+// takesFlag tells whether the command reads a flag that all commands parse.
+func takesFlag(command string, flag *kong.Flag) bool {
+	switch {
+	case flag.Group == nil: // help and version
+		return true
+	case command == CommandServe:
+		return true
+	case command == CommandSimulate && slices.Contains(simulateGroups, flag.Group.Title):
+		return !slices.Contains(notSimulated, flag.Name)
+	}
+	return command == CommandSimulate && slices.Contains(simulateFlags, flag.Name)
+}
+
+// printHelp prints the help of the command, or of CommandServe where none is
+// named, with the flags that it reads only.
+func printHelp(options kong.HelpOptions, ctx *kong.Context) error {
+	command := CommandServe
+	if selected := ctx.Selected(); selected != nil {
+		command = selected.Name
+	}
+	for _, flag := range ctx.Model.Flags {
+		flag.Hidden = !takesFlag(command, flag)
+		if command == CommandSimulate && flag.Group != nil && flag.Group.Title == mockGroup {
+			flag.Group.Title = "Simulated workers"
+		}
+	}
+	return kong.DefaultHelpPrinter(options, ctx)
+}
+
+// newParser returns what reads arguments into c.
+func newParser(c *cli, options ...kong.Option) (*kong.Kong, error) {
+	parser, err := kong.New(c, append([]kong.Option{
+		kong.Name("kvrouter"),
+		kong.Description("A KV-cache-aware router for vLLM: starts or attaches workers and serves one OpenAI endpoint; each request goes to the worker that holds most of its prompt and is least busy. What follows -- is passed on to every vLLM it starts."),
+		kong.DefaultEnvars("KVROUTER"),
+		kong.Vars{"policies": strings.Join(policy.Names, ", "), "version": "kvrouter " + version()},
+		kong.ConfigureHelp(kong.HelpOptions{NoExpandSubcommands: true, FlagsLast: false}),
+		kong.Help(printHelp),
+	}, options...)...)
+	if err != nil {
+		return nil, fmt.Errorf("settings: %w", err)
+	}
+	return parser, nil
 }
 
 // ParseConfig reads the command line (without the program's name), the
@@ -144,19 +220,13 @@ func parseConfig(args []string, machine settings.Machine) (Config, string, error
 
 	var c cli
 	printed := false
-	parser, err := kong.New(&c,
-		kong.Name("kvrouter"),
-		kong.Description("A KV-cache-aware router for vLLM: starts or attaches workers and serves one OpenAI endpoint; each request goes to the worker that holds most of its prompt and is least busy. What follows -- is passed on to every vLLM it starts."),
-		kong.DefaultEnvars("KVROUTER"),
-		kong.Vars{"policies": strings.Join(policy.Names, ", ")},
-		kong.ConfigureHelp(kong.HelpOptions{NoExpandSubcommands: true, FlagsLast: false}),
-		kong.Exit(func(int) { printed = true }),
-	)
+	parser, err := newParser(&c, kong.Exit(func(int) { printed = true }))
 	if err != nil {
-		return Config{}, "", fmt.Errorf("settings: %w", err)
+		return Config{}, "", err
 	}
 
-	file, err := settings.ReadConfigFile(configFileName(args, machine.Getenv), parser.Model.Flags)
+	keys := slices.DeleteFunc(slices.Clone(parser.Model.Flags), func(flag *kong.Flag) bool { return flag.Name == "version" })
+	file, err := settings.ReadConfigFile(configFileName(args, machine.Getenv), keys)
 	if err != nil {
 		return Config{}, "", err
 	}

@@ -12,9 +12,11 @@ import (
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/tokens"
 	"kvrouter/internal/workers"
+	"maps"
 	"net"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -91,7 +93,9 @@ func TestCommands(t *testing.T) {
 		want string
 	}{
 		{nil, CommandServe}, {[]string{"serve"}, CommandServe}, {[]string{"version"}, CommandVersion},
-		{[]string{"--seed", "3"}, CommandServe},
+		{[]string{"--seed", "3"}, CommandServe}, {[]string{"--version"}, CommandHelp},
+		{[]string{"simulate", "--synthetic=chat", "--concurrency=8", "--mock-num-gpu-blocks=100", "--log-level=warn"}, CommandSimulate},
+		{[]string{"--mock-num-gpu-blocks=100", "--drain-timeout=1s", "simulate", "--synthetic=chat", "--concurrency=8"}, CommandSimulate},
 	} {
 		if _, got, err := parseConfig(test.args, machine); got != test.want || err != nil {
 			t.Errorf("%q: command %q, %v; want %q", test.args, got, err, test.want)
@@ -105,11 +109,111 @@ func TestHelpNamesEveryGroupOnce(t *testing.T) {
 			t.Errorf("command %q, %v", command, err)
 		}
 	})
-	for _, want := range []string{"Model and engine", "Workers\n", "Addresses", "Routing", "Requests", "Logs and settings", "--drain-timeout=30s", "KVROUTER_NUM_WORKERS", "--[no-]collect-usage"} {
+	for _, want := range []string{"Model and engine", "Workers\n", "Addresses", "Routing", "Requests", "Logs and settings", mockGroup, "--drain-timeout=30s", "KVROUTER_NUM_WORKERS", "--[no-]collect-usage"} {
 		if strings.Count(out, want) != 1 {
 			t.Errorf("help has %q %d times", want, strings.Count(out, want))
 		}
 	}
+}
+
+// helpFlag is the first line of a flag in a help text.
+var helpFlag = regexp.MustCompile(`(?m)^ +(?:-h, )?--(?:\[no-\])?([a-z0-9.-]+)(?:=| {2,}|$)`)
+
+// helpOf returns what arguments print and the flags that this shows.
+func helpOf(t *testing.T, args ...string) (text string, flags map[string]bool) {
+	t.Helper()
+	text = captureStdout(t, func() {
+		if _, command, err := parseConfig(args, testMachine(t)); command != CommandHelp || err != nil {
+			t.Errorf("%q: command %q, %v", args, command, err)
+		}
+	})
+	flags = map[string]bool{}
+	for _, match := range helpFlag.FindAllStringSubmatch(text, -1) {
+		flags[match[1]] = true
+	}
+	return text, flags
+}
+
+func TestHelpShowsWhatTheCommandReads(t *testing.T) {
+	parser, err := newParser(new(cli))
+	if err != nil {
+		t.Fatal(err)
+	}
+	known := map[string]bool{}
+	for _, flag := range parser.Model.Flags {
+		known[flag.Name] = true
+	}
+	for _, name := range slices.Concat(simulateFlags, notSimulated) {
+		if !known[name] {
+			t.Errorf("there is no flag --%s", name)
+		}
+	}
+
+	_, plain := helpOf(t, "--help")
+	_, serve := helpOf(t, "serve", "--help")
+	if diff := cmp.Diff(known, plain); diff != "" {
+		t.Errorf("--help and the flags that serving reads differ: %s", diff)
+	}
+	if diff := cmp.Diff(plain, serve); diff != "" {
+		t.Errorf("--help and serve --help differ: %s", diff)
+	}
+	text, simulate := helpOf(t, "simulate", "--help")
+	if _, before := helpOf(t, "--help", "simulate"); !maps.Equal(simulate, before) {
+		t.Errorf("--help simulate shows %v, simulate --help %v", before, simulate)
+	}
+	for _, name := range slices.Concat(simulateFlags, []string{
+		"version", "trace", "json", "synthetic-turns", "agentic-runs", "cache-threshold", "router-temperature", "thompson-config", "thompson.fixes", "no-kv-events", "cache-correction",
+	}) {
+		if !simulate[name] {
+			t.Errorf("simulate --help does not show --%s", name)
+		}
+	}
+	for _, name := range slices.Concat(notSimulated, []string{
+		"model", "engine", "num-workers", "worker", "http-port", "api-key", "drain-timeout", "record", "replica-sync", "log-level", "indexer-peers",
+		"router-track-active-blocks", "router-queue-threshold", "active-prefill-tokens-threshold", "enforce-disagg", "disagg-prefill-timeout",
+		"mock-lora", "mock-error-rate", "mock-crash-every", "mock-disagg-kind", "mock-data-parallel-size", "mock-output-tokens",
+	}) {
+		if simulate[name] || !serve[name] {
+			t.Errorf("--%s is shown by simulate --help: %t, by serve --help: %t", name, simulate[name], serve[name])
+		}
+	}
+	if !strings.Contains(text, "\nSimulated workers\n") || strings.Contains(text, mockGroup) {
+		t.Error("simulate --help has the mocker's group under its own title")
+	}
+	for _, command := range parser.Model.Children {
+		for _, flag := range command.Flags {
+			if !simulate[flag.Name] || plain[flag.Name] {
+				t.Errorf("--%s of %s is shown by simulate --help: %t, by --help: %t", flag.Name, command.Name, simulate[flag.Name], plain[flag.Name])
+			}
+		}
+	}
+	if _, shown := helpOf(t, "version", "--help"); !maps.Equal(shown, map[string]bool{"help": true, "version": true}) {
+		t.Errorf("version --help shows %v", shown)
+	}
+}
+
+func TestHelpShowsTheMockersFlagsLast(t *testing.T) {
+	text, _ := helpOf(t, "--help")
+	_, last, found := strings.Cut(text, "\n"+mockGroup+"\n")
+	if !found || strings.Contains(text[:len(text)-len(last)], "\n  --mock-") {
+		t.Fatal("the mocker's flags are not in a group of their own")
+	}
+	for _, match := range helpFlag.FindAllStringSubmatch(last, -1) {
+		if !strings.HasPrefix(match[1], "mock-") && match[1] != "speedup-ratio" {
+			t.Errorf("--%s stands after the mocker's flags", match[1])
+		}
+	}
+	if !strings.Contains(text, "docs/routing.md") || strings.Contains(text, "docs/policies.md") {
+		t.Error("help does not name docs/routing.md for policies")
+	}
+}
+
+func TestVersionFlagPrintsTheVersion(t *testing.T) {
+	if text, _ := helpOf(t, "--version"); text != "kvrouter "+version()+"\n" {
+		t.Errorf("--version prints %q", text)
+	}
+	t.Setenv("KVROUTER_VERSION", "true")
+	mustParse(t, testMachine(t))
 }
 
 func captureStdout(t *testing.T, f func()) string {
@@ -286,6 +390,7 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"ports of ranks overlap", cpu, "--num-workers 26 -- --data-parallel-size 4", []string{"--base-kv-events-port 5557 (+100 for worker 25)", "--base-metrics-port 5657"}},
 		{"too few GPUs for ranks", gpu, "-- --data-parallel-size 2", []string{"--data-parallel-size 2", "needs 4 GPUs", "3 are visible"}},
 		{"no file", cpu, "--config /nonexistent.yaml", []string{"/nonexistent.yaml", "no such file"}},
+		{"the version as a setting", cpu, "--config " + file("version: true"), []string{"c.yaml", `"version"`}},
 		{"unknown key", cpu, "--config " + file("num-wokers: 3"), []string{"c.yaml", `"num-wokers"`, `"num-workers"`}},
 		{"file is no map", cpu, "--config " + file("- a"), []string{"c.yaml", "not a YAML map"}},
 		{"file has a wrong type", cpu, "--config " + file("num-workers: many"), []string{"--num-workers", "many", "c.yaml"}},

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Builds the static library of native/ and puts it into native/lib, where cgo
 # looks for it. Built libraries are kept by what they were built from, so a second
-# call only copies.
+# call only copies. The header beside the library is a marker: without it the C
+# compiler stops and names `make setup`, before the linker misses the library.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -24,6 +25,7 @@ key=$( (cat native/Cargo.toml native/Cargo.lock native/src/*.rs; echo "$version"
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/kvrouter/native
 kept=$cache/$key/libtokenizers.a
 target=native/lib/libtokenizers.a
+marker=native/lib/kvrouter_native.h
 
 if [ ! -f "$kept" ]; then
     echo "build-native: compiling the tokenizer and template library (a minute or two)" >&2
@@ -37,4 +39,7 @@ if ! cmp -s "$kept" "$target"; then
     mkdir -p native/lib
     rm -f "$target"
     ln "$kept" "$target" 2>/dev/null || cp "$kept" "$target"
+fi
+if [ ! -f "$marker" ]; then
+    echo '// Tells internal/tokens that libtokenizers.a is here.' >"$marker"
 fi

@@ -15,29 +15,29 @@ import (
 // those of SimConfig. Those whose help begins with "Fault" are for tests of what
 // routes to them.
 type Settings struct {
-	SpeedupRatio            float64                  `group:"Mocker" default:"1" help:"How many times faster than the simulated GPU a mock worker runs; 0: no waits at all."`
-	MockNumGPUBlocks        int                      `group:"Mocker" name:"mock-num-gpu-blocks" default:"16384" help:"KV-cache blocks of a mock worker (vLLM's --num-gpu-blocks-override)."`
-	MockMaxNumSeqs          int                      `group:"Mocker" default:"256" help:"Most requests in a mock worker's batch (vLLM's --max-num-seqs)."`
-	MockMaxNumBatchedTokens int                      `group:"Mocker" default:"8192" help:"Most tokens a mock worker computes in one step (vLLM's --max-num-batched-tokens)."`
-	MockDataParallelSize    int                      `group:"Mocker" default:"1" help:"Data-parallel ranks of a mock worker (vLLM's --data-parallel-size), each with its own cache, event and load port."`
-	MockLora                []string                 `group:"Mocker" name:"mock-lora" placeholder:"NAME" help:"LoRA adapters that a mock worker serves as models (vLLM's --lora-modules); several are separated by commas."`
-	MockPrefillMS           []float64                `group:"Mocker" name:"mock-prefill-ms" default:"16.50142,0.01518344,4.209989e-07" placeholder:"A,B,C" help:"Time of a step's prefill, ms: A + B*n + C*n^2 for n prompt tokens that are not cached."`
-	MockDecodeMS            []float64                `group:"Mocker" name:"mock-decode-ms" default:"5.74,54.01,-25.74" placeholder:"A,B,C" help:"Time of a step's decoding, ms: A + B*u + C*u^2, at least 1, where the decoding requests' tokens fill the share u (0 to 1) of the KV cache."`
-	MockOutputTokens        int                      `group:"Mocker" default:"128" help:"Tokens after which a mock answer ends by itself, unless the request says ignore_eos or a smaller max_tokens."`
-	MockKVTransferBandwidth float64                  `group:"Mocker" name:"mock-kv-transfer-bandwidth" default:"64" placeholder:"GB/S" help:"How fast a computed prompt goes from one mock worker to another, GB (10^9 bytes) a second."`
-	MockKVBytesPerToken     int                      `group:"Mocker" name:"mock-kv-bytes-per-token" default:"131072" help:"KV cache of one prompt token, bytes. Default: a Llama 8B's in 16 bits (2 * 32 layers * 8 heads * 128 * 2)."`
-	MockDisaggKind          string                   `group:"Mocker" default:"nixl" enum:"nixl,sglang" help:"With --prefill-workers, the protocol of mock workers: nixl (vLLM's) or sglang."`
-	MockKVLease             time.Duration            `group:"Mocker" name:"mock-kv-lease" default:"30s" help:"How long a prefill mock worker keeps a prompt's blocks that no decode worker asks for (vLLM's kv_lease_duration)."`
-	MockKVLoadFailure       string                   `group:"Mocker" name:"mock-kv-load-failure" default:"recompute" enum:"recompute,fail" help:"What a decode mock worker does with a request whose prompt does not come (vLLM's kv_load_failure_policy)."`
-	MockBootstrapTimeout    time.Duration            `group:"Mocker" default:"5m" help:"How long SGLang mock workers wait for each other."`
-	MockArrayEvents         bool                     `group:"Mocker" help:"Send KV events as arrays, as vLLM did up to 0.23, not as maps."`
-	MockErrorRate           float64                  `group:"Mocker" default:"0" help:"Fault: share of the requests, 0 to 1, that a mock worker answers with status 500."`
-	MockCrashEvery          time.Duration            `group:"Mocker" default:"0s" help:"Fault: so often a mock worker, each in its turn, dies as if it were killed; 0 is never."`
-	MockHangWorker          map[uint64]time.Duration `group:"Mocker" mapsep:"," placeholder:"ID=AFTER" help:"Fault: mock worker ID stops to compute and to answer (its ports stay open) that long after each of its starts. Several are separated by commas."`
-	MockSlowWorker          map[uint64]float64       `group:"Mocker" mapsep:"," placeholder:"ID=FACTOR" help:"Fault: mock worker ID takes FACTOR times as long for every step. Several are separated by commas."`
-	MockDropEvents          float64                  `group:"Mocker" default:"0" help:"Fault: share of the KV-event batches, 0 to 1, that are not sent; their replay has them."`
-	MockDuplicateEvents     float64                  `group:"Mocker" default:"0" help:"Fault: share of the KV-event batches, 0 to 1, that are sent twice."`
-	MockDelayEvents         time.Duration            `group:"Mocker" default:"0s" help:"Fault: each KV-event batch is sent so much later."`
+	SpeedupRatio            float64                  `group:"Mock workers, with --engine mocker" default:"1" help:"How many times faster than the simulated GPU a mock worker runs; 0: no waits at all."`
+	MockNumGPUBlocks        int                      `group:"Mock workers, with --engine mocker" name:"mock-num-gpu-blocks" default:"16384" help:"KV-cache blocks of a mock worker (vLLM's --num-gpu-blocks-override)."`
+	MockMaxNumSeqs          int                      `group:"Mock workers, with --engine mocker" default:"256" help:"Most requests in a mock worker's batch (vLLM's --max-num-seqs)."`
+	MockMaxNumBatchedTokens int                      `group:"Mock workers, with --engine mocker" default:"8192" help:"Most tokens a mock worker computes in one step (vLLM's --max-num-batched-tokens)."`
+	MockDataParallelSize    int                      `group:"Mock workers, with --engine mocker" default:"1" help:"Data-parallel ranks of a mock worker (vLLM's --data-parallel-size), each with its own cache, event and load port."`
+	MockLora                []string                 `group:"Mock workers, with --engine mocker" name:"mock-lora" placeholder:"NAME" help:"LoRA adapters that a mock worker serves as models (vLLM's --lora-modules); several are separated by commas."`
+	MockPrefillMS           []float64                `group:"Mock workers, with --engine mocker" name:"mock-prefill-ms" default:"16.50142,0.01518344,4.209989e-07" placeholder:"A,B,C" help:"Time of a step's prefill, ms: A + B*n + C*n^2 for n prompt tokens that are not cached."`
+	MockDecodeMS            []float64                `group:"Mock workers, with --engine mocker" name:"mock-decode-ms" default:"5.74,54.01,-25.74" placeholder:"A,B,C" help:"Time of a step's decoding, ms: A + B*u + C*u^2, at least 1, where the decoding requests' tokens fill the share u (0 to 1) of the KV cache."`
+	MockOutputTokens        int                      `group:"Mock workers, with --engine mocker" default:"128" help:"Tokens after which a mock answer ends by itself, unless the request says ignore_eos or a smaller max_tokens."`
+	MockKVTransferBandwidth float64                  `group:"Mock workers, with --engine mocker" name:"mock-kv-transfer-bandwidth" default:"64" placeholder:"GB/S" help:"How fast a computed prompt goes from one mock worker to another, GB (10^9 bytes) a second."`
+	MockKVBytesPerToken     int                      `group:"Mock workers, with --engine mocker" name:"mock-kv-bytes-per-token" default:"131072" help:"KV cache of one prompt token, bytes. Default: a Llama 8B's in 16 bits (2 * 32 layers * 8 heads * 128 * 2)."`
+	MockDisaggKind          string                   `group:"Mock workers, with --engine mocker" default:"nixl" enum:"nixl,sglang" help:"With --prefill-workers, the protocol of mock workers: nixl (vLLM's) or sglang."`
+	MockKVLease             time.Duration            `group:"Mock workers, with --engine mocker" name:"mock-kv-lease" default:"30s" help:"How long a prefill mock worker keeps a prompt's blocks that no decode worker asks for (vLLM's kv_lease_duration)."`
+	MockKVLoadFailure       string                   `group:"Mock workers, with --engine mocker" name:"mock-kv-load-failure" default:"recompute" enum:"recompute,fail" help:"What a decode mock worker does with a request whose prompt does not come (vLLM's kv_load_failure_policy)."`
+	MockBootstrapTimeout    time.Duration            `group:"Mock workers, with --engine mocker" default:"5m" help:"How long SGLang mock workers wait for each other."`
+	MockArrayEvents         bool                     `group:"Mock workers, with --engine mocker" help:"Send KV events as arrays, as vLLM did up to 0.23, not as maps."`
+	MockErrorRate           float64                  `group:"Mock workers, with --engine mocker" default:"0" help:"Fault: share of the requests, 0 to 1, that a mock worker answers with status 500."`
+	MockCrashEvery          time.Duration            `group:"Mock workers, with --engine mocker" default:"0s" help:"Fault: so often a mock worker, each in its turn, dies as if it were killed; 0 is never."`
+	MockHangWorker          map[uint64]time.Duration `group:"Mock workers, with --engine mocker" mapsep:"," placeholder:"ID=AFTER" help:"Fault: mock worker ID stops to compute and to answer (its ports stay open) that long after each of its starts. Several are separated by commas."`
+	MockSlowWorker          map[uint64]float64       `group:"Mock workers, with --engine mocker" mapsep:"," placeholder:"ID=FACTOR" help:"Fault: mock worker ID takes FACTOR times as long for every step. Several are separated by commas."`
+	MockDropEvents          float64                  `group:"Mock workers, with --engine mocker" default:"0" help:"Fault: share of the KV-event batches, 0 to 1, that are not sent; their replay has them."`
+	MockDuplicateEvents     float64                  `group:"Mock workers, with --engine mocker" default:"0" help:"Fault: share of the KV-event batches, 0 to 1, that are sent twice."`
+	MockDelayEvents         time.Duration            `group:"Mock workers, with --engine mocker" default:"0s" help:"Fault: each KV-event batch is sent so much later."`
 
 	// What no flag of the mocker says, set by who starts one.
 	ServedModelName string      `kong:"-"`

@@ -1,7 +1,11 @@
 package tokens
 
 /*
+#cgo CFLAGS: -I${SRCDIR}/../../native/lib
 #cgo LDFLAGS: -L${SRCDIR}/../../native/lib -ltokenizers -ldl -lm -lpthread
+#if !__has_include("kvrouter_native.h")
+#error "native/lib has no library: run `make setup`, which builds it"
+#endif
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>

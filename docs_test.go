@@ -1,0 +1,184 @@
+package main
+
+import (
+	"flag"
+	"fmt"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/alecthomas/kong"
+)
+
+var update = flag.Bool("update", false, "write the pages of docs/ that are generated")
+
+const flagsPage = "docs/flags.md"
+
+const flagsIntro = `# Flags
+
+Each flag is also an environment variable and a key of the YAML file of ` + "`--config`" + ` (the flag's name without its dashes). The command line ranks first, then the environment, then the file, then the default.
+
+- The last column names the commands that read the flag. The other ones accept it and leave it alone, or say why it does not go with them.
+- Flags that only simulate reads are given after the word ` + "`simulate`" + `; the file has no keys for them.
+- A flag that is on or off takes no value; ` + "`[no-]`" + ` means that ` + "`--no-...`" + ` switches it off.
+- — is no default, or one that the meaning tells.
+- ` + "`--help` and `--version`" + ` print their text and end. What follows ` + "`--`" + ` goes to every vLLM that is started.
+
+This page is generated: ` + "`go test -run TestFlagsPage -update .`" + `
+`
+
+// flagGroup is one table of the page of flags.
+type flagGroup struct {
+	title string
+	flags []*kong.Flag
+}
+
+// flagGroups returns all flags but --help and --version by group, in the order
+// of help: first those that all commands parse, then those of simulate alone.
+func flagGroups(t *testing.T) (groups []*flagGroup, of map[*kong.Flag][]string) {
+	t.Helper()
+	of = map[*kong.Flag][]string{}
+	add := func(title string, flag *kong.Flag, commands ...string) {
+		if flag.Group != nil {
+			title = flag.Group.Title
+		}
+		i := slices.IndexFunc(groups, func(g *flagGroup) bool { return g.title == title })
+		if i < 0 {
+			i = len(groups)
+			groups = append(groups, &flagGroup{title: title})
+		}
+		groups[i].flags = append(groups[i].flags, flag)
+		of[flag] = commands
+	}
+	parser, err := newParser(new(cli))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, flag := range parser.Model.Flags {
+		if flag.Name == "help" || flag.Name == "version" {
+			continue
+		}
+		var commands []string
+		for _, command := range []string{CommandServe, CommandSimulate} {
+			if takesFlag(command, flag) {
+				commands = append(commands, command)
+			}
+		}
+		add("", flag, commands...)
+	}
+	for _, command := range parser.Model.Children {
+		for _, flag := range command.Flags {
+			add("Simulation", flag, command.Name)
+		}
+	}
+	return groups, of
+}
+
+// flagSpelling is how the page writes a flag.
+func flagSpelling(flag *kong.Flag) string {
+	if flag.Tag.Negatable != "" {
+		return "--[no-]" + flag.Name
+	}
+	return "--" + flag.Name
+}
+
+// flagDefault is how the page writes a flag's default.
+func flagDefault(flag *kong.Flag) string {
+	switch {
+	case flag.IsBool() && flag.Default == "true":
+		return "on"
+	case flag.IsBool():
+		return "off"
+	case flag.Default == "":
+		return "—"
+	}
+	return "`" + flag.Default + "`"
+}
+
+// TestFlagsPage holds docs/flags.md against the flags.
+func TestFlagsPage(t *testing.T) {
+	groups, commands := flagGroups(t)
+	page := &strings.Builder{}
+	page.WriteString(flagsIntro)
+	escape := strings.NewReplacer("|", `\|`, "*", `\*`)
+	for _, group := range groups {
+		fmt.Fprintf(page, "\n## %s\n\n| flag | default | environment variable | meaning | command |\n|---|---|---|---|---|\n", group.title)
+		for _, flag := range group.flags {
+			name := flagSpelling(flag)
+			if flag.PlaceHolder != "" {
+				name += " " + strings.ReplaceAll(flag.PlaceHolder, "|", `\|`)
+			}
+			fmt.Fprintf(page, "| `%s` | %s | `%s` | %s | %s |\n", name, flagDefault(flag), strings.Join(flag.Envs, "`, `"), escape.Replace(flag.Help), strings.Join(commands[flag], ", "))
+		}
+	}
+	if *update {
+		if err := os.WriteFile(flagsPage, []byte(page.String()), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	written, err := os.ReadFile(flagsPage)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if string(written) != page.String() {
+		t.Errorf("%s is not what the flags say: run go test -run TestFlagsPage -update .", flagsPage)
+	}
+}
+
+// TestEveryFlagIsInATableWithItsDefault reads the page as a reader does, without
+// what TestFlagsPage makes it from.
+func TestEveryFlagIsInATableWithItsDefault(t *testing.T) {
+	text, err := os.ReadFile(flagsPage)
+	if err != nil {
+		t.Fatal(err)
+	}
+	row := regexp.MustCompile("(?m)^\\| `--((?:\\[no-\\])?)([a-z0-9.-]+)[^`]*` \\| ([^|]*) \\| `KVROUTER_[A-Z_]+` \\| .+ \\| (?:serve|simulate|serve, simulate) \\|$")
+	type told struct{ negatable, value string }
+	rows := map[string]told{}
+	for _, match := range row.FindAllStringSubmatch(string(text), -1) {
+		if _, twice := rows[match[2]]; twice {
+			t.Errorf("--%s is there twice", match[2])
+		}
+		rows[match[2]] = told{match[1], strings.Trim(match[3], "`")}
+	}
+	if lines := strings.Count(string(text), "\n| `--"); lines != len(rows) {
+		t.Errorf("%d rows begin with a flag, and %d have the form of a row", lines, len(rows))
+	}
+	parser, err := newParser(new(cli))
+	if err != nil {
+		t.Fatal(err)
+	}
+	flags := slices.Clone(parser.Model.Flags)
+	for _, command := range parser.Model.Children {
+		flags = append(flags, command.Flags...)
+	}
+	for _, flag := range flags {
+		if flag.Name == "help" || flag.Name == "version" {
+			continue
+		}
+		row, found := rows[flag.Name]
+		delete(rows, flag.Name)
+		if !found {
+			t.Errorf("--%s (%s) is in no table of %s", flag.Name, flag.Help, flagsPage)
+			continue
+		}
+		want := told{value: flag.Default}
+		if flag.Tag.Negatable != "" {
+			want.negatable = "[no-]"
+		}
+		if flag.IsBool() {
+			want.value = map[string]string{"true": "on", "false": "off", "": "off"}[flag.Default]
+		}
+		if want.value == "" {
+			want.value = "—"
+		}
+		if row != want {
+			t.Errorf("--%s is told of as %q, want %q", flag.Name, row, want)
+		}
+	}
+	for name := range rows {
+		t.Errorf("there is no flag --%s", name)
+	}
+}
