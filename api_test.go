@@ -7,6 +7,16 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/tidwall/gjson"
+
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
@@ -18,15 +28,6 @@ import (
 	"kvrouter/internal/tokens"
 	"kvrouter/internal/web"
 	"kvrouter/internal/workers"
-	"log/slog"
-	"net/http"
-	"net/http/httptest"
-	"regexp"
-	"strings"
-	"testing"
-	"time"
-
-	"github.com/tidwall/gjson"
 )
 
 // newFakeWorker starts a worker that answers inference requests with serve.
@@ -704,4 +705,117 @@ func TestMetricsHaveDynamosNames(t *testing.T) {
 	if t.Failed() {
 		t.Log(page)
 	}
+}
+
+// TestCachedTokensThatSayNothingOfTheCacheAreLeftOut is about requests for which
+// which an engine computes a prompt anew.
+func TestCachedTokensThatSayNothingOfTheCacheAreLeftOut(t *testing.T) {
+	worker := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		io.WriteString(w, `{"usage":{"prompt_tokens":3,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":0}}}`)
+	}))
+	defer worker.Close()
+	for _, test := range []struct {
+		fields string
+		heard  bool
+	}{
+		{`"prompt":[1,2,3]`, true},
+		{`"prompt":[1,2,3],"prompt_logprobs":null,"logprobs":1`, true},
+		{`"prompt":[1,2,3],"prompt_logprobs":0`, false},
+		{`"prompt":[1,2,3],"echo":true,"logprobs":1`, false},
+		{`"prompt":[1,2,3],"echo":true`, true},
+	} {
+		h := newTestAPI(t, Config{}, worker.URL)
+		if response, answer := h.post(t, "/v1/completions", "{"+test.fields+"}"); response.StatusCode != http.StatusOK {
+			t.Fatalf("%s: %s", response.Status, answer)
+		}
+		testkit.Eventually(t, 10*time.Second, "the booking has ended", func() bool { return h.router.Load(testkit.W0).InFlight == 0 })
+		h.router.Mu.Lock()
+		if heard := h.router.TellsCached(testkit.W0); heard != test.heard {
+			t.Errorf("%s: heard of cached tokens %v, want %v", test.fields, heard, test.heard)
+		}
+		h.router.Mu.Unlock()
+	}
+}
+
+// occupy gives a worker so many prompt tokens to compute.
+func occupy(t testing.TB, r *router.Router, w uint64, tokens int) *router.Booking {
+	t.Helper()
+	b, err := r.Book(router.Request{NumTokens: tokens}, kv.WorkerKey{Worker: w})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+func TestQueueErrorsReachTheClient(t *testing.T) {
+	h := newTestAPI(t, Config{}, "http://127.0.0.1:1")
+	threshold := 0.5
+	h.router.Knobs.QueueSettings = router.QueueSettings{RouterQueueThreshold: &threshold, RouterQueueTimeout: time.Millisecond, RouterQueueLimit: 1}
+	h.router.Up(kv.Target{Key: kv.WorkerKey{}, URL: "http://127.0.0.1:1", Models: []string{"m"}, MaxBatchedTokens: 16})
+	full := occupy(t, h.router, 0, 9)
+	defer full.End()
+	for _, test := range []struct{ limit, status int }{{1, 503}, {0, 529}} {
+		h.router.Knobs.RouterQueueLimit = test.limit
+		response, err := http.Post(h.URL+"/v1/embeddings", "application/json", strings.NewReader(`{"model":"m","input":"x"}`))
+		if err != nil {
+			t.Fatal(err)
+		}
+		body, _ := io.ReadAll(response.Body)
+		response.Body.Close()
+		if response.StatusCode != test.status || response.Header.Get("Retry-After") == "" || !strings.Contains(string(body), `"service_unavailable"`) {
+			t.Errorf("a queue of at most %d: %d, Retry-After %q, %s; want %d and a time", test.limit, response.StatusCode, response.Header.Get("Retry-After"), body, test.status)
+		}
+	}
+	http.DefaultClient.CloseIdleConnections()
+}
+
+// overload gives a worker's rank more than the threshold of newBusyRouter.
+func overload(t *testing.T, r *router.Router, w kv.WorkerKey) *router.Booking {
+	t.Helper()
+	b, err := r.Book(router.Request{NumTokens: 11}, w)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+func TestBusyThresholdEndpoint(t *testing.T) {
+	h := newTestAPI(t, Config{}, "http://127.0.0.1:1")
+	for _, step := range []struct {
+		method, body string
+		status       int
+		answer       string
+	}{
+		{"GET", "", 200, `{"thresholds":[]}`},
+		{"POST", `{"model":"m"}`, 200, `{"model":"m","active_decode_blocks_threshold":null,"active_prefill_tokens_threshold":null,"active_prefill_tokens_threshold_frac":null}`},
+		{"POST", `{"model":"m","active_prefill_tokens_threshold":0}`, 200, `{"model":"m","active_decode_blocks_threshold":null,"active_prefill_tokens_threshold":0,"active_prefill_tokens_threshold_frac":null}`},
+		{"POST", `{"model":"m","active_decode_blocks_threshold":0.85}`, 200, `{"model":"m","active_decode_blocks_threshold":0.85,"active_prefill_tokens_threshold":0,"active_prefill_tokens_threshold_frac":null}`},
+		{"GET", "", 200, `{"thresholds":[{"model":"m","active_decode_blocks_threshold":0.85,"active_prefill_tokens_threshold":0,"active_prefill_tokens_threshold_frac":null}]}`},
+		{"POST", `{"model":"other","active_decode_blocks_threshold":0.5}`, 404, ""},
+		{"POST", `{"active_decode_blocks_threshold":0.5}`, 404, ""},
+		{"POST", `{"model":"m","active_decode_blocks_threshold":1.5}`, 400, ""},
+		{"POST", `{`, 400, ""},
+	} {
+		request, _ := http.NewRequest(step.method, h.URL+"/busy_threshold", strings.NewReader(step.body))
+		response, err := http.DefaultClient.Do(request)
+		if err != nil {
+			t.Fatal(err)
+		}
+		body, _ := io.ReadAll(response.Body)
+		response.Body.Close()
+		if response.StatusCode != step.status || step.answer != "" && string(body) != step.answer {
+			t.Errorf("%s %s: %d %s, want %d %s", step.method, step.body, response.StatusCode, body, step.status, step.answer)
+		}
+	}
+	booking := overload(t, h.router, kv.WorkerKey{})
+	response, err := http.Post(h.URL+"/v1/embeddings", "application/json", strings.NewReader(`{"model":"m","input":"x"}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	response.Body.Close()
+	if response.StatusCode != http.StatusServiceUnavailable || response.Header.Get("Retry-After") == "" {
+		t.Errorf("all busy: %d, Retry-After %q; want 503 and a time", response.StatusCode, response.Header.Get("Retry-After"))
+	}
+	booking.End()
+	http.DefaultClient.CloseIdleConnections()
 }

@@ -2,21 +2,26 @@ package main
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"io"
 	"math"
 	"net/http"
+	"net/http/httptest"
+	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 	"time"
 
+	"golang.org/x/sync/errgroup"
+
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/telemetry"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
-
-	"golang.org/x/sync/errgroup"
 )
 
 // send sends that many different chats, a few at a time, and returns how many
@@ -163,5 +168,108 @@ func TestWhatThompsonLearnedSurvivesARestart(t *testing.T) {
 	post(t, s.openAI+testkit.ChatPath, ofSeries)
 	if after = routertest.ThompsonStats(t, s.rooms.router); after.Stayed+after.Switched != 1 {
 		t.Errorf("the series begins anew: %+v", after)
+	}
+}
+
+func scrape(t *telemetry.Metrics) testkit.MetricsLines {
+	w := httptest.NewRecorder()
+	t.Handler().ServeHTTP(w, httptest.NewRequest("GET", "/metrics", nil))
+	return testkit.ReadMetricsPage(w.Body.String())
+}
+
+func TestThompsonMetricsTellOfRequestsAndDecisions(t *testing.T) {
+	s := startMockSite(t, 2, "--policy=thompson")
+	const requests = 6
+	for range requests {
+		status, answer := post(t, s.openAI+testkit.ChatPath, `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":5,"ignore_eos":true,"nvext":{"agent_hints":{"prefix_id":"p","total_requests":6}}}`)
+		if status != 200 {
+			t.Fatalf("%s", answer)
+		}
+	}
+	post(t, s.openAI+testkit.ChatPath, `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":-5}`) // the engine's 400
+	post(t, s.openAI+testkit.ChatPath, `{"messages":`)                                                  // refused here: not a request to it
+	testkit.Eventually(t, 5*time.Second, "the requests are over", func() bool { return s.inFlight() == 0 })
+	got := scrape(s.rooms.telemetry)
+	if n := scrape(s.rooms.telemetry)["thompson_processor_active_requests"]; n != 0 {
+		t.Errorf("%v active requests", n)
+	}
+	for name, want := range map[string]float64{
+		"thompson_processor_requests_total":                requests + 1,
+		"thompson_processor_request_latency_seconds_count": requests + 1,
+		"thompson_processor_tokens_out_total":              5 * requests,
+		"thompson_processor_router_errors_total":           0,
+		"thompson_processor_engine_errors_total":           0,
+		"thompson_router_pending_decisions":                0,
+		"thompson_router_timeout_penalties_total":          0,
+		"thompson_router_prefix_state_size":                0,
+		`thompson_router_reuse_budget_bucket{le="0"}`:      2, // the last one, and the one without hints
+		`thompson_router_reuse_budget_bucket{le="5"}`:      requests + 1,
+		"thompson_router_tokens_per_request_count":         requests + 1,
+	} {
+		if value, found := got[name]; !found || value != want {
+			t.Errorf("%s is %v (%t), want %v", name, value, found, want)
+		}
+	}
+	if in, every := got["thompson_processor_tokens_in_total"], float64(requests+1); in < every || math.Mod(in, every) != 0 {
+		t.Errorf("%v prompt tokens of %v equal requests", in, every)
+	}
+	moves := got["thompson_router_sticky_decisions_total"] + got["thompson_router_switch_decisions_total"]
+	if moves != requests-1 {
+		t.Errorf("%v decisions for a series that had a worker, want %d", moves, requests-1)
+	}
+	var routed, decided, learned, evidence float64
+	for worker := range 2 {
+		rank := fmt.Sprintf(`{dp_rank="0",worker_id="%d"}`, worker)
+		routed += got[fmt.Sprintf(`thompson_processor_routing_decisions_total{worker_id="%d"}`, worker)]
+		decided += got["thompson_router_decisions_total"+rank]
+		learned += got["thompson_router_feedback_latency_seconds_count"+rank]
+		evidence += got["thompson_router_beta_alpha"+rank] + got["thompson_router_beta_beta"+rank]
+		for _, name := range []string{"kv_overlap", "reward"} {
+			if value, found := got["thompson_router_"+name+rank]; !found || value < 0 || value > 1 {
+				t.Errorf("%s%s is %v (%t)", name, rank, value, found)
+			}
+		}
+	}
+	if routed != requests+1 || decided != requests+1 || learned != requests || evidence <= 4 {
+		t.Errorf("%v routed, %v decided, %v learned from, evidence %v", routed, decided, learned, evidence)
+	}
+}
+
+func TestThompsonKeepsItsStateAndTraces(t *testing.T) {
+	dir := t.TempDir()
+	state, traces := filepath.Join(dir, "state.json"), filepath.Join(dir, "traces.jsonl")
+	args := []string{"--policy=thompson", "--thompson-state=" + state, "--thompson-traces=" + traces}
+	site := startMockSite(t, 2, args...)
+	for i := range 6 {
+		if _, err := site.chat(t.Context(), []map[string]string{{"role": "user", "content": fmt.Sprintf("question %d", i)}}, true, 8); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := site.end(); err != nil {
+		t.Fatal(err)
+	}
+	data, err := os.ReadFile(state)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var kept struct {
+		Workers   []struct{} `json:"workers"`
+		Baselines []struct{} `json:"baselines"`
+	}
+	if err := json.Unmarshal(data, &kept); err != nil || len(kept.Workers) != 2 || len(kept.Baselines) == 0 {
+		t.Errorf("%v: %s", err, data)
+	}
+	lines, err := os.ReadFile(traces)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if decisions, feedbacks := strings.Count(string(lines), `"kind":"decision"`), strings.Count(string(lines), `"kind":"feedback"`); decisions < 6 || feedbacks != decisions {
+		t.Errorf("%d decisions and %d feedbacks:\n%s", decisions, feedbacks, lines)
+	}
+	again := startMockSite(t, 2, args...)
+	var stats policy.ThompsonStats
+	again.rooms.router.WithThompson(func(p *policy.Thompson) { stats = p.Stats() })
+	if len(stats.Workers) != 2 || stats.Workers[0].Alpha <= 0 {
+		t.Errorf("after the restart %+v", stats)
 	}
 }

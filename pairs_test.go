@@ -2,24 +2,31 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"io"
+	"log/slog"
 	"maps"
 	"net/http"
+	"net/http/httptest"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
 	"testing"
 	"time"
 
+	"github.com/tidwall/gjson"
+
 	"kvrouter/internal/hints"
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/routertest"
 	"kvrouter/internal/web"
-
-	"github.com/tidwall/gjson"
 )
 
 var fakeKinds = []kv.Kind{kv.KindNIXL, kv.KindSGLang, kv.KindMooncake}
@@ -533,5 +540,150 @@ func TestPrefillWorkersAreForPromptsOnly(t *testing.T) {
 	}
 	if n := len(h.decode[0].received()); n != 3 {
 		t.Errorf("the decode worker got %d", n)
+	}
+}
+
+// newTestPairs returns pairs that serve no requests.
+func newTestPairs(t testing.TB) *proxy.Pairs {
+	px := proxy.NewProxy(testkit.Unobserved{}, 0, func(uint64) {})
+	t.Cleanup(px.Client.CloseIdleConnections)
+	return proxy.NewPairs(nil, px, proxy.DefaultSettings(), slog.New(slog.DiscardHandler))
+}
+
+// TestAbortsFollowAClientThatTakesNothing: its connection broke, but the context
+// of its request does not say so yet.
+func TestAbortsFollowAClientThatTakesNothing(t *testing.T) {
+	h := newTestPairAPI(t, Config{}, kv.KindSGLang, 1, 1, func(id uint64, _ engineServe) engineServe {
+		return func(w http.ResponseWriter, r *http.Request, _ gjson.Result) {
+			if id == 10 {
+				streamHead(w)
+			}
+			<-r.Context().Done()
+		}
+	})
+	s := newTestPairs(t)
+	parsed, _ := jsonbody.Parse([]byte(sharedChat(true)))
+	u := proxy.Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{}, Body: parsed.Raw, Route: testkit.ChatPath}
+	err := s.Forward(t.Context(), brokenWriter{httptest.NewRecorder()}, u, &proxy.Exchange{}, parsed, "", func([]uint64, string) (router.Pair, error) {
+		return h.router.RoutePair(t.Context(), router.Request{}, router.PairRule{})
+	})
+	if !errors.Is(err, proxy.ErrAnswered) {
+		t.Errorf("%v", err)
+	}
+	s.Close()
+	for _, engine := range []*fakeEngine{h.prefill[0], h.decode[0]} {
+		if n := len(engine.aborted()); n != 1 && len(engine.received()) > 0 {
+			t.Errorf("worker %d was told to abort %d times", engine.id, n)
+		}
+	}
+	h.settled(t)
+}
+
+// brokenWriter is a connection that takes no more.
+type brokenWriter struct{ http.ResponseWriter }
+
+func (brokenWriter) Write([]byte) (int, error) { return 0, io.ErrClosedPipe }
+
+func TestMooncakeWithoutBootstrapServerStaysWhole(t *testing.T) {
+	h := newTestPairAPI(t, Config{}, kv.KindMooncake, 1, 1, nil)
+	target := h.router.Targets()[0]
+	target.Bootstrap.Port = 1
+	h.router.Up(target)
+	rule := new(routertest.Clerk)
+	h.router.Policy = rule
+	response, answer := h.post(t, testkit.ChatPath, sharedChat(false))
+	if response.StatusCode != http.StatusOK || !strings.Contains(answer, "whole") {
+		t.Errorf("%s: %s", response.Status, answer)
+	}
+	h.settled(t)
+	if page := h.metrics(t); !strings.Contains(page, `kvrouter_disagg_requests_total{kind="mooncake",result="prefill_failed"} 1`) {
+		t.Error("not counted")
+	}
+	ends := rule.Endings()
+	for _, want := range []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Abandoned, TokensOut: 0}, {Ending: policy.Finished, TokensOut: 1}} { // prefill, decode and all of it
+		if !slices.Contains(ends, want) || len(ends) != 3 {
+			t.Errorf("told %v, want %v", ends, want)
+		}
+	}
+}
+
+// TestPrefillWorkerThatGoesDuringTheTransfer: the decode worker would wait for it
+// for minutes, and gets the request again without a transfer.
+func TestPrefillWorkerThatGoesDuringTheTransfer(t *testing.T) {
+	for _, again := range []bool{false, true} { // it has come back when its absence is looked for
+		for _, stream := range []bool{false, true} {
+			waits := make(chan struct{}, 1)
+			h := newTestPairAPI(t, Config{}, kv.KindMooncake, 1, 1, func(id uint64, serve engineServe) engineServe {
+				return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
+					if id == 0 || !body.Get("kv_transfer_params").Exists() {
+						serve(w, r, body)
+						return
+					}
+					waits <- struct{}{}
+					<-r.Context().Done()
+				}
+			})
+			prefill := h.router.Targets()[0]
+			go func() { // ends once the decode leg has come
+				<-waits
+				h.router.Down(prefill.Key)
+				if again {
+					prefill.Generation++
+					h.router.Up(prefill)
+				}
+			}()
+			response, answer := h.post(t, testkit.ChatPath, sharedChat(stream))
+			if response.StatusCode != http.StatusOK || !strings.Contains(answer, "whole") {
+				t.Errorf("%s: %s", response.Status, answer)
+			}
+			h.settled(t)
+			if blamed := h.blamed(); !slices.Equal(blamed, []uint64{0}) {
+				t.Errorf("blamed are %v", blamed)
+			}
+			if page := h.metrics(t); !strings.Contains(page, `kvrouter_disagg_requests_total{kind="mooncake",result="prefill_failed"} 1`) {
+				t.Error("not counted")
+			}
+		}
+	}
+}
+
+// BenchmarkHandover is what passes from a prefill worker's answer to the decode
+// request: inside is from the answer's last byte read to the request's last byte
+// written, outside from the prefill worker's last write to the decode worker's
+// handler, the way over both sockets included. Medians, and the 99th percentile
+// of the inside.
+func BenchmarkHandover(b *testing.B) {
+	for _, size := range []int{2_000, 200_000} {
+		b.Run(fmt.Sprintf("%dKB", size/1000), func(b *testing.B) {
+			var answered time.Time
+			var outside []float64
+			h := newTestPairAPI(b, Config{}, kv.KindNIXL, 1, 1, func(id uint64, serve engineServe) engineServe {
+				if id == 0 {
+					return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
+						serve(w, r, body)
+						answered = time.Now()
+					}
+				}
+				return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
+					outside = append(outside, float64(time.Since(answered))/float64(time.Millisecond))
+					serve(w, r, body)
+				}
+			})
+			body := fmt.Sprintf(`{"model":"m","messages":[{"role":"user","content":%q}]}`, strings.Repeat("word ", size/5))
+			var inside []float64
+			for b.Loop() {
+				response, answer := h.post(b, testkit.ChatPath, body)
+				took, err := strconv.ParseFloat(response.Header.Get(proxy.HeaderHandoverTime), 64)
+				if err != nil {
+					b.Fatalf("%s: %s", response.Status, answer)
+				}
+				inside = append(inside, took)
+			}
+			slices.Sort(inside)
+			slices.Sort(outside)
+			b.ReportMetric(inside[len(inside)/2]*1000, "inside-p50-µs")
+			b.ReportMetric(inside[len(inside)*99/100]*1000, "inside-p99-µs")
+			b.ReportMetric(outside[len(outside)/2]*1000, "outside-p50-µs")
+		})
 	}
 }

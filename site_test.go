@@ -5,14 +5,16 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"math/rand/v2"
+	"net"
 	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -20,12 +22,15 @@ import (
 	"testing"
 	"time"
 
+	"github.com/tidwall/gjson"
+	"go.uber.org/goleak"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/selection"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/web"
-
-	"github.com/tidwall/gjson"
 )
 
 // The end-to-end tests run the built program with real vLLM workers. They need
@@ -257,75 +262,6 @@ func message(role, content string) map[string]string {
 	return map[string]string{"role": role, "content": content}
 }
 
-// TestPredictionIsTrueOnRealVLLM holds ten growing conversations with a worker
-// whose cache is too small for them, and compares each prediction with what the
-// engine found; then every prompt shape with the engine's own tokens.
-func TestPredictionIsTrueOnRealVLLM(t *testing.T) {
-	s := startSite(t, 1, []string{"VLLM_SERVER_DEV_MODE=1"}, "--", "--num-gpu-blocks-override", "60", "--max-model-len", "3776")
-	worker := *s.workers()[0].Endpoint
-	random := rand.New(rand.NewPCG(7, 7))
-	conversations := make([][]map[string]string, 10)
-	for i := range conversations {
-		conversations[i] = []map[string]string{message("system", words(random, 60+30*i))}
-	}
-	var wrong []string
-	cached := 0
-	for i := range 60 {
-		if i == 40 {
-			response, err := http.Post(worker+"/reset_prefix_cache", "", nil)
-			if err != nil || response.StatusCode != http.StatusOK {
-				t.Fatalf("/reset_prefix_cache: %v %v", response, err)
-			}
-			response.Body.Close()
-		}
-		c := &conversations[random.IntN(len(conversations))]
-		*c = append(*c, message("user", words(random, 10+random.IntN(60))))
-		a, err := s.chat(t.Context(), *c, i%2 == 0, 8)
-		if err != nil || !a.finished {
-			t.Fatalf("chat %d: %+v, %v", i, a, err)
-		}
-		cached += a.cached
-		// The engine publishes that it emptied its cache with its next step.
-		if a.predicted != a.cached && i != 40 {
-			wrong = append(wrong, fmt.Sprintf("chat %d: predicted %d, cached %d of %d", i, a.predicted, a.cached, a.prompt))
-		}
-		s.settled(*c, a)
-		*c = append(*c, message("assistant", a.text))
-	}
-	if len(wrong) > 0 {
-		t.Errorf("%d of 60 predictions are wrong:\n%s", len(wrong), strings.Join(wrong, "\n"))
-	}
-	if cached == 0 {
-		t.Error("no chat found anything cached: the test shows nothing")
-	}
-	if !strings.Contains(string(s.get(s.openAI+"/metrics")), `kind="removed_blocks"`) {
-		t.Error("metrics do not show evictions")
-	}
-
-	t.Run("prompts equal the engine's on every way to them", func(t *testing.T) {
-		model := testModel(t)
-		model.SetMaxModelLen(3776)
-		compareWithWorker(t, model, worker)
-	})
-	t.Run("mock workers answer as the engine", func(t *testing.T) { compareWithMock(t, worker, 3776) })
-	t.Run("tokens equal the engine's", func(t *testing.T) {
-		chats := parityChats()
-		if len(chats) < 40 {
-			t.Fatalf("%d chats, want 40 at least", len(chats))
-		}
-		for i, body := range chats {
-			own, theirs := s.tokenize(s.openAI, body), s.tokenize(worker, body)
-			if own != theirs {
-				t.Errorf("chat %d: %s\nrouter %s\nengine %s", i, body, own, theirs)
-			}
-		}
-		t.Logf("%d chats compared", len(chats))
-		if page := string(s.get(s.openAI + "/metrics")); strings.Contains(page, "kvrouter_prompt_tokens_mismatch_total{") {
-			t.Error("usage.prompt_tokens differed from the router's count")
-		}
-	})
-}
-
 // tokenize returns the status and tokens that POST /tokenize gives.
 func (s *site) tokenize(url string, body []byte) string {
 	s.t.Helper()
@@ -348,115 +284,6 @@ func (s *site) get(url string) []byte {
 	defer response.Body.Close()
 	body, _ := io.ReadAll(response.Body)
 	return body
-}
-
-// TestWorkerAndRouterDeathOnRealVLLM kills a worker under traffic and then the
-// router itself.
-func TestWorkerAndRouterDeathOnRealVLLM(t *testing.T) {
-	s := startSite(t, 2, nil)
-	random := rand.New(rand.NewPCG(3, 3))
-	prompts := make([][]map[string]string, 8)
-	for i := range prompts {
-		prompts[i] = []map[string]string{message("system", words(random, 150)), message("user", "Go on.")}
-	}
-
-	// Traffic, and a kill in the middle of it.
-	ctx, stop := context.WithTimeout(t.Context(), 3*time.Minute)
-	defer stop()
-	killed := make(chan struct{})
-	var traffic sync.WaitGroup
-	var mu sync.Mutex
-	served, broken := map[uint64]int{}, 0
-	for i := range 6 {
-		traffic.Go(func() {
-			for n := 0; ; n++ {
-				a, err := s.chat(ctx, prompts[(i+n)%len(prompts)], true, 24)
-				mu.Lock()
-				switch {
-				case err != nil:
-					t.Errorf("a request failed before its first byte: %v", err)
-				case a.broken:
-					broken++
-				case !a.finished:
-					t.Errorf("a stream ended without [DONE] or an error event: %+v", a)
-				default:
-					served[a.worker]++
-				}
-				enough := served[0] >= 3 && served[1] >= 6
-				mu.Unlock()
-				select {
-				case <-killed:
-					if enough {
-						return
-					}
-				default:
-				}
-				if ctx.Err() != nil {
-					return
-				}
-			}
-		})
-	}
-	testkit.Eventually(t, 2*time.Minute, "worker 0 busy", func() bool {
-		mu.Lock()
-		defer mu.Unlock()
-		return served[0] >= 3 && s.workers()[0].InFlight > 0
-	})
-	before := s.workers()[0]
-	if err := syscall.Kill(before.PID, syscall.SIGKILL); err != nil {
-		t.Fatal(err)
-	}
-	close(killed)
-	traffic.Wait()
-	t.Logf("served %v, %d streams broken off in the middle", served, broken)
-
-	// The worker comes back with an empty index.
-	testkit.Eventually(t, time.Minute, "the worker seen dead", func() bool { return s.workers()[0].Lifecycle != "schedulable" || s.workers()[0].Restarts > 0 })
-	s.waitReady(2, 5*time.Minute)
-	after := s.workers()[0]
-	if after.Restarts != 1 || after.Generation <= before.Generation || after.Blocks != 0 || after.InFlight != 0 {
-		t.Errorf("after the restart: %+v", after)
-	}
-	// Old prompts find what their worker kept, new ones fall on either worker,
-	// each sent twice: what the second finds shows that the index filled again.
-	refilled := 0
-	for i := 0; i < len(prompts) || refilled < 3; i++ {
-		if i == 64 {
-			t.Fatalf("the restarted worker served %d of %d new prompts", refilled, i)
-		}
-		c := []map[string]string{message("system", words(random, 150)), message("user", "Go on.")}
-		if i%2 == 0 {
-			c = prompts[i/2%len(prompts)]
-		}
-		for range 2 {
-			a, err := s.chat(t.Context(), c, true, 4)
-			if err != nil || !a.finished {
-				t.Fatalf("chat after the restart: %+v, %v", a, err)
-			}
-			if a.predicted != a.cached {
-				t.Errorf("chat %d after the restart on worker %d: predicted %d, cached %d", i, a.worker, a.predicted, a.cached)
-			}
-			if a.worker == 0 && a.cached > 0 {
-				refilled++
-			}
-			s.settled(c, a)
-		}
-	}
-
-	// kill -9 of the router: its whole family must go.
-	family := descendants(s.command.Process.Pid)
-	if len(family) < 4 { // two API servers and two engine cores at least
-		t.Fatalf("only %d descendants: %v", len(family), family)
-	}
-	s.command.Process.Kill()
-	<-s.ended
-	testkit.Eventually(t, 30*time.Second, "all processes of the workers gone", func() bool {
-		family = slices.DeleteFunc(family, func(pid int) bool {
-			_, state, err := processParent(pid)
-			return err != nil || state == "Z" // nobody may be there to reap it
-		})
-		return len(family) == 0
-	})
 }
 
 // processParent returns the parent and the state letter of a process.
@@ -487,4 +314,177 @@ func descendants(pid int) []int {
 		queue = append(queue, children[queue[0]]...)
 	}
 	return all
+}
+
+// mockSite is a router over simulated workers, all in this process.
+type mockSite struct {
+	*site
+	rooms *app
+	t     testing.TB
+	end   func() error
+}
+
+// startMockSite starts a router over so many mock workers and waits until it
+// follows all of them. It ends with the test.
+func startMockSite(t testing.TB, workers int, args ...string) *mockSite {
+	t.Helper()
+	return startMocks(t, workers, append([]string{fmt.Sprintf("--num-workers=%d", workers)}, args...)...)
+}
+
+// startMocks is startMockSite where args say how many workers that is.
+func startMocks(t testing.TB, workers int, args ...string) *mockSite {
+	t.Helper()
+	const ranks = 2 // at most
+	ports := testkit.FreePorts(t, 2+workers+3*ranks*workers)
+	port := func(flag string, at int) string { return fmt.Sprintf("--%s=%d", flag, ports+at) }
+	all := []string{
+		"--engine=mocker", "--seed=1", "--speedup-ratio=20", "--drain-timeout=5s",
+		port("base-worker-port", 2), port("base-kv-events-port", 2+workers),
+		port("base-kv-replay-port", 2+workers+ranks*workers), port("base-metrics-port", 2+workers+2*ranks*workers),
+	}
+	s := startRooms(t, ports, append(all, args...)...)
+	config := s.rooms.config
+	testkit.Eventually(t, 20*time.Second, "all workers followed", func() bool {
+		return s.followed() == workers*config.Ranks() || !config.KVEvents() && len(s.rooms.router.Targets()) == workers*config.Ranks()
+	})
+	return s
+}
+
+// startRooms starts a router in this process whose own ports are the first two
+// from ports on, and waits until both are open. It ends with the test.
+func startRooms(t testing.TB, ports int, args ...string) *mockSite {
+	t.Helper()
+	before := goleak.IgnoreCurrent()
+	args = append([]string{fmt.Sprintf("--http-port=%d", ports), fmt.Sprintf("--router-port=%d", ports+1)}, args...)
+	s := &mockSite{t: t, site: &site{
+		openAI: fmt.Sprintf("http://127.0.0.1:%d", ports), selection: fmt.Sprintf("http://127.0.0.1:%d", ports+1), log: &testkit.LogBuffer{},
+	}}
+	s.rooms, s.end = runApp(t, s.log, args...)
+	t.Cleanup(func() {
+		if err := s.end(); err != nil {
+			t.Error(err)
+		}
+		http.DefaultClient.CloseIdleConnections()
+		if err := goleak.Find(before); err != nil {
+			t.Error(err)
+		}
+		if t.Failed() {
+			log := s.log.String()
+			t.Logf("end of the log:\n%s", log[max(0, len(log)-4000):])
+		}
+	})
+	for _, port := range []int{ports, ports + 1} {
+		testkit.Eventually(t, 10*time.Second, fmt.Sprintf("port %d is open", port), func() bool {
+			conn, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", port))
+			if err == nil {
+				conn.Close()
+			}
+			return err == nil
+		})
+	}
+	return s
+}
+
+// runRooms starts a router in this process. end, which may be called again, ends
+// it with all that it started.
+func runApp(t testing.TB, log io.Writer, args ...string) (r *app, end func() error) {
+	t.Helper()
+	config, _, err := ParseConfig(args)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if r, err = build(t.Context(), config, slog.New(slog.NewTextHandler(log, nil))); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- r.run(ctx) }()
+	return r, sync.OnceValue(func() error {
+		cancel()
+		defer r.proxy.Client.CloseIdleConnections()
+		select {
+		case err := <-done:
+			return err
+		case <-time.After(30 * time.Second):
+			return errors.New("the router did not end")
+		}
+	})
+}
+
+// rank is a worker's rank in its latest incarnation.
+func (s *mockSite) rank(key kv.WorkerKey) *mocker.Rank {
+	return s.rooms.mocker.Worker(int(key.Worker)).Ranks[key.Rank]
+}
+
+// followed counts the ranks that are up and whose events are followed.
+func (s *mockSite) followed() int {
+	n := 0
+	streams := s.rooms.fleet.Streams()
+	for _, target := range s.rooms.router.Targets() {
+		if stats := streams[target.Key]; stats != nil && stats.Connected.Load() && s.rank(target.Key).Events.Pub.Subscribers() > 0 && !stats.Cold.Load() {
+			n++
+		}
+	}
+	return n
+}
+
+// settle waits until the index has seen all that the workers have published.
+func (s *mockSite) settle() {
+	s.t.Helper()
+	testkit.Eventually(s.t, 20*time.Second, "all events applied", func() bool {
+		for key := range s.rooms.fleet.Streams() {
+			if !s.inStep(key) {
+				return false
+			}
+		}
+		return true
+	})
+}
+
+// inStep tells whether the index has seen all that a rank's engine has told.
+func (s *mockSite) inStep(key kv.WorkerKey) bool {
+	stats := s.rooms.fleet.Streams()[key]
+	told := s.rank(key).Events.Added.Load()
+	return stats != nil && (told == 0 || stats.Batches.Load() > 0 && stats.LastSeq.Load() == told-1)
+}
+
+// inFlight is how many requests the router has booked.
+func (s *mockSite) inFlight() int {
+	n := 0
+	for _, target := range s.rooms.router.Targets() {
+		n += s.rooms.router.Load(target.Key).InFlight
+	}
+	return n
+}
+
+// say is a chat with one user message.
+func say(parts ...string) []map[string]string {
+	messages := []map[string]string{}
+	for i, text := range parts {
+		role := "user"
+		if i%2 == 1 {
+			role = "assistant"
+		}
+		messages = append(messages, map[string]string{"role": role, "content": text})
+	}
+	return messages
+}
+
+// post sends a body to a URL and returns status and answer.
+func post(t testing.TB, url, body string) (status int, answer []byte) {
+	t.Helper()
+	response, err := http.Post(url, "application/json", strings.NewReader(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer response.Body.Close()
+	answer, err = io.ReadAll(response.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return response.StatusCode, answer
+}
+
+func (s *mockSite) workerURL(i int) string {
+	return fmt.Sprintf("http://127.0.0.1:%d", s.rooms.config.BaseWorkerPort+i)
 }

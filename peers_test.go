@@ -16,13 +16,13 @@ import (
 	"testing"
 	"time"
 
+	"github.com/vmihailenco/msgpack/v5"
+	"github.com/zeebo/xxh3"
+
 	"kvrouter/internal/kv"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/tokens"
 	"kvrouter/internal/web"
-
-	"github.com/vmihailenco/msgpack/v5"
-	"github.com/zeebo/xxh3"
 )
 
 // peersBlock is the block size of the backends in tokens, and peersBlocks how

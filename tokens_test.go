@@ -3,19 +3,28 @@ package main
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"io"
-	"kvrouter/internal/jsonbody"
-	"kvrouter/internal/settings"
-	"kvrouter/internal/tokens"
 	"log/slog"
+	"math/rand/v2"
 	"net/http"
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
 	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/radix"
+	"kvrouter/internal/router"
+	"kvrouter/internal/settings"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/routertest"
+	"kvrouter/internal/tokens"
 )
 
 // testModel opens the model that the workers of the end-to-end tests serve.
@@ -193,4 +202,136 @@ func sameJSON(a, b []byte) bool {
 		}
 	}
 	return true
+}
+
+// parityChats are bodies for /tokenize: a router and a worker must answer each
+// with the same tokens.
+func parityChats() [][]byte {
+	var out [][]byte
+	for _, c := range testkit.ChatsForParity() {
+		out = append(out, []byte(c.Body))
+	}
+	paragraph := strings.Repeat("The quick brown fox jumps over the lazy dog, 12345 times. Größe! ", 60)
+	return append(out, []byte(`{"messages":[{"role":"system","content":"`+paragraph+`"},{"role":"user","content":"`+paragraph+`"}]}`))
+}
+
+// englishWords are the tokenizer's own words, which are common English ones, by
+// falling frequency.
+func englishWords(m *tokens.Model) []string {
+	var words []string
+	for _, name := range m.Vocabulary() {
+		word, starts := strings.CutPrefix(name, "Ġ")
+		if starts && len(word) > 1 && strings.Trim(word, "abcdefghijklmnopqrstuvwxyz") == "" {
+			words = append(words, word)
+		}
+	}
+	return words
+}
+
+// proseOf returns n words as prose has them: few are frequent, one in 25 is
+// made up, and there are sentences and paragraphs.
+func proseOf(r *rand.Rand, words []string, n int) string {
+	var b strings.Builder
+	for i := range n {
+		switch {
+		case i%90 == 89:
+			b.WriteString(".\n\n")
+		case i%12 == 11:
+			b.WriteString(", ")
+		case i > 0:
+			b.WriteByte(' ')
+		}
+		x := r.Float64()
+		word := words[int(x*x*x*float64(len(words)))]
+		if r.IntN(25) == 0 {
+			word = words[r.IntN(len(words))] + words[r.IntN(len(words))]
+		}
+		b.WriteString(word)
+	}
+	return b.String()
+}
+
+// chatBody is a streamed chat request with the given contents in turn.
+func chatBody(contents ...string) []byte {
+	type message struct {
+		Role    string `json:"role"`
+		Content string `json:"content"`
+	}
+	messages := []message{{"system", "You are a helpful assistant."}}
+	for i, c := range contents {
+		messages = append(messages, message{[]string{"user", "assistant"}[i%2], c})
+	}
+	body, _ := json.Marshal(map[string]any{"model": "m", "messages": messages, "stream": true, "max_tokens": 32})
+	return body
+}
+
+// BenchmarkDecision measures a whole routing decision over 8 workers: render,
+// encode, hash, look up, schedule. Hot prompts have come before and their blocks
+// are in the index; cold ones are new in every word order.
+func BenchmarkDecision(b *testing.B) {
+	m := testModel(b)
+	words := englishWords(m)
+	r := rand.New(rand.NewPCG(5, 5))
+	var turns []string
+	for range 41 {
+		turns = append(turns, proseOf(r, words, 2050))
+	}
+	for _, c := range []struct {
+		name   string
+		hot    bool
+		bodies int
+		body   func() []byte
+	}{
+		{"hot/1500-words", true, 64, func() []byte { return chatBody(proseOf(r, words, 1500)) }},
+		{"cold/1500-words", false, 2000, func() []byte { return chatBody(proseOf(r, words, 1500)) }},
+		{"hot/100k-tokens-one-message", true, 4, func() []byte { return chatBody(proseOf(r, words, 84_000)) }},
+		{"hot/100k-tokens-41-turns", true, 1, func() []byte { return chatBody(turns...) }},
+		{"hot/100k-tokens-41-turns-new-question", false, 64, func() []byte {
+			return chatBody(append(turns[:40:40], proseOf(r, words, 60))...)
+		}},
+		{"cold/100k-tokens-one-message", false, 40, func() []byte { return chatBody(proseOf(r, words, 84_000)) }},
+	} {
+		b.Run(c.name, func(b *testing.B) {
+			index := radix.NewTree()
+			rt := router.NewRouter(index, routertest.MustPolicy(b, "standalone"), 64, 1)
+			for w := range uint64(8) {
+				rt.Up(kv.Target{Key: kv.WorkerKey{Worker: w}, URL: "http://w"})
+			}
+			ids := tokens.NewSource(m, nil, time.Second, slog.New(slog.DiscardHandler))
+			m.CacheTokens(tokens.DefaultTokenCache)
+			var bodies [][]byte
+			for i := range c.bodies {
+				body := c.body()
+				bodies = append(bodies, body)
+				if c.hot || i == 0 {
+					p := ids.Chat(context.Background(), body)
+					local := kv.HashBlocks(nil, p.Tokens, 64, "", "")
+					if err := index.Store(kv.WorkerKey{Worker: uint64(i % 8)}, 0, false, testkit.Chain(local)); err != nil {
+						b.Fatal(err)
+					}
+				}
+			}
+			if c.name == "cold/1500-words" || c.name == "cold/100k-tokens-one-message" {
+				m.CacheTokens(0)
+			}
+			var total, overlap int
+			i := 0
+			cpu := testkit.CpuTime()
+			b.ReportAllocs()
+			for b.Loop() {
+				p := ids.Chat(context.Background(), bodies[i%len(bodies)])
+				d, err := rt.Route(context.Background(), router.Request{Tokens: p.Tokens[:p.Exact], NumTokens: len(p.Tokens)})
+				if err != nil {
+					b.Fatal(err)
+				}
+				d.Booking.End()
+				total += d.Tokens
+				overlap += d.OverlapTokens
+				i++
+			}
+			b.ReportMetric(float64(testkit.CpuTime()-cpu)/float64(i), "cpu-ns/op")
+			b.ReportMetric(float64(total)/float64(i), "tokens/op")
+			b.ReportMetric(100*float64(overlap)/float64(total), "%overlap")
+		})
+	}
 }

@@ -9,12 +9,12 @@ import (
 	"testing"
 	"time"
 
+	"github.com/tidwall/gjson"
+
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/web"
-
-	"github.com/tidwall/gjson"
 )
 
 // fault is how one leg of a pair fails.
