@@ -21,6 +21,7 @@ import (
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/eventstest"
 	"kvrouter/internal/tokens"
 	"kvrouter/internal/web"
 )
@@ -135,7 +136,7 @@ func (b *peersBackend) handler() http.Handler {
 		fmt.Fprint(w, `{"object":"list","data":[{"id":"m","object":"model","owned_by":"peers","max_model_len":8192}]}`)
 	})
 	mux.HandleFunc("GET /kv_event_sources", func(w http.ResponseWriter, _ *http.Request) {
-		source := sourceOf(b.publisher)
+		source := eventstest.SourceOf(b.publisher)
 		fmt.Fprintf(w, `{"0":{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":%q,"replay_endpoint":%q,"topic":"kv"}}`, source.Endpoint, source.Replay)
 	})
 	mux.HandleFunc("POST /tokenize", func(w http.ResponseWriter, r *http.Request) {

@@ -1,15 +1,17 @@
 package events
 
 import (
-	"kvrouter/internal/radix"
-	"kvrouter/internal/testkit"
 	"log/slog"
 	"testing"
 	"time"
+
+	"kvrouter/internal/radix"
+	"kvrouter/internal/testkit"
 )
 
 func TestEventLogAnswersRangesAndElseAllBlocks(t *testing.T) {
-	f := appliedStream(t)
+	f := NewStream(Source{Worker: testkit.TestWorker, BlockSize: testkit.TestBlockSize}, radix.NewTree(), slog.New(slog.DiscardHandler))
+	f.Begin(0)
 	from := func(n uint64) *uint64 { return &n }
 	if a := f.History().Query(nil, nil, nil); a.Kind != kindDump || a.Last != nil || len(a.Events) != 0 {
 		t.Errorf("nothing yet: %+v", a)

@@ -1,15 +1,16 @@
-package events
+package zmq_test
 
 import (
-	"kvrouter/internal/testkit"
-	"kvrouter/internal/zmq"
 	"testing"
 	"time"
+
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/zmq"
 )
 
 func TestZMQConnWaitEndsAtItsTime(t *testing.T) {
 	p := testkit.NewFakePublisher(t)
-	c, err := zmq.DialSub(t.Context(), sourceOf(p).Endpoint, "kv")
+	c, err := zmq.DialSub(t.Context(), p.Pub.Endpoint(), "kv")
 	if err != nil {
 		t.Fatal(err)
 	}

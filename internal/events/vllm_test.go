@@ -1,16 +1,19 @@
-package events
+package events_test
 
 import (
 	"bufio"
 	"encoding/json"
 	"fmt"
 	"io"
-	"kvrouter/internal/testkit"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"testing"
 	"time"
+
+	"kvrouter/internal/events"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/eventstest"
 )
 
 // vllmPython returns a Python that has vLLM: $KVROUTER_PYTHON, else the one that
@@ -124,8 +127,8 @@ func (p *vllmPublisher) kill(t *testing.T) {
 	p.host.do(t, map[string]any{"op": "kill", "id": fmt.Sprint(p.port)})
 }
 
-func (p *vllmPublisher) source() Source {
-	return Source{Endpoint: fmt.Sprintf("tcp://127.0.0.1:%d", p.port), Replay: fmt.Sprintf("tcp://127.0.0.1:%d", p.port+1), Topic: "kv-events"}
+func (p *vllmPublisher) source() events.Source {
+	return events.Source{Endpoint: fmt.Sprintf("tcp://127.0.0.1:%d", p.port), Replay: fmt.Sprintf("tcp://127.0.0.1:%d", p.port+1), Topic: "kv-events"}
 }
 
 func one(events ...testkit.TestEvent) []testkit.TestEvent { return events }
@@ -141,31 +144,31 @@ func TestEventStreamFollowsVLLMsPublisher(t *testing.T) {
 
 	t.Run("in order", func(t *testing.T) {
 		p := start(t, 10000)
-		f := followStream(t, p.source(), nil)
+		f := eventstest.Follow(t, p.source(), nil)
 		p.publish(t, one(testkit.StoredEvent(1, 0, 3)), one(testkit.StoredEvent(1, 3, 5), testkit.RemovedEvent(1, 4, 5)), one(testkit.StoredEvent(2, 0, 2)))
-		f.holds(t, 1, 5, 4)
-		f.holds(t, 2, 2, 2)
+		f.Holds(t, 1, 5, 4)
+		f.Holds(t, 2, 2, 2)
 		p.publish(t, one(testkit.TestEvent{"cleared": true}), one(testkit.StoredEvent(3, 0, 1)))
-		f.holds(t, 3, 1, 1)
-		f.holds(t, 1, 5, 0)
-		f.has(t, map[string]uint64{"batches": 5, "gaps": 0, "restarts": 0, "decode_errors": 0, "cold": 0, "cleared": 1, "last_seq": 4})
+		f.Holds(t, 3, 1, 1)
+		f.Holds(t, 1, 5, 0)
+		f.Has(t, map[string]uint64{"batches": 5, "gaps": 0, "restarts": 0, "decode_errors": 0, "cold": 0, "cleared": 1, "last_seq": 4})
 	})
 
 	t.Run("quiet publisher with a past", func(t *testing.T) {
 		p := start(t, 10000)
 		p.publish(t, one(testkit.StoredEvent(1, 0, 3)), one(testkit.RemovedEvent(1, 2, 3)))
-		f := followStream(t, p.source(), nil)
-		f.holds(t, 1, 3, 2)
-		f.has(t, map[string]uint64{"replayed_batches": 2, "cold": 0})
+		f := eventstest.Follow(t, p.source(), nil)
+		f.Holds(t, 1, 3, 2)
+		f.Has(t, map[string]uint64{"replayed_batches": 2, "cold": 0})
 	})
 
 	t.Run("publisher that has not published", func(t *testing.T) {
 		p := start(t, 10000)
-		f := followStream(t, p.source(), nil)
-		f.until(t, func() bool { return !f.Stats().Cold.Load() }, func() string { return "stays cold" })
+		f := eventstest.Follow(t, p.source(), nil)
+		f.Until(t, func() bool { return !f.Stats().Cold.Load() }, func() string { return "stays cold" })
 		p.publish(t, one(testkit.StoredEvent(1, 0, 3)))
-		f.holds(t, 1, 3, 3)
-		f.has(t, map[string]uint64{"replay_failures": 0, "restarts": 0})
+		f.Holds(t, 1, 3, 3)
+		f.Has(t, map[string]uint64{"replay_failures": 0, "restarts": 0})
 	})
 
 	t.Run("past longer than the buffer", func(t *testing.T) {
@@ -173,11 +176,11 @@ func TestEventStreamFollowsVLLMsPublisher(t *testing.T) {
 		for i := range 5 {
 			p.publish(t, one(testkit.StoredEvent(i, 0, 1)))
 		}
-		f := followStream(t, p.source(), nil)
-		f.holds(t, 4, 1, 1)
-		f.holds(t, 2, 1, 1)
-		f.holds(t, 1, 1, 0)
-		f.has(t, map[string]uint64{"cold": 1, "replayed_batches": 3})
+		f := eventstest.Follow(t, p.source(), nil)
+		f.Holds(t, 4, 1, 1)
+		f.Holds(t, 2, 1, 1)
+		f.Holds(t, 1, 1, 0)
+		f.Has(t, map[string]uint64{"cold": 1, "replayed_batches": 3})
 	})
 
 	t.Run("long past, many blocks", func(t *testing.T) {
@@ -188,42 +191,42 @@ func TestEventStreamFollowsVLLMsPublisher(t *testing.T) {
 			past = append(past, one(testkit.StoredEvent(i, 0, 8)))
 		}
 		p.publish(t, past...)
-		f := followStream(t, p.source(), nil)
-		f.reaches(t, map[string]uint64{"batches": batches})
-		f.has(t, map[string]uint64{"batches": batches, "stored_blocks": batches * 8, "replay_failures": 0, "cold": 0})
+		f := eventstest.Follow(t, p.source(), nil)
+		f.Reaches(t, map[string]uint64{"batches": batches})
+		f.Has(t, map[string]uint64{"batches": batches, "stored_blocks": batches * 8, "replay_failures": 0, "cold": 0})
 		t.Logf("%d replays for %d batches", f.Stats().Replays.Load(), batches)
 	})
 
 	t.Run("stream before the publisher, then a restart", func(t *testing.T) {
 		p := &vllmPublisher{host: host, port: testkit.FreePorts(t, 2), rank: int(testkit.TestWorker.Rank)}
-		f := followStream(t, p.source(), nil)
+		f := eventstest.Follow(t, p.source(), nil)
 		p.spawn(t, 10000)
-		f.reaches(t, map[string]uint64{"connected": 1})
+		f.Reaches(t, map[string]uint64{"connected": 1})
 		p.publish(t, one(testkit.StoredEvent(1, 0, 3)), one(testkit.StoredEvent(2, 0, 3)))
-		f.holds(t, 2, 3, 3)
+		f.Holds(t, 2, 3, 3)
 		p.kill(t)
 		gap := time.NewTimer(time.Second)
-		f.until(t, func() bool { return !f.Stats().Connected.Load() }, func() string { return "did not notice the end" })
+		f.Until(t, func() bool { return !f.Stats().Connected.Load() }, func() string { return "did not notice the end" })
 		<-gap.C
 		p.spawn(t, 10000)
 		defer p.kill(t)
 		p.publish(t, one(testkit.StoredEvent(7, 0, 2)), one(testkit.StoredEvent(8, 0, 2)), one(testkit.StoredEvent(9, 0, 2)))
-		f.holds(t, 9, 2, 2)
-		f.holds(t, 7, 2, 2)
-		f.holds(t, 1, 3, 0)
-		f.holds(t, 2, 3, 0)
-		f.reaches(t, map[string]uint64{"reconnects": 1, "restarts": 1})
-		f.has(t, map[string]uint64{"restarts": 1, "cold": 0})
+		f.Holds(t, 9, 2, 2)
+		f.Holds(t, 7, 2, 2)
+		f.Holds(t, 1, 3, 0)
+		f.Holds(t, 2, 3, 0)
+		f.Reaches(t, map[string]uint64{"reconnects": 1, "restarts": 1})
+		f.Has(t, map[string]uint64{"restarts": 1, "cold": 0})
 	})
 
 	t.Run("bad event, other block size, unknown type", func(t *testing.T) {
 		p := start(t, 10000)
-		f := followStream(t, p.source(), nil)
+		f := eventstest.Follow(t, p.source(), nil)
 		larger := testkit.StoredEvent(5, 0, 2)
 		larger["block_size"], larger["stored"] = 8, testkit.BlockIDs(5, 0, 1)
 		p.publish(t, one(testkit.StoredEvent(1, 0, 1), testkit.TestEvent{"raw": "82a474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657303"},
 			testkit.TestEvent{"raw": "81a474797065aa426c6f636b4d6f766564"}, larger, testkit.StoredEvent(1, 1, 2)))
-		f.holds(t, 1, 2, 2)
-		f.has(t, map[string]uint64{"decode_errors": 1, "ignored": 1, "block_size_mismatch": 1, "cold": 1})
+		f.Holds(t, 1, 2, 2)
+		f.Has(t, map[string]uint64{"decode_errors": 1, "ignored": 1, "block_size_mismatch": 1, "cold": 1})
 	})
 }
