@@ -2,20 +2,10 @@ package main
 
 import (
 	"context"
-	"crypto/rand"
-	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
-	"kvrouter/internal/hints"
-	"kvrouter/internal/jsonbody"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/proxy"
-	"kvrouter/internal/router"
-	"kvrouter/internal/telemetry"
-	"kvrouter/internal/tokens"
-	"kvrouter/internal/web"
 	"log/slog"
 	"net/http"
 	"slices"
@@ -26,7 +16,15 @@ import (
 
 	"github.com/gin-gonic/gin"
 	"github.com/tidwall/gjson"
-	"github.com/tidwall/sjson"
+
+	"kvrouter/internal/hints"
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/router"
+	"kvrouter/internal/telemetry"
+	"kvrouter/internal/tokens"
+	"kvrouter/internal/web"
 )
 
 const (
@@ -34,8 +32,6 @@ const (
 	bodyTimeout = 2 * time.Minute
 	// listLimit bounds the asking of all workers for their models.
 	listLimit = 5 * time.Second
-	// requestIDLimit bounds a client's own request id, which goes into logs.
-	requestIDLimit = 256
 )
 
 // promptKind says where a route's body carries its prompt.
@@ -99,7 +95,7 @@ type API struct {
 	draining      atomic.Bool
 }
 
-// NewAPI returns the OpenAI side over the given rooms.
+// NewAPI returns the OpenAI side over what the router is made of.
 func NewAPI(config Config, router *router.Router, tokens *tokens.Source, px *proxy.Proxy, telemetry *telemetry.Metrics, log *slog.Logger) *API {
 	return &API{config: config, router: router, tokens: tokens, proxy: px, telemetry: telemetry, log: log, pairs: proxy.NewPairs(router, px, config.Disagg, log)}
 }
@@ -151,113 +147,136 @@ func (a *API) ready(c *gin.Context) {
 	c.JSON(status, gin.H{"ready": status == http.StatusOK, "schedulable_workers": workers, "draining": a.draining.Load()})
 }
 
+// inference is one inference request on its way.
+type inference struct {
+	api      *API
+	ctx      context.Context
+	kind     promptKind
+	id       string // X-Request-Id
+	exchange *proxy.Exchange
+
+	body     *jsonbody.Body
+	hints    hints.Hints
+	prompt   tokens.Prompt
+	multiple bool          // the body has several prompts
+	took     time.Duration // until the prompt was known
+	request  router.Request
+	recorded *telemetry.RecordedPrompt // nil: nothing is recorded, or nothing is known of the prompt
+}
+
 // infer serves one inference request: find out its prompt, choose, forward.
 func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 	x := &proxy.Exchange{Route: path, Worker: "none", Arrived: time.Now()}
-	var recorded *telemetry.RecordedPrompt // nil: nothing is recorded, or nothing is known of the prompt
-	id := requestID(c)
-	defer func() {
-		if x.Status == 0 {
-			x.Status = c.Writer.Status()
-		}
-		a.telemetry.Finished(*x, time.Now())
-		a.recorder.Finished(*x, recorded, time.Now())
-		a.log.Debug("request", "id", id, "route", path, "status", x.Status, "worker", x.Worker, "tokens", x.Decision.Tokens,
-			"overlap", x.Decision.OverlapTokens, "cached", x.Usage.CachedTokens, "seconds", time.Since(x.Arrived).Seconds())
-	}()
-	body, ok := a.body(c)
-	if !ok {
+	r := &inference{api: a, ctx: c.Request.Context(), kind: kind, id: web.RequestID(c), exchange: x}
+	defer func() { r.finish(c.Writer.Status()) }()
+	if !r.read(c) {
 		return
 	}
-	var model string
-	parsed := &jsonbody.Body{Raw: body}
-	if kind != noPrompt || strings.HasPrefix(c.ContentType(), "application/json") {
-		if parsed, ok = jsonbody.Parse(body); !ok {
-			a.fail(c, http.StatusBadRequest, "", "the request body is not a JSON object")
-			return
-		}
-		model = parsed.Get("model").String()
-		if !a.serves(c.Request.Context(), model) {
-			a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%s` does not exist.", model))
-			return
-		}
-		x.Model = model
-	}
-	if parsed.Get("vllm_xargs").Get("kv_cache_report_mode").Exists() {
-		// The engine would report blocks as stored that it only used again, and
-		// never as removed: the index could not be kept true.
-		a.fail(c, http.StatusBadRequest, "vllm_xargs", "kv_cache_report_mode is not allowed behind a router that follows KV events")
-		return
-	}
-	hints, bad := hints.Read(c.Request.Header, parsed.Get("nvext"))
-	if bad != nil {
-		a.fail(c, http.StatusBadRequest, bad.Param, bad.Error())
-		return
-	}
-	ctx := c.Request.Context()
-	prompt, multiple := a.prompt(ctx, kind, path, parsed)
-	x.Source = prompt.Source
-	tokensTime := time.Since(x.Arrived)
-	request := router.Request{Tokens: prompt.Tokens[:prompt.Exact], NumTokens: len(prompt.Tokens), Salt: parsed.Get("cache_salt").String(), LoRA: a.router.Adapter(model), Model: model}
-	request.AnsweredWhole = !parsed.Get("stream").Bool() || multiple || parsed.Get("n").Int() > 1
-	applyHints(hints, &request)
+	r.findPrompt()
+	stream := r.body.Get("stream").Bool()
 	shared := kind != noPrompt && (a.router.Paired() || a.config.Disagg.EnforceDisagg)
 	var why string
 	if shared {
-		why, request.Kinds = proxy.WhyWhole(path, parsed, hints.Whole, multiple)
+		why, r.request.Kinds = proxy.WhyWhole(path, r.body, r.hints.Whole, r.multiple)
 	}
-	if hints.Query {
-		a.settle(c, x, a.answerQuery(c, kind, parsed.Get("stream").Bool(), request, shared, why, prompt.Tokens))
+	if r.hints.Query {
+		a.settle(c, x, a.answerQuery(c, kind, stream, r.request, shared, why, r.prompt.Tokens))
 		return
 	}
-	recorded = a.recorder.Prompt(request)
-	decided := func(d *router.Decision, took router.Decision) {
-		if multiple { // the usage will speak of all prompts, the decision of one
-			d.Tokens = 0
-		}
-		if kind != noPrompt {
-			a.telemetry.Decided(tokensTime, took)
-		}
-	}
-	route := func(exclude []uint64) (router.Decision, error) {
-		request.Exclude = exclude
-		d, err := a.decide(ctx, request)
-		if err == nil {
-			decided(&d, d)
-		}
-		return d, err
-	}
-	routePair := func(exclude []uint64, why string) (router.Pair, error) {
-		request.Exclude = exclude
-		pair, err := a.decidePair(ctx, request, why)
-		if err == nil {
-			decided(&pair.Decode, pair.Took())
-		}
-		return pair, err
-	}
-	u := proxy.Upstream{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.upstreamHeader(c, id), Body: body, Route: path, RequestID: id, Arrived: x.Arrived}
+	r.recorded = a.recorder.Prompt(r.request)
+	u := r.upstream(c)
 	if kind != noPrompt {
-		u.EndMarked = true
 		a.telemetry.Began()
 		defer func() { a.telemetry.Ended(x, time.Now()) }()
 	}
-	if kind == chatPrompt || kind == completionPrompt {
-		u.Head, u.Body, u.HideUsage = a.askForUsage(parsed)
-	}
-	u.CachedTokensMislead = multiple || parsed.Get("prompt_logprobs").Type == gjson.Number || parsed.Get("echo").Bool() && parsed.Get("logprobs").Type == gjson.Number
-	if len(a.router.Targets()) > 1 && request.Pinned == nil {
-		u.MaxRetries = 1
-	}
 	var err error
 	if shared {
-		err = a.pairs.Forward(ctx, c.Writer, u, x, parsed, why, routePair)
+		err = a.pairs.Forward(r.ctx, c.Writer, u, x, r.body, why, r.routePair)
 	} else {
-		err = a.proxy.Forward(ctx, c.Writer, u, x, route)
+		err = a.proxy.Forward(r.ctx, c.Writer, u, x, r.route)
 	}
 	a.settle(c, x, err)
 	if x.Usage.Known && x.Decision.Tokens > 0 && x.Usage.PromptTokens != x.Decision.Tokens {
-		a.tokens.PromptMismatch(prompt.Shape, x.Decision.Tokens, x.Usage.PromptTokens)
+		a.tokens.PromptMismatch(r.prompt.Shape, x.Decision.Tokens, x.Usage.PromptTokens)
 	}
+}
+
+// finish counts, records and logs the request. written is the status that went
+// to the client, if no other is known.
+func (r *inference) finish(written int) {
+	x := r.exchange
+	if x.Status == 0 {
+		x.Status = written
+	}
+	r.api.telemetry.Finished(*x, time.Now())
+	r.api.recorder.Finished(*x, r.recorded, time.Now())
+	r.api.log.Debug("request", "id", r.id, "route", x.Route, "status", x.Status, "worker", x.Worker, "tokens", x.Decision.Tokens,
+		"overlap", x.Decision.OverlapTokens, "cached", x.Usage.CachedTokens, "seconds", time.Since(x.Arrived).Seconds())
+}
+
+// read reads the body and what it asks for. Not ok: it has been answered.
+func (r *inference) read(c *gin.Context) (ok bool) {
+	a := r.api
+	raw, ok := a.body(c)
+	if !ok {
+		return false
+	}
+	r.body = &jsonbody.Body{Raw: raw}
+	if r.kind != noPrompt || strings.HasPrefix(c.ContentType(), "application/json") {
+		if r.body, ok = jsonbody.Parse(raw); !ok {
+			a.fail(c, http.StatusBadRequest, "", "the request body is not a JSON object")
+			return false
+		}
+		model := r.body.Get("model").String()
+		if !a.serves(r.ctx, model) {
+			a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%s` does not exist.", model))
+			return false
+		}
+		r.exchange.Model = model
+	}
+	if r.body.Get("vllm_xargs").Get("kv_cache_report_mode").Exists() {
+		// The engine would report blocks as stored that it only used again, and
+		// never as removed: the index could not be kept true.
+		a.fail(c, http.StatusBadRequest, "vllm_xargs", "kv_cache_report_mode is not allowed behind a router that follows KV events")
+		return false
+	}
+	given, bad := hints.Read(c.Request.Header, r.body.Get("nvext"))
+	if bad != nil {
+		a.fail(c, http.StatusBadRequest, bad.Param, bad.Error())
+		return false
+	}
+	r.hints = given
+	return true
+}
+
+// findPrompt finds the prompt's tokens and makes the router's form of the request.
+func (r *inference) findPrompt() {
+	x := r.exchange
+	r.prompt, r.multiple = r.api.prompt(r.ctx, r.kind, x.Route, r.body)
+	x.Source, r.took = r.prompt.Source, time.Since(x.Arrived)
+	r.request = router.Request{
+		Tokens: r.prompt.Tokens[:r.prompt.Exact], NumTokens: len(r.prompt.Tokens),
+		Salt: r.body.Get("cache_salt").String(), LoRA: r.api.router.Adapter(x.Model), Model: x.Model,
+		AnsweredWhole: !r.body.Get("stream").Bool() || r.multiple || r.body.Get("n").Int() > 1,
+	}
+	applyHints(r.hints, &r.request)
+}
+
+// upstream is the request as it goes to a worker.
+func (r *inference) upstream(c *gin.Context) proxy.Upstream {
+	a, body := r.api, r.body
+	u := proxy.Upstream{
+		Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.upstreamHeader(c, r.id), Body: body.Raw,
+		Route: r.exchange.Route, RequestID: r.id, Arrived: r.exchange.Arrived, EndMarked: r.kind != noPrompt,
+		CachedTokensMislead: r.multiple || body.Get("prompt_logprobs").Type == gjson.Number || body.Get("echo").Bool() && body.Get("logprobs").Type == gjson.Number,
+	}
+	if a.config.CollectUsage && (r.kind == chatPrompt || r.kind == completionPrompt) {
+		u.Head, u.Body, u.HideUsage = proxy.AskForUsage(body)
+	}
+	if len(a.router.Targets()) > 1 && r.request.Pinned == nil {
+		u.MaxRetries = 1
+	}
+	return u
 }
 
 // applyHints puts what the client hints at into the router's form of the request.
@@ -381,32 +400,6 @@ func (a *API) prompt(ctx context.Context, kind promptKind, path string, body *js
 	return tokens.Prompt{}, false
 }
 
-// askForUsage returns the body, its beginning apart, with a request for usage
-// added where it is a stream's and does not say itself what it wants. The rest of
-// the bytes stays as it is, and where the client has no stream_options, where it
-// is.
-func (a *API) askForUsage(parsed *jsonbody.Body) (head, body []byte, hide bool) {
-	body = parsed.Raw
-	if !a.config.CollectUsage || !parsed.Get("stream").Bool() {
-		return nil, body, false
-	}
-	options := parsed.Get("stream_options")
-	switch {
-	case options.Get("include_usage").Bool() || options.Get("continuous_usage_stats").Bool():
-		return nil, body, false
-	case options.IsObject():
-		asked, err := sjson.SetBytes(body, "stream_options.include_usage", true)
-		return nil, asked, err == nil
-	case !options.Exists():
-		inside := slices.Index(body, '{') + 1
-		return []byte(`{"stream_options":{"include_usage":true},`), body[inside:], true
-	case options.Type == gjson.Null:
-		asked, err := sjson.SetRawBytes(body, "stream_options", []byte(`{"include_usage":true}`))
-		return nil, asked, err == nil
-	}
-	return nil, body, false // the engine will say what is wrong with it
-}
-
 // upstreamHeader returns the client's headers as they go to a worker.
 func (a *API) upstreamHeader(c *gin.Context, id string) http.Header {
 	header := c.Request.Header.Clone()
@@ -459,7 +452,7 @@ func (a *API) models(c *gin.Context) {
 	var list []json.RawMessage
 	seen := map[string]bool{}
 	for _, t := range a.workers() {
-		_, body, err := a.proxy.Ask(ctx, t, http.MethodGet, "/v1/models", a.upstreamHeader(c, requestID(c)), nil)
+		_, body, err := a.proxy.Ask(ctx, t, http.MethodGet, "/v1/models", a.upstreamHeader(c, web.RequestID(c)), nil)
 		if err != nil {
 			continue
 		}
@@ -491,7 +484,7 @@ func (a *API) models(c *gin.Context) {
 // broadcastUntilFound asks one worker after the other for something that only
 // one of them holds: a stored response.
 func (a *API) broadcastUntilFound(c *gin.Context) {
-	id := requestID(c)
+	id := web.RequestID(c)
 	for _, t := range a.workers() {
 		status, body, err := a.proxy.Ask(c.Request.Context(), t, c.Request.Method, c.Request.URL.RequestURI(), a.upstreamHeader(c, id), nil)
 		if err == nil && status != http.StatusNotFound {
@@ -516,7 +509,7 @@ func (a *API) admin(c *gin.Context) {
 	}
 	worst := http.StatusOK
 	answers := []gin.H{}
-	id := requestID(c)
+	id := web.RequestID(c)
 	for _, t := range a.workers() {
 		status, answer, err := a.proxy.Ask(c.Request.Context(), t, c.Request.Method, c.Request.URL.RequestURI(), a.upstreamHeader(c, id), body)
 		if err != nil {
@@ -534,22 +527,8 @@ func (a *API) admin(c *gin.Context) {
 
 // fail answers with an error in OpenAI's shape.
 func (a *API) fail(c *gin.Context, status int, param, message string) {
-	c.Header(web.HeaderRequest, requestID(c))
+	c.Header(web.HeaderRequest, web.RequestID(c))
 	c.Data(status, "application/json", web.ErrorJSON(status, web.ErrorType(status), param, message))
-}
-
-// requestID returns the request's id: the client's own where it sent a usable
-// one, else a new one, which is kept with the request.
-func requestID(c *gin.Context) string {
-	id := c.Request.Header.Get(web.HeaderRequest)
-	usable := id != "" && len(id) <= requestIDLimit && !strings.ContainsFunc(id, func(r rune) bool { return r < ' ' || r > '~' })
-	if !usable {
-		var random [12]byte
-		rand.Read(random[:])
-		id = "req-" + hex.EncodeToString(random[:])
-		c.Request.Header.Set(web.HeaderRequest, id)
-	}
-	return id
 }
 
 // queryAnswer tells who would serve a request. It stands where the answer's
@@ -593,7 +572,7 @@ func (a *API) answerQuery(c *gin.Context, kind promptKind, stream bool, request 
 		decision.OverlapTokens, prefill = pair.Prefill.OverlapTokens, pair.Prefill.Target.Key
 	}
 	key := decision.Target.Key
-	answer := queryAnswer{ID: requestID(c), Object: "chat.completion", Created: time.Now().Unix(), Model: request.Model, Choices: []struct{}{}}
+	answer := queryAnswer{ID: web.RequestID(c), Object: "chat.completion", Created: time.Now().Unix(), Model: request.Model, Choices: []struct{}{}}
 	switch {
 	case kind == completionPrompt:
 		answer.Object = "text_completion"

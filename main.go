@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"kvrouter/internal/web"
 	"log/slog"
 	"net"
 	"net/http"
@@ -17,6 +16,8 @@ import (
 	"syscall"
 
 	"golang.org/x/sync/errgroup"
+
+	"kvrouter/internal/web"
 )
 
 func main() {
@@ -61,11 +62,11 @@ func serve(config Config) error {
 	}
 	signals, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
-	rooms, err := build(signals, config, log)
+	app, err := build(signals, config, log)
 	if err != nil {
 		return err
 	}
-	return rooms.run(signals)
+	return app.run(signals)
 }
 
 // run serves both ports and the fleet until ctx is done, then drains: no new

@@ -100,7 +100,7 @@ func TestWithoutEventsPromptsAreFoundWhereTheyWent(t *testing.T) {
 					chat = append(chat, say("", a.text, "go on")[1:]...)
 				}
 			}
-			if err := s.rooms.index.(interface{ check() error }).check(); err != nil {
+			if err := s.rooms.index.(interface{ Check() error }).Check(); err != nil {
 				t.Error(err)
 			}
 		})

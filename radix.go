@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+
 	"kvrouter/internal/events"
 )
 

@@ -3,6 +3,15 @@ package main
 import (
 	"context"
 	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/tidwall/gjson"
+
 	"kvrouter/internal/events"
 	"kvrouter/internal/jsonlines"
 	"kvrouter/internal/kv"
@@ -17,17 +26,9 @@ import (
 	"kvrouter/internal/tokens"
 	"kvrouter/internal/vllm"
 	"kvrouter/internal/workers"
-	"log/slog"
-	"net"
-	"net/http"
-	"strconv"
-	"strings"
-	"time"
-
-	"github.com/tidwall/gjson"
 )
 
-// rooms is the built house.
+// app is what a serving router is made of.
 type app struct {
 	config    Config
 	log       *slog.Logger
@@ -47,7 +48,7 @@ type app struct {
 	learned   *policy.ThompsonStateFile // by policy thompson; nil: it is not kept
 }
 
-// build makes every room and wires it to those it needs; nothing runs yet.
+// build makes every part and hands it those it needs. Nothing runs yet.
 func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r := &app{config: config, log: log, index: router.NewIndex(config.Index, config.Policy, config.Scoring, config.BlockSize, time.Now)}
 	var err error
@@ -198,6 +199,38 @@ func (r *app) learnMaxModelLen(ctx context.Context) {
 	_, answer, err := r.proxy.Ask(ctx, target, http.MethodGet, "/v1/models", nil, nil)
 	if n := gjson.GetBytes(answer, "data.0.max_model_len").Int(); err == nil && n > 0 {
 		r.model.SetMaxModelLen(int(n))
+	}
+}
+
+// route chooses a worker that is not among exclude.
+func (r *inference) route(exclude []uint64) (router.Decision, error) {
+	r.request.Exclude = exclude
+	d, err := r.api.decide(r.ctx, r.request)
+	if err == nil {
+		r.decided(&d, d)
+	}
+	return d, err
+}
+
+// routePair is route for a request that two workers may share; why says why it is
+// to stay whole, if it is.
+func (r *inference) routePair(exclude []uint64, why string) (router.Pair, error) {
+	r.request.Exclude = exclude
+	pair, err := r.api.decidePair(r.ctx, r.request, why)
+	if err == nil {
+		r.decided(&pair.Decode, pair.Took())
+	}
+	return pair, err
+}
+
+// decided records the times of a decision. Of several prompts the usage will speak
+// of all, the decision of one: its tokens are not to be compared.
+func (r *inference) decided(d *router.Decision, times router.Decision) {
+	if r.multiple {
+		d.Tokens = 0
+	}
+	if r.kind != noPrompt {
+		r.api.telemetry.Decided(r.took, times)
 	}
 }
 

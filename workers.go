@@ -4,12 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
+
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/selection"
 	"kvrouter/internal/vllm"
 	"kvrouter/internal/workers"
-	"time"
 )
 
 // defaultWorkers is how many workers are started where nothing is said.

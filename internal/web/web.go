@@ -1,7 +1,9 @@
 package web
 
 import (
+	"crypto/rand"
 	"crypto/subtle"
+	"encoding/hex"
 	"encoding/json"
 	"io"
 	"log/slog"
@@ -100,4 +102,21 @@ func ErrorJSON(status int, kind, param, message string) []byte {
 	}
 	body, _ := json.Marshal(gin.H{"error": gin.H{"message": message, "type": kind, "param": p, "code": status}})
 	return body
+}
+
+// requestIDLimit bounds a client's own request id, bytes: it goes into logs.
+const requestIDLimit = 256
+
+// RequestID returns the request's id: the client's own where it sent a usable
+// one, else a new one, which is kept with the request.
+func RequestID(c *gin.Context) string {
+	id := c.Request.Header.Get(HeaderRequest)
+	usable := id != "" && len(id) <= requestIDLimit && !strings.ContainsFunc(id, func(r rune) bool { return r < ' ' || r > '~' })
+	if !usable {
+		var random [12]byte
+		rand.Read(random[:])
+		id = "req-" + hex.EncodeToString(random[:])
+		c.Request.Header.Set(HeaderRequest, id)
+	}
+	return id
 }
