@@ -20,6 +20,7 @@ import (
 	"kvrouter/internal/router"
 	"kvrouter/internal/selection"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/routertest"
 	"kvrouter/internal/web"
 )
@@ -58,43 +59,43 @@ func TestEveryEndOfARequestIsToldOnce(t *testing.T) {
 		path    string // empty: chat
 		timeout time.Duration
 		workers []http.HandlerFunc // nil: nothing listens
-		want    []routertest.ToldEnding
+		want    []policytest.ToldEnding
 	}{
-		{"whole answer", "", 0, []http.HandlerFunc{status(200, stopped)}, []routertest.ToldEnding{{Ending: policy.Finished, TokensOut: 3}}},
-		{"whole answer without usage", "", 0, []http.HandlerFunc{status(200, `{}`)}, []routertest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
-		{"whole stream", "", 0, []http.HandlerFunc{testkit.StreamOf(testkit.TokenEvent, usageEvent, "[DONE]")}, []routertest.ToldEnding{{Ending: policy.Finished, TokensOut: 1}}},
-		{"whole stream without usage", "", 0, []http.HandlerFunc{testkit.StreamOf(testkit.TokenEvent, "[DONE]")}, []routertest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
-		{"stream with a reason and no last event", "", 0, []http.HandlerFunc{testkit.StreamOf(notLast, lastOne)}, []routertest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
-		{"stream that breaks off after its last event", "", 0, []http.HandlerFunc{then(testkit.StreamOf(testkit.TokenEvent, "[DONE]"), abort)}, []routertest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
-		{"stream of the messages API", "/v1/messages", 0, []http.HandlerFunc{raw(testkit.MessagesStream)}, []routertest.ToldEnding{{Ending: policy.Finished, TokensOut: 3}}},
-		{"stream of the responses API", "/v1/responses", 0, []http.HandlerFunc{raw(testkit.ResponsesStream)}, []routertest.ToldEnding{{Ending: policy.Finished, TokensOut: 2}}},
-		{"stream of which no end is known", "/v1/audio/transcriptions", 0, []http.HandlerFunc{testkit.StreamOf(testkit.TokenEvent)}, []routertest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
+		{"whole answer", "", 0, []http.HandlerFunc{status(200, stopped)}, []policytest.ToldEnding{{Ending: policy.Finished, TokensOut: 3}}},
+		{"whole answer without usage", "", 0, []http.HandlerFunc{status(200, `{}`)}, []policytest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
+		{"whole stream", "", 0, []http.HandlerFunc{testkit.StreamOf(testkit.TokenEvent, usageEvent, "[DONE]")}, []policytest.ToldEnding{{Ending: policy.Finished, TokensOut: 1}}},
+		{"whole stream without usage", "", 0, []http.HandlerFunc{testkit.StreamOf(testkit.TokenEvent, "[DONE]")}, []policytest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
+		{"stream with a reason and no last event", "", 0, []http.HandlerFunc{testkit.StreamOf(notLast, lastOne)}, []policytest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
+		{"stream that breaks off after its last event", "", 0, []http.HandlerFunc{then(testkit.StreamOf(testkit.TokenEvent, "[DONE]"), abort)}, []policytest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
+		{"stream of the messages API", "/v1/messages", 0, []http.HandlerFunc{raw(testkit.MessagesStream)}, []policytest.ToldEnding{{Ending: policy.Finished, TokensOut: 3}}},
+		{"stream of the responses API", "/v1/responses", 0, []http.HandlerFunc{raw(testkit.ResponsesStream)}, []policytest.ToldEnding{{Ending: policy.Finished, TokensOut: 2}}},
+		{"stream of which no end is known", "/v1/audio/transcriptions", 0, []http.HandlerFunc{testkit.StreamOf(testkit.TokenEvent)}, []policytest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
 
-		{"client's mistake", "", 0, []http.HandlerFunc{status(400, `{"error":{"code":400}}`)}, []routertest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
-		{"client's mistake in a stream", "", 0, []http.HandlerFunc{testkit.StreamOf(`{"error":{"message":"too long","code":400}}`, "[DONE]")}, []routertest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
-		{"what no worker can", "", 0, []http.HandlerFunc{status(501, `{}`)}, []routertest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
-		{"aborted at the engine", "", 0, []http.HandlerFunc{status(200, `{"choices":[{"finish_reason":"abort"}]}`)}, []routertest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
-		{"stream aborted at the engine", "", 0, []http.HandlerFunc{testkit.StreamOf(testkit.TokenEvent, `{"choices":[{"finish_reason":"abort"}]}`, "[DONE]")}, []routertest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
+		{"client's mistake", "", 0, []http.HandlerFunc{status(400, `{"error":{"code":400}}`)}, []policytest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
+		{"client's mistake in a stream", "", 0, []http.HandlerFunc{testkit.StreamOf(`{"error":{"message":"too long","code":400}}`, "[DONE]")}, []policytest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
+		{"what no worker can", "", 0, []http.HandlerFunc{status(501, `{}`)}, []policytest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
+		{"aborted at the engine", "", 0, []http.HandlerFunc{status(200, `{"choices":[{"finish_reason":"abort"}]}`)}, []policytest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
+		{"stream aborted at the engine", "", 0, []http.HandlerFunc{testkit.StreamOf(testkit.TokenEvent, `{"choices":[{"finish_reason":"abort"}]}`, "[DONE]")}, []policytest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
 
-		{"engine error", "", 0, []http.HandlerFunc{status(500, `{}`)}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"bad gateway and the like", "", 0, []http.HandlerFunc{status(504, `{}`)}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"engine error as the reason", "", 0, []http.HandlerFunc{status(200, `{"choices":[{"finish_reason":"error"}]}`)}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"nothing listens", "", 0, []http.HandlerFunc{nil}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"connection closed without an answer", "", 0, []http.HandlerFunc{hangUp}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"stream that breaks off", "", 0, []http.HandlerFunc{then(testkit.StreamOf(testkit.TokenEvent), abort)}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"stream that ends without saying so", "", 0, []http.HandlerFunc{testkit.StreamOf(notLast, notLast)}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"stream of the messages API that ends without saying so", "/v1/messages", 0, []http.HandlerFunc{raw("event: message_start\ndata: {}\n\n")}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"stream with an engine error", "", 0, []http.HandlerFunc{testkit.StreamOf(`{"error":{"code":500}}`, "[DONE]")}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"stream with an engine error in its middle", "", 0, []http.HandlerFunc{testkit.StreamOf(notLast, `{"error":{"code":500}}`, "[DONE]")}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"half an answer", "", 0, []http.HandlerFunc{then(status(200, `{"choices"`), abort)}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"long answer that breaks off", "", 0, []http.HandlerFunc{then(status(200, strings.Repeat(" ", proxy.BufferedAnswer+1)), abort)}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"silence", "", 50 * time.Millisecond, []http.HandlerFunc{silence}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"silence in mid-stream", "", 50 * time.Millisecond, []http.HandlerFunc{then(testkit.StreamOf(testkit.TokenEvent), silence)}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"engine error", "", 0, []http.HandlerFunc{status(500, `{}`)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"bad gateway and the like", "", 0, []http.HandlerFunc{status(504, `{}`)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"engine error as the reason", "", 0, []http.HandlerFunc{status(200, `{"choices":[{"finish_reason":"error"}]}`)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"nothing listens", "", 0, []http.HandlerFunc{nil}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"connection closed without an answer", "", 0, []http.HandlerFunc{hangUp}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"stream that breaks off", "", 0, []http.HandlerFunc{then(testkit.StreamOf(testkit.TokenEvent), abort)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"stream that ends without saying so", "", 0, []http.HandlerFunc{testkit.StreamOf(notLast, notLast)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"stream of the messages API that ends without saying so", "/v1/messages", 0, []http.HandlerFunc{raw("event: message_start\ndata: {}\n\n")}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"stream with an engine error", "", 0, []http.HandlerFunc{testkit.StreamOf(`{"error":{"code":500}}`, "[DONE]")}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"stream with an engine error in its middle", "", 0, []http.HandlerFunc{testkit.StreamOf(notLast, `{"error":{"code":500}}`, "[DONE]")}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"half an answer", "", 0, []http.HandlerFunc{then(status(200, `{"choices"`), abort)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"long answer that breaks off", "", 0, []http.HandlerFunc{then(status(200, strings.Repeat(" ", proxy.BufferedAnswer+1)), abort)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"silence", "", 50 * time.Millisecond, []http.HandlerFunc{silence}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"silence in mid-stream", "", 50 * time.Millisecond, []http.HandlerFunc{then(testkit.StreamOf(testkit.TokenEvent), silence)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
 
-		{"answered by the second", "", 0, []http.HandlerFunc{nil, status(200, stopped)}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Finished, TokensOut: 3}}},
-		{"answered by the second after an engine error", "", 0, []http.HandlerFunc{status(503, ``), status(200, stopped)}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Finished, TokensOut: 3}}},
-		{"answered by none", "", 0, []http.HandlerFunc{hangUp, status(500, ``)}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Failed, TokensOut: 0}}},
-		{"client's mistake at the second", "", 0, []http.HandlerFunc{hangUp, status(400, `{}`)}, []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Abandoned, TokensOut: 0}}},
+		{"answered by the second", "", 0, []http.HandlerFunc{nil, status(200, stopped)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Finished, TokensOut: 3}}},
+		{"answered by the second after an engine error", "", 0, []http.HandlerFunc{status(503, ``), status(200, stopped)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Finished, TokensOut: 3}}},
+		{"answered by none", "", 0, []http.HandlerFunc{hangUp, status(500, ``)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Failed, TokensOut: 0}}},
+		{"client's mistake at the second", "", 0, []http.HandlerFunc{hangUp, status(400, `{}`)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Abandoned, TokensOut: 0}}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var urls []string
@@ -102,11 +103,11 @@ func TestEveryEndOfARequestIsToldOnce(t *testing.T) {
 				if serve == nil {
 					urls = append(urls, deadURL(t))
 				} else {
-					urls = append(urls, newFakeWorker(t, serve).URL)
+					urls = append(urls, testkit.NewFakeWorker(t, serve).URL)
 				}
 			}
 			h := newTestAPI(t, Config{RequestTimeout: c.timeout}, urls...)
-			policy := new(routertest.Clerk)
+			policy := new(policytest.Clerk)
 			h.router.Policy = policy
 			if c.path == "" {
 				c.path = testkit.ChatPath
@@ -141,9 +142,9 @@ func TestAClientThatLeavesIsNobodysFault(t *testing.T) {
 		}, true},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			worker := newFakeWorker(t, c.serve)
+			worker := testkit.NewFakeWorker(t, c.serve)
 			h := newTestAPI(t, Config{RequestTimeout: time.Minute}, worker.URL)
-			rule := new(routertest.Clerk)
+			rule := new(policytest.Clerk)
 			h.router.Policy = rule
 			ctx, leave := context.WithCancel(t.Context())
 			defer leave()
@@ -167,7 +168,7 @@ func TestAClientThatLeavesIsNobodysFault(t *testing.T) {
 			}
 			leave()
 			testkit.Eventually(t, 5*time.Second, "told", func() bool { return len(rule.Told()) > 0 })
-			if got := rule.Endings(); !slices.Equal(got, []routertest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}) {
+			if got := rule.Endings(); !slices.Equal(got, []policytest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}) {
 				t.Errorf("told %v", got)
 			}
 		})
@@ -180,19 +181,19 @@ func TestEveryEndOfAReservationIsToldOnce(t *testing.T) {
 	for _, c := range []struct {
 		name  string
 		calls []string // METHOD path body
-		want  []routertest.ToldEnding
+		want  []policytest.ToldEnding
 	}{
-		{"freed without a first token", []string{"DELETE /reservations/a"}, []routertest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
-		{"freed after the first token", []string{"POST /reservations/a/prefill_complete", "DELETE /reservations/a"}, []routertest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
-		{"freed twice", []string{"DELETE /reservations/a", "DELETE /reservations/a"}, []routertest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
-		{"mark_free", []string{`POST /route {"method":"mark_prefill","request_id":"a"}`, `POST /route {"method":"mark_free","request_id":"a"}`}, []routertest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
-		{"another request has ended", []string{`POST /select_and_reserve {"selection_id":"b","token_ids":[1]}`, "DELETE /reservations/b"}, []routertest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
+		{"freed without a first token", []string{"DELETE /reservations/a"}, []policytest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
+		{"freed after the first token", []string{"POST /reservations/a/prefill_complete", "DELETE /reservations/a"}, []policytest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
+		{"freed twice", []string{"DELETE /reservations/a", "DELETE /reservations/a"}, []policytest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
+		{"mark_free", []string{`POST /route {"method":"mark_prefill","request_id":"a"}`, `POST /route {"method":"mark_free","request_id":"a"}`}, []policytest.ToldEnding{{Ending: policy.Finished, TokensOut: 0}}},
+		{"another request has ended", []string{`POST /select_and_reserve {"selection_id":"b","token_ids":[1]}`, "DELETE /reservations/b"}, []policytest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}},
 		{"chosen, but not booked", []string{`POST /select {"selection_id":"b","token_ids":[1]}`, `POST /find_best_worker {"token_ids":[1]}`}, nil},
 		{"booked, but not chosen", []string{`POST /reservations {"selection_id":"b","token_ids":[1],"worker_id":0}`, "DELETE /reservations/b"}, nil},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			h := newTestAPI(t, Config{}, deadURL(t))
-			policy := new(routertest.Clerk)
+			policy := new(policytest.Clerk)
 			h.router.Policy = policy
 			for _, call := range append([]string{`POST /select_and_reserve {"selection_id":"a","token_ids":[1]}`}, c.calls...) {
 				parts := append(strings.SplitN(call, " ", 3), "")
@@ -216,23 +217,23 @@ func TestEveryEndOfAReservationIsToldOnce(t *testing.T) {
 	}
 	t.Run("nobody speaks of it", func(t *testing.T) {
 		rt, clock := routertest.NewClockedRouter(t, 1, router.DefaultSettings())
-		rule := new(routertest.Clerk)
+		rule := new(policytest.Clerk)
 		rt.Policy = rule
-		routertest.MustRoute(t, rt, router.Request{ID: "forgotten", Tokens: testkit.Count(1, 8)})
+		routertest.MustRoute(t, rt, router.Request{ID: "forgotten", Tokens: testkit.Tokens(1, 8)})
 		clock.Advance(router.BookingExpiry)
 		rt.Loads()
-		if got := fmt.Sprint(rule.Endings()); got != fmt.Sprint([]routertest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}) {
+		if got := fmt.Sprint(rule.Endings()); got != fmt.Sprint([]policytest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}) {
 			t.Errorf("told %s", got)
 		}
 	})
 	t.Run("its worker is taken out", func(t *testing.T) {
 		rt := routertest.NewTestRouter(t, "round-robin", 1)
-		rule := new(routertest.Clerk)
+		rule := new(policytest.Clerk)
 		rt.Policy = rule
 		held := selection.NewReservations()
 		held.Install("a", routertest.MustRoute(t, rt, router.Request{ID: "a"}).Booking)
 		held.ReleaseWorker(0)
-		if got := rule.Endings(); !slices.Equal(got, []routertest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}) {
+		if got := rule.Endings(); !slices.Equal(got, []policytest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}) {
 			t.Errorf("told %v", got)
 		}
 	})
@@ -248,8 +249,8 @@ func streamHead(w http.ResponseWriter) {
 // TestEveryEndOfAPairIsTold pins what of a pair's end the policy hears of both
 // bookings, in any order, and what metrics count.
 func TestEveryEndOfAPairIsTold(t *testing.T) {
-	type ends = []routertest.ToldEnding
-	done, failed, left := routertest.ToldEnding{Ending: policy.Finished, TokensOut: 1}, routertest.ToldEnding{Ending: policy.Failed, TokensOut: 0}, routertest.ToldEnding{Ending: policy.Abandoned, TokensOut: 0}
+	type ends = []policytest.ToldEnding
+	done, failed, left := policytest.ToldEnding{Ending: policy.Finished, TokensOut: 1}, policytest.ToldEnding{Ending: policy.Failed, TokensOut: 0}, policytest.ToldEnding{Ending: policy.Abandoned, TokensOut: 0}
 	for _, c := range []struct {
 		name            string
 		kind            kv.Kind
@@ -279,14 +280,14 @@ func TestEveryEndOfAPairIsTold(t *testing.T) {
 				}
 				return serve
 			})
-			policy := new(routertest.Clerk)
+			policy := new(policytest.Clerk)
 			h.router.Policy = policy
 			response, answer := h.post(t, testkit.ChatPath, sharedChat(true))
 			if response.StatusCode != c.status {
 				t.Errorf("%s: %s", response.Status, answer)
 			}
 			h.settled(t)
-			order := func(a, b routertest.ToldEnding) int { return strings.Compare(fmt.Sprint(a), fmt.Sprint(b)) }
+			order := func(a, b policytest.ToldEnding) int { return strings.Compare(fmt.Sprint(a), fmt.Sprint(b)) }
 			if got := slices.SortedFunc(slices.Values(policy.Endings()), order); !slices.Equal(got, slices.SortedFunc(slices.Values(c.want), order)) {
 				t.Errorf("told %v, want %v", got, c.want)
 			}
@@ -460,7 +461,7 @@ func TestOverlapOfAPairIsThePrefillWorkers(t *testing.T) {
 		h := newTestPairAPI(t, Config{}, kind, 1, 1, nil)
 		h.store(t, kv.WorkerKey{}, sharedChat(false), 3)
 		response, answer := h.post(t, testkit.ChatPath, sharedChat(false))
-		if got := response.Header.Get(web.HeaderOverlap); got != strconv.Itoa(3*testkit.TestBlock) {
+		if got := response.Header.Get(web.HeaderOverlap); got != strconv.Itoa(3*testkit.BlockSize) {
 			t.Errorf("%s: %s tokens cached: %s", kind, got, answer)
 		}
 	}

@@ -391,7 +391,7 @@ func (h *pairHouse) store(t testing.TB, worker kv.WorkerKey, chat string, n int)
 	if err != nil {
 		t.Fatal(err)
 	}
-	hashes := kv.HashBlocks(nil, tokens, testkit.TestBlock, "", "")
+	hashes := kv.HashBlocks(nil, tokens, testkit.BlockSize, "", "")
 	blocks := make([]kv.StoredBlock, min(n, len(hashes)))
 	for i := range blocks {
 		blocks[i] = kv.StoredBlock{Engine: uint64(1000 + i), Local: hashes[i]}

@@ -21,7 +21,7 @@ import (
 	"kvrouter/internal/router"
 	"kvrouter/internal/simulate"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/testkit/routertest"
+	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/web"
 )
 
@@ -37,8 +37,8 @@ func TestHintsReachTheRouter(t *testing.T) {
 
 func TestPinnedWorkerIsNeverReplaced(t *testing.T) {
 	answer := func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{}`) }
-	zero, one := newFakeWorker(t, answer), newFakeWorker(t, answer)
-	dead := newFakeWorker(t, hangUp)
+	zero, one := testkit.NewFakeWorker(t, answer), testkit.NewFakeWorker(t, answer)
+	dead := testkit.NewFakeWorker(t, hangUp)
 	h := newTestAPI(t, Config{}, zero.URL, one.URL, dead.URL)
 	plain := `{"model":"m","messages":[]}`
 	for _, c := range []struct {
@@ -131,9 +131,9 @@ func TestDryRunChangesNothing(t *testing.T) {
 }
 
 func TestPrefixHintsReachThePolicy(t *testing.T) {
-	worker := newFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{}`) })
+	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{}`) })
 	h := newTestAPI(t, Config{}, worker.URL)
-	policy := new(routertest.Clerk)
+	policy := new(policytest.Clerk)
 	h.router.Policy = policy
 	body := `{"prompt":"p","messages":[],"nvext":{"agent_hints":{"prefix_id":"s","osl":2000},"annotations":["iat:LOW"]}}`
 	for _, path := range []string{testkit.ChatPath, completionsPath, "/v1/responses", "/v1/messages", "/v1/embeddings"} {
@@ -179,7 +179,7 @@ func TestExpectedLengthDecaysWhatAnAnswerHolds(t *testing.T) {
 		}
 	}))
 	defer worker.Close()
-	prompt, err := json.Marshal(testkit.Count(1, 128))
+	prompt, err := json.Marshal(testkit.Tokens(1, 128))
 	if err != nil {
 		t.Fatal(err)
 	}

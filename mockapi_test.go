@@ -314,7 +314,7 @@ func TestMockStopsAsVLLMDoes(t *testing.T) {
 
 func TestMockKeepsAdaptersAndSaltsApart(t *testing.T) {
 	s := startMockSite(t, 2, "--mock-lora=sql,legal", "--policy=kv")
-	_, list := testkit.Get(t, s.openAI+"/v1/models")
+	_, list := testkit.HTTPGet(t, s.openAI+"/v1/models")
 	if got := gjson.GetBytes(list, "data.#.id").Raw; got != `["legal","mock","sql"]` && got != `["mock","sql","legal"]` {
 		t.Errorf("models %s", got)
 	}
@@ -380,8 +380,8 @@ func TestMockRanksHaveCachesOfTheirOwn(t *testing.T) {
 	if after := s.rank(kv.WorkerKey{Worker: 1, Rank: 1}).Counts.PromptTokens.Load(); after-before < 2 {
 		t.Errorf("rank 1 got %d prompt tokens", after-before)
 	}
-	_, page := testkit.Get(t, s.workerURL(1)+"/metrics")
-	_, sources := testkit.Get(t, s.workerURL(1)+"/kv_event_sources")
+	_, page := testkit.HTTPGet(t, s.workerURL(1)+"/metrics")
+	_, sources := testkit.HTTPGet(t, s.workerURL(1)+"/kv_event_sources")
 	if !strings.Contains(string(page), `vllm:num_requests_running{engine="1"`) || len(gjson.ParseBytes(sources).Map()) != 2 {
 		t.Errorf("%s\n%s", page, sources)
 	}
@@ -461,8 +461,8 @@ func compareWithMock(t *testing.T, worker string, longest int) {
 		}
 	}
 	for _, path := range []string{"/v1/models", "/kv_event_sources", "/load", "/version"} {
-		_, real := testkit.Get(t, worker+path)
-		_, own := testkit.Get(t, mock.workerURL(0)+path)
+		_, real := testkit.HTTPGet(t, worker+path)
+		_, own := testkit.HTTPGet(t, mock.workerURL(0)+path)
 		if got, want := fieldNames(own), fieldNames(real); got != want {
 			t.Errorf("%s\nmock: %s\nvLLM: %s", path, got, want)
 		}
@@ -604,7 +604,7 @@ func TestMockAdaptersAreLoadedAsInVLLM(t *testing.T) {
 			t.Errorf("%s %s: %d %s", c.route, c.body, status, answer)
 		}
 	}
-	if _, list := testkit.Get(t, s.workerURL(0)+"/v1/models"); gjson.GetBytes(list, "data.#.id").Raw != `["mock","a"]` {
+	if _, list := testkit.HTTPGet(t, s.workerURL(0)+"/v1/models"); gjson.GetBytes(list, "data.#.id").Raw != `["mock","a"]` {
 		t.Errorf("%s", list)
 	}
 }

@@ -77,7 +77,7 @@ func TestWithoutEventsPromptsAreFoundWhereTheyWent(t *testing.T) {
 			if n := len(s.rooms.fleet.Streams()); n > 0 {
 				t.Errorf("%d event streams", n)
 			}
-			if _, sources := testkit.Get(t, s.workerURL(0)+"/kv_event_sources"); string(sources) != "{}\n" && string(sources) != "{}" {
+			if _, sources := testkit.HTTPGet(t, s.workerURL(0)+"/kv_event_sources"); string(sources) != "{}\n" && string(sources) != "{}" {
 				t.Errorf("the worker publishes at %s", sources)
 			}
 			for _, target := range s.rooms.router.Targets() {
@@ -576,7 +576,7 @@ func TestMockSGLangWorkersMeet(t *testing.T) {
 	if got := s.rank(kv.WorkerKey{}).Counts.GenerationTokens.Load(); got != 2 {
 		t.Errorf("the prefill worker made %d tokens, want 2", got)
 	}
-	if _, info := testkit.Get(t, s.workerURL(0)+"/server_info"); gjson.GetBytes(info, "disaggregation_mode").Str != "prefill" || gjson.GetBytes(info, "disaggregation_bootstrap_port").Int() != int64(port) {
+	if _, info := testkit.HTTPGet(t, s.workerURL(0)+"/server_info"); gjson.GetBytes(info, "disaggregation_mode").Str != "prefill" || gjson.GetBytes(info, "disaggregation_bootstrap_port").Int() != int64(port) {
 		t.Errorf("server_info: %s", info)
 	}
 	testkit.Eventually(t, 10*time.Second, "nothing is in flight", s.idle)
@@ -680,7 +680,7 @@ func TestSoakOfPairs(t *testing.T) {
 			}
 			clients.Wait()
 			c.client.CloseIdleConnections()
-			_, page := testkit.Get(t, c.first.openAI+"/metrics")
+			_, page := testkit.HTTPGet(t, c.first.openAI+"/metrics")
 			for line := range strings.Lines(string(page)) {
 				if strings.HasPrefix(line, "kvrouter_disagg_requests_total") || strings.HasPrefix(line, "kvrouter_retries_total") {
 					t.Log(strings.TrimSpace(line))

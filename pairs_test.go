@@ -25,7 +25,7 @@ import (
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/testkit/routertest"
+	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/web"
 )
 
@@ -380,7 +380,7 @@ func TestEnforcedPairs(t *testing.T) {
 		}
 	})
 	t.Run("no worker with a role", func(t *testing.T) {
-		worker := newFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{}`) })
+		worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{}`) })
 		h := newTestAPI(t, enforced, worker.URL)
 		if response, answer := h.post(t, testkit.ChatPath, sharedChat(false)); response.StatusCode != http.StatusServiceUnavailable {
 			t.Errorf("%s: %s", response.Status, answer)
@@ -545,7 +545,7 @@ func TestPrefillWorkersAreForPromptsOnly(t *testing.T) {
 
 // newTestPairs returns pairs that serve no requests.
 func newTestPairs(t testing.TB) *proxy.Pairs {
-	px := proxy.NewProxy(testkit.Unobserved{}, 0, func(uint64) {})
+	px := proxy.NewProxy(testkit.SilentObserver{}, 0, func(uint64) {})
 	t.Cleanup(px.Client.CloseIdleConnections)
 	return proxy.NewPairs(nil, px, proxy.DefaultSettings(), slog.New(slog.DiscardHandler))
 }
@@ -589,7 +589,7 @@ func TestMooncakeWithoutBootstrapServerStaysWhole(t *testing.T) {
 	target := h.router.Targets()[0]
 	target.Bootstrap.Port = 1
 	h.router.Up(target)
-	rule := new(routertest.Clerk)
+	rule := new(policytest.Clerk)
 	h.router.Policy = rule
 	response, answer := h.post(t, testkit.ChatPath, sharedChat(false))
 	if response.StatusCode != http.StatusOK || !strings.Contains(answer, "whole") {
@@ -600,7 +600,7 @@ func TestMooncakeWithoutBootstrapServerStaysWhole(t *testing.T) {
 		t.Error("not counted")
 	}
 	ends := rule.Endings()
-	for _, want := range []routertest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Abandoned, TokensOut: 0}, {Ending: policy.Finished, TokensOut: 1}} { // prefill, decode and all of it
+	for _, want := range []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}, {Ending: policy.Abandoned, TokensOut: 0}, {Ending: policy.Finished, TokensOut: 1}} { // prefill, decode and all of it
 		if !slices.Contains(ends, want) || len(ends) != 3 {
 			t.Errorf("told %v, want %v", ends, want)
 		}

@@ -192,7 +192,7 @@ func (b *peersBackend) publish() {
 
 // store caches a prompt and returns the event that tells of it; nil: all of it
 // was cached.
-func (b *peersBackend) store(body []byte) (testkit.TestEvent, error) {
+func (b *peersBackend) store(body []byte) (testkit.Event, error) {
 	tokens, chain, err := b.chain(body)
 	if err != nil {
 		return nil, err
@@ -202,7 +202,7 @@ func (b *peersBackend) store(body []byte) (testkit.TestEvent, error) {
 	if len(b.blocks)+len(chain) > peersBlocks {
 		clear(b.blocks)
 		clear(b.seen)
-		b.send(testkit.TestEvent{"cleared": true})
+		b.send(testkit.Event{"cleared": true})
 	}
 	first := slices.IndexFunc(chain, func(h uint64) bool { return !b.blocks[h] })
 	if first < 0 {
@@ -211,14 +211,14 @@ func (b *peersBackend) store(body []byte) (testkit.TestEvent, error) {
 	for _, h := range chain[first:] {
 		b.blocks[h] = true
 	}
-	event := testkit.TestEvent{"stored": chain[first:], "tokens": tokens[first*peersBlock : len(chain)*peersBlock], "block_size": peersBlock}
+	event := testkit.Event{"stored": chain[first:], "tokens": tokens[first*peersBlock : len(chain)*peersBlock], "block_size": peersBlock}
 	if first > 0 {
 		event["parent"] = chain[first-1]
 	}
 	return event, nil
 }
 
-func (b *peersBackend) send(e testkit.TestEvent) {
+func (b *peersBackend) send(e testkit.Event) {
 	payload, err := msgpack.Marshal([]any{float64(time.Now().UnixNano()) / 1e9, []any{e.Wire()}, 0})
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)

@@ -609,7 +609,7 @@ func (m *mooncakeWorkers) start(i int) (kill func()) {
 	m.t.Cleanup(func() {
 		kill()
 		if m.t.Failed() {
-			m.t.Logf("end of worker %d's log:\n%s", i, log.End())
+			m.t.Logf("end of worker %d's log:\n%s", i, log.Tail())
 		}
 	})
 	return kill

@@ -57,7 +57,7 @@ func (s *selectionSite) stores(id uint64, engine ...uint64) {
 	event := mocker.Event{}
 	for i, e := range engine {
 		event.Stored = append(event.Stored, kv.StoredBlock{Engine: e})
-		event.Tokens = append(event.Tokens, testkit.Count(uint32(4*i+1), 4)...)
+		event.Tokens = append(event.Tokens, testkit.Tokens(uint32(4*i+1), 4)...)
 	}
 	s.events[id].PublishNow(event)
 	testkit.Eventually(s.t, 10*time.Second, "the events are applied", func() bool {
@@ -95,7 +95,7 @@ type object = map[string]any
 
 // prompt12 is a request about the prompt 1 to 12, with more fields.
 func prompt12(more object) object {
-	query := object{"model_name": "m", "token_ids": testkit.Count(1, 12)}
+	query := object{"model_name": "m", "token_ids": testkit.Tokens(1, 12)}
 	for name, value := range more {
 		query[name] = value
 	}
@@ -261,7 +261,7 @@ func TestRankIsChosenAndShown(t *testing.T) {
 	s.want("POST", "/workers", object{"worker_id": 5, "model_name": "m", "endpoint": "http://127.0.0.1:1", "block_size": 4,
 		"kv_events_endpoints": endpoints, "data_parallel_start_rank": 2, "data_parallel_size": 2}, 201, `lifecycle "schedulable"`)
 	testkit.Eventually(t, 10*time.Second, "events are followed", func() bool { return s.events[3].Pub.Subscribers() > 0 })
-	s.events[3].PublishNow(mocker.Event{Stored: []kv.StoredBlock{{Engine: 9}}, Tokens: testkit.Count(1, 4)})
+	s.events[3].PublishNow(mocker.Event{Stored: []kv.StoredBlock{{Engine: 9}}, Tokens: testkit.Tokens(1, 4)})
 	testkit.Eventually(t, 10*time.Second, "events are applied", func() bool { return s.rooms.index.Blocks(kv.WorkerKey{Worker: 5, Rank: 3}) == 1 })
 	s.want("POST", "/select_and_reserve", prompt12(object{"selection_id": "a"}), 200, "worker_id 5", "dp_rank 3", "overlap.dp.2 0", "overlap.dp.3 4")
 	s.want("GET", "/loads", nil, 200, "0.loads.#.dp_rank [2,3]", "0.loads.1.potential_prefill_tokens 8")
@@ -272,15 +272,15 @@ func TestRankIsChosenAndShown(t *testing.T) {
 func TestRouteServesTheContractOfKvRouter(t *testing.T) {
 	s := startSelection(t)
 	s.two()
-	s.want("POST", "/route", object{"method": "new", "request_id": "q", "tokens": testkit.Count(1, 12)}, 200, `method "new"`, "worker_id 1", "dp_rank 0", "overlap_blocks 2")
-	s.want("POST", "/route", object{"method": "new", "request_id": "q", "tokens": testkit.Count(1, 12)}, 409)
-	s.want("POST", "/route", object{"method": "potential_loads", "tokens": testkit.Count(1, 12)}, 200, `method "potential_loads"`, "loads.0.potential_prefill_tokens 8", "pending_count 0")
+	s.want("POST", "/route", object{"method": "new", "request_id": "q", "tokens": testkit.Tokens(1, 12)}, 200, `method "new"`, "worker_id 1", "dp_rank 0", "overlap_blocks 2")
+	s.want("POST", "/route", object{"method": "new", "request_id": "q", "tokens": testkit.Tokens(1, 12)}, 409)
+	s.want("POST", "/route", object{"method": "potential_loads", "tokens": testkit.Tokens(1, 12)}, 200, `method "potential_loads"`, "loads.0.potential_prefill_tokens 8", "pending_count 0")
 	s.want("POST", "/route", object{"method": "mark_prefill", "request_id": "q"}, 200, `method "prefill_marked"`, "success true")
 	s.want("GET", "/loads", nil, 200, "0.loads.0.potential_prefill_tokens 0", "0.loads.0.active_requests 1")
 	s.want("POST", "/route", object{"method": "mark_free", "request_id": "q"}, 200, `method "free_marked"`, "success true")
 	s.want("POST", "/route", object{"method": "mark_free", "request_id": "q"}, 200, "success true")
 	s.want("POST", "/route", object{"method": "mark_prefill", "request_id": "q"}, 200, "success false")
-	id := s.want("POST", "/route", object{"method": "new", "tokens": testkit.Count(1, 12)}, 200).Get("request_id").String()
+	id := s.want("POST", "/route", object{"method": "new", "tokens": testkit.Tokens(1, 12)}, 200).Get("request_id").String()
 	s.want("GET", "/loads", nil, 200, "0.loads.0.active_requests 1")
 	s.want("POST", "/route", object{"method": "mark_free", "request_id": id}, 200)
 	s.want("GET", "/loads", nil, 200, "0.loads.0.active_requests 0", "0.loads.0.potential_decode_blocks 0")

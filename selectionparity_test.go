@@ -788,7 +788,7 @@ func TestSelectionParityDifferences(t *testing.T) {
 	p := newParity(t, 2)
 	p.addWorker(1, 0, 1)
 	r := p.ranks[0]
-	prompt := testkit.Count(1, 12)
+	prompt := testkit.Tokens(1, 12)
 	blocks := func(from, to int) mocker.Event {
 		event := mocker.Event{Tokens: prompt[4*from : 4*to]}
 		if from > 0 {

@@ -122,7 +122,7 @@ func startProgram(t *testing.T, port int, env []string, args ...string) *site {
 			t.Error("data race")
 		}
 		if t.Failed() {
-			t.Logf("end of the log:\n%s", s.log.End())
+			t.Logf("end of the log:\n%s", s.log.Tail())
 		}
 	})
 	return s

@@ -23,7 +23,7 @@ import (
 	"kvrouter/internal/router"
 	"kvrouter/internal/settings"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/testkit/routertest"
+	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/tokens"
 )
 
@@ -293,7 +293,7 @@ func BenchmarkDecision(b *testing.B) {
 	} {
 		b.Run(c.name, func(b *testing.B) {
 			index := radix.NewTree()
-			rt := router.NewRouter(index, routertest.MustPolicy(b, "standalone"), 64, 1)
+			rt := router.NewRouter(index, policytest.MustPolicy(b, "standalone"), 64, 1)
 			for w := range uint64(8) {
 				rt.Up(kv.Target{Key: kv.WorkerKey{Worker: w}, URL: "http://w"})
 			}
@@ -316,7 +316,7 @@ func BenchmarkDecision(b *testing.B) {
 			}
 			var total, overlap int
 			i := 0
-			cpu := testkit.CpuTime()
+			cpu := testkit.CPUTime()
 			b.ReportAllocs()
 			for b.Loop() {
 				p := ids.Chat(context.Background(), bodies[i%len(bodies)])
@@ -329,7 +329,7 @@ func BenchmarkDecision(b *testing.B) {
 				overlap += d.OverlapTokens
 				i++
 			}
-			b.ReportMetric(float64(testkit.CpuTime()-cpu)/float64(i), "cpu-ns/op")
+			b.ReportMetric(float64(testkit.CPUTime()-cpu)/float64(i), "cpu-ns/op")
 			b.ReportMetric(float64(total)/float64(i), "tokens/op")
 			b.ReportMetric(100*float64(overlap)/float64(total), "%overlap")
 		})

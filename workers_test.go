@@ -464,7 +464,7 @@ func TestAttachedRanksAreWorkersOfTheirOwn(t *testing.T) {
 			settle(key, held)
 		}
 	}
-	_, list := testkit.Get(t, s.openAI+"/v1/models")
+	_, list := testkit.HTTPGet(t, s.openAI+"/v1/models")
 	if got := gjson.GetBytes(list, "data.#.id").Raw; got != `["mock","sql"]` {
 		t.Errorf("models %s", got)
 	}
@@ -491,7 +491,7 @@ func TestAttachedRanksAreWorkersOfTheirOwn(t *testing.T) {
 	if load := s.rooms.router.Load(kv.WorkerKey{Worker: 0, Rank: 0}); load.Running != 0 || load.InFlight != 0 || load.At.IsZero() {
 		t.Errorf("the other rank shows %+v", load)
 	}
-	_, page := testkit.Get(t, s.openAI+"/metrics")
+	_, page := testkit.HTTPGet(t, s.openAI+"/metrics")
 	for _, want := range []string{
 		`kvrouter_worker_running_requests{dp_rank="1",worker_id="0"} 1`, `kvrouter_worker_in_flight{dp_rank="0",worker_id="0"} 0`,
 		`dynamo_frontend_worker_active_decode_blocks{dp_rank="0",worker_id="0",worker_type="decode"} 0`,

@@ -28,7 +28,7 @@ func TestEventStreamFetchesAGapBeforeItGoesOn(t *testing.T) {
 	p.Batch(false, testkit.StoredEvent(1, 1, 5))
 	f.Holds(t, 1, 5, 5)
 	f.Has(t, map[string]uint64{"gaps": 1, "replays": 2, "replayed_batches": 3, "batches": 4, "cold": 0, "last_seq": 3, "unknown_parent": 0})
-	p.Locked(func() { testkit.WantSameEvents(t, "replays asked for", p.Replayed, []uint64{0, 0}) })
+	p.Locked(func() { testkit.WantEqual(t, "replays asked for", p.Replayed, []uint64{0, 0}) })
 	f.Reaches(t, map[string]uint64{"duplicates": 1}) // the batch that showed the gap
 }
 
@@ -46,7 +46,7 @@ func TestEventStreamClearsAfterAGapWithoutReplay(t *testing.T) {
 	f.Holds(t, 2, 2, 2)
 	f.Holds(t, 1, 2, 0)
 	f.Has(t, map[string]uint64{"gaps": 1, "replays": 0, "cold": 1})
-	p.Batch(false, testkit.TestEvent{"cleared": true}, testkit.StoredEvent(3, 0, 1))
+	p.Batch(false, testkit.Event{"cleared": true}, testkit.StoredEvent(3, 0, 1))
 	f.Holds(t, 3, 1, 1)
 	f.Holds(t, 2, 1, 0)
 	f.Has(t, map[string]uint64{"cleared": 1, "cold": 0})
@@ -75,7 +75,7 @@ func TestEventStreamClearsWhenAReplayIsNotAnswered(t *testing.T) {
 	// It is asked again, and then the history is whole.
 	p.Locked(func() { p.Replay = nil })
 	f.Until(t, func() bool {
-		p.Batch(false, testkit.TestEvent{"removed": []int{}})
+		p.Batch(false, testkit.Event{"removed": []int{}})
 		return !f.Stats().Cold.Load()
 	}, func() string { return "stays cold" })
 	f.Holds(t, 2, 2, 2)
@@ -101,7 +101,7 @@ func TestEventStreamAsksAgainAfterAHoleInAReplay(t *testing.T) {
 	f := eventstest.Follow(t, eventstest.SourceOf(p), func(s *events.Stream) { s.Timing.ReplayPause = 500 * time.Millisecond })
 	f.Holds(t, 1, 6, 6)
 	f.Has(t, map[string]uint64{"batches": 6, "replay_failures": 0, "cold": 0})
-	p.Locked(func() { testkit.WantSameEvents(t, "replays asked for", p.Replayed, []uint64{0, 1, 3}) })
+	p.Locked(func() { testkit.WantEqual(t, "replays asked for", p.Replayed, []uint64{0, 1, 3}) })
 }
 
 func TestEventStreamStartsColdWhereTheBufferBegins(t *testing.T) {
@@ -170,26 +170,26 @@ func TestEventStreamFindsWhatASilentConnectionMissed(t *testing.T) {
 
 func TestEventStreamNoticesANewPublisher(t *testing.T) {
 	// restart swaps the publisher's past.
-	restart := func(t *testing.T, p *testkit.FakePublisher, events ...testkit.TestEvent) {
+	restart := func(t *testing.T, p *testkit.FakePublisher, events ...testkit.Event) {
 		p.Locked(func() {
 			p.History = nil
 			for _, e := range events {
-				p.History = append(p.History, testkit.PayloadOf(t, 2, e))
+				p.History = append(p.History, testkit.Payload(t, 2, e))
 			}
 		})
 	}
 	for name, c := range map[string]struct {
-		past []testkit.TestEvent
+		past []testkit.Event
 		drop bool
 		send bool
 	}{
 		"that has published nothing":          {nil, true, false},
-		"that has published less":             {[]testkit.TestEvent{testkit.StoredEvent(9, 0, 1)}, true, false},
-		"that has published as much":          {[]testkit.TestEvent{testkit.StoredEvent(9, 0, 1), testkit.StoredEvent(8, 0, 1)}, true, false},
-		"that has published more":             {[]testkit.TestEvent{testkit.StoredEvent(9, 0, 1), testkit.StoredEvent(8, 0, 1), testkit.StoredEvent(7, 0, 1)}, true, false},
-		"behind a proxy":                      {[]testkit.TestEvent{testkit.StoredEvent(9, 0, 1)}, false, true},
-		"behind a proxy, as far as the last":  {[]testkit.TestEvent{testkit.StoredEvent(9, 0, 1), testkit.StoredEvent(8, 0, 1)}, false, true},
-		"behind a proxy, farther than before": {[]testkit.TestEvent{testkit.StoredEvent(9, 0, 1), testkit.StoredEvent(8, 0, 1), testkit.StoredEvent(7, 0, 1), testkit.StoredEvent(6, 0, 1)}, false, true},
+		"that has published less":             {[]testkit.Event{testkit.StoredEvent(9, 0, 1)}, true, false},
+		"that has published as much":          {[]testkit.Event{testkit.StoredEvent(9, 0, 1), testkit.StoredEvent(8, 0, 1)}, true, false},
+		"that has published more":             {[]testkit.Event{testkit.StoredEvent(9, 0, 1), testkit.StoredEvent(8, 0, 1), testkit.StoredEvent(7, 0, 1)}, true, false},
+		"behind a proxy":                      {[]testkit.Event{testkit.StoredEvent(9, 0, 1)}, false, true},
+		"behind a proxy, as far as the last":  {[]testkit.Event{testkit.StoredEvent(9, 0, 1), testkit.StoredEvent(8, 0, 1)}, false, true},
+		"behind a proxy, farther than before": {[]testkit.Event{testkit.StoredEvent(9, 0, 1), testkit.StoredEvent(8, 0, 1), testkit.StoredEvent(7, 0, 1), testkit.StoredEvent(6, 0, 1)}, false, true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			p := testkit.NewFakePublisher(t)
@@ -300,33 +300,33 @@ func TestEventStreamEndsWhereverItWaits(t *testing.T) {
 func TestEventStreamLeavesOutABadEventAlone(t *testing.T) {
 	bad := testkit.StoredEvent(2, 0, 1)
 	bad["tokens"] = []any{1, nil, 3, 4}
-	f := eventstest.Applied(t, testkit.PayloadOf(t, 1, testkit.StoredEvent(1, 0, 2), bad, testkit.StoredEvent(1, 2, 3)))
+	f := eventstest.Applied(t, testkit.Payload(t, 1, testkit.StoredEvent(1, 0, 2), bad, testkit.StoredEvent(1, 2, 3)))
 	f.Holds(t, 1, 3, 3)
 	f.Has(t, map[string]uint64{"decode_errors": 1, "stored": 2, "stored_blocks": 3, "cold": 1})
 }
 
 func TestEventStreamClearsWhenARemovalMayHaveBeenMissed(t *testing.T) {
-	for name, c := range map[string]testkit.TestEvent{
+	for name, c := range map[string]testkit.Event{
 		"bad removal": {"removed": []any{"x", nil}},
 		"no type":     {"as is": map[string]any{"block_hashes": []int{1}}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			f := eventstest.Applied(t, testkit.PayloadOf(t, 1, testkit.StoredEvent(1, 0, 2), c, testkit.StoredEvent(2, 0, 1)))
+			f := eventstest.Applied(t, testkit.Payload(t, 1, testkit.StoredEvent(1, 0, 2), c, testkit.StoredEvent(2, 0, 1)))
 			f.Holds(t, 1, 2, 0)
 			f.Holds(t, 2, 1, 1)
 			f.Has(t, map[string]uint64{"decode_errors": 1, "cold": 1})
 		})
 	}
 	t.Run("payload cut short", func(t *testing.T) {
-		whole := testkit.PayloadOf(t, 1, testkit.StoredEvent(1, 0, 2), testkit.StoredEvent(2, 0, 1))
-		f := eventstest.Applied(t, testkit.PayloadOf(t, 1, testkit.StoredEvent(3, 0, 1)), whole[:len(whole)-20], testkit.PayloadOf(t, 1, testkit.StoredEvent(4, 0, 1)))
+		whole := testkit.Payload(t, 1, testkit.StoredEvent(1, 0, 2), testkit.StoredEvent(2, 0, 1))
+		f := eventstest.Applied(t, testkit.Payload(t, 1, testkit.StoredEvent(3, 0, 1)), whole[:len(whole)-20], testkit.Payload(t, 1, testkit.StoredEvent(4, 0, 1)))
 		f.Holds(t, 3, 1, 0)
 		f.Holds(t, 1, 2, 0)
 		f.Holds(t, 4, 1, 1)
 		f.Has(t, map[string]uint64{"decode_errors": 1, "cold": 1})
 	})
 	t.Run("payload no batch", func(t *testing.T) {
-		f := eventstest.Applied(t, testkit.PayloadOf(t, 1, testkit.StoredEvent(3, 0, 1)), []byte("\x01"))
+		f := eventstest.Applied(t, testkit.Payload(t, 1, testkit.StoredEvent(3, 0, 1)), []byte("\x01"))
 		f.Holds(t, 3, 1, 0)
 		f.Has(t, map[string]uint64{"decode_errors": 1, "cold": 1})
 	})
@@ -336,7 +336,7 @@ func TestEventStreamNamesBothBlockSizesOnce(t *testing.T) {
 	e := testkit.StoredEvent(1, 0, 2)
 	e["block_size"] = 8
 	e["stored"] = testkit.BlockIDs(1, 0, 1)
-	f := eventstest.Applied(t, testkit.PayloadOf(t, 1, e, e), testkit.PayloadOf(t, 1, e))
+	f := eventstest.Applied(t, testkit.Payload(t, 1, e, e), testkit.Payload(t, 1, e))
 	f.Holds(t, 1, 2, 0)
 	f.Has(t, map[string]uint64{"block_size_mismatch": 3, "stored_blocks": 0})
 	if log := f.Log.String(); strings.Count(log, "level=ERROR") != 1 || !strings.Contains(log, "engine=8") || !strings.Contains(log, "router=4") {
@@ -345,7 +345,7 @@ func TestEventStreamNamesBothBlockSizesOnce(t *testing.T) {
 }
 
 func TestEventStreamCountsOneFullAttentionGroupOnly(t *testing.T) {
-	in := func(e testkit.TestEvent, group any, kind any) testkit.TestEvent {
+	in := func(e testkit.Event, group any, kind any) testkit.Event {
 		e["group_idx"] = group
 		if kind != nil {
 			e["kv_cache_spec_kind"] = kind
@@ -353,33 +353,33 @@ func TestEventStreamCountsOneFullAttentionGroupOnly(t *testing.T) {
 		return e
 	}
 	t.Run("kinds", func(t *testing.T) {
-		f := eventstest.Applied(t, testkit.PayloadOf(t, 1,
+		f := eventstest.Applied(t, testkit.Payload(t, 1,
 			in(testkit.StoredEvent(1, 0, 2), 0, "sliding_window"), in(testkit.StoredEvent(2, 0, 2), 1, "mla_attention"), in(testkit.StoredEvent(2, 0, 2), 2, "full_attention"),
 			in(testkit.RemovedEvent(2, 0, 2), 0, nil), in(testkit.RemovedEvent(2, 0, 2), 2, nil), in(testkit.StoredEvent(3, 0, 1), 3, "mamba")))
 		f.Holds(t, 1, 2, 0)
 		f.Holds(t, 2, 2, 2)
 		f.Has(t, map[string]uint64{"ignored": 5, "stored_blocks": 2})
-		f.Apply(1, testkit.PayloadOf(t, 1, in(testkit.RemovedEvent(2, 1, 2), 1, nil)), true)
+		f.Apply(1, testkit.Payload(t, 1, in(testkit.RemovedEvent(2, 1, 2), 1, nil)), true)
 		f.Holds(t, 2, 2, 1)
 	})
 	t.Run("no kinds", func(t *testing.T) {
-		f := eventstest.Applied(t, testkit.PayloadOf(t, 1, in(testkit.StoredEvent(1, 0, 2), 1, nil), in(testkit.StoredEvent(2, 0, 2), 0, nil), in(testkit.RemovedEvent(2, 1, 2), 1, nil)))
+		f := eventstest.Applied(t, testkit.Payload(t, 1, in(testkit.StoredEvent(1, 0, 2), 1, nil), in(testkit.StoredEvent(2, 0, 2), 0, nil), in(testkit.RemovedEvent(2, 1, 2), 1, nil)))
 		f.Holds(t, 1, 2, 0)
 		f.Holds(t, 2, 2, 2)
 	})
 	t.Run("unknown kind", func(t *testing.T) {
-		f := eventstest.Applied(t, testkit.PayloadOf(t, 1, in(testkit.StoredEvent(1, 0, 2), 0, "unknown")))
+		f := eventstest.Applied(t, testkit.Payload(t, 1, in(testkit.StoredEvent(1, 0, 2), 0, "unknown")))
 		f.Holds(t, 1, 2, 0)
 	})
 }
 
 func TestEventStreamTakesTheEnginesOwnCacheOnly(t *testing.T) {
-	tier := func(e testkit.TestEvent, key, value string) testkit.TestEvent {
+	tier := func(e testkit.Event, key, value string) testkit.Event {
 		e[key] = value
 		return e
 	}
-	f := eventstest.Applied(t, testkit.PayloadOf(t, 1, testkit.StoredEvent(1, 0, 2), tier(testkit.RemovedEvent(1, 0, 2), "medium", "CPU"), tier(testkit.StoredEvent(2, 0, 1), "medium", "STORAGE"),
-		tier(testkit.StoredEvent(3, 0, 1), "locality", "REMOTE"), testkit.TestEvent{"as is": []any{"BlockMoved", 1}}))
+	f := eventstest.Applied(t, testkit.Payload(t, 1, testkit.StoredEvent(1, 0, 2), tier(testkit.RemovedEvent(1, 0, 2), "medium", "CPU"), tier(testkit.StoredEvent(2, 0, 1), "medium", "STORAGE"),
+		tier(testkit.StoredEvent(3, 0, 1), "locality", "REMOTE"), testkit.Event{"as is": []any{"BlockMoved", 1}}))
 	f.Holds(t, 1, 2, 2)
 	f.Holds(t, 2, 1, 0)
 	f.Holds(t, 3, 1, 0)
@@ -388,7 +388,7 @@ func TestEventStreamTakesTheEnginesOwnCacheOnly(t *testing.T) {
 
 func TestEventStreamNeverRootsBlocksOfAnUnknownParent(t *testing.T) {
 	t.Run("in a whole history", func(t *testing.T) {
-		f := eventstest.Applied(t, testkit.PayloadOf(t, 1, testkit.StoredEvent(3, 0, 1), testkit.StoredEvent(1, 2, 4), testkit.StoredEvent(2, 0, 1), testkit.RemovedEvent(5, 0, 3)))
+		f := eventstest.Applied(t, testkit.Payload(t, 1, testkit.StoredEvent(3, 0, 1), testkit.StoredEvent(1, 2, 4), testkit.StoredEvent(2, 0, 1), testkit.RemovedEvent(5, 0, 3)))
 		f.Holds(t, 3, 1, 0) // doubtful: cleared
 		f.Holds(t, 2, 1, 1)
 		f.Has(t, map[string]uint64{"unknown_parent": 1, "unknown_removed": 3, "cold": 1})
@@ -396,7 +396,7 @@ func TestEventStreamNeverRootsBlocksOfAnUnknownParent(t *testing.T) {
 	t.Run("in a history with a hole", func(t *testing.T) {
 		f := eventstest.Applied(t)
 		f.Begin(7)
-		f.Apply(7, testkit.PayloadOf(t, 1, testkit.StoredEvent(3, 0, 1), testkit.StoredEvent(1, 2, 4)), true)
+		f.Apply(7, testkit.Payload(t, 1, testkit.StoredEvent(3, 0, 1), testkit.StoredEvent(1, 2, 4)), true)
 		f.Holds(t, 3, 1, 1)
 		f.Has(t, map[string]uint64{"unknown_parent": 1, "stored_blocks": 1})
 	})
@@ -421,13 +421,13 @@ func TestEventStreamReportsLag(t *testing.T) {
 	f := eventstest.Applied(t)
 	f.Now = func() time.Time { return time.Unix(100, 0) }
 	f.OnLag = func(d time.Duration) { lags = append(lags, d.Round(time.Millisecond)) }
-	f.Apply(0, testkit.PayloadOf(t, 99.25), true)
-	f.Apply(1, testkit.PayloadOf(t, 1), false) // replayed: its age says nothing
-	testkit.WantSameEvents(t, "lags", lags, []time.Duration{750 * time.Millisecond})
+	f.Apply(0, testkit.Payload(t, 99.25), true)
+	f.Apply(1, testkit.Payload(t, 1), false) // replayed: its age says nothing
+	testkit.WantEqual(t, "lags", lags, []time.Duration{750 * time.Millisecond})
 }
 
 func BenchmarkEventStreamApply(b *testing.B) {
-	s := events.NewStream(events.Source{Worker: testkit.TestWorker, BlockSize: 16}, radix.NewTree(), slog.New(slog.NewTextHandler(io.Discard, nil)))
+	s := events.NewStream(events.Source{Worker: testkit.EventWorker, BlockSize: 16}, radix.NewTree(), slog.New(slog.NewTextHandler(io.Discard, nil)))
 	s.Begin(0)
 	b.ReportAllocs()
 	number := 0
@@ -441,7 +441,7 @@ func BenchmarkEventStreamApply(b *testing.B) {
 		for i := range hashes {
 			hashes[i] = 1<<63 + uint64(number*8+i)
 		}
-		payload := testkit.PayloadOf(b, 1, testkit.TestEvent{"stored": hashes, "tokens": tokens, "block_size": 16, "lora_id": nil, "lora_name": nil,
+		payload := testkit.Payload(b, 1, testkit.Event{"stored": hashes, "tokens": tokens, "block_size": 16, "lora_id": nil, "lora_name": nil,
 			"extra_keys": make([]any, 8), "group_idx": 0, "kv_cache_spec_kind": "full_attention"})
 		b.StartTimer()
 		s.Apply(uint64(number), payload, true)
@@ -480,11 +480,11 @@ func TestEventStreamGoesOnFromAPeersBlocks(t *testing.T) {
 				src.Replay = ""
 			}
 			var blocks []kv.StoredBlock
-			for i, local := range kv.HashBlocks(nil, testkit.PromptTokens(1, 4), testkit.TestBlockSize, "", "") {
+			for i, local := range kv.HashBlocks(nil, testkit.PromptTokens(1, 4), testkit.BlockSize, "", "") {
 				blocks = append(blocks, kv.StoredBlock{Engine: testkit.BlockIDs(1, i, i+1)[0], Local: local})
 			}
 			index := radix.NewTree()
-			if err := index.Store(testkit.TestWorker, 0, false, blocks); err != nil {
+			if err := index.Store(testkit.EventWorker, 0, false, blocks); err != nil {
 				t.Fatal(err)
 			}
 			f := eventstest.FollowInto(t, src, index, nil)

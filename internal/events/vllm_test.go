@@ -117,7 +117,7 @@ func (p *vllmPublisher) spawn(t *testing.T, buffer int) {
 	})
 }
 
-func (p *vllmPublisher) publish(t *testing.T, batches ...[]testkit.TestEvent) {
+func (p *vllmPublisher) publish(t *testing.T, batches ...[]testkit.Event) {
 	t.Helper()
 	p.host.do(t, map[string]any{"op": "publish", "id": fmt.Sprint(p.port), "batches": batches})
 }
@@ -131,12 +131,12 @@ func (p *vllmPublisher) source() events.Source {
 	return events.Source{Endpoint: fmt.Sprintf("tcp://127.0.0.1:%d", p.port), Replay: fmt.Sprintf("tcp://127.0.0.1:%d", p.port+1), Topic: "kv-events"}
 }
 
-func one(events ...testkit.TestEvent) []testkit.TestEvent { return events }
+func one(events ...testkit.Event) []testkit.Event { return events }
 
 func TestEventStreamFollowsVLLMsPublisher(t *testing.T) {
 	host := startVLLMPublishers(t)
 	start := func(t *testing.T, buffer int) *vllmPublisher {
-		p := &vllmPublisher{host: host, port: testkit.FreePorts(t, 2), rank: int(testkit.TestWorker.Rank)}
+		p := &vllmPublisher{host: host, port: testkit.FreePorts(t, 2), rank: int(testkit.EventWorker.Rank)}
 		p.spawn(t, buffer)
 		t.Cleanup(func() { p.kill(t) })
 		return p
@@ -148,7 +148,7 @@ func TestEventStreamFollowsVLLMsPublisher(t *testing.T) {
 		p.publish(t, one(testkit.StoredEvent(1, 0, 3)), one(testkit.StoredEvent(1, 3, 5), testkit.RemovedEvent(1, 4, 5)), one(testkit.StoredEvent(2, 0, 2)))
 		f.Holds(t, 1, 5, 4)
 		f.Holds(t, 2, 2, 2)
-		p.publish(t, one(testkit.TestEvent{"cleared": true}), one(testkit.StoredEvent(3, 0, 1)))
+		p.publish(t, one(testkit.Event{"cleared": true}), one(testkit.StoredEvent(3, 0, 1)))
 		f.Holds(t, 3, 1, 1)
 		f.Holds(t, 1, 5, 0)
 		f.Has(t, map[string]uint64{"batches": 5, "gaps": 0, "restarts": 0, "decode_errors": 0, "cold": 0, "cleared": 1, "last_seq": 4})
@@ -186,7 +186,7 @@ func TestEventStreamFollowsVLLMsPublisher(t *testing.T) {
 	t.Run("long past, many blocks", func(t *testing.T) {
 		p := start(t, 10000)
 		const batches = 6000 // ROUTER queues 1,000 messages and drops more
-		var past [][]testkit.TestEvent
+		var past [][]testkit.Event
 		for i := range batches {
 			past = append(past, one(testkit.StoredEvent(i, 0, 8)))
 		}
@@ -198,7 +198,7 @@ func TestEventStreamFollowsVLLMsPublisher(t *testing.T) {
 	})
 
 	t.Run("stream before the publisher, then a restart", func(t *testing.T) {
-		p := &vllmPublisher{host: host, port: testkit.FreePorts(t, 2), rank: int(testkit.TestWorker.Rank)}
+		p := &vllmPublisher{host: host, port: testkit.FreePorts(t, 2), rank: int(testkit.EventWorker.Rank)}
 		f := eventstest.Follow(t, p.source(), nil)
 		p.spawn(t, 10000)
 		f.Reaches(t, map[string]uint64{"connected": 1})
@@ -224,8 +224,8 @@ func TestEventStreamFollowsVLLMsPublisher(t *testing.T) {
 		f := eventstest.Follow(t, p.source(), nil)
 		larger := testkit.StoredEvent(5, 0, 2)
 		larger["block_size"], larger["stored"] = 8, testkit.BlockIDs(5, 0, 1)
-		p.publish(t, one(testkit.StoredEvent(1, 0, 1), testkit.TestEvent{"raw": "82a474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657303"},
-			testkit.TestEvent{"raw": "81a474797065aa426c6f636b4d6f766564"}, larger, testkit.StoredEvent(1, 1, 2)))
+		p.publish(t, one(testkit.StoredEvent(1, 0, 1), testkit.Event{"raw": "82a474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657303"},
+			testkit.Event{"raw": "81a474797065aa426c6f636b4d6f766564"}, larger, testkit.StoredEvent(1, 1, 2)))
 		f.Holds(t, 1, 2, 2)
 		f.Has(t, map[string]uint64{"decode_errors": 1, "ignored": 1, "block_size_mismatch": 1, "cold": 1})
 	})

@@ -16,7 +16,7 @@ import (
 // startMockEvents publishes blocks of testBlockSize tokens until the test ends.
 func startMockEvents(t *testing.T, tweak func(*Events)) *Events {
 	t.Helper()
-	e, err := NewEvents("127.0.0.1:0", "127.0.0.1:0", testkit.TestBlockSize)
+	e, err := NewEvents("127.0.0.1:0", "127.0.0.1:0", testkit.BlockSize)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -34,7 +34,7 @@ func (e *Events) source() events.Source {
 
 // storing is the event that stores blocks from to below to of a prompt.
 func storing(number, from, to int) Event {
-	e := Event{Tokens: testkit.PromptTokens(number, to)[from*testkit.TestBlockSize:]}
+	e := Event{Tokens: testkit.PromptTokens(number, to)[from*testkit.BlockSize:]}
 	for _, id := range testkit.BlockIDs(number, from, to) {
 		e.Stored = append(e.Stored, kv.StoredBlock{Engine: id})
 	}

@@ -2,15 +2,17 @@ package policy_test
 
 import (
 	"fmt"
+	"testing"
+	"time"
+
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/simulate"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/routertest"
-	"testing"
-	"time"
 )
 
 // cacheRouter is a router with workers, a prefix source and a clock.
@@ -19,7 +21,7 @@ func cacheRouter(t testing.TB, rule, source string, workers int) (*router.Router
 	clock := new(testkit.StandingClock)
 	config := router.DefaultIndexSettings()
 	config.PrefixSource = source
-	r := router.NewRouter(router.NewIndex(config, rule, policy.DefaultSettings(), testkit.TestBlock, clock.Now), routertest.MustPolicy(t, rule), testkit.TestBlock, 1)
+	r := router.NewRouter(router.NewIndex(config, rule, policy.DefaultSettings(), testkit.BlockSize, clock.Now), policytest.MustPolicy(t, rule), testkit.BlockSize, 1)
 	r.Now = clock.Now
 	for i := range workers {
 		r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}})
@@ -41,7 +43,7 @@ func bothSources(t *testing.T, run func(t *testing.T, policy, source string)) {
 func TestHotSpotSpreads(t *testing.T) {
 	bothSources(t, func(t *testing.T, policy, source string) {
 		r, _ := cacheRouter(t, policy, source, 8)
-		shared := testkit.Count(1, 30*testkit.TestBlock)
+		shared := testkit.Tokens(1, 30*testkit.BlockSize)
 		for i := range 480 {
 			routertest.MustRoute(t, r, router.Request{Tokens: append(shared[:len(shared):len(shared)], uint32(5000+i))})
 		}
@@ -65,7 +67,7 @@ func TestConcurrentTwinsMeet(t *testing.T) {
 	for _, source := range []string{router.PrefixApprox, router.PrefixEvents} {
 		r, _ := cacheRouter(t, "cache-threshold", source, 8)
 		for i := range uint32(20) {
-			request := router.Request{Tokens: testkit.Count(1000*i, 20*testkit.TestBlock)}
+			request := router.Request{Tokens: testkit.Tokens(1000*i, 20*testkit.BlockSize)}
 			first := routertest.MustRoute(t, r, request).Target.Key
 			if twin := routertest.MustRoute(t, r, request).Target.Key; twin != first {
 				t.Errorf("%s: twins on %v and %v", source, first, twin)
@@ -85,8 +87,8 @@ func TestDeathSpiral(t *testing.T) {
 			if i%100 == 99 {
 				clock.Advance(time.Second)
 			}
-			tokens := testkit.Count(5000*(i%5), 20*testkit.TestBlock) // one of five prefixes that are more than half of it
-			d := routertest.MustRoute(t, r, router.Request{Tokens: append(tokens, testkit.Count(100_000+100*i, 5*testkit.TestBlock)...)})
+			tokens := testkit.Tokens(5000*(i%5), 20*testkit.BlockSize) // one of five prefixes that are more than half of it
+			d := routertest.MustRoute(t, r, router.Request{Tokens: append(tokens, testkit.Tokens(100_000+100*i, 5*testkit.BlockSize)...)})
 			if d.Target.Key.Worker == 0 {
 				d.Booking.Fail()
 				failed++

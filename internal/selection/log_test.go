@@ -22,7 +22,7 @@ func peerOf(t *testing.T, f *eventstest.Follower) string {
 	t.Helper()
 	selection := New(Settings{}, routertest.NewTestRouter(t, "round-robin", 0), radix.NewTree(), nil, slog.New(slog.DiscardHandler))
 	selection.history = func(key kv.WorkerKey) *events.Log {
-		if key != testkit.TestWorker {
+		if key != testkit.EventWorker {
 			return nil
 		}
 		return f.History()
@@ -66,7 +66,7 @@ func TestEventStreamTakesAGapFromAnotherRouter(t *testing.T) {
 	}
 	f.Reaches(t, map[string]uint64{"duplicates": 1})
 	f.Has(t, map[string]uint64{"gaps": 1, "peer_events": 4, "peer_dumps": 0, "cold": 0, "last_seq": 3})
-	p.Batch(false, testkit.TestEvent{"cleared": true})
+	p.Batch(false, testkit.Event{"cleared": true})
 	f.Holds(t, 1, 5, 0)
 	f.Has(t, map[string]uint64{"gaps": 1, "cold": 0, "last_seq": 4})
 }
@@ -143,22 +143,22 @@ func TestEventStreamTakesNothingFromARouterThatIsColdItself(t *testing.T) {
 }
 
 func TestEventsRouteRefusesWhatMakesNoSense(t *testing.T) {
-	f := eventstest.Applied(t, testkit.PayloadOf(t, 1, testkit.StoredEvent(1, 0, 2)))
+	f := eventstest.Applied(t, testkit.Payload(t, 1, testkit.StoredEvent(1, 0, 2)))
 	url := peerOf(t, f)
-	known := fmt.Sprintf("/events?worker_id=%d&dp_rank=%d", testkit.TestWorker.Worker, testkit.TestWorker.Rank)
+	known := fmt.Sprintf("/events?worker_id=%d&dp_rank=%d", testkit.EventWorker.Worker, testkit.EventWorker.Rank)
 	for query, want := range map[string]int{
 		known: 200, known + "&start=0": 200, known + "&start=0&end=0&check=0": 200, known + "&start=2&end=1": 400, known + "&start=-1": 400,
 		"/events": 400, "/events?worker_id=x": 400, "/events?worker_id=3&dp_rank=4294967296": 400, "/events?worker_id=3": 404,
 	} {
-		status, body := testkit.Get(t, url+query)
+		status, body := testkit.HTTPGet(t, url+query)
 		if status != want || (want != 200) != gjson.GetBytes(body, "error").Exists() {
 			t.Errorf("%s: %d %s", query, status, body)
 		}
 	}
-	_, body := testkit.Get(t, url+known+"&start=0&check=0")
+	_, body := testkit.HTTPGet(t, url+known+"&start=0&check=0")
 	want := fmt.Sprintf(`{"event_id":0,"data":{"stored":{"parent_hash":null,"start_position":null,"blocks":[{"block_hash":%d,"tokens_hash":%d},`,
-		testkit.BlockIDs(1, 0, 1)[0], kv.HashBlocks(nil, testkit.PromptTokens(1, 1), testkit.TestBlockSize, "", "")[0])
-	if a := gjson.ParseBytes(body); a.Get("kind").Str != "events" || a.Get("block_size").Int() != testkit.TestBlock || a.Get("events.0").Raw[:len(want)] != want ||
+		testkit.BlockIDs(1, 0, 1)[0], kv.HashBlocks(nil, testkit.PromptTokens(1, 1), testkit.BlockSize, "", "")[0])
+	if a := gjson.ParseBytes(body); a.Get("kind").Str != "events" || a.Get("block_size").Int() != testkit.BlockSize || a.Get("events.0").Raw[:len(want)] != want ||
 		a.Get("check_digest").Uint() == 0 || a.Get("check_digest").Raw != a.Get("last_digest").Raw {
 		t.Errorf("%s", body)
 	}

@@ -18,7 +18,7 @@ import (
 	"kvrouter/internal/testkit"
 )
 
-// Follower is an event stream of testkit.TestWorker with short waits. It fills an
+// Follower is an event stream of testkit.EventWorker with short waits. It fills an
 // index of its own.
 type Follower struct {
 	*events.Stream
@@ -44,9 +44,9 @@ func Follow(t *testing.T, src events.Source, tweak func(*events.Stream)) *Follow
 func FollowInto(t *testing.T, src events.Source, index *radix.Tree, tweak func(*events.Stream)) *Follower {
 	t.Helper()
 	before := goleak.IgnoreCurrent()
-	src.Worker = testkit.TestWorker
+	src.Worker = testkit.EventWorker
 	if src.BlockSize == 0 {
-		src.BlockSize = testkit.TestBlockSize
+		src.BlockSize = testkit.BlockSize
 	}
 	f := newFollower(src, index)
 	f.Timing.BackoffMin, f.Timing.BackoffMax = 5*time.Millisecond, 100*time.Millisecond
@@ -80,7 +80,7 @@ func FollowInto(t *testing.T, src events.Source, index *radix.Tree, tweak func(*
 // another, as a complete history.
 func Applied(t *testing.T, batches ...[]byte) *Follower {
 	t.Helper()
-	f := newFollower(events.Source{Worker: testkit.TestWorker, BlockSize: testkit.TestBlockSize}, radix.NewTree())
+	f := newFollower(events.Source{Worker: testkit.EventWorker, BlockSize: testkit.BlockSize}, radix.NewTree())
 	f.Begin(0)
 	for i, b := range batches {
 		f.Apply(uint64(i), b, true)
@@ -98,12 +98,12 @@ func newFollower(src events.Source, index radix.Index) *Follower {
 // a prompt.
 func (f *Follower) Holds(t *testing.T, number, n, want int) {
 	t.Helper()
-	local := kv.HashBlocks(nil, testkit.PromptTokens(number, n), testkit.TestBlockSize, "", "")
+	local := kv.HashBlocks(nil, testkit.PromptTokens(number, n), testkit.BlockSize, "", "")
 	got := -1
 	f.Until(t, func() bool {
 		got = 0
 		for _, m := range f.index.Match(local, nil) {
-			if m.Worker == testkit.TestWorker {
+			if m.Worker == testkit.EventWorker {
 				got = m.Blocks
 			}
 		}

@@ -1,117 +1,35 @@
 package testkit
 
 import (
-	"bytes"
 	"encoding/binary"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/zmq"
 	"math"
 	"sync"
 	"testing"
 	"time"
 
 	"github.com/go-zeromq/zmq4"
-	"github.com/vmihailenco/msgpack/v5"
+	"go.uber.org/goleak"
+
+	"kvrouter/internal/zmq"
 )
 
-const TestBlockSize = 4
-
-var TestWorker = kv.WorkerKey{Worker: 3, Rank: 1}
-
-// testEvent is an event in the shape that publisher.py and fakePublisher take.
-type TestEvent map[string]any
-
-// promptTokens returns n blocks of tokens that no other number shares.
-func PromptTokens(number, n int) []uint32 {
-	tokens := make([]uint32, n*TestBlockSize)
-	for i := range tokens {
-		tokens[i] = uint32(number*1000 + i)
-	}
-	return tokens
-}
-
-// storedEvent returns the event that stores blocks from to below to of a prompt.
-func StoredEvent(number, from, to int) TestEvent {
-	e := TestEvent{"stored": BlockIDs(number, from, to), "tokens": PromptTokens(number, to)[from*TestBlockSize:], "block_size": TestBlockSize}
-	if from > 0 {
-		e["parent"] = BlockIDs(number, from-1, from)[0]
-	}
-	return e
-}
-
-func RemovedEvent(number, from, to int) TestEvent {
-	return TestEvent{"removed": BlockIDs(number, from, to)}
-}
-
-func BlockIDs(number, from, to int) []uint64 {
-	ids := []uint64{}
-	for i := from; i < to; i++ {
-		ids = append(ids, 1<<63+uint64(number*1000+i))
-	}
-	return ids
-}
-
-// wire returns the event as vLLM encodes it.
-func (e TestEvent) Wire() any {
-	m := map[string]any{"medium": "GPU"}
-	for k, v := range e {
-		m[k] = v
-	}
-	switch {
-	case e["stored"] != nil:
-		m["type"], m["block_hashes"], m["token_ids"], m["parent_block_hash"] = "BlockStored", e["stored"], e["tokens"], e["parent"]
-		delete(m, "stored")
-		delete(m, "tokens")
-		delete(m, "parent")
-	case e["removed"] != nil:
-		m["type"], m["block_hashes"] = "BlockRemoved", e["removed"]
-		delete(m, "removed")
-	case e["cleared"] != nil:
-		m = map[string]any{"type": "AllBlocksCleared"}
-	case e["as is"] != nil:
-		return e["as is"]
-	}
-	return m
-}
-
-func PayloadOf(t testing.TB, ts float64, events ...TestEvent) []byte {
+// NewTestPublisher starts a publisher on a free port. It closes at the end of the
+// test, which fails if goroutines are left.
+func NewTestPublisher(t *testing.T) *zmq.Publisher {
 	t.Helper()
-	list := make([]any, len(events))
-	for i, e := range events {
-		list[i] = e.Wire()
-	}
-	b, err := msgpack.Marshal([]any{ts, list, TestWorker.Rank})
+	before := goleak.IgnoreCurrent()
+	p, err := zmq.NewPublisher("127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
-	return b
+	t.Cleanup(func() {
+		p.Close()
+		goleak.VerifyNone(t, before)
+	})
+	return p
 }
 
-// logBuffer is a log that a test may read while it is written.
-type LogBuffer struct {
-	mu sync.Mutex // guards b
-	b  bytes.Buffer
-}
-
-func (l *LogBuffer) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func (l *LogBuffer) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.String()
-}
-
-// end returns the last 6,000 bytes.
-func (l *LogBuffer) End() string {
-	log := l.String()
-	return log[max(0, len(log)-6000):]
-}
-
-// fakePublisher publishes as vLLM does, and misbehaves on demand.
+// FakePublisher publishes as vLLM does, and misbehaves on demand.
 type FakePublisher struct {
 	t           *testing.T
 	Pub, Router *zmq.Listener
@@ -127,6 +45,8 @@ type FakePublisher struct {
 	Replay func(from uint64) (seqs []uint64, end bool)
 }
 
+// NewFakePublisher starts a publisher on two free ports. It closes at the end of the
+// test.
 func NewFakePublisher(t *testing.T) *FakePublisher {
 	t.Helper()
 	p := &FakePublisher{t: t}
@@ -189,12 +109,14 @@ func (p *FakePublisher) answer(conn *zmq.Conn, frames [][]byte) {
 	}
 }
 
-// batch publishes one batch, to the replay buffer only if lost.
-func (p *FakePublisher) Batch(lost bool, events ...TestEvent) {
+// Batch publishes the events as one batch. A lost batch goes to the replay buffer
+// only.
+func (p *FakePublisher) Batch(lost bool, events ...Event) {
 	p.t.Helper()
-	p.Payload(lost, PayloadOf(p.t, float64(time.Now().UnixNano())/1e9, events...))
+	p.Payload(lost, Payload(p.t, float64(time.Now().UnixNano())/1e9, events...))
 }
 
+// Payload publishes an encoded batch. A lost batch goes to the replay buffer only.
 func (p *FakePublisher) Payload(lost bool, payload []byte) {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
@@ -204,13 +126,14 @@ func (p *FakePublisher) Payload(lost bool, payload []byte) {
 	}
 }
 
+// Send sends a batch to all subscribers. The caller holds Mu.
 func (p *FakePublisher) Send(seq uint64, payload []byte) {
 	for _, s := range p.Subs {
 		_ = s.Send([]byte("kv-events"), binary.BigEndian.AppendUint64(nil, seq), payload)
 	}
 }
 
-// drop closes every connection.
+// Drop closes every connection.
 func (p *FakePublisher) Drop() {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()
@@ -220,7 +143,7 @@ func (p *FakePublisher) Drop() {
 	p.conns, p.Subs = nil, nil
 }
 
-// locked runs f while the publisher does nothing.
+// Locked runs f while the publisher does nothing.
 func (p *FakePublisher) Locked(f func()) {
 	p.Mu.Lock()
 	defer p.Mu.Unlock()

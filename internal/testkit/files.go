@@ -6,6 +6,7 @@ import (
 	"testing"
 )
 
+// WriteFile writes a file and makes its folder if there is none.
 func WriteFile(t *testing.T, path, content string) {
 	t.Helper()
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
