@@ -711,7 +711,7 @@ func TestCachedTokensThatSayNothingOfTheCacheAreLeftOut(t *testing.T) {
 	}
 }
 
-// occupy gives a worker so many prompt tokens to compute.
+// occupy books a request of that many prompt tokens on a worker.
 func occupy(t testing.TB, r *router.Router, w uint64, tokens int) *router.Booking {
 	t.Helper()
 	b, err := r.Book(router.Request{NumTokens: tokens}, kv.WorkerKey{Worker: w})
@@ -743,16 +743,6 @@ func TestQueueErrorsReachTheClient(t *testing.T) {
 	http.DefaultClient.CloseIdleConnections()
 }
 
-// overload gives a worker's rank more than the threshold of newBusyRouter.
-func overload(t *testing.T, r *router.Router, w kv.WorkerKey) *router.Booking {
-	t.Helper()
-	b, err := r.Book(router.Request{NumTokens: 11}, w)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return b
-}
-
 func TestBusyThresholdEndpoint(t *testing.T) {
 	h := newTestAPI(t, Config{}, "http://127.0.0.1:1")
 	for _, step := range []struct {
@@ -781,7 +771,7 @@ func TestBusyThresholdEndpoint(t *testing.T) {
 			t.Errorf("%s %s: %d %s, want %d %s", step.method, step.body, response.StatusCode, body, step.status, step.answer)
 		}
 	}
-	booking := overload(t, h.router, kv.WorkerKey{})
+	booking := occupy(t, h.router, 0, 11)
 	response, err := http.Post(h.URL+"/v1/embeddings", "application/json", strings.NewReader(`{"model":"m","input":"x"}`))
 	if err != nil {
 		t.Fatal(err)

@@ -8,30 +8,9 @@ import (
 
 	"kvrouter/internal/engine"
 	"kvrouter/internal/policy"
-	"kvrouter/internal/router"
 	"kvrouter/internal/simulate"
+	"kvrouter/internal/testkit/simulatetest"
 )
-
-// simulation is a run with 8 workers of the default engine; a load from 64 on is
-// a number of requests in flight, a smaller one a speedup.
-func simulation(requests []simulate.TraceRequest, rule string, load float64) simulate.Simulation {
-	s := simulate.Simulation{Requests: requests, Policy: rule, Knobs: policy.DefaultSettings(), Index: router.DefaultIndexSettings(), Workers: 8, Engine: engine.DefaultSettings(), Seed: 1}
-	if load >= 64 {
-		s.Concurrency = int(load)
-	} else {
-		s.Speedup = load
-	}
-	return s
-}
-
-func mustRun(t testing.TB, s simulate.Simulation) *simulate.Report {
-	t.Helper()
-	report, err := s.Run()
-	if err != nil {
-		t.Fatal(err)
-	}
-	return report
-}
 
 func TestTheEngineToSimulateIsThatOfTheMocksFlags(t *testing.T) {
 	parse := func(args ...string) engine.Settings {
@@ -108,9 +87,9 @@ func TestARecordingReplaysAsItWent(t *testing.T) {
 	}
 	reuse := map[string]float64{}
 	for _, policy := range policy.Names {
-		run := simulation(requests, policy, 0)
+		run := simulatetest.New(requests, policy, 0)
 		run.Workers, run.Concurrency = 3, 1
-		reuse[policy] = mustRun(t, run).Reuse
+		reuse[policy] = simulatetest.MustRun(t, run).Reuse
 	}
 	if want := float64(cached) / float64(prompted); reuse["kv"] != want {
 		t.Errorf("simulated reuse %v, the workers' %v", reuse["kv"], want)

@@ -13,6 +13,7 @@ import (
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/routertest"
+	"kvrouter/internal/testkit/simulatetest"
 )
 
 // cacheRouter is a router with workers, a prefix source and a clock.
@@ -119,9 +120,9 @@ func TestDeathSpiral(t *testing.T) {
 func TestNoWorkerStaysIdle(t *testing.T) {
 	requests := loadTraces(t)["conversation"][:1000]
 	bothSources(t, func(t *testing.T, policy, source string) {
-		s := simulation(requests, policy, 64)
+		s := simulatetest.New(requests, policy, 64)
 		s.Index.PrefixSource = source
-		for _, w := range mustRun(t, s).Balance {
+		for _, w := range simulatetest.MustRun(t, s).Balance {
 			if w.Requests < 1000/8/2 {
 				t.Errorf("worker %d got %d of 1000 requests", w.Worker, w.Requests)
 			}
@@ -147,11 +148,11 @@ func sharedPrompts(t testing.TB, conversations, blocks int) simulate.Simulation 
 
 func TestSharedSystemPromptsAreFoundTwiceAsOften(t *testing.T) {
 	s := sharedPrompts(t, 800, 3072)
-	baseline := mustRun(t, s)
+	baseline := simulatetest.MustRun(t, s)
 	bothSources(t, func(t *testing.T, policy, source string) {
 		s := s
 		s.Policy, s.Index.PrefixSource = policy, source
-		r := mustRun(t, s)
+		r := simulatetest.MustRun(t, s)
 		t.Logf("reuse %.3f, %.0f tokens/s; round robin %.3f, %.0f", r.Reuse, r.OutputPerSec, baseline.Reuse, baseline.OutputPerSec)
 		if r.Reuse < 2*baseline.Reuse || r.OutputPerSec < 1.3*baseline.OutputPerSec {
 			t.Errorf("reuse %.3f, %.0f tokens/s; round robin %.3f, %.0f", r.Reuse, r.OutputPerSec, baseline.Reuse, baseline.OutputPerSec)
@@ -171,9 +172,9 @@ func TestCorrectionHalvesThePredictionsError(t *testing.T) {
 				s := sharedPrompts(t, 800, blocks)
 				s.Policy, s.Index.PrefixSource = policy, router.PrefixApprox
 				s.Concurrency = 64
-				on := mustRun(t, s)
+				on := simulatetest.MustRun(t, s)
 				s.Index.CacheCorrection = false
-				off := mustRun(t, s)
+				off := simulatetest.MustRun(t, s)
 				t.Logf("mean error %.0f tokens, without correction %.0f; reuse %.3f, %.3f", on.PredictionError, off.PredictionError, on.Reuse, off.Reuse)
 				if on.PredictionError > off.PredictionError/2 {
 					t.Errorf("mean error %.0f tokens, without correction %.0f", on.PredictionError, off.PredictionError)
@@ -181,4 +182,18 @@ func TestCorrectionHalvesThePredictionsError(t *testing.T) {
 			})
 		}
 	}
+}
+
+// loadTraces reads the traces of testdata.
+func loadTraces(t testing.TB) map[string][]simulate.TraceRequest {
+	t.Helper()
+	traces := map[string][]simulate.TraceRequest{}
+	for _, name := range []string{"conversation", "synthetic"} {
+		requests, err := simulate.ReadTrace("../../testdata/traces/" + name + "_trace.jsonl.gz")
+		if err != nil {
+			t.Fatal(err)
+		}
+		traces[name] = requests
+	}
+	return traces
 }
