@@ -7,6 +7,16 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/tidwall/gjson"
+
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
@@ -18,40 +28,7 @@ import (
 	"kvrouter/internal/tokens"
 	"kvrouter/internal/web"
 	"kvrouter/internal/workers"
-	"log/slog"
-	"net/http"
-	"net/http/httptest"
-	"regexp"
-	"strings"
-	"testing"
-	"time"
-
-	"github.com/tidwall/gjson"
 )
-
-// newFakeWorker starts a worker that answers inference requests with serve.
-func newFakeWorker(t *testing.T, serve http.HandlerFunc) *testkit.FakeWorker {
-	t.Helper()
-	f := &testkit.FakeWorker{}
-	f.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if r.URL.Path == "/v1/models" {
-			io.WriteString(w, `{"object":"list","data":[{"id":"m","object":"model","max_model_len":8192}]}`)
-			return
-		}
-		if r.Header.Get(web.HeaderRequest) == "" { // the router's own question for tokens
-			http.NotFound(w, r)
-			return
-		}
-		body, _ := io.ReadAll(r.Body)
-		f.Mu.Lock()
-		f.Bodies = append(f.Bodies, string(body))
-		f.Header = r.Header.Clone()
-		f.Mu.Unlock()
-		serve(w, r)
-	}))
-	t.Cleanup(f.Close)
-	return f
-}
 
 // house is a router's OpenAI side over fake workers.
 type testAPI struct {
@@ -155,7 +132,7 @@ func deadURL(t *testing.T) string {
 const usageEvent = `{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":4}}}`
 
 func TestBodyReachesTheWorkerUnchanged(t *testing.T) {
-	worker := newFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, "[DONE]"))
+	worker := testkit.NewFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, "[DONE]"))
 	h := newTestAPI(t, Config{CollectUsage: true}, worker.URL)
 	bodies := []string{
 		`{"zeta": 1, "model":"m", "messages":[{"role":"user","content":"a","name":"x"}], "unknown":{"b":1,"a":2}}`,
@@ -172,7 +149,7 @@ func TestBodyReachesTheWorkerUnchanged(t *testing.T) {
 }
 
 func TestUsageIsAskedForAndHidden(t *testing.T) {
-	worker := newFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, usageEvent, "[DONE]"))
+	worker := testkit.NewFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, usageEvent, "[DONE]"))
 	h := newTestAPI(t, Config{CollectUsage: true}, worker.URL)
 	tests := []struct{ sent, want string }{
 		{`{"model":"m","stream":true}`, `{"stream_options":{"include_usage":true},"model":"m","stream":true}`},
@@ -205,7 +182,7 @@ func TestUsageIsAskedForAndHidden(t *testing.T) {
 }
 
 func TestNoCollectUsageLeavesStreamsAlone(t *testing.T) {
-	worker := newFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, usageEvent, "[DONE]"))
+	worker := testkit.NewFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, usageEvent, "[DONE]"))
 	h := newTestAPI(t, Config{CollectUsage: false}, worker.URL)
 	_, answer := h.post(t, testkit.ChatPath, `{"stream":true}`)
 	if got := worker.Received()[0]; got != `{"stream":true}` || !strings.Contains(answer, usageEvent) {
@@ -215,7 +192,7 @@ func TestNoCollectUsageLeavesStreamsAlone(t *testing.T) {
 
 func TestStreamIsRelayedAsItComes(t *testing.T) {
 	next := make(chan struct{})
-	worker := newFakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
+	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "text/event-stream")
 		for range 3 {
 			fmt.Fprintf(w, "data: %s\n\n", testkit.TokenEvent)
@@ -246,7 +223,7 @@ func TestStreamIsRelayedAsItComes(t *testing.T) {
 
 func TestClientThatLeavesCancelsTheWorker(t *testing.T) {
 	cancelled := make(chan struct{})
-	worker := newFakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
+	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "text/event-stream")
 		fmt.Fprintf(w, "data: %s\n\n", testkit.TokenEvent)
 		http.NewResponseController(w).Flush()
@@ -277,7 +254,7 @@ func TestClientThatLeavesCancelsTheWorker(t *testing.T) {
 }
 
 func TestClientThatLeavesAfterTheEndWasServed(t *testing.T) {
-	worker := newFakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
+	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
 		testkit.StreamOf(testkit.TokenEvent, "[DONE]")(w, r)
 		http.NewResponseController(w).Flush()
 		<-r.Context().Done() // the client is faster than the end of the body
@@ -335,9 +312,9 @@ func TestFailureBeforeTheFirstByteIsTriedElsewhere(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			first := deadURL(t)
 			if test.serve != nil {
-				first = newFakeWorker(t, test.serve).URL
+				first = testkit.NewFakeWorker(t, test.serve).URL
 			}
-			second := newFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, "[DONE]"))
+			second := testkit.NewFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, "[DONE]"))
 			h := newTestAPI(t, Config{}, first, second.URL)
 			response, answer := h.post(t, testkit.ChatPath, `{"stream":true}`)
 			if response.StatusCode != 200 || response.Header.Get(web.HeaderWorker) != "1" || !strings.Contains(answer, testkit.TokenEvent) {
@@ -363,7 +340,7 @@ func TestWorkersThatAllFailGiveOneError(t *testing.T) {
 
 func TestAnEnginesOwnErrorsReachTheClient(t *testing.T) {
 	for _, status := range []int{400, 404, 422, 429, 500} {
-		worker := newFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) {
+		worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) {
 			w.WriteHeader(status)
 			io.WriteString(w, `{"error":{"message":"mine"}}`)
 		})
@@ -376,12 +353,12 @@ func TestAnEnginesOwnErrorsReachTheClient(t *testing.T) {
 }
 
 func TestFailureInMidStreamEndsWithAnErrorEvent(t *testing.T) {
-	worker := newFakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
+	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
 		testkit.StreamOf(testkit.TokenEvent)(w, r)
 		http.NewResponseController(w).Flush()
 		panic(http.ErrAbortHandler)
 	})
-	other := newFakeWorker(t, testkit.StreamOf("[DONE]"))
+	other := testkit.NewFakeWorker(t, testkit.StreamOf("[DONE]"))
 	h := newTestAPI(t, Config{}, worker.URL, other.URL)
 	response, answer := h.post(t, testkit.ChatPath, `{"stream":true}`)
 	events := strings.Split(strings.TrimSpace(answer), "\n\n")
@@ -397,7 +374,7 @@ func TestFailureInMidStreamEndsWithAnErrorEvent(t *testing.T) {
 }
 
 func TestLimitsAndBadRequests(t *testing.T) {
-	worker := newFakeWorker(t, testkit.StreamOf("[DONE]"))
+	worker := testkit.NewFakeWorker(t, testkit.StreamOf("[DONE]"))
 	h := newTestAPI(t, Config{MaxBodyBytes: 64}, worker.URL)
 	long := `{"messages":"` + strings.Repeat("x", 100) + `"}`
 	tests := []struct {
@@ -450,7 +427,7 @@ func TestNoWorkerIs503WithRetryAfter(t *testing.T) {
 }
 
 func TestTimeOutIs504(t *testing.T) {
-	worker := newFakeWorker(t, func(w http.ResponseWriter, r *http.Request) { <-r.Context().Done() })
+	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, r *http.Request) { <-r.Context().Done() })
 	h := newTestAPI(t, Config{RequestTimeout: 50 * time.Millisecond}, worker.URL)
 	response, answer := h.post(t, testkit.ChatPath, `{"messages":[]}`)
 	if response.StatusCode != http.StatusGatewayTimeout {
@@ -459,7 +436,7 @@ func TestTimeOutIs504(t *testing.T) {
 }
 
 func TestRequestIDIsKeptAndPassedOn(t *testing.T) {
-	worker := newFakeWorker(t, testkit.StreamOf("[DONE]"))
+	worker := testkit.NewFakeWorker(t, testkit.StreamOf("[DONE]"))
 	h := newTestAPI(t, Config{}, worker.URL)
 	response, _ := h.post(t, testkit.ChatPath, `{}`, "X-Request-Id", "mine-1")
 	if got := response.Header.Get(web.HeaderRequest); got != "mine-1" || worker.Header.Get(web.HeaderRequest) != "mine-1" {
@@ -472,7 +449,7 @@ func TestRequestIDIsKeptAndPassedOn(t *testing.T) {
 }
 
 func TestKeysGuardBothPorts(t *testing.T) {
-	worker := newFakeWorker(t, testkit.StreamOf("[DONE]"))
+	worker := testkit.NewFakeWorker(t, testkit.StreamOf("[DONE]"))
 	h := newTestAPI(t, Config{APIKey: []string{"k1", "k2"}, RouterAPIKey: []string{"r"}}, worker.URL)
 	for key, status := range map[string]int{"": 401, "Bearer k": 401, "Bearer k2": 200} {
 		response, _ := h.post(t, testkit.ChatPath, `{}`, "Authorization", key)
@@ -494,7 +471,7 @@ func TestKeysGuardBothPorts(t *testing.T) {
 }
 
 func TestTheChosenRankIsNamed(t *testing.T) {
-	worker := newFakeWorker(t, testkit.StreamOf("[DONE]"))
+	worker := testkit.NewFakeWorker(t, testkit.StreamOf("[DONE]"))
 	h := newTestAPI(t, Config{})
 	h.router.Up(kv.Target{Key: kv.WorkerKey{Worker: 0, Rank: 1}, Ranks: 2, URL: worker.URL})
 	h.post(t, testkit.ChatPath, `{}`)
@@ -510,7 +487,7 @@ func TestTheChosenRankIsNamed(t *testing.T) {
 
 func TestEngineAdminIsRefusedUnlessAllowed(t *testing.T) {
 	ok := func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, `{"done":true}`) }
-	a, b := newFakeWorker(t, ok), newFakeWorker(t, ok)
+	a, b := testkit.NewFakeWorker(t, ok), testkit.NewFakeWorker(t, ok)
 	h := newTestAPI(t, Config{}, a.URL, b.URL)
 	if response, _ := h.post(t, "/reset_prefix_cache", ""); response.StatusCode != 403 || len(a.Received())+len(b.Received()) != 0 {
 		t.Errorf("%d, %d requests reached workers", response.StatusCode, len(a.Received())+len(b.Received()))
@@ -523,7 +500,7 @@ func TestEngineAdminIsRefusedUnlessAllowed(t *testing.T) {
 }
 
 func TestModelsAreTheWorkers(t *testing.T) {
-	worker := newFakeWorker(t, testkit.StreamOf("[DONE]"))
+	worker := testkit.NewFakeWorker(t, testkit.StreamOf("[DONE]"))
 	h := newTestAPI(t, Config{}, worker.URL, worker.URL)
 	response, err := h.Client().Get(h.URL + "/v1/models")
 	if err != nil {
@@ -537,7 +514,7 @@ func TestModelsAreTheWorkers(t *testing.T) {
 }
 
 func TestOtherInferencePathsAreForwarded(t *testing.T) {
-	worker := newFakeWorker(t, func(w http.ResponseWriter, r *http.Request) { io.WriteString(w, r.URL.RequestURI()) })
+	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, r *http.Request) { io.WriteString(w, r.URL.RequestURI()) })
 	h := newTestAPI(t, Config{}, worker.URL)
 	for path := range inferenceRoutes {
 		if _, answer := h.post(t, path+"?x=1", `{"model":"m"}`); answer != path+"?x=1" {
@@ -627,8 +604,8 @@ func TestFindBestWorker(t *testing.T) {
 
 func TestOverlapScoresAndDump(t *testing.T) {
 	h := newTestAPI(t, Config{}, "http://a", "http://b")
-	routertest.Hold(h.router, 0, testkit.Count(1, 8))
-	routertest.Hold(h.router, 1, testkit.Count(1, 4))
+	routertest.Hold(h.router, 0, testkit.Tokens(1, 8))
+	routertest.Hold(h.router, 1, testkit.Tokens(1, 4))
 	response, err := h.Client().Post(h.selection.URL+"/overlap_scores", "application/json", strings.NewReader(`{"token_ids":[1,2,3,4,5,6,7,8,9,10,11,12]}`))
 	if err != nil {
 		t.Fatal(err)
@@ -704,4 +681,105 @@ func TestMetricsHaveDynamosNames(t *testing.T) {
 	if t.Failed() {
 		t.Log(page)
 	}
+}
+
+// TestCachedTokensThatSayNothingOfTheCacheAreLeftOut is about requests for which
+// which an engine computes a prompt anew.
+func TestCachedTokensThatSayNothingOfTheCacheAreLeftOut(t *testing.T) {
+	worker := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		io.WriteString(w, `{"usage":{"prompt_tokens":3,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":0}}}`)
+	}))
+	defer worker.Close()
+	for _, test := range []struct {
+		fields string
+		heard  bool
+	}{
+		{`"prompt":[1,2,3]`, true},
+		{`"prompt":[1,2,3],"prompt_logprobs":null,"logprobs":1`, true},
+		{`"prompt":[1,2,3],"prompt_logprobs":0`, false},
+		{`"prompt":[1,2,3],"echo":true,"logprobs":1`, false},
+		{`"prompt":[1,2,3],"echo":true`, true},
+	} {
+		h := newTestAPI(t, Config{}, worker.URL)
+		if response, answer := h.post(t, "/v1/completions", "{"+test.fields+"}"); response.StatusCode != http.StatusOK {
+			t.Fatalf("%s: %s", response.Status, answer)
+		}
+		testkit.Eventually(t, 10*time.Second, "the booking has ended", func() bool { return h.router.Load(testkit.W0).InFlight == 0 })
+		if heard := h.router.TellsCached(testkit.W0); heard != test.heard {
+			t.Errorf("%s: heard of cached tokens %v, want %v", test.fields, heard, test.heard)
+		}
+	}
+}
+
+// occupy books a request of that many prompt tokens on a worker.
+func occupy(t testing.TB, r *router.Router, w uint64, tokens int) *router.Booking {
+	t.Helper()
+	b, err := r.Book(router.Request{NumTokens: tokens}, kv.WorkerKey{Worker: w})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+func TestQueueErrorsReachTheClient(t *testing.T) {
+	h := newTestAPI(t, Config{}, "http://127.0.0.1:1")
+	threshold := 0.5
+	h.router.Knobs.QueueSettings = router.QueueSettings{RouterQueueThreshold: &threshold, RouterQueueTimeout: time.Millisecond, RouterQueueLimit: 1}
+	h.router.Up(kv.Target{Key: kv.WorkerKey{}, URL: "http://127.0.0.1:1", Models: []string{"m"}, MaxBatchedTokens: 16})
+	full := occupy(t, h.router, 0, 9)
+	defer full.End()
+	for _, test := range []struct{ limit, status int }{{1, 503}, {0, 529}} {
+		h.router.Knobs.RouterQueueLimit = test.limit
+		response, err := http.Post(h.URL+"/v1/embeddings", "application/json", strings.NewReader(`{"model":"m","input":"x"}`))
+		if err != nil {
+			t.Fatal(err)
+		}
+		body, _ := io.ReadAll(response.Body)
+		response.Body.Close()
+		if response.StatusCode != test.status || response.Header.Get("Retry-After") == "" || !strings.Contains(string(body), `"service_unavailable"`) {
+			t.Errorf("a queue of at most %d: %d, Retry-After %q, %s; want %d and a time", test.limit, response.StatusCode, response.Header.Get("Retry-After"), body, test.status)
+		}
+	}
+	http.DefaultClient.CloseIdleConnections()
+}
+
+func TestBusyThresholdEndpoint(t *testing.T) {
+	h := newTestAPI(t, Config{}, "http://127.0.0.1:1")
+	for _, step := range []struct {
+		method, body string
+		status       int
+		answer       string
+	}{
+		{"GET", "", 200, `{"thresholds":[]}`},
+		{"POST", `{"model":"m"}`, 200, `{"model":"m","active_decode_blocks_threshold":null,"active_prefill_tokens_threshold":null,"active_prefill_tokens_threshold_frac":null}`},
+		{"POST", `{"model":"m","active_prefill_tokens_threshold":0}`, 200, `{"model":"m","active_decode_blocks_threshold":null,"active_prefill_tokens_threshold":0,"active_prefill_tokens_threshold_frac":null}`},
+		{"POST", `{"model":"m","active_decode_blocks_threshold":0.85}`, 200, `{"model":"m","active_decode_blocks_threshold":0.85,"active_prefill_tokens_threshold":0,"active_prefill_tokens_threshold_frac":null}`},
+		{"GET", "", 200, `{"thresholds":[{"model":"m","active_decode_blocks_threshold":0.85,"active_prefill_tokens_threshold":0,"active_prefill_tokens_threshold_frac":null}]}`},
+		{"POST", `{"model":"other","active_decode_blocks_threshold":0.5}`, 404, ""},
+		{"POST", `{"active_decode_blocks_threshold":0.5}`, 404, ""},
+		{"POST", `{"model":"m","active_decode_blocks_threshold":1.5}`, 400, ""},
+		{"POST", `{`, 400, ""},
+	} {
+		request, _ := http.NewRequest(step.method, h.URL+"/busy_threshold", strings.NewReader(step.body))
+		response, err := http.DefaultClient.Do(request)
+		if err != nil {
+			t.Fatal(err)
+		}
+		body, _ := io.ReadAll(response.Body)
+		response.Body.Close()
+		if response.StatusCode != step.status || step.answer != "" && string(body) != step.answer {
+			t.Errorf("%s %s: %d %s, want %d %s", step.method, step.body, response.StatusCode, body, step.status, step.answer)
+		}
+	}
+	booking := occupy(t, h.router, 0, 11)
+	response, err := http.Post(h.URL+"/v1/embeddings", "application/json", strings.NewReader(`{"model":"m","input":"x"}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	response.Body.Close()
+	if response.StatusCode != http.StatusServiceUnavailable || response.Header.Get("Retry-After") == "" {
+		t.Errorf("all busy: %d, Retry-After %q; want 503 and a time", response.StatusCode, response.Header.Get("Retry-After"))
+	}
+	booking.End()
+	http.DefaultClient.CloseIdleConnections()
 }

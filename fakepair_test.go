@@ -5,13 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"kvrouter/internal/jsonbody"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/mocker"
-	"kvrouter/internal/proxy"
-	"kvrouter/internal/router"
-	"kvrouter/internal/testkit"
-	"kvrouter/internal/web"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -23,6 +16,14 @@ import (
 	"time"
 
 	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/web"
 )
 
 // fakeEngine is the HTTP side of one worker of a pair. It speaks its protocol,
@@ -391,7 +392,7 @@ func (h *pairHouse) store(t testing.TB, worker kv.WorkerKey, chat string, n int)
 	if err != nil {
 		t.Fatal(err)
 	}
-	hashes := kv.HashBlocks(nil, tokens, testkit.TestBlock, "", "")
+	hashes := kv.HashBlocks(nil, tokens, testkit.BlockSize, "", "")
 	blocks := make([]kv.StoredBlock, min(n, len(hashes)))
 	for i := range blocks {
 		blocks[i] = kv.StoredBlock{Engine: uint64(1000 + i), Local: hashes[i]}

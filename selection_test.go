@@ -2,15 +2,23 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/selection"
 	"kvrouter/internal/testkit"
-	"net/http"
-	"strings"
-	"testing"
-	"time"
+	"kvrouter/internal/testkit/routertest"
+	"kvrouter/internal/workers"
 )
 
 // selectionSite is a router of block size 4 without an engine, whose workers are
@@ -49,7 +57,7 @@ func (s *selectionSite) stores(id uint64, engine ...uint64) {
 	event := mocker.Event{}
 	for i, e := range engine {
 		event.Stored = append(event.Stored, kv.StoredBlock{Engine: e})
-		event.Tokens = append(event.Tokens, testkit.Count(uint32(4*i+1), 4)...)
+		event.Tokens = append(event.Tokens, testkit.Tokens(uint32(4*i+1), 4)...)
 	}
 	s.events[id].PublishNow(event)
 	testkit.Eventually(s.t, 10*time.Second, "the events are applied", func() bool {
@@ -87,7 +95,7 @@ type object = map[string]any
 
 // prompt12 is a request about the prompt 1 to 12, with more fields.
 func prompt12(more object) object {
-	query := object{"model_name": "m", "token_ids": testkit.Count(1, 12)}
+	query := object{"model_name": "m", "token_ids": testkit.Tokens(1, 12)}
 	for name, value := range more {
 		query[name] = value
 	}
@@ -253,7 +261,7 @@ func TestRankIsChosenAndShown(t *testing.T) {
 	s.want("POST", "/workers", object{"worker_id": 5, "model_name": "m", "endpoint": "http://127.0.0.1:1", "block_size": 4,
 		"kv_events_endpoints": endpoints, "data_parallel_start_rank": 2, "data_parallel_size": 2}, 201, `lifecycle "schedulable"`)
 	testkit.Eventually(t, 10*time.Second, "events are followed", func() bool { return s.events[3].Pub.Subscribers() > 0 })
-	s.events[3].PublishNow(mocker.Event{Stored: []kv.StoredBlock{{Engine: 9}}, Tokens: testkit.Count(1, 4)})
+	s.events[3].PublishNow(mocker.Event{Stored: []kv.StoredBlock{{Engine: 9}}, Tokens: testkit.Tokens(1, 4)})
 	testkit.Eventually(t, 10*time.Second, "events are applied", func() bool { return s.rooms.index.Blocks(kv.WorkerKey{Worker: 5, Rank: 3}) == 1 })
 	s.want("POST", "/select_and_reserve", prompt12(object{"selection_id": "a"}), 200, "worker_id 5", "dp_rank 3", "overlap.dp.2 0", "overlap.dp.3 4")
 	s.want("GET", "/loads", nil, 200, "0.loads.#.dp_rank [2,3]", "0.loads.1.potential_prefill_tokens 8")
@@ -264,15 +272,15 @@ func TestRankIsChosenAndShown(t *testing.T) {
 func TestRouteServesTheContractOfKvRouter(t *testing.T) {
 	s := startSelection(t)
 	s.two()
-	s.want("POST", "/route", object{"method": "new", "request_id": "q", "tokens": testkit.Count(1, 12)}, 200, `method "new"`, "worker_id 1", "dp_rank 0", "overlap_blocks 2")
-	s.want("POST", "/route", object{"method": "new", "request_id": "q", "tokens": testkit.Count(1, 12)}, 409)
-	s.want("POST", "/route", object{"method": "potential_loads", "tokens": testkit.Count(1, 12)}, 200, `method "potential_loads"`, "loads.0.potential_prefill_tokens 8", "pending_count 0")
+	s.want("POST", "/route", object{"method": "new", "request_id": "q", "tokens": testkit.Tokens(1, 12)}, 200, `method "new"`, "worker_id 1", "dp_rank 0", "overlap_blocks 2")
+	s.want("POST", "/route", object{"method": "new", "request_id": "q", "tokens": testkit.Tokens(1, 12)}, 409)
+	s.want("POST", "/route", object{"method": "potential_loads", "tokens": testkit.Tokens(1, 12)}, 200, `method "potential_loads"`, "loads.0.potential_prefill_tokens 8", "pending_count 0")
 	s.want("POST", "/route", object{"method": "mark_prefill", "request_id": "q"}, 200, `method "prefill_marked"`, "success true")
 	s.want("GET", "/loads", nil, 200, "0.loads.0.potential_prefill_tokens 0", "0.loads.0.active_requests 1")
 	s.want("POST", "/route", object{"method": "mark_free", "request_id": "q"}, 200, `method "free_marked"`, "success true")
 	s.want("POST", "/route", object{"method": "mark_free", "request_id": "q"}, 200, "success true")
 	s.want("POST", "/route", object{"method": "mark_prefill", "request_id": "q"}, 200, "success false")
-	id := s.want("POST", "/route", object{"method": "new", "tokens": testkit.Count(1, 12)}, 200).Get("request_id").String()
+	id := s.want("POST", "/route", object{"method": "new", "tokens": testkit.Tokens(1, 12)}, 200).Get("request_id").String()
 	s.want("GET", "/loads", nil, 200, "0.loads.0.active_requests 1")
 	s.want("POST", "/route", object{"method": "mark_free", "request_id": id}, 200)
 	s.want("GET", "/loads", nil, 200, "0.loads.0.active_requests 0", "0.loads.0.potential_decode_blocks 0")
@@ -323,4 +331,198 @@ func TestReservationsWaitWhileAllWorkersHaveEnoughToDo(t *testing.T) {
 	s.want("DELETE", "/reservations/b", nil, 200)
 	s.want("DELETE", "/reservations/a", nil, 200)
 	s.want("POST", "/select_and_reserve", prompt12(object{"selection_id": "d"}), 200)
+}
+
+// healthServer is a worker that answers health checks as it is told to.
+type healthServer struct {
+	*httptest.Server
+	well atomic.Bool
+	good atomic.Int64 // good answers
+}
+
+// registeredSite is a router with one registered worker that may answer health
+// checks.
+func registeredSite(t *testing.T) (s *selectionSite, worker *healthServer, spec object) {
+	t.Helper()
+	worker = new(healthServer)
+	worker.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if !worker.well.Load() {
+			w.WriteHeader(http.StatusServiceUnavailable)
+		} else if r.URL.Path == "/health" {
+			worker.good.Add(1)
+		}
+	}))
+	t.Cleanup(worker.Close)
+	s = startSelection(t)
+	s.rooms.fleet.Timing.HealthEvery = 20 * time.Millisecond
+	events, err := mocker.NewEvents("127.0.0.1:0", "127.0.0.1:0", 4)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(events.Close)
+	s.events[1] = events
+	spec = object{"worker_id": 1, "model_name": "m", "endpoint": worker.URL, "kv_events_endpoint": events.Pub.Endpoint(), "block_size": 4}
+	s.want("POST", "/workers", spec, 201, `lifecycle "schedulable"`)
+	testkit.Eventually(t, 10*time.Second, "the worker's events are followed", func() bool { return events.Pub.Subscribers() > 0 })
+	return s, worker, spec
+}
+
+func (s *selectionSite) lifecycleBecomes(want string) {
+	s.t.Helper()
+	testkit.Eventually(s.t, 10*time.Second, "worker 1 is "+want, func() bool {
+		return ask(s.t, s.selection, "GET", "/workers", nil).Get("0.lifecycle").String() == want
+	})
+}
+
+func TestRegisteredWorkerIsWatchedOnceItHasAnswered(t *testing.T) {
+	s, worker, _ := registeredSite(t)
+	s.stores(1, 11)
+	worker.well.Store(true)
+	testkit.Eventually(t, 10*time.Second, "a health check is answered", func() bool { return worker.good.Load() > 0 })
+	worker.well.Store(false)
+	s.lifecycleBecomes(selection.LifecycleUnschedulable)
+	worker.well.Store(true)
+	s.lifecycleBecomes(selection.LifecycleSchedulable)
+	s.want("GET", "/workers", nil, 200, "0.generation 1", "0.blocks 1")
+	worker.Close()
+	s.lifecycleBecomes(selection.LifecycleUnschedulable)
+	testkit.Eventually(t, 10*time.Second, "its cache is gone with its process", func() bool {
+		return s.rooms.index.Blocks(kv.WorkerKey{Worker: 1}) == 0
+	})
+}
+
+func TestChangesOfARegisteredWorkerKeepItsCacheIfTheyCan(t *testing.T) {
+	s, _, spec := registeredSite(t)
+	s.stores(1, 11, 12)
+	s.want("POST", "/select_and_reserve", prompt12(object{"selection_id": "a"}), 200)
+	s.want("PATCH", "/workers/1", object{"max_num_batched_tokens": 100}, 200, "blocks 2", "generation 1", "in_flight 1")
+	s.want("POST", "/workers", spec, 201, "blocks 2", "generation 1")
+	s.want("PATCH", "/workers/1", object{"kv_events_endpoint": "tcp://127.0.0.1:1"}, 200, "blocks 0", "generation 2", "in_flight 1", `lifecycle "schedulable"`)
+	s.want("DELETE", "/workers/1", nil, 200)
+	s.want("DELETE", "/reservations/a", nil, 404) // freed with its worker
+	if loads := s.rooms.router.Loads(); len(loads) != 0 {
+		t.Errorf("loads of nobody: %v", loads)
+	}
+	s.want("POST", "/workers", spec, 201, "blocks 0", "in_flight 0")
+}
+
+func TestWorkersOfTheFlagsCannotBeChangedByRegistration(t *testing.T) {
+	s := startSelection(t, "--worker=url=http://127.0.0.1:1,id=3")
+	s.want("POST", "/workers", object{"worker_id": 3, "endpoint": "http://127.0.0.1:2", "block_size": 4, "kv_events_endpoint": "tcp://127.0.0.1:1"}, 409)
+	s.want("PATCH", "/workers/3", object{"block_size": 4}, 409)
+	s.want("DELETE", "/workers/3", nil, 409)
+	s.want("GET", "/workers", nil, 200, "# 1", "0.worker_id 3", `0.lifecycle "unschedulable"`)
+}
+
+func TestRegistrationWithoutEventsNeedsNoEndpointForThem(t *testing.T) {
+	s := startSelection(t, "--no-kv-events")
+	worker := object{"worker_id": 1, "model_name": "m", "endpoint": "http://127.0.0.1:1", "block_size": 4}
+	s.want("POST", "/workers", worker, 201, `lifecycle "schedulable"`)
+	s.want("POST", "/select_and_reserve", prompt12(object{"selection_id": "a"}), 200, "worker_id 1", "overlap.longest_matched 0")
+	s.want("POST", "/select", prompt12(object{}), 200, "overlap.longest_matched 12")
+	s.want("DELETE", "/reservations/a", nil, 200)
+}
+
+func TestRegistrationEndsWithTheRouter(t *testing.T) {
+	s, _, _ := registeredSite(t)
+	if err := s.end(); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.rooms.fleet.Register(t.Context(), workers.Registration{ID: 9}); !errors.Is(err, workers.ErrFleetEnding) {
+		t.Errorf("registered at an ended fleet: %v", err)
+	}
+	if s.rooms.fleet.Unregister(9) {
+		t.Error("a worker was unregistered that never was registered")
+	}
+}
+
+func TestRegisteredWorkerServesChats(t *testing.T) {
+	s := &selectionSite{startRooms(t, testkit.FreePorts(t, 2), "--engine=none", "--policy=kv"), nil}
+	first := startMockSite(t, 1)
+	record := ask(t, first.selection, "GET", "/workers", nil).Get("0")
+	s.want("POST", "/workers", object{
+		"worker_id": 0, "model_name": record.Get("model_name").String(), "endpoint": record.Get("endpoint").String(), "block_size": 64,
+		"kv_events_endpoint": record.Get("kv_events_endpoint").String(), "replay_endpoint": record.Get("replay_endpoint").String(),
+	}, 201, `lifecycle "schedulable"`)
+	chat := say(strings.Repeat("seen by both ", 30))
+	if _, err := first.chat(t.Context(), chat, false, 1); err != nil {
+		t.Fatal(err)
+	}
+	testkit.Eventually(t, 20*time.Second, "the second router knows the blocks", func() bool { return s.rooms.index.Blocks(kv.WorkerKey{}) > 0 })
+	if a, err := s.chat(t.Context(), chat, false, 1); err != nil || a.predicted != a.cached || a.cached == 0 {
+		t.Error(a, err)
+	}
+	s.want("GET", "/loads", nil, 200, "0.loads.0.active_requests 0")
+	if err := s.end(); err != nil { // its connections, before the other ends and looks for some
+		t.Error(err)
+	}
+	s.rooms.proxy.Client.CloseIdleConnections()
+}
+
+// TestTwoRoutersHoldTheSameIndex has a second router join while the first is at
+// work: it learns what was before through replay.
+func TestTwoRoutersHoldTheSameIndex(t *testing.T) {
+	first := startMockSite(t, 2, "--mock-num-gpu-blocks=40", "--block-size=16", "--mock-data-parallel-size=2")
+	load := func(from, to int) {
+		for i := from; i < to; i++ {
+			if _, err := first.chat(t.Context(), say(strings.Repeat(fmt.Sprintf("words of chat %d ", i), 12)), i%2 == 0, 4); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	load(0, 20)
+	port := testkit.FreePorts(t, 2)
+	args := []string{"--engine=none", "--block-size=16", fmt.Sprintf("--http-port=%d", port), fmt.Sprintf("--router-port=%d", port+1)}
+	for i := range 2 {
+		args = append(args, fmt.Sprintf("--worker=url=%s,id=%d", first.workerURL(i), i))
+	}
+	second, end := runApp(t, io.Discard, args...)
+	testkit.Eventually(t, 20*time.Second, "the second router follows all ranks", func() bool {
+		n := 0
+		for _, stats := range second.fleet.Streams() {
+			if stats.Connected.Load() {
+				n++
+			}
+		}
+		return n == 4
+	})
+	load(20, 40)
+	first.settle()
+	want := routertest.DumpLines(first.rooms.index)
+	if len(want) == 0 {
+		t.Fatal("the first index is empty")
+	}
+	testkit.Eventually(t, 20*time.Second, "both indexes are equal", func() bool { return slices.Equal(routertest.DumpLines(second.index), want) })
+	if err := end(); err != nil {
+		t.Error(err)
+	}
+	second.proxy.Client.CloseIdleConnections()
+}
+
+// TestGrowingPrefixesStayOnOneWorker continues chats turn by turn.
+func TestGrowingPrefixesStayOnOneWorker(t *testing.T) {
+	for _, flags := range [][]string{{"--policy=kv"}, {"--policy=work"}, {"--policy=kv", "--no-kv-events"}, {"--policy=kv", "--mock-data-parallel-size=2"}} {
+		t.Run(strings.Join(flags, " "), func(t *testing.T) {
+			s := startMockSite(t, 2, append(flags, "--block-size=16")...)
+			for c := range 4 {
+				parts := []string{strings.Repeat(fmt.Sprintf("chat %d begins at length ", c), 10)}
+				var home uint64
+				for turn := range 4 {
+					a, err := s.chat(t.Context(), say(parts...), false, 8)
+					if err != nil {
+						t.Fatal(err)
+					}
+					if turn == 0 {
+						home = a.worker
+					} else if a.worker != home || a.cached == 0 {
+						t.Errorf("turn %d of chat %d went to worker %d and found %d tokens; want worker %d and some", turn, c, a.worker, a.cached, home)
+					}
+					if s.rooms.config.KVEvents() {
+						s.settle()
+					}
+					parts = append(parts, a.text, strings.Repeat("and goes on ", 5))
+				}
+			}
+		})
+	}
 }

@@ -4,9 +4,6 @@ import (
 	"bytes"
 	"context"
 	"fmt"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/radix"
-	"kvrouter/internal/testkit"
 	"log/slog"
 	"math/rand/v2"
 	"net/http"
@@ -14,6 +11,9 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/radix"
 )
 
 // dumpOf writes an index as one partition.
@@ -163,54 +163,5 @@ func TestRecoveryTakesTheFirstPeerThatHasAnIndex(t *testing.T) {
 	cancel()
 	if _, err := RecoverIndex(ctx, index, 4, "", []string{down}, log); err == nil {
 		t.Error("recovered after the end")
-	}
-}
-
-// A stream that begins on a peer's blocks keeps those that its replay does not
-// touch, and only while a replay proves that nothing was missed.
-func TestEventStreamGoesOnFromAPeersBlocks(t *testing.T) {
-	for _, c := range []struct {
-		name          string
-		replay        bool
-		oldest        uint64 // batch in the replay buffer
-		before, after int    // blocks held of the prompt before and after a batch that removes its second
-	}{
-		{"whole history", true, 0, 2, 2}, // stored twice, removed once
-		{"end of the history", true, 1, 4, 1},
-		{"no replay", false, 0, 4, 0},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			p := testkit.NewFakePublisher(t)
-			p.Batch(true, testkit.StoredEvent(1, 0, 2))
-			p.Batch(true, testkit.StoredEvent(1, 1, 2))
-			p.Replay = func(from uint64) (seqs []uint64, end bool) {
-				for seq := max(from, c.oldest); seq < uint64(len(p.History)); seq++ {
-					seqs = append(seqs, seq)
-				}
-				return seqs, true
-			}
-			src := sourceOf(p)
-			src.Seeded = true
-			if !c.replay {
-				src.Replay = ""
-			}
-			var blocks []kv.StoredBlock
-			for i, local := range kv.HashBlocks(nil, testkit.PromptTokens(1, 4), testkit.TestBlockSize, "", "") {
-				blocks = append(blocks, kv.StoredBlock{Engine: testkit.BlockIDs(1, i, i+1)[0], Local: local})
-			}
-			f := followStream(t, src, func(s *Stream) {
-				if err := s.index.Store(testkit.TestWorker, 0, false, blocks); err != nil {
-					t.Fatal(err)
-				}
-			})
-			f.subscribed(t, p)
-			if c.replay {
-				f.reaches(t, map[string]uint64{"batches": 2 - c.oldest})
-			}
-			f.holds(t, 1, 4, c.before)
-			p.Batch(false, testkit.RemovedEvent(1, 1, 2), testkit.StoredEvent(2, 0, 1))
-			f.holds(t, 2, 1, 1)
-			f.holds(t, 1, 4, c.after)
-		})
 	}
 }

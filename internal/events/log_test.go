@@ -1,21 +1,23 @@
 package events
 
 import (
-	"kvrouter/internal/radix"
-	"kvrouter/internal/testkit"
 	"log/slog"
 	"testing"
 	"time"
+
+	"kvrouter/internal/radix"
+	"kvrouter/internal/testkit"
 )
 
 func TestEventLogAnswersRangesAndElseAllBlocks(t *testing.T) {
-	f := appliedStream(t)
+	f := NewStream(Source{Worker: testkit.EventWorker, BlockSize: testkit.BlockSize}, radix.NewTree(), slog.New(slog.DiscardHandler))
+	f.Begin(0)
 	from := func(n uint64) *uint64 { return &n }
 	if a := f.History().Query(nil, nil, nil); a.Kind != kindDump || a.Last != nil || len(a.Events) != 0 {
 		t.Errorf("nothing yet: %+v", a)
 	}
 	for i := range LoggedBatches + 10 {
-		f.Apply(uint64(i), testkit.PayloadOf(t, float64(i), testkit.StoredEvent(i, 0, 2), testkit.RemovedEvent(i, 1, 2)), true)
+		f.Apply(uint64(i), testkit.Payload(t, float64(i), testkit.StoredEvent(i, 0, 2), testkit.RemovedEvent(i, 1, 2)), true)
 	}
 	const newest, oldest = LoggedBatches + 9, 10
 	for _, c := range []struct {
@@ -48,10 +50,10 @@ func TestEventLogAnswersRangesAndElseAllBlocks(t *testing.T) {
 	}
 
 	// A few large batches push out many small ones.
-	large := testkit.TestEvent{"removed": make([]uint64, loggedBlocks/2)}
-	f.Apply(newest+1, testkit.PayloadOf(t, 1, large), true)
-	f.Apply(newest+2, testkit.PayloadOf(t, 1, large), true)
-	f.Apply(newest+3, testkit.PayloadOf(t, 1, large), true)
+	large := testkit.Event{"removed": make([]uint64, loggedBlocks/2)}
+	f.Apply(newest+1, testkit.Payload(t, 1, large), true)
+	f.Apply(newest+2, testkit.Payload(t, 1, large), true)
+	f.Apply(newest+3, testkit.Payload(t, 1, large), true)
 	if n, blocks := len(f.History().batches), f.History().blocks; n != 2 || blocks != loggedBlocks {
 		t.Errorf("%d batches with %d blocks kept", n, blocks)
 	}

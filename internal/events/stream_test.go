@@ -1,22 +1,501 @@
-package events
+package events_test
 
 import (
+	"io"
+	"log/slog"
+	"net"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/go-zeromq/zmq4"
+
+	"kvrouter/internal/events"
+	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
-	"log/slog"
-	"testing"
+	"kvrouter/internal/testkit/eventstest"
 )
 
-// appliedStream returns a stream that has applied one batch of events after another
-// from a complete history.
-func appliedStream(t *testing.T, batches ...[]byte) *following {
-	t.Helper()
-	log := new(testkit.LogBuffer)
-	index := radix.NewTree()
-	s := NewStream(Source{Worker: testkit.TestWorker, BlockSize: testkit.TestBlockSize}, index, slog.New(slog.NewTextHandler(log, nil)))
-	s.Begin(0)
-	for i, b := range batches {
-		s.Apply(uint64(i), b, true)
+func TestEventStreamFetchesAGapBeforeItGoesOn(t *testing.T) {
+	p := testkit.NewFakePublisher(t)
+	f := eventstest.Follow(t, eventstest.SourceOf(p), nil)
+	f.Subscribed(t, p)
+	p.Batch(false, testkit.StoredEvent(1, 0, 2))
+	f.Holds(t, 1, 5, 2)
+	p.Batch(true, testkit.StoredEvent(1, 2, 3))
+	p.Batch(true, testkit.RemovedEvent(1, 1, 3))
+	p.Batch(false, testkit.StoredEvent(1, 1, 5))
+	f.Holds(t, 1, 5, 5)
+	f.Has(t, map[string]uint64{"gaps": 1, "replays": 2, "replayed_batches": 3, "batches": 4, "cold": 0, "last_seq": 3, "unknown_parent": 0})
+	p.Locked(func() { testkit.WantEqual(t, "replays asked for", p.Replayed, []uint64{0, 0}) })
+	f.Reaches(t, map[string]uint64{"duplicates": 1}) // the batch that showed the gap
+}
+
+func TestEventStreamClearsAfterAGapWithoutReplay(t *testing.T) {
+	p := testkit.NewFakePublisher(t)
+	src := eventstest.SourceOf(p)
+	src.Replay = ""
+	f := eventstest.Follow(t, src, nil)
+	f.Subscribed(t, p)
+	p.Batch(false, testkit.StoredEvent(1, 0, 2))
+	f.Holds(t, 1, 2, 2)
+	f.Has(t, map[string]uint64{"cold": 0})
+	p.Batch(true, testkit.RemovedEvent(1, 0, 2))
+	p.Batch(false, testkit.StoredEvent(2, 0, 2))
+	f.Holds(t, 2, 2, 2)
+	f.Holds(t, 1, 2, 0)
+	f.Has(t, map[string]uint64{"gaps": 1, "replays": 0, "cold": 1})
+	p.Batch(false, testkit.Event{"cleared": true}, testkit.StoredEvent(3, 0, 1))
+	f.Holds(t, 3, 1, 1)
+	f.Holds(t, 2, 1, 0)
+	f.Has(t, map[string]uint64{"cleared": 1, "cold": 0})
+
+	// Nobody can tell what was missed while the connection was down.
+	p.Drop()
+	f.Holds(t, 3, 1, 0)
+	f.Has(t, map[string]uint64{"cold": 1})
+}
+
+func TestEventStreamClearsWhenAReplayIsNotAnswered(t *testing.T) {
+	p := testkit.NewFakePublisher(t)
+	f := eventstest.Follow(t, eventstest.SourceOf(p), func(s *events.Stream) {
+		s.Timing.ReplayLimit, s.Timing.Retry = 20*time.Millisecond, 100*time.Millisecond
+	})
+	f.Subscribed(t, p)
+	p.Batch(false, testkit.StoredEvent(1, 0, 2))
+	f.Holds(t, 1, 2, 2)
+	p.Locked(func() { p.Replay = func(uint64) ([]uint64, bool) { return nil, false } })
+	p.Batch(true, testkit.RemovedEvent(1, 0, 2))
+	p.Batch(false, testkit.StoredEvent(2, 0, 2))
+	f.Holds(t, 2, 2, 2)
+	f.Holds(t, 1, 2, 0)
+	f.Has(t, map[string]uint64{"cold": 1, "gaps": 1})
+	f.Reaches(t, map[string]uint64{"replay_failures": 1})
+	// It is asked again, and then the history is whole.
+	p.Locked(func() { p.Replay = nil })
+	f.Until(t, func() bool {
+		p.Batch(false, testkit.Event{"removed": []int{}})
+		return !f.Stats().Cold.Load()
+	}, func() string { return "stays cold" })
+	f.Holds(t, 2, 2, 2)
+	f.Holds(t, 1, 2, 0)
+}
+
+func TestEventStreamAsksAgainAfterAHoleInAReplay(t *testing.T) {
+	p := testkit.NewFakePublisher(t)
+	for i := range 6 {
+		p.Batch(true, testkit.StoredEvent(1, i, i+1))
 	}
-	return &following{s, s.Src, index, log, nil}
+	round := 0
+	p.Replay = func(from uint64) ([]uint64, bool) {
+		round++
+		switch round {
+		case 1:
+			return []uint64{0, 1, 4, 5}, true // dropped in the middle
+		case 2:
+			return []uint64{1, 2, 3}, false // end mark dropped
+		}
+		return []uint64{3, 4, 5}, true
+	}
+	f := eventstest.Follow(t, eventstest.SourceOf(p), func(s *events.Stream) { s.Timing.ReplayPause = 500 * time.Millisecond })
+	f.Holds(t, 1, 6, 6)
+	f.Has(t, map[string]uint64{"batches": 6, "replay_failures": 0, "cold": 0})
+	p.Locked(func() { testkit.WantEqual(t, "replays asked for", p.Replayed, []uint64{0, 1, 3}) })
+}
+
+func TestEventStreamStartsColdWhereTheBufferBegins(t *testing.T) {
+	p := testkit.NewFakePublisher(t)
+	for i := range 6 {
+		p.Batch(true, testkit.StoredEvent(i, 0, 1))
+	}
+	oldest := uint64(3)
+	p.Replay = func(from uint64) (seqs []uint64, end bool) {
+		for seq := max(from, oldest); seq < uint64(len(p.History)); seq++ {
+			seqs = append(seqs, seq)
+		}
+		return seqs, true
+	}
+	f := eventstest.Follow(t, eventstest.SourceOf(p), nil)
+	f.Holds(t, 5, 1, 1)
+	f.Holds(t, 3, 1, 1)
+	f.Holds(t, 2, 1, 0)
+	f.Has(t, map[string]uint64{"cold": 1, "batches": 3})
+
+	// A gap that has left the buffer: what was known is not to be trusted.
+	f.Subscribed(t, p)
+	p.Batch(true, testkit.RemovedEvent(5, 0, 1))
+	p.Batch(true, testkit.StoredEvent(6, 0, 1))
+	p.Locked(func() { oldest = 7 })
+	p.Batch(false, testkit.StoredEvent(7, 0, 1))
+	f.Holds(t, 7, 1, 1)
+	f.Holds(t, 6, 1, 1)
+	f.Holds(t, 5, 1, 0)
+	f.Has(t, map[string]uint64{"cold": 1, "gaps": 1, "restarts": 0, "replay_failures": 1})
+}
+
+func TestEventStreamGivesUpAReplayWithoutHistory(t *testing.T) {
+	p := testkit.NewFakePublisher(t)
+	p.Replay = func(uint64) ([]uint64, bool) { return nil, true }
+	p.Batch(true, testkit.StoredEvent(1, 0, 1))
+	f := eventstest.Follow(t, eventstest.SourceOf(p), func(s *events.Stream) {
+		s.Timing.Quiet = [3]time.Duration{time.Hour, time.Millisecond, time.Millisecond}
+	})
+	f.Subscribed(t, p)
+	p.Batch(false, testkit.StoredEvent(2, 0, 1))
+	f.Holds(t, 2, 1, 1)
+	f.Has(t, map[string]uint64{"cold": 1, "gaps": 1})
+	replays := f.Stats().Replays.Load()
+	p.Batch(false, testkit.StoredEvent(2, 1, 2))
+	f.Holds(t, 2, 2, 2)
+	f.Has(t, map[string]uint64{"replays": replays, "restarts": 0})
+}
+
+func TestEventStreamFindsWhatASilentConnectionMissed(t *testing.T) {
+	p := testkit.NewFakePublisher(t)
+	f := eventstest.Follow(t, eventstest.SourceOf(p), func(s *events.Stream) {
+		s.Timing.Quiet = [3]time.Duration{20 * time.Millisecond, 20 * time.Millisecond, 20 * time.Millisecond}
+	})
+	f.Subscribed(t, p)
+	p.Batch(true, testkit.StoredEvent(1, 0, 1))
+	f.Holds(t, 1, 1, 1)
+	// By now the connection has had its time: what it does not bring shows
+	// that it is dead.
+	f.Reaches(t, map[string]uint64{"replays": 3})
+	p.Batch(true, testkit.StoredEvent(1, 1, 2))
+	f.Holds(t, 1, 2, 2)
+	f.Reaches(t, map[string]uint64{"reconnects": 1})
+	f.Has(t, map[string]uint64{"gaps": 0, "restarts": 0, "cold": 0})
+}
+
+func TestEventStreamNoticesANewPublisher(t *testing.T) {
+	// restart swaps the publisher's past.
+	restart := func(t *testing.T, p *testkit.FakePublisher, events ...testkit.Event) {
+		p.Locked(func() {
+			p.History = nil
+			for _, e := range events {
+				p.History = append(p.History, testkit.Payload(t, 2, e))
+			}
+		})
+	}
+	for name, c := range map[string]struct {
+		past []testkit.Event
+		drop bool
+		send bool
+	}{
+		"that has published nothing":          {nil, true, false},
+		"that has published less":             {[]testkit.Event{testkit.StoredEvent(9, 0, 1)}, true, false},
+		"that has published as much":          {[]testkit.Event{testkit.StoredEvent(9, 0, 1), testkit.StoredEvent(8, 0, 1)}, true, false},
+		"that has published more":             {[]testkit.Event{testkit.StoredEvent(9, 0, 1), testkit.StoredEvent(8, 0, 1), testkit.StoredEvent(7, 0, 1)}, true, false},
+		"behind a proxy":                      {[]testkit.Event{testkit.StoredEvent(9, 0, 1)}, false, true},
+		"behind a proxy, as far as the last":  {[]testkit.Event{testkit.StoredEvent(9, 0, 1), testkit.StoredEvent(8, 0, 1)}, false, true},
+		"behind a proxy, farther than before": {[]testkit.Event{testkit.StoredEvent(9, 0, 1), testkit.StoredEvent(8, 0, 1), testkit.StoredEvent(7, 0, 1), testkit.StoredEvent(6, 0, 1)}, false, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := testkit.NewFakePublisher(t)
+			f := eventstest.Follow(t, eventstest.SourceOf(p), nil)
+			f.Subscribed(t, p)
+			p.Batch(false, testkit.StoredEvent(1, 0, 1))
+			p.Batch(false, testkit.StoredEvent(2, 0, 1))
+			f.Holds(t, 2, 1, 1)
+			restart(t, p, c.past...)
+			if c.drop {
+				p.Drop()
+			}
+			if c.send {
+				last := len(c.past) - 1
+				p.Locked(func() { p.Send(uint64(last), p.History[last]) })
+			}
+			f.Holds(t, 2, 1, 0)
+			f.Holds(t, 1, 1, 0)
+			if len(c.past) > 0 {
+				f.Holds(t, 9, 1, 1)
+			}
+			f.Until(t, func() bool { return !f.Stats().Cold.Load() }, func() string { return "stays cold" })
+			f.Has(t, map[string]uint64{"restarts": 1, "replay_failures": 0})
+		})
+	}
+}
+
+func TestEventStreamKeepsItsBlocksOverALostConnection(t *testing.T) {
+	p := testkit.NewFakePublisher(t)
+	f := eventstest.Follow(t, eventstest.SourceOf(p), nil)
+	f.Subscribed(t, p)
+	p.Batch(false, testkit.StoredEvent(1, 0, 1))
+	f.Holds(t, 1, 1, 1)
+	p.Drop()
+	p.Batch(true, testkit.StoredEvent(1, 1, 2))
+	f.Holds(t, 1, 2, 2)
+	f.Has(t, map[string]uint64{"restarts": 0, "cold": 0, "batches": 2})
+	f.Reaches(t, map[string]uint64{"reconnects": 1})
+}
+
+func TestEventStreamForgetsAWorkerThatStaysAway(t *testing.T) {
+	p := testkit.NewFakePublisher(t)
+	f := eventstest.Follow(t, eventstest.SourceOf(p), func(s *events.Stream) { s.Timing.Grace = 50 * time.Millisecond })
+	f.Subscribed(t, p)
+	p.Batch(false, testkit.StoredEvent(1, 0, 1))
+	f.Holds(t, 1, 1, 1)
+	p.Pub.Close()
+	f.Holds(t, 1, 1, 0)
+	f.Has(t, map[string]uint64{"cold": 1, "connected": 0})
+}
+
+func TestEventStreamSurvivesMessagesThatAreNoBatches(t *testing.T) {
+	p := testkit.NewFakePublisher(t)
+	f := eventstest.Follow(t, eventstest.SourceOf(p), nil)
+	f.Subscribed(t, p)
+	p.Locked(func() {
+		_ = p.Subs[0].Send([]byte("kv-events"))
+		_ = p.Subs[0].Send([]byte("kv-events"), []byte("short"), nil)
+		_ = p.Subs[0].Conn.SendCmd(zmq4.CmdPing, []byte("\x00\x01context"))
+	})
+	p.Batch(false, testkit.StoredEvent(1, 0, 1))
+	f.Holds(t, 1, 1, 1)
+	f.Has(t, map[string]uint64{"decode_errors": 2, "reconnects": 0})
+	f.Until(t, func() (ok bool) {
+		p.Locked(func() { ok = len(p.Pongs) == 1 && p.Pongs[0] == "context" })
+		return ok
+	}, func() string { return "no answer to the heartbeat" })
+	// A frame of 2^62 bytes ends the connection, not the process.
+	p.Locked(func() { _, _ = p.Subs[0].Raw.Write([]byte{2, 0x40, 0, 0, 0, 0, 0, 0, 0}) })
+	f.Reaches(t, map[string]uint64{"reconnects": 1})
+	f.Subscribed(t, p)
+	p.Batch(true, testkit.StoredEvent(1, 1, 2))
+	f.Holds(t, 1, 2, 1+1)
+}
+
+func TestEventStreamEndsWhereverItWaits(t *testing.T) {
+	silent, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer silent.Close()
+	for name, place := range map[string]func(p *testkit.FakePublisher) events.Source{
+		"for a publisher": func(*testkit.FakePublisher) events.Source {
+			return events.Source{Endpoint: "tcp://127.0.0.1:1"}
+		},
+		"for a greeting": func(*testkit.FakePublisher) events.Source {
+			return events.Source{Endpoint: "tcp://" + silent.Addr().String()}
+		},
+		"for a replay": func(p *testkit.FakePublisher) events.Source { return eventstest.SourceOf(p) },
+		"for a message": func(p *testkit.FakePublisher) events.Source {
+			return events.Source{Endpoint: eventstest.SourceOf(p).Endpoint, Topic: "kv"}
+		},
+		"with a bad address": func(*testkit.FakePublisher) events.Source { return events.Source{Endpoint: "tcp:nowhere"} },
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := testkit.NewFakePublisher(t)
+			p.Replay = func(uint64) ([]uint64, bool) { return nil, false }
+			src := place(p)
+			f := eventstest.Follow(t, src, func(s *events.Stream) { s.Timing.ReplayLimit = time.Hour })
+			if src.Topic != "" {
+				f.Subscribed(t, p)
+			}
+			f.Stop()
+		})
+	}
+}
+
+func TestEventStreamLeavesOutABadEventAlone(t *testing.T) {
+	bad := testkit.StoredEvent(2, 0, 1)
+	bad["tokens"] = []any{1, nil, 3, 4}
+	f := eventstest.Applied(t, testkit.Payload(t, 1, testkit.StoredEvent(1, 0, 2), bad, testkit.StoredEvent(1, 2, 3)))
+	f.Holds(t, 1, 3, 3)
+	f.Has(t, map[string]uint64{"decode_errors": 1, "stored": 2, "stored_blocks": 3, "cold": 1})
+}
+
+func TestEventStreamClearsWhenARemovalMayHaveBeenMissed(t *testing.T) {
+	for name, c := range map[string]testkit.Event{
+		"bad removal": {"removed": []any{"x", nil}},
+		"no type":     {"as is": map[string]any{"block_hashes": []int{1}}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := eventstest.Applied(t, testkit.Payload(t, 1, testkit.StoredEvent(1, 0, 2), c, testkit.StoredEvent(2, 0, 1)))
+			f.Holds(t, 1, 2, 0)
+			f.Holds(t, 2, 1, 1)
+			f.Has(t, map[string]uint64{"decode_errors": 1, "cold": 1})
+		})
+	}
+	t.Run("payload cut short", func(t *testing.T) {
+		whole := testkit.Payload(t, 1, testkit.StoredEvent(1, 0, 2), testkit.StoredEvent(2, 0, 1))
+		f := eventstest.Applied(t, testkit.Payload(t, 1, testkit.StoredEvent(3, 0, 1)), whole[:len(whole)-20], testkit.Payload(t, 1, testkit.StoredEvent(4, 0, 1)))
+		f.Holds(t, 3, 1, 0)
+		f.Holds(t, 1, 2, 0)
+		f.Holds(t, 4, 1, 1)
+		f.Has(t, map[string]uint64{"decode_errors": 1, "cold": 1})
+	})
+	t.Run("payload no batch", func(t *testing.T) {
+		f := eventstest.Applied(t, testkit.Payload(t, 1, testkit.StoredEvent(3, 0, 1)), []byte("\x01"))
+		f.Holds(t, 3, 1, 0)
+		f.Has(t, map[string]uint64{"decode_errors": 1, "cold": 1})
+	})
+}
+
+func TestEventStreamNamesBothBlockSizesOnce(t *testing.T) {
+	e := testkit.StoredEvent(1, 0, 2)
+	e["block_size"] = 8
+	e["stored"] = testkit.BlockIDs(1, 0, 1)
+	f := eventstest.Applied(t, testkit.Payload(t, 1, e, e), testkit.Payload(t, 1, e))
+	f.Holds(t, 1, 2, 0)
+	f.Has(t, map[string]uint64{"block_size_mismatch": 3, "stored_blocks": 0})
+	if log := f.Log.String(); strings.Count(log, "level=ERROR") != 1 || !strings.Contains(log, "engine=8") || !strings.Contains(log, "router=4") {
+		t.Errorf("log:\n%s", log)
+	}
+}
+
+func TestEventStreamCountsOneFullAttentionGroupOnly(t *testing.T) {
+	in := func(e testkit.Event, group any, kind any) testkit.Event {
+		e["group_idx"] = group
+		if kind != nil {
+			e["kv_cache_spec_kind"] = kind
+		}
+		return e
+	}
+	t.Run("kinds", func(t *testing.T) {
+		f := eventstest.Applied(t, testkit.Payload(t, 1,
+			in(testkit.StoredEvent(1, 0, 2), 0, "sliding_window"), in(testkit.StoredEvent(2, 0, 2), 1, "mla_attention"), in(testkit.StoredEvent(2, 0, 2), 2, "full_attention"),
+			in(testkit.RemovedEvent(2, 0, 2), 0, nil), in(testkit.RemovedEvent(2, 0, 2), 2, nil), in(testkit.StoredEvent(3, 0, 1), 3, "mamba")))
+		f.Holds(t, 1, 2, 0)
+		f.Holds(t, 2, 2, 2)
+		f.Has(t, map[string]uint64{"ignored": 5, "stored_blocks": 2})
+		f.Apply(1, testkit.Payload(t, 1, in(testkit.RemovedEvent(2, 1, 2), 1, nil)), true)
+		f.Holds(t, 2, 2, 1)
+	})
+	t.Run("no kinds", func(t *testing.T) {
+		f := eventstest.Applied(t, testkit.Payload(t, 1, in(testkit.StoredEvent(1, 0, 2), 1, nil), in(testkit.StoredEvent(2, 0, 2), 0, nil), in(testkit.RemovedEvent(2, 1, 2), 1, nil)))
+		f.Holds(t, 1, 2, 0)
+		f.Holds(t, 2, 2, 2)
+	})
+	t.Run("unknown kind", func(t *testing.T) {
+		f := eventstest.Applied(t, testkit.Payload(t, 1, in(testkit.StoredEvent(1, 0, 2), 0, "unknown")))
+		f.Holds(t, 1, 2, 0)
+	})
+}
+
+func TestEventStreamTakesTheEnginesOwnCacheOnly(t *testing.T) {
+	tier := func(e testkit.Event, key, value string) testkit.Event {
+		e[key] = value
+		return e
+	}
+	f := eventstest.Applied(t, testkit.Payload(t, 1, testkit.StoredEvent(1, 0, 2), tier(testkit.RemovedEvent(1, 0, 2), "medium", "CPU"), tier(testkit.StoredEvent(2, 0, 1), "medium", "STORAGE"),
+		tier(testkit.StoredEvent(3, 0, 1), "locality", "REMOTE"), testkit.Event{"as is": []any{"BlockMoved", 1}}))
+	f.Holds(t, 1, 2, 2)
+	f.Holds(t, 2, 1, 0)
+	f.Holds(t, 3, 1, 0)
+	f.Has(t, map[string]uint64{"ignored": 4, "decode_errors": 0})
+}
+
+func TestEventStreamNeverRootsBlocksOfAnUnknownParent(t *testing.T) {
+	t.Run("in a whole history", func(t *testing.T) {
+		f := eventstest.Applied(t, testkit.Payload(t, 1, testkit.StoredEvent(3, 0, 1), testkit.StoredEvent(1, 2, 4), testkit.StoredEvent(2, 0, 1), testkit.RemovedEvent(5, 0, 3)))
+		f.Holds(t, 3, 1, 0) // doubtful: cleared
+		f.Holds(t, 2, 1, 1)
+		f.Has(t, map[string]uint64{"unknown_parent": 1, "unknown_removed": 3, "cold": 1})
+	})
+	t.Run("in a history with a hole", func(t *testing.T) {
+		f := eventstest.Applied(t)
+		f.Begin(7)
+		f.Apply(7, testkit.Payload(t, 1, testkit.StoredEvent(3, 0, 1), testkit.StoredEvent(1, 2, 4)), true)
+		f.Holds(t, 3, 1, 1)
+		f.Has(t, map[string]uint64{"unknown_parent": 1, "stored_blocks": 1})
+	})
+	t.Run("with a replay", func(t *testing.T) {
+		p := testkit.NewFakePublisher(t)
+		f := eventstest.Follow(t, eventstest.SourceOf(p), nil)
+		f.Subscribed(t, p)
+		p.Batch(false, testkit.StoredEvent(3, 0, 1))
+		f.Holds(t, 3, 1, 1)
+		p.Batch(false, testkit.StoredEvent(1, 2, 4))
+		f.Reaches(t, map[string]uint64{"replays": 2, "replayed_batches": 2})
+		// The engine did publish it so: asked once, not for ever.
+		p.Batch(false, testkit.StoredEvent(4, 0, 1), testkit.StoredEvent(1, 2, 4))
+		f.Holds(t, 4, 1, 1)
+		f.Holds(t, 1, 4, 0)
+		f.Has(t, map[string]uint64{"replays": 2, "unknown_parent": 3, "cold": 1})
+	})
+}
+
+func TestEventStreamReportsLag(t *testing.T) {
+	var lags []time.Duration
+	f := eventstest.Applied(t)
+	f.Now = func() time.Time { return time.Unix(100, 0) }
+	f.OnLag = func(d time.Duration) { lags = append(lags, d.Round(time.Millisecond)) }
+	f.Apply(0, testkit.Payload(t, 99.25), true)
+	f.Apply(1, testkit.Payload(t, 1), false) // replayed: its age says nothing
+	testkit.WantEqual(t, "lags", lags, []time.Duration{750 * time.Millisecond})
+}
+
+func BenchmarkEventStreamApply(b *testing.B) {
+	s := events.NewStream(events.Source{Worker: testkit.EventWorker, BlockSize: 16}, radix.NewTree(), slog.New(slog.NewTextHandler(io.Discard, nil)))
+	s.Begin(0)
+	b.ReportAllocs()
+	number := 0
+	for b.Loop() {
+		b.StopTimer()
+		number++
+		tokens, hashes := make([]uint32, 128), make([]uint64, 8)
+		for i := range tokens {
+			tokens[i] = uint32(number*31 + i)
+		}
+		for i := range hashes {
+			hashes[i] = 1<<63 + uint64(number*8+i)
+		}
+		payload := testkit.Payload(b, 1, testkit.Event{"stored": hashes, "tokens": tokens, "block_size": 16, "lora_id": nil, "lora_name": nil,
+			"extra_keys": make([]any, 8), "group_idx": 0, "kv_cache_spec_kind": "full_attention"})
+		b.StartTimer()
+		s.Apply(uint64(number), payload, true)
+	}
+	if s.Stats().StoredBlocks.Load() != uint64(number*8) {
+		b.Fatal("not all stored")
+	}
+}
+
+// A stream that begins on a peer's blocks keeps those that its replay does not
+// touch, and only while a replay proves that nothing was missed.
+func TestEventStreamGoesOnFromAPeersBlocks(t *testing.T) {
+	for _, c := range []struct {
+		name          string
+		replay        bool
+		oldest        uint64 // batch in the replay buffer
+		before, after int    // blocks held of the prompt before and after a batch that removes its second
+	}{
+		{"whole history", true, 0, 2, 2}, // stored twice, removed once
+		{"end of the history", true, 1, 4, 1},
+		{"no replay", false, 0, 4, 0},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			p := testkit.NewFakePublisher(t)
+			p.Batch(true, testkit.StoredEvent(1, 0, 2))
+			p.Batch(true, testkit.StoredEvent(1, 1, 2))
+			p.Replay = func(from uint64) (seqs []uint64, end bool) {
+				for seq := max(from, c.oldest); seq < uint64(len(p.History)); seq++ {
+					seqs = append(seqs, seq)
+				}
+				return seqs, true
+			}
+			src := eventstest.SourceOf(p)
+			src.Seeded = true
+			if !c.replay {
+				src.Replay = ""
+			}
+			var blocks []kv.StoredBlock
+			for i, local := range kv.HashBlocks(nil, testkit.PromptTokens(1, 4), testkit.BlockSize, "", "") {
+				blocks = append(blocks, kv.StoredBlock{Engine: testkit.BlockIDs(1, i, i+1)[0], Local: local})
+			}
+			index := radix.NewTree()
+			if err := index.Store(testkit.EventWorker, 0, false, blocks); err != nil {
+				t.Fatal(err)
+			}
+			f := eventstest.FollowInto(t, src, index, nil)
+			f.Subscribed(t, p)
+			if c.replay {
+				f.Reaches(t, map[string]uint64{"batches": 2 - c.oldest})
+			}
+			f.Holds(t, 1, 4, c.before)
+			p.Batch(false, testkit.RemovedEvent(1, 1, 2), testkit.StoredEvent(2, 0, 1))
+			f.Holds(t, 2, 1, 1)
+			f.Holds(t, 1, 4, c.after)
+		})
+	}
 }

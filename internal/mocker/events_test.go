@@ -2,19 +2,21 @@ package mocker
 
 import (
 	"fmt"
-	"kvrouter/internal/events"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/testkit"
-	"kvrouter/internal/vllm"
 	"math/rand/v2"
 	"testing"
 	"time"
+
+	"kvrouter/internal/events"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/eventstest"
+	"kvrouter/internal/vllm"
 )
 
 // startMockEvents publishes blocks of testBlockSize tokens until the test ends.
 func startMockEvents(t *testing.T, tweak func(*Events)) *Events {
 	t.Helper()
-	e, err := NewEvents("127.0.0.1:0", "127.0.0.1:0", testkit.TestBlockSize)
+	e, err := NewEvents("127.0.0.1:0", "127.0.0.1:0", testkit.BlockSize)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -32,7 +34,7 @@ func (e *Events) source() events.Source {
 
 // storing is the event that stores blocks from to below to of a prompt.
 func storing(number, from, to int) Event {
-	e := Event{Tokens: testkit.PromptTokens(number, to)[from*testkit.TestBlockSize:]}
+	e := Event{Tokens: testkit.PromptTokens(number, to)[from*testkit.BlockSize:]}
 	for _, id := range testkit.BlockIDs(number, from, to) {
 		e.Stored = append(e.Stored, kv.StoredBlock{Engine: id})
 	}
@@ -46,17 +48,17 @@ func TestMockEventsAreReadInBothForms(t *testing.T) {
 	for _, array := range []bool{false, true} {
 		t.Run(fmt.Sprint("array ", array), func(t *testing.T) {
 			e := startMockEvents(t, func(e *Events) { e.array = array })
-			f := followStream(t, e.source(), nil)
-			f.reaches(t, map[string]uint64{"connected": 1, "replays": 1})
+			f := eventstest.Follow(t, e.source(), nil)
+			f.Reaches(t, map[string]uint64{"connected": 1, "replays": 1})
 			e.add([]Event{storing(1, 0, 3), storing(2, 0, 2)})
-			f.holds(t, 1, 3, 3)
+			f.Holds(t, 1, 3, 3)
 			e.add([]Event{{Removed: testkit.BlockIDs(1, 1, 3)}, storing(1, 1, 4)})
-			f.holds(t, 1, 4, 4)
-			f.holds(t, 2, 2, 2)
+			f.Holds(t, 1, 4, 4)
+			f.Holds(t, 2, 2, 2)
 			e.add([]Event{{Cleared: true}, storing(3, 0, 1)})
-			f.holds(t, 3, 1, 1)
-			f.holds(t, 2, 2, 0)
-			f.has(t, map[string]uint64{"stored": 4, "removed": 1, "cleared": 1, "decode_errors": 0, "ignored": 0, "unknown_removed": 0, "batches": 3, "cold": 0})
+			f.Holds(t, 3, 1, 1)
+			f.Holds(t, 2, 2, 0)
+			f.Has(t, map[string]uint64{"stored": 4, "removed": 1, "cleared": 1, "decode_errors": 0, "ignored": 0, "unknown_removed": 0, "batches": 3, "cold": 0})
 		})
 	}
 }
@@ -67,10 +69,10 @@ func TestMockEventsReplayWhatWasDropped(t *testing.T) {
 		e.drop, e.duplicate = lost, 0.3
 		e.random = newTestRandom()
 	})
-	f := followStream(t, e.source(), func(s *events.Stream) {
+	f := eventstest.Follow(t, e.source(), func(s *events.Stream) {
 		s.Timing.Quiet = [3]time.Duration{50 * time.Millisecond, 100 * time.Millisecond, 100 * time.Millisecond}
 	})
-	f.until(t, func() bool { return !f.Stats().Cold.Load() && e.Pub.Subscribers() == 1 }, func() string { return "not followed" })
+	f.Until(t, func() bool { return !f.Stats().Cold.Load() && e.Pub.Subscribers() == 1 }, func() string { return "not followed" })
 	for i := range 100 {
 		e.add([]Event{storing(1, i, i+1)})
 		if i%10 == 9 {
@@ -78,10 +80,10 @@ func TestMockEventsReplayWhatWasDropped(t *testing.T) {
 			e.add([]Event{storing(1, i-2, i)})
 		}
 	}
-	f.holds(t, 1, 100, 100)
-	f.reaches(t, map[string]uint64{"batches": 120})
-	f.has(t, map[string]uint64{"cold": 0, "unknown_parent": 0, "unknown_removed": 0, "batches": 120, "restarts": 0})
-	if counts := f.counts(); counts["gaps"] == 0 || counts["duplicates"] == 0 {
+	f.Holds(t, 1, 100, 100)
+	f.Reaches(t, map[string]uint64{"batches": 120})
+	f.Has(t, map[string]uint64{"cold": 0, "unknown_parent": 0, "unknown_removed": 0, "batches": 120, "restarts": 0})
+	if counts := f.Counters(); counts["gaps"] == 0 || counts["duplicates"] == 0 {
 		t.Errorf("nothing was dropped or sent twice: %v", counts)
 	}
 }

@@ -2,15 +2,18 @@ package policy_test
 
 import (
 	"fmt"
+	"testing"
+	"time"
+
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/simulate"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/routertest"
-	"testing"
-	"time"
+	"kvrouter/internal/testkit/simulatetest"
 )
 
 // cacheRouter is a router with workers, a prefix source and a clock.
@@ -19,7 +22,7 @@ func cacheRouter(t testing.TB, rule, source string, workers int) (*router.Router
 	clock := new(testkit.StandingClock)
 	config := router.DefaultIndexSettings()
 	config.PrefixSource = source
-	r := router.NewRouter(router.NewIndex(config, rule, policy.DefaultSettings(), testkit.TestBlock, clock.Now), routertest.MustPolicy(t, rule), testkit.TestBlock, 1)
+	r := router.NewRouter(router.NewIndex(config, rule, policy.DefaultSettings(), testkit.BlockSize, clock.Now), policytest.MustPolicy(t, rule), testkit.BlockSize, 1)
 	r.Now = clock.Now
 	for i := range workers {
 		r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}})
@@ -41,7 +44,7 @@ func bothSources(t *testing.T, run func(t *testing.T, policy, source string)) {
 func TestHotSpotSpreads(t *testing.T) {
 	bothSources(t, func(t *testing.T, policy, source string) {
 		r, _ := cacheRouter(t, policy, source, 8)
-		shared := testkit.Count(1, 30*testkit.TestBlock)
+		shared := testkit.Tokens(1, 30*testkit.BlockSize)
 		for i := range 480 {
 			routertest.MustRoute(t, r, router.Request{Tokens: append(shared[:len(shared):len(shared)], uint32(5000+i))})
 		}
@@ -65,7 +68,7 @@ func TestConcurrentTwinsMeet(t *testing.T) {
 	for _, source := range []string{router.PrefixApprox, router.PrefixEvents} {
 		r, _ := cacheRouter(t, "cache-threshold", source, 8)
 		for i := range uint32(20) {
-			request := router.Request{Tokens: testkit.Count(1000*i, 20*testkit.TestBlock)}
+			request := router.Request{Tokens: testkit.Tokens(1000*i, 20*testkit.BlockSize)}
 			first := routertest.MustRoute(t, r, request).Target.Key
 			if twin := routertest.MustRoute(t, r, request).Target.Key; twin != first {
 				t.Errorf("%s: twins on %v and %v", source, first, twin)
@@ -85,8 +88,8 @@ func TestDeathSpiral(t *testing.T) {
 			if i%100 == 99 {
 				clock.Advance(time.Second)
 			}
-			tokens := testkit.Count(5000*(i%5), 20*testkit.TestBlock) // one of five prefixes that are more than half of it
-			d := routertest.MustRoute(t, r, router.Request{Tokens: append(tokens, testkit.Count(100_000+100*i, 5*testkit.TestBlock)...)})
+			tokens := testkit.Tokens(5000*(i%5), 20*testkit.BlockSize) // one of five prefixes that are more than half of it
+			d := routertest.MustRoute(t, r, router.Request{Tokens: append(tokens, testkit.Tokens(100_000+100*i, 5*testkit.BlockSize)...)})
 			if d.Target.Key.Worker == 0 {
 				d.Booking.Fail()
 				failed++
@@ -117,9 +120,9 @@ func TestDeathSpiral(t *testing.T) {
 func TestNoWorkerStaysIdle(t *testing.T) {
 	requests := loadTraces(t)["conversation"][:1000]
 	bothSources(t, func(t *testing.T, policy, source string) {
-		s := simulation(requests, policy, 64)
+		s := simulatetest.New(requests, policy, 64)
 		s.Index.PrefixSource = source
-		for _, w := range mustRun(t, s).Balance {
+		for _, w := range simulatetest.MustRun(t, s).Balance {
 			if w.Requests < 1000/8/2 {
 				t.Errorf("worker %d got %d of 1000 requests", w.Worker, w.Requests)
 			}
@@ -145,11 +148,11 @@ func sharedPrompts(t testing.TB, conversations, blocks int) simulate.Simulation 
 
 func TestSharedSystemPromptsAreFoundTwiceAsOften(t *testing.T) {
 	s := sharedPrompts(t, 800, 3072)
-	baseline := mustRun(t, s)
+	baseline := simulatetest.MustRun(t, s)
 	bothSources(t, func(t *testing.T, policy, source string) {
 		s := s
 		s.Policy, s.Index.PrefixSource = policy, source
-		r := mustRun(t, s)
+		r := simulatetest.MustRun(t, s)
 		t.Logf("reuse %.3f, %.0f tokens/s; round robin %.3f, %.0f", r.Reuse, r.OutputPerSec, baseline.Reuse, baseline.OutputPerSec)
 		if r.Reuse < 2*baseline.Reuse || r.OutputPerSec < 1.3*baseline.OutputPerSec {
 			t.Errorf("reuse %.3f, %.0f tokens/s; round robin %.3f, %.0f", r.Reuse, r.OutputPerSec, baseline.Reuse, baseline.OutputPerSec)
@@ -169,9 +172,9 @@ func TestCorrectionHalvesThePredictionsError(t *testing.T) {
 				s := sharedPrompts(t, 800, blocks)
 				s.Policy, s.Index.PrefixSource = policy, router.PrefixApprox
 				s.Concurrency = 64
-				on := mustRun(t, s)
+				on := simulatetest.MustRun(t, s)
 				s.Index.CacheCorrection = false
-				off := mustRun(t, s)
+				off := simulatetest.MustRun(t, s)
 				t.Logf("mean error %.0f tokens, without correction %.0f; reuse %.3f, %.3f", on.PredictionError, off.PredictionError, on.Reuse, off.Reuse)
 				if on.PredictionError > off.PredictionError/2 {
 					t.Errorf("mean error %.0f tokens, without correction %.0f", on.PredictionError, off.PredictionError)
@@ -179,4 +182,18 @@ func TestCorrectionHalvesThePredictionsError(t *testing.T) {
 			})
 		}
 	}
+}
+
+// loadTraces reads the traces of testdata.
+func loadTraces(t testing.TB) map[string][]simulate.TraceRequest {
+	t.Helper()
+	traces := map[string][]simulate.TraceRequest{}
+	for _, name := range []string{"conversation", "synthetic"} {
+		requests, err := simulate.ReadTrace("../../testdata/traces/" + name + "_trace.jsonl.gz")
+		if err != nil {
+			t.Fatal(err)
+		}
+		traces[name] = requests
+	}
+	return traces
 }

@@ -2,12 +2,13 @@ package policy_test
 
 import (
 	"errors"
+	"testing"
+
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
-	"testing"
 )
 
 func TestActiveBlocksAreSharedAndFreed(t *testing.T) {
@@ -27,10 +28,10 @@ func TestActiveBlocksAreSharedAndFreed(t *testing.T) {
 			t.Errorf("%d active blocks, want %d", got, want)
 		}
 	}
-	shared := testkit.Count(1, 4*testkit.TestBlock)
+	shared := testkit.Tokens(1, 4*testkit.BlockSize)
 	a := route(shared)
 	expect(4)
-	b := route(append(shared[:2*testkit.TestBlock:2*testkit.TestBlock], testkit.Count(99, testkit.TestBlock)...))
+	b := route(append(shared[:2*testkit.BlockSize:2*testkit.BlockSize], testkit.Tokens(99, testkit.BlockSize)...))
 	expect(5)
 	a.End()
 	expect(3)
@@ -87,18 +88,18 @@ func TestSchedulerOverridesOfARequest(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			r, _ := routertest.NewClockedRouter(t, 2, router.DefaultSettings())
-			routertest.Hold(r, 0, testkit.Count(1, 40))
+			routertest.Hold(r, 0, testkit.Tokens(1, 40))
 			if _, err := r.Book(router.Request{NumTokens: 40}, kv.WorkerKey{Worker: 0}); err != nil {
 				t.Fatal(err)
 			}
-			b, err := r.Book(router.Request{Tokens: testkit.Count(900, 4)}, kv.WorkerKey{Worker: 1})
+			b, err := r.Book(router.Request{Tokens: testkit.Tokens(900, 4)}, kv.WorkerKey{Worker: 1})
 			if err != nil {
 				t.Fatal(err)
 			}
 			b.FirstToken()
 			counts := [2]int{}
 			for range 200 {
-				d := routertest.MustRoute(t, r, router.Request{Tokens: testkit.Count(1, 80), Override: test.override, QueryOnly: true})
+				d := routertest.MustRoute(t, r, router.Request{Tokens: testkit.Tokens(1, 80), Override: test.override, QueryOnly: true})
 				counts[d.Target.Key.Worker]++
 			}
 			if test.want >= 0 && counts[test.want] != 200 {
@@ -113,26 +114,26 @@ func TestSchedulerOverridesOfARequest(t *testing.T) {
 
 func TestSchedulerAllowedIDs(t *testing.T) {
 	r, _ := routertest.NewClockedRouter(t, 4, router.DefaultSettings())
-	routertest.Hold(r, 0, testkit.Count(1, 40))
-	routertest.Hold(r, 2, testkit.Count(1, 20))
+	routertest.Hold(r, 0, testkit.Tokens(1, 40))
+	routertest.Hold(r, 2, testkit.Tokens(1, 20))
 	for _, test := range []struct {
 		allowed []uint64
 		want    uint64
 	}{{nil, 0}, {[]uint64{2, 3}, 2}, {[]uint64{3}, 3}, {[]uint64{3, 99}, 3}} {
-		if d := routertest.MustRoute(t, r, router.Request{Tokens: testkit.Count(1, 41), Allowed: test.allowed, QueryOnly: true}); d.Target.Key.Worker != test.want {
+		if d := routertest.MustRoute(t, r, router.Request{Tokens: testkit.Tokens(1, 41), Allowed: test.allowed, QueryOnly: true}); d.Target.Key.Worker != test.want {
 			t.Errorf("of %v worker %d was chosen, want %d", test.allowed, d.Target.Key.Worker, test.want)
 		}
 	}
-	if _, err := r.Route(t.Context(), router.Request{Tokens: testkit.Count(1, 41), Allowed: []uint64{}}); !errors.Is(err, router.ErrNoWorker) {
+	if _, err := r.Route(t.Context(), router.Request{Tokens: testkit.Tokens(1, 41), Allowed: []uint64{}}); !errors.Is(err, router.ErrNoWorker) {
 		t.Errorf("none allowed: %v, want ErrNoWorker", err)
 	}
 }
 
 func TestSchedulerQueriesChangeNothing(t *testing.T) {
 	r, _ := routertest.NewClockedRouter(t, 2, router.DefaultSettings())
-	routertest.Hold(r, 1, testkit.Count(1, 8))
+	routertest.Hold(r, 1, testkit.Tokens(1, 8))
 	for range 50 {
-		d := routertest.MustRoute(t, r, router.Request{ID: "same", Tokens: testkit.Count(1, 12), QueryOnly: true})
+		d := routertest.MustRoute(t, r, router.Request{ID: "same", Tokens: testkit.Tokens(1, 12), QueryOnly: true})
 		if d.Target.Key.Worker != 1 || d.EffectivePrefillTokens != 4 || d.PotentialDecodeBlocks != 3 || d.Booking != nil || len(d.Sequence) != 3 {
 			t.Fatalf("%+v", d)
 		}
@@ -167,13 +168,13 @@ func TestSchedulerSwitchesSayWhatIsCounted(t *testing.T) {
 			knobs := router.DefaultSettings()
 			test.change(&knobs)
 			r, _ := routertest.NewClockedRouter(t, 1, knobs)
-			routertest.Hold(r, 0, testkit.Count(1, 8))
-			request := router.Request{Tokens: testkit.Count(1, 12), Override: test.override}
+			routertest.Hold(r, 0, testkit.Tokens(1, 8))
+			request := router.Request{Tokens: testkit.Tokens(1, 12), Override: test.override}
 			var bookings []*router.Booking
 			for range 2 {
 				bookings = append(bookings, routertest.MustRoute(t, r, request).Booking)
 			}
-			expectLoad(t, r, test.prefill, test.blocks, 2)
+			routertest.ExpectLoad(t, r, test.prefill, test.blocks, 2)
 			want := router.WorkerLoad{PotentialPrefillTokens: test.withPrefill, PotentialDecodeBlocks: test.withBlocks, ActiveRequests: 2}
 			if got := r.PotentialLoads(request); got[0] != want {
 				t.Errorf("with one more %+v, want %+v", got[0], want)
@@ -181,7 +182,7 @@ func TestSchedulerSwitchesSayWhatIsCounted(t *testing.T) {
 			for _, b := range bookings {
 				b.End()
 			}
-			expectLoad(t, r, 0, 0, 0)
+			routertest.ExpectLoad(t, r, 0, 0, 0)
 		})
 	}
 }
@@ -189,9 +190,9 @@ func TestSchedulerSwitchesSayWhatIsCounted(t *testing.T) {
 func TestKVCountsAPromptThatIsCachedAsAWhole(t *testing.T) {
 	// Dynamo takes all of it for saved work; what the engine can use is less.
 	r, _ := routertest.NewClockedRouter(t, 1, router.DefaultSettings())
-	routertest.Hold(r, 0, testkit.Count(1, 8))
-	if d := routertest.MustRoute(t, r, router.Request{Tokens: testkit.Count(1, 8)}); d.EffectivePrefillTokens != 0 || d.OverlapTokens != 4 {
+	routertest.Hold(r, 0, testkit.Tokens(1, 8))
+	if d := routertest.MustRoute(t, r, router.Request{Tokens: testkit.Tokens(1, 8)}); d.EffectivePrefillTokens != 0 || d.OverlapTokens != 4 {
 		t.Errorf("%d tokens to compute, %d usable in the cache; want 0 and 4", d.EffectivePrefillTokens, d.OverlapTokens)
 	}
-	expectLoad(t, r, 0, 2, 1)
+	routertest.ExpectLoad(t, r, 0, 2, 1)
 }

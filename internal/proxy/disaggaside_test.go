@@ -16,7 +16,7 @@ import (
 
 // newTestPairs returns pairs that serve no requests.
 func newTestPairs(t testing.TB) *Pairs {
-	px := NewProxy(testkit.Unobserved{}, 0, func(uint64) {})
+	px := NewProxy(testkit.SilentObserver{}, 0, func(uint64) {})
 	t.Cleanup(px.Client.CloseIdleConnections)
 	return NewPairs(nil, px, DefaultSettings(), slog.New(slog.DiscardHandler))
 }

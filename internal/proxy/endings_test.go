@@ -1,17 +1,19 @@
 package proxy
 
 import (
-	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
-	"kvrouter/internal/router"
-	"kvrouter/internal/testkit"
-	"kvrouter/internal/testkit/routertest"
-	"kvrouter/internal/web"
 	"net/http"
 	"net/http/httptest"
 	"slices"
 	"strings"
 	"testing"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/policytest"
+	"kvrouter/internal/testkit/routertest"
+	"kvrouter/internal/web"
 )
 
 func TestNamedEventsAreReadLikeOthers(t *testing.T) {
@@ -32,12 +34,12 @@ func TestNamedEventsAreReadLikeOthers(t *testing.T) {
 }
 
 func TestAPanicOverARequestLeavesNothingBooked(t *testing.T) {
-	worker := newFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, "[DONE]"))
+	worker := testkit.NewFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, "[DONE]"))
 	rt := routertest.NewTestRouter(t, "round-robin", 0)
 	rt.Up(kv.Target{Key: kv.WorkerKey{}, URL: worker.URL})
-	rule := new(routertest.Clerk)
+	rule := new(policytest.Clerk)
 	rt.Policy = rule
-	proxy := NewProxy(testkit.Unobserved{}, 0, func(uint64) {})
+	proxy := NewProxy(testkit.SilentObserver{}, 0, func(uint64) {})
 	defer proxy.Client.CloseIdleConnections()
 	func() {
 		defer func() {
@@ -50,7 +52,7 @@ func TestAPanicOverARequestLeavesNothingBooked(t *testing.T) {
 			return rt.Route(t.Context(), router.Request{})
 		})
 	}()
-	if got := rule.Endings(); !slices.Equal(got, []routertest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}) || routertest.InFlight(rt) != 0 {
+	if got := rule.Endings(); !slices.Equal(got, []policytest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}) || routertest.InFlight(rt) != 0 {
 		t.Errorf("told %v, %d in flight", got, routertest.InFlight(rt))
 	}
 }

@@ -54,7 +54,7 @@ func TestWhoSharesARequest(t *testing.T) {
 		for _, policy := range []string{"work", "kv", "round-robin", "random"} {
 			r := pairRouter(t, policy, test.parts...)
 			for range 5 {
-				pair, err := r.RoutePair(t.Context(), router.Request{Tokens: testkit.Count(1, 12), Kinds: test.kinds}, test.rule)
+				pair, err := r.RoutePair(t.Context(), router.Request{Tokens: testkit.Tokens(1, 12), Kinds: test.kinds}, test.rule)
 				if !errors.Is(err, test.err) || pair.Whole != test.why {
 					t.Fatalf("%s: whole %q, %v", test.name, pair.Whole, err)
 				}

@@ -5,11 +5,6 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/router"
-	"kvrouter/internal/testkit"
-	"kvrouter/internal/testkit/routertest"
-	"kvrouter/internal/web"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -17,6 +12,12 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/routertest"
+	"kvrouter/internal/web"
 )
 
 // TestUnusedConnectionsAreClosedBeforeTheWorkerDoes holds the wait of uvicorn,
@@ -93,10 +94,10 @@ func TestNoDelayOnBothSides(t *testing.T) {
 
 func TestOutputBlocksAreBookedAsAStreamGrows(t *testing.T) {
 	proceed := make(chan struct{})
-	worker := newFakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
+	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "text/event-stream")
 		for range 3 {
-			for range testkit.TestBlock {
+			for range testkit.BlockSize {
 				fmt.Fprintf(w, "data: %s\n\n", testkit.TokenEvent)
 			}
 			w.(http.Flusher).Flush()
@@ -106,13 +107,13 @@ func TestOutputBlocksAreBookedAsAStreamGrows(t *testing.T) {
 	for _, tracked := range []bool{true, false} {
 		rt, _ := routertest.NewClockedRouter(t, 0, router.DefaultSettings())
 		rt.Up(kv.Target{Key: kv.WorkerKey{}, URL: worker.URL})
-		proxy := NewProxy(testkit.Unobserved{}, time.Minute, func(uint64) {})
+		proxy := NewProxy(testkit.SilentObserver{}, time.Minute, func(uint64) {})
 		proxy.OutputBlocks = tracked
 		done := make(chan error, 1)
 		go func() {
 			u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}}}
 			done <- proxy.Forward(t.Context(), httptest.NewRecorder(), u, &Exchange{}, func([]uint64) (router.Decision, error) {
-				return rt.Route(t.Context(), router.Request{Tokens: testkit.Count(1, 2*testkit.TestBlock)})
+				return rt.Route(t.Context(), router.Request{Tokens: testkit.Tokens(1, 2*testkit.BlockSize)})
 			})
 		}()
 		for i := range 3 {
@@ -126,7 +127,7 @@ func TestOutputBlocksAreBookedAsAStreamGrows(t *testing.T) {
 		if err := <-done; err != nil {
 			t.Error(err)
 		}
-		expectLoad(t, rt, 0, 0, 0)
+		routertest.ExpectLoad(t, rt, 0, 0, 0)
 		proxy.Client.CloseIdleConnections()
 	}
 }

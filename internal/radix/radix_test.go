@@ -91,19 +91,10 @@ func (x index) wantsCounts(w kv.WorkerKey, blocks, nodes int) {
 	}
 }
 
-func dumped(r Index) []testkit.DumpEntry {
-	var all []testkit.DumpEntry
-	r.Dump(func(w kv.WorkerKey, parent uint64, hasParent bool, block kv.StoredBlock) bool {
-		all = append(all, testkit.DumpEntry{Worker: w, Parent: parent, HasParent: hasParent, Block: block})
-		return true
-	})
-	return all
-}
-
 // restored returns an index made of r's dump.
 func restored(t testing.TB, r *Tree) index {
 	x := newIndex(t)
-	for _, e := range dumped(r) {
+	for _, e := range testkit.Dumped(r) {
 		if err := x.Store(e.Worker, e.Parent, e.HasParent, []kv.StoredBlock{e.Block}); err != nil {
 			t.Fatal(err)
 		}
@@ -533,7 +524,7 @@ func TestForgottenWorkerVanishesWithAllRanks(t *testing.T) {
 	if workers := x.Workers(); !slices.Equal(workers, []kv.WorkerKey{testkit.W2}) {
 		t.Errorf("workers %v", workers)
 	}
-	for _, e := range dumped(x.Tree) {
+	for _, e := range testkit.Dumped(x.Tree) {
 		if e.Worker != testkit.W2 {
 			t.Errorf("dump yields %+v", e)
 		}
@@ -621,7 +612,7 @@ func TestRestoredDumpIsEqual(t *testing.T) {
 	y := restored(t, x.Tree)
 	asSet := func(r *Tree) map[testkit.DumpEntry]int {
 		set := map[testkit.DumpEntry]int{}
-		for _, e := range dumped(r) {
+		for _, e := range testkit.Dumped(r) {
 			set[e]++
 		}
 		return set
@@ -755,7 +746,7 @@ func TestReadersAndWritersAtOnce(t *testing.T) {
 					return
 				}
 				if rng.IntN(50) == 0 {
-					dumped(x.Tree)
+					testkit.Dumped(x.Tree)
 					x.Nodes()
 					for _, w := range x.Workers() {
 						x.Blocks(w)
@@ -972,7 +963,7 @@ func compareWithModel(t *rapid.T, honest bool) {
 		},
 		"dump and restore": func(t *rapid.T) {
 			copied := NewTree()
-			for _, e := range dumped(r) {
+			for _, e := range testkit.Dumped(r) {
 				if err := copied.Store(e.Worker, e.Parent, e.HasParent, []kv.StoredBlock{e.Block}); err != nil {
 					t.Fatal(err)
 				}

@@ -15,7 +15,7 @@ func TestWithoutCorrectionNothingIsTakenBack(t *testing.T) {
 	for _, noEvents := range []bool{false, true} {
 		config.NoKVEvents = noEvents
 		for _, rule := range []string{"variance", "work"} {
-			index, assumes := router.NewIndex(config, rule, policy.DefaultSettings(), testkit.TestBlock, time.Now).(radix.Assumer)
+			index, assumes := router.NewIndex(config, rule, policy.DefaultSettings(), testkit.BlockSize, time.Now).(radix.Assumer)
 			if !assumes {
 				if noEvents || rule == "variance" {
 					t.Errorf("policy %s, no events %v: an index of events", rule, noEvents)

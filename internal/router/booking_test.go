@@ -3,23 +3,25 @@ package router
 import (
 	"errors"
 	"fmt"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
-	"kvrouter/internal/radix"
-	"kvrouter/internal/testkit"
 	"math"
 	"slices"
 	"testing"
 	"time"
 
 	"pgregory.net/rapid"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/radix"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/policytest"
 )
 
 // newClockedRouter is newTestRouter for policy kv with a clock of its own.
 func NewClockedRouter(t testing.TB, workers int, knobs Settings) (*Router, *testkit.StandingClock) {
 	t.Helper()
 	clock := new(testkit.StandingClock)
-	r := New(radix.NewTree(), MustPolicy(t, "kv"), testkit.TestBlock, 1, knobs)
+	r := New(radix.NewTree(), policytest.MustPolicy(t, "kv"), testkit.BlockSize, 1, knobs)
 	r.Now = clock.Now
 	for i := range workers {
 		r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Models: []string{"m"}})
@@ -51,9 +53,9 @@ func expectLoad(t testing.TB, r *Router, prefill, blocks, requests int) {
 
 func TestSequencesFirstAddAndLastRemoveMembership(t *testing.T) {
 	r, _ := NewClockedRouter(t, 1, DefaultSettings())
-	a := MustRoute(t, r, Request{Tokens: testkit.Count(1, 8)}).Booking
+	a := MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 8)}).Booking
 	expectLoad(t, r, 8, 2, 1)
-	b := MustRoute(t, r, Request{Tokens: testkit.Count(1, 12)}).Booking
+	b := MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 12)}).Booking
 	expectLoad(t, r, 20, 3, 2)
 	b.End()
 	expectLoad(t, r, 8, 2, 1)
@@ -63,8 +65,8 @@ func TestSequencesFirstAddAndLastRemoveMembership(t *testing.T) {
 
 func TestSequencesPrefillTokensLeaveWithTheFirstToken(t *testing.T) {
 	r, _ := NewClockedRouter(t, 1, DefaultSettings())
-	Hold(r, 0, testkit.Count(1, 8))
-	d := MustRoute(t, r, Request{Tokens: testkit.Count(1, 14)})
+	Hold(r, 0, testkit.Tokens(1, 8))
+	d := MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 14)})
 	if d.EffectivePrefillTokens != 6 || d.PotentialDecodeBlocks != 3 {
 		t.Errorf("%d tokens to compute, %d blocks; want 6 and 3", d.EffectivePrefillTokens, d.PotentialDecodeBlocks)
 	}
@@ -80,11 +82,11 @@ func TestSequencesPrefillTokensLeaveWithTheFirstToken(t *testing.T) {
 func TestSequencesFractionalDecay(t *testing.T) {
 	r, _ := NewClockedRouter(t, 1, DefaultSettings())
 	fraction := func(f float64) *float64 { return &f }
-	a := MustRoute(t, r, Request{Tokens: testkit.Count(1, 12)}).Booking
+	a := MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 12)}).Booking
 	expectLoad(t, r, 12, 3, 1)
 	a.OutputBlock(fraction(0.5))
 	expectLoad(t, r, 12, 2, 1) // 4 blocks at a half
-	b := MustRoute(t, r, Request{Tokens: testkit.Count(1, 4)}).Booking
+	b := MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 4)}).Booking
 	a.OutputBlock(fraction(0.25))
 	expectLoad(t, r, 16, 2, 2) // the shared block stays at 0.5: 0.5 + 4 × 0.25 = 1.5
 	a.OutputBlock(nil)
@@ -103,13 +105,13 @@ func TestSequencesFractionalDecay(t *testing.T) {
 
 func TestSequencesAnswersGrowBlockByBlock(t *testing.T) {
 	r, _ := NewClockedRouter(t, 1, DefaultSettings())
-	plain := MustRoute(t, r, Request{Tokens: testkit.Count(1, 10)}).Booking // 2 blocks and a half
+	plain := MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 10)}).Booking // 2 blocks and a half
 	for tokens, blocks := range []int{2, 2, 2, 3, 3, 3, 3, 4} {
 		plain.Generated(tokens)
 		expectLoad(t, r, 10, blocks, 1)
 	}
 	plain.End()
-	expected := MustRoute(t, r, Request{Tokens: testkit.Count(1, 8), ExpectedOutput: 16}).Booking
+	expected := MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 8), ExpectedOutput: 16}).Booking
 	for _, step := range []struct{ tokens, blocks int }{{1, 3}, {5, 3}, {13, 1}, {40, 0}} {
 		expected.Generated(step.tokens)
 		expectLoad(t, r, 8, step.blocks, 1)
@@ -118,8 +120,8 @@ func TestSequencesAnswersGrowBlockByBlock(t *testing.T) {
 
 func TestSequencesExpireWhenNobodySpeaksOfThem(t *testing.T) {
 	r, clock := NewClockedRouter(t, 1, DefaultSettings())
-	forgotten := MustRoute(t, r, Request{ID: "forgotten", Tokens: testkit.Count(1, 8)}).Booking
-	alive := MustRoute(t, r, Request{ID: "alive", Tokens: testkit.Count(1, 8)}).Booking
+	forgotten := MustRoute(t, r, Request{ID: "forgotten", Tokens: testkit.Tokens(1, 8)}).Booking
+	alive := MustRoute(t, r, Request{ID: "alive", Tokens: testkit.Tokens(1, 8)}).Booking
 	clock.Advance(BookingExpiry - time.Minute)
 	alive.OutputBlock(nil)
 	expectLoad(t, r, 16, 3, 2)
@@ -132,7 +134,7 @@ func TestSequencesExpireWhenNobodySpeaksOfThem(t *testing.T) {
 	forgotten.End()
 	expectLoad(t, r, 8, 3, 1)
 	clock.Advance(BookingExpiry)
-	MustRoute(t, r, Request{ID: "alive", Tokens: testkit.Count(1, 8)}).Booking.End() // its id is free again
+	MustRoute(t, r, Request{ID: "alive", Tokens: testkit.Tokens(1, 8)}).Booking.End() // its id is free again
 	expectLoad(t, r, 0, 0, 0)
 }
 
@@ -140,7 +142,7 @@ func TestSequencesOfLongStreamsAreNotForgotten(t *testing.T) {
 	r, clock := NewClockedRouter(t, 1, DefaultSettings())
 	streams := [2]*Booking{}
 	for i := range streams {
-		streams[i] = MustRoute(t, r, Request{Tokens: testkit.Count(1, 8)}).Booking
+		streams[i] = MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 8)}).Booking
 	}
 	for range 3 {
 		clock.Advance(BookingExpiry)
@@ -153,26 +155,26 @@ func TestSequencesOfLongStreamsAreNotForgotten(t *testing.T) {
 
 func TestSequencesRefuseADuplicateID(t *testing.T) {
 	r, _ := NewClockedRouter(t, 1, DefaultSettings())
-	first := MustRoute(t, r, Request{ID: "a", Tokens: testkit.Count(1, 8)})
-	if _, err := r.Route(t.Context(), Request{ID: "a", Tokens: testkit.Count(1, 8)}); !errors.Is(err, ErrDuplicate) {
+	first := MustRoute(t, r, Request{ID: "a", Tokens: testkit.Tokens(1, 8)})
+	if _, err := r.Route(t.Context(), Request{ID: "a", Tokens: testkit.Tokens(1, 8)}); !errors.Is(err, ErrDuplicate) {
 		t.Errorf("a second booking under an id: %v", err)
 	}
-	if _, err := r.Book(Request{ID: "a", Tokens: testkit.Count(1, 8)}, kv.WorkerKey{}); !errors.Is(err, ErrDuplicate) {
+	if _, err := r.Book(Request{ID: "a", Tokens: testkit.Tokens(1, 8)}, kv.WorkerKey{}); !errors.Is(err, ErrDuplicate) {
 		t.Errorf("the same without choosing: %v", err)
 	}
-	if d := MustRoute(t, r, Request{ID: "a", Tokens: testkit.Count(1, 8), QueryOnly: true}); d.Booking != nil {
+	if d := MustRoute(t, r, Request{ID: "a", Tokens: testkit.Tokens(1, 8), QueryOnly: true}); d.Booking != nil {
 		t.Error("a query was booked")
 	}
 	expectLoad(t, r, 8, 2, 1)
 	first.Booking.End()
-	MustRoute(t, r, Request{ID: "a", Tokens: testkit.Count(1, 8)})
+	MustRoute(t, r, Request{ID: "a", Tokens: testkit.Tokens(1, 8)})
 	expectLoad(t, r, 8, 2, 1)
 }
 
 func TestSequencesFreeIsIdempotent(t *testing.T) {
 	r, _ := NewClockedRouter(t, 1, DefaultSettings())
-	other := MustRoute(t, r, Request{Tokens: testkit.Count(1, 8)})
-	b := MustRoute(t, r, Request{ID: "a", Tokens: testkit.Count(1, 8)}).Booking
+	other := MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 8)})
+	b := MustRoute(t, r, Request{ID: "a", Tokens: testkit.Tokens(1, 8)}).Booking
 	for range 3 {
 		b.End()
 		b.Finish(9)
@@ -188,7 +190,7 @@ func TestSequencesManyWorkersDrainToZero(t *testing.T) {
 	r, _ := NewClockedRouter(t, 50, DefaultSettings())
 	var bookings []*Booking
 	for i := range 1000 {
-		bookings = append(bookings, MustRoute(t, r, Request{Tokens: testkit.Count(uint32(i%7), 4+i%90)}).Booking)
+		bookings = append(bookings, MustRoute(t, r, Request{Tokens: testkit.Tokens(uint32(i%7), 4+i%90)}).Booking)
 	}
 	for i, b := range bookings {
 		if i%2 == 0 {
@@ -223,11 +225,11 @@ func TestSequencesManyWorkersDrainToZero(t *testing.T) {
 
 func TestBookTakesTheWorkerItIsGiven(t *testing.T) {
 	r, _ := NewClockedRouter(t, 1, DefaultSettings())
-	Hold(r, 0, testkit.Count(1, 4))
-	if _, err := r.Book(Request{Tokens: testkit.Count(1, 8)}, kv.WorkerKey{Worker: 5}); !errors.Is(err, ErrUnknownWorker) {
+	Hold(r, 0, testkit.Tokens(1, 4))
+	if _, err := r.Book(Request{Tokens: testkit.Tokens(1, 8)}, kv.WorkerKey{Worker: 5}); !errors.Is(err, ErrUnknownWorker) {
 		t.Errorf("an unknown worker: %v", err)
 	}
-	b, err := r.Book(Request{Tokens: testkit.Count(1, 8)}, kv.WorkerKey{})
+	b, err := r.Book(Request{Tokens: testkit.Tokens(1, 8)}, kv.WorkerKey{})
 	if err != nil || b.Worker() != (kv.WorkerKey{}) {
 		t.Fatal(b, err)
 	}
@@ -237,12 +239,12 @@ func TestBookTakesTheWorkerItIsGiven(t *testing.T) {
 		t.Fatal(err)
 	}
 	expectLoad(t, r, 17, 5, 2)
-	if got, want := r.PotentialLoads(Request{Tokens: testkit.Count(1, 12)}), (WorkerLoad{PotentialPrefillTokens: 25, PotentialDecodeBlocks: 6, ActiveRequests: 2}); len(got) != 1 || got[0] != want {
+	if got, want := r.PotentialLoads(Request{Tokens: testkit.Tokens(1, 12)}), (WorkerLoad{PotentialPrefillTokens: 25, PotentialDecodeBlocks: 6, ActiveRequests: 2}); len(got) != 1 || got[0] != want {
 		t.Errorf("with one more %+v, want %+v", got, want)
 	}
 	expectLoad(t, r, 17, 5, 2)
 	some := 5
-	if _, err := r.Book(Request{Tokens: testkit.Count(90, 8), Cached: &some}, kv.WorkerKey{}); err != nil {
+	if _, err := r.Book(Request{Tokens: testkit.Tokens(90, 8), Cached: &some}, kv.WorkerKey{}); err != nil {
 		t.Fatal(err)
 	}
 	expectLoad(t, r, 20, 7, 3)
@@ -254,7 +256,7 @@ func TestBooksEqualANaiveCount(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		now := time.Unix(1_000_000, 0)
 		policy, _ := policy.NewPolicy("kv")
-		r := NewRouter(radix.NewTree(), policy, testkit.TestBlock, rapid.Uint64().Draw(t, "seed"))
+		r := NewRouter(radix.NewTree(), policy, testkit.BlockSize, rapid.Uint64().Draw(t, "seed"))
 		r.Now = func() time.Time { return now }
 		const workers = 3
 		up := map[uint64]bool{}
@@ -302,7 +304,7 @@ func TestBooksEqualANaiveCount(t *testing.T) {
 				next++
 				o := &open{id: fmt.Sprint(next), heard: now}
 				n := rapid.IntRange(1, 40).Draw(t, "tokens")
-				d, err := r.Route(t.Context(), Request{ID: o.id, Tokens: testkit.Count(rapid.Uint32Range(0, 1).Draw(t, "first"), n)})
+				d, err := r.Route(t.Context(), Request{ID: o.id, Tokens: testkit.Tokens(rapid.Uint32Range(0, 1).Draw(t, "first"), n)})
 				if len(up) == 0 {
 					if !errors.Is(err, ErrNoWorker) {
 						t.Fatalf("no worker is up: %v", err)
@@ -427,7 +429,7 @@ func TestNoCachedTokensMeansNoneWhereTheWorkerTellsOfSome(t *testing.T) {
 	r, _ := cacheRouter(t, "cache-threshold", PrefixApprox, 1)
 	send := func(from uint32, answer func(b *Booking)) (overlap int) {
 		t.Helper()
-		d := MustRoute(t, r, Request{Tokens: testkit.Count(from, 10*testkit.TestBlock)})
+		d := MustRoute(t, r, Request{Tokens: testkit.Tokens(from, 10*testkit.BlockSize)})
 		answer(d.Booking)
 		d.Booking.Finish(1)
 		return d.MatchedBlocks
@@ -446,7 +448,7 @@ func TestNoCachedTokensMeansNoneWhereTheWorkerTellsOfSome(t *testing.T) {
 	if overlap := send(2000, untold(false)); overlap != 10 {
 		t.Errorf("%d blocks are left of a worker that never tells, want 10", overlap)
 	}
-	send(1000, func(b *Booking) { b.Cached(9 * testkit.TestBlock) })
+	send(1000, func(b *Booking) { b.Cached(9 * testkit.BlockSize) })
 	send(1000, untold(true)) // so what was used before is gone too
 	if a, b := send(0, untold(true)), send(2000, untold(true)); a != 0 || b != 0 {
 		t.Errorf("%d and %d blocks are left, want none", a, b)
@@ -454,7 +456,7 @@ func TestNoCachedTokensMeansNoneWhereTheWorkerTellsOfSome(t *testing.T) {
 	r.Down(testkit.W0)
 	r.Up(kv.Target{Key: testkit.W0})
 	send(1000, untold(false)) // it may be another engine
-	d := MustRoute(t, r, Request{Tokens: testkit.Count(1, 4)})
+	d := MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 4)})
 	d.Booking.End()
 	r.Down(testkit.W0)
 	if d.Booking.Cached(4); d.Booking.CachedUntold() || r.loads.byWorker[testkit.W0] != nil {

@@ -69,11 +69,11 @@ func newBusyRouter(t *testing.T, workers int) *Router {
 
 func TestSchedulerOverloadedWorkersAreFiltered(t *testing.T) {
 	r := newBusyRouter(t, 3)
-	Hold(r, 1, testkit.Count(1, 80))
+	Hold(r, 1, testkit.Tokens(1, 80))
 	overload(t, r, kv.WorkerKey{Worker: 1})
 	overload(t, r, kv.WorkerKey{Worker: 0})
 	for range 20 {
-		d := MustRoute(t, r, Request{Tokens: testkit.Count(1, 81)})
+		d := MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 81)})
 		if d.Target.Key.Worker != 2 {
 			t.Fatalf("worker %d was chosen, want 2, the only one that is not busy", d.Target.Key.Worker)
 		}

@@ -1,10 +1,12 @@
 package router
 
 import (
+	"testing"
+
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/testkit"
-	"testing"
+	"kvrouter/internal/testkit/policytest"
 )
 
 // cacheRouter is a router with workers, a prefix source and a clock.
@@ -13,7 +15,7 @@ func cacheRouter(t testing.TB, rule, source string, workers int) (*Router, *test
 	clock := new(testkit.StandingClock)
 	config := DefaultIndexSettings()
 	config.PrefixSource = source
-	r := NewRouter(NewIndex(config, rule, policy.DefaultSettings(), testkit.TestBlock, clock.Now), MustPolicy(t, rule), testkit.TestBlock, 1)
+	r := NewRouter(NewIndex(config, rule, policy.DefaultSettings(), testkit.BlockSize, clock.Now), policytest.MustPolicy(t, rule), testkit.BlockSize, 1)
 	r.Now = clock.Now
 	for i := range workers {
 		r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}})

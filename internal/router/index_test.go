@@ -32,7 +32,7 @@ func TestIndexerCases(t *testing.T) {
 	for kind, config := range map[string]IndexSettings{"exact": DefaultIndexSettings(), "exact with predictions": predictions} {
 		for _, c := range indexerCases() {
 			t.Run(kind+"/"+c.name, func(t *testing.T) {
-				c.run(t, NewIndex(config, "standalone", policy.DefaultSettings(), testkit.TestBlock, time.Now))
+				c.run(t, NewIndex(config, "standalone", policy.DefaultSettings(), testkit.BlockSize, time.Now))
 			})
 		}
 	}
@@ -115,7 +115,7 @@ func indexerCases() []indexerCase {
 		matches(t, x, p, kv.Match{Worker: testkit.W0, Blocks: 2}, kv.Match{Worker: rank1, Blocks: 9})
 	})
 	add("base model, adapters and cache namespaces", func(t *testing.T, x radix.Index) {
-		tokens := testkit.Count(1, 40)
+		tokens := testkit.Tokens(1, 40)
 		for i, owner := range [][2]string{{"", ""}, {"a", ""}, {"b", ""}, {"", "salt"}, {"a", "salt"}, {"", "other"}} {
 			local := kv.HashBlocks(nil, tokens, 4, owner[0], owner[1])
 			matches(t, x, local)

@@ -4,15 +4,17 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
+	"testing"
+
+	"pgregory.net/rapid"
+
 	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
-	"math/rand/v2"
-	"testing"
-
-	"pgregory.net/rapid"
+	"kvrouter/internal/testkit/policytest"
 )
 
 // pairRouter returns a router over workers 0, 1, ... with those parts.
@@ -30,8 +32,8 @@ func pairRouter(t testing.TB, policy string, parts ...kv.Disagg) *Router {
 func TestPromptGoesWhereItIsCachedAndAnswerWhereThereIsRoom(t *testing.T) {
 	for _, policy := range []string{"work", "kv"} {
 		r := pairRouter(t, policy, testkit.NixlPrefill, testkit.NixlPrefill, testkit.NixlDecode, testkit.NixlDecode)
-		prompt := testkit.Count(1, 40*testkit.TestBlock+1)
-		hashes := kv.HashBlocks(nil, prompt, testkit.TestBlock, "", "")
+		prompt := testkit.Tokens(1, 40*testkit.BlockSize+1)
+		hashes := kv.HashBlocks(nil, prompt, testkit.BlockSize, "", "")
 		for _, w := range []uint64{1, 2} {
 			blocks := make([]kv.StoredBlock, 20)
 			for i := range blocks {
@@ -41,19 +43,19 @@ func TestPromptGoesWhereItIsCachedAndAnswerWhereThereIsRoom(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		busy := MustRoute(t, r, Request{Tokens: testkit.Count(5000, 8*testkit.TestBlock), Pinned: &kv.WorkerKey{Worker: 2}})
+		busy := MustRoute(t, r, Request{Tokens: testkit.Tokens(5000, 8*testkit.BlockSize), Pinned: &kv.WorkerKey{Worker: 2}})
 		busy.Booking.FirstToken()
 		pair, err := r.RoutePair(t.Context(), Request{Tokens: prompt}, PairRule{})
 		if err != nil {
 			t.Fatal(err)
 		}
-		if p := pair.Prefill; p.Target.Key.Worker != 1 || p.OverlapTokens != 20*testkit.TestBlock {
+		if p := pair.Prefill; p.Target.Key.Worker != 1 || p.OverlapTokens != 20*testkit.BlockSize {
 			t.Errorf("%s: prefill on %d with %d cached", policy, p.Target.Key.Worker, p.OverlapTokens)
 		}
 		if d := pair.Decode; d.Target.Key.Worker != 3 || d.OverlapTokens != 0 {
 			t.Errorf("%s: decode on %d with %d cached", policy, d.Target.Key.Worker, d.OverlapTokens)
 		}
-		if load := r.Load(kv.WorkerKey{Worker: 1}); load.PrefillTokens != 20*testkit.TestBlock+1 {
+		if load := r.Load(kv.WorkerKey{Worker: 1}); load.PrefillTokens != 20*testkit.BlockSize+1 {
 			t.Errorf("%s: %d prompt tokens to compute on the prefill worker", policy, load.PrefillTokens)
 		}
 		if load := r.Load(kv.WorkerKey{Worker: 3}); load.PrefillTokens != 0 || load.ActiveBlocks != 40 || load.InFlight != 1 {
@@ -78,9 +80,9 @@ func TestPromptGoesWhereItIsCachedAndAnswerWhereThereIsRoom(t *testing.T) {
 // booked: the answer is the request, and carries its name.
 func TestLegsOfOneRequest(t *testing.T) {
 	r := pairRouter(t, "round-robin", testkit.NixlPrefill, testkit.NixlDecode)
-	policy := new(Clerk)
+	policy := new(policytest.Clerk)
 	r.Policy = policy
-	request := Request{ID: "r", Tokens: testkit.Count(1, 40), ExpectedOutput: 500, AnsweredWhole: true, Prefix: hints.Prefix{ID: "p"}}
+	request := Request{ID: "r", Tokens: testkit.Tokens(1, 40), ExpectedOutput: 500, AnsweredWhole: true, Prefix: hints.Prefix{ID: "p"}}
 	pair, err := r.RoutePair(t.Context(), request, PairRule{})
 	if err != nil {
 		t.Fatal(err)
@@ -109,7 +111,7 @@ func TestLegsOfOneRequest(t *testing.T) {
 func TestBlocksOfADecodeLegAreItsOwn(t *testing.T) {
 	r := pairRouter(t, "kv", testkit.NixlPrefill, testkit.NixlDecode)
 	for n := 1; n <= 3; n++ {
-		pair, err := r.RoutePair(t.Context(), Request{Tokens: testkit.Count(1, 10*testkit.TestBlock)}, PairRule{})
+		pair, err := r.RoutePair(t.Context(), Request{Tokens: testkit.Tokens(1, 10*testkit.BlockSize)}, PairRule{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -135,9 +137,9 @@ func TestPrefillLegIsNotBookedWithoutADecodeLeg(t *testing.T) {
 	limit := 0.5
 	r.Knobs.BusyThresholds.ActiveDecodeBlocksThreshold = &limit
 	r.Up(kv.Target{Key: kv.WorkerKey{Worker: 2}, TotalBlocks: 10, Disagg: testkit.NixlDecode})
-	busy := MustRoute(t, r, Request{Tokens: testkit.Count(1, 8*testkit.TestBlock), Pinned: &kv.WorkerKey{Worker: 2}})
+	busy := MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 8*testkit.BlockSize), Pinned: &kv.WorkerKey{Worker: 2}})
 	defer busy.Booking.End()
-	if pair, err := r.RoutePair(t.Context(), Request{Tokens: testkit.Count(5000, 100)}, PairRule{}); !errors.Is(err, ErrBusy) {
+	if pair, err := r.RoutePair(t.Context(), Request{Tokens: testkit.Tokens(5000, 100)}, PairRule{}); !errors.Is(err, ErrBusy) {
 		t.Errorf("%+v, %v", pair, err)
 	}
 	if n := r.Load(kv.WorkerKey{}).InFlight; n != 0 {
@@ -165,7 +167,7 @@ func TestPairsKeepTheBooks(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		r := NewRouter(radix.NewTree(), policy, testkit.TestBlock, 1)
+		r := NewRouter(radix.NewTree(), policy, testkit.BlockSize, 1)
 		roles := map[uint64]kv.Disagg{}
 		var open []Pair
 		t.Repeat(map[string]func(*rapid.T){
@@ -181,7 +183,7 @@ func TestPairsKeepTheBooks(t *testing.T) {
 			},
 			"route": func(t *rapid.T) {
 				rule := PairRule{LeastUncached: rapid.IntRange(0, 20).Draw(t, "least"), Enforce: rapid.Bool().Draw(t, "enforce")}
-				pair, err := r.RoutePair(context.Background(), Request{Tokens: testkit.Count(rapid.Uint32Range(1, 3).Draw(t, "prompt"), rapid.IntRange(1, 20).Draw(t, "tokens"))}, rule)
+				pair, err := r.RoutePair(context.Background(), Request{Tokens: testkit.Tokens(rapid.Uint32Range(1, 3).Draw(t, "prompt"), rapid.IntRange(1, 20).Draw(t, "tokens"))}, rule)
 				if err != nil {
 					if pair.Prefill.Booking != nil || pair.Decode.Booking != nil {
 						t.Fatalf("%v with a booking", err)
@@ -256,8 +258,8 @@ func TestOnlyWholeRequestsTeachWhatIsUsual(t *testing.T) {
 	}
 	for _, p := range []*policy.Work{whole, legs} {
 		candidates := []policy.Candidate{{}, {}}
-		p.Choose(policy.Query{Tokens: 100, BlockSize: testkit.TestBlock}, candidates, random)
-		p.Choose(policy.Query{Tokens: 100000, BlockSize: testkit.TestBlock, Leg: kv.LegDecode}, candidates, random)
+		p.Choose(policy.Query{Tokens: 100, BlockSize: testkit.BlockSize}, candidates, random)
+		p.Choose(policy.Query{Tokens: 100000, BlockSize: testkit.BlockSize, Leg: kv.LegDecode}, candidates, random)
 	}
 	if fmt.Sprint(whole.Output.Value, whole.Uncached) != fmt.Sprint(legs.Output.Value, legs.Uncached) {
 		t.Errorf("usual output %v and prompt %v, want %v and %v", legs.Output, legs.Uncached, whole.Output, whole.Uncached)

@@ -177,7 +177,7 @@ func TestQueueScoreOfWSPT(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			r, _ := newQueueingRouter(t, 2, queueWSPT, 10)
-			prompt := testkit.Count(1, test.tokens)
+			prompt := testkit.Tokens(1, test.tokens)
 			for w, n := range test.held {
 				Hold(r, uint64(w), prompt[:n])
 				occupy(t, r, uint64(w), 9)
@@ -314,7 +314,7 @@ func occupyAfter(t *testing.T, r *Router) *Booking {
 func TestQueueLooksItsPromptsUpAgain(t *testing.T) {
 	r, _ := newQueueingRouter(t, 2, queueFCFS, 2)
 	full := []*Booking{occupy(t, r, 0, 9), occupy(t, r, 1, 9)}
-	prompt := testkit.Count(1, 40)
+	prompt := testkit.Tokens(1, 40)
 	q := send(t, r, t.Context(), 1, Request{Tokens: prompt, Pinned: &kv.WorkerKey{Worker: 1}})
 	Hold(r, 1, prompt[:20])
 	r.Mu.Lock()
@@ -337,7 +337,7 @@ func TestQueueServesEverybody(t *testing.T) {
 		knobs := DefaultSettings()
 		knobs.QueueSettings = QueueSettings{RouterQueueThreshold: &threshold, RouterQueuePolicy: rapid.SampledFrom([]string{queueFCFS, queueWSPT, queueLCFS}).Draw(t, "policy"), RouterQueueTimeout: time.Minute, RouterQueueLimit: 6}
 		policy, _ := policy.NewPolicy("kv")
-		r := New(radix.NewTree(), policy, testkit.TestBlock, 1, knobs)
+		r := New(radix.NewTree(), policy, testkit.BlockSize, 1, knobs)
 		for w := range uint64(3) {
 			r.Up(kv.Target{Key: kv.WorkerKey{Worker: w}, MaxBatchedTokens: 16})
 		}

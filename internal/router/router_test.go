@@ -4,15 +4,17 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
-	"kvrouter/internal/radix"
-	"kvrouter/internal/testkit"
 	"sync"
 	"testing"
 	"time"
 
 	"pgregory.net/rapid"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/radix"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/policytest"
 )
 
 // newTestRouter returns a router over that many workers, all up and idle.
@@ -22,7 +24,7 @@ func NewTestRouter(t testing.TB, rule string, workers int) *Router {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := NewRouter(radix.NewTree(), p, testkit.TestBlock, 1)
+	r := NewRouter(radix.NewTree(), p, testkit.BlockSize, 1)
 	for i := range workers {
 		r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, URL: "http://worker", Models: []string{"m"}})
 	}
@@ -41,7 +43,7 @@ func Hold(r *Router, w uint64, tokens []uint32) {
 
 func TestRouteTakesTheWorkerThatHoldsThePrefix(t *testing.T) {
 	r := NewTestRouter(t, "standalone", 4)
-	prompt := testkit.Count(1, 42)
+	prompt := testkit.Tokens(1, 42)
 	Hold(r, 2, prompt)
 	for range 20 {
 		d, err := r.Route(t.Context(), Request{Tokens: prompt})
@@ -58,20 +60,20 @@ func TestRouteTakesTheWorkerThatHoldsThePrefix(t *testing.T) {
 
 func TestOverlapLeavesTheLastTokenToTheEngine(t *testing.T) {
 	r := NewTestRouter(t, "standalone", 1)
-	prompt := testkit.Count(1, 3*testkit.TestBlock)
+	prompt := testkit.Tokens(1, 3*testkit.BlockSize)
 	Hold(r, 0, prompt)
 	d, err := r.Route(t.Context(), Request{Tokens: prompt})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if d.OverlapTokens != 2*testkit.TestBlock {
-		t.Errorf("overlap of a prompt of exactly 3 cached blocks is %d tokens, want %d", d.OverlapTokens, 2*testkit.TestBlock)
+	if d.OverlapTokens != 2*testkit.BlockSize {
+		t.Errorf("overlap of a prompt of exactly 3 cached blocks is %d tokens, want %d", d.OverlapTokens, 2*testkit.BlockSize)
 	}
 }
 
 func TestSaltAndAdapterNeverShareBlocks(t *testing.T) {
 	r := NewTestRouter(t, "standalone", 1)
-	prompt := testkit.Count(1, 20)
+	prompt := testkit.Tokens(1, 20)
 	Hold(r, 0, prompt)
 	for _, request := range []Request{{Tokens: prompt, Salt: "s"}, {Tokens: prompt, LoRA: "a"}} {
 		d, err := r.Route(t.Context(), request)
@@ -90,7 +92,7 @@ func TestConcurrentRequestsSeeEachOther(t *testing.T) {
 	var together sync.WaitGroup
 	for range 10 {
 		together.Go(func() {
-			if _, err := r.Route(t.Context(), Request{Tokens: testkit.Count(1, 8)}); err != nil {
+			if _, err := r.Route(t.Context(), Request{Tokens: testkit.Tokens(1, 8)}); err != nil {
 				t.Error(err)
 			}
 		})
@@ -154,7 +156,7 @@ func TestAStaleLoadIsNotBelieved(t *testing.T) {
 func TestBooksAreEvenAfterAnyOrderOfCalls(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		policy, _ := policy.NewPolicy("random")
-		r := NewRouter(radix.NewTree(), policy, testkit.TestBlock, rapid.Uint64().Draw(t, "seed"))
+		r := NewRouter(radix.NewTree(), policy, testkit.BlockSize, rapid.Uint64().Draw(t, "seed"))
 		for i := range 3 {
 			r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}})
 		}
@@ -168,7 +170,7 @@ func TestBooksAreEvenAfterAnyOrderOfCalls(t *testing.T) {
 		t.Repeat(map[string]func(*rapid.T){
 			"route": func(t *rapid.T) {
 				n := rapid.IntRange(1, 40).Draw(t, "tokens")
-				d, err := r.Route(t.Context(), Request{Tokens: testkit.Count(1, n)})
+				d, err := r.Route(t.Context(), Request{Tokens: testkit.Tokens(1, n)})
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -225,10 +227,10 @@ func TestWithoutIndexOnlyWhatIsCountedIsHashed(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		r := New(NewIndex(DefaultIndexSettings(), "kv", rule, testkit.TestBlock, time.Now), keys, testkit.TestBlock, 1, knobs)
+		r := New(NewIndex(DefaultIndexSettings(), "kv", rule, testkit.BlockSize, time.Now), keys, testkit.BlockSize, 1, knobs)
 		r.Up(kv.Target{Key: testkit.W0})
-		Hold(r, 0, testkit.Count(1, 40))
-		d, err := r.Route(t.Context(), Request{Tokens: testkit.Count(1, 42)})
+		Hold(r, 0, testkit.Tokens(1, 40))
+		d, err := r.Route(t.Context(), Request{Tokens: testkit.Tokens(1, 42)})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -246,8 +248,8 @@ func TestWithoutIndexOnlyWhatIsCountedIsHashed(t *testing.T) {
 func TestAnApproximateIndexIsToldWhatWasRouted(t *testing.T) {
 	config := DefaultIndexSettings()
 	config.NoKVEvents = true
-	index := NewIndex(config, "standalone", policy.DefaultSettings(), testkit.TestBlock, time.Now)
-	r := NewRouter(index, MustPolicy(t, "standalone"), testkit.TestBlock, 1)
+	index := NewIndex(config, "standalone", policy.DefaultSettings(), testkit.BlockSize, time.Now)
+	r := NewRouter(index, policytest.MustPolicy(t, "standalone"), testkit.BlockSize, 1)
 	r.Up(kv.Target{Key: testkit.W0, TotalBlocks: 20})
 	route := func(request Request) Decision {
 		t.Helper()
@@ -260,8 +262,8 @@ func TestAnApproximateIndexIsToldWhatWasRouted(t *testing.T) {
 		}
 		return d
 	}
-	asked := route(Request{Tokens: testkit.Count(1, 42), QueryOnly: true})
-	if d := route(Request{Tokens: testkit.Count(1, 42)}); asked.Overlap != 0 || d.Overlap != 0 {
+	asked := route(Request{Tokens: testkit.Tokens(1, 42), QueryOnly: true})
+	if d := route(Request{Tokens: testkit.Tokens(1, 42)}); asked.Overlap != 0 || d.Overlap != 0 {
 		t.Errorf("a dry run left %d blocks", d.Overlap)
 	} else {
 		d.Booking.Finish(9)
@@ -269,15 +271,15 @@ func TestAnApproximateIndexIsToldWhatWasRouted(t *testing.T) {
 	if n := index.Blocks(testkit.W0); n != 10 || index.(*radix.Approx).Caches[testkit.W0].Pool.Held() != 12 {
 		t.Errorf("%d blocks of the prompt, %d with the answer's; want 10 and 12", n, index.(*radix.Approx).Caches[testkit.W0].Pool.Held())
 	}
-	route(Request{Tokens: testkit.Count(100, 16), ChooseOnly: true})
-	d := route(Request{Tokens: testkit.Count(1, 50)})
-	if d.Overlap != 10 || route(Request{Tokens: testkit.Count(100, 20), QueryOnly: true}).Overlap != 4 {
+	route(Request{Tokens: testkit.Tokens(100, 16), ChooseOnly: true})
+	d := route(Request{Tokens: testkit.Tokens(1, 50)})
+	if d.Overlap != 10 || route(Request{Tokens: testkit.Tokens(100, 20), QueryOnly: true}).Overlap != 4 {
 		t.Errorf("overlap %d, want 10", d.Overlap)
 	}
-	route(Request{Tokens: testkit.Count(200, 4), ChooseOnly: true})
+	route(Request{Tokens: testkit.Tokens(200, 4), ChooseOnly: true})
 	d.Booking.Cached(0) // all of before was gone
 	d.Booking.End()
-	if overlap := route(Request{Tokens: testkit.Count(200, 8), QueryOnly: true}).Overlap; overlap != 1 {
+	if overlap := route(Request{Tokens: testkit.Tokens(200, 8), QueryOnly: true}).Overlap; overlap != 1 {
 		t.Errorf("overlap %d with what was routed later, want 1", overlap)
 	}
 }
@@ -293,13 +295,13 @@ func BenchmarkRoute(b *testing.B) {
 					config := DefaultIndexSettings()
 					config.NoKVEvents = index == "approximate"
 					const block, prompts = 64, 16
-					r := NewRouter(NewIndex(config, rule, policy.DefaultSettings(), block, time.Now), MustPolicy(b, rule), block, 1)
+					r := NewRouter(NewIndex(config, rule, policy.DefaultSettings(), block, time.Now), policytest.MustPolicy(b, rule), block, 1)
 					for w := range size.workers {
 						r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(w)}, TotalBlocks: 1 << 15})
 					}
 					var asked []Request
 					for i := range prompts {
-						asked = append(asked, Request{Tokens: testkit.Count(uint32(i*size.tokens), size.tokens)})
+						asked = append(asked, Request{Tokens: testkit.Tokens(uint32(i*size.tokens), size.tokens)})
 						for w := range size.workers {
 							part := asked[i].Tokens[:size.tokens*(w+1)/size.workers]
 							if config.NoKVEvents {
@@ -337,7 +339,7 @@ func BenchmarkRoute(b *testing.B) {
 func TestSiblingsInFlightCountAsCachedForWork(t *testing.T) {
 	for policy, want := range map[string]int{"work": 4000, "kv": 0} {
 		r := NewTestRouter(t, policy, 4)
-		prompt := testkit.Count(1, 4002)
+		prompt := testkit.Tokens(1, 4002)
 		first, err := r.Route(t.Context(), Request{Tokens: prompt})
 		if err != nil {
 			t.Fatal(err)
@@ -375,7 +377,7 @@ func (p *pupil) Learn(o policy.Outcome) { p.outcomes = append(p.outcomes, o) }
 
 func TestOutcomesTellWhatAWorkerDidMeanwhile(t *testing.T) {
 	rule := &pupil{}
-	r := NewRouter(radix.NewTree(), rule, testkit.TestBlock, 1)
+	r := NewRouter(radix.NewTree(), rule, testkit.BlockSize, 1)
 	r.Up(kv.Target{Key: kv.WorkerKey{}})
 	now := time.Unix(1000, 0)
 	r.Now = func() time.Time { return now }

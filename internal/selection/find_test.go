@@ -2,14 +2,6 @@ package selection
 
 import (
 	"fmt"
-	"kvrouter/internal/hints"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
-	"kvrouter/internal/radix"
-	"kvrouter/internal/router"
-	"kvrouter/internal/testkit"
-	"kvrouter/internal/testkit/routertest"
-	"kvrouter/internal/workers"
 	"log/slog"
 	"math"
 	"math/rand/v2"
@@ -23,6 +15,16 @@ import (
 	"time"
 
 	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/hints"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/radix"
+	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/policytest"
+	"kvrouter/internal/testkit/routertest"
+	"kvrouter/internal/workers"
 )
 
 // newFinder returns the router port over a router with a policy, without a
@@ -52,8 +54,8 @@ func find(t *testing.T, ask func(path, body string) (int, gjson.Result), body st
 
 func TestFindWorkerBooksUntilFeedback(t *testing.T) {
 	router := routertest.NewTestRouter(t, "thompson", 2)
-	routertest.Hold(router, 0, testkit.Count(1, 8))
-	routertest.Hold(router, 1, testkit.Count(1, 8))
+	routertest.Hold(router, 0, testkit.Tokens(1, 8))
+	routertest.Hold(router, 1, testkit.Tokens(1, 8))
 	_, ask := newFinder(t, router)
 	status, answer := ask("/find_worker", `{"tokens":[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17],"prefix_id":"p","reuse_budget":3,"expected_osl":"LOW","interarrival":"HIGH"}`)
 	id := answer.Get("decision_id").Str
@@ -124,7 +126,7 @@ func TestDecisionsWithoutFeedbackAreForgotten(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			router := router.NewRouter(radix.NewTree(), policy, testkit.TestBlock, 1)
+			router := router.NewRouter(radix.NewTree(), policy, testkit.BlockSize, 1)
 			router.Up(kv.Target{Key: kv.WorkerKey{}})
 			s, ask := newFinder(t, router)
 			id := find(t, ask, `{"tokens":[1,2,3,4]}`)
@@ -192,7 +194,7 @@ func TestFindWorkerSaysThatThereIsNone(t *testing.T) {
 
 func TestFindWorkerPassesHintsOn(t *testing.T) {
 	router := routertest.NewTestRouter(t, "round-robin", 1)
-	policy := new(routertest.Clerk)
+	policy := new(policytest.Clerk)
 	router.Policy = policy
 	_, ask := newFinder(t, router)
 	for body, want := range map[string]hints.Prefix{

@@ -17,7 +17,7 @@ func TestReservationIDsAreUsedOnceAtATime(t *testing.T) {
 	rt := routertest.NewTestRouter(t, "kv", 0)
 	rt.Up(kv.Target{Key: kv.WorkerKey{Worker: 1}})
 	book := func(id string) *router.Booking {
-		booking, err := rt.Book(router.Request{ID: id, Tokens: testkit.Count(1, 8)}, kv.WorkerKey{Worker: 1})
+		booking, err := rt.Book(router.Request{ID: id, Tokens: testkit.Tokens(1, 8)}, kv.WorkerKey{Worker: 1})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -1,10 +1,12 @@
 package simulate
 
 import (
+	"testing"
+
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/routertest"
-	"testing"
 )
 
 // TestReplayInvariants takes the first 1,000 lines of a trace through the index:
@@ -13,7 +15,7 @@ import (
 func TestReplayInvariants(t *testing.T) {
 	s := simulation(loadTraces(t)["conversation"][:1000], "kv", 64)
 	s.Engine.Blocks = 2048 // so that blocks are evicted too
-	run := newSimulator(s, routertest.MustPolicy(t, "kv"))
+	run := newSimulator(s, policytest.MustPolicy(t, "kv"))
 	held := make([]map[uint64]bool, s.Workers)
 	removed := 0
 	for i := range run.workers {

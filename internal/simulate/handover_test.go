@@ -1,15 +1,16 @@
 package simulate
 
 import (
+	"math"
+	"testing"
+	"time"
+
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
-	"kvrouter/internal/testkit/routertest"
-	"math"
-	"testing"
-	"time"
+	"kvrouter/internal/testkit/policytest"
 )
 
 // apart turns a simulation into one whose first workers compute only prompts.
@@ -122,7 +123,7 @@ func TestTwoRunsApartAreEqual(t *testing.T) {
 // TestAPromptComputedElsewhereIsAwaited: its decode worker has nothing of it to
 // compute, but will decode it.
 func TestAPromptComputedElsewhereIsAwaited(t *testing.T) {
-	r := router.NewRouter(radix.NewTree(), routertest.MustPolicy(t, "kv"), 4, 1)
+	r := router.NewRouter(radix.NewTree(), policytest.MustPolicy(t, "kv"), 4, 1)
 	prefill, decode := kv.WorkerKey{Worker: 1}, kv.WorkerKey{Worker: 2}
 	r.Up(kv.Target{Key: prefill, Disagg: kv.Disagg{Role: kv.RolePrefill, Kind: kv.KindNIXL}})
 	r.Up(kv.Target{Key: decode, Disagg: kv.Disagg{Role: kv.RoleDecode, Kind: kv.KindNIXL}})

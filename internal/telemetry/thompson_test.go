@@ -40,7 +40,7 @@ func TestThompsonMetricsAreOfThatPolicyAndTheFleet(t *testing.T) {
 	}
 	for _, key := range []kv.WorkerKey{{Worker: 0}, {Worker: 0, Rank: 1}, {Worker: 1}} {
 		rt.Up(kv.Target{Key: key})
-		d := routertest.MustRoute(t, rt, router.Request{Tokens: testkit.Count(1, 8)})
+		d := routertest.MustRoute(t, rt, router.Request{Tokens: testkit.Tokens(1, 8)})
 		telemetry.Decided(0, d)
 		d.Booking.Finish(1)
 		rt.Down(key)

@@ -11,7 +11,7 @@ import (
 	"github.com/tidwall/sjson"
 )
 
-// parityChat is a request whose prompt is compared with vLLM's.
+// ParityChat is a request whose prompt is compared with vLLM's.
 type ParityChat struct {
 	Name string `json:"name"`
 	Kind string `json:"kind"` // "chat" or "tokenize": the API whose rules it follows
@@ -21,12 +21,13 @@ type ParityChat struct {
 // tools2 are two tools whose schemas try what serializers get wrong: nesting,
 // key order, quotes, HTML characters, unicode, floats, booleans and null.
 const tools2 = `[{"type":"function","function":{"name":"get_weather","description":"Weather for a \"place\" & <time>, it's live","parameters":{"type":"object","required":["place"],"properties":{"place":{"type":"string","description":"Ort, z. B. München 🌦"},"unit":{"enum":["c","f"],"type":"string","default":"c"},"days":{"type":"integer","minimum":1,"maximum":14},"precision":{"type":"number","default":0.5}}}}},` +
+
 	`{"function":{"parameters":{"properties":{"filter":{"type":"object","properties":{"tags":{"type":"array","items":{"type":"string"}},"strict":{"type":"boolean","default":false},"limit":{"type":["integer","null"],"default":null}}},"a":{"type":"number","default":1e-7}},"type":"object"},"name":"search","strict":true,"unknown":1},"type":"function"}]`
 
 // weatherCall is an assistant's call and its result.
 const weatherCall = `{"role":"user","content":"Weather in München?"},{"role":"assistant","content":null,"tool_calls":[{"id":"call00001","type":"function","function":{"name":"get_weather","arguments":"{\"place\": \"München\", \"days\": 2, \"b\": [1.0, true, null, {\"z\": 1, \"a\": \"it's\"}]}"}}]},{"role":"tool","tool_call_id":"call00001","name":"get_weather","content":"{\"temp\": 21.5}"}`
 
-// chatsForParity are the conversations of the parity tests.
+// ChatsForParity returns the conversations of the parity tests.
 func ChatsForParity() []ParityChat {
 	const user = `{"role":"user","content":"What is the capital of France?"}`
 	turns := func(n int) string {
@@ -90,7 +91,7 @@ func ChatsForParity() []ParityChat {
 	}
 }
 
-// mutatedChats returns n chats whose JSON was changed at random: members dropped,
+// MutatedChats returns n chats whose JSON was changed at random: members dropped,
 // added, or given values of another kind.
 func MutatedChats(r *rand.Rand, n int) []ParityChat {
 	values := []string{`null`, `""`, `"x"`, `[]`, `{}`, `0`, `1.0`, `true`, `false`, `"auto"`, `"none"`, `"assistant"`, `"system"`,

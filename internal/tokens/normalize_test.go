@@ -219,12 +219,12 @@ func TestManyKeysTakeTimeInProportion(t *testing.T) {
 		least := time.Duration(math.MaxInt64)
 		for range 3 {
 			runtime.GC()
-			start := testkit.CpuTime()
+			start := testkit.CPUTime()
 			for _, body := range bodies {
 				renderBody(t, dumpTemplate, body, chatCompletion, ChatOptions{})
 				chatFeatures([]byte(body))
 			}
-			least = min(least, testkit.CpuTime()-start)
+			least = min(least, testkit.CPUTime()-start)
 		}
 		return least
 	}

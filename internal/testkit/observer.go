@@ -1,0 +1,31 @@
+package testkit
+
+import (
+	"time"
+
+	"kvrouter/internal/kv"
+)
+
+// SilentObserver is a proxy.Observer that keeps nothing.
+type SilentObserver struct{}
+
+// Retried does nothing.
+func (SilentObserver) Retried(uint64) {}
+
+// EngineFailed does nothing.
+func (SilentObserver) EngineFailed() {}
+
+// InterToken does nothing.
+func (SilentObserver) InterToken(string, time.Duration, int) {}
+
+// StayedWhole does nothing.
+func (SilentObserver) StayedWhole(string) {}
+
+// Prefilled does nothing.
+func (SilentObserver) Prefilled(kv.Kind, time.Duration) {}
+
+// HandedOver does nothing.
+func (SilentObserver) HandedOver(kv.Kind, time.Duration) {}
+
+// SharedEnded does nothing.
+func (SilentObserver) SharedEnded(kv.Kind, string, time.Duration) {}

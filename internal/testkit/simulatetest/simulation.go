@@ -1,0 +1,34 @@
+// Package simulatetest runs simulations for the tests of several packages; only tests
+// import it.
+package simulatetest
+
+import (
+	"testing"
+
+	"kvrouter/internal/engine"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/router"
+	"kvrouter/internal/simulate"
+)
+
+// New returns a run with 8 workers of the default engine. A load from 64 on is a number
+// of requests in flight, a smaller one a speedup.
+func New(requests []simulate.TraceRequest, rule string, load float64) simulate.Simulation {
+	s := simulate.Simulation{Requests: requests, Policy: rule, Knobs: policy.DefaultSettings(), Index: router.DefaultIndexSettings(), Workers: 8, Engine: engine.DefaultSettings(), Seed: 1}
+	if load >= 64 {
+		s.Concurrency = int(load)
+	} else {
+		s.Speedup = load
+	}
+	return s
+}
+
+// MustRun runs the simulation and returns its report.
+func MustRun(t testing.TB, s simulate.Simulation) *simulate.Report {
+	t.Helper()
+	report, err := s.Run()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return report
+}

@@ -1,0 +1,16 @@
+// Package testkit has what tests of several packages share; only tests import it.
+package testkit
+
+import (
+	"kvrouter/internal/kv"
+)
+
+// BlockSize is the block size of routers and event streams in tests, in tokens.
+const BlockSize = 4
+
+// W0, W1 and W2 are workers with one rank.
+var (
+	W0 = kv.WorkerKey{Worker: 0}
+	W1 = kv.WorkerKey{Worker: 1}
+	W2 = kv.WorkerKey{Worker: 2}
+)

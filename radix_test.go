@@ -1,0 +1,151 @@
+package main
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/radix"
+	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
+)
+
+func TestCacheFlagsAreChecked(t *testing.T) {
+	for _, test := range []struct{ args, want string }{
+		{"--policy cache-threshold", ""},
+		{"--policy variance --prefix-source approx --max-tree-size 1000 --eviction-interval 0.5 --no-cache-correction", ""},
+		{"--policy variance --no-kv-events --prefix-source approx", ""},
+		{"--policy cache-threshold --prefix-source events --router-predicted-ttl-secs 5", ""},
+		{"--policy cache-threshold --cache-threshold 1.5", "--cache-threshold 1.5: give a share"},
+		{"--policy cache-threshold --cache-threshold NaN", "--cache-threshold NaN: give a share"},
+		{"--policy variance --variance-k=-1", "--variance-k -1: give a number"},
+		{"--policy variance --balance-abs-threshold=-1", "--balance-abs-threshold -1"},
+		{"--policy variance --balance-rel-threshold Inf", "--balance-rel-threshold"},
+		{"--policy variance --prefix-source tree", "--prefix-source tree: give events or approx"},
+		{"--policy kv --prefix-source approx", "goes with --policy cache-threshold or variance"},
+		{"--policy variance --no-kv-events --prefix-source events", "exclude each other"},
+		{"--policy variance --router-predicted-ttl-secs 5 --prefix-source approx", "all is predicted"},
+		{"--policy variance --no-kv-events --router-predicted-ttl-secs 5", "all is predicted"},
+		{"--policy variance --max-tree-size 0", "--max-tree-size 0: give 1 to"},
+		{"--policy variance --eviction-interval 0", "--eviction-interval 0: give more than 0"},
+	} {
+		_, _, err := ParseConfig(append([]string{"--engine=mocker"}, strings.Fields(test.args)...))
+		if (err == nil) != (test.want == "") || err != nil && !strings.Contains(err.Error(), test.want) {
+			t.Errorf("%s: %v, want %q", test.args, err, test.want)
+		}
+	}
+	if _, _, err := ParseConfig(strings.Fields("simulate --trace t --concurrency 1 --policy round-robin,variance --prefix-source approx")); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestThePrefixSourceDecidesWhetherEventsAreFollowed(t *testing.T) {
+	for _, test := range []struct {
+		policy, source string
+		noEvents       bool
+		trees, follows bool
+	}{
+		{"cache-threshold", "", false, false, true},
+		{"cache-threshold", router.PrefixEvents, false, false, true},
+		{"variance", router.PrefixApprox, false, true, false},
+		{"variance", "", true, true, false},
+		{"variance", router.PrefixApprox, true, true, false},
+		{"kv", router.PrefixApprox, false, false, true}, // beside one of the two in a simulation
+	} {
+		config := Config{Policy: test.policy, Scoring: policy.DefaultSettings(), Index: router.DefaultIndexSettings()}
+		config.Index.PrefixSource, config.Index.NoKVEvents = test.source, test.noEvents
+		config.Index.MaxTreeSize = 1000
+		trees, is := router.NewIndex(config.Index, config.Policy, config.Scoring, 64, time.Now).(*radix.Trees)
+		if is != test.trees || config.KVEvents() != test.follows {
+			t.Errorf("%+v: trees %v, follows %v", test, is, config.KVEvents())
+		}
+		if !is {
+			continue
+		}
+		if blocks, every := trees.Limits(); blocks != 15 || every != time.Minute {
+			t.Errorf("trees of %d blocks, evicted every %v", blocks, every)
+		}
+	}
+}
+
+func TestWithoutOverlapWeightThereIsNoIndex(t *testing.T) {
+	zero := 0.0
+	knobs := policy.DefaultSettings()
+	knobs.OverlapScoreWeight = &zero
+	x := router.NewIndex(router.DefaultIndexSettings(), "kv", knobs, testkit.BlockSize, time.Now)
+	if err := x.Store(testkit.W0, 0, false, testkit.Chain(testkit.Prompt(1, 3))); err != nil {
+		t.Fatal(err)
+	}
+	if got := x.Match(testkit.Prompt(1, 3), nil); got != nil {
+		t.Errorf("matches %v", got)
+	}
+	if _, exact := router.NewIndex(router.DefaultIndexSettings(), "work", knobs, testkit.BlockSize, time.Now).(*radix.Tree); !exact {
+		t.Error("policy work, which has no such weight, has no index")
+	}
+	config := Config{Policy: "kv", Scoring: knobs}
+	if config.KVEvents() {
+		t.Error("events are followed that nothing uses")
+	}
+}
+
+func TestRouterStartsFromAPeersIndex(t *testing.T) {
+	first := startSelection(t)
+	first.two()
+	second := startSelection(t, "--indexer-peers="+first.selection)
+	testkit.Eventually(t, 10*time.Second, "the peer's index is there", func() bool { return second.rooms.index.Blocks(kv.WorkerKey{Worker: 1}) == 2 })
+	text := func(s *selectionSite) string { return ask(t, s.selection, "GET", "/dump", nil).Raw }
+	if a, b := text(first), text(second); a != b {
+		t.Errorf("dumps differ:\n%s\n%s", a, b)
+	}
+	second.register(1)
+	second.want("POST", "/select", prompt12(nil), 200, "worker_id 1", "overlap.longest_matched 8")
+}
+
+func TestRouterTakesFromItsPeerWhatAWorkerCannotReplay(t *testing.T) {
+	farm := startMockSite(t, 1)
+	key := kv.WorkerKey{}
+	chat := func(i int) {
+		t.Helper()
+		if _, err := farm.chat(t.Context(), say(strings.Repeat(fmt.Sprint("chat ", i, " "), 60)), false, 1); err != nil {
+			t.Fatal(err)
+		}
+	}
+	chat(1)
+	farm.settle()
+	before := farm.rooms.index.Blocks(key)
+	second := startBeside(t, farm, ",replay=tcp"+deadURL(t)[len("http"):], "--indexer-peers="+farm.selection)
+	testkit.Eventually(t, 20*time.Second, "events followed", func() bool {
+		stats := second.rooms.fleet.Streams()[key]
+		return stats != nil && stats.Connected.Load() && farm.rank(key).Events.Pub.Subscribers() == 2
+	})
+	chat(2)
+	farm.settle()
+	all := farm.rooms.index.Blocks(key)
+	testkit.Eventually(t, 20*time.Second, "all blocks taken over", func() bool { return second.rooms.index.Blocks(key) == all })
+	stats := second.rooms.fleet.Streams()[key]
+	if before == 0 || all <= before || stats.PeerDumps.Load() == 0 || stats.Cold.Load() {
+		t.Errorf("%d blocks, then %d; %v", before, all, stats.Counts())
+	}
+}
+
+func TestReplicaSettingsAreChecked(t *testing.T) {
+	for _, c := range []struct {
+		args []string
+		ok   bool
+	}{
+		{[]string{"--replica-sync", "--replica-peers=a:7100,[::1]:7101"}, true},
+		{[]string{"--replica-sync"}, true},
+		{[]string{"--replica-peers=a:7100"}, false},
+		{[]string{"--replica-sync", "--replica-peers=a"}, false},
+		{[]string{"--replica-sync", "--replica-peers=a:0"}, false},
+		{[]string{"--replica-sync", "--replica-peers=:7100"}, false},
+		{[]string{"--replica-sync", "--replica-sync-port=8000"}, false}, // the OpenAI port
+	} {
+		if _, _, err := ParseConfig(append([]string{"--engine=mocker"}, c.args...)); (err == nil) != c.ok {
+			t.Errorf("%v: %v", c.args, err)
+		}
+	}
+}

@@ -1,0 +1,713 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net/http"
+	"os"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/engine"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/web"
+)
+
+// The soak tests keep simulated workers busy through real sockets. They run for
+// KVROUTER_SOAK (such as 60s; `make soak` sets it) and not at all without it.
+
+const (
+	soakRequests = 200    // in flight
+	soakPrompts  = 10_000 // remembered, to look them up
+	// soakPause is how long a worker may be stopped to look at its cache.
+	soakPause = 300 * time.Millisecond
+)
+
+// soak is a run of many clients, each of which has one chat after the other:
+// one of a few system prompts and several turns that carry the answers before.
+type soak struct {
+	site   *mockSite
+	client *http.Client
+	system []string
+	limit  time.Duration // no answer may take longer
+
+	mu       sync.Mutex // guards what follows
+	exact    int        // predicted as many cached tokens as the worker reported
+	over     int        // predicted more
+	under    int        // predicted fewer
+	refused  map[int]int
+	broken   int // streams that ended with an error event
+	hung     int
+	odd      []string // neither an answer nor one clear error
+	prompts  [][]map[string]string
+	seen     int // of prompts, those replaced included
+	cached   int
+	prompted int
+}
+
+func soakTime(t *testing.T) time.Duration {
+	t.Helper()
+	d, err := time.ParseDuration(os.Getenv("KVROUTER_SOAK"))
+	if err != nil {
+		t.Skip("set KVROUTER_SOAK=60s, or run `make soak`")
+	}
+	return d
+}
+
+func newSoak(site *mockSite, limit time.Duration) *soak {
+	s := &soak{site: site, limit: limit, refused: map[int]int{}, client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: soakRequests}}}
+	random := rand.New(rand.NewPCG(1, 1))
+	for range 40 {
+		s.system = append(s.system, soakText(random, 1500))
+	}
+	return s
+}
+
+// soakText returns about n bytes of words.
+func soakText(random *rand.Rand, n int) string {
+	words := strings.Fields(mocker.Vocabulary)
+	var text strings.Builder
+	for text.Len() < n {
+		text.WriteString(words[random.IntN(len(words))])
+		text.WriteByte(' ')
+	}
+	return text.String()
+}
+
+// run has the clients ask for d, and calls every from time to time.
+func (s *soak) run(d time.Duration, every func(elapsed time.Duration)) {
+	ctx, cancel := context.WithTimeout(context.Background(), d)
+	defer cancel()
+	var clients sync.WaitGroup
+	for i := range soakRequests {
+		clients.Go(func() {
+			// All at once would only show how many ask a cold worker for the same
+			// system prompt before it has computed it.
+			select {
+			case <-time.After(d / 10 * time.Duration(i) / soakRequests):
+			case <-ctx.Done():
+			}
+			random := rand.New(rand.NewPCG(uint64(i), 2))
+			for ctx.Err() == nil {
+				s.converse(ctx, random)
+			}
+		})
+	}
+	began := time.Now()
+	ticker := time.NewTicker(max(time.Second, d/12))
+	for running := true; running; {
+		select {
+		case <-ctx.Done():
+			running = false
+		case <-ticker.C:
+			every(time.Since(began))
+		}
+	}
+	ticker.Stop()
+	clients.Wait()
+	s.client.CloseIdleConnections()
+}
+
+// converse has one chat of some turns.
+func (s *soak) converse(ctx context.Context, random *rand.Rand) {
+	messages := []map[string]string{{"role": "system", "content": s.system[random.IntN(len(s.system))]}}
+	for range 4 {
+		if ctx.Err() != nil {
+			return
+		}
+		messages = append(messages, map[string]string{"role": "user", "content": soakText(random, 100+random.IntN(500))})
+		text, ok := s.ask(messages, random.IntN(2) == 0, 30+random.IntN(70))
+		if !ok {
+			return
+		}
+		messages = append(messages, map[string]string{"role": "assistant", "content": text})
+	}
+}
+
+// ask sends one request to its end and counts how it ended; ok: an answer.
+func (s *soak) ask(messages []map[string]string, stream bool, tokens int) (text string, ok bool) {
+	ctx, cancel := context.WithTimeout(context.Background(), s.limit)
+	defer cancel()
+	fields := map[string]any{"messages": messages, "max_tokens": tokens, "stream": stream}
+	if stream {
+		fields["stream_options"] = map[string]bool{"include_usage": true}
+	}
+	body := mocker.MustJSON(fields)
+	request, _ := http.NewRequestWithContext(ctx, http.MethodPost, s.site.openAI+"/v1/chat/completions", bytes.NewReader(body))
+	response, err := s.client.Do(request)
+	if err != nil {
+		s.note(func() { s.failed(ctx, err.Error()) })
+		return "", false
+	}
+	defer response.Body.Close()
+	var u proxy.Usage
+	whole, broken := false, false
+	if !stream || response.StatusCode != http.StatusOK {
+		answer, err := io.ReadAll(response.Body)
+		if err != nil || !gjson.ValidBytes(answer) {
+			s.note(func() { s.failed(ctx, fmt.Sprintf("%d %.100s %v", response.StatusCode, answer, err)) })
+			return "", false
+		}
+		if response.StatusCode != http.StatusOK {
+			s.note(func() {
+				s.refused[response.StatusCode]++
+				if gjson.GetBytes(answer, "error.message").Str == "" {
+					s.odd = append(s.odd, string(answer))
+				}
+			})
+			return "", false
+		}
+		text, u, whole = gjson.GetBytes(answer, "choices.0.message.content").Str, proxy.ReadUsage(answer), true
+	} else {
+		lines := bufio.NewScanner(response.Body)
+		lines.Buffer(nil, 1<<20)
+		for lines.Scan() {
+			data, found := strings.CutPrefix(lines.Text(), "data: ")
+			switch {
+			case !found:
+			case data == "[DONE]":
+				whole = true
+			case strings.Contains(data, `"error"`):
+				broken = true
+			default:
+				text += gjson.Get(data, "choices.0.delta.content").Str
+				if got := proxy.ReadUsage([]byte(data)); got.Known {
+					u = got
+				}
+			}
+		}
+	}
+	predicted, _ := strconv.Atoi(response.Header.Get(web.HeaderOverlap))
+	s.note(func() {
+		switch {
+		case broken:
+			s.broken++
+		case !whole || !u.Known || len(text) != u.OutputTokens:
+			s.failed(ctx, fmt.Sprintf("answer %.100q ended early, usage %+v", text, u))
+		case predicted == u.CachedTokens:
+			s.exact++
+		case predicted > u.CachedTokens:
+			s.over++
+		default:
+			s.under++
+		}
+		s.cached += u.CachedTokens
+		s.prompted += u.PromptTokens
+		if at := soakSlot(s.seen); at == len(s.prompts) {
+			s.prompts = append(s.prompts, messages)
+		} else {
+			s.prompts[at] = messages
+		}
+		s.seen++
+	})
+	return text, whole && !broken
+}
+
+func (s *soak) note(f func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	f()
+}
+
+func (s *soak) failed(ctx context.Context, what string) {
+	if ctx.Err() != nil {
+		s.hung++
+		return
+	}
+	s.odd = append(s.odd, what)
+}
+
+func (s *soak) String() string {
+	answers := s.exact + s.over + s.under
+	return fmt.Sprintf("%d answers, %.3f %% predicted exactly (%d too many, %d too few), %.1f %% of %d prompt tokens cached; %d broken streams, refused %v, %d hung, %d odd",
+		answers, 100*float64(s.exact)/float64(max(1, answers)), s.over, s.under, 100*float64(s.cached)/float64(max(1, s.prompted)), s.prompted, s.broken, s.refused, s.hung, len(s.odd))
+}
+
+// standing is what came out of holding the index against the workers' caches,
+// prompt by prompt.
+type standing struct {
+	workers int // compared
+	prompts int // compared, with each worker
+	blocks  int // that the caches hold of them
+	wrong   int // matches that go further than the cache
+	missing int // matches that do not go as far
+}
+
+// compare stops each worker's engine in turn until the index has seen all that
+// it told, and holds the index against its cache. A worker that hangs or dies
+// is left out, and so is one whose last batch was dropped: that only shows after
+// a while, and its clients cannot wait as long.
+func (s *soak) compare(t *testing.T, asked [][]map[string]string) (found standing) {
+	t.Helper()
+	var prompts, sequences [][]uint64
+	for _, messages := range asked {
+		tokens, err := s.site.rooms.model.ChatTokens(mocker.MustJSON(map[string]any{"messages": messages}))
+		if err != nil {
+			t.Fatal(err)
+		}
+		local := kv.HashBlocks(nil, tokens, s.site.rooms.config.BlockSize, "", "")
+		prompts, sequences = append(prompts, local), append(sequences, kv.SequenceHashes(nil, local))
+	}
+	var matches []kv.Match
+	for i := range s.site.rooms.config.NumWorkers {
+		key := kv.WorkerKey{Worker: uint64(i)}
+		if s.site.rooms.mocker.Worker(i).Hung.Load() {
+			continue
+		}
+		s.site.rank(key).Ask(t.Context(), func(e *engine.Engine) {
+			limit := time.Now().Add(soakPause)
+			for !s.site.inStep(key) {
+				if time.Now().After(limit) {
+					return
+				}
+				<-time.After(time.Millisecond)
+			}
+			found.workers++
+			for n, local := range prompts {
+				cached := slices.IndexFunc(sequences[n], func(h uint64) bool { return e.Pool.Find(h) == 0 })
+				if cached < 0 {
+					cached = len(local)
+				}
+				indexed := 0
+				matches = s.site.rooms.index.Match(local, matches[:0])
+				for _, m := range matches {
+					if m.Worker == key {
+						indexed = m.Blocks
+					}
+				}
+				found.prompts++
+				found.blocks += cached
+				if indexed > cached {
+					found.wrong++
+				} else if indexed < cached {
+					found.missing++
+				}
+			}
+		})
+	}
+	return found
+}
+
+func (f standing) String() string {
+	return fmt.Sprintf("index against the caches of %d workers: %d prompts, %d blocks cached, %d wrong, %d incomplete", f.workers, f.prompts, f.blocks, f.wrong, f.missing)
+}
+
+// look compares some of the first and of the newest prompts.
+func (s *soak) look(t *testing.T) standing {
+	const some = 300
+	var asked [][]map[string]string
+	s.note(func() {
+		asked = slices.Clone(s.prompts[:min(some, len(s.prompts))])
+		for i := s.seen - some; i >= 0 && i < s.seen; i++ {
+			asked = append(asked, s.prompts[soakSlot(i)])
+		}
+	})
+	return s.compare(t, asked)
+}
+
+// soakSlot is where the prompt seen as number i is kept. The first show what
+// should be gone by the end, the newest what should be there.
+func soakSlot(i int) int {
+	if i < soakPrompts {
+		return i
+	}
+	return soakPrompts/2 + i%(soakPrompts/2)
+}
+
+// footprint is what the process uses, its garbage collected.
+type footprint struct {
+	goroutines int
+	heap       uint64 // bytes, without the mock workers' replay buffers
+	replay     uint64 // bytes of those
+}
+
+func (f footprint) String() string {
+	return fmt.Sprintf("%d goroutines, heap %d MB and replay buffers %d MB", f.goroutines, f.heap>>20, f.replay>>20)
+}
+
+func (s *soak) footprint() footprint {
+	var f footprint
+	for i := range s.site.rooms.config.NumWorkers {
+		e := s.site.rank(kv.WorkerKey{Worker: uint64(i)}).Events
+		e.Mu.Lock()
+		for _, payload := range e.Kept {
+			f.replay += uint64(cap(payload))
+		}
+		e.Mu.Unlock()
+	}
+	runtime.GC()
+	var stats runtime.MemStats
+	runtime.ReadMemStats(&stats)
+	f.goroutines, f.heap = runtime.NumGoroutine(), stats.HeapAlloc-min(f.replay, stats.HeapAlloc)
+	return f
+}
+
+func TestSoak(t *testing.T) {
+	d := soakTime(t)
+	site := startMockSite(t, 8, "--speedup-ratio=10", "--mock-num-gpu-blocks=4096")
+	s := newSoak(site, 2*time.Minute)
+	idle := s.footprint()
+	// What fills up to its bound does so before the first look; both looks are
+	// at a house without requests, so that what they hold does not count.
+	s.run(d/3, func(time.Duration) {})
+	s.freed(t)
+	s.quiet(t, idle)
+	before := s.footprint()
+	s.run(d, func(elapsed time.Duration) {
+		t.Logf("%3.0f s: %s, %d in flight", elapsed.Seconds(), s.footprint(), site.inFlight())
+	})
+	t.Log(s)
+	s.freed(t)
+	site.settle()
+	found := s.compare(t, s.prompts)
+	t.Log(found)
+	if found.wrong > 0 || found.missing > 0 || found.workers < 8 || found.blocks == 0 {
+		t.Error("the index is not what the workers hold")
+	}
+	if answers := s.exact + s.over + s.under; answers == 0 || float64(s.exact) < 0.99*float64(answers) {
+		t.Error("too few predictions are exact")
+	}
+	if s.hung > 0 || s.broken > 0 || len(s.refused) > 0 || len(s.odd) > 0 {
+		t.Errorf("not every request was answered: %q", s.odd[:min(5, len(s.odd))])
+	}
+	s.quiet(t, idle)
+	after := s.footprint()
+	t.Logf("without requests: at first %s; after %.0f s %s; after %.0f s more %s", idle, (d / 3).Seconds(), before, d.Seconds(), after)
+	if after.heap > before.heap+before.heap/4 {
+		t.Errorf("the heap grew from %d to %d bytes", before.heap, after.heap)
+	}
+}
+
+// quiet waits until the goroutines of requests and their connections have ended.
+func (s *soak) quiet(t *testing.T, idle footprint) {
+	t.Helper()
+	testkit.Eventually(t, 15*time.Second, "goroutines gone", func() bool { return runtime.NumGoroutine() <= idle.goroutines+20 })
+}
+
+// freed waits until no request is booked and checks that none left anything.
+func (s *soak) freed(t *testing.T) {
+	t.Helper()
+	testkit.Eventually(t, 20*time.Second, "all bookings freed", func() bool { return s.site.inFlight() == 0 })
+	for _, target := range s.site.rooms.router.Targets() {
+		if load := s.site.rooms.router.Load(target.Key); load.PrefillTokens != 0 {
+			t.Errorf("%v still has %d prompt tokens booked", target.Key, load.PrefillTokens)
+		}
+	}
+}
+
+func TestSoakWithFaults(t *testing.T) {
+	d := soakTime(t)
+	site := startMockSite(t, 8, "--speedup-ratio=10", "--mock-num-gpu-blocks=1536", "--request-timeout=5s",
+		"--mock-drop-events=0.01", "--mock-duplicate-events=0.01", "--mock-crash-every=10s", "--mock-hang-worker=7=15s")
+	s := newSoak(site, time.Minute)
+	looks := 0
+	s.run(d, func(elapsed time.Duration) {
+		found := s.look(t)
+		t.Logf("%3.0f s: %s", elapsed.Seconds(), found)
+		looks += found.workers
+		if found.wrong > 0 {
+			t.Error("a wrong match outlived a replay")
+		}
+	})
+	t.Log(s)
+	site.settle() // after the last batch that was dropped, too
+	found := s.compare(t, s.prompts)
+	t.Log(found)
+	if found.wrong > 0 || found.blocks == 0 || looks == 0 {
+		t.Error("wrong matches are left, or nothing was compared")
+	}
+	if s.hung > 0 || len(s.odd) > 0 {
+		t.Errorf("%d clients hung, odd answers %q", s.hung, s.odd[:min(5, len(s.odd))])
+	}
+	if s.exact == 0 {
+		t.Error("no answers")
+	}
+	testkit.Eventually(t, 20*time.Second, "all bookings freed", func() bool {
+		for i := range 8 {
+			if site.rooms.router.Load(kv.WorkerKey{Worker: uint64(i)}).InFlight != 0 {
+				return false
+			}
+		}
+		return true
+	})
+	restarts, gaps := 0, uint64(0)
+	for _, w := range site.rooms.fleet.Workers() {
+		restarts += w.Restarts
+	}
+	for _, stats := range site.rooms.fleet.Streams() {
+		gaps += stats.Gaps.Load()
+	}
+	t.Logf("%d restarts, %d gaps in the streams that run now", restarts, gaps)
+}
+
+// churn keeps two routers over the same workers busy while all about them comes
+// and goes: workers that crash, workers that are registered and taken away,
+// clients that leave, and the second router itself.
+type churn struct {
+	t     *testing.T
+	first *mockSite // starts workers of its own
+	farm  *mockSite // whose workers are registered with the first
+	ports int       // of the second router: OpenAI, router port, replica port; then the first's replica port
+	chats int       // different ones
+
+	client  *http.Client
+	whole   atomic.Int64 // answers that came to their end
+	left    atomic.Int64 // clients that went away
+	refused atomic.Int64 // clear errors
+	broken  atomic.Int64 // answers that a dying worker or router cut short
+	hung    atomic.Int64
+	changes atomic.Int64 // workers registered or taken away
+	routers atomic.Int64 // times that the second router was started
+	moved   atomic.Int64 // requests of others that the first router has seen at a time, at most
+	wrong   atomic.Pointer[string]
+}
+
+const (
+	churnClients = 60
+	churnWorkers = 4 // that the first router starts, and as many to be registered
+	// churnFarmID is the id of the first worker that is registered.
+	churnFarmID = 100
+)
+
+func TestSoakWithChurn(t *testing.T) {
+	d := soakTime(t)
+	c := newChurn(t)
+	c.ports = testkit.FreePorts(t, 4)
+	c.farm = startMockSite(t, churnWorkers, "--speedup-ratio=10", "--mock-num-gpu-blocks=2048")
+	c.first = startMockSite(t, churnWorkers, "--speedup-ratio=10", "--mock-num-gpu-blocks=2048", "--policy=kv", "--mock-crash-every=7s",
+		"--replica-sync", fmt.Sprintf("--replica-sync-port=%d", c.ports+3), fmt.Sprintf("--replica-peers=127.0.0.1:%d", c.ports+2))
+	quiet := c.footprint()
+	c.run(d / 4)
+	c.idle(quiet)
+	early := c.footprint()
+	c.run(d)
+	c.idle(quiet)
+	late := c.footprint()
+	t.Logf("%d answers, %d clients left, %d refused, %d cut short, %d hung; %d workers registered or taken away, %d second routers, at most %d of their requests seen at a time",
+		c.whole.Load(), c.left.Load(), c.refused.Load(), c.broken.Load(), c.hung.Load(), c.changes.Load(), c.routers.Load(), c.moved.Load())
+	t.Logf("without requests: after %s %s; after %s more %s", d/4, early, d, late)
+	if wrong := c.wrong.Load(); wrong != nil {
+		t.Error(*wrong)
+	}
+	if c.hung.Load() > 0 || c.whole.Load() == 0 || c.left.Load() == 0 || c.changes.Load() == 0 || c.routers.Load() == 0 || c.moved.Load() == 0 {
+		t.Error("clients hung, or nothing happened")
+	}
+	if late.heap > early.heap+early.heap/4+8<<20 {
+		t.Errorf("the heap grew from %d to %d bytes", early.heap, late.heap)
+	}
+	for _, site := range []*mockSite{c.first, c.farm} { // both, before either looks for goroutines that are left
+		if err := site.end(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func newChurn(t *testing.T) *churn {
+	return &churn{t: t, chats: 40, client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: churnClients}}}
+}
+
+// footprint is what is used without requests, without the farm's replay buffers
+// too.
+func (c *churn) footprint() footprint {
+	f := (&soak{site: c.first}).footprint()
+	if c.farm == nil {
+		return f
+	}
+	farm := (&soak{site: c.farm}).footprint()
+	f.heap -= min(farm.replay, f.heap)
+	f.replay += farm.replay
+	return f
+}
+
+// fail keeps the first thing that went wrong in a goroutine.
+func (c *churn) fail(format string, args ...any) {
+	text := fmt.Sprintf(format, args...)
+	c.wrong.CompareAndSwap(nil, &text)
+}
+
+// run has everything come and go for d, and ends all requests.
+func (c *churn) run(d time.Duration) {
+	ctx, cancel := context.WithTimeout(context.Background(), d)
+	defer cancel()
+	var all sync.WaitGroup
+	for i := range churnClients {
+		all.Go(func() { c.ask(ctx, rand.New(rand.NewPCG(uint64(i), 3)), c.first.openAI, i%3 == 0) })
+		if i%3 == 0 {
+			all.Go(func() {
+				c.ask(ctx, rand.New(rand.NewPCG(uint64(i), 4)), fmt.Sprintf("http://127.0.0.1:%d", c.ports), false)
+			})
+		}
+	}
+	all.Go(func() { c.register(ctx) })
+	all.Go(func() {
+		for c.pause(ctx, 20*time.Millisecond) {
+			if n := c.first.rooms.replicas.Held.Load(); n > c.moved.Load() {
+				c.moved.Store(n)
+			}
+		}
+	})
+	c.replica(ctx)
+	all.Wait()
+	c.client.CloseIdleConnections()
+}
+
+// pause waits for d; not ok: ctx has ended.
+func (c *churn) pause(ctx context.Context, d time.Duration) bool {
+	select {
+	case <-ctx.Done():
+		return false
+	case <-time.After(d):
+		return true
+	}
+}
+
+// ask sends one request after the other; leave: some clients go away before the
+// end.
+func (c *churn) ask(ctx context.Context, random *rand.Rand, url string, leave bool) {
+	for ctx.Err() == nil {
+		limit := time.Minute
+		if leave {
+			limit = time.Duration(1+random.IntN(150)) * time.Millisecond
+		}
+		text := fmt.Sprint("chat ", random.IntN(c.chats), " ", strings.Repeat("come and go ", 20+random.IntN(60)))
+		c.one(url, say(text), random.IntN(2) == 0, 20+random.IntN(100), limit, leave)
+		c.pause(ctx, time.Duration(random.IntN(20))*time.Millisecond)
+	}
+}
+
+// one sends a request and counts how it ended.
+func (c *churn) one(url string, messages []map[string]string, stream bool, tokens int, limit time.Duration, leave bool) {
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	defer cancel()
+	body := strings.NewReader(string(mocker.MustJSON(map[string]any{"messages": messages, "max_tokens": tokens, "stream": stream})))
+	request, _ := http.NewRequestWithContext(ctx, http.MethodPost, url+testkit.ChatPath, body)
+	response, err := c.client.Do(request)
+	end := ""
+	if err == nil {
+		defer response.Body.Close()
+		lines := bufio.NewReader(response.Body)
+		for err == nil {
+			var line string
+			if line, err = lines.ReadString('\n'); strings.TrimSpace(line) != "" {
+				end = line
+			}
+		}
+		if err == io.EOF {
+			err = nil
+		}
+	}
+	switch {
+	case ctx.Err() != nil && leave:
+		c.left.Add(1)
+	case ctx.Err() != nil:
+		c.hung.Add(1)
+	case err != nil: // the second router is not there, or went away
+		c.broken.Add(1)
+	case response.StatusCode != http.StatusOK:
+		c.refused.Add(1)
+		if !strings.Contains(end, `"error"`) {
+			c.fail("%s: %.200s", response.Status, end)
+		}
+	case stream && strings.TrimSpace(end) != "data: [DONE]":
+		c.broken.Add(1)
+	default:
+		c.whole.Add(1)
+	}
+}
+
+// register registers the farm's workers with the first router, and takes them
+// away again.
+func (c *churn) register(ctx context.Context) {
+	random := rand.New(rand.NewPCG(5, 5))
+	there := make([]bool, churnWorkers)
+	toggle := func(i int) {
+		w := c.farm.rooms.fleet.Workers()[i]
+		url, method, body, want := c.first.selection+"/workers", http.MethodPost, string(mocker.MustJSON(map[string]any{
+			"worker_id": churnFarmID + i, "model_name": "mock", "endpoint": w.URL, "kv_events_endpoint": w.KVEvents, "replay_endpoint": w.Replay, "block_size": 64,
+		})), http.StatusCreated
+		if there[i] {
+			url, method, body, want = fmt.Sprintf("%s/%d", url, churnFarmID+i), http.MethodDelete, "", http.StatusOK
+		}
+		request, _ := http.NewRequest(method, url, strings.NewReader(body))
+		response, err := http.DefaultClient.Do(request)
+		if err != nil {
+			c.fail("%s %s: %v", method, url, err)
+			return
+		}
+		answer, _ := io.ReadAll(response.Body)
+		response.Body.Close()
+		if response.StatusCode != want {
+			c.fail("%s %s: %s %s", method, url, response.Status, answer)
+		}
+		there[i] = !there[i]
+		c.changes.Add(1)
+	}
+	for c.pause(ctx, time.Duration(100+random.IntN(400))*time.Millisecond) {
+		toggle(random.IntN(churnWorkers))
+	}
+	for i, is := range there {
+		if is {
+			toggle(i)
+		}
+	}
+}
+
+// replica starts the second router over the first one's workers, and ends it
+// again.
+func (c *churn) replica(ctx context.Context) {
+	args := []string{"--engine=none", "--policy=kv", "--drain-timeout=300ms", "--replica-sync",
+		fmt.Sprintf("--http-port=%d", c.ports), fmt.Sprintf("--router-port=%d", c.ports+1),
+		fmt.Sprintf("--replica-sync-port=%d", c.ports+2), fmt.Sprintf("--replica-peers=127.0.0.1:%d", c.ports+3)}
+	for i := range churnWorkers {
+		args = append(args, fmt.Sprintf("--worker=url=%s,id=%d", c.first.workerURL(i), i))
+	}
+	for running := true; running; {
+		second, end := runApp(c.t, io.Discard, args...)
+		c.routers.Add(1)
+		running = c.pause(ctx, 3*time.Second)
+		if err := end(); err != nil && running {
+			c.fail("the second router: %v", err)
+		}
+		c.freed("the second router", second.router)
+	}
+}
+
+// idle waits until nothing is booked on the first router and nothing runs any
+// more that requests have started.
+func (c *churn) idle(quiet footprint) {
+	c.t.Helper()
+	c.freed("the first router", c.first.rooms.router)
+	http.DefaultClient.CloseIdleConnections()
+	(&soak{site: c.first}).quiet(c.t, quiet)
+}
+
+// freed waits until a router has nothing booked.
+func (c *churn) freed(what string, rt *router.Router) {
+	c.t.Helper()
+	var loads []router.WorkerLoad
+	defer func() {
+		if c.t.Failed() {
+			c.t.Logf("%s: %+v", what, loads)
+		}
+	}()
+	testkit.Eventually(c.t, 20*time.Second, what+" has nothing booked", func() bool {
+		loads = rt.Loads()
+		return !slices.ContainsFunc(loads, func(l router.WorkerLoad) bool { return l != router.WorkerLoad{Key: l.Key} })
+	})
+}
