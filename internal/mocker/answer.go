@@ -3,18 +3,19 @@ package mocker
 import (
 	"cmp"
 	"fmt"
-	"kvrouter/internal/engine"
-	"kvrouter/internal/jsonbody"
-	"kvrouter/internal/tokens"
 	"net/http"
 	"slices"
 	"sort"
 	"strconv"
 	"strings"
 	"sync/atomic"
+
+	"kvrouter/internal/engine"
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/tokens"
 )
 
-// mockAnswer is the answer to one request: some choices to each of its prompts.
+// Answer is the answer to one request: some choices to each of its prompts.
 type Answer struct {
 	chat      bool
 	id        string
@@ -33,7 +34,7 @@ type Answer struct {
 	transfer string // kv_transfer_params, JSON; empty: null
 }
 
-// mockChoice is one of an answer's texts, made up beforehand; one request to
+// Choice is one of an answer's texts, made up beforehand; one request to
 // the engine says when it comes. That belongs to the engine's goroutine.
 type Choice struct {
 	Answer  *Answer
@@ -68,7 +69,7 @@ func (c *Choice) advance(r *engine.Request) {
 	signalOnce(c.Answer.More)
 }
 
-// mockStop is what ends an answer before its length.
+// Stop is what ends an answer before its length.
 type Stop struct {
 	Texts     []string
 	Tokens    []uint32
@@ -77,7 +78,7 @@ type Stop struct {
 	ignoreEnd bool // it does not end by itself
 }
 
-// cut ends a choice of those tokens where vLLM, which looks after each of them,
+// Cut ends a choice of those tokens where vLLM, which looks after each of them,
 // ends it. The text of a stop token that is not told is not looked at either.
 func (s *Stop) Cut(c *Choice, tokens []uint32) {
 	start := func(token int) int { // of its text
@@ -113,7 +114,7 @@ func (s *Stop) Cut(c *Choice, tokens []uint32) {
 	c.Text = c.Text[:told]
 }
 
-// part returns the text that the tokens from sent to below now make known.
+// Part returns the text that the tokens from sent to below now make known.
 func (c *Choice) Part(now int) string {
 	return c.Text[c.known(c.Sent):c.known(now)]
 }

@@ -7,24 +7,25 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"kvrouter/internal/engine"
-	"kvrouter/internal/jsonbody"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/vllm"
-	"kvrouter/internal/web"
-	"kvrouter/internal/zmq"
 	"net/http"
 	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"kvrouter/internal/engine"
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/vllm"
+	"kvrouter/internal/web"
+	"kvrouter/internal/zmq"
 )
 
 const (
 	// mockBodyLimit bounds a request's body, bytes.
 	mockBodyLimit = 64 << 20
-	// mockVersion is the vLLM whose answers the mock workers imitate.
+	// Version is the vLLM whose answers the mock workers imitate.
 	Version = "0.32.0+mock"
 	// mockFingerprint is the system_fingerprint that ends every answer.
 	mockFingerprint = "vllm-" + Version
@@ -330,7 +331,7 @@ func (w *Worker) body(out http.ResponseWriter, in *http.Request) (body *jsonbody
 	return body, true
 }
 
-// mockRequestID is the id of a request's answer: it holds the client's own where
+// requestID is the id of a request's answer: it holds the client's own where
 // it sent one.
 func requestID(in *http.Request, chat bool) string {
 	prefix := "cmpl-"
@@ -343,7 +344,7 @@ func requestID(in *http.Request, chat bool) string {
 	return prefix + strconv.FormatInt(time.Now().UnixNano(), 36)
 }
 
-// mockError answers with an error.
+// writeError answers with an error.
 func writeError(out http.ResponseWriter, problem *refusal) {
 	answerJSON(out, problem.status, json.RawMessage(problem.body()))
 }
@@ -372,7 +373,7 @@ func answerJSON(out http.ResponseWriter, status int, value any) {
 	_, _ = out.Write(MustJSON(value))
 }
 
-// mustJSON encodes a value that has nothing that JSON cannot say.
+// MustJSON encodes a value that has nothing that JSON cannot say.
 func MustJSON(value any) []byte {
 	text, err := json.Marshal(value)
 	if err != nil {

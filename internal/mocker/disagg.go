@@ -16,11 +16,11 @@ import (
 	"sync"
 	"time"
 
+	"github.com/tidwall/gjson"
+
 	"kvrouter/internal/engine"
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
-
-	"github.com/tidwall/gjson"
 )
 
 // Values of --mock-kv-load-failure.
@@ -38,14 +38,14 @@ const mockTransferPath = "/mock/transfer"
 // mockJoinLimit bounds the wait for a prefill worker that has the prompt already.
 const mockJoinLimit = 5 * time.Second
 
-// mockRooms are the prompts that a mock worker computes for others, by the name
+// rooms are the prompts that a mock worker computes for others, by the name
 // under which those ask for them.
 type rooms struct {
 	Mu   sync.Mutex // guards what follows, and the rooms' users, owned and taken
 	ByID map[string]*sglangRoom
 }
 
-// mockRoom is where the two legs of a request meet. It is gone when both have
+// sglangRoom is where the two legs of a request meet. It is gone when both have
 // left. Each channel is closed once.
 type sglangRoom struct {
 	users    int
@@ -104,7 +104,7 @@ func (r *rooms) first(flag *bool) bool {
 	return !was
 }
 
-// mockTransfer is the part of a request that has to do with its other leg. Only
+// transfer is the part of a request that has to do with its other leg. Only
 // the first choice has one: a prompt is handed over once.
 type transfer struct {
 	w      *Worker
@@ -371,7 +371,7 @@ func (t *transfer) join(ctx context.Context, limit time.Duration) (io.ReadCloser
 	return nil, err
 }
 
-// mockPrompt is an open request for a prompt.
+// prompt is an open request for a prompt.
 type prompt struct {
 	io.ReadCloser
 	cancel context.CancelCauseFunc
@@ -391,7 +391,7 @@ func (w *Worker) serverInfo(out http.ResponseWriter, in *http.Request) {
 	answerJSON(out, http.StatusOK, map[string]any{"disaggregation_mode": w.part.Role.String(), "disaggregation_bootstrap_port": w.part.Bootstrap.Port, "dist_init_addr": nil})
 }
 
-// mockRunning is a request that SGLang's /abort_request can name.
+// inference is a request that SGLang's /abort_request can name.
 type inference struct {
 	rid    string
 	cancel context.CancelFunc

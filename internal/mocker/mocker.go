@@ -4,10 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"kvrouter/internal/engine"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/tokens"
-	"kvrouter/internal/web"
 	"log/slog"
 	"math/rand/v2"
 	"net"
@@ -15,11 +11,16 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"kvrouter/internal/engine"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/tokens"
+	"kvrouter/internal/web"
 )
 
 // Mocker starts simulated vLLM workers in this process. From outside they are
 // like real ones: the same HTTP routes, KV events and load over the same kinds
-// of sockets. Inside, a SimEngine says how long every step takes. It is safe for
+// of sockets. Inside, a engine.Engine says how long every step takes. It is safe for
 // concurrent use.
 type Mocker struct {
 	cfg    Settings
@@ -78,7 +79,7 @@ func (m *Mocker) Start(i int) (*Worker, error) {
 	return w, nil
 }
 
-// errMockCrash is why a worker ends that --mock-crash-every ended.
+// ErrMockCrash is why a worker ends that --mock-crash-every ended.
 var ErrMockCrash = errors.New("crash asked for by --mock-crash-every")
 
 // nextCrash is how long from now worker i's next crash is: each worker in turn
@@ -99,7 +100,7 @@ func (m *Mocker) Worker(i int) *Worker {
 	return m.workers[i]
 }
 
-// MockWorker is one incarnation of a simulated worker: an HTTP server before one
+// Worker is one incarnation of a simulated worker: an HTTP server before one
 // engine for each data-parallel rank.
 type Worker struct {
 	number      int

@@ -7,13 +7,13 @@ import (
 	"strings"
 	"time"
 
+	"github.com/tidwall/gjson"
+	"github.com/zeebo/xxh3"
+
 	"kvrouter/internal/engine"
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/tokens"
-
-	"github.com/tidwall/gjson"
-	"github.com/zeebo/xxh3"
 )
 
 const (
@@ -28,7 +28,7 @@ const (
 	greedyBelow = 1e-5
 )
 
-// mockProblem is why a mock worker refuses a request, told as vLLM 0.32 does.
+// refusal is why a mock worker refuses a request, told as vLLM 0.32 does.
 type refusal struct {
 	status  int
 	kind    string // error.type
@@ -49,7 +49,7 @@ func badField(name, want string, got gjson.Result) *refusal {
 	}
 }
 
-// mockFields reads fields of a request; the first that is wrong stays in
+// fields reads fields of a request; the first that is wrong stays in
 // problem.
 type fields struct {
 	body    *jsonbody.Body

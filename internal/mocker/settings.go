@@ -3,15 +3,16 @@ package mocker
 import (
 	"errors"
 	"fmt"
-	"kvrouter/internal/engine"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/vllm"
 	"slices"
 	"strings"
 	"time"
+
+	"kvrouter/internal/engine"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/vllm"
 )
 
-// MockConfig holds the settings of simulated workers; CommandSimulate reads
+// Settings holds the settings of simulated workers; CommandSimulate reads
 // those of SimConfig. Those whose help begins with "Fault" are for tests of what
 // routes to them.
 type Settings struct {
@@ -48,7 +49,7 @@ type Settings struct {
 	Ports           vllm.Ports  `kong:"-"`
 }
 
-// DefaultMockConfig has the flags' defaults.
+// DefaultSettings has the flags' defaults.
 func DefaultSettings() Settings {
 	sim := engine.DefaultSettings()
 	return Settings{
@@ -71,7 +72,7 @@ func (c *Settings) SimConfig(blockSize int) engine.Settings {
 	return engine
 }
 
-// validate checks the settings for that many workers.
+// Validate checks the settings for that many workers.
 func (c *Settings) Validate(workers int) error {
 	for flag, value := range map[string]int{
 		"--mock-num-gpu-blocks": c.MockNumGPUBlocks, "--mock-max-num-seqs": c.MockMaxNumSeqs,

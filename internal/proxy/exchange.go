@@ -1,10 +1,11 @@
 package proxy
 
 import (
-	"kvrouter/internal/policy"
-	"kvrouter/internal/router"
 	"strconv"
 	"time"
+
+	"kvrouter/internal/policy"
+	"kvrouter/internal/router"
 )
 
 // Usage is what a worker reports of a finished request; Known says that it did.
@@ -32,5 +33,5 @@ type Exchange struct {
 	Ending     policy.Ending  // of an answer that was relayed to its end
 }
 
-// workerLabel is a worker's id as headers, logs and metrics show it.
+// WorkerLabel is a worker's id as headers, logs and metrics show it.
 func WorkerLabel(id uint64) string { return strconv.FormatUint(id, 10) }

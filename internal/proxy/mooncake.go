@@ -7,9 +7,9 @@ import (
 	"net/http"
 	"time"
 
-	"kvrouter/internal/kv"
-
 	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/kv"
 )
 
 const (

@@ -17,14 +17,14 @@ import (
 	"sync"
 	"time"
 
+	"github.com/tidwall/gjson"
+
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/router"
-
-	"github.com/tidwall/gjson"
 )
 
-// DisaggKnobs are the settings of requests that a prefill worker and a decode
+// Settings are the settings of requests that a prefill worker and a decode
 // worker share.
 type Settings struct {
 	DisaggMinUncachedTokens int           `group:"Prefill and decode apart" default:"256" help:"Fewest uncached prompt tokens for which a prefill worker is used; a decode worker computes fewer itself."`
@@ -33,7 +33,7 @@ type Settings struct {
 	EnforceDisagg           bool          `group:"Prefill and decode apart" help:"Refuse a request whose prompt no prefill worker can compute, instead of leaving it to a decode worker."`
 }
 
-// DefaultDisaggKnobs returns the defaults of the flags.
+// DefaultSettings returns the defaults of the flags.
 func DefaultSettings() Settings {
 	return Settings{DisaggMinUncachedTokens: 256, DisaggPrefillTimeout: time.Minute, DisaggHandoverTimeout: time.Minute}
 }
@@ -85,7 +85,7 @@ func NewPairs(router *router.Router, proxy *Proxy, knobs Settings, log *slog.Log
 // request is served any more.
 func (s *Pairs) Close() { s.aborts.Wait() }
 
-// prefillFailure says that a request came to nothing because its prefill leg
+// PrefillFailure says that a request came to nothing because its prefill leg
 // did.
 type PrefillFailure struct {
 	Worker uint64
@@ -105,7 +105,7 @@ type prefillRefusal struct {
 
 func (e *prefillRefusal) Error() string { return fmt.Sprintf("refused with status %d", e.status) }
 
-// legTimeout says that a part of a shared request took too long.
+// LegTimeout says that a part of a shared request took too long.
 type LegTimeout struct {
 	what, flag string
 	over       time.Duration
@@ -228,7 +228,7 @@ type legs struct {
 }
 
 // legs makes the requests of a pair, each attempt's with names of their own. The
-// error is a *prefillFailure.
+// error is a *PrefillFailure.
 func (s *Pairs) legs(ctx context.Context, u Upstream, parsed *jsonbody.Body, pair router.Pair) (legs, error) {
 	target := pair.Prefill.Target
 	l := legs{
@@ -280,7 +280,7 @@ func newRoom(t kv.Target) uint64 {
 	return room
 }
 
-// nonce returns 16 hexadecimal digits that no other request has.
+// Nonce returns 16 hexadecimal digits that no other request has.
 func Nonce() string {
 	var b [8]byte
 	rand.Read(b[:])
@@ -382,8 +382,8 @@ func (s *Pairs) concurrent(ctx context.Context, w http.ResponseWriter, l legs, x
 }
 
 // prefill sends the prefill leg and returns its answer, which is kept from the
-// client. Its booking ends here. An error is a *prefillFailure, a
-// *prefillRefusal, a *legTimeout where the decode worker may have caused it, or
+// client. Its booking ends here. An error is a *PrefillFailure, a
+// *prefillRefusal, a *LegTimeout where the decode worker may have caused it, or
 // why ctx ended.
 func (s *Pairs) prefill(ctx context.Context, l legs) ([]byte, error) {
 	booking := l.pair.Prefill.Booking

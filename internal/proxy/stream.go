@@ -4,12 +4,12 @@ import (
 	"bytes"
 	"net/http"
 
-	"kvrouter/internal/policy"
-
 	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/policy"
 )
 
-// eventScanner follows the events of one stream through the chunks they come
+// EventScanner follows the events of one stream through the chunks they come
 // in: it counts them, picks up the usage, and takes out the usage event that
 // the client did not ask for.
 type EventScanner struct {
@@ -51,7 +51,7 @@ func endingOf(status int, finish string) policy.Ending {
 	return policy.Finished
 }
 
-// scan takes the next chunk and returns what the client gets now, valid until
+// Scan takes the next chunk and returns what the client gets now, valid until
 // the next call.
 func (s *EventScanner) Scan(chunk []byte) []byte {
 	s.Count = 0
@@ -90,7 +90,7 @@ func (s *EventScanner) Scan(chunk []byte) []byte {
 	return chunk
 }
 
-// rest returns what was held back of an event that never ended.
+// Rest returns what was held back of an event that never ended.
 func (s *EventScanner) Rest() []byte {
 	if !s.HideUsage {
 		return nil

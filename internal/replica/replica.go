@@ -5,17 +5,18 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"kvrouter/internal/router"
-	"kvrouter/internal/zmq"
 	"log/slog"
 	"math/rand/v2"
 	"net"
 	"strconv"
 	"sync/atomic"
 	"time"
+
+	"kvrouter/internal/router"
+	"kvrouter/internal/zmq"
 )
 
-// ReplicaConfig holds the settings of several routers over the same workers.
+// Settings holds the settings of several routers over the same workers.
 type Settings struct {
 	ReplicaSync     bool     `group:"Replicas" help:"Tell other routers over the same workers, whose --worker ids must be the same, what is in flight from here, and count what they tell."`
 	ReplicaSyncPort int      `group:"Replicas" default:"7100" help:"Port that the other routers learn it from (ZeroMQ PUB); 0 is any free one."`
@@ -46,7 +47,7 @@ const (
 	replicaTopic = "active_sequences_events"
 )
 
-// Replicas keeps the books of several routers over the same workers alike: it
+// Mesh keeps the books of several routers over the same workers alike: it
 // tells the others what this one books, and books here what they tell. It is
 // best effort: a change that is lost stays lost, what a router had in flight
 // before it was heard of stays unknown, and blocks of answers are not told. A
@@ -67,7 +68,7 @@ type Mesh struct {
 	Held     atomic.Int64  // bookings of other routers
 }
 
-// replicaTiming holds the waits, so that tests need not.
+// timing holds the waits, so that tests need not.
 type timing struct {
 	alive          time.Duration // between messages that say nothing else
 	silence        time.Duration // after which a peer is gone
@@ -80,7 +81,7 @@ type queuedChange struct {
 	booking *router.Booking
 }
 
-// NewReplicas listens for other routers at address, host:port. Run does the
+// New listens for other routers at address, host:port. Run does the
 // rest; from then on router tells its changes.
 func New(router *router.Router, address string, peers []string, log *slog.Logger) (*Mesh, error) {
 	pub, err := zmq.NewPublisher(address)
@@ -215,7 +216,7 @@ func (r *Mesh) hear(ctx context.Context, peer string) (heard bool, err error) {
 	}
 }
 
-// replicaPeer is what is known of one other router. One goroutine uses it.
+// other is what is known of one other router. One goroutine uses it.
 type other struct {
 	replicas *Mesh
 	id       uint64

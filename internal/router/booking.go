@@ -1,12 +1,13 @@
 package router
 
 import (
-	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
-	"kvrouter/internal/radix"
 	"slices"
 	"sync/atomic"
 	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/radix"
 )
 
 // Booking is one request's entry in the books. Its methods may be called any
@@ -45,7 +46,7 @@ type Booking struct {
 func (b *Booking) Worker() kv.WorkerKey { return b.worker }
 
 // Ended tells whether the booking has ended: its request has, or nobody spoke of
-// it for bookingExpiry.
+// it for BookingExpiry.
 func (b *Booking) Ended() bool { return b.ended.Load() }
 
 func (b *Booking) prefill() policy.Prefill {
@@ -210,7 +211,7 @@ func (r *Router) prefillDone(b *Booking, now time.Time) {
 }
 
 const (
-	// bookingExpiry is how long nobody may speak of a booking before it is taken
+	// BookingExpiry is how long nobody may speak of a booking before it is taken
 	// for forgotten.
 	BookingExpiry = time.Hour
 	// expiryEvery is the least time between two searches for such bookings.

@@ -1,14 +1,15 @@
 package router
 
 import (
-	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
-	"kvrouter/internal/table"
 	"math"
 	"math/rand/v2"
 	"slices"
 	"sort"
 	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/table"
 )
 
 // loadFreshFor is how long a published load is believed. The plugin repeats its

@@ -2,13 +2,14 @@ package router
 
 import (
 	"fmt"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
 	"math"
 	"slices"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
 )
 
-// check reports the first invariant of the books that does not hold. It counts
+// Check reports the first invariant of the books that does not hold. It counts
 // everything again from the bookings.
 func (r *Router) Check() error {
 	r.Mu.Lock()

@@ -3,13 +3,14 @@ package router
 import (
 	"errors"
 	"fmt"
-	"kvrouter/internal/policy"
-	"kvrouter/internal/radix"
 	"slices"
 	"time"
+
+	"kvrouter/internal/policy"
+	"kvrouter/internal/radix"
 )
 
-// IndexConfig holds the settings of the index. Those of approximate indexes have
+// IndexSettings holds the settings of the index. Those of approximate indexes have
 // the names and defaults of Dynamo's, those of prefix trees of SGLang's.
 type IndexSettings struct {
 	NoKVEvents             bool    `group:"Index" name:"no-kv-events" help:"Follow no KV events and have started workers publish none: a prompt counts as cached where it was routed, until that worker's memory (its size is on its /metrics) must have been taken by others or an answer's cached_tokens say otherwise."`
@@ -23,7 +24,7 @@ type IndexSettings struct {
 	CacheCorrection        bool    `group:"Index" default:"true" negatable:"" help:"With --no-kv-events or --prefix-source approx: take back what an answer's cached_tokens show that an engine has lost. vLLM tells of them with --enable-prompt-tokens-details, SGLang with --enable-cache-report."`
 }
 
-// DefaultIndexConfig returns the defaults of the flags.
+// DefaultIndexSettings returns the defaults of the flags.
 func DefaultIndexSettings() IndexSettings {
 	return IndexSettings{
 		RouterTTLSecs: 120, RouterMaxTreeSize: 1 << 20, RouterPruneTargetRatio: 0.8,
@@ -37,7 +38,7 @@ const (
 	PrefixApprox = "approx"
 )
 
-// validate checks the settings together with the policies that may run.
+// Validate checks the settings together with the policies that may run.
 func (c IndexSettings) Validate(policies ...string) error {
 	switch {
 	case !(c.RouterTTLSecs > 0) || c.RouterTTLSecs > maxIndexTTL:
@@ -79,12 +80,12 @@ func indexless(policy string, knobs policy.Settings) bool {
 	return policy == "kv" && knobs.PrefillLoadScale == 0 && knobs.OverlapScoreCredit == 0
 }
 
-// hasTrees tells that a policy has prefix trees for its index.
+// HasTrees tells that a policy has prefix trees for its index.
 func (c IndexSettings) HasTrees(rule string) bool {
 	return policy.RoutesByMatch(rule) && (c.NoKVEvents || c.PrefixSource == PrefixApprox)
 }
 
-// follows tells whether the index of a policy is fed by KV events.
+// Follows tells whether the index of a policy is fed by KV events.
 func (c IndexSettings) Follows(policy string, knobs policy.Settings) bool {
 	return !c.NoKVEvents && !c.HasTrees(policy) && !indexless(policy, knobs)
 }

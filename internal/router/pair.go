@@ -3,10 +3,11 @@ package router
 import (
 	"context"
 	"errors"
+	"slices"
+
 	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
-	"slices"
 )
 
 // ErrNoPair says that a request must not stay whole, but has to: no prefill
@@ -43,7 +44,7 @@ func (p Pair) End() {
 	}
 }
 
-// took returns the decision of which all times are to be told: the first, with
+// Took returns the decision of which all times are to be told: the first, with
 // the time of the second.
 func (p Pair) Took() Decision {
 	if p.Whole != "" {
@@ -68,7 +69,7 @@ func (r *Router) notePairs() {
 // prompt, chosen as Route does, the other the answer, chosen by load alone, and
 // both are booked. The request stays whole, and goes where Route sends it, where
 // no such two workers are up; and, if a worker takes it whole, where the rule
-// says so. Unless the request is QueryOnly or Unbooked, the caller must end both
+// says so. Unless the request is QueryOnly or ChooseOnly, the caller must end both
 // bookings. Of Request.Kinds only those share it; Leg is set here.
 func (r *Router) RoutePair(ctx context.Context, request Request, rule PairRule) (Pair, error) {
 	scratch := r.scratch.Get().(*workspace)

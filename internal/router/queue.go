@@ -4,10 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
 	"slices"
 	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
 )
 
 // Errors of requests that would have to wait where as many do already as may,
@@ -24,7 +25,7 @@ const (
 	queueLCFS = "lcfs"
 )
 
-// QueueKnobs are the settings of the queue, with Dynamo's names and defaults.
+// QueueSettings are the settings of the queue, with Dynamo's names and defaults.
 type QueueSettings struct {
 	RouterQueueThreshold *float64      `group:"Routing" placeholder:"NUMBER" help:"Let requests wait in the router while every worker that may serve them has more uncached prompt tokens to compute than this many of its passes (--max-num-batched-tokens) take. Default: none waits."`
 	RouterQueuePolicy    string        `group:"Routing" default:"fcfs" enum:"fcfs,wspt,lcfs" help:"Who goes first of those that wait: ${enum}; first come, fewest uncached tokens, or last come."`

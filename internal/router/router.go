@@ -4,15 +4,16 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"kvrouter/internal/hints"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
-	"kvrouter/internal/radix"
 	"math/rand/v2"
 	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"kvrouter/internal/hints"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/radix"
 )
 
 // Errors of Route and Book.
@@ -76,7 +77,7 @@ type Decision struct {
 	QueueTime    time.Duration // spent waiting for a worker with room, beside those
 }
 
-// RouterKnobs are the settings of the Router, with Dynamo's names and
+// Settings are the settings of the Router, with Dynamo's names and
 // defaults.
 type Settings struct {
 	RouterTrackActiveBlocks  bool `group:"Routing" default:"true" negatable:"" help:"Count the prompt blocks that requests in flight use, shared ones once. Without it policy kv looks at prompt tokens alone."`
@@ -88,7 +89,7 @@ type Settings struct {
 	BusyThresholds
 }
 
-// DefaultRouterKnobs returns the defaults of the flags.
+// DefaultSettings returns the defaults of the flags.
 func DefaultSettings() Settings {
 	return Settings{
 		RouterTrackActiveBlocks: true, RouterTrackPrefillTokens: true, RouterAssumeKVReuse: true,
@@ -106,7 +107,7 @@ func (k Settings) Validate() error {
 	return k.QueueSettings.validate()
 }
 
-// countsPasses tells whether a setting is in passes of the workers.
+// CountsPasses tells whether a setting is in passes of the workers.
 func (k Settings) CountsPasses() bool {
 	return k.ActivePrefillTokensThresholdFrac != nil || k.RouterQueueThreshold != nil
 }
@@ -119,7 +120,7 @@ type Router struct {
 	blockSize int
 	Now       func() time.Time
 	Knobs     Settings
-	scratch   sync.Pool     // of *lookup
+	scratch   sync.Pool     // of *workspace
 	traits    policy.Traits // the policy's
 	paired    atomic.Bool   // some worker computes only prompts or only answers
 
@@ -137,13 +138,13 @@ type Router struct {
 	decisions  uint64                        // that a judged policy hears of
 }
 
-// lookup is the memory of one walk of the index, used again by later ones.
+// workspace is the memory of one walk of the index, used again by later ones.
 type workspace struct {
 	local   []uint64
 	matches []kv.Match
 }
 
-// inquiry is a request and what is found out about it before the lock is taken.
+// prompt is a request and what is found out about it before the lock is taken.
 type prompt struct {
 	Request
 	tokens   int      // its length; 0: unknown
@@ -172,7 +173,7 @@ func NewRouter(index radix.Index, policy policy.Policy, blockSize int, seed uint
 	return New(index, policy, blockSize, seed, DefaultSettings())
 }
 
-// NewRouterWith is NewRouter with settings of one's own.
+// New is NewRouter with settings of one's own.
 func New(index radix.Index, policy policy.Policy, blockSize int, seed uint64, knobs Settings) *Router {
 	assumes, _ := index.(radix.Assumer)
 	return &Router{
@@ -293,7 +294,7 @@ func (r *Router) Idlest() (t kv.Target, ok bool) {
 }
 
 // Route chooses a worker for the request and books the request on it. Unless
-// the request is QueryOnly or Unbooked, the caller must end the decision's
+// the request is QueryOnly or ChooseOnly, the caller must end the decision's
 // Booking. Where all workers have enough to do, it waits until one has room or
 // ctx ends. It fails with ErrNoWorker, ErrBusy, ErrQueueFull, ErrQueueTimeout,
 // ErrDuplicate or the cause for which ctx ended.

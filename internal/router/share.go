@@ -2,6 +2,7 @@ package router
 
 import (
 	"encoding/binary"
+
 	"kvrouter/internal/kv"
 )
 

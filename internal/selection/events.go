@@ -2,11 +2,12 @@ package selection
 
 import (
 	"fmt"
-	"kvrouter/internal/kv"
 	"net/http"
 	"strconv"
 
 	"github.com/gin-gonic/gin"
+
+	"kvrouter/internal/kv"
 )
 
 // events answers another router that has missed events of a worker.

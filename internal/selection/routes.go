@@ -9,12 +9,12 @@ import (
 	"net/http"
 	"slices"
 
+	"github.com/gin-gonic/gin"
+
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
-
-	"github.com/gin-gonic/gin"
 )
 
 // selectQuery is a request for a worker.

@@ -2,11 +2,12 @@ package simulate
 
 import (
 	"fmt"
-	"kvrouter/internal/hints"
 	"math"
 	"math/rand/v2"
 	"slices"
 	"time"
+
+	"kvrouter/internal/hints"
 )
 
 // syntheticAgentic is the value of --synthetic that asks for SyntheticAgents.

@@ -4,7 +4,7 @@ import (
 	"fmt"
 )
 
-// SimulateSettings are the flags of CommandSimulate. It also reads Policy (names
+// Settings are the flags of CommandSimulate. It also reads Policy (names
 // separated by commas), PolicyKnobs, IndexConfig, BlockSize, Seed and those of MockConfig that
 // are the engine's size and timing.
 type Settings struct {

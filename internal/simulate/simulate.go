@@ -5,16 +5,17 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
+	"runtime/debug"
+	"strings"
+	"time"
+
 	"kvrouter/internal/engine"
 	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
-	"os"
-	"runtime/debug"
-	"strings"
-	"time"
 )
 
 // Simulation is one run: a trace, the workers, and how its requests come. A
@@ -59,7 +60,7 @@ type simulator struct {
 	err     error
 }
 
-// simWorker is one simulated worker.
+// worker is one simulated worker.
 type worker struct {
 	engine *engine.Engine
 	queued bool // is in simulator.idle
@@ -68,7 +69,7 @@ type worker struct {
 	sent   int
 }
 
-// simFlight is one request on its way.
+// flight is one request on its way.
 type flight struct {
 	engine.Request
 	request *TraceRequest

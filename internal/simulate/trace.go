@@ -14,10 +14,10 @@ import (
 	"slices"
 	"time"
 
+	"github.com/zeebo/xxh3"
+
 	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
-
-	"github.com/zeebo/xxh3"
 )
 
 // TraceRequest is one request of a trace.

@@ -3,9 +3,9 @@ package telemetry
 import (
 	"time"
 
-	"kvrouter/internal/kv"
-
 	"github.com/prometheus/client_golang/prometheus"
+
+	"kvrouter/internal/kv"
 )
 
 // disaggMetrics tell of requests that a prefill worker and a decode worker

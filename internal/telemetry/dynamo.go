@@ -6,10 +6,10 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
-
-	"github.com/prometheus/client_golang/prometheus"
 )
 
 // dynamoMetrics are figures under the names, units and buckets of Dynamo's
@@ -92,7 +92,7 @@ type appliedCount struct {
 	n             uint64
 }
 
-// appliedEvents sorts an event stream's counts (EventStats.Counts) into Dynamo's
+// appliedEvents sorts an event stream's counts (events.Stats.Counts) into Dynamo's
 // types and ends.
 func appliedEvents(counts map[string]uint64) []appliedCount {
 	if counts == nil {

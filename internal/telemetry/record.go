@@ -6,14 +6,15 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
+	"os"
+	"time"
+
 	"kvrouter/internal/hints"
 	"kvrouter/internal/jsonlines"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
-	"log/slog"
-	"os"
-	"time"
 )
 
 const (
@@ -32,7 +33,7 @@ type RecordedPrompt struct {
 	Hints   *hints.Recorded
 }
 
-// recordLine is one line of the file. The first five fields are those of a
+// RecordLine is one line of the file. The first five fields are those of a
 // Mooncake trace and its block size, so that one reader takes both.
 type RecordLine struct {
 	Timestamp     float64  `json:"timestamp"` // ms since the recording began

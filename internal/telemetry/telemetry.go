@@ -5,17 +5,17 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
-
-	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/collectors"
-	"github.com/prometheus/client_golang/prometheus/promhttp"
 )
 
-// Telemetry holds every metric of the router. Names start with kvrouter_; the
+// Metrics holds every metric of the router. Names start with kvrouter_; the
 // label worker_id has one value a worker, so its number of series is bounded by
 // the fleet.
 type Metrics struct {
@@ -64,7 +64,7 @@ var secondsBuckets = []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1
 // decisionBuckets spans a lookup to a prompt that a worker had to render.
 var decisionBuckets = prometheus.ExponentialBuckets(0.000001, 3, 16)
 
-// NewTelemetry returns metrics whose per-worker gauges and prompt counters come
+// New returns metrics whose per-worker gauges and prompt counters come
 // from the given functions at each scrape.
 func New(workers func() []WorkerSample, prompts func() PromptSample) *Metrics {
 	t := &Metrics{registry: prometheus.NewRegistry()}
@@ -177,7 +177,7 @@ func (t *Metrics) Finished(x proxy.Exchange, now time.Time) {
 	}
 }
 
-// roomCollector turns what the rooms count themselves into metrics at each
+// fleetCollector turns what the rooms count themselves into metrics at each
 // scrape, so that a worker that is gone leaves no series behind.
 type fleetCollector struct {
 	workers  func() []WorkerSample

@@ -5,12 +5,12 @@ import (
 	"sync"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
-
-	"github.com/prometheus/client_golang/prometheus"
 )
 
 // thompsonMetrics are the figures of policy thompson under the names of the NeMo

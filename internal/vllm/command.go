@@ -5,12 +5,13 @@ import (
 	"encoding/json"
 	"fmt"
 	"io/fs"
-	"kvrouter/internal/events"
-	"kvrouter/internal/kv"
 	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
+
+	"kvrouter/internal/events"
+	"kvrouter/internal/kv"
 )
 
 // pluginFiles are the Python modules that every started vLLM loads: the load
@@ -22,7 +23,7 @@ var pluginFiles embed.FS
 
 const (
 	KVEventsTopic = "kv-events"
-	// replayBatches is how many event batches an engine keeps for a router that
+	// ReplayBatches is how many event batches an engine keeps for a router that
 	// missed some, about 100 bytes each in a quiet cache.
 	ReplayBatches = 10_000
 	// cpuMaxModelLen bounds the context on a CPU, tokens, because the cache must
@@ -62,7 +63,7 @@ func (p Ports) replayEndpoint(at int) string {
 	return fmt.Sprintf("tcp://127.0.0.1:%d", p.KVReplay+at)
 }
 
-// VLLMSettings say how vLLM workers are started.
+// Settings say how vLLM workers are started.
 type Settings struct {
 	Python          string // that has vLLM
 	Model           string // Hugging Face name or folder
@@ -79,13 +80,13 @@ type Settings struct {
 	Ports           Ports
 }
 
-// processSpec is what one worker process is started with.
+// ProcessSpec is what one worker process is started with.
 type ProcessSpec struct {
 	Argv []string
 	Env  []string
 }
 
-// vllmCommand returns the command line and the environment of started worker
+// Command returns the command line and the environment of started worker
 // i. What the user put after -- or into the environment goes before the
 // defaults here. pluginDir is where writePlugin has put the plugins; environ is
 // the router's own environment.

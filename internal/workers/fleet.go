@@ -11,16 +11,16 @@ import (
 	"sync/atomic"
 	"time"
 
+	"golang.org/x/sync/errgroup"
+
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/vllm"
-
-	"golang.org/x/sync/errgroup"
 )
 
-// FleetHooks tell the rest of the router what happens to workers. Those of one
+// Hooks tell the rest of the router what happens to workers. Those of one
 // worker come one after another, but for Log and Load; those of different
 // workers come at the same time. None may block for long. A nil one is left out.
 type Hooks struct {
@@ -41,7 +41,7 @@ const (
 	StateStopped    = "stopped"    // the router is ending
 )
 
-// WorkerStatus is what there is to say about one worker.
+// Status is what there is to say about one worker.
 type Status struct {
 	ID         uint64    `json:"id"`
 	URL        string    `json:"url"`
@@ -105,7 +105,7 @@ func defaultTiming() fleetTiming {
 	}
 }
 
-// FleetSettings say which workers a fleet has.
+// Settings say which workers a fleet has.
 type Settings struct {
 	Started          []kv.Disagg   // the part of each worker that is started, by id from 0
 	Ports            vllm.Ports    // of started workers
@@ -215,7 +215,7 @@ func newWorker(spec Attached, attached bool, state string) *worker {
 	}
 }
 
-// members returns the workers of now.
+// Members returns the workers of now.
 func (f *Fleet) Members() []*worker {
 	f.membership.Lock()
 	defer f.membership.Unlock()

@@ -5,12 +5,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"kvrouter/internal/events"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/vllm"
 	"strconv"
 	"sync"
 	"time"
+
+	"kvrouter/internal/events"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/vllm"
 )
 
 // incarnation is the time between a worker's start (or first answer) and its

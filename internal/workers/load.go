@@ -5,9 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
-	"kvrouter/internal/zmq"
 	"log/slog"
 	"math/rand/v2"
 	"net/http"
@@ -18,8 +15,11 @@ import (
 
 	dto "github.com/prometheus/client_model/go"
 	"github.com/prometheus/common/expfmt"
-
 	prommodel "github.com/prometheus/common/model"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/zmq"
 )
 
 // loadPollInterval is how often a worker without a load socket is asked for
