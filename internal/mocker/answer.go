@@ -178,7 +178,7 @@ func (a *Answer) appendChunk(out []byte, c *Choice, now int) []byte {
 	out = append(out, "}]"...)
 	out = a.stepUsage(out, c, now)
 	if last && !a.usage {
-		out = append(out, `,"system_fingerprint":"`+mockFingerprint+`"`...)
+		out = append(out, `,"system_fingerprint":"`+fingerprint+`"`...)
 	}
 	return append(out, "}\n\n"...)
 }
@@ -189,7 +189,7 @@ func (a *Answer) appendEnd(out []byte) []byte {
 		out = a.head(out)
 		out = append(out, `"choices":[],"usage":`...)
 		out = a.appendUsage(out, a.choices[0], false)
-		out = append(out, `,"system_fingerprint":"`+mockFingerprint+"\"}\n\n"...)
+		out = append(out, `,"system_fingerprint":"`+fingerprint+"\"}\n\n"...)
 	}
 	return append(out, "data: [DONE]\n\n"...)
 }
@@ -281,7 +281,7 @@ func (a *Answer) whole() []byte {
 		out = append(out, `,"routed_experts":null}`...)
 	}
 	last := a.choices[len(a.choices)-1]
-	out = append(out, `],"service_tier":null,"system_fingerprint":"`+mockFingerprint+`","usage":`...)
+	out = append(out, `],"service_tier":null,"system_fingerprint":"`+fingerprint+`","usage":`...)
 	out = a.appendUsage(out, last, true)
 	if a.chat {
 		out = a.appendIDs(append(out, `,"prompt_logprobs":null,"prompt_token_ids":`...), last.tokens[:last.prompt])

@@ -23,12 +23,12 @@ import (
 )
 
 const (
-	// mockBodyLimit bounds a request's body, bytes.
-	mockBodyLimit = 64 << 20
+	// bodyLimit bounds a request's body, bytes.
+	bodyLimit = 64 << 20
 	// Version is the vLLM whose answers the mock workers imitate.
 	Version = "0.32.0+mock"
-	// mockFingerprint is the system_fingerprint that ends every answer.
-	mockFingerprint = "vllm-" + Version
+	// fingerprint is the system_fingerprint that ends every answer.
+	fingerprint = "vllm-" + Version
 )
 
 func (w *Worker) routes() http.Handler {
@@ -44,7 +44,7 @@ func (w *Worker) routes() http.Handler {
 	mux.HandleFunc("POST /reset_prefix_cache", w.reset)
 	mux.HandleFunc("POST /v1/load_lora_adapter", w.loadAdapter)
 	mux.HandleFunc("POST /v1/unload_lora_adapter", w.unloadAdapter)
-	mux.HandleFunc("GET "+mockTransferPath, w.joinRoom)
+	mux.HandleFunc("GET "+transferPath, w.joinRoom)
 	mux.HandleFunc("GET /server_info", w.serverInfo)
 	mux.HandleFunc("POST /abort_request", w.abortRequest)
 	mux.HandleFunc("POST /tokenize", w.tokenizer(w.model.Tokenize))
@@ -59,7 +59,7 @@ func (w *Worker) routes() http.Handler {
 		}
 		defer w.handlers.leave()
 		if w.Hung.Load() {
-			_, _ = io.Copy(io.Discard, io.LimitReader(in.Body, mockBodyLimit)) // only then is a client that leaves noticed
+			_, _ = io.Copy(io.Discard, io.LimitReader(in.Body, bodyLimit)) // only then is a client that leaves noticed
 			select {
 			case <-in.Context().Done():
 			case <-w.ctx.Done():
@@ -255,7 +255,7 @@ func (w *Worker) eventSources(out http.ResponseWriter, _ *http.Request) {
 		}
 		sources[rank.number] = map[string]any{
 			"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": rank.Events.Pub.Endpoint(), "replay_endpoint": rank.Events.router.Endpoint(),
-			"buffer_steps": vllm.ReplayBatches, "hwm": zmq.ZmqQueue, "max_queue_size": mockEventQueue, "topic": vllm.KVEventsTopic,
+			"buffer_steps": vllm.ReplayBatches, "hwm": zmq.ZmqQueue, "max_queue_size": eventQueue, "topic": vllm.KVEventsTopic,
 		}
 	}
 	answerJSON(out, http.StatusOK, sources)
@@ -318,7 +318,7 @@ func (w *Worker) metrics(out http.ResponseWriter, _ *http.Request) {
 
 // body reads a request's body, a JSON object; not ok: it has been answered.
 func (w *Worker) body(out http.ResponseWriter, in *http.Request) (body *jsonbody.Body, ok bool) {
-	raw, err := io.ReadAll(http.MaxBytesReader(out, in.Body, mockBodyLimit))
+	raw, err := io.ReadAll(http.MaxBytesReader(out, in.Body, bodyLimit))
 	var tooLarge *http.MaxBytesError
 	if errors.As(err, &tooLarge) {
 		writeError(out, &refusal{http.StatusRequestEntityTooLarge, "InternalServerError", "the request body is too large", ""})

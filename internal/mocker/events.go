@@ -34,9 +34,9 @@ type batch struct {
 	events []Event
 }
 
-// mockEventQueue bounds the batches that wait to be published, as vLLM does; an
+// eventQueue bounds the batches that wait to be published, as vLLM does; an
 // engine that is further ahead waits.
-const mockEventQueue = 100_000
+const eventQueue = 100_000
 
 // Events publishes a mock worker's KV events as vLLM's ZmqEventPublisher
 // does: on a PUB socket, numbered from 0, with a ROUTER socket that sends the
@@ -67,7 +67,7 @@ type Events struct {
 // NewEvents listens at both addresses. Until start is called it publishes
 // nothing.
 func NewEvents(address, replayAddress string, blockSize int) (*Events, error) {
-	e := &Events{blockSize: blockSize, batches: make(chan batch, mockEventQueue), stop: make(chan struct{})}
+	e := &Events{blockSize: blockSize, batches: make(chan batch, eventQueue), stop: make(chan struct{})}
 	e.packer = msgpack.NewEncoder(&e.packed)
 	e.packer.UseCompactInts(true)
 	var err error

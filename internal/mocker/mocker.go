@@ -1,3 +1,6 @@
+// Package mocker simulates vLLM and SGLang workers in this process. Over real
+// sockets they offer the same HTTP routes, KV events and load as real workers; a
+// simulated engine says how long each step takes.
 package mocker
 
 import (
@@ -48,7 +51,7 @@ func (m *Mocker) Start(i int) (*Worker, error) {
 	w := &Worker{
 		number: i, cfg: m.cfg, model: m.model, words: m.words, log: m.log,
 		started: time.Now(), ended: make(chan error, 1),
-		part: m.cfg.Parts[i], client: &http.Client{Transport: &http.Transport{DialContext: (&net.Dialer{Timeout: mockJoinLimit}).DialContext}},
+		part: m.cfg.Parts[i], client: &http.Client{Transport: &http.Transport{DialContext: (&net.Dialer{Timeout: joinLimit}).DialContext}},
 		random: rand.New(rand.NewPCG(m.cfg.Seed+uint64(i), m.Starts.Add(1))),
 	}
 	for _, adapter := range m.cfg.MockLora {

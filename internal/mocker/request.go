@@ -19,11 +19,11 @@ import (
 const (
 	// completionMaxTokens is vLLM's max_tokens of a completion that names none.
 	completionMaxTokens = 16
-	// mockMaxChoices is vLLM's limit of n.
-	mockMaxChoices = 16384
-	// mockMaxTokens bounds the tokens of all choices of a request, their prompts
+	// maxChoices is vLLM's limit of n.
+	maxChoices = 16384
+	// maxTokens bounds the tokens of all choices of a request, their prompts
 	// included.
-	mockMaxTokens = 1 << 24
+	maxTokens = 1 << 24
 	// greedyBelow is the temperature below which vLLM does not sample.
 	greedyBelow = 1e-5
 )
@@ -107,9 +107,9 @@ func (f *fields) within(name string, ok func(float64) bool, says string, named b
 	f.fail(badRequest(param, "%s", message))
 }
 
-// mockUnsupported are fields that would shape an answer in a way that mock
+// unsupportedFields are fields that would shape an answer in a way that mock
 // workers cannot, each with what of it changes nothing.
-var mockUnsupported = []struct {
+var unsupportedFields = []struct {
 	name     string
 	harmless func(gjson.Result) bool
 }{
@@ -129,7 +129,7 @@ func isZero(v gjson.Result) bool {
 // check refuses what mock workers cannot do and what vLLM refuses whatever the
 // prompt is.
 func (f *fields) check(transfers bool) {
-	for _, u := range mockUnsupported {
+	for _, u := range unsupportedFields {
 		if v := f.body.Get(u.name); !u.harmless(v) {
 			f.fail(badRequest(u.name, "%s: %.100s is not supported by simulated workers; leave it out", u.name, v.Raw))
 		}
@@ -157,8 +157,8 @@ func (f *fields) choices() int {
 	switch {
 	case n < 1:
 		f.fail(badRequest("", "n must be at least 1, got %d.", n))
-	case n > mockMaxChoices:
-		f.fail(badRequest("", "n must be at most %d, got %d. To increase this limit, set the VLLM_MAX_N_SEQUENCES environment variable.", mockMaxChoices, n))
+	case n > maxChoices:
+		f.fail(badRequest("", "n must be at most %d, got %d. To increase this limit, set the VLLM_MAX_N_SEQUENCES environment variable.", maxChoices, n))
 	case n > 1 && f.number("temperature", 1) < greedyBelow:
 		f.fail(badRequest("", "n must be 1 when using greedy sampling, got %d.", n))
 	}
@@ -293,8 +293,8 @@ func (w *Worker) prepare(body *jsonbody.Body, chat bool) (*Answer, *refusal) {
 			return nil, badRequest("max_tokens", "max_tokens must be at least 1, got %d. (parameter=max_tokens, value=%[1]d)", length)
 		case stop.After > length:
 			return nil, badRequest("", "min_tokens must be less than or equal to max_tokens=%d, got %d.", length, stop.After)
-		case total > mockMaxTokens:
-			return nil, badRequest("n", "prompts and answers of all choices have more than the %d tokens that a simulated worker takes in one request; ask for fewer", mockMaxTokens)
+		case total > maxTokens:
+			return nil, badRequest("n", "prompts and answers of all choices have more than the %d tokens that a simulated worker takes in one request; ask for fewer", maxTokens)
 		}
 		seed := xxh3.Hash(kv.TokenBytes(prompt))
 		for range n {

@@ -72,6 +72,11 @@ func (c *Settings) SimConfig(blockSize int) engine.Settings {
 	return engine
 }
 
+// Handover returns the settings' handover.
+func (c *Settings) Handover() engine.Handover {
+	return engine.Handover{Bandwidth: c.MockKVTransferBandwidth, BytesPerToken: c.MockKVBytesPerToken}
+}
+
 // Validate checks the settings for that many workers.
 func (c *Settings) Validate(workers int) error {
 	for flag, value := range map[string]int{

@@ -61,10 +61,10 @@ const (
 // Pairs sends requests that two workers share. Its methods are safe for
 // concurrent use.
 type Pairs struct {
-	router *router.Router
-	proxy  *Proxy
-	knobs  Settings
-	log    *slog.Logger
+	router   *router.Router
+	proxy    *Proxy
+	settings Settings
+	log      *slog.Logger
 
 	aborts     sync.WaitGroup
 	abortSlots chan struct{} // has a token for each abort that runs
@@ -76,7 +76,7 @@ type Pairs struct {
 // NewPairs returns pairs of router's workers whose legs go through proxy.
 func NewPairs(router *router.Router, proxy *Proxy, knobs Settings, log *slog.Logger) *Pairs {
 	return &Pairs{
-		router: router, proxy: proxy, knobs: knobs, log: log,
+		router: router, proxy: proxy, settings: knobs, log: log,
 		abortSlots: make(chan struct{}, abortsAtOnce), engines: map[kv.WorkerKey]mooncakeEngine{},
 	}
 }
@@ -157,7 +157,7 @@ func (s *Pairs) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		exclude = append(exclude, worker)
 		var prefill *PrefillFailure
 		switch {
-		case errors.As(err, &prefill) && !s.knobs.EnforceDisagg && why == "":
+		case errors.As(err, &prefill) && !s.settings.EnforceDisagg && why == "":
 			why = WholePrefilled // beside the retries: it costs no decode worker anything
 		case retry:
 			retries++
@@ -388,7 +388,7 @@ func (s *Pairs) concurrent(ctx context.Context, w http.ResponseWriter, l legs, x
 func (s *Pairs) prefill(ctx context.Context, l legs) ([]byte, error) {
 	booking := l.pair.Prefill.Booking
 	defer booking.End()
-	late := &LegTimeout{"the prefill leg", "--disagg-prefill-timeout", s.knobs.DisaggPrefillTimeout, SharedPrefillTimeout}
+	late := &LegTimeout{"the prefill leg", "--disagg-prefill-timeout", s.settings.DisaggPrefillTimeout, SharedPrefillTimeout}
 	limited, cancel := context.WithTimeoutCause(ctx, late.over, late)
 	defer cancel()
 	began := s.proxy.now()
@@ -489,7 +489,7 @@ func (s *Pairs) await(l legs, end context.CancelCauseFunc) {
 	if !l.streams {
 		return
 	}
-	late := &LegTimeout{"the decode worker's first event", "--disagg-handover-timeout", s.knobs.DisaggHandoverTimeout, SharedHandoverTimeout}
+	late := &LegTimeout{"the decode worker's first event", "--disagg-handover-timeout", s.settings.DisaggHandoverTimeout, SharedHandoverTimeout}
 	l.shared.note(func(r *SharedRequest) {
 		if !r.started && !r.over {
 			r.timer = time.AfterFunc(late.over, func() {

@@ -1,3 +1,7 @@
+// Package proxy sends requests to workers and relays their answers. It forwards
+// the client's bytes unchanged, relays streams chunk by chunk, and ends the booking
+// of every request. Proxy serves a request by one worker; Pairs shares it between a
+// prefill worker and a decode worker.
 package proxy
 
 import (

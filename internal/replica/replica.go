@@ -1,3 +1,6 @@
+// Package replica keeps the bookings of several routers over the same workers in
+// step. Each router publishes its own bookings by ZeroMQ and books what the others
+// publish.
 package replica
 
 import (
@@ -38,13 +41,13 @@ func (c Settings) Validate() error {
 
 // Bounds of what routers tell each other.
 const (
-	// replicaQueue is how many changes wait to be sent; what comes when it is
+	// queueLimit is how many changes wait to be sent; what comes when it is
 	// full is lost.
-	replicaQueue = 100_000
-	// replicaBookings is how many bookings of one other router are kept at a time.
-	replicaBookings = 100_000
-	// replicaTopic begins every message.
-	replicaTopic = "active_sequences_events"
+	queueLimit = 100_000
+	// bookingLimit is how many bookings of one other router are kept at a time.
+	bookingLimit = 100_000
+	// topic begins every message.
+	topic = "active_sequences_events"
 )
 
 // Mesh keeps the books of several routers over the same workers alike: it
@@ -89,7 +92,7 @@ func New(router *router.Router, address string, peers []string, log *slog.Logger
 		return nil, err
 	}
 	return &Mesh{
-		router: router, id: rand.Uint64(), peers: peers, log: log, Pub: pub, queue: make(chan queuedChange, replicaQueue),
+		router: router, id: rand.Uint64(), peers: peers, log: log, Pub: pub, queue: make(chan queuedChange, queueLimit),
 		timing: timing{alive: time.Second, silence: 5 * time.Second, retry: 100 * time.Millisecond, retryTo: 5 * time.Second},
 	}, nil
 }
@@ -141,7 +144,7 @@ func (r *Mesh) tell(ctx context.Context) {
 		}
 		change.Router = r.id
 		if text, err := json.Marshal(change); err == nil {
-			r.Pub.Publish([]byte(replicaTopic), text)
+			r.Pub.Publish([]byte(topic), text)
 		}
 	}
 }
@@ -177,12 +180,12 @@ var errPeerSilent = errors.New("it has fallen silent")
 // hear books what one connection to a peer tells, until it fails; then the
 // peer's bookings end. heard: the peer has said something.
 func (r *Mesh) hear(ctx context.Context, peer string) (heard bool, err error) {
-	conn, err := zmq.DialSub(ctx, "tcp://"+peer, replicaTopic)
+	conn, err := zmq.DialSub(ctx, "tcp://"+peer, topic)
 	if err != nil {
 		return false, err
 	}
 	defer conn.Close()
-	p := other{replicas: r, open: map[uint64]*router.Booking{}}
+	p := otherRouter{mesh: r, open: map[uint64]*router.Booking{}}
 	defer func() {
 		p.forget()
 		if heard {
@@ -217,18 +220,18 @@ func (r *Mesh) hear(ctx context.Context, peer string) (heard bool, err error) {
 }
 
 // other is what is known of one other router. One goroutine uses it.
-type other struct {
-	replicas *Mesh
-	id       uint64
-	open     map[uint64]*router.Booking
+type otherRouter struct {
+	mesh *Mesh
+	id   uint64
+	open map[uint64]*router.Booking
 }
 
-func (p *other) take(change router.Change) {
+func (p *otherRouter) take(change router.Change) {
 	if change.Router != p.id { // another one answers there now
 		p.forget()
 		p.id = change.Router
 	}
-	r := p.replicas
+	r := p.mesh
 	if change.Kind == router.ChangeAlive {
 		return
 	}
@@ -236,7 +239,7 @@ func (p *other) take(change router.Change) {
 	b := p.open[change.Booking]
 	switch {
 	case change.Kind == router.ChangeAdd && b == nil:
-		if len(p.open) >= replicaBookings {
+		if len(p.open) >= bookingLimit {
 			r.Dropped.Add(1)
 			return
 		}
@@ -254,10 +257,10 @@ func (p *other) take(change router.Change) {
 }
 
 // forget ends all that the peer has booked.
-func (p *other) forget() {
+func (p *otherRouter) forget() {
 	for _, b := range p.open {
 		b.End()
 	}
-	p.replicas.Held.Add(-int64(len(p.open)))
+	p.mesh.Held.Add(-int64(len(p.open)))
 	clear(p.open)
 }

@@ -60,7 +60,7 @@ func (b *Booking) FirstToken() {
 	defer r.Mu.Unlock()
 	now := r.Now()
 	r.prefillDone(b, now)
-	r.loads.Heard(b, now)
+	r.loads.heard(b, now)
 }
 
 // OutputBlock tells that the answer has filled one more block. Where a fraction
@@ -73,8 +73,8 @@ func (b *Booking) OutputBlock(decayFraction *float64) {
 	if b.ended.Load() {
 		return
 	}
-	r.loads.OutputBlock(b, decayFraction)
-	r.loads.Heard(b, r.Now())
+	r.loads.outputBlock(b, decayFraction)
+	r.loads.heard(b, r.Now())
 }
 
 // Generated tells that the answer has so many tokens by now, and books the
@@ -90,8 +90,8 @@ func (b *Booking) Generated(tokens int) {
 	}
 	blocks := func(tokens int) int { return (tokens + r.blockSize - 1) / r.blockSize }
 	for want := blocks(b.prompt+tokens) - blocks(b.prompt); b.outputs < want && !b.ended.Load(); {
-		r.loads.OutputBlock(b, share)
-		r.loads.Heard(b, r.Now())
+		r.loads.outputBlock(b, share)
+		r.loads.heard(b, r.Now())
 	}
 }
 
@@ -182,7 +182,7 @@ func (r *Router) finish(b *Booking, how policy.Ending, output int, now time.Time
 	told := b.computed
 	r.prefillDone(b, now)
 	if policy, ok := r.Policy.(policy.Learner); ok && told && !b.answeredWhole && output > 0 {
-		policy.Learn(r.loads.Outcome(b, output, now))
+		policy.Learn(r.loads.outcome(b, output, now))
 	}
 	if rule, ok := r.Policy.(policy.Judged); ok && b.decision != 0 {
 		f := policy.Feedback{Decision: b.decision, Worker: b.worker, Now: now, Ending: how, Latency: now.Sub(b.sent), TokensIn: b.prompt, TokensOut: output}
@@ -191,7 +191,7 @@ func (r *Router) finish(b *Booking, how policy.Ending, output int, now time.Time
 		}
 		rule.Judge(f)
 	}
-	r.loads.End(b, now)
+	r.loads.end(b, now)
 	if how == policy.Failed {
 		b.assumed.Fail()
 	} else {
@@ -204,7 +204,7 @@ func (r *Router) finish(b *Booking, how policy.Ending, output int, now time.Time
 func (r *Router) prefillDone(b *Booking, now time.Time) {
 	if !b.computed {
 		b.computed = true
-		r.loads.FirstToken(b, now)
+		r.loads.firstToken(b, now)
 		r.share(ChangePrefill, b)
 		r.drain(now)
 	}
@@ -227,7 +227,7 @@ func (r *Router) expire(now time.Time) {
 	r.expired = now
 	for b := r.loads.oldest; b != nil && now.Sub(b.heard) >= BookingExpiry; b = r.loads.oldest {
 		if b.id == "" && !b.remote { // whoever holds it ends it; a stream may be longer than that
-			r.loads.Heard(b, now)
+			r.loads.heard(b, now)
 			continue
 		}
 		r.finish(b, policy.Abandoned, 0, now)
@@ -239,7 +239,7 @@ func (r *Router) Booking(id string) *Booking {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
 	r.expire(r.Now())
-	return r.loads.Booking(id)
+	return r.loads.booking(id)
 }
 
 // WorkerLoad is what a worker has to do, or would have with one more request.
@@ -256,14 +256,14 @@ func (r *Router) Loads() []WorkerLoad {
 	defer r.Mu.Unlock()
 	now := r.Now()
 	r.expire(now)
-	keys := r.loads.Booked()
+	keys := r.loads.booked()
 	for i := range r.targets {
 		keys = append(keys, r.targets[i].Key)
 	}
 	slices.SortFunc(keys, kv.WorkerKey.Compare)
 	var loads []WorkerLoad
 	for _, key := range slices.Compact(keys) {
-		load := r.loads.Get(key, now)
+		load := r.loads.get(key, now)
 		loads = append(loads, WorkerLoad{Key: key, PotentialPrefillTokens: load.PrefillTokens, PotentialDecodeBlocks: load.ActiveBlocks, ActiveRequests: load.InFlight})
 	}
 	return loads

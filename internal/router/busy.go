@@ -56,14 +56,6 @@ func (t BusyThresholds) exceeded(target *kv.Target, load *policy.Load) bool {
 // Set tells whether there is any threshold.
 func (t BusyThresholds) Set() bool { return t != BusyThresholds{} }
 
-// SetBusyThresholds sets all thresholds at once.
-func (r *Router) SetBusyThresholds(t BusyThresholds) {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
-	r.Knobs.BusyThresholds = t
-	r.drain(r.Now())
-}
-
 // ChangeBusyThresholds sets those thresholds that change has, and returns all.
 func (r *Router) ChangeBusyThresholds(change BusyThresholds) BusyThresholds {
 	r.Mu.Lock()

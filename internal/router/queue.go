@@ -78,7 +78,7 @@ func (r *Router) queueScore(p *prompt, best int, now time.Time) float64 {
 }
 
 // hasRoom tells whether a worker with that load may get one more request.
-func (r *Router) hasRoom(t *kv.Target, prefillTokens int) bool {
+func (r *Router) hasCapacity(t *kv.Target, prefillTokens int) bool {
 	threshold := r.Knobs.RouterQueueThreshold
 	return threshold == nil || t.MaxBatchedTokens <= 0 || float64(prefillTokens) <= *threshold*float64(t.MaxBatchedTokens)
 }
@@ -90,7 +90,7 @@ func (r *Router) mustWait(p *prompt) bool {
 	if r.Knobs.RouterQueueThreshold == nil || p.QueryOnly || p.ChooseOnly {
 		return false
 	}
-	return !slices.ContainsFunc(r.candidates, func(c policy.Candidate) bool { return r.hasRoom(&c.Target, c.Load.PrefillTokens) })
+	return !slices.ContainsFunc(r.candidates, func(c policy.Candidate) bool { return r.hasCapacity(&c.Target, c.Load.PrefillTokens) })
 }
 
 // park lets p wait. Its candidates have been gathered.
@@ -127,7 +127,7 @@ func (r *Router) drain(now time.Time) {
 	}
 	kept := r.waiting[:0]
 	for i, w := range r.waiting {
-		if !r.anyRoom() {
+		if !r.anyCapacity() {
 			kept = append(kept, r.waiting[i:]...)
 			break
 		}
@@ -148,8 +148,8 @@ func (r *Router) drain(now time.Time) {
 }
 
 // anyRoom tells whether any worker has room, or none is up to wait for.
-func (r *Router) anyRoom() bool {
-	return len(r.targets) == 0 || slices.ContainsFunc(r.targets, func(t kv.Target) bool { return r.hasRoom(&t, r.loads.PrefillTokens(t.Key)) })
+func (r *Router) anyCapacity() bool {
+	return len(r.targets) == 0 || slices.ContainsFunc(r.targets, func(t kv.Target) bool { return r.hasCapacity(&t, r.loads.prefillTokens(t.Key)) })
 }
 
 // wait returns what is decided on w, ErrQueueTimeout, or the cause for which ctx

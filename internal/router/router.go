@@ -1,3 +1,8 @@
+// Package router decides which worker serves a request and counts what is in
+// flight on each worker. It looks the prompt up in the index, gathers the workers
+// that may serve it, lets the policy choose and books the request, all under one
+// lock, so that concurrent requests see each other. Every booking ends exactly
+// once. The package knows nothing of HTTP.
 package router
 
 import (
@@ -209,7 +214,7 @@ func (r *Router) Up(t kv.Target) {
 	} else {
 		r.targets = slices.Insert(r.targets, at, t)
 	}
-	r.loads.Expect(t.Key)
+	r.loads.expect(t.Key)
 	r.notePairs()
 	r.drain(r.Now())
 }
@@ -225,7 +230,7 @@ func (r *Router) Down(w kv.WorkerKey) {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
 	r.targets = slices.DeleteFunc(r.targets, func(t kv.Target) bool { return t.Key == w })
-	r.loads.Silence(w)
+	r.loads.silence(w)
 	r.notePairs()
 	r.drain(r.Now())
 }
@@ -234,7 +239,7 @@ func (r *Router) Down(w kv.WorkerKey) {
 func (r *Router) Publish(w kv.WorkerKey, p policy.Published) {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
-	r.loads.Publish(w, p)
+	r.loads.publish(w, p)
 }
 
 // IsUp tells whether that incarnation of a worker is up.
@@ -256,7 +261,7 @@ func (r *Router) Targets() []kv.Target {
 func (r *Router) Load(w kv.WorkerKey) policy.Load {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
-	load := r.loads.Get(w, r.Now())
+	load := r.loads.get(w, r.Now())
 	load.Prefills = slices.Clone(load.Prefills)
 	return load
 }
@@ -289,7 +294,7 @@ func (r *Router) Idlest() (t kv.Target, ok bool) {
 	}
 	now := r.Now()
 	return slices.MinFunc(r.targets, func(a, b kv.Target) int {
-		return r.loads.Get(a.Key, now).InFlight - r.loads.Get(b.Key, now).InFlight
+		return r.loads.get(a.Key, now).InFlight - r.loads.get(b.Key, now).InFlight
 	}), true
 }
 
@@ -373,7 +378,7 @@ func (r *Router) taken(p *prompt) bool {
 	if p.ID == "" || p.QueryOnly || p.ChooseOnly {
 		return false
 	}
-	return r.loads.Booking(p.ID) != nil || slices.ContainsFunc(r.waiting, func(w *waiter) bool { return w.prompt.ID == p.ID })
+	return r.loads.booking(p.ID) != nil || slices.ContainsFunc(r.waiting, func(w *waiter) bool { return w.prompt.ID == p.ID })
 }
 
 // gather makes candidates of the workers that may serve p.
@@ -403,7 +408,7 @@ func (r *Router) busy(worker uint64, now time.Time) bool {
 		if t.Key.Worker != worker {
 			return false
 		}
-		load := r.loads.Get(t.Key, now)
+		load := r.loads.get(t.Key, now)
 		return !r.Knobs.BusyThresholds.exceeded(&t, &load)
 	})
 }
@@ -417,7 +422,7 @@ func (p *prompt) mayUse(t *kv.Target) bool {
 }
 
 func (r *Router) candidate(p *prompt, t *kv.Target, now time.Time) policy.Candidate {
-	c := policy.Candidate{Target: *t, Load: r.loads.Get(t.Key, now), NewBlocks: p.newBlocks()}
+	c := policy.Candidate{Target: *t, Load: r.loads.get(t.Key, now), NewBlocks: p.newBlocks()}
 	if p.Cached != nil {
 		c.Overlap = *p.Cached / r.blockSize
 	} else if i := slices.IndexFunc(p.matches, func(m kv.Match) bool { return m.Worker == t.Key }); i >= 0 {
@@ -457,7 +462,7 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 		return
 	}
 	if p.ChooseOnly {
-		r.loads.Bump(chosen.Target.Key)
+		r.loads.bump(chosen.Target.Key)
 		r.assume(chosen.Target.Key, p).End(0, -1)
 		return
 	}
@@ -492,8 +497,8 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 			b.sequence[i] = r.random.Uint64()
 		}
 	}
-	r.loads.Bump(b.worker)
-	r.loads.Begin(b, now)
+	r.loads.bump(b.worker)
+	r.loads.begin(b, now)
 	r.share(ChangeAdd, b)
 	return b
 }
@@ -559,4 +564,16 @@ func (r *Router) Overlaps(request Request) (overlaps []Overlap, blocks int) {
 		overlaps = append(overlaps, overlap)
 	}
 	return overlaps, len(local)
+}
+
+// WithThompson runs f with the router's policy, under its lock, if that is
+// thompson; else it returns false.
+func (r *Router) WithThompson(f func(*policy.Thompson)) bool {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	p, is := r.Policy.(*policy.Thompson)
+	if is {
+		f(p)
+	}
+	return is
 }

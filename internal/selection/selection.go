@@ -1,3 +1,6 @@
+// Package selection serves the router port. Clients of this port get the routing
+// decision and forward the request themselves. The routes and names are those of
+// Dynamo's standalone selection service.
 package selection
 
 import (

@@ -1,3 +1,6 @@
+// Package simulate replays a trace of requests against simulated workers in
+// virtual time. It runs the router's own code, so that policies can be compared
+// without GPUs. Two runs with the same settings give the same results.
 package simulate
 
 import (
@@ -17,6 +20,41 @@ import (
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
 )
+
+// Settings are the flags of CommandSimulate. It also reads Policy (names
+// separated by commas), PolicyKnobs, IndexConfig, BlockSize, Seed and those of MockConfig that
+// are the engine's size and timing.
+type Settings struct {
+	Trace          string            `placeholder:"FILE" help:"Requests to replay: JSON lines in Mooncake's format or of --record, also compressed by gzip."`
+	Synthetic      string            `placeholder:"SHAPE" help:"Made-up conversations in place of --trace. chat: groups of them share a system prompt, and each turn's prompt is the one before, its answer and a new message. agentic: runs of agents that call tools, see --agentic-workflows and those after it."`
+	SyntheticHints bool              `default:"true" negatable:"" help:"Give the router the hints that requests of --synthetic agentic or of a recording carry: which series each belongs to, how long that will be."`
+	Workers        int               `placeholder:"N" help:"Number of simulated workers, 8 unless --prefill-workers and --decode-workers are given; --mock-num-gpu-blocks, --mock-max-num-seqs, --mock-max-num-batched-tokens, --mock-prefill-ms, --mock-decode-ms and --speedup-ratio say what each is like."`
+	Concurrency    int               `placeholder:"N" help:"Requests in flight; the next one is sent when one ends. With --synthetic: conversations or workflows, the times between their requests included."`
+	Speedup        float64           `placeholder:"FACTOR" help:"Send requests at the trace's own times, divided by this."`
+	EventLag       float64           `default:"0" placeholder:"MS" help:"Age of what the router knows of the workers' caches, ms."`
+	JSON           bool              `name:"json" help:"Print the results as JSON, one object a policy."`
+	Plot           string            `placeholder:"FILE" help:"Also write a page (HTML) with the distribution of the time to first token and the workers' load."`
+	Shape          SyntheticSettings `embed:"" prefix:"synthetic-"`
+	Agents         AgenticSettings   `embed:"" prefix:"agentic-"`
+}
+
+func (s Settings) ValidateSynthetic() error {
+	var rate float64
+	var flag string
+	var shape interface{ validate() error }
+	switch s.Synthetic {
+	case syntheticChat:
+		rate, flag, shape = s.Shape.Rate, "--synthetic-rate N (conversations that begin a second)", s.Shape
+	case syntheticAgentic:
+		rate, flag, shape = s.Agents.Rate, "--agentic-rate N (workflows that begin a second)", s.Agents
+	default:
+		return fmt.Errorf("--synthetic %s: it is %s or %s", s.Synthetic, syntheticChat, syntheticAgentic)
+	}
+	if s.Speedup > 0 || (s.Concurrency > 0) == (rate > 0) {
+		return fmt.Errorf("with --synthetic %s give either --concurrency N (of those in flight) or %s", s.Synthetic, flag)
+	}
+	return shape.validate()
+}
 
 // Simulation is one run: a trace, the workers, and how its requests come. A
 // request of the trace is a conversation, with those that follow it.
@@ -91,8 +129,8 @@ type lateEvent struct {
 	event  engine.Event
 }
 
-// simEpoch is the router's clock at the start of a run.
-var simEpoch = time.Unix(1_000_000_000, 0)
+// epoch is the router's clock at the start of a run.
+var epoch = time.Unix(1_000_000_000, 0)
 
 // Run runs the trace once for each of the policies, and writes the results to
 // out; if progress is a terminal, a bar goes there meanwhile. base has what the
@@ -136,7 +174,7 @@ func (s Settings) requests(seed uint64, engine engine.Settings) (source string, 
 	}
 	longest := engine.Blocks * engine.BlockSize
 	if s.Synthetic == syntheticAgentic {
-		requests, err = SyntheticAgents(s.Agents, seed, longest)
+		requests, err = syntheticAgents(s.Agents, seed, longest)
 	} else {
 		requests, err = SyntheticChat(s.Shape, seed, longest)
 	}
@@ -205,7 +243,7 @@ func newSimulator(s Simulation, policy policy.Policy) *simulator {
 		total:      total,
 		ledger:     make([]*flight, 0, total),
 	}
-	clock := func() time.Time { return simEpoch.Add(run.now) }
+	clock := func() time.Time { return epoch.Add(run.now) }
 	run.index = router.NewIndex(s.Index, s.Policy, s.Knobs, s.Engine.BlockSize, clock)
 	run.router = router.NewRouter(run.index, policy, s.Engine.BlockSize, s.Seed)
 	run.router.Now = clock
@@ -383,7 +421,7 @@ func (s *simulator) endPass(w int) {
 		}
 	}
 	running, waiting, usage := worker.engine.Load()
-	s.router.Publish(kv.WorkerKey{Worker: uint64(w)}, policy.Published{Running: running, Waiting: waiting, KVUsage: usage, At: simEpoch.Add(s.now)})
+	s.router.Publish(kv.WorkerKey{Worker: uint64(w)}, policy.Published{Running: running, Waiting: waiting, KVUsage: usage, At: epoch.Add(s.now)})
 	s.wake(w)
 }
 

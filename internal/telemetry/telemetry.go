@@ -1,3 +1,5 @@
+// Package telemetry shows what the router does: Prometheus metrics, and a record of
+// finished requests that simulate can replay.
 package telemetry
 
 import (
@@ -271,4 +273,28 @@ func (c *fleetCollector) Collect(out chan<- prometheus.Metric) {
 	for reason, n := range prompts.Reasons {
 		out <- prometheus.MustNewConstMetric(c.reasons, prometheus.CounterValue, float64(n), reason)
 	}
+}
+
+// ReplicaCounts counts what routers over the same workers have told each other.
+type ReplicaCounts struct {
+	Sent     uint64 // changes
+	Received uint64 // changes, without those that say nothing new
+	Dropped  uint64 // changes that a queue or table had no room for
+	Lost     uint64 // times that a peer was forgotten
+	Held     int64  // bookings of other routers
+}
+
+// WatchReplicas adds what is told to and heard of other routers to the metrics.
+// Call it once.
+func (t *Metrics) WatchReplicas(counts func() ReplicaCounts) {
+	count := func(name, help string, n func(ReplicaCounts) uint64) {
+		t.registry.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{Name: "kvrouter_replica_" + name + "_total", Help: help},
+			func() float64 { return float64(n(counts())) }))
+	}
+	count("sent", "Changes told to other routers.", func(c ReplicaCounts) uint64 { return c.Sent })
+	count("received", "Changes that other routers told.", func(c ReplicaCounts) uint64 { return c.Received })
+	count("dropped", "Changes that there was no room for.", func(c ReplicaCounts) uint64 { return c.Dropped })
+	count("lost", "Times that another router was no longer heard, and what it had booked forgotten.", func(c ReplicaCounts) uint64 { return c.Lost })
+	t.registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvrouter_replica_bookings", Help: "Requests in flight from other routers."},
+		func() float64 { return float64(counts().Held) }))
 }

@@ -1,3 +1,6 @@
+// Package vllm starts vLLM workers as processes of this machine. It builds their
+// command lines and environments, reads their start-up logs, and leaves no process
+// behind.
 package vllm
 
 import (

@@ -1,3 +1,6 @@
+// Package workers supervises the workers of the router. It starts some, attaches
+// others that run already, and follows the health, models, KV events and load of
+// them all.
 package workers
 
 import (
@@ -77,8 +80,8 @@ func (s Status) Keys() []kv.WorkerKey {
 // settings that are wrong. A failure that will last is not tried again at all.
 const startAttempts = 2
 
-// fleetTiming holds the times of supervision, so that tests need not wait.
-type fleetTiming struct {
+// timing holds the times of supervision, so that tests need not wait.
+type timing struct {
 	readyPoll     time.Duration // between looks at a starting worker
 	HealthEvery   time.Duration // between looks at a ready one
 	healthLimit   time.Duration // longest wait for an answer to one look
@@ -95,8 +98,8 @@ type fleetTiming struct {
 	silentAfter   time.Duration // without event source, after which a warning says so
 }
 
-func defaultTiming() fleetTiming {
-	return fleetTiming{
+func defaultTiming() timing {
+	return timing{
 		readyPoll: 250 * time.Millisecond, HealthEvery: 2 * time.Second, healthLimit: 2 * time.Second, healthMisses: 3,
 		modelsEvery: 10 * time.Second, lookEvery: time.Second, lookLimit: 2 * time.Second,
 		hangLimit: 60 * time.Second, probeLimit: 5 * time.Second, stopLimit: 10 * time.Second,
@@ -145,7 +148,7 @@ type Fleet struct {
 	run        *fleetRun  // nil: not running
 
 	// Tests replace these.
-	Timing fleetTiming
+	Timing timing
 
 	Peers *events.Peers // asked for KV events that workers cannot replay; nil: nobody is
 	loads func(ctx context.Context, w kv.WorkerKey, zmqEndpoint, metricsURL string, publish func(kv.WorkerKey, policy.Published), log *slog.Logger)
@@ -178,7 +181,7 @@ func NewFleet(cfg Settings, start Start, index radix.Index, hooks Hooks, log *sl
 		opened:  make(chan struct{}),
 		lookers: make(chan chan struct{}),
 		Timing:  defaultTiming(),
-		loads:   FollowLoad,
+		loads:   followLoad,
 	}
 	if f.hooks.Up == nil {
 		f.hooks.Up = func(kv.Target) {}

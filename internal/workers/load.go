@@ -30,12 +30,12 @@ const (
 	maxMetricsBytes  = 16 << 20
 )
 
-// FollowLoad reports worker w's load to publish until ctx is done: every
+// followLoad reports worker w's load to publish until ctx is done: every
 // message of its load socket (ZMQ PUB of JSON, as the plugin sends) where
 // zmqEndpoint names one, else its Prometheus page at metricsURL once a second.
 // It reconnects for ever. Of a page that shows several engines the fragment of
 // metricsURL names the one that counts; without one all do.
-func FollowLoad(ctx context.Context, w kv.WorkerKey, zmqEndpoint, metricsURL string, publish func(kv.WorkerKey, policy.Published), log *slog.Logger) {
+func followLoad(ctx context.Context, w kv.WorkerKey, zmqEndpoint, metricsURL string, publish func(kv.WorkerKey, policy.Published), log *slog.Logger) {
 	source, where := pollMetrics, metricsURL
 	if zmqEndpoint != "" {
 		source, where = readLoadSocket, zmqEndpoint
