@@ -59,7 +59,7 @@ type Events struct {
 
 	Mu     sync.Mutex // guards what follows, and makes sending and keeping one
 	seq    uint64     // of the next batch
-	Kept   [][]byte   // payloads, a ring: batch n is kept[n % replayBatches]
+	Kept   [][]byte   // payloads, a ring: batch n is kept[n % vllm.ReplayBatches]
 	packer *msgpack.Encoder
 	packed bytes.Buffer
 }

@@ -57,15 +57,15 @@ func (m *Mocker) Start(i int) (*Worker, error) {
 	for _, adapter := range m.cfg.MockLora {
 		w.load(adapter)
 	}
-	sim := m.cfg.SimConfig(m.cfg.BlockSize)
+	settings := m.cfg.SimConfig(m.cfg.BlockSize)
 	if slower := m.cfg.MockSlowWorker[uint64(i)]; slower > 0 {
-		sim.Timing.Speedup /= slower
+		settings.Timing.Speedup /= slower
 	}
-	w.maxModelLen = sim.Blocks * sim.BlockSize
+	w.maxModelLen = settings.Blocks * settings.BlockSize
 	if n := m.model.MaxModelLen(); n > 0 {
 		w.maxModelLen = min(n, w.maxModelLen)
 	}
-	if err := w.listen(sim); err != nil {
+	if err := w.listen(settings); err != nil {
 		return nil, fmt.Errorf("mock worker %d: %w", i, err)
 	}
 	w.ctx, w.cancel = context.WithCancelCause(context.Background())
@@ -137,14 +137,14 @@ type Worker struct {
 }
 
 // listen opens the worker's ports.
-func (w *Worker) listen(sim engine.Settings) (err error) {
+func (w *Worker) listen(settings engine.Settings) (err error) {
 	defer func() {
 		if err != nil {
 			w.unlisten()
 		}
 	}()
 	for number := range w.cfg.Ports.Ranks {
-		rank, err := newRank(w, number, sim)
+		rank, err := newRank(w, number, settings)
 		if err != nil {
 			return err
 		}
@@ -177,17 +177,17 @@ func (w *Worker) End(why error) { w.cancel(why) }
 
 // run serves until the worker is ended.
 func (w *Worker) run() {
-	var rooms sync.WaitGroup
+	var serving sync.WaitGroup
 	for _, rank := range w.Ranks {
 		rank.Events.start()
-		rooms.Go(rank.step)
-		rooms.Go(rank.publishLoad)
+		serving.Go(rank.step)
+		serving.Go(rank.publishLoad)
 	}
-	rooms.Go(func() { _ = w.server.Serve(w.listener) }) // ends with unlisten
+	serving.Go(func() { _ = w.server.Serve(w.listener) }) // ends with unlisten
 	<-w.ctx.Done()
 	w.unlisten()
 	w.handlers.close()
-	rooms.Wait()
+	serving.Wait()
 	w.beside.Wait()
 	w.client.CloseIdleConnections()
 	w.ended <- context.Cause(w.ctx)

@@ -15,7 +15,7 @@ import (
 
 // Rank is one data-parallel rank of a simulated worker: an engine of its own
 // with its own cache, KV events and load. The engine belongs to one goroutine;
-// do reaches it.
+// Do reaches it.
 type Rank struct {
 	w        *Worker
 	number   int
@@ -51,9 +51,9 @@ type counts struct {
 
 // newRank opens the ports of a worker's rank, numbered after those of the
 // workers and ranks before it.
-func newRank(w *Worker, number int, sim engine.Settings) (*Rank, error) {
+func newRank(w *Worker, number int, settings engine.Settings) (*Rank, error) {
 	r := &Rank{w: w, number: number, wake: make(chan struct{}, 1), loadChanged: make(chan struct{}, 1)}
-	r.Engine = engine.New(sim, r.cacheChanged)
+	r.Engine = engine.New(settings, r.cacheChanged)
 	r.Engine.Fetch = func(request *engine.Request) { close(request.Tag.(*Choice).fetching) }
 	cfg, at := &w.cfg, w.number*w.cfg.Ports.Ranks+number
 	var err error
@@ -88,7 +88,7 @@ func (r *Rank) Do(f func(*engine.Engine)) {
 	signalOnce(r.wake)
 }
 
-// Ask is do, but waits until f has been called; it returns false if the worker
+// Ask is Do, but waits until f has been called; it returns false if the worker
 // has ended instead.
 func (r *Rank) Ask(ctx context.Context, f func(*engine.Engine)) bool {
 	done := make(chan struct{})

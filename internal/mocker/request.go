@@ -120,7 +120,9 @@ var unsupportedFields = []struct {
 	{"tool_choice", func(v gjson.Result) bool { return IsNull(v) || v.Str == "auto" || v.Str == "none" }},
 }
 
-func IsNull(v gjson.Result) bool  { return v.Type == gjson.Null }
+// IsNull tells whether a field is missing or null.
+func IsNull(v gjson.Result) bool { return v.Type == gjson.Null }
+
 func isFalse(v gjson.Result) bool { return v.Type == gjson.Null || v.Type == gjson.False }
 func isZero(v gjson.Result) bool {
 	return v.Type == gjson.Null || v.Type == gjson.Number && v.Num == 0

@@ -12,7 +12,7 @@ import (
 	"kvrouter/internal/vllm"
 )
 
-// Settings holds the settings of simulated workers; CommandSimulate reads
+// Settings holds the settings of simulated workers; the simulate command reads
 // those of SimConfig. Those whose help begins with "Fault" are for tests of what
 // routes to them.
 type Settings struct {
@@ -51,11 +51,11 @@ type Settings struct {
 
 // DefaultSettings has the flags' defaults.
 func DefaultSettings() Settings {
-	sim := engine.DefaultSettings()
+	size := engine.DefaultSettings()
 	return Settings{
-		SpeedupRatio: 1, MockNumGPUBlocks: sim.Blocks, MockMaxNumSeqs: sim.MaxSeqs, MockMaxNumBatchedTokens: sim.MaxBatchedTokens,
+		SpeedupRatio: 1, MockNumGPUBlocks: size.Blocks, MockMaxNumSeqs: size.MaxSeqs, MockMaxNumBatchedTokens: size.MaxBatchedTokens,
 		MockDataParallelSize: 1, MockKVTransferBandwidth: 64, MockKVBytesPerToken: 131072,
-		MockDisaggKind: kv.KindNIXL.String(), MockKVLease: 30 * time.Second, MockKVLoadFailure: loadFailureRecompute, MockBootstrapTimeout: 5 * time.Minute, MockPrefillMS: sim.Timing.Prefill[:], MockDecodeMS: sim.Timing.Decode[:], MockOutputTokens: 128,
+		MockDisaggKind: kv.KindNIXL.String(), MockKVLease: 30 * time.Second, MockKVLoadFailure: loadFailureRecompute, MockBootstrapTimeout: 5 * time.Minute, MockPrefillMS: size.Timing.Prefill[:], MockDecodeMS: size.Timing.Decode[:], MockOutputTokens: 128,
 	}
 }
 

@@ -38,6 +38,7 @@ func DefaultSettings() Settings {
 	return Settings{DisaggMinUncachedTokens: 256, DisaggPrefillTimeout: time.Minute, DisaggHandoverTimeout: time.Minute}
 }
 
+// Validate checks the settings; its errors name the flag.
 func (k Settings) Validate() error {
 	switch {
 	case k.DisaggMinUncachedTokens < 0:
@@ -74,9 +75,9 @@ type Pairs struct {
 }
 
 // NewPairs returns pairs of router's workers whose legs go through proxy.
-func NewPairs(router *router.Router, proxy *Proxy, knobs Settings, log *slog.Logger) *Pairs {
+func NewPairs(router *router.Router, proxy *Proxy, settings Settings, log *slog.Logger) *Pairs {
 	return &Pairs{
-		router: router, proxy: proxy, settings: knobs, log: log,
+		router: router, proxy: proxy, settings: settings, log: log,
 		abortSlots: make(chan struct{}, abortsAtOnce), engines: map[kv.WorkerKey]mooncakeEngine{},
 	}
 }
@@ -121,7 +122,7 @@ var errDecodeEnded = errors.New("the decode leg has ended")
 
 // Forward is Proxy.Forward for a request that two workers may share. parsed is
 // the client's body, why says why the request is to stay whole, if it is; route
-// is called with that, or with wholePrefilled. Where a prefill leg fails before
+// is called with that, or with WholePrefilled. Where a prefill leg fails before
 // the first byte of the answer the request goes whole to a worker that takes it,
 // unless pairs are enforced; where a decode leg does, to another pair.
 func (s *Pairs) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, parsed *jsonbody.Body, why string, route func(exclude []uint64, why string) (router.Pair, error)) error {

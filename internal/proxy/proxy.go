@@ -339,15 +339,15 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 	worker := x.Decision.Target.Key.Worker
 	answer.Header.Del("Content-Length") // an event may be taken out
 	flush := http.NewResponseController(w)
-	room := p.streams.Get().(*streamBuffer)
-	defer p.streams.Put(room)
-	events := EventScanner{HideUsage: u.HideUsage, pending: room.pending[:0], out: room.out[:0]}
+	memory := p.streams.Get().(*streamBuffer)
+	defer p.streams.Put(memory)
+	events := EventScanner{HideUsage: u.HideUsage, pending: memory.pending[:0], out: memory.out[:0]}
 	defer func() {
 		if cap(events.pending)+cap(events.out) <= pooledBuffer {
-			room.pending, room.out = events.pending, events.out
+			memory.pending, memory.out = events.pending, events.out
 		}
 	}()
-	buffer := room.buffer[:]
+	buffer := memory.buffer[:]
 	var last time.Time
 	tokens := 0
 	for started := false; ; {
@@ -456,7 +456,7 @@ func ReadUsage(body []byte) Usage {
 	}
 }
 
-// askTimeout bounds a short question to a worker, and askLimit its answer.
+// askTimeout bounds a short question to a worker, and AskLimit its answer (bytes).
 const (
 	askTimeout = 30 * time.Second
 	AskLimit   = 16 << 20

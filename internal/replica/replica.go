@@ -26,6 +26,7 @@ type Settings struct {
 	ReplicaPeers    []string `group:"Replicas" placeholder:"HOST:PORT" help:"The other routers' --replica-sync-port; several are separated by commas."`
 }
 
+// Validate checks the settings; its errors name the flag.
 func (c Settings) Validate() error {
 	if !c.ReplicaSync && len(c.ReplicaPeers) > 0 {
 		return errors.New("--replica-peers: give --replica-sync, too")
@@ -66,7 +67,7 @@ type Mesh struct {
 
 	Sent     atomic.Uint64 // changes
 	Received atomic.Uint64 // changes, without those that say nothing new
-	Dropped  atomic.Uint64 // changes that a queue or table had no room for
+	Dropped  atomic.Uint64 // changes lost because a queue or table was full
 	Lost     atomic.Uint64 // times that a peer was forgotten
 	Held     atomic.Int64  // bookings of other routers
 }

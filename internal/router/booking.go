@@ -42,13 +42,15 @@ type Booking struct {
 	older, newer *Booking       // its neighbours in Loads, by that time
 }
 
-// Worker is where the request is booked.
+// Worker returns the worker that the request is booked on.
 func (b *Booking) Worker() kv.WorkerKey { return b.worker }
 
-// Ended tells whether the booking has ended: its request has, or nobody spoke of
-// it for BookingExpiry.
+// Ended tells whether the booking has ended: its request ended, or nobody
+// mentioned the booking for BookingExpiry.
 func (b *Booking) Ended() bool { return b.ended.Load() }
 
+// prefill returns the booking as policies see prompts that wait for their first
+// token.
 func (b *Booking) prefill() policy.Prefill {
 	return policy.Prefill{Tokens: b.uncached, Sent: b.sent, AnsweredWhole: b.answeredWhole}
 }
@@ -166,6 +168,7 @@ func (b *Booking) Report(f policy.Feedback) (ack policy.ThompsonAck, known bool)
 	return ack, known
 }
 
+// end ends the booking with an answer of that many tokens; 0: unknown.
 func (b *Booking) end(how policy.Ending, output int) {
 	r := b.router
 	r.Mu.Lock()
@@ -181,15 +184,15 @@ func (r *Router) finish(b *Booking, how policy.Ending, output int, now time.Time
 	b.ended.Store(true)
 	told := b.computed
 	r.prefillDone(b, now)
-	if policy, ok := r.Policy.(policy.Learner); ok && told && !b.answeredWhole && output > 0 {
-		policy.Learn(r.loads.outcome(b, output, now))
+	if learner, ok := r.Policy.(policy.Learner); ok && told && !b.answeredWhole && output > 0 {
+		learner.Learn(r.loads.outcome(b, output, now))
 	}
-	if rule, ok := r.Policy.(policy.Judged); ok && b.decision != 0 {
+	if judged, ok := r.Policy.(policy.Judged); ok && b.decision != 0 {
 		f := policy.Feedback{Decision: b.decision, Worker: b.worker, Now: now, Ending: how, Latency: now.Sub(b.sent), TokensIn: b.prompt, TokensOut: output}
 		if told && !b.answeredWhole {
 			f.FirstToken = b.first.Sub(b.sent)
 		}
-		rule.Judge(f)
+		judged.Judge(f)
 	}
 	r.loads.end(b, now)
 	if how == policy.Failed {
@@ -201,6 +204,8 @@ func (r *Router) finish(b *Booking, how policy.Ending, output int, now time.Time
 	r.drain(now)
 }
 
+// prefillDone notes that b's prompt has been computed, unless it is known. The
+// caller holds the lock.
 func (r *Router) prefillDone(b *Booking, now time.Time) {
 	if !b.computed {
 		b.computed = true
@@ -211,8 +216,8 @@ func (r *Router) prefillDone(b *Booking, now time.Time) {
 }
 
 const (
-	// BookingExpiry is how long nobody may speak of a booking before it is taken
-	// for forgotten.
+	// BookingExpiry is the time after which a booking that nobody mentions counts
+	// as forgotten.
 	BookingExpiry = time.Hour
 	// expiryEvery is the least time between two searches for such bookings.
 	expiryEvery = 30 * time.Second
@@ -242,7 +247,7 @@ func (r *Router) Booking(id string) *Booking {
 	return r.loads.booking(id)
 }
 
-// WorkerLoad is what a worker has to do, or would have with one more request.
+// WorkerLoad is the load of one worker, now or with one more request.
 type WorkerLoad struct {
 	Key                    kv.WorkerKey
 	PotentialPrefillTokens int
@@ -250,7 +255,7 @@ type WorkerLoad struct {
 	ActiveRequests         int // without the one more
 }
 
-// Loads returns what every worker has to do that is up or has bookings, by key.
+// Loads returns the load of every worker that is up or has bookings, by key.
 func (r *Router) Loads() []WorkerLoad {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
@@ -269,8 +274,8 @@ func (r *Router) Loads() []WorkerLoad {
 	return loads
 }
 
-// PotentialLoads returns what each worker that may serve the request would have
-// to do with it, by key. Nothing is booked.
+// PotentialLoads returns, by key, the load that each worker which may serve the
+// request would have with it. It books nothing.
 func (r *Router) PotentialLoads(request Request) []WorkerLoad {
 	scratch := r.scratch.Get().(*workspace)
 	defer r.scratch.Put(scratch)

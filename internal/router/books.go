@@ -158,6 +158,7 @@ func (l *Loads) link(b *Booking, now time.Time) {
 	l.newest = b
 }
 
+// unlink takes b out of the list.
 func (l *Loads) unlink(b *Booking) {
 	if b.older != nil {
 		b.older.newer = b.newer
@@ -329,6 +330,7 @@ func (l *Loads) drop(w kv.WorkerKey) {
 	}
 }
 
+// of returns w's entry, a new one if there is none.
 func (l *Loads) of(w kv.WorkerKey) *workerLoad {
 	load := l.byWorker[w]
 	if load == nil {

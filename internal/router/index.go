@@ -74,30 +74,31 @@ const (
 	maxTreeTokens = 1 << 30
 )
 
-// indexless tells that a policy gives cached blocks no weight.
-func indexless(policy string, knobs policy.Settings) bool {
-	knobs = knobs.Resolved()
-	return policy == "kv" && knobs.PrefillLoadScale == 0 && knobs.OverlapScoreCredit == 0
+// indexless tells whether the policy of that name gives cached blocks no weight.
+func indexless(name string, settings policy.Settings) bool {
+	settings = settings.Resolved()
+	return name == "kv" && settings.PrefillLoadScale == 0 && settings.OverlapScoreCredit == 0
 }
 
-// HasTrees tells that a policy has prefix trees for its index.
-func (c IndexSettings) HasTrees(rule string) bool {
-	return policy.RoutesByMatch(rule) && (c.NoKVEvents || c.PrefixSource == PrefixApprox)
+// HasTrees tells whether the index of the policy of that name is a prefix tree for
+// each worker.
+func (c IndexSettings) HasTrees(name string) bool {
+	return policy.RoutesByMatch(name) && (c.NoKVEvents || c.PrefixSource == PrefixApprox)
 }
 
-// Follows tells whether the index of a policy is fed by KV events.
-func (c IndexSettings) Follows(policy string, knobs policy.Settings) bool {
-	return !c.NoKVEvents && !c.HasTrees(policy) && !indexless(policy, knobs)
+// Follows tells whether KV events feed the index of the policy of that name.
+func (c IndexSettings) Follows(name string, settings policy.Settings) bool {
+	return !c.NoKVEvents && !c.HasTrees(name) && !indexless(name, settings)
 }
 
-// NewIndex returns the index that the settings ask for, for blocks of so many
-// tokens. now is the clock of what it assumes.
-func NewIndex(c IndexSettings, policy string, knobs policy.Settings, blockSize int, now func() time.Time) radix.Index {
+// NewIndex returns the index that c asks for with the policy of that name.
+// blockSize is in tokens. now is the clock by which assumed blocks expire.
+func NewIndex(c IndexSettings, name string, settings policy.Settings, blockSize int, now func() time.Time) radix.Index {
 	seconds := func(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
 	switch {
-	case indexless(policy, knobs):
+	case indexless(name, settings):
 		return radix.NewBlind()
-	case c.HasTrees(policy):
+	case c.HasTrees(name):
 		trees := radix.NewTrees(max(1, c.MaxTreeSize/blockSize), seconds(c.EvictionInterval), now)
 		trees.SetCorrected(c.CacheCorrection)
 		return trees

@@ -29,8 +29,8 @@ var (
 	ErrUnknownWorker = errors.New("no such worker")
 )
 
-// Request is what the Router needs to know of one request. A prompt whose
-// tokens could not be had has none, and is routed by load alone.
+// Request is what the Router needs to know of one request. A request without
+// Tokens and Local is routed by load alone.
 type Request struct {
 	ID        string   // of its booking; empty: none. Only one booking at a time may have it
 	Tokens    []uint32 // the prompt, as far as its tokens say all about it
@@ -61,8 +61,7 @@ type Request struct {
 	AnsweredWhole bool // the caller cannot tell when its first token comes
 }
 
-// Decision is the Router's answer: where the request goes and what it finds
-// there.
+// Decision says where a request goes and how much of its prompt is cached there.
 type Decision struct {
 	Target        kv.Target
 	Tokens        int // prompt length; 0: unknown
@@ -79,7 +78,7 @@ type Decision struct {
 	LookupTime   time.Duration // spent in the index
 	SequenceTime time.Duration // spent on sequence hashes
 	ScheduleTime time.Duration // spent on choosing and booking, the wait for the lock included
-	QueueTime    time.Duration // spent waiting for a worker with room, beside those
+	QueueTime    time.Duration // spent in the queue, not part of the times above
 }
 
 // Settings are the settings of the Router, with Dynamo's names and
@@ -102,6 +101,7 @@ func DefaultSettings() Settings {
 	}
 }
 
+// Validate checks the settings; its errors name the flag.
 func (k Settings) Validate() error {
 	if k.RouterTrackOutputBlocks && !k.RouterTrackActiveBlocks {
 		return errors.New("--router-track-output-blocks adds to the active blocks: leave out --no-router-track-active-blocks")
@@ -117,8 +117,8 @@ func (k Settings) CountsPasses() bool {
 	return k.ActivePrefillTokensThresholdFrac != nil || k.RouterQueueThreshold != nil
 }
 
-// Router chooses the worker of each request and keeps the books of what is in
-// flight where. It owns the one lock under which requests are decided.
+// Router chooses a worker for each request and counts what is in flight on each
+// worker. It owns the lock under which requests are decided.
 type Router struct {
 	index     radix.Index
 	assumes   radix.Assumer // the index, if it is told what was routed; else nil
@@ -137,19 +137,19 @@ type Router struct {
 	candidates []policy.Candidate            // reused by every decision
 	expired    time.Time                     // when forgotten bookings were last looked for
 	began      time.Time                     // of the queue's clock: when a request first had to wait
-	waiting    []*waiter                     // for a worker with room, who goes first at the front
+	waiting    []*waiter                     // for a worker with capacity, the first to go at the front
 	tell       func(kind string, b *Booking) // told of what is booked here; nil: nobody is
 	told       uint64                        // bookings that they were told of
 	decisions  uint64                        // that a judged policy hears of
 }
 
-// workspace is the memory of one walk of the index, used again by later ones.
+// workspace holds the buffers of one look-up, reused by later ones.
 type workspace struct {
 	local   []uint64
 	matches []kv.Match
 }
 
-// prompt is a request and what is found out about it before the lock is taken.
+// prompt is a request with what lookUp finds out about it without the lock.
 type prompt struct {
 	Request
 	tokens   int      // its length; 0: unknown
@@ -171,22 +171,21 @@ func (p *prompt) newBlocks() int {
 	return len(p.local)
 }
 
-// NewRouter returns a router without workers and with the default settings.
-// blockSize is in tokens and must be the engines'; seed is the source of all its
-// chances.
+// NewRouter is New with the default settings.
 func NewRouter(index radix.Index, policy policy.Policy, blockSize int, seed uint64) *Router {
 	return New(index, policy, blockSize, seed, DefaultSettings())
 }
 
-// New is NewRouter with settings of one's own.
-func New(index radix.Index, policy policy.Policy, blockSize int, seed uint64, knobs Settings) *Router {
+// New returns a router without workers. blockSize is the engines' block size in
+// tokens. seed seeds all of the router's random choices.
+func New(index radix.Index, policy policy.Policy, blockSize int, seed uint64, settings Settings) *Router {
 	assumes, _ := index.(radix.Assumer)
 	return &Router{
 		index:     index,
 		assumes:   assumes,
 		blockSize: blockSize,
 		Now:       time.Now,
-		Knobs:     knobs,
+		Knobs:     settings,
 		traits:    policy.Traits(),
 		scratch:   sync.Pool{New: func() any { return new(workspace) }},
 		loads:     NewLoads(),
@@ -195,13 +194,14 @@ func New(index radix.Index, policy policy.Policy, blockSize int, seed uint64, kn
 	}
 }
 
-// Index is where the router looks prompts up.
+// Index returns the index that prompts are looked up in.
 func (r *Router) Index() radix.Index { return r.index }
 
-// BlockSize is the number of tokens a block.
+// BlockSize returns the number of tokens in a block.
 func (r *Router) BlockSize() int { return r.blockSize }
 
-// Up lets requests go to t. A target with the same key is replaced.
+// Up makes t a worker that requests may go to. It replaces a target with the same
+// key.
 func (r *Router) Up(t kv.Target) {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
@@ -224,8 +224,7 @@ func (r *Router) target(w kv.WorkerKey) (at int, found bool) {
 	return slices.BinarySearchFunc(r.targets, w, func(t kv.Target, key kv.WorkerKey) int { return t.Key.Compare(key) })
 }
 
-// Down takes w out of the choice. What is booked on it stays booked until those
-// requests end.
+// Down takes w out of the choice. Bookings on it stay until their requests end.
 func (r *Router) Down(w kv.WorkerKey) {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
@@ -235,7 +234,7 @@ func (r *Router) Down(w kv.WorkerKey) {
 	r.drain(r.Now())
 }
 
-// Publish takes over the load that w reports.
+// Publish stores the load that w reports.
 func (r *Router) Publish(w kv.WorkerKey, p policy.Published) {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
@@ -300,7 +299,7 @@ func (r *Router) Idlest() (t kv.Target, ok bool) {
 
 // Route chooses a worker for the request and books the request on it. Unless
 // the request is QueryOnly or ChooseOnly, the caller must end the decision's
-// Booking. Where all workers have enough to do, it waits until one has room or
+// Booking. Where all workers have enough to do, it waits until one has capacity or
 // ctx ends. It fails with ErrNoWorker, ErrBusy, ErrQueueFull, ErrQueueTimeout,
 // ErrDuplicate or the cause for which ctx ended.
 func (r *Router) Route(ctx context.Context, request Request) (Decision, error) {
@@ -324,7 +323,7 @@ func (r *Router) place(ctx context.Context, p *prompt, decision Decision) (Decis
 	return decided, err
 }
 
-// lookUp finds out about a request what needs no lock.
+// lookUp hashes a request's prompt and looks it up in the index. It needs no lock.
 func (r *Router) lookUp(request Request, scratch *workspace) (p prompt, d Decision) {
 	p = prompt{Request: request, local: request.Local}
 	p.tokens = max(request.NumTokens, len(request.Tokens))
@@ -542,14 +541,14 @@ func (r *Router) usableBlocks(tokens int) int {
 	return (tokens - 1) / r.blockSize
 }
 
-// Overlap is what one worker holds of a prompt.
+// Overlap is the number of a prompt's leading blocks that one worker holds.
 type Overlap struct {
 	Worker kv.WorkerKey
 	Blocks int
 }
 
-// Overlaps returns what every worker that is up holds of the prompt, without
-// choosing, and the number of the prompt's full blocks.
+// Overlaps returns the overlap of every worker that is up, and the number of the
+// prompt's full blocks. It chooses nothing.
 func (r *Router) Overlaps(request Request) (overlaps []Overlap, blocks int) {
 	local := request.Local
 	if len(request.Tokens) > 0 {

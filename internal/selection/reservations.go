@@ -44,6 +44,7 @@ type reservations struct {
 	cleanAt int                        // size at which expired ones are looked for
 }
 
+// NewReservations returns an empty table of reservations.
 func NewReservations() *reservations {
 	return &reservations{held: map[string]*router.Booking{}, cleanAt: firstReservationsGC}
 }

@@ -62,7 +62,7 @@ type Settings struct {
 	CountsPasses       bool     // --router-queue-threshold is set, which counts in passes of a worker
 }
 
-// New returns the router port over the given rooms.
+// New returns the router port over the given router, index and fleet.
 func New(settings Settings, router *router.Router, index radix.Index, fleet *workers.Fleet, log *slog.Logger) *Service {
 	return &Service{
 		settings: settings, router: router, index: index, fleet: fleet, log: log, history: fleet.History,

@@ -70,6 +70,7 @@ func (s workerSpec) patched(patch workerSpec) workerSpec {
 	return s
 }
 
+// Given returns what p points to, or otherwise where p is nil.
 func Given[T any](p *T, otherwise T) T {
 	if p == nil {
 		return otherwise

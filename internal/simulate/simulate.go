@@ -21,9 +21,8 @@ import (
 	"kvrouter/internal/router"
 )
 
-// Settings are the flags of CommandSimulate. It also reads Policy (names
-// separated by commas), PolicyKnobs, IndexConfig, BlockSize, Seed and those of MockConfig that
-// are the engine's size and timing.
+// Settings are the flags of the simulate command. The settings of the policies, the
+// index and the engine come with the Simulation that Run is given.
 type Settings struct {
 	Trace          string            `placeholder:"FILE" help:"Requests to replay: JSON lines in Mooncake's format or of --record, also compressed by gzip."`
 	Synthetic      string            `placeholder:"SHAPE" help:"Made-up conversations in place of --trace. chat: groups of them share a system prompt, and each turn's prompt is the one before, its answer and a new message. agentic: runs of agents that call tools, see --agentic-workflows and those after it."`
@@ -38,6 +37,7 @@ type Settings struct {
 	Agents         AgenticSettings   `embed:"" prefix:"agentic-"`
 }
 
+// ValidateSynthetic checks the settings of --synthetic; its errors name the flag.
 func (s Settings) ValidateSynthetic() error {
 	var rate float64
 	var flag string
@@ -233,7 +233,7 @@ func (s Simulation) Run() (*Report, error) {
 	return run.report(), nil
 }
 
-// newSimulator builds the house of a run around idle workers.
+// newSimulator returns a simulator with idle workers.
 func newSimulator(s Simulation, policy policy.Policy) *simulator {
 	total := countRequests(s.Requests)
 	run := &simulator{
@@ -256,8 +256,8 @@ func newSimulator(s Simulation, policy policy.Policy) *simulator {
 	return run
 }
 
-// loop lets everything happen in the order of time. What happens at one time
-// happens before any pass starts at it.
+// loop runs events in time order. All events of one time run before any pass
+// starts at that time.
 func (s *simulator) loop() error {
 	for s.done < s.total {
 		s.sendDue()
@@ -315,11 +315,11 @@ func (s *simulator) sendDue() {
 func (s *simulator) send(request *TraceRequest) {
 	s.catchUp()
 	local, blocks := request.Blocks(s.Engine.BlockSize)
-	hinted := request.Hints
+	prefix := request.Hints
 	if s.WithoutHints {
-		hinted = hints.Prefix{}
+		prefix = hints.Prefix{}
 	}
-	asked := router.Request{Local: local, NumTokens: request.Prompt, Prefix: hinted}
+	asked := router.Request{Local: local, NumTokens: request.Prompt, Prefix: prefix}
 	var pair router.Pair
 	var err error
 	if s.Prefills > 0 {
@@ -344,9 +344,9 @@ func (s *simulator) send(request *TraceRequest) {
 }
 
 // newFlight is a request, or a leg of it, on its way to where the decision says.
-func (s *simulator) newFlight(request *TraceRequest, decision router.Decision, sim engine.Request) *flight {
+func (s *simulator) newFlight(request *TraceRequest, decision router.Decision, work engine.Request) *flight {
 	flight := &flight{
-		Request: sim,
+		Request: work,
 		request: request,
 		worker:  int(decision.Target.Key.Worker),
 		booking: decision.Booking,
@@ -375,6 +375,7 @@ func (s *simulator) wake(w int) {
 	}
 }
 
+// beginPass starts worker w's next pass, if it has work.
 func (s *simulator) beginPass(w int) {
 	worker := &s.workers[w]
 	d, busy := worker.engine.Begin()
@@ -386,6 +387,7 @@ func (s *simulator) beginPass(w int) {
 	s.coming.push(happening{at: s.now + d, order: w})
 }
 
+// endPass ends worker w's pass and takes in the tokens that it made.
 func (s *simulator) endPass(w int) {
 	worker := &s.workers[w]
 	worker.inPass = false
@@ -447,6 +449,7 @@ func (s *simulator) catchUp() {
 	s.lagging = s.lagging[n:]
 }
 
+// apply changes the index as worker w's cache has changed.
 func (s *simulator) apply(w int, event engine.Event) {
 	key := kv.WorkerKey{Worker: uint64(w)}
 	if !event.Stored {

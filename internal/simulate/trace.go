@@ -145,6 +145,7 @@ func findAnswers(requests []TraceRequest) {
 	}
 }
 
+// ParseTraceLine reads one line of a trace.
 func ParseTraceLine(text []byte) (TraceRequest, error) {
 	var line mooncakeLine
 	if err := json.Unmarshal(text, &line); err != nil {

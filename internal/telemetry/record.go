@@ -97,11 +97,11 @@ func (r *Recorder) Prompt(request router.Request) *RecordedPrompt {
 	if len(request.Tokens) > 0 {
 		local = kv.HashBlocks(nil, request.Tokens, r.blockSize, request.LoRA, request.Salt)
 	}
-	ids := kv.SequenceHashes(make([]uint64, 0, len(local)), local)
-	for i := range ids {
-		ids[i] >>= 64 - recordHashBits
+	hashes := kv.SequenceHashes(make([]uint64, 0, len(local)), local)
+	for i := range hashes {
+		hashes[i] >>= 64 - recordHashBits
 	}
-	return &RecordedPrompt{Tokens: max(request.NumTokens, len(request.Tokens)), HashIDs: ids, Hints: hints.Record(request.Prefix)}
+	return &RecordedPrompt{Tokens: max(request.NumTokens, len(request.Tokens)), HashIDs: hashes, Hints: hints.Record(request.Prefix)}
 }
 
 // Finished records a request that has ended, if its prompt was known. It never

@@ -41,7 +41,7 @@ type Metrics struct {
 	eventLag      *prometheus.HistogramVec
 }
 
-// WorkerSample is what one worker rank shows at the moment of a scrape.
+// WorkerSample is the state of one worker rank at a scrape.
 type WorkerSample struct {
 	Worker     kv.WorkerKey
 	Up         bool
@@ -53,7 +53,7 @@ type WorkerSample struct {
 	Cold       bool              // blocks may be missing in the index: its history is not known in full
 }
 
-// PromptSample counts the ways that prompts took to their tokens.
+// PromptSample counts prompts by how their tokens were found.
 type PromptSample struct {
 	Sources map[string]uint64 // where the tokens came from
 	Reasons map[string]uint64 // why they were not computed here
@@ -179,8 +179,8 @@ func (t *Metrics) Finished(x proxy.Exchange, now time.Time) {
 	}
 }
 
-// fleetCollector turns what the rooms count themselves into metrics at each
-// scrape, so that a worker that is gone leaves no series behind.
+// fleetCollector reads the counts of other components at each scrape, so that a
+// worker that is gone leaves no series behind.
 type fleetCollector struct {
 	workers  func() []WorkerSample
 	prompts  func() PromptSample
@@ -279,7 +279,7 @@ func (c *fleetCollector) Collect(out chan<- prometheus.Metric) {
 type ReplicaCounts struct {
 	Sent     uint64 // changes
 	Received uint64 // changes, without those that say nothing new
-	Dropped  uint64 // changes that a queue or table had no room for
+	Dropped  uint64 // changes lost because a queue or table was full
 	Lost     uint64 // times that a peer was forgotten
 	Held     int64  // bookings of other routers
 }

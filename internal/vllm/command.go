@@ -25,6 +25,7 @@ import (
 var pluginFiles embed.FS
 
 const (
+	// KVEventsTopic is the ZeroMQ topic of the KV events of started workers.
 	KVEventsTopic = "kv-events"
 	// ReplayBatches is how many event batches an engine keeps for a router that
 	// missed some, about 100 bytes each in a quiet cache.
@@ -83,7 +84,7 @@ type Settings struct {
 	Ports           Ports
 }
 
-// ProcessSpec is what one worker process is started with.
+// ProcessSpec is the command line and the environment of one worker process.
 type ProcessSpec struct {
 	Argv []string
 	Env  []string

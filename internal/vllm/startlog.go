@@ -39,6 +39,7 @@ type StartLog struct {
 // tailLines is how much of a dead worker's output is shown.
 const tailLines = 20
 
+// NewStartLog returns the log of a worker that is about to start.
 func NewStartLog() *StartLog { return &StartLog{stage: -1} }
 
 // Line takes in one line of output and returns the stage that begins with it,
@@ -92,7 +93,7 @@ func (s *StartLog) SetEnding() {
 }
 
 // Tail returns the last lines that may explain an end, without the errors that
-// line has told of.
+// Line has reported.
 func (s *StartLog) Tail() []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -82,6 +82,7 @@ func (w *Attached) UnmarshalText(text []byte) error {
 	return nil
 }
 
+// ParseURL checks a worker's base URL and returns it without a slash at the end.
 func ParseURL(value string) (string, error) {
 	u, err := url.Parse(value)
 	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Hostname() == "" || u.RawQuery != "" || u.Fragment != "" {

@@ -126,6 +126,7 @@ func pollMetrics(ctx context.Context, url string, publish func(policy.Published)
 	}
 }
 
+// GetMetrics reads a worker's load from its Prometheus page at url.
 func GetMetrics(ctx context.Context, url string) (policy.Published, error) {
 	_, engine, _ := strings.Cut(url, "#")
 	return readMetrics(ctx, url, func(page io.Reader) (policy.Published, error) { return parseMetrics(page, engine) })
