@@ -69,6 +69,24 @@ func (c *Choice) advance(r *engine.Request) {
 	signalOnce(c.Answer.More)
 }
 
+// take takes the tokens that the choices have got since the last call. Of a stream
+// it appends their chunks. It returns how many choices have ended with them.
+func (a *Answer) take(chunks []byte) (_ []byte, ended int) {
+	for _, c := range a.choices {
+		now := int(c.generated.Load())
+		if now == c.Sent {
+			continue
+		}
+		if a.stream {
+			chunks = a.appendChunk(chunks, c, now)
+		}
+		if c.Sent = now; now == c.Output {
+			ended++
+		}
+	}
+	return chunks, ended
+}
+
 // Stop is what ends an answer before its length.
 type Stop struct {
 	Texts     []string

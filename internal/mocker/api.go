@@ -70,27 +70,32 @@ func (w *Worker) routes() http.Handler {
 	})
 }
 
+// accept reads and checks a chat or a completion, prepares its answer and finds
+// the rank that computes it; not ok: the request has been answered.
+func (w *Worker) accept(out http.ResponseWriter, in *http.Request, chat bool) (body *jsonbody.Body, answer *Answer, rank *Rank, ok bool) {
+	if body, ok = w.body(out, in); !ok {
+		return nil, nil, nil, false
+	}
+	var problem *refusal
+	if w.chance(w.cfg.MockErrorRate) {
+		problem = &refusal{http.StatusInternalServerError, "InternalServerError", "error asked for by --mock-error-rate", ""}
+	} else if answer, problem = w.prepare(body, chat); problem == nil {
+		rank, problem = w.rankFor(in.Header.Get(web.HeaderRank))
+	}
+	if problem != nil {
+		writeError(out, problem)
+		return nil, nil, nil, false
+	}
+	answer.id = requestID(in, chat)
+	return body, answer, rank, true
+}
+
 // infer serves a chat or a completion.
 func (w *Worker) infer(out http.ResponseWriter, in *http.Request, chat bool) {
-	body, ok := w.body(out, in)
+	body, answer, rank, ok := w.accept(out, in, chat)
 	if !ok {
 		return
 	}
-	if w.chance(w.cfg.MockErrorRate) {
-		writeError(out, &refusal{http.StatusInternalServerError, "InternalServerError", "error asked for by --mock-error-rate", ""})
-		return
-	}
-	answer, problem := w.prepare(body, chat)
-	if problem != nil {
-		writeError(out, problem)
-		return
-	}
-	rank, problem := w.rankFor(in.Header.Get(web.HeaderRank))
-	if problem != nil {
-		writeError(out, problem)
-		return
-	}
-	answer.id = requestID(in, chat)
 	ctx, cancel := context.WithCancel(in.Context())
 	var fetching sync.WaitGroup
 	defer fetching.Wait()
@@ -129,20 +134,9 @@ func (w *Worker) infer(out http.ResponseWriter, in *http.Request, chat bool) {
 		case <-w.ctx.Done():
 			panic(http.ErrAbortHandler) // the connection breaks off
 		}
-		chunk = chunk[:0]
-		for _, c := range answer.choices {
-			now := int(c.generated.Load())
-			if now == c.Sent {
-				continue
-			}
-			if answer.stream {
-				chunk = answer.appendChunk(chunk, c, now)
-			}
-			if c.Sent = now; now == c.Output {
-				left--
-			}
-		}
-		if left == 0 {
+		var ended int
+		chunk, ended = answer.take(chunk[:0])
+		if left -= ended; left == 0 {
 			if problem := transfer.computed(ctx, rank); problem != nil {
 				writeError(out, problem)
 				return

@@ -368,18 +368,9 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 	for _, source := range f.cfg.Ports.Sources(int(w.id), f.cfg.BlockSize) {
 		in.followEvents(source)
 	}
-	ended := engine.Ended
 	f.update(w, func(s *Status) { s.PID = engine.PID })
 	if engine.PID != 0 {
 		f.log.Info(fmt.Sprintf("worker %d: %s", w.id, vllm.StageProcess), "pid", engine.PID, "url", w.Spec.URL)
-	}
-
-	stop := func() {
-		output.SetEnding()
-		engine.Stop()
-		timer := time.AfterFunc(f.Timing.stopLimit, engine.Kill)
-		defer timer.Stop()
-		<-ended
 	}
 
 	var readySince, downSince time.Time
@@ -389,9 +380,9 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 		select {
 		case <-ctx.Done():
 			in.markDown(downReason)
-			stop()
+			f.stopStarted(engine, output)
 			return 0, ctx.Err()
-		case err := <-ended:
+		case err := <-engine.Ended:
 			downReason = "its process ended: " + endReason(err)
 			in.markDown(downReason)
 			if engine.PID == 0 {
@@ -414,15 +405,12 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 				poll = f.Timing.HealthEvery
 				f.log.Info(fmt.Sprintf("worker %d: ready after %s", w.id, waited.Round(time.Second)), "url", w.Spec.URL)
 			} else if waited > f.cfg.StartupTimeout {
-				stop()
+				f.stopStarted(engine, output)
 				downReason = fmt.Sprintf("not ready after %s (--startup-timeout)", f.cfg.StartupTimeout)
 				return 0, f.explainEnd(w, output, errors.New(downReason))
 			} else if time.Since(lastProgress) >= f.Timing.progressEvery {
 				lastProgress = time.Now()
-				w.mu.Lock()
-				stage := w.status.Stage
-				w.mu.Unlock()
-				f.log.Info(fmt.Sprintf("worker %d: still %s (%s)", w.id, stage, waited.Round(time.Second)))
+				f.logProgress(w, waited)
 			}
 			continue
 		}
@@ -435,11 +423,28 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 			downSince = time.Now()
 		case time.Since(downSince) > f.Timing.hangLimit:
 			engine.Kill() // what hangs does not heed SIGTERM
-			<-ended
+			<-engine.Ended
 			downReason = fmt.Sprintf("it did not answer for %s and was killed", f.Timing.hangLimit)
 			return since(readySince), errors.New(downReason)
 		}
 	}
+}
+
+// stop ends a started worker and returns once nothing of it is left.
+func (f *Fleet) stopStarted(engine vllm.Engine, output *vllm.StartLog) {
+	output.SetEnding()
+	engine.Stop()
+	timer := time.AfterFunc(f.Timing.stopLimit, engine.Kill)
+	defer timer.Stop()
+	<-engine.Ended
+}
+
+// logProgress logs the stage of a worker that has been starting for so long.
+func (f *Fleet) logProgress(w *worker, waited time.Duration) {
+	w.mu.Lock()
+	stage := w.status.Stage
+	w.mu.Unlock()
+	f.log.Info(fmt.Sprintf("worker %d: still %s (%s)", w.id, stage, waited.Round(time.Second)))
 }
 
 // becomeReady looks whether a starting worker answers, and if so makes it a
