@@ -23,7 +23,7 @@ import (
 
 // Mocker starts simulated vLLM workers in this process. From outside they are
 // like real ones: the same HTTP routes, KV events and load over the same kinds
-// of sockets. Inside, a engine.Engine says how long every step takes. It is safe for
+// of sockets. Inside, an engine.Engine says how long every step takes. It is safe for
 // concurrent use.
 type Mocker struct {
 	cfg    Settings

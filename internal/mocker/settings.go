@@ -59,20 +59,20 @@ func DefaultSettings() Settings {
 	}
 }
 
-// SimConfig returns the engine of these settings, with blocks of that many
+// SimConfig returns the settings of a worker's engine, with blocks of that many
 // tokens.
 func (c *Settings) SimConfig(blockSize int) engine.Settings {
-	engine := engine.Settings{
+	settings := engine.Settings{
 		Blocks: c.MockNumGPUBlocks, BlockSize: blockSize, MaxSeqs: c.MockMaxNumSeqs, MaxBatchedTokens: c.MockMaxNumBatchedTokens,
 		Timing: engine.DefaultTiming(),
 	}
-	copy(engine.Timing.Prefill[:], c.MockPrefillMS)
-	copy(engine.Timing.Decode[:], c.MockDecodeMS)
-	engine.Timing.Speedup = c.SpeedupRatio
-	return engine
+	copy(settings.Timing.Prefill[:], c.MockPrefillMS)
+	copy(settings.Timing.Decode[:], c.MockDecodeMS)
+	settings.Timing.Speedup = c.SpeedupRatio
+	return settings
 }
 
-// Handover returns the settings' handover.
+// Handover returns the speed at which prompts go from one mock worker to another.
 func (c *Settings) Handover() engine.Handover {
 	return engine.Handover{Bandwidth: c.MockKVTransferBandwidth, BytesPerToken: c.MockKVBytesPerToken}
 }

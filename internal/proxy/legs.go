@@ -11,8 +11,7 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Why a request is to stay whole, by what it asks for. The values are labels of
-// metrics.
+// Reasons why a request stays whole. The values are metric labels.
 const (
 	wholePinned    = "pinned"  // it names its worker
 	WholeOwn       = "own"     // its sender has split it already
@@ -22,10 +21,10 @@ const (
 	WholePrefilled = "prefill" // its prefill leg has failed before
 )
 
-// WhyWhole says why a request is to stay whole, if it is, and which kinds of
-// workers can share it all the same where none takes it whole; 0: any. whole: its
-// sender names one worker for all of it. SGLang makes a room of its own for each
-// of several answers.
+// WhyWhole says why a request must stay whole (empty: it need not), and which kinds
+// of workers can share it all the same where none takes it whole; 0: any. whole
+// says that the sender names one worker for the whole request. SGLang makes a
+// separate bootstrap room for each of several answers.
 func WhyWhole(path string, body *jsonbody.Body, whole, multiple bool) (why string, kinds kv.Kinds) {
 	several := func(key string) bool { return body.Get(key).Int() > 1 }
 	asks := func(key string) bool {
@@ -47,7 +46,8 @@ func WhyWhole(path string, body *jsonbody.Body, whole, multiple bool) (why strin
 	return "", 0
 }
 
-// PrefillParams is what tells vLLM to keep a prompt's blocks for another worker.
+// PrefillParams are the kv_transfer_params that make vLLM keep a prompt's blocks for
+// another worker.
 const PrefillParams = `{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}`
 
 // prefillBody returns the body of the prefill leg that a vLLM worker gets: the

@@ -24,8 +24,8 @@ import (
 	"kvrouter/internal/router"
 )
 
-// Settings are the settings of requests that a prefill worker and a decode
-// worker share.
+// Settings are the flags for requests that a prefill worker and a decode worker
+// share.
 type Settings struct {
 	DisaggMinUncachedTokens int           `group:"Prefill and decode apart" default:"256" help:"Fewest uncached prompt tokens for which a prefill worker is used; a decode worker computes fewer itself."`
 	DisaggPrefillTimeout    time.Duration `group:"Prefill and decode apart" default:"60s" help:"Longest time from sending a prompt to a prefill worker to the end of its answer."`
@@ -82,12 +82,11 @@ func NewPairs(router *router.Router, proxy *Proxy, settings Settings, log *slog.
 	}
 }
 
-// Close waits for what runs beside requests: at most abortTimeout once no
-// request is served any more.
+// Close waits for the aborts that are under way: at most abortTimeout after the last
+// request.
 func (s *Pairs) Close() { s.aborts.Wait() }
 
-// PrefillFailure says that a request came to nothing because its prefill leg
-// did.
+// PrefillFailure says that a request failed because its prefill leg did.
 type PrefillFailure struct {
 	Worker uint64
 	err    error
@@ -106,7 +105,7 @@ type prefillRefusal struct {
 
 func (e *prefillRefusal) Error() string { return fmt.Sprintf("refused with status %d", e.status) }
 
-// LegTimeout says that a part of a shared request took too long.
+// LegTimeout says that a leg of a shared request took too long.
 type LegTimeout struct {
 	what, flag string
 	over       time.Duration

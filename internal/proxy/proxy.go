@@ -39,8 +39,8 @@ const (
 	ClientGone = 499
 )
 
-// Upstream is a request as it goes to a worker, the body unchanged from what
-// the client sent but for an added request for usage.
+// Upstream is a request to a worker. Its body is the client's, except for an added
+// request for usage.
 type Upstream struct {
 	Method     string
 	Path       string // with query
@@ -48,7 +48,7 @@ type Upstream struct {
 	Head, Body []byte // the body in two parts, so that adding to its beginning copies nothing
 	HideUsage  bool   // usage was asked for by the router: keep it from the client
 	EndMarked  bool   // its stream is whole only with an event that says so
-	// CachedTokensMislead tells that the answer's cached tokens say nothing of the cache:
+	// CachedTokensMislead says that the answer's cached tokens do not describe the cache:
 	// the request has several prompts, or asks for the logprobs of its own tokens,
 	// for which an engine computes it anew.
 	CachedTokensMislead bool
@@ -114,14 +114,14 @@ type Proxy struct {
 	OutputBlocks bool // book the blocks of streams as they grow
 }
 
-// streamBuffer is the memory that relaying one stream takes, used again by later
-// streams.
+// streamBuffer is the memory for relaying one stream; later streams reuse it.
 type streamBuffer struct {
 	buffer       [16 << 10]byte
 	pending, out []byte
 }
 
-// pooledBuffer bounds what a streamBuffer keeps beside its buffer, bytes.
+// pooledBuffer bounds the memory that a pooled streamBuffer keeps beside its buffer,
+// bytes.
 const pooledBuffer = 64 << 10
 
 // NewProxy returns a proxy. silence is the longest wait for a worker's next
@@ -161,7 +161,7 @@ func (e *workerError) Unwrap() error { return e.err }
 // far as the protocol allows, and nothing more can be written.
 var ErrAnswered = errors.New("answer was cut short")
 
-// ErrSilent says that a worker was silent for too long.
+// ErrSilent says that a worker sent no byte for too long.
 var ErrSilent = errors.New("no byte came within --request-timeout")
 
 // Forward sends u to the worker that route chooses and relays the answer to w.

@@ -51,11 +51,11 @@ const (
 	topic = "active_sequences_events"
 )
 
-// Mesh keeps the books of several routers over the same workers alike: it
-// tells the others what this one books, and books here what they tell. It is
-// best effort: a change that is lost stays lost, what a router had in flight
-// before it was heard of stays unknown, and blocks of answers are not told. A
-// router that falls silent is forgotten with all that it booked.
+// Mesh shares bookings between several routers over the same workers: it publishes
+// the bookings of this router and books what the others publish. It works on best
+// effort: a lost change stays lost, requests in flight before two routers connect
+// stay unknown, and blocks of answers are not shared. When a router falls silent,
+// all of its bookings end.
 type Mesh struct {
 	router *router.Router
 	id     uint64 // drawn at each start
@@ -72,7 +72,7 @@ type Mesh struct {
 	Held     atomic.Int64  // bookings of other routers
 }
 
-// timing holds the waits, so that tests need not.
+// timing holds the waits, so that tests can shorten them.
 type timing struct {
 	alive          time.Duration // between messages that say nothing else
 	silence        time.Duration // after which a peer is gone
@@ -85,8 +85,8 @@ type queuedChange struct {
 	booking *router.Booking
 }
 
-// New listens for other routers at address, host:port. Run does the
-// rest; from then on router tells its changes.
+// New listens for other routers at address, host:port. Run publishes the changes of
+// router and follows peers.
 func New(router *router.Router, address string, peers []string, log *slog.Logger) (*Mesh, error) {
 	pub, err := zmq.NewPublisher(address)
 	if err != nil {
@@ -98,8 +98,8 @@ func New(router *router.Router, address string, peers []string, log *slog.Logger
 	}, nil
 }
 
-// Run tells and hears changes until ctx ends; then nothing that it started is
-// left, and nothing that others have booked.
+// Run publishes and follows changes until ctx ends. Then it ends all bookings of
+// other routers, and every goroutine that it started has ended.
 func (r *Mesh) Run(ctx context.Context) {
 	r.router.Share(r.put)
 	defer r.router.Share(nil)
@@ -220,13 +220,14 @@ func (r *Mesh) hear(ctx context.Context, peer string) (heard bool, err error) {
 	}
 }
 
-// other is what is known of one other router. One goroutine uses it.
+// otherRouter holds the bookings of one other router. One goroutine uses it.
 type otherRouter struct {
 	mesh *Mesh
 	id   uint64
 	open map[uint64]*router.Booking
 }
 
+// take applies a change that the other router published.
 func (p *otherRouter) take(change router.Change) {
 	if change.Router != p.id { // another one answers there now
 		p.forget()

@@ -10,7 +10,7 @@ import (
 	"kvrouter/internal/radix"
 )
 
-// Booking is one request's entry in the books. Its methods may be called any
+// Booking is one request that is booked on a worker. Its methods may be called any
 // number of times, from any goroutine.
 type Booking struct {
 	router        *Router
@@ -55,7 +55,7 @@ func (b *Booking) prefill() policy.Prefill {
 	return policy.Prefill{Tokens: b.uncached, Sent: b.sent, AnsweredWhole: b.answeredWhole}
 }
 
-// FirstToken tells that the prompt has been computed.
+// FirstToken notes that the prompt has been computed.
 func (b *Booking) FirstToken() {
 	r := b.router
 	r.Mu.Lock()
@@ -65,9 +65,9 @@ func (b *Booking) FirstToken() {
 	r.loads.heard(b, now)
 }
 
-// OutputBlock tells that the answer has filled one more block. Where a fraction
-// is given, all blocks that only this request has count so much each from now
-// on, 0 to 1: the less is to come, the sooner they are free.
+// OutputBlock adds a block to the request's answer. With a decayFraction, 0 to 1,
+// each block that only this request has counts that much from now on: the less is
+// to come, the sooner the blocks are free.
 func (b *Booking) OutputBlock(decayFraction *float64) {
 	r := b.router
 	r.Mu.Lock()
@@ -79,8 +79,8 @@ func (b *Booking) OutputBlock(decayFraction *float64) {
 	r.loads.heard(b, r.Now())
 }
 
-// Generated tells that the answer has so many tokens by now, and books the
-// blocks that they have begun, which decay as the expected length is neared.
+// Generated sets the answer's tokens so far and books the blocks that they have
+// begun. These blocks count less as the answer nears its expected length.
 func (b *Booking) Generated(tokens int) {
 	r := b.router
 	r.Mu.Lock()
@@ -97,8 +97,8 @@ func (b *Booking) Generated(tokens int) {
 	}
 }
 
-// Cached tells how many of the prompt's tokens the engine found in its cache, as
-// its answer says. It counts if it comes before the end.
+// Cached sets how many of the prompt's tokens the engine found in its cache, as its
+// answer says. It has no effect after the end.
 func (b *Booking) Cached(tokens int) {
 	b.router.Mu.Lock()
 	defer b.router.Mu.Unlock()
@@ -123,14 +123,13 @@ func (b *Booking) CachedUntold() (none bool) {
 	return true
 }
 
-// End tells that the request has ended without an answer, and that its worker
-// is not to blame.
+// End ends the booking of a request without an answer whose worker is not to blame.
 func (b *Booking) End() { b.end(policy.Abandoned, 0) }
 
-// Fail tells that the request has ended because its worker failed.
+// Fail ends the booking of a request that its worker failed.
 func (b *Booking) Fail() { b.end(policy.Failed, 0) }
 
-// Finish tells that the request has ended with an answer of that many tokens; 0:
+// Finish ends the booking of a request with an answer of that many tokens; 0:
 // unknown.
 func (b *Booking) Finish(output int) { b.end(policy.Finished, output) }
 
@@ -148,10 +147,9 @@ func (b *Booking) Free() {
 	r.finish(b, how, 0, r.Now())
 }
 
-// Report ends the booking as somebody tells who has sent the request himself:
-// how it ended, after what time and with how many tokens; those of the prompt
-// may be 0. known: policy thompson still waited for it; ack says what it made of
-// it.
+// Report ends the booking with the feedback of a client that forwarded the request
+// itself. f.TokensIn may be 0. known says that policy thompson still waited for the
+// feedback; ack says what it learned.
 func (b *Booking) Report(f policy.Feedback) (ack policy.ThompsonAck, known bool) {
 	r := b.router
 	r.Mu.Lock()

@@ -56,8 +56,8 @@ func (s Settings) ValidateSynthetic() error {
 	return shape.validate()
 }
 
-// Simulation is one run: a trace, the workers, and how its requests come. A
-// request of the trace is a conversation, with those that follow it.
+// Simulation is one run: a trace, the workers, and when its requests come. Each
+// request of the trace begins a conversation; others may follow it.
 type Simulation struct {
 	Source        string // names the trace in reports
 	Requests      []TraceRequest
@@ -122,7 +122,7 @@ type flight struct {
 	decode  *flight // the leg that follows; nil: this one brings the answer
 }
 
-// lateEvent is a change of a worker's cache that the index sees at a later time.
+// lateEvent is a change of a worker's cache that the index sees later.
 type lateEvent struct {
 	due    time.Duration
 	worker int
@@ -146,12 +146,12 @@ func (s Settings) Run(base Simulation, policies []string, out, progress *os.File
 	base.Concurrency, base.Speedup = s.Concurrency, cmp.Or(s.Speedup, 1)
 	base.EventLag, base.WithoutHints = time.Duration(s.EventLag*float64(time.Millisecond)), !s.SyntheticHints
 	var reports []*Report
-	for _, policy := range policies {
+	for _, name := range policies {
 		run := base
-		run.Policy, run.Progress = policy, progressBar(progress, policy, total)
+		run.Policy, run.Progress = name, progressBar(progress, name, total)
 		report, err := run.Run()
 		if err != nil {
-			return fmt.Errorf("simulation of policy %s: %w", policy, err)
+			return fmt.Errorf("simulation of policy %s: %w", name, err)
 		}
 		reports = append(reports, report)
 	}
@@ -222,11 +222,11 @@ func (s Simulation) Run() (*Report, error) {
 	case s.Concurrency < 0 || s.Speedup < 0 || s.Concurrency == 0 && s.Speedup == 0:
 		return nil, errors.New("a simulation needs a concurrency or a speedup of more than 0")
 	}
-	policy, err := policy.New(s.Policy, s.Knobs)
+	chooser, err := policy.New(s.Policy, s.Knobs)
 	if err != nil {
 		return nil, err
 	}
-	run := newSimulator(s, policy)
+	run := newSimulator(s, chooser)
 	if err := run.loop(); err != nil {
 		return nil, err
 	}
@@ -234,7 +234,7 @@ func (s Simulation) Run() (*Report, error) {
 }
 
 // newSimulator returns a simulator with idle workers.
-func newSimulator(s Simulation, policy policy.Policy) *simulator {
+func newSimulator(s Simulation, chooser policy.Policy) *simulator {
 	total := countRequests(s.Requests)
 	run := &simulator{
 		Simulation: s,
@@ -245,12 +245,12 @@ func newSimulator(s Simulation, policy policy.Policy) *simulator {
 	}
 	clock := func() time.Time { return epoch.Add(run.now) }
 	run.index = router.NewIndex(s.Index, s.Policy, s.Knobs, s.Engine.BlockSize, clock)
-	run.router = router.NewRouter(run.index, policy, s.Engine.BlockSize, s.Seed)
+	run.router = router.NewRouter(run.index, chooser, s.Engine.BlockSize, s.Seed)
 	run.router.Now = clock
 	for i := range run.workers {
-		engine := engine.New(s.Engine, func(event engine.Event) { run.cacheChanged(i, event) })
-		engine.Fetch = run.beginFetch
-		run.workers[i].engine = engine
+		simulated := engine.New(s.Engine, func(event engine.Event) { run.cacheChanged(i, event) })
+		simulated.Fetch = run.beginFetch
+		run.workers[i].engine = simulated
 		run.router.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, TotalBlocks: s.Engine.Blocks, Disagg: s.part(i)})
 	}
 	return run

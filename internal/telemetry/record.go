@@ -25,8 +25,8 @@ const (
 	recordHashBits = 53
 )
 
-// RecordedPrompt is what a record tells of a request's prompt: no text and no
-// tokens.
+// RecordedPrompt is the part of a record that describes the prompt, without its
+// text and tokens.
 type RecordedPrompt struct {
 	Tokens  int
 	HashIDs []uint64 // sequence hash of every full block, its upper recordHashBits
@@ -34,7 +34,7 @@ type RecordedPrompt struct {
 }
 
 // RecordLine is one line of the file. The first five fields are those of a
-// Mooncake trace and its block size, so that one reader takes both.
+// Mooncake trace and its block size, so that one reader reads both.
 type RecordLine struct {
 	Timestamp     float64  `json:"timestamp"` // ms since the recording began
 	InputLength   int      `json:"input_length"`
@@ -87,8 +87,8 @@ func NewRecorder(file, policy string, blockSize int, log *slog.Logger) (*Recorde
 	return r, nil
 }
 
-// Prompt returns what a record will tell of a request's prompt, nil for one
-// that is not known. It does not keep the request's slices.
+// Prompt returns the record's part about a request's prompt; nil: the prompt is
+// not known. It does not keep the request's slices.
 func (r *Recorder) Prompt(request router.Request) *RecordedPrompt {
 	if r == nil || len(request.Tokens) == 0 && len(request.Local) == 0 {
 		return nil

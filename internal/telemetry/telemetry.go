@@ -66,8 +66,8 @@ var secondsBuckets = []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1
 // decisionBuckets spans a lookup to a prompt that a worker had to render.
 var decisionBuckets = prometheus.ExponentialBuckets(0.000001, 3, 16)
 
-// New returns metrics whose per-worker gauges and prompt counters come
-// from the given functions at each scrape.
+// New returns metrics whose per-worker gauges and prompt counters come from the
+// given functions at each scrape.
 func New(workers func() []WorkerSample, prompts func() PromptSample) *Metrics {
 	t := &Metrics{registry: prometheus.NewRegistry()}
 	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
@@ -108,8 +108,8 @@ func (t *Metrics) Handler() http.Handler {
 	return promhttp.HandlerFor(t.registry, promhttp.HandlerOpts{})
 }
 
-// Decided records the time that a request's prompt tokens took and the time of
-// the decision.
+// Decided records the times of one routing decision. tokens is the time that it
+// took to find the prompt's tokens.
 func (t *Metrics) Decided(tokens time.Duration, d router.Decision) {
 	t.decision.WithLabelValues("tokens").Observe(tokens.Seconds())
 	t.decision.WithLabelValues("hash").Observe(d.HashTime.Seconds())
@@ -120,7 +120,7 @@ func (t *Metrics) Decided(tokens time.Duration, d router.Decision) {
 	t.thompson.routedTo(d.Target.Key)
 }
 
-// Began counts a request with a prompt that is to be passed on. Ended must follow.
+// Began counts a request with a prompt that goes to a worker. Ended must follow.
 func (t *Metrics) Began() { t.thompson.began() }
 
 // Ended is called when a request for which Began was called has ended.
@@ -142,7 +142,7 @@ func (t *Metrics) InterToken(worker string, gap time.Duration, n int) {
 	}
 }
 
-// EventLag records how late a KV event batch of w came.
+// EventLag records the age of a KV event batch of w at its arrival.
 func (t *Metrics) EventLag(w kv.WorkerKey, lag time.Duration) {
 	t.eventLag.WithLabelValues(proxy.WorkerLabel(w.Worker)).Observe(lag.Seconds())
 }

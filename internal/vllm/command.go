@@ -98,7 +98,7 @@ type ProcessSpec struct {
 // the router's own environment.
 func Command(cfg Settings, i int, pluginDir string, environ []string) (ProcessSpec, error) {
 	first := i * cfg.Ports.Ranks // from here on vLLM and the plugin count its ranks
-	events, err := json.Marshal(struct {
+	eventConfig, err := json.Marshal(struct {
 		Enable   bool   `json:"enable_kv_cache_events"`
 		Kind     string `json:"publisher"`
 		Endpoint string `json:"endpoint"`
@@ -123,7 +123,7 @@ func Command(cfg Settings, i int, pluginDir string, environ []string) (ProcessSp
 		"--block-size", strconv.Itoa(cfg.BlockSize),
 	}
 	if cfg.KVEvents {
-		argv = append(argv, "--kv-events-config", string(events))
+		argv = append(argv, "--kv-events-config", string(eventConfig))
 	}
 	argv = append(argv, "--enable-prompt-tokens-details", "--enable-scale-out")
 	env := newEnvironment(environ)

@@ -44,7 +44,7 @@ const (
 	StateStopped    = "stopped"    // the router is ending
 )
 
-// Status is what there is to say about one worker.
+// Status is the state of one worker as people and other components see it.
 type Status struct {
 	ID         uint64    `json:"id"`
 	URL        string    `json:"url"`
@@ -63,7 +63,7 @@ type Status struct {
 	Disagg     kv.Disagg `json:"-"`
 }
 
-// Keys returns what the index and the loads know the worker by: one key a rank.
+// Keys returns the worker's keys in the index and the loads: one for each rank.
 func (s Status) Keys() []kv.WorkerKey {
 	if len(s.Ranks) == 0 {
 		return []kv.WorkerKey{{Worker: s.ID}}
@@ -108,7 +108,7 @@ func defaultTiming() timing {
 	}
 }
 
-// Settings say which workers a fleet has.
+// Settings say which workers a fleet has and how it supervises them.
 type Settings struct {
 	Started          []kv.Disagg   // the part of each worker that is started, by id from 0
 	Ports            vllm.Ports    // of started workers
@@ -126,8 +126,8 @@ type Settings struct {
 	RestartBackoffMax time.Duration // longest pause before a dead worker is started again
 }
 
-// Start starts worker i. line is called with each line that it prints, by the
-// name of the stream.
+// Start starts worker i. line is called with each line that the worker prints and
+// the name of the stream.
 type Start func(i int, line func(stream, text string)) (vllm.Engine, error)
 
 // Fleet starts workers, attaches others, and follows the health, KV events and
@@ -218,7 +218,7 @@ func newWorker(spec Attached, attached bool, state string) *worker {
 	}
 }
 
-// Members returns the workers of now.
+// Members returns the current workers. The slice never changes.
 func (f *Fleet) Members() []*worker {
 	f.membership.Lock()
 	defer f.membership.Unlock()
@@ -430,7 +430,7 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 	}
 }
 
-// stop ends a started worker and returns once nothing of it is left.
+// stopStarted ends a started worker and returns once nothing of it is left.
 func (f *Fleet) stopStarted(engine vllm.Engine, output *vllm.StartLog) {
 	output.SetEnding()
 	engine.Stop()
