@@ -2,12 +2,13 @@ package mocker
 
 import (
 	"fmt"
-	"kvrouter/internal/jsonbody"
 	"net/http"
 	"slices"
+
+	"kvrouter/internal/jsonbody"
 )
 
-// mockAdapter is a LoRA adapter; without a name it is none.
+// Adapter is a LoRA adapter; without a name it is none.
 type Adapter struct {
 	Id   int // from 1, never used again
 	Name string

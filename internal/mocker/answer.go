@@ -3,18 +3,19 @@ package mocker
 import (
 	"cmp"
 	"fmt"
-	"kvrouter/internal/engine"
-	"kvrouter/internal/jsonbody"
-	"kvrouter/internal/tokens"
 	"net/http"
 	"slices"
 	"sort"
 	"strconv"
 	"strings"
 	"sync/atomic"
+
+	"kvrouter/internal/engine"
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/tokens"
 )
 
-// mockAnswer is the answer to one request: some choices to each of its prompts.
+// Answer is the answer to one request: some choices to each of its prompts.
 type Answer struct {
 	chat      bool
 	id        string
@@ -33,7 +34,7 @@ type Answer struct {
 	transfer string // kv_transfer_params, JSON; empty: null
 }
 
-// mockChoice is one of an answer's texts, made up beforehand; one request to
+// Choice is one of an answer's texts, made up beforehand; one request to
 // the engine says when it comes. That belongs to the engine's goroutine.
 type Choice struct {
 	Answer  *Answer
@@ -68,7 +69,25 @@ func (c *Choice) advance(r *engine.Request) {
 	signalOnce(c.Answer.More)
 }
 
-// mockStop is what ends an answer before its length.
+// take takes the tokens that the choices have got since the last call. Of a stream
+// it appends their chunks. It returns how many choices have ended with them.
+func (a *Answer) take(chunks []byte) (_ []byte, ended int) {
+	for _, c := range a.choices {
+		now := int(c.generated.Load())
+		if now == c.Sent {
+			continue
+		}
+		if a.stream {
+			chunks = a.appendChunk(chunks, c, now)
+		}
+		if c.Sent = now; now == c.Output {
+			ended++
+		}
+	}
+	return chunks, ended
+}
+
+// Stop is what ends an answer before its length.
 type Stop struct {
 	Texts     []string
 	Tokens    []uint32
@@ -77,7 +96,7 @@ type Stop struct {
 	ignoreEnd bool // it does not end by itself
 }
 
-// cut ends a choice of those tokens where vLLM, which looks after each of them,
+// Cut ends a choice of those tokens where vLLM, which looks after each of them,
 // ends it. The text of a stop token that is not told is not looked at either.
 func (s *Stop) Cut(c *Choice, tokens []uint32) {
 	start := func(token int) int { // of its text
@@ -113,7 +132,7 @@ func (s *Stop) Cut(c *Choice, tokens []uint32) {
 	c.Text = c.Text[:told]
 }
 
-// part returns the text that the tokens from sent to below now make known.
+// Part returns the text that the tokens from sent to below now make known.
 func (c *Choice) Part(now int) string {
 	return c.Text[c.known(c.Sent):c.known(now)]
 }
@@ -177,7 +196,7 @@ func (a *Answer) appendChunk(out []byte, c *Choice, now int) []byte {
 	out = append(out, "}]"...)
 	out = a.stepUsage(out, c, now)
 	if last && !a.usage {
-		out = append(out, `,"system_fingerprint":"`+mockFingerprint+`"`...)
+		out = append(out, `,"system_fingerprint":"`+fingerprint+`"`...)
 	}
 	return append(out, "}\n\n"...)
 }
@@ -188,7 +207,7 @@ func (a *Answer) appendEnd(out []byte) []byte {
 		out = a.head(out)
 		out = append(out, `"choices":[],"usage":`...)
 		out = a.appendUsage(out, a.choices[0], false)
-		out = append(out, `,"system_fingerprint":"`+mockFingerprint+"\"}\n\n"...)
+		out = append(out, `,"system_fingerprint":"`+fingerprint+"\"}\n\n"...)
 	}
 	return append(out, "data: [DONE]\n\n"...)
 }
@@ -280,7 +299,7 @@ func (a *Answer) whole() []byte {
 		out = append(out, `,"routed_experts":null}`...)
 	}
 	last := a.choices[len(a.choices)-1]
-	out = append(out, `],"service_tier":null,"system_fingerprint":"`+mockFingerprint+`","usage":`...)
+	out = append(out, `],"service_tier":null,"system_fingerprint":"`+fingerprint+`","usage":`...)
 	out = a.appendUsage(out, last, true)
 	if a.chat {
 		out = a.appendIDs(append(out, `,"prompt_logprobs":null,"prompt_token_ids":`...), last.tokens[:last.prompt])

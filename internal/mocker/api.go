@@ -7,27 +7,28 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"kvrouter/internal/engine"
-	"kvrouter/internal/jsonbody"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/vllm"
-	"kvrouter/internal/web"
-	"kvrouter/internal/zmq"
 	"net/http"
 	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"kvrouter/internal/engine"
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/vllm"
+	"kvrouter/internal/web"
+	"kvrouter/internal/zmq"
 )
 
 const (
-	// mockBodyLimit bounds a request's body, bytes.
-	mockBodyLimit = 64 << 20
-	// mockVersion is the vLLM whose answers the mock workers imitate.
+	// bodyLimit bounds a request's body, bytes.
+	bodyLimit = 64 << 20
+	// Version is the vLLM whose answers the mock workers imitate.
 	Version = "0.32.0+mock"
-	// mockFingerprint is the system_fingerprint that ends every answer.
-	mockFingerprint = "vllm-" + Version
+	// fingerprint is the system_fingerprint that ends every answer.
+	fingerprint = "vllm-" + Version
 )
 
 func (w *Worker) routes() http.Handler {
@@ -43,7 +44,7 @@ func (w *Worker) routes() http.Handler {
 	mux.HandleFunc("POST /reset_prefix_cache", w.reset)
 	mux.HandleFunc("POST /v1/load_lora_adapter", w.loadAdapter)
 	mux.HandleFunc("POST /v1/unload_lora_adapter", w.unloadAdapter)
-	mux.HandleFunc("GET "+mockTransferPath, w.joinRoom)
+	mux.HandleFunc("GET "+transferPath, w.joinRoom)
 	mux.HandleFunc("GET /server_info", w.serverInfo)
 	mux.HandleFunc("POST /abort_request", w.abortRequest)
 	mux.HandleFunc("POST /tokenize", w.tokenizer(w.model.Tokenize))
@@ -58,7 +59,7 @@ func (w *Worker) routes() http.Handler {
 		}
 		defer w.handlers.leave()
 		if w.Hung.Load() {
-			_, _ = io.Copy(io.Discard, io.LimitReader(in.Body, mockBodyLimit)) // only then is a client that leaves noticed
+			_, _ = io.Copy(io.Discard, io.LimitReader(in.Body, bodyLimit)) // only then is a client that leaves noticed
 			select {
 			case <-in.Context().Done():
 			case <-w.ctx.Done():
@@ -69,27 +70,32 @@ func (w *Worker) routes() http.Handler {
 	})
 }
 
+// accept reads and checks a chat or a completion, prepares its answer and finds
+// the rank that computes it; not ok: the request has been answered.
+func (w *Worker) accept(out http.ResponseWriter, in *http.Request, chat bool) (body *jsonbody.Body, answer *Answer, rank *Rank, ok bool) {
+	if body, ok = w.body(out, in); !ok {
+		return nil, nil, nil, false
+	}
+	var problem *refusal
+	if w.chance(w.cfg.MockErrorRate) {
+		problem = &refusal{http.StatusInternalServerError, "InternalServerError", "error asked for by --mock-error-rate", ""}
+	} else if answer, problem = w.prepare(body, chat); problem == nil {
+		rank, problem = w.rankFor(in.Header.Get(web.HeaderRank))
+	}
+	if problem != nil {
+		writeError(out, problem)
+		return nil, nil, nil, false
+	}
+	answer.id = requestID(in, chat)
+	return body, answer, rank, true
+}
+
 // infer serves a chat or a completion.
 func (w *Worker) infer(out http.ResponseWriter, in *http.Request, chat bool) {
-	body, ok := w.body(out, in)
+	body, answer, rank, ok := w.accept(out, in, chat)
 	if !ok {
 		return
 	}
-	if w.chance(w.cfg.MockErrorRate) {
-		writeError(out, &refusal{http.StatusInternalServerError, "InternalServerError", "error asked for by --mock-error-rate", ""})
-		return
-	}
-	answer, problem := w.prepare(body, chat)
-	if problem != nil {
-		writeError(out, problem)
-		return
-	}
-	rank, problem := w.rankFor(in.Header.Get(web.HeaderRank))
-	if problem != nil {
-		writeError(out, problem)
-		return
-	}
-	answer.id = requestID(in, chat)
 	ctx, cancel := context.WithCancel(in.Context())
 	var fetching sync.WaitGroup
 	defer fetching.Wait()
@@ -128,20 +134,9 @@ func (w *Worker) infer(out http.ResponseWriter, in *http.Request, chat bool) {
 		case <-w.ctx.Done():
 			panic(http.ErrAbortHandler) // the connection breaks off
 		}
-		chunk = chunk[:0]
-		for _, c := range answer.choices {
-			now := int(c.generated.Load())
-			if now == c.Sent {
-				continue
-			}
-			if answer.stream {
-				chunk = answer.appendChunk(chunk, c, now)
-			}
-			if c.Sent = now; now == c.Output {
-				left--
-			}
-		}
-		if left == 0 {
+		var ended int
+		chunk, ended = answer.take(chunk[:0])
+		if left -= ended; left == 0 {
 			if problem := transfer.computed(ctx, rank); problem != nil {
 				writeError(out, problem)
 				return
@@ -254,7 +249,7 @@ func (w *Worker) eventSources(out http.ResponseWriter, _ *http.Request) {
 		}
 		sources[rank.number] = map[string]any{
 			"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": rank.Events.Pub.Endpoint(), "replay_endpoint": rank.Events.router.Endpoint(),
-			"buffer_steps": vllm.ReplayBatches, "hwm": zmq.ZmqQueue, "max_queue_size": mockEventQueue, "topic": vllm.KVEventsTopic,
+			"buffer_steps": vllm.ReplayBatches, "hwm": zmq.ZmqQueue, "max_queue_size": eventQueue, "topic": vllm.KVEventsTopic,
 		}
 	}
 	answerJSON(out, http.StatusOK, sources)
@@ -317,7 +312,7 @@ func (w *Worker) metrics(out http.ResponseWriter, _ *http.Request) {
 
 // body reads a request's body, a JSON object; not ok: it has been answered.
 func (w *Worker) body(out http.ResponseWriter, in *http.Request) (body *jsonbody.Body, ok bool) {
-	raw, err := io.ReadAll(http.MaxBytesReader(out, in.Body, mockBodyLimit))
+	raw, err := io.ReadAll(http.MaxBytesReader(out, in.Body, bodyLimit))
 	var tooLarge *http.MaxBytesError
 	if errors.As(err, &tooLarge) {
 		writeError(out, &refusal{http.StatusRequestEntityTooLarge, "InternalServerError", "the request body is too large", ""})
@@ -330,7 +325,7 @@ func (w *Worker) body(out http.ResponseWriter, in *http.Request) (body *jsonbody
 	return body, true
 }
 
-// mockRequestID is the id of a request's answer: it holds the client's own where
+// requestID is the id of a request's answer: it holds the client's own where
 // it sent one.
 func requestID(in *http.Request, chat bool) string {
 	prefix := "cmpl-"
@@ -343,7 +338,7 @@ func requestID(in *http.Request, chat bool) string {
 	return prefix + strconv.FormatInt(time.Now().UnixNano(), 36)
 }
 
-// mockError answers with an error.
+// writeError answers with an error.
 func writeError(out http.ResponseWriter, problem *refusal) {
 	answerJSON(out, problem.status, json.RawMessage(problem.body()))
 }
@@ -372,7 +367,7 @@ func answerJSON(out http.ResponseWriter, status int, value any) {
 	_, _ = out.Write(MustJSON(value))
 }
 
-// mustJSON encodes a value that has nothing that JSON cannot say.
+// MustJSON encodes a value that has nothing that JSON cannot say.
 func MustJSON(value any) []byte {
 	text, err := json.Marshal(value)
 	if err != nil {

@@ -16,11 +16,11 @@ import (
 	"sync"
 	"time"
 
+	"github.com/tidwall/gjson"
+
 	"kvrouter/internal/engine"
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
-
-	"github.com/tidwall/gjson"
 )
 
 // Values of --mock-kv-load-failure.
@@ -29,23 +29,23 @@ const (
 	loadFailureFail      = "fail"
 )
 
-// mockTransferPath is where the decode worker of a pair finds the prefill
+// transferPath is where the decode worker of a pair finds the prefill
 // worker's part of it. It stands for NIXL's side channel and for SGLang's
 // bootstrap server: as long as the request for it is open the prompt's blocks
 // are kept.
-const mockTransferPath = "/mock/transfer"
+const transferPath = "/mock/transfer"
 
-// mockJoinLimit bounds the wait for a prefill worker that has the prompt already.
-const mockJoinLimit = 5 * time.Second
+// joinLimit bounds the wait for a prefill worker that has the prompt already.
+const joinLimit = 5 * time.Second
 
-// mockRooms are the prompts that a mock worker computes for others, by the name
+// rooms are the prompts that a mock worker computes for others, by the name
 // under which those ask for them.
 type rooms struct {
 	Mu   sync.Mutex // guards what follows, and the rooms' users, owned and taken
 	ByID map[string]*sglangRoom
 }
 
-// mockRoom is where the two legs of a request meet. It is gone when both have
+// sglangRoom is where the two legs of a request meet. It is gone when both have
 // left. Each channel is closed once.
 type sglangRoom struct {
 	users    int
@@ -104,7 +104,7 @@ func (r *rooms) first(flag *bool) bool {
 	return !was
 }
 
-// mockTransfer is the part of a request that has to do with its other leg. Only
+// transfer is the part of a request that has to do with its other leg. Only
 // the first choice has one: a prompt is handed over once.
 type transfer struct {
 	w      *Worker
@@ -130,7 +130,7 @@ func (w *Worker) transfer(body *jsonbody.Body, answer *Answer) *transfer {
 			w.log.Warn("a mock worker computes a prompt that nobody says where to fetch", "worker", w.number)
 			return nil
 		}
-		t.source = mockSource(params.Get("remote_host").String(), params.Get("remote_port").String(), params.Get("remote_request_id").String(), params.Get("remote_engine_id").String())
+		t.source = transferURL(params.Get("remote_host").String(), params.Get("remote_port").String(), params.Get("remote_request_id").String(), params.Get("remote_engine_id").String())
 	case t.kind == kv.KindSGLang && w.part.Role == kv.RolePrefill && body.Get("bootstrap_room").Type == gjson.Number:
 		t.id = body.Get("bootstrap_room").Raw
 		if t.room = w.Rooms.own(t.id); t.room == nil {
@@ -139,7 +139,7 @@ func (w *Worker) transfer(body *jsonbody.Body, answer *Answer) *transfer {
 		}
 	case t.kind == kv.KindSGLang && w.part.Role == kv.RoleDecode && body.Get("bootstrap_room").Type == gjson.Number:
 		port := cmp.Or(body.Get("bootstrap_port").Raw, strconv.Itoa(kv.SglangPort))
-		t.source = mockSource(body.Get("bootstrap_host").String(), port, body.Get("bootstrap_room").Raw, "")
+		t.source = transferURL(body.Get("bootstrap_host").String(), port, body.Get("bootstrap_room").Raw, "")
 	default:
 		return nil
 	}
@@ -148,9 +148,9 @@ func (w *Worker) transfer(body *jsonbody.Body, answer *Answer) *transfer {
 	return t
 }
 
-func mockSource(host, port, id, engine string) string {
+func transferURL(host, port, id, engine string) string {
 	query := url.Values{"id": {id}, "engine": {engine}}
-	return "http://" + net.JoinHostPort(host, port) + mockTransferPath + "?" + query.Encode()
+	return "http://" + net.JoinHostPort(host, port) + transferPath + "?" + query.Encode()
 }
 
 // prefillsFor tells whether a request is the prefill leg of an SGLang pair, which
@@ -238,7 +238,7 @@ func (w *Worker) engineID() string {
 	return fmt.Sprintf("mock-%d-%d", w.number, w.started.UnixNano())
 }
 
-// joinRoom serves mockTransferPath: it answers when the prompt can be fetched,
+// joinRoom serves transferPath: it answers when the prompt can be fetched,
 // and the answer ends when the asker has, or when the prompt is gone.
 func (w *Worker) joinRoom(out http.ResponseWriter, in *http.Request) {
 	id, engine := in.URL.Query().Get("id"), in.URL.Query().Get("engine")
@@ -306,7 +306,7 @@ func (t *transfer) bring(ctx context.Context, rank *Rank) error {
 	var from io.ReadCloser
 	var err error
 	if t.kind == kv.KindNIXL {
-		from, err = t.join(ctx, mockJoinLimit)
+		from, err = t.join(ctx, joinLimit)
 	}
 	if err == nil && from != nil {
 		defer from.Close()
@@ -371,7 +371,7 @@ func (t *transfer) join(ctx context.Context, limit time.Duration) (io.ReadCloser
 	return nil, err
 }
 
-// mockPrompt is an open request for a prompt.
+// prompt is an open request for a prompt.
 type prompt struct {
 	io.ReadCloser
 	cancel context.CancelCauseFunc
@@ -391,7 +391,7 @@ func (w *Worker) serverInfo(out http.ResponseWriter, in *http.Request) {
 	answerJSON(out, http.StatusOK, map[string]any{"disaggregation_mode": w.part.Role.String(), "disaggregation_bootstrap_port": w.part.Bootstrap.Port, "dist_init_addr": nil})
 }
 
-// mockRunning is a request that SGLang's /abort_request can name.
+// inference is a request that SGLang's /abort_request can name.
 type inference struct {
 	rid    string
 	cancel context.CancelFunc

@@ -8,15 +8,15 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/vmihailenco/msgpack/v5"
+
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/vllm"
 	"kvrouter/internal/zmq"
-
-	"github.com/vmihailenco/msgpack/v5"
 )
 
-// mockEvent is one change of a mock worker's cache as it is published.
+// Event is one change of a mock worker's cache as it is published.
 type Event struct {
 	Cleared   bool
 	Removed   []uint64
@@ -28,17 +28,17 @@ type Event struct {
 	Salt      string   // of the first one, if it starts a prompt that has one
 }
 
-// mockBatch is what one step of a mock worker published.
+// batch is what one step of a mock worker published.
 type batch struct {
 	at     time.Time
 	events []Event
 }
 
-// mockEventQueue bounds the batches that wait to be published, as vLLM does; an
+// eventQueue bounds the batches that wait to be published, as vLLM does; an
 // engine that is further ahead waits.
-const mockEventQueue = 100_000
+const eventQueue = 100_000
 
-// mockEvents publishes a mock worker's KV events as vLLM's ZmqEventPublisher
+// Events publishes a mock worker's KV events as vLLM's ZmqEventPublisher
 // does: on a PUB socket, numbered from 0, with a ROUTER socket that sends the
 // last ones again.
 type Events struct {
@@ -59,15 +59,15 @@ type Events struct {
 
 	Mu     sync.Mutex // guards what follows, and makes sending and keeping one
 	seq    uint64     // of the next batch
-	Kept   [][]byte   // payloads, a ring: batch n is kept[n % replayBatches]
+	Kept   [][]byte   // payloads, a ring: batch n is kept[n % vllm.ReplayBatches]
 	packer *msgpack.Encoder
 	packed bytes.Buffer
 }
 
-// newMockEvents listens at both addresses. Until start is called it publishes
+// NewEvents listens at both addresses. Until start is called it publishes
 // nothing.
 func NewEvents(address, replayAddress string, blockSize int) (*Events, error) {
-	e := &Events{blockSize: blockSize, batches: make(chan batch, mockEventQueue), stop: make(chan struct{})}
+	e := &Events{blockSize: blockSize, batches: make(chan batch, eventQueue), stop: make(chan struct{})}
 	e.packer = msgpack.NewEncoder(&e.packed)
 	e.packer.UseCompactInts(true)
 	var err error
@@ -101,7 +101,7 @@ func (e *Events) add(events []Event) {
 	}
 }
 
-// close ends both sockets; what is not yet sent is lost.
+// Close ends both sockets; what is not yet sent is lost.
 func (e *Events) Close() {
 	if e == nil {
 		return
@@ -130,7 +130,7 @@ func (e *Events) run() {
 	}
 }
 
-// publishNow publishes a step's changes without a queue.
+// PublishNow publishes a step's changes without a queue.
 func (e *Events) PublishNow(events ...Event) { e.publish(batch{time.Now(), events}) }
 
 func (e *Events) publish(batch batch) {

@@ -1,13 +1,12 @@
+// Package mocker simulates vLLM and SGLang workers in this process. Over real
+// sockets they offer the same HTTP routes, KV events and load as real workers; a
+// simulated engine says how long each step takes.
 package mocker
 
 import (
 	"context"
 	"errors"
 	"fmt"
-	"kvrouter/internal/engine"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/tokens"
-	"kvrouter/internal/web"
 	"log/slog"
 	"math/rand/v2"
 	"net"
@@ -15,11 +14,16 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"kvrouter/internal/engine"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/tokens"
+	"kvrouter/internal/web"
 )
 
 // Mocker starts simulated vLLM workers in this process. From outside they are
 // like real ones: the same HTTP routes, KV events and load over the same kinds
-// of sockets. Inside, a SimEngine says how long every step takes. It is safe for
+// of sockets. Inside, an engine.Engine says how long every step takes. It is safe for
 // concurrent use.
 type Mocker struct {
 	cfg    Settings
@@ -47,21 +51,21 @@ func (m *Mocker) Start(i int) (*Worker, error) {
 	w := &Worker{
 		number: i, cfg: m.cfg, model: m.model, words: m.words, log: m.log,
 		started: time.Now(), ended: make(chan error, 1),
-		part: m.cfg.Parts[i], client: &http.Client{Transport: &http.Transport{DialContext: (&net.Dialer{Timeout: mockJoinLimit}).DialContext}},
+		part: m.cfg.Parts[i], client: &http.Client{Transport: &http.Transport{DialContext: (&net.Dialer{Timeout: joinLimit}).DialContext}},
 		random: rand.New(rand.NewPCG(m.cfg.Seed+uint64(i), m.Starts.Add(1))),
 	}
 	for _, adapter := range m.cfg.MockLora {
 		w.load(adapter)
 	}
-	sim := m.cfg.SimConfig(m.cfg.BlockSize)
+	settings := m.cfg.SimConfig(m.cfg.BlockSize)
 	if slower := m.cfg.MockSlowWorker[uint64(i)]; slower > 0 {
-		sim.Timing.Speedup /= slower
+		settings.Timing.Speedup /= slower
 	}
-	w.maxModelLen = sim.Blocks * sim.BlockSize
+	w.maxModelLen = settings.Blocks * settings.BlockSize
 	if n := m.model.MaxModelLen(); n > 0 {
 		w.maxModelLen = min(n, w.maxModelLen)
 	}
-	if err := w.listen(sim); err != nil {
+	if err := w.listen(settings); err != nil {
 		return nil, fmt.Errorf("mock worker %d: %w", i, err)
 	}
 	w.ctx, w.cancel = context.WithCancelCause(context.Background())
@@ -78,7 +82,7 @@ func (m *Mocker) Start(i int) (*Worker, error) {
 	return w, nil
 }
 
-// errMockCrash is why a worker ends that --mock-crash-every ended.
+// ErrMockCrash is why a worker ends that --mock-crash-every ended.
 var ErrMockCrash = errors.New("crash asked for by --mock-crash-every")
 
 // nextCrash is how long from now worker i's next crash is: each worker in turn
@@ -99,7 +103,7 @@ func (m *Mocker) Worker(i int) *Worker {
 	return m.workers[i]
 }
 
-// MockWorker is one incarnation of a simulated worker: an HTTP server before one
+// Worker is one incarnation of a simulated worker: an HTTP server before one
 // engine for each data-parallel rank.
 type Worker struct {
 	number      int
@@ -133,14 +137,14 @@ type Worker struct {
 }
 
 // listen opens the worker's ports.
-func (w *Worker) listen(sim engine.Settings) (err error) {
+func (w *Worker) listen(settings engine.Settings) (err error) {
 	defer func() {
 		if err != nil {
 			w.unlisten()
 		}
 	}()
 	for number := range w.cfg.Ports.Ranks {
-		rank, err := newRank(w, number, sim)
+		rank, err := newRank(w, number, settings)
 		if err != nil {
 			return err
 		}
@@ -173,17 +177,17 @@ func (w *Worker) End(why error) { w.cancel(why) }
 
 // run serves until the worker is ended.
 func (w *Worker) run() {
-	var rooms sync.WaitGroup
+	var serving sync.WaitGroup
 	for _, rank := range w.Ranks {
 		rank.Events.start()
-		rooms.Go(rank.step)
-		rooms.Go(rank.publishLoad)
+		serving.Go(rank.step)
+		serving.Go(rank.publishLoad)
 	}
-	rooms.Go(func() { _ = w.server.Serve(w.listener) }) // ends with unlisten
+	serving.Go(func() { _ = w.server.Serve(w.listener) }) // ends with unlisten
 	<-w.ctx.Done()
 	w.unlisten()
 	w.handlers.close()
-	rooms.Wait()
+	serving.Wait()
 	w.beside.Wait()
 	w.client.CloseIdleConnections()
 	w.ended <- context.Cause(w.ctx)

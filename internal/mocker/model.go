@@ -2,9 +2,10 @@ package mocker
 
 import (
 	"encoding/json"
+	"strconv"
+
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/tokens"
-	"strconv"
 )
 
 // builtinTemplate is the chat template of the built-in model, in the ChatML form
@@ -73,5 +74,5 @@ func byteAlphabet() []rune {
 	return alphabet
 }
 
-// mockModelName is what the built-in model is served as.
+// ModelName is what the built-in model is served as.
 const ModelName = "mock"

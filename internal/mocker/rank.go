@@ -2,19 +2,20 @@ package mocker
 
 import (
 	"context"
-	"kvrouter/internal/engine"
-	"kvrouter/internal/zmq"
 	"math/rand/v2"
 	"net"
 	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"kvrouter/internal/engine"
+	"kvrouter/internal/zmq"
 )
 
-// mockRank is one data-parallel rank of a simulated worker: an engine of its own
+// Rank is one data-parallel rank of a simulated worker: an engine of its own
 // with its own cache, KV events and load. The engine belongs to one goroutine;
-// do reaches it.
+// Do reaches it.
 type Rank struct {
 	w        *Worker
 	number   int
@@ -36,23 +37,23 @@ type Rank struct {
 	load        atomic.Pointer[Load]
 }
 
-// mockLoad is what a rank publishes of its load.
+// Load is what a rank publishes of its load.
 type Load struct {
 	Waiting int     `json:"num_waiting_reqs"`
 	Running int     `json:"num_running_reqs"`
 	Usage   float64 `json:"kv_cache_usage"`
 }
 
-// mockCounts are the counters of a rank on the metrics page.
+// counts are the counters of a rank on the metrics page.
 type counts struct {
 	PromptTokens, GenerationTokens, prefixQueries, prefixHits, ExternalHits, finishedLength, finishedStop, Aborted atomic.Int64
 }
 
-// newMockRank opens the ports of a worker's rank, numbered after those of the
+// newRank opens the ports of a worker's rank, numbered after those of the
 // workers and ranks before it.
-func newRank(w *Worker, number int, sim engine.Settings) (*Rank, error) {
+func newRank(w *Worker, number int, settings engine.Settings) (*Rank, error) {
 	r := &Rank{w: w, number: number, wake: make(chan struct{}, 1), loadChanged: make(chan struct{}, 1)}
-	r.Engine = engine.New(sim, r.cacheChanged)
+	r.Engine = engine.New(settings, r.cacheChanged)
 	r.Engine.Fetch = func(request *engine.Request) { close(request.Tag.(*Choice).fetching) }
 	cfg, at := &w.cfg, w.number*w.cfg.Ports.Ranks+number
 	var err error
@@ -76,10 +77,10 @@ func (r *Rank) unlisten() {
 	r.loads.Close()
 }
 
-// mockAddress is where mock workers listen.
+// loopback is where mock workers listen.
 func loopback(port int) string { return net.JoinHostPort("127.0.0.1", strconv.Itoa(port)) }
 
-// do has f called with the engine between two of its steps. It does not wait.
+// Do has f called with the engine between two of its steps. It does not wait.
 func (r *Rank) Do(f func(*engine.Engine)) {
 	r.mu.Lock()
 	r.commands = append(r.commands, f)
@@ -87,7 +88,7 @@ func (r *Rank) Do(f func(*engine.Engine)) {
 	signalOnce(r.wake)
 }
 
-// ask is do, but waits until f has been called; it returns false if the worker
+// Ask is Do, but waits until f has been called; it returns false if the worker
 // has ended instead.
 func (r *Rank) Ask(ctx context.Context, f func(*engine.Engine)) bool {
 	done := make(chan struct{})
@@ -219,7 +220,7 @@ func (r *Rank) publishChanges() {
 	}
 }
 
-// resetPrefixCache empties the cache, which like vLLM it refuses while requests
+// ResetPrefixCache empties the cache, which like vLLM it refuses while requests
 // hold blocks. The next step publishes it.
 func (r *Rank) ResetPrefixCache(e *engine.Engine) bool {
 	if _, _, usage := e.Load(); usage > 0 {
@@ -243,7 +244,7 @@ func (r *Rank) reportLoad() {
 	signalOnce(r.loadChanged)
 }
 
-// currentLoad is the load after the last step.
+// CurrentLoad is the load after the last step.
 func (r *Rank) CurrentLoad() Load {
 	if load := r.load.Load(); load != nil {
 		return *load

@@ -7,28 +7,28 @@ import (
 	"strings"
 	"time"
 
+	"github.com/tidwall/gjson"
+	"github.com/zeebo/xxh3"
+
 	"kvrouter/internal/engine"
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/tokens"
-
-	"github.com/tidwall/gjson"
-	"github.com/zeebo/xxh3"
 )
 
 const (
 	// completionMaxTokens is vLLM's max_tokens of a completion that names none.
 	completionMaxTokens = 16
-	// mockMaxChoices is vLLM's limit of n.
-	mockMaxChoices = 16384
-	// mockMaxTokens bounds the tokens of all choices of a request, their prompts
+	// maxChoices is vLLM's limit of n.
+	maxChoices = 16384
+	// maxTokens bounds the tokens of all choices of a request, their prompts
 	// included.
-	mockMaxTokens = 1 << 24
+	maxTokens = 1 << 24
 	// greedyBelow is the temperature below which vLLM does not sample.
 	greedyBelow = 1e-5
 )
 
-// mockProblem is why a mock worker refuses a request, told as vLLM 0.32 does.
+// refusal is why a mock worker refuses a request, told as vLLM 0.32 does.
 type refusal struct {
 	status  int
 	kind    string // error.type
@@ -49,7 +49,7 @@ func badField(name, want string, got gjson.Result) *refusal {
 	}
 }
 
-// mockFields reads fields of a request; the first that is wrong stays in
+// fields reads fields of a request; the first that is wrong stays in
 // problem.
 type fields struct {
 	body    *jsonbody.Body
@@ -107,9 +107,9 @@ func (f *fields) within(name string, ok func(float64) bool, says string, named b
 	f.fail(badRequest(param, "%s", message))
 }
 
-// mockUnsupported are fields that would shape an answer in a way that mock
+// unsupportedFields are fields that would shape an answer in a way that mock
 // workers cannot, each with what of it changes nothing.
-var mockUnsupported = []struct {
+var unsupportedFields = []struct {
 	name     string
 	harmless func(gjson.Result) bool
 }{
@@ -120,7 +120,9 @@ var mockUnsupported = []struct {
 	{"tool_choice", func(v gjson.Result) bool { return IsNull(v) || v.Str == "auto" || v.Str == "none" }},
 }
 
-func IsNull(v gjson.Result) bool  { return v.Type == gjson.Null }
+// IsNull tells whether a field is missing or null.
+func IsNull(v gjson.Result) bool { return v.Type == gjson.Null }
+
 func isFalse(v gjson.Result) bool { return v.Type == gjson.Null || v.Type == gjson.False }
 func isZero(v gjson.Result) bool {
 	return v.Type == gjson.Null || v.Type == gjson.Number && v.Num == 0
@@ -129,7 +131,7 @@ func isZero(v gjson.Result) bool {
 // check refuses what mock workers cannot do and what vLLM refuses whatever the
 // prompt is.
 func (f *fields) check(transfers bool) {
-	for _, u := range mockUnsupported {
+	for _, u := range unsupportedFields {
 		if v := f.body.Get(u.name); !u.harmless(v) {
 			f.fail(badRequest(u.name, "%s: %.100s is not supported by simulated workers; leave it out", u.name, v.Raw))
 		}
@@ -157,8 +159,8 @@ func (f *fields) choices() int {
 	switch {
 	case n < 1:
 		f.fail(badRequest("", "n must be at least 1, got %d.", n))
-	case n > mockMaxChoices:
-		f.fail(badRequest("", "n must be at most %d, got %d. To increase this limit, set the VLLM_MAX_N_SEQUENCES environment variable.", mockMaxChoices, n))
+	case n > maxChoices:
+		f.fail(badRequest("", "n must be at most %d, got %d. To increase this limit, set the VLLM_MAX_N_SEQUENCES environment variable.", maxChoices, n))
 	case n > 1 && f.number("temperature", 1) < greedyBelow:
 		f.fail(badRequest("", "n must be 1 when using greedy sampling, got %d.", n))
 	}
@@ -293,8 +295,8 @@ func (w *Worker) prepare(body *jsonbody.Body, chat bool) (*Answer, *refusal) {
 			return nil, badRequest("max_tokens", "max_tokens must be at least 1, got %d. (parameter=max_tokens, value=%[1]d)", length)
 		case stop.After > length:
 			return nil, badRequest("", "min_tokens must be less than or equal to max_tokens=%d, got %d.", length, stop.After)
-		case total > mockMaxTokens:
-			return nil, badRequest("n", "prompts and answers of all choices have more than the %d tokens that a simulated worker takes in one request; ask for fewer", mockMaxTokens)
+		case total > maxTokens:
+			return nil, badRequest("n", "prompts and answers of all choices have more than the %d tokens that a simulated worker takes in one request; ask for fewer", maxTokens)
 		}
 		seed := xxh3.Hash(kv.TokenBytes(prompt))
 		for range n {

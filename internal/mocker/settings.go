@@ -3,15 +3,16 @@ package mocker
 import (
 	"errors"
 	"fmt"
-	"kvrouter/internal/engine"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/vllm"
 	"slices"
 	"strings"
 	"time"
+
+	"kvrouter/internal/engine"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/vllm"
 )
 
-// MockConfig holds the settings of simulated workers; CommandSimulate reads
+// Settings holds the settings of simulated workers; the simulate command reads
 // those of SimConfig. Those whose help begins with "Fault" are for tests of what
 // routes to them.
 type Settings struct {
@@ -48,30 +49,35 @@ type Settings struct {
 	Ports           vllm.Ports  `kong:"-"`
 }
 
-// DefaultMockConfig has the flags' defaults.
+// DefaultSettings has the flags' defaults.
 func DefaultSettings() Settings {
-	sim := engine.DefaultSettings()
+	size := engine.DefaultSettings()
 	return Settings{
-		SpeedupRatio: 1, MockNumGPUBlocks: sim.Blocks, MockMaxNumSeqs: sim.MaxSeqs, MockMaxNumBatchedTokens: sim.MaxBatchedTokens,
+		SpeedupRatio: 1, MockNumGPUBlocks: size.Blocks, MockMaxNumSeqs: size.MaxSeqs, MockMaxNumBatchedTokens: size.MaxBatchedTokens,
 		MockDataParallelSize: 1, MockKVTransferBandwidth: 64, MockKVBytesPerToken: 131072,
-		MockDisaggKind: kv.KindNIXL.String(), MockKVLease: 30 * time.Second, MockKVLoadFailure: loadFailureRecompute, MockBootstrapTimeout: 5 * time.Minute, MockPrefillMS: sim.Timing.Prefill[:], MockDecodeMS: sim.Timing.Decode[:], MockOutputTokens: 128,
+		MockDisaggKind: kv.KindNIXL.String(), MockKVLease: 30 * time.Second, MockKVLoadFailure: loadFailureRecompute, MockBootstrapTimeout: 5 * time.Minute, MockPrefillMS: size.Timing.Prefill[:], MockDecodeMS: size.Timing.Decode[:], MockOutputTokens: 128,
 	}
 }
 
-// SimConfig returns the engine of these settings, with blocks of that many
+// SimConfig returns the settings of a worker's engine, with blocks of that many
 // tokens.
 func (c *Settings) SimConfig(blockSize int) engine.Settings {
-	engine := engine.Settings{
+	settings := engine.Settings{
 		Blocks: c.MockNumGPUBlocks, BlockSize: blockSize, MaxSeqs: c.MockMaxNumSeqs, MaxBatchedTokens: c.MockMaxNumBatchedTokens,
 		Timing: engine.DefaultTiming(),
 	}
-	copy(engine.Timing.Prefill[:], c.MockPrefillMS)
-	copy(engine.Timing.Decode[:], c.MockDecodeMS)
-	engine.Timing.Speedup = c.SpeedupRatio
-	return engine
+	copy(settings.Timing.Prefill[:], c.MockPrefillMS)
+	copy(settings.Timing.Decode[:], c.MockDecodeMS)
+	settings.Timing.Speedup = c.SpeedupRatio
+	return settings
 }
 
-// validate checks the settings for that many workers.
+// Handover returns the speed at which prompts go from one mock worker to another.
+func (c *Settings) Handover() engine.Handover {
+	return engine.Handover{Bandwidth: c.MockKVTransferBandwidth, BytesPerToken: c.MockKVBytesPerToken}
+}
+
+// Validate checks the settings for that many workers.
 func (c *Settings) Validate(workers int) error {
 	for flag, value := range map[string]int{
 		"--mock-num-gpu-blocks": c.MockNumGPUBlocks, "--mock-max-num-seqs": c.MockMaxNumSeqs,

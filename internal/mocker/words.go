@@ -2,21 +2,22 @@ package mocker
 
 import (
 	"errors"
-	"kvrouter/internal/tokens"
 	"math/rand/v2"
 	"strings"
+
+	"kvrouter/internal/tokens"
 )
 
-// mockVocabulary is what mock workers answer with.
+// Vocabulary is what mock workers answer with.
 const Vocabulary = "a the of and to in is it that was for on are with as they be at one have this from or had by hot but some what there we can out other were all your when up use word how said an each she which do their time if will way about many then them would write like so these her long make thing see him two has look more day could go come did my sound no most number who over know water than call first people may down side been now find"
 
-// mockWord is one word's tokens and the text that each adds to an answer.
+// word is one word's tokens and the text that each adds to an answer.
 type word struct {
 	tokens []uint32
 	texts  []string
 }
 
-// mockWords makes the answers of mock workers: words that follow from the
+// vocabulary makes the answers of mock workers: words that follow from the
 // prompt, in a model's own tokens, so that a client that sends an answer back
 // as part of its next prompt finds the answer's blocks in the cache.
 type vocabulary struct {

@@ -1,15 +1,16 @@
 package proxy
 
 import (
-	"kvrouter/internal/policy"
-	"kvrouter/internal/router"
 	"strconv"
 	"time"
+
+	"kvrouter/internal/policy"
+	"kvrouter/internal/router"
 )
 
-// Usage is what a worker reports of a finished request; Known says that it did.
+// Usage is the token counts that a worker reports for a finished request.
 type Usage struct {
-	Known        bool
+	Known        bool // the worker reported them
 	PromptTokens int
 	OutputTokens int
 	CachedKnown  bool // the worker reports cached tokens at all
@@ -17,7 +18,7 @@ type Usage struct {
 	CachedUntold bool // it does not, though the answer has a place for them
 }
 
-// Exchange is one request's way, as far as it came.
+// Exchange describes one request and its answer, as far as they have come.
 type Exchange struct {
 	Route      string
 	Status     int    // HTTP status, 499 where the client went away
@@ -32,5 +33,5 @@ type Exchange struct {
 	Ending     policy.Ending  // of an answer that was relayed to its end
 }
 
-// workerLabel is a worker's id as headers, logs and metrics show it.
+// WorkerLabel returns a worker's id as headers, logs and metrics show it.
 func WorkerLabel(id uint64) string { return strconv.FormatUint(id, 10) }

@@ -5,14 +5,13 @@ import (
 	"fmt"
 	"strconv"
 
+	"github.com/tidwall/gjson"
+
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
-
-	"github.com/tidwall/gjson"
 )
 
-// Why a request is to stay whole, by what it asks for. The values are labels of
-// metrics.
+// Reasons why a request stays whole. The values are metric labels.
 const (
 	wholePinned    = "pinned"  // it names its worker
 	WholeOwn       = "own"     // its sender has split it already
@@ -22,10 +21,10 @@ const (
 	WholePrefilled = "prefill" // its prefill leg has failed before
 )
 
-// whyWhole says why a request is to stay whole, if it is, and which kinds of
-// workers can share it all the same where none takes it whole; 0: any. whole: its
-// sender names one worker for all of it. SGLang makes a room of its own for each
-// of several answers.
+// WhyWhole says why a request must stay whole (empty: it need not), and which kinds
+// of workers can share it all the same where none takes it whole; 0: any. whole
+// says that the sender names one worker for the whole request. SGLang makes a
+// separate bootstrap room for each of several answers.
 func WhyWhole(path string, body *jsonbody.Body, whole, multiple bool) (why string, kinds kv.Kinds) {
 	several := func(key string) bool { return body.Get(key).Int() > 1 }
 	asks := func(key string) bool {
@@ -47,7 +46,8 @@ func WhyWhole(path string, body *jsonbody.Body, whole, multiple bool) (why strin
 	return "", 0
 }
 
-// prefillParams is what tells vLLM to keep a prompt's blocks for another worker.
+// PrefillParams are the kv_transfer_params that make vLLM keep a prompt's blocks for
+// another worker.
 const PrefillParams = `{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}`
 
 // prefillBody returns the body of the prefill leg that a vLLM worker gets: the
@@ -105,5 +105,5 @@ func sglangFields(at kv.Bootstrap, room uint64) []jsonbody.Field {
 	}
 }
 
-// quoted returns s as a JSON string.
+// Quoted returns s as a JSON string.
 func Quoted(s string) string { return string(jsonbody.AppendString(nil, s)) }

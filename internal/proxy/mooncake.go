@@ -7,9 +7,9 @@ import (
 	"net/http"
 	"time"
 
-	"kvrouter/internal/kv"
-
 	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/kv"
 )
 
 const (
@@ -63,7 +63,7 @@ func cutShort(answer []byte) bool {
 func (s *Pairs) watchPrefill(ctx context.Context, l legs, end context.CancelCauseFunc) {
 	look := time.NewTicker(watchEvery)
 	defer look.Stop()
-	late := time.NewTimer(s.knobs.DisaggHandoverTimeout)
+	late := time.NewTimer(s.settings.DisaggHandoverTimeout)
 	defer late.Stop()
 	worker := l.pair.Prefill.Target
 	for {

@@ -17,15 +17,15 @@ import (
 	"sync"
 	"time"
 
+	"github.com/tidwall/gjson"
+
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/router"
-
-	"github.com/tidwall/gjson"
 )
 
-// DisaggKnobs are the settings of requests that a prefill worker and a decode
-// worker share.
+// Settings are the flags for requests that a prefill worker and a decode worker
+// share.
 type Settings struct {
 	DisaggMinUncachedTokens int           `group:"Prefill and decode apart" default:"256" help:"Fewest uncached prompt tokens for which a prefill worker is used; a decode worker computes fewer itself."`
 	DisaggPrefillTimeout    time.Duration `group:"Prefill and decode apart" default:"60s" help:"Longest time from sending a prompt to a prefill worker to the end of its answer."`
@@ -33,11 +33,12 @@ type Settings struct {
 	EnforceDisagg           bool          `group:"Prefill and decode apart" help:"Refuse a request whose prompt no prefill worker can compute, instead of leaving it to a decode worker."`
 }
 
-// DefaultDisaggKnobs returns the defaults of the flags.
+// DefaultSettings returns the defaults of the flags.
 func DefaultSettings() Settings {
 	return Settings{DisaggMinUncachedTokens: 256, DisaggPrefillTimeout: time.Minute, DisaggHandoverTimeout: time.Minute}
 }
 
+// Validate checks the settings; its errors name the flag.
 func (k Settings) Validate() error {
 	switch {
 	case k.DisaggMinUncachedTokens < 0:
@@ -61,10 +62,10 @@ const (
 // Pairs sends requests that two workers share. Its methods are safe for
 // concurrent use.
 type Pairs struct {
-	router *router.Router
-	proxy  *Proxy
-	knobs  Settings
-	log    *slog.Logger
+	router   *router.Router
+	proxy    *Proxy
+	settings Settings
+	log      *slog.Logger
 
 	aborts     sync.WaitGroup
 	abortSlots chan struct{} // has a token for each abort that runs
@@ -74,19 +75,18 @@ type Pairs struct {
 }
 
 // NewPairs returns pairs of router's workers whose legs go through proxy.
-func NewPairs(router *router.Router, proxy *Proxy, knobs Settings, log *slog.Logger) *Pairs {
+func NewPairs(router *router.Router, proxy *Proxy, settings Settings, log *slog.Logger) *Pairs {
 	return &Pairs{
-		router: router, proxy: proxy, knobs: knobs, log: log,
+		router: router, proxy: proxy, settings: settings, log: log,
 		abortSlots: make(chan struct{}, abortsAtOnce), engines: map[kv.WorkerKey]mooncakeEngine{},
 	}
 }
 
-// Close waits for what runs beside requests: at most abortTimeout once no
-// request is served any more.
+// Close waits for the aborts that are under way: at most abortTimeout after the last
+// request.
 func (s *Pairs) Close() { s.aborts.Wait() }
 
-// prefillFailure says that a request came to nothing because its prefill leg
-// did.
+// PrefillFailure says that a request failed because its prefill leg did.
 type PrefillFailure struct {
 	Worker uint64
 	err    error
@@ -105,7 +105,7 @@ type prefillRefusal struct {
 
 func (e *prefillRefusal) Error() string { return fmt.Sprintf("refused with status %d", e.status) }
 
-// legTimeout says that a part of a shared request took too long.
+// LegTimeout says that a leg of a shared request took too long.
 type LegTimeout struct {
 	what, flag string
 	over       time.Duration
@@ -121,7 +121,7 @@ var errDecodeEnded = errors.New("the decode leg has ended")
 
 // Forward is Proxy.Forward for a request that two workers may share. parsed is
 // the client's body, why says why the request is to stay whole, if it is; route
-// is called with that, or with wholePrefilled. Where a prefill leg fails before
+// is called with that, or with WholePrefilled. Where a prefill leg fails before
 // the first byte of the answer the request goes whole to a worker that takes it,
 // unless pairs are enforced; where a decode leg does, to another pair.
 func (s *Pairs) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, parsed *jsonbody.Body, why string, route func(exclude []uint64, why string) (router.Pair, error)) error {
@@ -157,7 +157,7 @@ func (s *Pairs) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		exclude = append(exclude, worker)
 		var prefill *PrefillFailure
 		switch {
-		case errors.As(err, &prefill) && !s.knobs.EnforceDisagg && why == "":
+		case errors.As(err, &prefill) && !s.settings.EnforceDisagg && why == "":
 			why = WholePrefilled // beside the retries: it costs no decode worker anything
 		case retry:
 			retries++
@@ -228,7 +228,7 @@ type legs struct {
 }
 
 // legs makes the requests of a pair, each attempt's with names of their own. The
-// error is a *prefillFailure.
+// error is a *PrefillFailure.
 func (s *Pairs) legs(ctx context.Context, u Upstream, parsed *jsonbody.Body, pair router.Pair) (legs, error) {
 	target := pair.Prefill.Target
 	l := legs{
@@ -280,7 +280,7 @@ func newRoom(t kv.Target) uint64 {
 	return room
 }
 
-// nonce returns 16 hexadecimal digits that no other request has.
+// Nonce returns 16 hexadecimal digits that no other request has.
 func Nonce() string {
 	var b [8]byte
 	rand.Read(b[:])
@@ -382,13 +382,13 @@ func (s *Pairs) concurrent(ctx context.Context, w http.ResponseWriter, l legs, x
 }
 
 // prefill sends the prefill leg and returns its answer, which is kept from the
-// client. Its booking ends here. An error is a *prefillFailure, a
-// *prefillRefusal, a *legTimeout where the decode worker may have caused it, or
+// client. Its booking ends here. An error is a *PrefillFailure, a
+// *prefillRefusal, a *LegTimeout where the decode worker may have caused it, or
 // why ctx ended.
 func (s *Pairs) prefill(ctx context.Context, l legs) ([]byte, error) {
 	booking := l.pair.Prefill.Booking
 	defer booking.End()
-	late := &LegTimeout{"the prefill leg", "--disagg-prefill-timeout", s.knobs.DisaggPrefillTimeout, SharedPrefillTimeout}
+	late := &LegTimeout{"the prefill leg", "--disagg-prefill-timeout", s.settings.DisaggPrefillTimeout, SharedPrefillTimeout}
 	limited, cancel := context.WithTimeoutCause(ctx, late.over, late)
 	defer cancel()
 	began := s.proxy.now()
@@ -489,7 +489,7 @@ func (s *Pairs) await(l legs, end context.CancelCauseFunc) {
 	if !l.streams {
 		return
 	}
-	late := &LegTimeout{"the decode worker's first event", "--disagg-handover-timeout", s.knobs.DisaggHandoverTimeout, SharedHandoverTimeout}
+	late := &LegTimeout{"the decode worker's first event", "--disagg-handover-timeout", s.settings.DisaggHandoverTimeout, SharedHandoverTimeout}
 	l.shared.note(func(r *SharedRequest) {
 		if !r.started && !r.over {
 			r.timer = time.AfterFunc(late.over, func() {

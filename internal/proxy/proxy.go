@@ -1,3 +1,7 @@
+// Package proxy sends requests to workers and relays their answers. It forwards
+// the client's bytes unchanged, relays streams chunk by chunk, and ends the booking
+// of every request. Proxy serves a request by one worker; Pairs shares it between a
+// prefill worker and a decode worker.
 package proxy
 
 import (
@@ -6,10 +10,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
-	"kvrouter/internal/router"
-	"kvrouter/internal/web"
 	"net"
 	"net/http"
 	"slices"
@@ -19,6 +19,11 @@ import (
 	"time"
 
 	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/router"
+	"kvrouter/internal/web"
 )
 
 const (
@@ -27,15 +32,15 @@ const (
 	// connection that is just being closed.
 	upstreamIdle = 4 * time.Second
 	dialTimeout  = 3 * time.Second
-	// bufferedAnswer bounds the part of an answer that is held back to make a
+	// BufferedAnswer bounds the part of an answer that is held back to make a
 	// second attempt possible, and the part of a stream's event that is.
 	BufferedAnswer = 8 << 20
-	// clientGone is nginx's status for a client that closed the connection.
+	// ClientGone is nginx's status for a client that closed the connection.
 	ClientGone = 499
 )
 
-// Upstream is a request as it goes to a worker, the body unchanged from what
-// the client sent but for an added request for usage.
+// Upstream is a request to a worker. Its body is the client's, except for an added
+// request for usage.
 type Upstream struct {
 	Method     string
 	Path       string // with query
@@ -43,7 +48,7 @@ type Upstream struct {
 	Head, Body []byte // the body in two parts, so that adding to its beginning copies nothing
 	HideUsage  bool   // usage was asked for by the router: keep it from the client
 	EndMarked  bool   // its stream is whole only with an event that says so
-	// Uncorrecting tells that the answer's cached tokens say nothing of the cache:
+	// CachedTokensMislead says that the answer's cached tokens do not describe the cache:
 	// the request has several prompts, or asks for the logprobs of its own tokens,
 	// for which an engine computes it anew.
 	CachedTokensMislead bool
@@ -100,7 +105,7 @@ type Observer interface {
 // Proxy sends requests to workers and relays their answers.
 type Proxy struct {
 	Client   *http.Client
-	streams  sync.Pool // of *streamRoom
+	streams  sync.Pool // of *streamBuffer
 	observer Observer
 	failed   func(worker uint64) // told of a worker that did not answer
 	silence  time.Duration       // longest wait for a worker's next byte, and for a client to take it; 0: no limit
@@ -109,14 +114,14 @@ type Proxy struct {
 	OutputBlocks bool // book the blocks of streams as they grow
 }
 
-// streamRoom is the memory that relaying one stream takes, used again by later
-// streams.
+// streamBuffer is the memory for relaying one stream; later streams reuse it.
 type streamBuffer struct {
 	buffer       [16 << 10]byte
 	pending, out []byte
 }
 
-// pooledRoom bounds what a streamRoom keeps beside its buffer, bytes.
+// pooledBuffer bounds the memory that a pooled streamBuffer keeps beside its buffer,
+// bytes.
 const pooledBuffer = 64 << 10
 
 // NewProxy returns a proxy. silence is the longest wait for a worker's next
@@ -152,18 +157,18 @@ func (e *workerError) Error() string { return fmt.Sprintf("worker %d: %v", e.wor
 
 func (e *workerError) Unwrap() error { return e.err }
 
-// errAnswered marks a failure after the first byte: the client has been told as
+// ErrAnswered marks a failure after the first byte: the client has been told as
 // far as the protocol allows, and nothing more can be written.
 var ErrAnswered = errors.New("answer was cut short")
 
-// errSilent says that a worker was silent for too long.
+// ErrSilent says that a worker sent no byte for too long.
 var ErrSilent = errors.New("no byte came within --request-timeout")
 
 // Forward sends u to the worker that route chooses and relays the answer to w.
 // Where a worker fails before the first byte of its answer, route is asked for
 // another one that is not among exclude. Every booking ends here, as the request
 // did: with a whole answer, by the worker's fault or by nobody's. An error
-// other than errAnswered means that nothing was written to w.
+// other than ErrAnswered means that nothing was written to w.
 func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, route func(exclude []uint64) (router.Decision, error)) error {
 	var exclude []uint64
 	var failure error
@@ -217,7 +222,7 @@ func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *
 }
 
 // attempt sends u to the decided worker and relays the answer. A *workerError
-// without errAnswered means that nothing was written and another worker may be
+// without ErrAnswered means that nothing was written and another worker may be
 // tried. With retry, an answer that tells of a failed engine counts as such.
 func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, retry bool) error {
 	worker := x.Decision.Target.Key.Worker
@@ -300,7 +305,7 @@ func writeHead(w http.ResponseWriter, response *http.Response, u Upstream, x *Ex
 }
 
 // relayWhole relays an answer that is no stream. It is read before anything is
-// written, as far as bufferedAnswer goes, so that a worker that dies over it
+// written, as far as BufferedAnswer goes, so that a worker that dies over it
 // has not answered.
 func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upstream, x *Exchange) error {
 	worker := x.Decision.Target.Key.Worker
@@ -334,15 +339,15 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 	worker := x.Decision.Target.Key.Worker
 	answer.Header.Del("Content-Length") // an event may be taken out
 	flush := http.NewResponseController(w)
-	room := p.streams.Get().(*streamBuffer)
-	defer p.streams.Put(room)
-	events := EventScanner{HideUsage: u.HideUsage, pending: room.pending[:0], out: room.out[:0]}
+	memory := p.streams.Get().(*streamBuffer)
+	defer p.streams.Put(memory)
+	events := EventScanner{HideUsage: u.HideUsage, pending: memory.pending[:0], out: memory.out[:0]}
 	defer func() {
 		if cap(events.pending)+cap(events.out) <= pooledBuffer {
-			room.pending, room.out = events.pending, events.out
+			memory.pending, memory.out = events.pending, events.out
 		}
 	}()
-	buffer := room.buffer[:]
+	buffer := memory.buffer[:]
 	var last time.Time
 	tokens := 0
 	for started := false; ; {
@@ -410,7 +415,7 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 	}
 }
 
-// readUsage picks the usage out of an answer or a chunk of one, in the names of
+// ReadUsage picks the usage out of an answer or a chunk of one, in the names of
 // chat completions or of the responses and messages APIs.
 func ReadUsage(body []byte) Usage {
 	u := gjson.GetBytes(body, "usage")
@@ -451,7 +456,7 @@ func ReadUsage(body []byte) Usage {
 	}
 }
 
-// askTimeout bounds a short question to a worker, and askLimit its answer.
+// askTimeout bounds a short question to a worker, and AskLimit its answer (bytes).
 const (
 	askTimeout = 30 * time.Second
 	AskLimit   = 16 << 20

@@ -9,14 +9,14 @@ import (
 	"time"
 )
 
-// Names of the headers by which a client learns how a prefill worker took part.
+// Response headers that tell a client about the prefill leg.
 const (
 	HeaderPrefillWorker = "X-Kvrouter-Prefill-Worker-Id"
 	HeaderPrefillTime   = "X-Kvrouter-Prefill-Ms"
 	HeaderHandoverTime  = "X-Kvrouter-Handover-Ms"
 )
 
-// Results of shared requests, values of a label.
+// Results of shared requests. The values are metric labels.
 const (
 	SharedOK              = "ok"
 	sharedRecomputed      = "recomputed" // the prefill worker named no blocks: the decode worker computed the prompt again
@@ -28,8 +28,8 @@ const (
 	SharedAbandoned       = "abandoned" // the client left
 )
 
-// SharedRequest is what both legs of a request know of each other. Its methods
-// are safe for concurrent use.
+// SharedRequest is the state that both legs of a request share. Its methods are safe
+// for concurrent use.
 type SharedRequest struct {
 	Worker string // label of the prefill worker
 	now    func() time.Time
@@ -46,7 +46,7 @@ type SharedRequest struct {
 	timer    *time.Timer   // of the wait for the decode worker's first event; nil: none
 }
 
-// note changes r.
+// note calls change with r locked.
 func (r *SharedRequest) note(change func(*SharedRequest)) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -73,11 +73,13 @@ func (r *SharedRequest) begin(header http.Header) {
 	})
 }
 
+// hasStarted tells whether the first byte of the answer goes to the client.
 func (r *SharedRequest) hasStarted() (started bool) {
 	r.note(func(r *SharedRequest) { started = r.started })
 	return started
 }
 
+// firstByte returns the time from the prefill leg's end to the answer's first byte.
 func (r *SharedRequest) firstByte() (first time.Duration) {
 	r.note(func(r *SharedRequest) { first = r.first })
 	return first
@@ -98,7 +100,7 @@ func (r *SharedRequest) reported() (known bool, tokens int) {
 	return known, tokens
 }
 
-// result says what came of a shared request that ended with err, or with an
+// result returns the result of a shared request that ended with err, or with an
 // answer of that HTTP status.
 func (r *SharedRequest) result(ctx context.Context, status int, err error) string {
 	var late *LegTimeout

@@ -4,14 +4,14 @@ import (
 	"bytes"
 	"net/http"
 
-	"kvrouter/internal/policy"
-
 	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/policy"
 )
 
-// eventScanner follows the events of one stream through the chunks they come
-// in: it counts them, picks up the usage, and takes out the usage event that
-// the client did not ask for.
+// EventScanner reads the server-sent events of one stream, however they are cut into
+// chunks. It counts them, reads the usage, and removes the usage event where the
+// client did not ask for it.
 type EventScanner struct {
 	HideUsage bool
 	pending   []byte // an event of which the end has not come
@@ -37,8 +37,8 @@ func (s *EventScanner) ending(status int, marked bool) policy.Ending {
 	return endingOf(status, s.finish)
 }
 
-// endingOf is how a request ended whose answer came as a whole, by its HTTP
-// status and the reason that the engine gave for its end.
+// endingOf returns how a request ended whose answer came whole, by its HTTP status
+// and the engine's finish reason.
 func endingOf(status int, finish string) policy.Ending {
 	switch {
 	case status == http.StatusNotImplemented: // no worker could
@@ -51,7 +51,7 @@ func endingOf(status int, finish string) policy.Ending {
 	return policy.Finished
 }
 
-// scan takes the next chunk and returns what the client gets now, valid until
+// Scan takes the next chunk and returns what the client gets now, valid until
 // the next call.
 func (s *EventScanner) Scan(chunk []byte) []byte {
 	s.Count = 0
@@ -90,7 +90,7 @@ func (s *EventScanner) Scan(chunk []byte) []byte {
 	return chunk
 }
 
-// rest returns what was held back of an event that never ended.
+// Rest returns the held-back bytes of an event that never ended.
 func (s *EventScanner) Rest() []byte {
 	if !s.HideUsage {
 		return nil

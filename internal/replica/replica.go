@@ -1,3 +1,6 @@
+// Package replica keeps the bookings of several routers over the same workers in
+// step. Each router publishes its own bookings by ZeroMQ and books what the others
+// publish.
 package replica
 
 import (
@@ -5,23 +8,25 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"kvrouter/internal/router"
-	"kvrouter/internal/zmq"
 	"log/slog"
 	"math/rand/v2"
 	"net"
 	"strconv"
 	"sync/atomic"
 	"time"
+
+	"kvrouter/internal/router"
+	"kvrouter/internal/zmq"
 )
 
-// ReplicaConfig holds the settings of several routers over the same workers.
+// Settings holds the settings of several routers over the same workers.
 type Settings struct {
 	ReplicaSync     bool     `group:"Replicas" help:"Tell other routers over the same workers, whose --worker ids must be the same, what is in flight from here, and count what they tell."`
 	ReplicaSyncPort int      `group:"Replicas" default:"7100" help:"Port that the other routers learn it from (ZeroMQ PUB); 0 is any free one."`
 	ReplicaPeers    []string `group:"Replicas" placeholder:"HOST:PORT" help:"The other routers' --replica-sync-port; several are separated by commas."`
 }
 
+// Validate checks the settings; its errors name the flag.
 func (c Settings) Validate() error {
 	if !c.ReplicaSync && len(c.ReplicaPeers) > 0 {
 		return errors.New("--replica-peers: give --replica-sync, too")
@@ -37,20 +42,20 @@ func (c Settings) Validate() error {
 
 // Bounds of what routers tell each other.
 const (
-	// replicaQueue is how many changes wait to be sent; what comes when it is
+	// queueLimit is how many changes wait to be sent; what comes when it is
 	// full is lost.
-	replicaQueue = 100_000
-	// replicaBookings is how many bookings of one other router are kept at a time.
-	replicaBookings = 100_000
-	// replicaTopic begins every message.
-	replicaTopic = "active_sequences_events"
+	queueLimit = 100_000
+	// bookingLimit is how many bookings of one other router are kept at a time.
+	bookingLimit = 100_000
+	// topic begins every message.
+	topic = "active_sequences_events"
 )
 
-// Replicas keeps the books of several routers over the same workers alike: it
-// tells the others what this one books, and books here what they tell. It is
-// best effort: a change that is lost stays lost, what a router had in flight
-// before it was heard of stays unknown, and blocks of answers are not told. A
-// router that falls silent is forgotten with all that it booked.
+// Mesh shares bookings between several routers over the same workers: it publishes
+// the bookings of this router and books what the others publish. It works on best
+// effort: a lost change stays lost, requests in flight before two routers connect
+// stay unknown, and blocks of answers are not shared. When a router falls silent,
+// all of its bookings end.
 type Mesh struct {
 	router *router.Router
 	id     uint64 // drawn at each start
@@ -62,12 +67,12 @@ type Mesh struct {
 
 	Sent     atomic.Uint64 // changes
 	Received atomic.Uint64 // changes, without those that say nothing new
-	Dropped  atomic.Uint64 // changes that a queue or table had no room for
+	Dropped  atomic.Uint64 // changes lost because a queue or table was full
 	Lost     atomic.Uint64 // times that a peer was forgotten
 	Held     atomic.Int64  // bookings of other routers
 }
 
-// replicaTiming holds the waits, so that tests need not.
+// timing holds the waits, so that tests can shorten them.
 type timing struct {
 	alive          time.Duration // between messages that say nothing else
 	silence        time.Duration // after which a peer is gone
@@ -80,21 +85,21 @@ type queuedChange struct {
 	booking *router.Booking
 }
 
-// NewReplicas listens for other routers at address, host:port. Run does the
-// rest; from then on router tells its changes.
+// New listens for other routers at address, host:port. Run publishes the changes of
+// router and follows peers.
 func New(router *router.Router, address string, peers []string, log *slog.Logger) (*Mesh, error) {
 	pub, err := zmq.NewPublisher(address)
 	if err != nil {
 		return nil, err
 	}
 	return &Mesh{
-		router: router, id: rand.Uint64(), peers: peers, log: log, Pub: pub, queue: make(chan queuedChange, replicaQueue),
+		router: router, id: rand.Uint64(), peers: peers, log: log, Pub: pub, queue: make(chan queuedChange, queueLimit),
 		timing: timing{alive: time.Second, silence: 5 * time.Second, retry: 100 * time.Millisecond, retryTo: 5 * time.Second},
 	}, nil
 }
 
-// Run tells and hears changes until ctx ends; then nothing that it started is
-// left, and nothing that others have booked.
+// Run publishes and follows changes until ctx ends. Then it ends all bookings of
+// other routers, and every goroutine that it started has ended.
 func (r *Mesh) Run(ctx context.Context) {
 	r.router.Share(r.put)
 	defer r.router.Share(nil)
@@ -140,7 +145,7 @@ func (r *Mesh) tell(ctx context.Context) {
 		}
 		change.Router = r.id
 		if text, err := json.Marshal(change); err == nil {
-			r.Pub.Publish([]byte(replicaTopic), text)
+			r.Pub.Publish([]byte(topic), text)
 		}
 	}
 }
@@ -176,12 +181,12 @@ var errPeerSilent = errors.New("it has fallen silent")
 // hear books what one connection to a peer tells, until it fails; then the
 // peer's bookings end. heard: the peer has said something.
 func (r *Mesh) hear(ctx context.Context, peer string) (heard bool, err error) {
-	conn, err := zmq.DialSub(ctx, "tcp://"+peer, replicaTopic)
+	conn, err := zmq.DialSub(ctx, "tcp://"+peer, topic)
 	if err != nil {
 		return false, err
 	}
 	defer conn.Close()
-	p := other{replicas: r, open: map[uint64]*router.Booking{}}
+	p := otherRouter{mesh: r, open: map[uint64]*router.Booking{}}
 	defer func() {
 		p.forget()
 		if heard {
@@ -215,19 +220,20 @@ func (r *Mesh) hear(ctx context.Context, peer string) (heard bool, err error) {
 	}
 }
 
-// replicaPeer is what is known of one other router. One goroutine uses it.
-type other struct {
-	replicas *Mesh
-	id       uint64
-	open     map[uint64]*router.Booking
+// otherRouter holds the bookings of one other router. One goroutine uses it.
+type otherRouter struct {
+	mesh *Mesh
+	id   uint64
+	open map[uint64]*router.Booking
 }
 
-func (p *other) take(change router.Change) {
+// take applies a change that the other router published.
+func (p *otherRouter) take(change router.Change) {
 	if change.Router != p.id { // another one answers there now
 		p.forget()
 		p.id = change.Router
 	}
-	r := p.replicas
+	r := p.mesh
 	if change.Kind == router.ChangeAlive {
 		return
 	}
@@ -235,7 +241,7 @@ func (p *other) take(change router.Change) {
 	b := p.open[change.Booking]
 	switch {
 	case change.Kind == router.ChangeAdd && b == nil:
-		if len(p.open) >= replicaBookings {
+		if len(p.open) >= bookingLimit {
 			r.Dropped.Add(1)
 			return
 		}
@@ -253,10 +259,10 @@ func (p *other) take(change router.Change) {
 }
 
 // forget ends all that the peer has booked.
-func (p *other) forget() {
+func (p *otherRouter) forget() {
 	for _, b := range p.open {
 		b.End()
 	}
-	p.replicas.Held.Add(-int64(len(p.open)))
+	p.mesh.Held.Add(-int64(len(p.open)))
 	clear(p.open)
 }

@@ -205,7 +205,7 @@ func TestReplicasForgetARouterThatHangs(t *testing.T) {
 	mute := testkit.NewTestPublisher(t)
 	r := startReplica(t, []string{fmt.Sprintf("127.0.0.1:%d", port), mute.Endpoint()[len("tcp://"):]}, 0, func(r *Mesh) { r.timing.silence = 100 * time.Millisecond })
 	defer r.stop()
-	say := func(text string) { mute.Publish([]byte(replicaTopic), []byte(text)) }
+	say := func(text string) { mute.Publish([]byte(topic), []byte(text)) }
 	testkit.Eventually(t, 20*time.Second, "it is heard", func() bool {
 		say(`{"router_id":9,"kind":"alive"}`)
 		say(`{"router_id":9,"kind":"add","booking":1,"worker_id":1,"isl_tokens":100,"prefill_tokens":60,"sequence_hashes":"AQAAAAAAAAA="}`)
@@ -216,7 +216,7 @@ func TestReplicasForgetARouterThatHangs(t *testing.T) {
 
 func TestReplicasTakeOnlyWhatMakesSense(t *testing.T) {
 	rt := routertest.NewTestRouter(t, "kv", 2)
-	p := other{replicas: &Mesh{router: rt, id: 1}, open: map[uint64]*router.Booking{}}
+	p := otherRouter{mesh: &Mesh{router: rt, id: 1}, open: map[uint64]*router.Booking{}}
 	p.take(router.Change{Router: 2, Kind: router.ChangeFree, Booking: 4})
 	p.take(router.Change{Router: 2, Kind: router.ChangePrefill, Booking: 4})
 	p.take(router.Change{Router: 2, Kind: router.ChangeAdd, Booking: 5, Worker: 7, Tokens: 9}) // no such worker
@@ -227,7 +227,7 @@ func TestReplicasTakeOnlyWhatMakesSense(t *testing.T) {
 		t.Errorf("%+v", load)
 	}
 	p.take(router.Change{Router: 3, Kind: router.ChangeAlive}) // another router answers now
-	if load := rt.Load(kv.WorkerKey{Worker: 1}); load.InFlight != 0 || p.replicas.Held.Load() != 0 {
+	if load := rt.Load(kv.WorkerKey{Worker: 1}); load.InFlight != 0 || p.mesh.Held.Load() != 0 {
 		t.Errorf("%+v", load)
 	}
 }

@@ -1,15 +1,16 @@
 package router
 
 import (
-	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
-	"kvrouter/internal/radix"
 	"slices"
 	"sync/atomic"
 	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/radix"
 )
 
-// Booking is one request's entry in the books. Its methods may be called any
+// Booking is one request that is booked on a worker. Its methods may be called any
 // number of times, from any goroutine.
 type Booking struct {
 	router        *Router
@@ -41,30 +42,32 @@ type Booking struct {
 	older, newer *Booking       // its neighbours in Loads, by that time
 }
 
-// Worker is where the request is booked.
+// Worker returns the worker that the request is booked on.
 func (b *Booking) Worker() kv.WorkerKey { return b.worker }
 
-// Ended tells whether the booking has ended: its request has, or nobody spoke of
-// it for bookingExpiry.
+// Ended tells whether the booking has ended: its request ended, or nobody
+// mentioned the booking for BookingExpiry.
 func (b *Booking) Ended() bool { return b.ended.Load() }
 
+// prefill returns the booking as policies see prompts that wait for their first
+// token.
 func (b *Booking) prefill() policy.Prefill {
 	return policy.Prefill{Tokens: b.uncached, Sent: b.sent, AnsweredWhole: b.answeredWhole}
 }
 
-// FirstToken tells that the prompt has been computed.
+// FirstToken notes that the prompt has been computed.
 func (b *Booking) FirstToken() {
 	r := b.router
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
 	now := r.Now()
 	r.prefillDone(b, now)
-	r.loads.Heard(b, now)
+	r.loads.heard(b, now)
 }
 
-// OutputBlock tells that the answer has filled one more block. Where a fraction
-// is given, all blocks that only this request has count so much each from now
-// on, 0 to 1: the less is to come, the sooner they are free.
+// OutputBlock adds a block to the request's answer. With a decayFraction, 0 to 1,
+// each block that only this request has counts that much from now on: the less is
+// to come, the sooner the blocks are free.
 func (b *Booking) OutputBlock(decayFraction *float64) {
 	r := b.router
 	r.Mu.Lock()
@@ -72,12 +75,12 @@ func (b *Booking) OutputBlock(decayFraction *float64) {
 	if b.ended.Load() {
 		return
 	}
-	r.loads.OutputBlock(b, decayFraction)
-	r.loads.Heard(b, r.Now())
+	r.loads.outputBlock(b, decayFraction)
+	r.loads.heard(b, r.Now())
 }
 
-// Generated tells that the answer has so many tokens by now, and books the
-// blocks that they have begun, which decay as the expected length is neared.
+// Generated sets the answer's tokens so far and books the blocks that they have
+// begun. These blocks count less as the answer nears its expected length.
 func (b *Booking) Generated(tokens int) {
 	r := b.router
 	r.Mu.Lock()
@@ -89,13 +92,13 @@ func (b *Booking) Generated(tokens int) {
 	}
 	blocks := func(tokens int) int { return (tokens + r.blockSize - 1) / r.blockSize }
 	for want := blocks(b.prompt+tokens) - blocks(b.prompt); b.outputs < want && !b.ended.Load(); {
-		r.loads.OutputBlock(b, share)
-		r.loads.Heard(b, r.Now())
+		r.loads.outputBlock(b, share)
+		r.loads.heard(b, r.Now())
 	}
 }
 
-// Cached tells how many of the prompt's tokens the engine found in its cache, as
-// its answer says. It counts if it comes before the end.
+// Cached sets how many of the prompt's tokens the engine found in its cache, as its
+// answer says. It has no effect after the end.
 func (b *Booking) Cached(tokens int) {
 	b.router.Mu.Lock()
 	defer b.router.Mu.Unlock()
@@ -120,14 +123,13 @@ func (b *Booking) CachedUntold() (none bool) {
 	return true
 }
 
-// End tells that the request has ended without an answer, and that its worker
-// is not to blame.
+// End ends the booking of a request without an answer whose worker is not to blame.
 func (b *Booking) End() { b.end(policy.Abandoned, 0) }
 
-// Fail tells that the request has ended because its worker failed.
+// Fail ends the booking of a request that its worker failed.
 func (b *Booking) Fail() { b.end(policy.Failed, 0) }
 
-// Finish tells that the request has ended with an answer of that many tokens; 0:
+// Finish ends the booking of a request with an answer of that many tokens; 0:
 // unknown.
 func (b *Booking) Finish(output int) { b.end(policy.Finished, output) }
 
@@ -145,10 +147,9 @@ func (b *Booking) Free() {
 	r.finish(b, how, 0, r.Now())
 }
 
-// Report ends the booking as somebody tells who has sent the request himself:
-// how it ended, after what time and with how many tokens; those of the prompt
-// may be 0. known: policy thompson still waited for it; ack says what it made of
-// it.
+// Report ends the booking with the feedback of a client that forwarded the request
+// itself. f.TokensIn may be 0. known says that policy thompson still waited for the
+// feedback; ack says what it learned.
 func (b *Booking) Report(f policy.Feedback) (ack policy.ThompsonAck, known bool) {
 	r := b.router
 	r.Mu.Lock()
@@ -165,6 +166,7 @@ func (b *Booking) Report(f policy.Feedback) (ack policy.ThompsonAck, known bool)
 	return ack, known
 }
 
+// end ends the booking with an answer of that many tokens; 0: unknown.
 func (b *Booking) end(how policy.Ending, output int) {
 	r := b.router
 	r.Mu.Lock()
@@ -180,17 +182,17 @@ func (r *Router) finish(b *Booking, how policy.Ending, output int, now time.Time
 	b.ended.Store(true)
 	told := b.computed
 	r.prefillDone(b, now)
-	if policy, ok := r.Policy.(policy.Learner); ok && told && !b.answeredWhole && output > 0 {
-		policy.Learn(r.loads.Outcome(b, output, now))
+	if learner, ok := r.Policy.(policy.Learner); ok && told && !b.answeredWhole && output > 0 {
+		learner.Learn(r.loads.outcome(b, output, now))
 	}
-	if rule, ok := r.Policy.(policy.Judged); ok && b.decision != 0 {
+	if judged, ok := r.Policy.(policy.Judged); ok && b.decision != 0 {
 		f := policy.Feedback{Decision: b.decision, Worker: b.worker, Now: now, Ending: how, Latency: now.Sub(b.sent), TokensIn: b.prompt, TokensOut: output}
 		if told && !b.answeredWhole {
 			f.FirstToken = b.first.Sub(b.sent)
 		}
-		rule.Judge(f)
+		judged.Judge(f)
 	}
-	r.loads.End(b, now)
+	r.loads.end(b, now)
 	if how == policy.Failed {
 		b.assumed.Fail()
 	} else {
@@ -200,18 +202,20 @@ func (r *Router) finish(b *Booking, how policy.Ending, output int, now time.Time
 	r.drain(now)
 }
 
+// prefillDone notes that b's prompt has been computed, unless it is known. The
+// caller holds the lock.
 func (r *Router) prefillDone(b *Booking, now time.Time) {
 	if !b.computed {
 		b.computed = true
-		r.loads.FirstToken(b, now)
+		r.loads.firstToken(b, now)
 		r.share(ChangePrefill, b)
 		r.drain(now)
 	}
 }
 
 const (
-	// bookingExpiry is how long nobody may speak of a booking before it is taken
-	// for forgotten.
+	// BookingExpiry is the time after which a booking that nobody mentions counts
+	// as forgotten.
 	BookingExpiry = time.Hour
 	// expiryEvery is the least time between two searches for such bookings.
 	expiryEvery = 30 * time.Second
@@ -226,7 +230,7 @@ func (r *Router) expire(now time.Time) {
 	r.expired = now
 	for b := r.loads.oldest; b != nil && now.Sub(b.heard) >= BookingExpiry; b = r.loads.oldest {
 		if b.id == "" && !b.remote { // whoever holds it ends it; a stream may be longer than that
-			r.loads.Heard(b, now)
+			r.loads.heard(b, now)
 			continue
 		}
 		r.finish(b, policy.Abandoned, 0, now)
@@ -238,10 +242,10 @@ func (r *Router) Booking(id string) *Booking {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
 	r.expire(r.Now())
-	return r.loads.Booking(id)
+	return r.loads.booking(id)
 }
 
-// WorkerLoad is what a worker has to do, or would have with one more request.
+// WorkerLoad is the load of one worker, now or with one more request.
 type WorkerLoad struct {
 	Key                    kv.WorkerKey
 	PotentialPrefillTokens int
@@ -249,27 +253,27 @@ type WorkerLoad struct {
 	ActiveRequests         int // without the one more
 }
 
-// Loads returns what every worker has to do that is up or has bookings, by key.
+// Loads returns the load of every worker that is up or has bookings, by key.
 func (r *Router) Loads() []WorkerLoad {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
 	now := r.Now()
 	r.expire(now)
-	keys := r.loads.Booked()
+	keys := r.loads.booked()
 	for i := range r.targets {
 		keys = append(keys, r.targets[i].Key)
 	}
 	slices.SortFunc(keys, kv.WorkerKey.Compare)
 	var loads []WorkerLoad
 	for _, key := range slices.Compact(keys) {
-		load := r.loads.Get(key, now)
+		load := r.loads.get(key, now)
 		loads = append(loads, WorkerLoad{Key: key, PotentialPrefillTokens: load.PrefillTokens, PotentialDecodeBlocks: load.ActiveBlocks, ActiveRequests: load.InFlight})
 	}
 	return loads
 }
 
-// PotentialLoads returns what each worker that may serve the request would have
-// to do with it, by key. Nothing is booked.
+// PotentialLoads returns, by key, the load that each worker which may serve the
+// request would have with it. It books nothing.
 func (r *Router) PotentialLoads(request Request) []WorkerLoad {
 	scratch := r.scratch.Get().(*workspace)
 	defer r.scratch.Put(scratch)

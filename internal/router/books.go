@@ -1,14 +1,15 @@
 package router
 
 import (
-	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
-	"kvrouter/internal/table"
 	"math"
 	"math/rand/v2"
 	"slices"
 	"sort"
 	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/table"
 )
 
 // loadFreshFor is how long a published load is believed. The plugin repeats its
@@ -95,18 +96,18 @@ func NewLoads() *Loads {
 	return &Loads{byWorker: map[kv.WorkerKey]*workerLoad{}, byID: map[string]*Booking{}, active: table.Table{Seed: rand.Uint64()}} // the seed affects no result
 }
 
-// Publish takes over what worker w reports of itself.
-func (l *Loads) Publish(w kv.WorkerKey, p policy.Published) {
+// publish takes over what worker w reports of itself.
+func (l *Loads) publish(w kv.WorkerKey, p policy.Published) {
 	load := l.of(w)
 	load.Published = p
 	load.Bumped = 0
 }
 
-// Bump counts one request sent to w until w publishes again.
-func (l *Loads) Bump(w kv.WorkerKey) { l.of(w).Bumped++ }
+// bump counts one request sent to w until w publishes again.
+func (l *Loads) bump(w kv.WorkerKey) { l.of(w).Bumped++ }
 
-// Begin books a request that is sent now.
-func (l *Loads) Begin(b *Booking, now time.Time) {
+// begin books a request that is sent now.
+func (l *Loads) begin(b *Booking, now time.Time) {
 	load := l.of(b.worker)
 	b.sent, b.alone, b.atSent = now, len(load.Prefills) == 0, load.tallyAt(now)
 	load.InFlight++
@@ -123,11 +124,11 @@ func (l *Loads) Begin(b *Booking, now time.Time) {
 	l.link(b, now)
 }
 
-// Booking returns the booking under that id, or nil.
-func (l *Loads) Booking(id string) *Booking { return l.byID[id] }
+// booking returns the booking under that id, or nil.
+func (l *Loads) booking(id string) *Booking { return l.byID[id] }
 
-// Booked lists the workers that have bookings, in no order.
-func (l *Loads) Booked() []kv.WorkerKey {
+// booked lists the workers that have bookings, in no order.
+func (l *Loads) booked() []kv.WorkerKey {
 	var keys []kv.WorkerKey
 	for w, load := range l.byWorker {
 		if load.InFlight > 0 {
@@ -137,8 +138,8 @@ func (l *Loads) Booked() []kv.WorkerKey {
 	return keys
 }
 
-// Heard notes that somebody spoke of a booking now.
-func (l *Loads) Heard(b *Booking, now time.Time) {
+// heard notes that somebody spoke of a booking now.
+func (l *Loads) heard(b *Booking, now time.Time) {
 	if !b.ended.Load() && b != l.newest {
 		l.unlink(b)
 		l.link(b, now)
@@ -157,6 +158,7 @@ func (l *Loads) link(b *Booking, now time.Time) {
 	l.newest = b
 }
 
+// unlink takes b out of the list.
 func (l *Loads) unlink(b *Booking) {
 	if b.older != nil {
 		b.older.newer = b.newer
@@ -171,9 +173,9 @@ func (l *Loads) unlink(b *Booking) {
 	b.older, b.newer = nil, nil
 }
 
-// FirstToken tells that the prompt of a booked request has been computed: it
+// firstToken tells that the prompt of a booked request has been computed: it
 // decodes from now on.
-func (l *Loads) FirstToken(b *Booking, now time.Time) {
+func (l *Loads) firstToken(b *Booking, now time.Time) {
 	load := l.of(b.worker)
 	load.tallyAt(now)
 	load.ContextTokens += b.prompt
@@ -194,14 +196,14 @@ func (l *Loads) FirstToken(b *Booking, now time.Time) {
 	}
 }
 
-// End takes a finished request off, after FirstToken.
-func (l *Loads) End(b *Booking, now time.Time) {
+// end takes a finished request off, after firstToken.
+func (l *Loads) end(b *Booking, now time.Time) {
 	load := l.of(b.worker)
 	load.tallyAt(now)
 	load.InFlight--
 	load.ContextTokens -= b.prompt
 	load.output -= b.outputWeight
-	l.Deactivate(b.worker, b.sequence)
+	l.deactivate(b.worker, b.sequence)
 	l.unlink(b)
 	if b.id != "" {
 		delete(l.byID, b.id)
@@ -212,9 +214,9 @@ func (l *Loads) End(b *Booking, now time.Time) {
 	}
 }
 
-// OutputBlock adds a block to a request's answer. A share is what each block
+// outputBlock adds a block to a request's answer. A share is what each block
 // counts from now on that no other request has.
-func (l *Loads) OutputBlock(b *Booking, share *float64) {
+func (l *Loads) outputBlock(b *Booking, share *float64) {
 	load := l.of(b.worker)
 	b.outputs++
 	weight := b.outputWeight + 1
@@ -229,8 +231,8 @@ func (l *Loads) OutputBlock(b *Booking, share *float64) {
 	b.outputWeight = weight
 }
 
-// Outcome sums up a request that is ending now with so many tokens, before End.
-func (l *Loads) Outcome(b *Booking, output int, now time.Time) policy.Outcome {
+// outcome sums up a request that is ending now with so many tokens, before end.
+func (l *Loads) outcome(b *Booking, output int, now time.Time) policy.Outcome {
 	o := policy.Outcome{
 		Worker: b.worker, Leg: b.leg, Uncached: b.uncached, Output: output, Alone: b.alone,
 		FirstToken: b.first.Sub(b.sent), Decode: now.Sub(b.first),
@@ -252,8 +254,8 @@ func (l *Loads) Activate(w kv.WorkerKey, sequence []uint64) {
 	}
 }
 
-// Deactivate takes off w what Activate booked.
-func (l *Loads) Deactivate(w kv.WorkerKey, sequence []uint64) {
+// deactivate takes off w what Activate booked.
+func (l *Loads) deactivate(w kv.WorkerKey, sequence []uint64) {
 	load := l.of(w)
 	for _, h := range sequence {
 		requests := l.active.Get(h, load.number)
@@ -286,8 +288,8 @@ func (l *Loads) Active(w kv.WorkerKey, sequence []uint64) int {
 	return active + sort.Search(end-active, func(i int) bool { return !has(active + i) })
 }
 
-// Get returns w's load as of now; a worker never heard of is idle.
-func (l *Loads) Get(w kv.WorkerKey, now time.Time) policy.Load {
+// get returns w's load as of now; a worker never heard of is idle.
+func (l *Loads) get(w kv.WorkerKey, now time.Time) policy.Load {
 	load := l.byWorker[w]
 	if load == nil {
 		return policy.Load{}
@@ -298,17 +300,17 @@ func (l *Loads) Get(w kv.WorkerKey, now time.Time) policy.Load {
 	return answer
 }
 
-// PrefillTokens returns that part of w's load.
-func (l *Loads) PrefillTokens(w kv.WorkerKey) int {
+// prefillTokens returns that part of w's load.
+func (l *Loads) prefillTokens(w kv.WorkerKey) int {
 	if load := l.byWorker[w]; load != nil {
 		return load.Load.PrefillTokens
 	}
 	return 0
 }
 
-// Silence forgets what w published: it is down, and its next incarnation starts
+// silence forgets what w published: it is down, and its next incarnation starts
 // idle. Bookings stay until their requests end.
-func (l *Loads) Silence(w kv.WorkerKey) {
+func (l *Loads) silence(w kv.WorkerKey) {
 	if load := l.byWorker[w]; load != nil {
 		load.Published = policy.Published{}
 		load.Bumped = 0
@@ -317,8 +319,8 @@ func (l *Loads) Silence(w kv.WorkerKey) {
 	}
 }
 
-// Expect keeps w, which is up, even while it has no bookings.
-func (l *Loads) Expect(w kv.WorkerKey) { l.of(w).gone = false }
+// expect keeps w, which is up, even while it has no bookings.
+func (l *Loads) expect(w kv.WorkerKey) { l.of(w).gone = false }
 
 // drop forgets w if it is gone and has no bookings.
 func (l *Loads) drop(w kv.WorkerKey) {
@@ -328,6 +330,7 @@ func (l *Loads) drop(w kv.WorkerKey) {
 	}
 }
 
+// of returns w's entry, a new one if there is none.
 func (l *Loads) of(w kv.WorkerKey) *workerLoad {
 	load := l.byWorker[w]
 	if load == nil {

@@ -3,9 +3,10 @@ package router
 import (
 	"cmp"
 	"fmt"
+	"math"
+
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
-	"math"
 )
 
 // BusyThresholds say when a worker is busy: when one of them is exceeded on all
@@ -17,7 +18,7 @@ type BusyThresholds struct {
 	ActivePrefillTokensThresholdFrac *float64 `group:"Routing" placeholder:"NUMBER" help:"The same in passes of the worker (--max-num-batched-tokens)." json:"active_prefill_tokens_threshold_frac"`
 }
 
-// validate checks the numbers; its errors name the threshold.
+// Validate checks the numbers; its errors name the threshold.
 func (t BusyThresholds) Validate() error {
 	switch {
 	case t.ActiveDecodeBlocksThreshold != nil && !(*t.ActiveDecodeBlocksThreshold >= 0 && *t.ActiveDecodeBlocksThreshold <= 1):
@@ -52,16 +53,8 @@ func (t BusyThresholds) exceeded(target *kv.Target, load *policy.Load) bool {
 	return limit != nil && target.MaxBatchedTokens > 0 && tokens > *limit*float64(target.MaxBatchedTokens)
 }
 
-// set tells whether there is any threshold.
+// Set tells whether there is any threshold.
 func (t BusyThresholds) Set() bool { return t != BusyThresholds{} }
-
-// SetBusyThresholds sets all thresholds at once.
-func (r *Router) SetBusyThresholds(t BusyThresholds) {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
-	r.Knobs.BusyThresholds = t
-	r.drain(r.Now())
-}
 
 // ChangeBusyThresholds sets those thresholds that change has, and returns all.
 func (r *Router) ChangeBusyThresholds(change BusyThresholds) BusyThresholds {

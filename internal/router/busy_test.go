@@ -60,10 +60,18 @@ func overload(t *testing.T, r *Router, w kv.WorkerKey) *Booking {
 	return b
 }
 
+// setBusyThresholds sets all thresholds at once.
+func (r *Router) setBusyThresholds(t BusyThresholds) {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	r.Knobs.BusyThresholds = t
+	r.drain(r.Now())
+}
+
 func newBusyRouter(t *testing.T, workers int) *Router {
 	r, _ := NewClockedRouter(t, workers, DefaultSettings())
 	limit := 10
-	r.SetBusyThresholds(BusyThresholds{ActivePrefillTokensThreshold: &limit})
+	r.setBusyThresholds(BusyThresholds{ActivePrefillTokensThreshold: &limit})
 	return r
 }
 
@@ -96,7 +104,7 @@ func TestSchedulerAllOverloadedIsAnError(t *testing.T) {
 	if d := MustRoute(t, r, Request{NumTokens: 1}); d.Target.Key.Worker != 1 {
 		t.Error("the busy one was chosen")
 	}
-	r.SetBusyThresholds(BusyThresholds{})
+	r.setBusyThresholds(BusyThresholds{})
 	MustRoute(t, r, Request{NumTokens: 1, Allowed: []uint64{0}})
 }
 
@@ -130,7 +138,7 @@ func TestBusyIsAWorkerOnlyIfAllItsRanksAre(t *testing.T) {
 func TestBusyByWhatTheWorkerPublishes(t *testing.T) {
 	r, clock := NewClockedRouter(t, 1, DefaultSettings())
 	limit := 0.2
-	r.SetBusyThresholds(BusyThresholds{ActiveDecodeBlocksThreshold: &limit})
+	r.setBusyThresholds(BusyThresholds{ActiveDecodeBlocksThreshold: &limit})
 	r.Publish(kv.WorkerKey{}, policy.Published{KVUsage: 0.3, At: clock.Now()})
 	if _, err := r.Route(t.Context(), Request{NumTokens: 1}); !errors.Is(err, ErrBusy) {
 		t.Errorf("30 %% of the cache in use: %v, want ErrBusy", err)

@@ -2,14 +2,16 @@ package router
 
 import (
 	"fmt"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
 	"math"
 	"slices"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
 )
 
-// check reports the first invariant of the books that does not hold. It counts
-// everything again from the bookings.
+// Check reports the first invariant of the books that does not hold. It counts
+// everything again from the bookings. Tests call it after changes; it is one long
+// list of checks over the same counts, so it stays in one piece.
 func (r *Router) Check() error {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()

@@ -3,13 +3,14 @@ package router
 import (
 	"errors"
 	"fmt"
-	"kvrouter/internal/policy"
-	"kvrouter/internal/radix"
 	"slices"
 	"time"
+
+	"kvrouter/internal/policy"
+	"kvrouter/internal/radix"
 )
 
-// IndexConfig holds the settings of the index. Those of approximate indexes have
+// IndexSettings holds the settings of the index. Those of approximate indexes have
 // the names and defaults of Dynamo's, those of prefix trees of SGLang's.
 type IndexSettings struct {
 	NoKVEvents             bool    `group:"Index" name:"no-kv-events" help:"Follow no KV events and have started workers publish none: a prompt counts as cached where it was routed, until that worker's memory (its size is on its /metrics) must have been taken by others or an answer's cached_tokens say otherwise."`
@@ -23,7 +24,7 @@ type IndexSettings struct {
 	CacheCorrection        bool    `group:"Index" default:"true" negatable:"" help:"With --no-kv-events or --prefix-source approx: take back what an answer's cached_tokens show that an engine has lost. vLLM tells of them with --enable-prompt-tokens-details, SGLang with --enable-cache-report."`
 }
 
-// DefaultIndexConfig returns the defaults of the flags.
+// DefaultIndexSettings returns the defaults of the flags.
 func DefaultIndexSettings() IndexSettings {
 	return IndexSettings{
 		RouterTTLSecs: 120, RouterMaxTreeSize: 1 << 20, RouterPruneTargetRatio: 0.8,
@@ -37,7 +38,7 @@ const (
 	PrefixApprox = "approx"
 )
 
-// validate checks the settings together with the policies that may run.
+// Validate checks the settings together with the policies that may run.
 func (c IndexSettings) Validate(policies ...string) error {
 	switch {
 	case !(c.RouterTTLSecs > 0) || c.RouterTTLSecs > maxIndexTTL:
@@ -73,30 +74,31 @@ const (
 	maxTreeTokens = 1 << 30
 )
 
-// indexless tells that a policy gives cached blocks no weight.
-func indexless(policy string, knobs policy.Settings) bool {
-	knobs = knobs.Resolved()
-	return policy == "kv" && knobs.PrefillLoadScale == 0 && knobs.OverlapScoreCredit == 0
+// indexless tells whether the policy of that name gives cached blocks no weight.
+func indexless(name string, settings policy.Settings) bool {
+	settings = settings.Resolved()
+	return name == "kv" && settings.PrefillLoadScale == 0 && settings.OverlapScoreCredit == 0
 }
 
-// hasTrees tells that a policy has prefix trees for its index.
-func (c IndexSettings) HasTrees(rule string) bool {
-	return policy.RoutesByMatch(rule) && (c.NoKVEvents || c.PrefixSource == PrefixApprox)
+// HasTrees tells whether the index of the policy of that name is a prefix tree for
+// each worker.
+func (c IndexSettings) HasTrees(name string) bool {
+	return policy.RoutesByMatch(name) && (c.NoKVEvents || c.PrefixSource == PrefixApprox)
 }
 
-// follows tells whether the index of a policy is fed by KV events.
-func (c IndexSettings) Follows(policy string, knobs policy.Settings) bool {
-	return !c.NoKVEvents && !c.HasTrees(policy) && !indexless(policy, knobs)
+// Follows tells whether KV events feed the index of the policy of that name.
+func (c IndexSettings) Follows(name string, settings policy.Settings) bool {
+	return !c.NoKVEvents && !c.HasTrees(name) && !indexless(name, settings)
 }
 
-// NewIndex returns the index that the settings ask for, for blocks of so many
-// tokens. now is the clock of what it assumes.
-func NewIndex(c IndexSettings, policy string, knobs policy.Settings, blockSize int, now func() time.Time) radix.Index {
+// NewIndex returns the index that c asks for with the policy of that name.
+// blockSize is in tokens. now is the clock by which assumed blocks expire.
+func NewIndex(c IndexSettings, name string, settings policy.Settings, blockSize int, now func() time.Time) radix.Index {
 	seconds := func(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
 	switch {
-	case indexless(policy, knobs):
+	case indexless(name, settings):
 		return radix.NewBlind()
-	case c.HasTrees(policy):
+	case c.HasTrees(name):
 		trees := radix.NewTrees(max(1, c.MaxTreeSize/blockSize), seconds(c.EvictionInterval), now)
 		trees.SetCorrected(c.CacheCorrection)
 		return trees

@@ -3,10 +3,11 @@ package router
 import (
 	"context"
 	"errors"
+	"slices"
+
 	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
-	"slices"
 )
 
 // ErrNoPair says that a request must not stay whole, but has to: no prefill
@@ -43,8 +44,8 @@ func (p Pair) End() {
 	}
 }
 
-// took returns the decision of which all times are to be told: the first, with
-// the time of the second.
+// Took returns the decision whose times count for the whole pair: the first one,
+// with the schedule and queue times of the second added.
 func (p Pair) Took() Decision {
 	if p.Whole != "" {
 		return p.Decode
@@ -59,7 +60,8 @@ func (p Pair) Took() Decision {
 // answers: else RoutePair splits nothing.
 func (r *Router) Paired() bool { return r.paired.Load() }
 
-// notePairs is called with every change of the workers, under the lock.
+// notePairs updates what Paired returns. It is called with every change of the
+// workers, under the lock.
 func (r *Router) notePairs() {
 	r.paired.Store(slices.ContainsFunc(r.targets, func(t kv.Target) bool { return t.Role != kv.RoleBoth }))
 }
@@ -68,7 +70,7 @@ func (r *Router) notePairs() {
 // prompt, chosen as Route does, the other the answer, chosen by load alone, and
 // both are booked. The request stays whole, and goes where Route sends it, where
 // no such two workers are up; and, if a worker takes it whole, where the rule
-// says so. Unless the request is QueryOnly or Unbooked, the caller must end both
+// says so. Unless the request is QueryOnly or ChooseOnly, the caller must end both
 // bookings. Of Request.Kinds only those share it; Leg is set here.
 func (r *Router) RoutePair(ctx context.Context, request Request, rule PairRule) (Pair, error) {
 	scratch := r.scratch.Get().(*workspace)
@@ -127,18 +129,19 @@ func (p *prompt) decodeLeg(prefill kv.Target) prompt {
 	return leg
 }
 
-// pairings is who could serve a request.
+// pairings says which workers could serve a request.
 type pairings struct {
 	kinds    kv.Kinds // of which two workers are up that can share it
 	whole    bool     // a worker takes it whole
 	uncached int      // prompt tokens to be computed by the one of those that has most of it
 }
 
+// pairings finds out which workers that are up could serve p.
 func (r *Router) pairings(p *prompt) pairings {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
 	now := r.Now()
-	var found pairings
+	var could pairings
 	var prefill, decode kv.Kinds
 	most := 0
 	whole, first, second := *p, *p, *p
@@ -148,7 +151,7 @@ func (r *Router) pairings(p *prompt) pairings {
 		t := &r.targets[i]
 		if whole.mayUse(t) {
 			c := r.candidate(p, t, now)
-			found.whole, most = true, max(most, c.Overlap)
+			could.whole, most = true, max(most, c.Overlap)
 		}
 		if first.mayUse(t) {
 			prefill |= kv.KindsOf(t.Kind)
@@ -157,6 +160,6 @@ func (r *Router) pairings(p *prompt) pairings {
 			decode |= kv.KindsOf(t.Kind)
 		}
 	}
-	found.kinds, found.uncached = prefill&decode, p.tokens-most*r.blockSize
-	return found
+	could.kinds, could.uncached = prefill&decode, p.tokens-most*r.blockSize
+	return could
 }

@@ -4,14 +4,14 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
 	"slices"
 	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
 )
 
-// Errors of requests that would have to wait where as many do already as may,
-// and of those that waited for too long.
+// Errors of requests that cannot wait in the queue or waited there for too long.
 var (
 	ErrQueueFull    = errors.New("all workers have enough to do, and the queue of requests that wait is full")
 	ErrQueueTimeout = errors.New("all workers have had enough to do for as long as a request may wait")
@@ -24,7 +24,7 @@ const (
 	queueLCFS = "lcfs"
 )
 
-// QueueKnobs are the settings of the queue, with Dynamo's names and defaults.
+// QueueSettings are the settings of the queue, with Dynamo's names and defaults.
 type QueueSettings struct {
 	RouterQueueThreshold *float64      `group:"Routing" placeholder:"NUMBER" help:"Let requests wait in the router while every worker that may serve them has more uncached prompt tokens to compute than this many of its passes (--max-num-batched-tokens) take. Default: none waits."`
 	RouterQueuePolicy    string        `group:"Routing" default:"fcfs" enum:"fcfs,wspt,lcfs" help:"Who goes first of those that wait: ${enum}; first come, fewest uncached tokens, or last come."`
@@ -32,6 +32,7 @@ type QueueSettings struct {
 	RouterQueueLimit     int           `group:"Routing" default:"1024" help:"Most requests that wait; further ones are refused."`
 }
 
+// validate checks the settings; its errors name the flag.
 func (k QueueSettings) validate() error {
 	if t := k.RouterQueueThreshold; t != nil && !(*t >= 0) {
 		return fmt.Errorf("--router-queue-threshold %v: give a number of at least 0", *t)
@@ -46,10 +47,10 @@ func (k QueueSettings) validate() error {
 }
 
 // queueRefresh is how often a request that waits looks its prompt up again. It
-// also makes up for events that make room without telling.
+// also notices events that free capacity without a signal.
 const queueRefresh = 10 * time.Second
 
-// waiter is a request that waits until a worker has room for it.
+// waiter is a request that waits until a worker has capacity for it.
 type waiter struct {
 	prompt  prompt
 	since   time.Time
@@ -57,6 +58,7 @@ type waiter struct {
 	decided chan waitResult // of one
 }
 
+// waitResult is what drain decided on a waiting request.
 type waitResult struct {
 	decision Decision
 	err      error
@@ -76,23 +78,24 @@ func (r *Router) queueScore(p *prompt, best int, now time.Time) float64 {
 	return jump - since
 }
 
-// hasRoom tells whether a worker with that load may get one more request.
-func (r *Router) hasRoom(t *kv.Target, prefillTokens int) bool {
+// hasCapacity tells whether a worker with that many uncached prompt tokens to
+// compute may get one more request.
+func (r *Router) hasCapacity(t *kv.Target, prefillTokens int) bool {
 	threshold := r.Knobs.RouterQueueThreshold
 	return threshold == nil || t.MaxBatchedTokens <= 0 || float64(prefillTokens) <= *threshold*float64(t.MaxBatchedTokens)
 }
 
 // mustWait tells whether p has to wait for one of the candidates. Those that
-// wait already need not be asked: had one of the candidates room for them, they
+// wait already need not be asked: had one of the candidates capacity for them, they
 // would not wait.
 func (r *Router) mustWait(p *prompt) bool {
 	if r.Knobs.RouterQueueThreshold == nil || p.QueryOnly || p.ChooseOnly {
 		return false
 	}
-	return !slices.ContainsFunc(r.candidates, func(c policy.Candidate) bool { return r.hasRoom(&c.Target, c.Load.PrefillTokens) })
+	return !slices.ContainsFunc(r.candidates, func(c policy.Candidate) bool { return r.hasCapacity(&c.Target, c.Load.PrefillTokens) })
 }
 
-// park lets p wait. Its candidates have been gathered.
+// park puts p, whose candidates have been gathered, into the queue.
 func (r *Router) park(p *prompt, now time.Time) (*waiter, error) {
 	if len(r.waiting) >= r.Knobs.RouterQueueLimit {
 		return nil, ErrQueueFull
@@ -118,15 +121,15 @@ func (r *Router) park(p *prompt, now time.Time) (*waiter, error) {
 	return w, nil
 }
 
-// drain lets those go that a worker has room for, in their order. It is called
-// whenever room may have been made.
+// drain decides the waiting requests that a worker has capacity for, in queue
+// order. It is called whenever capacity may have been freed.
 func (r *Router) drain(now time.Time) {
 	if len(r.waiting) == 0 {
 		return
 	}
 	kept := r.waiting[:0]
 	for i, w := range r.waiting {
-		if !r.anyRoom() {
+		if !r.anyCapacity() {
 			kept = append(kept, r.waiting[i:]...)
 			break
 		}
@@ -146,9 +149,9 @@ func (r *Router) drain(now time.Time) {
 	r.waiting = kept
 }
 
-// anyRoom tells whether any worker has room, or none is up to wait for.
-func (r *Router) anyRoom() bool {
-	return len(r.targets) == 0 || slices.ContainsFunc(r.targets, func(t kv.Target) bool { return r.hasRoom(&t, r.loads.PrefillTokens(t.Key)) })
+// anyCapacity tells whether any worker has capacity, or none is up to wait for.
+func (r *Router) anyCapacity() bool {
+	return len(r.targets) == 0 || slices.ContainsFunc(r.targets, func(t kv.Target) bool { return r.hasCapacity(&t, r.loads.prefillTokens(t.Key)) })
 }
 
 // wait returns what is decided on w, ErrQueueTimeout, or the cause for which ctx
@@ -195,7 +198,7 @@ func (r *Router) lookUpAgain(w *waiter) {
 	r.drain(r.Now())
 }
 
-// QueueDepth is how many requests wait, and their prompt tokens.
+// QueueDepth returns the number of waiting requests and of their prompt tokens.
 func (r *Router) QueueDepth() (requests, tokens int) {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()

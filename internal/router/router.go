@@ -1,18 +1,24 @@
+// Package router decides which worker serves a request and counts what is in
+// flight on each worker. It looks the prompt up in the index, gathers the workers
+// that may serve it, lets the policy choose and books the request, all under one
+// lock, so that concurrent requests see each other. Every booking ends exactly
+// once. The package knows nothing of HTTP.
 package router
 
 import (
 	"context"
 	"errors"
 	"fmt"
-	"kvrouter/internal/hints"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
-	"kvrouter/internal/radix"
 	"math/rand/v2"
 	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"kvrouter/internal/hints"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/radix"
 )
 
 // Errors of Route and Book.
@@ -23,8 +29,8 @@ var (
 	ErrUnknownWorker = errors.New("no such worker")
 )
 
-// Request is what the Router needs to know of one request. A prompt whose
-// tokens could not be had has none, and is routed by load alone.
+// Request is what the Router needs to know of one request. A request without
+// Tokens and Local is routed by load alone.
 type Request struct {
 	ID        string   // of its booking; empty: none. Only one booking at a time may have it
 	Tokens    []uint32 // the prompt, as far as its tokens say all about it
@@ -55,8 +61,7 @@ type Request struct {
 	AnsweredWhole bool // the caller cannot tell when its first token comes
 }
 
-// Decision is the Router's answer: where the request goes and what it finds
-// there.
+// Decision says where a request goes and how much of its prompt is cached there.
 type Decision struct {
 	Target        kv.Target
 	Tokens        int // prompt length; 0: unknown
@@ -73,10 +78,10 @@ type Decision struct {
 	LookupTime   time.Duration // spent in the index
 	SequenceTime time.Duration // spent on sequence hashes
 	ScheduleTime time.Duration // spent on choosing and booking, the wait for the lock included
-	QueueTime    time.Duration // spent waiting for a worker with room, beside those
+	QueueTime    time.Duration // spent in the queue, not part of the times above
 }
 
-// RouterKnobs are the settings of the Router, with Dynamo's names and
+// Settings are the settings of the Router, with Dynamo's names and
 // defaults.
 type Settings struct {
 	RouterTrackActiveBlocks  bool `group:"Routing" default:"true" negatable:"" help:"Count the prompt blocks that requests in flight use, shared ones once. Without it policy kv looks at prompt tokens alone."`
@@ -88,7 +93,7 @@ type Settings struct {
 	BusyThresholds
 }
 
-// DefaultRouterKnobs returns the defaults of the flags.
+// DefaultSettings returns the defaults of the flags.
 func DefaultSettings() Settings {
 	return Settings{
 		RouterTrackActiveBlocks: true, RouterTrackPrefillTokens: true, RouterAssumeKVReuse: true,
@@ -96,6 +101,7 @@ func DefaultSettings() Settings {
 	}
 }
 
+// Validate checks the settings; its errors name the flag.
 func (k Settings) Validate() error {
 	if k.RouterTrackOutputBlocks && !k.RouterTrackActiveBlocks {
 		return errors.New("--router-track-output-blocks adds to the active blocks: leave out --no-router-track-active-blocks")
@@ -106,20 +112,20 @@ func (k Settings) Validate() error {
 	return k.QueueSettings.validate()
 }
 
-// countsPasses tells whether a setting is in passes of the workers.
+// CountsPasses tells whether a setting is in passes of the workers.
 func (k Settings) CountsPasses() bool {
 	return k.ActivePrefillTokensThresholdFrac != nil || k.RouterQueueThreshold != nil
 }
 
-// Router chooses the worker of each request and keeps the books of what is in
-// flight where. It owns the one lock under which requests are decided.
+// Router chooses a worker for each request and counts what is in flight on each
+// worker. It owns the lock under which requests are decided.
 type Router struct {
 	index     radix.Index
 	assumes   radix.Assumer // the index, if it is told what was routed; else nil
 	blockSize int
 	Now       func() time.Time
 	Knobs     Settings
-	scratch   sync.Pool     // of *lookup
+	scratch   sync.Pool     // of *workspace
 	traits    policy.Traits // the policy's
 	paired    atomic.Bool   // some worker computes only prompts or only answers
 
@@ -131,19 +137,19 @@ type Router struct {
 	candidates []policy.Candidate            // reused by every decision
 	expired    time.Time                     // when forgotten bookings were last looked for
 	began      time.Time                     // of the queue's clock: when a request first had to wait
-	waiting    []*waiter                     // for a worker with room, who goes first at the front
+	waiting    []*waiter                     // for a worker with capacity, the first to go at the front
 	tell       func(kind string, b *Booking) // told of what is booked here; nil: nobody is
 	told       uint64                        // bookings that they were told of
 	decisions  uint64                        // that a judged policy hears of
 }
 
-// lookup is the memory of one walk of the index, used again by later ones.
+// workspace holds the buffers of one look-up, reused by later ones.
 type workspace struct {
 	local   []uint64
 	matches []kv.Match
 }
 
-// inquiry is a request and what is found out about it before the lock is taken.
+// prompt is a request with what lookUp finds out about it without the lock.
 type prompt struct {
 	Request
 	tokens   int      // its length; 0: unknown
@@ -165,22 +171,21 @@ func (p *prompt) newBlocks() int {
 	return len(p.local)
 }
 
-// NewRouter returns a router without workers and with the default settings.
-// blockSize is in tokens and must be the engines'; seed is the source of all its
-// chances.
+// NewRouter is New with the default settings.
 func NewRouter(index radix.Index, policy policy.Policy, blockSize int, seed uint64) *Router {
 	return New(index, policy, blockSize, seed, DefaultSettings())
 }
 
-// NewRouterWith is NewRouter with settings of one's own.
-func New(index radix.Index, policy policy.Policy, blockSize int, seed uint64, knobs Settings) *Router {
+// New returns a router without workers. blockSize is the engines' block size in
+// tokens. seed seeds all of the router's random choices.
+func New(index radix.Index, policy policy.Policy, blockSize int, seed uint64, settings Settings) *Router {
 	assumes, _ := index.(radix.Assumer)
 	return &Router{
 		index:     index,
 		assumes:   assumes,
 		blockSize: blockSize,
 		Now:       time.Now,
-		Knobs:     knobs,
+		Knobs:     settings,
 		traits:    policy.Traits(),
 		scratch:   sync.Pool{New: func() any { return new(workspace) }},
 		loads:     NewLoads(),
@@ -189,13 +194,14 @@ func New(index radix.Index, policy policy.Policy, blockSize int, seed uint64, kn
 	}
 }
 
-// Index is where the router looks prompts up.
+// Index returns the index that prompts are looked up in.
 func (r *Router) Index() radix.Index { return r.index }
 
-// BlockSize is the number of tokens a block.
+// BlockSize returns the number of tokens in a block.
 func (r *Router) BlockSize() int { return r.blockSize }
 
-// Up lets requests go to t. A target with the same key is replaced.
+// Up makes t a worker that requests may go to. It replaces a target with the same
+// key.
 func (r *Router) Up(t kv.Target) {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
@@ -208,7 +214,7 @@ func (r *Router) Up(t kv.Target) {
 	} else {
 		r.targets = slices.Insert(r.targets, at, t)
 	}
-	r.loads.Expect(t.Key)
+	r.loads.expect(t.Key)
 	r.notePairs()
 	r.drain(r.Now())
 }
@@ -218,22 +224,21 @@ func (r *Router) target(w kv.WorkerKey) (at int, found bool) {
 	return slices.BinarySearchFunc(r.targets, w, func(t kv.Target, key kv.WorkerKey) int { return t.Key.Compare(key) })
 }
 
-// Down takes w out of the choice. What is booked on it stays booked until those
-// requests end.
+// Down takes w out of the choice. Bookings on it stay until their requests end.
 func (r *Router) Down(w kv.WorkerKey) {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
 	r.targets = slices.DeleteFunc(r.targets, func(t kv.Target) bool { return t.Key == w })
-	r.loads.Silence(w)
+	r.loads.silence(w)
 	r.notePairs()
 	r.drain(r.Now())
 }
 
-// Publish takes over the load that w reports.
+// Publish stores the load that w reports.
 func (r *Router) Publish(w kv.WorkerKey, p policy.Published) {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
-	r.loads.Publish(w, p)
+	r.loads.publish(w, p)
 }
 
 // IsUp tells whether that incarnation of a worker is up.
@@ -255,7 +260,7 @@ func (r *Router) Targets() []kv.Target {
 func (r *Router) Load(w kv.WorkerKey) policy.Load {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
-	load := r.loads.Get(w, r.Now())
+	load := r.loads.get(w, r.Now())
 	load.Prefills = slices.Clone(load.Prefills)
 	return load
 }
@@ -288,13 +293,13 @@ func (r *Router) Idlest() (t kv.Target, ok bool) {
 	}
 	now := r.Now()
 	return slices.MinFunc(r.targets, func(a, b kv.Target) int {
-		return r.loads.Get(a.Key, now).InFlight - r.loads.Get(b.Key, now).InFlight
+		return r.loads.get(a.Key, now).InFlight - r.loads.get(b.Key, now).InFlight
 	}), true
 }
 
 // Route chooses a worker for the request and books the request on it. Unless
-// the request is QueryOnly or Unbooked, the caller must end the decision's
-// Booking. Where all workers have enough to do, it waits until one has room or
+// the request is QueryOnly or ChooseOnly, the caller must end the decision's
+// Booking. Where all workers have enough to do, it waits until one has capacity or
 // ctx ends. It fails with ErrNoWorker, ErrBusy, ErrQueueFull, ErrQueueTimeout,
 // ErrDuplicate or the cause for which ctx ended.
 func (r *Router) Route(ctx context.Context, request Request) (Decision, error) {
@@ -318,7 +323,7 @@ func (r *Router) place(ctx context.Context, p *prompt, decision Decision) (Decis
 	return decided, err
 }
 
-// lookUp finds out about a request what needs no lock.
+// lookUp hashes a request's prompt and looks it up in the index. It needs no lock.
 func (r *Router) lookUp(request Request, scratch *workspace) (p prompt, d Decision) {
 	p = prompt{Request: request, local: request.Local}
 	p.tokens = max(request.NumTokens, len(request.Tokens))
@@ -372,7 +377,7 @@ func (r *Router) taken(p *prompt) bool {
 	if p.ID == "" || p.QueryOnly || p.ChooseOnly {
 		return false
 	}
-	return r.loads.Booking(p.ID) != nil || slices.ContainsFunc(r.waiting, func(w *waiter) bool { return w.prompt.ID == p.ID })
+	return r.loads.booking(p.ID) != nil || slices.ContainsFunc(r.waiting, func(w *waiter) bool { return w.prompt.ID == p.ID })
 }
 
 // gather makes candidates of the workers that may serve p.
@@ -402,7 +407,7 @@ func (r *Router) busy(worker uint64, now time.Time) bool {
 		if t.Key.Worker != worker {
 			return false
 		}
-		load := r.loads.Get(t.Key, now)
+		load := r.loads.get(t.Key, now)
 		return !r.Knobs.BusyThresholds.exceeded(&t, &load)
 	})
 }
@@ -416,7 +421,7 @@ func (p *prompt) mayUse(t *kv.Target) bool {
 }
 
 func (r *Router) candidate(p *prompt, t *kv.Target, now time.Time) policy.Candidate {
-	c := policy.Candidate{Target: *t, Load: r.loads.Get(t.Key, now), NewBlocks: p.newBlocks()}
+	c := policy.Candidate{Target: *t, Load: r.loads.get(t.Key, now), NewBlocks: p.newBlocks()}
 	if p.Cached != nil {
 		c.Overlap = *p.Cached / r.blockSize
 	} else if i := slices.IndexFunc(p.matches, func(m kv.Match) bool { return m.Worker == t.Key }); i >= 0 {
@@ -456,7 +461,7 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 		return
 	}
 	if p.ChooseOnly {
-		r.loads.Bump(chosen.Target.Key)
+		r.loads.bump(chosen.Target.Key)
 		r.assume(chosen.Target.Key, p).End(0, -1)
 		return
 	}
@@ -491,8 +496,8 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 			b.sequence[i] = r.random.Uint64()
 		}
 	}
-	r.loads.Bump(b.worker)
-	r.loads.Begin(b, now)
+	r.loads.bump(b.worker)
+	r.loads.begin(b, now)
 	r.share(ChangeAdd, b)
 	return b
 }
@@ -536,14 +541,14 @@ func (r *Router) usableBlocks(tokens int) int {
 	return (tokens - 1) / r.blockSize
 }
 
-// Overlap is what one worker holds of a prompt.
+// Overlap is the number of a prompt's leading blocks that one worker holds.
 type Overlap struct {
 	Worker kv.WorkerKey
 	Blocks int
 }
 
-// Overlaps returns what every worker that is up holds of the prompt, without
-// choosing, and the number of the prompt's full blocks.
+// Overlaps returns the overlap of every worker that is up, and the number of the
+// prompt's full blocks. It chooses nothing.
 func (r *Router) Overlaps(request Request) (overlaps []Overlap, blocks int) {
 	local := request.Local
 	if len(request.Tokens) > 0 {
@@ -558,4 +563,16 @@ func (r *Router) Overlaps(request Request) (overlaps []Overlap, blocks int) {
 		overlaps = append(overlaps, overlap)
 	}
 	return overlaps, len(local)
+}
+
+// WithThompson runs f with the router's policy, under its lock, if that is
+// thompson; else it returns false.
+func (r *Router) WithThompson(f func(*policy.Thompson)) bool {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	p, is := r.Policy.(*policy.Thompson)
+	if is {
+		f(p)
+	}
+	return is
 }

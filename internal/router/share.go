@@ -2,6 +2,7 @@ package router
 
 import (
 	"encoding/binary"
+
 	"kvrouter/internal/kv"
 )
 
@@ -81,6 +82,6 @@ func (r *Router) BookRemote(change Change) *Booking {
 			b.sequence = append(b.sequence, binary.LittleEndian.Uint64(rest))
 		}
 	}
-	r.loads.Begin(b, r.Now())
+	r.loads.begin(b, r.Now())
 	return b
 }

@@ -9,12 +9,12 @@ import (
 	"sync"
 	"time"
 
+	"github.com/gin-gonic/gin"
+
 	"kvrouter/internal/events"
 	"kvrouter/internal/hints"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
-
-	"github.com/gin-gonic/gin"
 )
 
 // maxOpenDecisions bounds those whose end the callers of /find_worker have yet

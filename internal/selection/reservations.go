@@ -4,11 +4,12 @@ import (
 	"container/list"
 	"errors"
 	"fmt"
+	"sync"
+	"time"
+
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/router"
-	"sync"
-	"time"
 )
 
 // Bounds of what clients of the router port may leave behind.
@@ -43,6 +44,7 @@ type reservations struct {
 	cleanAt int                        // size at which expired ones are looked for
 }
 
+// NewReservations returns an empty table of reservations.
 func NewReservations() *reservations {
 	return &reservations{held: map[string]*router.Booking{}, cleanAt: firstReservationsGC}
 }
@@ -73,7 +75,7 @@ func (r *reservations) claim(id string) error {
 	return nil
 }
 
-// install completes a claim.
+// Install completes a claim.
 func (r *reservations) Install(id string, booking *router.Booking) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -109,7 +111,7 @@ func (r *reservations) take(id string) *router.Booking {
 	return booking
 }
 
-// releaseWorker ends every booking on a worker that has been taken out.
+// ReleaseWorker ends every booking on a worker that has been taken out.
 func (r *reservations) ReleaseWorker(worker uint64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

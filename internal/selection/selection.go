@@ -1,3 +1,6 @@
+// Package selection serves the router port. Clients of this port get the routing
+// decision and forward the request themselves. The routes and names are those of
+// Dynamo's standalone selection service.
 package selection
 
 import (
@@ -5,12 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"kvrouter/internal/events"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/radix"
-	"kvrouter/internal/router"
-	"kvrouter/internal/web"
-	"kvrouter/internal/workers"
 	"log/slog"
 	"net/http"
 	"strconv"
@@ -19,15 +16,22 @@ import (
 	"time"
 
 	"github.com/gin-gonic/gin"
+
+	"kvrouter/internal/events"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/radix"
+	"kvrouter/internal/router"
+	"kvrouter/internal/web"
+	"kvrouter/internal/workers"
 )
 
-// selectionBodyLimit bounds a request body on the router port, in bytes.
+// SelectionBodyLimit bounds a request body on the router port, in bytes.
 const SelectionBodyLimit = 8 << 20
 
 // dumpTime is the longest that a client may take for a dump.
 const dumpTime = 5 * time.Minute
 
-// Selection is the router port: the routing decision without the proxy, in the
+// Service is the router port: the routing decision without the proxy, in the
 // routes and names of Dynamo's standalone selection service.
 type Service struct {
 	settings Settings
@@ -48,7 +52,7 @@ type Service struct {
 	recovered  map[uint64]events.Partition // of workers in a peer's dump
 }
 
-// SelectionSettings are the settings of the router port.
+// Settings are the settings of the router port.
 type Settings struct {
 	APIKey             []string // bearer keys that it asks for; none: no key
 	ServedModelName    string   // empty: what the workers say
@@ -58,7 +62,7 @@ type Settings struct {
 	CountsPasses       bool     // --router-queue-threshold is set, which counts in passes of a worker
 }
 
-// NewSelection returns the router port over the given rooms.
+// New returns the router port over the given router, index and fleet.
 func New(settings Settings, router *router.Router, index radix.Index, fleet *workers.Fleet, log *slog.Logger) *Service {
 	return &Service{
 		settings: settings, router: router, index: index, fleet: fleet, log: log, history: fleet.History,

@@ -10,11 +10,11 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/gin-gonic/gin"
+
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/workers"
-
-	"github.com/gin-gonic/gin"
 )
 
 // Lifecycles of a worker on the router port.
@@ -70,6 +70,7 @@ func (s workerSpec) patched(patch workerSpec) workerSpec {
 	return s
 }
 
+// Given returns what p points to, or otherwise where p is nil.
 func Given[T any](p *T, otherwise T) T {
 	if p == nil {
 		return otherwise
@@ -187,7 +188,7 @@ func portsOn(endpoint string, n int) (string, error) {
 	return fmt.Sprintf("%s:%d", endpoint[:at], number+n), nil
 }
 
-// workerRecord is a worker as the router port shows it; loads and blocks are
+// WorkerRecord is a worker as the router port shows it; loads and blocks are
 // those of all its ranks.
 type WorkerRecord struct {
 	WorkerID uint64 `json:"worker_id"`

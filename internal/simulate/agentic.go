@@ -2,14 +2,15 @@ package simulate
 
 import (
 	"fmt"
-	"kvrouter/internal/hints"
 	"math"
 	"math/rand/v2"
 	"slices"
 	"time"
+
+	"kvrouter/internal/hints"
 )
 
-// syntheticAgentic is the value of --synthetic that asks for SyntheticAgents.
+// syntheticAgentic is the value of --synthetic that asks for syntheticAgents.
 const syntheticAgentic = "agentic"
 
 // AgenticSettings are the flags of a synthetic workload of agents: workflows of
@@ -64,13 +65,13 @@ func (s AgenticSettings) validate() error {
 	return nil
 }
 
-// SyntheticAgents makes up the workflows of the settings: the first calls, in the
+// syntheticAgents makes up the workflows of the settings: the first calls, in the
 // order in which the workflows begin, with the others behind them. One seed always
 // gives the same. Each call has the hints of a client that knows its run: an id of
 // the run, the number of its calls, and how long its answers and its tools take. A
 // run ends before a call whose prompt and answer are more than longest tokens; it
 // fails if that is the first one.
-func SyntheticAgents(settings AgenticSettings, seed uint64, longest int) ([]TraceRequest, error) {
+func syntheticAgents(settings AgenticSettings, seed uint64, longest int) ([]TraceRequest, error) {
 	random := rand.New(rand.NewPCG(seed, 2))
 	popularity := zipfShares(settings.Kinds, settings.Skew)
 	requests := make([]TraceRequest, 0, settings.Workflows)

@@ -32,7 +32,7 @@ func agenticSettings(t testing.TB) AgenticSettings {
 
 func mustAgents(t testing.TB, settings AgenticSettings, seed uint64) []TraceRequest {
 	t.Helper()
-	requests, err := SyntheticAgents(settings, seed, 1<<20)
+	requests, err := syntheticAgents(settings, seed, 1<<20)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -154,7 +154,7 @@ func TestSyntheticAgentsFollowFromTheSeed(t *testing.T) {
 
 func TestSyntheticAgentsFitTheCache(t *testing.T) {
 	settings := agenticSettings(t)
-	requests, err := SyntheticAgents(settings, 1, 9000)
+	requests, err := syntheticAgents(settings, 1, 9000)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -164,7 +164,7 @@ func TestSyntheticAgentsFitTheCache(t *testing.T) {
 			t.Fatalf("a run of %d calls, %d by its hints, ends with %d + %d tokens", len(run), last.Hints.Total, last.Prompt, last.Output)
 		}
 	}
-	if _, err := SyntheticAgents(settings, 1, 4000); err == nil || !strings.Contains(err.Error(), "--agentic-prefix-tokens") {
+	if _, err := syntheticAgents(settings, 1, 4000); err == nil || !strings.Contains(err.Error(), "--agentic-prefix-tokens") {
 		t.Errorf("no call fits: error %v", err)
 	}
 }

@@ -5,7 +5,7 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// part is what worker w does.
+// part returns the role of worker w.
 func (s *Simulation) part(w int) kv.Disagg {
 	switch {
 	case s.Prefills == 0:
@@ -16,14 +16,15 @@ func (s *Simulation) part(w int) kv.Disagg {
 	return kv.Disagg{Role: kv.RoleDecode, Kind: kv.KindNIXL}
 }
 
-// beginFetch has a prompt come to a worker that has taken blocks for it.
+// beginFetch starts the transfer of a prompt to a worker that has allocated its
+// blocks.
 func (s *simulator) beginFetch(r *engine.Request) {
 	s.fetches++
 	s.coming.push(happening{at: s.now + s.Handover.Takes(r.Missing), order: s.Workers + s.total + s.fetches, fetched: r.Tag.(*flight)})
 }
 
-// endFetch is when it has come: the worker that computed it needs its blocks no
-// longer.
+// endFetch ends the transfer of a prompt: the worker that computed it frees its
+// blocks.
 func (s *simulator) endFetch(flight *flight) {
 	s.workers[flight.worker].engine.Fetched(&flight.Request, true)
 	s.workers[flight.prefill.worker].engine.Abort(&flight.prefill.Request)

@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// SimReport is the outcome of a run. Times of requests count from when the
+// Report is the outcome of a run. Times of requests count from when the
 // router sends them.
 type Report struct {
 	Source      string  `json:"source"`
@@ -41,7 +41,7 @@ type Report struct {
 	load [][]int   // requests in flight, by slice of the makespan and worker
 }
 
-// SimWorkerReport is one worker's share of a run. Both workers of a pair count
+// WorkerReport is one worker's share of a run. Both workers of a pair count
 // its request.
 type WorkerReport struct {
 	Worker   int     `json:"worker"`

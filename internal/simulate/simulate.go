@@ -1,3 +1,6 @@
+// Package simulate replays a trace of requests against simulated workers in
+// virtual time. It runs the router's own code, so that policies can be compared
+// without GPUs. Two runs with the same settings give the same results.
 package simulate
 
 import (
@@ -5,20 +8,56 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
+	"runtime/debug"
+	"strings"
+	"time"
+
 	"kvrouter/internal/engine"
 	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
-	"os"
-	"runtime/debug"
-	"strings"
-	"time"
 )
 
-// Simulation is one run: a trace, the workers, and how its requests come. A
-// request of the trace is a conversation, with those that follow it.
+// Settings are the flags of the simulate command. The settings of the policies, the
+// index and the engine come with the Simulation that Run is given.
+type Settings struct {
+	Trace          string            `placeholder:"FILE" help:"Requests to replay: JSON lines in Mooncake's format or of --record, also compressed by gzip."`
+	Synthetic      string            `placeholder:"SHAPE" help:"Made-up conversations in place of --trace. chat: groups of them share a system prompt, and each turn's prompt is the one before, its answer and a new message. agentic: runs of agents that call tools, see --agentic-workflows and those after it."`
+	SyntheticHints bool              `default:"true" negatable:"" help:"Give the router the hints that requests of --synthetic agentic or of a recording carry: which series each belongs to, how long that will be."`
+	Workers        int               `placeholder:"N" help:"Number of simulated workers, 8 unless --prefill-workers and --decode-workers are given; --mock-num-gpu-blocks, --mock-max-num-seqs, --mock-max-num-batched-tokens, --mock-prefill-ms, --mock-decode-ms and --speedup-ratio say what each is like."`
+	Concurrency    int               `placeholder:"N" help:"Requests in flight; the next one is sent when one ends. With --synthetic: conversations or workflows, the times between their requests included."`
+	Speedup        float64           `placeholder:"FACTOR" help:"Send requests at the trace's own times, divided by this."`
+	EventLag       float64           `default:"0" placeholder:"MS" help:"Age of what the router knows of the workers' caches, ms."`
+	JSON           bool              `name:"json" help:"Print the results as JSON, one object a policy."`
+	Plot           string            `placeholder:"FILE" help:"Also write a page (HTML) with the distribution of the time to first token and the workers' load."`
+	Shape          SyntheticSettings `embed:"" prefix:"synthetic-"`
+	Agents         AgenticSettings   `embed:"" prefix:"agentic-"`
+}
+
+// ValidateSynthetic checks the settings of --synthetic; its errors name the flag.
+func (s Settings) ValidateSynthetic() error {
+	var rate float64
+	var flag string
+	var shape interface{ validate() error }
+	switch s.Synthetic {
+	case syntheticChat:
+		rate, flag, shape = s.Shape.Rate, "--synthetic-rate N (conversations that begin a second)", s.Shape
+	case syntheticAgentic:
+		rate, flag, shape = s.Agents.Rate, "--agentic-rate N (workflows that begin a second)", s.Agents
+	default:
+		return fmt.Errorf("--synthetic %s: it is %s or %s", s.Synthetic, syntheticChat, syntheticAgentic)
+	}
+	if s.Speedup > 0 || (s.Concurrency > 0) == (rate > 0) {
+		return fmt.Errorf("with --synthetic %s give either --concurrency N (of those in flight) or %s", s.Synthetic, flag)
+	}
+	return shape.validate()
+}
+
+// Simulation is one run: a trace, the workers, and when its requests come. Each
+// request of the trace begins a conversation; others may follow it.
 type Simulation struct {
 	Source        string // names the trace in reports
 	Requests      []TraceRequest
@@ -59,7 +98,7 @@ type simulator struct {
 	err     error
 }
 
-// simWorker is one simulated worker.
+// worker is one simulated worker.
 type worker struct {
 	engine *engine.Engine
 	queued bool // is in simulator.idle
@@ -68,7 +107,7 @@ type worker struct {
 	sent   int
 }
 
-// simFlight is one request on its way.
+// flight is one request on its way.
 type flight struct {
 	engine.Request
 	request *TraceRequest
@@ -83,15 +122,15 @@ type flight struct {
 	decode  *flight // the leg that follows; nil: this one brings the answer
 }
 
-// lateEvent is a change of a worker's cache that the index sees at a later time.
+// lateEvent is a change of a worker's cache that the index sees later.
 type lateEvent struct {
 	due    time.Duration
 	worker int
 	event  engine.Event
 }
 
-// simEpoch is the router's clock at the start of a run.
-var simEpoch = time.Unix(1_000_000_000, 0)
+// epoch is the router's clock at the start of a run.
+var epoch = time.Unix(1_000_000_000, 0)
 
 // Run runs the trace once for each of the policies, and writes the results to
 // out; if progress is a terminal, a bar goes there meanwhile. base has what the
@@ -107,12 +146,12 @@ func (s Settings) Run(base Simulation, policies []string, out, progress *os.File
 	base.Concurrency, base.Speedup = s.Concurrency, cmp.Or(s.Speedup, 1)
 	base.EventLag, base.WithoutHints = time.Duration(s.EventLag*float64(time.Millisecond)), !s.SyntheticHints
 	var reports []*Report
-	for _, policy := range policies {
+	for _, name := range policies {
 		run := base
-		run.Policy, run.Progress = policy, progressBar(progress, policy, total)
+		run.Policy, run.Progress = name, progressBar(progress, name, total)
 		report, err := run.Run()
 		if err != nil {
-			return fmt.Errorf("simulation of policy %s: %w", policy, err)
+			return fmt.Errorf("simulation of policy %s: %w", name, err)
 		}
 		reports = append(reports, report)
 	}
@@ -135,7 +174,7 @@ func (s Settings) requests(seed uint64, engine engine.Settings) (source string, 
 	}
 	longest := engine.Blocks * engine.BlockSize
 	if s.Synthetic == syntheticAgentic {
-		requests, err = SyntheticAgents(s.Agents, seed, longest)
+		requests, err = syntheticAgents(s.Agents, seed, longest)
 	} else {
 		requests, err = SyntheticChat(s.Shape, seed, longest)
 	}
@@ -183,19 +222,19 @@ func (s Simulation) Run() (*Report, error) {
 	case s.Concurrency < 0 || s.Speedup < 0 || s.Concurrency == 0 && s.Speedup == 0:
 		return nil, errors.New("a simulation needs a concurrency or a speedup of more than 0")
 	}
-	policy, err := policy.New(s.Policy, s.Knobs)
+	chooser, err := policy.New(s.Policy, s.Knobs)
 	if err != nil {
 		return nil, err
 	}
-	run := newSimulator(s, policy)
+	run := newSimulator(s, chooser)
 	if err := run.loop(); err != nil {
 		return nil, err
 	}
 	return run.report(), nil
 }
 
-// newSimulator builds the house of a run around idle workers.
-func newSimulator(s Simulation, policy policy.Policy) *simulator {
+// newSimulator returns a simulator with idle workers.
+func newSimulator(s Simulation, chooser policy.Policy) *simulator {
 	total := countRequests(s.Requests)
 	run := &simulator{
 		Simulation: s,
@@ -204,21 +243,21 @@ func newSimulator(s Simulation, policy policy.Policy) *simulator {
 		total:      total,
 		ledger:     make([]*flight, 0, total),
 	}
-	clock := func() time.Time { return simEpoch.Add(run.now) }
+	clock := func() time.Time { return epoch.Add(run.now) }
 	run.index = router.NewIndex(s.Index, s.Policy, s.Knobs, s.Engine.BlockSize, clock)
-	run.router = router.NewRouter(run.index, policy, s.Engine.BlockSize, s.Seed)
+	run.router = router.NewRouter(run.index, chooser, s.Engine.BlockSize, s.Seed)
 	run.router.Now = clock
 	for i := range run.workers {
-		engine := engine.New(s.Engine, func(event engine.Event) { run.cacheChanged(i, event) })
-		engine.Fetch = run.beginFetch
-		run.workers[i].engine = engine
+		simulated := engine.New(s.Engine, func(event engine.Event) { run.cacheChanged(i, event) })
+		simulated.Fetch = run.beginFetch
+		run.workers[i].engine = simulated
 		run.router.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, TotalBlocks: s.Engine.Blocks, Disagg: s.part(i)})
 	}
 	return run
 }
 
-// loop lets everything happen in the order of time. What happens at one time
-// happens before any pass starts at it.
+// loop runs events in time order. All events of one time run before any pass
+// starts at that time.
 func (s *simulator) loop() error {
 	for s.done < s.total {
 		s.sendDue()
@@ -276,11 +315,11 @@ func (s *simulator) sendDue() {
 func (s *simulator) send(request *TraceRequest) {
 	s.catchUp()
 	local, blocks := request.Blocks(s.Engine.BlockSize)
-	hinted := request.Hints
+	prefix := request.Hints
 	if s.WithoutHints {
-		hinted = hints.Prefix{}
+		prefix = hints.Prefix{}
 	}
-	asked := router.Request{Local: local, NumTokens: request.Prompt, Prefix: hinted}
+	asked := router.Request{Local: local, NumTokens: request.Prompt, Prefix: prefix}
 	var pair router.Pair
 	var err error
 	if s.Prefills > 0 {
@@ -305,9 +344,9 @@ func (s *simulator) send(request *TraceRequest) {
 }
 
 // newFlight is a request, or a leg of it, on its way to where the decision says.
-func (s *simulator) newFlight(request *TraceRequest, decision router.Decision, sim engine.Request) *flight {
+func (s *simulator) newFlight(request *TraceRequest, decision router.Decision, work engine.Request) *flight {
 	flight := &flight{
-		Request: sim,
+		Request: work,
 		request: request,
 		worker:  int(decision.Target.Key.Worker),
 		booking: decision.Booking,
@@ -336,6 +375,7 @@ func (s *simulator) wake(w int) {
 	}
 }
 
+// beginPass starts worker w's next pass, if it has work.
 func (s *simulator) beginPass(w int) {
 	worker := &s.workers[w]
 	d, busy := worker.engine.Begin()
@@ -347,6 +387,7 @@ func (s *simulator) beginPass(w int) {
 	s.coming.push(happening{at: s.now + d, order: w})
 }
 
+// endPass ends worker w's pass and takes in the tokens that it made.
 func (s *simulator) endPass(w int) {
 	worker := &s.workers[w]
 	worker.inPass = false
@@ -382,7 +423,7 @@ func (s *simulator) endPass(w int) {
 		}
 	}
 	running, waiting, usage := worker.engine.Load()
-	s.router.Publish(kv.WorkerKey{Worker: uint64(w)}, policy.Published{Running: running, Waiting: waiting, KVUsage: usage, At: simEpoch.Add(s.now)})
+	s.router.Publish(kv.WorkerKey{Worker: uint64(w)}, policy.Published{Running: running, Waiting: waiting, KVUsage: usage, At: epoch.Add(s.now)})
 	s.wake(w)
 }
 
@@ -408,6 +449,7 @@ func (s *simulator) catchUp() {
 	s.lagging = s.lagging[n:]
 }
 
+// apply changes the index as worker w's cache has changed.
 func (s *simulator) apply(w int, event engine.Event) {
 	key := kv.WorkerKey{Worker: uint64(w)}
 	if !event.Stored {

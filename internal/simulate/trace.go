@@ -14,10 +14,10 @@ import (
 	"slices"
 	"time"
 
+	"github.com/zeebo/xxh3"
+
 	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
-
-	"github.com/zeebo/xxh3"
 )
 
 // TraceRequest is one request of a trace.
@@ -145,6 +145,7 @@ func findAnswers(requests []TraceRequest) {
 	}
 }
 
+// ParseTraceLine reads one line of a trace.
 func ParseTraceLine(text []byte) (TraceRequest, error) {
 	var line mooncakeLine
 	if err := json.Unmarshal(text, &line); err != nil {

@@ -3,13 +3,13 @@ package telemetry
 import (
 	"time"
 
-	"kvrouter/internal/kv"
-
 	"github.com/prometheus/client_golang/prometheus"
+
+	"kvrouter/internal/kv"
 )
 
-// disaggMetrics tell of requests that a prefill worker and a decode worker
-// shared, or might have.
+// disaggMetrics count and time requests that a prefill worker and a decode worker
+// share, and those that stay whole although workers have roles.
 type disaggMetrics struct {
 	requests *prometheus.CounterVec
 	prefill  *prometheus.HistogramVec

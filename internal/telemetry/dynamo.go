@@ -6,14 +6,14 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
-
-	"github.com/prometheus/client_golang/prometheus"
 )
 
-// dynamoMetrics are figures under the names, units and buckets of Dynamo's
-// router, so that what was made to watch that one can watch this one, too.
+// dynamoMetrics have the names, units and buckets of Dynamo's router, so that
+// dashboards made for Dynamo work here too.
 type dynamoMetrics struct {
 	hash, sequence, lookup, schedule, total prometheus.Histogram // ms
 
@@ -22,8 +22,8 @@ type dynamoMetrics struct {
 	backpressure *prometheus.CounterVec
 }
 
-// newDynamoMetrics registers them. The label router_id tells several routers
-// apart: it is drawn anew at each start, as Dynamo's is.
+// newDynamoMetrics registers the metrics. The label router_id tells several routers
+// apart; like Dynamo's it is drawn at random at each start.
 func newDynamoMetrics(registry *prometheus.Registry) *dynamoMetrics {
 	id := prometheus.Labels{"router_id": strconv.FormatUint(rand.Uint64(), 10)}
 	overhead := func(stage, help string, buckets []float64) prometheus.Histogram {
@@ -59,14 +59,14 @@ func newDynamoMetrics(registry *prometheus.Registry) *dynamoMetrics {
 
 // decided records the stages of one decision.
 func (m *dynamoMetrics) decided(d router.Decision) {
-	milliseconds := func(h prometheus.Histogram, t time.Duration) { h.Observe(float64(t) / float64(time.Millisecond)) }
-	milliseconds(m.hash, d.HashTime)
-	milliseconds(m.lookup, d.LookupTime)
-	milliseconds(m.schedule, d.ScheduleTime)
+	observe := func(h prometheus.Histogram, d time.Duration) { h.Observe(milliseconds(d)) }
+	observe(m.hash, d.HashTime)
+	observe(m.lookup, d.LookupTime)
+	observe(m.schedule, d.ScheduleTime)
 	if d.SequenceTime > 0 { // only policies that count blocks in use need them
-		milliseconds(m.sequence, d.SequenceTime)
+		observe(m.sequence, d.SequenceTime)
 	}
-	milliseconds(m.total, d.HashTime+d.LookupTime+d.SequenceTime+d.ScheduleTime)
+	observe(m.total, d.HashTime+d.LookupTime+d.SequenceTime+d.ScheduleTime)
 	if d.QueueTime > 0 {
 		m.wait.Observe(d.QueueTime.Seconds())
 	}
@@ -86,14 +86,14 @@ func (t *Metrics) Refused(model, route string, err error) {
 	}
 }
 
-// appliedCount is how often events of one type came to one end.
+// appliedCount is the number of events of one type with one status.
 type appliedCount struct {
 	event, status string
 	n             uint64
 }
 
-// appliedEvents sorts an event stream's counts (EventStats.Counts) into Dynamo's
-// types and ends.
+// appliedEvents maps an event stream's counts (events.Stats.Counts) to Dynamo's
+// event types and statuses.
 func appliedEvents(counts map[string]uint64) []appliedCount {
 	if counts == nil {
 		return nil
@@ -143,28 +143,4 @@ func (c *routerCollector) Collect(out chan<- prometheus.Metric) {
 	requests, tokens := c.router.QueueDepth()
 	out <- prometheus.MustNewConstMetric(c.pending, prometheus.GaugeValue, float64(requests))
 	out <- prometheus.MustNewConstMetric(c.promised, prometheus.GaugeValue, float64(tokens))
-}
-
-// ReplicaCounts counts what routers over the same workers have told each other.
-type ReplicaCounts struct {
-	Sent     uint64 // changes
-	Received uint64 // changes, without those that say nothing new
-	Dropped  uint64 // changes that a queue or table had no room for
-	Lost     uint64 // times that a peer was forgotten
-	Held     int64  // bookings of other routers
-}
-
-// WatchReplicas adds what is told to and heard of other routers to the metrics.
-// Call it once.
-func (t *Metrics) WatchReplicas(counts func() ReplicaCounts) {
-	count := func(name, help string, n func(ReplicaCounts) uint64) {
-		t.registry.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{Name: "kvrouter_replica_" + name + "_total", Help: help},
-			func() float64 { return float64(n(counts())) }))
-	}
-	count("sent", "Changes told to other routers.", func(c ReplicaCounts) uint64 { return c.Sent })
-	count("received", "Changes that other routers told.", func(c ReplicaCounts) uint64 { return c.Received })
-	count("dropped", "Changes that there was no room for.", func(c ReplicaCounts) uint64 { return c.Dropped })
-	count("lost", "Times that another router was no longer heard, and what it had booked forgotten.", func(c ReplicaCounts) uint64 { return c.Lost })
-	t.registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvrouter_replica_bookings", Help: "Requests in flight from other routers."},
-		func() float64 { return float64(counts().Held) }))
 }

@@ -6,14 +6,15 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
+	"os"
+	"time"
+
 	"kvrouter/internal/hints"
 	"kvrouter/internal/jsonlines"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
-	"log/slog"
-	"os"
-	"time"
 )
 
 const (
@@ -24,16 +25,16 @@ const (
 	recordHashBits = 53
 )
 
-// RecordedPrompt is what a record tells of a request's prompt: no text and no
-// tokens.
+// RecordedPrompt is the part of a record that describes the prompt, without its
+// text and tokens.
 type RecordedPrompt struct {
 	Tokens  int
 	HashIDs []uint64 // sequence hash of every full block, its upper recordHashBits
 	Hints   *hints.Recorded
 }
 
-// recordLine is one line of the file. The first five fields are those of a
-// Mooncake trace and its block size, so that one reader takes both.
+// RecordLine is one line of the file. The first five fields are those of a
+// Mooncake trace and its block size, so that one reader reads both.
 type RecordLine struct {
 	Timestamp     float64  `json:"timestamp"` // ms since the recording began
 	InputLength   int      `json:"input_length"`
@@ -86,8 +87,8 @@ func NewRecorder(file, policy string, blockSize int, log *slog.Logger) (*Recorde
 	return r, nil
 }
 
-// Prompt returns what a record will tell of a request's prompt, nil for one
-// that is not known. It does not keep the request's slices.
+// Prompt returns the record's part about a request's prompt; nil: the prompt is
+// not known. It does not keep the request's slices.
 func (r *Recorder) Prompt(request router.Request) *RecordedPrompt {
 	if r == nil || len(request.Tokens) == 0 && len(request.Local) == 0 {
 		return nil
@@ -96,11 +97,11 @@ func (r *Recorder) Prompt(request router.Request) *RecordedPrompt {
 	if len(request.Tokens) > 0 {
 		local = kv.HashBlocks(nil, request.Tokens, r.blockSize, request.LoRA, request.Salt)
 	}
-	ids := kv.SequenceHashes(make([]uint64, 0, len(local)), local)
-	for i := range ids {
-		ids[i] >>= 64 - recordHashBits
+	hashes := kv.SequenceHashes(make([]uint64, 0, len(local)), local)
+	for i := range hashes {
+		hashes[i] >>= 64 - recordHashBits
 	}
-	return &RecordedPrompt{Tokens: max(request.NumTokens, len(request.Tokens)), HashIDs: ids, Hints: hints.Record(request.Prefix)}
+	return &RecordedPrompt{Tokens: max(request.NumTokens, len(request.Tokens)), HashIDs: hashes, Hints: hints.Record(request.Prefix)}
 }
 
 // Finished records a request that has ended, if its prompt was known. It never

@@ -1,3 +1,5 @@
+// Package telemetry shows what the router does: Prometheus metrics, and a record of
+// finished requests that simulate can replay.
 package telemetry
 
 import (
@@ -5,17 +7,17 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
-
-	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/collectors"
-	"github.com/prometheus/client_golang/prometheus/promhttp"
 )
 
-// Telemetry holds every metric of the router. Names start with kvrouter_; the
+// Metrics holds every metric of the router. Names start with kvrouter_; the
 // label worker_id has one value a worker, so its number of series is bounded by
 // the fleet.
 type Metrics struct {
@@ -39,7 +41,7 @@ type Metrics struct {
 	eventLag      *prometheus.HistogramVec
 }
 
-// WorkerSample is what one worker rank shows at the moment of a scrape.
+// WorkerSample is the state of one worker rank at a scrape.
 type WorkerSample struct {
 	Worker     kv.WorkerKey
 	Up         bool
@@ -51,7 +53,7 @@ type WorkerSample struct {
 	Cold       bool              // blocks may be missing in the index: its history is not known in full
 }
 
-// PromptSample counts the ways that prompts took to their tokens.
+// PromptSample counts prompts by how their tokens were found.
 type PromptSample struct {
 	Sources map[string]uint64 // where the tokens came from
 	Reasons map[string]uint64 // why they were not computed here
@@ -64,8 +66,8 @@ var secondsBuckets = []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1
 // decisionBuckets spans a lookup to a prompt that a worker had to render.
 var decisionBuckets = prometheus.ExponentialBuckets(0.000001, 3, 16)
 
-// NewTelemetry returns metrics whose per-worker gauges and prompt counters come
-// from the given functions at each scrape.
+// New returns metrics whose per-worker gauges and prompt counters come from the
+// given functions at each scrape.
 func New(workers func() []WorkerSample, prompts func() PromptSample) *Metrics {
 	t := &Metrics{registry: prometheus.NewRegistry()}
 	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
@@ -106,8 +108,8 @@ func (t *Metrics) Handler() http.Handler {
 	return promhttp.HandlerFor(t.registry, promhttp.HandlerOpts{})
 }
 
-// Decided records the time that a request's prompt tokens took and the time of
-// the decision.
+// Decided records the times of one routing decision. tokens is the time that it
+// took to find the prompt's tokens.
 func (t *Metrics) Decided(tokens time.Duration, d router.Decision) {
 	t.decision.WithLabelValues("tokens").Observe(tokens.Seconds())
 	t.decision.WithLabelValues("hash").Observe(d.HashTime.Seconds())
@@ -118,7 +120,7 @@ func (t *Metrics) Decided(tokens time.Duration, d router.Decision) {
 	t.thompson.routedTo(d.Target.Key)
 }
 
-// Began counts a request with a prompt that is to be passed on. Ended must follow.
+// Began counts a request with a prompt that goes to a worker. Ended must follow.
 func (t *Metrics) Began() { t.thompson.began() }
 
 // Ended is called when a request for which Began was called has ended.
@@ -140,7 +142,7 @@ func (t *Metrics) InterToken(worker string, gap time.Duration, n int) {
 	}
 }
 
-// EventLag records how late a KV event batch of w came.
+// EventLag records the age of a KV event batch of w at its arrival.
 func (t *Metrics) EventLag(w kv.WorkerKey, lag time.Duration) {
 	t.eventLag.WithLabelValues(proxy.WorkerLabel(w.Worker)).Observe(lag.Seconds())
 }
@@ -177,8 +179,8 @@ func (t *Metrics) Finished(x proxy.Exchange, now time.Time) {
 	}
 }
 
-// roomCollector turns what the rooms count themselves into metrics at each
-// scrape, so that a worker that is gone leaves no series behind.
+// fleetCollector reads the counts of other components at each scrape, so that a
+// worker that is gone leaves no series behind.
 type fleetCollector struct {
 	workers  func() []WorkerSample
 	prompts  func() PromptSample
@@ -271,4 +273,28 @@ func (c *fleetCollector) Collect(out chan<- prometheus.Metric) {
 	for reason, n := range prompts.Reasons {
 		out <- prometheus.MustNewConstMetric(c.reasons, prometheus.CounterValue, float64(n), reason)
 	}
+}
+
+// ReplicaCounts counts what routers over the same workers have told each other.
+type ReplicaCounts struct {
+	Sent     uint64 // changes
+	Received uint64 // changes, without those that say nothing new
+	Dropped  uint64 // changes lost because a queue or table was full
+	Lost     uint64 // times that a peer was forgotten
+	Held     int64  // bookings of other routers
+}
+
+// WatchReplicas adds what is told to and heard of other routers to the metrics.
+// Call it once.
+func (t *Metrics) WatchReplicas(counts func() ReplicaCounts) {
+	count := func(name, help string, n func(ReplicaCounts) uint64) {
+		t.registry.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{Name: "kvrouter_replica_" + name + "_total", Help: help},
+			func() float64 { return float64(n(counts())) }))
+	}
+	count("sent", "Changes told to other routers.", func(c ReplicaCounts) uint64 { return c.Sent })
+	count("received", "Changes that other routers told.", func(c ReplicaCounts) uint64 { return c.Received })
+	count("dropped", "Changes that there was no room for.", func(c ReplicaCounts) uint64 { return c.Dropped })
+	count("lost", "Times that another router was no longer heard, and what it had booked forgotten.", func(c ReplicaCounts) uint64 { return c.Lost })
+	t.registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvrouter_replica_bookings", Help: "Requests in flight from other routers."},
+		func() float64 { return float64(counts().Held) }))
 }

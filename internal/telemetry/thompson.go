@@ -5,19 +5,18 @@ import (
 	"sync"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
-
-	"github.com/prometheus/client_golang/prometheus"
 )
 
-// thompsonMetrics are the figures of policy thompson under the names of the NeMo
-// Agent Toolkit: thompson_processor_ has those of its processor, which passes
-// requests on, thompson_router_ those of its router, which decides. What is told
-// of each worker has one series a worker rank. Its methods may be called on nil,
-// and do nothing then.
+// thompsonMetrics are the metrics of policy thompson under the names of the NeMo
+// Agent Toolkit: thompson_processor_ for its processor, which forwards requests,
+// and thompson_router_ for its router, which decides. Metrics of workers have one
+// series for each worker rank. On a nil receiver the methods do nothing.
 type thompsonMetrics struct {
 	router *router.Router
 	fleet  func() []uint64

@@ -9,7 +9,7 @@ import (
 
 const ranksInside = "--data-parallel-size: all ranks of a worker run inside it"
 
-// reservedVLLMArgs are vLLM's flags that the router sets itself or could not
+// ReservedArgs are vLLM's flags that the router sets itself or could not
 // follow, with what to use instead.
 var ReservedArgs = map[string]string{
 	"model":             "--model before --",
@@ -29,14 +29,14 @@ var ReservedArgs = map[string]string{
 	"data-parallel-multi-port-external-lb": ranksInside,
 }
 
-// vllmShortFlags are the short spellings of those flags of vLLM that matter here.
+// shortFlags are the short spellings of those flags of vLLM that matter here.
 var shortFlags = map[string]string{
 	"-tp": "tensor-parallel-size", "-asc": "api-server-count",
 	"-dp": "data-parallel-size", "-dpn": "data-parallel-rank", "-dpr": "data-parallel-start-rank", "-dpl": "data-parallel-size-local",
 	"-dph": "data-parallel-hybrid-lb", "-dpe": "data-parallel-external-lb", "-dpm": "data-parallel-multi-port-external-lb",
 }
 
-// vllmFlag returns the name of the flag that a vLLM argument is, without
+// Flag returns the name of the flag that a vLLM argument is, without
 // dashes, value and the member of a JSON value (--flag.member), in the long
 // spelling with dashes; empty if it is none.
 func Flag(arg string) string {
@@ -49,7 +49,7 @@ func Flag(arg string) string {
 	return strings.ReplaceAll(long, "_", "-")
 }
 
-// hasVLLMFlag tells whether the user gave vLLM one of the flags.
+// hasFlag tells whether the user gave vLLM one of the flags.
 func hasFlag(args []string, names ...string) bool {
 	return slices.ContainsFunc(args, func(arg string) bool {
 		name := Flag(arg)
@@ -57,7 +57,7 @@ func hasFlag(args []string, names ...string) bool {
 	})
 }
 
-// vllmNumber returns the value that the user gave one of vLLM's flags; 0: none,
+// Number returns the value that the user gave one of vLLM's flags; 0: none,
 // or no number above it.
 func Number(args []string, flag string) int {
 	value, _ := Value(args, flag)
@@ -65,7 +65,7 @@ func Number(args []string, flag string) int {
 	return max(0, n)
 }
 
-// vllmValue returns the value of one of vLLM's flags, of several the last, which
+// Value returns the value of one of vLLM's flags, of several the last, which
 // is the one that vLLM takes.
 func Value(args []string, flag string) (value string, given bool) {
 	for i, arg := range args {
@@ -81,7 +81,7 @@ func Value(args []string, flag string) (value string, given bool) {
 	return value, given
 }
 
-// vllmKey finds the key that started workers will ask for.
+// Key finds the key that started workers will ask for.
 func Key(args []string) string {
 	if key, given := Value(args, "api-key"); given {
 		return key

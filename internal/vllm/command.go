@@ -1,3 +1,6 @@
+// Package vllm starts vLLM workers as processes of this machine. It builds their
+// command lines and environments, reads their start-up logs, and leaves no process
+// behind.
 package vllm
 
 import (
@@ -5,12 +8,15 @@ import (
 	"encoding/json"
 	"fmt"
 	"io/fs"
-	"kvrouter/internal/events"
-	"kvrouter/internal/kv"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
+
+	"kvrouter/internal/events"
+	"kvrouter/internal/kv"
 )
 
 // pluginFiles are the Python modules that every started vLLM loads: the load
@@ -21,8 +27,9 @@ import (
 var pluginFiles embed.FS
 
 const (
+	// KVEventsTopic is the ZeroMQ topic of the KV events of started workers.
 	KVEventsTopic = "kv-events"
-	// replayBatches is how many event batches an engine keeps for a router that
+	// ReplayBatches is how many event batches an engine keeps for a router that
 	// missed some, about 100 bytes each in a quiet cache.
 	ReplayBatches = 10_000
 	// cpuMaxModelLen bounds the context on a CPU, tokens, because the cache must
@@ -62,7 +69,7 @@ func (p Ports) replayEndpoint(at int) string {
 	return fmt.Sprintf("tcp://127.0.0.1:%d", p.KVReplay+at)
 }
 
-// VLLMSettings say how vLLM workers are started.
+// Settings say how vLLM workers are started.
 type Settings struct {
 	Python          string // that has vLLM
 	Model           string // Hugging Face name or folder
@@ -79,19 +86,19 @@ type Settings struct {
 	Ports           Ports
 }
 
-// processSpec is what one worker process is started with.
+// ProcessSpec is the command line and the environment of one worker process.
 type ProcessSpec struct {
 	Argv []string
 	Env  []string
 }
 
-// vllmCommand returns the command line and the environment of started worker
+// Command returns the command line and the environment of started worker
 // i. What the user put after -- or into the environment goes before the
 // defaults here. pluginDir is where writePlugin has put the plugins; environ is
 // the router's own environment.
 func Command(cfg Settings, i int, pluginDir string, environ []string) (ProcessSpec, error) {
 	first := i * cfg.Ports.Ranks // from here on vLLM and the plugin count its ranks
-	events, err := json.Marshal(struct {
+	eventConfig, err := json.Marshal(struct {
 		Enable   bool   `json:"enable_kv_cache_events"`
 		Kind     string `json:"publisher"`
 		Endpoint string `json:"endpoint"`
@@ -116,24 +123,25 @@ func Command(cfg Settings, i int, pluginDir string, environ []string) (ProcessSp
 		"--block-size", strconv.Itoa(cfg.BlockSize),
 	}
 	if cfg.KVEvents {
-		argv = append(argv, "--kv-events-config", string(events))
+		argv = append(argv, "--kv-events-config", string(eventConfig))
 	}
 	argv = append(argv, "--enable-prompt-tokens-details", "--enable-scale-out")
 	env := newEnvironment(environ)
-	env.dropPrefix("KVROUTER_") // the router's keys are no business of the workers
+	// The router's keys are no business of the workers.
+	maps.DeleteFunc(env, func(key, _ string) bool { return strings.HasPrefix(key, "KVROUTER_") })
 	if cfg.PrefillWorkers > 0 {
 		argv = append(argv, "--kv-transfer-config", nixlConfig(cfg, i))
 		setNIXLEnvironment(cfg, first, env)
 	}
-	env.set("KVROUTER_LOAD_ENDPOINT", cfg.Ports.LoadEndpoint(i, 0))
-	env.set("KVROUTER_LOOPBACK_EVENTS", "1")
+	env["KVROUTER_LOAD_ENDPOINT"] = cfg.Ports.LoadEndpoint(i, 0)
+	env["KVROUTER_LOOPBACK_EVENTS"] = "1"
 	pythonPath := pluginDir
-	if old := env.get("PYTHONPATH"); old != "" {
+	if old := env["PYTHONPATH"]; old != "" {
 		pythonPath += string(os.PathListSeparator) + old
 	}
-	env.set("PYTHONPATH", pythonPath)
-	if allowed, limited := env.lookup("VLLM_PLUGINS"); limited {
-		env.set("VLLM_PLUGINS", strings.TrimPrefix(allowed+",kvrouter_load,kvrouter_loopback,kvrouter_nixl", ","))
+	env["PYTHONPATH"] = pythonPath
+	if allowed, limited := env["VLLM_PLUGINS"]; limited {
+		env["VLLM_PLUGINS"] = strings.TrimPrefix(allowed+",kvrouter_load,kvrouter_loopback,kvrouter_nixl", ",")
 	}
 	env.setDefault("VLLM_NO_USAGE_STATS", "1")
 	if cfg.ModelFolder {
@@ -144,7 +152,7 @@ func Command(cfg Settings, i int, pluginDir string, environ []string) (ProcessSp
 		if (i+1)*k > len(cfg.GPUs) {
 			return ProcessSpec{}, fmt.Errorf("worker %d needs GPUs %d to %d of the visible ones, but there are %d", i, i*k+1, (i+1)*k, len(cfg.GPUs))
 		}
-		env.set("CUDA_VISIBLE_DEVICES", strings.Join(cfg.GPUs[i*k:(i+1)*k], ","))
+		env["CUDA_VISIBLE_DEVICES"] = strings.Join(cfg.GPUs[i*k:(i+1)*k], ",")
 		if cfg.GPUsPerWorker > 1 && !hasFlag(cfg.Args, "tensor-parallel-size") {
 			argv = append(argv, "--tensor-parallel-size", strconv.Itoa(cfg.GPUsPerWorker))
 		}
@@ -209,58 +217,33 @@ func writePlugin() (string, error) {
 	return dir, nil
 }
 
-// environment is a process environment that can be changed.
-type environment struct {
-	keys   []string
-	values map[string]string
-}
+// environment holds the variables of a process.
+type environment map[string]string
 
-func newEnvironment(environ []string) *environment {
-	e := &environment{values: map[string]string{}}
+// newEnvironment reads entries KEY=VALUE. Of a key that comes twice the last
+// entry counts, as in os/exec.
+func newEnvironment(environ []string) environment {
+	env := environment{}
 	for _, entry := range environ {
 		if key, value, ok := strings.Cut(entry, "="); ok && key != "" {
-			e.set(key, value)
+			env[key] = value
 		}
 	}
-	return e
+	return env
 }
 
-func (e *environment) lookup(key string) (string, bool) {
-	value, set := e.values[key]
-	return value, set
-}
-
-func (e *environment) get(key string) string { return e.values[key] }
-
-func (e *environment) set(key, value string) {
-	if _, set := e.values[key]; !set {
-		e.keys = append(e.keys, key)
-	}
-	e.values[key] = value
-}
-
-func (e *environment) setDefault(key, value string) {
-	if _, set := e.values[key]; !set {
-		e.set(key, value)
+// setDefault sets a variable that is not set.
+func (e environment) setDefault(key, value string) {
+	if _, set := e[key]; !set {
+		e[key] = value
 	}
 }
 
-func (e *environment) dropPrefix(prefix string) {
-	kept := e.keys[:0]
-	for _, key := range e.keys {
-		if strings.HasPrefix(key, prefix) {
-			delete(e.values, key)
-		} else {
-			kept = append(kept, key)
-		}
-	}
-	e.keys = kept
-}
-
-func (e *environment) list() []string {
-	entries := make([]string, 0, len(e.keys))
-	for _, key := range e.keys {
-		entries = append(entries, key+"="+e.values[key])
+// list returns the entries KEY=VALUE by key.
+func (e environment) list() []string {
+	entries := make([]string, 0, len(e))
+	for _, key := range slices.Sorted(maps.Keys(e)) {
+		entries = append(entries, key+"="+e[key])
 	}
 	return entries
 }

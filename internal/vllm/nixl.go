@@ -40,15 +40,15 @@ func nixlConfig(cfg Settings, i int) string {
 // number of the worker's first rank: vLLM itself adds a rank's number to the
 // port. On a CPU everything stays on loopback; with GPUs the best way between
 // them is UCX's to find.
-func setNIXLEnvironment(cfg Settings, first int, env *environment) {
-	env.set("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
-	env.set("VLLM_NIXL_SIDE_CHANNEL_PORT", strconv.Itoa(cfg.Ports.NIXL+first))
+func setNIXLEnvironment(cfg Settings, first int, env environment) {
+	env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
+	env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = strconv.Itoa(cfg.Ports.NIXL + first)
 	if len(cfg.GPUs) > 0 {
 		return
 	}
 	env.setDefault("UCX_TLS", "tcp,self,sm")
 	env.setDefault("UCX_NET_DEVICES", "lo")
-	env.set("KVROUTER_NIXL_POLL_US", "1000")
+	env["KVROUTER_NIXL_POLL_US"] = "1000"
 }
 
 // nixlCheckLimit bounds the question whether a Python has NIXL.

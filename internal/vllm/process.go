@@ -24,7 +24,7 @@ const (
 	streamErr = "stderr"
 )
 
-// runProcess starts the leader of a new process group, calls started with its
+// RunProcess starts the leader of a new process group, calls started with its
 // pid (which is also the group's id), gives every line of output to line (from
 // two goroutines) and returns when the leader has ended and its output is read.
 // What is left of the group is killed before the return.
@@ -89,7 +89,7 @@ func RunProcess(spec ProcessSpec, started func(pid int), line func(stream, text 
 	return err
 }
 
-// signalGroup sends a signal to every process of a group.
+// SignalGroup sends a signal to every process of a group.
 func SignalGroup(pgid int, signal syscall.Signal) error {
 	if err := syscall.Kill(-pgid, signal); err != nil && !errors.Is(err, syscall.ESRCH) {
 		return fmt.Errorf("send %s to process group %d: %w", signal, pgid, err)

@@ -26,7 +26,7 @@ var startStages = []struct {
 	{"starting API server", []string{"Starting vLLM server on", "Starting vLLM API server"}},
 }
 
-// startLog follows the output of a worker process: how far its start is, and
+// StartLog follows the output of a worker process: how far its start is, and
 // the lines that explain an early end. It is safe for concurrent use.
 type StartLog struct {
 	mu     sync.Mutex // guards the rest
@@ -39,9 +39,10 @@ type StartLog struct {
 // tailLines is how much of a dead worker's output is shown.
 const tailLines = 20
 
+// NewStartLog returns the log of a worker that is about to start.
 func NewStartLog() *StartLog { return &StartLog{stage: -1} }
 
-// line takes in one line of output and returns the stage that begins with it,
+// Line takes in one line of output and returns the stage that begins with it,
 // if one does, and whether the line is an error of a worker that is ready.
 // Stages never go back: some signs come more than once.
 func (s *StartLog) Line(text string) (stage string, failure bool) {
@@ -76,14 +77,14 @@ func isRoutine(text string) bool {
 	return strings.HasPrefix(text, "INFO: ") || strings.Contains(text, "% Completed |") || strings.HasPrefix(strings.TrimSpace(text), usage)
 }
 
-// setReady ends the start: what was printed so far explains no later end.
+// SetReady ends the start: what was printed so far explains no later end.
 func (s *StartLog) SetReady() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.ready, s.recent = true, nil
 }
 
-// setEnding tells that the worker was told to end, which vLLM's API server
+// SetEnding tells that the worker was told to end, which vLLM's API server
 // reports as the death of its engine.
 func (s *StartLog) SetEnding() {
 	s.mu.Lock()
@@ -91,8 +92,8 @@ func (s *StartLog) SetEnding() {
 	s.ending = true
 }
 
-// tail returns the last lines that may explain an end, without the errors that
-// line has told of.
+// Tail returns the last lines that may explain an end, without the errors that
+// Line has reported.
 func (s *StartLog) Tail() []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -119,7 +120,7 @@ var failureAdvice = []struct {
 	{"LocalEntryNotFoundError", "the model could not be fetched: give --model a folder, or let the machine reach huggingface.co", false},
 }
 
-// endError tells why a worker's process ended by itself and what to do.
+// EndError tells why a worker's process ended by itself and what to do.
 type EndError struct {
 	reason  string
 	line    string // of its output, that tells; may be empty
@@ -134,7 +135,7 @@ func (e *EndError) Error() string {
 	return fmt.Sprintf("vLLM ended (%s): %s [%s]", e.reason, e.advice, strings.TrimSpace(e.line))
 }
 
-// explain finds what to do about a process that ended for a reason, with its
+// Explain finds what to do about a process that ended for a reason, with its
 // last lines.
 func Explain(reason string, lines []string) *EndError {
 	for _, known := range failureAdvice {

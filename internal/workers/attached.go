@@ -6,8 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"kvrouter/internal/events"
-	"kvrouter/internal/kv"
 	"net"
 	"net/http"
 	"net/url"
@@ -16,9 +14,12 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"kvrouter/internal/events"
+	"kvrouter/internal/kv"
 )
 
-// AttachedWorker is a worker that somebody else runs, as given by --worker.
+// Attached is a worker that somebody else runs, as given by --worker.
 type Attached struct {
 	ID        uint64
 	HasID     bool   // ID was given; else ParseConfig has chosen the next free one
@@ -81,6 +82,7 @@ func (w *Attached) UnmarshalText(text []byte) error {
 	return nil
 }
 
+// ParseURL checks a worker's base URL and returns it without a slash at the end.
 func ParseURL(value string) (string, error) {
 	u, err := url.Parse(value)
 	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Hostname() == "" || u.RawQuery != "" || u.Fragment != "" {
@@ -89,7 +91,7 @@ func ParseURL(value string) (string, error) {
 	return strings.TrimRight(value, "/"), nil
 }
 
-// zmqEndpoint checks an address that the router connects to.
+// ParseEndpoint checks an address that the router connects to.
 func ParseEndpoint(value string) (string, error) {
 	if path, ok := strings.CutPrefix(value, "ipc://"); ok && path != "" {
 		return value, nil

@@ -3,10 +3,11 @@ package workers
 import (
 	"context"
 	"errors"
-	"kvrouter/internal/kv"
 	"net"
 	"net/http"
 	"net/url"
+
+	"kvrouter/internal/kv"
 )
 
 // serverInfo is the part of what an SGLang server tells of itself that matters

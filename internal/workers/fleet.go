@@ -1,3 +1,6 @@
+// Package workers supervises the workers of the router. It starts some, attaches
+// others that run already, and follows the health, models, KV events and load of
+// them all.
 package workers
 
 import (
@@ -11,16 +14,16 @@ import (
 	"sync/atomic"
 	"time"
 
+	"golang.org/x/sync/errgroup"
+
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/vllm"
-
-	"golang.org/x/sync/errgroup"
 )
 
-// FleetHooks tell the rest of the router what happens to workers. Those of one
+// Hooks tell the rest of the router what happens to workers. Those of one
 // worker come one after another, but for Log and Load; those of different
 // workers come at the same time. None may block for long. A nil one is left out.
 type Hooks struct {
@@ -41,7 +44,7 @@ const (
 	StateStopped    = "stopped"    // the router is ending
 )
 
-// WorkerStatus is what there is to say about one worker.
+// Status is the state of one worker as people and other components see it.
 type Status struct {
 	ID         uint64    `json:"id"`
 	URL        string    `json:"url"`
@@ -60,7 +63,7 @@ type Status struct {
 	Disagg     kv.Disagg `json:"-"`
 }
 
-// Keys returns what the index and the loads know the worker by: one key a rank.
+// Keys returns the worker's keys in the index and the loads: one for each rank.
 func (s Status) Keys() []kv.WorkerKey {
 	if len(s.Ranks) == 0 {
 		return []kv.WorkerKey{{Worker: s.ID}}
@@ -77,8 +80,8 @@ func (s Status) Keys() []kv.WorkerKey {
 // settings that are wrong. A failure that will last is not tried again at all.
 const startAttempts = 2
 
-// fleetTiming holds the times of supervision, so that tests need not wait.
-type fleetTiming struct {
+// timing holds the times of supervision, so that tests need not wait.
+type timing struct {
 	readyPoll     time.Duration // between looks at a starting worker
 	HealthEvery   time.Duration // between looks at a ready one
 	healthLimit   time.Duration // longest wait for an answer to one look
@@ -95,8 +98,8 @@ type fleetTiming struct {
 	silentAfter   time.Duration // without event source, after which a warning says so
 }
 
-func defaultTiming() fleetTiming {
-	return fleetTiming{
+func defaultTiming() timing {
+	return timing{
 		readyPoll: 250 * time.Millisecond, HealthEvery: 2 * time.Second, healthLimit: 2 * time.Second, healthMisses: 3,
 		modelsEvery: 10 * time.Second, lookEvery: time.Second, lookLimit: 2 * time.Second,
 		hangLimit: 60 * time.Second, probeLimit: 5 * time.Second, stopLimit: 10 * time.Second,
@@ -105,7 +108,7 @@ func defaultTiming() fleetTiming {
 	}
 }
 
-// FleetSettings say which workers a fleet has.
+// Settings say which workers a fleet has and how it supervises them.
 type Settings struct {
 	Started          []kv.Disagg   // the part of each worker that is started, by id from 0
 	Ports            vllm.Ports    // of started workers
@@ -123,8 +126,8 @@ type Settings struct {
 	RestartBackoffMax time.Duration // longest pause before a dead worker is started again
 }
 
-// Start starts worker i. line is called with each line that it prints, by the
-// name of the stream.
+// Start starts worker i. line is called with each line that the worker prints and
+// the name of the stream.
 type Start func(i int, line func(stream, text string)) (vllm.Engine, error)
 
 // Fleet starts workers, attaches others, and follows the health, KV events and
@@ -145,7 +148,7 @@ type Fleet struct {
 	run        *fleetRun  // nil: not running
 
 	// Tests replace these.
-	Timing fleetTiming
+	Timing timing
 
 	Peers *events.Peers // asked for KV events that workers cannot replay; nil: nobody is
 	loads func(ctx context.Context, w kv.WorkerKey, zmqEndpoint, metricsURL string, publish func(kv.WorkerKey, policy.Published), log *slog.Logger)
@@ -178,7 +181,7 @@ func NewFleet(cfg Settings, start Start, index radix.Index, hooks Hooks, log *sl
 		opened:  make(chan struct{}),
 		lookers: make(chan chan struct{}),
 		Timing:  defaultTiming(),
-		loads:   FollowLoad,
+		loads:   followLoad,
 	}
 	if f.hooks.Up == nil {
 		f.hooks.Up = func(kv.Target) {}
@@ -215,7 +218,7 @@ func newWorker(spec Attached, attached bool, state string) *worker {
 	}
 }
 
-// members returns the workers of now.
+// Members returns the current workers. The slice never changes.
 func (f *Fleet) Members() []*worker {
 	f.membership.Lock()
 	defer f.membership.Unlock()
@@ -365,18 +368,9 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 	for _, source := range f.cfg.Ports.Sources(int(w.id), f.cfg.BlockSize) {
 		in.followEvents(source)
 	}
-	ended := engine.Ended
 	f.update(w, func(s *Status) { s.PID = engine.PID })
 	if engine.PID != 0 {
 		f.log.Info(fmt.Sprintf("worker %d: %s", w.id, vllm.StageProcess), "pid", engine.PID, "url", w.Spec.URL)
-	}
-
-	stop := func() {
-		output.SetEnding()
-		engine.Stop()
-		timer := time.AfterFunc(f.Timing.stopLimit, engine.Kill)
-		defer timer.Stop()
-		<-ended
 	}
 
 	var readySince, downSince time.Time
@@ -386,9 +380,9 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 		select {
 		case <-ctx.Done():
 			in.markDown(downReason)
-			stop()
+			f.stopStarted(engine, output)
 			return 0, ctx.Err()
-		case err := <-ended:
+		case err := <-engine.Ended:
 			downReason = "its process ended: " + endReason(err)
 			in.markDown(downReason)
 			if engine.PID == 0 {
@@ -411,15 +405,12 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 				poll = f.Timing.HealthEvery
 				f.log.Info(fmt.Sprintf("worker %d: ready after %s", w.id, waited.Round(time.Second)), "url", w.Spec.URL)
 			} else if waited > f.cfg.StartupTimeout {
-				stop()
+				f.stopStarted(engine, output)
 				downReason = fmt.Sprintf("not ready after %s (--startup-timeout)", f.cfg.StartupTimeout)
 				return 0, f.explainEnd(w, output, errors.New(downReason))
 			} else if time.Since(lastProgress) >= f.Timing.progressEvery {
 				lastProgress = time.Now()
-				w.mu.Lock()
-				stage := w.status.Stage
-				w.mu.Unlock()
-				f.log.Info(fmt.Sprintf("worker %d: still %s (%s)", w.id, stage, waited.Round(time.Second)))
+				f.logProgress(w, waited)
 			}
 			continue
 		}
@@ -432,11 +423,28 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 			downSince = time.Now()
 		case time.Since(downSince) > f.Timing.hangLimit:
 			engine.Kill() // what hangs does not heed SIGTERM
-			<-ended
+			<-engine.Ended
 			downReason = fmt.Sprintf("it did not answer for %s and was killed", f.Timing.hangLimit)
 			return since(readySince), errors.New(downReason)
 		}
 	}
+}
+
+// stopStarted ends a started worker and returns once nothing of it is left.
+func (f *Fleet) stopStarted(engine vllm.Engine, output *vllm.StartLog) {
+	output.SetEnding()
+	engine.Stop()
+	timer := time.AfterFunc(f.Timing.stopLimit, engine.Kill)
+	defer timer.Stop()
+	<-engine.Ended
+}
+
+// logProgress logs the stage of a worker that has been starting for so long.
+func (f *Fleet) logProgress(w *worker, waited time.Duration) {
+	w.mu.Lock()
+	stage := w.status.Stage
+	w.mu.Unlock()
+	f.log.Info(fmt.Sprintf("worker %d: still %s (%s)", w.id, stage, waited.Round(time.Second)))
 }
 
 // becomeReady looks whether a starting worker answers, and if so makes it a

@@ -94,8 +94,8 @@ func fakeConfig(t *testing.T, n int) fakeSettings {
 	}
 }
 
-func fastTiming() fleetTiming {
-	return fleetTiming{
+func fastTiming() timing {
+	return timing{
 		readyPoll: 10 * time.Millisecond, HealthEvery: 20 * time.Millisecond, healthLimit: 5 * time.Second, healthMisses: 3,
 		hangLimit: time.Minute, probeLimit: 5 * time.Second, stopLimit: 5 * time.Second,
 		backoffFirst: 20 * time.Millisecond, backoffReset: time.Minute, progressEvery: time.Minute, silentAfter: 50 * time.Millisecond,

@@ -5,12 +5,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"kvrouter/internal/events"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/vllm"
 	"strconv"
 	"sync"
 	"time"
+
+	"kvrouter/internal/events"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/vllm"
 )
 
 // incarnation is the time between a worker's start (or first answer) and its
@@ -134,6 +135,7 @@ func (in *incarnation) followLoads(endpoint func(rank uint32) string) {
 	}
 }
 
+// markUp makes the worker ready and announces its targets.
 func (in *incarnation) markUp() {
 	in.f.everReady.Store(true)
 	in.up, in.misses = true, 0
@@ -146,6 +148,7 @@ func (in *incarnation) markUp() {
 	}
 }
 
+// markDown takes a worker that is up out of routing.
 func (in *incarnation) markDown(reason string) {
 	if !in.up {
 		return

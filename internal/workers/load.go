@@ -5,9 +5,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
-	"kvrouter/internal/zmq"
 	"log/slog"
 	"math/rand/v2"
 	"net/http"
@@ -18,8 +15,11 @@ import (
 
 	dto "github.com/prometheus/client_model/go"
 	"github.com/prometheus/common/expfmt"
-
 	prommodel "github.com/prometheus/common/model"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/zmq"
 )
 
 // loadPollInterval is how often a worker without a load socket is asked for
@@ -30,12 +30,12 @@ const (
 	maxMetricsBytes  = 16 << 20
 )
 
-// FollowLoad reports worker w's load to publish until ctx is done: every
+// followLoad reports worker w's load to publish until ctx is done: every
 // message of its load socket (ZMQ PUB of JSON, as the plugin sends) where
 // zmqEndpoint names one, else its Prometheus page at metricsURL once a second.
 // It reconnects for ever. Of a page that shows several engines the fragment of
 // metricsURL names the one that counts; without one all do.
-func FollowLoad(ctx context.Context, w kv.WorkerKey, zmqEndpoint, metricsURL string, publish func(kv.WorkerKey, policy.Published), log *slog.Logger) {
+func followLoad(ctx context.Context, w kv.WorkerKey, zmqEndpoint, metricsURL string, publish func(kv.WorkerKey, policy.Published), log *slog.Logger) {
 	source, where := pollMetrics, metricsURL
 	if zmqEndpoint != "" {
 		source, where = readLoadSocket, zmqEndpoint
@@ -126,6 +126,7 @@ func pollMetrics(ctx context.Context, url string, publish func(policy.Published)
 	}
 }
 
+// GetMetrics reads a worker's load from its Prometheus page at url.
 func GetMetrics(ctx context.Context, url string) (policy.Published, error) {
 	_, engine, _ := strings.Cut(url, "#")
 	return readMetrics(ctx, url, func(page io.Reader) (policy.Published, error) { return parseMetrics(page, engine) })

@@ -74,7 +74,7 @@ func follow(t *testing.T, socket, page string) *atomic.Pointer[policy.Published]
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		FollowLoad(ctx, kv.WorkerKey{}, socket, page, func(_ kv.WorkerKey, p policy.Published) { last.Store(&p) }, slog.New(slog.DiscardHandler))
+		followLoad(ctx, kv.WorkerKey{}, socket, page, func(_ kv.WorkerKey, p policy.Published) { last.Store(&p) }, slog.New(slog.DiscardHandler))
 	}()
 	t.Cleanup(func() {
 		cancel()

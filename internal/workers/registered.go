@@ -7,10 +7,10 @@ import (
 	"slices"
 	"time"
 
+	"golang.org/x/sync/errgroup"
+
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
-
-	"golang.org/x/sync/errgroup"
 )
 
 // Errors of Register.
