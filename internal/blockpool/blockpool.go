@@ -36,7 +36,7 @@ func New(size int) *Pool {
 // bucketsFor is one or two a block; keys are hashes, so few share one.
 func bucketsFor(size int) int { return 1 << bits.Len(uint(size)) }
 
-// find returns the block with that key, or 0.
+// Find returns the block with that key, or 0.
 func (p *Pool) Find(key uint64) uint32 {
 	b := *p.bucket(key)
 	for b != 0 && p.Blocks[b].key != key {
@@ -47,19 +47,19 @@ func (p *Pool) Find(key uint64) uint32 {
 
 func (p *Pool) bucket(key uint64) *uint32 { return &p.buckets[key&uint64(len(p.buckets)-1)] }
 
-// available is how many blocks can be taken.
+// Available is how many blocks can be taken.
 func (p *Pool) Available() int { return len(p.Free) + p.inactive }
 
-// size is how many blocks there are.
+// Size is how many blocks there are.
 func (p *Pool) Size() int { return len(p.Blocks) - 1 }
 
-// held is how many blocks are not free.
+// Held is how many blocks are not free.
 func (p *Pool) Held() int { return p.Size() - len(p.Free) }
 
-// active is how many blocks requests refer to.
+// Active is how many blocks requests refer to.
 func (p *Pool) Active() int { return p.Size() - p.Available() }
 
-// acquire adds a reference to block b, which has a key.
+// Acquire adds a reference to block b, which has a key.
 func (p *Pool) Acquire(b uint32) {
 	if p.Blocks[b].Refs == 0 {
 		p.unlink(b)
@@ -67,7 +67,7 @@ func (p *Pool) Acquire(b uint32) {
 	p.Blocks[b].Refs++
 }
 
-// take returns a block with one reference and no key. If its memory had to be
+// Take returns a block with one reference and no key. If its memory had to be
 // taken from an inactive block, evicted is that one's key. It returns 0 if every
 // block is active.
 func (p *Pool) Take() (b uint32, evicted uint64, hasEvicted bool) {
@@ -83,10 +83,10 @@ func (p *Pool) Take() (b uint32, evicted uint64, hasEvicted bool) {
 	return b, evicted, hasEvicted
 }
 
-// oldest returns the inactive block that was released longest ago, or 0.
+// Oldest returns the inactive block that was released longest ago, or 0.
 func (p *Pool) Oldest() uint32 { return p.Blocks[0].next }
 
-// evict frees the inactive block b and returns its key.
+// Evict frees the inactive block b and returns its key.
 func (p *Pool) Evict(b uint32) (key uint64) {
 	key = p.Blocks[b].key
 	p.unlink(b)
@@ -95,7 +95,7 @@ func (p *Pool) Evict(b uint32) (key uint64) {
 	return key
 }
 
-// grow adds free blocks up to that many in all.
+// Grow adds free blocks up to that many in all.
 func (p *Pool) Grow(size int) {
 	first := len(p.Blocks)
 	p.Blocks = append(p.Blocks, make([]block, size+1-first)...)
@@ -110,7 +110,7 @@ func (p *Pool) Grow(size int) {
 	}
 }
 
-// setKey puts the contents of block b, which has no key, under one that no
+// SetKey puts the contents of block b, which has no key, under one that no
 // block has.
 func (p *Pool) SetKey(b uint32, key uint64) {
 	first := p.bucket(key)
@@ -119,7 +119,7 @@ func (p *Pool) SetKey(b uint32, key uint64) {
 	*first = b
 }
 
-// release drops one reference to block b. With the last one a block with a key
+// Release drops one reference to block b. With the last one a block with a key
 // becomes the newest inactive one, another becomes free.
 func (p *Pool) Release(b uint32) {
 	block := &p.Blocks[b]
@@ -137,7 +137,7 @@ func (p *Pool) Release(b uint32) {
 	p.inactive++
 }
 
-// reset takes the keys of all blocks and frees the inactive ones.
+// Reset takes the keys of all blocks and frees the inactive ones.
 func (p *Pool) Reset() {
 	for b := uint32(1); int(b) < len(p.Blocks); b++ {
 		if !p.Blocks[b].keyed {

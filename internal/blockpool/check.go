@@ -2,7 +2,7 @@ package blockpool
 
 import "fmt"
 
-// check tells what is inconsistent in the pool: every block is free, inactive
+// Check tells what is inconsistent in the pool: every block is free, inactive
 // or active, and keys lead to the blocks that have them.
 func (p *Pool) Check() error {
 	seen := make([]bool, len(p.Blocks))
@@ -41,7 +41,7 @@ func (p *Pool) Check() error {
 	return nil
 }
 
-// keys counts the blocks that the buckets lead to.
+// Keys counts the blocks that the buckets lead to.
 func (p *Pool) Keys() int {
 	linked := 0
 	for _, b := range p.buckets {
@@ -52,7 +52,7 @@ func (p *Pool) Keys() int {
 	return linked
 }
 
-// order returns the inactive blocks, oldest release first.
+// Order returns the inactive blocks, oldest release first.
 func (p *Pool) Order() []uint32 {
 	var blocks []uint32
 	for b := p.Blocks[0].next; b != 0; b = p.Blocks[b].next {
@@ -61,7 +61,7 @@ func (p *Pool) Order() []uint32 {
 	return blocks
 }
 
-// references returns how many requests hold each block, by the block's number.
+// References returns how many requests hold each block, by the block's number.
 func (p *Pool) References() []int32 {
 	refs := make([]int32, len(p.Blocks))
 	for b := range p.Blocks {

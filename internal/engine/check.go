@@ -5,7 +5,7 @@ import (
 	"slices"
 )
 
-// check tells what is inconsistent in the engine: the pool itself, or
+// Check tells what is inconsistent in the engine: the pool itself, or
 // references that no request holds.
 func (e *Engine) Check() error {
 	if err := e.Pool.Check(); err != nil {

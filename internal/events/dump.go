@@ -20,7 +20,7 @@ import (
 // the events are store events in an order in which parents come first. Their
 // event ids only number them.
 
-// dumpEvent is one event of a dump.
+// DumpEvent is one event of a dump.
 type DumpEvent struct {
 	WorkerID    uint64      `json:"worker_id"`
 	StorageTier string      `json:"storage_tier"`
@@ -59,13 +59,13 @@ type dumpBlock struct {
 	TokensHash uint64 `json:"tokens_hash"`
 }
 
-// dumpPart is one partition of a dump that is to be written.
+// DumpPart is one partition of a dump that is to be written.
 type DumpPart struct {
 	Name    string // MODEL:GROUP
 	Workers []kv.WorkerKey
 }
 
-// writeDump writes what the workers of all parts hold. Blocks that follow each
+// WriteDump writes what the workers of all parts hold. Blocks that follow each
 // other come in one event.
 func WriteDump(w io.Writer, index radix.Index, blockSize int, parts []DumpPart) error {
 	out := bufio.NewWriter(w)

@@ -52,7 +52,7 @@ const (
 )
 
 // eventsAnswer answers GET /events.
-type eventsAnswer struct {
+type peerAnswer struct {
 	Kind      string      `json:"kind"`
 	WorkerID  uint64      `json:"worker_id"`
 	DPRank    uint32      `json:"dp_rank"`
@@ -152,8 +152,8 @@ func (l *Log) digest(seq uint64) *uint64 {
 // Query returns the batches from start to end (clamped to what there is), or
 // all blocks where start is nil or so old that it is not kept any more. check is
 // a batch whose digest is asked for, too.
-func (l *Log) Query(start, end, check *uint64) eventsAnswer {
-	answer := eventsAnswer{Kind: kindDump, WorkerID: l.worker.Worker, DPRank: l.worker.Rank, Events: []peerEvent{}}
+func (l *Log) Query(start, end, check *uint64) peerAnswer {
+	answer := peerAnswer{Kind: kindDump, WorkerID: l.worker.Worker, DPRank: l.worker.Rank, Events: []peerEvent{}}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	answer.Complete = !l.stats.Cold.Load()

@@ -75,10 +75,10 @@ func (s *Stats) Counts() map[string]uint64 {
 }
 
 // eventTiming holds the waits of a stream.
-type eventTiming struct {
+type streamTiming struct {
 	BackoffMin, BackoffMax time.Duration // between attempts to connect
 
-	// quiet says after how long without a message the replay endpoint is asked
+	// Quiet says after how long without a message the replay endpoint is asked
 	// whether one was missed: the first after connecting (what was published
 	// while the subscription travelled is not sent), the second after the last
 	// message (the publisher drops the tail of what a slow reader does not
@@ -116,7 +116,7 @@ type Stream struct {
 	history *Log
 	log     *slog.Logger
 	Now     func() time.Time // for OnLag
-	Timing  eventTiming
+	Timing  streamTiming
 	stats   Stats
 
 	// The rest belongs to Run's goroutine.
@@ -143,7 +143,7 @@ type Stream struct {
 
 	group      int // KV-cache group whose events count; valid if groupKnown
 	groupKnown bool
-	dec        *eventDecoder
+	dec        *batchDecoder
 	blocks     []kv.StoredBlock
 	warned     map[string]bool // reasons already logged
 }
@@ -155,7 +155,7 @@ func NewStream(src Source, index radix.Index, log *slog.Logger) *Stream {
 		index: index,
 		log:   log.With("worker", src.Worker.Worker, "rank", src.Worker.Rank, "endpoint", src.Endpoint),
 		Now:   time.Now,
-		Timing: eventTiming{
+		Timing: streamTiming{
 			BackoffMin:  100 * time.Millisecond,
 			BackoffMax:  5 * time.Second,
 			Quiet:       [3]time.Duration{500 * time.Millisecond, 2 * time.Second, 15 * time.Second},
@@ -167,7 +167,7 @@ func NewStream(src Source, index radix.Index, log *slog.Logger) *Stream {
 		},
 		replayAt: src.Replay,
 		seeded:   src.Seeded,
-		dec:      newEventDecoder(),
+		dec:      newBatchDecoder(),
 		warned:   make(map[string]bool),
 	}
 	s.stats.Cold.Store(true)
@@ -357,7 +357,7 @@ func (s *Stream) checkQuiet(ctx context.Context, settled bool) error {
 	return nil
 }
 
-// begin starts the rank's blocks afresh, with seq as the first batch known. A
+// Begin starts the rank's blocks afresh, with seq as the first batch known. A
 // peer's blocks stay if they are older than that.
 func (s *Stream) Begin(seq uint64) {
 	if !s.seeded || seq == 0 {
@@ -391,7 +391,7 @@ func (s *Stream) clear(why string) {
 	s.seeded = false
 }
 
-// apply puts batch next into the index. A bad event is left out alone, unless
+// Apply puts batch next into the index. A bad event is left out alone, unless
 // it may have been a removal: then the blocks of the rank are cleared, and the
 // batch goes on.
 func (s *Stream) Apply(seq uint64, payload []byte, live bool) {

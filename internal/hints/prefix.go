@@ -22,7 +22,7 @@ var prefixHeaders = []struct{ header, field string }{
 	{"X-Prefix-Iat", "iat"},
 }
 
-// maxPrefixID bounds a series' id, in bytes: policies keep ids.
+// MaxPrefixID bounds a series' id, in bytes: policies keep ids.
 const MaxPrefixID = 256
 
 // levelBounds are the least medium and the least high number of a Level, as the
@@ -30,8 +30,8 @@ const MaxPrefixID = 256
 type levelBounds struct{ medium, high float64 }
 
 var (
-	OslBounds = levelBounds{256, 1024} // tokens
-	IatBounds = levelBounds{100, 500}  // ms
+	OSLBounds = levelBounds{256, 1024} // tokens
+	IATBounds = levelBounds{100, 500}  // ms
 )
 
 func (b levelBounds) Level(n float64) Level {
@@ -44,7 +44,7 @@ func (b levelBounds) Level(n float64) Level {
 	return LevelHigh
 }
 
-// parse reads a level's name in any case, or a number; all else is medium.
+// Parse reads a level's name in any case, or a number; all else is medium.
 func (b levelBounds) Parse(text string) Level {
 	text = strings.ToUpper(strings.TrimSpace(text))
 	n, err := strconv.ParseFloat(text, 64)
@@ -90,9 +90,9 @@ func (r *hintReader) prefixText(h hint, field string, into *Prefix) {
 			into.Total = max(1, int(n))
 		}
 	case "osl":
-		into.OSL = OslBounds.Parse(h.text)
+		into.OSL = OSLBounds.Parse(h.text)
 	case "iat":
-		into.IAT = IatBounds.Parse(h.text)
+		into.IAT = IATBounds.Parse(h.text)
 	}
 }
 
@@ -114,9 +114,9 @@ func (r *hintReader) prefixAgentHints(hints gjson.Result, into *Prefix) {
 		case "total_requests":
 			into.Total = max(1, int(r.whole(given, 31)))
 		case "osl":
-			into.OSL = OslBounds.Level(float64(r.whole(given, 31)))
+			into.OSL = OSLBounds.Level(float64(r.whole(given, 31)))
 		case "iat":
-			into.IAT = IatBounds.Level(float64(r.whole(given, 31)))
+			into.IAT = IATBounds.Level(float64(r.whole(given, 31)))
 		}
 	}
 }

@@ -30,7 +30,7 @@ func Record(hints Prefix) *Recorded {
 	return &recorded
 }
 
-// levelNames are the levels in a file.
+// LevelNames are the levels in a file.
 var LevelNames = [...]string{LevelLow: "LOW", LevelMedium: "MEDIUM", LevelHigh: "HIGH"}
 
 // MarshalText returns the level's name in a file.

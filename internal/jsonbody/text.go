@@ -19,7 +19,7 @@ type member struct {
 	Value gjson.Result
 }
 
-// members lists an object's members in order. As in Python, a key that comes
+// Members lists an object's members in order. As in Python, a key that comes
 // twice keeps its first place and its last value.
 func Members(object gjson.Result) []member {
 	if !object.IsObject() {
@@ -55,7 +55,7 @@ func Members(object gjson.Result) []member {
 	return out
 }
 
-// mergeFields returns the fields of base with those of over in their place.
+// MergeFields returns the fields of base with those of over in their place.
 func MergeFields(base, over []Field) []Field {
 	out := slices.Clone(base)
 next:
@@ -91,7 +91,7 @@ func AppendObject(out []byte, fields []Field) []byte {
 	return append(out, '}')
 }
 
-// appendString appends s as a JSON string; only what JSON demands is escaped.
+// AppendString appends s as a JSON string; only what JSON demands is escaped.
 func AppendString(out []byte, s string) []byte {
 	const hex = "0123456789abcdef"
 	out = append(out, '"')
@@ -114,7 +114,7 @@ func AppendString(out []byte, s string) []byte {
 	return append(out, '"')
 }
 
-// hasLoneSurrogate tells whether JSON text escapes half of a surrogate pair,
+// HasLoneSurrogate tells whether JSON text escapes half of a surrogate pair,
 // which Python keeps and UTF-8 cannot.
 func HasLoneSurrogate(text []byte) bool {
 	for i := 0; i+5 < len(text); i++ {
@@ -145,7 +145,7 @@ func HasLoneSurrogate(text []byte) bool {
 	return false
 }
 
-// isPythonSpace tells whether Python's str.isspace holds for r.
+// IsPythonSpace tells whether Python's str.isspace holds for r.
 func IsPythonSpace(r rune) bool {
 	switch {
 	case r >= '\t' && r <= '\r', r >= 0x1c && r <= 0x20, r == 0x85, r == 0xa0, r == 0x1680,

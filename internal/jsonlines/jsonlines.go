@@ -11,7 +11,7 @@ import (
 )
 
 // jsonLinesFlush is how long a line may stay in memory.
-const jsonLinesFlush = time.Second
+const flushEvery = time.Second
 
 // JSONLines writes values to a file, a line of JSON each. A nil one writes
 // nothing. It is safe for concurrent use.
@@ -74,7 +74,7 @@ func (l *Writer) write() {
 	defer close(l.done)
 	out := bufio.NewWriterSize(l.File, 1<<20)
 	encoder := json.NewEncoder(out)
-	ticker := time.NewTicker(jsonLinesFlush)
+	ticker := time.NewTicker(flushEvery)
 	defer ticker.Stop()
 	var failure error
 	fail := func(err error) {

@@ -69,10 +69,10 @@ func nameAt(names []string, text []byte) (int, error) {
 // Kinds is a set of kinds.
 type Kinds uint8
 
-// kindsOf returns the set of one kind.
+// KindsOf returns the set of one kind.
 func KindsOf(k Kind) Kinds { return 1 << k }
 
-// allow tells whether k is in the set; the empty set allows any.
+// Allow tells whether k is in the set; the empty set allows any.
 func (s Kinds) Allow(k Kind) bool { return s == 0 || s&KindsOf(k) != 0 }
 
 // Bootstrap is where a decode worker finds a prefill worker's transfer service:
@@ -130,7 +130,7 @@ func (l *Leg) UnmarshalText(text []byte) error {
 // MarshalText writes a leg's name.
 func (l Leg) MarshalText() ([]byte, error) { return []byte(legNames[l]), nil }
 
-// takes tells whether a worker may get that leg. A prefill worker computes
+// Takes tells whether a worker may get that leg. A prefill worker computes
 // prompts only; a decode worker can do everything itself, but for SGLang's, which
 // refuses a request without a room.
 func (d Disagg) Takes(leg Leg) bool {
@@ -143,5 +143,5 @@ func (d Disagg) Takes(leg Leg) bool {
 	return d.Role == RoleBoth || d.Role == RoleDecode && d.Kind != KindSGLang
 }
 
-// sglangPort is the port of SGLang's bootstrap server where it names none.
-const SglangPort = 8998
+// SglangPort is the port of SGLang's bootstrap server where it names none.
+const SGLangPort = 8998

@@ -33,7 +33,7 @@ func (k CacheSettings) validate() error {
 	})
 }
 
-// routesByMatch tells whether a policy is one of this file, which may use prefix
+// RoutesByMatch tells whether a policy is one of this file, which may use prefix
 // trees.
 func RoutesByMatch(policy string) bool { return policy == "cache-threshold" || policy == "variance" }
 

@@ -58,7 +58,7 @@ func checkNotNegative(knobs []knobValue) error {
 	return nil
 }
 
-// resolved applies the older name.
+// Resolved applies the older name.
 func (k Settings) Resolved() Settings {
 	if k.OverlapScoreWeight != nil {
 		k.PrefillLoadScale = *k.OverlapScoreWeight

@@ -54,7 +54,7 @@ type Traits struct {
 	WholeMatch bool
 }
 
-// learner is a policy that learns from finished requests. Learn is called as
+// Learner is a policy that learns from finished requests. Learn is called as
 // Choose is.
 type Learner interface{ Learn(o Outcome) }
 
@@ -71,7 +71,7 @@ type Outcome struct {
 	During     Meanwhile     // from then on
 }
 
-// judged is a policy that hears how each of its decisions ended, also of those
+// Judged is a policy that hears how each of its decisions ended, also of those
 // without an answer. Judge is called as Choose is, once for every decision with
 // a number unless the process ends before.
 type Judged interface{ Judge(f Feedback) }
@@ -98,7 +98,7 @@ const (
 	Finished                // with a whole answer
 )
 
-// aborted tells whether an answer ended for this reason because somebody wanted
+// Aborted tells whether an answer ended for this reason because somebody wanted
 // it to.
 func Aborted(finish string) bool { return finish == "abort" || finish == "cancelled" }
 
@@ -212,7 +212,7 @@ func (powerOfTwo) Choose(_ Query, candidates []Candidate, random *rand.Rand) int
 	return a
 }
 
-// roundRobin takes one worker after the other, in the order of their keys, for
+// RoundRobin takes one worker after the other, in the order of their keys, for
 // each leg of requests. It goes on from the worker it chose last, so that one
 // that comes or goes does not shift the turns of the others.
 type RoundRobin struct {

@@ -54,7 +54,7 @@ const (
 	featureReuse
 )
 
-// thompson is the Thompson-sampling router of the NeMo Agent Toolkit. It learns
+// Thompson is the Thompson-sampling router of the NeMo Agent Toolkit. It learns
 // each worker's reward, a linear one given the features of a decision
 // (linearBandit) and its mean (betaBandit), draws both from what it believes,
 // adds what it is worth to stay with the worker that has served the series so

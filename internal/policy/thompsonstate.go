@@ -245,14 +245,14 @@ func (p *Thompson) restore(s *thompsonState) error {
 	return nil
 }
 
-// thompsonStateFile keeps a policy's state in a file.
+// ThompsonStateFile keeps a policy's state in a file.
 type ThompsonStateFile struct {
 	name  string
 	with  func(func(*Thompson)) bool // runs a function with the policy, under its router's lock
 	saved uint64                     // changes that the file has
 }
 
-// openThompsonState fills the policy from the file, if there is one. with runs a
+// OpenThompsonState fills the policy from the file, if there is one. with runs a
 // function with the policy, under its router's lock.
 func OpenThompsonState(name string, with func(func(*Thompson)) bool) (*ThompsonStateFile, error) {
 	file := &ThompsonStateFile{name: name, with: with}

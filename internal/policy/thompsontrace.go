@@ -15,7 +15,7 @@ import (
 // thompsonTraceFile is the name of the original's file in debug.trace_dir.
 const thompsonTraceFile = "router_traces.jsonl"
 
-// openTraces has traces written, to file or else where the file of parameters
+// OpenTraces has traces written, to file or else where the file of parameters
 // says; nil: nobody asked for them. The caller closes what it returns.
 func (p *Thompson) OpenTraces(file string, log *slog.Logger) (*jsonlines.Writer, error) {
 	flag := "--thompson-traces"

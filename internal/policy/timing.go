@@ -32,7 +32,7 @@ const (
 	timingLeastTokens = 8
 )
 
-// newEngineTiming starts with an H100-like engine, as the mocker's. The first
+// NewEngineTiming starts with an H100-like engine, as the mocker's. The first
 // observation says how much slower or faster the whole of it is; from then on
 // each part is taken to be uncertain by its own size.
 func NewEngineTiming() *engineTiming {

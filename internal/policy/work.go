@@ -32,7 +32,7 @@ const (
 	workCount = 0.25
 )
 
-// work estimates how long a request will take on each worker and by how much it
+// Work estimates how long a request will take on each worker and by how much it
 // delays others, and takes the lowest of
 //
 //	(first + pushed + 2.3·own + own·queued/usual) / usual +
@@ -73,7 +73,7 @@ func (m *runningMean) add(value float64) {
 	m.Value += (value - m.Value) / float64(m.count)
 }
 
-// workTerm names a term of the rule, to leave it out.
+// WorkTerm names a term of the rule, to leave it out.
 type WorkTerm int
 
 const (

@@ -2,7 +2,7 @@ package radix
 
 import "fmt"
 
-// check tells what is inconsistent between the workers' modelled memories and
+// Check tells what is inconsistent between the workers' modelled memories and
 // the Radix.
 func (a *Approx) Check() error {
 	if err := a.Tree.Check(); err != nil {

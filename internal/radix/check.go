@@ -6,7 +6,7 @@ import (
 	"slices"
 )
 
-// check reports the first invariant of the index that does not hold. It takes
+// Check reports the first invariant of the index that does not hold. It takes
 // time and memory in proportion to the whole index.
 func (r *Tree) Check() error {
 	r.mu.RLock()

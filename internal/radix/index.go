@@ -25,7 +25,7 @@ type Index interface {
 	Dump(yield func(w kv.WorkerKey, parent uint64, hasParent bool, block kv.StoredBlock) bool)
 }
 
-// assumer is an Index that is told what was routed.
+// Assumer is an Index that is told what was routed.
 type Assumer interface {
 	Index
 	// SetCapacity tells how many blocks a worker's cache has; 0: not known.

@@ -21,7 +21,7 @@ type configFile struct {
 	VllmArgs []string
 }
 
-// readConfigFile reads the file of --config; an empty name is an empty file.
+// ReadConfigFile reads the file of --config; an empty name is an empty file.
 // Unknown keys are errors, because a misspelled one would be silently without
 // effect.
 func ReadConfigFile(name string, flags []*kong.Flag) (configFile, error) {
@@ -110,7 +110,7 @@ func settingText(value any) (any, error) {
 	}
 }
 
-// resolve gives kong the file's value of a flag; an environment variable that
+// Resolve gives kong the file's value of a flag; an environment variable that
 // is set goes before it.
 func (f configFile) Resolve(_ *kong.Context, _ *kong.Path, flag *kong.Flag) (any, error) {
 	for _, variable := range flag.Envs {
@@ -124,7 +124,7 @@ func (f configFile) Resolve(_ *kong.Context, _ *kong.Path, flag *kong.Flag) (any
 	return nil, nil
 }
 
-// explain adds the file's name to an error about a flag that the file sets.
+// Explain adds the file's name to an error about a flag that the file sets.
 func (f configFile) Explain(err error) error {
 	for key := range f.values {
 		if strings.HasPrefix(err.Error(), "--"+key+":") || strings.HasPrefix(err.Error(), "--"+key+" ") {
@@ -134,7 +134,7 @@ func (f configFile) Explain(err error) error {
 	return err
 }
 
-// nearestName returns the name that takes the fewest changed letters to reach.
+// NearestName returns the name that takes the fewest changed letters to reach.
 func NearestName(name string, known []string) string {
 	best, least := "", -1
 	for _, candidate := range known {

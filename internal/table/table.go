@@ -10,7 +10,7 @@ const (
 	segmentMax = 1024
 )
 
-// table maps (key, tag) to a non-zero uint32 in 16 bytes an entry, without
+// Table maps (key, tag) to a non-zero uint32 in 16 bytes an entry, without
 // pointers for the garbage collector to follow. It is an extendible hash: a
 // directory indexed by the top bits of the hash points to segments that use
 // linear probing. Segments are between 3/8 and 3/4 full once the table has
@@ -27,22 +27,22 @@ type Table struct {
 // segment holds the entries whose hashes agree in the top bits; neighbouring
 // directory places share one until it splits.
 type segment struct {
-	entries []tableEntry
+	entries []entry
 	used    int
 	bits    uint8 // how many top bits all hashes here have in common
 }
 
 // tableEntry is empty when its value is 0.
-type tableEntry struct {
+type entry struct {
 	key   uint64
 	tag   uint32
 	value uint32
 }
 
-// len returns how many entries the table holds.
+// Len returns how many entries the table holds.
 func (t *Table) Len() int { return t.count }
 
-// get returns the value of (key, tag), or 0 when it is absent.
+// Get returns the value of (key, tag), or 0 when it is absent.
 func (t *Table) Get(key uint64, tag uint32) uint32 {
 	if t.count == 0 {
 		return 0
@@ -58,10 +58,10 @@ func (t *Table) Get(key uint64, tag uint32) uint32 {
 	}
 }
 
-// put sets the value of (key, tag), which must not be 0.
+// Put sets the value of (key, tag), which must not be 0.
 func (t *Table) Put(key uint64, tag uint32, value uint32) {
 	if t.directory == nil {
-		t.directory = []*segment{{entries: make([]tableEntry, segmentMin)}}
+		t.directory = []*segment{{entries: make([]entry, segmentMin)}}
 	}
 	h := t.hash(key, tag)
 	for {
@@ -76,7 +76,7 @@ func (t *Table) Put(key uint64, tag uint32, value uint32) {
 			i = (i + 1) & mask
 		}
 		if s.used < len(s.entries)/4*3 {
-			s.entries[i] = tableEntry{key: key, tag: tag, value: value}
+			s.entries[i] = entry{key: key, tag: tag, value: value}
 			s.used++
 			t.count++
 			return
@@ -85,7 +85,7 @@ func (t *Table) Put(key uint64, tag uint32, value uint32) {
 	}
 }
 
-// delete removes (key, tag) and returns the value it had, or 0.
+// Delete removes (key, tag) and returns the value it had, or 0.
 func (t *Table) Delete(key uint64, tag uint32) uint32 {
 	if t.count == 0 {
 		return 0
@@ -110,13 +110,13 @@ func (t *Table) Delete(key uint64, tag uint32) uint32 {
 			i = j
 		}
 	}
-	s.entries[i] = tableEntry{}
+	s.entries[i] = entry{}
 	s.used--
 	t.count--
 	return value
 }
 
-// setOrDelete sets the value of key, with tag 0, or removes it if value is 0.
+// SetOrDelete sets the value of key, with tag 0, or removes it if value is 0.
 func (t *Table) SetOrDelete(key uint64, value uint32) {
 	if value == 0 {
 		t.Delete(key, 0)
@@ -125,7 +125,7 @@ func (t *Table) SetOrDelete(key uint64, value uint32) {
 	}
 }
 
-// each calls yield for every entry, in no useful order, until it returns false.
+// Each calls yield for every entry, in no useful order, until it returns false.
 // The table must not change meanwhile.
 func (t *Table) Each(yield func(key uint64, tag, value uint32) bool) {
 	for d, s := range t.directory {
@@ -140,7 +140,7 @@ func (t *Table) Each(yield func(key uint64, tag, value uint32) bool) {
 	}
 }
 
-// drain takes up to limit entries out of the table, calling visit for the value
+// Drain takes up to limit entries out of the table, calling visit for the value
 // of each, and returns how many that were. Only drain, each and len may be
 // called on the table after it.
 func (t *Table) Drain(limit int, visit func(value uint32)) int {
@@ -174,7 +174,7 @@ func (t *Table) segment(h uint64) *segment {
 func (t *Table) grow(s *segment, h uint64) {
 	old := s.entries
 	if len(old) < segmentMax {
-		s.entries = make([]tableEntry, 2*len(old))
+		s.entries = make([]entry, 2*len(old))
 		for _, e := range old {
 			if e.value != 0 {
 				s.insert(e, t.hash(e.key, e.tag))
@@ -192,7 +192,7 @@ func (t *Table) grow(s *segment, h uint64) {
 	}
 	halves := [2]*segment{}
 	for i := range halves {
-		halves[i] = &segment{entries: make([]tableEntry, segmentMax), bits: s.bits + 1}
+		halves[i] = &segment{entries: make([]entry, segmentMax), bits: s.bits + 1}
 	}
 	for _, e := range old {
 		if e.value == 0 {
@@ -212,7 +212,7 @@ func (t *Table) grow(s *segment, h uint64) {
 
 // insert puts an entry known to be absent into a segment known to have room; it
 // leaves the count of used entries to its caller.
-func (s *segment) insert(e tableEntry, h uint64) {
+func (s *segment) insert(e entry, h uint64) {
 	mask := uint64(len(s.entries) - 1)
 	i := h & mask
 	for s.entries[i].value != 0 {

@@ -61,11 +61,11 @@ type Model struct {
 	tokenizer   *tokenizers.Tokenizer
 	encoder     unsafe.Pointer // over tokenizer
 	encoding    chan struct{}  // holds one entry for each encoding under way
-	segments    *Segments
+	segments    *segments
 	files       *ModelFiles
 	options     ChatOptions
-	plain       *ChatTemplate // for requests without tools; nil if there is none
-	withTools   *ChatTemplate // for requests with tools; may be the same
+	plain       *chatTemplate // for requests without tools; nil if there is none
+	withTools   *chatTemplate // for requests with tools; may be the same
 	noTemplate  string        // why plain or withTools is nil
 	maxModelLen atomic.Int64
 
@@ -91,7 +91,7 @@ func OpenModelWith(dir string, options ChatOptions) (*Model, error) {
 	return NewModel(path, func() ([]byte, error) { return os.ReadFile(path) }, files, options)
 }
 
-// newModel makes a model of the tokenizer.json that read returns, which path
+// NewModel makes a model of the tokenizer.json that read returns, which path
 // names in errors, and of what the files beside it say.
 func NewModel(path string, read func() ([]byte, error), files *ModelFiles, options ChatOptions) (*Model, error) {
 	raw, err := read()
@@ -114,7 +114,7 @@ func NewModel(path string, read func() ([]byte, error), files *ModelFiles, optio
 	// The library's own type is nothing but this pointer; its pinned version says
 	// so, and a nil here would fail every test.
 	m.encoder = C.text_encoder_new(*(*unsafe.Pointer)(unsafe.Pointer(tokenizer)))
-	m.segments = NewSegments(raw, m.encodeWhole, DefaultTokenCache)
+	m.segments = newSegments(raw, m.encodeWhole, DefaultTokenCache)
 	m.wordPiece = gjson.GetBytes(raw, "model.type").Str == "WordPiece"
 	m.Vocabulary = sync.OnceValue(m.readVocabulary)
 	m.maxModelLen.Store(int64(m.files.MaxModelLen))
@@ -129,7 +129,7 @@ func NewModel(path string, read func() ([]byte, error), files *ModelFiles, optio
 }
 
 // compile compiles the template for requests with or without tools.
-func (m *Model) compile(tools bool) (template *ChatTemplate, problem string) {
+func (m *Model) compile(tools bool) (template *chatTemplate, problem string) {
 	text := m.options.ChatTemplate
 	if text == "" {
 		text = m.files.template(tools)
@@ -137,7 +137,7 @@ func (m *Model) compile(tools bool) (template *ChatTemplate, problem string) {
 	if text == "" {
 		return nil, "the model has no chat template"
 	}
-	template, err := CompileTemplate(text)
+	template, err := compileTemplate(text)
 	if err != nil {
 		return nil, "the chat template cannot be compiled: " + err.Error()
 	}
@@ -177,7 +177,7 @@ func (m *Model) ChatTokens(body []byte) ([]uint32, error) {
 	return m.ChatBodyTokens(parsed)
 }
 
-// chatBodyTokens is ChatTokens for a body that has been taken apart.
+// ChatBodyTokens is ChatTokens for a body that has been taken apart.
 func (m *Model) ChatBodyTokens(body *jsonbody.Body) ([]uint32, error) {
 	req, err := parseChatBody(body, chatCompletion, m.options)
 	if err != nil {
@@ -203,10 +203,10 @@ func (m *Model) chatTokens(req *chatRequest) ([]uint32, error) {
 }
 
 // renderChat returns the text that the template makes of a chat.
-func (m *Model) renderChat(req *chatRequest) (Rendered, error) {
+func (m *Model) renderChat(req *chatRequest) (renderedChat, error) {
 	for _, why := range []string{m.files.cannotRender, m.options.CannotRender} {
 		if why != "" {
-			return Rendered{}, notRenderable("%s", why)
+			return renderedChat{}, notRenderable("%s", why)
 		}
 	}
 	template := m.plain
@@ -214,12 +214,12 @@ func (m *Model) renderChat(req *chatRequest) (Rendered, error) {
 		template = m.withTools
 	}
 	if template == nil {
-		return Rendered{}, notRenderable("%s", m.noTemplate)
+		return renderedChat{}, notRenderable("%s", m.noTemplate)
 	}
 	return renderWith(template, req, m.files.Special)
 }
 
-func renderWith(template *ChatTemplate, req *chatRequest, special []jsonbody.Field) (chat Rendered, err error) {
+func renderWith(template *chatTemplate, req *chatRequest, special []jsonbody.Field) (chat renderedChat, err error) {
 	if err := req.fitTemplate(template); err != nil {
 		return chat, err
 	}
@@ -239,12 +239,12 @@ func renderWith(template *ChatTemplate, req *chatRequest, special []jsonbody.Fie
 		*room = context
 	}
 	if chat, err = template.Render(context); err != nil {
-		return chat, fmt.Errorf("%w: the chat template: %w", ErrNotRenderable, err)
+		return chat, fmt.Errorf("%w: the chat template: %w", errNotRenderable, err)
 	}
 	if req.continueFinal {
 		if chat.Text, err = cutContinued(chat.Text, final); err != nil {
 			chat.Free()
-			return Rendered{}, err
+			return renderedChat{}, err
 		}
 	}
 	return chat, nil
@@ -306,7 +306,7 @@ func (m *Model) CompletionTokens(body []byte) ([][]uint32, error) {
 	return m.CompletionBodyTokens(parsed)
 }
 
-// completionBodyTokens is CompletionTokens for a body that has been taken apart.
+// CompletionBodyTokens is CompletionTokens for a body that has been taken apart.
 func (m *Model) CompletionBodyTokens(body *jsonbody.Body) ([][]uint32, error) {
 	if body.LoneSurrogate {
 		return nil, notRenderable("the body has half of a surrogate pair")
@@ -367,7 +367,7 @@ func (m *Model) promptTokens(prompt gjson.Result, addSpecial bool) ([]uint32, er
 	return nil, notRenderable("a prompt is neither text nor token ids")
 }
 
-// readTokens reads a list of token ids.
+// ReadTokens reads a list of token ids.
 func ReadTokens(list gjson.Result) ([]uint32, error) {
 	var tokens []uint32
 	var err error
@@ -404,7 +404,7 @@ var spaceTidier = strings.NewReplacer(" .", ".", " ?", "?", " !", "!", " ,", ","
 	" n't", "n't", " 'm", "'m", " 's", "'s", " 've", "'ve", " 're", "'re")
 
 // TokenString returns the tokenizer's own name of a token; empty if unknown.
-func (m *Model) TokenString(token uint32) string {
+func (m *Model) tokenString(token uint32) string {
 	if names := m.Vocabulary(); int(token) < len(names) {
 		return names[token]
 	}
@@ -477,7 +477,7 @@ func (m *Model) Tokenize(body []byte) ([]byte, error) {
 		if i > 0 {
 			list = append(list, ',')
 		}
-		list = jsonbody.AppendString(list, m.TokenString(t))
+		list = jsonbody.AppendString(list, m.tokenString(t))
 	}
 	out.Write(append(list, "]}"...))
 	return out.Bytes(), nil

@@ -115,7 +115,7 @@ func fetchSnapshot(ctx context.Context, id, python string) (string, error) {
 	return lines[len(lines)-1], nil
 }
 
-// modelFiles is what the files beside tokenizer.json say.
+// ModelFiles is what the files beside tokenizer.json say.
 type ModelFiles struct {
 	Templates     map[string]string // the tokenizer's: by name, "default" the usual one
 	processor     string            // a processor's own template; vLLM prefers it without tools

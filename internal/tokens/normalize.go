@@ -17,10 +17,10 @@ import (
 // ErrNotRenderable marks a request whose prompt only an engine can compute:
 // it carries images or other media, or a form that vLLM refuses or treats in a
 // way that this program does not know. The text around it says which.
-var ErrNotRenderable = errors.New("not renderable by the router")
+var errNotRenderable = errors.New("not renderable by the router")
 
 func notRenderable(format string, args ...any) error {
-	return fmt.Errorf("%w: %s", ErrNotRenderable, fmt.Sprintf(format, args...))
+	return fmt.Errorf("%w: %s", errNotRenderable, fmt.Sprintf(format, args...))
 }
 
 // chatRequest is what of a chat request decides its prompt, as vLLM 0.32 reads

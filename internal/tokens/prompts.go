@@ -225,7 +225,7 @@ func (t *Source) Tokenize(ctx context.Context, body []byte) ([]byte, error) {
 	}
 	if t.whyNot(features) == "" {
 		answer, err := t.model.Tokenize(body)
-		if !errors.Is(err, ErrNotRenderable) {
+		if !errors.Is(err, errNotRenderable) {
 			return answer, err
 		}
 	}

@@ -7,8 +7,8 @@ const (
 	HeaderRequest = "X-Request-Id"
 )
 
-// headerRank tells a vLLM worker which of its data-parallel ranks to use.
+// HeaderRank tells a vLLM worker which of its data-parallel ranks to use.
 const HeaderRank = "X-Data-Parallel-Rank"
 
-// hopByHop are the headers that belong to one connection, not to the message.
+// HopByHop are the headers that belong to one connection, not to the message.
 var HopByHop = []string{"Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "Proxy-Connection", "Te", "Trailer", "Transfer-Encoding", "Upgrade"}

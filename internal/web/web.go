@@ -16,17 +16,17 @@ import (
 const (
 	// headerLimit bounds a request's headers, in bytes.
 	headerLimit = 64 << 10
-	// headerTimeout bounds how long a client may take to send its headers.
+	// HeaderTimeout bounds how long a client may take to send its headers.
 	HeaderTimeout = 10 * time.Second
 	// keepAlive is how long an idle client connection stays open.
 	keepAlive = 2 * time.Minute
 )
 
-// statusOverloaded is the status, known from other services, of those that have
+// StatusOverloaded is the status, known from other services, of those that have
 // too much to do for this request to wait.
 const StatusOverloaded = 529
 
-// newEngine returns a gin engine that answers a panic with a 500 and logs where
+// NewEngine returns a gin engine that answers a panic with a 500 and logs where
 // it came from.
 func NewEngine(log *slog.Logger) *gin.Engine {
 	gin.SetMode(gin.ReleaseMode)
@@ -41,7 +41,7 @@ func NewEngine(log *slog.Logger) *gin.Engine {
 	return engine
 }
 
-// newServer returns an HTTP server with the limits of both ports.
+// NewServer returns an HTTP server with the limits of both ports.
 func NewServer(handler http.Handler) *http.Server {
 	return &http.Server{
 		Handler:           handler,
@@ -51,7 +51,7 @@ func NewServer(handler http.Handler) *http.Server {
 	}
 }
 
-// requireKey refuses requests without one of the bearer keys; no keys: all may
+// RequireKey refuses requests without one of the bearer keys; no keys: all may
 // pass.
 func RequireKey(keys []string, fail func(*gin.Context, int, string)) gin.HandlerFunc {
 	return func(c *gin.Context) {
@@ -69,12 +69,12 @@ func RequireKey(keys []string, fail func(*gin.Context, int, string)) gin.Handler
 	}
 }
 
-// openAIError is fail for those who have no API.
+// OpenAIError is fail for those who have no API.
 func OpenAIError(c *gin.Context, status int, message string) {
 	c.Data(status, "application/json", ErrorJSON(status, ErrorType(status), "", message))
 }
 
-// errorType is OpenAI's and vLLM's word for an HTTP status.
+// ErrorType is OpenAI's and vLLM's word for an HTTP status.
 func ErrorType(status int) string {
 	switch status {
 	case http.StatusUnauthorized:
@@ -92,7 +92,7 @@ func ErrorType(status int) string {
 	return "server_error"
 }
 
-// errorJSON renders an error in OpenAI's shape; an empty param is null.
+// ErrorJSON renders an error in OpenAI's shape; an empty param is null.
 func ErrorJSON(status int, kind, param, message string) []byte {
 	var p any
 	if param != "" {

@@ -19,15 +19,15 @@ import (
 
 const (
 	// zmqHandshakeLimit bounds connecting and the exchange of greetings.
-	zmqHandshakeLimit = 5 * time.Second
+	handshakeLimit = 5 * time.Second
 	// zmqMessageLimit bounds how long the rest of a message may take once its
 	// first byte is here.
-	zmqMessageLimit = 30 * time.Second
+	messageLimit = 30 * time.Second
 	// zmqMaxMessage bounds the bytes of one message. A frame's length is sent
 	// by the peer; a batch of events for a million tokens takes about 5 MB.
-	zmqMaxMessage = 64 << 20
+	maxMessage = 64 << 20
 	// zmqMaxFrames bounds the frames of one message; vLLM sends three or four.
-	zmqMaxFrames = 16
+	maxFrames = 16
 )
 
 // Flags of a ZMTP frame.
@@ -81,7 +81,7 @@ func Dial(ctx context.Context, endpoint string, kind zmq4.SocketType) (*Conn, er
 		return nil, fmt.Errorf("endpoint %q: want tcp://host:port or ipc://path", endpoint)
 	}
 	dialer := net.Dialer{
-		Timeout: zmqHandshakeLimit,
+		Timeout: handshakeLimit,
 		// ZMTP 3.0 has no heartbeat; without probes a peer that vanished is
 		// never noticed.
 		KeepAliveConfig: net.KeepAliveConfig{Enable: true, Idle: 15 * time.Second, Interval: 5 * time.Second, Count: 3},
@@ -106,7 +106,7 @@ func open(ctx context.Context, raw net.Conn, kind zmq4.SocketType, server bool) 
 		defer close(c.ended)
 		_ = raw.Close()
 	})
-	_ = raw.SetDeadline(time.Now().Add(zmqHandshakeLimit))
+	_ = raw.SetDeadline(time.Now().Add(handshakeLimit))
 	var err error
 	c.Conn, err = zmq4.Open(bufferedConn{raw, c.in}, null.Security(), kind, nil, server, nil)
 	if err != nil {
@@ -138,7 +138,7 @@ func (c *Conn) Recv() ([][]byte, error) {
 		if _, err := c.in.Peek(1); err != nil {
 			return nil, err
 		}
-		_ = c.Raw.SetReadDeadline(time.Now().Add(zmqMessageLimit))
+		_ = c.Raw.SetReadDeadline(time.Now().Add(messageLimit))
 		command, err := c.readMessage()
 		_ = c.Raw.SetReadDeadline(time.Time{})
 		if err != nil {
@@ -163,7 +163,7 @@ func (c *Conn) Send(frames ...[]byte) error {
 func (c *Conn) sendEncoded(message []byte) error {
 	c.sending.Lock()
 	defer c.sending.Unlock()
-	_ = c.Raw.SetWriteDeadline(time.Now().Add(zmqMessageLimit))
+	_ = c.Raw.SetWriteDeadline(time.Now().Add(messageLimit))
 	_, err := c.Raw.Write(message)
 	return err
 }
@@ -200,19 +200,19 @@ func (c *Conn) Close() {
 
 // readMessage reads the frames of one message, or one command.
 func (c *Conn) readMessage() (command bool, err error) {
-	var ends [zmqMaxFrames]int
+	var ends [maxFrames]int
 	n := 0
 	c.buf = c.buf[:0]
 	for more := true; more; n++ {
-		if n == zmqMaxFrames {
-			return false, fmt.Errorf("message has more than %d frames", zmqMaxFrames)
+		if n == maxFrames {
+			return false, fmt.Errorf("message has more than %d frames", maxFrames)
 		}
 		flags, size, err := c.readHeader()
 		if err != nil {
 			return false, err
 		}
-		if size > uint64(zmqMaxMessage-len(c.buf)) {
-			return false, fmt.Errorf("message is larger than %d bytes", zmqMaxMessage)
+		if size > uint64(maxMessage-len(c.buf)) {
+			return false, fmt.Errorf("message is larger than %d bytes", maxMessage)
 		}
 		more, command = flags&zmtpMore != 0, flags&zmtpCommand != 0
 		if err := c.readBody(int(size)); err != nil {

@@ -13,9 +13,9 @@ import (
 	"github.com/go-zeromq/zmq4"
 )
 
-// zmqQueue is how many messages wait for one subscriber that reads too slowly;
+// ZmqQueue is how many messages wait for one subscriber that reads too slowly;
 // what comes when it is full is lost for that subscriber, as with libzmq.
-const ZmqQueue = 10_000
+const QueueLimit = 10_000
 
 // acceptRetry is the pause after a connection could not be accepted.
 const acceptRetry = 50 * time.Millisecond
@@ -23,7 +23,7 @@ const acceptRetry = 50 * time.Millisecond
 // zmqListener accepts ZeroMQ connections at one address and hands each to serve
 // in a goroutine of its own. All of them end with Close.
 type Listener struct {
-	Listener net.Listener
+	listener net.Listener
 	kind     zmq4.SocketType
 	serve    func(*Conn)
 	ctx      context.Context // its end closes every connection
@@ -36,26 +36,26 @@ func Listen(address string, kind zmq4.SocketType, serve func(*Conn)) (*Listener,
 	if err != nil {
 		return nil, fmt.Errorf("ZeroMQ socket: %w", err)
 	}
-	l := &Listener{Listener: listener, kind: kind, serve: serve}
+	l := &Listener{listener: listener, kind: kind, serve: serve}
 	l.ctx, l.cancel = context.WithCancel(context.Background())
 	l.running.Go(l.accept)
 	return l, nil
 }
 
 // Endpoint is where to connect to, tcp://host:port.
-func (l *Listener) Endpoint() string { return "tcp://" + l.Listener.Addr().String() }
+func (l *Listener) Endpoint() string { return "tcp://" + l.listener.Addr().String() }
 
 // Close ends the socket and all its connections at once: what waits to be sent
 // is lost. It returns when every goroutine has ended.
 func (l *Listener) Close() {
-	_ = l.Listener.Close()
+	_ = l.listener.Close()
 	l.cancel()
 	l.running.Wait()
 }
 
 func (l *Listener) accept() {
 	for {
-		raw, err := l.Listener.Accept()
+		raw, err := l.listener.Accept()
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
@@ -135,7 +135,7 @@ func (p *Publisher) Subscribers() int {
 
 // follow serves one reader until its connection ends.
 func (p *Publisher) follow(conn *Conn) {
-	s := &subscriber{queue: make(chan []byte, ZmqQueue)}
+	s := &subscriber{queue: make(chan []byte, QueueLimit)}
 	p.mu.Lock()
 	p.subscribers[s] = true
 	p.mu.Unlock()
