@@ -1,14 +1,17 @@
+// Package engine simulates one vLLM engine step by step: paged KV memory with
+// prefix caching, continuous batching, chunked prefill and preemption.
 package engine
 
 import (
 	"fmt"
-	"kvrouter/internal/blockpool"
-	"kvrouter/internal/kv"
 	"slices"
 	"time"
+
+	"kvrouter/internal/blockpool"
+	"kvrouter/internal/kv"
 )
 
-// SimConfig is the size of a simulated engine.
+// Settings is the size of a simulated engine.
 type Settings struct {
 	Blocks           int // KV-cache blocks
 	BlockSize        int // tokens a block
@@ -17,13 +20,13 @@ type Settings struct {
 	Timing           Timing
 }
 
-// DefaultSimConfig is the engine that Dynamo's mocker simulates: one H100-like
+// DefaultSettings is the engine that Dynamo's mocker simulates: one H100-like
 // worker with 16,384 blocks of 64 tokens.
 func DefaultSettings() Settings {
 	return Settings{Blocks: 16384, BlockSize: 64, MaxSeqs: 256, MaxBatchedTokens: 8192, Timing: DefaultTiming()}
 }
 
-// SimTiming says how long a pass takes: the polynomial of the prompt tokens it
+// Timing says how long a pass takes: the polynomial of the prompt tokens it
 // computes plus that of the share of the KV cache which the decoding requests'
 // tokens fill, 0..1. Coefficients are in ms, the constant first. A part that has
 // nothing to do takes no time.
@@ -34,7 +37,7 @@ type Timing struct {
 	Speedup   float64    // all is divided by it; 0 counts as 1
 }
 
-// DefaultSimTiming has the polynomials of Dynamo's mocker.
+// DefaultTiming has the polynomials of Dynamo's mocker.
 func DefaultTiming() Timing {
 	return Timing{
 		Prefill:   [3]float64{16.50142, 1.518344e-02, 4.209989e-07},
@@ -62,7 +65,7 @@ func (t Timing) Pass(prefill int, usage float64, decoding bool) time.Duration {
 	return time.Duration(ms * float64(time.Millisecond))
 }
 
-// SimRequest is one request to a simulated engine.
+// Request is one request to a simulated engine.
 type Request struct {
 	// Blocks are the prompt's full blocks (Engine is the sequence hash, Local the
 	// local hash) and then, if they are to be cached too, those that the output
@@ -95,7 +98,7 @@ type Request struct {
 	unkeyed  bool     // the cache was reset under it: it stores nothing more
 }
 
-// SimEvent is one change of a simulated engine's prefix cache: blocks stored
+// Event is one change of a simulated engine's prefix cache: blocks stored
 // or blocks removed.
 type Event struct {
 	Stored    bool
@@ -107,7 +110,7 @@ type Event struct {
 	Removed   []uint64         // engine hashes; only valid during the call
 }
 
-// SimEngine is the core of a simulated vLLM worker: paged blocks with prefix
+// Engine is the core of a simulated vLLM worker: paged blocks with prefix
 // caching, continuous batching, chunked prefill, preemption. It has no clock and
 // no lock: one goroutine starts passes with Begin and ends each with End after
 // the time that Begin told.
@@ -136,7 +139,7 @@ type Engine struct {
 	removed []uint64   // reused
 }
 
-// NewSimEngine returns an idle engine with an empty cache. events is called for
+// New returns an idle engine with an empty cache. events is called for
 // every change of the cache, in order; it may be nil.
 func New(cfg Settings, events func(Event)) *Engine {
 	if events == nil {
@@ -314,7 +317,7 @@ func (e *Engine) holdCached(r *Request) bool {
 		if b == 0 {
 			break
 		}
-		if e.Pool.Blocks[b].Refs == 0 {
+		if e.Pool.Refs(b) == 0 {
 			inactive++
 		}
 		cached++

@@ -8,11 +8,11 @@ import (
 	"io"
 	"math"
 
-	"kvrouter/internal/kv"
-
 	"github.com/vmihailenco/msgpack/v5"
 	"github.com/vmihailenco/msgpack/v5/msgpcode"
 	"github.com/zeebo/xxh3"
+
+	"kvrouter/internal/kv"
 )
 
 // errBrokenPayload says that a payload is not msgpack from some byte on:
@@ -62,7 +62,7 @@ var (
 	removedFields = [...]string{"block_hashes", "medium", "group_idx", "locality"}
 )
 
-// eventDecoder reads event batches: msgpack [ts, [events], dp_rank?]. Before a
+// batchDecoder reads event batches: msgpack [ts, [events], dp_rank?]. Before a
 // value is decoded its extent is checked against the payload, so a length can
 // never exceed the bytes that are there, nothing recurses, and an event that
 // makes no sense can be stepped over. The zero value is not ready: use

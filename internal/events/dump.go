@@ -7,12 +7,13 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/radix"
 	"log/slog"
 	"net/http"
 	"strings"
 	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/radix"
 )
 
 // A dump is an index as JSON, in the form of Dynamo's services: an object with

@@ -1,18 +1,19 @@
 package events
 
 import (
+	"sync"
+
 	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
-	"sync"
 )
 
-// Bounds of an EventLog. Blocks take 16 bytes each.
+// Bounds of a Log. Blocks take 16 bytes each.
 const (
 	LoggedBatches = 1024
 	loggedBlocks  = 128 << 10
 )
 
-// EventLog keeps the last event batches of one worker rank as they were applied,
+// Log keeps the last event batches of one worker rank as they were applied,
 // for other routers that have missed some. Its stream writes it; any goroutine
 // may ask.
 type Log struct {
@@ -44,14 +45,14 @@ type peerEvent struct {
 	} `json:"data"`
 }
 
-// Kinds of eventsAnswer.
+// Kinds of peerAnswer.
 const (
 	kindEvents = "events"    // those asked for
 	kindDump   = "tree_dump" // all blocks, because the events asked for are not kept any more
 	kindTooNew = "too_new"   // the events asked for have not come yet
 )
 
-// eventsAnswer answers GET /events.
+// peerAnswer answers GET /events.
 type peerAnswer struct {
 	Kind      string      `json:"kind"`
 	WorkerID  uint64      `json:"worker_id"`

@@ -5,7 +5,7 @@ import (
 	"fmt"
 )
 
-// DefaultModel and defaultGroup are what requests and workers that name none
+// DefaultModel and DefaultGroup are what requests and workers that name none
 // belong to.
 const (
 	DefaultModel = "default"

@@ -12,11 +12,11 @@ import (
 	"strconv"
 	"time"
 
-	"kvrouter/internal/kv"
-	"kvrouter/internal/zmq"
-
 	"github.com/go-zeromq/zmq4"
 	"github.com/zeebo/xxh3"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/zmq"
 )
 
 // replayRounds bounds how often one catch-up asks again because the publisher
@@ -163,7 +163,7 @@ func BatchFrames(frames [][]byte) (seq uint64, payload []byte, err error) {
 	return binary.BigEndian.Uint64(frames[n-2]), frames[n-1], nil
 }
 
-// EventPeers are other routers that follow the same workers under the same ids.
+// Peers are other routers that follow the same workers under the same ids.
 type Peers struct {
 	urls   []string // of their router ports
 	key    string   // bearer key that they ask for; may be empty
@@ -180,7 +180,7 @@ const (
 	peerPause   = 50 * time.Millisecond
 )
 
-// NewEventPeers returns the routers at these URLs; none: nil.
+// NewPeers returns the routers at these URLs; none: nil.
 func NewPeers(urls []string, key string) *Peers {
 	if len(urls) == 0 {
 		return nil

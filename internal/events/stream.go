@@ -1,3 +1,10 @@
+// Package events follows the KV-cache events of workers and keeps an index in step
+// with them.
+//
+// A Stream reads one worker rank. It applies every batch once and in order, fetches
+// missed ones from the worker or from another router, and clears the rank's blocks
+// where neither can help. A Log keeps the last batches for other routers; a dump
+// holds all blocks of an index.
 package events
 
 import (
@@ -9,14 +16,14 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/zeebo/xxh3"
+
 	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/zmq"
-
-	"github.com/zeebo/xxh3"
 )
 
-// EventSource names the KV events of one worker rank.
+// Source names the KV events of one worker rank.
 type Source struct {
 	Worker    kv.WorkerKey
 	Endpoint  string // PUB socket, e.g. tcp://127.0.0.1:5557; vLLM adds the rank to the port
@@ -26,7 +33,7 @@ type Source struct {
 	Seeded    bool   // the index has the rank's blocks from a peer
 }
 
-// EventStats counts what one stream saw. It may be read at any time.
+// Stats counts what one stream saw. It may be read at any time.
 type Stats struct {
 	Connected atomic.Bool // subscribed right now
 	// Cold: blocks of the worker may be missing in the index, because the
@@ -74,7 +81,7 @@ func (s *Stats) Counts() map[string]uint64 {
 	return counts
 }
 
-// eventTiming holds the waits of a stream.
+// streamTiming holds the waits of a stream.
 type streamTiming struct {
 	BackoffMin, BackoffMax time.Duration // between attempts to connect
 
@@ -93,7 +100,7 @@ type streamTiming struct {
 	Grace             time.Duration // without a connection until the blocks are forgotten
 }
 
-// EventStream keeps the index in step with one worker rank: it subscribes to
+// Stream keeps the index in step with one worker rank: it subscribes to
 // the rank's KV events and applies them strictly in order of their sequence
 // numbers, each once.
 //
@@ -148,7 +155,7 @@ type Stream struct {
 	warned     map[string]bool // reasons already logged
 }
 
-// NewEventStream returns a stream for src that feeds index. Run starts it.
+// NewStream returns a stream for src that feeds index. Run starts it.
 func NewStream(src Source, index radix.Index, log *slog.Logger) *Stream {
 	s := &Stream{
 		Src:   src,

@@ -1,14 +1,17 @@
+// Package hints reads what a request says about its own routing, from its headers
+// and from the field nvext of its body.
 package hints
 
 import (
 	"fmt"
-	"kvrouter/internal/kv"
 	"math"
 	"net/http"
 	"strconv"
 	"strings"
 
 	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/kv"
 )
 
 // Headers by which a client names the worker that it wants, and that of the
@@ -27,9 +30,9 @@ const (
 	annotationWorker = "worker_instance_id"
 )
 
-// routingHints is what a request says about its own routing, in the field nvext
-// of its body and in headers. Engines never heed them: vLLM passes over fields
-// that it does not know.
+// Hints is what a request says about its own routing, in the field nvext
+// of its body and in headers. Engines ignore them: vLLM passes over fields that it
+// does not know.
 type Hints struct {
 	Query          bool          // tell who would be chosen, and send nothing
 	Pinned         *kv.WorkerKey // this worker and no other
@@ -58,7 +61,7 @@ type hint struct{ param, text string }
 // hintReader reads values and keeps the first error.
 type hintReader struct{ bad *hintError }
 
-// readHints reads a request's hints; bad is not nil if one makes no sense.
+// Read reads a request's hints; bad names the first that makes no sense.
 func Read(header http.Header, nvext gjson.Result) (hints Hints, bad *hintError) {
 	var r hintReader
 	if r.object("nvext", nvext) {

@@ -1,3 +1,5 @@
+// Package jsonbody checks a request's JSON body and takes it apart in one pass,
+// without copying its strings.
 package jsonbody
 
 import (
@@ -12,7 +14,7 @@ import (
 	"github.com/tidwall/gjson"
 )
 
-// maxJSONDepth bounds how deep a request's JSON may be nested, as encoding/json
+// maxDepth bounds how deep a request's JSON may be nested, as encoding/json
 // does: a body of brackets must not use up the stack.
 const maxDepth = 10_000
 
@@ -34,8 +36,8 @@ type MessageView struct {
 	Fields []member
 }
 
-// ParseBody checks a request's body; not ok: it is not one JSON object. That its
-// strings are UTF-8 is not checked.
+// Parse checks a request's body and takes it apart; ok is false if the body is
+// not one JSON object. Whether strings are UTF-8 is not checked.
 func Parse(raw []byte) (b *Body, ok bool) {
 	scan := checker{text: raw}
 	if !scan.whole() {
@@ -77,10 +79,10 @@ func FieldOf(list []member, key string) gjson.Result {
 	return gjson.Result{}
 }
 
-// View is bytes as a string, without a copy.
+// View returns bytes as a string without a copy; they must not change.
 func View(b []byte) string { return unsafe.String(unsafe.SliceData(b), len(b)) }
 
-// jsonCheck checks a text against JSON's grammar in one pass.
+// checker checks a text against JSON's grammar in one pass.
 type checker struct {
 	text []byte
 	lone bool // a string escapes half of a surrogate pair
@@ -171,8 +173,8 @@ func (c *checker) number(i int) int {
 		}
 		return i > start
 	}
-	next := func(any string) bool {
-		if i < len(c.text) && strings.IndexByte(any, c.text[i]) >= 0 {
+	next := func(wanted string) bool {
+		if i < len(c.text) && strings.IndexByte(wanted, c.text[i]) >= 0 {
 			i++
 			return true
 		}
@@ -307,7 +309,8 @@ func eachMember(object string, yield func(key string, value gjson.Result) bool) 
 	}
 }
 
-// EachElement is eachMember for an array.
+// EachElement calls yield with an array's elements in order until it returns
+// false. The text must have been checked.
 func EachElement(array string, yield func(value gjson.Result) bool) {
 	for i := 1; i < len(array); {
 		switch b := array[i]; {

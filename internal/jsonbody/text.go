@@ -7,7 +7,7 @@ import (
 	"github.com/tidwall/gjson"
 )
 
-// jsonField is one member of a JSON object, its value as raw JSON.
+// Field is one member of a JSON object, its value as raw JSON.
 type Field struct {
 	Key string
 	Raw string
@@ -71,6 +71,7 @@ next:
 	return out
 }
 
+// RawOrNull returns a value's raw JSON, "null" if there is no value.
 func RawOrNull(v gjson.Result) string {
 	if v.Type == gjson.Null {
 		return "null"
@@ -78,6 +79,7 @@ func RawOrNull(v gjson.Result) string {
 	return v.Raw
 }
 
+// AppendObject appends fields as a JSON object.
 func AppendObject(out []byte, fields []Field) []byte {
 	out = append(out, '{')
 	for i, f := range fields {

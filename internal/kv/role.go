@@ -35,7 +35,10 @@ const (
 
 var kindNames = []string{KindNone: "none", KindNIXL: "nixl", KindSGLang: "sglang", KindMooncake: "mooncake"}
 
+// String returns the role's name.
 func (r Role) String() string { return roleNames[r] }
+
+// String returns the kind's name.
 func (k Kind) String() string { return kindNames[k] }
 
 // UnmarshalText reads a role's name.
@@ -75,6 +78,9 @@ func KindsOf(k Kind) Kinds { return 1 << k }
 // Allow tells whether k is in the set; the empty set allows any.
 func (s Kinds) Allow(k Kind) bool { return s == 0 || s&KindsOf(k) != 0 }
 
+// SGLangPort is the port of SGLang's bootstrap server where it names none.
+const SGLangPort = 8998
+
 // Bootstrap is where a decode worker finds a prefill worker's transfer service:
 // SGLang's or Mooncake's bootstrap server.
 type Bootstrap struct {
@@ -85,6 +91,7 @@ type Bootstrap struct {
 // Known tells whether there is an address.
 func (b Bootstrap) Known() bool { return b.Host != "" && b.Port != 0 }
 
+// String returns host:port.
 func (b Bootstrap) String() string {
 	return net.JoinHostPort(b.Host, strconv.FormatUint(uint64(b.Port), 10))
 }
@@ -142,6 +149,3 @@ func (d Disagg) Takes(leg Leg) bool {
 	}
 	return d.Role == RoleBoth || d.Role == RoleDecode && d.Kind != KindSGLang
 }
-
-// SglangPort is the port of SGLang's bootstrap server where it names none.
-const SGLangPort = 8998

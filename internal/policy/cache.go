@@ -2,13 +2,14 @@ package policy
 
 import (
 	"fmt"
-	"kvrouter/internal/kv"
 	"math"
 	"math/rand/v2"
 	"time"
+
+	"kvrouter/internal/kv"
 )
 
-// CacheKnobs are the settings of the policies cache-threshold and variance, by
+// CacheSettings are the settings of the policies cache-threshold and variance, by
 // the names that SGLang gives those it has.
 type CacheSettings struct {
 	CacheThreshold      float64 `group:"Policies cache-threshold and variance" default:"0.5" help:"Share of a prompt, 0 to 1, of which more must be cached on a worker for the request to go there; else the one with the fewest requests in flight gets it."`
@@ -17,7 +18,7 @@ type CacheSettings struct {
 	BalanceRelThreshold float64 `group:"Policies cache-threshold and variance" default:"1.5" help:"The same as a multiple of the mean; both must be exceeded."`
 }
 
-// defaultCacheKnobs returns the defaults of the flags.
+// defaultCacheSettings returns the defaults of the flags.
 func defaultCacheSettings() CacheSettings {
 	return CacheSettings{CacheThreshold: 0.5, VarianceK: 1.5, BalanceAbsThreshold: 32, BalanceRelThreshold: 1.5}
 }

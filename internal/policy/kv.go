@@ -6,7 +6,7 @@ import (
 	"math/rand/v2"
 )
 
-// PolicyKnobs are the settings of policy kv. They have the names, the meaning
+// Settings are the settings of policy kv. They have the names, the meaning
 // and the defaults of Dynamo 1.6.1's.
 type Settings struct {
 	PrefillLoadScale          float64  `group:"Policy kv" default:"1" help:"Weight of the prompt blocks to be computed against the blocks in use."`
@@ -20,7 +20,17 @@ type Settings struct {
 	ThompsonSettings
 }
 
-// DefaultPolicyKnobs returns the defaults of the flags.
+// Override are settings for one request; what is nil stays as it is.
+type Override struct {
+	OverlapScoreWeight *float64 // older name of PrefillLoadScale, see Settings
+	OverlapScoreCredit *float64
+	PrefillLoadScale   *float64
+	RouterTemperature  *float64
+	AssumeKVReuse      *bool
+	TrackPrefillTokens *bool
+}
+
+// DefaultSettings returns the defaults of the flags.
 func DefaultSettings() Settings {
 	return Settings{
 		PrefillLoadScale: 1, OverlapScoreCredit: 1,

@@ -1,8 +1,6 @@
 package policy
 
-import (
-	"time"
-)
+import "time"
 
 // Published is a worker's load as the worker itself reports it.
 type Published struct {

@@ -1,11 +1,16 @@
+// Package policy holds the rules that choose a worker for a request.
+//
+// Each policy is a small type with Choose, and one line in New; its settings and
+// their checks stand beside it.
 package policy
 
 import (
 	"fmt"
-	"kvrouter/internal/hints"
-	"kvrouter/internal/kv"
 	"math/rand/v2"
 	"time"
+
+	"kvrouter/internal/hints"
+	"kvrouter/internal/kv"
 )
 
 // Query is what a policy may know of a request.
@@ -109,13 +114,13 @@ type Meanwhile struct {
 	Context float64 // mean of Load.ContextTokens
 }
 
-// PolicyNames lists the policies that NewPolicy knows.
+// Names lists the policies that NewPolicy knows.
 var Names = []string{"standalone", "kv", "work", "cache-threshold", "variance", "thompson", "least-loaded", "power-of-two", "round-robin", "random"}
 
 // NewPolicy returns the policy of that name with the default knobs.
 func NewPolicy(name string) (Policy, error) { return New(name, DefaultSettings()) }
 
-// NewPolicyWith returns the policy of that name. Knobs of other policies are
+// New returns the policy of that name. Knobs of other policies are
 // ignored.
 func New(name string, knobs Settings) (Policy, error) {
 	if err := knobs.validate(); err != nil {

@@ -1,14 +1,15 @@
 package policy
 
 import (
-	"kvrouter/internal/hints"
-	"kvrouter/internal/jsonlines"
-	"kvrouter/internal/kv"
 	"math"
 	"math/rand/v2"
 	"slices"
 	"strconv"
 	"time"
+
+	"kvrouter/internal/hints"
+	"kvrouter/internal/jsonlines"
+	"kvrouter/internal/kv"
 )
 
 const (

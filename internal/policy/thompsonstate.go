@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"kvrouter/internal/kv"
 	"log/slog"
 	"maps"
 	"math"
@@ -15,6 +14,8 @@ import (
 	"path/filepath"
 	"slices"
 	"time"
+
+	"kvrouter/internal/kv"
 )
 
 const (

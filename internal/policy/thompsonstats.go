@@ -1,9 +1,10 @@
 package policy
 
 import (
-	"kvrouter/internal/kv"
 	"slices"
 	"time"
+
+	"kvrouter/internal/kv"
 )
 
 // ThompsonStats is what policy thompson has done, and how it stands.

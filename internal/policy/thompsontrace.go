@@ -2,14 +2,15 @@ package policy
 
 import (
 	"fmt"
-	"kvrouter/internal/hints"
-	"kvrouter/internal/jsonlines"
-	"kvrouter/internal/kv"
 	"log/slog"
 	"os"
 	"path/filepath"
 	"strconv"
 	"time"
+
+	"kvrouter/internal/hints"
+	"kvrouter/internal/jsonlines"
+	"kvrouter/internal/kv"
 )
 
 // thompsonTraceFile is the name of the original's file in debug.trace_dir.

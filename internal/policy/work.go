@@ -1,9 +1,10 @@
 package policy
 
 import (
-	"kvrouter/internal/kv"
 	"math/rand/v2"
 	"time"
+
+	"kvrouter/internal/kv"
 )
 
 const (

@@ -2,13 +2,14 @@ package radix
 
 import (
 	"cmp"
-	"kvrouter/internal/kv"
 	"slices"
+
+	"kvrouter/internal/kv"
 )
 
 // Index tells which worker holds which blocks. Where that comes from is what
-// the kinds differ in: Radix knows it from KV events, Approx and PrefixTrees
-// assume it from what was routed, withPredictions does both and noIndex neither.
+// the kinds differ in: Tree knows it from KV events, Approx and Trees
+// assume it from what was routed, predicting does both and blind neither.
 // A lookup waits for one change of the index at most, never for changes that
 // wait as well.
 type Index interface {
@@ -43,7 +44,7 @@ func NewBlind() Index { return blind{NewTree()} }
 // has more of a worker.
 func NewPredicting(exact *Tree, routed *Approx) Index { return &predicting{exact, routed} }
 
-// noIndex matches nothing, for a policy to which it would make no difference.
+// blind matches nothing, for a policy to which it would make no difference.
 type blind struct{ *Tree }
 
 // CanMatch is false.
@@ -52,7 +53,7 @@ func (blind) CanMatch() bool { return false }
 // Match appends nothing.
 func (blind) Match(_ []uint64, dst []kv.Match) []kv.Match { return dst }
 
-// withPredictions is the exact index and, beside it, what was routed lately: of
+// predicting is the exact index and, beside it, what was routed lately: of
 // both, a worker holds what the one says that has more. It bridges the time
 // until a prompt's events come.
 type predicting struct {

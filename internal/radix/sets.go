@@ -1,8 +1,9 @@
 package radix
 
 import (
-	"kvrouter/internal/table"
 	"math/bits"
+
+	"kvrouter/internal/table"
 )
 
 // workerSets holds the distinct sets of worker slots that occur in the index,

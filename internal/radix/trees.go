@@ -1,13 +1,14 @@
 package radix
 
 import (
-	"kvrouter/internal/kv"
 	"math"
 	"sync"
 	"time"
+
+	"kvrouter/internal/kv"
 )
 
-// PrefixTrees is the approximate index of SGLang's router: one prefix tree a
+// Trees is the approximate index of SGLang's router: one prefix tree a
 // worker, of the prompts that were routed to it, from the moment when they were
 // chosen for it. Nothing is believed of the engines' memories but what
 // corrections show. A tree keeps a number of tokens, those of answers included,
@@ -30,7 +31,7 @@ type Trees struct {
 // to the next.
 func (t *Trees) Limits() (blocks int, every time.Duration) { return t.blocks, t.every }
 
-// NewPrefixTrees returns empty trees, each of which keeps that many blocks. now
+// NewTrees returns empty trees, each of which keeps that many blocks. now
 // is the clock.
 func NewTrees(blocks int, every time.Duration, now func() time.Time) *Trees {
 	t := &Trees{Approx: NewApprox(0, 0, 0, now), blocks: blocks, every: every, due: now().Add(every)}

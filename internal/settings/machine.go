@@ -9,8 +9,7 @@ import (
 	"time"
 )
 
-// Machine answers what the defaults depend on, so that tests can be any
-// machine.
+// Machine answers what defaults depend on. Tests use their own.
 type Machine struct {
 	Cores  int
 	GPUs   func() []string         // devices that may be used, in order; none: CPU

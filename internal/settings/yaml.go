@@ -1,3 +1,4 @@
+// Package settings reads a YAML file of flags, and tells what this machine has.
 package settings
 
 import (
@@ -110,8 +111,8 @@ func settingText(value any) (any, error) {
 	}
 }
 
-// Resolve gives kong the file's value of a flag; an environment variable that
-// is set goes before it.
+// Resolve returns the file's value of a flag to kong. An environment variable
+// that is set goes before it.
 func (f configFile) Resolve(_ *kong.Context, _ *kong.Path, flag *kong.Flag) (any, error) {
 	for _, variable := range flag.Envs {
 		if _, set := os.LookupEnv(variable); set {
@@ -124,7 +125,8 @@ func (f configFile) Resolve(_ *kong.Context, _ *kong.Path, flag *kong.Flag) (any
 	return nil, nil
 }
 
-// Explain adds the file's name to an error about a flag that the file sets.
+// Explain adds the file's name to an error about a flag that the file sets, and
+// returns any other error as it is.
 func (f configFile) Explain(err error) error {
 	for key := range f.values {
 		if strings.HasPrefix(err.Error(), "--"+key+":") || strings.HasPrefix(err.Error(), "--"+key+" ") {

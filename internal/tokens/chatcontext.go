@@ -1,10 +1,11 @@
 package tokens
 
 import (
-	"kvrouter/internal/jsonbody"
 	"slices"
 	"strconv"
 	"strings"
+
+	"kvrouter/internal/jsonbody"
 )
 
 // fitTemplate applies what depends on the template: the role developer becomes

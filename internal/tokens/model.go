@@ -47,11 +47,11 @@ import (
 	"sync/atomic"
 	"unsafe"
 
-	"kvrouter/internal/jsonbody"
-
 	"github.com/daulet/tokenizers"
 	"github.com/tidwall/gjson"
 	"github.com/tidwall/sjson"
+
+	"kvrouter/internal/jsonbody"
 )
 
 // Model computes prompt tokens from a model's tokenizer and chat template, as
@@ -75,7 +75,7 @@ type Model struct {
 }
 
 // OpenModel reads the tokenizer and the chat templates in a model's folder.
-// A model without a usable template opens too: its chats are ErrNotRenderable.
+// A model without a usable template opens too: its chats are errNotRenderable.
 func OpenModel(dir string) (*Model, error) {
 	return OpenModelWith(dir, ChatOptions{})
 }
@@ -168,7 +168,7 @@ func (m *Model) MaxModelLen() int { return int(m.maxModelLen.Load()) }
 func (m *Model) SetMaxModelLen(n int) { m.maxModelLen.Store(int64(n)) }
 
 // ChatTokens returns the prompt tokens of a /v1/chat/completions request, given
-// its JSON. ErrNotRenderable means that only the engine can tell them.
+// its JSON. errNotRenderable means that only the engine can tell them.
 func (m *Model) ChatTokens(body []byte) ([]uint32, error) {
 	parsed, ok := jsonbody.Parse(body)
 	if !ok {
@@ -226,17 +226,17 @@ func renderWith(template *chatTemplate, req *chatRequest, special []jsonbody.Fie
 	if req.continueFinal && !strings.Contains(template.Text, "content") {
 		return chat, notRenderable("the template does not use content, so no final message can be continued")
 	}
-	room, _ := template.contexts.Get().(*[]byte)
-	if room == nil {
-		room = new([]byte)
+	buffer, _ := template.contexts.Get().(*[]byte)
+	if buffer == nil {
+		buffer = new([]byte)
 	}
-	defer template.contexts.Put(room)
-	context, final, err := req.appendContext((*room)[:0], template, special)
+	defer template.contexts.Put(buffer)
+	context, final, err := req.appendContext((*buffer)[:0], template, special)
 	if err != nil {
 		return chat, err
 	}
 	if cap(context) <= pooledContext {
-		*room = context
+		*buffer = context
 	}
 	if chat, err = template.Render(context); err != nil {
 		return chat, fmt.Errorf("%w: the chat template: %w", errNotRenderable, err)
@@ -250,7 +250,7 @@ func renderWith(template *chatTemplate, req *chatRequest, special []jsonbody.Fie
 	return chat, nil
 }
 
-// CacheTokens bounds the tokens remembered by piece of text; see Segments. It
+// CacheTokens bounds the tokens remembered by piece of text; see segments. It
 // must not be called while requests are served.
 func (m *Model) CacheTokens(tokens int) { m.segments.SetCache(tokens) }
 
@@ -403,7 +403,7 @@ func (m *Model) Decode(tokens []uint32) string {
 var spaceTidier = strings.NewReplacer(" .", ".", " ?", "?", " !", "!", " ,", ",", " ' ", "'",
 	" n't", "n't", " 'm", "'m", " 's", "'s", " 've", "'ve", " 're", "'re")
 
-// TokenString returns the tokenizer's own name of a token; empty if unknown.
+// tokenString returns the tokenizer's own name of a token; empty if unknown.
 func (m *Model) tokenString(token uint32) string {
 	if names := m.Vocabulary(); int(token) < len(names) {
 		return names[token]
@@ -448,10 +448,11 @@ func (m *Model) readVocabulary() []string {
 // its text.
 type BadRequest struct{ Reason string }
 
+// Error returns the reason.
 func (e *BadRequest) Error() string { return e.Reason }
 
 // Tokenize answers a /tokenize request, for a chat or a text, in vLLM's shape.
-// The error is a *BadRequest, or ErrNotRenderable where a worker must answer.
+// The error is a *BadRequest, or errNotRenderable where a worker must answer.
 func (m *Model) Tokenize(body []byte) ([]byte, error) {
 	if !json.Valid(body) {
 		return nil, &BadRequest{"the body is not valid JSON"}
@@ -522,6 +523,7 @@ func (m *Model) Detokenize(body []byte) ([]byte, error) {
 	return append(jsonbody.AppendString([]byte(`{"prompt":`), m.Decode(tokens)), '}'), nil
 }
 
+// AppendTokens appends tokens as a JSON list of numbers.
 func AppendTokens(out []byte, tokens []uint32) []byte {
 	out = append(out, '[')
 	for i, t := range tokens {

@@ -12,9 +12,9 @@ import (
 	"slices"
 	"strings"
 
-	"kvrouter/internal/jsonbody"
-
 	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/jsonbody"
 )
 
 // tokenizerFiles are the files of a model that tokens.go reads, as patterns of
@@ -250,6 +250,7 @@ func (f *ModelFiles) template(withTools bool) string {
 	return f.Templates["default"]
 }
 
+// FileExists tells whether the folder has something of that name.
 func FileExists(dir, name string) bool {
 	_, err := os.Stat(filepath.Join(dir, name))
 	return err == nil

@@ -16,13 +16,14 @@ import "C"
 
 import (
 	"errors"
-	"kvrouter/internal/jsonbody"
 	"strings"
 	"sync"
 	"unsafe"
+
+	"kvrouter/internal/jsonbody"
 )
 
-// ChatTemplate is a compiled Jinja chat template. It may be rendered by many
+// chatTemplate is a compiled Jinja chat template. It may be rendered by many
 // goroutines at once; none may be rendering when it is closed.
 type chatTemplate struct {
 	// WantsParts tells that the template loops over a message's content, so
@@ -40,7 +41,7 @@ type chatTemplate struct {
 // some hundred thousand tokens.
 const pooledContext = 2 << 20
 
-// Rendered is the text of a chat, in the library's memory: after Free nobody may
+// renderedChat is the text of a chat, in the library's memory: after Free nobody may
 // use any part of Text. The zero value needs no Free.
 type renderedChat struct {
 	Text  string
@@ -50,7 +51,7 @@ type renderedChat struct {
 // Free gives the memory back.
 func (r renderedChat) Free() { C.chat_bytes_free(r.bytes) }
 
-// CompileTemplate compiles the text of a chat template with the settings that
+// compileTemplate compiles the text of a chat template with the settings that
 // transformers gives to jinja2.
 func compileTemplate(text string) (*chatTemplate, error) {
 	text = strings.NewReplacer("\r\n", "\n", "\r", "\n").Replace(text) // as jinja2 does

@@ -12,12 +12,12 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// DefaultTokenCache is how many tokens Segments remembers unless told otherwise;
+// DefaultTokenCache is how many tokens segments remembers unless told otherwise;
 // each takes 4 bytes, so that a full cache has 16 MiB, the tokens of 40 prompts
 // of 100,000.
 const DefaultTokenCache = 4 << 20
 
-// Segments encodes texts piece by piece and remembers the tokens of the pieces,
+// segments encodes texts piece by piece and remembers the tokens of the pieces,
 // so that the system prompt and the earlier turns of a chat are encoded once
 // for all requests.
 //
@@ -52,7 +52,7 @@ type addedToken struct {
 	cuts bool
 }
 
-// NewSegments returns the way of the tokenizer in tokenizerJSON, the content of
+// newSegments returns the way of the tokenizer in tokenizerJSON, the content of
 // its tokenizer.json. encode encodes a text as a whole; cacheTokens bounds what
 // is remembered, 0: nothing is.
 func newSegments(tokenizerJSON []byte, encode func(string, bool) ([]uint32, bool), cacheTokens int) *segments {
@@ -83,8 +83,8 @@ func (s *segments) Encode(text string, addSpecial bool) (tokens []uint32, ok boo
 	if addSpecial && !s.Cuts() || !utf8.ValidString(text) {
 		return s.encode(text, addSpecial)
 	}
-	var room [32]textPiece
-	pieces, ok := s.cut(room[:0], text, 0)
+	var few [32]textPiece
+	pieces, ok := s.cut(few[:0], text, 0)
 	if !ok {
 		return s.encode(text, addSpecial)
 	}

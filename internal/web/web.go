@@ -1,3 +1,5 @@
+// Package web holds what both HTTP ports share: limits, API keys, header names and
+// OpenAI's shape of an error.
 package web
 
 import (
@@ -13,6 +15,19 @@ import (
 	"github.com/gin-gonic/gin"
 )
 
+// Names of the headers by which a client learns what was decided.
+const (
+	HeaderWorker  = "X-Kvrouter-Worker-Id"
+	HeaderOverlap = "X-Kvrouter-Overlap-Tokens"
+	HeaderRequest = "X-Request-Id"
+)
+
+// HeaderRank tells a vLLM worker which of its data-parallel ranks to use.
+const HeaderRank = "X-Data-Parallel-Rank"
+
+// HopByHop are the headers that belong to one connection, not to the message.
+var HopByHop = []string{"Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "Proxy-Connection", "Te", "Trailer", "Transfer-Encoding", "Upgrade"}
+
 const (
 	// headerLimit bounds a request's headers, in bytes.
 	headerLimit = 64 << 10
@@ -22,12 +37,11 @@ const (
 	keepAlive = 2 * time.Minute
 )
 
-// StatusOverloaded is the status, known from other services, of those that have
-// too much to do for this request to wait.
+// StatusOverloaded (529) says that the queue is full.
 const StatusOverloaded = 529
 
-// NewEngine returns a gin engine that answers a panic with a 500 and logs where
-// it came from.
+// NewEngine returns a gin engine that answers a panic with status 500 and logs
+// its stack.
 func NewEngine(log *slog.Logger) *gin.Engine {
 	gin.SetMode(gin.ReleaseMode)
 	engine := gin.New()
@@ -51,8 +65,8 @@ func NewServer(handler http.Handler) *http.Server {
 	}
 }
 
-// RequireKey refuses requests without one of the bearer keys; no keys: all may
-// pass.
+// RequireKey refuses requests without one of the bearer keys; with no keys it
+// lets every request pass. fail writes the refusal.
 func RequireKey(keys []string, fail func(*gin.Context, int, string)) gin.HandlerFunc {
 	return func(c *gin.Context) {
 		if len(keys) == 0 {
@@ -69,12 +83,12 @@ func RequireKey(keys []string, fail func(*gin.Context, int, string)) gin.Handler
 	}
 }
 
-// OpenAIError is fail for those who have no API.
+// OpenAIError answers a request with an error in OpenAI's shape.
 func OpenAIError(c *gin.Context, status int, message string) {
 	c.Data(status, "application/json", ErrorJSON(status, ErrorType(status), "", message))
 }
 
-// ErrorType is OpenAI's and vLLM's word for an HTTP status.
+// ErrorType returns OpenAI's or vLLM's word for an HTTP status.
 func ErrorType(status int) string {
 	switch status {
 	case http.StatusUnauthorized:

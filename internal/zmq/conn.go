@@ -1,3 +1,5 @@
+// Package zmq is one ZeroMQ connection with bounds and deadlines, and the sockets
+// that publish and answer.
 package zmq
 
 import (
@@ -18,15 +20,15 @@ import (
 )
 
 const (
-	// zmqHandshakeLimit bounds connecting and the exchange of greetings.
+	// handshakeLimit bounds connecting and the exchange of greetings.
 	handshakeLimit = 5 * time.Second
-	// zmqMessageLimit bounds how long the rest of a message may take once its
+	// messageLimit bounds how long the rest of a message may take once its
 	// first byte is here.
 	messageLimit = 30 * time.Second
-	// zmqMaxMessage bounds the bytes of one message. A frame's length is sent
+	// maxMessage bounds the bytes of one message. A frame's length is sent
 	// by the peer; a batch of events for a million tokens takes about 5 MB.
 	maxMessage = 64 << 20
-	// zmqMaxFrames bounds the frames of one message; vLLM sends three or four.
+	// maxFrames bounds the frames of one message; vLLM sends three or four.
 	maxFrames = 16
 )
 
@@ -37,7 +39,7 @@ const (
 	zmtpCommand = 4
 )
 
-// ZMQConn is one ZeroMQ connection to one peer, read by one goroutine; any may
+// Conn is one ZeroMQ connection to one peer, read by one goroutine; any may
 // send. The handshake is zmq4's. Messages are read and written here, through a
 // buffer and with deadlines: a zmq4 socket reads unbuffered (about seven system
 // calls a message), believes any frame length, and leaves its reader behind
@@ -71,6 +73,8 @@ func DialSub(ctx context.Context, endpoint, topic string) (*Conn, error) {
 	return c, nil
 }
 
+// Dial connects to the socket at endpoint as a socket of that kind. When ctx ends,
+// the connection is closed.
 func Dial(ctx context.Context, endpoint string, kind zmq4.SocketType) (*Conn, error) {
 	network, address, found := strings.Cut(endpoint, "://")
 	switch {
@@ -97,7 +101,7 @@ func Dial(ctx context.Context, endpoint string, kind zmq4.SocketType) (*Conn, er
 	return c, nil
 }
 
-// openZMQ exchanges greetings with the peer at the other end of raw, which is
+// open exchanges greetings with the peer at the other end of raw, which is
 // closed when that fails, when ctx ends or by Close. server says who accepted
 // whom.
 func open(ctx context.Context, raw net.Conn, kind zmq4.SocketType, server bool) (*Conn, error) {
@@ -159,7 +163,7 @@ func (c *Conn) Send(frames ...[]byte) error {
 	return c.sendEncoded(encode(frames))
 }
 
-// sendEncoded sends what encodeZMQ has encoded.
+// sendEncoded sends what encode has encoded.
 func (c *Conn) sendEncoded(message []byte) error {
 	c.sending.Lock()
 	defer c.sending.Unlock()
@@ -168,7 +172,7 @@ func (c *Conn) sendEncoded(message []byte) error {
 	return err
 }
 
-// encodeZMQ returns a message of frames as it goes over the wire.
+// encode returns a message of frames as it goes over the wire.
 func encode(frames [][]byte) []byte {
 	size := 0
 	for _, frame := range frames {
@@ -197,6 +201,14 @@ func (c *Conn) Close() {
 		<-c.ended
 	}
 }
+
+// Break closes the connection in the middle of what it does, as a peer that dies
+// would. Unlike Close it does not wait.
+func (c *Conn) Break() { _ = c.Raw.Close() }
+
+// RecvMsg is Recv that also shows the peer's commands, such as the answers to
+// heartbeats.
+func (c *Conn) RecvMsg() (zmq4.Msg, error) { return c.Conn.RecvMsg() }
 
 // readMessage reads the frames of one message, or one command.
 func (c *Conn) readMessage() (command bool, err error) {
