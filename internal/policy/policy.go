@@ -19,7 +19,7 @@ type Query struct {
 	Tokens      int       // prompt length; 0: unknown
 	BlockSize   int       // tokens a block
 	FreePrefill bool      // prompt tokens do not count as load
-	Override    *Override // of knobs; nil: none
+	Override    *Override // of settings; nil: none
 	Leg         kv.Leg    // that a worker is wanted for
 	Prefix      hints.Prefix
 	Retry       bool   // another worker has failed it before
@@ -114,31 +114,30 @@ type Meanwhile struct {
 	Context float64 // mean of Load.ContextTokens
 }
 
-// Names lists the policies that NewPolicy knows.
+// Names lists the policies that New knows.
 var Names = []string{"standalone", "kv", "work", "cache-threshold", "variance", "thompson", "least-loaded", "power-of-two", "round-robin", "random"}
 
-// NewPolicy returns the policy of that name with the default knobs.
+// NewPolicy returns the policy of that name with the default settings.
 func NewPolicy(name string) (Policy, error) { return New(name, DefaultSettings()) }
 
-// New returns the policy of that name. Knobs of other policies are
-// ignored.
-func New(name string, knobs Settings) (Policy, error) {
-	if err := knobs.validate(); err != nil {
+// New returns the policy of that name. Settings of other policies are ignored.
+func New(name string, settings Settings) (Policy, error) {
+	if err := settings.validate(); err != nil {
 		return nil, err
 	}
 	switch name {
 	case "kv":
-		return kvPolicy{knobs.Resolved()}, nil
+		return kvPolicy{settings.Resolved()}, nil
 	case "standalone":
 		return standalone{}, nil
 	case "work":
 		return NewWork(), nil
 	case "cache-threshold":
-		return &cacheThreshold{newCacheRouting(knobs.CacheSettings)}, nil
+		return &cacheThreshold{newCacheRouting(settings.CacheSettings)}, nil
 	case "variance":
-		return &variance{newCacheRouting(knobs.CacheSettings)}, nil
+		return &variance{newCacheRouting(settings.CacheSettings)}, nil
 	case "thompson":
-		config, err := knobs.ThompsonSettings.config()
+		config, err := settings.ThompsonSettings.config()
 		if err != nil {
 			return nil, err
 		}

@@ -270,7 +270,7 @@ func (p *Thompson) worker(t kv.Target) *thompsonWorker {
 
 func (p *Thompson) newWorker(key kv.WorkerKey) *thompsonWorker {
 	w := &thompsonWorker{key: key, mean: newBetaBandit(), linear: newLinearBandit(&p.prior), faded: p.faded}
-	if gone, any := p.workers.put(key, w); any {
+	if gone, full := p.workers.put(key, w); full {
 		p.unpin(gone)
 		for k := range p.usual {
 			if k.perWorker && k.worker == gone.key {
@@ -392,9 +392,9 @@ func (p *Thompson) keep(q Query, t *thompsonQuery, chosen int) {
 	pin := thompsonPin{worker: w.key, reuse: t.reuse, decode: t.decode, prefill: c.prefill, iat: t.iat}
 	id := p.pinSeries(q, w, pin)
 	w.waits++
-	if gone, any := p.pending.put(q.Decision, &thompsonPending{
+	if gone, full := p.pending.put(q.Decision, &thompsonPending{
 		decision: q.Decision, worker: w.key, series: id, x: c.x, began: q.Now, tokens: q.Tokens, osl: q.Prefix.OSL, bin: prefillBin(c.prefill),
-	}); any {
+	}); full {
 		p.noLongerWaits(gone)
 	}
 	p.changes++
@@ -440,7 +440,7 @@ func (p *Thompson) pinSeries(q Query, w *thompsonWorker, pin thompsonPin) string
 	}
 	s.pin, s.touched = pin, q.Now
 	p.pin(s, w)
-	if gone, any := p.series.put(id, s); any {
+	if gone, full := p.series.put(id, s); full {
 		p.unpinSeries(gone)
 	}
 	return id

@@ -56,14 +56,13 @@ const (
 // usual values are learned from finished requests. Ties are broken at random.
 type Work struct {
 	Timing *engineTiming
-	Skip   WorkTerm
 
 	Uncached runningMean // tokens of a prompt
 	decoding runningMean // ms from first to last token
 	Output   runningMean // tokens
 }
 
-// runningMean is the mean of the last values, about workMeanOver.
+// runningMean is the mean of about the last workMeanOver values.
 type runningMean struct {
 	Value float64
 	count int
@@ -74,20 +73,7 @@ func (m *runningMean) add(value float64) {
 	m.Value += (value - m.Value) / float64(m.count)
 }
 
-// WorkTerm names a term of the rule, to leave it out.
-type WorkTerm int
-
-const (
-	workNoTerm WorkTerm = iota
-	workTermPasses
-	workTermPushed
-	workTermLater
-	workTermQueued
-	workTermDecode
-	workTermOthers
-	workTermCount
-)
-
+// NewWork returns policy work with an engine's timing to begin with.
 func NewWork() *Work { return &Work{Timing: NewEngineTiming()} }
 
 func (*Work) Traits() Traits { return Traits{ActiveBlocks: true, Siblings: true} }
@@ -102,6 +88,7 @@ func (p *Work) Learn(o Outcome) {
 	}
 }
 
+// LearnUsual takes in what a finished request says about usual answers.
 func (p *Work) LearnUsual(o Outcome) {
 	p.Output.add(float64(o.Output))
 	if o.Output > 1 {
@@ -158,22 +145,6 @@ func (p *Work) cost(q Query, c *Candidate, u workUsual) float64 {
 	slowdown := u.output / 2 * p.Timing.context * float64(q.Tokens)
 	others := workOthers * float64(c.Load.InFlight) * (own + slowdown)
 	count := workCount * float64(c.Load.InFlight+1) / (u.inFlight + 1)
-	switch p.Skip {
-	case workTermPasses:
-		first = own + queued
-	case workTermPushed:
-		pushed = 0
-	case workTermLater:
-		later = 0
-	case workTermQueued:
-		busier = 0
-	case workTermDecode:
-		decode = 0
-	case workTermOthers:
-		others = 0
-	case workTermCount:
-		count = 0
-	}
 	return (first+pushed+later+busier)/u.own + workDecode*(decode+others)/u.decoding + count
 }
 

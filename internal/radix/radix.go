@@ -321,15 +321,6 @@ func (r *Tree) Blocks(w kv.WorkerKey) int {
 	return 0
 }
 
-// Nodes returns how many distinct prefixes the index has nodes for, among them
-// those kept for their descendants only and those of cleared workers that are
-// not swept yet.
-func (r *Tree) Nodes() int {
-	r.mu.RLock()
-	defer r.mu.RUnlock()
-	return r.nodes.used - 1
-}
-
 // Dump calls yield with every block that Match can reach, worker by worker in
 // order, each after its parent, until yield returns false. Storing what it
 // yields, one block at a time, into an empty index gives the same matches; a

@@ -90,9 +90,6 @@ func (s *workerSets) release(id uint32) {
 	}
 }
 
-// len returns how many sets are in use, without the empty one.
-func (s *workerSets) len() int { return len(s.sets) - 1 - len(s.free) }
-
 // find returns the set that differs from set id in slot only, making it if it
 // does not exist.
 func (s *workerSets) find(id, slot uint32) uint32 {

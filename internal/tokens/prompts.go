@@ -155,16 +155,7 @@ func (t *Source) ChatBody(ctx context.Context, parsed *jsonbody.Body) Prompt {
 	return t.unknown(shape)
 }
 
-// Completion returns the prompts of a /v1/completions request, at least one.
-func (t *Source) Completion(ctx context.Context, body []byte) []Prompt {
-	parsed, ok := jsonbody.Parse(body)
-	if !ok {
-		parsed = &jsonbody.Body{Raw: body}
-	}
-	return t.CompletionBody(ctx, parsed)
-}
-
-// CompletionBody is Completion for a body that has been taken apart.
+// CompletionBody returns the prompts of a /v1/completions request, at least one.
 func (t *Source) CompletionBody(ctx context.Context, parsed *jsonbody.Body) []Prompt {
 	body := parsed.Raw
 	const shape = "completion"
