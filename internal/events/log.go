@@ -45,15 +45,15 @@ type peerEvent struct {
 	} `json:"data"`
 }
 
-// Kinds of peerAnswer.
+// Kinds of Answer.
 const (
 	kindEvents = "events"    // those asked for
 	kindDump   = "tree_dump" // all blocks, because the events asked for are not kept any more
 	kindTooNew = "too_new"   // the events asked for have not come yet
 )
 
-// peerAnswer answers GET /events.
-type peerAnswer struct {
+// Answer answers GET /events.
+type Answer struct {
 	Kind      string      `json:"kind"`
 	WorkerID  uint64      `json:"worker_id"`
 	DPRank    uint32      `json:"dp_rank"`
@@ -153,8 +153,8 @@ func (l *Log) digest(seq uint64) *uint64 {
 // Query returns the batches from start to end (clamped to what there is), or
 // all blocks where start is nil or so old that it is not kept any more. check is
 // a batch whose digest is asked for, too.
-func (l *Log) Query(start, end, check *uint64) peerAnswer {
-	answer := peerAnswer{Kind: kindDump, WorkerID: l.worker.Worker, DPRank: l.worker.Rank, Events: []peerEvent{}}
+func (l *Log) Query(start, end, check *uint64) Answer {
+	answer := Answer{Kind: kindDump, WorkerID: l.worker.Worker, DPRank: l.worker.Rank, Events: []peerEvent{}}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	answer.Complete = !l.stats.Cold.Load()

@@ -17,10 +17,10 @@ const (
 // router share its index, its queue and its block size.
 type Partition struct{ Model, Group string }
 
-// String is the partition as errors name it.
+// String returns the partition as errors name it.
 func (p Partition) String() string {
 	return fmt.Sprintf("model=%s routing_group=%s", cmp.Or(p.Model, DefaultModel), p.Group)
 }
 
-// DumpName is the partition's name in a dump.
+// DumpName returns the partition's name in a dump, MODEL:GROUP.
 func (p Partition) DumpName() string { return p.Model + ":" + p.Group }

@@ -189,7 +189,7 @@ func NewPeers(urls []string, key string) *Peers {
 }
 
 // ask asks one peer for w's events from start on, or all its blocks.
-func (p *Peers) ask(ctx context.Context, peer string, w kv.WorkerKey, start *uint64, check uint64) (answer peerAnswer, err error) {
+func (p *Peers) ask(ctx context.Context, peer string, w kv.WorkerKey, start *uint64, check uint64) (answer Answer, err error) {
 	query := url.Values{"worker_id": {strconv.FormatUint(w.Worker, 10)}, "dp_rank": {strconv.FormatUint(uint64(w.Rank), 10)}, "check": {strconv.FormatUint(check, 10)}}
 	if start != nil {
 		query.Set("start", strconv.FormatUint(*start, 10))
@@ -262,7 +262,7 @@ func (s *Stream) askPeers(ctx context.Context, seq, sum uint64) (ok bool) {
 
 // take applies a peer's answer. Where it goes on is told by the answer as a
 // whole: ids of a dump's events are made up.
-func (s *Stream) take(answer peerAnswer) bool {
+func (s *Stream) take(answer Answer) bool {
 	if answer.Kind == kindDump {
 		s.Begin(0)
 		s.stats.PeerDumps.Add(1)

@@ -44,14 +44,14 @@ type Hints struct {
 	Prefix         Prefix
 }
 
-// hintError says which hint makes no sense.
-type hintError struct {
+// Error says which hint makes no sense.
+type Error struct {
 	Param string // field or header
 	want  string
 	got   string
 }
 
-func (e *hintError) Error() string {
+func (e *Error) Error() string {
 	return fmt.Sprintf("%s is %.40s: it must be %s", e.Param, e.got, e.want)
 }
 
@@ -59,10 +59,10 @@ func (e *hintError) Error() string {
 type hint struct{ param, text string }
 
 // hintReader reads values and keeps the first error.
-type hintReader struct{ bad *hintError }
+type hintReader struct{ bad *Error }
 
 // Read reads a request's hints; bad names the first that makes no sense.
-func Read(header http.Header, nvext gjson.Result) (hints Hints, bad *hintError) {
+func Read(header http.Header, nvext gjson.Result) (hints Hints, bad *Error) {
 	var r hintReader
 	if r.object("nvext", nvext) {
 		r.annotations(nvext.Get("annotations"), &hints)
@@ -128,7 +128,7 @@ func rawOf(v gjson.Result) string {
 
 func (r *hintReader) fail(h hint, want string) {
 	if r.bad == nil {
-		r.bad = &hintError{h.param, want, h.text}
+		r.bad = &Error{h.param, want, h.text}
 	}
 }
 

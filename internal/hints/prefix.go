@@ -45,7 +45,7 @@ var prefixHeaders = []struct{ header, field string }{
 	{"X-Prefix-Iat", "iat"},
 }
 
-// MaxPrefixID bounds a series' id, in bytes: policies keep ids.
+// MaxPrefixID bounds the id of a series, in bytes, because policies keep ids.
 const MaxPrefixID = 256
 
 // levelBounds are the least medium and the least high number of a Level, as the
@@ -180,7 +180,7 @@ var LevelNames = [...]string{LevelLow: "LOW", LevelMedium: "MEDIUM", LevelHigh: 
 // MarshalText returns the level's name in a file.
 func (l Level) MarshalText() ([]byte, error) { return []byte(LevelNames[l]), nil }
 
-// UnmarshalText reads a level's name. It refuses all that is none.
+// UnmarshalText reads a level's name and refuses any other text.
 func (l *Level) UnmarshalText(text []byte) error {
 	at := slices.Index(LevelNames[:], string(text))
 	if at < 0 {

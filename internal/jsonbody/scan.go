@@ -26,14 +26,14 @@ type Body struct {
 	// LoneSurrogate: a string escapes half of a surrogate pair, which Python
 	// keeps and UTF-8 cannot.
 	LoneSurrogate bool
-	Top           []member
+	Top           []Member
 	views         []MessageView // of messages, once asked for
 }
 
 // MessageView is one element of messages with its members.
 type MessageView struct {
 	Value  gjson.Result
-	Fields []member
+	Fields []Member
 }
 
 // Parse checks a request's body and takes it apart; ok is false if the body is
@@ -70,7 +70,7 @@ func (b *Body) Messages() []MessageView {
 }
 
 // FieldOf returns a member's value; one that does not exist if there is none.
-func FieldOf(list []member, key string) gjson.Result {
+func FieldOf(list []Member, key string) gjson.Result {
 	for i := range list {
 		if list[i].Key == key {
 			return list[i].Value

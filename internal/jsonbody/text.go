@@ -13,25 +13,25 @@ type Field struct {
 	Raw string
 }
 
-// member is one member of a JSON object.
-type member struct {
+// Member is one member of a JSON object.
+type Member struct {
 	Key   string
 	Value gjson.Result
 }
 
 // Members lists an object's members in order. As in Python, a key that comes
 // twice keeps its first place and its last value.
-func Members(object gjson.Result) []member {
+func Members(object gjson.Result) []Member {
 	if !object.IsObject() {
 		return nil
 	}
 	const few = 16 // up to here a search is faster than an index
-	var out []member
+	var out []Member
 	var index map[string]int
 	eachMember(object.Raw, func(key string, value gjson.Result) bool {
 		at := -1
 		if len(out) < few {
-			at = slices.IndexFunc(out, func(m member) bool { return m.Key == key })
+			at = slices.IndexFunc(out, func(m Member) bool { return m.Key == key })
 		} else {
 			if index == nil {
 				index = make(map[string]int)
@@ -48,7 +48,7 @@ func Members(object gjson.Result) []member {
 		if at >= 0 {
 			out[at].Value = value
 		} else {
-			out = append(out, member{key, value})
+			out = append(out, Member{key, value})
 		}
 		return true
 	})

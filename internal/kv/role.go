@@ -139,7 +139,7 @@ func (l Leg) MarshalText() ([]byte, error) { return []byte(legNames[l]), nil }
 
 // Takes tells whether a worker may get that leg. A prefill worker computes
 // prompts only; a decode worker can do everything itself, but for SGLang's, which
-// refuses a request without a room.
+// refuses a request without a bootstrap room.
 func (d Disagg) Takes(leg Leg) bool {
 	switch leg {
 	case LegPrefill:

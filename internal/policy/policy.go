@@ -44,7 +44,7 @@ type Policy interface {
 	Traits() Traits
 }
 
-// Traits says what a policy wants counted for it. They never change.
+// Traits says what a policy wants counted for it. A policy's traits never change.
 type Traits struct {
 	// ActiveBlocks asks for Load.ActiveBlocks and Candidate.NewBlocks. For other
 	// policies the router counts them only where a request has an ID, by which
@@ -103,16 +103,16 @@ const (
 	Finished                // with a whole answer
 )
 
-// Aborted tells whether an answer ended for this reason because somebody wanted
-// it to.
-func Aborted(finish string) bool { return finish == "abort" || finish == "cancelled" }
-
 // Meanwhile is what a worker did in a span of time.
 type Meanwhile struct {
 	Prompts int     // that got their first token
 	Tokens  int     // uncached ones of those
 	Context float64 // mean of Load.ContextTokens
 }
+
+// Aborted tells whether an answer's finish reason says that somebody stopped it on
+// purpose.
+func Aborted(finish string) bool { return finish == "abort" || finish == "cancelled" }
 
 // Names lists the policies that New knows.
 var Names = []string{"standalone", "kv", "work", "cache-threshold", "variance", "thompson", "least-loaded", "power-of-two", "round-robin", "random"}
@@ -226,8 +226,10 @@ type RoundRobin struct {
 	}
 }
 
+// Traits asks for nothing.
 func (*RoundRobin) Traits() Traits { return Traits{} }
 
+// Choose returns the candidate whose turn it is.
 func (r *RoundRobin) Choose(q Query, candidates []Candidate, _ *rand.Rand) int {
 	turn := &r.turns[q.Leg]
 	first, next := 0, -1

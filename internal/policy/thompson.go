@@ -87,10 +87,10 @@ type thompsonWorker struct {
 	generation int // its incarnation; 0: not yet seen
 	mean       betaBandit
 	linear     *linearBandit
-	faded      float64 // thompson.faded when both were brought up to date
+	faded      float64 // Thompson.faded when both were brought up to date
 	waits      int     // decisions for it that are pending
 	pins       int     // series that are pinned to it
-	work       float64 // what those will bring, see thompson.outstanding
+	work       float64 // what those will bring, see Thompson.outstanding
 
 	decisions uint64
 	overlap   float64
@@ -170,8 +170,11 @@ func newThompson(config thompsonConfig) *Thompson {
 	return p
 }
 
+// Traits asks for whole matches, as the original counts them.
 func (*Thompson) Traits() Traits { return Traits{WholeMatch: true} }
 
+// Choose draws a candidate by the softmax of the scores; with router_type kv_load it
+// returns the one with the lowest KV usage.
 func (p *Thompson) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	p.sweep(q.Now)
 	if p.RouterType == ThompsonKVLoad {
@@ -498,7 +501,7 @@ func (p *Thompson) sweep(now time.Time) {
 	}
 }
 
-// ThompsonAck is what came of a feedback.
+// ThompsonAck says what the policy made of a feedback.
 type ThompsonAck struct {
 	Worker       kv.WorkerKey
 	UsedBaseline float64 // the latency, or that of a token, that it was compared with, ms
@@ -508,8 +511,8 @@ type ThompsonAck struct {
 // Judge takes in how a decision ended.
 func (p *Thompson) Judge(f Feedback) { p.JudgeDetail(f) }
 
-// JudgeDetail is Judge and tells what came of it; not known: nobody waits for
-// that decision's end, or no longer.
+// JudgeDetail is Judge and returns what came of the feedback; known is false if no
+// decision with that number waits for its end.
 func (p *Thompson) JudgeDetail(f Feedback) (ack ThompsonAck, known bool) {
 	d := p.pending.get(f.Decision)
 	if d == nil {

@@ -153,7 +153,7 @@ func (k ThompsonSettings) config() (thompsonConfig, error) {
 	return c, err
 }
 
-// Validate checks what only matters if one of the policies is thompson.
+// Validate checks the settings if thompson is one of policies, a list with commas.
 func (k ThompsonSettings) Validate(policies string, blockSize int) error {
 	if !slices.Contains(strings.Split(policies, ","), "thompson") {
 		return nil

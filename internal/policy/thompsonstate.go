@@ -90,7 +90,7 @@ type thompsonLearned struct {
 	b      banditVector
 }
 
-// snapshot is called under the Router's lock.
+// snapshot copies what a state file holds. Call it under the router's lock.
 func (p *Thompson) snapshot() *thompsonSnapshot {
 	s := &thompsonSnapshot{
 		fixes: p.Fixes, lambda: p.lambda, usual: maps.Clone(p.usual),
@@ -285,7 +285,7 @@ func readAtMost(name string, limit int64) ([]byte, error) {
 	return os.ReadFile(name)
 }
 
-// Run writes the state now and then until ctx is done, and once more then.
+// Run writes the state every thompsonStateEvery until ctx ends, and once more then.
 func (f *ThompsonStateFile) Run(ctx context.Context, log *slog.Logger) {
 	ticker := time.NewTicker(thompsonStateEvery)
 	defer ticker.Stop()

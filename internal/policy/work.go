@@ -55,7 +55,7 @@ const (
 // Blocks of requests in flight count as cached. How long passes take and the
 // usual values are learned from finished requests. Ties are broken at random.
 type Work struct {
-	Timing *engineTiming
+	Timing *EngineTiming
 
 	Uncached runningMean // tokens of a prompt
 	decoding runningMean // ms from first to last token
@@ -76,6 +76,8 @@ func (m *runningMean) add(value float64) {
 // NewWork returns policy work with an engine's timing to begin with.
 func NewWork() *Work { return &Work{Timing: NewEngineTiming()} }
 
+// Traits asks for siblings: an engine computes prompts in order, so their blocks will
+// be cached.
 func (*Work) Traits() Traits { return Traits{ActiveBlocks: true, Siblings: true} }
 
 // Learn takes in a finished request. The first token of one whose prompt another
@@ -88,7 +90,7 @@ func (p *Work) Learn(o Outcome) {
 	}
 }
 
-// LearnUsual takes in what a finished request says about usual answers.
+// LearnUsual takes in how long a finished answer was and how long it took.
 func (p *Work) LearnUsual(o Outcome) {
 	p.Output.add(float64(o.Output))
 	if o.Output > 1 {
@@ -96,6 +98,8 @@ func (p *Work) LearnUsual(o Outcome) {
 	}
 }
 
+// Choose returns the candidate with the lowest cost, and learns the usual prompt from
+// the choice.
 func (p *Work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	u := p.usual(q, candidates)
 	chosen := best(candidates, random, func(c *Candidate) float64 { return -p.cost(q, c, u) })

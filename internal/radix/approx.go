@@ -60,12 +60,12 @@ type assumedCache struct {
 // firstPool is how many blocks an assumedCache can hold before its first growth.
 const firstPool = 256
 
-// SetCorrected says whether what answers say of the cache corrects what is
-// assumed; it does at first. Call it before the index is used.
+// SetCorrected says whether the cached tokens that answers report correct the index;
+// at first they do. Call it before the index is used.
 func (a *Approx) SetCorrected(corrected bool) { a.corrected = corrected }
 
-// Assumed is one routed prompt: what of it its worker is believed to hold. It
-// must be ended.
+// Assumed is one routed prompt and what its worker is believed to hold of it. Its
+// owner must call End or Fail.
 type Assumed struct {
 	index    *Approx
 	worker   kv.WorkerKey
@@ -98,8 +98,8 @@ func NewApprox(ttl time.Duration, maxBlocks int, pruneTarget float64, now func()
 	return a
 }
 
-// SetCapacity tells how many blocks w's cache has; 0: not known. A worker whose
-// size changes starts empty.
+// SetCapacity sets how many blocks w's cache has; 0: not known. A worker whose size
+// changes starts empty.
 func (a *Approx) SetCapacity(w kv.WorkerKey, blocks int) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -138,7 +138,7 @@ func (a *Approx) Forget(worker uint64) {
 	a.Tree.Forget(worker)
 }
 
-// Match is that of Tree, as of now.
+// Match is Tree.Match after blocks whose time is over have been given up.
 func (a *Approx) Match(local []uint64, dst []kv.Match) []kv.Match {
 	if now := a.now().UnixNano(); now >= a.due.Load() {
 		a.mu.Lock()
@@ -148,8 +148,8 @@ func (a *Approx) Match(local []uint64, dst []kv.Match) []kv.Match {
 	return a.Tree.Match(local, dst)
 }
 
-// Routed tells that a prompt with these local hashes goes to w, where it counts
-// as cached from now on.
+// Routed says that a prompt with these local hashes goes to w, where it counts as
+// cached from now on.
 func (a *Approx) Routed(w kv.WorkerKey, local []uint64) *Assumed {
 	now := a.now().UnixNano()
 	a.mu.Lock()
@@ -186,7 +186,7 @@ func (a *Approx) Routed(w kv.WorkerKey, local []uint64) *Assumed {
 	for i := p.found; i < len(local); i++ {
 		b := a.take(c)
 		if b == 0 {
-			break // the engine has no room for it either as yet
+			break // the engine has no free block for it either
 		}
 		c.Pool.SetKey(b, a.sequence[i])
 		c.used[b], c.answers[b] = 0, 0
@@ -205,9 +205,9 @@ func (a *Approx) Routed(w kv.WorkerKey, local []uint64) *Assumed {
 	return p
 }
 
-// End tells that the request has ended, and what its answer says: how many
-// blocks it filled, and how many of the prompt's had been found cached; -1: not
-// known. It must be called once. Of nil it does nothing.
+// End says that the request has ended: its answer filled that many blocks, and the
+// engine had found cached blocks of the prompt in its cache (-1: not known). Call it
+// once. On nil it does nothing.
 func (p *Assumed) End(answer, cached int) {
 	p.ended(func(a *Approx, c *assumedCache, now int64) {
 		if a.corrected {
@@ -232,8 +232,8 @@ func (p *Assumed) End(answer, cached int) {
 	})
 }
 
-// Fail is End for a request that its worker failed: the blocks that no other
-// request ever finished with may not have been computed, and are given up.
+// Fail is End for a request that its worker failed. The blocks that no other request
+// ever finished with may not have been computed, so they are given up.
 func (p *Assumed) Fail() {
 	p.ended(func(a *Approx, c *assumedCache, now int64) {
 		a.evicted = a.evicted[:0]

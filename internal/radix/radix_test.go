@@ -15,7 +15,7 @@ import (
 	"pgregory.net/rapid"
 )
 
-// index is a Radix whose invariants are checked after every mutation.
+// index is a Tree whose invariants are checked after every mutation.
 type index struct {
 	*Tree
 	t testing.TB

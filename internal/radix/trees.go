@@ -15,8 +15,8 @@ import (
 // and every interval what is beyond them goes, the prompts used longest ago
 // first, the end of a prompt before its start; what is in flight stays. Between
 // two evictions a tree never has more than twice as many: there the oldest goes
-// at once, and a prompt for which all that is in flight leaves no room is not
-// entered as a whole.
+// at once, and a prompt that does not fit beside what is in flight is not entered as
+// a whole.
 //
 // It is an Approx whose workers all have a memory of that size.
 type Trees struct {

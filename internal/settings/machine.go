@@ -73,7 +73,7 @@ func outputWithin(limit time.Duration, cmd *exec.Cmd) (string, error) {
 	return out.String(), nil
 }
 
-// CacheDir returns the folder that everything downloaded goes to.
+// CacheDir returns the folder for everything that is downloaded.
 func CacheDir(getenv func(string) string) string {
 	base := getenv("XDG_CACHE_HOME")
 	if base == "" {

@@ -433,8 +433,7 @@ func renameReasoning(messages gjson.Result) string {
 	return "[" + out.String() + "]"
 }
 
-// chatFeatures names what shapes a chat's prompt: "chat" and then "tools",
-// "tool_calls", "parts" and "continue" where present.
+// chatFeatures is BodyFeatures for a body that has not been taken apart.
 func chatFeatures(body []byte) []string {
 	if parsed, ok := jsonbody.Parse(body); ok {
 		return BodyFeatures(parsed)
@@ -442,7 +441,8 @@ func chatFeatures(body []byte) []string {
 	return []string{"chat"}
 }
 
-// BodyFeatures is chatFeatures for a body that has been taken apart.
+// BodyFeatures names what shapes a chat's prompt: "chat" and then "tools",
+// "tool_calls", "parts" and "continue" where present.
 func BodyFeatures(body *jsonbody.Body) []string {
 	var calls, parts bool
 	for _, m := range body.Messages() {

@@ -12,9 +12,9 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// DefaultTokenCache is how many tokens segments remembers unless told otherwise;
-// each takes 4 bytes, so that a full cache has 16 MiB, the tokens of 40 prompts
-// of 100,000.
+// DefaultTokenCache is how many tokens a model remembers by piece of text unless told
+// otherwise; each takes 4 bytes, so that a full cache has 16 MiB, the tokens of 40
+// prompts of 100,000.
 const DefaultTokenCache = 4 << 20
 
 // segments encodes texts piece by piece and remembers the tokens of the pieces,

@@ -202,12 +202,12 @@ func (c *Conn) Close() {
 	}
 }
 
-// Break closes the connection in the middle of what it does, as a peer that dies
-// would. Unlike Close it does not wait.
+// Break closes the connection as the death of a peer would. Unlike Close it does not
+// wait.
 func (c *Conn) Break() { _ = c.Raw.Close() }
 
-// RecvMsg is Recv that also shows the peer's commands, such as the answers to
-// heartbeats.
+// RecvMsg reads by zmq4 itself and also returns the peer's commands, such as the
+// answers to heartbeats.
 func (c *Conn) RecvMsg() (zmq4.Msg, error) { return c.Conn.RecvMsg() }
 
 // readMessage reads the frames of one message, or one command.

@@ -38,7 +38,7 @@ func Listen(address string, kind zmq4.SocketType, serve func(*Conn)) (*Listener,
 	return l, nil
 }
 
-// Endpoint is where to connect to, tcp://host:port.
+// Endpoint returns where to connect to, tcp://host:port.
 func (l *Listener) Endpoint() string { return "tcp://" + l.listener.Addr().String() }
 
 // Close ends the socket and all its connections at once: what waits to be sent
@@ -76,7 +76,7 @@ func (l *Listener) accept() {
 // Router is a ZeroMQ ROUTER socket that answers requests.
 type Router struct{ *Listener }
 
-// NewRouter listens at address, host:port. answer is called for each
+// NewRouter returns a router that listens at address, host:port. answer is called for each
 // request, by several goroutines at once if there are several peers; reply
 // sends one message back to the asking peer. The request's frames are valid
 // during the call only.

@@ -8,8 +8,8 @@ import (
 	"github.com/go-zeromq/zmq4"
 )
 
-// QueueLimit is how many messages wait for one subscriber that reads too slowly;
-// what comes when it is full is lost for that subscriber, as with libzmq.
+// QueueLimit is how many messages wait for one subscriber that reads too slowly.
+// What comes when the queue is full is lost for that subscriber, as with libzmq.
 const QueueLimit = 10_000
 
 // Publisher is a ZeroMQ PUB socket with a bounded queue for each subscriber.
@@ -28,7 +28,7 @@ type subscriber struct {
 	queue  chan []byte // encoded messages; closed when it has gone
 }
 
-// NewPublisher listens at address, host:port.
+// NewPublisher returns a publisher that listens at address, host:port.
 func NewPublisher(address string) (*Publisher, error) {
 	p := &Publisher{subscribers: map[*subscriber]bool{}}
 	var err error
