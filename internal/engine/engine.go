@@ -90,7 +90,7 @@ type Request struct {
 	Keep bool
 
 	Held     []uint32 // blocks, in the order of the tokens
-	computed int      // tokens whose KV is in held
+	computed int      // tokens whose KV is in Held
 	step     int      // tokens that the running pass computes
 	admitted bool     // has been in the batch
 	running  bool     // is in the batch

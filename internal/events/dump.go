@@ -146,10 +146,10 @@ type Recovered struct {
 	Partition map[uint64]Partition // of every worker in it
 }
 
-// RecoverIndex fills the index from the first of the peers (base URLs) that
-// answers GET /dump with one; key is the bearer key to show them, empty: none. The index must be empty, and nothing else may
-// write to it meanwhile; after a failure nothing of that peer is left in it. The
-// error names every peer with what is wrong with it.
+// RecoverIndex fills the index from the first of the peers (base URLs) that answers
+// GET /dump with a dump. key is the bearer key to show them; empty: none. The index
+// must be empty, and nothing else may write to it meanwhile. After a failure nothing
+// of that peer is left in it. The error names every peer and what is wrong with it.
 func RecoverIndex(ctx context.Context, index radix.Index, blockSize int, key string, peers []string, log *slog.Logger) (Recovered, error) {
 	var failures []error
 	for _, peer := range peers {

@@ -44,13 +44,14 @@ type Hints struct {
 	Prefix         Prefix
 }
 
-// Error says which hint makes no sense.
+// Error says which hint makes no sense, and what it must be.
 type Error struct {
 	Param string // field or header
 	want  string
 	got   string
 }
 
+// Error names the hint, its value and what it must be.
 func (e *Error) Error() string {
 	return fmt.Sprintf("%s is %.40s: it must be %s", e.Param, e.got, e.want)
 }

@@ -52,9 +52,11 @@ const MaxPrefixID = 256
 // NeMo Agent Toolkit's router has them.
 type levelBounds struct{ medium, high float64 }
 
+// OSLBounds and IATBounds are the bounds of Prefix.OSL, in tokens, and of
+// Prefix.IAT, in ms.
 var (
-	OSLBounds = levelBounds{256, 1024} // tokens
-	IATBounds = levelBounds{100, 500}  // ms
+	OSLBounds = levelBounds{256, 1024}
+	IATBounds = levelBounds{100, 500}
 )
 
 // Level returns the level of a number.

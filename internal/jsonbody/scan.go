@@ -1,5 +1,5 @@
-// Package jsonbody checks a request's JSON body and takes it apart in one pass,
-// without copying its strings.
+// Package jsonbody checks a request's JSON body and takes it apart once, without
+// copying its strings.
 package jsonbody
 
 import (

@@ -14,7 +14,7 @@ import (
 	"kvrouter/internal/settings"
 )
 
-// ThompsonSettings are the settings of policy thompson.
+// ThompsonSettings are the settings of policy thompson by flag.
 type ThompsonSettings struct {
 	ThompsonConfig string `group:"Policy thompson" placeholder:"FILE" help:"YAML file of parameters, with the keys of the NeMo Agent Toolkit's config.yaml; those left out keep its values."`
 	ThompsonFixes  string `name:"thompson.fixes" group:"Policy thompson" default:"all" env:"KVROUTER_THOMPSON_FIXES" placeholder:"NAMES" help:"What to mend of the original: all, none, or names separated by commas: worker-baseline, forgetting, load-sign, outstanding, pin-ttl, feedback, cold-start (docs/policies.md)."`

@@ -22,8 +22,8 @@ const (
 // Measured on 2 cores: Get takes 30 ns against 75 ns for a Go map. The table is not
 // smaller than a map.
 //
-// The zero value with a seed is an empty table; it is not safe
-// for concurrent writers.
+// The zero value with a seed is an empty table. It is not safe for concurrent
+// writers.
 type Table struct {
 	directory []*segment // 1<<bits long, or nil while nothing was ever stored
 	bits      uint8
