@@ -1,171 +1,181 @@
+// Package blockpool models paged KV memory: blocks with reference counts, of which
+// the least recently used one is evicted first.
 package blockpool
 
 import "math/bits"
 
-// blockPool is a simulated worker's paged KV memory: a fixed number of blocks,
+// Pool is a simulated worker's paged KV memory: a fixed number of blocks,
 // each free, active (referenced by one request or more) or inactive (referenced
 // by none, its contents kept under a key until the memory is needed). Inactive
 // blocks are taken again in the order of their release, oldest first. Blocks
 // have numbers from 1. It is not safe for concurrent use.
 type Pool struct {
-	Blocks   []block // by number; blocks[0] is the head of the inactive list
-	Free     []uint32
+	blocks   []block // by number; blocks[0] is the head of the inactive list
+	free     []uint32
 	buckets  []uint32 // by the key's lower bits: the first block with a key, active or inactive
 	inactive int      // blocks in the inactive list
 }
 
-// poolBlock is one block. Inactive ones are in a ring through block 0, oldest
+// block is one block. Inactive ones are in a ring through block 0, oldest
 // release first.
 type block struct {
 	key        uint64
-	Refs       int32
+	refs       int32
 	keyed      bool // its bucket leads here
 	prev, next uint32
 	// before and after are its neighbours in its bucket, 0 at the ends.
 	before, after uint32
 }
 
+// New returns a pool of size free blocks.
 func New(size int) *Pool {
-	p := &Pool{Blocks: make([]block, size+1), Free: make([]uint32, size), buckets: make([]uint32, bucketsFor(size))}
-	for i := range p.Free {
-		p.Free[i] = uint32(size - i)
+	p := &Pool{blocks: make([]block, size+1), free: make([]uint32, size), buckets: make([]uint32, bucketsFor(size))}
+	for i := range p.free {
+		p.free[i] = uint32(size - i)
 	}
 	return p
 }
 
-// bucketsFor is one or two a block; keys are hashes, so few share one.
+// bucketsFor returns how many buckets a pool of that size has: one or two for
+// each block. Keys are hashes, so few share a bucket.
 func bucketsFor(size int) int { return 1 << bits.Len(uint(size)) }
 
-// find returns the block with that key, or 0.
+// Find returns the block with that key, or 0.
 func (p *Pool) Find(key uint64) uint32 {
 	b := *p.bucket(key)
-	for b != 0 && p.Blocks[b].key != key {
-		b = p.Blocks[b].after
+	for b != 0 && p.blocks[b].key != key {
+		b = p.blocks[b].after
 	}
 	return b
 }
 
 func (p *Pool) bucket(key uint64) *uint32 { return &p.buckets[key&uint64(len(p.buckets)-1)] }
 
-// available is how many blocks can be taken.
-func (p *Pool) Available() int { return len(p.Free) + p.inactive }
+// Available returns how many blocks Take can give: the free and the inactive ones.
+func (p *Pool) Available() int { return len(p.free) + p.inactive }
 
-// size is how many blocks there are.
-func (p *Pool) Size() int { return len(p.Blocks) - 1 }
+// Size returns how many blocks there are.
+func (p *Pool) Size() int { return len(p.blocks) - 1 }
 
-// held is how many blocks are not free.
-func (p *Pool) Held() int { return p.Size() - len(p.Free) }
+// Held returns how many blocks are active or inactive.
+func (p *Pool) Held() int { return p.Size() - len(p.free) }
 
-// active is how many blocks requests refer to.
+// Active returns how many blocks requests refer to.
 func (p *Pool) Active() int { return p.Size() - p.Available() }
 
-// acquire adds a reference to block b, which has a key.
+// Refs returns how many references block b has.
+func (p *Pool) Refs(b uint32) int { return int(p.blocks[b].refs) }
+
+// FreeBlocks returns how many blocks are free.
+func (p *Pool) FreeBlocks() int { return len(p.free) }
+
+// Acquire adds a reference to block b, which has a key.
 func (p *Pool) Acquire(b uint32) {
-	if p.Blocks[b].Refs == 0 {
+	if p.blocks[b].refs == 0 {
 		p.unlink(b)
 	}
-	p.Blocks[b].Refs++
+	p.blocks[b].refs++
 }
 
-// take returns a block with one reference and no key. If its memory had to be
-// taken from an inactive block, evicted is that one's key. It returns 0 if every
-// block is active.
+// Take returns a block with one reference and no key. If no block was free, it
+// evicts the oldest inactive one and returns that one's key as evicted. It returns
+// block 0 if every block is active.
 func (p *Pool) Take() (b uint32, evicted uint64, hasEvicted bool) {
-	if len(p.Free) == 0 {
+	if len(p.free) == 0 {
 		if b = p.Oldest(); b == 0 {
 			return 0, 0, false
 		}
 		evicted, hasEvicted = p.Evict(b), true
 	}
-	n := len(p.Free)
-	b, p.Free = p.Free[n-1], p.Free[:n-1]
-	p.Blocks[b].Refs = 1
+	n := len(p.free)
+	b, p.free = p.free[n-1], p.free[:n-1]
+	p.blocks[b].refs = 1
 	return b, evicted, hasEvicted
 }
 
-// oldest returns the inactive block that was released longest ago, or 0.
-func (p *Pool) Oldest() uint32 { return p.Blocks[0].next }
+// Oldest returns the inactive block that was released longest ago, or 0.
+func (p *Pool) Oldest() uint32 { return p.blocks[0].next }
 
-// evict frees the inactive block b and returns its key.
+// Evict frees the inactive block b and returns its key.
 func (p *Pool) Evict(b uint32) (key uint64) {
-	key = p.Blocks[b].key
+	key = p.blocks[b].key
 	p.unlink(b)
 	p.unkey(b)
-	p.Free = append(p.Free, b)
+	p.free = append(p.free, b)
 	return key
 }
 
-// grow adds free blocks up to that many in all.
+// Grow adds free blocks until there are size in all; size must not be less than Size.
 func (p *Pool) Grow(size int) {
-	first := len(p.Blocks)
-	p.Blocks = append(p.Blocks, make([]block, size+1-first)...)
+	first := len(p.blocks)
+	p.blocks = append(p.blocks, make([]block, size+1-first)...)
 	for b := size; b >= first; b-- {
-		p.Free = append(p.Free, uint32(b))
+		p.free = append(p.free, uint32(b))
 	}
 	p.buckets = make([]uint32, bucketsFor(size))
 	for b := 1; b < first; b++ {
-		if p.Blocks[b].keyed {
-			p.SetKey(uint32(b), p.Blocks[b].key)
+		if p.blocks[b].keyed {
+			p.SetKey(uint32(b), p.blocks[b].key)
 		}
 	}
 }
 
-// setKey puts the contents of block b, which has no key, under one that no
+// SetKey puts the contents of block b, which has no key, under one that no
 // block has.
 func (p *Pool) SetKey(b uint32, key uint64) {
 	first := p.bucket(key)
-	p.Blocks[b].key, p.Blocks[b].keyed, p.Blocks[b].before, p.Blocks[b].after = key, true, 0, *first
-	p.Blocks[*first].before = b // of block 0 nobody reads it
+	p.blocks[b].key, p.blocks[b].keyed, p.blocks[b].before, p.blocks[b].after = key, true, 0, *first
+	p.blocks[*first].before = b // of block 0 nobody reads it
 	*first = b
 }
 
-// release drops one reference to block b. With the last one a block with a key
+// Release drops one reference to block b. With the last one a block with a key
 // becomes the newest inactive one, another becomes free.
 func (p *Pool) Release(b uint32) {
-	block := &p.Blocks[b]
-	if block.Refs--; block.Refs > 0 {
+	block := &p.blocks[b]
+	if block.refs--; block.refs > 0 {
 		return
 	}
 	if !block.keyed {
-		p.Free = append(p.Free, b)
+		p.free = append(p.free, b)
 		return
 	}
-	newest := p.Blocks[0].prev
+	newest := p.blocks[0].prev
 	block.prev, block.next = newest, 0
-	p.Blocks[newest].next = b
-	p.Blocks[0].prev = b
+	p.blocks[newest].next = b
+	p.blocks[0].prev = b
 	p.inactive++
 }
 
-// reset takes the keys of all blocks and frees the inactive ones.
+// Reset removes the keys of all blocks and frees the inactive ones.
 func (p *Pool) Reset() {
-	for b := uint32(1); int(b) < len(p.Blocks); b++ {
-		if !p.Blocks[b].keyed {
+	for b := uint32(1); int(b) < len(p.blocks); b++ {
+		if !p.blocks[b].keyed {
 			continue
 		}
 		p.unkey(b)
-		if p.Blocks[b].Refs == 0 {
+		if p.blocks[b].refs == 0 {
 			p.unlink(b)
-			p.Free = append(p.Free, b)
+			p.free = append(p.free, b)
 		}
 	}
 }
 
 func (p *Pool) unlink(b uint32) {
-	block := &p.Blocks[b]
-	p.Blocks[block.prev].next = block.next
-	p.Blocks[block.next].prev = block.prev
+	block := &p.blocks[b]
+	p.blocks[block.prev].next = block.next
+	p.blocks[block.next].prev = block.prev
 	block.prev, block.next = 0, 0
 	p.inactive--
 }
 
 func (p *Pool) unkey(b uint32) {
-	block := &p.Blocks[b]
+	block := &p.blocks[b]
 	if block.before == 0 {
 		*p.bucket(block.key) = block.after
 	} else {
-		p.Blocks[block.before].after = block.after
+		p.blocks[block.before].after = block.after
 	}
-	p.Blocks[block.after].before = block.before
+	p.blocks[block.after].before = block.before
 	block.keyed = false
 }

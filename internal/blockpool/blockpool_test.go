@@ -104,8 +104,8 @@ func TestPoolAgainstAListOfKeys(t *testing.T) {
 							n++
 						}
 					}
-					if int(pool.Blocks[r.block].Refs) != n {
-						t.Fatalf("block %d has %d references, want %d", r.block, pool.Blocks[r.block].Refs, n)
+					if int(pool.blocks[r.block].refs) != n {
+						t.Fatalf("block %d has %d references, want %d", r.block, pool.blocks[r.block].refs, n)
 					}
 				}
 			},

@@ -2,13 +2,13 @@ package blockpool
 
 import "fmt"
 
-// check tells what is inconsistent in the pool: every block is free, inactive
-// or active, and keys lead to the blocks that have them.
+// Check returns the first inconsistency of the pool: every block must be free,
+// inactive or active, and every key must lead to its block.
 func (p *Pool) Check() error {
-	seen := make([]bool, len(p.Blocks))
-	for _, b := range p.Free {
-		if seen[b] || p.Blocks[b].Refs != 0 || p.Blocks[b].keyed {
-			return fmt.Errorf("free block %d: listed twice %v, %d references, keyed %v", b, seen[b], p.Blocks[b].Refs, p.Blocks[b].keyed)
+	seen := make([]bool, len(p.blocks))
+	for _, b := range p.free {
+		if seen[b] || p.blocks[b].refs != 0 || p.blocks[b].keyed {
+			return fmt.Errorf("free block %d: listed twice %v, %d references, keyed %v", b, seen[b], p.blocks[b].refs, p.blocks[b].keyed)
 		}
 		seen[b] = true
 	}
@@ -17,16 +17,16 @@ func (p *Pool) Check() error {
 		return fmt.Errorf("%d inactive blocks in the list, %d counted", len(inactive), p.inactive)
 	}
 	for _, b := range inactive {
-		if seen[b] || p.Blocks[b].Refs != 0 || !p.Blocks[b].keyed {
-			return fmt.Errorf("inactive block %d: listed twice %v, %d references, keyed %v", b, seen[b], p.Blocks[b].Refs, p.Blocks[b].keyed)
+		if seen[b] || p.blocks[b].refs != 0 || !p.blocks[b].keyed {
+			return fmt.Errorf("inactive block %d: listed twice %v, %d references, keyed %v", b, seen[b], p.blocks[b].refs, p.blocks[b].keyed)
 		}
 		seen[b] = true
 	}
 	keyed := 0
-	for b := 1; b < len(p.Blocks); b++ {
-		block := p.Blocks[b]
-		if !seen[b] && block.Refs <= 0 {
-			return fmt.Errorf("block %d is in no list and has %d references", b, block.Refs)
+	for b := 1; b < len(p.blocks); b++ {
+		block := p.blocks[b]
+		if !seen[b] && block.refs <= 0 {
+			return fmt.Errorf("block %d is in no list and has %d references", b, block.refs)
 		}
 		if block.keyed {
 			keyed++
@@ -41,31 +41,31 @@ func (p *Pool) Check() error {
 	return nil
 }
 
-// keys counts the blocks that the buckets lead to.
+// Keys counts the blocks that the buckets lead to.
 func (p *Pool) Keys() int {
 	linked := 0
 	for _, b := range p.buckets {
-		for ; b != 0; b = p.Blocks[b].after {
+		for ; b != 0; b = p.blocks[b].after {
 			linked++
 		}
 	}
 	return linked
 }
 
-// order returns the inactive blocks, oldest release first.
+// Order returns the inactive blocks, oldest release first.
 func (p *Pool) Order() []uint32 {
 	var blocks []uint32
-	for b := p.Blocks[0].next; b != 0; b = p.Blocks[b].next {
+	for b := p.blocks[0].next; b != 0; b = p.blocks[b].next {
 		blocks = append(blocks, b)
 	}
 	return blocks
 }
 
-// references returns how many requests hold each block, by the block's number.
+// References returns how many requests hold each block, by the block's number.
 func (p *Pool) References() []int32 {
-	refs := make([]int32, len(p.Blocks))
-	for b := range p.Blocks {
-		refs[b] = p.Blocks[b].Refs
+	refs := make([]int32, len(p.blocks))
+	for b := range p.blocks {
+		refs[b] = p.blocks[b].refs
 	}
 	return refs
 }

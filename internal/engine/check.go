@@ -5,8 +5,8 @@ import (
 	"slices"
 )
 
-// check tells what is inconsistent in the engine: the pool itself, or
-// references that no request holds.
+// Check returns the first inconsistency of the engine: in the pool itself, or a
+// block whose references are not those that requests hold.
 func (e *Engine) Check() error {
 	if err := e.Pool.Check(); err != nil {
 		return err

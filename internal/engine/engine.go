@@ -1,14 +1,17 @@
+// Package engine simulates one vLLM engine step by step: paged KV memory with
+// prefix caching, continuous batching, chunked prefill and preemption.
 package engine
 
 import (
 	"fmt"
-	"kvrouter/internal/blockpool"
-	"kvrouter/internal/kv"
 	"slices"
 	"time"
+
+	"kvrouter/internal/blockpool"
+	"kvrouter/internal/kv"
 )
 
-// SimConfig is the size of a simulated engine.
+// Settings says how large and how fast a simulated engine is.
 type Settings struct {
 	Blocks           int // KV-cache blocks
 	BlockSize        int // tokens a block
@@ -17,16 +20,16 @@ type Settings struct {
 	Timing           Timing
 }
 
-// DefaultSimConfig is the engine that Dynamo's mocker simulates: one H100-like
+// DefaultSettings returns the engine that Dynamo's mocker simulates: one H100-like
 // worker with 16,384 blocks of 64 tokens.
 func DefaultSettings() Settings {
 	return Settings{Blocks: 16384, BlockSize: 64, MaxSeqs: 256, MaxBatchedTokens: 8192, Timing: DefaultTiming()}
 }
 
-// SimTiming says how long a pass takes: the polynomial of the prompt tokens it
-// computes plus that of the share of the KV cache which the decoding requests'
-// tokens fill, 0..1. Coefficients are in ms, the constant first. A part that has
-// nothing to do takes no time.
+// Timing says how long a pass takes: a polynomial of the prompt tokens that it
+// computes, plus one of the share of the KV cache (0..1) that the tokens of decoding
+// requests fill. Coefficients are in ms, the constant first. A part with nothing to
+// do takes no time.
 type Timing struct {
 	Prefill   [3]float64 // ms, ms a token, ms a token²
 	Decode    [3]float64 // ms, ms a full cache, ms a full cache²
@@ -34,7 +37,7 @@ type Timing struct {
 	Speedup   float64    // all is divided by it; 0 counts as 1
 }
 
-// DefaultSimTiming has the polynomials of Dynamo's mocker.
+// DefaultTiming returns the polynomials of Dynamo's mocker.
 func DefaultTiming() Timing {
 	return Timing{
 		Prefill:   [3]float64{16.50142, 1.518344e-02, 4.209989e-07},
@@ -44,9 +47,9 @@ func DefaultTiming() Timing {
 	}
 }
 
-// Pass returns how long a pass takes that computes so many prompt tokens and
-// decodes requests whose tokens fill that share of the cache; decoding is false
-// if it decodes none.
+// Pass returns how long a pass takes that computes prefill prompt tokens and decodes
+// requests whose tokens fill the share usage of the cache; decoding is false if it
+// decodes none.
 func (t Timing) Pass(prefill int, usage float64, decoding bool) time.Duration {
 	ms := 0.0
 	if n := float64(prefill); prefill > 0 {
@@ -62,7 +65,7 @@ func (t Timing) Pass(prefill int, usage float64, decoding bool) time.Duration {
 	return time.Duration(ms * float64(time.Millisecond))
 }
 
-// SimRequest is one request to a simulated engine.
+// Request is one request to a simulated engine.
 type Request struct {
 	// Blocks are the prompt's full blocks (Engine is the sequence hash, Local the
 	// local hash) and then, if they are to be cached too, those that the output
@@ -87,7 +90,7 @@ type Request struct {
 	Keep bool
 
 	Held     []uint32 // blocks, in the order of the tokens
-	computed int      // tokens whose KV is in held
+	computed int      // tokens whose KV is in Held
 	step     int      // tokens that the running pass computes
 	admitted bool     // has been in the batch
 	running  bool     // is in the batch
@@ -95,7 +98,7 @@ type Request struct {
 	unkeyed  bool     // the cache was reset under it: it stores nothing more
 }
 
-// SimEvent is one change of a simulated engine's prefix cache: blocks stored
+// Event is one change of a simulated engine's prefix cache: blocks stored
 // or blocks removed.
 type Event struct {
 	Stored    bool
@@ -107,7 +110,7 @@ type Event struct {
 	Removed   []uint64         // engine hashes; only valid during the call
 }
 
-// SimEngine is the core of a simulated vLLM worker: paged blocks with prefix
+// Engine is the core of a simulated vLLM worker: paged blocks with prefix
 // caching, continuous batching, chunked prefill, preemption. It has no clock and
 // no lock: one goroutine starts passes with Begin and ends each with End after
 // the time that Begin told.
@@ -128,7 +131,7 @@ type Engine struct {
 
 	Fetch    func(*Request) // told of requests whose prompts are to be fetched
 	fetching []*Request     // they have blocks for it
-	fetched  []*Request     // and will be in the batch when there is room
+	fetched  []*Request     // their prompts have come; the batch was full
 	kept     []*Request     // ended ones that Keep their blocks
 
 	inPass  bool
@@ -136,7 +139,7 @@ type Engine struct {
 	removed []uint64   // reused
 }
 
-// NewSimEngine returns an idle engine with an empty cache. events is called for
+// New returns an idle engine with an empty cache. events is called for
 // every change of the cache, in order; it may be nil.
 func New(cfg Settings, events func(Event)) *Engine {
 	if events == nil {
@@ -160,8 +163,8 @@ func (e *Engine) Submit(r *Request) error {
 	return nil
 }
 
-// Abort takes a request out, wherever it is; one that has finished lets go of
-// what it keeps, if anything.
+// Abort removes a request from whichever queue it is in. A finished request with
+// Keep lets go of its blocks.
 func (e *Engine) Abort(r *Request) {
 	for _, queue := range []*[]*Request{&e.waiting, &e.running, &e.fetching, &e.fetched, &e.kept} {
 		if takeOut(queue, r) {
@@ -268,15 +271,15 @@ func (e *Engine) End() (emitted []*Request) {
 	return e.emitted
 }
 
-// Load tells how many requests are in the batch and in the queue, and which
-// share of the blocks they hold, 0..1.
+// Load returns how many requests are in the batch, how many wait, and which share of
+// the blocks they hold, 0..1.
 func (e *Engine) Load() (running, waiting int, usage float64) {
 	return len(e.running), len(e.waiting) + len(e.fetching) + len(e.fetched), float64(e.Pool.Active()) / float64(e.Cfg.Blocks)
 }
 
-// Reset empties the prefix cache and tells no event: its owner publishes that
-// all blocks are cleared. Running requests keep their blocks, but nothing finds
-// those any more.
+// Reset empties the prefix cache. It reports no event: the owner publishes that all
+// blocks are cleared. Running requests keep their blocks, but no later request finds
+// those.
 func (e *Engine) Reset() {
 	e.Pool.Reset()
 	for _, queue := range [][]*Request{e.running, e.fetched} {
@@ -314,7 +317,7 @@ func (e *Engine) holdCached(r *Request) bool {
 		if b == 0 {
 			break
 		}
-		if e.Pool.Blocks[b].Refs == 0 {
+		if e.Pool.Refs(b) == 0 {
 			inactive++
 		}
 		cached++
@@ -339,8 +342,8 @@ func (e *Engine) holdCached(r *Request) bool {
 	return true
 }
 
-// hold takes blocks until r has room for so many tokens, or as many as it will
-// ever have, and tells which prompt blocks that stores and removes. It returns
+// hold takes blocks until r's hold that many tokens, or as many as it will ever
+// have, and tells which prompt blocks that stores and removes. It returns
 // false if there are not enough; then r may have got some of them.
 func (e *Engine) hold(r *Request, tokens int) bool {
 	need := e.blocksFor(min(tokens, r.Prompt+r.Output))

@@ -19,8 +19,9 @@ func (e *Engine) beginFetch(r *Request) bool {
 }
 
 // Fetched ends the fetching of a prompt. If it came, its full blocks are in the
-// cache from now on, and the request will be in the next pass with room; else the
-// engine computes it. A request that was aborted meanwhile is ignored.
+// cache from now on, and the request joins the batch as soon as that has a free
+// place; else the engine computes the prompt. A request that was aborted meanwhile
+// is ignored.
 func (e *Engine) Fetched(r *Request, came bool) {
 	if !takeOut(&e.fetching, r) {
 		return

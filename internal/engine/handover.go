@@ -9,7 +9,7 @@ type Handover struct {
 	BytesPerToken int
 }
 
-// Takes returns how long so many tokens take.
+// Takes returns how long the KV cache of that many tokens takes.
 func (h Handover) Takes(tokens int) time.Duration {
 	return time.Duration(float64(tokens) * float64(h.BytesPerToken) / h.Bandwidth) // bytes / (GB/s) = ns
 }

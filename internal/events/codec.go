@@ -8,11 +8,11 @@ import (
 	"io"
 	"math"
 
-	"kvrouter/internal/kv"
-
 	"github.com/vmihailenco/msgpack/v5"
 	"github.com/vmihailenco/msgpack/v5/msgpcode"
 	"github.com/zeebo/xxh3"
+
+	"kvrouter/internal/kv"
 )
 
 // errBrokenPayload says that a payload is not msgpack from some byte on:
@@ -62,12 +62,12 @@ var (
 	removedFields = [...]string{"block_hashes", "medium", "group_idx", "locality"}
 )
 
-// eventDecoder reads event batches: msgpack [ts, [events], dp_rank?]. Before a
+// batchDecoder reads event batches: msgpack [ts, [events], dp_rank?]. Before a
 // value is decoded its extent is checked against the payload, so a length can
 // never exceed the bytes that are there, nothing recurses, and an event that
 // makes no sense can be stepped over. The zero value is not ready: use
 // newEventDecoder. Not safe for concurrent use.
-type eventDecoder struct {
+type batchDecoder struct {
 	data   []byte
 	reader *bytes.Reader
 	dec    *msgpack.Decoder
@@ -75,14 +75,14 @@ type eventDecoder struct {
 	event  kvEvent
 }
 
-func newEventDecoder() *eventDecoder {
+func newBatchDecoder() *batchDecoder {
 	r := bytes.NewReader(nil)
-	return &eventDecoder{reader: r, dec: msgpack.NewDecoder(r)}
+	return &batchDecoder{reader: r, dec: msgpack.NewDecoder(r)}
 }
 
 // start begins with a new payload and returns the batch's time stamp (Unix
 // seconds). The payload must stay unchanged until the next call.
-func (d *eventDecoder) start(payload []byte) (ts float64, err error) {
+func (d *batchDecoder) start(payload []byte) (ts float64, err error) {
 	d.data, d.left = payload, 0
 	d.reader.Reset(payload)
 	n, err := d.arrayLen()
@@ -102,12 +102,12 @@ func (d *eventDecoder) start(payload []byte) (ts float64, err error) {
 }
 
 // more tells whether the batch has another event.
-func (d *eventDecoder) more() bool { return d.left > 0 }
+func (d *batchDecoder) more() bool { return d.left > 0 }
 
 // next decodes one event. After an error that is not errBrokenPayload the
 // event's kind is still right as far as it was readable, and decoding goes on
 // with the following event; after errBrokenPayload the batch is at its end.
-func (d *eventDecoder) next() (*kvEvent, error) {
+func (d *batchDecoder) next() (*kvEvent, error) {
 	d.left--
 	e := &d.event
 	*e = kvEvent{hashes: e.hashes[:0], tokens: e.tokens[:0], extra: e.extra[:0]}
@@ -126,7 +126,7 @@ func (d *eventDecoder) next() (*kvEvent, error) {
 
 // rank returns the data-parallel rank that ends a batch; ok is false where the
 // publisher did not name one. Call it after the last event.
-func (d *eventDecoder) rank() (rank int, ok bool) {
+func (d *batchDecoder) rank() (rank int, ok bool) {
 	if d.reader.Len() == 0 || d.isNil() {
 		return 0, false
 	}
@@ -134,7 +134,7 @@ func (d *eventDecoder) rank() (rank int, ok bool) {
 	return rank, err == nil
 }
 
-func (d *eventDecoder) decodeEvent(e *kvEvent) error {
+func (d *batchDecoder) decodeEvent(e *kvEvent) error {
 	code, err := d.dec.PeekCode()
 	if err != nil {
 		return errBrokenPayload
@@ -145,7 +145,7 @@ func (d *eventDecoder) decodeEvent(e *kvEvent) error {
 	return d.decodeArray(e)
 }
 
-func (d *eventDecoder) decodeMap(e *kvEvent) error {
+func (d *batchDecoder) decodeMap(e *kvEvent) error {
 	n, err := d.dec.DecodeMapLen()
 	if err != nil {
 		return err
@@ -184,7 +184,7 @@ func (d *eventDecoder) decodeMap(e *kvEvent) error {
 	return nil
 }
 
-func (d *eventDecoder) decodeArray(e *kvEvent) error {
+func (d *batchDecoder) decodeArray(e *kvEvent) error {
 	n, err := d.arrayLen()
 	if err != nil {
 		return err
@@ -230,7 +230,7 @@ func (e *kvEvent) setKind() error {
 }
 
 // field reads the value of one field; nil leaves an optional one unset.
-func (d *eventDecoder) field(e *kvEvent, name string) (err error) {
+func (d *batchDecoder) field(e *kvEvent, name string) (err error) {
 	switch name {
 	case "block_hashes":
 		e.hashes, err = d.hashes(e.hashes[:0])
@@ -268,7 +268,7 @@ func (d *eventDecoder) field(e *kvEvent, name string) (err error) {
 	return err
 }
 
-func (d *eventDecoder) hashes(dst []uint64) ([]uint64, error) {
+func (d *batchDecoder) hashes(dst []uint64) ([]uint64, error) {
 	n, err := d.arrayLen()
 	if err != nil {
 		return dst, err
@@ -285,7 +285,7 @@ func (d *eventDecoder) hashes(dst []uint64) ([]uint64, error) {
 
 // hash reads an engine's block id: an integer as it is, or bytes, of which
 // vLLM's own integer form takes the last eight, big-endian.
-func (d *eventDecoder) hash() (uint64, error) {
+func (d *batchDecoder) hash() (uint64, error) {
 	code, err := d.dec.PeekCode()
 	if err != nil {
 		return 0, errBrokenPayload
@@ -313,7 +313,7 @@ func (d *eventDecoder) hash() (uint64, error) {
 	return h, nil
 }
 
-func (d *eventDecoder) tokens(dst []uint32) ([]uint32, error) {
+func (d *batchDecoder) tokens(dst []uint32) ([]uint32, error) {
 	n, err := d.arrayLen()
 	if err != nil {
 		return dst, err
@@ -336,7 +336,7 @@ func (d *eventDecoder) tokens(dst []uint32) ([]uint32, error) {
 
 // extraKeys notes where each block's list of extra keys begins; blocks reads
 // them.
-func (d *eventDecoder) extraKeys(dst []int) ([]int, error) {
+func (d *batchDecoder) extraKeys(dst []int) ([]int, error) {
 	if d.isNil() {
 		return dst, d.skip()
 	}
@@ -369,7 +369,7 @@ const (
 // cache salt (a prompt's first block only), a digest of prompt embeddings. The
 // name and the salt enter as HashBlocks does it; all else is mixed in as raw
 // bytes.
-func (d *eventDecoder) blocks(dst []kv.StoredBlock, e *kvEvent) ([]kv.StoredBlock, error) {
+func (d *batchDecoder) blocks(dst []kv.StoredBlock, e *kvEvent) ([]kv.StoredBlock, error) {
 	switch n := len(e.hashes); {
 	case n == 0:
 		return dst, nil
@@ -402,7 +402,7 @@ func (d *eventDecoder) blocks(dst []kv.StoredBlock, e *kvEvent) ([]kv.StoredBloc
 }
 
 // extraSeed returns what block i's extra keys add to its seed; 0 for none.
-func (d *eventDecoder) extraSeed(e *kvEvent, i int) (uint64, error) {
+func (d *batchDecoder) extraSeed(e *kvEvent, i int) (uint64, error) {
 	d.seek(e.extra[i])
 	if d.isNil() {
 		return 0, nil
@@ -451,18 +451,18 @@ func (d *eventDecoder) extraSeed(e *kvEvent, i int) (uint64, error) {
 	return add, nil
 }
 
-func (d *eventDecoder) pos() int { return len(d.data) - d.reader.Len() }
+func (d *batchDecoder) pos() int { return len(d.data) - d.reader.Len() }
 
-func (d *eventDecoder) seek(to int) {
+func (d *batchDecoder) seek(to int) {
 	_, _ = d.reader.Seek(int64(to), io.SeekStart) // fails below zero only
 }
 
-func (d *eventDecoder) isNil() bool {
+func (d *batchDecoder) isNil() bool {
 	code, err := d.dec.PeekCode()
 	return err == nil && code == msgpcode.Nil
 }
 
-func (d *eventDecoder) skip() error {
+func (d *batchDecoder) skip() error {
 	end, err := valueEnd(d.data, d.pos())
 	if err != nil {
 		return err
@@ -472,7 +472,7 @@ func (d *eventDecoder) skip() error {
 }
 
 // raw returns the bytes of the next value, nil if it is nil.
-func (d *eventDecoder) raw() ([]byte, error) {
+func (d *batchDecoder) raw() ([]byte, error) {
 	if d.isNil() {
 		return nil, d.skip()
 	}
@@ -481,7 +481,7 @@ func (d *eventDecoder) raw() ([]byte, error) {
 	return d.data[start:d.pos()], err
 }
 
-func (d *eventDecoder) arrayLen() (int, error) {
+func (d *batchDecoder) arrayLen() (int, error) {
 	n, err := d.dec.DecodeArrayLen()
 	if err != nil {
 		return 0, err
@@ -492,7 +492,7 @@ func (d *eventDecoder) arrayLen() (int, error) {
 	return n, nil
 }
 
-func (d *eventDecoder) int() (int, error) {
+func (d *batchDecoder) int() (int, error) {
 	if d.isNil() {
 		return 0, errors.New("nil, want an integer")
 	}
@@ -502,7 +502,7 @@ func (d *eventDecoder) int() (int, error) {
 
 // text returns the bytes of a string or binary value; they point into the
 // payload.
-func (d *eventDecoder) text() ([]byte, error) {
+func (d *batchDecoder) text() ([]byte, error) {
 	n, err := d.dec.DecodeBytesLen()
 	if err != nil {
 		return nil, err
@@ -518,7 +518,7 @@ func (d *eventDecoder) text() ([]byte, error) {
 	return d.data[start : start+n : start+n], nil
 }
 
-func (d *eventDecoder) optionalText() ([]byte, error) {
+func (d *batchDecoder) optionalText() ([]byte, error) {
 	if d.isNil() {
 		return nil, d.skip()
 	}

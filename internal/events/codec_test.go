@@ -44,7 +44,7 @@ func TestEventDecoderReadsWhatVLLMWrites(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d := newEventDecoder()
+	d := newBatchDecoder()
 	for _, g := range golden {
 		t.Run(strings.TrimSuffix(g.File, ".bin"), func(t *testing.T) {
 			ts, err := d.start(goldenPayload(t, g.File))
@@ -92,7 +92,7 @@ func asGolden(e *kvEvent) goldenEvent {
 func TestExtraKeysKeepBlocksOfDifferentOwnersApart(t *testing.T) {
 	two, one := []uint32{0, 1, 2, 3, 4, 5, 6, 7}, []uint32{0, 1, 2, 3}
 	for _, shape := range []string{"map", "array"} {
-		d := newEventDecoder()
+		d := newBatchDecoder()
 		if _, err := d.start(goldenPayload(t, shape+"_extra_keys.bin")); err != nil {
 			t.Fatal(err)
 		}
@@ -170,7 +170,7 @@ func TestEventDecoderStepsOverBadEvents(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			d := newEventDecoder()
+			d := newBatchDecoder()
 			if _, err := d.start(payload); err != nil {
 				t.Fatal(err)
 			}
@@ -205,7 +205,7 @@ func TestEventDecoderReadsUnknownTypesAndFields(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d := newEventDecoder()
+	d := newBatchDecoder()
 	if _, err := d.start(payload); err != nil {
 		t.Fatal(err)
 	}
@@ -222,7 +222,7 @@ func TestEventDecoderReadsUnknownTypesAndFields(t *testing.T) {
 
 func TestEventDecoderNeverReadsPastAPayload(t *testing.T) {
 	payload := goldenPayload(t, "map_extra_keys.bin")
-	d := newEventDecoder()
+	d := newBatchDecoder()
 	for n := range payload {
 		drainEvents(d, payload[:n])
 	}
@@ -251,7 +251,7 @@ func FuzzEventDecoder(f *testing.F) {
 		f.Add(b)
 	}
 	f.Fuzz(func(t *testing.T, payload []byte) {
-		d := newEventDecoder()
+		d := newBatchDecoder()
 		if n := drainEvents(d, payload); n > len(payload) {
 			t.Errorf("%d values out of %d bytes", n, len(payload))
 		}
@@ -259,7 +259,7 @@ func FuzzEventDecoder(f *testing.F) {
 }
 
 // drainEvents decodes all of a payload and returns how many values it was given.
-func drainEvents(d *eventDecoder, payload []byte) (values int) {
+func drainEvents(d *batchDecoder, payload []byte) (values int) {
 	if _, err := d.start(payload); err != nil {
 		return 0
 	}
@@ -296,7 +296,7 @@ func BenchmarkEventDecoder(b *testing.B) {
 			if err != nil {
 				b.Fatal(err)
 			}
-			d := newEventDecoder()
+			d := newBatchDecoder()
 			b.SetBytes(int64(len(payload)))
 			b.ReportAllocs()
 			for b.Loop() {

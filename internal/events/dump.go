@@ -7,12 +7,13 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/radix"
 	"log/slog"
 	"net/http"
 	"strings"
 	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/radix"
 )
 
 // A dump is an index as JSON, in the form of Dynamo's services: an object with
@@ -20,7 +21,7 @@ import (
 // the events are store events in an order in which parents come first. Their
 // event ids only number them.
 
-// dumpEvent is one event of a dump.
+// DumpEvent is one event of a dump.
 type DumpEvent struct {
 	WorkerID    uint64      `json:"worker_id"`
 	StorageTier string      `json:"storage_tier"`
@@ -59,13 +60,13 @@ type dumpBlock struct {
 	TokensHash uint64 `json:"tokens_hash"`
 }
 
-// dumpPart is one partition of a dump that is to be written.
+// DumpPart is one partition of a dump that is to be written.
 type DumpPart struct {
 	Name    string // MODEL:GROUP
 	Workers []kv.WorkerKey
 }
 
-// writeDump writes what the workers of all parts hold. Blocks that follow each
+// WriteDump writes what the workers of all parts hold. Blocks that follow each
 // other come in one event.
 func WriteDump(w io.Writer, index radix.Index, blockSize int, parts []DumpPart) error {
 	out := bufio.NewWriter(w)
@@ -145,10 +146,10 @@ type Recovered struct {
 	Partition map[uint64]Partition // of every worker in it
 }
 
-// RecoverIndex fills the index from the first of the peers (base URLs) that
-// answers GET /dump with one; key is the bearer key to show them, empty: none. The index must be empty, and nothing else may
-// write to it meanwhile; after a failure nothing of that peer is left in it. The
-// error names every peer with what is wrong with it.
+// RecoverIndex fills the index from the first of the peers (base URLs) that answers
+// GET /dump with a dump. key is the bearer key to show them; empty: none. The index
+// must be empty, and nothing else may write to it meanwhile. After a failure nothing
+// of that peer is left in it. The error names every peer and what is wrong with it.
 func RecoverIndex(ctx context.Context, index radix.Index, blockSize int, key string, peers []string, log *slog.Logger) (Recovered, error) {
 	var failures []error
 	for _, peer := range peers {

@@ -1,18 +1,19 @@
 package events
 
 import (
+	"sync"
+
 	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
-	"sync"
 )
 
-// Bounds of an EventLog. Blocks take 16 bytes each.
+// Bounds of a Log. Blocks take 16 bytes each.
 const (
 	LoggedBatches = 1024
 	loggedBlocks  = 128 << 10
 )
 
-// EventLog keeps the last event batches of one worker rank as they were applied,
+// Log keeps the last event batches of one worker rank as they were applied,
 // for other routers that have missed some. Its stream writes it; any goroutine
 // may ask.
 type Log struct {
@@ -44,15 +45,15 @@ type peerEvent struct {
 	} `json:"data"`
 }
 
-// Kinds of eventsAnswer.
+// Kinds of Answer.
 const (
 	kindEvents = "events"    // those asked for
 	kindDump   = "tree_dump" // all blocks, because the events asked for are not kept any more
 	kindTooNew = "too_new"   // the events asked for have not come yet
 )
 
-// eventsAnswer answers GET /events.
-type eventsAnswer struct {
+// Answer answers GET /events.
+type Answer struct {
 	Kind      string      `json:"kind"`
 	WorkerID  uint64      `json:"worker_id"`
 	DPRank    uint32      `json:"dp_rank"`
@@ -152,8 +153,8 @@ func (l *Log) digest(seq uint64) *uint64 {
 // Query returns the batches from start to end (clamped to what there is), or
 // all blocks where start is nil or so old that it is not kept any more. check is
 // a batch whose digest is asked for, too.
-func (l *Log) Query(start, end, check *uint64) eventsAnswer {
-	answer := eventsAnswer{Kind: kindDump, WorkerID: l.worker.Worker, DPRank: l.worker.Rank, Events: []peerEvent{}}
+func (l *Log) Query(start, end, check *uint64) Answer {
+	answer := Answer{Kind: kindDump, WorkerID: l.worker.Worker, DPRank: l.worker.Rank, Events: []peerEvent{}}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	answer.Complete = !l.stats.Cold.Load()

@@ -5,22 +5,22 @@ import (
 	"fmt"
 )
 
-// defaultModel and defaultGroup are what requests and workers that name none
+// DefaultModel and DefaultGroup are what requests and workers that name none
 // belong to.
 const (
 	DefaultModel = "default"
 	DefaultGroup = "default"
 )
 
-// partition is what a request and the workers it may go to have in common: a
+// Partition is what a request and the workers it may go to have in common: a
 // model (empty in a request: any) and a routing group. All partitions of a
 // router share its index, its queue and its block size.
 type Partition struct{ Model, Group string }
 
-// String is the partition as errors name it.
+// String returns the partition as errors name it.
 func (p Partition) String() string {
 	return fmt.Sprintf("model=%s routing_group=%s", cmp.Or(p.Model, DefaultModel), p.Group)
 }
 
-// dumpName is the partition's name in a dump.
+// DumpName returns the partition's name in a dump, MODEL:GROUP.
 func (p Partition) DumpName() string { return p.Model + ":" + p.Group }

@@ -12,11 +12,11 @@ import (
 	"strconv"
 	"time"
 
-	"kvrouter/internal/kv"
-	"kvrouter/internal/zmq"
-
 	"github.com/go-zeromq/zmq4"
 	"github.com/zeebo/xxh3"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/zmq"
 )
 
 // replayRounds bounds how often one catch-up asks again because the publisher
@@ -29,14 +29,14 @@ const replayRounds = 64
 const replayRetries = 8
 
 // retryPause is the wait after so many failures before the last one.
-func (t eventTiming) retryPause(failures int) time.Duration {
+func (t streamTiming) retryPause(failures int) time.Duration {
 	if failures >= replayRetries {
 		return t.Retry
 	}
 	return min(t.retryFirst<<failures, t.Retry)
 }
 
-// replayEnd is the sequence number that ends a replay: -1 in 64 bits.
+// ReplayEnd is the sequence number that ends a replay: -1 in 64 bits.
 const ReplayEnd = ^uint64(0)
 
 // Reasons why a replay did not bring the stream up to date.
@@ -152,7 +152,7 @@ func (s *Stream) replay(ctx context.Context, fromStart bool) error {
 	}
 }
 
-// batchFrames takes a message apart: topic, sequence number (8 bytes
+// BatchFrames takes a message apart: topic, sequence number (8 bytes
 // big-endian), payload; a replay puts an empty frame before them, and SGLang
 // leaves the topic out there.
 func BatchFrames(frames [][]byte) (seq uint64, payload []byte, err error) {
@@ -163,7 +163,7 @@ func BatchFrames(frames [][]byte) (seq uint64, payload []byte, err error) {
 	return binary.BigEndian.Uint64(frames[n-2]), frames[n-1], nil
 }
 
-// EventPeers are other routers that follow the same workers under the same ids.
+// Peers are other routers that follow the same workers under the same ids.
 type Peers struct {
 	urls   []string // of their router ports
 	key    string   // bearer key that they ask for; may be empty
@@ -180,7 +180,7 @@ const (
 	peerPause   = 50 * time.Millisecond
 )
 
-// NewEventPeers returns the routers at these URLs; none: nil.
+// NewPeers returns the routers at these URLs; none: nil.
 func NewPeers(urls []string, key string) *Peers {
 	if len(urls) == 0 {
 		return nil
@@ -189,7 +189,7 @@ func NewPeers(urls []string, key string) *Peers {
 }
 
 // ask asks one peer for w's events from start on, or all its blocks.
-func (p *Peers) ask(ctx context.Context, peer string, w kv.WorkerKey, start *uint64, check uint64) (answer eventsAnswer, err error) {
+func (p *Peers) ask(ctx context.Context, peer string, w kv.WorkerKey, start *uint64, check uint64) (answer Answer, err error) {
 	query := url.Values{"worker_id": {strconv.FormatUint(w.Worker, 10)}, "dp_rank": {strconv.FormatUint(uint64(w.Rank), 10)}, "check": {strconv.FormatUint(check, 10)}}
 	if start != nil {
 		query.Set("start", strconv.FormatUint(*start, 10))
@@ -262,7 +262,7 @@ func (s *Stream) askPeers(ctx context.Context, seq, sum uint64) (ok bool) {
 
 // take applies a peer's answer. Where it goes on is told by the answer as a
 // whole: ids of a dump's events are made up.
-func (s *Stream) take(answer eventsAnswer) bool {
+func (s *Stream) take(answer Answer) bool {
 	if answer.Kind == kindDump {
 		s.Begin(0)
 		s.stats.PeerDumps.Add(1)

@@ -1,3 +1,10 @@
+// Package events follows the KV-cache events of workers and keeps an index in step
+// with them.
+//
+// A Stream reads one worker rank. It applies every batch once and in order, fetches
+// missed ones from the worker or from another router, and clears the rank's blocks
+// where neither can help. A Log keeps the last batches for other routers; a dump
+// holds all blocks of an index.
 package events
 
 import (
@@ -9,14 +16,14 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/zeebo/xxh3"
+
 	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/zmq"
-
-	"github.com/zeebo/xxh3"
 )
 
-// EventSource names the KV events of one worker rank.
+// Source names the KV events of one worker rank.
 type Source struct {
 	Worker    kv.WorkerKey
 	Endpoint  string // PUB socket, e.g. tcp://127.0.0.1:5557; vLLM adds the rank to the port
@@ -26,7 +33,7 @@ type Source struct {
 	Seeded    bool   // the index has the rank's blocks from a peer
 }
 
-// EventStats counts what one stream saw. It may be read at any time.
+// Stats counts what one stream saw. It may be read at any time.
 type Stats struct {
 	Connected atomic.Bool // subscribed right now
 	// Cold: blocks of the worker may be missing in the index, because the
@@ -74,11 +81,11 @@ func (s *Stats) Counts() map[string]uint64 {
 	return counts
 }
 
-// eventTiming holds the waits of a stream.
-type eventTiming struct {
+// streamTiming holds the waits of a stream.
+type streamTiming struct {
 	BackoffMin, BackoffMax time.Duration // between attempts to connect
 
-	// quiet says after how long without a message the replay endpoint is asked
+	// Quiet says after how long without a message the replay endpoint is asked
 	// whether one was missed: the first after connecting (what was published
 	// while the subscription travelled is not sent), the second after the last
 	// message (the publisher drops the tail of what a slow reader does not
@@ -93,7 +100,7 @@ type eventTiming struct {
 	Grace             time.Duration // without a connection until the blocks are forgotten
 }
 
-// EventStream keeps the index in step with one worker rank: it subscribes to
+// Stream keeps the index in step with one worker rank: it subscribes to
 // the rank's KV events and applies them strictly in order of their sequence
 // numbers, each once.
 //
@@ -116,7 +123,7 @@ type Stream struct {
 	history *Log
 	log     *slog.Logger
 	Now     func() time.Time // for OnLag
-	Timing  eventTiming
+	Timing  streamTiming
 	stats   Stats
 
 	// The rest belongs to Run's goroutine.
@@ -143,19 +150,19 @@ type Stream struct {
 
 	group      int // KV-cache group whose events count; valid if groupKnown
 	groupKnown bool
-	dec        *eventDecoder
+	dec        *batchDecoder
 	blocks     []kv.StoredBlock
 	warned     map[string]bool // reasons already logged
 }
 
-// NewEventStream returns a stream for src that feeds index. Run starts it.
+// NewStream returns a stream for src that feeds index. Run starts it.
 func NewStream(src Source, index radix.Index, log *slog.Logger) *Stream {
 	s := &Stream{
 		Src:   src,
 		index: index,
 		log:   log.With("worker", src.Worker.Worker, "rank", src.Worker.Rank, "endpoint", src.Endpoint),
 		Now:   time.Now,
-		Timing: eventTiming{
+		Timing: streamTiming{
 			BackoffMin:  100 * time.Millisecond,
 			BackoffMax:  5 * time.Second,
 			Quiet:       [3]time.Duration{500 * time.Millisecond, 2 * time.Second, 15 * time.Second},
@@ -167,7 +174,7 @@ func NewStream(src Source, index radix.Index, log *slog.Logger) *Stream {
 		},
 		replayAt: src.Replay,
 		seeded:   src.Seeded,
-		dec:      newEventDecoder(),
+		dec:      newBatchDecoder(),
 		warned:   make(map[string]bool),
 	}
 	s.stats.Cold.Store(true)
@@ -357,7 +364,7 @@ func (s *Stream) checkQuiet(ctx context.Context, settled bool) error {
 	return nil
 }
 
-// begin starts the rank's blocks afresh, with seq as the first batch known. A
+// Begin starts the rank's blocks afresh, with seq as the first batch known. A
 // peer's blocks stay if they are older than that.
 func (s *Stream) Begin(seq uint64) {
 	if !s.seeded || seq == 0 {
@@ -391,7 +398,7 @@ func (s *Stream) clear(why string) {
 	s.seeded = false
 }
 
-// apply puts batch next into the index. A bad event is left out alone, unless
+// Apply puts batch next into the index. A bad event is left out alone, unless
 // it may have been a removal: then the blocks of the rank are cleared, and the
 // batch goes on.
 func (s *Stream) Apply(seq uint64, payload []byte, live bool) {

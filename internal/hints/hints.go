@@ -1,14 +1,17 @@
+// Package hints reads what a request says about its own routing, from its headers
+// and from the field nvext of its body.
 package hints
 
 import (
 	"fmt"
-	"kvrouter/internal/kv"
 	"math"
 	"net/http"
 	"strconv"
 	"strings"
 
 	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/kv"
 )
 
 // Headers by which a client names the worker that it wants, and that of the
@@ -27,9 +30,9 @@ const (
 	annotationWorker = "worker_instance_id"
 )
 
-// routingHints is what a request says about its own routing, in the field nvext
-// of its body and in headers. Engines never heed them: vLLM passes over fields
-// that it does not know.
+// Hints is what a request says about its own routing, in the field nvext
+// of its body and in headers. Engines ignore them: vLLM passes over fields that it
+// does not know.
 type Hints struct {
 	Query          bool          // tell who would be chosen, and send nothing
 	Pinned         *kv.WorkerKey // this worker and no other
@@ -41,14 +44,15 @@ type Hints struct {
 	Prefix         Prefix
 }
 
-// hintError says which hint makes no sense.
-type hintError struct {
+// Error says which hint makes no sense, and what it must be.
+type Error struct {
 	Param string // field or header
 	want  string
 	got   string
 }
 
-func (e *hintError) Error() string {
+// Error names the hint, its value and what it must be.
+func (e *Error) Error() string {
 	return fmt.Sprintf("%s is %.40s: it must be %s", e.Param, e.got, e.want)
 }
 
@@ -56,10 +60,10 @@ func (e *hintError) Error() string {
 type hint struct{ param, text string }
 
 // hintReader reads values and keeps the first error.
-type hintReader struct{ bad *hintError }
+type hintReader struct{ bad *Error }
 
-// readHints reads a request's hints; bad is not nil if one makes no sense.
-func Read(header http.Header, nvext gjson.Result) (hints Hints, bad *hintError) {
+// Read reads a request's hints; bad names the first that makes no sense.
+func Read(header http.Header, nvext gjson.Result) (hints Hints, bad *Error) {
 	var r hintReader
 	if r.object("nvext", nvext) {
 		r.annotations(nvext.Get("annotations"), &hints)
@@ -125,7 +129,7 @@ func rawOf(v gjson.Result) string {
 
 func (r *hintReader) fail(h hint, want string) {
 	if r.bad == nil {
-		r.bad = &hintError{h.param, want, h.text}
+		r.bad = &Error{h.param, want, h.text}
 	}
 }
 

@@ -9,6 +9,29 @@ import (
 	"strings"
 
 	"github.com/tidwall/gjson"
+	"github.com/zeebo/xxh3"
+
+	"kvrouter/internal/kv"
+)
+
+// Prefix is what a client says of the series of requests that this one
+// belongs to: those of one agent or conversation, which share a prefix.
+type Prefix struct {
+	ID     string // of the series; empty: none
+	Total  int    // requests of the series, this one included; 0: not said
+	Budget *int   // requests still to come after this one, where the caller counts them itself
+	OSL    Level  // length of the answers
+	IAT    Level  // time from one request to the next
+}
+
+// Level is a rough size.
+type Level uint8
+
+// The levels. LevelMedium also stands for unknown.
+const (
+	LevelMedium Level = iota
+	LevelLow
+	LevelHigh
 )
 
 // prefixHeaders are the headers by which a client tells of the series of
@@ -22,18 +45,21 @@ var prefixHeaders = []struct{ header, field string }{
 	{"X-Prefix-Iat", "iat"},
 }
 
-// maxPrefixID bounds a series' id, in bytes: policies keep ids.
+// MaxPrefixID bounds the id of a series, in bytes, because policies keep ids.
 const MaxPrefixID = 256
 
 // levelBounds are the least medium and the least high number of a Level, as the
 // NeMo Agent Toolkit's router has them.
 type levelBounds struct{ medium, high float64 }
 
+// OSLBounds and IATBounds are the bounds of Prefix.OSL, in tokens, and of
+// Prefix.IAT, in ms.
 var (
-	OslBounds = levelBounds{256, 1024} // tokens
-	IatBounds = levelBounds{100, 500}  // ms
+	OSLBounds = levelBounds{256, 1024}
+	IATBounds = levelBounds{100, 500}
 )
 
+// Level returns the level of a number.
 func (b levelBounds) Level(n float64) Level {
 	switch {
 	case n < b.medium:
@@ -44,7 +70,7 @@ func (b levelBounds) Level(n float64) Level {
 	return LevelHigh
 }
 
-// parse reads a level's name in any case, or a number; all else is medium.
+// Parse reads a level's name in any case, or a number; all else is medium.
 func (b levelBounds) Parse(text string) Level {
 	text = strings.ToUpper(strings.TrimSpace(text))
 	n, err := strconv.ParseFloat(text, 64)
@@ -90,9 +116,9 @@ func (r *hintReader) prefixText(h hint, field string, into *Prefix) {
 			into.Total = max(1, int(n))
 		}
 	case "osl":
-		into.OSL = OslBounds.Parse(h.text)
+		into.OSL = OSLBounds.Parse(h.text)
 	case "iat":
-		into.IAT = IatBounds.Parse(h.text)
+		into.IAT = IATBounds.Parse(h.text)
 	}
 }
 
@@ -114,9 +140,9 @@ func (r *hintReader) prefixAgentHints(hints gjson.Result, into *Prefix) {
 		case "total_requests":
 			into.Total = max(1, int(r.whole(given, 31)))
 		case "osl":
-			into.OSL = OslBounds.Level(float64(r.whole(given, 31)))
+			into.OSL = OSLBounds.Level(float64(r.whole(given, 31)))
 		case "iat":
-			into.IAT = IatBounds.Level(float64(r.whole(given, 31)))
+			into.IAT = IATBounds.Level(float64(r.whole(given, 31)))
 		}
 	}
 }
@@ -126,4 +152,42 @@ func (r *hintReader) prefixID(h hint, id string) string {
 		r.fail(h, fmt.Sprintf("at most %d bytes long", MaxPrefixID))
 	}
 	return id
+}
+
+// Recorded is a Prefix in a file. The id, in which a client may have
+// put anything, is a hash of it: only which ids are equal matters later.
+type Recorded struct {
+	ID     string `json:"prefix_id"`
+	Total  int    `json:"total_requests,omitempty"`
+	Budget *int   `json:"reuse_budget,omitempty"`
+	OSL    Level  `json:"osl"`
+	IAT    Level  `json:"iat"`
+}
+
+// Record returns what a record says of hints; nil if there are none.
+func Record(hints Prefix) *Recorded {
+	if hints == (Prefix{}) {
+		return nil
+	}
+	recorded := Recorded(hints)
+	if hints.ID != "" {
+		recorded.ID = fmt.Sprintf("%016x", xxh3.HashStringSeed(hints.ID, kv.HashSeed))
+	}
+	return &recorded
+}
+
+// LevelNames are the names of the levels in a file.
+var LevelNames = [...]string{LevelLow: "LOW", LevelMedium: "MEDIUM", LevelHigh: "HIGH"}
+
+// MarshalText returns the level's name in a file.
+func (l Level) MarshalText() ([]byte, error) { return []byte(LevelNames[l]), nil }
+
+// UnmarshalText reads a level's name and refuses any other text.
+func (l *Level) UnmarshalText(text []byte) error {
+	at := slices.Index(LevelNames[:], string(text))
+	if at < 0 {
+		return fmt.Errorf("level %.40q: it is LOW, MEDIUM or HIGH", text)
+	}
+	*l = Level(at)
+	return nil
 }

@@ -1,3 +1,5 @@
+// Package jsonbody checks a request's JSON body and takes it apart once, without
+// copying its strings.
 package jsonbody
 
 import (
@@ -12,32 +14,32 @@ import (
 	"github.com/tidwall/gjson"
 )
 
-// maxJSONDepth bounds how deep a request's JSON may be nested, as encoding/json
+// maxDepth bounds how deep a request's JSON may be nested, as encoding/json
 // does: a body of brackets must not use up the stack.
-const maxJSONDepth = 10_000
+const maxDepth = 10_000
 
 // Body is a request's JSON object, checked and taken apart once for all who
 // read it. The strings in it are views of Raw, which must not change. One
 // goroutine uses a Body.
 type Body struct {
 	Raw []byte
-	// loneSurrogate: a string escapes half of a surrogate pair, which Python
+	// LoneSurrogate: a string escapes half of a surrogate pair, which Python
 	// keeps and UTF-8 cannot.
 	LoneSurrogate bool
-	Top           []member
+	Top           []Member
 	views         []MessageView // of messages, once asked for
 }
 
-// messageView is one element of messages with its members.
+// MessageView is one element of messages with its members.
 type MessageView struct {
 	Value  gjson.Result
-	Fields []member
+	Fields []Member
 }
 
-// ParseBody checks a request's body; not ok: it is not one JSON object. That its
-// strings are UTF-8 is not checked.
+// Parse checks a request's body and takes it apart; ok is false if the body is
+// not one JSON object. Whether strings are UTF-8 is not checked.
 func Parse(raw []byte) (b *Body, ok bool) {
-	scan := jsonCheck{text: raw}
+	scan := checker{text: raw}
 	if !scan.whole() {
 		return nil, false
 	}
@@ -51,7 +53,7 @@ func Parse(raw []byte) (b *Body, ok bool) {
 // Get returns the member of that name; of several, as in Python, the last.
 func (b *Body) Get(key string) gjson.Result { return FieldOf(b.Top, key) }
 
-// messages returns the elements of messages; none if it is not a list.
+// Messages returns the elements of messages; none if it is not a list.
 func (b *Body) Messages() []MessageView {
 	if list := b.Get("messages"); b.views == nil && list.IsArray() {
 		b.views = []MessageView{}
@@ -67,8 +69,8 @@ func (b *Body) Messages() []MessageView {
 	return b.views
 }
 
-// fieldOf returns a member's value; one that does not exist if there is none.
-func FieldOf(list []member, key string) gjson.Result {
+// FieldOf returns a member's value; one that does not exist if there is none.
+func FieldOf(list []Member, key string) gjson.Result {
 	for i := range list {
 		if list[i].Key == key {
 			return list[i].Value
@@ -77,22 +79,22 @@ func FieldOf(list []member, key string) gjson.Result {
 	return gjson.Result{}
 }
 
-// view is bytes as a string, without a copy.
+// View returns bytes as a string without a copy; they must not change.
 func View(b []byte) string { return unsafe.String(unsafe.SliceData(b), len(b)) }
 
-// jsonCheck checks a text against JSON's grammar in one pass.
-type jsonCheck struct {
+// checker checks a text against JSON's grammar in one pass.
+type checker struct {
 	text []byte
 	lone bool // a string escapes half of a surrogate pair
 }
 
 // whole tells whether the text is one value.
-func (c *jsonCheck) whole() bool {
+func (c *checker) whole() bool {
 	at := c.value(c.space(0), 0)
 	return at >= 0 && c.space(at) == len(c.text)
 }
 
-func (c *jsonCheck) space(i int) int {
+func (c *checker) space(i int) int {
 	for i < len(c.text) && (c.text[i] == ' ' || c.text[i] == '\n' || c.text[i] == '\t' || c.text[i] == '\r') {
 		i++
 	}
@@ -100,8 +102,8 @@ func (c *jsonCheck) space(i int) int {
 }
 
 // value returns where the value at i ends, -1 if there is none.
-func (c *jsonCheck) value(i, depth int) int {
-	if i >= len(c.text) || depth > maxJSONDepth {
+func (c *checker) value(i, depth int) int {
+	if i >= len(c.text) || depth > maxDepth {
 		return -1
 	}
 	switch c.text[i] {
@@ -122,7 +124,7 @@ func (c *jsonCheck) value(i, depth int) int {
 }
 
 // items reads an object's or an array's inside up to and with its end.
-func (c *jsonCheck) items(i int, end byte, depth int, keys bool) int {
+func (c *checker) items(i int, end byte, depth int, keys bool) int {
 	if i = c.space(i); i < len(c.text) && c.text[i] == end {
 		return i + 1
 	}
@@ -156,14 +158,14 @@ func (c *jsonCheck) items(i int, end byte, depth int, keys bool) int {
 	}
 }
 
-func (c *jsonCheck) word(i int, word string) int {
+func (c *checker) word(i int, word string) int {
 	if strings.HasPrefix(View(c.text[i:]), word) {
 		return i + len(word)
 	}
 	return -1
 }
 
-func (c *jsonCheck) number(i int) int {
+func (c *checker) number(i int) int {
 	digits := func() bool {
 		start := i
 		for i < len(c.text) && c.text[i] >= '0' && c.text[i] <= '9' {
@@ -171,8 +173,8 @@ func (c *jsonCheck) number(i int) int {
 		}
 		return i > start
 	}
-	next := func(any string) bool {
-		if i < len(c.text) && strings.IndexByte(any, c.text[i]) >= 0 {
+	next := func(wanted string) bool {
+		if i < len(c.text) && strings.IndexByte(wanted, c.text[i]) >= 0 {
 			i++
 			return true
 		}
@@ -195,7 +197,7 @@ func (c *jsonCheck) number(i int) int {
 }
 
 // str returns where the string ends whose inside begins at i, -1 if it does not.
-func (c *jsonCheck) str(i int) int {
+func (c *checker) str(i int) int {
 	for {
 		if i = plainEnd(c.text, i); i >= len(c.text) {
 			return -1
@@ -307,7 +309,8 @@ func eachMember(object string, yield func(key string, value gjson.Result) bool) 
 	}
 }
 
-// eachElement is eachMember for an array.
+// EachElement calls yield with an array's elements in order until it returns
+// false. The text must have been checked.
 func EachElement(array string, yield func(value gjson.Result) bool) {
 	for i := 1; i < len(array); {
 		switch b := array[i]; {

@@ -18,7 +18,7 @@ var jsonSeeds = []string{``, ` `, `{}`, ` {"a":1} `, `[]`, `{"a":[1,-0.5e+10,0,t
 
 // readsTheSame compares this file's reading of a text with other parsers'.
 func readsTheSame(t *testing.T, text string) {
-	check := jsonCheck{text: []byte(text)}
+	check := checker{text: []byte(text)}
 	if got, want := check.whole(), json.Valid([]byte(text)); got != want {
 		t.Fatalf("%q: valid %v, want %v", text, got, want)
 	} else if !got {

@@ -7,31 +7,31 @@ import (
 	"github.com/tidwall/gjson"
 )
 
-// jsonField is one member of a JSON object, its value as raw JSON.
+// Field is one member of a JSON object, its value as raw JSON.
 type Field struct {
 	Key string
 	Raw string
 }
 
-// member is one member of a JSON object.
-type member struct {
+// Member is one member of a JSON object.
+type Member struct {
 	Key   string
 	Value gjson.Result
 }
 
-// members lists an object's members in order. As in Python, a key that comes
+// Members lists an object's members in order. As in Python, a key that comes
 // twice keeps its first place and its last value.
-func Members(object gjson.Result) []member {
+func Members(object gjson.Result) []Member {
 	if !object.IsObject() {
 		return nil
 	}
 	const few = 16 // up to here a search is faster than an index
-	var out []member
+	var out []Member
 	var index map[string]int
 	eachMember(object.Raw, func(key string, value gjson.Result) bool {
 		at := -1
 		if len(out) < few {
-			at = slices.IndexFunc(out, func(m member) bool { return m.Key == key })
+			at = slices.IndexFunc(out, func(m Member) bool { return m.Key == key })
 		} else {
 			if index == nil {
 				index = make(map[string]int)
@@ -48,14 +48,14 @@ func Members(object gjson.Result) []member {
 		if at >= 0 {
 			out[at].Value = value
 		} else {
-			out = append(out, member{key, value})
+			out = append(out, Member{key, value})
 		}
 		return true
 	})
 	return out
 }
 
-// mergeFields returns the fields of base with those of over in their place.
+// MergeFields returns the fields of base with those of over in their place.
 func MergeFields(base, over []Field) []Field {
 	out := slices.Clone(base)
 next:
@@ -71,6 +71,7 @@ next:
 	return out
 }
 
+// RawOrNull returns a value's raw JSON, "null" if there is no value.
 func RawOrNull(v gjson.Result) string {
 	if v.Type == gjson.Null {
 		return "null"
@@ -78,6 +79,7 @@ func RawOrNull(v gjson.Result) string {
 	return v.Raw
 }
 
+// AppendObject appends fields as a JSON object.
 func AppendObject(out []byte, fields []Field) []byte {
 	out = append(out, '{')
 	for i, f := range fields {
@@ -91,7 +93,7 @@ func AppendObject(out []byte, fields []Field) []byte {
 	return append(out, '}')
 }
 
-// appendString appends s as a JSON string; only what JSON demands is escaped.
+// AppendString appends s as a JSON string; only what JSON demands is escaped.
 func AppendString(out []byte, s string) []byte {
 	const hex = "0123456789abcdef"
 	out = append(out, '"')
@@ -114,7 +116,7 @@ func AppendString(out []byte, s string) []byte {
 	return append(out, '"')
 }
 
-// hasLoneSurrogate tells whether JSON text escapes half of a surrogate pair,
+// HasLoneSurrogate tells whether JSON text escapes half of a surrogate pair,
 // which Python keeps and UTF-8 cannot.
 func HasLoneSurrogate(text []byte) bool {
 	for i := 0; i+5 < len(text); i++ {
@@ -145,7 +147,7 @@ func HasLoneSurrogate(text []byte) bool {
 	return false
 }
 
-// isPythonSpace tells whether Python's str.isspace holds for r.
+// IsPythonSpace tells whether Python's str.isspace holds for r.
 func IsPythonSpace(r rune) bool {
 	switch {
 	case r >= '\t' && r <= '\r', r >= 0x1c && r <= 0x20, r == 0x85, r == 0xa0, r == 0x1680,

@@ -1,3 +1,4 @@
+// Package jsonlines writes lines of JSON to a file without making its callers wait.
 package jsonlines
 
 import (
@@ -10,10 +11,10 @@ import (
 	"time"
 )
 
-// jsonLinesFlush is how long a line may stay in memory.
-const jsonLinesFlush = time.Second
+// flushEvery is how long a line may stay in memory.
+const flushEvery = time.Second
 
-// JSONLines writes values to a file, a line of JSON each. A nil one writes
+// Writer writes values to a file, one line of JSON for each. A nil Writer writes
 // nothing. It is safe for concurrent use.
 type Writer struct {
 	File *os.File
@@ -27,15 +28,16 @@ type Writer struct {
 	done   chan struct{} // closed when all is written
 }
 
-// NewJSONLines writes to file, which it will close. At most so many lines wait
-// for the disk; what comes when they do is lost and counted. Close must follow.
+// New returns a Writer to file, which it will close. At most waiting lines wait
+// for the disk; further ones are lost and counted, and Close logs the count. what
+// names the lines in the log. The caller must call Close.
 func New(file *os.File, waiting int, what string, log *slog.Logger) *Writer {
 	l := &Writer{File: file, what: what, log: log, queue: make(chan any, waiting), done: make(chan struct{})}
 	go l.write() // until Close
 	return l
 }
 
-// Write writes a value, which must not change any more. It never waits.
+// Write queues a value, which must not change any more. It never waits.
 func (l *Writer) Write(line any) {
 	if l == nil {
 		return
@@ -51,9 +53,6 @@ func (l *Writer) Write(line any) {
 		l.lost.Add(1)
 	}
 }
-
-// Lost is how many lines could not be written so far.
-func (l *Writer) Lost() uint64 { return l.lost.Load() }
 
 // Close writes what is left and closes the file.
 func (l *Writer) Close() {
@@ -74,7 +73,7 @@ func (l *Writer) write() {
 	defer close(l.done)
 	out := bufio.NewWriterSize(l.File, 1<<20)
 	encoder := json.NewEncoder(out)
-	ticker := time.NewTicker(jsonLinesFlush)
+	ticker := time.NewTicker(flushEvery)
 	defer ticker.Stop()
 	var failure error
 	fail := func(err error) {

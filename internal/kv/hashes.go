@@ -75,7 +75,7 @@ func SequenceHashes(dst, local []uint64) []uint64 {
 // littleEndian tells whether this machine stores integers as the wire does.
 var littleEndian = binary.NativeEndian.Uint16([]byte{1, 0}) == 1
 
-// tokenBytes views tokens as little-endian bytes, without a copy where the
+// TokenBytes views tokens as little-endian bytes, without a copy where the
 // machine is little-endian itself.
 func TokenBytes(tokens []uint32) []byte {
 	if len(tokens) == 0 {

@@ -1,8 +1,8 @@
+// Package kv holds the words that all packages share: worker keys, targets, roles,
+// matches and block hashes.
 package kv
 
-import (
-	"cmp"
-)
+import "cmp"
 
 // WorkerKey names one thing that holds a KV cache: a worker, or one
 // data-parallel rank of it.

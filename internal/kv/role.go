@@ -35,7 +35,10 @@ const (
 
 var kindNames = []string{KindNone: "none", KindNIXL: "nixl", KindSGLang: "sglang", KindMooncake: "mooncake"}
 
+// String returns the role's name.
 func (r Role) String() string { return roleNames[r] }
+
+// String returns the kind's name.
 func (k Kind) String() string { return kindNames[k] }
 
 // UnmarshalText reads a role's name.
@@ -69,11 +72,14 @@ func nameAt(names []string, text []byte) (int, error) {
 // Kinds is a set of kinds.
 type Kinds uint8
 
-// kindsOf returns the set of one kind.
+// KindsOf returns the set of one kind.
 func KindsOf(k Kind) Kinds { return 1 << k }
 
-// allow tells whether k is in the set; the empty set allows any.
+// Allow tells whether k is in the set; the empty set allows any.
 func (s Kinds) Allow(k Kind) bool { return s == 0 || s&KindsOf(k) != 0 }
+
+// SGLangPort is the port of SGLang's bootstrap server where it names none.
+const SGLangPort = 8998
 
 // Bootstrap is where a decode worker finds a prefill worker's transfer service:
 // SGLang's or Mooncake's bootstrap server.
@@ -85,6 +91,7 @@ type Bootstrap struct {
 // Known tells whether there is an address.
 func (b Bootstrap) Known() bool { return b.Host != "" && b.Port != 0 }
 
+// String returns host:port.
 func (b Bootstrap) String() string {
 	return net.JoinHostPort(b.Host, strconv.FormatUint(uint64(b.Port), 10))
 }
@@ -130,9 +137,9 @@ func (l *Leg) UnmarshalText(text []byte) error {
 // MarshalText writes a leg's name.
 func (l Leg) MarshalText() ([]byte, error) { return []byte(legNames[l]), nil }
 
-// takes tells whether a worker may get that leg. A prefill worker computes
+// Takes tells whether a worker may get that leg. A prefill worker computes
 // prompts only; a decode worker can do everything itself, but for SGLang's, which
-// refuses a request without a room.
+// refuses a request without a bootstrap room.
 func (d Disagg) Takes(leg Leg) bool {
 	switch leg {
 	case LegPrefill:
@@ -142,6 +149,3 @@ func (d Disagg) Takes(leg Leg) bool {
 	}
 	return d.Role == RoleBoth || d.Role == RoleDecode && d.Kind != KindSGLang
 }
-
-// sglangPort is the port of SGLang's bootstrap server where it names none.
-const SglangPort = 8998

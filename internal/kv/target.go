@@ -1,8 +1,6 @@
 package kv
 
-import (
-	"slices"
-)
+import "slices"
 
 // Target is one place that requests can go to: a worker, or one rank of it.
 type Target struct {

@@ -249,7 +249,7 @@ func (w *Worker) eventSources(out http.ResponseWriter, _ *http.Request) {
 		}
 		sources[rank.number] = map[string]any{
 			"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": rank.Events.Pub.Endpoint(), "replay_endpoint": rank.Events.router.Endpoint(),
-			"buffer_steps": vllm.ReplayBatches, "hwm": zmq.ZmqQueue, "max_queue_size": eventQueue, "topic": vllm.KVEventsTopic,
+			"buffer_steps": vllm.ReplayBatches, "hwm": zmq.QueueLimit, "max_queue_size": eventQueue, "topic": vllm.KVEventsTopic,
 		}
 	}
 	answerJSON(out, http.StatusOK, sources)

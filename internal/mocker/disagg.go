@@ -138,7 +138,7 @@ func (w *Worker) transfer(body *jsonbody.Body, answer *Answer) *transfer {
 			return nil
 		}
 	case t.kind == kv.KindSGLang && w.part.Role == kv.RoleDecode && body.Get("bootstrap_room").Type == gjson.Number:
-		port := cmp.Or(body.Get("bootstrap_port").Raw, strconv.Itoa(kv.SglangPort))
+		port := cmp.Or(body.Get("bootstrap_port").Raw, strconv.Itoa(kv.SGLangPort))
 		t.source = transferURL(body.Get("bootstrap_host").String(), port, body.Get("bootstrap_room").Raw, "")
 	default:
 		return nil

@@ -2,14 +2,15 @@ package policy
 
 import (
 	"fmt"
-	"kvrouter/internal/kv"
 	"math"
 	"math/rand/v2"
 	"time"
+
+	"kvrouter/internal/kv"
 )
 
-// CacheKnobs are the settings of the policies cache-threshold and variance, by
-// the names that SGLang gives those it has.
+// CacheSettings are the settings of the policies cache-threshold and variance.
+// Those that SGLang has too carry its names.
 type CacheSettings struct {
 	CacheThreshold      float64 `group:"Policies cache-threshold and variance" default:"0.5" help:"Share of a prompt, 0 to 1, of which more must be cached on a worker for the request to go there; else the one with the fewest requests in flight gets it."`
 	VarianceK           float64 `group:"Policies cache-threshold and variance" name:"variance-k" default:"1.5" help:"Policy variance: standard deviations by which the requests in flight on a worker may be more than the workers' mean; beyond that it gets nothing. More than the root of one less than the workers leaves nobody out."`
@@ -17,24 +18,24 @@ type CacheSettings struct {
 	BalanceRelThreshold float64 `group:"Policies cache-threshold and variance" default:"1.5" help:"The same as a multiple of the mean; both must be exceeded."`
 }
 
-// defaultCacheKnobs returns the defaults of the flags.
+// defaultCacheSettings returns the defaults of the flags.
 func defaultCacheSettings() CacheSettings {
 	return CacheSettings{CacheThreshold: 0.5, VarianceK: 1.5, BalanceAbsThreshold: 32, BalanceRelThreshold: 1.5}
 }
 
-func (k CacheSettings) validate() error {
-	if !(k.CacheThreshold >= 0 && k.CacheThreshold <= 1) {
-		return fmt.Errorf("--cache-threshold %v: give a share from 0 to 1", k.CacheThreshold)
+func (s CacheSettings) validate() error {
+	if !(s.CacheThreshold >= 0 && s.CacheThreshold <= 1) {
+		return fmt.Errorf("--cache-threshold %v: give a share from 0 to 1", s.CacheThreshold)
 	}
-	return checkNotNegative([]knobValue{
-		{"--variance-k", k.VarianceK},
-		{"--balance-abs-threshold", k.BalanceAbsThreshold},
-		{"--balance-rel-threshold", k.BalanceRelThreshold},
+	return checkNotNegative([]flagValue{
+		{"--variance-k", s.VarianceK},
+		{"--balance-abs-threshold", s.BalanceAbsThreshold},
+		{"--balance-rel-threshold", s.BalanceRelThreshold},
 	})
 }
 
-// routesByMatch tells whether a policy is one of this file, which may use prefix
-// trees.
+// RoutesByMatch tells whether a policy is cache-threshold or variance, which may
+// use prefix trees.
 func RoutesByMatch(policy string) bool { return policy == "cache-threshold" || policy == "variance" }
 
 // cacheRouting is what the policies cache-threshold and variance share. A
@@ -47,9 +48,9 @@ func RoutesByMatch(policy string) bool { return policy == "cache-threshold" || p
 // queue gets the request instead, which makes a second home for a prompt that
 // many ask for and leaves all others where they are.
 type cacheRouting struct {
-	knobs  CacheSettings
-	failed map[kv.WorkerKey]failures
-	queues []float64 // of the candidates; reused
+	settings CacheSettings
+	failed   map[kv.WorkerKey]failures
+	queues   []float64 // of the candidates; reused
 }
 
 // failures is a count that halves every failureHalfLife.
@@ -64,8 +65,8 @@ const (
 	failureForgotten = 0.01
 )
 
-func newCacheRouting(knobs CacheSettings) cacheRouting {
-	return cacheRouting{knobs: knobs, failed: map[kv.WorkerKey]failures{}}
+func newCacheRouting(settings CacheSettings) cacheRouting {
+	return cacheRouting{settings: settings, failed: map[kv.WorkerKey]failures{}}
 }
 
 // Traits asks for siblings: on the exact index they are SGLang's speculation.
@@ -148,8 +149,8 @@ func (p *cacheRouting) longest(candidates []Candidate, limit float64, random *ra
 func (p *cacheRouting) matching(q Query, candidates []Candidate, mean, limit float64, random *rand.Rand) int {
 	chosen := p.longest(candidates, limit, random)
 	queue := p.queues[chosen]
-	short := float64(candidates[chosen].Overlap*q.BlockSize) <= p.knobs.CacheThreshold*float64(q.Tokens)
-	if short || queue > mean*p.knobs.BalanceRelThreshold && queue > mean+p.knobs.BalanceAbsThreshold {
+	short := float64(candidates[chosen].Overlap*q.BlockSize) <= p.settings.CacheThreshold*float64(q.Tokens)
+	if short || queue > mean*p.settings.BalanceRelThreshold && queue > mean+p.settings.BalanceAbsThreshold {
 		return p.shortest(random)
 	}
 	return chosen
@@ -179,5 +180,5 @@ type variance struct{ cacheRouting }
 
 func (p *variance) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	mean, deviation := p.measure(q.Now, candidates)
-	return p.matching(q, candidates, mean, mean+p.knobs.VarianceK*deviation, random)
+	return p.matching(q, candidates, mean, mean+p.settings.VarianceK*deviation, random)
 }

@@ -6,8 +6,8 @@ import (
 	"math/rand/v2"
 )
 
-// PolicyKnobs are the settings of policy kv. They have the names, the meaning
-// and the defaults of Dynamo 1.6.1's.
+// Settings are the settings of all policies. Those of policy kv stand here, with
+// the names, the meaning and the defaults of Dynamo 1.6.1's.
 type Settings struct {
 	PrefillLoadScale          float64  `group:"Policy kv" default:"1" help:"Weight of the prompt blocks to be computed against the blocks in use."`
 	OverlapScoreCredit        float64  `group:"Policy kv" default:"1" help:"Blocks that one cached block of the prompt is worth; more than 1 gathers prompts where their prefix is."`
@@ -20,7 +20,17 @@ type Settings struct {
 	ThompsonSettings
 }
 
-// DefaultPolicyKnobs returns the defaults of the flags.
+// Override holds settings of policy kv for one request; a nil one stays as it is.
+type Override struct {
+	OverlapScoreWeight *float64 // older name of PrefillLoadScale, see Settings
+	OverlapScoreCredit *float64
+	PrefillLoadScale   *float64
+	RouterTemperature  *float64
+	AssumeKVReuse      *bool
+	TrackPrefillTokens *bool
+}
+
+// DefaultSettings returns the defaults of the flags, which the tags above repeat.
 func DefaultSettings() Settings {
 	return Settings{
 		PrefillLoadScale: 1, OverlapScoreCredit: 1,
@@ -28,66 +38,66 @@ func DefaultSettings() Settings {
 	}
 }
 
-func (k Settings) validate() error {
-	if err := checkNotNegative([]knobValue{
-		{"--prefill-load-scale", k.PrefillLoadScale},
-		{"--overlap-score-credit", k.OverlapScoreCredit},
-		{"--overlap-score-credit-decay", k.OverlapScoreCreditDecay},
-		{"--decode-active-request-weight", k.DecodeActiveRequestWeight},
-		{"--router-temperature", k.RouterTemperature},
-		{"--overlap-score-weight", k.Resolved().PrefillLoadScale},
+func (s Settings) validate() error {
+	if err := checkNotNegative([]flagValue{
+		{"--prefill-load-scale", s.PrefillLoadScale},
+		{"--overlap-score-credit", s.OverlapScoreCredit},
+		{"--overlap-score-credit-decay", s.OverlapScoreCreditDecay},
+		{"--decode-active-request-weight", s.DecodeActiveRequestWeight},
+		{"--router-temperature", s.RouterTemperature},
+		{"--overlap-score-weight", s.Resolved().PrefillLoadScale},
 	}); err != nil {
 		return err
 	}
-	return k.CacheSettings.validate()
+	return s.CacheSettings.validate()
 }
 
-// knobValue is a flag and its value.
-type knobValue struct {
+// flagValue is a flag and its value.
+type flagValue struct {
 	flag  string
 	value float64
 }
 
 // checkNotNegative refuses a value that is less than 0, or no finite number.
-func checkNotNegative(knobs []knobValue) error {
-	for _, knob := range knobs {
-		if !(knob.value >= 0) || math.IsInf(knob.value, 1) {
-			return fmt.Errorf("%s %v: give a number of at least 0", knob.flag, knob.value)
+func checkNotNegative(flags []flagValue) error {
+	for _, f := range flags {
+		if !(f.value >= 0) || math.IsInf(f.value, 1) {
+			return fmt.Errorf("%s %v: give a number of at least 0", f.flag, f.value)
 		}
 	}
 	return nil
 }
 
-// resolved applies the older name.
-func (k Settings) Resolved() Settings {
-	if k.OverlapScoreWeight != nil {
-		k.PrefillLoadScale = *k.OverlapScoreWeight
-		if k.PrefillLoadScale == 0 {
-			k.OverlapScoreCredit = 0
+// Resolved returns the settings with OverlapScoreWeight, the older name, applied.
+func (s Settings) Resolved() Settings {
+	if s.OverlapScoreWeight != nil {
+		s.PrefillLoadScale = *s.OverlapScoreWeight
+		if s.PrefillLoadScale == 0 {
+			s.OverlapScoreCredit = 0
 		}
 	}
-	return k
+	return s
 }
 
 // with applies what a request overrides.
-func (k Settings) with(o *Override) Settings {
+func (s Settings) with(o *Override) Settings {
 	if o == nil {
-		return k
+		return s
 	}
-	for _, knob := range []struct {
+	for _, setting := range []struct {
 		value *float64
 		set   *float64
 	}{
-		{o.PrefillLoadScale, &k.PrefillLoadScale},
-		{o.OverlapScoreCredit, &k.OverlapScoreCredit},
-		{o.RouterTemperature, &k.RouterTemperature},
+		{o.PrefillLoadScale, &s.PrefillLoadScale},
+		{o.OverlapScoreCredit, &s.OverlapScoreCredit},
+		{o.RouterTemperature, &s.RouterTemperature},
 	} {
-		if knob.value != nil {
-			*knob.set = *knob.value
+		if setting.value != nil {
+			*setting.set = *setting.value
 		}
 	}
-	k.OverlapScoreWeight = o.OverlapScoreWeight
-	return k.Resolved()
+	s.OverlapScoreWeight = o.OverlapScoreWeight
+	return s.Resolved()
 }
 
 // kvPolicy is the rule of Dynamo's KvRouter 1.6.1: the lowest of
@@ -102,18 +112,18 @@ func (k Settings) with(o *Override) Settings {
 // Ties are broken at random. A temperature above 0 draws instead, by the
 // softmax of −cost / (highest − lowest cost) / temperature. Where prompt tokens
 // are not tracked, they cost nothing, and the credit goes off the blocks.
-type kvPolicy struct{ knobs Settings }
+type kvPolicy struct{ settings Settings }
 
 func (kvPolicy) Traits() Traits { return Traits{ActiveBlocks: true, WholeMatch: true} }
 
 func (p kvPolicy) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
-	p.knobs = p.knobs.with(q.Override)
+	p.settings = p.settings.with(q.Override)
 	least := candidates[0].Load.PrefillTokens
 	for i := range candidates {
 		least = min(least, candidates[i].Load.PrefillTokens)
 	}
-	if p.knobs.RouterTemperature > 0 {
-		return softmaxOfCosts(candidates, p.knobs.RouterTemperature, random, func(c *Candidate) float64 { return p.cost(q, c, least) })
+	if p.settings.RouterTemperature > 0 {
+		return softmaxOfCosts(candidates, p.settings.RouterTemperature, random, func(c *Candidate) float64 { return p.cost(q, c, least) })
 	}
 	return best(candidates, random, func(c *Candidate) float64 { return -p.cost(q, c, least) })
 }
@@ -121,18 +131,18 @@ func (p kvPolicy) Choose(q Query, candidates []Candidate, random *rand.Rand) int
 // cost is in blocks; least is the least PrefillTokens of all candidates.
 func (p kvPolicy) cost(q Query, c *Candidate, least int) float64 {
 	block := float64(q.BlockSize)
-	credit := p.knobs.OverlapScoreCredit
+	credit := p.settings.OverlapScoreCredit
 	if excess := c.Load.PrefillTokens - least; excess > 0 && q.Tokens > 0 {
-		credit /= 1 + p.knobs.OverlapScoreCreditDecay*(float64(excess)/block)/math.Ceil(float64(q.Tokens)/block)
+		credit /= 1 + p.settings.OverlapScoreCreditDecay*(float64(excess)/block)/math.Ceil(float64(q.Tokens)/block)
 	}
 	cached := credit * float64(c.Overlap)
 	decode := float64(c.Load.ActiveBlocks + c.NewBlocks)
-	requests := p.knobs.DecodeActiveRequestWeight * float64(c.Load.InFlight)
+	requests := p.settings.DecodeActiveRequestWeight * float64(c.Load.InFlight)
 	if q.FreePrefill {
 		return max(0, decode-cached) + requests
 	}
 	prefill := max(0, float64(c.Load.PrefillTokens+q.Tokens)/block-cached)
-	return p.knobs.PrefillLoadScale*prefill + decode + requests
+	return p.settings.PrefillLoadScale*prefill + decode + requests
 }
 
 // softmaxOfCosts draws a candidate, the cheaper the more likely.

@@ -1,8 +1,6 @@
 package policy
 
-import (
-	"time"
-)
+import "time"
 
 // Published is a worker's load as the worker itself reports it.
 type Published struct {
@@ -24,7 +22,7 @@ type Load struct {
 	AwaitedTokens int  // prompt tokens that other workers compute, of requests that will decode here
 	ActiveBlocks  int  // blocks of requests in flight, shared ones once and by their weights; see Traits
 
-	Prefills   []Prefill // the requests without a first token, as they were sent; to be read under the Router's lock
+	Prefills   []Prefill // the requests without a first token, as they were sent; to be read under the router's lock
 	FirstToken time.Time // when a first token last came from it; zero: never
 }
 
@@ -35,9 +33,8 @@ type Prefill struct {
 	AnsweredWhole bool // nobody will tell of its first token
 }
 
-// QueueLength is how many requests wait on the worker: its published queue plus
-// what was sent since then. A worker that publishes nothing counts by what is
-// in flight.
+// QueueLength returns how many requests wait on the worker: its published queue and
+// what was sent since then. For a worker that publishes nothing it returns InFlight.
 func (l Load) QueueLength() int {
 	if !l.Fresh {
 		return l.InFlight

@@ -1,11 +1,16 @@
+// Package policy holds the rules that choose a worker for a request.
+//
+// Each policy is a small type with Choose, and one line in New; its settings and
+// their checks stand beside it.
 package policy
 
 import (
 	"fmt"
-	"kvrouter/internal/hints"
-	"kvrouter/internal/kv"
 	"math/rand/v2"
 	"time"
+
+	"kvrouter/internal/hints"
+	"kvrouter/internal/kv"
 )
 
 // Query is what a policy may know of a request.
@@ -14,7 +19,7 @@ type Query struct {
 	Tokens      int       // prompt length; 0: unknown
 	BlockSize   int       // tokens a block
 	FreePrefill bool      // prompt tokens do not count as load
-	Override    *Override // of knobs; nil: none
+	Override    *Override // of settings; nil: none
 	Leg         kv.Leg    // that a worker is wanted for
 	Prefix      hints.Prefix
 	Retry       bool   // another worker has failed it before
@@ -39,7 +44,7 @@ type Policy interface {
 	Traits() Traits
 }
 
-// Traits says what a policy wants counted for it. They never change.
+// Traits says what a policy wants counted for it. A policy's traits never change.
 type Traits struct {
 	// ActiveBlocks asks for Load.ActiveBlocks and Candidate.NewBlocks. For other
 	// policies the router counts them only where a request has an ID, by which
@@ -54,7 +59,7 @@ type Traits struct {
 	WholeMatch bool
 }
 
-// learner is a policy that learns from finished requests. Learn is called as
+// Learner is a policy that learns from finished requests. Learn is called as
 // Choose is.
 type Learner interface{ Learn(o Outcome) }
 
@@ -71,7 +76,7 @@ type Outcome struct {
 	During     Meanwhile     // from then on
 }
 
-// judged is a policy that hears how each of its decisions ended, also of those
+// Judged is a policy that hears how each of its decisions ended, also of those
 // without an answer. Judge is called as Choose is, once for every decision with
 // a number unless the process ends before.
 type Judged interface{ Judge(f Feedback) }
@@ -98,10 +103,6 @@ const (
 	Finished                // with a whole answer
 )
 
-// aborted tells whether an answer ended for this reason because somebody wanted
-// it to.
-func Aborted(finish string) bool { return finish == "abort" || finish == "cancelled" }
-
 // Meanwhile is what a worker did in a span of time.
 type Meanwhile struct {
 	Prompts int     // that got their first token
@@ -109,31 +110,34 @@ type Meanwhile struct {
 	Context float64 // mean of Load.ContextTokens
 }
 
-// PolicyNames lists the policies that NewPolicy knows.
+// Aborted tells whether an answer's finish reason says that somebody stopped it on
+// purpose.
+func Aborted(finish string) bool { return finish == "abort" || finish == "cancelled" }
+
+// Names lists the policies that New knows.
 var Names = []string{"standalone", "kv", "work", "cache-threshold", "variance", "thompson", "least-loaded", "power-of-two", "round-robin", "random"}
 
-// NewPolicy returns the policy of that name with the default knobs.
+// NewPolicy returns the policy of that name with the default settings.
 func NewPolicy(name string) (Policy, error) { return New(name, DefaultSettings()) }
 
-// NewPolicyWith returns the policy of that name. Knobs of other policies are
-// ignored.
-func New(name string, knobs Settings) (Policy, error) {
-	if err := knobs.validate(); err != nil {
+// New returns the policy of that name. Settings of other policies are ignored.
+func New(name string, settings Settings) (Policy, error) {
+	if err := settings.validate(); err != nil {
 		return nil, err
 	}
 	switch name {
 	case "kv":
-		return kvPolicy{knobs.Resolved()}, nil
+		return kvPolicy{settings.Resolved()}, nil
 	case "standalone":
 		return standalone{}, nil
 	case "work":
 		return NewWork(), nil
 	case "cache-threshold":
-		return &cacheThreshold{newCacheRouting(knobs.CacheSettings)}, nil
+		return &cacheThreshold{newCacheRouting(settings.CacheSettings)}, nil
 	case "variance":
-		return &variance{newCacheRouting(knobs.CacheSettings)}, nil
+		return &variance{newCacheRouting(settings.CacheSettings)}, nil
 	case "thompson":
-		config, err := knobs.ThompsonSettings.config()
+		config, err := settings.ThompsonSettings.config()
 		if err != nil {
 			return nil, err
 		}
@@ -212,7 +216,7 @@ func (powerOfTwo) Choose(_ Query, candidates []Candidate, random *rand.Rand) int
 	return a
 }
 
-// roundRobin takes one worker after the other, in the order of their keys, for
+// RoundRobin takes one worker after the other, in the order of their keys, for
 // each leg of requests. It goes on from the worker it chose last, so that one
 // that comes or goes does not shift the turns of the others.
 type RoundRobin struct {
@@ -222,8 +226,10 @@ type RoundRobin struct {
 	}
 }
 
+// Traits asks for nothing.
 func (*RoundRobin) Traits() Traits { return Traits{} }
 
+// Choose returns the candidate whose turn it is.
 func (r *RoundRobin) Choose(q Query, candidates []Candidate, _ *rand.Rand) int {
 	turn := &r.turns[q.Leg]
 	first, next := 0, -1

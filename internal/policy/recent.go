@@ -3,7 +3,7 @@ package policy
 import "container/list"
 
 // recent is a map of at most so many entries that knows which of them was
-// touched longest ago; that one goes when there is no room for another.
+// touched longest ago; that one goes when the map is full and another comes.
 type recent[K comparable, V any] struct {
 	limit   int
 	entries map[K]*list.Element // of *recentEntry[K, V]
@@ -29,19 +29,20 @@ func (r *recent[K, V]) get(key K) (value V) {
 	return value
 }
 
-// put sets and touches an entry. It tells which entry had to go for it.
-func (r *recent[K, V]) put(key K, value V) (gone V, any bool) {
+// put sets and touches an entry. If another entry had to go for it, evicted is
+// that one.
+func (r *recent[K, V]) put(key K, value V) (evicted V, full bool) {
 	if e := r.entries[key]; e != nil {
 		e.Value.(*recentEntry[K, V]).value = value
 		r.order.MoveToBack(e)
-		return gone, false
+		return evicted, false
 	}
 	if len(r.entries) >= r.limit {
 		oldest, _ := r.oldest()
-		gone, any = r.remove(oldest)
+		evicted, full = r.remove(oldest)
 	}
 	r.entries[key] = r.order.PushBack(&recentEntry[K, V]{key, value})
-	return gone, any
+	return evicted, full
 }
 
 // remove takes an entry out.

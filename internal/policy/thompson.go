@@ -1,14 +1,15 @@
 package policy
 
 import (
-	"kvrouter/internal/hints"
-	"kvrouter/internal/jsonlines"
-	"kvrouter/internal/kv"
 	"math"
 	"math/rand/v2"
 	"slices"
 	"strconv"
 	"time"
+
+	"kvrouter/internal/hints"
+	"kvrouter/internal/jsonlines"
+	"kvrouter/internal/kv"
 )
 
 const (
@@ -54,7 +55,7 @@ const (
 	featureReuse
 )
 
-// thompson is the Thompson-sampling router of the NeMo Agent Toolkit. It learns
+// Thompson is the Thompson-sampling router of the NeMo Agent Toolkit. It learns
 // each worker's reward, a linear one given the features of a decision
 // (linearBandit) and its mean (betaBandit), draws both from what it believes,
 // adds what it is worth to stay with the worker that has served the series so
@@ -86,10 +87,10 @@ type thompsonWorker struct {
 	generation int // its incarnation; 0: not yet seen
 	mean       betaBandit
 	linear     *linearBandit
-	faded      float64 // thompson.faded when both were brought up to date
+	faded      float64 // Thompson.faded when both were brought up to date
 	waits      int     // decisions for it that are pending
 	pins       int     // series that are pinned to it
-	work       float64 // what those will bring, see thompson.outstanding
+	work       float64 // what those will bring, see Thompson.outstanding
 
 	decisions uint64
 	overlap   float64
@@ -169,8 +170,11 @@ func newThompson(config thompsonConfig) *Thompson {
 	return p
 }
 
+// Traits asks for whole matches, as the original counts them.
 func (*Thompson) Traits() Traits { return Traits{WholeMatch: true} }
 
+// Choose draws a candidate by the softmax of the scores; with router_type kv_load it
+// returns the one with the lowest KV usage.
 func (p *Thompson) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	p.sweep(q.Now)
 	if p.RouterType == ThompsonKVLoad {
@@ -269,7 +273,7 @@ func (p *Thompson) worker(t kv.Target) *thompsonWorker {
 
 func (p *Thompson) newWorker(key kv.WorkerKey) *thompsonWorker {
 	w := &thompsonWorker{key: key, mean: newBetaBandit(), linear: newLinearBandit(&p.prior), faded: p.faded}
-	if gone, any := p.workers.put(key, w); any {
+	if gone, full := p.workers.put(key, w); full {
 		p.unpin(gone)
 		for k := range p.usual {
 			if k.perWorker && k.worker == gone.key {
@@ -391,9 +395,9 @@ func (p *Thompson) keep(q Query, t *thompsonQuery, chosen int) {
 	pin := thompsonPin{worker: w.key, reuse: t.reuse, decode: t.decode, prefill: c.prefill, iat: t.iat}
 	id := p.pinSeries(q, w, pin)
 	w.waits++
-	if gone, any := p.pending.put(q.Decision, &thompsonPending{
+	if gone, full := p.pending.put(q.Decision, &thompsonPending{
 		decision: q.Decision, worker: w.key, series: id, x: c.x, began: q.Now, tokens: q.Tokens, osl: q.Prefix.OSL, bin: prefillBin(c.prefill),
-	}); any {
+	}); full {
 		p.noLongerWaits(gone)
 	}
 	p.changes++
@@ -439,7 +443,7 @@ func (p *Thompson) pinSeries(q Query, w *thompsonWorker, pin thompsonPin) string
 	}
 	s.pin, s.touched = pin, q.Now
 	p.pin(s, w)
-	if gone, any := p.series.put(id, s); any {
+	if gone, full := p.series.put(id, s); full {
 		p.unpinSeries(gone)
 	}
 	return id
@@ -497,7 +501,7 @@ func (p *Thompson) sweep(now time.Time) {
 	}
 }
 
-// ThompsonAck is what came of a feedback.
+// ThompsonAck says what the policy made of a feedback.
 type ThompsonAck struct {
 	Worker       kv.WorkerKey
 	UsedBaseline float64 // the latency, or that of a token, that it was compared with, ms
@@ -507,8 +511,8 @@ type ThompsonAck struct {
 // Judge takes in how a decision ended.
 func (p *Thompson) Judge(f Feedback) { p.JudgeDetail(f) }
 
-// JudgeDetail is Judge and tells what came of it; not known: nobody waits for
-// that decision's end, or no longer.
+// JudgeDetail is Judge and returns what came of the feedback; known is false if no
+// decision with that number waits for its end.
 func (p *Thompson) JudgeDetail(f Feedback) (ack ThompsonAck, known bool) {
 	d := p.pending.get(f.Decision)
 	if d == nil {

@@ -9,12 +9,12 @@ import (
 	"strings"
 	"time"
 
-	"kvrouter/internal/settings"
-
 	"github.com/goccy/go-yaml"
+
+	"kvrouter/internal/settings"
 )
 
-// ThompsonKnobs are the settings of policy thompson.
+// ThompsonSettings are the settings of policy thompson by flag.
 type ThompsonSettings struct {
 	ThompsonConfig string `group:"Policy thompson" placeholder:"FILE" help:"YAML file of parameters, with the keys of the NeMo Agent Toolkit's config.yaml; those left out keep its values."`
 	ThompsonFixes  string `name:"thompson.fixes" group:"Policy thompson" default:"all" env:"KVROUTER_THOMPSON_FIXES" placeholder:"NAMES" help:"What to mend of the original: all, none, or names separated by commas: worker-baseline, forgetting, load-sign, outstanding, pin-ttl, feedback, cold-start (docs/routing.md)."`
@@ -153,7 +153,7 @@ func (k ThompsonSettings) config() (thompsonConfig, error) {
 	return c, err
 }
 
-// validate checks what only matters if one of the policies is thompson.
+// Validate checks the settings if thompson is one of policies, a list with commas.
 func (k ThompsonSettings) Validate(policies string, blockSize int) error {
 	if !slices.Contains(strings.Split(policies, ","), "thompson") {
 		return nil

@@ -1,8 +1,9 @@
 package policy
 
 import (
-	"kvrouter/internal/kv"
 	"math"
+
+	"kvrouter/internal/kv"
 )
 
 // latencyKey names latencies that are compared with each other.

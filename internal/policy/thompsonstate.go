@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"kvrouter/internal/kv"
 	"log/slog"
 	"maps"
 	"math"
@@ -15,6 +14,8 @@ import (
 	"path/filepath"
 	"slices"
 	"time"
+
+	"kvrouter/internal/kv"
 )
 
 const (
@@ -89,7 +90,7 @@ type thompsonLearned struct {
 	b      banditVector
 }
 
-// snapshot is called under the Router's lock.
+// snapshot copies what a state file holds. Call it under the router's lock.
 func (p *Thompson) snapshot() *thompsonSnapshot {
 	s := &thompsonSnapshot{
 		fixes: p.Fixes, lambda: p.lambda, usual: maps.Clone(p.usual),
@@ -245,14 +246,14 @@ func (p *Thompson) restore(s *thompsonState) error {
 	return nil
 }
 
-// thompsonStateFile keeps a policy's state in a file.
+// ThompsonStateFile keeps a policy's state in a file.
 type ThompsonStateFile struct {
 	name  string
 	with  func(func(*Thompson)) bool // runs a function with the policy, under its router's lock
 	saved uint64                     // changes that the file has
 }
 
-// openThompsonState fills the policy from the file, if there is one. with runs a
+// OpenThompsonState fills the policy from the file, if there is one. with runs a
 // function with the policy, under its router's lock.
 func OpenThompsonState(name string, with func(func(*Thompson)) bool) (*ThompsonStateFile, error) {
 	file := &ThompsonStateFile{name: name, with: with}
@@ -284,7 +285,7 @@ func readAtMost(name string, limit int64) ([]byte, error) {
 	return os.ReadFile(name)
 }
 
-// Run writes the state now and then until ctx is done, and once more then.
+// Run writes the state every thompsonStateEvery until ctx ends, and once more then.
 func (f *ThompsonStateFile) Run(ctx context.Context, log *slog.Logger) {
 	ticker := time.NewTicker(thompsonStateEvery)
 	defer ticker.Stop()

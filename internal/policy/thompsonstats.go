@@ -1,12 +1,13 @@
 package policy
 
 import (
-	"kvrouter/internal/kv"
 	"slices"
 	"time"
+
+	"kvrouter/internal/kv"
 )
 
-// ThompsonStats is what policy thompson has done, and how it stands.
+// ThompsonStats says what policy thompson has done and what it waits for.
 type ThompsonStats struct {
 	Workers  []ThompsonWorkerStats // by key
 	Pending  int                   // decisions that nobody has told the end of
@@ -16,7 +17,7 @@ type ThompsonStats struct {
 	Switched uint64                // those for another
 }
 
-// ThompsonWorkerStats are those of one worker.
+// ThompsonWorkerStats is what ThompsonStats says of one worker.
 type ThompsonWorkerStats struct {
 	Worker      kv.WorkerKey
 	Decisions   uint64
@@ -25,7 +26,7 @@ type ThompsonWorkerStats struct {
 	Alpha, Beta float64 // of its mean reward
 }
 
-// Stats is to be called under the Router's lock.
+// Stats returns the counts so far. Call it under the router's lock.
 func (p *Thompson) Stats() ThompsonStats {
 	s := ThompsonStats{Pending: p.pending.len(), Series: p.series.len(), Timeouts: p.timeouts, Stayed: p.stayed, Switched: p.switched}
 	for key, w := range p.workers.all {
@@ -36,8 +37,8 @@ func (p *Thompson) Stats() ThompsonStats {
 	return s
 }
 
-// ThompsonObserver are calls for histograms, made under the Router's lock; nil
-// ones are left out. They are set before the first decision.
+// ThompsonObserver holds calls for histograms, made under the router's lock; nil ones
+// are left out. Set it before the first decision.
 type ThompsonObserver struct {
 	Tokens  func(tokens int) // of a decision's prompt
 	Reuse   func(requests int)

@@ -2,21 +2,23 @@ package policy
 
 import (
 	"fmt"
-	"kvrouter/internal/hints"
-	"kvrouter/internal/jsonlines"
-	"kvrouter/internal/kv"
 	"log/slog"
 	"os"
 	"path/filepath"
 	"strconv"
 	"time"
+
+	"kvrouter/internal/hints"
+	"kvrouter/internal/jsonlines"
+	"kvrouter/internal/kv"
 )
 
 // thompsonTraceFile is the name of the original's file in debug.trace_dir.
 const thompsonTraceFile = "router_traces.jsonl"
 
-// openTraces has traces written, to file or else where the file of parameters
-// says; nil: nobody asked for them. The caller closes what it returns.
+// OpenTraces makes the policy write traces to file; if file is empty, to where its
+// parameters say. It returns nil if neither asks for traces. The caller closes what
+// it returns.
 func (p *Thompson) OpenTraces(file string, log *slog.Logger) (*jsonlines.Writer, error) {
 	flag := "--thompson-traces"
 	if file == "" && p.thompsonConfig.traces {

@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// engineTiming says how long an engine's passes take, and learns it from the
+// EngineTiming says how long an engine's passes take, and learns it from the
 // requests it served. A pass that computes n prompt tokens and decodes prompts
 // of c tokens together takes
 //
@@ -13,7 +13,7 @@ import (
 //
 // ms, the first two only if n > 0, the last two only if it decodes. All workers
 // are taken to be alike.
-type engineTiming struct {
+type EngineTiming struct {
 	Pass, Token, decode, context float64
 
 	covariance [4][4]float64
@@ -32,21 +32,21 @@ const (
 	timingLeastTokens = 8
 )
 
-// newEngineTiming starts with an H100-like engine, as the mocker's. The first
-// observation says how much slower or faster the whole of it is; from then on
-// each part is taken to be uncertain by its own size.
-func NewEngineTiming() *engineTiming {
-	return &engineTiming{Pass: 16, Token: 0.018, decode: 6, context: 4e-5}
+// NewEngineTiming returns the timing of an H100-like engine, the mocker's. The first
+// observation scales the whole of it; from then on each part counts as uncertain by
+// its own size.
+func NewEngineTiming() *EngineTiming {
+	return &EngineTiming{Pass: 16, Token: 0.018, decode: 6, context: 4e-5}
 }
 
 // Prefill is the time to compute so many prompt tokens in passes that are full,
 // ms.
-func (t *engineTiming) Prefill(tokens int) float64 {
+func (t *EngineTiming) Prefill(tokens int) float64 {
 	return (t.Token + t.Pass/workPass) * float64(max(0, tokens))
 }
 
 // Decoding is the decode part of a pass, ms: for no tokens it is 0.
-func (t *engineTiming) Decoding(context int) float64 {
+func (t *EngineTiming) Decoding(context int) float64 {
 	if context <= 0 {
 		return 0
 	}
@@ -55,7 +55,7 @@ func (t *engineTiming) Decoding(context int) float64 {
 
 // Learn takes in one request: its decoding, and its first token if its prompt
 // had not to wait for others.
-func (t *engineTiming) Learn(o Outcome) {
+func (t *EngineTiming) Learn(o Outcome) {
 	if passes := float64(o.Output - 1); passes >= timingLeastTokens {
 		t.observe([4]float64{float64(o.During.Prompts), float64(o.During.Tokens), passes, passes * o.During.Context}, milliseconds(o.Decode))
 	}
@@ -72,7 +72,7 @@ func (t *engineTiming) Learn(o Outcome) {
 
 // observe is a step of recursive least squares for row·(pass, token, decode,
 // context) = ms, every row weighed by its own size.
-func (t *engineTiming) observe(row [4]float64, ms float64) {
+func (t *EngineTiming) observe(row [4]float64, ms float64) {
 	if ms <= 0 {
 		return
 	}

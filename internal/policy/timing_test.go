@@ -8,7 +8,7 @@ import (
 )
 
 // outcomeOf is what an engine of that timing would give.
-func outcomeOf(truth *engineTiming, noise float64, random *rand.Rand) Outcome {
+func outcomeOf(truth *EngineTiming, noise float64, random *rand.Rand) Outcome {
 	ms := func(x float64) time.Duration {
 		return time.Duration(x * (1 + noise*random.NormFloat64()) * float64(time.Millisecond))
 	}
@@ -22,7 +22,7 @@ func outcomeOf(truth *engineTiming, noise float64, random *rand.Rand) Outcome {
 }
 
 func TestTimingIsLearnedFromFinishedRequests(t *testing.T) {
-	for name, truth := range map[string]*engineTiming{
+	for name, truth := range map[string]*EngineTiming{
 		"like the first guess":    {Pass: 16, Token: 0.018, decode: 6, context: 4e-5},
 		"a CPU":                   {Pass: 5, Token: 1, decode: 55, context: 1e-3},
 		"faster, no fixed part":   {Pass: 0.01, Token: 0.004, decode: 3, context: 1e-6},
@@ -47,7 +47,7 @@ func TestTimingIsLearnedFromFinishedRequests(t *testing.T) {
 func TestTimingFollowsAnEngineThatChanges(t *testing.T) {
 	random := rand.New(rand.NewPCG(3, 4))
 	learned := NewEngineTiming()
-	for _, truth := range []*engineTiming{{Pass: 16, Token: 0.018, decode: 6, context: 4e-5}, {Pass: 16, Token: 0.054, decode: 18, context: 1.2e-4}} {
+	for _, truth := range []*EngineTiming{{Pass: 16, Token: 0.018, decode: 6, context: 4e-5}, {Pass: 16, Token: 0.054, decode: 18, context: 1.2e-4}} {
 		for range 5000 {
 			learned.Learn(outcomeOf(truth, 0.05, random))
 		}

@@ -1,9 +1,10 @@
 package policy
 
 import (
-	"kvrouter/internal/kv"
 	"math/rand/v2"
 	"time"
+
+	"kvrouter/internal/kv"
 )
 
 const (
@@ -32,7 +33,7 @@ const (
 	workCount = 0.25
 )
 
-// work estimates how long a request will take on each worker and by how much it
+// Work estimates how long a request will take on each worker and by how much it
 // delays others, and takes the lowest of
 //
 //	(first + pushed + 2.3·own + own·queued/usual) / usual +
@@ -54,15 +55,14 @@ const (
 // Blocks of requests in flight count as cached. How long passes take and the
 // usual values are learned from finished requests. Ties are broken at random.
 type Work struct {
-	Timing *engineTiming
-	Skip   WorkTerm
+	Timing *EngineTiming
 
 	Uncached runningMean // tokens of a prompt
 	decoding runningMean // ms from first to last token
 	Output   runningMean // tokens
 }
 
-// runningMean is the mean of the last values, about workMeanOver.
+// runningMean is the mean of about the last workMeanOver values.
 type runningMean struct {
 	Value float64
 	count int
@@ -73,22 +73,11 @@ func (m *runningMean) add(value float64) {
 	m.Value += (value - m.Value) / float64(m.count)
 }
 
-// workTerm names a term of the rule, to leave it out.
-type WorkTerm int
-
-const (
-	workNoTerm WorkTerm = iota
-	workTermPasses
-	workTermPushed
-	workTermLater
-	workTermQueued
-	workTermDecode
-	workTermOthers
-	workTermCount
-)
-
+// NewWork returns policy work with an engine's timing to begin with.
 func NewWork() *Work { return &Work{Timing: NewEngineTiming()} }
 
+// Traits asks for siblings: an engine computes prompts in order, so their blocks will
+// be cached.
 func (*Work) Traits() Traits { return Traits{ActiveBlocks: true, Siblings: true} }
 
 // Learn takes in a finished request. The first token of one whose prompt another
@@ -101,6 +90,7 @@ func (p *Work) Learn(o Outcome) {
 	}
 }
 
+// LearnUsual takes in how long a finished answer was and how long it took.
 func (p *Work) LearnUsual(o Outcome) {
 	p.Output.add(float64(o.Output))
 	if o.Output > 1 {
@@ -108,6 +98,8 @@ func (p *Work) LearnUsual(o Outcome) {
 	}
 }
 
+// Choose returns the candidate with the lowest cost, and learns the usual prompt from
+// the choice.
 func (p *Work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	u := p.usual(q, candidates)
 	chosen := best(candidates, random, func(c *Candidate) float64 { return -p.cost(q, c, u) })
@@ -157,22 +149,6 @@ func (p *Work) cost(q Query, c *Candidate, u workUsual) float64 {
 	slowdown := u.output / 2 * p.Timing.context * float64(q.Tokens)
 	others := workOthers * float64(c.Load.InFlight) * (own + slowdown)
 	count := workCount * float64(c.Load.InFlight+1) / (u.inFlight + 1)
-	switch p.Skip {
-	case workTermPasses:
-		first = own + queued
-	case workTermPushed:
-		pushed = 0
-	case workTermLater:
-		later = 0
-	case workTermQueued:
-		busier = 0
-	case workTermDecode:
-		decode = 0
-	case workTermOthers:
-		others = 0
-	case workTermCount:
-		count = 0
-	}
 	return (first+pushed+later+busier)/u.own + workDecode*(decode+others)/u.decoding + count
 }
 

@@ -1,19 +1,20 @@
 package radix
 
 import (
-	"kvrouter/internal/blockpool"
-	"kvrouter/internal/kv"
 	"math"
 	"math/rand/v2"
 	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"kvrouter/internal/blockpool"
+	"kvrouter/internal/kv"
 )
 
 // Approx is the approximate index: what was routed to a worker counts as cached
-// there. It models each worker's memory and keeps a Radix in step with that, as
-// EventStreams keep one in step with the engines'.
+// there. It models each worker's memory and keeps a Tree in step with that, as
+// events.Stream keeps one in step with the engine's memory.
 //
 // Size. On a worker whose number of blocks is known, memory goes as in vLLM: the
 // blocks of requests in flight stay, the others are taken for new ones in the
@@ -28,7 +29,7 @@ import (
 // Corrections. An answer's cached_tokens may show that an engine had lost what
 // it was believed to hold. It loses the oldest first; so whatever was used no
 // later than the first lost block is gone as well, and is given up. A worker of
-// which nothing else tells the size (of PrefixTrees) is then taken to hold no
+// which nothing else tells the size (of Trees) is then taken to hold no
 // more than what is left, until an answer finds blocks that were given up: that
 // adds their number.
 type Approx struct {
@@ -40,7 +41,7 @@ type Approx struct {
 	learns            bool         // how much a worker holds, by corrections
 	corrected         bool         // by what answers say of the cache
 	due               atomic.Int64 // no block's time is over before; in Unix ns
-	mu                sync.Mutex   // guards all below; may be held when taking Radix.mu
+	mu                sync.Mutex   // guards all below; may be held when taking Tree.mu
 	capacity          map[kv.WorkerKey]int
 	Caches            map[kv.WorkerKey]*assumedCache
 	evicted, sequence []uint64         // reused
@@ -56,15 +57,15 @@ type assumedCache struct {
 	answers  []int32         // by block of the pool: blocks of the longest answer to a prompt that ends there
 }
 
-// firstPool is how many blocks an assumedCache has room for at first.
+// firstPool is how many blocks an assumedCache can hold before its first growth.
 const firstPool = 256
 
-// SetCorrected says whether what answers say of the cache corrects what is
-// assumed; it does at first. Call it before the index is used.
+// SetCorrected says whether the cached tokens that answers report correct the index;
+// at first they do. Call it before the index is used.
 func (a *Approx) SetCorrected(corrected bool) { a.corrected = corrected }
 
-// Assumed is one routed prompt: what of it its worker is believed to hold. It
-// must be ended.
+// Assumed is one routed prompt and what its worker is believed to hold of it. Its
+// owner must call End or Fail.
 type Assumed struct {
 	index    *Approx
 	worker   kv.WorkerKey
@@ -97,8 +98,8 @@ func NewApprox(ttl time.Duration, maxBlocks int, pruneTarget float64, now func()
 	return a
 }
 
-// SetCapacity tells how many blocks w's cache has; 0: not known. A worker whose
-// size changes starts empty.
+// SetCapacity sets how many blocks w's cache has; 0: not known. A worker whose size
+// changes starts empty.
 func (a *Approx) SetCapacity(w kv.WorkerKey, blocks int) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -137,7 +138,7 @@ func (a *Approx) Forget(worker uint64) {
 	a.Tree.Forget(worker)
 }
 
-// Match is that of Radix, as of now.
+// Match is Tree.Match after blocks whose time is over have been given up.
 func (a *Approx) Match(local []uint64, dst []kv.Match) []kv.Match {
 	if now := a.now().UnixNano(); now >= a.due.Load() {
 		a.mu.Lock()
@@ -147,8 +148,8 @@ func (a *Approx) Match(local []uint64, dst []kv.Match) []kv.Match {
 	return a.Tree.Match(local, dst)
 }
 
-// Routed tells that a prompt with these local hashes goes to w, where it counts
-// as cached from now on.
+// Routed says that a prompt with these local hashes goes to w, where it counts as
+// cached from now on.
 func (a *Approx) Routed(w kv.WorkerKey, local []uint64) *Assumed {
 	now := a.now().UnixNano()
 	a.mu.Lock()
@@ -167,7 +168,7 @@ func (a *Approx) Routed(w kv.WorkerKey, local []uint64) *Assumed {
 			break
 		}
 		last := int64(inUse)
-		if c.Pool.Blocks[b].Refs == 0 {
+		if c.Pool.Refs(b) == 0 {
 			last = c.used[b]
 		}
 		if n := len(p.lasts); n == 0 || p.lasts[n-1].at != last {
@@ -185,7 +186,7 @@ func (a *Approx) Routed(w kv.WorkerKey, local []uint64) *Assumed {
 	for i := p.found; i < len(local); i++ {
 		b := a.take(c)
 		if b == 0 {
-			break // the engine has no room for it either as yet
+			break // the engine has no free block for it either
 		}
 		c.Pool.SetKey(b, a.sequence[i])
 		c.used[b], c.answers[b] = 0, 0
@@ -198,15 +199,15 @@ func (a *Approx) Routed(w kv.WorkerKey, local []uint64) *Assumed {
 		parent = a.sequence[p.found-1]
 	}
 	if err := a.Tree.Store(w, parent, p.found > 0, a.blocks); err != nil {
-		a.clear(w) // someone else changed the Radix: begin anew
+		a.clear(w) // someone else changed the Tree: begin anew
 	}
 	a.expire(now)
 	return p
 }
 
-// End tells that the request has ended, and what its answer says: how many
-// blocks it filled, and how many of the prompt's had been found cached; -1: not
-// known. It must be called once. Of nil it does nothing.
+// End says that the request has ended: its answer filled that many blocks, and the
+// engine had found cached blocks of the prompt in its cache (-1: not known). Call it
+// once. On nil it does nothing.
 func (p *Assumed) End(answer, cached int) {
 	p.ended(func(a *Approx, c *assumedCache, now int64) {
 		if a.corrected {
@@ -231,8 +232,8 @@ func (p *Assumed) End(answer, cached int) {
 	})
 }
 
-// Fail is End for a request that its worker failed: the blocks that no other
-// request ever finished with may not have been computed, and are given up.
+// Fail is End for a request that its worker failed. The blocks that no other request
+// ever finished with may not have been computed, so they are given up.
 func (p *Assumed) Fail() {
 	p.ended(func(a *Approx, c *assumedCache, now int64) {
 		a.evicted = a.evicted[:0]
@@ -241,7 +242,7 @@ func (p *Assumed) Fail() {
 			if finished {
 				c.used[b] = now
 			}
-			if c.Pool.Release(b); !finished && c.Pool.Blocks[b].Refs == 0 {
+			if c.Pool.Release(b); !finished && c.Pool.Refs(b) == 0 {
 				a.evicted = append(a.evicted, c.Pool.Evict(b))
 			}
 		}
@@ -304,7 +305,7 @@ func (a *Approx) take(c *assumedCache) uint32 {
 	for c.learned > 0 && c.Pool.Held() >= c.learned && c.Pool.Oldest() != 0 {
 		a.evicted = append(a.evicted, c.Pool.Evict(c.Pool.Oldest()))
 	}
-	if size := c.Pool.Size(); len(c.Pool.Free) == 0 && (c.capacity == 0 || size < c.capacity) {
+	if size := c.Pool.Size(); c.Pool.FreeBlocks() == 0 && (c.capacity == 0 || size < c.capacity) {
 		larger := max(firstPool, 2*size)
 		if c.capacity > 0 {
 			larger = min(larger, c.capacity)
@@ -343,7 +344,7 @@ func (a *Approx) expire(now int64) {
 			continue
 		}
 		a.evict(w, c, now-int64(a.ttl), math.MaxInt)
-		if used, any := c.oldest(); any {
+		if used, ok := c.oldest(); ok {
 			due = min(due, used+int64(a.ttl))
 		}
 		blocks += c.Pool.Held()
@@ -353,8 +354,8 @@ func (a *Approx) expire(now int64) {
 		return
 	}
 	for blocks > a.pruneTo {
-		w, until, any := a.oldest()
-		if !any {
+		w, until, ok := a.oldest()
+		if !ok {
 			return
 		}
 		blocks -= a.evict(w, a.Caches[w], until, blocks-a.pruneTo)
@@ -363,25 +364,25 @@ func (a *Approx) expire(now int64) {
 
 // oldest returns the worker of unknown size whose oldest block was used longest
 // ago, and until when its blocks are older than any other's, Unix ns.
-func (a *Approx) oldest() (oldest kv.WorkerKey, until int64, any bool) {
+func (a *Approx) oldest() (oldest kv.WorkerKey, until int64, ok bool) {
 	first := int64(math.MaxInt64)
 	until = math.MaxInt64
 	for w, c := range a.Caches {
 		used, has := c.oldest()
 		switch {
 		case c.capacity > 0 || !has:
-		case !any || used < first || used == first && w.Compare(oldest) < 0:
-			oldest, first, until, any = w, used, first, true
+		case !ok || used < first || used == first && w.Compare(oldest) < 0:
+			oldest, first, until, ok = w, used, first, true
 		default:
 			until = min(until, used)
 		}
 	}
-	return oldest, until, any
+	return oldest, until, ok
 }
 
-// oldest tells when the block that was released longest ago was; any is false if
+// oldest tells when the block that was released longest ago was; ok is false if
 // all are in flight.
-func (c *assumedCache) oldest() (used int64, any bool) {
+func (c *assumedCache) oldest() (used int64, ok bool) {
 	b := c.Pool.Oldest()
 	if b == 0 {
 		return 0, false

@@ -2,15 +2,15 @@ package radix
 
 import (
 	"cmp"
-	"kvrouter/internal/kv"
 	"slices"
+
+	"kvrouter/internal/kv"
 )
 
-// Index tells which worker holds which blocks. Where that comes from is what
-// the kinds differ in: Radix knows it from KV events, Approx and PrefixTrees
-// assume it from what was routed, withPredictions does both and noIndex neither.
-// A lookup waits for one change of the index at most, never for changes that
-// wait as well.
+// Index tells which worker holds which blocks. Its kinds differ in their source: Tree
+// knows it from KV events, Approx and Trees assume it from what was routed,
+// predicting combines both, and blind knows nothing. A lookup waits for at most one
+// change of the index.
 type Index interface {
 	Match(local []uint64, dst []kv.Match) []kv.Match
 	// CanMatch is false for an index whose Match never finds anything, so that
@@ -25,7 +25,7 @@ type Index interface {
 	Dump(yield func(w kv.WorkerKey, parent uint64, hasParent bool, block kv.StoredBlock) bool)
 }
 
-// assumer is an Index that is told what was routed.
+// Assumer is an Index that is told what was routed.
 type Assumer interface {
 	Index
 	// SetCapacity tells how many blocks a worker's cache has; 0: not known.
@@ -39,11 +39,11 @@ type Assumer interface {
 // make no difference.
 func NewBlind() Index { return blind{NewTree()} }
 
-// NewPredicting returns an index that finds what exact or routed has, whichever
-// has more of a worker.
+// NewPredicting returns an index that combines exact and routed: for each worker the
+// longer match counts.
 func NewPredicting(exact *Tree, routed *Approx) Index { return &predicting{exact, routed} }
 
-// noIndex matches nothing, for a policy to which it would make no difference.
+// blind matches nothing, for a policy to which it would make no difference.
 type blind struct{ *Tree }
 
 // CanMatch is false.
@@ -52,9 +52,8 @@ func (blind) CanMatch() bool { return false }
 // Match appends nothing.
 func (blind) Match(_ []uint64, dst []kv.Match) []kv.Match { return dst }
 
-// withPredictions is the exact index and, beside it, what was routed lately: of
-// both, a worker holds what the one says that has more. It bridges the time
-// until a prompt's events come.
+// predicting combines the exact index with what was routed lately; the longer match
+// of a worker counts. It bridges the time until a prompt's events come.
 type predicting struct {
 	*Tree
 	routed *Approx

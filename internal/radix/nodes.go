@@ -14,7 +14,7 @@ type treeNode struct {
 	parent  uint32
 	members uint32 // worker set that holds that block
 	// child is one of the children, kept here so that a chain is walked without
-	// hashing; the others are in Radix.branches. It may be 0 while there are
+	// hashing; the others are in Tree.branches. It may be 0 while there are
 	// others. In a free node it is the next free one.
 	child    uint32
 	children uint32

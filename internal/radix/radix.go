@@ -1,18 +1,21 @@
+// Package radix keeps the index of which worker holds which blocks: known from KV
+// events (Tree), or assumed from what was routed (Approx, Trees).
 package radix
 
 import (
 	"cmp"
 	"errors"
 	"fmt"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/table"
 	"math/bits"
 	"math/rand/v2"
 	"slices"
 	"sync"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/table"
 )
 
-// Errors of Radix.Store; in both cases nothing was stored. The caller no longer
+// Errors of Tree.Store; in both cases nothing was stored. The caller no longer
 // knows what the worker holds and should clear it or replay its events.
 var (
 	// ErrParentUnknown: the worker does not hold the block that the stored ones
@@ -37,7 +40,7 @@ const (
 // fast on 1 M blocks.
 const partBlocks = 8
 
-// Radix is the exact index: which worker holds which blocks, built from the
+// Tree is the exact index: which worker holds which blocks, built from the
 // workers' own KV events. It is a prefix tree over local block hashes; each node
 // stands for one prompt prefix and carries the set of workers that hold its last
 // block. It is safe for concurrent use.
@@ -112,7 +115,7 @@ type matchScratch struct {
 	blocks []int    // by slot: leading blocks held, once that is known
 }
 
-// NewRadix returns an empty index.
+// NewTree returns an empty index.
 func NewTree() *Tree {
 	seed := rand.Uint64() // affects the placing of entries only, never a result
 	r := &Tree{
@@ -316,15 +319,6 @@ func (r *Tree) Blocks(w kv.WorkerKey) int {
 		return r.slots[slot].blocks.Len()
 	}
 	return 0
-}
-
-// Nodes returns how many distinct prefixes the index has nodes for, among them
-// those kept for their descendants only and those of cleared workers that are
-// not swept yet.
-func (r *Tree) Nodes() int {
-	r.mu.RLock()
-	defer r.mu.RUnlock()
-	return r.nodes.used - 1
 }
 
 // Dump calls yield with every block that Match can reach, worker by worker in

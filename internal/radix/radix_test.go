@@ -15,7 +15,7 @@ import (
 	"pgregory.net/rapid"
 )
 
-// index is a Radix whose invariants are checked after every mutation.
+// index is a Tree whose invariants are checked after every mutation.
 type index struct {
 	*Tree
 	t testing.TB
@@ -998,4 +998,16 @@ func compareWithModel(t *rapid.T, honest bool) {
 			}
 		},
 	})
+}
+
+// len returns how many sets are in use, without the empty one.
+func (s *workerSets) len() int { return len(s.sets) - 1 - len(s.free) }
+
+// Nodes returns how many distinct prefixes the index has nodes for, among them
+// those kept for their descendants only and those of cleared workers that are
+// not swept yet.
+func (r *Tree) Nodes() int {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	return r.nodes.used - 1
 }

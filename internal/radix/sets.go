@@ -1,8 +1,9 @@
 package radix
 
 import (
-	"kvrouter/internal/table"
 	"math/bits"
+
+	"kvrouter/internal/table"
 )
 
 // workerSets holds the distinct sets of worker slots that occur in the index,
@@ -88,9 +89,6 @@ func (s *workerSets) release(id uint32) {
 		s.last.valid = false
 	}
 }
-
-// len returns how many sets are in use, without the empty one.
-func (s *workerSets) len() int { return len(s.sets) - 1 - len(s.free) }
 
 // find returns the set that differs from set id in slot only, making it if it
 // does not exist.

@@ -1,21 +1,22 @@
 package radix
 
 import (
-	"kvrouter/internal/kv"
 	"math"
 	"sync"
 	"time"
+
+	"kvrouter/internal/kv"
 )
 
-// PrefixTrees is the approximate index of SGLang's router: one prefix tree a
+// Trees is the approximate index of SGLang's router: one prefix tree a
 // worker, of the prompts that were routed to it, from the moment when they were
 // chosen for it. Nothing is believed of the engines' memories but what
 // corrections show. A tree keeps a number of tokens, those of answers included,
 // and every interval what is beyond them goes, the prompts used longest ago
 // first, the end of a prompt before its start; what is in flight stays. Between
 // two evictions a tree never has more than twice as many: there the oldest goes
-// at once, and a prompt for which all that is in flight leaves no room is not
-// entered as a whole.
+// at once, and a prompt that does not fit beside what is in flight is not entered as
+// a whole.
 //
 // It is an Approx whose workers all have a memory of that size.
 type Trees struct {
@@ -30,7 +31,7 @@ type Trees struct {
 // to the next.
 func (t *Trees) Limits() (blocks int, every time.Duration) { return t.blocks, t.every }
 
-// NewPrefixTrees returns empty trees, each of which keeps that many blocks. now
+// NewTrees returns empty trees, each of which keeps that many blocks. now
 // is the clock.
 func NewTrees(blocks int, every time.Duration, now func() time.Time) *Trees {
 	t := &Trees{Approx: NewApprox(0, 0, 0, now), blocks: blocks, every: every, due: now().Add(every)}

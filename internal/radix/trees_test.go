@@ -11,7 +11,7 @@ import (
 	"pgregory.net/rapid"
 )
 
-// treesTest are PrefixTrees with a clock of their own, checked after each step.
+// treesTest are Trees with a clock of their own, checked after each step.
 type treesTest struct {
 	*Trees
 	t     testing.TB

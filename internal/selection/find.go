@@ -82,7 +82,7 @@ func (q findWorkerQuery) request() router.Request {
 	}
 	budget := max(0, q.ReuseBudget)
 	return router.Request{Tokens: q.Tokens, AnsweredWhole: true, Prefix: hints.Prefix{
-		ID: id, Budget: &budget, OSL: hints.OslBounds.Parse(q.ExpectedOSL), IAT: hints.IatBounds.Parse(q.Interarrival),
+		ID: id, Budget: &budget, OSL: hints.OSLBounds.Parse(q.ExpectedOSL), IAT: hints.IATBounds.Parse(q.Interarrival),
 	}}
 }
 

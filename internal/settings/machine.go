@@ -9,8 +9,7 @@ import (
 	"time"
 )
 
-// Machine answers what the defaults depend on, so that tests can be any
-// machine.
+// Machine answers what defaults depend on. Tests use their own.
 type Machine struct {
 	Cores  int
 	GPUs   func() []string         // devices that may be used, in order; none: CPU
@@ -74,7 +73,7 @@ func outputWithin(limit time.Duration, cmd *exec.Cmd) (string, error) {
 	return out.String(), nil
 }
 
-// CacheDir returns the folder that everything downloaded goes to.
+// CacheDir returns the folder for everything that is downloaded.
 func CacheDir(getenv func(string) string) string {
 	base := getenv("XDG_CACHE_HOME")
 	if base == "" {

@@ -1,3 +1,4 @@
+// Package settings reads a YAML file of flags, and tells what this machine has.
 package settings
 
 import (
@@ -13,19 +14,18 @@ import (
 // vllmArgsKey is the one key of the file of settings that is no flag.
 const vllmArgsKey = "vllm-args"
 
-// configFile holds the settings of a YAML file, by flag name, as the text (or
+// File holds the settings of a YAML file, by flag name, as the text (or
 // list of texts) that the flag would get on the command line.
-type configFile struct {
+type File struct {
 	name     string
 	values   map[string]any
 	VllmArgs []string
 }
 
-// readConfigFile reads the file of --config; an empty name is an empty file.
-// Unknown keys are errors, because a misspelled one would be silently without
-// effect.
-func ReadConfigFile(name string, flags []*kong.Flag) (configFile, error) {
-	file := configFile{name: name, values: map[string]any{}}
+// ReadConfigFile reads the file of --config; an empty name gives an empty file. An
+// unknown key is an error: a misspelled one would have no effect.
+func ReadConfigFile(name string, flags []*kong.Flag) (File, error) {
+	file := File{name: name, values: map[string]any{}}
 	if name == "" {
 		return file, nil
 	}
@@ -110,9 +110,9 @@ func settingText(value any) (any, error) {
 	}
 }
 
-// resolve gives kong the file's value of a flag; an environment variable that
-// is set goes before it.
-func (f configFile) Resolve(_ *kong.Context, _ *kong.Path, flag *kong.Flag) (any, error) {
+// Resolve returns the file's value of a flag to kong. An environment variable
+// that is set goes before it.
+func (f File) Resolve(_ *kong.Context, _ *kong.Path, flag *kong.Flag) (any, error) {
 	for _, variable := range flag.Envs {
 		if _, set := os.LookupEnv(variable); set {
 			return nil, nil
@@ -124,8 +124,9 @@ func (f configFile) Resolve(_ *kong.Context, _ *kong.Path, flag *kong.Flag) (any
 	return nil, nil
 }
 
-// explain adds the file's name to an error about a flag that the file sets.
-func (f configFile) Explain(err error) error {
+// Explain adds the file's name to an error about a flag that the file sets, and
+// returns any other error as it is.
+func (f File) Explain(err error) error {
 	for key := range f.values {
 		if strings.HasPrefix(err.Error(), "--"+key+":") || strings.HasPrefix(err.Error(), "--"+key+" ") {
 			return fmt.Errorf("%w (%s is set in %s)", err, key, f.name)
@@ -134,7 +135,7 @@ func (f configFile) Explain(err error) error {
 	return err
 }
 
-// nearestName returns the name that takes the fewest changed letters to reach.
+// NearestName returns the known name with the smallest edit distance to name.
 func NearestName(name string, known []string) string {
 	best, least := "", -1
 	for _, candidate := range known {

@@ -136,6 +136,6 @@ func agentHints(number int, run []TraceRequest) hints.Prefix {
 	calls := float64(len(run))
 	return hints.Prefix{
 		ID: fmt.Sprintf("run-%d", number), Total: len(run),
-		OSL: hints.OslBounds.Level(float64(output) / calls), IAT: hints.IatBounds.Level(milliseconds(latency) / calls),
+		OSL: hints.OSLBounds.Level(float64(output) / calls), IAT: hints.IATBounds.Level(milliseconds(latency) / calls),
 	}
 }

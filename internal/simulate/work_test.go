@@ -84,20 +84,19 @@ func TestWorkBeatsDynamosBestKnobs(t *testing.T) {
 	}
 }
 
-// TestWorkAblation prints the figures with each term left out, with older events
+// TestWorkAblation prints the figures without siblings, without learning, with older events
 // and with other numbers of workers, the load scaled along, for the README:
 // KVROUTER_ABLATION=1 go test -v -run WorkAblation .
 func TestWorkAblation(t *testing.T) {
 	if os.Getenv("KVROUTER_ABLATION") == "" {
 		t.Skip("set KVROUTER_ABLATION=1 to print the table")
 	}
-	names := []string{"nothing", "coming passes", "pushed", "later", "queued", "decode", "others", "count"}
-	var policies []func() policy.Policy
-	for skip := range names {
-		policies = append(policies, func() policy.Policy { p := policy.NewWork(); p.Skip = policy.WorkTerm(skip); return p })
+	names := []string{"nothing", "siblings", "learned timing"}
+	policies := []func() policy.Policy{
+		func() policy.Policy { return policy.NewWork() },
+		func() policy.Policy { return workAlone{policy.NewWork()} },
+		func() policy.Policy { return workUntaught{policy.NewWork()} },
 	}
-	names = append(names, "siblings", "learned timing")
-	policies = append(policies, func() policy.Policy { return workAlone{policy.NewWork()} }, func() policy.Policy { return workUntaught{policy.NewWork()} })
 	table := func(title string, n int, change func(*Simulation)) {
 		means, worst := compareWithTuned(t, policies[:n], change)
 		for i, mean := range means {

@@ -1,16 +1,17 @@
 package tokens
 
 import (
-	"kvrouter/internal/jsonbody"
 	"slices"
 	"strconv"
 	"strings"
+
+	"kvrouter/internal/jsonbody"
 )
 
 // fitTemplate applies what depends on the template: the role developer becomes
 // system where the template does not know it, and then all system messages
 // become one at the front.
-func (r *chatRequest) fitTemplate(t *ChatTemplate) error {
+func (r *chatRequest) fitTemplate(t *chatTemplate) error {
 	isDeveloper := func(m chatMessage) bool { return m.role == "developer" }
 	if !slices.ContainsFunc(r.messages, isDeveloper) {
 		return nil
@@ -70,7 +71,7 @@ const continueTag = "CONTINUE_FINAL_MESSAGE_TAG "
 
 // appendContext appends the template's variables as a JSON object, and returns
 // the text of the final message if the model is to continue it.
-func (r *chatRequest) appendContext(out []byte, t *ChatTemplate, special []jsonbody.Field) (context []byte, final string, err error) {
+func (r *chatRequest) appendContext(out []byte, t *chatTemplate, special []jsonbody.Field) (context []byte, final string, err error) {
 	size := 256
 	for _, m := range r.messages {
 		for _, p := range m.parts {

@@ -6,9 +6,9 @@ import (
 	"os"
 	"strings"
 
-	"kvrouter/internal/jsonbody"
-
 	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/jsonbody"
 )
 
 // ChatOptions are the engine's own settings that change its prompts.

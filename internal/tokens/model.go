@@ -51,11 +51,11 @@ import (
 	"sync/atomic"
 	"unsafe"
 
-	"kvrouter/internal/jsonbody"
-
 	"github.com/daulet/tokenizers"
 	"github.com/tidwall/gjson"
 	"github.com/tidwall/sjson"
+
+	"kvrouter/internal/jsonbody"
 )
 
 // Model computes prompt tokens from a model's tokenizer and chat template, as
@@ -65,11 +65,11 @@ type Model struct {
 	tokenizer   *tokenizers.Tokenizer
 	encoder     unsafe.Pointer // over tokenizer
 	encoding    chan struct{}  // holds one entry for each encoding under way
-	segments    *Segments
+	segments    *segments
 	files       *ModelFiles
 	options     ChatOptions
-	plain       *ChatTemplate // for requests without tools; nil if there is none
-	withTools   *ChatTemplate // for requests with tools; may be the same
+	plain       *chatTemplate // for requests without tools; nil if there is none
+	withTools   *chatTemplate // for requests with tools; may be the same
 	noTemplate  string        // why plain or withTools is nil
 	maxModelLen atomic.Int64
 
@@ -79,7 +79,7 @@ type Model struct {
 }
 
 // OpenModel reads the tokenizer and the chat templates in a model's folder.
-// A model without a usable template opens too: its chats are ErrNotRenderable.
+// A model without a usable template opens too: its chats are errNotRenderable.
 func OpenModel(dir string) (*Model, error) {
 	return OpenModelWith(dir, ChatOptions{})
 }
@@ -95,7 +95,7 @@ func OpenModelWith(dir string, options ChatOptions) (*Model, error) {
 	return NewModel(path, func() ([]byte, error) { return os.ReadFile(path) }, files, options)
 }
 
-// newModel makes a model of the tokenizer.json that read returns, which path
+// NewModel makes a model of the tokenizer.json that read returns, which path
 // names in errors, and of what the files beside it say.
 func NewModel(path string, read func() ([]byte, error), files *ModelFiles, options ChatOptions) (*Model, error) {
 	raw, err := read()
@@ -118,7 +118,7 @@ func NewModel(path string, read func() ([]byte, error), files *ModelFiles, optio
 	// The library's own type is nothing but this pointer; its pinned version says
 	// so, and a nil here would fail every test.
 	m.encoder = C.text_encoder_new(*(*unsafe.Pointer)(unsafe.Pointer(tokenizer)))
-	m.segments = NewSegments(raw, m.encodeWhole, DefaultTokenCache)
+	m.segments = newSegments(raw, m.encodeWhole, DefaultTokenCache)
 	m.wordPiece = gjson.GetBytes(raw, "model.type").Str == "WordPiece"
 	m.Vocabulary = sync.OnceValue(m.readVocabulary)
 	m.maxModelLen.Store(int64(m.files.MaxModelLen))
@@ -133,7 +133,7 @@ func NewModel(path string, read func() ([]byte, error), files *ModelFiles, optio
 }
 
 // compile compiles the template for requests with or without tools.
-func (m *Model) compile(tools bool) (template *ChatTemplate, problem string) {
+func (m *Model) compile(tools bool) (template *chatTemplate, problem string) {
 	text := m.options.ChatTemplate
 	if text == "" {
 		text = m.files.template(tools)
@@ -141,7 +141,7 @@ func (m *Model) compile(tools bool) (template *ChatTemplate, problem string) {
 	if text == "" {
 		return nil, "the model has no chat template"
 	}
-	template, err := CompileTemplate(text)
+	template, err := compileTemplate(text)
 	if err != nil {
 		return nil, "the chat template cannot be compiled: " + err.Error()
 	}
@@ -172,7 +172,7 @@ func (m *Model) MaxModelLen() int { return int(m.maxModelLen.Load()) }
 func (m *Model) SetMaxModelLen(n int) { m.maxModelLen.Store(int64(n)) }
 
 // ChatTokens returns the prompt tokens of a /v1/chat/completions request, given
-// its JSON. ErrNotRenderable means that only the engine can tell them.
+// its JSON. errNotRenderable means that only the engine can tell them.
 func (m *Model) ChatTokens(body []byte) ([]uint32, error) {
 	parsed, ok := jsonbody.Parse(body)
 	if !ok {
@@ -181,7 +181,7 @@ func (m *Model) ChatTokens(body []byte) ([]uint32, error) {
 	return m.ChatBodyTokens(parsed)
 }
 
-// chatBodyTokens is ChatTokens for a body that has been taken apart.
+// ChatBodyTokens is ChatTokens for a body that has been taken apart.
 func (m *Model) ChatBodyTokens(body *jsonbody.Body) ([]uint32, error) {
 	req, err := parseChatBody(body, chatCompletion, m.options)
 	if err != nil {
@@ -207,10 +207,10 @@ func (m *Model) chatTokens(req *chatRequest) ([]uint32, error) {
 }
 
 // renderChat returns the text that the template makes of a chat.
-func (m *Model) renderChat(req *chatRequest) (Rendered, error) {
+func (m *Model) renderChat(req *chatRequest) (renderedChat, error) {
 	for _, why := range []string{m.files.cannotRender, m.options.CannotRender} {
 		if why != "" {
-			return Rendered{}, notRenderable("%s", why)
+			return renderedChat{}, notRenderable("%s", why)
 		}
 	}
 	template := m.plain
@@ -218,43 +218,43 @@ func (m *Model) renderChat(req *chatRequest) (Rendered, error) {
 		template = m.withTools
 	}
 	if template == nil {
-		return Rendered{}, notRenderable("%s", m.noTemplate)
+		return renderedChat{}, notRenderable("%s", m.noTemplate)
 	}
 	return renderWith(template, req, m.files.Special)
 }
 
-func renderWith(template *ChatTemplate, req *chatRequest, special []jsonbody.Field) (chat Rendered, err error) {
+func renderWith(template *chatTemplate, req *chatRequest, special []jsonbody.Field) (chat renderedChat, err error) {
 	if err := req.fitTemplate(template); err != nil {
 		return chat, err
 	}
 	if req.continueFinal && !strings.Contains(template.Text, "content") {
 		return chat, notRenderable("the template does not use content, so no final message can be continued")
 	}
-	room, _ := template.contexts.Get().(*[]byte)
-	if room == nil {
-		room = new([]byte)
+	buffer, _ := template.contexts.Get().(*[]byte)
+	if buffer == nil {
+		buffer = new([]byte)
 	}
-	defer template.contexts.Put(room)
-	context, final, err := req.appendContext((*room)[:0], template, special)
+	defer template.contexts.Put(buffer)
+	context, final, err := req.appendContext((*buffer)[:0], template, special)
 	if err != nil {
 		return chat, err
 	}
 	if cap(context) <= pooledContext {
-		*room = context
+		*buffer = context
 	}
 	if chat, err = template.Render(context); err != nil {
-		return chat, fmt.Errorf("%w: the chat template: %w", ErrNotRenderable, err)
+		return chat, fmt.Errorf("%w: the chat template: %w", errNotRenderable, err)
 	}
 	if req.continueFinal {
 		if chat.Text, err = cutContinued(chat.Text, final); err != nil {
 			chat.Free()
-			return Rendered{}, err
+			return renderedChat{}, err
 		}
 	}
 	return chat, nil
 }
 
-// CacheTokens bounds the tokens remembered by piece of text; see Segments. It
+// CacheTokens bounds the tokens remembered by piece of text; see segments. It
 // must not be called while requests are served.
 func (m *Model) CacheTokens(tokens int) { m.segments.SetCache(tokens) }
 
@@ -310,7 +310,7 @@ func (m *Model) CompletionTokens(body []byte) ([][]uint32, error) {
 	return m.CompletionBodyTokens(parsed)
 }
 
-// completionBodyTokens is CompletionTokens for a body that has been taken apart.
+// CompletionBodyTokens is CompletionTokens for a body that has been taken apart.
 func (m *Model) CompletionBodyTokens(body *jsonbody.Body) ([][]uint32, error) {
 	if body.LoneSurrogate {
 		return nil, notRenderable("the body has half of a surrogate pair")
@@ -371,7 +371,7 @@ func (m *Model) promptTokens(prompt gjson.Result, addSpecial bool) ([]uint32, er
 	return nil, notRenderable("a prompt is neither text nor token ids")
 }
 
-// readTokens reads a list of token ids.
+// ReadTokens reads a list of token ids.
 func ReadTokens(list gjson.Result) ([]uint32, error) {
 	var tokens []uint32
 	var err error
@@ -407,8 +407,8 @@ func (m *Model) Decode(tokens []uint32) string {
 var spaceTidier = strings.NewReplacer(" .", ".", " ?", "?", " !", "!", " ,", ",", " ' ", "'",
 	" n't", "n't", " 'm", "'m", " 's", "'s", " 've", "'ve", " 're", "'re")
 
-// TokenString returns the tokenizer's own name of a token; empty if unknown.
-func (m *Model) TokenString(token uint32) string {
+// tokenString returns the tokenizer's own name of a token; empty if unknown.
+func (m *Model) tokenString(token uint32) string {
 	if names := m.Vocabulary(); int(token) < len(names) {
 		return names[token]
 	}
@@ -452,10 +452,11 @@ func (m *Model) readVocabulary() []string {
 // its text.
 type BadRequest struct{ Reason string }
 
+// Error returns the reason.
 func (e *BadRequest) Error() string { return e.Reason }
 
 // Tokenize answers a /tokenize request, for a chat or a text, in vLLM's shape.
-// The error is a *BadRequest, or ErrNotRenderable where a worker must answer.
+// The error is a *BadRequest, or errNotRenderable where a worker must answer.
 func (m *Model) Tokenize(body []byte) ([]byte, error) {
 	if !json.Valid(body) {
 		return nil, &BadRequest{"the body is not valid JSON"}
@@ -481,7 +482,7 @@ func (m *Model) Tokenize(body []byte) ([]byte, error) {
 		if i > 0 {
 			list = append(list, ',')
 		}
-		list = jsonbody.AppendString(list, m.TokenString(t))
+		list = jsonbody.AppendString(list, m.tokenString(t))
 	}
 	out.Write(append(list, "]}"...))
 	return out.Bytes(), nil
@@ -526,6 +527,7 @@ func (m *Model) Detokenize(body []byte) ([]byte, error) {
 	return append(jsonbody.AppendString([]byte(`{"prompt":`), m.Decode(tokens)), '}'), nil
 }
 
+// AppendTokens appends tokens as a JSON list of numbers.
 func AppendTokens(out []byte, tokens []uint32) []byte {
 	out = append(out, '[')
 	for i, t := range tokens {

@@ -31,7 +31,7 @@ func TestPromptTokens(t *testing.T) {
 		`{"messages":[{"role":"user","content":"hi there"}],"truncate_prompt_tokens":-1}`,
 		`{"messages":[{"role":"user","content":"hi\u0000there"}]}`,
 	} {
-		if got, err := m.ChatTokens([]byte(body)); !errors.Is(err, ErrNotRenderable) {
+		if got, err := m.ChatTokens([]byte(body)); !errors.Is(err, errNotRenderable) {
 			t.Errorf("%s: %v, %v", body, got, err)
 		}
 	}
@@ -56,7 +56,7 @@ func TestCompletionTokens(t *testing.T) {
 	}
 	for _, body := range []string{`{`, `{}`, `{"prompt":[]}`, `{"prompt":3}`, `{"prompt":[-1]}`, `{"prompt":[1.5]}`, `{"prompt":[4294967296]}`,
 		`{"prompt":"a","suffix":"b"}`, `{"prompt":"a","prompt_embeds":"x"}`, `{"prompt":"hi there","truncate_prompt_tokens":1}`} {
-		if got, err := m.CompletionTokens([]byte(body)); !errors.Is(err, ErrNotRenderable) {
+		if got, err := m.CompletionTokens([]byte(body)); !errors.Is(err, errNotRenderable) {
 			t.Errorf("%s: %v, %v", body, got, err)
 		}
 	}
@@ -101,7 +101,7 @@ func TestModelWithoutTemplate(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer m.Close()
-	if _, err := m.ChatTokens([]byte(`{"messages":[{"role":"user","content":"hi"}]}`)); !errors.Is(err, ErrNotRenderable) || !strings.Contains(err.Error(), "no chat template") {
+	if _, err := m.ChatTokens([]byte(`{"messages":[{"role":"user","content":"hi"}]}`)); !errors.Is(err, errNotRenderable) || !strings.Contains(err.Error(), "no chat template") {
 		t.Error(err)
 	}
 	if got := m.Encode("hi", true); !slices.Equal(got, []uint32{1, 2}) {
@@ -137,7 +137,7 @@ func TestModelInManyGoroutines(t *testing.T) {
 					t.Errorf("%v, %v", tokens, err)
 					return
 				}
-				if m.TokenString(7) != "a" || m.Decode(tokens[1:3]) != "a b" {
+				if m.tokenString(7) != "a" || m.Decode(tokens[1:3]) != "a b" {
 					t.Error("names of tokens differ")
 				}
 			}

@@ -12,9 +12,9 @@ import (
 	"slices"
 	"strings"
 
-	"kvrouter/internal/jsonbody"
-
 	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/jsonbody"
 )
 
 // tokenizerFiles are the files of a model that tokens.go reads, as patterns of
@@ -115,7 +115,7 @@ func fetchSnapshot(ctx context.Context, id, python string) (string, error) {
 	return lines[len(lines)-1], nil
 }
 
-// modelFiles is what the files beside tokenizer.json say.
+// ModelFiles is what the files beside tokenizer.json say.
 type ModelFiles struct {
 	Templates     map[string]string // the tokenizer's: by name, "default" the usual one
 	processor     string            // a processor's own template; vLLM prefers it without tools
@@ -250,6 +250,7 @@ func (f *ModelFiles) template(withTools bool) string {
 	return f.Templates["default"]
 }
 
+// FileExists tells whether the folder has something of that name.
 func FileExists(dir, name string) bool {
 	_, err := os.Stat(filepath.Join(dir, name))
 	return err == nil

@@ -9,18 +9,18 @@ import (
 	"strings"
 	"unicode/utf8"
 
-	"kvrouter/internal/jsonbody"
-
 	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/jsonbody"
 )
 
-// ErrNotRenderable marks a request whose prompt only an engine can compute:
+// errNotRenderable marks a request whose prompt only an engine can compute:
 // it carries images or other media, or a form that vLLM refuses or treats in a
 // way that this program does not know. The text around it says which.
-var ErrNotRenderable = errors.New("not renderable by the router")
+var errNotRenderable = errors.New("not renderable by the router")
 
 func notRenderable(format string, args ...any) error {
-	return fmt.Errorf("%w: %s", ErrNotRenderable, fmt.Sprintf(format, args...))
+	return fmt.Errorf("%w: %s", errNotRenderable, fmt.Sprintf(format, args...))
 }
 
 // chatRequest is what of a chat request decides its prompt, as vLLM 0.32 reads
@@ -89,7 +89,7 @@ var reservedKwargs = []string{"chat_template", "conversation", "max_length", "me
 var jinjaGlobals = []string{"cycler", "dict", "joiner", "lipsum", "namespace", "range"}
 
 // parseChat reads a chat request as vLLM does. Whatever vLLM would refuse or
-// treat otherwise is ErrNotRenderable: the engine then has the word.
+// treat otherwise is errNotRenderable: the engine then has the word.
 func parseChat(body []byte, kind requestKind, options ChatOptions) (*chatRequest, error) {
 	parsed, ok := jsonbody.Parse(body)
 	if !ok {
@@ -443,4 +443,13 @@ func dropBillingHeader(parts []contentPart) []contentPart {
 		out = append(out, p)
 	}
 	return out
+}
+
+// readBool reads the value of the field name, which must be true or false.
+func readBool(v gjson.Result, name string, into *bool) error {
+	if v.Type != gjson.True && v.Type != gjson.False {
+		return notRenderable("%s is not true or false", name)
+	}
+	*into = v.Type == gjson.True
+	return nil
 }

@@ -24,7 +24,7 @@ const dumpParts = `{% for m in messages %}{% for part in m.content %}{% endfor %
 
 func renderBody(t *testing.T, template, body string, kind requestKind, options ChatOptions) (string, error) {
 	t.Helper()
-	compiled, err := CompileTemplate(template)
+	compiled, err := compileTemplate(template)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -37,7 +37,7 @@ func renderBody(t *testing.T, template, body string, kind requestKind, options C
 }
 
 // takeText copies a rendered chat's text and frees it.
-func takeText(chat Rendered, err error) (string, error) {
+func takeText(chat renderedChat, err error) (string, error) {
 	defer chat.Free()
 	return strings.Clone(chat.Text), err
 }
@@ -147,7 +147,7 @@ func TestNotRenderable(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			got, err := renderBody(t, dumpTemplate, body, chatCompletion, ChatOptions{})
-			if !errors.Is(err, ErrNotRenderable) {
+			if !errors.Is(err, errNotRenderable) {
 				t.Errorf("rendered as %q, %v", got, err)
 			}
 		})
@@ -172,7 +172,7 @@ func TestContentFormatDetection(t *testing.T) {
 		{`{% set ns.x = messages %}{% for m in messages %}{% for c in m.content %}{% endfor %}{% endfor %}`, false},
 		{`{% for i, m in messages %}{% for c in m.content %}{% endfor %}{% endfor %}`, false},
 	} {
-		compiled, err := CompileTemplate(test.template)
+		compiled, err := compileTemplate(test.template)
 		if err != nil {
 			t.Fatal(test.template, err)
 		}
@@ -184,7 +184,7 @@ func TestContentFormatDetection(t *testing.T) {
 }
 
 func TestTemplateErrorsAreText(t *testing.T) {
-	if _, err := CompileTemplate(`{% if %}`); err == nil || !strings.Contains(err.Error(), "syntax error") {
+	if _, err := compileTemplate(`{% if %}`); err == nil || !strings.Contains(err.Error(), "syntax error") {
 		t.Errorf("compiling: %v", err)
 	}
 	if _, err := renderSnippet(`{{ raise_exception('No ' ~ 1) }}`, []byte(`{}`)); err == nil || !strings.Contains(err.Error(), "No 1") {
@@ -253,9 +253,9 @@ func FuzzChatBody(f *testing.F) {
 		f.Add([]byte(c.Body))
 	}
 	f.Add([]byte(`{"messages":[{"role":"user","content":"\ud83d\ude00\\ud800"}]}`))
-	var templates []*ChatTemplate
+	var templates []*chatTemplate
 	for _, text := range []string{dumpTemplate, dumpParts} {
-		compiled, err := CompileTemplate(text)
+		compiled, err := compileTemplate(text)
 		if err != nil {
 			f.Fatal(err)
 		}
@@ -267,7 +267,7 @@ func FuzzChatBody(f *testing.F) {
 			chatFeatures(body)
 			req, err := parseChat(body, requestKind(kind), ChatOptions{})
 			if err != nil {
-				if !errors.Is(err, ErrNotRenderable) {
+				if !errors.Is(err, errNotRenderable) {
 					t.Fatalf("an error of another kind: %v", err)
 				}
 				continue

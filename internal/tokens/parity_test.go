@@ -255,7 +255,7 @@ func TestTemplateSnippets(t *testing.T) {
 }
 
 func renderSnippet(template string, context []byte) (string, error) {
-	compiled, err := CompileTemplate(template)
+	compiled, err := compileTemplate(template)
 	if err != nil {
 		return "", err
 	}

@@ -1,3 +1,5 @@
+// Package tokens finds the prompt tokens of a request: computed here with the
+// model's tokenizer and chat template, else asked from a worker.
 package tokens
 
 import (
@@ -15,9 +17,9 @@ import (
 	"sync/atomic"
 	"time"
 
-	"kvrouter/internal/jsonbody"
-
 	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/jsonbody"
 )
 
 // Where a prompt's tokens came from.
@@ -50,6 +52,7 @@ type AskError struct {
 	Answer []byte
 }
 
+// Error names the status and at most 200 bytes of the answer.
 func (e *AskError) Error() string {
 	answer := e.Answer
 	if len(answer) > 200 {
@@ -69,8 +72,8 @@ const (
 // renderRetry is how long a worker's lack of the render routes is remembered.
 const renderRetry = time.Minute
 
-// Tokens finds the prompt tokens of requests: here where it can, else from a
-// worker within a time limit. It is safe for many goroutines.
+// Source finds the prompt tokens of requests: here where it can, else from a
+// worker within a time limit. It is safe for concurrent use.
 type Source struct {
 	model   *Model
 	ask     Asker
@@ -87,7 +90,7 @@ type Source struct {
 	mismatches map[string]uint64
 }
 
-// TokenStats counts the ways that prompts took.
+// Stats counts prompts by where their tokens came from.
 type Stats struct {
 	Local          uint64            // computed here
 	WorkerRender   uint64            // from a worker's render routes
@@ -98,7 +101,7 @@ type Stats struct {
 	Mismatches     map[string]uint64 // prompts whose length the engine reported otherwise, by shape
 }
 
-// NewTokens returns a Tokens. model may be nil (no files: every prompt comes from
+// NewSource returns a Source. model may be nil (no files: every prompt comes from
 // a worker); timeout bounds the asking for one request.
 func NewSource(model *Model, ask Asker, timeout time.Duration, log *slog.Logger) *Source {
 	return &Source{
@@ -152,16 +155,7 @@ func (t *Source) ChatBody(ctx context.Context, parsed *jsonbody.Body) Prompt {
 	return t.unknown(shape)
 }
 
-// Completion returns the prompts of a /v1/completions request, at least one.
-func (t *Source) Completion(ctx context.Context, body []byte) []Prompt {
-	parsed, ok := jsonbody.Parse(body)
-	if !ok {
-		parsed = &jsonbody.Body{Raw: body}
-	}
-	return t.CompletionBody(ctx, parsed)
-}
-
-// CompletionBody is Completion for a body that has been taken apart.
+// CompletionBody returns the prompts of a /v1/completions request, at least one.
 func (t *Source) CompletionBody(ctx context.Context, parsed *jsonbody.Body) []Prompt {
 	body := parsed.Raw
 	const shape = "completion"
@@ -225,7 +219,7 @@ func (t *Source) Tokenize(ctx context.Context, body []byte) ([]byte, error) {
 	}
 	if t.whyNot(features) == "" {
 		answer, err := t.model.Tokenize(body)
-		if !errors.Is(err, ErrNotRenderable) {
+		if !errors.Is(err, errNotRenderable) {
 			return answer, err
 		}
 	}
@@ -439,8 +433,7 @@ func renameReasoning(messages gjson.Result) string {
 	return "[" + out.String() + "]"
 }
 
-// chatFeatures names what shapes a chat's prompt: "chat" and then "tools",
-// "tool_calls", "parts" and "continue" where present.
+// chatFeatures is BodyFeatures for a body that has not been taken apart.
 func chatFeatures(body []byte) []string {
 	if parsed, ok := jsonbody.Parse(body); ok {
 		return BodyFeatures(parsed)
@@ -448,6 +441,8 @@ func chatFeatures(body []byte) []string {
 	return []string{"chat"}
 }
 
+// BodyFeatures names what shapes a chat's prompt: "chat" and then "tools",
+// "tool_calls", "parts" and "continue" where present.
 func BodyFeatures(body *jsonbody.Body) []string {
 	var calls, parts bool
 	for _, m := range body.Messages() {

@@ -15,6 +15,8 @@ import (
 	"time"
 
 	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/jsonbody"
 )
 
 // askedWorker answers as a vLLM worker would.
@@ -276,4 +278,13 @@ func TestMismatchIsLoggedOnceAShape(t *testing.T) {
 	if n := strings.Count(logged.String(), "\n"); n != 2 || tokens.Stats().Mismatches["chat"] != 3 {
 		t.Errorf("%d lines, %+v", n, tokens.Stats())
 	}
+}
+
+// Completion returns the prompts of a /v1/completions request, at least one.
+func (t *Source) Completion(ctx context.Context, body []byte) []Prompt {
+	parsed, ok := jsonbody.Parse(body)
+	if !ok {
+		parsed = &jsonbody.Body{Raw: body}
+	}
+	return t.CompletionBody(ctx, parsed)
 }

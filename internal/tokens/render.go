@@ -16,15 +16,16 @@ import "C"
 
 import (
 	"errors"
-	"kvrouter/internal/jsonbody"
 	"strings"
 	"sync"
 	"unsafe"
+
+	"kvrouter/internal/jsonbody"
 )
 
-// ChatTemplate is a compiled Jinja chat template. It may be rendered by many
+// chatTemplate is a compiled Jinja chat template. It may be rendered by many
 // goroutines at once; none may be rendering when it is closed.
-type ChatTemplate struct {
+type chatTemplate struct {
 	// WantsParts tells that the template loops over a message's content, so
 	// that vLLM hands it content as a list of parts ("openai") and not as one
 	// string.
@@ -40,26 +41,26 @@ type ChatTemplate struct {
 // some hundred thousand tokens.
 const pooledContext = 2 << 20
 
-// Rendered is the text of a chat, in the library's memory: after Free nobody may
+// renderedChat is the text of a chat, in the library's memory: after Free nobody may
 // use any part of Text. The zero value needs no Free.
-type Rendered struct {
+type renderedChat struct {
 	Text  string
 	bytes C.chat_bytes
 }
 
 // Free gives the memory back.
-func (r Rendered) Free() { C.chat_bytes_free(r.bytes) }
+func (r renderedChat) Free() { C.chat_bytes_free(r.bytes) }
 
-// CompileTemplate compiles the text of a chat template with the settings that
+// compileTemplate compiles the text of a chat template with the settings that
 // transformers gives to jinja2.
-func CompileTemplate(text string) (*ChatTemplate, error) {
+func compileTemplate(text string) (*chatTemplate, error) {
 	text = strings.NewReplacer("\r\n", "\n", "\r", "\n").Replace(text) // as jinja2 does
 	var failure C.chat_bytes
 	handle := C.chat_template_new(bytePointer(text), C.size_t(len(text)), &failure)
 	if handle == nil {
 		return nil, errors.New(takeBytes(failure))
 	}
-	return &ChatTemplate{
+	return &chatTemplate{
 		WantsParts: C.chat_template_wants_parts(handle) == 1,
 		Text:       text,
 		handle:     handle,
@@ -67,7 +68,7 @@ func CompileTemplate(text string) (*ChatTemplate, error) {
 }
 
 // Close frees the template.
-func (t *ChatTemplate) Close() {
+func (t *chatTemplate) Close() {
 	C.chat_template_free(t.handle)
 	t.handle = nil
 }
@@ -75,17 +76,17 @@ func (t *ChatTemplate) Close() {
 // Render returns the text of a chat. context is a JSON object with the
 // template's variables; the order of its keys is the order that the template
 // sees.
-func (t *ChatTemplate) Render(context []byte) (Rendered, error) {
+func (t *chatTemplate) Render(context []byte) (renderedChat, error) {
 	var out C.chat_bytes
 	if C.chat_render(t.handle, bytePointer(jsonbody.View(context)), C.size_t(len(context)), &out) != 1 {
-		return Rendered{}, errors.New(takeBytes(out))
+		return renderedChat{}, errors.New(takeBytes(out))
 	}
-	return Rendered{Text: jsonbody.View(libraryBytes(out)), bytes: out}, nil
+	return renderedChat{Text: jsonbody.View(libraryBytes(out)), bytes: out}, nil
 }
 
 // SupportsDeveloper tells whether the template knows the role "developer", by
 // the rule of vLLM: its name stands in the text in quotes.
-func (t *ChatTemplate) SupportsDeveloper() bool {
+func (t *chatTemplate) SupportsDeveloper() bool {
 	return strings.Contains(t.Text, `"developer"`) || strings.Contains(t.Text, `'developer'`)
 }
 

@@ -12,12 +12,12 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// DefaultTokenCache is how many tokens Segments remembers unless told otherwise;
-// each takes 4 bytes, so that a full cache has 16 MiB, the tokens of 40 prompts
-// of 100,000.
+// DefaultTokenCache is how many tokens a model remembers by piece of text unless told
+// otherwise; each takes 4 bytes, so that a full cache has 16 MiB, the tokens of 40
+// prompts of 100,000.
 const DefaultTokenCache = 4 << 20
 
-// Segments encodes texts piece by piece and remembers the tokens of the pieces,
+// segments encodes texts piece by piece and remembers the tokens of the pieces,
 // so that the system prompt and the earlier turns of a chat are encoded once
 // for all requests.
 //
@@ -25,7 +25,7 @@ const DefaultTokenCache = 4 << 20
 // lies between two of them is encoded by itself. So a text may be cut at each
 // added token, as long as none in it takes neighbouring space with it or minds
 // its neighbours. Where that does not hold, the whole text is one piece.
-type Segments struct {
+type segments struct {
 	encode func(text string, addSpecial bool) (tokens []uint32, ok bool)
 	// passes are the tokenizer's searches for added tokens, one in what the one
 	// before leaves; none: texts are not cut.
@@ -52,11 +52,11 @@ type addedToken struct {
 	cuts bool
 }
 
-// NewSegments returns the way of the tokenizer in tokenizerJSON, the content of
+// newSegments returns the way of the tokenizer in tokenizerJSON, the content of
 // its tokenizer.json. encode encodes a text as a whole; cacheTokens bounds what
 // is remembered, 0: nothing is.
-func NewSegments(tokenizerJSON []byte, encode func(string, bool) ([]uint32, bool), cacheTokens int) *Segments {
-	s := &Segments{encode: encode}
+func newSegments(tokenizerJSON []byte, encode func(string, bool) ([]uint32, bool), cacheTokens int) *segments {
+	s := &segments{encode: encode}
 	s.SetCache(cacheTokens)
 	s.readAddedTokens(tokenizerJSON)
 	if !s.learnAround() || !s.proven() {
@@ -67,7 +67,7 @@ func NewSegments(tokenizerJSON []byte, encode func(string, bool) ([]uint32, bool
 
 // SetCache bounds the tokens remembered; what was so far is forgotten. It must not
 // be called while texts are encoded.
-func (s *Segments) SetCache(tokens int) {
+func (s *segments) SetCache(tokens int) {
 	s.cache = nil
 	if tokens > 0 {
 		s.cache = newSegmentCache(tokens)
@@ -75,16 +75,16 @@ func (s *Segments) SetCache(tokens int) {
 }
 
 // Cuts tells whether texts are cut at all.
-func (s *Segments) Cuts() bool { return len(s.passes) > 0 }
+func (s *segments) Cuts() bool { return len(s.passes) > 0 }
 
 // Encode returns the tokens of a text; the caller must not change them. Not ok:
 // the tokenizer failed.
-func (s *Segments) Encode(text string, addSpecial bool) (tokens []uint32, ok bool) {
+func (s *segments) Encode(text string, addSpecial bool) (tokens []uint32, ok bool) {
 	if addSpecial && !s.Cuts() || !utf8.ValidString(text) {
 		return s.encode(text, addSpecial)
 	}
-	var room [32]textPiece
-	pieces, ok := s.cut(room[:0], text, 0)
+	var few [32]textPiece
+	pieces, ok := s.cut(few[:0], text, 0)
 	if !ok {
 		return s.encode(text, addSpecial)
 	}
@@ -128,7 +128,7 @@ type textPiece struct {
 
 // cut appends the pieces of a text, from the given pass on. Not ok: the text
 // holds an added token that cannot be cut out.
-func (s *Segments) cut(pieces []textPiece, text string, pass int) (out []textPiece, ok bool) {
+func (s *segments) cut(pieces []textPiece, text string, pass int) (out []textPiece, ok bool) {
 	if text == "" {
 		return pieces, true
 	}
@@ -158,7 +158,7 @@ func (s *Segments) cut(pieces []textPiece, text string, pass int) (out []textPie
 }
 
 // piece returns the tokens of a text without an added token that cuts.
-func (s *Segments) piece(text string) (tokens []uint32, ok bool) {
+func (s *segments) piece(text string) (tokens []uint32, ok bool) {
 	if s.cache == nil {
 		return s.encode(text, false)
 	}
@@ -212,7 +212,7 @@ func (a *addedTokens) add(content string, token *addedToken) {
 // readAddedTokens fills passes from the tokenizer's file. The first pass looks for
 // the tokens that are not normalized; the second, for those that are, comes
 // after the normalizer, so it can be foreseen only where there is none.
-func (s *Segments) readAddedTokens(tokenizerJSON []byte) {
+func (s *segments) readAddedTokens(tokenizerJSON []byte) {
 	var passes [2]addedTokens
 	list := gjson.GetBytes(tokenizerJSON, "added_tokens").Array()
 	normalizer := gjson.GetBytes(tokenizerJSON, "normalizer")
@@ -251,7 +251,7 @@ func (s *Segments) readAddedTokens(tokenizerJSON []byte) {
 
 // learnAround finds what addSpecial puts around a text; not ok: it does
 // something else.
-func (s *Segments) learnAround() (ok bool) {
+func (s *segments) learnAround() (ok bool) {
 	bare, ok1 := s.encode("a", false)
 	around, ok2 := s.encode("a", true)
 	if !ok1 || !ok2 || len(bare) == 0 {
@@ -272,7 +272,7 @@ func (s *Segments) learnAround() (ok bool) {
 var borders = []string{"", " ", "a", " a", "a ", "\n", "\n\n b", " \t ", "12345", "'s", "é", "e\u0301", "\u0301", "日本語", "👩‍👩‍👧", "▁", "<", "Ω≈ç ", "word word"}
 
 // proven compares the tokens of cut texts with those of whole ones.
-func (s *Segments) proven() bool {
+func (s *segments) proven() bool {
 	random := rand.New(rand.NewPCG(1, 1)) // the same texts at every start
 	var names []string
 	for _, pass := range s.passes {
@@ -300,7 +300,7 @@ func (s *Segments) proven() bool {
 }
 
 // agrees tells whether a text has the same tokens cut and whole.
-func (s *Segments) agrees(text string, addSpecial bool) bool {
+func (s *segments) agrees(text string, addSpecial bool) bool {
 	whole, ok1 := s.encode(text, addSpecial)
 	cut, ok2 := s.Encode(text, addSpecial)
 	return ok1 == ok2 && slices.Equal(whole, cut)

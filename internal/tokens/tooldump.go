@@ -5,9 +5,9 @@ import (
 	"encoding/json"
 	"strings"
 
-	"kvrouter/internal/jsonbody"
-
 	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/jsonbody"
 )
 
 // dumpToolCalls writes an assistant's tool calls as vLLM's models leave them:

@@ -1,3 +1,5 @@
+// Package web holds what both HTTP ports share: limits, API keys, header names and
+// OpenAI's shape of an error.
 package web
 
 import (
@@ -15,21 +17,33 @@ import (
 	"github.com/gin-gonic/gin"
 )
 
+// Names of the headers by which a client learns what was decided.
+const (
+	HeaderWorker  = "X-Kvrouter-Worker-Id"
+	HeaderOverlap = "X-Kvrouter-Overlap-Tokens"
+	HeaderRequest = "X-Request-Id"
+)
+
+// HeaderRank tells a vLLM worker which of its data-parallel ranks to use.
+const HeaderRank = "X-Data-Parallel-Rank"
+
+// HopByHop are the headers that belong to one connection, not to the message.
+var HopByHop = []string{"Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "Proxy-Connection", "Te", "Trailer", "Transfer-Encoding", "Upgrade"}
+
 const (
 	// headerLimit bounds a request's headers, in bytes.
 	headerLimit = 64 << 10
-	// headerTimeout bounds how long a client may take to send its headers.
+	// HeaderTimeout bounds how long a client may take to send its headers.
 	HeaderTimeout = 10 * time.Second
 	// keepAlive is how long an idle client connection stays open.
 	keepAlive = 2 * time.Minute
 )
 
-// statusOverloaded is the status, known from other services, of those that have
-// too much to do for this request to wait.
+// StatusOverloaded (529) says that the queue is full.
 const StatusOverloaded = 529
 
-// newEngine returns a gin engine that answers a panic with a 500 and logs where
-// it came from.
+// NewEngine returns a gin engine that answers a panic with status 500 and logs
+// its stack.
 func NewEngine(log *slog.Logger) *gin.Engine {
 	gin.SetMode(gin.ReleaseMode)
 	engine := gin.New()
@@ -43,7 +57,7 @@ func NewEngine(log *slog.Logger) *gin.Engine {
 	return engine
 }
 
-// newServer returns an HTTP server with the limits of both ports.
+// NewServer returns an HTTP server with the limits of both ports.
 func NewServer(handler http.Handler) *http.Server {
 	return &http.Server{
 		Handler:           handler,
@@ -53,8 +67,8 @@ func NewServer(handler http.Handler) *http.Server {
 	}
 }
 
-// requireKey refuses requests without one of the bearer keys; no keys: all may
-// pass.
+// RequireKey refuses requests without one of the bearer keys; with no keys it
+// lets every request pass. fail writes the refusal.
 func RequireKey(keys []string, fail func(*gin.Context, int, string)) gin.HandlerFunc {
 	return func(c *gin.Context) {
 		if len(keys) == 0 {
@@ -71,12 +85,12 @@ func RequireKey(keys []string, fail func(*gin.Context, int, string)) gin.Handler
 	}
 }
 
-// openAIError is fail for those who have no API.
+// OpenAIError answers a request with an error in OpenAI's shape.
 func OpenAIError(c *gin.Context, status int, message string) {
 	c.Data(status, "application/json", ErrorJSON(status, ErrorType(status), "", message))
 }
 
-// errorType is OpenAI's and vLLM's word for an HTTP status.
+// ErrorType returns OpenAI's or vLLM's word for an HTTP status.
 func ErrorType(status int) string {
 	switch status {
 	case http.StatusUnauthorized:
@@ -94,7 +108,7 @@ func ErrorType(status int) string {
 	return "server_error"
 }
 
-// errorJSON renders an error in OpenAI's shape; an empty param is null.
+// ErrorJSON renders an error in OpenAI's shape; an empty param is null.
 func ErrorJSON(status int, kind, param, message string) []byte {
 	var p any
 	if param != "" {

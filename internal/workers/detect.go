@@ -67,7 +67,7 @@ func (f *Fleet) serverInfo(ctx context.Context, base string, asks bool) (info se
 func (i serverInfo) bootstrap(base string) kv.Bootstrap {
 	b := kv.Bootstrap{Port: i.Port}
 	if b.Port == 0 {
-		b.Port = kv.SglangPort
+		b.Port = kv.SGLangPort
 	}
 	if host, _, err := net.SplitHostPort(i.DistAddr); err == nil {
 		b.Host = host

@@ -1,3 +1,5 @@
+// Package zmq is one ZeroMQ connection with bounds and deadlines, and the sockets
+// that publish and answer.
 package zmq
 
 import (
@@ -18,16 +20,16 @@ import (
 )
 
 const (
-	// zmqHandshakeLimit bounds connecting and the exchange of greetings.
-	zmqHandshakeLimit = 5 * time.Second
-	// zmqMessageLimit bounds how long the rest of a message may take once its
+	// handshakeLimit bounds connecting and the exchange of greetings.
+	handshakeLimit = 5 * time.Second
+	// messageLimit bounds how long the rest of a message may take once its
 	// first byte is here.
-	zmqMessageLimit = 30 * time.Second
-	// zmqMaxMessage bounds the bytes of one message. A frame's length is sent
+	messageLimit = 30 * time.Second
+	// maxMessage bounds the bytes of one message. A frame's length is sent
 	// by the peer; a batch of events for a million tokens takes about 5 MB.
-	zmqMaxMessage = 64 << 20
-	// zmqMaxFrames bounds the frames of one message; vLLM sends three or four.
-	zmqMaxFrames = 16
+	maxMessage = 64 << 20
+	// maxFrames bounds the frames of one message; vLLM sends three or four.
+	maxFrames = 16
 )
 
 // Flags of a ZMTP frame.
@@ -37,7 +39,7 @@ const (
 	zmtpCommand = 4
 )
 
-// ZMQConn is one ZeroMQ connection to one peer, read by one goroutine; any may
+// Conn is one ZeroMQ connection to one peer, read by one goroutine; any may
 // send. The handshake is zmq4's. Messages are read and written here, through a
 // buffer and with deadlines: a zmq4 socket reads unbuffered (about seven system
 // calls a message), believes any frame length, and leaves its reader behind
@@ -71,6 +73,8 @@ func DialSub(ctx context.Context, endpoint, topic string) (*Conn, error) {
 	return c, nil
 }
 
+// Dial connects to the socket at endpoint as a socket of that kind. When ctx ends,
+// the connection is closed.
 func Dial(ctx context.Context, endpoint string, kind zmq4.SocketType) (*Conn, error) {
 	network, address, found := strings.Cut(endpoint, "://")
 	switch {
@@ -81,7 +85,7 @@ func Dial(ctx context.Context, endpoint string, kind zmq4.SocketType) (*Conn, er
 		return nil, fmt.Errorf("endpoint %q: want tcp://host:port or ipc://path", endpoint)
 	}
 	dialer := net.Dialer{
-		Timeout: zmqHandshakeLimit,
+		Timeout: handshakeLimit,
 		// ZMTP 3.0 has no heartbeat; without probes a peer that vanished is
 		// never noticed.
 		KeepAliveConfig: net.KeepAliveConfig{Enable: true, Idle: 15 * time.Second, Interval: 5 * time.Second, Count: 3},
@@ -97,7 +101,7 @@ func Dial(ctx context.Context, endpoint string, kind zmq4.SocketType) (*Conn, er
 	return c, nil
 }
 
-// openZMQ exchanges greetings with the peer at the other end of raw, which is
+// open exchanges greetings with the peer at the other end of raw, which is
 // closed when that fails, when ctx ends or by Close. server says who accepted
 // whom.
 func open(ctx context.Context, raw net.Conn, kind zmq4.SocketType, server bool) (*Conn, error) {
@@ -106,7 +110,7 @@ func open(ctx context.Context, raw net.Conn, kind zmq4.SocketType, server bool) 
 		defer close(c.ended)
 		_ = raw.Close()
 	})
-	_ = raw.SetDeadline(time.Now().Add(zmqHandshakeLimit))
+	_ = raw.SetDeadline(time.Now().Add(handshakeLimit))
 	var err error
 	c.Conn, err = zmq4.Open(bufferedConn{raw, c.in}, null.Security(), kind, nil, server, nil)
 	if err != nil {
@@ -138,7 +142,7 @@ func (c *Conn) Recv() ([][]byte, error) {
 		if _, err := c.in.Peek(1); err != nil {
 			return nil, err
 		}
-		_ = c.Raw.SetReadDeadline(time.Now().Add(zmqMessageLimit))
+		_ = c.Raw.SetReadDeadline(time.Now().Add(messageLimit))
 		command, err := c.readMessage()
 		_ = c.Raw.SetReadDeadline(time.Time{})
 		if err != nil {
@@ -159,16 +163,16 @@ func (c *Conn) Send(frames ...[]byte) error {
 	return c.sendEncoded(encode(frames))
 }
 
-// sendEncoded sends what encodeZMQ has encoded.
+// sendEncoded sends what encode has encoded.
 func (c *Conn) sendEncoded(message []byte) error {
 	c.sending.Lock()
 	defer c.sending.Unlock()
-	_ = c.Raw.SetWriteDeadline(time.Now().Add(zmqMessageLimit))
+	_ = c.Raw.SetWriteDeadline(time.Now().Add(messageLimit))
 	_, err := c.Raw.Write(message)
 	return err
 }
 
-// encodeZMQ returns a message of frames as it goes over the wire.
+// encode returns a message of frames as it goes over the wire.
 func encode(frames [][]byte) []byte {
 	size := 0
 	for _, frame := range frames {
@@ -198,21 +202,29 @@ func (c *Conn) Close() {
 	}
 }
 
+// Break closes the connection as the death of a peer would. Unlike Close it does not
+// wait.
+func (c *Conn) Break() { _ = c.Raw.Close() }
+
+// RecvMsg reads by zmq4 itself and also returns the peer's commands, such as the
+// answers to heartbeats.
+func (c *Conn) RecvMsg() (zmq4.Msg, error) { return c.Conn.RecvMsg() }
+
 // readMessage reads the frames of one message, or one command.
 func (c *Conn) readMessage() (command bool, err error) {
-	var ends [zmqMaxFrames]int
+	var ends [maxFrames]int
 	n := 0
 	c.buf = c.buf[:0]
 	for more := true; more; n++ {
-		if n == zmqMaxFrames {
-			return false, fmt.Errorf("message has more than %d frames", zmqMaxFrames)
+		if n == maxFrames {
+			return false, fmt.Errorf("message has more than %d frames", maxFrames)
 		}
 		flags, size, err := c.readHeader()
 		if err != nil {
 			return false, err
 		}
-		if size > uint64(zmqMaxMessage-len(c.buf)) {
-			return false, fmt.Errorf("message is larger than %d bytes", zmqMaxMessage)
+		if size > uint64(maxMessage-len(c.buf)) {
+			return false, fmt.Errorf("message is larger than %d bytes", maxMessage)
 		}
 		more, command = flags&zmtpMore != 0, flags&zmtpCommand != 0
 		if err := c.readBody(int(size)); err != nil {

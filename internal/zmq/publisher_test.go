@@ -65,7 +65,7 @@ func TestPublisherNeverWaitsForASubscriber(t *testing.T) {
 	p := NewTestPublisher(t)
 	slow := subscribe(t, p, "")
 	message := make([]byte, 1024)
-	for range 3 * ZmqQueue {
+	for range 3 * QueueLimit {
 		p.Publish(message)
 	}
 	// What is sent once the queue has room again arrives after what was in it.
@@ -88,7 +88,7 @@ func TestPublisherNeverWaitsForASubscriber(t *testing.T) {
 		}
 		got++
 	}
-	if got < ZmqQueue || got > 3*ZmqQueue {
+	if got < QueueLimit || got > 3*QueueLimit {
 		t.Errorf("%d messages arrived", got)
 	}
 }
