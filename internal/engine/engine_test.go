@@ -5,10 +5,10 @@ import (
 	"testing"
 	"time"
 
+	"pgregory.net/rapid"
+
 	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
-
-	"pgregory.net/rapid"
 )
 
 // simRequest makes a request whose blocks of that size have the given local

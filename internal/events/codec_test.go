@@ -4,8 +4,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/testkit"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -14,6 +12,9 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/vmihailenco/msgpack/v5"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit"
 )
 
 // goldenBatch is what a reader must find in one golden payload; see

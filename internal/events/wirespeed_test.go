@@ -3,13 +3,14 @@ package events
 import (
 	"context"
 	"fmt"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/radix"
 	"log/slog"
 	"os"
 	"strconv"
 	"testing"
 	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/radix"
 )
 
 // TestWireSpeed is the measured side of scripts/peers.sh wire: it follows the

@@ -1,13 +1,14 @@
 package hints
 
 import (
-	"kvrouter/internal/kv"
 	"net/http"
 	"reflect"
 	"strings"
 	"testing"
 
 	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/kv"
 )
 
 func TestHintsAreReadFromBodyAndHeaders(t *testing.T) {

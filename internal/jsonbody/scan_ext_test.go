@@ -1,10 +1,11 @@
 package jsonbody_test
 
 import (
-	"kvrouter/internal/jsonbody"
-	"kvrouter/internal/tokens"
 	"slices"
 	"testing"
+
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/tokens"
 )
 
 func TestTheLastOfEqualMembersCounts(t *testing.T) {

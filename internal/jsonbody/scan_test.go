@@ -2,12 +2,13 @@ package jsonbody
 
 import (
 	"encoding/json"
-	"kvrouter/internal/testkit"
 	"math/rand/v2"
 	"strings"
 	"testing"
 
 	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/testkit"
 )
 
 // jsonSeeds are texts at the borders of JSON's grammar.

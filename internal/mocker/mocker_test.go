@@ -2,15 +2,16 @@ package mocker
 
 import (
 	"fmt"
-	"kvrouter/internal/engine"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/settings"
-	"kvrouter/internal/tokens"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
+
+	"kvrouter/internal/engine"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/settings"
+	"kvrouter/internal/tokens"
 )
 
 func TestMockWordsSurviveTheTokenizer(t *testing.T) {

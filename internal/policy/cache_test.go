@@ -1,10 +1,11 @@
 package policy
 
 import (
-	"kvrouter/internal/testkit"
 	"slices"
 	"testing"
 	"time"
+
+	"kvrouter/internal/testkit"
 )
 
 // queue is the load that the policies of cachepolicy.go look at.

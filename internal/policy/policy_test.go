@@ -1,10 +1,11 @@
 package policy
 
 import (
-	"kvrouter/internal/kv"
 	"math/rand/v2"
 	"testing"
 	"time"
+
+	"kvrouter/internal/kv"
 )
 
 // pool builds candidates 0, 1, ... from loads and overlaps.

@@ -2,16 +2,17 @@ package policy_test
 
 import (
 	"context"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
-	"kvrouter/internal/radix"
-	"kvrouter/internal/router"
 	"os"
 	"reflect"
 	"slices"
 	"strings"
 	"testing"
 	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/radix"
+	"kvrouter/internal/router"
 )
 
 // thompsonWorld are workers of given speeds in virtual time: a closed loop of

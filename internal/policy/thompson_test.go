@@ -2,8 +2,6 @@ package policy
 
 import (
 	"fmt"
-	"kvrouter/internal/hints"
-	"kvrouter/internal/kv"
 	"math"
 	"math/rand/v2"
 	"reflect"
@@ -11,6 +9,9 @@ import (
 	"time"
 
 	"pgregory.net/rapid"
+
+	"kvrouter/internal/hints"
+	"kvrouter/internal/kv"
 )
 
 // thompsonEpoch is when the tests of policy thompson begin.

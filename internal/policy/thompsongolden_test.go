@@ -3,13 +3,14 @@ package policy
 import (
 	"encoding/json"
 	"fmt"
-	"kvrouter/internal/hints"
-	"kvrouter/internal/kv"
 	"math"
 	"os"
 	"strings"
 	"testing"
 	"time"
+
+	"kvrouter/internal/hints"
+	"kvrouter/internal/kv"
 )
 
 // goldenState is one state of testdata/golden.json, which golden.py

@@ -3,9 +3,6 @@ package policy
 import (
 	"encoding/json"
 	"fmt"
-	"kvrouter/internal/hints"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/testkit"
 	"log/slog"
 	"math/rand/v2"
 	"os"
@@ -14,6 +11,10 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"kvrouter/internal/hints"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit"
 )
 
 // learnedThompson has learned something of three workers.

@@ -4,14 +4,15 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/testkit"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"sync"
 	"testing"
 	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit"
 )
 
 // newTestPairs returns pairs that serve no requests.

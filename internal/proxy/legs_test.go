@@ -4,11 +4,11 @@ import (
 	"strings"
 	"testing"
 
-	"kvrouter/internal/jsonbody"
-	"kvrouter/internal/kv"
-
 	"github.com/tidwall/gjson"
 	"pgregory.net/rapid"
+
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
 )
 
 // TestBodiesOfLegs: whatever object a client sends, its members reach the decode

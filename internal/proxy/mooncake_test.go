@@ -2,13 +2,14 @@ package proxy
 
 import (
 	"fmt"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/testkit"
 	"net/http"
 	"net/http/httptest"
 	"sync/atomic"
 	"testing"
 	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit"
 )
 
 // TestEngineIDsAreAskedForAgain: after a while, after a failure, and where a known

@@ -2,12 +2,13 @@ package proxy
 
 import (
 	"errors"
+	"slices"
+	"testing"
+
 	"kvrouter/internal/kv"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
-	"slices"
-	"testing"
 )
 
 // pairRouter returns a router over workers 0, 1, ... with those parts.

@@ -1,14 +1,15 @@
 package radix_test
 
 import (
+	"slices"
+	"testing"
+	"time"
+
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
-	"slices"
-	"testing"
-	"time"
 )
 
 func TestPredictedRealEventsDoNotExpire(t *testing.T) {

@@ -1,14 +1,15 @@
 package radix
 
 import (
-	"kvrouter/internal/kv"
-	"kvrouter/internal/testkit"
 	"maps"
 	"slices"
 	"testing"
 	"time"
 
 	"pgregory.net/rapid"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit"
 )
 
 // approxTest is an Approx with a clock of its own, checked after each step.

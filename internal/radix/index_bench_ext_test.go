@@ -9,13 +9,13 @@ import (
 	"testing"
 	"time"
 
+	"github.com/zeebo/xxh3"
+
 	"kvrouter/internal/blockpool"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/simulate"
 	"kvrouter/internal/testkit"
-
-	"github.com/zeebo/xxh3"
 )
 
 // The benchmark of an index on the method that Dynamo's lib/bench describes: a

@@ -1,9 +1,10 @@
 package radix
 
 import (
-	"kvrouter/internal/kv"
 	"slices"
 	"testing"
+
+	"kvrouter/internal/kv"
 )
 
 func matches(t testing.TB, x Index, local []uint64, want ...kv.Match) {

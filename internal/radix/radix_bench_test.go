@@ -2,13 +2,14 @@ package radix
 
 import (
 	"fmt"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/testkit"
 	"math/rand/v2"
 	"slices"
 	"sync/atomic"
 	"testing"
 	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit"
 )
 
 // Sizes of the index that the benchmarks run on, in blocks.

@@ -3,8 +3,6 @@ package radix
 import (
 	"errors"
 	"fmt"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/testkit"
 	"maps"
 	"math/rand/v2"
 	"reflect"
@@ -13,6 +11,9 @@ import (
 	"testing"
 
 	"pgregory.net/rapid"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit"
 )
 
 // index is a Tree whose invariants are checked after every mutation.

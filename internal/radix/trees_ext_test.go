@@ -1,12 +1,13 @@
 package radix_test
 
 import (
+	"testing"
+	"time"
+
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
-	"testing"
-	"time"
 )
 
 func TestWithoutCorrectionNothingIsTakenBack(t *testing.T) {

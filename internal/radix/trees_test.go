@@ -1,14 +1,15 @@
 package radix
 
 import (
-	"kvrouter/internal/kv"
-	"kvrouter/internal/testkit"
 	"slices"
 	"sync"
 	"testing"
 	"time"
 
 	"pgregory.net/rapid"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit"
 )
 
 // treesTest are Trees with a clock of their own, checked after each step.

@@ -3,16 +3,17 @@ package replica
 import (
 	"context"
 	"fmt"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/router"
-	"kvrouter/internal/testkit"
-	"kvrouter/internal/testkit/routertest"
 	"log/slog"
 	"slices"
 	"testing"
 	"time"
 
 	"go.uber.org/goleak"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/routertest"
 )
 
 // testReplica is a router that shares its books with others.

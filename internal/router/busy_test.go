@@ -2,10 +2,11 @@ package router
 
 import (
 	"errors"
+	"testing"
+
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/testkit"
-	"testing"
 )
 
 func TestBusyThresholds(t *testing.T) {

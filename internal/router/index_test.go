@@ -3,13 +3,14 @@ package router
 import (
 	"errors"
 	"fmt"
+	"slices"
+	"testing"
+	"time"
+
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
-	"slices"
-	"testing"
-	"time"
 )
 
 // indexerCase is one of the cases that Dynamo's indexers are tested with, by its

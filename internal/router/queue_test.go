@@ -4,14 +4,15 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
-	"kvrouter/internal/radix"
-	"kvrouter/internal/testkit"
 	"testing"
 	"time"
 
 	"pgregory.net/rapid"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/radix"
+	"kvrouter/internal/testkit"
 )
 
 // newQueueingRouter returns a router whose requests wait while their workers

@@ -3,13 +3,14 @@ package selection
 import (
 	"errors"
 	"fmt"
+	"testing"
+	"time"
+
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
-	"testing"
-	"time"
 )
 
 func TestReservationIDsAreUsedOnceAtATime(t *testing.T) {

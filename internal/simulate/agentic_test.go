@@ -9,11 +9,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/alecthomas/kong"
+
 	"kvrouter/internal/hints"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/testkit"
-
-	"github.com/alecthomas/kong"
 )
 
 // agenticSettings are the defaults of the flags.

@@ -4,16 +4,17 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"math"
+	"strings"
+	"testing"
+	"time"
+
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
-	"math"
-	"strings"
-	"testing"
-	"time"
 )
 
 // simRow is one row of published figures: what Dynamo 1.6.1's own simulator

@@ -2,13 +2,14 @@ package simulate
 
 import (
 	"fmt"
-	"kvrouter/internal/policy"
-	"kvrouter/internal/testkit"
 	"math"
 	"math/rand/v2"
 	"os"
 	"testing"
 	"time"
+
+	"kvrouter/internal/policy"
+	"kvrouter/internal/testkit"
 )
 
 // workAlone is work that does not count blocks of requests in flight as cached.

@@ -1,11 +1,6 @@
 package telemetry
 
 import (
-	"kvrouter/internal/hints"
-	"kvrouter/internal/proxy"
-	"kvrouter/internal/router"
-	"kvrouter/internal/simulate"
-	"kvrouter/internal/testkit"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -13,6 +8,12 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"kvrouter/internal/hints"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/router"
+	"kvrouter/internal/simulate"
+	"kvrouter/internal/testkit"
 )
 
 func TestRecorderContinuesAFile(t *testing.T) {

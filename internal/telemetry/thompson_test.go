@@ -2,13 +2,14 @@ package telemetry
 
 import (
 	"fmt"
+	"net/http/httptest"
+	"strings"
+	"testing"
+
 	"kvrouter/internal/kv"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
-	"net/http/httptest"
-	"strings"
-	"testing"
 )
 
 func scrape(t *Metrics) testkit.MetricsLines {

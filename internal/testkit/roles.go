@@ -1,8 +1,6 @@
 package testkit
 
-import (
-	"kvrouter/internal/kv"
-)
+import "kvrouter/internal/kv"
 
 // These are the parts that workers can have in prefill/decode disaggregation, by
 // kind and role.

@@ -1,9 +1,7 @@
 // Package testkit has what tests of several packages share; only tests import it.
 package testkit
 
-import (
-	"kvrouter/internal/kv"
-)
+import "kvrouter/internal/kv"
 
 // BlockSize is the block size of routers and event streams in tests, in tokens.
 const BlockSize = 4

@@ -3,12 +3,13 @@ package tokens
 import (
 	"errors"
 	"fmt"
-	"kvrouter/internal/testkit"
 	"os"
 	"slices"
 	"strings"
 	"sync"
 	"testing"
+
+	"kvrouter/internal/testkit"
 )
 
 func TestPromptTokens(t *testing.T) {

@@ -3,11 +3,12 @@ package tokens
 import (
 	"context"
 	"errors"
-	"kvrouter/internal/jsonbody"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"kvrouter/internal/jsonbody"
 )
 
 // writeFiles puts files into a folder.

@@ -10,10 +10,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/tidwall/gjson"
+
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/testkit"
-
-	"github.com/tidwall/gjson"
 )
 
 // dumpTemplate shows all that a template can see of a chat.

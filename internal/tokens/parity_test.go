@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"encoding/json"
 	"flag"
-	"kvrouter/internal/testkit"
 	"math/rand/v2"
 	"os"
 	"os/exec"
@@ -13,6 +12,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"kvrouter/internal/testkit"
 )
 
 var updateGolden = flag.Bool("update-golden", false, "write testdata/parity/*/golden.json from the reference")

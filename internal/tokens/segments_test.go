@@ -11,9 +11,9 @@ import (
 	"sync"
 	"testing"
 
-	"kvrouter/internal/testkit"
-
 	"pgregory.net/rapid"
+
+	"kvrouter/internal/testkit"
 )
 
 // segmentModels opens SmolLM2 and whatever other model folders

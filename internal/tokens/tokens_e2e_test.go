@@ -1,10 +1,11 @@
 package tokens
 
 import (
-	"kvrouter/internal/settings"
 	"os"
 	"path/filepath"
 	"testing"
+
+	"kvrouter/internal/settings"
 )
 
 // testModel opens the model that the workers of the end-to-end tests serve.

@@ -8,10 +8,10 @@ import (
 	"strings"
 	"testing"
 
-	"kvrouter/internal/testkit"
-
 	"github.com/google/go-cmp/cmp"
 	"go.uber.org/goleak"
+
+	"kvrouter/internal/testkit"
 )
 
 func TestOutputIsCutIntoLines(t *testing.T) {

@@ -13,13 +13,13 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
+	"go.uber.org/goleak"
+
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/testkit"
-
-	"github.com/google/go-cmp/cmp"
-	"go.uber.org/goleak"
 )
 
 // attachedServer is a worker that somebody else runs; it can go and come back

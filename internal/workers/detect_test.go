@@ -2,13 +2,14 @@ package workers
 
 import (
 	"fmt"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/radix"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"net/url"
 	"testing"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/radix"
 )
 
 func TestWhatIsLearnedOfAWorkersPart(t *testing.T) {

@@ -5,10 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/radix"
-	"kvrouter/internal/testkit"
-	"kvrouter/internal/vllm"
 	"log/slog"
 	"os"
 	"slices"
@@ -20,6 +16,11 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/radix"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/vllm"
 )
 
 // observed records what a fleet reports.

@@ -3,10 +3,6 @@ package workers
 import (
 	"context"
 	"fmt"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
-	"kvrouter/internal/testkit"
-	"kvrouter/internal/zmq"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
@@ -14,6 +10,11 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/zmq"
 )
 
 const metricsPage = `# HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -2,7 +2,6 @@ package workers
 
 import (
 	"context"
-	"kvrouter/internal/kv"
 	"net/http"
 	"slices"
 	"sync"
@@ -10,6 +9,8 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+
+	"kvrouter/internal/kv"
 )
 
 const withLateAdapter = `{"data":[{"id":"base","parent":null},{"id":"late","parent":"base"}]}`

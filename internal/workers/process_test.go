@@ -3,7 +3,6 @@ package workers
 import (
 	"encoding/json"
 	"fmt"
-	"kvrouter/internal/testkit"
 	"net/http"
 	"os"
 	"os/exec"
@@ -14,6 +13,8 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+
+	"kvrouter/internal/testkit"
 )
 
 // TestFakeWorkerProcess is no test: it is the engine that the other tests

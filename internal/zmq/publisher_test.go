@@ -3,7 +3,6 @@ package zmq
 import (
 	"context"
 	"fmt"
-	"kvrouter/internal/settings"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -12,6 +11,8 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+
+	"kvrouter/internal/settings"
 )
 
 func NewTestPublisher(t *testing.T) *Publisher {
