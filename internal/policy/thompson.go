@@ -60,7 +60,7 @@ const (
 // (linearBandit) and its mean (betaBandit), draws both from what it believes,
 // adds what it is worth to stay with the worker that has served the series so
 // far, discounts for load, and draws a worker by the softmax of those scores.
-// docs/policies.md has the formulas, and what each of thompsonFixes changes.
+// docs/routing.md has the formulas, and what each of thompsonFixes changes.
 type Thompson struct {
 	thompsonConfig
 	prior   banditPrior

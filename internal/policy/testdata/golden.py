@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Computes golden.json: what the formulas of docs/policies.md (thompson) give.
+"""Computes golden.json: what the formulas of docs/routing.md (thompson) give.
 
 Run: python3 golden.py > golden.json (needs numpy). It shares no code with the
 router: workers fade eagerly, matrices are whole, and theta is computed before
