@@ -30,7 +30,7 @@ import (
 	"kvrouter/internal/workers"
 )
 
-// house is a router's OpenAI side over fake workers.
+// testAPI is a router's OpenAI port over fake workers.
 type testAPI struct {
 	*httptest.Server
 	router    *router.Router
@@ -39,8 +39,7 @@ type testAPI struct {
 	failed    chan uint64
 }
 
-// newHouse serves the given workers round robin, so that worker 0 gets the
-// first request.
+// newTestAPI serves the given workers round robin: worker 0 gets the first request.
 func newTestAPI(t *testing.T, config Config, workers ...string) *testAPI {
 	t.Helper()
 	var targets []kv.Target
@@ -50,8 +49,8 @@ func newTestAPI(t *testing.T, config Config, workers ...string) *testAPI {
 	return newTestAPIOf(t, config, nil, targets...)
 }
 
-// newHouseOf is newHouse for targets of one's own, and a model; nil: prompt
-// tokens come from the workers.
+// newTestAPIOf is newTestAPI for given targets and a given model. Without a model
+// (nil) the workers give the prompt tokens.
 func newTestAPIOf(t testing.TB, config Config, model *tokens.Model, targets ...kv.Target) *testAPI {
 	t.Helper()
 	if config.MaxBodyBytes == 0 {
@@ -66,8 +65,8 @@ func newTestAPIOf(t testing.TB, config Config, model *tokens.Model, targets ...k
 	telemetry := newBareTelemetry()
 	h.telemetry = telemetry
 	proxy := proxy.NewProxy(telemetry, config.RequestTimeout, func(w uint64) { h.failed <- w })
-	rooms := &app{router: h.router, proxy: proxy}
-	tokens := tokens.NewSource(model, rooms.askWorker, time.Second, log)
+	a := &app{router: h.router, proxy: proxy}
+	tokens := tokens.NewSource(model, a.askWorker, time.Second, log)
 	api := NewAPI(config, h.router, tokens, proxy, telemetry, log)
 	h.Server = httptest.NewServer(api.Handler())
 	fleet := workers.NewFleet(workers.Settings{}, nil, h.router.Index(), workers.Hooks{}, log)
@@ -683,7 +682,7 @@ func TestMetricsHaveDynamosNames(t *testing.T) {
 	}
 }
 
-// TestCachedTokensThatSayNothingOfTheCacheAreLeftOut is about requests for which
+// TestCachedTokensThatSayNothingOfTheCacheAreLeftOut is about requests for
 // which an engine computes a prompt anew.
 func TestCachedTokensThatSayNothingOfTheCacheAreLeftOut(t *testing.T) {
 	worker := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {

@@ -418,7 +418,7 @@ func TestCachedTokensOfAPairAreThePrefillWorkers(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			answers := make(chan string, len(c.answers))
-			var h *pairHouse
+			var h *pairAPI
 			h = newTestPairAPI(t, Config{CollectUsage: true}, c.kind, 1, 1, func(id uint64, _ engineServe) engineServe {
 				return func(w http.ResponseWriter, r *http.Request, _ gjson.Result) {
 					cached := `{"cached_tokens":64}`

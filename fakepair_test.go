@@ -304,17 +304,17 @@ func (p *fakeProtocol) bootstrap() kv.Bootstrap {
 	return at
 }
 
-// pairHouse is a router over prefill workers 0, 1, ... and decode workers 10,
+// pairAPI is a router over prefill workers 0, 1, ... and decode workers 10,
 // 11, ..., of one kind.
-type pairHouse struct {
+type pairAPI struct {
 	*testAPI
 	protocol        *fakeProtocol
 	prefill, decode []*fakeEngine
 }
 
-// newPairHouse starts the house. The legs are served by the protocol, wrapped by
-// wrap (nil: not) for each engine.
-func newTestPairAPI(t testing.TB, config Config, kind kv.Kind, prefills, decodes int, wrap func(id uint64, serve engineServe) engineServe) *pairHouse {
+// newTestPairAPI starts the router and its workers. The protocol serves the legs;
+// wrap, if not nil, wraps what serves those of an engine.
+func newTestPairAPI(t testing.TB, config Config, kind kv.Kind, prefills, decodes int, wrap func(id uint64, serve engineServe) engineServe) *pairAPI {
 	t.Helper()
 	if wrap == nil {
 		wrap = func(_ uint64, serve engineServe) engineServe { return serve }
@@ -330,7 +330,7 @@ func newTestPairAPI(t testing.TB, config Config, kind kv.Kind, prefills, decodes
 	if err != nil {
 		t.Fatal(err)
 	}
-	h := &pairHouse{protocol: newFakeProtocol(t, kind)}
+	h := &pairAPI{protocol: newFakeProtocol(t, kind)}
 	var targets []kv.Target
 	add := func(engines *[]*fakeEngine, id uint64, role kv.Role, serve engineServe) {
 		engine := newFakeEngine(t, id, wrap(id, serve))
@@ -365,7 +365,7 @@ func answersStatus(status int) engineServe {
 }
 
 // settled waits until no engine serves anything and nothing is booked.
-func (h *pairHouse) settled(t testing.TB) {
+func (h *pairAPI) settled(t testing.TB) {
 	t.Helper()
 	for _, engine := range slices.Concat(h.prefill, h.decode) {
 		testkit.Eventually(t, 10*time.Second, fmt.Sprintf("worker %d idle", engine.id), engine.idle)
@@ -382,7 +382,7 @@ func (h *pairHouse) settled(t testing.TB) {
 
 // store puts the first blocks of a chat's prompt, at most n, into a worker's
 // cache as the router knows it.
-func (h *pairHouse) store(t testing.TB, worker kv.WorkerKey, chat string, n int) {
+func (h *pairAPI) store(t testing.TB, worker kv.WorkerKey, chat string, n int) {
 	t.Helper()
 	model, err := mocker.OpenBuiltinModel()
 	if err != nil {
@@ -403,7 +403,7 @@ func (h *pairHouse) store(t testing.TB, worker kv.WorkerKey, chat string, n int)
 }
 
 // blamed returns the workers that were reported as failed, in order.
-func (h *pairHouse) blamed() []uint64 {
+func (h *pairAPI) blamed() []uint64 {
 	var ids []uint64
 	for {
 		select {

@@ -85,7 +85,7 @@ func TestDryRunChangesNothing(t *testing.T) {
 	}
 	s.settle()
 	computed := func() (n int64) {
-		for _, target := range s.rooms.router.Targets() {
+		for _, target := range s.app.router.Targets() {
 			n += s.rank(target.Key).Counts.PromptTokens.Load()
 		}
 		return n
@@ -117,7 +117,7 @@ func TestDryRunChangesNothing(t *testing.T) {
 	if after := computed(); after != before {
 		t.Errorf("%d prompt tokens reached workers", after-before)
 	}
-	for _, load := range s.rooms.router.Loads() {
+	for _, load := range s.app.router.Loads() {
 		if load.ActiveRequests != 0 || load.PotentialDecodeBlocks != 0 || load.PotentialPrefillTokens != 0 {
 			t.Errorf("booked: %+v", load)
 		}
@@ -195,8 +195,8 @@ func TestExpectedLengthDecaysWhatAnAnswerHolds(t *testing.T) {
 		{"--no-router-track-output-blocks", `,"nvext":{"agent_hints":{"osl":10}}`, 2},
 	} {
 		t.Run(c.flag+c.nvext, func(t *testing.T) {
-			s := startRooms(t, testkit.FreePorts(t, 2), "--engine=none", "--policy=kv", "--drain-timeout=1s", "--worker="+worker.URL, c.flag)
-			testkit.Eventually(t, 10*time.Second, "the worker is up", func() bool { return len(s.rooms.router.Targets()) == 1 })
+			s := startApp(t, testkit.FreePorts(t, 2), "--engine=none", "--policy=kv", "--drain-timeout=1s", "--worker="+worker.URL, c.flag)
+			testkit.Eventually(t, 10*time.Second, "the worker is up", func() bool { return len(s.app.router.Targets()) == 1 })
 			done := make(chan string, 1)
 			go func() {
 				response, err := http.Post(s.openAI+completionsPath, "application/json", strings.NewReader(fmt.Sprintf(`{"model":"m","prompt":%s,"stream":true%s}`, prompt, c.nvext)))
@@ -208,7 +208,7 @@ func TestExpectedLengthDecaysWhatAnAnswerHolds(t *testing.T) {
 				body, _ := io.ReadAll(response.Body)
 				done <- string(body)
 			}()
-			load := func() policy.Load { return s.rooms.router.Load(kv.WorkerKey{}) }
+			load := func() policy.Load { return s.app.router.Load(kv.WorkerKey{}) }
 			testkit.Eventually(t, 10*time.Second, fmt.Sprintf("%d blocks in use", c.want), func() bool {
 				l := load()
 				return l.InFlight == 1 && l.PrefillTokens == 0 && l.ActiveBlocks == c.want

@@ -116,9 +116,9 @@ func TestMetricsPage(t *testing.T) {
 			post(t, s.openAI+testkit.ChatPath, `{"messages":[{"role":"user","content":`+content+`}]}`)
 		}
 		// No mock worker is asked for so much at a time, or counts tokens wrong.
-		s.rooms.telemetry.Refused("m", testkit.ChatPath, router.ErrBusy)
-		s.rooms.telemetry.Refused("m", testkit.ChatPath, router.ErrQueueFull)
-		s.rooms.telemetry.Finished(proxy.Exchange{
+		s.app.telemetry.Refused("m", testkit.ChatPath, router.ErrBusy)
+		s.app.telemetry.Refused("m", testkit.ChatPath, router.ErrQueueFull)
+		s.app.telemetry.Finished(proxy.Exchange{
 			Worker: "0", Route: testkit.ChatPath, Status: http.StatusOK, Source: tokens.SourceLocal,
 			Decision: router.Decision{Tokens: 1}, Usage: proxy.Usage{Known: true, PromptTokens: 2},
 		}, time.Now())

@@ -337,7 +337,7 @@ func TestMockKeepsAdaptersAndSaltsApart(t *testing.T) {
 
 func TestMockRanksHaveCachesOfTheirOwn(t *testing.T) {
 	s := startMockSite(t, 2, "--mock-data-parallel-size=2")
-	if targets := s.rooms.router.Targets(); len(targets) != 4 {
+	if targets := s.app.router.Targets(); len(targets) != 4 {
 		t.Fatalf("%d targets", len(targets))
 	}
 	ranks := map[string]bool{}
@@ -350,11 +350,11 @@ func TestMockRanksHaveCachesOfTheirOwn(t *testing.T) {
 		}
 		s.settle()
 	}
-	for _, target := range s.rooms.router.Targets() {
-		if s.rooms.index.Blocks(target.Key) > 0 {
+	for _, target := range s.app.router.Targets() {
+		if s.app.index.Blocks(target.Key) > 0 {
 			ranks[fmt.Sprint(target.Key)] = true
 		}
-		if got, held := s.rooms.index.Blocks(target.Key), s.rank(target.Key); got > 0 && held.Counts.PromptTokens.Load() == 0 {
+		if got, held := s.app.index.Blocks(target.Key), s.rank(target.Key); got > 0 && held.Counts.PromptTokens.Load() == 0 {
 			t.Errorf("%v has %d blocks in the index and computed nothing", target.Key, got)
 		}
 	}
@@ -576,7 +576,7 @@ func TestAdapterLoadedAtRunTimeIsServed(t *testing.T) {
 	if _, problem, _, _ := chat("everywhere"); problem != "" {
 		t.Error(problem)
 	}
-	for _, target := range s.rooms.router.Targets() {
+	for _, target := range s.app.router.Targets() {
 		if !slices.Equal(target.Models, []string{"mock", "everywhere"}) || !slices.Equal(target.Adapters, []string{"everywhere"}) {
 			t.Errorf("%v serves %q, of them adapters %q", target.Key, target.Models, target.Adapters)
 		}

@@ -63,7 +63,7 @@ func TestMockPredictionsAreExactOneByOne(t *testing.T) {
 				t.Errorf("%d tokens reused, %d times some of an answer", reused, fromAnswers)
 			}
 			testkit.Eventually(t, 20*time.Second, "all bookings freed", func() bool { return s.inFlight() == 0 })
-			if disabled := s.rooms.tokens.Stats().Disabled; len(disabled) > 0 {
+			if disabled := s.app.tokens.Stats().Disabled; len(disabled) > 0 {
 				t.Errorf("parity with the mocker fails for %v", disabled)
 			}
 		})
@@ -74,13 +74,13 @@ func TestWithoutEventsPromptsAreFoundWhereTheyWent(t *testing.T) {
 	for _, args := range [][]string{{"--policy=kv"}, {"--mock-data-parallel-size=2", "--policy=work"}, {"--policy=cache-threshold"}} {
 		t.Run(strings.Join(args, " "), func(t *testing.T) {
 			s := startMockSite(t, 2, append(args, "--no-kv-events", "--mock-num-gpu-blocks=200")...)
-			if n := len(s.rooms.fleet.Streams()); n > 0 {
+			if n := len(s.app.fleet.Streams()); n > 0 {
 				t.Errorf("%d event streams", n)
 			}
 			if _, sources := testkit.HTTPGet(t, s.workerURL(0)+"/kv_event_sources"); string(sources) != "{}\n" && string(sources) != "{}" {
 				t.Errorf("the worker publishes at %s", sources)
 			}
-			for _, target := range s.rooms.router.Targets() {
+			for _, target := range s.app.router.Targets() {
 				if target.TotalBlocks != 199 {
 					t.Errorf("%v has %d blocks, want one less than the 200 that its /metrics tell", target.Key, target.TotalBlocks)
 				}
@@ -100,7 +100,7 @@ func TestWithoutEventsPromptsAreFoundWhereTheyWent(t *testing.T) {
 					chat = append(chat, say("", a.text, "go on")[1:]...)
 				}
 			}
-			if err := s.rooms.index.(interface{ Check() error }).Check(); err != nil {
+			if err := s.app.index.(interface{ Check() error }).Check(); err != nil {
 				t.Error(err)
 			}
 		})
@@ -116,7 +116,7 @@ func TestMockStopsWhenTheClientGoesAway(t *testing.T) {
 		t.Fatal(err)
 	}
 	io.ReadFull(response.Body, make([]byte, 100))
-	w := s.rooms.mocker.Worker(0)
+	w := s.app.mocker.Worker(0)
 	// The load is published a moment after the first token went out.
 	testkit.Eventually(t, 20*time.Second, "one running request", func() bool { return w.Ranks[0].CurrentLoad().Running == 1 })
 	cancel()
@@ -176,20 +176,20 @@ func TestMockCrashIsARestart(t *testing.T) {
 		a, _ := s.chat(context.Background(), chat, true, 2000)
 		broken <- a
 	}()
-	w := s.rooms.mocker.Worker(int(first.worker))
+	w := s.app.mocker.Worker(int(first.worker))
 	testkit.Eventually(t, 20*time.Second, "a request runs", func() bool { return w.Ranks[0].Counts.GenerationTokens.Load() > 3 })
 	w.End(mocker.ErrMockCrash)
 	if a := <-broken; !a.broken || a.finished {
 		t.Errorf("the stream of a crashed worker: %+v", a)
 	}
 	testkit.Eventually(t, 20*time.Second, "started again", func() bool {
-		return s.rooms.mocker.Worker(int(first.worker)) != w && s.followed() == 2
+		return s.app.mocker.Worker(int(first.worker)) != w && s.followed() == 2
 	})
-	status := s.rooms.fleet.Workers()[first.worker]
+	status := s.app.fleet.Workers()[first.worker]
 	if status.Generation != 2 || status.Restarts != 1 {
 		t.Errorf("%+v", status)
 	}
-	if blocks := s.rooms.index.Blocks(kv.WorkerKey{Worker: first.worker}); blocks != 0 {
+	if blocks := s.app.index.Blocks(kv.WorkerKey{Worker: first.worker}); blocks != 0 {
 		t.Errorf("the index has %d blocks of the dead", blocks)
 	}
 	for range 3 {
@@ -216,7 +216,7 @@ func TestMockFaultsHitTheNamedWorker(t *testing.T) {
 	if got := s.rank(kv.WorkerKey{Worker: 1}).Engine.Cfg.Timing.Speedup; got != 20.0/3 {
 		t.Errorf("speed of the slow worker %v", got)
 	}
-	testkit.Eventually(t, 20*time.Second, "worker 1 hangs", s.rooms.mocker.Worker(1).Hung.Load)
+	testkit.Eventually(t, 20*time.Second, "worker 1 hangs", s.app.mocker.Worker(1).Hung.Load)
 	seen := map[int]int{}
 	for range 4 {
 		status, _ := post(t, s.openAI+"/v1/chat/completions", `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":1}`)
@@ -342,7 +342,7 @@ func TestMockHangEndsStreamsWithAnError(t *testing.T) {
 			answers <- a
 		}()
 	}
-	w := s.rooms.mocker.Worker(0)
+	w := s.app.mocker.Worker(0)
 	testkit.Eventually(t, 20*time.Second, "all run", func() bool {
 		return w.Ranks[0].CurrentLoad().Running == streams && w.Ranks[0].Counts.GenerationTokens.Load() > 2*streams
 	})
@@ -366,8 +366,8 @@ func startMockPairs(t testing.TB, kind kv.Kind, prefills, decodes int, args ...s
 // idle tells whether nothing is in flight: no booking, no request, block or room
 // of a worker.
 func (s *mockSite) idle() bool {
-	for _, target := range s.rooms.router.Targets() {
-		w := s.rooms.mocker.Worker(int(target.Key.Worker))
+	for _, target := range s.app.router.Targets() {
+		w := s.app.mocker.Worker(int(target.Key.Worker))
 		w.Rooms.Mu.Lock()
 		rooms := len(w.Rooms.ByID)
 		w.Rooms.Mu.Unlock()
@@ -420,7 +420,7 @@ func TestMockPairsAnswerAsOneWorkerDoes(t *testing.T) {
 			jobs.Wait()
 			testkit.Eventually(t, 20*time.Second, "nothing is in flight", s.idle)
 			var prefilled, fetched, decoded int64
-			for _, target := range s.rooms.router.Targets() {
+			for _, target := range s.app.router.Targets() {
 				counts := &s.rank(target.Key).Counts
 				if target.Role == kv.RolePrefill {
 					prefilled += counts.GenerationTokens.Load()
@@ -459,13 +459,13 @@ func TestMockPairsSurviveAPrefillWorker(t *testing.T) {
 				for i := range chats {
 					next <- round*chats + i
 					if i == chats/2 {
-						s.rooms.mocker.Worker(0).End(mocker.ErrMockCrash)
+						s.app.mocker.Worker(0).End(mocker.ErrMockCrash)
 					}
 				}
 				close(next)
 				jobs.Wait()
 				testkit.Eventually(t, 30*time.Second, "the prefill worker is back", func() bool {
-					return int(s.rooms.mocker.Starts.Load()) == prefills+2+round+1 && len(s.rooms.router.Targets()) == prefills+2
+					return int(s.app.mocker.Starts.Load()) == prefills+2+round+1 && len(s.app.router.Targets()) == prefills+2
 				})
 			}
 			prefilled := func() (n int64) {
@@ -551,7 +551,7 @@ func TestMockNIXLWorkersFailWhereTold(t *testing.T) {
 // answers alone.
 func TestMockSGLangWorkersMeet(t *testing.T) {
 	s := startMockPairs(t, kv.KindSGLang, 1, 1, "--mock-bootstrap-timeout=500ms")
-	port := s.rooms.config.BaseWorkerPort
+	port := s.app.config.BaseWorkerPort
 	ask := func(worker, room int, more string) (status int, answer []byte) {
 		return post(t, s.workerURL(worker)+"/v1/chat/completions", fmt.Sprintf(`{"messages":%s,"max_tokens":5,"bootstrap_host":"127.0.0.1","bootstrap_port":%d,"bootstrap_room":%d%s}`, mocker.MustJSON(longPrompt(room)), port, room, more))
 	}
@@ -609,7 +609,7 @@ func TestMockPromptsOfOneNameStayApart(t *testing.T) {
 		var legs sync.WaitGroup
 		for _, worker := range []int{0, 0, 1} {
 			legs.Go(func() {
-				body := fmt.Sprintf(`{"messages":%s,"max_tokens":5,"bootstrap_host":"127.0.0.1","bootstrap_port":%d,"bootstrap_room":7}`, mocker.MustJSON(longPrompt(1)), s.rooms.config.BaseWorkerPort)
+				body := fmt.Sprintf(`{"messages":%s,"max_tokens":5,"bootstrap_host":"127.0.0.1","bootstrap_port":%d,"bootstrap_room":7}`, mocker.MustJSON(longPrompt(1)), s.app.config.BaseWorkerPort)
 				if status, answer := post(t, s.workerURL(worker)+testkit.ChatPath, body); status != http.StatusOK {
 					t.Errorf("worker %d: %d %s", worker, status, answer)
 				}
@@ -627,7 +627,7 @@ func TestMockSGLangWorkersAbortByName(t *testing.T) {
 		status, _ := post(t, s.workerURL(0)+"/v1/chat/completions", fmt.Sprintf(`{"messages":%s,"rid":"abc-1","bootstrap_host":"127.0.0.1","bootstrap_room":1}`, mocker.MustJSON(longPrompt(1))))
 		ended <- status
 	}()
-	w := s.rooms.mocker.Worker(0)
+	w := s.app.mocker.Worker(0)
 	testkit.Eventually(t, 10*time.Second, "it waits", func() bool {
 		w.Mu.Lock()
 		defer w.Mu.Unlock()
@@ -695,7 +695,7 @@ func TestSoakOfPairs(t *testing.T) {
 			}
 			c.idle(quiet)
 			testkit.Eventually(t, time.Minute, "nothing is left at the workers", c.first.idle) // the one that hangs is started again
-			if err := c.first.rooms.router.Check(); err != nil {
+			if err := c.first.app.router.Check(); err != nil {
 				t.Error(err)
 			}
 		})
@@ -749,7 +749,7 @@ func TestMockOverloadIs503(t *testing.T) {
 		<-ended
 	}
 	testkit.Eventually(t, 10*time.Second, "all freed", func() bool { return s.inFlight() == 0 })
-	if err := s.rooms.router.Check(); err != nil {
+	if err := s.app.router.Check(); err != nil {
 		t.Error(err)
 	}
 }
@@ -769,17 +769,17 @@ func TestMockQueueServesAllInTheEnd(t *testing.T) {
 			statuses <- status
 		}()
 	}
-	testkit.Eventually(t, 10*time.Second, "some wait", func() bool { n, _ := s.rooms.router.QueueDepth(); return n > 0 })
+	testkit.Eventually(t, 10*time.Second, "some wait", func() bool { n, _ := s.app.router.QueueDepth(); return n > 0 })
 	for range requests {
 		if status := <-statuses; status != http.StatusOK {
 			t.Errorf("status %d", status)
 		}
 	}
 	testkit.Eventually(t, 10*time.Second, "all freed", func() bool { return s.inFlight() == 0 })
-	if n, tokens := s.rooms.router.QueueDepth(); n != 0 || tokens != 0 {
+	if n, tokens := s.app.router.QueueDepth(); n != 0 || tokens != 0 {
 		t.Errorf("%d requests of %d tokens wait in the end", n, tokens)
 	}
-	if err := s.rooms.router.Check(); err != nil {
+	if err := s.app.router.Check(); err != nil {
 		t.Error(err)
 	}
 }

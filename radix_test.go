@@ -95,7 +95,7 @@ func TestRouterStartsFromAPeersIndex(t *testing.T) {
 	first := startSelection(t)
 	first.two()
 	second := startSelection(t, "--indexer-peers="+first.selection)
-	testkit.Eventually(t, 10*time.Second, "the peer's index is there", func() bool { return second.rooms.index.Blocks(kv.WorkerKey{Worker: 1}) == 2 })
+	testkit.Eventually(t, 10*time.Second, "the peer's index is there", func() bool { return second.app.index.Blocks(kv.WorkerKey{Worker: 1}) == 2 })
 	text := func(s *selectionSite) string { return ask(t, s.selection, "GET", "/dump", nil).Raw }
 	if a, b := text(first), text(second); a != b {
 		t.Errorf("dumps differ:\n%s\n%s", a, b)
@@ -115,17 +115,17 @@ func TestRouterTakesFromItsPeerWhatAWorkerCannotReplay(t *testing.T) {
 	}
 	chat(1)
 	farm.settle()
-	before := farm.rooms.index.Blocks(key)
+	before := farm.app.index.Blocks(key)
 	second := startBeside(t, farm, ",replay=tcp"+deadURL(t)[len("http"):], "--indexer-peers="+farm.selection)
 	testkit.Eventually(t, 20*time.Second, "events followed", func() bool {
-		stats := second.rooms.fleet.Streams()[key]
+		stats := second.app.fleet.Streams()[key]
 		return stats != nil && stats.Connected.Load() && farm.rank(key).Events.Pub.Subscribers() == 2
 	})
 	chat(2)
 	farm.settle()
-	all := farm.rooms.index.Blocks(key)
-	testkit.Eventually(t, 20*time.Second, "all blocks taken over", func() bool { return second.rooms.index.Blocks(key) == all })
-	stats := second.rooms.fleet.Streams()[key]
+	all := farm.app.index.Blocks(key)
+	testkit.Eventually(t, 20*time.Second, "all blocks taken over", func() bool { return second.app.index.Blocks(key) == all })
+	stats := second.app.fleet.Streams()[key]
 	if before == 0 || all <= before || stats.PeerDumps.Load() == 0 || stats.Cold.Load() {
 		t.Errorf("%d blocks, then %d; %v", before, all, stats.Counts())
 	}

@@ -328,7 +328,7 @@ func TestPrefillAndDecodeWorkersOnRealVLLM(t *testing.T) {
 	s.nothingHeld()
 }
 
-// Workers of a pairSite, as ids and as places in the list.
+// prefill and decode are the workers of a pairSite, as ids and as places in the list.
 const prefill, decode = 0, 1
 
 // pairSite is a site with one worker that computes prompts and one that answers.

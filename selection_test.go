@@ -31,7 +31,7 @@ type selectionSite struct {
 func startSelection(t *testing.T, args ...string) *selectionSite {
 	t.Helper()
 	all := []string{"--engine=none", "--policy=kv", "--block-size=4", "--seed=1"}
-	return &selectionSite{startRooms(t, testkit.FreePorts(t, 2), append(all, args...)...), map[uint64]*mocker.Events{}}
+	return &selectionSite{startApp(t, testkit.FreePorts(t, 2), append(all, args...)...), map[uint64]*mocker.Events{}}
 }
 
 // register adds a worker of model m with a publisher of its own.
@@ -61,7 +61,7 @@ func (s *selectionSite) stores(id uint64, engine ...uint64) {
 	}
 	s.events[id].PublishNow(event)
 	testkit.Eventually(s.t, 10*time.Second, "the events are applied", func() bool {
-		return s.rooms.index.Blocks(kv.WorkerKey{Worker: id}) == len(engine)
+		return s.app.index.Blocks(kv.WorkerKey{Worker: id}) == len(engine)
 	})
 }
 
@@ -262,7 +262,7 @@ func TestRankIsChosenAndShown(t *testing.T) {
 		"kv_events_endpoints": endpoints, "data_parallel_start_rank": 2, "data_parallel_size": 2}, 201, `lifecycle "schedulable"`)
 	testkit.Eventually(t, 10*time.Second, "events are followed", func() bool { return s.events[3].Pub.Subscribers() > 0 })
 	s.events[3].PublishNow(mocker.Event{Stored: []kv.StoredBlock{{Engine: 9}}, Tokens: testkit.Tokens(1, 4)})
-	testkit.Eventually(t, 10*time.Second, "events are applied", func() bool { return s.rooms.index.Blocks(kv.WorkerKey{Worker: 5, Rank: 3}) == 1 })
+	testkit.Eventually(t, 10*time.Second, "events are applied", func() bool { return s.app.index.Blocks(kv.WorkerKey{Worker: 5, Rank: 3}) == 1 })
 	s.want("POST", "/select_and_reserve", prompt12(object{"selection_id": "a"}), 200, "worker_id 5", "dp_rank 3", "overlap.dp.2 0", "overlap.dp.3 4")
 	s.want("GET", "/loads", nil, 200, "0.loads.#.dp_rank [2,3]", "0.loads.1.potential_prefill_tokens 8")
 	s.want("POST", "/select", prompt12(object{"pinned_worker": object{"worker_id": 5, "dp_rank": 2}}), 200, "dp_rank 2", "effective_prefill_tokens 12")
@@ -354,7 +354,7 @@ func registeredSite(t *testing.T) (s *selectionSite, worker *healthServer, spec 
 	}))
 	t.Cleanup(worker.Close)
 	s = startSelection(t)
-	s.rooms.fleet.Timing.HealthEvery = 20 * time.Millisecond
+	s.app.fleet.Timing.HealthEvery = 20 * time.Millisecond
 	events, err := mocker.NewEvents("127.0.0.1:0", "127.0.0.1:0", 4)
 	if err != nil {
 		t.Fatal(err)
@@ -387,7 +387,7 @@ func TestRegisteredWorkerIsWatchedOnceItHasAnswered(t *testing.T) {
 	worker.Close()
 	s.lifecycleBecomes(selection.LifecycleUnschedulable)
 	testkit.Eventually(t, 10*time.Second, "its cache is gone with its process", func() bool {
-		return s.rooms.index.Blocks(kv.WorkerKey{Worker: 1}) == 0
+		return s.app.index.Blocks(kv.WorkerKey{Worker: 1}) == 0
 	})
 }
 
@@ -400,7 +400,7 @@ func TestChangesOfARegisteredWorkerKeepItsCacheIfTheyCan(t *testing.T) {
 	s.want("PATCH", "/workers/1", object{"kv_events_endpoint": "tcp://127.0.0.1:1"}, 200, "blocks 0", "generation 2", "in_flight 1", `lifecycle "schedulable"`)
 	s.want("DELETE", "/workers/1", nil, 200)
 	s.want("DELETE", "/reservations/a", nil, 404) // freed with its worker
-	if loads := s.rooms.router.Loads(); len(loads) != 0 {
+	if loads := s.app.router.Loads(); len(loads) != 0 {
 		t.Errorf("loads of nobody: %v", loads)
 	}
 	s.want("POST", "/workers", spec, 201, "blocks 0", "in_flight 0")
@@ -428,16 +428,16 @@ func TestRegistrationEndsWithTheRouter(t *testing.T) {
 	if err := s.end(); err != nil {
 		t.Fatal(err)
 	}
-	if err := s.rooms.fleet.Register(t.Context(), workers.Registration{ID: 9}); !errors.Is(err, workers.ErrFleetEnding) {
+	if err := s.app.fleet.Register(t.Context(), workers.Registration{ID: 9}); !errors.Is(err, workers.ErrFleetEnding) {
 		t.Errorf("registered at an ended fleet: %v", err)
 	}
-	if s.rooms.fleet.Unregister(9) {
+	if s.app.fleet.Unregister(9) {
 		t.Error("a worker was unregistered that never was registered")
 	}
 }
 
 func TestRegisteredWorkerServesChats(t *testing.T) {
-	s := &selectionSite{startRooms(t, testkit.FreePorts(t, 2), "--engine=none", "--policy=kv"), nil}
+	s := &selectionSite{startApp(t, testkit.FreePorts(t, 2), "--engine=none", "--policy=kv"), nil}
 	first := startMockSite(t, 1)
 	record := ask(t, first.selection, "GET", "/workers", nil).Get("0")
 	s.want("POST", "/workers", object{
@@ -448,7 +448,7 @@ func TestRegisteredWorkerServesChats(t *testing.T) {
 	if _, err := first.chat(t.Context(), chat, false, 1); err != nil {
 		t.Fatal(err)
 	}
-	testkit.Eventually(t, 20*time.Second, "the second router knows the blocks", func() bool { return s.rooms.index.Blocks(kv.WorkerKey{}) > 0 })
+	testkit.Eventually(t, 20*time.Second, "the second router knows the blocks", func() bool { return s.app.index.Blocks(kv.WorkerKey{}) > 0 })
 	if a, err := s.chat(t.Context(), chat, false, 1); err != nil || a.predicted != a.cached || a.cached == 0 {
 		t.Error(a, err)
 	}
@@ -456,7 +456,7 @@ func TestRegisteredWorkerServesChats(t *testing.T) {
 	if err := s.end(); err != nil { // its connections, before the other ends and looks for some
 		t.Error(err)
 	}
-	s.rooms.proxy.Client.CloseIdleConnections()
+	s.app.proxy.Client.CloseIdleConnections()
 }
 
 // TestTwoRoutersHoldTheSameIndex has a second router join while the first is at
@@ -488,7 +488,7 @@ func TestTwoRoutersHoldTheSameIndex(t *testing.T) {
 	})
 	load(20, 40)
 	first.settle()
-	want := routertest.DumpLines(first.rooms.index)
+	want := routertest.DumpLines(first.app.index)
 	if len(want) == 0 {
 		t.Fatal("the first index is empty")
 	}
@@ -517,7 +517,7 @@ func TestGrowingPrefixesStayOnOneWorker(t *testing.T) {
 					} else if a.worker != home || a.cached == 0 {
 						t.Errorf("turn %d of chat %d went to worker %d and found %d tokens; want worker %d and some", turn, c, a.worker, a.cached, home)
 					}
-					if s.rooms.config.KVEvents() {
+					if s.app.config.KVEvents() {
 						s.settle()
 					}
 					parts = append(parts, a.text, strings.Repeat("and goes on ", 5))

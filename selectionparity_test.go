@@ -717,7 +717,7 @@ func (p *parity) changeWorkers() {
 // newParity starts both without workers.
 func newParity(t *testing.T, seed uint64) *parity {
 	theirs := dynamoService(t)
-	site := startRooms(t, testkit.FreePorts(t, 2), "--engine=none", "--policy=kv", fmt.Sprintf("--block-size=%d", parityBlockSize), "--seed=1")
+	site := startApp(t, testkit.FreePorts(t, 2), "--engine=none", "--policy=kv", fmt.Sprintf("--block-size=%d", parityBlockSize), "--seed=1")
 	return &parity{T: t, ours: site.selection, theirs: theirs, random: rand.New(rand.NewPCG(seed, seed)), operations: map[string]int{}, specs: map[uint64]map[string]any{}}
 }
 

@@ -319,9 +319,9 @@ func descendants(pid int) []int {
 // mockSite is a router over simulated workers, all in this process.
 type mockSite struct {
 	*site
-	rooms *app
-	t     testing.TB
-	end   func() error
+	app *app
+	t   testing.TB
+	end func() error
 }
 
 // startMockSite starts a router over so many mock workers and waits until it
@@ -342,24 +342,24 @@ func startMocks(t testing.TB, workers int, args ...string) *mockSite {
 		port("base-worker-port", 2), port("base-kv-events-port", 2+workers),
 		port("base-kv-replay-port", 2+workers+ranks*workers), port("base-metrics-port", 2+workers+2*ranks*workers),
 	}
-	s := startRooms(t, ports, append(all, args...)...)
-	config := s.rooms.config
+	s := startApp(t, ports, append(all, args...)...)
+	config := s.app.config
 	testkit.Eventually(t, 20*time.Second, "all workers followed", func() bool {
-		return s.followed() == workers*config.Ranks() || !config.KVEvents() && len(s.rooms.router.Targets()) == workers*config.Ranks()
+		return s.followed() == workers*config.Ranks() || !config.KVEvents() && len(s.app.router.Targets()) == workers*config.Ranks()
 	})
 	return s
 }
 
-// startRooms starts a router in this process whose own ports are the first two
+// startApp starts a router in this process whose own ports are the first two
 // from ports on, and waits until both are open. It ends with the test.
-func startRooms(t testing.TB, ports int, args ...string) *mockSite {
+func startApp(t testing.TB, ports int, args ...string) *mockSite {
 	t.Helper()
 	before := goleak.IgnoreCurrent()
 	args = append([]string{fmt.Sprintf("--http-port=%d", ports), fmt.Sprintf("--router-port=%d", ports+1)}, args...)
 	s := &mockSite{t: t, site: &site{
 		openAI: fmt.Sprintf("http://127.0.0.1:%d", ports), selection: fmt.Sprintf("http://127.0.0.1:%d", ports+1), log: &testkit.LogBuffer{},
 	}}
-	s.rooms, s.end = runApp(t, s.log, args...)
+	s.app, s.end = runApp(t, s.log, args...)
 	t.Cleanup(func() {
 		if err := s.end(); err != nil {
 			t.Error(err)
@@ -385,8 +385,8 @@ func startRooms(t testing.TB, ports int, args ...string) *mockSite {
 	return s
 }
 
-// runRooms starts a router in this process. end, which may be called again, ends
-// it with all that it started.
+// runApp starts a router in this process. end stops it with all that it started;
+// end may be called again.
 func runApp(t testing.TB, log io.Writer, args ...string) (r *app, end func() error) {
 	t.Helper()
 	config, _, err := ParseConfig(args)
@@ -413,14 +413,14 @@ func runApp(t testing.TB, log io.Writer, args ...string) (r *app, end func() err
 
 // rank is a worker's rank in its latest incarnation.
 func (s *mockSite) rank(key kv.WorkerKey) *mocker.Rank {
-	return s.rooms.mocker.Worker(int(key.Worker)).Ranks[key.Rank]
+	return s.app.mocker.Worker(int(key.Worker)).Ranks[key.Rank]
 }
 
 // followed counts the ranks that are up and whose events are followed.
 func (s *mockSite) followed() int {
 	n := 0
-	streams := s.rooms.fleet.Streams()
-	for _, target := range s.rooms.router.Targets() {
+	streams := s.app.fleet.Streams()
+	for _, target := range s.app.router.Targets() {
 		if stats := streams[target.Key]; stats != nil && stats.Connected.Load() && s.rank(target.Key).Events.Pub.Subscribers() > 0 && !stats.Cold.Load() {
 			n++
 		}
@@ -432,7 +432,7 @@ func (s *mockSite) followed() int {
 func (s *mockSite) settle() {
 	s.t.Helper()
 	testkit.Eventually(s.t, 20*time.Second, "all events applied", func() bool {
-		for key := range s.rooms.fleet.Streams() {
+		for key := range s.app.fleet.Streams() {
 			if !s.inStep(key) {
 				return false
 			}
@@ -443,7 +443,7 @@ func (s *mockSite) settle() {
 
 // inStep tells whether the index has seen all that a rank's engine has told.
 func (s *mockSite) inStep(key kv.WorkerKey) bool {
-	stats := s.rooms.fleet.Streams()[key]
+	stats := s.app.fleet.Streams()[key]
 	told := s.rank(key).Events.Added.Load()
 	return stats != nil && (told == 0 || stats.Batches.Load() > 0 && stats.LastSeq.Load() == told-1)
 }
@@ -451,8 +451,8 @@ func (s *mockSite) inStep(key kv.WorkerKey) bool {
 // inFlight is how many requests the router has booked.
 func (s *mockSite) inFlight() int {
 	n := 0
-	for _, target := range s.rooms.router.Targets() {
-		n += s.rooms.router.Load(target.Key).InFlight
+	for _, target := range s.app.router.Targets() {
+		n += s.app.router.Load(target.Key).InFlight
 	}
 	return n
 }
@@ -486,5 +486,5 @@ func post(t testing.TB, url, body string) (status int, answer []byte) {
 }
 
 func (s *mockSite) workerURL(i int) string {
-	return fmt.Sprintf("http://127.0.0.1:%d", s.rooms.config.BaseWorkerPort+i)
+	return fmt.Sprintf("http://127.0.0.1:%d", s.app.config.BaseWorkerPort+i)
 }

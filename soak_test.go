@@ -257,17 +257,17 @@ func (s *soak) compare(t *testing.T, asked [][]map[string]string) (found standin
 	t.Helper()
 	var prompts, sequences [][]uint64
 	for _, messages := range asked {
-		tokens, err := s.site.rooms.model.ChatTokens(mocker.MustJSON(map[string]any{"messages": messages}))
+		tokens, err := s.site.app.model.ChatTokens(mocker.MustJSON(map[string]any{"messages": messages}))
 		if err != nil {
 			t.Fatal(err)
 		}
-		local := kv.HashBlocks(nil, tokens, s.site.rooms.config.BlockSize, "", "")
+		local := kv.HashBlocks(nil, tokens, s.site.app.config.BlockSize, "", "")
 		prompts, sequences = append(prompts, local), append(sequences, kv.SequenceHashes(nil, local))
 	}
 	var matches []kv.Match
-	for i := range s.site.rooms.config.NumWorkers {
+	for i := range s.site.app.config.NumWorkers {
 		key := kv.WorkerKey{Worker: uint64(i)}
-		if s.site.rooms.mocker.Worker(i).Hung.Load() {
+		if s.site.app.mocker.Worker(i).Hung.Load() {
 			continue
 		}
 		s.site.rank(key).Ask(t.Context(), func(e *engine.Engine) {
@@ -285,7 +285,7 @@ func (s *soak) compare(t *testing.T, asked [][]map[string]string) (found standin
 					cached = len(local)
 				}
 				indexed := 0
-				matches = s.site.rooms.index.Match(local, matches[:0])
+				matches = s.site.app.index.Match(local, matches[:0])
 				for _, m := range matches {
 					if m.Worker == key {
 						indexed = m.Blocks
@@ -343,7 +343,7 @@ func (f footprint) String() string {
 
 func (s *soak) footprint() footprint {
 	var f footprint
-	for i := range s.site.rooms.config.NumWorkers {
+	for i := range s.site.app.config.NumWorkers {
 		e := s.site.rank(kv.WorkerKey{Worker: uint64(i)}).Events
 		e.Mu.Lock()
 		for _, payload := range e.Kept {
@@ -364,7 +364,7 @@ func TestSoak(t *testing.T) {
 	s := newSoak(site, 2*time.Minute)
 	idle := s.footprint()
 	// What fills up to its bound does so before the first look; both looks are
-	// at a house without requests, so that what they hold does not count.
+	// at a router without requests, so that what they hold does not count.
 	s.run(d/3, func(time.Duration) {})
 	s.freed(t)
 	s.quiet(t, idle)
@@ -404,8 +404,8 @@ func (s *soak) quiet(t *testing.T, idle footprint) {
 func (s *soak) freed(t *testing.T) {
 	t.Helper()
 	testkit.Eventually(t, 20*time.Second, "all bookings freed", func() bool { return s.site.inFlight() == 0 })
-	for _, target := range s.site.rooms.router.Targets() {
-		if load := s.site.rooms.router.Load(target.Key); load.PrefillTokens != 0 {
+	for _, target := range s.site.app.router.Targets() {
+		if load := s.site.app.router.Load(target.Key); load.PrefillTokens != 0 {
 			t.Errorf("%v still has %d prompt tokens booked", target.Key, load.PrefillTokens)
 		}
 	}
@@ -440,17 +440,17 @@ func TestSoakWithFaults(t *testing.T) {
 	}
 	testkit.Eventually(t, 20*time.Second, "all bookings freed", func() bool {
 		for i := range 8 {
-			if site.rooms.router.Load(kv.WorkerKey{Worker: uint64(i)}).InFlight != 0 {
+			if site.app.router.Load(kv.WorkerKey{Worker: uint64(i)}).InFlight != 0 {
 				return false
 			}
 		}
 		return true
 	})
 	restarts, gaps := 0, uint64(0)
-	for _, w := range site.rooms.fleet.Workers() {
+	for _, w := range site.app.fleet.Workers() {
 		restarts += w.Restarts
 	}
-	for _, stats := range site.rooms.fleet.Streams() {
+	for _, stats := range site.app.fleet.Streams() {
 		gaps += stats.Gaps.Load()
 	}
 	t.Logf("%d restarts, %d gaps in the streams that run now", restarts, gaps)
@@ -557,7 +557,7 @@ func (c *churn) run(d time.Duration) {
 	all.Go(func() { c.register(ctx) })
 	all.Go(func() {
 		for c.pause(ctx, 20*time.Millisecond) {
-			if n := c.first.rooms.replicas.Held.Load(); n > c.moved.Load() {
+			if n := c.first.app.replicas.Held.Load(); n > c.moved.Load() {
 				c.moved.Store(n)
 			}
 		}
@@ -637,7 +637,7 @@ func (c *churn) register(ctx context.Context) {
 	random := rand.New(rand.NewPCG(5, 5))
 	there := make([]bool, churnWorkers)
 	toggle := func(i int) {
-		w := c.farm.rooms.fleet.Workers()[i]
+		w := c.farm.app.fleet.Workers()[i]
 		url, method, body, want := c.first.selection+"/workers", http.MethodPost, string(mocker.MustJSON(map[string]any{
 			"worker_id": churnFarmID + i, "model_name": "mock", "endpoint": w.URL, "kv_events_endpoint": w.KVEvents, "replay_endpoint": w.Replay, "block_size": 64,
 		})), http.StatusCreated
@@ -692,7 +692,7 @@ func (c *churn) replica(ctx context.Context) {
 // more that requests have started.
 func (c *churn) idle(quiet footprint) {
 	c.t.Helper()
-	c.freed("the first router", c.first.rooms.router)
+	c.freed("the first router", c.first.app.router)
 	http.DefaultClient.CloseIdleConnections()
 	(&soak{site: c.first}).quiet(c.t, quiet)
 }

@@ -44,7 +44,7 @@ func (s *mockSite) send(from, requests, atATime int) []int {
 	if err := group.Wait(); err != nil {
 		s.t.Fatal(err)
 	}
-	counts := make([]int, s.rooms.config.NumWorkers)
+	counts := make([]int, s.app.config.NumWorkers)
 	for _, w := range workers {
 		counts[w]++
 	}
@@ -54,7 +54,7 @@ func (s *mockSite) send(from, requests, atATime int) []int {
 // evidence is what policy thompson has learned of all its workers together: the
 // rewards and what they lack of 1, without the two that it starts with.
 func (s *mockSite) evidence() (rewards, losses float64) {
-	for _, w := range routertest.ThompsonStats(s.t.(*testing.T), s.rooms.router).Workers {
+	for _, w := range routertest.ThompsonStats(s.t.(*testing.T), s.app.router).Workers {
 		rewards += w.Alpha - 1
 		losses += w.Beta - 1
 	}
@@ -93,7 +93,7 @@ func TestThompsonLearnsWhichWorkerIsSlow(t *testing.T) {
 		if slow < 100 {
 			t.Errorf("%d of 500 requests went to the slow worker, want about a third: it is compared with itself", slow)
 		}
-		for _, w := range routertest.ThompsonStats(t, s.rooms.router).Workers {
+		for _, w := range routertest.ThompsonStats(t, s.app.router).Workers {
 			if mean := w.Alpha / (w.Alpha + w.Beta); mean < 0.44 || mean > 0.56 {
 				t.Errorf("worker %d is believed to earn %.2f, want about 0.5 for all", w.Worker.Worker, mean)
 			}
@@ -115,7 +115,7 @@ func TestThompsonLearnsNothingFromClientsThatLeave(t *testing.T) {
 		response.Body.Close()
 	}
 	testkit.Eventually(t, 20*time.Second, "all are off the books", func() bool {
-		return s.inFlight() == 0 && routertest.ThompsonStats(t, s.rooms.router).Pending == 0
+		return s.inFlight() == 0 && routertest.ThompsonStats(t, s.app.router).Pending == 0
 	})
 	if rewards, losses := s.evidence(); rewards != 0 || losses != 0 {
 		t.Errorf("rewards of %v and losses of %v were learned", rewards, losses)
@@ -132,12 +132,12 @@ func TestThompsonLearnsFromWorkersThatFail(t *testing.T) {
 	if status, answer := post(t, s.openAI+testkit.ChatPath, `{"messages":[{"role":"user","content":"Hi"}]}`); status != 500 {
 		t.Fatalf("%d %s", status, answer)
 	}
-	testkit.Eventually(t, 5*time.Second, "both attempts are off the books", func() bool { return routertest.ThompsonStats(t, s.rooms.router).Pending == 0 })
+	testkit.Eventually(t, 5*time.Second, "both attempts are off the books", func() bool { return routertest.ThompsonStats(t, s.app.router).Pending == 0 })
 	rewards, losses := s.evidence()
 	if rewards > 0 || losses < 1.9 || losses > 2 { // the first of them has faded a little
 		t.Errorf("rewards of %v and losses of %v were learned, want those of two failures", rewards, losses)
 	}
-	page := scrape(s.rooms.telemetry)
+	page := scrape(s.app.telemetry)
 	if n := page["thompson_processor_engine_errors_total"]; n != 2 {
 		t.Errorf("%v engine errors", n)
 	}
@@ -149,14 +149,14 @@ func TestWhatThompsonLearnedSurvivesARestart(t *testing.T) {
 	s := startMockSite(t, 3, args...)
 	s.send(0, 30, 3)
 	post(t, s.openAI+testkit.ChatPath, ofSeries)
-	testkit.Eventually(t, 5*time.Second, "all is learned", func() bool { return routertest.ThompsonStats(t, s.rooms.router).Pending == 0 })
-	before := routertest.ThompsonStats(t, s.rooms.router)
+	testkit.Eventually(t, 5*time.Second, "all is learned", func() bool { return routertest.ThompsonStats(t, s.app.router).Pending == 0 })
+	before := routertest.ThompsonStats(t, s.app.router)
 	if err := s.end(); err != nil {
 		t.Fatal(err)
 	}
 
 	s = startMockSite(t, 3, args...)
-	after := routertest.ThompsonStats(t, s.rooms.router)
+	after := routertest.ThompsonStats(t, s.app.router)
 	for i, w := range after.Workers {
 		if was := before.Workers[i]; w.Worker != was.Worker || math.Abs(w.Alpha-was.Alpha) > 1e-9 || math.Abs(w.Beta-was.Beta) > 1e-9 {
 			t.Errorf("before %+v, after the restart %+v", was, w)
@@ -166,7 +166,7 @@ func TestWhatThompsonLearnedSurvivesARestart(t *testing.T) {
 		t.Errorf("%d workers and %d series after the restart, want 3 and 1", len(after.Workers), after.Series)
 	}
 	post(t, s.openAI+testkit.ChatPath, ofSeries)
-	if after = routertest.ThompsonStats(t, s.rooms.router); after.Stayed+after.Switched != 1 {
+	if after = routertest.ThompsonStats(t, s.app.router); after.Stayed+after.Switched != 1 {
 		t.Errorf("the series begins anew: %+v", after)
 	}
 }
@@ -189,8 +189,8 @@ func TestThompsonMetricsTellOfRequestsAndDecisions(t *testing.T) {
 	post(t, s.openAI+testkit.ChatPath, `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":-5}`) // the engine's 400
 	post(t, s.openAI+testkit.ChatPath, `{"messages":`)                                                  // refused here: not a request to it
 	testkit.Eventually(t, 5*time.Second, "the requests are over", func() bool { return s.inFlight() == 0 })
-	got := scrape(s.rooms.telemetry)
-	if n := scrape(s.rooms.telemetry)["thompson_processor_active_requests"]; n != 0 {
+	got := scrape(s.app.telemetry)
+	if n := scrape(s.app.telemetry)["thompson_processor_active_requests"]; n != 0 {
 		t.Errorf("%v active requests", n)
 	}
 	for name, want := range map[string]float64{
@@ -268,7 +268,7 @@ func TestThompsonKeepsItsStateAndTraces(t *testing.T) {
 	}
 	again := startMockSite(t, 2, args...)
 	var stats policy.ThompsonStats
-	again.rooms.router.WithThompson(func(p *policy.Thompson) { stats = p.Stats() })
+	again.app.router.WithThompson(func(p *policy.Thompson) { stats = p.Stats() })
 	if len(stats.Workers) != 2 || stats.Workers[0].Alpha <= 0 {
 		t.Errorf("after the restart %+v", stats)
 	}

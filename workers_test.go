@@ -324,8 +324,8 @@ func TestAttachedSGLangServersArePaired(t *testing.T) {
 		t.Cleanup(server.Close)
 		attached += fmt.Sprintf(";url=%s,id=%d", server.URL, i)
 	}
-	s := startRooms(t, testkit.FreePorts(t, 2), "--engine=none", "--served-model-name=m", "--worker="+attached[1:], "--drain-timeout=5s", "--token-timeout=100ms")
-	testkit.Eventually(t, 20*time.Second, "both workers up", func() bool { return len(s.rooms.router.Targets()) == 2 })
+	s := startApp(t, testkit.FreePorts(t, 2), "--engine=none", "--served-model-name=m", "--worker="+attached[1:], "--drain-timeout=5s", "--token-timeout=100ms")
+	testkit.Eventually(t, 20*time.Second, "both workers up", func() bool { return len(s.app.router.Targets()) == 2 })
 	response, err := http.Post(s.openAI+testkit.ChatPath, "application/json", strings.NewReader(sharedChat(false)))
 	if err != nil {
 		t.Fatal(err)
@@ -343,7 +343,7 @@ func TestAttachedSGLangServersArePaired(t *testing.T) {
 
 func TestRegisteredWorkersHaveAPart(t *testing.T) {
 	s, worker, spec := registeredSite(t)
-	part := func() kv.Disagg { return s.rooms.router.Targets()[0].Disagg }
+	part := func() kv.Disagg { return s.app.router.Targets()[0].Disagg }
 	s.want("GET", "/workers", nil, 200, "0.role -", "0.bootstrap_host -")
 	s.want("PATCH", "/workers/1", object{"role": "prefill", "kind": "sglang", "bootstrap_host": "h", "bootstrap_port": 9000}, 200,
 		`role "prefill"`, `kind "sglang"`, `bootstrap_host "h"`, "bootstrap_port 9000", "generation 1", `lifecycle "schedulable"`)
@@ -371,13 +371,13 @@ func attachTo(t *testing.T, s *mockSite, args ...string) *mockSite {
 	second := startBeside(t, s, "", args...)
 	testkit.Eventually(t, 20*time.Second, "all ranks followed", func() bool {
 		followed := 0
-		for _, stats := range second.rooms.fleet.Streams() {
+		for _, stats := range second.app.fleet.Streams() {
 			if stats.Connected.Load() && !stats.Cold.Load() {
 				followed++
 			}
 		}
-		want := s.rooms.config.NumWorkers * s.rooms.config.Ranks()
-		return followed == want && len(second.rooms.router.Targets()) == want
+		want := s.app.config.NumWorkers * s.app.config.Ranks()
+		return followed == want && len(second.app.router.Targets()) == want
 	})
 	return second
 }
@@ -388,13 +388,13 @@ func startBeside(t *testing.T, s *mockSite, worker string, args ...string) *mock
 	t.Helper()
 	port := testkit.FreePorts(t, 2)
 	all := []string{"--engine=none", "--seed=1", fmt.Sprintf("--http-port=%d", port), fmt.Sprintf("--router-port=%d", port+1)}
-	for i := range s.rooms.config.NumWorkers {
+	for i := range s.app.config.NumWorkers {
 		all = append(all, fmt.Sprintf("--worker=url=%s,id=%d%s", s.workerURL(i), i, worker))
 	}
 	second := &mockSite{t: t, site: &site{
 		openAI: fmt.Sprintf("http://127.0.0.1:%d", port), selection: fmt.Sprintf("http://127.0.0.1:%d", port+1), log: &testkit.LogBuffer{},
 	}}
-	second.rooms, second.end = runApp(t, second.log, append(all, args...)...)
+	second.app, second.end = runApp(t, second.log, append(all, args...)...)
 	t.Cleanup(func() {
 		if err := second.end(); err != nil {
 			t.Error(err)
@@ -417,7 +417,7 @@ func TestAttachedRanksAreWorkersOfTheirOwn(t *testing.T) {
 	text := strings.Repeat("keep the ranks apart ", 20)
 	settle := func(want kv.WorkerKey, blocks int) {
 		t.Helper()
-		testkit.Eventually(t, 20*time.Second, fmt.Sprintf("%d blocks on %v", blocks, want), func() bool { return s.rooms.index.Blocks(want) == blocks })
+		testkit.Eventually(t, 20*time.Second, fmt.Sprintf("%d blocks on %v", blocks, want), func() bool { return s.app.index.Blocks(want) == blocks })
 	}
 
 	// The chosen rank reaches the worker, and its events are its own.
@@ -428,9 +428,9 @@ func TestAttachedRanksAreWorkersOfTheirOwn(t *testing.T) {
 	}
 	prompt := int(first.Get("usage.prompt_tokens").Int())
 	settle(key, prompt/64)
-	for _, target := range s.rooms.router.Targets() {
-		if own := target.Key == key; own != (computed(target.Key) > 0) || own != (s.rooms.index.Blocks(target.Key) > 0) {
-			t.Errorf("%v computed %d tokens and holds %d blocks", target.Key, computed(target.Key), s.rooms.index.Blocks(target.Key))
+	for _, target := range s.app.router.Targets() {
+		if own := target.Key == key; own != (computed(target.Key) > 0) || own != (s.app.index.Blocks(target.Key) > 0) {
+			t.Errorf("%v computed %d tokens and holds %d blocks", target.Key, computed(target.Key), s.app.index.Blocks(target.Key))
 		}
 	}
 
@@ -450,7 +450,7 @@ func TestAttachedRanksAreWorkersOfTheirOwn(t *testing.T) {
 	}
 
 	// Neither an adapter nor a salt finds the base model's blocks, on the same rank.
-	held := s.rooms.index.Blocks(key)
+	held := s.app.index.Blocks(key)
 	for _, other := range []map[string]any{{"model": "sql"}, {"cache_salt": "a"}, {"model": "sql", "cache_salt": "a"}} {
 		for again := range 2 {
 			other["messages"], other["max_tokens"] = say(text), 1
@@ -487,8 +487,8 @@ func TestAttachedRanksAreWorkersOfTheirOwn(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer response.Body.Close()
-	testkit.Eventually(t, 20*time.Second, "a running request on the one rank", func() bool { return s.rooms.router.Load(kv.WorkerKey{Worker: 0, Rank: 1}).Running == 1 })
-	if load := s.rooms.router.Load(kv.WorkerKey{Worker: 0, Rank: 0}); load.Running != 0 || load.InFlight != 0 || load.At.IsZero() {
+	testkit.Eventually(t, 20*time.Second, "a running request on the one rank", func() bool { return s.app.router.Load(kv.WorkerKey{Worker: 0, Rank: 1}).Running == 1 })
+	if load := s.app.router.Load(kv.WorkerKey{Worker: 0, Rank: 0}); load.Running != 0 || load.InFlight != 0 || load.At.IsZero() {
 		t.Errorf("the other rank shows %+v", load)
 	}
 	_, page := testkit.HTTPGet(t, s.openAI+"/metrics")
@@ -502,5 +502,5 @@ func TestAttachedRanksAreWorkersOfTheirOwn(t *testing.T) {
 		}
 	}
 	cancel()
-	testkit.Eventually(t, 20*time.Second, "nothing in flight", func() bool { return s.rooms.router.Load(kv.WorkerKey{Worker: 0, Rank: 1}).InFlight == 0 })
+	testkit.Eventually(t, 20*time.Second, "nothing in flight", func() bool { return s.app.router.Load(kv.WorkerKey{Worker: 0, Rank: 1}).InFlight == 0 })
 }

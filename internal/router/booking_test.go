@@ -17,7 +17,7 @@ import (
 	"kvrouter/internal/testkit/policytest"
 )
 
-// newClockedRouter is newTestRouter for policy kv with a clock of its own.
+// NewClockedRouter is NewTestRouter for policy kv with a clock of its own.
 func NewClockedRouter(t testing.TB, workers int, knobs Settings) (*Router, *testkit.StandingClock) {
 	t.Helper()
 	clock := new(testkit.StandingClock)
@@ -29,7 +29,7 @@ func NewClockedRouter(t testing.TB, workers int, knobs Settings) (*Router, *test
 	return r, clock
 }
 
-// mustRoute routes and expects a worker.
+// MustRoute routes a request and fails the test if no worker is found.
 func MustRoute(t testing.TB, r *Router, request Request) Decision {
 	t.Helper()
 	d, err := r.Route(t.Context(), request)

@@ -17,7 +17,7 @@ import (
 	"kvrouter/internal/testkit/policytest"
 )
 
-// newTestRouter returns a router over that many workers, all up and idle.
+// NewTestRouter returns a router over that many workers, all up and idle.
 func NewTestRouter(t testing.TB, rule string, workers int) *Router {
 	t.Helper()
 	p, err := policy.NewPolicy(rule)
@@ -31,7 +31,7 @@ func NewTestRouter(t testing.TB, rule string, workers int) *Router {
 	return r
 }
 
-// hold puts the prompt's full blocks into worker w's cache.
+// Hold puts the full blocks of a prompt into worker w's cache.
 func Hold(r *Router, w uint64, tokens []uint32) {
 	local := kv.HashBlocks(nil, tokens, r.BlockSize(), "", "")
 	blocks := make([]kv.StoredBlock, len(local))

@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// eventually polls condition until it holds or the limit has passed.
+// Eventually is testkit.Eventually; testkit imports zmq, so it cannot be used here.
 func Eventually(t testing.TB, limit time.Duration, what string, condition func() bool) {
 	t.Helper()
 	deadline := time.Now().Add(limit)
