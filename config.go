@@ -4,15 +4,6 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"kvrouter/internal/mocker"
-	"kvrouter/internal/policy"
-	"kvrouter/internal/proxy"
-	"kvrouter/internal/replica"
-	"kvrouter/internal/router"
-	"kvrouter/internal/settings"
-	"kvrouter/internal/simulate"
-	"kvrouter/internal/vllm"
-	"kvrouter/internal/workers"
 	"net"
 	"os"
 	"path/filepath"
@@ -22,6 +13,16 @@ import (
 	"time"
 
 	"github.com/alecthomas/kong"
+
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/replica"
+	"kvrouter/internal/router"
+	"kvrouter/internal/settings"
+	"kvrouter/internal/simulate"
+	"kvrouter/internal/vllm"
+	"kvrouter/internal/workers"
 )
 
 // Names of the values that --engine takes.

@@ -2,16 +2,6 @@ package main
 
 import (
 	"fmt"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/mocker"
-	"kvrouter/internal/policy"
-	"kvrouter/internal/proxy"
-	"kvrouter/internal/replica"
-	"kvrouter/internal/router"
-	"kvrouter/internal/settings"
-	"kvrouter/internal/testkit"
-	"kvrouter/internal/tokens"
-	"kvrouter/internal/workers"
 	"maps"
 	"net"
 	"os"
@@ -23,6 +13,17 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/replica"
+	"kvrouter/internal/router"
+	"kvrouter/internal/settings"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/tokens"
+	"kvrouter/internal/workers"
 )
 
 // testMachine is a machine whose home is a fresh folder with the prepared
