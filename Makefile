@@ -31,7 +31,6 @@ run-disagg: setup ## The same over one vLLM worker that computes prompts and one
 	@exec ./kvrouter --prefill-workers 1 --decode-workers 1 --disagg-min-uncached-tokens 64 $(ARGS)
 
 check: lint ## The fast loop: linters and short tests, under two minutes on two cores
-	@scripts/build-native.sh
 	go test -short -skip RealVLLM ./...
 
 test: setup lint parity ## Set up, then linters and all tests (race detector, real vLLM workers)
@@ -42,6 +41,7 @@ test-mooncake: setup ## Two real vLLM CPU workers with MooncakeConnector, over T
 	@scripts/mooncake.sh
 
 lint: ## gofmt, go vet, staticcheck, syntax of the shell and Python scripts
+	@scripts/build-native.sh
 	@unformatted=$$(gofmt -l .); if [ -n "$$unformatted" ]; then echo "gofmt: not formatted:" $$unformatted "(run gofmt -w .)"; exit 1; fi
 	go vet ./...
 	go run $(STATICCHECK) ./...

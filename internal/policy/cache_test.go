@@ -8,7 +8,7 @@ import (
 	"kvrouter/internal/testkit"
 )
 
-// queue is the load that the policies of cachepolicy.go look at.
+// queue is the load that the policies of cache.go look at.
 func queue(inFlight int) Load { return Load{InFlight: inFlight} }
 
 // cachePolicy is a policy with changed knobs.

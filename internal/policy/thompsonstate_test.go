@@ -112,8 +112,7 @@ func TestThompsonStateOfRestartedWorkersKeepsItsPins(t *testing.T) {
 
 func TestBrokenThompsonStatesAreRefused(t *testing.T) {
 	valid := func(change func(*thompsonState)) string {
-		var s *thompsonState
-		s = learnedThompson(t, "all").snapshot().state()
+		s := learnedThompson(t, "all").snapshot().state()
 		change(s)
 		data, err := json.Marshal(s)
 		if err != nil {

@@ -106,7 +106,7 @@ func (r *Router) Check() error {
 	slices.Sort(numbers)
 	for i, n := range numbers {
 		if n != uint32(i) {
-			return fmt.Errorf("worker numbers %v are not 0, 1, ...", numbers)
+			return fmt.Errorf("worker numbers %v are not counted from 0", numbers)
 		}
 	}
 	return nil

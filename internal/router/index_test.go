@@ -26,7 +26,7 @@ type indexerCase struct {
 // index makes the sequence hashes itself); the rebuilding of a heap of timers (a
 // list in the order of use serves for them); start positions in a dump (ours
 // names parents). Metric counters are tested with the events, approximate
-// indexes in approx_test.go.
+// indexes in package radix.
 func TestIndexerCases(t *testing.T) {
 	predictions := DefaultIndexSettings()
 	predictions.RouterPredictedTTLSecs = 5

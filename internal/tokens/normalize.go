@@ -98,7 +98,8 @@ func parseChat(body []byte, kind requestKind, options ChatOptions) (*chatRequest
 	return parseChatBody(parsed, kind, options)
 }
 
-// parseChatBody is parseChat for a body that has been taken apart.
+// parseChatBody is parseChat for a body that has been taken apart. It is long
+// because it has one case for each field that shapes a prompt.
 func parseChatBody(body *jsonbody.Body, kind requestKind, options ChatOptions) (*chatRequest, error) {
 	if !utf8.Valid(body.Raw) {
 		return nil, notRenderable("the body is not UTF-8")
