@@ -94,7 +94,7 @@ func TestCommands(t *testing.T) {
 		want string
 	}{
 		{nil, CommandServe}, {[]string{"serve"}, CommandServe}, {[]string{"version"}, CommandVersion},
-		{[]string{"--seed", "3"}, CommandServe}, {[]string{"--version"}, CommandHelp},
+		{[]string{"--seed", "3"}, CommandServe},
 		{[]string{"simulate", "--synthetic=chat", "--concurrency=8", "--mock-num-gpu-blocks=100", "--log-level=warn"}, CommandSimulate},
 		{[]string{"--mock-num-gpu-blocks=100", "--drain-timeout=1s", "simulate", "--synthetic=chat", "--concurrency=8"}, CommandSimulate},
 	} {
