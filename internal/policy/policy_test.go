@@ -130,3 +130,25 @@ func TestEveryPolicyNameIsKnown(t *testing.T) {
 		t.Error("an unknown name was taken")
 	}
 }
+
+// TestTraitsOfEveryPolicy holds what each policy wants counted: a trait that is
+// lost changes decisions without an error.
+func TestTraitsOfEveryPolicy(t *testing.T) {
+	matching := Traits{ActiveBlocks: true, Siblings: true, WholeMatch: true}
+	want := map[string]Traits{
+		"standalone": {}, "least-loaded": {}, "power-of-two": {}, "round-robin": {}, "random": {},
+		"kv":              {ActiveBlocks: true, WholeMatch: true},
+		"work":            {ActiveBlocks: true, Siblings: true},
+		"cache-threshold": matching, "variance": matching,
+		"thompson": {WholeMatch: true},
+	}
+	for _, name := range Names {
+		p, err := New(name, DefaultSettings())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, known := want[name]; !known || p.Traits() != got {
+			t.Errorf("%s wants %+v counted, not %+v", name, p.Traits(), got)
+		}
+	}
+}

@@ -85,9 +85,9 @@ func TestWorkBeatsDynamosBestKnobs(t *testing.T) {
 	}
 }
 
-// TestWorkAblation prints the figures without siblings, without learning, with older events
-// and with other numbers of workers, the load scaled along, for the README:
-// KVROUTER_ABLATION=1 go test -v -run WorkAblation .
+// TestWorkAblation prints figures of docs/measured.md: without siblings, without
+// learning, with older events and with other numbers of workers, the load scaled
+// along. KVROUTER_ABLATION=1 go test -v -run WorkAblation ./internal/simulate
 func TestWorkAblation(t *testing.T) {
 	if os.Getenv("KVROUTER_ABLATION") == "" {
 		t.Skip("set KVROUTER_ABLATION=1 to print the table")
