@@ -74,7 +74,7 @@ func serve(config Config) error {
 // workers end.
 func (r *app) run(ctx context.Context) error {
 	if r.replicas != nil {
-		defer r.replicas.Pub.Close() // where Run below is not reached
+		defer r.replicas.Close() // where Run below is not reached
 	}
 	openAI := web.NewServer(r.api.Handler())
 	selection := web.NewServer(r.selection.Handler())

@@ -61,7 +61,7 @@ type Mesh struct {
 	id     uint64 // drawn at each start
 	peers  []string
 	log    *slog.Logger
-	Pub    *zmq.Publisher
+	pub    *zmq.Publisher
 	queue  chan queuedChange
 	timing timing
 
@@ -93,17 +93,20 @@ func New(router *router.Router, address string, peers []string, log *slog.Logger
 		return nil, err
 	}
 	return &Mesh{
-		router: router, id: rand.Uint64(), peers: peers, log: log, Pub: pub, queue: make(chan queuedChange, queueLimit),
+		router: router, id: rand.Uint64(), peers: peers, log: log, pub: pub, queue: make(chan queuedChange, queueLimit),
 		timing: timing{alive: time.Second, silence: 5 * time.Second, retry: 100 * time.Millisecond, retryTo: 5 * time.Second},
 	}, nil
 }
+
+// Close ends the listening that New began. Run does so by itself.
+func (r *Mesh) Close() { r.pub.Close() }
 
 // Run publishes and follows changes until ctx ends. Then it ends all bookings of
 // other routers, and every goroutine that it started has ended.
 func (r *Mesh) Run(ctx context.Context) {
 	r.router.Share(r.put)
 	defer r.router.Share(nil)
-	defer r.Pub.Close()
+	defer r.pub.Close()
 	done := make(chan struct{})
 	for _, peer := range r.peers {
 		go func() {
@@ -137,7 +140,7 @@ func (r *Mesh) tell(ctx context.Context) {
 			return
 		case <-ticker.C:
 		case queued := <-r.queue:
-			if r.Pub.Subscribers() == 0 {
+			if r.pub.Subscribers() == 0 {
 				continue
 			}
 			change = queued.booking.Change(queued.kind)
@@ -145,7 +148,7 @@ func (r *Mesh) tell(ctx context.Context) {
 		}
 		change.Router = r.id
 		if text, err := json.Marshal(change); err == nil {
-			r.Pub.Publish([]byte(topic), text)
+			r.pub.Publish([]byte(topic), text)
 		}
 	}
 }

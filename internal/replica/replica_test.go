@@ -44,7 +44,7 @@ func startReplicas(t *testing.T, n int, tweak func(*Mesh)) []*testReplica {
 		goleak.VerifyNone(t, before)
 	})
 	testkit.Eventually(t, 20*time.Second, "all routers heard", func() bool {
-		return !slices.ContainsFunc(all, func(r *testReplica) bool { return r.Pub.Subscribers() < n })
+		return !slices.ContainsFunc(all, func(r *testReplica) bool { return r.pub.Subscribers() < n })
 	})
 	return all
 }
@@ -190,7 +190,7 @@ func TestReplicasForgetARouterThatIsGone(t *testing.T) {
 	// The next one at its address starts with nothing, and is heard.
 	again := startReplica(t, all[0].peers, 0, nil)
 	defer again.stop()
-	testkit.Eventually(t, 20*time.Second, "it is followed", func() bool { return again.Pub.Subscribers() == 3 })
+	testkit.Eventually(t, 20*time.Second, "it is followed", func() bool { return again.pub.Subscribers() == 3 })
 	d = again.book(t, testkit.PromptTokens(3, 40))
 	for _, r := range all[1:] {
 		testkit.Eventually(t, 20*time.Second, "its request known", func() bool { return r.Load(d.Target.Key).InFlight == 1 })
