@@ -314,7 +314,7 @@ func (c *Config) ResolveDefaults(machine settings.Machine) error {
 		}
 	}
 	c.ModelFolder = c.Model != "" && machine.IsDir(c.Model)
-	if c.Engine == EngineVLLM && looksLikePath(c.Model) && !c.ModelFolder {
+	if c.Engine == EngineVLLM && settings.LooksLikePath(c.Model) && !c.ModelFolder {
 		return fmt.Errorf("--model %s: no such folder; give a folder with config.json or a Hugging Face name such as %s", c.Model, DefaultGPUModel)
 	}
 	if c.ModelFolder && c.Engine == EngineVLLM && !machine.IsFile(filepath.Join(c.Model, "config.json")) {
@@ -351,13 +351,6 @@ func (c *Config) ResolveDefaults(machine settings.Machine) error {
 		return fmt.Errorf("%s with --gpus-per-worker %d%s needs %d GPUs, but %d are visible; ask for fewer", c.workersAsked(), c.GPUsPerWorker, ranks, need, len(c.GPUs))
 	}
 	return nil
-}
-
-// looksLikePath tells a path from a Hugging Face name, which has at most one
-// slash, in its middle.
-func looksLikePath(model string) bool {
-	return strings.HasPrefix(model, "/") || strings.HasPrefix(model, "./") || strings.HasPrefix(model, "../") ||
-		strings.HasPrefix(model, "~") || strings.Count(model, "/") > 1
 }
 
 func (c *Config) validate() error {

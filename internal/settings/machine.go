@@ -81,3 +81,10 @@ func CacheDir(getenv func(string) string) string {
 	}
 	return filepath.Join(base, "kvrouter")
 }
+
+// LooksLikePath tells a path from a Hugging Face name, which has at most one
+// slash, in its middle.
+func LooksLikePath(model string) bool {
+	return strings.HasPrefix(model, "/") || strings.HasPrefix(model, "./") || strings.HasPrefix(model, "../") ||
+		strings.HasPrefix(model, "~") || strings.Count(model, "/") > 1
+}
