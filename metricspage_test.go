@@ -115,7 +115,9 @@ func TestMetricsPage(t *testing.T) {
 		for _, content := range []string{`"Hi"`, `[{"type":"image_url","image_url":{"url":"data:,"}}]`} { // the latter cannot be rendered here
 			post(t, s.openAI+testkit.ChatPath, `{"messages":[{"role":"user","content":`+content+`}]}`)
 		}
-		// No mock worker is asked for so much at a time, or counts tokens wrong.
+		// No mock worker is asked for so much at a time, counts tokens wrong, or is
+		// sure to send its tokens one by one.
+		s.app.telemetry.InterToken("0", time.Millisecond, 1)
 		s.app.telemetry.Refused("m", testkit.ChatPath, router.ErrBusy)
 		s.app.telemetry.Refused("m", testkit.ChatPath, router.ErrQueueFull)
 		s.app.telemetry.Finished(proxy.Exchange{
