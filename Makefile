@@ -30,7 +30,7 @@ run-disagg: setup ## The same over one vLLM worker that computes prompts and one
 	go build -o kvrouter .
 	@exec ./kvrouter --prefill-workers 1 --decode-workers 1 --disagg-min-uncached-tokens 64 $(ARGS)
 
-check: lint ## The fast loop: linters and short tests, under two minutes on two cores
+check: lint ## The fast loop: linters and short tests
 	go test -short -skip RealVLLM ./...
 
 test: setup lint parity ## Set up, then linters and all tests (race detector, real vLLM workers)
