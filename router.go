@@ -13,6 +13,7 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/events"
+	"kvrouter/internal/guard"
 	"kvrouter/internal/jsonlines"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
@@ -41,6 +42,7 @@ type app struct {
 	tokens    *tokens.Source
 	proxy     *proxy.Proxy
 	telemetry *telemetry.Metrics
+	edges     *guard.Edges // counts the panics of parsers
 	api       *API
 	selection *selection.Service
 	replicas  *replica.Mesh             // nil: none
@@ -50,7 +52,7 @@ type app struct {
 
 // build makes every part and hands it those it needs. Nothing runs yet.
 func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
-	r := &app{config: config, log: log, index: router.NewIndex(config.Index, config.Policy, config.Scoring, config.BlockSize, time.Now)}
+	r := &app{config: config, log: log, edges: guard.New(), index: router.NewIndex(config.Index, config.Policy, config.Scoring, config.BlockSize, time.Now)}
 	var err error
 	if r.model, err = openModel(ctx, config, log); err != nil {
 		return nil, err
@@ -66,6 +68,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.router = router.New(r.index, policy, config.BlockSize, seed, config.Routing)
 	r.telemetry = telemetry.New(r.samples, r.prompts)
 	r.telemetry.Watch(r.router)
+	r.telemetry.WatchEdges(r.edges.Panics)
 	start, err := r.starter()
 	if err != nil {
 		return nil, err
