@@ -75,6 +75,9 @@ func (o *overrideQuery) override() (*policy.Override, error) {
 // request checks the query and turns it into the router's form.
 func (q selectQuery) request() (router.Request, error) {
 	request, err := q.promptQuery.request()
+	if err == nil {
+		err = tokensWithin("expected_output_tokens", int(q.ExpectedOutput))
+	}
 	if err != nil {
 		return request, err
 	}

@@ -180,8 +180,19 @@ func (q promptQuery) request() (router.Request, error) {
 	case q.NumTokens == nil || *q.NumTokens <= 0:
 		return router.Request{}, errors.New("num_tokens must be a positive number")
 	}
+	if err := tokensWithin("num_tokens", *q.NumTokens); err != nil {
+		return router.Request{}, err
+	}
 	local, err := parseHashes("local_hashes", q.LocalHashes)
 	return router.Request{Local: local, NumTokens: *q.NumTokens}, err
+}
+
+// tokensWithin refuses a number of tokens that no prompt and no answer has.
+func tokensWithin(field string, n int) error {
+	if n > kv.MaxTokens {
+		return fmt.Errorf("%s is %d: it must be at most %d", field, n, kv.MaxTokens)
+	}
+	return nil
 }
 
 // hashedRequest is the form in which a client tells hashes in place of tokens.
@@ -195,6 +206,9 @@ func (q promptQuery) hashedRequest() (router.Request, error) {
 		return router.Request{}, errors.New("isl_tokens must be greater than 0")
 	case len(q.BlockHashes) != len(q.SequenceHashes):
 		return router.Request{}, fmt.Errorf("block_hashes length %d must match sequence_hashes length %d", len(q.BlockHashes), len(q.SequenceHashes))
+	}
+	if err := tokensWithin("isl_tokens", *q.ISLTokens); err != nil {
+		return router.Request{}, err
 	}
 	local, err := parseHashes("block_hashes", q.BlockHashes)
 	if err != nil {

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math"
 	"net/http"
 	"slices"
 	"strconv"
@@ -14,6 +15,7 @@ import (
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
 	"kvrouter/internal/workers"
 )
 
@@ -278,12 +280,7 @@ func (s *Service) record(w workers.Status, spec workerSpec, up bool) WorkerRecor
 		State: w.State, PID: w.PID, Restarts: w.Restarts, Generation: w.Generation,
 	}
 	for _, key := range w.Keys() {
-		load := s.router.Load(key)
-		r.InFlight += load.InFlight
-		r.PrefillTokens += load.PrefillTokens
-		r.RunningReqs += load.Running
-		r.WaitingReqs += load.Waiting
-		r.KVCacheUsage = max(r.KVCacheUsage, load.KVUsage)
+		r.add(s.router.Load(key))
 		r.Blocks += s.index.Blocks(key)
 	}
 	if !up {
@@ -294,6 +291,17 @@ func (s *Service) record(w workers.Status, spec workerSpec, up bool) WorkerRecor
 		}
 	}
 	return r
+}
+
+// add counts the load of one more rank.
+func (r *WorkerRecord) add(load policy.Load) {
+	r.InFlight += load.InFlight
+	r.PrefillTokens += load.PrefillTokens
+	r.RunningReqs += load.Running
+	r.WaitingReqs += load.Waiting
+	if usage := load.KVUsage; usage > r.KVCacheUsage && !math.IsInf(usage, 1) { // JSON has numbers only
+		r.KVCacheUsage = usage
+	}
 }
 
 // recordOf returns the record of one worker.
