@@ -102,7 +102,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	}
 	if config.Replica.ReplicaSync {
 		address := net.JoinHostPort(config.Host, strconv.Itoa(config.Replica.ReplicaSyncPort))
-		if r.replicas, err = replica.New(r.router, address, config.Replica.ReplicaPeers, log); err != nil {
+		if r.replicas, err = replica.New(r.router, address, config.Replica.ReplicaPeers, r.edges, log); err != nil {
 			return nil, fmt.Errorf("--replica-sync-port %d: %w: free the port or choose another", config.Replica.ReplicaSyncPort, err)
 		}
 		r.telemetry.WatchReplicas(r.replicaCounts)

@@ -293,7 +293,7 @@ func (t *Metrics) WatchReplicas(counts func() ReplicaCounts) {
 	}
 	count("sent", "Changes told to other routers.", func(c ReplicaCounts) uint64 { return c.Sent })
 	count("received", "Changes that other routers told.", func(c ReplicaCounts) uint64 { return c.Received })
-	count("dropped", "Changes that there was no room for.", func(c ReplicaCounts) uint64 { return c.Dropped })
+	count("dropped", "Changes that there was no room for, or that make no sense.", func(c ReplicaCounts) uint64 { return c.Dropped })
 	count("lost", "Times that another router was no longer heard, and what it had booked forgotten.", func(c ReplicaCounts) uint64 { return c.Lost })
 	t.registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvrouter_replica_bookings", Help: "Requests in flight from other routers."},
 		func() float64 { return float64(counts().Held) }))
