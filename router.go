@@ -85,7 +85,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		}
 		return ids
 	})
-	r.fleet.Peers = events.NewPeers(config.IndexerPeers, peerKey(config))
+	r.fleet.Peers, r.fleet.Edges = events.NewPeers(config.IndexerPeers, peerKey(config)), r.edges
 	r.proxy = proxy.NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
 	r.proxy.OutputBlocks = config.Routing.RouterTrackOutputBlocks
 	r.tokens = tokens.NewSource(r.model, r.askWorker, config.TokenTimeout, log)

@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"kvrouter/internal/events"
+	"kvrouter/internal/guard"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
@@ -151,7 +152,8 @@ type Fleet struct {
 	Timing timing
 
 	Peers *events.Peers // asked for KV events that workers cannot replay; nil: nobody is
-	loads func(ctx context.Context, w kv.WorkerKey, zmqEndpoint, metricsURL string, publish func(kv.WorkerKey, policy.Published), log *slog.Logger)
+	Edges *guard.Edges  // counts the panics of what parses the workers' words; nil: nothing does
+	loads func(l loadReader, ctx context.Context, s loadSource, publish func(kv.WorkerKey, policy.Published))
 }
 
 // worker is one member of the fleet.
@@ -181,7 +183,7 @@ func NewFleet(cfg Settings, start Start, index radix.Index, hooks Hooks, log *sl
 		opened:  make(chan struct{}),
 		lookers: make(chan chan struct{}),
 		Timing:  defaultTiming(),
-		loads:   followLoad,
+		loads:   loadReader.follow,
 	}
 	if f.hooks.Up == nil {
 		f.hooks.Up = func(kv.Target) {}

@@ -246,6 +246,7 @@ func (in *incarnation) register(r Registration) {
 			Models: []string{r.Model}, MaxBatchedTokens: r.MaxBatchedTokens, TotalBlocks: r.TotalBlocks, Disagg: in.disagg,
 		})
 	}
+	in.boundStreams()
 	in.f.update(in.w, func(s *Status) { s.Models, s.Ranks = []string{r.Model}, slices.Clone(r.Ranks) })
 	if in.up {
 		clear(in.announced)
