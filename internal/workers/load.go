@@ -109,27 +109,21 @@ func (m loadMessage) published() (policy.Published, error) {
 	if m.Waiting == nil || usage == nil {
 		return policy.Published{}, errors.New("load message lacks num_waiting_reqs or kv_cache_usage")
 	}
-	return published(float64(m.Running), float64(*m.Waiting), *usage)
+	return published(float64(m.Running), float64(*m.Waiting), *usage), nil
 }
 
-// published is a load of these numbers, which must be finite and not negative: one
-// that is not would draw every request, or none. What is more than can be counts as
-// the most that can.
-func published(running, waiting, usage float64) (policy.Published, error) {
-	for name, value := range map[string]float64{"running requests": running, "waiting requests": waiting, "the KV cache's usage": usage} {
-		if err := plausible(name, value); err != nil {
-			return policy.Published{}, err
-		}
-	}
-	return policy.Published{Running: int(min(running, kv.MaxTokens)), Waiting: int(min(waiting, kv.MaxTokens)), KVUsage: min(usage, 1), At: time.Now()}, nil
+// published is a load of these gauges.
+func published(running, waiting, usage float64) policy.Published {
+	return policy.Published{Running: int(gauge(running, kv.MaxTokens)), Waiting: int(gauge(waiting, kv.MaxTokens)), KVUsage: gauge(usage, 1), At: time.Now()}
 }
 
-// plausible refuses a gauge that no worker can have.
-func plausible(name string, value float64) error {
-	if !(value >= 0) || math.IsInf(value, 1) {
-		return fmt.Errorf("%s: %v, want a number from 0", name, value)
+// gauge is a worker's gauge as far as it can be: 0 to most. What is no number counts
+// as the most: it must not draw requests, as an unknown load would.
+func gauge(value, most float64) float64 {
+	if math.IsNaN(value) {
+		return most
 	}
-	return nil
+	return min(max(value, 0), most)
 }
 
 // readLoad reads a load message.
@@ -236,9 +230,9 @@ func loadOf(families metricFamilies, engine string) (policy.Published, error) {
 		names []string
 		add   func(value float64)
 	}{
-		{loadNames[:1], func(v float64) { running += v }},
-		{loadNames[1:2], func(v float64) { waiting += v }},
-		{loadNames[2:], func(v float64) { usage = max(usage, v) }},
+		{loadNames[:1], func(v float64) { running += gauge(v, kv.MaxTokens) }},
+		{loadNames[1:2], func(v float64) { waiting += gauge(v, kv.MaxTokens) }},
+		{loadNames[2:], func(v float64) { usage = max(usage, gauge(v, 1)) }},
 	} {
 		at := slices.IndexFunc(of.names, func(name string) bool { return families[name] != nil })
 		if at < 0 {
@@ -248,14 +242,10 @@ func loadOf(families metricFamilies, engine string) (policy.Published, error) {
 			if engine != "" && slices.ContainsFunc(metric.Label, func(l *dto.LabelPair) bool { return l.GetName() == "engine" && l.GetValue() != engine }) {
 				continue
 			}
-			value := metric.GetGauge().GetValue()
-			if err := plausible(of.names[at], value); err != nil {
-				return policy.Published{}, err
-			}
-			of.add(value)
+			of.add(metric.GetGauge().GetValue())
 		}
 	}
-	return published(running, waiting, usage)
+	return published(running, waiting, usage), nil
 }
 
 // cacheSizes tells how many tokens the KV cache of each data-parallel rank holds.
