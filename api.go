@@ -220,7 +220,7 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 	r.body = &jsonbody.Body{Raw: r.raw}
 	if r.kind != noPrompt || strings.HasPrefix(c.ContentType(), "application/json") {
 		if r.body, ok = jsonbody.Parse(r.raw); !ok {
-			a.fail(c, http.StatusBadRequest, "", "the request body is not a JSON object")
+			a.fail(c, http.StatusBadRequest, "", "the request body is not a JSON object, or one of more than 262,144 members or 10,000 levels")
 			return false
 		}
 		model := r.body.Get("model").String()

@@ -21,7 +21,7 @@ const maxDepth = 10_000
 const (
 	// maxMembers bounds the members of all objects of a body together: each takes
 	// about a hundred bytes here, and as little as six in the body.
-	maxMembers = 1 << 20
+	maxMembers = 1 << 18
 	// MaxMessages bounds the messages that Body.Messages takes apart.
 	MaxMessages = 1 << 16
 )
@@ -45,7 +45,7 @@ type MessageView struct {
 }
 
 // Parse checks a request's body and takes it apart; ok is false if the body is
-// not one JSON object, nested at most 10,000 deep and with at most 1,048,576
+// not one JSON object, nested at most 10,000 deep and with at most 262,144
 // members in all. Whether strings are UTF-8 is not checked.
 func Parse(raw []byte) (b *Body, ok bool) {
 	scan := checker{text: raw}

@@ -32,9 +32,15 @@ const (
 	listedTexts = 16
 	// maxDetokenized bounds the tokens of a /detokenize request.
 	maxDetokenized = 1 << 20
+	// charsPerToken is how many characters a token of a prompt has at most on
+	// average, where the vocabulary allows more: long tokens are runs of space.
+	charsPerToken = 16
 	// largeText is from how many bytes on a text counts as large: to encode it takes
-	// more than about 40 ms.
+	// more than about 40 ms. From hugeText on it takes more than about 60 MB. A text
+	// longer than maxText is not encoded: a million tokens are about 4 MB.
 	largeText = 64 << 10
+	hugeText  = 1 << 20
+	maxText   = 6 << 20
 )
 
 // bounds limit the work on the prompts of one request. The zero value has no
@@ -43,18 +49,19 @@ type bounds struct {
 	ctx    context.Context // nil: nobody leaves
 	wait   time.Duration   // longest wait for a turn to encode; 0: for ever
 	tokens int             // most tokens of a prompt; 0: any number
-	chars  int             // most characters of a text that those tokens can be; 0: any number
+	chars  int             // most characters of a text that may be those tokens; 0: any number
+	text   int             // most bytes of a text that is encoded in one piece; 0: any number
 }
 
-// bounds returns the limits for the request of ctx: what is longer than the model
-// takes is not encoded, by vLLM's own rule (max_chars_per_token): the most tokens,
-// each as long as the longest of the vocabulary.
+// bounds returns the limits for the request of ctx. What is longer than the model
+// takes is not encoded. The rule is vLLM's (max_chars_per_token): the most tokens,
+// each as long as the longest of the vocabulary, but here of charsPerToken at most.
 func (m *Model) bounds(ctx context.Context, wait time.Duration) bounds {
 	tokens := m.MaxModelLen()
 	if tokens == 0 {
 		tokens = unknownModelLen
 	}
-	return bounds{ctx: ctx, wait: wait, tokens: tokens, chars: tokens * m.longestToken}
+	return bounds{ctx: ctx, wait: wait, tokens: tokens, chars: tokens * min(m.longestToken, charsPerToken), text: maxText}
 }
 
 // fits tells whether a text may fit the model.
@@ -66,6 +73,7 @@ func (b bounds) fits(text string) bool {
 // say: it costs nothing yet. What assistants have said before, templates may
 // leave out.
 func (b bounds) fitsChat(req *chatRequest) bool {
+	longest := 0
 	total := func(measure func(string) int) (sum int) {
 		for i := range req.messages {
 			if m := &req.messages[i]; m.role != "assistant" {
@@ -76,8 +84,11 @@ func (b bounds) fitsChat(req *chatRequest) bool {
 		}
 		return sum
 	}
-	bytes := func(text string) int { return len(text) }
-	return b.chars == 0 || total(bytes) <= b.chars || total(utf8.RuneCountInString) <= b.chars
+	bytes := total(func(text string) int {
+		longest = max(longest, len(text))
+		return len(text)
+	})
+	return (b.text == 0 || longest <= b.text) && (b.chars == 0 || bytes <= b.chars || total(utf8.RuneCountInString) <= b.chars)
 }
 
 // longestToken returns the characters of the longest token in a tokenizer.json;
@@ -104,21 +115,26 @@ func longestToken(tokenizerJSON []byte) int {
 
 // turns hands out the right to encode. More encodings than processors finish no
 // sooner, and each would hold a thread and its memory. Small texts have turns of
-// their own: none ever waits for a large one.
+// their own: none ever waits for a large one. Huge ones go one by one.
 type turns struct {
-	small, large chan struct{} // hold one entry for each encoding under way
+	small, large, huge chan struct{} // hold one entry for each encoding under way
 }
 
 func newTurns() turns {
 	n := runtime.GOMAXPROCS(0)
-	return turns{small: make(chan struct{}, n), large: make(chan struct{}, n)}
+	return turns{small: make(chan struct{}, n), large: make(chan struct{}, n), huge: make(chan struct{}, 1)}
 }
 
 // take waits for the turn of a text of that many bytes. The caller takes one entry
-// out of the channel when it is done; with an error, an errNoTurn, there is none.
+// out of the channel when it is done; with an error, an errNoTurn or errTooLong,
+// there is none.
 func (t turns) take(b bounds, bytes int) (turn chan struct{}, err error) {
-	turn = t.small
-	if bytes > largeText {
+	switch turn = t.small; {
+	case b.text > 0 && bytes > b.text:
+		return nil, errTooLong
+	case bytes > hugeText:
+		turn = t.huge
+	case bytes > largeText:
 		turn = t.large
 	}
 	select {
