@@ -18,16 +18,17 @@ func AskForUsage(parsed *jsonbody.Body) (head, body []byte, hide bool) {
 		return nil, body, false
 	}
 	options := parsed.Get("stream_options")
+	members := jsonbody.Members(options)
 	inside := slices.Index(body, '{') + 1
 	switch {
-	case options.Get("include_usage").Bool() || options.Get("continuous_usage_stats").Bool():
+	case jsonbody.FieldOf(members, "include_usage").Bool() || jsonbody.FieldOf(members, "continuous_usage_stats").Bool():
 		return nil, body, false
 	case !options.Exists():
 		return []byte(`{"stream_options":{"include_usage":true},`), body[inside:], true
 	case options.Type == gjson.Null, options.IsObject():
 		at := parsed.Place(options)
 		var fields []jsonbody.Field
-		for _, m := range jsonbody.Members(options) {
+		for _, m := range members {
 			fields = append(fields, jsonbody.Field{Key: m.Key, Raw: m.Value.Raw})
 		}
 		fields = jsonbody.MergeFields(fields, []jsonbody.Field{{Key: "include_usage", Raw: "true"}})
