@@ -1,5 +1,5 @@
-// Package web holds what both HTTP ports share: limits, API keys, header names and
-// OpenAI's shape of an error.
+// Package web holds what both HTTP ports share: limits, bodies, API keys, header
+// names and OpenAI's shape of an error.
 package web
 
 import (
