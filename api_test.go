@@ -18,6 +18,7 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/events"
+	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
@@ -498,6 +499,78 @@ func TestEngineAdminIsRefusedUnlessAllowed(t *testing.T) {
 	}
 }
 
+// TestHeadersOfOneConnectionStayThere sends headers that belong to the client's
+// connection, and a rank that nobody asked for.
+func TestHeadersOfOneConnectionStayThere(t *testing.T) {
+	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Connection", "x-mine")
+		w.Header().Set("X-Mine", "1")
+		io.WriteString(w, `{}`)
+	})
+	h := newTestAPI(t, Config{}, worker.URL)
+	response, _ := h.post(t, testkit.ChatPath, `{}`, "Connection", "x-foo, x-bar", "X-Foo", "1", "X-Bar", "2", "X-Baz", "3", web.HeaderRank, "7")
+	for _, name := range []string{"X-Foo", "X-Bar", web.HeaderRank} {
+		if got := worker.Header.Get(name); got != "" {
+			t.Errorf("%s: %s reached the worker", name, got)
+		}
+	}
+	if worker.Header.Get("X-Baz") != "3" || response.Header.Get("X-Mine") != "" {
+		t.Errorf("to the worker %v, to the client %v", worker.Header, response.Header)
+	}
+	h.post(t, testkit.ChatPath, `{}`, hints.HeaderPinnedWorker, "0", web.HeaderRank, "7")
+	if got := worker.Header.Get(web.HeaderRank); got != "7" {
+		t.Errorf("rank %q reached the worker that was named", got)
+	}
+}
+
+func TestStatusesThatAreNoneBecomeABadGateway(t *testing.T) {
+	for _, status := range []string{"099 X", "000 X", "101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket"} {
+		worker := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			connection, buffered, err := http.NewResponseController(w).Hijack()
+			if err == nil {
+				fmt.Fprintf(buffered, "HTTP/1.1 %s\r\nContent-Length: 2\r\n\r\nhi", status)
+				buffered.Flush()
+				connection.Close()
+			}
+		}))
+		h := newTestAPI(t, Config{}, worker.URL)
+		for _, body := range []string{`{}`, `{"stream":true}`} {
+			if response, answer := h.post(t, testkit.ChatPath, body); response.StatusCode != 502 || !gjson.Get(answer, "error.message").Exists() {
+				t.Errorf("%.3s: %d %s", status, response.StatusCode, answer)
+			}
+		}
+		worker.Close()
+	}
+}
+
+func TestBodiesBeyondTheBudgetAreRefused(t *testing.T) {
+	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, `{}`) })
+	h := newTestAPI(t, Config{MaxBodyBytes: 1 << 20, Bodies: web.BodySettings{MaxInflightBodyBytes: 1 << 20}}, worker.URL)
+	come, send := io.Pipe()
+	left := make(chan struct{})
+	go func() { // until the pipe is closed below
+		request, _ := http.NewRequest(http.MethodPost, h.URL+testkit.ChatPath, come)
+		request.ContentLength = 1 << 20
+		if response, err := h.Client().Do(request); err == nil {
+			response.Body.Close()
+		}
+		close(left)
+	}()
+	if _, err := send.Write(make([]byte, 900<<10)); err != nil {
+		t.Fatal(err)
+	}
+	testkit.Eventually(t, 5*time.Second, "the budget is used up", func() bool {
+		response, answer := h.post(t, testkit.ChatPath, `{"a":"`+strings.Repeat("x", 200<<10)+`"}`)
+		return response.StatusCode == 503 && response.Header.Get("Retry-After") == "1" && strings.Contains(answer, "--max-inflight-body-bytes")
+	})
+	send.CloseWithError(io.ErrClosedPipe)
+	<-left
+	testkit.Eventually(t, 5*time.Second, "there is room again", func() bool {
+		response, _ := h.post(t, testkit.ChatPath, `{"a":"`+strings.Repeat("x", 200<<10)+`"}`)
+		return response.StatusCode == 200
+	})
+}
+
 func TestModelsAreTheWorkers(t *testing.T) {
 	worker := testkit.NewFakeWorker(t, testkit.StreamOf("[DONE]"))
 	h := newTestAPI(t, Config{}, worker.URL, worker.URL)
@@ -551,26 +624,6 @@ func TestEventsSplitAnywhereReadTheSame(t *testing.T) {
 			}
 		}
 	}
-}
-
-func FuzzEventScanner(f *testing.F) {
-	f.Add([]byte("data: "+usageEvent+"\n\ndata: [DONE]\n\n"), 3, true)
-	f.Fuzz(func(t *testing.T, stream []byte, size int, hide bool) {
-		if size <= 0 {
-			return
-		}
-		s := proxy.EventScanner{HideUsage: hide}
-		shown := 0
-		for rest := stream; len(rest) > 0; {
-			n := min(size, len(rest))
-			shown += len(s.Scan(rest[:n]))
-			rest = rest[n:]
-		}
-		shown += len(s.Rest())
-		if shown > len(stream) || (!hide && shown != len(stream)) {
-			t.Errorf("%d bytes in, %d out", len(stream), shown)
-		}
-	})
 }
 
 func TestFindBestWorker(t *testing.T) {

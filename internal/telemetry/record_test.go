@@ -59,6 +59,22 @@ func TestRecorderLeavesOtherFilesAlone(t *testing.T) {
 	}
 }
 
+func TestRecorderGoesOnAfterATornLine(t *testing.T) {
+	for _, before := range []string{`{"timestamp": 12, "inp`, `{"timestamp":12,"input_len{"timestamp":13}` + "\n", `{`} {
+		file := filepath.Join(t.TempDir(), "r.jsonl")
+		testkit.WriteFile(t, file, before)
+		r, err := NewRecorder(file, "kv", 4, slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.Finished(proxy.Exchange{Arrived: time.Now()}, r.Prompt(router.Request{Tokens: testkit.PromptTokens(1, 3)}), time.Now())
+		r.Close()
+		if requests, err := simulate.ReadTrace(file); err != nil || len(requests) != 1 {
+			t.Errorf("after %q: %d requests, %v", before, len(requests), err)
+		}
+	}
+}
+
 func TestRecorderCountsWhatItLoses(t *testing.T) {
 	log := &testkit.LogBuffer{}
 	r, err := NewRecorder(filepath.Join(t.TempDir(), "r.jsonl"), "kv", 4, slog.New(slog.NewTextHandler(log, nil)))

@@ -1,0 +1,85 @@
+package telemetry
+
+import (
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/router"
+)
+
+// page returns the lines of a metrics page, but for comments.
+func page(m *Metrics) (lines []string) {
+	w := httptest.NewRecorder()
+	m.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/metrics", nil))
+	for line := range strings.Lines(w.Body.String()) {
+		if !strings.HasPrefix(line, "#") {
+			lines = append(lines, line)
+		}
+	}
+	return lines
+}
+
+// serve counts what a request to a worker brings, of every kind.
+func serve(m *Metrics, worker uint64) {
+	label := proxy.WorkerLabel(worker)
+	now := time.Unix(1000, 0)
+	m.Retried(worker)
+	m.EventLag(kv.WorkerKey{Worker: worker}, time.Second)
+	m.InterToken(label, time.Second, 2)
+	m.Finished(proxy.Exchange{
+		Worker: label, Route: "/r", Status: 200, Arrived: now, FirstChunk: now, Decision: router.Decision{Tokens: 5},
+		Usage: proxy.Usage{Known: true, PromptTokens: 5, OutputTokens: 1, CachedKnown: true}, Shared: &proxy.SharedRequest{Worker: proxy.WorkerLabel(worker + 1000)},
+	}, now)
+}
+
+func TestSeriesOfWorkersThatAreGoneGoToo(t *testing.T) {
+	m := New(func() []WorkerSample { return nil }, func() PromptSample { return PromptSample{} })
+	fleet := []uint64{1}
+	m.WatchFleet(func() []uint64 { return fleet })
+	m.Finished(proxy.Exchange{Worker: noWorker, Route: "/r", Status: 503}, time.Unix(1000, 0))
+	serve(m, 1)
+	page(m)
+	before := len(page(m))
+	for id := uint64(2); id < 300; id++ {
+		serve(m, id)
+	}
+	lines := page(m)
+	if len(lines) != before {
+		t.Errorf("%d lines before, %d after 298 workers have come and gone", before, len(lines))
+	}
+	text := strings.Join(lines, "")
+	for _, want := range []string{`worker_id="1"`, `worker_id="none"`} {
+		if !strings.Contains(text, want) {
+			t.Errorf("%s is gone too", want)
+		}
+	}
+	fleet = nil
+	serve(m, 1) // a request that was still on its way
+	if text := strings.Join(page(m), ""); strings.Contains(text, `worker_id="1`) {
+		t.Error("a worker that is gone has series")
+	}
+	fleet = []uint64{7}
+	serve(m, 7)
+	if text := strings.Join(page(m), ""); !strings.Contains(text, `kvrouter_requests_total{route="/r",status="200",worker_id="7"} 1`) {
+		t.Error("a worker that came back counts on from before")
+	}
+}
+
+func TestGuardsAreShown(t *testing.T) {
+	m := New(func() []WorkerSample { return nil }, func() PromptSample { return PromptSample{} })
+	n := uint64(0)
+	next := func() uint64 { n++; return n }
+	m.WatchGuards(Guards{BodyBytes: func() int64 { return 99 }, BodiesRefused: next, LinesSuppressed: next, LinesLost: next})
+	text := strings.Join(page(m), "")
+	for _, want := range []string{"kvrouter_inflight_body_bytes 99\n", "kvrouter_bodies_refused_total ", "kvrouter_log_lines_suppressed_total ", "kvrouter_record_lines_lost_total "} {
+		if !strings.Contains(text, want) {
+			t.Error(fmt.Sprintf("no %q in\n", want), text)
+		}
+	}
+}
