@@ -17,6 +17,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"kvrouter/internal/settings"
 	"kvrouter/internal/web"
 )
 
@@ -57,7 +58,7 @@ func serve(config Config) error {
 		// the collector little: collecting twice as often saves memory cheaply.
 		debug.SetGCPercent(50)
 	}
-	if err := CheckPorts(config); err != nil {
+	if err := settings.CheckPortsFree(config.ports()); err != nil {
 		return err
 	}
 	signals, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
