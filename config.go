@@ -423,48 +423,14 @@ func (c *Config) validate() error {
 			return fmt.Errorf("--indexer-peers: %w", err)
 		}
 	}
-	if err := c.numberWorkers(); err != nil {
+	started := c.NumWorkers
+	if c.Engine == EngineNone {
+		started = 0
+	}
+	if err := workers.Number(c.Worker, started); err != nil {
 		return err
 	}
 	return settings.CheckPortNumbers(c.ports())
-}
-
-// numberWorkers gives attached workers without an id the next free number, in
-// their order, and refuses an id or a URL given twice.
-func (c *Config) numberWorkers() error {
-	taken := map[uint64]string{}
-	if c.Engine != EngineNone {
-		for id := range c.NumWorkers {
-			taken[uint64(id)] = "a started worker"
-		}
-	}
-	urls := map[string]bool{}
-	for _, w := range c.Worker {
-		if urls[w.URL] {
-			return fmt.Errorf("--worker url=%s is given twice", w.URL)
-		}
-		urls[w.URL] = true
-		if !w.HasID {
-			continue
-		}
-		if owner, dup := taken[w.ID]; dup {
-			return fmt.Errorf("--worker id=%d,url=%s: id %d belongs to %s; choose another or leave it out", w.ID, w.URL, w.ID, owner)
-		}
-		taken[w.ID] = w.URL
-	}
-	var next uint64
-	for i := range c.Worker {
-		w := &c.Worker[i]
-		if w.HasID {
-			continue
-		}
-		for taken[next] != "" {
-			next++
-		}
-		w.ID = next
-		taken[next] = w.URL
-	}
-	return nil
 }
 
 // simulation has what all runs of CommandSimulate have in common.
