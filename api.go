@@ -22,6 +22,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
+	"kvrouter/internal/selection"
 	"kvrouter/internal/telemetry"
 	"kvrouter/internal/tokens"
 	"kvrouter/internal/web"
@@ -120,8 +121,9 @@ func (a *API) Handler() http.Handler {
 	guarded := engine.Group("/", web.RequireKey(a.config.APIKey, web.OpenAIError))
 	guarded.GET("/v1/models", a.models)
 	guarded.GET("/v1/models/:model", a.models)
-	guarded.GET("/busy_threshold", a.busyThresholds)
-	guarded.POST("/busy_threshold", a.setBusyThresholds)
+	thresholds := selection.Thresholds{Router: a.router, Model: a.config.ServedModelName}
+	guarded.GET("/busy_threshold", thresholds.Show)
+	guarded.POST("/busy_threshold", thresholds.Change)
 	guarded.POST("/tokenize", a.tokenized(a.tokens.Tokenize))
 	guarded.POST("/detokenize", a.tokenized(a.tokens.Detokenize))
 	for path, kind := range inferenceRoutes {
@@ -572,42 +574,4 @@ func (a *API) answerQuery(c *gin.Context, kind promptKind, stream bool, request 
 	}
 	c.Data(http.StatusOK, "text/event-stream; charset=utf-8", text)
 	return nil
-}
-
-// modelThresholds is the form of /busy_threshold.
-type modelThresholds struct {
-	Model string `json:"model"`
-	router.BusyThresholds
-}
-
-func (a *API) busyThresholds(c *gin.Context) {
-	thresholds := []modelThresholds{}
-	if t := a.router.BusyThresholds(); t.Set() {
-		thresholds = append(thresholds, modelThresholds{a.config.ServedModelName, t})
-	}
-	c.JSON(http.StatusOK, gin.H{"thresholds": thresholds})
-}
-
-// setBusyThresholds changes the thresholds that the body names, which hold for
-// every model, and answers with all of them.
-func (a *API) setBusyThresholds(c *gin.Context) {
-	body, ok := a.body(c)
-	if !ok {
-		return
-	}
-	var asked modelThresholds
-	if err := json.Unmarshal(body, &asked); err != nil {
-		a.fail(c, http.StatusBadRequest, "", "bad body: "+err.Error())
-		return
-	}
-	if err := asked.Validate(); err != nil {
-		a.fail(c, http.StatusBadRequest, "", err.Error())
-		return
-	}
-	serves, up := a.router.Serves(asked.Model)
-	if asked.Model == "" || up && !serves {
-		a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%s` does not exist.", asked.Model))
-		return
-	}
-	c.JSON(http.StatusOK, modelThresholds{asked.Model, a.router.ChangeBusyThresholds(asked.BusyThresholds)})
 }
