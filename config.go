@@ -408,14 +408,8 @@ func (c *Config) validate() error {
 			return err
 		}
 	}
-	for _, arg := range c.VLLMArgs {
-		name := vllm.Flag(arg)
-		if instead, reserved := vllm.ReservedArgs[name]; reserved {
-			return fmt.Errorf("%s after --: it is not passed on; use %s", arg, instead)
-		}
-	}
-	if value, given := vllm.Value(c.VLLMArgs, "data-parallel-size"); given && vllm.Number(c.VLLMArgs, "data-parallel-size") < 1 {
-		return fmt.Errorf("--data-parallel-size %s after --: give a number of at least 1", value)
+	if err := vllm.CheckArgs(c.VLLMArgs); err != nil {
+		return err
 	}
 	for i, peer := range c.IndexerPeers {
 		var err error
