@@ -493,6 +493,9 @@ func (c *Config) validateSimulate() error {
 	return nil
 }
 
+// replicaHost is what the port of --replica-sync listens on.
+func (c *Config) replicaHost() string { return cmp.Or(c.Replica.ReplicaSyncHost, c.Host) }
+
 // ports lists every port that will be listened on; 0 (any) is left out.
 func (c *Config) ports() []settings.PortUse {
 	const loopback = "127.0.0.1"
@@ -505,7 +508,7 @@ func (c *Config) ports() []settings.PortUse {
 	own("--http-port", c.HTTPPort, c.Host)
 	own("--router-port", c.RouterPort, c.Host)
 	if c.Replica.ReplicaSync {
-		own("--replica-sync-port", c.Replica.ReplicaSyncPort, c.Host)
+		own("--replica-sync-port", c.Replica.ReplicaSyncPort, c.replicaHost())
 	}
 	if c.Engine == EngineNone {
 		return uses

@@ -98,9 +98,12 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		return nil, err
 	}
 	if config.Replica.ReplicaSync {
-		address := net.JoinHostPort(config.Host, strconv.Itoa(config.Replica.ReplicaSyncPort))
+		address := net.JoinHostPort(config.replicaHost(), strconv.Itoa(config.Replica.ReplicaSyncPort))
 		if r.replicas, err = replica.New(r.router, address, config.Replica.ReplicaPeers, log); err != nil {
 			return nil, fmt.Errorf("--replica-sync-port %d: %w: free the port or choose another", config.Replica.ReplicaSyncPort, err)
+		}
+		if err := r.replicas.UseKey(config.Replica.ReplicaKey); err != nil {
+			return nil, err
 		}
 		r.telemetry.WatchReplicas(r.replicaCounts)
 	}

@@ -23,6 +23,8 @@ import (
 type Settings struct {
 	ReplicaSync     bool     `group:"Replicas" help:"Tell other routers over the same workers, whose --worker ids must be the same, what is in flight from here, and count what they tell."`
 	ReplicaSyncPort int      `group:"Replicas" default:"7100" help:"Port that the other routers learn it from (ZeroMQ PUB); 0 is any free one."`
+	ReplicaSyncHost string   `group:"Replicas" placeholder:"HOST" help:"Address that this port listens on. Default: that of --host."`
+	ReplicaKey      string   `group:"Replicas" name:"replica-key" placeholder:"KEY" help:"Key that all these routers share, at least 16 characters: what they tell is sealed by it. Better given as environment variable or in the file of settings."`
 	ReplicaPeers    []string `group:"Replicas" placeholder:"HOST:PORT" help:"The other routers' --replica-sync-port; several are separated by commas."`
 }
 
@@ -30,6 +32,9 @@ type Settings struct {
 func (c Settings) Validate() error {
 	if !c.ReplicaSync && len(c.ReplicaPeers) > 0 {
 		return errors.New("--replica-peers: give --replica-sync, too")
+	}
+	if n := len(c.ReplicaKey); n > 0 && n < keySize {
+		return fmt.Errorf("--replica-key: it has %d characters; give at least %d", n, keySize)
 	}
 	for _, peer := range c.ReplicaPeers {
 		host, port, err := net.SplitHostPort(peer)
@@ -64,6 +69,7 @@ type Mesh struct {
 	pub    *zmq.Publisher
 	queue  chan queuedChange
 	timing timing
+	seal   *seal // nil: messages are sent as they are
 
 	Sent     atomic.Uint64 // changes
 	Received atomic.Uint64 // changes, without those that say nothing new
@@ -148,7 +154,7 @@ func (r *Mesh) tell(ctx context.Context) {
 		}
 		change.Router = r.id
 		if text, err := json.Marshal(change); err == nil {
-			r.pub.Publish([]byte(topic), text)
+			r.pub.Publish([]byte(topic), r.seal.close(text))
 		}
 	}
 }
@@ -189,6 +195,7 @@ func (r *Mesh) hear(ctx context.Context, peer string) (heard bool, err error) {
 		return false, err
 	}
 	defer conn.Close()
+	from := r.opener()
 	p := otherRouter{mesh: r, open: map[uint64]*router.Booking{}}
 	defer func() {
 		p.forget()
@@ -208,8 +215,12 @@ func (r *Mesh) hear(ctx context.Context, peer string) (heard bool, err error) {
 		if err != nil {
 			return heard, err
 		}
+		text, err := from.open(frames[len(frames)-1])
+		if err != nil {
+			return heard, err
+		}
 		var change router.Change
-		if err := json.Unmarshal(frames[len(frames)-1], &change); err != nil {
+		if err := json.Unmarshal(text, &change); err != nil {
 			return heard, fmt.Errorf("message of another router: %w", err)
 		}
 		if change.Router == r.id { // the list of peers has ourselves in it
