@@ -118,12 +118,9 @@ func (a *API) Handler() http.Handler {
 	engine.GET("/version", func(c *gin.Context) { c.JSON(http.StatusOK, gin.H{"version": version()}) })
 	engine.GET("/metrics", gin.WrapH(a.telemetry.Handler()))
 
-	guarded := engine.Group("/", web.RequireKey(a.config.APIKey, web.OpenAIError))
+	guarded := engine.Group("/", web.RequireKey(a.config.APIKey, "missing or unknown API key", web.OpenAIError))
 	guarded.GET("/v1/models", a.models)
 	guarded.GET("/v1/models/:model", a.models)
-	thresholds := selection.Thresholds{Router: a.router, Model: a.config.ServedModelName}
-	guarded.GET("/busy_threshold", thresholds.Show)
-	guarded.POST("/busy_threshold", thresholds.Change)
 	guarded.POST("/tokenize", a.tokenized(a.tokens.Tokenize))
 	guarded.POST("/detokenize", a.tokenized(a.tokens.Detokenize))
 	for path, kind := range inferenceRoutes {
@@ -132,8 +129,15 @@ func (a *API) Handler() http.Handler {
 	guarded.GET("/v1/responses/:id", a.broadcastUntilFound)
 	guarded.POST("/v1/responses/:id/cancel", a.broadcastUntilFound)
 	for _, path := range adminRoutes {
-		guarded.Any(path, a.admin)
+		guarded.Any(path, web.OwnPages(a.config.Host, len(a.config.APIKey) > 0, web.OpenAIError), a.admin)
 	}
+	operators := engine.Group("/", selection.Guards(a.config.Host, a.config.RouterAPIKey, "/busy_threshold is for who has the router port's key (--router-api-key)", web.OpenAIError)...)
+	if len(a.config.RouterAPIKey) == 0 {
+		operators.Use(web.RequireKey(a.config.APIKey, "missing or unknown API key", web.OpenAIError))
+	}
+	thresholds := selection.Thresholds{Router: a.router, Model: a.config.ServedModelName}
+	operators.GET("/busy_threshold", thresholds.Show)
+	operators.POST("/busy_threshold", thresholds.Change)
 	return engine
 }
 

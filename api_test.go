@@ -760,6 +760,7 @@ func TestBusyThresholdEndpoint(t *testing.T) {
 		{"POST", `{`, 400, ""},
 	} {
 		request, _ := http.NewRequest(step.method, h.URL+"/busy_threshold", strings.NewReader(step.body))
+		request.Header.Set("Content-Type", "application/json")
 		response, err := http.DefaultClient.Do(request)
 		if err != nil {
 			t.Fatal(err)

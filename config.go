@@ -19,6 +19,7 @@ import (
 	"kvrouter/internal/settings"
 	"kvrouter/internal/simulate"
 	"kvrouter/internal/vllm"
+	"kvrouter/internal/web"
 	"kvrouter/internal/workers"
 )
 
@@ -68,14 +69,15 @@ type Config struct {
 
 	// Where the router listens, and the first port of each kind that started
 	// workers listen on.
-	Host             string `group:"Addresses" default:"127.0.0.1" help:"Address that the OpenAI port and the router port listen on."`
-	HTTPPort         int    `group:"Addresses" name:"http-port" default:"8000" help:"OpenAI port; 0 is any free one."`
-	RouterPort       int    `group:"Addresses" default:"7000" help:"Router port (/find_best_worker, /workers); 0 is any free one."`
-	BaseWorkerPort   int    `group:"Addresses" default:"8100" help:"HTTP port of started worker 0; worker i has this plus i."`
-	BaseKVEventsPort int    `group:"Addresses" name:"base-kv-events-port" default:"5557" help:"KV-event port of worker 0; worker i has this plus i."`
-	BaseKVReplayPort int    `group:"Addresses" name:"base-kv-replay-port" default:"5757" help:"KV-event replay port of worker 0; worker i has this plus i."`
-	BaseMetricsPort  int    `group:"Addresses" default:"5657" help:"Load metrics port of worker 0; worker i has this plus i."`
-	BaseNIXLPort     int    `group:"Addresses" name:"base-nixl-port" default:"5600" help:"NIXL side-channel port of worker 0, with --prefill-workers; worker i has this plus i."`
+	Host             string       `group:"Addresses" default:"127.0.0.1" help:"Address that the OpenAI port listens on."`
+	HTTPPort         int          `group:"Addresses" name:"http-port" default:"8000" help:"OpenAI port; 0 is any free one."`
+	RouterPort       int          `group:"Addresses" default:"7000" help:"Router port (/find_best_worker, /workers); 0 is any free one."`
+	BaseWorkerPort   int          `group:"Addresses" default:"8100" help:"HTTP port of started worker 0; worker i has this plus i."`
+	BaseKVEventsPort int          `group:"Addresses" name:"base-kv-events-port" default:"5557" help:"KV-event port of worker 0; worker i has this plus i."`
+	BaseKVReplayPort int          `group:"Addresses" name:"base-kv-replay-port" default:"5757" help:"KV-event replay port of worker 0; worker i has this plus i."`
+	BaseMetricsPort  int          `group:"Addresses" default:"5657" help:"Load metrics port of worker 0; worker i has this plus i."`
+	Web              web.Settings `embed:""`
+	BaseNIXLPort     int          `group:"Addresses" name:"base-nixl-port" default:"5600" help:"NIXL side-channel port of worker 0, with --prefill-workers; worker i has this plus i."`
 
 	// How a worker is chosen, what the router knows of caches, and how a request
 	// is shared between prefill and decode workers.
@@ -92,7 +94,7 @@ type Config struct {
 
 	// Who may send requests, how large they may be and how long they may take.
 	APIKey           []string      `group:"Requests" name:"api-key" placeholder:"KEY" help:"Bearer key that the OpenAI port asks for; several are separated by commas. Default: no key is asked for."`
-	RouterAPIKey     []string      `group:"Requests" name:"router-api-key" placeholder:"KEY" help:"The same for the router port."`
+	RouterAPIKey     []string      `group:"Requests" name:"router-api-key" placeholder:"KEY" help:"Bearer key that the router port asks for, and /busy_threshold of the OpenAI port; several are separated by commas."`
 	MaxBodyBytes     int64         `group:"Requests" default:"67108864" help:"Largest request body, bytes. Images and audio travel inside it as base64: raise it for large ones."`
 	RequestTimeout   time.Duration `group:"Requests" default:"30m" help:"Longest silence of a worker, before the first byte of its answer (one that is not streamed comes whole) or between two; 0 waits for ever."`
 	DrainTimeout     time.Duration `group:"Requests" default:"30s" help:"At the end, longest time for running requests to finish."`
@@ -403,6 +405,9 @@ func (c *Config) validate() error {
 	if err := c.Replica.Validate(); err != nil {
 		return err
 	}
+	if err := c.Web.Validate(c.exposures()...); err != nil {
+		return err
+	}
 	if c.Engine == EngineMocker {
 		if err := c.Mock.Validate(c.NumWorkers); err != nil {
 			return err
@@ -496,6 +501,20 @@ func (c *Config) validateSimulate() error {
 // replicaHost is what the port of --replica-sync listens on.
 func (c *Config) replicaHost() string { return cmp.Or(c.Replica.ReplicaSyncHost, c.Host) }
 
+// exposures lists the router's own ports with what they ask of clients.
+func (c *Config) exposures() []web.Exposure {
+	certified := c.Web.TLS.TLSClientCA != ""
+	asks := len(c.APIKey) > 0 || certified
+	all := []web.Exposure{
+		{Flag: "--host", Host: c.Host, Name: "OpenAI port", Keyed: asks, Keys: "--api-key or --tls-client-ca"},
+		{Flag: "--router-host", Host: c.Web.RouterHost, Name: "router port", Keyed: len(c.RouterAPIKey) > 0 || certified, Keys: "--router-api-key or --tls-client-ca"},
+	}
+	if c.Replica.ReplicaSync {
+		all = append(all, web.Exposure{Flag: "--replica-sync-host", Host: c.replicaHost(), Name: "port of --replica-sync", Keyed: c.Replica.ReplicaKey != "", Keys: "--replica-key"})
+	}
+	return all
+}
+
 // ports lists every port that will be listened on; 0 (any) is left out.
 func (c *Config) ports() []settings.PortUse {
 	const loopback = "127.0.0.1"
@@ -506,7 +525,7 @@ func (c *Config) ports() []settings.PortUse {
 		}
 	}
 	own("--http-port", c.HTTPPort, c.Host)
-	own("--router-port", c.RouterPort, c.Host)
+	own("--router-port", c.RouterPort, c.Web.RouterHost)
 	if c.Replica.ReplicaSync {
 		own("--replica-sync-port", c.Replica.ReplicaSyncPort, c.replicaHost())
 	}

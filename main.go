@@ -83,7 +83,7 @@ func (r *app) run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	selectionPort, err := listen(r.config.Host, r.config.RouterPort, "--router-port")
+	selectionPort, err := listen(r.config.Web.RouterHost, r.config.RouterPort, "--router-port")
 	if err != nil {
 		openAIPort.Close()
 		return err
