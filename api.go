@@ -19,6 +19,7 @@ import (
 
 	"kvrouter/internal/hints"
 	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/keys"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
@@ -83,6 +84,7 @@ var adminRoutes = []string{
 // API is the OpenAI side of the router.
 type API struct {
 	config    Config
+	keys      *keys.Ring
 	router    *router.Router
 	tokens    *tokens.Source
 	proxy     *proxy.Proxy
@@ -98,7 +100,7 @@ type API struct {
 
 // NewAPI returns the OpenAI side over what the router is made of.
 func NewAPI(config Config, router *router.Router, tokens *tokens.Source, px *proxy.Proxy, telemetry *telemetry.Metrics, log *slog.Logger) *API {
-	return &API{config: config, router: router, tokens: tokens, proxy: px, telemetry: telemetry, log: log, pairs: proxy.NewPairs(router, px, config.Disagg, log)}
+	return &API{config: config, keys: keys.New(config.Keys, config.APIKey), router: router, tokens: tokens, proxy: px, telemetry: telemetry, log: log, pairs: proxy.NewPairs(router, px, config.Disagg, log)}
 }
 
 // Drain makes /ready fail, so that balancers in front send no more requests.
@@ -118,7 +120,7 @@ func (a *API) Handler() http.Handler {
 	engine.GET("/version", func(c *gin.Context) { c.JSON(http.StatusOK, gin.H{"version": version()}) })
 	engine.GET("/metrics", gin.WrapH(a.telemetry.Handler()))
 
-	guarded := engine.Group("/", web.RequireKey(a.config.APIKey, "missing or unknown API key", web.OpenAIError))
+	guarded := engine.Group("/", a.keys.Guard(web.OpenAIError))
 	guarded.GET("/v1/models", a.models)
 	guarded.GET("/v1/models/:model", a.models)
 	guarded.POST("/tokenize", a.tokenized(a.tokens.Tokenize))
@@ -129,11 +131,11 @@ func (a *API) Handler() http.Handler {
 	guarded.GET("/v1/responses/:id", a.broadcastUntilFound)
 	guarded.POST("/v1/responses/:id/cancel", a.broadcastUntilFound)
 	for _, path := range adminRoutes {
-		guarded.Any(path, web.OwnPages(a.config.Host, len(a.config.APIKey) > 0, web.OpenAIError), a.admin)
+		guarded.Any(path, web.OwnPages(a.config.Host, a.keys.Asks(), web.OpenAIError), a.admin)
 	}
 	operators := engine.Group("/", selection.Guards(a.config.Host, a.config.RouterAPIKey, "/busy_threshold is for who has the router port's key (--router-api-key)", web.OpenAIError)...)
 	if len(a.config.RouterAPIKey) == 0 {
-		operators.Use(web.RequireKey(a.config.APIKey, "missing or unknown API key", web.OpenAIError))
+		operators.Use(a.keys.Guard(web.OpenAIError), a.keys.Trusted(web.OpenAIError))
 	}
 	thresholds := selection.Thresholds{Router: a.router, Model: a.config.ServedModelName}
 	operators.GET("/busy_threshold", thresholds.Show)
@@ -160,6 +162,7 @@ type inference struct {
 	kind     promptKind
 	id       string // X-Request-Id
 	exchange *proxy.Exchange
+	caller   *keys.Caller
 
 	body     *jsonbody.Body
 	hints    hints.Hints
@@ -173,12 +176,16 @@ type inference struct {
 // infer serves one inference request: find out its prompt, choose, forward.
 func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 	x := &proxy.Exchange{Route: path, Worker: "none", Arrived: time.Now()}
-	r := &inference{api: a, ctx: c.Request.Context(), kind: kind, id: web.RequestID(c), exchange: x}
+	r := &inference{api: a, ctx: c.Request.Context(), kind: kind, id: web.RequestID(c), exchange: x, caller: a.keys.Of(c)}
 	defer func() { r.finish(c.Writer.Status()) }()
 	if !r.read(c) {
 		return
 	}
 	r.findPrompt()
+	if err := a.keys.Prompt(c, r.request.NumTokens); err != nil {
+		a.fail(c, http.StatusTooManyRequests, "", err.Error())
+		return
+	}
 	stream := r.body.Get("stream").Bool()
 	shared := kind != noPrompt && (a.router.Paired() || a.config.Disagg.EnforceDisagg)
 	var why string
@@ -202,6 +209,7 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 		err = a.proxy.Forward(r.ctx, c.Writer, u, x, r.route)
 	}
 	a.settle(c, x, err)
+	a.keys.Used(c, x.Usage.PromptTokens-r.request.NumTokens)
 	if x.Usage.Known && x.Decision.Tokens > 0 && x.Usage.PromptTokens != x.Decision.Tokens {
 		a.tokens.PromptMismatch(r.prompt.Shape, x.Decision.Tokens, x.Usage.PromptTokens)
 	}
@@ -251,6 +259,16 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 		a.fail(c, http.StatusBadRequest, bad.Param, bad.Error())
 		return false
 	}
+	if given.Query && !r.caller.Told {
+		a.fail(c, http.StatusForbidden, "nvext.annotations", hints.AnnotationQuery+": this key is not told who would serve a request (--decision-headers)")
+		return false
+	}
+	if !r.caller.Trusted {
+		given = given.Untrusted()
+	}
+	if salt, ok := r.caller.Salt(r.body.Get("cache_salt").String()); ok && r.body.Top != nil {
+		r.body = r.body.With("cache_salt", proxy.Quoted(salt))
+	}
 	r.hints = given
 	return true
 }
@@ -273,7 +291,7 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 	a, body := r.api, r.body
 	u := proxy.Upstream{
 		Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.upstreamHeader(c, r.id), Body: body.Raw,
-		Route: r.exchange.Route, RequestID: r.id, Arrived: r.exchange.Arrived, EndMarked: r.kind != noPrompt,
+		Route: r.exchange.Route, RequestID: r.id, Arrived: r.exchange.Arrived, EndMarked: r.kind != noPrompt, Silent: !r.caller.Told,
 		CachedTokensMislead: r.multiple || body.Get("prompt_logprobs").Type == gjson.Number || body.Get("echo").Bool() && body.Get("logprobs").Type == gjson.Number,
 	}
 	if a.config.CollectUsage && (r.kind == chatPrompt || r.kind == completionPrompt) {
@@ -409,13 +427,19 @@ func (a *API) prompt(ctx context.Context, kind promptKind, path string, body *js
 // upstreamHeader returns the client's headers as they go to a worker.
 func (a *API) upstreamHeader(c *gin.Context, id string) http.Header {
 	header := c.Request.Header.Clone()
+	for _, names := range header["Connection"] { // belongs to this connection, too
+		for name := range strings.SplitSeq(names, ",") {
+			header.Del(strings.TrimSpace(name))
+		}
+	}
 	for _, name := range web.HopByHop {
 		header.Del(name)
 	}
+	header.Del(web.HeaderRank)    // it is the router's to name one
 	header.Del("Accept-Encoding") // the usage must be readable here
 	header.Del("Expect")
 	header.Del("Content-Length")
-	if len(a.config.APIKey) > 0 {
+	if a.keys.Asks() {
 		header.Del("Authorization") // it was for us
 	}
 	header.Set(web.HeaderRequest, id)
@@ -494,7 +518,9 @@ func (a *API) broadcastUntilFound(c *gin.Context) {
 	for _, t := range a.workers() {
 		status, body, err := a.proxy.Ask(c.Request.Context(), t, c.Request.Method, c.Request.URL.RequestURI(), a.upstreamHeader(c, id), nil)
 		if err == nil && status != http.StatusNotFound {
-			c.Header(web.HeaderWorker, proxy.WorkerLabel(t.Key.Worker))
+			if a.keys.Of(c).Told {
+				c.Header(web.HeaderWorker, proxy.WorkerLabel(t.Key.Worker))
+			}
 			c.Data(status, "application/json", body)
 			return
 		}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/alecthomas/kong"
 
+	"kvrouter/internal/keys"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/proxy"
@@ -94,6 +95,7 @@ type Config struct {
 
 	// Who may send requests, how large they may be and how long they may take.
 	APIKey           []string      `group:"Requests" name:"api-key" placeholder:"KEY" help:"Bearer key that the OpenAI port asks for; several are separated by commas. Default: no key is asked for."`
+	Keys             keys.Settings `embed:""`
 	RouterAPIKey     []string      `group:"Requests" name:"router-api-key" placeholder:"KEY" help:"Bearer key that the router port asks for, and /busy_threshold of the OpenAI port; several are separated by commas."`
 	MaxBodyBytes     int64         `group:"Requests" default:"67108864" help:"Largest request body, bytes. Images and audio travel inside it as base64: raise it for large ones."`
 	RequestTimeout   time.Duration `group:"Requests" default:"30m" help:"Longest silence of a worker, before the first byte of its answer (one that is not streamed comes whole) or between two; 0 waits for ever."`
@@ -504,9 +506,9 @@ func (c *Config) replicaHost() string { return cmp.Or(c.Replica.ReplicaSyncHost,
 // exposures lists the router's own ports with what they ask of clients.
 func (c *Config) exposures() []web.Exposure {
 	certified := c.Web.TLS.TLSClientCA != ""
-	asks := len(c.APIKey) > 0 || certified
+	asks := len(c.APIKey) > 0 || c.Keys.APIKeysFile != "" || certified
 	all := []web.Exposure{
-		{Flag: "--host", Host: c.Host, Name: "OpenAI port", Keyed: asks, Keys: "--api-key or --tls-client-ca"},
+		{Flag: "--host", Host: c.Host, Name: "OpenAI port", Keyed: asks, Keys: "--api-key, --api-keys-file or --tls-client-ca"},
 		{Flag: "--router-host", Host: c.Web.RouterHost, Name: "router port", Keyed: len(c.RouterAPIKey) > 0 || certified, Keys: "--router-api-key or --tls-client-ca"},
 	}
 	if c.Replica.ReplicaSync {

@@ -18,7 +18,7 @@ var layers = []map[string]string{
 		"kv": "", "table": "", "blockpool": "", "zmq": "", "jsonbody": "", "jsonlines": "", "web": "", "settings": "",
 	},
 	{ // knowing
-		"hints": "kv", "radix": "kv table blockpool", "engine": "kv blockpool", "tokens": "jsonbody",
+		"hints": "kv", "keys": "web", "radix": "kv table blockpool", "engine": "kv blockpool", "tokens": "jsonbody",
 	},
 	{ // judging, hearing
 		"policy": "hints jsonlines kv settings", "events": "kv radix zmq",

@@ -14,6 +14,7 @@ import (
 	"kvrouter/internal/events"
 	"kvrouter/internal/hints"
 	"kvrouter/internal/jsonlines"
+	"kvrouter/internal/keys"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/policy"
@@ -88,6 +89,12 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.tokens = tokens.NewSource(r.model, r.askWorker, config.TokenTimeout, log)
 	r.api = NewAPI(config, r.router, r.tokens, r.proxy, r.telemetry, log)
 	r.api.lookForModels = r.fleet.LookForModels
+	r.telemetry.Show(keys.NewCollector(r.api.keys))
+	useKeys, err := r.api.keys.Read()
+	if err != nil {
+		return nil, err
+	}
+	useKeys()
 	r.selection = selection.New(config.selectionSettings(), r.router, r.index, r.fleet, log)
 	if config.Record != "" {
 		if r.api.recorder, err = telemetry.NewRecorder(config.Record, config.Policy, config.BlockSize, log); err != nil {

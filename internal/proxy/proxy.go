@@ -47,6 +47,7 @@ type Upstream struct {
 	Header     http.Header
 	Head, Body []byte // the body in two parts, so that adding to its beginning copies nothing
 	HideUsage  bool   // usage was asked for by the router: keep it from the client
+	Silent     bool   // the client is not told what was decided
 	EndMarked  bool   // its stream is whole only with an event that says so
 	// CachedTokensMislead says that the answer's cached tokens do not describe the cache:
 	// the request has several prompts, or asks for the logprobs of its own tokens,
@@ -294,11 +295,15 @@ func writeHead(w http.ResponseWriter, response *http.Response, u Upstream, x *Ex
 			header[name] = values
 		}
 	}
-	header.Set(web.HeaderWorker, x.Worker)
-	header.Set(web.HeaderOverlap, strconv.Itoa(x.Decision.OverlapTokens))
+	told := header
+	if u.Silent {
+		told = http.Header{}
+	}
+	told.Set(web.HeaderWorker, x.Worker)
+	told.Set(web.HeaderOverlap, strconv.Itoa(x.Decision.OverlapTokens))
 	header.Set(web.HeaderRequest, u.RequestID)
 	if x.Shared != nil {
-		x.Shared.begin(header)
+		x.Shared.begin(told)
 	}
 	x.Status = response.StatusCode
 	w.WriteHeader(response.StatusCode)
