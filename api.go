@@ -326,9 +326,13 @@ func (a *API) serves(ctx context.Context, model string) bool {
 func (a *API) settle(c *gin.Context, x *proxy.Exchange, err error) {
 	var late *proxy.LegTimeout
 	var prefill *proxy.PrefillFailure
+	stopped := errors.Is(context.Cause(c.Request.Context()), web.ErrStopped)
 	switch {
 	case err == nil:
-	case c.Request.Context().Err() != nil:
+	case stopped && !errors.Is(err, proxy.ErrAnswered):
+		c.Header("Retry-After", "1")
+		a.fail(c, http.StatusServiceUnavailable, "", web.ErrStopped.Error())
+	case !stopped && c.Request.Context().Err() != nil:
 		x.Status = proxy.ClientGone
 	case errors.Is(err, proxy.ErrAnswered):
 		x.Status = http.StatusBadGateway

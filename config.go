@@ -99,7 +99,8 @@ type Config struct {
 	RouterAPIKey     []string      `group:"Requests" name:"router-api-key" placeholder:"KEY" help:"Bearer key that the router port asks for, and /busy_threshold of the OpenAI port; several are separated by commas."`
 	MaxBodyBytes     int64         `group:"Requests" default:"67108864" help:"Largest request body, bytes. Images and audio travel inside it as base64: raise it for large ones."`
 	RequestTimeout   time.Duration `group:"Requests" default:"30m" help:"Longest silence of a worker, before the first byte of its answer (one that is not streamed comes whole) or between two; 0 waits for ever."`
-	DrainTimeout     time.Duration `group:"Requests" default:"30s" help:"At the end, longest time for running requests to finish."`
+	DrainDelay       time.Duration `group:"Requests" default:"5s" help:"On SIGTERM, how long both ports still serve while /ready is 503 already, so that balancers turn away; 0: not at all."`
+	DrainTimeout     time.Duration `group:"Requests" default:"30s" help:"After that, longest time for running requests to finish."`
 	Record           string        `group:"Requests" placeholder:"FILE" help:"Append one line of JSON to FILE for each finished request, without its text, to be replayed by 'kvrouter simulate --trace'."`
 	AllowEngineAdmin bool          `group:"Requests" help:"Pass the engines' admin and development paths on (/reset_prefix_cache, /sleep, ...) instead of refusing them."`
 
@@ -395,8 +396,8 @@ func (c *Config) validate() error {
 	if c.TokenCacheTokens < 0 {
 		return errors.New("--token-cache-tokens cannot be negative: 0 remembers nothing")
 	}
-	if c.DrainTimeout < 0 || c.RequestTimeout < 0 {
-		return errors.New("--drain-timeout and --request-timeout cannot be negative")
+	if c.DrainDelay < 0 || c.DrainTimeout < 0 || c.RequestTimeout < 0 {
+		return errors.New("--drain-delay, --drain-timeout and --request-timeout cannot be negative")
 	}
 	switch {
 	case c.Engine != EngineVLLM && len(c.VLLMArgs) > 0:

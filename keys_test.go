@@ -277,6 +277,7 @@ func TestPortsThatOthersReachNeedAKey(t *testing.T) {
 		{"--host 0.0.0.0 --api-key k --replica-sync --replica-key 0123456789abcdef", ""},
 		{"--replica-sync --replica-key short", "--replica-key"},
 		{"--tls-cert c", "--tls-cert"},
+		{"--drain-delay=-1s", "--drain-delay"},
 	} {
 		_, _, err := parseConfig(append([]string{"--engine=none"}, strings.Fields(test.args)...), testMachine(t))
 		if (err == nil) != (test.want == "") || err != nil && !strings.HasPrefix(err.Error(), test.want) {

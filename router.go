@@ -26,6 +26,7 @@ import (
 	"kvrouter/internal/telemetry"
 	"kvrouter/internal/tokens"
 	"kvrouter/internal/vllm"
+	"kvrouter/internal/web"
 	"kvrouter/internal/workers"
 )
 
@@ -47,11 +48,16 @@ type app struct {
 	replicas  *replica.Mesh             // nil: none
 	traces    *jsonlines.Writer         // of policy thompson; nil: none
 	learned   *policy.ThompsonStateFile // by policy thompson; nil: it is not kept
+
+	certificates *web.Certificates      // of both ports; nil: they speak plain HTTP
+	reread       func() (Config, error) // the settings anew; nil: they stay
+	level        *slog.LevelVar         // of log; nil: it stays
+	thresholds   router.BusyThresholds  // as the settings had them last; reload uses it
 }
 
 // build makes every part and hands it those it needs. Nothing runs yet.
 func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
-	r := &app{config: config, log: log, index: router.NewIndex(config.Index, config.Policy, config.Scoring, config.BlockSize, time.Now)}
+	r := &app{config: config, log: log, thresholds: config.Routing.BusyThresholds, index: router.NewIndex(config.Index, config.Policy, config.Scoring, config.BlockSize, time.Now)}
 	var err error
 	if r.model, err = openModel(ctx, config, log); err != nil {
 		return nil, err
@@ -90,11 +96,10 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.api = NewAPI(config, r.router, r.tokens, r.proxy, r.telemetry, log)
 	r.api.lookForModels = r.fleet.LookForModels
 	r.telemetry.Show(keys.NewCollector(r.api.keys))
-	useKeys, err := r.api.keys.Read()
-	if err != nil {
+	r.certificates = web.NewCertificates(config.Web.TLS)
+	if _, err := r.readSecrets(); err != nil {
 		return nil, err
 	}
-	useKeys()
 	r.selection = selection.New(config.selectionSettings(), r.router, r.index, r.fleet, log)
 	if config.Record != "" {
 		if r.api.recorder, err = telemetry.NewRecorder(config.Record, config.Policy, config.BlockSize, log); err != nil {

@@ -413,7 +413,11 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 			if !u.HideUsage && len(events.pending) > 0 {
 				fmt.Fprint(w, "\n\n") // ends the event that broke off
 			}
-			fmt.Fprintf(w, "data: %s\n\n", web.ErrorJSON(http.StatusBadGateway, "server_error", "", fmt.Sprintf("worker %d failed while it was answering", worker)))
+			status, why := http.StatusBadGateway, fmt.Sprintf("worker %d failed while it was answering", worker)
+			if errors.Is(err, web.ErrStopped) {
+				status, why = http.StatusServiceUnavailable, web.ErrStopped.Error()
+			}
+			fmt.Fprintf(w, "data: %s\n\n", web.ErrorJSON(status, web.ErrorType(status), "", why))
 			flush.Flush()
 			return errors.Join(ErrAnswered, &workerError{worker, err})
 		}
