@@ -19,9 +19,11 @@ import (
 
 	"kvrouter/internal/hints"
 	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/keys"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
+	"kvrouter/internal/selection"
 	"kvrouter/internal/telemetry"
 	"kvrouter/internal/tokens"
 	"kvrouter/internal/web"
@@ -75,6 +77,7 @@ var adminRoutes = []string{
 // API is the OpenAI side of the router.
 type API struct {
 	config    Config
+	keys      *keys.Ring
 	router    *router.Router
 	tokens    *tokens.Source
 	proxy     *proxy.Proxy
@@ -91,7 +94,7 @@ type API struct {
 
 // NewAPI returns the OpenAI side over what the router is made of.
 func NewAPI(config Config, router *router.Router, tokens *tokens.Source, px *proxy.Proxy, telemetry *telemetry.Metrics, log *slog.Logger) *API {
-	return &API{config: config, router: router, tokens: tokens, proxy: px, telemetry: telemetry, log: log, pairs: proxy.NewPairs(router, px, config.Disagg, log),
+	return &API{config: config, keys: keys.New(config.Keys, config.APIKey), router: router, tokens: tokens, proxy: px, telemetry: telemetry, log: log, pairs: proxy.NewPairs(router, px, config.Disagg, log),
 		bodies: web.NewBodies(config.MaxBodyBytes, config.Bodies.MaxInflightBodyBytes)}
 }
 
@@ -112,11 +115,9 @@ func (a *API) Handler() http.Handler {
 	engine.GET("/version", func(c *gin.Context) { c.JSON(http.StatusOK, gin.H{"version": version()}) })
 	engine.GET("/metrics", gin.WrapH(a.telemetry.Handler()))
 
-	guarded := engine.Group("/", web.RequireKey(a.config.APIKey, web.OpenAIError))
+	guarded := engine.Group("/", a.keys.Guard(web.OpenAIError))
 	guarded.GET("/v1/models", a.models)
 	guarded.GET("/v1/models/:model", a.models)
-	guarded.GET("/busy_threshold", a.busyThresholds)
-	guarded.POST("/busy_threshold", a.setBusyThresholds)
 	guarded.POST("/tokenize", a.tokenized(a.tokens.Tokenize))
 	guarded.POST("/detokenize", a.tokenized(a.tokens.Detokenize))
 	for path, kind := range inferenceRoutes {
@@ -125,8 +126,15 @@ func (a *API) Handler() http.Handler {
 	guarded.GET("/v1/responses/:id", a.broadcastUntilFound)
 	guarded.POST("/v1/responses/:id/cancel", a.broadcastUntilFound)
 	for _, path := range adminRoutes {
-		guarded.Any(path, a.admin)
+		guarded.Any(path, web.OwnPages(a.config.Host, a.keys.Asks(), web.OpenAIError), a.admin)
 	}
+	operators := engine.Group("/", selection.Guards(a.config.Host, a.config.RouterAPIKey, "/busy_threshold is for who has the router port's key (--router-api-key)", web.OpenAIError)...)
+	if len(a.config.RouterAPIKey) == 0 {
+		operators.Use(a.keys.Guard(web.OpenAIError), a.keys.Trusted(web.OpenAIError))
+	}
+	thresholds := selection.Thresholds{Router: a.router, Model: a.config.ServedModelName}
+	operators.GET("/busy_threshold", thresholds.Show)
+	operators.POST("/busy_threshold", thresholds.Change)
 	return engine
 }
 
@@ -149,6 +157,7 @@ type inference struct {
 	kind     promptKind
 	id       string // X-Request-Id
 	exchange *proxy.Exchange
+	caller   *keys.Caller
 
 	raw      []byte // the body's memory, until the end
 	body     *jsonbody.Body
@@ -163,12 +172,16 @@ type inference struct {
 // infer serves one inference request: find out its prompt, choose, forward.
 func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 	x := &proxy.Exchange{Route: path, Worker: "none", Arrived: time.Now()}
-	r := &inference{api: a, ctx: c.Request.Context(), kind: kind, id: web.RequestID(c), exchange: x}
+	r := &inference{api: a, ctx: c.Request.Context(), kind: kind, id: web.RequestID(c), exchange: x, caller: a.keys.Of(c)}
 	defer func() { r.finish(c.Writer.Status()) }()
 	if !r.read(c) {
 		return
 	}
 	r.findPrompt()
+	if err := a.keys.Prompt(c, r.request.NumTokens); err != nil {
+		a.fail(c, http.StatusTooManyRequests, "", err.Error())
+		return
+	}
 	stream := r.body.Get("stream").Bool()
 	shared := kind != noPrompt && (a.router.Paired() || a.config.Disagg.EnforceDisagg)
 	var why string
@@ -192,6 +205,7 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 		err = a.proxy.Forward(r.ctx, c.Writer, u, x, r.route)
 	}
 	a.settle(c, x, err)
+	a.keys.Used(c, x.Usage.PromptTokens-r.request.NumTokens)
 	if x.Usage.Known && x.Decision.Tokens > 0 && x.Usage.PromptTokens != x.Decision.Tokens {
 		a.tokens.PromptMismatch(r.prompt.Shape, x.Decision.Tokens, x.Usage.PromptTokens)
 	}
@@ -241,6 +255,16 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 		a.fail(c, http.StatusBadRequest, bad.Param, bad.Error())
 		return false
 	}
+	if given.Query && !r.caller.Told {
+		a.fail(c, http.StatusForbidden, "nvext.annotations", hints.AnnotationQuery+": this key is not told who would serve a request (--decision-headers)")
+		return false
+	}
+	if !r.caller.Trusted {
+		given = given.Untrusted()
+	}
+	if salt, ok := r.caller.Salt(r.body.Get("cache_salt").String()); ok && r.body.Top != nil {
+		r.body = r.body.With("cache_salt", proxy.Quoted(salt))
+	}
 	r.hints = given
 	return true
 }
@@ -263,7 +287,7 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 	a, body := r.api, r.body
 	u := proxy.Upstream{
 		Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.upstreamHeader(c, r.id, r.hints.Pinned != nil), Body: body.Raw,
-		Route: r.exchange.Route, RequestID: r.id, Arrived: r.exchange.Arrived, EndMarked: r.kind != noPrompt,
+		Route: r.exchange.Route, RequestID: r.id, Arrived: r.exchange.Arrived, EndMarked: r.kind != noPrompt, Silent: !r.caller.Told,
 		CachedTokensMislead: r.multiple || body.Get("prompt_logprobs").Type == gjson.Number || body.Get("echo").Bool() && body.Get("logprobs").Type == gjson.Number,
 	}
 	if a.config.CollectUsage && (r.kind == chatPrompt || r.kind == completionPrompt) {
@@ -298,9 +322,13 @@ func (a *API) serves(ctx context.Context, model string) bool {
 func (a *API) settle(c *gin.Context, x *proxy.Exchange, err error) {
 	var late *proxy.LegTimeout
 	var prefill *proxy.PrefillFailure
+	stopped := errors.Is(context.Cause(c.Request.Context()), web.ErrStopped)
 	switch {
 	case err == nil:
-	case c.Request.Context().Err() != nil:
+	case stopped && !errors.Is(err, proxy.ErrAnswered):
+		c.Header("Retry-After", "1")
+		a.fail(c, http.StatusServiceUnavailable, "", web.ErrStopped.Error())
+	case !stopped && c.Request.Context().Err() != nil:
 		x.Status = proxy.ClientGone
 	case errors.Is(err, proxy.ErrAnswered):
 		x.Status = http.StatusBadGateway
@@ -327,7 +355,7 @@ func (a *API) settle(c *gin.Context, x *proxy.Exchange, err error) {
 // refuse answers a request that no worker may take now.
 func (a *API) refuse(c *gin.Context, x *proxy.Exchange, err error) {
 	status, message, again := http.StatusServiceUnavailable, err.Error(), "1"
-	var pinned *pinnedError
+	var pinned *hints.PinnedError
 	switch {
 	case errors.Is(err, router.ErrQueueFull):
 		status = web.StatusOverloaded
@@ -390,7 +418,7 @@ func (a *API) upstreamHeader(c *gin.Context, id string, pinned bool) http.Header
 	header.Del("Accept-Encoding") // the usage must be readable here
 	header.Del("Expect")
 	header.Del("Content-Length")
-	if len(a.config.APIKey) > 0 {
+	if a.keys.Asks() {
 		header.Del("Authorization") // it was for us
 	}
 	header.Set(web.HeaderRequest, id)
@@ -457,7 +485,9 @@ func (a *API) broadcastUntilFound(c *gin.Context) {
 	found := false
 	a.proxy.AskAll(c.Request.Context(), a.workers(), a.question(c, nil), func(answer proxy.Answer) bool {
 		if found = answer.Err == nil && answer.Status != http.StatusNotFound; found {
-			c.Header(web.HeaderWorker, proxy.WorkerLabel(answer.Target.Key.Worker))
+			if a.keys.Of(c).Told {
+				c.Header(web.HeaderWorker, proxy.WorkerLabel(answer.Target.Key.Worker))
+			}
 			c.Data(answer.Status, "application/json", answer.Body)
 		}
 		return !found
@@ -506,29 +536,6 @@ func (a *API) fail(c *gin.Context, status int, param, message string) {
 	c.Data(status, "application/json", web.ErrorJSON(status, web.ErrorType(status), param, message))
 }
 
-// queryAnswer tells who would serve a request. It stands where the answer's
-// text would, under the names of Dynamo's frontends: the older have
-// worker_instance_id and token_data, the newer worker_id and token_ids.
-type queryAnswer struct {
-	ID      string     `json:"id"`
-	Object  string     `json:"object"`
-	Created int64      `json:"created"`
-	Model   string     `json:"model"`
-	Choices []struct{} `json:"choices"`
-	NVExt   struct {
-		WorkerInstanceID uint64 `json:"worker_instance_id"`
-		WorkerID         struct {
-			PrefillWorker uint64 `json:"prefill_worker_id"`
-			PrefillRank   uint32 `json:"prefill_dp_rank"`
-			DecodeWorker  uint64 `json:"decode_worker_id"`
-			DecodeRank    uint32 `json:"decode_dp_rank"`
-		} `json:"worker_id"`
-		TokenData     []uint32 `json:"token_data"`
-		TokenIDs      []uint32 `json:"token_ids"`
-		OverlapTokens int      `json:"overlap_tokens"`
-	} `json:"nvext"`
-}
-
 // answerQuery answers a dry run: nothing is sent to the worker that is chosen, or
 // to the two that may share the request, and nothing booked.
 func (a *API) answerQuery(c *gin.Context, kind promptKind, stream bool, request router.Request, shared bool, why string, tokens []uint32) error {
@@ -546,24 +553,17 @@ func (a *API) answerQuery(c *gin.Context, kind promptKind, stream bool, request 
 	if shared && pair.Whole == "" {
 		decision.OverlapTokens, prefill = pair.Prefill.OverlapTokens, pair.Prefill.Target.Key
 	}
-	key := decision.Target.Key
-	answer := queryAnswer{ID: web.RequestID(c), Object: "chat.completion", Created: time.Now().Unix(), Model: request.Model, Choices: []struct{}{}}
+	object := "chat.completion"
 	switch {
 	case kind == completionPrompt:
-		answer.Object = "text_completion"
+		object = "text_completion"
 	case kind != chatPrompt:
-		answer.Object = hints.AnnotationQuery
+		object = hints.AnnotationQuery
 	case stream:
-		answer.Object = "chat.completion.chunk"
+		object = "chat.completion.chunk"
 	}
-	if tokens == nil {
-		tokens = []uint32{}
-	}
-	e := &answer.NVExt
-	e.WorkerInstanceID, e.OverlapTokens = key.Worker, decision.OverlapTokens
-	e.WorkerID.PrefillWorker, e.WorkerID.PrefillRank = prefill.Worker, prefill.Rank
-	e.WorkerID.DecodeWorker, e.WorkerID.DecodeRank = key.Worker, key.Rank
-	e.TokenData, e.TokenIDs = tokens, tokens
+	key := decision.Target.Key
+	answer := hints.NewQueryAnswer(web.RequestID(c), object, request.Model, time.Now().Unix(), prefill, key, decision.OverlapTokens, tokens)
 	c.Header(web.HeaderRequest, answer.ID)
 	c.Header(web.HeaderWorker, proxy.WorkerLabel(key.Worker))
 	c.Header(web.HeaderOverlap, strconv.Itoa(decision.OverlapTokens))
@@ -571,49 +571,10 @@ func (a *API) answerQuery(c *gin.Context, kind promptKind, stream bool, request 
 		c.JSON(http.StatusOK, answer)
 		return nil
 	}
-	text, err := json.Marshal(answer)
+	text, err := answer.Events()
 	if err != nil {
 		return err
 	}
-	c.Data(http.StatusOK, "text/event-stream; charset=utf-8", fmt.Appendf(nil, "data: %s\n\ndata: [DONE]\n\n", text))
+	c.Data(http.StatusOK, "text/event-stream; charset=utf-8", text)
 	return nil
-}
-
-// modelThresholds is the form of /busy_threshold.
-type modelThresholds struct {
-	Model string `json:"model"`
-	router.BusyThresholds
-}
-
-func (a *API) busyThresholds(c *gin.Context) {
-	thresholds := []modelThresholds{}
-	if t := a.router.BusyThresholds(); t.Set() {
-		thresholds = append(thresholds, modelThresholds{a.config.ServedModelName, t})
-	}
-	c.JSON(http.StatusOK, gin.H{"thresholds": thresholds})
-}
-
-// setBusyThresholds changes the thresholds that the body names, which hold for
-// every model, and answers with all of them.
-func (a *API) setBusyThresholds(c *gin.Context) {
-	body, ok := a.body(c)
-	if !ok {
-		return
-	}
-	defer a.bodies.Done(body)
-	var asked modelThresholds
-	if err := json.Unmarshal(body, &asked); err != nil {
-		a.fail(c, http.StatusBadRequest, "", "bad body: "+err.Error())
-		return
-	}
-	if err := asked.Validate(); err != nil {
-		a.fail(c, http.StatusBadRequest, "", err.Error())
-		return
-	}
-	serves, up := a.router.Serves(asked.Model)
-	if asked.Model == "" || up && !serves {
-		a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%s` does not exist.", asked.Model))
-		return
-	}
-	c.JSON(http.StatusOK, modelThresholds{asked.Model, a.router.ChangeBusyThresholds(asked.BusyThresholds)})
 }

@@ -69,6 +69,11 @@ func newTestAPIOf(t testing.TB, config Config, model *tokens.Model, targets ...k
 	a := &app{router: h.router, proxy: proxy}
 	tokens := tokens.NewSource(model, a.askWorker, time.Second, log)
 	api := NewAPI(config, h.router, tokens, proxy, telemetry, log)
+	useKeys, err := api.keys.Read()
+	if err != nil {
+		t.Fatal(err)
+	}
+	useKeys()
 	h.Server = httptest.NewServer(api.Handler())
 	fleet := workers.NewFleet(workers.Settings{}, nil, h.router.Index(), workers.Hooks{}, log)
 	h.selection = httptest.NewServer(selection.New(config.selectionSettings(), h.router, h.router.Index(), fleet, log).Handler())
@@ -813,6 +818,7 @@ func TestBusyThresholdEndpoint(t *testing.T) {
 		{"POST", `{`, 400, ""},
 	} {
 		request, _ := http.NewRequest(step.method, h.URL+"/busy_threshold", strings.NewReader(step.body))
+		request.Header.Set("Content-Type", "application/json")
 		response, err := http.DefaultClient.Do(request)
 		if err != nil {
 			t.Fatal(err)

@@ -4,16 +4,14 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"net"
-	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
 	"github.com/alecthomas/kong"
 
+	"kvrouter/internal/keys"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/proxy"
@@ -72,14 +70,15 @@ type Config struct {
 
 	// Where the router listens, and the first port of each kind that started
 	// workers listen on.
-	Host             string `group:"Addresses" default:"127.0.0.1" help:"Address that the OpenAI port and the router port listen on."`
-	HTTPPort         int    `group:"Addresses" name:"http-port" default:"8000" help:"OpenAI port; 0 is any free one."`
-	RouterPort       int    `group:"Addresses" default:"7000" help:"Router port (/find_best_worker, /workers); 0 is any free one."`
-	BaseWorkerPort   int    `group:"Addresses" default:"8100" help:"HTTP port of started worker 0; worker i has this plus i."`
-	BaseKVEventsPort int    `group:"Addresses" name:"base-kv-events-port" default:"5557" help:"KV-event port of worker 0; worker i has this plus i."`
-	BaseKVReplayPort int    `group:"Addresses" name:"base-kv-replay-port" default:"5757" help:"KV-event replay port of worker 0; worker i has this plus i."`
-	BaseMetricsPort  int    `group:"Addresses" default:"5657" help:"Load metrics port of worker 0; worker i has this plus i."`
-	BaseNIXLPort     int    `group:"Addresses" name:"base-nixl-port" default:"5600" help:"NIXL side-channel port of worker 0, with --prefill-workers; worker i has this plus i."`
+	Host             string       `group:"Addresses" default:"127.0.0.1" help:"Address that the OpenAI port listens on."`
+	HTTPPort         int          `group:"Addresses" name:"http-port" default:"8000" help:"OpenAI port; 0 is any free one."`
+	RouterPort       int          `group:"Addresses" default:"7000" help:"Router port (/find_best_worker, /workers); 0 is any free one."`
+	BaseWorkerPort   int          `group:"Addresses" default:"8100" help:"HTTP port of started worker 0; worker i has this plus i."`
+	BaseKVEventsPort int          `group:"Addresses" name:"base-kv-events-port" default:"5557" help:"KV-event port of worker 0; worker i has this plus i."`
+	BaseKVReplayPort int          `group:"Addresses" name:"base-kv-replay-port" default:"5757" help:"KV-event replay port of worker 0; worker i has this plus i."`
+	BaseMetricsPort  int          `group:"Addresses" default:"5657" help:"Load metrics port of worker 0; worker i has this plus i."`
+	Web              web.Settings `embed:""`
+	BaseNIXLPort     int          `group:"Addresses" name:"base-nixl-port" default:"5600" help:"NIXL side-channel port of worker 0, with --prefill-workers; worker i has this plus i."`
 
 	// How a worker is chosen, what the router knows of caches, and how a request
 	// is shared between prefill and decode workers.
@@ -96,11 +95,13 @@ type Config struct {
 
 	// Who may send requests, how large they may be and how long they may take.
 	APIKey           []string         `group:"Requests" name:"api-key" placeholder:"KEY" help:"Bearer key that the OpenAI port asks for; several are separated by commas. Default: no key is asked for."`
-	RouterAPIKey     []string         `group:"Requests" name:"router-api-key" placeholder:"KEY" help:"The same for the router port."`
+	Keys             keys.Settings    `embed:""`
+	RouterAPIKey     []string         `group:"Requests" name:"router-api-key" placeholder:"KEY" help:"Bearer key that the router port asks for, and /busy_threshold of the OpenAI port; several are separated by commas."`
 	MaxBodyBytes     int64            `group:"Requests" default:"67108864" help:"Largest request body, bytes. Images and audio travel inside it as base64: raise it for large ones."`
 	Bodies           web.BodySettings `embed:""`
 	RequestTimeout   time.Duration    `group:"Requests" default:"30m" help:"Longest silence of a worker, before the first byte of its answer (one that is not streamed comes whole) or between two; 0 waits for ever."`
-	DrainTimeout     time.Duration    `group:"Requests" default:"30s" help:"At the end, longest time for running requests to finish."`
+	DrainDelay       time.Duration    `group:"Requests" default:"5s" help:"On SIGTERM, how long both ports still serve while /ready is 503 already, so that balancers turn away; 0: not at all."`
+	DrainTimeout     time.Duration    `group:"Requests" default:"30s" help:"After that, longest time for running requests to finish."`
 	Record           string           `group:"Requests" placeholder:"FILE" help:"Append one line of JSON to FILE for each finished request, without its text, to be replayed by 'kvrouter simulate --trace'."`
 	AllowEngineAdmin bool             `group:"Requests" help:"Pass the engines' admin and development paths on (/reset_prefix_cache, /sleep, ...) instead of refusing them."`
 
@@ -397,8 +398,8 @@ func (c *Config) validate() error {
 	if c.TokenCacheTokens < 0 {
 		return errors.New("--token-cache-tokens cannot be negative: 0 remembers nothing")
 	}
-	if c.DrainTimeout < 0 || c.RequestTimeout < 0 {
-		return errors.New("--drain-timeout and --request-timeout cannot be negative")
+	if c.DrainDelay < 0 || c.DrainTimeout < 0 || c.RequestTimeout < 0 {
+		return errors.New("--drain-delay, --drain-timeout and --request-timeout cannot be negative")
 	}
 	switch {
 	case c.Engine != EngineVLLM && len(c.VLLMArgs) > 0:
@@ -412,19 +413,16 @@ func (c *Config) validate() error {
 	if err := c.Bodies.Validate(c.MaxBodyBytes); err != nil {
 		return err
 	}
+	if err := c.Web.Validate(c.exposures()...); err != nil {
+		return err
+	}
 	if c.Engine == EngineMocker {
 		if err := c.Mock.Validate(c.NumWorkers); err != nil {
 			return err
 		}
 	}
-	for _, arg := range c.VLLMArgs {
-		name := vllm.Flag(arg)
-		if instead, reserved := vllm.ReservedArgs[name]; reserved {
-			return fmt.Errorf("%s after --: it is not passed on; use %s", arg, instead)
-		}
-	}
-	if value, given := vllm.Value(c.VLLMArgs, "data-parallel-size"); given && vllm.Number(c.VLLMArgs, "data-parallel-size") < 1 {
-		return fmt.Errorf("--data-parallel-size %s after --: give a number of at least 1", value)
+	if err := vllm.CheckArgs(c.VLLMArgs); err != nil {
+		return err
 	}
 	for i, peer := range c.IndexerPeers {
 		var err error
@@ -432,48 +430,14 @@ func (c *Config) validate() error {
 			return fmt.Errorf("--indexer-peers: %w", err)
 		}
 	}
-	if err := c.numberWorkers(); err != nil {
+	started := c.NumWorkers
+	if c.Engine == EngineNone {
+		started = 0
+	}
+	if err := workers.Number(c.Worker, started); err != nil {
 		return err
 	}
-	return c.checkPortNumbers()
-}
-
-// numberWorkers gives attached workers without an id the next free number, in
-// their order, and refuses an id or a URL given twice.
-func (c *Config) numberWorkers() error {
-	taken := map[uint64]string{}
-	if c.Engine != EngineNone {
-		for id := range c.NumWorkers {
-			taken[uint64(id)] = "a started worker"
-		}
-	}
-	urls := map[string]bool{}
-	for _, w := range c.Worker {
-		if urls[w.URL] {
-			return fmt.Errorf("--worker url=%s is given twice", w.URL)
-		}
-		urls[w.URL] = true
-		if !w.HasID {
-			continue
-		}
-		if owner, dup := taken[w.ID]; dup {
-			return fmt.Errorf("--worker id=%d,url=%s: id %d belongs to %s; choose another or leave it out", w.ID, w.URL, w.ID, owner)
-		}
-		taken[w.ID] = w.URL
-	}
-	var next uint64
-	for i := range c.Worker {
-		w := &c.Worker[i]
-		if w.HasID {
-			continue
-		}
-		for taken[next] != "" {
-			next++
-		}
-		w.ID = next
-		taken[next] = w.URL
-	}
-	return nil
+	return settings.CheckPortNumbers(c.ports())
 }
 
 // simulation has what all runs of CommandSimulate have in common.
@@ -542,89 +506,55 @@ func (c *Config) validateSimulate() error {
 	return nil
 }
 
-// portUse is one port that the router or a started worker listens on.
-type portUse struct {
-	flag   string
-	base   int // value of the flag
-	port   int
-	host   string
-	worker int // that listens, if port is not base
-}
+// replicaHost is what the port of --replica-sync listens on.
+func (c *Config) replicaHost() string { return cmp.Or(c.Replica.ReplicaSyncHost, c.Host) }
 
-func (p portUse) String() string {
-	if p.port == p.base {
-		return fmt.Sprintf("%s %d", p.flag, p.base)
+// exposures lists the router's own ports with what they ask of clients.
+func (c *Config) exposures() []web.Exposure {
+	certified := c.Web.TLS.TLSClientCA != ""
+	asks := len(c.APIKey) > 0 || c.Keys.APIKeysFile != "" || certified
+	all := []web.Exposure{
+		{Flag: "--host", Host: c.Host, Name: "OpenAI port", Keyed: asks, Keys: "--api-key, --api-keys-file or --tls-client-ca"},
+		{Flag: "--router-host", Host: c.Web.RouterHost, Name: "router port", Keyed: len(c.RouterAPIKey) > 0 || certified, Keys: "--router-api-key or --tls-client-ca"},
 	}
-	return fmt.Sprintf("%s %d (+%d for worker %d)", p.flag, p.base, p.port-p.base, p.worker)
+	if c.Replica.ReplicaSync {
+		all = append(all, web.Exposure{Flag: "--replica-sync-host", Host: c.replicaHost(), Name: "port of --replica-sync", Keyed: c.Replica.ReplicaKey != "", Keys: "--replica-key"})
+	}
+	return all
 }
 
 // ports lists every port that will be listened on; 0 (any) is left out.
-func (c *Config) ports() []portUse {
+func (c *Config) ports() []settings.PortUse {
 	const loopback = "127.0.0.1"
-	var uses []portUse
-	for _, p := range []portUse{{"--http-port", c.HTTPPort, c.HTTPPort, c.Host, 0}, {"--router-port", c.RouterPort, c.RouterPort, c.Host, 0}} {
-		if p.port != 0 {
-			uses = append(uses, p)
+	var uses []settings.PortUse
+	own := func(flag string, port int, host string) {
+		if port != 0 {
+			uses = append(uses, settings.PortUse{Flag: flag, Base: port, Port: port, Host: host})
 		}
 	}
-	if c.Replica.ReplicaSync && c.Replica.ReplicaSyncPort != 0 {
-		uses = append(uses, portUse{"--replica-sync-port", c.Replica.ReplicaSyncPort, c.Replica.ReplicaSyncPort, c.Host, 0})
+	own("--http-port", c.HTTPPort, c.Host)
+	own("--router-port", c.RouterPort, c.Web.RouterHost)
+	if c.Replica.ReplicaSync {
+		own("--replica-sync-port", c.Replica.ReplicaSyncPort, c.replicaHost())
 	}
 	if c.Engine == EngineNone {
 		return uses
 	}
 	for i := range c.NumWorkers {
-		uses = append(uses, portUse{"--base-worker-port", c.BaseWorkerPort, c.BaseWorkerPort + i, loopback, i})
+		workers := func(flag string, base, at int) {
+			uses = append(uses, settings.PortUse{Flag: flag, Base: base, Port: base + at, Host: loopback, Worker: i})
+		}
+		workers("--base-worker-port", c.BaseWorkerPort, i)
 		for at := i * c.Ranks(); at < (i+1)*c.Ranks(); at++ {
 			if c.KVEvents() {
-				uses = append(uses,
-					portUse{"--base-kv-events-port", c.BaseKVEventsPort, c.BaseKVEventsPort + at, loopback, i},
-					portUse{"--base-kv-replay-port", c.BaseKVReplayPort, c.BaseKVReplayPort + at, loopback, i},
-				)
+				workers("--base-kv-events-port", c.BaseKVEventsPort, at)
+				workers("--base-kv-replay-port", c.BaseKVReplayPort, at)
 			}
-			uses = append(uses, portUse{"--base-metrics-port", c.BaseMetricsPort, c.BaseMetricsPort + at, loopback, i})
+			workers("--base-metrics-port", c.BaseMetricsPort, at)
 			if c.nixl() {
-				uses = append(uses, portUse{"--base-nixl-port", c.BaseNIXLPort, c.BaseNIXLPort + at, loopback, i})
+				workers("--base-nixl-port", c.BaseNIXLPort, at)
 			}
 		}
 	}
 	return uses
-}
-
-func (c *Config) checkPortNumbers() error {
-	owner := map[int]portUse{}
-	for _, p := range c.ports() {
-		if p.base < 1 || p.port > 65535 {
-			return fmt.Errorf("%s: ports go from 1 to 65535", p)
-		}
-		if other, taken := owner[p.port]; taken {
-			return fmt.Errorf("%s and %s both mean port %d; move one of them", other, p, p.port)
-		}
-		owner[p.port] = p
-	}
-	return nil
-}
-
-// CheckPorts tells whether every port that will be listened on is free now. The
-// error names the flag and the port.
-func CheckPorts(cfg Config) error {
-	for _, p := range cfg.ports() {
-		listener, err := net.Listen("tcp", net.JoinHostPort(p.host, strconv.Itoa(p.port)))
-		if err != nil {
-			return fmt.Errorf("%s: port %d cannot be used (%w); end what holds it or give another %s", p, p.port, rootCause(err), p.flag)
-		}
-		if err := listener.Close(); err != nil {
-			return fmt.Errorf("%s: port %d: %w", p, p.port, err)
-		}
-	}
-	return nil
-}
-
-// rootCause drops the address that net repeats around a system error.
-func rootCause(err error) error {
-	var system *os.SyscallError
-	if errors.As(err, &system) {
-		return system.Err
-	}
-	return err
 }

@@ -23,6 +23,7 @@ import (
 	"kvrouter/internal/settings"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/tokens"
+	"kvrouter/internal/web"
 	"kvrouter/internal/workers"
 )
 
@@ -64,7 +65,7 @@ func TestDefaultsOnACPUMachine(t *testing.T) {
 		StartupTimeout: 10 * time.Minute, RestartBackoffMax: 30 * time.Second,
 		Host: "127.0.0.1", HTTPPort: 8000, RouterPort: 7000, BaseWorkerPort: 8100, BaseKVEventsPort: 5557, BaseKVReplayPort: 5757, BaseMetricsPort: 5657, BaseNIXLPort: 5600,
 		Policy: "work", TokenTimeout: 2 * time.Second, TokenCacheTokens: tokens.DefaultTokenCache, CollectUsage: true, Routing: router.DefaultSettings(), Scoring: policy.DefaultSettings(), Index: router.DefaultIndexSettings(), Disagg: proxy.DefaultSettings(),
-		MaxBodyBytes: 64 << 20, RequestTimeout: 30 * time.Minute, DrainTimeout: 30 * time.Second,
+		MaxBodyBytes: 64 << 20, RequestTimeout: 30 * time.Minute, Web: web.Settings{RouterHost: "127.0.0.1"}, DrainDelay: 5 * time.Second, DrainTimeout: 30 * time.Second,
 		LogLevel: "info", LogFormat: "text", Cores: 8, Replica: replica.Settings{ReplicaSyncPort: 7100}, Mock: mocker.DefaultSettings(),
 	}
 	if diff := cmp.Diff(want, cfg); diff != "" {
@@ -416,20 +417,20 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 	}
 }
 
-func TestCheckPortsNamesTheFlagOfATakenPort(t *testing.T) {
+func TestTakenPortIsToldWithItsFlag(t *testing.T) {
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer func() { _ = listener.Close() }()
 	port := listener.Addr().(*net.TCPAddr).Port
-	cfg := Config{Engine: EngineNone, Host: "127.0.0.1", RouterPort: port}
-	err = CheckPorts(cfg)
+	cfg := Config{Engine: EngineNone, Host: "127.0.0.1", Web: web.Settings{RouterHost: "127.0.0.1"}, RouterPort: port}
+	err = settings.CheckPortsFree(cfg.ports())
 	if err == nil || !strings.Contains(err.Error(), fmt.Sprintf("--router-port %d", port)) || !strings.Contains(err.Error(), "address already in use") {
-		t.Errorf("CheckPorts: %v", err)
+		t.Errorf("a taken port: %v", err)
 	}
 	cfg.RouterPort = 0
-	if err := CheckPorts(cfg); err != nil {
+	if err := settings.CheckPortsFree(cfg.ports()); err != nil {
 		t.Errorf("any port: %v", err)
 	}
 }

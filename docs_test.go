@@ -4,6 +4,7 @@ import (
 	"flag"
 	"fmt"
 	"os"
+	"reflect"
 	"regexp"
 	"slices"
 	"strings"
@@ -87,6 +88,8 @@ func flagSpelling(flag *kong.Flag) string {
 // flagDefault is how the page writes a flag's default.
 func flagDefault(flag *kong.Flag) string {
 	switch {
+	case flag.Target.Kind() == reflect.Pointer && flag.Default == "":
+		return "—"
 	case flag.IsBool() && flag.Default == "true":
 		return "on"
 	case flag.IsBool():
@@ -168,7 +171,7 @@ func TestEveryFlagIsInATableWithItsDefault(t *testing.T) {
 		if flag.Tag.Negatable != "" {
 			want.negatable = "[no-]"
 		}
-		if flag.IsBool() {
+		if flag.IsBool() && flag.Target.Kind() != reflect.Pointer {
 			want.value = map[string]string{"true": "on", "false": "off", "": "off"}[flag.Default]
 		}
 		if want.value == "" {

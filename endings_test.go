@@ -198,6 +198,7 @@ func TestEveryEndOfAReservationIsToldOnce(t *testing.T) {
 			for _, call := range append([]string{`POST /select_and_reserve {"selection_id":"a","token_ids":[1]}`}, c.calls...) {
 				parts := append(strings.SplitN(call, " ", 3), "")
 				request, _ := http.NewRequestWithContext(t.Context(), parts[0], h.selection.URL+parts[1], strings.NewReader(parts[2]))
+				request.Header.Set("Content-Type", "application/json")
 				response, err := h.selection.Client().Do(request)
 				if err != nil {
 					t.Fatal(err)

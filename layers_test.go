@@ -21,7 +21,8 @@ var layers = []map[string]string{
 		"logs": "",
 	},
 	{ // knowing
-		"hints": "jsonbody kv", "radix": "kv table blockpool", "engine": "kv blockpool", "tokens": "jsonbody",
+		"hints": "jsonbody kv", "radix": "blockpool kv table", "engine": "blockpool kv",
+		"tokens": "jsonbody", "keys": "web",
 	},
 	{ // judging, hearing
 		"policy": "hints jsonlines kv settings", "events": "guard kv radix zmq",

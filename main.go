@@ -5,14 +5,13 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
-	"net/http"
 	"os"
 	"os/signal"
+	"reflect"
 	"runtime/debug"
-	"strconv"
 	"strings"
 	"syscall"
+	"time"
 
 	"golang.org/x/sync/errgroup"
 
@@ -51,54 +50,70 @@ func version() string {
 // serve runs the router until it is told to stop, and returns when all it
 // started has ended.
 func serve(config Config) error {
-	var level slog.LevelVar
-	_ = level.UnmarshalText([]byte(config.LogLevel)) // an enum
-	log := logs.New(os.Stderr, &level, config.LogFormat)
+	level := new(slog.LevelVar)
+	level.Set(logLevel(config))
+	log := logs.New(os.Stderr, level, config.LogFormat)
 	slog.SetDefault(log)
 	settings.LimitMemory(os.Getenv, log)
-	if err := CheckPorts(config); err != nil {
+	if err := settings.CheckPortsFree(config.ports()); err != nil {
 		return err
 	}
-	signals, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
-	defer stop()
-	app, err := build(signals, config, log)
+	ctx := untilSignal()
+	reloads := make(chan os.Signal, 1)
+	signal.Notify(reloads, syscall.SIGHUP)
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE) // a log that nobody reads is no reason to end
+	app, err := build(ctx, config, log)
 	if err != nil {
 		return err
 	}
-	return app.run(signals)
+	app.level, app.reread = level, func() (Config, error) {
+		fresh, _, err := ParseConfig(os.Args[1:])
+		return fresh, err
+	}
+	go app.reloadOn(ctx, reloads)
+	return app.run(ctx)
 }
 
-// run serves both ports and the fleet until ctx is done, then drains: no new
-// request is taken, those that run may finish for --drain-timeout, then the
-// workers end.
+// errInterrupted is the cause of an end by SIGINT: by a person, not by a balancer's
+// rolling update.
+var errInterrupted = errors.New("interrupted")
+
+// untilSignal returns a context that ends with SIGTERM or SIGINT. From then on a
+// second one ends the process at once.
+func untilSignal() context.Context {
+	ctx, end := context.WithCancelCause(context.Background())
+	signals := make(chan os.Signal, 1)
+	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM)
+	go func() { // until the first signal
+		first := <-signals
+		signal.Reset(syscall.SIGINT, syscall.SIGTERM)
+		if first == syscall.SIGINT {
+			end(errInterrupted)
+		}
+		end(nil)
+	}()
+	return ctx
+}
+
+// run serves both ports and the fleet until ctx is done, then drains.
 func (r *app) run(ctx context.Context) error {
 	if r.replicas != nil {
 		defer r.replicas.Close() // where Run below is not reached
 	}
-	openAI := web.NewServer(r.api.Handler())
-	selection := web.NewServer(r.selection.Handler())
-	openAIPort, err := listen(r.config.Host, r.config.HTTPPort, "--http-port")
+	openAI, err := web.Listen(r.config.Host, r.config.HTTPPort, "--http-port", r.certificates.Config(), r.api.Handler())
 	if err != nil {
 		return err
 	}
-	selectionPort, err := listen(r.config.Host, r.config.RouterPort, "--router-port")
+	selection, err := web.Listen(r.config.Web.RouterHost, r.config.RouterPort, "--router-port", r.certificates.Config(), r.selection.Handler())
 	if err != nil {
-		openAIPort.Close()
+		openAI.Close()
 		return err
 	}
 	fleet, stopFleet := context.WithCancel(context.Background())
 	defer stopFleet()
 	group, failed := errgroup.WithContext(ctx)
-	serveOn := func(server *http.Server, port net.Listener) {
-		group.Go(func() error {
-			if err := server.Serve(port); !errors.Is(err, http.ErrServerClosed) {
-				return err
-			}
-			return nil
-		})
-	}
-	serveOn(openAI, openAIPort)
-	serveOn(selection, selectionPort)
+	group.Go(openAI.Serve)
+	group.Go(selection.Serve)
 	if r.replicas != nil {
 		group.Go(func() error {
 			r.replicas.Run(fleet)
@@ -119,19 +134,14 @@ func (r *app) run(ctx context.Context) error {
 		r.tokens.KeepComparing(failed, r.peers)
 		return nil
 	})
-	r.log.Info("listening", "openai", "http://"+openAIPort.Addr().String()+"/v1", "router", "http://"+selectionPort.Addr().String(), "policy", r.config.Policy)
+	r.log.Info("listening", "openai", openAI.URL()+"/v1", "router", selection.URL(), "policy", r.config.Policy)
 	group.Go(func() error {
 		<-failed.Done()
-		signal.Reset(syscall.SIGINT, syscall.SIGTERM) // a second signal ends at once
-		r.api.Drain()
-		r.log.Info("draining: running requests may finish; a second signal ends at once", "limit", r.config.DrainTimeout)
-		limit, cancel := context.WithTimeout(context.Background(), r.config.DrainTimeout)
-		defer cancel()
-		if err := openAI.Shutdown(limit); err != nil {
-			r.log.Warn("requests were still running at the end of --drain-timeout", "error", err)
-			openAI.Close()
+		delay := r.config.DrainDelay
+		if ctx.Err() == nil || errors.Is(context.Cause(ctx), errInterrupted) {
+			delay = 0 // nobody is to turn away
 		}
-		selection.Close()
+		r.drain(delay, openAI, selection)
 		stopFleet()
 		return nil
 	})
@@ -143,11 +153,81 @@ func (r *app) run(ctx context.Context) error {
 	return err
 }
 
-// listen opens a TCP port; flag names where its number came from.
-func listen(host string, port int, flag string) (net.Listener, error) {
-	l, err := net.Listen("tcp", net.JoinHostPort(host, strconv.Itoa(port)))
-	if err != nil {
-		return nil, fmt.Errorf("%s %d: %w: free the port or choose another", flag, port, err)
+// selectionEnd is how long requests of the router port may take to finish after
+// those of the OpenAI port have.
+const selectionEnd = 2 * time.Second
+
+// drain ends both ports: they are not ready but serve for delay, then take no new
+// connection, and requests may finish for --drain-timeout. Started workers live on.
+func (r *app) drain(delay time.Duration, openAI, selection *web.Port) {
+	r.api.Drain()
+	r.selection.Drain()
+	openAI.Leave()
+	selection.Leave()
+	if delay > 0 {
+		r.log.Info("not ready any more, but serving; a second signal ends at once", "drain_delay", delay)
+		time.Sleep(delay)
 	}
-	return l, nil
+	r.log.Info("draining: running requests may finish; a second signal ends at once", "limit", r.config.DrainTimeout)
+	if !openAI.Drain(r.config.DrainTimeout) {
+		r.log.Warn("requests were still running at the end of --drain-timeout: they were cut")
+	}
+	selection.Drain(selectionEnd)
+}
+
+// readSecrets reads the files of keys and of TLS anew, both or neither, and returns
+// the number of keys.
+func (r *app) readSecrets() (keys int, err error) {
+	useKeys, err := r.api.keys.Read()
+	if err != nil {
+		return 0, err
+	}
+	useCertificates, err := r.certificates.Read()
+	if err != nil {
+		return 0, err
+	}
+	useCertificates()
+	return useKeys(), nil
+}
+
+// reloadOn reloads with every signal until ctx is done.
+func (r *app) reloadOn(ctx context.Context, signals <-chan os.Signal) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-signals:
+			r.reload()
+		}
+	}
+}
+
+// reload takes over what can change while the router runs: keys, certificates, the
+// log level, and the busy thresholds where the settings have other ones than
+// before. On an error all stays as it was.
+func (r *app) reload() {
+	fresh, err := r.reread()
+	var keys int
+	if err == nil {
+		keys, err = r.readSecrets()
+	}
+	if err != nil {
+		r.log.Error("SIGHUP: nothing is reloaded, all stays as it was", "error", err)
+		return
+	}
+	if now := fresh.Routing.BusyThresholds; !reflect.DeepEqual(now, r.thresholds) {
+		r.router.SetBusyThresholds(now)
+		r.thresholds = now
+	}
+	if r.level != nil {
+		r.level.Set(logLevel(fresh))
+	}
+	r.log.Info("SIGHUP: reloaded keys, TLS files, log level and busy thresholds; other settings want a restart",
+		"api_keys", keys, "tls", r.certificates != nil, "log_level", fresh.LogLevel, "busy_thresholds", fresh.Routing.BusyThresholds.Set())
+}
+
+// logLevel is --log-level, whose values are checked by then.
+func logLevel(config Config) (level slog.Level) {
+	_ = level.UnmarshalText([]byte(config.LogLevel))
+	return level
 }

@@ -110,6 +110,10 @@ func TestMetricsPage(t *testing.T) {
 			return found["kvrouter_worker_running_requests"] != "" && found["kvrouter_kv_event_lag_seconds"] != ""
 		})
 	})
+	t.Run("keys", func(t *testing.T) {
+		s := startMockSite(t, 1, keysFile(t, "- {name: a, key: key-a, limits: {requests-per-second: 1, concurrent-requests: 1, prompt-tokens-per-minute: 1}}"))
+		look(s)
+	})
 	t.Run("work, workers that fail", func(t *testing.T) {
 		s := startMockSite(t, 2, "--mock-error-rate=1")
 		for _, content := range []string{`"Hi"`, `[{"type":"image_url","image_url":{"url":"data:,"}}]`} { // the latter cannot be rendered here

@@ -232,7 +232,7 @@ func TestMockFaultsHitTheNamedWorker(t *testing.T) {
 func TestMockWorkerCanBeAttached(t *testing.T) {
 	s := startMockSite(t, 1)
 	ports := testkit.FreePorts(t, 2)
-	config, _, err := ParseConfig([]string{"--engine=none", "--worker", "url=" + s.workerURL(0), fmt.Sprintf("--http-port=%d", ports), fmt.Sprintf("--router-port=%d", ports+1)})
+	config, _, err := ParseConfig([]string{"--engine=none", "--drain-delay=0s", "--worker", "url=" + s.workerURL(0), fmt.Sprintf("--http-port=%d", ports), fmt.Sprintf("--router-port=%d", ports+1)})
 	if err != nil {
 		t.Fatal(err)
 	}

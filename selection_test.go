@@ -318,6 +318,7 @@ func TestReservationsWaitWhileAllWorkersHaveEnoughToDo(t *testing.T) {
 	go func() {
 		request, err := http.NewRequestWithContext(ctx, "POST", s.selection+"/select_and_reserve", strings.NewReader(`{"model_name":"m","token_ids":[1,2,3,4],"selection_id":"d"}`))
 		if err == nil {
+			request.Header.Set("Content-Type", "application/json")
 			_, err = http.DefaultClient.Do(request)
 		}
 		gone <- err

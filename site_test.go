@@ -106,7 +106,7 @@ func startProgram(t *testing.T, port int, env []string, args ...string) *site {
 	if err != nil {
 		t.Fatal(err)
 	}
-	all := []string{"--log-level=debug", "--seed=1", fmt.Sprintf("--http-port=%d", port), fmt.Sprintf("--router-port=%d", port+1)}
+	all := []string{"--log-level=debug", "--seed=1", "--drain-delay=0s", fmt.Sprintf("--http-port=%d", port), fmt.Sprintf("--router-port=%d", port+1)}
 	s := &site{
 		t:         t,
 		command:   exec.Command(path, append(all, args...)...),
@@ -404,7 +404,7 @@ func startApp(t testing.TB, ports int, args ...string) *mockSite {
 // end may be called again.
 func runApp(t testing.TB, log io.Writer, args ...string) (r *app, end func() error) {
 	t.Helper()
-	config, _, err := ParseConfig(args)
+	config, _, err := ParseConfig(append([]string{"--drain-delay=0s"}, args...))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -645,6 +645,7 @@ func (c *churn) register(ctx context.Context) {
 			url, method, body, want = fmt.Sprintf("%s/%d", url, churnFarmID+i), http.MethodDelete, "", http.StatusOK
 		}
 		request, _ := http.NewRequest(method, url, strings.NewReader(body))
+		request.Header.Set("Content-Type", "application/json")
 		response, err := http.DefaultClient.Do(request)
 		if err != nil {
 			c.fail("%s %s: %v", method, url, err)

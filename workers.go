@@ -140,7 +140,7 @@ func (c *Config) mockSettings() mocker.Settings {
 
 func (c *Config) selectionSettings() selection.Settings {
 	return selection.Settings{
-		APIKey: c.RouterAPIKey, ServedModelName: c.ServedModelName, BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
+		Host: c.Web.RouterHost, APIKey: c.RouterAPIKey, ServedModelName: c.ServedModelName, BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
 		TrackPrefillTokens: c.Routing.RouterTrackPrefillTokens, CountsPasses: c.Routing.RouterQueueThreshold != nil,
 	}
 }

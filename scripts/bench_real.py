@@ -271,7 +271,7 @@ class Router:
 
     def __enter__(self):
         self.log = open(self.log_path, "w")
-        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}  # has POST /reset_prefix_cache
+        environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "KVROUTER_DRAIN_DELAY": "0s"}  # the first has POST /reset_prefix_cache
         self.process = subprocess.Popen(self.command, cwd=ROOT, stdout=self.log, stderr=self.log, env=environment, start_new_session=True)
         try:
             self.workers = self.wait_until_ready()

@@ -45,6 +45,13 @@ type Hints struct {
 	Prefix         Prefix
 }
 
+// Untrusted returns h without what goes at others' cost: to come before them, and
+// to name the worker.
+func (h Hints) Untrusted() Hints {
+	h.Pinned, h.PinnedPrefill, h.Whole, h.PriorityJump, h.StrictPriority = nil, nil, false, 0, 0
+	return h
+}
+
 // Error says which hint makes no sense, and what it must be.
 type Error struct {
 	Param string // field or header

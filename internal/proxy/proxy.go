@@ -47,6 +47,7 @@ type Upstream struct {
 	Header     http.Header
 	Head, Body []byte // the body in two parts, so that adding to its beginning copies nothing
 	HideUsage  bool   // usage was asked for by the router: keep it from the client
+	Silent     bool   // the client is not told what was decided
 	EndMarked  bool   // its stream is whole only with an event that says so
 	// CachedTokensMislead says that the answer's cached tokens do not describe the cache:
 	// the request has several prompts, or asks for the logprobs of its own tokens,
@@ -294,11 +295,15 @@ func writeHead(w http.ResponseWriter, response *http.Response, u Upstream, x *Ex
 	web.DropHopByHop(response.Header)
 	header := w.Header()
 	maps.Copy(header, response.Header)
-	header.Set(web.HeaderWorker, x.Worker)
-	header.Set(web.HeaderOverlap, strconv.Itoa(x.Decision.OverlapTokens))
+	told := header
+	if u.Silent {
+		told = http.Header{}
+	}
+	told.Set(web.HeaderWorker, x.Worker)
+	told.Set(web.HeaderOverlap, strconv.Itoa(x.Decision.OverlapTokens))
 	header.Set(web.HeaderRequest, u.RequestID)
 	if x.Shared != nil {
-		x.Shared.begin(header)
+		x.Shared.begin(told)
 	}
 	x.Status = response.StatusCode
 	w.WriteHeader(response.StatusCode)
@@ -408,7 +413,11 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 			if !u.HideUsage && len(events.pending) > 0 {
 				fmt.Fprint(w, "\n\n") // ends the event that broke off
 			}
-			fmt.Fprintf(w, "data: %s\n\n", web.ErrorJSON(http.StatusBadGateway, "server_error", "", fmt.Sprintf("worker %d failed while it was answering", worker)))
+			status, why := http.StatusBadGateway, fmt.Sprintf("worker %d failed while it was answering", worker)
+			if errors.Is(err, web.ErrStopped) {
+				status, why = http.StatusServiceUnavailable, web.ErrStopped.Error()
+			}
+			fmt.Fprintf(w, "data: %s\n\n", web.ErrorJSON(status, web.ErrorType(status), "", why))
 			flush.Flush()
 			return errors.Join(ErrAnswered, &workerError{worker, err})
 		}

@@ -68,6 +68,14 @@ func (r *Router) ChangeBusyThresholds(change BusyThresholds) BusyThresholds {
 	return *t
 }
 
+// SetBusyThresholds sets all thresholds: those that are nil are taken away.
+func (r *Router) SetBusyThresholds(t BusyThresholds) {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	r.Knobs.BusyThresholds = t
+	r.drain(r.Now())
+}
+
 // BusyThresholds returns the thresholds.
 func (r *Router) BusyThresholds() BusyThresholds {
 	r.Mu.Lock()

@@ -37,7 +37,9 @@ func newFinder(t *testing.T, router *router.Router) (s *Service, ask func(path, 
 	handler := s.Handler()
 	return s, func(path, body string) (int, gjson.Result) {
 		w := httptest.NewRecorder()
-		handler.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodPost, path, strings.NewReader(body)))
+		request := httptest.NewRequestWithContext(t.Context(), http.MethodPost, path, strings.NewReader(body))
+		request.Header.Set("Content-Type", "application/json")
+		handler.ServeHTTP(w, request)
 		return w.Code, gjson.Parse(w.Body.String())
 	}
 }

@@ -13,6 +13,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/gin-gonic/gin"
@@ -50,6 +51,7 @@ type Service struct {
 	pending   *pendingSelections
 	decisions openDecisions
 	dumps     chan struct{} // holds a token for each dump that is being written
+	draining  atomic.Bool
 
 	changing   sync.Mutex // held while a worker is changed
 	mu         sync.Mutex // guards all below
@@ -59,6 +61,7 @@ type Service struct {
 
 // Settings are the settings of the router port.
 type Settings struct {
+	Host               string   // address that it listens on; empty: not known
 	APIKey             []string // bearer keys that it asks for; none: no key
 	ServedModelName    string   // empty: what the workers say
 	BlockSize          int      // tokens
@@ -82,7 +85,7 @@ func (s *Service) Handler() http.Handler {
 	engine.NoRoute(func(c *gin.Context) { plainError(c, http.StatusNotFound, "route not found") })
 	engine.NoMethod(func(c *gin.Context) { plainError(c, http.StatusMethodNotAllowed, "method not allowed") })
 	engine.GET("/health", statusOK)
-	guarded := engine.Group("/", web.RequireKey(s.settings.APIKey, plainError))
+	guarded := engine.Group("/", Guards(s.settings.Host, s.settings.APIKey, "missing or unknown API key", plainError)...)
 	guarded.GET("/ready", s.ready)
 	guarded.GET("/workers", s.listWorkers)
 	guarded.POST("/workers", s.addWorker)
@@ -105,6 +108,17 @@ func (s *Service) Handler() http.Handler {
 	guarded.GET("/events", s.events)
 	return engine
 }
+
+// Guards are what a request must pass that changes or tells how is routed: no page
+// of another site sent it, it has one of the keys, if there are any, and its body
+// says that it is JSON. host is the port's address, whose begins the refusal
+// without a key; fail writes refusals.
+func Guards(host string, keys []string, whose string, fail func(*gin.Context, int, string)) []gin.HandlerFunc {
+	return []gin.HandlerFunc{web.OwnPages(host, len(keys) > 0, fail), web.RequireKey(keys, whose, fail), web.WantJSON(fail)}
+}
+
+// Drain makes /ready fail, so that balancers in front send no more requests.
+func (s *Service) Drain() { s.draining.Store(true) }
 
 // plainError answers with the error shape of the router port.
 func plainError(c *gin.Context, status int, message string) {
@@ -317,10 +331,10 @@ func (s *Service) ready(c *gin.Context) {
 		}
 	}
 	status := http.StatusOK
-	if n == 0 {
+	if n == 0 || s.draining.Load() {
 		status = http.StatusServiceUnavailable
 	}
-	c.JSON(status, gin.H{"ready": n > 0, "schedulable_workers": n, "workers": records})
+	c.JSON(status, gin.H{"ready": status == http.StatusOK, "schedulable_workers": n, "workers": records})
 }
 
 // findBestWorker chooses a worker for a client that forwards its request

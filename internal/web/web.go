@@ -1,13 +1,17 @@
-// Package web holds what both HTTP ports share: limits, bodies, API keys, header
-// names and OpenAI's shape of an error.
+// Package web holds what both HTTP ports share: how they listen and end, TLS,
+// limits, bodies, API keys, header names and OpenAI's shape of an error.
 package web
 
 import (
+	"bytes"
+	"context"
 	"crypto/rand"
+	"crypto/sha256"
 	"crypto/subtle"
 	"encoding/hex"
 	"encoding/json"
 	"io"
+	stdlog "log"
 	"log/slog"
 	"net/http"
 	"runtime/debug"
@@ -70,9 +74,24 @@ func NewEngine(log *slog.Logger) *gin.Engine {
 	return engine
 }
 
+// serverLog is the log of an HTTP server. That a client breaks off its handshake
+// is no news: whoever looks whether a port is open does so.
+type serverLog struct{ log *slog.Logger }
+
+// Write logs one line.
+func (l serverLog) Write(line []byte) (int, error) {
+	level := slog.LevelWarn
+	if bytes.HasPrefix(line, []byte("http: TLS handshake error")) {
+		level = slog.LevelDebug
+	}
+	l.log.Log(context.Background(), level, string(bytes.TrimSpace(line)))
+	return len(line), nil
+}
+
 // NewServer returns an HTTP server with the limits of both ports.
 func NewServer(handler http.Handler) *http.Server {
 	return &http.Server{
+		ErrorLog:          stdlog.New(serverLog{slog.Default()}, "", 0),
 		Handler:           handler,
 		ReadHeaderTimeout: HeaderTimeout,
 		IdleTimeout:       keepAlive,
@@ -80,20 +99,32 @@ func NewServer(handler http.Handler) *http.Server {
 	}
 }
 
+// Bearer returns the key that a request shows; empty: none.
+func Bearer(r *http.Request) string {
+	given, _ := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
+	return given
+}
+
 // RequireKey refuses requests without one of the bearer keys; with no keys it
-// lets every request pass. fail writes the refusal.
-func RequireKey(keys []string, fail func(*gin.Context, int, string)) gin.HandlerFunc {
+// lets every request pass. whose begins the refusal, which fail writes. Hashes are
+// compared, so that the time tells nothing of a key, not its length either.
+func RequireKey(keys []string, whose string, fail func(*gin.Context, int, string)) gin.HandlerFunc {
+	sums := make([][sha256.Size]byte, len(keys))
+	for i, key := range keys {
+		sums[i] = sha256.Sum256([]byte(key))
+	}
 	return func(c *gin.Context) {
-		if len(keys) == 0 {
+		if len(sums) == 0 {
 			return
 		}
-		given, _ := strings.CutPrefix(c.GetHeader("Authorization"), "Bearer ")
-		for _, key := range keys {
-			if subtle.ConstantTimeCompare([]byte(given), []byte(key)) == 1 {
-				return
-			}
+		given, known := sha256.Sum256([]byte(Bearer(c.Request))), 0
+		for i := range sums {
+			known |= subtle.ConstantTimeCompare(given[:], sums[i][:])
 		}
-		fail(c, http.StatusUnauthorized, "missing or unknown API key: send it as Authorization: Bearer KEY")
+		if known == 1 {
+			return
+		}
+		fail(c, http.StatusUnauthorized, whose+": send it as Authorization: Bearer KEY")
 		c.Abort()
 	}
 }
@@ -112,7 +143,9 @@ func ErrorType(status int) string {
 		return "permission_error"
 	case http.StatusNotFound:
 		return "NotFoundError"
-	case http.StatusServiceUnavailable, http.StatusTooManyRequests, StatusOverloaded:
+	case http.StatusTooManyRequests:
+		return "rate_limit_exceeded"
+	case http.StatusServiceUnavailable, StatusOverloaded:
 		return "service_unavailable"
 	}
 	if status < 500 {

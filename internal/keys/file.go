@@ -1,0 +1,176 @@
+package keys
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"maps"
+	"math"
+	"regexp"
+	"slices"
+	"strings"
+
+	"github.com/goccy/go-yaml"
+)
+
+// entry is one key of the file.
+type entry struct {
+	name   string
+	sum    [sha256.Size]byte // of the key
+	limits limits
+	salt   bool
+	trust  *bool // nil: as the flags say
+}
+
+const (
+	// mostKeys is how many keys a file may have.
+	mostKeys = 10_000
+	// mostOf bounds a limit's number.
+	mostOf = 1 << 31
+)
+
+// nameForm is that of a name, which becomes a metric's label.
+var nameForm = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$`)
+
+// place is the line and column that begin an error of the YAML library. The rest of
+// such an error may show a key.
+var place = regexp.MustCompile(`^\[(\d+):\d+\]`)
+
+// parse reads a file of keys. Its errors say which entry is meant and never show a
+// key.
+func parse(text []byte) (entries []entry, err error) {
+	defer func() {
+		if recover() != nil { // the library's text might show a key
+			entries, err = nil, errors.New("it is not YAML")
+		}
+	}()
+	var list []map[string]any
+	if err := yaml.Unmarshal(text, &list); err != nil {
+		at := ""
+		if found := place.FindStringSubmatch(yaml.FormatError(err, false, false)); found != nil {
+			at = "line " + found[1] + ": "
+		}
+		return nil, errors.New(at + "it is not a YAML list of keys with their names and values")
+	}
+	if len(list) > mostKeys {
+		return nil, fmt.Errorf("it has %d keys; at most %d are allowed", len(list), mostKeys)
+	}
+	names, sums := map[string]int{}, map[[sha256.Size]byte]int{}
+	for i, fields := range list {
+		e, err := parseEntry(fields)
+		if err != nil {
+			return nil, fmt.Errorf("entry %d: %w", i+1, err)
+		}
+		if other := names[e.name]; other > 0 {
+			return nil, fmt.Errorf("entry %d: entry %d has the name %s, too", i+1, other, e.name)
+		}
+		if other := sums[e.sum]; other > 0 {
+			return nil, fmt.Errorf("entry %d (%s): entry %d has the same key", i+1, e.name, other)
+		}
+		names[e.name], sums[e.sum] = i+1, i+1
+		entries = append(entries, e)
+	}
+	return entries, nil
+}
+
+// parseEntry reads one key.
+func parseEntry(fields map[string]any) (e entry, err error) {
+	var ok, keyed bool
+	if e.name, ok = fields["name"].(string); !ok || !nameForm.MatchString(e.name) || strings.HasPrefix(e.name, givenPrefix) {
+		return e, fmt.Errorf("name: want up to 64 letters, digits, dots, dashes and underscores, not beginning with %s", givenPrefix)
+	}
+	for _, field := range slices.Sorted(maps.Keys(fields)) {
+		value, bad := fields[field], ""
+		switch field {
+		case "name":
+		case "key":
+			key, ok := value.(string)
+			if !ok || key == "" || strings.ContainsFunc(key, func(r rune) bool { return r <= ' ' || r > '~' }) {
+				bad = "want a text in quotes, of printable characters without spaces"
+			}
+			e.sum, keyed = sha256.Sum256([]byte(key)), true
+		case "key-sha256":
+			text, _ := value.(string)
+			sum, err := hex.DecodeString(text)
+			if err != nil || len(sum) != sha256.Size || fields["key"] != nil {
+				bad = "want the key's SHA-256 as 64 hexadecimal digits in quotes, and no key beside it"
+			}
+			keyed = copy(e.sum[:], sum) == sha256.Size
+		case "salt":
+			if e.salt, ok = value.(bool); !ok {
+				bad = "want true or false"
+			}
+		case "trust-hints":
+			trust, ok := value.(bool)
+			if e.trust = &trust; !ok {
+				bad = "want true or false"
+			}
+		case "limits":
+			given, ok := value.(map[string]any)
+			if !ok {
+				bad = "want a map of limits"
+			} else if e.limits, err = parseLimits(given); err != nil {
+				bad = err.Error()
+			}
+		default:
+			return e, fmt.Errorf("%s: it has an unknown field; known are name, key, key-sha256, limits, salt and trust-hints", e.name) // which may be a key
+		}
+		if bad != "" {
+			return e, fmt.Errorf("%s: %s: %s", e.name, field, bad)
+		}
+	}
+	if !keyed {
+		return e, fmt.Errorf("%s: it has neither key nor key-sha256", e.name)
+	}
+	return e, nil
+}
+
+// parseLimits reads the limits of one key.
+func parseLimits(given map[string]any) (l limits, err error) {
+	for _, field := range slices.Sorted(maps.Keys(given)) {
+		n, ok := number(given[field])
+		whole := n == math.Trunc(n)
+		switch field {
+		case "requests-per-second":
+			l.requests, whole = n, true
+		case "burst":
+			l.burst = int(n)
+		case "concurrent-requests":
+			l.concurrent = int(n)
+		case "prompt-tokens-per-minute":
+			l.promptTokens = int(n)
+		default:
+			return l, errors.New("an unknown one; known are requests-per-second, burst, concurrent-requests and prompt-tokens-per-minute")
+		}
+		if !ok || !whole {
+			return l, fmt.Errorf("%s: want a number above 0 and up to %d, without a fraction except in requests-per-second", field, int64(mostOf))
+		}
+	}
+	switch {
+	case l.requests == 0 && l.burst > 0:
+		return l, errors.New("burst: it goes with requests-per-second")
+	case l.requests > 0 && l.burst == 0:
+		l.burst = max(1, int(math.Ceil(l.requests)))
+	}
+	return l, nil
+}
+
+// number reads a number above 0 that is no larger than mostOf; else it is 0 and
+// not ok.
+func number(value any) (n float64, ok bool) {
+	switch v := value.(type) {
+	case uint64:
+		n = float64(v)
+	case int64:
+		n = float64(v)
+	case int:
+		n = float64(v)
+	case float64:
+		n = v
+	}
+	if !(n > 0 && n <= mostOf) {
+		return 0, false
+	}
+	return n, true
+}

@@ -1,0 +1,107 @@
+package keys
+
+import (
+	"crypto/sha256"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+// secret is a key that no error may show.
+const secret = "sk-top-secret"
+
+// sumText is a key's SHA-256 as a file has it.
+func sumText(key string) string { return fmt.Sprintf("%x", sha256.Sum256([]byte(key))) }
+
+func TestFileOfKeys(t *testing.T) {
+	yes, no := true, false
+	entries, err := parse([]byte(`
+- name: team-a
+  key: "` + secret + `"
+  limits: {requests-per-second: 0.5, concurrent-requests: 8, prompt-tokens-per-minute: 100000}
+- name: team.b_2
+  key-sha256: "` + strings.ToUpper(sumText("b")) + `"
+  limits:
+    requests-per-second: 10
+    burst: 20
+  salt: true
+  trust-hints: true
+- {name: c, key: cc, limits: {}, salt: false, trust-hints: false}
+`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := []entry{
+		{name: "team-a", sum: sha256.Sum256([]byte(secret)), limits: limits{requests: .5, burst: 1, concurrent: 8, promptTokens: 100000}},
+		{name: "team.b_2", sum: sha256.Sum256([]byte("b")), limits: limits{requests: 10, burst: 20}, salt: true, trust: &yes},
+		{name: "c", sum: sha256.Sum256([]byte("cc")), trust: &no},
+	}
+	if diff := cmp.Diff(want, entries, cmp.AllowUnexported(entry{}, limits{})); diff != "" {
+		t.Error(diff)
+	}
+	if entries, err := parse(nil); err != nil || len(entries) != 0 {
+		t.Errorf("an empty file: %v, %v", entries, err)
+	}
+}
+
+func TestFileOfKeysThatIsWrong(t *testing.T) {
+	one := "- name: a\n  key: " + secret + "\n"
+	for name, test := range map[string]struct{ text, want string }{
+		"no list":              {"name: a\nkey: " + secret, "not a YAML list"},
+		"a list of keys":       {"- " + secret, "not a YAML list"},
+		"no YAML":              {"- name: [" + secret, "not a YAML list"},
+		"a key twice":          {one + "- name: b\n  key-sha256: " + `"` + sumText(secret) + `"`, "entry 2 (b): entry 1 has the same key"},
+		"a name twice":         {one + "- name: a\n  key: other", "entry 2: entry 1 has the name a"},
+		"no name":              {"- key: " + secret, "entry 1: name: want"},
+		"a name with a space":  {"- name: a b\n  key: " + secret, "name: want"},
+		"a name of a flag's":   {"- name: api-key-1\n  key: " + secret, "name: want"},
+		"a name that is long":  {"- name: " + strings.Repeat("a", 65) + "\n  key: " + secret, "name: want"},
+		"no key":               {"- name: a", "neither key nor key-sha256"},
+		"an empty key":         {"- name: a\n  key: ''", "key: want a text"},
+		"a number as key":      {"- name: a\n  key: 123", "key: want a text in quotes"},
+		"a key with a space":   {"- name: a\n  key: '" + secret + " '", "key: want a text"},
+		"a short hash":         {"- name: a\n  key-sha256: 'abcd'", "key-sha256: want"},
+		"a key and a hash":     {one + "  key-sha256: '" + sumText("x") + "'", "key-sha256: want"},
+		"an unknown field":     {one + "  " + secret + ": 1", "unknown field"},
+		"salt is a text":       {one + "  salt: 'yes'", "salt: want true or false"},
+		"trust is a number":    {one + "  trust-hints: 1", "trust-hints: want true or false"},
+		"limits are a list":    {one + "  limits: [1]", "limits: want a map"},
+		"an unknown limit":     {one + "  limits: {requests: 1}", "limits: an unknown one"},
+		"a limit of nothing":   {one + "  limits: {concurrent-requests: 0}", "concurrent-requests: want a number above 0"},
+		"a limit below":        {one + "  limits: {requests-per-second: -1}", "requests-per-second: want"},
+		"a limit beyond":       {one + "  limits: {prompt-tokens-per-minute: 1e30}", "prompt-tokens-per-minute: want"},
+		"a limit that is none": {one + "  limits: {requests-per-second: .nan}", "requests-per-second: want"},
+		"half a request":       {one + "  limits: {concurrent-requests: 1.5}", "concurrent-requests: want"},
+		"a burst alone":        {one + "  limits: {burst: 2}", "burst: it goes with"},
+	} {
+		entries, err := parse([]byte(test.text))
+		if err == nil || !strings.Contains(err.Error(), test.want) {
+			t.Errorf("%s: %v, %v; want %q", name, entries, err, test.want)
+		} else if strings.Contains(err.Error(), secret) {
+			t.Errorf("%s: the error shows the key: %v", name, err)
+		}
+	}
+}
+
+func FuzzFileOfKeys(f *testing.F) {
+	for _, seed := range []string{
+		"", "- name: a\n  key: b\n", "- name: a\n  key-sha256: '" + sumText("b") + "'\n  limits: {requests-per-second: 1.5, burst: 3, concurrent-requests: 2, prompt-tokens-per-minute: 9}\n  salt: true\n  trust-hints: false\n",
+		"- [a]", "{a: b}", "- {name: a, key: *x}", "- &x {name: a, key: b}\n- *x", "- !!binary a", "- name: a\n  key: |\n    b\n", "\t", "- name: 'a", "- <<: {name: a}\n  key: b",
+	} {
+		f.Add([]byte(seed))
+	}
+	f.Fuzz(func(t *testing.T, text []byte) {
+		entries, err := parse(text)
+		if err != nil && len(entries) > 0 {
+			t.Errorf("%d entries beside %v", len(entries), err)
+		}
+		for _, e := range entries {
+			l := e.limits
+			if !nameForm.MatchString(e.name) || e.sum == ([sha256.Size]byte{}) || l.requests < 0 || l.burst < 0 || l.concurrent < 0 || l.promptTokens < 0 || (l.requests > 0) != (l.burst > 0) {
+				t.Errorf("%+v", e)
+			}
+		}
+	})
+}

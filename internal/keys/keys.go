@@ -1,0 +1,271 @@
+// Package keys knows who may ask on the OpenAI port: the names, limits, salts and
+// trust of its keys.
+package keys
+
+import (
+	"crypto/hmac"
+	"crypto/sha256"
+	"crypto/subtle"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"sync/atomic"
+	"time"
+
+	"github.com/gin-gonic/gin"
+
+	"kvrouter/internal/web"
+)
+
+// Settings say where keys are described, and what their holders may do.
+type Settings struct {
+	APIKeysFile     string `group:"Requests" name:"api-keys-file" placeholder:"FILE" help:"YAML list of further keys of the OpenAI port, each with a name, limits and a salt of its own; read again on SIGHUP. See docs/operations.md."`
+	TrustHints      *bool  `group:"Requests" negatable:"" help:"Obey priorities and named workers (nvext and headers) of all clients. Default: of the one --api-key or where no key is asked for; with several keys, or a file of them, of those whose entry says trust-hints: true."`
+	DecisionHeaders *bool  `group:"Requests" negatable:"" help:"Tell clients the chosen worker and the overlap (x-kvrouter-* headers, query_instance_id). Default: as --trust-hints, and those whose entry says salt: true."`
+}
+
+// Caller is who sends a request, and what it may do.
+type Caller struct {
+	Name    string // of the key; empty: no key is asked for
+	Trusted bool   // its priorities and the workers that it names are obeyed
+	Told    bool   // it learns which worker was chosen, and why
+
+	sum    [sha256.Size]byte // of the key
+	salted bool              // its blocks are its own
+	bounds bounds
+	count  *counts // nil: no key is asked for
+}
+
+// Salt returns what the engine and the index get as cache_salt, where own is the
+// request's; ok is false where a caller's own is to stay. It is an HMAC-SHA256 of
+// the name and own under the key's hash, so that no other key's holder can make
+// the same: a new key begins with an empty cache.
+func (c *Caller) Salt(own string) (salt string, ok bool) {
+	if !c.salted {
+		return "", false
+	}
+	mac := hmac.New(sha256.New, c.sum[:])
+	fmt.Fprintf(mac, "kvrouter cache_salt\x00%s\x00%s", c.Name, own)
+	return base64.RawURLEncoding.EncodeToString(mac.Sum(nil)), true
+}
+
+// Ring holds the keys in their latest form. Its methods are safe for concurrent
+// use.
+type Ring struct {
+	settings Settings
+	given    []string // keys of --api-key
+	now      func() time.Time
+	current  atomic.Pointer[table]
+	unknown  atomic.Uint64 // requests without a known key
+}
+
+// table is what a request's key is looked up in. It does not change.
+type table struct {
+	open    *Caller // nil: a key is asked for
+	callers map[[sha256.Size]byte]*Caller
+	order   []*Caller
+}
+
+// New returns a ring with the keys of --api-key; Read adds those of the file.
+// Without any the port asks for none.
+func New(settings Settings, given []string) *Ring {
+	r := &Ring{settings: settings, given: given, now: time.Now}
+	r.current.Store(r.table(nil))
+	return r
+}
+
+// Asks tells whether the port asks for a key.
+func (r *Ring) Asks() bool { return len(r.given) > 0 || r.settings.APIKeysFile != "" }
+
+// fileLimit is the most that a file of keys has, in bytes.
+const fileLimit = 8 << 20
+
+// Read reads the file of keys, if there is one. Only use makes its keys hold:
+// requests on their way keep what they came with, and a key that keeps its name
+// and limits keeps what is left of them. use returns the number of keys. No error
+// shows a key.
+func (r *Ring) Read() (use func() int, err error) {
+	var entries []entry
+	if name := r.settings.APIKeysFile; name != "" {
+		file, err := os.Open(name)
+		if err != nil {
+			return nil, fmt.Errorf("--api-keys-file: %w", err)
+		}
+		defer file.Close()
+		text, err := io.ReadAll(io.LimitReader(file, fileLimit+1))
+		if err != nil {
+			return nil, fmt.Errorf("--api-keys-file: %w", err)
+		}
+		if len(text) > fileLimit {
+			return nil, fmt.Errorf("--api-keys-file %s: it is larger than %d bytes", name, fileLimit)
+		}
+		if entries, err = parse(text); err == nil {
+			err = r.unlikeGiven(entries)
+		}
+		if err != nil {
+			return nil, fmt.Errorf("--api-keys-file %s: %w", name, err)
+		}
+	}
+	next := r.table(entries)
+	return func() int {
+		r.current.Store(next)
+		return len(next.order)
+	}, nil
+}
+
+// unlikeGiven refuses a key of the file that --api-key has, too.
+func (r *Ring) unlikeGiven(entries []entry) error {
+	for i, e := range entries {
+		for _, key := range r.given {
+			if e.sum == sha256.Sum256([]byte(key)) {
+				return fmt.Errorf("entry %d (%s): --api-key has the same key; leave it out of one of them", i+1, e.name)
+			}
+		}
+	}
+	return nil
+}
+
+// givenName is the name of a key of --api-key, counted from 0.
+func givenName(i int) string { return fmt.Sprintf("%s%d", givenPrefix, i+1) }
+
+// givenPrefix begins the names of keys of --api-key, and no others.
+const givenPrefix = "api-key-"
+
+// table returns a table of the keys of --api-key and of those entries. Callers
+// that were there before keep their counts.
+func (r *Ring) table(entries []entry) *table {
+	alone := len(r.given) <= 1 && r.settings.APIKeysFile == ""
+	usually := func(set *bool) bool {
+		if set != nil {
+			return *set
+		}
+		return alone
+	}
+	trusted, told := usually(r.settings.TrustHints), usually(r.settings.DecisionHeaders)
+	if !r.Asks() {
+		return &table{open: &Caller{Trusted: trusted, Told: told}}
+	}
+	before := map[string]*Caller{}
+	if old := r.current.Load(); old != nil {
+		for _, c := range old.order {
+			before[c.Name] = c
+		}
+	}
+	t := &table{callers: map[[sha256.Size]byte]*Caller{}}
+	add := func(c *Caller) {
+		c.count = new(counts)
+		c.bounds = newBounds(c.bounds.limits, r.now())
+		if old := before[c.Name]; old != nil {
+			c.count = old.count
+			if old.bounds.limits == c.bounds.limits {
+				c.bounds = old.bounds
+			}
+		}
+		if t.callers[c.sum] == nil {
+			t.callers[c.sum] = c
+			t.order = append(t.order, c)
+		}
+	}
+	for i, key := range r.given {
+		add(&Caller{Name: givenName(i), Trusted: trusted, Told: told, sum: sha256.Sum256([]byte(key))})
+	}
+	for _, e := range entries {
+		c := &Caller{Name: e.name, Trusted: trusted, Told: told, sum: e.sum, salted: e.salt, bounds: bounds{limits: e.limits}}
+		if e.trust != nil {
+			c.Trusted = *e.trust
+		}
+		if r.settings.DecisionHeaders == nil {
+			c.Told = told || e.salt
+		}
+		add(c)
+	}
+	return t
+}
+
+// errUnknown says that a request has no key, or none of ours.
+var errUnknown = errors.New("missing or unknown API key: send it as Authorization: Bearer KEY")
+
+// find returns whose key it is. Hashes are compared, so that the time tells
+// nothing of a key; the last comparison takes the same time for all.
+func (t *table) find(key string) (*Caller, error) {
+	if t.open != nil {
+		return t.open, nil
+	}
+	sum := sha256.Sum256([]byte(key))
+	if c := t.callers[sum]; c != nil && subtle.ConstantTimeCompare(c.sum[:], sum[:]) == 1 {
+		return c, nil
+	}
+	return nil, errUnknown
+}
+
+// callerKey is where a request's Caller is kept.
+const callerKey = "kvrouter.caller"
+
+// Of returns who sent a request that Guard has let through.
+func (r *Ring) Of(c *gin.Context) *Caller {
+	if caller, ok := c.Get(callerKey); ok {
+		return caller.(*Caller)
+	}
+	return r.current.Load().open
+}
+
+// Guard refuses requests without a known key (401), and those beyond its limits
+// (429); it counts what comes of the others. fail writes a refusal.
+func (r *Ring) Guard(fail func(c *gin.Context, status int, message string)) gin.HandlerFunc {
+	return func(c *gin.Context) {
+		caller, err := r.current.Load().find(web.Bearer(c.Request))
+		if err != nil {
+			r.unknown.Add(1)
+			fail(c, http.StatusUnauthorized, err.Error())
+			c.Abort()
+			return
+		}
+		if caller.count == nil {
+			return // nobody is asked for a key
+		}
+		c.Set(callerKey, caller)
+		if refused := caller.enter(r.now(), c.Writer.Header()); refused != nil {
+			fail(c, http.StatusTooManyRequests, refused.Error())
+			c.Abort()
+			return
+		}
+		defer func() { caller.leave(c.Writer.Status()) }()
+		c.Next()
+	}
+}
+
+// Trusted refuses requests (403) whose key's hints are not obeyed: who may not go
+// ahead of others may not change the rules for all. It follows Guard.
+func (r *Ring) Trusted(fail func(c *gin.Context, status int, message string)) gin.HandlerFunc {
+	return func(c *gin.Context) {
+		if !r.Of(c).Trusted {
+			fail(c, http.StatusForbidden, "this key may not change how all requests are routed: set a router port's key (--router-api-key) and use that")
+			c.Abort()
+		}
+	}
+}
+
+// Prompt takes n prompt tokens, of which the request's answer may tell more later
+// (see Used), from the caller's limit. An error is a refusal, to be answered with
+// 429; the headers of the answer are set.
+func (r *Ring) Prompt(c *gin.Context, n int) error {
+	caller := r.Of(c)
+	if caller.count == nil {
+		return nil
+	}
+	if refused := caller.take(r.now(), n, c.Writer.Header()); refused != nil {
+		return refused
+	}
+	return nil
+}
+
+// Used takes n prompt tokens that were used beyond those of Prompt. It may leave
+// the caller with less than none.
+func (r *Ring) Used(c *gin.Context, n int) {
+	if caller := r.Of(c); caller.count != nil && n > 0 {
+		caller.owe(r.now(), n)
+	}
+}

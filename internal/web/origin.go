@@ -1,0 +1,80 @@
+package web
+
+import (
+	"mime"
+	"net"
+	"net/http"
+	"net/url"
+	"strings"
+
+	"github.com/gin-gonic/gin"
+)
+
+// Loopback tells whether only this machine reaches a port on that address. A name
+// other than localhost, and no address (all of them), count as reached by others.
+func Loopback(host string) bool {
+	if strings.EqualFold(host, "localhost") {
+		return true
+	}
+	ip := net.ParseIP(host)
+	return ip != nil && ip.IsLoopback()
+}
+
+// OwnPages refuses requests that a web page of another site has a browser send.
+// host is what the port listens on; keyed says that it asks for a key, which a
+// page does not have.
+//
+// A request with an Origin must have the same one as Host. Without a key, a port
+// on loopback must be asked for by a loopback name or address, or by the one that
+// it listens on: else a page whose name leads here (DNS rebinding) is its own
+// origin. fail writes the refusal, a 403.
+func OwnPages(host string, keyed bool, fail func(*gin.Context, int, string)) gin.HandlerFunc {
+	return func(c *gin.Context) {
+		message, name := "", nameOf(c.Request.Host)
+		switch {
+		case !keyed && Loopback(host) && name != "" && !Loopback(name) && !strings.EqualFold(name, host): // browsers send a Host
+			message = "the Host header names another machine: ask for localhost, or set a key"
+		case !sameOrigin(c.Request):
+			message = "pages of other sites may not ask here: the Origin header differs from Host"
+		default:
+			return
+		}
+		fail(c, http.StatusForbidden, message)
+		c.Abort()
+	}
+}
+
+// nameOf returns a Host header without its port.
+func nameOf(host string) string {
+	if name, _, err := net.SplitHostPort(host); err == nil {
+		return name
+	}
+	return strings.Trim(host, "[]")
+}
+
+// sameOrigin tells whether a request has no Origin or that of its own host.
+func sameOrigin(r *http.Request) bool {
+	origins := r.Header.Values("Origin")
+	if len(origins) == 0 {
+		return true
+	}
+	origin, err := url.Parse(origins[0])
+	return err == nil && len(origins) == 1 && origin.Host != "" && strings.EqualFold(origin.Host, r.Host)
+}
+
+// WantJSON refuses bodies of another content type than application/json, which a
+// web page can send to another site without asking it first. fail writes the
+// refusal, a 415.
+func WantJSON(fail func(*gin.Context, int, string)) gin.HandlerFunc {
+	return func(c *gin.Context) {
+		if c.Request.ContentLength == 0 {
+			return
+		}
+		kind, _, err := mime.ParseMediaType(c.GetHeader("Content-Type"))
+		if err == nil && (kind == "application/json" || strings.HasSuffix(kind, "+json")) {
+			return
+		}
+		fail(c, http.StatusUnsupportedMediaType, "the body must be JSON: send Content-Type: application/json")
+		c.Abort()
+	}
+}

@@ -1,0 +1,31 @@
+package web
+
+import "fmt"
+
+// Settings say who reaches the ports.
+type Settings struct {
+	RouterHost string      `group:"Addresses" default:"127.0.0.1" help:"Address that the router port listens on. Who reaches that port can add workers, and so read prompts."`
+	Insecure   bool        `group:"Addresses" help:"Let ports that other machines reach (--host, --router-host, --replica-sync-host) do without a key."`
+	TLS        TLSSettings `embed:""`
+}
+
+// Exposure is one port and what it asks of those who connect.
+type Exposure struct {
+	Flag, Host string // of its address
+	Name       string // of the port
+	Keyed      bool   // it asks for a key
+	Keys       string // the flags that would make it ask
+}
+
+// Validate refuses ports that other machines reach and that ask for nothing.
+func (s Settings) Validate(ports ...Exposure) error {
+	if err := s.TLS.Validate(); err != nil {
+		return err
+	}
+	for _, p := range ports {
+		if !s.Insecure && !p.Keyed && !Loopback(p.Host) {
+			return fmt.Errorf("%s %s: every machine that reaches the %s could use it without a key; give %s, or --insecure if that is meant", p.Flag, p.Host, p.Name, p.Keys)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,85 @@
+package web
+
+import (
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"os"
+	"sync/atomic"
+)
+
+// TLSSettings are the files of both ports' TLS.
+type TLSSettings struct {
+	TLSCert     string `group:"Addresses" name:"tls-cert" placeholder:"FILE" help:"Certificate (PEM, with the chain) by which both ports speak TLS; with --tls-key. Read again on SIGHUP, as are the next two. Default: plain HTTP."`
+	TLSKey      string `group:"Addresses" name:"tls-key" placeholder:"FILE" help:"Private key of --tls-cert (PEM)."`
+	TLSClientCA string `group:"Addresses" name:"tls-client-ca" placeholder:"FILE" help:"Certificates (PEM) of those who sign clients': both ports then ask every client for a certificate."`
+}
+
+// Validate refuses one file without the other.
+func (s TLSSettings) Validate() error {
+	if (s.TLSCert == "") != (s.TLSKey == "") {
+		return errors.New("--tls-cert and --tls-key: give both or neither")
+	}
+	if s.TLSClientCA != "" && s.TLSCert == "" {
+		return errors.New("--tls-client-ca: clients show certificates over TLS only; give --tls-cert and --tls-key, too")
+	}
+	return nil
+}
+
+// Certificates are what both ports show and ask for, in its latest form. Its
+// methods are safe for concurrent use.
+type Certificates struct {
+	settings TLSSettings
+	current  atomic.Pointer[tls.Config] // nil: nothing was read yet
+}
+
+// NewCertificates returns the certificates of the files, which Read reads; nil if
+// there are none.
+func NewCertificates(s TLSSettings) *Certificates {
+	if s.TLSCert == "" {
+		return nil
+	}
+	return &Certificates{settings: s}
+}
+
+// Read reads the files. Only use makes new connections see them. On nil it does
+// nothing.
+func (c *Certificates) Read() (use func(), err error) {
+	if c == nil {
+		return func() {}, nil
+	}
+	pair, err := tls.LoadX509KeyPair(c.settings.TLSCert, c.settings.TLSKey)
+	if err != nil {
+		return nil, fmt.Errorf("--tls-cert %s, --tls-key %s: %w", c.settings.TLSCert, c.settings.TLSKey, err)
+	}
+	config := &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS12, NextProtos: []string{"h2", "http/1.1"}}
+	if name := c.settings.TLSClientCA; name != "" {
+		text, err := os.ReadFile(name)
+		if err != nil {
+			return nil, fmt.Errorf("--tls-client-ca: %w", err)
+		}
+		config.ClientCAs, config.ClientAuth = x509.NewCertPool(), tls.RequireAndVerifyClientCert
+		if !config.ClientCAs.AppendCertsFromPEM(text) {
+			return nil, fmt.Errorf("--tls-client-ca %s: it has no certificate in PEM", name)
+		}
+	}
+	return func() { c.current.Store(config) }, nil
+}
+
+// Config returns what a port listens with, nil for plain HTTP. Each connection
+// gets the certificates that were used last.
+func (c *Certificates) Config() *tls.Config {
+	if c == nil {
+		return nil
+	}
+	return &tls.Config{
+		MinVersion: tls.VersionTLS12,
+		GetConfigForClient: func(*tls.ClientHelloInfo) (*tls.Config, error) {
+			if config := c.current.Load(); config != nil {
+				return config, nil
+			}
+			return nil, errors.New("no certificate was read yet")
+		},
+	}
+}
