@@ -8,9 +8,11 @@ ARGS ?=
 BENCH ?= .
 TEST_TIMEOUT ?= 45m
 SOAK ?= 60s
+FUZZTIME ?= 10s
+CHAOS ?= 2m
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-disagg check test test-mooncake lint bench index-bench sim bench-real wire-speed peers parity segments soak clean
+.PHONY: help setup run run-disagg check test test-mooncake lint bench index-bench sim bench-real wire-speed peers parity segments soak fuzz chaos clean
 
 help: ## Show these targets
 	@printf 'kvrouter: KV-cache-aware routing over vLLM workers\n\n'
@@ -77,6 +79,13 @@ segments: setup ## Hold cut and remembered prompts against the tokenizers of eig
 soak: ## Simulated workers kept busy: without faults, with them, with all coming and going, with prefill and decode apart (SOAK=60s each)
 	@scripts/build-native.sh
 	KVROUTER_SOAK=$(SOAK) go test -run '^TestSoak' -v -count 1 -timeout 60m .
+
+fuzz: ## Every fuzz target, one after the other; stops at the first crash (FUZZTIME=10s each)
+	@scripts/build-native.sh
+	@FUZZTIME=$(FUZZTIME) scripts/fuzz.sh
+
+chaos: setup ## Two routers in rolling restart over workers that crash, fail, hang and fall silent (CHAOS=2m); then each fault alone
+	KVROUTER_CHAOS=$(CHAOS) go test -run '^(TestChaos|TestOneOfFourWorkers)' -v -count 1 -timeout 90m .
 
 clean: ## Remove what was built here (the cache of vLLM and models stays)
 	rm -rf out native/lib native/target kvrouter *.test *.prof

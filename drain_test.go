@@ -10,7 +10,6 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
-	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
@@ -26,20 +25,6 @@ import (
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/testkit"
 )
-
-// plainProgram builds kvrouter once for the tests of signals, without the race
-// detector, which would take minutes of a small machine.
-var plainProgram = sync.OnceValues(func() (string, error) {
-	dir, err := os.MkdirTemp("", "kvrouter-signals")
-	if err != nil {
-		return "", err
-	}
-	path := filepath.Join(dir, "kvrouter")
-	if out, err := exec.Command("go", "build", "-o", path, ".").CombinedOutput(); err != nil {
-		return "", fmt.Errorf("go build: %w\n%s", err, out)
-	}
-	return path, nil
-})
 
 // process is a running kvrouter over mock workers.
 type process struct {

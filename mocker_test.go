@@ -227,6 +227,64 @@ func TestMockFaultsHitTheNamedWorker(t *testing.T) {
 	}
 }
 
+// TestMockFaultsOfTests pins the faults that have no flag.
+func TestMockFaultsOfTests(t *testing.T) {
+	s := startMockSite(t, 1)
+	w := s.app.mocker.Worker(0)
+	const chat = `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":2}`
+	w.Failing.Store(502)
+	if status, answer := post(t, s.workerURL(0)+testkit.ChatPath, chat); status != 502 || !gjson.GetBytes(answer, "error.message").Exists() {
+		t.Errorf("failing: %d %s", status, answer)
+	}
+	w.Failing.Store(0)
+	w.Stuck.Store(true)
+	answered := make(chan int, 1)
+	go func() {
+		response, err := http.Post(s.workerURL(0)+testkit.ChatPath, "application/json", strings.NewReader(chat))
+		if err == nil {
+			response.Body.Close()
+			answered <- response.StatusCode
+		}
+		close(answered)
+	}()
+	testkit.Eventually(t, 5*time.Second, "the request waits", func() bool { return s.rank(kv.WorkerKey{}).Counts.PromptTokens.Load() > 0 })
+	if status, _ := testkit.HTTPGet(t, s.workerURL(0)+"/health"); status != 200 || len(answered) > 0 {
+		t.Errorf("stuck: health %d, %d answers", status, len(answered))
+	}
+	w.Stuck.Store(false)
+	if status := <-answered; status != 200 {
+		t.Errorf("no longer stuck: %d", status)
+	}
+}
+
+// TestMockWorkerFinishesWhatItAnswers is about --mock-shutdown-timeout.
+func TestMockWorkerFinishesWhatItAnswers(t *testing.T) {
+	s := startMockSite(t, 1, "--speedup-ratio=1", "--mock-shutdown-timeout=20s")
+	first := s.app.mocker.Worker(0)
+	direct := &site{openAI: s.workerURL(0)}
+	done := make(chan answer, 1)
+	go func() {
+		a, _ := direct.chat(t.Context(), say("Hi"), true, 100)
+		done <- a
+	}()
+	testkit.Eventually(t, 5*time.Second, "the answer has begun", func() bool { return s.rank(kv.WorkerKey{}).Counts.GenerationTokens.Load() > 0 })
+	first.Stop(errMockStopped)
+	testkit.Eventually(t, 5*time.Second, "new connections are refused", func() bool {
+		response, err := http.Get(s.workerURL(0) + "/health")
+		if err == nil {
+			response.Body.Close()
+		}
+		return err != nil
+	})
+	if len(done) > 0 {
+		t.Error("the answer has ended before")
+	}
+	if a := <-done; !a.finished || a.broken {
+		t.Errorf("%+v", a)
+	}
+	testkit.Eventually(t, 10*time.Second, "it is started again", func() bool { return s.app.mocker.Worker(0) != first })
+}
+
 // TestMockWorkerCanBeAttached routes to one mock worker from a second router,
 // which learns its event endpoints from the worker itself.
 func TestMockWorkerCanBeAttached(t *testing.T) {

@@ -47,19 +47,25 @@ type site struct {
 	ended     chan struct{}
 }
 
-// program builds kvrouter once for all tests.
-var program = sync.OnceValues(func() (string, error) {
+// program builds kvrouter with the race detector, once for all tests. plainProgram
+// builds it without, for tests of memory and time.
+var (
+	program      = sync.OnceValues(func() (string, error) { return buildProgram("-race") })
+	plainProgram = sync.OnceValues(func() (string, error) { return buildProgram("-race=false") })
+)
+
+func buildProgram(flag string) (path string, err error) {
 	dir, err := os.MkdirTemp("", "kvrouter-e2e")
 	if err != nil {
 		return "", err
 	}
-	path := filepath.Join(dir, "kvrouter")
-	out, err := exec.Command("go", "build", "-race", "-o", path, ".").CombinedOutput()
+	path = filepath.Join(dir, "kvrouter")
+	out, err := exec.Command("go", "build", flag, "-o", path, ".").CombinedOutput()
 	if err != nil {
 		return "", fmt.Errorf("go build: %w\n%s", err, out)
 	}
 	return path, nil
-})
+}
 
 // startSite starts kvrouter with real workers and waits until all are ready.
 func startSite(t *testing.T, workers int, env []string, args ...string) *site {
@@ -99,17 +105,24 @@ func forThisCPU(args []string) []string {
 // port.
 func startProgram(t *testing.T, port int, env []string, args ...string) *site {
 	t.Helper()
+	all := []string{"--log-level=debug", "--seed=1", "--drain-delay=0s", fmt.Sprintf("--http-port=%d", port), fmt.Sprintf("--router-port=%d", port+1)}
+	return startBuilt(t, program, port, env, append(all, args...)...)
+}
+
+// startBuilt starts one of the programs above, with no other flags than args.
+// Their ports are those that startProgram has.
+func startBuilt(t *testing.T, built func() (string, error), port int, env []string, args ...string) *site {
+	t.Helper()
 	if testing.Short() {
-		t.Skip("starts real vLLM workers")
+		t.Skip("starts processes")
 	}
-	path, err := program()
+	path, err := built()
 	if err != nil {
 		t.Fatal(err)
 	}
-	all := []string{"--log-level=debug", "--seed=1", "--drain-delay=0s", fmt.Sprintf("--http-port=%d", port), fmt.Sprintf("--router-port=%d", port+1)}
 	s := &site{
 		t:         t,
-		command:   exec.Command(path, append(all, args...)...),
+		command:   exec.Command(path, args...),
 		openAI:    fmt.Sprintf("http://127.0.0.1:%d", port),
 		selection: fmt.Sprintf("http://127.0.0.1:%d", port+1),
 		log:       &testkit.LogBuffer{},
@@ -126,13 +139,7 @@ func startProgram(t *testing.T, port int, env []string, args ...string) *site {
 		close(s.ended)
 	}()
 	t.Cleanup(func() {
-		s.command.Process.Signal(syscall.SIGTERM)
-		select {
-		case <-s.ended:
-		case <-time.After(60 * time.Second):
-			t.Error("kvrouter did not end within 60 s of SIGTERM")
-			s.command.Process.Kill()
-		}
+		s.stop()
 		if strings.Contains(s.log.String(), "DATA RACE") {
 			t.Error("data race")
 		}
@@ -141,6 +148,17 @@ func startProgram(t *testing.T, port int, env []string, args ...string) *site {
 		}
 	})
 	return s
+}
+
+// stop ends the program by SIGTERM.
+func (s *site) stop() {
+	s.command.Process.Signal(syscall.SIGTERM)
+	select {
+	case <-s.ended:
+	case <-time.After(60 * time.Second):
+		s.t.Error("kvrouter did not end within 60 s of SIGTERM")
+		s.command.Process.Kill()
+	}
 }
 
 // waitReady waits until that many workers are schedulable.

@@ -37,15 +37,20 @@ const (
 	soakPrompts  = 10_000 // remembered, to look them up
 	// soakPause is how long a worker may be stopped to look at its cache.
 	soakPause = 300 * time.Millisecond
+	// soakRest is how long a client waits that got no answer.
+	soakRest = 100 * time.Millisecond
 )
 
 // soak is a run of many clients, each of which has one chat after the other:
 // one of a few system prompts and several turns that carry the answers before.
 type soak struct {
-	site   *mockSite
-	client *http.Client
-	system []string
-	limit  time.Duration // no answer may take longer
+	site    *mockSite     // whose workers are looked at
+	where   func() string // URL of the port for the next request
+	clients int           // each with one request in flight
+	leaving float64       // share of the requests whose client goes away within a second
+	client  *http.Client
+	system  []string
+	limit   time.Duration // no answer may take longer
 
 	mu       sync.Mutex // guards what follows
 	exact    int        // predicted as many cached tokens as the worker reported
@@ -53,8 +58,12 @@ type soak struct {
 	under    int        // predicted fewer
 	refused  map[int]int
 	broken   int // streams that ended with an error event
+	left     int // clients that went away
 	hung     int
-	odd      []string // neither an answer nor one clear error
+	stalled  int             // of those, after the answer had begun
+	odd      []string        // neither an answer nor one clear error
+	firsts   []time.Duration // of each answer, until its first byte
+	wholes   []time.Duration // of each answer, until its end
 	prompts  [][]map[string]string
 	seen     int // of prompts, those replaced included
 	cached   int
@@ -71,7 +80,7 @@ func soakTime(t *testing.T) time.Duration {
 }
 
 func newSoak(site *mockSite, limit time.Duration) *soak {
-	s := &soak{site: site, limit: limit, refused: map[int]int{}, client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: soakRequests}}}
+	s := &soak{site: site, where: func() string { return site.openAI }, clients: soakRequests, limit: limit, refused: map[int]int{}, client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: soakRequests}}}
 	random := rand.New(rand.NewPCG(1, 1))
 	for range 40 {
 		s.system = append(s.system, soakText(random, 1500))
@@ -90,17 +99,15 @@ func soakText(random *rand.Rand, n int) string {
 	return text.String()
 }
 
-// run has the clients ask for d, and calls every from time to time.
-func (s *soak) run(d time.Duration, every func(elapsed time.Duration)) {
-	ctx, cancel := context.WithTimeout(context.Background(), d)
-	defer cancel()
+// load has the clients ask until ctx ends, and waits for their last answers. They
+// begin one after the other within rise: all at once would only show how many ask
+// a cold worker for the same system prompt before it has computed it.
+func (s *soak) load(ctx context.Context, rise time.Duration) {
 	var clients sync.WaitGroup
-	for i := range soakRequests {
+	for i := range s.clients {
 		clients.Go(func() {
-			// All at once would only show how many ask a cold worker for the same
-			// system prompt before it has computed it.
 			select {
-			case <-time.After(d / 10 * time.Duration(i) / soakRequests):
+			case <-time.After(rise * time.Duration(i) / time.Duration(s.clients)):
 			case <-ctx.Done():
 			}
 			random := rand.New(rand.NewPCG(uint64(i), 2))
@@ -109,8 +116,18 @@ func (s *soak) run(d time.Duration, every func(elapsed time.Duration)) {
 			}
 		})
 	}
+	clients.Wait()
+	s.client.CloseIdleConnections()
+}
+
+// run has the clients ask for d, and calls every after each tick.
+func (s *soak) run(d, tick time.Duration, every func(elapsed time.Duration)) {
+	ctx, cancel := context.WithTimeout(context.Background(), d)
+	defer cancel()
+	var load sync.WaitGroup
+	load.Go(func() { s.load(ctx, d/10) })
 	began := time.Now()
-	ticker := time.NewTicker(max(time.Second, d/12))
+	ticker := time.NewTicker(max(time.Second, tick))
 	for running := true; running; {
 		select {
 		case <-ctx.Done():
@@ -120,8 +137,7 @@ func (s *soak) run(d time.Duration, every func(elapsed time.Duration)) {
 		}
 	}
 	ticker.Stop()
-	clients.Wait()
-	s.client.CloseIdleConnections()
+	load.Wait()
 }
 
 // converse has one chat of some turns.
@@ -132,36 +148,60 @@ func (s *soak) converse(ctx context.Context, random *rand.Rand) {
 			return
 		}
 		messages = append(messages, map[string]string{"role": "user", "content": soakText(random, 100+random.IntN(500))})
-		text, ok := s.ask(messages, random.IntN(2) == 0, 30+random.IntN(70))
+		patience := s.limit
+		if random.Float64() < s.leaving {
+			patience = time.Duration(50+random.IntN(950)) * time.Millisecond
+		}
+		text, ok := s.ask(messages, random.IntN(2) == 0, 30+random.IntN(70), patience)
 		if !ok {
+			<-time.After(soakRest)
 			return
 		}
 		messages = append(messages, map[string]string{"role": "assistant", "content": text})
 	}
 }
 
-// ask sends one request to its end and counts how it ended; ok: an answer.
-func (s *soak) ask(messages []map[string]string, stream bool, tokens int) (text string, ok bool) {
-	ctx, cancel := context.WithTimeout(context.Background(), s.limit)
+// ask sends one request to its end and counts how it ended; ok: an answer. Who has
+// less patience than the limit goes away when it ends.
+func (s *soak) ask(messages []map[string]string, stream bool, tokens int, patience time.Duration) (text string, ok bool) {
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
+	var first time.Duration // until the answer began
+	failed := func(format string, args ...any) {
+		s.note(func() {
+			switch {
+			case ctx.Err() == nil:
+				s.odd = append(s.odd, fmt.Sprintf(format, args...))
+			case patience < s.limit:
+				s.left++
+			default:
+				s.hung++
+				if first > 0 {
+					s.stalled++
+				}
+			}
+		})
+	}
 	fields := map[string]any{"messages": messages, "max_tokens": tokens, "stream": stream}
 	if stream {
 		fields["stream_options"] = map[string]bool{"include_usage": true}
 	}
 	body := mocker.MustJSON(fields)
-	request, _ := http.NewRequestWithContext(ctx, http.MethodPost, s.site.openAI+"/v1/chat/completions", bytes.NewReader(body))
+	request, _ := http.NewRequestWithContext(ctx, http.MethodPost, s.where()+testkit.ChatPath, bytes.NewReader(body))
+	began := time.Now()
 	response, err := s.client.Do(request)
 	if err != nil {
-		s.note(func() { s.failed(ctx, err.Error()) })
+		failed("%v", err)
 		return "", false
 	}
 	defer response.Body.Close()
+	first = time.Since(began)
 	var u proxy.Usage
-	whole, broken := false, false
+	whole, problems := false, 0
 	if !stream || response.StatusCode != http.StatusOK {
 		answer, err := io.ReadAll(response.Body)
 		if err != nil || !gjson.ValidBytes(answer) {
-			s.note(func() { s.failed(ctx, fmt.Sprintf("%d %.100s %v", response.StatusCode, answer, err)) })
+			failed("%d %.100s %v", response.StatusCode, answer, err)
 			return "", false
 		}
 		if response.StatusCode != http.StatusOK {
@@ -184,7 +224,7 @@ func (s *soak) ask(messages []map[string]string, stream bool, tokens int) (text 
 			case data == "[DONE]":
 				whole = true
 			case strings.Contains(data, `"error"`):
-				broken = true
+				problems++
 			default:
 				text += gjson.Get(data, "choices.0.delta.content").Str
 				if got := proxy.ReadUsage([]byte(data)); got.Known {
@@ -193,13 +233,18 @@ func (s *soak) ask(messages []map[string]string, stream bool, tokens int) (text 
 			}
 		}
 	}
+	if problems > 1 || problems == 0 && (!whole || !u.Known || len(text) != u.OutputTokens) {
+		failed("answer %.100q ended early or twice, %d error events, usage %+v", text, problems, u)
+		return "", false
+	}
 	predicted, _ := strconv.Atoi(response.Header.Get(web.HeaderOverlap))
 	s.note(func() {
-		switch {
-		case broken:
+		if problems > 0 {
 			s.broken++
-		case !whole || !u.Known || len(text) != u.OutputTokens:
-			s.failed(ctx, fmt.Sprintf("answer %.100q ended early, usage %+v", text, u))
+			return
+		}
+		s.firsts, s.wholes = append(s.firsts, first), append(s.wholes, time.Since(began))
+		switch {
 		case predicted == u.CachedTokens:
 			s.exact++
 		case predicted > u.CachedTokens:
@@ -216,7 +261,7 @@ func (s *soak) ask(messages []map[string]string, stream bool, tokens int) (text 
 		}
 		s.seen++
 	})
-	return text, whole && !broken
+	return text, problems == 0
 }
 
 func (s *soak) note(f func()) {
@@ -225,18 +270,10 @@ func (s *soak) note(f func()) {
 	f()
 }
 
-func (s *soak) failed(ctx context.Context, what string) {
-	if ctx.Err() != nil {
-		s.hung++
-		return
-	}
-	s.odd = append(s.odd, what)
-}
-
 func (s *soak) String() string {
 	answers := s.exact + s.over + s.under
-	return fmt.Sprintf("%d answers, %.3f %% predicted exactly (%d too many, %d too few), %.1f %% of %d prompt tokens cached; %d broken streams, refused %v, %d hung, %d odd",
-		answers, 100*float64(s.exact)/float64(max(1, answers)), s.over, s.under, 100*float64(s.cached)/float64(max(1, s.prompted)), s.prompted, s.broken, s.refused, s.hung, len(s.odd))
+	return fmt.Sprintf("%d answers, %.3f %% predicted exactly (%d too many, %d too few), %.1f %% of %d prompt tokens cached; %d broken streams, refused %v, %d clients left, %d hung, %d odd",
+		answers, 100*float64(s.exact)/float64(max(1, answers)), s.over, s.under, 100*float64(s.cached)/float64(max(1, s.prompted)), s.prompted, s.broken, s.refused, s.left, s.hung, len(s.odd))
 }
 
 // standing is what came out of holding the index against the workers' caches,
@@ -249,11 +286,23 @@ type standing struct {
 	missing int // matches that do not go as far
 }
 
+// matcher returns what an index matches of the n-th of some prompts.
+type matcher func(n int) []kv.Match
+
+// indexed looks prompts up in the router of this process.
+func (s *soak) indexed(_ *testing.T, prompts [][]uint64) matcher {
+	var matches []kv.Match
+	return func(n int) []kv.Match {
+		matches = s.site.app.index.Match(prompts[n], matches[:0])
+		return matches
+	}
+}
+
 // compare stops each worker's engine in turn until the index has seen all that
-// it told, and holds the index against its cache. A worker that hangs or dies
-// is left out, and so is one whose last batch was dropped: that only shows after
-// a while, and its clients cannot wait as long.
-func (s *soak) compare(t *testing.T, asked [][]map[string]string) (found standing) {
+// it told, and holds the index against its cache; look opens the index. A worker
+// that hangs or dies is left out, and so is one whose last batch was dropped: that
+// only shows after a while, and its clients cannot wait as long.
+func (s *soak) compare(t *testing.T, asked [][]map[string]string, look func(t *testing.T, prompts [][]uint64) matcher) (found standing) {
 	t.Helper()
 	var prompts, sequences [][]uint64
 	for _, messages := range asked {
@@ -264,10 +313,10 @@ func (s *soak) compare(t *testing.T, asked [][]map[string]string) (found standin
 		local := kv.HashBlocks(nil, tokens, s.site.app.config.BlockSize, "", "")
 		prompts, sequences = append(prompts, local), append(sequences, kv.SequenceHashes(nil, local))
 	}
-	var matches []kv.Match
+	match := look(t, prompts)
 	for i := range s.site.app.config.NumWorkers {
 		key := kv.WorkerKey{Worker: uint64(i)}
-		if s.site.app.mocker.Worker(i).Hung.Load() {
+		if w := s.site.app.mocker.Worker(i); w.Hung.Load() || w.Stuck.Load() {
 			continue
 		}
 		s.site.rank(key).Ask(t.Context(), func(e *engine.Engine) {
@@ -285,8 +334,7 @@ func (s *soak) compare(t *testing.T, asked [][]map[string]string) (found standin
 					cached = len(local)
 				}
 				indexed := 0
-				matches = s.site.app.index.Match(local, matches[:0])
-				for _, m := range matches {
+				for _, m := range match(n) {
 					if m.Worker == key {
 						indexed = m.Blocks
 					}
@@ -309,16 +357,18 @@ func (f standing) String() string {
 }
 
 // look compares some of the first and of the newest prompts.
-func (s *soak) look(t *testing.T) standing {
+func (s *soak) look(t *testing.T) standing { return s.compare(t, s.some(), s.indexed) }
+
+// some returns the prompts that look compares.
+func (s *soak) some() (asked [][]map[string]string) {
 	const some = 300
-	var asked [][]map[string]string
 	s.note(func() {
 		asked = slices.Clone(s.prompts[:min(some, len(s.prompts))])
 		for i := s.seen - some; i >= 0 && i < s.seen; i++ {
 			asked = append(asked, s.prompts[soakSlot(i)])
 		}
 	})
-	return s.compare(t, asked)
+	return asked
 }
 
 // soakSlot is where the prompt seen as number i is kept. The first show what
@@ -365,17 +415,17 @@ func TestSoak(t *testing.T) {
 	idle := s.footprint()
 	// What fills up to its bound does so before the first look; both looks are
 	// at a router without requests, so that what they hold does not count.
-	s.run(d/3, func(time.Duration) {})
+	s.run(d/3, d/36, func(time.Duration) {})
 	s.freed(t)
 	s.quiet(t, idle)
 	before := s.footprint()
-	s.run(d, func(elapsed time.Duration) {
+	s.run(d, d/12, func(elapsed time.Duration) {
 		t.Logf("%3.0f s: %s, %d in flight", elapsed.Seconds(), s.footprint(), site.inFlight())
 	})
 	t.Log(s)
 	s.freed(t)
 	site.settle()
-	found := s.compare(t, s.prompts)
+	found := s.compare(t, s.prompts, s.indexed)
 	t.Log(found)
 	if found.wrong > 0 || found.missing > 0 || found.workers < 8 || found.blocks == 0 {
 		t.Error("the index is not what the workers hold")
@@ -417,7 +467,7 @@ func TestSoakWithFaults(t *testing.T) {
 		"--mock-drop-events=0.01", "--mock-duplicate-events=0.01", "--mock-crash-every=10s", "--mock-hang-worker=7=15s")
 	s := newSoak(site, time.Minute)
 	looks := 0
-	s.run(d, func(elapsed time.Duration) {
+	s.run(d, d/12, func(elapsed time.Duration) {
 		found := s.look(t)
 		t.Logf("%3.0f s: %s", elapsed.Seconds(), found)
 		looks += found.workers
@@ -427,7 +477,7 @@ func TestSoakWithFaults(t *testing.T) {
 	})
 	t.Log(s)
 	site.settle() // after the last batch that was dropped, too
-	found := s.compare(t, s.prompts)
+	found := s.compare(t, s.prompts, s.indexed)
 	t.Log(found)
 	if found.wrong > 0 || found.blocks == 0 || looks == 0 {
 		t.Error("wrong matches are left, or nothing was compared")

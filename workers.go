@@ -187,6 +187,5 @@ func (r *app) startMock(i int, _ func(stream, text string)) (vllm.Engine, error)
 	if err != nil {
 		return vllm.Engine{}, err
 	}
-	end := func() { w.End(errMockStopped) }
-	return vllm.Engine{Ended: w.Ended(), Stop: end, Kill: end}, nil
+	return vllm.Engine{Ended: w.Ended(), Stop: func() { w.Stop(errMockStopped) }, Kill: func() { w.End(errMockStopped) }}, nil
 }

@@ -77,7 +77,9 @@ func (w *Worker) accept(out http.ResponseWriter, in *http.Request, chat bool) (b
 		return nil, nil, nil, false
 	}
 	var problem *refusal
-	if w.chance(w.cfg.MockErrorRate) {
+	if status := int(w.Failing.Load()); status != 0 {
+		problem = &refusal{status, "InternalServerError", "error asked for by a test", ""}
+	} else if w.chance(w.cfg.MockErrorRate) {
 		problem = &refusal{http.StatusInternalServerError, "InternalServerError", "error asked for by --mock-error-rate", ""}
 	} else if answer, problem = w.prepare(body, chat); problem == nil {
 		rank, problem = w.rankFor(in.Header.Get(web.HeaderRank))

@@ -124,6 +124,8 @@ type Worker struct {
 	beside   sync.WaitGroup // what runs beside its requests; ends with ctx
 	handlers gate           // of HTTP requests
 	Hung     atomic.Bool    // nothing is answered any more
+	Stuck    atomic.Bool    // the engine stands still; the routes that need none answer
+	Failing  atomic.Int32   // status that answers every inference request; 0: it is well
 
 	part   kv.Disagg
 	Rooms  rooms
@@ -174,6 +176,22 @@ func (w *Worker) Ended() <-chan error { return w.ended }
 // End ends the worker at once, as if its process were killed: connections break
 // off. It does not wait; Ended tells when it is done.
 func (w *Worker) End(why error) { w.cancel(why) }
+
+// Stop ends the worker as SIGTERM ends vLLM: it takes no new connection, what it
+// answers may finish for --mock-shutdown-timeout, and then it ends. It does not
+// wait; Ended tells when it is done.
+func (w *Worker) Stop(why error) {
+	if w.cfg.MockShutdownTimeout == 0 || w.Hung.Load() {
+		w.End(why)
+		return
+	}
+	go func() { // ends with the worker at the latest
+		limit, cancel := context.WithTimeout(w.ctx, w.cfg.MockShutdownTimeout)
+		defer cancel()
+		_ = w.server.Shutdown(limit) // what still runs is cut
+		w.End(why)
+	}()
+}
 
 // run serves until the worker is ended.
 func (w *Worker) run() {

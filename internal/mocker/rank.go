@@ -144,6 +144,9 @@ func (r *Rank) leave(answer *Answer) {
 // gives up catching up: sleeping is only exact to a millisecond or so.
 const maxLate = 20 * time.Millisecond
 
+// stuckPoll is how often an engine that stands still looks whether it may go on.
+const stuckPoll = 10 * time.Millisecond
+
 // step runs the engine, one step after the other, until the worker ends.
 func (r *Rank) step() {
 	var due time.Time // when the step under way ends
@@ -171,6 +174,11 @@ func (r *Rank) step() {
 		if r.w.Hung.Load() {
 			<-r.w.ctx.Done()
 			return
+		}
+		for r.w.Stuck.Load() {
+			if !r.w.wait(stuckPoll) {
+				return
+			}
 		}
 		for _, done := range r.Engine.End() {
 			r.Counts.GenerationTokens.Add(1)

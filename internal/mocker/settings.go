@@ -31,6 +31,7 @@ type Settings struct {
 	MockKVLease             time.Duration            `group:"Mock workers, with --engine mocker" name:"mock-kv-lease" default:"30s" help:"How long a prefill mock worker keeps a prompt's blocks that no decode worker asks for (vLLM's kv_lease_duration)."`
 	MockKVLoadFailure       string                   `group:"Mock workers, with --engine mocker" name:"mock-kv-load-failure" default:"recompute" enum:"recompute,fail" help:"What a decode mock worker does with a request whose prompt does not come (vLLM's kv_load_failure_policy)."`
 	MockBootstrapTimeout    time.Duration            `group:"Mock workers, with --engine mocker" default:"5m" help:"How long SGLang mock workers wait for each other."`
+	MockShutdownTimeout     time.Duration            `group:"Mock workers, with --engine mocker" default:"0s" help:"How long a mock worker that is told to end, and takes no new connection any more, may finish what it answers; 0: it ends at once."`
 	MockArrayEvents         bool                     `group:"Mock workers, with --engine mocker" help:"Send KV events as arrays, as vLLM did up to 0.23, not as maps."`
 	MockErrorRate           float64                  `group:"Mock workers, with --engine mocker" default:"0" help:"Fault: share of the requests, 0 to 1, that a mock worker answers with status 500."`
 	MockCrashEvery          time.Duration            `group:"Mock workers, with --engine mocker" default:"0s" help:"Fault: so often a mock worker, each in its turn, dies as if it were killed; 0 is never."`
@@ -96,8 +97,8 @@ func (c *Settings) Validate(workers int) error {
 	if c.MockKVLease <= 0 || c.MockBootstrapTimeout <= 0 {
 		return errors.New("--mock-kv-lease and --mock-bootstrap-timeout must be more than 0")
 	}
-	if c.SpeedupRatio < 0 || c.MockCrashEvery < 0 || c.MockDelayEvents < 0 {
-		return errors.New("--speedup-ratio, --mock-crash-every and --mock-delay-events cannot be negative")
+	if c.SpeedupRatio < 0 || c.MockCrashEvery < 0 || c.MockDelayEvents < 0 || c.MockShutdownTimeout < 0 {
+		return errors.New("--speedup-ratio, --mock-crash-every, --mock-delay-events and --mock-shutdown-timeout cannot be negative")
 	}
 	if !(c.MockKVTransferBandwidth > 0) || c.MockKVBytesPerToken < 0 {
 		return fmt.Errorf("--mock-kv-transfer-bandwidth %v and --mock-kv-bytes-per-token %d: give a bandwidth of more than 0, and no negative size", c.MockKVTransferBandwidth, c.MockKVBytesPerToken)

@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	"kvrouter/internal/kv"
@@ -45,7 +46,8 @@ func StreamOf(events ...string) http.HandlerFunc {
 // FakeWorker is an engine's HTTP server whose answers a test gives.
 type FakeWorker struct {
 	*httptest.Server
-	Mu     sync.Mutex // guards all below
+	Hung   atomic.Bool // nothing is answered any more
+	Mu     sync.Mutex  // guards all below
 	Bodies []string
 	Header http.Header
 }
@@ -56,11 +58,16 @@ func NewFakeWorker(t testing.TB, serve http.HandlerFunc) *FakeWorker {
 	t.Helper()
 	f := &FakeWorker{}
 	f.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if r.URL.Path == "/v1/models" {
+		switch {
+		case f.Hung.Load():
+			f.Hang(r)
+			return
+		case r.URL.Path == "/health":
+			return
+		case r.URL.Path == "/v1/models":
 			io.WriteString(w, `{"object":"list","data":[{"id":"m","object":"model","max_model_len":8192}]}`)
 			return
-		}
-		if r.Header.Get(web.HeaderRequest) == "" { // the router's own question for tokens
+		case r.Header.Get(web.HeaderRequest) == "": // the router's own question for tokens
 			http.NotFound(w, r)
 			return
 		}
@@ -73,6 +80,12 @@ func NewFakeWorker(t testing.TB, serve http.HandlerFunc) *FakeWorker {
 	}))
 	t.Cleanup(f.Close)
 	return f
+}
+
+// Hang waits until the client of a request has left.
+func (*FakeWorker) Hang(r *http.Request) {
+	_, _ = io.Copy(io.Discard, r.Body) // only then is it noticed
+	<-r.Context().Done()
 }
 
 // Received returns the bodies of the requests so far.
