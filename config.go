@@ -22,6 +22,7 @@ import (
 	"kvrouter/internal/settings"
 	"kvrouter/internal/simulate"
 	"kvrouter/internal/vllm"
+	"kvrouter/internal/web"
 	"kvrouter/internal/workers"
 )
 
@@ -101,6 +102,9 @@ type Config struct {
 	DrainTimeout     time.Duration `group:"Requests" default:"30s" help:"At the end, longest time for running requests to finish."`
 	Record           string        `group:"Requests" placeholder:"FILE" help:"Append one line of JSON to FILE for each finished request, without its text, to be replayed by 'kvrouter simulate --trace'."`
 	AllowEngineAdmin bool          `group:"Requests" help:"Pass the engines' admin and development paths on (/reset_prefix_cache, /sleep, ...) instead of refusing them."`
+
+	// How many clients there may be at once.
+	web.ConnectionSettings
 
 	// Replica says which other routers serve the same workers.
 	Replica replica.Settings `embed:""`

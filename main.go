@@ -98,8 +98,9 @@ func (r *app) run(ctx context.Context) error {
 			return nil
 		})
 	}
-	serveOn(openAI, openAIPort)
-	serveOn(selection, selectionPort)
+	openAIShare, selectionShare := r.config.Shares()
+	serveOn(openAI, web.Bound(openAI, openAIPort, openAIShare))
+	serveOn(selection, web.Bound(selection, selectionPort, selectionShare))
 	if r.replicas != nil {
 		group.Go(func() error {
 			r.replicas.Run(fleet)
