@@ -21,7 +21,7 @@ var layers = []map[string]string{
 		"hints": "kv", "radix": "kv table blockpool", "engine": "kv blockpool", "tokens": "jsonbody",
 	},
 	{ // judging, hearing
-		"policy": "hints jsonlines kv settings", "events": "kv radix zmq",
+		"policy": "hints jsonlines kv settings", "events": "kv radix web zmq",
 	},
 	{ // deciding, starting
 		"router": "hints kv policy radix table", "vllm": "events kv",

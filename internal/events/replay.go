@@ -16,6 +16,7 @@ import (
 	"github.com/zeebo/xxh3"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/web"
 	"kvrouter/internal/zmq"
 )
 
@@ -185,7 +186,17 @@ func NewPeers(urls []string, key string) *Peers {
 	if len(urls) == 0 {
 		return nil
 	}
-	return &Peers{urls: urls, key: key, client: &http.Client{Timeout: peerLimit, Transport: &http.Transport{DisableKeepAlives: true}}}
+	client := newPeerClient()
+	client.Timeout = peerLimit
+	return &Peers{urls: urls, key: key, client: client}
+}
+
+// newPeerClient returns what asks peers: over a new connection each time, and
+// nobody else than them.
+func newPeerClient() *http.Client {
+	transport := web.NewTransport(nil)
+	transport.DisableKeepAlives = true
+	return web.NewClient(transport)
 }
 
 // ask asks one peer for w's events from start on, or all its blocks.

@@ -10,7 +10,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"slices"
 	"strconv"
@@ -27,11 +26,6 @@ import (
 )
 
 const (
-	// upstreamIdle is how long an unused connection to a worker is kept: less
-	// than the 5 s after which uvicorn closes it, so that no request meets a
-	// connection that is just being closed.
-	upstreamIdle = 4 * time.Second
-	dialTimeout  = 3 * time.Second
 	// BufferedAnswer bounds the part of an answer that is held back to make a
 	// second attempt possible, and the part of a stream's event that is.
 	BufferedAnswer = 8 << 20
@@ -129,16 +123,7 @@ const pooledBuffer = 64 << 10
 // request.
 func NewProxy(observer Observer, silence time.Duration, failed func(worker uint64)) *Proxy {
 	return &Proxy{
-		Client: &http.Client{
-			Transport: &http.Transport{
-				DialContext:         (&net.Dialer{Timeout: dialTimeout, KeepAlive: 15 * time.Second}).DialContext,
-				MaxIdleConnsPerHost: 1024,
-				IdleConnTimeout:     upstreamIdle,
-				DisableCompression:  true,
-				WriteBufferSize:     64 << 10,
-			},
-			CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
-		},
+		Client:   web.NewClient(web.NewTransport(nil)),
 		streams:  sync.Pool{New: func() any { return new(streamBuffer) }},
 		observer: observer,
 		failed:   failed,

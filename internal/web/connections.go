@@ -151,7 +151,8 @@ func Descriptors() int {
 
 // clientSixteenths is the share of the descriptors that clients may take, in
 // sixteenths. A request takes two: its client's and its worker's. The rest is for
-// unused connections to workers, KV events, load, health checks and files.
+// unused connections to workers (idleSixteenths), KV events, load, health checks and
+// files.
 const clientSixteenths = 5
 
 // mostConnections bounds the clients where there are plenty of descriptors: each
