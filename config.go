@@ -129,6 +129,8 @@ type Config struct {
 	GPUs []string `kong:"-"`
 	// Cores is the number of CPU cores to share out. Set by ResolveDefaults.
 	Cores int `kong:"-"`
+	// Hop is this process in the Via headers of what it sends. Set by build.
+	Hop web.Hop `kong:"-"`
 	// Simulate is what CommandSimulate shall do.
 	Simulate simulate.Settings `kong:"-"`
 	// ModelFolder tells that Model is a folder here. Set by ResolveDefaults.

@@ -25,6 +25,7 @@ import (
 	"kvrouter/internal/telemetry"
 	"kvrouter/internal/tokens"
 	"kvrouter/internal/vllm"
+	"kvrouter/internal/web"
 	"kvrouter/internal/workers"
 )
 
@@ -50,6 +51,7 @@ type app struct {
 
 // build makes every part and hands it those it needs. Nothing runs yet.
 func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
+	config.Hop = web.NewHop()
 	r := &app{config: config, log: log, index: router.NewIndex(config.Index, config.Policy, config.Scoring, config.BlockSize, time.Now)}
 	var err error
 	if r.model, err = openModel(ctx, config, log); err != nil {
@@ -84,7 +86,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	})
 	r.fleet.Peers = events.NewPeers(config.IndexerPeers, peerKey(config))
 	r.proxy = proxy.NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
-	r.proxy.OutputBlocks = config.Routing.RouterTrackOutputBlocks
+	r.proxy.OutputBlocks, r.proxy.Hop = config.Routing.RouterTrackOutputBlocks, config.Hop
 	r.tokens = tokens.NewSource(r.model, r.askWorker, config.TokenTimeout, log)
 	r.api = NewAPI(config, r.router, r.tokens, r.proxy, r.telemetry, log)
 	r.api.lookForModels = r.fleet.LookForModels

@@ -142,6 +142,7 @@ func (c *Config) selectionSettings() selection.Settings {
 	return selection.Settings{
 		APIKey: c.RouterAPIKey, ServedModelName: c.ServedModelName, BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
 		TrackPrefillTokens: c.Routing.RouterTrackPrefillTokens, CountsPasses: c.Routing.RouterQueueThreshold != nil,
+		Hop: c.Hop,
 	}
 }
 

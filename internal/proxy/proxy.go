@@ -53,14 +53,13 @@ type Upstream struct {
 }
 
 // request is u as a request to a worker.
-func (u *Upstream) request(ctx context.Context, t kv.Target) (*http.Request, error) {
+func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Request, error) {
 	request, err := http.NewRequestWithContext(ctx, u.Method, t.URL+u.Path, nil)
 	if err != nil {
 		return nil, err
 	}
-	request.Header = u.Header
+	request.Header = p.header(u.Header, t)
 	if t.Ranks > 1 {
-		request.Header = u.Header.Clone()
 		request.Header.Set(web.HeaderRank, strconv.FormatUint(uint64(t.Key.Rank), 10))
 	}
 	if length := len(u.Head) + len(u.Body); length > 0 {
@@ -71,6 +70,20 @@ func (u *Upstream) request(ctx context.Context, t kv.Target) (*http.Request, err
 		request.Body, err = request.GetBody()
 	}
 	return request, err
+}
+
+// header returns a client's headers as they go to a worker, signed by this router.
+// With a key for the worker they carry that and not the client's.
+func (p *Proxy) header(given http.Header, t kv.Target) http.Header {
+	header := given.Clone()
+	if header == nil {
+		header = http.Header{}
+	}
+	if t.Bearer != "" {
+		header.Set("Authorization", "Bearer "+string(t.Bearer))
+	}
+	p.Hop.Sign(header)
+	return header
 }
 
 // Observer is told what happens to requests on their way. Its methods are safe
@@ -105,7 +118,8 @@ type Proxy struct {
 	silence  time.Duration       // longest wait for a worker's next byte, and for a client to take it; 0: no limit
 	now      func() time.Time
 
-	OutputBlocks bool // book the blocks of streams as they grow
+	OutputBlocks bool    // book the blocks of streams as they grow
+	Hop          web.Hop // signs what goes to workers
 }
 
 // streamBuffer is the memory for relaying one stream; later streams reuse it.
@@ -223,7 +237,7 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			connection.SetWriteDeadline(p.now().Add(p.silence))
 		}
 	}
-	request, err := u.request(ctx, x.Decision.Target)
+	request, err := p.request(ctx, &u, x.Decision.Target)
 	if err != nil {
 		return err
 	}
@@ -456,9 +470,7 @@ func (p *Proxy) Ask(ctx context.Context, t kv.Target, method, path string, heade
 	if err != nil {
 		return 0, nil, err
 	}
-	if header != nil {
-		request.Header = header
-	}
+	request.Header = p.header(header, t)
 	response, err := p.Client.Do(request)
 	if err != nil {
 		return 0, nil, &workerError{t.Key.Worker, err}
