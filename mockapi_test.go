@@ -413,7 +413,7 @@ func TestMockMetricsAreReadAsVLLMs(t *testing.T) {
 	}
 	// The engine lets go of a request a moment after its last token went out.
 	testkit.Eventually(t, 20*time.Second, "an idle engine", func() bool {
-		load, err := workers.GetMetrics(t.Context(), s.workerURL(0)+"/metrics")
+		load, err := workers.GetMetrics(t.Context(), http.DefaultClient, s.workerURL(0)+"/metrics")
 		return err == nil && load.Running == 0 && load.Waiting == 0
 	})
 	response, err := http.Get(s.workerURL(0) + "/metrics")

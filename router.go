@@ -87,6 +87,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.fleet.Peers = events.NewPeers(config.IndexerPeers, peerKey(config))
 	r.proxy = proxy.NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
 	r.proxy.OutputBlocks, r.proxy.Hop = config.Routing.RouterTrackOutputBlocks, config.Hop
+	r.proxy.Client.Transport = web.NewTransport(config.WorkerTLS)
 	r.tokens = tokens.NewSource(r.model, r.askWorker, config.TokenTimeout, log)
 	r.api = NewAPI(config, r.router, r.tokens, r.proxy, r.telemetry, log)
 	r.api.lookForModels = r.fleet.LookForModels

@@ -144,7 +144,7 @@ func TestAttachedWorkerWithoutEventsIsRoutedByLoadAlone(t *testing.T) {
 	f := attachedFleet(t, a, "")
 	type source struct{ endpoint, metrics string }
 	loads := make(chan source, 2)
-	f.loads = func(ctx context.Context, w kv.WorkerKey, endpoint, metrics string, _ func(kv.WorkerKey, policy.Published), _ *slog.Logger) {
+	f.loads = func(ctx context.Context, _ *http.Client, w kv.WorkerKey, endpoint, metrics string, _ func(kv.WorkerKey, policy.Published), _ *slog.Logger) {
 		loads <- source{endpoint, metrics}
 		<-ctx.Done()
 	}

@@ -34,9 +34,11 @@ const (
 // message of its load socket (ZMQ PUB of JSON, as the plugin sends) where
 // zmqEndpoint names one, else its Prometheus page at metricsURL once a second.
 // It reconnects for ever. Of a page that shows several engines the fragment of
-// metricsURL names the one that counts; without one all do.
-func followLoad(ctx context.Context, w kv.WorkerKey, zmqEndpoint, metricsURL string, publish func(kv.WorkerKey, policy.Published), log *slog.Logger) {
-	source, where := pollMetrics, metricsURL
+// metricsURL names the one that counts; without one all do. client asks for pages.
+func followLoad(ctx context.Context, client *http.Client, w kv.WorkerKey, zmqEndpoint, metricsURL string, publish func(kv.WorkerKey, policy.Published), log *slog.Logger) {
+	source, where := func(ctx context.Context, url string, publish func(policy.Published)) error {
+		return pollMetrics(ctx, client, url, publish)
+	}, metricsURL
 	if zmqEndpoint != "" {
 		source, where = readLoadSocket, zmqEndpoint
 	}
@@ -109,11 +111,11 @@ func readLoadSocket(ctx context.Context, endpoint string, publish func(policy.Pu
 }
 
 // pollMetrics asks a worker's Prometheus page again and again.
-func pollMetrics(ctx context.Context, url string, publish func(policy.Published)) error {
+func pollMetrics(ctx context.Context, client *http.Client, url string, publish func(policy.Published)) error {
 	ticker := time.NewTicker(loadPollInterval)
 	defer ticker.Stop()
 	for {
-		p, err := GetMetrics(ctx, url)
+		p, err := GetMetrics(ctx, client, url)
 		if err != nil {
 			return err
 		}
@@ -126,14 +128,15 @@ func pollMetrics(ctx context.Context, url string, publish func(policy.Published)
 	}
 }
 
-// GetMetrics reads a worker's load from its Prometheus page at url.
-func GetMetrics(ctx context.Context, url string) (policy.Published, error) {
+// GetMetrics reads a worker's load from its Prometheus page at url, which client
+// asks for.
+func GetMetrics(ctx context.Context, client *http.Client, url string) (policy.Published, error) {
 	_, engine, _ := strings.Cut(url, "#")
-	return readMetrics(ctx, url, func(page io.Reader) (policy.Published, error) { return parseMetrics(page, engine) })
+	return readMetrics(ctx, client, url, func(page io.Reader) (policy.Published, error) { return parseMetrics(page, engine) })
 }
 
 // readMetrics fetches a Prometheus page and reads it with parse.
-func readMetrics[T any](ctx context.Context, url string, parse func(io.Reader) (T, error)) (T, error) {
+func readMetrics[T any](ctx context.Context, client *http.Client, url string, parse func(io.Reader) (T, error)) (T, error) {
 	var none T
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
@@ -141,7 +144,7 @@ func readMetrics[T any](ctx context.Context, url string, parse func(io.Reader) (
 	if err != nil {
 		return none, err
 	}
-	response, err := http.DefaultClient.Do(request)
+	response, err := client.Do(request)
 	if err != nil {
 		return none, err
 	}

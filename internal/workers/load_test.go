@@ -47,7 +47,7 @@ func TestMetricsPageGivesTheLoadOfOneEngine(t *testing.T) {
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, page) }))
 	defer server.Close()
 	for engine, want := range map[string]policy.Published{"": {Running: 5, Waiting: 7, KVUsage: 0.5}, "#0": {Running: 3, Waiting: 7, KVUsage: 0.25}, "#1": {Running: 2, KVUsage: 0.5}} {
-		got, err := GetMetrics(t.Context(), server.URL+"/metrics"+engine)
+		got, err := GetMetrics(t.Context(), http.DefaultClient, server.URL+"/metrics"+engine)
 		if got.At = (time.Time{}); err != nil || got != want {
 			t.Errorf("engine %q: %+v, %v, want %+v", engine, got, err, want)
 		}
@@ -75,7 +75,7 @@ func follow(t *testing.T, socket, page string) *atomic.Pointer[policy.Published]
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		followLoad(ctx, kv.WorkerKey{}, socket, page, func(_ kv.WorkerKey, p policy.Published) { last.Store(&p) }, slog.New(slog.DiscardHandler))
+		followLoad(ctx, http.DefaultClient, kv.WorkerKey{}, socket, page, func(_ kv.WorkerKey, p policy.Published) { last.Store(&p) }, slog.New(slog.DiscardHandler))
 	}()
 	t.Cleanup(func() {
 		cancel()
