@@ -22,6 +22,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
+	"kvrouter/internal/selection"
 	"kvrouter/internal/telemetry"
 	"kvrouter/internal/tokens"
 	"kvrouter/internal/web"
@@ -115,8 +116,9 @@ func (a *API) Handler() http.Handler {
 	guarded := engine.Group("/", web.RequireKey(a.config.APIKey, web.OpenAIError))
 	guarded.GET("/v1/models", a.models)
 	guarded.GET("/v1/models/:model", a.models)
-	guarded.GET("/busy_threshold", a.busyThresholds)
-	guarded.POST("/busy_threshold", a.setBusyThresholds)
+	thresholds := selection.Thresholds{Router: a.router, Model: a.config.ServedModelName}
+	guarded.GET("/busy_threshold", thresholds.Show)
+	guarded.POST("/busy_threshold", thresholds.Change)
 	guarded.POST("/tokenize", a.tokenized(a.tokens.Tokenize))
 	guarded.POST("/detokenize", a.tokenized(a.tokens.Detokenize))
 	for path, kind := range inferenceRoutes {
@@ -327,7 +329,7 @@ func (a *API) settle(c *gin.Context, x *proxy.Exchange, err error) {
 // refuse answers a request that no worker may take now.
 func (a *API) refuse(c *gin.Context, x *proxy.Exchange, err error) {
 	status, message, again := http.StatusServiceUnavailable, err.Error(), "1"
-	var pinned *pinnedError
+	var pinned *hints.PinnedError
 	switch {
 	case errors.Is(err, router.ErrQueueFull):
 		status = web.StatusOverloaded
@@ -506,29 +508,6 @@ func (a *API) fail(c *gin.Context, status int, param, message string) {
 	c.Data(status, "application/json", web.ErrorJSON(status, web.ErrorType(status), param, message))
 }
 
-// queryAnswer tells who would serve a request. It stands where the answer's
-// text would, under the names of Dynamo's frontends: the older have
-// worker_instance_id and token_data, the newer worker_id and token_ids.
-type queryAnswer struct {
-	ID      string     `json:"id"`
-	Object  string     `json:"object"`
-	Created int64      `json:"created"`
-	Model   string     `json:"model"`
-	Choices []struct{} `json:"choices"`
-	NVExt   struct {
-		WorkerInstanceID uint64 `json:"worker_instance_id"`
-		WorkerID         struct {
-			PrefillWorker uint64 `json:"prefill_worker_id"`
-			PrefillRank   uint32 `json:"prefill_dp_rank"`
-			DecodeWorker  uint64 `json:"decode_worker_id"`
-			DecodeRank    uint32 `json:"decode_dp_rank"`
-		} `json:"worker_id"`
-		TokenData     []uint32 `json:"token_data"`
-		TokenIDs      []uint32 `json:"token_ids"`
-		OverlapTokens int      `json:"overlap_tokens"`
-	} `json:"nvext"`
-}
-
 // answerQuery answers a dry run: nothing is sent to the worker that is chosen, or
 // to the two that may share the request, and nothing booked.
 func (a *API) answerQuery(c *gin.Context, kind promptKind, stream bool, request router.Request, shared bool, why string, tokens []uint32) error {
@@ -546,24 +525,17 @@ func (a *API) answerQuery(c *gin.Context, kind promptKind, stream bool, request 
 	if shared && pair.Whole == "" {
 		decision.OverlapTokens, prefill = pair.Prefill.OverlapTokens, pair.Prefill.Target.Key
 	}
-	key := decision.Target.Key
-	answer := queryAnswer{ID: web.RequestID(c), Object: "chat.completion", Created: time.Now().Unix(), Model: request.Model, Choices: []struct{}{}}
+	object := "chat.completion"
 	switch {
 	case kind == completionPrompt:
-		answer.Object = "text_completion"
+		object = "text_completion"
 	case kind != chatPrompt:
-		answer.Object = hints.AnnotationQuery
+		object = hints.AnnotationQuery
 	case stream:
-		answer.Object = "chat.completion.chunk"
+		object = "chat.completion.chunk"
 	}
-	if tokens == nil {
-		tokens = []uint32{}
-	}
-	e := &answer.NVExt
-	e.WorkerInstanceID, e.OverlapTokens = key.Worker, decision.OverlapTokens
-	e.WorkerID.PrefillWorker, e.WorkerID.PrefillRank = prefill.Worker, prefill.Rank
-	e.WorkerID.DecodeWorker, e.WorkerID.DecodeRank = key.Worker, key.Rank
-	e.TokenData, e.TokenIDs = tokens, tokens
+	key := decision.Target.Key
+	answer := hints.NewQueryAnswer(web.RequestID(c), object, request.Model, time.Now().Unix(), prefill, key, decision.OverlapTokens, tokens)
 	c.Header(web.HeaderRequest, answer.ID)
 	c.Header(web.HeaderWorker, proxy.WorkerLabel(key.Worker))
 	c.Header(web.HeaderOverlap, strconv.Itoa(decision.OverlapTokens))
@@ -571,49 +543,10 @@ func (a *API) answerQuery(c *gin.Context, kind promptKind, stream bool, request 
 		c.JSON(http.StatusOK, answer)
 		return nil
 	}
-	text, err := json.Marshal(answer)
+	text, err := answer.Events()
 	if err != nil {
 		return err
 	}
-	c.Data(http.StatusOK, "text/event-stream; charset=utf-8", fmt.Appendf(nil, "data: %s\n\ndata: [DONE]\n\n", text))
+	c.Data(http.StatusOK, "text/event-stream; charset=utf-8", text)
 	return nil
-}
-
-// modelThresholds is the form of /busy_threshold.
-type modelThresholds struct {
-	Model string `json:"model"`
-	router.BusyThresholds
-}
-
-func (a *API) busyThresholds(c *gin.Context) {
-	thresholds := []modelThresholds{}
-	if t := a.router.BusyThresholds(); t.Set() {
-		thresholds = append(thresholds, modelThresholds{a.config.ServedModelName, t})
-	}
-	c.JSON(http.StatusOK, gin.H{"thresholds": thresholds})
-}
-
-// setBusyThresholds changes the thresholds that the body names, which hold for
-// every model, and answers with all of them.
-func (a *API) setBusyThresholds(c *gin.Context) {
-	body, ok := a.body(c)
-	if !ok {
-		return
-	}
-	defer a.bodies.Done(body)
-	var asked modelThresholds
-	if err := json.Unmarshal(body, &asked); err != nil {
-		a.fail(c, http.StatusBadRequest, "", "bad body: "+err.Error())
-		return
-	}
-	if err := asked.Validate(); err != nil {
-		a.fail(c, http.StatusBadRequest, "", err.Error())
-		return
-	}
-	serves, up := a.router.Serves(asked.Model)
-	if asked.Model == "" || up && !serves {
-		a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%s` does not exist.", asked.Model))
-		return
-	}
-	c.JSON(http.StatusOK, modelThresholds{asked.Model, a.router.ChangeBusyThresholds(asked.BusyThresholds)})
 }

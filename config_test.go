@@ -416,7 +416,7 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 	}
 }
 
-func TestCheckPortsNamesTheFlagOfATakenPort(t *testing.T) {
+func TestTakenPortIsToldWithItsFlag(t *testing.T) {
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -424,12 +424,12 @@ func TestCheckPortsNamesTheFlagOfATakenPort(t *testing.T) {
 	defer func() { _ = listener.Close() }()
 	port := listener.Addr().(*net.TCPAddr).Port
 	cfg := Config{Engine: EngineNone, Host: "127.0.0.1", RouterPort: port}
-	err = CheckPorts(cfg)
+	err = settings.CheckPortsFree(cfg.ports())
 	if err == nil || !strings.Contains(err.Error(), fmt.Sprintf("--router-port %d", port)) || !strings.Contains(err.Error(), "address already in use") {
-		t.Errorf("CheckPorts: %v", err)
+		t.Errorf("a taken port: %v", err)
 	}
 	cfg.RouterPort = 0
-	if err := CheckPorts(cfg); err != nil {
+	if err := settings.CheckPortsFree(cfg.ports()); err != nil {
 		t.Errorf("any port: %v", err)
 	}
 }

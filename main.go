@@ -56,7 +56,7 @@ func serve(config Config) error {
 	log := logs.New(os.Stderr, &level, config.LogFormat)
 	slog.SetDefault(log)
 	settings.LimitMemory(os.Getenv, log)
-	if err := CheckPorts(config); err != nil {
+	if err := settings.CheckPortsFree(config.ports()); err != nil {
 		return err
 	}
 	signals, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)

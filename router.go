@@ -7,13 +7,13 @@ import (
 	"net"
 	"net/http"
 	"strconv"
-	"strings"
 	"time"
 
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/guard"
+	"kvrouter/internal/hints"
 	"kvrouter/internal/jsonlines"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/logs"
@@ -108,9 +108,12 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		return nil, err
 	}
 	if config.Replica.ReplicaSync {
-		address := net.JoinHostPort(config.Host, strconv.Itoa(config.Replica.ReplicaSyncPort))
+		address := net.JoinHostPort(config.replicaHost(), strconv.Itoa(config.Replica.ReplicaSyncPort))
 		if r.replicas, err = replica.New(r.router, address, config.Replica.ReplicaPeers, r.edges, log); err != nil {
 			return nil, fmt.Errorf("--replica-sync-port %d: %w: free the port or choose another", config.Replica.ReplicaSyncPort, err)
+		}
+		if err := r.replicas.UseKey(config.Replica.ReplicaKey); err != nil {
+			return nil, err
 		}
 		r.telemetry.WatchReplicas(r.replicaCounts)
 	}
@@ -224,7 +227,7 @@ func (r *inference) decided(d *router.Decision, times router.Decision) {
 func (a *API) decide(ctx context.Context, request router.Request) (router.Decision, error) {
 	decision, err := a.router.Route(ctx, request)
 	if err != nil && request.Pinned != nil {
-		err = &pinnedError{request.Pinned, nil, err}
+		err = &hints.PinnedError{Worker: request.Pinned, Err: err}
 	}
 	return decision, err
 }
@@ -238,29 +241,10 @@ func (a *API) decidePair(ctx context.Context, request router.Request, why string
 	}
 	pair, err := a.router.RoutePair(ctx, request, rule)
 	if err != nil && (request.Pinned != nil || request.PinnedPrefill != nil) {
-		err = &pinnedError{request.Pinned, request.PinnedPrefill, err}
+		err = &hints.PinnedError{Worker: request.Pinned, Prefill: request.PinnedPrefill, Err: err}
 	}
 	return pair, err
 }
-
-// pinnedError says that a worker which a request asks for cannot serve it.
-type pinnedError struct {
-	worker, prefill *kv.WorkerKey // not both nil
-	err             error
-}
-
-func (e *pinnedError) Error() string {
-	var named []string
-	if e.prefill != nil {
-		named = append(named, fmt.Sprintf("prefill worker %d rank %d", e.prefill.Worker, e.prefill.Rank))
-	}
-	if e.worker != nil {
-		named = append(named, fmt.Sprintf("worker %d rank %d", e.worker.Worker, e.worker.Rank))
-	}
-	return fmt.Sprintf("%s, which the request names, cannot take it (%v); no other is taken in its place", strings.Join(named, " with "), e.err)
-}
-
-func (e *pinnedError) Unwrap() error { return e.err }
 
 // samples shows every worker rank to the metrics page.
 func (r *app) samples() []telemetry.WorkerSample {

@@ -25,6 +25,8 @@ import (
 type Settings struct {
 	ReplicaSync     bool     `group:"Replicas" help:"Tell other routers over the same workers, whose --worker ids must be the same, what is in flight from here, and count what they tell."`
 	ReplicaSyncPort int      `group:"Replicas" default:"7100" help:"Port that the other routers learn it from (ZeroMQ PUB); 0 is any free one."`
+	ReplicaSyncHost string   `group:"Replicas" placeholder:"HOST" help:"Address that this port listens on. Default: that of --host."`
+	ReplicaKey      string   `group:"Replicas" name:"replica-key" placeholder:"KEY" help:"Key that all these routers share, at least 16 characters: what they tell is sealed by it. Better given as environment variable or in the file of settings."`
 	ReplicaPeers    []string `group:"Replicas" placeholder:"HOST:PORT" help:"The other routers' --replica-sync-port; several are separated by commas."`
 }
 
@@ -32,6 +34,9 @@ type Settings struct {
 func (c Settings) Validate() error {
 	if !c.ReplicaSync && len(c.ReplicaPeers) > 0 {
 		return errors.New("--replica-peers: give --replica-sync, too")
+	}
+	if n := len(c.ReplicaKey); n > 0 && n < keySize {
+		return fmt.Errorf("--replica-key: it has %d characters; give at least %d", n, keySize)
 	}
 	for _, peer := range c.ReplicaPeers {
 		host, port, err := net.SplitHostPort(peer)
@@ -72,6 +77,7 @@ type Mesh struct {
 	edges  *guard.Edges
 	queue  chan queuedChange
 	timing timing
+	seal   *seal // nil: messages are sent as they are
 
 	Sent     atomic.Uint64 // changes
 	Received atomic.Uint64 // changes, without those that say nothing new
@@ -161,7 +167,7 @@ func (r *Mesh) tell(ctx context.Context) {
 		}
 		change.Router = r.id
 		if text, err := json.Marshal(change); err == nil {
-			r.pub.Publish([]byte(replicaTopic), text)
+			r.pub.Publish([]byte(replicaTopic), r.seal.close(text))
 		}
 	}
 }
@@ -204,6 +210,7 @@ func (r *Mesh) hear(ctx context.Context, peer string, heard *bool) error {
 	}
 	defer conn.Close()
 	conn.Limit(messageLimit)
+	from := r.opener()
 	p := otherRouter{mesh: r, open: map[uint64]heldBooking{}}
 	defer func() {
 		p.forget()
@@ -223,8 +230,12 @@ func (r *Mesh) hear(ctx context.Context, peer string, heard *bool) error {
 		if err != nil {
 			return err
 		}
+		text, err := from.open(frames[len(frames)-1])
+		if err != nil {
+			return err
+		}
 		var change router.Change
-		if err := json.Unmarshal(frames[len(frames)-1], &change); err != nil {
+		if err := json.Unmarshal(text, &change); err != nil {
 			return fmt.Errorf("message of another router: %w", err)
 		}
 		if change.Router == r.id { // the list of peers has ourselves in it
