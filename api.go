@@ -5,8 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
+	"maps"
 	"net/http"
 	"slices"
 	"strconv"
@@ -22,16 +22,10 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
+	"kvrouter/internal/selection"
 	"kvrouter/internal/telemetry"
 	"kvrouter/internal/tokens"
 	"kvrouter/internal/web"
-)
-
-const (
-	// bodyTimeout bounds how long a client may take to send a request's body.
-	bodyTimeout = 2 * time.Minute
-	// listLimit bounds the asking of all workers for their models.
-	listLimit = 5 * time.Second
 )
 
 // promptKind says where a route's body carries its prompt.
@@ -88,6 +82,7 @@ type API struct {
 	telemetry *telemetry.Metrics
 	recorder  *telemetry.Recorder // nil: nothing is recorded
 	pairs     *proxy.Pairs
+	bodies    *web.Bodies
 	// lookForModels brings what is known of the workers' models up to date; nil:
 	// nothing does.
 	lookForModels func(context.Context)
@@ -97,7 +92,8 @@ type API struct {
 
 // NewAPI returns the OpenAI side over what the router is made of.
 func NewAPI(config Config, router *router.Router, tokens *tokens.Source, px *proxy.Proxy, telemetry *telemetry.Metrics, log *slog.Logger) *API {
-	return &API{config: config, router: router, tokens: tokens, proxy: px, telemetry: telemetry, log: log, pairs: proxy.NewPairs(router, px, config.Disagg, log)}
+	return &API{config: config, router: router, tokens: tokens, proxy: px, telemetry: telemetry, log: log, pairs: proxy.NewPairs(router, px, config.Disagg, log),
+		bodies: web.NewBodies(config.MaxBodyBytes, config.Bodies.MaxInflightBodyBytes)}
 }
 
 // Drain makes /ready fail, so that balancers in front send no more requests.
@@ -121,8 +117,9 @@ func (a *API) Handler() http.Handler {
 	guarded := engine.Group("/", web.RequireKey(a.config.APIKey, web.OpenAIError))
 	guarded.GET("/v1/models", a.models)
 	guarded.GET("/v1/models/:model", a.models)
-	guarded.GET("/busy_threshold", a.busyThresholds)
-	guarded.POST("/busy_threshold", a.setBusyThresholds)
+	thresholds := selection.Thresholds{Router: a.router, Model: a.config.ServedModelName}
+	guarded.GET("/busy_threshold", thresholds.Show)
+	guarded.POST("/busy_threshold", thresholds.Change)
 	guarded.POST("/tokenize", a.tokenized(a.tokens.Tokenize))
 	guarded.POST("/detokenize", a.tokenized(a.tokens.Detokenize))
 	for path, kind := range inferenceRoutes {
@@ -156,6 +153,7 @@ type inference struct {
 	id       string // X-Request-Id
 	exchange *proxy.Exchange
 
+	raw      []byte // the body's memory, until the end
 	body     *jsonbody.Body
 	hints    hints.Hints
 	prompt   tokens.Prompt
@@ -209,6 +207,7 @@ func (r *inference) finish(written int) {
 	if x.Status == 0 {
 		x.Status = written
 	}
+	r.api.bodies.Done(r.raw)
 	r.api.telemetry.Finished(*x, time.Now())
 	r.api.recorder.Finished(*x, r.recorded, time.Now())
 	r.api.log.Debug("request", "id", r.id, "route", x.Route, "status", x.Status, "worker", x.Worker, "tokens", x.Decision.Tokens,
@@ -218,14 +217,13 @@ func (r *inference) finish(written int) {
 // read reads the body and what it asks for. Not ok: it has been answered.
 func (r *inference) read(c *gin.Context) (ok bool) {
 	a := r.api
-	raw, ok := a.body(c)
-	if !ok {
+	if r.raw, ok = a.body(c); !ok {
 		return false
 	}
-	r.body = &jsonbody.Body{Raw: raw}
+	r.body = &jsonbody.Body{Raw: r.raw}
 	if r.kind != noPrompt || strings.HasPrefix(c.ContentType(), "application/json") {
-		if r.body, ok = jsonbody.Parse(raw); !ok {
-			a.fail(c, http.StatusBadRequest, "", "the request body is not a JSON object")
+		if r.body, ok = jsonbody.Parse(r.raw); !ok {
+			a.fail(c, http.StatusBadRequest, "", "the request body is not a JSON object, or one of more than 262,144 members or 10,000 levels")
 			return false
 		}
 		model := r.body.Get("model").String()
@@ -267,7 +265,7 @@ func (r *inference) findPrompt() {
 func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 	a, body := r.api, r.body
 	u := proxy.Upstream{
-		Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.upstreamHeader(c, r.id), Body: body.Raw,
+		Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.upstreamHeader(c, r.id, r.hints.Pinned != nil), Body: body.Raw,
 		Route: r.exchange.Route, RequestID: r.id, Arrived: r.exchange.Arrived, EndMarked: r.kind != noPrompt,
 		CachedTokensMislead: r.multiple || body.Get("prompt_logprobs").Type == gjson.Number || body.Get("echo").Bool() && body.Get("logprobs").Type == gjson.Number,
 	}
@@ -332,7 +330,7 @@ func (a *API) settle(c *gin.Context, x *proxy.Exchange, err error) {
 // refuse answers a request that no worker may take now.
 func (a *API) refuse(c *gin.Context, x *proxy.Exchange, err error) {
 	status, message, again := http.StatusServiceUnavailable, err.Error(), "1"
-	var pinned *pinnedError
+	var pinned *hints.PinnedError
 	switch {
 	case errors.Is(err, router.ErrQueueFull):
 		status = web.StatusOverloaded
@@ -354,31 +352,14 @@ func (a *API) refuse(c *gin.Context, x *proxy.Exchange, err error) {
 }
 
 // body reads a request's body within the limits; not ok: it has been answered.
+// Else a.bodies.Done must follow.
 func (a *API) body(c *gin.Context) (body []byte, ok bool) {
-	http.NewResponseController(c.Writer).SetReadDeadline(time.Now().Add(bodyTimeout))
-	limited := http.MaxBytesReader(c.Writer, c.Request.Body, a.config.MaxBodyBytes)
-	if n := c.Request.ContentLength; n > 0 && n <= a.config.MaxBodyBytes {
-		body = make([]byte, n)
-		n, err := io.ReadFull(limited, body)
-		if err != nil {
-			a.fail(c, http.StatusBadRequest, "", fmt.Sprintf("the request body ended after %d of %d bytes", n, len(body)))
-			return nil, false
-		}
-	} else {
-		var err error
-		body, err = io.ReadAll(limited)
-		var tooLarge *http.MaxBytesError
-		if errors.As(err, &tooLarge) {
-			a.fail(c, http.StatusRequestEntityTooLarge, "", fmt.Sprintf("the request body is larger than %d bytes (--max-body-bytes)", tooLarge.Limit))
-			return nil, false
-		}
-		if err != nil {
-			a.fail(c, http.StatusBadRequest, "", "the request body could not be read")
-			return nil, false
-		}
+	body, err := a.bodies.Read(c.Writer, c.Request)
+	var bad *web.BodyError
+	if errors.As(err, &bad) {
+		a.fail(c, bad.Status, "", bad.Message)
 	}
-	http.NewResponseController(c.Writer).SetReadDeadline(time.Time{})
-	return body, true
+	return body, err == nil
 }
 
 // prompt returns the request's prompt tokens; of several prompts the longest,
@@ -401,11 +382,13 @@ func (a *API) prompt(ctx context.Context, kind promptKind, path string, body *js
 	return tokens.Prompt{}, false
 }
 
-// upstreamHeader returns the client's headers as they go to a worker.
-func (a *API) upstreamHeader(c *gin.Context, id string) http.Header {
+// upstreamHeader returns the client's headers as they go to a worker. Only one that
+// names its worker may name a data-parallel rank of it.
+func (a *API) upstreamHeader(c *gin.Context, id string, pinned bool) http.Header {
 	header := c.Request.Header.Clone()
-	for _, name := range web.HopByHop {
-		header.Del(name)
+	web.DropHopByHop(header)
+	if !pinned {
+		header.Del(web.HeaderRank)
 	}
 	header.Del("Accept-Encoding") // the usage must be readable here
 	header.Del("Expect")
@@ -424,6 +407,7 @@ func (a *API) tokenized(serve func(context.Context, []byte) ([]byte, error)) gin
 		if !ok {
 			return
 		}
+		defer a.bodies.Done(body)
 		answer, err := serve(c.Request.Context(), body)
 		var bad *tokens.BadRequest
 		var refused *tokens.AskError
@@ -445,29 +429,17 @@ func (a *API) workers() []kv.Target {
 	return slices.CompactFunc(a.router.Targets(), func(a, b kv.Target) bool { return a.Key.Worker == b.Key.Worker })
 }
 
-// models lists what the workers serve, each model as the first worker that
-// serves it describes it; while none is up, the name that is configured.
+// question is a client's short request as it goes to every worker.
+func (a *API) question(c *gin.Context, body []byte) proxy.Question {
+	return proxy.Question{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.upstreamHeader(c, web.RequestID(c), false), Body: body}
+}
+
+// models lists what the workers serve; while none is up, the name that is
+// configured.
 func (a *API) models(c *gin.Context) {
-	ctx, cancel := context.WithTimeout(c.Request.Context(), listLimit)
-	defer cancel()
-	var list []json.RawMessage
-	seen := map[string]bool{}
-	for _, t := range a.workers() {
-		_, body, err := a.proxy.Ask(ctx, t, http.MethodGet, "/v1/models", a.upstreamHeader(c, web.RequestID(c)), nil)
-		if err != nil {
-			continue
-		}
-		gjson.GetBytes(body, "data").ForEach(func(_, m gjson.Result) bool {
-			if name := m.Get("id").String(); !seen[name] {
-				seen[name] = true
-				list = append(list, json.RawMessage(m.Raw))
-			}
-			return true
-		})
-	}
-	if len(list) == 0 {
-		card, _ := json.Marshal(gin.H{"id": a.config.ServedModelName, "object": "model", "created": 0, "owned_by": "kvrouter"})
-		list = append(list, card)
+	list := a.proxy.Models(c.Request.Context(), a.workers(), a.question(c, nil).Header)
+	if len(list) == 0 && a.config.ServedModelName != "" {
+		list = append(list, proxy.ModelCard(a.config.ServedModelName))
 	}
 	if name := c.Param("model"); name != "" {
 		for _, m := range list {
@@ -482,19 +454,20 @@ func (a *API) models(c *gin.Context) {
 	c.JSON(http.StatusOK, gin.H{"object": "list", "data": list})
 }
 
-// broadcastUntilFound asks one worker after the other for something that only
-// one of them holds: a stored response.
+// broadcastUntilFound asks all workers for something that only one of them holds: a
+// stored response.
 func (a *API) broadcastUntilFound(c *gin.Context) {
-	id := web.RequestID(c)
-	for _, t := range a.workers() {
-		status, body, err := a.proxy.Ask(c.Request.Context(), t, c.Request.Method, c.Request.URL.RequestURI(), a.upstreamHeader(c, id), nil)
-		if err == nil && status != http.StatusNotFound {
-			c.Header(web.HeaderWorker, proxy.WorkerLabel(t.Key.Worker))
-			c.Data(status, "application/json", body)
-			return
+	found := false
+	a.proxy.AskAll(c.Request.Context(), a.workers(), a.question(c, nil), func(answer proxy.Answer) bool {
+		if found = answer.Err == nil && answer.Status != http.StatusNotFound; found {
+			c.Header(web.HeaderWorker, proxy.WorkerLabel(answer.Target.Key.Worker))
+			c.Data(answer.Status, "application/json", answer.Body)
 		}
+		return !found
+	})
+	if !found {
+		a.fail(c, http.StatusNotFound, "", "no worker knows this response")
 	}
-	a.fail(c, http.StatusNotFound, "", "no worker knows this response")
 }
 
 // admin sends an administration request to every worker and reports what each
@@ -508,51 +481,32 @@ func (a *API) admin(c *gin.Context) {
 	if !ok {
 		return
 	}
+	defer a.bodies.Done(body)
 	worst := http.StatusOK
-	answers := []gin.H{}
-	id := web.RequestID(c)
-	for _, t := range a.workers() {
-		status, answer, err := a.proxy.Ask(c.Request.Context(), t, c.Request.Method, c.Request.URL.RequestURI(), a.upstreamHeader(c, id), body)
-		if err != nil {
-			status, answer = http.StatusBadGateway, web.ErrorJSON(http.StatusBadGateway, "server_error", "", "the worker did not answer")
+	answers := map[uint64]gin.H{}
+	a.proxy.AskAll(c.Request.Context(), a.workers(), a.question(c, body), func(answer proxy.Answer) bool {
+		if answer.Err != nil {
+			answer.Status, answer.Body = http.StatusBadGateway, web.ErrorJSON(http.StatusBadGateway, "server_error", "", "the worker did not answer")
 		}
-		worst = max(worst, status)
-		entry := gin.H{"worker_id": t.Key.Worker, "status": status}
-		if gjson.ValidBytes(answer) && len(answer) > 0 {
-			entry["answer"] = json.RawMessage(answer)
+		worst = max(worst, answer.Status)
+		entry := gin.H{"worker_id": answer.Target.Key.Worker, "status": answer.Status}
+		if gjson.ValidBytes(answer.Body) && len(answer.Body) > 0 {
+			entry["answer"] = json.RawMessage(answer.Body)
 		}
-		answers = append(answers, entry)
+		answers[answer.Target.Key.Worker] = entry
+		return true
+	})
+	list := []gin.H{}
+	for _, id := range slices.Sorted(maps.Keys(answers)) {
+		list = append(list, answers[id])
 	}
-	c.JSON(worst, answers)
+	c.JSON(worst, list)
 }
 
 // fail answers with an error in OpenAI's shape.
 func (a *API) fail(c *gin.Context, status int, param, message string) {
 	c.Header(web.HeaderRequest, web.RequestID(c))
 	c.Data(status, "application/json", web.ErrorJSON(status, web.ErrorType(status), param, message))
-}
-
-// queryAnswer tells who would serve a request. It stands where the answer's
-// text would, under the names of Dynamo's frontends: the older have
-// worker_instance_id and token_data, the newer worker_id and token_ids.
-type queryAnswer struct {
-	ID      string     `json:"id"`
-	Object  string     `json:"object"`
-	Created int64      `json:"created"`
-	Model   string     `json:"model"`
-	Choices []struct{} `json:"choices"`
-	NVExt   struct {
-		WorkerInstanceID uint64 `json:"worker_instance_id"`
-		WorkerID         struct {
-			PrefillWorker uint64 `json:"prefill_worker_id"`
-			PrefillRank   uint32 `json:"prefill_dp_rank"`
-			DecodeWorker  uint64 `json:"decode_worker_id"`
-			DecodeRank    uint32 `json:"decode_dp_rank"`
-		} `json:"worker_id"`
-		TokenData     []uint32 `json:"token_data"`
-		TokenIDs      []uint32 `json:"token_ids"`
-		OverlapTokens int      `json:"overlap_tokens"`
-	} `json:"nvext"`
 }
 
 // answerQuery answers a dry run: nothing is sent to the worker that is chosen, or
@@ -572,24 +526,17 @@ func (a *API) answerQuery(c *gin.Context, kind promptKind, stream bool, request 
 	if shared && pair.Whole == "" {
 		decision.OverlapTokens, prefill = pair.Prefill.OverlapTokens, pair.Prefill.Target.Key
 	}
-	key := decision.Target.Key
-	answer := queryAnswer{ID: web.RequestID(c), Object: "chat.completion", Created: time.Now().Unix(), Model: request.Model, Choices: []struct{}{}}
+	object := "chat.completion"
 	switch {
 	case kind == completionPrompt:
-		answer.Object = "text_completion"
+		object = "text_completion"
 	case kind != chatPrompt:
-		answer.Object = hints.AnnotationQuery
+		object = hints.AnnotationQuery
 	case stream:
-		answer.Object = "chat.completion.chunk"
+		object = "chat.completion.chunk"
 	}
-	if tokens == nil {
-		tokens = []uint32{}
-	}
-	e := &answer.NVExt
-	e.WorkerInstanceID, e.OverlapTokens = key.Worker, decision.OverlapTokens
-	e.WorkerID.PrefillWorker, e.WorkerID.PrefillRank = prefill.Worker, prefill.Rank
-	e.WorkerID.DecodeWorker, e.WorkerID.DecodeRank = key.Worker, key.Rank
-	e.TokenData, e.TokenIDs = tokens, tokens
+	key := decision.Target.Key
+	answer := hints.NewQueryAnswer(web.RequestID(c), object, request.Model, time.Now().Unix(), prefill, key, decision.OverlapTokens, tokens)
 	c.Header(web.HeaderRequest, answer.ID)
 	c.Header(web.HeaderWorker, proxy.WorkerLabel(key.Worker))
 	c.Header(web.HeaderOverlap, strconv.Itoa(decision.OverlapTokens))
@@ -597,48 +544,10 @@ func (a *API) answerQuery(c *gin.Context, kind promptKind, stream bool, request 
 		c.JSON(http.StatusOK, answer)
 		return nil
 	}
-	text, err := json.Marshal(answer)
+	text, err := answer.Events()
 	if err != nil {
 		return err
 	}
-	c.Data(http.StatusOK, "text/event-stream; charset=utf-8", fmt.Appendf(nil, "data: %s\n\ndata: [DONE]\n\n", text))
+	c.Data(http.StatusOK, "text/event-stream; charset=utf-8", text)
 	return nil
-}
-
-// modelThresholds is the form of /busy_threshold.
-type modelThresholds struct {
-	Model string `json:"model"`
-	router.BusyThresholds
-}
-
-func (a *API) busyThresholds(c *gin.Context) {
-	thresholds := []modelThresholds{}
-	if t := a.router.BusyThresholds(); t.Set() {
-		thresholds = append(thresholds, modelThresholds{a.config.ServedModelName, t})
-	}
-	c.JSON(http.StatusOK, gin.H{"thresholds": thresholds})
-}
-
-// setBusyThresholds changes the thresholds that the body names, which hold for
-// every model, and answers with all of them.
-func (a *API) setBusyThresholds(c *gin.Context) {
-	body, ok := a.body(c)
-	if !ok {
-		return
-	}
-	var asked modelThresholds
-	if err := json.Unmarshal(body, &asked); err != nil {
-		a.fail(c, http.StatusBadRequest, "", "bad body: "+err.Error())
-		return
-	}
-	if err := asked.Validate(); err != nil {
-		a.fail(c, http.StatusBadRequest, "", err.Error())
-		return
-	}
-	serves, up := a.router.Serves(asked.Model)
-	if asked.Model == "" || up && !serves {
-		a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%s` does not exist.", asked.Model))
-		return
-	}
-	c.JSON(http.StatusOK, modelThresholds{asked.Model, a.router.ChangeBusyThresholds(asked.BusyThresholds)})
 }

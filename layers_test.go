@@ -15,20 +15,19 @@ import (
 // not in the table is a shortcut, even where the compiler would take it.
 var layers = []map[string]string{
 	{ // words and mechanisms
-		"kv": "", "table": "", "blockpool": "", "zmq": "", "jsonbody": "", "jsonlines": "", "web": "", "settings": "",
+		"kv": "", "guard": "", "table": "", "blockpool": "", "zmq": "", "jsonbody": "", "jsonlines": "", "web": "", "settings": "", "logs": "",
 	},
 	{ // knowing
-		"hints": "kv", "radix": "kv table blockpool", "engine": "kv blockpool", "tokens": "jsonbody",
+		"hints": "jsonbody kv", "radix": "kv table blockpool", "engine": "kv blockpool", "tokens": "jsonbody",
 	},
 	{ // judging, hearing
-		"policy": "hints jsonlines kv settings", "events": "kv radix web zmq",
+		"policy": "hints jsonlines kv settings", "events": "guard kv radix web zmq",
 	},
 	{ // deciding, starting
 		"router": "hints kv policy radix table", "vllm": "events kv",
 	},
 	{ // carrying
-		"replica": "router zmq", "proxy": "jsonbody kv policy router web", "workers": "events kv policy radix vllm web zmq",
-		"mocker": "engine events jsonbody kv tokens vllm web zmq", "simulate": "engine hints kv policy radix router",
+		"replica": "guard kv router zmq", "proxy": "jsonbody kv policy router web", "workers": "events guard kv policy radix vllm web zmq", "mocker": "engine events jsonbody kv tokens vllm web zmq", "simulate": "engine hints jsonlines kv policy radix router",
 	},
 	{ // showing, offering
 		"telemetry": "hints jsonlines kv policy proxy router", "selection": "events hints kv policy radix router web workers",

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"net"
 	"net/http"
@@ -17,6 +16,8 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"kvrouter/internal/logs"
+	"kvrouter/internal/settings"
 	"kvrouter/internal/web"
 )
 
@@ -50,14 +51,12 @@ func version() string {
 // serve runs the router until it is told to stop, and returns when all it
 // started has ended.
 func serve(config Config) error {
-	log := newLog(config, os.Stderr)
+	var level slog.LevelVar
+	_ = level.UnmarshalText([]byte(config.LogLevel)) // an enum
+	log := logs.New(os.Stderr, &level, config.LogFormat)
 	slog.SetDefault(log)
-	if os.Getenv("GOGC") == "" {
-		// Most of the heap are tokens and index nodes without pointers, which cost
-		// the collector little: collecting twice as often saves memory cheaply.
-		debug.SetGCPercent(50)
-	}
-	if err := CheckPorts(config); err != nil {
+	settings.LimitMemory(os.Getenv, log)
+	if err := settings.CheckPortsFree(config.ports()); err != nil {
 		return err
 	}
 	signals, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
@@ -118,7 +117,7 @@ func (r *app) run(ctx context.Context) error {
 		return r.runFleet(fleet)
 	})
 	group.Go(func() error {
-		r.probeWhenReady(failed)
+		r.tokens.KeepComparing(failed, r.peers)
 		return nil
 	})
 	r.log.Info("listening", "openai", "http://"+openAIPort.Addr().String()+"/v1", "router", "http://"+selectionPort.Addr().String(), "policy", r.config.Policy)
@@ -152,17 +151,4 @@ func listen(host string, port int, flag string) (net.Listener, error) {
 		return nil, fmt.Errorf("%s %d: %w: free the port or choose another", flag, port, err)
 	}
 	return l, nil
-}
-
-// newLog returns the structured log that the flags ask for.
-func newLog(config Config, out io.Writer) *slog.Logger {
-	options := &slog.HandlerOptions{}
-	var level slog.Level
-	if level.UnmarshalText([]byte(config.LogLevel)) == nil {
-		options.Level = level
-	}
-	if config.LogFormat == "json" {
-		return slog.New(slog.NewJSONHandler(out, options))
-	}
-	return slog.New(slog.NewTextHandler(out, options))
 }

@@ -7,14 +7,16 @@ import (
 	"net"
 	"net/http"
 	"strconv"
-	"strings"
 	"time"
 
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/events"
+	"kvrouter/internal/guard"
+	"kvrouter/internal/hints"
 	"kvrouter/internal/jsonlines"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/logs"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/proxy"
@@ -42,6 +44,7 @@ type app struct {
 	tokens    *tokens.Source
 	proxy     *proxy.Proxy
 	telemetry *telemetry.Metrics
+	edges     *guard.Edges // counts the panics of parsers
 	api       *API
 	selection *selection.Service
 	replicas  *replica.Mesh             // nil: none
@@ -52,7 +55,7 @@ type app struct {
 // build makes every part and hands it those it needs. Nothing runs yet.
 func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	config.Hop = web.NewHop()
-	r := &app{config: config, log: log, index: router.NewIndex(config.Index, config.Policy, config.Scoring, config.BlockSize, time.Now)}
+	r := &app{config: config, log: log, edges: guard.New(), index: router.NewIndex(config.Index, config.Policy, config.Scoring, config.BlockSize, time.Now)}
 	var err error
 	if r.model, err = openModel(ctx, config, log); err != nil {
 		return nil, err
@@ -68,6 +71,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.router = router.New(r.index, policy, config.BlockSize, seed, config.Routing)
 	r.telemetry = telemetry.New(r.samples, r.prompts)
 	r.telemetry.Watch(r.router)
+	r.telemetry.WatchEdges(r.edges.Panics)
 	start, err := r.starter()
 	if err != nil {
 		return nil, err
@@ -78,13 +82,15 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		Load: r.router.Publish,
 		Lag:  r.telemetry.EventLag,
 	}, log)
-	r.telemetry.WatchThompson(r.router, func() (ids []uint64) {
+	fleet := func() (ids []uint64) {
 		for _, w := range r.fleet.Workers() {
 			ids = append(ids, w.ID)
 		}
 		return ids
-	})
-	r.fleet.Peers = events.NewPeers(config.IndexerPeers, peerKey(config))
+	}
+	r.telemetry.WatchThompson(r.router, fleet)
+	r.telemetry.WatchFleet(fleet)
+	r.fleet.Peers, r.fleet.Edges = events.NewPeers(config.IndexerPeers, peerKey(config)), r.edges
 	r.proxy = proxy.NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
 	r.proxy.OutputBlocks, r.proxy.Hop = config.Routing.RouterTrackOutputBlocks, config.Hop
 	r.proxy.Client.Transport = web.NewTransport(config.WorkerTLS)
@@ -97,13 +103,20 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 			return nil, err
 		}
 	}
+	r.telemetry.WatchGuards(telemetry.Guards{
+		BodyBytes: r.api.bodies.Held, BodiesRefused: r.api.bodies.Refused, LinesLost: r.api.recorder.Lost,
+		LinesSuppressed: func() uint64 { return logs.Suppressed(log) },
+	})
 	if err := r.openThompson(); err != nil {
 		return nil, err
 	}
 	if config.Replica.ReplicaSync {
-		address := net.JoinHostPort(config.Host, strconv.Itoa(config.Replica.ReplicaSyncPort))
-		if r.replicas, err = replica.New(r.router, address, config.Replica.ReplicaPeers, log); err != nil {
+		address := net.JoinHostPort(config.replicaHost(), strconv.Itoa(config.Replica.ReplicaSyncPort))
+		if r.replicas, err = replica.New(r.router, address, config.Replica.ReplicaPeers, r.edges, log); err != nil {
 			return nil, fmt.Errorf("--replica-sync-port %d: %w: free the port or choose another", config.Replica.ReplicaSyncPort, err)
+		}
+		if err := r.replicas.UseKey(config.Replica.ReplicaKey); err != nil {
+			return nil, err
 		}
 		r.telemetry.WatchReplicas(r.replicaCounts)
 	}
@@ -154,55 +167,31 @@ func (r *app) askWorker(ctx context.Context, path string, body []byte) ([]byte, 
 	if !ok {
 		return nil, router.ErrNoWorker
 	}
-	status, answer, err := r.proxy.Ask(ctx, target, http.MethodPost, path, http.Header{"Content-Type": {"application/json"}}, body)
-	if err != nil {
-		return nil, err
-	}
-	if status != http.StatusOK {
-		return nil, &tokens.AskError{Status: status, Answer: answer}
-	}
-	return answer, nil
+	return r.asker(target)(ctx, path, body)
 }
 
-// probeEvery is the pause between attempts to compare tokens with a worker.
-const probeEvery = time.Second
-
-// probeWhenReady compares the router's own prompt tokens with a worker's as
-// soon as one is up. It returns when that is done or ctx is.
-func (r *app) probeWhenReady(ctx context.Context) {
-	ticker := time.NewTicker(probeEvery)
-	defer ticker.Stop()
-	for told := false; ; {
-		if len(r.router.Targets()) > 0 {
-			err := r.tokens.Probe(ctx)
-			if err == nil {
-				r.learnMaxModelLen(ctx)
-				return
-			}
-			if !told && ctx.Err() == nil {
-				r.log.Warn("prompt tokens are not yet compared with a worker's", "error", err)
-				told = true
-			}
+// asker sends questions about prompts to a worker.
+func (r *app) asker(target kv.Target) tokens.Asker {
+	return func(ctx context.Context, path string, body []byte) ([]byte, error) {
+		status, answer, err := r.proxy.Ask(ctx, target, http.MethodPost, path, http.Header{"Content-Type": {"application/json"}}, body)
+		if err == nil && status != http.StatusOK {
+			err = &tokens.AskError{Status: status, Answer: answer}
 		}
-		select {
-		case <-ctx.Done():
-			return
-		case <-ticker.C:
-		}
+		return answer, err
 	}
 }
 
-// learnMaxModelLen asks a worker how long its prompts may be, which its flags
-// may have set lower than the model's files say: /tokenize tells it.
-func (r *app) learnMaxModelLen(ctx context.Context) {
-	target, ok := r.router.Idlest()
-	if !ok || r.model == nil {
-		return
+// peers are the workers whose prompt tokens are compared with the router's own. The
+// engine's flags may have set lower than the model's files say how long its prompts
+// may be: its list of models tells.
+func (r *app) peers() (peers []tokens.Peer) {
+	for _, t := range r.api.workers() {
+		peers = append(peers, tokens.Peer{ID: t.Key.Worker, Generation: t.Generation, Ask: r.asker(t), MaxModelLen: func(ctx context.Context) int {
+			_, answer, _ := r.proxy.Ask(ctx, t, http.MethodGet, "/v1/models", nil, nil)
+			return int(gjson.GetBytes(answer, "data.0.max_model_len").Int())
+		}})
 	}
-	_, answer, err := r.proxy.Ask(ctx, target, http.MethodGet, "/v1/models", nil, nil)
-	if n := gjson.GetBytes(answer, "data.0.max_model_len").Int(); err == nil && n > 0 {
-		r.model.SetMaxModelLen(int(n))
-	}
+	return peers
 }
 
 // route chooses a worker that is not among exclude.
@@ -241,7 +230,7 @@ func (r *inference) decided(d *router.Decision, times router.Decision) {
 func (a *API) decide(ctx context.Context, request router.Request) (router.Decision, error) {
 	decision, err := a.router.Route(ctx, request)
 	if err != nil && request.Pinned != nil {
-		err = &pinnedError{request.Pinned, nil, err}
+		err = &hints.PinnedError{Worker: request.Pinned, Err: err}
 	}
 	return decision, err
 }
@@ -255,29 +244,10 @@ func (a *API) decidePair(ctx context.Context, request router.Request, why string
 	}
 	pair, err := a.router.RoutePair(ctx, request, rule)
 	if err != nil && (request.Pinned != nil || request.PinnedPrefill != nil) {
-		err = &pinnedError{request.Pinned, request.PinnedPrefill, err}
+		err = &hints.PinnedError{Worker: request.Pinned, Prefill: request.PinnedPrefill, Err: err}
 	}
 	return pair, err
 }
-
-// pinnedError says that a worker which a request asks for cannot serve it.
-type pinnedError struct {
-	worker, prefill *kv.WorkerKey // not both nil
-	err             error
-}
-
-func (e *pinnedError) Error() string {
-	var named []string
-	if e.prefill != nil {
-		named = append(named, fmt.Sprintf("prefill worker %d rank %d", e.prefill.Worker, e.prefill.Rank))
-	}
-	if e.worker != nil {
-		named = append(named, fmt.Sprintf("worker %d rank %d", e.worker.Worker, e.worker.Rank))
-	}
-	return fmt.Sprintf("%s, which the request names, cannot take it (%v); no other is taken in its place", strings.Join(named, " with "), e.err)
-}
-
-func (e *pinnedError) Unwrap() error { return e.err }
 
 // samples shows every worker rank to the metrics page.
 func (r *app) samples() []telemetry.WorkerSample {

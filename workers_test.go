@@ -154,7 +154,7 @@ func TestRanksOfAWorkerTakePortsInARow(t *testing.T) {
 			}
 			var ports []int
 			for _, use := range cfg.ports() {
-				ports = append(ports, use.port)
+				ports = append(ports, use.Port)
 			}
 			slices.Sort(ports)
 			if want := []int{5557, 5558, 5559, 5560, 5657, 5658, 5659, 5660, 5757, 5758, 5759, 5760, 7000, 8000, 8100, 8101}; !slices.Equal(ports, want) {
@@ -229,8 +229,8 @@ func TestPrefillAndDecodeWorkersAreStartedForTheirParts(t *testing.T) {
 			}
 			var ports []int
 			for _, use := range cfg.ports() {
-				if use.flag == "--base-nixl-port" {
-					ports = append(ports, use.port-cfg.BaseNIXLPort)
+				if use.Flag == "--base-nixl-port" {
+					ports = append(ports, use.Port-cfg.BaseNIXLPort)
 				}
 			}
 			if want := []int{0, 1, 2, 3, 4, 5}[:3*cfg.Ranks()]; !slices.Equal(ports, want) {
@@ -247,7 +247,7 @@ func TestWorkersWithoutPartsHaveNoSideChannel(t *testing.T) {
 		t.Errorf("%q %q %v", spec.Argv, spec.Env, err)
 	}
 	for _, use := range cfg.ports() {
-		if use.flag == "--base-nixl-port" {
+		if use.Flag == "--base-nixl-port" {
 			t.Errorf("listens on %s", use)
 		}
 	}

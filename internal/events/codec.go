@@ -15,6 +15,14 @@ import (
 	"kvrouter/internal/kv"
 )
 
+// Bounds of one event, and of the memory that a decoder keeps for the next one.
+const (
+	maxEventBlocks = 1 << 20 // blocks
+	maxEventTokens = 1 << 24 // tokens
+	keptBlocks     = 1 << 14 // blocks
+	keptTokens     = 1 << 18 // tokens
+)
+
 // errBrokenPayload says that a payload is not msgpack from some byte on:
 // what follows cannot be told apart from the bad value and is lost.
 var errBrokenPayload = errors.New("payload is cut short or is not msgpack")
@@ -99,6 +107,14 @@ func (d *batchDecoder) start(payload []byte) (ts float64, err error) {
 		return 0, fmt.Errorf("event batch: list of events: %w", err)
 	}
 	return ts, nil
+}
+
+// trim gives up the memory that unusually large events took. No event is valid
+// after it.
+func (d *batchDecoder) trim() {
+	if e := &d.event; cap(e.hashes) > keptBlocks || cap(e.extra) > keptBlocks || cap(e.tokens) > keptTokens {
+		*e = kvEvent{}
+	}
 }
 
 // more tells whether the batch has another event.
@@ -273,6 +289,9 @@ func (d *batchDecoder) hashes(dst []uint64) ([]uint64, error) {
 	if err != nil {
 		return dst, err
 	}
+	if n > maxEventBlocks {
+		return dst, fmt.Errorf("%d block hashes, want at most %d", n, maxEventBlocks)
+	}
 	for range n {
 		h, err := d.hash()
 		if err != nil {
@@ -318,6 +337,9 @@ func (d *batchDecoder) tokens(dst []uint32) ([]uint32, error) {
 	if err != nil {
 		return dst, err
 	}
+	if n > maxEventTokens {
+		return dst, fmt.Errorf("%d token ids, want at most %d", n, maxEventTokens)
+	}
 	for range n {
 		if d.isNil() {
 			return dst, errors.New("nil, want a token id")
@@ -343,6 +365,9 @@ func (d *batchDecoder) extraKeys(dst []int) ([]int, error) {
 	n, err := d.arrayLen()
 	if err != nil {
 		return dst, err
+	}
+	if n > maxEventBlocks {
+		return dst, fmt.Errorf("extra keys of %d blocks, want at most %d", n, maxEventBlocks)
 	}
 	for range n {
 		dst = append(dst, d.pos())

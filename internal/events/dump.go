@@ -78,16 +78,13 @@ func WriteDump(w io.Writer, index radix.Index, blockSize int, parts []DumpPart) 
 		name, _ := json.Marshal(part.Name) // a string always can be
 		fmt.Fprintf(out, `%s:{"block_size":%d,"events":[`, name, blockSize)
 		events := dumpWriter{out: out}
-		inPart := map[kv.WorkerKey]bool{}
 		for _, key := range part.Workers {
-			inPart[key] = true
-		}
-		index.Dump(func(w kv.WorkerKey, parent uint64, hasParent bool, block kv.StoredBlock) bool {
-			if inPart[w] {
-				events.add(w, parent, hasParent, block)
+			for block := range index.DumpOf(key) {
+				if events.add(key, block); events.err != nil {
+					return events.err
+				}
 			}
-			return true
-		})
+		}
 		events.flush()
 		out.WriteString("]}")
 	}
@@ -100,21 +97,22 @@ type dumpWriter struct {
 	out    *bufio.Writer
 	open   *DumpEvent // what the next block may still be added to
 	events int        // written, of this partition
+	err    error      // of writing: nobody reads any more
 }
 
 // add takes one block.
-func (d *dumpWriter) add(w kv.WorkerKey, parent uint64, hasParent bool, block kv.StoredBlock) {
+func (d *dumpWriter) add(w kv.WorkerKey, block radix.PlacedBlock) {
 	entry := dumpBlock{BlockHash: block.Engine, TokensHash: block.Local}
-	if d.open != nil && hasParent && d.open.WorkerID == w.Worker && d.open.Event.DPRank == w.Rank {
-		if blocks := &d.open.Event.Data.Stored.Blocks; (*blocks)[len(*blocks)-1].BlockHash == parent {
+	if d.open != nil && block.HasParent && d.open.WorkerID == w.Worker && d.open.Event.DPRank == w.Rank {
+		if blocks := &d.open.Event.Data.Stored.Blocks; len(*blocks) < dumpedTogether && (*blocks)[len(*blocks)-1].BlockHash == block.Parent {
 			*blocks = append(*blocks, entry)
 			return
 		}
 	}
 	d.flush()
 	stored := &dumpStored{Blocks: []dumpBlock{entry}}
-	if hasParent {
-		stored.ParentHash = &parent
+	if block.HasParent {
+		stored.ParentHash = &block.Parent
 	}
 	d.open = &DumpEvent{WorkerID: w.Worker, StorageTier: "device", Event: dumpKVEvent{EventID: d.events, Data: dumpData{stored}, DPRank: w.Rank}}
 }
@@ -127,7 +125,7 @@ func (d *dumpWriter) flush() {
 		d.out.WriteByte(',')
 	}
 	text, _ := json.Marshal(d.open) // plain values always can be
-	d.out.Write(text)
+	_, d.err = d.out.Write(text)
 	d.open = nil
 	d.events++
 }
@@ -135,6 +133,7 @@ func (d *dumpWriter) flush() {
 // Limits of a dump that is read.
 const (
 	maxDumpBytes = 2 << 30
+	maxDumpRanks = 1 << 16          // different workers and ranks
 	dumpTimeout  = 60 * time.Second // for the whole of it
 )
 
@@ -198,7 +197,7 @@ func recoverFrom(ctx context.Context, index radix.Index, blockSize int, key, pee
 // readDump stores a dump in the index. Partitions of another block size are
 // left out. After an error the workers in the answer may hold a part.
 func readDump(in io.Reader, index radix.Index, blockSize int, log *slog.Logger) (Recovered, error) {
-	r := dumpReader{decoder: json.NewDecoder(in), index: index, blockSize: blockSize, log: log, found: Recovered{Partition: map[uint64]Partition{}}}
+	r := dumpReader{decoder: json.NewDecoder(in), index: index, blockSize: blockSize, log: log, ranks: map[kv.WorkerKey]bool{}, found: Recovered{Partition: map[uint64]Partition{}}}
 	err := r.object(func(name string) error {
 		at := strings.LastIndexByte(name, ':')
 		if at < 0 {
@@ -219,6 +218,7 @@ type dumpReader struct {
 	blockSize int
 	log       *slog.Logger
 	found     Recovered
+	ranks     map[kv.WorkerKey]bool // that it tells of
 }
 
 // object calls member for the name of every member of the object that comes
@@ -292,6 +292,10 @@ func (r *dumpReader) events(of Partition, wanted bool) error {
 		if !wanted || stored == nil {
 			continue
 		}
+		key := kv.WorkerKey{Worker: e.WorkerID, Rank: e.Event.DPRank}
+		if r.ranks[key] = true; len(r.ranks) > maxDumpRanks {
+			return fmt.Errorf("it tells of more than %d workers and ranks", maxDumpRanks)
+		}
 		r.found.Partition[e.WorkerID] = of
 		// A block that is said to stand further on, without a parent, has no
 		// known place; storing it as a prompt's first would be a wrong match.
@@ -308,7 +312,7 @@ func (r *dumpReader) events(of Partition, wanted bool) error {
 		if stored.ParentHash != nil {
 			parent = *stored.ParentHash
 		}
-		err := r.index.Store(kv.WorkerKey{Worker: e.WorkerID, Rank: e.Event.DPRank}, parent, stored.ParentHash != nil, blocks)
+		err := r.index.Store(key, parent, stored.ParentHash != nil, blocks)
 		switch {
 		case errors.Is(err, radix.ErrParentUnknown), errors.Is(err, radix.ErrSelfParent):
 			r.found.LeftOut += len(blocks)

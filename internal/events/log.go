@@ -1,17 +1,25 @@
 package events
 
 import (
+	"bufio"
+	"encoding/json"
+	"io"
+	"iter"
+	"slices"
 	"sync"
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
 )
 
-// Bounds of a Log. Blocks take 16 bytes each.
+// Bounds of a Log. Blocks take 16 bytes each, events 48.
 const (
 	LoggedBatches = 1024
-	loggedBlocks  = 128 << 10
+	loggedBlocks  = 128 << 10 // an event counts as one block at least
 )
+
+// dumpedTogether bounds the blocks in one event of a dump.
+const dumpedTogether = 1024
 
 // Log keeps the last event batches of one worker rank as they were applied,
 // for other routers that have missed some. Its stream writes it; any goroutine
@@ -30,8 +38,9 @@ type Log struct {
 // loggedBatch is what a batch did to the index.
 type loggedBatch struct {
 	seq, digest uint64
-	blocks      int // named in events
+	blocks      int // named in events, which count as one each at least
 	events      []peerEvent
+	tooLarge    bool // events are not kept
 }
 
 // peerEvent is one event as routers tell each other. Those of a batch share its
@@ -54,12 +63,11 @@ const (
 
 // Answer answers GET /events.
 type Answer struct {
-	Kind      string      `json:"kind"`
-	WorkerID  uint64      `json:"worker_id"`
-	DPRank    uint32      `json:"dp_rank"`
-	BlockSize int         `json:"block_size"`
-	Events    []peerEvent `json:"events"`
-	Complete  bool        `json:"complete"` // nothing before them is missing
+	Kind      string `json:"kind"`
+	WorkerID  uint64 `json:"worker_id"`
+	DPRank    uint32 `json:"dp_rank"`
+	BlockSize int    `json:"block_size"`
+	Complete  bool   `json:"complete"` // nothing before the events is missing
 	// Last is the batch after which the index is as told, or the newest there is:
 	// where to go on from, never an event's id. Without one nothing is known.
 	Last *uint64 `json:"last_event_id"`
@@ -68,6 +76,45 @@ type Answer struct {
 	LastDigest   *uint64 `json:"last_digest"`
 	BeforeDigest *uint64 `json:"before_digest"` // of the one before start
 	CheckDigest  *uint64 `json:"check_digest"`  // of the one named by check
+
+	Events []peerEvent `json:"events"` // the last member: see Write
+	// dump yields the events in place of Events, of an answer that is to be written.
+	dump iter.Seq[peerEvent]
+}
+
+// all yields the events.
+func (a *Answer) all() iter.Seq[peerEvent] {
+	if a.dump != nil {
+		return a.dump
+	}
+	return slices.Values(a.Events)
+}
+
+// Write writes the answer as JSON, event by event: a dump is larger as text than as
+// what it is made of.
+func (a *Answer) Write(to io.Writer) error {
+	head := *a
+	head.Events = []peerEvent{}
+	text, err := json.Marshal(head)
+	if err != nil {
+		return err
+	}
+	out := bufio.NewWriterSize(to, 64<<10)
+	const end = "]}"                     // of the events, and of the answer
+	out.Write(text[:len(text)-len(end)]) // an error stays in out until Flush
+	first := true
+	for e := range a.all() {
+		if !first {
+			out.WriteByte(',')
+		}
+		first = false
+		event, _ := json.Marshal(e) // plain values always can be
+		if _, err := out.Write(event); err != nil {
+			return err
+		}
+	}
+	out.WriteString(end)
+	return out.Flush()
 }
 
 // beginBatch opens the log for what the batch does; endBatch must follow.
@@ -115,22 +162,33 @@ func (l *Log) stored(parent uint64, hasParent bool, blocks []kv.StoredBlock) {
 }
 
 func (l *Log) removed(engine []uint64) {
+	if len(engine) == 0 {
+		return
+	}
 	var e peerEvent
 	e.Data.Removed = append(e.Data.Removed, engine...)
 	l.note(e, len(engine))
 }
 
+// note adds an event to the open batch. One batch can be larger than what all
+// together may have: then its events are not kept, and whoever asks for them gets
+// all blocks.
 func (l *Log) note(e peerEvent, blocks int) {
 	b := l.newest()
+	if b.blocks += max(1, blocks); b.tooLarge || b.blocks > loggedBlocks {
+		b.events, b.blocks, b.tooLarge = nil, 0, true
+		return
+	}
 	e.ID = b.seq
 	b.events = append(b.events, e)
-	b.blocks += blocks
 }
 
 // cleared also serves outside of a batch: what was known is then doubtful, and
 // the log begins afresh.
 func (l *Log) cleared() {
 	if l.open {
+		b := l.newest() // whatever it did before is undone
+		b.events, b.blocks, b.tooLarge = b.events[:0], 0, false
 		var e peerEvent
 		e.Data.Cleared = true
 		l.note(e, 0)
@@ -154,7 +212,7 @@ func (l *Log) digest(seq uint64) *uint64 {
 // all blocks where start is nil or so old that it is not kept any more. check is
 // a batch whose digest is asked for, too.
 func (l *Log) Query(start, end, check *uint64) Answer {
-	answer := Answer{Kind: kindDump, WorkerID: l.worker.Worker, DPRank: l.worker.Rank, Events: []peerEvent{}}
+	answer := Answer{Kind: kindDump, WorkerID: l.worker.Worker, DPRank: l.worker.Rank}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	answer.Complete = !l.stats.Cold.Load()
@@ -169,46 +227,62 @@ func (l *Log) Query(start, end, check *uint64) Answer {
 		answer.BeforeDigest = l.digest(*start - 1)
 	}
 	if answer.Last == nil || start == nil || *start < l.batches[0].seq {
-		answer.Events = l.dump()
+		answer.dump = dumped(l.index.DumpOf(l.worker))
 		return answer
 	}
 	if *start > *answer.Last {
 		answer.Kind = kindTooNew
 		return answer
 	}
-	answer.Kind = kindEvents
-	for _, b := range l.batches[*start-l.batches[0].seq:] {
-		if end != nil && b.seq > *end {
-			break
+	batches := l.batches[*start-l.batches[0].seq:]
+	if end != nil {
+		n := slices.IndexFunc(batches, func(b loggedBatch) bool { return b.seq > *end })
+		if n >= 0 {
+			batches = batches[:n]
 		}
+	}
+	if slices.ContainsFunc(batches, func(b loggedBatch) bool { return b.tooLarge }) {
+		answer.dump = dumped(l.index.DumpOf(l.worker))
+		return answer
+	}
+	answer.Kind = kindEvents
+	for _, b := range batches {
 		answer.Events = append(answer.Events, b.events...)
 		answer.Last, answer.LastDigest = &b.seq, &b.digest
 	}
 	return answer
 }
 
-// dump returns store events for all blocks, parents before children, blocks that
-// follow each other in one event. The worker's events wait meanwhile.
-func (l *Log) dump() []peerEvent {
-	events := []peerEvent{}
-	l.index.Dump(func(w kv.WorkerKey, parent uint64, hasParent bool, block kv.StoredBlock) bool {
-		if w != l.worker {
-			return w.Compare(l.worker) < 0
-		}
-		b := dumpBlock{BlockHash: block.Engine, TokensHash: block.Local}
-		if n := len(events); n > 0 && hasParent {
-			if last := events[n-1].Data.Stored; last.Blocks[len(last.Blocks)-1].BlockHash == parent {
-				last.Blocks = append(last.Blocks, b)
+// dumped yields store events for all blocks, parents before children. Blocks that
+// follow each other come in one event, up to dumpedTogether of them.
+func dumped(blocks iter.Seq[radix.PlacedBlock]) iter.Seq[peerEvent] {
+	return func(yield func(peerEvent) bool) {
+		var open peerEvent // what the next block may still be added to
+		var together []dumpBlock
+		send := func() bool {
+			if len(together) == 0 {
 				return true
 			}
+			open.Data.Stored.Blocks = together
+			goes := yield(open)
+			open.ID++
+			return goes
 		}
-		e := peerEvent{ID: uint64(len(events))}
-		e.Data.Stored = &dumpStored{Blocks: []dumpBlock{b}}
-		if hasParent {
-			e.Data.Stored.ParentHash = &parent
+		for block := range blocks {
+			b := dumpBlock{BlockHash: block.Engine, TokensHash: block.Local}
+			if n := len(together); n > 0 && n < dumpedTogether && block.HasParent && together[n-1].BlockHash == block.Parent {
+				together = append(together, b)
+				continue
+			}
+			if !send() {
+				return
+			}
+			together = []dumpBlock{b}
+			open.Data.Stored = &dumpStored{}
+			if block.HasParent {
+				open.Data.Stored.ParentHash = &block.Parent
+			}
 		}
-		events = append(events, e)
-		return true
-	})
-	return events
+		send()
+	}
 }

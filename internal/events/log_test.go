@@ -1,7 +1,11 @@
 package events
 
 import (
+	"bytes"
+	"encoding/binary"
+	"encoding/json"
 	"log/slog"
+	"slices"
 	"testing"
 	"time"
 
@@ -13,7 +17,7 @@ func TestEventLogAnswersRangesAndElseAllBlocks(t *testing.T) {
 	f := NewStream(Source{Worker: testkit.EventWorker, BlockSize: testkit.BlockSize}, radix.NewTree(), slog.New(slog.DiscardHandler))
 	f.Begin(0)
 	from := func(n uint64) *uint64 { return &n }
-	if a := f.History().Query(nil, nil, nil); a.Kind != kindDump || a.Last != nil || len(a.Events) != 0 {
+	if a := f.History().Query(nil, nil, nil); a.Kind != kindDump || a.Last != nil || len(slices.Collect(a.all())) != 0 {
 		t.Errorf("nothing yet: %+v", a)
 	}
 	for i := range LoggedBatches + 10 {
@@ -38,11 +42,12 @@ func TestEventLogAnswersRangesAndElseAllBlocks(t *testing.T) {
 		{from(newest + 9), nil, kindTooNew, 0, 0, newest, false, true},
 	} {
 		a := f.History().Query(c.start, c.end, nil)
-		if a.Kind != c.kind || len(a.Events) != c.events || *a.Last != c.last || a.LastDigest == nil || (a.BeforeDigest != nil) != c.before || a.Complete != c.complete {
-			t.Errorf("%v to %v: %s, %d events, last %d, %v", c.start, c.end, a.Kind, len(a.Events), *a.Last, a)
+		told := slices.Collect(a.all())
+		if a.Kind != c.kind || len(told) != c.events || *a.Last != c.last || a.LastDigest == nil || (a.BeforeDigest != nil) != c.before || a.Complete != c.complete {
+			t.Errorf("%v to %v: %s, %d events, last %d, %v", c.start, c.end, a.Kind, len(told), *a.Last, a)
 		}
-		if c.events > 0 && a.Events[0].ID != c.first {
-			t.Errorf("%v to %v begins at %d", c.start, c.end, a.Events[0].ID)
+		if c.events > 0 && told[0].ID != c.first {
+			t.Errorf("%v to %v begins at %d", c.start, c.end, told[0].ID)
 		}
 	}
 	if n := len(f.History().batches); n != LoggedBatches {
@@ -71,5 +76,102 @@ func TestReplaysAreAskedForAgainEverMoreSeldom(t *testing.T) {
 		if got := timing.retryPause(failures); got != want {
 			t.Errorf("after %d failures %s, want %s", failures, got, want)
 		}
+	}
+}
+
+// TestEventLogIsBoundedByEvents: events without blocks take memory as well, and one
+// batch can have more of them than all batches may.
+func TestEventLogIsBoundedByEvents(t *testing.T) {
+	cleared := testkit.Event{"cleared": true}
+	removals := func(n int) []byte { // of one block each
+		head := binary.BigEndian.AppendUint32([]byte("\x92\xcb\x3f\xf0\x00\x00\x00\x00\x00\x00\xdd"), uint32(n))
+		return append(head, bytes.Repeat([]byte("\x92\xacBlockRemoved\x91\x01"), n)...)
+	}
+	repeat := func(n int, e ...testkit.Event) []testkit.Event { return slices.Repeat(e, n) }
+	f := NewStream(Source{Worker: testkit.EventWorker, BlockSize: testkit.BlockSize}, radix.NewTree(), slog.New(slog.DiscardHandler))
+	f.Begin(0)
+	seq := uint64(0)
+	applyPayload := func(payload []byte) {
+		f.Apply(seq, payload, true)
+		seq++
+	}
+	apply := func(events ...testkit.Event) { applyPayload(testkit.Payload(t, 1, events...)) }
+	events := func() (n int) {
+		for _, b := range f.History().batches {
+			n += len(b.events)
+		}
+		return n
+	}
+	apply(repeat(1000, cleared)...)
+	apply(repeat(1000, testkit.Event{"removed": []uint64{}})...)
+	if n := events(); n != 1 {
+		t.Errorf("%d events are kept of clearings and of removals of nothing", n)
+	}
+	apply(testkit.StoredEvent(1, 0, 2), testkit.StoredEvent(2, 0, 2), cleared, testkit.StoredEvent(3, 0, 1))
+	if a := f.History().Query(&[]uint64{2}[0], nil, nil); len(a.Events) != 2 || !a.Events[0].Data.Cleared || a.Events[1].Data.Stored == nil {
+		t.Errorf("before and after a clearing: %+v", a)
+	}
+	for range 6 {
+		applyPayload(removals(loggedBlocks / 4))
+	}
+	if n, blocks := events(), f.History().blocks; n > loggedBlocks || blocks > loggedBlocks {
+		t.Errorf("%d events with %d blocks are kept", n, blocks)
+	}
+
+	// One batch that is too large for itself: only its digest stays.
+	applyPayload(removals(loggedBlocks + 1))
+	apply(testkit.StoredEvent(4, 0, 1))
+	start, check := seq-2, seq-1
+	if a := f.History().Query(&start, nil, &check); a.Kind != kindDump || a.CheckDigest == nil || a.BeforeDigest == nil || *a.Last != seq-1 {
+		t.Errorf("of a batch that is not kept: %+v", a)
+	}
+	start++
+	if a := f.History().Query(&start, nil, nil); a.Kind != kindEvents || len(a.Events) != 1 || a.BeforeDigest == nil {
+		t.Errorf("after it: %+v", a)
+	}
+	if n := events(); n > loggedBlocks {
+		t.Errorf("%d events are kept", n)
+	}
+}
+
+func TestAnswersAreWrittenAsTheyAreRead(t *testing.T) {
+	f := NewStream(Source{Worker: testkit.EventWorker, BlockSize: testkit.BlockSize}, radix.NewTree(), slog.New(slog.DiscardHandler))
+	f.Begin(0)
+	f.Apply(0, testkit.Payload(t, 1, testkit.StoredEvent(1, 0, 3*dumpedTogether), testkit.StoredEvent(50, 0, 1), testkit.StoredEvent(50, 1, 2)), true)
+	f.Apply(1, testkit.Payload(t, 1, testkit.RemovedEvent(50, 1, 2)), true)
+	zero := uint64(0)
+	for _, start := range []*uint64{nil, &zero} {
+		answer := f.History().Query(start, nil, &zero)
+		want := slices.Collect(answer.all())
+		var text bytes.Buffer
+		if err := answer.Write(&text); err != nil {
+			t.Fatal(err)
+		}
+		var read Answer
+		if err := json.Unmarshal(text.Bytes(), &read); err != nil {
+			t.Fatalf("%v: %.200s", err, &text)
+		}
+		got, _ := json.Marshal(read.Events)
+		expected, _ := json.Marshal(want)
+		if !bytes.Equal(got, expected) || read.Kind != answer.Kind || *read.Last != 1 || *read.LastDigest != *answer.LastDigest || *read.CheckDigest != *answer.CheckDigest || !read.Complete {
+			t.Errorf("from %v: %+v of %+v", start, read, answer)
+		}
+		blocks := 0
+		for _, e := range read.Events {
+			if e.Data.Stored != nil {
+				blocks += len(e.Data.Stored.Blocks)
+				if start == nil && len(e.Data.Stored.Blocks) > dumpedTogether {
+					t.Errorf("%d blocks in one event of a dump", len(e.Data.Stored.Blocks))
+				}
+			}
+		}
+		if want := 3*dumpedTogether + map[bool]int{true: 1, false: 2}[start == nil]; blocks != want {
+			t.Errorf("%d blocks, want %d", blocks, want)
+		}
+	}
+	var nothing bytes.Buffer
+	empty := (&Log{index: radix.NewTree(), stats: new(Stats)}).Query(nil, nil, nil)
+	if err := empty.Write(&nothing); err != nil || !json.Valid(nothing.Bytes()) || !bytes.HasSuffix(nothing.Bytes(), []byte(`"events":[]}`)) {
+		t.Errorf("%s, %v", &nothing, err)
 	}
 }

@@ -18,6 +18,7 @@ import (
 
 	"github.com/zeebo/xxh3"
 
+	"kvrouter/internal/guard"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/zmq"
@@ -33,54 +34,6 @@ type Source struct {
 	Seeded    bool   // the index has the rank's blocks from a peer
 }
 
-// Stats counts what one stream saw. It may be read at any time.
-type Stats struct {
-	Connected atomic.Bool // subscribed right now
-	// Cold: blocks of the worker may be missing in the index, because the
-	// history since its start or since its last reset is not known in full.
-	Cold atomic.Bool
-
-	Batches           atomic.Uint64 // applied, replayed ones included
-	ReplayedBatches   atomic.Uint64 // applied out of a replay
-	LastSeq           atomic.Uint64 // of the last applied batch; 0 before the first
-	Stored            atomic.Uint64 // store events applied
-	StoredBlocks      atomic.Uint64 // blocks in them
-	Removed           atomic.Uint64 // remove events applied
-	RemovedBlocks     atomic.Uint64 // blocks in them that the index held
-	Cleared           atomic.Uint64 // AllBlocksCleared events
-	Gaps              atomic.Uint64 // times a live batch was not the next one
-	Duplicates        atomic.Uint64 // live batches already known from a replay
-	PeerEvents        atomic.Uint64 // events taken over from another router after a gap
-	PeerDumps         atomic.Uint64 // times all blocks were taken over from another router
-	Replays           atomic.Uint64 // replays asked for
-	ReplayFailures    atomic.Uint64 // unanswered, or without what was asked for
-	Restarts          atomic.Uint64 // times the publisher turned out to be a new one
-	Reconnects        atomic.Uint64 // connections after the first
-	DecodeErrors      atomic.Uint64 // events or batches that made no sense
-	UnknownParent     atomic.Uint64 // store events whose parent is not held: dropped
-	UnknownRemoved    atomic.Uint64 // removed blocks that the index did not hold
-	RemovedIncomplete atomic.Uint64 // remove events with such blocks
-	InvalidStored     atomic.Uint64 // store events that made no sense: left out
-	Ignored           atomic.Uint64 // events of another medium, group, kind or type
-	BlockSizeMismatch atomic.Uint64 // store events with another block size: dropped
-}
-
-// Counts returns the counters by name, for the metrics page.
-func (s *Stats) Counts() map[string]uint64 {
-	counts := map[string]uint64{}
-	for name, counter := range map[string]*atomic.Uint64{
-		"batches": &s.Batches, "replayed_batches": &s.ReplayedBatches, "stored": &s.Stored, "stored_blocks": &s.StoredBlocks,
-		"removed": &s.Removed, "removed_blocks": &s.RemovedBlocks, "cleared": &s.Cleared, "gaps": &s.Gaps, "duplicates": &s.Duplicates,
-		"replays": &s.Replays, "replay_failures": &s.ReplayFailures, "restarts": &s.Restarts, "reconnects": &s.Reconnects,
-		"decode_errors": &s.DecodeErrors, "unknown_parent": &s.UnknownParent, "unknown_removed": &s.UnknownRemoved,
-		"peer_events": &s.PeerEvents, "peer_dumps": &s.PeerDumps, "removed_incomplete": &s.RemovedIncomplete, "invalid_stored": &s.InvalidStored,
-		"ignored": &s.Ignored, "block_size_mismatch": &s.BlockSizeMismatch,
-	} {
-		counts[name] = counter.Load()
-	}
-	return counts
-}
-
 // streamTiming holds the waits of a stream.
 type streamTiming struct {
 	BackoffMin, BackoffMax time.Duration // between attempts to connect
@@ -94,6 +47,7 @@ type streamTiming struct {
 
 	ReplayLimit time.Duration // for the first answer to a replay request
 	ReplayPause time.Duration // between answers
+	ReplayWhole time.Duration // for a catch-up, all its replays together
 	// After a replay has failed it is asked for again: replayRetries times after
 	// retryFirst, each time doubled, then every retry.
 	retryFirst, Retry time.Duration
@@ -118,6 +72,9 @@ type Stream struct {
 	// Peers, if set before Run, are asked for what the worker cannot replay.
 	Peers *Peers
 
+	// Edges, if set before Run, counts the panics of what parses the events.
+	Edges *guard.Edges
+
 	Src     Source
 	index   radix.Index
 	history *Log
@@ -125,6 +82,8 @@ type Stream struct {
 	Now     func() time.Time // for OnLag
 	Timing  streamTiming
 	stats   Stats
+
+	capacity atomic.Int64 // blocks that the rank's cache holds; 0: not known
 
 	// The rest belongs to Run's goroutine.
 
@@ -153,6 +112,8 @@ type Stream struct {
 	dec        *batchDecoder
 	blocks     []kv.StoredBlock
 	warned     map[string]bool // reasons already logged
+	batch      batchResult     // of the batch that is being applied
+	applying   bool            // a batch is
 }
 
 // NewStream returns a stream for src that feeds index. Run starts it.
@@ -168,6 +129,7 @@ func NewStream(src Source, index radix.Index, log *slog.Logger) *Stream {
 			Quiet:       [3]time.Duration{500 * time.Millisecond, 2 * time.Second, 15 * time.Second},
 			ReplayLimit: 5 * time.Second,
 			ReplayPause: time.Second,
+			ReplayWhole: time.Minute,
 			retryFirst:  200 * time.Millisecond,
 			Retry:       30 * time.Second,
 			Grace:       5 * time.Second,
@@ -188,6 +150,10 @@ func (s *Stream) History() *Log { return s.history }
 // Stats returns the stream's counters.
 func (s *Stream) Stats() *Stats { return &s.stats }
 
+// SetCapacity tells how many blocks the rank's cache holds; 0: not known. A rank
+// that would hold far more in the index is cleared. It may be called at any time.
+func (s *Stream) SetCapacity(blocks int) { s.capacity.Store(int64(blocks)) }
+
 // Run follows the events until ctx ends, connecting again whenever the
 // connection is lost. When it returns, all that it started has ended; the
 // rank's blocks stay in the index. Call it once.
@@ -195,18 +161,23 @@ func (s *Stream) Run(ctx context.Context) {
 	backoff := s.Timing.BackoffMin
 	lost, connected := time.Now(), false
 	for ctx.Err() == nil {
-		began := time.Now()
-		conn, err := zmq.DialSub(ctx, s.Src.Endpoint, s.Src.Topic)
-		if err == nil {
+		began, linked := time.Now(), false
+		err := s.Edges.Do(guard.KVEvents, s.log, func() error {
+			conn, err := zmq.DialSub(ctx, s.Src.Endpoint, s.Src.Topic)
+			if err != nil {
+				return err
+			}
+			defer conn.Close()
 			if connected {
 				s.stats.Reconnects.Add(1)
 			}
-			connected = true
+			linked, connected = true, true
 			s.log.Debug("following KV events")
 			s.stats.Connected.Store(true)
-			err = s.follow(ctx, conn)
-			s.stats.Connected.Store(false)
-			conn.Close()
+			defer s.stats.Connected.Store(false)
+			return s.follow(ctx, conn)
+		})
+		if linked {
 			lost = time.Now()
 			if lost.Sub(began) > backoff {
 				backoff = s.Timing.BackoffMin
@@ -216,6 +187,10 @@ func (s *Stream) Run(ctx context.Context) {
 			}
 		} else {
 			s.log.Debug("cannot connect to the worker's KV events", "error", err)
+		}
+		var broken *guard.PanicError
+		if errors.As(err, &broken) {
+			s.forget("what it sent broke its parser")
 		}
 		if ctx.Err() != nil {
 			return
@@ -275,6 +250,9 @@ func (s *Stream) follow(ctx context.Context, conn *zmq.Conn) error {
 		}
 		level, heard = 1, now
 		seq, payload, err := BatchFrames(frames)
+		if err == nil && seq == ReplayEnd {
+			err = errors.New("its number is the one that ends a replay")
+		}
 		if err != nil {
 			// Its number is lost with it: the next batch shows the gap.
 			s.stats.DecodeErrors.Add(1)
@@ -387,161 +365,6 @@ func (s *Stream) restarted() {
 func (s *Stream) forget(why string) {
 	s.clear(why)
 	s.sure, s.next, s.groupKnown = false, 0, false
-}
-
-// clear empties the rank in the index.
-func (s *Stream) clear(why string) {
-	s.log.Warn("cleared the worker's blocks", "reason", why)
-	s.stats.Cold.Store(true)
-	s.index.Clear(s.Src.Worker)
-	s.history.cleared()
-	s.seeded = false
-}
-
-// Apply puts batch next into the index. A bad event is left out alone, unless
-// it may have been a removal: then the blocks of the rank are cleared, and the
-// batch goes on.
-func (s *Stream) Apply(seq uint64, payload []byte, live bool) {
-	s.next, s.sum = seq+1, xxh3.Hash(payload)
-	s.history.beginBatch(seq, s.sum)
-	defer s.history.endBatch()
-	s.stats.Batches.Add(1)
-	defer s.stats.LastSeq.Store(seq) // whoever sees it finds the batch in the index
-	ts, err := s.dec.start(payload)
-	if err != nil {
-		s.stats.DecodeErrors.Add(1)
-		s.clear(fmt.Sprintf("event batch %d is unreadable: %v", seq, err))
-		return
-	}
-	if live && s.OnLag != nil {
-		s.OnLag(time.Duration(float64(s.Now().UnixNano()) - ts*1e9))
-	}
-	for s.dec.more() {
-		e, err := s.dec.next()
-		if err == nil {
-			err = s.applyEvent(e)
-		}
-		if err == nil {
-			continue
-		}
-		s.stats.DecodeErrors.Add(1)
-		if e.kind == eventStored && !errors.Is(err, errBrokenPayload) {
-			s.stats.InvalidStored.Add(1)
-			s.stats.Cold.Store(true)
-			s.warnOnce("event", "left out a bad KV event", "batch", seq, "error", err)
-			continue
-		}
-		s.clear(fmt.Sprintf("event batch %d is bad: %v", seq, err))
-	}
-	if rank, ok := s.dec.rank(); ok && rank != int(s.Src.Worker.Rank) {
-		// The endpoint decides: behind an external load balancer every rank is
-		// a worker of its own to us, while its engine still counts itself.
-		s.warnOnce("rank", "events name another data-parallel rank than their endpoint", "named", rank)
-	}
-}
-
-func (s *Stream) applyEvent(e *kvEvent) error {
-	switch e.kind {
-	case eventStored:
-		return s.applyStored(e)
-	case eventRemoved:
-		if !ownCache(e) || e.hasGroup && s.groupKnown && e.group != s.group {
-			s.stats.Ignored.Add(1)
-			return nil
-		}
-		unknown := s.index.Remove(s.Src.Worker, e.hashes)
-		s.history.removed(e.hashes)
-		s.stats.Removed.Add(1)
-		s.stats.RemovedBlocks.Add(uint64(len(e.hashes) - unknown))
-		if unknown > 0 {
-			s.stats.UnknownRemoved.Add(uint64(unknown))
-			s.stats.RemovedIncomplete.Add(1)
-		}
-	case eventCleared:
-		s.index.Clear(s.Src.Worker)
-		s.history.cleared()
-		s.stats.Cleared.Add(1)
-		s.stats.Cold.Store(false)
-	default:
-		s.stats.Ignored.Add(1)
-		s.warnOnce("type", "unknown type of KV event", "type", fmt.Sprintf("%.40s", e.tag))
-	}
-	return nil
-}
-
-func (s *Stream) applyStored(e *kvEvent) error {
-	if !ownCache(e) || !fullAttention(e) {
-		s.stats.Ignored.Add(1)
-		return nil
-	}
-	if len(e.hashes) == 0 {
-		return nil
-	}
-	if e.blockSize != s.Src.BlockSize {
-		s.stats.BlockSizeMismatch.Add(1)
-		s.stats.Cold.Store(true)
-		if !s.warned["block size"] {
-			s.warned["block size"] = true
-			s.log.Error("the engine's block size differs from the router's: its events are dropped; start both with the same --block-size",
-				"engine", e.blockSize, "router", s.Src.BlockSize)
-		}
-		return nil
-	}
-	if e.hasGroup {
-		// The groups of a hybrid model hold the same prompt side by side, with
-		// the same block ids. One of them stands for all.
-		if !s.groupKnown {
-			s.group, s.groupKnown = e.group, true
-		}
-		if e.group != s.group {
-			s.stats.Ignored.Add(1)
-			return nil
-		}
-	}
-	var err error
-	s.blocks, err = s.dec.blocks(s.blocks[:0], e)
-	if err != nil {
-		return err
-	}
-	if s.seeded { // or a block that the peer has told counts twice
-		s.index.Remove(s.Src.Worker, e.hashes)
-	}
-	switch err := s.index.Store(s.Src.Worker, e.parent, e.hasParent, s.blocks); {
-	case errors.Is(err, radix.ErrParentUnknown):
-		s.stats.UnknownParent.Add(1)
-		if s.stats.Cold.Load() {
-			return nil // expected: their parents are among what is missing
-		}
-		s.clear("stored blocks follow a block that it is not known to hold")
-		s.resync, s.retryAt = true, time.Now()
-		return nil
-	case err != nil:
-		return err
-	}
-	s.history.stored(e.parent, e.hasParent, s.blocks)
-	s.stats.Stored.Add(1)
-	s.stats.StoredBlocks.Add(uint64(len(s.blocks)))
-	return nil
-}
-
-// ownCache tells whether an event is about the engine's own KV cache rather
-// than an offloading tier or another process.
-func ownCache(e *kvEvent) bool {
-	return (len(e.medium) == 0 || string(e.medium) == "GPU") && string(e.locality) != "REMOTE"
-}
-
-// fullAttention tells whether a stored block means that the whole prefix up to
-// it is usable. Groups with a sliding window, a state or cross attention keep
-// some blocks only. Where the engine does not tell the kind, its first group
-// counts.
-func fullAttention(e *kvEvent) bool {
-	switch string(e.specKind) {
-	case "":
-		return !e.hasGroup || e.group == 0
-	case "full_attention", "mla_attention", "sink_full_attention":
-		return true
-	}
-	return false
 }
 
 func (s *Stream) warnOnce(reason, msg string, args ...any) {

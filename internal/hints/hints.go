@@ -11,6 +11,7 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 )
 
@@ -141,13 +142,19 @@ func (r *hintReader) object(param string, v gjson.Result) bool {
 	return v.IsObject()
 }
 
+// maxAnnotations bounds the annotations of a request.
+const maxAnnotations = 1024
+
 // annotations reads entries of the forms "name" and "name:value".
 func (r *hintReader) annotations(list gjson.Result, into *Hints) {
 	if raw := rawOf(list); raw != "" && !list.IsArray() {
 		r.fail(hint{"nvext.annotations", raw}, "a list of strings")
 		return
 	}
-	entries := list.Array()
+	entries, ok := jsonbody.Elements(list, maxAnnotations)
+	if !ok {
+		r.fail(hint{"nvext.annotations", fmt.Sprintf("more than %d", maxAnnotations)}, fmt.Sprintf("at most %d strings", maxAnnotations))
+	}
 	for _, entry := range entries {
 		switch name, value, _ := strings.Cut(entry.Str, ":"); {
 		case name == AnnotationQuery:

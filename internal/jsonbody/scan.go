@@ -18,6 +18,14 @@ import (
 // does: a body of brackets must not use up the stack.
 const maxDepth = 10_000
 
+const (
+	// maxMembers bounds the members of all objects of a body together: each takes
+	// about a hundred bytes here, and as little as six in the body.
+	maxMembers = 1 << 18
+	// MaxMessages bounds the messages that Body.Messages takes apart.
+	MaxMessages = 1 << 16
+)
+
 // Body is a request's JSON object, checked and taken apart once for all who
 // read it. The strings in it are views of Raw, which must not change. One
 // goroutine uses a Body.
@@ -37,7 +45,8 @@ type MessageView struct {
 }
 
 // Parse checks a request's body and takes it apart; ok is false if the body is
-// not one JSON object. Whether strings are UTF-8 is not checked.
+// not one JSON object, nested at most 10,000 deep and with at most 262,144
+// members in all. Whether strings are UTF-8 is not checked.
 func Parse(raw []byte) (b *Body, ok bool) {
 	scan := checker{text: raw}
 	if !scan.whole() {
@@ -53,7 +62,8 @@ func Parse(raw []byte) (b *Body, ok bool) {
 // Get returns the member of that name; of several, as in Python, the last.
 func (b *Body) Get(key string) gjson.Result { return FieldOf(b.Top, key) }
 
-// Messages returns the elements of messages; none if it is not a list.
+// Messages returns the elements of messages; none if it is not a list, and one
+// more than MaxMessages if there are even more.
 func (b *Body) Messages() []MessageView {
 	if list := b.Get("messages"); b.views == nil && list.IsArray() {
 		b.views = []MessageView{}
@@ -63,10 +73,16 @@ func (b *Body) Messages() []MessageView {
 				m.Fields = Members(v)
 			}
 			b.views = append(b.views, m)
-			return true
+			return len(b.views) <= MaxMessages
 		})
 	}
 	return b.views
+}
+
+// Place returns where in Raw a value begins that is one of the body's and not
+// empty.
+func (b *Body) Place(v gjson.Result) int {
+	return int(uintptr(unsafe.Pointer(unsafe.StringData(v.Raw))) - uintptr(unsafe.Pointer(unsafe.SliceData(b.Raw))))
 }
 
 // FieldOf returns a member's value; one that does not exist if there is none.
@@ -84,8 +100,9 @@ func View(b []byte) string { return unsafe.String(unsafe.SliceData(b), len(b)) }
 
 // checker checks a text against JSON's grammar in one pass.
 type checker struct {
-	text []byte
-	lone bool // a string escapes half of a surrogate pair
+	text    []byte
+	lone    bool // a string escapes half of a surrogate pair
+	members int  // of all objects so far
 }
 
 // whole tells whether the text is one value.
@@ -130,7 +147,8 @@ func (c *checker) items(i int, end byte, depth int, keys bool) int {
 	}
 	for {
 		if keys {
-			if i = c.space(i); i >= len(c.text) || c.text[i] != '"' {
+			c.members++
+			if i = c.space(i); i >= len(c.text) || c.text[i] != '"' || c.members > maxMembers {
 				return -1
 			}
 			if i = c.str(i + 1); i < 0 {
@@ -326,6 +344,23 @@ func EachElement(array string, yield func(value gjson.Result) bool) {
 			}
 		}
 	}
+}
+
+// Elements returns an array's elements; none of any other value. Not ok: there
+// are more than most, and they are not taken apart. The text must have been
+// checked.
+func Elements(list gjson.Result, most int) (elements []gjson.Result, ok bool) {
+	if !list.IsArray() {
+		return nil, true
+	}
+	ok = true
+	EachElement(list.Raw, func(v gjson.Result) bool {
+		if ok = len(elements) < most; ok {
+			elements = append(elements, v)
+		}
+		return ok
+	})
+	return elements, ok
 }
 
 // valueAt reads the value that begins at i and tells where it ends, always

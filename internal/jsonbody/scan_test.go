@@ -105,3 +105,40 @@ func TestDeepNestingIsRefused(t *testing.T) {
 		t.Error("9000 levels were refused")
 	}
 }
+
+// TestAmountsAreBounded tries bodies whose parts would take many times the
+// memory that their text takes.
+func TestAmountsAreBounded(t *testing.T) {
+	members := func(n int) []byte { return []byte("{" + strings.Repeat(`"a":1,`, n-1) + `"a":1}`) }
+	if _, ok := Parse(members(maxMembers)); !ok {
+		t.Error("the most members allowed were refused")
+	}
+	if _, ok := Parse(members(maxMembers + 1)); ok {
+		t.Error("more members were taken")
+	}
+	body, ok := Parse([]byte(`{"messages":[` + strings.Repeat("1,", 10*MaxMessages) + `1]}`))
+	if !ok || len(body.Messages()) != MaxMessages+1 {
+		t.Errorf("%d messages were taken apart", len(body.Messages()))
+	}
+	list := gjson.Parse(`[1,"a",{"b":2}]`)
+	if some, ok := Elements(list, 3); !ok || len(some) != 3 || some[2].Raw != `{"b":2}` {
+		t.Errorf("%v", some)
+	}
+	if _, ok := Elements(list, 2); ok {
+		t.Error("more elements than asked for")
+	}
+	if some, ok := Elements(gjson.Parse(`{"a":1}`), 3); !ok || some != nil {
+		t.Errorf("%v are elements of an object", some)
+	}
+}
+
+func TestPlaceFindsAValue(t *testing.T) {
+	raw := []byte(` {"a":1, "b" : {"c":2},"a":[3]}`)
+	body, _ := Parse(raw)
+	for _, key := range []string{"a", "b"} {
+		v := body.Get(key)
+		if at := body.Place(v); string(raw[at:at+len(v.Raw)]) != v.Raw || key == "a" && v.Raw != "[3]" {
+			t.Errorf("%s is %q at %d", key, v.Raw, at)
+		}
+	}
+}

@@ -1,18 +1,31 @@
-// Package jsonlines writes lines of JSON to a file without making its callers wait.
+// Package jsonlines writes lines of JSON to a file without making its callers wait,
+// and reads such files whatever became of them.
 package jsonlines
 
 import (
 	"bufio"
+	"bytes"
 	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
 	"log/slog"
 	"os"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 )
 
-// flushEvery is how long a line may stay in memory.
-const flushEvery = time.Second
+const (
+	// flushEvery is how long a line may stay in memory, and how often a disk that
+	// takes nothing is tried again.
+	flushEvery = time.Second
+	// maxBuffer bounds the bytes that wait for the disk beside the queue.
+	maxBuffer = 1 << 20
+	// MaxLine is the longest line that is read, bytes.
+	MaxLine = 64 << 20
+)
 
 // Writer writes values to a file, one line of JSON for each. A nil Writer writes
 // nothing. It is safe for concurrent use.
@@ -28,13 +41,135 @@ type Writer struct {
 	done   chan struct{} // closed when all is written
 }
 
+// Open opens a file to append lines to, and makes it if there is none; then only
+// its owner may read it. A last line that was torn, by a full disk or a killed
+// process, is completed or cut off: torn is how many bytes were. Only a file with
+// a name of its own is taken, no symbolic link, device or pipe.
+func Open(name string) (file *os.File, torn int64, err error) {
+	file, err = os.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_APPEND|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0o600)
+	if errors.Is(err, syscall.ELOOP) {
+		return nil, 0, fmt.Errorf("%s is a symbolic link: give the name of the file itself", name)
+	}
+	if err != nil {
+		return nil, 0, err
+	}
+	info, err := file.Stat()
+	if err == nil && !info.Mode().IsRegular() {
+		err = fmt.Errorf("%s is no regular file", name)
+	}
+	if err == nil {
+		torn, err = mend(file, info.Size())
+	}
+	if err != nil {
+		_ = file.Close()
+		return nil, 0, err
+	}
+	return file, torn, nil
+}
+
+// mend ends the last line of a file of that many bytes, if nothing does: with a
+// line end if it is whole, else by cutting it off. It tells how many bytes it cut
+// off.
+func mend(file *os.File, size int64) (torn int64, err error) {
+	start, err := lastLine(file, size)
+	if err != nil || start == size {
+		return 0, err
+	}
+	if size-start <= MaxLine {
+		line := make([]byte, size-start)
+		if _, err := file.ReadAt(line, start); err != nil {
+			return 0, err
+		}
+		if json.Valid(line) {
+			_, err := file.WriteString("\n")
+			return 0, err
+		}
+	}
+	return size - start, file.Truncate(start)
+}
+
+// lastLine returns where the last line begins of a file of that many bytes; its
+// size if it ends with a line end.
+func lastLine(file io.ReaderAt, size int64) (int64, error) {
+	part := make([]byte, 64<<10)
+	for end := size; end > 0; {
+		start := max(0, end-int64(len(part)))
+		n, err := file.ReadAt(part[:end-start], start)
+		if err != nil && err != io.EOF {
+			return 0, err
+		}
+		if at := bytes.LastIndexByte(part[:n], '\n'); at >= 0 {
+			return start + int64(at) + 1, nil
+		}
+		end = start
+	}
+	return 0, nil
+}
+
+// Read calls yield with each line of a file that is not empty, and its number from
+// 1, until yield returns an error, which Read returns. whole says that the line
+// has an end: one that has not may be torn. A line that is longer than MaxLine is
+// an error.
+func Read(from io.Reader, yield func(number int, line []byte, whole bool) error) error {
+	lines := bufio.NewReaderSize(from, 64<<10)
+	var long []byte
+	for number := 1; ; number++ {
+		long = long[:0]
+		var part []byte
+		var err error
+		for {
+			part, err = lines.ReadSlice('\n')
+			if !errors.Is(err, bufio.ErrBufferFull) {
+				break
+			}
+			if long = append(long, part...); len(long) > MaxLine {
+				return fmt.Errorf("line %d is longer than %d bytes", number, MaxLine)
+			}
+		}
+		if err != nil && err != io.EOF {
+			return fmt.Errorf("after line %d: %w", number-1, err)
+		}
+		line := part
+		if len(long) > 0 {
+			long = append(long, part...)
+			line = long
+		}
+		if trimmed := bytes.TrimSpace(line); len(trimmed) > 0 {
+			if failed := yield(number, trimmed, err == nil); failed != nil {
+				return failed
+			}
+		}
+		if err == io.EOF {
+			return nil
+		}
+	}
+}
+
+// Begins tells whether a line begins with start, spaces aside, or is cut off before
+// it could: one that does and is no JSON was torn.
+func Begins(line []byte, start string) bool {
+	line = bytes.ReplaceAll(line[:min(len(line), 4*len(start))], []byte(" "), nil)
+	n := min(len(line), len(start))
+	return n > 0 && string(line[:n]) == start[:n]
+}
+
 // New returns a Writer to file, which it will close. At most waiting lines wait
-// for the disk; further ones are lost and counted, and Close logs the count. what
-// names the lines in the log. The caller must call Close.
+// for the disk; further ones are lost and counted. While the disk takes nothing,
+// it is tried again each second. The log tells when that begins and ends, and
+// Close how many lines are missing. what names the lines in the log. The caller
+// must call Close.
 func New(file *os.File, waiting int, what string, log *slog.Logger) *Writer {
 	l := &Writer{File: file, what: what, log: log, queue: make(chan any, waiting), done: make(chan struct{})}
 	go l.write() // until Close
 	return l
+}
+
+// Lost returns how many lines are missing in the file so far.
+func (l *Writer) Lost() uint64 {
+	if l == nil {
+		return 0
+	}
+	return l.lost.Load()
 }
 
 // Write queues a value, which must not change any more. It never waits.
@@ -71,35 +206,72 @@ func (l *Writer) Close() {
 // write writes the queue to the file until it is closed.
 func (l *Writer) write() {
 	defer close(l.done)
-	out := bufio.NewWriterSize(l.File, 1<<20)
-	encoder := json.NewEncoder(out)
 	ticker := time.NewTicker(flushEvery)
 	defer ticker.Stop()
-	var failure error
-	fail := func(err error) {
-		if err != nil && failure == nil {
-			failure = err
-			l.log.Error("cannot write "+l.what+" any more", "error", err)
-		}
-	}
+	out := buffer{writer: l}
 	for open := true; open; {
 		select {
 		case line, more := <-l.queue:
-			if open = more; !more {
-				break
+			if open = more; more {
+				out.add(line)
 			}
-			if failure != nil {
-				l.lost.Add(1)
-				break
-			}
-			fail(encoder.Encode(line))
 		case <-ticker.C:
-			fail(out.Flush())
+			out.flush()
 		}
 	}
-	fail(out.Flush())
-	fail(l.File.Close())
+	out.flush()
+	l.lost.Add(uint64(bytes.Count(out.bytes, []byte("\n"))))
+	if err := l.File.Close(); err != nil && out.failing == nil {
+		l.log.Error("cannot write "+l.what, "error", err)
+	}
 	if n := l.lost.Load(); n > 0 {
 		l.log.Warn("lines are missing in "+l.what, "lost", n)
+	}
+}
+
+// buffer has the lines that a Writer's goroutine has not brought to the disk yet.
+// It begins in the middle of a line where the disk took a part of that.
+type buffer struct {
+	writer  *Writer
+	bytes   []byte
+	failing error // the disk takes nothing; nil: it does
+}
+
+// add takes a line; it is lost where the disk takes nothing and no room is left.
+func (b *buffer) add(line any) {
+	if b.failing != nil && len(b.bytes) >= maxBuffer {
+		b.writer.lost.Add(1)
+		return
+	}
+	text, err := json.Marshal(line)
+	if err != nil {
+		b.writer.lost.Add(1)
+		b.writer.log.Error("a line cannot be written to "+b.writer.what, "error", err)
+		return
+	}
+	b.bytes = append(append(b.bytes, text...), '\n')
+	if b.failing == nil && len(b.bytes) >= maxBuffer {
+		b.flush()
+	}
+}
+
+// flush brings the lines to the disk. What that does not take stays, and the next
+// flush goes on where this one ended.
+func (b *buffer) flush() {
+	if len(b.bytes) == 0 {
+		return
+	}
+	n, err := b.writer.File.Write(b.bytes)
+	b.bytes = b.bytes[:copy(b.bytes, b.bytes[n:])]
+	log, what := b.writer.log, b.writer.what
+	switch {
+	case err != nil && b.failing == nil:
+		log.Error("cannot write "+what+"; trying again each second", "error", err)
+	case err == nil && b.failing != nil:
+		log.Warn("writing "+what+" again", "lost", b.writer.lost.Load())
+	}
+	b.failing = err
+	if len(b.bytes) == 0 && cap(b.bytes) > 2*maxBuffer {
+		b.bytes = nil // of a line that was unusually long
 	}
 }

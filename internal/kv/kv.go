@@ -19,6 +19,13 @@ func (w WorkerKey) Compare(other WorkerKey) int {
 	return cmp.Compare(w.Rank, other.Rank)
 }
 
+// Bounds of what others may say: far beyond what is real, and far from where sums
+// of such numbers overflow.
+const (
+	MaxTokens = 1 << 31 // of a prompt, or of an answer
+	MaxRanks  = 1024    // data-parallel ranks of one worker
+)
+
 // StoredBlock is one block of a store event: the engine's own id for it
 // (opaque) and the local hash of its tokens.
 type StoredBlock struct {

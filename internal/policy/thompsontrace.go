@@ -30,9 +30,12 @@ func (p *Thompson) OpenTraces(file string, log *slog.Logger) (*jsonlines.Writer,
 	if file == "" {
 		return nil, nil
 	}
-	f, err := os.OpenFile(file, os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
+	f, torn, err := jsonlines.Open(file)
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", flag, err)
+	}
+	if torn > 0 {
+		log.Warn("the last line of the traces of policy thompson was torn and is cut off", "file", file, "bytes", torn)
 	}
 	p.trace = jsonlines.New(f, p.traceBuffer, "the traces of policy thompson", log)
 	return p.trace, nil

@@ -170,13 +170,18 @@ func (p *Work) coming(now time.Time, load *Load, uncached int) (first, pushed fl
 			at = max(at, milliseconds(load.FirstToken.Sub(now)))
 		}
 	}
+	whole := p.passTime(workPass) + decode // a pass of nothing but one prompt
 	queue := load.Prefills
 	for rest := 0; ; { // rest are tokens of queue[0] that are computed
 		computed, ends, silent, joins := 0, 0, true, false
 		if len(queue) > 0 {
 			at = max(at, milliseconds(queue[0].Sent.Sub(now)))
+			passes := wholePasses(queue[0].Tokens - rest)
+			rest += passes * workPass
+			at += float64(passes) * whole
 		}
-		for len(queue) > 0 && computed < workPass && milliseconds(queue[0].Sent.Sub(now)) <= at {
+		// The comparisons hold for a time that is no number, too: the loop must end.
+		for len(queue) > 0 && computed < workPass && !(milliseconds(queue[0].Sent.Sub(now)) > at) {
 			step := min(queue[0].Tokens-rest, workPass-computed)
 			computed += step
 			if rest += step; rest < queue[0].Tokens {
@@ -186,13 +191,18 @@ func (p *Work) coming(now time.Time, load *Load, uncached int) (first, pushed fl
 			queue, rest, ends = queue[1:], 0, ends+1
 		}
 		if len(queue) == 0 && computed == 0 && at < 0 {
-			at = decode / 2
+			at = max(decode/2, 0)
 		}
-		if len(queue) == 0 && at >= 0 {
+		if len(queue) == 0 && !(at < 0) {
 			joins = computed < workPass
 		}
 		step := 0
 		if joins {
+			if computed == 0 && ends == 0 {
+				passes := wholePasses(uncached)
+				uncached -= passes * workPass
+				at += float64(passes) * whole
+			}
 			step = min(uncached, workPass-computed)
 			uncached -= step
 		}
@@ -213,6 +223,10 @@ func (p *Work) coming(now time.Time, load *Load, uncached int) (first, pushed fl
 		}
 	}
 }
+
+// wholePasses is how many passes a prompt with so many tokens to compute fills
+// alone before the one that it ends in.
+func wholePasses(tokens int) int { return (max(1, tokens) - 1) / workPass }
 
 // passTime is the prefill part of a pass, ms.
 func (p *Work) passTime(tokens int) float64 {

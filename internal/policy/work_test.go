@@ -2,8 +2,13 @@ package policy
 
 import (
 	"math"
+	"math/rand/v2"
 	"testing"
 	"time"
+
+	"pgregory.net/rapid"
+
+	"kvrouter/internal/kv"
 )
 
 // waiting is a load of prompts of so many uncached tokens that were sent at once,
@@ -86,5 +91,108 @@ func TestWorkRoutesUnknownPromptsByLoad(t *testing.T) {
 	p := new(pool).add(0, waiting(0, 900)).add(0, Load{})
 	if counts := draws(NewWork(), Query{Now: testNow, BlockSize: 64}, p.candidates); counts[1] != 1000 {
 		t.Errorf("chosen %v times, want always the idle one", counts)
+	}
+}
+
+// comingPassByPass is Work.coming without its jumps over whole passes.
+func comingPassByPass(p *Work, now time.Time, load *Load, uncached int) (first, pushed float64) {
+	decode := p.Timing.Decoding(load.ContextTokens)
+	at := decode / 2
+	if len(load.Prefills) > 0 {
+		at = milliseconds(load.Prefills[0].Sent.Sub(now))
+		if !load.FirstToken.IsZero() {
+			at = max(at, milliseconds(load.FirstToken.Sub(now)))
+		}
+	}
+	queue := load.Prefills
+	for rest := 0; ; {
+		computed, ends, silent, joins := 0, 0, true, false
+		if len(queue) > 0 {
+			at = max(at, milliseconds(queue[0].Sent.Sub(now)))
+		}
+		for len(queue) > 0 && computed < workPass && milliseconds(queue[0].Sent.Sub(now)) <= at {
+			step := min(queue[0].Tokens-rest, workPass-computed)
+			computed += step
+			if rest += step; rest < queue[0].Tokens {
+				break
+			}
+			silent = silent && queue[0].AnsweredWhole
+			queue, rest, ends = queue[1:], 0, ends+1
+		}
+		if len(queue) == 0 && computed == 0 && at < 0 {
+			at = decode / 2
+		}
+		if len(queue) == 0 && at >= 0 {
+			joins = computed < workPass
+		}
+		step := 0
+		if joins {
+			step = min(uncached, workPass-computed)
+			uncached -= step
+		}
+		alone, took := p.passTime(computed)+decode, p.passTime(computed+step)+decode
+		if computed == 0 {
+			alone = 0
+		}
+		if joins {
+			pushed += float64(ends) * (took - alone)
+		}
+		at += took
+		if ends > 0 && !silent {
+			at = max(at, 0)
+		}
+		if joins && uncached <= 0 {
+			return at, pushed
+		}
+	}
+}
+
+func TestWorkJumpsOverWholePassesWithoutAnotherResult(t *testing.T) {
+	near := func(a, b float64) bool { return math.Abs(a-b) <= 1e-9*max(1, math.Abs(a), math.Abs(b)) }
+	tokens := rapid.OneOf(rapid.IntRange(0, 3), rapid.IntRange(0, 3*workPass), rapid.SampledFrom([]int{workPass - 1, workPass, workPass + 1, 2 * workPass, 100*workPass + 7}))
+	rapid.Check(t, func(t *rapid.T) {
+		p := NewWork()
+		load := Load{ContextTokens: rapid.SampledFrom([]int{0, 1, 100_000}).Draw(t, "context")}
+		sent := testNow.Add(-time.Duration(rapid.IntRange(0, 3000).Draw(t, "ago")) * time.Millisecond)
+		for range rapid.IntRange(0, 6).Draw(t, "queue") {
+			load.Prefills = append(load.Prefills, Prefill{Tokens: tokens.Draw(t, "tokens"), Sent: sent, AnsweredWhole: rapid.Bool().Draw(t, "whole")})
+			sent = sent.Add(time.Duration(rapid.IntRange(0, 500).Draw(t, "later")) * time.Millisecond)
+		}
+		if rapid.Bool().Draw(t, "heard") {
+			load.FirstToken = testNow.Add(-time.Duration(rapid.IntRange(0, 1000).Draw(t, "first token ago")) * time.Millisecond)
+		}
+		uncached := tokens.Draw(t, "uncached")
+		first, pushed := p.coming(testNow, &load, uncached)
+		if wantFirst, wantPushed := comingPassByPass(p, testNow, &load, uncached); !near(first, wantFirst) || !near(pushed, wantPushed) {
+			t.Fatalf("first token in %v ms, %v ms pushed; want %v and %v", first, pushed, wantFirst, wantPushed)
+		}
+	})
+}
+
+// TestWorkTakesNoLongerForAPromptThatCannotBe: the number of passes must be no
+// number of turns. An endless loop here stops every request, since the router's
+// lock is held.
+func TestWorkTakesNoLongerForAPromptThatCannotBe(t *testing.T) {
+	p, random := NewWork(), rand.New(rand.NewPCG(1, 2))
+	for _, tokens := range []int{kv.MaxTokens, 1 << 53, 1 << 62, math.MaxInt, math.MinInt} {
+		load := waiting(time.Second, tokens, tokens)
+		for _, uncached := range []int{0, tokens} {
+			if first, _ := p.coming(testNow, &load, uncached); tokens == kv.MaxTokens && !(first > 0 && first < math.Inf(1)) {
+				t.Errorf("%d tokens: first token in %v ms", tokens, first)
+			}
+		}
+		candidates := []Candidate{{Load: load}, {}}
+		if chosen := p.Choose(Query{Now: testNow, Tokens: tokens, BlockSize: 64}, candidates, random); tokens == kv.MaxTokens && chosen != 1 {
+			t.Errorf("%d tokens: chosen %d", tokens, chosen)
+		}
+	}
+	for _, broken := range []float64{math.NaN(), math.Inf(1), math.Inf(-1)} {
+		p := NewWork()
+		p.Timing.decode, p.Timing.Pass = broken, broken
+		load := waiting(time.Second, 100_000, 1)
+		load.ContextTokens = 5
+		p.coming(testNow, &load, 100_000)
+		load.Prefills = nil
+		p.coming(testNow, &load, 100_000)
 	}
 }

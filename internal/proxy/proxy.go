@@ -10,8 +10,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net/http"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -246,6 +246,9 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		return &workerError{worker, cause(ctx, err)}
 	}
 	defer response.Body.Close()
+	if err := checkStatus(response); err != nil {
+		return &workerError{worker, err}
+	}
 	answer := &upstreamAnswer{Response: response, ctx: ctx, heard: heard}
 	if retry && (response.StatusCode == http.StatusInternalServerError || response.StatusCode == http.StatusBadGateway || response.StatusCode == http.StatusServiceUnavailable) {
 		return &workerError{worker, fmt.Errorf("answered %s", response.Status)}
@@ -287,12 +290,9 @@ func cause(ctx context.Context, err error) error {
 
 // writeHead writes the worker's status and headers and the router's own.
 func writeHead(w http.ResponseWriter, response *http.Response, u Upstream, x *Exchange) {
+	web.DropHopByHop(response.Header)
 	header := w.Header()
-	for name, values := range response.Header {
-		if !slices.Contains(web.HopByHop, name) {
-			header[name] = values
-		}
-	}
+	maps.Copy(header, response.Header)
 	header.Set(web.HeaderWorker, x.Worker)
 	header.Set(web.HeaderOverlap, strconv.Itoa(x.Decision.OverlapTokens))
 	header.Set(web.HeaderRequest, u.RequestID)
@@ -414,47 +414,6 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 	}
 }
 
-// ReadUsage picks the usage out of an answer or a chunk of one, in the names of
-// chat completions or of the responses and messages APIs.
-func ReadUsage(body []byte) Usage {
-	u := gjson.GetBytes(body, "usage")
-	if !u.IsObject() {
-		u = gjson.GetBytes(body, "response.usage")
-	}
-	if !u.IsObject() {
-		return Usage{}
-	}
-	if read := u.Get("cache_read_input_tokens"); read.Type == gjson.Number { // counted apart from the others by the messages API
-		others := u.Get("input_tokens").Int() + u.Get("cache_creation_input_tokens").Int()
-		return Usage{
-			Known: true, PromptTokens: int(others + read.Int()), OutputTokens: int(u.Get("output_tokens").Int()),
-			CachedKnown: true, CachedTokens: int(read.Int()),
-		}
-	}
-	prompt := u.Get("prompt_tokens")
-	completions := prompt.Exists()
-	if !prompt.Exists() {
-		prompt = u.Get("input_tokens")
-	}
-	output := u.Get("completion_tokens")
-	if !output.Exists() {
-		output = u.Get("output_tokens")
-	}
-	cached := u.Get("prompt_tokens_details.cached_tokens")
-	if !cached.Exists() {
-		cached = u.Get("input_tokens_details.cached_tokens")
-	}
-	told := cached.Exists() && cached.Type != gjson.Null
-	return Usage{
-		Known:        prompt.Exists(),
-		PromptTokens: int(prompt.Int()),
-		OutputTokens: int(output.Int()),
-		CachedKnown:  told,
-		CachedTokens: int(cached.Int()),
-		CachedUntold: completions && !told && output.Int() > 0,
-	}
-}
-
 // askTimeout bounds a short question to a worker, and AskLimit its answer (bytes).
 const (
 	askTimeout = 30 * time.Second
@@ -464,6 +423,11 @@ const (
 // Ask sends a short request to a worker and returns its status and whole
 // answer.
 func (p *Proxy) Ask(ctx context.Context, t kv.Target, method, path string, header http.Header, body []byte) (status int, answer []byte, err error) {
+	return p.ask(ctx, t, method, path, header, body, AskLimit)
+}
+
+// ask is Ask for an answer of at most limit bytes.
+func (p *Proxy) ask(ctx context.Context, t kv.Target, method, path string, header http.Header, body []byte, limit int64) (status int, answer []byte, err error) {
 	ctx, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
 	request, err := http.NewRequestWithContext(ctx, method, t.URL+path, bytes.NewReader(body))
@@ -476,7 +440,9 @@ func (p *Proxy) Ask(ctx context.Context, t kv.Target, method, path string, heade
 		return 0, nil, &workerError{t.Key.Worker, err}
 	}
 	defer response.Body.Close()
-	answer, err = io.ReadAll(io.LimitReader(response.Body, AskLimit))
+	if err = checkStatus(response); err == nil {
+		answer, err = io.ReadAll(io.LimitReader(response.Body, limit))
+	}
 	if err != nil {
 		return 0, nil, &workerError{t.Key.Worker, err}
 	}

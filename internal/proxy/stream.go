@@ -9,13 +9,21 @@ import (
 	"kvrouter/internal/policy"
 )
 
+// maxEvent bounds what is kept of an event whose end has not come, bytes. A longer
+// one goes on unseen but for its beginning.
+const maxEvent = 2 << 20
+
+// maxStatus is the largest HTTP status.
+const maxStatus = 599
+
 // EventScanner reads the server-sent events of one stream, however they are cut into
-// chunks. It counts them, reads the usage, and removes the usage event where the
-// client did not ask for it.
+// chunks, in time proportional to their length. It counts them, reads the usage,
+// and removes the usage event where the client did not ask for it.
 type EventScanner struct {
 	HideUsage bool
 	pending   []byte // an event of which the end has not come
 	out       []byte // reused
+	long      bool   // the event is longer than maxEvent: its beginning has been taken
 
 	Count  int    // events with a part of the answer that ended in the last chunk
 	seen   bool   // an event has come
@@ -56,38 +64,50 @@ func endingOf(status int, finish string) policy.Ending {
 func (s *EventScanner) Scan(chunk []byte) []byte {
 	s.Count = 0
 	s.out = s.out[:0]
-	rest := chunk
-	if len(s.pending) > 0 {
+	rest, from := chunk, 0
+	carried := len(s.pending) > 0
+	if carried {
+		from = max(0, len(s.pending)-endMark+1) // the bytes before have been searched
 		s.pending = append(s.pending, chunk...)
 		rest = s.pending
 	}
+	whole := true // rest is all of pending
 	for {
-		end := eventEnd(rest)
-		if end < 0 {
+		end := eventEnd(rest, from)
+		if end < 0 && (s.long || len(rest) < maxEvent) {
 			break
 		}
-		if event := rest[:end]; !s.take(event) {
-			s.out = append(s.out, event...)
+		if end < 0 || end > maxEvent && !s.long { // too long for its end to be waited for
+			s.take(rest[:maxEvent])
+			s.long = true
+			if end < 0 {
+				break
+			}
 		}
-		rest = rest[end:]
+		if s.long || !s.take(rest[:end]) {
+			s.show(rest[:end])
+		}
+		rest, from, whole, s.long = rest[end:], 0, false, false
 	}
-	if s.HideUsage && len(rest) < BufferedAnswer {
+	if s.long { // only what may belong to its end is kept
+		keep := min(len(rest), endMark-1)
+		s.show(rest[:len(rest)-keep])
+		rest, whole = rest[len(rest)-keep:], false
+	}
+	if !carried || !whole {
 		s.pending = append(s.pending[:0], rest...)
-		return s.out
 	}
 	if s.HideUsage {
-		s.out = append(s.out, rest...)
-		s.pending = s.pending[:0]
 		return s.out
 	}
-	// Nothing is ever taken out: the chunk goes on as it came, and pending only
-	// serves to see the whole event.
-	if len(rest) < BufferedAnswer {
-		s.pending = append(s.pending[:0], rest...)
-	} else {
-		s.pending = s.pending[:0]
+	return chunk // nothing is ever taken out
+}
+
+// show hands a part of the stream on where parts may be taken out.
+func (s *EventScanner) show(part []byte) {
+	if s.HideUsage {
+		s.out = append(s.out, part...)
 	}
-	return chunk
 }
 
 // Rest returns the held-back bytes of an event that never ended.
@@ -114,7 +134,7 @@ func (s *EventScanner) take(event []byte) bool {
 	s.seen = true
 	if first && bytes.Contains(data, []byte(`"error"`)) || bytes.HasPrefix(bytes.TrimSpace(data), []byte(`{"error"`)) {
 		if told := gjson.GetBytes(data, "error"); told.IsObject() {
-			s.status = max(int(told.Get("code").Int()), http.StatusBadRequest)
+			s.status = min(max(int(told.Get("code").Int()), http.StatusBadRequest), maxStatus)
 		}
 	}
 	if reasonGiven(data) {
@@ -126,7 +146,7 @@ func (s *EventScanner) take(event []byte) bool {
 	if usage := ReadUsage(data); usage.Known {
 		s.Usage = usage
 		choices := gjson.GetBytes(data, "choices")
-		return s.HideUsage && choices.IsArray() && len(choices.Array()) == 0
+		return s.HideUsage && choices.IsArray() && !choices.Get("0").Exists()
 	}
 	return false
 }
@@ -172,16 +192,23 @@ func reasonGiven(data []byte) bool {
 	}
 }
 
+// endMark is the length of the longest mark that ends an event.
+const endMark = len("\r\n\r\n")
+
 // eventEnd returns the length of the first whole event in b with the empty line
-// that ends it, or -1.
-func eventEnd(b []byte) int {
-	lf := bytes.Index(b, []byte("\n\n"))
-	crlf := bytes.Index(b, []byte("\r\n\r\n"))
-	if crlf >= 0 && (lf < 0 || crlf < lf) {
-		return crlf + 4
+// that ends it, or -1. No mark ends before from+1.
+func eventEnd(b []byte, from int) int {
+	for i := from; ; {
+		line := bytes.IndexByte(b[i:], '\n')
+		if line < 0 {
+			return -1
+		}
+		i += line + 1
+		switch {
+		case i < len(b) && b[i] == '\n':
+			return i + 1
+		case i+1 < len(b) && b[i] == '\r' && b[i+1] == '\n' && i >= 2 && b[i-2] == '\r':
+			return i + 2
+		}
 	}
-	if lf >= 0 {
-		return lf + 2
-	}
-	return -1
 }

@@ -4,7 +4,6 @@ import (
 	"slices"
 
 	"github.com/tidwall/gjson"
-	"github.com/tidwall/sjson"
 
 	"kvrouter/internal/jsonbody"
 )
@@ -12,25 +11,89 @@ import (
 // AskForUsage returns the body, its beginning apart, with a request for usage
 // added where it is a stream's and does not say itself what it wants. The rest of
 // the bytes stays as it is, and where the client has no stream_options, where it
-// is.
+// is. Of several stream_options the last counts, as in Python.
 func AskForUsage(parsed *jsonbody.Body) (head, body []byte, hide bool) {
 	body = parsed.Raw
 	if !parsed.Get("stream").Bool() {
 		return nil, body, false
 	}
 	options := parsed.Get("stream_options")
+	inside := slices.Index(body, '{') + 1
 	switch {
 	case options.Get("include_usage").Bool() || options.Get("continuous_usage_stats").Bool():
 		return nil, body, false
-	case options.IsObject():
-		asked, err := sjson.SetBytes(body, "stream_options.include_usage", true)
-		return nil, asked, err == nil
 	case !options.Exists():
-		inside := slices.Index(body, '{') + 1
 		return []byte(`{"stream_options":{"include_usage":true},`), body[inside:], true
-	case options.Type == gjson.Null:
-		asked, err := sjson.SetRawBytes(body, "stream_options", []byte(`{"include_usage":true}`))
-		return nil, asked, err == nil
+	case options.Type == gjson.Null, options.IsObject():
+		at := parsed.Place(options)
+		var fields []jsonbody.Field
+		for _, m := range jsonbody.Members(options) {
+			fields = append(fields, jsonbody.Field{Key: m.Key, Raw: m.Value.Raw})
+		}
+		fields = jsonbody.MergeFields(fields, []jsonbody.Field{{Key: "include_usage", Raw: "true"}})
+		head = append(make([]byte, 0, at+len(options.Raw)+32), body[inside-1:at]...)
+		return jsonbody.AppendObject(head, fields), body[at+len(options.Raw):], true
 	}
 	return nil, body, false // the engine will say what is wrong with it
+}
+
+// What a worker may report of one request, tokens: more than any model takes or
+// writes. The numbers of a worker that reports more, or less than nothing, must
+// not spoil counters and means.
+const (
+	maxReportedPrompt = 1 << 24
+	maxReportedOutput = 1 << 20
+)
+
+// reported reads a number of tokens, which is from 0 to most whatever the worker
+// says.
+func reported(v gjson.Result, most int) int {
+	n := v.Float()
+	switch {
+	case !(n > 0): // or no number
+		return 0
+	case n > float64(most):
+		return most
+	}
+	return int(n)
+}
+
+// ReadUsage picks the usage out of an answer or a chunk of one, in the names of
+// chat completions or of the responses and messages APIs. Its numbers are at least
+// 0, and at most 2^24 tokens of a prompt and 2^20 of an answer.
+func ReadUsage(body []byte) Usage {
+	u := gjson.GetBytes(body, "usage")
+	if !u.IsObject() {
+		u = gjson.GetBytes(body, "response.usage")
+	}
+	if !u.IsObject() {
+		return Usage{}
+	}
+	prompt := func(name string) int { return reported(u.Get(name), maxReportedPrompt) }
+	output := u.Get("completion_tokens")
+	if !output.Exists() {
+		output = u.Get("output_tokens")
+	}
+	usage := Usage{OutputTokens: reported(output, maxReportedOutput)}
+	if u.Get("cache_read_input_tokens").Type == gjson.Number { // counted apart from the others by the messages API
+		usage.Known, usage.CachedKnown, usage.CachedTokens = true, true, prompt("cache_read_input_tokens")
+		usage.OutputTokens = reported(u.Get("output_tokens"), maxReportedOutput)
+		usage.PromptTokens = min(maxReportedPrompt, prompt("input_tokens")+prompt("cache_creation_input_tokens")+usage.CachedTokens)
+		return usage
+	}
+	completions := u.Get("prompt_tokens").Exists()
+	name, details := "prompt_tokens", "prompt_tokens_details.cached_tokens"
+	if !completions {
+		name = "input_tokens"
+	}
+	cached := u.Get(details)
+	if !cached.Exists() {
+		cached = u.Get("input_tokens_details.cached_tokens")
+	}
+	usage.Known = u.Get(name).Exists()
+	usage.PromptTokens = prompt(name)
+	usage.CachedKnown = cached.Exists() && cached.Type != gjson.Null
+	usage.CachedTokens = reported(cached, maxReportedPrompt)
+	usage.CachedUntold = completions && !usage.CachedKnown && usage.OutputTokens > 0
+	return usage
 }

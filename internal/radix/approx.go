@@ -60,6 +60,10 @@ type assumedCache struct {
 // firstPool is how many blocks an assumedCache can hold before its first growth.
 const firstPool = 256
 
+// maxAnswer bounds the blocks of one answer that are modelled: it is the worker
+// that tells how long its answers are.
+const maxAnswer = 1 << 16
+
 // SetCorrected says whether the cached tokens that answers report correct the index;
 // at first they do. Call it before the index is used.
 func (a *Approx) SetCorrected(corrected bool) { a.corrected = corrected }
@@ -209,6 +213,7 @@ func (a *Approx) Routed(w kv.WorkerKey, local []uint64) *Assumed {
 // engine had found cached blocks of the prompt in its cache (-1: not known). Call it
 // once. On nil it does nothing.
 func (p *Assumed) End(answer, cached int) {
+	answer = min(max(answer, 0), maxAnswer)
 	p.ended(func(a *Approx, c *assumedCache, now int64) {
 		if a.corrected {
 			a.correct(p, cached)

@@ -452,3 +452,18 @@ func TestApproxEqualsModel(t *testing.T) {
 		})
 	})
 }
+
+// TestApproxModelsNoAnswerThatCannotBe: it is the worker that says how long its
+// answers are.
+func TestApproxModelsNoAnswerThatCannotBe(t *testing.T) {
+	for _, capacity := range []int{0, 100, 1 << 62} {
+		x := newApproxTest(t, time.Minute, 1000, 0.8)
+		x.SetCapacity(testkit.W0, capacity)
+		x.Routed(testkit.W0, testkit.Prompt(1, 4)).End(1<<62, 1<<62)
+		x.Routed(testkit.W0, testkit.Prompt(1, 4)).End(-1<<62, -1)
+		if size := x.Caches[testkit.W0].Pool.Size(); size > 4*maxAnswer {
+			t.Errorf("capacity %d: %d blocks are modelled", capacity, size)
+		}
+		x.checked()
+	}
+}

@@ -2,6 +2,7 @@ package radix
 
 import (
 	"cmp"
+	"iter"
 	"slices"
 
 	"kvrouter/internal/kv"
@@ -23,6 +24,7 @@ type Index interface {
 	Workers() []kv.WorkerKey
 	Blocks(w kv.WorkerKey) int
 	Dump(yield func(w kv.WorkerKey, parent uint64, hasParent bool, block kv.StoredBlock) bool)
+	DumpOf(w kv.WorkerKey) iter.Seq[PlacedBlock]
 }
 
 // Assumer is an Index that is told what was routed.

@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"iter"
 	"math/bits"
 	"math/rand/v2"
 	"slices"
@@ -329,10 +330,27 @@ func (r *Tree) Blocks(w kv.WorkerKey) int {
 // one moment; no lock is held while yield runs.
 func (r *Tree) Dump(yield func(w kv.WorkerKey, parent uint64, hasParent bool, block kv.StoredBlock) bool) {
 	for _, w := range r.Workers() {
-		if !dumpWorker(w, r.snapshot(w), yield) {
-			return
+		for block := range r.DumpOf(w) {
+			if !yield(w, block.Parent, block.HasParent, block.StoredBlock) {
+				return
+			}
 		}
 	}
+}
+
+// PlacedBlock is a block and the engine hash of the one that it follows.
+type PlacedBlock struct {
+	kv.StoredBlock
+	Parent    uint64
+	HasParent bool // false: it is a prompt's first
+}
+
+// DumpOf returns what Dump yields of one worker, as it is now. It notes 32 bytes a
+// block, with lookups going on and changes waiting; all else is done while the
+// blocks are asked for.
+func (r *Tree) DumpOf(w kv.WorkerKey) iter.Seq[PlacedBlock] {
+	held := r.snapshot(w)
+	return func(yield func(PlacedBlock) bool) { dumpWorker(held, yield) }
 }
 
 // storeBlock adds block to slot as a child of node at, and returns its node.
@@ -529,12 +547,12 @@ type heldBlock struct {
 	copies       int
 }
 
-// snapshot returns what w holds, ordered by node and engine hash.
+// snapshot returns what w holds, in no order.
 func (r *Tree) snapshot(w kv.WorkerKey) []heldBlock {
 	r.mu.RLock()
+	defer r.mu.RUnlock()
 	slot, known := r.slot(w)
 	if !known {
-		r.mu.RUnlock()
 		return nil
 	}
 	s := &r.slots[slot]
@@ -549,16 +567,15 @@ func (r *Tree) snapshot(w kv.WorkerKey) []heldBlock {
 		})
 		return true
 	})
-	r.mu.RUnlock()
-	slices.SortFunc(held, func(a, b heldBlock) int {
-		return cmp.Or(cmp.Compare(a.node, b.node), cmp.Compare(a.block.Engine, b.block.Engine))
-	})
 	return held
 }
 
-// dumpWorker yields the reachable blocks among held, each after its parent, and
-// tells whether to go on.
-func dumpWorker(w kv.WorkerKey, held []heldBlock, yield func(kv.WorkerKey, uint64, bool, kv.StoredBlock) bool) bool {
+// dumpWorker yields the reachable blocks among held, each after its parent, until
+// yield returns false. It puts held in the order of nodes and engine hashes.
+func dumpWorker(held []heldBlock, yield func(PlacedBlock) bool) {
+	slices.SortFunc(held, func(a, b heldBlock) int {
+		return cmp.Or(cmp.Compare(a.node, b.node), cmp.Compare(a.block.Engine, b.block.Engine))
+	})
 	byNode := table.Table{} // node -> 1 + index of its first entry in held
 	for i := len(held) - 1; i >= 0; i-- {
 		byNode.Put(uint64(held[i].node), 0, uint32(i)+1)
@@ -600,12 +617,11 @@ func dumpWorker(w kv.WorkerKey, held []heldBlock, yield func(kv.WorkerKey, uint6
 			}
 			for i := first; i < len(held) && held[i].node == held[first].node; i++ {
 				for range held[i].copies {
-					if !yield(w, parent, hasParent, held[i].block) {
-						return false
+					if !yield(PlacedBlock{held[i].block, parent, hasParent}) {
+						return
 					}
 				}
 			}
 		}
 	}
-	return true
 }

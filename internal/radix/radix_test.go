@@ -1012,3 +1012,27 @@ func (r *Tree) Nodes() int {
 	defer r.mu.RUnlock()
 	return r.nodes.used - 1
 }
+
+func TestDumpOfAWorkerIsOfTheMomentItWasAskedFor(t *testing.T) {
+	x := newIndex(t)
+	x.store(testkit.W0, 1, 2, 3)
+	x.store(testkit.W1, 1, 2)
+	before := x.DumpOf(testkit.W1)
+	x.store(testkit.W1, 7, 8)
+	x.clear(testkit.W1)
+	for range 2 { // it may be read again
+		blocks := slices.Collect(before)
+		if len(blocks) != 2 || blocks[0].HasParent || blocks[0].Local != 1 || blocks[1].Local != 2 || blocks[1].Parent != blocks[0].Engine || !blocks[1].HasParent {
+			t.Errorf("%+v", blocks)
+		}
+	}
+	for range before {
+		break
+	}
+	if blocks := slices.Collect(x.DumpOf(testkit.W1)); len(blocks) != 0 {
+		t.Errorf("after it was cleared: %+v", blocks)
+	}
+	if blocks := slices.Collect(x.DumpOf(kv.WorkerKey{Worker: 99})); len(blocks) != 0 {
+		t.Errorf("of an unknown worker: %+v", blocks)
+	}
+}

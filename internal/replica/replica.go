@@ -15,6 +15,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"kvrouter/internal/guard"
+	"kvrouter/internal/kv"
 	"kvrouter/internal/router"
 	"kvrouter/internal/zmq"
 )
@@ -23,6 +25,8 @@ import (
 type Settings struct {
 	ReplicaSync     bool     `group:"Replicas" help:"Tell other routers over the same workers, whose --worker ids must be the same, what is in flight from here, and count what they tell."`
 	ReplicaSyncPort int      `group:"Replicas" default:"7100" help:"Port that the other routers learn it from (ZeroMQ PUB); 0 is any free one."`
+	ReplicaSyncHost string   `group:"Replicas" placeholder:"HOST" help:"Address that this port listens on. Default: that of --host."`
+	ReplicaKey      string   `group:"Replicas" name:"replica-key" placeholder:"KEY" help:"Key that all these routers share, at least 16 characters: what they tell is sealed by it. Better given as environment variable or in the file of settings."`
 	ReplicaPeers    []string `group:"Replicas" placeholder:"HOST:PORT" help:"The other routers' --replica-sync-port; several are separated by commas."`
 }
 
@@ -30,6 +34,9 @@ type Settings struct {
 func (c Settings) Validate() error {
 	if !c.ReplicaSync && len(c.ReplicaPeers) > 0 {
 		return errors.New("--replica-peers: give --replica-sync, too")
+	}
+	if n := len(c.ReplicaKey); n > 0 && n < keySize {
+		return fmt.Errorf("--replica-key: it has %d characters; give at least %d", n, keySize)
 	}
 	for _, peer := range c.ReplicaPeers {
 		host, port, err := net.SplitHostPort(peer)
@@ -47,8 +54,13 @@ const (
 	queueLimit = 100_000
 	// bookingLimit is how many bookings of one other router are kept at a time.
 	bookingLimit = 100_000
-	// topic begins every message.
-	topic = "active_sequences_events"
+	// hashLimit is how many sequence hashes they have together: 128 MB.
+	hashLimit = 1 << 24
+	// messageLimit bounds the bytes of one change: the sequence hashes of 2^27
+	// tokens in blocks of 64 take 22 MB.
+	messageLimit = 32 << 20
+	// replicaTopic begins every message.
+	replicaTopic = "active_sequences_events"
 )
 
 // Mesh shares bookings between several routers over the same workers: it publishes
@@ -62,12 +74,14 @@ type Mesh struct {
 	peers  []string
 	log    *slog.Logger
 	pub    *zmq.Publisher
+	edges  *guard.Edges
 	queue  chan queuedChange
 	timing timing
+	seal   *seal // nil: messages are sent as they are
 
 	Sent     atomic.Uint64 // changes
 	Received atomic.Uint64 // changes, without those that say nothing new
-	Dropped  atomic.Uint64 // changes lost because a queue or table was full
+	Dropped  atomic.Uint64 // changes lost because a queue or table was full, or because they make no sense
 	Lost     atomic.Uint64 // times that a peer was forgotten
 	Held     atomic.Int64  // bookings of other routers
 }
@@ -86,14 +100,14 @@ type queuedChange struct {
 }
 
 // New listens for other routers at address, host:port. Run publishes the changes of
-// router and follows peers.
-func New(router *router.Router, address string, peers []string, log *slog.Logger) (*Mesh, error) {
-	pub, err := zmq.NewPublisher(address)
+// router and follows peers. edges counts the panics of what parses their messages.
+func New(router *router.Router, address string, peers []string, edges *guard.Edges, log *slog.Logger) (*Mesh, error) {
+	pub, err := zmq.NewPublisher(address, zmq.WithGuard(func(f func() error) error { return edges.Do(guard.ReplicaServer, log, f) }))
 	if err != nil {
 		return nil, err
 	}
 	return &Mesh{
-		router: router, id: rand.Uint64(), peers: peers, log: log, pub: pub, queue: make(chan queuedChange, queueLimit),
+		router: router, id: rand.Uint64(), peers: peers, log: log, pub: pub, edges: edges, queue: make(chan queuedChange, queueLimit),
 		timing: timing{alive: time.Second, silence: 5 * time.Second, retry: 100 * time.Millisecond, retryTo: 5 * time.Second},
 	}, nil
 }
@@ -133,12 +147,17 @@ func (r *Mesh) put(kind string, b *router.Booking) {
 func (r *Mesh) tell(ctx context.Context) {
 	ticker := time.NewTicker(r.timing.alive)
 	defer ticker.Stop()
+	refused := uint64(0)
 	for {
 		change := router.Change{Kind: router.ChangeAlive}
 		select {
 		case <-ctx.Done():
 			return
 		case <-ticker.C:
+			if n := r.pub.Refused(); n > refused {
+				r.log.Warn("connections to the replica port were refused: it has as many as it takes", "port", r.pub.Endpoint(), "refused", n-refused)
+				refused = n
+			}
 		case queued := <-r.queue:
 			if r.pub.Subscribers() == 0 {
 				continue
@@ -148,7 +167,7 @@ func (r *Mesh) tell(ctx context.Context) {
 		}
 		change.Router = r.id
 		if text, err := json.Marshal(change); err == nil {
-			r.pub.Publish([]byte(topic), text)
+			r.pub.Publish([]byte(replicaTopic), r.seal.close(text))
 		}
 	}
 }
@@ -157,7 +176,8 @@ func (r *Mesh) tell(ctx context.Context) {
 func (r *Mesh) follow(ctx context.Context, peer string) {
 	pause := r.timing.retry
 	for told := false; ctx.Err() == nil; {
-		heard, err := r.hear(ctx, peer)
+		heard := false
+		err := r.edges.Do(guard.Replica, r.log, func() error { return r.hear(ctx, peer, &heard) })
 		if ctx.Err() != nil {
 			return
 		}
@@ -182,17 +202,19 @@ func (r *Mesh) follow(ctx context.Context, peer string) {
 var errPeerSilent = errors.New("it has fallen silent")
 
 // hear books what one connection to a peer tells, until it fails; then the
-// peer's bookings end. heard: the peer has said something.
-func (r *Mesh) hear(ctx context.Context, peer string) (heard bool, err error) {
-	conn, err := zmq.DialSub(ctx, "tcp://"+peer, topic)
+// peer's bookings end. It sets heard once the peer has said something.
+func (r *Mesh) hear(ctx context.Context, peer string, heard *bool) error {
+	conn, err := zmq.DialSub(ctx, "tcp://"+peer, replicaTopic)
 	if err != nil {
-		return false, err
+		return err
 	}
 	defer conn.Close()
-	p := otherRouter{mesh: r, open: map[uint64]*router.Booking{}}
+	conn.Limit(messageLimit)
+	from := r.opener()
+	p := otherRouter{mesh: r, open: map[uint64]heldBooking{}}
 	defer func() {
 		p.forget()
-		if heard {
+		if *heard {
 			r.Lost.Add(1)
 		}
 	}()
@@ -202,21 +224,25 @@ func (r *Mesh) hear(ctx context.Context, peer string) (heard bool, err error) {
 			err = errPeerSilent
 		}
 		if err != nil {
-			return heard, err
+			return err
 		}
 		frames, err := conn.Recv()
 		if err != nil {
-			return heard, err
+			return err
+		}
+		text, err := from.open(frames[len(frames)-1])
+		if err != nil {
+			return err
 		}
 		var change router.Change
-		if err := json.Unmarshal(frames[len(frames)-1], &change); err != nil {
-			return heard, fmt.Errorf("message of another router: %w", err)
+		if err := json.Unmarshal(text, &change); err != nil {
+			return fmt.Errorf("message of another router: %w", err)
 		}
 		if change.Router == r.id { // the list of peers has ourselves in it
 			continue
 		}
-		if !heard {
-			heard = true
+		if !*heard {
+			*heard = true
 			r.log.Info("another router is heard", "peer", peer)
 		}
 		p.take(change)
@@ -225,9 +251,23 @@ func (r *Mesh) hear(ctx context.Context, peer string) (heard bool, err error) {
 
 // otherRouter holds the bookings of one other router. One goroutine uses it.
 type otherRouter struct {
-	mesh *Mesh
-	id   uint64
-	open map[uint64]*router.Booking
+	mesh   *Mesh
+	id     uint64
+	open   map[uint64]heldBooking
+	hashes int // of all of them
+}
+
+// heldBooking is a booking and how many sequence hashes it has.
+type heldBooking struct {
+	*router.Booking
+	hashes int
+}
+
+// sensible tells whether a booking can be: no prompt is longer than kv.MaxTokens,
+// none has more to compute than it has tokens, and none has more full blocks.
+// Negative numbers count as 0.
+func sensible(change router.Change) bool {
+	return change.Tokens <= kv.MaxTokens && change.Uncached <= max(0, change.Tokens) && len(change.Sequence)/8 <= max(0, change.Tokens) && change.Leg <= kv.LegDecode
 }
 
 // take applies a change that the other router published.
@@ -241,22 +281,25 @@ func (p *otherRouter) take(change router.Change) {
 		return
 	}
 	r.Received.Add(1)
-	b := p.open[change.Booking]
+	b, known := p.open[change.Booking]
 	switch {
-	case change.Kind == router.ChangeAdd && b == nil:
-		if len(p.open) >= bookingLimit {
+	case change.Kind == router.ChangeAdd && !known:
+		hashes := len(change.Sequence) / 8
+		if len(p.open) >= bookingLimit || p.hashes+hashes > hashLimit || !sensible(change) {
 			r.Dropped.Add(1)
 			return
 		}
-		if b = r.router.BookRemote(change); b != nil {
-			p.open[change.Booking] = b
+		if b := r.router.BookRemote(change); b != nil {
+			p.open[change.Booking] = heldBooking{b, hashes}
+			p.hashes += hashes
 			r.Held.Add(1)
 		}
-	case change.Kind == router.ChangePrefill && b != nil:
+	case change.Kind == router.ChangePrefill && known:
 		b.FirstToken()
-	case change.Kind == router.ChangeFree && b != nil:
+	case change.Kind == router.ChangeFree && known:
 		b.End()
 		delete(p.open, change.Booking)
+		p.hashes -= b.hashes
 		r.Held.Add(-1)
 	}
 }
@@ -268,4 +311,5 @@ func (p *otherRouter) forget() {
 	}
 	p.mesh.Held.Add(-int64(len(p.open)))
 	clear(p.open)
+	p.hashes = 0
 }

@@ -2,6 +2,7 @@ package replica
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"log/slog"
 	"slices"
@@ -10,6 +11,7 @@ import (
 
 	"go.uber.org/goleak"
 
+	"kvrouter/internal/guard"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
@@ -52,7 +54,7 @@ func startReplicas(t *testing.T, n int, tweak func(*Mesh)) []*testReplica {
 func startReplica(t *testing.T, peers []string, i int, tweak func(*Mesh)) *testReplica {
 	t.Helper()
 	router := routertest.NewTestRouter(t, "kv", 2)
-	replicas, err := New(router, peers[i], peers, slog.New(slog.DiscardHandler))
+	replicas, err := New(router, peers[i], peers, guard.New(), slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -206,7 +208,7 @@ func TestReplicasForgetARouterThatHangs(t *testing.T) {
 	mute := testkit.NewTestPublisher(t)
 	r := startReplica(t, []string{fmt.Sprintf("127.0.0.1:%d", port), mute.Endpoint()[len("tcp://"):]}, 0, func(r *Mesh) { r.timing.silence = 100 * time.Millisecond })
 	defer r.stop()
-	say := func(text string) { mute.Publish([]byte(topic), []byte(text)) }
+	say := func(text string) { mute.Publish([]byte(replicaTopic), []byte(text)) }
 	testkit.Eventually(t, 20*time.Second, "it is heard", func() bool {
 		say(`{"router_id":9,"kind":"alive"}`)
 		say(`{"router_id":9,"kind":"add","booking":1,"worker_id":1,"isl_tokens":100,"prefill_tokens":60,"sequence_hashes":"AQAAAAAAAAA="}`)
@@ -217,7 +219,7 @@ func TestReplicasForgetARouterThatHangs(t *testing.T) {
 
 func TestReplicasTakeOnlyWhatMakesSense(t *testing.T) {
 	rt := routertest.NewTestRouter(t, "kv", 2)
-	p := otherRouter{mesh: &Mesh{router: rt, id: 1}, open: map[uint64]*router.Booking{}}
+	p := otherRouter{mesh: &Mesh{router: rt, id: 1}, open: map[uint64]heldBooking{}}
 	p.take(router.Change{Router: 2, Kind: router.ChangeFree, Booking: 4})
 	p.take(router.Change{Router: 2, Kind: router.ChangePrefill, Booking: 4})
 	p.take(router.Change{Router: 2, Kind: router.ChangeAdd, Booking: 5, Worker: 7, Tokens: 9}) // no such worker
@@ -231,4 +233,105 @@ func TestReplicasTakeOnlyWhatMakesSense(t *testing.T) {
 	if load := rt.Load(kv.WorkerKey{Worker: 1}); load.InFlight != 0 || p.mesh.Held.Load() != 0 {
 		t.Errorf("%+v", load)
 	}
+}
+
+// TestReplicasDropBookingsThatCannotBe: one of 2^62 tokens stopped the router.
+func TestReplicasDropBookingsThatCannotBe(t *testing.T) {
+	rt := routertest.NewTestRouter(t, "work", 2)
+	p := otherRouter{mesh: &Mesh{router: rt, id: 1}, open: map[uint64]heldBooking{}}
+	for i, change := range []router.Change{
+		{Tokens: kv.MaxTokens + 1}, {Tokens: 1 << 62, Uncached: 1 << 62}, {Tokens: 10, Uncached: 11}, {Uncached: 1 << 62}, {Tokens: -1, Uncached: 1},
+		{Tokens: 1, Sequence: make([]byte, 16)}, {Sequence: make([]byte, 8)}, {Tokens: 5, Leg: kv.LegDecode + 1},
+	} {
+		change.Router, change.Kind, change.Booking, change.Worker = 2, router.ChangeAdd, uint64(i+1), 1
+		p.take(change)
+	}
+	if load := rt.Load(kv.WorkerKey{Worker: 1}); load.InFlight != 0 || p.mesh.Dropped.Load() != 8 {
+		t.Errorf("%+v, %d dropped", load, p.mesh.Dropped.Load())
+	}
+	// The largest that can be are counted, and cost no time.
+	for i := range uint64(100) {
+		p.take(router.Change{Router: 2, Kind: router.ChangeAdd, Booking: 100 + i, Worker: i % 2, Tokens: kv.MaxTokens, Uncached: kv.MaxTokens})
+	}
+	d, err := rt.Route(t.Context(), router.Request{Tokens: testkit.PromptTokens(1, 5)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.Booking.End()
+	p.forget()
+	if load := rt.Load(kv.WorkerKey{Worker: 1}); load.InFlight != 0 || load.PrefillTokens != 0 {
+		t.Errorf("%+v", load)
+	}
+}
+
+func TestReplicasBoundWhatTheyKeepOfAnother(t *testing.T) {
+	rt := routertest.NewTestRouter(t, "random", 2) // which counts no blocks: that would take long
+	p := otherRouter{mesh: &Mesh{router: rt, id: 1}, open: map[uint64]heldBooking{}}
+	sequence := make([]byte, hashLimit/4*8)
+	add := func(number uint64) {
+		p.take(router.Change{Router: 2, Kind: router.ChangeAdd, Booking: number, Worker: 1, Tokens: kv.MaxTokens, Sequence: sequence})
+	}
+	for number := range uint64(5) {
+		add(number)
+	}
+	if len(p.open) != 4 || p.hashes != hashLimit || p.mesh.Dropped.Load() != 1 {
+		t.Errorf("%d bookings with %d hashes, %d dropped", len(p.open), p.hashes, p.mesh.Dropped.Load())
+	}
+	p.take(router.Change{Router: 2, Kind: router.ChangeFree, Booking: 1})
+	add(9)
+	if len(p.open) != 4 || p.hashes != hashLimit {
+		t.Errorf("%d bookings with %d hashes after one has gone", len(p.open), p.hashes)
+	}
+	p.forget()
+	if p.hashes != 0 || p.mesh.Held.Load() != 0 {
+		t.Errorf("%d hashes, %d held", p.hashes, p.mesh.Held.Load())
+	}
+}
+
+// FuzzChange books what another router may say. Afterwards the books are right, and
+// a request is routed.
+func FuzzChange(f *testing.F) {
+	for _, text := range []string{
+		`{"router_id":9,"kind":"alive"}`,
+		`{"router_id":9,"kind":"add","booking":1,"worker_id":1,"isl_tokens":100,"prefill_tokens":60,"sequence_hashes":"AQAAAAAAAAA="}`,
+		`{"router_id":77,"kind":"add","booking":1,"worker_id":0,"isl_tokens":4611686018427387904,"prefill_tokens":4611686018427387904}`,
+		`{"router_id":77,"kind":"add","booking":2,"worker_id":1,"isl_tokens":-1,"prefill_tokens":-9223372036854775808,"silent":true,"leg":"decode"}`,
+		`{"router_id":77,"kind":"add","leg":"none"}`, `{"isl_tokens":1e3}`, `[]`, `null`, ``,
+	} {
+		f.Add([]byte(text))
+	}
+	f.Fuzz(func(t *testing.T, text []byte) {
+		var change router.Change
+		if json.Unmarshal(text, &change) != nil {
+			return // the connection ends
+		}
+		rt := routertest.NewTestRouter(t, "work", 2)
+		p := otherRouter{mesh: &Mesh{router: rt, id: change.Router + 1}, open: map[uint64]heldBooking{}}
+		p.take(change)
+		change.Booking++
+		p.take(change)
+		d, err := rt.Route(t.Context(), router.Request{Tokens: testkit.PromptTokens(1, 5)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for worker := range uint64(2) {
+			if load := rt.Load(kv.WorkerKey{Worker: worker}); load.InFlight > 3 || load.PrefillTokens < 0 || load.ContextTokens < 0 || load.PrefillTokens > 3*kv.MaxTokens {
+				t.Errorf("worker %d: %+v", worker, load)
+			}
+		}
+		if err := rt.Check(); err != nil {
+			t.Error(err)
+		}
+		d.Booking.End()
+		change.Kind = router.ChangePrefill
+		p.take(change)
+		change.Kind = router.ChangeFree
+		p.take(change)
+		p.forget()
+		for worker := range uint64(2) {
+			if load := rt.Load(kv.WorkerKey{Worker: worker}); load.InFlight != 0 || load.PrefillTokens != 0 || load.ContextTokens != 0 {
+				t.Errorf("worker %d in the end: %+v", worker, load)
+			}
+		}
+	})
 }

@@ -13,6 +13,7 @@ import (
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/hints"
+	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
 )
@@ -80,7 +81,7 @@ func (q findWorkerQuery) request() router.Request {
 	if id == noReuse {
 		id = ""
 	}
-	budget := max(0, q.ReuseBudget)
+	budget := min(max(0, q.ReuseBudget), kv.MaxTokens)
 	return router.Request{Tokens: q.Tokens, AnsweredWhole: true, Prefix: hints.Prefix{
 		ID: id, Budget: &budget, OSL: hints.OSLBounds.Parse(q.ExpectedOSL), IAT: hints.IATBounds.Parse(q.Interarrival),
 	}}
@@ -173,6 +174,8 @@ func (q feedbackQuery) wrong() string {
 		return "latency_ms must be a time, at least 0"
 	case q.TokensIn < 0 || q.TokensOut < 0:
 		return "tokens_in and tokens_out cannot be negative"
+	case q.TokensIn > kv.MaxTokens || q.TokensOut > kv.MaxTokens:
+		return fmt.Sprintf("tokens_in and tokens_out are at most %d", kv.MaxTokens)
 	}
 	return ""
 }

@@ -6,6 +6,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"testing"
+	"time"
 
 	"github.com/tidwall/gjson"
 
@@ -170,4 +171,32 @@ func TestEventsRouteRefusesWhatMakesNoSense(t *testing.T) {
 	if response.StatusCode != http.StatusMethodNotAllowed && response.StatusCode != http.StatusNotFound {
 		t.Errorf("POST: %s", response.Status)
 	}
+}
+
+// TestDumpsAreWrittenAFewAtATime: four of 2 million blocks took 600 MB.
+func TestDumpsAreWrittenAFewAtATime(t *testing.T) {
+	f := eventstest.Applied(t, testkit.Payload(t, 1, testkit.StoredEvent(1, 0, 2)))
+	s := New(Settings{}, routertest.NewTestRouter(t, "round-robin", 0), routertest.NewTestRouter(t, "kv", 0).Index(), nil, slog.New(slog.DiscardHandler))
+	s.history = func(kv.WorkerKey) *events.Log { return f.History() }
+	handler := s.Handler()
+	answered := make(chan int, 1)
+	get := func() {
+		w := httptest.NewRecorder()
+		handler.ServeHTTP(w, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/events?worker_id=3&dp_rank=1", nil))
+		answered <- w.Code
+	}
+	for range maxDumps {
+		s.dumps <- struct{}{}
+	}
+	go get() // ends with its answer
+	select {
+	case status := <-answered:
+		t.Errorf("answered with %d while others are written", status)
+	case <-time.After(20 * time.Millisecond):
+	}
+	<-s.dumps
+	if status := <-answered; status != 200 {
+		t.Errorf("answered with %d", status)
+	}
+	<-s.dumps
 }

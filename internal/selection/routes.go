@@ -4,6 +4,7 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"io"
 	"maps"
 	"math"
 	"net/http"
@@ -75,6 +76,9 @@ func (o *overrideQuery) override() (*policy.Override, error) {
 // request checks the query and turns it into the router's form.
 func (q selectQuery) request() (router.Request, error) {
 	request, err := q.promptQuery.request()
+	if err == nil {
+		err = tokensWithin("expected_output_tokens", int(q.ExpectedOutput))
+	}
 	if err != nil {
 		return request, err
 	}
@@ -578,7 +582,9 @@ func (s *Service) events(c *gin.Context) {
 		plainError(c, http.StatusNotFound, fmt.Sprintf("no KV events of worker %d rank %d are followed here", key.Worker, key.Rank))
 		return
 	}
-	answer := log.Query(start, end, check)
-	answer.BlockSize = s.router.BlockSize()
-	c.JSON(http.StatusOK, answer)
+	s.writeDump(c, func(to io.Writer) error { // it may be all blocks
+		answer := log.Query(start, end, check)
+		answer.BlockSize = s.router.BlockSize()
+		return answer.Write(to)
+	})
 }

@@ -28,8 +28,12 @@ import (
 // SelectionBodyLimit bounds a request body on the router port, in bytes.
 const SelectionBodyLimit = 8 << 20
 
-// dumpTime is the longest that a client may take for a dump.
-const dumpTime = 5 * time.Minute
+// Bounds of dumps, each of which takes about 60 bytes a block.
+const (
+	dumpTime = 5 * time.Minute  // longest that a client may take for one
+	maxDumps = 2                // that are written at a time
+	dumpWait = 10 * time.Second // longest that a further one waits for its turn
+)
 
 // Service is the router port: the routing decision without the proxy, in the
 // routes and names of Dynamo's standalone selection service.
@@ -45,6 +49,7 @@ type Service struct {
 	reserved  *reservations
 	pending   *pendingSelections
 	decisions openDecisions
+	dumps     chan struct{} // holds a token for each dump that is being written
 
 	changing   sync.Mutex // held while a worker is changed
 	mu         sync.Mutex // guards all below
@@ -68,7 +73,7 @@ func New(settings Settings, router *router.Router, index radix.Index, fleet *wor
 	return &Service{
 		settings: settings, router: router, index: index, fleet: fleet, log: log, history: fleet.History,
 		reserved: NewReservations(), pending: newPendingSelections(),
-		decisions: openDecisions{byID: map[string]*openDecision{}}, registered: map[uint64]registeredWorker{},
+		decisions: openDecisions{byID: map[string]*openDecision{}}, dumps: make(chan struct{}, maxDumps), registered: map[uint64]registeredWorker{},
 	}
 }
 
@@ -182,8 +187,19 @@ func (q promptQuery) request() (router.Request, error) {
 	case q.NumTokens == nil || *q.NumTokens <= 0:
 		return router.Request{}, errors.New("num_tokens must be a positive number")
 	}
+	if err := tokensWithin("num_tokens", *q.NumTokens); err != nil {
+		return router.Request{}, err
+	}
 	local, err := parseHashes("local_hashes", q.LocalHashes)
 	return router.Request{Local: local, NumTokens: *q.NumTokens}, err
+}
+
+// tokensWithin refuses a number of tokens that no prompt and no answer has.
+func tokensWithin(field string, n int) error {
+	if n > kv.MaxTokens {
+		return fmt.Errorf("%s is %d: it must be at most %d", field, n, kv.MaxTokens)
+	}
+	return nil
 }
 
 // hashedRequest is the form in which a client tells hashes in place of tokens.
@@ -197,6 +213,9 @@ func (q promptQuery) hashedRequest() (router.Request, error) {
 		return router.Request{}, errors.New("isl_tokens must be greater than 0")
 	case len(q.BlockHashes) != len(q.SequenceHashes):
 		return router.Request{}, fmt.Errorf("block_hashes length %d must match sequence_hashes length %d", len(q.BlockHashes), len(q.SequenceHashes))
+	}
+	if err := tokensWithin("isl_tokens", *q.ISLTokens); err != nil {
+		return router.Request{}, err
 	}
 	local, err := parseHashes("block_hashes", q.BlockHashes)
 	if err != nil {
@@ -350,9 +369,28 @@ func (s *Service) overlapScores(c *gin.Context) {
 // dump streams the whole index as store events from which another router can
 // fill its own.
 func (s *Service) dump(c *gin.Context) {
+	s.writeDump(c, func(to io.Writer) error {
+		return events.WriteDump(to, s.index, s.router.BlockSize(), s.dumpParts())
+	})
+}
+
+// writeDump answers with what write writes, once it is its turn.
+func (s *Service) writeDump(c *gin.Context, write func(to io.Writer) error) {
+	wait := time.NewTimer(dumpWait)
+	defer wait.Stop()
+	select {
+	case s.dumps <- struct{}{}:
+		defer func() { <-s.dumps }()
+	case <-c.Request.Context().Done():
+		return
+	case <-wait.C:
+		c.Header("Retry-After", "1")
+		plainError(c, http.StatusServiceUnavailable, fmt.Sprintf("%d dumps are being written: try again in a moment", maxDumps))
+		return
+	}
 	http.NewResponseController(c.Writer).SetWriteDeadline(time.Now().Add(dumpTime))
 	c.Header("Content-Type", "application/json")
-	if err := events.WriteDump(c.Writer, s.index, s.router.BlockSize(), s.dumpParts()); err != nil {
+	if err := write(c.Writer); err != nil {
 		s.log.Debug("dump broken off", "error", err)
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math"
 	"net/http"
 	"slices"
 	"strconv"
@@ -15,6 +16,7 @@ import (
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
 	"kvrouter/internal/workers"
 )
 
@@ -29,16 +31,15 @@ const (
 const (
 	maxRegistered = 10_000 // workers, incomplete ones too
 	// maxRanks bounds the data-parallel ranks of one worker.
-	maxRanks = 1024
+	maxRanks = kv.MaxRanks
 	// maxRanksTogether bounds those of all registered workers that have several:
 	// each has a connection for its KV events.
 	maxRanksTogether = 4096
 	// sparedRanks is how many ranks kv_events_endpoints may name that the worker
 	// does not have, or not yet.
 	sparedRanks = 64
-	maxName     = 256     // of a model, a group, a host or the endpoint of a rank, bytes
-	maxKey      = 4096    // of a worker, bytes
-	maxTokens   = 1 << 31 // of a pass; also the blocks of a cache
+	maxName     = 256  // of a model, a group, a host or the endpoint of a rank, bytes
+	maxKey      = 4096 // of a worker, bytes
 )
 
 // workerSpec is what a client says of a worker; what it leaves out is nil.
@@ -86,8 +87,8 @@ func (s workerSpec) check() error {
 	}{
 		{"max_num_batched_tokens", Given(s.MaxBatchedTokens, 0)}, {"total_kv_blocks", Given(s.TotalBlocks, 0)},
 	} {
-		if number.value < 0 || number.value > maxTokens {
-			return fmt.Errorf("%s: give 0 to %d", number.field, maxTokens)
+		if number.value < 0 || number.value > kv.MaxTokens {
+			return fmt.Errorf("%s: give 0 to %d", number.field, kv.MaxTokens)
 		}
 	}
 	if start, count := Given(s.StartRank, 0), Given(s.RankCount, 1); count > maxRanks || start > 1<<31 {
@@ -343,12 +344,7 @@ func (s *Service) record(w workers.Status, spec workerSpec, up bool) WorkerRecor
 		State: w.State, PID: w.PID, Restarts: w.Restarts, Generation: w.Generation,
 	}
 	for _, key := range w.Keys() {
-		load := s.router.Load(key)
-		r.InFlight += load.InFlight
-		r.PrefillTokens += load.PrefillTokens
-		r.RunningReqs += load.Running
-		r.WaitingReqs += load.Waiting
-		r.KVCacheUsage = max(r.KVCacheUsage, load.KVUsage)
+		r.add(s.router.Load(key))
 		r.Blocks += s.index.Blocks(key)
 	}
 	if !up {
@@ -359,6 +355,17 @@ func (s *Service) record(w workers.Status, spec workerSpec, up bool) WorkerRecor
 		}
 	}
 	return r
+}
+
+// add counts the load of one more rank.
+func (r *WorkerRecord) add(load policy.Load) {
+	r.InFlight += load.InFlight
+	r.PrefillTokens += load.PrefillTokens
+	r.RunningReqs += load.Running
+	r.WaitingReqs += load.Waiting
+	if usage := load.KVUsage; usage > r.KVCacheUsage && !math.IsInf(usage, 1) { // JSON has numbers only
+		r.KVCacheUsage = usage
+	}
 }
 
 // recordOf returns the record of one worker.

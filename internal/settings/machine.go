@@ -12,6 +12,7 @@ import (
 // Machine answers what defaults depend on. Tests use their own.
 type Machine struct {
 	Cores  int
+	Memory int64                   // that may be used, bytes; 0: unknown
 	GPUs   func() []string         // devices that may be used, in order; none: CPU
 	Getenv func(key string) string // environment
 	IsFile func(path string) bool
@@ -26,6 +27,7 @@ func ThisMachine() Machine {
 	}
 	return Machine{
 		Cores:  runtime.GOMAXPROCS(0), // cores, or the container's share of them
+		Memory: thisMemory(os.ReadFile),
 		GPUs:   visibleGPUs,
 		Getenv: os.Getenv,
 		IsFile: func(path string) bool { return is(path, false) },

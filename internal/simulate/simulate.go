@@ -137,9 +137,12 @@ var epoch = time.Unix(1_000_000_000, 0)
 // runs have in common and these settings do not say.
 func (s Settings) Run(base Simulation, policies []string, out, progress *os.File) error {
 	defer debug.SetGCPercent(debug.SetGCPercent(400)) // saves 5 to 8 % of the CPU for some 35 MB
-	source, requests, err := s.requests(base.Seed, base.Engine)
+	source, requests, torn, err := s.requests(base.Seed, base.Engine)
 	if err != nil {
 		return err
+	}
+	if torn > 0 {
+		fmt.Fprintf(progress, "%s: %d torn lines are left out\n", source, torn)
 	}
 	total := countRequests(requests)
 	base.Source, base.Requests = source, requests
@@ -166,11 +169,12 @@ func (s Settings) Run(base Simulation, policies []string, out, progress *os.File
 	return writeReports(out, reports)
 }
 
-// requests returns what shall be simulated, and its name.
-func (s Settings) requests(seed uint64, engine engine.Settings) (source string, requests []TraceRequest, err error) {
+// requests returns what shall be simulated and its name, and how many torn lines
+// of it are left out.
+func (s Settings) requests(seed uint64, engine engine.Settings) (source string, requests []TraceRequest, torn int, err error) {
 	if s.Synthetic == "" {
-		requests, err = ReadTrace(s.Trace)
-		return s.Trace, requests, err
+		requests, torn, err = readTrace(s.Trace)
+		return s.Trace, requests, torn, err
 	}
 	longest := engine.Blocks * engine.BlockSize
 	if s.Synthetic == syntheticAgentic {
@@ -178,7 +182,7 @@ func (s Settings) requests(seed uint64, engine engine.Settings) (source string, 
 	} else {
 		requests, err = SyntheticChat(s.Shape, seed, longest)
 	}
-	return "synthetic " + s.Synthetic, requests, err
+	return "synthetic " + s.Synthetic, requests, 0, err
 }
 
 // countRequests counts requests and those that follow them.

@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"slices"
 	"time"
@@ -17,6 +18,7 @@ import (
 	"github.com/zeebo/xxh3"
 
 	"kvrouter/internal/hints"
+	"kvrouter/internal/jsonlines"
 	"kvrouter/internal/kv"
 )
 
@@ -53,54 +55,57 @@ type mooncakeLine struct {
 // Mooncake's {"timestamp": ms, "input_length", "output_length", "hash_ids"}, or
 // what --record wrote. The requests are in the order of their arrival.
 func ReadTrace(name string) ([]TraceRequest, error) {
-	file, err := os.Open(name)
-	if err != nil {
-		return nil, fmt.Errorf("trace: %w", err)
-	}
-	defer file.Close()
-	requests, err := parseTrace(file)
-	if err != nil {
-		return nil, fmt.Errorf("trace %s: %w", name, err)
-	}
-	return requests, nil
+	requests, _, err := readTrace(name)
+	return requests, err
 }
 
-// maxTraceLine is the longest line of a trace, bytes.
-const maxTraceLine = 64 << 20
+// readTrace is ReadTrace that also tells how many torn lines it has left out.
+func readTrace(name string) (requests []TraceRequest, torn int, err error) {
+	file, err := os.Open(name)
+	if err != nil {
+		return nil, 0, fmt.Errorf("trace: %w", err)
+	}
+	defer file.Close()
+	if requests, torn, err = parseTrace(file); err != nil {
+		return nil, 0, fmt.Errorf("trace %s: %w", name, err)
+	}
+	return requests, torn, nil
+}
 
-func parseTrace(from io.Reader) ([]TraceRequest, error) {
+// lineStart is what the lines of a trace begin with. One that does and is no JSON
+// was torn by a full disk or a killed recorder.
+const lineStart = `{"timestamp":`
+
+func parseTrace(from io.Reader) (requests []TraceRequest, torn int, err error) {
 	buffered := bufio.NewReader(from)
 	if magic, _ := buffered.Peek(2); bytes.Equal(magic, []byte{0x1f, 0x8b}) {
 		unzipped, err := gzip.NewReader(buffered)
 		if err != nil {
-			return nil, err
+			return nil, 0, err
 		}
 		buffered = bufio.NewReader(unzipped)
 	}
-	var requests []TraceRequest
-	lines := bufio.NewScanner(buffered)
-	lines.Buffer(make([]byte, 64<<10), maxTraceLine)
-	number := 0
-	for lines.Scan() {
-		number++
-		if len(bytes.TrimSpace(lines.Bytes())) == 0 {
-			continue
+	err = jsonlines.Read(buffered, func(number int, line []byte, whole bool) error {
+		if (!whole || len(line) >= len(lineStart)) && jsonlines.Begins(line, lineStart) && !json.Valid(line) {
+			torn++
+			return nil
 		}
-		request, err := ParseTraceLine(lines.Bytes())
+		request, err := ParseTraceLine(line)
 		if err != nil {
-			return nil, fmt.Errorf("line %d: %w", number, err)
+			return fmt.Errorf("line %d: %w", number, err)
 		}
 		requests = append(requests, request)
-	}
-	if err := lines.Err(); err != nil {
-		return nil, fmt.Errorf("after line %d: %w", number, err)
-	}
-	if len(requests) == 0 {
-		return nil, errors.New("it has no requests")
+		return nil
+	})
+	switch {
+	case err != nil:
+		return nil, 0, err
+	case len(requests) == 0:
+		return nil, 0, errors.New("it has no requests")
 	}
 	slices.SortStableFunc(requests, func(a, b TraceRequest) int { return cmp.Compare(a.Arrival, b.Arrival) })
 	findAnswers(requests)
-	return requests, nil
+	return requests, torn, nil
 }
 
 // openTurns is how many prompts with the same full blocks findAnswers remembers,
@@ -145,6 +150,14 @@ func findAnswers(requests []TraceRequest) {
 	}
 }
 
+// What a line of a trace may say: tokens of a prompt or an answer, tokens of one
+// of its hashes, and ms (30 years), so that no sum of them overflows.
+const (
+	maxTraceTokens = 1 << 24
+	maxTracePart   = 1 << 16
+	maxTraceMS     = 1e12
+)
+
 // ParseTraceLine reads one line of a trace.
 func ParseTraceLine(text []byte) (TraceRequest, error) {
 	var line mooncakeLine
@@ -156,11 +169,11 @@ func ParseTraceLine(text []byte) (TraceRequest, error) {
 		part = traceBlock
 	}
 	switch {
-	case part < 0:
+	case part < 0 || part > maxTracePart:
 		return TraceRequest{}, fmt.Errorf("hash_block_size %d; it is a number of tokens", part)
-	case line.Timestamp == nil || *line.Timestamp < 0:
-		return TraceRequest{}, errors.New("timestamp is missing or negative; it is the arrival in ms")
-	case line.InputLength < 1 || line.OutputLength < 0:
+	case line.Timestamp == nil || !(*line.Timestamp >= 0 && *line.Timestamp <= maxTraceMS) || !(math.Abs(line.DurationMS) <= maxTraceMS):
+		return TraceRequest{}, errors.New("timestamp is missing, negative or too large, or duration_ms is; they are the arrival and how long the answer took, in ms")
+	case line.InputLength < 1 || line.OutputLength < 0 || line.InputLength > maxTraceTokens || line.OutputLength > maxTraceTokens:
 		return TraceRequest{}, fmt.Errorf("input_length %d, output_length %d; they are numbers of tokens", line.InputLength, line.OutputLength)
 	case line.Hints != nil && (line.Hints.Total < 0 || line.Hints.Budget != nil && *line.Hints.Budget < 0):
 		return TraceRequest{}, errors.New("total_requests or reuse_budget of the hints is negative; they are numbers of requests")

@@ -1,11 +1,9 @@
 package telemetry
 
 import (
-	"bufio"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"os"
 	"time"
@@ -68,23 +66,60 @@ type Recorder struct {
 	epoch     time.Time // of the timestamps; constant
 }
 
-// NewRecorder opens file, which lines are appended to. Close must follow.
+// NewRecorder opens file, which lines are appended to; a torn last line is mended.
+// Close must follow. An error says that the file cannot be opened, or holds
+// something else.
 func NewRecorder(file, policy string, blockSize int, log *slog.Logger) (*Recorder, error) {
-	f, err := os.OpenFile(file, os.O_RDWR|os.O_CREATE|os.O_APPEND, 0o600)
+	epoch, err := readEpoch(file)
+	if err != nil {
+		return nil, err
+	}
+	f, torn, err := jsonlines.Open(file)
 	if err != nil {
 		return nil, fmt.Errorf("--record: %w", err)
 	}
-	r := &Recorder{policy: policy, blockSize: blockSize, epoch: time.Now()}
-	var first RecordLine
-	switch err := json.NewDecoder(bufio.NewReader(f)).Decode(&first); {
-	case err == nil && !first.Arrived.IsZero():
-		r.epoch = first.Arrived.Add(-time.Duration(first.Timestamp * float64(time.Millisecond)))
-	case !errors.Is(err, io.EOF):
-		_ = f.Close()
-		return nil, fmt.Errorf("--record %s: the file holds something else than records; give another name", file)
+	if torn > 0 {
+		log.Warn("the last line of the record of requests was torn and is cut off", "file", file, "bytes", torn)
 	}
-	r.Writer = jsonlines.New(f, recordQueue, "the record of requests", log)
-	return r, nil
+	if epoch.IsZero() {
+		epoch = time.Now()
+	}
+	return &Recorder{policy: policy, blockSize: blockSize, epoch: epoch, Writer: jsonlines.New(f, recordQueue, "the record of requests", log)}, nil
+}
+
+// recordStart is what each line of a record begins with.
+const recordStart = `{"timestamp":`
+
+// errEpochFound ends the reading of a record.
+var errEpochFound = errors.New("found")
+
+// readEpoch returns when a record began, from its first whole line; zero: it has
+// none, or there is no file. It changes nothing: what is no record stays as it is.
+func readEpoch(file string) (epoch time.Time, err error) {
+	info, err := os.Lstat(file)
+	if err != nil || !info.Mode().IsRegular() {
+		return epoch, nil // opening it tells what is wrong
+	}
+	f, err := os.Open(file)
+	if err != nil {
+		return epoch, fmt.Errorf("--record: %w", err)
+	}
+	defer f.Close()
+	err = jsonlines.Read(f, func(_ int, text []byte, _ bool) error {
+		var line RecordLine
+		switch err := json.Unmarshal(text, &line); {
+		case err == nil && !line.Arrived.IsZero():
+			epoch = line.Arrived.Add(-time.Duration(line.Timestamp * float64(time.Millisecond)))
+			return errEpochFound
+		case err != nil && jsonlines.Begins(text, recordStart): // torn, by itself or with the next one glued to it
+			return nil
+		}
+		return fmt.Errorf("--record %s: the file holds something else than records; give another name", file)
+	})
+	if errors.Is(err, errEpochFound) {
+		err = nil
+	}
+	return epoch, err
 }
 
 // Prompt returns the record's part about a request's prompt; nil: the prompt is
@@ -126,6 +161,14 @@ func (r *Recorder) Finished(x proxy.Exchange, prompt *RecordedPrompt, now time.T
 	}
 	line.Timestamp = max(0, milliseconds(line.Arrived.Sub(r.epoch)))
 	r.Write(line)
+}
+
+// Lost returns how many lines are missing in the record so far.
+func (r *Recorder) Lost() uint64 {
+	if r == nil {
+		return 0
+	}
+	return r.Writer.Lost()
 }
 
 // Close writes what is left and closes the file.

@@ -5,6 +5,7 @@ package telemetry
 import (
 	"net/http"
 	"strconv"
+	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -39,6 +40,11 @@ type Metrics struct {
 	promptDiffers *prometheus.CounterVec
 	retries       *prometheus.CounterVec
 	eventLag      *prometheus.HistogramVec
+
+	// seen has the labels of the workers that series above may speak of: a sync.Map,
+	// as requests mostly look up what is there.
+	seen  sync.Map
+	fleet func() []uint64 // nil: workers never go
 }
 
 // WorkerSample is the state of one worker rank at a scrape.
@@ -105,7 +111,77 @@ func New(workers func() []WorkerSample, prompts func() PromptSample) *Metrics {
 
 // Handler serves the metrics page.
 func (t *Metrics) Handler() http.Handler {
-	return promhttp.HandlerFor(t.registry, promhttp.HandlerOpts{})
+	page := promhttp.HandlerFor(t.registry, promhttp.HandlerOpts{})
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		t.forgetGone()
+		page.ServeHTTP(w, r)
+	})
+}
+
+// WatchFleet makes the series of workers go that are not in the fleet any more, at
+// the next scrape. Call it once, before the first request.
+func (t *Metrics) WatchFleet(fleet func() []uint64) { t.fleet = fleet }
+
+// see notes that there is a series of a worker.
+func (t *Metrics) see(worker string) {
+	if _, known := t.seen.Load(worker); !known {
+		t.seen.Store(worker, nil)
+	}
+}
+
+// perWorker lists the metrics whose series have the label worker_id and stay until
+// they are deleted.
+func (t *Metrics) perWorker() []interface {
+	DeletePartialMatch(labels prometheus.Labels) int
+} {
+	return []interface {
+		DeletePartialMatch(labels prometheus.Labels) int
+	}{t.requests, t.firstToken, t.interToken, t.promptTokens, t.outputTokens, t.predicted, t.cached, t.retries, t.eventLag}
+}
+
+// forgetGone deletes the series of workers that are gone. A request that was still
+// on its way to one may make some anew: they go the next time.
+func (t *Metrics) forgetGone() {
+	if t.fleet == nil {
+		return
+	}
+	there := map[any]bool{noWorker: true}
+	for _, id := range t.fleet() {
+		there[proxy.WorkerLabel(id)] = true
+	}
+	t.seen.Range(func(worker, _ any) bool {
+		if !there[worker] {
+			t.seen.Delete(worker) // first: who makes a series now will note it again
+			for _, metric := range t.perWorker() {
+				metric.DeletePartialMatch(prometheus.Labels{"worker_id": worker.(string)})
+			}
+		}
+		return true
+	})
+}
+
+// noWorker is the label of requests that no worker has answered.
+const noWorker = "none"
+
+// Guards counts what keeps the router itself within bounds, at each scrape.
+type Guards struct {
+	BodyBytes       func() int64  // that the bodies of requests in flight take
+	BodiesRefused   func() uint64 // requests that found no memory for their body
+	LinesSuppressed func() uint64 // log lines left out
+	LinesLost       func() uint64 // lines missing in the record of requests
+}
+
+// WatchGuards adds these counts to the metrics. Call it once.
+func (t *Metrics) WatchGuards(g Guards) {
+	count := func(name, help string, n func() uint64) prometheus.Collector {
+		return prometheus.NewCounterFunc(prometheus.CounterOpts{Name: "kvrouter_" + name + "_total", Help: help}, func() float64 { return float64(n()) })
+	}
+	t.registry.MustRegister(
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvrouter_inflight_body_bytes", Help: "Memory that the bodies of requests in flight take, bytes."}, func() float64 { return float64(g.BodyBytes()) }),
+		count("bodies_refused", "Requests refused because the bodies in flight took all memory that they may.", g.BodiesRefused),
+		count("log_lines_suppressed", "Log lines left out because their place in the program had written too many.", g.LinesSuppressed),
+		count("record_lines_lost", "Lines missing in the record of requests, because the disk was full or slow.", g.LinesLost),
+	)
 }
 
 // Decided records the times of one routing decision. tokens is the time that it
@@ -131,7 +207,9 @@ func (t *Metrics) EngineFailed() { t.thompson.engineFailed() }
 
 // Retried implements proxy.Observer.
 func (t *Metrics) Retried(worker uint64) {
-	t.retries.WithLabelValues(proxy.WorkerLabel(worker)).Inc()
+	label := proxy.WorkerLabel(worker)
+	t.see(label)
+	t.retries.WithLabelValues(label).Inc()
 }
 
 // InterToken implements proxy.Observer.
@@ -144,11 +222,17 @@ func (t *Metrics) InterToken(worker string, gap time.Duration, n int) {
 
 // EventLag records the age of a KV event batch of w at its arrival.
 func (t *Metrics) EventLag(w kv.WorkerKey, lag time.Duration) {
-	t.eventLag.WithLabelValues(proxy.WorkerLabel(w.Worker)).Observe(lag.Seconds())
+	label := proxy.WorkerLabel(w.Worker)
+	t.see(label)
+	t.eventLag.WithLabelValues(label).Observe(lag.Seconds())
 }
 
 // Finished records a request that has ended.
 func (t *Metrics) Finished(x proxy.Exchange, now time.Time) {
+	t.see(x.Worker)
+	if x.Shared != nil {
+		t.see(x.Shared.Worker)
+	}
 	t.requests.WithLabelValues(x.Worker, x.Route, strconv.Itoa(x.Status)).Inc()
 	t.duration.WithLabelValues(x.Route).Observe(now.Sub(x.Arrived).Seconds())
 	if !x.FirstChunk.IsZero() {
@@ -293,7 +377,7 @@ func (t *Metrics) WatchReplicas(counts func() ReplicaCounts) {
 	}
 	count("sent", "Changes told to other routers.", func(c ReplicaCounts) uint64 { return c.Sent })
 	count("received", "Changes that other routers told.", func(c ReplicaCounts) uint64 { return c.Received })
-	count("dropped", "Changes that there was no room for.", func(c ReplicaCounts) uint64 { return c.Dropped })
+	count("dropped", "Changes that there was no room for, or that make no sense.", func(c ReplicaCounts) uint64 { return c.Dropped })
 	count("lost", "Times that another router was no longer heard, and what it had booked forgotten.", func(c ReplicaCounts) uint64 { return c.Lost })
 	t.registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvrouter_replica_bookings", Help: "Requests in flight from other routers."},
 		func() float64 { return float64(counts().Held) }))

@@ -40,6 +40,7 @@ import "C"
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -64,7 +65,7 @@ import (
 type Model struct {
 	tokenizer   *tokenizers.Tokenizer
 	encoder     unsafe.Pointer // over tokenizer
-	encoding    chan struct{}  // holds one entry for each encoding under way
+	turns       turns
 	segments    *segments
 	files       *ModelFiles
 	options     ChatOptions
@@ -72,6 +73,8 @@ type Model struct {
 	withTools   *chatTemplate // for requests with tools; may be the same
 	noTemplate  string        // why plain or withTools is nil
 	maxModelLen atomic.Int64
+
+	longestToken int // of the vocabulary, characters; 0: unknown
 
 	wordPiece  bool
 	reread     func() ([]byte, error) // tokenizer.json, for vocabulary: too large to be kept
@@ -114,11 +117,14 @@ func NewModel(path string, read func() ([]byte, error), files *ModelFiles, optio
 	if err != nil {
 		return nil, fmt.Errorf("reading %s: %w", path, err)
 	}
-	m := &Model{tokenizer: tokenizer, files: files, options: options, reread: read, encoding: make(chan struct{}, runtime.GOMAXPROCS(0))}
+	m := &Model{tokenizer: tokenizer, files: files, options: options, reread: read, turns: newTurns(), longestToken: longestToken(raw)}
 	// The library's own type is nothing but this pointer; its pinned version says
 	// so, and a nil here would fail every test.
 	m.encoder = C.text_encoder_new(*(*unsafe.Pointer)(unsafe.Pointer(tokenizer)))
-	m.segments = newSegments(raw, m.encodeWhole, DefaultTokenCache)
+	m.segments = newSegments(raw, func(text string, addSpecial bool) ([]uint32, bool) {
+		tokens, err := m.encodeWhole(bounds{}, text, addSpecial)
+		return tokens, err == nil
+	}, DefaultTokenCache)
 	m.wordPiece = gjson.GetBytes(raw, "model.type").Str == "WordPiece"
 	m.Vocabulary = sync.OnceValue(m.readVocabulary)
 	m.maxModelLen.Store(int64(m.files.MaxModelLen))
@@ -168,8 +174,13 @@ func (m *Model) Close() {
 // the engine's once SetMaxModelLen has told it. 0 means unknown.
 func (m *Model) MaxModelLen() int { return int(m.maxModelLen.Load()) }
 
-// SetMaxModelLen records the engine's limit, in tokens.
-func (m *Model) SetMaxModelLen(n int) { m.maxModelLen.Store(int64(n)) }
+// SetMaxModelLen records the engine's limit, 1 to 2^30 tokens; any other number is
+// left out.
+func (m *Model) SetMaxModelLen(n int) {
+	if n >= 1 && n <= maxModelLen {
+		m.maxModelLen.Store(int64(n))
+	}
+}
 
 // ChatTokens returns the prompt tokens of a /v1/chat/completions request, given
 // its JSON. errNotRenderable means that only the engine can tell them.
@@ -183,6 +194,12 @@ func (m *Model) ChatTokens(body []byte) ([]uint32, error) {
 
 // ChatBodyTokens is ChatTokens for a body that has been taken apart.
 func (m *Model) ChatBodyTokens(body *jsonbody.Body) ([]uint32, error) {
+	return m.boundedChatTokens(bounds{}, body)
+}
+
+// boundedChatTokens is ChatBodyTokens within bounds; its error may be errTooLong or
+// errNoTurn.
+func (m *Model) boundedChatTokens(b bounds, body *jsonbody.Body) ([]uint32, error) {
 	req, err := parseChatBody(body, chatCompletion, m.options)
 	if err != nil {
 		return nil, err
@@ -190,16 +207,19 @@ func (m *Model) ChatBodyTokens(body *jsonbody.Body) ([]uint32, error) {
 	if m.files.harmony {
 		return nil, notRenderable("the engine renders gpt_oss with its own code")
 	}
-	return m.chatTokens(req)
+	return m.chatTokens(b, req)
 }
 
-func (m *Model) chatTokens(req *chatRequest) ([]uint32, error) {
+func (m *Model) chatTokens(b bounds, req *chatRequest) ([]uint32, error) {
+	if !b.fitsChat(req) {
+		return nil, errTooLong
+	}
 	chat, err := m.renderChat(req)
 	if err != nil {
 		return nil, err
 	}
 	defer chat.Free()
-	tokens, err := m.encode(chat.Text, req.addSpecial)
+	tokens, err := m.encode(b, chat.Text, req.addSpecial)
 	if err != nil {
 		return nil, err
 	}
@@ -258,35 +278,47 @@ func renderWith(template *chatTemplate, req *chatRequest, special []jsonbody.Fie
 // must not be called while requests are served.
 func (m *Model) CacheTokens(tokens int) { m.segments.SetCache(tokens) }
 
-// encode is Encode through the cache, for a text that may hold what no engine
-// was compared on. The caller must not change the tokens.
-func (m *Model) encode(text string, addSpecial bool) ([]uint32, error) {
-	if strings.IndexByte(text, 0) >= 0 {
+// encode is Encode through the cache and within bounds, for a text that may hold
+// what no engine was compared on. The caller must not change the tokens.
+func (m *Model) encode(b bounds, text string, addSpecial bool) (tokens []uint32, err error) {
+	switch {
+	case !b.fits(text):
+		return nil, errTooLong
+	case strings.IndexByte(text, 0) >= 0:
 		return nil, notRenderable("the prompt has a zero character")
 	}
-	tokens, ok := m.segments.Encode(text, addSpecial)
-	if !ok || len(tokens) == 0 && text != "" {
-		return nil, notRenderable("the tokenizer found no tokens")
+	tokens, ok := m.segments.EncodeBy(func(text string, addSpecial bool) (tokens []uint32, ok bool) {
+		tokens, err = m.encodeWhole(b, text, addSpecial)
+		return tokens, err == nil
+	}, text, addSpecial)
+	switch {
+	case err != nil:
+		return nil, err
+	case !ok || len(tokens) == 0 && text != "":
+		return nil, errNoTokens
 	}
 	return tokens, nil
 }
 
-// encodeWhole encodes a text in one piece; not ok: the tokenizer failed.
-func (m *Model) encodeWhole(text string, addSpecial bool) (tokens []uint32, ok bool) {
-	// More encodings than processors finish no sooner, and each would hold a
-	// thread and its memory.
-	m.encoding <- struct{}{}
-	defer func() { <-m.encoding }()
+var errNoTokens = notRenderable("the tokenizer found no tokens")
+
+// encodeWhole encodes a text in one piece, when its turn comes.
+func (m *Model) encodeWhole(b bounds, text string, addSpecial bool) ([]uint32, error) {
+	turn, err := m.turns.take(b, len(text))
+	if err != nil {
+		return nil, err
+	}
+	defer func() { <-turn }()
 	var out C.token_ids
 	special := C.int32_t(0)
 	if addSpecial {
 		special = 1
 	}
 	if C.text_encode(m.encoder, bytePointer(text), C.size_t(len(text)), special, &out) != 1 {
-		return nil, false
+		return nil, errNoTokens
 	}
 	defer C.token_ids_free(out)
-	return slices.Clone(unsafe.Slice((*uint32)(out.data), int(out.len))), true
+	return slices.Clone(unsafe.Slice((*uint32)(out.data), int(out.len))), nil
 }
 
 // truncate applies truncate_prompt_tokens where it leaves the tokens alone.
@@ -312,6 +344,12 @@ func (m *Model) CompletionTokens(body []byte) ([][]uint32, error) {
 
 // CompletionBodyTokens is CompletionTokens for a body that has been taken apart.
 func (m *Model) CompletionBodyTokens(body *jsonbody.Body) ([][]uint32, error) {
+	return m.boundedCompletionTokens(bounds{}, body)
+}
+
+// boundedCompletionTokens is CompletionBodyTokens within bounds; its error may be
+// errTooLong or errNoTurn.
+func (m *Model) boundedCompletionTokens(b bounds, body *jsonbody.Body) ([][]uint32, error) {
 	if body.LoneSurrogate {
 		return nil, notRenderable("the body has half of a surrogate pair")
 	}
@@ -339,57 +377,69 @@ func (m *Model) CompletionBodyTokens(body *jsonbody.Body) ([][]uint32, error) {
 			return nil, err
 		}
 	}
-	prompts := []gjson.Result{prompt}
-	if prompt.IsArray() {
-		if list := prompt.Array(); len(list) == 0 {
-			return nil, notRenderable("the prompt is an empty list")
-		} else if list[0].Type != gjson.Number {
-			prompts = list
-		}
+	if !severalPrompts(prompt) {
+		tokens, err := m.promptTokens(b, prompt, limit, addSpecial)
+		return [][]uint32{tokens}, err
 	}
-	out := make([][]uint32, 0, len(prompts))
-	for _, p := range prompts {
-		tokens, err := m.promptTokens(p, addSpecial)
-		if err == nil {
-			tokens, err = truncate(tokens, limit)
+	var out [][]uint32
+	var err error
+	left := b
+	left.chars *= listedTexts
+	left.tokens *= listedTexts
+	jsonbody.EachElement(prompt.Raw, func(p gjson.Result) bool {
+		var tokens []uint32
+		if b.tokens > 0 && (len(out) == maxPrompts || left.tokens < 0) || b.chars > 0 && left.chars < 0 {
+			err = errTooLong
+		} else if tokens, err = m.promptTokens(b, p, limit, addSpecial); err == nil {
+			out = append(out, tokens)
+			left.tokens -= len(tokens)
+			left.chars -= len(p.Str)
 		}
-		if err != nil {
-			return nil, err
-		}
-		out = append(out, tokens)
+		return err == nil
+	})
+	if err == nil && len(out) == 0 {
+		err = notRenderable("the prompt is an empty list")
 	}
-	return out, nil
+	return out, err
 }
 
-func (m *Model) promptTokens(prompt gjson.Result, addSpecial bool) ([]uint32, error) {
+// severalPrompts tells whether a completion's prompt is a list of prompts, and not
+// one: it looks at the first element only, as there may be millions of numbers.
+func severalPrompts(prompt gjson.Result) bool {
+	several := prompt.IsArray()
+	if several {
+		jsonbody.EachElement(prompt.Raw, func(first gjson.Result) bool {
+			several = first.Type != gjson.Number
+			return false
+		})
+	}
+	return several
+}
+
+// promptTokens returns the tokens of one prompt; limit is the request's
+// truncate_prompt_tokens.
+func (m *Model) promptTokens(b bounds, prompt, limit gjson.Result, addSpecial bool) (tokens []uint32, err error) {
 	switch {
 	case prompt.Type == gjson.String:
-		return m.encode(prompt.Str, addSpecial)
+		tokens, err = m.encode(b, prompt.Str, addSpecial)
 	case prompt.IsArray():
-		return ReadTokens(prompt)
+		tokens, err = readTokens(prompt, b.tokens)
+	default:
+		err = notRenderable("a prompt is neither text nor token ids")
 	}
-	return nil, notRenderable("a prompt is neither text nor token ids")
+	if err != nil {
+		return nil, err
+	}
+	return truncate(tokens, limit)
 }
 
 // ReadTokens reads a list of token ids.
-func ReadTokens(list gjson.Result) ([]uint32, error) {
-	var tokens []uint32
-	var err error
-	list.ForEach(func(_, v gjson.Result) bool {
-		if v.Type != gjson.Number || v.Num < 0 || v.Num > 1<<32-1 || v.Num != float64(uint32(v.Num)) {
-			err = notRenderable("%s is not a token id", v.Raw)
-			return false
-		}
-		tokens = append(tokens, uint32(v.Num))
-		return true
-	})
-	return tokens, err
-}
+func ReadTokens(list gjson.Result) ([]uint32, error) { return readTokens(list, 0) }
 
 // Encode returns the tokens of a text. addSpecial adds what the tokenizer puts
 // around every text, such as a beginning-of-sequence token.
 func (m *Model) Encode(text string, addSpecial bool) []uint32 {
-	tokens, _ := m.encodeWhole(text, addSpecial)
+	tokens, _ := m.encodeWhole(bounds{}, text, addSpecial) // without tokens if the tokenizer fails
 	return tokens
 }
 
@@ -457,7 +507,11 @@ func (e *BadRequest) Error() string { return e.Reason }
 
 // Tokenize answers a /tokenize request, for a chat or a text, in vLLM's shape.
 // The error is a *BadRequest, or errNotRenderable where a worker must answer.
-func (m *Model) Tokenize(body []byte) ([]byte, error) {
+func (m *Model) Tokenize(body []byte) ([]byte, error) { return m.boundedTokenize(bounds{}, body) }
+
+// boundedTokenize is Tokenize within bounds; its error may be errTooLong or
+// errNoTurn.
+func (m *Model) boundedTokenize(b bounds, body []byte) ([]byte, error) {
 	if !json.Valid(body) {
 		return nil, &BadRequest{"the body is not valid JSON"}
 	}
@@ -465,7 +519,7 @@ func (m *Model) Tokenize(body []byte) ([]byte, error) {
 	if !top.IsObject() {
 		return nil, &BadRequest{"the body must be a JSON object"}
 	}
-	tokens, names, err := m.tokenizeBody(top, body)
+	tokens, names, err := m.tokenizeBody(b, top, body)
 	if err != nil {
 		return nil, err
 	}
@@ -488,7 +542,7 @@ func (m *Model) Tokenize(body []byte) ([]byte, error) {
 	return out.Bytes(), nil
 }
 
-func (m *Model) tokenizeBody(top gjson.Result, body []byte) (tokens []uint32, names bool, err error) {
+func (m *Model) tokenizeBody(b bounds, top gjson.Result, body []byte) (tokens []uint32, names bool, err error) {
 	if prompt := top.Get("prompt"); prompt.Exists() {
 		if prompt.Type != gjson.String {
 			return nil, false, &BadRequest{"prompt must be a string"}
@@ -499,7 +553,7 @@ func (m *Model) tokenizeBody(top gjson.Result, body []byte) (tokens []uint32, na
 				return nil, false, &BadRequest{key + " must be true or false"}
 			}
 		}
-		tokens, err = m.encode(prompt.Str, addSpecial)
+		tokens, err = m.encode(b, prompt.Str, addSpecial)
 		return tokens, names, err
 	}
 	if !top.Get("messages").IsArray() {
@@ -509,7 +563,7 @@ func (m *Model) tokenizeBody(top gjson.Result, body []byte) (tokens []uint32, na
 	if err != nil {
 		return nil, false, err
 	}
-	tokens, err = m.chatTokens(req)
+	tokens, err = m.chatTokens(b, req)
 	return tokens, req.wantsTokenStrs, err
 }
 
@@ -520,8 +574,11 @@ func (m *Model) Detokenize(body []byte) ([]byte, error) {
 	if !json.Valid(body) || !list.IsArray() {
 		return nil, &BadRequest{"the request needs tokens (a list of token ids)"}
 	}
-	tokens, err := ReadTokens(list)
-	if err != nil {
+	tokens, err := readTokens(list, maxDetokenized)
+	switch {
+	case errors.Is(err, errTooLong):
+		return nil, &BadRequest{fmt.Sprintf("tokens has more than %d token ids", maxDetokenized)}
+	case err != nil:
 		return nil, &BadRequest{"tokens must be a list of token ids, whole numbers from 0"}
 	}
 	return append(jsonbody.AppendString([]byte(`{"prompt":`), m.Decode(tokens)), '}'), nil

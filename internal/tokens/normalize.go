@@ -66,8 +66,9 @@ const (
 
 // Limits that keep one request's parsing bounded; vLLM has none.
 const (
-	maxMessages = 1 << 16
+	maxMessages = jsonbody.MaxMessages
 	maxKwargs   = 1000
+	maxListed   = 1 << 16 // tools, and the calls of a message
 )
 
 // mediaKeys are the fields that make a content part something else than text.
@@ -207,7 +208,7 @@ func (r *chatRequest) setVariables(kwargs, documents, effort gjson.Result, optio
 			case f.Key == "add_generation_prompt" || f.Key == "continue_final_message":
 				continue // the request's own fields always win
 			case f.Key == "tools":
-				if !f.Value.IsArray() || slices.ContainsFunc(f.Value.Array(), func(v gjson.Result) bool { return !v.IsObject() }) {
+				if !areObjects(f.Value) {
 					return notRenderable("chat_template_kwargs.tools is not a list of objects")
 				}
 				r.tools = json.RawMessage(f.Value.Raw)
@@ -226,8 +227,7 @@ func (r *chatRequest) setVariables(kwargs, documents, effort gjson.Result, optio
 	}
 	for _, f := range r.vars {
 		if f.Key == "documents" {
-			list := gjson.Parse(f.Raw)
-			if !list.IsArray() || slices.ContainsFunc(list.Array(), func(v gjson.Result) bool { return !v.IsObject() }) {
+			if !areObjects(gjson.Parse(f.Raw)) {
 				return notRenderable("documents is not a list of objects")
 			}
 		}
@@ -261,17 +261,31 @@ func checkDocuments(documents gjson.Result) error {
 	if !documents.IsArray() {
 		return notRenderable("documents is not a list")
 	}
-	for _, d := range documents.Array() {
+	var err error
+	jsonbody.EachElement(documents.Raw, func(d gjson.Result) bool {
 		if !d.IsObject() {
-			return notRenderable("a document is not an object")
+			err = notRenderable("a document is not an object")
 		}
 		for _, f := range jsonbody.Members(d) {
 			if f.Value.Type != gjson.String {
-				return notRenderable("a document's %q is not a string", f.Key)
+				err = notRenderable("a document's %q is not a string", f.Key)
 			}
 		}
+		return err == nil
+	})
+	return err
+}
+
+// areObjects tells whether a value is a list of objects.
+func areObjects(list gjson.Result) bool {
+	objects := list.IsArray()
+	if objects {
+		jsonbody.EachElement(list.Raw, func(v gjson.Result) bool {
+			objects = v.IsObject()
+			return objects
+		})
 	}
-	return nil
+	return objects
 }
 
 // parseMessages reads the messages by the rules of vLLM's parse_chat_messages.

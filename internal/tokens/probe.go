@@ -4,9 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
+	"time"
 
 	"github.com/tidwall/gjson"
+	"golang.org/x/sync/errgroup"
 )
 
 // probe is a request whose tokens are compared with a worker's.
@@ -17,7 +20,7 @@ type probe struct {
 }
 
 // probes are the shapes that a chat can have; what differs in one is left to
-// the workers from then on.
+// the workers.
 var probes = []probe{
 	{"/v1/chat/completions", `{"messages":[{"role":"system","content":"You are terse."},{"role":"user","content":"What is 2+2?"}]}`, nil},
 	{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Hi"},{"role":"assistant","content":"Hello! How can I help?"},{"role":"user","content":"Tell me more."},{"role":"assistant","content":null},{"role":"user","content":"Go on"}],"add_generation_prompt":false}`, nil},
@@ -29,25 +32,199 @@ var probes = []probe{
 	{"/v1/completions", `{"prompt":"Once upon a time, naïve 日本語\n"}`, []string{"completion"}},
 }
 
-// Probe compares the prompts computed here with a worker's own. Features that
-// differ are left to the workers from then on. The error tells that no worker
-// could be asked, so that the call may be tried again.
+// Peer is a worker whose own prompt tokens are compared with the router's.
+type Peer struct {
+	ID         uint64
+	Generation int // counts its incarnations: a new one is compared anew
+	Ask        Asker
+	// MaxModelLen asks how long a prompt with its answer may be, tokens; 0: it does
+	// not say. nil: nobody asks.
+	MaxModelLen func(ctx context.Context) int
+}
+
+const (
+	// compareEvery is the pause between looks for workers to be compared with.
+	compareEvery = time.Second
+	// compareAgain is after how long a worker that differs is compared again, and
+	// the longest pause before one is that could not be asked: the first is
+	// compareEvery, each next one double.
+	compareAgain = time.Minute
+	// comparedAtOnce is how many workers are compared side by side.
+	comparedAtOnce = 4
+)
+
+// verdict is what the comparison with one worker has brought.
+type verdict struct {
+	generation  int
+	differs     map[string]bool // by feature; one that it would not render is left out
+	maxModelLen int             // tokens; 0: unknown
+	failures    int             // in a row: it could not be asked
+	again       time.Time       // when to compare again; zero: not in this incarnation
+}
+
+// KeepComparing compares the prompts computed here with each worker's own, as soon
+// as it is there, until ctx is done. A feature that differs from most of them is
+// left to the workers for as long as that holds.
+func (t *Source) KeepComparing(ctx context.Context, peers func() []Peer) {
+	if t.model == nil {
+		return
+	}
+	ticker := time.NewTicker(compareEvery)
+	defer ticker.Stop()
+	for {
+		t.compareWith(ctx, peers())
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticker.C:
+		}
+	}
+}
+
+// Probe compares the prompts computed here with those of one worker, which the
+// Asker asks. The error tells that it could not be asked.
 func (t *Source) Probe(ctx context.Context) error {
 	if t.model == nil {
 		return nil
 	}
-	for _, p := range probes {
-		if err := t.probe(ctx, p); err != nil {
-			return fmt.Errorf("comparing prompt tokens with a worker: %w", err)
-		}
+	v, err := t.compare(ctx, Peer{Ask: t.ask})
+	if err != nil {
+		return fmt.Errorf("comparing prompt tokens with a worker: %w", err)
 	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.verdicts[0] = v
+	t.decide()
 	return nil
 }
 
-func (t *Source) probe(ctx context.Context, p probe) error {
+// compareWith compares with those peers whose time has come, and forgets what
+// workers brought that are there no more. While none is, nothing is forgotten.
+func (t *Source) compareWith(ctx context.Context, peers []Peer) {
+	if len(peers) == 0 {
+		return
+	}
+	var due []Peer
+	t.mu.Lock()
+	there := make(map[uint64]bool, len(peers))
+	for _, p := range peers {
+		there[p.ID] = true
+		v, known := t.verdicts[p.ID]
+		if !known || v.generation != p.Generation || !v.again.IsZero() && !t.now().Before(v.again) {
+			due = append(due, p)
+		}
+	}
+	gone := len(t.verdicts)
+	maps.DeleteFunc(t.verdicts, func(id uint64, _ verdict) bool { return !there[id] })
+	gone -= len(t.verdicts)
+	t.mu.Unlock()
+	if len(due) == 0 && gone == 0 {
+		return
+	}
+	var group errgroup.Group
+	group.SetLimit(comparedAtOnce)
+	for _, p := range due {
+		group.Go(func() error {
+			v, err := t.compare(ctx, p)
+			if err == nil && p.MaxModelLen != nil {
+				limited, cancel := context.WithTimeout(ctx, t.timeout)
+				v.maxModelLen = min(maxModelLen, p.MaxModelLen(limited))
+				cancel()
+			}
+			t.settle(ctx, p, v, err)
+			return nil
+		})
+	}
+	_ = group.Wait() // no function has an error
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.decide()
+}
+
+// settle keeps the verdict of a comparison with a worker; err says that it could
+// not be asked: what it said before in this incarnation stays.
+func (t *Source) settle(ctx context.Context, p Peer, v verdict, err error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if err != nil {
+		before := t.verdicts[p.ID]
+		if before.generation == p.Generation {
+			v = before
+		}
+		v.failures = before.failures + 1
+		v.again = t.now().Add(min(compareAgain, compareEvery<<min(v.failures-1, 10)))
+		if v.failures == 1 && ctx.Err() == nil {
+			t.log.Warn("prompt tokens are not yet compared with a worker's", "worker", p.ID, "error", err)
+		}
+	}
+	v.generation = p.Generation
+	t.verdicts[p.ID] = v
+}
+
+// decide brings up to date which features are left to the workers, and the longest
+// prompt that one of them takes. The caller holds mu.
+func (t *Source) decide() {
+	compared, differ, longest := map[string]int{}, map[string]int{}, 0
+	for _, v := range t.verdicts {
+		longest = max(longest, v.maxModelLen)
+		for feature, differs := range v.differs {
+			compared[feature]++
+			if differs {
+				differ[feature]++
+			}
+		}
+	}
+	t.model.SetMaxModelLen(longest)
+	for feature := range t.disabled {
+		if 2*differ[feature] <= compared[feature] {
+			delete(t.disabled, feature)
+			t.log.Info("prompt tokens are computed here again", "feature", feature, "workers", compared[feature], "differ", differ[feature])
+		}
+	}
+	for _, feature := range slices.Sorted(maps.Keys(differ)) {
+		if 2*differ[feature] > compared[feature] && !t.disabled[feature] {
+			t.disabled[feature] = true
+			t.log.Warn("prompt tokens differ from most workers', so workers are asked for them", "feature", feature, "workers", compared[feature], "differ", differ[feature])
+		}
+	}
+}
+
+// compare makes all probes with one worker. An error says that it could not be
+// asked.
+func (t *Source) compare(ctx context.Context, p Peer) (v verdict, err error) {
+	v.differs = map[string]bool{}
+	for _, probe := range probes {
+		own, theirs, ok, err := t.probe(ctx, p, probe)
+		if err != nil {
+			return verdict{}, err
+		}
+		if !ok {
+			continue
+		}
+		differs := !slices.Equal(own, theirs)
+		for _, f := range probe.names() {
+			if differs && !v.differs[f] {
+				v.again = t.now().Add(compareAgain)
+				t.log.Debug("a worker's prompt tokens differ", "worker", p.ID, "feature", f, "router", len(own), "theirs", len(theirs), "first_difference", firstDifference(own, theirs))
+			}
+			v.differs[f] = v.differs[f] || differs
+		}
+	}
+	return v, nil
+}
+
+// names are the features that the probe speaks of.
+func (p probe) names() []string {
+	if p.features == nil {
+		return []string{"chat"}
+	}
+	return p.features
+}
+
+// probe returns the tokens of a probe, the router's own and a worker's; not ok: one
+// of the two does not render it, and the same will hold for requests like it.
+func (t *Source) probe(ctx context.Context, peer Peer, p probe) (own, theirs []uint32, ok bool, err error) {
 	body := []byte(p.body)
-	var own []uint32
-	var err error
 	if p.path == "/v1/completions" {
 		var lists [][]uint32
 		if lists, err = t.model.CompletionTokens(body); err == nil {
@@ -58,47 +235,29 @@ func (t *Source) probe(ctx context.Context, p probe) error {
 	}
 	if err != nil {
 		t.log.Debug("a probe cannot be rendered here", "why", err)
-		return nil // the same will hold for requests like it
+		return nil, nil, false, nil
 	}
-	theirs, refused, err := t.askProbe(ctx, p.path, body)
-	if err != nil {
-		return err
-	}
+	theirs, refused, err := t.askProbe(ctx, peer.Ask, p.path, body)
 	if refused != "" {
-		t.log.Debug("a worker refused a probe", "answer", refused)
-		return nil
+		t.log.Debug("a worker refused a probe", "worker", peer.ID, "answer", refused)
 	}
-	if slices.Equal(own, theirs) {
-		return nil
-	}
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	features := p.features
-	if features == nil {
-		features = []string{"chat"}
-	}
-	for _, f := range features {
-		if !t.disabled[f] {
-			t.disabled[f] = true
-			t.log.Warn("prompt tokens differ from a worker's, so workers are asked for them", "feature", f,
-				"router", len(own), "worker", len(theirs), "first_difference", firstDifference(own, theirs))
-		}
-	}
-	return nil
+	return own, theirs, err == nil && refused == "", err
 }
 
 // askProbe returns a worker's tokens of a probe, or its refusal.
-func (t *Source) askProbe(ctx context.Context, path string, body []byte) (tokens []uint32, refused string, err error) {
+func (t *Source) askProbe(ctx context.Context, ask Asker, path string, body []byte) (tokens []uint32, refused string, err error) {
 	ctx, cancel := context.WithTimeout(ctx, t.timeout)
 	defer cancel()
-	answer, err := t.askRender(ctx, path+"/render", body)
+	answer, err := render(ctx, ask, path+"/render", body)
 	if err == nil {
 		item := gjson.ParseBytes(answer)
 		if item.IsArray() {
 			item = item.Get("0")
 		}
-		tokens, err = ReadTokens(item.Get("token_ids"))
-		return tokens, "", err
+		if tokens, err = readTokens(item.Get("token_ids"), maxAnswered); err != nil {
+			return nil, err.Error(), nil // it has answered, but nothing of use
+		}
+		return tokens, "", nil
 	}
 	if errors.Is(err, errNoRender) {
 		request, ok := body, true
@@ -108,7 +267,7 @@ func (t *Source) askProbe(ctx context.Context, path string, body []byte) (tokens
 		if !ok {
 			return nil, "no route tells", nil
 		}
-		if tokens, err = t.askTokenize(ctx, request); err == nil {
+		if tokens, err = t.askTokenize(ctx, ask, request); err == nil {
 			return tokens, "", nil
 		}
 	}

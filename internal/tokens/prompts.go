@@ -67,7 +67,13 @@ const (
 	reasonNotRenderable = "not renderable"
 	reasonParity        = "parity"
 	reasonOtherAPI      = "other api"
+	reasonTooLong       = "too long"     // for the model: nobody is asked
+	reasonNoTurn        = "encoder busy" // for longer than a worker may be asked
 )
+
+// askedTexts bounds the texts of one request that a worker is asked for, one after
+// the other.
+const askedTexts = 64
 
 // renderRetry is how long a worker's lack of the render routes is remembered.
 const renderRetry = time.Minute
@@ -86,8 +92,9 @@ type Source struct {
 
 	mu         sync.Mutex // guards the maps below
 	reasons    map[string]uint64
-	disabled   map[string]bool // features whose prompts differed from a worker's
+	disabled   map[string]bool // features whose prompts differ from most workers'
 	mismatches map[string]uint64
+	verdicts   map[uint64]verdict // of the comparison with each worker
 }
 
 // Stats counts prompts by where their tokens came from.
@@ -102,11 +109,12 @@ type Stats struct {
 }
 
 // NewSource returns a Source. model may be nil (no files: every prompt comes from
-// a worker); timeout bounds the asking for one request.
+// a worker); timeout bounds the asking for one request, and the wait for a turn to
+// encode a text here.
 func NewSource(model *Model, ask Asker, timeout time.Duration, log *slog.Logger) *Source {
 	return &Source{
 		model: model, ask: ask, timeout: timeout, log: log, now: time.Now,
-		reasons: map[string]uint64{}, disabled: map[string]bool{}, mismatches: map[string]uint64{},
+		reasons: map[string]uint64{}, disabled: map[string]bool{}, mismatches: map[string]uint64{}, verdicts: map[uint64]verdict{},
 	}
 }
 
@@ -125,16 +133,20 @@ func (t *Source) ChatBody(ctx context.Context, parsed *jsonbody.Body) Prompt {
 	features := BodyFeatures(parsed)
 	shape := strings.Join(features, "+")
 	reason := t.whyNot(features)
+	ask := true
 	if reason == "" {
-		tokens, err := t.model.ChatBodyTokens(parsed)
+		tokens, err := t.model.boundedChatTokens(t.model.bounds(ctx, t.timeout), parsed)
 		if err == nil {
 			t.local.Add(1)
 			return Prompt{Tokens: tokens, Source: SourceLocal, Exact: len(tokens), Shape: shape}
 		}
-		reason = reasonNotRenderable
-		t.log.Debug("a chat is rendered by a worker", "why", err)
+		reason, ask = fallback(err)
+		t.log.Debug("a chat is not rendered here", "why", err)
 	}
 	t.countReason(reason)
+	if !ask {
+		return t.unknown(shape)
+	}
 	ctx, cancel := context.WithTimeout(ctx, t.timeout)
 	defer cancel()
 	answer, err := t.askRender(ctx, "/v1/chat/completions/render", body)
@@ -146,7 +158,7 @@ func (t *Source) ChatBody(ctx context.Context, parsed *jsonbody.Body) Prompt {
 	}
 	if errors.Is(err, errNoRender) {
 		if request, ok := t.asTokenize(body); ok {
-			if tokens, err := t.askTokenize(ctx, request); err == nil {
+			if tokens, err := t.askTokenize(ctx, t.ask, request); err == nil {
 				t.tokenized.Add(1)
 				return Prompt{Tokens: tokens, Source: SourceWorker, Exact: t.exact(body, tokens), Shape: shape}
 			}
@@ -160,26 +172,24 @@ func (t *Source) CompletionBody(ctx context.Context, parsed *jsonbody.Body) []Pr
 	body := parsed.Raw
 	const shape = "completion"
 	reason := t.whyNot([]string{shape})
+	ask := true
 	if reason == "" {
-		lists, err := t.model.CompletionBodyTokens(parsed)
+		lists, err := t.model.boundedCompletionTokens(t.model.bounds(ctx, t.timeout), parsed)
 		if err == nil {
 			t.local.Add(1)
 			return prompts(lists, SourceLocal, shape)
 		}
-		reason = reasonNotRenderable
+		reason, ask = fallback(err)
 	}
 	t.countReason(reason)
+	if !ask {
+		return t.unknownPrompts(parsed, shape)
+	}
 	ctx, cancel := context.WithTimeout(ctx, t.timeout)
 	defer cancel()
 	answer, err := t.askRender(ctx, "/v1/completions/render", body)
 	if err == nil {
-		var out []Prompt
-		for _, item := range gjson.ParseBytes(answer).Array() {
-			if p, ok := readRendered(item, shape); ok {
-				out = append(out, p)
-			}
-		}
-		if len(out) > 0 {
+		if out := readRenderedList(answer, shape); len(out) > 0 {
 			t.rendered.Add(1)
 			return out
 		}
@@ -190,7 +200,19 @@ func (t *Source) CompletionBody(ctx context.Context, parsed *jsonbody.Body) []Pr
 			return prompts(lists, SourceWorker, shape)
 		}
 	}
-	return []Prompt{t.unknown(shape)}
+	return t.unknownPrompts(parsed, shape)
+}
+
+// unknownPrompts returns the prompts of a completion request of which nothing is
+// known but whether there are several: two stand for them then.
+func (t *Source) unknownPrompts(parsed *jsonbody.Body, shape string) []Prompt {
+	unknown := []Prompt{t.unknown(shape)}
+	if prompt := parsed.Get("prompt"); severalPrompts(prompt) {
+		if _, one := jsonbody.Elements(prompt, 1); !one {
+			return append(unknown, unknown...)
+		}
+	}
+	return unknown
 }
 
 // Other returns the prompt of a request of another API, such as /v1/responses or
@@ -218,7 +240,7 @@ func (t *Source) Tokenize(ctx context.Context, body []byte) ([]byte, error) {
 		features = chatFeatures(body)
 	}
 	if t.whyNot(features) == "" {
-		answer, err := t.model.Tokenize(body)
+		answer, err := t.model.boundedTokenize(t.model.bounds(ctx, t.timeout), body)
 		if !errors.Is(err, errNotRenderable) {
 			return answer, err
 		}
@@ -301,25 +323,30 @@ func (t *Source) askRender(ctx context.Context, path string, body []byte) ([]byt
 	if t.now().UnixNano() < t.noRenderUntil.Load() {
 		return nil, errNoRender
 	}
-	answer, err := t.ask(ctx, path, body)
+	answer, err := render(ctx, t.ask, path, body)
+	if errors.Is(err, errNoRender) {
+		t.noRenderUntil.Store(t.now().Add(renderRetry).UnixNano())
+	}
+	return answer, err
+}
+
+// render posts to a render route; errNoRender says that the worker has none.
+func render(ctx context.Context, ask Asker, path string, body []byte) ([]byte, error) {
+	answer, err := ask(ctx, path, body)
 	var refusal *AskError
 	// An unknown model is a 404 too, but with an error object.
 	if errors.As(err, &refusal) && refusal.Status == 404 && !gjson.GetBytes(refusal.Answer, "error").Exists() {
-		t.noRenderUntil.Store(t.now().Add(renderRetry).UnixNano())
 		return nil, errNoRender
 	}
 	return answer, err
 }
 
-func (t *Source) askTokenize(ctx context.Context, request []byte) ([]uint32, error) {
-	answer, err := t.ask(ctx, "/tokenize", request)
+func (t *Source) askTokenize(ctx context.Context, ask Asker, request []byte) ([]uint32, error) {
+	answer, err := ask(ctx, "/tokenize", request)
 	if err != nil {
 		return nil, err
 	}
-	if n := gjson.GetBytes(answer, "max_model_len").Int(); n > 0 && t.model != nil {
-		t.model.SetMaxModelLen(int(n))
-	}
-	return ReadTokens(gjson.GetBytes(answer, "tokens"))
+	return readTokens(gjson.GetBytes(answer, "tokens"), maxAnswered)
 }
 
 // tokenizePrompts asks /tokenize for each text among a completion's prompts.
@@ -331,13 +358,16 @@ func (t *Source) tokenizePrompts(ctx context.Context, request gjson.Result) ([][
 	}
 	prompt := request.Get("prompt")
 	list := []gjson.Result{prompt}
-	if prompt.IsArray() && prompt.Get("0").Type != gjson.Number {
-		list = prompt.Array()
+	if severalPrompts(prompt) {
+		var few bool
+		if list, few = jsonbody.Elements(prompt, askedTexts); !few {
+			return nil, false
+		}
 	}
 	var out [][]uint32
 	for _, p := range list {
 		if p.IsArray() {
-			tokens, err := ReadTokens(p)
+			tokens, err := readTokens(p, unknownModelLen)
 			if err != nil {
 				return nil, false
 			}
@@ -350,7 +380,7 @@ func (t *Source) tokenizePrompts(ctx context.Context, request gjson.Result) ([][
 				fields = append(fields, jsonbody.Field{Key: key, Raw: v.Raw})
 			}
 		}
-		tokens, err := t.askTokenize(ctx, jsonbody.AppendObject(nil, fields))
+		tokens, err := t.askTokenize(ctx, t.ask, jsonbody.AppendObject(nil, fields))
 		if p.Type != gjson.String || err != nil {
 			return nil, false
 		}
@@ -413,14 +443,14 @@ func renameReasoning(messages gjson.Result) string {
 		return messages.Raw
 	}
 	var out bytes.Buffer
-	for i, m := range messages.Array() {
-		if i > 0 {
+	messages.ForEach(func(_, m gjson.Result) bool {
+		if out.Len() > 0 {
 			out.WriteByte(',')
 		}
 		old := m.Get("reasoning_content")
 		if !m.IsObject() || old.Type == gjson.Null || m.Get("reasoning").Type != gjson.Null {
 			out.WriteString(m.Raw)
-			continue
+			return true
 		}
 		var fields []jsonbody.Field
 		for _, f := range jsonbody.Members(m) {
@@ -429,7 +459,8 @@ func renameReasoning(messages gjson.Result) string {
 			}
 		}
 		out.Write(jsonbody.AppendObject(nil, append(fields, jsonbody.Field{Key: "reasoning", Raw: old.Raw})))
-	}
+		return true
+	})
 	return "[" + out.String() + "]"
 }
 
@@ -474,30 +505,54 @@ func BodyFeatures(body *jsonbody.Body) []string {
 // exact is Prompt.Exact for tokens from /tokenize, which does not tell where
 // media stand: nothing counts as exact if the request may carry some.
 func (t *Source) exact(body []byte, tokens []uint32) int {
-	for _, m := range gjson.GetBytes(body, "messages").Array() {
-		for _, part := range m.Get("content").Array() {
+	exact := len(tokens)
+	gjson.GetBytes(body, "messages").ForEach(func(_, m gjson.Result) bool {
+		m.Get("content").ForEach(func(_, part gjson.Result) bool {
 			if kind := part.Get("type").Str; part.IsObject() && kind != "text" && kind != "refusal" && kind != "thinking" && kind != "tool_reference" {
-				return 0
+				exact = 0
 			}
-		}
-	}
-	return len(tokens)
+			return exact > 0
+		})
+		return exact > 0
+	})
+	return exact
 }
+
+// maxAnswered bounds the tokens that a worker may tell for a prompt.
+const maxAnswered = 1 << 21
 
 // readRendered reads a render route's answer.
 func readRendered(answer gjson.Result, shape string) (Prompt, bool) {
-	tokens, err := ReadTokens(answer.Get("token_ids"))
+	tokens, err := readTokens(answer.Get("token_ids"), maxAnswered)
 	if err != nil || len(tokens) == 0 {
 		return Prompt{}, false
 	}
 	exact := len(tokens)
 	answer.Get("features.mm_placeholders").ForEach(func(_, ranges gjson.Result) bool {
-		for _, r := range ranges.Array() {
-			exact = min(exact, max(0, int(r.Get("offset").Int())))
+		if ranges.Type == gjson.Null {
+			return true
 		}
-		return true
+		ranges.ForEach(func(_, r gjson.Result) bool {
+			exact = min(exact, max(0, int(r.Get("offset").Int())))
+			return exact > 0
+		})
+		return exact > 0
 	})
 	return Prompt{Tokens: tokens, Source: SourceWorker, Exact: exact, Shape: shape}, true
+}
+
+// readRenderedList reads a render route's answer about several prompts, at most
+// maxAnswered tokens of all together.
+func readRenderedList(answer []byte, shape string) (out []Prompt) {
+	total := 0
+	gjson.ParseBytes(answer).ForEach(func(_, item gjson.Result) bool {
+		if p, ok := readRendered(item, shape); ok {
+			out = append(out, p)
+			total += len(p.Tokens)
+		}
+		return total <= maxAnswered
+	})
+	return out
 }
 
 func prompts(lists [][]uint32, source, shape string) []Prompt {

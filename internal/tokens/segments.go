@@ -26,13 +26,16 @@ const DefaultTokenCache = 4 << 20
 // added token, as long as none in it takes neighbouring space with it or minds
 // its neighbours. Where that does not hold, the whole text is one piece.
 type segments struct {
-	encode func(text string, addSpecial bool) (tokens []uint32, ok bool)
+	encode encodeText
 	// passes are the tokenizer's searches for added tokens, one in what the one
 	// before leaves; none: texts are not cut.
 	passes        []addedTokens
 	before, after []uint32 // what addSpecial puts around a text
 	cache         *segmentCache
 }
+
+// encodeText encodes a text as a whole; not ok: that failed.
+type encodeText func(text string, addSpecial bool) (tokens []uint32, ok bool)
 
 // addedTokens are added tokens that are searched for together: the leftmost
 // match wins, and of several there the longest.
@@ -55,7 +58,7 @@ type addedToken struct {
 // newSegments returns the way of the tokenizer in tokenizerJSON, the content of
 // its tokenizer.json. encode encodes a text as a whole; cacheTokens bounds what
 // is remembered, 0: nothing is.
-func newSegments(tokenizerJSON []byte, encode func(string, bool) ([]uint32, bool), cacheTokens int) *segments {
+func newSegments(tokenizerJSON []byte, encode encodeText, cacheTokens int) *segments {
 	s := &segments{encode: encode}
 	s.SetCache(cacheTokens)
 	s.readAddedTokens(tokenizerJSON)
@@ -80,21 +83,27 @@ func (s *segments) Cuts() bool { return len(s.passes) > 0 }
 // Encode returns the tokens of a text; the caller must not change them. Not ok:
 // the tokenizer failed.
 func (s *segments) Encode(text string, addSpecial bool) (tokens []uint32, ok bool) {
+	return s.EncodeBy(s.encode, text, addSpecial)
+}
+
+// EncodeBy is Encode with another way to encode pieces, which gives the same
+// tokens.
+func (s *segments) EncodeBy(encode encodeText, text string, addSpecial bool) (tokens []uint32, ok bool) {
 	if addSpecial && !s.Cuts() || !utf8.ValidString(text) {
-		return s.encode(text, addSpecial)
+		return encode(text, addSpecial)
 	}
 	var few [32]textPiece
 	pieces, ok := s.cut(few[:0], text, 0)
 	if !ok {
-		return s.encode(text, addSpecial)
+		return encode(text, addSpecial)
 	}
 	if len(pieces) == 1 && pieces[0].special == nil && !addSpecial {
-		return s.piece(text)
+		return s.piece(encode, text)
 	}
 	size := 0
 	for i, p := range pieces {
 		if p.special == nil {
-			if pieces[i].tokens, ok = s.piece(p.text); !ok {
+			if pieces[i].tokens, ok = s.piece(encode, p.text); !ok {
 				return nil, false
 			}
 			size += len(pieces[i].tokens)
@@ -158,15 +167,15 @@ func (s *segments) cut(pieces []textPiece, text string, pass int) (out []textPie
 }
 
 // piece returns the tokens of a text without an added token that cuts.
-func (s *segments) piece(text string) (tokens []uint32, ok bool) {
+func (s *segments) piece(encode encodeText, text string) (tokens []uint32, ok bool) {
 	if s.cache == nil {
-		return s.encode(text, false)
+		return encode(text, false)
 	}
 	key := s.cache.key(text)
 	if tokens, ok = s.cache.get(key); ok {
 		return tokens, true
 	}
-	if tokens, ok = s.encode(text, false); ok {
+	if tokens, ok = encode(text, false); ok {
 		s.cache.put(key, tokens)
 	}
 	return tokens, ok

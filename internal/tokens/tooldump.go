@@ -17,8 +17,11 @@ func dumpToolCalls(calls gjson.Result) (string, error) {
 	if !calls.IsArray() {
 		return "", notRenderable("tool_calls is not a list")
 	}
-	list := calls.Array()
-	if len(list) == 0 {
+	list, ok := jsonbody.Elements(calls, maxListed)
+	switch {
+	case !ok:
+		return "", notRenderable("more than %d tool calls", maxListed)
+	case len(list) == 0:
 		return "", nil
 	}
 	var out bytes.Buffer
@@ -94,8 +97,11 @@ func dumpTools(tools gjson.Result, kind requestKind) (json.RawMessage, error) {
 	if !tools.IsArray() {
 		return nil, notRenderable("tools is not a list")
 	}
-	list := tools.Array()
-	if len(list) == 0 && kind == chatCompletion {
+	list, ok := jsonbody.Elements(tools, maxListed)
+	switch {
+	case !ok:
+		return nil, notRenderable("more than %d tools", maxListed)
+	case len(list) == 0 && kind == chatCompletion:
 		return nil, notRenderable("tools is an empty list")
 	}
 	out := []byte{'['}

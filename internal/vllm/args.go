@@ -1,6 +1,7 @@
 package vllm
 
 import (
+	"fmt"
 	"os"
 	"slices"
 	"strconv"
@@ -27,6 +28,20 @@ var ReservedArgs = map[string]string{
 	"data-parallel-hybrid-lb":              ranksInside,
 	"data-parallel-external-lb":            ranksInside,
 	"data-parallel-multi-port-external-lb": ranksInside,
+}
+
+// CheckArgs refuses arguments for vLLM that the router sets itself or could not
+// follow; its errors name the argument and what to use instead.
+func CheckArgs(args []string) error {
+	for _, arg := range args {
+		if instead, reserved := ReservedArgs[Flag(arg)]; reserved {
+			return fmt.Errorf("%s after --: it is not passed on; use %s", arg, instead)
+		}
+	}
+	if value, given := Value(args, "data-parallel-size"); given && Number(args, "data-parallel-size") < 1 {
+		return fmt.Errorf("--data-parallel-size %s after --: give a number of at least 1", value)
+	}
+	return nil
 }
 
 // shortFlags are the short spellings of those flags of vLLM that matter here.

@@ -30,6 +30,19 @@ const HeaderRank = "X-Data-Parallel-Rank"
 // HopByHop are the headers that belong to one connection, not to the message.
 var HopByHop = []string{"Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "Proxy-Connection", "Te", "Trailer", "Transfer-Encoding", "Upgrade"}
 
+// DropHopByHop takes from a message's headers those that belong to one connection:
+// HopByHop, and those that its header Connection names.
+func DropHopByHop(header http.Header) {
+	for _, named := range header["Connection"] {
+		for name := range strings.SplitSeq(named, ",") {
+			header.Del(strings.TrimSpace(name))
+		}
+	}
+	for _, name := range HopByHop {
+		header.Del(name)
+	}
+}
+
 const (
 	// headerLimit bounds a request's headers, in bytes.
 	headerLimit = 64 << 10

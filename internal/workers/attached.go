@@ -152,6 +152,12 @@ func (f *Fleet) eventSources(ctx context.Context, spec Attached) []events.Source
 	if err := f.get(ctx, spec, "/kv_event_sources", f.Timing.probeLimit, &told); err != nil {
 		f.log.Debug("worker names no KV event sources", "worker", spec.ID, "error", err)
 	}
+	return f.sourcesOf(told, spec)
+}
+
+// sourcesOf is eventSources of what the worker has told. Of more than kv.MaxRanks
+// ranks the first count.
+func (f *Fleet) sourcesOf(told map[string]kvEventSource, spec Attached) []events.Source {
 	host := "127.0.0.1"
 	if u, err := url.Parse(spec.URL); err == nil {
 		host = u.Hostname()
@@ -181,7 +187,11 @@ func (f *Fleet) eventSources(ctx context.Context, spec Attached) []events.Source
 		source.BlockSize = f.cfg.BlockSize
 		sources = append(sources, source)
 	}
-	slices.SortFunc(sources, func(a, b events.Source) int { return int(a.Worker.Rank) - int(b.Worker.Rank) })
+	slices.SortFunc(sources, func(a, b events.Source) int { return a.Worker.Compare(b.Worker) })
+	if len(sources) > kv.MaxRanks {
+		f.log.Warn(fmt.Sprintf("worker %d: names %d data-parallel ranks: only the first %d are followed", spec.ID, len(sources), kv.MaxRanks), "url", spec.URL)
+		sources = sources[:kv.MaxRanks]
+	}
 	return sources
 }
 

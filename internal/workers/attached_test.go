@@ -2,6 +2,7 @@ package workers
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"log/slog"
 	"net"
@@ -19,6 +20,7 @@ import (
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
+	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
 )
 
@@ -31,6 +33,7 @@ type attachedServer struct {
 
 	mu      sync.Mutex // guards the rest
 	sources string     // what /kv_event_sources answers; empty: no such path
+	metrics string     // what /metrics answers; empty: no such path
 	models  int        // status of /v1/models
 	list    string     // what it answers
 	listed  int        // times that it was asked
@@ -66,6 +69,8 @@ func (a *attachedServer) start() {
 			w.WriteHeader(a.models)
 		case r.URL.Path == "/kv_event_sources" && a.sources != "":
 			fmt.Fprint(w, a.sources)
+		case r.URL.Path == "/metrics" && a.metrics != "":
+			fmt.Fprint(w, a.metrics)
 		default:
 			w.WriteHeader(http.StatusNotFound)
 		}
@@ -142,16 +147,15 @@ func TestAttachedWorkerWithoutEventsIsRoutedByLoadAlone(t *testing.T) {
 	a := newAttachedServer(t, "")
 	a.start()
 	f := attachedFleet(t, a, "")
-	type source struct{ endpoint, metrics string }
-	loads := make(chan source, 2)
-	f.loads = func(ctx context.Context, _ *http.Client, w kv.WorkerKey, endpoint, metrics string, _ func(kv.WorkerKey, policy.Published), _ *slog.Logger) {
-		loads <- source{endpoint, metrics}
+	loads := make(chan loadSource, 2)
+	f.loads = func(_ loadReader, ctx context.Context, s loadSource, _ func(kv.WorkerKey, policy.Published)) {
+		loads <- s
 		<-ctx.Done()
 	}
 	f.start()
 	f.wantEvents("up 3.0 g1")
-	if got, want := <-loads, (source{"", "http://" + a.address + "/metrics"}); got != want {
-		t.Errorf("load from %v, want %v", got, want)
+	if got, want := fmt.Sprint(<-loads), fmt.Sprint(loadSource{ranks: []kv.WorkerKey{{Worker: 3}}, page: "http://" + a.address + "/metrics"}); got != want {
+		t.Errorf("load from %s, want %s", got, want)
 	}
 	const warning = "worker 3: publishes no KV events: routed by load only"
 	testkit.Settles(t, func() error {
@@ -237,4 +241,74 @@ func TestWildcardsBecomeTheHostOfTheURL(t *testing.T) {
 			t.Errorf("reachable(%q, %q) = %q, want %q", test.endpoint, test.host, got, test.want)
 		}
 	}
+}
+
+// TestRanksOfAWorkerAreBounded: each takes a connection and a goroutine.
+func TestRanksOfAWorkerAreBounded(t *testing.T) {
+	f := newFakeFleet(t, fakeConfig(t, 0))
+	told := map[string]kvEventSource{"x": {Enable: true, Endpoint: "tcp://*:1"}, "-1": {Enable: true, Endpoint: "tcp://*:1"}, "4294967296": {Enable: true, Endpoint: "tcp://*:1"}}
+	for i := range 3 * kv.MaxRanks {
+		told[fmt.Sprint(i)] = kvEventSource{Enable: true, Kind: "zmq", Endpoint: "tcp://*:9"}
+	}
+	sources := f.sourcesOf(told, Attached{ID: 3, URL: "http://gpu:8000"})
+	if n := len(sources); n != kv.MaxRanks || sources[0].Worker.Rank != 0 || sources[n-1].Worker.Rank != kv.MaxRanks-1 {
+		t.Errorf("%d sources", n)
+	}
+	if log := f.out.String(); !strings.Contains(log, "names 3072 data-parallel ranks: only the first 1024 are followed") {
+		t.Errorf("log:\n%s", log)
+	}
+}
+
+func FuzzEventSources(f *testing.F) {
+	for _, text := range []string{
+		twoRanks, `{"0":{"enable_kv_cache_events":true,"endpoint":"tcp://[::]:5557"}}`, `{"4294967295":{"enable_kv_cache_events":true,"endpoint":"ipc://x"},"00":{"enable_kv_cache_events":true,"endpoint":"x"}}`,
+		`{"0":null}`, `{"0":{"endpoint":5}}`, `null`, `[]`, ``,
+	} {
+		f.Add([]byte(text))
+	}
+	fleet := NewFleet(Settings{BlockSize: 64}, nil, radix.NewTree(), Hooks{}, slog.New(slog.DiscardHandler))
+	f.Fuzz(func(t *testing.T, text []byte) {
+		var told map[string]kvEventSource
+		if json.Unmarshal(text, &told) != nil {
+			return
+		}
+		sources := fleet.sourcesOf(told, Attached{ID: 3, URL: "http://gpu:8000"})
+		if len(sources) > kv.MaxRanks {
+			t.Fatalf("%d sources", len(sources))
+		}
+		for i, source := range sources {
+			if source.Worker.Worker != 3 || source.BlockSize != 64 || source.Endpoint == "" || i > 0 && source.Worker.Rank <= sources[i-1].Worker.Rank {
+				t.Errorf("source %d: %+v", i, source)
+			}
+		}
+	})
+}
+
+// TestTheIndexHoldsNoMoreThanAWorkerSaysItsCacheCan: one that never told of a removal
+// filled the router's memory.
+func TestTheIndexHoldsNoMoreThanAWorkerSaysItsCacheCan(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	defer http.DefaultClient.CloseIdleConnections()
+	t.Run("attached", func(t *testing.T) {
+		p := testkit.NewFakePublisher(t)
+		a := newAttachedServer(t, fmt.Sprintf(`{"0":{"enable_kv_cache_events":true,"endpoint":%q,"replay_endpoint":%q,"topic":"kv"}}`, p.Pub.Endpoint(), p.Router.Endpoint()))
+		a.metrics = "# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{block_size=\"4\",engine=\"0\",num_gpu_blocks=\"11\"} 1\n"
+		a.start()
+		f := attachedFleet(t, a, "")
+		f.cfg.BlockSize = testkit.BlockSize
+		f.start()
+		f.wantEvents("up 3.0 g1")
+		p.Batch(true, testkit.StoredEvent(1, 0, 900))
+		p.Batch(true, testkit.StoredEvent(2, 0, 900))
+		key := kv.WorkerKey{Worker: 3}
+		testkit.Settles(t, func() error {
+			stats := f.Streams()[key]
+			if n := stats.Overflows.Load(); n != 1 || !stats.Cold.Load() || f.index.Blocks(key) > 900 {
+				return fmt.Errorf("%d overflows, %d blocks", n, f.index.Blocks(key))
+			}
+			return nil
+		})
+		f.stop()
+		a.server.Close()
+	})
 }

@@ -184,7 +184,7 @@ func TestProbesFollowNoRedirects(t *testing.T) {
 	if err := f.get(t.Context(), at, "/health", time.Second, nil); err == nil || !strings.Contains(err.Error(), "307") {
 		t.Errorf("a redirect is no error: %v", err)
 	}
-	if _, err := readMetrics(t.Context(), f.pageClient(newWorker(at, true, true, StateReady)), outer.URL+"/metrics", parseCacheSizes); err == nil {
+	if _, err := (loadReader{client: f.pageClient(newWorker(at, true, true, StateReady))}).cacheSizes(t.Context(), outer.URL+"/metrics"); err == nil {
 		t.Error("a redirected page was read")
 	}
 	f.detect(t.Context(), at)

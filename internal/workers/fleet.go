@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"kvrouter/internal/events"
+	"kvrouter/internal/guard"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
@@ -171,7 +172,8 @@ type Fleet struct {
 	Timing timing
 
 	Peers *events.Peers // asked for KV events that workers cannot replay; nil: nobody is
-	loads func(ctx context.Context, client *http.Client, w kv.WorkerKey, zmqEndpoint, metricsURL string, publish func(kv.WorkerKey, policy.Published), log *slog.Logger)
+	Edges *guard.Edges  // counts the panics of what parses the workers' words; nil: nothing does
+	loads func(l loadReader, ctx context.Context, s loadSource, publish func(kv.WorkerKey, policy.Published))
 }
 
 // worker is one member of the fleet.
@@ -203,7 +205,7 @@ func NewFleet(cfg Settings, start Start, index radix.Index, hooks Hooks, log *sl
 		looks:      make(chan struct{}, atOnce),
 		firstLooks: make(chan struct{}, atOnce),
 		Timing:     defaultTiming(),
-		loads:      followLoad,
+		loads:      loadReader.follow,
 	}
 	probes, polls := newTransports(cfg.TLS)
 	f.client, f.polls = web.NewClient(probes), polls

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
-	"strconv"
 	"sync"
 	"time"
 
@@ -80,7 +79,7 @@ func (in *incarnation) followEvents(source events.Source) {
 	}
 	source.Seeded = in.f.index.Blocks(source.Worker) > 0 // only a peer's dump can be there already
 	stream := events.NewStream(source, in.f.index, in.f.log)
-	stream.Peers = in.f.Peers
+	stream.Peers, stream.Edges = in.f.Peers, in.f.Edges
 	if lag := in.f.hooks.Lag; lag != nil {
 		stream.OnLag = func(d time.Duration) { lag(source.Worker, d) }
 	}
@@ -118,26 +117,48 @@ func (in *incarnation) setTargets(served modelList, sources []events.Source) {
 		})
 		ranks = append(ranks, key.Rank)
 	}
+	in.boundStreams()
 	in.f.update(in.w, func(s *Status) { s.Models, s.Ranks = served.names, ranks })
 }
 
+// boundStreams tells the event streams how many blocks their ranks can hold.
+func (in *incarnation) boundStreams() {
+	in.w.mu.Lock()
+	defer in.w.mu.Unlock()
+	for _, target := range in.targets {
+		if stream := in.w.streams[target.Key]; stream != nil {
+			stream.SetCapacity(target.TotalBlocks)
+		}
+	}
+}
+
 // followLoads reads every target's load until the incarnation ends: from its
-// rank's ZMQ endpoint, if there is one, else from its engine's part of /metrics.
+// rank's ZMQ endpoint, if there is one, else from the worker's /metrics, which is
+// asked for all of them together.
 func (in *incarnation) followLoads(endpoint func(rank uint32) string) {
-	client := in.f.pageClient(in.w)
+	page := loadSource{page: in.w.Spec.URL + "/metrics"}
+	follow := func(s loadSource) {
+		in.followers.Go(func() { in.f.loads(in.reader(), in.ctx, s, in.f.hooks.Load) })
+	}
 	for _, target := range in.targets {
 		if in.loaded[target.Key] {
 			continue
 		}
 		in.loaded[target.Key] = true
-		page := target.URL + "/metrics"
-		if target.Ranks > 1 {
-			page += "#" + strconv.FormatUint(uint64(target.Key.Rank), 10)
+		if socket := endpoint(target.Key.Rank); socket != "" {
+			follow(loadSource{ranks: []kv.WorkerKey{target.Key}, socket: socket})
+			continue
 		}
-		in.followers.Go(func() {
-			in.f.loads(in.ctx, client, target.Key, endpoint(target.Key.Rank), page, in.f.hooks.Load, in.f.log)
-		})
+		page.ranks, page.apart = append(page.ranks, target.Key), target.Ranks > 1
 	}
+	if len(page.ranks) > 0 {
+		follow(page)
+	}
+}
+
+// reader returns what reads the worker's load and the sizes of its caches.
+func (in *incarnation) reader() loadReader {
+	return loadReader{client: in.f.pageClient(in.w), edges: in.f.Edges, log: in.f.log}
 }
 
 // markUp makes the worker ready and announces its targets.
@@ -239,7 +260,7 @@ func spread(d time.Duration) time.Duration { return d - rand.N(d/5+1) }
 // cacheSizes asks the worker how many blocks the KV cache of each rank has;
 // those that it does not tell are left out.
 func (in *incarnation) cacheSizes() map[uint32]int {
-	sizes, err := readMetrics(in.ctx, in.f.pageClient(in.w), in.w.Spec.URL+"/metrics", parseCacheSizes)
+	sizes, err := in.reader().cacheSizes(in.ctx, in.w.Spec.URL+"/metrics")
 	if (err != nil || len(sizes) == 0) && in.f.cfg.AssumesSizes {
 		in.f.log.Warn(fmt.Sprintf("worker %d: does not tell the size of its KV cache: its prompts count as cached for --router-ttl-secs", in.w.id), "error", err)
 	}

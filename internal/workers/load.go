@@ -3,9 +3,11 @@ package workers
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
+	"math"
 	"math/rand/v2"
 	"net/http"
 	"slices"
@@ -17,41 +19,69 @@ import (
 	"github.com/prometheus/common/expfmt"
 	prommodel "github.com/prometheus/common/model"
 
+	"kvrouter/internal/guard"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/zmq"
 )
 
-// loadPollInterval is how often a worker without a load socket is asked for
-// its /metrics; loadRetry is the pause after a failure of either source.
 const (
+	// loadPollInterval is how often a worker without a load socket is asked for
+	// its /metrics.
 	loadPollInterval = time.Second
-	loadRetry        = 500 * time.Millisecond
-	maxMetricsBytes  = 16 << 20
+	// loadRetry is the pause after a failure of either source.
+	loadRetry = 500 * time.Millisecond
+	// loadLeast is the least time between two reports of a load socket that
+	// count: each takes the router's lock.
+	loadLeast = 5 * time.Millisecond
+	// maxLoadMessage bounds the bytes of a load message; the plugin's has about
+	// 100.
+	maxLoadMessage = 64 << 10
 )
 
-// followLoad reports worker w's load to publish until ctx is done: every
-// message of its load socket (ZMQ PUB of JSON, as the plugin sends) where
-// zmqEndpoint names one, else its Prometheus page at metricsURL once a second.
-// It reconnects for ever. Of a page that shows several engines the fragment of
-// metricsURL names the one that counts; without one all do. client asks for pages.
-func followLoad(ctx context.Context, client *http.Client, w kv.WorkerKey, zmqEndpoint, metricsURL string, publish func(kv.WorkerKey, policy.Published), log *slog.Logger) {
-	source, where := func(ctx context.Context, url string, publish func(policy.Published)) error {
-		return pollMetrics(ctx, client, url, publish)
-	}, metricsURL
-	if zmqEndpoint != "" {
-		source, where = readLoadSocket, zmqEndpoint
+// loadSource says where the load of ranks of one worker is to be had.
+type loadSource struct {
+	ranks  []kv.WorkerKey
+	socket string // ZMQ PUB of JSON, as the plugin sends, of the only rank; empty: none
+	page   string // URL of a Prometheus page that shows all ranks
+	apart  bool   // the page shows each rank as an engine of that number; else the whole page is the rank's
+}
+
+// where names the source for people.
+func (s loadSource) where() string {
+	if s.socket != "" {
+		return s.socket
+	}
+	return s.page
+}
+
+// loadReader reads what workers say of their load.
+type loadReader struct {
+	client *http.Client // asks for pages
+	edges  *guard.Edges // counts the panics of what parses
+	log    *slog.Logger
+}
+
+// follow reports the load of a source's ranks to publish until ctx is done: every
+// message of the socket where there is one, else the page once a second. It
+// reconnects for ever.
+func (l loadReader) follow(ctx context.Context, s loadSource, publish func(kv.WorkerKey, policy.Published)) {
+	source := l.poll
+	if s.socket != "" {
+		source = l.readSocket
 	}
 	for failures := 0; ctx.Err() == nil; failures++ {
-		err := source(ctx, where, func(p policy.Published) {
-			failures = 0
-			publish(w, p)
+		err := l.edges.Do(guard.WorkerLoad, l.log, func() error {
+			return source(ctx, s, func(w kv.WorkerKey, p policy.Published) {
+				failures = 0
+				publish(w, p)
+			})
 		})
 		if ctx.Err() != nil {
 			return
 		}
 		if failures == 10 { // a worker that is starting is silent for a while
-			log.Warn("no load from worker", "worker", w.Worker, "rank", w.Rank, "from", where, "error", err)
+			l.log.Warn("no load from worker", "worker", s.ranks[0].Worker, "rank", s.ranks[0].Rank, "from", s.where(), "error", err)
 		}
 		pause := time.NewTimer(loadRetry + rand.N(loadRetry))
 		select {
@@ -72,54 +102,110 @@ type loadMessage struct {
 }
 
 func (m loadMessage) published() (policy.Published, error) {
-	p := policy.Published{Running: m.Running, At: time.Now()}
-	if m.Waiting == nil || (m.KVUsage == nil && m.GPUUsage == nil) {
-		return p, fmt.Errorf("load message lacks num_waiting_reqs or kv_cache_usage")
+	usage := m.KVUsage
+	if usage == nil {
+		usage = m.GPUUsage
 	}
-	p.Waiting = *m.Waiting
-	if m.KVUsage != nil {
-		p.KVUsage = *m.KVUsage
-	} else {
-		p.KVUsage = *m.GPUUsage
+	if m.Waiting == nil || usage == nil {
+		return policy.Published{}, errors.New("load message lacks num_waiting_reqs or kv_cache_usage")
 	}
-	return p, nil
+	return published(float64(m.Running), float64(*m.Waiting), *usage)
 }
 
-// readLoadSocket passes on what the socket publishes until it fails or ctx is
-// done.
-func readLoadSocket(ctx context.Context, endpoint string, publish func(policy.Published)) error {
-	conn, err := zmq.DialSub(ctx, endpoint, "")
+// published is a load of these numbers, which must be finite and not negative: one
+// that is not would draw every request, or none. What is more than can be counts as
+// the most that can.
+func published(running, waiting, usage float64) (policy.Published, error) {
+	for name, value := range map[string]float64{"running requests": running, "waiting requests": waiting, "the KV cache's usage": usage} {
+		if err := plausible(name, value); err != nil {
+			return policy.Published{}, err
+		}
+	}
+	return policy.Published{Running: int(min(running, kv.MaxTokens)), Waiting: int(min(waiting, kv.MaxTokens)), KVUsage: min(usage, 1), At: time.Now()}, nil
+}
+
+// plausible refuses a gauge that no worker can have.
+func plausible(name string, value float64) error {
+	if !(value >= 0) || math.IsInf(value, 1) {
+		return fmt.Errorf("%s: %v, want a number from 0", name, value)
+	}
+	return nil
+}
+
+// readLoad reads a load message.
+func readLoad(text []byte) (policy.Published, error) {
+	var load loadMessage
+	if err := json.Unmarshal(text, &load); err != nil {
+		return policy.Published{}, fmt.Errorf("load message: %w", err)
+	}
+	return load.published()
+}
+
+// readSocket passes on what the socket publishes until it fails or ctx is done. Of
+// messages that come faster than loadLeast the last one counts.
+func (l loadReader) readSocket(ctx context.Context, s loadSource, publish func(kv.WorkerKey, policy.Published)) error {
+	conn, err := zmq.DialSub(ctx, s.socket, "")
 	if err != nil {
 		return err
 	}
 	defer conn.Close()
-	for {
-		frames, err := conn.Recv()
+	conn.Limit(maxLoadMessage)
+	var last []byte // message that has not been passed on; empty: none
+	for next := (time.Time{}); ; {
+		var until time.Time
+		if len(last) > 0 {
+			until = next
+		}
+		ready, err := conn.Wait(until)
 		if err != nil {
 			return err
 		}
-		var load loadMessage
-		if err := json.Unmarshal(frames[len(frames)-1], &load); err != nil {
-			return fmt.Errorf("load message from %s: %w", endpoint, err)
+		if ready {
+			frames, err := conn.Recv()
+			if err != nil {
+				return err
+			}
+			last = append(last[:0], frames[len(frames)-1]...)
 		}
-		p, err := load.published()
+		now := time.Now()
+		if now.Before(next) {
+			continue
+		}
+		p, err := readLoad(last)
 		if err != nil {
-			return fmt.Errorf("%s: %w", endpoint, err)
+			return fmt.Errorf("%s: %w", s.socket, err)
 		}
-		publish(p)
+		publish(s.ranks[0], p)
+		last, next = last[:0], now.Add(loadLeast)
 	}
 }
 
-// pollMetrics asks a worker's Prometheus page again and again.
-func pollMetrics(ctx context.Context, client *http.Client, url string, publish func(policy.Published)) error {
+// poll asks a worker's Prometheus page again and again, once for all ranks.
+func (l loadReader) poll(ctx context.Context, s loadSource, publish func(kv.WorkerKey, policy.Published)) error {
 	ticker := time.NewTicker(loadPollInterval)
 	defer ticker.Stop()
 	for {
-		p, err := GetMetrics(ctx, client, url)
+		families, err := l.fetch(ctx, s.page, loadNames[:])
 		if err != nil {
 			return err
 		}
-		publish(p)
+		told := 0
+		for _, rank := range s.ranks {
+			engine := ""
+			if s.apart {
+				engine = strconv.FormatUint(uint64(rank.Rank), 10)
+			}
+			p, failure := loadOf(families, engine)
+			if failure != nil {
+				err = failure
+				continue
+			}
+			publish(rank, p)
+			told++
+		}
+		if told == 0 {
+			return fmt.Errorf("%s: %w", s.page, err)
+		}
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
@@ -128,74 +214,66 @@ func pollMetrics(ctx context.Context, client *http.Client, url string, publish f
 	}
 }
 
+// loadNames are the metrics that a load is read out of, in vLLM's names; the last is
+// its older one for the usage.
+var loadNames = [...]string{"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"}
+
 // GetMetrics reads a worker's load from its Prometheus page at url, which client
 // asks for.
 func GetMetrics(ctx context.Context, client *http.Client, url string) (policy.Published, error) {
-	_, engine, _ := strings.Cut(url, "#")
-	return readMetrics(ctx, client, url, func(page io.Reader) (policy.Published, error) { return parseMetrics(page, engine) })
+	families, err := loadReader{client: client}.fetch(ctx, url, loadNames[:])
+	if err != nil {
+		return policy.Published{}, err
+	}
+	return loadOf(families, "")
 }
 
-// readMetrics fetches a Prometheus page and reads it with parse.
-func readMetrics[T any](ctx context.Context, client *http.Client, url string, parse func(io.Reader) (T, error)) (T, error) {
-	var none T
-	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
-	defer cancel()
-	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
-	if err != nil {
-		return none, err
+// loadOf reads an engine's load out of the metrics of loadNames. Without an engine's
+// number counts are summed over engines, and the usage is the fullest engine's.
+func loadOf(families metricFamilies, engine string) (policy.Published, error) {
+	running, waiting, usage := 0.0, 0.0, 0.0
+	for _, of := range []struct {
+		names []string
+		add   func(value float64)
+	}{
+		{loadNames[:1], func(v float64) { running += v }},
+		{loadNames[1:2], func(v float64) { waiting += v }},
+		{loadNames[2:], func(v float64) { usage = max(usage, v) }},
+	} {
+		at := slices.IndexFunc(of.names, func(name string) bool { return families[name] != nil })
+		if at < 0 {
+			return policy.Published{}, fmt.Errorf("metrics page lacks %s", strings.Join(of.names, " or "))
+		}
+		for _, metric := range families[of.names[at]].Metric {
+			if engine != "" && slices.ContainsFunc(metric.Label, func(l *dto.LabelPair) bool { return l.GetName() == "engine" && l.GetValue() != engine }) {
+				continue
+			}
+			value := metric.GetGauge().GetValue()
+			if err := plausible(of.names[at], value); err != nil {
+				return policy.Published{}, err
+			}
+			of.add(value)
+		}
 	}
-	response, err := client.Do(request)
-	if err != nil {
-		return none, err
-	}
-	defer response.Body.Close()
-	if response.StatusCode != http.StatusOK {
-		return none, fmt.Errorf("%s answered %s", url, response.Status)
-	}
-	return parse(io.LimitReader(response.Body, maxMetricsBytes))
-}
-
-// parseMetrics reads the engine's load out of a Prometheus page in vLLM's names
-// (its older one for the KV usage too). Without an engine's number counts are
-// summed over engines, and the usage is the fullest engine's.
-func parseMetrics(page io.Reader, engine string) (policy.Published, error) {
-	parser := expfmt.NewTextParser(prommodel.UTF8Validation)
-	families, err := parser.TextToMetricFamilies(page)
-	if err != nil {
-		return policy.Published{}, fmt.Errorf("metrics page: %w", err)
-	}
-	running, ok := gauges(families, engine, "vllm:num_requests_running")
-	waiting, ok2 := gauges(families, engine, "vllm:num_requests_waiting")
-	usage, ok3 := gauges(families, engine, "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
-	if !ok || !ok2 || !ok3 {
-		return policy.Published{}, fmt.Errorf("metrics page lacks vllm:num_requests_running, vllm:num_requests_waiting or vllm:kv_cache_usage_perc")
-	}
-	p := policy.Published{At: time.Now()}
-	for _, v := range running {
-		p.Running += int(v)
-	}
-	for _, v := range waiting {
-		p.Waiting += int(v)
-	}
-	for _, v := range usage {
-		p.KVUsage = max(p.KVUsage, v)
-	}
-	return p, nil
+	return published(running, waiting, usage)
 }
 
 // cacheSizes tells how many tokens the KV cache of each data-parallel rank holds.
 type cacheSizes map[uint32]int
 
-// parseCacheSizes reads the sizes of the engines' KV caches out of a Prometheus
-// page in vLLM's names; engines that name none are left out.
-func parseCacheSizes(page io.Reader) (cacheSizes, error) {
-	parser := expfmt.NewTextParser(prommodel.UTF8Validation)
-	families, err := parser.TextToMetricFamilies(page)
+// cacheSizes asks a worker's Prometheus page at url for the sizes of its engines' KV
+// caches; engines that name none are left out.
+func (l loadReader) cacheSizes(ctx context.Context, url string) (cacheSizes, error) {
+	families, err := l.fetch(ctx, url, []string{cacheName})
 	if err != nil {
-		return nil, fmt.Errorf("metrics page: %w", err)
+		return nil, err
 	}
+	return cacheSizesOf(families), nil
+}
+
+func cacheSizesOf(families metricFamilies) cacheSizes {
 	sizes := cacheSizes{}
-	for _, metric := range families["vllm:cache_config_info"].GetMetric() {
+	for _, metric := range families[cacheName].GetMetric() {
 		labels := map[string]uint64{}
 		for _, label := range metric.Label {
 			if n, err := strconv.ParseUint(label.GetValue(), 10, 31); err == nil {
@@ -204,28 +282,50 @@ func parseCacheSizes(page io.Reader) (cacheSizes, error) {
 		}
 		// vLLM keeps one block for itself.
 		if blocks := labels["num_gpu_blocks"]; blocks > 1 && labels["block_size"] > 0 {
-			sizes[uint32(labels["engine"])] = int((blocks - 1) * labels["block_size"])
+			sizes[uint32(labels["engine"])] = int(min((blocks-1)*labels["block_size"], kv.MaxTokens))
 		}
 	}
-	return sizes, nil
+	return sizes
 }
 
-// gauges returns the values of the first of names that the page has, for one
-// engine or, if empty, for all.
-func gauges(families map[string]*dto.MetricFamily, engine string, names ...string) ([]float64, bool) {
-	for _, name := range names {
-		family := families[name]
-		if family == nil {
-			continue
-		}
-		var values []float64
-		for _, metric := range family.Metric {
-			other := slices.ContainsFunc(metric.Label, func(l *dto.LabelPair) bool { return l.GetName() == "engine" && l.GetValue() != engine })
-			if engine == "" || !other {
-				values = append(values, metric.GetGauge().GetValue())
-			}
-		}
-		return values, true
+// fetch asks for a Prometheus page and reads those of its metrics that have one of
+// the names.
+func (l loadReader) fetch(ctx context.Context, url string, names []string) (metricFamilies, error) {
+	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+	defer cancel()
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return nil, err
 	}
-	return nil, false
+	response, err := l.client.Do(request)
+	if err != nil {
+		return nil, err
+	}
+	defer response.Body.Close()
+	if response.StatusCode != http.StatusOK {
+		return nil, fmt.Errorf("%s answered %s", url, response.Status)
+	}
+	families, err := l.parse(io.LimitReader(response.Body, maxMetricsBytes), names)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", url, err)
+	}
+	return families, nil
+}
+
+// parse reads the metrics of these names out of a Prometheus page.
+func (l loadReader) parse(page io.Reader, names []string) (families metricFamilies, err error) {
+	text, err := linesOf(page, names)
+	if err != nil {
+		return nil, fmt.Errorf("metrics page: %w", err)
+	}
+	// The library panics at some pages, such as "{}".
+	err = l.edges.Do(guard.WorkerMetrics, l.log, func() (err error) {
+		parser := expfmt.NewTextParser(prommodel.UTF8Validation)
+		families, err = parser.TextToMetricFamilies(text)
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("metrics page: %w", err)
+	}
+	return families, nil
 }

@@ -29,9 +29,18 @@ vllm:%s{engine="0",model_name="m"} 0.25
 vllm:%s{engine="1",model_name="m"} 0.5
 `
 
+// loadOn reads the load of an engine out of a page.
+func loadOn(page, engine string) (policy.Published, error) {
+	families, err := loadReader{}.parse(strings.NewReader(page), loadNames[:])
+	if err != nil {
+		return policy.Published{}, err
+	}
+	return loadOf(families, engine)
+}
+
 func TestMetricsPageGivesTheLoad(t *testing.T) {
 	for _, usage := range []string{"kv_cache_usage_perc", "gpu_cache_usage_perc"} {
-		p, err := parseMetrics(strings.NewReader(fmt.Sprintf(metricsPage, usage, usage, usage)), "")
+		p, err := loadOn(fmt.Sprintf(metricsPage, usage, usage, usage), "")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -41,33 +50,119 @@ func TestMetricsPageGivesTheLoad(t *testing.T) {
 	}
 }
 
-func TestMetricsPageGivesTheLoadOfOneEngine(t *testing.T) {
+// TestMetricsPageIsAskedOnceForAllRanks: a page can be large.
+func TestMetricsPageIsAskedOnceForAllRanks(t *testing.T) {
 	const name = "kv_cache_usage_perc"
 	page := fmt.Sprintf(metricsPage, name, name, name)
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, page) }))
+	var asked atomic.Int32
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		asked.Add(1)
+		fmt.Fprint(w, page)
+	}))
 	defer server.Close()
-	for engine, want := range map[string]policy.Published{"": {Running: 5, Waiting: 7, KVUsage: 0.5}, "#0": {Running: 3, Waiting: 7, KVUsage: 0.25}, "#1": {Running: 2, KVUsage: 0.5}} {
-		got, err := GetMetrics(t.Context(), http.DefaultClient, server.URL+"/metrics"+engine)
-		if got.At = (time.Time{}); err != nil || got != want {
-			t.Errorf("engine %q: %+v, %v, want %+v", engine, got, err, want)
+	if p, err := GetMetrics(t.Context(), server.Client(), server.URL); err != nil || p.Running != 5 || p.Waiting != 7 || p.KVUsage != 0.5 {
+		t.Errorf("%+v, %v", p, err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	got := map[kv.WorkerKey]policy.Published{}
+	ranks := []kv.WorkerKey{{Worker: 3}, {Worker: 3, Rank: 1}}
+	_ = loadReader{client: server.Client()}.poll(ctx, loadSource{ranks: ranks, page: server.URL, apart: true}, func(w kv.WorkerKey, p policy.Published) {
+		p.At = time.Time{}
+		if got[w] = p; len(got) == len(ranks) {
+			cancel()
 		}
+	})
+	testkit.WantEqual(t, "loads", got, map[kv.WorkerKey]policy.Published{ranks[0]: {Running: 3, Waiting: 7, KVUsage: 0.25}, ranks[1]: {Running: 2, KVUsage: 0.5}})
+	if n := asked.Load(); n != 2 {
+		t.Errorf("asked %d times", n)
 	}
 }
 
 func TestMetricsPageWithoutLoadIsAnError(t *testing.T) {
-	for _, page := range []string{"", "go_goroutines 4\n", "vllm:num_requests_running 1\n", "{{{"} {
-		if p, err := parseMetrics(strings.NewReader(page), ""); err == nil {
-			t.Errorf("%q gave %+v", page, p)
+	for _, page := range []string{"", "go_goroutines 4\n", "vllm:num_requests_running 1\n", "{{{", "{", "{}", "{}\n" + metricsPage, strings.Repeat("x", maxMetricsLine+1)} {
+		if p, err := loadOn(page, ""); err == nil {
+			t.Errorf("%.40q gave %+v", page, p)
 		}
+	}
+}
+
+// TestImpossibleLoadsAreRefused: NaN drew every request under policy standalone.
+func TestImpossibleLoadsAreRefused(t *testing.T) {
+	page := func(running, waiting, usage string) string {
+		return fmt.Sprintf("# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running %s\n# TYPE vllm:num_requests_waiting gauge\nvllm:num_requests_waiting %s\n# TYPE vllm:kv_cache_usage_perc gauge\nvllm:kv_cache_usage_perc %s\n", running, waiting, usage)
+	}
+	for _, bad := range []string{"NaN", "+Inf", "-Inf", "-1", "-1e-9"} {
+		for _, text := range []string{page(bad, "0", "0"), page("0", bad, "0"), page("0", "0", bad)} {
+			if p, err := loadOn(text, ""); err == nil {
+				t.Errorf("%s gave %+v", text, p)
+			}
+		}
+	}
+	if p, err := loadOn(page("1e30", "9e18", "37"), ""); err != nil || p.Running != kv.MaxTokens || p.Waiting != kv.MaxTokens || p.KVUsage != 1 {
+		t.Errorf("numbers that are too large: %+v, %v", p, err)
+	}
+	for text, ok := range map[string]bool{
+		`{"num_waiting_reqs":1,"num_running_reqs":2,"kv_cache_usage":0.5}`: true, `{"num_waiting_reqs":1,"gpu_cache_usage":0.5}`: true, `{"num_waiting_reqs":9223372036854775807,"kv_cache_usage":1e308}`: true,
+		`{"num_waiting_reqs":-1,"kv_cache_usage":0.5}`: false, `{"num_waiting_reqs":1,"kv_cache_usage":-0.5}`: false, `{"num_waiting_reqs":1,"num_running_reqs":-2,"kv_cache_usage":0.5}`: false,
+		`{"num_waiting_reqs":1e30,"kv_cache_usage":0.5}`: false, `{"num_waiting_reqs":1}`: false, `{}`: false, `[]`: false, `null`: false,
+	} {
+		p, err := readLoad([]byte(text))
+		if (err == nil) != ok || p.Waiting > kv.MaxTokens || p.KVUsage > 1 {
+			t.Errorf("%s gave %+v, %v", text, p, err)
+		}
+	}
+}
+
+// TestOtherMetricsOfAPageCostNothing: parsing a page of 14 MB took 400 MB.
+func TestOtherMetricsOfAPageCostNothing(t *testing.T) {
+	const name = "kv_cache_usage_perc"
+	page := strings.Repeat("# TYPE other gauge\n# HELP vllm:num_requests_running what\nother{le=\"vllm:num_requests_running\"} 1\n", 1000) + fmt.Sprintf(metricsPage, name, name, name)
+	lines, err := linesOf(strings.NewReader(page), loadNames[:])
+	if err != nil || strings.Count(lines.String(), "\n") != 9 {
+		t.Errorf("%d lines are kept, %v", strings.Count(lines.String(), "\n"), err)
+	}
+	if p, err := loadOn(page, "1"); err != nil || p.Running != 2 {
+		t.Errorf("%+v, %v", p, err)
+	}
+	quoted := "# TYPE \"vllm:num_requests_running\" gauge\n{\"vllm:num_requests_running\",engine=\"0\"} 3\n"
+	if lines, err := linesOf(strings.NewReader(quoted), loadNames[:]); err != nil || lines.String() != quoted {
+		t.Errorf("of names in quotes %q is kept, %v", lines, err)
+	}
+	long := strings.Repeat("vllm:num_requests_running 1\n", maxMetricsKept/20)
+	if _, err := linesOf(strings.NewReader(long), loadNames[:]); err == nil {
+		t.Error("a page that tells of nothing else is read whole")
 	}
 }
 
 func FuzzMetricsPage(f *testing.F) {
 	f.Add(fmt.Sprintf(metricsPage, "kv_cache_usage_perc", "kv_cache_usage_perc", "kv_cache_usage_perc"))
-	f.Fuzz(func(t *testing.T, page string) { parseMetrics(strings.NewReader(page), "") })
+	for _, page := range []string{"{", "{}", "{}\n", "{a}", "{\"vllm:num_requests_running\"} 1\n", "vllm:num_requests_running NaN\n", "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running -5\n"} {
+		f.Add(page)
+	}
+	f.Fuzz(func(t *testing.T, page string) {
+		for _, engine := range []string{"", "0"} {
+			if p, err := loadOn(page, engine); err == nil && !(p.Running >= 0 && p.Waiting >= 0 && p.KVUsage >= 0 && p.KVUsage <= 1) {
+				t.Errorf("%+v", p)
+			}
+		}
+	})
 }
 
-// follow runs FollowLoad until the test ends and returns the last load seen.
+func FuzzLoadMessage(f *testing.F) {
+	for _, text := range []string{
+		`{"num_waiting_reqs":1,"num_running_reqs":2,"kv_cache_usage":0.5}`, `{"num_waiting_reqs":-5,"gpu_cache_usage":-1e308}`,
+		`{"num_waiting_reqs":9223372036854775807,"kv_cache_usage":1e308}`, `{"num_waiting_reqs":null}`, `[[[[`, ``,
+	} {
+		f.Add([]byte(text))
+	}
+	f.Fuzz(func(t *testing.T, text []byte) {
+		if p, err := readLoad(text); err == nil && !(p.Running >= 0 && p.Waiting >= 0 && p.KVUsage >= 0 && p.KVUsage <= 1 && p.Running <= kv.MaxTokens && p.Waiting <= kv.MaxTokens) {
+			t.Errorf("%+v", p)
+		}
+	})
+}
+
+// follow follows a load until the test ends and returns the last load seen.
 func follow(t *testing.T, socket, page string) *atomic.Pointer[policy.Published] {
 	t.Helper()
 	var last atomic.Pointer[policy.Published]
@@ -75,14 +170,15 @@ func follow(t *testing.T, socket, page string) *atomic.Pointer[policy.Published]
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		followLoad(ctx, http.DefaultClient, kv.WorkerKey{}, socket, page, func(_ kv.WorkerKey, p policy.Published) { last.Store(&p) }, slog.New(slog.DiscardHandler))
+		reader := loadReader{client: http.DefaultClient, log: slog.New(slog.DiscardHandler)}
+		reader.follow(ctx, loadSource{ranks: []kv.WorkerKey{{}}, socket: socket, page: page}, func(_ kv.WorkerKey, p policy.Published) { last.Store(&p) })
 	}()
 	t.Cleanup(func() {
 		cancel()
 		select {
 		case <-done:
 		case <-time.After(20 * time.Second):
-			t.Error("FollowLoad did not end with its context")
+			t.Error("following did not end with its context")
 		}
 	})
 	return &last
@@ -131,31 +227,71 @@ func TestWorkersWithoutALoadSocketArePolled(t *testing.T) {
 	testkit.Eventually(t, 20*time.Second, "the load", func() bool { p := last.Load(); return p != nil && p.Waiting == 7 })
 }
 
+// sizesOn reads the sizes of caches out of a page.
+func sizesOn(page string) (cacheSizes, error) {
+	families, err := loadReader{}.parse(strings.NewReader(page), []string{cacheName})
+	return cacheSizesOf(families), err
+}
+
 func TestCacheSizesAreReadByRank(t *testing.T) {
 	page := "# TYPE vllm:cache_config_info gauge\n" +
 		`vllm:cache_config_info{block_size="64",engine="0",num_gpu_blocks="100"} 1` + "\n" +
 		`vllm:cache_config_info{block_size="32",engine="1",num_gpu_blocks="100",num_cpu_blocks="7"} 1` + "\n" +
 		`vllm:cache_config_info{block_size="64",engine="2",num_gpu_blocks="None"} 1` + "\n"
-	sizes, err := parseCacheSizes(strings.NewReader(page))
+	sizes, err := sizesOn(page)
 	if err != nil || len(sizes) != 2 || sizes[0] != 6336 || sizes[1] != 3168 {
 		t.Errorf("%v %v", sizes, err)
 	}
-	if sizes, err := parseCacheSizes(strings.NewReader("")); err != nil || len(sizes) != 0 {
+	if sizes, err := sizesOn(""); err != nil || len(sizes) != 0 {
 		t.Errorf("empty page: %v %v", sizes, err)
 	}
-	if _, err := parseCacheSizes(strings.NewReader("{")); err == nil {
+	if _, err := sizesOn("{"); err == nil {
 		t.Error("a broken page is read")
 	}
 }
 
 func FuzzParseCacheSizes(f *testing.F) {
-	f.Add(`vllm:cache_config_info{block_size="64",engine="0",num_gpu_blocks="100"} 1`)
+	for _, page := range []string{
+		`vllm:cache_config_info{block_size="64",engine="0",num_gpu_blocks="100"} 1`, "{", "{}",
+		`vllm:cache_config_info{block_size="2147483647",engine="2147483647",num_gpu_blocks="2147483647"} 1`,
+	} {
+		f.Add(page)
+	}
 	f.Fuzz(func(t *testing.T, page string) {
-		sizes, _ := parseCacheSizes(strings.NewReader(page))
+		sizes, _ := sizesOn(page)
 		for rank, tokens := range sizes {
-			if tokens <= 0 {
+			if tokens <= 0 || tokens > kv.MaxTokens {
 				t.Errorf("rank %d has %d tokens", rank, tokens)
 			}
 		}
 	})
+}
+
+// TestLoadSocketThatIsTooFastCountsByItsLastMessage: each message takes the router's
+// lock.
+func TestLoadSocketThatIsTooFastCountsByItsLastMessage(t *testing.T) {
+	pub := testkit.NewTestPublisher(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	var calls, last atomic.Int64
+	done := make(chan struct{})
+	go func() { // ends with ctx
+		defer close(done)
+		_ = loadReader{}.readSocket(ctx, loadSource{ranks: []kv.WorkerKey{{}}, socket: pub.Endpoint()}, func(_ kv.WorkerKey, p policy.Published) {
+			calls.Add(1)
+			last.Store(int64(p.Waiting))
+		})
+	}()
+	testkit.Eventually(t, 20*time.Second, "subscribed", func() bool { return pub.Subscribers() == 1 })
+	const messages = 5000
+	began := time.Now()
+	for i := range messages {
+		pub.Publish(fmt.Appendf(nil, `{"num_waiting_reqs":%d,"kv_cache_usage":0.5}`, i+1))
+	}
+	testkit.Eventually(t, 20*time.Second, "the last message", func() bool { return last.Load() == messages })
+	if n, most := calls.Load(), int64(time.Since(began)/loadLeast)+2; n > most {
+		t.Errorf("%d of %d messages counted, want at most %d", n, messages, most)
+	}
+	cancel()
+	<-done
 }

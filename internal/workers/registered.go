@@ -290,6 +290,7 @@ func (in *incarnation) register(r Registration) {
 			Models: []string{r.Model}, MaxBatchedTokens: r.MaxBatchedTokens, TotalBlocks: r.TotalBlocks, Bearer: r.Key, Disagg: in.disagg,
 		})
 	}
+	in.boundStreams()
 	if in.up {
 		clear(in.announced)
 		in.markUp()

@@ -30,6 +30,12 @@ const (
 	maxMessage = 64 << 20
 	// maxFrames bounds the frames of one message; vLLM sends three or four.
 	maxFrames = 16
+	// maxCommand bounds the bytes of a command after the handshake. A heartbeat,
+	// the only one that is answered, has at most 23.
+	maxCommand = 512
+	// keptBuffer is how much memory a connection keeps from one message to the
+	// next, bytes.
+	keptBuffer = 4 << 20
 )
 
 // Flags of a ZMTP frame.
@@ -40,7 +46,7 @@ const (
 )
 
 // Conn is one ZeroMQ connection to one peer, read by one goroutine; any may
-// send. The handshake is zmq4's. Messages are read and written here, through a
+// send. The handshake is zmq4's, behind handshakeConn. Messages are read and written here, through a
 // buffer and with deadlines: a zmq4 socket reads unbuffered (about seven system
 // calls a message), believes any frame length, and leaves its reader behind
 // when it is closed with data pending. Nothing is queued in between, so a
@@ -51,6 +57,7 @@ type Conn struct {
 	in     *bufio.Reader
 	frames [][]byte // of the last message; views of buf
 	buf    []byte
+	most   int           // bytes of a message that are read
 	stop   func() bool   // ends the watch on the context
 	ended  chan struct{} // closed when that watch has run
 
@@ -66,7 +73,7 @@ func DialSub(ctx context.Context, endpoint, topic string) (*Conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := c.Conn.SendMsg(zmq4.NewMsg(append([]byte{1}, topic...))); err != nil {
+	if err := c.Send(append([]byte{1}, topic...)); err != nil {
 		c.Close()
 		return nil, fmt.Errorf("subscribe at %s: %w", endpoint, err)
 	}
@@ -105,14 +112,14 @@ func Dial(ctx context.Context, endpoint string, kind zmq4.SocketType) (*Conn, er
 // closed when that fails, when ctx ends or by Close. server says who accepted
 // whom.
 func open(ctx context.Context, raw net.Conn, kind zmq4.SocketType, server bool) (*Conn, error) {
-	c := &Conn{Raw: raw, in: bufio.NewReaderSize(raw, 64<<10), ended: make(chan struct{})}
+	c := &Conn{Raw: raw, in: bufio.NewReaderSize(raw, 64<<10), most: maxMessage, ended: make(chan struct{})}
 	c.stop = context.AfterFunc(ctx, func() {
 		defer close(c.ended)
 		_ = raw.Close()
 	})
 	_ = raw.SetDeadline(time.Now().Add(handshakeLimit))
 	var err error
-	c.Conn, err = zmq4.Open(bufferedConn{raw, c.in}, null.Security(), kind, nil, server, nil)
+	c.Conn, err = zmq4.Open(&handshakeConn{Conn: raw, in: c.in}, null.Security(), kind, nil, server, nil)
 	if err != nil {
 		c.Close()
 		return nil, err
@@ -120,6 +127,10 @@ func open(ctx context.Context, raw net.Conn, kind zmq4.SocketType, server bool) 
 	_ = raw.SetDeadline(time.Time{})
 	return c, nil
 }
+
+// Limit bounds the bytes of a message that is read from now on; at first it is
+// 64 MB. A larger one ends the reading with an error.
+func (c *Conn) Limit(bytes int) { c.most = min(bytes, maxMessage) }
 
 // Wait returns true as soon as a message has begun to arrive, false at the
 // time until; the zero time waits for ever.
@@ -214,19 +225,28 @@ func (c *Conn) RecvMsg() (zmq4.Msg, error) { return c.Conn.RecvMsg() }
 func (c *Conn) readMessage() (command bool, err error) {
 	var ends [maxFrames]int
 	n := 0
-	c.buf = c.buf[:0]
+	if c.buf = c.buf[:0]; cap(c.buf) > keptBuffer {
+		c.buf = nil
+	}
 	for more := true; more; n++ {
 		if n == maxFrames {
 			return false, fmt.Errorf("message has more than %d frames", maxFrames)
 		}
-		flags, size, err := c.readHeader()
+		flags, size, err := readHeader(c.in)
 		if err != nil {
 			return false, err
 		}
-		if size > uint64(maxMessage-len(c.buf)) {
-			return false, fmt.Errorf("message is larger than %d bytes", maxMessage)
-		}
 		more, command = flags&zmtpMore != 0, flags&zmtpCommand != 0
+		switch {
+		case flags&^(zmtpMore|zmtpLong|zmtpCommand) != 0:
+			return false, fmt.Errorf("frame has the unknown flags %#x", flags)
+		case command && (more || n > 0):
+			return false, errors.New("peer sent a command within a message")
+		case command && size > maxCommand:
+			return false, fmt.Errorf("command is larger than %d bytes", maxCommand)
+		case size > uint64(max(0, c.most-len(c.buf))):
+			return false, fmt.Errorf("message is larger than %d bytes", c.most)
+		}
 		if err := c.readBody(int(size)); err != nil {
 			return false, err
 		}
@@ -241,15 +261,16 @@ func (c *Conn) readMessage() (command bool, err error) {
 	return command, nil
 }
 
-func (c *Conn) readHeader() (flags byte, size uint64, err error) {
+// readHeader reads what stands before a frame's body: its flags and its size.
+func readHeader(in io.Reader) (flags byte, size uint64, err error) {
 	var header [9]byte
-	if _, err := io.ReadFull(c.in, header[:2]); err != nil {
+	if _, err := io.ReadFull(in, header[:2]); err != nil {
 		return 0, 0, err
 	}
 	if header[0]&zmtpLong == 0 {
 		return header[0], uint64(header[1]), nil
 	}
-	if _, err := io.ReadFull(c.in, header[2:]); err != nil {
+	if _, err := io.ReadFull(in, header[2:]); err != nil {
 		return 0, 0, err
 	}
 	return header[0], binary.BigEndian.Uint64(header[1:]), nil
@@ -290,14 +311,6 @@ func (c *Conn) answer(command []byte) error {
 	}
 	c.sending.Lock()
 	defer c.sending.Unlock()
+	_ = c.Raw.SetWriteDeadline(time.Now().Add(messageLimit))
 	return c.Conn.SendCmd(zmq4.CmdPong, body)
 }
-
-// bufferedConn lets zmq4's handshake read through the buffer that messages are
-// read from later.
-type bufferedConn struct {
-	net.Conn
-	in *bufio.Reader
-}
-
-func (c bufferedConn) Read(p []byte) (int, error) { return c.in.Read(p) }

@@ -6,33 +6,56 @@ import (
 	"fmt"
 	"net"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/go-zeromq/zmq4"
 )
 
-// acceptRetry is the pause after a connection could not be accepted.
-const acceptRetry = 50 * time.Millisecond
+const (
+	// acceptRetry is the pause after a connection could not be accepted.
+	acceptRetry = 50 * time.Millisecond
+	// maxConnections is how many connections a Listener has at a time. Each takes
+	// about 0.3 MB; routers and workers have a handful.
+	maxConnections = 128
+)
 
 // Listener accepts ZeroMQ connections at one address and hands each to serve
-// in a goroutine of its own. All of them end with Close.
+// in a goroutine of its own. It has at most 128 at a time; what comes then is
+// closed at once. All of them end with Close.
 type Listener struct {
 	listener net.Listener
 	kind     zmq4.SocketType
 	serve    func(*Conn)
+	guard    func(func() error) error // runs each connection
+	slots    chan struct{}            // holds a token for each connection
+	refused  atomic.Uint64
 	ctx      context.Context // its end closes every connection
 	cancel   context.CancelFunc
 	running  sync.WaitGroup
 }
 
+// Option changes how a Listener treats those who connect.
+type Option func(*Listener)
+
+// WithGuard has run call what reads from a connection, so that it may turn a panic
+// into an error. The connection ends with the error.
+func WithGuard(run func(func() error) error) Option { return func(l *Listener) { l.guard = run } }
+
 // Listen listens at address, host:port, as a socket of that kind. serve gets each
 // connection, in a goroutine of its own, and the connection ends with it.
-func Listen(address string, kind zmq4.SocketType, serve func(*Conn)) (*Listener, error) {
+func Listen(address string, kind zmq4.SocketType, serve func(*Conn), options ...Option) (*Listener, error) {
 	listener, err := net.Listen("tcp", address)
 	if err != nil {
 		return nil, fmt.Errorf("ZeroMQ socket: %w", err)
 	}
-	l := &Listener{listener: listener, kind: kind, serve: serve}
+	l := &Listener{
+		listener: listener, kind: kind, serve: serve, slots: make(chan struct{}, maxConnections),
+		guard: func(f func() error) error { return f() },
+	}
+	for _, option := range options {
+		option(l)
+	}
 	l.ctx, l.cancel = context.WithCancel(context.Background())
 	l.running.Go(l.accept)
 	return l, nil
@@ -62,16 +85,36 @@ func (l *Listener) accept() {
 			}
 			continue
 		}
-		l.running.Go(func() {
-			conn, err := open(l.ctx, raw, l.kind, true)
-			if err != nil {
-				return
-			}
-			defer conn.Close()
-			l.serve(conn)
-		})
+		select {
+		case l.slots <- struct{}{}:
+			l.running.Go(func() {
+				defer func() { <-l.slots }()
+				_ = l.guard(func() error { return l.follow(raw) })
+			})
+		default:
+			l.refused.Add(1)
+			_ = raw.Close()
+		}
 	}
 }
+
+// follow serves one connection until it ends.
+func (l *Listener) follow(raw net.Conn) error {
+	defer func() { _ = raw.Close() }() // where open has not come to it
+	conn, err := open(l.ctx, raw, l.kind, true)
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	l.serve(conn)
+	return nil
+}
+
+// Refused returns how many connections were closed because there were too many.
+func (l *Listener) Refused() uint64 { return l.refused.Load() }
+
+// maxRequest bounds the bytes of a request to a Router; a replay is asked for with 8.
+const maxRequest = 64 << 10
 
 // Router is a ZeroMQ ROUTER socket that answers requests.
 type Router struct{ *Listener }
@@ -82,6 +125,7 @@ type Router struct{ *Listener }
 // during the call only.
 func NewRouter(address string, answer func(request [][]byte, reply func(frames ...[]byte) error)) (*Router, error) {
 	l, err := Listen(address, zmq4.Router, func(conn *Conn) {
+		conn.Limit(maxRequest)
 		for {
 			request, err := conn.Recv()
 			if err != nil {

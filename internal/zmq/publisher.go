@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"slices"
 	"sync"
+	"sync/atomic"
+	"time"
 
 	"github.com/go-zeromq/zmq4"
 )
@@ -11,6 +13,14 @@ import (
 // QueueLimit is how many messages wait for one subscriber that reads too slowly.
 // What comes when the queue is full is lost for that subscriber, as with libzmq.
 const QueueLimit = 10_000
+
+// Bounds of what one subscriber may take.
+const (
+	queueBytes     = 64 << 20         // of messages that wait for it; further ones are lost for it
+	maxTopics      = 64               // that it has asked for
+	maxTopic       = 1 << 10          // bytes of a message in which it asks for one
+	subscribeLimit = 10 * time.Second // until it asks for the first
+)
 
 // Publisher is a ZeroMQ PUB socket with a bounded queue for each subscriber.
 // zmq4's own has one unbounded queue and leaves goroutines behind. Its methods
@@ -26,13 +36,15 @@ type Publisher struct {
 type subscriber struct {
 	topics []string    // prefixes that it asked for
 	queue  chan []byte // encoded messages; closed when it has gone
+
+	waiting atomic.Int64 // bytes in queue
 }
 
 // NewPublisher returns a publisher that listens at address, host:port.
-func NewPublisher(address string) (*Publisher, error) {
+func NewPublisher(address string, options ...Option) (*Publisher, error) {
 	p := &Publisher{subscribers: map[*subscriber]bool{}}
 	var err error
-	p.Listener, err = Listen(address, zmq4.Pub, p.follow)
+	p.Listener, err = Listen(address, zmq4.Pub, p.follow, options...)
 	return p, err
 }
 
@@ -50,8 +62,12 @@ func (p *Publisher) Publish(frames ...[]byte) {
 		if message == nil {
 			message = encode(frames)
 		}
+		if s.waiting.Load()+int64(len(message)) > queueBytes {
+			continue
+		}
 		select {
 		case s.queue <- message:
+			s.waiting.Add(int64(len(message)))
 		default:
 		}
 	}
@@ -70,6 +86,10 @@ func (p *Publisher) Subscribers() int {
 
 // follow serves one reader until its connection ends.
 func (p *Publisher) follow(conn *Conn) {
+	conn.Limit(maxTopic)
+	if ready, err := conn.Wait(time.Now().Add(subscribeLimit)); !ready || err != nil {
+		return
+	}
 	s := &subscriber{queue: make(chan []byte, QueueLimit)}
 	p.mu.Lock()
 	p.subscribers[s] = true
@@ -77,6 +97,7 @@ func (p *Publisher) follow(conn *Conn) {
 	var writer sync.WaitGroup
 	writer.Go(func() { // ends with queue
 		for message := range s.queue {
+			s.waiting.Add(-int64(len(message)))
 			if conn.sendEncoded(message) != nil {
 				_ = conn.Raw.Close() // ends the reading below, too
 				for range s.queue {
@@ -85,25 +106,27 @@ func (p *Publisher) follow(conn *Conn) {
 			}
 		}
 	})
+	defer func() {
+		p.mu.Lock()
+		delete(p.subscribers, s)
+		close(s.queue)
+		p.mu.Unlock()
+		_ = conn.Raw.Close()
+		writer.Wait()
+	}()
 	for {
 		frames, err := conn.Recv()
-		if err != nil {
-			break
+		if err != nil || !p.subscribe(s, frames[0]) {
+			return
 		}
-		p.subscribe(s, frames[0])
 	}
-	p.mu.Lock()
-	delete(p.subscribers, s)
-	close(s.queue)
-	p.mu.Unlock()
-	_ = conn.Raw.Close()
-	writer.Wait()
 }
 
-// subscribe takes a subscription (1, topic) or its end (0, topic).
-func (p *Publisher) subscribe(s *subscriber, message []byte) {
+// subscribe takes a subscription (1, topic) or its end (0, topic). Not ok: there
+// are too many.
+func (p *Publisher) subscribe(s *subscriber, message []byte) (ok bool) {
 	if len(message) == 0 {
-		return
+		return true
 	}
 	topic := string(message[1:])
 	p.mu.Lock()
@@ -116,4 +139,5 @@ func (p *Publisher) subscribe(s *subscriber, message []byte) {
 			s.topics = slices.Delete(s.topics, i, i+1)
 		}
 	}
+	return len(s.topics) <= maxTopics
 }

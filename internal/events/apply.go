@@ -1,0 +1,250 @@
+package events
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"time"
+
+	"github.com/zeebo/xxh3"
+
+	"kvrouter/internal/guard"
+	"kvrouter/internal/radix"
+)
+
+// Bounds of what one rank may hold in the index. A block takes about 58 bytes there.
+const (
+	heldFactor = 2       // times what its cache holds, by its own account
+	heldSlack  = 1024    // blocks beyond that
+	maxHeld    = 1 << 24 // blocks of a rank whose cache is of unknown size
+)
+
+// maxLag is the greatest age of a batch that is reported: it is the worker's clock
+// that says when the batch was made.
+const maxLag = 24 * time.Hour
+
+// batchResult is what has come of a batch so far, to be logged once at its end.
+type batchResult struct {
+	bad     int    // events that may have been removals, and made no sense
+	cleared int    // times that the rank was cleared
+	reason  string // of the first time
+	// stored tells that the rank may hold blocks: it was not cleared, or has stored
+	// some since.
+	stored bool
+}
+
+// clear empties the rank in the index. Within a batch it is logged at the end.
+func (s *Stream) clear(why string) {
+	if s.batch.cleared++; s.batch.cleared == 1 {
+		s.batch.reason = why
+	}
+	s.batch.stored = false
+	s.stats.Cold.Store(true)
+	s.index.Clear(s.Src.Worker)
+	s.history.cleared()
+	s.seeded = false
+	if !s.applying {
+		s.tellCleared()
+	}
+}
+
+// tellCleared logs what clear has done since it last did.
+func (s *Stream) tellCleared() {
+	if b := &s.batch; b.cleared > 0 {
+		s.log.Warn("cleared the worker's blocks", "reason", b.reason, "times", b.cleared, "bad_events", b.bad)
+		b.cleared, b.reason, b.bad = 0, "", 0
+	}
+}
+
+// Apply puts batch next into the index. A bad event is left out alone, unless
+// it may have been a removal: then the blocks of the rank are cleared, and the
+// batch goes on.
+func (s *Stream) Apply(seq uint64, payload []byte, live bool) {
+	s.next, s.sum = seq+1, xxh3.Hash(payload)
+	s.history.beginBatch(seq, s.sum)
+	defer s.history.endBatch()
+	s.stats.Batches.Add(1)
+	defer s.stats.LastSeq.Store(seq) // whoever sees it finds the batch in the index
+	s.applying, s.batch.stored = true, true
+	defer func() {
+		s.applying = false
+		s.tellCleared()
+	}()
+	err := s.Edges.Do(guard.KVEventBatch, s.log, func() error { return s.applyBatch(seq, payload, live) })
+	if err != nil {
+		s.stats.DecodeErrors.Add(1)
+		s.clear(fmt.Sprintf("event batch %d is unreadable: %v", seq, err))
+	}
+}
+
+func (s *Stream) applyBatch(seq uint64, payload []byte, live bool) error {
+	ts, err := s.dec.start(payload)
+	if err != nil {
+		return err
+	}
+	if age := float64(s.Now().UnixNano())/1e9 - ts; live && s.OnLag != nil && !math.IsNaN(age) {
+		s.OnLag(time.Duration(min(max(age, 0), maxLag.Seconds()) * float64(time.Second)))
+	}
+	defer s.trim()
+	for s.dec.more() {
+		e, err := s.dec.next()
+		if err == nil {
+			err = s.applyEvent(e)
+		}
+		if err == nil {
+			continue
+		}
+		s.stats.DecodeErrors.Add(1)
+		if e.kind == eventStored && !errors.Is(err, errBrokenPayload) {
+			s.stats.InvalidStored.Add(1)
+			s.stats.Cold.Store(true)
+			s.warnOnce("event", "left out a bad KV event", "batch", seq, "error", err)
+			continue
+		}
+		if s.batch.bad++; s.batch.bad == 1 || s.batch.stored {
+			s.clear(fmt.Sprintf("event batch %d is bad: %v", seq, err))
+		}
+		s.stats.Cold.Store(true)
+	}
+	if rank, ok := s.dec.rank(); ok && rank != int(s.Src.Worker.Rank) {
+		// The endpoint decides: behind an external load balancer every rank is
+		// a worker of its own to us, while its engine still counts itself.
+		s.warnOnce("rank", "events name another data-parallel rank than their endpoint", "named", rank)
+	}
+	return nil
+}
+
+// trim gives up the memory that an unusually large batch took.
+func (s *Stream) trim() {
+	s.dec.trim()
+	if cap(s.blocks) > keptBlocks {
+		s.blocks = nil
+	}
+}
+
+func (s *Stream) applyEvent(e *kvEvent) error {
+	switch e.kind {
+	case eventStored:
+		return s.applyStored(e)
+	case eventRemoved:
+		if !ownCache(e) || e.hasGroup && s.groupKnown && e.group != s.group {
+			s.stats.Ignored.Add(1)
+			return nil
+		}
+		unknown := s.index.Remove(s.Src.Worker, e.hashes)
+		s.history.removed(e.hashes)
+		s.stats.Removed.Add(1)
+		s.stats.RemovedBlocks.Add(uint64(len(e.hashes) - unknown))
+		if unknown > 0 {
+			s.stats.UnknownRemoved.Add(uint64(unknown))
+			s.stats.RemovedIncomplete.Add(1)
+		}
+	case eventCleared:
+		s.index.Clear(s.Src.Worker)
+		s.history.cleared()
+		s.batch.stored = false
+		s.stats.Cleared.Add(1)
+		s.stats.Cold.Store(false)
+	default:
+		s.stats.Ignored.Add(1)
+		s.warnOnce("type", "unknown type of KV event", "type", fmt.Sprintf("%.40s", e.tag))
+	}
+	return nil
+}
+
+func (s *Stream) applyStored(e *kvEvent) error {
+	if !ownCache(e) || !fullAttention(e) {
+		s.stats.Ignored.Add(1)
+		return nil
+	}
+	if len(e.hashes) == 0 {
+		return nil
+	}
+	if e.blockSize != s.Src.BlockSize {
+		s.stats.BlockSizeMismatch.Add(1)
+		s.stats.Cold.Store(true)
+		if !s.warned["block size"] {
+			s.warned["block size"] = true
+			s.log.Error("the engine's block size differs from the router's: its events are dropped; start both with the same --block-size",
+				"engine", e.blockSize, "router", s.Src.BlockSize)
+		}
+		return nil
+	}
+	if e.hasGroup {
+		// The groups of a hybrid model hold the same prompt side by side, with
+		// the same block ids. One of them stands for all.
+		if !s.groupKnown {
+			s.group, s.groupKnown = e.group, true
+		}
+		if e.group != s.group {
+			s.stats.Ignored.Add(1)
+			return nil
+		}
+	}
+	var err error
+	s.blocks, err = s.dec.blocks(s.blocks[:0], e)
+	if err != nil {
+		return err
+	}
+	if s.overflows(len(s.blocks)) {
+		return nil
+	}
+	if s.seeded { // or a block that the peer has told counts twice
+		s.index.Remove(s.Src.Worker, e.hashes)
+	}
+	s.batch.stored = true
+	switch err := s.index.Store(s.Src.Worker, e.parent, e.hasParent, s.blocks); {
+	case errors.Is(err, radix.ErrParentUnknown):
+		s.stats.UnknownParent.Add(1)
+		if s.stats.Cold.Load() {
+			return nil // expected: their parents are among what is missing
+		}
+		s.clear("stored blocks follow a block that it is not known to hold")
+		s.resync, s.retryAt = true, time.Now()
+		return nil
+	case err != nil:
+		return err
+	}
+	s.history.stored(e.parent, e.hasParent, s.blocks)
+	s.stats.Stored.Add(1)
+	s.stats.StoredBlocks.Add(uint64(len(s.blocks)))
+	return nil
+}
+
+// overflows tells whether the rank would hold more with so many further blocks than
+// its cache can: removals do not come, or are not the engine's. Then its blocks are
+// cleared, and its history is asked for again in a while.
+func (s *Stream) overflows(more int) bool {
+	most := maxHeld
+	if capacity := s.capacity.Load(); capacity > 0 {
+		most = int(min(maxHeld, heldFactor*min(capacity, maxHeld)+heldSlack))
+	}
+	held := s.index.Blocks(s.Src.Worker)
+	if held+more <= most {
+		return false
+	}
+	s.stats.Overflows.Add(1)
+	s.clear(fmt.Sprintf("its KV events store blocks and remove too few: %d would be held, at most %d can be", held+more, most))
+	s.resync, s.retryAt = true, time.Now().Add(s.Timing.Retry)
+	return true
+}
+
+// ownCache tells whether an event is about the engine's own KV cache rather
+// than an offloading tier or another process.
+func ownCache(e *kvEvent) bool {
+	return (len(e.medium) == 0 || string(e.medium) == "GPU") && string(e.locality) != "REMOTE"
+}
+
+// fullAttention tells whether a stored block means that the whole prefix up to
+// it is usable. Groups with a sliding window, a state or cross attention keep
+// some blocks only. Where the engine does not tell the kind, its first group
+// counts.
+func fullAttention(e *kvEvent) bool {
+	switch string(e.specKind) {
+	case "":
+		return !e.hasGroup || e.group == 0
+	case "full_attention", "mla_attention", "sink_full_attention":
+		return true
+	}
+	return false
+}

@@ -1,0 +1,90 @@
+package events
+
+import (
+	"bytes"
+	"log/slog"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/radix"
+	"kvrouter/internal/testkit"
+)
+
+// streamWith returns a stream that has applied these batches.
+func streamWith(batches ...[]byte) (*Stream, *radix.Tree, *testkit.LogBuffer) {
+	log, index := new(testkit.LogBuffer), radix.NewTree()
+	s := NewStream(Source{Worker: testkit.EventWorker, BlockSize: testkit.BlockSize}, index, slog.New(slog.NewTextHandler(log, nil)))
+	s.Begin(0)
+	for i, payload := range batches {
+		s.Apply(uint64(i), payload, true)
+	}
+	return s, index, log
+}
+
+// FuzzEventBatch applies a batch of whatever bytes: the index stays sound, the log
+// short, and the next batch counts.
+func FuzzEventBatch(f *testing.F) {
+	good, next := testkit.Payload(f, 1, testkit.StoredEvent(1, 0, 3)), testkit.Payload(f, 2, testkit.StoredEvent(2, 0, 1))
+	files, err := filepath.Glob("testdata/*.bin")
+	if err != nil || len(files) == 0 {
+		f.Fatalf("golden payloads: %v, %v", files, err)
+	}
+	for _, file := range files {
+		f.Add(goldenPayload(f, filepath.Base(file)))
+	}
+	f.Add(testkit.Payload(f, 1, testkit.RemovedEvent(1, 1, 2), testkit.StoredEvent(1, 1, 3), testkit.StoredEvent(9, 4, 5), testkit.Event{"cleared": true}))
+	f.Add(append([]byte("\x92\xcb\x00\x00\x00\x00\x00\x00\x00\x00\xdc\x00\x40"), bytes.Repeat([]byte{0xc0}, 64)...))
+	f.Add([]byte("\x92\xcb\x7f\xf8\x00\x00\x00\x00\x00\x00\x91\x91\xb0AllBlocksCleared"))
+	f.Fuzz(func(t *testing.T, payload []byte) {
+		s, index, log := streamWith(good, payload, next)
+		if err := index.Check(); err != nil {
+			t.Fatal(err)
+		}
+		if n := bytes.Count([]byte(log.String()), []byte("\n")); n > 8 {
+			t.Errorf("%d lines of log", n)
+		}
+		local := kv.HashBlocks(nil, testkit.PromptTokens(2, 1), testkit.BlockSize, "", "")
+		if !slices.Contains(index.Match(local, nil), kv.Match{Worker: testkit.EventWorker, Blocks: 1}) {
+			t.Errorf("the next batch is not in the index; log:\n%s", log)
+		}
+		if kept := s.History().blocks; kept > loggedBlocks {
+			t.Errorf("%d blocks are kept", kept)
+		}
+	})
+}
+
+// FuzzEventsAnswer takes over whatever another router answers.
+func FuzzEventsAnswer(f *testing.F) {
+	s, _, _ := streamWith(testkit.Payload(f, 1, testkit.StoredEvent(1, 0, 3), testkit.StoredEvent(2, 0, 2)), testkit.Payload(f, 1, testkit.RemovedEvent(2, 1, 2), testkit.Event{"cleared": true}, testkit.StoredEvent(3, 0, 1)))
+	zero := uint64(0)
+	for _, start := range []*uint64{nil, &zero} {
+		answer := s.History().Query(start, nil, &zero)
+		var text bytes.Buffer
+		if err := answer.Write(&text); err != nil {
+			f.Fatal(err)
+		}
+		f.Add(text.Bytes())
+	}
+	for _, text := range []string{
+		`{"kind":"tree_dump","last_event_id":18446744073709551615,"last_digest":1,"events":[{"data":{"stored":{"parent_hash":5,"blocks":[{"block_hash":5}]}}}]}`,
+		`{"kind":"events","last_event_id":1,"last_digest":1,"events":[{},{},{"data":{"removed":[1,2]}},{"data":{"cleared":true}}]}`,
+		`{"events":null}`, `{"events":{}}`, `[]`, `{"kind":"events","x":{"y":[1]},"events":[`, ``,
+	} {
+		f.Add([]byte(text))
+	}
+	f.Fuzz(func(t *testing.T, text []byte) {
+		answer, err := readAnswer(bytes.NewReader(text))
+		if err != nil || answer.Last == nil || answer.LastDigest == nil {
+			return // askPeers does not take it
+		}
+		s, index, _ := streamWith(testkit.Payload(t, 1, testkit.StoredEvent(1, 0, 3)))
+		if !s.take(answer) {
+			s.forget("it does not fit")
+		}
+		if err := index.Check(); err != nil {
+			t.Fatal(err)
+		}
+	})
+}

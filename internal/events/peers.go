@@ -1,0 +1,210 @@
+package events
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"strconv"
+	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/web"
+)
+
+// Peers are other routers that follow the same workers under the same ids.
+type Peers struct {
+	urls   []string // of their router ports
+	key    string   // bearer key that they ask for; may be empty
+	client *http.Client
+	turns  chan struct{} // holds a token for each answer that is being read
+}
+
+// Bounds of asking peers.
+const (
+	peerLimit       = 10 * time.Second // for a whole answer
+	peerAnswerLimit = 256 << 20        // bytes
+	peerAnswerSize  = 1 << 24          // blocks, where an event counts as peerEventSize
+	peerEventSize   = 4
+	// peerTurns is how many answers are read at a time, for whatever ranks.
+	peerTurns = 2
+	// peerRetries is how often a peer that has not seen the newest batch yet is
+	// asked again, after peerPause and each time double.
+	peerRetries = 3
+	peerPause   = 50 * time.Millisecond
+)
+
+// NewPeers returns the routers at these URLs; none: nil.
+func NewPeers(urls []string, key string) *Peers {
+	if len(urls) == 0 {
+		return nil
+	}
+	client := newPeerClient()
+	client.Timeout = peerLimit
+	return &Peers{urls: urls, key: key, client: client, turns: make(chan struct{}, peerTurns)}
+}
+
+// newPeerClient returns what asks peers: over a new connection each time, and
+// nobody else than them.
+func newPeerClient() *http.Client {
+	transport := web.NewTransport(nil)
+	transport.DisableKeepAlives = true
+	return web.NewClient(transport)
+}
+
+// ask asks one peer for w's events from start on, or all its blocks.
+func (p *Peers) ask(ctx context.Context, peer string, w kv.WorkerKey, start *uint64, check uint64) (answer Answer, err error) {
+	select {
+	case p.turns <- struct{}{}:
+		defer func() { <-p.turns }()
+	case <-ctx.Done():
+		return answer, ctx.Err()
+	}
+	query := url.Values{"worker_id": {strconv.FormatUint(w.Worker, 10)}, "dp_rank": {strconv.FormatUint(uint64(w.Rank), 10)}, "check": {strconv.FormatUint(check, 10)}}
+	if start != nil {
+		query.Set("start", strconv.FormatUint(*start, 10))
+	}
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, peer+"/events?"+query.Encode(), nil)
+	if err != nil {
+		return answer, err
+	}
+	if p.key != "" {
+		request.Header.Set("Authorization", "Bearer "+p.key)
+	}
+	response, err := p.client.Do(request)
+	if err != nil {
+		return answer, err
+	}
+	defer response.Body.Close()
+	if response.StatusCode != http.StatusOK {
+		return answer, fmt.Errorf("GET /events answered %d %s", response.StatusCode, http.StatusText(response.StatusCode))
+	}
+	return readAnswer(io.LimitReader(response.Body, peerAnswerLimit))
+}
+
+// readAnswer reads an answer event by event, so that its text need not fit into
+// memory.
+func readAnswer(in io.Reader) (answer Answer, err error) {
+	r := dumpReader{decoder: json.NewDecoder(in)}
+	fields := map[string]any{
+		"kind": &answer.Kind, "worker_id": &answer.WorkerID, "dp_rank": &answer.DPRank, "block_size": &answer.BlockSize, "complete": &answer.Complete,
+		"last_event_id": &answer.Last, "last_digest": &answer.LastDigest, "before_digest": &answer.BeforeDigest, "check_digest": &answer.CheckDigest,
+	}
+	size := 0
+	err = r.object(func(name string) error {
+		if name != "events" {
+			into, known := fields[name]
+			if !known {
+				into = new(json.RawMessage)
+			}
+			return r.decoder.Decode(into)
+		}
+		if err := r.delimiter('['); err != nil {
+			return err
+		}
+		for r.decoder.More() {
+			var e peerEvent
+			if err := r.decoder.Decode(&e); err != nil {
+				return err
+			}
+			if size += peerEventSize + len(e.Data.Removed); e.Data.Stored != nil {
+				size += len(e.Data.Stored.Blocks)
+			}
+			if size > peerAnswerSize {
+				return fmt.Errorf("it tells of more than %d blocks", peerAnswerSize)
+			}
+			answer.Events = append(answer.Events, e)
+		}
+		return r.delimiter(']')
+	})
+	if err != nil {
+		return Answer{}, fmt.Errorf("GET /events: %w", err)
+	}
+	return answer, nil
+}
+
+// askPeers brings the rank up to the live batch seq, which has the hash sum, by
+// what another router has applied: the events since the last one applied here,
+// else all blocks. That router must have seen the same live batch, and where it
+// tells events, the same batch before them. Not ok: nothing has changed, or the
+// rank was forgotten.
+func (s *Stream) askPeers(ctx context.Context, seq, sum uint64) (ok bool) {
+	if s.Peers == nil {
+		return false
+	}
+	s.asked = true
+	pause := peerPause
+	for range 1 + peerRetries {
+		behind := false
+		for _, peer := range s.Peers.urls {
+			var start *uint64
+			if s.sure && !s.stats.Cold.Load() && s.next > 0 {
+				from := s.next
+				start = &from
+			}
+			answer, err := s.Peers.ask(ctx, peer, s.Src.Worker, start, seq)
+			if err == nil && answer.Kind == kindEvents && (answer.BeforeDigest == nil || *answer.BeforeDigest != s.sum) {
+				answer, err = s.Peers.ask(ctx, peer, s.Src.Worker, nil, seq)
+			}
+			switch {
+			case err != nil:
+				s.warnOnce("peer "+peer, "cannot ask another router for missed KV events", "peer", peer, "error", err)
+			case answer.Last == nil || *answer.Last < seq:
+				behind = true
+			case answer.CheckDigest == nil || *answer.CheckDigest != sum || answer.LastDigest == nil || answer.BlockSize != s.Src.BlockSize:
+				s.warnOnce("peer "+peer, "another router follows another worker under this id", "peer", peer)
+			case !answer.Complete: // what it lacks, it would lack here
+			case s.take(answer):
+				s.log.Info("took missed KV events over from another router", "peer", peer, "kind", answer.Kind, "events", len(answer.Events))
+				return true
+			default:
+				s.forget("another router's events do not fit")
+			}
+		}
+		if !behind || ctx.Err() != nil {
+			return false
+		}
+		s.pause(ctx, pause)
+		pause *= 2
+	}
+	return false
+}
+
+// take applies a peer's answer. Where it goes on is told by the answer as a
+// whole: ids of a dump's events are made up.
+func (s *Stream) take(answer Answer) bool {
+	if answer.Kind == kindDump {
+		s.Begin(0)
+		s.stats.PeerDumps.Add(1)
+	} else {
+		s.stats.PeerEvents.Add(uint64(len(answer.Events)))
+	}
+	for _, e := range answer.Events {
+		switch {
+		case e.Data.Stored != nil:
+			s.blocks = s.blocks[:0]
+			for _, b := range e.Data.Stored.Blocks {
+				s.blocks = append(s.blocks, kv.StoredBlock{Engine: b.BlockHash, Local: b.TokensHash})
+			}
+			var parent uint64
+			if p := e.Data.Stored.ParentHash; p != nil {
+				parent = *p
+			}
+			if s.index.Store(s.Src.Worker, parent, e.Data.Stored.ParentHash != nil, s.blocks) != nil {
+				return false
+			}
+		case e.Data.Cleared:
+			s.index.Clear(s.Src.Worker)
+		default:
+			s.index.Remove(s.Src.Worker, e.Data.Removed)
+		}
+	}
+	s.history.cleared() // it cannot vouch for batches that it has not seen
+	s.sure, s.next, s.sum = true, *answer.Last+1, *answer.LastDigest
+	s.resync = false
+	s.stats.Cold.Store(false)
+	s.stats.LastSeq.Store(*answer.Last)
+	return true
+}

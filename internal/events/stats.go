@@ -1,0 +1,53 @@
+package events
+
+import "sync/atomic"
+
+// Stats counts what one stream saw. It may be read at any time.
+type Stats struct {
+	Connected atomic.Bool // subscribed right now
+	// Cold: blocks of the worker may be missing in the index, because the
+	// history since its start or since its last reset is not known in full.
+	Cold atomic.Bool
+
+	Batches           atomic.Uint64 // applied, replayed ones included
+	ReplayedBatches   atomic.Uint64 // applied out of a replay
+	LastSeq           atomic.Uint64 // of the last applied batch; 0 before the first
+	Stored            atomic.Uint64 // store events applied
+	StoredBlocks      atomic.Uint64 // blocks in them
+	Removed           atomic.Uint64 // remove events applied
+	RemovedBlocks     atomic.Uint64 // blocks in them that the index held
+	Cleared           atomic.Uint64 // AllBlocksCleared events
+	Gaps              atomic.Uint64 // times a live batch was not the next one
+	Duplicates        atomic.Uint64 // live batches already known from a replay
+	PeerEvents        atomic.Uint64 // events taken over from another router after a gap
+	PeerDumps         atomic.Uint64 // times all blocks were taken over from another router
+	Replays           atomic.Uint64 // replays asked for
+	ReplayFailures    atomic.Uint64 // unanswered, or without what was asked for
+	Restarts          atomic.Uint64 // times the publisher turned out to be a new one
+	Reconnects        atomic.Uint64 // connections after the first
+	DecodeErrors      atomic.Uint64 // events or batches that made no sense
+	UnknownParent     atomic.Uint64 // store events whose parent is not held: dropped
+	UnknownRemoved    atomic.Uint64 // removed blocks that the index did not hold
+	RemovedIncomplete atomic.Uint64 // remove events with such blocks
+	InvalidStored     atomic.Uint64 // store events that made no sense: left out
+	Ignored           atomic.Uint64 // events of another medium, group, kind or type
+	BlockSizeMismatch atomic.Uint64 // store events with another block size: dropped
+	Overflows         atomic.Uint64 // times the rank would have held more than its cache can: cleared
+}
+
+// Counts returns the counters by name, for the metrics page.
+func (s *Stats) Counts() map[string]uint64 {
+	counts := map[string]uint64{}
+	for name, counter := range map[string]*atomic.Uint64{
+		"batches": &s.Batches, "replayed_batches": &s.ReplayedBatches, "stored": &s.Stored, "stored_blocks": &s.StoredBlocks,
+		"removed": &s.Removed, "removed_blocks": &s.RemovedBlocks, "cleared": &s.Cleared, "gaps": &s.Gaps, "duplicates": &s.Duplicates,
+		"replays": &s.Replays, "replay_failures": &s.ReplayFailures, "restarts": &s.Restarts, "reconnects": &s.Reconnects,
+		"decode_errors": &s.DecodeErrors, "unknown_parent": &s.UnknownParent, "unknown_removed": &s.UnknownRemoved,
+		"peer_events": &s.PeerEvents, "peer_dumps": &s.PeerDumps, "removed_incomplete": &s.RemovedIncomplete, "invalid_stored": &s.InvalidStored,
+		"ignored": &s.Ignored, "block_size_mismatch": &s.BlockSizeMismatch,
+		"overflows": &s.Overflows,
+	} {
+		counts[name] = counter.Load()
+	}
+	return counts
+}

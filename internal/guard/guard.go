@@ -1,0 +1,92 @@
+// Package guard lets code parse foreign bytes so that a panic in it ends one parse,
+// not the process.
+package guard
+
+import (
+	"fmt"
+	"log/slog"
+	"maps"
+	"runtime/debug"
+	"sync"
+)
+
+// Edges at which the router parses what others send, by a library or by its own
+// code.
+const (
+	KVEvents      = "kv_events"      // one connection to a worker's KV events, its replays included
+	KVEventBatch  = "kv_event_batch" // one batch of KV events
+	WorkerLoad    = "worker_load"    // a worker's load, from its socket or its metrics page
+	WorkerMetrics = "worker_metrics" // a worker's metrics page, for the size of its cache
+	Replica       = "replica"        // one connection to another router
+	ReplicaServer = "replica_server" // one connection from another router
+	other         = "other"          // edges beyond maxEdges
+	maxEdges      = 64               // different names that are counted apart
+	maxStack      = 4 << 10          // bytes of a panic's stack that are logged
+)
+
+// Edges counts the panics at each edge. It is safe for concurrent use; nil counts
+// nothing.
+type Edges struct {
+	mu     sync.Mutex // guards panics
+	panics map[string]uint64
+}
+
+// New returns Edges that know those of this package, all without a panic.
+func New() *Edges {
+	return &Edges{panics: map[string]uint64{KVEvents: 0, KVEventBatch: 0, WorkerLoad: 0, WorkerMetrics: 0, Replica: 0, ReplicaServer: 0}}
+}
+
+// PanicError is the error that Do makes of a panic.
+type PanicError struct {
+	Edge  string
+	Cause any
+}
+
+func (e *PanicError) Error() string {
+	return fmt.Sprintf("the parser at the edge %s panicked: %v", e.Edge, e.Cause)
+}
+
+// Do runs f and returns its error. A panic in f becomes a *PanicError, is counted
+// for the edge, and logged with its stack; a nil log logs nothing. What f has locked
+// without a deferred unlock stays locked, and goroutines that f starts are not
+// covered.
+func (e *Edges) Do(edge string, log *slog.Logger, f func() error) (err error) {
+	defer func() {
+		cause := recover()
+		if cause == nil {
+			return
+		}
+		e.count(edge)
+		err = &PanicError{edge, cause}
+		if log != nil {
+			stack := debug.Stack()
+			log.Error("a parser of foreign bytes panicked: what it parsed is dropped", "edge", edge, "cause", fmt.Sprintf("%.200v", cause), "stack", string(stack[:min(len(stack), maxStack)]))
+		}
+	}()
+	return f()
+}
+
+func (e *Edges) count(edge string) {
+	if e == nil {
+		return
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.panics == nil {
+		e.panics = map[string]uint64{}
+	}
+	if _, known := e.panics[edge]; !known && len(e.panics) >= maxEdges {
+		edge = other
+	}
+	e.panics[edge]++
+}
+
+// Panics returns how many panics each edge has had.
+func (e *Edges) Panics() map[string]uint64 {
+	if e == nil {
+		return nil
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return maps.Clone(e.panics)
+}

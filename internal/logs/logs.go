@@ -1,0 +1,155 @@
+// Package logs makes the router's structured log, in which no call site can write
+// without bound.
+package logs
+
+import (
+	"context"
+	"io"
+	"log/slog"
+	"sync"
+	"time"
+)
+
+const (
+	// burst is how many lines one call site may write at once, and perSecond how
+	// many it may write in the long run.
+	burst     = 100
+	perSecond = 10
+	// sitesKept bounds the call sites that are told apart; a program has fewer.
+	sitesKept = 4096
+	// reportAfter is how long a call site may be quiet before it is told how many
+	// of its lines were left out.
+	reportAfter = 10 * time.Second
+)
+
+// New returns a log to out: "json" for machines, any other format as text. It
+// shows lines of at least level, which may change later. What foreign input
+// repeats is limited: a call site writes 100 lines at once and 10 a second in
+// the long run; its next line, or one of the log's own after 10 s, tells in
+// "suppressed" how many were left out. Debug lines are never left out.
+func New(out io.Writer, level *slog.LevelVar, format string) *slog.Logger {
+	options := &slog.HandlerOptions{Level: level}
+	var next slog.Handler = slog.NewTextHandler(out, options)
+	if format == "json" {
+		next = slog.NewJSONHandler(out, options)
+	}
+	return slog.New(&handler{next: next, limits: &limits{plain: next, sites: map[uintptr]*site{}}})
+}
+
+// Suppressed returns how many lines a log of New has left out; 0 for any other.
+func Suppressed(log *slog.Logger) uint64 {
+	h, ok := log.Handler().(*handler)
+	if !ok {
+		return 0
+	}
+	h.limits.mu.Lock()
+	defer h.limits.mu.Unlock()
+	return h.limits.suppressed
+}
+
+// handler hands to next what limits let pass.
+type handler struct {
+	next   slog.Handler
+	limits *limits // shared by all handlers of one log
+}
+
+// Enabled implements slog.Handler.
+func (h *handler) Enabled(ctx context.Context, level slog.Level) bool {
+	return h.next.Enabled(ctx, level)
+}
+
+// WithAttrs implements slog.Handler.
+func (h *handler) WithAttrs(attrs []slog.Attr) slog.Handler {
+	return &handler{next: h.next.WithAttrs(attrs), limits: h.limits}
+}
+
+// WithGroup implements slog.Handler.
+func (h *handler) WithGroup(name string) slog.Handler {
+	return &handler{next: h.next.WithGroup(name), limits: h.limits}
+}
+
+// Handle implements slog.Handler.
+func (h *handler) Handle(ctx context.Context, r slog.Record) error {
+	if r.Level < slog.LevelInfo {
+		return h.next.Handle(ctx, r)
+	}
+	now := r.Time
+	if now.IsZero() {
+		now = time.Now()
+	}
+	pass, left, quiet := h.limits.take(r.PC, r.Message, now)
+	for _, s := range quiet {
+		report := slog.NewRecord(now, slog.LevelWarn, "log lines were left out", 0)
+		report.AddAttrs(slog.String("line", s.message), slog.Uint64("suppressed", s.left))
+		if err := h.limits.plain.Handle(ctx, report); err != nil {
+			return err
+		}
+	}
+	if !pass {
+		return nil
+	}
+	if left > 0 {
+		r = r.Clone()
+		r.AddAttrs(slog.Uint64("suppressed", left))
+	}
+	return h.next.Handle(ctx, r)
+}
+
+// limits has what each call site may still write.
+type limits struct {
+	plain slog.Handler // without the attributes and groups of any logger
+
+	mu         sync.Mutex // guards all below
+	sites      map[uintptr]*site
+	suppressed uint64
+	looked     time.Time // when quiet sites were last looked for
+}
+
+// site is one call site: a token bucket.
+type site struct {
+	message string // of its last line
+	tokens  float64
+	at      time.Time // of tokens
+	last    time.Time // of its last line, left out or not
+	left    uint64    // lines left out that nobody has been told of
+}
+
+// take tells whether the call site at pc may write a line now, and how many of
+// its lines were left out since its last one. quiet are copies of sites that have
+// written nothing for a while and are still owed a report.
+func (l *limits) take(pc uintptr, message string, now time.Time) (pass bool, left uint64, quiet []site) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	s := l.sites[pc]
+	if s == nil && len(l.sites) >= sitesKept {
+		pc = 0 // what comes too late shares one bucket
+		s = l.sites[pc]
+	}
+	if s == nil {
+		s = &site{tokens: burst, at: now}
+		l.sites[pc] = s
+	}
+	if passed := now.Sub(s.at); passed > 0 {
+		s.tokens = min(burst, s.tokens+passed.Seconds()*perSecond)
+		s.at = now
+	}
+	s.message, s.last = message, now
+	if pass = s.tokens >= 1; pass {
+		s.tokens--
+		left, s.left = s.left, 0
+	} else {
+		s.left++
+		l.suppressed++
+	}
+	if now.Sub(l.looked) < reportAfter {
+		return pass, left, nil
+	}
+	l.looked = now
+	for _, other := range l.sites {
+		if other.left > 0 && now.Sub(other.last) >= reportAfter {
+			quiet = append(quiet, *other)
+			other.left = 0
+		}
+	}
+	return pass, left, quiet
+}

@@ -1,0 +1,123 @@
+package proxy
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"time"
+
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/kv"
+)
+
+const (
+	// askedAtOnce is how many workers are asked side by side.
+	askedAtOnce = 64
+	// modelsTimeout bounds the asking of a worker for its models, modelsLimit its
+	// answer (bytes) and maxModels the models that are listed.
+	modelsTimeout = time.Second
+	modelsLimit   = 1 << 20
+	maxModels     = 10_000
+)
+
+// checkStatus refuses a status that cannot be passed on: none of HTTP, or one that
+// is no final answer.
+func checkStatus(response *http.Response) error {
+	if response.StatusCode < http.StatusOK || response.StatusCode > 999 {
+		return fmt.Errorf("answered with status %03d", response.StatusCode)
+	}
+	return nil
+}
+
+// Question is a short request that goes to several workers.
+type Question struct {
+	Method, Path string
+	Header       http.Header
+	Body         []byte
+	Limit        int64 // of each answer, bytes; 0: AskLimit
+}
+
+// Answer is one worker's answer to a Question.
+type Answer struct {
+	Target kv.Target
+	Status int
+	Body   []byte
+	Err    error // it did not answer
+}
+
+// AskAll asks all targets side by side, with the limits of Ask for each, and calls
+// heard with each answer as it comes until that returns false: then the others are
+// no longer waited for. heard is called by one goroutine at a time.
+func (p *Proxy) AskAll(ctx context.Context, targets []kv.Target, q Question, heard func(Answer) bool) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	limit := cmp.Or(q.Limit, AskLimit)
+	answers := make(chan Answer, len(targets)) // nobody who answers late is held up
+	slots := make(chan struct{}, askedAtOnce)
+	go func() { // ends with ctx at the latest
+		for _, t := range targets {
+			select {
+			case slots <- struct{}{}:
+			case <-ctx.Done():
+				answers <- Answer{Target: t, Err: ctx.Err()}
+				continue
+			}
+			go func() { // ends with Ask
+				defer func() { <-slots }()
+				a := Answer{Target: t}
+				a.Status, a.Body, a.Err = p.ask(ctx, t, q.Method, q.Path, q.Header.Clone(), q.Body, limit)
+				answers <- a
+			}()
+		}
+	}()
+	for range targets {
+		if !heard(<-answers) {
+			return
+		}
+	}
+}
+
+// Models lists what the workers serve, each model as the first of the targets that
+// serves it describes it. Of one that does not answer within 1 s the names are
+// listed that its target has.
+func (p *Proxy) Models(ctx context.Context, targets []kv.Target, header http.Header) []json.RawMessage {
+	ctx, cancel := context.WithTimeout(ctx, modelsTimeout)
+	defer cancel()
+	told := make(map[uint64][]byte, len(targets))
+	p.AskAll(ctx, targets, Question{Method: http.MethodGet, Path: "/v1/models", Header: header, Limit: modelsLimit}, func(a Answer) bool {
+		if a.Err == nil && a.Status == http.StatusOK && gjson.ValidBytes(a.Body) {
+			told[a.Target.Key.Worker] = a.Body
+		}
+		return true
+	})
+	list := []json.RawMessage{}
+	seen := map[string]bool{}
+	add := func(name string, card []byte) bool {
+		if !seen[name] && len(list) < maxModels {
+			seen[name] = true
+			list = append(list, card)
+		}
+		return len(list) < maxModels
+	}
+	for _, t := range targets {
+		gjson.GetBytes(told[t.Key.Worker], "data").ForEach(func(_, m gjson.Result) bool {
+			return !m.IsObject() || add(m.Get("id").String(), []byte(m.Raw))
+		})
+	}
+	for _, t := range targets {
+		for _, name := range t.Models {
+			if told[t.Key.Worker] == nil {
+				add(name, ModelCard(name))
+			}
+		}
+	}
+	return list
+}
+
+// ModelCard describes a model of which only the name is known.
+func ModelCard(name string) json.RawMessage {
+	return fmt.Appendf(nil, `{"id":%s,"object":"model","created":0,"owned_by":"kvrouter"}`, Quoted(name))
+}

@@ -1,0 +1,138 @@
+package replica
+
+import (
+	"crypto/aes"
+	"crypto/cipher"
+	"crypto/hmac"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"time"
+)
+
+// A sealed message is a salt that its sender drew at its start, the time at which
+// it was sent (ns since 1970, each later than the one before), and the text by
+// AES-256-GCM, whose key is an HMAC of the salt under the shared key and whose
+// nonce is the time. So only who has the key can read or write it, and an old one
+// cannot be sent again.
+const (
+	saltSize  = 16
+	stampSize = 8
+	// sealWindow is how far two routers' clocks may be apart.
+	sealWindow = 30 * time.Second
+	// keySize is the least length of a shared key, bytes: who hears a message can
+	// try keys on it.
+	keySize = 16
+)
+
+// seal closes this router's messages. One goroutine uses it.
+type seal struct {
+	key  []byte
+	now  func() time.Time
+	salt [saltSize]byte
+	aead cipher.AEAD
+	last int64 // time of the last message
+}
+
+// newSeal returns a seal under a shared key.
+func newSeal(key string) (*seal, error) {
+	s := &seal{key: []byte(key), now: time.Now}
+	rand.Read(s.salt[:])
+	var err error
+	s.aead, err = derive(s.key, s.salt)
+	return s, err
+}
+
+// derive returns the cipher of one sender.
+func derive(key []byte, salt [saltSize]byte) (cipher.AEAD, error) {
+	mac := hmac.New(sha256.New, key)
+	mac.Write([]byte("kvrouter replica"))
+	mac.Write(salt[:])
+	block, err := aes.NewCipher(mac.Sum(nil))
+	if err != nil {
+		return nil, fmt.Errorf("--replica-key: %w", err)
+	}
+	return cipher.NewGCM(block)
+}
+
+// nonce is the time of a message in the form that the cipher takes.
+func nonce(stamp int64) []byte {
+	return binary.BigEndian.AppendUint64(make([]byte, 4, 12), uint64(stamp))
+}
+
+// close seals a message; without a seal (nil) it stays as it is.
+func (s *seal) close(text []byte) []byte {
+	if s == nil {
+		return text
+	}
+	s.last = max(s.last+1, s.now().UnixNano())
+	out := binary.BigEndian.AppendUint64(s.salt[:saltSize:saltSize], uint64(s.last))
+	return s.aead.Seal(out, nonce(s.last), text, []byte(replicaTopic))
+}
+
+// opener opens one connection's messages. One goroutine uses it.
+type opener struct {
+	key  []byte // nil: messages are not sealed
+	now  func() time.Time
+	salt [saltSize]byte
+	aead cipher.AEAD
+	last int64
+}
+
+// errSealed and errUnsealed say that only one of two routers has a key.
+var (
+	errSealed   = errors.New("its messages are sealed: give --replica-key here, too")
+	errUnsealed = errors.New("its messages are not sealed by our --replica-key")
+)
+
+// open returns a message's text, which it checks.
+func (o *opener) open(message []byte) ([]byte, error) {
+	if o.key == nil {
+		if len(message) > 0 && message[0] != '{' {
+			return nil, errSealed
+		}
+		return message, nil
+	}
+	if len(message) < saltSize+stampSize {
+		return nil, errUnsealed
+	}
+	salt := [saltSize]byte(message)
+	aead, last := o.aead, o.last
+	if aead == nil || salt != o.salt {
+		var err error
+		if aead, err = derive(o.key, salt); err != nil {
+			return nil, err
+		}
+		last = 0
+	}
+	stamp := int64(binary.BigEndian.Uint64(message[saltSize:]))
+	text, err := aead.Open(nil, nonce(stamp), message[saltSize+stampSize:], []byte(replicaTopic))
+	if err != nil {
+		return nil, errUnsealed
+	}
+	if age := o.now().Sub(time.Unix(0, stamp)).Abs(); age > sealWindow || stamp <= last {
+		return nil, fmt.Errorf("a message of %s ago, or sent again: are both clocks right within %s?", age.Round(time.Millisecond), sealWindow)
+	}
+	o.salt, o.aead, o.last = salt, aead, stamp
+	return text, nil
+}
+
+// UseKey has messages sealed by a shared key, and others' refused. Call it before
+// Run.
+func (r *Mesh) UseKey(key string) (err error) {
+	if key != "" {
+		r.seal, err = newSeal(key)
+	}
+	return err
+}
+
+// opener returns what opens one connection's messages.
+func (r *Mesh) opener() *opener {
+	o := &opener{now: time.Now}
+	if r.seal != nil {
+		o.key = r.seal.key
+	}
+	return o
+}

@@ -1,0 +1,198 @@
+package tokens
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"time"
+	"unicode/utf8"
+
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/jsonbody"
+)
+
+// errTooLong marks a prompt that no engine with the model's limit takes: vLLM
+// refuses it by its length, before it encodes it.
+var errTooLong = fmt.Errorf("%w: the prompt is longer than the model takes", errNotRenderable)
+
+// errNoTurn marks a prompt that was not encoded because others took the time.
+var errNoTurn = fmt.Errorf("%w: no turn to encode it came in time", errNotRenderable)
+
+const (
+	// unknownModelLen is what a model is taken to take that says nothing, tokens:
+	// more than any known to date would make the bound useless.
+	unknownModelLen = 1 << 20
+	// maxModelLen bounds what workers may say, tokens.
+	maxModelLen = 1 << 30
+	// maxPrompts bounds the prompts of one request, and listedTexts how often the
+	// text of the longest prompt may fit into them all.
+	maxPrompts  = 4096
+	listedTexts = 16
+	// maxDetokenized bounds the tokens of a /detokenize request.
+	maxDetokenized = 1 << 20
+	// charsPerToken is how many characters a token of a prompt has at most on
+	// average, where the vocabulary allows more: long tokens are runs of space.
+	charsPerToken = 16
+	// largeText is from how many bytes on a text counts as large: to encode it takes
+	// more than about 40 ms. From hugeText on it takes more than about 60 MB. A text
+	// longer than maxText is not encoded: a million tokens are about 4 MB.
+	largeText = 64 << 10
+	hugeText  = 1 << 20
+	maxText   = 6 << 20
+)
+
+// bounds limit the work on the prompts of one request. The zero value has no
+// limits: the request is not a stranger's.
+type bounds struct {
+	ctx    context.Context // nil: nobody leaves
+	wait   time.Duration   // longest wait for a turn to encode; 0: for ever
+	tokens int             // most tokens of a prompt; 0: any number
+	chars  int             // most characters of a text that may be those tokens; 0: any number
+	text   int             // most bytes of a text that is encoded in one piece; 0: any number
+}
+
+// bounds returns the limits for the request of ctx. What is longer than the model
+// takes is not encoded. The rule is vLLM's (max_chars_per_token): the most tokens,
+// each as long as the longest of the vocabulary, but here of charsPerToken at most.
+func (m *Model) bounds(ctx context.Context, wait time.Duration) bounds {
+	tokens := m.MaxModelLen()
+	if tokens == 0 {
+		tokens = unknownModelLen
+	}
+	return bounds{ctx: ctx, wait: wait, tokens: tokens, chars: tokens * min(m.longestToken, charsPerToken), text: maxText}
+}
+
+// fits tells whether a text may fit the model.
+func (b bounds) fits(text string) bool {
+	return b.chars == 0 || len(text) <= b.chars || utf8.RuneCountInString(text) <= b.chars
+}
+
+// fitsChat tells whether a chat may fit the model, by what its users and tools
+// say: it costs nothing yet. What assistants have said before, templates may
+// leave out.
+func (b bounds) fitsChat(req *chatRequest) bool {
+	longest := 0
+	total := func(measure func(string) int) (sum int) {
+		for i := range req.messages {
+			if m := &req.messages[i]; m.role != "assistant" {
+				for j := range m.parts {
+					sum += measure(m.parts[j].text)
+				}
+			}
+		}
+		return sum
+	}
+	bytes := total(func(text string) int {
+		longest = max(longest, len(text))
+		return len(text)
+	})
+	return (b.text == 0 || longest <= b.text) && (b.chars == 0 || bytes <= b.chars || total(utf8.RuneCountInString) <= b.chars)
+}
+
+// longestToken returns the characters of the longest token in a tokenizer.json;
+// 0: it cannot be told.
+func longestToken(tokenizerJSON []byte) int {
+	longest := 0
+	take := func(token gjson.Result) { longest = max(longest, utf8.RuneCountInString(token.Str)) }
+	vocabulary := gjson.GetBytes(tokenizerJSON, "model.vocab")
+	isMap := vocabulary.IsObject()
+	vocabulary.ForEach(func(key, value gjson.Result) bool {
+		if isMap {
+			take(key)
+		} else {
+			take(value.Get("0")) // Unigram: a list of [name, score]
+		}
+		return true
+	})
+	gjson.GetBytes(tokenizerJSON, "added_tokens").ForEach(func(_, added gjson.Result) bool {
+		take(added.Get("content"))
+		return true
+	})
+	return longest
+}
+
+// turns hands out the right to encode. More encodings than processors finish no
+// sooner, and each would hold a thread and its memory. Small texts have turns of
+// their own: none ever waits for a large one. Huge ones go one by one.
+type turns struct {
+	small, large, huge chan struct{} // hold one entry for each encoding under way
+}
+
+func newTurns() turns {
+	n := runtime.GOMAXPROCS(0)
+	return turns{small: make(chan struct{}, n), large: make(chan struct{}, n), huge: make(chan struct{}, 1)}
+}
+
+// take waits for the turn of a text of that many bytes. The caller takes one entry
+// out of the channel when it is done; with an error, an errNoTurn or errTooLong,
+// there is none.
+func (t turns) take(b bounds, bytes int) (turn chan struct{}, err error) {
+	switch turn = t.small; {
+	case b.text > 0 && bytes > b.text:
+		return nil, errTooLong
+	case bytes > hugeText:
+		turn = t.huge
+	case bytes > largeText:
+		turn = t.large
+	}
+	select {
+	case turn <- struct{}{}:
+		return turn, nil
+	default:
+	}
+	var left <-chan struct{}
+	if b.ctx != nil {
+		left = b.ctx.Done()
+	}
+	var late <-chan time.Time
+	if b.wait > 0 {
+		timer := time.NewTimer(b.wait)
+		defer timer.Stop()
+		late = timer.C
+	}
+	select {
+	case turn <- struct{}{}:
+		return turn, nil
+	case <-left:
+		return nil, fmt.Errorf("%w: the client has left", errNoTurn)
+	case <-late:
+		return nil, errNoTurn
+	}
+}
+
+// readTokens is ReadTokens for at most that many tokens (0: any number); more are
+// an errTooLong.
+func readTokens(list gjson.Result, most int) (tokens []uint32, err error) {
+	if !list.IsArray() {
+		return nil, notRenderable("not a list of token ids")
+	}
+	jsonbody.EachElement(list.Raw, func(v gjson.Result) bool {
+		switch {
+		case v.Type != gjson.Number || v.Num < 0 || v.Num > 1<<32-1 || v.Num != float64(uint32(v.Num)):
+			err = notRenderable("%.40s is not a token id", v.Raw)
+		case most > 0 && len(tokens) == most:
+			err = errTooLong
+		default:
+			tokens = append(tokens, uint32(v.Num))
+		}
+		return err == nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	return tokens, nil
+}
+
+// fallback tells why a prompt is not known here, as metrics call it, and whether
+// a worker may be asked for it.
+func fallback(err error) (reason string, ask bool) {
+	switch {
+	case errors.Is(err, errTooLong):
+		return reasonTooLong, false
+	case errors.Is(err, errNoTurn):
+		return reasonNoTurn, false
+	}
+	return reasonNotRenderable, true
+}

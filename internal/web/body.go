@@ -1,0 +1,159 @@
+package web
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"sync/atomic"
+	"time"
+)
+
+const (
+	// bodyTimeout bounds how long a client may take to send a request's body.
+	bodyTimeout = 2 * time.Minute
+	// firstBuffer is the memory that a body gets before anything of it has come,
+	// bytes, and growth by how much more it gets each time that this is full: what
+	// is announced costs nothing until it comes.
+	firstBuffer = 32 << 10
+	growth      = 4
+	// unsetInflight is what Bodies hold at most where nothing is said, bytes.
+	unsetInflight = 1 << 30
+)
+
+// BodySettings are the flags for the bodies of requests.
+type BodySettings struct {
+	MaxInflightBodyBytes int64 `group:"Requests" default:"0" placeholder:"BYTES" help:"Memory for the bodies of all requests in flight, bytes; a request that finds none left is answered 503. 0: a quarter of the memory that the machine or the container allows, and at least --max-body-bytes."`
+}
+
+// SetDefault fills in what depends on the machine, whose memory is in bytes; 0:
+// unknown.
+func (s *BodySettings) SetDefault(largest, memory int64) {
+	if s.MaxInflightBodyBytes == 0 && memory > 0 {
+		s.MaxInflightBodyBytes = max(largest, memory/4)
+	}
+}
+
+// Validate checks the settings; its errors name the flag.
+func (s BodySettings) Validate(largest int64) error {
+	if n := s.MaxInflightBodyBytes; n < 0 || n > 0 && n < largest {
+		return fmt.Errorf("--max-inflight-body-bytes %d must be 0 or at least --max-body-bytes %d", n, largest)
+	}
+	return nil
+}
+
+// Bodies reads the bodies of requests into memory that grows with what arrives,
+// and bounds what all of them take together. It is safe for concurrent use.
+type Bodies struct {
+	largest, all int64
+	held         atomic.Int64
+	refused      atomic.Uint64
+}
+
+// NewBodies returns Bodies of at most largest bytes each, and all bytes together;
+// 0: 1 GiB.
+func NewBodies(largest, all int64) *Bodies {
+	if all == 0 {
+		all = unsetInflight
+	}
+	return &Bodies{largest: largest, all: max(all, largest)}
+}
+
+// Held returns how many bytes the bodies in flight take.
+func (b *Bodies) Held() int64 { return b.held.Load() }
+
+// Refused returns how many requests found no memory left for their bodies.
+func (b *Bodies) Refused() uint64 { return b.refused.Load() }
+
+// BodyError says why a body was not read, and the HTTP status for it.
+type BodyError struct {
+	Status  int
+	Message string
+}
+
+// Error returns the message.
+func (e *BodyError) Error() string { return e.Message }
+
+// errFull says that the bodies in flight take all memory that they may.
+var errFull = errors.New("no memory is left for bodies")
+
+// Read reads a request's body. Done must follow once the body is used no more.
+// An error is a *BodyError: 413, 400, or 503 with Retry-After.
+func (b *Bodies) Read(w http.ResponseWriter, r *http.Request) (body []byte, err error) {
+	announced := r.ContentLength
+	if announced > b.largest {
+		w.Header().Set("Connection", "close") // nobody reads it
+		return nil, b.tooLarge()
+	}
+	connection := http.NewResponseController(w)
+	_ = connection.SetReadDeadline(time.Now().Add(bodyTimeout)) // not every connection can
+	body, err = b.read(http.MaxBytesReader(w, r.Body, b.largest), announced)
+	if err == nil {
+		_ = connection.SetReadDeadline(time.Time{})
+		return body, nil
+	}
+	got := len(body)
+	b.Done(body)
+	var tooLarge *http.MaxBytesError
+	switch {
+	case errors.Is(err, errFull):
+		b.refused.Add(1)
+		w.Header().Set("Retry-After", "1")
+		w.Header().Set("Connection", "close")
+		return nil, &BodyError{http.StatusServiceUnavailable, fmt.Sprintf("the bodies of the requests in flight take the %d bytes that they may (--max-inflight-body-bytes): try again", b.all)}
+	case errors.As(err, &tooLarge):
+		return nil, b.tooLarge()
+	case announced > 0:
+		return nil, &BodyError{http.StatusBadRequest, fmt.Sprintf("the request body ended after %d of %d bytes", got, announced)}
+	}
+	return nil, &BodyError{http.StatusBadRequest, "the request body could not be read"}
+}
+
+func (b *Bodies) tooLarge() error {
+	return &BodyError{http.StatusRequestEntityTooLarge, fmt.Sprintf("the request body is larger than %d bytes (--max-body-bytes)", b.largest)}
+}
+
+// Done gives the memory of a body of Read back; a nil one has none.
+func (b *Bodies) Done(body []byte) { b.held.Add(-int64(cap(body))) }
+
+// read reads a body of that many announced bytes; negative: nobody knows. What it
+// returns has been taken from the budget, with an error too.
+func (b *Bodies) read(from io.Reader, announced int64) (body []byte, err error) {
+	most := b.largest + 1 // one more, to see that it is too large
+	if announced >= 0 {
+		most = announced
+	}
+	for {
+		if len(body) == cap(body) {
+			if int64(len(body)) == announced {
+				return body, nil
+			}
+			size := min(most, max(firstBuffer, growth*int64(cap(body))))
+			if !b.take(size - int64(cap(body))) {
+				return body, errFull
+			}
+			larger := make([]byte, len(body), size)
+			copy(larger, body)
+			body = larger
+		}
+		n, err := from.Read(body[len(body):cap(body)])
+		body = body[:len(body)+n]
+		switch {
+		case err == io.EOF && announced > int64(len(body)):
+			return body, io.ErrUnexpectedEOF
+		case err == io.EOF:
+			return body, nil
+		case err != nil:
+			return body, err
+		}
+	}
+}
+
+// take reserves n bytes, if that many are left.
+func (b *Bodies) take(n int64) bool {
+	if b.held.Add(n) <= b.all {
+		return true
+	}
+	b.held.Add(-n)
+	return false
+}

@@ -1,0 +1,235 @@
+package web
+
+import (
+	"bytes"
+	"errors"
+	"io"
+	"math/rand/v2"
+	"net/http"
+	"net/http/httptest"
+	"strconv"
+	"strings"
+	"testing"
+	"testing/iotest"
+
+	"pgregory.net/rapid"
+)
+
+// bodyRequest is a request whose body comes from a reader, with that length
+// announced; negative: none.
+func bodyRequest(from io.Reader, announced int64) *http.Request {
+	r := httptest.NewRequest(http.MethodPost, "/", io.NopCloser(from))
+	r.ContentLength = announced
+	return r
+}
+
+func randomBytes(n int) []byte {
+	out := make([]byte, n)
+	random := rand.New(rand.NewPCG(uint64(n), 1))
+	for i := range out {
+		out[i] = byte(random.Uint32())
+	}
+	return out
+}
+
+func TestBodiesComeWholeHoweverTheyAreCut(t *testing.T) {
+	b := NewBodies(1<<20, 4<<20)
+	for _, size := range []int{0, 1, 100, firstBuffer - 1, firstBuffer, firstBuffer + 1, 4*firstBuffer + 3, 1 << 20} {
+		sent := randomBytes(size)
+		for name, from := range map[string]io.Reader{"at once": bytes.NewReader(sent), "in halves": iotest.HalfReader(bytes.NewReader(sent)), "end with data": iotest.DataErrReader(bytes.NewReader(sent))} {
+			for _, announced := range []int64{int64(size), -1} {
+				if announced == int64(size) && name == "end with data" {
+					from = bytes.NewReader(sent)
+				}
+				got, err := b.Read(httptest.NewRecorder(), bodyRequest(from, announced))
+				if err != nil || !bytes.Equal(got, sent) {
+					t.Errorf("%d bytes %s, announced %d: %d bytes, %v", size, name, announced, len(got), err)
+				}
+				if held := b.Held(); held < int64(size) || held > int64(max(firstBuffer, growth*size)) {
+					t.Errorf("%d bytes take %d", size, held)
+				}
+				b.Done(got)
+				from = bytes.NewReader(sent)
+			}
+		}
+	}
+	if b.Held() != 0 {
+		t.Errorf("%d bytes are held by nobody", b.Held())
+	}
+}
+
+func TestAnAnnouncedBodyCostsNothingUntilItComes(t *testing.T) {
+	b := NewBodies(64<<20, 1<<30)
+	come, send := io.Pipe()
+	done := make(chan error)
+	go func() { // until the pipe is closed below
+		_, err := b.Read(httptest.NewRecorder(), bodyRequest(come, 64<<20))
+		done <- err
+	}()
+	if _, err := send.Write([]byte("{")); err != nil {
+		t.Fatal(err)
+	}
+	if held := b.Held(); held > firstBuffer {
+		t.Errorf("one byte of 64 MB takes %d bytes", held)
+	}
+	send.Close()
+	var bad *BodyError
+	if err := <-done; !errors.As(err, &bad) || bad.Status != 400 || !strings.Contains(bad.Message, "ended after 1 of 67108864 bytes") {
+		t.Error(err)
+	}
+	if b.Held() != 0 {
+		t.Errorf("%d bytes are still held", b.Held())
+	}
+}
+
+func TestBodiesShareOneBudget(t *testing.T) {
+	b := NewBodies(1<<20, 3<<20)
+	var held [][]byte
+	for range 3 {
+		body, err := b.Read(httptest.NewRecorder(), bodyRequest(bytes.NewReader(randomBytes(1<<20)), 1<<20))
+		if err != nil {
+			t.Fatal(err)
+		}
+		held = append(held, body)
+	}
+	w := httptest.NewRecorder()
+	_, err := b.Read(w, bodyRequest(strings.NewReader("{}"), 2))
+	var bad *BodyError
+	if !errors.As(err, &bad) || bad.Status != 503 || w.Header().Get("Retry-After") != "1" || !strings.Contains(bad.Message, "--max-inflight-body-bytes") {
+		t.Errorf("%v, headers %v", err, w.Header())
+	}
+	if b.Refused() != 1 || b.Held() != 3<<20 {
+		t.Errorf("%d refused, %d bytes held", b.Refused(), b.Held())
+	}
+	b.Done(held[0])
+	body, err := b.Read(httptest.NewRecorder(), bodyRequest(strings.NewReader("{}"), -1))
+	if err != nil || string(body) != "{}" {
+		t.Errorf("%q, %v", body, err)
+	}
+	b.Done(body)
+	b.Done(held[1])
+	b.Done(held[2])
+	b.Done(nil)
+	if b.Held() != 0 {
+		t.Errorf("%d bytes are still held", b.Held())
+	}
+}
+
+func TestTooLargeBodiesAreRefused(t *testing.T) {
+	b := NewBodies(100, 0)
+	for _, announced := range []int64{101, 1 << 62, -1} {
+		_, err := b.Read(httptest.NewRecorder(), bodyRequest(bytes.NewReader(make([]byte, 101)), announced))
+		var bad *BodyError
+		if !errors.As(err, &bad) || bad.Status != 413 || !strings.Contains(bad.Message, "--max-body-bytes") {
+			t.Errorf("announced %d: %v", announced, err)
+		}
+	}
+	if b.Held() != 0 {
+		t.Errorf("%d bytes are still held", b.Held())
+	}
+}
+
+// TestTheBudgetIsKept reads and releases bodies at random.
+func TestTheBudgetIsKept(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		b := NewBodies(1<<17, 1<<18)
+		var held [][]byte
+		t.Repeat(map[string]func(*rapid.T){
+			"read": func(t *rapid.T) {
+				size := rapid.IntRange(0, 1<<17).Draw(t, "size")
+				announced := int64(size)
+				if rapid.Bool().Draw(t, "unknown") {
+					announced = -1
+				}
+				body, err := b.Read(httptest.NewRecorder(), bodyRequest(bytes.NewReader(make([]byte, size)), announced))
+				if err == nil {
+					held = append(held, body)
+				}
+			},
+			"done": func(t *rapid.T) {
+				if len(held) > 0 {
+					b.Done(held[0])
+					held = held[1:]
+				}
+			},
+			"": func(t *rapid.T) {
+				var sum int64
+				for _, body := range held {
+					sum += int64(cap(body))
+				}
+				if b.Held() != sum || sum > 1<<18 {
+					t.Fatalf("%d bytes are held, %d are told", sum, b.Held())
+				}
+			},
+		})
+	})
+}
+
+// FuzzBodies holds what is read against what was sent, whatever is announced.
+func FuzzBodies(f *testing.F) {
+	f.Add([]byte(`{"a":1}`), int64(7), int64(64))
+	f.Add([]byte(`{"a":1}`), int64(-1), int64(3))
+	f.Add([]byte(``), int64(0), int64(1))
+	f.Add(make([]byte, 100_000), int64(1<<40), int64(1<<20))
+	f.Add(make([]byte, 100_000), int64(99_999), int64(1<<20))
+	f.Fuzz(func(t *testing.T, sent []byte, announced, largest int64) {
+		if largest < 1 || largest > 1<<24 {
+			return
+		}
+		b := NewBodies(largest, 0)
+		body, err := b.Read(httptest.NewRecorder(), bodyRequest(bytes.NewReader(sent), announced))
+		var bad *BodyError
+		switch {
+		case err != nil && !errors.As(err, &bad):
+			t.Fatalf("%T is no *BodyError", err)
+		case err == nil && (int64(len(body)) > largest || !bytes.HasPrefix(sent, body) || announced < 0 && len(body) != len(sent)):
+			t.Fatalf("%d bytes of %d, announced %d", len(body), len(sent), announced)
+		}
+		b.Done(body)
+		if b.Held() != 0 {
+			t.Fatalf("%d bytes are still held", b.Held())
+		}
+	})
+}
+
+func TestHeadersOfOneConnectionAreDropped(t *testing.T) {
+	h := http.Header{"Connection": {"X-Foo, keep-alive", " x-bar"}, "X-Foo": {"1"}, "X-Bar": {"2"}, "X-Baz": {"3"}, "Upgrade": {"h2c"}, "Keep-Alive": {"5"}}
+	DropHopByHop(h)
+	if len(h) != 1 || h.Get("X-Baz") != "3" {
+		t.Error(h)
+	}
+}
+
+func TestBodySettings(t *testing.T) {
+	for _, test := range []struct {
+		given, memory, want int64
+		wrong               bool
+	}{
+		{0, 0, 0, false},
+		{0, 4 << 30, 1 << 30, false},
+		{0, 1 << 20, 64 << 20, false},
+		{1 << 30, 4 << 30, 1 << 30, false},
+		{1 << 20, 4 << 30, 1 << 20, true},
+		{-1, 4 << 30, -1, true},
+	} {
+		s := BodySettings{MaxInflightBodyBytes: test.given}
+		s.SetDefault(64<<20, test.memory)
+		if err := s.Validate(64 << 20); s.MaxInflightBodyBytes != test.want || (err != nil) != test.wrong {
+			t.Errorf("%+v: %d, %v", test, s.MaxInflightBodyBytes, err)
+		}
+	}
+}
+
+// BenchmarkBody reads a chat of usual size.
+func BenchmarkBody(b *testing.B) {
+	sent := randomBytes(5000)
+	bodies := NewBodies(64<<20, 0)
+	b.SetBytes(int64(len(sent)))
+	for b.Loop() {
+		body, err := bodies.read(bytes.NewReader(sent), int64(len(sent)))
+		if err != nil || len(body) != len(sent) {
+			b.Fatal(strconv.Itoa(len(body)), err)
+		}
+		bodies.Done(body)
+	}
+}
