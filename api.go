@@ -104,6 +104,7 @@ func (a *API) Drain() { a.draining.Store(true) }
 // Handler returns the routes of the OpenAI port.
 func (a *API) Handler() http.Handler {
 	engine := web.NewEngine(a.log)
+	engine.Use(a.config.Hop.Refuse)
 	engine.NoRoute(func(c *gin.Context) {
 		a.fail(c, http.StatusNotFound, "", fmt.Sprintf("no such route: %s %s", c.Request.Method, c.Request.URL.Path))
 	})

@@ -64,9 +64,7 @@ type Config struct {
 	Python          string `group:"Model and engine" placeholder:"PATH" help:"Python that has vLLM. Default: the environment that 'make setup' prepared, else python3."`
 
 	// Workers that run already, and how started ones are looked after.
-	Worker            []workers.Attached `group:"Workers" sep:";" placeholder:"url=URL,..." help:"Attach a worker that runs already: url=http://host:8100[,id=3][,kv-events=tcp://host:5557][,replay=tcp://host:5757][,load=tcp://host:5657][,role=prefill|decode|both][,kind=nixl|sglang|mooncake][,bootstrap=host:8998]. Repeatable. Only url is needed: the worker itself names its event endpoints."`
-	StartupTimeout    time.Duration      `group:"Workers" default:"10m" help:"Longest time for a started worker to become ready."`
-	RestartBackoffMax time.Duration      `group:"Workers" default:"30s" help:"Longest pause before a dead worker is started again; the first is 1s, each next one double."`
+	workers.Flags
 
 	// Where the router listens, and the first port of each kind that started
 	// workers listen on.
@@ -105,6 +103,9 @@ type Config struct {
 	Record           string           `group:"Requests" placeholder:"FILE" help:"Append one line of JSON to FILE for each finished request, without its text, to be replayed by 'kvrouter simulate --trace'."`
 	AllowEngineAdmin bool             `group:"Requests" help:"Pass the engines' admin and development paths on (/reset_prefix_cache, /sleep, ...) instead of refusing them."`
 
+	// How many clients there may be at once.
+	web.ConnectionSettings
+
 	// Replica says which other routers serve the same workers.
 	Replica replica.Settings `embed:""`
 
@@ -128,6 +129,8 @@ type Config struct {
 	GPUs []string `kong:"-"`
 	// Cores is the number of CPU cores to share out. Set by ResolveDefaults.
 	Cores int `kong:"-"`
+	// Hop is this process in the Via headers of what it sends. Set by build.
+	Hop web.Hop `kong:"-"`
 	// Simulate is what CommandSimulate shall do.
 	Simulate simulate.Settings `kong:"-"`
 	// ModelFolder tells that Model is a folder here. Set by ResolveDefaults.
@@ -286,6 +289,9 @@ func configFileName(args []string, getenv func(string) string) string {
 // GPUs, cores, --python, --model and --served-model-name. Without an engine to
 // start nothing is looked for, and the model is what the workers say it is.
 func (c *Config) ResolveDefaults(machine settings.Machine) error {
+	if err := c.Flags.Resolve(machine.Getenv); err != nil {
+		return err
+	}
 	c.Cores = max(1, machine.Cores)
 	c.Bodies.SetDefault(c.MaxBodyBytes, machine.Memory)
 	cache := settings.CacheDir(machine.Getenv)

@@ -62,8 +62,8 @@ func TestDefaultsOnACPUMachine(t *testing.T) {
 	want := Config{
 		Model: filepath.Join(home, ".cache/kvrouter/smollm2-135m-instruct"), ServedModelName: "smollm2-135m-instruct", ModelFolder: true,
 		Engine: "vllm", NumWorkers: 2, BlockSize: 64, GPUsPerWorker: 1, Python: "python3",
-		StartupTimeout: 10 * time.Minute, RestartBackoffMax: 30 * time.Second,
-		Host: "127.0.0.1", HTTPPort: 8000, RouterPort: 7000, BaseWorkerPort: 8100, BaseKVEventsPort: 5557, BaseKVReplayPort: 5757, BaseMetricsPort: 5657, BaseNIXLPort: 5600,
+		Flags: workers.Flags{StartupTimeout: 10 * time.Minute, RestartBackoffMax: 30 * time.Second},
+		Host:  "127.0.0.1", HTTPPort: 8000, RouterPort: 7000, BaseWorkerPort: 8100, BaseKVEventsPort: 5557, BaseKVReplayPort: 5757, BaseMetricsPort: 5657, BaseNIXLPort: 5600,
 		Policy: "work", TokenTimeout: 2 * time.Second, TokenCacheTokens: tokens.DefaultTokenCache, CollectUsage: true, Routing: router.DefaultSettings(), Scoring: policy.DefaultSettings(), Index: router.DefaultIndexSettings(), Disagg: proxy.DefaultSettings(),
 		MaxBodyBytes: 64 << 20, RequestTimeout: 30 * time.Minute, Web: web.Settings{RouterHost: "127.0.0.1"}, DrainDelay: 5 * time.Second, DrainTimeout: 30 * time.Second,
 		LogLevel: "info", LogFormat: "text", Cores: 8, Replica: replica.Settings{ReplicaSyncPort: 7100}, Mock: mocker.DefaultSettings(),

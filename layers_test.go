@@ -25,13 +25,13 @@ var layers = []map[string]string{
 		"tokens": "jsonbody", "keys": "web",
 	},
 	{ // judging, hearing
-		"policy": "hints jsonlines kv settings", "events": "guard kv radix zmq",
+		"policy": "hints jsonlines kv settings", "events": "guard kv radix web zmq",
 	},
 	{ // deciding, starting
 		"router": "hints kv policy radix table", "vllm": "events kv",
 	},
 	{ // carrying
-		"replica": "guard kv router zmq", "proxy": "jsonbody kv policy router web", "workers": "events guard kv policy radix vllm zmq",
+		"replica": "guard kv router zmq", "proxy": "jsonbody kv policy router web", "workers": "events guard kv policy radix vllm web zmq",
 		"mocker": "engine events jsonbody kv tokens vllm web zmq", "simulate": "engine hints jsonlines kv policy radix router",
 	},
 	{ // showing, offering

@@ -112,6 +112,9 @@ func (r *app) run(ctx context.Context) error {
 	fleet, stopFleet := context.WithCancel(context.Background())
 	defer stopFleet()
 	group, failed := errgroup.WithContext(ctx)
+	openAIShare, selectionShare := r.config.Shares()
+	openAI.Bound(openAIShare)
+	selection.Bound(selectionShare)
 	group.Go(openAI.Serve)
 	group.Go(selection.Serve)
 	if r.replicas != nil {

@@ -60,6 +60,7 @@ type app struct {
 
 // build makes every part and hands it those it needs. Nothing runs yet.
 func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
+	config.Hop = web.NewHop()
 	r := &app{config: config, log: log, thresholds: config.Routing.BusyThresholds, edges: guard.New(), index: router.NewIndex(config.Index, config.Policy, config.Scoring, config.BlockSize, time.Now)}
 	var err error
 	if r.model, err = openModel(ctx, config, log); err != nil {
@@ -97,7 +98,8 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.telemetry.WatchFleet(fleet)
 	r.fleet.Peers, r.fleet.Edges = events.NewPeers(config.IndexerPeers, peerKey(config)), r.edges
 	r.proxy = proxy.NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
-	r.proxy.OutputBlocks = config.Routing.RouterTrackOutputBlocks
+	r.proxy.OutputBlocks, r.proxy.Hop = config.Routing.RouterTrackOutputBlocks, config.Hop
+	r.proxy.Client.Transport = web.NewTransport(config.WorkerTLS)
 	r.tokens = tokens.NewSource(r.model, r.askWorker, config.TokenTimeout, log)
 	r.api = NewAPI(config, r.router, r.tokens, r.proxy, r.telemetry, log)
 	r.api.lookForModels = r.fleet.LookForModels

@@ -31,7 +31,10 @@ type selectionSite struct {
 func startSelection(t *testing.T, args ...string) *selectionSite {
 	t.Helper()
 	all := []string{"--engine=none", "--policy=kv", "--block-size=4", "--seed=1"}
-	return &selectionSite{startApp(t, testkit.FreePorts(t, 2), append(all, args...)...), map[uint64]*mocker.Events{}}
+	s := &selectionSite{startApp(t, testkit.FreePorts(t, 2), append(all, args...)...), map[uint64]*mocker.Events{}}
+	// Most of its workers do not exist: nobody is to notice.
+	s.app.fleet.Timing.FirstLook, s.app.fleet.Timing.HealthEvery = time.Hour, time.Hour
+	return s
 }
 
 // register adds a worker of model m with a publisher of its own.
@@ -348,14 +351,14 @@ func registeredSite(t *testing.T) (s *selectionSite, worker *healthServer, spec 
 	worker = new(healthServer)
 	worker.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if !worker.well.Load() {
-			w.WriteHeader(http.StatusServiceUnavailable)
+			w.WriteHeader(http.StatusNotFound)
 		} else if r.URL.Path == "/health" {
 			worker.good.Add(1)
 		}
 	}))
 	t.Cleanup(worker.Close)
 	s = startSelection(t)
-	s.app.fleet.Timing.HealthEvery = 20 * time.Millisecond
+	s.app.fleet.Timing.FirstLook, s.app.fleet.Timing.HealthEvery = 20*time.Millisecond, 20*time.Millisecond
 	events, err := mocker.NewEvents("127.0.0.1:0", "127.0.0.1:0", 4)
 	if err != nil {
 		t.Fatal(err)

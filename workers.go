@@ -112,7 +112,8 @@ func (c *Config) vllmSettings() vllm.Settings {
 func (c *Config) fleetSettings() workers.Settings {
 	s := workers.Settings{
 		Attached: c.Worker, Ports: c.workerPorts(), BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
-		AssumesSizes: c.Index.NoKVEvents && !c.Index.HasTrees(c.Policy), ServedModelName: c.ServedModelName, Key: vllm.Key(c.VLLMArgs),
+		AssumesSizes: c.Index.NoKVEvents && !c.Index.HasTrees(c.Policy), ServedModelName: c.ServedModelName,
+		TLS: c.WorkerTLS, Hop: c.Hop, WorkerKey: c.WorkerKey, Key: kv.Secret(vllm.Key(c.VLLMArgs)), PassKey: len(c.APIKey) > 0,
 		StartupTimeout: c.StartupTimeout, RestartBackoffMax: c.RestartBackoffMax,
 	}
 	if c.Engine == EngineNone {
@@ -142,6 +143,7 @@ func (c *Config) selectionSettings() selection.Settings {
 	return selection.Settings{
 		Host: c.Web.RouterHost, APIKey: c.RouterAPIKey, ServedModelName: c.ServedModelName, BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
 		TrackPrefillTokens: c.Routing.RouterTrackPrefillTokens, CountsPasses: c.Routing.RouterQueueThreshold != nil,
+		Hop: c.Hop,
 	}
 }
 

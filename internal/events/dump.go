@@ -177,7 +177,7 @@ func recoverFrom(ctx context.Context, index radix.Index, blockSize int, key, pee
 	if key != "" {
 		request.Header.Set("Authorization", "Bearer "+key)
 	}
-	response, err := http.DefaultClient.Do(request)
+	response, err := newPeerClient().Do(request)
 	if err != nil {
 		return Recovered{}, err
 	}

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/web"
 )
 
 // Peers are other routers that follow the same workers under the same ids.
@@ -40,7 +41,17 @@ func NewPeers(urls []string, key string) *Peers {
 	if len(urls) == 0 {
 		return nil
 	}
-	return &Peers{urls: urls, key: key, client: &http.Client{Timeout: peerLimit, Transport: &http.Transport{DisableKeepAlives: true}}, turns: make(chan struct{}, peerTurns)}
+	client := newPeerClient()
+	client.Timeout = peerLimit
+	return &Peers{urls: urls, key: key, client: client, turns: make(chan struct{}, peerTurns)}
+}
+
+// newPeerClient returns what asks peers: over a new connection each time, and
+// nobody else than them.
+func newPeerClient() *http.Client {
+	transport := web.NewTransport(nil)
+	transport.DisableKeepAlives = true
+	return web.NewClient(transport)
 }
 
 // ask asks one peer for w's events from start on, or all its blocks.

@@ -14,6 +14,8 @@ type Target struct {
 	MaxBatchedTokens int // most tokens that its engine computes in a pass; 0: unknown
 	TotalBlocks      int // of its KV cache; 0: unknown
 
+	Bearer Secret // goes to the worker as Authorization: Bearer, in place of the client's; empty: none does
+
 	Disagg
 }
 

@@ -424,7 +424,7 @@ func (s *Pairs) prefill(ctx context.Context, l legs) ([]byte, error) {
 // drain sends u to a worker and reads the whole answer. That of a stream is not
 // returned.
 func (p *Proxy) drain(ctx context.Context, u Upstream, t kv.Target) (answer []byte, usage Usage, err error) {
-	request, err := u.request(ctx, t)
+	request, err := p.request(ctx, &u, t)
 	if err != nil {
 		return nil, usage, err
 	}

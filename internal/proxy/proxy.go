@@ -11,7 +11,6 @@ import (
 	"fmt"
 	"io"
 	"maps"
-	"net"
 	"net/http"
 	"strconv"
 	"strings"
@@ -27,11 +26,6 @@ import (
 )
 
 const (
-	// upstreamIdle is how long an unused connection to a worker is kept: less
-	// than the 5 s after which uvicorn closes it, so that no request meets a
-	// connection that is just being closed.
-	upstreamIdle = 4 * time.Second
-	dialTimeout  = 3 * time.Second
 	// BufferedAnswer bounds the part of an answer that is held back to make a
 	// second attempt possible, and the part of a stream's event that is.
 	BufferedAnswer = 8 << 20
@@ -60,14 +54,13 @@ type Upstream struct {
 }
 
 // request is u as a request to a worker.
-func (u *Upstream) request(ctx context.Context, t kv.Target) (*http.Request, error) {
+func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Request, error) {
 	request, err := http.NewRequestWithContext(ctx, u.Method, t.URL+u.Path, nil)
 	if err != nil {
 		return nil, err
 	}
-	request.Header = u.Header
+	request.Header = p.header(u.Header, t)
 	if t.Ranks > 1 {
-		request.Header = u.Header.Clone()
 		request.Header.Set(web.HeaderRank, strconv.FormatUint(uint64(t.Key.Rank), 10))
 	}
 	if length := len(u.Head) + len(u.Body); length > 0 {
@@ -78,6 +71,20 @@ func (u *Upstream) request(ctx context.Context, t kv.Target) (*http.Request, err
 		request.Body, err = request.GetBody()
 	}
 	return request, err
+}
+
+// header returns a client's headers as they go to a worker, signed by this router.
+// With a key for the worker they carry that and not the client's.
+func (p *Proxy) header(given http.Header, t kv.Target) http.Header {
+	header := given.Clone()
+	if header == nil {
+		header = http.Header{}
+	}
+	if t.Bearer != "" {
+		header.Set("Authorization", "Bearer "+string(t.Bearer))
+	}
+	p.Hop.Sign(header)
+	return header
 }
 
 // Observer is told what happens to requests on their way. Its methods are safe
@@ -112,7 +119,8 @@ type Proxy struct {
 	silence  time.Duration       // longest wait for a worker's next byte, and for a client to take it; 0: no limit
 	now      func() time.Time
 
-	OutputBlocks bool // book the blocks of streams as they grow
+	OutputBlocks bool    // book the blocks of streams as they grow
+	Hop          web.Hop // signs what goes to workers
 }
 
 // streamBuffer is the memory for relaying one stream; later streams reuse it.
@@ -130,16 +138,7 @@ const pooledBuffer = 64 << 10
 // request.
 func NewProxy(observer Observer, silence time.Duration, failed func(worker uint64)) *Proxy {
 	return &Proxy{
-		Client: &http.Client{
-			Transport: &http.Transport{
-				DialContext:         (&net.Dialer{Timeout: dialTimeout, KeepAlive: 15 * time.Second}).DialContext,
-				MaxIdleConnsPerHost: 1024,
-				IdleConnTimeout:     upstreamIdle,
-				DisableCompression:  true,
-				WriteBufferSize:     64 << 10,
-			},
-			CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
-		},
+		Client:   web.NewClient(web.NewTransport(nil)),
 		streams:  sync.Pool{New: func() any { return new(streamBuffer) }},
 		observer: observer,
 		failed:   failed,
@@ -239,7 +238,7 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			connection.SetWriteDeadline(p.now().Add(p.silence))
 		}
 	}
-	request, err := u.request(ctx, x.Decision.Target)
+	request, err := p.request(ctx, &u, x.Decision.Target)
 	if err != nil {
 		return err
 	}
@@ -444,9 +443,7 @@ func (p *Proxy) ask(ctx context.Context, t kv.Target, method, path string, heade
 	if err != nil {
 		return 0, nil, err
 	}
-	if header != nil {
-		request.Header = header
-	}
+	request.Header = p.header(header, t)
 	response, err := p.Client.Do(request)
 	if err != nil {
 		return 0, nil, &workerError{t.Key.Worker, err}

@@ -68,6 +68,7 @@ type Settings struct {
 	KVEvents           bool     // KV events are followed
 	TrackPrefillTokens bool     // --router-track-prefill-tokens
 	CountsPasses       bool     // --router-queue-threshold is set, which counts in passes of a worker
+	Hop                web.Hop  // this router, in the Via of what it sends
 }
 
 // New returns the router port over the given router, index and fleet.
@@ -82,6 +83,7 @@ func New(settings Settings, router *router.Router, index radix.Index, fleet *wor
 // Handler returns the routes of the router port.
 func (s *Service) Handler() http.Handler {
 	engine := web.NewEngine(s.log)
+	engine.Use(s.settings.Hop.Refuse)
 	engine.NoRoute(func(c *gin.Context) { plainError(c, http.StatusNotFound, "route not found") })
 	engine.NoMethod(func(c *gin.Context) { plainError(c, http.StatusMethodNotAllowed, "method not allowed") })
 	engine.GET("/health", statusOK)

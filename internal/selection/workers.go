@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"unicode"
 
 	"github.com/gin-gonic/gin"
 
@@ -26,8 +27,20 @@ const (
 	LifecycleUnschedulable = "unschedulable" // down, or taken out
 )
 
-// maxRegistered bounds the workers that clients register.
-const maxRegistered = 10_000
+// Bounds of what clients register.
+const (
+	maxRegistered = 10_000 // workers, incomplete ones too
+	// maxRanks bounds the data-parallel ranks of one worker.
+	maxRanks = kv.MaxRanks
+	// maxRanksTogether bounds those of all registered workers that have several:
+	// each has a connection for its KV events.
+	maxRanksTogether = 4096
+	// sparedRanks is how many ranks kv_events_endpoints may name that the worker
+	// does not have, or not yet.
+	sparedRanks = 64
+	maxName     = 256  // of a model, a group, a host or the endpoint of a rank, bytes
+	maxKey      = 4096 // of a worker, bytes
+)
 
 // workerSpec is what a client says of a worker; what it leaves out is nil.
 type workerSpec struct {
@@ -46,14 +59,59 @@ type workerSpec struct {
 	Kind              *kv.Kind          `json:"kind,omitempty"`
 	BootstrapHost     *string           `json:"bootstrap_host,omitempty"`
 	BootstrapPort     *uint16           `json:"bootstrap_port,omitempty"`
+	APIKey            *kv.Secret        `json:"api_key,omitempty"` // never shown
 }
 
-// maxRanks bounds the data-parallel ranks of one worker.
-const maxRanks = 1024
+// shown returns the spec as everybody may see it.
+func (s workerSpec) shown() workerSpec {
+	s.APIKey = nil
+	return s
+}
+
+// check tells what of the spec is larger than can be right.
+func (s workerSpec) check() error {
+	for _, text := range []struct {
+		field, value string
+		most         int
+	}{
+		{"model_name", Given(s.ModelName, ""), maxName}, {"routing_group", Given(s.RoutingGroup, ""), maxName},
+		{"bootstrap_host", Given(s.BootstrapHost, ""), maxName}, {"api_key", string(Given(s.APIKey, "")), maxKey},
+	} {
+		if len(text.value) > text.most || strings.ContainsFunc(text.value, unicode.IsControl) {
+			return fmt.Errorf("%s: give at most %d bytes without control characters", text.field, text.most)
+		}
+	}
+	for _, number := range []struct {
+		field string
+		value int
+	}{
+		{"max_num_batched_tokens", Given(s.MaxBatchedTokens, 0)}, {"total_kv_blocks", Given(s.TotalBlocks, 0)},
+	} {
+		if number.value < 0 || number.value > kv.MaxTokens {
+			return fmt.Errorf("%s: give 0 to %d", number.field, kv.MaxTokens)
+		}
+	}
+	if start, count := Given(s.StartRank, 0), Given(s.RankCount, 1); count > maxRanks || start > 1<<31 {
+		return fmt.Errorf("data_parallel_size %d from rank %d: a worker has %d ranks at most", count, start, maxRanks)
+	}
+	if n, most := len(s.KVEventsEndpoints), max(sparedRanks, int(Given(s.RankCount, 1))); n > most {
+		return fmt.Errorf("kv_events_endpoints names %d ranks: at most %d may be here, or as many as data_parallel_size", n, most)
+	}
+	for rank, endpoint := range s.KVEventsEndpoints {
+		if len(endpoint) > maxName {
+			return fmt.Errorf("kv_events_endpoints[%d] has %d bytes: at most %d may be", rank, len(endpoint), maxName)
+		}
+	}
+	return nil
+}
 
 // patched returns the spec with what the patch gives, but for the partition,
 // which does not change.
 func (s workerSpec) patched(patch workerSpec) workerSpec {
+	if Given(patch.Endpoint, "") != Given(s.Endpoint, "") && patch.Endpoint != nil {
+		s.APIKey = nil // it was for the old address
+	}
+	s.APIKey = cmp.Or(patch.APIKey, s.APIKey)
 	s.Endpoint = cmp.Or(patch.Endpoint, s.Endpoint)
 	s.KVEventsEndpoint = cmp.Or(patch.KVEventsEndpoint, s.KVEventsEndpoint)
 	if patch.KVEventsEndpoints != nil {
@@ -97,10 +155,10 @@ func (w registeredWorker) partition() events.Partition {
 // An error is a value that cannot be right.
 func (w registeredWorker) registration(settings Settings) (r workers.Registration, missing []string, err error) {
 	spec := w.spec
-	r = workers.Registration{ID: w.id, Model: *spec.ModelName, MaxBatchedTokens: Given(spec.MaxBatchedTokens, 0), TotalBlocks: Given(spec.TotalBlocks, 0)}
-	if r.MaxBatchedTokens < 0 || r.TotalBlocks < 0 {
-		return r, nil, errors.New("max_num_batched_tokens and total_kv_blocks cannot be negative")
+	if err := spec.check(); err != nil {
+		return r, nil, err
 	}
+	r = workers.Registration{ID: w.id, Model: *spec.ModelName, MaxBatchedTokens: Given(spec.MaxBatchedTokens, 0), TotalBlocks: Given(spec.TotalBlocks, 0), Key: Given(spec.APIKey, "")}
 	r.Disagg = kv.Disagg{Role: Given(spec.Role, kv.RoleBoth), Kind: Given(spec.Kind, kv.KindNone), Bootstrap: kv.Bootstrap{Host: Given(spec.BootstrapHost, ""), Port: Given(spec.BootstrapPort, 0)}}
 	if Given(spec.Endpoint, "") == "" {
 		missing = append(missing, "endpoint is required")
@@ -117,11 +175,8 @@ func (w registeredWorker) registration(settings Settings) (r workers.Registratio
 		missing = append(missing, "max_num_batched_tokens is required while queueing is enabled")
 	}
 	start, count := Given(spec.StartRank, 0), Given(spec.RankCount, 1)
-	switch {
-	case count == 0:
+	if count == 0 {
 		missing = append(missing, "data_parallel_size must be greater than 0")
-	case count > maxRanks || start > 1<<31:
-		return r, nil, fmt.Errorf("data_parallel_size %d from rank %d: a worker has %d ranks at most", count, start, maxRanks)
 	}
 	for i := range count {
 		rank := start + i
@@ -155,7 +210,7 @@ func (w registeredWorker) source(rank uint32, n int, settings Settings) (events.
 		if Given(end.given, "") == "" {
 			continue
 		}
-		first, err := workers.ParseEndpoint(*end.given)
+		first, err := remoteEndpoint(*end.given)
 		if err == nil {
 			*end.to, err = portsOn(first, n)
 		}
@@ -169,11 +224,20 @@ func (w registeredWorker) source(rank uint32, n int, settings Settings) (events.
 			return events.Source{}, nil
 		}
 		var err error
-		if source.Endpoint, err = workers.ParseEndpoint(own); err != nil {
+		if source.Endpoint, err = remoteEndpoint(own); err != nil {
 			return source, fmt.Errorf("kv_events_endpoints[%d]: %w", rank, err)
 		}
 	}
 	return source, nil
+}
+
+// remoteEndpoint checks an endpoint that a client names. It may not name the
+// sockets of this machine's file system.
+func remoteEndpoint(value string) (string, error) {
+	if strings.HasPrefix(value, "ipc:") {
+		return "", errors.New("ipc endpoints are for --worker only: give one such as tcp://host:5557")
+	}
+	return workers.ParseEndpoint(value)
 }
 
 // portsOn returns a tcp endpoint so many ports further on, as vLLM numbers those
@@ -233,14 +297,14 @@ func (s *Service) records(want func(WorkerRecord) bool) []WorkerRecord {
 	for _, status := range s.fleet.Workers() {
 		w, registered := waiting[status.ID]
 		delete(waiting, status.ID)
-		spec := w.spec
+		spec := w.spec.shown()
 		if !registered {
 			spec = s.specOf(status)
 		}
 		add(s.record(status, spec, up[status.ID]))
 	}
 	for _, w := range waiting {
-		add(WorkerRecord{WorkerID: w.id, workerSpec: w.spec, Lifecycle: lifecycleIncomplete, Reasons: w.missing, State: workers.StateConnecting})
+		add(WorkerRecord{WorkerID: w.id, workerSpec: w.spec.shown(), Lifecycle: lifecycleIncomplete, Reasons: w.missing, State: workers.StateConnecting})
 	}
 	slices.SortFunc(records, func(a, b WorkerRecord) int {
 		return cmp.Or(cmp.Compare(*a.ModelName, *b.ModelName), cmp.Compare(*a.RoutingGroup, *b.RoutingGroup), cmp.Compare(a.WorkerID, b.WorkerID))
@@ -345,16 +409,33 @@ func (s *Service) addWorker(c *gin.Context) {
 		group := events.DefaultGroup
 		query.RoutingGroup = &group
 	}
+	if !s.leadsElsewhere(c, query.Endpoint) {
+		return
+	}
 	s.changing.Lock()
 	defer s.changing.Unlock()
 	s.setWorker(c, http.StatusCreated, registeredWorker{id: *query.ID, spec: query.workerSpec})
+}
+
+// leadsElsewhere tells that an endpoint (nil: none is given) is not this router's
+// own address, as far as that can be told at once; otherwise it has been answered.
+func (s *Service) leadsElsewhere(c *gin.Context, endpoint *string) bool {
+	if endpoint == nil {
+		return true
+	}
+	url, err := workers.ParseURL(*endpoint)
+	if err != nil || !s.fleet.LeadsBack(c.Request.Context(), url) {
+		return true // setWorker says what is wrong
+	}
+	plainError(c, http.StatusBadRequest, "endpoint: "+url+" is an address of this router itself, or leads back to it: name the address of the worker")
+	return false
 }
 
 // patchWorker changes what a patch gives of a registered worker.
 func (s *Service) patchWorker(c *gin.Context) {
 	var patch workerSpec
 	id, ok := workerID(c)
-	if !ok || !body(c, &patch) {
+	if !ok || !body(c, &patch) || !s.leadsElsewhere(c, patch.Endpoint) {
 		return
 	}
 	s.changing.Lock()
@@ -383,7 +464,7 @@ func (s *Service) deleteWorker(c *gin.Context) {
 	delete(s.registered, id)
 	s.mu.Unlock()
 	s.reserved.ReleaseWorker(id)
-	record.workerSpec, record.Lifecycle, record.Reasons, record.State = w.spec, LifecycleUnschedulable, nil, workers.StateStopped
+	record.workerSpec, record.Lifecycle, record.Reasons, record.State = w.spec.shown(), LifecycleUnschedulable, nil, workers.StateStopped
 	c.JSON(http.StatusOK, record)
 }
 
@@ -412,6 +493,19 @@ func (s *Service) registeredAt(c *gin.Context, id uint64) (w registeredWorker, o
 	return w, false
 }
 
+// registeredRanks counts the ranks of the registered workers that have several, but
+// for one worker.
+func (s *Service) registeredRanks(but uint64) (ranks int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for id, w := range s.registered {
+		if count := Given(w.spec.RankCount, 1); id != but && count > 1 {
+			ranks += int(count)
+		}
+	}
+	return ranks
+}
+
 // setWorker puts what is known of a worker in force and answers with its
 // record; s.changing is held.
 func (s *Service) setWorker(c *gin.Context, status int, w registeredWorker) {
@@ -421,6 +515,10 @@ func (s *Service) setWorker(c *gin.Context, status int, w registeredWorker) {
 		return
 	}
 	w.missing = missing
+	if others := s.registeredRanks(w.id); len(registration.Ranks) > 1 && others+len(registration.Ranks) > maxRanksTogether {
+		plainError(c, http.StatusServiceUnavailable, fmt.Sprintf("data_parallel_size: %d ranks of other workers are registered: at most %d ranks may be, of workers with several", others, maxRanksTogether))
+		return
+	}
 	if len(missing) > 0 {
 		s.fleet.Unregister(w.id)
 	} else {

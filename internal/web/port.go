@@ -48,6 +48,9 @@ func Listen(host string, port int, flag string, secure *tls.Config, handler http
 	return p, nil
 }
 
+// Bound has at most so many clients connected at once. It must come before Serve.
+func (p *Port) Bound(most int) { p.listener = Bound(p.server, p.listener, most) }
+
 // URL returns the port's address, such as http://127.0.0.1:8000.
 func (p *Port) URL() string {
 	if p.secure {

@@ -2,18 +2,15 @@ package workers
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"net"
-	"net/http"
 	"net/url"
 	"slices"
 	"strconv"
 	"strings"
-	"syscall"
 	"time"
+	"unicode"
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
@@ -27,10 +24,16 @@ type Attached struct {
 	KVEvents  string // ZMQ endpoint of its KV events; empty: asked of the worker
 	Replay    string // ZMQ endpoint of their replay; empty: asked of the worker
 	Load      string // ZMQ endpoint of its load; empty: its /metrics is polled
+	KeyEnv    string // environment variable with its key; empty: it has none of its own
 	kv.Disagg        // what it leaves out is asked of the worker
+
+	Key kv.Secret // bearer key that it asks for; may be empty
 }
 
-// UnmarshalText reads url=...,id=...,kv-events=...,replay=...,load=...,
+// attachedKeys are the keys that UnmarshalText reads.
+const attachedKeys = "url, id, kv-events, replay, load, key-env, role, kind, bootstrap"
+
+// UnmarshalText reads url=...,id=...,kv-events=...,replay=...,load=...,key-env=...,
 // role=...,kind=...,bootstrap=... in any order, or a bare URL.
 func (w *Attached) UnmarshalText(text []byte) error {
 	*w = Attached{}
@@ -41,7 +44,7 @@ func (w *Attached) UnmarshalText(text []byte) error {
 		if !found && strings.Contains(part, "://") {
 			key, value = "url", part
 		} else if !found || value == "" {
-			return fmt.Errorf("worker %q: %q is not key=value; keys are url, id, kv-events, replay, load, role, kind, bootstrap", text, part)
+			return fmt.Errorf("worker %q: %q is not key=value; keys are %s", text, part, attachedKeys)
 		}
 		if seen[key] {
 			return fmt.Errorf("worker %q: %s is given twice", text, key)
@@ -56,13 +59,17 @@ func (w *Attached) UnmarshalText(text []byte) error {
 				return fmt.Errorf("worker %q: id=%s is not a whole number from 0", text, value)
 			}
 		case "url":
-			w.URL, err = ParseURL(value)
+			if w.URL, err = ParseURL(value); errors.Is(err, errUserinfo) {
+				return fmt.Errorf("worker: url: %w", err) // not to be shown
+			}
 		case "kv-events":
 			w.KVEvents, err = ParseEndpoint(value)
 		case "replay":
 			w.Replay, err = ParseEndpoint(value)
 		case "load":
 			w.Load, err = ParseEndpoint(value)
+		case "key-env":
+			w.KeyEnv = value
 		case "role":
 			err = w.Role.UnmarshalText([]byte(value))
 		case "kind":
@@ -70,7 +77,7 @@ func (w *Attached) UnmarshalText(text []byte) error {
 		case "bootstrap":
 			err = w.Bootstrap.UnmarshalText([]byte(value))
 		default:
-			return fmt.Errorf("worker %q: unknown key %s; keys are url, id, kv-events, replay, load, role, kind, bootstrap", text, key)
+			return fmt.Errorf("worker %q: unknown key %s; keys are %s", text, key, attachedKeys)
 		}
 		if err != nil {
 			return fmt.Errorf("worker %q: %s: %w", text, key, err)
@@ -82,17 +89,41 @@ func (w *Attached) UnmarshalText(text []byte) error {
 	return nil
 }
 
+// maxAddress bounds a URL or an endpoint, bytes.
+const maxAddress = 2048
+
+// errUserinfo refuses a URL that holds a password; it does not show it.
+var errUserinfo = errors.New("a URL holds no user and password here: everybody who may see the list of workers would see them. Give a key by key-env=NAME, or in POST /workers as api_key")
+
 // ParseURL checks a worker's base URL and returns it without a slash at the end.
 func ParseURL(value string) (string, error) {
+	if len(value) > maxAddress {
+		return "", fmt.Errorf("the URL has %d bytes, at most %d may be", len(value), maxAddress)
+	}
 	u, err := url.Parse(value)
-	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Hostname() == "" || u.RawQuery != "" || u.Fragment != "" {
+	if err == nil && u.User != nil || err != nil && strings.Contains(value, "@") {
+		return "", errUserinfo
+	}
+	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Hostname() == "" || strings.ContainsAny(value, "?#") || badPort(u.Port()) {
 		return "", fmt.Errorf("%s is no URL such as http://host:8100", value)
 	}
 	return strings.TrimRight(value, "/"), nil
 }
 
+// badPort tells that a URL's port is given and none.
+func badPort(port string) bool {
+	number, err := strconv.ParseUint(port, 10, 16)
+	return port != "" && (err != nil || number == 0)
+}
+
 // ParseEndpoint checks an address that the router connects to.
 func ParseEndpoint(value string) (string, error) {
+	if len(value) > maxAddress {
+		return "", fmt.Errorf("the endpoint has %d bytes, at most %d may be", len(value), maxAddress)
+	}
+	if strings.ContainsFunc(value, func(r rune) bool { return unicode.IsSpace(r) || unicode.IsControl(r) }) {
+		return "", fmt.Errorf("%q is no endpoint such as tcp://host:5557: it has spaces", value)
+	}
 	if path, ok := strings.CutPrefix(value, "ipc://"); ok && path != "" {
 		return value, nil
 	}
@@ -102,54 +133,6 @@ func ParseEndpoint(value string) (string, error) {
 		return "", fmt.Errorf("%s is no endpoint such as tcp://host:5557", value)
 	}
 	return value, nil
-}
-
-// maxProbeBody bounds what is read of a worker's answer to a probe, bytes.
-const maxProbeBody = 1 << 20
-
-// statusError is an HTTP answer other than 200.
-type statusError struct {
-	path   string
-	status int
-}
-
-func (e *statusError) Error() string {
-	return fmt.Sprintf("GET %s answered %d %s", e.path, e.status, http.StatusText(e.status))
-}
-
-// get fetches a path of a worker within limit and, unless into is nil, decodes
-// its JSON.
-func (f *Fleet) get(ctx context.Context, base, path string, limit time.Duration, into any) error {
-	ctx, cancel := context.WithTimeout(ctx, limit)
-	defer cancel()
-	request, err := http.NewRequestWithContext(ctx, http.MethodGet, base+path, nil)
-	if err != nil {
-		return fmt.Errorf("GET %s%s: %w", base, path, err)
-	}
-	if f.cfg.Key != "" {
-		request.Header.Set("Authorization", "Bearer "+f.cfg.Key)
-	}
-	response, err := f.client.Do(request)
-	if err != nil {
-		return fmt.Errorf("worker at %s does not answer: %w", base, errors.Unwrap(err))
-	}
-	defer func() { _ = response.Body.Close() }()
-	if response.StatusCode != http.StatusOK {
-		return &statusError{path, response.StatusCode}
-	}
-	if into == nil {
-		return nil
-	}
-	if err := json.NewDecoder(io.LimitReader(response.Body, maxProbeBody)).Decode(into); err != nil {
-		return fmt.Errorf("GET %s%s: the answer is not the JSON that vLLM sends: %w", base, path, err)
-	}
-	return nil
-}
-
-// isGone tells from the error of a request that no process listens any more,
-// as opposed to one that is slow.
-func isGone(err error) bool {
-	return errors.Is(err, syscall.ECONNREFUSED)
 }
 
 // kvEventSource is what vLLM tells about the KV events of one rank.
@@ -166,7 +149,7 @@ type kvEventSource struct {
 // every server publishes events.
 func (f *Fleet) eventSources(ctx context.Context, spec Attached) []events.Source {
 	told := map[string]kvEventSource{}
-	if err := f.get(ctx, spec.URL, "/kv_event_sources", f.Timing.probeLimit, &told); err != nil {
+	if err := f.get(ctx, spec, "/kv_event_sources", f.Timing.probeLimit, &told); err != nil {
 		f.log.Debug("worker names no KV event sources", "worker", spec.ID, "error", err)
 	}
 	return f.sourcesOf(told, spec)
@@ -257,7 +240,7 @@ func (f *Fleet) superviseAttached(ctx context.Context, w *worker) {
 		if wasUp {
 			pause = f.Timing.backoffFirst
 		}
-		if !f.sleep(ctx, pause, w.wake) {
+		if !f.sleep(ctx, spread(pause), w.wake) {
 			break
 		}
 		pause = min(2*pause, f.cfg.RestartBackoffMax)
@@ -268,13 +251,13 @@ func (f *Fleet) superviseAttached(ctx context.Context, w *worker) {
 // followAttached follows one incarnation: from the first answer until the
 // process is gone. It returns whether there was an answer.
 func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
-	if err := f.get(ctx, w.Spec.URL, "/health", f.Timing.healthLimit, nil); err != nil {
+	if err := f.look(ctx, w.Spec, false); err != nil {
 		if ctx.Err() == nil {
 			f.unreachable(w, err)
 		}
 		return false
 	}
-	served, err := f.models(ctx, w.Spec.URL)
+	served, err := f.models(ctx, w.Spec)
 	if err != nil {
 		if ctx.Err() == nil {
 			f.unreachable(w, err)
@@ -284,7 +267,8 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 
 	in := f.begin(ctx, w)
 	defer in.end("no longer followed")
-	in.takePart(f.detect(ctx, w.Spec.URL, w.Spec.Disagg))
+	in.answered = true
+	in.takePart(f.detect(ctx, w.Spec))
 	sources := f.eventSources(ctx, w.Spec)
 	for _, source := range sources {
 		in.followEvents(source)
@@ -302,7 +286,7 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 			in.lookAtModels()
 			close(looked)
 		case <-w.wake:
-		case <-time.After(f.Timing.HealthEvery):
+		case <-time.After(in.pause()):
 		}
 		in.checkHealth()
 		if in.gone {
@@ -338,5 +322,8 @@ func (f *Fleet) unreachable(w *worker, err error) {
 		s.State = StateConnecting
 		s.LastError = err.Error()
 	})
+	if errors.Is(err, errLeadsBack) {
+		level = f.log.Error // it will not mend by itself
+	}
 	level(fmt.Sprintf("worker %d: not reachable yet, trying again for ever", w.id), "url", w.Spec.URL, "error", err)
 }

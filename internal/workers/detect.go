@@ -18,14 +18,15 @@ type serverInfo struct {
 	DistAddr string  `json:"dist_init_addr"` // of the first node of several; may be empty
 }
 
-// detect returns a worker's part where prefill and decode are apart: what is
-// given, completed by what an SGLang server tells of itself. A worker with a
+// detect returns a worker's part where prefill and decode are apart: what at
+// gives, completed by what an SGLang server tells of itself. A worker with a
 // role that is none is taken for vLLM, with Mooncake if it has a bootstrap
 // server, else with NIXL.
-func (f *Fleet) detect(ctx context.Context, base string, given kv.Disagg) kv.Disagg {
+func (f *Fleet) detect(ctx context.Context, at Attached) kv.Disagg {
+	given := at.Disagg
 	d := given
 	asks := d.Kind == kv.KindNone || d.Kind == kv.KindSGLang && d.Role != kv.RoleDecode && !d.Bootstrap.Known()
-	if info, ok := f.serverInfo(ctx, base, asks); ok {
+	if info, ok := f.serverInfo(ctx, at, asks); ok {
 		d.Kind = kv.KindSGLang
 		if given.Role == kv.RoleBoth && given.Kind == kv.KindNone {
 			switch *info.Mode {
@@ -38,7 +39,7 @@ func (f *Fleet) detect(ctx context.Context, base string, given kv.Disagg) kv.Dis
 			}
 		}
 		if !d.Bootstrap.Known() && d.Role != kv.RoleDecode && d.Kind == kv.KindSGLang {
-			d.Bootstrap = info.bootstrap(base)
+			d.Bootstrap = info.bootstrap(at.URL)
 		}
 	}
 	if d.Kind == kv.KindNone && d.Role != kv.RoleBoth {
@@ -51,14 +52,14 @@ func (f *Fleet) detect(ctx context.Context, base string, given kv.Disagg) kv.Dis
 
 // serverInfo asks a server what an SGLang server tells; not ok: it is none, or
 // is not to be asked.
-func (f *Fleet) serverInfo(ctx context.Context, base string, asks bool) (info serverInfo, ok bool) {
+func (f *Fleet) serverInfo(ctx context.Context, at Attached, asks bool) (info serverInfo, ok bool) {
 	if !asks {
 		return info, false
 	}
-	err := f.get(ctx, base, "/server_info", f.Timing.probeLimit, &info)
+	err := f.get(ctx, at, "/server_info", f.Timing.probeLimit, &info)
 	var status *statusError
 	if errors.As(err, &status) && status.status == http.StatusNotFound {
-		err = f.get(ctx, base, "/get_server_info", f.Timing.probeLimit, &info) // its older name
+		err = f.get(ctx, at, "/get_server_info", f.Timing.probeLimit, &info) // its older name
 	}
 	return info, err == nil && info.Mode != nil
 }

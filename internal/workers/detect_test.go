@@ -57,7 +57,7 @@ func TestWhatIsLearnedOfAWorkersPart(t *testing.T) {
 			if u, _ := url.Parse(server.URL); want.Bootstrap.Host == "self" {
 				want.Bootstrap.Host = u.Hostname()
 			}
-			if got := f.detect(t.Context(), server.URL, test.given); got != want {
+			if got := f.detect(t.Context(), Attached{URL: server.URL, Disagg: test.given}); got != want {
 				t.Errorf("%+v, want %+v", got, want)
 			}
 		})

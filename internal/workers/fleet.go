@@ -4,7 +4,9 @@
 package workers
 
 import (
+	"cmp"
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -22,6 +24,7 @@ import (
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/vllm"
+	"kvrouter/internal/web"
 )
 
 // Hooks tell the rest of the router what happens to workers. Those of one
@@ -85,8 +88,11 @@ const startAttempts = 2
 type timing struct {
 	readyPoll     time.Duration // between looks at a starting worker
 	HealthEvery   time.Duration // between looks at a ready one
+	FirstLook     time.Duration // between a registration and the first look
+	missPause     time.Duration // between a look without an answer and the next
 	healthLimit   time.Duration // longest wait for an answer to one look
 	healthMisses  int           // looks in a row without answer that make a worker down
+	selfLimit     time.Duration // longest wait to learn whether a worker is this router
 	hangLimit     time.Duration // a started worker that is down for longer is killed
 	modelsEvery   time.Duration // between looks at its models
 	lookEvery     time.Duration // the least between those that requests make necessary
@@ -99,9 +105,11 @@ type timing struct {
 	silentAfter   time.Duration // without event source, after which a warning says so
 }
 
+// defaultTiming knows a hung worker after 2 + 3·1.5 + 2·0.75 = 8 s at most.
 func defaultTiming() timing {
 	return timing{
-		readyPoll: 250 * time.Millisecond, HealthEvery: 2 * time.Second, healthLimit: 2 * time.Second, healthMisses: 3,
+		readyPoll: 250 * time.Millisecond, HealthEvery: 2 * time.Second, FirstLook: 250 * time.Millisecond, missPause: 750 * time.Millisecond,
+		healthLimit: 1500 * time.Millisecond, healthMisses: 3, selfLimit: 250 * time.Millisecond,
 		modelsEvery: 10 * time.Second, lookEvery: time.Second, lookLimit: 2 * time.Second,
 		hangLimit: 60 * time.Second, probeLimit: 5 * time.Second, stopLimit: 10 * time.Second,
 		backoffFirst: time.Second, backoffReset: 60 * time.Second,
@@ -121,7 +129,16 @@ type Settings struct {
 	BlockSize        int           // tokens
 	KVEvents         bool          // KV events are followed
 	AssumesSizes     bool          // the index wants to know the sizes of the workers' caches
-	Key              string        // bearer key that the workers ask for; may be empty
+	TLS              *tls.Config   // for workers with https; nil: the system's roots
+	Hop              web.Hop       // this router, in the Via of what it asks workers
+
+	// WorkerKey is the bearer key that started and attached workers ask for, and
+	// goes to them with every request. Where it is empty, or for a started worker
+	// that was given a key of its own, Key is theirs: it is shown to them when the
+	// router itself asks, and goes with clients' requests where PassKey says so.
+	WorkerKey kv.Secret
+	Key       kv.Secret
+	PassKey   bool
 
 	StartupTimeout    time.Duration // longest time for a started worker to become ready
 	RestartBackoffMax time.Duration // longest pause before a dead worker is started again
@@ -138,11 +155,14 @@ type Fleet struct {
 	index     radix.Index
 	hooks     Hooks
 	log       *slog.Logger
-	client    *http.Client
+	client    *http.Client    // for probes
+	polls     *http.Transport // of metrics pages
 	start     Start
 	everReady atomic.Bool        // some worker has been ready
 	opened    chan struct{}      // closed when workers can be registered
 	lookers   chan chan struct{} // closed, each, when the models have been looked for
+
+	looks, firstLooks chan struct{} // have a token for each health check that runs: of workers that have answered before, and of others
 
 	membership sync.Mutex // guards workers and run
 	workers    []*worker  // a slice that was read stays as it is
@@ -159,14 +179,16 @@ type Fleet struct {
 // worker is one member of the fleet.
 type worker struct {
 	id       uint64
-	Spec     Attached // of a started one: only ID, URL and its part
+	Spec     Attached // of a started one: only ID, URL, its key and its part
 	attached bool
+	passKey  bool               // its key goes with clients' requests
 	registry *registry          // nil: not a registered one
 	wake     chan struct{}      // holds a token when its health is to be looked at now
 	look     chan chan struct{} // to be closed when its models have been looked at
 
 	mu      sync.Mutex // guards the rest
 	status  Status
+	key     kv.Secret // of Spec
 	streams map[kv.WorkerKey]*events.Stream
 }
 
@@ -174,17 +196,19 @@ type worker struct {
 // is not called where cfg asks for none. index gets what their event streams
 // tell.
 func NewFleet(cfg Settings, start Start, index radix.Index, hooks Hooks, log *slog.Logger) *Fleet {
+	atOnce := max(4, min(looksAtOnce, web.Descriptors()/16))
 	f := &Fleet{
 		cfg: cfg, index: index, hooks: hooks, log: log,
-		// A new connection each time: a look at a worker must not depend on an
-		// old one.
-		client:  &http.Client{Transport: &http.Transport{DisableKeepAlives: true}},
-		start:   start,
-		opened:  make(chan struct{}),
-		lookers: make(chan chan struct{}),
-		Timing:  defaultTiming(),
-		loads:   loadReader.follow,
+		start:      start,
+		opened:     make(chan struct{}),
+		lookers:    make(chan chan struct{}),
+		looks:      make(chan struct{}, atOnce),
+		firstLooks: make(chan struct{}, atOnce),
+		Timing:     defaultTiming(),
+		loads:      loadReader.follow,
 	}
+	probes, polls := newTransports(cfg.TLS)
+	f.client, f.polls = web.NewClient(probes), polls
 	if f.hooks.Up == nil {
 		f.hooks.Up = func(kv.Target) {}
 	}
@@ -201,23 +225,30 @@ func NewFleet(cfg Settings, start Start, index radix.Index, hooks Hooks, log *sl
 		f.Timing.readyPoll = cfg.ReadyPoll
 	}
 	for i, part := range cfg.Started {
-		f.join(Attached{ID: uint64(i), URL: cfg.Ports.URL(i), Disagg: part}, false, StateStarting)
+		spec := Attached{ID: uint64(i), URL: cfg.Ports.URL(i), Key: cmp.Or(cfg.Key, cfg.WorkerKey), Disagg: part}
+		f.workers = append(f.workers, newWorker(spec, false, cfg.WorkerKey != "" || cfg.PassKey, StateStarting))
 	}
 	for _, spec := range cfg.Attached {
-		f.join(spec, true, StateConnecting)
+		pass := spec.Key != "" || cfg.WorkerKey != "" || cfg.PassKey
+		spec.Key = cmp.Or(spec.Key, cfg.WorkerKey, cfg.Key)
+		f.workers = append(f.workers, newWorker(spec, true, pass, StateConnecting))
 	}
 	return f
 }
 
-func (f *Fleet) join(spec Attached, attached bool, state string) {
-	f.workers = append(f.workers, newWorker(spec, attached, state))
-}
-
-func newWorker(spec Attached, attached bool, state string) *worker {
+func newWorker(spec Attached, attached, passKey bool, state string) *worker {
 	return &worker{
-		id: spec.ID, Spec: spec, attached: attached, wake: make(chan struct{}, 1), look: make(chan chan struct{}), streams: map[kv.WorkerKey]*events.Stream{},
+		id: spec.ID, Spec: spec, key: spec.Key, attached: attached, passKey: passKey, wake: make(chan struct{}, 1), look: make(chan chan struct{}), streams: map[kv.WorkerKey]*events.Stream{},
 		status: Status{ID: spec.ID, URL: spec.URL, Attached: attached, State: state, Since: time.Now()},
 	}
+}
+
+// bearer returns the key that goes to the worker with clients' requests.
+func (w *worker) bearer() kv.Secret {
+	if !w.passKey {
+		return ""
+	}
+	return w.Spec.Key
 }
 
 // Members returns the current workers. The slice never changes.
@@ -231,6 +262,7 @@ func (f *Fleet) Members() []*worker {
 // started; it returns when every process and goroutine of the fleet has ended.
 // An error means that workers cannot be started at all.
 func (f *Fleet) Run(ctx context.Context) (err error) {
+	defer f.polls.CloseIdleConnections()
 	group, ctx := errgroup.WithContext(ctx)
 	for _, w := range f.Members() {
 		group.Go(func() error {
@@ -404,7 +436,7 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 			if f.becomeReady(in) {
 				readySince = time.Now()
 				output.SetReady()
-				poll = f.Timing.HealthEvery
+				poll = in.pause()
 				f.log.Info(fmt.Sprintf("worker %d: ready after %s", w.id, waited.Round(time.Second)), "url", w.Spec.URL)
 			} else if waited > f.cfg.StartupTimeout {
 				f.stopStarted(engine, output)
@@ -418,6 +450,7 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 		}
 
 		in.checkHealth()
+		poll = in.pause()
 		switch {
 		case in.up:
 			downSince = time.Time{}
@@ -453,10 +486,11 @@ func (f *Fleet) logProgress(w *worker, waited time.Duration) {
 // target.
 func (f *Fleet) becomeReady(in *incarnation) bool {
 	w := in.w
-	if err := f.get(in.ctx, w.Spec.URL, "/health", f.Timing.healthLimit, nil); err != nil {
+	if err := f.look(in.ctx, w.Spec, in.answered); err != nil {
 		return false
 	}
-	served, err := f.models(in.ctx, w.Spec.URL)
+	in.answered = true
+	served, err := f.models(in.ctx, w.Spec)
 	if err != nil {
 		return false
 	}

@@ -97,7 +97,8 @@ func fakeConfig(t *testing.T, n int) fakeSettings {
 
 func fastTiming() timing {
 	return timing{
-		readyPoll: 10 * time.Millisecond, HealthEvery: 20 * time.Millisecond, healthLimit: 5 * time.Second, healthMisses: 3,
+		readyPoll: 10 * time.Millisecond, HealthEvery: 20 * time.Millisecond, FirstLook: 10 * time.Millisecond, missPause: 5 * time.Millisecond,
+		healthLimit: 5 * time.Second, healthMisses: 3, selfLimit: 5 * time.Second,
 		hangLimit: time.Minute, probeLimit: 5 * time.Second, stopLimit: 5 * time.Second,
 		backoffFirst: 20 * time.Millisecond, backoffReset: time.Minute, progressEvery: time.Minute, silentAfter: 50 * time.Millisecond,
 	}

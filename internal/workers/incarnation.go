@@ -5,13 +5,15 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net/http"
+	"log/slog"
+	"math/rand/v2"
 	"sync"
 	"time"
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/vllm"
+	"kvrouter/internal/web"
 )
 
 // incarnation is the time between a worker's start (or first answer) and its
@@ -32,6 +34,7 @@ type incarnation struct {
 	announced  map[kv.WorkerKey]kv.Target // those that Up was called for
 	loaded     map[kv.WorkerKey]bool      // those whose load is followed
 	up         bool
+	answered   bool // it has said that it is well, in this incarnation or before
 	gone       bool // nothing listens at its address any more
 	misses     int  // looks in a row without an answer
 	toldSilent bool
@@ -110,7 +113,7 @@ func (in *incarnation) setTargets(served modelList, sources []events.Source) {
 	for _, key := range keys {
 		in.targets = append(in.targets, kv.Target{
 			Key: key, URL: in.w.Spec.URL, Ranks: len(keys), Generation: in.generation, Models: served.names, Adapters: served.adapters,
-			MaxBatchedTokens: batched, TotalBlocks: cmp.Or(sizes[key.Rank], blocks), Disagg: in.disagg,
+			MaxBatchedTokens: batched, TotalBlocks: cmp.Or(sizes[key.Rank], blocks), Bearer: in.w.bearer(), Disagg: in.disagg,
 		})
 		ranks = append(ranks, key.Rank)
 	}
@@ -155,7 +158,7 @@ func (in *incarnation) followLoads(endpoint func(rank uint32) string) {
 
 // reader returns what reads the worker's load and the sizes of its caches.
 func (in *incarnation) reader() loadReader {
-	return loadReader{client: http.DefaultClient, edges: in.f.Edges, log: in.f.log}
+	return loadReader{client: in.f.pageClient(in.w), edges: in.f.Edges, log: in.f.log}
 }
 
 // markUp makes the worker ready and announces its targets.
@@ -184,34 +187,75 @@ func (in *incarnation) markDown(reason string) {
 	}
 }
 
-// checkHealth looks at a worker that has been ready: down after some looks
-// without an answer, at once if nothing listens there or it says itself that it
-// is not well; up with the next good answer. With a good answer it is also asked
-// for its models, now and then.
+// checkHealth looks at a worker: down after some looks without an answer, at once
+// if nothing listens there, if it leads back to this router, or if it has been well
+// and says itself that it is not; up with the next good answer. With a good answer
+// it is also asked for its models, now and then.
 func (in *incarnation) checkHealth() {
-	err := in.f.get(in.ctx, in.w.Spec.URL, "/health", in.f.Timing.healthLimit, nil)
+	err := in.f.look(in.ctx, in.w.Spec, in.answered)
 	if in.ctx.Err() != nil {
 		return
 	}
-	if err == nil {
-		if !in.up {
-			in.f.log.Info(fmt.Sprintf("worker %d: answers again", in.w.id))
-			in.markUp()
-		}
-		in.misses, in.gone = 0, false
+	switch {
+	case err == nil:
+		in.answered = true
+		in.well()
 		if in.w.registry == nil && time.Since(in.modelsAt) >= in.f.Timing.modelsEvery {
 			in.lookAtModels()
 		}
+		return
+	case !in.answered && isThere(err): // of a server that has no /health only this can be told
+		in.well()
+		return
+	case in.answered && web.OwnFault(err):
+		in.f.log.Warn(fmt.Sprintf("worker %d: its health cannot be looked at, for a lack in the router: raise the limit of open files (ulimit -n), or lower --max-connections", in.w.id), "error", err)
 		return
 	}
 	in.misses++
 	in.gone = isGone(err)
 	var status *statusError
-	if in.up && (in.gone || errors.As(err, &status) || in.misses >= in.f.Timing.healthMisses) {
-		in.f.log.Warn(fmt.Sprintf("worker %d: down: %v", in.w.id, err))
-		in.markDown(err.Error())
+	saysNo := in.answered && errors.As(err, &status)
+	back := errors.Is(err, errLeadsBack)
+	if !in.up || !in.gone && !saysNo && !back && in.misses < in.f.Timing.healthMisses {
+		return
 	}
+	level := slog.LevelWarn
+	if back {
+		level = slog.LevelError // it will not mend by itself
+	}
+	in.f.log.Log(in.ctx, level, fmt.Sprintf("worker %d: down: %v", in.w.id, err), "url", in.w.Spec.URL)
+	in.markDown(err.Error())
 }
+
+// well notes an answer; a worker that was down may be routed to again.
+func (in *incarnation) well() {
+	if !in.up {
+		in.f.log.Info(fmt.Sprintf("worker %d: answers again", in.w.id))
+		in.markUp()
+	}
+	in.misses, in.gone = 0, false
+}
+
+// pause is the time until the next look at the worker.
+func (in *incarnation) pause() time.Duration {
+	if in.up && in.misses > 0 {
+		return in.f.Timing.missPause
+	}
+	return in.f.pauseAfter(in.misses)
+}
+
+// pauseAfter is the time between looks after so many misses in a row. It differs
+// from worker to worker, so that they are not all looked at together.
+func (f *Fleet) pauseAfter(misses int) time.Duration {
+	const many = 10 // it will not be back in a moment
+	if misses > many {
+		return spread(4 * f.Timing.HealthEvery)
+	}
+	return spread(f.Timing.HealthEvery)
+}
+
+// spread shortens a pause by up to a fifth.
+func spread(d time.Duration) time.Duration { return d - rand.N(d/5+1) }
 
 // cacheSizes asks the worker how many blocks the KV cache of each rank has;
 // those that it does not tell are left out.

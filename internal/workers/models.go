@@ -21,14 +21,14 @@ func (l modelList) equal(other modelList) bool {
 
 // models asks a worker which models it serves. A server that does not tell (its
 // key is not known, or it has no such path) serves an unknown one.
-func (f *Fleet) models(ctx context.Context, base string) (served modelList, err error) {
+func (f *Fleet) models(ctx context.Context, at Attached) (served modelList, err error) {
 	var list struct {
 		Data []struct {
 			ID     string  `json:"id"`
 			Parent *string `json:"parent"`
 		} `json:"data"`
 	}
-	err = f.get(ctx, base, "/v1/models", f.Timing.probeLimit, &list)
+	err = f.get(ctx, at, "/v1/models", f.Timing.probeLimit, &list)
 	var status *statusError
 	if errors.As(err, &status) && status.status < 500 {
 		return modelList{}, nil
@@ -49,7 +49,7 @@ func (f *Fleet) models(ctx context.Context, base string) (served modelList, err 
 // while it runs. What cannot be told now stays as it was.
 func (in *incarnation) lookAtModels() {
 	in.modelsAt = time.Now()
-	served, err := in.f.models(in.ctx, in.w.Spec.URL)
+	served, err := in.f.models(in.ctx, in.w.Spec)
 	if err != nil || served.names == nil || served.equal(in.served) {
 		return
 	}

@@ -22,8 +22,8 @@ var (
 )
 
 // Registration is a worker that somebody made known at run time. What it says
-// is believed: the worker is routed to at once, whether or not it answers. Once
-// it has answered it is watched as every other one.
+// is believed: the worker is routed to at once. From then on it is watched as every
+// other one.
 type Registration struct {
 	ID               uint64
 	URL              string // http://host:port, no slash at the end
@@ -32,6 +32,7 @@ type Registration struct {
 	Sources          []events.Source // KV events of its ranks; may be none
 	MaxBatchedTokens int             // of one engine step; 0: unknown
 	TotalBlocks      int             // KV blocks of a rank; 0: unknown
+	Key              kv.Secret       // bearer key that goes to it with every request; may be empty
 	kv.Disagg
 }
 
@@ -128,7 +129,7 @@ func (f *Fleet) registered(r Registration) (*worker, error) {
 		}
 		return f.workers[at], nil
 	}
-	w := newWorker(Attached{ID: r.ID, URL: r.URL}, true, StateConnecting)
+	w := newWorker(Attached{ID: r.ID, URL: r.URL}, true, true, StateConnecting)
 	ctx, leave := context.WithCancel(f.run.ctx)
 	w.registry = &registry{changes: make(chan registryChange), leave: leave, left: make(chan struct{})}
 	f.workers = append(f.workers, w)
@@ -159,7 +160,8 @@ func (f *Fleet) Unregister(id uint64) bool {
 	return true
 }
 
-// superviseRegistered follows a registered worker until ctx is done.
+// superviseRegistered follows a registered worker until ctx is done: through every
+// time that it goes and comes back.
 func (f *Fleet) superviseRegistered(ctx context.Context, w *worker) {
 	var next registryChange
 	select {
@@ -167,22 +169,67 @@ func (f *Fleet) superviseRegistered(ctx context.Context, w *worker) {
 		return
 	case next = <-w.registry.changes:
 	}
-	watched := false
+	gone, answered := false, false
 	for ctx.Err() == nil {
-		next, watched = f.followRegistered(ctx, w, next, watched)
+		if gone {
+			next, answered = f.awaitRegistered(ctx, w, next, answered)
+		}
+		if ctx.Err() == nil {
+			next, gone, answered = f.followRegistered(ctx, w, next, answered)
+		}
 	}
 	f.update(w, func(s *Status) { s.State = StateStopped })
 }
 
+// adopt makes a registration what is known of the worker.
+func (f *Fleet) adopt(w *worker, r Registration) {
+	w.Spec.URL, w.Spec.Key = r.URL, r.Key
+	w.mu.Lock()
+	w.key = r.Key
+	w.mu.Unlock()
+	f.update(w, func(s *Status) { s.URL, s.Models, s.Ranks = r.URL, []string{r.Model}, slices.Clone(r.Ranks) })
+}
+
+// awaitRegistered waits until somebody listens at a worker's address again, until
+// another Registration gives it another cache (which is routed to at once), or until
+// ctx is done. answered tells that the worker has said before that it is well, so
+// that nothing less will do. It returns what to follow next.
+func (f *Fleet) awaitRegistered(ctx context.Context, w *worker, now registryChange, answered bool) (next registryChange, stillAnswered bool) {
+	for misses := 1; ; misses++ {
+		select {
+		case <-ctx.Done():
+			return now, answered
+		case change := <-w.registry.changes:
+			if !now.sameCache(change.Registration) {
+				return change, false
+			}
+			f.adopt(w, change.Registration)
+			now = registryChange{Registration: change.Registration}
+			change.acknowledge()
+		case <-w.wake:
+		case <-time.After(f.pauseAfter(misses)):
+		}
+		err := f.look(ctx, w.Spec, answered)
+		if err == nil || !answered && isThere(err) {
+			return now, err == nil
+		}
+		if ctx.Err() == nil {
+			f.update(w, func(s *Status) { s.LastError = err.Error() })
+		}
+	}
+}
+
 // followRegistered follows one incarnation: until ctx is done, its process has
-// ended, or another Registration gives it another cache. watched tells that the
-// worker has answered before, so that it must again. It returns what to follow
-// next.
-func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryChange, watched bool) (next registryChange, stillWatched bool) {
-	w.Spec.URL = now.URL
-	f.update(w, func(s *Status) { s.URL, s.State = now.URL, StateConnecting })
+// ended, or another Registration gives it another cache. answered tells that the
+// worker has said before that it is well. It returns what to follow next, whether
+// the process has ended, and whether it has ever said that it is well.
+func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryChange, answered bool) (next registryChange, gone, hasAnswered bool) {
+	f.adopt(w, now.Registration)
+	f.update(w, func(s *Status) { s.State = StateConnecting })
 	in := f.begin(ctx, w)
-	defer in.end("no longer registered")
+	in.answered = answered
+	reason := "no longer registered"
+	defer func() { in.end(reason) }()
 	for _, source := range now.Sources {
 		in.followEvents(source)
 	}
@@ -190,23 +237,23 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 	asked := false // what it leaves out of Disagg
 	in.register(now.Registration)
 	in.followLoads(w.Spec.loadOf)
-	if !watched {
-		in.markUp()
-	}
+	in.markUp()
 	now.acknowledge()
 	f.log.Info(fmt.Sprintf("worker %d: registered", w.id), "url", now.URL, "model", now.Model, "event_streams", len(now.Sources))
 
-	for {
-		timer := time.NewTimer(f.Timing.HealthEvery)
+	for pause := f.Timing.FirstLook; ; pause = in.pause() {
+		timer := time.NewTimer(pause)
 		select {
 		case <-ctx.Done():
 			timer.Stop()
-			return now, watched
+			return now, false, in.answered
 		case change := <-w.registry.changes:
 			timer.Stop()
 			if !now.sameCache(change.Registration) {
-				return change, false
+				reason = "registered anew with another address or cache"
+				return change, false, false
 			}
+			f.adopt(w, change.Registration)
 			if change.Disagg != now.Disagg {
 				in.takePart(change.Disagg)
 				asked = false
@@ -219,17 +266,14 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 		case <-timer.C:
 		}
 		timer.Stop()
-		if !watched {
-			watched = f.get(in.ctx, now.URL, "/health", f.Timing.healthLimit, nil) == nil
-		} else {
-			before := in.up
-			if in.checkHealth(); in.gone && before {
-				return registryChange{Registration: now.Registration}, true
-			}
+		if in.checkHealth(); in.gone {
+			return registryChange{Registration: now.Registration}, true, in.answered
 		}
-		if watched && in.up && !asked {
+		if in.answered && in.up && !asked {
 			asked = true
-			if d := f.detect(in.ctx, now.URL, now.Disagg); d != in.disagg {
+			given := w.Spec
+			given.Disagg = now.Disagg
+			if d := f.detect(in.ctx, given); d != in.disagg {
 				in.takePart(d)
 				in.register(now.Registration)
 			}
@@ -243,11 +287,10 @@ func (in *incarnation) register(r Registration) {
 	for _, rank := range r.Ranks {
 		in.targets = append(in.targets, kv.Target{
 			Key: kv.WorkerKey{Worker: r.ID, Rank: rank}, URL: r.URL, Ranks: len(r.Ranks), Generation: in.generation,
-			Models: []string{r.Model}, MaxBatchedTokens: r.MaxBatchedTokens, TotalBlocks: r.TotalBlocks, Disagg: in.disagg,
+			Models: []string{r.Model}, MaxBatchedTokens: r.MaxBatchedTokens, TotalBlocks: r.TotalBlocks, Bearer: r.Key, Disagg: in.disagg,
 		})
 	}
 	in.boundStreams()
-	in.f.update(in.w, func(s *Status) { s.Models, s.Ranks = []string{r.Model}, slices.Clone(r.Ranks) })
 	if in.up {
 		clear(in.announced)
 		in.markUp()

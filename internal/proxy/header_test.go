@@ -1,0 +1,70 @@
+package proxy
+
+import (
+	"net/http"
+	"net/http/httptest"
+	"testing"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/routertest"
+	"kvrouter/internal/web"
+)
+
+func TestWorkersGetTheirOwnKeyAndTheRoutersName(t *testing.T) {
+	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) { w.Write([]byte(`{}`)) })
+	proxy := NewProxy(testkit.SilentObserver{}, 0, func(uint64) {})
+	proxy.Hop = web.NewHop()
+	defer proxy.Client.CloseIdleConnections()
+	for _, test := range []struct {
+		name   string
+		bearer kv.Secret
+		client []string // Authorization
+		want   []string
+	}{
+		{"a key replaces the client's", "sesame", []string{"Bearer client"}, []string{"Bearer sesame"}},
+		{"a key where the client has none", "sesame", nil, []string{"Bearer sesame"}},
+		{"no key: the client's goes through", "", []string{"Bearer client"}, []string{"Bearer client"}},
+		{"no key at all", "", nil, nil},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			header := http.Header{web.HeaderRequest: {"id"}, "Via": {"1.1 nginx"}}
+			if test.client != nil {
+				header["Authorization"] = test.client
+			}
+			before := header.Clone()
+			target := kv.Target{URL: worker.URL, Bearer: test.bearer}
+			check := func(how string) {
+				t.Helper()
+				worker.Mu.Lock()
+				got := worker.Header
+				worker.Mu.Unlock()
+				if via := got["Via"]; len(via) != 2 || via[0] != "1.1 nginx" || via[1] != string(proxy.Hop) {
+					t.Errorf("%s: Via %q", how, via)
+				}
+				if keys := got["Authorization"]; len(keys) != len(test.want) || len(keys) == 1 && keys[0] != test.want[0] {
+					t.Errorf("%s: Authorization %q, want %q", how, keys, test.want)
+				}
+				for name := range before {
+					if len(header[name]) != len(before[name]) || header.Get(name) != before.Get(name) {
+						t.Errorf("%s: the client's %s became %q", how, name, header[name])
+					}
+				}
+			}
+			rt, _ := routertest.NewClockedRouter(t, 0, router.DefaultSettings())
+			rt.Up(target)
+			u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: header, Body: []byte(`{}`), Route: testkit.ChatPath}
+			if err := proxy.Forward(t.Context(), httptest.NewRecorder(), u, &Exchange{}, func(exclude []uint64) (router.Decision, error) {
+				return rt.Route(t.Context(), router.Request{Exclude: exclude})
+			}); err != nil {
+				t.Fatal(err)
+			}
+			check("forwarded")
+			if _, _, err := proxy.Ask(t.Context(), target, http.MethodGet, "/x", header, nil); err != nil {
+				t.Fatal(err)
+			}
+			check("asked")
+		})
+	}
+}

@@ -1,0 +1,177 @@
+package web
+
+import (
+	"container/list"
+	"net"
+	"net/http"
+	"sync"
+	"syscall"
+)
+
+// Connections are the clients that are connected to one port, at most so many at
+// once. While there are as many, a new one takes the place of the one that has
+// been idle for longest; with none idle it waits in the system's queue. It is safe
+// for concurrent use.
+type Connections struct {
+	most int
+
+	mu     sync.Mutex // guards the rest
+	open   int        // accepted and not closed
+	idle   *list.List // of *connection without a request, longest first
+	freed  *sync.Cond // on mu: one was closed or became idle, or the port was closed
+	closed bool       // the port
+}
+
+// connection is one client.
+type connection struct {
+	net.Conn
+	all  *Connections
+	at   *list.Element // in all.idle; nil: it has a request, or is closed. Guarded by all.mu
+	shut bool          // it was closed. Guarded by all.mu
+}
+
+// boundedPort is a listener whose connections are counted.
+type boundedPort struct {
+	net.Listener
+	all *Connections
+}
+
+// Bound returns a listener for server in place of port: at most so many clients
+// are connected to it at once. It sets server.ConnState.
+func Bound(server *http.Server, port net.Listener, most int) net.Listener {
+	all := &Connections{most: max(1, most), idle: list.New()}
+	all.freed = sync.NewCond(&all.mu)
+	server.ConnState = all.changed
+	return &boundedPort{port, all}
+}
+
+// Accept returns the next client once there is room for it.
+func (p *boundedPort) Accept() (net.Conn, error) {
+	raw, err := p.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	c := &connection{Conn: raw, all: p.all}
+	if !p.all.admit(c) {
+		_ = raw.Close()
+		return nil, net.ErrClosed
+	}
+	return c, nil
+}
+
+// Close closes the port; clients that are connected stay.
+func (p *boundedPort) Close() error {
+	p.all.mu.Lock()
+	p.all.closed = true
+	p.all.freed.Broadcast()
+	p.all.mu.Unlock()
+	return p.Listener.Close()
+}
+
+// admit makes room for a client. Not ok: the port was closed meanwhile.
+func (a *Connections) admit(c *connection) (ok bool) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for a.open >= a.most && !a.closed {
+		longest := a.idle.Front()
+		if longest == nil {
+			a.freed.Wait()
+			continue
+		}
+		victim := longest.Value.(*connection)
+		a.mu.Unlock()
+		_ = victim.Close()
+		a.mu.Lock()
+	}
+	if a.closed {
+		return false
+	}
+	a.open++
+	c.at = a.idle.PushBack(c) // it has sent nothing yet
+	return true
+}
+
+// changed is told by the server what a client does.
+func (a *Connections) changed(conn net.Conn, state http.ConnState) {
+	if wrapped, ok := conn.(interface{ NetConn() net.Conn }); ok { // TLS
+		conn = wrapped.NetConn()
+	}
+	c, ok := conn.(*connection)
+	if !ok {
+		return
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	switch {
+	case state == http.StateActive:
+		c.busy()
+	case state == http.StateIdle && c.at == nil && !c.shut:
+		c.at = a.idle.PushBack(c)
+		a.freed.Signal()
+	}
+}
+
+// busy takes the client off the list of idle ones; all.mu is held.
+func (c *connection) busy() {
+	if c.at != nil {
+		c.all.idle.Remove(c.at)
+		c.at = nil
+	}
+}
+
+// Close ends the connection and gives its place to another.
+func (c *connection) Close() error {
+	c.all.mu.Lock()
+	again := c.shut
+	if !again {
+		c.shut = true
+		c.busy()
+		c.all.open--
+		c.all.freed.Signal()
+	}
+	c.all.mu.Unlock()
+	if again {
+		return net.ErrClosed
+	}
+	return c.Conn.Close()
+}
+
+// fewestDescriptors is what is assumed where the limit cannot be read.
+const fewestDescriptors = 1024
+
+// Descriptors returns how many files and connections this process may have open.
+// Go has raised the soft limit to the hard one at the start.
+func Descriptors() int {
+	var limit syscall.Rlimit
+	if syscall.Getrlimit(syscall.RLIMIT_NOFILE, &limit) != nil {
+		return fewestDescriptors
+	}
+	return int(min(limit.Cur, 1<<30))
+}
+
+// clientSixteenths is the share of the descriptors that clients may take, in
+// sixteenths. A request takes two: its client's and its worker's. The rest is for
+// unused connections to workers (idleSixteenths), KV events, load, health checks and
+// files.
+const clientSixteenths = 5
+
+// mostConnections bounds the clients where there are plenty of descriptors: each
+// takes about 20 KB while it is idle.
+const mostConnections = 16384
+
+// ConnectionSettings bound the clients that are connected at once.
+type ConnectionSettings struct {
+	MaxConnections int `group:"Requests" default:"0" help:"Most client connections at once to the OpenAI port; the router port takes a seventh of that beside. With more, idle ones are closed, then new ones wait. 0 is what the limit of open files (ulimit -n) leaves, at most 16384; a higher number is lowered to that limit."`
+}
+
+// Shares returns how many clients may be connected to the OpenAI port and to the
+// router port.
+func (s ConnectionSettings) Shares() (openAI, selection int) {
+	allowed := Descriptors() * clientSixteenths / 16 * 7 / 8
+	openAI = min(allowed, mostConnections)
+	if s.MaxConnections > 0 {
+		openAI = min(allowed, s.MaxConnections)
+	}
+	openAI = max(1, openAI)
+	return openAI, max(1, openAI/7)
+}

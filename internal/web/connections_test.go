@@ -1,0 +1,183 @@
+package web_test
+
+import (
+	"bufio"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/web"
+)
+
+// boundPort is a server that takes so many clients at once.
+type boundPort struct {
+	t       *testing.T
+	address string
+	release chan struct{} // one ends a request for /slow
+	slow    atomic.Int64  // of them that run
+}
+
+func newBoundPort(t *testing.T, most int) *boundPort {
+	t.Helper()
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := &boundPort{t: t, address: listener.Addr().String(), release: make(chan struct{})}
+	server := &http.Server{Handler: http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/slow" {
+			p.slow.Add(1)
+			defer p.slow.Add(-1)
+			<-p.release
+		}
+	})}
+	done := make(chan error, 1)
+	go func() { done <- server.Serve(web.Bound(server, listener, most)) }()
+	t.Cleanup(func() {
+		server.Close()
+		if err := <-done; err != http.ErrServerClosed {
+			t.Error(err)
+		}
+	})
+	return p
+}
+
+// dial connects a client; it may have to wait in the system's queue.
+func (p *boundPort) dial() net.Conn {
+	p.t.Helper()
+	conn, err := net.Dial("tcp", p.address)
+	if err != nil {
+		p.t.Fatal(err)
+	}
+	p.t.Cleanup(func() { conn.Close() })
+	return conn
+}
+
+// ask sends a request and returns what came of it.
+func (p *boundPort) ask(conn net.Conn, path string) error {
+	conn.SetDeadline(time.Now().Add(10 * time.Second))
+	if _, err := fmt.Fprintf(conn, "GET %s HTTP/1.1\r\nHost: h\r\n\r\n", path); err != nil {
+		return err
+	}
+	response, err := http.ReadResponse(bufio.NewReader(conn), nil)
+	if err != nil {
+		return err
+	}
+	return response.Body.Close()
+}
+
+func (p *boundPort) must(err error) {
+	p.t.Helper()
+	if err != nil {
+		p.t.Error(err)
+	}
+}
+
+// closed tells whether the server has closed the connection.
+func (p *boundPort) closed(conn net.Conn) bool {
+	conn.SetReadDeadline(time.Now().Add(10 * time.Second))
+	_, err := conn.Read(make([]byte, 1))
+	return err == io.EOF
+}
+
+func TestLongestIdleClientMakesRoomForANewOne(t *testing.T) {
+	p := newBoundPort(t, 3)
+	first, second, silent := p.dial(), p.dial(), p.dial()
+	p.must(p.ask(second, "/"))
+	p.must(p.ask(first, "/"))
+	p.must(p.ask(second, "/")) // first is idle for longer now; silent, which never asked, for longest
+	for range 5 {
+		p.must(p.ask(second, "/"))
+	}
+	p.must(p.ask(p.dial(), "/"))
+	if !p.closed(silent) {
+		t.Error("the client that has sent nothing stays")
+	}
+	p.must(p.ask(p.dial(), "/"))
+	if !p.closed(first) {
+		t.Error("the client that was idle for longest stays")
+	}
+	p.must(p.ask(second, "/"))
+}
+
+func TestNewClientsWaitWhileAllAreBusy(t *testing.T) {
+	p := newBoundPort(t, 2)
+	answers := make(chan error, 3)
+	for range 2 {
+		go func() { answers <- p.ask(p.dial(), "/slow") }()
+	}
+	testkit.Eventually(t, 10*time.Second, "both are busy", func() bool { return p.slow.Load() == 2 })
+	late := make(chan error, 1)
+	go func() { late <- p.ask(p.dial(), "/") }()
+	select {
+	case err := <-late:
+		t.Fatalf("a third was served beside two: %v", err)
+	case <-time.After(50 * time.Millisecond):
+	}
+	p.release <- struct{}{}
+	p.must(<-answers)
+	p.must(<-late) // in the place of the one that is idle now
+	p.release <- struct{}{}
+	p.must(<-answers)
+}
+
+func TestServerEndsWhileAClientWaits(t *testing.T) {
+	p := newBoundPort(t, 1)
+	answered := make(chan error, 1)
+	go func() { answered <- p.ask(p.dial(), "/slow") }()
+	testkit.Eventually(t, 10*time.Second, "it is busy", func() bool { return p.slow.Load() == 1 })
+	p.dial()
+	close(p.release)
+	p.must(<-answered)
+}
+
+// TestManyClientsComeAndGo holds the count of open places: none is lost.
+func TestManyClientsComeAndGo(t *testing.T) {
+	p := newBoundPort(t, 4)
+	for round := range 200 {
+		conn := p.dial()
+		if round%3 != 0 {
+			p.must(p.ask(conn, "/"))
+		}
+		if round%2 == 0 {
+			conn.Close()
+		}
+	}
+	for range 4 {
+		go func() { p.ask(p.dial(), "/slow") }()
+	}
+	testkit.Eventually(t, 10*time.Second, "all places are there", func() bool { return p.slow.Load() == 4 })
+	close(p.release)
+}
+
+func TestSoftLimitOfOpenFilesIsTheHardOne(t *testing.T) {
+	var limit syscall.Rlimit
+	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &limit); err != nil {
+		t.Fatal(err)
+	}
+	if limit.Cur < limit.Max && limit.Cur < 1<<19 {
+		t.Errorf("soft limit %d, hard limit %d", limit.Cur, limit.Max)
+	}
+	if got := web.Descriptors(); got < 1 || uint64(got) > limit.Cur {
+		t.Errorf("%d descriptors of %d", got, limit.Cur)
+	}
+}
+
+func TestClientsNeverTakeAllDescriptors(t *testing.T) {
+	for _, asked := range []int{0, 1, 100, 1 << 30} {
+		openAI, selection := web.ConnectionSettings{MaxConnections: asked}.Shares()
+		// Each takes another for its worker.
+		if all := 2 * (openAI + selection); openAI < 1 || selection < 1 || all > web.Descriptors()*3/4 {
+			t.Errorf("asked for %d: %d and %d of %d descriptors", asked, openAI, selection, web.Descriptors())
+		}
+		if asked == 100 && web.Descriptors() > 1000 && openAI != asked {
+			t.Errorf("asked for %d: %d", asked, openAI)
+		}
+	}
+}

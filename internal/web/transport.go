@@ -1,0 +1,74 @@
+package web
+
+import (
+	"crypto/tls"
+	"errors"
+	"net"
+	"net/http"
+	"strings"
+	"syscall"
+	"time"
+)
+
+const (
+	// dialTimeout is the longest time to open a connection to a worker.
+	dialTimeout = 3 * time.Second
+	// handshakeTimeout is the longest time for TLS beside that.
+	handshakeTimeout = 5 * time.Second
+	// unanswered is how long a worker's machine may leave bytes or probes without
+	// an acknowledgement until the connection is broken. TCP alone takes 15
+	// minutes for bytes, and with Go's probes 2 for silence.
+	unanswered = 10 * time.Second
+	// workerIdle is how long an unused connection to a worker is kept: less than
+	// the 5 s after which uvicorn closes it, so that no request meets a connection
+	// that is just being closed.
+	workerIdle = 4 * time.Second
+	// workerIdlePerHost bounds the unused connections to one worker.
+	workerIdlePerHost = 1024
+	// idleSixteenths is the share of the descriptors that unused connections to all
+	// workers may take, in sixteenths.
+	idleSixteenths = 2
+)
+
+// NewTransport returns what carries requests to workers. config is for those with
+// https; nil: the system's roots. A worker whose machine has vanished breaks its
+// connections after about 10 s (on Linux; with the system's own limits elsewhere).
+func NewTransport(config *tls.Config) *http.Transport {
+	probes := net.KeepAliveConfig{Enable: true, Idle: 4 * time.Second, Interval: 2 * time.Second, Count: 3}
+	dialer := &net.Dialer{Timeout: dialTimeout, KeepAliveConfig: probes, Control: limitUnanswered}
+	return &http.Transport{
+		DialContext:         dialer.DialContext,
+		TLSClientConfig:     config,
+		TLSHandshakeTimeout: handshakeTimeout,
+		MaxIdleConns:        max(1, Descriptors()*idleSixteenths/16),
+		MaxIdleConnsPerHost: workerIdlePerHost,
+		IdleConnTimeout:     workerIdle,
+		DisableCompression:  true,
+		WriteBufferSize:     64 << 10,
+	}
+}
+
+// NewClient returns a client over transport that follows no redirects: a worker is
+// not to choose where the router connects to.
+func NewClient(transport http.RoundTripper) *http.Client {
+	return &http.Client{
+		Transport:     transport,
+		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+	}
+}
+
+// OwnFault tells of the error of a connection that could not be opened whether this
+// machine lacks descriptors, ports or memory. It says nothing about the other side
+// then.
+func OwnFault(err error) bool {
+	if err == nil {
+		return false
+	}
+	for _, lack := range []error{syscall.EMFILE, syscall.ENFILE, syscall.EADDRNOTAVAIL, syscall.ENOBUFS, syscall.ENOMEM} {
+		// The resolver's errors have the text only.
+		if errors.Is(err, lack) || strings.Contains(err.Error(), lack.Error()) {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,129 @@
+package workers
+
+import (
+	"net/http"
+	"net/url"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+func TestFlagsNameKeysByTheirVariable(t *testing.T) {
+	getenv := func(name string) string { return map[string]string{"A": "key a", "B": "key b"}[name] }
+	flags := Flags{WorkerAPIKeyEnv: "A", Worker: []Attached{{URL: "http://h:1", KeyEnv: "B"}, {URL: "http://h:2"}}}
+	if err := flags.Resolve(getenv); err != nil {
+		t.Fatal(err)
+	}
+	if flags.WorkerKey != "key a" || flags.Worker[0].Key != "key b" || flags.Worker[1].Key != "" || flags.WorkerTLS != nil {
+		t.Errorf("%q %q %q", string(flags.WorkerKey), string(flags.Worker[0].Key), string(flags.Worker[1].Key))
+	}
+	empty := filepath.Join(t.TempDir(), "empty.pem")
+	if err := os.WriteFile(empty, []byte("nothing"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, test := range []struct {
+		flags Flags
+		says  []string
+	}{
+		{Flags{WorkerAPIKeyEnv: "C"}, []string{"--worker-api-key-env C", "set it"}},
+		{Flags{Worker: []Attached{{URL: "http://h:1", KeyEnv: "C"}}}, []string{"--worker url=http://h:1,key-env=C", "set it"}},
+		{Flags{WorkerCA: "/nonexistent"}, []string{"--worker-ca", "/nonexistent", "PEM"}},
+		{Flags{WorkerCA: empty}, []string{"--worker-ca", "no certificate"}},
+	} {
+		err := test.flags.Resolve(getenv)
+		for _, says := range test.says {
+			if err == nil || !strings.Contains(err.Error(), says) {
+				t.Errorf("%+v: %v, want %q", test.flags, err, says)
+			}
+		}
+	}
+}
+
+func TestURLsOfWorkers(t *testing.T) {
+	for _, test := range []struct{ given, want string }{
+		{"http://h:8100", "http://h:8100"},
+		{"https://h/", "https://h"},
+		{"http://[::1]:8100/base//", "http://[::1]:8100/base"},
+		{"http://h:0", ""},
+		{"http://h:65536", ""},
+		{"http://h?x", ""},
+		{"http://h/?", ""},
+		{"http://h/#", ""},
+		{"http://", ""},
+		{"ftp://h", ""},
+		{"h:8100", ""},
+		{"http://h/" + strings.Repeat("x", maxAddress), ""},
+		{"http://user:sesame@h:8100", ""},
+		{"http://user:sesame@h:bad port", ""},
+	} {
+		got, err := ParseURL(test.given)
+		if got != test.want || (err == nil) != (test.want != "") {
+			t.Errorf("ParseURL(%.40q) = %q, %v", test.given, got, err)
+		}
+		if err != nil && strings.Contains(err.Error(), "sesame") {
+			t.Errorf("the error shows the password: %v", err)
+		}
+	}
+	var w Attached
+	if err := w.UnmarshalText([]byte("id=3,url=http://user:sesame@h:8100")); err == nil || strings.Contains(err.Error(), "sesame") || !strings.Contains(err.Error(), "key-env") {
+		t.Errorf("%v", err)
+	}
+}
+
+func FuzzParseURL(f *testing.F) {
+	for _, seed := range []string{"http://h:8100", "https://[::1]/x/", "http://u:p@h", "http://h?x#y", "http://h:99999", "http://%41/", "HTTP://h//", "http://h/%zz", "http://h /"} {
+		f.Add(seed)
+	}
+	f.Fuzz(func(t *testing.T, value string) {
+		base, err := ParseURL(value)
+		if err != nil {
+			return
+		}
+		request, err := http.NewRequest(http.MethodGet, base+"/health", nil)
+		if err != nil {
+			t.Fatalf("%q: %v", base, err)
+		}
+		u := request.URL
+		if u.User != nil || u.RawQuery != "" || u.Fragment != "" || !strings.HasSuffix(u.Path, "/health") || u.Hostname() == "" {
+			t.Errorf("%q became %q", value, u)
+		}
+		given, err := url.Parse(value)
+		if err != nil || given.Host != u.Host {
+			t.Errorf("%q leads to %q", value, u.Host)
+		}
+	})
+}
+
+func FuzzParseEndpoint(f *testing.F) {
+	for _, seed := range []string{"tcp://h:5557", "ipc:///run/x", "tcp://*:1", "tcp://[::1]:5557", "tcp://h:70000", "ipc://", "tcp://a b:1", "tcp://h:1\n"} {
+		f.Add(seed)
+	}
+	f.Fuzz(func(t *testing.T, value string) {
+		endpoint, err := ParseEndpoint(value)
+		if err == nil && (endpoint != value || len(endpoint) > maxAddress || strings.ContainsAny(endpoint, " \n\r\t")) {
+			t.Errorf("%q became %q", value, endpoint)
+		}
+	})
+}
+
+func FuzzAttached(f *testing.F) {
+	for _, seed := range []string{
+		"http://h:8100", "url=http://h:1,id=3,kv-events=tcp://h:5557,replay=tcp://h:5757,load=ipc:///run/l,key-env=K,role=prefill,kind=sglang,bootstrap=h:8998",
+		"url=", ",,,", "id=-1,url=http://h", "url=http://h,url=http://h", "url=http://u:p@h,id=2",
+	} {
+		f.Add(seed)
+	}
+	f.Fuzz(func(t *testing.T, text string) {
+		var w Attached
+		if err := w.UnmarshalText([]byte(text)); err != nil {
+			return
+		}
+		if again, err := ParseURL(w.URL); err != nil || again != w.URL {
+			t.Errorf("%q has the URL %q: %v", text, w.URL, err)
+		}
+		if w.Key != "" {
+			t.Errorf("%q has a key", text)
+		}
+	})
+}

@@ -1,0 +1,398 @@
+package workers
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/web"
+)
+
+// registeredFleet is a running fleet without workers, in which some can be
+// registered.
+func registeredFleet(t *testing.T, change func(*fakeFleet)) *fakeFleet {
+	t.Helper()
+	f := newFakeFleet(t, fakeConfig(t, 0))
+	if change != nil {
+		change(f)
+	}
+	f.start()
+	return f
+}
+
+// registration is worker 5 with one rank.
+func registration(url string) Registration {
+	return Registration{ID: 5, URL: url, Model: "m", Ranks: []uint32{0}}
+}
+
+func (f *fakeFleet) register(r Registration) {
+	f.t.Helper()
+	if err := f.Register(f.t.Context(), r); err != nil {
+		f.t.Fatal(err)
+	}
+}
+
+func (f *fakeFleet) wantState(want, lastError string) {
+	f.t.Helper()
+	testkit.Settles(f.t, func() error {
+		if w := f.Workers()[0]; w.State != want || !strings.Contains(w.LastError, lastError) {
+			return fmt.Errorf("%+v", w)
+		}
+		return nil
+	})
+}
+
+func TestRegisteredWorkerIsDownFromTheFirstRefusedConnection(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	a := newAttachedServer(t, "")
+	f := registeredFleet(t, nil)
+	f.register(registration("http://" + a.address))
+	f.wantEvents("up 5.0 g1", "down 5.0 g1") // routed to at once, and no longer than until the first look
+	f.wantState(StateDown, "connection refused")
+	a.start()
+	f.wantEvents("up 5.0 g1", "down 5.0 g1", "up 5.0 g2")
+	a.server.Close()
+	f.wantEvents("up 5.0 g1", "down 5.0 g1", "up 5.0 g2", "down 5.0 g2")
+	f.register(registration("http://" + a.address)) // says nothing new
+	f.wantState(StateDown, "connection refused")
+	f.stop()
+	f.wantEvents("up 5.0 g1", "down 5.0 g1", "up 5.0 g2", "down 5.0 g2")
+}
+
+func TestRefusedRequestHasARegisteredWorkerLookedAtAtOnce(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	f := registeredFleet(t, func(f *fakeFleet) { f.Timing.FirstLook, f.Timing.HealthEvery = time.Hour, time.Hour })
+	f.register(registration(fmt.Sprintf("http://127.0.0.1:%d", testkit.FreePorts(t, 1))))
+	f.wantEvents("up 5.0 g1")
+	f.ReportFailure(5)
+	f.wantEvents("up 5.0 g1", "down 5.0 g1")
+	f.stop()
+}
+
+// watchedServer answers /health as it is told to.
+type watchedServer struct {
+	*httptest.Server
+	status atomic.Int64  // of its answers; 0: none comes
+	looks  atomic.Int64  // at its health
+	let    chan struct{} // closed at the end
+}
+
+func newWatchedServer(t *testing.T, status int) *watchedServer {
+	t.Helper()
+	s := &watchedServer{let: make(chan struct{})}
+	s.status.Store(int64(status))
+	s.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path != "/health" {
+			w.WriteHeader(http.StatusNotFound)
+			return
+		}
+		s.looks.Add(1)
+		status := int(s.status.Load())
+		if status == 0 {
+			select {
+			case <-s.let:
+			case <-r.Context().Done():
+			}
+			return
+		}
+		w.WriteHeader(status)
+	}))
+	return s
+}
+
+func (s *watchedServer) end() {
+	close(s.let)
+	s.Close()
+}
+
+// wantLooks waits for so many more looks.
+func (s *watchedServer) wantLooks(t *testing.T, more int64) {
+	t.Helper()
+	until := s.looks.Load() + more
+	testkit.Eventually(t, 20*time.Second, "looks at its health", func() bool { return s.looks.Load() >= until })
+}
+
+func TestRegisteredWorkerThatDoesNotAnswerIsDownAfterThreeLooks(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	s := newWatchedServer(t, 0)
+	defer s.end()
+	f := registeredFleet(t, func(f *fakeFleet) { f.Timing.healthLimit = 50 * time.Millisecond })
+	f.register(registration(s.URL))
+	f.wantEvents("up 5.0 g1", "down 5.0 g1")
+	if n := s.looks.Load(); n < 3 {
+		t.Errorf("down after %d looks", n)
+	}
+	s.status.Store(http.StatusOK)
+	f.wantEvents("up 5.0 g1", "down 5.0 g1", "up 5.0 g1") // the same process
+	f.stop()
+}
+
+func TestServerThatDoesNotTellItsHealthIsRoutedToUntilItHas(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	for _, unknown := range []int{http.StatusNotFound, http.StatusUnauthorized, http.StatusMethodNotAllowed} {
+		s := newWatchedServer(t, unknown)
+		f := registeredFleet(t, nil)
+		f.register(registration(s.URL))
+		s.wantLooks(t, 10)
+		f.wantEvents("up 5.0 g1")
+		s.status.Store(http.StatusOK)
+		s.wantLooks(t, 2)
+		s.status.Store(int64(unknown))
+		f.wantEvents("up 5.0 g1", "down 5.0 g1")
+		f.stop()
+		s.end()
+	}
+}
+
+func TestRegisteredWorkerThatIsNotWellFromTheStartIsDownAfterThreeLooks(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	s := newWatchedServer(t, http.StatusServiceUnavailable)
+	defer s.end()
+	f := registeredFleet(t, nil)
+	f.register(registration(s.URL))
+	f.wantEvents("up 5.0 g1", "down 5.0 g1")
+	f.wantState(StateDown, "503")
+	f.stop()
+}
+
+// TestEveryWayAWorkerGoesIsTold: what runs on a worker is let go by that.
+func TestEveryWayAWorkerGoesIsTold(t *testing.T) {
+	for _, test := range []struct {
+		name string
+		goes func(*fakeFleet, *watchedServer)
+		why  string
+	}{
+		{"its process ends", func(_ *fakeFleet, s *watchedServer) { s.Listener.Close() }, "connection refused"},
+		{"it hangs", func(_ *fakeFleet, s *watchedServer) { s.status.Store(0) }, "deadline exceeded"},
+		{"it is not well", func(_ *fakeFleet, s *watchedServer) { s.status.Store(500) }, "500 Internal"},
+		{"it is unregistered", func(f *fakeFleet, _ *watchedServer) { f.Unregister(5) }, "no longer registered"},
+		{"it moves", func(f *fakeFleet, s *watchedServer) {
+			r := registration(s.URL + "/moved")
+			r.Ranks = []uint32{0, 1}
+			f.register(r)
+		}, "registered anew"},
+		{"the router ends", func(f *fakeFleet, _ *watchedServer) { f.cancel() }, "no longer registered"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			defer goleak.VerifyNone(t)
+			s := newWatchedServer(t, http.StatusOK)
+			defer s.end()
+			var mu sync.Mutex
+			var downs []string
+			f := registeredFleet(t, func(f *fakeFleet) {
+				f.Timing.healthLimit = 100 * time.Millisecond
+				f.hooks.Down = func(target kv.Target, why string) {
+					mu.Lock()
+					defer mu.Unlock()
+					downs = append(downs, fmt.Sprintf("%d.%d g%d: %s", target.Key.Worker, target.Key.Rank, target.Generation, why))
+				}
+			})
+			r := registration(s.URL)
+			r.Ranks = []uint32{0, 1}
+			f.register(r)
+			s.wantLooks(t, 1)
+			test.goes(f, s)
+			testkit.Settles(t, func() error {
+				mu.Lock()
+				defer mu.Unlock()
+				told := slices.Sorted(slices.Values(downs))
+				for rank := range 2 {
+					if len(told) <= rank || !strings.HasPrefix(told[rank], fmt.Sprintf("5.%d g1: ", rank)) || !strings.Contains(told[rank], test.why) {
+						return fmt.Errorf("told %q, want both ranks and %q", told, test.why)
+					}
+				}
+				return nil
+			})
+			f.stop()
+		})
+	}
+}
+
+// lackingTransport fails every connection as a process without descriptors does.
+type lackingTransport struct {
+	http.RoundTripper
+	lacks  atomic.Bool
+	failed atomic.Int64
+}
+
+func (l *lackingTransport) RoundTrip(r *http.Request) (*http.Response, error) {
+	if l.lacks.Load() {
+		l.failed.Add(1)
+		return nil, &net.OpError{Op: "dial", Net: "tcp", Err: os.NewSyscallError("socket", syscall.EMFILE)}
+	}
+	return l.RoundTripper.RoundTrip(r)
+}
+
+func TestLackOfDescriptorsMarksNoWorkerDown(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	s := newWatchedServer(t, http.StatusOK)
+	defer s.end()
+	lacking := &lackingTransport{}
+	f := registeredFleet(t, func(f *fakeFleet) {
+		lacking.RoundTripper = f.client.Transport
+		f.client.Transport = lacking
+	})
+	f.register(registration(s.URL))
+	s.wantLooks(t, 1)
+	lacking.lacks.Store(true)
+	testkit.Eventually(t, 20*time.Second, "looks fail", func() bool { return lacking.failed.Load() > 10 })
+	lacking.lacks.Store(false)
+	s.wantLooks(t, 1)
+	f.wantEvents("up 5.0 g1")
+	if !strings.Contains(f.out.String(), "ulimit -n") {
+		t.Error("the log does not say what to do")
+	}
+	f.stop()
+}
+
+// TestHungWorkersAreKnownWithinTenSeconds adds up what a worker that hangs right
+// after a look costs.
+func TestHungWorkersAreKnownWithinTenSeconds(t *testing.T) {
+	d := defaultTiming()
+	if worst := d.HealthEvery + time.Duration(d.healthMisses)*d.healthLimit + time.Duration(d.healthMisses-1)*d.missPause; worst > 9*time.Second {
+		t.Errorf("a hung worker is known after %s", worst)
+	}
+	if worst := d.FirstLook + time.Duration(d.healthMisses)*d.healthLimit + time.Duration(d.healthMisses-1)*d.missPause; worst > 8*time.Second {
+		t.Errorf("a registered worker that never answers is known after %s", worst)
+	}
+}
+
+// TestAddressesThatNobodyAnswersDoNotDelayTheOthers: looks at them are few at a
+// time, and apart from those at workers that have answered.
+func TestAddressesThatNobodyAnswersDoNotDelayTheOthers(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	const dead, atOnce = 40, 5
+	hung, good := newWatchedServer(t, 0), newWatchedServer(t, http.StatusOK)
+	defer hung.end()
+	defer good.end()
+	var now, most atomic.Int64
+	f := registeredFleet(t, func(f *fakeFleet) {
+		f.Timing.healthLimit = 200 * time.Millisecond
+		f.firstLooks = make(chan struct{}, atOnce)
+		under := f.client.Transport
+		f.client.Transport = roundTripper(func(r *http.Request) (*http.Response, error) {
+			if strings.HasPrefix(hung.URL, "http://"+r.URL.Host) {
+				n := now.Add(1)
+				defer now.Add(-1)
+				for was := most.Load(); n > was && !most.CompareAndSwap(was, n); was = most.Load() {
+				}
+			}
+			return under.RoundTrip(r)
+		})
+	})
+	f.register(registration(good.URL))
+	good.wantLooks(t, 1)
+	for i := range dead {
+		r := registration(hung.URL)
+		r.ID = uint64(100 + i)
+		f.register(r)
+	}
+	good.wantLooks(t, 10)
+	testkit.Settles(t, func() error {
+		downs := slices.DeleteFunc(f.seen(), func(e string) bool { return !strings.HasPrefix(e, "down ") })
+		if len(downs) < dead {
+			return fmt.Errorf("%d of %d are down", len(downs), dead)
+		}
+		return nil
+	})
+	if n := most.Load(); n > atOnce {
+		t.Errorf("%d looks at once", n)
+	}
+	if slices.Contains(f.seen(), "down 5.0 g1") {
+		t.Error("the good worker was down")
+	}
+	f.stop()
+}
+
+// roundTripper is a function as a transport.
+type roundTripper func(*http.Request) (*http.Response, error)
+
+func (r roundTripper) RoundTrip(request *http.Request) (*http.Response, error) { return r(request) }
+
+func TestDeadWorkersAreLookedAtLessAndLess(t *testing.T) {
+	f := &Fleet{Timing: defaultTiming()}
+	for _, test := range []struct {
+		misses int
+		most   time.Duration
+	}{{0, 2 * time.Second}, {10, 2 * time.Second}, {11, 8 * time.Second}, {1000, 8 * time.Second}} {
+		seen := map[time.Duration]bool{}
+		for range 100 {
+			pause := f.pauseAfter(test.misses)
+			if pause > test.most || pause < test.most*4/5 {
+				t.Errorf("after %d misses %s", test.misses, pause)
+			}
+			seen[pause] = true
+		}
+		if len(seen) < 50 {
+			t.Errorf("after %d misses all pauses are alike", test.misses)
+		}
+	}
+}
+
+func TestAddressesThatLeadBackAreRefused(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	hop := web.NewHop()
+	self := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if slices.Contains(r.Header["Via"], string(hop)) {
+			w.WriteHeader(http.StatusLoopDetected)
+		}
+	}))
+	defer self.Close()
+	const says = "leads back to this router"
+
+	cfg := fakeConfig(t, 0)
+	cfg.fleet.Hop, cfg.fleet.RestartBackoffMax = hop, 30*time.Millisecond
+	cfg.fleet.Attached = []Attached{{ID: 3, URL: self.URL}}
+	f := newFakeFleet(t, cfg)
+	f.start()
+	testkit.Settles(t, func() error {
+		if w := f.Workers()[0]; !strings.Contains(w.LastError, says) {
+			return fmt.Errorf("%+v", w)
+		}
+		return nil
+	})
+	f.register(registration(self.URL))
+	f.wantEvents("up 5.0 g1", "down 5.0 g1")
+	for _, line := range []string{"level=ERROR msg=\"worker 3", "level=ERROR msg=\"worker 5: down: its address " + says} {
+		if !strings.Contains(f.out.String(), line) {
+			t.Errorf("no line %q in\n%s", line, f.out.String())
+		}
+	}
+	good := newWatchedServer(t, http.StatusOK)
+	defer good.end()
+	dead := fmt.Sprintf("http://127.0.0.1:%d", testkit.FreePorts(t, 1))
+	for url, want := range map[string]bool{self.URL: true, good.URL: false, dead: false} {
+		if got := f.LeadsBack(t.Context(), url); got != want {
+			t.Errorf("%s leads back: %v", url, got)
+		}
+	}
+	f.stop()
+}
+
+func TestErrorsOfRegister(t *testing.T) {
+	cfg := fakeConfig(t, 0)
+	cfg.fleet.Attached = []Attached{{ID: 5, URL: "http://127.0.0.1:1"}}
+	f := newFakeFleet(t, cfg)
+	f.start()
+	if err := f.Register(t.Context(), registration("http://127.0.0.1:2")); !errors.Is(err, ErrWorkerTaken) {
+		t.Errorf("registered over an attached worker: %v", err)
+	}
+	f.stop()
+	if err := f.Register(t.Context(), registration("http://127.0.0.1:2")); !errors.Is(err, ErrFleetEnding) {
+		t.Errorf("registered at the end: %v", err)
+	}
+}
