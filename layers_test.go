@@ -21,17 +21,17 @@ var layers = []map[string]string{
 		"hints": "kv", "radix": "kv table blockpool", "engine": "kv blockpool", "tokens": "jsonbody",
 	},
 	{ // judging, hearing
-		"policy": "hints jsonlines kv settings", "events": "kv radix zmq",
+		"policy": "hints jsonlines kv settings", "outlier": "kv", "events": "kv radix zmq",
 	},
 	{ // deciding, starting
-		"router": "hints kv policy radix table", "vllm": "events kv",
+		"router": "hints kv outlier policy radix table", "vllm": "events kv",
 	},
 	{ // carrying
-		"replica": "router zmq", "proxy": "jsonbody kv policy router web", "workers": "events kv policy radix vllm zmq",
+		"replica": "router zmq", "proxy": "jsonbody kv outlier policy router web", "workers": "events kv policy radix vllm zmq",
 		"mocker": "engine events jsonbody kv tokens vllm web zmq", "simulate": "engine hints kv policy radix router",
 	},
 	{ // showing, offering
-		"telemetry": "hints jsonlines kv policy proxy router", "selection": "events hints kv policy radix router web workers",
+		"telemetry": "hints jsonlines kv outlier policy proxy router", "selection": "events hints kv outlier policy radix router web workers",
 	},
 }
 
