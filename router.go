@@ -64,6 +64,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		seed = uint64(time.Now().UnixNano())
 	}
 	r.router = router.New(r.index, policy, config.BlockSize, seed, config.Routing)
+	r.router.Log = log
 	r.telemetry = telemetry.New(r.samples, r.prompts)
 	r.telemetry.Watch(r.router)
 	start, err := r.starter()
@@ -72,7 +73,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	}
 	r.fleet = workers.NewFleet(config.fleetSettings(), start, r.index, workers.Hooks{
 		Up:   r.router.Up,
-		Down: func(t kv.Target, _ string) { r.router.Down(t.Key) },
+		Down: func(t kv.Target, why string) { r.router.Down(t.Key); r.proxy.LetGo(t.Key.Worker, t.Generation, why) },
 		Load: r.router.Publish,
 		Lag:  r.telemetry.EventLag,
 	}, log)
@@ -84,7 +85,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	})
 	r.fleet.Peers = events.NewPeers(config.IndexerPeers, peerKey(config))
 	r.proxy = proxy.NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
-	r.proxy.OutputBlocks = config.Routing.RouterTrackOutputBlocks
+	r.proxy.OutputBlocks, r.proxy.Budget = config.Routing.RouterTrackOutputBlocks, proxy.NewBudget(config.Disagg.RetryBudget)
 	r.tokens = tokens.NewSource(r.model, r.askWorker, config.TokenTimeout, log)
 	r.api = NewAPI(config, r.router, r.tokens, r.proxy, r.telemetry, log)
 	r.api.lookForModels = r.fleet.LookForModels
@@ -151,8 +152,10 @@ func (r *app) askWorker(ctx context.Context, path string, body []byte) ([]byte, 
 	if !ok {
 		return nil, router.ErrNoWorker
 	}
+	asked := time.Now()
 	status, answer, err := r.proxy.Ask(ctx, target, http.MethodPost, path, http.Header{"Content-Type": {"application/json"}}, body)
 	if err != nil {
+		r.router.AskFailed(ctx, target, asked)
 		return nil, err
 	}
 	if status != http.StatusOK {
