@@ -295,7 +295,7 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 		u.Head, u.Body, u.HideUsage = proxy.AskForUsage(body)
 	}
 	if len(a.router.Targets()) > 1 && r.request.Pinned == nil {
-		u.MaxRetries = 1
+		u.MaxRetries = a.config.Disagg.Retries
 	}
 	return u
 }

@@ -3,6 +3,7 @@ package main
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -58,6 +59,7 @@ func newTestAPIOf(t testing.TB, config Config, model *tokens.Model, targets ...k
 		config.MaxBodyBytes = 1 << 20
 	}
 	config.ServedModelName = "m"
+	config.Disagg.Retries = cmp.Or(config.Disagg.Retries, 1)
 	log := slog.New(slog.DiscardHandler)
 	h := &testAPI{router: routertest.NewTestRouter(t, "round-robin", 0), failed: make(chan uint64, 100)}
 	for _, target := range targets {

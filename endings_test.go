@@ -269,7 +269,7 @@ func TestEveryEndOfAPairIsTold(t *testing.T) {
 		{"prefill refuses", kv.KindSGLang, false, answersStatus(400), hangs, proxy.SharedRefused, "0", 400, ends{left, left}},
 		{"prefill hangs", kv.KindNIXL, true, hangs, nil, proxy.SharedPrefillTimeout, "0", 504, ends{failed, left}},
 		{"decode broken", kv.KindNIXL, false, nil, breaks, proxy.SharedDecodeFailed, "10", 502, ends{done, failed}},
-		{"decode error", kv.KindNIXL, true, nil, answersStatus(500), proxy.SharedDecodeFailed, "10", 502, ends{done, failed}},
+		{"decode error", kv.KindNIXL, true, nil, answersStatus(500), proxy.SharedDecodeFailed, "10", 500, ends{done, failed}},
 		{"decode refuses", kv.KindNIXL, false, nil, answersStatus(400), proxy.SharedRefused, "10", 400, ends{done, left}},
 		{"decode hangs", kv.KindNIXL, false, nil, hangs, proxy.SharedHandoverTimeout, "10", 504, ends{done, left}},
 	} {

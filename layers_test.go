@@ -25,17 +25,17 @@ var layers = []map[string]string{
 		"tokens": "jsonbody", "keys": "web",
 	},
 	{ // judging, hearing
-		"policy": "hints jsonlines kv settings", "events": "guard kv radix web zmq",
+		"policy": "hints jsonlines kv settings", "events": "guard kv radix web zmq", "outlier": "kv",
 	},
 	{ // deciding, starting
-		"router": "hints kv policy radix table", "vllm": "events kv",
+		"router": "hints kv outlier policy radix table", "vllm": "events kv",
 	},
 	{ // carrying
-		"replica": "guard kv router zmq", "proxy": "jsonbody kv policy router web", "workers": "events guard kv policy radix vllm web zmq",
+		"replica": "guard kv router zmq", "proxy": "jsonbody kv outlier policy router web", "workers": "events guard kv policy radix vllm web zmq",
 		"mocker": "engine events jsonbody kv tokens vllm web zmq", "simulate": "engine hints jsonlines kv policy radix router",
 	},
 	{ // showing, offering
-		"telemetry": "hints jsonlines kv policy proxy router", "selection": "events hints kv policy radix router web workers",
+		"telemetry": "hints jsonlines kv outlier policy proxy router", "selection": "events hints kv outlier policy radix router web workers",
 	},
 }
 

@@ -122,6 +122,13 @@ func TestMetricsPage(t *testing.T) {
 		// No mock worker is asked for so much at a time, counts tokens wrong, or is
 		// sure to send its tokens one by one.
 		s.app.telemetry.InterToken("0", time.Millisecond, 1)
+		for range 3 {
+			d, err := s.app.router.Route(t.Context(), router.Request{Pinned: &kv.WorkerKey{Worker: 1}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			d.Booking.Fail()
+		}
 		s.app.telemetry.Refused("m", testkit.ChatPath, router.ErrBusy)
 		s.app.telemetry.Refused("m", testkit.ChatPath, router.ErrQueueFull)
 		s.app.telemetry.Finished(proxy.Exchange{

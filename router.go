@@ -75,6 +75,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		seed = uint64(time.Now().UnixNano())
 	}
 	r.router = router.New(r.index, policy, config.BlockSize, seed, config.Routing)
+	r.router.Log = log
 	r.telemetry = telemetry.New(r.samples, r.prompts)
 	r.telemetry.Watch(r.router)
 	r.telemetry.WatchEdges(r.edges.Panics)
@@ -84,7 +85,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	}
 	r.fleet = workers.NewFleet(config.fleetSettings(), start, r.index, workers.Hooks{
 		Up:   r.router.Up,
-		Down: func(t kv.Target, _ string) { r.router.Down(t.Key) },
+		Down: func(t kv.Target, why string) { r.router.Down(t.Key); r.proxy.LetGo(t.Key.Worker, t.Generation, why) },
 		Load: r.router.Publish,
 		Lag:  r.telemetry.EventLag,
 	}, log)
@@ -98,7 +99,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.telemetry.WatchFleet(fleet)
 	r.fleet.Peers, r.fleet.Edges = events.NewPeers(config.IndexerPeers, peerKey(config)), r.edges
 	r.proxy = proxy.NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
-	r.proxy.OutputBlocks, r.proxy.Hop = config.Routing.RouterTrackOutputBlocks, config.Hop
+	r.proxy.OutputBlocks, r.proxy.Hop, r.proxy.Budget = config.Routing.RouterTrackOutputBlocks, config.Hop, proxy.NewBudget(config.Disagg.RetryBudget)
 	r.proxy.Client.Transport = web.NewTransport(config.WorkerTLS)
 	r.tokens = tokens.NewSource(r.model, r.askWorker, config.TokenTimeout, log)
 	r.api = NewAPI(config, r.router, r.tokens, r.proxy, r.telemetry, log)
@@ -184,7 +185,11 @@ func (r *app) askWorker(ctx context.Context, path string, body []byte) ([]byte, 
 // asker sends questions about prompts to a worker.
 func (r *app) asker(target kv.Target) tokens.Asker {
 	return func(ctx context.Context, path string, body []byte) ([]byte, error) {
+		asked := time.Now()
 		status, answer, err := r.proxy.Ask(ctx, target, http.MethodPost, path, http.Header{"Content-Type": {"application/json"}}, body)
+		if err != nil {
+			r.router.AskFailed(ctx, target, asked)
+		}
 		if err == nil && status != http.StatusOK {
 			err = &tokens.AskError{Status: status, Answer: answer}
 		}

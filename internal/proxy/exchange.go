@@ -31,6 +31,11 @@ type Exchange struct {
 	Usage      Usage
 	Shared     *SharedRequest // with a prefill worker; nil: it is served whole
 	Ending     policy.Ending  // of an answer that was relayed to its end
+
+	refusal  refusal     // what the status of a relayed answer says of its worker
+	suspects []suspicion // workers that refused it, until one accepts it
+	tried    bool        // a worker has failed it
+	moved    bool        // it was taken off a stuck worker: that happens once
 }
 
 // WorkerLabel returns a worker's id as headers, logs and metrics show it.

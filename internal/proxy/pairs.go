@@ -21,21 +21,24 @@ import (
 
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/outlier"
 	"kvrouter/internal/router"
 )
 
-// Settings are the flags for requests that a prefill worker and a decode worker
-// share.
+// Settings are the flags for requests that are sent again, and for those that a
+// prefill worker and a decode worker share.
 type Settings struct {
 	DisaggMinUncachedTokens int           `group:"Prefill and decode apart" default:"256" help:"Fewest uncached prompt tokens for which a prefill worker is used; a decode worker computes fewer itself."`
 	DisaggPrefillTimeout    time.Duration `group:"Prefill and decode apart" default:"60s" help:"Longest time from sending a prompt to a prefill worker to the end of its answer."`
 	DisaggHandoverTimeout   time.Duration `group:"Prefill and decode apart" default:"60s" help:"Longest time from there to the first event of the decode worker's stream."`
 	EnforceDisagg           bool          `group:"Prefill and decode apart" help:"Refuse a request whose prompt no prefill worker can compute, instead of leaving it to a decode worker."`
+
+	RetrySettings
 }
 
 // DefaultSettings returns the defaults of the flags.
 func DefaultSettings() Settings {
-	return Settings{DisaggMinUncachedTokens: 256, DisaggPrefillTimeout: time.Minute, DisaggHandoverTimeout: time.Minute}
+	return Settings{DisaggMinUncachedTokens: 256, DisaggPrefillTimeout: time.Minute, DisaggHandoverTimeout: time.Minute, RetrySettings: RetrySettings{Retries: 2, RetryBudget: 0.2}}
 }
 
 // Validate checks the settings; its errors name the flag.
@@ -48,7 +51,7 @@ func (k Settings) Validate() error {
 	case k.DisaggHandoverTimeout <= 0:
 		return errors.New("--disagg-handover-timeout must be more than 0")
 	}
-	return nil
+	return k.RetrySettings.validate()
 }
 
 const (
@@ -92,7 +95,14 @@ type PrefillFailure struct {
 	err    error
 }
 
-func (e *PrefillFailure) Error() string { return fmt.Sprintf("prefill worker %d: %v", e.Worker, e.err) }
+func (e *PrefillFailure) Error() string {
+	err := e.err
+	if failed := (*workerError)(nil); errors.As(err, &failed) {
+		err = failed.err // without naming the worker twice
+	}
+	return fmt.Sprintf("prefill worker %d: %v", e.Worker, err)
+}
+
 func (e *PrefillFailure) Unwrap() error { return e.err }
 
 // prefillRefusal is a prefill worker's answer that says what is wrong with the
@@ -125,70 +135,39 @@ var errDecodeEnded = errors.New("the decode leg has ended")
 // the first byte of the answer the request goes whole to a worker that takes it,
 // unless pairs are enforced; where a decode leg does, to another pair.
 func (s *Pairs) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, parsed *jsonbody.Body, why string, route func(exclude []uint64, why string) (router.Pair, error)) error {
-	var exclude []uint64
-	var failure error
-	for retries := 0; ; {
-		pair, err := route(exclude, why)
+	t := s.proxy.begin(u, x)
+	defer t.over()
+	for {
+		pair, err := route(t.exclude, why)
 		if err != nil {
-			if failure != nil {
-				return failure
-			}
-			return err
+			return t.giveUp(ctx, w, err)
 		}
 		if why == WholePrefilled && pair.Whole == "" {
-			retries++ // nobody takes it whole: it is another pair's
+			t.retries++ // nobody takes it whole: it is another pair's
 		}
-		retry := retries < u.MaxRetries
 		if x.Shared = nil; pair.Whole != "" {
 			s.proxy.observer.StayedWhole(pair.Whole)
-			err = s.proxy.send(ctx, w, u, x, pair.Decode, retry)
+			err = s.proxy.send(ctx, w, u, x, pair.Decode, t.retry())
 		} else {
-			err = s.share(ctx, w, u, x, parsed, pair, retry)
+			err = s.share(ctx, w, u, x, parsed, pair, t.retry())
+		}
+		if err == nil {
+			return nil
 		}
 		var refusal *prefillRefusal
 		if errors.As(err, &refusal) && ctx.Err() == nil {
 			return refusal.relay(w, u, x)
 		}
-		worker, again := s.failed(ctx, err)
-		if !again {
-			return err
-		}
-		failure = err
-		exclude = append(exclude, worker)
 		var prefill *PrefillFailure
-		switch {
-		case errors.As(err, &prefill) && !s.settings.EnforceDisagg && why == "":
-			why = WholePrefilled // beside the retries: it costs no decode worker anything
-		case retry:
-			retries++
-		default:
-			return failure
+		// Going whole is beside the retries: it costs no decode worker anything.
+		beside := errors.As(err, &prefill) && !s.settings.EnforceDisagg && why == ""
+		if !t.again(ctx, err, beside) {
+			return t.end(ctx, w, err)
 		}
-		s.proxy.observer.Retried(worker)
+		if beside {
+			why = WholePrefilled
+		}
 	}
-}
-
-// failed reports the worker that err blames, and tells whether the request may
-// be sent again: nothing was written, and the client still waits.
-func (s *Pairs) failed(ctx context.Context, err error) (worker uint64, again bool) {
-	if err == nil || ctx.Err() != nil || errors.Is(err, ErrAnswered) || errors.Is(err, ErrSilent) {
-		return 0, false
-	}
-	var late *LegTimeout
-	var prefill *PrefillFailure
-	var decode *workerError
-	switch {
-	case errors.As(err, &prefill):
-		worker = prefill.Worker
-	case errors.As(err, &late): // of both legs together: whose fault it is cannot be told
-		return 0, false
-	case errors.As(err, &decode):
-		worker = decode.worker
-	default:
-		return 0, false
-	}
-	s.proxy.failed(worker)
-	return worker, true
 }
 
 // share serves one request by two workers. Both bookings end here.
@@ -199,7 +178,7 @@ func (s *Pairs) share(ctx context.Context, w http.ResponseWriter, u Upstream, x 
 	x.Shared = l.shared
 	if err != nil {
 		if ctx.Err() == nil {
-			pair.Prefill.Booking.Fail()
+			pair.Prefill.Booking.FailAs(outlier.Refused, err.Error())
 			s.proxy.observer.EngineFailed()
 		}
 	} else if l.kind == kv.KindSGLang {
@@ -242,7 +221,7 @@ func (s *Pairs) legs(ctx context.Context, u Upstream, parsed *jsonbody.Body, pai
 	case kv.KindMooncake:
 		engine, err := s.engineID(ctx, target)
 		if err != nil {
-			return l, &PrefillFailure{target.Key.Worker, err}
+			return l, &PrefillFailure{target.Key.Worker, unanswered(target.Key.Worker, err, outlier.Refused)}
 		}
 		keep, fetch := mooncakeParams(target.Bootstrap, engine, name)
 		l.prefill.Head, l.prefill.Body = nil, prefillBody(u.Route, parsed, keep)
@@ -375,7 +354,7 @@ func (s *Pairs) concurrent(ctx context.Context, w http.ResponseWriter, l legs, x
 		s.abort(l, l.pair.Prefill.Target)
 	}
 	var decodeFailed *workerError
-	if cut || err != nil && !errors.As(err, &decodeFailed) {
+	if cut || err != nil && (errors.As(err, &failed) || !errors.As(err, &decodeFailed)) {
 		s.abort(l, l.pair.Decode.Target)
 	}
 	return err
@@ -391,8 +370,13 @@ func (s *Pairs) prefill(ctx context.Context, l legs) ([]byte, error) {
 	late := &LegTimeout{"the prefill leg", "--disagg-prefill-timeout", s.settings.DisaggPrefillTimeout, SharedPrefillTimeout}
 	limited, cancel := context.WithTimeoutCause(ctx, late.over, late)
 	defer cancel()
+	limited, letGo := context.WithCancelCause(limited)
+	defer letGo(nil)
+	target := l.pair.Prefill.Target
+	f := s.proxy.depart(booking, target, letGo, true)
+	defer s.proxy.arrive(f)
 	began := s.proxy.now()
-	answer, usage, err := s.proxy.drain(limited, l.prefill, l.pair.Prefill.Target)
+	answer, usage, err := s.proxy.drain(limited, l.prefill, target)
 	var refusal *prefillRefusal
 	switch {
 	case err == nil:
@@ -410,16 +394,39 @@ func (s *Pairs) prefill(ctx context.Context, l legs) ([]byte, error) {
 		s.proxy.observer.Prefilled(l.kind, ended.Sub(began))
 		return answer, nil
 	case ctx.Err() != nil:
+		left(ctx, booking)
 		return nil, cause(ctx, err)
 	case errors.As(err, &refusal):
 		return nil, refusal
 	case l.kind == kv.KindSGLang && errors.Is(err, late): // it waits for the decode worker, too
 		return nil, late
 	}
-	booking.Fail()
-	s.proxy.observer.EngineFailed()
-	return nil, &PrefillFailure{l.pair.Prefill.Target.Key.Worker, err}
+	failed := prefillError(target.Key.Worker, err)
+	s.proxy.blame(booking, nil, failed) // 401 and the like are refusals: nothing is suspected
+	return nil, &PrefillFailure{target.Key.Worker, failed}
 }
+
+// prefillError returns the error of a prefill worker that failed with err.
+func prefillError(worker uint64, err error) *workerError {
+	e := unanswered(worker, err, outlier.Refused)
+	var status *statusError
+	var late *LegTimeout
+	switch {
+	case errors.As(err, &status):
+		e.kind, e.refusal = outlier.Status, status.refusal
+	case errors.As(err, &late):
+		e.kind = outlier.Timeout
+	}
+	return e
+}
+
+// statusError is the status of an answer that is no good.
+type statusError struct {
+	status  string
+	refusal refusal
+}
+
+func (e *statusError) Error() string { return "answered " + e.status }
 
 // drain sends u to a worker and reads the whole answer. That of a stream is not
 // returned.
@@ -448,7 +455,7 @@ func (p *Proxy) drain(ctx context.Context, u Upstream, t kv.Target) (answer []by
 	case status/100 == 4 && status != http.StatusRequestTimeout && status != http.StatusTooManyRequests:
 		return nil, usage, &prefillRefusal{status, response.Header, answer}
 	}
-	return nil, usage, fmt.Errorf("answered %s", response.Status)
+	return nil, usage, &statusError{response.Status, refusalOf(response.StatusCode, response.Header, u.Route, p.now())}
 }
 
 // drainStream reads a stream of events to its end. One that begins with an

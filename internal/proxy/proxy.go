@@ -15,11 +15,13 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/web"
@@ -93,6 +95,9 @@ type Observer interface {
 	// Retried counts a request that worker failed before its first byte and that
 	// is sent again.
 	Retried(worker uint64)
+	// RetryDenied counts a request that is not sent again because the budget of
+	// retries is used up.
+	RetryDenied()
 	// EngineFailed counts an attempt that a worker failed.
 	EngineFailed()
 	// InterToken records a chunk of tokens that came gap after the one before.
@@ -118,9 +123,11 @@ type Proxy struct {
 	failed   func(worker uint64) // told of a worker that did not answer
 	silence  time.Duration       // longest wait for a worker's next byte, and for a client to take it; 0: no limit
 	now      func() time.Time
+	traffic  traffic
 
 	OutputBlocks bool    // book the blocks of streams as they grow
 	Hop          web.Hop // signs what goes to workers
+	Budget       *Budget // of retries; nil: no bound
 }
 
 // streamBuffer is the memory for relaying one stream; later streams reuse it.
@@ -144,18 +151,9 @@ func NewProxy(observer Observer, silence time.Duration, failed func(worker uint6
 		failed:   failed,
 		silence:  silence,
 		now:      time.Now,
+		traffic:  traffic{lanes: map[uint64]*lane{}},
 	}
 }
-
-// workerError says that a worker did not answer.
-type workerError struct {
-	worker uint64
-	err    error
-}
-
-func (e *workerError) Error() string { return fmt.Sprintf("worker %d: %v", e.worker, e.err) }
-
-func (e *workerError) Unwrap() error { return e.err }
 
 // ErrAnswered marks a failure after the first byte: the client has been told as
 // far as the protocol allows, and nothing more can be written.
@@ -165,100 +163,103 @@ var ErrAnswered = errors.New("answer was cut short")
 var ErrSilent = errors.New("no byte came within --request-timeout")
 
 // Forward sends u to the worker that route chooses and relays the answer to w.
-// Where a worker fails before the first byte of its answer, route is asked for
-// another one that is not among exclude. Every booking ends here, as the request
-// did: with a whole answer, by the worker's fault or by nobody's. An error
-// other than ErrAnswered means that nothing was written to w.
+// Where a worker fails before the first byte of its answer, or refuses what another
+// may take, route is asked for another one that is not among exclude. If none does
+// better, the client gets what was answered. Every booking ends here, as the request
+// did: with a whole answer, by the worker's fault or by nobody's. An error other
+// than ErrAnswered means that nothing was written to w.
 func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, route func(exclude []uint64) (router.Decision, error)) error {
-	var exclude []uint64
-	var failure error
+	t := p.begin(u, x)
+	defer t.over()
 	for {
-		decision, err := route(exclude)
+		decision, err := route(t.exclude)
 		if err != nil {
-			if failure != nil {
-				return failure
-			}
-			return err
+			return t.giveUp(ctx, w, err)
 		}
-		worker := decision.Target.Key.Worker
-		err = p.send(ctx, w, u, x, decision, len(exclude) < u.MaxRetries)
-		var failed *workerError
-		if !errors.As(err, &failed) || errors.Is(err, ErrAnswered) || errors.Is(err, ErrSilent) || ctx.Err() != nil {
-			return err
+		err = p.send(ctx, w, u, x, decision, t.retry())
+		if err == nil {
+			return nil
 		}
-		p.failed(worker)
-		failure = err
-		if len(exclude) == u.MaxRetries {
-			return failure
+		if !t.again(ctx, err, false) {
+			return t.end(ctx, w, err)
 		}
-		p.observer.Retried(worker)
-		exclude = append(exclude, worker)
 	}
 }
 
 // send is attempt with the booking of the decision, which ends here.
 func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, decision router.Decision, retry bool) error {
-	x.Decision, x.Worker = decision, WorkerLabel(decision.Target.Key.Worker)
+	x.Decision, x.Worker, x.Ending, x.refusal = decision, WorkerLabel(decision.Target.Key.Worker), policy.Abandoned, refusal{}
 	defer decision.Booking.End() // if relaying panics
 	err := p.attempt(ctx, w, u, x, retry)
 	var failed *workerError
-	switch workerFailed := errors.As(err, &failed) && ctx.Err() == nil; {
-	case workerFailed, err == nil && x.Ending == policy.Failed:
-		decision.Booking.Fail()
-		p.observer.EngineFailed()
-	case err == nil && x.Ending == policy.Finished:
-		switch {
-		case u.CachedTokensMislead:
-		case x.Usage.CachedKnown:
-			decision.Booking.Cached(x.Usage.CachedTokens)
-		case x.Usage.CachedUntold:
-			x.Usage.CachedKnown = decision.Booking.CachedUntold()
-		}
-		decision.Booking.Finish(x.Usage.OutputTokens)
+	switch {
+	case err == nil:
+		p.finished(u, x)
+	case errors.As(err, &failed) && ctx.Err() == nil:
+		p.blame(decision.Booking, x, failed)
 	default:
-		decision.Booking.End()
+		left(ctx, decision.Booking)
 	}
 	return err
 }
 
 // attempt sends u to the decided worker and relays the answer. A *workerError
 // without ErrAnswered means that nothing was written and another worker may be
-// tried. With retry, an answer that tells of a failed engine counts as such.
+// tried. With retry, an answer that another worker may better is one.
 func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, retry bool) error {
-	worker := x.Decision.Target.Key.Worker
+	target := x.Decision.Target
+	worker := target.Key.Worker
 	ctx, cancel := context.WithCancelCause(ctx) // ends the engine's work when we stop reading
 	defer cancel(nil)
-	heard := func() {}
+	f := p.depart(x.Decision.Booking, target, cancel, retry && !x.moved)
+	defer p.arrive(f)
+	heard := func() { f.heard.Store(p.now().UnixNano()) }
 	if p.silence > 0 {
 		timer := time.AfterFunc(p.silence, func() { cancel(ErrSilent) })
 		defer timer.Stop()
 		connection := http.NewResponseController(w)
 		heard = func() {
+			now := p.now()
+			f.heard.Store(now.UnixNano())
 			timer.Reset(p.silence)
-			connection.SetWriteDeadline(p.now().Add(p.silence))
+			connection.SetWriteDeadline(now.Add(p.silence))
 		}
 	}
-	request, err := p.request(ctx, &u, x.Decision.Target)
+	request, err := p.request(ctx, &u, target)
 	if err != nil {
 		return err
 	}
 	response, err := p.Client.Do(request)
 	if err != nil {
-		return &workerError{worker, cause(ctx, err)}
+		if ours(err) {
+			return err
+		}
+		return unanswered(worker, cause(ctx, err), outlier.Refused)
 	}
 	defer response.Body.Close()
 	if err := checkStatus(response); err != nil {
-		return &workerError{worker, err}
+		return unanswered(worker, err, outlier.Broken)
 	}
 	answer := &upstreamAnswer{Response: response, ctx: ctx, heard: heard}
-	if retry && (response.StatusCode == http.StatusInternalServerError || response.StatusCode == http.StatusBadGateway || response.StatusCode == http.StatusServiceUnavailable) {
-		return &workerError{worker, fmt.Errorf("answered %s", response.Status)}
+	x.refusal = refusalOf(response.StatusCode, response.Header, u.Route, p.now())
+	if (retry || x.tried) && x.refusal != (refusal{}) {
+		kept, err := keep(answer, x)
+		if err != nil {
+			return unanswered(worker, err, outlier.Broken)
+		}
+		if kept != nil {
+			return &workerError{worker: worker, err: fmt.Errorf("answered %s", response.Status), kind: outlier.Status, refusal: x.refusal, answer: kept}
+		}
 	}
 	if strings.HasPrefix(response.Header.Get("Content-Type"), "text/event-stream") {
 		return p.relayStream(w, answer, u, x, retry)
 	}
 	return p.relayWhole(w, answer, u, x)
 }
+
+// ours tells whether a request could not be sent for want of file descriptors here:
+// that is no worker's fault.
+func ours(err error) bool { return errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE) }
 
 // upstreamAnswer is a worker's answer with its body still to be read.
 type upstreamAnswer struct {
@@ -305,6 +306,7 @@ func writeHead(w http.ResponseWriter, response *http.Response, u Upstream, x *Ex
 		x.Shared.begin(told)
 	}
 	x.Status = response.StatusCode
+	x.accepted(x.Status)
 	w.WriteHeader(response.StatusCode)
 }
 
@@ -316,7 +318,7 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 	body, err := io.ReadAll(io.LimitReader(answer, BufferedAnswer))
 	if err != nil {
 		answer.heard() // the time to write ended with the wait: the client is to be told
-		return &workerError{worker, err}
+		return unanswered(worker, err, outlier.Broken)
 	}
 	x.Usage = ReadUsage(body)
 	x.Ending = endingOf(answer.StatusCode, gjson.GetBytes(body, "choices.0.finish_reason").Str)
@@ -329,7 +331,7 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 	}
 	if _, err := io.Copy(w, answer); err != nil {
 		if answer.broken != nil {
-			err = &workerError{worker, answer.broken}
+			err = unanswered(worker, answer.broken, outlier.Broken)
 		}
 		return errors.Join(ErrAnswered, err)
 	}
@@ -359,7 +361,7 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 		if n > 0 {
 			out := events.Scan(buffer[:n])
 			if !started && retry && events.status >= http.StatusInternalServerError {
-				return &workerError{worker, errors.New("its engine failed before the first token")}
+				return &workerError{worker: worker, err: errors.New("its engine failed before the first token"), kind: outlier.Engine}
 			}
 			if events.Count > 0 {
 				now := p.now()
@@ -403,7 +405,7 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 			answer.heard() // the time to write ended with the wait: the client is to be told
 			x.Usage, x.Ending = events.Usage, events.ending(answer.StatusCode, u.EndMarked)
 			if !started {
-				return &workerError{worker, err}
+				return unanswered(worker, err, outlier.Broken)
 			}
 			if events.done { // many clients leave as soon as they have read the end
 				return nil
@@ -418,7 +420,7 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 			}
 			fmt.Fprintf(w, "data: %s\n\n", web.ErrorJSON(status, web.ErrorType(status), "", why))
 			flush.Flush()
-			return errors.Join(ErrAnswered, &workerError{worker, err})
+			return errors.Join(ErrAnswered, unanswered(worker, err, outlier.Broken))
 		}
 	}
 }
@@ -446,14 +448,14 @@ func (p *Proxy) ask(ctx context.Context, t kv.Target, method, path string, heade
 	request.Header = p.header(header, t)
 	response, err := p.Client.Do(request)
 	if err != nil {
-		return 0, nil, &workerError{t.Key.Worker, err}
+		return 0, nil, unanswered(t.Key.Worker, err, outlier.Refused)
 	}
 	defer response.Body.Close()
 	if err = checkStatus(response); err == nil {
 		answer, err = io.ReadAll(io.LimitReader(response.Body, limit))
 	}
 	if err != nil {
-		return 0, nil, &workerError{t.Key.Worker, err}
+		return 0, nil, unanswered(t.Key.Worker, err, outlier.Refused)
 	}
 	return response.StatusCode, answer, nil
 }

@@ -15,6 +15,8 @@ import (
 type Booking struct {
 	router        *Router
 	worker        kv.WorkerKey
+	generation    int      // of the worker
+	trial         bool     // it shows whether an ejected worker is well again
 	id            string   // empty: none
 	sequence      []uint64 // sequence hashes booked as active blocks
 	prompt        int      // tokens
@@ -29,9 +31,11 @@ type Booking struct {
 	// All below is guarded by router.mu.
 	number       uint64 // by which other routers know it; 0: they do not
 	sent         time.Time
-	alone        bool  // no other prompt was to be computed when it was sent
-	atSent       tally // of the worker
-	computed     bool  // the first token has come
+	queued       int    // uncached prompt tokens on the worker then, its own included
+	fault        *fault // how the worker failed it; nil: that was not told
+	alone        bool   // no other prompt was to be computed when it was sent
+	atSent       tally  // of the worker
+	computed     bool   // the first token has come
 	first        time.Time
 	atFirst      tally
 	assumed      *radix.Assumed // what of it an approximate index counts as cached
@@ -61,6 +65,9 @@ func (b *Booking) FirstToken() {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
 	now := r.Now()
+	if !b.computed {
+		r.answerBegins(b, now)
+	}
 	r.prefillDone(b, now)
 	r.loads.heard(b, now)
 }
@@ -139,7 +146,7 @@ func (b *Booking) Finish(output int) { b.end(policy.Finished, output) }
 func (b *Booking) Free() {
 	r := b.router
 	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	defer r.unlock()
 	how := policy.Abandoned
 	if b.computed {
 		how = policy.Finished
@@ -153,7 +160,7 @@ func (b *Booking) Free() {
 func (b *Booking) Report(f policy.Feedback) (ack policy.ThompsonAck, known bool) {
 	r := b.router
 	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	defer r.unlock()
 	f.Decision, f.Now = b.decision, r.Now()
 	if f.TokensIn == 0 {
 		f.TokensIn = b.prompt
@@ -170,7 +177,7 @@ func (b *Booking) Report(f policy.Feedback) (ack policy.ThompsonAck, known bool)
 func (b *Booking) end(how policy.Ending, output int) {
 	r := b.router
 	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	defer r.unlock()
 	r.finish(b, how, output, r.Now())
 }
 
@@ -180,6 +187,7 @@ func (r *Router) finish(b *Booking, how policy.Ending, output int, now time.Time
 		return
 	}
 	b.ended.Store(true)
+	r.judge(b, how, now)
 	told := b.computed
 	r.prefillDone(b, now)
 	if learner, ok := r.Policy.(policy.Learner); ok && told && !b.answeredWhole && output > 0 {

@@ -76,7 +76,7 @@ func (r *Router) RoutePair(ctx context.Context, request Request, rule PairRule) 
 	scratch := r.scratch.Get().(*workspace)
 	defer r.scratch.Put(scratch)
 	p, looked := r.lookUp(request, scratch)
-	c := r.pairings(&p)
+	c := r.pairings(&p, rule.Enforce)
 	pair := Pair{}
 	switch {
 	case rule.Whole != "" && (c.whole || c.kinds == 0):
@@ -136,13 +136,15 @@ type pairings struct {
 	uncached int      // prompt tokens to be computed by the one of those that has most of it
 }
 
-// pairings finds out which workers that are up could serve p.
-func (r *Router) pairings(p *prompt) pairings {
+// pairings finds out which workers that are up could serve p. While all prefill
+// workers are out for their failures, none could, unless that is enforced or nobody
+// takes p whole.
+func (r *Router) pairings(p *prompt, enforce bool) pairings {
 	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	defer r.unlock()
 	now := r.Now()
 	var could pairings
-	var prefill, decode kv.Kinds
+	var prefill, well, decode kv.Kinds
 	most := 0
 	whole, first, second := *p, *p, *p
 	whole.Kinds, whole.Leg, first.Leg, second.Leg = 0, kv.LegWhole, kv.LegPrefill, kv.LegDecode
@@ -155,10 +157,16 @@ func (r *Router) pairings(p *prompt) pairings {
 		}
 		if first.mayUse(t) {
 			prefill |= kv.KindsOf(t.Kind)
+			if !r.isOut(t, now) {
+				well |= kv.KindsOf(t.Kind)
+			}
 		}
 		if second.mayUse(t) {
 			decode |= kv.KindsOf(t.Kind)
 		}
+	}
+	if could.whole && !enforce && p.PinnedPrefill == nil && well&decode == 0 {
+		prefill = 0
 	}
 	could.kinds, could.uncached = prefill&decode, p.tokens-most*r.blockSize
 	return could

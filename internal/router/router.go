@@ -9,6 +9,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
 	"slices"
 	"sync"
@@ -17,6 +18,7 @@ import (
 
 	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 )
@@ -91,6 +93,7 @@ type Settings struct {
 
 	QueueSettings
 	BusyThresholds
+	outlier.Settings
 }
 
 // DefaultSettings returns the defaults of the flags.
@@ -98,6 +101,7 @@ func DefaultSettings() Settings {
 	return Settings{
 		RouterTrackActiveBlocks: true, RouterTrackPrefillTokens: true, RouterAssumeKVReuse: true,
 		QueueSettings: QueueSettings{RouterQueuePolicy: queueFCFS, RouterQueueTimeout: 5 * time.Minute, RouterQueueLimit: 1024},
+		Settings:      outlier.DefaultSettings(),
 	}
 }
 
@@ -108,6 +112,9 @@ func (k Settings) Validate() error {
 	}
 	if err := k.BusyThresholds.Validate(); err != nil {
 		return fmt.Errorf("--%w", err)
+	}
+	if err := k.Settings.Validate(); err != nil {
+		return err
 	}
 	return k.QueueSettings.validate()
 }
@@ -125,6 +132,7 @@ type Router struct {
 	blockSize int
 	Now       func() time.Time
 	Knobs     Settings
+	Log       *slog.Logger  // gets a line when a worker is taken out or comes back; nil: nobody does
 	scratch   sync.Pool     // of *workspace
 	traits    policy.Traits // the policy's
 	paired    atomic.Bool   // some worker computes only prompts or only answers
@@ -132,6 +140,7 @@ type Router struct {
 	Mu         sync.Mutex  // guards all below
 	targets    []kv.Target // the workers that are up, by key
 	loads      *Loads
+	outliers   *outlier.Detector
 	Policy     policy.Policy
 	random     *rand.Rand
 	candidates []policy.Candidate            // reused by every decision
@@ -189,6 +198,7 @@ func New(index radix.Index, policy policy.Policy, blockSize int, seed uint64, se
 		traits:    policy.Traits(),
 		scratch:   sync.Pool{New: func() any { return new(workspace) }},
 		loads:     NewLoads(),
+		outliers:  outlier.New(settings.Settings),
 		Policy:    policy,
 		random:    rand.New(rand.NewPCG(seed, seed)),
 	}
@@ -215,6 +225,7 @@ func (r *Router) Up(t kv.Target) {
 		r.targets = slices.Insert(r.targets, at, t)
 	}
 	r.loads.expect(t.Key)
+	r.outliers.Join(t.Key, t.Generation, r.Now())
 	r.notePairs()
 	r.drain(r.Now())
 }
@@ -230,6 +241,7 @@ func (r *Router) Down(w kv.WorkerKey) {
 	defer r.Mu.Unlock()
 	r.targets = slices.DeleteFunc(r.targets, func(t kv.Target) bool { return t.Key == w })
 	r.loads.silence(w)
+	r.outliers.Leave(w)
 	r.notePairs()
 	r.drain(r.Now())
 }
@@ -281,20 +293,6 @@ func (r *Router) Adapter(model string) string {
 		return model
 	}
 	return ""
-}
-
-// Idlest returns the worker with the fewest requests in flight; not ok: none is
-// up. Nothing is booked.
-func (r *Router) Idlest() (t kv.Target, ok bool) {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
-	if len(r.targets) == 0 {
-		return kv.Target{}, false
-	}
-	now := r.Now()
-	return slices.MinFunc(r.targets, func(a, b kv.Target) int {
-		return r.loads.get(a.Key, now).InFlight - r.loads.get(b.Key, now).InFlight
-	}), true
 }
 
 // Route chooses a worker for the request and books the request on it. Unless
@@ -355,7 +353,7 @@ func (r *Router) lookUp(request Request, scratch *workspace) (p prompt, d Decisi
 // lets the request wait.
 func (r *Router) schedule(p *prompt, d *Decision) (*waiter, error) {
 	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	defer r.unlock()
 	now := r.Now()
 	r.expire(now)
 	if r.taken(p) {
@@ -398,6 +396,9 @@ func (r *Router) gather(p *prompt, now time.Time) error {
 	if len(r.candidates) == 0 {
 		return err
 	}
+	if !r.outliers.Quiet() && p.Pinned == nil {
+		return r.sift(p, now)
+	}
 	return nil
 }
 
@@ -414,10 +415,14 @@ func (r *Router) busy(worker uint64, now time.Time) bool {
 
 // mayUse tells whether p, or the leg of it that is asked for, may be served by t.
 func (p *prompt) mayUse(t *kv.Target) bool {
+	return p.mightUse(t) && !slices.Contains(p.Exclude, t.Key.Worker)
+}
+
+// mightUse is mayUse before any worker has failed p.
+func (p *prompt) mightUse(t *kv.Target) bool {
 	return t.Takes(p.Leg) && p.Kinds.Allow(t.Kind) && t.Serves(p.Model) &&
 		(p.Pinned == nil || *p.Pinned == t.Key) &&
-		(p.Allowed == nil || slices.Contains(p.Allowed, t.Key.Worker)) &&
-		!slices.Contains(p.Exclude, t.Key.Worker)
+		(p.Allowed == nil || slices.Contains(p.Allowed, t.Key.Worker))
 }
 
 func (r *Router) candidate(p *prompt, t *kv.Target, now time.Time) policy.Candidate {
@@ -482,7 +487,7 @@ func (r *Router) tracksPrefill(p *prompt) bool {
 func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 	b := &Booking{
 		router: r, worker: c.Target.Key, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput, sequence: p.sequence, answeredWhole: p.AnsweredWhole, leg: p.Leg,
-		assumed: r.assume(c.Target.Key, p), cached: -1,
+		assumed: r.assume(c.Target.Key, p), cached: -1, generation: c.Target.Generation, trial: r.outliers.Begin(c.Target.Key, now),
 	}
 	if r.tracksPrefill(p) {
 		b.uncached = p.tokens - c.Overlap*r.blockSize
@@ -498,6 +503,7 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 	}
 	r.loads.bump(b.worker)
 	r.loads.begin(b, now)
+	b.queued = r.loads.prefillTokens(b.worker)
 	r.share(ChangeAdd, b)
 	return b
 }

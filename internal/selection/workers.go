@@ -10,12 +10,14 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 	"unicode"
 
 	"github.com/gin-gonic/gin"
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/workers"
 )
@@ -271,6 +273,50 @@ type WorkerRecord struct {
 	WaitingReqs   int      `json:"num_waiting_reqs"`
 	KVCacheUsage  float64  `json:"kv_cache_usage"`
 	Blocks        int      `json:"blocks"`
+
+	Failures *failureRecord `json:"failures,omitempty"` // nil: it is not up
+}
+
+// failureRecord is how a worker did lately; of several ranks the one that does
+// worst.
+type failureRecord struct {
+	State       string     `json:"state"`                   // in, slow_start, held or ejected
+	Reason      string     `json:"reason,omitempty"`        // of ejected
+	Until       *time.Time `json:"ejected_until,omitempty"` // ejected: when one request may go there on trial
+	HeldUntil   *time.Time `json:"held_until,omitempty"`
+	Ejections   uint64     `json:"ejections"`
+	Row         int        `json:"consecutive_failures"`
+	SuccessRate float64    `json:"success_rate"` // of the last 10 s, 0 to 1
+}
+
+// failuresOf sums up the records of a worker's ranks; nil: there are none.
+func failuresOf(worker uint64, records []outlier.Record) *failureRecord {
+	states := []string{outlier.StateIn, outlier.StateBack, outlier.StateHeld, outlier.StateOut}
+	var sum *failureRecord
+	for _, r := range records {
+		if r.Worker.Worker != worker {
+			continue
+		}
+		one := failureRecord{State: r.State, Row: r.Row, SuccessRate: r.SuccessRate}
+		switch r.State {
+		case outlier.StateOut:
+			one.Reason, one.Until = r.Reason.String(), &r.Until
+		case outlier.StateHeld:
+			one.HeldUntil = &r.Until
+		}
+		for _, n := range r.Ejections {
+			one.Ejections += n
+		}
+		if sum != nil {
+			one.Ejections += sum.Ejections
+		}
+		if sum == nil || slices.Index(states, one.State) >= slices.Index(states, sum.State) {
+			sum = &one
+		} else {
+			sum.Ejections = one.Ejections
+		}
+	}
+	return sum
 }
 
 // partition is where the record belongs.
@@ -288,6 +334,7 @@ func (s *Service) records(want func(WorkerRecord) bool) []WorkerRecord {
 	s.mu.Lock()
 	waiting := maps.Clone(s.registered) // those that the fleet does not know
 	s.mu.Unlock()
+	outliers, _ := s.router.Outliers()
 	records := []WorkerRecord{}
 	add := func(r WorkerRecord) {
 		if want == nil || want(r) {
@@ -301,7 +348,9 @@ func (s *Service) records(want func(WorkerRecord) bool) []WorkerRecord {
 		if !registered {
 			spec = s.specOf(status)
 		}
-		add(s.record(status, spec, up[status.ID]))
+		record := s.record(status, spec, up[status.ID])
+		record.Failures = failuresOf(status.ID, outliers)
+		add(record)
 	}
 	for _, w := range waiting {
 		add(WorkerRecord{WorkerID: w.id, workerSpec: w.spec.shown(), Lifecycle: lifecycleIncomplete, Reasons: w.missing, State: workers.StateConnecting})

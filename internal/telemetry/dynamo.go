@@ -116,6 +116,7 @@ type routerCollector struct {
 
 // Watch adds the router's books to the metrics. Call it once.
 func (t *Metrics) Watch(router *router.Router) {
+	t.registry.MustRegister(newOutlierCollector(router))
 	worker := []string{"worker_id", "dp_rank", "worker_type"}
 	t.registry.MustRegister(&routerCollector{
 		router:   router,

@@ -39,6 +39,7 @@ type Metrics struct {
 	predictions   *prometheus.CounterVec
 	promptDiffers *prometheus.CounterVec
 	retries       *prometheus.CounterVec
+	denied        prometheus.Counter
 	eventLag      *prometheus.HistogramVec
 
 	// seen has the labels of the workers that series above may speak of: a sync.Map,
@@ -98,6 +99,8 @@ func New(workers func() []WorkerSample, prompts func() PromptSample) *Metrics {
 	t.predictions = counter("predictions_total", "Answers that report cached tokens, by how the prediction compares: exact, over, under.", "result")
 	t.promptDiffers = counter("prompt_tokens_mismatch_total", "Answers whose usage.prompt_tokens differs from the router's own count, by where the tokens came from.", "source")
 	t.retries = counter("retries_total", "Requests sent to another worker after one failed before its first byte.", "worker_id")
+	t.denied = prometheus.NewCounter(prometheus.CounterOpts{Name: "kvrouter_retry_budget_exhausted_total", Help: "Requests not sent to another worker because the budget of retries was used up."})
+	t.registry.MustRegister(t.denied)
 	t.eventLag = histogram("kv_event_lag_seconds", "From the engine's time stamp of a KV event batch to its arrival here.", secondsBuckets, "worker_id")
 	t.dynamo = newDynamoMetrics(t.registry)
 	t.disagg = newDisaggMetrics(t.registry)
@@ -211,6 +214,9 @@ func (t *Metrics) Retried(worker uint64) {
 	t.see(label)
 	t.retries.WithLabelValues(label).Inc()
 }
+
+// RetryDenied implements proxy.Observer.
+func (t *Metrics) RetryDenied() { t.denied.Inc() }
 
 // InterToken implements proxy.Observer.
 func (t *Metrics) InterToken(worker string, gap time.Duration, n int) {

@@ -12,6 +12,9 @@ type SilentObserver struct{}
 // Retried does nothing.
 func (SilentObserver) Retried(uint64) {}
 
+// RetryDenied does nothing.
+func (SilentObserver) RetryDenied() {}
+
 // EngineFailed does nothing.
 func (SilentObserver) EngineFailed() {}
 

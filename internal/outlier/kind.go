@@ -1,0 +1,34 @@
+package outlier
+
+// Kind says how a worker failed a request.
+type Kind uint8
+
+// The kinds.
+const (
+	Reported      Kind = iota // whoever sent the request says so
+	Refused                   // no connection, or it broke without an answer
+	Timeout                   // no byte came for too long
+	Status                    // an HTTP status of a server's fault
+	Broken                    // an answer broke off, or ended without saying so
+	Engine                    // an answer that tells of a failed engine
+	Left                      // the client left after a wait far longer than usual
+	Stuck                     // no byte for long while others answered
+	Asked                     // a question about a prompt was not answered
+	Misconfigured             // it refuses what others accept
+	kinds
+)
+
+var kindNames = [kinds]string{
+	Reported: "reported", Refused: "refused", Timeout: "timeout", Status: "status", Broken: "broken", Engine: "engine",
+	Left: "client_left", Stuck: "stuck", Asked: "unanswered", Misconfigured: "misconfigured",
+}
+
+// String returns the kind's name, which is a metric label.
+func (k Kind) String() string { return kindNames[k] }
+
+// ofServer tells whether the kind is the fault of a worker's HTTP server, which all
+// its data-parallel ranks share.
+func (k Kind) ofServer() bool { return k == Refused || k == Misconfigured || k == Asked }
+
+// atOnce tells whether one such failure takes a worker out.
+func (k Kind) atOnce() bool { return k == Stuck || k == Misconfigured }

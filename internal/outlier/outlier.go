@@ -1,0 +1,607 @@
+// Package outlier remembers which workers fail. It judges every worker by how its
+// last requests ended, against the others', and says which of them may get new
+// requests: one that fails is out for a while, then gets one request on trial,
+// then a growing share. The ideas are Envoy's outlier detection and slow start.
+package outlier
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"math"
+	"math/rand/v2"
+	"time"
+
+	"kvrouter/internal/kv"
+)
+
+// Settings say when a worker is taken out, and for how long.
+type Settings struct {
+	EjectAfter         int           `group:"Failing workers" default:"3" help:"Failures in a row after which a worker gets no requests for a while; an answer that breaks off counts twice. 0: failures take no worker out."`
+	EjectionTime       time.Duration `group:"Failing workers" default:"5s" help:"How long that is the first time; then one request goes there on trial. Each further time is double."`
+	MaxEjectionTime    time.Duration `group:"Failing workers" default:"20s" help:"How long it is at most."`
+	MaxEjectionPercent int           `group:"Failing workers" default:"50" help:"Largest share of the workers that may serve a request which may be out, percent; beyond that all are used."`
+	SlowStart          time.Duration `group:"Failing workers" default:"5s" help:"Time in which the share of requests of a worker that is back grows to its full size."`
+}
+
+// DefaultSettings returns the defaults of the flags.
+func DefaultSettings() Settings {
+	return Settings{EjectAfter: 3, EjectionTime: 5 * time.Second, MaxEjectionTime: 20 * time.Second, MaxEjectionPercent: 50, SlowStart: 5 * time.Second}
+}
+
+// Validate checks the settings; its errors name the flag.
+func (s Settings) Validate() error {
+	switch {
+	case s.EjectAfter < 0:
+		return errors.New("--eject-after cannot be negative: 0 takes no worker out")
+	case s.EjectAfter > 0 && s.EjectionTime <= 0:
+		return fmt.Errorf("--ejection-time %s: give more than 0, or --eject-after 0", s.EjectionTime)
+	case s.EjectAfter > 0 && s.MaxEjectionTime < s.EjectionTime:
+		return fmt.Errorf("--max-ejection-time %s: give at least --ejection-time (%s)", s.MaxEjectionTime, s.EjectionTime)
+	case s.MaxEjectionPercent < 0 || s.MaxEjectionPercent > 100:
+		return fmt.Errorf("--max-ejection-percent %d: give 0 to 100", s.MaxEjectionPercent)
+	case s.SlowStart < 0:
+		return errors.New("--slow-start cannot be negative: 0 gives a worker that is back its full share at once")
+	}
+	return nil
+}
+
+const (
+	// wellFor is how long a worker must be in for its next ejection to be one
+	// step shorter.
+	wellFor = 30 * time.Second
+	// trialLimit is how long a trial without a result keeps others from being
+	// made.
+	trialLimit = 30 * time.Second
+	// trialFlows is how long a trial's answer must have been coming for the
+	// worker to be back before the answer's end.
+	trialFlows = 2 * time.Second
+	// leastShare is the share of its requests that a worker which is just back
+	// gets.
+	leastShare = 0.1
+	// suspectFor is the longest time for which a worker is held while another one
+	// is asked whether the request was wrong.
+	suspectFor = 5 * time.Second
+	// agreedFor is how long a status that two workers gave to one request counts
+	// as the clients' mistake.
+	agreedFor = time.Second
+	// LongestPause is the longest pause that a worker may ask for.
+	LongestPause = time.Minute
+	// firstGuess and longestGuess bound the pause of a worker that does not say
+	// how long it has too much to do.
+	firstGuess, longestGuess = time.Second, 8 * time.Second
+	// askedFor is how long a worker is held that has not answered a question about
+	// a prompt for askedSlowly.
+	askedFor, askedSlowly = 10 * time.Second, time.Second
+
+	// windowSeconds is the span over which success rates are compared.
+	windowSeconds = 10
+	// rateLeast is how many requests of that span a worker, and the others
+	// together, must have had; failuresLeast how many of its own must have failed.
+	rateLeast, failuresLeast = 10, 3
+	// rateBelow is by how much its share of good answers must lie below the
+	// others', and rateDeviations by how many standard deviations of chance.
+	rateBelow, rateDeviations = 0.2, 3
+)
+
+// phase is where a worker is in its way out and back.
+type phase uint8
+
+const (
+	phaseIn   phase = iota
+	phaseOut        // gets no requests, but for one on trial when its time is over
+	phaseBack       // its share grows
+)
+
+// worker is what is remembered of one worker rank.
+type worker struct {
+	generation int
+	gone       bool // not up
+	phase      phase
+	since      time.Time // of phaseOut, or when it came or came back
+	until      time.Time // phaseOut: when a trial is due
+	times      int       // ejections that the length of the next one counts
+	reason     Kind      // of the last ejection
+	row        int       // failures in a row
+	broken     int       // of those, answers that broke off
+
+	trial      time.Time // when a request on trial was sent; zero: none is under way
+	trialHeard time.Time // when its answer began
+
+	held    time.Time // gets no requests until then; zero: not held
+	suspect bool      // held for a status that may be the client's mistake
+	pressed time.Time // when it last asked for a pause
+	presses int       // how often it did since it last answered
+
+	answered  time.Time // when it last answered well
+	askFailed time.Time // when it last failed to answer a question about a prompt
+	window    [windowSeconds]second
+	ejections [kinds]uint64
+}
+
+// second counts the requests that ended within one second.
+type second struct {
+	at           int64 // Unix time
+	well, failed int
+}
+
+// Detector judges workers. It has no lock of its own: its owner, the Router,
+// guards it.
+type Detector struct {
+	settings Settings
+	workers  map[kv.WorkerKey]*worker
+	odd      int // workers that are not simply in
+	agreed   map[int]time.Time
+	news     []News
+	usual    usual
+}
+
+// New returns a detector that knows no worker.
+func New(settings Settings) *Detector {
+	return &Detector{settings: settings, workers: map[kv.WorkerKey]*worker{}, agreed: map[int]time.Time{}}
+}
+
+// Attempt is a request that was sent to a worker.
+type Attempt struct {
+	Worker     kv.WorkerKey
+	Generation int // of the worker
+	Sent       time.Time
+	Trial      bool // Begin said so
+}
+
+// Join makes a worker known. An incarnation that is not the one known begins with
+// a clean record.
+func (d *Detector) Join(key kv.WorkerKey, generation int, now time.Time) {
+	w := d.workers[key]
+	if w == nil {
+		w = &worker{generation: generation, since: now}
+		d.workers[key] = w
+	}
+	if w.gone || w.generation != generation {
+		*w = worker{generation: generation, since: now, ejections: w.ejections}
+	}
+	d.recount()
+}
+
+// keptGone bounds the workers that are gone of which the count of ejections is
+// kept.
+const keptGone = 1024
+
+// Leave forgets how a worker that is down did, but not how often it was out.
+func (d *Detector) Leave(key kv.WorkerKey) {
+	w := d.workers[key]
+	if w == nil {
+		return
+	}
+	if *w = (worker{generation: w.generation, gone: true, ejections: w.ejections}); w.ejections == [kinds]uint64{} {
+		delete(d.workers, key)
+	}
+	gone := 0
+	for _, other := range d.workers {
+		if other.gone {
+			gone++
+		}
+	}
+	if gone > keptGone {
+		delete(d.workers, key)
+	}
+	d.recount()
+}
+
+// recount counts the workers that are not simply in.
+func (d *Detector) recount() {
+	d.odd = 0
+	for _, w := range d.workers {
+		if w.phase != phaseIn || !w.held.IsZero() {
+			d.odd++
+		}
+	}
+}
+
+// Quiet tells whether every worker is in: nothing else need be asked then.
+func (d *Detector) Quiet() bool { return d.odd == 0 }
+
+// Level says how well a worker takes a request; the lower the better.
+type Level uint8
+
+// The levels.
+const (
+	In   Level = iota // takes it
+	Slow              // takes requests again, but not this one: its share is still growing
+	Held              // has asked for a pause, or is suspected
+	Out               // ejected
+)
+
+// Level says how well a worker takes a request now. random draws whether this one
+// belongs to the share of a worker that is just back.
+func (d *Detector) Level(key kv.WorkerKey, now time.Time, random *rand.Rand) Level {
+	w := d.workers[key]
+	if w == nil {
+		return In
+	}
+	d.bringUpToDate(key, w, now)
+	switch {
+	case w.phase == phaseOut:
+		return Out
+	case !w.held.IsZero():
+		return Held
+	case w.phase == phaseBack && random.Float64() >= max(leastShare, float64(now.Sub(w.since))/float64(d.settings.SlowStart)):
+		return Slow
+	}
+	return In
+}
+
+// IsOut tells whether a worker gets nothing now but what no other can take.
+func (d *Detector) IsOut(key kv.WorkerKey, now time.Time) bool {
+	if d.odd == 0 {
+		return false
+	}
+	w := d.workers[key]
+	if w == nil {
+		return false
+	}
+	d.bringUpToDate(key, w, now)
+	return w.phase == phaseOut || !w.held.IsZero()
+}
+
+// Ejected tells whether a worker is out for its failures.
+func (d *Detector) Ejected(key kv.WorkerKey, now time.Time) bool {
+	w := d.workers[key]
+	if w == nil || w.phase != phaseOut {
+		return false
+	}
+	d.bringUpToDate(key, w, now)
+	return w.phase == phaseOut
+}
+
+// AskedInVain tells whether a worker lately failed to answer a question about a
+// prompt.
+func (d *Detector) AskedInVain(key kv.WorkerKey, now time.Time) bool {
+	w := d.workers[key]
+	return w != nil && !w.askFailed.IsZero() && now.Sub(w.askFailed) < askedFor
+}
+
+// TooMany tells whether so many of all workers cannot be out: all are used then.
+func (d *Detector) TooMany(out, all int) bool { return out*100 > d.settings.MaxEjectionPercent*all }
+
+// TrialDue tells whether a worker that is out may get one request on trial, and
+// since when.
+func (d *Detector) TrialDue(key kv.WorkerKey, now time.Time) (since time.Time, due bool) {
+	w := d.workers[key]
+	if w == nil || w.phase != phaseOut {
+		return since, false
+	}
+	d.bringUpToDate(key, w, now)
+	return w.until, w.phase == phaseOut && w.held.IsZero() && !now.Before(w.until) && (w.trial.IsZero() || now.Sub(w.trial) >= trialLimit)
+}
+
+// Begin notes that a request is sent to a worker, and tells whether it is its
+// trial.
+func (d *Detector) Begin(key kv.WorkerKey, now time.Time) (trial bool) {
+	if d.odd == 0 {
+		return false
+	}
+	if _, due := d.TrialDue(key, now); due {
+		w := d.workers[key]
+		w.trial, w.trialHeard = now, time.Time{}
+		return true
+	}
+	return false
+}
+
+// bringUpToDate ends what time alone ends.
+func (d *Detector) bringUpToDate(key kv.WorkerKey, w *worker, now time.Time) {
+	changed := false
+	if !w.held.IsZero() && !now.Before(w.held) {
+		w.held, w.suspect, changed = time.Time{}, false, true
+	}
+	if w.phase == phaseOut && !w.trialHeard.IsZero() && now.Sub(w.trialHeard) >= trialFlows {
+		d.bringBack(key, w, now)
+	}
+	if w.phase == phaseBack && now.Sub(w.since) >= d.settings.SlowStart {
+		w.phase, changed = phaseIn, true
+	}
+	if changed {
+		d.recount()
+	}
+}
+
+// of returns the state of the incarnation that an attempt went to; nil: it is gone.
+func (d *Detector) of(a Attempt) *worker {
+	if w := d.workers[a.Worker]; w != nil && !w.gone && w.generation == a.Generation {
+		return w
+	}
+	return nil
+}
+
+// Heard notes that an attempt's answer has begun.
+func (d *Detector) Heard(a Attempt, now time.Time) {
+	if w := d.of(a); w != nil {
+		w.answered = now
+		if a.Trial && !w.trial.IsZero() {
+			w.trialHeard = now
+		}
+	}
+}
+
+// Succeeded notes that an attempt was answered well.
+func (d *Detector) Succeeded(a Attempt, now time.Time) {
+	w := d.of(a)
+	if w == nil {
+		return
+	}
+	w.row, w.broken, w.presses, w.answered = 0, 0, 0, now
+	w.count(now).well++
+	if w.phase == phaseOut && (a.Trial || a.Sent.After(w.since)) {
+		d.bringBack(a.Worker, w, now)
+	}
+}
+
+// Ended notes that an attempt ended, and nobody can tell whether its worker is
+// well.
+func (d *Detector) Ended(a Attempt) {
+	if w := d.of(a); w != nil && a.Trial {
+		w.trial, w.trialHeard = time.Time{}, time.Time{}
+	}
+}
+
+// Failed notes that a worker failed an attempt. why is for people.
+func (d *Detector) Failed(a Attempt, kind Kind, why string, now time.Time) {
+	if w := d.of(a); w != nil {
+		d.strike(a, w, kind, why, now)
+	}
+	if !kind.ofServer() {
+		return
+	}
+	for key, w := range d.workers { // the other ranks share the server
+		if key.Worker == a.Worker.Worker && key != a.Worker && !w.gone && w.generation == a.Generation {
+			d.strike(Attempt{Worker: key, Generation: a.Generation, Sent: a.Sent}, w, kind, why, now)
+		}
+	}
+}
+
+// strike counts one failure of w.
+func (d *Detector) strike(a Attempt, w *worker, kind Kind, why string, now time.Time) {
+	switch {
+	case w.phase == phaseOut && !a.Trial: // it was sent before, or for want of others
+		return
+	case w.phase == phaseOut:
+		w.count(now).failed++
+		d.eject(a.Worker, w, kind, "its trial failed: "+why, now)
+		return
+	case a.Sent.Before(w.since) && !a.Trial: // before it came back
+		return
+	}
+	w.row++
+	if kind == Broken { // its client cannot be served elsewhere: it counts twice
+		w.broken++
+	}
+	w.count(now).failed++
+	if d.settings.EjectAfter == 0 {
+		return
+	}
+	switch {
+	case kind.atOnce():
+		d.eject(a.Worker, w, kind, why, now)
+	case w.phase == phaseBack:
+		d.eject(a.Worker, w, kind, "it failed again: "+why, now)
+	case w.row+w.broken >= d.settings.EjectAfter:
+		d.eject(a.Worker, w, kind, fmt.Sprintf("%d failures in a row, the last: %s", w.row, why), now)
+	default:
+		if share, others, worse := d.worse(a.Worker, now); worse {
+			d.eject(a.Worker, w, kind, fmt.Sprintf("%.0f %% of its answers are good, of the others' %.0f %%; the last: %s", 100*share, 100*others, why), now)
+		}
+	}
+}
+
+// eject takes w out.
+func (d *Detector) eject(key kv.WorkerKey, w *worker, kind Kind, why string, now time.Time) {
+	if w.phase != phaseOut {
+		w.times = max(0, w.times-int(now.Sub(w.since)/wellFor))
+	}
+	long := d.settings.EjectionTime
+	for range w.times {
+		if long = min(2*long, d.settings.MaxEjectionTime); long == d.settings.MaxEjectionTime {
+			break
+		}
+	}
+	w.times++
+	first := w.phase != phaseOut
+	w.phase, w.reason, w.until = phaseOut, kind, now.Add(long)
+	if first {
+		w.since = now
+	}
+	w.row, w.broken, w.suspect = 0, 0, false
+	w.trial, w.trialHeard, w.held = time.Time{}, time.Time{}, time.Time{}
+	w.ejections[kind]++
+	d.recount()
+	d.tell(News{Worker: key, Kind: kind, Out: true, For: long, Why: why})
+}
+
+// bringBack lets w have requests again.
+func (d *Detector) bringBack(key kv.WorkerKey, w *worker, now time.Time) {
+	d.tell(News{Worker: key, Kind: w.reason, For: now.Sub(w.since)})
+	w.phase, w.since, w.row, w.broken = phaseBack, now, 0, 0
+	w.trial, w.trialHeard = time.Time{}, time.Time{}
+	w.window = [windowSeconds]second{}
+	d.recount()
+}
+
+// count returns the counts of this second.
+func (w *worker) count(now time.Time) *second {
+	at := now.Unix()
+	s := &w.window[uint64(at)%windowSeconds]
+	if s.at != at {
+		*s = second{at: at}
+	}
+	return s
+}
+
+// counts sums up the window.
+func (w *worker) counts(now time.Time) (well, failed int) {
+	for _, s := range w.window {
+		if age := now.Unix() - s.at; age >= 0 && age < windowSeconds {
+			well, failed = well+s.well, failed+s.failed
+		}
+	}
+	return well, failed
+}
+
+// worse compares a worker's share of good answers with the others' by the test of
+// two proportions. The others' share is smoothed, so that it has a deviation even
+// where none of their answers is bad.
+func (d *Detector) worse(key kv.WorkerKey, now time.Time) (share, others float64, worse bool) {
+	var well, all int
+	for other, w := range d.workers {
+		if other != key && w.phase == phaseIn {
+			good, bad := w.counts(now)
+			well, all = well+good, all+good+bad
+		}
+	}
+	good, bad := d.workers[key].counts(now)
+	n := good + bad
+	if n < rateLeast || bad < failuresLeast || all < rateLeast {
+		return 0, 0, false
+	}
+	share, others = float64(good)/float64(n), float64(well+1)/float64(all+2)
+	deviation := math.Sqrt(others * (1 - others) * (1/float64(n) + 1/float64(all)))
+	return share, others, share < others-rateBelow && share < others-rateDeviations*deviation
+}
+
+// Pressed notes that a worker asks for a pause: it gets nothing for so long, at most
+// LongestPause. 0: it did not say for how long; then that is a second, and each
+// time without an answer between double, up to longestGuess. It is no failure.
+func (d *Detector) Pressed(a Attempt, pause time.Duration, now time.Time) {
+	d.hold(a, func(w *worker) {
+		if a.Sent.After(w.pressed) { // it was sent after the last pause began
+			w.pressed, w.presses = now, w.presses+1
+		}
+		until := now.Add(min(pause, LongestPause))
+		if pause <= 0 {
+			until = w.pressed.Add(min(firstGuess<<min(w.presses-1, 10), longestGuess))
+		}
+		if until.After(w.held) || w.suspect {
+			w.held, w.suspect = until, false
+		}
+	})
+	d.Ended(a)
+}
+
+// hold changes the state of all ranks of an attempt's worker: they share the
+// server that answered.
+func (d *Detector) hold(a Attempt, change func(*worker)) {
+	for key, w := range d.workers {
+		if key.Worker == a.Worker.Worker && !w.gone && w.generation == a.Generation {
+			change(w)
+		}
+	}
+	d.recount()
+}
+
+// Suspect notes that a worker refused an attempt with a status that may be the
+// client's mistake or its own. It tells whether it is worth to ask another: if so,
+// the worker is held until Acquit or Convict. It is not while that status is known
+// to be the clients' mistake.
+func (d *Detector) Suspect(a Attempt, status int, now time.Time) (ask bool) {
+	d.Ended(a)
+	if at, known := d.agreed[status]; known && now.Sub(at) < agreedFor {
+		return false
+	}
+	d.hold(a, func(w *worker) {
+		if w.held.IsZero() {
+			w.held, w.suspect = now.Add(suspectFor), true
+		}
+	})
+	return true
+}
+
+// Acquit ends a suspicion. agreed says that another worker gave the same status:
+// it is the client's mistake.
+func (d *Detector) Acquit(a Attempt, status int, agreed bool, now time.Time) {
+	if agreed {
+		d.agreed[status] = now
+	}
+	d.hold(a, func(w *worker) {
+		if w.suspect {
+			w.held, w.suspect = time.Time{}, false
+		}
+	})
+}
+
+// Convict ends a suspicion: another worker accepted what this one refused.
+func (d *Detector) Convict(a Attempt, status int, now time.Time) {
+	d.Acquit(a, status, false, now)
+	d.Failed(a, Misconfigured, fmt.Sprintf("it answers %d to what others accept", status), now)
+}
+
+// AskFailed notes that a worker did not answer a question about a prompt that was
+// put at that time, unless it has answered a request since. If the question had to
+// wait, requests would: the worker is held.
+func (d *Detector) AskFailed(key kv.WorkerKey, generation int, asked, now time.Time) {
+	a := Attempt{Worker: key, Generation: generation, Sent: asked}
+	w := d.of(a)
+	if w == nil || !w.answered.Before(asked) {
+		return
+	}
+	w.askFailed = now
+	d.Failed(a, Asked, "it did not answer a question about a prompt", now)
+	if now.Sub(asked) >= askedSlowly && w.phase == phaseIn && d.settings.EjectAfter > 0 && now.Add(askedFor).After(w.held) {
+		w.held = now.Add(askedFor)
+		d.recount()
+	}
+}
+
+// Forgive takes a failure back: other workers failed the same request in the same
+// way.
+func (d *Detector) Forgive(a Attempt, now time.Time) {
+	if w := d.of(a); w != nil && w.phase != phaseOut && w.row > 0 {
+		w.row--
+		if s := w.count(now); s.failed > 0 {
+			s.failed--
+		}
+	}
+}
+
+// News says that a worker gets no requests any more, or gets some again.
+type News struct {
+	Worker kv.WorkerKey
+	Out    bool
+	Kind   Kind
+	For    time.Duration // how long it will be out, or was
+	Why    string
+}
+
+// Log writes the news.
+func (n News) Log(log *slog.Logger) {
+	name := fmt.Sprintf("worker %d", n.Worker.Worker)
+	if n.Worker.Rank > 0 {
+		name = fmt.Sprintf("worker %d rank %d", n.Worker.Worker, n.Worker.Rank)
+	}
+	switch {
+	case !n.Out:
+		log.Info(name+": gets requests again", "after", n.For.Round(time.Millisecond), "reason", n.Kind.String())
+	case n.Kind == Misconfigured:
+		log.Error(fmt.Sprintf("%s: IS MISCONFIGURED: %s; it gets no requests for %s: check its key, its model's name and its routes", name, n.Why, n.For), "reason", n.Kind.String())
+	default:
+		log.Warn(fmt.Sprintf("%s: gets no requests for %s: %s", name, n.For, n.Why), "reason", n.Kind.String())
+	}
+}
+
+// maxNews bounds the news that nobody has taken.
+const maxNews = 256
+
+func (d *Detector) tell(n News) {
+	if len(d.news) < maxNews {
+		d.news = append(d.news, n)
+	}
+}
+
+// TakeNews returns what is new since the last call.
+func (d *Detector) TakeNews() []News {
+	if len(d.news) == 0 {
+		return nil
+	}
+	news := d.news
+	d.news = nil
+	return news
+}

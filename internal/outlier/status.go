@@ -1,0 +1,75 @@
+package outlier
+
+import (
+	"slices"
+	"time"
+
+	"kvrouter/internal/kv"
+)
+
+// States of a worker in a Record.
+const (
+	StateIn   = "in"
+	StateBack = "slow_start"
+	StateHeld = "held"
+	StateOut  = "ejected"
+)
+
+// Record is what is known of one worker rank that is up.
+type Record struct {
+	Worker      kv.WorkerKey
+	State       string
+	Until       time.Time // StateOut: of the trial; StateHeld: of the pause
+	Reason      Kind      // StateOut: why
+	Row         int       // failures in a row
+	Requests    int       // that ended in the last 10 s
+	SuccessRate float64   // of those, 0 to 1; 1 where there are none
+	Ejections   map[Kind]uint64
+}
+
+// Records returns the state of every worker that is up, by key.
+func (d *Detector) Records(now time.Time) []Record {
+	list := make([]Record, 0, len(d.workers))
+	for key, w := range d.workers {
+		if w.gone {
+			continue
+		}
+		d.bringUpToDate(key, w, now)
+		s := Record{Worker: key, State: StateIn, Row: w.row, SuccessRate: 1, Ejections: map[Kind]uint64{}}
+		switch {
+		case w.phase == phaseOut:
+			s.State, s.Until, s.Reason = StateOut, w.until, w.reason
+		case !w.held.IsZero():
+			s.State, s.Until = StateHeld, w.held
+		case w.phase == phaseBack:
+			s.State = StateBack
+		}
+		well, failed := w.counts(now)
+		if s.Requests = well + failed; s.Requests > 0 {
+			s.SuccessRate = float64(well) / float64(s.Requests)
+		}
+		for kind, n := range w.ejections {
+			if n > 0 {
+				s.Ejections[Kind(kind)] = n
+			}
+		}
+		list = append(list, s)
+	}
+	slices.SortFunc(list, func(a, b Record) int { return a.Worker.Compare(b.Worker) })
+	return list
+}
+
+// Panic tells whether more workers are out than may be: all are used.
+func (d *Detector) Panic() bool {
+	out, all := 0, 0
+	for _, w := range d.workers {
+		if w.gone {
+			continue
+		}
+		all++
+		if w.phase == phaseOut {
+			out++
+		}
+	}
+	return out > 0 && d.TooMany(out, all)
+}

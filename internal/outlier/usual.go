@@ -1,0 +1,148 @@
+package outlier
+
+import (
+	"slices"
+	"time"
+
+	"kvrouter/internal/kv"
+)
+
+const (
+	// usualOver is how many first bytes the usual waits are taken from.
+	usualOver = 128
+	// slowFactor and longestFactor say what is far longer than usual: so many
+	// times what 95 % of the waits stay below, and so many times the longest.
+	slowFactor, longestFactor = 8, 2
+	// silentFloor is the shortest wait that is ever too long, and trialFloor the
+	// same on a worker's trial.
+	silentFloor, trialFloor = 3 * time.Second, time.Second
+	// waitsLeast is how many waits must be known to call one too long, when the
+	// client has given it up and when it has not.
+	waitsLeast, waitsLeastStuck = 3, 5
+	// paceFactor is how many times the usual time of a prompt token is allowed
+	// for each token that is to be computed first; paceDefault is that time while
+	// fewer than paceLeast are known: a slow engine on a CPU.
+	paceFactor  = 4
+	paceDefault = 2 * time.Millisecond
+	paceLeast   = 8
+	// paceTokens is the fewest tokens that say something about their time.
+	paceTokens = 256
+	// othersWithin is how lately another worker must have answered for a silent
+	// one to be at fault.
+	othersWithin = time.Minute
+)
+
+// Class sorts requests by what their first byte waits for.
+type Class uint8
+
+// ClassOf returns the class of a leg, by whether its answer comes whole.
+func ClassOf(leg kv.Leg, whole bool) Class {
+	c := Class(leg) * 2
+	if whole {
+		c++
+	}
+	return c
+}
+
+const classes = 2 * (int(kv.LegDecode) + 1)
+
+// usual is how long requests waited for their first byte lately, on all workers.
+type usual struct {
+	waits [classes]ring
+	pace  ring // of a prompt token, where that can be told
+}
+
+// ring holds the last values.
+type ring struct {
+	values [usualOver]time.Duration
+	count  int // values ever
+}
+
+func (r *ring) add(d time.Duration) {
+	r.values[r.count%usualOver] = d
+	r.count++
+}
+
+// high returns what 95 % of the values stay below, and the highest of them.
+func (r *ring) high() (most, all time.Duration) {
+	n := min(r.count, usualOver)
+	if n == 0 {
+		return 0, 0
+	}
+	sorted := slices.Sorted(slices.Values(r.values[:n]))
+	return sorted[(n-1)*95/100], sorted[n-1]
+}
+
+// Waited takes in how long a request of that class waited for its first byte, with
+// so many uncached prompt tokens on its worker when it was sent, its own included.
+func (d *Detector) Waited(c Class, wait time.Duration, tokens int) {
+	d.usual.waits[c].add(wait)
+	if c%2 == 0 && tokens >= paceTokens {
+		d.usual.pace.add(wait / time.Duration(tokens))
+	}
+}
+
+// allowed returns the longest wait that may be usual. not ok: fewer than least
+// waits are known.
+func (u *usual) allowed(c Class, tokens int, floor time.Duration, least int) (wait time.Duration, ok bool) {
+	r := &u.waits[c]
+	if r.count < least {
+		return 0, false
+	}
+	most, all := r.high()
+	pace := paceDefault
+	if u.pace.count >= paceLeast {
+		pace, _ = u.pace.high()
+	}
+	return max(floor, slowFactor*most, longestFactor*all) + paceFactor*pace*time.Duration(max(0, tokens)), true
+}
+
+// othersAnswer tells whether another worker has answered lately.
+func (d *Detector) othersAnswer(key kv.WorkerKey, now time.Time) bool {
+	for other, w := range d.workers {
+		if other.Worker != key.Worker && !w.answered.IsZero() && now.Sub(w.answered) <= othersWithin {
+			return true
+		}
+	}
+	return false
+}
+
+// LeftInVain judges a client that left after such a wait for its first byte: it
+// tells whether that is far longer than usual.
+func (d *Detector) LeftInVain(a Attempt, c Class, tokens int, wait time.Duration, now time.Time) bool {
+	allowed, known := d.usual.allowed(c, tokens, silentFloor, waitsLeast)
+	return known && wait >= allowed && d.othersAnswer(a.Worker, now)
+}
+
+// Silent judges a worker that has sent no byte of any answer for so long, since an
+// attempt of that class was sent there at the earliest. If that is far longer than
+// usual it is stuck: ejected. Else it is to be looked at again after that time.
+func (d *Detector) Silent(a Attempt, c Class, tokens int, silent time.Duration, now time.Time) (stuck bool, again time.Duration) {
+	const lookAgain = time.Second
+	w := d.of(a)
+	if w == nil || d.settings.EjectAfter == 0 || d.TooMany(1, len(d.workers)) {
+		return false, lookAgain
+	}
+	floor := silentFloor
+	if a.Trial {
+		floor = trialFloor
+	}
+	allowed, known := d.usual.allowed(c, tokens, floor, waitsLeastStuck)
+	switch {
+	case !known, !d.othersAnswer(a.Worker, now):
+		return false, lookAgain
+	case silent < allowed:
+		return false, max(allowed-silent, lookAgain/10)
+	}
+	d.Failed(a, Stuck, "no byte of any answer came for "+silent.Round(time.Millisecond).String()+" while others answered", now)
+	return w.phase == phaseOut, lookAgain
+}
+
+// FirstLook is how long after a request was sent its worker may first be silent
+// for too long.
+func FirstLook(trial bool) time.Duration {
+	if trial {
+		return trialFloor
+	}
+	return silentFloor
+}

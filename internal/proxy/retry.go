@@ -1,0 +1,430 @@
+package proxy
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"slices"
+	"strconv"
+	"sync"
+	"time"
+
+	"kvrouter/internal/outlier"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/router"
+)
+
+// RetrySettings are the flags for requests that a worker failed before the first
+// byte of its answer.
+type RetrySettings struct {
+	Retries     int     `group:"Failing workers" default:"2" help:"How many further workers to try with a request that one failed before the first byte of its answer. 0: none."`
+	RetryBudget float64 `group:"Failing workers" default:"0.2" help:"Most retries as a share of the requests of the last 10 s, beside 10 that are always allowed. One whose worker gets no requests any more is not counted."`
+}
+
+// validate checks the settings; its errors name the flag.
+func (k RetrySettings) validate() error {
+	switch {
+	case k.Retries < 0 || k.Retries > maxRetries:
+		return fmt.Errorf("--retries %d: give 0 to %d", k.Retries, maxRetries)
+	case !(k.RetryBudget >= 0 && k.RetryBudget <= maxRetries):
+		return fmt.Errorf("--retry-budget %v: give a share of the requests, 0 to %d", k.RetryBudget, maxRetries)
+	}
+	return nil
+}
+
+const (
+	maxRetries = 10
+	// budgetSeconds is the span over which retries are counted, and budgetLeast
+	// how many of it are always allowed, so that small loads are repeated, too.
+	budgetSeconds, budgetLeast = 10, 10
+	// maxLettings is how often one request is taken off a worker that is down or
+	// stuck, beside its retries.
+	maxLettings = 3
+	// keptLimit bounds the answer of a failed attempt that is kept for the client,
+	// bytes. A longer one goes to the client at once.
+	keptLimit = 1 << 20
+)
+
+// Budget bounds retries to a share of the requests, so that they do not multiply
+// the load where all workers fail. It is safe for concurrent use; nil has no bound.
+type Budget struct {
+	share float64
+
+	mu     sync.Mutex // guards window
+	window [budgetSeconds]struct {
+		at                int64 // Unix time
+		requests, retries int
+	}
+}
+
+// NewBudget returns a budget of that share of the requests.
+func NewBudget(share float64) *Budget { return &Budget{share: share} }
+
+// request counts a request.
+func (b *Budget) request(now time.Time) {
+	if b == nil {
+		return
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.second(now).requests++
+}
+
+// take counts a retry, if there is one left.
+func (b *Budget) take(now time.Time) bool {
+	if b == nil {
+		return true
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	requests, retries := 0, 0
+	for _, s := range b.window {
+		if age := now.Unix() - s.at; age >= 0 && age < budgetSeconds {
+			requests, retries = requests+s.requests, retries+s.retries
+		}
+	}
+	if float64(retries) >= budgetLeast+b.share*float64(requests) {
+		return false
+	}
+	b.second(now).retries++
+	return true
+}
+
+// second returns the counts of this second. b is locked.
+func (b *Budget) second(now time.Time) *struct {
+	at                int64
+	requests, retries int
+} {
+	s := &b.window[uint64(now.Unix())%budgetSeconds]
+	if s.at != now.Unix() {
+		s.at, s.requests, s.retries = now.Unix(), 0, 0
+	}
+	return s
+}
+
+// refusal says what an answer's status tells of its worker.
+type refusal struct {
+	pressed bool          // it asks for a pause
+	pause   time.Duration // of that length; 0: it does not say
+	suspect bool          // the client may be to blame, or the worker
+	failed  bool          // the worker is to blame
+}
+
+// refusalOf reads a status and its headers. Of /v1/responses a worker knows only
+// what it has answered itself: there 404 says nothing.
+func refusalOf(status int, header http.Header, route string, now time.Time) refusal {
+	after, given := retryAfter(header, now)
+	switch {
+	case status == http.StatusTooManyRequests, status == statusOverloaded, status == http.StatusServiceUnavailable && given:
+		return refusal{pressed: true, pause: after}
+	case status == http.StatusUnauthorized, status == http.StatusForbidden, status == http.StatusNotFound && route != "/v1/responses":
+		return refusal{suspect: true}
+	case status >= http.StatusInternalServerError && status != http.StatusNotImplemented: // which no worker could
+		return refusal{failed: true}
+	}
+	return refusal{}
+}
+
+// statusOverloaded is what some servers answer in place of 429.
+const statusOverloaded = 529
+
+// retryAfter reads how long a worker wants to be left alone, at most
+// outlier.LongestPause: seconds, or a date. 0: that cannot be read.
+func retryAfter(header http.Header, now time.Time) (pause time.Duration, given bool) {
+	text := header.Get("Retry-After")
+	if text == "" {
+		return 0, false
+	}
+	if seconds, err := strconv.ParseFloat(text, 64); err == nil && seconds >= 0 {
+		pause = outlier.LongestPause
+		if seconds < outlier.LongestPause.Seconds() {
+			pause = time.Duration(seconds * float64(time.Second))
+		}
+	} else if at, err := http.ParseTime(text); err == nil {
+		pause = min(at.Sub(now), outlier.LongestPause)
+	}
+	return max(0, pause), true
+}
+
+// keptAnswer is a worker's answer that the client gets if no other worker has a
+// better one.
+type keptAnswer struct {
+	status   int
+	header   http.Header
+	body     []byte
+	decision router.Decision
+	worker   string
+}
+
+// keep reads the whole answer; nil: it is too long, and still there to be relayed.
+// An error means that it broke off.
+func keep(answer *upstreamAnswer, x *Exchange) (*keptAnswer, error) {
+	body, err := io.ReadAll(io.LimitReader(answer, keptLimit+1))
+	if err != nil {
+		return nil, err
+	}
+	if len(body) > keptLimit {
+		answer.Body = struct {
+			io.Reader
+			io.Closer
+		}{io.MultiReader(bytes.NewReader(body), answer.Body), answer.Body}
+		return nil, nil
+	}
+	return &keptAnswer{status: answer.StatusCode, header: answer.Header, body: body, decision: x.Decision, worker: x.Worker}, nil
+}
+
+// relay answers the client with k.
+func (k *keptAnswer) relay(w http.ResponseWriter, u Upstream, x *Exchange) error {
+	x.Decision, x.Worker, x.Ending = k.decision, k.worker, endingOf(k.status, "")
+	writeHead(w, &http.Response{StatusCode: k.status, Header: k.header}, u, x)
+	if _, err := w.Write(k.body); err != nil {
+		return errors.Join(ErrAnswered, err)
+	}
+	return nil
+}
+
+// suspicion is a worker that refused what another may accept.
+type suspicion struct {
+	booking *router.Booking
+	status  int
+}
+
+// acquit ends the suspicions against workers. agreed says that two of them said the
+// same.
+func (x *Exchange) acquit(agreed bool) {
+	for _, s := range x.suspects {
+		s.booking.Acquit(s.status, agreed)
+	}
+	x.suspects = nil
+}
+
+// accepted is called when a worker begins to answer with that status: if it accepts
+// the request, those that refused it are misconfigured.
+func (x *Exchange) accepted(status int) {
+	if len(x.suspects) == 0 || status >= http.StatusBadRequest {
+		return
+	}
+	for _, s := range x.suspects {
+		s.booking.Convict(s.status)
+	}
+	x.suspects = nil
+}
+
+// workerError says that a worker did not answer, or answered what another may answer
+// better.
+type workerError struct {
+	worker uint64
+	err    error
+	kind   outlier.Kind
+
+	refusal refusal
+	answer  *keptAnswer // nil: there was none
+	letGo   *letGoError // it was taken off the worker; nil: it was not
+	out     bool        // nothing more goes to the worker for a while
+	final   bool        // no other is to be tried
+}
+
+func (e *workerError) Error() string { return fmt.Sprintf("worker %d: %v", e.worker, e.err) }
+
+func (e *workerError) Unwrap() error { return e.err }
+
+// unanswered returns the error of a worker whose answer did not come, or broke off,
+// with err.
+func unanswered(worker uint64, err error, kind outlier.Kind) *workerError {
+	e := &workerError{worker: worker, err: err, kind: kind}
+	if errors.As(err, &e.letGo) {
+		return e
+	}
+	if errors.Is(err, ErrSilent) {
+		e.kind = outlier.Timeout
+	}
+	return e
+}
+
+// blame ends the booking of a request that a worker failed, and notes what is known
+// of the worker then.
+func (p *Proxy) blame(b *router.Booking, x *Exchange, e *workerError) {
+	switch {
+	case e.letGo != nil:
+		b.LetGo()
+	case e.refusal.pressed:
+		b.Press(e.refusal.pause)
+		e.out = true
+		return
+	case e.refusal.suspect:
+		e.out = b.Suspect(e.answer.status)
+		e.final = !e.out
+		agreed := slices.ContainsFunc(x.suspects, func(s suspicion) bool { return s.status == e.answer.status })
+		if x.suspects = append(x.suspects, suspicion{b, e.answer.status}); agreed {
+			e.final = true
+			x.acquit(true)
+		}
+		return
+	default:
+		e.out = b.FailAs(e.kind, e.err.Error())
+	}
+	p.observer.EngineFailed()
+}
+
+// tries are the attempts at one request.
+type tries struct {
+	proxy    *Proxy
+	u        Upstream
+	x        *Exchange
+	exclude  []uint64 // workers that have failed it
+	retries  int      // of those that u.MaxRetries counts
+	lettings int
+
+	failure error       // the last
+	first   *keptAnswer // of a worker that said the client was wrong
+	paused  *keptAnswer // of the last that asked for a pause
+	same    []suspicion // those that failed it with an answer
+}
+
+// begin counts a request; over must follow.
+func (p *Proxy) begin(u Upstream, x *Exchange) *tries {
+	p.Budget.request(p.now())
+	return &tries{proxy: p, u: u, x: x}
+}
+
+// over ends what is open about the workers that were tried.
+func (t *tries) over() { t.x.acquit(false) }
+
+// retry tells whether another worker may be tried if the next one fails.
+func (t *tries) retry() bool { return t.retries < t.u.MaxRetries }
+
+// again notes how an attempt ended and tells whether another worker is to be tried.
+// beside says that it would not count as a retry.
+func (t *tries) again(ctx context.Context, err error, beside bool) bool {
+	worker, failed, ok := blamed(err)
+	if !ok || ctx.Err() != nil {
+		return false
+	}
+	t.failure, t.x.tried = err, true
+	t.exclude = append(t.exclude, worker)
+	t.note(failed)
+	if !failed.refusal.pressed && !failed.refusal.suspect && failed.letGo == nil {
+		t.proxy.failed(worker)
+	}
+	switch {
+	case beside:
+	case failed.final:
+		return false
+	case failed.letGo != nil && t.u.MaxRetries > 0 && t.lettings < maxLettings:
+		t.lettings++
+		t.x.moved = t.x.moved || failed.letGo.stuck
+	case !t.retry():
+		return false
+	case !failed.out && !t.proxy.Budget.take(t.proxy.now()):
+		t.proxy.observer.RetryDenied()
+		return false
+	default:
+		t.retries++
+	}
+	t.proxy.observer.Retried(worker)
+	return true
+}
+
+// note keeps the answer of a failed attempt.
+func (t *tries) note(failed *workerError) {
+	switch {
+	case failed.answer == nil:
+	case failed.refusal.suspect && t.first == nil:
+		t.first = failed.answer
+	case failed.refusal.pressed:
+		t.paused = failed.answer
+	case failed.refusal.failed:
+		t.same = append(t.same, suspicion{failed.answer.decision.Booking, failed.answer.status})
+	}
+}
+
+// end ends a request that is not tried again after err: the client gets the best
+// answer that a worker had, if any.
+func (t *tries) end(ctx context.Context, w http.ResponseWriter, err error) error {
+	_, failed, ok := blamed(err)
+	if !ok || ctx.Err() != nil {
+		return err
+	}
+	if n := len(t.same); n > 1 && n == len(t.exclude) && !slices.ContainsFunc(t.same, func(s suspicion) bool { return s.status != t.same[0].status }) {
+		for _, s := range t.same {
+			s.booking.Forgive() // what all fail in the same way is the request's fault
+		}
+	}
+	for _, kept := range []*keptAnswer{t.first, t.paused, failed.answer} {
+		if kept != nil {
+			return kept.relay(w, t.u, t.x)
+		}
+	}
+	return err
+}
+
+// giveUp ends a request for which there is no further worker, which err says.
+func (t *tries) giveUp(ctx context.Context, w http.ResponseWriter, err error) error {
+	if t.failure == nil {
+		return err
+	}
+	return t.end(ctx, w, t.failure)
+}
+
+// blamed returns the worker that failed an attempt, and how. Not ok: none is to
+// blame, or something of the answer has been written, or the time of another attempt
+// is over too.
+func blamed(err error) (worker uint64, failed *workerError, ok bool) {
+	if err == nil || errors.Is(err, ErrAnswered) || errors.Is(err, ErrSilent) {
+		return 0, nil, false
+	}
+	var late *LegTimeout
+	var prefill *PrefillFailure
+	switch {
+	case errors.As(err, &prefill):
+		if !errors.As(prefill.err, &failed) {
+			failed = &workerError{worker: prefill.Worker, err: prefill.err}
+		}
+		return prefill.Worker, failed, true
+	case errors.As(err, &late): // of both legs together: whose fault it is cannot be told
+		return 0, nil, false
+	case errors.As(err, &failed):
+		return failed.worker, failed, true
+	}
+	return 0, nil, false
+}
+
+// finished ends the booking of a request whose answer was relayed to its end.
+func (p *Proxy) finished(u Upstream, x *Exchange) {
+	b := x.Decision.Booking
+	switch refused := x.refusal; {
+	case refused.pressed:
+		b.Press(refused.pause)
+	case x.Ending == policy.Failed:
+		kind := outlier.Engine
+		if refused.failed {
+			kind = outlier.Status
+		}
+		b.FailAs(kind, fmt.Sprintf("its answer, of status %d, tells of a failure", x.Status))
+		p.observer.EngineFailed()
+	case x.Ending == policy.Finished:
+		switch {
+		case u.CachedTokensMislead:
+		case x.Usage.CachedKnown:
+			b.Cached(x.Usage.CachedTokens)
+		case x.Usage.CachedUntold:
+			x.Usage.CachedKnown = b.CachedUntold()
+		}
+		b.Finish(x.Usage.OutputTokens)
+	default:
+		b.End()
+	}
+}
+
+// left ends the booking of a request that ended with an error which is no worker's:
+// its client left, or its sender has ended it.
+func left(ctx context.Context, b *router.Booking) {
+	if errors.Is(context.Cause(ctx), context.Canceled) {
+		b.Leave()
+		return
+	}
+	b.End()
+}

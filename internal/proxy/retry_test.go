@@ -1,0 +1,544 @@
+package proxy
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/outlier"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/routertest"
+	"kvrouter/internal/web"
+)
+
+// failingFleet is a proxy over fake workers.
+type failingFleet struct {
+	router *router.Router
+	proxy  *Proxy
+	first  []atomic.Int64 // first attempts, by worker
+	denied atomic.Int64   // retries
+}
+
+// counter counts what the proxy says beside what is relayed.
+type counter struct {
+	testkit.SilentObserver
+	denied *atomic.Int64
+}
+
+func (c counter) RetryDenied() { c.denied.Add(1) }
+
+// newFailingFleet starts a worker for each handler; nil: nothing listens.
+func newFailingFleet(t testing.TB, rule string, serve ...http.HandlerFunc) *failingFleet {
+	t.Helper()
+	f := &failingFleet{router: routertest.NewTestRouter(t, rule, 0), first: make([]atomic.Int64, len(serve))}
+	for i, handler := range serve {
+		url := "http://127.0.0.1:1"
+		if handler != nil {
+			url = testkit.NewFakeWorker(t, handler).URL
+		}
+		f.router.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, URL: url, Generation: 1})
+	}
+	f.proxy = NewProxy(counter{denied: &f.denied}, time.Minute, func(uint64) {})
+	f.proxy.Budget = NewBudget(DefaultSettings().RetryBudget)
+	t.Cleanup(func() {
+		f.proxy.Client.CloseIdleConnections()
+		if n := routertest.InFlight(f.router); n != 0 {
+			t.Errorf("%d requests are still booked", n)
+		}
+		if err := f.router.Check(); err != nil {
+			t.Error(err)
+		}
+		f.proxy.traffic.mu.Lock()
+		defer f.proxy.traffic.mu.Unlock()
+		if n := len(f.proxy.traffic.lanes); n != 0 {
+			t.Errorf("%d workers still have requests on their way", n)
+		}
+	})
+	return f
+}
+
+// send forwards one request.
+func (f *failingFleet) send(ctx context.Context, retries int) (*httptest.ResponseRecorder, error) {
+	w := httptest.NewRecorder()
+	u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Route: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}}, EndMarked: true, MaxRetries: retries}
+	err := f.proxy.Forward(ctx, w, u, &Exchange{}, func(exclude []uint64) (router.Decision, error) {
+		d, err := f.router.Route(ctx, router.Request{Exclude: exclude, AnsweredWhole: true})
+		if err == nil && len(exclude) == 0 {
+			f.first[d.Target.Key.Worker].Add(1)
+		}
+		return d, err
+	})
+	return w, err
+}
+
+// roundTrip is a transport of one function.
+type roundTrip func(*http.Request) (*http.Response, error)
+
+func (f roundTrip) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
+
+// errNoDescriptors is what dialing ends with where no file descriptor is left.
+var errNoDescriptors = &net.OpError{Op: "dial", Err: os.NewSyscallError("socket", syscall.EMFILE)}
+
+const wholeAnswer = `{"choices":[{"message":{"content":"x"},"finish_reason":"stop"}],"usage":{"prompt_tokens":5,"completion_tokens":20}}`
+
+// after answers well after so long.
+func after(wait time.Duration) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		select {
+		case <-time.After(wait):
+			io.WriteString(w, wholeAnswer)
+		case <-r.Context().Done():
+		}
+	}
+}
+
+// says answers with a status and headers (name, value).
+func says(status int, headers ...string) http.HandlerFunc {
+	return func(w http.ResponseWriter, _ *http.Request) {
+		for i := 0; i+1 < len(headers); i += 2 {
+			w.Header().Set(headers[i], headers[i+1])
+		}
+		w.WriteHeader(status)
+		fmt.Fprintf(w, `{"error":"status %d"}`, status)
+	}
+}
+
+// breaks streams one event and breaks off.
+func breaks(w http.ResponseWriter, r *http.Request) {
+	testkit.StreamOf(testkit.TokenEvent)(w, r)
+	http.NewResponseController(w).Flush()
+	panic(http.ErrAbortHandler)
+}
+
+// TestAWorkerThatFailsFastDoesNotDrawTheTraffic is the table of all kinds of failure
+// under all policies.
+func TestAWorkerThatFailsFastDoesNotDrawTheTraffic(t *testing.T) {
+	const requests, clients = 240, 12
+	rules := policy.Names
+	if testing.Short() {
+		rules = []string{"work", "standalone"}
+	}
+	for _, kind := range []struct {
+		name string
+		bad  []http.HandlerFunc
+		lost float64 // share that may be
+	}{
+		{"401", []http.HandlerFunc{says(401)}, 0.02},
+		{"404", []http.HandlerFunc{says(404)}, 0.02},
+		{"429", []http.HandlerFunc{says(429)}, 0.02},
+		{"429, Retry-After", []http.HandlerFunc{says(429, "Retry-After", "5")}, 0.02},
+		{"500", []http.HandlerFunc{says(500)}, 0.02},
+		{"503", []http.HandlerFunc{says(503)}, 0.02},
+		{"503, Retry-After", []http.HandlerFunc{says(503, "Retry-After", "5")}, 0.02},
+		{"529", []http.HandlerFunc{says(529)}, 0.02},
+		{"refused", []http.HandlerFunc{nil}, 0.02},
+		{"stream breaks", []http.HandlerFunc{breaks}, 0.03},
+		{"two of four 500", []http.HandlerFunc{says(500), says(500)}, 0.02},
+	} {
+		for _, rule := range rules {
+			t.Run(kind.name+"/"+rule, func(t *testing.T) {
+				serve := slices.Clone(kind.bad)
+				for len(serve) < 4 {
+					serve = append(serve, after(10*time.Millisecond))
+				}
+				f := newFailingFleet(t, rule, serve...)
+				var lost, next atomic.Int64
+				var all sync.WaitGroup
+				for range clients {
+					all.Go(func() {
+						for next.Add(1) <= requests {
+							if w, err := f.send(t.Context(), 2); err != nil || w.Code != http.StatusOK || strings.Contains(w.Body.String(), `"error"`) {
+								lost.Add(1)
+							}
+						}
+					})
+				}
+				all.Wait()
+				first := int64(0)
+				for i := range kind.bad {
+					first += f.first[i].Load()
+				}
+				if t.Logf("lost %d, first attempts at the bad ones %d of %d", lost.Load(), first, requests); float64(lost.Load()) > kind.lost*requests {
+					t.Errorf("%d of %d requests were lost", lost.Load(), requests)
+				}
+				if first > requests*int64(len(kind.bad))/20 {
+					t.Errorf("%d of %d requests went to a bad worker first", first, requests)
+				}
+			})
+		}
+	}
+}
+
+// TestWhatTheClientGets is about requests that no worker takes.
+func TestWhatTheClientGets(t *testing.T) {
+	for _, test := range []struct {
+		name    string
+		workers []http.HandlerFunc // tried in this order
+		retries int
+		want    int // status; 0: an error
+		tried   int
+	}{
+		{"the client's mistake", []http.HandlerFunc{says(400), says(200), says(200)}, 2, 400, 1},
+		{"what all call unknown", []http.HandlerFunc{says(404), says(404), says(404)}, 2, 404, 2},
+		{"what one calls unknown", []http.HandlerFunc{says(404), says(200), says(200)}, 2, 200, 2},
+		{"what one forbids and others fail", []http.HandlerFunc{says(403), says(500), says(500)}, 2, 403, 3},
+		{"no key anywhere, another status each", []http.HandlerFunc{says(401), says(403), says(404)}, 2, 401, 3},
+		{"all have too much to do", []http.HandlerFunc{says(429, "X-Mine", "1"), says(503, "Retry-After", "7"), says(529)}, 2, 529, 3},
+		{"all fail", []http.HandlerFunc{says(500), says(502), says(503)}, 2, 503, 3},
+		{"all fail, the last without an answer", []http.HandlerFunc{says(500), says(502), nil}, 2, 0, 3},
+		{"more fail than are tried", []http.HandlerFunc{says(500), says(502), says(200)}, 1, 502, 2},
+		{"no retries", []http.HandlerFunc{says(500), says(200)}, 0, 500, 1},
+		{"no retries, a pause", []http.HandlerFunc{says(429), says(200)}, 0, 429, 1},
+		{"what no worker can", []http.HandlerFunc{says(501), says(200)}, 2, 501, 1},
+		{"timed out behind the worker", []http.HandlerFunc{says(504), says(200)}, 2, 200, 2},
+		{"two pauses, then an answer", []http.HandlerFunc{says(429), says(529), says(200)}, 2, 200, 3},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			var tried atomic.Int64
+			var serve []http.HandlerFunc
+			for _, handler := range test.workers {
+				if handler == nil {
+					handler = func(w http.ResponseWriter, _ *http.Request) { panic(http.ErrAbortHandler) }
+				}
+				serve = append(serve, func(w http.ResponseWriter, r *http.Request) { tried.Add(1); handler(w, r) })
+			}
+			f := newFailingFleet(t, "round-robin", serve...)
+			w, err := f.send(t.Context(), test.retries)
+			if (err != nil) != (test.want == 0) || err == nil && (w.Code != test.want || w.Body.String() != fmt.Sprintf(`{"error":"status %d"}`, test.want)) {
+				t.Errorf("%d %s, %v; want %d", w.Code, w.Body, err, test.want)
+			}
+			if n := tried.Load(); int(n) != test.tried {
+				t.Errorf("%d workers were tried, want %d", n, test.tried)
+			}
+		})
+	}
+}
+
+func TestWhoIsMisconfigured(t *testing.T) {
+	for _, test := range []struct {
+		name   string
+		others http.HandlerFunc
+		want   string // state of the first
+	}{
+		{"others accept", says(200), outlier.StateOut},
+		{"others say the same", says(401), outlier.StateIn},
+		{"others fail", says(500), outlier.StateIn},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			f := newFailingFleet(t, "round-robin", says(401), test.others, test.others)
+			f.send(t.Context(), 2)
+			records, _ := f.router.Outliers()
+			if records[0].State != test.want || test.want == outlier.StateOut && records[0].Reason != outlier.Misconfigured {
+				t.Errorf("it is %s (%s), want %s", records[0].State, records[0].Reason, test.want)
+			}
+		})
+	}
+	t.Run("what only its worker knows", func(t *testing.T) {
+		if r := refusalOf(404, http.Header{}, "/v1/responses", time.Now()); r != (refusal{}) {
+			t.Errorf("%+v", r)
+		}
+	})
+}
+
+func TestAMistakeOfAllIsForgiven(t *testing.T) {
+	f := newFailingFleet(t, "round-robin", says(500), says(500), says(500))
+	for range 4 { // within the budget
+		if w, err := f.send(t.Context(), 2); err != nil || w.Code != http.StatusInternalServerError {
+			t.Fatalf("%d, %v", w.Code, err)
+		}
+	}
+	records, _ := f.router.Outliers()
+	for _, r := range records {
+		if r.State != outlier.StateIn || r.Row != 0 {
+			t.Errorf("%+v", r)
+		}
+	}
+}
+
+func TestRetriesHaveABudget(t *testing.T) {
+	now := time.Unix(1_000_000, 0)
+	b := NewBudget(0.2)
+	takes := func() (n int) {
+		for b.take(now) {
+			n++
+		}
+		return n
+	}
+	if n := takes(); n != budgetLeast {
+		t.Errorf("%d retries without requests, want %d", n, budgetLeast)
+	}
+	for range 100 {
+		b.request(now)
+	}
+	if n := takes(); n != 20 {
+		t.Errorf("%d more retries for 100 requests, want 20", n)
+	}
+	if now = now.Add(budgetSeconds * time.Second); takes() != budgetLeast {
+		t.Error("the budget does not come back")
+	}
+	if !(*Budget)(nil).take(now) {
+		t.Error("no budget is a bound")
+	}
+	t.Run("of a fleet", func(t *testing.T) {
+		bad := func(w http.ResponseWriter, r *http.Request) { panic(http.ErrAbortHandler) }
+		f := newFailingFleet(t, "round-robin", bad, bad, bad, bad)
+		tried := 0
+		for range 200 {
+			f.send(t.Context(), 2)
+		}
+		for i := range f.first {
+			tried += int(f.first[i].Load())
+		}
+		if f.denied.Load() == 0 {
+			t.Error("all workers fail and every request is repeated")
+		}
+	})
+}
+
+func TestRetryAfter(t *testing.T) {
+	now := time.Date(2026, 11, 22, 7, 0, 0, 0, time.UTC)
+	for text, want := range map[string]time.Duration{
+		"": 0, "5": 5 * time.Second, "0.5": 500 * time.Millisecond, "0": 0, "-3": 0, "soon": 0, "NaN": 0,
+		"86400": outlier.LongestPause, "1e300": outlier.LongestPause, "Inf": outlier.LongestPause,
+		"Sun, 22 Nov 2026 07:00:09 GMT": 9 * time.Second, "Sun, 22 Nov 2026 06:00:00 GMT": 0, "Sun, 22 Nov 2099 06:00:00 GMT": outlier.LongestPause,
+	} {
+		pause, given := retryAfter(http.Header{"Retry-After": {text}}, now)
+		if pause != want || given != (text != "") {
+			t.Errorf("%q: %s, %v; want %s", text, pause, given, want)
+		}
+	}
+}
+
+func FuzzRetryAfter(f *testing.F) {
+	for _, text := range []string{"", "5", "-1", "1e999", "NaN", "Sun, 22 Nov 2026 07:00:09 GMT"} {
+		f.Add(text)
+	}
+	f.Fuzz(func(t *testing.T, text string) {
+		if pause, _ := retryAfter(http.Header{"Retry-After": {text}}, time.Unix(0, math.MaxInt64)); pause < 0 || pause > outlier.LongestPause {
+			t.Errorf("%q: %s", text, pause)
+		}
+	})
+}
+
+// silent sends no byte until its client leaves.
+func silent(w http.ResponseWriter, r *http.Request) {
+	http.NewResponseController(w).Flush()
+	<-r.Context().Done()
+}
+
+func TestWhatADownWorkerHasIsLetGo(t *testing.T) {
+	hangs := func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }
+	stream := func(w http.ResponseWriter, r *http.Request) {
+		testkit.StreamOf(testkit.TokenEvent)(w, r)
+		http.NewResponseController(w).Flush()
+		<-r.Context().Done()
+	}
+	for _, test := range []struct {
+		name    string
+		serve   http.HandlerFunc
+		retries int
+		want    string // in the answer; empty: an error
+	}{
+		{"before the headers", hangs, 2, `"stop"`},
+		{"before the first byte", silent, 2, `"stop"`},
+		{"in the stream", stream, 2, "worker 0 failed while it was answering"},
+		{"which is not to be tried elsewhere", hangs, 0, ""},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			f := newFailingFleet(t, "round-robin", test.serve, after(0))
+			f.proxy.Budget = NewBudget(0)
+			for f.proxy.Budget.take(time.Now()) { // it does not count
+			}
+			type result struct {
+				w   *httptest.ResponseRecorder
+				err error
+			}
+			done := make(chan result, 1)
+			go func() {
+				w, err := f.send(t.Context(), test.retries)
+				done <- result{w, err}
+			}()
+			testkit.Eventually(t, 5*time.Second, "the request is there", func() bool { return f.router.Load(kv.WorkerKey{}).InFlight == 1 })
+			if test.name == "in the stream" {
+				testkit.Eventually(t, 5*time.Second, "the stream has begun", func() bool { return f.router.Load(kv.WorkerKey{}).ContextTokens >= 0 && begun(f.proxy) })
+			}
+			f.proxy.LetGo(0, 2, "another incarnation")
+			select {
+			case <-done:
+				t.Fatal("a request of another incarnation was let go")
+			case <-time.After(50 * time.Millisecond):
+			}
+			f.router.Down(kv.WorkerKey{})
+			began := time.Now()
+			f.proxy.LetGo(0, 1, "it does not answer")
+			r := <-done
+			if took := time.Since(began); took > flows+2*time.Second {
+				t.Errorf("it took %s", took)
+			}
+			if (r.err == nil) != (test.want == `"stop"`) || !strings.Contains(r.w.Body.String(), test.want) || strings.Count(r.w.Body.String(), `"error"`) > 1 {
+				t.Errorf("%s, %v", r.w.Body, r.err)
+			}
+			records, _ := f.router.Outliers()
+			if len(records) != 1 || records[0].Row != 0 {
+				t.Errorf("%+v", records)
+			}
+		})
+	}
+}
+
+// begun tells whether a byte of an answer has come.
+func begun(p *Proxy) bool {
+	p.traffic.mu.Lock()
+	defer p.traffic.mu.Unlock()
+	for _, l := range p.traffic.lanes {
+		for f := range l.flights {
+			if f.heard.Load() != 0 {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// TestAnAnswerThatFlowsIsNotCut: a worker that ends in good order refuses new
+// connections but answers to the end what it has begun.
+func TestAnAnswerThatFlowsIsNotCut(t *testing.T) {
+	f := newFailingFleet(t, "round-robin", func(w http.ResponseWriter, r *http.Request) {
+		for range 8 {
+			testkit.StreamOf(testkit.TokenEvent)(w, r)
+			http.NewResponseController(w).Flush()
+			time.Sleep(flows / 4)
+		}
+		testkit.StreamOf("[DONE]")(w, r)
+	}, after(0))
+	done := make(chan string, 1)
+	go func() {
+		w, err := f.send(t.Context(), 2)
+		done <- fmt.Sprint(w.Body, err)
+	}()
+	testkit.Eventually(t, 5*time.Second, "the stream has begun", func() bool { return begun(f.proxy) })
+	f.router.Down(kv.WorkerKey{})
+	f.proxy.LetGo(0, 1, "nothing listens there")
+	if got := <-done; strings.Contains(got, "error") || !strings.Contains(got, "[DONE]") {
+		t.Errorf("got %s", got)
+	}
+}
+
+// TestARequestThatComesTooLateIsLetGo: its worker goes down between the decision and
+// the sending.
+func TestARequestThatComesTooLateIsLetGo(t *testing.T) {
+	f := newFailingFleet(t, "round-robin", silent, after(0))
+	w := httptest.NewRecorder()
+	u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}}, MaxRetries: 1}
+	err := f.proxy.Forward(t.Context(), w, u, &Exchange{}, func(exclude []uint64) (router.Decision, error) {
+		d, err := f.router.Route(t.Context(), router.Request{Exclude: exclude})
+		f.router.Down(kv.WorkerKey{})
+		return d, err
+	})
+	if err != nil || w.Body.String() != wholeAnswer {
+		t.Errorf("%s, %v", w.Body, err)
+	}
+}
+
+// TestAStuckWorkerIsLeft: /health answers, requests hang. It takes some seconds.
+func TestAStuckWorkerIsLeft(t *testing.T) {
+	rules, lasts := policy.Names, 20*time.Second
+	if testing.Short() {
+		rules, lasts = []string{"work", "round-robin"}, 8*time.Second
+	}
+	for _, rule := range rules {
+		t.Run(rule, func(t *testing.T) {
+			t.Parallel()
+			const clients, patience = 12, 4 * time.Second
+			f := newFailingFleet(t, rule, func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }, after(300*time.Millisecond), after(300*time.Millisecond), after(300*time.Millisecond))
+			var all sync.WaitGroup
+			var lost, answered, slow atomic.Int64
+			ends := time.Now().Add(lasts)
+			for range clients {
+				all.Go(func() {
+					for time.Now().Before(ends) {
+						began := time.Now()
+						ctx, leave := context.WithTimeoutCause(t.Context(), patience, context.Canceled)
+						w, err := f.send(ctx, 2)
+						leave()
+						switch took := time.Since(began); {
+						case err != nil || w.Code != http.StatusOK:
+							lost.Add(int64(took))
+						default:
+							answered.Add(1)
+							slow.Add(int64(max(0, took-400*time.Millisecond)))
+						}
+					}
+				})
+			}
+			all.Wait()
+			total := clients * float64(lasts)
+			t.Logf("answered %d, time lost %.1f %%, waited longer than usual %.1f %%", answered.Load(), 100*float64(lost.Load())/total, 100*float64(slow.Load())/total)
+			if share := float64(lost.Load()) / total; share > 0.08 {
+				t.Errorf("clients lost %.1f %% of their time", 100*share)
+			}
+		})
+	}
+}
+
+func TestALongAnswerIsTakenOffItsWorkerOnceAtMost(t *testing.T) {
+	if testing.Short() {
+		t.Skip("it waits for ten seconds")
+	}
+	long := after(5 * time.Second)
+	var n atomic.Int64
+	serve := func(w http.ResponseWriter, r *http.Request) {
+		if r.Header.Get("X-Long") != "" {
+			n.Add(1)
+			long(w, r)
+			return
+		}
+		after(10*time.Millisecond)(w, r)
+	}
+	f := newFailingFleet(t, "round-robin", serve, serve, serve)
+	for range 20 {
+		if _, err := f.send(t.Context(), 2); err != nil {
+			t.Fatal(err)
+		}
+	}
+	w := httptest.NewRecorder()
+	u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}, "X-Long": {"1"}}, MaxRetries: 2}
+	err := f.proxy.Forward(t.Context(), w, u, &Exchange{}, func(exclude []uint64) (router.Decision, error) {
+		return f.router.Route(t.Context(), router.Request{Exclude: exclude, AnsweredWhole: true})
+	})
+	if err != nil || w.Body.String() != wholeAnswer || n.Load() > 2 {
+		t.Errorf("%s, %v, sent %d times", w.Body, err, n.Load())
+	}
+}
+
+func TestOutOfDescriptorsIsNobodysFault(t *testing.T) {
+	f := newFailingFleet(t, "round-robin", after(0), after(0))
+	f.proxy.Client = &http.Client{Transport: roundTrip(func(*http.Request) (*http.Response, error) { return nil, errNoDescriptors })}
+	for range 5 {
+		if _, err := f.send(t.Context(), 2); !errors.Is(err, errNoDescriptors) {
+			t.Fatal(err)
+		}
+	}
+	records, _ := f.router.Outliers()
+	for _, r := range records {
+		if r.State != outlier.StateIn || r.Row != 0 {
+			t.Errorf("%+v", r)
+		}
+	}
+}

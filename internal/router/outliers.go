@@ -1,0 +1,293 @@
+package router
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"slices"
+	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/outlier"
+	"kvrouter/internal/policy"
+)
+
+// fault is how a worker failed a request.
+type fault struct {
+	kind    outlier.Kind
+	why     string
+	counted bool // the worker is known to be down: it counts no more
+}
+
+// trialOverdue is how long a worker's trial waits for a request that its sender
+// repeats elsewhere. Then it may be one of a client of the router port.
+const trialOverdue = 5 * time.Second
+
+// sift leaves of the candidates those that take p best: workers that are in, else
+// those that are just back, else those that are held, else those that are out. If
+// too many of the workers that could serve p are out, that counts for nothing. A
+// worker whose trial is due gets p.
+func (r *Router) sift(p *prompt, now time.Time) error {
+	if r.onTrial(p, now) {
+		return nil
+	}
+	out, all := 0, 0
+	for i := range r.targets {
+		if t := &r.targets[i]; p.mightUse(t) {
+			all++
+			if r.outliers.Ejected(t.Key, now) {
+				out++
+			}
+		}
+	}
+	desperate := r.outliers.TooMany(out, all)
+	best, kept := outlier.Out+1, r.candidates[:0]
+	for _, c := range r.candidates { // kept is behind it
+		level := r.outliers.Level(c.Target.Key, now, r.random)
+		if level == outlier.Out && desperate {
+			level = outlier.In
+		}
+		if level < best {
+			best, kept = level, kept[:0]
+		}
+		if level == best {
+			kept = append(kept, c)
+		}
+	}
+	r.candidates = kept
+	if best == outlier.Held && len(p.Exclude) > 0 {
+		return ErrNoWorker // the answer that is there is as good
+	}
+	return nil
+}
+
+// onTrial leaves one candidate whose trial is due, if p may be it: the one that
+// has waited for longest.
+func (r *Router) onTrial(p *prompt, now time.Time) bool {
+	if len(p.Exclude) > 0 || p.QueryOnly || p.ChooseOnly || len(r.candidates) == 1 {
+		return false
+	}
+	longest, first := -1, time.Time{}
+	for i := range r.candidates {
+		c := &r.candidates[i]
+		since, due := r.outliers.TrialDue(c.Target.Key, now)
+		if due && r.hasCapacity(&c.Target, c.Load.PrefillTokens) && (p.ID == "" || now.Sub(since) >= trialOverdue) && (longest < 0 || since.Before(first)) {
+			longest, first = i, since
+		}
+	}
+	if longest < 0 {
+		return false
+	}
+	r.candidates[0] = r.candidates[longest]
+	r.candidates = r.candidates[:1]
+	return true
+}
+
+// isOut tells whether t gets nothing now but what no other worker can take. One
+// whose trial is due does.
+func (r *Router) isOut(t *kv.Target, now time.Time) bool {
+	if !r.outliers.IsOut(t.Key, now) {
+		return false
+	}
+	_, due := r.outliers.TrialDue(t.Key, now)
+	return !due
+}
+
+// unlock ends the hold of the lock and logs what happened to workers meanwhile.
+func (r *Router) unlock() {
+	news := r.outliers.TakeNews()
+	r.Mu.Unlock()
+	for _, n := range news {
+		if r.Log != nil {
+			n.Log(r.Log)
+		}
+	}
+}
+
+// Idlest returns the worker with the fewest requests in flight of those that
+// answer; not ok: none is up. Nothing is booked.
+func (r *Router) Idlest() (t kv.Target, ok bool) {
+	r.Mu.Lock()
+	defer r.unlock()
+	if len(r.targets) == 0 {
+		return kv.Target{}, false
+	}
+	now := r.Now()
+	badness := func(t *kv.Target) int {
+		switch {
+		case r.outliers.IsOut(t.Key, now):
+			return 2
+		case r.outliers.AskedInVain(t.Key, now):
+			return 1
+		}
+		return 0
+	}
+	return slices.MinFunc(r.targets, func(a, b kv.Target) int {
+		return cmp.Or(badness(&a)-badness(&b), r.loads.get(a.Key, now).InFlight-r.loads.get(b.Key, now).InFlight)
+	}), true
+}
+
+// AskFailed tells that t did not answer a question about a prompt that was put at
+// that time. It counts as a failure unless the asker went away.
+func (r *Router) AskFailed(ctx context.Context, t kv.Target, asked time.Time) {
+	if errors.Is(ctx.Err(), context.Canceled) {
+		return
+	}
+	r.Mu.Lock()
+	defer r.unlock()
+	r.outliers.AskFailed(t.Key, t.Generation, asked, r.Now())
+}
+
+// Outliers returns how each worker that is up does, by key, and whether so many
+// are out that all are used.
+func (r *Router) Outliers() (list []outlier.Record, desperate bool) {
+	r.Mu.Lock()
+	defer r.unlock()
+	return r.outliers.Records(r.Now()), r.outliers.Panic()
+}
+
+// attempt is the booking as the detector sees it.
+func (b *Booking) attempt() outlier.Attempt {
+	return outlier.Attempt{Worker: b.worker, Generation: b.generation, Sent: b.sent, Trial: b.trial}
+}
+
+// class is what the request's first byte waits for.
+func (b *Booking) class() outlier.Class { return outlier.ClassOf(b.leg, b.answeredWhole) }
+
+// answerBegins notes that the answer's first byte has come. The caller holds the
+// lock.
+func (r *Router) answerBegins(b *Booking, now time.Time) {
+	if b.remote || b.ended.Load() {
+		return
+	}
+	r.outliers.Waited(b.class(), now.Sub(b.sent), b.queued)
+	r.outliers.Heard(b.attempt(), now)
+}
+
+// judge tells the detector how a booking ended. The caller holds the lock.
+func (r *Router) judge(b *Booking, how policy.Ending, now time.Time) {
+	switch {
+	case b.remote:
+	case how == policy.Finished:
+		if !b.computed {
+			r.outliers.Waited(b.class(), now.Sub(b.sent), b.queued)
+		}
+		r.outliers.Succeeded(b.attempt(), now)
+	case how == policy.Failed && b.fault == nil:
+		r.outliers.Failed(b.attempt(), outlier.Reported, "as its client reports", now)
+	case how == policy.Failed && !b.fault.counted:
+		r.outliers.Failed(b.attempt(), b.fault.kind, b.fault.why, now)
+	default:
+		r.outliers.Ended(b.attempt())
+	}
+}
+
+// FailAs is Fail, and says how the worker failed the request; why is for people. It
+// tells whether the worker is out now: nothing more will go there for a while.
+func (b *Booking) FailAs(kind outlier.Kind, why string) (out bool) {
+	r := b.router
+	r.Mu.Lock()
+	defer r.unlock()
+	b.fault = &fault{kind: kind, why: why}
+	now := r.Now()
+	r.finish(b, policy.Failed, 0, now)
+	return r.outliers.IsOut(b.worker, now) && !r.outliers.Panic()
+}
+
+// LetGo is Fail for a request whose worker is known to be down or stuck: that
+// counts no more.
+func (b *Booking) LetGo() {
+	r := b.router
+	r.Mu.Lock()
+	defer r.unlock()
+	b.fault = &fault{counted: true}
+	r.finish(b, policy.Failed, 0, r.Now())
+}
+
+// Leave ends the booking of a request whose client left. Where no byte had come
+// for far longer than others wait, the worker has failed it; else nobody is to
+// blame. A decode leg may have waited for its prefill leg.
+func (b *Booking) Leave() {
+	r := b.router
+	r.Mu.Lock()
+	defer r.unlock()
+	now, how := r.Now(), policy.Abandoned
+	if wait := now.Sub(b.sent); !b.computed && !b.ended.Load() && b.leg != kv.LegDecode && r.outliers.LeftInVain(b.attempt(), b.class(), b.queued, wait, now) {
+		how, b.fault = policy.Failed, &fault{kind: outlier.Left, why: "a client left after it had waited " + wait.Round(time.Millisecond).String() + " for a first byte"}
+	}
+	r.finish(b, how, 0, now)
+}
+
+// Press ends the booking of a request whose worker asks for a pause of that length;
+// 0: it does not say for how long.
+func (b *Booking) Press(pause time.Duration) {
+	r := b.router
+	r.Mu.Lock()
+	defer r.unlock()
+	now := r.Now()
+	r.finish(b, policy.Abandoned, 0, now)
+	r.outliers.Pressed(b.attempt(), pause, now)
+}
+
+// Suspect ends the booking of a request that its worker refused with a status for
+// which the client or the worker may be to blame. It tells whether another worker
+// is to be asked; then Convict or Acquit must follow.
+func (b *Booking) Suspect(status int) (ask bool) {
+	r := b.router
+	r.Mu.Lock()
+	defer r.unlock()
+	now := r.Now()
+	r.finish(b, policy.Abandoned, 0, now)
+	return r.outliers.Suspect(b.attempt(), status, now)
+}
+
+// Convict says that another worker accepted what this one refused.
+func (b *Booking) Convict(status int) {
+	r := b.router
+	r.Mu.Lock()
+	defer r.unlock()
+	r.outliers.Convict(b.attempt(), status, r.Now())
+}
+
+// Acquit says that no other worker accepted it; agreed, that another one refused it
+// with the same status.
+func (b *Booking) Acquit(status int, agreed bool) {
+	r := b.router
+	r.Mu.Lock()
+	defer r.unlock()
+	r.outliers.Acquit(b.attempt(), status, agreed, r.Now())
+}
+
+// Forgive takes back that the worker failed the request: others failed it in the
+// same way.
+func (b *Booking) Forgive() {
+	r := b.router
+	r.Mu.Lock()
+	defer r.unlock()
+	r.outliers.Forgive(b.attempt(), r.Now())
+}
+
+// Silent judges the worker, of which no byte of any answer has come for so long,
+// while the request waited for its first one. If it is stuck its requests are to
+// be let go; else it is to be asked again after that time.
+func (b *Booking) Silent(silent time.Duration) (stuck bool, again time.Duration) {
+	r := b.router
+	r.Mu.Lock()
+	defer r.unlock()
+	return r.outliers.Silent(b.attempt(), b.class(), b.queued, silent, r.Now())
+}
+
+// FirstLook is how long after its sending to ask Silent first. Not ok: never, since
+// a decode leg may wait for its prefill leg.
+func (b *Booking) FirstLook() (after time.Duration, ok bool) {
+	return outlier.FirstLook(b.trial), b.leg != kv.LegDecode
+}
+
+// WorkerIsUp tells whether the incarnation that the request is booked on is up.
+func (b *Booking) WorkerIsUp() bool {
+	r := b.router
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	at, found := r.target(b.worker)
+	return found && r.targets[at].Generation == b.generation
+}
