@@ -383,6 +383,9 @@ func (a *API) body(c *gin.Context) (body []byte, ok bool) {
 	body, err := a.bodies.Read(c.Writer, c.Request)
 	var bad *web.BodyError
 	if errors.As(err, &bad) {
+		if bad.Status == http.StatusServiceUnavailable {
+			a.log.Warn("a request was refused: no memory is left for its body", "held", a.bodies.Held())
+		}
 		a.fail(c, bad.Status, "", bad.Message)
 	}
 	return body, err == nil
