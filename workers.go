@@ -113,7 +113,7 @@ func (c *Config) fleetSettings() workers.Settings {
 	s := workers.Settings{
 		Attached: c.Worker, Ports: c.workerPorts(), BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
 		AssumesSizes: c.Index.NoKVEvents && !c.Index.HasTrees(c.Policy), ServedModelName: c.ServedModelName,
-		TLS: c.WorkerTLS, Hop: c.Hop, WorkerKey: c.WorkerKey, Key: kv.Secret(vllm.Key(c.VLLMArgs)), PassKey: len(c.APIKey) > 0,
+		TLS: c.WorkerTLS, Hop: c.Hop, WorkerKey: c.WorkerKey, Key: kv.Secret(vllm.Key(c.VLLMArgs)), PassKey: len(c.APIKey) > 0 || c.Keys.APIKeysFile != "",
 		StartupTimeout: c.StartupTimeout, RestartBackoffMax: c.RestartBackoffMax,
 	}
 	if c.Engine == EngineNone {

@@ -22,7 +22,9 @@ func cacheRouter(t testing.TB, rule, source string, workers int) (*router.Router
 	clock := new(testkit.StandingClock)
 	config := router.DefaultIndexSettings()
 	config.PrefixSource = source
-	r := router.NewRouter(router.NewIndex(config, rule, policy.DefaultSettings(), testkit.BlockSize, clock.Now), policytest.MustPolicy(t, rule), testkit.BlockSize, 1)
+	knobs := router.DefaultSettings()
+	knobs.EjectAfter = 0 // the policies are to do without
+	r := router.New(router.NewIndex(config, rule, policy.DefaultSettings(), testkit.BlockSize, clock.Now), policytest.MustPolicy(t, rule), testkit.BlockSize, 1, knobs)
 	r.Now = clock.Now
 	for i := range workers {
 		r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}})
