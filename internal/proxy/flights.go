@@ -2,6 +2,7 @@ package proxy
 
 import (
 	"context"
+	"fmt"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -14,6 +15,11 @@ import (
 // when its worker is said to be down: one that ends in good order answers to the
 // end what it has begun.
 const flows = 2 * time.Second
+
+// Once a worker is known to be stuck, a request there that may not be sent elsewhere
+// ends when no byte of its answer has come for so long: stalledAnswer if it had
+// begun, stalledStart before.
+const stalledAnswer, stalledStart = 5 * time.Second, 20 * time.Second
 
 // letGoError says that a request was taken off its worker.
 type letGoError struct {
@@ -32,8 +38,9 @@ type flight struct {
 	heard   atomic.Int64 // when a byte last came, Unix ns; 0: none has
 	moves   bool         // it may be sent elsewhere if its worker is stuck
 
-	timer *time.Timer // of the next look; nil: none
-	over  bool
+	timer    *time.Timer // of the next look; nil: none
+	stalling bool        // timer ends it if it stays silent
+	over     bool
 }
 
 // lane holds what is in flight on one worker.
@@ -85,8 +92,8 @@ func (p *Proxy) arrive(f *flight) {
 	}
 }
 
-// look looks whether the worker of a request without a first byte is stuck, and
-// lets go of all such requests there if it is.
+// look looks whether the worker of a request without a first byte is stuck. If it
+// is, all such requests there are let go, and the others are watched.
 func (p *Proxy) look(f *flight) {
 	p.traffic.mu.Lock()
 	if f.over || f.heard.Load() != 0 {
@@ -114,10 +121,37 @@ func (p *Proxy) look(f *flight) {
 		return
 	}
 	for other := range l.flights {
-		if other.moves && other.target.Generation == f.target.Generation && other.heard.Load() == 0 {
+		switch {
+		case other.target.Generation != f.target.Generation:
+		case other.moves && other.heard.Load() == 0:
 			other.cancel(&letGoError{why: "no byte came for long while other workers answered", stuck: true})
+		default:
+			p.endStalled(other)
 		}
 	}
+}
+
+// endStalled ends f when no byte of its answer comes any more. p.traffic is locked.
+func (p *Proxy) endStalled(f *flight) {
+	if f.stalling {
+		return
+	}
+	f.stalling = true
+	heard, limit, since := f.heard.Load(), stalledStart, f.began
+	if heard != 0 {
+		limit, since = stalledAnswer, time.Unix(0, heard)
+	}
+	if f.timer != nil {
+		f.timer.Stop()
+	}
+	f.timer = time.AfterFunc(limit-p.now().Sub(since), func() {
+		p.traffic.mu.Lock()
+		defer p.traffic.mu.Unlock()
+		f.stalling = false
+		if !f.over && f.heard.Load() == heard {
+			f.cancel(&letGoError{why: fmt.Sprintf("no byte came for %s while other workers answered", limit), stuck: true})
+		}
+	})
 }
 
 // LetGo ends what is in flight on that incarnation of a worker, which is down:

@@ -254,7 +254,7 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	if strings.HasPrefix(response.Header.Get("Content-Type"), "text/event-stream") {
 		return p.relayStream(w, answer, u, x, retry)
 	}
-	return p.relayWhole(w, answer, u, x)
+	return p.relayWhole(w, answer, u, x, retry)
 }
 
 // ours tells whether a request could not be sent for want of file descriptors here:
@@ -312,16 +312,21 @@ func writeHead(w http.ResponseWriter, response *http.Response, u Upstream, x *Ex
 
 // relayWhole relays an answer that is no stream. It is read before anything is
 // written, as far as BufferedAnswer goes, so that a worker that dies over it
-// has not answered.
-func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upstream, x *Exchange) error {
+// has not answered. With retry the same holds for one that stops the answer, as a
+// vLLM that shuts down does.
+func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upstream, x *Exchange, retry bool) error {
 	worker := x.Decision.Target.Key.Worker
 	body, err := io.ReadAll(io.LimitReader(answer, BufferedAnswer))
 	if err != nil {
 		answer.heard() // the time to write ended with the wait: the client is to be told
 		return unanswered(worker, err, outlier.Broken)
 	}
+	finish := gjson.GetBytes(body, "choices.0.finish_reason").Str
+	if retry && policy.Aborted(finish) {
+		return &workerError{worker: worker, err: errors.New("stopped its answer: " + finish), letGo: &letGoError{why: finish}}
+	}
 	x.Usage = ReadUsage(body)
-	x.Ending = endingOf(answer.StatusCode, gjson.GetBytes(body, "choices.0.finish_reason").Str)
+	x.Ending = endingOf(answer.StatusCode, finish)
 	writeHead(w, answer.Response, u, x)
 	if _, err := w.Write(body); err != nil {
 		return errors.Join(ErrAnswered, err)

@@ -497,6 +497,78 @@ func TestAStuckWorkerIsLeft(t *testing.T) {
 	}
 }
 
+// TestAnswersThatAStuckWorkerHasBegunEnd: nothing else would end them.
+func TestAnswersThatAStuckWorkerHasBegunEnd(t *testing.T) {
+	if testing.Short() {
+		t.Skip("it waits for eight seconds")
+	}
+	t.Parallel()
+	f := newFailingFleet(t, "round-robin", func(w http.ResponseWriter, r *http.Request) {
+		testkit.StreamOf(testkit.TokenEvent)(w, r)
+		http.NewResponseController(w).Flush()
+		<-r.Context().Done()
+	}, after(20*time.Millisecond), after(20*time.Millisecond))
+	done := make(chan string, 1)
+	request, end := context.WithTimeout(t.Context(), 25*time.Second)
+	defer end()
+	go func() {
+		w, _ := f.send(request, 2)
+		done <- w.Body.String()
+	}()
+	testkit.Eventually(t, 5*time.Second, "the stream has begun", func() bool { return begun(f.proxy) })
+	hangs := roundTrip(func(r *http.Request) (*http.Response, error) {
+		<-r.Context().Done()
+		return nil, context.Cause(r.Context())
+	})
+	usual := f.proxy.Client.Transport
+	gate := f.router.Targets()[0].URL
+	f.proxy.Client.Transport = roundTrip(func(r *http.Request) (*http.Response, error) {
+		if "http://"+r.URL.Host == gate {
+			return hangs(r)
+		}
+		return usual.RoundTrip(r)
+	})
+	ctx, stop := context.WithTimeout(t.Context(), 25*time.Second)
+	var others sync.WaitGroup
+	for range 4 {
+		others.Go(func() {
+			for ctx.Err() == nil {
+				f.send(ctx, 2)
+			}
+		})
+	}
+	got := <-done
+	if ctx.Err() != nil || strings.Count(got, `"error"`) != 1 {
+		t.Errorf("%v, got %s", ctx.Err(), got)
+	}
+	stop()
+	others.Wait()
+}
+
+// TestAnAnswerThatIsStoppedIsGivenElsewhere: a vLLM that shuts down stops what it has.
+func TestAnAnswerThatIsStoppedIsGivenElsewhere(t *testing.T) {
+	stops := func(w http.ResponseWriter, _ *http.Request) {
+		io.WriteString(w, strings.Replace(wholeAnswer, "stop", "abort", 1))
+	}
+	f := newFailingFleet(t, "round-robin", stops, after(0))
+	for range 4 {
+		if w, err := f.send(t.Context(), 2); err != nil || w.Body.String() != wholeAnswer {
+			t.Errorf("%s, %v", w.Body, err)
+		}
+	}
+	stopped := 0
+	for range 2 {
+		w, err := f.send(t.Context(), 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		stopped += strings.Count(w.Body.String(), "abort")
+	}
+	if stopped != 1 {
+		t.Errorf("without retries %d of 2 answers were stopped", stopped)
+	}
+}
+
 func TestALongAnswerIsTakenOffItsWorkerOnceAtMost(t *testing.T) {
 	if testing.Short() {
 		t.Skip("it waits for ten seconds")

@@ -292,7 +292,7 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 		if in.gone {
 			return true
 		}
-		if len(sources) > 0 || in.toldSilent || !in.up || !f.cfg.KVEvents {
+		if len(sources) > 0 || in.toldSilent || !in.up || in.misses > 0 || !f.cfg.KVEvents {
 			continue
 		}
 		// A server may name its sources only once its engine runs.
