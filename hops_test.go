@@ -65,9 +65,10 @@ func TestRouterBehindARouterServes(t *testing.T) {
 	if a, err := front.chat(t.Context(), say("hello"), true, 3); err != nil || !a.finished {
 		t.Errorf("%+v, %v", a, err)
 	}
-	if err := front.end(); err != nil { // its connections, before the other ends and looks for some
-		t.Error(err)
+	for _, s := range []*mockSite{front, back} { // both, before either looks for what is left
+		if err := s.end(); err != nil {
+			t.Error(err)
+		}
+		s.app.proxy.Client.CloseIdleConnections()
 	}
-	front.app.proxy.Client.CloseIdleConnections()
-	back.app.proxy.Client.CloseIdleConnections()
 }

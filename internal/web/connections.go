@@ -2,6 +2,7 @@ package web
 
 import (
 	"container/list"
+	"errors"
 	"net"
 	"net/http"
 	"sync"
@@ -134,6 +135,15 @@ func (c *connection) Close() error {
 		return net.ErrClosed
 	}
 	return c.Conn.Close()
+}
+
+// CloseWrite ends what goes to the client. Without it the server could not tell one
+// whose headers are too long before it closes the connection on what is still coming.
+func (c *connection) CloseWrite() error {
+	if half, ok := c.Conn.(interface{ CloseWrite() error }); ok {
+		return half.CloseWrite()
+	}
+	return errors.ErrUnsupported
 }
 
 // fewestDescriptors is what is assumed where the limit cannot be read.

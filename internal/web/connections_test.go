@@ -6,6 +6,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"strings"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -180,4 +181,31 @@ func TestClientsNeverTakeAllDescriptors(t *testing.T) {
 			t.Errorf("asked for %d: %d", asked, openAI)
 		}
 	}
+}
+
+// TestAClientWhoseHeadersAreTooLongIsTold sends more than the server reads: closing
+// the connection at once would take the answer with it.
+func TestAClientWhoseHeadersAreTooLongIsTold(t *testing.T) {
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := web.NewServer(http.NotFoundHandler())
+	done := make(chan error, 1)
+	go func() { done <- server.Serve(web.Bound(server, listener, 4)) }()
+	conn, err := net.Dial("tcp", listener.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	fmt.Fprintf(conn, "GET / HTTP/1.1\r\nHost: a\r\nX-A: %s\r\n\r\n", strings.Repeat("a", 300_000))
+	conn.SetReadDeadline(time.Now().Add(10 * time.Second))
+	answer := bufio.NewReader(conn)
+	response, err := http.ReadResponse(answer, nil)
+	if err != nil || response.StatusCode != http.StatusRequestHeaderFieldsTooLarge {
+		t.Errorf("%v, %v", response, err)
+	}
+	io.Copy(io.Discard, answer) // until the server closes it
+	server.Close()
+	<-done
 }
