@@ -7,12 +7,13 @@ import (
 	"net/http"
 	"sync"
 	"syscall"
+	"time"
 )
 
 // Connections are the clients that are connected to one port, at most so many at
 // once. While there are as many, a new one takes the place of the one that has
-// been idle for longest; with none idle it waits in the system's queue. It is safe
-// for concurrent use.
+// been idle for longest, but not of one that has just come; with none idle it waits
+// in the system's queue. It is safe for concurrent use.
 type Connections struct {
 	most int
 
@@ -23,10 +24,15 @@ type Connections struct {
 	closed bool       // the port
 }
 
+// FreshFor is how long a client that has sent nothing yet keeps its place: its first
+// request may be on its way.
+const FreshFor = 200 * time.Millisecond
+
 // connection is one client.
 type connection struct {
 	net.Conn
 	all  *Connections
+	came time.Time     // when it was accepted; zero: it has sent a request. Guarded by all.mu
 	at   *list.Element // in all.idle; nil: it has a request, or is closed. Guarded by all.mu
 	shut bool          // it was closed. Guarded by all.mu
 }
@@ -74,12 +80,11 @@ func (a *Connections) admit(c *connection) (ok bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	for a.open >= a.most && !a.closed {
-		longest := a.idle.Front()
-		if longest == nil {
-			a.freed.Wait()
+		victim, wait := a.longestIdle()
+		if victim == nil {
+			a.await(wait)
 			continue
 		}
-		victim := longest.Value.(*connection)
 		a.mu.Unlock()
 		_ = victim.Close()
 		a.mu.Lock()
@@ -88,8 +93,32 @@ func (a *Connections) admit(c *connection) (ok bool) {
 		return false
 	}
 	a.open++
-	c.at = a.idle.PushBack(c) // it has sent nothing yet
+	c.came, c.at = time.Now(), a.idle.PushBack(c)
 	return true
+}
+
+// await waits until a place may be free, or for wait, if that is not 0. a.mu is held.
+func (a *Connections) await(wait time.Duration) {
+	if wait > 0 {
+		defer time.AfterFunc(wait, a.freed.Broadcast).Stop()
+	}
+	a.freed.Wait()
+}
+
+// longestIdle returns the client to be closed for another; nil: there is none now, or
+// only after wait. a.mu is held.
+func (a *Connections) longestIdle() (victim *connection, wait time.Duration) {
+	for e := a.idle.Front(); e != nil; e = e.Next() {
+		c := e.Value.(*connection)
+		left := FreshFor - time.Since(c.came)
+		if left <= 0 {
+			return c, 0
+		}
+		if wait == 0 {
+			wait = left // of the first that came
+		}
+	}
+	return nil, wait
 }
 
 // changed is told by the server what a client does.
@@ -105,6 +134,7 @@ func (a *Connections) changed(conn net.Conn, state http.ConnState) {
 	defer a.mu.Unlock()
 	switch {
 	case state == http.StateActive:
+		c.came = time.Time{}
 		c.busy()
 	case state == http.StateIdle && c.at == nil && !c.shut:
 		c.at = a.idle.PushBack(c)

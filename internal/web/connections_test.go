@@ -96,6 +96,7 @@ func TestLongestIdleClientMakesRoomForANewOne(t *testing.T) {
 	for range 5 {
 		p.must(p.ask(second, "/"))
 	}
+	time.Sleep(web.FreshFor) // silent counts as idle only then
 	p.must(p.ask(p.dial(), "/"))
 	if !p.closed(silent) {
 		t.Error("the client that has sent nothing stays")
@@ -105,6 +106,20 @@ func TestLongestIdleClientMakesRoomForANewOne(t *testing.T) {
 		t.Error("the client that was idle for longest stays")
 	}
 	p.must(p.ask(second, "/"))
+}
+
+// TestAClientThatHasJustComeKeepsItsPlace: its first request is on its way.
+func TestAClientThatHasJustComeKeepsItsPlace(t *testing.T) {
+	p := newBoundPort(t, 2)
+	for range 20 {
+		var all [6]net.Conn
+		for i := range all {
+			all[i] = p.dial()
+		}
+		for _, conn := range all {
+			p.must(p.ask(conn, "/"))
+		}
+	}
 }
 
 func TestNewClientsWaitWhileAllAreBusy(t *testing.T) {
@@ -200,12 +215,14 @@ func TestAClientWhoseHeadersAreTooLongIsTold(t *testing.T) {
 	defer conn.Close()
 	fmt.Fprintf(conn, "GET / HTTP/1.1\r\nHost: a\r\nX-A: %s\r\n\r\n", strings.Repeat("a", 300_000))
 	conn.SetReadDeadline(time.Now().Add(10 * time.Second))
-	answer := bufio.NewReader(conn)
-	response, err := http.ReadResponse(answer, nil)
+	response, err := http.ReadResponse(bufio.NewReader(conn), nil)
 	if err != nil || response.StatusCode != http.StatusRequestHeaderFieldsTooLarge {
 		t.Errorf("%v, %v", response, err)
 	}
-	io.Copy(io.Discard, answer) // until the server closes it
+	testkit.Eventually(t, 10*time.Second, "the server has closed the connection", func() bool {
+		_, err := conn.Write([]byte("a"))
+		return err != nil
+	})
 	server.Close()
 	<-done
 }
