@@ -9,10 +9,13 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"regexp"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -39,6 +42,7 @@ type testAPI struct {
 	selection *httptest.Server
 	telemetry *telemetry.Metrics
 	failed    chan uint64
+	proxy     *proxy.Proxy
 }
 
 // newTestAPI serves the given workers round robin: worker 0 gets the first request.
@@ -68,6 +72,7 @@ func newTestAPIOf(t testing.TB, config Config, model *tokens.Model, targets ...k
 	telemetry := newBareTelemetry()
 	h.telemetry = telemetry
 	proxy := proxy.NewProxy(telemetry, config.RequestTimeout, func(w uint64) { h.failed <- w })
+	h.proxy = proxy
 	a := &app{router: h.router, proxy: proxy}
 	tokens := tokens.NewSource(model, a.askWorker, time.Second, log)
 	api := NewAPI(config, h.router, tokens, proxy, telemetry, log)
@@ -527,6 +532,22 @@ func TestHeadersOfOneConnectionStayThere(t *testing.T) {
 	h.post(t, testkit.ChatPath, `{}`, hints.HeaderPinnedWorker, "0", web.HeaderRank, "7")
 	if got := worker.Header.Get(web.HeaderRank); got != "7" {
 		t.Errorf("rank %q reached the worker that was named", got)
+	}
+}
+
+// noDescriptors is a transport that cannot open a connection.
+type noDescriptors struct{}
+
+func (noDescriptors) RoundTrip(*http.Request) (*http.Response, error) {
+	return nil, &net.OpError{Op: "dial", Err: os.NewSyscallError("socket", syscall.EMFILE)}
+}
+
+func TestWithoutDescriptorsClientsAreToldToTryAgain(t *testing.T) {
+	h := newTestAPI(t, Config{}, "http://127.0.0.1:1", "http://127.0.0.1:2")
+	h.proxy.Client.Transport = noDescriptors{}
+	response, answer := h.post(t, testkit.ChatPath, `{}`)
+	if response.StatusCode != http.StatusServiceUnavailable || response.Header.Get("Retry-After") != "1" || !strings.Contains(answer, "too many connections") {
+		t.Errorf("%s %s", response.Status, answer)
 	}
 }
 
