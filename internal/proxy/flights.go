@@ -19,7 +19,7 @@ const flows = 2 * time.Second
 // Once a worker is known to be stuck, a request there that may not be sent elsewhere
 // ends when no byte of its answer has come for so long: stalledAnswer if it had
 // begun, stalledStart before.
-const stalledAnswer, stalledStart = 5 * time.Second, 20 * time.Second
+const stalledAnswer, stalledStart = 5 * time.Second, 15 * time.Second
 
 // letGoError says that a request was taken off its worker.
 type letGoError struct {
@@ -67,8 +67,12 @@ func (p *Proxy) depart(b *router.Booking, target kv.Target, cancel context.Cance
 		p.traffic.lanes[target.Key.Worker] = l
 	}
 	l.flights[f] = struct{}{}
-	if f.moves = moves && watched; f.moves {
+	f.moves = moves && watched
+	switch {
+	case f.moves:
 		f.timer = time.AfterFunc(look, func() { p.look(f) })
+	case watched:
+		f.timer = time.AfterFunc(stalledStart, func() { p.lookAtUnmoved(f) })
 	}
 	p.traffic.mu.Unlock()
 	if !b.WorkerIsUp() { // it went down after it was chosen, and LetGo came too early for this one
@@ -128,6 +132,21 @@ func (p *Proxy) look(f *flight) {
 		default:
 			p.endStalled(other)
 		}
+	}
+}
+
+// lookAtUnmoved ends a request that may not be sent elsewhere and has had no byte for
+// stalledStart, once its worker is out. It judges nobody: the answer may be long.
+func (p *Proxy) lookAtUnmoved(f *flight) {
+	out := f.booking.WorkerIsOut()
+	p.traffic.mu.Lock()
+	defer p.traffic.mu.Unlock()
+	switch {
+	case f.over || f.heard.Load() != 0:
+	case out:
+		f.cancel(&letGoError{why: fmt.Sprintf("no byte came for %s and its worker is out", stalledStart), stuck: true})
+	default:
+		f.timer.Reset(time.Second)
 	}
 }
 

@@ -500,7 +500,7 @@ func TestAStuckWorkerIsLeft(t *testing.T) {
 // TestAnswersThatAStuckWorkerHasBegunEnd: nothing else would end them.
 func TestAnswersThatAStuckWorkerHasBegunEnd(t *testing.T) {
 	if testing.Short() {
-		t.Skip("it waits for eight seconds")
+		t.Skip("it waits for fifteen seconds")
 	}
 	t.Parallel()
 	f := newFailingFleet(t, "round-robin", func(w http.ResponseWriter, r *http.Request) {
@@ -508,7 +508,7 @@ func TestAnswersThatAStuckWorkerHasBegunEnd(t *testing.T) {
 		http.NewResponseController(w).Flush()
 		<-r.Context().Done()
 	}, after(20*time.Millisecond), after(20*time.Millisecond))
-	done := make(chan string, 1)
+	done, unmoved := make(chan string, 1), make(chan error, 1)
 	request, end := context.WithTimeout(t.Context(), 25*time.Second)
 	defer end()
 	go func() {
@@ -537,9 +537,18 @@ func TestAnswersThatAStuckWorkerHasBegunEnd(t *testing.T) {
 			}
 		})
 	}
+	go func() { // to the worker that is stuck, and nowhere else
+		u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}}}
+		unmoved <- f.proxy.Forward(request, httptest.NewRecorder(), u, &Exchange{}, func([]uint64) (router.Decision, error) {
+			return f.router.Route(request, router.Request{Pinned: new(kv.WorkerKey)})
+		})
+	}()
 	got := <-done
 	if ctx.Err() != nil || strings.Count(got, `"error"`) != 1 {
 		t.Errorf("%v, got %s", ctx.Err(), got)
+	}
+	if err := <-unmoved; err == nil || request.Err() != nil {
+		t.Errorf("the request that may not be moved: %v, %v", err, request.Err())
 	}
 	stop()
 	others.Wait()

@@ -283,6 +283,14 @@ func (b *Booking) FirstLook() (after time.Duration, ok bool) {
 	return outlier.FirstLook(b.trial), b.leg != kv.LegDecode
 }
 
+// WorkerIsOut tells whether the worker is ejected.
+func (b *Booking) WorkerIsOut() bool {
+	r := b.router
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	return r.outliers.Ejected(b.worker, r.Now())
+}
+
 // WorkerIsUp tells whether the incarnation that the request is booked on is up.
 func (b *Booking) WorkerIsUp() bool {
 	r := b.router
