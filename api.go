@@ -12,7 +12,6 @@ import (
 	"strconv"
 	"strings"
 	"sync/atomic"
-	"syscall"
 	"time"
 
 	"github.com/gin-gonic/gin"
@@ -345,7 +344,7 @@ func (a *API) settle(c *gin.Context, x *proxy.Exchange, err error) {
 		a.fail(c, http.StatusGatewayTimeout, "", fmt.Sprintf("worker %s did not answer within %s", x.Worker, a.config.RequestTimeout))
 	case errors.Is(err, router.ErrNoWorker), errors.Is(err, router.ErrBusy), errors.Is(err, router.ErrQueueFull), errors.Is(err, router.ErrQueueTimeout), errors.Is(err, router.ErrNoPair):
 		a.refuse(c, x, err)
-	case errors.Is(err, syscall.EMFILE), errors.Is(err, syscall.ENFILE):
+	case proxy.OutOfDescriptors(err):
 		a.log.Warn("the router has too many files and connections open", "route", x.Route, "error", err)
 		c.Header("Retry-After", "1")
 		a.fail(c, http.StatusServiceUnavailable, "", "the router has too many connections open: try again")

@@ -231,7 +231,7 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	}
 	response, err := p.Client.Do(request)
 	if err != nil {
-		if ours(err) {
+		if OutOfDescriptors(err) {
 			return err
 		}
 		return unanswered(worker, cause(ctx, err), outlier.Refused)
@@ -257,9 +257,11 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	return p.relayWhole(w, answer, u, x, retry)
 }
 
-// ours tells whether a request could not be sent for want of file descriptors here:
-// that is no worker's fault.
-func ours(err error) bool { return errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE) }
+// OutOfDescriptors tells whether a request could not be sent for want of file
+// descriptors here: that is no worker's fault.
+func OutOfDescriptors(err error) bool {
+	return errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE)
+}
 
 // upstreamAnswer is a worker's answer with its body still to be read.
 type upstreamAnswer struct {

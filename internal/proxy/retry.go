@@ -15,6 +15,7 @@ import (
 	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
+	"kvrouter/internal/web"
 )
 
 // RetrySettings are the flags for requests that a worker failed before the first
@@ -118,7 +119,7 @@ type refusal struct {
 func refusalOf(status int, header http.Header, route string, now time.Time) refusal {
 	after, given := retryAfter(header, now)
 	switch {
-	case status == http.StatusTooManyRequests, status == statusOverloaded, status == http.StatusServiceUnavailable && given:
+	case status == http.StatusTooManyRequests, status == web.StatusOverloaded, status == http.StatusServiceUnavailable && given:
 		return refusal{pressed: true, pause: after}
 	case status == http.StatusUnauthorized, status == http.StatusForbidden, status == http.StatusNotFound && route != "/v1/responses":
 		return refusal{suspect: true}
@@ -127,9 +128,6 @@ func refusalOf(status int, header http.Header, route string, now time.Time) refu
 	}
 	return refusal{}
 }
-
-// statusOverloaded is what some servers answer in place of 429.
-const statusOverloaded = 529
 
 // retryAfter reads how long a worker wants to be left alone, at most
 // outlier.LongestPause: seconds, or a date. 0: that cannot be read.
