@@ -12,7 +12,7 @@ FUZZTIME ?= 10s
 CHAOS ?= 2m
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run run-disagg check test test-mooncake lint bench index-bench sim bench-real wire-speed peers parity segments soak fuzz chaos clean
+.PHONY: help setup setup-sglang run run-disagg check test test-mooncake lint bench index-bench sim bench-real wire-speed peers parity segments soak fuzz chaos clean
 
 help: ## Show these targets
 	@printf 'kvrouter: KV-cache-aware routing over vLLM workers\n\n'
@@ -21,6 +21,9 @@ help: ## Show these targets
 
 setup: ## Check tools; build the native library; install vLLM and a CPU model (cached)
 	@scripts/setup.sh
+
+setup-sglang: setup ## The same for --engine sglang: SGLang in a venv of its own (cached)
+	@scripts/setup-sglang.sh
 
 # Built and then run, where `go run .` would do: a SIGTERM sent to make reaches kvrouter, while `go run` passes none on.
 run: setup ## Set up, then serve on :8000 over two vLLM workers

