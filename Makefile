@@ -12,7 +12,7 @@ FUZZTIME ?= 10s
 CHAOS ?= 2m
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run run-disagg check test test-mooncake lint bench index-bench sim bench-real wire-speed peers parity segments soak fuzz chaos clean
+.PHONY: help setup setup-sglang run run-disagg check test test-mooncake test-sglang lint bench index-bench sim bench-real wire-speed peers parity segments soak fuzz chaos clean
 
 help: ## Show these targets
 	@printf 'kvrouter: KV-cache-aware routing over vLLM workers\n\n'
@@ -44,6 +44,9 @@ test: setup lint parity ## Set up, then linters and all tests (race detector, re
 
 test-mooncake: setup ## Two real vLLM CPU workers with MooncakeConnector, over TCP (minutes)
 	@scripts/mooncake.sh
+
+test-sglang: setup-sglang ## Real SGLang CPU servers: truth, ranks, load, pairs, deaths (minutes)
+	KVROUTER_SGLANG=1 go test -run RealSGLang -v -count 1 -timeout 40m .
 
 lint: ## gofmt, go vet, staticcheck, syntax of the shell and Python scripts
 	@scripts/build-native.sh
