@@ -94,6 +94,9 @@ func command(cfg process.Settings, i int, pluginDir string, environ []string) (p
 	env := process.NewEnvironment(environ)
 	env.AllowPlugins("SGLANG_PLUGINS", "kvrouter_loopback,kvrouter_nixl")
 	env["KVROUTER_LOOPBACK"] = "1"
+	// Else /health computes a token and takes a second at least, and a long prompt
+	// before it makes a busy worker look dead.
+	env.SetDefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "false")
 	if cfg.ModelFolder {
 		env.SetDefault("HF_HUB_OFFLINE", "1")
 	}

@@ -501,6 +501,9 @@ func (f *Fleet) becomeReady(in *incarnation) bool {
 	}
 	in.setTargets(served, f.cfg.Ports.Sources(int(w.id), f.cfg.BlockSize))
 	in.followLoads(func(rank uint32) string {
+		if f.cfg.Engine == kv.EngineSGLang && !f.cfg.KVEvents {
+			return "" // it publishes load only beside events
+		}
 		return f.cfg.Ports.LoadEndpoint(int(w.id), int(rank))
 	})
 	in.markUp()

@@ -13,8 +13,6 @@ SGLang finds out whether AMX is to be used.
 import sys
 import types
 
-import torch
-
 __version__ = "0.4.10"
 __path__ = []  # a package, so that its modules can be named
 
@@ -31,38 +29,6 @@ def assign_req_to_token_pool_cpu(pool_indices, pool, start, end, locations, widt
     for row, first, last in spans:
         pool[row, first:last] = locations[done : done + last - first].to(pool.dtype)
         done += last - first
-
-
-def murmur_hash32_cpu(seed, positions, columns):
-    """MurmurHash3 (32 bits) of each request's seed and position with each column.
-
-    The words hashed are the seed's lower and upper half, the position and the
-    column. It draws the tokens of requests with a seed.
-    """
-    mask = 0xFFFFFFFF
-
-    def rotate(x, by):
-        return ((x << by) | (x >> (32 - by))) & mask
-
-    def mix(h, word):
-        word = (word * 0xCC9E2D51) & mask
-        word = (rotate(word, 15) * 0x1B873593) & mask
-        return (rotate(h ^ word, 13) * 5 + 0xE6546B64) & mask
-
-    seed = seed.to(torch.int64)
-    h = mix(torch.zeros_like(seed), seed & mask)
-    h = mix(h, (seed >> 32) & mask)
-    h = mix(h, positions.to(torch.int64) & mask)
-    h = mix(h[:, None], columns.to(torch.int64)[None, :] & mask)
-    h ^= 16  # bytes hashed
-    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & mask
-    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & mask
-    return (h ^ (h >> 16)).to(torch.uint32)
-
-
-_operators = torch.library.Library("sgl_kernel", "FRAGMENT")
-_operators.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
-_operators.impl("murmur_hash32_cpu", murmur_hash32_cpu, "CPU")
 
 
 def _missing(name):
