@@ -2,7 +2,7 @@
 SHELL := bash
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.1
 SHELL_SCRIPTS := ping.sh perf.sh .ci/run $(wildcard scripts/*.sh)
-PYTHON_SCRIPTS = $(wildcard scripts/*.py internal/*/plugin/*.py internal/*/testdata/*.py testdata/*/*.py)
+PYTHON_SCRIPTS = $(wildcard scripts/*.py internal/*/plugin/*.py internal/*/plugin/*/*.py internal/*/testdata/*.py testdata/*/*.py)
 PYTHON ?= python3
 ARGS ?=
 BENCH ?= .

@@ -241,8 +241,8 @@ func captureStdout(t *testing.T, f func()) string {
 
 func TestArgumentsAfterTheDashesGoToVLLMUnchanged(t *testing.T) {
 	cfg := mustParse(t, testMachine(t), "--seed", "3", "--", "--max-model-len", "4096", "--", "--seed=9")
-	if want := []string{"--max-model-len", "4096", "--", "--seed=9"}; !slices.Equal(cfg.VLLMArgs, want) || cfg.Seed != 3 {
-		t.Errorf("VLLMArgs %q, seed %d", cfg.VLLMArgs, cfg.Seed)
+	if want := []string{"--max-model-len", "4096", "--", "--seed=9"}; !slices.Equal(cfg.EngineArgs, want) || cfg.Seed != 3 {
+		t.Errorf("EngineArgs %q, seed %d", cfg.EngineArgs, cfg.Seed)
 	}
 }
 
@@ -268,8 +268,8 @@ vllm-args: [--max-model-len, 4096]
 	if cfg.NumWorkers != 3 || cfg.Seed != 8 || cfg.Policy != "least-loaded" || cfg.DrainTimeout != 5*time.Second || cfg.CollectUsage {
 		t.Errorf("%+v", cfg)
 	}
-	if !slices.Equal(cfg.APIKey, []string{"a", "b"}) || !slices.Equal(cfg.VLLMArgs, []string{"--max-model-len", "4096"}) {
-		t.Errorf("keys %q, vLLM %q", cfg.APIKey, cfg.VLLMArgs)
+	if !slices.Equal(cfg.APIKey, []string{"a", "b"}) || !slices.Equal(cfg.EngineArgs, []string{"--max-model-len", "4096"}) {
+		t.Errorf("keys %q, vLLM %q", cfg.APIKey, cfg.EngineArgs)
 	}
 	want := []workers.Attached{{ID: 9, HasID: true, URL: "http://10.0.0.1:8100"}, {ID: 3, URL: "http://10.0.0.2:8100"}}
 	if diff := cmp.Diff(want, cfg.Worker); diff != "" {

@@ -12,7 +12,7 @@ import (
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/vllm"
+	"kvrouter/internal/process"
 	"kvrouter/internal/web"
 )
 
@@ -165,7 +165,7 @@ func (in *incarnation) reader() loadReader {
 func (in *incarnation) markUp() {
 	in.f.everReady.Store(true)
 	in.up, in.misses = true, 0
-	in.f.update(in.w, func(s *Status) { s.State, s.Stage, s.LastError = StateReady, vllm.StageReady, "" })
+	in.f.update(in.w, func(s *Status) { s.State, s.Stage, s.LastError = StateReady, process.StageReady, "" })
 	for _, target := range in.targets {
 		if _, known := in.announced[target.Key]; !known {
 			in.announced[target.Key] = target
