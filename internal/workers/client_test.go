@@ -187,7 +187,7 @@ func TestProbesFollowNoRedirects(t *testing.T) {
 	if _, err := (loadReader{client: f.pageClient(newWorker(at, true, true, StateReady))}).cacheSizes(t.Context(), outer.URL+"/metrics"); err == nil {
 		t.Error("a redirected page was read")
 	}
-	f.detect(t.Context(), at)
+	_, _ = f.serverInfo(t.Context(), at)
 	f.eventSources(t.Context(), at)
 	if n := there.Load(); n != 0 {
 		t.Errorf("%d requests at the other address", n)

@@ -52,6 +52,7 @@ const (
 type Status struct {
 	ID         uint64    `json:"id"`
 	URL        string    `json:"url"`
+	Engine     kv.Engine `json:"engine"`
 	Attached   bool      `json:"attached"` // not started by this router
 	State      string    `json:"state"`
 	Stage      string    `json:"stage,omitempty"` // how far its start is
@@ -103,6 +104,8 @@ type timing struct {
 	backoffReset  time.Duration // a worker ready for so long starts with the first pause again
 	progressEvery time.Duration // between "still ..." lines
 	silentAfter   time.Duration // without event source, after which a warning says so
+	engineEvery   time.Duration // between signs of life that an SGLang server's schedulers are to give; 0: none
+	engineLimit   time.Duration // longest wait for one, beyond any pass of an engine
 }
 
 // defaultTiming knows a hung worker after 2 + 3·1.5 + 2·0.75 = 8 s at most.
@@ -114,6 +117,7 @@ func defaultTiming() timing {
 		hangLimit: 60 * time.Second, probeLimit: 5 * time.Second, stopLimit: 10 * time.Second,
 		backoffFirst: time.Second, backoffReset: 60 * time.Second,
 		progressEvery: 10 * time.Second, silentAfter: 10 * time.Second,
+		engineEvery: 15 * time.Second, engineLimit: 60 * time.Second,
 	}
 }
 
