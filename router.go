@@ -234,7 +234,7 @@ func (r *inference) routePair(exclude []uint64, why string) (router.Pair, error)
 // decided records the times of a decision. Of several prompts the usage will speak
 // of all, the decision of one: its tokens are not to be compared.
 func (r *inference) decided(d *router.Decision, times router.Decision) {
-	if r.multiple {
+	if r.multiple || r.several && r.kind == generatePrompt {
 		d.Tokens = 0
 	}
 	if r.kind != noPrompt {
