@@ -143,6 +143,26 @@ func TestGenerateGoesToSGLangOnly(t *testing.T) {
 	}
 }
 
+// TestGenerateNamesTheRankInItsBody: SGLang reads no header of it. One of a single
+// rank gets the client's bytes.
+func TestGenerateNamesTheRankInItsBody(t *testing.T) {
+	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, `{}`) })
+	for _, test := range []struct {
+		ranks      int
+		path, want string
+	}{
+		{2, proxy.GenerateRoute, `{"routed_dp_rank":1, "text":"a"}`},
+		{1, proxy.GenerateRoute, `{ "text":"a"}`},
+		{2, "/v1/completions", `{ "text":"a"}`},
+	} {
+		h := newTestAPIOf(t, Config{}, nil, kv.Target{Key: kv.WorkerKey{Rank: 1}, URL: worker.URL, Engine: kv.EngineSGLang, Ranks: test.ranks})
+		h.post(t, test.path, `{ "text":"a"}`)
+		if got := worker.Received(); got[len(got)-1] != test.want {
+			t.Errorf("%d ranks, %s: %s", test.ranks, test.path, got[len(got)-1])
+		}
+	}
+}
+
 // TestWhatAClientAbortedIsNotTriedElsewhere: SGLang answers it with 200. vLLM answers
 // so only what it lets go of when it ends.
 func TestWhatAClientAbortedIsNotTriedElsewhere(t *testing.T) {

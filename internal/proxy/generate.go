@@ -49,14 +49,15 @@ func asks(body *jsonbody.Body, key string) bool {
 	return v.Exists() && v.Type != gjson.Null && v.Type != gjson.False
 }
 
-// tokenLimit returns how many tokens the answer may have; 0: the request does not
-// say.
+// defaultNewTokens is how many tokens an answer of GenerateRoute may have where its
+// request does not say.
+const defaultNewTokens = 128
+
+// tokenLimit returns how many tokens the longest answer may have; 0: the request does
+// not say.
 func tokenLimit(path string, body *jsonbody.Body) int {
 	if path == GenerateRoute {
-		if most := reported(body.Get("sampling_params").Get("max_new_tokens"), maxReportedOutput); most > 0 {
-			return most
-		}
-		return 128 // SGLang's default
+		return newTokens(body.Get("sampling_params"))
 	}
 	for _, key := range []string{"max_completion_tokens", "max_tokens", "max_output_tokens"} {
 		if most := reported(body.Get(key), maxReportedOutput); most > 0 {
@@ -64,6 +65,25 @@ func tokenLimit(path string, body *jsonbody.Body) int {
 		}
 	}
 	return 0
+}
+
+// newTokens is tokenLimit of sampling_params, one or a list; null stands for no limit.
+func newTokens(params gjson.Result) (most int) {
+	if !params.IsArray() {
+		if given := params.Get("max_new_tokens"); given.Exists() {
+			return reported(given, maxReportedOutput)
+		}
+		return defaultNewTokens
+	}
+	jsonbody.EachElement(params.Raw, func(p gjson.Result) bool {
+		one := newTokens(p)
+		most = max(most, one)
+		if one == 0 {
+			most = 0
+		}
+		return one > 0
+	})
+	return most
 }
 
 // generated sums up the meta_info of the answers to one request to GenerateRoute.

@@ -18,6 +18,7 @@ import (
 	"syscall"
 	"time"
 
+	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
@@ -62,7 +63,12 @@ func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Re
 	}
 	request.Header = p.header(u.Header, t)
 	if t.Ranks > 1 {
-		request.Header.Set(web.HeaderRank, strconv.FormatUint(uint64(t.Key.Rank), 10))
+		rank := strconv.FormatUint(uint64(t.Key.Rank), 10)
+		request.Header.Set(web.HeaderRank, rank)
+		if u.Route == GenerateRoute { // SGLang reads no header there
+			named := u.withFields(jsonbody.Field{Key: "routed_dp_rank", Raw: rank})
+			u = &named
+		}
 	}
 	if length := len(u.Head) + len(u.Body); length > 0 {
 		request.ContentLength = int64(length)
