@@ -55,35 +55,36 @@ const defaultNewTokens = 128
 
 // tokenLimit returns how many tokens the longest answer may have; 0: the request does
 // not say.
-func tokenLimit(path string, body *jsonbody.Body) int {
-	if path == GenerateRoute {
-		return newTokens(body.Get("sampling_params"))
-	}
-	for _, key := range []string{"max_completion_tokens", "max_tokens", "max_output_tokens"} {
-		if most := reported(body.Get(key), maxReportedOutput); most > 0 {
-			return most
+func tokenLimit(path string, body *jsonbody.Body) (most int) {
+	if path != GenerateRoute {
+		for _, key := range []string{"max_completion_tokens", "max_tokens", "max_output_tokens"} {
+			if most = reported(body.Get(key), maxReportedOutput); most > 0 {
+				return most
+			}
 		}
+		return 0
 	}
-	return 0
-}
-
-// newTokens is tokenLimit of sampling_params, one or a list; null stands for no limit.
-func newTokens(params gjson.Result) (most int) {
+	params := body.Get("sampling_params")
 	if !params.IsArray() {
-		if given := params.Get("max_new_tokens"); given.Exists() {
-			return reported(given, maxReportedOutput)
-		}
-		return defaultNewTokens
+		return newTokens(params)
 	}
 	jsonbody.EachElement(params.Raw, func(p gjson.Result) bool {
 		one := newTokens(p)
-		most = max(most, one)
-		if one == 0 {
+		if most = max(most, one); one == 0 {
 			most = 0
 		}
 		return one > 0
 	})
 	return most
+}
+
+// newTokens is how many tokens an answer may have by its sampling_params; 0: any
+// number.
+func newTokens(params gjson.Result) int {
+	if given := params.Get("max_new_tokens"); given.Exists() {
+		return reported(given, maxReportedOutput)
+	}
+	return defaultNewTokens
 }
 
 // generated sums up the meta_info of the answers to one request to GenerateRoute.
