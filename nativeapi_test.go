@@ -215,6 +215,10 @@ func TestPairsServeGenerate(t *testing.T) {
 	if n := lines[`kvrouter_cached_tokens_reported_total{worker_id="0"}`]; n != 4 {
 		t.Errorf("the prefill worker's cached tokens are %v", n)
 	}
+	h.post(t, proxy.GenerateRoute, `{"rid":["one","two"],"text":["a prompt of some length","another"]}`) // refused here for the list
+	if got := h.decode[0].received(); gjson.Get(got[len(got)-1], "rid").Raw != `["one","two"]` {
+		t.Errorf("the names of several prompts became %s", got[len(got)-1])
+	}
 }
 
 // hasRoom tells whether a body has what both legs of an SGLang pair need.

@@ -34,7 +34,7 @@ func WhyWhole(path string, body *jsonbody.Body, whole, multiple bool) (why strin
 		return WholeAnswers, kv.KindsOf(kv.KindNone)
 	case multiple:
 		return WholeAnswers, kv.KindsOf(kv.KindSGLang)
-	case asks(body, "prompt_logprobs"), asks(body, "echo"):
+	case asks(body, "prompt_logprobs"), asks(body, "echo"), path == GenerateRoute && ComputesAnew(body):
 		return WholePrompt, kv.KindsOf(kv.KindSGLang)
 	case path == "/v1/responses" && (asks(body, "background") || asks(body, "previous_response_id")):
 		return WholeStored, kv.KindsOf(kv.KindNone)
