@@ -510,11 +510,7 @@ func (s *Service) deleteWorker(c *gin.Context) {
 		return
 	}
 	record := s.recordOf(id)
-	s.fleet.Unregister(id)
-	s.mu.Lock()
-	delete(s.registered, id)
-	s.mu.Unlock()
-	s.reserved.ReleaseWorker(id)
+	s.unregister(id)
 	record.workerSpec, record.Lifecycle, record.Reasons, record.State = w.spec.shown(), LifecycleUnschedulable, nil, workers.StateStopped
 	c.JSON(http.StatusOK, record)
 }

@@ -170,9 +170,10 @@ type Fleet struct {
 
 	looks, firstLooks chan struct{} // have a token for each health check that runs: of workers that have answered before, and of others
 
-	membership sync.Mutex // guards workers and run
+	membership sync.Mutex // guards workers, run and nextAdded
 	workers    []*worker  // a slice that was read stays as it is
 	run        *fleetRun  // nil: not running
+	nextAdded  uint64     // the least id that a worker of Add may get
 
 	// Tests replace these.
 	Timing timing
@@ -189,6 +190,7 @@ type worker struct {
 	attached bool
 	passKey  bool               // its key goes with clients' requests
 	registry *registry          // nil: not a registered one
+	added    *added             // nil: not one of Add
 	wake     chan struct{}      // holds a token when its health is to be looked at now
 	look     chan chan struct{} // to be closed when its models have been looked at
 

@@ -87,7 +87,7 @@ func (in *incarnation) end(reason string) {
 // followEvents reads one event stream until the incarnation ends, if any are to
 // be followed.
 func (in *incarnation) followEvents(source events.Source) {
-	if !in.f.cfg.KVEvents {
+	if !in.f.cfg.KVEvents || !in.w.mayFollow(source) {
 		return
 	}
 	source.Seeded = in.f.index.Blocks(source.Worker) > 0 // only a peer's dump can be there already
