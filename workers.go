@@ -81,7 +81,7 @@ func (c *Config) startedPart(i int) kv.Disagg {
 	if i < c.PrefillWorkers {
 		d.Role = kv.RolePrefill
 	}
-	if c.Engine == EngineMocker && c.Mock.MockDisaggKind == kv.KindSGLang.String() {
+	if c.Engine == EngineMocker && c.Mock.DisaggKind() == kv.KindSGLang {
 		d.Kind = kv.KindSGLang
 		if d.Role == kv.RolePrefill { // its HTTP port is its bootstrap server's, too
 			d.Bootstrap = kv.Bootstrap{Host: "127.0.0.1", Port: uint16(c.BaseWorkerPort + i)}
@@ -124,7 +124,7 @@ func (c *Config) fleetSettings() workers.Settings {
 		s.Started = append(s.Started, c.startedPart(i))
 	}
 	if c.Engine == EngineMocker {
-		s.ReadyPoll = mockReadyPoll
+		s.ReadyPoll, s.Engine = mockReadyPoll, c.Mock.Engine()
 	}
 	return s
 }

@@ -120,6 +120,7 @@ func defaultTiming() timing {
 // Settings say which workers a fleet has and how it supervises them.
 type Settings struct {
 	Started          []kv.Disagg   // the part of each worker that is started, by id from 0
+	Engine           kv.Engine     // of started workers
 	Ports            vllm.Ports    // of started workers
 	MaxBatchedTokens int           // that a started worker computes in a pass; 0: unknown
 	TotalBlocks      int           // of a started worker's KV cache; 0: unknown
