@@ -139,7 +139,6 @@ func (w *Worker) modelInfo(out http.ResponseWriter, _ *http.Request) {
 		"model_path": name, "served_model_name": name, "tokenizer_path": name, "is_generation": true, "preferred_sampling_params": nil,
 		"weight_version": "default", "load_format": "auto", "reasoning_parser": nil, "tool_call_parser": nil, "disaggregation_mode": w.role(),
 		"has_image_understanding": false, "has_audio_understanding": false, "model_type": "llama", "architectures": []string{"LlamaForCausalLM"},
-		"cache": map[string]any{"kv_cache_disabled": false, "radix_cache_disabled": false, "chunked_prefill_disabled": false},
 	})
 }
 
