@@ -24,8 +24,8 @@ import (
 	"kvrouter/internal/web"
 )
 
-// sglang skips a test that `make test-sglang` does not run.
-func sglang(t *testing.T) {
+// realSGLang skips a test that `make test-sglang` does not run.
+func realSGLang(t *testing.T) {
 	t.Helper()
 	if os.Getenv("KVROUTER_SGLANG") == "" {
 		t.Skip("make test-sglang runs it")
@@ -142,7 +142,7 @@ func (s *site) predictions(random *rand.Rand, n int, after func(i int)) (wrong [
 // found, the index with the server's own count, and prompts with the server's. Then
 // a second router attaches to the server, by its URL alone.
 func TestPredictionIsTrueOnRealSGLang(t *testing.T) {
-	sglang(t)
+	realSGLang(t)
 	const page = 16
 	s := startParts(t, []string{"--num-workers=1", "--engine=sglang", "--block-size=" + strconv.Itoa(page)}, 1, nil, "--", "--max-total-tokens", "2400")
 	worker := *s.workers()[0].Endpoint
@@ -257,7 +257,7 @@ func (s *site) attachedAlone(t *testing.T, worker string, page, ranks, requests 
 // TestBothRanksAreUsedAndTrueOnRealSGLang starts a server with two data-parallel
 // ranks and pages of the default size.
 func TestBothRanksAreUsedAndTrueOnRealSGLang(t *testing.T) {
-	sglang(t)
+	realSGLang(t)
 	s := startParts(t, []string{"--num-workers=1", "--engine=sglang"}, 1, nil, "--", "--dp-size", "2", "--max-total-tokens", "6000")
 	wrong, cached := s.predictions(rand.New(rand.NewPCG(5, 5)), 26, func(int) {})
 	if len(wrong) > 0 || cached == 0 {
@@ -287,7 +287,7 @@ func grepLines(page []byte, word string) string {
 // which fit into both caches together but not into one. Then it holds that load is
 // seen, kills a worker under traffic, and in the end the router.
 func TestRoutingPaysOnRealSGLang(t *testing.T) {
-	sglang(t)
+	realSGLang(t)
 	s := startParts(t, []string{"--num-workers=2", "--engine=sglang"}, 2, nil, "--", "--max-total-tokens", "3840", "--max-running-requests", "2")
 	urls := []string{*s.workers()[0].Endpoint, *s.workers()[1].Endpoint}
 	attach := func(policy string) *site {
@@ -463,7 +463,7 @@ func (s *site) killed(t *testing.T) {
 // another the answers: NIXL carries the blocks between them. In the end it kills one
 // after the other.
 func TestPrefillAndDecodeWorkersOnRealSGLang(t *testing.T) {
-	sglang(t)
+	realSGLang(t)
 	s := &pairSite{startParts(t, []string{"--prefill-workers=1", "--decode-workers=1", "--engine=sglang", "--disagg-min-uncached-tokens=64"}, 2, nil)}
 	before := s.workers()
 	for i, role := range []kv.Role{prefill: kv.RolePrefill, decode: kv.RoleDecode} {

@@ -95,7 +95,7 @@ func (c *Config) startedPart(i int) kv.Disagg {
 	if c.Engine == EngineMocker { // whose bootstrap server is at the HTTP port
 		base = c.BaseWorkerPort
 	}
-	if c.Engine == EngineSGLang || c.Engine == EngineMocker && c.Mock.MockDisaggKind == kv.KindSGLang.String() {
+	if c.Engine == EngineSGLang || c.Engine == EngineMocker && c.Mock.DisaggKind() == kv.KindSGLang {
 		d.Kind = kv.KindSGLang
 		if d.Role == kv.RolePrefill {
 			d.Bootstrap = kv.Bootstrap{Host: "127.0.0.1", Port: uint16(base + i)}
@@ -141,7 +141,7 @@ func (c *Config) fleetSettings() workers.Settings {
 	if starts {
 		s.Engine, s.Signs = engine.Kind, engine.Signs
 	} else {
-		s.ReadyPoll = mockReadyPoll
+		s.ReadyPoll, s.Engine = mockReadyPoll, c.Mock.Engine()
 	}
 	return s
 }
