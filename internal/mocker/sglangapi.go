@@ -14,8 +14,8 @@ import (
 
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/tokens"
 	"kvrouter/internal/process"
+	"kvrouter/internal/tokens"
 )
 
 // SGLangVersion is the SGLang whose server the mock workers imitate with --mock-api

@@ -298,7 +298,9 @@ func TestSGLangEventsAndLoadArePublished(t *testing.T) {
 		t.Fatal("never: " + what)
 		return nil
 	}
-	stat("idle", func(v []any) bool { return v[1] == int64(0) && v[2] == int64(0) && v[3] == int64(0) && v[9] == int64(0) })
+	stat("idle", func(v []any) bool {
+		return v[1] == int64(0) && v[2] == int64(0) && v[3] == int64(0) && v[9] == int64(0)
+	})
 	ctx, leave := context.WithCancel(t.Context())
 	ended := make(chan int, 2)
 	for i := range 2 {
