@@ -339,23 +339,7 @@ func (c *Config) ResolveDefaults(machine settings.Machine) error {
 	if !starts {
 		return nil
 	}
-	if err := engine.CheckMachine(c.engineSettings()); err != nil {
-		return err
-	}
-	if len(c.GPUs) == 0 {
-		if c.GPUsPerWorker > 1 {
-			return fmt.Errorf("--gpus-per-worker %d: nvidia-smi finds no GPU here; leave it out to run on the CPU", c.GPUsPerWorker)
-		}
-		return nil
-	}
-	if need := c.NumWorkers * c.Ranks() * c.GPUsPerWorker; need > len(c.GPUs) {
-		ranks := ""
-		if c.Ranks() > 1 {
-			ranks = fmt.Sprintf(" and %s %d", engine.RanksFlag, c.Ranks())
-		}
-		return fmt.Errorf("%s with --gpus-per-worker %d%s needs %d GPUs, but %d are visible; ask for fewer", c.workersAsked(), c.GPUsPerWorker, ranks, need, len(c.GPUs))
-	}
-	return nil
+	return engine.Check(c.engineSettings())
 }
 
 func (c *Config) validate() error {

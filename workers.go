@@ -36,17 +36,9 @@ func (c *Config) countWorkers() error {
 		c.NumWorkers = defaultWorkers
 	}
 	if c.Engine != EngineNone && (c.NumWorkers < 1 || c.NumWorkers > 1000) {
-		return fmt.Errorf("%s: give 1 to 1000; for none use --engine none", c.workersAsked())
+		return fmt.Errorf("%s: give 1 to 1000; for none use --engine none", c.engineSettings().Asked())
 	}
 	return nil
-}
-
-// workersAsked tells the flags that ask for NumWorkers workers, and their values.
-func (c *Config) workersAsked() string {
-	if c.PrefillWorkers > 0 {
-		return fmt.Sprintf("--prefill-workers %d and --decode-workers %d", c.PrefillWorkers, c.DecodeWorkers)
-	}
-	return fmt.Sprintf("--num-workers %d", c.NumWorkers)
 }
 
 // engine describes the engine whose workers are started as processes; starts: there

@@ -287,6 +287,11 @@ func TestStartedWorkersHaveTheirParts(t *testing.T) {
 	}{
 		{"apart", apart, []kv.Disagg{{Role: kv.RolePrefill, Kind: kv.KindNIXL}, {Role: kv.RolePrefill, Kind: kv.KindNIXL}, {Role: kv.RoleDecode, Kind: kv.KindNIXL}}},
 		{"whole", whole, []kv.Disagg{{}, {}}},
+		{"apart, of SGLang", config("--engine", "sglang", "--prefill-workers", "2", "--decode-workers", "1", "--base-bootstrap-port", "9000"), []kv.Disagg{
+			{Role: kv.RolePrefill, Kind: kv.KindSGLang, Bootstrap: kv.Bootstrap{Host: "127.0.0.1", Port: 9000}},
+			{Role: kv.RolePrefill, Kind: kv.KindSGLang, Bootstrap: kv.Bootstrap{Host: "127.0.0.1", Port: 9001}},
+			{Role: kv.RoleDecode, Kind: kv.KindSGLang},
+		}},
 	} {
 		fleet := workers.NewFleet(test.cfg.fleetSettings(), nil, nil, workers.Hooks{}, log)
 		var parts []kv.Disagg

@@ -2,7 +2,6 @@ package process
 
 import (
 	"fmt"
-	"strings"
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
@@ -44,14 +43,4 @@ func (p Ports) Sources(i, blockSize int) []events.Source {
 // LoadEndpoint is where rank r of started worker i publishes its load.
 func (p Ports) LoadEndpoint(i, r int) string {
 	return fmt.Sprintf("tcp://127.0.0.1:%d", p.Load+i*p.Ranks+r)
-}
-
-// DevicesOf returns those of the GPUs that worker i gets, as CUDA_VISIBLE_DEVICES
-// names them, or an error if there are too few.
-func (s Settings) DevicesOf(i int) (string, error) {
-	k := s.GPUsPerWorker * s.Ports.Ranks
-	if (i+1)*k > len(s.GPUs) {
-		return "", fmt.Errorf("worker %d needs GPUs %d to %d of the visible ones, but there are %d", i, i*k+1, (i+1)*k, len(s.GPUs))
-	}
-	return strings.Join(s.GPUs[i*k:(i+1)*k], ","), nil
 }

@@ -4,6 +4,7 @@
 package process
 
 import (
+	"fmt"
 	"io/fs"
 	"maps"
 	"os"
@@ -66,6 +67,45 @@ type Settings struct {
 	KVEvents        bool     // workers publish KV events
 	Args            []string // what the user gave after --
 	Ports           Ports
+}
+
+// Asked tells the flags that ask for NumWorkers workers, and their values.
+func (s Settings) Asked() string {
+	if s.PrefillWorkers > 0 {
+		return fmt.Sprintf("--prefill-workers %d and --decode-workers %d", s.PrefillWorkers, s.NumWorkers-s.PrefillWorkers)
+	}
+	return fmt.Sprintf("--num-workers %d", s.NumWorkers)
+}
+
+// Check refuses settings that the machine cannot serve with the engine.
+func (e Engine) Check(s Settings) error {
+	if err := e.CheckMachine(s); err != nil {
+		return err
+	}
+	if len(s.GPUs) == 0 {
+		if s.GPUsPerWorker > 1 {
+			return fmt.Errorf("--gpus-per-worker %d: nvidia-smi finds no GPU here; leave it out to run on the CPU", s.GPUsPerWorker)
+		}
+		return nil
+	}
+	if need := s.NumWorkers * s.Ports.Ranks * s.GPUsPerWorker; need > len(s.GPUs) {
+		ranks := ""
+		if s.Ports.Ranks > 1 {
+			ranks = fmt.Sprintf(" and %s %d", e.RanksFlag, s.Ports.Ranks)
+		}
+		return fmt.Errorf("%s with --gpus-per-worker %d%s needs %d GPUs, but %d are visible; ask for fewer", s.Asked(), s.GPUsPerWorker, ranks, need, len(s.GPUs))
+	}
+	return nil
+}
+
+// DevicesOf returns those of the GPUs that worker i gets, as CUDA_VISIBLE_DEVICES
+// names them, or an error if there are too few.
+func (s Settings) DevicesOf(i int) (string, error) {
+	k := s.GPUsPerWorker * s.Ports.Ranks
+	if (i+1)*k > len(s.GPUs) {
+		return "", fmt.Errorf("worker %d needs GPUs %d to %d of the visible ones, but there are %d", i, i*k+1, (i+1)*k, len(s.GPUs))
+	}
+	return strings.Join(s.GPUs[i*k:(i+1)*k], ","), nil
 }
 
 // Threads is how many of the CPU's cores a rank gets.

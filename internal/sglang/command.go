@@ -163,8 +163,10 @@ func cpuArgs(cfg process.Settings) []string {
 		"--attention-backend", "torch_native",
 		"--cuda-graph-backend-decode", "disabled",
 		"--cuda-graph-backend-prefill", "disabled",
-		"--mem-fraction-static", "0.1",
 		"--"+tokensFlag, strconv.Itoa(cpuTokens),
+		// Of the memory that is free when the worker starts. The tokens above say how
+		// much it takes; this leaves room for others that take theirs meanwhile.
+		"--mem-fraction-static", "0.9",
 		"--dtype", "float32", // bfloat16 is slower but where the CPU computes it itself
 		"--max-running-requests", strconv.Itoa(cpuRequests*cfg.Ports.Ranks),
 	)

@@ -31,7 +31,7 @@ func TestCommandOfEachWorker(t *testing.T) {
 	}
 	cpu := []string{
 		"--device", "cpu", "--attention-backend", "torch_native", "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled",
-		"--mem-fraction-static", "0.1", "--max-total-tokens", "20000", "--dtype", "float32", "--max-running-requests", "8",
+		"--max-total-tokens", "20000", "--mem-fraction-static", "0.9", "--dtype", "float32", "--max-running-requests", "8",
 		"--disable-overlap-schedule", "--sleep-on-idle",
 	}
 	common := []string{"KVROUTER_LOOPBACK=1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false"}
@@ -54,7 +54,7 @@ func TestCommandOfEachWorker(t *testing.T) {
 			cfg:     settings(16, nil, "--dtype=bfloat16", "--max_total_tokens", "99", "--attention-backend", "intel_amx", "--seed", "3"),
 			environ: []string{"OMP_NUM_THREADS=7", "SGLANG_CPU_OMP_THREADS_BIND=0-3", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=true", "PYTHONPATH=/mine", "SGLANG_PLUGINS=a,b"},
 			argv: []string{
-				"--device", "cpu", "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled", "--mem-fraction-static", "0.1",
+				"--device", "cpu", "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled", "--mem-fraction-static", "0.9",
 				"--max-running-requests", "8", "--disable-overlap-schedule", "--sleep-on-idle",
 				"--dtype=bfloat16", "--max_total_tokens", "99", "--attention-backend", "intel_amx", "--seed", "3",
 			},
