@@ -27,7 +27,7 @@ type serverInfo struct {
 	DPAttention bool  `json:"enable_dp_attention"`  // dp_size counts the ranks of attention, as it did in older versions
 	PageSize    int64 `json:"page_size"`            // tokens
 	PassTokens  int64 `json:"chunked_prefill_size"` // most prompt tokens of a pass; -1: no limit
-	CacheTokens int64 `json:"max_total_num_tokens"` // of the KV cache of each rank
+	CacheTokens int64 `json:"max_total_num_tokens"` // of the KV cache of rank 0
 
 	EventsConfig string      `json:"kv_events_config"` // as given to it; empty: events are off
 	Events       *eventsInfo `json:"kv_events"`        // nil: off, or not to be reached over TCP

@@ -165,7 +165,7 @@ func (in *incarnation) followLoads(endpoint func(rank uint32) string) {
 	}
 	pages := loadSource{page: in.w.Spec.URL + "/metrics"}
 	if in.engine == kv.EngineSGLang {
-		pages.loads = in.w.Spec.URL + "/v1/loads?include=core"
+		pages.loads = in.w.Spec.URL + loadsPath
 	}
 	all := pages
 	for _, target := range in.targets {
@@ -309,21 +309,14 @@ func spread(d time.Duration) time.Duration { return d - rand.N(d/5+1) }
 // cacheSizes asks the worker how many blocks the KV cache of each rank has;
 // those that it does not tell are left out.
 func (in *incarnation) cacheSizes(ranks []uint32) map[uint32]int {
-	blocks := map[uint32]int{}
+	var blocks map[uint32]int
 	var err error
 	if in.engine == kv.EngineSGLang {
-		info := in.info
-		if info == nil { // the router has started it
-			info, err = in.f.serverInfo(in.ctx, in.w.Spec)
-		}
-		for _, rank := range ranks {
-			if info != nil && info.CacheTokens > 0 {
-				blocks[rank] = info.cacheBlocks(in.f.cfg.BlockSize)
-			}
-		}
+		blocks, err = in.sglangSizes(ranks)
 	} else {
 		var sizes cacheSizes
 		sizes, err = in.reader().cacheSizes(in.ctx, in.w.Spec.URL+"/metrics")
+		blocks = map[uint32]int{}
 		for rank, tokens := range sizes {
 			blocks[rank] = tokens / in.f.cfg.BlockSize
 		}

@@ -292,14 +292,17 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 // register makes every rank of r a target, in place of what it was before.
 func (in *incarnation) register(r Registration) {
 	in.targets = in.targets[:0]
-	batched, blocks := r.MaxBatchedTokens, r.TotalBlocks
+	batched, sizes := r.MaxBatchedTokens, map[uint32]int(nil)
 	if in.info != nil {
-		batched, blocks = cmp.Or(batched, in.info.passTokens()), cmp.Or(blocks, in.info.cacheBlocks(in.f.cfg.BlockSize))
+		batched = cmp.Or(batched, in.info.passTokens())
+		if r.TotalBlocks == 0 {
+			sizes = in.cacheSizes(r.Ranks)
+		}
 	}
 	for _, rank := range r.Ranks {
 		in.targets = append(in.targets, kv.Target{
 			Key: kv.WorkerKey{Worker: r.ID, Rank: rank}, URL: r.URL, Engine: in.engine, Ranks: max(len(r.Ranks), in.ranks), Generation: in.generation,
-			Models: []string{r.Model}, MaxBatchedTokens: batched, TotalBlocks: blocks, Bearer: r.Key, Disagg: in.disagg,
+			Models: []string{r.Model}, MaxBatchedTokens: batched, TotalBlocks: cmp.Or(r.TotalBlocks, sizes[rank]), Bearer: r.Key, Disagg: in.disagg,
 		})
 	}
 	in.boundStreams()

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
 	"strconv"
 	"sync"
@@ -180,6 +181,30 @@ func (in *incarnation) isSGLang() {
 // tooManyRanks warns of ranks that are not followed.
 func (f *Fleet) tooManyRanks(spec Attached, named int64) {
 	f.log.Warn(fmt.Sprintf("worker %d: names %d data-parallel ranks: only the first %d are followed", spec.ID, named, kv.MaxRanks), "url", spec.URL)
+}
+
+// loadsPath is where an SGLang server lists the loads of its ranks.
+const loadsPath = "/v1/loads?include=core"
+
+// sglangSizes asks an SGLang server how many blocks the KV cache of each rank has. What
+// the server tells of itself is rank 0's: others may have more or less memory.
+func (in *incarnation) sglangSizes(ranks []uint32) (map[uint32]int, error) {
+	info, blocks := in.info, map[uint32]int{}
+	var err error
+	if info == nil { // the router has started it
+		info, err = in.f.serverInfo(in.ctx, in.w.Spec)
+	}
+	if info != nil && info.CacheTokens > 0 {
+		for _, rank := range ranks {
+			blocks[rank] = info.cacheBlocks(in.f.cfg.BlockSize)
+		}
+	}
+	if in.ranks > 1 || len(ranks) > 1 {
+		if list, failure := in.reader().listLoads(in.ctx, in.w.Spec.URL+loadsPath); failure == nil {
+			maps.Copy(blocks, list.blocks(in.f.cfg.BlockSize))
+		}
+	}
+	return blocks, err
 }
 
 // errStuck says that an SGLang server's HTTP side answers, and its engine does not.

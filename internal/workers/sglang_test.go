@@ -269,6 +269,25 @@ func TestSGLangIsKnownByItsURLAlone(t *testing.T) {
 	}
 }
 
+// TestRanksHaveCachesOfTheirOwnSize: what the server tells of itself is rank 0's.
+func TestRanksHaveCachesOfTheirOwnSize(t *testing.T) {
+	s := newSGLangServer(t, map[string]any{"dp_size": 3, "kv_events": nil, "max_total_num_tokens": 3392})
+	s.set(func() {
+		s.pages["/v1/loads"] = `{"loads":[{"dp_rank":1,"max_total_num_tokens":5952},{"dp_rank":0,"max_total_num_tokens":3392},{"dp_rank":-1,"max_total_num_tokens":1},{"dp_rank":2,"max_total_num_tokens":-1}]}`
+	})
+	f, up := sglangFleet(t, s, "")
+	f.loads = noLoads
+	f.start()
+	var got []int
+	for _, target := range up.want(t, 3) {
+		got = append(got, target.TotalBlocks)
+	}
+	if want := []int{3392 / 64, 5952 / 64, 3392 / 64}; !slices.Equal(got, want) {
+		t.Errorf("blocks %d, want %d", got, want)
+	}
+	f.stop()
+}
+
 // noLoads follows no load.
 func noLoads(_ loadReader, ctx context.Context, _ loadSource, _ func(kv.WorkerKey, policy.Published)) {
 	<-ctx.Done()

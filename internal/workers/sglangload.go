@@ -175,18 +175,38 @@ func (l sglangLoads) load(rank string) (policy.Published, error) {
 	return published(running, waiting, fullest), nil
 }
 
-// askLoads asks an SGLang server for its list of loads.
-func (l loadReader) askLoads(ctx context.Context, s loadSource, publish func(kv.WorkerKey, policy.Published)) error {
+// blocks is how many blocks of a size the KV cache of each rank holds; those that are not
+// listed are left out.
+func (l sglangLoads) blocks(size int) map[uint32]int {
+	blocks := map[uint32]int{}
+	for _, of := range l.Loads {
+		if of.Capacity > 0 && of.Rank >= 0 && of.Rank < kv.MaxRanks {
+			blocks[uint32(of.Rank)] = int(min(of.Capacity, kv.MaxTokens)) / size
+		}
+	}
+	return blocks
+}
+
+// listLoads asks an SGLang server for its list of loads.
+func (l loadReader) listLoads(ctx context.Context, url string) (list sglangLoads, err error) {
 	ctx, cancel := context.WithTimeout(ctx, pageLimit)
 	defer cancel()
-	body, err := l.open(ctx, s.loads)
+	body, err := l.open(ctx, url)
 	if err != nil {
-		return err
+		return list, err
 	}
 	defer func() { _ = body.Close() }()
-	var list sglangLoads
 	if err := json.NewDecoder(io.LimitReader(body, maxProbeBody)).Decode(&list); err != nil {
-		return fmt.Errorf("%s: %w", s.loads, err)
+		return list, fmt.Errorf("%s: %w", url, err)
+	}
+	return list, nil
+}
+
+// askLoads reads the load of a source's ranks out of an SGLang server's list.
+func (l loadReader) askLoads(ctx context.Context, s loadSource, publish func(kv.WorkerKey, policy.Published)) error {
+	list, err := l.listLoads(ctx, s.loads)
+	if err != nil {
+		return err
 	}
 	told := 0
 	for _, rank := range s.ranks {
