@@ -84,7 +84,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		return nil, err
 	}
 	r.fleet = workers.NewFleet(config.fleetSettings(), start, r.index, workers.Hooks{
-		Up:   r.router.Up,
+		Up:   func(t kv.Target) { r.tokens.Met(t.Engine == kv.EngineSGLang); r.router.Up(t) },
 		Down: func(t kv.Target, why string) { r.router.Down(t.Key); r.proxy.LetGo(t.Key.Worker, t.Generation, why) },
 		Load: r.router.Publish,
 		Lag:  r.telemetry.EventLag,

@@ -104,7 +104,7 @@ func (t *Source) Probe(ctx context.Context) error {
 	if t.model == nil {
 		return nil
 	}
-	v, err := t.compare(ctx, Peer{Ask: t.ask})
+	v, err := t.compare(ctx, Peer{Ask: t.ask, SGLang: t.SGLang()})
 	if err != nil {
 		return fmt.Errorf("comparing prompt tokens with a worker: %w", err)
 	}
@@ -171,10 +171,23 @@ func (t *Source) chooseRules(peers []Peer) {
 			sglang++
 		}
 	}
+	t.counted.Store(true)
+	t.someSGLang.Store(sglang > 0)
 	if most := 2*sglang > len(peers); 2*sglang != len(peers) && t.sglang.CompareAndSwap(!most, most) && t.model != nil {
 		t.mu.Lock()
 		t.decide()
 		t.mu.Unlock()
+	}
+}
+
+// Met tells of the engine of a worker that is about to get requests: the first
+// worker's rules hold until KeepComparing counts.
+func (t *Source) Met(sglang bool) {
+	if sglang {
+		t.someSGLang.Store(true)
+	}
+	if !t.counted.Load() {
+		t.sglang.Store(sglang)
 	}
 }
 

@@ -90,7 +90,8 @@ type Source struct {
 
 	local, rendered, tokenized, none atomic.Uint64
 	noRenderUntil                    atomic.Int64 // unix nanoseconds
-	sglang                           atomic.Bool  // most workers run SGLang
+	sglang, someSGLang               atomic.Bool  // most, or some, workers run SGLang
+	counted                          atomic.Bool  // the workers were counted for that
 
 	mu         sync.Mutex // guards the maps below
 	reasons    map[string]uint64

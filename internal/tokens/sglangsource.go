@@ -176,10 +176,10 @@ func (t *Source) sglangOther(ctx context.Context, path string, body []byte) Prom
 // KeepApart returns the body as it goes to the workers. With extra_key, SGLang keeps
 // a prompt apart in its cache, but tells its blocks as those of plain prompts. Such
 // a request gets a cache_salt of its own, made of both: that keeps it apart in the
-// same way, and its blocks are told with it.
+// same way, and its blocks are told with it. vLLM knows no extra_key.
 func (t *Source) KeepApart(route string, body *jsonbody.Body) *jsonbody.Body {
 	extra := body.Get("extra_key")
-	if body.Top == nil || extra.Type == gjson.Null || extra.Raw == `""` || !t.SGLang() || route == anthropicRoute {
+	if body.Top == nil || extra.Type == gjson.Null || extra.Raw == `""` || !t.someSGLang.Load() || route == anthropicRoute {
 		return body
 	}
 	sum := sha256.New()
