@@ -74,8 +74,8 @@ func newTestAPIOf(t testing.TB, config Config, model *tokens.Model, targets ...k
 	proxy := proxy.NewProxy(telemetry, config.RequestTimeout, func(w uint64) { h.failed <- w })
 	h.proxy = proxy
 	a := &app{router: h.router, proxy: proxy}
-	tokens := tokens.NewSource(model, a.askWorker, time.Second, log)
-	api := NewAPI(config, h.router, tokens, proxy, telemetry, log)
+	a.tokens = tokens.NewSource(model, a.askWorker, time.Second, log)
+	api := NewAPI(config, h.router, a.tokens, proxy, telemetry, log)
 	useKeys, err := api.keys.Read()
 	if err != nil {
 		t.Fatal(err)
