@@ -16,8 +16,8 @@ import (
 )
 
 // pluginFiles are the Python modules that started workers load: the one that keeps
-// their sockets on loopback, the one that makes NIXL fit for a CPU, and in the
-// folder cpu what stands in for SGLang's compiled kernels there.
+// their sockets on loopback, those that let them wait, and use NIXL, on a CPU, and
+// in the folder cpu what stands in for SGLang's compiled kernels there.
 //
 //go:embed plugin
 var pluginFiles embed.FS
@@ -92,7 +92,7 @@ func command(cfg process.Settings, i int, pluginDir string, environ []string) (p
 	}
 	argv = append(argv, "--enable-metrics", "--enable-cache-report")
 	env := process.NewEnvironment(environ)
-	env.AllowPlugins("SGLANG_PLUGINS", "kvrouter_loopback,kvrouter_nixl")
+	env.AllowPlugins("SGLANG_PLUGINS", "kvrouter_loopback,kvrouter_idle,kvrouter_nixl")
 	env["KVROUTER_LOOPBACK"] = "1"
 	// Else /health computes a token and takes a second at least, and a long prompt
 	// before it makes a busy worker look dead.
@@ -181,6 +181,7 @@ func setCPUEnvironment(cfg process.Settings, i int, env process.Environment) {
 	env["CUDA_VISIBLE_DEVICES"] = ""
 	env.SetDefault("OMP_NUM_THREADS", strconv.Itoa(cfg.Threads()))
 	env.SetDefault("SGLANG_CPU_OMP_THREADS_BIND", coresOf(cfg, i))
+	env["KVROUTER_IDLE_POLL_MS"] = "100"
 	if cfg.PrefillWorkers > 0 {
 		env.SetDefault("UCX_TLS", "tcp,self,sm")
 		env.SetDefault("UCX_NET_DEVICES", "lo")

@@ -35,7 +35,7 @@ func TestCommandOfEachWorker(t *testing.T) {
 		"--disable-overlap-schedule", "--sleep-on-idle",
 	}
 	common := []string{"KVROUTER_LOOPBACK=1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false"}
-	onCPU := append([]string{"SGLANG_USE_CPU_ENGINE=1", "CUDA_VISIBLE_DEVICES="}, common...)
+	onCPU := append([]string{"SGLANG_USE_CPU_ENGINE=1", "CUDA_VISIBLE_DEVICES=", "KVROUTER_IDLE_POLL_MS=100"}, common...)
 
 	for _, test := range []struct {
 		name    string
@@ -60,7 +60,7 @@ func TestCommandOfEachWorker(t *testing.T) {
 			},
 			env: []string{
 				"OMP_NUM_THREADS=7", "SGLANG_CPU_OMP_THREADS_BIND=0-3", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=true", "PYTHONPATH=/plugin:/plugin/cpu:/mine",
-				"SGLANG_PLUGINS=a,b,kvrouter_loopback,kvrouter_nixl", "KVROUTER_LOOPBACK=1", onCPU[0], onCPU[1],
+				"SGLANG_PLUGINS=a,b,kvrouter_loopback,kvrouter_idle,kvrouter_nixl", "KVROUTER_LOOPBACK=1", onCPU[0], onCPU[1], onCPU[2],
 			},
 		},
 		{
@@ -313,7 +313,7 @@ func TestPluginFolderHoldsTheEntryPointsOfItsModules(t *testing.T) {
 		}
 		return err
 	})
-	want := []string{"cpu/sgl_kernel.py", "kvrouter_loopback.py", "kvrouter_nixl.py", "kvrouter_sglang.dist-info/METADATA", "kvrouter_sglang.dist-info/entry_points.txt"}
+	want := []string{"cpu/sgl_kernel.py", "kvrouter_idle.py", "kvrouter_loopback.py", "kvrouter_nixl.py", "kvrouter_sglang.dist-info/METADATA", "kvrouter_sglang.dist-info/entry_points.txt"}
 	if err != nil || !slices.Equal(files, want) {
 		t.Errorf("files %q, %v; want %q", files, err, want)
 	}
