@@ -83,7 +83,7 @@ func TestSGLangChatsAreRenderedByItsRules(t *testing.T) {
 		`{"messages":[{"role":"user","content":"hi"}],"tools":[{"type":"function","function":{"name":"a"}}]}`:                                 {4, 2, 6, 5},
 		`{"messages":[{"role":"user","content":"hi"}],"tools":[{"type":"function","function":{"name":"a"}}],"tool_choice":"none"}`:            {4, 2, 5},
 		`{"messages":[{"role":"user","content":"hi"},{"role":"assistant","content":null},{"role":"user","content":"a"}],"input_ids":[7,8]}`:   {7, 8},
-		`{"messages":[{"role":"user","content":"` + strings.Repeat("hi ", 2000) + `"}]}`:                                                        nil, // too long
+		`{"messages":[{"role":"user","content":"` + strings.Repeat("hi ", 2000) + `"}]}`:                                                      nil, // too long
 		`{"messages":[{"role":"user","content":"hi"}],"tools":[{"type":"function","function":{"name":"a","parameters":{"type":"varchar"}}}]}`: nil,
 		`{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"u"}}]}]}`:                                             nil,
 		`{"messages":[{"role":"user","content":"hi"}],"chat_template_kwargs":{"tools":[]}}`:                                                   nil,
