@@ -60,7 +60,7 @@ import (
 )
 
 // Model computes prompt tokens from a model's tokenizer and chat template, as
-// vLLM 0.32 does. All methods but Close may be called by many goroutines at
+// vLLM 0.32 does, or SGLang 0.5.23. All methods but Close may be called by many goroutines at
 // once: the library encodes and renders without a lock of ours.
 type Model struct {
 	tokenizer   *tokenizers.Tokenizer

@@ -178,8 +178,11 @@ func (t *Source) sglangOther(ctx context.Context, path string, body []byte) Prom
 // a request gets a cache_salt of its own, made of both: that keeps it apart in the
 // same way, and its blocks are told with it. vLLM knows no extra_key.
 func (t *Source) KeepApart(route string, body *jsonbody.Body) *jsonbody.Body {
+	if t == nil || !t.someSGLang.Load() || route == anthropicRoute {
+		return body
+	}
 	extra := body.Get("extra_key")
-	if body.Top == nil || extra.Type == gjson.Null || extra.Raw == `""` || !t.someSGLang.Load() || route == anthropicRoute {
+	if body.Top == nil || extra.Type == gjson.Null || extra.Raw == `""` {
 		return body
 	}
 	sum := sha256.New()
