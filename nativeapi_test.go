@@ -230,3 +230,21 @@ func TestPairsServeGenerate(t *testing.T) {
 func hasRoom(body gjson.Result) bool {
 	return body.Get("bootstrap_room").Exists() && body.Get("bootstrap_host").Str != "" && body.Get("rid").Str != ""
 }
+
+// TestCachedTokensOfSeveralAnswersAreNotComparedOnSGLang: it counts them for each.
+func TestCachedTokensOfSeveralAnswersAreNotComparedOnSGLang(t *testing.T) {
+	model, err := mocker.OpenBuiltinModel()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for engine, compared := range map[kv.Engine]float64{kv.EngineSGLang: 0, kv.EngineVLLM: 1} {
+		worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) {
+			io.WriteString(w, `{"choices":[{"finish_reason":"stop"}],"usage":{"prompt_tokens":9,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":16}}}`)
+		})
+		targets := sglangTargets(worker.URL)
+		targets[0].Engine = engine
+		h := newTestAPIOf(t, Config{}, model, targets...)
+		h.post(t, "/v1/completions", `{"prompt":"abcdefghi","n":2}`)
+		h.counts(t, testkit.MetricsLines{`kvrouter_prompt_tokens_total{worker_id="0"}`: 9, `kvrouter_predictions_total{result="under"}`: compared})
+	}
+}
