@@ -37,8 +37,8 @@ const (
 	noPrompt promptKind = iota // routed by load alone
 	chatPrompt
 	completionPrompt
-	workerPrompt   // in a form that only a worker renders
-	generatePrompt // as SGLang takes it
+	workerPrompt // in a form that only a worker renders
+	generatePrompt
 )
 
 // inferenceRoutes are the engine's inference paths that the router serves: each
@@ -299,7 +299,7 @@ func (r *inference) findPrompt() {
 		AnsweredWhole: !r.body.Get("stream").Bool() || r.multiple || r.several, SGLang: r.kind == generatePrompt,
 	}
 	if r.kind == generatePrompt {
-		r.request.LoRA = r.body.Get("lora_path").String()
+		r.request.LoRA = r.body.Get("lora_path").Str
 	}
 	applyHints(r.hints, &r.request)
 }
