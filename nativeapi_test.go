@@ -37,6 +37,21 @@ func sglangTargets(urls ...string) (targets []kv.Target) {
 	return targets
 }
 
+// counts waits until the metrics page has those values: a request is counted after
+// its answer.
+func (h *testAPI) counts(t *testing.T, want testkit.MetricsLines) {
+	t.Helper()
+	testkit.Settles(t, func() error {
+		lines := testkit.ReadMetricsPage(h.metrics(t))
+		for series, value := range want {
+			if lines[series] != value {
+				return fmt.Errorf("%s is %v, want %v", series, lines[series], value)
+			}
+		}
+		return nil
+	})
+}
+
 // TestGenerateStreamIsRelayedByteForByte: and its usage is counted.
 func TestGenerateStreamIsRelayedByteForByte(t *testing.T) {
 	stream := capturedGenerateStream(t)
@@ -58,15 +73,10 @@ func TestGenerateStreamIsRelayedByteForByte(t *testing.T) {
 	if got := worker.Received(); len(got) != 1 || got[0] != body {
 		t.Errorf("the worker got %q", got)
 	}
-	lines := testkit.ReadMetricsPage(h.metrics(t))
-	for series, want := range map[string]float64{
+	h.counts(t, testkit.MetricsLines{
 		`kvrouter_prompt_tokens_total{worker_id="0"}`: 43, `kvrouter_output_tokens_total{worker_id="0"}`: 8,
 		`kvrouter_time_to_first_token_seconds_count{worker_id="0"}`: 1,
-	} {
-		if lines[series] != want {
-			t.Errorf("%s is %v, want %v", series, lines[series], want)
-		}
-	}
+	})
 }
 
 // TestGenerateIsRoutedByPrefix: with the tokens of its text or its input_ids; what
@@ -108,10 +118,8 @@ func TestGenerateIsRoutedByPrefix(t *testing.T) {
 			t.Errorf("%s: %s, %s tokens expected, want %s: %s", test.name, response.Status, got, test.overlap, answer)
 		}
 	}
-	lines := testkit.ReadMetricsPage(h.metrics(t))
-	if exact, under := lines[`kvrouter_predictions_total{result="exact"}`], lines[`kvrouter_predictions_total{result="under"}`]; exact != 2 || under != 3 {
-		t.Errorf("%v exact and %v under: only single prompts with known tokens are compared", exact, under)
-	}
+	// Only single prompts with known tokens are compared.
+	h.counts(t, testkit.MetricsLines{`kvrouter_predictions_total{result="exact"}`: 2, `kvrouter_predictions_total{result="under"}`: 3})
 }
 
 // TestGenerateGoesToSGLangOnly: and all else to every worker.
@@ -211,10 +219,7 @@ func TestPairsServeGenerate(t *testing.T) {
 	if prefill != decode || !strings.HasSuffix(prefill, rest) {
 		t.Errorf("the legs are\n%s\n%s", prefill, decode)
 	}
-	lines := testkit.ReadMetricsPage(h.metrics(t))
-	if n := lines[`kvrouter_cached_tokens_reported_total{worker_id="0"}`]; n != 4 {
-		t.Errorf("the prefill worker's cached tokens are %v", n)
-	}
+	h.counts(t, testkit.MetricsLines{`kvrouter_cached_tokens_reported_total{worker_id="0"}`: 4})
 	h.post(t, proxy.GenerateRoute, `{"rid":["one","two"],"text":["a prompt of some length","another"]}`) // refused here for the list
 	if got := h.decode[0].received(); gjson.Get(got[len(got)-1], "rid").Raw != `["one","two"]` {
 		t.Errorf("the names of several prompts became %s", got[len(got)-1])
@@ -224,4 +229,22 @@ func TestPairsServeGenerate(t *testing.T) {
 // hasRoom tells whether a body has what both legs of an SGLang pair need.
 func hasRoom(body gjson.Result) bool {
 	return body.Get("bootstrap_room").Exists() && body.Get("bootstrap_host").Str != "" && body.Get("rid").Str != ""
+}
+
+// TestCachedTokensOfSeveralAnswersAreNotComparedOnSGLang: it counts them for each.
+func TestCachedTokensOfSeveralAnswersAreNotComparedOnSGLang(t *testing.T) {
+	model, err := mocker.OpenBuiltinModel()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for engine, compared := range map[kv.Engine]float64{kv.EngineSGLang: 0, kv.EngineVLLM: 1} {
+		worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) {
+			io.WriteString(w, `{"choices":[{"finish_reason":"stop"}],"usage":{"prompt_tokens":9,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":16}}}`)
+		})
+		targets := sglangTargets(worker.URL)
+		targets[0].Engine = engine
+		h := newTestAPIOf(t, Config{}, model, targets...)
+		h.post(t, "/v1/completions", `{"prompt":"abcdefghi","n":2}`)
+		h.counts(t, testkit.MetricsLines{`kvrouter_prompt_tokens_total{worker_id="0"}`: 9, `kvrouter_predictions_total{result="under"}`: compared})
+	}
 }

@@ -31,7 +31,7 @@ import (
 type Settings struct {
 	DisaggMinUncachedTokens int           `group:"Prefill and decode apart" default:"256" help:"Fewest uncached prompt tokens for which a prefill worker is used; a decode worker computes fewer itself."`
 	DisaggPrefillTimeout    time.Duration `group:"Prefill and decode apart" default:"60s" help:"Longest time from sending a prompt to a prefill worker to the end of its answer."`
-	DisaggHandoverTimeout   time.Duration `group:"Prefill and decode apart" default:"60s" help:"Longest time from there to the first event of the decode worker's stream. An answer that is not streamed must be whole by then, or 1 s later for each token that the request lets it have (max_tokens); without such a limit only --request-timeout holds."`
+	DisaggHandoverTimeout   time.Duration `group:"Prefill and decode apart" default:"60s" help:"Longest time from there to the first event of the decode worker's stream. With SGLang, an answer that is not streamed must be whole by then, plus 1 s for each token that the request lets it have (max_tokens); without such a limit only --request-timeout holds."`
 	EnforceDisagg           bool          `group:"Prefill and decode apart" help:"Refuse a request whose prompt no prefill worker can compute, instead of leaving it to a decode worker."`
 
 	RetrySettings
@@ -226,7 +226,7 @@ type legs struct {
 func (s *Pairs) legs(ctx context.Context, u Upstream, parsed *jsonbody.Body, pair router.Pair) (legs, error) {
 	target := pair.Prefill.Target
 	l := legs{
-		kind: target.Kind, pair: pair, prefill: u, decode: u, late: s.decodeLimit(u.Route, parsed),
+		kind: target.Kind, pair: pair, prefill: u, decode: u, late: s.decodeLimit(target.Kind, u.Route, parsed),
 		shared: &SharedRequest{Worker: WorkerLabel(target.Key.Worker), now: s.proxy.now},
 	}
 	name := u.RequestID + "-" + Nonce()
@@ -507,14 +507,15 @@ func (e *prefillRefusal) relay(w http.ResponseWriter, u Upstream, x *Exchange) e
 
 // decodeLimit returns how long a decode leg may take from its prefill leg's end: to
 // its stream's first event, or to the end of an answer that comes whole, of which
-// only the request tells how long it may be; nil: it does not.
-func (s *Pairs) decodeLimit(route string, parsed *jsonbody.Body) *LegTimeout {
+// only the request tells how long it may be; nil: there is no limit. An SGLang
+// decode worker begins at once then. One of vLLM may let the request wait.
+func (s *Pairs) decodeLimit(kind kv.Kind, route string, parsed *jsonbody.Body) *LegTimeout {
 	late := &LegTimeout{"the decode worker's first event", "--disagg-handover-timeout", s.settings.DisaggHandoverTimeout, SharedHandoverTimeout}
 	if parsed.Get("stream").Bool() {
 		return late
 	}
 	most := tokenLimit(route, parsed)
-	if most == 0 {
+	if most == 0 || kind != kv.KindSGLang {
 		return nil
 	}
 	late.what, late.flag = "the decode worker's answer", fmt.Sprintf("%s, and %s for each token", late.flag, tokenPace)
