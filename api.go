@@ -266,6 +266,7 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 	if salt, ok := r.caller.Salt(r.body.Get("cache_salt").String()); ok && r.body.Top != nil {
 		r.body = r.body.With("cache_salt", proxy.Quoted(salt))
 	}
+	r.body = a.tokens.KeepApart(r.exchange.Route, r.body)
 	r.hints = given
 	return true
 }
@@ -277,7 +278,7 @@ func (r *inference) findPrompt() {
 	x.Source, r.took = r.prompt.Source, time.Since(x.Arrived)
 	r.request = router.Request{
 		Tokens: r.prompt.Tokens[:r.prompt.Exact], NumTokens: len(r.prompt.Tokens),
-		Salt: r.body.Get("cache_salt").String(), LoRA: r.api.router.Adapter(x.Model), Model: x.Model,
+		Salt: r.api.tokens.Salt(x.Route, r.body), LoRA: r.api.tokens.Adapter(r.body, r.api.router.Adapter(x.Model)), Model: x.Model,
 		AnsweredWhole: !r.body.Get("stream").Bool() || r.multiple || r.body.Get("n").Int() > 1,
 	}
 	applyHints(r.hints, &r.request)
@@ -289,7 +290,7 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 	u := proxy.Upstream{
 		Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.upstreamHeader(c, r.id, r.hints.Pinned != nil), Body: body.Raw,
 		Route: r.exchange.Route, RequestID: r.id, Arrived: r.exchange.Arrived, EndMarked: r.kind != noPrompt, Silent: !r.caller.Told,
-		CachedTokensMislead: r.multiple || body.Get("prompt_logprobs").Type == gjson.Number || body.Get("echo").Bool() && body.Get("logprobs").Type == gjson.Number,
+		CachedTokensMislead: r.countsMore() || body.Get("prompt_logprobs").Type == gjson.Number || body.Get("echo").Bool() && body.Get("logprobs").Type == gjson.Number,
 	}
 	if a.config.CollectUsage && (r.kind == chatPrompt || r.kind == completionPrompt) {
 		u.Head, u.Body, u.HideUsage = proxy.AskForUsage(body)
@@ -298,6 +299,13 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 		u.MaxRetries = a.config.Disagg.Retries
 	}
 	return u
+}
+
+// countsMore tells whether the usage will speak of more than one computing of one
+// prompt: of several prompts, or of SGLang's answers after the first, whose prompt it
+// has computed before.
+func (r *inference) countsMore() bool {
+	return r.multiple || r.api.tokens.SGLang() && tokens.Samples(r.body) > 1
 }
 
 // applyHints puts what the client hints at into the router's form of the request.

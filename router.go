@@ -84,7 +84,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		return nil, err
 	}
 	r.fleet = workers.NewFleet(config.fleetSettings(), start, r.index, workers.Hooks{
-		Up:   r.router.Up,
+		Up:   func(t kv.Target) { r.tokens.Met(t.Engine == kv.EngineSGLang); r.router.Up(t) },
 		Down: func(t kv.Target, why string) { r.router.Down(t.Key); r.proxy.LetGo(t.Key.Worker, t.Generation, why) },
 		Load: r.router.Publish,
 		Lag:  r.telemetry.EventLag,
@@ -175,7 +175,11 @@ func openModel(ctx context.Context, config Config, log *slog.Logger) (*tokens.Mo
 
 // askWorker sends a question about a prompt to the least loaded worker.
 func (r *app) askWorker(ctx context.Context, path string, body []byte) ([]byte, error) {
-	target, ok := r.router.Idlest()
+	engine := kv.EngineVLLM
+	if r.tokens.SGLang() {
+		engine = kv.EngineSGLang
+	}
+	target, ok := r.router.Idlest(engine)
 	if !ok {
 		return nil, router.ErrNoWorker
 	}
@@ -202,7 +206,7 @@ func (r *app) asker(target kv.Target) tokens.Asker {
 // may be: its list of models tells.
 func (r *app) peers() (peers []tokens.Peer) {
 	for _, t := range r.api.workers() {
-		peers = append(peers, tokens.Peer{ID: t.Key.Worker, Generation: t.Generation, Ask: r.asker(t), MaxModelLen: func(ctx context.Context) int {
+		peers = append(peers, tokens.Peer{ID: t.Key.Worker, Generation: t.Generation, SGLang: t.Engine == kv.EngineSGLang, Ask: r.asker(t), MaxModelLen: func(ctx context.Context) int {
 			_, answer, _ := r.proxy.Ask(ctx, t, http.MethodGet, "/v1/models", nil, nil)
 			return int(gjson.GetBytes(answer, "data.0.max_model_len").Int())
 		}})
@@ -231,10 +235,10 @@ func (r *inference) routePair(exclude []uint64, why string) (router.Pair, error)
 	return pair, err
 }
 
-// decided records the times of a decision. Of several prompts the usage will speak
-// of all, the decision of one: its tokens are not to be compared.
+// decided records the times of a decision. Where the usage will speak of more than
+// the decision does, its tokens are not to be compared.
 func (r *inference) decided(d *router.Decision, times router.Decision) {
-	if r.multiple {
+	if r.countsMore() {
 		d.Tokens = 0
 	}
 	if r.kind != noPrompt {

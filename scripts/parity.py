@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""What the chat templates of real models make of chats, by vLLM's own code.
+"""What the chat templates of real models make of chats, by vLLM's and SGLang's own code.
 
     parity.py render < request.json     texts for the parity test, as JSON
+    parity.py sglang < request.json     the same by SGLang's rules
     parity.py snippets                  renders internal/tokens/testdata/parity/snippets.json again
     parity.py refresh                   fetches the templates again with npm
 
-`snippets` needs a Python that has transformers and jinja2; `render` needs a Python that has vLLM (and with it transformers and jinja2). It
-reads {"families": {name: folder}, "chats": [{"name", "kind", "body"}]} and
-writes {family: [{"name", "text"} or {"name", "error"}]}. Dates are written as
+`snippets` needs a Python that has transformers and jinja2; `render` needs a Python that has vLLM (and with it transformers and jinja2), `sglang`
+one that has SGLang and can import it. Both read {"families": {name: folder}, "chats": [{"name", "kind", "body"}]} and
+write {family: [{"name", "text"} or {"name", "error"}]}. Dates are written as
 \\x01FORMAT\\x01, so that the texts do not change with the day.
 """
 import json
@@ -44,12 +45,22 @@ def render():
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # Only the answer may reach stdout.
     answer, sys.stdout = sys.stdout, sys.stderr
-    import transformers.utils.chat_template_utils as templates
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
     from vllm.renderers import hf
 
+    mark_dates()
     hf._try_get_processor_chat_template = lambda *args, **kwargs: None
+    out = {}
+    for family, folder in request["families"].items():
+        tokenizer = open_tokenizer(family, folder)
+        hf._CONTENT_FORMATS.clear()
+        out[family] = [render_chat(hf, tokenizer, chat) for chat in request["chats"]]
+    json.dump(out, answer, ensure_ascii=False)
+
+
+def mark_dates():
+    """Makes templates write the format of a date in place of today's."""
+    import transformers.utils.chat_template_utils as templates
+
     compile_template = templates._cached_compile_jinja_template
 
     def with_marked_dates(text):
@@ -59,22 +70,25 @@ def render():
         return compiled
 
     templates._cached_compile_jinja_template = with_marked_dates
-    out = {}
-    for family, folder in request["families"].items():
-        with open(os.path.join(folder, "tokenizer_config.json"), encoding="utf-8") as f:
-            config = json.load(f)
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(models.WordLevel({"?": 0}, unk_token="?")),
-            **{key: text_of(value) for key, value in config.items() if key in KEPT and key != "chat_template"},
-        )
-        tokenizer.name_or_path = family
-        template = config["chat_template"]
-        if isinstance(template, list):
-            template = {entry["name"]: entry["template"] for entry in template}
-        tokenizer.chat_template = template
-        hf._CONTENT_FORMATS.clear()
-        out[family] = [render_chat(hf, tokenizer, chat) for chat in request["chats"]]
-    json.dump(out, answer, ensure_ascii=False)
+
+
+def open_tokenizer(family, folder):
+    """A tokenizer with a family's templates and special tokens, and no vocabulary."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    with open(os.path.join(folder, "tokenizer_config.json"), encoding="utf-8") as f:
+        config = json.load(f)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"?": 0}, unk_token="?")),
+        **{key: text_of(value) for key, value in config.items() if key in KEPT and key != "chat_template"},
+    )
+    tokenizer.name_or_path = family
+    template = config["chat_template"]
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def text_of(token):
@@ -109,6 +123,86 @@ def render_chat(hf, tokenizer, chat):
     except Exception as error:  # a refusal is a result too
         return {"name": chat["name"], "error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
     return {"name": chat["name"], "text": text}
+
+
+def render_sglang():
+    """The texts are those that SGLang encodes; what it encodes apart, the final
+    message that the model is to continue, follows behind a \\x02."""
+    request = json.load(sys.stdin)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    answer, sys.stdout = sys.stdout, sys.stderr
+    import logging
+    from types import SimpleNamespace
+
+    from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
+    from sglang.srt.entrypoints.openai import serving_chat, serving_responses
+    from sglang.srt.parser import template_detection
+    from sglang.srt.parser.template_manager import TemplateManager
+
+    logging.disable(logging.CRITICAL)
+    mark_dates()
+    settings = SimpleNamespace(
+        default_chat_template_kwargs=None, trust_request_chat_template=False, hf_chat_template_name=None, allow_auto_truncate=False
+    )
+    from sglang.srt.parser import template_manager as managers
+
+    serving_chat.get_serving = managers.get_serving = lambda: settings
+    serving_chat.get_model = lambda: SimpleNamespace(context_length=None)
+    serving_chat.parallel_prompt_encode = lambda tokenizer, text, kwargs: [text]
+    out = {}
+    for family, folder in request["families"].items():
+        tokenizer = open_tokenizer(family, folder)
+        model = SimpleNamespace(is_multimodal=False, hf_config=SimpleNamespace(model_type="parity", architectures=["Parity"]))
+        manager = SimpleNamespace(tokenizer=tokenizer, processor=None, model_config=model, model_path="parity", served_model_name="parity")
+        templates = TemplateManager()
+        templates.load_chat_template(manager, None, "parity")
+        chat = object.__new__(serving_responses.OpenAIServingResponses)
+        chat.__dict__.update(
+            tokenizer_manager=manager, template_manager=templates, tool_call_parser=None, reasoning_parser=None, default_chat_template_kwargs={},
+            _reasoning_detector=None, is_gpt_oss=False, is_gemma4=False, is_minimax_m3=False, chat_encoding_spec=None, _encoding_adapter=None,
+            _tokenizer_auto_adds_specials=False, _prompt_text_round_trip_is_lossy=False,
+            supports_inline_system=template_detection.detect_inline_system_support(tokenizer.chat_template),
+            _append_assistant_prefix_to_prompt_ids=lambda ids, prefix: ids + ["\x02" + prefix],
+        )
+        messages = object.__new__(AnthropicServing)
+        messages.openai_serving_chat, messages._merge_inline_system = chat, not chat.supports_inline_system
+        out[family] = [sglang_chat(chat, messages, c) for c in request["chats"]]
+    json.dump(out, answer, ensure_ascii=False)
+
+
+def sglang_chat(chat, messages, asked):
+    from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRequest, TokenizeRequest
+
+    try:
+        body = json.loads(asked["body"])
+        if asked["kind"] == "responses":
+            request = ResponsesRequest.model_validate(body)
+            if request.previous_response_id is not None:
+                raise ValueError("only the server knows the response before")
+            import asyncio
+
+            *_, processed = asyncio.run(chat._make_request(request, None, None))
+        else:
+            if asked["kind"] == "messages":
+                request = messages._convert_to_chat_completion_request(AnthropicMessagesRequest.model_validate(body))
+            elif asked["kind"] == "tokenize":
+                request = TokenizeRequest.model_validate(body).to_chat_completion_request()
+            else:
+                request = ChatCompletionRequest.model_validate(body)
+            refused = chat._validate_request(request)
+            if refused:
+                raise ValueError(refused)
+            kwargs = request.chat_template_kwargs
+            effort = kwargs.pop("reasoning_effort", None) if kwargs else None
+            if effort is not None:
+                request.reasoning_effort = effort
+            processed = chat._process_messages(request, False)
+        text = "".join(processed.prompt_ids)
+        text.encode()
+    except Exception as error:
+        return {"name": asked["name"], "error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+    return {"name": asked["name"], "text": text}
 
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "internal", "tokens", "testdata", "parity")
@@ -158,7 +252,7 @@ def write_family(family, config):
 
 
 if __name__ == "__main__":
-    commands = {"render": render, "snippets": snippets, "refresh": refresh}
+    commands = {"render": render, "sglang": render_sglang, "snippets": snippets, "refresh": refresh}
     if len(sys.argv) != 2 or sys.argv[1] not in commands:
         sys.exit(__doc__)
     commands[sys.argv[1]]()

@@ -51,6 +51,7 @@ type kvEvent struct {
 	lora      []byte   // adapter name; empty: none
 	loraID    []byte   // adapter number as msgpack; nil: none
 	extra     []int    // payload offset of each block's extra keys; nil: none
+	salt      []byte   // cache salt of the whole prompt, as SGLang tells it; empty: none
 
 	medium   []byte // "GPU" or empty: the engine's own cache
 	locality []byte // "REMOTE": held by another process
@@ -264,6 +265,8 @@ func (d *batchDecoder) field(e *kvEvent, name string) (err error) {
 		e.loraID, err = d.raw()
 	case "lora_name":
 		e.lora, err = d.optionalText()
+	case "cache_salt":
+		e.salt, err = d.optionalText()
 	case "medium":
 		e.medium, err = d.optionalText()
 	case "locality":
@@ -393,7 +396,8 @@ const (
 // vllm/v1/core/kv_cache_utils.py): the LoRA name again, multimodal items, the
 // cache salt (a prompt's first block only), a digest of prompt embeddings. The
 // name and the salt enter as HashBlocks does it; all else is mixed in as raw
-// bytes.
+// bytes. SGLang has no extra keys: it tells the cache salt with every event, of
+// whichever part of the prompt.
 func (d *batchDecoder) blocks(dst []kv.StoredBlock, e *kvEvent) ([]kv.StoredBlock, error) {
 	switch n := len(e.hashes); {
 	case n == 0:
@@ -419,6 +423,8 @@ func (d *batchDecoder) blocks(dst []kv.StoredBlock, e *kvEvent) ([]kv.StoredBloc
 				return dst, fmt.Errorf("extra keys of block %d: %w", i, err)
 			}
 			seed += mixed
+		} else if i == 0 && !e.hasParent && len(e.salt) > 0 {
+			seed += kv.BlockSeed("", string(e.salt)) - kv.HashSeed
 		}
 		tokens := e.tokens[i*e.blockSize : (i+1)*e.blockSize]
 		dst = append(dst, kv.StoredBlock{Engine: engine, Local: kv.HashBlock(tokens, seed)})

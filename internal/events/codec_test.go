@@ -133,6 +133,51 @@ func TestExtraKeysKeepBlocksOfDifferentOwnersApart(t *testing.T) {
 	}
 }
 
+// SGLang tells a prompt's salt with each of its events, as maps without the fields
+// that are not set.
+func TestSGLangTellsTheSaltWithEveryEvent(t *testing.T) {
+	prompt := []uint32{0, 1, 2, 3, 4, 5, 6, 7}
+	stored := func(parent any, hash int, tokens []uint32, more map[string]any) map[string]any {
+		e := map[string]any{"type": "BlockStored", "block_hashes": []int{hash}, "parent_block_hash": parent, "token_ids": tokens, "block_size": 4, "lora_id": nil, "medium": "GPU"}
+		for key, v := range more {
+			e[key] = v
+		}
+		return e
+	}
+	for name, c := range map[string]struct {
+		more       map[string]any
+		lora, salt string
+	}{
+		"plain":            {nil, "", ""},
+		"session":          {map[string]any{"session_id": "s0"}, "", ""},
+		"salt":             {map[string]any{"cache_salt": "s0"}, "", "s0"},
+		"empty salt":       {map[string]any{"cache_salt": ""}, "", ""},
+		"adapter and salt": {map[string]any{"cache_salt": "s0", "lora_name": "sql"}, "sql", "s0"},
+	} {
+		payload, err := msgpack.Marshal([]any{1.5, []any{stored(nil, -7, prompt[:4], c.more), stored(-7, 8, prompt[4:8], c.more)}, 0})
+		if err != nil {
+			t.Fatal(err)
+		}
+		d := newBatchDecoder()
+		if _, err := d.start(payload); err != nil {
+			t.Fatal(err)
+		}
+		var local []uint64
+		for d.more() {
+			e, err := d.next()
+			if err != nil {
+				t.Fatal(name, err)
+			}
+			blocks, err := d.blocks(nil, e)
+			if err != nil {
+				t.Fatal(name, err)
+			}
+			local = append(local, blocks[0].Local)
+		}
+		testkit.WantEqual(t, name, local, kv.HashBlocks(nil, prompt, 4, c.lora, c.salt))
+	}
+}
+
 func TestEventDecoderStepsOverBadEvents(t *testing.T) {
 	good := map[string]any{"type": "BlockRemoved", "block_hashes": []int{7}, "medium": "GPU"}
 	changed := func(change map[string]any) map[string]any {

@@ -104,9 +104,9 @@ func (r *Router) unlock() {
 	}
 }
 
-// Idlest returns the worker with the fewest requests in flight of those that
-// answer; not ok: none is up. Nothing is booked.
-func (r *Router) Idlest() (t kv.Target, ok bool) {
+// Idlest returns the worker with the fewest requests in flight of those that answer,
+// of that engine if one is up; not ok: none is up. Nothing is booked.
+func (r *Router) Idlest(engine kv.Engine) (t kv.Target, ok bool) {
 	r.Mu.Lock()
 	defer r.unlock()
 	if len(r.targets) == 0 {
@@ -115,6 +115,8 @@ func (r *Router) Idlest() (t kv.Target, ok bool) {
 	now := r.Now()
 	badness := func(t *kv.Target) int {
 		switch {
+		case t.Engine != engine:
+			return 3
 		case r.outliers.IsOut(t.Key, now):
 			return 2
 		case r.outliers.AskedInVain(t.Key, now):

@@ -65,7 +65,7 @@ func TestAnEjectedWorkerGetsNothing(t *testing.T) {
 			if d.Booking.End(); d.Target.Key.Worker != 1 {
 				t.Errorf("a request that names it went to worker %d", d.Target.Key.Worker)
 			}
-			if idlest, _ := r.Idlest(); idlest.Key.Worker == 1 {
+			if idlest, _ := r.Idlest(kv.EngineVLLM); idlest.Key.Worker == 1 {
 				t.Error("it is asked for tokens")
 			}
 			if err := r.Check(); err != nil {
@@ -196,11 +196,11 @@ func TestBackPressure(t *testing.T) {
 
 func TestQuestionsGoToAWorkerThatAnswers(t *testing.T) {
 	r, now := newWatchedRouter(t, "work", 2)
-	first, _ := r.Idlest()
+	first, _ := r.Idlest(kv.EngineVLLM)
 	asked := *now
 	*now = now.Add(2 * time.Second)
 	r.AskFailed(t.Context(), first, asked)
-	second, _ := r.Idlest()
+	second, _ := r.Idlest(kv.EngineVLLM)
 	if second.Key == first.Key {
 		t.Error("the worker that did not answer is asked again")
 	}

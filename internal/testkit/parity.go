@@ -93,7 +93,10 @@ func ChatsForParity() []ParityChat {
 
 // MutatedChats returns n chats whose JSON was changed at random: members dropped,
 // added, or given values of another kind.
-func MutatedChats(r *rand.Rand, n int) []ParityChat {
+func MutatedChats(r *rand.Rand, n int) []ParityChat { return mutated(ChatsForParity(), r, n, true) }
+
+// mutated returns n changed ones of the chats; with tokenize, some become of that kind.
+func mutated(base []ParityChat, r *rand.Rand, n int, tokenize bool) []ParityChat {
 	values := []string{`null`, `""`, `"x"`, `[]`, `{}`, `0`, `1.0`, `true`, `false`, `"auto"`, `"none"`, `"assistant"`, `"system"`,
 		`"developer"`, `"tool"`, `"user"`, `"text"`, `"refusal"`, `[{"type":"text","text":"p","zz":1}]`, `"{\"a\":1}"`, `"[1]"`,
 		`{"type":"text","text":"q"}`, `[{"role":"user"}]`, `" \u00e9 "`, `"\ud800"`, `["a"]`, `[1]`,
@@ -102,7 +105,6 @@ func MutatedChats(r *rand.Rand, n int) []ParityChat {
 		"documents", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "text", "type", "strict",
 		"defer_loading", "description", "parameters", "task", "tool_call_id", "uuid", "image_url", "refusal", "chat_template",
 		"reasoning_effort", "enable_thinking", "index", "id", "function", "arguments", "messages", "bos_token", "thinking"}
-	base := ChatsForParity()
 	var out []ParityChat
 	for len(out) < n {
 		c := base[r.IntN(len(base))]
@@ -131,7 +133,7 @@ func MutatedChats(r *rand.Rand, n int) []ParityChat {
 				c.Body = body
 			}
 		}
-		if r.IntN(4) == 0 {
+		if tokenize && r.IntN(4) == 0 {
 			c.Kind = "tokenize"
 		}
 		c.Name = "mutated " + strconv.Itoa(len(out))

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"runtime"
 	"time"
 	"unicode/utf8"
@@ -73,22 +74,36 @@ func (b bounds) fits(text string) bool {
 // say: it costs nothing yet. What assistants have said before, templates may
 // leave out.
 func (b bounds) fitsChat(req *chatRequest) bool {
-	longest := 0
-	total := func(measure func(string) int) (sum int) {
+	return b.fitsTexts(func(yield func(string) bool) {
 		for i := range req.messages {
 			if m := &req.messages[i]; m.role != "assistant" {
 				for j := range m.parts {
-					sum += measure(m.parts[j].text)
+					if !yield(m.parts[j].text) {
+						return
+					}
 				}
 			}
 		}
-		return sum
-	}
-	bytes := total(func(text string) int {
-		longest = max(longest, len(text))
-		return len(text)
 	})
-	return (b.text == 0 || longest <= b.text) && (b.chars == 0 || bytes <= b.chars || total(utf8.RuneCountInString) <= b.chars)
+}
+
+// fitsTexts tells whether a prompt that has all these texts may fit the model.
+func (b bounds) fitsTexts(texts iter.Seq[string]) bool {
+	longest, bytes := 0, 0
+	for text := range texts {
+		longest, bytes = max(longest, len(text)), bytes+len(text)
+	}
+	switch {
+	case b.text > 0 && longest > b.text:
+		return false
+	case b.chars == 0 || bytes <= b.chars:
+		return true
+	}
+	runes := 0
+	for text := range texts {
+		runes += utf8.RuneCountInString(text)
+	}
+	return runes <= b.chars
 }
 
 // longestToken returns the characters of the longest token in a tokenizer.json;

@@ -60,7 +60,7 @@ import (
 )
 
 // Model computes prompt tokens from a model's tokenizer and chat template, as
-// vLLM 0.32 does. All methods but Close may be called by many goroutines at
+// vLLM 0.32 does, or SGLang 0.5.23. All methods but Close may be called by many goroutines at
 // once: the library encodes and renders without a lock of ours.
 type Model struct {
 	tokenizer   *tokenizers.Tokenizer
@@ -79,6 +79,8 @@ type Model struct {
 	wordPiece  bool
 	reread     func() ([]byte, error) // tokenizer.json, for vocabulary: too large to be kept
 	Vocabulary func() []string
+
+	lateSystem func() systemRule // of SGLang with this template
 }
 
 // OpenModel reads the tokenizer and the chat templates in a model's folder.
@@ -133,6 +135,7 @@ func NewModel(path string, read func() ([]byte, error), files *ModelFiles, optio
 	if m.files.template(true) != m.files.template(false) && options.ChatTemplate == "" {
 		m.withTools, m.noTemplate = m.compile(true)
 	}
+	m.lateSystem = sync.OnceValue(m.systemRule)
 	C.trim_memory()
 	debug.FreeOSMemory()
 	return m, nil
@@ -210,6 +213,14 @@ func (m *Model) boundedChatTokens(b bounds, body *jsonbody.Body) ([]uint32, erro
 	return m.chatTokens(b, req)
 }
 
+// engineChatTokens is boundedChatTokens by the rules of SGLang or of vLLM.
+func (m *Model) engineChatTokens(sglang bool, b bounds, body *jsonbody.Body) ([]uint32, error) {
+	if sglang {
+		return m.sglangChatTokens(b, body)
+	}
+	return m.boundedChatTokens(b, body)
+}
+
 func (m *Model) chatTokens(b bounds, req *chatRequest) ([]uint32, error) {
 	if !b.fitsChat(req) {
 		return nil, errTooLong
@@ -250,20 +261,13 @@ func renderWith(template *chatTemplate, req *chatRequest, special []jsonbody.Fie
 	if req.continueFinal && !strings.Contains(template.Text, "content") {
 		return chat, notRenderable("the template does not use content, so no final message can be continued")
 	}
-	buffer, _ := template.contexts.Get().(*[]byte)
-	if buffer == nil {
-		buffer = new([]byte)
-	}
-	defer template.contexts.Put(buffer)
-	context, final, err := req.appendContext((*buffer)[:0], template, special)
+	final := ""
+	chat, err = template.renderBy(func(out []byte) (context []byte, err error) {
+		context, final, err = req.appendContext(out, template, special)
+		return context, err
+	})
 	if err != nil {
 		return chat, err
-	}
-	if cap(context) <= pooledContext {
-		*buffer = context
-	}
-	if chat, err = template.Render(context); err != nil {
-		return chat, fmt.Errorf("%w: the chat template: %w", errNotRenderable, err)
 	}
 	if req.continueFinal {
 		if chat.Text, err = cutContinued(chat.Text, final); err != nil {
@@ -377,8 +381,14 @@ func (m *Model) boundedCompletionTokens(b bounds, body *jsonbody.Body) ([][]uint
 			return nil, err
 		}
 	}
+	return m.severalTokens(b, prompt, func(b bounds, p gjson.Result) ([]uint32, error) { return m.promptTokens(b, p, limit, addSpecial) })
+}
+
+// severalTokens returns the tokens that one finds for a prompt, or for each in a list
+// of them, at least one, within bounds.
+func (m *Model) severalTokens(b bounds, prompt gjson.Result, one func(bounds, gjson.Result) ([]uint32, error)) ([][]uint32, error) {
 	if !severalPrompts(prompt) {
-		tokens, err := m.promptTokens(b, prompt, limit, addSpecial)
+		tokens, err := one(b, prompt)
 		return [][]uint32{tokens}, err
 	}
 	var out [][]uint32
@@ -390,7 +400,7 @@ func (m *Model) boundedCompletionTokens(b bounds, body *jsonbody.Body) ([][]uint
 		var tokens []uint32
 		if b.tokens > 0 && (len(out) == maxPrompts || left.tokens < 0) || b.chars > 0 && left.chars < 0 {
 			err = errTooLong
-		} else if tokens, err = m.promptTokens(b, p, limit, addSpecial); err == nil {
+		} else if tokens, err = one(b, p); err == nil {
 			out = append(out, tokens)
 			left.tokens -= len(tokens)
 			left.chars -= len(p.Str)

@@ -161,6 +161,10 @@ func liveReference(t *testing.T, families map[string]string, chats []testkit.Par
 }
 
 func writeGolden(t *testing.T, folder string, texts []golden) {
+	writeGoldenFile(t, filepath.Join(folder, "golden.json"), texts)
+}
+
+func writeGoldenFile(t *testing.T, path string, texts []golden) {
 	var text bytes.Buffer
 	enc := json.NewEncoder(&text)
 	enc.SetEscapeHTML(false)
@@ -168,13 +172,17 @@ func writeGolden(t *testing.T, folder string, texts []golden) {
 	if err := enc.Encode(texts); err != nil {
 		t.Fatal(err)
 	}
-	if err := os.WriteFile(filepath.Join(folder, "golden.json"), text.Bytes(), 0o644); err != nil {
+	if err := os.WriteFile(path, text.Bytes(), 0o644); err != nil {
 		t.Fatal(err)
 	}
 }
 
 func readGolden(t *testing.T, folder string) []golden {
-	text, err := os.ReadFile(filepath.Join(folder, "golden.json"))
+	return readGoldenFile(t, filepath.Join(folder, "golden.json"))
+}
+
+func readGoldenFile(t *testing.T, path string) []golden {
+	text, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
 	}

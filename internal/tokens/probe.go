@@ -6,10 +6,13 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/tidwall/gjson"
 	"golang.org/x/sync/errgroup"
+
+	"kvrouter/internal/jsonbody"
 )
 
 // probe is a request whose tokens are compared with a worker's.
@@ -32,10 +35,23 @@ var probes = []probe{
 	{"/v1/completions", `{"prompt":"Once upon a time, naïve 日本語\n"}`, []string{"completion"}},
 }
 
+// sglangProbes are probes for SGLang: what its chats have beside, and its tools, which
+// it shows to the template only where the model may use them.
+var sglangProbes = append(slices.DeleteFunc(slices.Clone(probes), func(p probe) bool { return slices.Contains(p.features, "tools") }),
+	probe{"/v1/chat/completions", strings.Replace(probes[toolsProbe].body, `,"tool_choice":"none"`, "", 1), []string{"tools"}},
+	probe{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Count."},{"role":"assistant","content":"one, two,"}]}`, []string{"answer last"}},
+	probe{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Think."}],"reasoning_effort":"high"}`, []string{"reasoning"}},
+	probe{"/v1/chat/completions", `{"messages":[{"role":"user","content":"Answer."}],"reasoning_effort":"none"}`, []string{"reasoning"}},
+)
+
+// toolsProbe is which of the probes has tools.
+const toolsProbe = 3
+
 // Peer is a worker whose own prompt tokens are compared with the router's.
 type Peer struct {
 	ID         uint64
-	Generation int // counts its incarnations: a new one is compared anew
+	Generation int  // counts its incarnations: a new one is compared anew
+	SGLang     bool // it runs SGLang, and renders by its rules
 	Ask        Asker
 	// MaxModelLen asks how long a prompt with its answer may be, tokens; 0: it does
 	// not say. nil: nobody asks.
@@ -56,6 +72,7 @@ const (
 // verdict is what the comparison with one worker has brought.
 type verdict struct {
 	generation  int
+	sglang      bool
 	differs     map[string]bool // by feature; one that it would not render is left out
 	maxModelLen int             // tokens; 0: unknown
 	failures    int             // in a row: it could not be asked
@@ -87,7 +104,7 @@ func (t *Source) Probe(ctx context.Context) error {
 	if t.model == nil {
 		return nil
 	}
-	v, err := t.compare(ctx, Peer{Ask: t.ask})
+	v, err := t.compare(ctx, Peer{Ask: t.ask, SGLang: t.SGLang()})
 	if err != nil {
 		return fmt.Errorf("comparing prompt tokens with a worker: %w", err)
 	}
@@ -102,6 +119,10 @@ func (t *Source) Probe(ctx context.Context) error {
 // workers brought that are there no more. While none is, nothing is forgotten.
 func (t *Source) compareWith(ctx context.Context, peers []Peer) {
 	if len(peers) == 0 {
+		return
+	}
+	t.chooseRules(peers)
+	if t.model == nil {
 		return
 	}
 	var due []Peer
@@ -141,6 +162,38 @@ func (t *Source) compareWith(ctx context.Context, peers []Peer) {
 	t.decide()
 }
 
+// chooseRules takes the rules of most of the workers; with as many of either engine
+// they stay as they are.
+func (t *Source) chooseRules(peers []Peer) {
+	sglang := 0
+	for _, p := range peers {
+		if p.SGLang {
+			sglang++
+		}
+	}
+	t.counted.Store(true)
+	t.someSGLang.Store(sglang > 0)
+	if most := 2*sglang > len(peers); 2*sglang != len(peers) && t.sglang.CompareAndSwap(!most, most) && t.model != nil {
+		t.mu.Lock()
+		t.decide()
+		t.mu.Unlock()
+	}
+}
+
+// Met tells of the engine of a worker that is about to get requests: the first
+// worker's rules hold until KeepComparing counts.
+func (t *Source) Met(sglang bool) {
+	if sglang {
+		t.someSGLang.Store(true)
+	}
+	if !t.counted.Load() {
+		t.sglang.Store(sglang)
+	}
+}
+
+// SGLang tells whether the rules of SGLang hold: most workers run it.
+func (t *Source) SGLang() bool { return t.sglang.Load() }
+
 // settle keeps the verdict of a comparison with a worker; err says that it could
 // not be asked: what it said before in this incarnation stays.
 func (t *Source) settle(ctx context.Context, p Peer, v verdict, err error) {
@@ -157,7 +210,7 @@ func (t *Source) settle(ctx context.Context, p Peer, v verdict, err error) {
 			t.log.Warn("prompt tokens are not yet compared with a worker's", "worker", p.ID, "error", err)
 		}
 	}
-	v.generation = p.Generation
+	v.generation, v.sglang = p.Generation, p.SGLang
 	t.verdicts[p.ID] = v
 }
 
@@ -167,6 +220,9 @@ func (t *Source) decide() {
 	compared, differ, longest := map[string]int{}, map[string]int{}, 0
 	for _, v := range t.verdicts {
 		longest = max(longest, v.maxModelLen)
+		if v.sglang != t.SGLang() {
+			continue // its rules do not hold
+		}
 		for feature, differs := range v.differs {
 			compared[feature]++
 			if differs {
@@ -193,7 +249,11 @@ func (t *Source) decide() {
 // asked.
 func (t *Source) compare(ctx context.Context, p Peer) (v verdict, err error) {
 	v.differs = map[string]bool{}
-	for _, probe := range probes {
+	list := probes
+	if v.sglang = p.SGLang; v.sglang {
+		list = sglangProbes
+	}
+	for _, probe := range list {
 		own, theirs, ok, err := t.probe(ctx, p, probe)
 		if err != nil {
 			return verdict{}, err
@@ -225,19 +285,23 @@ func (p probe) names() []string {
 // of the two does not render it, and the same will hold for requests like it.
 func (t *Source) probe(ctx context.Context, peer Peer, p probe) (own, theirs []uint32, ok bool, err error) {
 	body := []byte(p.body)
-	if p.path == "/v1/completions" {
+	parsed, _ := jsonbody.Parse(body)
+	switch {
+	case p.path != "/v1/completions":
+		own, err = t.model.engineChatTokens(peer.SGLang, bounds{}, parsed)
+	case peer.SGLang:
+		own, err = t.model.promptTokens(bounds{}, parsed.Get("prompt"), gjson.Result{}, true)
+	default:
 		var lists [][]uint32
-		if lists, err = t.model.CompletionTokens(body); err == nil {
+		if lists, err = t.model.CompletionBodyTokens(parsed); err == nil {
 			own = lists[0]
 		}
-	} else {
-		own, err = t.model.ChatTokens(body)
 	}
 	if err != nil {
 		t.log.Debug("a probe cannot be rendered here", "why", err)
 		return nil, nil, false, nil
 	}
-	theirs, refused, err := t.askProbe(ctx, peer.Ask, p.path, body)
+	theirs, refused, err := t.askProbe(ctx, peer, p.path, body)
 	if refused != "" {
 		t.log.Debug("a worker refused a probe", "worker", peer.ID, "answer", refused)
 	}
@@ -245,10 +309,13 @@ func (t *Source) probe(ctx context.Context, peer Peer, p probe) (own, theirs []u
 }
 
 // askProbe returns a worker's tokens of a probe, or its refusal.
-func (t *Source) askProbe(ctx context.Context, ask Asker, path string, body []byte) (tokens []uint32, refused string, err error) {
+func (t *Source) askProbe(ctx context.Context, peer Peer, path string, body []byte) (tokens []uint32, refused string, err error) {
 	ctx, cancel := context.WithTimeout(ctx, t.timeout)
 	defer cancel()
-	answer, err := render(ctx, ask, path+"/render", body)
+	var answer []byte
+	if err = errNoRender; !peer.SGLang {
+		answer, err = render(ctx, peer.Ask, path+"/render", body)
+	}
 	if err == nil {
 		item := gjson.ParseBytes(answer)
 		if item.IsArray() {
@@ -262,12 +329,12 @@ func (t *Source) askProbe(ctx context.Context, ask Asker, path string, body []by
 	if errors.Is(err, errNoRender) {
 		request, ok := body, true
 		if path == "/v1/chat/completions" {
-			request, ok = t.asTokenize(body)
+			request, ok = t.asTokenize(peer.SGLang, body)
 		}
 		if !ok {
 			return nil, "no route tells", nil
 		}
-		if tokens, err = t.askTokenize(ctx, ask, request); err == nil {
+		if tokens, err = t.askTokenize(ctx, peer.Ask, request); err == nil {
 			return tokens, "", nil
 		}
 	}

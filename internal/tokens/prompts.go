@@ -33,9 +33,10 @@ const (
 type Prompt struct {
 	Tokens []uint32
 	Source string // SourceLocal, SourceWorker or SourceNone
-	// Exact is how many leading tokens say all about their part of the prompt;
-	// after them come placeholders of images or other media, which look
-	// alike in different prompts. It is len(Tokens) for text.
+	// Exact is how many leading tokens say all about their part of the prompt, and
+	// may come from a worker's cache; after them come placeholders of images or
+	// other media, which look alike in different prompts, or tokens that the
+	// request has the engine compute anew. It is len(Tokens) for plain text.
 	Exact int
 	// Shape names the features of the request that shape its prompt, such as
 	// "chat+tools"; PromptMismatch counts by it.
@@ -89,6 +90,8 @@ type Source struct {
 
 	local, rendered, tokenized, none atomic.Uint64
 	noRenderUntil                    atomic.Int64 // unix nanoseconds
+	sglang, someSGLang               atomic.Bool  // most, or some, workers run SGLang
+	counted                          atomic.Bool  // the workers were counted for that
 
 	mu         sync.Mutex // guards the maps below
 	reasons    map[string]uint64
@@ -129,13 +132,16 @@ func (t *Source) Chat(ctx context.Context, body []byte) Prompt {
 
 // ChatBody is Chat for a body that has been taken apart.
 func (t *Source) ChatBody(ctx context.Context, parsed *jsonbody.Body) Prompt {
-	body := parsed.Raw
+	body, sglang := parsed.Raw, t.SGLang()
 	features := BodyFeatures(parsed)
+	if sglang {
+		features = sglangFeatures(parsed)
+	}
 	shape := strings.Join(features, "+")
 	reason := t.whyNot(features)
 	ask := true
 	if reason == "" {
-		tokens, err := t.model.boundedChatTokens(t.model.bounds(ctx, t.timeout), parsed)
+		tokens, err := t.model.engineChatTokens(sglang, t.model.bounds(ctx, t.timeout), parsed)
 		if err == nil {
 			t.local.Add(1)
 			return Prompt{Tokens: tokens, Source: SourceLocal, Exact: len(tokens), Shape: shape}
@@ -149,7 +155,7 @@ func (t *Source) ChatBody(ctx context.Context, parsed *jsonbody.Body) Prompt {
 	}
 	ctx, cancel := context.WithTimeout(ctx, t.timeout)
 	defer cancel()
-	answer, err := t.askRender(ctx, "/v1/chat/completions/render", body)
+	answer, err := t.askRender(ctx, sglang, "/v1/chat/completions/render", body)
 	if err == nil {
 		if p, ok := readRendered(gjson.ParseBytes(answer), shape); ok {
 			t.rendered.Add(1)
@@ -157,7 +163,7 @@ func (t *Source) ChatBody(ctx context.Context, parsed *jsonbody.Body) Prompt {
 		}
 	}
 	if errors.Is(err, errNoRender) {
-		if request, ok := t.asTokenize(body); ok {
+		if request, ok := t.asTokenize(sglang, body); ok {
 			if tokens, err := t.askTokenize(ctx, t.ask, request); err == nil {
 				t.tokenized.Add(1)
 				return Prompt{Tokens: tokens, Source: SourceWorker, Exact: t.exact(body, tokens), Shape: shape}
@@ -171,6 +177,13 @@ func (t *Source) ChatBody(ctx context.Context, parsed *jsonbody.Body) Prompt {
 func (t *Source) CompletionBody(ctx context.Context, parsed *jsonbody.Body) []Prompt {
 	body := parsed.Raw
 	const shape = "completion"
+	if t.SGLang() {
+		out := t.sglangPrompts(ctx, parsed, "prompt", shape)
+		if parsed.Get("echo").Bool() && parsed.Get("logprobs").Num != 0 {
+			computeFrom(out, 0)
+		}
+		return out
+	}
 	reason := t.whyNot([]string{shape})
 	ask := true
 	if reason == "" {
@@ -183,11 +196,11 @@ func (t *Source) CompletionBody(ctx context.Context, parsed *jsonbody.Body) []Pr
 	}
 	t.countReason(reason)
 	if !ask {
-		return t.unknownPrompts(parsed, shape)
+		return t.unknownPrompts(parsed.Get("prompt"), shape)
 	}
 	ctx, cancel := context.WithTimeout(ctx, t.timeout)
 	defer cancel()
-	answer, err := t.askRender(ctx, "/v1/completions/render", body)
+	answer, err := t.askRender(ctx, false, "/v1/completions/render", body)
 	if err == nil {
 		if out := readRenderedList(answer, shape); len(out) > 0 {
 			t.rendered.Add(1)
@@ -200,14 +213,14 @@ func (t *Source) CompletionBody(ctx context.Context, parsed *jsonbody.Body) []Pr
 			return prompts(lists, SourceWorker, shape)
 		}
 	}
-	return t.unknownPrompts(parsed, shape)
+	return t.unknownPrompts(parsed.Get("prompt"), shape)
 }
 
-// unknownPrompts returns the prompts of a completion request of which nothing is
-// known but whether there are several: two stand for them then.
-func (t *Source) unknownPrompts(parsed *jsonbody.Body, shape string) []Prompt {
+// unknownPrompts returns the prompts of a request of which nothing is known but
+// whether there are several: two stand for them then.
+func (t *Source) unknownPrompts(prompt gjson.Result, shape string) []Prompt {
 	unknown := []Prompt{t.unknown(shape)}
-	if prompt := parsed.Get("prompt"); severalPrompts(prompt) {
+	if severalPrompts(prompt) {
 		if _, one := jsonbody.Elements(prompt, 1); !one {
 			return append(unknown, unknown...)
 		}
@@ -216,12 +229,16 @@ func (t *Source) unknownPrompts(parsed *jsonbody.Body, shape string) []Prompt {
 }
 
 // Other returns the prompt of a request of another API, such as /v1/responses or
-// /v1/messages: only a worker's render route knows it.
+// /v1/messages. Of vLLM's workers only their render routes know it; SGLang makes
+// chats of those two, and so does this program as far as they are text.
 func (t *Source) Other(ctx context.Context, path string, body []byte) Prompt {
+	if t.SGLang() {
+		return t.sglangOther(ctx, path, body)
+	}
 	t.countReason(reasonOtherAPI)
 	ctx, cancel := context.WithTimeout(ctx, t.timeout)
 	defer cancel()
-	answer, err := t.askRender(ctx, path+"/render", body)
+	answer, err := t.askRender(ctx, false, path+"/render", body)
 	if err == nil {
 		if p, ok := readRendered(gjson.ParseBytes(answer), path); ok {
 			t.rendered.Add(1)
@@ -231,15 +248,15 @@ func (t *Source) Other(ctx context.Context, path string, body []byte) Prompt {
 	return t.unknown(path)
 }
 
-// Tokenize answers /tokenize in vLLM's shape: here, or through a worker where
-// the prompt cannot be rendered here. The error is a *BadRequest, an *AskError
+// Tokenize answers /tokenize: in vLLM's shape here, or through a worker where the
+// prompt cannot be rendered here, or has a shape of its own. The error is a *BadRequest, an *AskError
 // with the worker's refusal, or that no worker answered.
 func (t *Source) Tokenize(ctx context.Context, body []byte) ([]byte, error) {
 	features := []string{"completion"}
 	if gjson.GetBytes(body, "messages").Exists() {
 		features = chatFeatures(body)
 	}
-	if t.whyNot(features) == "" {
+	if !t.SGLang() && t.whyNot(features) == "" {
 		answer, err := t.model.boundedTokenize(t.model.bounds(ctx, t.timeout), body)
 		if !errors.Is(err, errNotRenderable) {
 			return answer, err
@@ -248,9 +265,9 @@ func (t *Source) Tokenize(ctx context.Context, body []byte) ([]byte, error) {
 	return t.forward(ctx, "/tokenize", body)
 }
 
-// Detokenize answers /detokenize in vLLM's shape; errors as Tokenize.
+// Detokenize answers /detokenize as Tokenize does /tokenize.
 func (t *Source) Detokenize(ctx context.Context, body []byte) ([]byte, error) {
-	if t.model != nil {
+	if t.model != nil && !t.SGLang() {
 		return t.model.Detokenize(body)
 	}
 	return t.forward(ctx, "/detokenize", body)
@@ -318,9 +335,10 @@ func (t *Source) unknown(shape string) Prompt {
 // errNoRender says that the workers have no render routes.
 var errNoRender = errors.New("the workers have no render routes (started without --enable-scale-out)")
 
-// askRender posts to a render route. A missing route is remembered for a while.
-func (t *Source) askRender(ctx context.Context, path string, body []byte) ([]byte, error) {
-	if t.now().UnixNano() < t.noRenderUntil.Load() {
+// askRender posts to a render route. A missing route is remembered for a while;
+// SGLang has none.
+func (t *Source) askRender(ctx context.Context, sglang bool, path string, body []byte) ([]byte, error) {
+	if sglang || t.now().UnixNano() < t.noRenderUntil.Load() {
 		return nil, errNoRender
 	}
 	answer, err := render(ctx, t.ask, path, body)
@@ -391,7 +409,10 @@ func (t *Source) tokenizePrompts(ctx context.Context, request gjson.Result) ([][
 
 // asTokenize turns a chat request into one for /tokenize that gives the same
 // prompt; ok is false where that route cannot.
-func (t *Source) asTokenize(body []byte) (request []byte, ok bool) {
+func (t *Source) asTokenize(sglang bool, body []byte) (request []byte, ok bool) {
+	if sglang {
+		return sglangTokenize(body)
+	}
 	if !json.Valid(body) || t.model != nil && t.model.files.harmony {
 		return nil, false
 	}

@@ -16,6 +16,7 @@ import "C"
 
 import (
 	"errors"
+	"fmt"
 	"strings"
 	"sync"
 	"unsafe"
@@ -82,6 +83,27 @@ func (t *chatTemplate) Render(context []byte) (renderedChat, error) {
 		return renderedChat{}, errors.New(takeBytes(out))
 	}
 	return renderedChat{Text: jsonbody.View(libraryBytes(out)), bytes: out}, nil
+}
+
+// renderBy is Render for a context that write appends to memory that is used again.
+func (t *chatTemplate) renderBy(write func(out []byte) ([]byte, error)) (renderedChat, error) {
+	buffer, _ := t.contexts.Get().(*[]byte)
+	if buffer == nil {
+		buffer = new([]byte)
+	}
+	defer t.contexts.Put(buffer)
+	context, err := write((*buffer)[:0])
+	if err != nil {
+		return renderedChat{}, err
+	}
+	if cap(context) <= pooledContext {
+		*buffer = context
+	}
+	chat, err := t.Render(context)
+	if err != nil {
+		return renderedChat{}, fmt.Errorf("%w: the chat template: %w", errNotRenderable, err)
+	}
+	return chat, nil
 }
 
 // SupportsDeveloper tells whether the template knows the role "developer", by

@@ -1,0 +1,711 @@
+package tokens
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"iter"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/jsonbody"
+)
+
+// sglangChat is what of a chat request decides its prompt, as SGLang 0.5.23 reads
+// it (ChatCompletionRequest). What it refuses or renders in ways that are not known
+// here is errNotRenderable: its /tokenize then has the word.
+type sglangChat struct {
+	messages []sglangMessage
+	tools    string           // JSON list that the template sees; empty: none
+	vars     []jsonbody.Field // further variables of the template
+	prefill  bool             // continue_final_message
+	ids      gjson.Result     // input_ids, which stand for the rendered prompt
+}
+
+// sglangMessage is one message after the request's own checks.
+type sglangMessage struct {
+	role  string
+	text  string // of content that is one string
+	raw   string // the same as JSON; empty: not in this form
+	list  bool   // the content is a list of parts
+	parts []sglangPart
+	rest  []jsonbody.Field // fields after role and content, in SGLang's order
+}
+
+// sglangPart is one part of a content list that SGLang hands on.
+type sglangPart struct {
+	text string
+	raw  string // the whole part as the template sees it, JSON
+	tool bool   // a tool_reference, not a text
+}
+
+var (
+	sglangRoles   = []string{"system", "assistant", "tool", "function", "developer", "latest_reminder", "root"}
+	sglangEfforts = []string{"none", "minimal", "medium", "high", "xhigh", "ultra", "max"}
+	// sglangCalls are names in chat_template_kwargs that steer or break the call
+	// that renders the template.
+	sglangCalls = append([]string{"tools", "add_generation_prompt", "continue_final_message"}, reservedKwargs...)
+	schemaTypes = []string{"null", "boolean", "object", "array", "number", "string", "integer"}
+)
+
+// parseSGLangChat reads a chat request as SGLang does. defaults are the members of
+// the server's --default-chat-template-kwargs.
+func parseSGLangChat(body *jsonbody.Body, defaults []jsonbody.Field) (*sglangChat, error) {
+	if !utf8.Valid(body.Raw) {
+		return nil, notRenderable("the body is not UTF-8")
+	}
+	if body.LoneSurrogate {
+		return nil, notRenderable("the body has half of a surrogate pair")
+	}
+	for _, key := range []string{"thinking", "task", "chat_template"} {
+		if body.Get(key).Type != gjson.Null {
+			return nil, notRenderable("the request carries %q", key)
+		}
+	}
+	chat := &sglangChat{ids: body.Get("input_ids")}
+	if v := body.Get("continue_final_message"); v.Exists() {
+		if err := readBool(v, "continue_final_message", &chat.prefill); err != nil {
+			return nil, err
+		}
+	}
+	if !body.Get("messages").IsArray() {
+		return nil, notRenderable("messages is not a list")
+	}
+	list := body.Messages()
+	if len(list) == 0 || len(list) > maxMessages {
+		return nil, notRenderable("%d messages", len(list))
+	}
+	chat.messages = make([]sglangMessage, 0, len(list))
+	for i, m := range list {
+		message, err := parseSGLangMessage(m)
+		if err != nil {
+			return nil, fmt.Errorf("message %d: %w", i, err)
+		}
+		chat.messages = append(chat.messages, message)
+	}
+	var err error
+	if chat.tools, err = sglangTools(body.Get("tools"), body.Get("tool_choice")); err != nil {
+		return nil, err
+	}
+	return chat, chat.setVars(body, defaults)
+}
+
+func parseSGLangMessage(m jsonbody.MessageView) (msg sglangMessage, err error) {
+	if !m.Value.IsObject() {
+		return msg, notRenderable("not an object")
+	}
+	field := func(key string) gjson.Result { return jsonbody.FieldOf(m.Fields, key) }
+	role, content := field("role"), field("content")
+	msg.role = role.Str
+	if msg.role != "user" {
+		msg.role = strings.ToLower(msg.role)
+	}
+	if role.Type != gjson.String || msg.role != "user" && !slices.Contains(sglangRoles, msg.role) {
+		return msg, notRenderable("the role %.40s is unknown", role.Raw)
+	}
+	switch {
+	case content.Type == gjson.String:
+		msg.text, msg.raw = content.Str, content.Raw
+	case content.IsArray():
+		msg.list = true
+		jsonbody.EachElement(content.Raw, func(p gjson.Result) bool {
+			err = msg.addPart(p)
+			return err == nil
+		})
+		if err != nil {
+			return msg, err
+		}
+	case content.Type != gjson.Null || msg.role == "user":
+		return msg, notRenderable("the content is neither text nor a list")
+	}
+	if msg.role == "user" {
+		return msg, nil // of whom no other field is kept
+	}
+	for _, key := range []string{"tool_call_id", "name", "phase", "reasoning_content"} {
+		switch v := field(key); {
+		case v.Type == gjson.String:
+			msg.rest = append(msg.rest, jsonbody.Field{Key: key, Raw: v.Raw})
+		case v.Type != gjson.Null:
+			return msg, notRenderable("%s is not a string", key)
+		}
+	}
+	for _, key := range []string{"tools", "prefix"} {
+		if field(key).Type != gjson.Null {
+			return msg, notRenderable("a message carries %q", key)
+		}
+	}
+	if calls := field("tool_calls"); calls.Type != gjson.Null {
+		dumped, err := sglangCallsOf(calls, msg.role == "assistant")
+		if err != nil {
+			return msg, err
+		}
+		msg.rest = append(msg.rest, jsonbody.Field{Key: "tool_calls", Raw: dumped})
+	}
+	return msg, nil
+}
+
+// addPart reads one part of a content list. Thoughts are checked and left out, as
+// there.
+func (m *sglangMessage) addPart(p gjson.Result) error {
+	fields := jsonbody.Members(p)
+	kind, text, thinking, name := jsonbody.FieldOf(fields, "type").Str, jsonbody.FieldOf(fields, "text"), jsonbody.FieldOf(fields, "thinking"), jsonbody.FieldOf(fields, "name")
+	switch {
+	case !p.IsObject():
+	case kind == "text" && text.Type == gjson.String:
+		m.parts = append(m.parts, sglangPart{text: text.Str, raw: `{"type":"text","text":` + text.Raw + `}`})
+		return nil
+	case (kind == "thinking" || kind == "reasoning") && m.role == "assistant":
+		if (text.Type == gjson.String) != (thinking.Type == gjson.String) && (text.Type == gjson.Null || thinking.Type == gjson.Null) {
+			return nil
+		}
+	case kind == "tool_reference" && name.Type == gjson.String:
+		m.parts = append(m.parts, sglangPart{raw: `{"type":"tool_reference","name":` + name.Raw + `}`, tool: true})
+		return nil
+	}
+	return notRenderable("a content part of type %.40q for role %q", kind, m.role)
+}
+
+// sglangCallsOf writes tool calls as SGLang's models leave them; those of an
+// assistant have their arguments parsed.
+func sglangCallsOf(calls gjson.Result, parse bool) (string, error) {
+	list, ok := jsonbody.Elements(calls, maxListed)
+	if !calls.IsArray() || !ok {
+		return "", notRenderable("tool_calls is not a list of at most %d", maxListed)
+	}
+	out := []byte{'['}
+	for i, call := range list {
+		if i > 0 {
+			out = append(out, ',')
+		}
+		members := jsonbody.Members(call)
+		id, index, kind, fn := jsonbody.FieldOf(members, "id"), jsonbody.FieldOf(members, "index"), jsonbody.FieldOf(members, "type"), jsonbody.FieldOf(members, "function")
+		inside := jsonbody.Members(fn)
+		name, arguments := jsonbody.FieldOf(inside, "name"), jsonbody.FieldOf(inside, "arguments")
+		switch {
+		case !call.IsObject(), !fn.IsObject(), kind.Exists() && kind.Str != "function", !isText(id), !isText(name),
+			index.Type != gjson.Null && (index.Type != gjson.Number || strings.ContainsAny(index.Raw, ".eE")),
+			!isText(arguments) && !arguments.IsObject():
+			return "", notRenderable("a tool call with fields of a wrong type")
+		}
+		raw := jsonbody.RawOrNull(arguments)
+		if arguments.Type == gjson.String && parse {
+			if !json.Valid([]byte(arguments.Str)) || jsonbody.HasLoneSurrogate([]byte(arguments.Str)) || !gjson.Parse(arguments.Str).IsObject() {
+				return "", notRenderable("tool call arguments that are no JSON object")
+			}
+			raw = gjson.Parse(arguments.Str).Raw
+		}
+		function := jsonbody.AppendObject(nil, []jsonbody.Field{{Key: "name", Raw: jsonbody.RawOrNull(name)}, {Key: "arguments", Raw: raw}})
+		out = jsonbody.AppendObject(out, []jsonbody.Field{
+			{Key: "id", Raw: jsonbody.RawOrNull(id)}, {Key: "index", Raw: jsonbody.RawOrNull(index)},
+			{Key: "type", Raw: `"function"`}, {Key: "function", Raw: string(function)},
+		})
+	}
+	return string(append(out, ']')), nil
+}
+
+// isText tells whether v is a string or nothing.
+func isText(v gjson.Result) bool { return v.Type == gjson.String || v.Type == gjson.Null }
+
+// sglangTools writes the tools that the template sees: none with tool_choice none,
+// that one which it names, else all.
+func sglangTools(tools, choice gjson.Result) (string, error) {
+	named := ""
+	switch {
+	case choice.Type == gjson.Null || choice.Str == "auto" || choice.Str == "required" || choice.Str == "none":
+	case choice.IsObject() && choice.Get("function.name").Type == gjson.String:
+		named = choice.Get("function.name").Str
+	default:
+		return "", notRenderable("tool_choice %.40s is unknown", choice.Raw)
+	}
+	list, ok := jsonbody.Elements(tools, maxListed)
+	switch {
+	case tools.Type == gjson.Null:
+		return "", nil
+	case !tools.IsArray() || !ok:
+		return "", notRenderable("tools is not a list of at most %d", maxListed)
+	}
+	out := []byte{'['}
+	for _, tool := range list {
+		fields := jsonbody.Members(tool)
+		fn, kind, deferred := jsonbody.FieldOf(fields, "function"), jsonbody.FieldOf(fields, "type"), jsonbody.FieldOf(fields, "defer_loading")
+		if !tool.IsObject() || !fn.IsObject() || kind.Exists() && kind.Type != gjson.String || !isBool(deferred) {
+			return "", notRenderable("a tool without a function")
+		}
+		function, err := sglangFunction(fn, deferred)
+		if err != nil {
+			return "", err
+		}
+		if named != "" && fn.Get("name").Str != named {
+			continue
+		}
+		if len(out) > 1 {
+			out = append(out, ',')
+		}
+		kindRaw := `"function"`
+		if kind.Exists() {
+			kindRaw = kind.Raw
+		}
+		out = jsonbody.AppendObject(out, []jsonbody.Field{{Key: "type", Raw: kindRaw}, {Key: "function", Raw: function}, {Key: "defer_loading", Raw: jsonbody.RawOrNull(deferred)}})
+	}
+	if choice.Str == "none" || len(out) == 1 {
+		return "", nil
+	}
+	return string(append(out, ']')), nil
+}
+
+func isBool(v gjson.Result) bool {
+	return v.Type == gjson.True || v.Type == gjson.False || v.Type == gjson.Null
+}
+
+// sglangFunction writes a function with its fields in the order of the request,
+// then those that are missing. Types that are not those of JSON Schema are changed
+// by SGLang: such a function is left to it.
+func sglangFunction(fn, deferred gjson.Result) (string, error) {
+	fields := jsonbody.Members(fn)
+	values := map[string]string{"description": "null", "parameters": "null"}
+	order := []string{}
+	for _, f := range fields {
+		switch f.Key {
+		case "name", "description", "parameters", "strict", "defer_loading":
+			values[f.Key] = f.Value.Raw
+			order = append(order, f.Key)
+		}
+	}
+	get := func(key string) gjson.Result { return jsonbody.FieldOf(fields, key) }
+	if get("name").Type != gjson.String || !isText(get("description")) || !isBool(get("strict")) || !isBool(get("defer_loading")) {
+		return "", notRenderable("a tool's function with fields of a wrong type")
+	}
+	if p := get("parameters"); p.Type != gjson.Null && (!p.IsObject() || !standardTypes(p, 0)) {
+		return "", notRenderable("a tool's parameters are not in JSON Schema's own types")
+	}
+	if get("defer_loading").Type == gjson.Null && deferred.Type != gjson.Null {
+		values["defer_loading"] = deferred.Raw
+	}
+	for _, key := range []string{"description", "name", "parameters", "strict", "defer_loading"} {
+		if !slices.Contains(order, key) {
+			order = append(order, key)
+		}
+	}
+	var out []jsonbody.Field
+	for _, key := range order {
+		raw, given := values[key]
+		if !given || raw == "null" && (key == "strict" || key == "defer_loading") {
+			continue
+		}
+		out = append(out, jsonbody.Field{Key: key, Raw: raw})
+	}
+	return string(jsonbody.AppendObject(nil, out)), nil
+}
+
+// standardTypes tells whether every "type" in a schema is one of JSON Schema's, as
+// far down as it looks.
+func standardTypes(schema gjson.Result, depth int) bool {
+	if depth > 64 {
+		return false
+	}
+	if schema.IsArray() {
+		ok := true
+		jsonbody.EachElement(schema.Raw, func(v gjson.Result) bool {
+			ok = standardTypes(v, depth+1)
+			return ok
+		})
+		return ok
+	}
+	if !schema.IsObject() {
+		return true
+	}
+	for _, f := range jsonbody.Members(schema) {
+		ok := true
+		if f.Key == "type" && f.Value.Type == gjson.String {
+			ok = slices.Contains(schemaTypes, f.Value.Str)
+		} else if f.Key == "type" && f.Value.IsArray() {
+			seen := map[string]bool{}
+			jsonbody.EachElement(f.Value.Raw, func(v gjson.Result) bool {
+				ok = v.Type != gjson.String || slices.Contains(schemaTypes, v.Str) && !seen[v.Str]
+				seen[v.Str] = true
+				return ok
+			})
+		}
+		if !ok || !standardTypes(f.Value, depth+1) {
+			return false
+		}
+	}
+	return true
+}
+
+// setVars collects the template's further variables: the request's own reasoning
+// fields, and over them its chat_template_kwargs, which the server's defaults
+// complete.
+func (c *sglangChat) setVars(body *jsonbody.Body, defaults []jsonbody.Field) error {
+	kwargs := body.Get("chat_template_kwargs")
+	if kwargs.Type != gjson.Null && !kwargs.IsObject() {
+		return notRenderable("chat_template_kwargs is not an object")
+	}
+	given := jsonbody.Members(kwargs)
+	if len(given) > maxKwargs {
+		return notRenderable("%d chat_template_kwargs", len(given))
+	}
+	var vars []jsonbody.Field
+	add := func(key, raw string) {
+		if !slices.ContainsFunc(vars, func(f jsonbody.Field) bool { return f.Key == key }) {
+			vars = append(vars, jsonbody.Field{Key: key, Raw: raw})
+		}
+	}
+	for _, f := range given {
+		add(f.Key, f.Value.Raw)
+	}
+	effort, thinks, err := sglangEffort(body)
+	if err != nil {
+		return err
+	}
+	if effort != "" || thinks {
+		thinking := strconv.FormatBool(effort != `"none"`)
+		add("thinking", thinking)
+		add("enable_thinking", thinking)
+	}
+	for _, f := range defaults {
+		add(f.Key, f.Raw)
+	}
+	for i, f := range vars {
+		switch {
+		case slices.Contains(sglangCalls, f.Key), slices.Contains(jinjaGlobals, f.Key):
+			return notRenderable("chat_template_kwargs carries %q", f.Key)
+		case f.Key == "documents" && !areObjects(gjson.Parse(f.Raw)):
+			return notRenderable("documents is not a list of objects")
+		case f.Key == "reasoning_effort":
+			v := gjson.Parse(f.Raw)
+			if v.Type == gjson.Null {
+				return notRenderable("reasoning_effort is null in chat_template_kwargs")
+			}
+			if v.Type != gjson.String || !slices.Contains(sglangEfforts, v.Str) {
+				return notRenderable("reasoning_effort %.40s", f.Raw)
+			}
+			effort = vars[i].Raw
+		}
+	}
+	if effort != "" {
+		add("reasoning_effort", effort)
+	}
+	c.vars = vars
+	return nil
+}
+
+// sglangEffort reads reasoning_effort and the object reasoning, which OpenRouter's
+// clients send. The effort "low" and numbers are left to the engine: what they do
+// depends on the model.
+func sglangEffort(body *jsonbody.Body) (effort string, thinks bool, err error) {
+	v := body.Get("reasoning_effort")
+	if r := body.Get("reasoning"); r.IsObject() {
+		for _, f := range jsonbody.Members(r) {
+			switch {
+			case f.Key == "effort" && f.Value.Type == gjson.String:
+				v = f.Value
+			case (f.Key == "enabled" || f.Key == "enable") && f.Value.Type == gjson.True:
+				thinks = true
+			case (f.Key == "enabled" || f.Key == "enable") && f.Value.Type == gjson.False, f.Key == "summary":
+			default:
+				return "", false, notRenderable("reasoning carries %.40q", f.Key)
+			}
+		}
+	}
+	if v.Type == gjson.Null {
+		return "", thinks, nil
+	}
+	if v.Type != gjson.String || !slices.Contains(sglangEfforts, v.Str) {
+		return "", false, notRenderable("reasoning_effort %.40s", v.Raw)
+	}
+	return string(jsonbody.AppendString(nil, v.Str)), thinks, nil
+}
+
+// texts are the texts that a rendered prompt is sure to have; what assistants have
+// said before, templates may leave out.
+func (c *sglangChat) texts() iter.Seq[string] {
+	return func(yield func(string) bool) {
+		for i := range c.messages {
+			m := &c.messages[i]
+			if m.role == "assistant" {
+				continue
+			}
+			if !yield(m.text) {
+				return
+			}
+			for j := range m.parts {
+				if !yield(m.parts[j].text) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// settle brings the messages into the form that the template sees, and returns the
+// text of the final one if the model is to continue it. A final answer that it is
+// not to continue becomes the user's.
+func (c *sglangChat) settle(wantsParts bool) (prefill string) {
+	for i := range c.messages {
+		c.messages[i].flatten(wantsParts)
+	}
+	at := len(c.messages) - 1
+	last := &c.messages[at]
+	switch {
+	case last.role != "assistant" || last.list:
+	case c.prefill:
+		prefill, c.messages = last.text, c.messages[:at]
+	default:
+		last.role, last.rest = "user", nil
+	}
+	return prefill
+}
+
+// flatten joins a list of texts where the template or the role wants one string.
+func (m *sglangMessage) flatten(wantsParts bool) {
+	isTool := func(p sglangPart) bool { return p.tool }
+	if !m.list || wantsParts && (m.role != "tool" || slices.ContainsFunc(m.parts, isTool)) {
+		return
+	}
+	var texts []string
+	for _, p := range m.parts {
+		if !p.tool {
+			texts = append(texts, p.text)
+		}
+	}
+	m.list, m.text, m.raw = false, strings.Join(texts, " "), ""
+}
+
+// appendContext appends the template's variables as a JSON object.
+func (c *sglangChat) appendContext(out []byte, special []jsonbody.Field) []byte {
+	size := 256
+	for text := range c.texts() {
+		size += len(text) + 64
+	}
+	out = slices.Grow(out, size+size/8)
+	out = append(out, `{"messages":[`...)
+	for i := range c.messages {
+		if i > 0 {
+			out = append(out, ',')
+		}
+		out = c.messages[i].appendTo(out)
+	}
+	out = append(out, `],"tools":`...)
+	if c.tools == "" {
+		out = append(out, "null"...)
+	} else {
+		out = append(out, c.tools...)
+	}
+	hasDocuments := false
+	for _, f := range jsonbody.MergeFields(special, c.vars) {
+		hasDocuments = hasDocuments || f.Key == "documents"
+		out = append(out, ',')
+		out = jsonbody.AppendString(out, f.Key)
+		out = append(out, ':')
+		out = append(out, f.Raw...)
+	}
+	if !hasDocuments {
+		out = append(out, `,"documents":null`...)
+	}
+	return append(out, `,"add_generation_prompt":true}`...)
+}
+
+func (m *sglangMessage) appendTo(out []byte) []byte {
+	out = append(out, `{"role":`...)
+	out = jsonbody.AppendString(out, m.role)
+	if !m.list {
+		out = append(out, `,"content":`...)
+		if m.raw != "" {
+			out = append(out, m.raw...)
+		} else {
+			out = jsonbody.AppendString(out, m.text)
+		}
+	}
+	for _, f := range m.rest {
+		out = append(out, ',')
+		out = jsonbody.AppendString(out, f.Key)
+		out = append(out, ':')
+		out = append(out, f.Raw...)
+	}
+	if m.list { // which comes last there
+		out = append(out, `,"content":[`...)
+		for i, p := range m.parts {
+			if i > 0 {
+				out = append(out, ',')
+			}
+			out = append(out, p.raw...)
+		}
+		out = append(out, ']')
+	}
+	return append(out, '}')
+}
+
+// partsLoop finds a loop over a message's content by the names under which SGLang
+// looks for it.
+var partsLoop = regexp.MustCompile(`\{%[-+]?\s*for\s+[\w,\s()]+\s+in\s+(?:message|msg|m)(?:\.content\b|\[\s*['"]content['"]\s*\])\s*(?:%\}|-%\}|\+%\}|\||\[|if\b|is\b|recursive\b)`)
+
+// sglangWantsParts tells whether SGLang hands the template content as a list of
+// parts.
+func sglangWantsParts(template string) bool {
+	for _, word := range []string{"image", "audio", "video", "vision"} {
+		if strings.Contains(template, word) {
+			return true
+		}
+	}
+	return partsLoop.MatchString(template)
+}
+
+// renderSGLang returns the text that SGLang's template makes of a chat, and the text
+// that it encodes behind it.
+func (m *Model) renderSGLang(chat *sglangChat) (text renderedChat, prefill string, err error) {
+	for _, why := range []string{m.files.cannotRender, m.options.CannotRender} {
+		if why != "" {
+			return text, "", notRenderable("%s", why)
+		}
+	}
+	if m.files.harmony {
+		return text, "", notRenderable("the engine renders gpt_oss with its own code")
+	}
+	if m.plain == nil {
+		return text, "", notRenderable("%s", m.noTemplate)
+	}
+	prefill = chat.settle(sglangWantsParts(m.plain.Text))
+	text, err = m.plain.renderBy(func(out []byte) ([]byte, error) { return chat.appendContext(out, m.files.Special), nil })
+	return text, prefill, err
+}
+
+// sglangChatTokens returns the prompt tokens of a chat request by SGLang's rules,
+// within bounds; its error may be errTooLong or errNoTurn.
+func (m *Model) sglangChatTokens(b bounds, body *jsonbody.Body) ([]uint32, error) {
+	chat, err := parseSGLangChat(body, m.options.DefaultKwargs)
+	if err != nil {
+		return nil, err
+	}
+	if chat.ids.Type != gjson.Null {
+		return readTokens(chat.ids, b.tokens)
+	}
+	if !b.fitsTexts(chat.texts()) {
+		return nil, errTooLong
+	}
+	text, prefill, err := m.renderSGLang(chat)
+	if err != nil {
+		return nil, err
+	}
+	defer text.Free()
+	tokens, err := m.encode(b, text.Text, false)
+	if err != nil || prefill == "" {
+		return tokens, err
+	}
+	more, err := m.encode(b, prefill, true)
+	if err != nil {
+		return nil, err
+	}
+	if bos := m.special("bos_token"); len(bos) == 1 && more[0] == bos[0] {
+		more = more[1:]
+	}
+	return append(slices.Clip(tokens), more...), nil
+}
+
+// special returns the tokens of a special token; none if the model has no such one.
+func (m *Model) special(name string) []uint32 {
+	for _, f := range m.files.Special {
+		if f.Key == name {
+			return m.Encode(gjson.Parse(f.Raw).Str, false)
+		}
+	}
+	return nil
+}
+
+// systemRule tells what SGLang does with system messages after others in the APIs
+// that it turns into chats: it renders one and looks whether it is shown.
+func (m *Model) systemRule() systemRule {
+	const sentinel = "late system"
+	if m.plain == nil {
+		return systemUnknown
+	}
+	text, err := m.plain.Render([]byte(`{"messages":[{"role":"system","content":"t"},{"role":"user","content":"t"},{"role":"system","content":"` + sentinel + `"},{"role":"user","content":"t"}],"add_generation_prompt":false}`))
+	if err != nil {
+		return systemInFront
+	}
+	defer text.Free()
+	if strings.Contains(text.Text, sentinel) {
+		return systemInline
+	}
+	return systemInFront
+}
+
+// sglangPromptTokens returns the tokens of each prompt in a list or value of texts
+// or token ids, by SGLang's rules: a text gets what the tokenizer puts around every
+// text.
+func (m *Model) sglangPromptTokens(b bounds, prompt gjson.Result) ([][]uint32, error) {
+	return m.severalTokens(b, prompt, func(b bounds, p gjson.Result) ([]uint32, error) {
+		return m.promptTokens(b, p, gjson.Result{}, true)
+	})
+}
+
+// sglangTokenize turns a chat request into one that SGLang's /tokenize answers with
+// the same prompt: a chat completion has no such fields as are left out.
+func sglangTokenize(body []byte) (request []byte, ok bool) {
+	parsed, ok := jsonbody.Parse(body)
+	if !ok {
+		return nil, false
+	}
+	var fields []jsonbody.Field
+	for _, f := range parsed.Top {
+		switch f.Key {
+		case "prompt", "add_generation_prompt", "add_special_tokens", "stream", "stream_options":
+			continue
+		}
+		fields = append(fields, jsonbody.Field{Key: f.Key, Raw: f.Value.Raw})
+	}
+	return jsonbody.AppendObject(nil, fields), true
+}
+
+// errUnlike marks a request that is no chat in another form as far as is known here.
+var errUnlike = errors.New("not a chat in another form")
+
+// SGLangChatOptions reads from SGLang's arguments those that change prompts. What
+// it cannot follow ends up in CannotRender, so that workers are asked instead.
+func SGLangChatOptions(args []string) (ChatOptions, error) {
+	var o ChatOptions
+	for i := 0; i < len(args); i++ {
+		name, value, inline := strings.Cut(args[i], "=")
+		name = strings.ReplaceAll(name, "_", "-")
+		switch name {
+		case "--chat-template", "--default-chat-template-kwargs", "--completion-template", "--hf-chat-template-name", "--tokenizer-path", "--tokenizer-mode", "--reasoning-parser":
+		default:
+			continue
+		}
+		if !inline {
+			if i++; i >= len(args) {
+				return o, fmt.Errorf("the engine's argument %s needs a value", name)
+			}
+			value = args[i]
+		}
+		switch name {
+		case "--default-chat-template-kwargs":
+			parsed := gjson.Parse(value)
+			if !json.Valid([]byte(value)) || !parsed.IsObject() {
+				return o, fmt.Errorf("the engine's argument %s needs a JSON object, not %q", name, value)
+			}
+			for _, f := range jsonbody.Members(parsed) {
+				o.DefaultKwargs = append(o.DefaultKwargs, jsonbody.Field{Key: f.Key, Raw: f.Value.Raw})
+			}
+		case "--chat-template":
+			o.setTemplate(value)
+			if !strings.HasSuffix(value, ".jinja") {
+				o.ChatTemplate, o.CannotRender = "", "the engine runs with --chat-template "+value
+			}
+			o.ChatTemplate = strings.ReplaceAll(strings.Trim(o.ChatTemplate, "\n"), `\n`, "\n")
+		case "--tokenizer-mode":
+			if value != "auto" {
+				o.CannotRender = "the engine runs with --tokenizer-mode " + value
+			}
+		case "--reasoning-parser": // changes nothing but what follows a continued message
+		default:
+			o.CannotRender = "the engine runs with " + name
+		}
+	}
+	return o, nil
+}

@@ -1,0 +1,529 @@
+package tokens
+
+import (
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/jsonbody"
+)
+
+// systemRule says what SGLang does with system messages that come after others, in
+// the APIs that it turns into chats.
+type systemRule int
+
+const (
+	systemUnknown systemRule = iota // the template is not known here
+	systemInline                    // they stay where they are
+	systemInFront                   // they are joined to the first
+)
+
+// turn is a message of a chat that is made of another API's request.
+type turn struct {
+	role   string
+	told   bool     // it has content
+	list   bool     // which is a list of parts
+	text   string   // of content that is no list
+	parts  []string // texts
+	calls  []string // tool calls, JSON
+	answer string   // of role tool: JSON of the id of the call that it answers
+}
+
+// unlike is an errUnlike that says why.
+func unlike(format string, args ...any) error {
+	return fmt.Errorf("%w: %s", errUnlike, fmt.Sprintf(format, args...))
+}
+
+// setParts gives the turn its content: one text as it is, several as a list.
+func (t *turn) setParts(parts []string) {
+	t.told, t.parts = true, parts
+	if t.list = len(parts) != 1; !t.list {
+		t.text, t.parts = parts[0], nil
+	}
+}
+
+func (t *turn) appendTo(out []byte) []byte {
+	out = append(out, `{"role":`...)
+	out = jsonbody.AppendString(out, t.role)
+	switch {
+	case t.told && t.list:
+		out = append(out, `,"content":[`...)
+		for i, text := range t.parts {
+			if i > 0 {
+				out = append(out, ',')
+			}
+			out = append(out, `{"type":"text","text":`...)
+			out = append(jsonbody.AppendString(out, text), '}')
+		}
+		out = append(out, ']')
+	case t.told:
+		out = append(out, `,"content":`...)
+		out = jsonbody.AppendString(out, t.text)
+	}
+	if t.answer != "" {
+		out = append(append(out, `,"tool_call_id":`...), t.answer...)
+	}
+	if len(t.calls) > 0 {
+		out = append(out, `,"tool_calls":[`...)
+		out = append(append(out, strings.Join(t.calls, ",")...), ']')
+	}
+	return append(out, '}')
+}
+
+// chatOf writes the chat request that the turns make, with further members.
+func chatOf(turns []turn, more []jsonbody.Field) (*jsonbody.Body, error) {
+	out := []byte(`[`)
+	for i := range turns {
+		if i > 0 {
+			out = append(out, ',')
+		}
+		out = turns[i].appendTo(out)
+	}
+	fields := append([]jsonbody.Field{{Key: "messages", Raw: string(append(out, ']'))}}, more...)
+	body, ok := jsonbody.Parse(jsonbody.AppendObject(nil, fields))
+	if !ok {
+		return nil, unlike("a chat of too many parts")
+	}
+	return body, nil
+}
+
+// toolCall writes a call of an assistant; arguments is a JSON object.
+func toolCall(id, name gjson.Result, arguments string) string {
+	function := jsonbody.AppendObject(nil, []jsonbody.Field{{Key: "name", Raw: jsonbody.RawOrNull(name)}, {Key: "arguments", Raw: arguments}})
+	return string(jsonbody.AppendObject(nil, []jsonbody.Field{{Key: "id", Raw: jsonbody.RawOrNull(id)}, {Key: "type", Raw: `"function"`}, {Key: "function", Raw: string(function)}}))
+}
+
+// sglangMessages turns a /v1/messages request into the chat that SGLang makes of it,
+// as far as it is text. The error is an errUnlike.
+func sglangMessages(body *jsonbody.Body, system systemRule) (*jsonbody.Body, error) {
+	for _, key := range []string{"thinking", "output_config"} {
+		if body.Get(key).Type != gjson.Null {
+			return nil, unlike("the request carries %q", key)
+		}
+	}
+	list, few := jsonbody.Elements(body.Get("messages"), maxMessages)
+	if !few || body.LoneSurrogate {
+		return nil, unlike("%d messages or more, or half of a surrogate pair", maxMessages)
+	}
+	front, err := anthropicSystem(body.Get("system"))
+	if err != nil {
+		return nil, err
+	}
+	var turns []turn
+	for _, m := range list {
+		fields := jsonbody.Members(m)
+		role, content := jsonbody.FieldOf(fields, "role").Str, jsonbody.FieldOf(fields, "content")
+		switch {
+		case role == "system" && system == systemUnknown:
+			return nil, unlike("a system message among the others")
+		case role == "system" && system == systemInFront:
+			text, err := anthropicLateSystem(content)
+			if err != nil {
+				return nil, err
+			}
+			if text != "" {
+				front = append(front, text)
+			}
+			continue
+		case role != "user" && role != "assistant" && role != "system":
+			return nil, unlike("the role %.40q", role)
+		}
+		if turns, err = anthropicTurns(turns, role, content); err != nil {
+			return nil, err
+		}
+	}
+	if len(front) > 0 {
+		turns = slices.Insert(turns, 0, turn{role: "system", told: true, text: strings.Join(front, "\n")})
+	}
+	more, err := anthropicTools(body)
+	if err != nil {
+		return nil, err
+	}
+	return chatOf(turns, append(more, modelOf(body)...))
+}
+
+// modelOf is the request's model, to be handed on.
+func modelOf(body *jsonbody.Body) []jsonbody.Field {
+	if model := body.Get("model"); model.Type == gjson.String {
+		return []jsonbody.Field{{Key: "model", Raw: model.Raw}}
+	}
+	return nil
+}
+
+// textBlocks returns the texts of a list of blocks, which must all be texts of one of
+// these types.
+func textBlocks(list gjson.Result, types ...string) (texts []string, err error) {
+	if !list.IsArray() {
+		return nil, unlike("%.40s is neither text nor a list", list.Raw)
+	}
+	jsonbody.EachElement(list.Raw, func(block gjson.Result) bool {
+		fields := jsonbody.Members(block)
+		kind, text := jsonbody.FieldOf(fields, "type").Str, jsonbody.FieldOf(fields, "text")
+		if !slices.Contains(types, kind) || text.Type != gjson.String {
+			err = unlike("a block of type %.40q", kind)
+			return false
+		}
+		texts = append(texts, text.Str)
+		return true
+	})
+	return texts, err
+}
+
+func anthropicSystem(system gjson.Result) ([]string, error) {
+	switch {
+	case system.Type == gjson.Null:
+		return nil, nil
+	case system.Type == gjson.String:
+		if strings.TrimFunc(system.Str, jsonbody.IsPythonSpace) == "" {
+			return nil, nil
+		}
+		return []string{system.Str}, nil
+	}
+	texts, err := textBlocks(system, "text")
+	return slices.DeleteFunc(texts, func(text string) bool { return text == "" }), err
+}
+
+func anthropicLateSystem(content gjson.Result) (string, error) {
+	texts := []string{content.Str}
+	var err error
+	if content.Type != gjson.String {
+		texts, err = textBlocks(content, "text")
+	}
+	for i := range texts {
+		texts[i] = strings.TrimFunc(texts[i], jsonbody.IsPythonSpace)
+	}
+	return strings.Join(slices.DeleteFunc(texts, func(text string) bool { return text == "" }), "\n"), err
+}
+
+// anthropicTurns appends the turns that one message makes: a tool's result is one of
+// its own.
+func anthropicTurns(turns []turn, role string, content gjson.Result) ([]turn, error) {
+	if content.Type == gjson.String {
+		return append(turns, turn{role: role, told: true, text: content.Str}), nil
+	}
+	blocks, few := jsonbody.Elements(content, maxListed)
+	if !content.IsArray() || !few {
+		return nil, unlike("content is neither text nor a list of at most %d", maxListed)
+	}
+	message := turn{role: role}
+	var parts []string
+	for _, block := range blocks {
+		fields := jsonbody.Members(block)
+		field := func(key string) gjson.Result { return jsonbody.FieldOf(fields, key) }
+		switch kind := field("type").Str; {
+		case kind == "text" && field("text").Type == gjson.String:
+			parts = append(parts, field("text").Str)
+		case kind == "tool_use" && role == "assistant" && field("id").Type == gjson.String && field("id").Str != "" && field("name").Type == gjson.String:
+			input := "{}"
+			if v := field("input"); v.IsObject() {
+				input = v.Raw
+			} else if v.Exists() {
+				return nil, unlike("a tool's input is not an object")
+			}
+			message.calls = append(message.calls, toolCall(field("id"), field("name"), input))
+		case kind == "tool_result" && role == "user" && field("tool_use_id").Type == gjson.String && field("tool_use_id").Str != "":
+			if len(parts) > 0 {
+				before := turn{role: role}
+				before.setParts(parts)
+				turns, parts = append(turns, before), nil
+			}
+			result, err := anthropicResult(field("content"))
+			if err != nil {
+				return nil, err
+			}
+			result.answer = field("tool_use_id").Raw
+			turns = append(turns, result)
+		default:
+			return nil, unlike("a block of type %.40q of role %s", kind, role)
+		}
+	}
+	switch {
+	case len(parts) > 0:
+		message.setParts(parts)
+	case len(message.calls) > 0:
+	case role == "user":
+		return turns, nil
+	default:
+		message.told = true
+	}
+	return append(turns, message), nil
+}
+
+func anthropicResult(content gjson.Result) (turn, error) {
+	result := turn{role: "tool", told: true}
+	if isText(content) {
+		result.text = content.Str
+		return result, nil
+	}
+	texts, err := textBlocks(content, "text")
+	if texts = slices.DeleteFunc(texts, func(text string) bool { return text == "" }); len(texts) > 0 {
+		result.setParts(texts)
+	}
+	return result, err
+}
+
+// anthropicTools returns the members tools and tool_choice of the chat.
+func anthropicTools(body *jsonbody.Body) ([]jsonbody.Field, error) {
+	list, few := jsonbody.Elements(body.Get("tools"), maxListed)
+	if !few || !isListOrNull(body.Get("tools")) {
+		return nil, unlike("tools is not a list of at most %d", maxListed)
+	}
+	var tools []string
+	for _, tool := range list {
+		fields := jsonbody.Members(tool)
+		field := func(key string) gjson.Result { return jsonbody.FieldOf(fields, key) }
+		kind, description, schema, strict := field("type"), field("description"), field("input_schema"), field("strict")
+		if kind.Type != gjson.Null && kind.Str != "custom" || field("name").Type != gjson.String || !isText(description) || !schema.IsObject() || strict.Exists() && (strict.Type == gjson.Null || !isBool(strict)) || !isBool(field("defer_loading")) {
+			return nil, unlike("a tool of type %.40s", kind.Raw)
+		}
+		parameters := fieldsOf(schema)
+		if !schema.Get("type").Exists() {
+			parameters = append(parameters, jsonbody.Field{Key: "type", Raw: `"object"`})
+		}
+		function := []jsonbody.Field{{Key: "name", Raw: field("name").Raw}, {Key: "description", Raw: string(jsonbody.AppendString(nil, description.Str))},
+			{Key: "parameters", Raw: string(jsonbody.AppendObject(nil, parameters))}, {Key: "strict", Raw: fmt.Sprint(strict.Bool())}}
+		tools = append(tools, functionTool(function, field("defer_loading")))
+	}
+	choice := body.Get("tool_choice")
+	chosen := `"auto"`
+	switch kind := choice.Get("type").Str; {
+	case choice.Type == gjson.Null || kind == "auto":
+	case kind == "none":
+		chosen = `"none"`
+	case kind == "any" && len(tools) > 0:
+	case kind == "tool" && len(tools) > 0 && choice.Get("name").Type == gjson.String:
+		chosen = `{"type":"function","function":{"name":` + choice.Get("name").Raw + `}}`
+	default:
+		return nil, unlike("tool_choice %.40s", choice.Raw)
+	}
+	return toolFields(tools, chosen), nil
+}
+
+func isListOrNull(v gjson.Result) bool { return v.Type == gjson.Null || v.IsArray() }
+
+// fieldsOf returns an object's members as they are.
+func fieldsOf(object gjson.Result) (fields []jsonbody.Field) {
+	for _, f := range jsonbody.Members(object) {
+		fields = append(fields, jsonbody.Field{Key: f.Key, Raw: f.Value.Raw})
+	}
+	return fields
+}
+
+func functionTool(function []jsonbody.Field, deferred gjson.Result) string {
+	tool := []jsonbody.Field{{Key: "type", Raw: `"function"`}, {Key: "function", Raw: string(jsonbody.AppendObject(nil, function))}}
+	if deferred.Type != gjson.Null {
+		tool = append(tool, jsonbody.Field{Key: "defer_loading", Raw: deferred.Raw})
+	}
+	return string(jsonbody.AppendObject(nil, tool))
+}
+
+func toolFields(tools []string, choice string) []jsonbody.Field {
+	if len(tools) == 0 {
+		return nil
+	}
+	return []jsonbody.Field{{Key: "tools", Raw: "[" + strings.Join(tools, ",") + "]"}, {Key: "tool_choice", Raw: choice}}
+}
+
+// sglangResponses turns a /v1/responses request into the chat that SGLang makes of
+// it, as far as it is text and stands in the request. The error is an errUnlike.
+func sglangResponses(body *jsonbody.Body, system systemRule) (*jsonbody.Body, error) {
+	instructions, input := body.Get("instructions"), body.Get("input")
+	switch {
+	case body.Get("previous_response_id").Type != gjson.Null:
+		return nil, unlike("the request goes on from an earlier response")
+	case body.LoneSurrogate, !isText(instructions):
+		return nil, unlike("half of a surrogate pair, or instructions that are no text")
+	}
+	var turns []turn
+	if instructions.Str != "" {
+		turns = append(turns, turn{role: "system", told: true, text: instructions.Str})
+	}
+	items, few := jsonbody.Elements(input, maxMessages)
+	switch {
+	case input.Type == gjson.String:
+		turns = append(turns, turn{role: "user", told: true, text: input.Str})
+	case !input.IsArray() || !few:
+		return nil, unlike("input is neither text nor a list of at most %d", maxMessages)
+	}
+	for _, item := range items {
+		next, err := responseItem(item)
+		if err != nil {
+			return nil, err
+		}
+		turns = joinTurns(turns, next)
+	}
+	turns, err := responseSystem(turns, system)
+	if err != nil {
+		return nil, err
+	}
+	more, err := responseTools(body)
+	if err != nil {
+		return nil, err
+	}
+	if r := body.Get("reasoning"); r.Type != gjson.Null {
+		effort := r.Get("effort")
+		if effort.Type != gjson.String {
+			return nil, unlike("reasoning %.40s", r.Raw)
+		}
+		more = append(more, jsonbody.Field{Key: "reasoning_effort", Raw: effort.Raw})
+	}
+	if kwargs := body.Get("chat_template_kwargs"); kwargs.Type != gjson.Null {
+		more = append(more, jsonbody.Field{Key: "chat_template_kwargs", Raw: kwargs.Raw})
+	}
+	return chatOf(turns, append(more, modelOf(body)...))
+}
+
+// responseItem reads one item of a response's input.
+func responseItem(item gjson.Result) (t turn, err error) {
+	fields := jsonbody.Members(item)
+	field := func(key string) gjson.Result { return jsonbody.FieldOf(fields, key) }
+	known := []string{"type", "id", "status", "role", "content"}
+	kind := field("type")
+	switch kind.Str {
+	case "function_call":
+		known = []string{"type", "id", "status", "call_id", "name", "arguments"}
+	case "function_call_output":
+		known = []string{"type", "id", "status", "call_id", "output"}
+	}
+	for _, f := range fields {
+		if !slices.Contains(known, f.Key) {
+			return t, unlike("an input item with %.40q", f.Key)
+		}
+	}
+	switch content, role := field("content"), field("role").Str; {
+	case !item.IsObject():
+		return t, unlike("an input item that is no object")
+	case kind.Str == "function_call":
+		id := field("call_id")
+		if id.Str == "" {
+			id = field("id")
+		}
+		if id.Type != gjson.String || field("name").Type != gjson.String {
+			return t, unlike("a call without an id or a name")
+		}
+		arguments := field("arguments")
+		raw := "{}"
+		if arguments.IsObject() {
+			raw = arguments.Raw
+		} else if text := arguments.Str; json.Valid([]byte(text)) && gjson.Parse(text).IsObject() {
+			if jsonbody.HasLoneSurrogate([]byte(text)) {
+				return t, unlike("half of a surrogate pair")
+			}
+			raw = gjson.Parse(text).Raw
+		}
+		return turn{role: "assistant", calls: []string{toolCall(id, field("name"), raw)}}, nil
+	case kind.Str == "function_call_output":
+		output := field("output")
+		if field("call_id").Type != gjson.String {
+			return t, unlike("the output of an unnamed call")
+		}
+		texts := []string{output.Str}
+		if output.Type != gjson.String {
+			texts, err = textBlocks(output, "input_text", "output_text", "text")
+		}
+		return turn{role: "tool", told: true, text: strings.Join(texts, ""), answer: field("call_id").Raw}, err
+	case kind.Exists() && kind.Str != "message":
+		return t, unlike("an input item of type %.40s", kind.Raw)
+	case role != "user" && role != "assistant" && role != "system":
+		return t, unlike("the role %.40q", role)
+	case content.Type == gjson.String:
+		return turn{role: role, told: true, text: content.Str}, nil
+	case content.Type == gjson.Null && role == "assistant":
+		return turn{role: role}, nil
+	default:
+		texts, err := textBlocks(content, "input_text", "output_text", "text")
+		return turn{role: role, told: true, list: true, parts: texts}, err
+	}
+}
+
+// joinTurns appends a turn; an assistant's own turns, one after the other, are one.
+func joinTurns(turns []turn, next turn) []turn {
+	if len(turns) == 0 || next.role != "assistant" || turns[len(turns)-1].role != "assistant" {
+		return append(turns, next)
+	}
+	before := &turns[len(turns)-1]
+	asParts := func(t *turn) []string {
+		if t.list || t.text == "" {
+			return t.parts
+		}
+		return []string{t.text}
+	}
+	switch empty := func(t *turn) bool { return !t.told || !t.list && t.text == "" }; {
+	case empty(&next):
+	case empty(before):
+		before.told, before.list, before.text, before.parts = true, next.list, next.text, next.parts
+	case !before.list && !next.list:
+		before.text += "\n\n" + next.text
+	default:
+		before.parts = slices.Concat(asParts(before), asParts(&next))
+		before.list = true
+	}
+	before.calls = append(before.calls, next.calls...)
+	return turns
+}
+
+// responseSystem brings system messages to the front where SGLang does.
+func responseSystem(turns []turn, rule systemRule) ([]turn, error) {
+	late := -1
+	for i := range turns {
+		if turns[i].role == "system" {
+			late = i
+		}
+	}
+	switch {
+	case late < 0 || rule == systemInline || late == 0 && !turns[0].list:
+		return turns, nil
+	case rule == systemUnknown:
+		return nil, unlike("a system message among the others")
+	}
+	var front []string
+	var others []turn
+	for _, t := range turns {
+		switch {
+		case t.role != "system":
+			others = append(others, t)
+		case t.list:
+			front = append(front, t.parts...)
+		default:
+			front = append(front, t.text)
+		}
+	}
+	if len(front) == 0 {
+		return others, nil
+	}
+	return append([]turn{{role: "system", told: true, text: strings.Join(front, "\n\n")}}, others...), nil
+}
+
+// responseTools returns the members tools and tool_choice of the chat.
+func responseTools(body *jsonbody.Body) ([]jsonbody.Field, error) {
+	list, few := jsonbody.Elements(body.Get("tools"), maxListed)
+	if !few || !isListOrNull(body.Get("tools")) {
+		return nil, unlike("tools is not a list of at most %d", maxListed)
+	}
+	var tools []string
+	for _, tool := range list {
+		fields := jsonbody.Members(tool)
+		field := func(key string) gjson.Result { return jsonbody.FieldOf(fields, key) }
+		parameters, strict := field("parameters"), field("strict")
+		// SGLang leaves such types as they are here, and changes them in chats.
+		if field("type").Str != "function" || field("name").Str == "" || !isText(field("description")) || !standardTypes(parameters, 0) ||
+			parameters.Type != gjson.Null && !parameters.IsObject() || strict.Exists() && (strict.Type == gjson.Null || !isBool(strict)) {
+			return nil, unlike("a tool of type %.40s", field("type").Raw)
+		}
+		tools = append(tools, functionTool([]jsonbody.Field{{Key: "name", Raw: field("name").Raw}, {Key: "description", Raw: jsonbody.RawOrNull(field("description"))},
+			{Key: "parameters", Raw: jsonbody.RawOrNull(parameters)}, {Key: "strict", Raw: fmt.Sprint(strict.Bool())}}, gjson.Result{}))
+	}
+	choice := body.Get("tool_choice")
+	switch {
+	case !choice.Exists(), choice.Str == "auto", choice.Str == "required":
+		return toolFields(tools, `"auto"`), nil
+	case choice.Str == "none":
+		return toolFields(tools, `"none"`), nil
+	case choice.Get("type").Str == "function" && choice.Get("name").Str != "":
+		return toolFields(tools, `{"type":"function","function":{"name":`+choice.Get("name").Raw+`}}`), nil
+	}
+	return nil, unlike("tool_choice %.40s", choice.Raw)
+}

@@ -1,0 +1,229 @@
+package tokens
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/base64"
+	"fmt"
+	"strings"
+
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/jsonbody"
+)
+
+// sglangFeatures is BodyFeatures for SGLang, which has two more: "answer last", a
+// final message of the assistant that it is not to continue, and "reasoning".
+func sglangFeatures(body *jsonbody.Body) []string {
+	features := BodyFeatures(body)
+	if list := body.Messages(); len(list) > 0 && !body.Get("continue_final_message").Bool() && jsonbody.FieldOf(list[len(list)-1].Fields, "role").Str == "assistant" {
+		features = append(features, "answer last")
+	}
+	for _, key := range []string{"reasoning", "reasoning_effort", "chat_template_kwargs"} {
+		if body.Get(key).Type != gjson.Null {
+			return append(features, "reasoning")
+		}
+	}
+	return features
+}
+
+// sglangPrompts returns the prompts in one member of a request to SGLang: a text,
+// token ids, or a list of either. The shape stands for its features too.
+func (t *Source) sglangPrompts(ctx context.Context, body *jsonbody.Body, key, shape string) []Prompt {
+	prompt := body.Get(key)
+	if body.LoneSurrogate || body.Get("suffix").Type != gjson.Null {
+		t.countReason(reasonNotRenderable)
+		return t.unknownPrompts(prompt, shape)
+	}
+	reason, ask := t.whyNot([]string{"completion"}), true
+	if reason == "" {
+		lists, err := t.model.sglangPromptTokens(t.model.bounds(ctx, t.timeout), prompt)
+		if err == nil {
+			t.local.Add(1)
+			return prompts(lists, SourceLocal, shape)
+		}
+		reason, ask = fallback(err)
+	}
+	t.countReason(reason)
+	if !ask {
+		return t.unknownPrompts(prompt, shape)
+	}
+	ctx, cancel := context.WithTimeout(ctx, t.timeout)
+	defer cancel()
+	// Of the request only the model and the prompt are handed on: SGLang has no
+	// setting of a completion that changes its tokens.
+	fields := append(modelOf(body), jsonbody.Field{Key: "prompt", Raw: jsonbody.RawOrNull(prompt)})
+	if lists, ok := t.tokenizePrompts(ctx, gjson.ParseBytes(jsonbody.AppendObject(nil, fields))); ok {
+		t.tokenized.Add(1)
+		return prompts(lists, SourceWorker, shape)
+	}
+	return t.unknownPrompts(prompt, shape)
+}
+
+// unknownFields are members of a /generate request with which its text or token ids
+// are not the whole prompt, or nothing of it is taken from the cache.
+var unknownFields = []string{"input_embeds", "image_data", "video_data", "audio_data", "mm_hashes", "mm_content_hashes", "session_params", "positional_embed_overrides"}
+
+// GenerateBody returns the prompts of a request to SGLang's own route /generate, at
+// least one: a text or a list of texts, which get what the tokenizer puts around
+// every text, or token ids or lists of them.
+func (t *Source) GenerateBody(ctx context.Context, body *jsonbody.Body) []Prompt {
+	const shape = "generate"
+	key := "text"
+	if body.Get(key).Type == gjson.Null {
+		key = "input_ids"
+	}
+	unknown := body.Get("text").Type != gjson.Null && body.Get("input_ids").Type != gjson.Null || wrongKind(key, body.Get(key))
+	for _, field := range unknownFields {
+		v := body.Get(field)
+		unknown = unknown || v.Type != gjson.Null && !isEmptyList(v)
+	}
+	if unknown {
+		t.countReason(reasonNotRenderable)
+		return t.unknownPrompts(body.Get(key), shape)
+	}
+	out := t.sglangPrompts(ctx, body, key, shape)
+	if body.Get("return_logprob").Bool() || body.Get("return_logprob").IsArray() {
+		computeFrom(out, logprobStart(body.Get("logprob_start_len")))
+	}
+	return out
+}
+
+// wrongKind tells that text is none, or token ids are texts.
+func wrongKind(key string, v gjson.Result) bool {
+	first := v
+	if v.IsArray() {
+		first = gjson.Result{}
+		jsonbody.EachElement(v.Raw, func(e gjson.Result) bool {
+			first = e
+			return false
+		})
+	}
+	if key == "text" {
+		return first.Type != gjson.String
+	}
+	return first.Type != gjson.Number && !first.IsArray() || !v.IsArray()
+}
+
+func isEmptyList(v gjson.Result) bool {
+	empty := v.IsArray()
+	if empty {
+		jsonbody.EachElement(v.Raw, func(gjson.Result) bool {
+			empty = false
+			return false
+		})
+	}
+	return empty
+}
+
+// logprobStart is from which of a prompt's tokens on the engine computes it, to tell
+// the tokens' own probabilities; negative: nothing is asked of the prompt. Of several
+// the first one counts for all.
+func logprobStart(v gjson.Result) int {
+	start := -1
+	take := func(n gjson.Result) {
+		if n.Type == gjson.Number && n.Num >= 0 && (start < 0 || n.Num < float64(start)) {
+			start = int(min(n.Num, maxModelLen))
+		}
+	}
+	take(v)
+	if v.IsArray() {
+		jsonbody.EachElement(v.Raw, func(n gjson.Result) bool {
+			take(n)
+			return true
+		})
+	}
+	return start
+}
+
+// computeFrom notes that the engine computes the tokens from start on anew; negative:
+// it does not.
+func computeFrom(list []Prompt, start int) {
+	for i := range list {
+		if start >= 0 {
+			list[i].Exact = min(list[i].Exact, start)
+		}
+	}
+}
+
+// sglangOther returns the prompt of a request of another API, as the chat that SGLang
+// makes of it. What is not known to be such a chat is unknown.
+func (t *Source) sglangOther(ctx context.Context, path string, body []byte) Prompt {
+	rule := systemUnknown
+	if t.whyNot([]string{"chat"}) == "" {
+		rule = t.model.lateSystem()
+	}
+	parsed, ok := jsonbody.Parse(body)
+	err := errUnlike
+	if ok {
+		switch path {
+		case "/v1/messages":
+			parsed, err = sglangMessages(parsed, rule)
+		case "/v1/responses":
+			parsed, err = sglangResponses(parsed, rule)
+		}
+	}
+	if err != nil || t.model != nil && t.model.files.harmony {
+		t.countReason(reasonOtherAPI)
+		t.log.Debug("a request of another API is not known as a chat", "route", path, "why", err)
+		return t.unknown(path)
+	}
+	p := t.ChatBody(ctx, parsed)
+	p.Shape = path + "+" + p.Shape
+	return p
+}
+
+// Samples returns how many answers a request asks for, for each of its prompts.
+func Samples(body *jsonbody.Body) int {
+	n := body.Get("n")
+	if params := body.Get("sampling_params"); params.IsObject() {
+		n = params.Get("n")
+	} else if params.IsArray() {
+		n = params.Get("0.n")
+	}
+	if n.Type != gjson.Number || !(n.Num > 1) {
+		return 1
+	}
+	return int(min(n.Num, 1<<20))
+}
+
+// KeepApart returns the body as it goes to the workers. With extra_key, SGLang keeps
+// a prompt apart in its cache, but tells its blocks as those of plain prompts. Such
+// a request gets a cache_salt of its own, made of both: that keeps it apart in the
+// same way, and its blocks are told with it. vLLM knows no extra_key.
+func (t *Source) KeepApart(route string, body *jsonbody.Body) *jsonbody.Body {
+	extra := body.Get("extra_key")
+	if body.Top == nil || extra.Type == gjson.Null || extra.Raw == `""` || !t.someSGLang.Load() || route == anthropicRoute {
+		return body
+	}
+	sum := sha256.New()
+	for _, part := range []string{"kvrouter extra_key", body.Get("cache_salt").String(), extra.String()} {
+		fmt.Fprintf(sum, "%d:%s", len(part), part)
+	}
+	return body.With("cache_salt", `"`+base64.RawURLEncoding.EncodeToString(sum.Sum(nil))+`"`)
+}
+
+// anthropicRoute is the one route of SGLang's that reads neither cache_salt nor
+// extra_key.
+const anthropicRoute = "/v1/messages"
+
+// Salt returns the cache salt that a worker will use for the request; empty: none.
+func (t *Source) Salt(route string, body *jsonbody.Body) string {
+	if route == anthropicRoute && t.SGLang() {
+		return ""
+	}
+	return body.Get("cache_salt").String()
+}
+
+// Adapter returns the LoRA adapter that a worker will use for the request. known is
+// the request's model, if a worker says that it is an adapter. SGLang takes adapters
+// as base:adapter and as lora_path too.
+func (t *Source) Adapter(body *jsonbody.Body, known string) string {
+	if !t.SGLang() || known != "" {
+		return known
+	}
+	if _, adapter, named := strings.Cut(body.Get("model").String(), ":"); named && adapter != "" {
+		return adapter
+	}
+	return body.Get("lora_path").String()
+}
