@@ -39,6 +39,8 @@ type Answer struct {
 	received time.Time
 	rank     *int // data-parallel rank; nil: there is only one
 	list     bool // several answers to /generate, though it may be one
+
+	promptIDs bool // the prompt's tokens come with those
 }
 
 // kind is the route that an answer belongs to.
@@ -75,6 +77,7 @@ type Choice struct {
 	Reason  string    // stop_reason, JSON; empty: null
 	Sent    int       // tokens that the handler has taken
 	ended   bool      // it has taken all
+	silent  bool      // its one token is not told
 	told    []uint64  // the blocks' hashes as events tell them, where that is not their name in the engine
 	first   time.Time // when the handler took the first token
 

@@ -97,7 +97,7 @@ func (w *Worker) accept(out http.ResponseWriter, in *http.Request, of kind) (bod
 		rank, problem = w.rankFor(in.Header.Get(web.HeaderRank))
 	}
 	if problem != nil {
-		if of == generateKind && problem.status == http.StatusBadRequest && body.Get("stream").Bool() {
+		if of == generateKind && problem.status == http.StatusBadRequest && problem.kind != badBody && body.Get("stream").Bool() {
 			writeStreamError(out, problem.sglangBody(of, true))
 		} else {
 			w.writeError(out, in, problem)
@@ -358,7 +358,7 @@ func (w *Worker) body(out http.ResponseWriter, in *http.Request) (body *jsonbody
 		return nil, false
 	}
 	if body, ok = jsonbody.Parse(raw); err != nil || !ok {
-		w.writeError(out, in, &refusal{http.StatusBadRequest, "Bad Request", "1 validation error: the body is not a JSON object", "body"})
+		w.writeError(out, in, &refusal{http.StatusBadRequest, badBody, "1 validation error: the body is not a JSON object", "body"})
 		return nil, false
 	}
 	return body, true

@@ -41,10 +41,13 @@ func badRequest(param, format string, args ...any) *refusal {
 	return &refusal{http.StatusBadRequest, "BadRequestError", fmt.Sprintf(format, args...), param}
 }
 
+// badBody is the type of the error about a body of the wrong form.
+const badBody = "Bad Request"
+
 // badField returns the problem of a field of the wrong type.
 func badField(name, want string, got gjson.Result) *refusal {
 	return &refusal{
-		http.StatusBadRequest, "Bad Request",
+		http.StatusBadRequest, badBody,
 		fmt.Sprintf("1 validation error:\n  {'loc': 'body.%s', 'msg': 'Input should be a valid %s', 'input': '%.100s'}", name, want, got.String()), "body." + name,
 	}
 }

@@ -27,6 +27,7 @@ func (problem *refusal) sglangBody(of kind, streamed bool) []byte {
 	}
 	whole := map[string]any{"object": "error", "message": problem.message, "type": name, "param": nil, "code": problem.status}
 	switch {
+	case problem.kind == badBody: // found before the route is reached
 	case of == generateKind && streamed:
 		return MustJSON(map[string]any{"error": map[string]any{"message": problem.message, "type": "invalid_request_error", "code": problem.status, "retryable": false}})
 	case of == generateKind && problem.status == http.StatusBadRequest:
@@ -135,13 +136,12 @@ func (a *Answer) wholeSGLang() []byte {
 			out = jsonbody.AppendString(append(out, `"text":`...), c.Text)
 		}
 		out = c.appendFinish(append(out, `,"logprobs":null`...), true)
-		if a.tokenIDs {
-			name := "token_ids"
-			if a.kind == chatKind {
-				name = "response_token_ids"
-			}
+		if made := c.tokens[c.prompt : c.prompt+c.Output]; a.tokenIDs && a.kind == chatKind {
 			out = a.appendIDs(append(out, `,"prompt_token_ids":`...), c.tokens[:c.prompt])
-			out = a.appendIDs(fmt.Appendf(out, `,%q:`, name), c.tokens[c.prompt:c.prompt+c.Output])
+			out = a.appendIDs(append(out, `,"response_token_ids":`...), made)
+		} else if a.tokenIDs {
+			out = a.appendIDs(append(out, `,"token_ids":`...), made)
+			out = a.appendIDs(append(out, `,"prompt_token_ids":`...), c.tokens[:c.prompt])
 		}
 		out = append(out, '}')
 	}
@@ -184,14 +184,24 @@ func appendSGLangUsage(out []byte, prompt, generated, cached int) []byte {
 
 // appendVersions appends which weights made a choice's tokens.
 func (c *Choice) appendVersions(out []byte) []byte {
-	return fmt.Appendf(out, `"weight_versions":[{"version":"default","start":0,"end":%d}]`, c.Output)
+	return fmt.Appendf(out, `"weight_versions":[{"version":"default","start":0,"end":%d}]`, c.shown(c.Output))
+}
+
+// shown is how many of that many tokens are told: none where none was asked for,
+// though the engine makes one.
+func (c *Choice) shown(tokens int) int {
+	if c.silent {
+		return 0
+	}
+	return tokens
 }
 
 // appendGenerated appends what /generate tells of a choice with that many tokens: the
 // whole text so far.
 func (a *Answer) appendGenerated(out []byte, c *Choice, now int) []byte {
+	shown := c.shown(now)
 	out = jsonbody.AppendString(append(out, `{"text":`...), c.Text[:c.known(now)])
-	out = tokens.AppendTokens(append(out, `,"output_ids":`...), c.tokens[c.prompt:c.prompt+now])
+	out = tokens.AppendTokens(append(out, `,"output_ids":`...), c.tokens[c.prompt:c.prompt+shown])
 	last := now == c.Output
 	out = append(jsonbody.AppendString(append(out, `,"meta_info":{"id":`...), c.id), `,"finish_reason":`...)
 	switch {
@@ -202,12 +212,12 @@ func (a *Answer) appendGenerated(out []byte, c *Choice, now int) []byte {
 	case c.Finish == "stop":
 		out = append(c.appendReason(append(out, `{"type":"stop","matched":`...)), '}')
 	default:
-		out = fmt.Appendf(out, `{"type":"length","length":%d}`, c.Output)
+		out = fmt.Appendf(out, `{"type":"length","length":%d}`, shown)
 	}
 	cached := c.cached.Load()
 	out = fmt.Appendf(out, `,"prompt_tokens":%d,"weight_version":"default","num_retractions":0,"storage_prefetch_wait":0.0,"storage_staging_wait":0.0,`, c.prompt)
 	out = fmt.Appendf(out, `"forward_entry_time":%s,"prefill_finished_time":%s,"queue_time":0.0,`, seconds(a.received), seconds(c.first))
-	out = fmt.Appendf(out, `"reasoning_tokens":0,"completion_tokens":%d,"cached_tokens":%d,`, now, cached)
+	out = fmt.Appendf(out, `"reasoning_tokens":0,"completion_tokens":%d,"cached_tokens":%d,`, shown, cached)
 	if last {
 		out = append(c.appendVersions(out), ',')
 	}
@@ -223,20 +233,35 @@ func (a *Answer) appendGenerated(out []byte, c *Choice, now int) []byte {
 	} else {
 		out = append(out, "null"...)
 	}
-	if last {
-		end := time.Now()
-		out = fmt.Appendf(out, `,"e2e_latency":%f,"request_received_ts":%s,"first_token_latency":%f,"api_server_dispatch_finish_ts":%s,"request_finished_ts":%s`,
-			end.Sub(a.received).Seconds(), seconds(a.received), c.first.Sub(a.received).Seconds(), seconds(a.received), seconds(end))
-		out = fmt.Appendf(out, `,"decode_throughput":%f`, float64(now)/max(1e-6, end.Sub(c.first).Seconds()))
+	out = append(a.appendTimes(out, c, now), '}')
+	if a.promptIDs {
+		out = tokens.AppendTokens(append(out, `,"prompt_token_ids":`...), c.tokens[:c.prompt])
 	}
-	if last || c.Sent == 0 {
-		out = fmt.Appendf(out, `,"response_sent_to_client_ts":%s`, seconds(time.Now()))
-	}
-	out = append(out, '}')
 	if a.stream && a.list {
 		out = fmt.Appendf(out, `,"index":%d`, c.index)
 	}
 	return append(out, '}')
+}
+
+// appendTimes appends when a choice of that many tokens came and how long it took:
+// at its end, and of a stream in part with its first token.
+func (a *Answer) appendTimes(out []byte, c *Choice, now int) []byte {
+	end, last := time.Now(), now == c.Output
+	if last {
+		out = fmt.Appendf(out, `,"e2e_latency":%f,"request_received_ts":%s,"first_token_latency":%f,"api_server_dispatch_finish_ts":%s`,
+			end.Sub(a.received).Seconds(), seconds(a.received), c.first.Sub(a.received).Seconds(), seconds(a.received))
+		if a.stream {
+			out = fmt.Appendf(out, `,"response_sent_to_client_ts":%s`, seconds(c.first))
+		}
+		out = fmt.Appendf(out, `,"request_finished_ts":%s`, seconds(end))
+		if now > 1 {
+			out = fmt.Appendf(out, `,"decode_throughput":%f`, float64(now)/max(1e-6, end.Sub(c.first).Seconds()))
+		}
+	}
+	if last != a.stream && (last || c.Sent == 0) {
+		out = fmt.Appendf(out, `,"response_sent_to_client_ts":%s`, seconds(end))
+	}
+	return out
 }
 
 // seconds is a time as Python tells it: seconds of the Unix epoch.

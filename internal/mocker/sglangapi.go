@@ -67,7 +67,7 @@ func (w *Worker) addSGLangRoutes(mux *http.ServeMux) {
 func jsonOnly(w *Worker, serve http.HandlerFunc) http.HandlerFunc {
 	return func(out http.ResponseWriter, in *http.Request) {
 		if media, _, _ := mime.ParseMediaType(in.Header.Get("Content-Type")); media != "application/json" {
-			w.writeError(out, in, &refusal{http.StatusBadRequest, "Bad Request", "Unsupported Media Type: Only 'application/json' is allowed", ""})
+			w.writeError(out, in, &refusal{http.StatusBadRequest, badBody, "Unsupported Media Type: Only 'application/json' is allowed", ""})
 			return
 		}
 		serve(out, in)
@@ -293,7 +293,7 @@ func (w *Worker) sglangTokenize(out http.ResponseWriter, in *http.Request) {
 	answer := map[string]any{"max_model_len": w.maxModelLen}
 	switch {
 	case IsNull(prompt) == IsNull(body.Get("messages")):
-		w.writeError(out, in, &refusal{http.StatusBadRequest, "Bad Request", "Exactly one of 'prompt' or 'messages' must be provided.", ""})
+		w.writeError(out, in, &refusal{http.StatusBadRequest, badBody, "Exactly one of 'prompt' or 'messages' must be provided.", ""})
 		return
 	case prompt.IsArray():
 		special := isFalse(body.Get("add_special_tokens")) && !IsNull(body.Get("add_special_tokens"))

@@ -50,6 +50,11 @@ func (w *Worker) prepareSGLang(body *jsonbody.Body, of kind) (*Answer, *refusal)
 	if n < 1 || n > maxChoices {
 		f.fail(invalid("n must be at least 1 and at most %d, got %d.", maxChoices, n))
 	}
+	f.body = body
+	f.names(of)
+	if of == chatKind && f.flag("stream") && f.flag("return_token_ids") {
+		f.fail(&refusal{http.StatusBadRequest, "BadRequest", "return_token_ids is not supported with streaming on /v1/chat/completions. Please set stream=false when using return_token_ids=true.", ""})
+	}
 	if f.problem != nil {
 		return nil, f.problem
 	}
@@ -63,7 +68,7 @@ func (w *Worker) prepareSGLang(body *jsonbody.Body, of kind) (*Answer, *refusal)
 	a := &Answer{
 		sglang: true, kind: of, model: cmp.Or(body.Get("model").String(), sglangModel), created: time.Now().Unix(), received: time.Now(),
 		blockSize: w.cfg.BlockSize, prompts: prompts, samples: n, More: make(chan struct{}, 1), list: n > 1 || isBatch(body),
-		stream: body.Get("stream").Bool(), tokenIDs: body.Get("return_token_ids").Bool(),
+		promptIDs: f.flag("return_prompt_token_ids"), stream: f.flag("stream"), tokenIDs: body.Get("return_token_ids").Bool(),
 		usage: body.Get("stream_options").Get("include_usage").Bool(), continuousUsage: body.Get("stream_options").Get("continuous_usage_stats").Bool(),
 	}
 	total := 0
@@ -80,15 +85,20 @@ func (w *Worker) prepareSGLang(body *jsonbody.Body, of kind) (*Answer, *refusal)
 			return nil, invalid("prompts and answers of all choices have more than the %d tokens that a simulated worker takes in one request; ask for fewer", maxTokens)
 		}
 		stops := stop
-		if w.prefillsFor(body) {
-			length, stops.After = 1, min(stops.After, 1)
-		}
 		if stops.After < 0 || stops.After > length {
 			return nil, invalid("min_new_tokens must be in [0, max_new_tokens(%d)], got %d.", length, stops.After)
 		}
+		silent := length == 0
+		if silent || w.prefillsFor(body) { // the engine makes at least one
+			length, stops.After = 1, min(stops.After, 1)
+		}
 		seed := xxh3.Hash(kv.TokenBytes(prompt))
 		for range n {
-			a.choices = append(a.choices, w.choose(a, own, prompt, length, stops, seed))
+			c := w.choose(a, own, prompt, length, stops, seed)
+			if c.silent = silent; silent {
+				c.Text = ""
+			}
+			a.choices = append(a.choices, c)
 			seed++
 		}
 	}
@@ -115,6 +125,29 @@ func (f *fields) generateFields() {
 	f.body = body
 }
 
+// names checks the fields that are texts, or lists of them.
+func (f *fields) names(of kind) {
+	for _, name := range []string{"rid", "cache_salt", "extra_key"} {
+		v := f.body.Get(name)
+		for _, one := range append(v.Array(), v) {
+			if !IsNull(one) && one.Type != gjson.String && !one.IsArray() || one.IsArray() && one.Raw != v.Raw {
+				f.fail(badField(name, "string", one))
+			}
+		}
+	}
+	if rid := f.body.Get("rid"); of == generateKind && rid.IsArray() && f.problem == nil {
+		prompts := 1
+		for _, name := range []string{"input_ids", "text"} {
+			if list := f.body.Get(name); isBatch(f.body) && list.IsArray() {
+				prompts = int(list.Get("#").Int())
+			}
+		}
+		if int(rid.Get("#").Int()) != prompts {
+			f.fail(invalid("The specified rids length mismatch with the batch_size for batch processing."))
+		}
+	}
+}
+
 // sglangLimit returns the most tokens of an answer; not named: nothing says it, and
 // the context alone bounds it.
 func (f *fields) sglangLimit(of kind) (limit int, named bool) {
@@ -123,7 +156,7 @@ func (f *fields) sglangLimit(of kind) (limit int, named bool) {
 		if limit = f.integer("max_new_tokens", generateMaxTokens); limit < 0 {
 			f.fail(invalid("max_new_tokens must be at least 0, got %d.", limit))
 		}
-		return max(1, limit), true // the engine gives at least one
+		return limit, true
 	case completionKind:
 		limit = f.integer("max_tokens", completionMaxTokens)
 	default:
@@ -137,7 +170,7 @@ func (f *fields) sglangLimit(of kind) (limit int, named bool) {
 		}
 	}
 	if limit < 1 {
-		f.fail(&refusal{http.StatusBadRequest, "Bad Request", "max_tokens must be positive", ""})
+		f.fail(&refusal{http.StatusBadRequest, badBody, "max_tokens must be positive", ""})
 	}
 	return limit, true
 }
@@ -182,6 +215,10 @@ func (w *Worker) sglangPrompts(body *jsonbody.Body, of kind) (prompts [][]uint32
 func (w *Worker) generatePrompts(body *jsonbody.Body) (prompts [][]uint32, problem *refusal) {
 	text, ids := body.Get("text"), body.Get("input_ids")
 	switch {
+	case !IsNull(text) && text.Type != gjson.String && !text.IsArray():
+		return nil, badField("text", "string", text)
+	case !IsNull(ids) && !ids.IsArray():
+		return nil, badField("input_ids", "list of integers", ids)
 	case text.Type == gjson.String:
 		prompts = [][]uint32{w.model.Encode(text.Str, true)}
 	case text.IsArray():
@@ -207,7 +244,7 @@ func (w *Worker) generatePrompts(body *jsonbody.Body) (prompts [][]uint32, probl
 		return nil, invalid("Either text, input_ids or input_embeds should be provided.")
 	}
 	for _, prompt := range prompts {
-		if len(prompt) == 0 {
+		if len(prompt) == 0 { // a real server's scheduler may die of it
 			return nil, invalid("input_ids cannot be empty.")
 		}
 	}
@@ -220,13 +257,7 @@ func (w *Worker) generatePrompts(body *jsonbody.Body) (prompts [][]uint32, probl
 // sglangOwner returns what keeps prompt i of a request apart. Any model's name is
 // taken; what follows a colon in it is an adapter's.
 func (w *Worker) sglangOwner(body *jsonbody.Body, of kind, i int) (own owner, problem *refusal) {
-	for name, into := range map[string]*string{"cache_salt": &own.salt, "extra_key": &own.extra} {
-		v := itemOf(body.Get(name), i)
-		if !IsNull(v) && v.Type != gjson.String {
-			return own, invalid("%s should be a string for a single request.", name)
-		}
-		*into = v.Str
-	}
+	own.salt, own.extra = itemOf(body.Get("cache_salt"), i).Str, itemOf(body.Get("extra_key"), i).Str
 	adapter := itemOf(body.Get("lora_path"), i).Str
 	if model := body.Get("model").String(); of != generateKind && model != w.cfg.ServedModelName {
 		if _, after, has := strings.Cut(strings.TrimPrefix(model, w.cfg.ServedModelName), ":"); has {
