@@ -21,7 +21,7 @@ import (
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/keys"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/native"
+	"kvrouter/internal/nativeapi"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/selection"
@@ -157,8 +157,8 @@ func (a *API) ready(c *gin.Context) {
 }
 
 // native are SGLang's own short routes.
-func (a *API) native() native.Routes {
-	return native.Routes{Router: a.router, Proxy: a.proxy, Admin: a.config.AllowEngineAdmin, Question: a.question, Fail: func(c *gin.Context, status int, message string) {
+func (a *API) native() nativeapi.Routes {
+	return nativeapi.Routes{Router: a.router, Proxy: a.proxy, Admin: a.config.AllowEngineAdmin, Question: a.question, Fail: func(c *gin.Context, status int, message string) {
 		a.fail(c, status, "", message)
 	}}
 }
@@ -259,7 +259,7 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 		r.exchange.Model = model
 	}
 	if r.kind == generatePrompt && a.native().Lacks() {
-		a.fail(c, http.StatusNotFound, "", native.ErrNone.Error())
+		a.fail(c, http.StatusNotFound, "", nativeapi.ErrNone.Error())
 		return false
 	}
 	if r.body.Get("vllm_xargs").Get("kv_cache_report_mode").Exists() {
@@ -553,7 +553,7 @@ func (a *API) admin(c *gin.Context) {
 	defer a.bodies.Done(body)
 	worst := http.StatusOK
 	answers := map[uint64]gin.H{}
-	a.proxy.AskAll(c.Request.Context(), native.Having(c.FullPath(), a.workers()), a.question(c, body), func(answer proxy.Answer) bool {
+	a.proxy.AskAll(c.Request.Context(), nativeapi.Having(c.FullPath(), a.workers()), a.question(c, body), func(answer proxy.Answer) bool {
 		if answer.Err != nil {
 			answer.Status, answer.Body = http.StatusBadGateway, web.ErrorJSON(http.StatusBadGateway, "server_error", "", "the worker did not answer")
 		}

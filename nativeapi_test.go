@@ -13,7 +13,7 @@ import (
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
-	"kvrouter/internal/native"
+	"kvrouter/internal/nativeapi"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/web"
@@ -142,7 +142,7 @@ func TestGenerateGoesToSGLangOnly(t *testing.T) {
 		t.Errorf("of completions %d went to vLLM, %d to SGLang", a, b)
 	}
 	h.router.Down(targets[1].Key)
-	if response, text := h.post(t, proxy.GenerateRoute, `{"text":"a"}`); response.StatusCode != http.StatusNotFound || !strings.Contains(text, native.ErrNone.Error()) {
+	if response, text := h.post(t, proxy.GenerateRoute, `{"text":"a"}`); response.StatusCode != http.StatusNotFound || !strings.Contains(text, nativeapi.ErrNone.Error()) {
 		t.Errorf("without SGLang: %s %s", response.Status, text)
 	}
 	h.router.Down(targets[0].Key)

@@ -1,6 +1,6 @@
-// Package native answers SGLang's own short routes, for the SGLang workers that are
+// Package nativeapi answers SGLang's own short routes, for the SGLang workers that are
 // up.
-package native
+package nativeapi
 
 import (
 	"context"
