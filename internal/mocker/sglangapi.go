@@ -307,6 +307,13 @@ func (w *Worker) sglangTokenize(out http.ResponseWriter, in *http.Request) {
 			lists, counts = append(lists, list), append(counts, len(list))
 		}
 		answer["tokens"], answer["count"] = lists, counts
+	case IsNull(prompt):
+		list, err := w.chatTokens(body)
+		if err != nil {
+			w.writeError(out, in, invalid("%v", err))
+			return
+		}
+		answer["tokens"], answer["count"] = list, len(list)
 	default:
 		text, err := w.model.Tokenize(body.Raw)
 		if err != nil {
