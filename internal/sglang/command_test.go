@@ -3,6 +3,7 @@ package sglang
 import (
 	"io/fs"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -316,5 +317,27 @@ func TestPluginFolderHoldsTheEntryPointsOfItsModules(t *testing.T) {
 	want := []string{"cpu/sgl_kernel.py", "kvrouter_idle.py", "kvrouter_loopback.py", "kvrouter_nixl.py", "kvrouter_sglang.dist-info/METADATA", "kvrouter_sglang.dist-info/entry_points.txt"}
 	if err != nil || !slices.Equal(files, want) {
 		t.Errorf("files %q, %v; want %q", files, err, want)
+	}
+}
+
+func TestStandInForKernelsHasEveryName(t *testing.T) {
+	const script = `
+import sgl_kernel, sgl_kernel.kvcacheio
+from sgl_kernel import copy_all_layer_kv_cache_cpu
+from sgl_kernel.kvcacheio import transfer_kv_direct
+assert not hasattr(sgl_kernel, "__wrapped__")
+assert sgl_kernel.assign_req_to_token_pool_cpu.__doc__
+for kernel in (copy_all_layer_kv_cache_cpu, transfer_kv_direct):
+    try:
+        kernel(1, a=2)
+    except NotImplementedError as error:
+        print(error)
+`
+	cmd := exec.Command("python3", "-B", "-c", script)
+	cmd.Env = append(os.Environ(), "PYTHONPATH="+filepath.Join("plugin", "cpu"))
+	out, err := cmd.CombinedOutput()
+	want := "sgl_kernel.copy_all_layer_kv_cache_cpu has no stand-in on a CPU\nsgl_kernel.kvcacheio.transfer_kv_direct has no stand-in on a CPU\n"
+	if string(out) != want || err != nil {
+		t.Errorf("%v\n%s", err, out)
 	}
 }
