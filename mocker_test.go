@@ -31,7 +31,7 @@ import (
 )
 
 func TestMockPredictionsAreExactOneByOne(t *testing.T) {
-	variants := [][]string{nil, {"--mock-array-events"}}
+	variants := [][]string{nil, {"--mock-array-events"}, {"--mock-api=sglang"}, {"--mock-api=sglang", "--block-size=16", "--mock-num-gpu-blocks=240"}}
 	if dir := filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct"); tokens.FileExists(dir, "tokenizer.json") {
 		variants = append(variants, []string{"--model=" + dir})
 	}
@@ -329,6 +329,7 @@ func TestMockSettingsAreChecked(t *testing.T) {
 	machine := testMachine(t)
 	for _, args := range [][]string{
 		{"--mock-error-rate=2"}, {"--mock-drop-events=-1"}, {"--mock-hang-worker=2=1s"}, {"--mock-slow-worker=0=0"},
+		{"--mock-api=sglang", "--mock-disagg-kind=nixl"}, {"--mock-api=sglang", "--mock-array-events"}, {"--mock-api=trt"},
 		{"--mock-prefill-ms=1,2"}, {"--mock-num-gpu-blocks=0"}, {"--speedup-ratio=-1"}, {"--mock-crash-every=-1s"},
 	} {
 		if _, _, err := parseConfig(append([]string{"--engine=mocker"}, args...), machine); err == nil {
@@ -421,6 +422,16 @@ func startMockPairs(t testing.TB, kind kv.Kind, prefills, decodes int, args ...s
 	}, args...)...)
 }
 
+// mockPair is a protocol between mock workers and whose servers they are.
+type mockPair struct {
+	kind kv.Kind
+	api  string
+}
+
+func (p mockPair) name() string { return p.kind.String() + " " + p.api }
+
+var mockPairs = []mockPair{{kv.KindNIXL, "vllm"}, {kv.KindSGLang, "vllm"}, {kv.KindSGLang, "sglang"}}
+
 // idle tells whether nothing is in flight: no booking, no request, block or room
 // of a worker.
 func (s *mockSite) idle() bool {
@@ -456,9 +467,9 @@ func TestMockPairsAnswerAsOneWorkerDoes(t *testing.T) {
 			}
 		}
 	})
-	for _, kind := range []kv.Kind{kv.KindNIXL, kv.KindSGLang} {
-		t.Run(kind.String(), func(t *testing.T) {
-			s := startMockPairs(t, kind, 2, 2)
+	for _, v := range mockPairs {
+		t.Run(v.name(), func(t *testing.T) {
+			s := startMockPairs(t, v.kind, 2, 2, "--mock-api="+v.api)
 			var jobs sync.WaitGroup
 			next := make(chan int)
 			for range 8 {
@@ -498,9 +509,13 @@ func TestMockPairsAnswerAsOneWorkerDoes(t *testing.T) {
 // its answer all the same: vLLM's decode workers compute prompts themselves,
 // SGLang's need another prefill worker.
 func TestMockPairsSurviveAPrefillWorker(t *testing.T) {
-	for kind, prefills := range map[kv.Kind]int{kv.KindNIXL: 1, kv.KindSGLang: 2} {
-		t.Run(kind.String(), func(t *testing.T) {
-			s := startMockPairs(t, kind, prefills, 2, "--speedup-ratio=3", "--restart-backoff-max=1s")
+	for _, v := range mockPairs {
+		prefills := 1
+		if v.kind == kv.KindSGLang {
+			prefills = 2
+		}
+		t.Run(v.name(), func(t *testing.T) {
+			s := startMockPairs(t, v.kind, prefills, 2, "--speedup-ratio=3", "--restart-backoff-max=1s", "--mock-api="+v.api)
 			const chats, rounds = 20, 2
 			for round := range rounds {
 				var jobs sync.WaitGroup

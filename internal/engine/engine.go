@@ -1,5 +1,5 @@
-// Package engine simulates one vLLM engine step by step: paged KV memory with
-// prefix caching, continuous batching, chunked prefill and preemption.
+// Package engine simulates one vLLM or SGLang engine step by step: paged KV memory
+// with prefix caching, continuous batching, chunked prefill and preemption.
 package engine
 
 import (
@@ -17,8 +17,19 @@ type Settings struct {
 	BlockSize        int // tokens a block
 	MaxSeqs          int // most requests in the batch
 	MaxBatchedTokens int // most tokens computed in one pass
+	Caching          Caching
 	Timing           Timing
 }
+
+// Caching says from when on later requests find a block.
+type Caching uint8
+
+// Kinds of Caching.
+const (
+	CacheFilled   Caching = iota // from the start of the pass that fills it: vLLM
+	CacheComputed                // a prompt's from the end of the pass that computes it, an answer's from the end of its request: SGLang
+	CacheNothing                 // never: SGLang's decode servers
+)
 
 // DefaultSettings returns the engine that Dynamo's mocker simulates: one H100-like
 // worker with 16,384 blocks of 64 tokens.
@@ -90,6 +101,7 @@ type Request struct {
 	Keep bool
 
 	Held     []uint32 // blocks, in the order of the tokens
+	uncached int      // tokens of the prompt that the cache did not have when it came
 	computed int      // tokens whose KV is in Held
 	step     int      // tokens that the running pass computes
 	admitted bool     // has been in the batch
@@ -120,8 +132,8 @@ type Event struct {
 // left of the prompt), then those of waiting ones, first come first served; the
 // first whose whole prompt does not fit into the free and the inactive blocks
 // blocks the others. A running request that finds no
-// block preempts the one admitted last, which starts over later. Full prompt
-// blocks are in the cache from the start of the pass that computes them.
+// block preempts the one admitted last, which starts over later. Full blocks are
+// in the cache as Settings.Caching says.
 type Engine struct {
 	Cfg     Settings
 	events  func(Event)
@@ -135,6 +147,7 @@ type Engine struct {
 	kept     []*Request     // ended ones that Keep their blocks
 
 	inPass  bool
+	prefill int        // prompt tokens that the pass computes
 	emitted []*Request // reused
 	removed []uint64   // reused
 }
@@ -159,8 +172,29 @@ func (e *Engine) Submit(r *Request) error {
 		return fmt.Errorf("simulated request of %d + %d tokens needs %d blocks of %d; the engine has %d",
 			r.Prompt, r.Output, need, e.Cfg.BlockSize, e.Cfg.Blocks)
 	}
+	if r.uncached = r.Prompt; e.Cfg.Caching == CacheComputed { // only SGLang tells it
+		cached, _ := e.found(r)
+		r.uncached -= cached * e.Cfg.BlockSize
+	}
 	e.waiting = append(e.waiting, r)
 	return nil
+}
+
+// found is how many of r's blocks the cache has, and how many of those no request
+// holds. The engine computes the last token itself.
+func (e *Engine) found(r *Request) (cached, inactive int) {
+	longest := min(len(r.Blocks), (r.Prompt+r.Generated-1)/e.Cfg.BlockSize)
+	for cached < longest {
+		b := e.Pool.Find(r.Blocks[cached].Engine)
+		if b == 0 {
+			break
+		}
+		if e.Pool.Refs(b) == 0 {
+			inactive++
+		}
+		cached++
+	}
+	return cached, inactive
 }
 
 // Abort removes a request from whichever queue it is in. A finished request with
@@ -168,6 +202,7 @@ func (e *Engine) Submit(r *Request) error {
 func (e *Engine) Abort(r *Request) {
 	for _, queue := range []*[]*Request{&e.waiting, &e.running, &e.fetching, &e.fetched, &e.kept} {
 		if takeOut(queue, r) {
+			e.cacheComputed(r, r.computed)
 			e.drop(r)
 			return
 		}
@@ -233,7 +268,7 @@ func (e *Engine) Begin() (d time.Duration, busy bool) {
 	if len(e.running) == 0 {
 		return 0, false
 	}
-	e.inPass = true
+	e.inPass, e.prefill = true, prefill
 	usage := float64(context) / float64(e.Cfg.Blocks*e.Cfg.BlockSize)
 	return e.Cfg.Timing.Pass(prefill, usage, decoding), true
 }
@@ -250,25 +285,43 @@ func (e *Engine) End() (emitted []*Request) {
 	stay := e.running[:0]
 	for _, r := range e.running {
 		r.computed += r.step
+		if r.step > 0 && !r.decoding {
+			e.cacheComputed(r, min(r.computed, r.Prompt))
+		}
 		if r.step > 0 && r.left() == 0 {
 			r.Generated++
 			r.decoding = true
 			e.emitted = append(e.emitted, r)
 		}
 		r.step = 0
-		switch {
-		case r.Generated < r.Output:
+		if r.Generated < r.Output {
 			stay = append(stay, r)
-		case r.Keep:
+			continue
+		}
+		e.cacheComputed(r, r.computed)
+		if r.Keep {
 			r.running = false
 			e.kept = append(e.kept, r)
-		default:
+		} else {
 			e.drop(r)
 		}
 	}
 	clear(e.running[len(stay):])
 	e.running = stay
 	return e.emitted
+}
+
+// Prefill returns how many prompt tokens the pass computes that began last.
+func (e *Engine) Prefill() int { return e.prefill }
+
+// Queued returns the tokens of the prompts that wait, and with CacheComputed those of
+// them that were not in the cache when the request came.
+func (e *Engine) Queued() (tokens, uncached int) {
+	for _, r := range e.waiting {
+		tokens += r.Prompt
+		uncached += r.uncached
+	}
+	return tokens, uncached
 }
 
 // Load returns how many requests are in the batch, how many wait, and which share of
@@ -282,7 +335,7 @@ func (e *Engine) Load() (running, waiting int, usage float64) {
 // those.
 func (e *Engine) Reset() {
 	e.Pool.Reset()
-	for _, queue := range [][]*Request{e.running, e.fetched} {
+	for _, queue := range [][]*Request{e.running, e.fetched, e.kept} {
 		for _, r := range queue {
 			r.unkeyed = true
 		}
@@ -308,21 +361,8 @@ func (e *Engine) admit(r *Request, budget int) bool {
 // holdCached takes for r the blocks that the cache has of it, if there are
 // enough for the others too.
 func (e *Engine) holdCached(r *Request) bool {
-	tokens := r.Prompt + r.Generated
-	// The engine computes the last token itself.
-	longest := min(len(r.Blocks), (tokens-1)/e.Cfg.BlockSize)
-	cached, inactive := 0, 0
-	for cached < longest {
-		b := e.Pool.Find(r.Blocks[cached].Engine)
-		if b == 0 {
-			break
-		}
-		if e.Pool.Refs(b) == 0 {
-			inactive++
-		}
-		cached++
-	}
-	if e.blocksFor(tokens+1)-cached > e.Pool.Available()-inactive {
+	cached, inactive := e.found(r)
+	if e.blocksFor(r.Prompt+r.Generated+1)-cached > e.Pool.Available()-inactive {
 		return false
 	}
 	if cap(r.Held) == 0 {
@@ -352,7 +392,7 @@ func (e *Engine) hold(r *Request, tokens int) bool {
 	}
 	e.removed = e.removed[:0]
 	keyed := min(len(r.Blocks), (r.Prompt+r.Generated)/e.Cfg.BlockSize)
-	if r.unkeyed {
+	if r.unkeyed || e.Cfg.Caching != CacheFilled {
 		keyed = 0
 	}
 	enough := true
@@ -410,9 +450,35 @@ func (e *Engine) tellStored(r *Request, first, end int) {
 // seal caches the block of r that the token about to be computed fills, if it is
 // one of the output's.
 func (e *Engine) seal(r *Request) {
+	if e.Cfg.Caching != CacheFilled {
+		return
+	}
 	i := (r.Prompt+r.Generated)/e.Cfg.BlockSize - 1
 	if (r.Prompt+r.Generated)%e.Cfg.BlockSize == 0 && i < len(r.Blocks) && !r.unkeyed && e.key(r, i) {
 		e.tellStored(r, i, i+1)
+	}
+}
+
+// cacheComputed caches the full blocks of r's first tokens, which are computed,
+// where that is when blocks come into the cache.
+func (e *Engine) cacheComputed(r *Request, tokens int) {
+	if e.Cfg.Caching == CacheComputed && !r.unkeyed {
+		e.keyFirst(r, tokens/e.Cfg.BlockSize)
+	}
+}
+
+// keyFirst caches the first blocks of r, which are full, and tells of those that
+// the cache did not have.
+func (e *Engine) keyFirst(r *Request, blocks int) {
+	blocks = min(len(r.Blocks), blocks)
+	for i := 0; i < blocks; i++ {
+		first := i
+		for i < blocks && e.key(r, i) {
+			i++
+		}
+		if i > first {
+			e.tellStored(r, first, i)
+		}
 	}
 }
 

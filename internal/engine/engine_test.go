@@ -97,6 +97,61 @@ func TestARepeatedPromptIsComputedOnceExceptItsLastToken(t *testing.T) {
 	}
 }
 
+func TestOnlyComputedBlocksAreFoundInSGLangsCache(t *testing.T) {
+	for caching, want := range map[Caching][3]int{CacheFilled: {0, 8, 12}, CacheComputed: {0, 0, 12}, CacheNothing: {0, 0, 0}} {
+		e := smallEngine(64, nil)
+		e.Cfg.Caching, e.Cfg.MaxBatchedTokens = caching, 64
+		var requests []*Request
+		submit := func(rest int) {
+			r := simRequest(4, []uint64{1, 2, 3}, rest, 1)
+			if err := e.Submit(r); err != nil {
+				t.Fatal(err)
+			}
+			requests = append(requests, r)
+		}
+		submit(0)
+		submit(0) // in the same pass
+		if _, uncached := e.Queued(); uncached != 24 {
+			t.Errorf("%d tokens are to be computed", uncached)
+		}
+		runPass(t, e)
+		submit(1)
+		if tokens, uncached := e.Queued(); tokens != 13 || caching == CacheComputed && uncached != 1 {
+			t.Errorf("%d tokens wait, %d are to be computed", tokens, uncached)
+		}
+		runPass(t, e)
+		for i, r := range requests {
+			if r.Cached != want[i] {
+				t.Errorf("caching %d, request %d: %d cached, want %d", caching, i, r.Cached, want[i])
+			}
+		}
+		if err := e.Check(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// TestAnAbortedRequestLeavesWhatItHasComputed: as in SGLang, its blocks are cached.
+func TestAnAbortedRequestLeavesWhatItHasComputed(t *testing.T) {
+	stored := 0
+	e := smallEngine(64, func(event Event) { stored += len(event.Blocks) })
+	e.Cfg.Caching = CacheComputed
+	r := simRequest(4, []uint64{1, 2, 3, 4, 5, 6}, 0, 9) // its answer's blocks are the last four
+	r.Prompt = 8
+	if err := e.Submit(r); err != nil {
+		t.Fatal(err)
+	}
+	for pass, want := range []int{2, 2, 2, 2, 2, 2} {
+		if runPass(t, e); stored != want {
+			t.Errorf("after pass %d: %d blocks, want %d", pass, stored, want)
+		}
+	}
+	e.Abort(r) // 8 and 5 tokens are computed
+	if stored != 3 {
+		t.Errorf("%d blocks are left, want 3", stored)
+	}
+}
+
 func TestTheEndOfAChainIsEvictedBeforeItsStart(t *testing.T) {
 	var removed []uint64
 	e := smallEngine(5, func(event Event) { removed = append(removed, event.Removed...) })
@@ -169,6 +224,7 @@ func TestEngineAlwaysFinishesAndItsEventsTellItsCache(t *testing.T) {
 				failed = fmt.Errorf("%d removed blocks had not been stored", unknown)
 			}
 		})
+		e.Cfg.Caching = rapid.SampledFrom([]Caching{CacheFilled, CacheComputed, CacheNothing}).Draw(t, "caching")
 		var coming []*Request // told of by the engine
 		e.Fetch = func(r *Request) { coming = append(coming, r) }
 		var open, kept []*Request

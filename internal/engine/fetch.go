@@ -35,14 +35,8 @@ func (e *Engine) Fetched(r *Request, came bool) {
 	}
 	r.unkeyed = false
 	r.computed, r.Cached, r.decoding = r.Prompt-1, r.Prompt, true
-	for i := 0; i < min(len(r.Blocks), r.Prompt/e.Cfg.BlockSize); i++ {
-		first := i
-		for i < min(len(r.Blocks), r.Prompt/e.Cfg.BlockSize) && e.key(r, i) {
-			i++
-		}
-		if i > first {
-			e.tellStored(r, first, i)
-		}
+	if e.Cfg.Caching != CacheNothing {
+		e.keyFirst(r, r.Prompt/e.Cfg.BlockSize)
 	}
 	e.fetched = append(e.fetched, r)
 }

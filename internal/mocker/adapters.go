@@ -93,7 +93,7 @@ func (w *Worker) changeAdapters(out http.ResponseWriter, in *http.Request, chang
 	says, problem := change(body, body.Get("lora_name").String())
 	w.Mu.Unlock()
 	if problem != nil {
-		writeError(out, problem)
+		w.writeError(out, in, problem)
 		return
 	}
 	fmt.Fprint(out, says)

@@ -2,6 +2,7 @@ package mocker
 
 import (
 	"cmp"
+	"encoding/json"
 	"fmt"
 	"net/http"
 	"slices"
@@ -9,6 +10,7 @@ import (
 	"strconv"
 	"strings"
 	"sync/atomic"
+	"time"
 
 	"kvrouter/internal/engine"
 	"kvrouter/internal/jsonbody"
@@ -17,38 +19,67 @@ import (
 
 // Answer is the answer to one request: some choices to each of its prompts.
 type Answer struct {
-	chat      bool
+	sglang    bool // it is written as SGLang's
+	kind      kind
 	id        string
 	model     string
-	adapter   Adapter
-	salt      string
 	created   int64 // unix seconds
 	blockSize int
 	prompts   [][]uint32
 	choices   []*Choice
+	samples   int           // choices of each prompt
 	More      chan struct{} // holds a token when some choice has grown
 
 	stream, usage, continuousUsage, tokenIDs bool // what the request asks for
 
 	begun    bool   // the first chunk has been made
 	transfer string // kv_transfer_params, JSON; empty: null
+
+	// What only SGLang's answers have.
+	received time.Time
+	rank     *int // data-parallel rank; nil: there is only one
+	list     bool // several answers to /generate, though it may be one
+
+	promptIDs bool // the prompt's tokens come with those
+}
+
+// kind is the route that an answer belongs to.
+type kind uint8
+
+const (
+	chatKind       kind = iota // /v1/chat/completions
+	completionKind             // /v1/completions
+	generateKind               // SGLang's /generate
+)
+
+// owner is what keeps blocks of equal tokens apart.
+type owner struct {
+	adapter Adapter
+	salt    string
+	extra   string // SGLang's extra_key, of which its events tell nothing
 }
 
 // Choice is one of an answer's texts, made up beforehand; one request to
 // the engine says when it comes. That belongs to the engine's goroutine.
 type Choice struct {
-	Answer  *Answer
+	Answer *Answer
+	owner
+	id      string // SGLang's rid
 	index   int
 	request *engine.Request
-	prompt  int      // tokens
-	Output  int      // tokens
-	tokens  []uint32 // of the prompt and of the output
-	Text    string   // as told in the end
-	Ends    []int    // where each token's text ends, before any stop
-	held    int      // bytes at the end that are not told before the end: they may begin a stop string
-	Finish  string   // finish_reason
-	Reason  string   // stop_reason, JSON; empty: null
-	Sent    int      // tokens that the handler has taken
+	prompt  int       // tokens
+	Output  int       // tokens
+	tokens  []uint32  // of the prompt and of the output
+	Text    string    // as told in the end
+	Ends    []int     // where each token's text ends, before any stop
+	held    int       // bytes at the end that are not told before the end: they may begin a stop string
+	Finish  string    // finish_reason
+	Reason  string    // stop_reason, JSON; empty: null
+	Sent    int       // tokens that the handler has taken
+	ended   bool      // it has taken all
+	silent  bool      // its one token is not told
+	told    []uint64  // the blocks' hashes as events tell them, where that is not their name in the engine
+	first   time.Time // when the handler took the first token
 
 	fetching chan struct{} // closed when the engine has blocks for a prompt computed elsewhere
 	blocks   []uint32      // those of a prompt that is kept for another worker; valid with the last token
@@ -56,6 +87,7 @@ type Choice struct {
 	cached    atomic.Int64 // prompt tokens that were not to be computed; valid with the first generated one
 	hits      atomic.Int64 // those of them that were in the cache
 	generated atomic.Int64
+	aborted   atomic.Bool // it ends with what it has: SGLang's /abort_request
 }
 
 // advance tells the answer's handler of the tokens so far.
@@ -73,19 +105,44 @@ func (c *Choice) advance(r *engine.Request) {
 // it appends their chunks. It returns how many choices have ended with them.
 func (a *Answer) take(chunks []byte) (_ []byte, ended int) {
 	for _, c := range a.choices {
-		now := int(c.generated.Load())
-		if now == c.Sent {
+		if c.ended {
 			continue
 		}
-		if a.stream {
+		now := int(c.generated.Load())
+		if c.aborted.Load() {
+			c.cut(now)
+		}
+		if now == c.Sent && now < c.Output {
+			continue
+		}
+		if c.first.IsZero() {
+			c.first = time.Now()
+		}
+		if a.stream && a.sglang {
+			chunks = a.appendSGLangChunk(chunks, c, now)
+		} else if a.stream {
 			chunks = a.appendChunk(chunks, c, now)
 		}
 		if c.Sent = now; now == c.Output {
+			c.ended = true
 			ended++
 		}
 	}
 	return chunks, ended
 }
+
+// cut ends a choice that is aborted, if it has not ended by itself.
+func (c *Choice) cut(now int) {
+	if now < c.Output {
+		c.Text = c.Text[:c.known(now)]
+		c.Output, c.Finish, c.Reason = now, finishAbort, ""
+	}
+}
+
+// finishAbort is the finish_reason of a choice that was aborted.
+const finishAbort = "abort"
+
+func (a *Answer) isChat() bool { return a.kind == chatKind }
 
 // Stop is what ends an answer before its length.
 type Stop struct {
@@ -152,7 +209,7 @@ func (c *Choice) known(tokens int) int {
 // those sent to below now. As in vLLM the tokens of several steps make one chunk
 // where the client is behind.
 func (a *Answer) appendChunk(out []byte, c *Choice, now int) []byte {
-	if a.chat && !a.begun {
+	if a.isChat() && !a.begun {
 		for i := range a.choices {
 			out = a.head(out)
 			out = fmt.Appendf(out, `"choices":[{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]`, i)
@@ -164,7 +221,7 @@ func (a *Answer) appendChunk(out []byte, c *Choice, now int) []byte {
 	a.begun = true
 	out = a.head(out)
 	out = fmt.Appendf(out, `"choices":[{"index":%d,`, c.index)
-	if a.chat {
+	if a.isChat() {
 		out = append(jsonbody.AppendString(append(out, `"delta":{"content":`...), c.Part(now)), '}')
 	} else {
 		out = jsonbody.AppendString(append(out, `"text":`...), c.Part(now))
@@ -176,7 +233,7 @@ func (a *Answer) appendChunk(out []byte, c *Choice, now int) []byte {
 	} else {
 		out = append(out, "null"...)
 	}
-	if last || !a.chat {
+	if last || !a.isChat() {
 		out = append(out, `,"stop_reason":`...)
 		if last {
 			out = c.appendReason(out)
@@ -184,7 +241,7 @@ func (a *Answer) appendChunk(out []byte, c *Choice, now int) []byte {
 			out = append(out, "null"...)
 		}
 	}
-	if !a.chat {
+	if !a.isChat() {
 		out = append(out, `,"prompt_token_ids":`...)
 		if c.Sent == 0 {
 			out = a.appendIDs(out, c.tokens[:c.prompt])
@@ -203,6 +260,9 @@ func (a *Answer) appendChunk(out []byte, c *Choice, now int) []byte {
 
 // appendEnd appends the events that follow after the last choice's last.
 func (a *Answer) appendEnd(out []byte) []byte {
+	if a.sglang {
+		return a.appendSGLangEnd(out)
+	}
 	if a.usage {
 		out = a.head(out)
 		out = append(out, `"choices":[],"usage":`...)
@@ -215,7 +275,7 @@ func (a *Answer) appendEnd(out []byte) []byte {
 // head opens an event with the fields that all have.
 func (a *Answer) head(out []byte) []byte {
 	kind := "chat.completion.chunk"
-	if !a.chat {
+	if !a.isChat() {
 		kind = "text_completion"
 	}
 	return fmt.Appendf(out, `data: {"id":%s,"object":%q,"created":%d,"model":%s,`, jsonbody.AppendString(nil, a.id), kind, a.created, jsonbody.AppendString(nil, a.model))
@@ -242,7 +302,7 @@ func (a *Answer) stepUsage(out []byte, c *Choice, generated int) []byte {
 		return out
 	}
 	out = fmt.Appendf(out, `,"usage":{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d`, c.prompt, c.prompt+generated, generated)
-	if a.chat {
+	if a.isChat() {
 		out = append(out, `,"completion_tokens_details":null`...)
 	}
 	return append(out, '}')
@@ -262,7 +322,7 @@ func (a *Answer) appendUsage(out []byte, of *Choice, nulls bool) []byte {
 	cached := int(of.cached.Load())
 	out = fmt.Appendf(out, `{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d`,
 		prompt, prompt+generated, generated, cached)
-	if a.chat { // a completion does not tell it
+	if a.isChat() { // a completion does not tell it
 		out = fmt.Appendf(out, `,"created_cache_tokens":%d`, max(0, of.prompt/a.blockSize*a.blockSize-cached))
 	} else if nulls {
 		out = append(out, `,"created_cache_tokens":null`...)
@@ -275,8 +335,11 @@ func (a *Answer) appendUsage(out []byte, of *Choice, nulls bool) []byte {
 
 // whole returns the answer that is not streamed.
 func (a *Answer) whole() []byte {
+	if a.sglang {
+		return a.wholeSGLang()
+	}
 	kind := "chat.completion"
-	if !a.chat {
+	if !a.isChat() {
 		kind = "text_completion"
 	}
 	out := fmt.Appendf(nil, `{"id":%s,"object":%q,"created":%d,"model":%s,"choices":[`, jsonbody.AppendString(nil, a.id), kind, a.created, jsonbody.AppendString(nil, a.model))
@@ -285,7 +348,7 @@ func (a *Answer) whole() []byte {
 			out = append(out, ',')
 		}
 		out = fmt.Appendf(out, `{"index":%d,`, i)
-		if a.chat {
+		if a.isChat() {
 			out = jsonbody.AppendString(append(out, `"message":{"role":"assistant","content":`...), c.Text)
 			out = append(out, `,"refusal":null,"annotations":null,"audio":null,"function_call":null,"reasoning":null}`...)
 		} else {
@@ -293,7 +356,7 @@ func (a *Answer) whole() []byte {
 		}
 		out = c.appendReason(fmt.Appendf(out, `,"logprobs":null,"finish_reason":%q,"stop_reason":`, c.Finish))
 		out = a.appendIDs(append(out, `,"token_ids":`...), c.tokens[c.prompt:])
-		if !a.chat {
+		if !a.isChat() {
 			out = a.appendIDs(append(out, `,"prompt_logprobs":null,"prompt_token_ids":`...), c.tokens[:c.prompt])
 		}
 		out = append(out, `,"routed_experts":null}`...)
@@ -301,7 +364,7 @@ func (a *Answer) whole() []byte {
 	last := a.choices[len(a.choices)-1]
 	out = append(out, `],"service_tier":null,"system_fingerprint":"`+fingerprint+`","usage":`...)
 	out = a.appendUsage(out, last, true)
-	if a.chat {
+	if a.isChat() {
 		out = a.appendIDs(append(out, `,"prompt_logprobs":null,"prompt_token_ids":`...), last.tokens[:last.prompt])
 		out = append(out, `,"prompt_text":null`...)
 	}
@@ -312,10 +375,19 @@ func (a *Answer) whole() []byte {
 // fail answers with an error that comes once the request is with the engine: a
 // stream has begun by then.
 func (a *Answer) fail(out http.ResponseWriter, problem *refusal) {
-	if !a.stream {
-		writeError(out, problem)
-		return
+	body := problem.body()
+	if a.sglang {
+		body = problem.sglangBody(a.kind, a.stream)
 	}
+	if a.stream {
+		writeStreamError(out, body)
+	} else {
+		answerJSON(out, problem.status, json.RawMessage(body))
+	}
+}
+
+// writeStreamError answers with a stream of but an error.
+func writeStreamError(out http.ResponseWriter, body []byte) {
 	out.Header().Set("Content-Type", "text/event-stream; charset=utf-8")
-	_, _ = fmt.Fprintf(out, "data: %s\n\ndata: [DONE]\n\n", problem.body())
+	_, _ = fmt.Fprintf(out, "data: %s\n\ndata: [DONE]\n\n", body)
 }

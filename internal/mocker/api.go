@@ -17,7 +17,7 @@ import (
 	"kvrouter/internal/engine"
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/vllm"
+	"kvrouter/internal/process"
 	"kvrouter/internal/web"
 	"kvrouter/internal/zmq"
 )
@@ -25,7 +25,7 @@ import (
 const (
 	// bodyLimit bounds a request's body, bytes.
 	bodyLimit = 64 << 20
-	// Version is the vLLM whose answers the mock workers imitate.
+	// Version is the vLLM whose answers the mock workers imitate by default.
 	Version = "0.32.0+mock"
 	// fingerprint is the system_fingerprint that ends every answer.
 	fingerprint = "vllm-" + Version
@@ -33,26 +33,12 @@ const (
 
 func (w *Worker) routes() http.Handler {
 	mux := http.NewServeMux()
-	mux.HandleFunc("GET /health", func(http.ResponseWriter, *http.Request) {})
-	mux.HandleFunc("GET /version", func(out http.ResponseWriter, _ *http.Request) {
-		answerJSON(out, http.StatusOK, map[string]any{"version": Version})
-	})
-	mux.HandleFunc("GET /v1/models", w.models)
-	mux.HandleFunc("GET /load", w.serverLoad)
-	mux.HandleFunc("GET /metrics", w.metrics)
-	mux.HandleFunc("GET /kv_event_sources", w.eventSources)
-	mux.HandleFunc("POST /reset_prefix_cache", w.reset)
-	mux.HandleFunc("POST /v1/load_lora_adapter", w.loadAdapter)
-	mux.HandleFunc("POST /v1/unload_lora_adapter", w.unloadAdapter)
 	mux.HandleFunc("GET "+transferPath, w.joinRoom)
-	mux.HandleFunc("GET /server_info", w.serverInfo)
-	mux.HandleFunc("POST /abort_request", w.abortRequest)
-	mux.HandleFunc("POST /tokenize", w.tokenizer(w.model.Tokenize))
-	mux.HandleFunc("POST /detokenize", w.tokenizer(w.model.Detokenize))
-	mux.HandleFunc("POST /v1/chat/completions", func(out http.ResponseWriter, in *http.Request) { w.infer(out, in, true) })
-	mux.HandleFunc("POST /v1/completions", func(out http.ResponseWriter, in *http.Request) { w.infer(out, in, false) })
-	mux.HandleFunc("POST /v1/chat/completions/render", func(out http.ResponseWriter, in *http.Request) { w.render(out, in, true) })
-	mux.HandleFunc("POST /v1/completions/render", func(out http.ResponseWriter, in *http.Request) { w.render(out, in, false) })
+	if w.sglang() {
+		w.addSGLangRoutes(mux)
+	} else {
+		w.addVLLMRoutes(mux)
+	}
 	return http.HandlerFunc(func(out http.ResponseWriter, in *http.Request) {
 		if !w.handlers.enter() {
 			panic(http.ErrAbortHandler)
@@ -70,9 +56,31 @@ func (w *Worker) routes() http.Handler {
 	})
 }
 
-// accept reads and checks a chat or a completion, prepares its answer and finds
+func (w *Worker) addVLLMRoutes(mux *http.ServeMux) {
+	mux.HandleFunc("GET /health", func(http.ResponseWriter, *http.Request) {})
+	mux.HandleFunc("GET /version", func(out http.ResponseWriter, _ *http.Request) {
+		answerJSON(out, http.StatusOK, map[string]any{"version": Version})
+	})
+	mux.HandleFunc("GET /v1/models", w.models)
+	mux.HandleFunc("GET /load", w.serverLoad)
+	mux.HandleFunc("GET /metrics", w.metrics)
+	mux.HandleFunc("GET /kv_event_sources", w.eventSources)
+	mux.HandleFunc("POST /reset_prefix_cache", w.reset)
+	mux.HandleFunc("POST /v1/load_lora_adapter", w.loadAdapter)
+	mux.HandleFunc("POST /v1/unload_lora_adapter", w.unloadAdapter)
+	mux.HandleFunc("GET /server_info", w.pairInfo)
+	mux.HandleFunc("POST /abort_request", w.abortRequest)
+	mux.HandleFunc("POST /tokenize", w.tokenizer(w.model.Tokenize))
+	mux.HandleFunc("POST /detokenize", w.tokenizer(w.model.Detokenize))
+	mux.HandleFunc("POST /v1/chat/completions", func(out http.ResponseWriter, in *http.Request) { w.infer(out, in, chatKind) })
+	mux.HandleFunc("POST /v1/completions", func(out http.ResponseWriter, in *http.Request) { w.infer(out, in, completionKind) })
+	mux.HandleFunc("POST /v1/chat/completions/render", func(out http.ResponseWriter, in *http.Request) { w.render(out, in, true) })
+	mux.HandleFunc("POST /v1/completions/render", func(out http.ResponseWriter, in *http.Request) { w.render(out, in, false) })
+}
+
+// accept reads and checks a request for tokens, prepares its answer and finds
 // the rank that computes it; not ok: the request has been answered.
-func (w *Worker) accept(out http.ResponseWriter, in *http.Request, chat bool) (body *jsonbody.Body, answer *Answer, rank *Rank, ok bool) {
+func (w *Worker) accept(out http.ResponseWriter, in *http.Request, of kind) (body *jsonbody.Body, answer *Answer, rank *Rank, ok bool) {
 	if body, ok = w.body(out, in); !ok {
 		return nil, nil, nil, false
 	}
@@ -81,20 +89,32 @@ func (w *Worker) accept(out http.ResponseWriter, in *http.Request, chat bool) (b
 		problem = &refusal{status, "InternalServerError", "error asked for by a test", ""}
 	} else if w.chance(w.cfg.MockErrorRate) {
 		problem = &refusal{http.StatusInternalServerError, "InternalServerError", "error asked for by --mock-error-rate", ""}
-	} else if answer, problem = w.prepare(body, chat); problem == nil {
+	} else if w.sglang() {
+		if answer, problem = w.prepareSGLang(body, of); problem == nil {
+			rank, problem = w.sglangRank(in, body, of)
+		}
+	} else if answer, problem = w.prepare(body, of); problem == nil {
 		rank, problem = w.rankFor(in.Header.Get(web.HeaderRank))
 	}
 	if problem != nil {
-		writeError(out, problem)
+		if of == generateKind && problem.status == http.StatusBadRequest && problem.kind != badBody && body.Get("stream").Bool() {
+			writeStreamError(out, problem.sglangBody(of, true))
+		} else {
+			w.writeError(out, in, problem)
+		}
 		return nil, nil, nil, false
 	}
-	answer.id = requestID(in, chat)
+	if w.sglang() {
+		answer.identify(body, rank)
+	} else {
+		answer.id = requestID(in, of == chatKind)
+	}
 	return body, answer, rank, true
 }
 
-// infer serves a chat or a completion.
-func (w *Worker) infer(out http.ResponseWriter, in *http.Request, chat bool) {
-	body, answer, rank, ok := w.accept(out, in, chat)
+// infer serves a request for tokens.
+func (w *Worker) infer(out http.ResponseWriter, in *http.Request, of kind) {
+	body, answer, rank, ok := w.accept(out, in, of)
 	if !ok {
 		return
 	}
@@ -102,20 +122,37 @@ func (w *Worker) infer(out http.ResponseWriter, in *http.Request, chat bool) {
 	var fetching sync.WaitGroup
 	defer fetching.Wait()
 	defer cancel()
-	if rid := body.Get("rid").Str; rid != "" {
-		defer w.named(rid, cancel)()
+	pairing, unpair := context.WithCancel(ctx) // what waits for the other leg ends with it
+	defer unpair()
+	if w.sglang() {
+		defer w.named(answer.abortable(unpair)...)()
+	} else if rid := body.Get("rid").Str; rid != "" {
+		defer w.named(&inference{rid, cancel})()
 	}
-	transfer := w.transfer(body, answer)
-	defer func() { transfer.close(rank) }()
-	if problem := transfer.ready(ctx); problem != nil {
-		writeError(out, problem)
+	if w.sglang() && w.part.Role == kv.RoleDecode && answer.samples > 1 { // as the real one: it never answers
+		select {
+		case <-ctx.Done():
+			return
+		case <-w.ctx.Done():
+			panic(http.ErrAbortHandler)
+		}
+	}
+	legs := w.transfers(body, answer)
+	defer legs.close(rank)
+	if problem := legs.ready(pairing); problem != nil && !answer.stopped() {
+		answer.refuse(out, problem)
+		return
+	}
+	if !w.warm(ctx, rank, answer) {
 		return
 	}
 	refused := rank.submit(answer)
 	defer rank.leave(answer)
-	failed := make(chan *refusal, 1)
-	if transfer != nil && transfer.source != "" {
-		fetching.Go(func() { transfer.fetch(ctx, rank, failed) })
+	failed := make(chan *refusal, len(legs))
+	for _, t := range legs {
+		if t.source != "" {
+			fetching.Go(func() { t.fetch(ctx, rank, failed) })
+		}
 	}
 	flush := http.NewResponseController(out)
 	var chunk []byte
@@ -123,14 +160,14 @@ func (w *Worker) infer(out http.ResponseWriter, in *http.Request, chat bool) {
 		select {
 		case <-answer.More:
 		case err := <-refused:
-			writeError(out, badRequest("", "%v", err))
+			answer.refuse(out, badRequest("", "%v", err))
 			return
 		case problem := <-failed:
 			answer.fail(out, problem)
 			return
 		case <-ctx.Done():
 			if in.Context().Err() == nil {
-				writeError(out, &refusal{http.StatusInternalServerError, "InternalServerError", "the request was aborted", ""})
+				answer.refuse(out, &refusal{http.StatusInternalServerError, "InternalServerError", "the request was aborted", ""})
 			}
 			return
 		case <-w.ctx.Done():
@@ -138,13 +175,13 @@ func (w *Worker) infer(out http.ResponseWriter, in *http.Request, chat bool) {
 		}
 		var ended int
 		chunk, ended = answer.take(chunk[:0])
-		if left -= ended; left == 0 {
-			if problem := transfer.computed(ctx, rank); problem != nil {
-				writeError(out, problem)
+		if left -= ended; left == 0 && !answer.stopped() {
+			if problem := legs.computed(pairing, rank); problem != nil && !answer.stopped() {
+				answer.refuse(out, problem)
 				return
 			}
 		}
-		if !answer.stream || len(chunk) == 0 {
+		if !answer.stream || len(chunk) == 0 && left > 0 {
 			continue
 		}
 		if left == 0 {
@@ -186,7 +223,7 @@ func (w *Worker) render(out http.ResponseWriter, in *http.Request, chat bool) {
 		prompts, problem = w.prompts(body, chat)
 	}
 	if problem != nil {
-		writeError(out, problem)
+		w.writeError(out, in, problem)
 		return
 	}
 	var list []any
@@ -211,12 +248,12 @@ func (w *Worker) tokenizer(serve func([]byte) ([]byte, error)) http.HandlerFunc 
 			return
 		}
 		if _, problem := w.served(body.Get("model").String()); problem != nil {
-			writeError(out, problem)
+			w.writeError(out, in, problem)
 			return
 		}
 		answer, err := serve(body.Raw)
 		if err != nil {
-			writeError(out, badRequest("", "%v", err))
+			w.writeError(out, in, badRequest("", "%v", err))
 			return
 		}
 		out.Header().Set("Content-Type", "application/json")
@@ -251,7 +288,7 @@ func (w *Worker) eventSources(out http.ResponseWriter, _ *http.Request) {
 		}
 		sources[rank.number] = map[string]any{
 			"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": rank.Events.Pub.Endpoint(), "replay_endpoint": rank.Events.router.Endpoint(),
-			"buffer_steps": vllm.ReplayBatches, "hwm": zmq.QueueLimit, "max_queue_size": eventQueue, "topic": vllm.KVEventsTopic,
+			"buffer_steps": process.ReplayBatches, "hwm": zmq.QueueLimit, "max_queue_size": eventQueue, "topic": process.KVEventsTopic,
 		}
 	}
 	answerJSON(out, http.StatusOK, sources)
@@ -317,11 +354,11 @@ func (w *Worker) body(out http.ResponseWriter, in *http.Request) (body *jsonbody
 	raw, err := io.ReadAll(http.MaxBytesReader(out, in.Body, bodyLimit))
 	var tooLarge *http.MaxBytesError
 	if errors.As(err, &tooLarge) {
-		writeError(out, &refusal{http.StatusRequestEntityTooLarge, "InternalServerError", "the request body is too large", ""})
+		w.writeError(out, in, &refusal{http.StatusRequestEntityTooLarge, "InternalServerError", "the request body is too large", ""})
 		return nil, false
 	}
 	if body, ok = jsonbody.Parse(raw); err != nil || !ok {
-		writeError(out, &refusal{http.StatusBadRequest, "Bad Request", "1 validation error: the body is not a JSON object", "body"})
+		w.writeError(out, in, &refusal{http.StatusBadRequest, badBody, "1 validation error: the body is not a JSON object", "body"})
 		return nil, false
 	}
 	return body, true
@@ -340,9 +377,22 @@ func requestID(in *http.Request, chat bool) string {
 	return prefix + strconv.FormatInt(time.Now().UnixNano(), 36)
 }
 
-// writeError answers with an error.
-func writeError(out http.ResponseWriter, problem *refusal) {
-	answerJSON(out, problem.status, json.RawMessage(problem.body()))
+// writeError answers with an error in the shape of the route.
+func (w *Worker) writeError(out http.ResponseWriter, in *http.Request, problem *refusal) {
+	body := problem.body()
+	if w.sglang() {
+		body = problem.sglangBody(sglangKind(in.URL.Path), false)
+	}
+	answerJSON(out, problem.status, json.RawMessage(body))
+}
+
+// refuse answers with an error before anything else of the answer.
+func (a *Answer) refuse(out http.ResponseWriter, problem *refusal) {
+	body := problem.body()
+	if a.sglang {
+		body = problem.sglangBody(a.kind, false)
+	}
+	answerJSON(out, problem.status, json.RawMessage(body))
 }
 
 // body is the problem in vLLM's shape.

@@ -35,6 +35,10 @@ const (
 // are kept.
 const transferPath = "/mock/transfer"
 
+// headerCached tells, with a prompt, how much of it the prefill worker had in its
+// cache, tokens.
+const headerCached = "X-Mock-Cached-Tokens"
+
 // joinLimit bounds the wait for a prefill worker that has the prompt already.
 const joinLimit = 5 * time.Second
 
@@ -55,6 +59,7 @@ type sglangRoom struct {
 	left     chan struct{} // it has gone
 	computed chan struct{} // the prompt can be fetched
 	ended    chan struct{} // the prefill leg is over
+	cached   int           // tokens of the prompt that were not to be computed; valid once it can be fetched
 }
 
 // enter returns the room of that name; nil: there is none and none is to be made.
@@ -104,8 +109,8 @@ func (r *rooms) first(flag *bool) bool {
 	return !was
 }
 
-// transfer is the part of a request that has to do with its other leg. Only
-// the first choice has one: a prompt is handed over once.
+// transfer is the part of a request that has to do with its other leg. With vLLM
+// only the first choice has one: a prompt is handed over once.
 type transfer struct {
 	w      *Worker
 	choice *Choice
@@ -113,13 +118,85 @@ type transfer struct {
 	id     string      // of the room
 	room   *sglangRoom // of a prefill leg
 	source string      // URL of a decode leg's room
+	cached int         // what the prefill leg has found in its cache, tokens
 }
 
-// transfer reads what a request says of its other leg; nil: it has none. A
-// prefill leg must be closed.
-func (w *Worker) transfer(body *jsonbody.Body, answer *Answer) *transfer {
-	choice := answer.choices[0]
+// transfers are those of a request, by prompt.
+type transfers []*transfer
+
+// transfers reads what a request says of its other leg; it may have none. A
+// prefill leg must be closed. SGLang's prompts have a room each.
+func (w *Worker) transfers(body *jsonbody.Body, answer *Answer) (all transfers) {
+	if w.sglang() && answer.samples > 1 { // SGLang has no room for them
+		return nil
+	}
+	for i, choice := range answer.choices {
+		if t := w.transfer(body, choice, i); t != nil {
+			all = append(all, t)
+		}
+		if !w.sglang() {
+			break
+		}
+	}
+	return all
+}
+
+// ready waits for the decode workers of all.
+func (all transfers) ready(ctx context.Context) *refusal {
+	for _, t := range all {
+		if problem := t.ready(ctx); problem != nil {
+			return problem
+		}
+	}
+	return nil
+}
+
+// computed hands all prompts over.
+func (all transfers) computed(ctx context.Context, rank *Rank) *refusal {
+	for _, t := range all {
+		t.release()
+	}
+	for _, t := range all {
+		if problem := t.computed(ctx, rank); problem != nil {
+			return problem
+		}
+	}
+	return nil
+}
+
+func (all transfers) close(rank *Rank) {
+	for _, t := range all {
+		t.close(rank)
+	}
+}
+
+// itemOf is what a field says of prompt i: it may be a list with an entry for each.
+func itemOf(v gjson.Result, i int) gjson.Result {
+	if v.IsArray() {
+		return v.Get(strconv.Itoa(i))
+	}
+	return v
+}
+
+// bootstrapRoom is the name of the room of prompt i, where the request has one: the
+// rooms of several prompts follow one another.
+func bootstrapRoom(body *jsonbody.Body, i int) (id string, ok bool) {
+	field := body.Get("bootstrap_room")
+	v := itemOf(field, i)
+	if v.Type != gjson.Number {
+		return "", false
+	}
+	if number, err := strconv.ParseInt(v.Raw, 10, 64); err == nil && !field.IsArray() {
+		return strconv.FormatInt(number+int64(i), 10), true
+	}
+	return v.Raw, true
+}
+
+// transfer is that of a request's choice i; nil: it has none.
+func (w *Worker) transfer(body *jsonbody.Body, choice *Choice, i int) *transfer {
+	answer := choice.Answer
 	t := &transfer{w: w, choice: choice, kind: w.part.Kind}
+	room, hasRoom := bootstrapRoom(body, i)
 	switch params := body.Get("kv_transfer_params"); {
 	case t.kind == kv.KindNIXL && params.Get("do_remote_decode").Bool():
 		t.id = answer.id + "-" + rand.Text() // as vLLM's own: attempts at a request have the same id
@@ -131,15 +208,15 @@ func (w *Worker) transfer(body *jsonbody.Body, answer *Answer) *transfer {
 			return nil
 		}
 		t.source = transferURL(params.Get("remote_host").String(), params.Get("remote_port").String(), params.Get("remote_request_id").String(), params.Get("remote_engine_id").String())
-	case t.kind == kv.KindSGLang && w.part.Role == kv.RolePrefill && body.Get("bootstrap_room").Type == gjson.Number:
-		t.id = body.Get("bootstrap_room").Raw
+	case t.kind == kv.KindSGLang && w.part.Role == kv.RolePrefill && hasRoom:
+		t.id = room
 		if t.room = w.Rooms.own(t.id); t.room == nil {
 			w.log.Warn("a mock worker computes a second prompt for a bootstrap room, which nobody will fetch", "worker", w.number, "room", t.id)
 			return nil
 		}
-	case t.kind == kv.KindSGLang && w.part.Role == kv.RoleDecode && body.Get("bootstrap_room").Type == gjson.Number:
-		port := cmp.Or(body.Get("bootstrap_port").Raw, strconv.Itoa(kv.SGLangPort))
-		t.source = transferURL(body.Get("bootstrap_host").String(), port, body.Get("bootstrap_room").Raw, "")
+	case t.kind == kv.KindSGLang && w.part.Role == kv.RoleDecode && hasRoom:
+		port := cmp.Or(itemOf(body.Get("bootstrap_port"), i).Raw, strconv.Itoa(kv.SGLangPort))
+		t.source = transferURL(itemOf(body.Get("bootstrap_host"), i).String(), port, room, "")
 	default:
 		return nil
 	}
@@ -156,13 +233,14 @@ func transferURL(host, port, id, engine string) string {
 // prefillsFor tells whether a request is the prefill leg of an SGLang pair, which
 // has the limits of the whole one.
 func (w *Worker) prefillsFor(body *jsonbody.Body) bool {
-	return w.part.Kind == kv.KindSGLang && w.part.Role == kv.RolePrefill && body.Get("bootstrap_room").Type == gjson.Number
+	_, hasRoom := bootstrapRoom(body, 0)
+	return w.part.Kind == kv.KindSGLang && w.part.Role == kv.RolePrefill && hasRoom
 }
 
 // ready waits, before a prompt is computed, until there is memory for it at the
 // decode worker, where that has to come first.
 func (t *transfer) ready(ctx context.Context) *refusal {
-	if t == nil || t.room == nil || t.kind != kv.KindSGLang {
+	if t.room == nil || t.kind != kv.KindSGLang {
 		return nil
 	}
 	return t.wait(ctx, t.room.joined, "no decode worker has joined bootstrap room "+t.id)
@@ -183,15 +261,22 @@ func (t *transfer) wait(ctx context.Context, c <-chan struct{}, otherwise string
 	return &refusal{http.StatusInternalServerError, "InternalServerError", otherwise, ""}
 }
 
+// release lets a prefill leg's prompt be fetched.
+func (t *transfer) release() {
+	if t.room != nil {
+		t.room.cached = int(t.choice.cached.Load())
+		close(t.room.computed)
+	}
+}
+
 // computed is called when a request has all its tokens, before that is told. Of
 // a prefill leg SGLang tells once the prompt has been fetched, vLLM at once: it
 // says where the blocks are, and keeps them until they have been fetched or
 // nobody has asked for them in time.
 func (t *transfer) computed(ctx context.Context, rank *Rank) *refusal {
-	if t == nil || t.room == nil {
+	if t.room == nil {
 		return nil
 	}
-	close(t.room.computed)
 	if t.kind == kv.KindSGLang {
 		return t.wait(ctx, t.room.left, "the decode worker has not fetched the prompt of bootstrap room "+t.id)
 	}
@@ -225,7 +310,7 @@ func (t *transfer) computed(ctx context.Context, rank *Rank) *refusal {
 
 // close ends the request's part in its room, and lets the blocks go.
 func (t *transfer) close(rank *Rank) {
-	if t == nil || t.room == nil {
+	if t.room == nil {
 		return
 	}
 	close(t.room.ended)
@@ -272,6 +357,7 @@ func (w *Worker) joinRoom(out http.ResponseWriter, in *http.Request) {
 	case <-w.ctx.Done():
 		return
 	}
+	out.Header().Set(headerCached, strconv.Itoa(room.cached))
 	out.WriteHeader(http.StatusOK)
 	_ = http.NewResponseController(out).Flush()
 	select {
@@ -293,17 +379,26 @@ func (t *transfer) fetch(ctx context.Context, rank *Rank, failed chan<- *refusal
 	if err != nil {
 		t.w.log.Warn("a mock worker could not fetch a prompt", "worker", t.w.number, "error", err)
 		if t.kind == kv.KindSGLang || t.w.cfg.MockKVLoadFailure == loadFailureFail {
-			failed <- &refusal{http.StatusInternalServerError, "InternalServerError", fmt.Sprintf("the prompt could not be fetched: %v", err), ""}
+			message := "the prompt could not be fetched"
+			if t.w.sglang() {
+				message = "Decode transfer failed"
+			}
+			failed <- &refusal{http.StatusInternalServerError, "InternalServerError", fmt.Sprintf("%s: %v", message, err), ""}
 			return
 		}
 	}
-	rank.Do(func(e *engine.Engine) { e.Fetched(t.choice.request, err == nil) })
+	rank.Do(func(e *engine.Engine) {
+		e.Fetched(t.choice.request, err == nil)
+		if t.w.sglang() { // it repeats what the prefill leg has told
+			t.choice.request.Cached, t.choice.request.Missing = t.cached, 0
+		}
+	})
 }
 
 // bring fetches the prompt once the engine has blocks for it. vLLM lets the
 // prefill worker know from the start that it will.
 func (t *transfer) bring(ctx context.Context, rank *Rank) error {
-	var from io.ReadCloser
+	var from *prompt
 	var err error
 	if t.kind == kv.KindNIXL {
 		from, err = t.join(ctx, joinLimit)
@@ -324,6 +419,7 @@ func (t *transfer) bring(ctx context.Context, rank *Rank) error {
 	if err != nil {
 		return err
 	}
+	t.cached = from.cached
 	gone := make(chan struct{})
 	t.w.beside.Go(func() { // ends with from.Close at the latest
 		_, _ = io.Copy(io.Discard, from)
@@ -350,7 +446,7 @@ func (t *transfer) bring(ctx context.Context, rank *Rank) error {
 
 // join asks for the prompt and waits until it can be fetched. What it returns is
 // to be closed once it has been.
-func (t *transfer) join(ctx context.Context, limit time.Duration) (io.ReadCloser, error) {
+func (t *transfer) join(ctx context.Context, limit time.Duration) (*prompt, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	timer := time.AfterFunc(limit, func() { cancel(fmt.Errorf("the prefill worker has not answered within %s", limit)) })
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, t.source, nil)
@@ -358,7 +454,8 @@ func (t *transfer) join(ctx context.Context, limit time.Duration) (io.ReadCloser
 		var response *http.Response
 		if response, err = t.w.client.Do(request); err == nil {
 			if timer.Stop() && response.StatusCode == http.StatusOK {
-				return &prompt{response.Body, cancel}, nil
+				cached, _ := strconv.Atoi(response.Header.Get(headerCached)) // none: 0
+				return &prompt{response.Body, cancel, max(0, cached)}, nil
 			}
 			why, _ := io.ReadAll(io.LimitReader(response.Body, 200))
 			response.Body.Close()
@@ -375,6 +472,7 @@ func (t *transfer) join(ctx context.Context, limit time.Duration) (io.ReadCloser
 type prompt struct {
 	io.ReadCloser
 	cancel context.CancelCauseFunc
+	cached int // tokens that were in the prefill worker's cache
 }
 
 func (p *prompt) Close() error {
@@ -382,8 +480,8 @@ func (p *prompt) Close() error {
 	return p.ReadCloser.Close()
 }
 
-// serverInfo is the part of SGLang's that tells of prefill and decode.
-func (w *Worker) serverInfo(out http.ResponseWriter, in *http.Request) {
+// pairInfo is the part of SGLang's /server_info that tells of prefill and decode.
+func (w *Worker) pairInfo(out http.ResponseWriter, in *http.Request) {
 	if w.part.Kind != kv.KindSGLang {
 		http.NotFound(out, in)
 		return
@@ -393,35 +491,38 @@ func (w *Worker) serverInfo(out http.ResponseWriter, in *http.Request) {
 
 // inference is a request that SGLang's /abort_request can name.
 type inference struct {
-	rid    string
-	cancel context.CancelFunc
+	rid   string
+	abort func()
 }
 
-// named notes a request with a name until done is called.
-func (w *Worker) named(rid string, cancel context.CancelFunc) (done func()) {
-	running := &inference{rid, cancel}
+// named notes requests with their names until done is called.
+func (w *Worker) named(list ...*inference) (done func()) {
 	w.Mu.Lock()
-	w.Running = append(w.Running, running)
+	w.Running = append(w.Running, list...)
 	w.Mu.Unlock()
 	return func() {
 		w.Mu.Lock()
-		w.Running = slices.DeleteFunc(w.Running, func(r *inference) bool { return r == running })
+		w.Running = slices.DeleteFunc(w.Running, func(r *inference) bool { return slices.Contains(list, r) })
 		w.Mu.Unlock()
 	}
 }
 
-// abortRequest ends the requests whose name begins with rid, or all.
+// abortRequest ends all requests, or those whose name begins with rid. SGLang does so
+// only where one has just that name.
 func (w *Worker) abortRequest(out http.ResponseWriter, in *http.Request) {
 	body, ok := w.body(out, in)
 	if !ok {
 		return
 	}
-	rid := body.Get("rid").String()
+	rid, all := body.Get("rid").String(), body.Get("abort_all").Bool()
 	w.Mu.Lock()
 	defer w.Mu.Unlock()
+	if w.sglang() && !all && !slices.ContainsFunc(w.Running, func(r *inference) bool { return r.rid == rid }) {
+		return
+	}
 	for _, r := range w.Running {
-		if body.Get("abort_all").Bool() || rid != "" && strings.HasPrefix(r.rid, rid) {
-			r.cancel()
+		if all || rid != "" && strings.HasPrefix(r.rid, rid) {
+			r.abort()
 		}
 	}
 }

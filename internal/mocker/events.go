@@ -12,7 +12,7 @@ import (
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/vllm"
+	"kvrouter/internal/process"
 	"kvrouter/internal/zmq"
 )
 
@@ -25,7 +25,7 @@ type Event struct {
 	HasParent bool
 	Tokens    []uint32 // of the stored blocks
 	Adapter   Adapter  // that computed them
-	Salt      string   // of the first one, if it starts a prompt that has one
+	Salt      string   // of the first one, if it starts a prompt that has one; with SGLang, of all
 }
 
 // batch is what one step of a mock worker published.
@@ -38,12 +38,13 @@ type batch struct {
 // engine that is further ahead waits.
 const eventQueue = 100_000
 
-// Events publishes a mock worker's KV events as vLLM's ZmqEventPublisher
-// does: on a PUB socket, numbered from 0, with a ROUTER socket that sends the
+// Events publishes a mock worker's KV events as vLLM's and SGLang's
+// ZmqEventPublisher do: on a PUB socket, numbered from 0, with a ROUTER socket that sends the
 // last ones again.
 type Events struct {
 	Rank      int  // data-parallel rank, as it ends a batch
 	array     bool // old form: events as arrays
+	sglang    bool // SGLang's form
 	blockSize int
 	drop      float64       // share of the batches that are not sent
 	duplicate float64       // share of the batches that are sent twice
@@ -59,7 +60,7 @@ type Events struct {
 
 	Mu     sync.Mutex // guards what follows, and makes sending and keeping one
 	seq    uint64     // of the next batch
-	Kept   [][]byte   // payloads, a ring: batch n is kept[n % vllm.ReplayBatches]
+	Kept   [][]byte   // payloads, a ring: batch n is kept[n % process.ReplayBatches]
 	packer *msgpack.Encoder
 	packed bytes.Buffer
 }
@@ -147,12 +148,12 @@ func (e *Events) publish(batch batch) {
 		}
 	}
 	for range times {
-		e.Pub.Publish([]byte(vllm.KVEventsTopic), number, payload)
+		e.Pub.Publish([]byte(process.KVEventsTopic), number, payload)
 	}
-	if len(e.Kept) < vllm.ReplayBatches {
+	if len(e.Kept) < process.ReplayBatches {
 		e.Kept = append(e.Kept, payload)
 	} else {
-		e.Kept[e.seq%vllm.ReplayBatches] = payload
+		e.Kept[e.seq%process.ReplayBatches] = payload
 	}
 	e.seq++
 }
@@ -171,11 +172,11 @@ func (e *Events) replay(request [][]byte, reply func(frames ...[]byte) error) {
 	from := max(binary.BigEndian.Uint64(number[:]), next-uint64(len(e.Kept)))
 	var payloads [][]byte
 	for seq := from; seq < next; seq++ {
-		payloads = append(payloads, e.Kept[seq%vllm.ReplayBatches])
+		payloads = append(payloads, e.Kept[seq%process.ReplayBatches])
 	}
 	e.Mu.Unlock()
 	for i, payload := range payloads {
-		if reply(nil, []byte(vllm.KVEventsTopic), binary.BigEndian.AppendUint64(nil, from+uint64(i)), payload) != nil {
+		if reply(nil, []byte(process.KVEventsTopic), binary.BigEndian.AppendUint64(nil, from+uint64(i)), payload) != nil {
 			return
 		}
 	}
@@ -200,6 +201,10 @@ func (e *Events) encode(batch batch) []byte {
 // encodeEvent writes one event. Maps leave fields with their default out; arrays
 // end before the trailing ones that have it.
 func (e *Events) encodeEvent(event *Event) {
+	if e.sglang {
+		e.encodeSGLang(event)
+		return
+	}
 	p := e.packer
 	switch {
 	case event.Cleared:
@@ -223,11 +228,7 @@ func (e *Events) encodeEvent(event *Event) {
 		} else {
 			_ = p.EncodeNil()
 		}
-		e.name("token_ids")
-		_ = p.EncodeArrayLen(len(event.Tokens))
-		for _, t := range event.Tokens {
-			_ = p.EncodeUint(uint64(t))
-		}
+		e.tokens(event.Tokens)
 		e.name("block_size")
 		_ = p.EncodeUint(uint64(e.blockSize))
 		e.name("lora_id")
@@ -284,6 +285,14 @@ func (e *Events) open(kind string, fields int) {
 func (e *Events) name(field string) {
 	if !e.array {
 		_ = e.packer.EncodeString(field)
+	}
+}
+
+func (e *Events) tokens(tokens []uint32) {
+	e.name("token_ids")
+	_ = e.packer.EncodeArrayLen(len(tokens))
+	for _, t := range tokens {
+		_ = e.packer.EncodeUint(uint64(t))
 	}
 }
 

@@ -21,8 +21,8 @@ import (
 	"kvrouter/internal/web"
 )
 
-// Mocker starts simulated vLLM workers in this process. From outside they are
-// like real ones: the same HTTP routes, KV events and load over the same kinds
+// Mocker starts simulated workers in this process. From outside they are
+// like vLLM's or SGLang's: the same HTTP routes, KV events and load over the same kinds
 // of sockets. Inside, an engine.Engine says how long every step takes. It is safe for
 // concurrent use.
 type Mocker struct {
@@ -58,6 +58,12 @@ func (m *Mocker) Start(i int) (*Worker, error) {
 		w.load(adapter)
 	}
 	settings := m.cfg.SimConfig(m.cfg.BlockSize)
+	if settings.Caching = engine.CacheFilled; w.sglang() {
+		settings.Caching = engine.CacheComputed
+		if w.part.Role == kv.RoleDecode {
+			settings.Caching = engine.CacheNothing
+		}
+	}
 	if slower := m.cfg.MockSlowWorker[uint64(i)]; slower > 0 {
 		settings.Timing.Speedup /= slower
 	}
@@ -128,6 +134,7 @@ type Worker struct {
 	Failing  atomic.Int32   // status that answers every inference request; 0: it is well
 
 	part   kv.Disagg
+	turn   atomic.Uint64 // counts requests that name no rank
 	Rooms  rooms
 	client *http.Client // to other mock workers
 
@@ -177,7 +184,7 @@ func (w *Worker) Ended() <-chan error { return w.ended }
 // off. It does not wait; Ended tells when it is done.
 func (w *Worker) End(why error) { w.cancel(why) }
 
-// Stop ends the worker as SIGTERM ends vLLM: it takes no new connection, what it
+// Stop ends the worker as SIGTERM ends vLLM and SGLang: it takes no new connection, what it
 // answers may finish for --mock-shutdown-timeout, and then it ends. It does not
 // wait; Ended tells when it is done.
 func (w *Worker) Stop(why error) {
@@ -198,6 +205,9 @@ func (w *Worker) run() {
 	var serving sync.WaitGroup
 	for _, rank := range w.Ranks {
 		rank.Events.start()
+		if w.sglang() { // it empties its cache once it has warmed up
+			rank.Events.add([]Event{{Cleared: true}})
+		}
 		serving.Go(rank.step)
 		serving.Go(rank.publishLoad)
 	}
@@ -219,6 +229,9 @@ func (w *Worker) faultAfter(d time.Duration, fault func()) {
 		fault()
 	}
 }
+
+// sglang tells whether the worker is SGLang's server, not vLLM's.
+func (w *Worker) sglang() bool { return w.cfg.Engine() == kv.EngineSGLang }
 
 // chance tells whether something with that probability happens.
 func (w *Worker) chance(probability float64) bool {

@@ -1,9 +1,12 @@
 package mocker
 
 import (
+	"bytes"
 	"context"
+	"encoding/binary"
 	"math/rand/v2"
 	"net"
+	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -32,9 +35,13 @@ type Rank struct {
 	// What follows belongs to the engine's goroutine.
 	Engine  *engine.Engine
 	changes []Event // of the step under way
+	// told has the hashes that other names have outside: SGLang's events do not tell
+	// apart blocks that differ by their extra_key alone. By the name in the engine.
+	told map[uint64]uint64
 
 	loadChanged chan struct{} // holds a token when load is new
 	load        atomic.Pointer[Load]
+	free        atomic.Int64 // blocks that hold nothing
 }
 
 // Load is what a rank publishes of its load.
@@ -42,17 +49,26 @@ type Load struct {
 	Waiting int     `json:"num_waiting_reqs"`
 	Running int     `json:"num_running_reqs"`
 	Usage   float64 `json:"kv_cache_usage"`
+
+	// What only SGLang tells, tokens.
+	Used     int `json:"-"` // of requests in the batch
+	Queued   int `json:"-"` // of waiting prompts
+	Uncached int `json:"-"` // those of them that were not in the cache
 }
 
 // counts are the counters of a rank on the metrics page.
 type counts struct {
 	PromptTokens, GenerationTokens, prefixQueries, prefixHits, ExternalHits, finishedLength, finishedStop, Aborted atomic.Int64
+
+	prefilled, prefillMicros atomic.Int64 // prompt tokens computed, and how long the passes took that did
+	evicted                  atomic.Int64 // tokens of blocks
 }
 
 // newRank opens the ports of a worker's rank, numbered after those of the
 // workers and ranks before it.
 func newRank(w *Worker, number int, settings engine.Settings) (*Rank, error) {
-	r := &Rank{w: w, number: number, wake: make(chan struct{}, 1), loadChanged: make(chan struct{}, 1)}
+	r := &Rank{w: w, number: number, wake: make(chan struct{}, 1), loadChanged: make(chan struct{}, 1), told: map[uint64]uint64{}}
+	r.free.Store(int64(settings.Blocks))
 	r.Engine = engine.New(settings, r.cacheChanged)
 	r.Engine.Fetch = func(request *engine.Request) { close(request.Tag.(*Choice).fetching) }
 	cfg, at := &w.cfg, w.number*w.cfg.Ports.Ranks+number
@@ -61,7 +77,7 @@ func newRank(w *Worker, number int, settings engine.Settings) (*Rank, error) {
 		if r.Events, err = NewEvents(loopback(cfg.Ports.KVEvents+at), loopback(cfg.Ports.KVReplay+at), cfg.BlockSize); err != nil {
 			return nil, err
 		}
-		r.Events.Rank, r.Events.array = number, cfg.MockArrayEvents
+		r.Events.Rank, r.Events.array, r.Events.sglang = number, cfg.MockArrayEvents, w.sglang()
 		r.Events.drop, r.Events.duplicate, r.Events.delay = cfg.MockDropEvents, cfg.MockDuplicateEvents, cfg.MockDelayEvents
 		r.Events.random = rand.New(rand.NewPCG(w.random.Uint64(), 1))
 	}
@@ -129,7 +145,7 @@ func (r *Rank) leave(answer *Answer) {
 	for _, c := range answer.choices {
 		r.Counts.prefixHits.Add(c.hits.Load())
 		switch {
-		case c.Sent < c.Output:
+		case c.Sent < c.Output || c.Finish == finishAbort:
 			r.Counts.Aborted.Add(1)
 			r.Do(func(e *engine.Engine) { e.Abort(c.request) })
 		case c.Finish == "stop":
@@ -154,6 +170,9 @@ func (r *Rank) step() {
 		r.runCommands()
 		took, busy := r.Engine.Begin()
 		if !busy {
+			if r.w.sglang() { // a request that was aborted has left blocks
+				r.publishChanges()
+			}
 			r.reportLoad()
 			select {
 			case <-r.w.ctx.Done():
@@ -163,6 +182,10 @@ func (r *Rank) step() {
 			continue
 		}
 		r.publishChanges()
+		if n := r.Engine.Prefill(); n > 0 {
+			r.Counts.prefilled.Add(int64(n))
+			r.Counts.prefillMicros.Add(took.Microseconds())
+		}
 		now := time.Now()
 		if due.Before(now.Add(-maxLate)) {
 			due = now
@@ -180,7 +203,11 @@ func (r *Rank) step() {
 				return
 			}
 		}
-		for _, done := range r.Engine.End() {
+		ended := r.Engine.End()
+		if r.w.sglang() { // what the pass has computed is in the cache now
+			r.publishChanges()
+		}
+		for _, done := range ended {
 			r.Counts.GenerationTokens.Add(1)
 			done.Tag.(*Choice).advance(done)
 		}
@@ -201,22 +228,40 @@ func (r *Rank) runCommands() {
 // cacheChanged takes in one change of the engine's cache.
 func (r *Rank) cacheChanged(e engine.Event) {
 	if !e.Stored {
+		r.Counts.evicted.Add(int64(len(e.Removed) * r.w.cfg.BlockSize))
+		removed := slices.Clone(e.Removed)
+		for i, name := range removed {
+			if told, renamed := r.told[name]; renamed {
+				delete(r.told, name)
+				removed[i] = told
+			}
+		}
 		// A step's removals are one event, as long as no store comes between.
 		if n := len(r.changes); n > 0 && r.changes[n-1].Removed != nil {
-			r.changes[n-1].Removed = append(r.changes[n-1].Removed, e.Removed...)
+			r.changes[n-1].Removed = append(r.changes[n-1].Removed, removed...)
 			return
 		}
-		r.changes = append(r.changes, Event{Removed: append([]uint64{}, e.Removed...)})
+		r.changes = append(r.changes, Event{Removed: removed})
 		return
 	}
 	choice := e.Request.Tag.(*Choice)
 	size := r.w.cfg.BlockSize
 	change := Event{
-		Stored: e.Blocks, Parent: e.Parent, HasParent: e.HasParent, Adapter: choice.Answer.adapter,
+		Stored: e.Blocks, Parent: e.Parent, HasParent: e.HasParent, Adapter: choice.adapter,
 		Tokens: choice.tokens[e.First*size : (e.First+len(e.Blocks))*size],
 	}
-	if e.First == 0 {
-		change.Salt = choice.Answer.salt
+	if e.First == 0 || r.w.sglang() {
+		change.Salt = choice.salt
+	}
+	if choice.extra != "" {
+		change.Stored = slices.Clone(e.Blocks)
+		for i := range change.Stored {
+			told := choice.told[e.First+i]
+			r.told[e.Blocks[i].Engine], change.Stored[i].Engine = told, told
+		}
+		if e.HasParent {
+			change.Parent = choice.told[e.First-1]
+		}
 	}
 	r.changes = append(r.changes, change)
 }
@@ -229,13 +274,18 @@ func (r *Rank) publishChanges() {
 }
 
 // ResetPrefixCache empties the cache, which like vLLM it refuses while requests
-// hold blocks. The next step publishes it.
+// hold blocks, and like SGLang also while some wait. vLLM's next step publishes it.
 func (r *Rank) ResetPrefixCache(e *engine.Engine) bool {
-	if _, _, usage := e.Load(); usage > 0 {
+	running, waiting, usage := e.Load()
+	if usage > 0 || r.w.sglang() && running+waiting > 0 {
 		return false
 	}
 	e.Reset()
+	clear(r.told)
 	r.changes = append(r.changes, Event{Cleared: true})
+	if r.w.sglang() {
+		r.publishChanges()
+	}
 	return true
 }
 
@@ -248,7 +298,13 @@ const (
 
 func (r *Rank) reportLoad() {
 	running, waiting, usage := r.Engine.Load()
-	r.load.Store(&Load{Waiting: waiting, Running: running, Usage: usage})
+	load := &Load{Waiting: waiting, Running: running, Usage: usage}
+	if r.w.sglang() {
+		load.Used = r.Engine.Pool.Active() * r.w.cfg.BlockSize
+		load.Queued, load.Uncached = r.Engine.Queued()
+		r.free.Store(int64(r.Engine.Pool.FreeBlocks()))
+	}
+	r.load.Store(load)
 	signalOnce(r.loadChanged)
 }
 
@@ -260,19 +316,33 @@ func (r *Rank) CurrentLoad() Load {
 	return Load{}
 }
 
-// publishLoad sends the newest load when it is new, and from time to time.
+// publishLoad sends the newest load when it is new, and from time to time. SGLang
+// sends none again that is as the last.
 func (r *Rank) publishLoad() {
 	repeat := time.NewTicker(loadRepeat)
 	defer repeat.Stop()
+	var number uint64
+	var last []byte
 	for {
+		again := false
 		select {
 		case <-r.w.ctx.Done():
 			return
 		case <-r.loadChanged:
 		case <-repeat.C:
+			again = true
 		}
-		if load := r.load.Load(); load != nil && !r.w.Hung.Load() {
+		load := r.load.Load()
+		switch {
+		case load == nil || r.w.Hung.Load():
+		case !r.w.sglang():
 			r.loads.Publish(MustJSON(load))
+		default:
+			if stat := r.loadStat(load); again || !bytes.Equal(stat, last) {
+				r.loads.Publish([]byte(loadTopic), binary.BigEndian.AppendUint64(nil, number), stat)
+				number++
+				last = stat
+			}
 		}
 		if !r.w.wait(loadPause) {
 			return

@@ -41,10 +41,13 @@ func badRequest(param, format string, args ...any) *refusal {
 	return &refusal{http.StatusBadRequest, "BadRequestError", fmt.Sprintf(format, args...), param}
 }
 
+// badBody is the type of the error about a body of the wrong form.
+const badBody = "Bad Request"
+
 // badField returns the problem of a field of the wrong type.
 func badField(name, want string, got gjson.Result) *refusal {
 	return &refusal{
-		http.StatusBadRequest, "Bad Request",
+		http.StatusBadRequest, badBody,
 		fmt.Sprintf("1 validation error:\n  {'loc': 'body.%s', 'msg': 'Input should be a valid %s', 'input': '%.100s'}", name, want, got.String()), "body." + name,
 	}
 }
@@ -131,11 +134,7 @@ func isZero(v gjson.Result) bool {
 // check refuses what mock workers cannot do and what vLLM refuses whatever the
 // prompt is.
 func (f *fields) check(transfers bool) {
-	for _, u := range unsupportedFields {
-		if v := f.body.Get(u.name); !u.harmless(v) {
-			f.fail(badRequest(u.name, "%s: %.100s is not supported by simulated workers; leave it out", u.name, v.Raw))
-		}
-	}
+	f.supported()
 	if v := f.body.Get("kv_transfer_params"); !IsNull(v) && !transfers {
 		f.fail(badRequest("kv_transfer_params", "kv_transfer_params: this simulated worker hands nothing over; start it with --prefill-workers and --decode-workers"))
 	}
@@ -150,6 +149,15 @@ func (f *fields) check(transfers bool) {
 	f.within("top_p", func(v float64) bool { return v > 0 && v <= 1 }, "in (0, 1]", true)
 	for _, name := range []string{"presence_penalty", "frequency_penalty"} {
 		f.within(name, func(v float64) bool { return v >= -2 && v <= 2 }, "in [-2, 2]", false)
+	}
+}
+
+// supported refuses what mock workers cannot do.
+func (f *fields) supported() {
+	for _, u := range unsupportedFields {
+		if v := f.body.Get(u.name); !u.harmless(v) {
+			f.fail(badRequest(u.name, "%s: %.100s is not supported by simulated workers; leave it out", u.name, v.Raw))
+		}
 	}
 }
 
@@ -255,7 +263,8 @@ func (w *Worker) tooLong(tokens int, isText bool) *refusal {
 }
 
 // prepare reads a request and makes up its answer.
-func (w *Worker) prepare(body *jsonbody.Body, chat bool) (*Answer, *refusal) {
+func (w *Worker) prepare(body *jsonbody.Body, of kind) (*Answer, *refusal) {
+	chat := of == chatKind
 	f := &fields{body: body}
 	f.check(w.part.Kind == kv.KindNIXL)
 	n, limit, stop := f.choices(), f.limit(chat, w.maxModelLen), f.stop()
@@ -274,9 +283,10 @@ func (w *Worker) prepare(body *jsonbody.Body, chat bool) (*Answer, *refusal) {
 		return nil, problem
 	}
 	options := body.Get("stream_options")
+	own := owner{adapter: adapter, salt: body.Get("cache_salt").Str}
 	a := &Answer{
-		chat: chat, model: w.cfg.ServedModelName, adapter: adapter, salt: body.Get("cache_salt").Str, created: time.Now().Unix(),
-		blockSize: w.cfg.BlockSize, prompts: prompts, More: make(chan struct{}, 1),
+		kind: of, model: w.cfg.ServedModelName, created: time.Now().Unix(),
+		blockSize: w.cfg.BlockSize, prompts: prompts, samples: n, More: make(chan struct{}, 1),
 		stream: f.flag("stream"), tokenIDs: f.flag("return_token_ids"),
 		usage: options.Get("include_usage").Bool(), continuousUsage: options.Get("continuous_usage_stats").Bool(),
 	}
@@ -300,7 +310,7 @@ func (w *Worker) prepare(body *jsonbody.Body, chat bool) (*Answer, *refusal) {
 		}
 		seed := xxh3.Hash(kv.TokenBytes(prompt))
 		for range n {
-			a.choices = append(a.choices, w.choose(a, prompt, length, stop, seed))
+			a.choices = append(a.choices, w.choose(a, own, prompt, length, stop, seed))
 			seed++
 		}
 	}
@@ -309,8 +319,8 @@ func (w *Worker) prepare(body *jsonbody.Body, chat bool) (*Answer, *refusal) {
 
 // choose makes up one answer to a prompt: of that many tokens, or fewer where it
 // stops before. The same seed gives the same.
-func (w *Worker) choose(a *Answer, prompt []uint32, length int, stop Stop, seed uint64) *Choice {
-	c := &Choice{Answer: a, index: len(a.choices), prompt: len(prompt), Finish: "length"}
+func (w *Worker) choose(a *Answer, own owner, prompt []uint32, length int, stop Stop, seed uint64) *Choice {
+	c := &Choice{Answer: a, owner: own, index: len(a.choices), prompt: len(prompt), Finish: "length"}
 	if natural := max(w.cfg.MockOutputTokens, stop.After); natural < length && !stop.ignoreEnd {
 		length, c.Finish = natural, "stop"
 	}
@@ -324,10 +334,17 @@ func (w *Worker) choose(a *Answer, prompt []uint32, length int, stop Stop, seed 
 	c.Output = len(tokens)
 	stop.Cut(c, tokens)
 	c.tokens = append(append(make([]uint32, 0, len(prompt)+c.Output), prompt...), tokens[:c.Output]...)
-	local := kv.HashBlocks(nil, c.tokens, w.cfg.BlockSize, a.adapter.Name, a.salt)
+	local := kv.HashBlocks(nil, c.tokens, w.cfg.BlockSize, own.adapter.Name, own.salt)
 	blocks := make([]kv.StoredBlock, len(local))
-	for i, engine := range kv.SequenceHashes(nil, local) {
-		blocks[i] = kv.StoredBlock{Engine: engine, Local: local[i]}
+	hashes := kv.SequenceHashes(nil, local)
+	for i, hash := range hashes {
+		blocks[i] = kv.StoredBlock{Engine: hash, Local: local[i]}
+		if own.extra != "" {
+			blocks[i].Engine = xxh3.HashStringSeed(own.extra, hash)
+		}
+	}
+	if own.extra != "" {
+		c.told = hashes
 	}
 	c.request = &engine.Request{Blocks: blocks, Prompt: len(prompt), Output: c.Output, Tag: c}
 	return c

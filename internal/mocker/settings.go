@@ -9,7 +9,7 @@ import (
 
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/vllm"
+	"kvrouter/internal/process"
 )
 
 // Settings holds the settings of simulated workers; the simulate command reads
@@ -17,6 +17,7 @@ import (
 // routes to them.
 type Settings struct {
 	SpeedupRatio            float64                  `group:"Mock workers, with --engine mocker" default:"1" help:"How many times faster than the simulated GPU a mock worker runs; 0: no waits at all."`
+	MockAPI                 string                   `group:"Mock workers, with --engine mocker" name:"mock-api" default:"vllm" enum:"vllm,sglang" help:"Whose server a mock worker is, with its routes, KV events and load: vllm or sglang."`
 	MockNumGPUBlocks        int                      `group:"Mock workers, with --engine mocker" name:"mock-num-gpu-blocks" default:"16384" help:"KV-cache blocks of a mock worker (vLLM's --num-gpu-blocks-override)."`
 	MockMaxNumSeqs          int                      `group:"Mock workers, with --engine mocker" default:"256" help:"Most requests in a mock worker's batch (vLLM's --max-num-seqs)."`
 	MockMaxNumBatchedTokens int                      `group:"Mock workers, with --engine mocker" default:"8192" help:"Most tokens a mock worker computes in one step (vLLM's --max-num-batched-tokens)."`
@@ -27,7 +28,7 @@ type Settings struct {
 	MockOutputTokens        int                      `group:"Mock workers, with --engine mocker" default:"128" help:"Tokens after which a mock answer ends by itself, unless the request says ignore_eos or a smaller max_tokens."`
 	MockKVTransferBandwidth float64                  `group:"Mock workers, with --engine mocker" name:"mock-kv-transfer-bandwidth" default:"64" placeholder:"GB/S" help:"How fast a computed prompt goes from one mock worker to another, GB (10^9 bytes) a second."`
 	MockKVBytesPerToken     int                      `group:"Mock workers, with --engine mocker" name:"mock-kv-bytes-per-token" default:"131072" help:"KV cache of one prompt token, bytes. Default: a Llama 8B's in 16 bits (2 * 32 layers * 8 heads * 128 * 2)."`
-	MockDisaggKind          string                   `group:"Mock workers, with --engine mocker" default:"nixl" enum:"nixl,sglang" help:"With --prefill-workers, the protocol of mock workers: nixl (vLLM's) or sglang."`
+	MockDisaggKind          string                   `group:"Mock workers, with --engine mocker" default:"" enum:",nixl,sglang" help:"With --prefill-workers, the protocol of mock workers: nixl (vLLM's, the default) or sglang (the default with --mock-api sglang)."`
 	MockKVLease             time.Duration            `group:"Mock workers, with --engine mocker" name:"mock-kv-lease" default:"30s" help:"How long a prefill mock worker keeps a prompt's blocks that no decode worker asks for (vLLM's kv_lease_duration)."`
 	MockKVLoadFailure       string                   `group:"Mock workers, with --engine mocker" name:"mock-kv-load-failure" default:"recompute" enum:"recompute,fail" help:"What a decode mock worker does with a request whose prompt does not come (vLLM's kv_load_failure_policy)."`
 	MockBootstrapTimeout    time.Duration            `group:"Mock workers, with --engine mocker" default:"5m" help:"How long SGLang mock workers wait for each other."`
@@ -42,12 +43,12 @@ type Settings struct {
 	MockDelayEvents         time.Duration            `group:"Mock workers, with --engine mocker" default:"0s" help:"Fault: each KV-event batch is sent so much later."`
 
 	// What no flag of the mocker says, set by who starts one.
-	ServedModelName string      `kong:"-"`
-	BlockSize       int         `kong:"-"` // tokens
-	Seed            uint64      `kong:"-"`
-	KVEvents        bool        `kong:"-"` // they are published
-	Parts           []kv.Disagg `kong:"-"` // of each worker, by number
-	Ports           vllm.Ports  `kong:"-"`
+	ServedModelName string        `kong:"-"`
+	BlockSize       int           `kong:"-"` // tokens
+	Seed            uint64        `kong:"-"`
+	KVEvents        bool          `kong:"-"` // they are published
+	Parts           []kv.Disagg   `kong:"-"` // of each worker, by number
+	Ports           process.Ports `kong:"-"`
 }
 
 // DefaultSettings has the flags' defaults.
@@ -56,8 +57,24 @@ func DefaultSettings() Settings {
 	return Settings{
 		SpeedupRatio: 1, MockNumGPUBlocks: size.Blocks, MockMaxNumSeqs: size.MaxSeqs, MockMaxNumBatchedTokens: size.MaxBatchedTokens,
 		MockDataParallelSize: 1, MockKVTransferBandwidth: 64, MockKVBytesPerToken: 131072,
-		MockDisaggKind: kv.KindNIXL.String(), MockKVLease: 30 * time.Second, MockKVLoadFailure: loadFailureRecompute, MockBootstrapTimeout: 5 * time.Minute, MockPrefillMS: size.Timing.Prefill[:], MockDecodeMS: size.Timing.Decode[:], MockOutputTokens: 128,
+		MockAPI: kv.EngineVLLM.String(), MockKVLease: 30 * time.Second, MockKVLoadFailure: loadFailureRecompute, MockBootstrapTimeout: 5 * time.Minute, MockPrefillMS: size.Timing.Prefill[:], MockDecodeMS: size.Timing.Decode[:], MockOutputTokens: 128,
 	}
+}
+
+// Engine is the kind of server that the mock workers are.
+func (c *Settings) Engine() kv.Engine {
+	if c.MockAPI == kv.EngineSGLang.String() {
+		return kv.EngineSGLang
+	}
+	return kv.EngineVLLM
+}
+
+// DisaggKind is the protocol between prefill and decode workers.
+func (c *Settings) DisaggKind() kv.Kind {
+	if c.Engine() == kv.EngineSGLang || c.MockDisaggKind == kv.KindSGLang.String() {
+		return kv.KindSGLang
+	}
+	return kv.KindNIXL
 }
 
 // SimConfig returns the settings of a worker's engine, with blocks of that many
@@ -93,6 +110,12 @@ func (c *Settings) Validate(workers int) error {
 		if share < 0 || share > 1 {
 			return fmt.Errorf("%s %v: give a share from 0 to 1", flag, share)
 		}
+	}
+	if c.Engine() == kv.EngineSGLang && c.MockDisaggKind == kv.KindNIXL.String() {
+		return errors.New("--mock-disagg-kind nixl with --mock-api sglang: SGLang's workers have a protocol of their own; leave --mock-disagg-kind out")
+	}
+	if c.Engine() == kv.EngineSGLang && c.MockArrayEvents {
+		return errors.New("--mock-array-events with --mock-api sglang: only vLLM has sent its events as arrays; leave one of the two out")
 	}
 	if c.MockKVLease <= 0 || c.MockBootstrapTimeout <= 0 {
 		return errors.New("--mock-kv-lease and --mock-bootstrap-timeout must be more than 0")
