@@ -75,6 +75,9 @@ func newTestAPIOf(t testing.TB, config Config, model *tokens.Model, targets ...k
 	h.proxy = proxy
 	a := &app{router: h.router, proxy: proxy}
 	a.tokens = tokens.NewSource(model, a.askWorker, time.Second, log)
+	for _, target := range targets {
+		a.tokens.Met(target.Engine == kv.EngineSGLang)
+	}
 	api := NewAPI(config, h.router, a.tokens, proxy, telemetry, log)
 	useKeys, err := api.keys.Read()
 	if err != nil {

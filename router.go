@@ -159,8 +159,12 @@ func openModel(ctx context.Context, config Config, log *slog.Logger) (*tokens.Mo
 	dir, err := tokens.ResolveModel(ctx, config.Model, config.Python)
 	var model *tokens.Model
 	if err == nil {
+		read := tokens.EngineChatOptions
+		if config.Engine == EngineSGLang {
+			read = tokens.SGLangChatOptions
+		}
 		var options tokens.ChatOptions
-		if options, err = tokens.EngineChatOptions(config.EngineArgs); err == nil {
+		if options, err = read(config.EngineArgs); err == nil {
 			if model, err = tokens.OpenModelWith(dir, options); err == nil {
 				model.CacheTokens(config.TokenCacheTokens)
 			}
