@@ -220,19 +220,10 @@ func (f *fields) stop() Stop {
 	return s
 }
 
-// chatTokens returns the prompt of a chat as tokens, as the simulated engine renders
-// it.
-func (w *Worker) chatTokens(body *jsonbody.Body) ([]uint32, error) {
-	if w.sglang() {
-		return w.model.SGLangChatTokens(body)
-	}
-	return w.model.ChatBodyTokens(body)
-}
-
 // prompts returns the prompts of a request as tokens.
 func (w *Worker) prompts(body *jsonbody.Body, chat bool) ([][]uint32, *refusal) {
 	if chat {
-		tokens, err := w.chatTokens(body)
+		tokens, err := w.model.ChatBodyTokens(body)
 		if err != nil {
 			return nil, badRequest("", "%v", err)
 		}

@@ -511,6 +511,28 @@ func TestSGLangTokenizes(t *testing.T) {
 	}
 }
 
+// TestSGLangChatsAreRenderedByItsRules: a chat's last message of an assistant becomes
+// the user's, or with continue_final_message is gone on with.
+func TestSGLangChatsAreRenderedByItsRules(t *testing.T) {
+	w := testWorker(t, nil)
+	const start = "<|im_start|>user\nHi<|im_end|>\n"
+	for body, want := range map[string]string{
+		`"messages":[{"role":"user","content":"Hi"},{"role":"assistant","content":"Yo"}]`:                               start + "<|im_start|>user\nYo<|im_end|>\n<|im_start|>assistant\n",
+		`"messages":[{"role":"user","content":"Hi"},{"role":"assistant","content":"Yo"}],"continue_final_message":true`: start + "<|im_start|>assistant\nYo",
+		`"messages":[{"role":"user","content":[{"type":"text","text":"H"},{"type":"text","text":"i"}]}]`:                "<|im_start|>user\nH i<|im_end|>\n<|im_start|>assistant\n",
+	} {
+		_, tokens := w.ask(t, "/tokenize", "{"+body+"}")
+		_, text := w.ask(t, "/detokenize", `{"tokens":`+gjson.Get(tokens, "tokens").Raw+`}`)
+		_, answer := w.ask(t, "/v1/chat/completions", "{"+body+`,"max_tokens":1}`)
+		if got := gjson.Get(text, "text").Str; got != want {
+			t.Errorf("%s\ngot  %q\nwant %q", body, got, want)
+		}
+		if gjson.Get(answer, "usage.prompt_tokens").Int() != gjson.Get(tokens, "count").Int() {
+			t.Errorf("%s: %s", body, answer)
+		}
+	}
+}
+
 func TestSGLangTakesAnyModelsName(t *testing.T) {
 	w := testWorker(t, func(s *Settings) { s.MockLora = []string{"sql"} })
 	for model, want := range map[string]string{`"model":"gpt-9",`: "gpt-9", "": "default", `"model":"mock",`: "mock", `"model":"mock:sql",`: "mock:sql"} {

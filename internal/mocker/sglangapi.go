@@ -296,19 +296,19 @@ func (w *Worker) sglangTokenize(out http.ResponseWriter, in *http.Request) {
 		w.writeError(out, in, &refusal{http.StatusBadRequest, badBody, "Exactly one of 'prompt' or 'messages' must be provided.", ""})
 		return
 	case prompt.IsArray():
-		special := isFalse(body.Get("add_special_tokens")) && !IsNull(body.Get("add_special_tokens"))
+		plain := body.Get("add_special_tokens").Type == gjson.False
 		lists, counts := [][]uint32{}, []int{}
 		for _, text := range prompt.Array() {
 			if text.Type != gjson.String {
 				w.writeError(out, in, badField("prompt", "string", text))
 				return
 			}
-			list := w.model.Encode(text.Str, !special)
+			list := w.model.Encode(text.Str, !plain)
 			lists, counts = append(lists, list), append(counts, len(list))
 		}
 		answer["tokens"], answer["count"] = lists, counts
-	case IsNull(prompt):
-		list, err := w.chatTokens(body)
+	case IsNull(prompt) && IsNull(body.Get("add_generation_prompt")): // as for a chat completion
+		list, err := w.model.SGLangChatTokens(body)
 		if err != nil {
 			w.writeError(out, in, invalid("%v", err))
 			return

@@ -17,7 +17,6 @@ import (
 	"kvrouter/internal/engine"
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/tokens"
 	"kvrouter/internal/web"
 )
 
@@ -200,58 +199,53 @@ func (w *Worker) sglangPrompts(body *jsonbody.Body, of kind) (prompts [][]uint32
 	if of == generateKind {
 		return w.generatePrompts(body)
 	}
-	if of == completionKind {
-		prompt := body.Get("prompt")
-		if IsNull(prompt) || prompt.Type == gjson.String && prompt.Str == "" || prompt.IsArray() && !prompt.Get("0").Exists() {
-			return nil, invalid("Prompt cannot be empty")
+	if of == chatKind {
+		if !body.Get("messages").Get("0").Exists() {
+			return nil, invalid("Messages cannot be empty.")
 		}
-	} else if !body.Get("messages").Get("0").Exists() {
-		return nil, invalid("Messages cannot be empty.")
+		tokens, err := w.model.SGLangChatTokens(body)
+		if err != nil {
+			return nil, invalid("%v", err)
+		}
+		return [][]uint32{tokens}, nil
 	}
-	return w.prompts(body, of == chatKind)
+	prompt := body.Get("prompt")
+	if IsNull(prompt) || prompt.Type == gjson.String && prompt.Str == "" || prompt.IsArray() && !prompt.Get("0").Exists() {
+		return nil, invalid("Prompt cannot be empty")
+	}
+	return w.promptTokens("prompt", prompt)
 }
 
-// generatePrompts returns those of /generate.
-func (w *Worker) generatePrompts(body *jsonbody.Body) (prompts [][]uint32, problem *refusal) {
-	text, ids := body.Get("text"), body.Get("input_ids")
-	switch {
-	case !IsNull(text) && text.Type != gjson.String && !text.IsArray():
-		return nil, badField("text", "string", text)
-	case !IsNull(ids) && !ids.IsArray():
-		return nil, badField("input_ids", "list of integers", ids)
-	case text.Type == gjson.String:
-		prompts = [][]uint32{w.model.Encode(text.Str, true)}
-	case text.IsArray():
-		for _, one := range text.Array() {
-			if one.Type != gjson.String {
-				return nil, badField("text", "string", one)
-			}
-			prompts = append(prompts, w.model.Encode(one.Str, true))
-		}
-	case ids.IsArray():
-		lists := []gjson.Result{ids}
-		if isBatch(body) {
-			lists = ids.Array()
-		}
-		for _, list := range lists {
-			prompt, err := tokens.ReadTokens(list)
-			if err != nil || !list.IsArray() {
-				return nil, badField("input_ids", "list of integers", list)
-			}
-			prompts = append(prompts, prompt)
-		}
-	default:
-		return nil, invalid("Either text, input_ids or input_embeds should be provided.")
+// promptTokens returns the tokens of each prompt in a field.
+func (w *Worker) promptTokens(name string, field gjson.Result) ([][]uint32, *refusal) {
+	prompts, err := w.model.SGLangPromptTokens(field)
+	if err != nil {
+		return nil, badField(name, "string or list of integers", field)
 	}
 	for _, prompt := range prompts {
 		if len(prompt) == 0 { // a real server's scheduler may die of it
 			return nil, invalid("input_ids cannot be empty.")
 		}
 	}
-	if len(prompts) == 0 {
+	return prompts, nil
+}
+
+// generatePrompts returns those of /generate.
+func (w *Worker) generatePrompts(body *jsonbody.Body) (prompts [][]uint32, problem *refusal) {
+	text, ids := body.Get("text"), body.Get("input_ids")
+	switch isText := text.Type == gjson.String || text.IsArray(); {
+	case IsNull(text) && IsNull(ids):
+		return nil, invalid("Either text, input_ids or input_embeds should be provided.")
+	case !IsNull(text) && !isText || text.IsArray() && text.Get("0").Exists() && text.Get("0").Type != gjson.String:
+		return nil, badField("text", "string", text)
+	case isText:
+		return w.promptTokens("text", text)
+	case !ids.IsArray() || ids.Get("0").Type == gjson.String:
+		return nil, badField("input_ids", "list of integers", ids)
+	case !ids.Get("0").Exists():
 		return nil, invalid("input_ids cannot be empty.")
 	}
-	return prompts, nil
+	return w.promptTokens("input_ids", ids)
 }
 
 // sglangOwner returns what keeps prompt i of a request apart. Any model's name is

@@ -213,11 +213,6 @@ func (m *Model) boundedChatTokens(b bounds, body *jsonbody.Body) ([]uint32, erro
 	return m.chatTokens(b, req)
 }
 
-// SGLangChatTokens is ChatBodyTokens by SGLang's rules.
-func (m *Model) SGLangChatTokens(body *jsonbody.Body) ([]uint32, error) {
-	return m.sglangChatTokens(bounds{}, body)
-}
-
 // engineChatTokens is boundedChatTokens by the rules of SGLang or of vLLM.
 func (m *Model) engineChatTokens(sglang bool, b bounds, body *jsonbody.Body) ([]uint32, error) {
 	if sglang {
