@@ -94,7 +94,7 @@ func (s *site) blocks() (n int) {
 // it, which is not always what the template alone says.
 var sglangKinds = []struct{ name, path, body string }{
 	{"chat", testkit.ChatPath, `{"messages":[{"role":"system","content":%s},{"role":"user","content":"Go on."}],"max_tokens":4}`},
-	{"streamed chat", testkit.ChatPath, `{"messages":[{"role":"system","content":%s},{"role":"user","content":"Go on."}],"max_tokens":4,"stream":true}`},
+	{"streamed chat", testkit.ChatPath, `{"messages":[{"role":"system","content":%s},{"role":"user","content":"Go on."}],"max_tokens":4,"stream":true,"stream_options":{"include_usage":true}}`},
 	{"chat that ends with the assistant", testkit.ChatPath, `{"messages":[{"role":"user","content":%s},{"role":"assistant","content":"The answer"}],"max_tokens":4}`},
 	{"final message continued", testkit.ChatPath, `{"messages":[{"role":"user","content":%s},{"role":"assistant","content":"The answer is"}],"continue_final_message":true,"max_tokens":4}`},
 	{"content in parts", testkit.ChatPath, `{"messages":[{"role":"user","content":[{"type":"text","text":%s},{"type":"text","text":"And then?"}]}],"max_tokens":4}`},
