@@ -315,7 +315,7 @@ func (c *Config) ResolveDefaults(machine settings.Machine) error {
 	default:
 		c.Model = filepath.Join(cache, "smollm2-135m-instruct")
 		if !machine.IsDir(c.Model) {
-			return fmt.Errorf("no model: %s does not exist; run `make setup`, which prepares it, or give --model", c.Model)
+			return fmt.Errorf("no model: %s does not exist; run `%s`, which prepares it, or give --model", c.Model, engine.Setup)
 		}
 	}
 	c.ModelFolder = c.Model != "" && machine.IsDir(c.Model)

@@ -180,6 +180,9 @@ func setCPUEnvironment(cfg process.Settings, i int, env process.Environment) {
 	env["SGLANG_USE_CPU_ENGINE"] = "1"
 	env["CUDA_VISIBLE_DEVICES"] = ""
 	env.SetDefault("OMP_NUM_THREADS", strconv.Itoa(cfg.Threads()))
+	// Threads that spin while they wait for each other take seconds for a token where
+	// anything else wants the cores.
+	env.SetDefault("OMP_WAIT_POLICY", "passive")
 	env.SetDefault("SGLANG_CPU_OMP_THREADS_BIND", coresOf(cfg, i))
 	env["KVROUTER_IDLE_POLL_MS"] = "100"
 	if cfg.PrefillWorkers > 0 {

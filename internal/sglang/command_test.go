@@ -48,19 +48,19 @@ func TestCommandOfEachWorker(t *testing.T) {
 	}{
 		{
 			name: "CPU, model in a folder", cfg: settings(2, nil), folder: true, environ: []string{"HOME=/h", "KVROUTER_API_KEY=secret", "CUDA_VISIBLE_DEVICES=0"},
-			argv: cpu, env: append([]string{"HOME=/h", "HF_HUB_OFFLINE=1", "OMP_NUM_THREADS=4", "SGLANG_CPU_OMP_THREADS_BIND=4-7", "PYTHONPATH=/plugin:/plugin/cpu"}, onCPU...),
+			argv: cpu, env: append([]string{"HOME=/h", "HF_HUB_OFFLINE=1", "OMP_NUM_THREADS=4", "OMP_WAIT_POLICY=passive", "SGLANG_CPU_OMP_THREADS_BIND=4-7", "PYTHONPATH=/plugin:/plugin/cpu"}, onCPU...),
 		},
 		{
 			name:    "CPU, the user's choice wins",
 			cfg:     settings(16, nil, "--dtype=bfloat16", "--max_total_tokens", "99", "--attention-backend", "intel_amx", "--seed", "3"),
-			environ: []string{"OMP_NUM_THREADS=7", "SGLANG_CPU_OMP_THREADS_BIND=0-3", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=true", "PYTHONPATH=/mine", "SGLANG_PLUGINS=a,b"},
+			environ: []string{"OMP_NUM_THREADS=7", "OMP_WAIT_POLICY=active", "SGLANG_CPU_OMP_THREADS_BIND=0-3", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=true", "PYTHONPATH=/mine", "SGLANG_PLUGINS=a,b"},
 			argv: []string{
 				"--device", "cpu", "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled", "--mem-fraction-static", "0.9",
 				"--max-running-requests", "8", "--disable-overlap-schedule", "--sleep-on-idle",
 				"--dtype=bfloat16", "--max_total_tokens", "99", "--attention-backend", "intel_amx", "--seed", "3",
 			},
 			env: []string{
-				"OMP_NUM_THREADS=7", "SGLANG_CPU_OMP_THREADS_BIND=0-3", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=true", "PYTHONPATH=/plugin:/plugin/cpu:/mine",
+				"OMP_NUM_THREADS=7", "OMP_WAIT_POLICY=active", "SGLANG_CPU_OMP_THREADS_BIND=0-3", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=true", "PYTHONPATH=/plugin:/plugin/cpu:/mine",
 				"SGLANG_PLUGINS=a,b,kvrouter_loopback,kvrouter_idle,kvrouter_nixl", "KVROUTER_LOOPBACK=1", onCPU[0], onCPU[1], onCPU[2],
 			},
 		},
