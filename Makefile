@@ -1,8 +1,8 @@
-# kvrouter: `make run` sets everything up and starts a router over two vLLM workers. ARGS=... goes to kvrouter.
+# kvrouter: `make run` sets everything up and starts a router over two vLLM workers, `make run-sglang` over two of SGLang. ARGS=... goes to kvrouter.
 SHELL := bash
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.1
 SHELL_SCRIPTS := ping.sh perf.sh .ci/run $(wildcard scripts/*.sh)
-PYTHON_SCRIPTS = $(wildcard scripts/*.py internal/*/plugin/*.py internal/*/testdata/*.py testdata/*/*.py)
+PYTHON_SCRIPTS = $(wildcard scripts/*.py internal/*/plugin/*.py internal/*/plugin/*/*.py internal/*/testdata/*.py testdata/*/*.py)
 PYTHON ?= python3
 ARGS ?=
 BENCH ?= .
@@ -12,12 +12,12 @@ FUZZTIME ?= 10s
 CHAOS ?= 2m
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run run-disagg check test test-mooncake lint bench index-bench sim bench-real wire-speed peers parity segments soak fuzz chaos clean
+.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg check test test-mooncake test-sglang lint bench index-bench sim bench-real wire-speed peers parity segments soak fuzz chaos clean
 
 help: ## Show these targets
-	@printf 'kvrouter: KV-cache-aware routing over vLLM workers\n\n'
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@printf '\n  ARGS="--num-workers 4 ..." passes flags on to kvrouter (run, run-disagg, bench-real); go run . --help lists them.\n'
+	@printf 'kvrouter: KV-cache-aware routing over vLLM and SGLang workers\n\n'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@printf '\n  ARGS="--num-workers 4 ..." passes flags on to kvrouter (run..., bench-real); go run . --help lists them.\n'
 
 setup: ## Check tools; build the native library; install vLLM and a CPU model (cached)
 	@scripts/setup.sh
@@ -35,6 +35,14 @@ run-disagg: setup ## The same over one vLLM worker that computes prompts and one
 	go build -o kvrouter .
 	@exec ./kvrouter --prefill-workers 1 --decode-workers 1 --disagg-min-uncached-tokens 64 $(ARGS)
 
+run-sglang: setup-sglang ## Like run, over two SGLang workers
+	go build -o kvrouter .
+	@exec ./kvrouter --engine sglang --num-workers 2 $(ARGS)
+
+run-sglang-disagg: setup-sglang ## Like run-disagg, over SGLang workers
+	go build -o kvrouter .
+	@exec ./kvrouter --engine sglang --prefill-workers 1 --decode-workers 1 --disagg-min-uncached-tokens 64 $(ARGS)
+
 check: lint ## The fast loop: linters and short tests
 	go test -short -skip RealVLLM ./...
 
@@ -44,6 +52,9 @@ test: setup lint parity ## Set up, then linters and all tests (race detector, re
 
 test-mooncake: setup ## Two real vLLM CPU workers with MooncakeConnector, over TCP (minutes)
 	@scripts/mooncake.sh
+
+test-sglang: setup-sglang ## Real SGLang CPU servers: truth, ranks, load, pairs, deaths (minutes)
+	KVROUTER_SGLANG=1 go test -run RealSGLang -v -count 1 -timeout 40m .
 
 lint: ## gofmt, go vet, staticcheck, syntax of the shell and Python scripts
 	@scripts/build-native.sh

@@ -21,6 +21,7 @@ import (
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/keys"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/nativeapi"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/selection"
@@ -37,6 +38,7 @@ const (
 	chatPrompt
 	completionPrompt
 	workerPrompt // in a form that only a worker renders
+	generatePrompt
 )
 
 // inferenceRoutes are the engine's inference paths that the router serves: each
@@ -44,6 +46,7 @@ const (
 var inferenceRoutes = map[string]promptKind{
 	"/v1/chat/completions":        chatPrompt,
 	"/v1/completions":             completionPrompt,
+	proxy.GenerateRoute:           generatePrompt,
 	"/v1/responses":               workerPrompt,
 	"/v1/messages":                workerPrompt,
 	"/v1/messages/count_tokens":   noPrompt,
@@ -69,7 +72,7 @@ var inferenceRoutes = map[string]promptKind{
 // change every worker or none, and only where the operator allowed it.
 var adminRoutes = []string{
 	"/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/sleep", "/wake_up", "/is_sleeping",
-	"/collective_rpc", "/server_info", "/start_profile", "/stop_profile", "/pause", "/resume", "/is_paused",
+	"/collective_rpc", "/start_profile", "/stop_profile", "/pause", "/resume", "/is_paused",
 	"/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
 	"/update_weights", "/abort_requests", "/release_kv_cache_memory",
 }
@@ -126,9 +129,11 @@ func (a *API) Handler() http.Handler {
 	}
 	guarded.GET("/v1/responses/:id", a.broadcastUntilFound)
 	guarded.POST("/v1/responses/:id/cancel", a.broadcastUntilFound)
+	own := web.OwnPages(a.config.Host, a.keys.Asks(), web.OpenAIError)
 	for _, path := range adminRoutes {
-		guarded.Any(path, web.OwnPages(a.config.Host, a.keys.Asks(), web.OpenAIError), a.admin)
+		guarded.Any(path, own, a.admin)
 	}
+	a.native().Serve(guarded, own, a.admin)
 	operators := engine.Group("/", selection.Guards(a.config.Host, a.config.RouterAPIKey, "/busy_threshold is for who has the router port's key (--router-api-key)", web.OpenAIError)...)
 	if len(a.config.RouterAPIKey) == 0 {
 		operators.Use(a.keys.Guard(web.OpenAIError), a.keys.Trusted(web.OpenAIError))
@@ -151,6 +156,13 @@ func (a *API) ready(c *gin.Context) {
 	c.JSON(status, gin.H{"ready": status == http.StatusOK, "schedulable_workers": workers, "draining": a.draining.Load()})
 }
 
+// native are SGLang's own short routes.
+func (a *API) native() nativeapi.Routes {
+	return nativeapi.Routes{Router: a.router, Proxy: a.proxy, Admin: a.config.AllowEngineAdmin, Question: a.question, Fail: func(c *gin.Context, status int, message string) {
+		a.fail(c, status, "", message)
+	}}
+}
+
 // inference is one inference request on its way.
 type inference struct {
 	api      *API
@@ -165,6 +177,7 @@ type inference struct {
 	hints    hints.Hints
 	prompt   tokens.Prompt
 	multiple bool          // the body has several prompts
+	several  bool          // it wants several answers to one
 	took     time.Duration // until the prompt was known
 	request  router.Request
 	recorded *telemetry.RecordedPrompt // nil: nothing is recorded, or nothing is known of the prompt
@@ -245,6 +258,10 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 		}
 		r.exchange.Model = model
 	}
+	if r.kind == generatePrompt && a.native().Lacks() {
+		a.fail(c, http.StatusNotFound, "", nativeapi.ErrNone.Error())
+		return false
+	}
 	if r.body.Get("vllm_xargs").Get("kv_cache_report_mode").Exists() {
 		// The engine would report blocks as stored that it only used again, and
 		// never as removed: the index could not be kept true.
@@ -275,11 +292,12 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 func (r *inference) findPrompt() {
 	x := r.exchange
 	r.prompt, r.multiple = r.api.prompt(r.ctx, r.kind, x.Route, r.body)
+	r.several = proxy.SeveralAnswers(x.Route, r.body)
 	x.Source, r.took = r.prompt.Source, time.Since(x.Arrived)
 	r.request = router.Request{
 		Tokens: r.prompt.Tokens[:r.prompt.Exact], NumTokens: len(r.prompt.Tokens),
-		Salt: r.api.tokens.Salt(x.Route, r.body), LoRA: r.api.tokens.Adapter(r.body, r.api.router.Adapter(x.Model)), Model: x.Model,
-		AnsweredWhole: !r.body.Get("stream").Bool() || r.multiple || r.body.Get("n").Int() > 1,
+		Salt: r.api.tokens.Salt(x.Route, r.body), LoRA: r.api.tokens.Adapter(x.Route, r.body, r.api.router.Adapter(x.Model)), Model: x.Model,
+		AnsweredWhole: !r.body.Get("stream").Bool() || r.multiple || r.several, SGLang: r.kind == generatePrompt,
 	}
 	applyHints(r.hints, &r.request)
 }
@@ -289,8 +307,8 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 	a, body := r.api, r.body
 	u := proxy.Upstream{
 		Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.upstreamHeader(c, r.id, r.hints.Pinned != nil), Body: body.Raw,
-		Route: r.exchange.Route, RequestID: r.id, Arrived: r.exchange.Arrived, EndMarked: r.kind != noPrompt, Silent: !r.caller.Told,
-		CachedTokensMislead: r.countsMore() || body.Get("prompt_logprobs").Type == gjson.Number || body.Get("echo").Bool() && body.Get("logprobs").Type == gjson.Number,
+		Route: r.exchange.Route, RequestID: r.id, Arrived: r.exchange.Arrived, EndMarked: r.kind != noPrompt, Silent: !r.caller.Told, SeveralAnswers: r.several,
+		CachedTokensMislead: r.countsMore() || proxy.ComputesAnew(body),
 	}
 	if a.config.CollectUsage && (r.kind == chatPrompt || r.kind == completionPrompt) {
 		u.Head, u.Body, u.HideUsage = proxy.AskForUsage(body)
@@ -305,7 +323,7 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 // prompt: of several prompts, or of SGLang's answers after the first, whose prompt it
 // has computed before.
 func (r *inference) countsMore() bool {
-	return r.multiple || r.api.tokens.SGLang() && tokens.Samples(r.body) > 1
+	return r.multiple || r.several && (r.kind == generatePrompt || r.api.tokens.SGLang())
 }
 
 // applyHints puts what the client hints at into the router's form of the request.
@@ -348,6 +366,8 @@ func (a *API) settle(c *gin.Context, x *proxy.Exchange, err error) {
 	case errors.As(err, &late):
 		a.log.Warn("no pair of workers answered", "route", x.Route, "error", err)
 		a.fail(c, http.StatusGatewayTimeout, "", late.Error())
+	case errors.Is(err, proxy.ErrSeveralAnswers):
+		a.fail(c, http.StatusBadRequest, "n", err.Error())
 	case errors.Is(err, proxy.ErrSilent):
 		a.fail(c, http.StatusGatewayTimeout, "", fmt.Sprintf("worker %s did not answer within %s", x.Worker, a.config.RequestTimeout))
 	case errors.Is(err, router.ErrNoWorker), errors.Is(err, router.ErrBusy), errors.Is(err, router.ErrQueueFull), errors.Is(err, router.ErrQueueTimeout), errors.Is(err, router.ErrNoPair):
@@ -412,15 +432,21 @@ func (a *API) prompt(ctx context.Context, kind promptKind, path string, body *js
 	case workerPrompt:
 		return a.tokens.Other(ctx, path, body.Raw), false
 	case completionPrompt:
-		prompts := a.tokens.CompletionBody(ctx, body)
-		for _, candidate := range prompts {
-			if len(candidate.Tokens) > len(p.Tokens) || p.Source == "" {
-				p = candidate
-			}
-		}
-		return p, len(prompts) > 1
+		return longest(a.tokens.CompletionBody(ctx, body))
+	case generatePrompt:
+		return longest(a.tokens.GenerateBody(ctx, body))
 	}
 	return tokens.Prompt{}, false
+}
+
+// longest returns the longest of a request's prompts, and whether there are several.
+func longest(prompts []tokens.Prompt) (p tokens.Prompt, multiple bool) {
+	for _, candidate := range prompts {
+		if len(candidate.Tokens) > len(p.Tokens) || p.Source == "" {
+			p = candidate
+		}
+	}
+	return p, len(prompts) > 1
 }
 
 // upstreamHeader returns the client's headers as they go to a worker. Only one that
@@ -527,7 +553,7 @@ func (a *API) admin(c *gin.Context) {
 	defer a.bodies.Done(body)
 	worst := http.StatusOK
 	answers := map[uint64]gin.H{}
-	a.proxy.AskAll(c.Request.Context(), a.workers(), a.question(c, body), func(answer proxy.Answer) bool {
+	a.proxy.AskAll(c.Request.Context(), nativeapi.Having(c.FullPath(), a.workers()), a.question(c, body), func(answer proxy.Answer) bool {
 		if answer.Err != nil {
 			answer.Status, answer.Body = http.StatusBadGateway, web.ErrorJSON(http.StatusBadGateway, "server_error", "", "the worker did not answer")
 		}

@@ -74,8 +74,11 @@ func newTestAPIOf(t testing.TB, config Config, model *tokens.Model, targets ...k
 	proxy := proxy.NewProxy(telemetry, config.RequestTimeout, func(w uint64) { h.failed <- w })
 	h.proxy = proxy
 	a := &app{router: h.router, proxy: proxy}
-	tokens := tokens.NewSource(model, a.askWorker, time.Second, log)
-	api := NewAPI(config, h.router, tokens, proxy, telemetry, log)
+	a.tokens = tokens.NewSource(model, a.askWorker, time.Second, log)
+	for _, target := range targets {
+		a.tokens.Met(target.Engine == kv.EngineSGLang)
+	}
+	api := NewAPI(config, h.router, a.tokens, proxy, telemetry, log)
 	useKeys, err := api.keys.Read()
 	if err != nil {
 		t.Fatal(err)
@@ -615,7 +618,7 @@ func TestModelsAreTheWorkers(t *testing.T) {
 
 func TestOtherInferencePathsAreForwarded(t *testing.T) {
 	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, r *http.Request) { io.WriteString(w, r.URL.RequestURI()) })
-	h := newTestAPI(t, Config{}, worker.URL)
+	h := newTestAPIOf(t, Config{}, nil, kv.Target{URL: worker.URL, Engine: kv.EngineSGLang})
 	for path := range inferenceRoutes {
 		if _, answer := h.post(t, path+"?x=1", `{"model":"m"}`); answer != path+"?x=1" {
 			t.Errorf("%s was answered %s", path, answer)

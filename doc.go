@@ -1,4 +1,4 @@
-// Command kvrouter routes LLM requests to the vLLM worker that already holds
+// Command kvrouter routes LLM requests to the vLLM or SGLang worker that already holds
 // most of their prompt in its KV cache and is least busy.
 //
 // What nobody imports lives here, at the root: flags, wiring, the OpenAI port.

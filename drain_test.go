@@ -26,15 +26,15 @@ import (
 	"kvrouter/internal/testkit"
 )
 
-// process is a running kvrouter over mock workers.
-type process struct {
+// routerProcess is a running kvrouter over mock workers.
+type routerProcess struct {
 	*site
 	t *testing.T
 }
 
 // startProcess starts kvrouter and waits until so many workers are ready. It ends
 // with the test.
-func startProcess(t *testing.T, workers int, args ...string) *process {
+func startProcess(t *testing.T, workers int, args ...string) *routerProcess {
 	t.Helper()
 	path, err := plainProgram()
 	if err != nil {
@@ -47,7 +47,7 @@ func startProcess(t *testing.T, workers int, args ...string) *process {
 			fmt.Sprintf("--base-worker-port=%d", ports+2), fmt.Sprintf("--base-kv-events-port=%d", ports+2+workers),
 			fmt.Sprintf("--base-kv-replay-port=%d", ports+2+2*workers), fmt.Sprintf("--base-metrics-port=%d", ports+2+3*workers))
 	}
-	p := &process{t: t, site: &site{
+	p := &routerProcess{t: t, site: &site{
 		t: t, command: exec.Command(path, append(all, args...)...), log: &testkit.LogBuffer{}, ended: make(chan struct{}),
 		openAI: fmt.Sprintf("http://127.0.0.1:%d", ports), selection: fmt.Sprintf("http://127.0.0.1:%d", ports+1),
 	}}
@@ -75,7 +75,7 @@ func startProcess(t *testing.T, workers int, args ...string) *process {
 
 // status is that of a GET on the OpenAI port, over a connection of its own; 0: it
 // is not answered.
-func (p *process) status(path string) int {
+func (p *routerProcess) status(path string) int {
 	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 5 * time.Second}
 	response, err := client.Get(p.openAI + path)
 	if err != nil {
@@ -85,7 +85,7 @@ func (p *process) status(path string) int {
 	return response.StatusCode
 }
 
-func (p *process) signal(s syscall.Signal) {
+func (p *routerProcess) signal(s syscall.Signal) {
 	p.t.Helper()
 	if err := p.command.Process.Signal(s); err != nil {
 		p.t.Fatal(err)
@@ -93,7 +93,7 @@ func (p *process) signal(s syscall.Signal) {
 }
 
 // over waits for the process's end and returns its exit code, -1 after a signal.
-func (p *process) over(limit time.Duration) int {
+func (p *routerProcess) over(limit time.Duration) int {
 	p.t.Helper()
 	select {
 	case <-p.ended:
@@ -104,14 +104,14 @@ func (p *process) over(limit time.Duration) int {
 }
 
 // says waits for a line of the log.
-func (p *process) says(text string) {
+func (p *routerProcess) says(text string) {
 	p.t.Helper()
 	testkit.Eventually(p.t, 10*time.Second, "the log says: "+text, func() bool { return strings.Contains(p.log.String(), text) })
 }
 
 // stream starts a stream of so many tokens and returns when its first byte has
 // come. rest reads it to its end.
-func (p *process) stream(tokens int) (rest func() string) {
+func (p *routerProcess) stream(tokens int) (rest func() string) {
 	p.t.Helper()
 	body := fmt.Sprintf(`{"messages":[{"role":"user","content":"Hi"}],"stream":true,"max_tokens":%d,"ignore_eos":true}`, tokens)
 	response, err := http.Post(p.openAI+testkit.ChatPath, "application/json", strings.NewReader(body))
@@ -240,7 +240,7 @@ func TestHangupReloadsAndABrokenFileChangesNothing(t *testing.T) {
 }
 
 // with posts a body with a key and returns the status.
-func (p *process) with(t *testing.T, key, path, body string) int {
+func (p *routerProcess) with(t *testing.T, key, path, body string) int {
 	t.Helper()
 	request, _ := http.NewRequest(http.MethodPost, p.openAI+path, strings.NewReader(body))
 	request.Header.Set("Content-Type", "application/json")
@@ -271,7 +271,7 @@ func TestLogThatNobodyReadsDoesNotEndTheRouter(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer command.Process.Kill()
-	p := &process{t: t, site: &site{t: t, command: command, openAI: fmt.Sprintf("http://127.0.0.1:%d", ports), ended: make(chan struct{})}}
+	p := &routerProcess{t: t, site: &site{t: t, command: command, openAI: fmt.Sprintf("http://127.0.0.1:%d", ports), ended: make(chan struct{})}}
 	testkit.Eventually(t, 20*time.Second, "it listens", func() bool { return p.status("/health") == http.StatusOK })
 	pipe.Close()
 	for range 5 { // each is a line

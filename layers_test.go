@@ -28,14 +28,16 @@ var layers = []map[string]string{
 		"policy": "hints jsonlines kv settings", "events": "guard kv radix web zmq", "outlier": "kv",
 	},
 	{ // deciding, starting
-		"router": "hints kv outlier policy radix table", "vllm": "events kv",
+		"router": "hints kv outlier policy radix table", "process": "events kv",
 	},
 	{ // carrying
-		"replica": "guard kv router zmq", "proxy": "jsonbody kv outlier policy router web", "workers": "events guard kv policy radix vllm web zmq",
-		"mocker": "engine events jsonbody kv tokens vllm web zmq", "simulate": "engine hints jsonlines kv policy radix router",
+		"replica": "guard kv router zmq", "proxy": "jsonbody kv outlier policy router web", "workers": "events guard kv policy process radix web zmq",
+		"mocker": "engine events jsonbody kv process tokens web zmq", "simulate": "engine hints jsonlines kv policy radix router",
+		"vllm": "kv process", "sglang": "kv process",
 	},
 	{ // showing, offering
 		"telemetry": "hints jsonlines kv outlier policy proxy router", "selection": "events hints kv outlier policy radix router web workers",
+		"nativeapi": "jsonbody kv proxy router",
 	},
 }
 

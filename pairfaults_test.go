@@ -11,6 +11,7 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/testkit"
@@ -289,7 +290,7 @@ func TestOnlyWhatIsWrongWithTheRequestIsARefusal(t *testing.T) {
 }
 
 // TestLimitsOfLegs: each wait ends with its own limit, whatever --request-timeout
-// is, and only the first event of a stream is waited for.
+// is. Of a stream only the first event is waited for, of another answer the whole.
 func TestLimitsOfLegs(t *testing.T) {
 	const short, long = 200 * time.Millisecond, time.Minute
 	later := func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
@@ -316,9 +317,13 @@ func TestLimitsOfLegs(t *testing.T) {
 			{"prefill", short, long, kv.LegPrefill, hangs, true, "--disagg-prefill-timeout", []uint64{0}},
 			{"prefill, not streamed", short, long, kv.LegPrefill, hangs, false, "--disagg-prefill-timeout", []uint64{0}},
 			{"handover", long, short, kv.LegDecode, hangs, true, "--disagg-handover-timeout", nil},
+			{"handover, not streamed", long, short, kv.LegDecode, hangs, false, "--disagg-handover-timeout, and 1s for each token", nil},
 			{"long stream", long, short, kv.LegDecode, later, true, "", nil},
-			{"long answer", long, short, kv.LegDecode, later, false, "", nil},
+			{"long answer", long, short, kv.LegDecode, later, false, "", nil}, // within the second that its token may take
 		} {
+			if kind != kv.KindSGLang && strings.Contains(test.flag, "token") {
+				continue // vLLM's decode workers may let a request wait
+			}
 			t.Run(kind.String()+" "+test.name, func(t *testing.T) {
 				t.Parallel() // most of it is waiting
 				config := Config{RequestTimeout: 20 * short, Disagg: proxy.Settings{DisaggPrefillTimeout: test.prefill, DisaggHandoverTimeout: test.handover, EnforceDisagg: true}}
@@ -331,7 +336,7 @@ func TestLimitsOfLegs(t *testing.T) {
 					}
 					return serve
 				})
-				response, answer := h.post(t, testkit.ChatPath, sharedChat(test.stream))
+				response, answer := h.post(t, testkit.ChatPath, sharedChat(test.stream, jsonbody.Field{Key: "max_tokens", Raw: "1"}))
 				if test.flag == "" && (response.StatusCode != http.StatusOK || strings.Contains(answer, "error") || test.stream && !strings.Contains(answer, "[DONE]")) ||
 					test.flag != "" && (response.StatusCode != http.StatusGatewayTimeout || !strings.Contains(answer, test.flag)) {
 					t.Errorf("%s: %s", response.Status, answer)
@@ -345,6 +350,32 @@ func TestLimitsOfLegs(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// TestDecodeWorkerThatLosesItsPrefillWorker: SGLang's says so with 500 after 12 s. The
+// request goes to another pair, whose prefill worker is another.
+func TestDecodeWorkerThatLosesItsPrefillWorker(t *testing.T) {
+	for _, stream := range []bool{false, true} {
+		h := newTestPairAPI(t, Config{}, kv.KindSGLang, 2, 2, func(id uint64, serve engineServe) engineServe {
+			switch id {
+			case 0: // gone without a word
+				return hangs
+			case 10:
+				return func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) {
+					w.Header().Set("Content-Type", "application/json")
+					w.WriteHeader(http.StatusInternalServerError)
+					io.WriteString(w, `{"object":"error","message":"Decode transfer failed: Lost connection with prefill instance","type":"InternalServerError","code":500}`)
+				}
+			}
+			return serve
+		})
+		response, answer := h.post(t, testkit.ChatPath, sharedChat(stream))
+		if response.StatusCode != http.StatusOK || !strings.Contains(answer, "decoded") || response.Header.Get(proxy.HeaderPrefillWorker) != "1" {
+			t.Errorf("streamed %v: %s, prefill worker %s: %s", stream, response.Status, response.Header.Get(proxy.HeaderPrefillWorker), answer)
+		}
+		h.settled(t)
+		testkit.Eventually(t, faultLimit, "the first prefill worker was told to abort", func() bool { return len(h.prefill[0].aborted()) == 1 })
 	}
 }
 

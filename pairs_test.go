@@ -228,15 +228,57 @@ func TestWhatStaysWhole(t *testing.T) {
 	}
 }
 
-func TestSeveralAnswersAreSharedWhereNobodyTakesThemWhole(t *testing.T) {
-	h := newTestPairAPI(t, Config{Disagg: proxy.Settings{DisaggMinUncachedTokens: 256}}, kv.KindSGLang, 1, 1, nil)
-	for _, body := range []string{sharedChat(false, jsonbody.Field{Key: "n", Raw: "2"}), `{"model":"m","messages":[{"role":"user","content":"Hi"}]}`} {
-		if response, answer := h.post(t, testkit.ChatPath, body); response.StatusCode != http.StatusOK {
-			t.Errorf("%s: %s", response.Status, answer)
+// TestSGLangPairsGetNoSeveralAnswers: their decode worker would never answer. Several
+// prompts, or one that is short, they share.
+func TestSGLangPairsGetNoSeveralAnswers(t *testing.T) {
+	long := strings.Repeat("a", 400)
+	for _, test := range []struct {
+		name, path, body string
+		refused          bool
+	}{
+		{"several answers", testkit.ChatPath, sharedChat(false, jsonbody.Field{Key: "n", Raw: "2"}), true},
+		{"several answers, streamed", testkit.ChatPath, sharedChat(true, jsonbody.Field{Key: "n", Raw: "2"}), true},
+		{"the best of several", "/v1/completions", fmt.Sprintf(`{"prompt":%q,"best_of":2}`, long), true},
+		{"several answers of /generate", proxy.GenerateRoute, fmt.Sprintf(`{"text":%q,"sampling_params":{"n":2}}`, long), true},
+		{"one answer of /generate", proxy.GenerateRoute, fmt.Sprintf(`{"text":%q,"sampling_params":{"n":1}}`, long), false},
+		{"several prompts of /generate", proxy.GenerateRoute, fmt.Sprintf(`{"text":[%[1]q,%[1]q]}`, long), false},
+		{"several prompts", "/v1/completions", fmt.Sprintf(`{"prompt":[%[1]q,%[1]q]}`, long), false},
+		{"a short prompt", testkit.ChatPath, `{"model":"m","messages":[{"role":"user","content":"Hi"}]}`, false},
+	} {
+		for _, whole := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, another takes it whole: %v", test.name, whole), func(t *testing.T) {
+				h := newTestPairAPI(t, Config{Disagg: proxy.Settings{DisaggMinUncachedTokens: 256}}, kv.KindSGLang, 1, 1, nil)
+				both := newFakeEngine(t, 20, func(w http.ResponseWriter, _ *http.Request, body gjson.Result) { fakeAnswer(w, body, "whole") })
+				if whole {
+					h.router.Up(kv.Target{Key: kv.WorkerKey{Worker: 20}, URL: both.URL, Engine: kv.EngineSGLang, Generation: 1})
+				}
+				response, answer := h.post(t, test.path, test.body)
+				h.settled(t)
+				prefills, decodes, others := len(h.prefill[0].received()), len(h.decode[0].received()), len(both.received())
+				switch {
+				case test.refused && whole:
+					if response.StatusCode != http.StatusOK || prefills+decodes != 0 || others != 1 {
+						t.Errorf("%s, %d + %d + %d requests: %s", response.Status, prefills, decodes, others, answer)
+					}
+				case test.refused:
+					if response.StatusCode != http.StatusBadRequest || prefills+decodes != 0 || !strings.Contains(answer, "one request for each") {
+						t.Errorf("%s, %d + %d requests: %s", response.Status, prefills, decodes, answer)
+					}
+				default:
+					if response.StatusCode != http.StatusOK || !whole && (prefills != 1 || decodes != 1) {
+						t.Errorf("%s, %d + %d requests: %s", response.Status, prefills, decodes, answer)
+					}
+				}
+			})
 		}
 	}
-	if n := len(h.prefill[0].received()); n != 2 {
-		t.Errorf("%d were shared", n)
+}
+
+// TestWithoutWorkersSeveralAnswersAreNotRefused: they may come.
+func TestWithoutWorkersSeveralAnswersAreNotRefused(t *testing.T) {
+	h := newTestPairAPI(t, Config{}, kv.KindSGLang, 1, 0, nil)
+	if response, answer := h.post(t, testkit.ChatPath, sharedChat(false, jsonbody.Field{Key: "n", Raw: "2"})); response.StatusCode != http.StatusServiceUnavailable {
+		t.Errorf("%s: %s", response.Status, answer)
 	}
 }
 

@@ -69,6 +69,13 @@ print(model.get("root") or model["id"])' "$model" <<<"$models" 2>/dev/null) ||
   die "$url/v1/models lists no model${model:+ named $model}"
 model=${found%%$'\n'*} root=${found#*$'\n'}
 
+# SGLang's list of models has the served name as the root; where the files are stands in its /model_info.
+if [ "$root" = "$model" ]; then
+  told=$(curl -sS -m 10 --config <(auth_header "$api_key") "$url/model_info" 2>/dev/null |
+    "$python" -c 'import json, sys; print(json.load(sys.stdin).get("tokenizer_path") or "")' 2>/dev/null) || told=""
+  root=${told:-$root}
+fi
+
 on_cpu=no
 case "$(printf '%s %s' "$model" "$root" | tr '[:upper:]' '[:lower:]')" in *smollm2-135m*) on_cpu=yes ;; esac
 

@@ -19,6 +19,7 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/process"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/selection"
 	"kvrouter/internal/testkit"
@@ -583,7 +584,7 @@ func (m *mooncakeWorkers) start(i int) (kill func()) {
 	if err != nil {
 		m.t.Fatal(err)
 	}
-	spec, err := vllm.Command(m.cfg.vllmSettings(), i, plugins, m.environ)
+	spec, err := vllm.Engine().Command(m.cfg.engineSettings(), i, plugins, m.environ)
 	if err != nil {
 		m.t.Fatal(err)
 	}
@@ -592,7 +593,7 @@ func (m *mooncakeWorkers) start(i int) (kill func()) {
 		[]string{prefill: "kv_producer", decode: "kv_consumer"}[i]))
 	log, pid, ended := &testkit.LogBuffer{}, make(chan int, 1), make(chan error, 1)
 	go func() {
-		ended <- vllm.RunProcess(spec, func(id int) { pid <- id }, func(_, text string) { fmt.Fprintln(log, text) })
+		ended <- process.Run(spec, func(id int) { pid <- id }, func(_, text string) { fmt.Fprintln(log, text) })
 	}()
 	var group int
 	select {
@@ -601,7 +602,7 @@ func (m *mooncakeWorkers) start(i int) (kill func()) {
 		m.t.Fatal(err)
 	}
 	kill = sync.OnceFunc(func() {
-		if err := vllm.SignalGroup(group, syscall.SIGKILL); err != nil {
+		if err := process.SignalGroup(group, syscall.SIGKILL); err != nil {
 			m.t.Error(err)
 		}
 		<-ended

@@ -20,6 +20,7 @@ import (
 	"kvrouter/internal/logs"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/policy"
+	"kvrouter/internal/process"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/replica"
@@ -27,7 +28,6 @@ import (
 	"kvrouter/internal/selection"
 	"kvrouter/internal/telemetry"
 	"kvrouter/internal/tokens"
-	"kvrouter/internal/vllm"
 	"kvrouter/internal/web"
 	"kvrouter/internal/workers"
 )
@@ -39,9 +39,9 @@ type app struct {
 	index     radix.Index
 	router    *router.Router
 	fleet     *workers.Fleet
-	launcher  *vllm.Launcher // of vLLM workers; nil: none are started
-	mocker    *mocker.Mocker // of simulated workers; nil: none are started
-	model     *tokens.Model  // nil: prompt tokens come from the workers
+	launcher  *process.Launcher // of processes; nil: none are started
+	mocker    *mocker.Mocker    // of simulated workers; nil: none are started
+	model     *tokens.Model     // nil: prompt tokens come from the workers
 	tokens    *tokens.Source
 	proxy     *proxy.Proxy
 	telemetry *telemetry.Metrics
@@ -159,8 +159,12 @@ func openModel(ctx context.Context, config Config, log *slog.Logger) (*tokens.Mo
 	dir, err := tokens.ResolveModel(ctx, config.Model, config.Python)
 	var model *tokens.Model
 	if err == nil {
+		read := tokens.EngineChatOptions
+		if config.Engine == EngineSGLang {
+			read = tokens.SGLangChatOptions
+		}
 		var options tokens.ChatOptions
-		if options, err = tokens.EngineChatOptions(config.VLLMArgs); err == nil {
+		if options, err = read(config.EngineArgs); err == nil {
 			if model, err = tokens.OpenModelWith(dir, options); err == nil {
 				model.CacheTokens(config.TokenCacheTokens)
 			}

@@ -27,10 +27,16 @@ import (
 	"kvrouter/internal/tokens"
 )
 
-// testModel opens the model that the workers of the end-to-end tests serve.
+// testModelFolder is the folder of the model that the workers of the end-to-end
+// tests serve.
+func testModelFolder() string {
+	return filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct")
+}
+
+// testModel opens that model.
 func testModel(t testing.TB) *tokens.Model {
 	t.Helper()
-	m, err := tokens.OpenModel(filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct"))
+	m, err := tokens.OpenModel(testModelFolder())
 	if err != nil && testing.Short() {
 		t.Skip("the test model is not set up: ", err)
 	}

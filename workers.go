@@ -8,7 +8,9 @@ import (
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
+	"kvrouter/internal/process"
 	"kvrouter/internal/selection"
+	"kvrouter/internal/sglang"
 	"kvrouter/internal/vllm"
 	"kvrouter/internal/workers"
 )
@@ -34,17 +36,18 @@ func (c *Config) countWorkers() error {
 		c.NumWorkers = defaultWorkers
 	}
 	if c.Engine != EngineNone && (c.NumWorkers < 1 || c.NumWorkers > 1000) {
-		return fmt.Errorf("%s: give 1 to 1000; for none use --engine none", c.workersAsked())
+		return fmt.Errorf("%s: give 1 to 1000; for none use --engine none", c.engineSettings().Asked())
 	}
 	return nil
 }
 
-// workersAsked tells the flags that ask for NumWorkers workers, and their values.
-func (c *Config) workersAsked() string {
-	if c.PrefillWorkers > 0 {
-		return fmt.Sprintf("--prefill-workers %d and --decode-workers %d", c.PrefillWorkers, c.DecodeWorkers)
+// engine describes the engine whose workers are started as processes; starts: there
+// are such. Without, it is vLLM, whose Python reads a model's name.
+func (c *Config) engine() (e process.Engine, starts bool) {
+	if c.Engine == EngineSGLang {
+		return sglang.Engine(), true
 	}
-	return fmt.Sprintf("--num-workers %d", c.NumWorkers)
+	return vllm.Engine(), c.Engine == EngineVLLM
 }
 
 // EngineLimits returns how many tokens a started worker computes in a pass at
@@ -53,22 +56,21 @@ func (c *Config) EngineLimits() (maxBatchedTokens, totalBlocks int) {
 	if c.Engine == EngineMocker {
 		return c.Mock.MockMaxNumBatchedTokens, c.Mock.MockNumGPUBlocks
 	}
-	return vllm.Number(c.VLLMArgs, "max-num-batched-tokens"), vllm.Number(c.VLLMArgs, "num-gpu-blocks-override")
+	engine, _ := c.engine()
+	return engine.Limits(c.EngineArgs, c.BlockSize)
 }
 
 // Ranks is how many data-parallel ranks a started worker has. Each takes one of
 // the ports for KV events, their replay and load.
 func (c *Config) Ranks() int {
-	switch c.Engine {
-	case EngineMocker:
+	if c.Engine == EngineMocker {
 		return max(1, c.Mock.MockDataParallelSize)
-	case EngineVLLM:
-		return max(1, vllm.Number(c.VLLMArgs, "data-parallel-size"))
 	}
-	return 1
+	engine, _ := c.engine()
+	return engine.Ranks(c.EngineArgs)
 }
 
-// nixl tells whether the workers that are started hand prompts over by NIXL.
+// nixl tells whether the workers that are started have NIXL's side channel.
 func (c *Config) nixl() bool { return c.Engine == EngineVLLM && c.PrefillWorkers > 0 }
 
 // startedPart returns the part of started worker i where prefill and decode are
@@ -81,39 +83,44 @@ func (c *Config) startedPart(i int) kv.Disagg {
 	if i < c.PrefillWorkers {
 		d.Role = kv.RolePrefill
 	}
-	if c.Engine == EngineMocker && c.Mock.DisaggKind() == kv.KindSGLang {
+	base := c.BaseBootstrapPort
+	if c.Engine == EngineMocker { // whose bootstrap server is at the HTTP port
+		base = c.BaseWorkerPort
+	}
+	if c.Engine == EngineSGLang || c.Engine == EngineMocker && c.Mock.DisaggKind() == kv.KindSGLang {
 		d.Kind = kv.KindSGLang
-		if d.Role == kv.RolePrefill { // its HTTP port is its bootstrap server's, too
-			d.Bootstrap = kv.Bootstrap{Host: "127.0.0.1", Port: uint16(c.BaseWorkerPort + i)}
+		if d.Role == kv.RolePrefill {
+			d.Bootstrap = kv.Bootstrap{Host: "127.0.0.1", Port: uint16(base + i)}
 		}
 	}
 	return d
 }
 
 // ports are those of started workers.
-func (c *Config) workerPorts() vllm.Ports {
-	return vllm.Ports{
+func (c *Config) workerPorts() process.Ports {
+	return process.Ports{
 		HTTP: c.BaseWorkerPort, KVEvents: c.BaseKVEventsPort, KVReplay: c.BaseKVReplayPort, Load: c.BaseMetricsPort, NIXL: c.BaseNIXLPort,
-		Ranks: c.Ranks(),
+		Bootstrap: c.BaseBootstrapPort, Ranks: c.Ranks(),
 	}
 }
 
-// vllmSettings say how vLLM workers are started.
-func (c *Config) vllmSettings() vllm.Settings {
-	return vllm.Settings{
+// engineSettings say how workers are started as processes.
+func (c *Config) engineSettings() process.Settings {
+	return process.Settings{
 		Python: c.Python, Model: c.Model, ModelFolder: c.ModelFolder, ServedModelName: c.ServedModelName,
 		NumWorkers: c.NumWorkers, PrefillWorkers: c.PrefillWorkers, BlockSize: c.BlockSize,
-		GPUsPerWorker: c.GPUsPerWorker, GPUs: c.GPUs, Cores: c.Cores, KVEvents: c.KVEvents(), Args: c.VLLMArgs,
+		GPUsPerWorker: c.GPUsPerWorker, GPUs: c.GPUs, Cores: c.Cores, KVEvents: c.KVEvents(), Args: c.EngineArgs,
 		Ports: c.workerPorts(),
 	}
 }
 
 // fleetSettings say which workers there are.
 func (c *Config) fleetSettings() workers.Settings {
+	engine, starts := c.engine()
 	s := workers.Settings{
 		Attached: c.Worker, Ports: c.workerPorts(), BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
 		AssumesSizes: c.Index.NoKVEvents && !c.Index.HasTrees(c.Policy), ServedModelName: c.ServedModelName,
-		TLS: c.WorkerTLS, Hop: c.Hop, WorkerKey: c.WorkerKey, Key: kv.Secret(vllm.Key(c.VLLMArgs)), PassKey: len(c.APIKey) > 0 || c.Keys.APIKeysFile != "",
+		TLS: c.WorkerTLS, Hop: c.Hop, WorkerKey: c.WorkerKey, Key: kv.Secret(engine.Key(c.EngineArgs)), PassKey: len(c.APIKey) > 0 || c.Keys.APIKeysFile != "",
 		StartupTimeout: c.StartupTimeout, RestartBackoffMax: c.RestartBackoffMax,
 	}
 	if c.Engine == EngineNone {
@@ -123,7 +130,9 @@ func (c *Config) fleetSettings() workers.Settings {
 	for i := range c.NumWorkers {
 		s.Started = append(s.Started, c.startedPart(i))
 	}
-	if c.Engine == EngineMocker {
+	if starts {
+		s.Engine, s.Signs = engine.Kind, engine.Signs
+	} else {
 		s.ReadyPoll, s.Engine = mockReadyPoll, c.Mock.Engine()
 	}
 	return s
@@ -150,13 +159,13 @@ func (c *Config) selectionSettings() selection.Settings {
 // starter returns what starts a worker: a process, a simulated one, or nil where
 // none is to be started.
 func (r *app) starter() (start workers.Start, err error) {
-	switch r.config.Engine {
-	case EngineVLLM:
-		if r.launcher, err = vllm.NewLauncher(r.config.vllmSettings(), r.log); err != nil {
+	if engine, starts := r.config.engine(); starts {
+		if r.launcher, err = process.NewLauncher(engine, r.config.engineSettings(), r.log); err != nil {
 			return nil, err
 		}
 		return r.launcher.Start, nil
-	case EngineMocker:
+	}
+	if r.config.Engine == EngineMocker {
 		if r.mocker, err = mocker.NewMocker(r.config.mockSettings(), r.model, r.log); err != nil {
 			return nil, err
 		}
@@ -184,10 +193,10 @@ const mockReadyPoll = 5 * time.Millisecond
 var errMockStopped = errors.New("stopped by the router")
 
 // startMock starts a simulated worker, which prints nothing.
-func (r *app) startMock(i int, _ func(stream, text string)) (vllm.Engine, error) {
+func (r *app) startMock(i int, _ func(stream, text string)) (process.Started, error) {
 	w, err := r.mocker.Start(i)
 	if err != nil {
-		return vllm.Engine{}, err
+		return process.Started{}, err
 	}
-	return vllm.Engine{Ended: w.Ended(), Stop: func() { w.Stop(errMockStopped) }, Kill: func() { w.End(errMockStopped) }}, nil
+	return process.Started{Ended: w.Ended(), Stop: func() { w.Stop(errMockStopped) }, Kill: func() { w.End(errMockStopped) }}, nil
 }

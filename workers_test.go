@@ -23,6 +23,7 @@ import (
 	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
+	"kvrouter/internal/process"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/vllm"
@@ -87,7 +88,7 @@ func TestCommandOfEachWorker(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			cfg := mustParse(t, testMachine(t, test.gpus...), append([]string{"--python", "py"}, strings.Fields(test.args)...)...)
-			spec, err := vllm.Command(cfg.vllmSettings(), 1, "/plugin", test.environ)
+			spec, err := vllm.Engine().Command(cfg.engineSettings(), 1, "/plugin", test.environ)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -106,7 +107,7 @@ func TestCommandOfEachWorker(t *testing.T) {
 func TestWorkersPublishNoEventsThatNobodyFollows(t *testing.T) {
 	for _, args := range []string{"--no-kv-events", "--policy kv --overlap-score-weight 0"} {
 		cfg := mustParse(t, testMachine(t), append([]string{"--python", "py", "--model", "org/name"}, strings.Fields(args)...)...)
-		spec, err := vllm.Command(cfg.vllmSettings(), 0, "/plugin", nil)
+		spec, err := vllm.Engine().Command(cfg.engineSettings(), 0, "/plugin", nil)
 		if err != nil || slices.Contains(spec.Argv, "--kv-events-config") {
 			t.Errorf("%s: %q %v", args, spec.Argv, err)
 		}
@@ -130,7 +131,7 @@ func TestRanksOfAWorkerTakePortsInARow(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			cfg := mustParse(t, testMachine(t, test.gpus...), append([]string{"--python", "py", "--model", "org/name"}, strings.Fields(test.args)...)...)
-			spec, err := vllm.Command(cfg.vllmSettings(), 1, "/plugin", nil)
+			spec, err := vllm.Engine().Command(cfg.engineSettings(), 1, "/plugin", nil)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -146,8 +147,8 @@ func TestRanksOfAWorkerTakePortsInARow(t *testing.T) {
 			// What is followed and checked to be free is what vLLM and the plugin make
 			// of that: each rank one port further.
 			want := []events.Source{
-				{Worker: kv.WorkerKey{Worker: 1, Rank: 0}, Endpoint: "tcp://127.0.0.1:5559", Replay: "tcp://127.0.0.1:5759", Topic: vllm.KVEventsTopic, BlockSize: 64},
-				{Worker: kv.WorkerKey{Worker: 1, Rank: 1}, Endpoint: "tcp://127.0.0.1:5560", Replay: "tcp://127.0.0.1:5760", Topic: vllm.KVEventsTopic, BlockSize: 64},
+				{Worker: kv.WorkerKey{Worker: 1, Rank: 0}, Endpoint: "tcp://127.0.0.1:5559", Replay: "tcp://127.0.0.1:5759", Topic: process.KVEventsTopic, BlockSize: 64},
+				{Worker: kv.WorkerKey{Worker: 1, Rank: 1}, Endpoint: "tcp://127.0.0.1:5560", Replay: "tcp://127.0.0.1:5760", Topic: process.KVEventsTopic, BlockSize: 64},
 			}
 			if diff := cmp.Diff(want, cfg.workerPorts().Sources(1, cfg.BlockSize)); diff != "" {
 				t.Error(diff)
@@ -166,7 +167,7 @@ func TestRanksOfAWorkerTakePortsInARow(t *testing.T) {
 
 func TestTheFirstWorkerGetsTheFirstGPU(t *testing.T) {
 	cfg := mustParse(t, testMachine(t, "2", "3"), "--python", "py", "--model", "org/name")
-	spec, err := vllm.Command(cfg.vllmSettings(), 0, "/plugin", nil)
+	spec, err := vllm.Engine().Command(cfg.engineSettings(), 0, "/plugin", nil)
 	if err != nil || !slices.Contains(spec.Env, "CUDA_VISIBLE_DEVICES=2") || !slices.Contains(spec.Argv, "8100") {
 		t.Errorf("%q %q %v", spec.Argv, spec.Env, err)
 	}
@@ -205,7 +206,7 @@ func TestPrefillAndDecodeWorkersAreStartedForTheirParts(t *testing.T) {
 			args := append([]string{"--python", "py", "--model", "org/name", "--prefill-workers", "1", "--decode-workers", "2"}, strings.Fields(test.args)...)
 			cfg := mustParse(t, testMachine(t, test.gpus...), args...)
 			for i, port := range test.ports {
-				spec, err := vllm.Command(cfg.vllmSettings(), i, "/plugin", test.env)
+				spec, err := vllm.Engine().Command(cfg.engineSettings(), i, "/plugin", test.env)
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -242,7 +243,7 @@ func TestPrefillAndDecodeWorkersAreStartedForTheirParts(t *testing.T) {
 
 func TestWorkersWithoutPartsHaveNoSideChannel(t *testing.T) {
 	cfg := mustParse(t, testMachine(t), "--python", "py", "--model", "org/name", "--", "--kv-transfer-config", "{}")
-	spec, err := vllm.Command(cfg.vllmSettings(), 0, "/plugin", nil)
+	spec, err := vllm.Engine().Command(cfg.engineSettings(), 0, "/plugin", nil)
 	if err != nil || !slices.Contains(spec.Argv, "{}") || strings.Contains(strings.Join(spec.Env, " "), "NIXL") {
 		t.Errorf("%q %q %v", spec.Argv, spec.Env, err)
 	}
@@ -267,14 +268,14 @@ func TestStartedWorkersHaveTheirParts(t *testing.T) {
 	log := slog.New(slog.DiscardHandler)
 
 	t.Setenv("NIXL_EXIT", "3")
-	if _, err := vllm.NewLauncher(apart.vllmSettings(), log); err == nil || !strings.Contains(err.Error(), "no NIXL") || !strings.Contains(err.Error(), "make setup") {
+	if _, err := process.NewLauncher(vllm.Engine(), apart.engineSettings(), log); err == nil || !strings.Contains(err.Error(), "no NIXL") || !strings.Contains(err.Error(), "make setup") {
 		t.Errorf("without NIXL: %v", err)
 	}
-	if _, err := vllm.NewLauncher(whole.vllmSettings(), log); err != nil {
+	if _, err := process.NewLauncher(vllm.Engine(), whole.engineSettings(), log); err != nil {
 		t.Errorf("NIXL is asked for where nobody needs it: %v", err)
 	}
 	t.Setenv("NIXL_EXIT", "1")
-	if _, err := vllm.NewLauncher(apart.vllmSettings(), log); err == nil || !strings.Contains(err.Error(), "cannot be asked") {
+	if _, err := process.NewLauncher(vllm.Engine(), apart.engineSettings(), log); err == nil || !strings.Contains(err.Error(), "cannot be asked") {
 		t.Errorf("with a Python that does not work: %v", err)
 	}
 
@@ -286,6 +287,11 @@ func TestStartedWorkersHaveTheirParts(t *testing.T) {
 	}{
 		{"apart", apart, []kv.Disagg{{Role: kv.RolePrefill, Kind: kv.KindNIXL}, {Role: kv.RolePrefill, Kind: kv.KindNIXL}, {Role: kv.RoleDecode, Kind: kv.KindNIXL}}},
 		{"whole", whole, []kv.Disagg{{}, {}}},
+		{"apart, of SGLang", config("--engine", "sglang", "--prefill-workers", "2", "--decode-workers", "1", "--base-bootstrap-port", "9000"), []kv.Disagg{
+			{Role: kv.RolePrefill, Kind: kv.KindSGLang, Bootstrap: kv.Bootstrap{Host: "127.0.0.1", Port: 9000}},
+			{Role: kv.RolePrefill, Kind: kv.KindSGLang, Bootstrap: kv.Bootstrap{Host: "127.0.0.1", Port: 9001}},
+			{Role: kv.RoleDecode, Kind: kv.KindSGLang},
+		}},
 	} {
 		fleet := workers.NewFleet(test.cfg.fleetSettings(), nil, nil, workers.Hooks{}, log)
 		var parts []kv.Disagg

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Does KV-aware routing pay on the real engine? Every policy serves the same chats over fresh vLLM CPU workers.
+"""Does KV-aware routing pay on the real engine? Every policy serves the same chats over fresh CPU workers of vLLM or SGLang.
 
 The workers' caches are small (60 blocks of 64 tokens), so that together they hold the system prompts and one alone
 does not: where a request goes decides whether its prompt is computed or found. The hit rate comes from the engines'
@@ -9,6 +9,7 @@ knows how many share its system prompt (x-prefix-* headers), which policy thomps
   scripts/bench_real.py                                    all policies, about two minutes each
   scripts/bench_real.py --shared                           all over the same two workers, emptied in between: a minute each
   scripts/bench_real.py --policies work,round-robin        these; NAME/approx, NAME/events: with that --prefix-source
+  scripts/bench_real.py --engine sglang                    over SGLang workers (make setup-sglang)
   scripts/bench_real.py --urls URL,URL                     no router: in-script round robin over running workers
 
 Only Python's standard library is needed. The exit code is 0 if every request was answered, whatever the hit rate.
@@ -199,21 +200,30 @@ def run_load(targets, model, chats, args):
 # --- the engines' own counters ---------------------------------------------------------------------------------------
 
 
-def prefix_cache_counters(worker_url):
-    """(hits, queries) in tokens since the engine's start, summed over its label sets."""
+# An engine's counters of prompt tokens that were found in its cache, and of all prompt tokens.
+COUNTERS = {
+    "vllm": ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
+    "sglang": ("sglang:cached_tokens_total", "sglang:prompt_tokens_total"),
+}
+
+
+def prefix_cache_counters(worker_url, engine):
+    """(hits, queries) in tokens since the engine's start, summed over its label sets. A counter of SGLang is there once
+    it has counted something."""
     status, text = get(worker_url + "/metrics")
     if status != 200:
         raise RuntimeError(f"GET {worker_url}/metrics answered {status}")
-    sums = {"vllm:prefix_cache_hits_total": 0.0, "vllm:prefix_cache_queries_total": 0.0}
+    hits, queries = COUNTERS[engine]
+    sums = {hits: 0.0, queries: 0.0}
     for line in text.splitlines():
         name = line.split("{", 1)[0].split(" ", 1)[0]
         if name in sums:
             sums[name] += float(line.rsplit(" ", 1)[1])
-    return sums["vllm:prefix_cache_hits_total"], sums["vllm:prefix_cache_queries_total"]
+    return sums[hits], sums[queries]
 
 
-def all_counters(worker_urls):
-    pairs = [prefix_cache_counters(url) for url in worker_urls]
+def all_counters(worker_urls, engine):
+    pairs = [prefix_cache_counters(url, engine) for url in worker_urls]
     return sum(p[0] for p in pairs), sum(p[1] for p in pairs)
 
 
@@ -250,7 +260,7 @@ class Router:
         self.http = f"http://127.0.0.1:{ports[0]}"
         self.control = f"http://127.0.0.1:{ports[0] + 1}"
         self.load_port = ports[4]
-        source = ["--engine", "none"] if attach else ["--num-workers", str(args.workers)]
+        source = ["--engine", "none"] if attach else ["--engine", args.engine, "--num-workers", str(args.workers)]
         for worker in attach:
             source += ["--worker", worker]
         self.command = [
@@ -260,10 +270,13 @@ class Router:
             "--base-kv-replay-port", str(ports[3]), "--base-metrics-port", str(ports[4]),
         ]  # fmt: skip
         if args.model or attach:
-            self.command += ["--model", args.model or first_model(attach[0].removeprefix("url=").split(",")[0])["root"]]
+            self.command += ["--model", args.model or model_folder(attach[0].removeprefix("url=").split(",")[0], args.engine)]
         if attach or not args.shared:  # else it only starts the workers
             self.command += args.router_args
         if attach:
+            return
+        if args.engine == "sglang":
+            self.command += ["--", "--max-total-tokens", str(args.blocks * BLOCK_SIZE)]
             return
         # vLLM keeps one block for itself, and refuses to start if the others cannot hold one longest request.
         longest = (args.blocks - 1) * BLOCK_SIZE
@@ -315,7 +328,9 @@ class Router:
         self.log.close()
 
     def worker_flags(self):
-        """Its workers as values of --worker for another kvrouter."""
+        """Its workers as values of --worker for another kvrouter. An SGLang server tells the rest itself."""
+        if self.args.engine == "sglang":
+            return [f"url={url},id={r['worker_id']}" for url, r in zip(self.workers, self.records)]
         return [
             f"url={url},id={r['worker_id']},kv-events={r['kv_events_endpoint']},replay={r['replay_endpoint']},"
             f"load=tcp://127.0.0.1:{self.load_port + i}"
@@ -325,16 +340,17 @@ class Router:
     def empty_caches(self):
         """Empties the workers' prefix caches. An engine tells that with its next step only, which a short chat makes:
         else the first predictions would be of what was there before."""
+        path = {"vllm": "/reset_prefix_cache", "sglang": "/flush_cache"}[self.args.engine]
         for url in self.workers:
             connection = connect(url, timeout=30)
-            connection.request("POST", "/reset_prefix_cache")
+            connection.request("POST", path)
             status = connection.getresponse().status
             connection.close()
             if status != 200:
-                raise RuntimeError(f"POST {url}/reset_prefix_cache answered {status}")
+                raise RuntimeError(f"POST {url}{path} answered {status}")
             step = chat(url, first_model(url)["id"], [{"role": "user", "content": "Hello"}], 1, {})
             if step.error:
-                raise RuntimeError(f"{url} after /reset_prefix_cache: {step.error}")
+                raise RuntimeError(f"{url} after {path}: {step.error}")
 
     def ping(self):
         """Fails if ping.sh does."""
@@ -414,12 +430,19 @@ def first_model(url):
     return json.loads(text)["data"][0]
 
 
+def model_folder(url, engine):
+    """Where a worker has its model's files. SGLang's list of models has its served name only."""
+    if engine == "vllm":
+        return first_model(url)["root"]
+    return json.loads(get(url + "/model_info")[1])["model_path"]
+
+
 def measure(name, targets, workers, chats, args):
     """The load against `targets`, between two readings of the workers' counters."""
     model = first_model(targets[0])["id"]
-    before = all_counters(workers)
+    before = all_counters(workers, args.engine)
     answers, seconds = run_load(targets, model, chats, args)
-    after = all_counters(workers)
+    after = all_counters(workers, args.engine)
     result = Result(name, after[0] - before[0], after[1] - before[1], answers, seconds)
     for error in sorted(set(result.errors()))[:5]:
         print(f"bench-real: {name}: {error}", file=sys.stderr)
@@ -463,12 +486,13 @@ def policy_runs(policies, binary):
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", default="vllm", choices=("vllm", "sglang"), help="what the workers run (default %(default)s)")
     parser.add_argument("--policies", default="", metavar="A,B", help="kvrouter policies, one run each (default: all)")
     parser.add_argument("--urls", default="", metavar="URL,URL", help="measure these running workers by in-script round robin instead")
     parser.add_argument("--binary", default="", metavar="FILE", help="a built kvrouter (default: build it)")
     parser.add_argument("--model", default="", metavar="DIR", help="model for kvrouter (default: its own)")
     parser.add_argument("--shared", action="store_true", help="one set of workers for all runs, emptied before each")
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="vLLM workers (default %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="workers (default %(default)s)")
     parser.add_argument("--blocks", type=int, default=60, metavar="N", help="KV blocks of 64 tokens a worker (default %(default)s)")
     parser.add_argument("--prompts", type=int, default=12, metavar="N", help="system prompts (default %(default)s)")
     parser.add_argument("--words", type=int, default=400, metavar="N", help="words in each (default %(default)s)")
@@ -483,7 +507,7 @@ def parse_arguments():
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: want 1 or more")
     if args.blocks < 2:
-        parser.error("--blocks 1: want 2 or more, vLLM keeps one for itself")
+        parser.error("--blocks 1: want 2 or more, an engine keeps one for itself")
     return args
 
 

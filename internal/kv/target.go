@@ -25,3 +25,7 @@ type Target struct {
 func (t Target) Serves(model string) bool {
 	return model == "" || len(t.Models) == 0 || slices.Contains(t.Models, model)
 }
+
+// RunsSGLang tells whether the target runs SGLang, as it says itself or as whoever
+// gave its part where prefill and decode are apart.
+func (t Target) RunsSGLang() bool { return t.Engine == EngineSGLang || t.Kind == KindSGLang }

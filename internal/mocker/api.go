@@ -17,7 +17,7 @@ import (
 	"kvrouter/internal/engine"
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/vllm"
+	"kvrouter/internal/process"
 	"kvrouter/internal/web"
 	"kvrouter/internal/zmq"
 )
@@ -288,7 +288,7 @@ func (w *Worker) eventSources(out http.ResponseWriter, _ *http.Request) {
 		}
 		sources[rank.number] = map[string]any{
 			"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": rank.Events.Pub.Endpoint(), "replay_endpoint": rank.Events.router.Endpoint(),
-			"buffer_steps": vllm.ReplayBatches, "hwm": zmq.QueueLimit, "max_queue_size": eventQueue, "topic": vllm.KVEventsTopic,
+			"buffer_steps": process.ReplayBatches, "hwm": zmq.QueueLimit, "max_queue_size": eventQueue, "topic": process.KVEventsTopic,
 		}
 	}
 	answerJSON(out, http.StatusOK, sources)

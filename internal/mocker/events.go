@@ -12,7 +12,7 @@ import (
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/vllm"
+	"kvrouter/internal/process"
 	"kvrouter/internal/zmq"
 )
 
@@ -60,7 +60,7 @@ type Events struct {
 
 	Mu     sync.Mutex // guards what follows, and makes sending and keeping one
 	seq    uint64     // of the next batch
-	Kept   [][]byte   // payloads, a ring: batch n is kept[n % vllm.ReplayBatches]
+	Kept   [][]byte   // payloads, a ring: batch n is kept[n % process.ReplayBatches]
 	packer *msgpack.Encoder
 	packed bytes.Buffer
 }
@@ -148,12 +148,12 @@ func (e *Events) publish(batch batch) {
 		}
 	}
 	for range times {
-		e.Pub.Publish([]byte(vllm.KVEventsTopic), number, payload)
+		e.Pub.Publish([]byte(process.KVEventsTopic), number, payload)
 	}
-	if len(e.Kept) < vllm.ReplayBatches {
+	if len(e.Kept) < process.ReplayBatches {
 		e.Kept = append(e.Kept, payload)
 	} else {
-		e.Kept[e.seq%vllm.ReplayBatches] = payload
+		e.Kept[e.seq%process.ReplayBatches] = payload
 	}
 	e.seq++
 }
@@ -172,11 +172,11 @@ func (e *Events) replay(request [][]byte, reply func(frames ...[]byte) error) {
 	from := max(binary.BigEndian.Uint64(number[:]), next-uint64(len(e.Kept)))
 	var payloads [][]byte
 	for seq := from; seq < next; seq++ {
-		payloads = append(payloads, e.Kept[seq%vllm.ReplayBatches])
+		payloads = append(payloads, e.Kept[seq%process.ReplayBatches])
 	}
 	e.Mu.Unlock()
 	for i, payload := range payloads {
-		if reply(nil, []byte(vllm.KVEventsTopic), binary.BigEndian.AppendUint64(nil, from+uint64(i)), payload) != nil {
+		if reply(nil, []byte(process.KVEventsTopic), binary.BigEndian.AppendUint64(nil, from+uint64(i)), payload) != nil {
 			return
 		}
 	}

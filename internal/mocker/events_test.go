@@ -8,9 +8,9 @@ import (
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/process"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/eventstest"
-	"kvrouter/internal/vllm"
 )
 
 // startMockEvents publishes blocks of testBlockSize tokens until the test ends.
@@ -29,7 +29,7 @@ func startMockEvents(t *testing.T, tweak func(*Events)) *Events {
 }
 
 func (e *Events) source() events.Source {
-	return events.Source{Endpoint: e.Pub.Endpoint(), Replay: e.router.Endpoint(), Topic: vllm.KVEventsTopic}
+	return events.Source{Endpoint: e.Pub.Endpoint(), Replay: e.router.Endpoint(), Topic: process.KVEventsTopic}
 }
 
 // storing is the event that stores blocks from to below to of a prompt.
@@ -90,15 +90,15 @@ func TestMockEventsReplayWhatWasDropped(t *testing.T) {
 
 func TestMockReplayKeepsTheNewestBatches(t *testing.T) {
 	e := startMockEvents(t, nil)
-	for range vllm.ReplayBatches + 10 {
+	for range process.ReplayBatches + 10 {
 		e.add([]Event{{Removed: []uint64{1}}})
 	}
 	testkit.Eventually(t, 20*time.Second, "all published", func() bool {
 		e.Mu.Lock()
 		defer e.Mu.Unlock()
-		return e.seq == vllm.ReplayBatches+10
+		return e.seq == process.ReplayBatches+10
 	})
-	for from, want := range map[uint64][2]uint64{0: {10, vllm.ReplayBatches}, vllm.ReplayBatches + 8: {vllm.ReplayBatches + 8, 2}, vllm.ReplayBatches + 10: {events.ReplayEnd, 0}, events.ReplayEnd: {events.ReplayEnd, 0}} {
+	for from, want := range map[uint64][2]uint64{0: {10, process.ReplayBatches}, process.ReplayBatches + 8: {process.ReplayBatches + 8, 2}, process.ReplayBatches + 10: {events.ReplayEnd, 0}, events.ReplayEnd: {events.ReplayEnd, 0}} {
 		var seqs []uint64
 		request := [][]byte{nil, {byte(from >> 56), byte(from >> 48), byte(from >> 40), byte(from >> 32), byte(from >> 24), byte(from >> 16), byte(from >> 8), byte(from)}}
 		e.replay(request, func(frames ...[]byte) error {

@@ -9,7 +9,7 @@ import (
 
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/vllm"
+	"kvrouter/internal/process"
 )
 
 // Settings holds the settings of simulated workers; the simulate command reads
@@ -43,12 +43,12 @@ type Settings struct {
 	MockDelayEvents         time.Duration            `group:"Mock workers, with --engine mocker" default:"0s" help:"Fault: each KV-event batch is sent so much later."`
 
 	// What no flag of the mocker says, set by who starts one.
-	ServedModelName string      `kong:"-"`
-	BlockSize       int         `kong:"-"` // tokens
-	Seed            uint64      `kong:"-"`
-	KVEvents        bool        `kong:"-"` // they are published
-	Parts           []kv.Disagg `kong:"-"` // of each worker, by number
-	Ports           vllm.Ports  `kong:"-"`
+	ServedModelName string        `kong:"-"`
+	BlockSize       int           `kong:"-"` // tokens
+	Seed            uint64        `kong:"-"`
+	KVEvents        bool          `kong:"-"` // they are published
+	Parts           []kv.Disagg   `kong:"-"` // of each worker, by number
+	Ports           process.Ports `kong:"-"`
 }
 
 // DefaultSettings has the flags' defaults.

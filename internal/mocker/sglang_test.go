@@ -20,8 +20,8 @@ import (
 
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/process"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/vllm"
 	"kvrouter/internal/web"
 )
 
@@ -43,7 +43,7 @@ func testWorkers(t *testing.T, n int, tweak func(*Settings)) []*Worker {
 	}
 	ranks := cfg.MockDataParallelSize
 	ports := testkit.FreePorts(t, n+3*n*ranks)
-	cfg.Ports = vllm.Ports{HTTP: ports, KVEvents: ports + n, KVReplay: ports + n + n*ranks, Load: ports + n + 2*n*ranks, Ranks: ranks}
+	cfg.Ports = process.Ports{HTTP: ports, KVEvents: ports + n, KVReplay: ports + n + n*ranks, Load: ports + n + 2*n*ranks, Ranks: ranks}
 	for i := range cfg.Parts {
 		if cfg.Parts[i].Role == kv.RolePrefill {
 			cfg.Parts[i].Bootstrap = kv.Bootstrap{Host: "127.0.0.1", Port: uint16(ports + i)}
@@ -467,7 +467,7 @@ func FuzzSGLangBodies(f *testing.F) {
 	defer model.Close()
 	cfg := DefaultSettings()
 	cfg.MockAPI, cfg.SpeedupRatio, cfg.ServedModelName, cfg.BlockSize, cfg.MockNumGPUBlocks, cfg.Parts = "sglang", 0, ModelName, testPage, 64, make([]kv.Disagg, 1)
-	cfg.Ports = vllm.Ports{HTTP: testkit.FreePorts(f, 2), Ranks: 1}
+	cfg.Ports = process.Ports{HTTP: testkit.FreePorts(f, 2), Ranks: 1}
 	cfg.Ports.Load = cfg.Ports.HTTP + 1
 	m, err := NewMocker(cfg, model, slog.New(slog.DiscardHandler))
 	if err != nil {

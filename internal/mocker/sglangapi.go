@@ -14,8 +14,8 @@ import (
 
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/process"
 	"kvrouter/internal/tokens"
-	"kvrouter/internal/vllm"
 )
 
 // SGLangVersion is the SGLang whose server the mock workers imitate with --mock-api
@@ -102,12 +102,12 @@ func (w *Worker) serverInfo(out http.ResponseWriter, _ *http.Request) {
 	var follow map[string]any
 	if w.cfg.KVEvents {
 		follow = map[string]any{
-			"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": ports.KVEvents + first, "topic": vllm.KVEventsTopic,
+			"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": ports.KVEvents + first, "topic": process.KVEventsTopic,
 			"block_size": w.cfg.BlockSize, "dp_size": ports.Ranks, "replay_endpoint_port_base": ports.KVReplay + first,
 			"load_endpoint_port_base": ports.Load + first, "load_topic": loadTopic,
 		}
 		args["kv_events_config"] = string(MustJSON(map[string]any{
-			"publisher": "zmq", "topic": vllm.KVEventsTopic, "endpoint": fmt.Sprintf("tcp://*:%d", ports.KVEvents+first),
+			"publisher": "zmq", "topic": process.KVEventsTopic, "endpoint": fmt.Sprintf("tcp://*:%d", ports.KVEvents+first),
 			"replay_endpoint": fmt.Sprintf("tcp://*:%d", ports.KVReplay+first), "enable_kv_cache_events": true,
 		}))
 	}

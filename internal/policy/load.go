@@ -15,6 +15,7 @@ type Published struct {
 type Load struct {
 	Published
 	Fresh         bool // Published is recent enough to be believed
+	Foreign       int  // requests in the engine by Published, where Fresh, beyond those that this router knows of
 	Bumped        int  // requests sent since the last Published
 	InFlight      int  // requests sent and not yet ended
 	PrefillTokens int  // uncached prompt tokens of requests without a first token
@@ -32,6 +33,9 @@ type Prefill struct {
 	Sent          time.Time
 	AnsweredWhole bool // nobody will tell of its first token
 }
+
+// requests is how many are on the worker, whoever sent them.
+func (l Load) requests() int { return l.InFlight + l.Foreign }
 
 // QueueLength returns how many requests wait on the worker: its published queue and
 // what was sent since then. For a worker that publishes nothing it returns InFlight.

@@ -41,14 +41,15 @@ const (
 //	0.25·(n + 1) / (mean n + 1)
 //
 // with times in ms. The first line is about first tokens: first is when that of
-// this request will come, from the worker's coming passes; pushed by how much
+// this request will come, from the worker's coming passes, after those that wait
+// there and that this router did not send; pushed by how much
 // those of the requests before it come later, where they share a pass; own the
 // time to compute its uncached tokens, which later requests wait for (the more,
 // the longer the queue is) and which push cached blocks out; queued the same of
 // the requests that wait; usual the mean own, or 0.02·usual decode if that is
 // more. The second line is about the other tokens: decode is the time to decode
 // an answer of usual length there, usual decode its mean; each of the n requests
-// in flight there stands still for own, and decodes slower then, by slowdown.
+// there stands still for own, and decodes slower then, by slowdown.
 // The last line balances their number.
 //
 // A worker that gets its prompt from another has nothing of it to compute.
@@ -131,7 +132,7 @@ func (p *Work) usual(q Query, candidates []Candidate) workUsual {
 	u.decoding = max(u.decoding, u.output*p.Timing.decode, 1)
 	u.own = max(u.own, workNotice*u.decoding)
 	for i := range candidates {
-		u.inFlight += float64(candidates[i].Load.InFlight) / float64(len(candidates))
+		u.inFlight += float64(candidates[i].Load.requests()) / float64(len(candidates))
 	}
 	return u
 }
@@ -143,13 +144,20 @@ func (p *Work) cost(q Query, c *Candidate, u workUsual) float64 {
 	}
 	own, queued := p.Timing.Prefill(uncached), p.Timing.Prefill(c.Load.PrefillTokens)
 	first, pushed := p.coming(q.Now, &c.Load, uncached)
+	first += foreignWait(&c.Load) * u.decoding
 	later := workLater * own
 	busier := own * queued / u.own
 	decode := u.output * p.Timing.Decoding(c.Load.ContextTokens+c.Load.AwaitedTokens+1)
 	slowdown := u.output / 2 * p.Timing.context * float64(q.Tokens)
-	others := workOthers * float64(c.Load.InFlight) * (own + slowdown)
-	count := workCount * float64(c.Load.InFlight+1) / (u.inFlight + 1)
+	others := workOthers * float64(c.Load.requests()) * (own + slowdown)
+	count := workCount * float64(c.Load.requests()+1) / (u.inFlight + 1)
 	return (first+pushed+later+busier)/u.own + workDecode*(decode+others)/u.decoding + count
+}
+
+// foreignWait is how many answers will be given before the requests have left the queue
+// that others have sent: they wait for the ends of those that run.
+func foreignWait(load *Load) float64 {
+	return float64(min(load.Foreign, load.Waiting)) / float64(max(load.Running, 1))
 }
 
 // coming plays a worker's coming passes through, with a prompt of so many

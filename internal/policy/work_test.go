@@ -38,6 +38,10 @@ func TestWorkWeighsWaitsAgainstEachOther(t *testing.T) {
 		{"the shorter queue wins without a prefix", new(pool).add(0, waiting(0, 640)).add(0, Load{}), 1},
 		{"the queue that is nearly done wins", new(pool).add(0, waiting(0, 6400)).add(0, waiting(100*time.Millisecond, 6400)), 1},
 		{"less context to decode wins", new(pool).add(0, Load{ContextTokens: 90000}).add(0, Load{ContextTokens: 80000}), 1},
+		{"a queue that others have sent outweighs a prefix", new(pool).add(50, Load{Published: Published{Running: 2, Waiting: 6}, Foreign: 8}).add(0, Load{}), 1},
+		{"a queue that others have sent outweighs requests in flight", new(pool).add(0, Load{Published: Published{Running: 2, Waiting: 6}, Foreign: 8}).add(0, waiting(0, 6400, 6400)), 1},
+		{"others' requests that run weigh little beside a prefix", new(pool).add(50, Load{Published: Published{Running: 2}, Foreign: 2}).add(0, Load{}), 0},
+		{"others' requests that run decide between equal workers", new(pool).add(0, Load{Published: Published{Running: 2}, Foreign: 2}).add(0, Load{}), 1},
 		{"fewer requests to delay win", new(pool).add(0, Load{ContextTokens: 9000, InFlight: 9}).add(0, Load{ContextTokens: 9000, InFlight: 2}), 1},
 	}
 	for _, test := range tests {

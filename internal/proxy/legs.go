@@ -5,8 +5,6 @@ import (
 	"fmt"
 	"strconv"
 
-	"github.com/tidwall/gjson"
-
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 )
@@ -23,24 +21,22 @@ const (
 
 // WhyWhole says why a request must stay whole (empty: it need not), and which kinds
 // of workers can share it all the same where none takes it whole; 0: any. whole
-// says that the sender names one worker for the whole request. SGLang makes a
-// separate bootstrap room for each of several answers.
+// says that the sender names one worker for the whole request, multiple that it has
+// several prompts: SGLang makes a separate bootstrap room for each of those, but
+// with several answers its decode worker waits for ever.
 func WhyWhole(path string, body *jsonbody.Body, whole, multiple bool) (why string, kinds kv.Kinds) {
-	several := func(key string) bool { return body.Get(key).Int() > 1 }
-	asks := func(key string) bool {
-		v := body.Get(key)
-		return v.Exists() && v.Type != gjson.Null && v.Type != gjson.False
-	}
 	switch {
 	case whole:
 		return wholePinned, kv.KindsOf(kv.KindNone)
-	case asks("kv_transfer_params"), asks("bootstrap_room"):
+	case asks(body, "kv_transfer_params"), asks(body, "bootstrap_room"):
 		return WholeOwn, kv.KindsOf(kv.KindNone)
-	case multiple, several("n"), several("best_of"), asks("use_beam_search"):
+	case SeveralAnswers(path, body):
+		return WholeAnswers, kv.KindsOf(kv.KindNone)
+	case multiple:
 		return WholeAnswers, kv.KindsOf(kv.KindSGLang)
-	case asks("prompt_logprobs"), asks("echo"):
+	case asks(body, "prompt_logprobs"), asks(body, "echo"), path == GenerateRoute && ComputesAnew(body):
 		return WholePrompt, kv.KindsOf(kv.KindSGLang)
-	case path == "/v1/responses" && (asks("background") || asks("previous_response_id")):
+	case path == "/v1/responses" && (asks(body, "background") || asks(body, "previous_response_id")):
 		return WholeStored, kv.KindsOf(kv.KindNone)
 	}
 	return "", 0

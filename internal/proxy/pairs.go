@@ -12,6 +12,7 @@ import (
 	"math"
 	"net/http"
 	"net/http/httptrace"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -30,7 +31,7 @@ import (
 type Settings struct {
 	DisaggMinUncachedTokens int           `group:"Prefill and decode apart" default:"256" help:"Fewest uncached prompt tokens for which a prefill worker is used; a decode worker computes fewer itself."`
 	DisaggPrefillTimeout    time.Duration `group:"Prefill and decode apart" default:"60s" help:"Longest time from sending a prompt to a prefill worker to the end of its answer."`
-	DisaggHandoverTimeout   time.Duration `group:"Prefill and decode apart" default:"60s" help:"Longest time from there to the first event of the decode worker's stream."`
+	DisaggHandoverTimeout   time.Duration `group:"Prefill and decode apart" default:"60s" help:"Longest time from there to the first event of the decode worker's stream. With SGLang, an answer that is not streamed must be whole by then, plus 1 s for each token that the request lets it have (max_tokens); without such a limit only --request-timeout holds."`
 	EnforceDisagg           bool          `group:"Prefill and decode apart" help:"Refuse a request whose prompt no prefill worker can compute, instead of leaving it to a decode worker."`
 
 	RetrySettings
@@ -60,6 +61,8 @@ const (
 	// sees the closed connection.
 	abortTimeout = 5 * time.Second
 	abortsAtOnce = 64
+	// tokenPace is how long one token of an answer that is not streamed may take.
+	tokenPace = time.Second
 )
 
 // Pairs sends requests that two workers share. Its methods are safe for
@@ -126,6 +129,10 @@ func (e *LegTimeout) Error() string {
 	return fmt.Sprintf("%s took longer than %s (%s)", e.what, e.over, e.flag)
 }
 
+// ErrSeveralAnswers refuses a request for several answers where only pairs of SGLang
+// workers are up: their decode workers never answer it.
+var ErrSeveralAnswers = errors.New("several answers to one prompt (n, best_of, beams) cannot be had from SGLang workers with prefill and decode apart: send one request for each, or run a worker that serves whole requests")
+
 // errDecodeEnded ends a prefill leg whose decode leg has ended.
 var errDecodeEnded = errors.New("the decode leg has ended")
 
@@ -140,6 +147,9 @@ func (s *Pairs) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	for {
 		pair, err := route(t.exclude, why)
 		if err != nil {
+			if errors.Is(err, router.ErrNoWorker) && u.SeveralAnswers && s.apart() {
+				err = ErrSeveralAnswers
+			}
 			return t.giveUp(ctx, w, err)
 		}
 		if why == WholePrefilled && pair.Whole == "" {
@@ -168,6 +178,11 @@ func (s *Pairs) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			why = WholePrefilled
 		}
 	}
+}
+
+// apart tells whether an SGLang worker is up that only goes on with others' prompts.
+func (s *Pairs) apart() bool {
+	return slices.ContainsFunc(s.router.Targets(), func(t kv.Target) bool { return t.Kind == kv.KindSGLang && t.Role == kv.RoleDecode })
 }
 
 // share serves one request by two workers. Both bookings end here.
@@ -200,9 +215,9 @@ type legs struct {
 	kind            kv.Kind
 	pair            router.Pair
 	prefill, decode Upstream
-	streams         bool
-	rid             string // by which SGLang servers abort them; empty: closing the connection does
-	fetch           string // with it a Mooncake decode worker gets what the prefill worker keeps
+	late            *LegTimeout // of the decode leg, from the prefill leg's end; nil: it has no limit of its own
+	rid             string      // by which SGLang servers abort them; empty: closing the connection does
+	fetch           string      // with it a Mooncake decode worker gets what the prefill worker keeps
 	shared          *SharedRequest
 }
 
@@ -211,7 +226,7 @@ type legs struct {
 func (s *Pairs) legs(ctx context.Context, u Upstream, parsed *jsonbody.Body, pair router.Pair) (legs, error) {
 	target := pair.Prefill.Target
 	l := legs{
-		kind: target.Kind, pair: pair, prefill: u, decode: u, streams: parsed.Get("stream").Bool(),
+		kind: target.Kind, pair: pair, prefill: u, decode: u, late: s.decodeLimit(target.Kind, u.Route, parsed),
 		shared: &SharedRequest{Worker: WorkerLabel(target.Key.Worker), now: s.proxy.now},
 	}
 	name := u.RequestID + "-" + Nonce()
@@ -227,12 +242,12 @@ func (s *Pairs) legs(ctx context.Context, u Upstream, parsed *jsonbody.Body, pai
 		l.prefill.Head, l.prefill.Body = nil, prefillBody(u.Route, parsed, keep)
 		l.fetch = fetch
 	case kv.KindSGLang:
-		l.rid = name
 		fields := sglangFields(target.Bootstrap, newRoom(target))
-		if own := parsed.Get("rid"); own.Type == gjson.String {
-			l.rid = own.Str
-		} else {
+		if own := parsed.Get("rid"); own.Type == gjson.Null {
+			l.rid = name
 			fields = append(fields, jsonbody.Field{Key: "rid", Raw: Quoted(name)})
+		} else { // several are none to abort by
+			l.rid = own.Str
 		}
 		l.prefill = u.withFields(fields...)
 		if target.Ranks > 1 {
@@ -441,11 +456,11 @@ func (p *Proxy) drain(ctx context.Context, u Upstream, t kv.Target) (answer []by
 	}
 	defer response.Body.Close()
 	if response.StatusCode == http.StatusOK && strings.HasPrefix(response.Header.Get("Content-Type"), "text/event-stream") {
-		usage, err = drainStream(response.Body)
+		usage, err = drainStream(u.Route, response.Body)
 	} else if answer, err = io.ReadAll(io.LimitReader(response.Body, AskLimit+1)); err == nil && len(answer) > AskLimit {
 		err = fmt.Errorf("its answer is longer than %d bytes", AskLimit)
 	} else {
-		usage = ReadUsage(answer)
+		usage, _ = outcome(u.Route, answer)
 	}
 	switch status := response.StatusCode; {
 	case err != nil:
@@ -460,20 +475,20 @@ func (p *Proxy) drain(ctx context.Context, u Upstream, t kv.Target) (answer []by
 
 // drainStream reads a stream of events to its end. One that begins with an
 // error is an error.
-func drainStream(body io.Reader) (Usage, error) {
-	var events EventScanner
+func drainStream(route string, body io.Reader) (Usage, error) {
+	events := EventScanner{Generate: route == GenerateRoute}
 	buffer := make([]byte, 4<<10)
 	for {
 		n, err := body.Read(buffer)
 		events.Scan(buffer[:n])
 		if events.status >= http.StatusInternalServerError {
-			return events.Usage, errors.New("its engine failed")
+			return events.usage(), errors.New("its engine failed")
 		}
 		if err == io.EOF {
-			return events.Usage, nil
+			return events.usage(), nil
 		}
 		if err != nil {
-			return events.Usage, err
+			return events.usage(), err
 		}
 	}
 }
@@ -490,18 +505,34 @@ func (e *prefillRefusal) relay(w http.ResponseWriter, u Upstream, x *Exchange) e
 	return nil
 }
 
-// await ends the decode leg if its stream has not begun in time. The answer to a
-// request that does not stream comes whole: when it began cannot be told.
+// decodeLimit returns how long a decode leg may take from its prefill leg's end: to
+// its stream's first event, or to the end of an answer that comes whole, of which
+// only the request tells how long it may be; nil: there is no limit. An SGLang
+// decode worker begins at once then. One of vLLM may let the request wait.
+func (s *Pairs) decodeLimit(kind kv.Kind, route string, parsed *jsonbody.Body) *LegTimeout {
+	late := &LegTimeout{"the decode worker's first event", "--disagg-handover-timeout", s.settings.DisaggHandoverTimeout, SharedHandoverTimeout}
+	if parsed.Get("stream").Bool() {
+		return late
+	}
+	most := tokenLimit(route, parsed)
+	if most == 0 || kind != kv.KindSGLang {
+		return nil
+	}
+	late.what, late.flag = "the decode worker's answer", fmt.Sprintf("%s, and %s for each token", late.flag, tokenPace)
+	late.over += time.Duration(most) * tokenPace
+	return late
+}
+
+// await ends the decode leg if it does not answer in time.
 func (s *Pairs) await(l legs, end context.CancelCauseFunc) {
-	if !l.streams {
+	if l.late == nil {
 		return
 	}
-	late := &LegTimeout{"the decode worker's first event", "--disagg-handover-timeout", s.settings.DisaggHandoverTimeout, SharedHandoverTimeout}
 	l.shared.note(func(r *SharedRequest) {
 		if !r.started && !r.over {
-			r.timer = time.AfterFunc(late.over, func() {
+			r.timer = time.AfterFunc(l.late.over, func() {
 				if !r.hasStarted() {
-					end(late)
+					end(l.late)
 				}
 			})
 		}

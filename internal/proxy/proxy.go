@@ -18,8 +18,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/tidwall/gjson"
-
+	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
@@ -49,6 +48,7 @@ type Upstream struct {
 	// the request has several prompts, or asks for the logprobs of its own tokens,
 	// for which an engine computes it anew.
 	CachedTokensMislead bool
+	SeveralAnswers      bool // to one prompt; SGLang counts its cached tokens for each
 	Route               string
 	RequestID           string
 	Arrived             time.Time
@@ -63,7 +63,12 @@ func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Re
 	}
 	request.Header = p.header(u.Header, t)
 	if t.Ranks > 1 {
-		request.Header.Set(web.HeaderRank, strconv.FormatUint(uint64(t.Key.Rank), 10))
+		rank := strconv.FormatUint(uint64(t.Key.Rank), 10)
+		request.Header.Set(web.HeaderRank, rank)
+		if u.Route == GenerateRoute { // SGLang reads no header there
+			named := u.withFields(jsonbody.Field{Key: "routed_dp_rank", Raw: rank})
+			u = &named
+		}
 	}
 	if length := len(u.Head) + len(u.Body); length > 0 {
 		request.ContentLength = int64(length)
@@ -315,7 +320,7 @@ func writeHead(w http.ResponseWriter, response *http.Response, u Upstream, x *Ex
 // relayWhole relays an answer that is no stream. It is read before anything is
 // written, as far as BufferedAnswer goes, so that a worker that dies over it
 // has not answered. With retry the same holds for one that stops the answer, as a
-// vLLM that shuts down does.
+// vLLM that shuts down does; SGLang stops what its client has aborted.
 func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upstream, x *Exchange, retry bool) error {
 	worker := x.Decision.Target.Key.Worker
 	body, err := io.ReadAll(io.LimitReader(answer, BufferedAnswer))
@@ -323,11 +328,11 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 		answer.heard() // the time to write ended with the wait: the client is to be told
 		return unanswered(worker, err, outlier.Broken)
 	}
-	finish := gjson.GetBytes(body, "choices.0.finish_reason").Str
-	if retry && policy.Aborted(finish) {
+	var finish string
+	x.Usage, finish = outcome(u.Route, body)
+	if retry && policy.Aborted(finish) && !x.Decision.Target.RunsSGLang() {
 		return &workerError{worker: worker, err: errors.New("stopped its answer: " + finish), letGo: &letGoError{why: finish}}
 	}
-	x.Usage = ReadUsage(body)
 	x.Ending = endingOf(answer.StatusCode, finish)
 	writeHead(w, answer.Response, u, x)
 	if _, err := w.Write(body); err != nil {
@@ -354,7 +359,7 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 	flush := http.NewResponseController(w)
 	memory := p.streams.Get().(*streamBuffer)
 	defer p.streams.Put(memory)
-	events := EventScanner{HideUsage: u.HideUsage, pending: memory.pending[:0], out: memory.out[:0]}
+	events := EventScanner{HideUsage: u.HideUsage, Generate: u.Route == GenerateRoute, pending: memory.pending[:0], out: memory.out[:0]}
 	defer func() {
 		if cap(events.pending)+cap(events.out) <= pooledBuffer {
 			memory.pending, memory.out = events.pending, events.out
@@ -397,7 +402,7 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 			}
 		}
 		if err == io.EOF {
-			x.Usage, x.Ending = events.Usage, events.ending(answer.StatusCode, u.EndMarked)
+			x.Usage, x.Ending = events.usage(), events.ending(answer.StatusCode, u.EndMarked)
 			if !started {
 				writeHead(w, answer.Response, u, x)
 			}
@@ -410,7 +415,7 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 		}
 		if err != nil {
 			answer.heard() // the time to write ended with the wait: the client is to be told
-			x.Usage, x.Ending = events.Usage, events.ending(answer.StatusCode, u.EndMarked)
+			x.Usage, x.Ending = events.usage(), events.ending(answer.StatusCode, u.EndMarked)
 			if !started {
 				return unanswered(worker, err, outlier.Broken)
 			}

@@ -393,6 +393,9 @@ func blamed(err error) (worker uint64, failed *workerError, ok bool) {
 // finished ends the booking of a request whose answer was relayed to its end.
 func (p *Proxy) finished(u Upstream, x *Exchange) {
 	b := x.Decision.Booking
+	if u.SeveralAnswers && x.Decision.Target.RunsSGLang() {
+		x.Usage.CachedKnown = false
+	}
 	switch refused := x.refusal; {
 	case refused.pressed:
 		b.Press(refused.pause)

@@ -21,6 +21,7 @@ const maxStatus = 599
 // and removes the usage event where the client did not ask for it.
 type EventScanner struct {
 	HideUsage bool
+	Generate  bool   // the stream is one of GenerateRoute
 	pending   []byte // an event of which the end has not come
 	out       []byte // reused
 	long      bool   // the event is longer than maxEvent: its beginning has been taken
@@ -31,6 +32,16 @@ type EventScanner struct {
 	status int    // HTTP status of the error that an event tells; 0: none
 	finish string // why the answer ended; empty: it has not, or does not say
 	Usage  Usage  // as far as reported
+
+	generated generated
+}
+
+// usage returns the tokens that the stream has reported.
+func (s *EventScanner) usage() Usage {
+	if s.Generate {
+		return s.generated.usage()
+	}
+	return s.Usage
 }
 
 // ending is how a stream ended that came with an HTTP status and broke off
@@ -136,6 +147,11 @@ func (s *EventScanner) take(event []byte) bool {
 		if told := gjson.GetBytes(data, "error"); told.IsObject() {
 			s.status = min(max(int(told.Get("code").Int()), http.StatusBadRequest), maxStatus)
 		}
+	}
+	if s.Generate {
+		s.generated.takeEvent(data)
+		s.finish = s.generated.finish
+		return false
 	}
 	if reasonGiven(data) {
 		s.finish = gjson.GetBytes(data, "choices.0.finish_reason").Str

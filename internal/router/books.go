@@ -37,6 +37,9 @@ type workerLoad struct {
 	done   tally
 	tally  time.Time // when done was brought up to date
 
+	peaks [2]int    // most requests in flight in this span of peakSpan, and in the one before
+	since time.Time // this one began
+
 	tellsCached bool // an answer of it has said how many of its prompt's tokens were cached
 
 	blocks  int                // distinct prompt blocks of requests in flight
@@ -96,11 +99,26 @@ func NewLoads() *Loads {
 	return &Loads{byWorker: map[kv.WorkerKey]*workerLoad{}, byID: map[string]*Booking{}, active: table.Table{Seed: rand.Uint64()}} // the seed affects no result
 }
 
-// publish takes over what worker w reports of itself.
+// publish takes over what worker w reports of itself. Requests in its engine are foreign
+// only beyond the most that were in flight of late: it may count some that have ended.
 func (l *Loads) publish(w kv.WorkerKey, p policy.Published) {
 	load := l.of(w)
 	load.Published = p
 	load.Bumped = 0
+	load.Foreign = max(0, p.Running+p.Waiting-load.peak(p.At))
+}
+
+// peakSpan is longer than what a worker publishes is old.
+const peakSpan = 3 * time.Second
+
+// peak notes how many requests are in flight, and returns the most of the last one to
+// two spans.
+func (l *workerLoad) peak(now time.Time) int {
+	if now.Sub(l.since) >= peakSpan {
+		l.peaks, l.since = [2]int{l.InFlight, l.peaks[0]}, now
+	}
+	l.peaks[0] = max(l.peaks[0], l.InFlight)
+	return max(l.peaks[0], l.peaks[1])
 }
 
 // bump counts one request sent to w until w publishes again.
@@ -111,6 +129,7 @@ func (l *Loads) begin(b *Booking, now time.Time) {
 	load := l.of(b.worker)
 	b.sent, b.alone, b.atSent = now, len(load.Prefills) == 0, load.tallyAt(now)
 	load.InFlight++
+	load.peak(now)
 	if b.leg == kv.LegDecode {
 		load.AwaitedTokens += b.prompt
 	} else {
@@ -296,7 +315,9 @@ func (l *Loads) get(w kv.WorkerKey, now time.Time) policy.Load {
 	}
 	answer := load.Load
 	answer.ActiveBlocks = load.activeBlocks()
-	answer.Fresh = !load.At.IsZero() && now.Sub(load.At) < loadFreshFor
+	if answer.Fresh = !load.At.IsZero() && now.Sub(load.At) < loadFreshFor; !answer.Fresh {
+		answer.Foreign = 0
+	}
 	return answer
 }
 
@@ -313,7 +334,7 @@ func (l *Loads) prefillTokens(w kv.WorkerKey) int {
 func (l *Loads) silence(w kv.WorkerKey) {
 	if load := l.byWorker[w]; load != nil {
 		load.Published = policy.Published{}
-		load.Bumped = 0
+		load.Bumped, load.Foreign = 0, 0
 		load.gone = true
 		l.drop(w)
 	}

@@ -50,6 +50,7 @@ type Request struct {
 	Override *policy.Override // of settings, for this request
 	Leg      kv.Leg           // only workers that take it
 	Kinds    kv.Kinds         // only workers of these kinds; none: any
+	SGLang   bool             // only workers that run SGLang
 
 	PinnedPrefill *kv.WorkerKey // as Pinned, of the prompt where two workers share the request
 
@@ -420,7 +421,7 @@ func (p *prompt) mayUse(t *kv.Target) bool {
 
 // mightUse is mayUse before any worker has failed p.
 func (p *prompt) mightUse(t *kv.Target) bool {
-	return t.Takes(p.Leg) && p.Kinds.Allow(t.Kind) && t.Serves(p.Model) &&
+	return t.Takes(p.Leg) && p.Kinds.Allow(t.Kind) && t.Serves(p.Model) && (!p.SGLang || t.RunsSGLang()) &&
 		(p.Pinned == nil || *p.Pinned == t.Key) &&
 		(p.Allowed == nil || slices.Contains(p.Allowed, t.Key.Worker))
 }

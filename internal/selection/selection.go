@@ -108,6 +108,7 @@ func (s *Service) Handler() http.Handler {
 	guarded.POST("/route", s.route)
 	guarded.GET("/dump", s.dump)
 	guarded.GET("/events", s.events)
+	s.managed(engine, guarded)
 	return engine
 }
 

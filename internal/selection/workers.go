@@ -274,6 +274,8 @@ type WorkerRecord struct {
 	KVCacheUsage  float64  `json:"kv_cache_usage"`
 	Blocks        int      `json:"blocks"`
 
+	Engine kv.Engine `json:"engine"` // as far as known
+
 	Failures *failureRecord `json:"failures,omitempty"` // nil: it is not up
 }
 
@@ -365,7 +367,7 @@ func (s *Service) records(want func(WorkerRecord) bool) []WorkerRecord {
 // would have to say.
 func (s *Service) specOf(status workers.Status) workerSpec {
 	model, group, size := s.ownModel(), events.DefaultGroup, s.router.BlockSize()
-	if s.settings.ServedModelName == "" && len(status.Models) > 0 {
+	if len(status.Models) > 0 && !slices.Contains(status.Models, model) { // an attached one may have another name
 		model = status.Models[0]
 	}
 	spec := workerSpec{ModelName: &model, RoutingGroup: &group, Endpoint: &status.URL, BlockSize: &size}
@@ -390,7 +392,7 @@ func (s *Service) specOf(status workers.Status) workerSpec {
 func (s *Service) record(w workers.Status, spec workerSpec, up bool) WorkerRecord {
 	r := WorkerRecord{
 		WorkerID: w.ID, workerSpec: spec, Lifecycle: LifecycleSchedulable,
-		State: w.State, PID: w.PID, Restarts: w.Restarts, Generation: w.Generation,
+		State: w.State, Engine: w.Engine, PID: w.PID, Restarts: w.Restarts, Generation: w.Generation,
 	}
 	for _, key := range w.Keys() {
 		r.add(s.router.Load(key))
@@ -508,11 +510,7 @@ func (s *Service) deleteWorker(c *gin.Context) {
 		return
 	}
 	record := s.recordOf(id)
-	s.fleet.Unregister(id)
-	s.mu.Lock()
-	delete(s.registered, id)
-	s.mu.Unlock()
-	s.reserved.ReleaseWorker(id)
+	s.unregister(id)
 	record.workerSpec, record.Lifecycle, record.Reasons, record.State = w.spec.shown(), LifecycleUnschedulable, nil, workers.StateStopped
 	c.JSON(http.StatusOK, record)
 }

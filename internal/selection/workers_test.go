@@ -203,3 +203,25 @@ func FuzzRegistration(f *testing.F) {
 		}
 	})
 }
+
+// TestWorkersAreShownUnderNamesThatTheyTake: an attached one was shown under the router's
+// --served-model-name, which it refuses.
+func TestWorkersAreShownUnderNamesThatTheyTake(t *testing.T) {
+	for _, test := range []struct {
+		flag   string
+		serves []string
+		want   string
+	}{
+		{"m", []string{"/models/m"}, "/models/m"},
+		{"m", []string{"base", "m"}, "m"},
+		{"m", nil, "m"},
+		{"", []string{"base", "adapter"}, "base"},
+		{"", nil, events.DefaultModel},
+	} {
+		router := routertest.NewTestRouter(t, "kv", 0)
+		s := New(Settings{ServedModelName: test.flag}, router, router.Index(), nil, slog.New(slog.DiscardHandler))
+		if got := *s.specOf(workers.Status{Models: test.serves}).ModelName; got != test.want {
+			t.Errorf("--served-model-name %q, worker serves %q: shown as %q, want %q", test.flag, test.serves, got, test.want)
+		}
+	}
+}

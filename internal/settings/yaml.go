@@ -5,27 +5,42 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 
 	"github.com/alecthomas/kong"
 	"github.com/goccy/go-yaml"
 )
 
-// vllmArgsKey is the one key of the file of settings that is no flag.
-const vllmArgsKey = "vllm-args"
+// argsKeys are the keys of the file of settings that are no flags: arguments for an
+// engine, after its name.
+var argsKeys = []string{"vllm" + argsEnd, "sglang" + argsEnd}
+
+const argsEnd = "-args"
 
 // File holds the settings of a YAML file, by flag name, as the text (or
 // list of texts) that the flag would get on the command line.
 type File struct {
-	name     string
-	values   map[string]any
-	VllmArgs []string
+	name   string
+	values map[string]any
+	args   map[string][]string // by key
+}
+
+// EngineArgs are the file's arguments for an engine. One that takes none gets those
+// of them all, to be refused.
+func (f File) EngineArgs(engine string) (args []string) {
+	for _, key := range argsKeys {
+		if key == engine+argsEnd || !slices.Contains(argsKeys, engine+argsEnd) {
+			args = append(args, f.args[key]...)
+		}
+	}
+	return args
 }
 
 // ReadConfigFile reads the file of --config; an empty name gives an empty file. An
 // unknown key is an error: a misspelled one would have no effect.
 func ReadConfigFile(name string, flags []*kong.Flag) (File, error) {
-	file := File{name: name, values: map[string]any{}}
+	file := File{name: name, values: map[string]any{}, args: map[string][]string{}}
 	if name == "" {
 		return file, nil
 	}
@@ -39,7 +54,7 @@ func ReadConfigFile(name string, flags []*kong.Flag) (File, error) {
 		return file, fmt.Errorf("--config %s: not a YAML map of settings: %s", name, message)
 	}
 
-	known := []string{vllmArgsKey}
+	known := slices.Clone(argsKeys)
 	for _, flag := range flags {
 		if flag.Name != "help" && flag.Name != "config" {
 			known = append(known, flag.Name)
@@ -58,7 +73,7 @@ func ReadConfigFile(name string, flags []*kong.Flag) (File, error) {
 		if err != nil {
 			return file, fmt.Errorf("--config %s: %s: %w", name, flag, err)
 		}
-		if flag != vllmArgsKey {
+		if !slices.Contains(argsKeys, flag) {
 			file.values[flag] = value
 			continue
 		}
@@ -67,7 +82,7 @@ func ReadConfigFile(name string, flags []*kong.Flag) (File, error) {
 			return file, fmt.Errorf("--config %s: %s must be a list, such as [--max-model-len, 4096]", name, flag)
 		}
 		for _, item := range list {
-			file.VllmArgs = append(file.VllmArgs, item.(string))
+			file.args[flag] = append(file.args[flag], item.(string))
 		}
 	}
 	return file, nil

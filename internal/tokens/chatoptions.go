@@ -92,3 +92,48 @@ func (o *ChatOptions) setTemplate(value string) {
 		o.CannotRender = "the engine's --chat-template " + value + " is not a file here"
 	}
 }
+
+// SGLangChatOptions reads from SGLang's arguments those that change prompts. What
+// it cannot follow ends up in CannotRender, so that workers are asked instead.
+func SGLangChatOptions(args []string) (ChatOptions, error) {
+	var o ChatOptions
+	for i := 0; i < len(args); i++ {
+		name, value, inline := strings.Cut(args[i], "=")
+		name = strings.ReplaceAll(name, "_", "-")
+		switch name {
+		case "--chat-template", "--default-chat-template-kwargs", "--completion-template", "--hf-chat-template-name", "--tokenizer-path", "--tokenizer-mode", "--reasoning-parser":
+		default:
+			continue
+		}
+		if !inline {
+			if i++; i >= len(args) {
+				return o, fmt.Errorf("the engine's argument %s needs a value", name)
+			}
+			value = args[i]
+		}
+		switch name {
+		case "--default-chat-template-kwargs":
+			parsed := gjson.Parse(value)
+			if !json.Valid([]byte(value)) || !parsed.IsObject() {
+				return o, fmt.Errorf("the engine's argument %s needs a JSON object, not %q", name, value)
+			}
+			for _, f := range jsonbody.Members(parsed) {
+				o.DefaultKwargs = append(o.DefaultKwargs, jsonbody.Field{Key: f.Key, Raw: f.Value.Raw})
+			}
+		case "--chat-template":
+			o.setTemplate(value)
+			if !strings.HasSuffix(value, ".jinja") {
+				o.ChatTemplate, o.CannotRender = "", "the engine runs with --chat-template "+value
+			}
+			o.ChatTemplate = strings.ReplaceAll(strings.Trim(o.ChatTemplate, "\n"), `\n`, "\n")
+		case "--tokenizer-mode":
+			if value != "auto" {
+				o.CannotRender = "the engine runs with --tokenizer-mode " + value
+			}
+		case "--reasoning-parser": // changes nothing but what follows a continued message
+		default:
+			o.CannotRender = "the engine runs with " + name
+		}
+	}
+	return o, nil
+}

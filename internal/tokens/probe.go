@@ -191,8 +191,9 @@ func (t *Source) Met(sglang bool) {
 	}
 }
 
-// SGLang tells whether the rules of SGLang hold: most workers run it.
-func (t *Source) SGLang() bool { return t.sglang.Load() }
+// SGLang tells whether the rules of SGLang hold: most workers run it. No Source has
+// vLLM's.
+func (t *Source) SGLang() bool { return t != nil && t.sglang.Load() }
 
 // settle keeps the verdict of a comparison with a worker; err says that it could
 // not be asked: what it said before in this incarnation stays.

@@ -2,6 +2,7 @@ package tokens
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -20,6 +21,9 @@ const (
 	systemInline                    // they stay where they are
 	systemInFront                   // they are joined to the first
 )
+
+// errUnlike marks a request that is no chat in another form as far as is known here.
+var errUnlike = errors.New("not a chat in another form")
 
 // turn is a message of a chat that is made of another API's request.
 type turn struct {

@@ -173,27 +173,16 @@ func (t *Source) sglangOther(ctx context.Context, path string, body []byte) Prom
 	return p
 }
 
-// Samples returns how many answers a request asks for, for each of its prompts.
-func Samples(body *jsonbody.Body) int {
-	n := body.Get("n")
-	if params := body.Get("sampling_params"); params.IsObject() {
-		n = params.Get("n")
-	} else if params.IsArray() {
-		n = params.Get("0.n")
-	}
-	if n.Type != gjson.Number || !(n.Num > 1) {
-		return 1
-	}
-	return int(min(n.Num, 1<<20))
-}
-
 // KeepApart returns the body as it goes to the workers. With extra_key, SGLang keeps
 // a prompt apart in its cache, but tells its blocks as those of plain prompts. Such
 // a request gets a cache_salt of its own, made of both: that keeps it apart in the
 // same way, and its blocks are told with it. vLLM knows no extra_key.
 func (t *Source) KeepApart(route string, body *jsonbody.Body) *jsonbody.Body {
+	if t == nil || !t.someSGLang.Load() || route == anthropicRoute {
+		return body
+	}
 	extra := body.Get("extra_key")
-	if body.Top == nil || extra.Type == gjson.Null || extra.Raw == `""` || !t.someSGLang.Load() || route == anthropicRoute {
+	if body.Top == nil || extra.Type == gjson.Null || extra.Raw == `""` {
 		return body
 	}
 	sum := sha256.New()
@@ -207,6 +196,9 @@ func (t *Source) KeepApart(route string, body *jsonbody.Body) *jsonbody.Body {
 // extra_key.
 const anthropicRoute = "/v1/messages"
 
+// generateRoute is SGLang's own route, which no other engine has.
+const generateRoute = "/generate"
+
 // Salt returns the cache salt that a worker will use for the request; empty: none.
 func (t *Source) Salt(route string, body *jsonbody.Body) string {
 	if route == anthropicRoute && t.SGLang() {
@@ -218,8 +210,8 @@ func (t *Source) Salt(route string, body *jsonbody.Body) string {
 // Adapter returns the LoRA adapter that a worker will use for the request. known is
 // the request's model, if a worker says that it is an adapter. SGLang takes adapters
 // as base:adapter and as lora_path too.
-func (t *Source) Adapter(body *jsonbody.Body, known string) string {
-	if !t.SGLang() || known != "" {
+func (t *Source) Adapter(route string, body *jsonbody.Body, known string) string {
+	if known != "" || route != generateRoute && !t.SGLang() {
 		return known
 	}
 	if _, adapter, named := strings.Cut(body.Get("model").String(), ":"); named && adapter != "" {

@@ -2,7 +2,6 @@ package tokens
 
 import (
 	"context"
-	"math"
 	"os"
 	"path/filepath"
 	"slices"
@@ -245,26 +244,15 @@ func TestExtraKeyBecomesASalt(t *testing.T) {
 func TestSGLangAdapters(t *testing.T) {
 	sglang, vllm := sglangSource(nil, &askedWorker{}), NewSource(nil, nil, time.Second, quiet())
 	for _, c := range []struct {
-		source            *Source
-		body, known, want string
+		source                   *Source
+		route, body, known, want string
 	}{
-		{sglang, `{"model":"base"}`, "", ""}, {sglang, `{"model":"base:sql"}`, "", "sql"}, {sglang, `{"model":"base","lora_path":"sql"}`, "", "sql"},
-		{sglang, `{"model":"base:sql","lora_path":"other"}`, "", "sql"}, {sglang, `{"model":"sql"}`, "sql", "sql"},
-		{vllm, `{"model":"base:sql","lora_path":"x"}`, "", ""}, {vllm, `{"model":"sql"}`, "sql", "sql"},
+		{sglang, "/v1/completions", `{"model":"base"}`, "", ""}, {sglang, "/v1/completions", `{"model":"base:sql"}`, "", "sql"}, {sglang, "/v1/completions", `{"model":"base","lora_path":"sql"}`, "", "sql"},
+		{sglang, "/v1/completions", `{"model":"base:sql","lora_path":"other"}`, "", "sql"}, {sglang, "/v1/completions", `{"model":"sql"}`, "sql", "sql"},
+		{vllm, "/v1/completions", `{"model":"base:sql","lora_path":"x"}`, "", ""}, {vllm, generateRoute, `{"lora_path":"x"}`, "", "x"}, {vllm, "/v1/completions", `{"model":"sql"}`, "sql", "sql"},
 	} {
-		if got := c.source.Adapter(parsed(t, c.body), c.known); got != c.want {
+		if got := c.source.Adapter(c.route, parsed(t, c.body), c.known); got != c.want {
 			t.Errorf("%s: %q, want %q", c.body, got, c.want)
-		}
-	}
-}
-
-func TestSamples(t *testing.T) {
-	for body, want := range map[string]int{
-		`{}`: 1, `{"n":1}`: 1, `{"n":3}`: 3, `{"n":null}`: 1, `{"n":-2}`: 1, `{"n":"2"}`: 1, `{"n":1e300}`: 1 << 20,
-		`{"sampling_params":{"n":2}}`: 2, `{"sampling_params":[{"n":4},{"n":4}]}`: 4, `{"sampling_params":[]}`: 1, `{"sampling_params":{}}`: 1,
-	} {
-		if got := Samples(parsed(t, body)); got != want {
-			t.Errorf("%s: %d, want %d", body, got, want)
 		}
 	}
 }
@@ -342,9 +330,6 @@ func FuzzSGLangBody(f *testing.F) {
 		}
 		if kept := source.KeepApart("/generate", body); len(kept.Raw) > len(raw)+200 {
 			t.Fatalf("%d bytes of %d", len(kept.Raw), len(raw))
-		}
-		if n := Samples(body); n < 1 || n > math.MaxInt32 {
-			t.Fatal(n)
 		}
 	})
 }

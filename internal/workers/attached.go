@@ -23,7 +23,7 @@ type Attached struct {
 	URL       string // http://host:port, no slash at the end
 	KVEvents  string // ZMQ endpoint of its KV events; empty: asked of the worker
 	Replay    string // ZMQ endpoint of their replay; empty: asked of the worker
-	Load      string // ZMQ endpoint of its load; empty: its /metrics is polled
+	Load      string // ZMQ endpoint of its load; empty: asked of the worker, else its /metrics is polled
 	KeyEnv    string // environment variable with its key; empty: it has none of its own
 	kv.Disagg        // what it leaves out is asked of the worker
 
@@ -158,10 +158,7 @@ func (f *Fleet) eventSources(ctx context.Context, spec Attached) []events.Source
 // sourcesOf is eventSources of what the worker has told. Of more than kv.MaxRanks
 // ranks the first count.
 func (f *Fleet) sourcesOf(told map[string]kvEventSource, spec Attached) []events.Source {
-	host := "127.0.0.1"
-	if u, err := url.Parse(spec.URL); err == nil {
-		host = u.Hostname()
-	}
+	host := hostOf(spec.URL)
 	byRank := map[uint32]events.Source{}
 	for rank, source := range told {
 		number, err := strconv.ParseUint(rank, 10, 32)
@@ -181,7 +178,11 @@ func (f *Fleet) sourcesOf(told map[string]kvEventSource, spec Attached) []events
 		first.Replay = spec.Replay
 		byRank[0] = first
 	}
-	var sources []events.Source
+	return f.listSources(byRank, spec)
+}
+
+// listSources returns the sources in the order of their ranks.
+func (f *Fleet) listSources(byRank map[uint32]events.Source, spec Attached) (sources []events.Source) {
 	for rank, source := range byRank {
 		source.Worker = kv.WorkerKey{Worker: spec.ID, Rank: rank}
 		source.BlockSize = f.cfg.BlockSize
@@ -189,7 +190,7 @@ func (f *Fleet) sourcesOf(told map[string]kvEventSource, spec Attached) []events
 	}
 	slices.SortFunc(sources, func(a, b events.Source) int { return a.Worker.Compare(b.Worker) })
 	if len(sources) > kv.MaxRanks {
-		f.log.Warn(fmt.Sprintf("worker %d: names %d data-parallel ranks: only the first %d are followed", spec.ID, len(sources), kv.MaxRanks), "url", spec.URL)
+		f.tooManyRanks(spec, int64(len(sources)))
 		sources = sources[:kv.MaxRanks]
 	}
 	return sources
@@ -197,14 +198,7 @@ func (f *Fleet) sourcesOf(told map[string]kvEventSource, spec Attached) []events
 
 // loadOf returns where a rank publishes its load; empty: only on /metrics. As
 // with KV events, ranks take consecutive ports.
-func (w Attached) loadOf(rank uint32) string {
-	address, port, found := cutLast(w.Load, ":")
-	number, err := strconv.ParseUint(port, 10, 16)
-	if rank == 0 || !found || err != nil {
-		return w.Load
-	}
-	return fmt.Sprintf("%s:%d", address, number+uint64(rank))
-}
+func (w Attached) loadOf(rank uint32) string { return ofRank(w.Load, rank) }
 
 // reachable replaces the wildcard of an endpoint that a server binds by the
 // host that it is reached at.
@@ -265,18 +259,25 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 		return false
 	}
 
+	info, err := f.serverInfo(ctx, w.Spec)
+	if err != nil && served.sglang { // what it tells decides how it is used
+		if ctx.Err() == nil {
+			f.unreachable(w, err)
+		}
+		return false
+	}
+
 	in := f.begin(ctx, w)
 	defer in.end("no longer followed")
 	in.answered = true
-	in.takePart(f.detect(ctx, w.Spec))
-	sources := f.eventSources(ctx, w.Spec)
-	for _, source := range sources {
-		in.followEvents(source)
+	if in.know(info); served.sglang {
+		in.isSGLang() // behind a gateway that hides the rest, too
 	}
-	in.setTargets(served, sources)
-	in.followLoads(w.Spec.loadOf)
-	in.markUp()
-	f.log.Info(fmt.Sprintf("worker %d: attached", w.id), "url", w.Spec.URL, "models", served.names, "event_streams", len(sources), "role", in.disagg.Role, "kind", in.disagg.Kind)
+	in.takePart(partOf(w.Spec.Disagg, info, w.Spec.URL))
+	sources := in.eventSources()
+	in.follow(served, sources)
+	f.log.Info(fmt.Sprintf("worker %d: attached", w.id), "url", w.Spec.URL, "engine", in.engine, "models", served.names, "event_streams", len(sources), "role", in.disagg.Role, "kind", in.disagg.Kind)
+	in.tellOfEvents(sources)
 
 	for {
 		select {
@@ -292,23 +293,43 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 		if in.gone {
 			return true
 		}
-		if len(sources) > 0 || in.toldSilent || !in.up || in.misses > 0 || !f.cfg.KVEvents {
+		if in.info != nil || len(sources) > 0 || in.toldSilent || !in.up || in.misses > 0 || !f.cfg.KVEvents {
 			continue
 		}
 		// A server may name its sources only once its engine runs.
-		if sources = f.eventSources(ctx, w.Spec); len(sources) > 0 {
-			for _, source := range sources {
-				in.followEvents(source)
-			}
-			in.setTargets(in.served, sources)
-			in.followLoads(w.Spec.loadOf)
-			in.markUp()
-		} else if time.Since(in.began) >= f.Timing.silentAfter {
-			in.toldSilent = true
-			f.log.Warn(fmt.Sprintf("worker %d: publishes no KV events: routed by load only", w.id), "url", w.Spec.URL,
-				"remedy", "start it with --kv-events-config, or name kv-events= in --worker")
+		if sources = in.eventSources(); len(sources) > 0 {
+			in.follow(in.served, sources)
 		}
+		in.tellOfEvents(sources)
 	}
+}
+
+// eventSources finds the worker's event streams.
+func (in *incarnation) eventSources() []events.Source {
+	if in.info != nil {
+		return in.f.listSources(in.info.sources(in.w.Spec, in.ranks), in.w.Spec)
+	}
+	return in.f.eventSources(in.ctx, in.w.Spec)
+}
+
+// follow follows these event streams of an attached worker, and the load of what can
+// then be routed to, and announces it.
+func (in *incarnation) follow(served modelList, sources []events.Source) {
+	for _, source := range sources {
+		in.followEvents(source)
+	}
+	in.setTargets(served, sources)
+	in.followLoads(in.loadOf)
+	in.markUp()
+}
+
+// loadOf returns where a rank of an attached worker publishes its load; empty: only on
+// its pages.
+func (in *incarnation) loadOf(rank uint32) string {
+	if in.info != nil {
+		return in.info.loadOf(in.w.Spec, rank)
+	}
+	return in.w.Spec.loadOf(rank)
 }
 
 // unreachable notes that an attached worker does not answer; the first time

@@ -17,8 +17,9 @@ import (
 )
 
 const (
-	// maxProbeBody bounds what is read of a worker's answer to a probe, bytes.
-	maxProbeBody = 1 << 20
+	// maxProbeBody bounds what is read of a worker's answer to a probe, bytes. An
+	// SGLang server tells 20 KB of each of its ranks.
+	maxProbeBody = 4 << 20
 	// maxProbeHeader bounds its headers, bytes.
 	maxProbeHeader = 64 << 10
 )
@@ -116,7 +117,7 @@ func (f *Fleet) get(ctx context.Context, at Attached, path string, limit time.Du
 		return nil
 	}
 	if err := json.NewDecoder(io.LimitReader(response.Body, maxProbeBody)).Decode(into); err != nil {
-		return fmt.Errorf("GET %s%s: the answer is not the JSON that vLLM sends: %w", at.URL, path, err)
+		return fmt.Errorf("GET %s%s: the answer is not the JSON that vLLM or SGLang sends: %w", at.URL, path, err)
 	}
 	return nil
 }
@@ -124,6 +125,18 @@ func (f *Fleet) get(ctx context.Context, at Attached, path string, limit time.Du
 // look asks a worker whether it is well, once there is room for another look.
 // answered says that it has been well before.
 func (f *Fleet) look(ctx context.Context, at Attached, answered bool) error {
+	err := f.lookAt(ctx, at, "/health", answered)
+	if !answered && errors.Is(err, context.DeadlineExceeded) && ctx.Err() == nil {
+		// An SGLang server computes a token for /health, which takes its time.
+		if pinged := f.lookAt(ctx, at, "/ping", answered); !isThere(pinged) {
+			return pinged
+		}
+	}
+	return err
+}
+
+// lookAt is look at one path.
+func (f *Fleet) lookAt(ctx context.Context, at Attached, path string, answered bool) error {
 	room := f.firstLooks
 	if answered {
 		room = f.looks
@@ -134,7 +147,7 @@ func (f *Fleet) look(ctx context.Context, at Attached, answered bool) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	}
-	return f.get(ctx, at, "/health", f.Timing.healthLimit, nil)
+	return f.get(ctx, at, path, f.Timing.healthLimit, nil)
 }
 
 // LeadsBack tells whether a URL is this router itself, as far as that can be told

@@ -19,9 +19,9 @@ import (
 	"go.uber.org/goleak"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/process"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/vllm"
 )
 
 // keyServer notes the Authorization of each path that is asked for.
@@ -164,7 +164,7 @@ func TestStartedWorkersHaveTheKeyTheyWereStartedWith(t *testing.T) {
 		{"flag", "", false, "flag", "flag"},
 		{"flag", "args", false, "args", "args"},
 	} {
-		cfg := Settings{Started: make([]kv.Disagg, 1), Ports: vllm.Ports{HTTP: 1}, WorkerKey: test.flag, Key: test.started, PassKey: test.passKey}
+		cfg := Settings{Started: make([]kv.Disagg, 1), Ports: process.Ports{HTTP: 1}, WorkerKey: test.flag, Key: test.started, PassKey: test.passKey}
 		f := NewFleet(cfg, nil, radix.NewTree(), Hooks{}, slog.New(slog.DiscardHandler))
 		if w := f.workers[0]; w.Spec.Key != test.probes || w.bearer() != test.goes {
 			t.Errorf("%+v: probes show %q, requests carry %q", test, string(w.Spec.Key), string(w.bearer()))
@@ -187,7 +187,7 @@ func TestProbesFollowNoRedirects(t *testing.T) {
 	if _, err := (loadReader{client: f.pageClient(newWorker(at, true, true, StateReady))}).cacheSizes(t.Context(), outer.URL+"/metrics"); err == nil {
 		t.Error("a redirected page was read")
 	}
-	f.detect(t.Context(), at)
+	_, _ = f.serverInfo(t.Context(), at)
 	f.eventSources(t.Context(), at)
 	if n := there.Load(); n != 0 {
 		t.Errorf("%d requests at the other address", n)

@@ -57,8 +57,9 @@ func TestWhatIsLearnedOfAWorkersPart(t *testing.T) {
 			if u, _ := url.Parse(server.URL); want.Bootstrap.Host == "self" {
 				want.Bootstrap.Host = u.Hostname()
 			}
-			if got := f.detect(t.Context(), Attached{URL: server.URL, Disagg: test.given}); got != want {
-				t.Errorf("%+v, want %+v", got, want)
+			info, err := f.serverInfo(t.Context(), Attached{URL: server.URL})
+			if got := partOf(test.given, info, server.URL); err != nil || got != want {
+				t.Errorf("%+v, %v, want %+v", got, err, want)
 			}
 		})
 	}

@@ -22,8 +22,8 @@ import (
 	"kvrouter/internal/guard"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
+	"kvrouter/internal/process"
 	"kvrouter/internal/radix"
-	"kvrouter/internal/vllm"
 	"kvrouter/internal/web"
 )
 
@@ -52,6 +52,7 @@ const (
 type Status struct {
 	ID         uint64    `json:"id"`
 	URL        string    `json:"url"`
+	Engine     kv.Engine `json:"engine"`
 	Attached   bool      `json:"attached"` // not started by this router
 	State      string    `json:"state"`
 	Stage      string    `json:"stage,omitempty"` // how far its start is
@@ -103,6 +104,8 @@ type timing struct {
 	backoffReset  time.Duration // a worker ready for so long starts with the first pause again
 	progressEvery time.Duration // between "still ..." lines
 	silentAfter   time.Duration // without event source, after which a warning says so
+	engineEvery   time.Duration // between signs of life that an SGLang server's schedulers are to give; 0: none
+	engineLimit   time.Duration // longest wait for one, beyond any pass of an engine
 }
 
 // defaultTiming knows a hung worker after 2 + 3·1.5 + 2·0.75 = 8 s at most.
@@ -114,6 +117,7 @@ func defaultTiming() timing {
 		hangLimit: 60 * time.Second, probeLimit: 5 * time.Second, stopLimit: 10 * time.Second,
 		backoffFirst: time.Second, backoffReset: 60 * time.Second,
 		progressEvery: 10 * time.Second, silentAfter: 10 * time.Second,
+		engineEvery: 15 * time.Second, engineLimit: 60 * time.Second,
 	}
 }
 
@@ -121,7 +125,8 @@ func defaultTiming() timing {
 type Settings struct {
 	Started          []kv.Disagg   // the part of each worker that is started, by id from 0
 	Engine           kv.Engine     // of started workers
-	Ports            vllm.Ports    // of started workers
+	Signs            process.Signs // of what started workers print
+	Ports            process.Ports // of started workers
 	MaxBatchedTokens int           // that a started worker computes in a pass; 0: unknown
 	TotalBlocks      int           // of a started worker's KV cache; 0: unknown
 	ReadyPoll        time.Duration // between looks at a starting worker; 0: the usual
@@ -147,7 +152,7 @@ type Settings struct {
 
 // Start starts worker i. line is called with each line that the worker prints and
 // the name of the stream.
-type Start func(i int, line func(stream, text string)) (vllm.Engine, error)
+type Start func(i int, line func(stream, text string)) (process.Started, error)
 
 // Fleet starts workers, attaches others, and follows the health, KV events and
 // load of them all. Its methods are safe for concurrent use.
@@ -165,9 +170,10 @@ type Fleet struct {
 
 	looks, firstLooks chan struct{} // have a token for each health check that runs: of workers that have answered before, and of others
 
-	membership sync.Mutex // guards workers and run
+	membership sync.Mutex // guards workers, run and nextAdded
 	workers    []*worker  // a slice that was read stays as it is
 	run        *fleetRun  // nil: not running
+	nextAdded  uint64     // the least id that a worker of Add may get
 
 	// Tests replace these.
 	Timing timing
@@ -184,6 +190,7 @@ type worker struct {
 	attached bool
 	passKey  bool               // its key goes with clients' requests
 	registry *registry          // nil: not a registered one
+	added    *added             // nil: not one of Add
 	wake     chan struct{}      // holds a token when its health is to be looked at now
 	look     chan chan struct{} // to be closed when its models have been looked at
 
@@ -371,7 +378,7 @@ func (f *Fleet) superviseStarted(ctx context.Context, w *worker) error {
 		if failures++; readyFor > 0 {
 			failures = 0
 		}
-		var end *vllm.EndError
+		var end *process.EndError
 		if hopeless := failures >= startAttempts || (errors.As(err, &end) && end.Lasting); hopeless && !f.everReady.Load() {
 			return fmt.Errorf("worker %d could not be started: %w", w.id, err)
 		}
@@ -390,8 +397,8 @@ func (f *Fleet) superviseStarted(ctx context.Context, w *worker) error {
 // runStarted runs one started worker from its start to its end, and returns why
 // it ended and for how long it had been ready.
 func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Duration, err error) {
-	output := vllm.NewStartLog()
-	f.update(w, func(s *Status) { s.State, s.Stage = StateStarting, vllm.StageProcess })
+	output := process.NewStartLog(f.cfg.Signs)
+	f.update(w, func(s *Status) { s.State, s.Stage = StateStarting, process.StageProcess })
 	in := f.begin(ctx, w)
 	downReason := "the router is ending"
 	defer func() { in.end(downReason) }()
@@ -405,7 +412,7 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 	}
 	f.update(w, func(s *Status) { s.PID = engine.PID })
 	if engine.PID != 0 {
-		f.log.Info(fmt.Sprintf("worker %d: %s", w.id, vllm.StageProcess), "pid", engine.PID, "url", w.Spec.URL)
+		f.log.Info(fmt.Sprintf("worker %d: %s", w.id, process.StageProcess), "pid", engine.PID, "url", w.Spec.URL)
 	}
 
 	var readySince, downSince time.Time
@@ -467,7 +474,7 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 }
 
 // stopStarted ends a started worker and returns once nothing of it is left.
-func (f *Fleet) stopStarted(engine vllm.Engine, output *vllm.StartLog) {
+func (f *Fleet) stopStarted(engine process.Started, output *process.StartLog) {
 	output.SetEnding()
 	engine.Stop()
 	timer := time.AfterFunc(f.Timing.stopLimit, engine.Kill)
@@ -500,6 +507,9 @@ func (f *Fleet) becomeReady(in *incarnation) bool {
 	}
 	in.setTargets(served, f.cfg.Ports.Sources(int(w.id), f.cfg.BlockSize))
 	in.followLoads(func(rank uint32) string {
+		if f.cfg.Engine == kv.EngineSGLang && !f.cfg.KVEvents {
+			return "" // it publishes load only beside events
+		}
 		return f.cfg.Ports.LoadEndpoint(int(w.id), int(rank))
 	})
 	in.markUp()
@@ -508,7 +518,7 @@ func (f *Fleet) becomeReady(in *incarnation) bool {
 
 // workerLine takes in one line that a started worker printed. Errors of a
 // starting one are kept for explainEnd; those of a ready one are shown at once.
-func (f *Fleet) workerLine(w *worker, output *vllm.StartLog, stream, text string) {
+func (f *Fleet) workerLine(w *worker, output *process.StartLog, stream, text string) {
 	f.hooks.Log(w.id, stream, text)
 	stage, failure := output.Line(text)
 	level := slog.LevelDebug
@@ -529,12 +539,12 @@ func (f *Fleet) workerLine(w *worker, output *vllm.StartLog, stream, text string
 
 // explainEnd shows the last lines of a worker that ended by itself and returns
 // an error with what to do.
-func (f *Fleet) explainEnd(w *worker, output *vllm.StartLog, err error) error {
+func (f *Fleet) explainEnd(w *worker, output *process.StartLog, err error) error {
 	lines := output.Tail()
 	for _, line := range lines {
 		f.log.Error(fmt.Sprintf("worker %d | %s", w.id, line))
 	}
-	return vllm.Explain(endReason(err), lines)
+	return f.cfg.Signs.Explain(endReason(err), lines)
 }
 
 func endReason(err error) string {

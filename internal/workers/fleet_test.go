@@ -18,6 +18,7 @@ import (
 	"go.uber.org/goleak"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/process"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/vllm"
@@ -70,7 +71,7 @@ func (o *observed) childPID() int {
 type fakeFleet struct {
 	*Fleet
 	*observed
-	launcher *vllm.Launcher
+	launcher *process.Launcher
 	t        *testing.T
 	cancel   context.CancelFunc
 	done     chan error
@@ -78,18 +79,18 @@ type fakeFleet struct {
 
 // fakeSettings are those of a fake fleet.
 type fakeSettings struct {
-	vllm  vllm.Settings
-	fleet Settings
+	process process.Settings
+	fleet   Settings
 }
 
 // fakeConfig has n workers to start, on ports that are free.
 func fakeConfig(t *testing.T, n int) fakeSettings {
 	t.Helper()
-	ports := vllm.Ports{HTTP: testkit.FreePorts(t, n), KVEvents: 5557, KVReplay: 5757, Load: 5657, Ranks: 1}
+	ports := process.Ports{HTTP: testkit.FreePorts(t, n), KVEvents: 5557, KVReplay: 5757, Load: 5657, Ranks: 1}
 	return fakeSettings{
-		vllm.Settings{Python: "/bin/sh", NumWorkers: n, BlockSize: 64, ServedModelName: "fake", GPUsPerWorker: 1, KVEvents: true, Ports: ports},
+		process.Settings{Python: "/bin/sh", NumWorkers: n, BlockSize: 64, ServedModelName: "fake", GPUsPerWorker: 1, KVEvents: true, Ports: ports},
 		Settings{
-			Started: make([]kv.Disagg, n), Ports: ports, BlockSize: 64, KVEvents: true, ServedModelName: "fake",
+			Started: make([]kv.Disagg, n), Signs: vllm.Engine().Signs, Ports: ports, BlockSize: 64, KVEvents: true, ServedModelName: "fake",
 			StartupTimeout: 30 * time.Second, RestartBackoffMax: 50 * time.Millisecond,
 		},
 	}
@@ -108,14 +109,14 @@ func newFakeFleet(t *testing.T, cfg fakeSettings, env ...string) *fakeFleet {
 	t.Helper()
 	o := &observed{}
 	log := slog.New(slog.NewTextHandler(&o.out, &slog.HandlerOptions{Level: slog.LevelDebug}))
-	launcher, err := vllm.NewLauncher(cfg.vllm, log)
+	launcher, err := process.NewLauncher(vllm.Engine(), cfg.process, log)
 	if err != nil {
 		t.Fatal(err)
 	}
 	fleet := NewFleet(cfg.fleet, launcher.Start, radix.NewTree(), o.recorder(), log)
 	fleet.Timing = fastTiming()
-	launcher.Command = func(i int, _ string) (vllm.ProcessSpec, error) {
-		return vllm.ProcessSpec{
+	launcher.Command = func(i int, _ string) (process.Spec, error) {
+		return process.Spec{
 			Argv: []string{os.Args[0], "-test.run=^TestFakeWorkerProcess$"},
 			Env:  append(os.Environ(), append(env, fmt.Sprintf("FAKE_WORKER=%d", cfg.fleet.Ports.HTTP+i))...),
 		}, nil
@@ -307,8 +308,8 @@ func TestWorkersThatCannotStartEndTheFleet(t *testing.T) {
 }
 
 func TestMissingPythonIsAnErrorBeforeTheStart(t *testing.T) {
-	cfg := vllm.Settings{Python: "/nonexistent/python"}
-	if _, err := vllm.NewLauncher(cfg, slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), "--python /nonexistent/python") {
+	cfg := process.Settings{Python: "/nonexistent/python"}
+	if _, err := process.NewLauncher(vllm.Engine(), cfg, slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), "--python /nonexistent/python") {
 		t.Errorf("NewLauncher: %v", err)
 	}
 }
@@ -327,7 +328,7 @@ func TestRouterProcess(t *testing.T) {
 	f.hooks.Up = func(kv.Target) { up <- struct{}{} }
 	folder := make(chan string, 2)
 	command := f.launcher.Command
-	f.launcher.Command = func(i int, pluginDir string) (vllm.ProcessSpec, error) {
+	f.launcher.Command = func(i int, pluginDir string) (process.Spec, error) {
 		folder <- pluginDir
 		return command(i, pluginDir)
 	}

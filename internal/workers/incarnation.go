@@ -8,11 +8,12 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/vllm"
+	"kvrouter/internal/process"
 	"kvrouter/internal/web"
 )
 
@@ -27,12 +28,21 @@ type incarnation struct {
 	began      time.Time
 	generation int
 
+	engine kv.Engine   // that it runs, as far as known
+	info   *serverInfo // what it tells as an SGLang server; nil: nothing
+	ranks  int         // data-parallel ranks of an SGLang server; 0: not told
+	heard  hearing     // of an SGLang server's load sockets
+	stuck  atomic.Bool // an SGLang server's schedulers do not answer
+
 	disagg     kv.Disagg // its part where prefill and decode are apart, as far as known
 	served     modelList // by the worker, as last told
 	modelsAt   time.Time // when that was
 	targets    []kv.Target
 	announced  map[kv.WorkerKey]kv.Target // those that Up was called for
 	loaded     map[kv.WorkerKey]bool      // those whose load is followed
+	loadsCtx   context.Context            // of what follows loads
+	stopLoads  context.CancelFunc         // ends what follows loads; nil: nothing does
+	watched    bool                       // watchEngine runs
 	up         bool
 	answered   bool // it has said that it is well, in this incarnation or before
 	gone       bool // nothing listens at its address any more
@@ -44,9 +54,12 @@ type incarnation struct {
 func (f *Fleet) begin(ctx context.Context, w *worker) *incarnation {
 	in := &incarnation{f: f, w: w, began: time.Now(), announced: map[kv.WorkerKey]kv.Target{}, loaded: map[kv.WorkerKey]bool{}}
 	in.ctx, in.cancel = context.WithCancel(ctx)
+	if !w.attached {
+		in.engine = f.cfg.Engine
+	}
 	f.update(w, func(s *Status) {
 		s.Generation++
-		in.generation = s.Generation
+		in.generation, s.Engine = s.Generation, in.engine
 	})
 	in.takePart(w.Spec.Disagg)
 	return in
@@ -74,7 +87,7 @@ func (in *incarnation) end(reason string) {
 // followEvents reads one event stream until the incarnation ends, if any are to
 // be followed.
 func (in *incarnation) followEvents(source events.Source) {
-	if !in.f.cfg.KVEvents {
+	if !in.f.cfg.KVEvents || !in.w.mayFollow(source) {
 		return
 	}
 	source.Seeded = in.f.index.Blocks(source.Worker) > 0 // only a peer's dump can be there already
@@ -92,30 +105,36 @@ func (in *incarnation) followEvents(source events.Source) {
 	in.followers.Go(func() { stream.Run(in.ctx) })
 }
 
-// setTargets sets what of the worker can be routed to: every rank that has an
-// event stream, or the worker as a whole.
+// setTargets sets what of the worker can be routed to: every rank that it tells of or
+// that has an event stream, or the worker as a whole.
 func (in *incarnation) setTargets(served modelList, sources []events.Source) {
 	in.served, in.modelsAt = served, time.Now()
-	keys := []kv.WorkerKey{{Worker: in.w.id}}
-	if len(sources) > 0 {
-		keys = keys[:0]
+	var ranks []uint32
+	for rank := range uint32(in.ranks) {
+		ranks = append(ranks, rank)
+	}
+	if len(ranks) == 0 {
 		for _, source := range sources {
-			keys = append(keys, source.Worker)
+			ranks = append(ranks, source.Worker.Rank)
 		}
+	}
+	if len(ranks) == 0 {
+		ranks = []uint32{0}
 	}
 	in.targets = in.targets[:0]
 	var batched, blocks int
 	if !in.w.attached {
 		batched, blocks = in.f.cfg.MaxBatchedTokens, in.f.cfg.TotalBlocks
 	}
-	sizes := in.cacheSizes()
-	var ranks []uint32
-	for _, key := range keys {
+	if in.info != nil {
+		batched = cmp.Or(batched, in.info.passTokens())
+	}
+	sizes := in.cacheSizes(ranks)
+	for _, rank := range ranks {
 		in.targets = append(in.targets, kv.Target{
-			Key: key, URL: in.w.Spec.URL, Ranks: len(keys), Generation: in.generation, Models: served.names, Adapters: served.adapters,
-			MaxBatchedTokens: batched, TotalBlocks: cmp.Or(sizes[key.Rank], blocks), Bearer: in.w.bearer(), Disagg: in.disagg,
+			Key: kv.WorkerKey{Worker: in.w.id, Rank: rank}, URL: in.w.Spec.URL, Engine: in.engine, Ranks: len(ranks), Generation: in.generation, Models: served.names, Adapters: served.adapters,
+			MaxBatchedTokens: batched, TotalBlocks: cmp.Or(sizes[rank], blocks), Bearer: in.w.bearer(), Disagg: in.disagg,
 		})
-		ranks = append(ranks, key.Rank)
 	}
 	in.boundStreams()
 	in.f.update(in.w, func(s *Status) { s.Models, s.Ranks = served.names, ranks })
@@ -134,26 +153,50 @@ func (in *incarnation) boundStreams() {
 
 // followLoads reads every target's load until the incarnation ends: from its
 // rank's ZMQ endpoint, if there is one, else from the worker's /metrics, which is
-// asked for all of them together.
+// asked for all of them together. An SGLang server's pages stand in for a socket that
+// is not there.
 func (in *incarnation) followLoads(endpoint func(rank uint32) string) {
-	page := loadSource{page: in.w.Spec.URL + "/metrics"}
-	follow := func(s loadSource) {
-		in.followers.Go(func() { in.f.loads(in.reader(), in.ctx, s, in.f.hooks.Load) })
+	if in.stopLoads == nil {
+		in.loadsCtx, in.stopLoads = context.WithCancel(in.ctx)
 	}
+	ctx := in.loadsCtx
+	follow := func(s loadSource) {
+		in.followers.Go(func() { in.f.loads(in.reader(), ctx, s, in.f.hooks.Load) })
+	}
+	pages := loadSource{page: in.w.Spec.URL + "/metrics"}
+	if in.engine == kv.EngineSGLang {
+		pages.loads = in.w.Spec.URL + loadsPath
+	}
+	all := pages
 	for _, target := range in.targets {
 		if in.loaded[target.Key] {
 			continue
 		}
 		in.loaded[target.Key] = true
-		if socket := endpoint(target.Key.Rank); socket != "" {
-			follow(loadSource{ranks: []kv.WorkerKey{target.Key}, socket: socket})
+		socket := endpoint(target.Key.Rank)
+		if socket == "" {
+			all.ranks, all.apart = append(all.ranks, target.Key), target.Ranks > 1
 			continue
 		}
-		page.ranks, page.apart = append(page.ranks, target.Key), target.Ranks > 1
+		s := loadSource{ranks: []kv.WorkerKey{target.Key}, socket: socket}
+		if in.engine == kv.EngineSGLang {
+			s.page, s.loads, s.apart, s.heard = pages.page, pages.loads, target.Ranks > 1, &in.heard
+			in.heard.note(target.Key, time.Time{})
+		}
+		follow(s)
 	}
-	if len(page.ranks) > 0 {
-		follow(page)
+	if len(all.ranks) > 0 {
+		follow(all)
 	}
+}
+
+// followLoadsAnew is followLoads for a worker of which more is known than when its load
+// was first followed.
+func (in *incarnation) followLoadsAnew(endpoint func(rank uint32) string) {
+	in.stopLoads()
+	in.stopLoads = nil
+	clear(in.loaded)
+	in.followLoads(endpoint)
 }
 
 // reader returns what reads the worker's load and the sizes of its caches.
@@ -165,7 +208,12 @@ func (in *incarnation) reader() loadReader {
 func (in *incarnation) markUp() {
 	in.f.everReady.Store(true)
 	in.up, in.misses = true, 0
-	in.f.update(in.w, func(s *Status) { s.State, s.Stage, s.LastError = StateReady, vllm.StageReady, "" })
+	if in.engine == kv.EngineSGLang && !in.watched && in.f.Timing.engineEvery > 0 {
+		in.watched = true
+		spec := in.w.Spec
+		in.followers.Go(func() { in.watchEngine(spec) })
+	}
+	in.f.update(in.w, func(s *Status) { s.State, s.Stage, s.LastError = StateReady, process.StageReady, "" })
 	for _, target := range in.targets {
 		if _, known := in.announced[target.Key]; !known {
 			in.announced[target.Key] = target
@@ -192,7 +240,7 @@ func (in *incarnation) markDown(reason string) {
 // and says itself that it is not; up with the next good answer. With a good answer
 // it is also asked for its models, now and then.
 func (in *incarnation) checkHealth() {
-	err := in.f.look(in.ctx, in.w.Spec, in.answered)
+	err := in.look()
 	if in.ctx.Err() != nil {
 		return
 	}
@@ -214,7 +262,8 @@ func (in *incarnation) checkHealth() {
 	in.misses++
 	in.gone = isGone(err)
 	var status *statusError
-	saysNo := in.answered && errors.As(err, &status)
+	var stuck errStuck
+	saysNo := in.answered && (errors.As(err, &status) || errors.As(err, &stuck))
 	back := errors.Is(err, errLeadsBack)
 	if !in.up || !in.gone && !saysNo && !back && in.misses < in.f.Timing.healthMisses {
 		return
@@ -259,14 +308,21 @@ func spread(d time.Duration) time.Duration { return d - rand.N(d/5+1) }
 
 // cacheSizes asks the worker how many blocks the KV cache of each rank has;
 // those that it does not tell are left out.
-func (in *incarnation) cacheSizes() map[uint32]int {
-	sizes, err := in.reader().cacheSizes(in.ctx, in.w.Spec.URL+"/metrics")
-	if (err != nil || len(sizes) == 0) && in.f.cfg.AssumesSizes {
-		in.f.log.Warn(fmt.Sprintf("worker %d: does not tell the size of its KV cache: its prompts count as cached for --router-ttl-secs", in.w.id), "error", err)
+func (in *incarnation) cacheSizes(ranks []uint32) map[uint32]int {
+	var blocks map[uint32]int
+	var err error
+	if in.engine == kv.EngineSGLang {
+		blocks, err = in.sglangSizes(ranks)
+	} else {
+		var sizes cacheSizes
+		sizes, err = in.reader().cacheSizes(in.ctx, in.w.Spec.URL+"/metrics")
+		blocks = map[uint32]int{}
+		for rank, tokens := range sizes {
+			blocks[rank] = tokens / in.f.cfg.BlockSize
+		}
 	}
-	blocks := map[uint32]int{}
-	for rank, tokens := range sizes {
-		blocks[rank] = tokens / in.f.cfg.BlockSize
+	if (err != nil || len(blocks) == 0) && in.f.cfg.AssumesSizes {
+		in.f.log.Warn(fmt.Sprintf("worker %d: does not tell the size of its KV cache: its prompts count as cached for --router-ttl-secs", in.w.id), "error", err)
 	}
 	return blocks
 }

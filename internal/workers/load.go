@@ -42,9 +42,11 @@ const (
 // loadSource says where the load of ranks of one worker is to be had.
 type loadSource struct {
 	ranks  []kv.WorkerKey
-	socket string // ZMQ PUB of JSON, as the plugin sends, of the only rank; empty: none
-	page   string // URL of a Prometheus page that shows all ranks
-	apart  bool   // the page shows each rank as an engine of that number; else the whole page is the rank's
+	socket string   // ZMQ PUB, of the plugin's JSON or of SGLang's LoadStat, of the only rank; empty: none
+	page   string   // URL of a Prometheus page that shows all ranks; beside a socket: for as long as that fails
+	loads  string   // URL of an SGLang server's list of loads, where the page does not show them; empty: none
+	apart  bool     // the page shows each rank as an engine of that number; else the whole page is the rank's
+	heard  *hearing // is told of each message of the socket; nil: nobody is
 }
 
 // where names the source for people.
@@ -79,6 +81,9 @@ func (l loadReader) follow(ctx context.Context, s loadSource, publish func(kv.Wo
 		})
 		if ctx.Err() != nil {
 			return
+		}
+		if s.socket != "" && s.page != "" {
+			_, _ = l.askPages(ctx, s, publish)
 		}
 		if failures == 10 { // a worker that is starting is silent for a while
 			l.log.Warn("no load from worker", "worker", s.ranks[0].Worker, "rank", s.ranks[0].Rank, "from", s.where(), "error", err)
@@ -126,8 +131,11 @@ func gauge(value, most float64) float64 {
 	return min(max(value, 0), most)
 }
 
-// readLoad reads a load message.
+// readLoad reads a load message: the plugin's JSON, or SGLang's.
 func readLoad(text []byte) (policy.Published, error) {
+	if isLoadStat(text) {
+		return readLoadStat(text)
+	}
 	var load loadMessage
 	if err := json.Unmarshal(text, &load); err != nil {
 		return policy.Published{}, fmt.Errorf("load message: %w", err)
@@ -162,6 +170,9 @@ func (l loadReader) readSocket(ctx context.Context, s loadSource, publish func(k
 			last = append(last[:0], frames[len(frames)-1]...)
 		}
 		now := time.Now()
+		if ready && s.heard != nil {
+			s.heard.note(s.ranks[0], now)
+		}
 		if now.Before(next) {
 			continue
 		}
@@ -174,31 +185,18 @@ func (l loadReader) readSocket(ctx context.Context, s loadSource, publish func(k
 	}
 }
 
-// poll asks a worker's Prometheus page again and again, once for all ranks.
+// poll asks a worker's pages again and again, once for all ranks.
 func (l loadReader) poll(ctx context.Context, s loadSource, publish func(kv.WorkerKey, policy.Published)) error {
 	ticker := time.NewTicker(loadPollInterval)
 	defer ticker.Stop()
-	for {
-		families, err := l.fetch(ctx, s.page, loadNames[:])
+	for told := false; ; {
+		lags, err := l.askPages(ctx, s, publish)
 		if err != nil {
 			return err
 		}
-		told := 0
-		for _, rank := range s.ranks {
-			engine := ""
-			if s.apart {
-				engine = strconv.FormatUint(uint64(rank.Rank), 10)
-			}
-			p, failure := loadOf(families, engine)
-			if failure != nil {
-				err = failure
-				continue
-			}
-			publish(rank, p)
-			told++
-		}
-		if told == 0 {
-			return fmt.Errorf("%s: %w", s.page, err)
+		if lags && !told {
+			told = true
+			l.loadsLag(s)
 		}
 		select {
 		case <-ctx.Done():
@@ -208,14 +206,57 @@ func (l loadReader) poll(ctx context.Context, s loadSource, publish func(kv.Work
 	}
 }
 
-// loadNames are the metrics that a load is read out of, in vLLM's names; the last is
-// its older one for the usage.
-var loadNames = [...]string{"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"}
+// askPages asks a worker for its Prometheus page or, where that is not there or shows no
+// load, for its list of loads, which lags.
+func (l loadReader) askPages(ctx context.Context, s loadSource, publish func(kv.WorkerKey, policy.Published)) (lags bool, err error) {
+	err = l.askPage(ctx, s, publish)
+	if err == nil || s.loads == "" || ctx.Err() != nil {
+		return false, err
+	}
+	if failure := l.askLoads(ctx, s, publish); failure != nil {
+		return false, errors.Join(err, failure)
+	}
+	return true, nil
+}
+
+// askPage asks a worker for its Prometheus page.
+func (l loadReader) askPage(ctx context.Context, s loadSource, publish func(kv.WorkerKey, policy.Published)) error {
+	families, err := l.fetch(ctx, s.page, loadNames)
+	if err != nil {
+		return err
+	}
+	told := 0
+	for _, rank := range s.ranks {
+		p, failure := loadOf(families, s.engine(rank))
+		if failure != nil {
+			err = failure
+			continue
+		}
+		publish(rank, p)
+		told++
+	}
+	if told == 0 {
+		return fmt.Errorf("%s: %w", s.page, err)
+	}
+	return nil
+}
+
+// engine is the number under which pages show a rank; empty: they show no others.
+func (s loadSource) engine(rank kv.WorkerKey) string {
+	if !s.apart {
+		return ""
+	}
+	return strconv.FormatUint(uint64(rank.Rank), 10)
+}
+
+// vllmLoadNames are vLLM's metrics that a load is read out of; the last is its older
+// name for the usage.
+var vllmLoadNames = [...]string{"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"}
 
 // GetMetrics reads a worker's load from its Prometheus page at url, which client
 // asks for.
 func GetMetrics(ctx context.Context, client *http.Client, url string) (policy.Published, error) {
-	families, err := loadReader{client: client}.fetch(ctx, url, loadNames[:])
+	families, err := loadReader{client: client}.fetch(ctx, url, loadNames)
 	if err != nil {
 		return policy.Published{}, err
 	}
@@ -225,14 +266,17 @@ func GetMetrics(ctx context.Context, client *http.Client, url string) (policy.Pu
 // loadOf reads an engine's load out of the metrics of loadNames. Without an engine's
 // number counts are summed over engines, and the usage is the fullest engine's.
 func loadOf(families metricFamilies, engine string) (policy.Published, error) {
+	if families[sglangRunning] != nil {
+		return sglangLoadOf(families, engine)
+	}
 	running, waiting, usage := 0.0, 0.0, 0.0
 	for _, of := range []struct {
 		names []string
 		add   func(value float64)
 	}{
-		{loadNames[:1], func(v float64) { running += gauge(v, kv.MaxTokens) }},
-		{loadNames[1:2], func(v float64) { waiting += gauge(v, kv.MaxTokens) }},
-		{loadNames[2:], func(v float64) { usage = max(usage, gauge(v, 1)) }},
+		{vllmLoadNames[:1], func(v float64) { running += gauge(v, kv.MaxTokens) }},
+		{vllmLoadNames[1:2], func(v float64) { waiting += gauge(v, kv.MaxTokens) }},
+		{vllmLoadNames[2:], func(v float64) { usage = max(usage, gauge(v, 1)) }},
 	} {
 		at := slices.IndexFunc(of.names, func(name string) bool { return families[name] != nil })
 		if at < 0 {
@@ -281,8 +325,22 @@ func cacheSizesOf(families metricFamilies) cacheSizes {
 // fetch asks for a Prometheus page and reads those of its metrics that have one of
 // the names.
 func (l loadReader) fetch(ctx context.Context, url string, names []string) (metricFamilies, error) {
-	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+	ctx, cancel := context.WithTimeout(ctx, pageLimit)
 	defer cancel()
+	body, err := l.open(ctx, url)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = body.Close() }()
+	families, err := l.parse(io.LimitReader(body, maxMetricsBytes), names)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", url, err)
+	}
+	return families, nil
+}
+
+// open asks for a page; its reader must be closed.
+func (l loadReader) open(ctx context.Context, url string) (io.ReadCloser, error) {
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {
 		return nil, err
@@ -291,15 +349,11 @@ func (l loadReader) fetch(ctx context.Context, url string, names []string) (metr
 	if err != nil {
 		return nil, err
 	}
-	defer response.Body.Close()
 	if response.StatusCode != http.StatusOK {
+		_ = response.Body.Close()
 		return nil, fmt.Errorf("%s answered %s", url, response.Status)
 	}
-	families, err := l.parse(io.LimitReader(response.Body, maxMetricsBytes), names)
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", url, err)
-	}
-	return families, nil
+	return response.Body, nil
 }
 
 // parse reads the metrics of these names out of a Prometheus page.

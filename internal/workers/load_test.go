@@ -31,7 +31,7 @@ vllm:%s{engine="1",model_name="m"} 0.5
 
 // loadOn reads the load of an engine out of a page.
 func loadOn(page, engine string) (policy.Published, error) {
-	families, err := loadReader{}.parse(strings.NewReader(page), loadNames[:])
+	families, err := loadReader{}.parse(strings.NewReader(page), loadNames)
 	if err != nil {
 		return policy.Published{}, err
 	}
@@ -118,7 +118,7 @@ func TestImpossibleLoadsDrawNoRequests(t *testing.T) {
 func TestOtherMetricsOfAPageCostNothing(t *testing.T) {
 	const name = "kv_cache_usage_perc"
 	page := strings.Repeat("# TYPE other gauge\n# HELP vllm:num_requests_running what\nother{le=\"vllm:num_requests_running\"} 1\n", 1000) + fmt.Sprintf(metricsPage, name, name, name)
-	lines, err := linesOf(strings.NewReader(page), loadNames[:])
+	lines, err := linesOf(strings.NewReader(page), loadNames)
 	if err != nil || strings.Count(lines.String(), "\n") != 9 {
 		t.Errorf("%d lines are kept, %v", strings.Count(lines.String(), "\n"), err)
 	}
@@ -126,11 +126,11 @@ func TestOtherMetricsOfAPageCostNothing(t *testing.T) {
 		t.Errorf("%+v, %v", p, err)
 	}
 	quoted := "# TYPE \"vllm:num_requests_running\" gauge\n{\"vllm:num_requests_running\",engine=\"0\"} 3\n"
-	if lines, err := linesOf(strings.NewReader(quoted), loadNames[:]); err != nil || lines.String() != quoted {
+	if lines, err := linesOf(strings.NewReader(quoted), loadNames); err != nil || lines.String() != quoted {
 		t.Errorf("of names in quotes %q is kept, %v", lines, err)
 	}
 	long := strings.Repeat("vllm:num_requests_running 1\n", maxMetricsKept/20)
-	if _, err := linesOf(strings.NewReader(long), loadNames[:]); err == nil {
+	if _, err := linesOf(strings.NewReader(long), loadNames); err == nil {
 		t.Error("a page that tells of nothing else is read whole")
 	}
 }

@@ -13,6 +13,7 @@ import (
 type modelList struct {
 	names    []string // nil: the worker does not tell, and may serve any
 	adapters []string // those of names that are LoRA adapters: they have a parent
+	sglang   bool     // the list is an SGLang server's
 }
 
 func (l modelList) equal(other modelList) bool {
@@ -25,6 +26,7 @@ func (f *Fleet) models(ctx context.Context, at Attached) (served modelList, err 
 	var list struct {
 		Data []struct {
 			ID     string  `json:"id"`
+			Owner  string  `json:"owned_by"`
 			Parent *string `json:"parent"`
 		} `json:"data"`
 	}
@@ -38,6 +40,7 @@ func (f *Fleet) models(ctx context.Context, at Attached) (served modelList, err 
 	}
 	for _, model := range list.Data {
 		served.names = append(served.names, model.ID)
+		served.sglang = served.sglang || model.Owner == "sglang"
 		if model.Parent != nil && *model.Parent != "" {
 			served.adapters = append(served.adapters, model.ID)
 		}

@@ -1,6 +1,7 @@
 package workers
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -234,7 +235,7 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 		in.followEvents(source)
 	}
 	in.takePart(now.Disagg)
-	asked := false // what it leaves out of Disagg
+	asked := false // what it is, and what it leaves out of Disagg
 	in.register(now.Registration)
 	in.followLoads(w.Spec.loadOf)
 	in.markUp()
@@ -270,10 +271,17 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 			return registryChange{Registration: now.Registration}, true, in.answered
 		}
 		if in.answered && in.up && !asked {
+			if in.info == nil {
+				info, err := f.serverInfo(in.ctx, w.Spec)
+				if err != nil { // asked again after the next look
+					continue
+				}
+				if in.know(info); info != nil {
+					in.followLoadsAnew(in.loadOf)
+				}
+			}
 			asked = true
-			given := w.Spec
-			given.Disagg = now.Disagg
-			if d := f.detect(in.ctx, given); d != in.disagg {
+			if d := partOf(now.Disagg, in.info, now.URL); d != in.disagg || in.info != nil {
 				in.takePart(d)
 				in.register(now.Registration)
 			}
@@ -284,10 +292,17 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 // register makes every rank of r a target, in place of what it was before.
 func (in *incarnation) register(r Registration) {
 	in.targets = in.targets[:0]
+	batched, sizes := r.MaxBatchedTokens, map[uint32]int(nil)
+	if in.info != nil {
+		batched = cmp.Or(batched, in.info.passTokens())
+		if r.TotalBlocks == 0 {
+			sizes = in.cacheSizes(r.Ranks)
+		}
+	}
 	for _, rank := range r.Ranks {
 		in.targets = append(in.targets, kv.Target{
-			Key: kv.WorkerKey{Worker: r.ID, Rank: rank}, URL: r.URL, Ranks: len(r.Ranks), Generation: in.generation,
-			Models: []string{r.Model}, MaxBatchedTokens: r.MaxBatchedTokens, TotalBlocks: r.TotalBlocks, Bearer: r.Key, Disagg: in.disagg,
+			Key: kv.WorkerKey{Worker: r.ID, Rank: rank}, URL: r.URL, Engine: in.engine, Ranks: max(len(r.Ranks), in.ranks), Generation: in.generation,
+			Models: []string{r.Model}, MaxBatchedTokens: batched, TotalBlocks: cmp.Or(r.TotalBlocks, sizes[rank]), Bearer: r.Key, Disagg: in.disagg,
 		})
 	}
 	in.boundStreams()

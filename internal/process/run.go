@@ -1,4 +1,4 @@
-package vllm
+package process
 
 import (
 	"bufio"
@@ -24,14 +24,14 @@ const (
 	streamErr = "stderr"
 )
 
-// RunProcess starts the leader of a new process group, calls started with its
+// Run starts the leader of a new process group, calls started with its
 // pid (which is also the group's id), gives every line of output to line (from
 // two goroutines) and returns when the leader has ended and its output is read.
 // What is left of the group is killed before the return.
 //
 // The kernel kills the leader if the thread that started it ends, so the
 // goroutine stays on one thread until then: the thread ends with the router.
-func RunProcess(spec ProcessSpec, started func(pid int), line func(stream, text string)) error {
+func Run(spec Spec, started func(pid int), line func(stream, text string)) error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 
@@ -149,7 +149,7 @@ rm -rf -- "$1"
 
 // reaper is a small process that outlives the router by a moment: it ends the
 // workers that a killed router leaves behind. The parent-death signal reaches
-// only the direct child, and vLLM has more processes than that. It is safe for
+// only the direct child, and engines have more processes than that. It is safe for
 // concurrent use.
 type reaper struct {
 	cmd *exec.Cmd

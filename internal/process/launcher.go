@@ -1,0 +1,132 @@
+package process
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"os"
+	"os/exec"
+	"syscall"
+	"time"
+)
+
+// Started is one started worker: a process, or a simulated one in this process.
+type Started struct {
+	PID   int          // 0: in this process
+	Ended <-chan error // gets one value, why it ended, once nothing of it is left
+	Stop  func()       // tells it to end; it may take its time
+	Kill  func()       // ends it
+}
+
+// Launcher starts workers as processes of this machine. It is safe for concurrent
+// use between Open and Close.
+type Launcher struct {
+	log       *slog.Logger
+	plugin    fs.FS
+	Command   func(i int, pluginDir string) (Spec, error) // tests replace it
+	pluginDir string
+	guard     *reaper
+}
+
+// NewLauncher returns a launcher of an engine's workers; an error means that none
+// could be started.
+func NewLauncher(engine Engine, settings Settings, log *slog.Logger) (*Launcher, error) {
+	if _, err := exec.LookPath(settings.Python); err != nil {
+		return nil, fmt.Errorf("--python %s cannot be run (%w); run `%s`, or give a Python that has %s", settings.Python, errors.Unwrap(err), engine.Setup, engine.Signs.Engine)
+	}
+	if err := engine.CheckPython(settings); err != nil {
+		return nil, err
+	}
+	return &Launcher{log: log, plugin: engine.Plugin, Command: func(i int, pluginDir string) (Spec, error) {
+		return engine.Command(settings, i, pluginDir, os.Environ())
+	}}, nil
+}
+
+// Open prepares what all workers need. Close must follow once they have ended.
+func (l *Launcher) Open() (err error) {
+	if l.pluginDir, err = writePlugin(l.plugin); err != nil {
+		return err
+	}
+	if l.guard, err = startReaper(l.pluginDir); err != nil {
+		return errors.Join(err, os.RemoveAll(l.pluginDir))
+	}
+	return nil
+}
+
+// Close removes what Open prepared, and ends what is left of workers.
+func (l *Launcher) Close() error { return l.guard.close() }
+
+// Start starts the process of worker i. line is called with each line that it
+// prints, from two goroutines, and the name of the stream.
+func (l *Launcher) Start(i int, line func(stream, text string)) (Started, error) {
+	spec, err := l.Command(i, l.pluginDir)
+	if err != nil {
+		return Started{}, err
+	}
+	started, ended := make(chan int, 1), make(chan error, 1)
+	go func() { // ends with the process
+		pid := 0
+		err := Run(spec, func(p int) {
+			pid = p
+			if err := l.guard.add(pid); err != nil {
+				l.log.Warn("workers would outlive a killed router", "error", err)
+			}
+			started <- pid
+		}, line)
+		if pid != 0 {
+			_ = l.guard.remove(pid)
+		}
+		ended <- err
+	}()
+	var pid int
+	select {
+	case pid = <-started:
+	case err := <-ended:
+		return Started{}, err
+	}
+	return Started{
+		PID: pid, Ended: ended,
+		Stop: func() {
+			if err := SignalGroup(pid, syscall.SIGTERM); err != nil {
+				l.log.Warn(fmt.Sprintf("worker %d: %v", i, err))
+			}
+		},
+		Kill: func() { _ = SignalGroup(pid, syscall.SIGKILL) },
+	}, nil
+}
+
+// writePlugin puts an engine's plugins into a new folder that only this user can
+// read, and returns its name. The caller removes it.
+func writePlugin(files fs.FS) (string, error) {
+	dir, err := os.MkdirTemp("", "kvrouter-plugin-")
+	if err != nil {
+		return "", fmt.Errorf("folder for the engine's plugins: %w", err)
+	}
+	if err := os.CopyFS(dir, files); err != nil {
+		_ = os.RemoveAll(dir)
+		return "", fmt.Errorf("write the engine's plugins to %s: %w", dir, err)
+	}
+	return dir, nil
+}
+
+// askLimit bounds the question which modules a Python has.
+const askLimit = 30 * time.Second
+
+// Lacks tells whether a Python has none of the modules. They are only looked for:
+// importing one can take seconds. An error says that the Python does not answer.
+func Lacks(python string, modules ...string) (bool, error) {
+	const look = "import importlib.util as u, sys; sys.exit(0 if any(map(u.find_spec, sys.argv[1:])) else 3)"
+	ctx, cancel := context.WithTimeout(context.Background(), askLimit)
+	defer cancel()
+	err := exec.CommandContext(ctx, python, append([]string{"-c", look}, modules...)...).Run()
+	var exit *exec.ExitError
+	if errors.As(err, &exit) && exit.ExitCode() == 3 {
+		return true, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("--python %s cannot be asked for %s: %w", python, modules[0], err)
+	}
+	return false, nil
+}

@@ -1,0 +1,160 @@
+package proxy
+
+import (
+	"bytes"
+
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/jsonbody"
+)
+
+// GenerateRoute is SGLang's own inference route. Its answer is an object, or a list
+// of them for several prompts or answers; each event of its stream is one, with the
+// whole text so far.
+const GenerateRoute = "/generate"
+
+// maxGenerated bounds the answers of one request to GenerateRoute whose tokens are
+// counted.
+const maxGenerated = 4096
+
+// SeveralAnswers tells whether a request wants more than one answer to a prompt.
+func SeveralAnswers(path string, body *jsonbody.Body) bool {
+	if path != GenerateRoute {
+		return body.Get("n").Int() > 1 || body.Get("best_of").Int() > 1 || asks(body, "use_beam_search")
+	}
+	several := func(p gjson.Result) bool { return p.Get("n").Int() > 1 || p.Get("beam_width").Int() > 1 }
+	params := body.Get("sampling_params")
+	if !params.IsArray() {
+		return several(params)
+	}
+	found := false
+	jsonbody.EachElement(params.Raw, func(p gjson.Result) bool {
+		found = several(p)
+		return !found
+	})
+	return found
+}
+
+// ComputesAnew tells whether an engine computes parts of the prompt anew though they
+// are in its cache: for the log probabilities of the prompt's own tokens.
+func ComputesAnew(body *jsonbody.Body) bool {
+	start := body.Get("logprob_start_len")
+	return body.Get("prompt_logprobs").Type == gjson.Number || body.Get("echo").Bool() && body.Get("logprobs").Type == gjson.Number ||
+		body.Get("return_logprob").Bool() && start.Type == gjson.Number && start.Int() >= 0
+}
+
+// asks tells whether a member is there and neither null nor false.
+func asks(body *jsonbody.Body, key string) bool {
+	v := body.Get(key)
+	return v.Exists() && v.Type != gjson.Null && v.Type != gjson.False
+}
+
+// defaultNewTokens is how many tokens an answer of GenerateRoute may have where its
+// request does not say.
+const defaultNewTokens = 128
+
+// tokenLimit returns how many tokens the longest answer may have; 0: the request does
+// not say.
+func tokenLimit(path string, body *jsonbody.Body) (most int) {
+	if path != GenerateRoute {
+		for _, key := range []string{"max_completion_tokens", "max_tokens", "max_output_tokens"} {
+			if most = reported(body.Get(key), maxReportedOutput); most > 0 {
+				return most
+			}
+		}
+		return 0
+	}
+	params := body.Get("sampling_params")
+	if !params.IsArray() {
+		return newTokens(params)
+	}
+	jsonbody.EachElement(params.Raw, func(p gjson.Result) bool {
+		one := newTokens(p)
+		if most = max(most, one); one == 0 {
+			most = 0
+		}
+		return one > 0
+	})
+	return most
+}
+
+// newTokens is how many tokens an answer may have by its sampling_params; 0: any
+// number.
+func newTokens(params gjson.Result) int {
+	if given := params.Get("max_new_tokens"); given.Exists() {
+		return reported(given, maxReportedOutput)
+	}
+	return defaultNewTokens
+}
+
+// generated sums up the meta_info of the answers to one request to GenerateRoute.
+type generated struct {
+	answers []Usage // by index
+	finish  string  // why the first that says so has ended
+}
+
+// take notes what an answer's meta_info says, in place of what it said before.
+func (g *generated) take(index int, meta gjson.Result) {
+	if index < 0 || index >= maxGenerated || !meta.Get("prompt_tokens").Exists() {
+		return
+	}
+	for len(g.answers) <= index {
+		g.answers = append(g.answers, Usage{})
+	}
+	cached := meta.Get("cached_tokens")
+	g.answers[index] = Usage{
+		Known: true, PromptTokens: reported(meta.Get("prompt_tokens"), maxReportedPrompt), OutputTokens: reported(meta.Get("completion_tokens"), maxReportedOutput),
+		CachedKnown: cached.Type == gjson.Number, CachedTokens: reported(cached, maxReportedPrompt),
+	}
+	if why := meta.Get("finish_reason.type").Str; why != "" && g.finish == "" {
+		g.finish = why
+	}
+}
+
+// usage returns the sum.
+func (g *generated) usage() (sum Usage) {
+	for _, one := range g.answers {
+		sum.Known, sum.CachedKnown = sum.Known || one.Known, sum.CachedKnown || one.CachedKnown
+		sum.PromptTokens = min(maxReportedPrompt, sum.PromptTokens+one.PromptTokens)
+		sum.OutputTokens = min(maxReportedOutput, sum.OutputTokens+one.OutputTokens)
+		sum.CachedTokens = min(maxReportedPrompt, sum.CachedTokens+one.CachedTokens)
+	}
+	return sum
+}
+
+// takeEvent reads the data of an event. No string of it can hold the keys as they
+// are looked for, since its quotes are escaped, so the text, which grows with each
+// event, is not taken apart.
+func (g *generated) takeEvent(data []byte) {
+	meta := []byte(`"meta_info":`)
+	at := bytes.LastIndex(data, meta)
+	if at < 0 {
+		return
+	}
+	rest, index := data[at+len(meta):], 0
+	if key := []byte(`"index":`); bytes.Contains(rest, key) {
+		index = int(gjson.ParseBytes(rest[bytes.LastIndex(rest, key)+len(key):]).Int())
+	}
+	g.take(index, gjson.ParseBytes(rest))
+}
+
+// outcome returns what an answer that came whole says of its tokens, and why the
+// first of its texts ended.
+func outcome(route string, body []byte) (usage Usage, finish string) {
+	if route != GenerateRoute {
+		return ReadUsage(body), gjson.GetBytes(body, "choices.0.finish_reason").Str
+	}
+	var g generated
+	switch answer := gjson.ParseBytes(body); {
+	case answer.IsObject():
+		g.take(0, answer.Get("meta_info"))
+	case answer.IsArray():
+		n := 0
+		answer.ForEach(func(_, one gjson.Result) bool {
+			g.take(n, one.Get("meta_info"))
+			n++
+			return n < maxGenerated
+		})
+	}
+	return g.usage(), g.finish
+}

@@ -1,0 +1,146 @@
+package selection
+
+import (
+	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+
+	"github.com/gin-gonic/gin"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/workers"
+)
+
+// managed adds the calls by which clients of sglang-router manage its workers, each
+// named by its URL. Their answers are sglang-router's, in its words: text, but for
+// lists.
+func (s *Service) managed(open, guarded gin.IRoutes) {
+	open.GET("/liveness", func(c *gin.Context) { c.String(http.StatusOK, "OK") })
+	open.GET("/readiness", s.readiness)
+	guarded.GET("/list_workers", s.listURLs)
+	guarded.POST("/add_worker", s.addURL)
+	guarded.POST("/remove_worker", s.removeURL)
+}
+
+// readiness tells whether a worker is up that answers.
+func (s *Service) readiness(c *gin.Context) {
+	healthy, answers := map[uint64]bool{}, false
+	for _, t := range s.router.Targets() {
+		healthy[t.Key.Worker] = true
+		answers = answers || t.Role != kv.RolePrefill
+	}
+	if !answers || s.draining.Load() {
+		c.JSON(http.StatusServiceUnavailable, gin.H{"status": "not ready", "reason": "insufficient healthy workers"})
+		return
+	}
+	c.JSON(http.StatusOK, gin.H{"status": "ready", "healthy_workers": len(healthy), "total_workers": len(s.fleet.Workers())})
+}
+
+// listURLs lists the addresses of all workers that have ever answered or were
+// registered.
+func (s *Service) listURLs(c *gin.Context) {
+	urls := []string{}
+	for _, w := range s.fleet.Workers() {
+		if w.Generation > 0 {
+			urls = append(urls, w.URL)
+		}
+	}
+	c.JSON(http.StatusOK, gin.H{"urls": urls})
+}
+
+// namedURL reads the worker that a call is about. Not ok: it has been answered.
+func namedURL(c *gin.Context) (url string, ok bool) {
+	given := c.Query("url")
+	if given == "" {
+		c.String(http.StatusBadRequest, "%s", "url is missing: POST "+c.FullPath()+"?url=http://host:port")
+		return "", false
+	}
+	url, err := workers.ParseURL(given)
+	if err != nil {
+		c.String(http.StatusBadRequest, "%s", "url: "+err.Error())
+		return "", false
+	}
+	return url, true
+}
+
+// addURL adds the worker at a URL, of which all else is found out, and answers once
+// it is ready.
+func (s *Service) addURL(c *gin.Context) {
+	url, ok := namedURL(c)
+	if !ok {
+		return
+	}
+	key := kv.Secret(c.Query("api_key"))
+	if err := (workerSpec{APIKey: &key}).check(); err != nil {
+		c.String(http.StatusBadRequest, "%s", err.Error())
+		return
+	}
+	if s.fleet.LeadsBack(c.Request.Context(), url) {
+		c.String(http.StatusBadRequest, "%s", url+" is an address of this router itself, or leads back to it: name the address of the worker")
+		return
+	}
+	if len(s.fleet.Workers()) >= maxRegistered {
+		c.String(http.StatusServiceUnavailable, "there are %d workers: no more can be added", maxRegistered)
+		return
+	}
+	id, err := s.fleet.Add(c.Request.Context(), url, key)
+	var late *workers.NotReadyError
+	switch {
+	case err == nil:
+		s.log.Info(fmt.Sprintf("worker %d: added", id), "url", url)
+		c.String(http.StatusOK, "%s", "Successfully added worker: "+url)
+	case errors.Is(err, workers.ErrKnown):
+		c.String(http.StatusBadRequest, "%s", "Worker "+url+" already exists")
+	case errors.As(err, &late):
+		c.String(http.StatusBadRequest, "%s", fmt.Sprintf("Timeout %.0fs waiting for worker %s to become healthy. Please set --startup-timeout to a larger value. %s", late.Limit.Seconds(), url, late.Why))
+	default:
+		c.String(http.StatusServiceUnavailable, "%s", err.Error())
+	}
+}
+
+// removeURL takes out the worker at a URL that a client has added or registered. One
+// that is not there counts as removed.
+func (s *Service) removeURL(c *gin.Context) {
+	url, ok := namedURL(c)
+	if !ok {
+		return
+	}
+	s.changing.Lock()
+	defer s.changing.Unlock()
+	id, found := s.fleet.Remove(url)
+	if found {
+		s.reserved.ReleaseWorker(id)
+	}
+	for _, id := range s.registeredBy(url) {
+		s.unregister(id)
+		found = true
+	}
+	if !found && slices.ContainsFunc(s.fleet.Workers(), func(w workers.Status) bool { return w.URL == url }) {
+		c.String(http.StatusBadRequest, "%s", "Worker "+url+" was started by the router, or attached by --worker: it cannot be removed")
+		return
+	}
+	s.log.Info("worker removed", "url", url, "was_there", found)
+	c.String(http.StatusOK, "%s", "Successfully removed worker: "+url)
+}
+
+// registeredBy returns the ids of the workers that are registered with a URL.
+func (s *Service) registeredBy(url string) (ids []uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for id, w := range s.registered {
+		if given, err := workers.ParseURL(Given(w.spec.Endpoint, "")); err == nil && given == url {
+			ids = append(ids, id)
+		}
+	}
+	return ids
+}
+
+// unregister takes a registered worker out; s.changing is held.
+func (s *Service) unregister(id uint64) {
+	s.fleet.Unregister(id)
+	s.mu.Lock()
+	delete(s.registered, id)
+	s.mu.Unlock()
+	s.reserved.ReleaseWorker(id)
+}

@@ -1,0 +1,147 @@
+package sglang
+
+import (
+	"errors"
+	"fmt"
+	"strconv"
+	"strings"
+
+	"kvrouter/internal/process"
+)
+
+const (
+	partsApart = "--prefill-workers and --decode-workers before --"
+	oneMachine = "nothing: a worker runs on this machine; start others yourself and attach them with --worker"
+	plainHTTP  = "nothing: the router reaches workers by plain HTTP on loopback"
+)
+
+// reservedArgs are SGLang's flags that the router sets itself or could not follow,
+// with what to use instead.
+var reservedArgs = map[string]string{
+	"model-path":            "--model before --",
+	"served-model-name":     "--served-model-name before --",
+	"host":                  "nothing: workers listen on loopback",
+	"port":                  "--base-worker-port before --",
+	"page-size":             "--block-size before --",
+	"kv-events-config":      "--base-kv-events-port and --base-kv-replay-port before --",
+	"load-publish-endpoint": "--base-metrics-port before --",
+	"config":                "the settings of that file themselves after --",
+
+	"disaggregation-mode":           partsApart,
+	"disaggregation-bootstrap-port": "--base-bootstrap-port before --",
+	"enable-pd-role-switch":         partsApart,
+	"encoder-only":                  "nothing: the router needs workers that answer",
+
+	"nnodes":         oneMachine,
+	"node-rank":      oneMachine,
+	"dist-init-addr": oneMachine,
+
+	"grpc-mode":     plainHTTP,
+	"smg-grpc-mode": plainHTTP,
+	"ssl-keyfile":   plainHTTP,
+	"ssl-certfile":  plainHTTP,
+	"enable-http2":  plainHTTP,
+}
+
+// flags read SGLang's arguments: the other names of those that matter here, and the
+// beginnings of them that everybody writes.
+var flags = process.Flags{
+	"--model": "model-path", "--nccl-init-addr": "dist-init-addr",
+	"--tp": tensorFlag, "--tensor-parallel-size": tensorFlag,
+	"--dp": ranksFlag, "--data-parallel-size": ranksFlag,
+	"--attention-data-parallel-size": attentionFlag,
+}
+
+const (
+	tensorFlag    = "tp-size"
+	ranksFlag     = "dp-size"
+	attentionFlag = "attn-dp-size" // ranks that share one model
+	batchFlag     = "chunked-prefill-size"
+	tokensFlag    = "max-total-tokens"
+	keyFlag       = "api-key"
+)
+
+// readArgs are the flags beside reservedArgs that the router reads.
+var readArgs = []string{tensorFlag, ranksFlag, attentionFlag, batchFlag, tokensFlag, keyFlag, "enable-dp-attention"}
+
+// checkArgs refuses arguments for SGLang that the router sets itself or could not
+// follow; its errors name the argument and what to use instead.
+func checkArgs(args []string, apart bool) error {
+	for _, arg := range args {
+		name := flags.Name(arg)
+		if name == "" {
+			continue
+		}
+		if instead, reserved := reservedArgs[name]; reserved {
+			return fmt.Errorf("%s after --: it is not passed on; use %s", arg, instead)
+		}
+		if long := shortened(name); long != "" {
+			return fmt.Errorf("%s after --: SGLang takes it for --%s; write that out", arg, long)
+		}
+	}
+	for _, flag := range []string{ranksFlag, attentionFlag} {
+		if value, given := flags.Value(args, flag); given && flags.Number(args, flag) < 1 {
+			return fmt.Errorf("--%s %s after --: give a number of at least 1", flag, value)
+		}
+	}
+	if apart && ranks(args) > 1 {
+		return errors.New("--dp-size after -- with --prefill-workers: the router starts SGLang's prefill and decode workers with one rank each; give more of them")
+	}
+	return nil
+}
+
+// shortened returns the flag that the router sets or reads and that name is the
+// beginning of, which SGLang takes for the whole; empty: none. No flag of SGLang
+// has a name that another such name begins with.
+func shortened(name string) string {
+	for long := range reservedArgs {
+		if strings.HasPrefix(long, name) && long != name {
+			return long
+		}
+	}
+	for _, long := range readArgs {
+		if strings.HasPrefix(long, name) && long != name {
+			return long
+		}
+	}
+	for spelling, long := range flags {
+		if strings.HasPrefix(spelling, "--"+name) {
+			return long
+		}
+	}
+	return ""
+}
+
+// ranks is how many data-parallel ranks the arguments ask of a worker.
+func ranks(args []string) int {
+	return max(1, flags.Number(args, ranksFlag)) * max(1, flags.Number(args, attentionFlag))
+}
+
+// sharesModel tells whether the ranks share one model, split over the GPUs of them
+// all, and only attention is theirs alone.
+func sharesModel(args []string) bool {
+	return flags.Has(args, "enable-dp-attention") || flags.Number(args, attentionFlag) > 1
+}
+
+// limits tells how many tokens a rank computes in a pass at most and the blocks of
+// its KV cache, where the arguments say so.
+func limits(args []string, blockSize int) (maxBatchedTokens, totalBlocks int) {
+	return flags.Number(args, batchFlag), flags.Number(args, tokensFlag) / max(1, blockSize)
+}
+
+// key finds the key that started workers will ask for.
+func key(args []string) string {
+	key, _ := flags.Value(args, keyFlag)
+	return key
+}
+
+// tensorSize is --tp-size as the arguments have it, else what GPUs ask for.
+func tensorSize(cfg process.Settings) (size string, given bool) {
+	if size, given := flags.Value(cfg.Args, tensorFlag); given {
+		return size, true
+	}
+	if sharesModel(cfg.Args) {
+		return strconv.Itoa(cfg.GPUsPerWorker * cfg.Ports.Ranks), false
+	}
+	return strconv.Itoa(cfg.GPUsPerWorker), false
+}

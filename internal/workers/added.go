@@ -1,0 +1,141 @@
+package workers
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"kvrouter/internal/events"
+	"kvrouter/internal/kv"
+)
+
+// ErrKnown: a worker at that address is there already.
+var ErrKnown = errors.New("already exists")
+
+// NotReadyError says that a worker of Add was not ready in time.
+type NotReadyError struct {
+	Limit time.Duration // --startup-timeout
+	Why   string        // it is not ready, as last seen; may be empty
+}
+
+func (e *NotReadyError) Error() string {
+	return fmt.Sprintf("not ready after %s (--startup-timeout): %s", e.Limit, e.Why)
+}
+
+// addedPoll is how often Add looks whether its worker is ready.
+const addedPoll = 50 * time.Millisecond
+
+// added is how the goroutine that follows a worker of Add is reached.
+type added struct {
+	leave context.CancelFunc // ends the goroutine
+	left  chan struct{}      // closed when it has ended
+}
+
+// Add adds the worker at a URL at run time and returns when it is ready: from then on
+// it is what --worker makes of a URL alone, under a free id. key goes to it with every request, and no other key does; it may be empty. A worker
+// that is not ready within --startup-timeout, or before ctx ends, is taken out again.
+// Add fails with ErrKnown, ErrFleetEnding, a *NotReadyError or why ctx ended.
+func (f *Fleet) Add(ctx context.Context, url string, key kv.Secret) (id uint64, err error) {
+	select {
+	case <-f.opened:
+	case <-ctx.Done():
+		return 0, ctx.Err()
+	}
+	w, err := f.join(url, key)
+	if err != nil {
+		return 0, err
+	}
+	limit := time.NewTimer(f.cfg.StartupTimeout)
+	defer limit.Stop()
+	look := time.NewTicker(addedPoll)
+	defer look.Stop()
+	for {
+		w.mu.Lock()
+		state, why := w.status.State, w.status.LastError
+		w.mu.Unlock()
+		if state == StateReady {
+			return w.id, nil
+		}
+		select {
+		case <-look.C:
+			continue
+		case <-w.added.left:
+			return 0, ErrFleetEnding
+		case <-ctx.Done():
+			err = context.Cause(ctx)
+		case <-limit.C:
+			err = &NotReadyError{Limit: f.cfg.StartupTimeout, Why: why}
+		}
+		f.takeOut(w)
+		return 0, err
+	}
+}
+
+// join makes the worker at url a member and has it followed.
+func (f *Fleet) join(url string, key kv.Secret) (*worker, error) {
+	f.membership.Lock()
+	defer f.membership.Unlock()
+	if f.run == nil {
+		return nil, ErrFleetEnding
+	}
+	if slices.ContainsFunc(f.workers, func(w *worker) bool { return w.address() == url }) {
+		return nil, ErrKnown
+	}
+	for slices.ContainsFunc(f.workers, func(w *worker) bool { return w.id == f.nextAdded }) {
+		f.nextAdded++
+	}
+	w := newWorker(Attached{ID: f.nextAdded, HasID: true, URL: url, Key: key}, true, key != "", StateConnecting)
+	f.nextAdded++
+	ctx, leave := context.WithCancel(f.run.ctx)
+	w.added = &added{leave, make(chan struct{})}
+	f.workers = append(f.workers, w)
+	f.run.group.Go(func() error {
+		defer leave()
+		defer close(w.added.left)
+		f.superviseAttached(ctx, w)
+		return nil
+	})
+	return w, nil
+}
+
+// address is where the worker is now.
+func (w *worker) address() string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.status.URL
+}
+
+// Remove takes the worker of Add at that URL out, with all that is known of its
+// cache, and returns when nothing follows it any more. It tells whether there was
+// such a worker.
+func (f *Fleet) Remove(url string) (id uint64, found bool) {
+	members := f.Members()
+	at := slices.IndexFunc(members, func(w *worker) bool { return w.added != nil && w.address() == url })
+	if at < 0 {
+		return 0, false
+	}
+	return members[at].id, f.takeOut(members[at])
+}
+
+// takeOut ends the following of a worker of Add. It tells whether this call was the
+// one that did.
+func (f *Fleet) takeOut(w *worker) bool {
+	f.membership.Lock()
+	at := slices.Index(f.workers, w)
+	if at >= 0 {
+		f.workers = slices.Delete(slices.Clone(f.workers), at, at+1)
+	}
+	f.membership.Unlock()
+	w.added.leave()
+	<-w.added.left
+	return at >= 0
+}
+
+// mayFollow tells whether the router connects to where a worker's events are. One
+// that a client has added may not name the sockets of this machine's file system.
+func (w *worker) mayFollow(source events.Source) bool {
+	return w.added == nil || !strings.HasPrefix(source.Endpoint, "ipc:") && !strings.HasPrefix(source.Replay, "ipc:")
+}

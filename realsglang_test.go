@@ -1,0 +1,540 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net/http"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/selection"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/web"
+)
+
+// realSGLang skips a test that `make test-sglang` does not run.
+func realSGLang(t *testing.T) {
+	t.Helper()
+	if os.Getenv("KVROUTER_SGLANG") == "" {
+		t.Skip("make test-sglang runs it")
+	}
+}
+
+// exchange is what one request came to.
+type exchange struct {
+	body      string // of the request
+	status    int
+	worker    string
+	predicted int // tokens of overlap in the header
+	prompt    int // tokens of the prompt
+	cached    int // tokens the engine says it had
+	answer    []byte
+}
+
+// ask posts a request and reads its whole answer.
+func (s *site) ask(path, body string) exchange {
+	s.t.Helper()
+	response, err := http.Post(s.openAI+path, "application/json", strings.NewReader(body))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	defer response.Body.Close()
+	a := exchange{body: path + " " + body, status: response.StatusCode, worker: response.Header.Get(web.HeaderWorker)}
+	a.predicted, _ = strconv.Atoi(response.Header.Get(web.HeaderOverlap))
+	if a.answer, err = io.ReadAll(response.Body); err != nil {
+		s.t.Fatalf("%s: %v", path, err)
+	}
+	if u := lastUsage(a.answer); u.Known {
+		a.prompt, a.cached = u.PromptTokens, u.CachedTokens
+	}
+	for line := range strings.Lines(string(a.answer)) { // SGLang's own API
+		if meta := gjson.Get(strings.TrimPrefix(line, "data: "), "meta_info"); meta.Exists() {
+			a.prompt, a.cached = int(meta.Get("prompt_tokens").Int()), int(meta.Get("cached_tokens").Int())
+		}
+	}
+	return a
+}
+
+// calm waits until no KV event has come for a while: events travel apart from
+// answers, and those of an answer's own blocks come after it.
+func (s *site) calm() {
+	s.t.Helper()
+	const quiet = 300 * time.Millisecond
+	last, since := -1.0, time.Now()
+	testkit.Eventually(s.t, 20*time.Second, "no more KV events", func() bool {
+		if n := sumOf(s.get(s.openAI+"/metrics"), "kvrouter_kv_events_total"); n != last {
+			last, since = n, time.Now()
+		}
+		return time.Since(since) > quiet
+	})
+}
+
+// blocks is how many blocks the index has of all workers.
+func (s *site) blocks() (n int) {
+	for _, w := range s.workers() {
+		n += w.Blocks
+	}
+	return n
+}
+
+// sglangKinds are the kinds of requests whose predictions must be exact, each as a
+// path and a body with a place for a text as JSON. SGLang counts each as it renders
+// it, which is not always what the template alone says.
+var sglangKinds = []struct{ name, path, body string }{
+	{"chat", testkit.ChatPath, `{"messages":[{"role":"system","content":%s},{"role":"user","content":"Go on."}],"max_tokens":4}`},
+	{"streamed chat", testkit.ChatPath, `{"messages":[{"role":"system","content":%s},{"role":"user","content":"Go on."}],"max_tokens":4,"stream":true}`},
+	{"chat that ends with the assistant", testkit.ChatPath, `{"messages":[{"role":"user","content":%s},{"role":"assistant","content":"The answer"}],"max_tokens":4}`},
+	{"final message continued", testkit.ChatPath, `{"messages":[{"role":"user","content":%s},{"role":"assistant","content":"The answer is"}],"continue_final_message":true,"max_tokens":4}`},
+	{"content in parts", testkit.ChatPath, `{"messages":[{"role":"user","content":[{"type":"text","text":%s},{"type":"text","text":"And then?"}]}],"max_tokens":4}`},
+	{"tools", testkit.ChatPath, `{"messages":[{"role":"user","content":%s}],"tools":[{"type":"function","function":{"name":"f","description":"d","parameters":{"type":"object","properties":{"a":{"type":"string"}}}}}],"tool_choice":"none","max_tokens":4}`},
+	{"salted chat", testkit.ChatPath, `{"messages":[{"role":"user","content":%s}],"cache_salt":"tenant","max_tokens":4}`},
+	{"completion", "/v1/completions", `{"prompt":%s,"max_tokens":4}`},
+	{"streamed completion", "/v1/completions", `{"prompt":%s,"max_tokens":4,"stream":true,"stream_options":{"include_usage":true}}`},
+	{"generate", "/generate", `{"text":%s,"sampling_params":{"max_new_tokens":4,"temperature":0}}`},
+	{"streamed generate", "/generate", `{"text":%s,"sampling_params":{"max_new_tokens":4,"temperature":0},"stream":true}`},
+	{"responses", "/v1/responses", `{"input":%s,"max_output_tokens":4}`},
+	{"messages", "/v1/messages", `{"model":"m","messages":[{"role":"user","content":%s}],"max_tokens":4}`},
+}
+
+// predictions sends n requests of all kinds one after the other, each kind with a
+// few prompts that come again and grow, and returns those whose prediction was not
+// what the engine found.
+func (s *site) predictions(random *rand.Rand, n int, after func(i int)) (wrong []string, cached int) {
+	s.t.Helper()
+	texts := make([]string, 4)
+	for i := range texts {
+		texts[i] = words(random, 40+40*i)
+	}
+	for i := range n {
+		kind := sglangKinds[i%len(sglangKinds)]
+		text := &texts[random.IntN(len(texts))]
+		a := s.ask(kind.path, fmt.Sprintf(kind.body, proxy.Quoted(*text)))
+		if a.status != http.StatusOK || a.prompt == 0 {
+			s.t.Fatalf("%s: %d %s", kind.name, a.status, a.answer)
+		}
+		if a.predicted != a.cached {
+			wrong = append(wrong, fmt.Sprintf("request %d, %s: predicted %d, cached %d of %d", i, kind.name, a.predicted, a.cached, a.prompt))
+		}
+		cached += a.cached
+		s.calm()
+		if random.IntN(3) == 0 {
+			*text += " " + words(random, 20)
+		}
+		after(i)
+	}
+	return wrong, cached
+}
+
+// TestPredictionIsTrueOnRealSGLang sends requests of all kinds to a server whose
+// cache is too small for them, and compares each prediction with what the server
+// found, the index with the server's own count, and prompts with the server's. Then
+// a second router attaches to the server, by its URL alone.
+func TestPredictionIsTrueOnRealSGLang(t *testing.T) {
+	realSGLang(t)
+	const page = 16
+	s := startParts(t, []string{"--num-workers=1", "--engine=sglang", "--block-size=" + strconv.Itoa(page)}, 1, nil, "--", "--max-total-tokens", "2400")
+	worker := *s.workers()[0].Endpoint
+	evictable := func() int { return int(sumOf(s.get(worker+"/metrics"), "sglang:kv_evictable_tokens")) }
+	sameSize := func(router *site) {
+		t.Helper()
+		testkit.Eventually(t, 30*time.Second, "an index of the server's own size", func() bool { return router.blocks()*page == evictable() })
+	}
+
+	wrong, cached := s.predictions(rand.New(rand.NewPCG(7, 7)), 65, func(i int) {
+		if i == 45 {
+			if status, answer := post(t, worker+"/flush_cache", ""); status != http.StatusOK {
+				t.Fatalf("/flush_cache: %d %s", status, answer)
+			}
+			testkit.Eventually(t, 10*time.Second, "an empty index after a flush", func() bool { return s.blocks() == 0 })
+		}
+	})
+	if len(wrong) > 0 {
+		t.Errorf("%d predictions are wrong:\n%s", len(wrong), strings.Join(wrong, "\n"))
+	}
+	if cached == 0 || !strings.Contains(string(s.get(s.openAI+"/metrics")), `kind="removed_blocks"`) {
+		t.Error("nothing was cached, or nothing evicted: the test shows nothing")
+	}
+	sameSize(s)
+
+	t.Run("what cannot be told apart is never predicted", func(t *testing.T) {
+		random := rand.New(rand.NewPCG(8, 8))
+		text := proxy.Quoted(words(random, 100))
+		chat := func(extra string) exchange {
+			a := s.ask(testkit.ChatPath, fmt.Sprintf(`{"messages":[{"role":"user","content":%s}],"max_tokens":4%s}`, text, extra))
+			s.calm()
+			return a
+		}
+		for i, extra := range []string{`,"extra_key":"a"`, ``, `,"extra_key":"a"`, `,"extra_key":"b"`, ``} {
+			if a := chat(extra); a.status != http.StatusOK || a.predicted > a.cached {
+				t.Errorf("request %d: %+v", i, a)
+			}
+		}
+	})
+	t.Run("several prompts and answers", func(t *testing.T) {
+		for _, body := range []string{`{"prompt":["One two three","Four five six"],"max_tokens":4}`, `{"prompt":"Once upon a time","n":2,"max_tokens":4}`} {
+			if a := s.ask("/v1/completions", body); a.status != http.StatusOK {
+				t.Errorf("%+v", a)
+			}
+		}
+		if a := s.ask("/generate", `{"text":["One two three","Four five six"],"sampling_params":{"max_new_tokens":4}}`); a.status != http.StatusOK || len(gjson.ParseBytes(a.answer).Array()) != 2 {
+			t.Errorf("%+v: %s", a, a.answer)
+		}
+	})
+	t.Run("prompts equal the server's", func(t *testing.T) {
+		equal := 0
+		for i, body := range parityChats() {
+			own, theirs := s.tokenize(s.openAI, body), s.tokenize(worker, body)
+			if !strings.HasPrefix(theirs, "200 ") {
+				continue // SGLang refuses what vLLM takes
+			}
+			if own != theirs {
+				t.Errorf("chat %d: %s\nrouter %s\nserver %s", i, body, own, theirs)
+			}
+			equal++
+		}
+		t.Logf("%d chats compared", equal)
+		if page := string(s.get(s.openAI + "/metrics")); equal < 20 || strings.Contains(page, "kvrouter_prompt_tokens_mismatch_total{") {
+			t.Error("too few were compared, or the server counted other prompt tokens than the router")
+		}
+	})
+	t.Run("a stream of generate goes through byte for byte", func(t *testing.T) {
+		body := `{"text":"Once upon a time there was","sampling_params":{"max_new_tokens":8,"temperature":0},"stream":true}`
+		own := s.ask("/generate", body).answer
+		_, theirs := post(t, worker+"/generate", body)
+		if steady(own) != steady(theirs) {
+			t.Errorf("through the router:\n%s\nfrom the server:\n%s", own, theirs)
+		}
+	})
+	t.Run("attached by the URL alone", func(t *testing.T) {
+		s.attachedAlone(t, worker, page, 1, 26)
+	})
+}
+
+// steady leaves out what differs between two answers to the same request: ids and
+// times.
+func steady(stream []byte) string {
+	var kept strings.Builder
+	for line := range strings.Lines(string(stream)) {
+		data, is := strings.CutPrefix(line, "data: {")
+		if !is {
+			kept.WriteString(line)
+			continue
+		}
+		chunk := gjson.Parse("{" + data)
+		fmt.Fprintln(&kept, "data:", chunk.Get("text").Raw, chunk.Get("output_ids").Raw, chunk.Get("meta_info.finish_reason").Raw, chunk.Get("meta_info.prompt_tokens").Raw, chunk.Get("meta_info.completion_tokens").Raw)
+	}
+	return kept.String()
+}
+
+// attachedAlone starts a second router that is told nothing but the URL of the
+// first one's worker, and holds its predictions. The worker is left emptied.
+func (s *site) attachedAlone(t *testing.T, worker string, page, ranks, requests int) {
+	ports := testkit.FreePorts(t, 2)
+	second := startProgram(t, ports, nil, "--engine=none", "--model="+testModelFolder(), fmt.Sprintf("--block-size=%d", page), "--worker=url="+worker)
+	second.waitReady(1, time.Minute)
+	testkit.Eventually(t, 20*time.Second, "the same blocks in both indexes, by replay", func() bool { return second.blocks() == s.blocks() && second.blocks() > 0 })
+	if n := sumOf(second.get(second.openAI+"/metrics"), "kvrouter_kv_events_connected"); int(n) != ranks {
+		t.Errorf("%v event streams, want %d", n, ranks)
+	}
+	wrong, cached := second.predictions(rand.New(rand.NewPCG(9, 9)), requests, func(int) {})
+	if len(wrong) > 0 || cached == 0 {
+		t.Errorf("%d predictions are wrong, %d tokens cached:\n%s", len(wrong), cached, strings.Join(wrong, "\n"))
+	}
+}
+
+// TestBothRanksAreUsedAndTrueOnRealSGLang starts a server with two data-parallel
+// ranks and pages of the default size.
+func TestBothRanksAreUsedAndTrueOnRealSGLang(t *testing.T) {
+	realSGLang(t)
+	s := startParts(t, []string{"--num-workers=1", "--engine=sglang"}, 1, nil, "--", "--dp-size", "2", "--max-total-tokens", "6000")
+	wrong, cached := s.predictions(rand.New(rand.NewPCG(5, 5)), 26, func(int) {})
+	if len(wrong) > 0 || cached == 0 {
+		t.Errorf("%d predictions are wrong, %d tokens cached:\n%s", len(wrong), cached, strings.Join(wrong, "\n"))
+	}
+	page := s.get(s.openAI + "/metrics")
+	for rank := range 2 {
+		if n := sumOf(page, fmt.Sprintf(`kvrouter_worker_blocks{dp_rank="%d",worker="0"}`, rank)); n == 0 {
+			t.Errorf("rank %d holds no blocks:\n%s", rank, grepLines(page, "kvrouter_worker_blocks"))
+		}
+	}
+	s.attachedAlone(t, *s.workers()[0].Endpoint, 64, 2, 26)
+}
+
+// grepLines returns the lines of a page that begin with a word.
+func grepLines(page []byte, word string) string {
+	var found strings.Builder
+	for line := range strings.Lines(string(page)) {
+		if strings.HasPrefix(line, word) {
+			found.WriteString(line)
+		}
+	}
+	return found.String()
+}
+
+// TestRoutingPaysOnRealSGLang has two workers serve prompts with shared prefixes,
+// which fit into both caches together but not into one. Then it holds that load is
+// seen, kills a worker under traffic, and in the end the router.
+func TestRoutingPaysOnRealSGLang(t *testing.T) {
+	realSGLang(t)
+	s := startParts(t, []string{"--num-workers=2", "--engine=sglang"}, 2, nil, "--", "--max-total-tokens", "3840", "--max-running-requests", "2")
+	urls := []string{*s.workers()[0].Endpoint, *s.workers()[1].Endpoint}
+	attach := func(policy string) *site {
+		second := startProgram(t, testkit.FreePorts(t, 2), nil, "--engine=none", "--model="+testModelFolder(), "--policy="+policy, "--worker=url="+urls[0], "--worker=url="+urls[1])
+		second.waitReady(2, time.Minute)
+		return second
+	}
+	flush := func() {
+		for _, url := range urls {
+			testkit.Eventually(t, 20*time.Second, "a flushed cache", func() bool {
+				status, _ := post(t, url+"/flush_cache", "")
+				return status == http.StatusOK
+			})
+		}
+		testkit.Eventually(t, 10*time.Second, "an empty index", func() bool { return s.blocks() == 0 })
+	}
+
+	random := rand.New(rand.NewPCG(4, 4))
+	prompts := make([]string, 12)
+	for i := range prompts {
+		prompts[i] = words(random, 350)
+	}
+	hitRate := func(router *site) float64 {
+		flush()
+		order := rand.New(rand.NewPCG(1, 1))
+		var mu sync.Mutex // guards the rest
+		var clients sync.WaitGroup
+		total, cached, left := 0, 0, 72
+		for range 3 {
+			clients.Go(func() {
+				for {
+					mu.Lock()
+					system, number := prompts[order.IntN(len(prompts))], left
+					left--
+					mu.Unlock()
+					if number <= 0 {
+						return
+					}
+					a, err := router.chat(t.Context(), []map[string]string{message("system", system), message("user", fmt.Sprint("Question ", number))}, true, 4)
+					if err != nil || !a.finished || a.broken {
+						t.Errorf("%+v, %v", a, err)
+						return
+					}
+					mu.Lock()
+					total, cached = total+a.prompt, cached+a.cached
+					mu.Unlock()
+				}
+			})
+		}
+		clients.Wait()
+		return float64(cached) / float64(max(1, total))
+	}
+	own, plain := hitRate(attach("work")), hitRate(attach("round-robin"))
+	t.Logf("hit rate: work %.2f, round-robin %.2f", own, plain)
+	if own < plain+0.1 {
+		t.Errorf("policy work finds %.2f of the prompts cached, round-robin %.2f: routing does not pay", own, plain)
+	}
+
+	for _, policy := range []string{"standalone", "work"} {
+		t.Run("a queue on one worker is seen within a second, "+policy, func(t *testing.T) {
+			router := attach(policy)
+			flush()
+			queueOn(t, router, urls[0])
+		})
+	}
+	s.killed(t)
+}
+
+// queueOn puts a queue of long requests on worker 0, past the router, and holds that
+// the next twenty requests go elsewhere.
+func queueOn(t *testing.T, router *site, url string) {
+	var queue sync.WaitGroup
+	rids := make([]string, 8)
+	for i := range rids {
+		rids[i] = fmt.Sprintf("queue-%d-%d", i, time.Now().UnixNano())
+		queue.Go(func() {
+			post(t, url+"/generate", fmt.Sprintf(`{"rid":%q,"text":"Tell story %d","sampling_params":{"max_new_tokens":2000,"ignore_eos":true}}`, rids[i], i))
+		})
+	}
+	defer queue.Wait()
+	defer func() {
+		for _, rid := range rids {
+			post(t, url+"/abort_request", fmt.Sprintf(`{"rid":%q}`, rid))
+		}
+	}()
+	waiting := func() bool { return router.workers()[0].WaitingReqs >= 4 }
+	testkit.Eventually(t, 10*time.Second, "a queue on the server", func() bool {
+		return sumOf(router.get(url+"/metrics"), "sglang:num_queue_reqs") >= 4 || waiting()
+	})
+	testkit.Eventually(t, time.Second, "the queue seen by the router", waiting)
+	random := rand.New(rand.NewPCG(2, 2))
+	for i := range 20 {
+		if a := router.ask(testkit.ChatPath, fmt.Sprintf(`{"messages":[{"role":"user","content":%s}],"max_tokens":2}`, proxy.Quoted(words(random, 30)))); a.worker != "1" {
+			t.Errorf("request %d went to worker %s", i, a.worker)
+		}
+	}
+}
+
+// killed kills worker 0 under traffic, waits until it is back with an empty index,
+// and then kills the router, whose whole family must go.
+func (s *site) killed(t *testing.T) {
+	random := rand.New(rand.NewPCG(3, 3))
+	before := s.workers()[0]
+	stop := make(chan struct{})
+	var traffic sync.WaitGroup
+	var mu sync.Mutex // guards the rest
+	served, broken := 0, 0
+	for range 4 {
+		text := words(random, 100)
+		traffic.Go(func() {
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				a, err := s.chat(t.Context(), []map[string]string{message("user", text)}, true, 16)
+				mu.Lock()
+				switch {
+				case err != nil:
+					t.Errorf("a request failed before its first byte: %v", err)
+				case a.broken:
+					broken++
+				case !a.finished:
+					t.Errorf("a stream ended without [DONE] or an error event: %+v", a)
+				}
+				served++
+				mu.Unlock()
+			}
+		})
+	}
+	testkit.Eventually(t, time.Minute, "worker 0 busy", func() bool { return s.workers()[0].InFlight > 0 })
+	if err := syscall.Kill(before.PID, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	mu.Lock()
+	enough := served + 12
+	mu.Unlock()
+	testkit.Eventually(t, 2*time.Minute, "requests served after the kill", func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return served >= enough
+	})
+	close(stop)
+	traffic.Wait()
+	t.Logf("%d requests, %d streams broken off in the middle", served, broken)
+	testkit.Eventually(t, time.Minute, "the worker seen dead", func() bool { return s.workers()[0].Restarts > 0 })
+	s.waitReady(2, 8*time.Minute)
+	if after := s.workers()[0]; after.Restarts != 1 || after.Generation <= before.Generation || after.Blocks != 0 || after.InFlight != 0 {
+		t.Errorf("after the restart: %+v", after)
+	}
+	wrong, _ := s.predictions(random, 13, func(int) {})
+	if len(wrong) > 0 {
+		t.Errorf("after the restart %d predictions are wrong:\n%s", len(wrong), strings.Join(wrong, "\n"))
+	}
+
+	family := descendants(s.command.Process.Pid)
+	if len(family) < 6 { // a server, a scheduler and a detokenizer each
+		t.Fatalf("only %d descendants: %v", len(family), family)
+	}
+	s.command.Process.Kill()
+	<-s.ended
+	testkit.Eventually(t, 30*time.Second, "all processes of the workers gone", func() bool {
+		family = slices.DeleteFunc(family, func(pid int) bool {
+			_, state, err := processParent(pid)
+			return err != nil || state == "Z" // nobody may be there to reap it
+		})
+		return len(family) == 0
+	})
+}
+
+// TestPrefillAndDecodeWorkersOnRealSGLang has one server compute the prompts and
+// another the answers: NIXL carries the blocks between them. In the end it kills one
+// after the other.
+func TestPrefillAndDecodeWorkersOnRealSGLang(t *testing.T) {
+	realSGLang(t)
+	s := &pairSite{startParts(t, []string{"--prefill-workers=1", "--decode-workers=1", "--engine=sglang", "--disagg-min-uncached-tokens=64"}, 2, nil)}
+	before := s.workers()
+	for i, role := range []kv.Role{prefill: kv.RolePrefill, decode: kv.RoleDecode} {
+		if selection.Given(before[i].Role, kv.RoleBoth) != role || selection.Given(before[i].Kind, kv.KindNone) != kv.KindSGLang {
+			t.Errorf("worker %d: %+v", i, before[i])
+		}
+	}
+	random := rand.New(rand.NewPCG(5, 5))
+	if a := s.send(question(words(random, 100)), true, 16); !strings.Contains(a.text, "Paris") || a.prefill != "0" {
+		t.Errorf("the first chat: %+v", a)
+	}
+	const chats, clients = 50, 2
+	shared := func() float64 { return s.shared(kv.KindSGLang, proxy.SharedOK) }
+	transfers := func() float64 { return s.engine(prefill, "sglang:kv_transfer_total_mb_count") }
+	first, moved := shared(), transfers()
+	exact := 0
+	answers := s.traffic(chats, clients, 4, func(random *rand.Rand) func() []map[string]string {
+		system := message("system", words(random, 100))
+		return func() []map[string]string {
+			return []map[string]string{system, message("user", words(random, 120))}
+		}
+	})
+	for _, a := range answers {
+		if a.predicted == a.cached {
+			exact++
+		}
+	}
+	testkit.Eventually(t, 10*time.Second, "all chats counted as shared", func() bool { return shared()-first == chats })
+	testkit.Eventually(t, 30*time.Second, "the server's own count of transfers", func() bool { return transfers()-moved >= chats })
+	t.Logf("%d of %d overlaps predicted exactly; %v transfers", exact, chats, transfers()-moved)
+
+	// SGLang's decode server never answers several choices: the router must not ask.
+	began := time.Now()
+	if a := s.ask(testkit.ChatPath, fmt.Sprintf(`{"messages":[{"role":"user","content":%s}],"n":2,"max_tokens":4}`, proxy.Quoted(words(random, 200)))); a.status != http.StatusBadRequest || time.Since(began) > 10*time.Second {
+		t.Errorf("two choices of a pair: %+v after %s", a, time.Since(began))
+	}
+
+	for _, part := range []int{prefill, decode} {
+		s.legKilled(t, part, random)
+	}
+}
+
+// legKilled kills a worker of a pair while a request is under way. Clients get an
+// answer or one error in time; once it is back, requests are shared again.
+func (s *pairSite) legKilled(t *testing.T, part int, random *rand.Rand) {
+	body, _ := json.Marshal(map[string]any{"messages": question(words(random, 2500)), "max_tokens": 64})
+	type result struct {
+		status int
+		answer []byte
+		after  time.Duration
+	}
+	results := make(chan result, 1)
+	began := time.Now()
+	go func() {
+		status, answer := post(t, s.openAI+testkit.ChatPath, string(body))
+		results <- result{status, answer, time.Since(began)}
+	}()
+	testkit.Eventually(t, 30*time.Second, "the worker at work", func() bool { return s.workers()[part].InFlight > 0 })
+	if err := syscall.Kill(-s.workers()[part].PID, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	killed := time.Now()
+	select {
+	case r := <-results:
+		t.Logf("worker %d killed: its request got %d after %s: %.200s", part, r.status, time.Since(killed).Round(100*time.Millisecond), r.answer)
+	case <-time.After(90 * time.Second):
+		t.Errorf("worker %d killed: its request hangs", part)
+	}
+	testkit.Eventually(t, time.Minute, "the worker seen dead", func() bool { return s.workers()[part].Restarts > 0 })
+	s.waitReady(2, 8*time.Minute)
+	if a := s.send(question(words(random, 100)), true, 16); a.prefill != "0" || !strings.Contains(a.text, "Paris") {
+		t.Errorf("a chat after the restart of worker %d: %+v", part, a)
+	}
+}
