@@ -213,6 +213,17 @@ func (m *Model) boundedChatTokens(b bounds, body *jsonbody.Body) ([]uint32, erro
 	return m.chatTokens(b, req)
 }
 
+// SGLangChatTokens is ChatBodyTokens by SGLang's rules.
+func (m *Model) SGLangChatTokens(body *jsonbody.Body) ([]uint32, error) {
+	return m.sglangChatTokens(bounds{}, body)
+}
+
+// SGLangPromptTokens returns the tokens of a text, of each in a list of them, or what
+// a list of tokens, or of such lists, has itself: SGLang's prompt, text and input_ids.
+func (m *Model) SGLangPromptTokens(prompt gjson.Result) ([][]uint32, error) {
+	return m.sglangPromptTokens(bounds{}, prompt)
+}
+
 // engineChatTokens is boundedChatTokens by the rules of SGLang or of vLLM.
 func (m *Model) engineChatTokens(sglang bool, b bounds, body *jsonbody.Body) ([]uint32, error) {
 	if sglang {
