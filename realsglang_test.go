@@ -90,7 +90,7 @@ func (s *site) blocks() (n int) {
 }
 
 // sglangKinds are the kinds of requests whose predictions must be exact, each as a
-// path and a body with a place for a text as JSON. SGLang counts each as it renders
+// path and a body with a place for a text as JSON and, as MODEL, the model's name. SGLang counts each as it renders
 // it, which is not always what the template alone says.
 var sglangKinds = []struct{ name, path, body string }{
 	{"chat", testkit.ChatPath, `{"messages":[{"role":"system","content":%s},{"role":"user","content":"Go on."}],"max_tokens":4}`},
@@ -104,8 +104,8 @@ var sglangKinds = []struct{ name, path, body string }{
 	{"streamed completion", "/v1/completions", `{"prompt":%s,"max_tokens":4,"stream":true,"stream_options":{"include_usage":true}}`},
 	{"generate", "/generate", `{"text":%s,"sampling_params":{"max_new_tokens":4,"temperature":0}}`},
 	{"streamed generate", "/generate", `{"text":%s,"sampling_params":{"max_new_tokens":4,"temperature":0},"stream":true}`},
-	{"responses", "/v1/responses", `{"input":%s,"max_output_tokens":4}`},
-	{"messages", "/v1/messages", `{"model":"m","messages":[{"role":"user","content":%s}],"max_tokens":4}`},
+	{"responses", "/v1/responses", `{"model":"MODEL","input":%s,"max_output_tokens":4}`},
+	{"messages", "/v1/messages", `{"model":"MODEL","messages":[{"role":"user","content":%s}],"max_tokens":4}`},
 }
 
 // predictions sends n requests of all kinds one after the other, each kind with a
@@ -117,10 +117,11 @@ func (s *site) predictions(random *rand.Rand, n int, after func(i int)) (wrong [
 	for i := range texts {
 		texts[i] = words(random, 40+40*i)
 	}
+	model := gjson.GetBytes(s.get(s.openAI+"/v1/models"), "data.0.id").Str
 	for i := range n {
 		kind := sglangKinds[i%len(sglangKinds)]
 		text := &texts[random.IntN(len(texts))]
-		a := s.ask(kind.path, fmt.Sprintf(kind.body, proxy.Quoted(*text)))
+		a := s.ask(kind.path, strings.Replace(fmt.Sprintf(kind.body, proxy.Quoted(*text)), "MODEL", model, 1))
 		if a.status != http.StatusOK || a.prompt == 0 {
 			s.t.Fatalf("%s: %d %s", kind.name, a.status, a.answer)
 		}
