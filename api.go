@@ -296,7 +296,7 @@ func (r *inference) findPrompt() {
 	x.Source, r.took = r.prompt.Source, time.Since(x.Arrived)
 	r.request = router.Request{
 		Tokens: r.prompt.Tokens[:r.prompt.Exact], NumTokens: len(r.prompt.Tokens),
-		Salt: r.api.tokens.Salt(x.Route, r.body), LoRA: r.api.tokens.Adapter(x.Route, r.body, r.api.router.Adapter(x.Model)), Model: x.Model,
+		Salt: r.body.Get("cache_salt").String(), LoRA: r.api.tokens.Adapter(x.Route, r.body, r.api.router.Adapter(x.Model)), Model: x.Model,
 		AnsweredWhole: !r.body.Get("stream").Bool() || r.multiple || r.several, SGLang: r.kind == generatePrompt,
 	}
 	applyHints(r.hints, &r.request)

@@ -199,14 +199,6 @@ const anthropicRoute = "/v1/messages"
 // generateRoute is SGLang's own route, which no other engine has.
 const generateRoute = "/generate"
 
-// Salt returns the cache salt that a worker will use for the request; empty: none.
-func (t *Source) Salt(route string, body *jsonbody.Body) string {
-	if route == anthropicRoute && t.SGLang() {
-		return ""
-	}
-	return body.Get("cache_salt").String()
-}
-
 // Adapter returns the LoRA adapter that a worker will use for the request. known is
 // the request's model, if a worker says that it is an adapter. SGLang takes adapters
 // as base:adapter and as lora_path too.
