@@ -188,6 +188,7 @@ func (s *soak) ask(messages []map[string]string, stream bool, tokens int, patien
 	}
 	body := mocker.MustJSON(fields)
 	request, _ := http.NewRequestWithContext(ctx, http.MethodPost, s.where()+testkit.ChatPath, bytes.NewReader(body))
+	request.Header.Set("Content-Type", "application/json") // SGLang asks for it
 	began := time.Now()
 	response, err := s.client.Do(request)
 	if err != nil {
@@ -647,6 +648,7 @@ func (c *churn) one(url string, messages []map[string]string, stream bool, token
 	defer cancel()
 	body := strings.NewReader(string(mocker.MustJSON(map[string]any{"messages": messages, "max_tokens": tokens, "stream": stream})))
 	request, _ := http.NewRequestWithContext(ctx, http.MethodPost, url+testkit.ChatPath, body)
+	request.Header.Set("Content-Type", "application/json")
 	response, err := c.client.Do(request)
 	end := ""
 	if err == nil {
