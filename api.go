@@ -178,6 +178,7 @@ type inference struct {
 	prompt   tokens.Prompt
 	multiple bool          // the body has several prompts
 	several  bool          // it wants several answers to one
+	fatal    bool          // a prompt has no token, which ends an SGLang server
 	took     time.Duration // until the prompt was known
 	request  router.Request
 	recorded *telemetry.RecordedPrompt // nil: nothing is recorded, or nothing is known of the prompt
@@ -192,6 +193,10 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 		return
 	}
 	r.findPrompt()
+	if r.fatal {
+		a.fail(c, http.StatusBadRequest, "", "a prompt has no token: give it one at least")
+		return
+	}
 	if err := a.keys.Prompt(c, r.request.NumTokens); err != nil {
 		a.fail(c, http.StatusTooManyRequests, "", err.Error())
 		return
@@ -291,7 +296,9 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 // findPrompt finds the prompt's tokens and makes the router's form of the request.
 func (r *inference) findPrompt() {
 	x := r.exchange
-	r.prompt, r.multiple = r.api.prompt(r.ctx, r.kind, x.Route, r.body)
+	prompts := r.api.prompts(r.ctx, r.kind, x.Route, r.body)
+	r.prompt, r.multiple = tokens.Longest(prompts), len(prompts) > 1
+	r.fatal = tokens.HasEmpty(prompts) && (r.kind == generatePrompt || r.api.tokens.SGLang())
 	r.several = proxy.SeveralAnswers(x.Route, r.body)
 	x.Source, r.took = r.prompt.Source, time.Since(x.Arrived)
 	r.request = router.Request{
@@ -423,30 +430,19 @@ func (a *API) body(c *gin.Context) (body []byte, ok bool) {
 	return body, err == nil
 }
 
-// prompt returns the request's prompt tokens; of several prompts the longest,
-// since the worker that serves one serves them all.
-func (a *API) prompt(ctx context.Context, kind promptKind, path string, body *jsonbody.Body) (p tokens.Prompt, multiple bool) {
+// prompts returns the tokens of the request's prompts.
+func (a *API) prompts(ctx context.Context, kind promptKind, path string, body *jsonbody.Body) []tokens.Prompt {
 	switch kind {
 	case chatPrompt:
-		return a.tokens.ChatBody(ctx, body), false
+		return []tokens.Prompt{a.tokens.ChatBody(ctx, body)}
 	case workerPrompt:
-		return a.tokens.Other(ctx, path, body.Raw), false
+		return []tokens.Prompt{a.tokens.Other(ctx, path, body.Raw)}
 	case completionPrompt:
-		return longest(a.tokens.CompletionBody(ctx, body))
+		return a.tokens.CompletionBody(ctx, body)
 	case generatePrompt:
-		return longest(a.tokens.GenerateBody(ctx, body))
+		return a.tokens.GenerateBody(ctx, body)
 	}
-	return tokens.Prompt{}, false
-}
-
-// longest returns the longest of a request's prompts, and whether there are several.
-func longest(prompts []tokens.Prompt) (p tokens.Prompt, multiple bool) {
-	for _, candidate := range prompts {
-		if len(candidate.Tokens) > len(p.Tokens) || p.Source == "" {
-			p = candidate
-		}
-	}
-	return p, len(prompts) > 1
+	return nil
 }
 
 // upstreamHeader returns the client's headers as they go to a worker. Only one that

@@ -122,6 +122,37 @@ func TestGenerateIsRoutedByPrefix(t *testing.T) {
 	h.counts(t, testkit.MetricsLines{`kvrouter_predictions_total{result="exact"}`: 2, `kvrouter_predictions_total{result="under"}`: 3})
 }
 
+// TestAnEmptyPromptReachesNoSGLangServer: it would end the server's scheduler. vLLM
+// refuses one in its own words.
+func TestAnEmptyPromptReachesNoSGLangServer(t *testing.T) {
+	model, err := mocker.OpenBuiltinModel()
+	if err != nil {
+		t.Fatal(err)
+	}
+	worker := testkit.NewFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, "[DONE]"))
+	sglang := newTestAPIOf(t, Config{}, model, sglangTargets(worker.URL)...)
+	vllm := newTestAPIOf(t, Config{}, model, kv.Target{URL: worker.URL})
+	for _, test := range []struct {
+		api        *testAPI
+		path, body string
+		status     int
+	}{
+		{sglang, proxy.GenerateRoute, `{"text":""}`, http.StatusBadRequest},
+		{sglang, proxy.GenerateRoute, `{"text":["a",""]}`, http.StatusBadRequest},
+		{sglang, proxy.GenerateRoute, `{"input_ids":[]}`, http.StatusBadRequest},
+		{sglang, proxy.GenerateRoute, `{"input_ids":[[1],[]]}`, http.StatusBadRequest},
+		{sglang, "/v1/completions", `{"prompt":""}`, http.StatusBadRequest},
+		{sglang, "/v1/completions", `{"prompt":["a",""]}`, http.StatusBadRequest},
+		{sglang, "/v1/completions", `{"prompt":["a","b"]}`, http.StatusOK},
+		{sglang, proxy.GenerateRoute, `{"text":"a"}`, http.StatusOK},
+		{vllm, "/v1/completions", `{"prompt":""}`, http.StatusOK},
+	} {
+		if response, answer := test.api.post(t, test.path, test.body); response.StatusCode != test.status {
+			t.Errorf("%s %s: %s, want %d: %s", test.path, test.body, response.Status, test.status, answer)
+		}
+	}
+}
+
 // TestGenerateGoesToSGLangOnly: and all else to every worker.
 func TestGenerateGoesToSGLangOnly(t *testing.T) {
 	answer := func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, `{}`) }

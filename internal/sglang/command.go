@@ -169,6 +169,8 @@ func cpuArgs(cfg process.Settings) []string {
 		"--mem-fraction-static", "0.9",
 		"--dtype", "float32", // bfloat16 is slower but where the CPU computes it itself
 		"--max-running-requests", strconv.Itoa(cpuRequests*cfg.Ports.Ranks),
+		// Passes from one report of the load to the next: each takes a tenth of a second.
+		"--load-snapshot-publish-interval", "1",
 	)
 	// Without the last, a worker without requests takes a whole core.
 	return append(argv, "--disable-overlap-schedule", "--sleep-on-idle")

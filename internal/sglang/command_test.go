@@ -32,7 +32,7 @@ func TestCommandOfEachWorker(t *testing.T) {
 	}
 	cpu := []string{
 		"--device", "cpu", "--attention-backend", "torch_native", "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled",
-		"--max-total-tokens", "20000", "--mem-fraction-static", "0.9", "--dtype", "float32", "--max-running-requests", "8",
+		"--max-total-tokens", "20000", "--mem-fraction-static", "0.9", "--dtype", "float32", "--max-running-requests", "8", "--load-snapshot-publish-interval", "1",
 		"--disable-overlap-schedule", "--sleep-on-idle",
 	}
 	common := []string{"KVROUTER_LOOPBACK=1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false"}
@@ -56,7 +56,7 @@ func TestCommandOfEachWorker(t *testing.T) {
 			environ: []string{"OMP_NUM_THREADS=7", "OMP_WAIT_POLICY=active", "SGLANG_CPU_OMP_THREADS_BIND=0-3", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=true", "PYTHONPATH=/mine", "SGLANG_PLUGINS=a,b"},
 			argv: []string{
 				"--device", "cpu", "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled", "--mem-fraction-static", "0.9",
-				"--max-running-requests", "8", "--disable-overlap-schedule", "--sleep-on-idle",
+				"--max-running-requests", "8", "--load-snapshot-publish-interval", "1", "--disable-overlap-schedule", "--sleep-on-idle",
 				"--dtype=bfloat16", "--max_total_tokens", "99", "--attention-backend", "intel_amx", "--seed", "3",
 			},
 			env: []string{

@@ -216,6 +216,22 @@ func (t *Source) CompletionBody(ctx context.Context, parsed *jsonbody.Body) []Pr
 	return t.unknownPrompts(parsed.Get("prompt"), shape)
 }
 
+// Longest returns the longest of a request's prompts: the worker that serves one
+// serves them all.
+func Longest(prompts []Prompt) (p Prompt) {
+	for _, candidate := range prompts {
+		if len(candidate.Tokens) > len(p.Tokens) || p.Source == "" {
+			p = candidate
+		}
+	}
+	return p
+}
+
+// HasEmpty tells whether one of the prompts is known to have no token.
+func HasEmpty(prompts []Prompt) bool {
+	return slices.ContainsFunc(prompts, func(p Prompt) bool { return p.Source != SourceNone && len(p.Tokens) == 0 })
+}
+
 // unknownPrompts returns the prompts of a request of which nothing is known but
 // whether there are several: two stand for them then.
 func (t *Source) unknownPrompts(prompt gjson.Result, shape string) []Prompt {

@@ -73,6 +73,9 @@ func (t *Source) GenerateBody(ctx context.Context, body *jsonbody.Body) []Prompt
 	if body.Get(key).Type == gjson.Null {
 		key = "input_ids"
 	}
+	if isEmptyList(body.Get(key)) {
+		return []Prompt{{Source: SourceLocal, Shape: shape}}
+	}
 	unknown := body.Get("text").Type != gjson.Null && body.Get("input_ids").Type != gjson.Null || wrongKind(key, body.Get(key))
 	for _, field := range unknownFields {
 		v := body.Get(field)
