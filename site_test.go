@@ -76,12 +76,13 @@ func startSite(t *testing.T, workers int, env []string, args ...string) *site {
 // startParts is startSite where parts, flags, say what the workers do.
 func startParts(t *testing.T, parts []string, workers int, env []string, args ...string) *site {
 	t.Helper()
-	ports := testkit.FreePorts(t, 2+5*workers)
-	port := func(flag string, at int) string { return fmt.Sprintf("--%s=%d", flag, ports+at) }
-	all := append(parts,
-		port("base-worker-port", 2), port("base-kv-events-port", 2+workers), port("base-kv-replay-port", 2+2*workers),
-		port("base-metrics-port", 2+3*workers), port("base-nixl-port", 2+4*workers),
-	)
+	const ranks = 2 // of a worker at most
+	slots := workers * ranks
+	ports := testkit.FreePorts(t, 2+6*slots)
+	all := parts
+	for i, flag := range []string{"base-worker-port", "base-kv-events-port", "base-kv-replay-port", "base-metrics-port", "base-nixl-port", "base-bootstrap-port"} {
+		all = append(all, fmt.Sprintf("--%s=%d", flag, ports+2+i*slots))
+	}
 	s := startProgram(t, ports, env, append(all, forThisCPU(args)...)...)
 	s.waitReady(workers, 8*time.Minute)
 	return s

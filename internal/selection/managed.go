@@ -53,7 +53,7 @@ func (s *Service) listURLs(c *gin.Context) {
 func namedURL(c *gin.Context) (url string, ok bool) {
 	given := c.Query("url")
 	if given == "" {
-		c.String(http.StatusBadRequest, "%s", "url is missing: POST "+c.FullPath()+"?url=http://host:port")
+		c.String(http.StatusBadRequest, "Worker URL required. Provide 'url' query parameter")
 		return "", false
 	}
 	url, err := workers.ParseURL(given)

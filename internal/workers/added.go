@@ -35,9 +35,9 @@ type added struct {
 }
 
 // Add adds the worker at a URL at run time and returns when it is ready: from then on
-// it is what --worker makes of a URL alone, under a free id. key goes to it with every request, and no other key does; it may be empty. A worker
-// that is not ready within --startup-timeout, or before ctx ends, is taken out again.
-// Add fails with ErrKnown, ErrFleetEnding, a *NotReadyError or why ctx ended.
+// it is what --worker makes of a URL alone, under a free id. key goes to it with every
+// request, and no other key does; it may be empty. A worker that is not ready within
+// --startup-timeout, or before ctx ends, is taken out again. Add fails with ErrKnown, ErrFleetEnding, a *NotReadyError or why ctx ended.
 func (f *Fleet) Add(ctx context.Context, url string, key kv.Secret) (id uint64, err error) {
 	select {
 	case <-f.opened:
