@@ -169,7 +169,7 @@ func TestPredictionIsTrueOnRealSGLang(t *testing.T) {
 	}
 	sameSize(s)
 
-	t.Run("what cannot be told apart is never predicted", func(t *testing.T) {
+	t.Run("prompts that are kept apart are predicted apart", func(t *testing.T) {
 		random := rand.New(rand.NewPCG(8, 8))
 		text := proxy.Quoted(words(random, 100))
 		chat := func(extra string) exchange {
@@ -177,8 +177,13 @@ func TestPredictionIsTrueOnRealSGLang(t *testing.T) {
 			s.calm()
 			return a
 		}
-		for i, extra := range []string{`,"extra_key":"a"`, ``, `,"extra_key":"a"`, `,"extra_key":"b"`, ``} {
-			if a := chat(extra); a.status != http.StatusOK || a.predicted > a.cached {
+		for i, test := range []struct {
+			extra  string
+			cached bool
+		}{
+			{`,"extra_key":"a"`, false}, {``, false}, {`,"extra_key":"a"`, true}, {`,"extra_key":"b"`, false}, {`,"cache_salt":"a"`, false}, {``, true}, {`,"extra_key":"b"`, true}, {`,"cache_salt":"a"`, true},
+		} {
+			if a := chat(test.extra); a.status != http.StatusOK || a.predicted != a.cached || a.cached > 0 != test.cached {
 				t.Errorf("request %d: %+v", i, a)
 			}
 		}
@@ -191,6 +196,16 @@ func TestPredictionIsTrueOnRealSGLang(t *testing.T) {
 		}
 		if a := s.ask("/generate", `{"text":["One two three","Four five six"],"sampling_params":{"max_new_tokens":4}}`); a.status != http.StatusOK || len(gjson.ParseBytes(a.answer).Array()) != 2 {
 			t.Errorf("%+v: %s", a, a.answer)
+		}
+	})
+	t.Run("an empty prompt does not end the server", func(t *testing.T) {
+		for _, body := range []string{`{"text":""}`, `{"text":["a",""]}`, `{"input_ids":[]}`} {
+			if a := s.ask("/generate", body); a.status != http.StatusBadRequest {
+				t.Errorf("%+v: %s", a, a.answer)
+			}
+		}
+		if a := s.ask("/generate", `{"text":"a","sampling_params":{"max_new_tokens":2}}`); a.status != http.StatusOK {
+			t.Errorf("afterwards: %+v: %s", a, a.answer)
 		}
 	})
 	t.Run("prompts equal the server's", func(t *testing.T) {
@@ -289,7 +304,7 @@ func grepLines(page []byte, word string) string {
 // seen, kills a worker under traffic, and in the end the router.
 func TestRoutingPaysOnRealSGLang(t *testing.T) {
 	realSGLang(t)
-	s := startParts(t, []string{"--num-workers=2", "--engine=sglang"}, 2, nil, "--", "--max-total-tokens", "3840", "--max-running-requests", "2")
+	s := startParts(t, []string{"--num-workers=2", "--engine=sglang"}, 2, nil, "--", "--max-total-tokens", "4480", "--max-running-requests", "2")
 	urls := []string{*s.workers()[0].Endpoint, *s.workers()[1].Endpoint}
 	attach := func(policy string) *site {
 		second := startProgram(t, testkit.FreePorts(t, 2), nil, "--engine=none", "--model="+testModelFolder(), "--policy="+policy, "--worker=url="+urls[0], "--worker=url="+urls[1])
@@ -307,7 +322,7 @@ func TestRoutingPaysOnRealSGLang(t *testing.T) {
 	}
 
 	random := rand.New(rand.NewPCG(4, 4))
-	prompts := make([]string, 12)
+	prompts := make([]string, 14)
 	for i := range prompts {
 		prompts[i] = words(random, 350)
 	}
@@ -316,7 +331,7 @@ func TestRoutingPaysOnRealSGLang(t *testing.T) {
 		order := rand.New(rand.NewPCG(1, 1))
 		var mu sync.Mutex // guards the rest
 		var clients sync.WaitGroup
-		total, cached, left := 0, 0, 72
+		total, cached, left := 0, 0, 84
 		for range 3 {
 			clients.Go(func() {
 				for {
