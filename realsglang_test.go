@@ -281,7 +281,7 @@ func TestBothRanksAreUsedAndTrueOnRealSGLang(t *testing.T) {
 	}
 	page := s.get(s.openAI + "/metrics")
 	for rank := range 2 {
-		if n := sumOf(page, fmt.Sprintf(`kvrouter_worker_blocks{dp_rank="%d",worker="0"}`, rank)); n == 0 {
+		if n := sumOf(page, fmt.Sprintf(`kvrouter_worker_blocks{dp_rank="%d",worker_id="0"}`, rank)); n == 0 {
 			t.Errorf("rank %d holds no blocks:\n%s", rank, grepLines(page, "kvrouter_worker_blocks"))
 		}
 	}
