@@ -6,6 +6,9 @@ import (
 	"io"
 	"math/rand/v2"
 	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
+	"net/url"
 	"os"
 	"slices"
 	"strconv"
@@ -226,11 +229,12 @@ func TestPredictionIsTrueOnRealSGLang(t *testing.T) {
 		}
 	})
 	t.Run("a stream of generate goes through byte for byte", func(t *testing.T) {
-		body := `{"text":"Once upon a time there was","sampling_params":{"max_new_tokens":8,"temperature":0},"stream":true}`
-		own := s.ask("/generate", body).answer
-		_, theirs := post(t, worker+"/generate", body)
-		if steady(own) != steady(theirs) {
-			t.Errorf("through the router:\n%s\nfrom the server:\n%s", own, theirs)
+		url, sent := recorder(t, worker)
+		second := startProgram(t, testkit.FreePorts(t, 2), nil, "--engine=none", "--model="+testModelFolder(), fmt.Sprintf("--block-size=%d", page), "--worker=url="+url)
+		second.waitReady(1, time.Minute)
+		a := second.ask("/generate", `{"text":"Once upon a time there was","sampling_params":{"max_new_tokens":8,"temperature":0},"stream":true}`)
+		if theirs := sent(); string(a.answer) != theirs || !strings.HasSuffix(theirs, "data: [DONE]\n\n") {
+			t.Errorf("through the router:\n%s\nfrom the server:\n%s", a.answer, theirs)
 		}
 	})
 	t.Run("attached by the URL alone", func(t *testing.T) {
@@ -238,20 +242,28 @@ func TestPredictionIsTrueOnRealSGLang(t *testing.T) {
 	})
 }
 
-// steady leaves out what differs between two answers to the same request: ids and
-// times.
-func steady(stream []byte) string {
-	var kept strings.Builder
-	for line := range strings.Lines(string(stream)) {
-		data, is := strings.CutPrefix(line, "data: {")
-		if !is {
-			kept.WriteString(line)
-			continue
-		}
-		chunk := gjson.Parse("{" + data)
-		fmt.Fprintln(&kept, "data:", chunk.Get("text").Raw, chunk.Get("output_ids").Raw, chunk.Get("meta_info.finish_reason").Raw, chunk.Get("meta_info.prompt_tokens").Raw, chunk.Get("meta_info.completion_tokens").Raw)
+// recorder is a server in front of a worker that keeps the answers of /generate; sent
+// returns them.
+func recorder(t *testing.T, worker string) (address string, sent func() string) {
+	target, err := url.Parse(worker)
+	if err != nil {
+		t.Fatal(err)
 	}
-	return kept.String()
+	kept := &testkit.LogBuffer{}
+	between := httputil.NewSingleHostReverseProxy(target)
+	between.FlushInterval = -1
+	between.ModifyResponse = func(r *http.Response) error {
+		if r.Request.URL.Path == "/generate" {
+			r.Body = struct {
+				io.Reader
+				io.Closer
+			}{io.TeeReader(r.Body, kept), r.Body}
+		}
+		return nil
+	}
+	server := httptest.NewServer(between)
+	t.Cleanup(server.Close)
+	return server.URL, kept.String
 }
 
 // attachedAlone starts a second router that is told nothing but the URL of the
