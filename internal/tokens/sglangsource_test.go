@@ -180,6 +180,21 @@ func TestRulesAreThoseOfMostWorkers(t *testing.T) {
 	}
 }
 
+// A router whose workers tell it all tokens counts them too: one that has gone is not
+// to leave its rules behind.
+func TestRulesAreChosenWithoutAModel(t *testing.T) {
+	source := NewSource(nil, nil, time.Second, quiet())
+	source.Met(true)
+	ctx, cancel := context.WithCancel(t.Context())
+	source.KeepComparing(ctx, func() []Peer {
+		cancel()
+		return []Peer{{ID: 1}}
+	})
+	if source.SGLang() || source.someSGLang.Load() {
+		t.Error("SGLang's rules hold where no worker runs it any more")
+	}
+}
+
 // What the workers of the other engine say of their own prompts is not asked of
 // those whose rules hold.
 func TestOnlyWorkersOfTheRulesDisableFeatures(t *testing.T) {
