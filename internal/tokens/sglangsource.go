@@ -203,14 +203,16 @@ const anthropicRoute = "/v1/messages"
 const generateRoute = "/generate"
 
 // Adapter returns the LoRA adapter that a worker will use for the request. known is
-// the request's model, if a worker says that it is an adapter. SGLang takes adapters
-// as base:adapter and as lora_path too.
-func (t *Source) Adapter(route string, body *jsonbody.Body, known string) string {
-	if known != "" || route != generateRoute && !t.SGLang() {
+// the request's model, if a worker says that it is an adapter, and listed tells that
+// one lists a model of that name. SGLang takes adapters as base:adapter, where that is
+// no model's own name, or as lora_path; an adapter's name alone is the base model to it.
+func (t *Source) Adapter(route string, body *jsonbody.Body, known string, listed bool) string {
+	if route != generateRoute && !t.SGLang() {
 		return known
 	}
-	if _, adapter, named := strings.Cut(body.Get("model").String(), ":"); named && adapter != "" {
-		return adapter
+	_, adapter, _ := strings.Cut(body.Get("model").String(), ":")
+	if adapter == "" || listed || route == generateRoute {
+		return body.Get("lora_path").String()
 	}
-	return body.Get("lora_path").String()
+	return adapter
 }

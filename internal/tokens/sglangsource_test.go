@@ -257,15 +257,21 @@ func TestExtraKeyBecomesASalt(t *testing.T) {
 
 func TestSGLangAdapters(t *testing.T) {
 	sglang, vllm := sglangSource(nil, &askedWorker{}), NewSource(nil, nil, time.Second, quiet())
+	const completions = "/v1/completions"
 	for _, c := range []struct {
-		source                   *Source
-		route, body, known, want string
+		source      *Source
+		route, body string
+		known       string
+		listed      bool
+		want        string
 	}{
-		{sglang, "/v1/completions", `{"model":"base"}`, "", ""}, {sglang, "/v1/completions", `{"model":"base:sql"}`, "", "sql"}, {sglang, "/v1/completions", `{"model":"base","lora_path":"sql"}`, "", "sql"},
-		{sglang, "/v1/completions", `{"model":"base:sql","lora_path":"other"}`, "", "sql"}, {sglang, "/v1/completions", `{"model":"sql"}`, "sql", "sql"},
-		{vllm, "/v1/completions", `{"model":"base:sql","lora_path":"x"}`, "", ""}, {vllm, generateRoute, `{"lora_path":"x"}`, "", "x"}, {vllm, "/v1/completions", `{"model":"sql"}`, "sql", "sql"},
+		{sglang, completions, `{"model":"base"}`, "", true, ""}, {sglang, completions, `{"model":"base:sql"}`, "", false, "sql"},
+		{sglang, completions, `{"model":"base","lora_path":"sql"}`, "", true, "sql"}, {sglang, completions, `{"model":"base:sql","lora_path":"other"}`, "", false, "sql"},
+		{sglang, completions, `{"model":"llama3:8b"}`, "", true, ""}, {sglang, completions, `{"model":"llama3:8b","lora_path":"sql"}`, "", true, "sql"},
+		{sglang, completions, `{"model":"sql"}`, "sql", true, ""}, {sglang, generateRoute, `{"model":"a:b","lora_path":"sql"}`, "", false, "sql"},
+		{vllm, completions, `{"model":"base:sql","lora_path":"x"}`, "", false, ""}, {vllm, generateRoute, `{"lora_path":"x"}`, "", true, "x"}, {vllm, completions, `{"model":"sql"}`, "sql", true, "sql"},
 	} {
-		if got := c.source.Adapter(c.route, parsed(t, c.body), c.known); got != c.want {
+		if got := c.source.Adapter(c.route, parsed(t, c.body), c.known, c.listed); got != c.want {
 			t.Errorf("%s: %q, want %q", c.body, got, c.want)
 		}
 	}
