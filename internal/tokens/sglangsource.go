@@ -188,8 +188,12 @@ func (t *Source) KeepApart(route string, body *jsonbody.Body) *jsonbody.Body {
 	if body.Top == nil || extra.Type == gjson.Null || extra.Raw == `""` {
 		return body
 	}
+	parts := []string{"kvrouter extra_key", body.Get("cache_salt").String(), extra.String()}
+	if extra.IsArray() { // one a prompt: which has which is to count too
+		parts = append(parts, body.Get("prompt").Raw, body.Get("text").Raw, body.Get("input_ids").Raw)
+	}
 	sum := sha256.New()
-	for _, part := range []string{"kvrouter extra_key", body.Get("cache_salt").String(), extra.String()} {
+	for _, part := range parts {
 		fmt.Fprintf(sum, "%d:%s", len(part), part)
 	}
 	return body.With("cache_salt", `"`+base64.RawURLEncoding.EncodeToString(sum.Sum(nil))+`"`)

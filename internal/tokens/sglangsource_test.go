@@ -219,7 +219,7 @@ func TestOnlyWorkersOfTheRulesDisableFeatures(t *testing.T) {
 func TestExtraKeyBecomesASalt(t *testing.T) {
 	source := sglangSource(nil, &askedWorker{})
 	salts := map[string]string{}
-	for _, body := range []string{`{"extra_key":"a"}`, `{"extra_key":"b"}`, `{"extra_key":"a","cache_salt":"s"}`, `{"extra_key":"s","cache_salt":"a"}`, `{"extra_key":["a"]}`, `{"cache_salt":"s"}`, `{"cache_salt":"a"}`, `{}`} {
+	for _, body := range []string{`{"extra_key":"a"}`, `{"extra_key":"b"}`, `{"extra_key":"a","cache_salt":"s"}`, `{"extra_key":"s","cache_salt":"a"}`, `{"extra_key":["a"]}`, `{"extra_key":["a","b"],"text":["x","y"]}`, `{"extra_key":["a","b"],"text":["y","x"]}`, `{"cache_salt":"s"}`, `{"cache_salt":"a"}`, `{}`} {
 		b := parsed(t, body)
 		kept := source.KeepApart("/v1/completions", b)
 		salt := kept.Get("cache_salt").String()
