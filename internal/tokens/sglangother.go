@@ -271,9 +271,9 @@ func anthropicResult(content gjson.Result) (turn, error) {
 
 // anthropicTools returns the members tools and tool_choice of the chat.
 func anthropicTools(body *jsonbody.Body) ([]jsonbody.Field, error) {
-	list, few := jsonbody.Elements(body.Get("tools"), maxListed)
-	if !few || !isListOrNull(body.Get("tools")) {
-		return nil, unlike("tools is not a list of at most %d", maxListed)
+	list, ok := toolList(body.Get("tools"))
+	if !ok {
+		return nil, unlike(badTools, maxListed, maxText)
 	}
 	var tools []string
 	for _, tool := range list {
@@ -305,8 +305,6 @@ func anthropicTools(body *jsonbody.Body) ([]jsonbody.Field, error) {
 	}
 	return toolFields(tools, chosen), nil
 }
-
-func isListOrNull(v gjson.Result) bool { return v.Type == gjson.Null || v.IsArray() }
 
 // fieldsOf returns an object's members as they are.
 func fieldsOf(object gjson.Result) (fields []jsonbody.Field) {
@@ -524,9 +522,9 @@ func responseSystem(turns []turn, rule systemRule) ([]turn, error) {
 
 // responseTools returns the members tools and tool_choice of the chat.
 func responseTools(body *jsonbody.Body) ([]jsonbody.Field, error) {
-	list, few := jsonbody.Elements(body.Get("tools"), maxListed)
-	if !few || !isListOrNull(body.Get("tools")) {
-		return nil, unlike("tools is not a list of at most %d", maxListed)
+	list, ok := toolList(body.Get("tools"))
+	if !ok {
+		return nil, unlike(badTools, maxListed, maxText)
 	}
 	var tools []string
 	for _, tool := range list {

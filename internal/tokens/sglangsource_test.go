@@ -90,7 +90,8 @@ func TestSGLangChatsAreRenderedByItsRules(t *testing.T) {
 		`{"messages":[{"role":"user","content":"hi"}],"thinking":{"type":"enabled"}}`:                                                         nil,
 		`{"messages":[{"role":"user","content":"hi"}],"tools":{}}`:                                                                            nil,
 		`{"messages":{}}`: nil,
-		`{"messages":[{"role":"user","content":"hi"},{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":"[]"}}]}]}`: nil,
+		`{"messages":[{"role":"user","content":"hi"}],"tools":[{"type":"function","function":{"name":"a","description":"` + strings.Repeat("x", maxText) + `"}}]}`: nil,
+		`{"messages":[{"role":"user","content":"hi"},{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":"[]"}}]}]}`:                             nil,
 	} {
 		p := source.ChatBody(t.Context(), parsed(t, body))
 		if !slices.Equal(p.Tokens, want) || (p.Source == SourceLocal) != (want != nil) {
