@@ -301,9 +301,10 @@ func (r *inference) findPrompt() {
 	r.fatal = tokens.HasEmpty(prompts) && (r.kind == generatePrompt || r.api.tokens.SGLang())
 	r.several = proxy.SeveralAnswers(x.Route, r.body)
 	x.Source, r.took = r.prompt.Source, time.Since(x.Arrived)
+	adapter, listed := r.api.router.Adapter(x.Model)
 	r.request = router.Request{
 		Tokens: r.prompt.Tokens[:r.prompt.Exact], NumTokens: len(r.prompt.Tokens),
-		Salt: r.body.Get("cache_salt").String(), LoRA: r.api.tokens.Adapter(x.Route, r.body, r.api.router.Adapter(x.Model)), Model: x.Model,
+		Salt: r.body.Get("cache_salt").String(), LoRA: r.api.tokens.Adapter(x.Route, r.body, adapter, listed), Model: x.Model,
 		AnsweredWhole: !r.body.Get("stream").Bool() || r.multiple || r.several, SGLang: r.kind == generatePrompt,
 	}
 	applyHints(r.hints, &r.request)

@@ -286,14 +286,18 @@ func (r *Router) Serves(model string) (serves, up bool) {
 	return slices.ContainsFunc(r.targets, func(t kv.Target) bool { return t.Serves(model) }), len(r.targets) > 0
 }
 
-// Adapter returns model if it is the name of a LoRA adapter, else nothing.
-func (r *Router) Adapter(model string) string {
+// Adapter returns model if it is the name of a LoRA adapter, else nothing. listed: it
+// is one of the names that a worker lists.
+func (r *Router) Adapter(model string) (adapter string, listed bool) {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
-	if slices.ContainsFunc(r.targets, func(t kv.Target) bool { return slices.Contains(t.Adapters, model) }) {
-		return model
+	for i := range r.targets {
+		if slices.Contains(r.targets[i].Adapters, model) {
+			return model, true
+		}
+		listed = listed || slices.Contains(r.targets[i].Models, model)
 	}
-	return ""
+	return "", listed
 }
 
 // Route chooses a worker for the request and books the request on it. Unless

@@ -260,7 +260,7 @@ func (s *Service) ownModel() string {
 func (s *Service) within(request router.Request, of events.Partition) router.Request {
 	request.Model = of.Model
 	if request.LoRA == "" && of.Model != "" {
-		request.LoRA = s.router.Adapter(of.Model)
+		request.LoRA, _ = s.router.Adapter(of.Model)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()

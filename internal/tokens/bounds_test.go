@@ -290,7 +290,6 @@ func TestComparingEndsWithItsContext(t *testing.T) {
 	<-asked
 	cancel()
 	<-done
-	NewSource(nil, nil, time.Second, quiet()).KeepComparing(context.Background(), nil) // nothing to compare
 }
 
 // FuzzRendered reads what workers may answer to render routes.

@@ -81,11 +81,9 @@ type verdict struct {
 
 // KeepComparing compares the prompts computed here with each worker's own, as soon
 // as it is there, until ctx is done. A feature that differs from most of them is
-// left to the workers for as long as that holds.
+// left to the workers for as long as that holds. Without a model it only counts which
+// engine most of them run.
 func (t *Source) KeepComparing(ctx context.Context, peers func() []Peer) {
-	if t.model == nil {
-		return
-	}
 	ticker := time.NewTicker(compareEvery)
 	defer ticker.Stop()
 	for {
@@ -180,8 +178,8 @@ func (t *Source) chooseRules(peers []Peer) {
 	}
 }
 
-// Met tells of the engine of a worker that is about to get requests: the first
-// worker's rules hold until KeepComparing counts.
+// Met tells of the engine of a worker that is about to get requests: the rules of the
+// one met last hold until KeepComparing counts.
 func (t *Source) Met(sglang bool) {
 	if sglang {
 		t.someSGLang.Store(true)

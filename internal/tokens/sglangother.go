@@ -271,9 +271,9 @@ func anthropicResult(content gjson.Result) (turn, error) {
 
 // anthropicTools returns the members tools and tool_choice of the chat.
 func anthropicTools(body *jsonbody.Body) ([]jsonbody.Field, error) {
-	list, few := jsonbody.Elements(body.Get("tools"), maxListed)
-	if !few || !isListOrNull(body.Get("tools")) {
-		return nil, unlike("tools is not a list of at most %d", maxListed)
+	list, ok := toolList(body.Get("tools"))
+	if !ok {
+		return nil, unlike(badTools, maxListed, maxText)
 	}
 	var tools []string
 	for _, tool := range list {
@@ -305,8 +305,6 @@ func anthropicTools(body *jsonbody.Body) ([]jsonbody.Field, error) {
 	}
 	return toolFields(tools, chosen), nil
 }
-
-func isListOrNull(v gjson.Result) bool { return v.Type == gjson.Null || v.IsArray() }
 
 // fieldsOf returns an object's members as they are.
 func fieldsOf(object gjson.Result) (fields []jsonbody.Field) {
@@ -357,9 +355,9 @@ func sglangResponses(body *jsonbody.Body, system systemRule) (*jsonbody.Body, er
 		if err != nil {
 			return nil, err
 		}
-		turns = joinTurns(turns, next)
+		turns = append(turns, next)
 	}
-	turns, err := responseSystem(turns, system)
+	turns, err := responseSystem(joinTurns(turns), system)
 	if err != nil {
 		return nil, err
 	}
@@ -443,30 +441,51 @@ func responseItem(item gjson.Result) (t turn, err error) {
 	}
 }
 
-// joinTurns appends a turn; an assistant's own turns, one after the other, are one.
-func joinTurns(turns []turn, next turn) []turn {
-	if len(turns) == 0 || next.role != "assistant" || turns[len(turns)-1].role != "assistant" {
-		return append(turns, next)
-	}
-	before := &turns[len(turns)-1]
-	asParts := func(t *turn) []string {
-		if t.list || t.text == "" {
-			return t.parts
+// joinTurns makes an assistant's own turns, one after the other, one.
+func joinTurns(turns []turn) (out []turn) {
+	for len(turns) > 0 {
+		n := 1
+		for turns[0].role == "assistant" && n < len(turns) && turns[n].role == "assistant" {
+			n++
 		}
-		return []string{t.text}
+		if n == 1 {
+			out = append(out, turns[0])
+		} else {
+			out = append(out, joinRun(turns[:n]))
+		}
+		turns = turns[n:]
 	}
-	switch empty := func(t *turn) bool { return !t.told || !t.list && t.text == "" }; {
-	case empty(&next):
-	case empty(before):
-		before.told, before.list, before.text, before.parts = true, next.list, next.text, next.parts
-	case !before.list && !next.list:
-		before.text += "\n\n" + next.text
-	default:
-		before.parts = slices.Concat(asParts(before), asParts(&next))
-		before.list = true
+	return out
+}
+
+// joinRun makes one turn of several of an assistant: texts become one, and parts once
+// there is a list among them.
+func joinRun(run []turn) turn {
+	joined := turn{role: run[0].role, told: run[0].told}
+	var texts []string
+	for _, t := range run {
+		joined.calls = append(joined.calls, t.calls...)
+		if !t.told || !t.list && t.text == "" {
+			continue
+		}
+		joined.told = true
+		if t.list && !joined.list && len(texts) > 0 {
+			joined.parts = []string{strings.Join(texts, "\n\n")}
+		}
+		joined.list = joined.list || t.list
+		switch {
+		case t.list:
+			joined.parts = append(joined.parts, t.parts...)
+		case joined.list:
+			joined.parts = append(joined.parts, t.text)
+		default:
+			texts = append(texts, t.text)
+		}
 	}
-	before.calls = append(before.calls, next.calls...)
-	return turns
+	if !joined.list {
+		joined.text = strings.Join(texts, "\n\n")
+	}
+	return joined
 }
 
 // responseSystem brings system messages to the front where SGLang does.
@@ -503,9 +522,9 @@ func responseSystem(turns []turn, rule systemRule) ([]turn, error) {
 
 // responseTools returns the members tools and tool_choice of the chat.
 func responseTools(body *jsonbody.Body) ([]jsonbody.Field, error) {
-	list, few := jsonbody.Elements(body.Get("tools"), maxListed)
-	if !few || !isListOrNull(body.Get("tools")) {
-		return nil, unlike("tools is not a list of at most %d", maxListed)
+	list, ok := toolList(body.Get("tools"))
+	if !ok {
+		return nil, unlike(badTools, maxListed, maxText)
 	}
 	var tools []string
 	for _, tool := range list {

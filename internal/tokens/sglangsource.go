@@ -188,8 +188,12 @@ func (t *Source) KeepApart(route string, body *jsonbody.Body) *jsonbody.Body {
 	if body.Top == nil || extra.Type == gjson.Null || extra.Raw == `""` {
 		return body
 	}
+	parts := []string{"kvrouter extra_key", body.Get("cache_salt").String(), extra.String()}
+	if extra.IsArray() { // one a prompt: which has which is to count too
+		parts = append(parts, body.Get("prompt").Raw, body.Get("text").Raw, body.Get("input_ids").Raw)
+	}
 	sum := sha256.New()
-	for _, part := range []string{"kvrouter extra_key", body.Get("cache_salt").String(), extra.String()} {
+	for _, part := range parts {
 		fmt.Fprintf(sum, "%d:%s", len(part), part)
 	}
 	return body.With("cache_salt", `"`+base64.RawURLEncoding.EncodeToString(sum.Sum(nil))+`"`)
@@ -203,14 +207,16 @@ const anthropicRoute = "/v1/messages"
 const generateRoute = "/generate"
 
 // Adapter returns the LoRA adapter that a worker will use for the request. known is
-// the request's model, if a worker says that it is an adapter. SGLang takes adapters
-// as base:adapter and as lora_path too.
-func (t *Source) Adapter(route string, body *jsonbody.Body, known string) string {
-	if known != "" || route != generateRoute && !t.SGLang() {
+// the request's model, if a worker says that it is an adapter, and listed tells that
+// one lists a model of that name. SGLang takes adapters as base:adapter, where that is
+// no model's own name, or as lora_path; an adapter's name alone is the base model to it.
+func (t *Source) Adapter(route string, body *jsonbody.Body, known string, listed bool) string {
+	if route != generateRoute && !t.SGLang() {
 		return known
 	}
-	if _, adapter, named := strings.Cut(body.Get("model").String(), ":"); named && adapter != "" {
-		return adapter
+	_, adapter, _ := strings.Cut(body.Get("model").String(), ":")
+	if adapter == "" || listed || route == generateRoute {
+		return body.Get("lora_path").String()
 	}
-	return body.Get("lora_path").String()
+	return adapter
 }

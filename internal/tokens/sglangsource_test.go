@@ -90,7 +90,8 @@ func TestSGLangChatsAreRenderedByItsRules(t *testing.T) {
 		`{"messages":[{"role":"user","content":"hi"}],"thinking":{"type":"enabled"}}`:                                                         nil,
 		`{"messages":[{"role":"user","content":"hi"}],"tools":{}}`:                                                                            nil,
 		`{"messages":{}}`: nil,
-		`{"messages":[{"role":"user","content":"hi"},{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":"[]"}}]}]}`: nil,
+		`{"messages":[{"role":"user","content":"hi"}],"tools":[{"type":"function","function":{"name":"a","description":"` + strings.Repeat("x", maxText) + `"}}]}`: nil,
+		`{"messages":[{"role":"user","content":"hi"},{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":"[]"}}]}]}`:                             nil,
 	} {
 		p := source.ChatBody(t.Context(), parsed(t, body))
 		if !slices.Equal(p.Tokens, want) || (p.Source == SourceLocal) != (want != nil) {
@@ -180,6 +181,21 @@ func TestRulesAreThoseOfMostWorkers(t *testing.T) {
 	}
 }
 
+// A router whose workers tell it all tokens counts them too: one that has gone is not
+// to leave its rules behind.
+func TestRulesAreChosenWithoutAModel(t *testing.T) {
+	source := NewSource(nil, nil, time.Second, quiet())
+	source.Met(true)
+	ctx, cancel := context.WithCancel(t.Context())
+	source.KeepComparing(ctx, func() []Peer {
+		cancel()
+		return []Peer{{ID: 1}}
+	})
+	if source.SGLang() || source.someSGLang.Load() {
+		t.Error("SGLang's rules hold where no worker runs it any more")
+	}
+}
+
 // What the workers of the other engine say of their own prompts is not asked of
 // those whose rules hold.
 func TestOnlyWorkersOfTheRulesDisableFeatures(t *testing.T) {
@@ -204,7 +220,7 @@ func TestOnlyWorkersOfTheRulesDisableFeatures(t *testing.T) {
 func TestExtraKeyBecomesASalt(t *testing.T) {
 	source := sglangSource(nil, &askedWorker{})
 	salts := map[string]string{}
-	for _, body := range []string{`{"extra_key":"a"}`, `{"extra_key":"b"}`, `{"extra_key":"a","cache_salt":"s"}`, `{"extra_key":"s","cache_salt":"a"}`, `{"extra_key":["a"]}`, `{"cache_salt":"s"}`, `{"cache_salt":"a"}`, `{}`} {
+	for _, body := range []string{`{"extra_key":"a"}`, `{"extra_key":"b"}`, `{"extra_key":"a","cache_salt":"s"}`, `{"extra_key":"s","cache_salt":"a"}`, `{"extra_key":["a"]}`, `{"extra_key":["a","b"],"text":["x","y"]}`, `{"extra_key":["a","b"],"text":["y","x"]}`, `{"cache_salt":"s"}`, `{"cache_salt":"a"}`, `{}`} {
 		b := parsed(t, body)
 		kept := source.KeepApart("/v1/completions", b)
 		salt := kept.Get("cache_salt").String()
@@ -242,15 +258,21 @@ func TestExtraKeyBecomesASalt(t *testing.T) {
 
 func TestSGLangAdapters(t *testing.T) {
 	sglang, vllm := sglangSource(nil, &askedWorker{}), NewSource(nil, nil, time.Second, quiet())
+	const completions = "/v1/completions"
 	for _, c := range []struct {
-		source                   *Source
-		route, body, known, want string
+		source      *Source
+		route, body string
+		known       string
+		listed      bool
+		want        string
 	}{
-		{sglang, "/v1/completions", `{"model":"base"}`, "", ""}, {sglang, "/v1/completions", `{"model":"base:sql"}`, "", "sql"}, {sglang, "/v1/completions", `{"model":"base","lora_path":"sql"}`, "", "sql"},
-		{sglang, "/v1/completions", `{"model":"base:sql","lora_path":"other"}`, "", "sql"}, {sglang, "/v1/completions", `{"model":"sql"}`, "sql", "sql"},
-		{vllm, "/v1/completions", `{"model":"base:sql","lora_path":"x"}`, "", ""}, {vllm, generateRoute, `{"lora_path":"x"}`, "", "x"}, {vllm, "/v1/completions", `{"model":"sql"}`, "sql", "sql"},
+		{sglang, completions, `{"model":"base"}`, "", true, ""}, {sglang, completions, `{"model":"base:sql"}`, "", false, "sql"},
+		{sglang, completions, `{"model":"base","lora_path":"sql"}`, "", true, "sql"}, {sglang, completions, `{"model":"base:sql","lora_path":"other"}`, "", false, "sql"},
+		{sglang, completions, `{"model":"llama3:8b"}`, "", true, ""}, {sglang, completions, `{"model":"llama3:8b","lora_path":"sql"}`, "", true, "sql"},
+		{sglang, completions, `{"model":"sql"}`, "sql", true, ""}, {sglang, generateRoute, `{"model":"a:b","lora_path":"sql"}`, "", false, "sql"},
+		{vllm, completions, `{"model":"base:sql","lora_path":"x"}`, "", false, ""}, {vllm, generateRoute, `{"lora_path":"x"}`, "", true, "x"}, {vllm, completions, `{"model":"sql"}`, "sql", true, "sql"},
 	} {
-		if got := c.source.Adapter(c.route, parsed(t, c.body), c.known); got != c.want {
+		if got := c.source.Adapter(c.route, parsed(t, c.body), c.known, c.listed); got != c.want {
 			t.Errorf("%s: %q, want %q", c.body, got, c.want)
 		}
 	}

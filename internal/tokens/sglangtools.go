@@ -65,12 +65,9 @@ func sglangTools(tools, choice gjson.Result) (string, error) {
 	default:
 		return "", notRenderable("tool_choice %.40s is unknown", choice.Raw)
 	}
-	list, ok := jsonbody.Elements(tools, maxListed)
-	switch {
-	case tools.Type == gjson.Null:
-		return "", nil
-	case !tools.IsArray() || !ok:
-		return "", notRenderable("tools is not a list of at most %d", maxListed)
+	list, ok := toolList(tools)
+	if !ok {
+		return "", notRenderable(badTools, maxListed, maxText)
 	}
 	out := []byte{'['}
 	for _, tool := range list {
@@ -99,6 +96,18 @@ func sglangTools(tools, choice gjson.Result) (string, error) {
 		return "", nil
 	}
 	return string(append(out, ']')), nil
+}
+
+// badTools says what toolList does not take.
+const badTools = "tools is not a list of at most %d and of %d bytes"
+
+// toolList returns a request's tools; none without. What is too long to be looked
+// through, level by level, is no prompt that the router encodes either.
+func toolList(tools gjson.Result) (list []gjson.Result, ok bool) {
+	if tools.Type != gjson.Null && !tools.IsArray() || len(tools.Raw) > maxText {
+		return nil, false
+	}
+	return jsonbody.Elements(tools, maxListed)
 }
 
 func isBool(v gjson.Result) bool {
