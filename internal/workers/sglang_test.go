@@ -531,6 +531,28 @@ func TestSGLangWhoseEngineIsBusyIsAskedAgain(t *testing.T) {
 	f.stop()
 }
 
+// TestRouterWhoseSGLangWorkersComeLaterIsFollowedAnew: while it has none it says
+// nothing of SGLang.
+func TestRouterWhoseSGLangWorkersComeLaterIsFollowedAnew(t *testing.T) {
+	s := newSGLangServer(t, nil)
+	sglangs := s.pages["/v1/models"]
+	s.set(func() {
+		s.pages["/server_info"] = http.StatusForbidden
+		s.pages["/v1/models"] = `{"object":"list","data":[{"id":"m","object":"model","owned_by":"kvrouter"}]}`
+	})
+	f, up := sglangFleet(t, s, "")
+	f.loads, f.Timing.modelsEvery = noLoads, f.Timing.HealthEvery
+	f.start()
+	if target := up.want(t, 1)[0]; target.Engine != kv.EngineVLLM {
+		t.Fatalf("%+v", target)
+	}
+	s.set(func() { s.pages["/v1/models"] = sglangs })
+	if target := up.want(t, 2)[1]; target.Engine != kv.EngineSGLang || target.Generation != 2 {
+		t.Errorf("%+v", target)
+	}
+	f.stop()
+}
+
 // TestRegisteredSGLangIsKnown: what was said of it stays; the rest it tells itself.
 func TestRegisteredSGLangIsKnown(t *testing.T) {
 	base := testkit.FreePorts(t, 2)
