@@ -28,6 +28,12 @@ const (
 	cpuTokens = 20_000
 	// cpuRequests bounds the requests that a CPU computes at once.
 	cpuRequests = 8
+
+	// The processes of ranks that share a model talk over ports of their own, from
+	// so far above the HTTP port of worker 0; a worker has so many. Left alone,
+	// SGLang counts them from each worker's HTTP port, so those of two would overlap.
+	attentionPorts     = 233
+	attentionPortsEach = 8
 )
 
 // Engine describes SGLang.
@@ -99,6 +105,9 @@ func command(cfg process.Settings, i int, pluginDir string, environ []string) (p
 	env.SetDefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "false")
 	if cfg.ModelFolder {
 		env.SetDefault("HF_HUB_OFFLINE", "1")
+	}
+	if cfg.NumWorkers > 1 && sharesModel(cfg.Args) {
+		argv = append(argv, "--dist-init-addr", fmt.Sprintf("127.0.0.1:%d", cfg.Ports.HTTP+attentionPorts+i*attentionPortsEach))
 	}
 	if cfg.PrefillWorkers > 0 {
 		argv = append(argv, partArgs(cfg, i)...)
