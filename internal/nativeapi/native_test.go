@@ -149,6 +149,12 @@ func TestServerInfoOfOtherWorkersIsAnAdminPath(t *testing.T) {
 	if status, _ := ask("GET", "/server_info", ""); status != http.StatusTeapot {
 		t.Errorf("%d", status)
 	}
+	ask = site(t, true, true, newWorker(t, 0, 200), newWorker(t, 1, 200))
+	for _, path := range []string{"/server_info", "/get_server_info"} { // whose answer would be shown whole
+		if status, answer := ask("POST", path, ""); status != http.StatusTeapot || answer != "admin of 2" {
+			t.Errorf("POST %s: %d %s", path, status, answer)
+		}
+	}
 }
 
 func TestLoadsAreThoseOfAllRanks(t *testing.T) {
