@@ -23,6 +23,8 @@ import (
 var pluginFiles embed.FS
 
 const (
+	// setup is the command that prepares SGLang's Python.
+	setup = "make setup-sglang"
 	// cpuTokens is the size of the KV cache on a CPU, tokens: about 1 GiB with the
 	// small model that is served there.
 	cpuTokens = 20_000
@@ -43,7 +45,7 @@ func Engine() process.Engine {
 		panic(err) // the name is a constant
 	}
 	return process.Engine{
-		Kind: kv.EngineSGLang, Plugin: plugin, Signs: signs(), Setup: "make setup-sglang",
+		Kind: kv.EngineSGLang, Plugin: plugin, Signs: signs(), Setup: setup,
 		Venv: func(gpus bool) string {
 			if gpus {
 				return "sglang-0.5.23"
@@ -65,16 +67,12 @@ func Engine() process.Engine {
 func checkPython(cfg process.Settings) error {
 	lacks, err := process.Lacks(cfg.Python, "sglang")
 	if lacks {
-		return fmt.Errorf("--engine sglang: %s has no SGLang; run `make setup-sglang`, or give --python one that has", cfg.Python)
+		return fmt.Errorf("--engine sglang: %s has no SGLang; run `%s`, or give --python one that has", cfg.Python, setup)
 	}
-	if err != nil || cfg.PrefillWorkers == 0 {
+	if err != nil {
 		return err
 	}
-	lacks, err = process.Lacks(cfg.Python, "nixl", "nixl_rocm")
-	if lacks {
-		return fmt.Errorf("--prefill-workers: %s has no NIXL, by which workers hand prompts over; run `make setup-sglang`, or %s -m pip install nixl", cfg.Python, cfg.Python)
-	}
-	return err
+	return cfg.CheckNIXL(setup)
 }
 
 // command returns the command line and the environment of started worker i.
@@ -197,9 +195,7 @@ func setCPUEnvironment(cfg process.Settings, i int, env process.Environment) {
 	env.SetDefault("SGLANG_CPU_OMP_THREADS_BIND", coresOf(cfg, i))
 	env["KVROUTER_IDLE_POLL_MS"] = "100"
 	if cfg.PrefillWorkers > 0 {
-		env.SetDefault("UCX_TLS", "tcp,self,sm")
-		env.SetDefault("UCX_NET_DEVICES", "lo")
-		env["KVROUTER_NIXL_POLL_US"] = "1000"
+		env.SetNIXLOnCPU()
 	}
 }
 
