@@ -580,6 +580,22 @@ func TestRegisteredSGLangIsKnown(t *testing.T) {
 	f.stop()
 }
 
+// TestRegisteredWorkerWithoutServerInfoHasItsPart: what fails to tell it is no SGLang
+// server.
+func TestRegisteredWorkerWithoutServerInfoHasItsPart(t *testing.T) {
+	s := newSGLangServer(t, nil)
+	s.set(func() { s.pages["/server_info"] = http.StatusInternalServerError })
+	f := newFakeFleet(t, fakeConfig(t, 0))
+	up := &targets{}
+	f.hooks.Up, f.loads = up.add, noLoads
+	f.start()
+	f.register(Registration{ID: 3, URL: s.URL, Model: "m", Ranks: []uint32{0}, Disagg: kv.Disagg{Role: kv.RolePrefill}})
+	if target := up.want(t, 2)[1]; target.Kind != kv.KindNIXL || target.Engine != kv.EngineVLLM {
+		t.Errorf("%+v", target)
+	}
+	f.stop()
+}
+
 func FuzzServerInfo(f *testing.F) {
 	f.Add([]byte(sglangInfo(f, nil)))
 	for _, text := range []string{
