@@ -275,19 +275,21 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 			return registryChange{Registration: now.Registration}, true, in.answered
 		}
 		if in.answered && in.up && !asked {
-			if in.info == nil {
+			known := in.info != nil
+			if !known {
 				info, err := f.serverInfo(in.ctx, w.Spec)
 				if inVain++; err != nil && inVain < mostAskedInVain { // asked again after the next look
 					continue
 				}
-				if in.know(info); info != nil {
-					in.followLoadsAnew(in.loadOf)
-				}
+				in.know(info)
 			}
 			asked = true
 			if d := partOf(now.Disagg, in.info, now.URL); d != in.disagg || in.info != nil {
 				in.takePart(d)
 				in.register(now.Registration)
+			}
+			if !known && in.info != nil { // its targets have their number of ranks now
+				in.followLoadsAnew(in.loadOf)
 			}
 		}
 	}

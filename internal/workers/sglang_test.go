@@ -580,6 +580,20 @@ func TestRegisteredSGLangIsKnown(t *testing.T) {
 	f.stop()
 }
 
+// TestLoadOfARegisteredRankIsItsOwn, not that of all ranks of its server.
+func TestLoadOfARegisteredRankIsItsOwn(t *testing.T) {
+	s := newSGLangServer(t, map[string]any{"dp_size": 2, "kv_events": publisher(1, 0, 0, 2)})
+	s.set(func() { s.pages["/metrics"] = sglangMetrics })
+	f := newFakeFleet(t, fakeConfig(t, 0))
+	up := &targets{}
+	f.hooks.Up, f.hooks.Load = up.add, up.load
+	f.start()
+	f.register(Registration{ID: 3, URL: s.URL, Model: "m", Ranks: []uint32{1}})
+	up.want(t, 2)
+	up.wantLoad(t, 1, policy.Published{Running: 3, KVUsage: 0.5})
+	f.stop()
+}
+
 // TestRegisteredWorkerWithoutServerInfoHasItsPart: what fails to tell it is no SGLang
 // server.
 func TestRegisteredWorkerWithoutServerInfoHasItsPart(t *testing.T) {
