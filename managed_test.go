@@ -98,7 +98,7 @@ func TestWhatCannotBeAdded(t *testing.T) {
 		status int
 		part   string
 	}{
-		{"", 400, "url is missing: POST /add_worker?url=http://host:port"},
+		{"", 400, "Worker URL required. Provide 'url' query parameter"},
 		{"?url=h:1", 400, "is no URL such as"},
 		{"?url=http://user:sesame@h:1", 400, "holds no user and password"},
 		{"?url=" + s.openAI, 400, "address of this router itself"},

@@ -188,14 +188,17 @@ func TestGenerateNamesTheRankInItsBody(t *testing.T) {
 	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, `{}`) })
 	for _, test := range []struct {
 		ranks      int
-		path, want string
+		path, body string
+		want       string
 	}{
-		{2, proxy.GenerateRoute, `{"routed_dp_rank":1, "text":"a"}`},
-		{1, proxy.GenerateRoute, `{ "text":"a"}`},
-		{2, "/v1/completions", `{ "text":"a"}`},
+		{2, proxy.GenerateRoute, `{ "text":"a"}`, `{"routed_dp_rank":1, "text":"a"}`},
+		{2, proxy.GenerateRoute, `{"text":"a", "routed_dp_rank":0}`, `{"routed_dp_rank":1,"text":"a"}`}, // the router's, since it has counted on it
+		{1, proxy.GenerateRoute, `{ "text":"a"}`, `{ "text":"a"}`},
+		{1, proxy.GenerateRoute, `{"text":"a", "routed_dp_rank":0}`, `{"text":"a", "routed_dp_rank":0}`},
+		{2, "/v1/completions", `{ "text":"a"}`, `{ "text":"a"}`},
 	} {
 		h := newTestAPIOf(t, Config{}, nil, kv.Target{Key: kv.WorkerKey{Rank: 1}, URL: worker.URL, Engine: kv.EngineSGLang, Ranks: test.ranks})
-		h.post(t, test.path, `{ "text":"a"}`)
+		h.post(t, test.path, test.body)
 		if got := worker.Received(); got[len(got)-1] != test.want {
 			t.Errorf("%d ranks, %s: %s", test.ranks, test.path, got[len(got)-1])
 		}
@@ -226,6 +229,18 @@ func TestWhatAClientAbortedIsNotTriedElsewhere(t *testing.T) {
 			t.Errorf("%s: %d workers got it, want %d", engine, n, want)
 		}
 	}
+}
+
+// TestTokensOfAnAnswerThatIsTriedAgainAreNotCounted: the client does not get it.
+func TestTokensOfAnAnswerThatIsTriedAgainAreNotCounted(t *testing.T) {
+	stopped := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) {
+		io.WriteString(w, `{"choices":[{"finish_reason":"abort"}],"usage":{"prompt_tokens":7,"completion_tokens":1}}`)
+	})
+	h := newTestAPI(t, Config{}, stopped.URL, testkit.NewFakeWorker(t, hangUp).URL)
+	if response, _ := h.post(t, "/v1/completions", `{"prompt":"a"}`); response.StatusCode == http.StatusOK {
+		t.Fatal(response.Status)
+	}
+	h.counts(t, testkit.MetricsLines{`kvrouter_prompt_tokens_total{worker_id="0"}`: 0, `kvrouter_prompt_tokens_total{worker_id="1"}`: 0})
 }
 
 // TestPairsServeGenerate: both legs get what they find each other by, and the rest of

@@ -58,7 +58,7 @@ func (n Routes) Serve(clients gin.IRoutes, own, admin gin.HandlerFunc) {
 	for _, path := range []string{"/get_model_info", "/model_info"} {
 		clients.GET(path, func(c *gin.Context) { n.first(c, path, func(answer []byte) []byte { return answer }) })
 	}
-	for _, path := range []string{"/get_server_info", "/server_info"} {
+	for _, path := range infoRoutes {
 		clients.Any(path, own, func(c *gin.Context) {
 			if len(n.workers()) == 0 || c.Request.Method != http.MethodGet {
 				admin(c)
@@ -81,12 +81,17 @@ func (n Routes) Serve(clients gin.IRoutes, own, admin gin.HandlerFunc) {
 // follows.
 const flushRoute = "/flush_cache"
 
+// infoRoutes tell of a server. SGLang's answer has its keys, so as administration
+// routes they are those of other workers only.
+var infoRoutes = []string{"/get_server_info", "/server_info"}
+
 // Having returns those workers that have an administration route.
 func Having(path string, targets []kv.Target) []kv.Target {
-	if path != flushRoute {
+	flushes := path == flushRoute
+	if !flushes && !slices.Contains(infoRoutes, path) {
 		return targets
 	}
-	return slices.DeleteFunc(slices.Clone(targets), func(t kv.Target) bool { return !t.RunsSGLang() })
+	return slices.DeleteFunc(slices.Clone(targets), func(t kv.Target) bool { return t.RunsSGLang() != flushes })
 }
 
 // Lacks tells that workers are up, and none runs SGLang.

@@ -127,7 +127,7 @@ func TestServerInfoHasNoSecrets(t *testing.T) {
 
 // TestServerInfoOfARealServer: what of the capture is shown names no path and no key.
 func TestServerInfoOfARealServer(t *testing.T) {
-	capture, err := os.ReadFile("testdata/server_info.json")
+	capture, err := os.ReadFile("../workers/testdata/sglang_server_info.json")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -148,6 +148,12 @@ func TestServerInfoOfOtherWorkersIsAnAdminPath(t *testing.T) {
 	ask := site(t, true, true, newWorker(t, 0, 200))
 	if status, _ := ask("GET", "/server_info", ""); status != http.StatusTeapot {
 		t.Errorf("%d", status)
+	}
+	ask = site(t, true, true, newWorker(t, 0, 200), newWorker(t, 1, 200))
+	for _, path := range []string{"/server_info", "/get_server_info"} { // whose answer would be shown whole
+		if status, answer := ask("POST", path, ""); status != http.StatusTeapot || answer != "admin of 2" {
+			t.Errorf("POST %s: %d %s", path, status, answer)
+		}
 	}
 }
 

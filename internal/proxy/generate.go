@@ -2,6 +2,7 @@ package proxy
 
 import (
 	"bytes"
+	"slices"
 
 	"github.com/tidwall/gjson"
 
@@ -16,6 +17,21 @@ const GenerateRoute = "/generate"
 // maxGenerated bounds the answers of one request to GenerateRoute whose tokens are
 // counted.
 const maxGenerated = 4096
+
+// rankKey names the data-parallel rank in a body of GenerateRoute.
+const rankKey = "routed_dp_rank"
+
+// ofRank names a data-parallel rank in the body, in place of the one that the client
+// names: of two SGLang would take the last.
+func (u Upstream) ofRank(rank string) Upstream {
+	if bytes.Contains(u.Body, []byte(rankKey)) {
+		if body, ok := jsonbody.Parse(slices.Concat(u.Head, u.Body)); ok {
+			u.Head, u.Body = nil, body.With(rankKey, rank).Raw
+			return u
+		}
+	}
+	return u.withFields(jsonbody.Field{Key: rankKey, Raw: rank})
+}
 
 // SeveralAnswers tells whether a request wants more than one answer to a prompt.
 func SeveralAnswers(path string, body *jsonbody.Body) bool {

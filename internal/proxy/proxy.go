@@ -18,7 +18,6 @@ import (
 	"syscall"
 	"time"
 
-	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
@@ -66,7 +65,7 @@ func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Re
 		rank := strconv.FormatUint(uint64(t.Key.Rank), 10)
 		request.Header.Set(web.HeaderRank, rank)
 		if u.Route == GenerateRoute { // SGLang reads no header there
-			named := u.withFields(jsonbody.Field{Key: "routed_dp_rank", Raw: rank})
+			named := u.ofRank(rank)
 			u = &named
 		}
 	}
@@ -328,12 +327,11 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 		answer.heard() // the time to write ended with the wait: the client is to be told
 		return unanswered(worker, err, outlier.Broken)
 	}
-	var finish string
-	x.Usage, finish = outcome(u.Route, body)
+	usage, finish := outcome(u.Route, body)
 	if retry && policy.Aborted(finish) && !x.Decision.Target.RunsSGLang() {
 		return &workerError{worker: worker, err: errors.New("stopped its answer: " + finish), letGo: &letGoError{why: finish}}
 	}
-	x.Ending = endingOf(answer.StatusCode, finish)
+	x.Usage, x.Ending = usage, endingOf(answer.StatusCode, finish)
 	writeHead(w, answer.Response, u, x)
 	if _, err := w.Write(body); err != nil {
 		return errors.Join(ErrAnswered, err)

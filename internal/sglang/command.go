@@ -23,11 +23,19 @@ import (
 var pluginFiles embed.FS
 
 const (
+	// setup is the command that prepares SGLang's Python.
+	setup = "make setup-sglang"
 	// cpuTokens is the size of the KV cache on a CPU, tokens: about 1 GiB with the
 	// small model that is served there.
 	cpuTokens = 20_000
 	// cpuRequests bounds the requests that a CPU computes at once.
 	cpuRequests = 8
+
+	// The processes of ranks that share a model talk over ports of their own, from
+	// so far above the HTTP port of worker 0; a worker has so many. Left alone,
+	// SGLang counts them from each worker's HTTP port, so those of two would overlap.
+	attentionPorts     = 233
+	attentionPortsEach = 8
 )
 
 // Engine describes SGLang.
@@ -37,7 +45,7 @@ func Engine() process.Engine {
 		panic(err) // the name is a constant
 	}
 	return process.Engine{
-		Kind: kv.EngineSGLang, Plugin: plugin, Signs: signs(), Setup: "make setup-sglang",
+		Kind: kv.EngineSGLang, Plugin: plugin, Signs: signs(), Setup: setup,
 		Venv: func(gpus bool) string {
 			if gpus {
 				return "sglang-0.5.23"
@@ -59,16 +67,12 @@ func Engine() process.Engine {
 func checkPython(cfg process.Settings) error {
 	lacks, err := process.Lacks(cfg.Python, "sglang")
 	if lacks {
-		return fmt.Errorf("--engine sglang: %s has no SGLang; run `make setup-sglang`, or give --python one that has", cfg.Python)
+		return fmt.Errorf("--engine sglang: %s has no SGLang; run `%s`, or give --python one that has", cfg.Python, setup)
 	}
-	if err != nil || cfg.PrefillWorkers == 0 {
+	if err != nil {
 		return err
 	}
-	lacks, err = process.Lacks(cfg.Python, "nixl", "nixl_rocm")
-	if lacks {
-		return fmt.Errorf("--prefill-workers: %s has no NIXL, by which workers hand prompts over; run `make setup-sglang`, or %s -m pip install nixl", cfg.Python, cfg.Python)
-	}
-	return err
+	return cfg.CheckNIXL(setup)
 }
 
 // command returns the command line and the environment of started worker i.
@@ -99,6 +103,9 @@ func command(cfg process.Settings, i int, pluginDir string, environ []string) (p
 	env.SetDefault("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "false")
 	if cfg.ModelFolder {
 		env.SetDefault("HF_HUB_OFFLINE", "1")
+	}
+	if cfg.NumWorkers > 1 && sharesModel(cfg.Args) {
+		argv = append(argv, "--dist-init-addr", fmt.Sprintf("127.0.0.1:%d", cfg.Ports.HTTP+attentionPorts+i*attentionPortsEach))
 	}
 	if cfg.PrefillWorkers > 0 {
 		argv = append(argv, partArgs(cfg, i)...)
@@ -188,9 +195,7 @@ func setCPUEnvironment(cfg process.Settings, i int, env process.Environment) {
 	env.SetDefault("SGLANG_CPU_OMP_THREADS_BIND", coresOf(cfg, i))
 	env["KVROUTER_IDLE_POLL_MS"] = "100"
 	if cfg.PrefillWorkers > 0 {
-		env.SetDefault("UCX_TLS", "tcp,self,sm")
-		env.SetDefault("UCX_NET_DEVICES", "lo")
-		env["KVROUTER_NIXL_POLL_US"] = "1000"
+		env.SetNIXLOnCPU()
 	}
 }
 

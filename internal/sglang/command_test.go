@@ -164,6 +164,30 @@ func TestRanksOfAWorkerTakePortsInARow(t *testing.T) {
 	}
 }
 
+// TestWorkersWithSharedModelsHavePortsApart: SGLang takes seven in a row.
+func TestWorkersWithSharedModelsHavePortsApart(t *testing.T) {
+	for _, test := range []struct {
+		workers int
+		args    string
+		want    []string // by worker; empty: SGLang's own
+	}{
+		{2, "--attn-dp-size 2 --tp-size 2", []string{"127.0.0.1:8333", "127.0.0.1:8341"}},
+		{2, "--enable-dp-attention --dp-size 2 --tp-size 2", []string{"127.0.0.1:8333", "127.0.0.1:8341"}},
+		{1, "--attn-dp-size 2 --tp-size 2", []string{""}},
+		{2, "--dp-size 2", []string{"", ""}},
+	} {
+		for i, want := range test.want {
+			spec, err := command(settings(test.workers, nil, strings.Fields(test.args)...), i, "/plugin", nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got, _ := flags.Value(spec.Argv, "dist-init-addr"); got != want {
+				t.Errorf("%d workers, %s: worker %d at %q, want %q", test.workers, test.args, i, got, want)
+			}
+		}
+	}
+}
+
 func TestWorkersPublishNoEventsThatNobodyFollows(t *testing.T) {
 	cfg := settings(1, nil)
 	cfg.KVEvents = false

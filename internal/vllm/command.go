@@ -22,6 +22,9 @@ import (
 //go:embed plugin
 var pluginFiles embed.FS
 
+// setup is the command that prepares vLLM's Python.
+const setup = "make setup"
+
 // cpuMaxModelLen bounds the context on a CPU, tokens, because the cache must hold
 // one whole context.
 const cpuMaxModelLen = 8192
@@ -36,7 +39,7 @@ func Engine() process.Engine {
 		panic(err) // the name is a constant
 	}
 	return process.Engine{
-		Kind: kv.EngineVLLM, Plugin: plugin, Signs: signs(), Setup: "make setup",
+		Kind: kv.EngineVLLM, Plugin: plugin, Signs: signs(), Setup: setup,
 		Venv: func(gpus bool) string {
 			if gpus {
 				return "vllm"
@@ -56,7 +59,7 @@ func Engine() process.Engine {
 			}
 			return nil
 		},
-		CheckPython: checkNIXL,
+		CheckPython: func(s process.Settings) error { return s.CheckNIXL(setup) },
 		Command:     command,
 	}
 }

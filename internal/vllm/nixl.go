@@ -2,7 +2,6 @@ package vllm
 
 import (
 	"encoding/json"
-	"fmt"
 	"strconv"
 
 	"kvrouter/internal/process"
@@ -44,20 +43,5 @@ func setNIXLEnvironment(cfg process.Settings, first int, env process.Environment
 	if len(cfg.GPUs) > 0 {
 		return
 	}
-	env.SetDefault("UCX_TLS", "tcp,self,sm")
-	env.SetDefault("UCX_NET_DEVICES", "lo")
-	env["KVROUTER_NIXL_POLL_US"] = "1000"
-}
-
-// checkNIXL refuses a Python without NIXL where workers are to hand prompts over:
-// vLLM would end after a minute of loading.
-func checkNIXL(cfg process.Settings) error {
-	if cfg.PrefillWorkers == 0 {
-		return nil
-	}
-	lacks, err := process.Lacks(cfg.Python, "nixl", "nixl_rocm")
-	if lacks {
-		return fmt.Errorf("--prefill-workers: %s has no NIXL, by which workers hand prompts over; run `make setup`, or %s -m pip install nixl", cfg.Python, cfg.Python)
-	}
-	return err
+	env.SetNIXLOnCPU()
 }

@@ -12,8 +12,13 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// ErrKnown: a worker at that address is there already.
-var ErrKnown = errors.New("already exists")
+// Errors of Add.
+var (
+	// ErrKnown: a worker at that address is there already.
+	ErrKnown = errors.New("already exists")
+	// ErrRemoved: Remove took the worker out before it was ready.
+	ErrRemoved = errors.New("the worker was removed before it was ready")
+)
 
 // NotReadyError says that a worker of Add was not ready in time.
 type NotReadyError struct {
@@ -37,7 +42,8 @@ type added struct {
 // Add adds the worker at a URL at run time and returns when it is ready: from then on
 // it is what --worker makes of a URL alone, under a free id. key goes to it with every
 // request, and no other key does; it may be empty. A worker that is not ready within
-// --startup-timeout, or before ctx ends, is taken out again. Add fails with ErrKnown, ErrFleetEnding, a *NotReadyError or why ctx ended.
+// --startup-timeout, or before ctx ends, is taken out again. Add fails with
+// ErrKnown, ErrRemoved, ErrFleetEnding, a *NotReadyError or why ctx ended.
 func (f *Fleet) Add(ctx context.Context, url string, key kv.Secret) (id uint64, err error) {
 	select {
 	case <-f.opened:
@@ -63,6 +69,9 @@ func (f *Fleet) Add(ctx context.Context, url string, key kv.Secret) (id uint64, 
 		case <-look.C:
 			continue
 		case <-w.added.left:
+			if !slices.Contains(f.Members(), w) {
+				return 0, ErrRemoved
+			}
 			return 0, ErrFleetEnding
 		case <-ctx.Done():
 			err = context.Cause(ctx)

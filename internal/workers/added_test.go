@@ -86,11 +86,21 @@ func TestAddedWorkerThatDoesNotComeIsTakenOut(t *testing.T) {
 		t.Errorf("%v; %+v", err, f.Workers())
 	}
 	ended := make(chan error, 1)
-	go func() {
-		_, err := f.Add(t.Context(), url, "")
-		ended <- err
-	}()
-	testkit.Eventually(t, 10*time.Second, "it is looked for", func() bool { return len(f.Workers()) == 1 })
+	add := func() {
+		go func() {
+			_, err := f.Add(t.Context(), url, "")
+			ended <- err
+		}()
+		testkit.Eventually(t, 10*time.Second, "it is looked for", func() bool { return len(f.Workers()) == 1 })
+	}
+	add()
+	if _, found := f.Remove(url); !found {
+		t.Error("not found")
+	}
+	if err := <-ended; !errors.Is(err, ErrRemoved) {
+		t.Errorf("removed: %v", err)
+	}
+	add()
 	f.stop()
 	if err := <-ended; !errors.Is(err, ErrFleetEnding) {
 		t.Errorf("at the end: %v", err)

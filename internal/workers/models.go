@@ -7,6 +7,8 @@ import (
 	"slices"
 	"sync"
 	"time"
+
+	"kvrouter/internal/kv"
 )
 
 // modelList is what a worker serves.
@@ -53,6 +55,12 @@ func (f *Fleet) models(ctx context.Context, at Attached) (served modelList, err 
 func (in *incarnation) lookAtModels() {
 	in.modelsAt = time.Now()
 	served, err := in.f.models(in.ctx, in.w.Spec)
+	if err == nil && served.sglang && in.engine != kv.EngineSGLang && in.w.attached {
+		// A router whose workers were not up when it was asked what it is.
+		in.f.log.Info(fmt.Sprintf("worker %d: serves models of SGLang now: it is followed anew", in.w.id), "url", in.w.Spec.URL)
+		in.gone, in.modelsAt = true, time.Time{} // a good look at its health asks again
+		return
+	}
 	if err != nil || served.names == nil || served.equal(in.served) {
 		return
 	}

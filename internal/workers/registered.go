@@ -43,6 +43,10 @@ func (r Registration) sameCache(next Registration) bool {
 	return r.URL == next.URL && r.Model == next.Model && slices.Equal(r.Ranks, next.Ranks) && slices.Equal(r.Sources, next.Sources)
 }
 
+// mostAskedInVain is how often a registered worker is asked whether it runs SGLang
+// without an answer: enough for a long pass, then it counts as another.
+const mostAskedInVain = 5
+
 // registry is how the goroutine that follows a registered worker is reached.
 type registry struct {
 	changes chan registryChange // what the worker is from now on; unbuffered
@@ -235,7 +239,7 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 		in.followEvents(source)
 	}
 	in.takePart(now.Disagg)
-	asked := false // what it is, and what it leaves out of Disagg
+	asked, inVain := false, 0 // what it is, and what it leaves out of Disagg
 	in.register(now.Registration)
 	in.followLoads(w.Spec.loadOf)
 	in.markUp()
@@ -271,19 +275,21 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 			return registryChange{Registration: now.Registration}, true, in.answered
 		}
 		if in.answered && in.up && !asked {
-			if in.info == nil {
+			known := in.info != nil
+			if !known {
 				info, err := f.serverInfo(in.ctx, w.Spec)
-				if err != nil { // asked again after the next look
+				if inVain++; err != nil && inVain < mostAskedInVain { // asked again after the next look
 					continue
 				}
-				if in.know(info); info != nil {
-					in.followLoadsAnew(in.loadOf)
-				}
+				in.know(info)
 			}
 			asked = true
 			if d := partOf(now.Disagg, in.info, now.URL); d != in.disagg || in.info != nil {
 				in.takePart(d)
 				in.register(now.Registration)
+			}
+			if !known && in.info != nil { // its targets have their number of ranks now
+				in.followLoadsAnew(in.loadOf)
 			}
 		}
 	}

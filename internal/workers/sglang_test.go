@@ -531,6 +531,28 @@ func TestSGLangWhoseEngineIsBusyIsAskedAgain(t *testing.T) {
 	f.stop()
 }
 
+// TestRouterWhoseSGLangWorkersComeLaterIsFollowedAnew: while it has none it says
+// nothing of SGLang.
+func TestRouterWhoseSGLangWorkersComeLaterIsFollowedAnew(t *testing.T) {
+	s := newSGLangServer(t, nil)
+	sglangs := s.pages["/v1/models"]
+	s.set(func() {
+		s.pages["/server_info"] = http.StatusForbidden
+		s.pages["/v1/models"] = `{"object":"list","data":[{"id":"m","object":"model","owned_by":"kvrouter"}]}`
+	})
+	f, up := sglangFleet(t, s, "")
+	f.loads, f.Timing.modelsEvery = noLoads, f.Timing.HealthEvery
+	f.start()
+	if target := up.want(t, 1)[0]; target.Engine != kv.EngineVLLM {
+		t.Fatalf("%+v", target)
+	}
+	s.set(func() { s.pages["/v1/models"] = sglangs })
+	if target := up.want(t, 2)[1]; target.Engine != kv.EngineSGLang || target.Generation != 2 {
+		t.Errorf("%+v", target)
+	}
+	f.stop()
+}
+
 // TestRegisteredSGLangIsKnown: what was said of it stays; the rest it tells itself.
 func TestRegisteredSGLangIsKnown(t *testing.T) {
 	base := testkit.FreePorts(t, 2)
@@ -555,6 +577,36 @@ func TestRegisteredSGLangIsKnown(t *testing.T) {
 	testkit.Eventually(t, 20*time.Second, "subscribed", func() bool { return pub.Subscribers() > 0 })
 	pub.Publish([]byte("load"), make([]byte, 8), []byte(loadStat(1, 5, 1, 2)))
 	up.wantLoad(t, 1, policy.Published{Running: 1, Waiting: 5, KVUsage: 0.5})
+	f.stop()
+}
+
+// TestLoadOfARegisteredRankIsItsOwn, not that of all ranks of its server.
+func TestLoadOfARegisteredRankIsItsOwn(t *testing.T) {
+	s := newSGLangServer(t, map[string]any{"dp_size": 2, "kv_events": publisher(1, 0, 0, 2)})
+	s.set(func() { s.pages["/metrics"] = sglangMetrics })
+	f := newFakeFleet(t, fakeConfig(t, 0))
+	up := &targets{}
+	f.hooks.Up, f.hooks.Load = up.add, up.load
+	f.start()
+	f.register(Registration{ID: 3, URL: s.URL, Model: "m", Ranks: []uint32{1}})
+	up.want(t, 2)
+	up.wantLoad(t, 1, policy.Published{Running: 3, KVUsage: 0.5})
+	f.stop()
+}
+
+// TestRegisteredWorkerWithoutServerInfoHasItsPart: what fails to tell it is no SGLang
+// server.
+func TestRegisteredWorkerWithoutServerInfoHasItsPart(t *testing.T) {
+	s := newSGLangServer(t, nil)
+	s.set(func() { s.pages["/server_info"] = http.StatusInternalServerError })
+	f := newFakeFleet(t, fakeConfig(t, 0))
+	up := &targets{}
+	f.hooks.Up, f.loads = up.add, noLoads
+	f.start()
+	f.register(Registration{ID: 3, URL: s.URL, Model: "m", Ranks: []uint32{0}, Disagg: kv.Disagg{Role: kv.RolePrefill}})
+	if target := up.want(t, 2)[1]; target.Kind != kv.KindNIXL || target.Engine != kv.EngineVLLM {
+		t.Errorf("%+v", target)
+	}
 	f.stop()
 }
 
