@@ -14,7 +14,7 @@ import (
 // how started ones are looked after.
 type Flags struct {
 	Worker            []Attached    `group:"Workers" sep:";" placeholder:"url=URL,..." help:"Attach a worker that runs already: url=http://host:8100[,id=3][,kv-events=tcp://host:5557][,replay=tcp://host:5757][,load=tcp://host:5657][,key-env=NAME][,role=prefill|decode|both][,kind=nixl|sglang|mooncake][,bootstrap=host:8998]. Repeatable. Only url is needed: the worker itself names the rest, where it can: vLLM its event endpoints, SGLang those of events and load, its ranks and its part."`
-	WorkerAPIKeyEnv   string        `group:"Workers" name:"worker-api-key-env" placeholder:"NAME" help:"Environment variable with the bearer key that started and attached workers ask for. It replaces the client's own on every request. Default: VLLM_API_KEY, which replaces the client's only where the router asks for keys itself."`
+	WorkerAPIKeyEnv   string        `group:"Workers" name:"worker-api-key-env" placeholder:"NAME" help:"Environment variable with the bearer key that started and attached workers ask for. It replaces the client's own on every request. Default: VLLM_API_KEY (not with --engine sglang), which replaces the client's only where the router asks for keys itself."`
 	WorkerCA          string        `group:"Workers" name:"worker-ca" placeholder:"FILE" help:"PEM file of the authorities whose certificates workers with https:// show. Default: the system's."`
 	StartupTimeout    time.Duration `group:"Workers" default:"10m" help:"Longest time for a started worker to become ready."`
 	RestartBackoffMax time.Duration `group:"Workers" default:"30s" help:"Longest pause before a dead worker is started again; the first is 1s, each next one double."`
