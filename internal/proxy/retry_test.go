@@ -490,7 +490,9 @@ func TestAStuckWorkerIsLeft(t *testing.T) {
 			all.Wait()
 			total := clients * float64(lasts)
 			t.Logf("answered %d, time lost %.1f %%, waited longer than usual %.1f %%", answered.Load(), 100*float64(lost.Load())/total, 100*float64(slow.Load())/total)
-			if share := float64(lost.Load()) / total; share > 0.08 {
+			// Less than half of that on a quiet machine (make chaos holds 8 %); four fifths
+			// if nothing knew that the worker is stuck.
+			if share := float64(lost.Load()) / total; share > 0.16 {
 				t.Errorf("clients lost %.1f %% of their time", 100*share)
 			}
 		})
