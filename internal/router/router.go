@@ -225,7 +225,7 @@ func (r *Router) Up(t kv.Target) {
 	} else {
 		r.targets = slices.Insert(r.targets, at, t)
 	}
-	r.loads.expect(t.Key)
+	r.loads.expect(t)
 	r.outliers.Join(t.Key, t.Generation, r.Now())
 	r.notePairs()
 	r.drain(r.Now())
