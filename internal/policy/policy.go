@@ -158,13 +158,13 @@ func New(name string, settings Settings) (Policy, error) {
 //
 //	2·overlap − kv_usage − waiting/max(waiting)
 //
-// where overlap is the matched share of the prompt, kv_usage and waiting are as
-// the worker published them, the last term is 0 while nobody waits, and ties
-// are broken at random. A worker's waiting counts what was sent to it since it
-// last published.
+// where overlap is the matched share of the prompt, up to 1, kv_usage and waiting
+// are as the worker published them, the last term is 0 while nobody waits, and
+// ties are broken at random. A worker's waiting counts what was sent to it since
+// it last published.
 type standalone struct{}
 
-func (standalone) Traits() Traits { return Traits{} }
+func (standalone) Traits() Traits { return Traits{WholeMatch: true} }
 
 func (standalone) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	longest := 0

@@ -136,11 +136,11 @@ func TestEveryPolicyNameIsKnown(t *testing.T) {
 func TestTraitsOfEveryPolicy(t *testing.T) {
 	matching := Traits{ActiveBlocks: true, Siblings: true, WholeMatch: true}
 	want := map[string]Traits{
-		"standalone": {}, "least-loaded": {}, "power-of-two": {}, "round-robin": {}, "random": {},
+		"least-loaded": {}, "power-of-two": {}, "round-robin": {}, "random": {},
 		"kv":              {ActiveBlocks: true, WholeMatch: true},
 		"work":            {ActiveBlocks: true, Siblings: true},
 		"cache-threshold": matching, "variance": matching,
-		"thompson": {WholeMatch: true},
+		"standalone": {WholeMatch: true}, "thompson": {WholeMatch: true},
 	}
 	for _, name := range Names {
 		p, err := New(name, DefaultSettings())
