@@ -151,4 +151,10 @@ func TestTraitsOfEveryPolicy(t *testing.T) {
 			t.Errorf("%s wants %+v counted, not %+v", name, p.Traits(), got)
 		}
 	}
+	settings := DefaultSettings()
+	settings.Ties = tiesSmallestTree
+	p, err := New("kv", settings)
+	if got := p.Traits(); err != nil || got != (Traits{ActiveBlocks: true, WholeMatch: true, TreeBlocks: true}) {
+		t.Errorf("kv with --ties smallest-tree wants %+v counted, %v", got, err)
+	}
 }
