@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -161,6 +162,10 @@ func (r *hintReader) annotations(list gjson.Result, into *Hints) {
 	entries, ok := jsonbody.Elements(list, maxAnnotations)
 	if !ok {
 		r.fail(hint{"nvext.annotations", fmt.Sprintf("more than %d", maxAnnotations)}, fmt.Sprintf("at most %d strings", maxAnnotations))
+	}
+	if slices.ContainsFunc(entries, func(entry gjson.Result) bool { return entry.Type != gjson.String }) {
+		r.fail(hint{"nvext.annotations", list.Raw}, "a list of strings")
+		return
 	}
 	for _, entry := range entries {
 		switch name, value, _ := strings.Cut(entry.Str, ":"); {

@@ -19,7 +19,7 @@ func TestPrefixHintsComeFromThreePlaces(t *testing.T) {
 	}{
 		{``, nil, none, ""},
 		{`{"annotations":["prefix_id:a:b","total_requests:10","osl:high","iat:LOW"]}`, nil, Prefix{ID: "a:b", Total: 10, OSL: LevelHigh, IAT: LevelLow}, ""},
-		{`{"annotations":["prefix_id","osl",7,null,{"osl":1}]}`, nil, none, ""},
+		{`{"annotations":["prefix_id","osl","iat"]}`, nil, none, ""},
 		{`{"agent_hints":{"prefix_id":"p","total_requests":7,"osl":2048,"iat":50}}`, nil, Prefix{ID: "p", Total: 7, OSL: LevelHigh, IAT: LevelLow}, ""},
 		{`{"agent_hints":{"prefix_id":null,"total_requests":null,"osl":null,"iat":null}}`, nil, none, ""},
 		{``, []string{"x-prefix-id", "h", "x-prefix-total-requests", "3", "x-prefix-osl", "LOW", "x-prefix-iat", "900"}, Prefix{ID: "h", Total: 3, OSL: LevelLow, IAT: LevelHigh}, ""},

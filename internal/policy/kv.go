@@ -15,10 +15,17 @@ type Settings struct {
 	DecodeActiveRequestWeight float64  `group:"Policy kv" default:"0" help:"Blocks that each request in flight counts beside its own."`
 	RouterTemperature         float64  `group:"Policy kv" default:"0" help:"Chance in the choice: 0 always takes the cheapest worker, 1 nearly any."`
 	OverlapScoreWeight        *float64 `group:"Policy kv" placeholder:"NUMBER" help:"Older name of --prefill-load-scale, which it overrules; 0 also sets --overlap-score-credit 0."`
+	Ties                      string   `group:"Policy kv" default:"random" enum:"random,smallest-tree" help:"Which of equally cheap workers gets the request: ${enum}; any, or as in Dynamo 1.0 the one of which the index has the fewest blocks, where one that holds nothing of the prompt counts as having none. A --router-temperature above 0 draws instead."`
 
 	CacheSettings
 	ThompsonSettings
 }
+
+// Values of --ties.
+const (
+	tiesRandom       = "random"
+	tiesSmallestTree = "smallest-tree"
+)
 
 // Override holds settings of policy kv for one request; a nil one stays as it is.
 type Override struct {
@@ -33,7 +40,7 @@ type Override struct {
 // DefaultSettings returns the defaults of the flags, which the tags above repeat.
 func DefaultSettings() Settings {
 	return Settings{
-		PrefillLoadScale: 1, OverlapScoreCredit: 1,
+		PrefillLoadScale: 1, OverlapScoreCredit: 1, Ties: tiesRandom,
 		CacheSettings: defaultCacheSettings(), ThompsonSettings: ThompsonSettings{ThompsonFixes: "all"},
 	}
 }
@@ -109,12 +116,15 @@ func (s Settings) with(o *Override) Settings {
 // token, active the distinct prompt blocks in use and new those that this
 // prompt would add. The credit is overlap_score_credit / (1 + decay·excess /
 // ⌈prompt⌉), where excess is what is queued beyond the worker with the least.
-// Ties are broken at random. A temperature above 0 draws instead, by the
-// softmax of −cost / (highest − lowest cost) / temperature. Where prompt tokens
-// are not tracked, they cost nothing, and the credit goes off the blocks.
+// Ties are broken at random, or as in Dynamo 1.0 by the smallest tree and then at
+// random. A temperature above 0 draws instead, by the softmax of −cost / (highest
+// − lowest cost) / temperature. Where prompt tokens are not tracked, they cost
+// nothing, and the credit goes off the blocks.
 type kvPolicy struct{ settings Settings }
 
-func (kvPolicy) Traits() Traits { return Traits{ActiveBlocks: true, WholeMatch: true} }
+func (p kvPolicy) Traits() Traits {
+	return Traits{ActiveBlocks: true, WholeMatch: true, TreeBlocks: p.settings.Ties == tiesSmallestTree}
+}
 
 func (p kvPolicy) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	p.settings = p.settings.with(q.Override)
@@ -125,7 +135,26 @@ func (p kvPolicy) Choose(q Query, candidates []Candidate, random *rand.Rand) int
 	if p.settings.RouterTemperature > 0 {
 		return softmaxOfCosts(candidates, p.settings.RouterTemperature, random, func(c *Candidate) float64 { return p.cost(q, c, least) })
 	}
-	return best(candidates, random, func(c *Candidate) float64 { return -p.cost(q, c, least) })
+	score := func(c *Candidate) float64 { return -p.cost(q, c, least) }
+	if p.settings.Ties == tiesSmallestTree {
+		return bestOfSmallestTree(candidates, random, score)
+	}
+	return best(candidates, random, score)
+}
+
+// bestOfSmallestTree is best, but that of several with the highest score those with
+// the fewest TreeBlocks go before the others.
+func bestOfSmallestTree(candidates []Candidate, random *rand.Rand, score func(*Candidate) float64) int {
+	highest := math.Inf(-1)
+	for i := range candidates {
+		highest = max(highest, score(&candidates[i]))
+	}
+	return best(candidates, random, func(c *Candidate) float64 {
+		if score(c) < highest {
+			return math.Inf(-1)
+		}
+		return -float64(c.TreeBlocks)
+	})
 }
 
 // cost is in blocks; least is the least PrefillTokens of all candidates.

@@ -6,6 +6,7 @@ import (
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
+	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
@@ -109,6 +110,42 @@ func TestSchedulerOverridesOfARequest(t *testing.T) {
 				t.Errorf("chosen %v times, want both", counts)
 			}
 		})
+	}
+}
+
+// TestTheTreeOfAWorkerWithoutAMatchCountsAsEmpty: Dynamo 1.0 has the sizes only of
+// workers that hold some of the prompt.
+func TestTheTreeOfAWorkerWithoutAMatchCountsAsEmpty(t *testing.T) {
+	settings := policy.DefaultSettings()
+	settings.Ties = "smallest-tree"
+	rule, err := policy.New("kv", settings)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := router.NewRouter(radix.NewTree(), rule, testkit.BlockSize, 1)
+	for i := range uint64(3) {
+		r.Up(kv.Target{Key: kv.WorkerKey{Worker: i}})
+	}
+	prompt := testkit.Tokens(1, 20)
+	routertest.Hold(r, 0, prompt)
+	routertest.Hold(r, 0, testkit.Tokens(500, 8))
+	routertest.Hold(r, 1, prompt)
+	routertest.Hold(r, 2, testkit.Tokens(900, 400))
+	none := 0.0
+	for _, test := range []struct {
+		name     string
+		override *policy.Override
+		want     uint64
+	}{
+		{"of the two that hold the prompt the smaller tree", nil, 1},
+		{"of three that cost the same the one without a match", &policy.Override{OverlapScoreCredit: &none}, 2},
+	} {
+		for range 50 {
+			d := routertest.MustRoute(t, r, router.Request{Tokens: prompt, Override: test.override, QueryOnly: true})
+			if d.Target.Key.Worker != test.want {
+				t.Fatalf("%s: worker %d, want %d", test.name, d.Target.Key.Worker, test.want)
+			}
+		}
 	}
 }
 

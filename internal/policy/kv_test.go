@@ -103,6 +103,42 @@ func TestKVTemperatureDrawsByCost(t *testing.T) {
 	}
 }
 
+func TestKVBreaksTiesByTheSmallestTreeWhereAsked(t *testing.T) {
+	worker := func(p *pool, overlap, tree int) *pool {
+		p.add(overlap, Load{})
+		p.candidates[len(p.candidates)-1].TreeBlocks = tree
+		return p
+	}
+	for _, test := range []struct {
+		name        string
+		ties        string
+		temperature float64
+		pool        *pool
+		want        []bool // who is drawn at all
+	}{
+		{"the smallest of those that are equal", tiesSmallestTree, 0, worker(worker(worker(new(pool), 2, 30), 2, 20), 2, 40), []bool{false, true, false}},
+		{"cost goes before size", tiesSmallestTree, 0, worker(worker(new(pool), 3, 99), 2, 20), []bool{true, false}},
+		{"a smaller tree at a higher cost does not count", tiesSmallestTree, 0, worker(worker(worker(new(pool), 2, 30), 1, 5), 2, 40), []bool{true, false, false}},
+		{"equal trees are drawn among", tiesSmallestTree, 0, worker(worker(worker(new(pool), 2, 20), 2, 20), 2, 40), []bool{true, true, false}},
+		{"a temperature draws", tiesSmallestTree, 1, worker(worker(new(pool), 2, 20), 2, 40), []bool{true, true}},
+		{"at random otherwise", tiesRandom, 0, worker(worker(new(pool), 2, 20), 2, 40), []bool{true, true}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			settings := DefaultSettings()
+			settings.Ties, settings.RouterTemperature = test.ties, test.temperature
+			policy, err := New("kv", settings)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for i, n := range draws(policy, Query{Tokens: 640, BlockSize: 64}, test.pool.candidates) {
+				if test.want[i] != (n > 300) || !test.want[i] && n > 0 {
+					t.Errorf("candidate %d was chosen %d of 1000 times, want it chosen: %v", i, n, test.want[i])
+				}
+			}
+		})
+	}
+}
+
 func TestSchedulerSoftmax(t *testing.T) {
 	random := rand.New(rand.NewPCG(1, 2))
 	for _, test := range []struct {

@@ -33,7 +33,10 @@ type Candidate struct {
 	// NewBlocks are the prompt's full blocks that no request in flight on it
 	// has; counted only for policies that ask.
 	NewBlocks int
-	Load      Load
+	// TreeBlocks is how many blocks the index has of a worker that holds some of
+	// the prompt, and 0 of others; counted only for policies that ask.
+	TreeBlocks int
+	Load       Load
 }
 
 // Policy chooses among candidates, of which there is at least one, and returns
@@ -57,6 +60,8 @@ type Traits struct {
 	// WholeMatch counts all matched blocks of a prompt as saved work, even if
 	// that is the whole prompt, of which an engine computes the last block.
 	WholeMatch bool
+	// TreeBlocks asks for Candidate.TreeBlocks.
+	TreeBlocks bool
 }
 
 // Learner is a policy that learns from finished requests. Learn is called as
@@ -158,13 +163,13 @@ func New(name string, settings Settings) (Policy, error) {
 //
 //	2·overlap − kv_usage − waiting/max(waiting)
 //
-// where overlap is the matched share of the prompt, kv_usage and waiting are as
-// the worker published them, the last term is 0 while nobody waits, and ties
-// are broken at random. A worker's waiting counts what was sent to it since it
-// last published.
+// where overlap is the matched share of the prompt, up to 1, kv_usage and waiting
+// are as the worker published them, the last term is 0 while nobody waits, and
+// ties are broken at random. A worker's waiting counts what was sent to it since
+// it last published.
 type standalone struct{}
 
-func (standalone) Traits() Traits { return Traits{} }
+func (standalone) Traits() Traits { return Traits{WholeMatch: true} }
 
 func (standalone) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	longest := 0

@@ -136,11 +136,11 @@ func TestEveryPolicyNameIsKnown(t *testing.T) {
 func TestTraitsOfEveryPolicy(t *testing.T) {
 	matching := Traits{ActiveBlocks: true, Siblings: true, WholeMatch: true}
 	want := map[string]Traits{
-		"standalone": {}, "least-loaded": {}, "power-of-two": {}, "round-robin": {}, "random": {},
+		"least-loaded": {}, "power-of-two": {}, "round-robin": {}, "random": {},
 		"kv":              {ActiveBlocks: true, WholeMatch: true},
 		"work":            {ActiveBlocks: true, Siblings: true},
 		"cache-threshold": matching, "variance": matching,
-		"thompson": {WholeMatch: true},
+		"standalone": {WholeMatch: true}, "thompson": {WholeMatch: true},
 	}
 	for _, name := range Names {
 		p, err := New(name, DefaultSettings())
@@ -150,5 +150,11 @@ func TestTraitsOfEveryPolicy(t *testing.T) {
 		if got, known := want[name]; !known || p.Traits() != got {
 			t.Errorf("%s wants %+v counted, not %+v", name, p.Traits(), got)
 		}
+	}
+	settings := DefaultSettings()
+	settings.Ties = tiesSmallestTree
+	p, err := New("kv", settings)
+	if got := p.Traits(); err != nil || got != (Traits{ActiveBlocks: true, WholeMatch: true, TreeBlocks: true}) {
+		t.Errorf("kv with --ties smallest-tree wants %+v counted, %v", got, err)
 	}
 }

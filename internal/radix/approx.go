@@ -24,7 +24,8 @@ import (
 // Time. Other workers are believed to hold what was used no longer ago than the
 // time to live (its last use is its last request's end), and all of them
 // together no more than maxBlocks: beyond that the blocks used longest ago go
-// until pruneTo are left. Blocks of requests in flight always stay.
+// until pruneTo are left. Blocks of requests in flight always stay. The time to
+// live may hold for workers of known size as well: the earlier limit counts.
 //
 // Corrections. An answer's cached_tokens may show that an engine had lost what
 // it was believed to hold. It loses the oldest first; so whatever was used no
@@ -38,6 +39,7 @@ type Approx struct {
 	maxBlocks         int
 	pruneTo           int
 	now               func() time.Time
+	ttlForAll         bool         // the time to live holds for workers of known size too
 	learns            bool         // how much a worker holds, by corrections
 	corrected         bool         // by what answers say of the cache
 	due               atomic.Int64 // no block's time is over before; in Unix ns
@@ -67,6 +69,10 @@ const maxAnswer = 1 << 16
 // SetCorrected says whether the cached tokens that answers report correct the index;
 // at first they do. Call it before the index is used.
 func (a *Approx) SetCorrected(corrected bool) { a.corrected = corrected }
+
+// SetTTLForAll says whether the time to live holds for workers of known size too; at
+// first it does not. Call it before the index is used.
+func (a *Approx) SetTTLForAll(forAll bool) { a.ttlForAll = forAll }
 
 // Assumed is one routed prompt and what its worker is believed to hold of it. Its
 // owner must call End or Fail.
@@ -341,18 +347,21 @@ func (a *Approx) evict(w kv.WorkerKey, c *assumedCache, at int64, limit int) int
 	return len(a.evicted)
 }
 
-// expire gives up what workers of unknown size no longer count as holding.
+// expire gives up what workers no longer count as holding by the time to live, and
+// those of unknown size by their number of blocks.
 func (a *Approx) expire(now int64) {
 	due, blocks := int64(math.MaxInt64), 0
 	for w, c := range a.Caches {
-		if c.capacity > 0 {
+		if c.capacity > 0 && !a.ttlForAll {
 			continue
 		}
 		a.evict(w, c, now-int64(a.ttl), math.MaxInt)
 		if used, ok := c.oldest(); ok {
 			due = min(due, used+int64(a.ttl))
 		}
-		blocks += c.Pool.Held()
+		if c.capacity == 0 {
+			blocks += c.Pool.Held()
+		}
 	}
 	a.due.Store(due)
 	if blocks <= a.maxBlocks {

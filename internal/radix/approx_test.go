@@ -174,6 +174,33 @@ func TestApproxKnownSizeForgetsAsTheEngineDoes(t *testing.T) {
 	x.checked()
 }
 
+func TestApproxTTLForAllIsTheEarlierLimit(t *testing.T) {
+	x := newApproxTest(t, time.Minute, 1, 0)
+	x.SetTTLForAll(true)
+	x.SetCapacity(testkit.W0, 10)
+	p, q := testkit.Prompt(1, 4), testkit.Prompt(2, 8)
+	x.route(testkit.W0, p)
+	x.route(testkit.W1, testkit.Prompt(3, 1))
+	x.wants(p, kv.Match{Worker: testkit.W0, Blocks: 4})                    // no number of blocks but its own bounds it,
+	x.wants(testkit.Prompt(3, 1), kv.Match{Worker: testkit.W1, Blocks: 1}) // nor does it count with those of others
+	x.clock = x.clock.Add(30 * time.Second)
+	x.route(testkit.W0, q) // takes two blocks of p
+	x.wants(p, kv.Match{Worker: testkit.W0, Blocks: 2})
+	x.clock = x.clock.Add(30 * time.Second)
+	x.wants(p)
+	x.wants(q, kv.Match{Worker: testkit.W0, Blocks: 8})
+	running := x.Routed(testkit.W0, q[:3])
+	x.clock = x.clock.Add(30 * time.Second)
+	x.wants(q, kv.Match{Worker: testkit.W0, Blocks: 3}) // in flight
+	running.End(0, -1)
+	x.clock = x.clock.Add(time.Minute)
+	x.wants(q)
+	x.checked()
+	if n := x.Blocks(testkit.W0); n != 0 {
+		t.Errorf("%d blocks are left", n)
+	}
+}
+
 func TestApproxLearnsFromCachedTokens(t *testing.T) {
 	for _, test := range []struct {
 		name   string
@@ -313,6 +340,8 @@ func TestApproxEqualsModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		clock := time.Unix(1000, 0)
 		x := NewApprox(ttl, maxBlocks, target, func() time.Time { return clock })
+		ttlForAll := rapid.Bool().Draw(t, "ttl for all")
+		x.SetTTLForAll(ttlForAll)
 		workers := []kv.WorkerKey{testkit.W0, {Worker: 0, Rank: 1}, testkit.W1}
 		model := map[kv.WorkerKey]*plainCache{}
 		capacity := map[kv.WorkerKey]int{}
@@ -333,6 +362,9 @@ func TestApproxEqualsModel(t *testing.T) {
 			}
 			var idle []aged
 			for _, w := range workers {
+				if c := model[w]; c != nil && ttlForAll {
+					c.lose(clock.Add(-ttl))
+				}
 				if c := model[w]; c != nil && c.capacity == 0 {
 					c.lose(clock.Add(-ttl))
 					total += len(c.users) + len(c.idle)
@@ -440,7 +472,7 @@ func TestApproxEqualsModel(t *testing.T) {
 			},
 			"": func(t *rapid.T) {
 				for _, c := range model {
-					if c.capacity == 0 {
+					if c.capacity == 0 || ttlForAll {
 						c.lose(clock.Add(-ttl))
 					}
 				}

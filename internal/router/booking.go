@@ -258,7 +258,8 @@ type WorkerLoad struct {
 	Key                    kv.WorkerKey
 	PotentialPrefillTokens int
 	PotentialDecodeBlocks  int
-	ActiveRequests         int // without the one more
+	ActiveRequests         int     // without the one more
+	Role                   kv.Role // with which the worker is up, or was last; set by Loads
 }
 
 // Loads returns the load of every worker that is up or has bookings, by key.
@@ -275,7 +276,7 @@ func (r *Router) Loads() []WorkerLoad {
 	var loads []WorkerLoad
 	for _, key := range slices.Compact(keys) {
 		load := r.loads.get(key, now)
-		loads = append(loads, WorkerLoad{Key: key, PotentialPrefillTokens: load.PrefillTokens, PotentialDecodeBlocks: load.ActiveBlocks, ActiveRequests: load.InFlight})
+		loads = append(loads, WorkerLoad{Key: key, PotentialPrefillTokens: load.PrefillTokens, PotentialDecodeBlocks: load.ActiveBlocks, ActiveRequests: load.InFlight, Role: r.loads.role(key)})
 	}
 	return loads
 }

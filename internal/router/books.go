@@ -34,6 +34,7 @@ type workerLoad struct {
 	policy.Load
 	number uint32
 	gone   bool // to be dropped with its last booking
+	role   kv.Role
 	done   tally
 	tally  time.Time // when done was brought up to date
 
@@ -340,8 +341,19 @@ func (l *Loads) silence(w kv.WorkerKey) {
 	}
 }
 
-// expect keeps w, which is up, even while it has no bookings.
-func (l *Loads) expect(w kv.WorkerKey) { l.of(w).gone = false }
+// expect keeps t, which is up, even while it has no bookings.
+func (l *Loads) expect(t kv.Target) {
+	load := l.of(t.Key)
+	load.gone, load.role = false, t.Role
+}
+
+// role returns the role with which w was up last.
+func (l *Loads) role(w kv.WorkerKey) kv.Role {
+	if load := l.byWorker[w]; load != nil {
+		return load.role
+	}
+	return kv.RoleBoth
+}
 
 // drop forgets w if it is gone and has no bookings.
 func (l *Loads) drop(w kv.WorkerKey) {

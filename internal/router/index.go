@@ -13,21 +13,21 @@ import (
 // IndexSettings holds the settings of the index. Those of approximate indexes have
 // the names and defaults of Dynamo's, those of prefix trees of SGLang's.
 type IndexSettings struct {
-	NoKVEvents             bool    `group:"Index" name:"no-kv-events" help:"Follow no KV events and have started workers publish none: a prompt counts as cached where it was routed, until that worker's memory (its size is on its /metrics) must have been taken by others or an answer's cached_tokens say otherwise."`
-	RouterTTLSecs          float64 `group:"Index" name:"router-ttl-secs" default:"120" help:"With --no-kv-events, on workers that do not tell the size of their cache: seconds from its last use for which a prompt counts as cached."`
-	RouterMaxTreeSize      int     `group:"Index" name:"router-max-tree-size" default:"1048576" help:"With --no-kv-events: most blocks that count as cached on all workers that do not tell the size of their cache."`
-	RouterPruneTargetRatio float64 `group:"Index" name:"router-prune-target-ratio" default:"0.8" help:"Share of --router-max-tree-size that is left once it was exceeded; the blocks used longest ago go."`
-	RouterPredictedTTLSecs float64 `group:"Index" name:"router-predicted-ttl-secs" default:"0" help:"Besides following KV events, count a prompt as cached where it was routed until so many seconds after its answer, for others like it that come before its events; 0: do not. Policies work, cache-threshold and variance do so by themselves until the answer's end."`
-	PrefixSource           string  `group:"Index" placeholder:"events|approx" help:"Where policies cache-threshold and variance know from what is cached: events, the index of KV events; approx, a tree of the prompts that were routed to each worker. Default: events, with --no-kv-events approx."`
-	MaxTreeSize            int     `group:"Index" default:"16777216" help:"With --prefix-source approx: tokens that each worker's tree keeps; what was used longest ago goes. A block takes some 200 bytes."`
-	EvictionInterval       float64 `group:"Index" default:"60" help:"Seconds from one such eviction to the next; a tree may grow to twice its size in between."`
-	CacheCorrection        bool    `group:"Index" default:"true" negatable:"" help:"With --no-kv-events or --prefix-source approx: take back what an answer's cached_tokens show that an engine has lost. vLLM tells of them with --enable-prompt-tokens-details, SGLang with --enable-cache-report."`
+	NoKVEvents             bool     `group:"Index" name:"no-kv-events" help:"Follow no KV events and have started workers publish none: a prompt counts as cached where it was routed, until that worker's memory (its size is on its /metrics) must have been taken by others or an answer's cached_tokens say otherwise."`
+	RouterTTLSecs          *float64 `group:"Index" name:"router-ttl-secs" placeholder:"SECONDS" help:"With --no-kv-events: seconds from its last use for which a prompt counts as cached, on a worker that tells the size of its cache until that is used up if it is sooner. Default: 120 on workers that do not tell it, on others their size alone counts."`
+	RouterMaxTreeSize      int      `group:"Index" name:"router-max-tree-size" default:"1048576" help:"With --no-kv-events: most blocks that count as cached on all workers that do not tell the size of their cache."`
+	RouterPruneTargetRatio float64  `group:"Index" name:"router-prune-target-ratio" default:"0.8" help:"Share of --router-max-tree-size that is left once it was exceeded; the blocks used longest ago go."`
+	RouterPredictedTTLSecs float64  `group:"Index" name:"router-predicted-ttl-secs" default:"0" help:"Besides following KV events, count a prompt as cached where it was routed until so many seconds after its answer, for others like it that come before its events; 0: do not. Policies work, cache-threshold and variance do so by themselves until the answer's end."`
+	PrefixSource           string   `group:"Index" placeholder:"events|approx" help:"Where policies cache-threshold and variance know from what is cached: events, the index of KV events; approx, a tree of the prompts that were routed to each worker. Default: events, with --no-kv-events approx."`
+	MaxTreeSize            int      `group:"Index" default:"16777216" help:"With --prefix-source approx: tokens that each worker's tree keeps; what was used longest ago goes. A block takes some 200 bytes."`
+	EvictionInterval       float64  `group:"Index" default:"60" help:"Seconds from one such eviction to the next; a tree may grow to twice its size in between."`
+	CacheCorrection        bool     `group:"Index" default:"true" negatable:"" help:"With --no-kv-events or --prefix-source approx: take back what an answer's cached_tokens show that an engine has lost. vLLM tells of them with --enable-prompt-tokens-details, SGLang with --enable-cache-report."`
 }
 
 // DefaultIndexSettings returns the defaults of the flags.
 func DefaultIndexSettings() IndexSettings {
 	return IndexSettings{
-		RouterTTLSecs: 120, RouterMaxTreeSize: 1 << 20, RouterPruneTargetRatio: 0.8,
+		RouterMaxTreeSize: 1 << 20, RouterPruneTargetRatio: 0.8,
 		MaxTreeSize: 1 << 24, EvictionInterval: 60, CacheCorrection: true,
 	}
 }
@@ -41,8 +41,12 @@ const (
 // Validate checks the settings together with the policies that may run.
 func (c IndexSettings) Validate(policies ...string) error {
 	switch {
-	case !(c.RouterTTLSecs > 0) || c.RouterTTLSecs > maxIndexTTL:
-		return fmt.Errorf("--router-ttl-secs %v: give more than 0 and at most %g", c.RouterTTLSecs, maxIndexTTL)
+	case c.RouterTTLSecs != nil && (!(*c.RouterTTLSecs > 0) || *c.RouterTTLSecs > maxIndexTTL):
+		return fmt.Errorf("--router-ttl-secs %v: give more than 0 and at most %g", *c.RouterTTLSecs, maxIndexTTL)
+	case c.RouterTTLSecs != nil && !c.NoKVEvents:
+		return errors.New("--router-ttl-secs goes with --no-kv-events: KV events tell what a worker has given up")
+	case c.RouterTTLSecs != nil && !slices.ContainsFunc(policies, func(name string) bool { return !c.HasTrees(name) }):
+		return errors.New("--router-ttl-secs does not bound the prefix trees of --policy cache-threshold and variance: give --max-tree-size and --eviction-interval")
 	case c.RouterMaxTreeSize < 1:
 		return fmt.Errorf("--router-max-tree-size %d: give at least 1 block", c.RouterMaxTreeSize)
 	case !(c.RouterPruneTargetRatio >= 0 && c.RouterPruneTargetRatio <= 1):
@@ -68,6 +72,9 @@ func (c IndexSettings) Validate(policies ...string) error {
 }
 
 const (
+	// defaultTTL is the time to live, seconds, on workers that do not tell the size of
+	// their cache: Dynamo's.
+	defaultTTL = 120.0
 	// maxIndexTTL is the longest time to live, seconds: a year.
 	maxIndexTTL = 366 * 24 * 3600.0
 	// maxTreeTokens is the largest tree: its blocks have 32-bit numbers.
@@ -103,7 +110,12 @@ func NewIndex(c IndexSettings, name string, settings policy.Settings, blockSize 
 		trees.SetCorrected(c.CacheCorrection)
 		return trees
 	case c.NoKVEvents:
-		routed := radix.NewApprox(seconds(c.RouterTTLSecs), c.RouterMaxTreeSize, c.RouterPruneTargetRatio, now)
+		ttl := defaultTTL
+		if c.RouterTTLSecs != nil {
+			ttl = *c.RouterTTLSecs
+		}
+		routed := radix.NewApprox(seconds(ttl), c.RouterMaxTreeSize, c.RouterPruneTargetRatio, now)
+		routed.SetTTLForAll(c.RouterTTLSecs != nil)
 		routed.SetCorrected(c.CacheCorrection)
 		return routed
 	case c.RouterPredictedTTLSecs > 0:

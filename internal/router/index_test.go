@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -35,6 +36,63 @@ func TestIndexerCases(t *testing.T) {
 			t.Run(kind+"/"+c.name, func(t *testing.T) {
 				c.run(t, NewIndex(config, "standalone", policy.DefaultSettings(), testkit.BlockSize, time.Now))
 			})
+		}
+	}
+}
+
+// TestATimeToLiveThatIsGivenHoldsForWorkersOfKnownSize: it did nothing there.
+func TestATimeToLiveThatIsGivenHoldsForWorkersOfKnownSize(t *testing.T) {
+	second := 1.0
+	for _, test := range []struct {
+		name         string
+		ttl          *float64
+		after        time.Duration
+		sized, other int // blocks that count as cached
+	}{
+		{"given", &second, time.Second - 1, 6, 6},
+		{"given and over", &second, time.Second, 0, 0},
+		{"not given", nil, 2*time.Minute - 1, 6, 6},
+		{"not given and over", nil, 2 * time.Minute, 6, 0},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			clock := time.Unix(1000, 0)
+			config := DefaultIndexSettings()
+			config.NoKVEvents, config.RouterTTLSecs = true, test.ttl
+			x := NewIndex(config, "kv", policy.DefaultSettings(), testkit.BlockSize, func() time.Time { return clock }).(radix.Assumer)
+			x.SetCapacity(testkit.W0, 100)
+			p := testkit.Prompt(1, 6)
+			x.Routed(testkit.W0, p).End(0, -1)
+			x.Routed(testkit.W1, p).End(0, -1)
+			clock = clock.Add(test.after)
+			var want []kv.Match
+			for w, blocks := range []int{test.sized, test.other} {
+				if blocks > 0 {
+					want = append(want, kv.Match{Worker: kv.WorkerKey{Worker: uint64(w)}, Blocks: blocks})
+				}
+			}
+			matches(t, x, p, want...)
+		})
+	}
+}
+
+func TestATimeToLiveWithoutEffectIsRefused(t *testing.T) {
+	for _, test := range []struct {
+		name     string
+		settings IndexSettings
+		policies []string
+		says     string // empty: it is taken
+	}{
+		{"with events", IndexSettings{}, []string{"work"}, "--no-kv-events"},
+		{"with trees", IndexSettings{NoKVEvents: true}, []string{"variance", "cache-threshold"}, "--max-tree-size"},
+		{"with trees for one of two policies", IndexSettings{NoKVEvents: true}, []string{"variance", "kv"}, ""},
+		{"with a guess", IndexSettings{NoKVEvents: true}, []string{"kv"}, ""},
+	} {
+		ttl := 60.0
+		c := DefaultIndexSettings()
+		c.NoKVEvents, c.RouterTTLSecs = test.settings.NoKVEvents, &ttl
+		err := c.Validate(test.policies...)
+		if test.says == "" && err != nil || test.says != "" && (err == nil || !strings.Contains(err.Error(), "--router-ttl-secs") || !strings.Contains(err.Error(), test.says)) {
+			t.Errorf("%s: %v, want an error about %q", test.name, err, test.says)
 		}
 	}
 }

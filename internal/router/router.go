@@ -225,7 +225,7 @@ func (r *Router) Up(t kv.Target) {
 	} else {
 		r.targets = slices.Insert(r.targets, at, t)
 	}
-	r.loads.expect(t.Key)
+	r.loads.expect(t)
 	r.outliers.Join(t.Key, t.Generation, r.Now())
 	r.notePairs()
 	r.drain(r.Now())
@@ -436,6 +436,9 @@ func (r *Router) candidate(p *prompt, t *kv.Target, now time.Time) policy.Candid
 		c.Overlap = *p.Cached / r.blockSize
 	} else if i := slices.IndexFunc(p.matches, func(m kv.Match) bool { return m.Worker == t.Key }); i >= 0 {
 		c.Overlap = p.matches[i].Blocks
+		if r.traits.TreeBlocks {
+			c.TreeBlocks = r.index.Blocks(t.Key)
+		}
 	}
 	if p.counted && p.shared {
 		active := r.loads.Active(t.Key, p.sequence)

@@ -71,6 +71,23 @@ func TestOverlapLeavesTheLastTokenToTheEngine(t *testing.T) {
 	}
 }
 
+// TestStandaloneAlwaysTakesTheHolderOfAWholePrompt, as the example does, whose overlap
+// goes up to 1: capped at what an engine can use, a prompt of one cached block went to
+// any worker.
+func TestStandaloneAlwaysTakesTheHolderOfAWholePrompt(t *testing.T) {
+	for _, blocks := range []int{1, 2, 8} {
+		r := NewTestRouter(t, "standalone", 4)
+		prompt := testkit.Tokens(1, blocks*testkit.BlockSize)
+		Hold(r, 3, prompt)
+		for range 24 {
+			d := MustRoute(t, r, Request{Tokens: prompt, ChooseOnly: true})
+			if d.Target.Key.Worker != 3 || d.OverlapTokens != (blocks-1)*testkit.BlockSize {
+				t.Fatalf("%d blocks: worker %d, which can use %d tokens; want worker 3 and all but the last block", blocks, d.Target.Key.Worker, d.OverlapTokens)
+			}
+		}
+	}
+}
+
 func TestSaltAndAdapterNeverShareBlocks(t *testing.T) {
 	r := NewTestRouter(t, "standalone", 1)
 	prompt := testkit.Tokens(1, 20)

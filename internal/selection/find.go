@@ -3,6 +3,8 @@ package selection
 import (
 	"crypto/rand"
 	"encoding/hex"
+	"encoding/json"
+	"errors"
 	"fmt"
 	"math"
 	"net/http"
@@ -163,21 +165,24 @@ type feedbackQuery struct {
 	FinishReason string   `json:"finish_reason"`
 }
 
-// wrong says what of a query makes no sense; empty: nothing.
-func (q feedbackQuery) wrong() string {
+// readFeedback reads a query; its error says what of it makes no sense.
+func readFeedback(text []byte) (q feedbackQuery, err error) {
+	if err := json.Unmarshal(text, &q); err != nil {
+		return q, fieldError(err)
+	}
 	switch {
 	case q.DecisionID == "":
-		return "decision_id is missing: give that of /find_worker's answer"
+		err = errors.New("decision_id is missing: give that of /find_worker's answer")
 	case q.LatencyMS == nil:
-		return "latency_ms is missing: give the time from sending the request to the end of its answer"
+		err = errors.New("latency_ms is missing: give the time from sending the request to the end of its answer")
 	case !(*q.LatencyMS >= 0 && *q.LatencyMS <= maxFeedbackMS):
-		return "latency_ms must be a time, at least 0"
+		err = errors.New("latency_ms must be a time, at least 0")
 	case q.TokensIn < 0 || q.TokensOut < 0:
-		return "tokens_in and tokens_out cannot be negative"
+		err = errors.New("tokens_in and tokens_out cannot be negative")
 	case q.TokensIn > kv.MaxTokens || q.TokensOut > kv.MaxTokens:
-		return fmt.Sprintf("tokens_in and tokens_out are at most %d", kv.MaxTokens)
+		err = fmt.Errorf("tokens_in and tokens_out are at most %d", kv.MaxTokens)
 	}
-	return ""
+	return q, err
 }
 
 // maxFeedbackMS is the longest latency that a time.Duration can be.
@@ -206,14 +211,17 @@ type feedbackAnswer struct {
 	Error        string  `json:"error,omitempty"`
 }
 
-// feedback takes in how a request ended that /find_worker decided on.
+// feedback takes in how a request ended that /find_worker decided on. What makes no
+// sense is answered as in the NeMo Agent Toolkit: not ok, and why; the decision
+// waits on for its feedback.
 func (s *Service) feedback(c *gin.Context) {
-	var query feedbackQuery
-	if !body(c, &query) {
+	var text json.RawMessage
+	if !body(c, &text) {
 		return
 	}
-	if wrong := query.wrong(); wrong != "" {
-		plainError(c, http.StatusUnprocessableEntity, "bad body: "+wrong)
+	query, err := readFeedback(text)
+	if err != nil {
+		c.JSON(http.StatusOK, feedbackAnswer{Error: "bad body: " + err.Error()})
 		return
 	}
 	if booking := s.decisions.take(query.DecisionID); booking != nil {

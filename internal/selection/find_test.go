@@ -218,7 +218,7 @@ func TestFindWorkerPassesHintsOn(t *testing.T) {
 	}
 }
 
-func TestFindWorkerAndFeedbackRefuseWhatMakesNoSense(t *testing.T) {
+func TestFindWorkerRefusesWhatMakesNoSense(t *testing.T) {
 	_, ask := newFinder(t, routertest.NewTestRouter(t, "thompson", 1))
 	for _, c := range []struct {
 		path, body string
@@ -231,17 +231,49 @@ func TestFindWorkerAndFeedbackRefuseWhatMakesNoSense(t *testing.T) {
 		{"/find_worker", `{"tokens":[1],"expected_osl":1}`, 422, "expected_osl"},
 		{"/find_worker", `{"tokens":[1],"prefix_id":"` + strings.Repeat("x", hints.MaxPrefixID+1) + `"}`, 400, "prefix_id"},
 		{"/find_worker", `tokens`, 400, "bad body"},
-		{"/feedback", `{"latency_ms":1}`, 422, "decision_id"},
-		{"/feedback", `{"decision_id":"d"}`, 422, "latency_ms"},
-		{"/feedback", `{"decision_id":"d","latency_ms":-1}`, 422, "latency_ms"},
-		{"/feedback", `{"decision_id":"d","latency_ms":1e300}`, 422, "latency_ms"},
-		{"/feedback", `{"decision_id":"d","latency_ms":"1"}`, 422, "latency_ms"},
-		{"/feedback", `{"decision_id":"d","latency_ms":1,"tokens_out":-1}`, 422, "tokens_out"},
-		{"/feedback", `{"decision_id":"d","latency_ms":1,"success":"yes"}`, 422, "success"},
+		{"/find_worker", `[]`, 422, "it cannot be a JSON array"},
+		{"/feedback", `feedback`, 400, "bad body"},
+		{"/feedback", ``, 400, "bad body"},
 	} {
 		if status, answer := ask(c.path, c.body); status != c.status || !strings.Contains(answer.Get("error").Str, c.says) {
 			t.Errorf("%s %.60s: %d %s, want %d about %s", c.path, c.body, status, answer, c.status, c.says)
 		}
+	}
+}
+
+// TestBadFeedbackIsAnsweredAsInTheOriginal: with ok false and the reason. The decision
+// still waits for its feedback then.
+func TestBadFeedbackIsAnsweredAsInTheOriginal(t *testing.T) {
+	_, ask := newFinder(t, routertest.NewTestRouter(t, "thompson", 1))
+	id := find(t, ask, `{"tokens":[1]}`)
+	for _, c := range []struct{ rest, says string }{
+		{`"latency_ms":null`, "latency_ms"},
+		{`"tokens_in":1`, "latency_ms"},
+		{`"latency_ms":-1`, "latency_ms"},
+		{`"latency_ms":1e300`, "latency_ms"},
+		{`"latency_ms":1e999`, "latency_ms"},
+		{`"latency_ms":"1"`, "latency_ms"},
+		{`"latency_ms":1,"tokens_out":-1`, "tokens_out"},
+		{`"latency_ms":1,"tokens_in":1.5`, "tokens_in"},
+		{`"latency_ms":1,"success":"yes"`, "success"},
+	} {
+		expectBadFeedback(t, ask, fmt.Sprintf(`{"decision_id":%q,%s}`, id, c.rest), c.says)
+	}
+	for text, says := range map[string]string{`{"latency_ms":1}`: "decision_id", `{"decision_id":7,"latency_ms":1}`: "decision_id", `{}`: "decision_id", `null`: "decision_id", `[]`: "it cannot be a JSON array"} {
+		expectBadFeedback(t, ask, text, says)
+	}
+	if _, ack := ask("/feedback", fmt.Sprintf(`{"decision_id":%q,"latency_ms":1}`, id)); !ack.Get("ok").Bool() {
+		t.Errorf("good feedback after bad: %s", ack)
+	}
+}
+
+// expectBadFeedback expects an answer with all that the original's has, and what was
+// wrong.
+func expectBadFeedback(t *testing.T, ask func(path, body string) (int, gjson.Result), text, says string) {
+	t.Helper()
+	status, ack := ask("/feedback", text)
+	if status != 200 || ack.Get("ok").Type != gjson.False || ack.Get("reward").Raw != "0" || ack.Get("used_baseline").Raw != "0" || !strings.HasPrefix(ack.Get("error").Str, "bad body: ") || !strings.Contains(ack.Get("error").Str, says) {
+		t.Errorf("%s: %d %s, want ok false and an error about %s", text, status, ack, says)
 	}
 }
 

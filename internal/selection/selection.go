@@ -162,17 +162,28 @@ func body(c *gin.Context, query any) (ok bool) {
 	if err == nil {
 		err = json.Unmarshal(text, query)
 	}
-	var wrongType *json.UnmarshalTypeError
 	switch {
 	case err == nil:
 		return true
-	case errors.As(err, &wrongType):
-		field := wrongType.Field[strings.LastIndexByte(wrongType.Field, '.')+1:]
-		plainError(c, http.StatusUnprocessableEntity, fmt.Sprintf("bad body: %s cannot be a JSON %s", field, wrongType.Value))
+	case errors.As(err, new(*json.UnmarshalTypeError)):
+		plainError(c, http.StatusUnprocessableEntity, "bad body: "+fieldError(err).Error())
 	default:
 		plainError(c, http.StatusBadRequest, "bad body: "+err.Error())
 	}
 	return false
+}
+
+// fieldError names the field of a body that has the wrong type, if that is err.
+func fieldError(err error) error {
+	var wrongType *json.UnmarshalTypeError
+	if !errors.As(err, &wrongType) {
+		return err
+	}
+	field := wrongType.Field[strings.LastIndexByte(wrongType.Field, '.')+1:]
+	if field == "" {
+		field = "it"
+	}
+	return fmt.Errorf("%s cannot be a JSON %s", field, wrongType.Value)
 }
 
 // promptQuery is a prompt in one of the forms that the routes take, and whose

@@ -8,6 +8,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
 )
@@ -127,6 +128,15 @@ func (t *Metrics) Watch(router *router.Router) {
 	})
 }
 
+// workerType is Dynamo's name of a role: a worker that takes whole requests is a
+// decode worker there.
+func workerType(role kv.Role) string {
+	if role == kv.RolePrefill {
+		return "prefill"
+	}
+	return "decode"
+}
+
 // Describe implements prometheus.Collector.
 func (c *routerCollector) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{c.blocks, c.tokens, c.pending, c.promised} {
@@ -137,7 +147,7 @@ func (c *routerCollector) Describe(out chan<- *prometheus.Desc) {
 // Collect implements prometheus.Collector.
 func (c *routerCollector) Collect(out chan<- prometheus.Metric) {
 	for _, load := range c.router.Loads() {
-		labels := []string{proxy.WorkerLabel(load.Key.Worker), strconv.FormatUint(uint64(load.Key.Rank), 10), "decode"}
+		labels := []string{proxy.WorkerLabel(load.Key.Worker), strconv.FormatUint(uint64(load.Key.Rank), 10), workerType(load.Role)}
 		out <- prometheus.MustNewConstMetric(c.blocks, prometheus.GaugeValue, float64(load.PotentialDecodeBlocks), labels...)
 		out <- prometheus.MustNewConstMetric(c.tokens, prometheus.GaugeValue, float64(load.PotentialPrefillTokens), labels...)
 	}
