@@ -77,7 +77,9 @@ type Thompson struct {
 
 	timeouts, stayed, switched uint64
 
-	scores, chances []float64 // of the candidates; reused
+	roundRobin      int           // decisions without anything to go by
+	scripted        thompsonDraws // in place of chance, in tests
+	scores, chances []float64     // of the candidates; reused
 	choices         []thompsonChoice
 }
 
@@ -150,6 +152,7 @@ type thompsonChoice struct {
 	stays       bool    // it has served the series so far
 	x           banditVector
 	loadFactor  float64 // M
+	bareFactor  float64 // the same without a floor
 }
 
 func newThompson(config thompsonConfig) *Thompson {
@@ -191,19 +194,23 @@ func (p *Thompson) Choose(q Query, candidates []Candidate, random *rand.Rand) in
 	}
 	t := p.query(q)
 	p.scores = p.scores[:0]
+	draw := p.draws(random)
+	if p.RouterType != thompsonKV {
+		return p.chooseOtherwise(q, &t, candidates, draw)
+	}
 	for i := range p.choices {
 		choice := &p.choices[i]
 		p.describe(&t, &candidates[i], choice)
 		var z banditVector
 		for k := range z {
-			z[k] = random.NormFloat64()
+			z[k] = draw.NormFloat64()
 		}
 		w := choice.worker
 		p.fade(w)
-		p.scores = append(p.scores, p.score(&t, choice, w.linear.sample(&choice.x, &z, p.v), w.mean.sample(random)))
+		p.scores = append(p.scores, p.score(&t, choice, w.linear.sample(&choice.x, &z, p.v), draw.mean(w.mean)))
 	}
 	p.chances = softmaxOf(p.chances, p.scores, t.temp)
-	chosen := drawFrom(p.chances, random.Float64())
+	chosen := drawFrom(p.chances, draw.Float64())
 	if q.Decision != 0 {
 		p.keep(q, &t, chosen)
 	}
@@ -342,7 +349,7 @@ func (p *Thompson) features(t *thompsonQuery, c *thompsonChoice) {
 		featureOne:         1,
 		featureIdle:        1 / (1 + p.gpuWeight*max(0, c.gpu) + p.queueWeight*max(0, c.queue)),
 		featureOverlap:     c.overlap,
-		featureOutstanding: math.Tanh(0.1 * c.outstanding),
+		featureOutstanding: outstandingFeature(c.outstanding),
 		featureDecode:      t.decode / 3,
 		featurePrefill:     math.Tanh(c.prefill),
 		featureIAT:         t.iat / 1.5,
@@ -353,11 +360,15 @@ func (p *Thompson) features(t *thompsonQuery, c *thompsonChoice) {
 	}
 	job := t.decode + c.prefill
 	load += p.outstandingWeight*max(0, c.outstanding) + p.jobGPU*job*c.gpu + p.jobQueue*job*c.queue
-	c.loadFactor = 1 / (1 + max(0, load))
+	c.bareFactor = 1 / (1 + max(0, load))
+	c.loadFactor = c.bareFactor
 	if c.stays && t.reuse > 0 {
 		c.loadFactor = max(c.loadFactor, p.stickyLoadFloor)
 	}
 }
+
+// outstandingFeature is the feature of outstanding work.
+func outstandingFeature(work float64) float64 { return math.Tanh(0.1 * work) }
 
 // score is what a candidate is worth, given the rewards that were drawn for it.
 func (p *Thompson) score(t *thompsonQuery, c *thompsonChoice, linear, mean float64) float64 {
@@ -394,6 +405,9 @@ func (p *Thompson) keep(q Query, t *thompsonQuery, chosen int) {
 	}
 	pin := thompsonPin{worker: w.key, reuse: t.reuse, decode: t.decode, prefill: c.prefill, iat: t.iat}
 	id := p.pinSeries(q, w, pin)
+	if !p.Fixes.outstanding { // the original learns from x as it is once the series is pinned
+		c.x[featureOutstanding] = outstandingFeature(w.work)
+	}
 	w.waits++
 	if gone, full := p.pending.put(q.Decision, &thompsonPending{
 		decision: q.Decision, worker: w.key, series: id, x: c.x, began: q.Now, tokens: q.Tokens, osl: q.Prefix.OSL, bin: prefillBin(c.prefill),

@@ -175,6 +175,18 @@ func (b betaBandit) sample(random *rand.Rand) float64 {
 	return distuv.Beta{Alpha: b.alpha, Beta: b.beta, Src: random}.Rand()
 }
 
+// thompsonDraws are what chance gives to a decision.
+type thompsonDraws interface {
+	NormFloat64() float64           // standard normal
+	mean(belief betaBandit) float64 // of what is believed of a mean reward
+	Float64() float64               // uniform from 0 to 1
+}
+
+// randomDraws are real ones.
+type randomDraws struct{ *rand.Rand }
+
+func (r randomDraws) mean(belief betaBandit) float64 { return belief.sample(r.Rand) }
+
 // softmaxOf turns scores into chances, even ones where that cannot be done.
 func softmaxOf(chances, scores []float64, temperature float64) []float64 {
 	chances = chances[:0]
