@@ -206,7 +206,11 @@ func (k ThompsonSettings) Validate(policies string, blockSize int) error {
 	}
 	c, err := k.config()
 	if err == nil && c.blockSize != 0 && c.blockSize != blockSize {
-		return fmt.Errorf("--thompson-config %s: infrastructure.block_size is %d, but --block-size is %d: give both the engines' own", k.ThompsonConfig, c.blockSize, blockSize)
+		from := "--thompson.override"
+		if k.ThompsonConfig != "" {
+			from = "--thompson-config " + k.ThompsonConfig
+		}
+		return fmt.Errorf("%s: infrastructure.block_size is %d, but --block-size is %d: give both the engines' own", from, c.blockSize, blockSize)
 	}
 	return err
 }

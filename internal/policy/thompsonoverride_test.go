@@ -147,3 +147,19 @@ func TestThompsonWarnsOfParametersWithoutEffect(t *testing.T) {
 		}
 	}
 }
+
+func TestThompsonBlockSizeMustBeTheRouters(t *testing.T) {
+	file := thompsonFile(t, thompsonFiles["components"])
+	for want, k := range map[string]ThompsonSettings{
+		"--thompson-config " + file + ": infrastructure.block_size is 16, but --block-size is 64": {ThompsonConfig: file},
+		"--thompson.override: infrastructure.block_size is 32, but --block-size is 64":            {ThompsonOverride: []string{"infrastructure.block_size=32"}},
+	} {
+		k.ThompsonFixes = "none"
+		if err := k.Validate("kv,thompson", 64); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%v, want %s", err, want)
+		}
+		if err := k.Validate("kv", 64); err != nil {
+			t.Error(err)
+		}
+	}
+}
