@@ -77,9 +77,8 @@ type Thompson struct {
 
 	timeouts, stayed, switched uint64
 
-	roundRobin      int           // decisions without anything to go by
-	scripted        thompsonDraws // in place of chance, in tests
-	scores, chances []float64     // of the candidates; reused
+	roundRobin      int       // decisions without anything to go by
+	scores, chances []float64 // of the candidates; reused
 	choices         []thompsonChoice
 }
 
@@ -188,29 +187,33 @@ func (p *Thompson) Choose(q Query, candidates []Candidate, random *rand.Rand) in
 			return -share(c.Load.KVUsage)
 		})
 	}
+	return p.decide(q, candidates, randomDraws{random})
+}
+
+// decide is Choose where chance decides.
+func (p *Thompson) decide(q Query, candidates []Candidate, random thompsonDraws) int {
 	p.choices = p.choices[:0]
 	for i := range candidates {
 		p.choices = append(p.choices, thompsonChoice{worker: p.worker(candidates[i].Target)})
 	}
 	t := p.query(q)
 	p.scores = p.scores[:0]
-	draw := p.draws(random)
 	if p.RouterType != thompsonKV {
-		return p.chooseOtherwise(q, &t, candidates, draw)
+		return p.decideOtherwise(q, &t, candidates, random)
 	}
 	for i := range p.choices {
 		choice := &p.choices[i]
 		p.describe(&t, &candidates[i], choice)
 		var z banditVector
 		for k := range z {
-			z[k] = draw.NormFloat64()
+			z[k] = random.NormFloat64()
 		}
 		w := choice.worker
 		p.fade(w)
-		p.scores = append(p.scores, p.score(&t, choice, w.linear.sample(&choice.x, &z, p.v), draw.mean(w.mean)))
+		p.scores = append(p.scores, p.score(&t, choice, w.linear.sample(&choice.x, &z, p.v), w.mean.sample(random)))
 	}
 	p.chances = softmaxOf(p.chances, p.scores, t.temp)
-	chosen := drawFrom(p.chances, draw.Float64())
+	chosen := drawFrom(p.chances, random.Float64())
 	if q.Decision != 0 {
 		p.keep(q, &t, chosen)
 	}

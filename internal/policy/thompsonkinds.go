@@ -1,9 +1,6 @@
 package policy
 
-import (
-	"math"
-	"math/rand/v2"
-)
+import "math"
 
 const (
 	// thompsonTrivialOverlap is the share of a prompt below which a match says
@@ -96,18 +93,10 @@ func (c *thompsonModularConfig) keys() []thompsonKey {
 	}
 }
 
-// draws are those of a decision.
-func (p *Thompson) draws(random *rand.Rand) thompsonDraws {
-	if p.scripted != nil {
-		return p.scripted
-	}
-	return randomDraws{random}
-}
-
-// chooseOtherwise is Choose for the router types of the Toolkit's development
+// decideOtherwise is decide for the router types of the Toolkit's development
 // branch. The candidates' workers are in p.choices. docs/routing.md has the
 // formulas.
-func (p *Thompson) chooseOtherwise(q Query, t *thompsonQuery, candidates []Candidate, draw thompsonDraws) int {
+func (p *Thompson) decideOtherwise(q Query, t *thompsonQuery, candidates []Candidate, random thompsonDraws) int {
 	widest := 0.0
 	for i := range p.choices {
 		c := &p.choices[i]
@@ -119,12 +108,12 @@ func (p *Thompson) chooseOtherwise(q Query, t *thompsonQuery, candidates []Candi
 		case thompsonBalanced:
 			score = p.balancedScore(t, q.BlockSize, c)
 		case thompsonModular:
-			score = p.modularScore(t, c, draw)
+			score = p.modularScore(t, c, random)
 		}
 		p.scores = append(p.scores, score)
 	}
 	p.otherChances(t, widest)
-	chosen := drawFrom(p.chances, draw.Float64())
+	chosen := drawFrom(p.chances, random.Float64())
 	if q.Decision != 0 {
 		p.keep(q, t, chosen)
 	}
@@ -183,7 +172,7 @@ func (p *Thompson) balancedScore(t *thompsonQuery, blockSize int, c *thompsonCho
 
 // modularScore is the score of router_type kv_thompson, made of the parts that
 // section kv_thompson enables.
-func (p *Thompson) modularScore(t *thompsonQuery, c *thompsonChoice, draw thompsonDraws) float64 {
+func (p *Thompson) modularScore(t *thompsonQuery, c *thompsonChoice, random thompsonDraws) float64 {
 	m := &p.modular
 	sticky, reuse := c.stays && t.reuse > 0, float64(t.reuse)
 	weight := m.queueWeight
@@ -203,9 +192,9 @@ func (p *Thompson) modularScore(t *thompsonQuery, c *thompsonChoice, draw thomps
 	if m.adaptiveExplore {
 		explore /= 1 + reuse*t.iat
 	}
-	s := max(c.overlap, m.idleBoost)*c.loadFactor + explore*draw.mean(c.worker.mean)
+	s := max(c.overlap, m.idleBoost)*c.loadFactor + explore*c.worker.mean.sample(random)
 	if m.lints {
-		s += p.modularLinear(c, draw)
+		s += p.modularLinear(c, random)
 	}
 	switch {
 	case m.affinity && sticky:
@@ -220,10 +209,10 @@ func (p *Thompson) modularScore(t *thompsonQuery, c *thompsonChoice, draw thomps
 }
 
 // modularLinear is what the linear model adds to a score.
-func (p *Thompson) modularLinear(c *thompsonChoice, draw thompsonDraws) float64 {
+func (p *Thompson) modularLinear(c *thompsonChoice, random thompsonDraws) float64 {
 	var z banditVector
 	for k := range z {
-		z[k] = draw.NormFloat64()
+		z[k] = random.NormFloat64()
 	}
 	linear := c.worker.linear.sample(&c.x, &z, p.v)
 	if p.modular.lintsWeight < 0 {

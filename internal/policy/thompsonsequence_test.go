@@ -79,11 +79,11 @@ func readSequence(t *testing.T) (steps []sequenceStep) {
 // computation apart from it.
 func TestThompsonSequenceIsTheOriginals(t *testing.T) {
 	p := mustThompson(t, "none")
-	p.scripted = &splitmix{15}
+	chance := &splitmix{15}
 	decisions, feedbacks := 0, 0
 	for i, s := range readSequence(t) {
 		now := thompsonEpoch.Add(time.Duration(s.T) * time.Millisecond)
-		c := sequenceCheck{t, p, fmt.Sprintf("step %d: ", i)}
+		c := sequenceCheck{t, p, chance, fmt.Sprintf("step %d: ", i)}
 		if s.Of > 0 {
 			c.feedback(&s, now)
 			feedbacks++
@@ -103,6 +103,7 @@ func TestThompsonSequenceIsTheOriginals(t *testing.T) {
 type sequenceCheck struct {
 	t      *testing.T
 	policy *Thompson
+	chance thompsonDraws
 	step   string
 }
 
@@ -131,10 +132,11 @@ func (c sequenceCheck) decision(s *sequenceStep, now time.Time, number uint64) {
 		candidate.Load.Fresh, candidate.Load.KVUsage, candidate.Load.Waiting = w[1].(bool), w[2].(float64), int(w[3].(float64))
 		candidate.Overlap = int(w[4].(float64))
 	}
-	chosen := c.policy.Choose(Query{
+	c.policy.sweep(now)
+	chosen := c.policy.decide(Query{
 		Now: now, Tokens: s.Tokens, BlockSize: 64, Decision: number,
 		Prefix: hints.Prefix{ID: s.ID, Total: s.Total, Budget: s.Budget, OSL: levelOf(s.OSL), IAT: levelOf(s.IAT)},
-	}, candidates, nil)
+	}, candidates, c.chance)
 	c.sameVector("scores", c.policy.scores, s.Scores)
 	if got := candidates[chosen].Target.Key.Worker; got != s.Chosen {
 		c.t.Fatalf("%schosen %d, want %d", c.step, got, s.Chosen)
