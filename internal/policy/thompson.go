@@ -149,9 +149,9 @@ type thompsonChoice struct {
 	prefill     float64 // P
 	outstanding float64 // O
 	stays       bool    // it has served the series so far
+	bareFactor  float64 // M without a floor
 	x           banditVector
 	loadFactor  float64 // M
-	bareFactor  float64 // the same without a floor
 }
 
 func newThompson(config thompsonConfig) *Thompson {

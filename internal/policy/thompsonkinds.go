@@ -113,7 +113,8 @@ func (p *Thompson) decideOtherwise(q Query, t *thompsonQuery, candidates []Candi
 		p.scores = append(p.scores, score)
 	}
 	p.otherChances(t, widest)
-	chosen := drawFrom(p.chances, random.Float64())
+	draw := random.Float64()
+	chosen := drawFrom(p.chances, draw)
 	if q.Decision != 0 {
 		p.keep(q, t, chosen)
 	}
