@@ -138,6 +138,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 // openThompson opens the files of policy thompson, if it is in use.
 func (r *app) openThompson() (err error) {
 	if is := r.router.WithThompson(func(p *policy.Thompson) {
+		p.WarnOfIdle(r.log)
 		r.traces, err = p.OpenTraces(r.config.Scoring.ThompsonTraces, r.log)
 	}); is && err == nil && r.config.Scoring.ThompsonState != "" {
 		r.learned, err = policy.OpenThompsonState(r.config.Scoring.ThompsonState, r.router.WithThompson)

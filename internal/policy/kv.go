@@ -41,7 +41,7 @@ type Override struct {
 func DefaultSettings() Settings {
 	return Settings{
 		PrefillLoadScale: 1, OverlapScoreCredit: 1, Ties: tiesRandom,
-		CacheSettings: defaultCacheSettings(), ThompsonSettings: ThompsonSettings{ThompsonFixes: "all"},
+		CacheSettings: defaultCacheSettings(), ThompsonSettings: ThompsonSettings{ThompsonPreset: "components", ThompsonFixes: "all"},
 	}
 }
 

@@ -96,6 +96,7 @@ type Feedback struct {
 	FirstToken time.Duration // the same to its first token; 0: unknown
 	TokensIn   int           // of the prompt; 0: unknown
 	TokensOut  int           // of the answer; 0: unknown
+	Finish     string        // why the answer ended, as the client tells it; empty: unknown
 }
 
 // Ending is why a request is no longer in flight.

@@ -77,6 +77,7 @@ type Thompson struct {
 
 	timeouts, stayed, switched uint64
 
+	roundRobin      int       // decisions without anything to go by
 	scores, chances []float64 // of the candidates; reused
 	choices         []thompsonChoice
 }
@@ -148,6 +149,7 @@ type thompsonChoice struct {
 	prefill     float64 // P
 	outstanding float64 // O
 	stays       bool    // it has served the series so far
+	bareFactor  float64 // M without a floor
 	x           banditVector
 	loadFactor  float64 // M
 }
@@ -185,12 +187,20 @@ func (p *Thompson) Choose(q Query, candidates []Candidate, random *rand.Rand) in
 			return -share(c.Load.KVUsage)
 		})
 	}
+	return p.decide(q, candidates, randomDraws{random})
+}
+
+// decide is Choose where chance decides.
+func (p *Thompson) decide(q Query, candidates []Candidate, random thompsonDraws) int {
 	p.choices = p.choices[:0]
 	for i := range candidates {
 		p.choices = append(p.choices, thompsonChoice{worker: p.worker(candidates[i].Target)})
 	}
 	t := p.query(q)
 	p.scores = p.scores[:0]
+	if p.RouterType != thompsonKV {
+		return p.decideOtherwise(q, &t, candidates, random)
+	}
 	for i := range p.choices {
 		choice := &p.choices[i]
 		p.describe(&t, &candidates[i], choice)
@@ -342,7 +352,7 @@ func (p *Thompson) features(t *thompsonQuery, c *thompsonChoice) {
 		featureOne:         1,
 		featureIdle:        1 / (1 + p.gpuWeight*max(0, c.gpu) + p.queueWeight*max(0, c.queue)),
 		featureOverlap:     c.overlap,
-		featureOutstanding: math.Tanh(0.1 * c.outstanding),
+		featureOutstanding: outstandingFeature(c.outstanding),
 		featureDecode:      t.decode / 3,
 		featurePrefill:     math.Tanh(c.prefill),
 		featureIAT:         t.iat / 1.5,
@@ -353,11 +363,15 @@ func (p *Thompson) features(t *thompsonQuery, c *thompsonChoice) {
 	}
 	job := t.decode + c.prefill
 	load += p.outstandingWeight*max(0, c.outstanding) + p.jobGPU*job*c.gpu + p.jobQueue*job*c.queue
-	c.loadFactor = 1 / (1 + max(0, load))
+	c.bareFactor = 1 / (1 + max(0, load))
+	c.loadFactor = c.bareFactor
 	if c.stays && t.reuse > 0 {
 		c.loadFactor = max(c.loadFactor, p.stickyLoadFloor)
 	}
 }
+
+// outstandingFeature is the feature of outstanding work.
+func outstandingFeature(work float64) float64 { return math.Tanh(0.1 * work) }
 
 // score is what a candidate is worth, given the rewards that were drawn for it.
 func (p *Thompson) score(t *thompsonQuery, c *thompsonChoice, linear, mean float64) float64 {
@@ -394,6 +408,9 @@ func (p *Thompson) keep(q Query, t *thompsonQuery, chosen int) {
 	}
 	pin := thompsonPin{worker: w.key, reuse: t.reuse, decode: t.decode, prefill: c.prefill, iat: t.iat}
 	id := p.pinSeries(q, w, pin)
+	if !p.Fixes.outstanding { // the original learns from x as it is once the series is pinned
+		c.x[featureOutstanding] = outstandingFeature(w.work)
+	}
 	w.waits++
 	if gone, full := p.pending.put(q.Decision, &thompsonPending{
 		decision: q.Decision, worker: w.key, series: id, x: c.x, began: q.Now, tokens: q.Tokens, osl: q.Prefix.OSL, bin: prefillBin(c.prefill),

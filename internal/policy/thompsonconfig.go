@@ -16,8 +16,15 @@ import (
 
 // ThompsonSettings are the settings of policy thompson by flag.
 type ThompsonSettings struct {
-	ThompsonConfig string `group:"Policy thompson" placeholder:"FILE" help:"YAML file of parameters, with the keys of the NeMo Agent Toolkit's config.yaml; those left out keep its values."`
+	ThompsonPreset string `group:"Policy thompson" default:"components" placeholder:"NAME" help:"Which of the NeMo Agent Toolkit's config.yaml the parameters are of: components (its present one) or optimized (the one before: stickier, less afraid of queues)."`
+	ThompsonConfig string `group:"Policy thompson" placeholder:"FILE" help:"YAML file of parameters, with the keys of the NeMo Agent Toolkit's config.yaml; those left out keep --thompson-preset's values."`
 	ThompsonFixes  string `name:"thompson.fixes" group:"Policy thompson" default:"all" env:"KVROUTER_THOMPSON_FIXES" placeholder:"NAMES" help:"What to mend of the original: all, none, or names separated by commas: worker-baseline, forgetting, load-sign, outstanding, pin-ttl, feedback, cold-start (docs/routing.md)."`
+
+	ThompsonAffinityBase *float64 `name:"thompson.affinity-base" group:"Policy thompson" env:"KVROUTER_THOMPSON_AFFINITY_BASE" placeholder:"NUMBER" help:"affinity.base of the parameters: what it is worth to stay with the worker that served the series last. Overrules --thompson-config."`
+	ThompsonTempBase     *float64 `name:"thompson.temp-base" group:"Policy thompson" env:"KVROUTER_THOMPSON_TEMP_BASE" placeholder:"NUMBER" help:"exploration.temperature.base of the parameters: chance in the choice, without effect under the fix cold-start. Overrules --thompson-config."`
+	ThompsonLintsV       *float64 `name:"thompson.lints-v" group:"Policy thompson" env:"KVROUTER_THOMPSON_LINTS_V" placeholder:"NUMBER" help:"lints.v of the parameters: how far a draw may be from what was learned. Overrules --thompson-config."`
+	ThompsonOverride     []string `name:"thompson.override" group:"Policy thompson" env:"KVROUTER_THOMPSON_OVERRIDE" placeholder:"KEY=VALUE" help:"Any of the parameters, such as load_balancing.gpu_penalty_weight=2; several are separated by commas. Overrules all of the above."`
+
 	ThompsonState  string `group:"Policy thompson" placeholder:"FILE" help:"Keep what is learned in FILE, so that it survives a restart."`
 	ThompsonTraces string `group:"Policy thompson" placeholder:"FILE" help:"Append a line of JSON to FILE for each decision and for how it ended."`
 }
@@ -90,17 +97,26 @@ func (f thompsonFixes) String() string {
 	return strings.Join(names, ",")
 }
 
-// Values of infrastructure.router_type.
+// Values of infrastructure.router_type. The last three are those of the Toolkit's
+// development branch.
 const (
-	thompsonKV     = "kv"
-	ThompsonKVLoad = "kv_load" // the lowest KV usage, and nothing is learned
+	thompsonKV       = "kv"
+	ThompsonKVLoad   = "kv_load" // the lowest KV usage, and nothing is learned
+	thompsonKVOnly   = "kv_only"
+	thompsonBalanced = "kv_load_balanced"
+	thompsonModular  = "kv_thompson"
 )
+
+// thompsonRouterTypes are all values of infrastructure.router_type.
+var thompsonRouterTypes = []string{thompsonKV, ThompsonKVLoad, thompsonKVOnly, thompsonBalanced, thompsonModular}
 
 // thompsonConfig are the parameters of policy thompson, in the order and with
 // the meaning of the original's config.yaml.
 type thompsonConfig struct {
+	preset     string
 	blockSize  int // tokens; 0: not given
 	RouterType string
+	minWorkers int
 
 	affinityBase, affinityReuse, affinityIAT float64
 	stickyLoadFloor                          float64
@@ -119,12 +135,17 @@ type thompsonConfig struct {
 	traceDir    string
 	traceBuffer int // lines
 
+	balanced    thompsonBalancedConfig
+	modular     thompsonModularConfig
+	kvLoad      thompsonKVLoadConfig
+	kvLoadGiven bool // by the file or a flag
+
 	Fixes thompsonFixes
 }
 
 func defaultThompsonConfig() thompsonConfig {
 	return thompsonConfig{
-		RouterType:   thompsonKV,
+		preset: "components", RouterType: thompsonKV, minWorkers: 1,
 		affinityBase: 0.30, affinityReuse: 0.08, affinityIAT: 0.20, stickyLoadFloor: 0.01,
 		tsWeight: 0.10, tempBase: 1, tempMin: 0.15, tempMax: 2,
 		switchBase: 0.10, switchReuse: 0.04, switchIAT: 0.03,
@@ -133,12 +154,35 @@ func defaultThompsonConfig() thompsonConfig {
 		lambda: 1, v: 0.25, forgetRate: 0.995,
 		Timeout: 120 * time.Second, sweep: 5 * time.Second, timeoutReward: 0, emaAlpha: 0.2,
 		traceDir: "/tmp/dynamo_router_traces", traceBuffer: 2000,
+		kvLoad: thompsonKVLoadConfig{overlapWeight: 1, scrape: 0.1}, balanced: defaultThompsonBalanced(), modular: defaultThompsonModular(),
 	}
 }
 
-// config returns the parameters of the file and the fixes.
-func (k ThompsonSettings) config() (thompsonConfig, error) {
+// thompsonPreset returns the parameters of one of the Toolkit's files, by the
+// folder that it stands in: components/config.yaml or, older,
+// optimized/config.yaml.
+func thompsonPreset(name string) (thompsonConfig, error) {
 	c := defaultThompsonConfig()
+	switch name {
+	case "", c.preset:
+	case "optimized":
+		c.preset = name
+		c.affinityReuse, c.stickyLoadFloor = 0.15, 0.70
+		c.switchBase, c.switchReuse, c.switchIAT = 0.20, 0.08, 0.05
+		c.queueWeight = 0.50
+	default:
+		return c, fmt.Errorf("--thompson-preset %s: give components or optimized", name)
+	}
+	return c, nil
+}
+
+// config returns the parameters of the preset, the file and the flags, where the
+// later overrule the earlier, and the fixes.
+func (k ThompsonSettings) config() (thompsonConfig, error) {
+	c, err := thompsonPreset(k.ThompsonPreset)
+	if err != nil {
+		return c, err
+	}
 	if k.ThompsonConfig != "" {
 		data, err := os.ReadFile(k.ThompsonConfig)
 		if err != nil {
@@ -148,7 +192,9 @@ func (k ThompsonSettings) config() (thompsonConfig, error) {
 			return c, fmt.Errorf("--thompson-config %s: %w", k.ThompsonConfig, err)
 		}
 	}
-	var err error
+	if err := k.override(&c); err != nil {
+		return c, err
+	}
 	c.Fixes, err = parseThompsonFixes(k.ThompsonFixes)
 	return c, err
 }
@@ -160,7 +206,11 @@ func (k ThompsonSettings) Validate(policies string, blockSize int) error {
 	}
 	c, err := k.config()
 	if err == nil && c.blockSize != 0 && c.blockSize != blockSize {
-		return fmt.Errorf("--thompson-config %s: infrastructure.block_size is %d, but --block-size is %d: give both the engines' own", k.ThompsonConfig, c.blockSize, blockSize)
+		from := "--thompson.override"
+		if k.ThompsonConfig != "" {
+			from = "--thompson-config " + k.ThompsonConfig
+		}
+		return fmt.Errorf("%s: infrastructure.block_size is %d, but --block-size is %d: give both the engines' own", from, c.blockSize, blockSize)
 	}
 	return err
 }
@@ -174,11 +224,10 @@ type thompsonKey struct {
 
 func (c *thompsonConfig) keys() []thompsonKey {
 	const most, tiny = 1e6, 1e-6 // far beyond what makes sense, and safe to calculate with
-	minWorkers := 1              // nothing waits for workers here
-	return []thompsonKey{
+	keys := []thompsonKey{
 		{"infrastructure.block_size", &c.blockSize, 1, 1 << 20},
 		{"infrastructure.router_type", &c.RouterType, 0, 0},
-		{"infrastructure.min_workers", &minWorkers, 1, most},
+		{"infrastructure.min_workers", &c.minWorkers, 0, most},
 		{"affinity.base", &c.affinityBase, 0, most},
 		{"affinity.reuse_weight", &c.affinityReuse, 0, most},
 		{"affinity.iat_weight", &c.affinityIAT, 0, most},
@@ -208,6 +257,9 @@ func (c *thompsonConfig) keys() []thompsonKey {
 		{"debug.trace_dir", &c.traceDir, 0, 0},
 		{"debug.buffer_size", &c.traceBuffer, 1, most},
 	}
+	keys = append(keys, c.kvLoad.keys()...)
+	keys = append(keys, c.balanced.keys()...)
+	return append(keys, c.modular.keys()...)
 }
 
 // read takes over what a file sets.
@@ -219,22 +271,37 @@ func (c *thompsonConfig) read(data []byte) error {
 	}
 	known := c.keys()
 	if err := eachLeaf("", tree, func(name string, value any) error {
-		i := slices.IndexFunc(known, func(k thompsonKey) bool { return k.name == name })
-		if i < 0 {
-			var names []string
-			for _, k := range known {
-				names = append(names, k.name)
-			}
-			return fmt.Errorf("unknown key %q; the nearest known one is %q", name, settings.NearestName(name, names))
+		key, err := c.find(known, name)
+		if err != nil {
+			return err
 		}
-		return known[i].set(value)
+		return key.set(value)
 	}); err != nil {
 		return err
 	}
+	return c.check()
+}
+
+// find returns the key of that name.
+func (c *thompsonConfig) find(keys []thompsonKey, name string) (thompsonKey, error) {
+	i := slices.IndexFunc(keys, func(k thompsonKey) bool { return k.name == name })
+	if i < 0 {
+		var names []string
+		for _, k := range keys {
+			names = append(names, k.name)
+		}
+		return thompsonKey{}, fmt.Errorf("unknown key %q; the nearest known one is %q", name, settings.NearestName(name, names))
+	}
+	c.kvLoadGiven = c.kvLoadGiven || strings.HasPrefix(name, "kv_load.")
+	return keys[i], nil
+}
+
+// check checks what parameters must have in common.
+func (c *thompsonConfig) check() error {
 	c.forgetRate = min(max(c.forgetRate, 1e-6), 0.999999)
 	switch {
-	case c.RouterType != thompsonKV && c.RouterType != ThompsonKVLoad:
-		return fmt.Errorf("infrastructure.router_type %s: give %s or %s", c.RouterType, thompsonKV, ThompsonKVLoad)
+	case !slices.Contains(thompsonRouterTypes, c.RouterType):
+		return fmt.Errorf("infrastructure.router_type %s: give one of %s", c.RouterType, strings.Join(thompsonRouterTypes, ", "))
 	case c.tempMin > c.tempMax:
 		return fmt.Errorf("exploration.temperature.min %v is above max %v", c.tempMin, c.tempMax)
 	}

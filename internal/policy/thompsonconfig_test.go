@@ -50,6 +50,7 @@ debug: {traces_enabled: true, trace_dir: /x, buffer_size: 7}
 `))
 	want := defaultThompsonConfig()
 	want.blockSize, want.RouterType, want.affinityBase, want.affinityReuse, want.tempMin = 32, ThompsonKVLoad, 0.5, 1, 0.2
+	want.minWorkers = 4
 	want.Timeout, want.forgetRate, want.traces, want.traceDir, want.traceBuffer = 1500*time.Millisecond, 0.999999, true, "/x", 7
 	if err != nil || c != want {
 		t.Errorf("%v\n%+v, want\n%+v", err, c, want)
@@ -69,7 +70,7 @@ func TestThompsonConfigErrorsNameTheKey(t *testing.T) {
 		"infrastructure: {router_type: rr}":    {"infrastructure.router_type rr", "kv_load"},
 		"infrastructure: {router_type: 1}":     {"infrastructure.router_type", "not a text"},
 		"infrastructure: {block_size: 1.5}":    {"infrastructure.block_size 1.5", "whole"},
-		"infrastructure: {min_workers: 0}":     {"infrastructure.min_workers 0"},
+		"infrastructure: {min_workers: -1}":    {"infrastructure.min_workers -1"},
 		"debug: {traces_enabled: 1}":           {"debug.traces_enabled", "true or false"},
 		"feedback: {timeout_reward: 1.1}":      {"feedback.timeout_reward 1.1", "0 to 1"},
 		"lints: {v: }":                         {"lints.v", "not a number"},

@@ -171,8 +171,20 @@ func (b *betaBandit) learn(reward float64) {
 	b.beta += 1 - reward
 }
 
-func (b betaBandit) sample(random *rand.Rand) float64 {
-	return distuv.Beta{Alpha: b.alpha, Beta: b.beta, Src: random}.Rand()
+func (b betaBandit) sample(random thompsonDraws) float64 { return random.mean(b) }
+
+// thompsonDraws are what chance gives to a decision.
+type thompsonDraws interface {
+	NormFloat64() float64           // standard normal
+	mean(belief betaBandit) float64 // of what is believed of a mean reward
+	Float64() float64               // uniform from 0 to 1
+}
+
+// randomDraws are real ones.
+type randomDraws struct{ *rand.Rand }
+
+func (r randomDraws) mean(belief betaBandit) float64 {
+	return distuv.Beta{Alpha: belief.alpha, Beta: belief.beta, Src: r.Rand}.Rand()
 }
 
 // softmaxOf turns scores into chances, even ones where that cannot be done.

@@ -198,7 +198,7 @@ func TestThompsonTraces(t *testing.T) {
 		t.Fatal(err)
 	}
 	_, d := p.decide(hints.Prefix{ID: "a", Total: 3, OSL: hints.LevelHigh})
-	p.judge(d, Finished, time.Second)
+	p.policy.JudgeDetail(Feedback{Decision: d, Now: p.now, Ending: Finished, Latency: time.Second, TokensOut: 11, Finish: "length"})
 	p.decide(hints.Prefix{ID: "b"})
 	p.now = p.now.Add(p.policy.Timeout)
 	p.decide(hints.Prefix{})
@@ -222,7 +222,7 @@ func TestThompsonTraces(t *testing.T) {
 				t.Errorf("%s", line)
 			}
 		case "feedback":
-			if x["latency_ms"] != 1000.0 || x["per_tok"] != true || x["reward"] != 0.5 || x["success"] != true || x["decision_id"] != "1" {
+			if x["latency_ms"] != 1000.0 || x["per_tok"] != true || x["reward"] != 0.5 || x["success"] != true || x["decision_id"] != "1" || x["finish_reason"] != "length" {
 				t.Errorf("%s", line)
 			}
 		case "timeout":
@@ -233,5 +233,19 @@ func TestThompsonTraces(t *testing.T) {
 	}
 	if got := strings.Join(kinds, " "); got != "decision feedback decision timeout decision" {
 		t.Errorf("kinds %s", got)
+	}
+}
+
+func TestThompsonTraceBoundsTheFinishReason(t *testing.T) {
+	for want, f := range map[string]Feedback{
+		"":                      {Ending: Finished},
+		"stop":                  {Ending: Finished, Finish: "stop"},
+		"error":                 {Ending: Failed},
+		"exception":             {Ending: Failed, Finish: "exception"},
+		strings.Repeat("x", 64): {Ending: Finished, Finish: strings.Repeat("x", 1<<20)},
+	} {
+		if got := traceFinish(f); got != want {
+			t.Errorf("%q, want %q", got, want)
+		}
 	}
 }

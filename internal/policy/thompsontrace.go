@@ -82,6 +82,7 @@ type traceFeedback struct {
 	After     float64 `json:"baseline_after"`
 	Reward    float64 `json:"reward"`
 	Success   bool    `json:"success"`
+	Finish    string  `json:"finish_reason"`
 }
 
 type traceTimeout struct {
@@ -124,7 +125,20 @@ func (p *Thompson) traceFeedback(d *thompsonPending, f Feedback, j *judgement) {
 	p.trace.Write(traceFeedback{
 		traceHead: newTraceHead(f.Now, "feedback", f.Decision), Worker: traceName(d.worker), LatencyMS: milliseconds(f.Latency), TokensOut: f.TokensOut,
 		Metric: j.metric, PerToken: j.perToken, Baseline: j.baseline, After: j.after, Reward: j.reward, Success: f.Ending == Finished,
+		Finish: traceFinish(f),
 	})
+}
+
+// maxTraceFinish bounds what a client tells as a finish reason, bytes.
+const maxTraceFinish = 64
+
+// traceFinish is a feedback's finish reason; of a failure that tells none it is that
+// of the original's processor.
+func traceFinish(f Feedback) string {
+	if f.Finish == "" && f.Ending == Failed {
+		return "error"
+	}
+	return f.Finish[:min(len(f.Finish), maxTraceFinish)]
 }
 
 func (p *Thompson) traceTimeout(d *thompsonPending, now time.Time) {

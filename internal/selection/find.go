@@ -191,7 +191,7 @@ const maxFeedbackMS = float64(math.MaxInt64 / int64(time.Millisecond))
 // feedback is what the query tells. That somebody cancelled a request, which is
 // nobody's fault, only counts where that is mended of the original.
 func (q feedbackQuery) feedback(mended bool) policy.Feedback {
-	f := policy.Feedback{Ending: policy.Finished, Latency: time.Duration(*q.LatencyMS * float64(time.Millisecond)), TokensIn: q.TokensIn, TokensOut: q.TokensOut}
+	f := policy.Feedback{Ending: policy.Finished, Latency: time.Duration(*q.LatencyMS * float64(time.Millisecond)), TokensIn: q.TokensIn, TokensOut: q.TokensOut, Finish: q.FinishReason}
 	switch {
 	case mended && policy.Aborted(q.FinishReason):
 		f.Ending = policy.Abandoned

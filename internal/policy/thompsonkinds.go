@@ -1,0 +1,223 @@
+package policy
+
+import "math"
+
+const (
+	// thompsonTrivialOverlap is the share of a prompt below which a match says
+	// nothing, with router_type kv_only.
+	thompsonTrivialOverlap = 0.05
+	// thompsonTie is how far overlaps may be apart to be taken for equal.
+	thompsonTie = 1e-6
+	// thompsonKnee is the square of the queue at which the penalty of router_type
+	// kv_thompson is exp(−weight).
+	thompsonKnee = 25
+)
+
+// thompsonKVLoadConfig is section kv_load. Nothing reads it: that rule is policy kv.
+type thompsonKVLoadConfig struct{ overlapWeight, temp, scrape float64 }
+
+// thompsonBalancedConfig is section kv_load_balanced.
+type thompsonBalancedConfig struct {
+	overlapWeight float64 // of the blocks to compute
+	idleBoost     float64 // share of a prompt that counts as cached anywhere
+	temp          float64
+	scrape        float64 // s; without effect
+}
+
+// thompsonModularConfig is section kv_thompson.
+type thompsonModularConfig struct {
+	tsWeight, idleBoost, temp, queueWeight, coldStart, scrape float64
+
+	lints, affinity, switching, fullLoad, adaptiveTemp, adaptiveExplore, stickyFloor bool
+
+	lintsWeight                 float64 // below 0: of its tanh
+	affinityBase, affinityReuse float64
+	switchBase, switchReuse     float64
+	stickyLoadFloor, loadFloor  float64
+	tempBase                    float64
+}
+
+func defaultThompsonBalanced() thompsonBalancedConfig {
+	return thompsonBalancedConfig{overlapWeight: 1, idleBoost: 0.02, temp: 0.15, scrape: 0.1}
+}
+
+func defaultThompsonModular() thompsonModularConfig {
+	return thompsonModularConfig{
+		tsWeight: 0.05, idleBoost: 0.02, temp: 0.30, queueWeight: 2.5, coldStart: 0.05, scrape: 0.01,
+		lints: true, affinity: true, switching: true, adaptiveTemp: true, adaptiveExplore: true,
+		lintsWeight: -1, affinityBase: 0.15, affinityReuse: 0.02, switchBase: 0.04, switchReuse: 0.01,
+		stickyLoadFloor: 0.01, loadFloor: 0.1, tempBase: 1,
+	}
+}
+
+func (c *thompsonKVLoadConfig) keys() []thompsonKey {
+	return []thompsonKey{
+		{"kv_load.overlap_score_weight", &c.overlapWeight, 0, 1e6},
+		{"kv_load.temperature", &c.temp, 0, 1e6},
+		{"kv_load.metrics_scrape_interval", &c.scrape, 0, 1e6},
+	}
+}
+
+func (c *thompsonBalancedConfig) keys() []thompsonKey {
+	return []thompsonKey{
+		{"kv_load_balanced.overlap_score_weight", &c.overlapWeight, 0, 1e6},
+		{"kv_load_balanced.idle_boost", &c.idleBoost, 0, 1},
+		{"kv_load_balanced.temperature", &c.temp, 0, 1e6},
+		{"kv_load_balanced.metrics_scrape_interval", &c.scrape, 0, 1e6},
+	}
+}
+
+func (c *thompsonModularConfig) keys() []thompsonKey {
+	return []thompsonKey{
+		{"kv_thompson.ts_weight", &c.tsWeight, 0, 1e6},
+		{"kv_thompson.idle_boost", &c.idleBoost, 0, 1},
+		{"kv_thompson.temperature", &c.temp, 0, 1e6},
+		{"kv_thompson.queue_penalty_weight", &c.queueWeight, 0, 1e6},
+		{"kv_thompson.cold_start_threshold", &c.coldStart, 0, 1},
+		{"kv_thompson.metrics_scrape_interval", &c.scrape, 0, 1e6},
+		{"kv_thompson.enable_lints", &c.lints, 0, 0},
+		{"kv_thompson.enable_affinity", &c.affinity, 0, 0},
+		{"kv_thompson.enable_switching_cost", &c.switching, 0, 0},
+		{"kv_thompson.enable_full_load", &c.fullLoad, 0, 0},
+		{"kv_thompson.enable_adaptive_temp", &c.adaptiveTemp, 0, 0},
+		{"kv_thompson.enable_adaptive_explore", &c.adaptiveExplore, 0, 0},
+		{"kv_thompson.enable_sticky_floor", &c.stickyFloor, 0, 0},
+		{"kv_thompson.lints_weight", &c.lintsWeight, -1e6, 1e6},
+		{"kv_thompson.affinity_base", &c.affinityBase, 0, 1e6},
+		{"kv_thompson.affinity_reuse_weight", &c.affinityReuse, 0, 1e6},
+		{"kv_thompson.switch_base", &c.switchBase, 0, 1e6},
+		{"kv_thompson.switch_reuse", &c.switchReuse, 0, 1e6},
+		{"kv_thompson.sticky_load_floor", &c.stickyLoadFloor, 0, 1},
+		{"kv_thompson.load_mod_floor", &c.loadFloor, 0, 1},
+		{"kv_thompson.adaptive_temp_base", &c.tempBase, 0, 1e6},
+	}
+}
+
+// decideOtherwise is decide for the router types of the Toolkit's development
+// branch. The candidates' workers are in p.choices. docs/routing.md has the
+// formulas.
+func (p *Thompson) decideOtherwise(q Query, t *thompsonQuery, candidates []Candidate, random thompsonDraws) int {
+	widest := 0.0
+	for i := range p.choices {
+		c := &p.choices[i]
+		p.describe(t, &candidates[i], c)
+		p.fade(c.worker)
+		widest = max(widest, c.overlap)
+		score := c.overlap
+		switch p.RouterType {
+		case thompsonBalanced:
+			score = p.balancedScore(t, q.BlockSize, c)
+		case thompsonModular:
+			score = p.modularScore(t, c, random)
+		}
+		p.scores = append(p.scores, score)
+	}
+	p.otherChances(t, widest)
+	draw := random.Float64()
+	chosen := drawFrom(p.chances, draw)
+	if q.Decision != 0 {
+		p.keep(q, t, chosen)
+	}
+	return chosen
+}
+
+// otherChances fills in the candidates' chances. widest is the largest overlap.
+func (p *Thompson) otherChances(t *thompsonQuery, widest float64) {
+	switch {
+	case p.RouterType == thompsonKVOnly && widest < thompsonTrivialOverlap, p.RouterType == thompsonModular && widest < p.modular.coldStart:
+		p.chances = evenChances(p.chances, p.scores, func(i int, _ float64) bool { return i == p.roundRobin%len(p.scores) })
+		p.roundRobin = (p.roundRobin + 1) % len(p.scores)
+	case p.RouterType == thompsonKVOnly:
+		p.chances = evenChances(p.chances, p.scores, func(_ int, overlap float64) bool { return overlap >= widest-thompsonTie })
+	case p.RouterType == thompsonBalanced:
+		p.chances = softmaxOf(p.chances, p.scores, p.bounded(p.balanced.temp))
+	case p.modular.adaptiveTemp:
+		p.chances = softmaxOf(p.chances, p.scores, p.bounded(p.modular.tempBase/(1+float64(t.reuse)*t.iat)))
+	default:
+		p.chances = softmaxOf(p.chances, p.scores, p.bounded(p.modular.temp))
+	}
+}
+
+// bounded is a temperature within exploration.temperature.min and max.
+func (p *Thompson) bounded(temp float64) float64 { return min(max(temp, p.tempMin), p.tempMax) }
+
+// evenChances gives the same chance to all candidates that are in, at least one.
+func evenChances(chances, scores []float64, in func(i int, score float64) bool) []float64 {
+	chances = chances[:0]
+	n := 0.0
+	for i, score := range scores {
+		chances = append(chances, 0)
+		if in(i, score) {
+			chances[i] = 1
+			n++
+		}
+	}
+	for i := range chances {
+		chances[i] /= n
+	}
+	return chances
+}
+
+// balancedScore is the negated cost of Dynamo's KvRouter, in blocks. The branch
+// counts all requests that it ever sent to a worker as its load; this counts
+// those that have not ended, as Dynamo does.
+func (p *Thompson) balancedScore(t *thompsonQuery, blockSize int, c *thompsonChoice) float64 {
+	if blockSize <= 0 {
+		return 0
+	}
+	block := float64(blockSize)
+	cached := max(math.Round(c.overlap*float64(t.blocks)), math.Floor(p.balanced.idleBoost*float64(t.blocks)))
+	compute := max(0, float64(t.tokens)/block-cached)
+	return -(p.balanced.overlapWeight*compute + float64(c.worker.waits)*math.Ceil(float64(t.tokens)/block))
+}
+
+// modularScore is the score of router_type kv_thompson, made of the parts that
+// section kv_thompson enables.
+func (p *Thompson) modularScore(t *thompsonQuery, c *thompsonChoice, random thompsonDraws) float64 {
+	m := &p.modular
+	sticky, reuse := c.stays && t.reuse > 0, float64(t.reuse)
+	weight := m.queueWeight
+	if weight == 0 {
+		weight = p.queueWeight
+	}
+	c.loadFactor = math.Exp(-weight * c.queue * c.queue / thompsonKnee)
+	if m.fullLoad {
+		c.loadFactor = c.bareFactor
+	}
+	if m.stickyFloor && sticky {
+		c.loadFactor = max(c.loadFactor, m.stickyLoadFloor)
+	}
+	c.loadFactor = max(c.loadFactor, m.loadFloor)
+
+	explore := m.tsWeight
+	if m.adaptiveExplore {
+		explore /= 1 + reuse*t.iat
+	}
+	s := max(c.overlap, m.idleBoost)*c.loadFactor + explore*c.worker.mean.sample(random)
+	if m.lints {
+		s += p.modularLinear(c, random)
+	}
+	switch {
+	case m.affinity && sticky:
+		s += (m.affinityBase + m.affinityReuse*reuse) * (0.5 + 0.5*c.overlap) * c.loadFactor
+	case m.switching && t.hasLast && !c.stays && t.reuse > 0:
+		s -= m.switchBase + m.switchReuse*reuse
+	}
+	if math.IsNaN(s) || math.IsInf(s, 0) {
+		return -1e9
+	}
+	return s
+}
+
+// modularLinear is what the linear model adds to a score.
+func (p *Thompson) modularLinear(c *thompsonChoice, random thompsonDraws) float64 {
+	var z banditVector
+	for k := range z {
+		z[k] = random.NormFloat64()
+	}
+	linear := c.worker.linear.sample(&c.x, &z, p.v)
+	if p.modular.lintsWeight < 0 {
+		return -p.modular.lintsWeight * math.Tanh(linear)
+	}
+	return p.modular.lintsWeight * linear
+}

@@ -1,0 +1,175 @@
+package policy
+
+import (
+	"fmt"
+	"log/slog"
+	"reflect"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// override takes over the parameters that have flags.
+func (k ThompsonSettings) override(c *thompsonConfig) error {
+	keys := c.keys()
+	for _, f := range []struct {
+		flag, key string
+		value     *float64
+	}{
+		{"--thompson.affinity-base", "affinity.base", k.ThompsonAffinityBase},
+		{"--thompson.temp-base", "exploration.temperature.base", k.ThompsonTempBase},
+		{"--thompson.lints-v", "lints.v", k.ThompsonLintsV},
+	} {
+		if f.value == nil {
+			continue
+		}
+		key, err := c.find(keys, f.key)
+		if err == nil {
+			err = key.set(*f.value)
+		}
+		if err != nil {
+			return fmt.Errorf("%s: %w", f.flag, err)
+		}
+	}
+	for _, text := range k.ThompsonOverride {
+		name, value, is := strings.Cut(text, "=")
+		if !is {
+			return fmt.Errorf("--thompson.override %s: give KEY=VALUE, such as affinity.reuse_weight=0.2", text)
+		}
+		key, err := c.find(keys, strings.TrimSpace(name))
+		if err == nil {
+			err = key.parse(strings.TrimSpace(value))
+		}
+		if err != nil {
+			return fmt.Errorf("--thompson.override %s: %w", text, err)
+		}
+	}
+	if err := c.check(); err != nil {
+		return fmt.Errorf("the parameters of policy thompson: %w", err)
+	}
+	return nil
+}
+
+// parse sets the value of a key. Unlike in the original, 1 and 0 are numbers where
+// a number is asked for.
+func (k thompsonKey) parse(text string) error {
+	switch k.into.(type) {
+	case *string:
+		return k.set(text)
+	case *bool:
+		switch strings.ToLower(text) {
+		case "true", "yes", "1":
+			return k.set(true)
+		case "false", "no", "0":
+			return k.set(false)
+		}
+		return k.set(text)
+	}
+	number, err := strconv.ParseFloat(text, 64)
+	if err != nil {
+		return k.set(text)
+	}
+	return k.set(number)
+}
+
+// WarnOfIdle logs the parameters that differ from the preset's and have no effect
+// with the router type and the fixes in force.
+func (p *Thompson) WarnOfIdle(log *slog.Logger) {
+	for _, idle := range p.idle() {
+		log.Warn("a parameter of policy thompson has no effect", "parameter", idle.name, "why", idle.why)
+	}
+}
+
+// idleParameter is a parameter without effect.
+type idleParameter struct{ name, why string }
+
+// idle returns the parameters that WarnOfIdle tells of.
+func (c *thompsonConfig) idle() (idle []idleParameter) {
+	if c.kvLoadGiven && c.RouterType == ThompsonKVLoad {
+		idle = append(idle, idleParameter{"kv_load", "router_type kv_load takes the lowest KV usage; --policy kv is the rule of these parameters"})
+	}
+	usual, _ := thompsonPreset(c.preset)
+	usualKeys := usual.keys()
+	for i, key := range c.keys() {
+		if why := c.whyIdle(key.name); why != "" && value(key) != value(usualKeys[i]) {
+			idle = append(idle, idleParameter{key.name, why})
+		}
+	}
+	return idle
+}
+
+// value is what a key is set to.
+func value(k thompsonKey) any { return reflect.ValueOf(k.into).Elem().Interface() }
+
+// whyIdle says why a parameter has no effect; empty: it has one.
+func (c *thompsonConfig) whyIdle(name string) string {
+	section, key, _ := strings.Cut(name, ".")
+	byType := "infrastructure.router_type is " + c.RouterType
+	switch {
+	case key == "min_workers":
+		return "requests are served as soon as one worker is up"
+	case key == "metrics_scrape_interval":
+		return "loads are known as soon as the workers tell them"
+	case section == "kv_load":
+		return "--policy kv is the rule of these parameters"
+	case strings.HasPrefix(section, "kv_"):
+		if section != c.RouterType {
+			return byType
+		}
+		return c.modular.whyIdle(name)
+	case name == "debug.trace_dir" && !c.traces:
+		return "debug.traces_enabled is false"
+	case c.RouterType == ThompsonKVLoad && slices.Contains([]string{"prefill", "feedback"}, section):
+		return byType
+	case c.RouterType != thompsonKV && c.idleByType(section, key):
+		return byType
+	case c.Fixes.coldStart && c.RouterType == thompsonKV && (key == "temperature.base" || key == "temperature.max"):
+		return "the fix cold-start takes a third of exploration.temperature.min"
+	case c.Fixes.Feedback && (key == "timeout_reward" || key == "sweep_interval_seconds"):
+		return "with the fix feedback nothing is learned from a request whose end nobody tells"
+	}
+	return ""
+}
+
+// idleByType tells whether a router type other than kv heeds a parameter not.
+func (c *thompsonConfig) idleByType(section, key string) bool {
+	lints := c.RouterType == thompsonModular && c.modular.lints
+	load := c.RouterType == thompsonModular && c.modular.fullLoad
+	softmax := c.RouterType == thompsonModular || c.RouterType == thompsonBalanced
+	switch section {
+	case "affinity", "switching_cost":
+		return true
+	case "exploration":
+		return !softmax || key == "base_ts_weight" || key == "temperature.base"
+	case "lints":
+		return !lints
+	case "load_balancing":
+		return !lints && !load
+	}
+	return false
+}
+
+// whyIdle says which switch of section kv_thompson leaves a parameter of it without
+// effect; empty: it has one, or is of another section.
+func (m *thompsonModularConfig) whyIdle(name string) string {
+	for _, s := range []struct {
+		name   string
+		on     bool
+		idleIf bool
+		keys   []string
+	}{
+		{"enable_lints", m.lints, false, []string{"lints_weight"}},
+		{"enable_affinity", m.affinity, false, []string{"affinity_base", "affinity_reuse_weight"}},
+		{"enable_switching_cost", m.switching, false, []string{"switch_base", "switch_reuse"}},
+		{"enable_sticky_floor", m.stickyFloor, false, []string{"sticky_load_floor"}},
+		{"enable_adaptive_temp", m.adaptiveTemp, false, []string{"adaptive_temp_base"}},
+		{"enable_adaptive_temp", m.adaptiveTemp, true, []string{"temperature"}},
+		{"enable_full_load", m.fullLoad, true, []string{"queue_penalty_weight"}},
+	} {
+		key, is := strings.CutPrefix(name, thompsonModular+".")
+		if is && s.on == s.idleIf && slices.Contains(s.keys, key) {
+			return fmt.Sprintf("kv_thompson.%s is %t", s.name, s.on)
+		}
+	}
+	return ""
+}

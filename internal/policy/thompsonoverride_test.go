@@ -1,0 +1,165 @@
+package policy
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// thompsonFiles are the keys and values of the Toolkit's files by their folder;
+// development is components/config.yaml of its development branch.
+var thompsonFiles = map[string]string{
+	"optimized": `
+infrastructure: {block_size: 64, router_type: kv, min_workers: 1}
+affinity: {base: 0.30, reuse_weight: 0.15, iat_weight: 0.20, sticky_load_floor: 0.70}
+exploration: {base_ts_weight: 0.10, temperature: {base: 1.0, min: 0.15, max: 2.0}}
+switching_cost: {base: 0.20, reuse_penalty: 0.08, iat_penalty: 0.05}
+load_balancing: {queue_penalty_weight: 0.50, gpu_penalty_weight: 1.00, outstanding_work_weight: 0.45, job_gpu_coupling_weight: 0.40, job_queue_coupling_weight: 0.20}
+prefill: {token_scale: 1024.0, weight: 1.0}
+lints: {lambda: 1.0, v: 0.25, forget_rate: 0.995}
+feedback: {timeout_seconds: 120.0, sweep_interval_seconds: 5.0, timeout_reward: 0.0, latency_ema_alpha: 0.2}
+debug: {traces_enabled: false, trace_dir: /tmp/dynamo_router_traces, buffer_size: 2000}
+`,
+	"components": `
+infrastructure: {block_size: 16, router_type: kv, min_workers: 1}
+affinity: {base: 0.30, reuse_weight: 0.08, iat_weight: 0.20, sticky_load_floor: 0.01}
+exploration: {base_ts_weight: 0.10, temperature: {base: 1.0, min: 0.15, max: 2.0}}
+switching_cost: {base: 0.10, reuse_penalty: 0.04, iat_penalty: 0.03}
+load_balancing: {queue_penalty_weight: 1.50, gpu_penalty_weight: 1.00, outstanding_work_weight: 0.45, job_gpu_coupling_weight: 0.40, job_queue_coupling_weight: 0.20}
+prefill: {token_scale: 1024.0, weight: 1.0}
+lints: {lambda: 1.0, v: 0.25, forget_rate: 0.995}
+feedback: {timeout_seconds: 120.0, sweep_interval_seconds: 5.0, timeout_reward: 0.0, latency_ema_alpha: 0.2}
+debug: {traces_enabled: false, trace_dir: /tmp/dynamo_router_traces, buffer_size: 2000}
+`,
+	"development": `
+infrastructure: {block_size: 16, router_type: kv_thompson, min_workers: 1}
+kv_load: {overlap_score_weight: 1.0, temperature: 0.0, metrics_scrape_interval: 0.1}
+kv_load_balanced: {overlap_score_weight: 1.0, idle_boost: 0.02, temperature: 0.15, metrics_scrape_interval: 0.1}
+kv_thompson:
+  {ts_weight: 0.05, idle_boost: 0.02, temperature: 0.30, queue_penalty_weight: 2.5, cold_start_threshold: 0.05, metrics_scrape_interval: 0.01,
+  enable_lints: true, enable_affinity: true, enable_switching_cost: true, enable_full_load: false, enable_adaptive_temp: true,
+  enable_adaptive_explore: true, enable_sticky_floor: false, lints_weight: -1.0, affinity_base: 0.15, affinity_reuse_weight: 0.02,
+  switch_base: 0.04, switch_reuse: 0.01, sticky_load_floor: 0.01, load_mod_floor: 0.1, adaptive_temp_base: 1.0}
+`,
+}
+
+func thompsonFile(t *testing.T, text string) string {
+	t.Helper()
+	name := filepath.Join(t.TempDir(), "config.yaml")
+	if err := os.WriteFile(name, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return name
+}
+
+func TestThompsonPresetsAreTheToolkitsFiles(t *testing.T) {
+	for preset, kind := range map[string]string{"optimized": "optimized", "components": "components"} {
+		want, err := ThompsonSettings{ThompsonPreset: preset, ThompsonFixes: "none"}.config()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, other := range []string{"components", "optimized"} { // the file alone decides
+			got, err := ThompsonSettings{ThompsonPreset: other, ThompsonFixes: "none", ThompsonConfig: thompsonFile(t, thompsonFiles[kind])}.config()
+			got.preset, got.blockSize = want.preset, want.blockSize
+			if err != nil || got != want {
+				t.Errorf("%s over %s: %v\n%+v, want\n%+v", kind, other, err, got, want)
+			}
+		}
+	}
+	c, err := ThompsonSettings{ThompsonFixes: "none", ThompsonConfig: thompsonFile(t, thompsonFiles["development"])}.config()
+	if err != nil || c.RouterType != thompsonModular || c.modular != defaultThompsonModular() || c.balanced != defaultThompsonBalanced() {
+		t.Errorf("development: %v %+v", err, c)
+	}
+	if _, err := (ThompsonSettings{ThompsonPreset: "best", ThompsonFixes: "none"}).config(); err == nil || !strings.Contains(err.Error(), "--thompson-preset best: give components or optimized") {
+		t.Error(err)
+	}
+}
+
+func TestThompsonFlagsOverruleTheFile(t *testing.T) {
+	base, temp, v := 0.5, 1.5, 0.0
+	c, err := ThompsonSettings{
+		ThompsonFixes: "none", ThompsonConfig: thompsonFile(t, "affinity: {base: 0.1, iat_weight: 0.7}\nlints: {v: 1}"),
+		ThompsonAffinityBase: &base, ThompsonTempBase: &temp, ThompsonLintsV: &v,
+		ThompsonOverride: []string{"load_balancing.gpu_penalty_weight=1", " exploration.temperature.base = 0 ", "debug.traces_enabled=1", "infrastructure.min_workers=0", "infrastructure.router_type=kv_only", "feedback.timeout_seconds=60"},
+	}.config()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if c.affinityBase != 0.5 || c.affinityIAT != 0.7 || c.v != 0 || c.gpuWeight != 1 || c.tempBase != 0 || !c.traces || c.minWorkers != 0 || c.RouterType != thompsonKVOnly || c.Timeout.Seconds() != 60 {
+		t.Errorf("%+v", c)
+	}
+}
+
+func TestThompsonFlagErrorsNameTheFlag(t *testing.T) {
+	wrong := -1.0
+	for want, k := range map[string]ThompsonSettings{
+		"--thompson.affinity-base: affinity.base -1":                             {ThompsonAffinityBase: &wrong},
+		"--thompson.temp-base: exploration.temperature.base -1":                  {ThompsonTempBase: &wrong},
+		"--thompson.lints-v: lints.v -1":                                         {ThompsonLintsV: &wrong},
+		"--thompson.override lints.v: give KEY=VALUE":                            {ThompsonOverride: []string{"lints.v"}},
+		`--thompson.override lint.v=1: unknown key "lint.v"; the nearest`:        {ThompsonOverride: []string{"lint.v=1"}},
+		"--thompson.override lints.v=much: lints.v: much is not a number":        {ThompsonOverride: []string{"lints.v=much"}},
+		"--thompson.override lints.v=NaN: lints.v NaN":                           {ThompsonOverride: []string{"lints.v=NaN"}},
+		"--thompson.override debug.traces_enabled=2: debug.traces_enabled: give": {ThompsonOverride: []string{"debug.traces_enabled=2"}},
+		"the parameters of policy thompson: infrastructure.router_type rr":       {ThompsonOverride: []string{"infrastructure.router_type=rr"}},
+		"exploration.temperature.min 3 is above max 2":                           {ThompsonOverride: []string{"exploration.temperature.min=3"}},
+	} {
+		k.ThompsonFixes = "none"
+		if _, err := k.config(); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%v, want %s", err, want)
+		}
+	}
+}
+
+func TestThompsonWarnsOfParametersWithoutEffect(t *testing.T) {
+	for _, c := range []struct {
+		fixes, overrides, want string
+	}{
+		{"all", "", ""},
+		{"all", "exploration.temperature.base=1.5 exploration.temperature.max=3", "exploration.temperature.base exploration.temperature.max"},
+		{"none", "exploration.temperature.base=1.5 exploration.temperature.max=3 feedback.timeout_reward=0.1", ""},
+		{"all", "exploration.temperature.min=0.2 feedback.timeout_seconds=9 lints.v=1", ""},
+		{"feedback", "feedback.timeout_reward=0.1 feedback.sweep_interval_seconds=1", "feedback.sweep_interval_seconds feedback.timeout_reward"},
+		{"all", "infrastructure.min_workers=3", "infrastructure.min_workers"},
+		{"all", "debug.trace_dir=/x", "debug.trace_dir"},
+		{"all", "debug.trace_dir=/x debug.traces_enabled=true", ""},
+		{"all", "kv_thompson.ts_weight=1 kv_load_balanced.temperature=1", "kv_load_balanced.temperature kv_thompson.ts_weight"},
+		{"all", "infrastructure.router_type=kv_load kv_load.overlap_score_weight=1 affinity.base=1 feedback.latency_ema_alpha=1", "kv_load affinity.base feedback.latency_ema_alpha"},
+		{"all", "infrastructure.router_type=kv_only exploration.temperature.min=0.2 load_balancing.gpu_penalty_weight=2 lints.v=1", "exploration.temperature.min load_balancing.gpu_penalty_weight lints.v"},
+		{"all", "infrastructure.router_type=kv_load_balanced exploration.temperature.min=0.2 kv_load_balanced.temperature=1 kv_load_balanced.metrics_scrape_interval=1", "kv_load_balanced.metrics_scrape_interval"},
+		{"all", "infrastructure.router_type=kv_thompson lints.v=1 load_balancing.gpu_penalty_weight=2 kv_thompson.temperature=1 kv_thompson.sticky_load_floor=1", "kv_thompson.temperature kv_thompson.sticky_load_floor"},
+		{"all", "infrastructure.router_type=kv_thompson kv_thompson.enable_lints=false lints.v=1 kv_thompson.lints_weight=1 kv_thompson.enable_full_load=true kv_thompson.queue_penalty_weight=1 load_balancing.gpu_penalty_weight=2", "lints.v kv_thompson.queue_penalty_weight kv_thompson.lints_weight"},
+	} {
+		config, err := ThompsonSettings{ThompsonFixes: c.fixes, ThompsonOverride: strings.Fields(c.overrides)}.config()
+		if err != nil {
+			t.Fatal(err)
+		}
+		var names []string
+		for _, idle := range config.idle() {
+			names = append(names, idle.name)
+			if idle.why == "" {
+				t.Errorf("%s: no reason", idle.name)
+			}
+		}
+		if got := strings.Join(names, " "); got != c.want {
+			t.Errorf("fixes %s, %s: warns of %q, want %q", c.fixes, c.overrides, got, c.want)
+		}
+	}
+}
+
+func TestThompsonBlockSizeMustBeTheRouters(t *testing.T) {
+	file := thompsonFile(t, thompsonFiles["components"])
+	for want, k := range map[string]ThompsonSettings{
+		"--thompson-config " + file + ": infrastructure.block_size is 16, but --block-size is 64": {ThompsonConfig: file},
+		"--thompson.override: infrastructure.block_size is 32, but --block-size is 64":            {ThompsonOverride: []string{"infrastructure.block_size=32"}},
+	} {
+		k.ThompsonFixes = "none"
+		if err := k.Validate("kv,thompson", 64); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%v, want %s", err, want)
+		}
+		if err := k.Validate("kv", 64); err != nil {
+			t.Error(err)
+		}
+	}
+}
