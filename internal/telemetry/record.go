@@ -55,12 +55,15 @@ type RecordLine struct {
 	PromptMismatch  bool      `json:"prompt_mismatch"` // the worker counted other prompt tokens
 
 	Hints *hints.Recorded `json:"hints,omitempty"`
+
+	Decisions []*router.Receipt `json:"decisions,omitempty"` // why its workers were chosen, with --record-decisions; of a shared request the prefill worker's first
 }
 
 // Recorder writes one line a finished request to a file, for simulate to replay.
 // A nil one records nothing. It is safe for concurrent use.
 type Recorder struct {
 	*jsonlines.Writer
+	Decisions bool // the lines say why workers were chosen
 	policy    string
 	blockSize int
 	epoch     time.Time // of the timestamps; constant
@@ -151,6 +154,9 @@ func (r *Recorder) Finished(x proxy.Exchange, prompt *RecordedPrompt, now time.T
 		PredictedTokens: x.Decision.OverlapTokens, DurationMS: milliseconds(now.Sub(x.Arrived)),
 		DecisionMS:   milliseconds(x.Decision.HashTime + x.Decision.LookupTime + x.Decision.ScheduleTime),
 		TokensSource: x.Source, PromptMismatch: x.Usage.Known && x.Usage.PromptTokens != prompt.Tokens,
+	}
+	if r.Decisions {
+		line.Decisions = x.Decision.Receipts
 	}
 	if x.Usage.CachedKnown {
 		line.CachedTokens = &x.Usage.CachedTokens
