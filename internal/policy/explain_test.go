@@ -11,6 +11,7 @@ import (
 
 	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit"
 )
 
 // explained are the policies whose explanations are tested, some with settings.
@@ -99,10 +100,14 @@ func checkExplanation(rt *rapid.T, e *Explanation, candidates []Candidate, chose
 	}
 }
 
-// Every choice can be computed again from its explanation, 1,000 for each policy and
-// more; and asking for it changes nothing: a twin of the policy that is not asked
+// Every choice can be computed again from its explanation, more than 1,000 for each
+// policy; and asking for it changes nothing: a twin of the policy that is not asked
 // chooses the same and draws as often.
 func TestAnExplanationGivesTheChoice(t *testing.T) {
+	decisions := uint64(12)
+	if testkit.RaceDetector {
+		decisions = 3
+	}
 	for name, make := range explained(t) {
 		t.Run(name, func(t *testing.T) {
 			rapid.Check(t, func(rt *rapid.T) {
@@ -110,7 +115,7 @@ func TestAnExplanationGivesTheChoice(t *testing.T) {
 				seed := rapid.Uint64().Draw(rt, "seed")
 				random, other := rand.New(rand.NewPCG(seed, 1)), rand.New(rand.NewPCG(seed, 1))
 				now := time.Unix(1_700_000_000, 0)
-				for number := range uint64(12) {
+				for number := range decisions {
 					now = now.Add(time.Duration(rapid.IntRange(0, 5000).Draw(rt, "passed")) * time.Millisecond)
 					q := drawQuery(rt, now, number+1)
 					candidates := drawCandidates(rt, q)
