@@ -156,7 +156,7 @@ func (r *Recorder) Finished(x proxy.Exchange, prompt *RecordedPrompt, now time.T
 		TokensSource: x.Source, PromptMismatch: x.Usage.Known && x.Usage.PromptTokens != prompt.Tokens,
 	}
 	if r.Decisions {
-		line.Decisions = x.Decision.Receipts
+		line.Decisions = nameless(x.Decision.Receipts)
 	}
 	if x.Usage.CachedKnown {
 		line.CachedTokens = &x.Usage.CachedTokens
@@ -167,6 +167,17 @@ func (r *Recorder) Finished(x proxy.Exchange, prompt *RecordedPrompt, now time.T
 	}
 	line.Timestamp = max(0, milliseconds(line.Arrived.Sub(r.epoch)))
 	r.Write(line)
+}
+
+// nameless returns receipts without what the client called its request and series: a
+// record has at most hashes of those.
+func nameless(receipts []*router.Receipt) (list []*router.Receipt) {
+	for _, receipt := range receipts {
+		without := *receipt
+		without.RequestID, without.Series = "", ""
+		list = append(list, &without)
+	}
+	return list
 }
 
 // Lost returns how many lines are missing in the record so far.

@@ -153,7 +153,7 @@ func TestRecordedHintsAreReplayed(t *testing.T) {
 
 func TestARecordHasReceiptsOnlyWhereTheyAreAskedFor(t *testing.T) {
 	worker := uint64(3)
-	d := router.Decision{Receipts: []*router.Receipt{{Tokens: 10, Worker: &worker}}}
+	d := router.Decision{Receipts: []*router.Receipt{{Tokens: 10, Worker: &worker, RequestID: "alice-1", Series: "alice"}}}
 	for _, asked := range []bool{false, true} {
 		file := filepath.Join(t.TempDir(), "r.jsonl")
 		r, err := NewRecorder(file, "kv", 4, slog.New(slog.DiscardHandler))
@@ -169,6 +169,9 @@ func TestARecordHasReceiptsOnlyWhereTheyAreAskedFor(t *testing.T) {
 		}
 		if asked && *lines[0].Decisions[0].Worker != worker {
 			t.Errorf("another receipt was recorded: %+v", lines[0].Decisions[0])
+		}
+		if text, err := os.ReadFile(file); err != nil || strings.Contains(string(text), "alice") {
+			t.Errorf("the record has the client's names, %v: %s", err, text)
 		}
 	}
 }
