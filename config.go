@@ -355,6 +355,9 @@ func (c *Config) validate() error {
 	if err := c.Routing.Validate(); err != nil {
 		return err
 	}
+	if c.Routing.RecordDecisions && c.Record == "" {
+		return errors.New("--record-decisions adds to the lines of --record: give --record FILE too")
+	}
 	if err := c.Index.Validate(c.Policy); err != nil {
 		return err
 	}

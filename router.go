@@ -114,6 +114,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		if r.api.recorder, err = telemetry.NewRecorder(config.Record, config.Policy, config.BlockSize, log); err != nil {
 			return nil, err
 		}
+		r.api.recorder.Decisions = config.Routing.RecordDecisions
 	}
 	r.telemetry.WatchGuards(telemetry.Guards{
 		BodyBytes: r.api.bodies.Held, BodiesRefused: r.api.bodies.Refused, LinesLost: r.api.recorder.Lost,

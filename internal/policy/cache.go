@@ -150,10 +150,50 @@ func (p *cacheRouting) matching(q Query, candidates []Candidate, mean, limit flo
 	chosen := p.longest(candidates, limit, random)
 	queue := p.queues[chosen]
 	short := float64(candidates[chosen].Overlap*q.BlockSize) <= p.settings.CacheThreshold*float64(q.Tokens)
-	if short || queue > mean*p.settings.BalanceRelThreshold && queue > mean+p.settings.BalanceAbsThreshold {
+	long := queue > mean*p.settings.BalanceRelThreshold && queue > mean+p.settings.BalanceAbsThreshold
+	switch {
+	case q.Explain == nil:
+	case short:
+		p.explainQueues(q.Explain, candidates, ruleShortMatch)
+	case long:
+		p.explainQueues(q.Explain, candidates, ruleLongQueue)
+	default:
+		p.explainMatches(q.Explain, candidates, limit, queue > limit)
+	}
+	if short || long {
 		return p.shortest(random)
 	}
 	return chosen
+}
+
+// Rules of an Explanation.
+const (
+	ruleMatch      = "longest match"
+	ruleShortMatch = "shortest queue: no worker has enough of the prompt"
+	ruleLongQueue  = "shortest queue: the worker with the longest match has too many requests"
+)
+
+// explainQueues notes the candidates' queues.
+func (p *cacheRouting) explainQueues(e *Explanation, candidates []Candidate, rule string) {
+	e.Rule = rule
+	for i, queue := range p.queues {
+		inFlight := float64(candidates[i].Load.InFlight)
+		e.add(Score{Terms: []Term{{"in_flight", -inFlight}, {"failures", inFlight - queue}}, Total: -queue})
+	}
+}
+
+// explainMatches notes the candidates' matches, in blocks. Those with a queue of more
+// than limit could be chosen only if all have one.
+func (p *cacheRouting) explainMatches(e *Explanation, candidates []Candidate, limit float64, all bool) {
+	e.Rule = ruleMatch
+	for i, queue := range p.queues {
+		s, shorter := oneTerm("match", float64(candidates[i].Overlap)), -queue
+		s.TieBreak = &shorter
+		if queue > limit && !all {
+			s.Excluded = "queue_limit"
+		}
+		e.add(s)
+	}
 }
 
 // cacheThreshold is strategy "cache threshold and shortest queue" of SGLang's
@@ -162,6 +202,7 @@ func (p *cacheRouting) matching(q Query, candidates []Candidate, mean, limit flo
 type cacheThreshold struct{ cacheRouting }
 
 func (p *cacheThreshold) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
+	q.Explain.by("cache-threshold")
 	mean, _ := p.measure(q.Now, candidates)
 	return p.matching(q, candidates, mean, math.Inf(1), random)
 }
@@ -179,6 +220,7 @@ func (p *cacheThreshold) Choose(q Query, candidates []Candidate, random *rand.Ra
 type variance struct{ cacheRouting }
 
 func (p *variance) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
+	q.Explain.by("variance")
 	mean, deviation := p.measure(q.Now, candidates)
 	return p.matching(q, candidates, mean, mean+p.settings.VarianceK*deviation, random)
 }

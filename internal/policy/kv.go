@@ -132,10 +132,13 @@ func (p kvPolicy) Choose(q Query, candidates []Candidate, random *rand.Rand) int
 	for i := range candidates {
 		least = min(least, candidates[i].Load.PrefillTokens)
 	}
-	if p.settings.RouterTemperature > 0 {
-		return softmaxOfCosts(candidates, p.settings.RouterTemperature, random, func(c *Candidate) float64 { return p.cost(q, c, least) })
+	if q.Explain != nil {
+		q.Explain.rank("kv", candidates, func(c *Candidate) Score { return p.terms(q, c, least).explain() })
 	}
-	score := func(c *Candidate) float64 { return -p.cost(q, c, least) }
+	if p.settings.RouterTemperature > 0 {
+		return softmaxOfCosts(candidates, p.settings.RouterTemperature, random, func(c *Candidate) float64 { return p.terms(q, c, least).cost() }, q.Explain)
+	}
+	score := func(c *Candidate) float64 { return -p.terms(q, c, least).cost() }
 	if p.settings.Ties == tiesSmallestTree {
 		return bestOfSmallestTree(candidates, random, score)
 	}
@@ -157,8 +160,17 @@ func bestOfSmallestTree(candidates []Candidate, random *rand.Rand, score func(*C
 	})
 }
 
-// cost is in blocks; least is the least PrefillTokens of all candidates.
-func (p kvPolicy) cost(q Query, c *Candidate, least int) float64 {
+// kvTerms are the parts of a cost, in blocks.
+type kvTerms struct{ prefill, decode, requests float64 }
+
+func (t kvTerms) cost() float64 { return t.prefill + t.decode + t.requests }
+
+func (t kvTerms) explain() Score {
+	return Score{Terms: []Term{{"prefill", -t.prefill}, {"decode", -t.decode}, {"requests", -t.requests}}, Total: -t.cost()}
+}
+
+// terms returns the cost of c; least is the least PrefillTokens of all candidates.
+func (p kvPolicy) terms(q Query, c *Candidate, least int) kvTerms {
 	block := float64(q.BlockSize)
 	credit := p.settings.OverlapScoreCredit
 	if excess := c.Load.PrefillTokens - least; excess > 0 && q.Tokens > 0 {
@@ -168,14 +180,15 @@ func (p kvPolicy) cost(q Query, c *Candidate, least int) float64 {
 	decode := float64(c.Load.ActiveBlocks + c.NewBlocks)
 	requests := p.settings.DecodeActiveRequestWeight * float64(c.Load.InFlight)
 	if q.FreePrefill {
-		return max(0, decode-cached) + requests
+		return kvTerms{decode: max(0, decode-cached), requests: requests}
 	}
 	prefill := max(0, float64(c.Load.PrefillTokens+q.Tokens)/block-cached)
-	return p.settings.PrefillLoadScale*prefill + decode + requests
+	return kvTerms{p.settings.PrefillLoadScale * prefill, decode, requests}
 }
 
-// softmaxOfCosts draws a candidate, the cheaper the more likely.
-func softmaxOfCosts(candidates []Candidate, temperature float64, random *rand.Rand, cost func(*Candidate) float64) int {
+// softmaxOfCosts draws a candidate, the cheaper the more likely. If explain is not
+// nil it notes the chances and the draw there.
+func softmaxOfCosts(candidates []Candidate, temperature float64, random *rand.Rand, cost func(*Candidate) float64, explain *Explanation) int {
 	costs := make([]float64, len(candidates))
 	lowest, highest := math.Inf(1), math.Inf(-1)
 	for i := range candidates {
@@ -190,7 +203,11 @@ func softmaxOfCosts(candidates []Candidate, temperature float64, random *rand.Ra
 		costs[i] = math.Exp(-(c - lowest) / (highest - lowest) / temperature)
 		sum += costs[i]
 	}
-	draw := random.Float64() * sum
+	draw := random.Float64()
+	if explain != nil {
+		explain.drawn(costs, draw, temperature)
+	}
+	draw *= sum
 	for i, weight := range costs {
 		if draw -= weight; draw < 0 {
 			return i

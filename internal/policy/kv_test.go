@@ -160,7 +160,7 @@ func TestSchedulerSoftmax(t *testing.T) {
 			}
 			counts := make([]int, len(candidates))
 			for range 1000 {
-				counts[softmaxOfCosts(candidates, test.temperature, random, func(c *Candidate) float64 { return test.costs[c.Overlap] })]++
+				counts[softmaxOfCosts(candidates, test.temperature, random, func(c *Candidate) float64 { return test.costs[c.Overlap] }, nil)]++
 			}
 			for i, n := range counts {
 				if n < test.least[i] || n > test.most[i] {

@@ -22,8 +22,9 @@ type Query struct {
 	Override    *Override // of settings; nil: none
 	Leg         kv.Leg    // that a worker is wanted for
 	Prefix      hints.Prefix
-	Retry       bool   // another worker has failed it before
-	Decision    uint64 // number by which a judged policy hears how it ended; 0: it never will
+	Retry       bool         // another worker has failed it before
+	Decision    uint64       // number by which a judged policy hears how it ended; 0: it never will
+	Explain     *Explanation // that Choose fills in; nil: nobody asks
 }
 
 // Candidate is one worker that may serve the request.
@@ -177,19 +178,33 @@ func (standalone) Choose(q Query, candidates []Candidate, random *rand.Rand) int
 	for i := range candidates {
 		longest = max(longest, candidates[i].Load.QueueLength())
 	}
-	return best(candidates, random, func(c *Candidate) float64 {
-		score := 0.0
-		if q.Tokens > 0 {
-			score = 2 * float64(c.Overlap*q.BlockSize) / float64(q.Tokens)
-		}
-		if c.Load.Fresh {
-			score -= c.Load.KVUsage
-		}
-		if longest > 0 {
-			score -= float64(c.Load.QueueLength()) / float64(longest)
-		}
-		return score
-	})
+	if q.Explain != nil {
+		q.Explain.rank("standalone", candidates, func(c *Candidate) Score { return standaloneTermsOf(q, c, longest).explain() })
+	}
+	return best(candidates, random, func(c *Candidate) float64 { return standaloneTermsOf(q, c, longest).score() })
+}
+
+// standaloneTerms are the parts of a score.
+type standaloneTerms struct{ overlap, usage, waiting float64 }
+
+// standaloneTermsOf returns those of c; longest is the longest queue.
+func standaloneTermsOf(q Query, c *Candidate, longest int) (t standaloneTerms) {
+	if q.Tokens > 0 {
+		t.overlap = 2 * float64(c.Overlap*q.BlockSize) / float64(q.Tokens)
+	}
+	if c.Load.Fresh {
+		t.usage = c.Load.KVUsage
+	}
+	if longest > 0 {
+		t.waiting = float64(c.Load.QueueLength()) / float64(longest)
+	}
+	return t
+}
+
+func (t standaloneTerms) score() float64 { return t.overlap - t.usage - t.waiting }
+
+func (t standaloneTerms) explain() Score {
+	return Score{Terms: []Term{{"overlap", t.overlap}, {"kv_usage", -t.usage}, {"waiting", -t.waiting}}, Total: t.score()}
 }
 
 // leastLoaded takes the worker with the fewest requests of ours in flight.
@@ -197,8 +212,12 @@ type leastLoaded struct{}
 
 func (leastLoaded) Traits() Traits { return Traits{} }
 
-func (leastLoaded) Choose(_ Query, candidates []Candidate, random *rand.Rand) int {
-	return best(candidates, random, func(c *Candidate) float64 { return -float64(c.Load.InFlight) })
+func (leastLoaded) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
+	score := func(c *Candidate) float64 { return -float64(c.Load.InFlight) }
+	if q.Explain != nil {
+		q.Explain.rank("least-loaded", candidates, func(c *Candidate) Score { return oneTerm("in_flight", score(c)) })
+	}
+	return best(candidates, random, score)
 }
 
 // powerOfTwo draws two different workers and takes the one with fewer requests
@@ -207,14 +226,20 @@ type powerOfTwo struct{}
 
 func (powerOfTwo) Traits() Traits { return Traits{} }
 
-func (powerOfTwo) Choose(_ Query, candidates []Candidate, random *rand.Rand) int {
+func (powerOfTwo) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	if len(candidates) == 1 {
+		if q.Explain != nil {
+			q.Explain.explainTwo(candidates, 0, 0)
+		}
 		return 0
 	}
 	a := random.IntN(len(candidates))
 	b := random.IntN(len(candidates) - 1)
 	if b >= a {
 		b++
+	}
+	if q.Explain != nil {
+		q.Explain.explainTwo(candidates, a, b)
 	}
 	if candidates[b].Load.InFlight < candidates[a].Load.InFlight {
 		return b
@@ -251,6 +276,9 @@ func (r *RoundRobin) Choose(q Query, candidates []Candidate, _ *rand.Rand) int {
 	if next < 0 {
 		next = first
 	}
+	if q.Explain != nil {
+		q.Explain.explainTurns(candidates, next)
+	}
 	turn.last, turn.started = candidates[next].Target.Key, true
 	return next
 }
@@ -260,7 +288,10 @@ type randomChoice struct{}
 
 func (randomChoice) Traits() Traits { return Traits{} }
 
-func (randomChoice) Choose(_ Query, candidates []Candidate, random *rand.Rand) int {
+func (randomChoice) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
+	if q.Explain != nil {
+		q.Explain.rank("random", candidates, func(*Candidate) Score { return Score{Terms: []Term{}} })
+	}
 	return random.IntN(len(candidates))
 }
 

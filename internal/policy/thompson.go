@@ -152,6 +152,8 @@ type thompsonChoice struct {
 	bareFactor  float64 // M without a floor
 	x           banditVector
 	loadFactor  float64 // M
+
+	linear, mean float64 // rewards that were drawn for it
 }
 
 func newThompson(config thompsonConfig) *Thompson {
@@ -180,12 +182,16 @@ func (*Thompson) Traits() Traits { return Traits{WholeMatch: true} }
 func (p *Thompson) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	p.sweep(q.Now)
 	if p.RouterType == ThompsonKVLoad {
-		return best(candidates, random, func(c *Candidate) float64 {
+		score := func(c *Candidate) float64 {
 			if !c.Load.Fresh {
 				return 0
 			}
 			return -share(c.Load.KVUsage)
-		})
+		}
+		if q.Explain != nil {
+			q.Explain.rank("thompson", candidates, func(c *Candidate) Score { return oneTerm("kv_usage", score(c)) })
+		}
+		return best(candidates, random, score)
 	}
 	return p.decide(q, candidates, randomDraws{random})
 }
@@ -210,10 +216,15 @@ func (p *Thompson) decide(q Query, candidates []Candidate, random thompsonDraws)
 		}
 		w := choice.worker
 		p.fade(w)
-		p.scores = append(p.scores, p.score(&t, choice, w.linear.sample(&choice.x, &z, p.v), w.mean.sample(random)))
+		choice.linear, choice.mean = w.linear.sample(&choice.x, &z, p.v), w.mean.sample(random)
+		p.scores = append(p.scores, p.score(&t, choice, choice.linear, choice.mean))
 	}
 	p.chances = softmaxOf(p.chances, p.scores, t.temp)
-	chosen := drawFrom(p.chances, random.Float64())
+	draw := random.Float64()
+	chosen := drawFrom(p.chances, draw)
+	if q.Explain != nil {
+		p.explain(q.Explain, &t, draw)
+	}
 	if q.Decision != 0 {
 		p.keep(q, &t, chosen)
 	}
@@ -375,15 +386,7 @@ func outstandingFeature(work float64) float64 { return math.Tanh(0.1 * work) }
 
 // score is what a candidate is worth, given the rewards that were drawn for it.
 func (p *Thompson) score(t *thompsonQuery, c *thompsonChoice, linear, mean float64) float64 {
-	reuse := float64(t.reuse)
-	s := linear + p.tsWeight/(1+reuse*t.iat)*mean
-	switch {
-	case t.reuse <= 0:
-	case c.stays:
-		s += (p.affinityBase + p.affinityReuse*reuse + p.affinityIAT*t.iat) * (0.5 + 0.5*c.overlap)
-	case t.hasLast:
-		s -= p.switchBase + p.switchReuse*reuse + p.switchIAT*t.iat
-	}
+	s := linear + p.meanTerm(t, mean) + p.stayTerm(t, c)
 	if p.Fixes.loadSign {
 		s += thompsonLoadWeight * math.Log(c.loadFactor)
 	} else {

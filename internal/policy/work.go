@@ -103,7 +103,10 @@ func (p *Work) LearnUsual(o Outcome) {
 // the choice.
 func (p *Work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	u := p.usual(q, candidates)
-	chosen := best(candidates, random, func(c *Candidate) float64 { return -p.cost(q, c, u) })
+	if q.Explain != nil {
+		q.Explain.rank("work", candidates, func(c *Candidate) Score { return p.terms(q, c, &u).explain(&u) })
+	}
+	chosen := best(candidates, random, func(c *Candidate) float64 { return -p.terms(q, c, &u).cost(&u) })
 	if q.Tokens > 0 && q.Leg != kv.LegDecode {
 		p.Uncached.add(float64(max(1, q.Tokens-candidates[chosen].Overlap*q.BlockSize)))
 	}
@@ -137,21 +140,42 @@ func (p *Work) usual(q Query, candidates []Candidate) workUsual {
 	return u
 }
 
-func (p *Work) cost(q Query, c *Candidate, u workUsual) float64 {
+// workTerms are the parts of a cost: all in ms, but for count.
+type workTerms struct {
+	first, foreign, pushed, later, busier float64 // relative to workUsual.own
+	decode, others                        float64 // relative to workUsual.decoding
+	count                                 float64
+}
+
+func (t workTerms) cost(u *workUsual) float64 {
+	return (t.first+t.foreign+t.pushed+t.later+t.busier)/u.own + workDecode*(t.decode+t.others)/u.decoding + t.count
+}
+
+func (t workTerms) explain(u *workUsual) Score {
+	return Score{
+		Terms: []Term{
+			{"first_token", -t.first / u.own}, {"foreign", -t.foreign / u.own}, {"pushed", -t.pushed / u.own}, {"later", -t.later / u.own}, {"busier", -t.busier / u.own},
+			{"decode", -workDecode * t.decode / u.decoding}, {"others", -workDecode * t.others / u.decoding}, {"count", -t.count},
+		},
+		Total: -t.cost(u),
+	}
+}
+
+func (p *Work) terms(q Query, c *Candidate, u *workUsual) workTerms {
 	uncached := max(0, q.Tokens-c.Overlap*q.BlockSize)
 	if q.Leg == kv.LegDecode {
 		uncached = 0
 	}
 	own, queued := p.Timing.Prefill(uncached), p.Timing.Prefill(c.Load.PrefillTokens)
 	first, pushed := p.coming(q.Now, &c.Load, uncached)
-	first += foreignWait(&c.Load) * u.decoding
-	later := workLater * own
-	busier := own * queued / u.own
-	decode := u.output * p.Timing.Decoding(c.Load.ContextTokens+c.Load.AwaitedTokens+1)
 	slowdown := u.output / 2 * p.Timing.context * float64(q.Tokens)
-	others := workOthers * float64(c.Load.requests()) * (own + slowdown)
-	count := workCount * float64(c.Load.requests()+1) / (u.inFlight + 1)
-	return (first+pushed+later+busier)/u.own + workDecode*(decode+others)/u.decoding + count
+	return workTerms{
+		first: first, foreign: foreignWait(&c.Load) * u.decoding, pushed: pushed,
+		later: workLater * own, busier: own * queued / u.own,
+		decode: u.output * p.Timing.Decoding(c.Load.ContextTokens+c.Load.AwaitedTokens+1),
+		others: workOthers * float64(c.Load.requests()) * (own + slowdown),
+		count:  workCount * float64(c.Load.requests()+1) / (u.inFlight + 1),
+	}
 }
 
 // foreignWait is how many answers will be given before the requests have left the queue

@@ -286,6 +286,7 @@ func Nonce() string {
 func (l *legs) decision() router.Decision {
 	d := l.pair.Decode
 	d.OverlapTokens = l.pair.Prefill.OverlapTokens
+	d.Receipts = slices.Concat(l.pair.Prefill.Receipts, d.Receipts)
 	return d
 }
 

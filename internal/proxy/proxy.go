@@ -12,6 +12,7 @@ import (
 	"io"
 	"maps"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -192,6 +193,7 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 
 // send is attempt with the booking of the decision, which ends here.
 func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, decision router.Decision, retry bool) error {
+	decision.Receipts = slices.Concat(x.Decision.Receipts, decision.Receipts)
 	x.Decision, x.Worker, x.Ending, x.refusal = decision, WorkerLabel(decision.Target.Key.Worker), policy.Abandoned, refusal{}
 	defer decision.Booking.End() // if relaying panics
 	err := p.attempt(ctx, w, u, x, retry)

@@ -139,7 +139,9 @@ func (r *Router) drain(now time.Time) {
 			continue
 		}
 		result := waitResult{err: err}
-		if err == nil {
+		if err != nil {
+			r.explainRefusal(&w.prompt, &result.decision, err, now)
+		} else {
 			result.decision.QueueTime = now.Sub(w.since)
 			r.choose(&w.prompt, &result.decision, now)
 		}

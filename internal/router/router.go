@@ -82,6 +82,8 @@ type Decision struct {
 	SequenceTime time.Duration // spent on sequence hashes
 	ScheduleTime time.Duration // spent on choosing and booking, the wait for the lock included
 	QueueTime    time.Duration // spent in the queue, not part of the times above
+
+	Receipts []*Receipt // what explains it, where somebody wants to know; those of earlier tries come first
 }
 
 // Settings are the settings of the Router, with Dynamo's names and
@@ -91,6 +93,8 @@ type Settings struct {
 	RouterTrackOutputBlocks  bool `group:"Routing" default:"false" negatable:"" help:"Count the blocks of answers too, as they grow."`
 	RouterTrackPrefillTokens bool `group:"Routing" default:"true" negatable:"" help:"Count the prompt tokens of requests that have no first token yet."`
 	RouterAssumeKVReuse      bool `name:"router-assume-kv-reuse" group:"Routing" default:"true" negatable:"" help:"Count a prompt block once that several requests in flight share; without it, for each of them."`
+
+	RecordDecisions bool `group:"Requests" default:"false" help:"Write into each line of --record why its worker was chosen: the terms of every worker's score, and why others could not be."`
 
 	QueueSettings
 	BusyThresholds
@@ -151,6 +155,7 @@ type Router struct {
 	tell       func(kind string, b *Booking) // told of what is booked here; nil: nobody is
 	told       uint64                        // bookings that they were told of
 	decisions  uint64                        // that a judged policy hears of
+	receipts   receipts                      // of the last decisions, while somebody asks
 }
 
 // workspace holds the buffers of one look-up, reused by later ones.
@@ -319,9 +324,11 @@ func (r *Router) place(ctx context.Context, p *prompt, decision Decision) (Decis
 	w, err := r.schedule(p, &decision)
 	decision.ScheduleTime = r.Now().Sub(began)
 	if w == nil {
+		r.logDecisions(p, decision.Receipts)
 		return decision, err
 	}
 	decided, err := r.wait(ctx, w)
+	r.logDecisions(p, decided.Receipts)
 	decided.HashTime, decided.LookupTime, decided.SequenceTime, decided.ScheduleTime = decision.HashTime, decision.LookupTime, decision.SequenceTime, decision.ScheduleTime
 	return decided, err
 }
@@ -365,6 +372,7 @@ func (r *Router) schedule(p *prompt, d *Decision) (*waiter, error) {
 		return nil, ErrDuplicate
 	}
 	if err := r.gather(p, now); err != nil {
+		r.explainRefusal(p, d, err, now)
 		return nil, err
 	}
 	if r.mustWait(p) {
@@ -462,7 +470,14 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 		r.decisions++
 		query.Decision = r.decisions
 	}
-	chosen := &r.candidates[r.Policy.Choose(query, r.candidates, r.random)]
+	if r.explains(now) {
+		query.Explain = &policy.Explanation{Decision: query.Decision}
+	}
+	at := r.Policy.Choose(query, r.candidates, r.random)
+	if query.Explain != nil {
+		d.Receipts = []*Receipt{r.explain(p, query.Explain, at, now)}
+	}
+	chosen := &r.candidates[at]
 	d.Target, d.Tokens = chosen.Target, p.tokens
 	d.Overlap = min(chosen.Overlap, r.usableBlocks(p.tokens))
 	d.OverlapTokens = d.Overlap * r.blockSize

@@ -103,6 +103,7 @@ func (s *Service) Handler() http.Handler {
 	guarded.POST("/reservations/:id/prefill_complete", s.prefillComplete)
 	guarded.POST("/reservations/:id/output_block", s.outputBlock)
 	guarded.DELETE("/reservations/:id", s.free)
+	guarded.GET("/decisions", s.explainDecisions)
 	guarded.GET("/loads", s.loads)
 	guarded.POST("/potential_loads", s.potentialLoads)
 	guarded.POST("/route", s.route)

@@ -55,12 +55,15 @@ type RecordLine struct {
 	PromptMismatch  bool      `json:"prompt_mismatch"` // the worker counted other prompt tokens
 
 	Hints *hints.Recorded `json:"hints,omitempty"`
+
+	Decisions []*router.Receipt `json:"decisions,omitempty"` // why its workers were chosen, with --record-decisions; of a shared request the prefill worker's first
 }
 
 // Recorder writes one line a finished request to a file, for simulate to replay.
 // A nil one records nothing. It is safe for concurrent use.
 type Recorder struct {
 	*jsonlines.Writer
+	Decisions bool // the lines say why workers were chosen
 	policy    string
 	blockSize int
 	epoch     time.Time // of the timestamps; constant
@@ -152,6 +155,9 @@ func (r *Recorder) Finished(x proxy.Exchange, prompt *RecordedPrompt, now time.T
 		DecisionMS:   milliseconds(x.Decision.HashTime + x.Decision.LookupTime + x.Decision.ScheduleTime),
 		TokensSource: x.Source, PromptMismatch: x.Usage.Known && x.Usage.PromptTokens != prompt.Tokens,
 	}
+	if r.Decisions {
+		line.Decisions = nameless(x.Decision.Receipts)
+	}
 	if x.Usage.CachedKnown {
 		line.CachedTokens = &x.Usage.CachedTokens
 	}
@@ -161,6 +167,17 @@ func (r *Recorder) Finished(x proxy.Exchange, prompt *RecordedPrompt, now time.T
 	}
 	line.Timestamp = max(0, milliseconds(line.Arrived.Sub(r.epoch)))
 	r.Write(line)
+}
+
+// nameless returns receipts without what the client called its request and series: a
+// record has at most hashes of those.
+func nameless(receipts []*router.Receipt) (list []*router.Receipt) {
+	for _, receipt := range receipts {
+		without := *receipt
+		without.RequestID, without.Series = "", ""
+		list = append(list, &without)
+	}
+	return list
 }
 
 // Lost returns how many lines are missing in the record so far.

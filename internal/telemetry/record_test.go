@@ -150,3 +150,28 @@ func TestRecordedHintsAreReplayed(t *testing.T) {
 		})
 	}
 }
+
+func TestARecordHasReceiptsOnlyWhereTheyAreAskedFor(t *testing.T) {
+	worker := uint64(3)
+	d := router.Decision{Receipts: []*router.Receipt{{Tokens: 10, Worker: &worker, RequestID: "alice-1", Series: "alice"}}}
+	for _, asked := range []bool{false, true} {
+		file := filepath.Join(t.TempDir(), "r.jsonl")
+		r, err := NewRecorder(file, "kv", 4, slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.Decisions = asked
+		r.Finished(proxy.Exchange{Decision: d}, r.Prompt(router.Request{Tokens: testkit.PromptTokens(1, 3)[:10]}), time.Now())
+		r.Close()
+		lines := readRecord(t, file)
+		if len(lines) != 1 || (len(lines[0].Decisions) == 1) != asked {
+			t.Fatalf("asked %v: %+v", asked, lines)
+		}
+		if asked && *lines[0].Decisions[0].Worker != worker {
+			t.Errorf("another receipt was recorded: %+v", lines[0].Decisions[0])
+		}
+		if text, err := os.ReadFile(file); err != nil || strings.Contains(string(text), "alice") {
+			t.Errorf("the record has the client's names, %v: %s", err, text)
+		}
+	}
+}

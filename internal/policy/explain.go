@@ -1,0 +1,233 @@
+package policy
+
+import (
+	"math"
+	"slices"
+)
+
+// Explanation says how a choice came about. Choose fills in that of its Query, if
+// there is one, from the same terms that it chooses by.
+type Explanation struct {
+	Policy      string  `json:"policy"`
+	How         How     `json:"how"`
+	Rule        string  `json:"rule,omitempty"`         // of several that the policy has, the one that applied
+	Draw        float64 `json:"draw,omitempty"`         // HowDraw: from 0 to 1, the place in the sum of the chances
+	Temperature float64 `json:"temperature,omitempty"`  // HowDraw: of the softmax
+	Decision    uint64  `json:"decision_id,omitempty"`  // by which a judged policy hears how it ended
+	Reuse       *int    `json:"reuse_budget,omitempty"` // thompson: requests of the series to come
+	Scores      []Score `json:"-"`                      // one for each candidate, in their order
+}
+
+// How says how scores become a choice.
+type How string
+
+// The ways.
+const (
+	HowHighest How = "highest" // the highest total, then the highest tie break, then one at random
+	HowDraw    How = "draw"    // by chance, each candidate with its own
+)
+
+// Score is what a candidate was worth to the policy. The highest wins: costs count
+// as negative.
+type Score struct {
+	Terms    []Term   `json:"terms"` // they add up to Total
+	Total    float64  `json:"total"`
+	TieBreak *float64 `json:"tie_break,omitempty"` // decides between equal totals; nil: nothing does
+	Chance   *float64 `json:"chance,omitempty"`    // HowDraw: from 0 to 1
+	Excluded string   `json:"excluded,omitempty"`  // why it could not be chosen; empty: it could
+}
+
+// Term is a part of a score.
+type Term struct {
+	Name  string  `json:"name"`
+	Value float64 `json:"value"`
+}
+
+// by notes whose choice it is; a nil explanation is of no interest to anybody.
+func (e *Explanation) by(policy string) {
+	if e != nil {
+		e.Policy, e.How = policy, HowHighest
+	}
+}
+
+// rank notes each candidate's score.
+func (e *Explanation) rank(policy string, candidates []Candidate, score func(*Candidate) Score) {
+	e.by(policy)
+	for i := range candidates {
+		e.add(score(&candidates[i]))
+	}
+}
+
+// add notes the next candidate's score. JSON has no word for what is not finite.
+func (e *Explanation) add(s Score) {
+	s.Total = Finite(s.Total)
+	for i := range s.Terms {
+		s.Terms[i].Value = Finite(s.Terms[i].Value)
+	}
+	e.Scores = append(e.Scores, s)
+}
+
+// drawn notes that the choice was drawn: weights are in proportion to the chances,
+// draw is from 0 to 1.
+func (e *Explanation) drawn(weights []float64, draw, temperature float64) {
+	sum := 0.0
+	for _, w := range weights {
+		sum += w
+	}
+	e.How, e.Draw, e.Temperature = HowDraw, draw, temperature
+	for i, w := range weights {
+		chance := Finite(w / sum)
+		e.Scores[i].Chance = &chance
+	}
+}
+
+// Finite is v, or the finite number that is nearest to it; 0 for none, and never −0.
+func Finite(v float64) float64 {
+	if math.IsNaN(v) {
+		return 0
+	}
+	return min(max(v, -math.MaxFloat64), math.MaxFloat64) + 0
+}
+
+// Winners returns the candidates that the scores leave: one, or those of a tie, of
+// which one was chosen at random. There are none without scores.
+func (e *Explanation) Winners() []int {
+	if e.How == HowDraw {
+		sum := 0.0
+		for i := range e.Scores {
+			if sum += *e.Scores[i].Chance; e.Draw <= sum {
+				return []int{i}
+			}
+		}
+	}
+	var winners []int
+	for i := range e.Scores {
+		if e.Scores[i].Excluded != "" {
+			continue
+		}
+		order := 1
+		if len(winners) > 0 {
+			order = e.Scores[i].compare(&e.Scores[winners[0]])
+		}
+		if order > 0 {
+			winners = winners[:0]
+		}
+		if order >= 0 {
+			winners = append(winners, i)
+		}
+	}
+	return winners
+}
+
+// compare is more than 0 if s goes before other.
+func (s *Score) compare(other *Score) int {
+	switch {
+	case s.Total > other.Total:
+		return 1
+	case s.Total < other.Total:
+		return -1
+	case s.TieBreak == nil || other.TieBreak == nil || *s.TieBreak == *other.TieBreak:
+		return 0
+	case *s.TieBreak > *other.TieBreak:
+		return 1
+	}
+	return -1
+}
+
+// Margin is by how much the chosen candidate's total lies above the best of the
+// others that could be chosen; nil: there is no other. It is negative where a draw
+// chose a worse one.
+func (e *Explanation) Margin(chosen int) *float64 {
+	if chosen >= len(e.Scores) {
+		return nil
+	}
+	var best *float64
+	for i := range e.Scores {
+		if s := &e.Scores[i]; i != chosen && s.Excluded == "" && (best == nil || s.Total > *best) {
+			best = &s.Total
+		}
+	}
+	if best == nil {
+		return nil
+	}
+	margin := Finite(e.Scores[chosen].Total - *best)
+	return &margin
+}
+
+// oneTerm is a score of one term.
+func oneTerm(name string, value float64) Score {
+	return Score{Terms: []Term{{name, value}}, Total: value}
+}
+
+// explainTurns notes how many turns each candidate is away from being the next.
+func (e *Explanation) explainTurns(candidates []Candidate, next int) {
+	order := make([]int, len(candidates))
+	for i := range order {
+		order[i] = i
+	}
+	slices.SortFunc(order, func(a, b int) int { return candidates[a].Target.Key.Compare(candidates[b].Target.Key) })
+	first := slices.Index(order, next)
+	turns := make([]float64, len(order))
+	for place, i := range order {
+		turns[i] = float64((place - first + len(order)) % len(order))
+	}
+	e.by("round-robin")
+	for _, away := range turns {
+		e.add(oneTerm("turns", -away))
+	}
+}
+
+// explainTwo notes which two candidates were drawn. Of equal ones the first is taken.
+func (e *Explanation) explainTwo(candidates []Candidate, a, b int) {
+	e.by("power-of-two")
+	for i := range candidates {
+		s := oneTerm("in_flight", -float64(candidates[i].Load.InFlight))
+		switch first, second := 1.0, 0.0; i {
+		case a:
+			s.TieBreak = &first
+		case b:
+			s.TieBreak = &second
+		default:
+			s.Excluded = "not_drawn"
+		}
+		e.add(s)
+	}
+}
+
+// meanTerm is the part of a score that the drawn mean of the worker's rewards makes.
+func (p *Thompson) meanTerm(t *thompsonQuery, mean float64) float64 {
+	return p.tsWeight / (1 + float64(t.reuse)*t.iat) * mean
+}
+
+// stayTerm is what it is worth to stay with the worker that has served the series, or
+// what it costs to leave it.
+func (p *Thompson) stayTerm(t *thompsonQuery, c *thompsonChoice) float64 {
+	reuse := float64(t.reuse)
+	switch {
+	case t.reuse <= 0:
+		return 0
+	case c.stays:
+		return (p.affinityBase + p.affinityReuse*reuse + p.affinityIAT*t.iat) * (0.5 + 0.5*c.overlap)
+	case t.hasLast:
+		return -(p.switchBase + p.switchReuse*reuse + p.switchIAT*t.iat)
+	}
+	return 0
+}
+
+// explain notes the scores that have just been drawn. What the load takes off is a
+// term too where the original multiplies by it.
+func (p *Thompson) explain(e *Explanation, t *thompsonQuery, draw float64) {
+	e.by("thompson")
+	reuse := t.reuse // so that t need not be on the heap
+	e.Reuse = &reuse
+	for i := range p.choices {
+		c, total := &p.choices[i], p.scores[i]
+		mean, stay := p.meanTerm(t, c.mean), p.stayTerm(t, c)
+		terms := []Term{{"linear", c.linear}, {"mean", mean}, {"stay", stay}, {"load", total - (c.linear + mean + stay)}}
+		if load := terms[len(terms)-1].Value; math.IsNaN(load) || math.IsInf(load, 0) {
+			terms = []Term{{"not_finite", total}}
+		}
+		e.add(Score{Terms: terms, Total: total})
+	}
+	e.drawn(p.chances, draw, t.temp)
+}

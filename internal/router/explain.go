@@ -1,0 +1,253 @@
+package router
+
+import (
+	"context"
+	"encoding/json"
+	"log/slog"
+	"slices"
+	"strings"
+	"time"
+
+	"kvrouter/internal/hints"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+)
+
+// Bounds of the receipts that are kept; the oldest go first.
+const (
+	// MaxReceipts is how many there are at most.
+	MaxReceipts = 1000
+	// maxReceiptCandidates is how many candidates they have together, of some 500
+	// bytes each.
+	maxReceiptCandidates = 32_000
+	// maxReceiptText bounds each text of a client's in one, bytes.
+	maxReceiptText = 256
+	// receiptsWanted is how long decisions are explained after somebody asked.
+	receiptsWanted = time.Minute
+)
+
+// Receipt explains one decision. It holds nothing of the prompt, and never changes.
+type Receipt struct {
+	At        time.Time `json:"at"`
+	RequestID string    `json:"request_id,omitempty"` // of its booking, where the caller gave one
+	Model     string    `json:"model,omitempty"`
+	Series    string    `json:"prefix_id,omitempty"`
+	Leg       kv.Leg    `json:"leg"`
+	Tokens    int       `json:"tokens"` // of the prompt; 0: unknown
+	Blocks    int       `json:"blocks"` // full ones of it
+	QueryOnly bool      `json:"query_only,omitempty"`
+	Retry     bool      `json:"retry,omitempty"` // another worker has failed the request before
+	Trial     bool      `json:"trial,omitempty"` // it shows whether an ejected worker is well again
+	policy.Explanation
+	Worker     *uint64            `json:"worker_id"` // the chosen one; null: none could be
+	Rank       uint32             `json:"dp_rank"`
+	Margin     *float64           `json:"margin"`         // to the best of the others; null: there was no other
+	Ties       int                `json:"ties,omitempty"` // candidates that shared the best score, if several: one was taken at random
+	Error      string             `json:"error,omitempty"`
+	Candidates []ReceiptCandidate `json:"candidates"` // every worker that is up, by key
+}
+
+// ReceiptCandidate is a worker as a decision saw it.
+type ReceiptCandidate struct {
+	Worker        uint64   `json:"worker_id"`
+	Rank          uint32   `json:"dp_rank"`
+	Overlap       int      `json:"overlap_blocks"` // by the policy's reckoning
+	NewBlocks     int      `json:"new_blocks"`
+	InFlight      int      `json:"in_flight"`
+	PrefillTokens int      `json:"prefill_tokens"`
+	ActiveBlocks  int      `json:"active_blocks"`
+	Waiting       *int     `json:"waiting"`            // as it published; null: nothing recent
+	KVUsage       *float64 `json:"kv_usage"`           // the same
+	Excluded      string   `json:"excluded,omitempty"` // why it could not be chosen: one of the constants, or the policy's word
+	*policy.Score          // nil: it was not weighed
+}
+
+// Why a worker could not be chosen.
+const (
+	ExcludedPinned    = "pinned"              // the request names another one
+	ExcludedLeg       = "leg"                 // it takes no such part of a request
+	ExcludedKind      = "kind"                // it cannot share it with the other part's worker
+	ExcludedModel     = "model"               // it does not serve the model
+	ExcludedEngine    = "engine"              // it does not run SGLang
+	ExcludedUnlisted  = "not_allowed"         // the request lists others
+	ExcludedRetry     = "failed_this_request" // it has failed this very request
+	ExcludedBusy      = "busy"                // beyond a busy threshold
+	ExcludedEjected   = "ejected"             // for its failures
+	ExcludedHeld      = "held"                // it asked for a pause, or is suspected
+	ExcludedTrial     = "trial"               // an ejected one gets the request on trial
+	ExcludedSlowStart = "slow_start"          // its share is still growing
+)
+
+// receipts are those of the last decisions. The router's lock guards them.
+type receipts struct {
+	asked      time.Time  // when somebody last asked for them; zero: never
+	kept       []*Receipt // the oldest first
+	candidates int        // that they have together
+}
+
+// keep adds a receipt.
+func (k *receipts) keep(receipt *Receipt) {
+	k.kept = append(k.kept, receipt)
+	k.candidates += len(receipt.Candidates)
+	for len(k.kept) > MaxReceipts || k.candidates > maxReceiptCandidates && len(k.kept) > 1 {
+		k.candidates -= len(k.kept[0].Candidates)
+		k.kept[0] = nil
+		k.kept = k.kept[1:]
+	}
+}
+
+// Decisions returns the receipts of the last decisions, at most so many, the newest
+// first, and whether decisions were explained before this call. They are for a minute
+// after it.
+func (r *Router) Decisions(last int) (list []*Receipt, explained bool) {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	now := r.Now()
+	explained = r.explains(now)
+	r.receipts.asked = now
+	kept := r.receipts.kept
+	list = slices.Clone(kept[max(0, len(kept)-max(0, last)):])
+	slices.Reverse(list)
+	return list, explained
+}
+
+// explains tells whether anybody wants to know about the decisions that are made now.
+func (r *Router) explains(now time.Time) bool {
+	return r.Knobs.RecordDecisions || r.logsDecisions() || !r.receipts.asked.IsZero() && now.Sub(r.receipts.asked) < receiptsWanted
+}
+
+// logsDecisions tells whether each decision gets a line in the log.
+func (r *Router) logsDecisions() bool {
+	return r.Log != nil && r.Log.Enabled(context.Background(), slog.LevelDebug)
+}
+
+// explain returns the receipt of the decision for a candidate, before it is booked,
+// and keeps it.
+func (r *Router) explain(p *prompt, e *policy.Explanation, chosen int, now time.Time) *Receipt {
+	target := &r.candidates[chosen].Target
+	receipt := r.newReceipt(p, now)
+	worker := target.Key.Worker // a copy: r.candidates is reused
+	receipt.Worker, receipt.Rank = &worker, target.Key.Rank
+	if _, due := r.outliers.TrialDue(target.Key, now); due && !p.QueryOnly && !p.ChooseOnly {
+		receipt.Trial = true
+	}
+	if winners := e.Winners(); len(winners) > 1 {
+		receipt.Ties = len(winners)
+	}
+	receipt.Explanation, receipt.Margin = *e, e.Margin(chosen)
+	receipt.Scores = nil // each candidate has its own
+	receipt.Candidates = r.receiptCandidates(p, e, receipt.Trial, now)
+	r.receipts.keep(receipt)
+	return receipt
+}
+
+// explainRefusal is explain for a request that no worker could get.
+func (r *Router) explainRefusal(p *prompt, d *Decision, err error, now time.Time) {
+	if !r.explains(now) {
+		return
+	}
+	receipt := r.newReceipt(p, now)
+	receipt.Error = err.Error()
+	r.candidates = r.candidates[:0]
+	receipt.Candidates = r.receiptCandidates(p, &policy.Explanation{}, false, now)
+	r.receipts.keep(receipt)
+	d.Receipts = []*Receipt{receipt}
+}
+
+func (r *Router) newReceipt(p *prompt, now time.Time) *Receipt {
+	return &Receipt{
+		At: now, RequestID: receiptText(p.ID), Model: receiptText(p.Model), Series: receiptText(p.Prefix.ID), Leg: p.Leg,
+		Tokens: p.tokens, Blocks: p.tokens / r.blockSize, QueryOnly: p.QueryOnly, Retry: len(p.Exclude) > 0,
+	}
+}
+
+// receiptText is a copy of at most maxReceiptText bytes of a client's text: what it is
+// a part of need not be kept.
+func receiptText(text string) string {
+	return strings.ToValidUTF8(strings.Clone(text[:min(len(text), maxReceiptText)]), "")
+}
+
+// receiptCandidates are the workers that are up: the candidates with their scores, the
+// others with why they are none.
+func (r *Router) receiptCandidates(p *prompt, e *policy.Explanation, trial bool, now time.Time) []ReceiptCandidate {
+	list := make([]ReceiptCandidate, 0, len(r.targets))
+	for i := range r.targets {
+		t := &r.targets[i]
+		at := slices.IndexFunc(r.candidates, func(c policy.Candidate) bool { return c.Target.Key == t.Key })
+		if at < 0 {
+			c := r.candidate(p, t, now)
+			line := receiptCandidate(&c)
+			line.Excluded = r.exclusion(p, t, trial, now)
+			list = append(list, line)
+			continue
+		}
+		line := receiptCandidate(&r.candidates[at])
+		if at < len(e.Scores) {
+			line.Score = &e.Scores[at]
+			line.Excluded = line.Score.Excluded
+		}
+		list = append(list, line)
+	}
+	return list
+}
+
+func receiptCandidate(c *policy.Candidate) ReceiptCandidate {
+	line := ReceiptCandidate{
+		Worker: c.Target.Key.Worker, Rank: c.Target.Key.Rank, Overlap: c.Overlap, NewBlocks: c.NewBlocks,
+		InFlight: c.Load.InFlight, PrefillTokens: c.Load.PrefillTokens, ActiveBlocks: c.Load.ActiveBlocks,
+	}
+	if c.Load.Fresh {
+		waiting, usage := c.Load.Waiting, policy.Finite(c.Load.KVUsage)
+		line.Waiting, line.KVUsage = &waiting, &usage
+	}
+	return line
+}
+
+// exclusion says why t is no candidate for p; trial: because another one is on trial.
+func (r *Router) exclusion(p *prompt, t *kv.Target, trial bool, now time.Time) string {
+	switch {
+	case p.Pinned != nil && *p.Pinned != t.Key:
+		return ExcludedPinned
+	case !t.Takes(p.Leg):
+		return ExcludedLeg
+	case !p.Kinds.Allow(t.Kind):
+		return ExcludedKind
+	case !t.Serves(p.Model):
+		return ExcludedModel
+	case p.SGLang && !t.RunsSGLang():
+		return ExcludedEngine
+	case p.Allowed != nil && !slices.Contains(p.Allowed, t.Key.Worker):
+		return ExcludedUnlisted
+	case slices.Contains(p.Exclude, t.Key.Worker):
+		return ExcludedRetry
+	case r.Knobs.BusyThresholds.Set() && r.busy(t.Key.Worker, now):
+		return ExcludedBusy
+	case r.outliers.Ejected(t.Key, now):
+		return ExcludedEjected
+	case r.outliers.IsOut(t.Key, now):
+		return ExcludedHeld
+	case trial:
+		return ExcludedTrial
+	}
+	return ExcludedSlowStart
+}
+
+// logDecisions writes a line for each receipt, and for policy thompson those of the
+// NeMo Agent Toolkit's processor. The caller does not hold the lock.
+func (r *Router) logDecisions(p *prompt, list []*Receipt) {
+	if len(list) == 0 || !r.logsDecisions() {
+		return
+	}
+	for _, receipt := range list {
+		if receipt.Reuse != nil {
+			r.Log.Debug("Processing request", "prefix", receipt.Series, "total", p.Prefix.Total, "osl", hints.LevelNames[p.Prefix.OSL], "iat", hints.LevelNames[p.Prefix.IAT], "tokens", receipt.Tokens)
+			r.Log.Debug("Routing decision", "worker", *receipt.Worker, "decision", receipt.Decision, "reuse_budget", *receipt.Reuse)
+		}
+		text, err := json.Marshal(receipt)
+		if err != nil {
+			r.Log.Debug("a decision cannot be written", "error", err)
+			continue
+		}
+		r.Log.Debug("decision", "receipt", json.RawMessage(text))
+	}
+}

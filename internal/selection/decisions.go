@@ -1,0 +1,38 @@
+package selection
+
+import (
+	"fmt"
+	"net/http"
+	"strconv"
+
+	"github.com/gin-gonic/gin"
+
+	"kvrouter/internal/router"
+)
+
+// lastDecisions is how many decisions are told where nobody says how many.
+const lastDecisions = 20
+
+// decisionsAnswer explains the last decisions of both ports.
+type decisionsAnswer struct {
+	Explained bool              `json:"explained"` // decisions have been explained before this request; they are for a minute after it
+	Decisions []*router.Receipt `json:"decisions"` // the newest first
+}
+
+// explainDecisions tells why the last decisions went as they did.
+func (s *Service) explainDecisions(c *gin.Context) {
+	last := lastDecisions
+	if text, given := c.GetQuery("last"); given {
+		n, err := strconv.Atoi(text)
+		if err != nil || n < 1 || n > router.MaxReceipts {
+			plainError(c, http.StatusBadRequest, fmt.Sprintf("last must be a number of decisions from 1 to %d", router.MaxReceipts))
+			return
+		}
+		last = n
+	}
+	list, explained := s.router.Decisions(last)
+	if list == nil {
+		list = []*router.Receipt{}
+	}
+	c.JSON(http.StatusOK, decisionsAnswer{explained, list})
+}
