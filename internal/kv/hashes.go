@@ -42,13 +42,24 @@ func HashBlock(tokens []uint32, seed uint64) uint64 {
 // HashBlocks appends to dst the local hash of every full block of tokens; a
 // partial last block has none. blockSize must be positive.
 func HashBlocks(dst []uint64, tokens []uint32, blockSize int, lora, salt string) []uint64 {
+	return HashMediaBlocks(dst, tokens, blockSize, lora, salt, nil)
+}
+
+// HashMediaBlocks is HashBlocks for a prompt with media: media has the words of
+// each block, as MediaWords makes them. Blocks beyond its end have none.
+func HashMediaBlocks(dst []uint64, tokens []uint32, blockSize int, lora, salt string, media [][]uint64) []uint64 {
 	seed := BlockSeed(lora, salt)
 	rest := seed
 	if salt != "" {
 		rest = BlockSeed(lora, "")
 	}
 	for ; len(tokens) >= blockSize; tokens = tokens[blockSize:] {
-		dst = append(dst, HashBlock(tokens[:blockSize], seed))
+		if len(media) == 0 {
+			dst = append(dst, HashBlock(tokens[:blockSize], seed))
+		} else {
+			dst = append(dst, HashMediaBlock(tokens[:blockSize], media[0], seed))
+			media = media[1:]
+		}
 		seed = rest
 	}
 	return dst

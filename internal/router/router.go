@@ -34,15 +34,16 @@ var (
 // Request is what the Router needs to know of one request. A request without
 // Tokens and Local is routed by load alone.
 type Request struct {
-	ID        string   // of its booking; empty: none. Only one booking at a time may have it
-	Tokens    []uint32 // the prompt, as far as its tokens say all about it
-	Local     []uint64 // its local block hashes, where the caller has them instead of Tokens
-	Sequence  []uint64 // its sequence hashes, where the caller has them; not to be changed any more
-	NumTokens int      // its whole length; 0: that of Tokens
-	Cached    *int     // tokens that its worker need not compute, 0 to its length, where the caller knows; nil: as in the index
-	LoRA      string   // adapter, empty: none
-	Salt      string   // cache salt, empty: none
-	Model     string   // only workers that serve it; empty: any
+	ID        string     // of its booking; empty: none. Only one booking at a time may have it
+	Tokens    []uint32   // the prompt, as far as its tokens say all about it
+	Local     []uint64   // its local block hashes, where the caller has them instead of Tokens
+	Sequence  []uint64   // its sequence hashes, where the caller has them; not to be changed any more
+	NumTokens int        // its whole length; 0: that of Tokens
+	Media     [][]uint64 // of Tokens' blocks, as kv.HashMediaBlocks takes them; nil: plain text
+	Cached    *int       // tokens that its worker need not compute, 0 to its length, where the caller knows; nil: as in the index
+	LoRA      string     // adapter, empty: none
+	Salt      string     // cache salt, empty: none
+	Model     string     // only workers that serve it; empty: any
 
 	Exclude  []uint64         // workers that have failed this request
 	Allowed  []uint64         // only these workers; nil: any
@@ -62,6 +63,11 @@ type Request struct {
 	QueryOnly     bool // choose, but change nothing: there is no booking
 	ChooseOnly    bool // the caller cannot tell when the request ends: book nothing
 	AnsweredWhole bool // the caller cannot tell when its first token comes
+}
+
+// Hashes appends to dst the local block hashes of the request's Tokens.
+func (q *Request) Hashes(dst []uint64, blockSize int) []uint64 {
+	return kv.HashMediaBlocks(dst, q.Tokens, blockSize, q.LoRA, q.Salt, q.Media)
 }
 
 // Decision says where a request goes and how much of its prompt is cached there.
@@ -340,7 +346,7 @@ func (r *Router) lookUp(request Request, scratch *workspace) (p prompt, d Decisi
 	p.counted = r.Knobs.RouterTrackActiveBlocks && (r.traits.ActiveBlocks || p.ID != "" || p.QueryOnly)
 	began := r.Now()
 	if len(request.Tokens) > 0 && (p.counted || r.index.CanMatch()) {
-		scratch.local = kv.HashBlocks(scratch.local[:0], request.Tokens, r.blockSize, request.LoRA, request.Salt)
+		scratch.local = request.Hashes(scratch.local[:0], r.blockSize)
 		p.local = scratch.local
 	}
 	hashed := r.Now()
@@ -581,7 +587,7 @@ type Overlap struct {
 func (r *Router) Overlaps(request Request) (overlaps []Overlap, blocks int) {
 	local := request.Local
 	if len(request.Tokens) > 0 {
-		local = kv.HashBlocks(nil, request.Tokens, r.blockSize, request.LoRA, request.Salt)
+		local = request.Hashes(nil, r.blockSize)
 	}
 	matches := r.index.Match(local, nil)
 	for _, t := range r.Targets() {

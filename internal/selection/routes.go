@@ -193,8 +193,8 @@ func (s *Service) selectWorker(c *gin.Context) {
 	of := query.partition()
 	request.QueryOnly = true
 	if query.SelectionID != "" && request.Tokens != nil { // hashed once for both calls, and smaller to keep
-		request.Local = kv.HashBlocks(nil, request.Tokens, s.router.BlockSize(), request.LoRA, request.Salt)
-		request.NumTokens, request.Tokens = len(request.Tokens), nil
+		request.Local = request.Hashes(nil, s.router.BlockSize())
+		request.NumTokens, request.Tokens, request.Media = len(request.Tokens), nil, nil
 	}
 	decision, err := s.router.Route(c.Request.Context(), request)
 	if err != nil {

@@ -200,13 +200,15 @@ type promptQuery struct {
 	ISLTokens      *int          `json:"isl_tokens"`
 	LoRA           string        `json:"lora_name"`
 	Salt           string        `json:"cache_salt"`
+	MMInfos        []*mmInfo     `json:"block_mm_infos"` // of token_ids, block by block
 }
 
 // request checks the query and turns it into the router's form.
 func (q promptQuery) request() (router.Request, error) {
 	switch {
 	case q.TokenIDs != nil:
-		return router.Request{Tokens: q.TokenIDs, LoRA: q.LoRA, Salt: q.Salt}, nil
+		media, err := mediaWords(q.MMInfos)
+		return router.Request{Tokens: q.TokenIDs, LoRA: q.LoRA, Salt: q.Salt, Media: media}, err
 	case q.BlockHashes != nil:
 		return q.hashedRequest()
 	case q.LocalHashes == nil:

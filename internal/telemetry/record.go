@@ -133,7 +133,7 @@ func (r *Recorder) Prompt(request router.Request) *RecordedPrompt {
 	}
 	local := request.Local
 	if len(request.Tokens) > 0 {
-		local = kv.HashBlocks(nil, request.Tokens, r.blockSize, request.LoRA, request.Salt)
+		local = request.Hashes(nil, r.blockSize)
 	}
 	hashes := kv.SequenceHashes(make([]uint64, 0, len(local)), local)
 	for i := range hashes {
