@@ -11,6 +11,7 @@ import (
 
 	"github.com/alecthomas/kong"
 
+	"kvrouter/internal/events"
 	"kvrouter/internal/keys"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/policy"
@@ -85,6 +86,7 @@ type Config struct {
 	CollectUsage     bool                 `group:"Routing" default:"true" negatable:"" help:"Ask workers for the usage of streams whose client did not, and keep it from the client."`
 	Routing          router.Settings      `embed:""`
 	IndexerPeers     []string             `group:"Routing" placeholder:"URL" help:"Fill the index at the start from the first of these routers (or Dynamo's services) that answers GET /dump; they are also asked for KV events that a worker cannot replay. Several are separated by commas."`
+	Snapshot         events.Settings      `embed:""`
 	Scoring          policy.Settings      `embed:""`
 	Index            router.IndexSettings `embed:""`
 	Disagg           proxy.Settings       `embed:""`
@@ -393,7 +395,7 @@ func (c *Config) validate() error {
 	if !starts && len(c.EngineArgs) > 0 {
 		return fmt.Errorf("%q follows --, but --engine %s starts no worker to pass it to", c.EngineArgs[0], c.Engine)
 	}
-	if err := c.Replica.Validate(); err != nil {
+	if err := cmp.Or(c.Replica.Validate(), c.Snapshot.Validate()); err != nil {
 		return err
 	}
 	if err := c.Bodies.Validate(c.MaxBodyBytes); err != nil {

@@ -43,6 +43,7 @@ func (s *Stream) clear(why string) {
 	s.index.Clear(s.Src.Worker)
 	s.history.cleared()
 	s.seeded = false
+	s.settle()
 	if !s.applying {
 		s.tellCleared()
 	}
@@ -62,7 +63,12 @@ func (s *Stream) tellCleared() {
 func (s *Stream) Apply(seq uint64, payload []byte, live bool) {
 	s.next, s.sum = seq+1, xxh3.Hash(payload)
 	s.history.beginBatch(seq, s.sum)
-	defer s.history.endBatch()
+	defer func() {
+		if !s.seeded { // else the blocks may be of a later moment than the batch
+			s.history.at = s.position()
+		}
+		s.history.endBatch()
+	}()
 	s.stats.Batches.Add(1)
 	defer s.stats.LastSeq.Store(seq) // whoever sees it finds the batch in the index
 	s.applying, s.batch.stored = true, true

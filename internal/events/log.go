@@ -32,7 +32,8 @@ type Log struct {
 	mu      sync.Mutex // guards all below; held while a batch is applied, so that a dump is of one moment between two
 	open    bool       // a batch is being applied
 	batches []loggedBatch
-	blocks  int // in them
+	blocks  int      // in them
+	at      position // that the rank's blocks are as of
 }
 
 // loggedBatch is what a batch did to the index.
@@ -41,6 +42,13 @@ type loggedBatch struct {
 	blocks      int // named in events, which count as one each at least
 	events      []peerEvent
 	tooLarge    bool // events are not kept
+}
+
+// position is the place in a publisher's sequence that a rank's blocks are as of.
+type position struct {
+	next, sum  uint64 // the batch that comes next, and the hash of the one before it; next 0: not known
+	group      int    // KV-cache group whose events count; valid if groupKnown
+	groupKnown bool
 }
 
 // peerEvent is one event as routers tell each other. Those of a batch share its
@@ -197,6 +205,33 @@ func (l *Log) cleared() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.forget()
+	l.at = position{}
+}
+
+// reach notes what the rank's blocks are as of, outside of a batch.
+func (l *Log) reach(at position) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.at = at
+}
+
+// position returns what the rank's blocks are as of.
+func (l *Log) position() position {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.at
+}
+
+// held returns the rank's blocks as they are between two batches, and what they are
+// as of. complete says that none is missing; count is how many there are, copies
+// counted once.
+func (l *Log) held() (at position, complete bool, count int, blocks iter.Seq[radix.PlacedBlock]) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.at.next == 0 {
+		return l.at, false, 0, nil
+	}
+	return l.at, !l.stats.Cold.Load(), l.index.Blocks(l.worker), l.index.DumpOf(l.worker)
 }
 
 // digest returns that of a batch, nil if it is not kept.

@@ -175,6 +175,7 @@ func (s *Stream) askPeers(ctx context.Context, seq, sum uint64) (ok bool) {
 // take applies a peer's answer. Where it goes on is told by the answer as a
 // whole: ids of a dump's events are made up.
 func (s *Stream) take(answer Answer) bool {
+	s.history.cleared() // it cannot vouch for batches that it has not seen
 	if answer.Kind == kindDump {
 		s.Begin(0)
 		s.stats.PeerDumps.Add(1)
@@ -201,8 +202,8 @@ func (s *Stream) take(answer Answer) bool {
 			s.index.Remove(s.Src.Worker, e.Data.Removed)
 		}
 	}
-	s.history.cleared() // it cannot vouch for batches that it has not seen
 	s.sure, s.next, s.sum = true, *answer.Last+1, *answer.LastDigest
+	s.history.reach(s.position())
 	s.resync = false
 	s.stats.Cold.Store(false)
 	s.stats.LastSeq.Store(*answer.Last)

@@ -56,6 +56,7 @@ func (s *Stream) catchUp(ctx context.Context) error {
 		case err == nil:
 			s.resync, s.seeded = s.resync && !whole, false
 			s.failures = 0
+			s.history.reach(s.position())
 			return nil
 		case ctx.Err() != nil:
 			return ctx.Err()
@@ -142,6 +143,7 @@ func (s *Stream) replay(ctx context.Context, fromStart bool, until time.Time) er
 			if xxh3.Hash(payload) != s.sum {
 				return errRestarted
 			}
+			s.restore()
 			continue
 		case first && verify:
 			s.stats.ReplayFailures.Add(1)

@@ -96,6 +96,9 @@ type Stream struct {
 	sure bool
 	next uint64
 	sum  uint64 // hash of batch next-1 as received; valid if next > 0
+	// saved are the rank's blocks of a snapshot, until the publisher has proved that
+	// it is still the one that they are of; nil: there are none.
+	saved *savedRank
 	// resync says that the history is to be asked for again from its beginning,
 	// at retryAt; a replay that has just done that leaves it off.
 	resync   bool
@@ -353,6 +356,11 @@ func (s *Stream) Begin(seq uint64) {
 	s.groupKnown = false
 	s.sure, s.next = true, seq
 	s.stats.Cold.Store(seq > 0)
+}
+
+// position returns the place in the sequence that the blocks are as of.
+func (s *Stream) position() position {
+	return position{next: s.next, sum: s.sum, group: s.group, groupKnown: s.groupKnown}
 }
 
 // restarted notes that the publisher is a new one: nothing of the old holds.

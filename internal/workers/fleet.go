@@ -138,6 +138,8 @@ type Settings struct {
 	TLS              *tls.Config   // for workers with https; nil: the system's roots
 	Hop              web.Hop       // this router, in the Via of what it asks workers
 
+	Snapshot events.Settings // of the index of KV events
+
 	// WorkerKey is the bearer key that started and attached workers ask for, and
 	// goes to them with every request. Where it is empty, or for a started worker
 	// that was given a key of its own, Key is theirs: it is shown to them when the
@@ -174,6 +176,8 @@ type Fleet struct {
 	workers    []*worker  // a slice that was read stays as it is
 	run        *fleetRun  // nil: not running
 	nextAdded  uint64     // the least id that a worker of Add may get
+
+	snapshot *events.Snapshot // what event streams start from; nil: nothing; set by Run
 
 	// Tests replace these.
 	Timing timing
@@ -271,7 +275,12 @@ func (f *Fleet) Members() []*worker {
 // An error means that workers cannot be started at all.
 func (f *Fleet) Run(ctx context.Context) (err error) {
 	defer f.polls.CloseIdleConnections()
-	group, ctx := errgroup.WithContext(ctx)
+	if f.cfg.KVEvents {
+		f.snapshot = events.OpenSnapshot(f.cfg.Snapshot, f.cfg.BlockSize, f.log)
+	} else if f.cfg.Snapshot.IndexSnapshot != "" {
+		f.log.Warn("--index-snapshot has no effect: no KV events are followed")
+	}
+	group, ctx := f.saveIndex(ctx)
 	for _, w := range f.Members() {
 		group.Go(func() error {
 			if w.attached {
@@ -287,6 +296,36 @@ func (f *Fleet) Run(ctx context.Context) (err error) {
 	})
 	f.open(ctx, group)
 	return group.Wait()
+}
+
+// saveIndex returns the group of a run and its context. With a snapshot, that one ends
+// only when the last has been written: the end of a worker empties its index.
+func (f *Fleet) saveIndex(until context.Context) (*errgroup.Group, context.Context) {
+	if f.snapshot == nil {
+		return errgroup.WithContext(until)
+	}
+	running, stop := context.WithCancel(context.WithoutCancel(until))
+	group, ctx := errgroup.WithContext(running)
+	saving, end := context.WithCancel(until)
+	context.AfterFunc(ctx, end) // a worker cannot be started at all
+	group.Go(func() error {
+		defer stop()
+		f.snapshot.Run(saving, f.eventStreams)
+		return nil
+	})
+	return group, ctx
+}
+
+// eventStreams returns every event stream that runs now.
+func (f *Fleet) eventStreams() (all []*events.Stream) {
+	for _, w := range f.Members() {
+		w.mu.Lock()
+		for _, stream := range w.streams {
+			all = append(all, stream)
+		}
+		w.mu.Unlock()
+	}
+	return all
 }
 
 // Workers returns the state of every worker, started ones first.

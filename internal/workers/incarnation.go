@@ -93,6 +93,7 @@ func (in *incarnation) followEvents(source events.Source) {
 	source.Seeded = in.f.index.Blocks(source.Worker) > 0 // only a peer's dump can be there already
 	stream := events.NewStream(source, in.f.index, in.f.log)
 	stream.Peers, stream.Edges = in.f.Peers, in.f.Edges
+	in.f.snapshot.Resume(stream)
 	if lag := in.f.hooks.Lag; lag != nil {
 		stream.OnLag = func(d time.Duration) { lag(source.Worker, d) }
 	}
