@@ -384,7 +384,7 @@ class Router:
     def empty_caches(self):
         """Empties the workers' prefix caches. An engine tells that with its next step only, which a short chat makes:
         else the first predictions would be of what was there before."""
-        path = {"vllm": "/reset_prefix_cache", "sglang": "/flush_cache"}[self.args.engine]
+        path = "/flush_cache" if self.args.engine == "sglang" else "/reset_prefix_cache"
         for url in self.workers:
             connection = connect(url, timeout=30)
             connection.request("POST", path)

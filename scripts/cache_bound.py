@@ -56,7 +56,7 @@ def hit_rate(requests, places, block_size, blocks):
         for name in reversed(request.kept):
             cache[name] = None
             cache.move_to_end(name)
-        while blocks is not None and len(cache) > blocks:
+        while blocks is not None and len(cache) >= blocks:  # one more is the partial block of who is served
             cache.popitem(last=False)
     return found * block_size / sum(r.tokens for r in requests)
 
