@@ -185,7 +185,7 @@ def chat(url, model, messages, max_tokens, hints):
             if chunk.get("choices") and not answer.first_chunk:
                 answer.first_chunk = time.monotonic() - started
             for choice in chunk.get("choices") or ():
-                answer.text += choice.get("delta", {}).get("content") or ""
+                answer.text += (choice.get("delta") or {}).get("content") or ""
             usage = chunk.get("usage") or usage
         if not done or not usage:
             answer.error = "the stream ended early" if not done else "the answer has no usage"
@@ -217,8 +217,9 @@ def run_load(targets, model, load, args):
                 turn = turns[number]
                 before, ended = running.get(turn.conversation), threading.Event()
                 running[turn.conversation] = ended
-            if before:
-                before.wait(2 * CHAT_TIMEOUT)
+            if before and not before.wait(2 * CHAT_TIMEOUT):
+                answers[number] = Answer(error="the turn before did not end")
+                continue
             messages = said.get(turn.conversation) or [{"role": "system", "content": systems[turn.prompt]}]
             messages = [*messages, {"role": "user", "content": turn.question}]
             answer = chat(targets[number % len(targets)], model, messages, args.max_tokens, prefix_hints(turn.prompt, len(turns), args))
@@ -519,7 +520,7 @@ def bound(url, turns, answers, args):
     placed = best_placement(requests, args.workers, BLOCK_SIZE, blocks, args.seed)
     in_turn = hit_rate(requests, [i % args.workers for i in range(len(requests))], BLOCK_SIZE, blocks)
     return (f"bound: of {sum(r.tokens for r in requests)} prompt tokens {repeated:.3f} repeat earlier ones in full blocks. One request at a time, "
-            f"{args.workers} caches of {blocks} blocks find {placed:.3f} with the best worker found for each system prompt, {in_turn:.3f} by round robin"
+            f"{args.workers} caches of {blocks} blocks find {placed:.3f} with the best worker found for each system prompt and {in_turn:.3f} by round robin"
             + (f": {placed / in_turn:.2f} times" if in_turn else ""))  # fmt: skip
 
 
