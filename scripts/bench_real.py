@@ -6,10 +6,16 @@ does not: where a request goes decides whether its prompt is computed or found. 
 own counters (GET /metrics of every worker), not from the router. Each request carries the hints of a client that
 knows how many share its system prompt (x-prefix-* headers), which policy thompson heeds.
 
+With --multi-turn they are conversations, the workload of SGLang's pull request 1934: groups of them share a long system
+prompt, every turn carries what was said before, the engine's own answers with it, and between two turns of one come
+turns of the others. The bound that is printed says what caches of this size can find of the load at best.
+
   scripts/bench_real.py                                    all policies, about two minutes each
   scripts/bench_real.py --shared                           all over the same two workers, emptied in between: a minute each
   scripts/bench_real.py --policies work,round-robin        these; NAME/approx, NAME/events: with that --prefix-source
   scripts/bench_real.py --engine sglang                    over SGLang workers (make setup-sglang)
+  scripts/bench_real.py --engine mocker                    over simulated ones, at once: tries the script, tells nothing of an engine
+  scripts/bench_real.py --shared --multi-turn --policies cache-threshold,variance,kv,work,round-robin
   scripts/bench_real.py --urls URL,URL                     no router: in-script round robin over running workers
 
 Only Python's standard library is needed. The exit code is 0 if every request was answered, whatever the hit rate.
@@ -32,11 +38,14 @@ import sys
 import threading
 import time
 import urllib.parse
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from cache_bound import best_placement, hit_rate, make_requests
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK_SIZE = 64  # tokens; kvrouter's default
+CHAT_TIMEOUT = 300  # seconds in which something must come
 PREFIX_SOURCE_POLICIES = ("cache-threshold", "variance")  # those with --prefix-source
 PREFIX_SOURCES = ("approx", "events")
 
@@ -64,6 +73,8 @@ class Answer:
     cached: int = 0
     predicted: int | None = None  # None: no router in between
     worker: str = "?"
+    text: str = ""
+    messages: list = field(default_factory=list)  # what was asked
 
 
 def make_prose(rng, words):
@@ -79,27 +90,41 @@ def make_prose(rng, words):
     return " ".join(prose)
 
 
-def make_chats(args):
-    """(which system prompt, messages) of the requests in their order: every system prompt equally often, shuffled;
-    everything from the seed."""
+@dataclass
+class Turn:
+    """One request of the load: the next question of a conversation."""
+
+    prompt: int  # which system prompt
+    conversation: int
+    question: str
+
+
+def make_load(args):
+    """(system prompts, turns in their order): every system prompt equally often, shuffled; everything from the seed."""
     rng = random.Random(args.seed)
     systems = [make_prose(rng, args.words) for _ in range(args.prompts)]
-    order = [i % args.prompts for i in range(args.requests)]
-    rng.shuffle(order)
-    return [
-        (which, [
-            {"role": "system", "content": systems[which]},
-            {"role": "user", "content": f"Question {number}: what of {rng.choice(VOCABULARY)} and {rng.choice(VOCABULARY)}?"},
-        ])
-        for number, which in enumerate(order)
-    ]  # fmt: skip
+
+    def question(number):
+        asked = f"Question {number}: what of {rng.choice(VOCABULARY)} and {rng.choice(VOCABULARY)}?"
+        return f"{asked} {make_prose(rng, args.question_words)}" if args.multi_turn else asked
+
+    if not args.multi_turn:
+        order = [i % args.prompts for i in range(args.requests)]
+        rng.shuffle(order)
+        return systems, [Turn(which, number, question(number)) for number, which in enumerate(order)]
+    turns = []
+    for _ in range(args.turns):  # one of every conversation, so that there are others between two of one
+        order = list(range(args.conversations))
+        rng.shuffle(order)
+        turns += [Turn(c % args.prompts, c, question(len(turns) + i)) for i, c in enumerate(order)]
+    return systems, turns
 
 
-def prefix_hints(which, args):
+def prefix_hints(which, requests, args):
     """What a client says of the requests that have one system prompt, as headers."""
     return {
         "x-prefix-id": f"prompt-{which}",
-        "x-prefix-total-requests": str(-(-args.requests // args.prompts)),
+        "x-prefix-total-requests": str(-(-requests // args.prompts)),
         "x-prefix-osl": str(args.max_tokens),
         "x-prefix-iat": "MEDIUM",
     }
@@ -124,7 +149,7 @@ def get(url, timeout=10):
 
 def chat(url, model, messages, max_tokens, hints):
     """One streamed chat on a connection of its own, with those headers."""
-    answer = Answer()
+    answer = Answer(messages=messages)
     body = json.dumps({
         "model": model,
         "messages": messages,
@@ -134,7 +159,7 @@ def chat(url, model, messages, max_tokens, hints):
         "stream": True,
         "stream_options": {"include_usage": True},
     })
-    connection = connect(url, timeout=300)
+    connection = connect(url, CHAT_TIMEOUT)
     usage, done = {}, False
     try:
         started = time.monotonic()
@@ -159,6 +184,8 @@ def chat(url, model, messages, max_tokens, hints):
                 return answer
             if chunk.get("choices") and not answer.first_chunk:
                 answer.first_chunk = time.monotonic() - started
+            for choice in chunk.get("choices") or ():
+                answer.text += (choice.get("delta") or {}).get("content") or ""
             usage = chunk.get("usage") or usage
         if not done or not usage:
             answer.error = "the stream ended early" if not done else "the answer has no usage"
@@ -171,22 +198,36 @@ def chat(url, model, messages, max_tokens, hints):
     return answer
 
 
-def run_load(targets, model, chats, args):
-    """All chats at args.concurrency, in order, request i to targets[i mod n]: (answers, seconds)."""
-    answers = [Answer(error="not sent")] * len(chats)
-    numbers = iter(range(len(chats)))
-    lock = threading.Lock()  # guards numbers
+def run_load(targets, model, load, args):
+    """All turns at args.concurrency, in order, each after the answer to the one before of its conversation; request i to
+    targets[i mod n]: (answers, seconds)."""
+    systems, turns = load
+    answers = [Answer(error="not sent")] * len(turns)
+    numbers = iter(range(len(turns)))
+    lock = threading.Lock()  # guards numbers and running
+    running = {}  # conversation: what is set when its latest turn has ended
+    said = {}  # conversation: all its messages; only whoever serves its turn touches them
 
     def client():
         while True:
             with lock:
                 number = next(numbers, None)
-            if number is None:
-                return
-            which, messages = chats[number]
-            answers[number] = chat(targets[number % len(targets)], model, messages, args.max_tokens, prefix_hints(which, args))
+                if number is None:
+                    return
+                turn = turns[number]
+                before, ended = running.get(turn.conversation), threading.Event()
+                running[turn.conversation] = ended
+            if before and not before.wait(2 * CHAT_TIMEOUT):
+                answers[number] = Answer(error="the turn before did not end")
+                continue
+            messages = said.get(turn.conversation) or [{"role": "system", "content": systems[turn.prompt]}]
+            messages = [*messages, {"role": "user", "content": turn.question}]
+            answer = chat(targets[number % len(targets)], model, messages, args.max_tokens, prefix_hints(turn.prompt, len(turns), args))
             if len(targets) > 1:
-                answers[number].worker = str(number % len(targets))
+                answer.worker = str(number % len(targets))
+            answers[number] = answer
+            said[turn.conversation] = [*messages, {"role": "assistant", "content": answer.text}]
+            ended.set()
 
     started = time.monotonic()
     clients = [threading.Thread(target=client, daemon=True) for _ in range(args.concurrency)]
@@ -205,6 +246,7 @@ COUNTERS = {
     "vllm": ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
     "sglang": ("sglang:cached_tokens_total", "sglang:prompt_tokens_total"),
 }
+COUNTERS["mocker"] = COUNTERS["vllm"]  # --mock-api vllm
 
 
 def prefix_cache_counters(worker_url, engine):
@@ -275,6 +317,9 @@ class Router:
             self.command += args.router_args
         if attach:
             return
+        if args.engine == "mocker":
+            self.command += ["--mock-num-gpu-blocks", str(args.blocks)]
+            return
         if args.engine == "sglang":
             self.command += ["--", "--max-total-tokens", str(args.blocks * BLOCK_SIZE)]
             return
@@ -340,7 +385,7 @@ class Router:
     def empty_caches(self):
         """Empties the workers' prefix caches. An engine tells that with its next step only, which a short chat makes:
         else the first predictions would be of what was there before."""
-        path = {"vllm": "/reset_prefix_cache", "sglang": "/flush_cache"}[self.args.engine]
+        path = "/flush_cache" if self.args.engine == "sglang" else "/reset_prefix_cache"
         for url in self.workers:
             connection = connect(url, timeout=30)
             connection.request("POST", path)
@@ -437,16 +482,46 @@ def model_folder(url, engine):
     return json.loads(get(url + "/model_info")[1])["model_path"]
 
 
-def measure(name, targets, workers, chats, args):
+def measure(name, targets, workers, load, args):
     """The load against `targets`, between two readings of the workers' counters."""
     model = first_model(targets[0])["id"]
     before = all_counters(workers, args.engine)
-    answers, seconds = run_load(targets, model, chats, args)
+    answers, seconds = run_load(targets, model, load, args)
     after = all_counters(workers, args.engine)
     result = Result(name, after[0] - before[0], after[1] - before[1], answers, seconds)
     for error in sorted(set(result.errors()))[:5]:
         print(f"bench-real: {name}: {error}", file=sys.stderr)
     return result
+
+
+def tokenize(url, model, messages):
+    """A chat's prompt tokens, from the router's /tokenize."""
+    connection = connect(url, CHAT_TIMEOUT)
+    try:
+        connection.request("POST", "/tokenize", json.dumps({"model": model, "messages": messages}), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        text = response.read().decode()
+        if response.status != 200:
+            raise RuntimeError(f"POST {url}/tokenize answered {response.status}: {text[:300]}")
+        return json.loads(text)["tokens"]
+    finally:
+        connection.close()
+
+
+def bound(url, turns, answers, args):
+    """What the workers' caches can find at best of the load that got these answers, as a line."""
+    model = first_model(url)["id"]
+    served = [(t.prompt, t.conversation, tokenize(url, model, a.messages)) for t, a in zip(turns, answers) if not a.error]
+    if not served:
+        return "bound: nothing was answered"
+    requests = make_requests(served, BLOCK_SIZE, args.max_tokens)
+    blocks = args.blocks - (args.engine == "vllm")  # it keeps one for itself
+    repeated = hit_rate(requests, [0] * len(requests), BLOCK_SIZE, None)
+    placed = best_placement(requests, args.workers, BLOCK_SIZE, blocks, args.seed)
+    in_turn = hit_rate(requests, [i % args.workers for i in range(len(requests))], BLOCK_SIZE, blocks)
+    return (f"bound: of {sum(r.tokens for r in requests)} prompt tokens {repeated:.3f} repeat earlier ones in full blocks. One request at a time, "
+            f"{args.workers} caches of {blocks} blocks find {placed:.3f} with the best worker found for each system prompt and {in_turn:.3f} by round robin"
+            + (f": {placed / in_turn:.2f} times" if in_turn else ""))  # fmt: skip
 
 
 def build_router(out):
@@ -486,7 +561,7 @@ def policy_runs(policies, binary):
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", default="vllm", choices=("vllm", "sglang"), help="what the workers run (default %(default)s)")
+    parser.add_argument("--engine", default="vllm", choices=("vllm", "sglang", "mocker"), help="what the workers run (default %(default)s)")
     parser.add_argument("--policies", default="", metavar="A,B", help="kvrouter policies, one run each (default: all)")
     parser.add_argument("--urls", default="", metavar="URL,URL", help="measure these running workers by in-script round robin instead")
     parser.add_argument("--binary", default="", metavar="FILE", help="a built kvrouter (default: build it)")
@@ -494,16 +569,22 @@ def parse_arguments():
     parser.add_argument("--shared", action="store_true", help="one set of workers for all runs, emptied before each")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="workers (default %(default)s)")
     parser.add_argument("--blocks", type=int, default=60, metavar="N", help="KV blocks of 64 tokens a worker (default %(default)s)")
-    parser.add_argument("--prompts", type=int, default=12, metavar="N", help="system prompts (default %(default)s)")
+    parser.add_argument("--multi-turn", action="store_true", help="conversations of several turns")
+    parser.add_argument("--prompts", "--groups", type=int, metavar="N", help="system prompts (default 12; 10 with --multi-turn)")
     parser.add_argument("--words", type=int, default=400, metavar="N", help="words in each (default %(default)s)")
-    parser.add_argument("--requests", type=int, default=120, metavar="N", help="requests (default %(default)s)")
+    parser.add_argument("--requests", type=int, default=120, metavar="N", help="requests, without --multi-turn (default %(default)s)")
+    parser.add_argument("--conversations", type=int, default=20, metavar="N", help="conversations (default %(default)s)")
+    parser.add_argument("--turns", type=int, default=4, metavar="N", help="turns of each (default %(default)s)")
+    parser.add_argument("--question-words", type=int, default=20, metavar="N", help="words that a turn adds to its question (default %(default)s)")
     parser.add_argument("--concurrency", type=int, default=4, metavar="N", help="requests in flight (default %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=8, metavar="N", help="answer length, tokens (default %(default)s)")
     parser.add_argument("--seed", type=int, default=42, metavar="N", help="of prompts, order and router (default %(default)s)")
     parser.add_argument("--startup-timeout", type=float, default=300, metavar="S", help="seconds for router and workers to start (default %(default)g)")
     parser.add_argument("router_args", nargs="*", metavar="-- FLAG", help="more flags for kvrouter")
     args = parser.parse_args()
-    for name in ("workers", "blocks", "prompts", "words", "requests", "concurrency", "max_tokens"):
+    if args.prompts is None:
+        args.prompts = 10 if args.multi_turn else 12
+    for name in ("workers", "blocks", "prompts", "words", "requests", "conversations", "turns", "question_words", "concurrency", "max_tokens"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: want 1 or more")
     if args.blocks < 2:
@@ -513,12 +594,13 @@ def parse_arguments():
 
 def main():
     args = parse_arguments()
-    chats = make_chats(args)
-    print(f"{args.requests} chats at concurrency {args.concurrency}: {args.prompts} system prompts of {args.words} words, "
+    load = make_load(args)
+    what = f"{args.conversations} conversations of {args.turns} turns" if args.multi_turn else f"{args.requests} chats"
+    print(f"{what} at concurrency {args.concurrency}: {args.prompts} system prompts of {args.words} words, "
           f"{args.max_tokens} tokens out, seed {args.seed}", flush=True)  # fmt: skip
     results = []
     try:
-        measure_all(chats, args, results)
+        measure_all(load, args, results)
     finally:  # what was measured before something failed counts too
         if results:
             print()
@@ -526,11 +608,11 @@ def main():
     return 1 if any(result.errors() for result in results) else 0
 
 
-def measure_all(chats, args, results):
+def measure_all(load, args, results):
     """Appends a Result for every run that the arguments ask for."""
     if args.urls:
         urls = [url.rstrip("/") for url in args.urls.split(",")]
-        results.append(measure("in-script round robin", urls, urls, chats, args))
+        results.append(measure("in-script round robin", urls, urls, load, args))
     else:
         out = ROOT / "out" / "bench-real"
         out.mkdir(parents=True, exist_ok=True)
@@ -547,8 +629,10 @@ def measure_all(chats, args, results):
                     owner.empty_caches()
                 with Router(binary, flags, args, log_path, owner.worker_flags() if owner else ()) as router:
                     print(f"{label}: sending", flush=True)
-                    results.append(measure(label, [router.http], router.workers, chats, args))
+                    results.append(measure(label, [router.http], router.workers, load, args))
                     router.ping()
+                    if len(results) == 1:
+                        print(bound(router.http, load[1], results[0].answers, args), flush=True)
 
 
 if __name__ == "__main__":

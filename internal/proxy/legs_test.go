@@ -1,14 +1,22 @@
 package proxy
 
 import (
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/tidwall/gjson"
 	"pgregory.net/rapid"
 
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/routertest"
 )
 
 // TestBodiesOfLegs: whatever object a client sends, its members reach the decode
@@ -111,5 +119,87 @@ func TestRoomsNameARank(t *testing.T) {
 				}
 			}
 		}
+	}
+}
+
+// BenchmarkLegs is what sending both legs at once saves: the median time from a
+// shared request's arrival to its first token, with SGLang's protocol (at once) and
+// NIXL's (one after the other), alternately. Each worker is a round trip away from
+// the router, spent before it answers: timers are exact to 1 ms, and halves of it
+// would not be. The work and the transfer between the workers take no time.
+func BenchmarkLegs(b *testing.B) {
+	for _, way := range []time.Duration{time.Millisecond, 5 * time.Millisecond, 20 * time.Millisecond} {
+		b.Run("way="+way.String(), func(b *testing.B) {
+			atOnce, inTurn := newFarPair(b, kv.KindSGLang, way), newFarPair(b, kv.KindNIXL, way)
+			var once, turn, saved, ratios []float64
+			for b.Loop() {
+				o, t := atOnce(), inTurn()
+				once, turn = append(once, o), append(turn, t)
+				saved, ratios = append(saved, t-o), append(ratios, t/o)
+			}
+			b.ReportMetric(median(once), "at-once-p50-ms")
+			b.ReportMetric(median(turn), "in-turn-p50-ms")
+			b.ReportMetric(median(saved), "saved-p50-ms")
+			b.ReportMetric(median(ratios), "ratio-p50")
+		})
+	}
+}
+
+func median(values []float64) float64 {
+	slices.Sort(values)
+	return values[len(values)/2]
+}
+
+// newFarPair starts a prefill and a decode worker of a kind, each that way off, and
+// returns what sends them a shared request and returns its time to first token, ms.
+// One at a time.
+func newFarPair(b *testing.B, kind kv.Kind, way time.Duration) func() float64 {
+	met := make(chan struct{}) // SGLang's workers wait for each other
+	worker := func(role kv.Role) kv.Target {
+		server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			io.Copy(io.Discard, r.Body)
+			<-time.After(way)
+			if kind == kv.KindSGLang {
+				select { // one leg sends, the other receives
+				case met <- struct{}{}:
+				case <-met:
+				case <-r.Context().Done():
+					return
+				}
+			}
+			if kind == kv.KindNIXL && role == kv.RolePrefill {
+				w.Header().Set("Content-Type", "application/json")
+				io.WriteString(w, `{"choices":[{"message":{"content":"a"},"finish_reason":"length"}],"kv_transfer_params":{"do_remote_prefill":true}}`)
+				return
+			}
+			w.Header().Set("Content-Type", "text/event-stream")
+			io.WriteString(w, `data: {"choices":[{"delta":{"content":"a"}}]}`+"\n\ndata: [DONE]\n\n")
+		}))
+		b.Cleanup(server.Close)
+		target := kv.Target{URL: server.URL, Ranks: 1, Generation: 1, Models: []string{"m"}, Disagg: kv.Disagg{Role: role, Kind: kind}}
+		if role == kv.RoleDecode {
+			target.Key.Worker = 1
+		} else if kind == kv.KindSGLang {
+			target.Bootstrap = testkit.SglangPrefill.Bootstrap
+		}
+		return target
+	}
+	r := routertest.NewTestRouter(b, "work", 0)
+	r.Up(worker(kv.RolePrefill))
+	r.Up(worker(kv.RoleDecode))
+	pairs := newTestPairs(b)
+	b.Cleanup(pairs.Close)
+	body := parsed(b, `{"model":"m","stream":true,"messages":[{"role":"user","content":"Why?"}]}`)
+	tokens := testkit.Tokens(1, 12)
+	return func() float64 {
+		u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{}, Body: body.Raw, Route: testkit.ChatPath}
+		x, began := &Exchange{}, time.Now()
+		err := pairs.Forward(b.Context(), httptest.NewRecorder(), u, x, body, "", func([]uint64, string) (router.Pair, error) {
+			return r.RoutePair(b.Context(), router.Request{Tokens: tokens}, router.PairRule{})
+		})
+		if err != nil || x.Shared == nil || x.FirstChunk.IsZero() {
+			b.Fatalf("%+v: %v", x, err)
+		}
+		return float64(x.FirstChunk.Sub(began)) / float64(time.Millisecond)
 	}
 }
