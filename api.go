@@ -303,7 +303,7 @@ func (r *inference) findPrompt() {
 	x.Source, r.took = r.prompt.Source, time.Since(x.Arrived)
 	adapter, listed := r.api.router.Adapter(x.Model)
 	r.request = router.Request{
-		Tokens: r.prompt.Tokens[:r.prompt.Exact], NumTokens: len(r.prompt.Tokens),
+		Tokens: r.prompt.Tokens[:r.prompt.Exact], NumTokens: len(r.prompt.Tokens), Media: kv.MediaBlocks(r.prompt.Media, r.api.router.BlockSize()),
 		Salt: r.body.Get("cache_salt").String(), LoRA: r.api.tokens.Adapter(x.Route, r.body, adapter, listed), Model: x.Model,
 		AnsweredWhole: !r.body.Get("stream").Bool() || r.multiple || r.several, SGLang: r.kind == generatePrompt,
 	}

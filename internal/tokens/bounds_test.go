@@ -295,6 +295,7 @@ func TestComparingEndsWithItsContext(t *testing.T) {
 // FuzzRendered reads what workers may answer to render routes.
 func FuzzRendered(f *testing.F) {
 	f.Add([]byte(`{"token_ids":[4,2,9,9,5],"features":{"mm_placeholders":{"image":[{"offset":2,"length":2}]}}}`))
+	f.Add([]byte(`{"token_ids":[4,9,9,5],"features":{"mm_hashes":{"image":["a"],"a.b":[]},"mm_placeholders":{"image":[{"offset":1,"length":2}],"a.b":[]}}}`))
 	f.Add([]byte(`[{"token_ids":[1]},{"token_ids":[]},{"token_ids":null}]`))
 	f.Add([]byte(`{"token_ids":[1e400,-1,4294967296,0.5]}`))
 	f.Add([]byte(`{"token_ids":[1],"features":{"mm_placeholders":null}}`))
@@ -309,6 +310,13 @@ func FuzzRendered(f *testing.F) {
 		for _, p := range list {
 			if len(p.Tokens) == 0 || p.Exact < 0 || p.Exact > len(p.Tokens) || len(p.Tokens) > len(answer) {
 				t.Fatalf("%+v", p)
+			}
+			end := 0
+			for _, m := range p.Media {
+				if m.Start < end || m.End <= m.Start || m.Start >= p.Exact || m.End > len(p.Tokens) {
+					t.Fatalf("%+v", p)
+				}
+				end = m.End
 			}
 		}
 	})

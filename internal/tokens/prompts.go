@@ -20,6 +20,7 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
 )
 
 // Where a prompt's tokens came from.
@@ -35,9 +36,12 @@ type Prompt struct {
 	Source string // SourceLocal, SourceWorker or SourceNone
 	// Exact is how many leading tokens say all about their part of the prompt, and
 	// may come from a worker's cache; after them come placeholders of images or
-	// other media, which look alike in different prompts, or tokens that the
-	// request has the engine compute anew. It is len(Tokens) for plain text.
+	// other media that are not in Media and look alike in different prompts, or
+	// tokens that the request has the engine compute anew. It is len(Tokens) for
+	// plain text.
 	Exact int
+	// Media are the items among the first Exact tokens, in their order.
+	Media []kv.Media
 	// Shape names the features of the request that shape its prompt, such as
 	// "chat+tools"; PromptMismatch counts by it.
 	Shape string
@@ -155,7 +159,7 @@ func (t *Source) ChatBody(ctx context.Context, parsed *jsonbody.Body) Prompt {
 	}
 	ctx, cancel := context.WithTimeout(ctx, t.timeout)
 	defer cancel()
-	answer, err := t.askRender(ctx, sglang, "/v1/chat/completions/render", body)
+	answer, err := t.askRender(ctx, sglang, "/v1/chat/completions/render", withoutTensors(body))
 	if err == nil {
 		if p, ok := readRendered(gjson.ParseBytes(answer), shape); ok {
 			t.rendered.Add(1)
@@ -166,7 +170,11 @@ func (t *Source) ChatBody(ctx context.Context, parsed *jsonbody.Body) Prompt {
 		if request, ok := t.asTokenize(sglang, body); ok {
 			if tokens, err := t.askTokenize(ctx, t.ask, request); err == nil {
 				t.tokenized.Add(1)
-				return Prompt{Tokens: tokens, Source: SourceWorker, Exact: t.exact(body, tokens), Shape: shape}
+				exact := len(tokens)
+				if carriesMedia(body) { // whose places /tokenize does not tell
+					exact = 0
+				}
+				return Prompt{Tokens: tokens, Source: SourceWorker, Exact: exact, Shape: shape}
 			}
 		}
 	}
@@ -254,7 +262,7 @@ func (t *Source) Other(ctx context.Context, path string, body []byte) Prompt {
 	t.countReason(reasonOtherAPI)
 	ctx, cancel := context.WithTimeout(ctx, t.timeout)
 	defer cancel()
-	answer, err := t.askRender(ctx, false, path+"/render", body)
+	answer, err := t.askRender(ctx, false, path+"/render", withoutTensors(body))
 	if err == nil {
 		if p, ok := readRendered(gjson.ParseBytes(answer), path); ok {
 			t.rendered.Add(1)
@@ -539,22 +547,6 @@ func BodyFeatures(body *jsonbody.Body) []string {
 	return out
 }
 
-// exact is Prompt.Exact for tokens from /tokenize, which does not tell where
-// media stand: nothing counts as exact if the request may carry some.
-func (t *Source) exact(body []byte, tokens []uint32) int {
-	exact := len(tokens)
-	gjson.GetBytes(body, "messages").ForEach(func(_, m gjson.Result) bool {
-		m.Get("content").ForEach(func(_, part gjson.Result) bool {
-			if kind := part.Get("type").Str; part.IsObject() && kind != "text" && kind != "refusal" && kind != "thinking" && kind != "tool_reference" {
-				exact = 0
-			}
-			return exact > 0
-		})
-		return exact > 0
-	})
-	return exact
-}
-
 // maxAnswered bounds the tokens that a worker may tell for a prompt.
 const maxAnswered = 1 << 21
 
@@ -564,18 +556,8 @@ func readRendered(answer gjson.Result, shape string) (Prompt, bool) {
 	if err != nil || len(tokens) == 0 {
 		return Prompt{}, false
 	}
-	exact := len(tokens)
-	answer.Get("features.mm_placeholders").ForEach(func(_, ranges gjson.Result) bool {
-		if ranges.Type == gjson.Null {
-			return true
-		}
-		ranges.ForEach(func(_, r gjson.Result) bool {
-			exact = min(exact, max(0, int(r.Get("offset").Int())))
-			return exact > 0
-		})
-		return exact > 0
-	})
-	return Prompt{Tokens: tokens, Source: SourceWorker, Exact: exact, Shape: shape}, true
+	media, exact := readFeatures(answer.Get("features"), len(tokens))
+	return Prompt{Tokens: tokens, Source: SourceWorker, Exact: exact, Media: media, Shape: shape}, true
 }
 
 // readRenderedList reads a render route's answer about several prompts, at most

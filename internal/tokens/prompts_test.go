@@ -76,8 +76,8 @@ func TestChatWithMediaIsRenderedByAWorker(t *testing.T) {
 	if p.Source != SourceWorker || !slices.Equal(p.Tokens, []uint32{4, 2, 9, 9, 5}) || p.Exact != 2 || p.Shape != "chat+parts" {
 		t.Errorf("%+v", p)
 	}
-	if want := "/v1/chat/completions/render " + imageChat; w.asked[0] != want {
-		t.Errorf("the worker must get the same bytes, got %s", w.asked[0])
+	if want := `/v1/chat/completions/render {"mm_payload":"none",` + imageChat[1:]; w.asked[0] != want {
+		t.Errorf("the worker must get the same bytes and be asked for no tensors, got %s", w.asked[0])
 	}
 	if s := tokens.Stats(); s.WorkerRender != 1 || s.Reasons[reasonNotRenderable] != 1 {
 		t.Errorf("%+v", s)
