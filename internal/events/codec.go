@@ -10,7 +10,6 @@ import (
 
 	"github.com/vmihailenco/msgpack/v5"
 	"github.com/vmihailenco/msgpack/v5/msgpcode"
-	"github.com/zeebo/xxh3"
 
 	"kvrouter/internal/kv"
 )
@@ -82,6 +81,8 @@ type batchDecoder struct {
 	dec    *msgpack.Decoder
 	left   int // events not read yet
 	event  kvEvent
+	media  []kv.Media // of the block that blocks is at
+	words  []uint64   // of the same
 }
 
 func newBatchDecoder() *batchDecoder {
@@ -115,6 +116,9 @@ func (d *batchDecoder) start(payload []byte) (ts float64, err error) {
 func (d *batchDecoder) trim() {
 	if e := &d.event; cap(e.hashes) > keptBlocks || cap(e.extra) > keptBlocks || cap(e.tokens) > keptTokens {
 		*e = kvEvent{}
+	}
+	if cap(d.media) > keptBlocks {
+		d.media = nil
 	}
 }
 
@@ -379,107 +383,6 @@ func (d *batchDecoder) extraKeys(dst []int) ([]int, error) {
 		}
 	}
 	return dst, nil
-}
-
-// Seeds that mix what is neither an adapter's name nor a cache salt into a
-// block's hash, so that such a block never equals one of plain text.
-const (
-	extraKeySeed = 2
-	loraIDSeed   = 3
-)
-
-// blocks appends the blocks of a store event with their local hashes. It fails
-// if the fields do not fit each other, as in a group that keeps some of a
-// prompt's blocks only.
-//
-// A block's extra keys are, in vLLM's order (generate_block_hash_extra_keys in
-// vllm/v1/core/kv_cache_utils.py): the LoRA name again, multimodal items, the
-// cache salt (a prompt's first block only), a digest of prompt embeddings. The
-// name and the salt enter as HashBlocks does it; all else is mixed in as raw
-// bytes. SGLang has no extra keys: it tells the cache salt with every event, of
-// whichever part of the prompt.
-func (d *batchDecoder) blocks(dst []kv.StoredBlock, e *kvEvent) ([]kv.StoredBlock, error) {
-	switch n := len(e.hashes); {
-	case n == 0:
-		return dst, nil
-	case e.blockSize <= 0:
-		return dst, fmt.Errorf("block_size is %d, want a positive number of tokens", e.blockSize)
-	// Compared by division: the product could overflow.
-	case len(e.tokens)%e.blockSize != 0 || len(e.tokens)/e.blockSize != n:
-		return dst, fmt.Errorf("%d tokens for %d blocks of %d", len(e.tokens), n, e.blockSize)
-	case len(e.extra) != 0 && len(e.extra) != n:
-		return dst, fmt.Errorf("extra keys for %d blocks of %d", len(e.extra), n)
-	}
-	defer d.seek(d.pos())
-	base := kv.BlockSeed(string(e.lora), "")
-	if len(e.lora) == 0 && e.loraID != nil {
-		base += xxh3.HashSeed(e.loraID, loraIDSeed)
-	}
-	for i, engine := range e.hashes {
-		seed := base
-		if len(e.extra) > 0 {
-			mixed, err := d.extraSeed(e, i)
-			if err != nil {
-				return dst, fmt.Errorf("extra keys of block %d: %w", i, err)
-			}
-			seed += mixed
-		} else if i == 0 && !e.hasParent && len(e.salt) > 0 {
-			seed += kv.BlockSeed("", string(e.salt)) - kv.HashSeed
-		}
-		tokens := e.tokens[i*e.blockSize : (i+1)*e.blockSize]
-		dst = append(dst, kv.StoredBlock{Engine: engine, Local: kv.HashBlock(tokens, seed)})
-	}
-	return dst, nil
-}
-
-// extraSeed returns what block i's extra keys add to its seed; 0 for none.
-func (d *batchDecoder) extraSeed(e *kvEvent, i int) (uint64, error) {
-	d.seek(e.extra[i])
-	if d.isNil() {
-		return 0, nil
-	}
-	n, err := d.arrayLen()
-	if err != nil {
-		return 0, err
-	}
-	var salt []byte
-	mixed, others := uint64(extraKeySeed), false
-	for j := range n {
-		start := d.pos()
-		code, err := d.dec.PeekCode()
-		if err != nil {
-			return 0, errBrokenPayload
-		}
-		if msgpcode.IsString(code) {
-			s, err := d.text()
-			if err != nil {
-				return 0, err
-			}
-			if j == 0 && len(e.lora) > 0 && bytes.Equal(s, e.lora) {
-				continue
-			}
-			// Older engines send a multimodal hash as a plain string too; it
-			// comes before the salt, so the last string is the salt.
-			if i == 0 && !e.hasParent {
-				if salt != nil {
-					mixed, others = xxh3.HashSeed(salt, mixed), true
-				}
-				salt = s
-				continue
-			}
-		} else if err := d.skip(); err != nil {
-			return 0, err
-		}
-		mixed, others = xxh3.HashSeed(d.data[start:d.pos()], mixed), true
-	}
-	var add uint64
-	if len(salt) > 0 {
-		add = kv.BlockSeed("", string(salt)) - kv.HashSeed
-	}
-	if others {
-		add += mixed
-	}
-	return add, nil
 }
 
 func (d *batchDecoder) pos() int { return len(d.data) - d.reader.Len() }
