@@ -22,7 +22,7 @@ var layers = []map[string]string{
 	},
 	{ // knowing
 		"hints": "jsonbody kv", "radix": "blockpool kv table", "engine": "blockpool kv",
-		"tokens": "jsonbody", "keys": "web",
+		"tokens": "jsonbody kv", "keys": "web",
 	},
 	{ // judging, hearing
 		"policy": "hints jsonlines kv settings", "events": "guard kv radix web zmq", "outlier": "kv",
