@@ -115,6 +115,13 @@ func (p *Thompson) decideOtherwise(q Query, t *thompsonQuery, candidates []Candi
 	p.otherChances(t, widest)
 	draw := random.Float64()
 	chosen := drawFrom(p.chances, draw)
+	if q.Explain != nil {
+		q.Explain.by("thompson")
+		for _, score := range p.scores {
+			q.Explain.add(Score{Terms: []Term{{p.RouterType, score}}, Total: score})
+		}
+		q.Explain.drawn(p.chances, draw, 0)
+	}
 	if q.Decision != 0 {
 		p.keep(q, t, chosen)
 	}
