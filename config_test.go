@@ -342,6 +342,7 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"transfers of the user's own", cpu, "--prefill-workers 1 --decode-workers 1 -- --kv_transfer_config {}", []string{"--kv-transfer-config after --", "--worker url=...,role=prefill"}},
 		{"a setting of transfers of the user's own", cpu, "--prefill-workers 1 --decode-workers 1 -- --kv-transfer-config.kv_role kv_both", []string{"--kv-transfer-config after --"}},
 		{"too few GPUs for parts", gpu, "--prefill-workers 2 --decode-workers 2", []string{"--prefill-workers 2 and --decode-workers 2", "needs 4 GPUs", "3 are visible"}},
+		{"receipts without a record", cpu, "--record-decisions", []string{"--record-decisions", "--record FILE"}},
 		{"bootstrap ports meet other ports", cpu, "--engine sglang --prefill-workers 1 --decode-workers 1 --base-bootstrap-port 8100", []string{"--base-bootstrap-port 8100", "--base-worker-port 8100"}},
 		{"side channels meet other ports", cpu, "--prefill-workers 1 --decode-workers 1 --base-nixl-port 8100", []string{"--base-nixl-port 8100", "--base-worker-port 8100"}},
 		{"a part of the router's own flag for vLLM", cpu, "-- --kv-events-config.topic t", []string{"--kv-events-config.topic", "--base-kv-events-port"}},
