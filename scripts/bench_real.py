@@ -217,17 +217,19 @@ def run_load(targets, model, load, args):
                 turn = turns[number]
                 before, ended = running.get(turn.conversation), threading.Event()
                 running[turn.conversation] = ended
-            if before and not before.wait(2 * CHAT_TIMEOUT):
-                answers[number] = Answer(error="the turn before did not end")
-                continue
-            messages = said.get(turn.conversation) or [{"role": "system", "content": systems[turn.prompt]}]
-            messages = [*messages, {"role": "user", "content": turn.question}]
-            answer = chat(targets[number % len(targets)], model, messages, args.max_tokens, prefix_hints(turn.prompt, len(turns), args))
-            if len(targets) > 1:
-                answer.worker = str(number % len(targets))
-            answers[number] = answer
-            said[turn.conversation] = [*messages, {"role": "assistant", "content": answer.text}]
-            ended.set()
+            try:
+                if before and not before.wait(2 * CHAT_TIMEOUT):
+                    answers[number] = Answer(error="the turn before did not end")
+                    continue
+                messages = said.get(turn.conversation) or [{"role": "system", "content": systems[turn.prompt]}]
+                messages = [*messages, {"role": "user", "content": turn.question}]
+                answer = chat(targets[number % len(targets)], model, messages, args.max_tokens, prefix_hints(turn.prompt, len(turns), args))
+                if len(targets) > 1:
+                    answer.worker = str(number % len(targets))
+                answers[number] = answer
+                said[turn.conversation] = [*messages, {"role": "assistant", "content": answer.text}]
+            finally:
+                ended.set()
 
     started = time.monotonic()
     clients = [threading.Thread(target=client, daemon=True) for _ in range(args.concurrency)]

@@ -64,7 +64,10 @@ func (s *Stream) Apply(seq uint64, payload []byte, live bool) {
 	s.next, s.sum = seq+1, xxh3.Hash(payload)
 	s.history.beginBatch(seq, s.sum)
 	defer func() {
-		if !s.seeded { // else the blocks may be of a later moment than the batch
+		// Of a peer's dump the blocks may be of a later moment than the batch, and
+		// a history that is to be asked for again is not known in full.
+		s.history.at = position{}
+		if !s.seeded && !s.resync {
 			s.history.at = s.position()
 		}
 		s.history.endBatch()

@@ -33,6 +33,7 @@ func explained(t *testing.T) map[string]func() Policy {
 		with(name, name, func(*Settings) {})
 	}
 	with("kv by chance", "kv", func(s *Settings) { s.RouterTemperature = 0.7 })
+	with("kv by the smallest tree", "kv", func(s *Settings) { s.Ties = tiesSmallestTree })
 	with("thompson as the original", "thompson", func(s *Settings) { s.ThompsonFixes = "none" })
 	with("variance with a low limit", "variance", func(s *Settings) { s.VarianceK, s.CacheThreshold = 0.5, 0.1 })
 	with("cache-threshold with a low gate", "cache-threshold", func(s *Settings) { s.CacheThreshold, s.BalanceAbsThreshold = 0, 1 })
@@ -59,7 +60,7 @@ func drawCandidates(rt *rapid.T, q Query) []Candidate {
 	for i := range rapid.IntRange(1, 6).Draw(rt, "workers") {
 		c := Candidate{
 			Target:  kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Generation: 1},
-			Overlap: rapid.IntRange(0, q.Tokens/q.BlockSize).Draw(rt, "overlap"), NewBlocks: rapid.IntRange(0, 3).Draw(rt, "new"),
+			Overlap: rapid.IntRange(0, q.Tokens/q.BlockSize).Draw(rt, "overlap"), NewBlocks: rapid.IntRange(0, 3).Draw(rt, "new"), TreeBlocks: rapid.IntRange(0, 2).Draw(rt, "tree"),
 			Load: Load{
 				Published: Published{Running: rapid.IntRange(0, 2).Draw(rt, "running"), Waiting: rapid.IntRange(0, 2).Draw(rt, "waiting"), KVUsage: rapid.SampledFrom([]float64{0, 0.25, 1}).Draw(rt, "usage")},
 				Fresh:     rapid.Bool().Draw(rt, "fresh"), InFlight: rapid.IntRange(0, 40).Draw(rt, "in flight"), Foreign: rapid.IntRange(0, 2).Draw(rt, "foreign"),
@@ -97,6 +98,20 @@ func checkExplanation(rt *rapid.T, e *Explanation, candidates []Candidate, chose
 	}
 	if winners := e.Winners(); !slices.Contains(winners, chosen) {
 		rt.Fatalf("candidate %d was chosen, by %+v it is one of %v", chosen, e, winners)
+	}
+}
+
+func TestTheSmallestTreeIsToldAsWhatDecided(t *testing.T) {
+	settings := DefaultSettings()
+	settings.Ties = tiesSmallestTree
+	p, err := New("kv", settings)
+	if err != nil {
+		t.Fatal(err)
+	}
+	why := new(Explanation)
+	chosen := p.Choose(Query{Tokens: 640, BlockSize: 64, Explain: why}, []Candidate{{TreeBlocks: 2}, {TreeBlocks: 1}}, rand.New(rand.NewPCG(1, 1)))
+	if winners := why.Winners(); chosen != 1 || !slices.Equal(winners, []int{1}) {
+		t.Errorf("candidate %d, by its explanation %v, want 1", chosen, winners)
 	}
 }
 

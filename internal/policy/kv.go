@@ -132,14 +132,21 @@ func (p kvPolicy) Choose(q Query, candidates []Candidate, random *rand.Rand) int
 	for i := range candidates {
 		least = min(least, candidates[i].Load.PrefillTokens)
 	}
+	byTree := p.settings.Ties == tiesSmallestTree && p.settings.RouterTemperature == 0
 	if q.Explain != nil {
-		q.Explain.rank("kv", candidates, func(c *Candidate) Score { return p.terms(q, c, least).explain() })
+		q.Explain.rank("kv", candidates, func(c *Candidate) Score {
+			s := p.terms(q, c, least).explain()
+			if fewer := -float64(c.TreeBlocks); byTree {
+				s.TieBreak = &fewer
+			}
+			return s
+		})
 	}
 	if p.settings.RouterTemperature > 0 {
 		return softmaxOfCosts(candidates, p.settings.RouterTemperature, random, func(c *Candidate) float64 { return p.terms(q, c, least).cost() }, q.Explain)
 	}
 	score := func(c *Candidate) float64 { return -p.terms(q, c, least).cost() }
-	if p.settings.Ties == tiesSmallestTree {
+	if byTree {
 		return bestOfSmallestTree(candidates, random, score)
 	}
 	return best(candidates, random, score)

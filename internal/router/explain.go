@@ -167,14 +167,14 @@ func receiptText(text string) string {
 	return strings.ToValidUTF8(strings.Clone(text[:min(len(text), maxReceiptText)]), "")
 }
 
-// receiptCandidates are the workers that are up: the candidates with their scores, the
-// others with why they are none.
+// receiptCandidates are the workers that are up: the candidates, which are in the order
+// of the targets, with their scores, the others with why they are none.
 func (r *Router) receiptCandidates(p *prompt, e *policy.Explanation, trial bool, now time.Time) []ReceiptCandidate {
 	list := make([]ReceiptCandidate, 0, len(r.targets))
+	at := 0
 	for i := range r.targets {
 		t := &r.targets[i]
-		at := slices.IndexFunc(r.candidates, func(c policy.Candidate) bool { return c.Target.Key == t.Key })
-		if at < 0 {
+		if at == len(r.candidates) || r.candidates[at].Target.Key != t.Key {
 			c := r.candidate(p, t, now)
 			line := receiptCandidate(&c)
 			line.Excluded = r.exclusion(p, t, trial, now)
@@ -187,6 +187,7 @@ func (r *Router) receiptCandidates(p *prompt, e *policy.Explanation, trial bool,
 			line.Excluded = line.Score.Excluded
 		}
 		list = append(list, line)
+		at++
 	}
 	return list
 }

@@ -53,6 +53,9 @@ func readFeatures(features gjson.Result, tokens int) (media []kv.Media, exact in
 		return nil, 0
 	}
 	hashes, placeholders := features.Get("mm_hashes"), features.Get("mm_placeholders")
+	if hasMore(hashes, maxModalities) || hasMore(placeholders, maxModalities) {
+		return nil, 0
+	}
 	exact = tokens
 	hashes.ForEach(func(modality, list gjson.Result) bool {
 		if len(list.Array()) > 0 && len(member(placeholders, modality.Str).Array()) == 0 {
@@ -86,6 +89,20 @@ func readFeatures(features gjson.Result, tokens int) (media []kv.Media, exact in
 		media = media[:end]
 	}
 	return media, exact
+}
+
+// maxModalities is far more kinds of media than any model takes: each is looked for
+// among the others.
+const maxModalities = 16
+
+// hasMore tells whether an object has more than most members.
+func hasMore(object gjson.Result, most int) bool {
+	n := 0
+	object.ForEach(func(_, _ gjson.Result) bool {
+		n++
+		return n <= most
+	})
+	return n > most
 }
 
 // member returns the value under a key as it is: in a path some characters have a

@@ -2,6 +2,7 @@ package tokens
 
 import (
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/tidwall/gjson"
@@ -39,6 +40,7 @@ func TestRenderedMediaAreUnderstoodOrEndTheExactPart(t *testing.T) {
 		"far beyond":       {`{"mm_hashes":{"image":["p"]},"mm_placeholders":{"image":[{"offset":4,"length":1e300}]}}`, nil, 4},
 		"overlapping":      {`{"mm_hashes":{"image":["p","q","s"]},"mm_placeholders":{"image":[{"offset":1,"length":2},{"offset":4,"length":3},{"offset":5,"length":1}]}}`, []kv.Media{photo}, 4},
 		"no object":        {`["mm_hashes"]`, nil, 0},
+		"many modalities":  {`{"mm_hashes":{"image":["p"]` + strings.Repeat(`,"x":[]`, maxModalities) + `},"mm_placeholders":{"image":[{"offset":1,"length":2}]}}`, nil, 0},
 		"a text":           {`"x"`, nil, 0},
 	} {
 		media, exact := readFeatures(gjson.Parse(c.features), 10)
