@@ -10,7 +10,6 @@ import (
 	"net/http/httputil"
 	"net/url"
 	"os"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -473,19 +472,7 @@ func (s *site) killed(t *testing.T) {
 		t.Errorf("after the restart %d predictions are wrong:\n%s", len(wrong), strings.Join(wrong, "\n"))
 	}
 
-	family := descendants(s.command.Process.Pid)
-	if len(family) < 6 { // a server, a scheduler and a detokenizer each
-		t.Fatalf("only %d descendants: %v", len(family), family)
-	}
-	s.command.Process.Kill()
-	<-s.ended
-	testkit.Eventually(t, 30*time.Second, "all processes of the workers gone", func() bool {
-		family = slices.DeleteFunc(family, func(pid int) bool {
-			_, state, err := processParent(pid)
-			return err != nil || state == "Z" // nobody may be there to reap it
-		})
-		return len(family) == 0
-	})
+	s.familyDiesWithIt(6) // a server, a scheduler and a detokenizer each
 }
 
 // TestPrefillAndDecodeWorkersOnRealSGLang has one server compute the prompts and

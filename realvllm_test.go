@@ -8,7 +8,6 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -188,20 +187,7 @@ func TestWorkerAndRouterDeathOnRealVLLM(t *testing.T) {
 		}
 	}
 
-	// kill -9 of the router: its whole family must go.
-	family := descendants(s.command.Process.Pid)
-	if len(family) < 4 { // two API servers and two engine cores at least
-		t.Fatalf("only %d descendants: %v", len(family), family)
-	}
-	s.command.Process.Kill()
-	<-s.ended
-	testkit.Eventually(t, 30*time.Second, "all processes of the workers gone", func() bool {
-		family = slices.DeleteFunc(family, func(pid int) bool {
-			_, state, err := processParent(pid)
-			return err != nil || state == "Z" // nobody may be there to reap it
-		})
-		return len(family) == 0
-	})
+	s.familyDiesWithIt(4) // two API servers and two engine cores at least
 }
 
 // TestPrefillAndDecodeWorkersOnRealVLLM has one worker compute the prompts and

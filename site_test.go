@@ -350,6 +350,25 @@ func descendants(pid int) []int {
 	return all
 }
 
+// familyDiesWithIt kills the program by SIGKILL: its descendants, at least so many,
+// must go too.
+func (s *site) familyDiesWithIt(least int) {
+	s.t.Helper()
+	family := descendants(s.command.Process.Pid)
+	if len(family) < least {
+		s.t.Fatalf("only %d descendants: %v", len(family), family)
+	}
+	s.command.Process.Kill()
+	<-s.ended
+	testkit.Eventually(s.t, 30*time.Second, "all processes of the workers gone", func() bool {
+		family = slices.DeleteFunc(family, func(pid int) bool {
+			_, state, err := processParent(pid)
+			return err != nil || state == "Z" // nobody may be there to reap it
+		})
+		return len(family) == 0
+	})
+}
+
 // mockSite is a router over simulated workers, all in this process.
 type mockSite struct {
 	*site

@@ -455,7 +455,7 @@ func TestSGLangPairAbortsAndFails(t *testing.T) {
 	// Without its prefill worker a decode leg ends with 500.
 	prefill.End(ErrMockCrash)
 	testkit.Eventually(t, 5*time.Second, "the prefill worker has ended", func() bool {
-		_, err := http.Get(prefill.url("/health")) //nolint:bodyclose // it fails
+		_, err := http.Get(prefill.url("/health"))
 		return err != nil
 	})
 	status, answer := decode.ask(t, "/v1/completions", fmt.Sprintf(`{"prompt":"x","bootstrap_host":"127.0.0.1","bootstrap_port":%d,"bootstrap_room":2}`, prefill.part.Bootstrap.Port))

@@ -93,14 +93,19 @@ func (r *chatRequest) appendContext(out []byte, t *chatTemplate, special []jsonb
 			final = text
 		}
 	}
+	return appendContextEnd(out, r.tools, jsonbody.MergeFields(special, r.vars), r.addGeneration), final, nil
+}
+
+// appendContextEnd appends what follows the messages in a template's variables: the
+// tools as JSON, none if empty, and the others.
+func appendContextEnd[T ~string | ~[]byte](out []byte, tools T, vars []jsonbody.Field, addGeneration bool) []byte {
 	out = append(out, `],"tools":`...)
-	if r.tools == nil {
+	if len(tools) == 0 {
 		out = append(out, "null"...)
-	} else {
-		out = append(out, r.tools...)
 	}
+	out = append(out, tools...)
 	hasDocuments := false
-	for _, f := range jsonbody.MergeFields(special, r.vars) {
+	for _, f := range vars {
 		hasDocuments = hasDocuments || f.Key == "documents"
 		out = append(out, ',')
 		out = jsonbody.AppendString(out, f.Key)
@@ -111,8 +116,8 @@ func (r *chatRequest) appendContext(out []byte, t *chatTemplate, special []jsonb
 		out = append(out, `,"documents":null`...)
 	}
 	out = append(out, `,"add_generation_prompt":`...)
-	out = strconv.AppendBool(out, r.addGeneration)
-	return append(out, '}'), final, nil
+	out = strconv.AppendBool(out, addGeneration)
+	return append(out, '}')
 }
 
 // appendTo writes the message in the template's content format. With tagged its

@@ -141,11 +141,17 @@ func liveReference(t *testing.T, families map[string]string, chats []testkit.Par
 		t.Logf("%s has no vLLM: comparing with the committed texts", python)
 		return nil
 	}
+	return askReference(t, python, "render", families, chats)
+}
+
+// askReference has an engine's own code render all texts, by a command of
+// scripts/parity.py.
+func askReference(t *testing.T, python, engine string, families map[string]string, chats []testkit.ParityChat) map[string][]golden {
 	request, err := json.Marshal(map[string]any{"families": families, "chats": chats})
 	if err != nil {
 		t.Fatal(err)
 	}
-	command := exec.Command(python, "../../scripts/parity.py", "render")
+	command := exec.Command(python, "../../scripts/parity.py", engine)
 	command.Stdin = bytes.NewReader(request)
 	var stderr bytes.Buffer
 	command.Stderr = &stderr

@@ -159,7 +159,7 @@ func (t *Source) ChatBody(ctx context.Context, parsed *jsonbody.Body) Prompt {
 	}
 	ctx, cancel := context.WithTimeout(ctx, t.timeout)
 	defer cancel()
-	answer, err := t.askRender(ctx, sglang, "/v1/chat/completions/render", withoutTensors(body))
+	answer, err := t.askRender(ctx, sglang, "/v1/chat/completions/render", body)
 	if err == nil {
 		if p, ok := readRendered(gjson.ParseBytes(answer), shape); ok {
 			t.rendered.Add(1)
@@ -262,7 +262,7 @@ func (t *Source) Other(ctx context.Context, path string, body []byte) Prompt {
 	t.countReason(reasonOtherAPI)
 	ctx, cancel := context.WithTimeout(ctx, t.timeout)
 	defer cancel()
-	answer, err := t.askRender(ctx, false, path+"/render", withoutTensors(body))
+	answer, err := t.askRender(ctx, false, path+"/render", body)
 	if err == nil {
 		if p, ok := readRendered(gjson.ParseBytes(answer), path); ok {
 			t.rendered.Add(1)
@@ -273,8 +273,8 @@ func (t *Source) Other(ctx context.Context, path string, body []byte) Prompt {
 }
 
 // Tokenize answers /tokenize: in vLLM's shape here, or through a worker where the
-// prompt cannot be rendered here, or has a shape of its own. The error is a *BadRequest, an *AskError
-// with the worker's refusal, or that no worker answered.
+// prompt cannot be rendered here, or has a shape of its own. The error is a
+// *BadRequest, an *AskError with the worker's refusal, or that no worker answered.
 func (t *Source) Tokenize(ctx context.Context, body []byte) ([]byte, error) {
 	features := []string{"completion"}
 	if gjson.GetBytes(body, "messages").Exists() {
@@ -365,7 +365,7 @@ func (t *Source) askRender(ctx context.Context, sglang bool, path string, body [
 	if sglang || t.now().UnixNano() < t.noRenderUntil.Load() {
 		return nil, errNoRender
 	}
-	answer, err := render(ctx, t.ask, path, body)
+	answer, err := render(ctx, t.ask, path, withoutTensors(body))
 	if errors.Is(err, errNoRender) {
 		t.noRenderUntil.Store(t.now().Add(renderRetry).UnixNano())
 	}

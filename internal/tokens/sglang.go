@@ -320,24 +320,7 @@ func (c *sglangChat) appendContext(out []byte, special []jsonbody.Field) []byte 
 		}
 		out = c.messages[i].appendTo(out)
 	}
-	out = append(out, `],"tools":`...)
-	if c.tools == "" {
-		out = append(out, "null"...)
-	} else {
-		out = append(out, c.tools...)
-	}
-	hasDocuments := false
-	for _, f := range jsonbody.MergeFields(special, c.vars) {
-		hasDocuments = hasDocuments || f.Key == "documents"
-		out = append(out, ',')
-		out = jsonbody.AppendString(out, f.Key)
-		out = append(out, ':')
-		out = append(out, f.Raw...)
-	}
-	if !hasDocuments {
-		out = append(out, `,"documents":null`...)
-	}
-	return append(out, `,"add_generation_prompt":true}`...)
+	return appendContextEnd(out, c.tools, jsonbody.MergeFields(special, c.vars), true)
 }
 
 func (m *sglangMessage) appendTo(out []byte) []byte {

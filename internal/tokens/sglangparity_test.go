@@ -1,11 +1,8 @@
 package tokens
 
 import (
-	"bytes"
-	"encoding/json"
 	"math/rand/v2"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"testing"
 	"time"
@@ -118,21 +115,5 @@ func liveSGLang(t *testing.T, families map[string]string, chats []testkit.Parity
 	if python == "" || testing.Short() {
 		return nil
 	}
-	request, err := json.Marshal(map[string]any{"families": families, "chats": chats})
-	if err != nil {
-		t.Fatal(err)
-	}
-	command := exec.Command(python, "../../scripts/parity.py", "sglang")
-	command.Stdin = bytes.NewReader(request)
-	var stderr bytes.Buffer
-	command.Stderr = &stderr
-	answer, err := command.Output()
-	if err != nil {
-		t.Fatalf("the reference failed: %v\n%s", err, stderr.String())
-	}
-	var out map[string][]golden
-	if err := json.Unmarshal(answer, &out); err != nil {
-		t.Fatal(err)
-	}
-	return out
+	return askReference(t, python, "sglang", families, chats)
 }
