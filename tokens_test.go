@@ -276,6 +276,7 @@ func chatBody(contents ...string) []byte {
 // are in the index; cold ones are new in every word order.
 func BenchmarkDecision(b *testing.B) {
 	m := testModel(b)
+	m.SetMaxModelLen(1 << 17) // the test model's own limit is 8,192
 	words := englishWords(m)
 	r := rand.New(rand.NewPCG(5, 5))
 	var turns []string

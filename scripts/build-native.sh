@@ -13,6 +13,12 @@ for tool in go cargo rustc; do
     fi
 done
 
+# fastokens is written in Rust of 1.88.
+if [ "$(printf '%s\n' 1.88 "$(rustc --version | cut -d' ' -f2)" | sort -V | head -n 1)" != 1.88 ]; then
+    echo "build-native: $(rustc --version) is too old: Rust 1.88 or newer is needed, from https://rustup.rs" >&2
+    exit 1
+fi
+
 module=github.com/daulet/tokenizers
 version=$(go list -m -f '{{.Version}}' "$module")
 sources=$(go list -m -f '{{.Dir}}' "$module")
@@ -20,6 +26,9 @@ if [ -z "$sources" ]; then
     go mod download "$module"
     sources=$(go list -m -f '{{.Dir}}' "$module")
 fi
+
+# PCRE2 goes into the library: cgo would not know of one that the system has.
+export PCRE2_SYS_STATIC=1
 
 key=$( (cat native/Cargo.toml native/Cargo.lock native/src/*.rs; echo "$version"; rustc -vV) | sha256sum | cut -c1-16)
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/kvrouter/native

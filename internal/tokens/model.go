@@ -9,31 +9,6 @@ package tokens
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
-#ifdef __GLIBC__
-#include <malloc.h>
-#endif
-
-// Bounds what glibc's malloc keeps back for each thread: its default is eight
-// times as many arenas as processors, each with memory that it never returns.
-static void bound_arenas(int processors) {
-#ifdef __GLIBC__
-	mallopt(M_ARENA_MAX, processors);
-#endif
-}
-
-// Returns what reading the tokenizer's file has left free.
-static void trim_memory(void) {
-#ifdef __GLIBC__
-	malloc_trim(0);
-#endif
-}
-
-typedef struct { uint32_t *data; size_t len; } token_ids;
-
-void *text_encoder_new(const void *tokenizer);
-int32_t text_encode(const void *encoder, const uint8_t *text, size_t len, int32_t add_special, token_ids *out);
-void token_ids_free(token_ids ids);
-void text_encoder_free(void *encoder);
 */
 import "C"
 
@@ -44,15 +19,10 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"runtime"
-	"runtime/debug"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
-	"unsafe"
 
-	"github.com/daulet/tokenizers"
 	"github.com/tidwall/gjson"
 	"github.com/tidwall/sjson"
 
@@ -63,8 +33,7 @@ import (
 // vLLM 0.32 does, or SGLang 0.5.23. All methods but Close may be called by many goroutines at
 // once: the library encodes and renders without a lock of ours.
 type Model struct {
-	tokenizer   *tokenizers.Tokenizer
-	encoder     unsafe.Pointer // over tokenizer
+	encoder     *encoder
 	turns       turns
 	segments    *segments
 	files       *ModelFiles
@@ -91,7 +60,7 @@ func OpenModel(dir string) (*Model, error) {
 
 // OpenModelWith is OpenModel for an engine with settings of its own.
 func OpenModelWith(dir string, options ChatOptions) (*Model, error) {
-	C.bound_arenas(C.int(runtime.NumCPU()))
+	boundArenas()
 	path := filepath.Join(dir, "tokenizer.json")
 	files, err := readModelFiles(dir)
 	if err != nil {
@@ -103,30 +72,20 @@ func OpenModelWith(dir string, options ChatOptions) (*Model, error) {
 // NewModel makes a model of the tokenizer.json that read returns, which path
 // names in errors, and of what the files beside it say.
 func NewModel(path string, read func() ([]byte, error), files *ModelFiles, options ChatOptions) (*Model, error) {
+	readOnce := read
+	read = func() ([]byte, error) { return readTokenizer(readOnce) }
 	raw, err := read()
 	if err != nil {
 		return nil, fmt.Errorf("a model's folder needs a tokenizer.json: %w", err)
 	}
-	// The engine sets truncation and padding for each call, whatever the file says.
-	for _, key := range []string{"truncation", "padding"} {
-		if v := gjson.GetBytes(raw, key); v.Exists() && v.Type != gjson.Null {
-			if raw, err = sjson.SetRawBytes(raw, key, []byte("null")); err != nil {
-				return nil, fmt.Errorf("reading %s: %w", path, err)
-			}
-		}
-	}
-	tokenizer, err := tokenizers.FromBytes(raw)
+	readInPages()
+	defer trimMemory()
+	encoder, err := newEncoder(raw, read)
 	if err != nil {
 		return nil, fmt.Errorf("reading %s: %w", path, err)
 	}
-	m := &Model{tokenizer: tokenizer, files: files, options: options, reread: read, turns: newTurns(), longestToken: longestToken(raw)}
-	// The library's own type is nothing but this pointer; its pinned version says
-	// so, and a nil here would fail every test.
-	m.encoder = C.text_encoder_new(*(*unsafe.Pointer)(unsafe.Pointer(tokenizer)))
-	m.segments = newSegments(raw, func(text string, addSpecial bool) ([]uint32, bool) {
-		tokens, err := m.encodeWhole(bounds{}, text, addSpecial)
-		return tokens, err == nil
-	}, DefaultTokenCache)
+	m := &Model{encoder: encoder, files: files, options: options, reread: read, turns: newTurns(), longestToken: longestToken(raw)}
+	m.segments = newSegments(raw, encoder.Encode, DefaultTokenCache)
 	m.wordPiece = gjson.GetBytes(raw, "model.type").Str == "WordPiece"
 	m.Vocabulary = sync.OnceValue(m.readVocabulary)
 	m.maxModelLen.Store(int64(m.files.MaxModelLen))
@@ -136,9 +95,27 @@ func NewModel(path string, read func() ([]byte, error), files *ModelFiles, optio
 		m.withTools, m.noTemplate = m.compile(true)
 	}
 	m.lateSystem = sync.OnceValue(m.systemRule)
-	C.trim_memory()
-	debug.FreeOSMemory()
 	return m, nil
+}
+
+// readTokenizer reads a tokenizer.json without its truncation and padding: the engine
+// sets them for each call, whatever the file says.
+func readTokenizer(read func() ([]byte, error)) ([]byte, error) {
+	raw, err := read()
+	for _, key := range []string{"truncation", "padding"} {
+		if v := gjson.GetBytes(raw, key); err == nil && v.Exists() && v.Type != gjson.Null {
+			raw, err = sjson.SetRawBytes(raw, key, []byte("null"))
+		}
+	}
+	return raw, err
+}
+
+// Encoder names the library that encodes, and why it is not the fast one if it is not.
+func (m *Model) Encoder() (name, why string) {
+	if m.encoder.fast != nil {
+		return "fastokens", ""
+	}
+	return "tokenizers", m.encoder.why
 }
 
 // compile compiles the template for requests with or without tools.
@@ -163,8 +140,7 @@ func (m *Model) compile(tools bool) (template *chatTemplate, problem string) {
 
 // Close frees the model; no other call may be under way.
 func (m *Model) Close() {
-	C.text_encoder_free(m.encoder)
-	m.tokenizer.Close()
+	m.encoder.Close()
 	if m.withTools != nil && m.withTools != m.plain {
 		m.withTools.Close()
 	}
@@ -302,8 +278,8 @@ func (m *Model) encode(b bounds, text string, addSpecial bool) (tokens []uint32,
 	case strings.IndexByte(text, 0) >= 0:
 		return nil, notRenderable("the prompt has a zero character")
 	}
-	tokens, ok := m.segments.EncodeBy(func(text string, addSpecial bool) (tokens []uint32, ok bool) {
-		tokens, err = m.encodeWhole(b, text, addSpecial)
+	tokens, ok := m.segments.EncodeBy(func(text string, pieces []string, addSpecial bool) (tokens [][]uint32, ok bool) {
+		tokens, err = m.encodePieces(b, text, pieces, addSpecial)
 		return tokens, err == nil
 	}, text, addSpecial)
 	switch {
@@ -317,23 +293,37 @@ func (m *Model) encode(b bounds, text string, addSpecial bool) (tokens []uint32,
 
 var errNoTokens = notRenderable("the tokenizer found no tokens")
 
-// encodeWhole encodes a text in one piece, when its turn comes.
-func (m *Model) encodeWhole(b bounds, text string, addSpecial bool) ([]uint32, error) {
-	turn, err := m.turns.take(b, len(text))
+// encodePieces encodes pieces of a text, as many in one turn as are a small text
+// together: a prompt of many small pieces keeps nobody waiting, and encoding it ends
+// when its client leaves.
+func (m *Model) encodePieces(b bounds, text string, pieces []string, addSpecial bool) (tokens [][]uint32, err error) {
+	for len(pieces) > 0 {
+		n, size := 1, len(pieces[0])
+		for n < len(pieces) && size+len(pieces[n]) <= largeText {
+			size += len(pieces[n])
+			n++
+		}
+		some, err := m.encodeTurn(b, text, pieces[:n], size, addSpecial)
+		if err != nil {
+			return nil, err
+		}
+		tokens, pieces = append(tokens, some...), pieces[n:]
+	}
+	return tokens, nil
+}
+
+// encodeTurn encodes pieces of so many bytes when their turn comes.
+func (m *Model) encodeTurn(b bounds, text string, pieces []string, size int, addSpecial bool) ([][]uint32, error) {
+	turn, err := m.turns.take(b, size)
 	if err != nil {
 		return nil, err
 	}
 	defer func() { <-turn }()
-	var out C.token_ids
-	special := C.int32_t(0)
-	if addSpecial {
-		special = 1
-	}
-	if C.text_encode(m.encoder, bytePointer(text), C.size_t(len(text)), special, &out) != 1 {
+	tokens, ok := m.encoder.Encode(text, pieces, addSpecial)
+	if !ok {
 		return nil, errNoTokens
 	}
-	defer C.token_ids_free(out)
-	return slices.Clone(unsafe.Slice((*uint32)(out.data), int(out.len))), nil
+	return tokens, nil
 }
 
 // truncate applies truncate_prompt_tokens where it leaves the tokens alone.
@@ -460,17 +450,31 @@ func ReadTokens(list gjson.Result) ([]uint32, error) { return readTokens(list, 0
 // Encode returns the tokens of a text. addSpecial adds what the tokenizer puts
 // around every text, such as a beginning-of-sequence token.
 func (m *Model) Encode(text string, addSpecial bool) []uint32 {
-	tokens, _ := m.encodeWhole(bounds{}, text, addSpecial) // without tokens if the tokenizer fails
-	return tokens
+	tokens, err := m.encodePieces(bounds{}, text, []string{text}, addSpecial)
+	if err != nil {
+		return nil // the tokenizer failed
+	}
+	return tokens[0]
 }
 
-// Decode returns the text of tokens, special ones included.
+// Decode returns the text of tokens, special ones included; empty if the tokenizer's
+// file is needed for it and is not what it was.
 func (m *Model) Decode(tokens []uint32) string {
-	text := m.tokenizer.Decode(tokens, false)
+	text, _ := m.decode(tokens)
+	return text
+}
+
+// decode is Decode with the reason why there is no text.
+func (m *Model) decode(tokens []uint32) (string, error) {
+	exact, err := m.encoder.Exact()
+	if err != nil {
+		return "", notRenderable("decoding: %v", err)
+	}
+	text := exact.Decode(tokens, false)
 	if m.files.cleanUpSpaces && m.wordPiece {
 		text = spaceTidier.Replace(text)
 	}
-	return text
+	return text, nil
 }
 
 // spaceTidier undoes the spaces that WordPiece puts before punctuation, as
@@ -589,7 +593,7 @@ func (m *Model) tokenizeBody(b bounds, top gjson.Result, body []byte) (tokens []
 }
 
 // Detokenize answers a /detokenize request in vLLM's shape. The error is a
-// *BadRequest.
+// *BadRequest, or errNotRenderable where a worker must answer.
 func (m *Model) Detokenize(body []byte) ([]byte, error) {
 	list := gjson.GetBytes(body, "tokens")
 	if !json.Valid(body) || !list.IsArray() {
@@ -602,7 +606,11 @@ func (m *Model) Detokenize(body []byte) ([]byte, error) {
 	case err != nil:
 		return nil, &BadRequest{"tokens must be a list of token ids, whole numbers from 0"}
 	}
-	return append(jsonbody.AppendString([]byte(`{"prompt":`), m.Decode(tokens)), '}'), nil
+	text, err := m.decode(tokens)
+	if err != nil {
+		return nil, err
+	}
+	return append(jsonbody.AppendString([]byte(`{"prompt":`), text), '}'), nil
 }
 
 // AppendTokens appends tokens as a JSON list of numbers.

@@ -292,7 +292,10 @@ func (t *Source) Tokenize(ctx context.Context, body []byte) ([]byte, error) {
 // Detokenize answers /detokenize as Tokenize does /tokenize.
 func (t *Source) Detokenize(ctx context.Context, body []byte) ([]byte, error) {
 	if t.model != nil && !t.SGLang() {
-		return t.model.Detokenize(body)
+		answer, err := t.model.Detokenize(body)
+		if !errors.Is(err, errNotRenderable) {
+			return answer, err
+		}
 	}
 	return t.forward(ctx, "/detokenize", body)
 }

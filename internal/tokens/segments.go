@@ -13,9 +13,9 @@ import (
 )
 
 // DefaultTokenCache is how many tokens a model remembers by piece of text unless told
-// otherwise; each takes 4 bytes, so that a full cache has 16 MiB, the tokens of 40
-// prompts of 100,000.
-const DefaultTokenCache = 4 << 20
+// otherwise; each takes 4 bytes, so that a full cache has 8 MiB, the tokens of 20
+// prompts of 100,000. What is forgotten is soon encoded again.
+const DefaultTokenCache = 2 << 20
 
 // segments encodes texts piece by piece and remembers the tokens of the pieces,
 // so that the system prompt and the earlier turns of a chat are encoded once
@@ -26,7 +26,7 @@ const DefaultTokenCache = 4 << 20
 // added token, as long as none in it takes neighbouring space with it or minds
 // its neighbours. Where that does not hold, the whole text is one piece.
 type segments struct {
-	encode encodeText
+	encode encodePieces
 	// passes are the tokenizer's searches for added tokens, one in what the one
 	// before leaves; none: texts are not cut.
 	passes        []addedTokens
@@ -34,8 +34,18 @@ type segments struct {
 	cache         *segmentCache
 }
 
-// encodeText encodes a text as a whole; not ok: that failed.
-type encodeText func(text string, addSpecial bool) (tokens []uint32, ok bool)
+// encodePieces encodes pieces of a text, each as if it were a whole one; not ok: that
+// failed.
+type encodePieces func(text string, pieces []string, addSpecial bool) (tokens [][]uint32, ok bool)
+
+// whole encodes a text in one piece.
+func (e encodePieces) whole(text string, addSpecial bool) (tokens []uint32, ok bool) {
+	list, ok := e(text, []string{text}, addSpecial)
+	if !ok {
+		return nil, false
+	}
+	return list[0], true
+}
 
 // addedTokens are added tokens that are searched for together: the leftmost
 // match wins, and of several there the longest.
@@ -56,9 +66,9 @@ type addedToken struct {
 }
 
 // newSegments returns the way of the tokenizer in tokenizerJSON, the content of
-// its tokenizer.json. encode encodes a text as a whole; cacheTokens bounds what
-// is remembered, 0: nothing is.
-func newSegments(tokenizerJSON []byte, encode encodeText, cacheTokens int) *segments {
+// its tokenizer.json. encode encodes texts; cacheTokens bounds what is remembered, 0:
+// nothing is.
+func newSegments(tokenizerJSON []byte, encode encodePieces, cacheTokens int) *segments {
 	s := &segments{encode: encode}
 	s.SetCache(cacheTokens)
 	s.readAddedTokens(tokenizerJSON)
@@ -88,30 +98,26 @@ func (s *segments) Encode(text string, addSpecial bool) (tokens []uint32, ok boo
 
 // EncodeBy is Encode with another way to encode pieces, which gives the same
 // tokens.
-func (s *segments) EncodeBy(encode encodeText, text string, addSpecial bool) (tokens []uint32, ok bool) {
+func (s *segments) EncodeBy(encode encodePieces, text string, addSpecial bool) (tokens []uint32, ok bool) {
 	if addSpecial && !s.Cuts() || !utf8.ValidString(text) {
-		return encode(text, addSpecial)
+		return encode.whole(text, addSpecial)
 	}
 	var few [32]textPiece
 	pieces, ok := s.cut(few[:0], text, 0)
 	if !ok {
-		return encode(text, addSpecial)
+		return encode.whole(text, addSpecial)
+	}
+	if !s.find(encode, text, pieces) {
+		return nil, false
 	}
 	if len(pieces) == 1 && pieces[0].special == nil && !addSpecial {
-		return s.piece(encode, text)
+		return pieces[0].tokens, true
 	}
-	size := 0
-	for i, p := range pieces {
-		if p.special == nil {
-			if pieces[i].tokens, ok = s.piece(encode, p.text); !ok {
-				return nil, false
-			}
-			size += len(pieces[i].tokens)
-		} else {
-			size++
-		}
+	size := len(s.before) + len(s.after)
+	for _, p := range pieces {
+		size += max(1, len(p.tokens))
 	}
-	tokens = make([]uint32, 0, size+len(s.before)+len(s.after))
+	tokens = make([]uint32, 0, size)
 	if addSpecial {
 		tokens = append(tokens, s.before...)
 	}
@@ -128,11 +134,47 @@ func (s *segments) EncodeBy(encode encodeText, text string, addSpecial bool) (to
 	return tokens, true
 }
 
+// find fills in the tokens of the pieces of a text: those remembered, and the others
+// encoded together.
+func (s *segments) find(encode encodePieces, text string, pieces []textPiece) (ok bool) {
+	var missing []string
+	for i := range pieces {
+		p := &pieces[i]
+		if p.special != nil {
+			continue
+		}
+		if s.cache != nil {
+			p.tokens, _ = s.cache.get(s.cache.key(p.text))
+		}
+		if p.tokens == nil {
+			missing = append(missing, p.text)
+		}
+	}
+	if len(missing) == 0 {
+		return true
+	}
+	found, ok := encode(text, missing, false)
+	if !ok {
+		return false
+	}
+	for i := range pieces {
+		p := &pieces[i]
+		if p.special != nil || p.tokens != nil {
+			continue
+		}
+		p.tokens, found = found[0], found[1:]
+		if s.cache != nil {
+			s.cache.put(s.cache.key(p.text), p.tokens)
+		}
+	}
+	return true
+}
+
 // textPiece is a piece of a text: an added token or what lies between two.
 type textPiece struct {
 	text    string
 	special *addedToken
-	tokens  []uint32
+	tokens  []uint32 // nil: of an added token, or not known yet
 }
 
 // cut appends the pieces of a text, from the given pass on. Not ok: the text
@@ -164,21 +206,6 @@ func (s *segments) cut(pieces []textPiece, text string, pass int) (out []textPie
 		done = end
 	}
 	return s.cut(pieces, text[done:], pass+1)
-}
-
-// piece returns the tokens of a text without an added token that cuts.
-func (s *segments) piece(encode encodeText, text string) (tokens []uint32, ok bool) {
-	if s.cache == nil {
-		return encode(text, false)
-	}
-	key := s.cache.key(text)
-	if tokens, ok = s.cache.get(key); ok {
-		return tokens, true
-	}
-	if tokens, ok = encode(text, false); ok {
-		s.cache.put(key, tokens)
-	}
-	return tokens, ok
 }
 
 // next returns the first added token in text from at on, nil if there is none.
@@ -242,7 +269,7 @@ func (s *segments) readAddedTokens(tokenizerJSON []byte) {
 			cuts: second && pass == 0 || strings.ContainsFunc(content, unicode.IsLetter),
 		}
 		if token.clean {
-			ids, ok := s.encode(content, false)
+			ids, ok := s.encode.whole(content, false)
 			token.clean = ok && len(ids) == 1
 			if token.clean {
 				token.id = ids[0]
@@ -261,8 +288,8 @@ func (s *segments) readAddedTokens(tokenizerJSON []byte) {
 // learnAround finds what addSpecial puts around a text; not ok: it does
 // something else.
 func (s *segments) learnAround() (ok bool) {
-	bare, ok1 := s.encode("a", false)
-	around, ok2 := s.encode("a", true)
+	bare, ok1 := s.encode.whole("a", false)
+	around, ok2 := s.encode.whole("a", true)
 	if !ok1 || !ok2 || len(bare) == 0 {
 		return false
 	}
@@ -310,7 +337,7 @@ func (s *segments) proven() bool {
 
 // agrees tells whether a text has the same tokens cut and whole.
 func (s *segments) agrees(text string, addSpecial bool) bool {
-	whole, ok1 := s.encode(text, addSpecial)
+	whole, ok1 := s.encode.whole(text, addSpecial)
 	cut, ok2 := s.Encode(text, addSpecial)
 	return ok1 == ok2 && slices.Equal(whole, cut)
 }

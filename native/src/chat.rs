@@ -17,6 +17,17 @@ pub struct ChatTemplate {
     wants_parts: bool,
 }
 
+/// Address and length of a list that Go has until it frees it. An empty one has no
+/// address: what Rust gives it is one that Go takes for a broken pointer.
+pub(crate) fn handed_over<T>(list: Vec<T>) -> (*mut T, usize) {
+    if list.is_empty() {
+        return (std::ptr::null_mut(), 0);
+    }
+    let boxed = list.into_boxed_slice();
+    let len = boxed.len();
+    (Box::into_raw(boxed).cast(), len)
+}
+
 /// Bytes that the library owns; chat_bytes_free takes them back.
 #[repr(C)]
 pub struct chat_bytes {
@@ -25,10 +36,9 @@ pub struct chat_bytes {
 }
 
 impl chat_bytes {
-    fn new(bytes: Vec<u8>) -> chat_bytes {
-        let boxed = bytes.into_boxed_slice();
-        let len = boxed.len();
-        chat_bytes { data: Box::into_raw(boxed).cast(), len }
+    pub(crate) fn new(bytes: Vec<u8>) -> chat_bytes {
+        let (data, len) = handed_over(bytes);
+        chat_bytes { data, len }
     }
 }
 

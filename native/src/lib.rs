@@ -8,6 +8,7 @@ include!(concat!(env!("TOKENIZERS_SRC"), "/src/lib.rs"));
 mod chat;
 mod detect;
 mod encode;
+mod fast;
 mod filters;
 mod python;
 mod source;
