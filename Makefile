@@ -10,9 +10,10 @@ TEST_TIMEOUT ?= 45m
 SOAK ?= 60s
 FUZZTIME ?= 10s
 CHAOS ?= 2m
+GRID ?= policies
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg check test test-mooncake test-sglang lint bench index-bench sim bench-real wire-speed peers parity segments soak fuzz chaos clean
+.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg check test test-mooncake test-sglang lint bench index-bench growth sim bench-real wire-speed peers parity segments soak fuzz chaos clean
 
 help: ## Show these targets
 	@printf 'kvrouter: KV-cache-aware routing over vLLM and SGLang workers\n\n'
@@ -71,9 +72,15 @@ index-bench: ## The index on a trace of 128 workers: rate, lookup times, memory 
 	@scripts/build-native.sh
 	go test -run '^$$' -bench '^BenchmarkIndexTrace$$' -benchtime 1x -timeout 30m ./internal/radix
 
-sim: ## Every policy on the simulator: two traces and made-up agents (minutes)
+growth: ## How costs grow to 512 workers and 1 M blocks: out/growth.csv, docs/growth.svg (ten minutes)
 	@scripts/build-native.sh
-	$(PYTHON) scripts/sim_policies.py $(ARGS)
+	@mkdir -p out && rm -f out/growth.csv
+	KVROUTER_GROWTH=$(CURDIR)/out/growth.csv go test -run '^TestGrowth$$' -timeout 60m .
+	$(PYTHON) scripts/growth_plot.py out/growth.csv docs/growth.svg
+
+sim: ## Many loads times many policies on the simulator (minutes; GRID=grid: 103 loads on which no policy should be the wrong choice)
+	@scripts/build-native.sh
+	go run . simulate --grid testdata/grids/$(GRID).yaml $(ARGS)
 
 bench-real: setup ## Every policy on two real vLLM CPU workers (ten minutes; ARGS="--policies work,round-robin")
 	$(PYTHON) scripts/bench_real.py --shared $(ARGS)
@@ -87,7 +94,7 @@ peers: setup ## Side by side with peers: KV events, simulator, proxy path
 parity: ## Every answer of the router port beside Dynamo's selection service
 	scripts/selection_parity.sh
 
-segments: setup ## Hold cut and remembered prompts against the tokenizers of eight model families
+segments: setup ## Hold fastokens, and cut and remembered prompts, against the tokenizers of nine models
 	scripts/segments.sh
 
 soak: ## Simulated workers kept busy: without faults, with them, with all coming and going, with prefill and decode apart (SOAK=60s each)

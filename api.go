@@ -321,7 +321,7 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 	if a.config.CollectUsage && (r.kind == chatPrompt || r.kind == completionPrompt) {
 		u.Head, u.Body, u.HideUsage = proxy.AskForUsage(body)
 	}
-	if len(a.router.Targets()) > 1 && r.request.Pinned == nil {
+	if a.router.Count() > 1 && r.request.Pinned == nil {
 		u.MaxRetries = a.config.Disagg.Retries
 	}
 	return u

@@ -158,10 +158,24 @@ func (r *rollout) where() string {
 // restart ends router i by SIGTERM and starts it again at the same ports.
 func (r *rollout) restart(i int) {
 	r.t.Helper()
+	r.replace(i, r.router(i).restart(r.args...))
+}
+
+// kill ends router i by SIGKILL and starts it again at the same ports, with further
+// flags.
+func (r *rollout) kill(i int, args ...string) {
+	r.t.Helper()
 	old := r.router(i)
-	restarted := old.restart(r.args...)
+	old.command.Process.Kill()
+	<-old.ended
+	r.replace(i, startPlain(r.t, old.port(), append(slices.Clone(r.args), args...)...))
+}
+
+// replace has router i be another process, and waits until that is ready.
+func (r *rollout) replace(i int, with *site) {
+	r.t.Helper()
 	r.mu.Lock()
-	r.sites[i], r.ready[i] = restarted, false
+	r.sites[i], r.ready[i] = with, false
 	r.restarts[i]++
 	r.mu.Unlock()
 	r.waitReady(i)
@@ -175,8 +189,13 @@ func (s *site) restart(args ...string) *site {
 	if state := s.command.ProcessState; !state.Success() {
 		s.t.Errorf("after SIGTERM: %s", state)
 	}
+	return startPlain(s.t, s.port(), args...)
+}
+
+// port is the number of the OpenAI port.
+func (s *site) port() int {
 	port, _ := strconv.Atoi(s.openAI[strings.LastIndexByte(s.openAI, ':')+1:])
-	return startPlain(s.t, port, args...)
+	return port
 }
 
 // size is what a process uses.

@@ -36,6 +36,7 @@ const (
 const (
 	CommandServe    = "serve"
 	CommandSimulate = "simulate"
+	CommandReplay   = "replay-events"
 	CommandVersion  = "version"
 	CommandHelp     = "help" // the help or the version has been printed; nothing is left to do
 )
@@ -82,7 +83,7 @@ type Config struct {
 	Policy           string               `group:"Routing" default:"work" placeholder:"NAME" help:"How to choose a worker: ${policies}. Simulate takes several, separated by commas."`
 	Seed             uint64               `group:"Routing" default:"0" help:"Seed of everything random; 0 takes it from the clock."`
 	TokenTimeout     time.Duration        `group:"Routing" default:"2s" help:"Longest wait for a worker's own tokens where the router cannot render a prompt itself."`
-	TokenCacheTokens int                  `group:"Routing" default:"4194304" help:"Prompt tokens remembered by piece of text (system prompt, turns), so that no piece is encoded twice; 4 bytes each. 0 remembers nothing."`
+	TokenCacheTokens int                  `group:"Routing" default:"2097152" help:"Prompt tokens remembered by piece of text (system prompt, turns), so that no piece is encoded twice; 4 bytes each. 0 remembers nothing."`
 	CollectUsage     bool                 `group:"Routing" default:"true" negatable:"" help:"Ask workers for the usage of streams whose client did not, and keep it from the client."`
 	Routing          router.Settings      `embed:""`
 	IndexerPeers     []string             `group:"Routing" placeholder:"URL" help:"Fill the index at the start from the first of these routers (or Dynamo's services) that answers GET /dump; they are also asked for KV events that a worker cannot replay. Several are separated by commas."`
@@ -133,6 +134,8 @@ type Config struct {
 	Hop web.Hop `kong:"-"`
 	// Simulate is what CommandSimulate shall do.
 	Simulate simulate.Settings `kong:"-"`
+	// Replay is what CommandReplay shall do.
+	Replay events.ReplayCommand `kong:"-"`
 	// ModelFolder tells that Model is a folder here. Set by ResolveDefaults.
 	ModelFolder bool `kong:"-"`
 }
@@ -141,9 +144,10 @@ type Config struct {
 type cli struct {
 	Config
 
-	Serve    struct{}          `cmd:"" default:"1" help:"Start workers and route to them (needs no word)."`
-	Simulate simulate.Settings `cmd:"" help:"Replay a trace, or made-up conversations, through the router and simulated workers, and compare policies."`
-	Version  struct{}          `cmd:"" help:"Print the version."`
+	Serve    struct{}             `cmd:"" default:"1" help:"Start workers and route to them (needs no word)."`
+	Simulate simulate.Settings    `cmd:"" help:"Replay a trace, or made-up conversations, through the router and simulated workers, and compare policies."`
+	Replay   events.ReplayCommand `cmd:"" name:"replay-events" help:"Apply a file of --record-events, or of Dynamo's recorder, to an empty index and tell what came of it."`
+	Version  struct{}             `cmd:"" help:"Print the version."`
 
 	ShowVersion kong.VersionFlag `name:"version" env:"-" help:"Print the version."`
 }
@@ -153,7 +157,7 @@ const mockGroup = "Mock workers, with --engine mocker"
 
 // simulateGroups are the groups of Config whose flags CommandSimulate reads, all
 // but those of notSimulated.
-var simulateGroups = []string{"Policy kv", "Policies cache-threshold and variance", "Policy thompson", "Index"}
+var simulateGroups = []string{"Policy kv", "Policies cache-threshold and variance", "Policy thompson", "Index", "Failing workers"}
 
 // notSimulated are the flags of simulateGroups that CommandSimulate refuses.
 var notSimulated = []string{"thompson-state", "thompson-traces"}
@@ -162,7 +166,9 @@ var notSimulated = []string{"thompson-state", "thompson-traces"}
 var simulateFlags = []string{
 	"config", "policy", "seed", "block-size", "prefill-workers", "decode-workers", "disagg-min-uncached-tokens",
 	"speedup-ratio", "mock-num-gpu-blocks", "mock-max-num-seqs", "mock-max-num-batched-tokens", "mock-prefill-ms", "mock-decode-ms",
-	"mock-kv-transfer-bandwidth", "mock-kv-bytes-per-token",
+	"mock-kv-transfer-bandwidth", "mock-kv-bytes-per-token", "mock-disagg-kind", "mock-api",
+	"router-queue-threshold", "router-queue-policy", "router-queue-timeout", "router-queue-limit", "router-track-active-blocks", "router-track-prefill-tokens",
+	"router-assume-kv-reuse", "active-decode-blocks-threshold", "active-prefill-tokens-threshold", "active-prefill-tokens-threshold-frac",
 }
 
 // takesFlag tells whether the command reads a flag that all commands parse.
@@ -175,7 +181,7 @@ func takesFlag(command string, flag *kong.Flag) bool {
 	case command == CommandSimulate && slices.Contains(simulateGroups, flag.Group.Title):
 		return !slices.Contains(notSimulated, flag.Name)
 	}
-	return command == CommandSimulate && slices.Contains(simulateFlags, flag.Name)
+	return command == CommandSimulate && slices.Contains(simulateFlags, flag.Name) || command == CommandReplay && flag.Name == "block-size"
 }
 
 // printHelp prints the help of the command, or of CommandServe where none is
@@ -254,12 +260,14 @@ func parseConfig(args []string, machine settings.Machine) (Config, string, error
 	if passed < 0 {
 		cfg.EngineArgs = file.EngineArgs(cfg.Engine)
 	}
-	command := ctx.Command()
-	if command == CommandSimulate {
+	command, _, _ := strings.Cut(ctx.Command(), " ")
+	switch command {
+	case CommandServe:
+	case CommandSimulate:
 		cfg.Simulate = c.Simulate
 		return cfg, command, cfg.validateSimulate()
-	}
-	if command != CommandServe {
+	default:
+		cfg.Replay = c.Replay
 		return cfg, command, nil
 	}
 	if err := cfg.validate(); err != nil {
@@ -395,7 +403,8 @@ func (c *Config) validate() error {
 	if !starts && len(c.EngineArgs) > 0 {
 		return fmt.Errorf("%q follows --, but --engine %s starts no worker to pass it to", c.EngineArgs[0], c.Engine)
 	}
-	if err := cmp.Or(c.Replica.Validate(), c.Snapshot.Validate()); err != nil {
+	files := map[string]string{"--record": c.Record, "--record-events": c.Snapshot.RecordEvents, "--index-snapshot": c.Snapshot.IndexSnapshot, "--thompson-state": c.Scoring.ThompsonState, "--thompson-traces": c.Scoring.ThompsonTraces}
+	if err := cmp.Or(c.Replica.Validate(), c.Snapshot.Validate(c.KVEvents()), settings.CheckFiles(files)); err != nil {
 		return err
 	}
 	if err := c.Bodies.Validate(c.MaxBodyBytes); err != nil {
@@ -434,7 +443,7 @@ func (c *Config) validate() error {
 func (c *Config) simulation() simulate.Simulation {
 	return simulate.Simulation{
 		Knobs: c.Scoring, Index: c.Index, Engine: c.Mock.SimConfig(c.BlockSize), Workers: c.simulatedWorkers(), Prefills: c.PrefillWorkers,
-		Handover: c.Mock.Handover(), LeastUncached: c.Disagg.DisaggMinUncachedTokens, Seed: c.Seed,
+		Kind: c.Mock.DisaggKind(), Handover: c.Mock.Handover(), LeastUncached: c.Disagg.DisaggMinUncachedTokens, Seed: c.Seed, Routing: c.Routing, Retry: c.Disagg.RetrySettings,
 	}
 }
 
@@ -459,8 +468,8 @@ func (c *Config) validateSimulate() error {
 	if err := c.Disagg.Validate(); err != nil {
 		return err
 	}
-	if c.Routing != router.DefaultSettings() {
-		return errors.New("simulate knows neither the --router-track and --router-queue flags nor the --active thresholds: leave them out")
+	if err := c.Routing.Validate(); err != nil {
+		return err
 	}
 	s := c.Simulate
 	workers := c.simulatedWorkers()
@@ -471,29 +480,19 @@ func (c *Config) validateSimulate() error {
 		return fmt.Errorf("--prefill-workers %d and --decode-workers %d: give at least 1 of each, or neither", c.PrefillWorkers, c.DecodeWorkers)
 	case c.Scoring.ThompsonState != "" || c.Scoring.ThompsonTraces != "":
 		return errors.New("simulate learns anew for each policy and writes no traces of it: leave out --thompson-state and --thompson-traces")
-	case (s.Trace == "") == (s.Synthetic == ""):
-		return errors.New("give either --trace FILE, such as testdata/traces/conversation_trace.jsonl.gz, or --synthetic chat or agentic")
 	case c.Disagg.EnforceDisagg:
 		return errors.New("--enforce-disagg: simulated workers do not fail, leave it out")
 	case workers < 1 || workers > 1000:
 		return fmt.Errorf("%d workers: give 1 to 1000", workers)
 	case c.BlockSize < 1:
 		return errors.New("--block-size must be more than 0")
-	case s.Concurrency < 0 || !(s.Speedup >= 0) || !(s.EventLag >= 0):
-		return errors.New("--concurrency, --speedup and --event-lag cannot be negative")
 	case c.Mock.SpeedupRatio == 0:
 		return errors.New("--speedup-ratio 0: virtual time needs engines that take some; give more than 0")
 	}
 	if err := c.Mock.Validate(workers); err != nil {
 		return err
 	}
-	if s.Synthetic != "" {
-		return s.ValidateSynthetic()
-	}
-	if (s.Concurrency > 0) == (s.Speedup > 0) {
-		return errors.New("give either --concurrency N (requests in flight) or --speedup FACTOR (the trace's own times, divided)")
-	}
-	return nil
+	return s.Validate()
 }
 
 // replicaHost is what the port of --replica-sync listens on.

@@ -65,7 +65,7 @@ func TestDefaultsOnACPUMachine(t *testing.T) {
 		Engine: "vllm", NumWorkers: 2, BlockSize: 64, GPUsPerWorker: 1, Python: "python3",
 		Flags: workers.Flags{StartupTimeout: 10 * time.Minute, RestartBackoffMax: 30 * time.Second},
 		Host:  "127.0.0.1", HTTPPort: 8000, RouterPort: 7000, BaseWorkerPort: 8100, BaseKVEventsPort: 5557, BaseKVReplayPort: 5757, BaseMetricsPort: 5657, BaseNIXLPort: 5600, BaseBootstrapPort: 8998,
-		Policy: "work", TokenTimeout: 2 * time.Second, TokenCacheTokens: tokens.DefaultTokenCache, CollectUsage: true, Routing: router.DefaultSettings(), Scoring: policy.DefaultSettings(), Index: router.DefaultIndexSettings(), Snapshot: events.Settings{IndexSnapshotInterval: 30 * time.Second}, Disagg: proxy.DefaultSettings(),
+		Policy: "work", TokenTimeout: 2 * time.Second, TokenCacheTokens: tokens.DefaultTokenCache, CollectUsage: true, Routing: router.DefaultSettings(), Scoring: policy.DefaultSettings(), Index: router.DefaultIndexSettings(), Snapshot: events.Settings{IndexSnapshotInterval: 30 * time.Second, RecordEventsMaxBytes: 1 << 30}, Disagg: proxy.DefaultSettings(),
 		MaxBodyBytes: 64 << 20, RequestTimeout: 30 * time.Minute, Web: web.Settings{RouterHost: "127.0.0.1"}, DrainDelay: 5 * time.Second, DrainTimeout: 30 * time.Second,
 		LogLevel: "info", LogFormat: "text", Cores: 8, Replica: replica.Settings{ReplicaSyncPort: 7100}, Mock: mocker.DefaultSettings(),
 	}
@@ -194,8 +194,8 @@ func TestHelpShowsWhatTheCommandReads(t *testing.T) {
 	}
 	for _, name := range slices.Concat(notSimulated, []string{
 		"model", "engine", "num-workers", "worker", "http-port", "api-key", "drain-timeout", "record", "replica-sync", "log-level", "indexer-peers",
-		"router-track-active-blocks", "router-queue-threshold", "active-prefill-tokens-threshold", "enforce-disagg", "disagg-prefill-timeout",
-		"mock-lora", "mock-error-rate", "mock-crash-every", "mock-disagg-kind", "mock-data-parallel-size", "mock-output-tokens",
+		"router-track-output-blocks", "record-decisions", "enforce-disagg", "disagg-prefill-timeout",
+		"mock-lora", "mock-error-rate", "mock-crash-every", "mock-data-parallel-size", "mock-output-tokens",
 	}) {
 		if simulate[name] || !serve[name] {
 			t.Errorf("--%s is shown by simulate --help: %t, by serve --help: %t", name, simulate[name], serve[name])
@@ -205,9 +205,10 @@ func TestHelpShowsWhatTheCommandReads(t *testing.T) {
 		t.Error("simulate --help has the mocker's group under its own title")
 	}
 	for _, command := range parser.Model.Children {
+		_, own := helpOf(t, command.Name, "--help")
 		for _, flag := range command.Flags {
-			if !simulate[flag.Name] || plain[flag.Name] {
-				t.Errorf("--%s of %s is shown by simulate --help: %t, by --help: %t", flag.Name, command.Name, simulate[flag.Name], plain[flag.Name])
+			if !own[flag.Name] || plain[flag.Name] {
+				t.Errorf("--%s of %s is shown by its --help: %t, by --help: %t", flag.Name, command.Name, own[flag.Name], plain[flag.Name])
 			}
 		}
 	}
@@ -342,6 +343,10 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"transfers of the user's own", cpu, "--prefill-workers 1 --decode-workers 1 -- --kv_transfer_config {}", []string{"--kv-transfer-config after --", "--worker url=...,role=prefill"}},
 		{"a setting of transfers of the user's own", cpu, "--prefill-workers 1 --decode-workers 1 -- --kv-transfer-config.kv_role kv_both", []string{"--kv-transfer-config after --"}},
 		{"too few GPUs for parts", gpu, "--prefill-workers 2 --decode-workers 2", []string{"--prefill-workers 2 and --decode-workers 2", "needs 4 GPUs", "3 are visible"}},
+		{"a record of no KV events", cpu, "--record-events f --no-kv-events", []string{"--record-events", "--no-kv-events"}},
+		{"a record of no KV events by the policy", cpu, "--record-events f --policy kv --overlap-score-weight 0", []string{"--record-events", "policy"}},
+		{"a record of KV events without room", cpu, "--record-events f --record-events-max-bytes 0", []string{"--record-events-max-bytes 0", "at least 1"}},
+		{"two records in one file", cpu, "--record f --record-events ./f", []string{"--record and --record-events", "./f"}},
 		{"receipts without a record", cpu, "--record-decisions", []string{"--record-decisions", "--record FILE"}},
 		{"bootstrap ports meet other ports", cpu, "--engine sglang --prefill-workers 1 --decode-workers 1 --base-bootstrap-port 8100", []string{"--base-bootstrap-port 8100", "--base-worker-port 8100"}},
 		{"side channels meet other ports", cpu, "--prefill-workers 1 --decode-workers 1 --base-nixl-port 8100", []string{"--base-nixl-port 8100", "--base-worker-port 8100"}},
@@ -370,7 +375,8 @@ func TestWrongSettingsSayWhatWouldBeRight(t *testing.T) {
 		{"a queue for workers of unknown size", cpu, "--router-queue-threshold 1", []string{"--router-queue-threshold", "--max-num-batched-tokens NUMBER after --"}},
 		{"a queue of no length", cpu, "--engine mocker --router-queue-threshold 1 --router-queue-limit 0", []string{"--router-queue-limit 0", "at least 1"}},
 		{"a threshold below none", cpu, "--engine mocker --router-queue-threshold=-1", []string{"--router-queue-threshold -1", "at least 0"}},
-		{"limits to simulate", cpu, "simulate --trace t --concurrency 8 --active-prefill-tokens-threshold 3", []string{"--active", "leave them out"}},
+		{"a queue to simulate", cpu, "simulate --trace t --concurrency 8 --router-queue-threshold=-1", []string{"--router-queue-threshold -1", "at least 0"}},
+		{"two things to simulate", cpu, "simulate --grid g --trace t --concurrency 8", []string{"--grid FILE", "leave out --trace"}},
 		{"nothing to simulate", cpu, "simulate --concurrency 8", []string{"--trace", "--synthetic chat"}},
 		{"a trace and conversations", cpu, "simulate --trace t --synthetic chat --concurrency 8", []string{"either", "--trace"}},
 		{"conversations of an unknown shape", cpu, "simulate --synthetic cat --concurrency 8", []string{"--synthetic", "chat", "agentic"}},

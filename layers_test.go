@@ -25,14 +25,14 @@ var layers = []map[string]string{
 		"tokens": "jsonbody kv", "keys": "web",
 	},
 	{ // judging, hearing
-		"policy": "hints jsonlines kv settings", "events": "guard kv radix web zmq", "outlier": "kv",
+		"policy": "hints jsonlines kv settings", "events": "guard jsonlines kv radix web zmq", "outlier": "kv",
 	},
 	{ // deciding, starting
 		"router": "hints kv outlier policy radix table", "process": "events kv",
 	},
 	{ // carrying
 		"replica": "guard kv router zmq", "proxy": "jsonbody kv outlier policy router web", "workers": "events guard kv policy process radix web zmq",
-		"mocker": "engine events jsonbody kv process tokens web zmq", "simulate": "engine hints jsonlines kv policy radix router",
+		"mocker": "engine events jsonbody kv process tokens web zmq", "simulate": "engine hints jsonlines kv outlier policy radix router",
 		"vllm": "kv process", "sglang": "kv process",
 	},
 	{ // showing, offering

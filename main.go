@@ -17,6 +17,7 @@ import (
 
 	"kvrouter/internal/logs"
 	"kvrouter/internal/settings"
+	"kvrouter/internal/tokens"
 	"kvrouter/internal/web"
 )
 
@@ -28,6 +29,8 @@ func main() {
 			fmt.Println("kvrouter", version())
 		case CommandServe:
 			err = serve(config)
+		case CommandReplay:
+			err = config.Replay.Run(config.BlockSize, os.Stdout)
 		case CommandSimulate:
 			err = config.Simulate.Run(config.simulation(), strings.Split(config.Policy, ","), os.Stdout, os.Stderr)
 		}
@@ -137,6 +140,7 @@ func (r *app) run(ctx context.Context) error {
 		r.tokens.KeepComparing(failed, r.peers)
 		return nil
 	})
+	tokens.ReleaseStartup()
 	r.log.Info("listening", "openai", openAI.URL()+"/v1", "router", selection.URL(), "policy", r.config.Policy)
 	group.Go(func() error {
 		<-failed.Done()
@@ -145,6 +149,7 @@ func (r *app) run(ctx context.Context) error {
 			delay = 0 // nobody is to turn away
 		}
 		r.drain(delay, openAI, selection)
+		r.recording.Close() // workers that are let go of now have lost nothing
 		stopFleet()
 		return nil
 	})

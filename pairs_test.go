@@ -621,6 +621,45 @@ func TestAbortsFollowAClientThatTakesNothing(t *testing.T) {
 	h.settled(t)
 }
 
+// TestEveryTryOfASharedRequestHasItsReceipt: also one whose prefill leg failed.
+func TestEveryTryOfASharedRequestHasItsReceipt(t *testing.T) {
+	for _, test := range []struct {
+		name             string
+		kind             kv.Kind
+		broken, receipts int
+	}{
+		{"one after the other", kv.KindNIXL, 0, 2},
+		{"one after the other, then whole", kv.KindNIXL, 1, 3},
+		{"both at once", kv.KindSGLang, 0, 2},
+		{"both at once, then another pair", kv.KindSGLang, 1, 4},
+		{"the prefill worker's name is not to be had, then whole", kv.KindMooncake, 1, 3},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			h := newTestPairAPI(t, Config{}, test.kind, 1+test.broken, 1, func(id uint64, serve engineServe) engineServe {
+				if id < uint64(test.broken) {
+					return breaks
+				}
+				return serve
+			})
+			if test.kind != kv.KindSGLang && test.broken > 0 {
+				h.router.Down(kv.WorkerKey{Worker: 1})
+			}
+			h.router.Knobs.RecordDecisions = true
+			s, x := newTestPairs(t), &proxy.Exchange{}
+			parsed, _ := jsonbody.Parse([]byte(sharedChat(false)))
+			u := proxy.Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{}, Body: parsed.Raw, Route: testkit.ChatPath, MaxRetries: 2}
+			err := s.Forward(t.Context(), httptest.NewRecorder(), u, x, parsed, "", func(exclude []uint64, why string) (router.Pair, error) {
+				return h.router.RoutePair(t.Context(), router.Request{Exclude: exclude}, router.PairRule{Whole: why})
+			})
+			s.Close()
+			if err != nil || x.Status != http.StatusOK || len(x.Receipts) != test.receipts {
+				t.Errorf("status %d, %v, %d receipts; want %d", x.Status, err, len(x.Receipts), test.receipts)
+			}
+			h.settled(t)
+		})
+	}
+}
+
 // brokenWriter is a connection that takes no more.
 type brokenWriter struct{ http.ResponseWriter }
 

@@ -23,7 +23,7 @@ func (r *app) recoverIndex(ctx context.Context) {
 	if len(r.config.IndexerPeers) == 0 {
 		return
 	}
-	recovered, err := events.RecoverIndex(ctx, r.index, r.config.BlockSize, peerKey(r.config), r.config.IndexerPeers, r.log)
+	recovered, err := events.RecoverIndex(ctx, r.changed, r.config.BlockSize, peerKey(r.config), r.config.IndexerPeers, r.log)
 	if err != nil {
 		r.log.Warn("no peer of --indexer-peers gave its index: starting with an empty one", "error", err)
 		return

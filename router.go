@@ -19,6 +19,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/logs"
 	"kvrouter/internal/mocker"
+	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/process"
 	"kvrouter/internal/proxy"
@@ -37,6 +38,8 @@ type app struct {
 	config    Config
 	log       *slog.Logger
 	index     radix.Index
+	changed   radix.Index       // index, as KV events change it
+	recording *events.Recording // of those changes; nil: none
 	router    *router.Router
 	fleet     *workers.Fleet
 	launcher  *process.Launcher // of processes; nil: none are started
@@ -79,11 +82,14 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.telemetry = telemetry.New(r.samples, r.prompts)
 	r.telemetry.Watch(r.router)
 	r.telemetry.WatchEdges(r.edges.Panics)
+	if r.changed, r.recording, err = events.OpenRecording(config.Snapshot, r.index, log); err != nil {
+		return nil, err
+	}
 	start, err := r.starter()
 	if err != nil {
 		return nil, err
 	}
-	r.fleet = workers.NewFleet(config.fleetSettings(), start, r.index, workers.Hooks{
+	r.fleet = workers.NewFleet(config.fleetSettings(), start, r.changed, workers.Hooks{
 		Up:   func(t kv.Target) { r.tokens.Met(t.Engine == kv.EngineSGLang); r.router.Up(t) },
 		Down: func(t kv.Target, why string) { r.router.Down(t.Key); r.proxy.LetGo(t.Key.Worker, t.Generation, why) },
 		Load: r.router.Publish,
@@ -99,7 +105,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.telemetry.WatchFleet(fleet)
 	r.fleet.Peers, r.fleet.Edges = events.NewPeers(config.IndexerPeers, peerKey(config)), r.edges
 	r.proxy = proxy.NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
-	r.proxy.OutputBlocks, r.proxy.Hop, r.proxy.Budget = config.Routing.RouterTrackOutputBlocks, config.Hop, proxy.NewBudget(config.Disagg.RetryBudget)
+	r.proxy.OutputBlocks, r.proxy.Hop, r.proxy.Budget = config.Routing.RouterTrackOutputBlocks, config.Hop, outlier.NewBudget(config.Disagg.RetryBudget)
 	r.proxy.Client.Transport = web.NewTransport(config.WorkerTLS)
 	r.tokens = tokens.NewSource(r.model, r.askWorker, config.TokenTimeout, log)
 	r.api = NewAPI(config, r.router, r.tokens, r.proxy, r.telemetry, log)
@@ -117,7 +123,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		r.api.recorder.Decisions = config.Routing.RecordDecisions
 	}
 	r.telemetry.WatchGuards(telemetry.Guards{
-		BodyBytes: r.api.bodies.Held, BodiesRefused: r.api.bodies.Refused, LinesLost: r.api.recorder.Lost,
+		BodyBytes: r.api.bodies.Held, BodiesRefused: r.api.bodies.Refused, LinesLost: func() uint64 { return r.api.recorder.Lost() + r.recording.Lost() },
 		LinesSuppressed: func() uint64 { return logs.Suppressed(log) },
 	})
 	if err := r.openThompson(); err != nil {
@@ -169,6 +175,9 @@ func openModel(ctx context.Context, config Config, log *slog.Logger) (*tokens.Mo
 		if options, err = read(config.EngineArgs); err == nil {
 			if model, err = tokens.OpenModelWith(dir, options); err == nil {
 				model.CacheTokens(config.TokenCacheTokens)
+				if name, why := model.Encoder(); why != "" {
+					log.Info("prompts are encoded by crate "+name+", not by the faster fastokens", "why", why)
+				}
 			}
 		}
 	}

@@ -266,6 +266,9 @@ func TestThompsonKeepsItsStateAndTraces(t *testing.T) {
 	if decisions, feedbacks := strings.Count(string(lines), `"kind":"decision"`), strings.Count(string(lines), `"kind":"feedback"`); decisions < 6 || feedbacks != decisions {
 		t.Errorf("%d decisions and %d feedbacks:\n%s", decisions, feedbacks, lines)
 	}
+	if told := strings.Count(string(lines), `"finish_reason":"length"`); told < 6 { // the answers are cut at 8 tokens
+		t.Errorf("%d of 6 answers have their finish reason:\n%s", told, lines)
+	}
 	again := startMockSite(t, 2, args...)
 	var stats policy.ThompsonStats
 	again.app.router.WithThompson(func(p *policy.Thompson) { stats = p.Stats() })

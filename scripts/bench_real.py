@@ -511,9 +511,12 @@ def tokenize(url, model, messages):
 
 
 def bound(url, turns, answers, args):
-    """What the workers' caches can find at best of the load that got these answers, as a line."""
-    model = first_model(url)["id"]
-    served = [(t.prompt, t.conversation, tokenize(url, model, a.messages)) for t, a in zip(turns, answers) if not a.error]
+    """What the workers' caches can find at best of the load that got these answers, as a line; or why that is unknown."""
+    try:
+        model = first_model(url)["id"]
+        served = [(t.prompt, t.conversation, tokenize(url, model, a.messages)) for t, a in zip(turns, answers) if not a.error]
+    except (RuntimeError, OSError, http.client.HTTPException, LookupError, TypeError, ValueError) as problem:
+        return f"bound: none, the prompts' tokens are not to be had: {type(problem).__name__}: {problem}"
     if not served:
         return "bound: nothing was answered"
     requests = make_requests(served, BLOCK_SIZE, args.max_tokens)

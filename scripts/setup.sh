@@ -49,7 +49,7 @@ if ! go_is_enough; then
   missing+=("go $(sed -n 's/^go //p' go.mod) or newer: https://go.dev/dl (any Linux); macOS: brew install go; Fedora: sudo dnf install golang")
 fi
 if ! command -v cargo >/dev/null 2>&1; then
-  missing+=("cargo (Rust): curl --proto '=https' -sSf https://sh.rustup.rs | sh; or Debian/Ubuntu: sudo apt install cargo; macOS: brew install rust; Fedora: sudo dnf install cargo")
+  missing+=("cargo (Rust 1.88 or newer): curl --proto '=https' -sSf https://sh.rustup.rs | sh; macOS: brew install rust; Fedora: sudo dnf install cargo")
 fi
 if ! python=$(find_python "$PYTHON_CHECK"); then
   missing+=("python3 $PYTHON_RANGE with $PYTHON_PARTS ($(python3 --version 2>/dev/null || echo none) is here): Debian/Ubuntu: sudo apt install python3-venv python3-dev; macOS: brew install python@3.12; Fedora: sudo dnf install python3 python3-devel")

@@ -21,6 +21,9 @@ import (
 // the events are store events in an order in which parents come first. Their
 // event ids only number them.
 
+// dumpTier is the tier of an engine's own cache.
+const dumpTier = "device"
+
 // DumpEvent is one event of a dump.
 type DumpEvent struct {
 	WorkerID    uint64      `json:"worker_id"`
@@ -53,6 +56,28 @@ type dumpStored struct {
 	ParentHash    *uint64     `json:"parent_hash"`
 	StartPosition *int        `json:"start_position"`
 	Blocks        []dumpBlock `json:"blocks"`
+}
+
+// placed tells whether the blocks' place is known. Without a parent they can stand at
+// a prompt's beginning only: to store others there would be a wrong match.
+func (s *dumpStored) placed() bool {
+	return s.ParentHash != nil || s.StartPosition == nil || *s.StartPosition == 0
+}
+
+// parent returns the engine's hash of the block that they follow.
+func (s *dumpStored) parent() (hash uint64, has bool) {
+	if s.ParentHash == nil {
+		return 0, false
+	}
+	return *s.ParentHash, true
+}
+
+// stored appends the blocks as an index takes them.
+func (s *dumpStored) stored(to []kv.StoredBlock) []kv.StoredBlock {
+	for _, b := range s.Blocks {
+		to = append(to, kv.StoredBlock{Engine: b.BlockHash, Local: b.TokensHash})
+	}
+	return to
 }
 
 type dumpBlock struct {
@@ -114,7 +139,7 @@ func (d *dumpWriter) add(w kv.WorkerKey, block radix.PlacedBlock) {
 	if block.HasParent {
 		stored.ParentHash = &block.Parent
 	}
-	d.open = &DumpEvent{WorkerID: w.Worker, StorageTier: "device", Event: dumpKVEvent{EventID: d.events, Data: dumpData{stored}, DPRank: w.Rank}}
+	d.open = &DumpEvent{WorkerID: w.Worker, StorageTier: dumpTier, Event: dumpKVEvent{EventID: d.events, Data: dumpData{stored}, DPRank: w.Rank}}
 }
 
 func (d *dumpWriter) flush() {
@@ -297,22 +322,13 @@ func (r *dumpReader) events(of Partition, wanted bool) error {
 			return fmt.Errorf("it tells of more than %d workers and ranks", maxDumpRanks)
 		}
 		r.found.Partition[e.WorkerID] = of
-		// A block that is said to stand further on, without a parent, has no
-		// known place; storing it as a prompt's first would be a wrong match.
-		placed := stored.ParentHash != nil || stored.StartPosition == nil || *stored.StartPosition == 0
-		if !strings.EqualFold(e.StorageTier, "device") && e.StorageTier != "" || !placed {
+		if !strings.EqualFold(e.StorageTier, dumpTier) && e.StorageTier != "" || !stored.placed() {
 			r.found.LeftOut += len(stored.Blocks)
 			continue
 		}
-		blocks = blocks[:0]
-		for _, b := range stored.Blocks {
-			blocks = append(blocks, kv.StoredBlock{Engine: b.BlockHash, Local: b.TokensHash})
-		}
-		parent := uint64(0)
-		if stored.ParentHash != nil {
-			parent = *stored.ParentHash
-		}
-		err := r.index.Store(key, parent, stored.ParentHash != nil, blocks)
+		blocks = stored.stored(blocks[:0])
+		parent, hasParent := stored.parent()
+		err := r.index.Store(key, parent, hasParent, blocks)
 		switch {
 		case errors.Is(err, radix.ErrParentUnknown), errors.Is(err, radix.ErrSelfParent):
 			r.found.LeftOut += len(blocks)

@@ -185,15 +185,9 @@ func (s *Stream) take(answer Answer) bool {
 	for _, e := range answer.Events {
 		switch {
 		case e.Data.Stored != nil:
-			s.blocks = s.blocks[:0]
-			for _, b := range e.Data.Stored.Blocks {
-				s.blocks = append(s.blocks, kv.StoredBlock{Engine: b.BlockHash, Local: b.TokensHash})
-			}
-			var parent uint64
-			if p := e.Data.Stored.ParentHash; p != nil {
-				parent = *p
-			}
-			if s.index.Store(s.Src.Worker, parent, e.Data.Stored.ParentHash != nil, s.blocks) != nil {
+			s.blocks = e.Data.Stored.stored(s.blocks[:0])
+			parent, hasParent := e.Data.Stored.parent()
+			if s.index.Store(s.Src.Worker, parent, hasParent, s.blocks) != nil {
 				return false
 			}
 		case e.Data.Cleared:

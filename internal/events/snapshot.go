@@ -1,21 +1,18 @@
 package events
 
 import (
-	"bufio"
+	"cmp"
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"io/fs"
 	"log/slog"
 	"os"
 	"path/filepath"
-	"strings"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
-
-	"github.com/zeebo/xxh3"
 
 	"kvrouter/internal/kv"
 )
@@ -27,19 +24,25 @@ import (
 // batch holds the time when it was made, so a restarted engine cannot send the same
 // one. Every other answer leaves the rank empty.
 //
-// The file is snapshotMagic, the block size (uint32), the ranks, a zero byte and
-// the XXH3-64 of all before. Numbers are little-endian. See appendRank and
-// appendRun for a rank.
+// The replay must still have the batch then. So the file is written not only every
+// interval, but as soon as a rank has published a quarter of what its replay keeps.
 
-// Settings are the flags of a Snapshot.
+// Settings are the flags of a Snapshot and of a Recording.
 type Settings struct {
 	IndexSnapshot         string        `group:"Routing" placeholder:"FILE" help:"Keep the index of KV events in FILE, and start from it: each worker whose replay proves that it is still the same goes on where the file ends, the others start empty. One file for each router."`
-	IndexSnapshotInterval time.Duration `group:"Routing" default:"30s" help:"Time between two writes of --index-snapshot. What a worker has published since the last must still be in its replay buffer."`
+	IndexSnapshotInterval time.Duration `group:"Routing" default:"30s" help:"Longest time between two writes of --index-snapshot, while anything changes. It is written earlier where a worker has published a quarter of what its replay buffer holds."`
+
+	RecordEvents         string `group:"Routing" placeholder:"FILE" help:"Append what KV events change in the index to FILE, in the form of Dynamo's recorder, one line of JSON for each change, for 'kvrouter replay-events'."`
+	RecordEventsMaxBytes int64  `group:"Routing" default:"1073741824" help:"Size of the file of --record-events at which nothing more is recorded, bytes."`
 }
 
-// Validate checks the settings.
-func (s Settings) Validate() error {
+// Validate checks the settings. follows tells whether KV events are followed.
+func (s Settings) Validate(follows bool) error {
 	switch {
+	case s.RecordEvents != "" && !follows:
+		return errors.New("--record-events: no KV events are followed with --no-kv-events or a policy that does not look at caches; leave one of them out")
+	case s.RecordEventsMaxBytes < 1:
+		return fmt.Errorf("--record-events-max-bytes %d: give at least 1", s.RecordEventsMaxBytes)
 	case s.IndexSnapshotInterval < minSnapshotInterval:
 		return fmt.Errorf("--index-snapshot-interval %v: give at least %v", s.IndexSnapshotInterval, minSnapshotInterval)
 	case s.IndexSnapshot == "":
@@ -52,26 +55,20 @@ func (s Settings) Validate() error {
 }
 
 const (
-	snapshotName  = "kvrouter index snapshot "
-	snapshotMagic = snapshotName + "1\n" // with the version
-	// snapshotTail is the zero byte after the ranks and the checksum.
-	snapshotTail = 1 + 8
-
 	minSnapshotInterval = 100 * time.Millisecond
-	// maxSnapshotBytes bounds the file; a block takes 16 bytes in it.
-	maxSnapshotBytes = 1 << 30
+	// usualBuffer is how many batches the replay of a rank keeps that does not tell:
+	// the default of vLLM and of SGLang.
+	usualBuffer = 10_000
+	// The file is written ahead of its time once a rank has published a quarter
+	// (1/snapshotShare) of what its replay keeps, but not within snapshotRest times as
+	// long as the last write took.
+	snapshotShare, snapshotRest = 4, 4
 	// snapshotEnd is the longest time for the last write, at the router's end;
 	// snapshotLimit for one before.
 	snapshotEnd, snapshotLimit = 10 * time.Second, time.Minute
 	// snapshotKept is how long after the start the file's blocks of a rank are
 	// kept that has not been heard of yet.
 	snapshotKept = 10 * time.Minute
-)
-
-// Reasons why a file is no snapshot to start from.
-var (
-	errNoSnapshot     = errors.New("it is no index snapshot and stays as it is: name another file")
-	errBrokenSnapshot = errors.New("it is broken")
 )
 
 // savedRank is what a snapshot holds of one rank.
@@ -97,7 +94,11 @@ type Snapshot struct {
 	mu    sync.Mutex // guards ranks
 	ranks map[kv.WorkerKey]*savedRank
 
-	written map[kv.WorkerKey]position // what the file is as of; belongs to Run
+	// The rest belongs to Run.
+
+	written map[kv.WorkerKey]position // what the file is as of
+	began   time.Time                 // of the last write
+	rest    time.Duration             // from then on, before a write ahead of its time
 }
 
 // OpenSnapshot reads the file, if there is one; no file set: nil. What is wrong with
@@ -125,19 +126,6 @@ func OpenSnapshot(settings Settings, blockSize int, log *slog.Logger) *Snapshot 
 	}
 	s.log.Info("read the index snapshot; workers must prove that they are still the same", "ranks", len(s.ranks), "blocks", blocks)
 	return s
-}
-
-func readSnapshotFile(name string) ([]byte, error) {
-	info, err := os.Stat(name)
-	switch {
-	case err != nil:
-		return nil, err
-	case !info.Mode().IsRegular():
-		return nil, errNoSnapshot
-	case info.Size() > maxSnapshotBytes:
-		return nil, fmt.Errorf("it has %d bytes, more than the %d that are read", info.Size(), maxSnapshotBytes)
-	}
-	return os.ReadFile(name)
 }
 
 // Resume lets the stream go on from the file's blocks of its rank, once the rank
@@ -181,6 +169,7 @@ func (s *Stream) restore() {
 	}
 	s.stats.Cold.Store(cold)
 	s.stats.LastSeq.Store(rank.at.next - 1)
+	s.history.reach(rank.at) // before the file's copy is forgotten: the next file has one of the two
 	s.settle()
 	s.log.Info("goes on from the worker's blocks of --index-snapshot", "batch", rank.at.next-1, "blocks", s.index.Blocks(s.Src.Worker))
 }
@@ -193,24 +182,46 @@ func (s *Stream) settle() {
 	}
 }
 
-// Run writes what the streams know to the file every interval until ctx ends, and
+// Run writes what the streams know to the file when that is due, until ctx ends, and
 // once more then. Writes that fail are logged; the file stays as it was.
 func (s *Snapshot) Run(ctx context.Context, streams func() []*Stream) {
-	ticker := time.NewTicker(s.settings.IndexSnapshotInterval)
+	ticker := time.NewTicker(min(minSnapshotInterval, s.settings.IndexSnapshotInterval))
 	defer ticker.Stop()
+	s.began = time.Now()
 	for running := true; running; {
 		limit := snapshotLimit
 		select {
 		case <-ctx.Done():
 			running, limit = false, snapshotEnd
-		case <-ticker.C:
+		case now := <-ticker.C:
+			if !s.due(now, streams()) {
+				continue
+			}
 		}
+		s.began = time.Now()
 		writing, cancel := context.WithTimeout(context.WithoutCancel(ctx), limit)
-		if err := s.save(writing, streams()); err != nil {
+		err := s.save(writing, streams())
+		cancel()
+		if err != nil {
+			s.rest = s.settings.IndexSnapshotInterval // not the same failure again and again
 			s.log.Warn("cannot write --index-snapshot: the file stays as it was", "error", err)
 		}
-		cancel()
 	}
+}
+
+// due tells whether the file is to be written: after the interval, or once a rank has
+// gone so far that its replay might soon not reach back to what the file is as of.
+func (s *Snapshot) due(now time.Time, streams []*Stream) bool {
+	age := now.Sub(s.began)
+	return age >= s.settings.IndexSnapshotInterval || age >= s.rest && slices.ContainsFunc(streams, s.behind)
+}
+
+func (s *Snapshot) behind(stream *Stream) bool {
+	if stream.Src.Replay == "" || !fitsSnapshot(stream.Src) {
+		return false // the file is of no use to it
+	}
+	at, buffer := stream.history.position(), uint64(cmp.Or(stream.Src.Buffer, usualBuffer))
+	return at.next > 0 && at.next-s.written[stream.Src.Worker].next >= max(1, buffer/snapshotShare) // below it: the engine has restarted
 }
 
 // save replaces the file if something has changed since it last did. Whoever reads
@@ -225,7 +236,8 @@ func (s *Snapshot) save(ctx context.Context, streams []*Stream) error {
 	if err != nil {
 		return err
 	}
-	written, err := writeSnapshot(ctx, file, s.blockSize, streams, waiting)
+	written, size, err := writeSnapshot(ctx, file, s.blockSize, streams, waiting)
+	s.rest = max(minSnapshotInterval, snapshotRest*time.Since(s.began)) // without the wait for the disk, which may be others'
 	if err == nil {
 		err = file.Sync()
 	}
@@ -236,6 +248,8 @@ func (s *Snapshot) save(ctx context.Context, streams []*Stream) error {
 		return errors.Join(err, os.Remove(temporary))
 	}
 	s.written = written
+	s.rest = max(s.rest, 2*time.Since(s.began)) // a slow disk rests half of the time
+	s.log.Debug("wrote the index snapshot", "ranks", len(written), "bytes", size, "took", time.Since(s.began))
 	return nil
 }
 
@@ -261,7 +275,7 @@ func (s *Snapshot) unchanged(streams []*Stream) bool {
 	known := 0
 	for _, stream := range streams {
 		at := stream.history.position()
-		if at.next == 0 {
+		if at.next == 0 || !fitsSnapshot(stream.Src) {
 			continue
 		}
 		if known++; s.written[stream.Src.Worker] != at {
@@ -269,280 +283,4 @@ func (s *Snapshot) unchanged(streams []*Stream) bool {
 		}
 	}
 	return known == len(s.written)
-}
-
-// snapshotWriter writes a bounded file and keeps its checksum.
-type snapshotWriter struct {
-	out  *bufio.Writer
-	sum  *xxh3.Hasher
-	size int
-	err  error // the first
-}
-
-func (w *snapshotWriter) write(data []byte) {
-	if w.size += len(data); w.size+snapshotTail > maxSnapshotBytes && w.err == nil {
-		w.err = fmt.Errorf("the index is larger than the %d bytes that a snapshot may have", maxSnapshotBytes)
-	}
-	if w.err == nil {
-		_, _ = w.sum.Write(data) // never fails
-		_, w.err = w.out.Write(data)
-	}
-}
-
-// writeSnapshot writes what the streams know of their ranks, and those waiting. It
-// returns what each stream's rank is as of.
-func writeSnapshot(ctx context.Context, file *os.File, blockSize int, streams []*Stream, waiting []*savedRank) (map[kv.WorkerKey]position, error) {
-	w := &snapshotWriter{out: bufio.NewWriterSize(file, 256<<10), sum: xxh3.New()}
-	w.write(binary.LittleEndian.AppendUint32([]byte(snapshotMagic), uint32(blockSize)))
-	written := map[kv.WorkerKey]position{}
-	for _, stream := range streams {
-		at, ok := w.stream(ctx, stream)
-		if ok {
-			written[stream.Src.Worker] = at
-		}
-	}
-	for _, rank := range waiting {
-		if _, twice := written[rank.worker]; !twice {
-			w.write(appendRank(nil, rank))
-			w.write(rank.runs)
-			w.write(appendRankEnd(nil, rank.complete))
-		}
-	}
-	w.write([]byte{0})
-	if w.err == nil {
-		_, w.err = w.out.Write(binary.LittleEndian.AppendUint64(nil, w.sum.Sum64()))
-	}
-	if w.err == nil {
-		w.err = w.out.Flush()
-	}
-	return written, w.err
-}
-
-// stream writes a stream's rank. Not ok: its place in the sequence is not known.
-func (w *snapshotWriter) stream(ctx context.Context, stream *Stream) (at position, ok bool) {
-	src := stream.Src
-	at, complete, held, blocks := stream.history.held()
-	if at.next == 0 || len(src.Endpoint) > maxSnapshotText || len(src.Topic) > maxSnapshotText {
-		return at, false
-	}
-	w.write(appendRank(nil, &savedRank{worker: src.Worker, endpoint: src.Endpoint, topic: src.Topic, at: at}))
-	var run snapshotRun
-	var buffer []byte
-	flush := func() {
-		if len(run.blocks) > 0 {
-			buffer = appendRun(buffer[:0], run)
-			w.write(buffer)
-		}
-	}
-	for block := range blocks {
-		held--
-		n := len(run.blocks)
-		if n > 0 && n < dumpedTogether && block.HasParent && run.blocks[n-1].Engine == block.Parent {
-			run.blocks = append(run.blocks, block.StoredBlock)
-			continue
-		}
-		flush()
-		run = snapshotRun{parent: block.Parent, hasParent: block.HasParent, blocks: append(run.blocks[:0], block.StoredBlock)}
-		if w.err == nil {
-			w.err = ctx.Err()
-		}
-		if w.err != nil {
-			return at, false
-		}
-	}
-	flush()
-	w.write(appendRankEnd(nil, complete && held <= 0)) // blocks behind a hole are left out
-	return at, true
-}
-
-// snapshotRun is blocks that follow each other; the first follows parent, or begins
-// a prompt.
-type snapshotRun struct {
-	parent    uint64
-	hasParent bool
-	blocks    []kv.StoredBlock
-}
-
-// maxSnapshotText bounds an endpoint or a topic, bytes.
-const maxSnapshotText = 1 << 12
-
-// Flags of a rank and of its end.
-const (
-	snapshotGroup    = 1 // the KV-cache group is known
-	snapshotComplete = 1 // no block is missing
-)
-
-// appendRank appends a rank's head: a 1, worker, rank, the number of the last batch,
-// its hash, flags, KV-cache group, and length and text of endpoint and topic. Runs
-// and appendRankEnd follow it.
-func appendRank(to []byte, rank *savedRank) []byte {
-	to = append(to, 1)
-	to = binary.LittleEndian.AppendUint64(to, rank.worker.Worker)
-	to = binary.LittleEndian.AppendUint32(to, rank.worker.Rank)
-	to = binary.LittleEndian.AppendUint64(to, rank.at.next-1)
-	to = binary.LittleEndian.AppendUint64(to, rank.at.sum)
-	flags := byte(0)
-	if rank.at.groupKnown {
-		flags |= snapshotGroup
-	}
-	to = append(to, flags)
-	to = binary.LittleEndian.AppendUint64(to, uint64(rank.at.group))
-	for _, text := range []string{rank.endpoint, rank.topic} {
-		to = binary.LittleEndian.AppendUint16(to, uint16(len(text)))
-		to = append(to, text...)
-	}
-	return to
-}
-
-// appendRun appends the number of blocks, 1 if they have a parent else 0, the
-// parent, and of each block the engine's hash and the local one.
-func appendRun(to []byte, run snapshotRun) []byte {
-	to = binary.LittleEndian.AppendUint32(to, uint32(len(run.blocks)))
-	hasParent := byte(0)
-	if run.hasParent {
-		hasParent = 1
-	}
-	to = binary.LittleEndian.AppendUint64(append(to, hasParent), run.parent)
-	for _, b := range run.blocks {
-		to = binary.LittleEndian.AppendUint64(to, b.Engine)
-		to = binary.LittleEndian.AppendUint64(to, b.Local)
-	}
-	return to
-}
-
-// appendRankEnd appends a run of no blocks, shortened to its number, and flags.
-func appendRankEnd(to []byte, complete bool) []byte {
-	to = append(to, 0, 0, 0, 0)
-	if complete {
-		return append(to, snapshotComplete)
-	}
-	return append(to, 0)
-}
-
-// parseSnapshot checks a whole file. The ranks in the answer share its memory.
-func parseSnapshot(data []byte, blockSize int) (map[kv.WorkerKey]*savedRank, error) {
-	head := string(data[:min(len(data), len(snapshotMagic))])
-	switch {
-	case len(data) == 0:
-		return nil, errBrokenSnapshot // a disk was full
-	case !strings.HasPrefix(head, snapshotName):
-		return nil, errNoSnapshot
-	case head != snapshotMagic:
-		return nil, fmt.Errorf("it has another version than %q, the one that this program reads", strings.TrimSpace(snapshotMagic))
-	case len(data) < len(snapshotMagic)+4+snapshotTail:
-		return nil, errBrokenSnapshot
-	}
-	body, sum := data[:len(data)-8], binary.LittleEndian.Uint64(data[len(data)-8:])
-	if xxh3.Hash(body) != sum {
-		return nil, fmt.Errorf("%w: its checksum is wrong", errBrokenSnapshot)
-	}
-	r := snapshotReader{data: body[len(snapshotMagic):]}
-	if size := r.uint32(); int64(size) != int64(blockSize) {
-		return nil, fmt.Errorf("its block size is %d, the router's is %d", size, blockSize)
-	}
-	ranks := map[kv.WorkerKey]*savedRank{}
-	for r.byte() == 1 && !r.short {
-		rank := r.rank()
-		if r.short || ranks[rank.worker] != nil || len(ranks) >= maxDumpRanks {
-			return nil, fmt.Errorf("%w: rank %d of it", errBrokenSnapshot, len(ranks))
-		}
-		ranks[rank.worker] = rank
-	}
-	if r.short || len(r.data) > 0 {
-		return nil, fmt.Errorf("%w: it does not end after rank %d", errBrokenSnapshot, len(ranks))
-	}
-	return ranks, nil
-}
-
-// snapshotReader reads the parts of a file. Past its end they are zero, and short
-// says so; no memory is taken for them.
-type snapshotReader struct {
-	data  []byte
-	short bool // the data ended too early or make no sense
-}
-
-func (r *snapshotReader) bytes(n int) []byte {
-	if n > len(r.data) {
-		r.short, r.data = true, nil
-		return nil
-	}
-	part := r.data[:n]
-	r.data = r.data[n:]
-	return part
-}
-
-func (r *snapshotReader) byte() byte {
-	if b := r.bytes(1); b != nil {
-		return b[0]
-	}
-	return 0
-}
-
-func (r *snapshotReader) uint32() uint32 {
-	if b := r.bytes(4); b != nil {
-		return binary.LittleEndian.Uint32(b)
-	}
-	return 0
-}
-
-func (r *snapshotReader) uint64() uint64 {
-	if b := r.bytes(8); b != nil {
-		return binary.LittleEndian.Uint64(b)
-	}
-	return 0
-}
-
-func (r *snapshotReader) text() string {
-	length := 0
-	if b := r.bytes(2); b != nil {
-		length = int(binary.LittleEndian.Uint16(b))
-	}
-	if length > maxSnapshotText {
-		r.short = true
-		return ""
-	}
-	return string(r.bytes(length))
-}
-
-// rank reads what follows the 1 of a rank. Its runs are checked and stay as they are.
-func (r *snapshotReader) rank() *savedRank {
-	rank := &savedRank{worker: kv.WorkerKey{Worker: r.uint64(), Rank: r.uint32()}}
-	rank.at.next, rank.at.sum = r.uint64()+1, r.uint64()
-	rank.at.groupKnown = r.byte()&snapshotGroup != 0
-	rank.at.group = int(r.uint64())
-	rank.endpoint, rank.topic = r.text(), r.text()
-	if rank.at.next == 0 { // the number that ends a replay
-		r.short = true
-	}
-	const runHead, perBlock = 1 + 8, 8 + 8
-	all := r.data
-	size := 0
-	for !r.short {
-		count := r.uint32()
-		if count == 0 {
-			break
-		}
-		if rank.blocks += int(count); count > dumpedTogether || rank.blocks > maxHeld {
-			r.short = true
-			break
-		}
-		r.bytes(runHead + int(count)*perBlock)
-		size = len(all) - len(r.data)
-	}
-	rank.complete = r.byte()&snapshotComplete != 0
-	if !r.short {
-		rank.runs = all[:size]
-	}
-	return rank
-}
-
-// run reads a run of a checked rank into blocks.
-func (r *snapshotReader) run(blocks []kv.StoredBlock) (_ []kv.StoredBlock, parent uint64, hasParent bool) {
-	count := r.uint32()
-	hasParent = r.byte() == 1
-	parent = r.uint64()
-	for range count {
-		blocks = append(blocks, kv.StoredBlock{Engine: r.uint64(), Local: r.uint64()})
-	}
-	return blocks, parent, hasParent
 }

@@ -1,6 +1,7 @@
 package events
 
 import (
+	"bytes"
 	"context"
 	"encoding/binary"
 	"log/slog"
@@ -97,14 +98,17 @@ func TestASnapshotHoldsWhatTheIndexDoes(t *testing.T) {
 
 func TestASnapshotTellsThatBlocksAreMissing(t *testing.T) {
 	hole := [][]byte{testkit.Payload(t, 1, testkit.StoredEvent(1, 0, 4)), testkit.Payload(t, 2, testkit.RemovedEvent(1, 1, 2))}
+	// Two copies of the first block: as many blocks as there would be without the hole.
+	copied := append(hole, testkit.Payload(t, 3, testkit.StoredEvent(1, 0, 1)), testkit.Payload(t, 4, testkit.StoredEvent(1, 0, 1)))
 	cold := savedStream(t, "tcp://a", savedBatches(t)...)
 	cold.Stats().Cold.Store(true)
 	for name, c := range map[string]struct {
 		stream *Stream
 		blocks int
 	}{
-		"behind a hole": {savedStream(t, "tcp://a", hole...), 1},
-		"ever since":    {cold, 8},
+		"behind a hole":                {savedStream(t, "tcp://a", hole...), 1},
+		"behind a hole, beside copies": {savedStream(t, "tcp://a", copied...), 1},
+		"ever since":                   {cold, 8},
 	} {
 		snapshot, _ := opened(snapshotFile(t, c.stream), testkit.BlockSize)
 		to := savedStream(t, "tcp://a")
@@ -284,6 +288,120 @@ func TestASnapshotIsWrittenOnlyWhenThereIsNews(t *testing.T) {
 	stream.forget("test")
 	if !written() {
 		t.Error("the end of what is known is not written")
+	}
+}
+
+// One rank of too many blocks, copies among them, must not cost the others.
+func TestASnapshotHoldsTheFirstBlocksOfARankThatHasTooMany(t *testing.T) {
+	const most = 5
+	copies := [][]byte{testkit.Payload(t, 1, testkit.StoredEvent(1, 0, 2))}
+	for range most {
+		copies = append(copies, testkit.Payload(t, 2, testkit.StoredEvent(1, 1, 2)))
+	}
+	other := savedStream(t, "tcp://b", savedBatches(t)[:1]...)
+	other.Src.Worker.Worker = 77
+	for name, c := range map[string]struct {
+		batches [][]byte
+		held    int
+	}{
+		"blocks": {savedBatches(t), most},
+		"copies": {copies, 2},
+	} {
+		var file bytes.Buffer
+		w := newSnapshotWriter(&file, testkit.BlockSize)
+		w.most = most
+		large := savedStream(t, "tcp://a", c.batches...)
+		for _, stream := range []*Stream{large, other} {
+			if _, ok := w.stream(t.Context(), stream); !ok {
+				t.Fatalf("%s: a rank is left out", name)
+			}
+		}
+		if err := w.close(); err != nil {
+			t.Fatal(err)
+		}
+		ranks, err := parseSnapshot(file.Bytes(), testkit.BlockSize)
+		if err != nil {
+			t.Fatal(name, err)
+		}
+		rank := ranks[large.Src.Worker]
+		if rank.blocks != most || rank.complete || !ranks[other.Src.Worker].complete {
+			t.Errorf("%s: %d blocks, complete %v; want %d, false", name, rank.blocks, rank.complete, most)
+		}
+		to := savedStream(t, "tcp://a")
+		to.saved = rank
+		to.restore()
+		if held := to.index.Blocks(testkit.EventWorker); held != c.held || !to.Stats().Cold.Load() {
+			t.Errorf("%s: %d different blocks come out, want %d", name, held, c.held)
+		}
+	}
+	if w := newSnapshotWriter(new(bytes.Buffer), testkit.BlockSize); w.most != maxHeld {
+		t.Errorf("writes %d blocks of a rank, reads %d", w.most, maxHeld)
+	}
+}
+
+// A worker that ends while a snapshot is on its way to it loses its blocks.
+func TestASnapshotHoldsNothingOfAStreamThatHasEnded(t *testing.T) {
+	stream := savedStream(t, "tcp://a", savedBatches(t)...)
+	stream.Close()
+	stream.index.Forget(stream.Src.Worker.Worker)
+	if _, ok := newSnapshotWriter(new(bytes.Buffer), testkit.BlockSize).stream(t.Context(), stream); ok {
+		t.Error("an ended stream's rank is written")
+	}
+}
+
+func TestASnapshotIsDueBeforeTheReplayForgetsIt(t *testing.T) {
+	const interval = time.Minute
+	written := uint64(len(savedBatches(t)))
+	for name, c := range map[string]struct {
+		age, rest time.Duration
+		buffer    int
+		batches   uint64 // since the last write
+		want      bool
+	}{
+		"nothing new":                     {time.Second, 0, 100, 0, false},
+		"less than a quarter":             {time.Second, 0, 100, 24, false},
+		"a quarter":                       {time.Second, 0, 100, 25, true},
+		"a quarter, but writing is slow":  {time.Second, 2 * time.Second, 100, 25, false},
+		"the interval":                    {interval, 2 * interval, 100, 0, true},
+		"less than a quarter of 10,000":   {time.Second, 0, 0, 2499, false},
+		"a quarter of 10,000":             {time.Second, 0, 0, 2500, true},
+		"the smallest buffer":             {time.Second, 0, 1, 1, true},
+		"the smallest buffer, no news":    {time.Second, 0, 1, 0, false},
+		"the engine counts from 0 anew":   {time.Second, 0, 100, -written + 1, true},
+		"its place is not known any more": {time.Second, 0, 100, -written, false},
+	} {
+		stream := savedStream(t, "tcp://a", savedBatches(t)...)
+		stream.Src.Buffer = c.buffer
+		s := &Snapshot{
+			settings: Settings{IndexSnapshotInterval: interval}, rest: c.rest, began: time.Unix(1000, 0),
+			written: map[kv.WorkerKey]position{testkit.EventWorker: stream.position()},
+		}
+		at := stream.position()
+		at.next += c.batches
+		stream.history.reach(at)
+		if got := s.due(s.began.Add(c.age), []*Stream{stream}); got != c.want {
+			t.Errorf("%s: due %v, want %v", name, got, c.want)
+		}
+	}
+}
+
+// What can never be in the file, or is of no use there, must not have it written again
+// and again.
+func TestASnapshotIsNotDueForARankThatItCannotHelp(t *testing.T) {
+	for name, change := range map[string]func(*Source){
+		"no replay":        func(src *Source) { src.Replay = "" },
+		"too long a topic": func(src *Source) { src.Topic = strings.Repeat("t", maxSnapshotText+1) },
+	} {
+		stream := savedStream(t, "tcp://a", savedBatches(t)...)
+		stream.Src.Buffer = 1
+		change(&stream.Src)
+		s := &Snapshot{settings: Settings{IndexSnapshotInterval: time.Minute}, began: time.Unix(1000, 0)}
+		if s.due(s.began.Add(time.Second), []*Stream{stream}) {
+			t.Errorf("%s: due", name)
+		}
+		if fits := fitsSnapshot(stream.Src); !fits && !s.unchanged([]*Stream{stream}) {
+			t.Errorf("%s: changed", name)
+		}
 	}
 }
 

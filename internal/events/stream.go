@@ -29,6 +29,7 @@ type Source struct {
 	Worker    kv.WorkerKey
 	Endpoint  string // PUB socket, e.g. tcp://127.0.0.1:5557; vLLM adds the rank to the port
 	Replay    string // ROUTER socket that replays what was published; empty: none
+	Buffer    int    // batches that Replay keeps, by the worker's account; 0: it does not tell
 	Topic     string // prefix of the topics to take; empty: all
 	BlockSize int    // tokens a block, the same as the engine's
 	Seeded    bool   // the index has the rank's blocks from a peer
@@ -152,6 +153,11 @@ func (s *Stream) History() *Log { return s.history }
 
 // Stats returns the stream's counters.
 func (s *Stream) Stats() *Stats { return &s.stats }
+
+// Close ends what History knows of the rank's blocks, so that the caller may take them
+// out of the index: a snapshot that is just being written must not find them gone and
+// nothing missing. Call it after Run.
+func (s *Stream) Close() { s.history.cleared() }
 
 // SetCapacity tells how many blocks the rank's cache holds; 0: not known. A rank
 // that would hold far more in the index is cleared. It may be called at any time.

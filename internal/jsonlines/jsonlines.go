@@ -23,6 +23,8 @@ const (
 	flushEvery = time.Second
 	// maxBuffer bounds the bytes that wait for the disk beside the queue.
 	maxBuffer = 1 << 20
+	// maxQueued bounds the memory of the lines in the queue, bytes.
+	maxQueued = 64 << 20
 	// MaxLine is the longest line that is read, bytes.
 	MaxLine = 64 << 20
 )
@@ -33,12 +35,22 @@ type Writer struct {
 	File *os.File
 	what string // the lines are, for the log
 	log  *slog.Logger
-	lost atomic.Uint64 // lines that found the queue full, or the disk
+	lost atomic.Uint64 // lines that found the queue full, or the disk or the file
+
+	most   int64        // bytes that the file may have; 0: any number
+	full   atomic.Bool  // it has them
+	queued atomic.Int64 // memory of the lines in the queue, bytes
 
 	mu     sync.RWMutex // guards closed, and that nothing is queued after it
 	closed bool
-	queue  chan any
+	queue  chan queuedLine
 	done   chan struct{} // closed when all is written
+}
+
+// queuedLine is a line that waits, and how much memory it takes, bytes.
+type queuedLine struct {
+	line any
+	size int
 }
 
 // Open opens a file to append lines to, and makes it if there is none; then only
@@ -154,12 +166,12 @@ func Begins(line []byte, start string) bool {
 }
 
 // New returns a Writer to file, which it will close. At most waiting lines wait
-// for the disk; further ones are lost and counted. While the disk takes nothing,
-// it is tried again each second. The log tells when that begins and ends, and
-// Close how many lines are missing. what names the lines in the log. The caller
-// must call Close.
+// for the disk, of 64 MiB together; further ones are lost and counted. While the
+// disk takes nothing, it is tried again each second. The log tells when that begins
+// and ends, and Close how many lines are missing. what names the lines in the log.
+// The caller must call Close.
 func New(file *os.File, waiting int, what string, log *slog.Logger) *Writer {
-	l := &Writer{File: file, what: what, log: log, queue: make(chan any, waiting), done: make(chan struct{})}
+	l := &Writer{File: file, what: what, log: log, queue: make(chan queuedLine, waiting), done: make(chan struct{})}
 	go l.write() // until Close
 	return l
 }
@@ -172,8 +184,14 @@ func (l *Writer) Lost() uint64 {
 	return l.lost.Load()
 }
 
-// Write queues a value, which must not change any more. It never waits.
-func (l *Writer) Write(line any) {
+// Limit bounds the file, bytes. The first line that it has no room for and all after
+// it are lost and counted: what is in the file has no hole there. Call it before the
+// first Write.
+func (l *Writer) Limit(bytes int64) { l.most = bytes }
+
+// Write queues a value, which must not change any more; size is about how much memory
+// it takes, bytes. It never waits.
+func (l *Writer) Write(line any, size int) {
 	if l == nil {
 		return
 	}
@@ -182,11 +200,22 @@ func (l *Writer) Write(line any) {
 	if l.closed {
 		return
 	}
-	select {
-	case l.queue <- line:
-	default:
+	if l.full.Load() || !l.enqueue(queuedLine{line, size}) {
 		l.lost.Add(1)
 	}
+}
+
+// enqueue tells whether the queue had room.
+func (l *Writer) enqueue(line queuedLine) bool {
+	if l.queued.Add(int64(line.size)) <= maxQueued {
+		select {
+		case l.queue <- line:
+			return true
+		default:
+		}
+	}
+	l.queued.Add(-int64(line.size))
+	return false
 }
 
 // Close writes what is left and closes the file.
@@ -209,11 +238,15 @@ func (l *Writer) write() {
 	ticker := time.NewTicker(flushEvery)
 	defer ticker.Stop()
 	out := buffer{writer: l}
+	if info, err := l.File.Stat(); err == nil {
+		out.written = info.Size()
+	}
 	for open := true; open; {
 		select {
-		case line, more := <-l.queue:
+		case next, more := <-l.queue:
+			l.queued.Add(-int64(next.size))
 			if open = more; more {
-				out.add(line)
+				out.add(next.line)
 			}
 		case <-ticker.C:
 			out.flush()
@@ -235,11 +268,13 @@ type buffer struct {
 	writer  *Writer
 	bytes   []byte
 	failing error // the disk takes nothing; nil: it does
+	written int64 // size of the file with the bytes in it
 }
 
-// add takes a line; it is lost where the disk takes nothing and no room is left.
+// add takes a line; it is lost where the disk takes nothing and no room is left, or
+// the file has its limit.
 func (b *buffer) add(line any) {
-	if b.failing != nil && len(b.bytes) >= maxBuffer {
+	if b.writer.full.Load() || b.failing != nil && len(b.bytes) >= maxBuffer {
 		b.writer.lost.Add(1)
 		return
 	}
@@ -249,6 +284,14 @@ func (b *buffer) add(line any) {
 		b.writer.log.Error("a line cannot be written to "+b.writer.what, "error", err)
 		return
 	}
+	size := int64(len(text) + 1)
+	if most := b.writer.most; most > 0 && b.written+size > most {
+		b.writer.full.Store(true)
+		b.writer.lost.Add(1)
+		b.writer.log.Warn(b.writer.what+" has the size that it may have: nothing more is written", "bytes", b.written, "most", most)
+		return
+	}
+	b.written += size
 	b.bytes = append(append(b.bytes, text...), '\n')
 	if b.failing == nil && len(b.bytes) >= maxBuffer {
 		b.flush()

@@ -58,7 +58,7 @@ func TestATornLastLineIsMended(t *testing.T) {
 				t.Fatalf("%d bytes torn, %v", torn, err)
 			}
 			l := New(file, 10, "the lines", slog.New(slog.DiscardHandler))
-			l.Write(map[string]int{"z": 9})
+			l.Write(map[string]int{"z": 9}, 9)
 			l.Close()
 			text, _ := os.ReadFile(name)
 			if want := test.after + `{"z":9}` + "\n"; string(text) != want {
@@ -150,19 +150,63 @@ func TestLinesThatNeverReachedTheDiskAreCounted(t *testing.T) {
 	l := New(file, 100, "the lines", slog.New(slog.NewTextHandler(log, nil)))
 	_ = file.Close() // as good as a full disk
 	for i := range 7 {
-		l.Write(i)
+		l.Write(i, 8)
 	}
-	l.Write(make(chan int)) // no JSON
+	l.Write(make(chan int), 8) // no JSON
 	l.Close()
 	l.Close()
 	if l.Lost() != 8 || !strings.Contains(log.String(), "lost=8") {
 		t.Errorf("%d lines lost, log %s", l.Lost(), log)
 	}
 	var none *Writer
-	none.Write(1)
+	none.Write(1, 8)
 	none.Close()
 	if none.Lost() != 0 {
 		t.Error("a writer of nothing has lost lines")
+	}
+}
+
+// TestTheQueueIsBoundedInBytes: few lines may be large ones.
+func TestTheQueueIsBoundedInBytes(t *testing.T) {
+	file, _, err := Open(filepath.Join(t.TempDir(), "lines"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	l := &Writer{File: file, what: "the lines", log: slog.New(slog.DiscardHandler), queue: make(chan queuedLine, 1000), done: make(chan struct{})}
+	const size = maxQueued / 10
+	for range 25 {
+		l.Write("large", size)
+	}
+	l.Write("small", maxQueued-10*size)
+	l.Write("too much", 1)
+	if n := len(l.queue); n != 11 || l.Lost() != 16 {
+		t.Errorf("%d lines wait and %d are lost, want 11 and 16", n, l.Lost())
+	}
+	go l.write()
+	testkit.Eventually(t, 10*time.Second, "the queue has room again", func() bool { return l.queued.Load() == 0 })
+	l.Write("large", size)
+	l.Close()
+	if lines := written(t, file.Name()); len(lines) != 12 {
+		t.Errorf("%d lines were written, want 12", len(lines))
+	}
+}
+
+func TestAFileWithALimitEndsThere(t *testing.T) {
+	name := filepath.Join(t.TempDir(), "lines")
+	testkit.WriteFile(t, name, "1\n2\n")
+	file, _, err := Open(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	log := &testkit.LogBuffer{}
+	l := New(file, 100, "the lines", slog.New(slog.NewTextHandler(log, nil)))
+	l.Limit(10)
+	for _, line := range []any{3, 4, "too long", 5, 6} { // 5 would have had room
+		l.Write(line, 8)
+	}
+	l.Close()
+	if lines := written(t, name); fmt.Sprint(lines) != "[1 2 3 4]" || l.Lost() != 3 || strings.Count(log.String(), "nothing more is written") != 1 {
+		t.Errorf("lines %v, %d lost, log %s", lines, l.Lost(), log)
 	}
 }
 
@@ -174,7 +218,7 @@ func TestLinesReachTheDiskSoon(t *testing.T) {
 	}
 	l := New(file, 100, "the lines", slog.New(slog.DiscardHandler))
 	defer l.Close()
-	l.Write(1)
+	l.Write(1, 8)
 	testkit.Eventually(t, 10*time.Second, "the line is on the disk", func() bool {
 		text, _ := os.ReadFile(name)
 		return string(text) == "1\n"

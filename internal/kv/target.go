@@ -22,10 +22,10 @@ type Target struct {
 
 // Serves tells whether the target serves the model; an empty name means its
 // default, and a target that names no models takes any.
-func (t Target) Serves(model string) bool {
+func (t *Target) Serves(model string) bool {
 	return model == "" || len(t.Models) == 0 || slices.Contains(t.Models, model)
 }
 
 // RunsSGLang tells whether the target runs SGLang, as it says itself or as whoever
 // gave its part where prefill and decode are apart.
-func (t Target) RunsSGLang() bool { return t.Engine == EngineSGLang || t.Kind == KindSGLang }
+func (t *Target) RunsSGLang() bool { return t.Engine == EngineSGLang || t.Kind == KindSGLang }

@@ -49,6 +49,7 @@ type Events struct {
 	drop      float64       // share of the batches that are not sent
 	duplicate float64       // share of the batches that are sent twice
 	delay     time.Duration // from a step to the sending of its batch
+	keep      int           // batches that can be replayed
 	random    *rand.Rand    // decides about drop and duplicate
 
 	Pub     *zmq.Publisher
@@ -60,7 +61,7 @@ type Events struct {
 
 	Mu     sync.Mutex // guards what follows, and makes sending and keeping one
 	seq    uint64     // of the next batch
-	Kept   [][]byte   // payloads, a ring: batch n is kept[n % process.ReplayBatches]
+	Kept   [][]byte   // payloads, a ring: batch n is Kept[n % keep]
 	packer *msgpack.Encoder
 	packed bytes.Buffer
 }
@@ -68,7 +69,7 @@ type Events struct {
 // NewEvents listens at both addresses. Until start is called it publishes
 // nothing.
 func NewEvents(address, replayAddress string, blockSize int) (*Events, error) {
-	e := &Events{blockSize: blockSize, batches: make(chan batch, eventQueue), stop: make(chan struct{})}
+	e := &Events{blockSize: blockSize, keep: process.ReplayBatches, batches: make(chan batch, eventQueue), stop: make(chan struct{})}
 	e.packer = msgpack.NewEncoder(&e.packed)
 	e.packer.UseCompactInts(true)
 	var err error
@@ -150,10 +151,10 @@ func (e *Events) publish(batch batch) {
 	for range times {
 		e.Pub.Publish([]byte(process.KVEventsTopic), number, payload)
 	}
-	if len(e.Kept) < process.ReplayBatches {
+	if len(e.Kept) < e.keep {
 		e.Kept = append(e.Kept, payload)
 	} else {
-		e.Kept[e.seq%process.ReplayBatches] = payload
+		e.Kept[e.seq%uint64(e.keep)] = payload
 	}
 	e.seq++
 }
@@ -172,7 +173,7 @@ func (e *Events) replay(request [][]byte, reply func(frames ...[]byte) error) {
 	from := max(binary.BigEndian.Uint64(number[:]), next-uint64(len(e.Kept)))
 	var payloads [][]byte
 	for seq := from; seq < next; seq++ {
-		payloads = append(payloads, e.Kept[seq%process.ReplayBatches])
+		payloads = append(payloads, e.Kept[seq%uint64(e.keep)])
 	}
 	e.Mu.Unlock()
 	for i, payload := range payloads {

@@ -89,16 +89,17 @@ func TestMockEventsReplayWhatWasDropped(t *testing.T) {
 }
 
 func TestMockReplayKeepsTheNewestBatches(t *testing.T) {
-	e := startMockEvents(t, nil)
-	for range process.ReplayBatches + 10 {
+	const keep = 100
+	e := startMockEvents(t, func(e *Events) { e.keep = keep })
+	for range keep + 10 {
 		e.add([]Event{{Removed: []uint64{1}}})
 	}
 	testkit.Eventually(t, 20*time.Second, "all published", func() bool {
 		e.Mu.Lock()
 		defer e.Mu.Unlock()
-		return e.seq == process.ReplayBatches+10
+		return e.seq == keep+10
 	})
-	for from, want := range map[uint64][2]uint64{0: {10, process.ReplayBatches}, process.ReplayBatches + 8: {process.ReplayBatches + 8, 2}, process.ReplayBatches + 10: {events.ReplayEnd, 0}, events.ReplayEnd: {events.ReplayEnd, 0}} {
+	for from, want := range map[uint64][2]uint64{0: {10, keep}, keep + 8: {keep + 8, 2}, keep + 10: {events.ReplayEnd, 0}, events.ReplayEnd: {events.ReplayEnd, 0}} {
 		var seqs []uint64
 		request := [][]byte{nil, {byte(from >> 56), byte(from >> 48), byte(from >> 40), byte(from >> 32), byte(from >> 24), byte(from >> 16), byte(from >> 8), byte(from)}}
 		e.replay(request, func(frames ...[]byte) error {

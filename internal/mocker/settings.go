@@ -33,6 +33,7 @@ type Settings struct {
 	MockKVLoadFailure       string                   `group:"Mock workers, with --engine mocker" name:"mock-kv-load-failure" default:"recompute" enum:"recompute,fail" help:"What a decode mock worker does with a request whose prompt does not come (vLLM's kv_load_failure_policy)."`
 	MockBootstrapTimeout    time.Duration            `group:"Mock workers, with --engine mocker" default:"5m" help:"How long SGLang mock workers wait for each other."`
 	MockShutdownTimeout     time.Duration            `group:"Mock workers, with --engine mocker" default:"0s" help:"How long a mock worker that is told to end, and takes no new connection any more, may finish what it answers; 0: it ends at once."`
+	MockBufferSteps         int                      `group:"Mock workers, with --engine mocker" default:"10000" help:"Batches of KV events that a mock worker can replay (vLLM's buffer_steps)."`
 	MockArrayEvents         bool                     `group:"Mock workers, with --engine mocker" help:"Send KV events as arrays, as vLLM did up to 0.23, not as maps."`
 	MockErrorRate           float64                  `group:"Mock workers, with --engine mocker" default:"0" help:"Fault: share of the requests, 0 to 1, that a mock worker answers with status 500."`
 	MockCrashEvery          time.Duration            `group:"Mock workers, with --engine mocker" default:"0s" help:"Fault: so often a mock worker, each in its turn, dies as if it were killed; 0 is never."`
@@ -57,7 +58,7 @@ func DefaultSettings() Settings {
 	return Settings{
 		SpeedupRatio: 1, MockNumGPUBlocks: size.Blocks, MockMaxNumSeqs: size.MaxSeqs, MockMaxNumBatchedTokens: size.MaxBatchedTokens,
 		MockDataParallelSize: 1, MockKVTransferBandwidth: 64, MockKVBytesPerToken: 131072,
-		MockAPI: kv.EngineVLLM.String(), MockKVLease: 30 * time.Second, MockKVLoadFailure: loadFailureRecompute, MockBootstrapTimeout: 5 * time.Minute, MockPrefillMS: size.Timing.Prefill[:], MockDecodeMS: size.Timing.Decode[:], MockOutputTokens: 128,
+		MockAPI: kv.EngineVLLM.String(), MockKVLease: 30 * time.Second, MockKVLoadFailure: loadFailureRecompute, MockBootstrapTimeout: 5 * time.Minute, MockPrefillMS: size.Timing.Prefill[:], MockDecodeMS: size.Timing.Decode[:], MockOutputTokens: 128, MockBufferSteps: process.ReplayBatches,
 	}
 }
 
@@ -100,7 +101,7 @@ func (c *Settings) Validate(workers int) error {
 	for flag, value := range map[string]int{
 		"--mock-num-gpu-blocks": c.MockNumGPUBlocks, "--mock-max-num-seqs": c.MockMaxNumSeqs,
 		"--mock-max-num-batched-tokens": c.MockMaxNumBatchedTokens, "--mock-output-tokens": c.MockOutputTokens,
-		"--mock-data-parallel-size": c.MockDataParallelSize,
+		"--mock-data-parallel-size": c.MockDataParallelSize, "--mock-buffer-steps": c.MockBufferSteps,
 	} {
 		if value < 1 {
 			return fmt.Errorf("%s %d: give at least 1", flag, value)

@@ -108,7 +108,7 @@ func (w *Worker) serverInfo(out http.ResponseWriter, _ *http.Request) {
 		}
 		args["kv_events_config"] = string(MustJSON(map[string]any{
 			"publisher": "zmq", "topic": process.KVEventsTopic, "endpoint": fmt.Sprintf("tcp://*:%d", ports.KVEvents+first),
-			"replay_endpoint": fmt.Sprintf("tcp://*:%d", ports.KVReplay+first), "enable_kv_cache_events": true,
+			"replay_endpoint": fmt.Sprintf("tcp://*:%d", ports.KVReplay+first), "enable_kv_cache_events": true, "buffer_steps": w.cfg.MockBufferSteps,
 		}))
 	}
 	states := make([]any, 0, len(w.Ranks))

@@ -96,8 +96,7 @@ func Having(path string, targets []kv.Target) []kv.Target {
 
 // Lacks tells that workers are up, and none runs SGLang.
 func (n Routes) Lacks() bool {
-	targets := n.Router.Targets()
-	return len(targets) > 0 && !slices.ContainsFunc(targets, kv.Target.RunsSGLang)
+	return n.Router.Count() > 0 && !n.Router.Has((*kv.Target).RunsSGLang)
 }
 
 // workers returns one target of each SGLang worker that is up; those that only

@@ -18,6 +18,7 @@ type Load struct {
 	Foreign       int  // requests in the engine by Published, where Fresh, beyond those that this router knows of
 	Bumped        int  // requests sent since the last Published
 	InFlight      int  // requests sent and not yet ended
+	Remote        int  // those of them that other routers sent, and told this one of
 	PrefillTokens int  // uncached prompt tokens of requests without a first token
 	ContextTokens int  // prompt tokens of the others in flight, which decode
 	AwaitedTokens int  // prompt tokens that other workers compute, of requests that will decode here

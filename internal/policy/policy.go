@@ -21,7 +21,10 @@ type Query struct {
 	FreePrefill bool      // prompt tokens do not count as load
 	Override    *Override // of settings; nil: none
 	Leg         kv.Leg    // that a worker is wanted for
+	Sequence    []uint64  // the prompt's sequence hashes; nil where the router counts no shared active blocks
+	DryRun      bool      // nothing is sent: nothing is to be learned of the choice
 	Prefix      hints.Prefix
+	Workers     int          // that are up for that leg, candidates or not
 	Retry       bool         // another worker has failed it before
 	Decision    uint64       // number by which a judged policy hears how it ended; 0: it never will
 	Explain     *Explanation // that Choose fills in; nil: nobody asks
@@ -97,7 +100,7 @@ type Feedback struct {
 	FirstToken time.Duration // the same to its first token; 0: unknown
 	TokensIn   int           // of the prompt; 0: unknown
 	TokensOut  int           // of the answer; 0: unknown
-	Finish     string        // why the answer ended, as the client tells it; empty: unknown
+	Finish     string        // why the answer ended, as the client or the engine tells it; empty: unknown
 }
 
 // Ending is why a request is no longer in flight.
@@ -113,7 +116,8 @@ const (
 // Meanwhile is what a worker did in a span of time.
 type Meanwhile struct {
 	Prompts int     // that got their first token
-	Tokens  int     // uncached ones of those
+	Passes  int     // that gave those: prompts may share one
+	Tokens  int     // uncached ones of the prompts
 	Context float64 // mean of Load.ContextTokens
 }
 

@@ -91,6 +91,9 @@ func (c *thompsonConfig) idle() (idle []idleParameter) {
 	usual, _ := thompsonPreset(c.preset)
 	usualKeys := usual.keys()
 	for i, key := range c.keys() {
+		if c.RouterType == ThompsonKVLoad && strings.HasPrefix(key.name, "kv_load.") {
+			continue // told above, for all of them
+		}
 		if why := c.whyIdle(key.name); why != "" && value(key) != value(usualKeys[i]) {
 			idle = append(idle, idleParameter{key.name, why})
 		}

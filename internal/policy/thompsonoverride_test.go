@@ -126,6 +126,8 @@ func TestThompsonWarnsOfParametersWithoutEffect(t *testing.T) {
 		{"all", "debug.trace_dir=/x debug.traces_enabled=true", ""},
 		{"all", "kv_thompson.ts_weight=1 kv_load_balanced.temperature=1", "kv_load_balanced.temperature kv_thompson.ts_weight"},
 		{"all", "infrastructure.router_type=kv_load kv_load.overlap_score_weight=1 affinity.base=1 feedback.latency_ema_alpha=1", "kv_load affinity.base feedback.latency_ema_alpha"},
+		{"all", "infrastructure.router_type=kv_load kv_load.overlap_score_weight=3", "kv_load"},
+		{"all", "kv_load.overlap_score_weight=3", "kv_load.overlap_score_weight"},
 		{"all", "infrastructure.router_type=kv_only exploration.temperature.min=0.2 load_balancing.gpu_penalty_weight=2 lints.v=1", "exploration.temperature.min load_balancing.gpu_penalty_weight lints.v"},
 		{"all", "infrastructure.router_type=kv_load_balanced exploration.temperature.min=0.2 kv_load_balanced.temperature=1 kv_load_balanced.metrics_scrape_interval=1", "kv_load_balanced.metrics_scrape_interval"},
 		{"all", "infrastructure.router_type=kv_thompson lints.v=1 load_balancing.gpu_penalty_weight=2 kv_thompson.temperature=1 kv_thompson.sticky_load_floor=1", "kv_thompson.temperature kv_thompson.sticky_load_floor"},

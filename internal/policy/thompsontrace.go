@@ -41,6 +41,9 @@ func (p *Thompson) OpenTraces(file string, log *slog.Logger) (*jsonlines.Writer,
 	return p.trace, nil
 }
 
+// traceMemory is about what a trace takes in memory, and each worker in it, bytes.
+const traceMemory = 512
+
 // traceHead is what all kinds of traces begin with, under the original's names.
 type traceHead struct {
 	TS       float64 `json:"ts"` // Unix time, s
@@ -115,7 +118,7 @@ func (p *Thompson) traceDecision(q Query, t *thompsonQuery, chosen int) {
 			Score: p.scores[i], Chance: p.chances[i], Decode: t.decode, Prefill: c.prefill, IAT: t.iat, Overlap: c.overlap, Reuse: t.reuse, Load: c.loadFactor,
 		}
 	}
-	p.trace.Write(line)
+	p.trace.Write(line, traceMemory*(1+len(line.Workers)))
 }
 
 func (p *Thompson) traceFeedback(d *thompsonPending, f Feedback, j *judgement) {
@@ -126,10 +129,10 @@ func (p *Thompson) traceFeedback(d *thompsonPending, f Feedback, j *judgement) {
 		traceHead: newTraceHead(f.Now, "feedback", f.Decision), Worker: traceName(d.worker), LatencyMS: milliseconds(f.Latency), TokensOut: f.TokensOut,
 		Metric: j.metric, PerToken: j.perToken, Baseline: j.baseline, After: j.after, Reward: j.reward, Success: f.Ending == Finished,
 		Finish: traceFinish(f),
-	})
+	}, traceMemory)
 }
 
-// maxTraceFinish bounds what a client tells as a finish reason, bytes.
+// maxTraceFinish bounds what a client or an engine tells as a finish reason, bytes.
 const maxTraceFinish = 64
 
 // traceFinish is a feedback's finish reason; of a failure that tells none it is that
@@ -148,5 +151,5 @@ func (p *Thompson) traceTimeout(d *thompsonPending, now time.Time) {
 	p.trace.Write(traceTimeout{
 		traceHead: newTraceHead(now, "timeout", d.decision), Worker: traceName(d.worker), Reward: p.timeoutReward, Age: p.Timeout.Seconds(),
 		Prefix: d.series, OSL: hints.LevelNames[d.osl], PrefillBin: hints.LevelNames[d.bin],
-	})
+	}, traceMemory)
 }

@@ -30,6 +30,8 @@ const (
 	// timingLeastTokens is the fewest output tokens whose decoding says anything
 	// about a pass.
 	timingLeastTokens = 8
+	// timingFastest is how many times as fast as expected an answer can be.
+	timingFastest = 50
 )
 
 // NewEngineTiming returns the timing of an H100-like engine, the mocker's. The first
@@ -57,7 +59,7 @@ func (t *EngineTiming) Decoding(context int) float64 {
 // had not to wait for others.
 func (t *EngineTiming) Learn(o Outcome) {
 	if passes := float64(o.Output - 1); passes >= timingLeastTokens {
-		t.observe([4]float64{float64(o.During.Prompts), float64(o.During.Tokens), passes, passes * o.During.Context}, milliseconds(o.Decode))
+		t.observe([4]float64{min(prefillPasses(o.During), passes), float64(o.During.Tokens), passes, passes * o.During.Context}, milliseconds(o.Decode))
 	}
 	if o.Alone {
 		passes := float64((o.Before.Tokens + workPass - 1) / workPass)
@@ -77,11 +79,17 @@ func (t *EngineTiming) observe(row [4]float64, ms float64) {
 		return
 	}
 	estimate := [4]*float64{&t.Pass, &t.Token, &t.decode, &t.context}
-	if !t.scaled {
-		guess := 0.0
-		for i, x := range row {
-			guess += x * *estimate[i]
+	guess := 0.0
+	for i, x := range row {
+		guess += x * *estimate[i]
+	}
+	if t.scaled {
+		// An answer that came in one piece took no time, and so would count more than
+		// all others. It pulls as far as one that took half of what was expected.
+		if ms < guess/timingFastest {
+			ms = guess / 2
 		}
+	} else {
 		if guess <= 0 {
 			return
 		}
@@ -105,11 +113,12 @@ func (t *EngineTiming) observe(row [4]float64, ms float64) {
 		scale += row[i] * gain[i]
 	}
 	for i := range estimate {
-		*estimate[i] = max(*estimate[i]+gain[i]/scale*miss, 0)
+		*estimate[i] += gain[i] / scale * miss
 		for j := range estimate {
 			t.covariance[i][j] = (t.covariance[i][j] - gain[i]*gain[j]/scale) / (1 - timingForget)
 		}
 	}
+	t.project(estimate)
 	t.Token = max(t.Token, 1e-9) // it is divided by
 	// Forgetting widens what no observation tells of; without a bound, without end.
 	for i, widest := range t.widest {
@@ -123,3 +132,27 @@ func (t *EngineTiming) observe(row [4]float64, ms float64) {
 }
 
 func milliseconds(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
+
+// project takes the estimates to the likeliest ones of which none is negative. To
+// cut off a negative one alone would not do: the others are what they are because
+// of it, and run away over many observations.
+func (t *EngineTiming) project(estimate [4]*float64) {
+	for i, e := range estimate {
+		if *e >= 0 || !(t.covariance[i][i] > 0) {
+			continue
+		}
+		excess := *e / t.covariance[i][i]
+		for j := range estimate {
+			*estimate[j] -= t.covariance[i][j] * excess
+		}
+	}
+	for _, e := range estimate {
+		*e = max(*e, 0)
+	}
+}
+
+// prefillPasses is how many passes computed prompts: those that gave first tokens, and
+// at least as many as the tokens fill.
+func prefillPasses(m Meanwhile) float64 {
+	return max(float64(m.Passes), float64(m.Tokens)/workPass)
+}

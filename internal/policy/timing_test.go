@@ -17,7 +17,8 @@ func outcomeOf(truth *EngineTiming, noise float64, random *rand.Rand) Outcome {
 	o.FirstToken = ms(truth.Pass + truth.Token*float64(o.Uncached))
 	o.During = Meanwhile{Prompts: random.IntN(20), Context: float64(random.IntN(500_000))}
 	o.During.Tokens = o.During.Prompts * random.IntN(8000)
-	o.Decode = ms(float64(o.During.Prompts)*truth.Pass + float64(o.During.Tokens)*truth.Token + float64(o.Output-1)*(truth.decode+truth.context*o.During.Context))
+	o.During.Passes = min(o.During.Prompts, o.Output-1)
+	o.Decode = ms(float64(o.During.Passes)*truth.Pass + float64(o.During.Tokens)*truth.Token + float64(o.Output-1)*(truth.decode+truth.context*o.During.Context))
 	return o
 }
 
@@ -64,12 +65,54 @@ func TestTimingStaysSaneWhateverItIsTold(t *testing.T) {
 			Output: random.IntN(1000), Alone: random.IntN(2) == 0,
 			FirstToken: time.Duration(random.ExpFloat64() * 1e9), Decode: time.Duration(random.ExpFloat64() * 1e10),
 			Before: Meanwhile{Tokens: random.IntN(100_000), Context: random.ExpFloat64() * 1e5},
-			During: Meanwhile{Prompts: random.IntN(9), Tokens: random.IntN(100_000), Context: random.ExpFloat64() * 1e5},
+			During: Meanwhile{Prompts: random.IntN(9), Passes: random.IntN(9), Tokens: random.IntN(100_000), Context: random.ExpFloat64() * 1e5},
 		})
 		for _, v := range []float64{learned.Pass, learned.Token, learned.decode, learned.context} {
 			if v < 0 || math.IsNaN(v) || math.IsInf(v, 0) {
 				t.Fatalf("timing is %+v", learned)
 			}
+		}
+	}
+}
+
+// TestTimingDoesNotRunAway: answers of a few tokens beside many prompts that share
+// passes, more of them than the model knows of. No timing explains those, but what is
+// learned must stay near what they took.
+func TestTimingDoesNotRunAway(t *testing.T) {
+	random := rand.New(rand.NewPCG(7, 8))
+	learned := NewEngineTiming()
+	for range 20_000 {
+		o := Outcome{Output: 9 + random.IntN(4), Decode: time.Duration(100+random.IntN(200)) * time.Millisecond}
+		prompts := 6 + random.IntN(90)
+		o.During = Meanwhile{Prompts: prompts, Passes: min(prompts, o.Output-1), Tokens: prompts * (100 + random.IntN(200)), Context: 2e5 + 2e5*random.Float64()}
+		learned.Learn(o)
+		passes := float64(o.Output - 1)
+		took := passes*(learned.Pass+learned.Decoding(int(o.During.Context))) + learned.Token*float64(o.During.Tokens)
+		if !(took > 20 && took < 2000) {
+			t.Fatalf("an answer that took %v is taken to take %.4g ms by %+v", o.Decode, took, *learned)
+		}
+	}
+}
+
+// TestAnswersInOnePieceDoNotSpoilTheTiming: one worker in twenty sends its answers whole.
+func TestAnswersInOnePieceDoNotSpoilTheTiming(t *testing.T) {
+	random := rand.New(rand.NewPCG(7, 9))
+	learned, truth := NewEngineTiming(), NewEngineTiming()
+	for range 20_000 {
+		prompts := random.IntN(8)
+		o := Outcome{Output: 50 + random.IntN(400)}
+		o.During = Meanwhile{Prompts: prompts, Passes: prompts, Tokens: prompts * (100 + random.IntN(2000)), Context: 1e5 * random.Float64()}
+		passes := float64(o.Output - 1)
+		took := passes*truth.Decoding(int(o.During.Context)) + truth.Pass*float64(o.During.Passes) + truth.Token*float64(o.During.Tokens)
+		if random.IntN(20) == 0 {
+			took = 1 + random.Float64()
+		}
+		o.Decode = time.Duration(took * float64(time.Millisecond))
+		learned.Learn(o)
+	}
+	for name, got := range map[string][2]float64{"decode": {learned.decode, truth.decode}, "token": {learned.Token, truth.Token}} {
+		if ratio := got[0] / got[1]; !(ratio > 0.25 && ratio < 2) {
+			t.Errorf("%s is learned as %v, true is %v", name, got[0], got[1])
 		}
 	}
 }

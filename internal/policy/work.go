@@ -7,61 +7,52 @@ import (
 	"kvrouter/internal/kv"
 )
 
-const (
-	// workPass is the engine's batched-token budget, tokens a pass (vLLM's
-	// max_num_batched_tokens).
-	workPass = 8192
-	// workMeanOver is how many requests the usual values are the mean of, about.
-	workMeanOver = 256
-
-	// workLater is what computing a prompt token costs later requests, in times
-	// of its own cost: it takes the memory of a cached one that they would have
-	// found.
-	workLater = 2.3
-	// workDecode weighs decoding against the wait for the first token, both
-	// relative to what is usual.
-	workDecode = 2.2
-	// workOthers is the share that counts of the time by which the requests on a
-	// worker end later: some end before it has passed.
-	workOthers = 0.4
-	// workNotice is the share of the usual decoding below which a wait for the
-	// first token is not noticed: waits are never relative to less.
-	workNotice = 0.02
-	// workCount weighs the number of requests in flight relative to the mean of
-	// the workers: what the estimates cannot know, such as the lengths of answers
-	// to come, grows with it.
-	workCount = 0.25
-)
-
-// Work estimates how long a request will take on each worker and by how much it
-// delays others, and takes the lowest of
+// Work takes the worker where a request costs the least time, summed over everybody
+// whom it concerns. All is in ms:
 //
-//	(first + pushed + 2.3·own + own·queued/usual) / usual +
-//	2.2·(decode + 0.4·n·(own + slowdown)) / usual decode +
-//	0.25·(n + 1) / (mean n + 1)
+//	f·(first − copy + pushed + foreign + later) + decode + others + slower
 //
-// with times in ms. The first line is about first tokens: first is when that of
-// this request will come, from the worker's coming passes, after those that wait
-// there and that this router did not send; pushed by how much
-// those of the requests before it come later, where they share a pass; own the
-// time to compute its uncached tokens, which later requests wait for (the more,
-// the longer the queue is) and which push cached blocks out; queued the same of
-// the requests that wait; usual the mean own, or 0.02·usual decode if that is
-// more. The second line is about the other tokens: decode is the time to decode
-// an answer of usual length there, usual decode its mean; each of the n requests
-// there stands still for own, and decodes slower then, by slowdown.
-// The last line balances their number.
+//	first    until this request's first token: the worker's coming passes are played
+//	         through, see coming.
+//	copy     the part of own, the time to compute the uncached tokens, that later
+//	         requests pay for. A cold copy of a prefix is an investment: as many
+//	         will find it as used the prefix in the last turnover of the caches
+//	         (a future as long as the past), over N workers. So of a block that
+//	         was used u times, u/(u + N) is theirs.
+//	pushed   by how much first tokens of those before it come later, where they
+//	         share a pass.
+//	foreign  until the requests have left the queue that others have sent.
+//	later    λ·(own − copy)·(first − own/2)/(1 − ρ): work that is added to a queue
+//	         delays all who come before that is empty (M/G/1). λ is how many come
+//	         to a worker in a ms, ρ the share of the time in which it has prompts
+//	         to compute: the share of workers that decisions find so.
+//	decode   by how much the context there slows this answer down.
+//	others   n·(own − copy + Pass·begun): the n requests there stand still in passes
+//	         that compute this prompt; begun are those with no other prompt.
+//	slower   by how much its prompt slows their decoding down. Two answers of
+//	         random (exponential) length overlap for half of one.
+//	f        1 + ½·(mean whole time)/(mean time to the first token): what lowers
+//	         ln(mean whole time) + ½·ln(mean time to the first token) most. The ½ is
+//	         a preference, the one number here that is chosen.
 //
-// A worker that gets its prompt from another has nothing of it to compute.
-// Blocks of requests in flight count as cached. How long passes take and the
-// usual values are learned from finished requests. Ties are broken at random.
+// A worker that gets its prompt from another has nothing of it to compute, and one
+// that computes prompts for others has nobody who stands still. Blocks of requests
+// in flight count as cached. How long passes take and the means are learned from
+// finished requests. Ties are broken at random.
 type Work struct {
 	Timing *EngineTiming
 
-	Uncached runningMean // tokens of a prompt
-	decoding runningMean // ms from first to last token
-	Output   runningMean // tokens
+	firstToken runningMean // ms until then
+	decoding   runningMean // ms from first to last token
+	Output     runningMean // tokens
+	busy       runningMean // share of the workers with prompts to compute
+	gap        runningMean // ms between two requests
+	last       time.Time   // when the last one came
+	uses       useCounts
 }
+
+// workMeanOver is how many requests the means are over, about.
+const workMeanOver = 256
 
 // runningMean is the mean of about the last workMeanOver values.
 type runningMean struct {
@@ -73,6 +64,10 @@ func (m *runningMean) add(value float64) {
 	m.count = min(m.count+1, workMeanOver)
 	m.Value += (value - m.Value) / float64(m.count)
 }
+
+// longestGap is what a longer pause between two requests counts, ms: a quiet night
+// says nothing about the rate of the morning.
+const longestGap = 1000
 
 // NewWork returns policy work with an engine's timing to begin with.
 func NewWork() *Work { return &Work{Timing: NewEngineTiming()} }
@@ -93,177 +88,181 @@ func (p *Work) Learn(o Outcome) {
 
 // LearnUsual takes in how long a finished answer was and how long it took.
 func (p *Work) LearnUsual(o Outcome) {
+	p.firstToken.add(milliseconds(o.FirstToken))
+	p.decoding.add(milliseconds(o.Decode))
 	p.Output.add(float64(o.Output))
-	if o.Output > 1 {
-		p.decoding.add(milliseconds(o.Decode))
-	}
 }
 
-// Choose returns the candidate with the lowest cost, and learns the usual prompt from
-// the choice.
+// Choose returns the candidate with the lowest cost, and learns from the choice what
+// prompts come.
 func (p *Work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
-	u := p.usual(q, candidates)
-	if q.Explain != nil {
-		q.Explain.rank("work", candidates, func(c *Candidate) Score { return p.terms(q, c, &u).explain(&u) })
+	computes := q.Leg != kv.LegDecode
+	learns := computes && !q.DryRun && !q.Retry
+	routers := routersOf(candidates)
+	if computes {
+		p.uses.look(q.Sequence, float64(len(candidates))/routers, learns)
 	}
-	chosen := best(candidates, random, func(c *Candidate) float64 { return -p.terms(q, c, &u).cost(&u) })
-	if q.Tokens > 0 && q.Leg != kv.LegDecode {
-		p.Uncached.add(float64(max(1, q.Tokens-candidates[chosen].Overlap*q.BlockSize)))
+	if learns {
+		p.arrive(q, candidates)
+	}
+	u := p.usual(q, candidates, routers)
+	if q.Explain != nil {
+		q.Explain.rank("work", candidates, func(c *Candidate) Score { return p.terms(q, c, &u).explain() })
+	}
+	chosen := best(candidates, random, func(c *Candidate) float64 { return -p.terms(q, c, &u).cost() })
+	if learns && q.Tokens > 0 {
+		stored := float64(uncachedTokens(q, &candidates[chosen])) + u.output
+		caches := cacheTokens(q, candidates) * float64(fleet(q, candidates)) / float64(len(candidates))
+		p.uses.pass(min(routers*stored/caches, 1))
 	}
 	return chosen
 }
 
-// workUsual are the values that those of a candidate are relative to.
-type workUsual struct {
-	own      float64 // ms, more than 0
-	output   float64 // tokens
-	decoding float64 // ms, more than 0
-	inFlight float64
+// routersOf is how many times as many requests as ours the workers have in flight: what
+// this router sees of arrivals and uses is its share of them. More than mostRouters
+// are a worker's false account.
+func routersOf(candidates []Candidate) float64 {
+	ours, others := 0, 0
+	for i := range candidates {
+		load := &candidates[i].Load
+		ours += load.InFlight - load.Remote
+		others += load.Foreign + load.Remote
+	}
+	return min(1+float64(others)/float64(max(1, ours)), mostRouters)
 }
 
-// workFirstOutput is the usual answer before any has ended, tokens.
-const workFirstOutput = 256
+// mostRouters bounds routersOf.
+const mostRouters = 64
 
-func (p *Work) usual(q Query, candidates []Candidate) workUsual {
-	u := workUsual{own: p.Timing.Prefill(max(1, q.Tokens)), output: workFirstOutput}
-	if p.Uncached.count > 0 {
-		u.own = p.Timing.Prefill(int(p.Uncached.Value))
+// arrive takes in that a request comes, and which workers it finds busy, if it has a
+// look at most of them.
+func (p *Work) arrive(q Query, candidates []Candidate) {
+	if !p.last.IsZero() {
+		p.gap.add(min(max(milliseconds(q.Now.Sub(p.last)), 0), longestGap))
 	}
-	if p.Output.count > 0 {
-		u.output, u.decoding = p.Output.Value, p.decoding.Value
+	p.last = q.Now
+	if 2*len(candidates) >= fleet(q, candidates) {
+		p.busy.add(busyShare(candidates))
 	}
-	u.decoding = max(u.decoding, u.output*p.Timing.decode, 1)
-	u.own = max(u.own, workNotice*u.decoding)
+}
+
+// fleet is how many workers share the requests that this one is of: where a request
+// may go to few of them, the others get other ones.
+func fleet(q Query, candidates []Candidate) int { return max(q.Workers, len(candidates)) }
+
+// busyShare is the share of the candidates that have prompts to compute.
+func busyShare(candidates []Candidate) float64 {
+	busy := 0
 	for i := range candidates {
-		u.inFlight += float64(candidates[i].Load.requests()) / float64(len(candidates))
+		if len(candidates[i].Load.Prefills) > 0 {
+			busy++
+		}
+	}
+	return float64(busy) / float64(len(candidates))
+}
+
+// workUntoldCache is what the cache of a worker that does not tell its size is taken
+// to hold, tokens: about that of an 8B model on a GPU of 80 GB.
+const workUntoldCache = 1 << 19
+
+// cacheTokens is how many tokens the candidates' caches hold.
+func cacheTokens(q Query, candidates []Candidate) float64 {
+	tokens := 0.0
+	for i := range candidates {
+		if told := candidates[i].Target.TotalBlocks * q.BlockSize; told > 0 {
+			tokens += float64(told)
+		} else {
+			tokens += workUntoldCache
+		}
+	}
+	return tokens
+}
+
+// uncachedTokens is how many tokens of the prompt the candidate has to compute: of a
+// prompt at least one, also where nothing is known of it.
+func uncachedTokens(q Query, c *Candidate) int {
+	if q.Leg == kv.LegDecode {
+		return 0
+	}
+	return max(1, q.Tokens-c.Overlap*q.BlockSize)
+}
+
+// workUsual is what all candidates of a decision have in common.
+type workUsual struct {
+	f        float64
+	output   float64 // tokens
+	decoding float64 // ms
+	delayed  float64 // requests that come to a worker until a queue is empty, for each ms of it
+}
+
+const (
+	// workFirstOutput is the usual answer before any has ended, tokens.
+	workFirstOutput = 256
+	// workFirstToken is what a percent of the mean time to the first token counts beside
+	// a percent of the mean whole time.
+	workFirstToken = 0.5
+	// workMostBusy keeps 1/(1 − ρ) finite.
+	workMostBusy = 0.98
+)
+
+func (p *Work) usual(q Query, candidates []Candidate, routers float64) workUsual {
+	u := workUsual{output: workFirstOutput, decoding: workFirstOutput * p.Timing.decode}
+	first := p.Timing.Prefill(q.Tokens)
+	if p.Output.count > 0 {
+		u.output, u.decoding, first = p.Output.Value, p.decoding.Value, p.firstToken.Value
+	}
+	first = max(first, 1)
+	u.f = 1 + workFirstToken*(first+u.decoding)/first
+	if p.gap.Value > 0 {
+		u.delayed = routers / p.gap.Value / float64(fleet(q, candidates)) / (1 - min(p.busy.Value, workMostBusy))
 	}
 	return u
 }
 
-// workTerms are the parts of a cost: all in ms, but for count.
+// workTerms are the parts of a cost, ms: the first ones are f times what Work says.
 type workTerms struct {
-	first, foreign, pushed, later, busier float64 // relative to workUsual.own
-	decode, others                        float64 // relative to workUsual.decoding
-	count                                 float64
+	first, copy, pushed, foreign, later float64
+	decode, others, slower              float64
 }
 
-func (t workTerms) cost(u *workUsual) float64 {
-	return (t.first+t.foreign+t.pushed+t.later+t.busier)/u.own + workDecode*(t.decode+t.others)/u.decoding + t.count
+func (t workTerms) cost() float64 {
+	return t.first - t.copy + t.pushed + t.foreign + t.later + t.decode + t.others + t.slower
 }
 
-func (t workTerms) explain(u *workUsual) Score {
+func (t workTerms) explain() Score {
 	return Score{
 		Terms: []Term{
-			{"first_token", -t.first / u.own}, {"foreign", -t.foreign / u.own}, {"pushed", -t.pushed / u.own}, {"later", -t.later / u.own}, {"busier", -t.busier / u.own},
-			{"decode", -workDecode * t.decode / u.decoding}, {"others", -workDecode * t.others / u.decoding}, {"count", -t.count},
+			{"first_token", -t.first}, {"copy", t.copy}, {"pushed", -t.pushed}, {"foreign", -t.foreign}, {"later", -t.later},
+			{"decode", -t.decode}, {"others", -t.others}, {"slower", -t.slower},
 		},
-		Total: -t.cost(u),
+		Total: -t.cost(),
 	}
 }
 
 func (p *Work) terms(q Query, c *Candidate, u *workUsual) workTerms {
-	uncached := max(0, q.Tokens-c.Overlap*q.BlockSize)
-	if q.Leg == kv.LegDecode {
-		uncached = 0
+	uncached := uncachedTokens(q, c)
+	first, pushed, begun := p.coming(q.Now, &c.Load, uncached)
+	own := p.Timing.Prefill(uncached)
+	copied := 0.0
+	if uncached > 0 {
+		copied = min(own, p.Timing.Prefill(q.BlockSize)*p.uses.others(c.Overlap))
 	}
-	own, queued := p.Timing.Prefill(uncached), p.Timing.Prefill(c.Load.PrefillTokens)
-	first, pushed := p.coming(q.Now, &c.Load, uncached)
-	slowdown := u.output / 2 * p.Timing.context * float64(q.Tokens)
-	return workTerms{
-		first: first, foreign: foreignWait(&c.Load) * u.decoding, pushed: pushed,
-		later: workLater * own, busier: own * queued / u.own,
-		decode: u.output * p.Timing.Decoding(c.Load.ContextTokens+c.Load.AwaitedTokens+1),
-		others: workOthers * float64(c.Load.requests()) * (own + slowdown),
-		count:  workCount * float64(c.Load.requests()+1) / (u.inFlight + 1),
+	t := workTerms{
+		first: u.f * first, copy: u.f * copied, pushed: u.f * pushed,
+		foreign: u.f * foreignWait(&c.Load) * u.decoding,
+		later:   u.f * u.delayed * (own - copied) * (first - own/2),
 	}
+	if q.Leg != kv.LegPrefill {
+		n := float64(c.Load.requests())
+		t.decode = u.output * p.Timing.context * float64(c.Load.ContextTokens+c.Load.AwaitedTokens)
+		t.others = n * (own - copied + p.Timing.Pass*float64(begun))
+		t.slower = n * u.output / 2 * p.Timing.context * float64(max(1, q.Tokens))
+	}
+	return t
 }
 
 // foreignWait is how many answers will be given before the requests have left the queue
 // that others have sent: they wait for the ends of those that run.
 func foreignWait(load *Load) float64 {
 	return float64(min(load.Foreign, load.Waiting)) / float64(max(load.Running, 1))
-}
-
-// coming plays a worker's coming passes through, with a prompt of so many
-// uncached tokens at the end of its queue: in how many ms that has its first
-// token, and by how many ms together the first tokens of those before it come
-// later for it.
-//
-// An engine computes prompts in the order in which they came, up to workPass
-// tokens a pass. The running pass began with the last first token, or when the
-// oldest prompt without one was sent, whichever was later; a prompt that came
-// after a pass began waits for the next one.
-func (p *Work) coming(now time.Time, load *Load, uncached int) (first, pushed float64) {
-	decode := p.Timing.Decoding(load.ContextTokens)
-	at := decode / 2 // a pass that only decodes ends about then
-	if len(load.Prefills) > 0 {
-		at = milliseconds(load.Prefills[0].Sent.Sub(now))
-		if !load.FirstToken.IsZero() {
-			at = max(at, milliseconds(load.FirstToken.Sub(now)))
-		}
-	}
-	whole := p.passTime(workPass) + decode // a pass of nothing but one prompt
-	queue := load.Prefills
-	for rest := 0; ; { // rest are tokens of queue[0] that are computed
-		computed, ends, silent, joins := 0, 0, true, false
-		if len(queue) > 0 {
-			at = max(at, milliseconds(queue[0].Sent.Sub(now)))
-			passes := wholePasses(queue[0].Tokens - rest)
-			rest += passes * workPass
-			at += float64(passes) * whole
-		}
-		// The comparisons hold for a time that is no number, too: the loop must end.
-		for len(queue) > 0 && computed < workPass && !(milliseconds(queue[0].Sent.Sub(now)) > at) {
-			step := min(queue[0].Tokens-rest, workPass-computed)
-			computed += step
-			if rest += step; rest < queue[0].Tokens {
-				break
-			}
-			silent = silent && queue[0].AnsweredWhole
-			queue, rest, ends = queue[1:], 0, ends+1
-		}
-		if len(queue) == 0 && computed == 0 && at < 0 {
-			at = max(decode/2, 0)
-		}
-		if len(queue) == 0 && !(at < 0) {
-			joins = computed < workPass
-		}
-		step := 0
-		if joins {
-			if computed == 0 && ends == 0 {
-				passes := wholePasses(uncached)
-				uncached -= passes * workPass
-				at += float64(passes) * whole
-			}
-			step = min(uncached, workPass-computed)
-			uncached -= step
-		}
-		alone := p.passTime(computed) + decode
-		took := p.passTime(computed+step) + decode
-		if computed == 0 {
-			alone = 0
-		}
-		if joins {
-			pushed += float64(ends) * (took - alone)
-		}
-		at += took
-		if ends > 0 && !silent {
-			at = max(at, 0) // they would have been heard of
-		}
-		if joins && uncached <= 0 {
-			return at, pushed
-		}
-	}
-}
-
-// wholePasses is how many passes a prompt with so many tokens to compute fills
-// alone before the one that it ends in.
-func wholePasses(tokens int) int { return (max(1, tokens) - 1) / workPass }
-
-// passTime is the prefill part of a pass, ms.
-func (p *Work) passTime(tokens int) float64 {
-	if tokens == 0 {
-		return 0
-	}
-	return p.Timing.Pass + p.Timing.Token*float64(tokens)
 }

@@ -33,7 +33,8 @@ func TestWorkWeighsWaitsAgainstEachOther(t *testing.T) {
 	}{
 		{"equal workers tie", new(pool).add(0, Load{}).add(0, Load{}), -1},
 		{"the longer prefix wins among idle workers", new(pool).add(10, Load{}).add(50, Load{}), 1},
-		{"own tokens cost more than queued ones", new(pool).add(50, waiting(0, 3200)).add(0, Load{}), 0},
+		{"a prefix outweighs a queue that is nearly done", new(pool).add(50, waiting(60*time.Millisecond, 3200)).add(0, Load{}), 0},
+		{"nobody else's wait outweighs an equal one of one's own", new(pool).add(50, waiting(0, 3200)).add(0, Load{}), 1},
 		{"a queue of several prompts outweighs a prefix", new(pool).add(50, waiting(0, 9000, 9000, 9000, 9000)).add(0, Load{}), 1},
 		{"the shorter queue wins without a prefix", new(pool).add(0, waiting(0, 640)).add(0, Load{}), 1},
 		{"the queue that is nearly done wins", new(pool).add(0, waiting(0, 6400)).add(0, waiting(100*time.Millisecond, 6400)), 1},
@@ -70,36 +71,149 @@ func TestWorkPlaysComingPassesThrough(t *testing.T) {
 		load          Load
 		uncached      int
 		first, pushed float64 // ms
+		begun         int
 	}{
-		{"an idle worker begins at once", Load{}, 1000, 20, 0},
-		{"a cached prompt still takes a pass", Load{}, 1, 10.01, 0},
-		{"a long prompt takes several passes", Load{}, 8192 + 1000, 91.92 + 20, 0},
-		{"a decoding worker ends its pass first, and decodes on", Load{ContextTokens: 10000}, 1000, 3 + 20 + 6, 0},
-		{"prompts sent at one time share a pass, and end with it", waiting(0, 1000), 1000, 30, 10},
-		{"a pass that runs is not joined", waiting(5*time.Millisecond, 1000), 1000, 15 + 20, 0},
-		{"the rest of a pass is filled up", waiting(0, 8000), 1000, 91.92 + 10 + 8.08, 1.92},
-		{"a pass began with the last first token", heard(waiting(time.Second, 1000), 5*time.Millisecond), 1000, 15 + 20, 0},
-		{"a late first token is expected any moment", waiting(time.Second, 1000), 1000, 20, 0},
-		{"nobody waits for tokens that nobody tells of", silent, 1000, 20, 0},
+		{"an idle worker begins at once", Load{}, 1000, 20, 0, 1},
+		{"a cached prompt still takes a pass", Load{}, 1, 10.01, 0, 1},
+		{"a long prompt takes several passes", Load{}, 8192 + 1000, 91.92 + 20, 0, 2},
+		{"a decoding worker ends its pass first, and decodes on", Load{ContextTokens: 10000}, 1000, 3 + 20 + 6, 0, 1},
+		{"prompts sent at one time share a pass, and end with it", waiting(0, 1000), 1000, 30, 10, 0},
+		{"a pass that runs is not joined", waiting(5*time.Millisecond, 1000), 1000, 15 + 20, 0, 1},
+		{"the rest of a pass is filled up", waiting(0, 8000), 1000, 91.92 + 10 + 8.08, 1.92, 1},
+		{"a pass began with the last first token", heard(waiting(time.Second, 1000), 5*time.Millisecond), 1000, 15 + 20, 0, 1},
+		{"a late first token is expected any moment", waiting(time.Second, 1000), 1000, 20, 0, 1},
+		{"nobody waits for tokens that nobody tells of", silent, 1000, 20, 0, 1},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			first, pushed := p.coming(testNow, &test.load, test.uncached)
-			if math.Abs(first-test.first) > 1e-3 || math.Abs(pushed-test.pushed) > 1e-3 {
-				t.Errorf("first token in %.3f ms, %.3f ms pushed; want %.3f and %.3f", first, pushed, test.first, test.pushed)
+			first, pushed, begun := p.coming(testNow, &test.load, test.uncached)
+			if math.Abs(first-test.first) > 1e-3 || math.Abs(pushed-test.pushed) > 1e-3 || begun != test.begun {
+				t.Errorf("first token in %.3f ms, %.3f ms pushed, %d passes begun; want %.3f, %.3f and %d", first, pushed, begun, test.first, test.pushed, test.begun)
 			}
 		})
 	}
 }
 
 func TestWorkRoutesUnknownPromptsByLoad(t *testing.T) {
-	p := new(pool).add(0, waiting(0, 900)).add(0, Load{})
-	if counts := draws(NewWork(), Query{Now: testNow, BlockSize: 64}, p.candidates); counts[1] != 1000 {
-		t.Errorf("chosen %v times, want always the idle one", counts)
+	for _, leg := range []kv.Leg{kv.LegWhole, kv.LegDecode} {
+		for name, busier := range map[string]Load{"a prompt waits": waiting(0, 900), "more are in flight": {InFlight: 2}} {
+			p := new(pool).add(0, busier).add(0, Load{InFlight: 1})
+			if counts := draws(NewWork(), Query{Now: testNow, BlockSize: 64, Leg: leg}, p.candidates); counts[1] != 1000 {
+				t.Errorf("%v, where %s: chosen %v times, want always the idler one", leg, name, counts)
+			}
+		}
+	}
+}
+
+// TestWorkSpreadsWhatManyShare: a cold copy is dear for one request and cheap for many.
+func TestWorkSpreadsWhatManyShare(t *testing.T) {
+	query := Query{Now: testNow, Tokens: 6400, BlockSize: 64, Sequence: sequenceOf(0, 100, 100)}
+	workers := new(pool).add(50, Load{InFlight: 3}).add(0, Load{})
+	for _, test := range []struct {
+		uses, want int
+	}{{0, 0}, {100, 1}} {
+		p := NewWork()
+		for range test.uses {
+			p.uses.look(query.Sequence, 2, true)
+		}
+		if chosen := p.Choose(query, workers.candidates, rand.New(rand.NewPCG(1, 1))); chosen != test.want {
+			t.Errorf("after %d uses of the prompt: candidate %d, want %d", test.uses, chosen, test.want)
+		}
+	}
+}
+
+func TestWorkLearnsOnlyFromWhatIsSentForTheFirstTime(t *testing.T) {
+	random := rand.New(rand.NewPCG(1, 1))
+	query := Query{Now: testNow, Tokens: 6400, BlockSize: 64, Sequence: sequenceOf(0, 100, 100)}
+	workers := new(pool).add(0, waiting(0, 100)).add(0, Load{})
+	for name, change := range map[string]func(*Query){
+		"dry run":             func(q *Query) { q.DryRun = true },
+		"retry":               func(q *Query) { q.Retry = true },
+		"prompt of elsewhere": func(q *Query) { q.Leg = kv.LegDecode },
+	} {
+		p, q := NewWork(), query
+		change(&q)
+		for range 3 {
+			q.Now = q.Now.Add(time.Second)
+			p.Choose(q, workers.candidates, random)
+		}
+		p.uses.look(query.Sequence, 2, false)
+		if p.uses.others(0) != 0 || p.uses.clock != 0 || p.gap.count != 0 || p.busy.count != 0 {
+			t.Errorf("%s: %v blocks were used, %v turnovers passed, gaps %v, busy %v", name, p.uses.others(0), p.uses.clock, p.gap, p.busy)
+		}
+	}
+}
+
+// TestWorkKnowsItsShare: of three requests in flight that this router did not send, and
+// one that it did, it concludes to four times as many arrivals, uses and tokens.
+func TestWorkKnowsItsShare(t *testing.T) {
+	query := Query{Now: testNow, Tokens: 6400, BlockSize: 64, Sequence: sequenceOf(0, 100, 100)}
+	for name, load := range map[string]Load{
+		"seen in the engines": {InFlight: 1, Foreign: 3},
+		"told by routers":     {InFlight: 4, Remote: 3},
+	} {
+		alone, shared := NewWork(), NewWork()
+		for at := range 2 {
+			query.Now = testNow.Add(time.Duration(at) * time.Second)
+			alone.Choose(query, []Candidate{{}, {}}, rand.New(rand.NewPCG(1, 1)))
+			shared.Choose(query, []Candidate{{Load: load}, {}}, rand.New(rand.NewPCG(1, 1)))
+		}
+		if got, want := shared.uses.clock, 4*alone.uses.clock; math.Abs(got-want) > 1e-9 {
+			t.Errorf("%s: %v turnovers, want %v", name, got, want)
+		}
+		candidates := []Candidate{{Load: load}, {}}
+		u := shared.usual(query, candidates, routersOf(candidates))
+		if want := 4.0 / 1000 / 2; math.Abs(u.delayed-want) > 1e-9 {
+			t.Errorf("%s: %v requests a ms come to a worker, want %v", name, u.delayed, want)
+		}
+		uses := shared.uses.others(0)                            // of one use before this one
+		if want := 96 * 4.0 / (4 + 2); math.Abs(uses-want) > 1 { // 96 is the deepest that is counted
+			t.Errorf("%s: others pay for %v blocks, want about %v", name, uses, want)
+		}
+	}
+}
+
+// TestWorkIsNotMisledByOneWorkersAccount: whatever a worker says of its queue, what is
+// known of uses stays.
+func TestWorkIsNotMisledByOneWorkersAccount(t *testing.T) {
+	p, random := NewWork(), rand.New(rand.NewPCG(1, 1))
+	query := Query{Now: testNow, Tokens: 6400, BlockSize: 64, Sequence: sequenceOf(0, 100, 100)}
+	liar := []Candidate{{Load: Load{Foreign: 1 << 31}, Target: kv.Target{TotalBlocks: 1}}, {}}
+	for range 3 {
+		before := p.uses.clock
+		query.Now = query.Now.Add(time.Second)
+		p.Choose(query, liar, random)
+		if passed := p.uses.clock - before; !(passed > 0 && passed <= 1) {
+			t.Errorf("%v turnovers passed with one request", passed)
+		}
+	}
+	if u := p.usual(query, liar, routersOf(liar)); u.delayed > 1 {
+		t.Errorf("%v requests a ms come to a worker", u.delayed)
+	}
+}
+
+// TestWorkCountsAPinnedRequestAsOneOfTheFleets: of eight workers.
+func TestWorkCountsAPinnedRequestAsOneOfTheFleets(t *testing.T) {
+	query := Query{Now: testNow, Tokens: 6400, BlockSize: 64, Workers: 8}
+	free, pinned := NewWork(), NewWork()
+	for range 3 {
+		query.Now = query.Now.Add(time.Second)
+		free.Choose(query, make([]Candidate, 8), rand.New(rand.NewPCG(1, 1)))
+		pinned.Choose(query, make([]Candidate, 1), rand.New(rand.NewPCG(1, 1)))
+	}
+	if math.Abs(free.uses.clock-pinned.uses.clock) > 1e-9 {
+		t.Errorf("%v turnovers passed, %v where all are pinned", free.uses.clock, pinned.uses.clock)
+	}
+	if pinned.busy.count != 0 {
+		t.Error("one worker tells how many are busy")
+	}
+	query.Sequence = nil
+	if a, b := free.usual(query, make([]Candidate, 8), 1).delayed, pinned.usual(query, make([]Candidate, 1), 1).delayed; math.Abs(a-b) > 1e-12 {
+		t.Errorf("%v requests a ms come to a worker, %v where all are pinned", a, b)
 	}
 }
 
 // comingPassByPass is Work.coming without its jumps over whole passes.
-func comingPassByPass(p *Work, now time.Time, load *Load, uncached int) (first, pushed float64) {
+func comingPassByPass(p *Work, now time.Time, load *Load, uncached int) (first, pushed float64, begun int) {
 	decode := p.Timing.Decoding(load.ContextTokens)
 	at := decode / 2
 	if len(load.Prefills) > 0 {
@@ -133,6 +247,9 @@ func comingPassByPass(p *Work, now time.Time, load *Load, uncached int) (first, 
 		if joins {
 			step = min(uncached, workPass-computed)
 			uncached -= step
+			if computed == 0 && step > 0 {
+				begun++
+			}
 		}
 		alone, took := p.passTime(computed)+decode, p.passTime(computed+step)+decode
 		if computed == 0 {
@@ -146,7 +263,7 @@ func comingPassByPass(p *Work, now time.Time, load *Load, uncached int) (first, 
 			at = max(at, 0)
 		}
 		if joins && uncached <= 0 {
-			return at, pushed
+			return at, pushed, begun
 		}
 	}
 }
@@ -166,9 +283,9 @@ func TestWorkJumpsOverWholePassesWithoutAnotherResult(t *testing.T) {
 			load.FirstToken = testNow.Add(-time.Duration(rapid.IntRange(0, 1000).Draw(t, "first token ago")) * time.Millisecond)
 		}
 		uncached := tokens.Draw(t, "uncached")
-		first, pushed := p.coming(testNow, &load, uncached)
-		if wantFirst, wantPushed := comingPassByPass(p, testNow, &load, uncached); !near(first, wantFirst) || !near(pushed, wantPushed) {
-			t.Fatalf("first token in %v ms, %v ms pushed; want %v and %v", first, pushed, wantFirst, wantPushed)
+		first, pushed, begun := p.coming(testNow, &load, uncached)
+		if wantFirst, wantPushed, want := comingPassByPass(p, testNow, &load, uncached); !near(first, wantFirst) || !near(pushed, wantPushed) || begun != want {
+			t.Fatalf("first token in %v ms, %v ms pushed, %d passes begun; want %v, %v and %d", first, pushed, begun, wantFirst, wantPushed, want)
 		}
 	})
 }
@@ -181,7 +298,7 @@ func TestWorkTakesNoLongerForAPromptThatCannotBe(t *testing.T) {
 	for _, tokens := range []int{kv.MaxTokens, 1 << 53, 1 << 62, math.MaxInt, math.MinInt} {
 		load := waiting(time.Second, tokens, tokens)
 		for _, uncached := range []int{0, tokens} {
-			if first, _ := p.coming(testNow, &load, uncached); tokens == kv.MaxTokens && !(first > 0 && first < math.Inf(1)) {
+			if first, _, _ := p.coming(testNow, &load, uncached); tokens == kv.MaxTokens && !(first > 0 && first < math.Inf(1)) {
 				t.Errorf("%d tokens: first token in %v ms", tokens, first)
 			}
 		}

@@ -32,6 +32,11 @@ type Exchange struct {
 	Shared     *SharedRequest // with a prefill worker; nil: it is served whole
 	Ending     policy.Ending  // of an answer that was relayed to its end
 
+	// Receipts explain its decisions, where somebody wants to know: those of all
+	// tries, of a shared one the prefill worker's first.
+	Receipts []*router.Receipt
+
+	finish   string      // why the answer ended, as the worker tells it; empty: it does not
 	refusal  refusal     // what the status of a relayed answer says of its worker
 	suspects []suspicion // workers that refused it, until one accepts it
 	tried    bool        // a worker has failed it

@@ -34,12 +34,12 @@ type Settings struct {
 	DisaggHandoverTimeout   time.Duration `group:"Prefill and decode apart" default:"60s" help:"Longest time from there to the first event of the decode worker's stream. With SGLang, an answer that is not streamed must be whole by then, plus 1 s for each token that the request lets it have (max_tokens); without such a limit only --request-timeout holds."`
 	EnforceDisagg           bool          `group:"Prefill and decode apart" help:"Refuse a request whose prompt no prefill worker can compute, instead of leaving it to a decode worker."`
 
-	RetrySettings
+	outlier.RetrySettings
 }
 
 // DefaultSettings returns the defaults of the flags.
 func DefaultSettings() Settings {
-	return Settings{DisaggMinUncachedTokens: 256, DisaggPrefillTimeout: time.Minute, DisaggHandoverTimeout: time.Minute, RetrySettings: RetrySettings{Retries: 2, RetryBudget: 0.2}}
+	return Settings{DisaggMinUncachedTokens: 256, DisaggPrefillTimeout: time.Minute, DisaggHandoverTimeout: time.Minute, RetrySettings: outlier.DefaultRetrySettings()}
 }
 
 // Validate checks the settings; its errors name the flag.
@@ -52,7 +52,7 @@ func (k Settings) Validate() error {
 	case k.DisaggHandoverTimeout <= 0:
 		return errors.New("--disagg-handover-timeout must be more than 0")
 	}
-	return k.RetrySettings.validate()
+	return k.RetrySettings.Validate()
 }
 
 const (
@@ -153,8 +153,9 @@ func (s *Pairs) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			return t.giveUp(ctx, w, err)
 		}
 		if why == WholePrefilled && pair.Whole == "" {
-			t.retries++ // nobody takes it whole: it is another pair's
+			t.Retries++ // nobody takes it whole: it is another pair's
 		}
+		x.Receipts = slices.Concat(x.Receipts, pair.Prefill.Receipts, pair.Decode.Receipts)
 		if x.Shared = nil; pair.Whole != "" {
 			s.proxy.observer.StayedWhole(pair.Whole)
 			err = s.proxy.send(ctx, w, u, x, pair.Decode, t.retry())
@@ -286,7 +287,6 @@ func Nonce() string {
 func (l *legs) decision() router.Decision {
 	d := l.pair.Decode
 	d.OverlapTokens = l.pair.Prefill.OverlapTokens
-	d.Receipts = slices.Concat(l.pair.Prefill.Receipts, d.Receipts)
 	return d
 }
 

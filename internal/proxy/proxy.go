@@ -72,12 +72,26 @@ func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Re
 	}
 	if length := len(u.Head) + len(u.Body); length > 0 {
 		request.ContentLength = int64(length)
-		request.GetBody = func() (io.ReadCloser, error) {
-			return io.NopCloser(io.MultiReader(bytes.NewReader(u.Head), bytes.NewReader(u.Body))), nil
-		}
+		request.GetBody = func() (io.ReadCloser, error) { return io.NopCloser(u.reader()), nil }
 		request.Body, err = request.GetBody()
 	}
 	return request, err
+}
+
+// joinedBody is up to which size the two parts of a body are joined in memory, bytes.
+const joinedBody = 64 << 10
+
+// reader returns the body. Only of a reader that net/http knows for one of memory it
+// sends the beginning together with the headers: other ones cost a write and two
+// buffers of 32 KB more, which is more than a copy of a small body.
+func (u *Upstream) reader() io.Reader {
+	switch {
+	case len(u.Head) == 0:
+		return bytes.NewReader(u.Body)
+	case len(u.Head)+len(u.Body) <= joinedBody:
+		return bytes.NewReader(slices.Concat(u.Head, u.Body))
+	}
+	return io.MultiReader(bytes.NewReader(u.Head), bytes.NewReader(u.Body))
 }
 
 // header returns a client's headers as they go to a worker, signed by this router.
@@ -130,9 +144,9 @@ type Proxy struct {
 	now      func() time.Time
 	traffic  traffic
 
-	OutputBlocks bool    // book the blocks of streams as they grow
-	Hop          web.Hop // signs what goes to workers
-	Budget       *Budget // of retries; nil: no bound
+	OutputBlocks bool            // book the blocks of streams as they grow
+	Hop          web.Hop         // signs what goes to workers
+	Budget       *outlier.Budget // of retries; nil: no bound
 }
 
 // streamBuffer is the memory for relaying one stream; later streams reuse it.
@@ -181,6 +195,7 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		if err != nil {
 			return t.giveUp(ctx, w, err)
 		}
+		x.Receipts = append(x.Receipts, decision.Receipts...)
 		err = p.send(ctx, w, u, x, decision, t.retry())
 		if err == nil {
 			return nil
@@ -193,7 +208,6 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 
 // send is attempt with the booking of the decision, which ends here.
 func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, decision router.Decision, retry bool) error {
-	decision.Receipts = slices.Concat(x.Decision.Receipts, decision.Receipts)
 	x.Decision, x.Worker, x.Ending, x.refusal = decision, WorkerLabel(decision.Target.Key.Worker), policy.Abandoned, refusal{}
 	defer decision.Booking.End() // if relaying panics
 	err := p.attempt(ctx, w, u, x, retry)
@@ -333,7 +347,7 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 	if retry && policy.Aborted(finish) && !x.Decision.Target.RunsSGLang() {
 		return &workerError{worker: worker, err: errors.New("stopped its answer: " + finish), letGo: &letGoError{why: finish}}
 	}
-	x.Usage, x.Ending = usage, endingOf(answer.StatusCode, finish)
+	x.Usage, x.Ending, x.finish = usage, endingOf(answer.StatusCode, finish), finish
 	writeHead(w, answer.Response, u, x)
 	if _, err := w.Write(body); err != nil {
 		return errors.Join(ErrAnswered, err)
@@ -402,7 +416,7 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 			}
 		}
 		if err == io.EOF {
-			x.Usage, x.Ending = events.usage(), events.ending(answer.StatusCode, u.EndMarked)
+			x.Usage, x.Ending, x.finish = events.usage(), events.ending(answer.StatusCode, u.EndMarked), events.finish
 			if !started {
 				writeHead(w, answer.Response, u, x)
 			}
@@ -415,7 +429,7 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 		}
 		if err != nil {
 			answer.heard() // the time to write ended with the wait: the client is to be told
-			x.Usage, x.Ending = events.usage(), events.ending(answer.StatusCode, u.EndMarked)
+			x.Usage, x.Ending, x.finish = events.usage(), events.ending(answer.StatusCode, u.EndMarked), events.finish
 			if !started {
 				return unanswered(worker, err, outlier.Broken)
 			}

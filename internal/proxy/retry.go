@@ -9,7 +9,6 @@ import (
 	"net/http"
 	"slices"
 	"strconv"
-	"sync"
 	"time"
 
 	"kvrouter/internal/outlier"
@@ -18,93 +17,9 @@ import (
 	"kvrouter/internal/web"
 )
 
-// RetrySettings are the flags for requests that a worker failed before the first
-// byte of its answer.
-type RetrySettings struct {
-	Retries     int     `group:"Failing workers" default:"2" help:"How many further workers to try with a request that one failed before the first byte of its answer. 0: none."`
-	RetryBudget float64 `group:"Failing workers" default:"0.2" help:"Most retries as a share of the requests of the last 10 s, beside 10 that are always allowed. One whose worker gets no requests any more is not counted."`
-}
-
-// validate checks the settings; its errors name the flag.
-func (k RetrySettings) validate() error {
-	switch {
-	case k.Retries < 0 || k.Retries > maxRetries:
-		return fmt.Errorf("--retries %d: give 0 to %d", k.Retries, maxRetries)
-	case !(k.RetryBudget >= 0 && k.RetryBudget <= maxRetries):
-		return fmt.Errorf("--retry-budget %v: give a share of the requests, 0 to %d", k.RetryBudget, maxRetries)
-	}
-	return nil
-}
-
-const (
-	maxRetries = 10
-	// budgetSeconds is the span over which retries are counted, and budgetLeast
-	// how many of it are always allowed, so that small loads are repeated, too.
-	budgetSeconds, budgetLeast = 10, 10
-	// maxLettings is how often one request is taken off a worker that is down or
-	// stuck, beside its retries.
-	maxLettings = 3
-	// keptLimit bounds the answer of a failed attempt that is kept for the client,
-	// bytes. A longer one goes to the client at once.
-	keptLimit = 1 << 20
-)
-
-// Budget bounds retries to a share of the requests, so that they do not multiply
-// the load where all workers fail. It is safe for concurrent use; nil has no bound.
-type Budget struct {
-	share float64
-
-	mu     sync.Mutex // guards window
-	window [budgetSeconds]struct {
-		at                int64 // Unix time
-		requests, retries int
-	}
-}
-
-// NewBudget returns a budget of that share of the requests.
-func NewBudget(share float64) *Budget { return &Budget{share: share} }
-
-// request counts a request.
-func (b *Budget) request(now time.Time) {
-	if b == nil {
-		return
-	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	b.second(now).requests++
-}
-
-// take counts a retry, if there is one left.
-func (b *Budget) take(now time.Time) bool {
-	if b == nil {
-		return true
-	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	requests, retries := 0, 0
-	for _, s := range b.window {
-		if age := now.Unix() - s.at; age >= 0 && age < budgetSeconds {
-			requests, retries = requests+s.requests, retries+s.retries
-		}
-	}
-	if float64(retries) >= budgetLeast+b.share*float64(requests) {
-		return false
-	}
-	b.second(now).retries++
-	return true
-}
-
-// second returns the counts of this second. b is locked.
-func (b *Budget) second(now time.Time) *struct {
-	at                int64
-	requests, retries int
-} {
-	s := &b.window[uint64(now.Unix())%budgetSeconds]
-	if s.at != now.Unix() {
-		s.at, s.requests, s.retries = now.Unix(), 0, 0
-	}
-	return s
-}
+// keptLimit bounds the answer of a failed attempt that is kept for the client, bytes.
+// A longer one goes to the client at once.
+const keptLimit = 1 << 20
 
 // refusal says what an answer's status tells of its worker.
 type refusal struct {
@@ -269,12 +184,11 @@ func (p *Proxy) blame(b *router.Booking, x *Exchange, e *workerError) {
 
 // tries are the attempts at one request.
 type tries struct {
-	proxy    *Proxy
-	u        Upstream
-	x        *Exchange
-	exclude  []uint64 // workers that have failed it
-	retries  int      // of those that u.MaxRetries counts
-	lettings int
+	outlier.Tries
+	proxy   *Proxy
+	u       Upstream
+	x       *Exchange
+	exclude []uint64 // workers that have failed it
 
 	failure error       // the last
 	first   *keptAnswer // of a worker that said the client was wrong
@@ -284,7 +198,7 @@ type tries struct {
 
 // begin counts a request; over must follow.
 func (p *Proxy) begin(u Upstream, x *Exchange) *tries {
-	p.Budget.request(p.now())
+	p.Budget.Request(p.now())
 	return &tries{proxy: p, u: u, x: x}
 }
 
@@ -292,7 +206,7 @@ func (p *Proxy) begin(u Upstream, x *Exchange) *tries {
 func (t *tries) over() { t.x.acquit(false) }
 
 // retry tells whether another worker may be tried if the next one fails.
-func (t *tries) retry() bool { return t.retries < t.u.MaxRetries }
+func (t *tries) retry() bool { return t.Left(t.u.MaxRetries) }
 
 // again notes how an attempt ended and tells whether another worker is to be tried.
 // beside says that it would not count as a retry.
@@ -311,16 +225,16 @@ func (t *tries) again(ctx context.Context, err error, beside bool) bool {
 	case beside:
 	case failed.final:
 		return false
-	case failed.letGo != nil && t.u.MaxRetries > 0 && t.lettings < maxLettings:
-		t.lettings++
+	case failed.letGo != nil && t.LetGo(t.u.MaxRetries):
 		t.x.moved = t.x.moved || failed.letGo.stuck
-	case !t.retry():
-		return false
-	case !failed.out && !t.proxy.Budget.take(t.proxy.now()):
-		t.proxy.observer.RetryDenied()
-		return false
 	default:
-		t.retries++
+		again, denied := t.Again(t.proxy.Budget, t.u.MaxRetries, failed.out, t.proxy.now())
+		if denied {
+			t.proxy.observer.RetryDenied()
+		}
+		if !again {
+			return false
+		}
 	}
 	t.proxy.observer.Retried(worker)
 	return true
@@ -414,7 +328,7 @@ func (p *Proxy) finished(u Upstream, x *Exchange) {
 		case x.Usage.CachedUntold:
 			x.Usage.CachedKnown = b.CachedUntold()
 		}
-		b.Finish(x.Usage.OutputTokens)
+		b.FinishAs(x.Usage.OutputTokens, x.finish)
 	default:
 		b.End()
 	}

@@ -55,7 +55,7 @@ func newFailingFleet(t testing.TB, rule string, serve ...http.HandlerFunc) *fail
 		f.router.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, URL: url, Generation: 1})
 	}
 	f.proxy = NewProxy(counter{denied: &f.denied}, time.Minute, func(uint64) {})
-	f.proxy.Budget = NewBudget(DefaultSettings().RetryBudget)
+	f.proxy.Budget = outlier.NewBudget(DefaultSettings().RetryBudget)
 	t.Cleanup(func() {
 		f.proxy.Client.CloseIdleConnections()
 		if n := routertest.InFlight(f.router); n != 0 {
@@ -75,9 +75,14 @@ func newFailingFleet(t testing.TB, rule string, serve ...http.HandlerFunc) *fail
 
 // send forwards one request.
 func (f *failingFleet) send(ctx context.Context, retries int) (*httptest.ResponseRecorder, error) {
+	return f.exchange(ctx, retries, &Exchange{})
+}
+
+// exchange is send that describes the request in x.
+func (f *failingFleet) exchange(ctx context.Context, retries int, x *Exchange) (*httptest.ResponseRecorder, error) {
 	w := httptest.NewRecorder()
 	u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Route: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}}, EndMarked: true, MaxRetries: retries}
-	err := f.proxy.Forward(ctx, w, u, &Exchange{}, func(exclude []uint64) (router.Decision, error) {
+	err := f.proxy.Forward(ctx, w, u, x, func(exclude []uint64) (router.Decision, error) {
 		d, err := f.router.Route(ctx, router.Request{Exclude: exclude, AnsweredWhole: true})
 		if err == nil && len(exclude) == 0 {
 			f.first[d.Target.Key.Worker].Add(1)
@@ -219,12 +224,17 @@ func TestWhatTheClientGets(t *testing.T) {
 				serve = append(serve, func(w http.ResponseWriter, r *http.Request) { tried.Add(1); handler(w, r) })
 			}
 			f := newFailingFleet(t, "round-robin", serve...)
-			w, err := f.send(t.Context(), test.retries)
+			f.router.Knobs.RecordDecisions = true
+			x := &Exchange{}
+			w, err := f.exchange(t.Context(), test.retries, x)
 			if (err != nil) != (test.want == 0) || err == nil && (w.Code != test.want || w.Body.String() != fmt.Sprintf(`{"error":"status %d"}`, test.want)) {
 				t.Errorf("%d %s, %v; want %d", w.Code, w.Body, err, test.want)
 			}
 			if n := tried.Load(); int(n) != test.tried {
 				t.Errorf("%d workers were tried, want %d", n, test.tried)
+			}
+			if len(x.Receipts) != test.tried {
+				t.Errorf("%d receipts of %d tries", len(x.Receipts), test.tried)
 			}
 		})
 	}
@@ -271,44 +281,19 @@ func TestAMistakeOfAllIsForgiven(t *testing.T) {
 	}
 }
 
-func TestRetriesHaveABudget(t *testing.T) {
-	now := time.Unix(1_000_000, 0)
-	b := NewBudget(0.2)
-	takes := func() (n int) {
-		for b.take(now) {
-			n++
-		}
-		return n
+func TestRetriesOfAFleetHaveABudget(t *testing.T) {
+	bad := func(w http.ResponseWriter, r *http.Request) { panic(http.ErrAbortHandler) }
+	f := newFailingFleet(t, "round-robin", bad, bad, bad, bad)
+	tried := 0
+	for range 200 {
+		f.send(t.Context(), 2)
 	}
-	if n := takes(); n != budgetLeast {
-		t.Errorf("%d retries without requests, want %d", n, budgetLeast)
+	for i := range f.first {
+		tried += int(f.first[i].Load())
 	}
-	for range 100 {
-		b.request(now)
+	if f.denied.Load() == 0 {
+		t.Error("all workers fail and every request is repeated")
 	}
-	if n := takes(); n != 20 {
-		t.Errorf("%d more retries for 100 requests, want 20", n)
-	}
-	if now = now.Add(budgetSeconds * time.Second); takes() != budgetLeast {
-		t.Error("the budget does not come back")
-	}
-	if !(*Budget)(nil).take(now) {
-		t.Error("no budget is a bound")
-	}
-	t.Run("of a fleet", func(t *testing.T) {
-		bad := func(w http.ResponseWriter, r *http.Request) { panic(http.ErrAbortHandler) }
-		f := newFailingFleet(t, "round-robin", bad, bad, bad, bad)
-		tried := 0
-		for range 200 {
-			f.send(t.Context(), 2)
-		}
-		for i := range f.first {
-			tried += int(f.first[i].Load())
-		}
-		if f.denied.Load() == 0 {
-			t.Error("all workers fail and every request is repeated")
-		}
-	})
 }
 
 func TestRetryAfter(t *testing.T) {
@@ -362,8 +347,8 @@ func TestWhatADownWorkerHasIsLetGo(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			f := newFailingFleet(t, "round-robin", test.serve, after(0))
-			f.proxy.Budget = NewBudget(0)
-			for f.proxy.Budget.take(time.Now()) { // it does not count
+			f.proxy.Budget = outlier.NewBudget(0)
+			for f.proxy.Budget.Take(time.Now()) { // it does not count
 			}
 			type result struct {
 				w   *httptest.ResponseRecorder

@@ -131,14 +131,22 @@ func (b *Booking) CachedUntold() (none bool) {
 }
 
 // End ends the booking of a request without an answer whose worker is not to blame.
-func (b *Booking) End() { b.end(policy.Abandoned, 0) }
+func (b *Booking) End() { b.end(policy.Abandoned) }
 
 // Fail ends the booking of a request that its worker failed.
-func (b *Booking) Fail() { b.end(policy.Failed, 0) }
+func (b *Booking) Fail() { b.end(policy.Failed) }
 
 // Finish ends the booking of a request with an answer of that many tokens; 0:
 // unknown.
-func (b *Booking) Finish(output int) { b.end(policy.Finished, output) }
+func (b *Booking) Finish(output int) { b.FinishAs(output, "") }
+
+// FinishAs is Finish of an answer that tells why it ended, as engines call it.
+func (b *Booking) FinishAs(output int, reason string) {
+	r := b.router
+	r.Mu.Lock()
+	defer r.unlock()
+	r.finishAs(b, policy.Finished, output, reason, r.Now())
+}
 
 // Free tells that the request has ended, but not how. One whose first token has
 // come counts as finished; of others nothing is known, since a worker that
@@ -173,16 +181,23 @@ func (b *Booking) Report(f policy.Feedback) (ack policy.ThompsonAck, known bool)
 	return ack, known
 }
 
-// end ends the booking with an answer of that many tokens; 0: unknown.
-func (b *Booking) end(how policy.Ending, output int) {
+// end ends the booking without an answer.
+func (b *Booking) end(how policy.Ending) {
 	r := b.router
 	r.Mu.Lock()
 	defer r.unlock()
-	r.finish(b, how, output, r.Now())
+	r.finish(b, how, 0, r.Now())
 }
 
-// finish takes b off the books, unless it is already. The caller holds the lock.
+// finish is finishAs without a reason.
 func (r *Router) finish(b *Booking, how policy.Ending, output int, now time.Time) {
+	r.finishAs(b, how, output, "", now)
+}
+
+// finishAs takes b off the books, unless it is already, with an answer of that many
+// tokens (0: unknown) which ended for that reason (empty: unknown). The caller holds
+// the lock.
+func (r *Router) finishAs(b *Booking, how policy.Ending, output int, reason string, now time.Time) {
 	if b.ended.Load() {
 		return
 	}
@@ -194,7 +209,7 @@ func (r *Router) finish(b *Booking, how policy.Ending, output int, now time.Time
 		learner.Learn(r.loads.outcome(b, output, now))
 	}
 	if judged, ok := r.Policy.(policy.Judged); ok && b.decision != 0 {
-		f := policy.Feedback{Decision: b.decision, Worker: b.worker, Now: now, Ending: how, Latency: now.Sub(b.sent), TokensIn: b.prompt, TokensOut: output}
+		f := policy.Feedback{Decision: b.decision, Worker: b.worker, Now: now, Ending: how, Latency: now.Sub(b.sent), TokensIn: b.prompt, TokensOut: output, Finish: reason}
 		if told && !b.answeredWhole {
 			f.FirstToken = b.first.Sub(b.sent)
 		}
@@ -293,12 +308,14 @@ func (r *Router) PotentialLoads(request Request) []WorkerLoad {
 	now := r.Now()
 	r.expire(now)
 	var loads []WorkerLoad
+	r.survey(&p)
 	for i := range r.targets {
 		t := &r.targets[i]
 		if !p.mayUse(t) {
 			continue
 		}
-		c := r.candidate(&p, t, now)
+		var c policy.Candidate
+		r.candidate(&c, &p, i, now)
 		load := WorkerLoad{Key: t.Key, PotentialPrefillTokens: c.Load.PrefillTokens, PotentialDecodeBlocks: c.Load.ActiveBlocks + c.NewBlocks, ActiveRequests: c.Load.InFlight}
 		if r.tracksPrefill(&p) {
 			load.PotentialPrefillTokens += p.tokens - c.Overlap*r.blockSize

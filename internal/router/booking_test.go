@@ -213,8 +213,8 @@ func TestSequencesManyWorkersDrainToZero(t *testing.T) {
 		t.Error(err)
 	}
 	loads := r.Loads()
-	if len(loads) != 33 || r.loads.active.Len() != 0 || len(r.loads.byWorker) != 33 {
-		t.Errorf("%d workers, %d blocks, %d entries are left; want 33, 0, 33", len(loads), r.loads.active.Len(), len(r.loads.byWorker))
+	if len(loads) != 33 || r.loads.active.pairs != 0 || len(r.loads.byWorker) != 33 {
+		t.Errorf("%d workers, %d blocks, %d entries are left; want 33, 0, 33", len(loads), r.loads.active.pairs, len(r.loads.byWorker))
 	}
 	for _, load := range loads {
 		if load != (WorkerLoad{Key: load.Key}) {

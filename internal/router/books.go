@@ -2,14 +2,11 @@ package router
 
 import (
 	"math"
-	"math/rand/v2"
 	"slices"
-	"sort"
 	"time"
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
-	"kvrouter/internal/table"
 )
 
 // loadFreshFor is how long a published load is believed. The plugin repeats its
@@ -20,10 +17,9 @@ const loadFreshFor = 10 * time.Second
 // Router, guards it.
 type Loads struct {
 	byWorker map[kv.WorkerKey]*workerLoad
-	// active counts, by sequence hash and worker number, the requests in flight
-	// that have the block in their prompt.
-	active table.Table
-	unused []uint32 // numbers of workers that are gone
+	active   activeBlocks
+	surveyed []int32  // by worker number, of the prompt that Survey was asked about last
+	unused   []uint32 // numbers of workers that are gone
 
 	byID           map[string]*Booking
 	oldest, newest *Booking // by when somebody last spoke of them
@@ -70,10 +66,15 @@ func (l *workerLoad) weigh(h uint64, weight float64) {
 	}
 }
 
+// samePass is the most time between two first tokens of one pass: an engine sends them
+// together, and no pass over prompts is that short.
+const samePass = 2 * time.Millisecond
+
 // tally counts what a worker has done since its first request.
 type tally struct {
 	prompts int     // that got their first token
-	tokens  int     // uncached ones of those
+	passes  int     // that gave those
+	tokens  int     // uncached ones of the prompts
 	context float64 // sum over time of ContextTokens, token·s
 }
 
@@ -88,7 +89,7 @@ func (l *workerLoad) tallyAt(now time.Time) tally {
 
 // since returns what was done between two tallies that are d apart.
 func (t tally) since(before tally, d time.Duration) policy.Meanwhile {
-	m := policy.Meanwhile{Prompts: t.prompts - before.prompts, Tokens: t.tokens - before.tokens}
+	m := policy.Meanwhile{Prompts: t.prompts - before.prompts, Passes: t.passes - before.passes, Tokens: t.tokens - before.tokens}
 	if d > 0 {
 		m.Context = (t.context - before.context) / d.Seconds()
 	}
@@ -97,7 +98,7 @@ func (t tally) since(before tally, d time.Duration) policy.Meanwhile {
 
 // NewLoads returns an empty table.
 func NewLoads() *Loads {
-	return &Loads{byWorker: map[kv.WorkerKey]*workerLoad{}, byID: map[string]*Booking{}, active: table.Table{Seed: rand.Uint64()}} // the seed affects no result
+	return &Loads{byWorker: map[kv.WorkerKey]*workerLoad{}, byID: map[string]*Booking{}, active: newActiveBlocks()}
 }
 
 // publish takes over what worker w reports of itself. Requests in its engine are foreign
@@ -130,6 +131,9 @@ func (l *Loads) begin(b *Booking, now time.Time) {
 	load := l.of(b.worker)
 	b.sent, b.alone, b.atSent = now, len(load.Prefills) == 0, load.tallyAt(now)
 	load.InFlight++
+	if b.remote {
+		load.Remote++
+	}
 	load.peak(now)
 	if b.leg == kv.LegDecode {
 		load.AwaitedTokens += b.prompt
@@ -206,6 +210,9 @@ func (l *Loads) firstToken(b *Booking, now time.Time) {
 	}
 	load.done.prompts++
 	load.done.tokens += b.uncached
+	if b.answeredWhole || now.Sub(load.Load.FirstToken) > samePass {
+		load.done.passes++
+	}
 	b.first, b.atFirst = now, load.done
 	load.PrefillTokens -= b.uncached
 	if i := slices.Index(load.Prefills, b.prefill()); i >= 0 {
@@ -221,6 +228,9 @@ func (l *Loads) end(b *Booking, now time.Time) {
 	load := l.of(b.worker)
 	load.tallyAt(now)
 	load.InFlight--
+	if b.remote {
+		load.Remote--
+	}
 	load.ContextTokens -= b.prompt
 	load.output -= b.outputWeight
 	l.deactivate(b.worker, b.sequence)
@@ -243,7 +253,7 @@ func (l *Loads) outputBlock(b *Booking, share *float64) {
 	if share != nil {
 		each := min(max(*share, 0), 1)
 		weight = float64(b.outputs) * each
-		for i := len(b.sequence) - 1; i >= 0 && l.active.Get(b.sequence[i], load.number) == 1; i-- {
+		for i := len(b.sequence) - 1; i >= 0 && l.active.requests(b.sequence[i], load.number) == 1; i-- {
 			load.weigh(b.sequence[i], each) // all before one that is shared are shared
 		}
 	}
@@ -266,11 +276,9 @@ func (l *Loads) outcome(b *Booking, output int, now time.Time) policy.Outcome {
 func (l *Loads) Activate(w kv.WorkerKey, sequence []uint64) {
 	load := l.of(w)
 	for _, h := range sequence {
-		requests := l.active.Get(h, load.number)
-		if requests == 0 {
+		if l.active.add(h, load.number) {
 			load.blocks++
 		}
-		l.active.Put(h, load.number, requests+1)
 	}
 }
 
@@ -278,12 +286,9 @@ func (l *Loads) Activate(w kv.WorkerKey, sequence []uint64) {
 func (l *Loads) deactivate(w kv.WorkerKey, sequence []uint64) {
 	load := l.of(w)
 	for _, h := range sequence {
-		requests := l.active.Get(h, load.number)
-		if requests > 1 {
-			l.active.Put(h, load.number, requests-1)
+		if !l.active.remove(h, load.number) {
 			continue
 		}
-		l.active.Delete(h, load.number)
 		load.blocks--
 		if len(load.weights) > 0 {
 			load.weigh(h, 1)
@@ -291,35 +296,37 @@ func (l *Loads) deactivate(w kv.WorkerKey, sequence []uint64) {
 	}
 }
 
-// Active returns how many of these blocks requests in flight on w have in their
-// prompts. Sequence hashes name whole prefixes, so those are the first ones, and
-// a search finds their number.
-func (l *Loads) Active(w kv.WorkerKey, sequence []uint64) int {
-	load := l.byWorker[w]
-	if load == nil || load.blocks == 0 {
+// Survey looks up what requests in flight have of a prompt, for Active.
+func (l *Loads) Survey(sequence []uint64) { l.surveyed = l.active.prefixes(sequence, l.surveyed) }
+
+// Active returns how many leading blocks of the prompt that Survey was asked about
+// requests in flight on w have in theirs.
+func (l *Loads) Active(w kv.WorkerKey) int { return l.activeOn(l.byWorker[w]) }
+
+// activeOn is Active for a worker's entry; nil: there is none.
+func (l *Loads) activeOn(load *workerLoad) int {
+	if load == nil || int(load.number) >= len(l.surveyed) {
 		return 0
 	}
-	has := func(i int) bool { return l.active.Get(sequence[i], load.number) != 0 }
-	active, end := 0, 1 // blocks before active are, from end on are not or unknown
-	for end <= len(sequence) && has(end-1) {
-		active, end = end, end*2
-	}
-	end = min(end-1, len(sequence))
-	return active + sort.Search(end-active, func(i int) bool { return !has(active + i) })
+	return int(l.surveyed[load.number])
 }
 
 // get returns w's load as of now; a worker never heard of is idle.
 func (l *Loads) get(w kv.WorkerKey, now time.Time) policy.Load {
-	load := l.byWorker[w]
-	if load == nil {
-		return policy.Load{}
-	}
-	answer := load.Load
-	answer.ActiveBlocks = load.activeBlocks()
-	if answer.Fresh = !load.At.IsZero() && now.Sub(load.At) < loadFreshFor; !answer.Fresh {
-		answer.Foreign = 0
+	var answer policy.Load
+	if load := l.byWorker[w]; load != nil {
+		load.asOf(now, &answer)
 	}
 	return answer
+}
+
+// asOf sets answer to the load as of now.
+func (l *workerLoad) asOf(now time.Time, answer *policy.Load) {
+	*answer = l.Load
+	answer.ActiveBlocks = l.activeBlocks()
+	if answer.Fresh = !l.At.IsZero() && now.Sub(l.At) < loadFreshFor; !answer.Fresh {
+		answer.Foreign = 0
+	}
 }
 
 // prefillTokens returns that part of w's load.
@@ -341,10 +348,11 @@ func (l *Loads) silence(w kv.WorkerKey) {
 	}
 }
 
-// expect keeps t, which is up, even while it has no bookings.
-func (l *Loads) expect(t kv.Target) {
+// expect keeps t, which is up, even while it has no bookings, and returns its entry.
+func (l *Loads) expect(t kv.Target) *workerLoad {
 	load := l.of(t.Key)
 	load.gone, load.role = false, t.Role
+	return load
 }
 
 // role returns the role with which w was up last.

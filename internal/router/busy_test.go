@@ -52,7 +52,7 @@ func TestBusyThresholdsOutOfRangeAreRefused(t *testing.T) {
 }
 
 // overload gives a worker's rank more than the threshold of newBusyRouter.
-func overload(t *testing.T, r *Router, w kv.WorkerKey) *Booking {
+func overload(t testing.TB, r *Router, w kv.WorkerKey) *Booking {
 	t.Helper()
 	b, err := r.Book(Request{NumTokens: 11}, w)
 	if err != nil {

@@ -91,7 +91,7 @@ func (r *Router) Check() error {
 			return fmt.Errorf("worker %v: %d blocks, excess %v, output %v; recounted %d, %v, %v", w, load.blocks, load.excess, load.output, len(c.requests), excess, c.output)
 		}
 		for h, n := range c.requests {
-			if got := l.active.Get(h, load.number); got != n {
+			if got := l.active.requests(h, load.number); got != n {
 				return fmt.Errorf("worker %v counts %d requests with a block that %d have", w, got, n)
 			}
 		}
@@ -100,8 +100,8 @@ func (r *Router) Check() error {
 	if len(counts) > 0 {
 		return fmt.Errorf("bookings on unknown workers: %v", counts)
 	}
-	if entries != l.active.Len() {
-		return fmt.Errorf("%d active blocks are counted, %d are booked", l.active.Len(), entries)
+	if entries != l.active.pairs {
+		return fmt.Errorf("%d active blocks are counted, %d are booked", l.active.pairs, entries)
 	}
 	slices.Sort(numbers)
 	for i, n := range numbers {

@@ -175,7 +175,8 @@ func (r *Router) receiptCandidates(p *prompt, e *policy.Explanation, trial bool,
 	for i := range r.targets {
 		t := &r.targets[i]
 		if at == len(r.candidates) || r.candidates[at].Target.Key != t.Key {
-			c := r.candidate(p, t, now)
+			var c policy.Candidate
+			r.candidate(&c, p, i, now)
 			line := receiptCandidate(&c)
 			line.Excluded = r.exclusion(p, t, trial, now)
 			list = append(list, line)

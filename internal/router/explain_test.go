@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"log/slog"
 	"math"
 	"math/rand/v2"
@@ -159,6 +160,29 @@ func TestAReceiptSaysWhyAWorkerWasExcluded(t *testing.T) {
 				t.Errorf("trial: %v", receipt.Trial)
 			}
 		})
+	}
+}
+
+// BenchmarkBusyThresholds measures a decision where thresholds are set and half of the
+// workers are busy, with a receipt and without.
+func BenchmarkBusyThresholds(b *testing.B) {
+	for _, workers := range []int{100, 1000} {
+		for _, explained := range []bool{false, true} {
+			b.Run(fmt.Sprintf("workers=%d/explained=%v", workers, explained), func(b *testing.B) {
+				r, _ := newWatchedRouter(b, "least-loaded", workers)
+				limit := 10
+				for w := range uint64(workers / 2) {
+					overload(b, r, kv.WorkerKey{Worker: w})
+				}
+				r.setBusyThresholds(BusyThresholds{ActivePrefillTokensThreshold: &limit})
+				if explained {
+					r.Decisions(1)
+				}
+				for b.Loop() {
+					MustRoute(b, r, Request{}).Booking.Finish(1)
+				}
+			})
+		}
 	}
 }
 

@@ -267,14 +267,16 @@ func TestAFailingWorkerLosesLittleAndIsBackInTime(t *testing.T) {
 			t.Run(fmt.Sprintf("%s, %d of 4", rule, bad), func(t *testing.T) {
 				r, now := newWatchedRouter(t, rule, 4)
 				began := *now
-				var flying []*Booking // the oldest first; each takes 300 ms
+				var flying []*Booking // the oldest first; each takes 300 ms, to its first token 25
 				sent, first, lost := 0, 0, 0
 				var back time.Duration // when its share was whole again
 				share, shareOf := 0, 0
 				for at := time.Duration(0); at < ends; at += every {
 					*now = began.Add(at)
+					if last := len(flying) - 1; last >= 0 {
+						flying[last].FirstToken()
+					}
 					for len(flying) >= int(300*time.Millisecond/every) {
-						flying[0].FirstToken()
 						flying[0].Finish(10)
 						flying = flying[1:]
 					}

@@ -149,10 +149,12 @@ func (r *Router) pairings(p *prompt, enforce bool) pairings {
 	whole, first, second := *p, *p, *p
 	whole.Kinds, whole.Leg, first.Leg, second.Leg = 0, kv.LegWhole, kv.LegPrefill, kv.LegDecode
 	first.Pinned = p.PinnedPrefill
+	r.survey(p)
 	for i := range r.targets {
 		t := &r.targets[i]
 		if whole.mayUse(t) {
-			c := r.candidate(p, t, now)
+			var c policy.Candidate
+			r.candidate(&c, p, i, now)
 			could.whole, most = true, max(most, c.Overlap)
 		}
 		if first.mayUse(t) {

@@ -3,8 +3,6 @@ package router
 import (
 	"context"
 	"errors"
-	"fmt"
-	"math/rand/v2"
 	"testing"
 
 	"pgregory.net/rapid"
@@ -244,7 +242,6 @@ func TestPairsKeepTheBooks(t *testing.T) {
 // another worker, and a prefill worker's answer is one token.
 func TestOnlyWholeRequestsTeachWhatIsUsual(t *testing.T) {
 	whole, legs := policy.NewWork(), policy.NewWork()
-	random := rand.New(rand.NewPCG(1, 1))
 	learn := func(p *policy.Work, o policy.Outcome) {
 		o.FirstToken, o.Decode, o.Alone = 50e6, 500e6, true
 		p.Learn(o)
@@ -256,13 +253,8 @@ func TestOnlyWholeRequestsTeachWhatIsUsual(t *testing.T) {
 		learn(legs, policy.Outcome{Leg: kv.LegPrefill, Uncached: 100, Output: 1, Before: policy.Meanwhile{Prompts: 1, Tokens: 100}})
 		learn(legs, policy.Outcome{Leg: kv.LegDecode, Output: 40, During: policy.Meanwhile{Context: 100}})
 	}
-	for _, p := range []*policy.Work{whole, legs} {
-		candidates := []policy.Candidate{{}, {}}
-		p.Choose(policy.Query{Tokens: 100, BlockSize: testkit.BlockSize}, candidates, random)
-		p.Choose(policy.Query{Tokens: 100000, BlockSize: testkit.BlockSize, Leg: kv.LegDecode}, candidates, random)
-	}
-	if fmt.Sprint(whole.Output.Value, whole.Uncached) != fmt.Sprint(legs.Output.Value, legs.Uncached) {
-		t.Errorf("usual output %v and prompt %v, want %v and %v", legs.Output, legs.Uncached, whole.Output, whole.Uncached)
+	if whole.Output.Value != legs.Output.Value {
+		t.Errorf("usual output %v, want %v", legs.Output.Value, whole.Output.Value)
 	}
 	if a, b := whole.Timing.Prefill(1000), legs.Timing.Prefill(1000); b < a/2 || b > a*2 {
 		t.Errorf("1000 tokens take %g ms, want about %g", b, a)

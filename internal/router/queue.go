@@ -46,16 +46,16 @@ func (k QueueSettings) validate() error {
 	return nil
 }
 
-// queueRefresh is how often a request that waits looks its prompt up again. It
+// QueueRefresh is how often a request that waits looks its prompt up again. It
 // also notices events that free capacity without a signal.
-const queueRefresh = 10 * time.Second
+const QueueRefresh = 10 * time.Second
 
 // waiter is a request that waits until a worker has capacity for it.
 type waiter struct {
 	prompt  prompt
 	since   time.Time
 	score   float64         // the higher go first, of those with one StrictPriority
-	decided chan waitResult // of one
+	decided chan waitResult // of one; where the prompt has decided, that is called instead
 }
 
 // waitResult is what drain decided on a waiting request.
@@ -145,7 +145,11 @@ func (r *Router) drain(now time.Time) {
 			result.decision.QueueTime = now.Sub(w.since)
 			r.choose(&w.prompt, &result.decision, now)
 		}
-		w.decided <- result
+		if tell := w.prompt.decided; tell != nil {
+			tell(result.decision, result.err)
+		} else {
+			w.decided <- result
+		}
 	}
 	clear(r.waiting[len(kept):])
 	r.waiting = kept
@@ -161,7 +165,7 @@ func (r *Router) anyCapacity() bool {
 func (r *Router) wait(ctx context.Context, w *waiter) (Decision, error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, r.Knobs.RouterQueueTimeout, ErrQueueTimeout)
 	defer cancel()
-	refresh := time.NewTicker(queueRefresh)
+	refresh := time.NewTicker(QueueRefresh)
 	defer refresh.Stop()
 	for {
 		select {
@@ -196,8 +200,46 @@ func (r *Router) lookUpAgain(w *waiter) {
 	matches := r.index.Match(w.prompt.local, nil)
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
-	w.prompt.matches = matches
+	w.prompt.matches, w.prompt.next = matches, 0
 	r.drain(r.Now())
+}
+
+// Waiting is a request of RouteOrWait that is in the queue.
+type Waiting struct {
+	router *Router
+	waiter *waiter
+}
+
+// RouteOrWait is Route for a caller that has a clock of its own and must not block:
+// where the request has to wait it returns a Waiting, and decided is called later,
+// with the decision or an error. It must not call the router. The caller calls
+// Refresh after each QueueRefresh, and Leave once RouterQueueTimeout is over.
+func (r *Router) RouteOrWait(request Request, decided func(Decision, error)) (Decision, *Waiting, error) {
+	scratch := r.scratch.Get().(*workspace)
+	p, decision := r.lookUp(request, scratch)
+	p.decided = decided
+	w, err := r.schedule(&p, &decision)
+	if w == nil {
+		r.scratch.Put(scratch) // else it is part of what waits
+		return decision, nil, err
+	}
+	return Decision{}, &Waiting{r, w}, nil
+}
+
+// Refresh brings up to date what the workers have of the request's prompt.
+func (w *Waiting) Refresh() { w.router.lookUpAgain(w.waiter) }
+
+// Leave takes the request out of the queue, and tells whether it was there: if not,
+// it has been decided.
+func (w *Waiting) Leave() bool {
+	r := w.router
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	at := slices.Index(r.waiting, w.waiter)
+	if at >= 0 {
+		r.waiting = slices.Delete(r.waiting, at, at+1)
+	}
+	return at >= 0
 }
 
 // QueueDepth returns the number of waiting requests and of their prompt tokens.

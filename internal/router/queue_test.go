@@ -415,3 +415,51 @@ func TestQueueServesEverybody(t *testing.T) {
 		})
 	})
 }
+
+// TestACallerWithAClockOfItsOwnIsToldOnceItNeedNotWait holds RouteOrWait, with
+// which a request waits without blocking.
+func TestACallerWithAClockOfItsOwnIsToldOnceItNeedNotWait(t *testing.T) {
+	r, clock := newQueueingRouter(t, 1, queueFCFS, 2)
+	told := map[int]Decision{}
+	ask := func(i int) (Decision, *Waiting, error) {
+		return r.RouteOrWait(Request{NumTokens: 20}, func(d Decision, err error) {
+			if err != nil {
+				t.Error(err)
+			}
+			told[i] = d
+		})
+	}
+	first, waiting, err := ask(0)
+	if err != nil || waiting != nil || first.Booking == nil {
+		t.Fatal(first, waiting, err)
+	}
+	_, second, _ := ask(1)
+	_, third, _ := ask(2)
+	if second == nil || third == nil || len(told) > 0 {
+		t.Fatal("a request does not wait that must")
+	}
+	if _, _, err := ask(3); err != ErrQueueFull {
+		t.Errorf("a fourth request: %v", err)
+	}
+	if !second.Leave() || second.Leave() {
+		t.Error("a request leaves the queue once")
+	}
+	third.Refresh()
+	clock.Advance(2 * time.Second)
+	if len(told) > 0 {
+		t.Error("one is decided while the worker is full")
+	}
+	first.Booking.FirstToken()
+	if d := told[2]; len(told) != 1 || d.Booking == nil || d.QueueTime != 2*time.Second {
+		t.Errorf("told of %+v", told)
+	}
+	if third.Leave() {
+		t.Error("a request that was decided has left")
+	}
+	first.Booking.End()
+	told[2].Booking.End()
+	expectDepth(t, r, 0)
+	if err := r.Check(); err != nil {
+		t.Error(err)
+	}
+}

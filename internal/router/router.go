@@ -89,7 +89,7 @@ type Decision struct {
 	ScheduleTime time.Duration // spent on choosing and booking, the wait for the lock included
 	QueueTime    time.Duration // spent in the queue, not part of the times above
 
-	Receipts []*Receipt // what explains it, where somebody wants to know; those of earlier tries come first
+	Receipts []*Receipt // what explains it, where somebody wants to know
 }
 
 // Settings are the settings of the Router, with Dynamo's names and
@@ -148,8 +148,9 @@ type Router struct {
 	traits    policy.Traits // the policy's
 	paired    atomic.Bool   // some worker computes only prompts or only answers
 
-	Mu         sync.Mutex  // guards all below
-	targets    []kv.Target // the workers that are up, by key
+	Mu         sync.Mutex    // guards all below
+	targets    []kv.Target   // the workers that are up, by key
+	books      []*workerLoad // of loads, for each of targets
 	loads      *Loads
 	outliers   *outlier.Detector
 	Policy     policy.Policy
@@ -173,12 +174,16 @@ type workspace struct {
 // prompt is a request with what lookUp finds out about it without the lock.
 type prompt struct {
 	Request
-	tokens   int      // its length; 0: unknown
-	local    []uint64 // local block hashes
-	matches  []kv.Match
-	counted  bool     // its blocks count as active
-	shared   bool     // those that other requests have too count once
-	sequence []uint64 // their sequence hashes, if shared
+	tokens   int        // its length; 0: unknown
+	local    []uint64   // local block hashes
+	matches  []kv.Match // by worker
+	next     int        // of matches, where matched goes on
+	workers  int        // that are up for the leg, whether they may serve it or not
+	counted  bool       // its blocks count as active
+	shared   bool       // those that other requests have too count once
+	sequence []uint64   // their sequence hashes, if shared
+
+	decided func(Decision, error) // told once it need not wait any more; nil: whoever waits is
 }
 
 // newBlocks is how many active blocks the prompt has where no other request is.
@@ -231,12 +236,12 @@ func (r *Router) Up(t kv.Target) {
 		r.assumes.SetCapacity(t.Key, t.TotalBlocks)
 	}
 	at, found := r.target(t.Key)
+	load := r.loads.expect(t)
 	if found {
 		r.targets[at] = t
 	} else {
-		r.targets = slices.Insert(r.targets, at, t)
+		r.targets, r.books = slices.Insert(r.targets, at, t), slices.Insert(r.books, at, load)
 	}
-	r.loads.expect(t)
 	r.outliers.Join(t.Key, t.Generation, r.Now())
 	r.notePairs()
 	r.drain(r.Now())
@@ -251,7 +256,9 @@ func (r *Router) target(w kv.WorkerKey) (at int, found bool) {
 func (r *Router) Down(w kv.WorkerKey) {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
-	r.targets = slices.DeleteFunc(r.targets, func(t kv.Target) bool { return t.Key == w })
+	if at, found := r.target(w); found {
+		r.targets, r.books = slices.Delete(r.targets, at, at+1), slices.Delete(r.books, at, at+1)
+	}
 	r.loads.silence(w)
 	r.outliers.Leave(w)
 	r.notePairs()
@@ -262,7 +269,9 @@ func (r *Router) Down(w kv.WorkerKey) {
 func (r *Router) Publish(w kv.WorkerKey, p policy.Published) {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
-	r.loads.publish(w, p)
+	if _, up := r.target(w); up { // what comes too late would keep the books of who is gone
+		r.loads.publish(w, p)
+	}
 }
 
 // IsUp tells whether that incarnation of a worker is up.
@@ -280,6 +289,31 @@ func (r *Router) Targets() []kv.Target {
 	return slices.Clone(r.targets)
 }
 
+// Count returns how many workers are up.
+func (r *Router) Count() int {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	return len(r.targets)
+}
+
+// Has tells whether a worker is up of which is is true. It is asked under the router's
+// lock, and copies nothing.
+func (r *Router) Has(is func(*kv.Target) bool) bool {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	return r.has(is)
+}
+
+// has is Has for who holds the lock.
+func (r *Router) has(is func(*kv.Target) bool) bool {
+	for i := range r.targets {
+		if is(&r.targets[i]) {
+			return true
+		}
+	}
+	return false
+}
+
 // Load returns the load of w.
 func (r *Router) Load(w kv.WorkerKey) policy.Load {
 	r.Mu.Lock()
@@ -294,7 +328,7 @@ func (r *Router) Load(w kv.WorkerKey) policy.Load {
 func (r *Router) Serves(model string) (serves, up bool) {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
-	return slices.ContainsFunc(r.targets, func(t kv.Target) bool { return t.Serves(model) }), len(r.targets) > 0
+	return r.has(func(t *kv.Target) bool { return t.Serves(model) }), len(r.targets) > 0
 }
 
 // Adapter returns model if it is the name of a LoRA adapter, else nothing. listed: it
@@ -397,81 +431,9 @@ func (r *Router) taken(p *prompt) bool {
 	return r.loads.booking(p.ID) != nil || slices.ContainsFunc(r.waiting, func(w *waiter) bool { return w.prompt.ID == p.ID })
 }
 
-// gather makes candidates of the workers that may serve p.
-func (r *Router) gather(p *prompt, now time.Time) error {
-	r.candidates = r.candidates[:0]
-	err := ErrNoWorker
-	for i := range r.targets {
-		t := &r.targets[i]
-		if !p.mayUse(t) {
-			continue
-		}
-		if r.Knobs.BusyThresholds.Set() && r.busy(t.Key.Worker, now) {
-			err = ErrBusy
-			continue
-		}
-		r.candidates = append(r.candidates, r.candidate(p, t, now))
-	}
-	if len(r.candidates) == 0 {
-		return err
-	}
-	if !r.outliers.Quiet() && p.Pinned == nil {
-		return r.sift(p, now)
-	}
-	return nil
-}
-
-// busy tells whether all ranks of a worker are beyond a threshold.
-func (r *Router) busy(worker uint64, now time.Time) bool {
-	return !slices.ContainsFunc(r.targets, func(t kv.Target) bool {
-		if t.Key.Worker != worker {
-			return false
-		}
-		load := r.loads.get(t.Key, now)
-		return !r.Knobs.BusyThresholds.exceeded(&t, &load)
-	})
-}
-
-// mayUse tells whether p, or the leg of it that is asked for, may be served by t.
-func (p *prompt) mayUse(t *kv.Target) bool {
-	return p.mightUse(t) && !slices.Contains(p.Exclude, t.Key.Worker)
-}
-
-// mightUse is mayUse before any worker has failed p.
-func (p *prompt) mightUse(t *kv.Target) bool {
-	return t.Takes(p.Leg) && p.Kinds.Allow(t.Kind) && t.Serves(p.Model) && (!p.SGLang || t.RunsSGLang()) &&
-		(p.Pinned == nil || *p.Pinned == t.Key) &&
-		(p.Allowed == nil || slices.Contains(p.Allowed, t.Key.Worker))
-}
-
-func (r *Router) candidate(p *prompt, t *kv.Target, now time.Time) policy.Candidate {
-	c := policy.Candidate{Target: *t, Load: r.loads.get(t.Key, now), NewBlocks: p.newBlocks()}
-	if p.Cached != nil {
-		c.Overlap = *p.Cached / r.blockSize
-	} else if i := slices.IndexFunc(p.matches, func(m kv.Match) bool { return m.Worker == t.Key }); i >= 0 {
-		c.Overlap = p.matches[i].Blocks
-		if r.traits.TreeBlocks {
-			c.TreeBlocks = r.index.Blocks(t.Key)
-		}
-	}
-	if p.counted && p.shared {
-		active := r.loads.Active(t.Key, p.sequence)
-		c.NewBlocks -= active
-		if r.traits.Siblings {
-			c.Overlap = max(c.Overlap, active)
-		}
-	}
-	usable := r.usableBlocks(p.tokens)
-	if r.traits.WholeMatch {
-		usable = p.tokens / r.blockSize
-	}
-	c.Overlap = min(c.Overlap, usable)
-	return c
-}
-
 // choose lets the policy choose among the candidates and books.
 func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
-	query := policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, FreePrefill: !r.tracksPrefill(p), Override: p.Override, Leg: p.Leg, Prefix: p.Prefix, Retry: len(p.Exclude) > 0}
+	query := policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, FreePrefill: !r.tracksPrefill(p), Override: p.Override, Leg: p.Leg, Sequence: p.sequence, DryRun: p.QueryOnly, Prefix: p.Prefix, Workers: p.workers, Retry: len(p.Exclude) > 0}
 	if _, is := r.Policy.(policy.Judged); is && !p.QueryOnly && !p.ChooseOnly {
 		r.decisions++
 		query.Decision = r.decisions
@@ -562,7 +524,9 @@ func (r *Router) Book(request Request, worker kv.WorkerKey) (*Booking, error) {
 	if r.taken(&p) {
 		return nil, ErrDuplicate
 	}
-	c := r.candidate(&p, &r.targets[at], now)
+	r.survey(&p)
+	var c policy.Candidate
+	r.candidate(&c, &p, at, now)
 	return r.book(&p, &c, now), nil
 }
 

@@ -384,6 +384,26 @@ func TestSiblingsInFlightCountAsCachedForWork(t *testing.T) {
 	}
 }
 
+// TestPromptsOfOnePassCountItOnce: an engine sends the first tokens of a pass together.
+func TestPromptsOfOnePassCountItOnce(t *testing.T) {
+	rule := &pupil{}
+	r := NewRouter(radix.NewTree(), rule, testkit.BlockSize, 1)
+	r.Up(kv.Target{Key: kv.WorkerKey{}})
+	now := time.Unix(1000, 0)
+	r.Now = func() time.Time { return now }
+	decodes := MustRoute(t, r, Request{NumTokens: 100})
+	decodes.Booking.FirstToken()
+	for _, after := range []time.Duration{50 * time.Millisecond, time.Millisecond, 30 * time.Millisecond, 0} {
+		now = now.Add(after)
+		MustRoute(t, r, Request{NumTokens: 100}).Booking.FirstToken()
+	}
+	now = now.Add(time.Second)
+	decodes.Booking.Finish(20)
+	if got := rule.outcomes[0].During; got.Prompts != 4 || got.Passes != 2 {
+		t.Errorf("%d prompts in %d passes, want 4 in 2", got.Prompts, got.Passes)
+	}
+}
+
 // pupil is a policy that keeps what it is told.
 type pupil struct {
 	policy.RoundRobin
@@ -417,7 +437,7 @@ func TestOutcomesTellWhatAWorkerDidMeanwhile(t *testing.T) {
 	a.Finish(11)
 	want := policy.Outcome{
 		Uncached: 100, Output: 11, Alone: true, FirstToken: 50 * time.Millisecond, Decode: 200 * time.Millisecond,
-		Before: policy.Meanwhile{Prompts: 1, Tokens: 100}, During: policy.Meanwhile{Prompts: 1, Tokens: 300, Context: (100*0.1 + 400*0.1) / 0.2},
+		Before: policy.Meanwhile{Prompts: 1, Passes: 1, Tokens: 100}, During: policy.Meanwhile{Prompts: 1, Passes: 1, Tokens: 300, Context: (100*0.1 + 400*0.1) / 0.2},
 	}
 	if len(rule.outcomes) != 1 || rule.outcomes[0] != want {
 		t.Fatalf("told %+v, want %+v", rule.outcomes, want)

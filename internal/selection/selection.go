@@ -309,7 +309,9 @@ func (s *Service) groupOf(worker uint64) string {
 
 // schedulable tells whether the partition has a worker that is up.
 func (s *Service) schedulable(of events.Partition) bool {
-	return len(s.targets(of)) > 0
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.router.Has(func(t *kv.Target) bool { return t.Serves(of.Model) && s.groupOf(t.Key.Worker) == of.Group })
 }
 
 // targets returns the workers of a partition that are up, by key.

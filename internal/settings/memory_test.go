@@ -1,9 +1,47 @@
 package settings
 
 import (
+	"fmt"
 	"os"
+	"runtime"
+	"runtime/debug"
+	"runtime/metrics"
 	"testing"
+	"time"
+
+	"kvrouter/internal/testkit"
 )
+
+func TestSmallHeapGrowsByMoreThanHalf(t *testing.T) {
+	for _, test := range []struct {
+		live, percent uint64
+	}{{0, 200}, {3 << 20, 200}, {8 << 20, 100}, {16 << 20, 50}, {32 << 20, 50}, {1 << 30, 50}} {
+		if got := growthPercent(test.live); got != int(test.percent) {
+			t.Errorf("%d live bytes: %d %%, want %d %%", test.live, got, test.percent)
+		}
+	}
+}
+
+func TestEveryCollectionIsSeen(t *testing.T) {
+	defer debug.SetGCPercent(debug.SetGCPercent(100))
+	watchHeap()
+	gogc := []metrics.Sample{{Name: "/gc/gogc:percent"}}
+	grows := func(percent uint64) {
+		t.Helper()
+		testkit.Eventually(t, 10*time.Second, fmt.Sprintf("a heap that may grow by %d %%", percent), func() bool {
+			runtime.GC()
+			metrics.Read(gogc)
+			return gogc[0].Value.Uint64() == percent
+		})
+	}
+	for range 3 {
+		large := make([]byte, 64<<20)
+		grows(largeHeapPercent)
+		runtime.KeepAlive(large)
+		large = nil
+		grows(200)
+	}
+}
 
 func TestMemoryOfThisProcess(t *testing.T) {
 	for _, test := range []struct {

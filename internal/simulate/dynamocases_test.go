@@ -42,18 +42,18 @@ func TestReplayInvariants(t *testing.T) {
 	}
 	for i, blocks := range held {
 		key := kv.WorkerKey{Worker: uint64(i)}
-		if n := run.index.Blocks(key); n != len(blocks) {
+		if n := run.indexes[0].Blocks(key); n != len(blocks) {
 			t.Errorf("worker %d: %d blocks in the index, %d in its cache", i, n, len(blocks))
 		}
 		left := make([]uint64, 0, len(blocks))
 		for h := range blocks {
 			left = append(left, h)
 		}
-		if unknown := run.index.Remove(key, left); unknown > 0 {
+		if unknown := run.indexes[0].Remove(key, left); unknown > 0 {
 			t.Errorf("worker %d: the index did not know %d blocks", i, unknown)
 		}
 	}
-	if dump := routertest.DumpLines(run.index); len(dump) > 0 {
+	if dump := routertest.DumpLines(run.indexes[0]); len(dump) > 0 {
 		t.Errorf("%d blocks are left in the index", len(dump))
 	}
 }

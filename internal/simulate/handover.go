@@ -1,26 +1,43 @@
 package simulate
 
 import (
+	"cmp"
+
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
 )
 
 // part returns the role of worker w.
 func (s *Simulation) part(w int) kv.Disagg {
+	kind := cmp.Or(s.Kind, kv.KindNIXL)
 	switch {
 	case s.Prefills == 0:
 		return kv.Disagg{}
 	case w < s.Prefills:
-		return kv.Disagg{Role: kv.RolePrefill, Kind: kv.KindNIXL}
+		return kv.Disagg{Role: kv.RolePrefill, Kind: kind, Bootstrap: kv.Bootstrap{Host: "simulated", Port: kv.SGLangPort}}
 	}
-	return kv.Disagg{Role: kv.RoleDecode, Kind: kv.KindNIXL}
+	return kv.Disagg{Role: kv.RoleDecode, Kind: kind}
 }
 
 // beginFetch starts the transfer of a prompt to a worker that has allocated its
-// blocks.
+// blocks, or notes that it waits for the prompt to be computed.
 func (s *simulator) beginFetch(r *engine.Request) {
+	flight := r.Tag.(*flight)
+	if !flight.prefill.ready {
+		flight.prefill.awaited = true
+		return
+	}
 	s.fetches++
-	s.coming.push(happening{at: s.now + s.Handover.Takes(r.Missing), order: s.Workers + s.total + s.fetches, fetched: r.Tag.(*flight)})
+	s.coming.push(happening{at: s.now + s.Handover.Takes(r.Missing), order: s.Workers + s.total + s.fetches, fetched: flight})
+}
+
+// promptComputed ends the work of a prefill leg: its prompt goes to a worker that
+// waits for it.
+func (s *simulator) promptComputed(leg *flight) {
+	leg.ready = true
+	if leg.awaited {
+		s.beginFetch(&leg.decode.Request)
+	}
 }
 
 // endFetch ends the transfer of a prompt: the worker that computed it frees its

@@ -63,6 +63,26 @@ func TestAPairsTimesAddUp(t *testing.T) {
 	same("its end", whole.end-whole.sent, prefill(40)+decode(1001))
 }
 
+// TestLegsTogetherSaveOneRoundTrip is one pair by hand, its workers 5 ms away: one
+// leg after the other takes two round trips, both at once take one.
+func TestLegsTogetherSaveOneRoundTrip(t *testing.T) {
+	prefill := 16.50142 + 1.518344e-02*1000 + 4.209989e-07*1000*1000
+	const transfer = 1000 * 131072 / 64e9 * 1000 // ms
+	u := 1000. / (16384 * 64)
+	decode := 5.74 + 54.01*u - 25.74*u*u
+	for kind, ways := range map[kv.Kind]float64{kv.KindNIXL: 4, kv.KindSGLang: 2} {
+		s := apart(simulation([]TraceRequest{{Prompt: 1000, Output: 1, Hashes: []uint64{1, 2}, Part: traceBlock, known: 1000}}, "kv", 64), 1)
+		s.Workers, s.Concurrency, s.Kind, s.Way = 2, 1, kind, 5*time.Millisecond
+		pair := finishedRun(t, s).ledger[0]
+		if pair.prefill == nil {
+			t.Fatalf("%v: one worker does it all", kind)
+		}
+		if got, want := milliseconds(pair.first-pair.sent), prefill+transfer+decode+5*ways; math.Abs(got-want) > 1e-4 {
+			t.Errorf("%v: the first token came after %v ms, want %v", kind, got, want)
+		}
+	}
+}
+
 // TestWhatIsCachedIsNotFetched: a decode worker that has the start of a prompt
 // asks for the rest alone.
 func TestWhatIsCachedIsNotFetched(t *testing.T) {

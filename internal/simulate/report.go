@@ -4,13 +4,15 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"slices"
+	"strings"
 	"text/tabwriter"
 	"time"
 )
 
-// Report is the outcome of a run. Times of requests count from when the
-// router sends them.
+// Report is the outcome of a run. Times of requests count from when the router
+// gets them.
 type Report struct {
 	Source      string  `json:"source"`
 	Policy      string  `json:"policy"`
@@ -36,6 +38,13 @@ type Report struct {
 	ITL             Distribution   `json:"itl_ms"` // of the requests' own means, those of one token left out
 	EndToEnd        Distribution   `json:"end_to_end_ms"`
 	Balance         []WorkerReport `json:"balance"`
+
+	Priority *Distribution  `json:"priority_ttft_ms,omitempty"` // of the requests that go before others
+	Queue    *QueueReport   `json:"queue,omitempty"`            // of the routers; nil: none had to wait
+	Lost     map[string]int `json:"lost,omitempty"`             // requests whose clients got an error, by why; all else is of the others
+	Retries  int            `json:"retries,omitempty"`
+	Denied   int            `json:"retries_denied,omitempty"` // for want of budget
+	Faults   []FaultReport  `json:"faults,omitempty"`
 
 	ttft []float64 // ms, in order of size
 	load [][]int   // requests in flight, by slice of the makespan and worker
@@ -82,13 +91,16 @@ func distribution(values []float64) Distribution {
 
 // report sums up a finished run.
 func (s *simulator) report() *Report {
-	var ttft, itl, endToEnd []float64
+	var ttft, itl, endToEnd, prior []float64
 	prompts, cached := make([]int, s.Workers), make([]int, s.Workers)
 	prompt, hit, predicted, wrong, output, pairs := 0, 0, 0, 0, 0, 0
 	var last time.Duration
 	for _, f := range s.ledger {
-		ttft = append(ttft, milliseconds(f.first-f.sent))
-		endToEnd = append(endToEnd, milliseconds(f.end-f.sent))
+		ttft = append(ttft, milliseconds(f.first-f.errand.asked))
+		endToEnd = append(endToEnd, milliseconds(f.end-f.errand.asked))
+		if f.errand.prior {
+			prior = append(prior, milliseconds(f.first-f.errand.asked))
+		}
 		if f.Output > 1 {
 			itl = append(itl, milliseconds(f.end-f.first)/float64(f.Output-1))
 		}
@@ -119,6 +131,17 @@ func (s *simulator) report() *Report {
 	if s.Concurrency == 0 {
 		r.Speedup = s.Speedup
 	}
+	if len(prior) > 0 {
+		waits := distribution(prior)
+		r.Priority = &waits
+	}
+	if len(s.waits) > 0 {
+		r.Queue = &QueueReport{Waited: len(s.waits), WaitMS: distribution(s.waits)}
+	}
+	if len(s.lost) > 0 {
+		r.Lost = s.lost
+	}
+	r.Retries, r.Denied, r.Faults = s.retried, s.denied, s.faultReports()
 	for w, worker := range s.workers {
 		share := WorkerReport{Worker: w, Requests: worker.sent, Busy: worker.busy.Seconds() / last.Seconds(), Reuse: float64(cached[w]) / float64(max(1, prompts[w]))}
 		if s.Prefills > 0 {
@@ -199,6 +222,12 @@ func writeReports(out io.Writer, reports []*Report) error {
 		fmt.Fprintln(table)
 	}
 	fmt.Fprintln(table)
+	if err := table.Flush(); err != nil {
+		return err
+	}
+	for _, r := range reports {
+		r.writeTroubles(out)
+	}
 	for _, r := range reports {
 		fmt.Fprintf(table, "%s: worker\t", r.Policy)
 		for _, w := range r.Balance {
@@ -225,6 +254,41 @@ func writeReports(out io.Writer, reports []*Report) error {
 		fmt.Fprint(table, "\n\n")
 	}
 	return table.Flush()
+}
+
+// writeTroubles tells of the queue, of what was lost and of faults, where there was
+// any.
+func (r *Report) writeTroubles(out io.Writer) {
+	var text []string
+	if r.Queue != nil {
+		text = append(text, fmt.Sprintf("%d waited in the router, ms mean %.1f p50 %.1f p99 %.1f", r.Queue.Waited, r.Queue.WaitMS.Mean, r.Queue.WaitMS.P50, r.Queue.WaitMS.P99))
+	}
+	if r.Priority != nil {
+		text = append(text, fmt.Sprintf("TTFT of those that go first, ms mean %.1f p99 %.1f", r.Priority.Mean, r.Priority.P99))
+	}
+	if len(r.Lost) > 0 {
+		counts := []string{}
+		for _, why := range slices.Sorted(maps.Keys(r.Lost)) {
+			counts = append(counts, fmt.Sprintf("%d %s", r.Lost[why], why))
+		}
+		text = append(text, fmt.Sprintf("%.2f %% lost (%s)", 100*r.LostShare(), strings.Join(counts, ", ")))
+	}
+	if r.Retries+r.Denied > 0 {
+		text = append(text, fmt.Sprintf("%d retries, %d denied", r.Retries, r.Denied))
+	}
+	for _, f := range r.Faults {
+		told := fmt.Sprintf("worker %d %s at %g s: met %d first attempts, %d in all, %d of them lost", f.Worker, f.Kind, f.AtS, f.First, f.Attempts, f.Lost)
+		if f.KnownS != nil {
+			told += fmt.Sprintf(", out after %.2f s", *f.KnownS)
+		}
+		if f.BackS != nil {
+			told += fmt.Sprintf(", back %.2f s after its end", *f.BackS)
+		}
+		text = append(text, told)
+	}
+	if len(text) > 0 {
+		fmt.Fprintf(out, "%s: %s\n\n", r.Policy, strings.Join(text, "; "))
+	}
 }
 
 func milliseconds(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }

@@ -5,17 +5,17 @@ package simulate
 
 import (
 	"cmp"
-	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"os"
 	"runtime/debug"
 	"strings"
 	"time"
 
 	"kvrouter/internal/engine"
-	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
@@ -24,21 +24,48 @@ import (
 // Settings are the flags of the simulate command. The settings of the policies, the
 // index and the engine come with the Simulation that Run is given.
 type Settings struct {
-	Trace          string            `placeholder:"FILE" help:"Requests to replay: JSON lines in Mooncake's format or of --record, also compressed by gzip."`
-	Synthetic      string            `placeholder:"SHAPE" help:"Made-up conversations in place of --trace. chat: groups of them share a system prompt, and each turn's prompt is the one before, its answer and a new message. agentic: runs of agents that call tools, see --agentic-workflows and those after it."`
-	SyntheticHints bool              `default:"true" negatable:"" help:"Give the router the hints that requests of --synthetic agentic or of a recording carry: which series each belongs to, how long that will be."`
-	Workers        int               `placeholder:"N" help:"Number of simulated workers, 8 unless --prefill-workers and --decode-workers are given; --mock-num-gpu-blocks, --mock-max-num-seqs, --mock-max-num-batched-tokens, --mock-prefill-ms, --mock-decode-ms and --speedup-ratio say what each is like."`
-	Concurrency    int               `placeholder:"N" help:"Requests in flight; the next one is sent when one ends. With --synthetic: conversations or workflows, the times between their requests included."`
-	Speedup        float64           `placeholder:"FACTOR" help:"Send requests at the trace's own times, divided by this."`
-	EventLag       float64           `default:"0" placeholder:"MS" help:"Age of what the router knows of the workers' caches, ms."`
-	JSON           bool              `name:"json" help:"Print the results as JSON, one object a policy."`
-	Plot           string            `placeholder:"FILE" help:"Also write a page (HTML) with the distribution of the time to first token and the workers' load."`
-	Shape          SyntheticSettings `embed:"" prefix:"synthetic-"`
-	Agents         AgenticSettings   `embed:"" prefix:"agentic-"`
+	Trace          string   `placeholder:"FILE" help:"Requests to replay: JSON lines in Mooncake's format or of --record, also compressed by gzip."`
+	Synthetic      string   `placeholder:"SHAPE" help:"Made-up conversations in place of --trace. chat: groups of them share a system prompt, and each turn's prompt is the one before, its answer and a new message. agentic: runs of agents that call tools, see --agentic-workflows and those after it."`
+	SyntheticHints bool     `default:"true" negatable:"" help:"Give the router the hints that requests of --synthetic agentic or of a recording carry: which series each belongs to, how long that will be."`
+	Workers        int      `placeholder:"N" help:"Number of simulated workers, 8 unless --prefill-workers and --decode-workers are given; --mock-num-gpu-blocks, --mock-max-num-seqs, --mock-max-num-batched-tokens, --mock-prefill-ms, --mock-decode-ms and --speedup-ratio say what each is like."`
+	Concurrency    int      `placeholder:"N" help:"Requests in flight; the next one is sent when one ends. With --synthetic: conversations or workflows, the times between their requests included."`
+	Speedup        float64  `placeholder:"FACTOR" help:"Send requests at the trace's own times, divided by this."`
+	EventLag       float64  `default:"0" placeholder:"MS" help:"Age of what the router knows of the workers' caches, ms."`
+	RoundTrip      float64  `default:"0" placeholder:"MS" help:"Network time from the router to a worker and back, ms."`
+	Routers        int      `default:"1" placeholder:"N" help:"Routers before the same workers; each request goes to one at random. Each follows the workers' caches, and knows of its own requests only what is in flight."`
+	UntoldCache    bool     `help:"Do not tell the router how many KV-cache blocks a worker has."`
+	Faults         []string `placeholder:"FAULT" help:"What goes wrong, such as 'worker=2 at=60s for=30s kind=error rate=0.3'; several are separated by commas. kind: error, answers a status 500; refuse, takes no connection; hang, answers nothing; slow. rate: share of the requests, or of the speed that is left; 1 unless given."`
+	PrioritySettings
+	JSON         bool              `name:"json" help:"Print the results as JSON, one object a policy."`
+	Plot         string            `placeholder:"FILE" help:"Also write a page (HTML) with the distribution of the time to first token and the workers' load."`
+	Shape        SyntheticSettings `embed:"" prefix:"synthetic-"`
+	Agents       AgenticSettings   `embed:"" prefix:"agentic-"`
+	GridSettings `embed:""`
 }
 
-// ValidateSynthetic checks the settings of --synthetic; its errors name the flag.
-func (s Settings) ValidateSynthetic() error {
+// longestDelay is the longest that --event-lag and --round-trip may be, ms: an hour.
+const longestDelay = 3_600_000.
+
+// Validate checks the settings; its errors name the flag.
+func (s Settings) Validate() error {
+	switch {
+	case (s.Trace == "") == (s.Synthetic == "") && s.Grid == "":
+		return errors.New("give either --trace FILE, such as testdata/traces/conversation_trace.jsonl.gz, --synthetic chat or agentic, or --grid FILE")
+	case s.Concurrency < 0 || !(s.Speedup >= 0):
+		return errors.New("--concurrency and --speedup cannot be negative")
+	case !(s.EventLag >= 0 && s.EventLag <= longestDelay && s.RoundTrip >= 0 && s.RoundTrip <= longestDelay):
+		return fmt.Errorf("--event-lag %v and --round-trip %v: give 0 to %v ms", s.EventLag, s.RoundTrip, longestDelay)
+	case s.Grid != "":
+		return s.validateGrid()
+	case s.Synthetic != "":
+		return s.validateSynthetic()
+	case (s.Concurrency > 0) == (s.Speedup > 0):
+		return errors.New("give either --concurrency N (requests in flight) or --speedup FACTOR (the trace's own times, divided)")
+	}
+	return nil
+}
+
+func (s Settings) validateSynthetic() error {
 	var rate float64
 	var flag string
 	var shape interface{ validate() error }
@@ -65,14 +92,22 @@ type Simulation struct {
 	Knobs         policy.Settings
 	Index         router.IndexSettings
 	Workers       int
-	Prefills      int // the first so many workers compute only prompts, the others answers; 0: each does both
+	Prefills      int     // the first so many workers compute only prompts, the others answers; 0: each does both
+	Kind          kv.Kind // how prompts are handed over: SGLang's legs leave together, NIXL's one after the other
 	Handover      engine.Handover
-	LeastUncached int // with fewer tokens of a prompt to compute, one worker does it all
+	Way           time.Duration // from the router to a worker, and as long back
+	LeastUncached int           // with fewer tokens of a prompt to compute, one worker does it all
 	Engine        engine.Settings
 	Concurrency   int           // conversations in flight, the next one begun when one ends; 0: by their arrival times
 	Speedup       float64       // arrival times are divided by it
 	EventLag      time.Duration // what the index sees is so much older
-	WithoutHints  bool          // the router gets no hints
+	Routers       int           // that share the requests; 0 counts as 1
+	UntoldCache   bool          // the router does not know how large a worker's cache is
+	Routing       router.Settings
+	Retry         outlier.RetrySettings
+	Priority      PrioritySettings
+	Faults        []string // as --faults has them
+	WithoutHints  bool     // the router gets no hints
 	Seed          uint64
 	Progress      func(done int) // called now and then; may be nil
 }
@@ -82,9 +117,10 @@ type Simulation struct {
 type simulator struct {
 	Simulation
 	now     time.Duration // since the run began
-	router  *router.Router
-	index   radix.Index
-	follows bool // the index is fed by the workers' events
+	routers []*router.Router
+	indexes []radix.Index // of the routers
+	random  *rand.Rand    // draws a request's router
+	follows bool          // the indexes are fed by the workers' events
 	workers []worker
 	coming  timeline
 	idle    []int       // workers that must look for work once all that happens now has
@@ -94,8 +130,20 @@ type simulator struct {
 	open    int         // conversations that have begun and not ended
 	done    int         // requests that have ended
 	fetches int         // of prompts, that have begun
-	ledger  []*flight
+	ledger  []*flight   // that were answered
 	err     error
+
+	budgets   []*outlier.Budget // of the routers
+	later     int               // calls of after
+	decided   []decidedErrand   // that have left the queue
+	waits     []float64         // in the queue, ms
+	lost      map[string]int    // requests, by why
+	retried   int
+	denied    int // retries, for want of budget
+	faults    []*fault
+	drawFault *rand.Rand
+	priors    map[*TraceRequest]bool // turns to come of conversations that have begun
+	drawPrior *rand.Rand
 }
 
 // worker is one simulated worker.
@@ -105,21 +153,31 @@ type worker struct {
 	inPass bool
 	busy   time.Duration // sum of its passes
 	sent   int
+
+	// Where there are faults:
+	fault   *fault        // what is wrong with it now; nil: nothing
+	heard   time.Duration // when it last emitted a token
+	flights []*flight     // that are under way
 }
 
 // flight is one request on its way.
 type flight struct {
 	engine.Request
-	request *TraceRequest
+	errand  *errand
 	worker  int
 	booking *router.Booking
 	sent    time.Duration
 	first   time.Duration // end of the pass that emitted the first token
+	heard   time.Duration // the same, of the last token so far
 	end     time.Duration
 	overlap int // predicted cached tokens
 
 	prefill *flight // the leg that computes the prompt elsewhere; nil: there is none
-	decode  *flight // the leg that follows; nil: this one brings the answer
+	decode  *flight // the leg that fetches the prompt; nil: this one brings the answer
+	ready   bool    // a prefill leg's prompt is computed
+	awaited bool    // a prefill leg's prompt is waited for
+
+	stalling bool // it ends if it stays silent
 }
 
 // lateEvent is a change of a worker's cache that the index sees later.
@@ -137,6 +195,12 @@ var epoch = time.Unix(1_000_000_000, 0)
 // runs have in common and these settings do not say.
 func (s Settings) Run(base Simulation, policies []string, out, progress *os.File) error {
 	defer debug.SetGCPercent(debug.SetGCPercent(400)) // saves 5 to 8 % of the CPU for some 35 MB
+	base.EventLag, base.WithoutHints = time.Duration(s.EventLag*float64(time.Millisecond)), !s.SyntheticHints
+	base.Way = time.Duration(s.RoundTrip / 2 * float64(time.Millisecond))
+	base.Routers, base.UntoldCache, base.Priority, base.Faults = s.Routers, s.UntoldCache, s.PrioritySettings, s.Faults
+	if s.Grid != "" {
+		return s.runGrid(base, out, progress)
+	}
 	source, requests, torn, err := s.requests(base.Seed, base.Engine)
 	if err != nil {
 		return err
@@ -147,7 +211,6 @@ func (s Settings) Run(base Simulation, policies []string, out, progress *os.File
 	total := countRequests(requests)
 	base.Source, base.Requests = source, requests
 	base.Concurrency, base.Speedup = s.Concurrency, cmp.Or(s.Speedup, 1)
-	base.EventLag, base.WithoutHints = time.Duration(s.EventLag*float64(time.Millisecond)), !s.SyntheticHints
 	var reports []*Report
 	for _, name := range policies {
 		run := base
@@ -220,42 +283,89 @@ func progressBar(to *os.File, name string, total int) func(done int) {
 
 // Run replays the trace to its end.
 func (s Simulation) Run() (*Report, error) {
-	switch {
-	case s.Workers < 1:
-		return nil, errors.New("a simulation needs at least one worker")
-	case s.Concurrency < 0 || s.Speedup < 0 || s.Concurrency == 0 && s.Speedup == 0:
-		return nil, errors.New("a simulation needs a concurrency or a speedup of more than 0")
+	run, err := s.start()
+	if err == nil {
+		err = run.loop()
 	}
-	chooser, err := policy.New(s.Policy, s.Knobs)
+	if err == nil && len(run.ledger) == 0 {
+		err = fmt.Errorf("none of %d requests was answered: %v", run.total, run.lost)
+	}
 	if err != nil {
-		return nil, err
-	}
-	run := newSimulator(s, chooser)
-	if err := run.loop(); err != nil {
 		return nil, err
 	}
 	return run.report(), nil
 }
 
-// newSimulator returns a simulator with idle workers.
-func newSimulator(s Simulation, chooser policy.Policy) *simulator {
+// start returns a simulator of the run that has done nothing yet.
+func (s Simulation) start() (*simulator, error) {
+	switch {
+	case s.Workers < 1:
+		return nil, errors.New("a simulation needs at least one worker")
+	case s.Concurrency < 0 || s.Speedup < 0 || s.Concurrency == 0 && s.Speedup == 0:
+		return nil, errors.New("a simulation needs a concurrency or a speedup of more than 0")
+	case s.Prefills > 0 && (len(s.Faults) > 0 || s.Routing.RouterQueueThreshold != nil || s.Routing.BusyThresholds.Set()):
+		return nil, errors.New("with prefill and decode apart neither faults nor the queue nor busy thresholds are simulated: leave out --faults, --router-queue-threshold and the --active thresholds")
+	case s.Way > 0 && len(s.Faults) > 0:
+		return nil, errors.New("--round-trip is not simulated with --faults: leave one of them out")
+	case s.Routing.RouterTrackOutputBlocks || s.Routing.RecordDecisions:
+		return nil, errors.New("simulate neither counts the blocks of answers nor records decisions: leave out --router-track-output-blocks and --record-decisions")
+	case !(s.Priority.PriorityShare >= 0 && s.Priority.PriorityShare <= 1) || !(s.Priority.PriorityJump >= 0):
+		return nil, errors.New("--priority-share: give a share from 0 to 1; --priority-jump: give seconds, at least 0")
+	case s.Routers < 0 || s.Routers > maxRouters:
+		return nil, fmt.Errorf("%d routers: give 1 to %d", s.Routers, maxRouters)
+	}
+	choosers := make([]policy.Policy, max(1, s.Routers))
+	for i := range choosers {
+		var err error
+		if choosers[i], err = policy.New(s.Policy, s.Knobs); err != nil {
+			return nil, err
+		}
+	}
+	run := newSimulator(s, choosers...)
+	var err error
+	if run.faults, err = parseFaults(s.Faults, s.Workers); err != nil {
+		return nil, err
+	}
+	run.planFaults()
+	return run, nil
+}
+
+// maxRouters is how many routers there may be before the same workers.
+const maxRouters = 64
+
+// newSimulator returns a simulator with idle workers and a router for each of the
+// policies.
+func newSimulator(s Simulation, choosers ...policy.Policy) *simulator {
 	total := countRequests(s.Requests)
 	run := &simulator{
 		Simulation: s,
+		random:     rand.New(rand.NewPCG(s.Seed, 3)),
+		lost:       map[string]int{},
+		priors:     map[*TraceRequest]bool{},
+		drawPrior:  rand.New(rand.NewPCG(s.Seed, 4)),
 		follows:    s.Index.Follows(s.Policy, s.Knobs),
 		workers:    make([]worker, s.Workers),
 		total:      total,
 		ledger:     make([]*flight, 0, total),
 	}
-	clock := func() time.Time { return epoch.Add(run.now) }
-	run.index = router.NewIndex(s.Index, s.Policy, s.Knobs, s.Engine.BlockSize, clock)
-	run.router = router.NewRouter(run.index, chooser, s.Engine.BlockSize, s.Seed)
-	run.router.Now = clock
+	for i, chooser := range choosers {
+		index := router.NewIndex(s.Index, s.Policy, s.Knobs, s.Engine.BlockSize, run.clock)
+		run.indexes = append(run.indexes, index)
+		run.routers = append(run.routers, router.New(index, chooser, s.Engine.BlockSize, s.Seed+uint64(i), s.Routing))
+		run.budgets = append(run.budgets, outlier.NewBudget(s.Retry.RetryBudget))
+		run.routers[i].Now = run.clock
+	}
+	blocks := s.Engine.Blocks
+	if s.UntoldCache {
+		blocks = 0
+	}
 	for i := range run.workers {
 		simulated := engine.New(s.Engine, func(event engine.Event) { run.cacheChanged(i, event) })
 		simulated.Fetch = run.beginFetch
 		run.workers[i].engine = simulated
-		run.router.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, TotalBlocks: s.Engine.Blocks, Disagg: s.part(i)})
+		for _, router := range run.routers {
+			router.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, TotalBlocks: blocks, MaxBatchedTokens: s.Engine.MaxBatchedTokens, Disagg: s.part(i)})
+		}
 	}
 	return run
 }
@@ -264,6 +374,7 @@ func newSimulator(s Simulation, chooser policy.Policy) *simulator {
 // starts at that time.
 func (s *simulator) loop() error {
 	for s.done < s.total {
+		s.leaveQueue()
 		s.sendDue()
 		for _, w := range s.idle {
 			s.workers[w].queued = false
@@ -285,6 +396,8 @@ func (s *simulator) loop() error {
 			switch h := s.coming.pop(); {
 			case h.turn != nil:
 				s.send(h.turn)
+			case h.call != nil:
+				h.call()
 			case h.fetched != nil:
 				s.endFetch(h.fetched)
 			default:
@@ -306,7 +419,7 @@ func (s *simulator) nextArrival() (at time.Duration, waits bool) {
 // sendDue begins every conversation whose time has come.
 func (s *simulator) sendDue() {
 	for s.next < len(s.Requests) && s.err == nil {
-		if arrival, byTime := s.nextArrival(); byTime && arrival > s.now || !byTime && s.open >= s.Concurrency {
+		if arrival, byTime := s.nextArrival(); byTime && arrival > s.now || !byTime && s.open >= s.Concurrency && !s.Requests[s.next].AtOnce {
 			return
 		}
 		s.open++
@@ -315,43 +428,11 @@ func (s *simulator) sendDue() {
 	}
 }
 
-// send routes one request and queues it on its worker, or on the first of two.
-func (s *simulator) send(request *TraceRequest) {
-	s.catchUp()
-	local, blocks := request.Blocks(s.Engine.BlockSize)
-	prefix := request.Hints
-	if s.WithoutHints {
-		prefix = hints.Prefix{}
-	}
-	asked := router.Request{Local: local, NumTokens: request.Prompt, Prefix: prefix}
-	var pair router.Pair
-	var err error
-	if s.Prefills > 0 {
-		pair, err = s.router.RoutePair(context.Background(), asked, router.PairRule{LeastUncached: s.LeastUncached})
-	} else {
-		pair.Decode, err = s.router.Route(context.Background(), asked)
-	}
-	if err != nil {
-		s.err = err
-		return
-	}
-	flight := s.newFlight(request, pair.Decode, engine.Request{Blocks: blocks, Prompt: request.Prompt, Output: request.Output})
-	s.ledger = append(s.ledger, flight)
-	if pair.Prefill.Booking == nil {
-		s.submit(flight)
-		return
-	}
-	flight.Fetch = true
-	flight.prefill = s.newFlight(request, pair.Prefill, engine.Request{Blocks: blocks[:len(local)], Prompt: request.Prompt, Output: 1, Keep: true})
-	flight.prefill.decode = flight
-	s.submit(flight.prefill)
-}
-
 // newFlight is a request, or a leg of it, on its way to where the decision says.
-func (s *simulator) newFlight(request *TraceRequest, decision router.Decision, work engine.Request) *flight {
+func (s *simulator) newFlight(e *errand, decision router.Decision, work engine.Request) *flight {
 	flight := &flight{
 		Request: work,
-		request: request,
+		errand:  e,
 		worker:  int(decision.Target.Key.Worker),
 		booking: decision.Booking,
 		sent:    s.now,
@@ -361,11 +442,24 @@ func (s *simulator) newFlight(request *TraceRequest, decision router.Decision, w
 	return flight
 }
 
-// submit queues a flight on its worker.
-func (s *simulator) submit(flight *flight) {
-	s.workers[flight.worker].sent++
-	if err := s.workers[flight.worker].engine.Submit(&flight.Request); err != nil {
-		s.err = fmt.Errorf("request %d of %s: %w", len(s.ledger), s.Source, err)
+// submit sends a flight to its worker.
+func (s *simulator) submit(flight *flight) { s.travel(func() { s.arrive(flight) }) }
+
+// travel has f called after the way between router and worker.
+func (s *simulator) travel(f func()) {
+	if s.Way == 0 {
+		f()
+		return
+	}
+	s.after(s.Way, f)
+}
+
+// arrive queues a flight on its worker.
+func (s *simulator) arrive(flight *flight) {
+	worker := &s.workers[flight.worker]
+	worker.sent++
+	if err := worker.engine.Submit(&flight.Request); err != nil {
+		s.err = fmt.Errorf("request of %s: %w", s.Source, err)
 		return
 	}
 	s.wake(flight.worker)
@@ -382,10 +476,14 @@ func (s *simulator) wake(w int) {
 // beginPass starts worker w's next pass, if it has work.
 func (s *simulator) beginPass(w int) {
 	worker := &s.workers[w]
+	if worker.stopped() {
+		return
+	}
 	d, busy := worker.engine.Begin()
 	if !busy {
 		return
 	}
+	d = worker.passTime(d)
 	worker.inPass = true
 	worker.busy += d
 	s.coming.push(happening{at: s.now + d, order: w})
@@ -396,39 +494,58 @@ func (s *simulator) endPass(w int) {
 	worker := &s.workers[w]
 	worker.inPass = false
 	for _, r := range worker.engine.End() {
+		if len(s.faults) > 0 {
+			worker.heard, r.Tag.(*flight).heard = s.now, s.now
+		}
 		if r.Generated > 1 && r.Generated < r.Output {
 			continue
 		}
 		flight := r.Tag.(*flight)
-		if r.Generated == 1 {
-			flight.first = s.now
-			flight.booking.FirstToken()
+		if flight.decode != nil {
+			s.promptComputed(flight)
 		}
-		if r.Generated == r.Output {
-			flight.end = s.now
-			if flight.prefill == nil { // else the cached tokens came from there
-				flight.booking.Cached(r.Cached)
-			}
-			flight.booking.Finish(r.Output)
-			flight.booking, flight.Blocks = nil, nil
-			if flight.decode != nil {
-				s.submit(flight.decode)
-				continue
-			}
-			s.done++
-			if next := flight.request.Next; next != nil {
-				s.coming.push(happening{at: s.now + flight.request.Think, order: s.Workers + s.done, turn: next})
-			} else {
-				s.open--
-			}
-			if s.Progress != nil && (s.done%64 == 0 || s.done == s.total) {
-				s.Progress(s.done)
-			}
-		}
+		first, last := r.Generated == 1, r.Generated == r.Output
+		s.travel(func() { s.hear(flight, first, last) })
 	}
 	running, waiting, usage := worker.engine.Load()
-	s.router.Publish(kv.WorkerKey{Worker: uint64(w)}, policy.Published{Running: running, Waiting: waiting, KVUsage: usage, At: epoch.Add(s.now)})
+	for _, router := range s.routers {
+		router.Publish(kv.WorkerKey{Worker: uint64(w)}, policy.Published{Running: running, Waiting: waiting, KVUsage: usage, At: s.clock()})
+	}
 	s.wake(w)
+}
+
+// hear takes in the first or the last token of a flight; the only one is both.
+func (s *simulator) hear(f *flight, first, last bool) {
+	if first {
+		f.first = s.now
+		f.booking.FirstToken()
+	}
+	if last {
+		s.answered(f)
+	}
+}
+
+// answered ends a flight whose last token has come.
+func (s *simulator) answered(f *flight) {
+	f.end = s.now
+	if f.prefill == nil { // else the cached tokens came from there
+		f.booking.Cached(f.Request.Cached)
+	}
+	f.booking.Finish(f.Output)
+	f.booking, f.Blocks = nil, nil
+	s.land(f)
+	if f.decode != nil {
+		if s.Kind != kv.KindSGLang {
+			s.submit(f.decode)
+		}
+		return
+	}
+	if len(s.faults) > 0 {
+		s.noteHealth(f.worker)
+	}
+	f.errand.local, f.errand.blocks = nil, nil
+	s.ledger = append(s.ledger, f)
+	s.over(f.errand)
 }
 
 // cacheChanged takes a change of worker w's cache to the index, at once or late.
@@ -453,15 +570,17 @@ func (s *simulator) catchUp() {
 	s.lagging = s.lagging[n:]
 }
 
-// apply changes the index as worker w's cache has changed.
+// apply changes the indexes as worker w's cache has changed.
 func (s *simulator) apply(w int, event engine.Event) {
 	key := kv.WorkerKey{Worker: uint64(w)}
-	if !event.Stored {
-		if unknown := s.index.Remove(key, event.Removed); unknown > 0 {
-			s.err = fmt.Errorf("simulated worker %d removed %d blocks that the index does not know", w, unknown)
+	for _, index := range s.indexes {
+		if !event.Stored {
+			if unknown := index.Remove(key, event.Removed); unknown > 0 {
+				s.err = fmt.Errorf("simulated worker %d removed %d blocks that the index does not know", w, unknown)
+			}
+		} else if err := index.Store(key, event.Parent, event.HasParent, event.Blocks); err != nil {
+			s.err = err
 		}
-	} else if err := s.index.Store(key, event.Parent, event.HasParent, event.Blocks); err != nil {
-		s.err = err
 	}
 }
 
@@ -473,6 +592,7 @@ type happening struct {
 	turn  *TraceRequest // nil: a pass or a fetch
 
 	fetched *flight // whose prompt has come
+	call    func()  // nil: none of after
 }
 
 func (h happening) before(other happening) bool {

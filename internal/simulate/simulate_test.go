@@ -11,6 +11,7 @@ import (
 
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
@@ -82,7 +83,7 @@ func loadTraces(t testing.TB) map[string][]TraceRequest {
 // simulation is a run with 8 workers of the default engine; a load from 64 on is
 // a number of requests in flight, a smaller one a speedup.
 func simulation(requests []TraceRequest, rule string, load float64) Simulation {
-	s := Simulation{Requests: requests, Policy: rule, Knobs: policy.DefaultSettings(), Index: router.DefaultIndexSettings(), Workers: 8, Engine: engine.DefaultSettings(), Seed: 1}
+	s := Simulation{Requests: requests, Policy: rule, Knobs: policy.DefaultSettings(), Index: router.DefaultIndexSettings(), Routing: router.DefaultSettings(), Retry: outlier.DefaultRetrySettings(), Workers: 8, Engine: engine.DefaultSettings(), Seed: 1}
 	if load >= 64 {
 		s.Concurrency = int(load)
 	} else {
@@ -103,11 +104,10 @@ func mustRun(t testing.TB, s Simulation) *Report {
 // finishedRun is a run of s to its end.
 func finishedRun(t testing.TB, s Simulation) *simulator {
 	t.Helper()
-	policy, err := policy.NewPolicy(s.Policy)
+	run, err := s.start()
 	if err != nil {
 		t.Fatal(err)
 	}
-	run := newSimulator(s, policy)
 	if err := run.loop(); err != nil {
 		t.Fatal(err)
 	}
@@ -190,12 +190,12 @@ func (s *simulator) checkNothingIsLeft(t *testing.T) {
 		if err := engine.Check(); err != nil || engine.Pool.Active() != 0 {
 			t.Errorf("%s: worker %d: %d blocks in use at the end: %v", s.Policy, i, engine.Pool.Active(), err)
 		}
-		if l := s.router.Load(kv.WorkerKey{Worker: uint64(i)}); l.InFlight != 0 || l.PrefillTokens != 0 || l.ContextTokens != 0 || l.AwaitedTokens != 0 || l.ActiveBlocks != 0 {
+		if l := s.routers[0].Load(kv.WorkerKey{Worker: uint64(i)}); l.InFlight != 0 || l.PrefillTokens != 0 || l.ContextTokens != 0 || l.AwaitedTokens != 0 || l.ActiveBlocks != 0 {
 			t.Errorf("%s: worker %d: %d in flight, %d tokens to compute, %d decoding, %d awaited, %d blocks are left",
 				s.Policy, i, l.InFlight, l.PrefillTokens, l.ContextTokens, l.AwaitedTokens, l.ActiveBlocks)
 		}
 	}
-	if index, is := s.index.(*radix.Tree); is {
+	if index, is := s.indexes[0].(*radix.Tree); is {
 		if err := index.Check(); err != nil {
 			t.Errorf("%s: %v", s.Policy, err)
 		}
@@ -306,6 +306,41 @@ func BenchmarkSimulate(b *testing.B) {
 					mustRun(b, s)
 				}
 			})
+		}
+	}
+}
+
+// TestSeveralRoutersShareTheRequests holds that each of them sees all caches, and
+// only its own requests: predictions are right, and balance is a little worse.
+func TestSeveralRoutersShareTheRequests(t *testing.T) {
+	s := simulation(mustChat(t, syntheticSettings(), 1), "work", 0)
+	s.Workers, s.Concurrency, s.Routers = 4, 60, 3
+	run := finishedRun(t, s)
+	for i, router := range run.routers {
+		for w := range run.workers {
+			if l := router.Load(kv.WorkerKey{Worker: uint64(w)}); l.InFlight != 0 {
+				t.Errorf("router %d has %d in flight on worker %d at the end", i, l.InFlight, w)
+			}
+		}
+	}
+	one := s
+	one.Routers = 1
+	several, alone := run.report(), mustRun(t, one)
+	if several.Requests != alone.Requests || several.Reuse < 0.8*alone.Reuse {
+		t.Errorf("reuse %v of three routers, %v of one", several.Reuse, alone.Reuse)
+	}
+	if again := finishedRun(t, s).report(); again.TTFT != several.TTFT {
+		t.Error("two runs with the same seed differ")
+	}
+}
+
+func TestACacheOfUntoldSizeIsNotKnownToTheRouter(t *testing.T) {
+	for _, untold := range []bool{false, true} {
+		s := simulation(mustChat(t, syntheticSettings(), 1), "work", 0)
+		s.Workers, s.Concurrency, s.UntoldCache = 2, 10, untold
+		run := finishedRun(t, s)
+		if got := run.routers[0].Targets()[0].TotalBlocks == 0; got != untold {
+			t.Errorf("untold %v: the router knows %d blocks", untold, run.routers[0].Targets()[0].TotalBlocks)
 		}
 	}
 }

@@ -25,9 +25,14 @@ type SyntheticSettings struct {
 	PrefixTokens  int           `group:"Synthetic conversations" default:"2000" help:"Tokens of a group's prefix."`
 	UserTokens    float64       `group:"Synthetic conversations" default:"200" help:"Mean tokens of a user message."`
 	OutputTokens  float64       `group:"Synthetic conversations" default:"200" help:"Mean tokens of an answer."`
+	Shifts        int           `group:"Synthetic conversations" default:"0" help:"How many times, evenly over the run, all groups make place for new ones."`
+	Burst         int           `group:"Synthetic conversations" default:"0" placeholder:"N" help:"N conversations of one new group begin at once in the middle of the run, also beyond --concurrency; they are part of --synthetic-conversations."`
 }
 
 func (s SyntheticSettings) validate() error {
+	if s.Burst > s.Conversations/2 {
+		return fmt.Errorf("--synthetic-burst %d: give at most half of the %d conversations", s.Burst, s.Conversations)
+	}
 	return checkLeast("--synthetic-", []leastValue{
 		{"conversations", float64(s.Conversations), 1},
 		{"rate", s.Rate, 0},
@@ -38,6 +43,8 @@ func (s SyntheticSettings) validate() error {
 		{"prefix-tokens", float64(s.PrefixTokens), 0},
 		{"user-tokens", s.UserTokens, 1},
 		{"output-tokens", s.OutputTokens, 1},
+		{"shifts", float64(s.Shifts), 0},
+		{"burst", float64(s.Burst), 0},
 	})
 }
 
@@ -69,26 +76,34 @@ func SyntheticChat(settings SyntheticSettings, seed uint64, longest int) ([]Trac
 	random := rand.New(rand.NewPCG(seed, 1))
 	popularity := zipfShares(settings.Groups, settings.Skew)
 	requests := make([]TraceRequest, 0, settings.Conversations)
+	owners := settings.Groups * (settings.Shifts + 1) // of hashes: the groups, and then the conversations
 	var arrival time.Duration
 	for i := range settings.Conversations {
+		middle := settings.Conversations / 2
+		burst := i >= middle && i < middle+settings.Burst
+		atOnce := burst && i > middle
 		gap := random.ExpFloat64() // also where it is not needed, so that the conversations do not depend on the rate
-		if settings.Rate > 0 && i > 0 {
+		if settings.Rate > 0 && i > 0 && !atOnce {
 			arrival += time.Duration(gap / settings.Rate * float64(time.Second))
 		}
 		group, _ := slices.BinarySearch(popularity, random.Float64())
+		group += settings.Groups * (i * (settings.Shifts + 1) / settings.Conversations)
+		if burst {
+			group = owners + settings.Conversations
+		}
 		turns := settings.turns(random, longest)
 		if len(turns) == 0 {
 			return nil, fmt.Errorf("conversation %d of prefix, user message and answer does not fit the KV cache of %d tokens; give less --synthetic-prefix-tokens, -user-tokens or -output-tokens, or more --mock-num-gpu-blocks", i, longest)
 		}
 		last := turns[len(turns)-1]
-		hashes := syntheticHashes(group, settings.Groups+i, settings.PrefixTokens, last.known)
+		hashes := syntheticHashes(group, owners+i, settings.PrefixTokens, last.known)
 		for k := range turns {
 			turns[k].Hashes, turns[k].Part = hashes, syntheticPart
 			if k > 0 {
 				turns[k-1].Next = &turns[k]
 			}
 		}
-		turns[0].Arrival = arrival
+		turns[0].Arrival, turns[0].AtOnce = arrival, atOnce
 		requests = append(requests, turns[0])
 	}
 	return requests, nil

@@ -134,7 +134,7 @@ func TestATurnIsSentWhenItsUserHasReadAndThought(t *testing.T) {
 	run := finishedRun(t, s)
 	flights := map[*TraceRequest]*flight{}
 	for _, f := range run.ledger {
-		flights[f.request] = f
+		flights[f.errand.request] = f
 	}
 	type change struct {
 		at   time.Duration
@@ -145,10 +145,10 @@ func TestATurnIsSentWhenItsUserHasReadAndThought(t *testing.T) {
 	for i := range s.Requests {
 		f := flights[&s.Requests[i]]
 		changes = append(changes, change{f.sent, 1})
-		for f.request.Next != nil {
-			next := flights[f.request.Next]
-			if next.sent != f.end+f.request.Think {
-				t.Fatalf("answer ended at %v, %v of thought, next turn at %v", f.end, f.request.Think, next.sent)
+		for f.errand.request.Next != nil {
+			next := flights[f.errand.request.Next]
+			if next.sent != f.end+f.errand.request.Think {
+				t.Fatalf("answer ended at %v, %v of thought, next turn at %v", f.end, f.errand.request.Think, next.sent)
 			}
 			if next.worker == f.worker {
 				stayed++
@@ -177,5 +177,48 @@ func TestATurnIsSentWhenItsUserHasReadAndThought(t *testing.T) {
 	}
 	if stayed == 0 {
 		t.Error("no turn went to the worker of the one before")
+	}
+}
+
+func TestGroupsMakePlaceForNewOnes(t *testing.T) {
+	settings := syntheticSettings()
+	settings.Shifts = 2
+	requests := mustChat(t, settings, 1)
+	owners := map[uint64]bool{}
+	for i, r := range requests {
+		group := r.Hashes[0] >> 32
+		owners[group] = true
+		if part := uint64(i * 3 / len(requests)); group/uint64(settings.Groups) != part {
+			t.Fatalf("conversation %d of %d is of group %d", i, len(requests), group)
+		}
+		if own := r.Hashes[len(r.Hashes)-1] >> 32; own < uint64(3*settings.Groups) {
+			t.Fatalf("the end of conversation %d is that of group %d", i, own)
+		}
+	}
+	if len(owners) != 3*settings.Groups {
+		t.Errorf("%d groups, three times %d are right", len(owners), settings.Groups)
+	}
+}
+
+func TestABurstBeginsAtOnceAndBeyondTheConcurrency(t *testing.T) {
+	for _, rate := range []float64{0, 2} {
+		settings := syntheticSettings()
+		settings.Burst, settings.Rate = 40, rate
+		s := simulation(mustChat(t, settings, 1), "kv", 0)
+		s.Workers, s.Speedup = 2, 1
+		if rate == 0 {
+			s.Concurrency = 10
+		}
+		run := finishedRun(t, s)
+		sent := map[uint64][]time.Duration{} // first turns, by group
+		for i := range s.Requests {
+			at := slices.IndexFunc(run.ledger, func(f *flight) bool { return f.errand.request == &s.Requests[i] })
+			group := s.Requests[i].Hashes[0] >> 32
+			sent[group] = append(sent[group], run.ledger[at].sent)
+		}
+		burst := sent[uint64(settings.Groups+settings.Conversations)]
+		if len(burst) != settings.Burst || burst[0] == 0 || slices.Max(burst) != slices.Min(burst) {
+			t.Errorf("rate %v: %d began at %v to %v", rate, len(burst), slices.Min(burst), slices.Max(burst))
+		}
 	}
 }

@@ -29,6 +29,7 @@ type TraceRequest struct {
 	Output  int           // tokens
 	Next    *TraceRequest // the turn of the conversation that follows; nil: none
 	Think   time.Duration // from the end of this one's answer to Next, which does not use its Arrival
+	AtOnce  bool          // is sent with the one before, however many are in flight
 	Hints   hints.Prefix  // that its client gave
 	Hashes  []uint64      // of the parts of the prompt, and of the answer as far as it is known; each stands for all before it too
 	Part    int           // tokens that one of hashes stands for

@@ -56,7 +56,7 @@ type RecordLine struct {
 
 	Hints *hints.Recorded `json:"hints,omitempty"`
 
-	Decisions []*router.Receipt `json:"decisions,omitempty"` // why its workers were chosen, with --record-decisions; of a shared request the prefill worker's first
+	Decisions []*router.Receipt `json:"decisions,omitempty"` // why its workers were chosen, with --record-decisions; those of all tries, of a shared one the prefill worker's first
 }
 
 // Recorder writes one line a finished request to a file, for simulate to replay.
@@ -156,7 +156,7 @@ func (r *Recorder) Finished(x proxy.Exchange, prompt *RecordedPrompt, now time.T
 		TokensSource: x.Source, PromptMismatch: x.Usage.Known && x.Usage.PromptTokens != prompt.Tokens,
 	}
 	if r.Decisions {
-		line.Decisions = nameless(x.Decision.Receipts)
+		line.Decisions = nameless(x.Receipts)
 	}
 	if x.Usage.CachedKnown {
 		line.CachedTokens = &x.Usage.CachedTokens
@@ -166,7 +166,23 @@ func (r *Recorder) Finished(x proxy.Exchange, prompt *RecordedPrompt, now time.T
 		line.FirstTokenMS = &first
 	}
 	line.Timestamp = max(0, milliseconds(line.Arrived.Sub(r.epoch)))
-	r.Write(line)
+	r.Write(line, line.memory())
+}
+
+// Sizes of parts of a line in memory, bytes: about, and rather too large.
+const (
+	lineMemory      = 1 << 10
+	receiptMemory   = 1 << 10
+	candidateMemory = 512
+)
+
+// memory is how much memory the line takes, bytes.
+func (l *RecordLine) memory() int {
+	size := lineMemory + 8*len(l.HashIDs)
+	for _, receipt := range l.Decisions {
+		size += receiptMemory + candidateMemory*len(receipt.Candidates)
+	}
+	return size
 }
 
 // nameless returns receipts without what the client called its request and series: a

@@ -153,7 +153,7 @@ func TestRecordedHintsAreReplayed(t *testing.T) {
 
 func TestARecordHasReceiptsOnlyWhereTheyAreAskedFor(t *testing.T) {
 	worker := uint64(3)
-	d := router.Decision{Receipts: []*router.Receipt{{Tokens: 10, Worker: &worker, RequestID: "alice-1", Series: "alice"}}}
+	receipts := []*router.Receipt{{Tokens: 10, Worker: &worker, RequestID: "alice-1", Series: "alice"}}
 	for _, asked := range []bool{false, true} {
 		file := filepath.Join(t.TempDir(), "r.jsonl")
 		r, err := NewRecorder(file, "kv", 4, slog.New(slog.DiscardHandler))
@@ -161,7 +161,7 @@ func TestARecordHasReceiptsOnlyWhereTheyAreAskedFor(t *testing.T) {
 			t.Fatal(err)
 		}
 		r.Decisions = asked
-		r.Finished(proxy.Exchange{Decision: d}, r.Prompt(router.Request{Tokens: testkit.PromptTokens(1, 3)[:10]}), time.Now())
+		r.Finished(proxy.Exchange{Receipts: receipts}, r.Prompt(router.Request{Tokens: testkit.PromptTokens(1, 3)[:10]}), time.Now())
 		r.Close()
 		lines := readRecord(t, file)
 		if len(lines) != 1 || (len(lines[0].Decisions) == 1) != asked {
@@ -172,6 +172,21 @@ func TestARecordHasReceiptsOnlyWhereTheyAreAskedFor(t *testing.T) {
 		}
 		if text, err := os.ReadFile(file); err != nil || strings.Contains(string(text), "alice") {
 			t.Errorf("the record has the client's names, %v: %s", err, text)
+		}
+	}
+}
+
+// TestTheMemoryOfLinesIsKnown: it bounds how many wait for the disk.
+func TestTheMemoryOfLinesIsKnown(t *testing.T) {
+	small := RecordLine{}
+	long := RecordLine{HashIDs: make([]uint64, 100_000)}
+	explained := RecordLine{Decisions: []*router.Receipt{{Candidates: make([]router.ReceiptCandidate, 1000)}, {}}}
+	for _, test := range []struct {
+		line        *RecordLine
+		least, most int
+	}{{&small, 500, 2000}, {&long, 800_000, 900_000}, {&explained, 200_000, 1_000_000}} {
+		if n := test.line.memory(); n < test.least || n > test.most {
+			t.Errorf("%d bytes, want %d to %d", n, test.least, test.most)
 		}
 	}
 }

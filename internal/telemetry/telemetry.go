@@ -171,7 +171,7 @@ type Guards struct {
 	BodyBytes       func() int64  // that the bodies of requests in flight take
 	BodiesRefused   func() uint64 // requests that found no memory for their body
 	LinesSuppressed func() uint64 // log lines left out
-	LinesLost       func() uint64 // lines missing in the record of requests
+	LinesLost       func() uint64 // lines missing in the records of requests and of KV events
 }
 
 // WatchGuards adds these counts to the metrics. Call it once.
@@ -183,7 +183,7 @@ func (t *Metrics) WatchGuards(g Guards) {
 		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvrouter_inflight_body_bytes", Help: "Memory that the bodies of requests in flight take, bytes."}, func() float64 { return float64(g.BodyBytes()) }),
 		count("bodies_refused", "Requests refused because the bodies in flight took all memory that they may.", g.BodiesRefused),
 		count("log_lines_suppressed", "Log lines left out because their place in the program had written too many.", g.LinesSuppressed),
-		count("record_lines_lost", "Lines missing in the record of requests, because the disk was full or slow.", g.LinesLost),
+		count("record_lines_lost", "Lines missing in the records of requests and of KV events: the disk was full or slow, or the file of events has its size.", g.LinesLost),
 	)
 }
 

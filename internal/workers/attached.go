@@ -2,8 +2,10 @@ package workers
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"math"
 	"net"
 	"net/url"
 	"slices"
@@ -142,6 +144,21 @@ type kvEventSource struct {
 	Endpoint string `json:"endpoint"`
 	Replay   string `json:"replay_endpoint"`
 	Topic    string `json:"topic"`
+	bufferSteps
+}
+
+// bufferSteps is how many batches a replay keeps, as an engine tells it.
+type bufferSteps struct {
+	Buffer json.RawMessage `json:"buffer_steps"` // a number, or whatever it may be
+}
+
+// batches is the number; 0: it does not tell.
+func (b bufferSteps) batches() int {
+	steps, err := strconv.ParseFloat(string(b.Buffer), 64)
+	if err != nil {
+		return 0
+	}
+	return int(min(max(steps, 0), math.MaxInt32))
 }
 
 // eventSources finds an attached worker's event streams: those that the flags
@@ -166,7 +183,7 @@ func (f *Fleet) sourcesOf(told map[string]kvEventSource, spec Attached) []events
 			continue
 		}
 		byRank[uint32(number)] = events.Source{
-			Endpoint: reachable(source.Endpoint, host), Replay: reachable(source.Replay, host), Topic: source.Topic,
+			Endpoint: reachable(source.Endpoint, host), Replay: reachable(source.Replay, host), Topic: source.Topic, Buffer: source.batches(),
 		}
 	}
 	if spec.KVEvents != "" {

@@ -86,7 +86,8 @@ type fakeSettings struct {
 // fakeConfig has n workers to start, on ports that are free.
 func fakeConfig(t *testing.T, n int) fakeSettings {
 	t.Helper()
-	ports := process.Ports{HTTP: testkit.FreePorts(t, n), KVEvents: 5557, KVReplay: 5757, Load: 5657, Ranks: 1}
+	free := testkit.FreePorts(t, 4*n)
+	ports := process.Ports{HTTP: free, KVEvents: free + n, KVReplay: free + 2*n, Load: free + 3*n, Ranks: 1}
 	return fakeSettings{
 		process.Settings{Python: "/bin/sh", NumWorkers: n, BlockSize: 64, ServedModelName: "fake", GPUsPerWorker: 1, KVEvents: true, Ports: ports},
 		Settings{

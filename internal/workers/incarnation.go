@@ -79,6 +79,9 @@ func (in *incarnation) end(reason string) {
 	in.cancel()
 	in.followers.Wait()
 	in.w.mu.Lock()
+	for _, stream := range in.w.streams {
+		stream.Close()
+	}
 	clear(in.w.streams)
 	in.w.mu.Unlock()
 	in.f.index.Forget(in.w.id)

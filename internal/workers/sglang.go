@@ -3,6 +3,7 @@ package workers
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
@@ -64,6 +65,9 @@ func (i *serverInfo) sources(spec Attached, ranks int) map[uint32]events.Source 
 	if i.publishes() {
 		first = events.Source{Endpoint: i.endpoint(spec.URL, i.Events.Port), Replay: i.endpoint(spec.URL, i.Events.Replay), Topic: i.Events.Topic}
 	}
+	var keeps bufferSteps
+	_ = json.Unmarshal([]byte(i.EventsConfig), &keeps) // else it stays unknown
+	first.Buffer = keeps.batches()
 	first.Endpoint, first.Replay = cmp.Or(spec.KVEvents, first.Endpoint), cmp.Or(spec.Replay, first.Replay)
 	byRank := map[uint32]events.Source{}
 	for rank := uint32(0); rank < uint32(ranks) && first.Endpoint != ""; rank++ {

@@ -1,9 +1,13 @@
 package workers
 
 import (
+	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
+	"log/slog"
+	"math"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -89,6 +93,53 @@ func (e *snapshotEngine) compare(index radix.Index) (wrong, known, all int) {
 		all += e.held[number]
 	}
 	return wrong, known, all
+}
+
+// TestAWorkerThatEndsIsNotInASnapshotAsEmpty: it ends between the look at who is there
+// and the writing of what they hold.
+func TestAWorkerThatEndsIsNotInASnapshotAsEmpty(t *testing.T) {
+	all := fakeConfig(t, 0)
+	e := newSnapshotEngine(t, 7)
+	server := newAttachedServer(t, fmt.Sprintf(`{"0":{"enable_kv_cache_events":true,"endpoint":%q,"replay_endpoint":%q,"topic":"kv"}}`, e.events.Pub.Endpoint(), e.events.Router.Endpoint()))
+	server.start()
+	defer server.server.Close()
+	all.fleet.BlockSize, all.fleet.Attached = testkit.BlockSize, []Attached{{ID: 7, URL: "http://" + server.address}}
+	for range 10 {
+		e.events.Batch(true, testkit.StoredEvent(e.random.IntN(snapshotPrompts), 0, 1))
+	}
+	f := newFakeFleet(t, all)
+	f.start()
+	testkit.Settles(t, func() error {
+		if f.index.Blocks(kv.WorkerKey{Worker: 7}) == 0 {
+			return errors.New("nothing is known of it")
+		}
+		return nil
+	})
+	seen := f.eventStreams()
+	f.stop()
+	name := filepath.Join(t.TempDir(), "index")
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	events.OpenSnapshot(events.Settings{IndexSnapshot: name, IndexSnapshotInterval: time.Hour}, testkit.BlockSize, slog.New(slog.DiscardHandler)).
+		Run(ended, func() []*events.Stream { return seen })
+	if _, err := os.Stat(name); !errors.Is(err, fs.ErrNotExist) || len(seen) != 1 {
+		t.Errorf("%d streams, and a file was written of what they held: %v", len(seen), err)
+	}
+}
+
+func TestABufferThatIsNoNumberIsUnknown(t *testing.T) {
+	for text, want := range map[string]int{
+		`{"buffer_steps":100}`: 100, `{"buffer_steps":1e300}`: math.MaxInt32, `{"buffer_steps":1e400}`: 0, `{"buffer_steps":-1}`: 0, `{"buffer_steps":"100"}`: 0, `{"buffer_steps":null}`: 0, `{}`: 0,
+	} {
+		source := kvEventSource{}
+		if err := json.Unmarshal([]byte(text), &source); err != nil || source.batches() != want {
+			t.Errorf("%s: %d, %v; want %d", text, source.batches(), err, want)
+		}
+		info := serverInfo{EventsConfig: text}
+		if got := info.sources(Attached{KVEvents: "tcp://h:1"}, 1)[0].Buffer; got != want {
+			t.Errorf("SGLang's --kv-events-config %s: %d, want %d", text, got, want)
+		}
+	}
 }
 
 // TestAKilledRoutersIndexLivesOnInItsSnapshot: a router dies in the middle of its work

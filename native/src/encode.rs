@@ -1,7 +1,7 @@
 //! Token ids of texts and nothing else, by crate tokenizers: a full encoding also
 //! makes every token's string, offsets and masks, which cost far more than the ids.
 
-use crate::chat::slice;
+use crate::chat::{handed_over, slice};
 use crate::UnifiedTokenizer;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use tokenizers::{Model, OffsetReferential, OffsetType, PreTokenizer, Result};

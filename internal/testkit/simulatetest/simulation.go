@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"kvrouter/internal/engine"
+	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/simulate"
@@ -14,7 +15,7 @@ import (
 // New returns a run with 8 workers of the default engine. A load from 64 on is a number
 // of requests in flight, a smaller one a speedup.
 func New(requests []simulate.TraceRequest, rule string, load float64) simulate.Simulation {
-	s := simulate.Simulation{Requests: requests, Policy: rule, Knobs: policy.DefaultSettings(), Index: router.DefaultIndexSettings(), Workers: 8, Engine: engine.DefaultSettings(), Seed: 1}
+	s := simulate.Simulation{Requests: requests, Policy: rule, Knobs: policy.DefaultSettings(), Index: router.DefaultIndexSettings(), Routing: router.DefaultSettings(), Retry: outlier.DefaultRetrySettings(), Workers: 8, Engine: engine.DefaultSettings(), Seed: 1}
 	if load >= 64 {
 		s.Concurrency = int(load)
 	} else {

@@ -1,0 +1,166 @@
+package main
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/radix"
+	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
+)
+
+// growthTokens is the length of the prompts whose routing is measured, growthBlock
+// the size of a block, and growthPrompt how many whole blocks of it they have.
+const (
+	growthTokens = 4000
+	growthBlock  = 64
+	growthPrompt = growthTokens / growthBlock
+)
+
+// growthSizes are the numbers of workers and of blocks that are measured.
+var (
+	growthWorkers = []int{8, 64, 512}
+	growthBlocks  = []int{10_000, 100_000, 1_000_000}
+
+	growthPolicies = []string{"work", "kv", "standalone"}
+)
+
+// growthTokensOf returns the tokens of a prompt.
+func growthTokensOf(prompt int) []uint32 {
+	tokens := make([]uint32, growthTokens)
+	for i := range tokens {
+		tokens[i] = uint32(prompt*growthTokens + i)
+	}
+	return tokens
+}
+
+// growthIndex returns an index in which n workers hold about so many blocks
+// together. Worker i holds the first (i+1)/n of prompt 0; the other prompts are held
+// by one worker each.
+func growthIndex(tb testing.TB, n, blocks int) *radix.Tree {
+	tb.Helper()
+	tree := radix.NewTree()
+	store := func(w int, local []uint64) {
+		if err := tree.Store(kv.WorkerKey{Worker: uint64(w)}, 0, false, testkit.Chain(local)); err != nil {
+			tb.Fatal(err)
+		}
+	}
+	hot := kv.HashBlocks(nil, growthTokensOf(0), growthBlock, "", "")
+	held := 0
+	for w := range n {
+		part := hot[:max(1, len(hot)*(w+1)/n)]
+		store(w, part)
+		held += len(part)
+	}
+	for i := 0; held < blocks; i, held = i+1, held+growthPrompt {
+		store(i%n, testkit.Prompt(uint64(i), growthPrompt))
+	}
+	return tree
+}
+
+// growthRouter returns a router over n workers that are up, with two requests each:
+// one decodes; the other, which has the first half of prompt 0, waits for its first
+// token.
+func growthRouter(tb testing.TB, rule string, index radix.Index, n int) *router.Router {
+	tb.Helper()
+	p, err := policy.NewPolicy(rule)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	r := router.NewRouter(index, p, growthBlock, 1)
+	for w := range n {
+		key := kv.WorkerKey{Worker: uint64(w)}
+		r.Up(kv.Target{Key: key, URL: fmt.Sprintf("http://127.0.0.1:%d", 8100+w), Models: []string{"m"}, Ranks: 1, Generation: 1, TotalBlocks: 1 << 16, MaxBatchedTokens: 8192})
+		for i := range 2 {
+			tokens := growthTokensOf(1 + 2*w + i)
+			if i == 1 {
+				copy(tokens, growthTokensOf(0)[:growthTokens/2])
+			}
+			b, err := r.Book(router.Request{Tokens: tokens, Model: "m"}, key)
+			if err != nil {
+				tb.Fatal(err)
+			}
+			if i == 0 {
+				b.FirstToken()
+			}
+		}
+	}
+	return r
+}
+
+// BenchmarkGrowthDecision routes prompts of 4,000 tokens that all workers hold, each to
+// another length, and ends them.
+func BenchmarkGrowthDecision(b *testing.B) {
+	for _, rule := range growthPolicies {
+		b.Run("policy="+rule, func(b *testing.B) {
+			eachGrowth(b, func(b *testing.B, n, blocks int) { benchDecision(b, rule, n, blocks) })
+		})
+	}
+}
+
+func benchDecision(b *testing.B, rule string, n, blocks int) {
+	r := growthRouter(b, rule, growthIndex(b, n, blocks), n)
+	request := router.Request{Tokens: growthTokensOf(0), Model: "m"}
+	defer reportCPU(b)()
+	for b.Loop() {
+		d, err := r.Route(b.Context(), request)
+		if err != nil {
+			b.Fatal(err)
+		}
+		d.Booking.Finish(100)
+	}
+}
+
+// BenchmarkGrowthLookup looks the prompt up that all workers hold.
+func BenchmarkGrowthLookup(b *testing.B) { eachGrowth(b, benchLookup) }
+
+func benchLookup(b *testing.B, n, blocks int) {
+	tree, hot := growthIndex(b, n, blocks), kv.HashBlocks(nil, growthTokensOf(0), growthBlock, "", "")
+	var matches []kv.Match
+	defer reportCPU(b)()
+	for b.Loop() {
+		matches = tree.Match(hot, matches[:0])
+	}
+	if len(matches) != n {
+		b.Fatalf("%d workers match", len(matches))
+	}
+}
+
+// BenchmarkGrowthStore stores a prompt and takes it out again, worker by worker; a
+// prompt is what is counted.
+func BenchmarkGrowthStore(b *testing.B) { eachGrowth(b, benchStore) }
+
+func benchStore(b *testing.B, n, blocks int) {
+	tree, local := growthIndex(b, n, blocks), testkit.Prompt(1<<40, growthPrompt)
+	chain, engine := testkit.Chain(local), testkit.EngineHashes(local)
+	slices.Reverse(engine)
+	defer reportCPU(b)()
+	for i := 0; b.Loop(); i++ {
+		w := kv.WorkerKey{Worker: uint64(i % n)}
+		if err := tree.Store(w, 0, false, chain); err != nil {
+			b.Fatal(err)
+		}
+		if unknown := tree.Remove(w, engine); unknown > 0 {
+			b.Fatalf("%d blocks were unknown", unknown)
+		}
+	}
+}
+
+// reportCPU begins to count the process's CPU time, which other processes disturb less
+// than the time by the clock; the function that it returns reports it.
+func reportCPU(b *testing.B) (end func()) {
+	b.ReportAllocs()
+	began := testkit.CPUTime()
+	return func() { b.ReportMetric(float64((testkit.CPUTime()-began).Nanoseconds())/float64(b.N), "cpu-ns/op") }
+}
+
+func eachGrowth(b *testing.B, run func(b *testing.B, n, blocks int)) {
+	for _, n := range growthWorkers {
+		for _, blocks := range growthBlocks {
+			b.Run(fmt.Sprintf("workers=%d/blocks=%d", n, blocks), func(b *testing.B) { run(b, n, blocks) })
+		}
+	}
+}

@@ -1,0 +1,245 @@
+package main
+
+import (
+	"encoding/csv"
+	"flag"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/eventstest"
+)
+
+// growthTable is what `make growth` measures, a line a value.
+type growthTable struct {
+	t   *testing.T
+	out *csv.Writer
+}
+
+func (g *growthTable) add(what string, workers, blocks int, value float64) {
+	line := []string{what, strconv.Itoa(workers), strconv.Itoa(blocks), strconv.FormatFloat(value, 'g', 4, 64)}
+	g.t.Log(line)
+	if err := g.out.Write(line); err != nil {
+		g.t.Error(err)
+	}
+	g.out.Flush()
+}
+
+// TestGrowth is `make growth`: it appends to the file that $KVROUTER_GROWTH names how
+// costs grow with workers and blocks, as CSV. Times are CPU time, of several runs the
+// least: this machine does other things, too. With $KVROUTER_GROWTH_BLOCKS the index is
+// measured with so many blocks as well: 10,000,000 take 2 GB.
+func TestGrowth(t *testing.T) {
+	path := os.Getenv("KVROUTER_GROWTH")
+	if path == "" {
+		t.Skip("run `make growth`")
+	}
+	file, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o644)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	sizes := growthBlocks
+	if text := os.Getenv("KVROUTER_GROWTH_BLOCKS"); text != "" {
+		largest, err := strconv.Atoi(text)
+		if err != nil {
+			t.Fatalf("KVROUTER_GROWTH_BLOCKS: %v", err)
+		}
+		sizes = append(slices.Clip(sizes), largest)
+	}
+	each := func(part string, measure func(g *growthTable, n int)) {
+		for _, n := range growthWorkers {
+			t.Run(fmt.Sprintf("%s/workers=%d", part, n), func(t *testing.T) { measure(&growthTable{t, csv.NewWriter(file)}, n) })
+		}
+	}
+	each("index", func(g *growthTable, n int) {
+		for _, blocks := range sizes {
+			g.index(n, blocks)
+		}
+	})
+	each("process", (*growthTable).process)
+}
+
+// index measures what happens inside one process.
+func (g *growthTable) index(n, blocks int) {
+	testkit.LiveHeap() // what was freed by it is gone after the second
+	before := testkit.LiveHeap()
+	tree := growthIndex(g.t, n, blocks)
+	g.add("index memory, MB", n, blocks, float64(testkit.LiveHeap()-before)/1e6)
+	if len(tree.Workers()) != n {
+		g.t.Fatal("the index lacks workers")
+	}
+	least := func(bench func(b *testing.B)) float64 {
+		least := 0.0
+		for i := range 3 {
+			if cpu := testing.Benchmark(bench).Extra["cpu-ns/op"] / 1000; i == 0 || cpu < least {
+				least = cpu
+			}
+		}
+		return least
+	}
+	if err := flag.Set("test.benchtime", "0.1s"); err != nil {
+		g.t.Fatal(err)
+	}
+	g.add("lookup, us", n, blocks, least(func(b *testing.B) { benchLookup(b, n, blocks) }))
+	g.add("store and remove, us", n, blocks, least(func(b *testing.B) { benchStore(b, n, blocks) }))
+	for _, rule := range growthPolicies {
+		g.add("decision "+rule+", us", n, blocks, least(func(b *testing.B) { benchDecision(b, rule, n, blocks) }))
+	}
+}
+
+const (
+	// growthIdle is over how long a process without requests is watched.
+	growthIdle = 10 * time.Second
+	// growthEvents are the KV events that all workers publish together, of so many
+	// blocks each.
+	growthEvents, growthEventBlocks = 50_000, 4
+)
+
+// process measures a router process with n attached workers that are idle, and then
+// publish.
+func (g *growthTable) process(n int) {
+	fleet := newGrowthFleet(g.t, n)
+	port := testkit.FreePorts(g.t, 2)
+	s := startPlain(g.t, port, append(fleet.flags, "--engine=none", "--served-model-name=m")...)
+	s.waitReady(n, time.Minute)
+	page := func() testkit.MetricsLines {
+		_, text := testkit.HTTPGet(g.t, s.openAI+"/metrics")
+		return testkit.ReadMetricsPage(string(text))
+	}
+	testkit.Eventually(g.t, time.Minute, "all event streams are connected", func() bool {
+		connected := 0.0
+		for name, value := range page() {
+			if strings.HasPrefix(name, "kvrouter_kv_events_connected{") {
+				connected += value
+			}
+		}
+		return connected == float64(n)
+	})
+
+	began, used := time.Now(), g.used(s)
+	<-time.After(growthIdle)
+	g.add("idle CPU, % of a core", n, 0, 100*(g.used(s)-used).Seconds()/time.Since(began).Seconds())
+	g.add("resident, MB", n, 0, g.resident(s))
+	const pages = 20
+	used = g.used(s)
+	for range pages {
+		page()
+	}
+	g.add("/metrics, ms", n, 0, float64((g.used(s)-used).Milliseconds())/pages)
+
+	used = g.used(s)
+	began = time.Now()
+	fleet.publish()
+	blocks := 0
+	testkit.Eventually(g.t, 2*time.Minute, "all events are in the index", func() bool {
+		blocks = 0
+		_, list := testkit.HTTPGet(g.t, s.selection+"/workers")
+		for _, w := range gjson.ParseBytes(list).Array() {
+			blocks += int(w.Get("blocks").Int())
+		}
+		return blocks == growthEvents*growthEventBlocks
+	})
+	cpu := g.used(s) - used
+	g.add("KV events a second of CPU", n, blocks, growthEvents/cpu.Seconds())
+	g.add("KV events a second", n, blocks, growthEvents/time.Since(began).Seconds())
+	g.add("resident with events, MB", n, blocks, g.resident(s))
+	s.stop()
+}
+
+// used is the CPU time of the process.
+func (g *growthTable) used(s *site) time.Duration {
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", s.command.Process.Pid))
+	_, rest, found := strings.Cut(string(text), ") ")
+	fields := strings.Fields(rest)
+	if err != nil || !found || len(fields) < 13 {
+		g.t.Fatalf("CPU time of the process: %v", err)
+	}
+	ticks := 0
+	for _, field := range fields[11:13] { // user, system
+		n, err := strconv.Atoi(field)
+		if err != nil {
+			g.t.Fatal(err)
+		}
+		ticks += n
+	}
+	return time.Duration(ticks) * 10 * time.Millisecond
+}
+
+// resident is the memory of the process, MB.
+func (g *growthTable) resident(s *site) float64 {
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/statm", s.command.Process.Pid))
+	if err != nil {
+		g.t.Fatal(err)
+	}
+	var all, resident float64
+	if _, err := fmt.Sscan(string(text), &all, &resident); err != nil {
+		g.t.Fatal(err)
+	}
+	return resident * float64(os.Getpagesize()) / 1e6
+}
+
+// growthFleet is n workers that answer what a router asks, and publish KV events.
+type growthFleet struct {
+	publishers []*testkit.FakePublisher
+	payloads   [][]byte // of each publisher in turn
+	flags      []string // that attach the workers
+}
+
+func newGrowthFleet(t *testing.T, n int) *growthFleet {
+	f := &growthFleet{}
+	for i := range n {
+		mux := http.NewServeMux()
+		publisher := testkit.NewFakePublisher(t)
+		f.publishers = append(f.publishers, publisher)
+		source := eventstest.SourceOf(publisher)
+		answers := map[string]string{
+			"/health": "", "/version": `{"version":"0.32.0"}`, "/metrics": "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0\n",
+			"/v1/models":        `{"object":"list","data":[{"id":"m","object":"model","owned_by":"growth","max_model_len":8192}]}`,
+			"/kv_event_sources": fmt.Sprintf(`{"0":{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":%q,"replay_endpoint":%q,"topic":"kv"}}`, source.Endpoint, source.Replay),
+		}
+		for path, text := range answers {
+			mux.HandleFunc("GET "+path, func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, text) })
+		}
+		server := httptest.NewServer(mux)
+		t.Cleanup(server.Close)
+		f.flags = append(f.flags, fmt.Sprintf("--worker=url=%s,id=%d", server.URL, i))
+	}
+	for i := range growthEvents {
+		event := testkit.Event{"stored": growthIDs(i), "tokens": growthTokensOf(i)[:growthEventBlocks*growthBlock], "block_size": growthBlock}
+		f.payloads = append(f.payloads, testkit.Payload(t, float64(time.Now().UnixNano())/1e9, event))
+	}
+	return f
+}
+
+// growthIDs are the engine hashes of event i.
+func growthIDs(i int) (ids []uint64) {
+	for block := range growthEventBlocks {
+		ids = append(ids, 1<<63+uint64(i*growthEventBlocks+block))
+	}
+	return ids
+}
+
+// publish has all workers publish at once.
+func (f *growthFleet) publish() {
+	var wait sync.WaitGroup
+	defer wait.Wait()
+	for part := range 4 {
+		wait.Go(func() {
+			for i := part; i < len(f.payloads); i += 4 {
+				f.publishers[i%len(f.publishers)].Payload(false, f.payloads[i])
+			}
+		})
+	}
+}

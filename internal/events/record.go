@@ -1,0 +1,247 @@
+package events
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"kvrouter/internal/jsonlines"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/radix"
+)
+
+const (
+	// recordingQueue is how many changes may wait for the disk.
+	recordingQueue = 10_000
+	// recordedMemory is about what a change takes in memory beside its blocks, bytes.
+	recordedMemory = 256
+)
+
+// recordedLine is one line of a recording, in the form of Dynamo's recorder
+// (lib/llm/src/recorder.rs and RouterEvent of lib/kv-router/src/protocols.rs).
+type recordedLine struct {
+	Timestamp uint64         `json:"timestamp"` // ms since the recording began
+	Event     *recordedEvent `json:"event"`
+}
+
+type recordedEvent struct {
+	WorkerID    uint64          `json:"worker_id"`
+	StorageTier string          `json:"storage_tier"`
+	Domain      json.RawMessage `json:"residency_domain,omitempty"` // whose cache it is, where it may be another's than the worker's
+	Event       recordedChange  `json:"event"`
+}
+
+type recordedChange struct {
+	EventID uint64       `json:"event_id"` // counts the events of a rank
+	Data    recordedData `json:"data"`
+	DPRank  uint32       `json:"dp_rank"`
+}
+
+// recordedData is one of its fields: {"stored":{...}}, {"removed":{...}} or "cleared".
+type recordedData struct {
+	Stored  *dumpStored      `json:"stored,omitempty"`
+	Removed *recordedRemoved `json:"removed,omitempty"`
+	Cleared bool             `json:"-"`
+}
+
+type recordedRemoved struct {
+	BlockHashes []uint64 `json:"block_hashes"`
+}
+
+// recordedCleared is what stands for the data of a cleared event.
+const recordedCleared = `"cleared"`
+
+// MarshalJSON writes the one field that is set.
+func (d recordedData) MarshalJSON() ([]byte, error) {
+	if d.Cleared {
+		return []byte(recordedCleared), nil
+	}
+	type plain recordedData
+	return json.Marshal(plain(d))
+}
+
+// UnmarshalJSON takes exactly one of the forms.
+func (d *recordedData) UnmarshalJSON(text []byte) error {
+	*d = recordedData{}
+	if string(text) == recordedCleared {
+		d.Cleared = true
+		return nil
+	}
+	type plain recordedData
+	if err := json.Unmarshal(text, (*plain)(d)); err != nil {
+		return err
+	}
+	if (d.Stored == nil) == (d.Removed == nil) {
+		return errors.New(`data is neither {"stored":...} nor {"removed":...} nor "cleared"`)
+	}
+	return nil
+}
+
+// Recording is an index that writes to a file what is changed in it. A nil one has
+// written nothing.
+type Recording struct {
+	radix.Index
+	lines *jsonlines.Writer
+	log   *slog.Logger
+	began time.Time // of the first change
+
+	mu   sync.Mutex // guards began and next, and that lines come in the order of their numbers and times
+	next map[kv.WorkerKey]uint64
+}
+
+// OpenRecording returns what the index is to be changed through: a Recording of
+// --record-events, which Close must follow, or the index itself and nil. An error says
+// that the file cannot be opened, or holds something else.
+func OpenRecording(settings Settings, index radix.Index, log *slog.Logger) (radix.Index, *Recording, error) {
+	name := settings.RecordEvents
+	if name == "" {
+		return index, nil, nil
+	}
+	if err := checkRecording(name); err != nil {
+		return nil, nil, fmt.Errorf("--record-events %w", err)
+	}
+	file, torn, err := jsonlines.Open(name)
+	if err != nil {
+		return nil, nil, fmt.Errorf("--record-events: %w", err)
+	}
+	if torn > 0 {
+		log.Warn("the last line of the record of KV events was torn and is cut off", "file", name, "bytes", torn)
+	}
+	r := &Recording{Index: index, lines: jsonlines.New(file, recordingQueue, "the record of KV events", log), log: log, next: map[kv.WorkerKey]uint64{}}
+	r.lines.Limit(settings.RecordEventsMaxBytes)
+	return r, r, nil
+}
+
+// recordingStart is what each line of a recording begins with.
+const recordingStart = `{"timestamp":`
+
+// errRecording ends the reading of a recording: it is one.
+var errRecording = errors.New("found")
+
+// checkRecording refuses a file whose first whole line is no event.
+func checkRecording(name string) error {
+	if info, err := os.Lstat(name); err != nil || !info.Mode().IsRegular() {
+		return nil // opening it tells what is wrong
+	}
+	file, err := os.Open(name)
+	if err != nil {
+		return err
+	}
+	defer file.Close()
+	err = jsonlines.Read(file, func(_ int, text []byte, _ bool) error {
+		var line recordedLine
+		switch err := json.Unmarshal(text, &line); {
+		case err == nil && line.Event != nil && line.Event.Event.Data != (recordedData{}):
+			return errRecording
+		case err != nil && !json.Valid(text) && jsonlines.Begins(text, recordingStart): // torn
+			return nil
+		}
+		return fmt.Errorf("%s: the file holds something else than KV events; give another name", name)
+	})
+	if errors.Is(err, errRecording) {
+		err = nil
+	}
+	return err
+}
+
+// Store stores and records blocks.
+func (r *Recording) Store(w kv.WorkerKey, parent uint64, hasParent bool, blocks []kv.StoredBlock) error {
+	if err := r.Index.Store(w, parent, hasParent, blocks); err != nil {
+		return err
+	}
+	for part := range slices.Chunk(blocks, dumpedTogether) {
+		stored := &dumpStored{Blocks: make([]dumpBlock, len(part))}
+		if hasParent {
+			after := parent
+			stored.ParentHash = &after
+		}
+		for i, b := range part {
+			stored.Blocks[i] = dumpBlock{BlockHash: b.Engine, TokensHash: b.Local}
+		}
+		r.note(w, recordedData{Stored: stored}, 16*len(part))
+		parent, hasParent = part[len(part)-1].Engine, true
+	}
+	return nil
+}
+
+// Remove removes and records blocks, also those that w does not hold.
+func (r *Recording) Remove(w kv.WorkerKey, engine []uint64) (unknown int) {
+	unknown = r.Index.Remove(w, engine)
+	for part := range slices.Chunk(engine, dumpedTogether) {
+		r.note(w, recordedData{Removed: &recordedRemoved{slices.Clone(part)}}, 8*len(part))
+	}
+	return unknown
+}
+
+// Clear empties w and records it.
+func (r *Recording) Clear(w kv.WorkerKey) {
+	r.Index.Clear(w)
+	r.note(w, recordedData{Cleared: true}, 0)
+}
+
+// Forget empties all ranks of a worker, and records that.
+func (r *Recording) Forget(worker uint64) {
+	all := r.Index.Workers()
+	r.Index.Forget(worker)
+	for _, w := range all {
+		if w.Worker == worker {
+			r.note(w, recordedData{Cleared: true}, 0)
+		}
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for w := range r.next {
+		if w.Worker == worker {
+			delete(r.next, w)
+		}
+	}
+}
+
+// note queues a change whose blocks take that much memory, bytes. It never waits for
+// the disk.
+func (r *Recording) note(w kv.WorkerKey, data recordedData, blocks int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.began.IsZero() { // each recording begins at 0: so the next one in a file is told from this
+		r.began = time.Now()
+	}
+	r.lines.Write(recordedLine{
+		Timestamp: uint64(time.Since(r.began).Milliseconds()),
+		Event:     &recordedEvent{WorkerID: w.Worker, StorageTier: dumpTier, Event: recordedChange{EventID: r.next[w], Data: data, DPRank: w.Rank}},
+	}, recordedMemory+blocks)
+	r.next[w]++
+}
+
+// Lost returns how many changes are missing in the file so far.
+func (r *Recording) Lost() uint64 {
+	if r == nil {
+		return 0
+	}
+	return r.lines.Lost()
+}
+
+// recordingEnd is how long Close waits for the disk.
+const recordingEnd = 5 * time.Second
+
+// Close writes what is left and closes the file. It does not wait long for a disk
+// that hangs: workers are to be ended next.
+func (r *Recording) Close() {
+	if r == nil {
+		return
+	}
+	closed := make(chan struct{})
+	go func() { // ends with the disk's last write
+		r.lines.Close()
+		close(closed)
+	}()
+	select {
+	case <-closed:
+	case <-time.After(recordingEnd):
+		r.log.Warn("the disk takes too long: the end of the record of KV events may be missing", "waited", recordingEnd)
+	}
+}

@@ -1,0 +1,262 @@
+package events
+
+import (
+	"cmp"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"slices"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"kvrouter/internal/jsonlines"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/radix"
+)
+
+// Bounds of what is read of a recording.
+const (
+	// maxRecordedBlocks is how many blocks all ranks may hold at once, of some 58
+	// bytes each.
+	maxRecordedBlocks = 1 << 25
+	// recordedErrorText is the longest text of an error in a line, bytes.
+	recordedErrorText = 200
+)
+
+// ReplayCommand applies a recording of KV events to an empty index and tells what
+// came of it.
+type ReplayCommand struct {
+	File         string        `arg:"" help:"File of --record-events, or of Dynamo's KvRecorder."`
+	MaxCount     int           `group:"Replay of KV events" placeholder:"N" help:"Stop after so many events. Default: all."`
+	MaxTime      time.Duration `group:"Replay of KV events" placeholder:"DURATION" help:"Stop at the first event that was recorded later than this after its recording began. Default: never."`
+	MaxErrors    int           `group:"Replay of KV events" default:"20" help:"Lines with something wrong that are listed; all are counted."`
+	PromptTokens []uint32      `group:"Replay of KV events" placeholder:"ID" help:"Token ids of a prompt, separated by commas: tell how much of it each worker holds at the end. They are hashed in blocks of --block-size."`
+}
+
+// Validate checks the settings.
+func (c *ReplayCommand) Validate() error {
+	if c.MaxCount < 0 || c.MaxTime < 0 || c.MaxErrors < 0 {
+		return errors.New("--max-count, --max-time and --max-errors cannot be negative")
+	}
+	return nil
+}
+
+// Run reads the file and writes the summary. blockSize is that of PromptTokens, in
+// tokens. An error says that the file cannot be read to its end, or has no events.
+func (c *ReplayCommand) Run(blockSize int, out io.Writer) error {
+	if blockSize < 1 {
+		return errors.New("--block-size must be more than 0")
+	}
+	file, err := os.Open(c.File)
+	if err != nil {
+		return err
+	}
+	defer file.Close()
+	index := radix.NewTree()
+	r, err := c.Replay(file, index)
+	if r.events > 0 {
+		r.print(out, c.File, index)
+		c.printPrompt(out, index, blockSize)
+	} else if err == nil {
+		err = errors.New("it holds no KV events: give a file of --record-events or of Dynamo's KvRecorder")
+	}
+	if err != nil {
+		return fmt.Errorf("%s: %w", c.File, err)
+	}
+	return nil
+}
+
+// Replay applies the lines to the index, which must be empty, as far as the settings
+// and the file go.
+func (c *ReplayCommand) Replay(in io.Reader, index radix.Index) (*Replayed, error) {
+	r := &Replayed{index: index, ranks: map[kv.WorkerKey]*replayedRank{}, most: c.MaxErrors}
+	err := jsonlines.Read(in, func(number int, text []byte, whole bool) error {
+		if c.MaxCount > 0 && r.events >= c.MaxCount {
+			return errReplayed
+		}
+		var line recordedLine
+		err := json.Unmarshal(text, &line)
+		switch {
+		case err != nil && !whole:
+			err = errors.New("it is torn")
+		case err == nil && (line.Event == nil || line.Event.Event.Data == recordedData{}):
+			err = errors.New("it is no event")
+		case err == nil && c.MaxTime > 0 && line.Timestamp > uint64(c.MaxTime.Milliseconds()):
+			return errReplayed
+		}
+		if err != nil {
+			r.fail(number, err.Error())
+			return nil
+		}
+		return r.apply(number, &line)
+	})
+	if errors.Is(err, errReplayed) {
+		err = nil
+	}
+	return r, err
+}
+
+// errReplayed ends the reading of a recording as it was asked for.
+var errReplayed = errors.New("done")
+
+// Replayed is what came of a recording so far.
+type Replayed struct {
+	index      radix.Index
+	events     int
+	recordings int    // in the file, one after the other
+	last       uint64 // timestamp, ms
+	ranks      map[kv.WorkerKey]*replayedRank
+	live       map[kv.WorkerKey]*replayedRank // those of this recording
+	held       int                            // blocks of all ranks
+
+	errors []string // at most so many
+	most   int
+	wrong  int // all of them
+}
+
+// replayedRank counts what the lines say of a rank.
+type replayedRank struct {
+	stored, removed int // blocks that were
+	cleared         int // times
+	orphans         int // blocks that follow one which the rank does not hold
+	notHeld         int // blocks that were to be removed
+	elsewhere       int // events of other tiers than the engine's cache
+	missing         uint64
+	held            int // blocks now
+	next            uint64
+	seen            bool // next is known
+}
+
+// fail notes what is wrong with a line.
+func (r *Replayed) fail(number int, what string) {
+	if r.wrong++; len(r.errors) < r.most {
+		r.errors = append(r.errors, fmt.Sprintf("line %d: %.*s", number, recordedErrorText, what))
+	}
+}
+
+// apply applies a line's event. An error ends the reading.
+func (r *Replayed) apply(number int, line *recordedLine) error {
+	if r.recordings == 0 || line.Timestamp < r.last { // a router starts with an empty index
+		r.recordings++
+		for key, rank := range r.live {
+			r.index.Clear(key)
+			rank.held, rank.seen = 0, false
+		}
+		r.live, r.held = map[kv.WorkerKey]*replayedRank{}, 0
+	}
+	r.last = line.Timestamp
+	r.events++
+	e := line.Event
+	key := kv.WorkerKey{Worker: e.WorkerID, Rank: e.Event.DPRank}
+	rank := r.ranks[key]
+	if rank == nil {
+		if len(r.ranks) >= maxDumpRanks {
+			return fmt.Errorf("line %d: it tells of more than %d workers and ranks", number, maxDumpRanks)
+		}
+		rank = new(replayedRank)
+		r.ranks[key] = rank
+	}
+	r.live[key] = rank
+	if rank.seen && e.Event.EventID > rank.next {
+		rank.missing += e.Event.EventID - rank.next
+	}
+	rank.seen, rank.next = true, e.Event.EventID+1
+	if !e.ownCache() {
+		rank.elsewhere++
+		return nil
+	}
+	if what := rank.change(r.index, key, &e.Event.Data); what != "" {
+		r.fail(number, fmt.Sprintf("worker %d rank %d: %s", key.Worker, key.Rank, what))
+	}
+	r.held -= rank.held
+	rank.held = r.index.Blocks(key)
+	if r.held += rank.held; r.held > maxRecordedBlocks {
+		return fmt.Errorf("line %d: more than %d blocks would be held", number, maxRecordedBlocks)
+	}
+	return nil
+}
+
+// ownCache tells whether an event is about the KV cache of the worker's engine,
+// rather than a tier behind it or a cache of somebody else's.
+func (e *recordedEvent) ownCache() bool {
+	domain := string(e.Domain)
+	return (e.StorageTier == "" || strings.EqualFold(e.StorageTier, dumpTier)) && (domain == "" || domain == "null" || domain == `"worker"`)
+}
+
+// change applies data to the index and returns what is wrong with them.
+func (r *replayedRank) change(index radix.Index, key kv.WorkerKey, data *recordedData) string {
+	switch {
+	case data.Cleared:
+		index.Clear(key)
+		r.cleared++
+	case data.Removed != nil:
+		hashes := data.Removed.BlockHashes
+		unknown := index.Remove(key, hashes)
+		r.removed += len(hashes) - unknown
+		r.notHeld += unknown
+		if unknown > 0 {
+			return fmt.Sprintf("%d of %d removed blocks were not held", unknown, len(hashes))
+		}
+	default:
+		return r.store(index, key, data.Stored)
+	}
+	return ""
+}
+
+func (r *replayedRank) store(index radix.Index, key kv.WorkerKey, stored *dumpStored) string {
+	if !stored.placed() {
+		r.orphans += len(stored.Blocks)
+		return fmt.Sprintf("%d stored blocks stand at position %d and follow none", len(stored.Blocks), *stored.StartPosition)
+	}
+	parent, hasParent := stored.parent()
+	switch err := index.Store(key, parent, hasParent, stored.stored(nil)); {
+	case errors.Is(err, radix.ErrParentUnknown):
+		r.orphans += len(stored.Blocks)
+		return fmt.Sprintf("%d stored blocks follow block %d, which is not held", len(stored.Blocks), parent)
+	case err != nil:
+		return err.Error()
+	}
+	r.stored += len(stored.Blocks)
+	return ""
+}
+
+// print writes the summary.
+func (r *Replayed) print(out io.Writer, name string, index radix.Index) {
+	times := "one recording"
+	if r.recordings > 1 {
+		times = fmt.Sprintf("%d recordings, each of which begins with an empty index", r.recordings)
+	}
+	fmt.Fprintf(out, "%s: %d events of %s, the last after %v\n", name, r.events, times, time.Duration(min(r.last, 1<<40))*time.Millisecond)
+	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
+	fmt.Fprintln(table, "worker\trank\tstored\tremoved\tcleared\tunknown parent\tnot held\tother tiers\tevents missing\theld\t")
+	for _, key := range slices.SortedFunc(maps.Keys(r.ranks), kv.WorkerKey.Compare) {
+		rank := r.ranks[key]
+		fmt.Fprintf(table, "%d\t%d\t%d\t%d\t%d\t%d\t%d\t%d\t%d\t%d\t\n", key.Worker, key.Rank,
+			rank.stored, rank.removed, rank.cleared, rank.orphans, rank.notHeld, rank.elsewhere, rank.missing, index.Blocks(key))
+	}
+	_ = table.Flush()
+	for _, text := range r.errors {
+		fmt.Fprintln(out, text)
+	}
+	if more := r.wrong - len(r.errors); more > 0 {
+		fmt.Fprintf(out, "... and %d more lines (--max-errors)\n", more)
+	}
+}
+
+// printPrompt writes who holds how much of the prompt.
+func (c *ReplayCommand) printPrompt(out io.Writer, index radix.Index, blockSize int) {
+	if len(c.PromptTokens) == 0 {
+		return
+	}
+	local := kv.HashBlocks(nil, c.PromptTokens, blockSize, "", "")
+	matches := index.Match(local, nil)
+	slices.SortStableFunc(matches, func(a, b kv.Match) int { return cmp.Compare(b.Blocks, a.Blocks) })
+	fmt.Fprintf(out, "the prompt has %d blocks of %d tokens; %d ranks hold its beginning\n", len(local), blockSize, len(matches))
+	for _, m := range matches {
+		fmt.Fprintf(out, "worker %d rank %d holds %d blocks, %d tokens\n", m.Worker.Worker, m.Worker.Rank, m.Blocks, m.Blocks*blockSize)
+	}
+}

@@ -1,0 +1,352 @@
+package events
+
+import (
+	"bufio"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+
+	"github.com/zeebo/xxh3"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/radix"
+)
+
+// The file of a Snapshot is snapshotMagic, the block size (uint32), the ranks, a zero
+// byte and the XXH3-64 of all before. Numbers are little-endian. See appendRank and
+// appendRun for a rank.
+const (
+	snapshotName  = "kvrouter index snapshot "
+	snapshotMagic = snapshotName + "1\n" // with the version
+	// snapshotTail is the zero byte after the ranks and the checksum.
+	snapshotTail = 1 + 8
+	// maxSnapshotBytes bounds the file; a block takes 16 bytes in it.
+	maxSnapshotBytes = 1 << 30
+)
+
+// Reasons why a file is no snapshot to start from.
+var (
+	errNoSnapshot     = errors.New("it is no index snapshot and stays as it is: name another file")
+	errBrokenSnapshot = errors.New("it is broken")
+)
+
+func readSnapshotFile(name string) ([]byte, error) {
+	info, err := os.Stat(name)
+	switch {
+	case err != nil:
+		return nil, err
+	case !info.Mode().IsRegular():
+		return nil, errNoSnapshot
+	case info.Size() > maxSnapshotBytes:
+		return nil, fmt.Errorf("it has %d bytes, more than the %d that are read", info.Size(), maxSnapshotBytes)
+	}
+	return os.ReadFile(name)
+}
+
+// snapshotWriter writes a bounded file and keeps its checksum.
+type snapshotWriter struct {
+	out  *bufio.Writer
+	sum  *xxh3.Hasher
+	size int
+	most int   // blocks of a rank, copies too
+	err  error // the first
+}
+
+func (w *snapshotWriter) write(data []byte) {
+	if w.size += len(data); w.size+snapshotTail > maxSnapshotBytes && w.err == nil {
+		w.err = fmt.Errorf("the index is larger than the %d bytes that a snapshot may have", maxSnapshotBytes)
+	}
+	if w.err == nil {
+		_, _ = w.sum.Write(data) // never fails
+		_, w.err = w.out.Write(data)
+	}
+}
+
+// newSnapshotWriter writes a file's head.
+func newSnapshotWriter(file io.Writer, blockSize int) *snapshotWriter {
+	w := &snapshotWriter{out: bufio.NewWriterSize(file, 256<<10), sum: xxh3.New(), most: maxHeld}
+	w.write(binary.LittleEndian.AppendUint32([]byte(snapshotMagic), uint32(blockSize)))
+	return w
+}
+
+// close ends a file with its checksum.
+func (w *snapshotWriter) close() error {
+	w.write([]byte{0})
+	if w.err == nil {
+		_, w.err = w.out.Write(binary.LittleEndian.AppendUint64(nil, w.sum.Sum64()))
+	}
+	if w.err == nil {
+		w.err = w.out.Flush()
+	}
+	return w.err
+}
+
+// writeSnapshot writes what the streams know of their ranks, and those waiting. It
+// returns what each stream's rank is as of, and the size in bytes.
+func writeSnapshot(ctx context.Context, file io.Writer, blockSize int, streams []*Stream, waiting []*savedRank) (written map[kv.WorkerKey]position, size int, err error) {
+	w := newSnapshotWriter(file, blockSize)
+	written = map[kv.WorkerKey]position{}
+	for _, stream := range streams {
+		at, ok := w.stream(ctx, stream)
+		if ok {
+			written[stream.Src.Worker] = at
+		}
+	}
+	for _, rank := range waiting {
+		if _, twice := written[rank.worker]; !twice {
+			w.write(appendRank(nil, rank))
+			w.write(rank.runs)
+			w.write(appendRankEnd(nil, rank.complete))
+		}
+	}
+	err = w.close()
+	return written, w.size, err
+}
+
+// stream writes a stream's rank. Blocks that are left out, behind a hole or beyond the
+// most, make it incomplete. Not ok: its place in the sequence is not known.
+func (w *snapshotWriter) stream(ctx context.Context, stream *Stream) (at position, ok bool) {
+	src := stream.Src
+	at, complete, held, blocks := stream.history.held()
+	if at.next == 0 || !fitsSnapshot(src) {
+		return at, false
+	}
+	w.write(appendRank(nil, &savedRank{worker: src.Worker, endpoint: src.Endpoint, topic: src.Topic, at: at}))
+	var run snapshotRun
+	var buffer []byte
+	flush := func() {
+		if len(run.blocks) > 0 {
+			buffer = appendRun(buffer[:0], run)
+			w.write(buffer)
+		}
+	}
+	var last radix.PlacedBlock
+	count := 0
+	for block := range blocks {
+		if count++; count > w.most {
+			complete = false
+			break
+		}
+		if count == 1 || block != last { // copies come one after the other
+			held--
+		}
+		last = block
+		n := len(run.blocks)
+		if n > 0 && n < dumpedTogether && block.HasParent && run.blocks[n-1].Engine == block.Parent {
+			run.blocks = append(run.blocks, block.StoredBlock)
+			continue
+		}
+		flush()
+		run = snapshotRun{parent: block.Parent, hasParent: block.HasParent, blocks: append(run.blocks[:0], block.StoredBlock)}
+		if w.err == nil {
+			w.err = ctx.Err()
+		}
+		if w.err != nil {
+			return at, false
+		}
+	}
+	flush()
+	w.write(appendRankEnd(nil, complete && held == 0))
+	return at, true
+}
+
+// snapshotRun is blocks that follow each other; the first follows parent, or begins
+// a prompt.
+type snapshotRun struct {
+	parent    uint64
+	hasParent bool
+	blocks    []kv.StoredBlock
+}
+
+// maxSnapshotText bounds an endpoint or a topic, bytes.
+const maxSnapshotText = 1 << 12
+
+// fitsSnapshot tells whether a rank is written at all.
+func fitsSnapshot(src Source) bool {
+	return len(src.Endpoint) <= maxSnapshotText && len(src.Topic) <= maxSnapshotText
+}
+
+// Flags of a rank and of its end.
+const (
+	snapshotGroup    = 1 // the KV-cache group is known
+	snapshotComplete = 1 // no block is missing
+)
+
+// appendRank appends a rank's head: a 1, worker, rank, the number of the last batch,
+// its hash, flags, KV-cache group, and length and text of endpoint and topic. Runs
+// and appendRankEnd follow it.
+func appendRank(to []byte, rank *savedRank) []byte {
+	to = append(to, 1)
+	to = binary.LittleEndian.AppendUint64(to, rank.worker.Worker)
+	to = binary.LittleEndian.AppendUint32(to, rank.worker.Rank)
+	to = binary.LittleEndian.AppendUint64(to, rank.at.next-1)
+	to = binary.LittleEndian.AppendUint64(to, rank.at.sum)
+	flags := byte(0)
+	if rank.at.groupKnown {
+		flags |= snapshotGroup
+	}
+	to = append(to, flags)
+	to = binary.LittleEndian.AppendUint64(to, uint64(rank.at.group))
+	for _, text := range []string{rank.endpoint, rank.topic} {
+		to = binary.LittleEndian.AppendUint16(to, uint16(len(text)))
+		to = append(to, text...)
+	}
+	return to
+}
+
+// appendRun appends the number of blocks, 1 if they have a parent else 0, the
+// parent, and of each block the engine's hash and the local one.
+func appendRun(to []byte, run snapshotRun) []byte {
+	to = binary.LittleEndian.AppendUint32(to, uint32(len(run.blocks)))
+	hasParent := byte(0)
+	if run.hasParent {
+		hasParent = 1
+	}
+	to = binary.LittleEndian.AppendUint64(append(to, hasParent), run.parent)
+	for _, b := range run.blocks {
+		to = binary.LittleEndian.AppendUint64(to, b.Engine)
+		to = binary.LittleEndian.AppendUint64(to, b.Local)
+	}
+	return to
+}
+
+// appendRankEnd appends a run of no blocks, shortened to its number, and flags.
+func appendRankEnd(to []byte, complete bool) []byte {
+	to = append(to, 0, 0, 0, 0)
+	if complete {
+		return append(to, snapshotComplete)
+	}
+	return append(to, 0)
+}
+
+// parseSnapshot checks a whole file. The ranks in the answer share its memory.
+func parseSnapshot(data []byte, blockSize int) (map[kv.WorkerKey]*savedRank, error) {
+	head := string(data[:min(len(data), len(snapshotMagic))])
+	switch {
+	case len(data) == 0:
+		return nil, errBrokenSnapshot // a disk was full
+	case !strings.HasPrefix(head, snapshotName):
+		return nil, errNoSnapshot
+	case head != snapshotMagic:
+		return nil, fmt.Errorf("it has another version than %q, the one that this program reads", strings.TrimSpace(snapshotMagic))
+	case len(data) < len(snapshotMagic)+4+snapshotTail:
+		return nil, errBrokenSnapshot
+	}
+	body, sum := data[:len(data)-8], binary.LittleEndian.Uint64(data[len(data)-8:])
+	if xxh3.Hash(body) != sum {
+		return nil, fmt.Errorf("%w: its checksum is wrong", errBrokenSnapshot)
+	}
+	r := snapshotReader{data: body[len(snapshotMagic):]}
+	if size := r.uint32(); int64(size) != int64(blockSize) {
+		return nil, fmt.Errorf("its block size is %d, the router's is %d", size, blockSize)
+	}
+	ranks := map[kv.WorkerKey]*savedRank{}
+	for r.byte() == 1 && !r.short {
+		rank := r.rank()
+		if r.short || ranks[rank.worker] != nil || len(ranks) >= maxDumpRanks {
+			return nil, fmt.Errorf("%w: rank %d of it", errBrokenSnapshot, len(ranks))
+		}
+		ranks[rank.worker] = rank
+	}
+	if r.short || len(r.data) > 0 {
+		return nil, fmt.Errorf("%w: it does not end after rank %d", errBrokenSnapshot, len(ranks))
+	}
+	return ranks, nil
+}
+
+// snapshotReader reads the parts of a file. Past its end they are zero, and short
+// says so; no memory is taken for them.
+type snapshotReader struct {
+	data  []byte
+	short bool // the data ended too early or make no sense
+}
+
+func (r *snapshotReader) bytes(n int) []byte {
+	if n > len(r.data) {
+		r.short, r.data = true, nil
+		return nil
+	}
+	part := r.data[:n]
+	r.data = r.data[n:]
+	return part
+}
+
+func (r *snapshotReader) byte() byte {
+	if b := r.bytes(1); b != nil {
+		return b[0]
+	}
+	return 0
+}
+
+func (r *snapshotReader) uint32() uint32 {
+	if b := r.bytes(4); b != nil {
+		return binary.LittleEndian.Uint32(b)
+	}
+	return 0
+}
+
+func (r *snapshotReader) uint64() uint64 {
+	if b := r.bytes(8); b != nil {
+		return binary.LittleEndian.Uint64(b)
+	}
+	return 0
+}
+
+func (r *snapshotReader) text() string {
+	length := 0
+	if b := r.bytes(2); b != nil {
+		length = int(binary.LittleEndian.Uint16(b))
+	}
+	if length > maxSnapshotText {
+		r.short = true
+		return ""
+	}
+	return string(r.bytes(length))
+}
+
+// rank reads what follows the 1 of a rank. Its runs are checked and stay as they are.
+func (r *snapshotReader) rank() *savedRank {
+	rank := &savedRank{worker: kv.WorkerKey{Worker: r.uint64(), Rank: r.uint32()}}
+	rank.at.next, rank.at.sum = r.uint64()+1, r.uint64()
+	rank.at.groupKnown = r.byte()&snapshotGroup != 0
+	rank.at.group = int(r.uint64())
+	rank.endpoint, rank.topic = r.text(), r.text()
+	if rank.at.next == 0 { // the number that ends a replay
+		r.short = true
+	}
+	const runHead, perBlock = 1 + 8, 8 + 8
+	all := r.data
+	size := 0
+	for !r.short {
+		count := r.uint32()
+		if count == 0 {
+			break
+		}
+		if rank.blocks += int(count); count > dumpedTogether || rank.blocks > maxHeld {
+			r.short = true
+			break
+		}
+		r.bytes(runHead + int(count)*perBlock)
+		size = len(all) - len(r.data)
+	}
+	rank.complete = r.byte()&snapshotComplete != 0
+	if !r.short {
+		rank.runs = all[:size]
+	}
+	return rank
+}
+
+// run reads a run of a checked rank into blocks.
+func (r *snapshotReader) run(blocks []kv.StoredBlock) (_ []kv.StoredBlock, parent uint64, hasParent bool) {
+	count := r.uint32()
+	hasParent = r.byte() == 1
+	parent = r.uint64()
+	for range count {
+		blocks = append(blocks, kv.StoredBlock{Engine: r.uint64(), Local: r.uint64()})
+	}
+	return blocks, parent, hasParent
+}

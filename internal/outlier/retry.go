@@ -1,0 +1,129 @@
+package outlier
+
+import (
+	"fmt"
+	"sync"
+	"time"
+)
+
+// RetrySettings are the flags for requests that a worker failed before the first
+// byte of its answer.
+type RetrySettings struct {
+	Retries     int     `group:"Failing workers" default:"2" help:"How many further workers to try with a request that one failed before the first byte of its answer. 0: none."`
+	RetryBudget float64 `group:"Failing workers" default:"0.2" help:"Most retries as a share of the requests of the last 10 s, beside 10 that are always allowed. One whose worker gets no requests any more is not counted."`
+}
+
+// DefaultRetrySettings returns the defaults of the flags.
+func DefaultRetrySettings() RetrySettings { return RetrySettings{Retries: 2, RetryBudget: 0.2} }
+
+// Validate checks the settings; its errors name the flag.
+func (k RetrySettings) Validate() error {
+	switch {
+	case k.Retries < 0 || k.Retries > maxRetries:
+		return fmt.Errorf("--retries %d: give 0 to %d", k.Retries, maxRetries)
+	case !(k.RetryBudget >= 0 && k.RetryBudget <= maxRetries):
+		return fmt.Errorf("--retry-budget %v: give a share of the requests, 0 to %d", k.RetryBudget, maxRetries)
+	}
+	return nil
+}
+
+const (
+	maxRetries = 10
+	// BudgetSeconds is the span over which retries are counted, and BudgetLeast
+	// how many of it are always allowed, so that small loads are repeated, too.
+	BudgetSeconds, BudgetLeast = 10, 10
+	// maxLettings is how often one request is taken off a worker that is down or
+	// stuck, beside its retries.
+	maxLettings = 3
+)
+
+// Tries counts how often a request was sent again.
+type Tries struct {
+	Retries  int
+	lettings int // it was taken off a worker that is down or stuck
+}
+
+// Left tells whether another worker may be tried if the next one fails; most are the
+// retries that are allowed.
+func (t *Tries) Left(most int) bool { return t.Retries < most }
+
+// LetGo tells whether a request that was taken off a worker which is down or stuck is
+// sent again, and counts it then.
+func (t *Tries) LetGo(most int) bool {
+	if most == 0 || t.lettings == maxLettings {
+		return false
+	}
+	t.lettings++
+	return true
+}
+
+// Again tells whether a request that a worker failed is sent again, and counts it
+// then. out says that the worker gets nothing more for a while: that takes nothing
+// from the budget. denied says that only the budget is in the way.
+func (t *Tries) Again(b *Budget, most int, out bool, now time.Time) (again, denied bool) {
+	switch {
+	case !t.Left(most):
+		return false, false
+	case !out && !b.Take(now):
+		return false, true
+	}
+	t.Retries++
+	return true, false
+}
+
+// Budget bounds retries to a share of the requests, so that they do not multiply
+// the load where all workers fail. It is safe for concurrent use; nil has no bound.
+type Budget struct {
+	share float64
+
+	mu     sync.Mutex // guards window
+	window [BudgetSeconds]struct {
+		at                int64 // Unix time
+		requests, retries int
+	}
+}
+
+// NewBudget returns a budget of that share of the requests.
+func NewBudget(share float64) *Budget { return &Budget{share: share} }
+
+// Request counts a request.
+func (b *Budget) Request(now time.Time) {
+	if b == nil {
+		return
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.second(now).requests++
+}
+
+// Take counts a retry, if there is one left.
+func (b *Budget) Take(now time.Time) bool {
+	if b == nil {
+		return true
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	requests, retries := 0, 0
+	for _, s := range b.window {
+		if age := now.Unix() - s.at; age >= 0 && age < BudgetSeconds {
+			requests, retries = requests+s.requests, retries+s.retries
+		}
+	}
+	if float64(retries) >= BudgetLeast+b.share*float64(requests) {
+		return false
+	}
+	b.second(now).retries++
+	return true
+}
+
+// second returns the counts of this second. b is locked.
+func (b *Budget) second(now time.Time) *struct {
+	at                int64
+	requests, retries int
+} {
+	s := &b.window[uint64(now.Unix())%BudgetSeconds]
+	if s.at != now.Unix() {
+		s.at, s.requests, s.retries = now.Unix(), 0, 0
+	}
+	return s
+}

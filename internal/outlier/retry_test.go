@@ -1,0 +1,59 @@
+package outlier
+
+import (
+	"testing"
+	"time"
+)
+
+func TestRetriesHaveABudget(t *testing.T) {
+	now := time.Unix(1_000_000, 0)
+	b := NewBudget(0.2)
+	takes := func() (n int) {
+		for b.Take(now) {
+			n++
+		}
+		return n
+	}
+	if n := takes(); n != BudgetLeast {
+		t.Errorf("%d retries without requests, want %d", n, BudgetLeast)
+	}
+	for range 100 {
+		b.Request(now)
+	}
+	if n := takes(); n != 20 {
+		t.Errorf("%d more retries for 100 requests, want 20", n)
+	}
+	if now = now.Add(BudgetSeconds * time.Second); takes() != BudgetLeast {
+		t.Error("the budget does not come back")
+	}
+	if !(*Budget)(nil).Take(now) {
+		t.Error("no budget is a bound")
+	}
+}
+
+func TestARequestIsTriedAsOftenAsItMay(t *testing.T) {
+	now, tries, b := time.Unix(1_000_000, 0), Tries{}, NewBudget(0)
+	for i := range 3 {
+		again, denied := tries.Again(b, 2, false, now)
+		if again != (i < 2) || denied {
+			t.Errorf("retry %d: %v, denied %v", i+1, again, denied)
+		}
+	}
+	for b.Take(now) { // nothing is left
+	}
+	tries = Tries{}
+	if again, denied := tries.Again(b, 2, false, now); again || !denied {
+		t.Error("a retry beyond the budget")
+	}
+	if again, _ := tries.Again(b, 2, true, now); !again {
+		t.Error("a retry of a request whose worker is out was counted")
+	}
+	for i := range maxLettings + 1 {
+		if tries.LetGo(2) != (i < maxLettings) {
+			t.Errorf("taken off a worker for the time %d", i+1)
+		}
+	}
+	if (&Tries{}).LetGo(0) {
+		t.Error("without retries it is not sent again")
+	}
+}

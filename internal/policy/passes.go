@@ -1,0 +1,95 @@
+package policy
+
+import "time"
+
+// workPass is the engine's batched-token budget, tokens a pass (vLLM's
+// max_num_batched_tokens).
+const workPass = 8192
+
+// coming plays a worker's coming passes through, with a prompt of so many
+// uncached tokens at the end of its queue: in how many ms that has its first
+// token, by how many ms together the first tokens of those before it come later
+// for it, and how many passes compute prompts only because of it.
+//
+// An engine computes prompts in the order in which they came, up to workPass
+// tokens a pass. The running pass began with the last first token, or when the
+// oldest prompt without one was sent, whichever was later; a prompt that came
+// after a pass began waits for the next one.
+func (p *Work) coming(now time.Time, load *Load, uncached int) (first, pushed float64, begun int) {
+	decode := p.Timing.Decoding(load.ContextTokens)
+	at := decode / 2 // a pass that only decodes ends about then
+	if len(load.Prefills) > 0 {
+		at = milliseconds(load.Prefills[0].Sent.Sub(now))
+		if !load.FirstToken.IsZero() {
+			at = max(at, milliseconds(load.FirstToken.Sub(now)))
+		}
+	}
+	whole := p.passTime(workPass) + decode // a pass of nothing but one prompt
+	queue := load.Prefills
+	for rest := 0; ; { // rest are tokens of queue[0] that are computed
+		computed, ends, silent, joins := 0, 0, true, false
+		if len(queue) > 0 {
+			at = max(at, milliseconds(queue[0].Sent.Sub(now)))
+			passes := wholePasses(queue[0].Tokens - rest)
+			rest += passes * workPass
+			at += float64(passes) * whole
+		}
+		// The comparisons hold for a time that is no number, too: the loop must end.
+		for len(queue) > 0 && computed < workPass && !(milliseconds(queue[0].Sent.Sub(now)) > at) {
+			step := min(queue[0].Tokens-rest, workPass-computed)
+			computed += step
+			if rest += step; rest < queue[0].Tokens {
+				break
+			}
+			silent = silent && queue[0].AnsweredWhole
+			queue, rest, ends = queue[1:], 0, ends+1
+		}
+		if len(queue) == 0 && computed == 0 && at < 0 {
+			at = max(decode/2, 0)
+		}
+		if len(queue) == 0 && !(at < 0) {
+			joins = computed < workPass
+		}
+		step := 0
+		if joins {
+			if computed == 0 && ends == 0 {
+				passes := wholePasses(uncached)
+				uncached -= passes * workPass
+				at += float64(passes) * whole
+				begun += passes
+			}
+			step = min(uncached, workPass-computed)
+			if computed == 0 && step > 0 {
+				begun++
+			}
+			uncached -= step
+		}
+		alone := p.passTime(computed) + decode
+		took := p.passTime(computed+step) + decode
+		if computed == 0 {
+			alone = 0
+		}
+		if joins {
+			pushed += float64(ends) * (took - alone)
+		}
+		at += took
+		if ends > 0 && !silent {
+			at = max(at, 0) // they would have been heard of
+		}
+		if joins && uncached <= 0 {
+			return at, pushed, begun
+		}
+	}
+}
+
+// wholePasses is how many passes a prompt with so many tokens to compute fills
+// alone before the one that it ends in.
+func wholePasses(tokens int) int { return (max(1, tokens) - 1) / workPass }
+
+// passTime is the prefill part of a pass, ms.
+func (p *Work) passTime(tokens int) float64 {
+	if tokens == 0 {
+		return 0
+	}
+	return p.Timing.Pass + p.Timing.Token*float64(tokens)
+}

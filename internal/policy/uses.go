@@ -1,0 +1,134 @@
+package policy
+
+import (
+	"math"
+	"math/bits"
+)
+
+const (
+	// usesBuckets times usesPerBucket counts of 8 bytes are 1 MB: those of the
+	// prompts that about 3,000 requests of 12,000 tokens put in.
+	usesBuckets   = 1 << 14
+	usesPerBucket = 8 // one line of the processor's cache
+	// usesRescale is the time, in turnovers, after which counts are written anew:
+	// e^32 times a count is far from what a float32 can hold.
+	usesRescale = 32
+)
+
+// useCounts estimates how often prompts begin with the same blocks: it counts the
+// requests that had a sequence hash, each the less the longer ago it came. Time is
+// counted in turnovers: one has passed when as many tokens were put into the
+// workers' caches as these hold together, which is about how long a block stays
+// that nobody asks for. A request that came t turnovers ago counts e^−t.
+//
+// Only eight depths an octave are counted. The table is of fixed size: in a full
+// bucket a new hash takes the place of the one that counts least. A count is
+// stored times e^clock (forward decay, Cormode et al. 2009), so that time passing
+// changes no count. It has no lock.
+type useCounts struct {
+	buckets [][usesPerBucket]useCount // none before the first prompt
+	clock   float64                   // turnovers since the counts were last rescaled
+	rest    []float64                 // of the last prompt, see look
+}
+
+type useCount struct {
+	tag   uint32
+	value float32 // 0: nothing is stored here
+}
+
+// pass lets so many turnovers go by.
+func (u *useCounts) pass(turnovers float64) {
+	u.clock += turnovers
+	if u.clock < usesRescale {
+		return
+	}
+	scale := float32(math.Exp(-u.clock))
+	for i := range u.buckets {
+		for k := range u.buckets[i] {
+			u.buckets[i][k].value *= scale
+		}
+	}
+	u.clock = 0
+}
+
+// look finds out how often the prompt's blocks were used, for expected to tell.
+// With count its use counts from now on.
+func (u *useCounts) look(sequence []uint64, workers float64, count bool) {
+	if u.buckets == nil && len(sequence) > 0 {
+		u.buckets = make([][usesPerBucket]useCount, usesBuckets)
+	}
+	depths := depthsUpTo(len(sequence))
+	u.rest = append(u.rest[:0], make([]float64, depths+1)...)
+	added := float32(0)
+	if count {
+		added = float32(math.Exp(u.clock))
+	}
+	now := math.Exp(-u.clock)
+	for k := range depths {
+		uses := float64(u.use(sequence[sampledDepth(k)-1], added)) * now
+		u.rest[k] = uses / (uses + workers)
+	}
+	for k, depth := depths-1, sampledDepth(depths-1); k >= 0; k-- {
+		above := 0
+		if k > 0 {
+			above = sampledDepth(k - 1)
+		}
+		u.rest[k] = u.rest[k]*float64(depth-above) + u.rest[k+1]
+		depth = above
+	}
+}
+
+// use returns the stored count of a hash and adds to it.
+func (u *useCounts) use(hash uint64, add float32) float32 {
+	hash *= 0x9E3779B97F4A7C15 // clients may send hashes that are none
+	bucket := &u.buckets[hash>>(64-14)]
+	tag := uint32(hash >> 16)
+	least := 0
+	for i := range bucket {
+		if c := &bucket[i]; c.tag == tag && c.value > 0 {
+			before := c.value
+			c.value += add
+			return before
+		}
+		if bucket[i].value < bucket[least].value {
+			least = i
+		}
+	}
+	if add > 0 {
+		bucket[least] = useCount{tag, add}
+	}
+	return 0
+}
+
+// others is how many of the prompt's blocks from that depth on later requests will
+// pay for, by their shares.
+func (u *useCounts) others(from int) float64 {
+	k := depthsUpTo(from)
+	if k >= len(u.rest)-1 {
+		return 0
+	}
+	above := 0
+	if k > 0 {
+		above = sampledDepth(k - 1)
+	}
+	depth := sampledDepth(k)
+	return u.rest[k+1] + (u.rest[k]-u.rest[k+1])*float64(depth-from)/float64(depth-above)
+}
+
+// sampledDepth is the k-th depth that is counted: 1, 2, .. 16, 18, .. 32, 36, ..
+func sampledDepth(k int) int {
+	if k < 16 {
+		return k + 1
+	}
+	k -= 7 // 16 is the 8th step of its octave
+	return (8 + k&7) << (k >> 3)
+}
+
+// depthsUpTo is how many depths are counted up to depth blocks.
+func depthsUpTo(depth int) int {
+	if depth < 16 {
+		return max(0, depth)
+	}
+	octave := bits.Len(uint(depth)) - 4
+	return octave<<3 + depth>>octave
+}

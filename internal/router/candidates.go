@@ -1,0 +1,113 @@
+package router
+
+import (
+	"slices"
+	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+)
+
+// gather makes candidates of the workers that may serve p.
+func (r *Router) gather(p *prompt, now time.Time) error {
+	r.candidates = slices.Grow(r.candidates[:0], len(r.targets))
+	err := ErrNoWorker
+	r.survey(p)
+	p.workers = 0
+	for i := range r.targets {
+		t := &r.targets[i]
+		if t.Takes(p.Leg) {
+			p.workers++
+		}
+		if !p.mayUse(t) {
+			continue
+		}
+		if r.Knobs.BusyThresholds.Set() && r.busy(t.Key.Worker, now) {
+			err = ErrBusy
+			continue
+		}
+		r.candidates = r.candidates[:len(r.candidates)+1]
+		r.candidate(&r.candidates[len(r.candidates)-1], p, i, now)
+	}
+	if len(r.candidates) == 0 {
+		return err
+	}
+	if !r.outliers.Quiet() && p.Pinned == nil {
+		return r.sift(p, now)
+	}
+	return nil
+}
+
+// busy tells whether all ranks of a worker are beyond a threshold.
+func (r *Router) busy(worker uint64, now time.Time) bool {
+	at, _ := r.target(kv.WorkerKey{Worker: worker})
+	for ; at < len(r.targets) && r.targets[at].Key.Worker == worker; at++ {
+		var load policy.Load
+		if r.books[at].asOf(now, &load); !r.Knobs.BusyThresholds.exceeded(&r.targets[at], &load) {
+			return false
+		}
+	}
+	return true
+}
+
+// mayUse tells whether p, or the leg of it that is asked for, may be served by t.
+func (p *prompt) mayUse(t *kv.Target) bool {
+	return p.mightUse(t) && !slices.Contains(p.Exclude, t.Key.Worker)
+}
+
+// mightUse is mayUse before any worker has failed p.
+func (p *prompt) mightUse(t *kv.Target) bool {
+	return t.Takes(p.Leg) && p.Kinds.Allow(t.Kind) && t.Serves(p.Model) && (!p.SGLang || t.RunsSGLang()) &&
+		(p.Pinned == nil || *p.Pinned == t.Key) &&
+		(p.Allowed == nil || slices.Contains(p.Allowed, t.Key.Worker))
+}
+
+// survey looks up what requests in flight have of p. It comes before candidate,
+// without a change of the books in between.
+func (r *Router) survey(p *prompt) {
+	if p.counted && p.shared {
+		r.loads.Survey(p.sequence)
+	}
+}
+
+// candidate sets c to the target at that place as p sees it.
+func (r *Router) candidate(c *policy.Candidate, p *prompt, at int, now time.Time) {
+	c.Target, c.Overlap, c.NewBlocks, c.TreeBlocks = r.targets[at], 0, p.newBlocks(), 0
+	r.books[at].asOf(now, &c.Load)
+	if p.Cached != nil {
+		c.Overlap = *p.Cached / r.blockSize
+	} else if blocks := p.matched(c.Target.Key); blocks > 0 {
+		c.Overlap = blocks
+		if r.traits.TreeBlocks {
+			c.TreeBlocks = r.index.Blocks(c.Target.Key)
+		}
+	}
+	if p.counted && p.shared {
+		active := r.loads.activeOn(r.books[at])
+		c.NewBlocks -= active
+		if r.traits.Siblings {
+			c.Overlap = max(c.Overlap, active)
+		}
+	}
+	usable := r.usableBlocks(p.tokens)
+	if r.traits.WholeMatch {
+		usable = p.tokens / r.blockSize
+	}
+	c.Overlap = min(c.Overlap, usable)
+}
+
+// matched returns how many blocks of p the index has of w. Workers are mostly asked
+// for in their order, which is that of the matches.
+func (p *prompt) matched(w kv.WorkerKey) int {
+	if p.next > 0 && w.Compare(p.matches[p.next-1].Worker) <= 0 {
+		p.next = 0
+	}
+	for ; p.next < len(p.matches); p.next++ {
+		if order := p.matches[p.next].Worker.Compare(w); order == 0 {
+			return p.matches[p.next].Blocks
+		} else if order > 0 {
+			break
+		}
+	}
+	return 0
+}

@@ -1,0 +1,26 @@
+package settings
+
+import (
+	"fmt"
+	"maps"
+	"path/filepath"
+	"slices"
+)
+
+// CheckFiles returns an error if two flags name one file: what one writes would be the
+// end of the other. Names are compared without looking at the disk; empty ones name
+// nothing.
+func CheckFiles(files map[string]string) error {
+	whose := map[string]string{}
+	for _, flag := range slices.Sorted(maps.Keys(files)) {
+		if files[flag] == "" {
+			continue
+		}
+		name := filepath.Clean(files[flag])
+		if other, taken := whose[name]; taken {
+			return fmt.Errorf("%s and %s both name %s: give each a file of its own", other, flag, files[flag])
+		}
+		whose[name] = flag
+	}
+	return nil
+}

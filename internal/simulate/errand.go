@@ -1,0 +1,289 @@
+package simulate
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"kvrouter/internal/engine"
+	"kvrouter/internal/hints"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/outlier"
+	"kvrouter/internal/router"
+)
+
+// PrioritySettings say which conversations go before others in the routers' queues.
+type PrioritySettings struct {
+	PriorityShare float64 `default:"0" help:"Share of the conversations, 0 to 1, that go before the others in the router's queue (--router-queue-threshold)."`
+	PriorityJump  float64 `default:"0" placeholder:"SECONDS" help:"They go only so many seconds before; 0: before all others."`
+}
+
+// Why a request was lost: its client got an error.
+const (
+	lostNoWorker = "no_worker"
+	lostBusy     = "busy"
+	lostQueue    = "queue_full"
+	lostTimeout  = "queue_timeout"
+	lostFailed   = "failed" // its worker failed it, and it was not or could not be tried again
+	lostCut      = "cut"    // its answer broke off
+)
+
+// backOff is how long a client waits that was refused or failed, before it goes on.
+const backOff = time.Second
+
+// errand is one request with all attempts at it.
+type errand struct {
+	request *TraceRequest
+	local   []uint64         // block hashes of the prompt
+	blocks  []kv.StoredBlock // those and the answer's
+	asked   time.Duration    // when its client sent it
+	prior   bool
+	router  int
+
+	waiting *router.Waiting // in the queue; nil: it is not
+
+	tries   outlier.Tries
+	exclude []uint64          // workers that have failed it
+	same    []*router.Booking // those that failed it with an answer
+	moved   bool              // it was taken off a stuck worker
+	hit     *fault            // that its first attempt met; nil: none
+}
+
+// send begins the errand of a request at one of the routers.
+func (s *simulator) send(request *TraceRequest) {
+	e := &errand{request: request, asked: s.now}
+	e.local, e.blocks = request.Blocks(s.Engine.BlockSize)
+	if len(s.routers) > 1 {
+		e.router = s.random.IntN(len(s.routers))
+	}
+	if s.Priority.PriorityShare > 0 {
+		e.prior = s.prior(request)
+	}
+	s.budgets[e.router].Request(s.clock())
+	s.attempt(e)
+}
+
+// prior draws, once for all turns of a conversation, whether it goes before others.
+func (s *simulator) prior(request *TraceRequest) bool {
+	prior, known := s.priors[request]
+	if !known {
+		prior = s.drawPrior.Float64() < s.Priority.PriorityShare
+	}
+	delete(s.priors, request)
+	if request.Next != nil {
+		s.priors[request.Next] = prior
+	}
+	return prior
+}
+
+// question is what a router is asked.
+func (s *simulator) question(e *errand) router.Request {
+	asked := router.Request{Local: e.local, NumTokens: e.request.Prompt, Prefix: e.request.Hints, Exclude: e.exclude}
+	if s.WithoutHints {
+		asked.Prefix = hints.Prefix{}
+	}
+	switch {
+	case e.prior && s.Priority.PriorityJump > 0:
+		asked.PriorityJump = s.Priority.PriorityJump
+	case e.prior:
+		asked.StrictPriority = 1
+	}
+	return asked
+}
+
+// attempt routes an errand and queues it on its worker, or on the first of two.
+func (s *simulator) attempt(e *errand) {
+	s.catchUp()
+	r := s.routers[e.router]
+	if s.Prefills > 0 {
+		pair, err := r.RoutePair(context.Background(), s.question(e), router.PairRule{LeastUncached: s.LeastUncached})
+		if err != nil {
+			s.err = err
+			return
+		}
+		s.dispatch(e, pair)
+		return
+	}
+	decision, waiting, err := r.RouteOrWait(s.question(e), func(decision router.Decision, err error) {
+		s.decided = append(s.decided, decidedErrand{e, decision, err})
+	})
+	switch {
+	case err != nil:
+		s.refused(e, err)
+	case waiting == nil:
+		s.dispatch(e, router.Pair{Decode: decision})
+	default:
+		e.waiting = waiting
+		began := s.now
+		s.after(s.Routing.RouterQueueTimeout, func() {
+			if e.waiting == waiting && waiting.Leave() {
+				e.waiting = nil
+				s.waits = append(s.waits, milliseconds(s.now-began))
+				s.refused(e, router.ErrQueueTimeout)
+			}
+		})
+		s.refreshLater(e, waiting)
+	}
+}
+
+// refreshLater has what waits look its prompt up again and again.
+func (s *simulator) refreshLater(e *errand, waiting *router.Waiting) {
+	s.after(router.QueueRefresh, func() {
+		if e.waiting == waiting {
+			s.catchUp()
+			waiting.Refresh()
+			s.refreshLater(e, waiting)
+		}
+	})
+}
+
+// decidedErrand is one that need not wait any more.
+type decidedErrand struct {
+	errand   *errand
+	decision router.Decision
+	err      error
+}
+
+// leaveQueue sends what need not wait any more.
+func (s *simulator) leaveQueue() {
+	for len(s.decided) > 0 && s.err == nil {
+		d := s.decided[0]
+		s.decided = s.decided[1:]
+		d.errand.waiting = nil
+		s.waits = append(s.waits, milliseconds(d.decision.QueueTime))
+		if d.err != nil {
+			s.refused(d.errand, d.err)
+			continue
+		}
+		s.dispatch(d.errand, router.Pair{Decode: d.decision})
+	}
+}
+
+// dispatch sends an errand where a router says.
+func (s *simulator) dispatch(e *errand, pair router.Pair) {
+	flight := s.newFlight(e, pair.Decode, engine.Request{Blocks: e.blocks, Prompt: e.request.Prompt, Output: e.request.Output})
+	if pair.Prefill.Booking == nil {
+		s.deliver(flight)
+		return
+	}
+	flight.Fetch = true
+	flight.prefill = s.newFlight(e, pair.Prefill, engine.Request{Blocks: e.blocks[:len(e.local)], Prompt: e.request.Prompt, Output: 1, Keep: true})
+	flight.prefill.decode = flight
+	s.submit(flight.prefill)
+	if s.Kind == kv.KindSGLang {
+		s.submit(flight)
+	}
+}
+
+// refused ends an errand that a router does not place; one that was tried before
+// has failed.
+func (s *simulator) refused(e *errand, err error) {
+	if len(e.exclude) > 0 {
+		s.giveUp(e)
+		return
+	}
+	why := lostNoWorker
+	switch {
+	case errors.Is(err, router.ErrBusy):
+		why = lostBusy
+	case errors.Is(err, router.ErrQueueFull):
+		why = lostQueue
+	case errors.Is(err, router.ErrQueueTimeout):
+		why = lostTimeout
+	case !errors.Is(err, router.ErrNoWorker):
+		s.err = err
+	}
+	s.lose(e, why)
+}
+
+// failed ends a flight that its worker failed before the first byte of its answer.
+func (s *simulator) failed(f *flight, kind outlier.Kind, why string) {
+	e := f.errand
+	s.land(f)
+	out := f.booking.FailAs(kind, why)
+	e.exclude = append(e.exclude, uint64(f.worker))
+	if kind == outlier.Status {
+		e.same = append(e.same, f.booking)
+	}
+	again := s.mayRetry(e, out)
+	s.noteHealth(f.worker)
+	s.retryOr(e, again)
+}
+
+// mayRetry tells whether an errand that a worker failed may be tried again, and counts
+// it then. out says that the worker gets nothing more for a while.
+func (s *simulator) mayRetry(e *errand, out bool) bool {
+	again, denied := e.tries.Again(s.budgets[e.router], s.Retry.Retries, out, s.clock())
+	if denied {
+		s.denied++
+	}
+	return again
+}
+
+// retryOr tries an errand again, or gives it up.
+func (s *simulator) retryOr(e *errand, again bool) {
+	if !again {
+		s.giveUp(e)
+		return
+	}
+	s.retried++
+	s.attempt(e)
+}
+
+// giveUp ends an errand that is not tried again.
+func (s *simulator) giveUp(e *errand) {
+	if n := len(e.same); n > 1 && n == len(e.exclude) {
+		for _, b := range e.same {
+			b.Forgive() // what all fail in the same way is the request's fault
+		}
+	}
+	s.lose(e, lostFailed)
+}
+
+// lose ends an errand with an error. Its client goes on after a pause, as if it had
+// been answered: so all policies get the same requests.
+func (s *simulator) lose(e *errand, why string) {
+	s.lost[why]++
+	if e.hit != nil {
+		e.hit.lost++
+	}
+	s.after(backOff, func() { s.over(e) })
+}
+
+// over ends a request; its conversation goes on, or ends.
+func (s *simulator) over(e *errand) {
+	s.done++
+	if next := e.request.Next; next != nil {
+		s.coming.push(happening{at: s.now + e.request.Think, order: s.Workers + s.done, turn: next})
+	} else {
+		s.open--
+	}
+	if s.Progress != nil && (s.done%64 == 0 || s.done == s.total) {
+		s.Progress(s.done)
+	}
+}
+
+// after has f called later. Of what is due at one time it comes last, in the order of
+// the calls of after.
+func (s *simulator) after(d time.Duration, f func()) {
+	s.later++
+	s.coming.push(happening{at: s.now + d, order: s.Workers + 2*s.total + s.later, call: f})
+}
+
+// clock is the routers' time.
+func (s *simulator) clock() time.Time { return epoch.Add(s.now) }
+
+// LostShare is the share of the requests whose clients got an error.
+func (r *Report) LostShare() float64 {
+	lost := 0
+	for _, n := range r.Lost {
+		lost += n
+	}
+	return float64(lost) / float64(max(1, lost+r.Requests))
+}
+
+// QueueReport is what the routers' queues did.
+type QueueReport struct {
+	Waited int          `json:"waited"` // requests
+	WaitMS Distribution `json:"wait_ms"`
+}

@@ -1,0 +1,307 @@
+package simulate
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"kvrouter/internal/outlier"
+)
+
+// Kinds of faults.
+const (
+	faultError  = "error"  // answers an HTTP status of a server's fault
+	faultRefuse = "refuse" // takes no connection; what it has it answers
+	faultHang   = "hang"   // takes requests and sends nothing
+	faultSlow   = "slow"   // computes slowly
+)
+
+// fault is what goes wrong with a worker for a while.
+type fault struct {
+	worker    int
+	at, until time.Duration // since the run began
+	kind      string
+	rate      float64 // share of the requests, or with faultSlow of the speed that is left
+
+	held   []*flight     // that get no answer
+	first  int           // requests whose first attempt it met
+	met    int           // attempts that it met
+	lost   int           // requests that it met first, and that were lost
+	known  time.Duration // from its beginning until all routers had taken the worker out
+	back   time.Duration // from its end until they had it back
+	out    bool          // known is set
+	ranOff bool          // back is set
+}
+
+// parseFault reads a fault, such as worker=2 at=60s for=30s kind=error rate=0.3.
+func parseFault(text string, workers int) (*fault, error) {
+	const example = "worker=2 at=60s for=30s kind=error|refuse|hang|slow rate=0.3"
+	f := &fault{worker: -1, at: -1, rate: 1}
+	long := time.Duration(-1)
+	for _, field := range strings.Fields(text) {
+		key, value, _ := strings.Cut(field, "=")
+		var err error
+		switch key {
+		case "worker":
+			f.worker, err = strconv.Atoi(value)
+		case "at":
+			err = span(&f.at)(value)
+		case "for":
+			err = span(&long)(value)
+		case "kind":
+			f.kind = value
+		case "rate":
+			err = decimal(&f.rate, 1e-3, 1)(value)
+		default:
+			err = errors.New("it is not known")
+		}
+		if err != nil {
+			return nil, fmt.Errorf("--faults %q: %s: %w; give %s", text, field, err, example)
+		}
+	}
+	f.until = f.at + long
+	switch {
+	case f.worker < 0 || f.worker >= workers:
+		return nil, fmt.Errorf("--faults %q: give worker=N, from 0 to %d", text, workers-1)
+	case f.at < 0 || long <= 0 || !slices.Contains([]string{faultError, faultRefuse, faultHang, faultSlow}, f.kind):
+		return nil, fmt.Errorf("--faults %q: give %s", text, example)
+	}
+	return f, nil
+}
+
+// parseFaults reads the faults of a run. Two of one worker cannot be at one time.
+func parseFaults(texts []string, workers int) (faults []*fault, err error) {
+	for _, text := range texts {
+		f, err := parseFault(text, workers)
+		if err != nil {
+			return nil, err
+		}
+		if slices.ContainsFunc(faults, func(o *fault) bool { return o.worker == f.worker && o.at < f.until && f.at < o.until }) {
+			return nil, fmt.Errorf("--faults %q: worker %d has another fault in that time", text, f.worker)
+		}
+		faults = append(faults, f)
+	}
+	return faults, nil
+}
+
+// planFaults has the faults begin and end in their time.
+func (s *simulator) planFaults() {
+	s.drawFault = rand.New(rand.NewPCG(s.Seed, 5))
+	for _, f := range s.faults {
+		begin := func() { s.workers[f.worker].fault = f }
+		if f.at == 0 {
+			begin() // before anything is sent
+		} else {
+			s.after(f.at, begin)
+		}
+		s.after(f.until, func() {
+			s.workers[f.worker].fault = nil
+			for _, flight := range f.held {
+				if flight.booking != nil && !flight.booking.Ended() {
+					s.submit(flight)
+				}
+			}
+			f.held = nil
+			s.wake(f.worker)
+			s.noteHealth(f.worker)
+		})
+	}
+}
+
+// deliver brings a flight to its worker, whatever that does with it.
+func (s *simulator) deliver(flight *flight) {
+	if len(s.faults) == 0 {
+		s.submit(flight)
+		return
+	}
+	worker := &s.workers[flight.worker]
+	worker.flights = append(worker.flights, flight)
+	f := worker.fault
+	if f == nil || f.kind == faultSlow || f.rate < 1 && s.drawFault.Float64() >= f.rate {
+		s.submit(flight)
+		s.watch(flight)
+		return
+	}
+	f.met++
+	if len(flight.errand.exclude) == 0 {
+		f.first++
+		flight.errand.hit = f
+	}
+	switch f.kind {
+	case faultError:
+		s.failed(flight, outlier.Status, "answered 500 Internal Server Error")
+	case faultRefuse:
+		s.failed(flight, outlier.Refused, "connection refused")
+	default:
+		f.held = append(f.held, flight)
+		s.watch(flight)
+	}
+}
+
+// stopped tells whether a worker begins no pass now.
+func (w *worker) stopped() bool {
+	return w.fault != nil && w.fault.kind == faultHang && w.fault.rate == 1
+}
+
+// passTime is how long a pass takes that a healthy worker does in d.
+func (w *worker) passTime(d time.Duration) time.Duration {
+	if w.fault != nil && w.fault.kind == faultSlow {
+		return time.Duration(float64(d) / w.fault.rate)
+	}
+	return d
+}
+
+// What the proxy does once a worker is stuck: an answer that has begun ends when it
+// is silent for so long, and a request without a first byte that may not be moved.
+const stalledAnswer, stalledStart = 5 * time.Second, 15 * time.Second
+
+// watch looks after a flight without a first byte, as the proxy does.
+func (s *simulator) watch(f *flight) {
+	if look, watched := f.booking.FirstLook(); watched && s.Retry.Retries > 0 && !f.errand.moved {
+		s.after(look, func() { s.look(f) })
+	} else if watched {
+		s.after(stalledStart, func() { s.lookAtUnmoved(f) })
+	}
+}
+
+// flies tells whether a flight is under way and nothing of its answer has come.
+func (f *flight) flies() bool { return f.booking != nil && !f.booking.Ended() && f.first == 0 }
+
+// look looks whether the worker of a flight is stuck. If it is, what waits there for
+// a first byte is sent elsewhere.
+func (s *simulator) look(f *flight) {
+	if !f.flies() {
+		return
+	}
+	worker := &s.workers[f.worker]
+	stuck, again := f.booking.Silent(s.now - max(f.sent, worker.heard))
+	if !stuck {
+		s.after(again, func() { s.look(f) })
+		return
+	}
+	s.noteHealth(f.worker)
+	flights := slices.Clone(worker.flights)
+	for _, other := range flights {
+		switch {
+		case other.flies() && s.Retry.Retries > 0 && !other.errand.moved:
+			s.letGo(other)
+		default:
+			s.endStalled(other)
+		}
+	}
+}
+
+// lookAtUnmoved ends a flight that may not be moved once its worker is out.
+func (s *simulator) lookAtUnmoved(f *flight) {
+	switch {
+	case !f.flies():
+	case f.booking.WorkerIsOut():
+		s.letGo(f)
+	default:
+		s.after(time.Second, func() { s.lookAtUnmoved(f) })
+	}
+}
+
+// endStalled ends f when nothing of its answer comes any more.
+func (s *simulator) endStalled(f *flight) {
+	if f.booking == nil || f.booking.Ended() || f.stalling {
+		return
+	}
+	f.stalling = true
+	limit, since := stalledStart, f.sent
+	if f.first > 0 {
+		limit, since = stalledAnswer, f.heard
+	}
+	heard := f.heard
+	s.after(max(0, limit-(s.now-since)), func() {
+		f.stalling = false
+		if f.booking != nil && !f.booking.Ended() && f.heard == heard {
+			s.letGo(f)
+		}
+	})
+}
+
+// letGo takes a flight off a worker that is stuck. One without a first byte is sent
+// elsewhere.
+func (s *simulator) letGo(f *flight) {
+	e, begun := f.errand, f.first > 0
+	s.workers[f.worker].engine.Abort(&f.Request)
+	f.booking.LetGo()
+	s.land(f)
+	s.wake(f.worker)
+	if begun {
+		s.lose(e, lostCut)
+		return
+	}
+	e.exclude = append(e.exclude, uint64(f.worker))
+	e.moved = true
+	s.retryOr(e, e.tries.LetGo(s.Retry.Retries) || s.mayRetry(e, false))
+}
+
+// land takes a flight from those on their way.
+func (s *simulator) land(f *flight) {
+	if len(s.faults) == 0 {
+		return
+	}
+	w := &s.workers[f.worker]
+	if i := slices.Index(w.flights, f); i >= 0 {
+		w.flights = slices.Delete(w.flights, i, i+1)
+	}
+}
+
+// noteHealth notes when a worker's fault became known to all routers, and when they
+// forgot it after its end.
+func (s *simulator) noteHealth(worker int) {
+	for _, f := range s.faults {
+		if f.worker != worker || s.now < f.at || f.ranOff || s.now > f.until && !f.out {
+			continue
+		}
+		out, in := true, true
+		for _, r := range s.routers {
+			records, _ := r.Outliers()
+			state := records[worker].State
+			out, in = out && state == outlier.StateOut, in && (state == outlier.StateIn || state == outlier.StateBack)
+		}
+		switch {
+		case out && !f.out && s.now <= f.until:
+			f.out, f.known = true, s.now-f.at
+		case in && f.out && s.now >= f.until:
+			f.ranOff, f.back = true, s.now-f.until
+		}
+	}
+}
+
+// FaultReport is what a fault did to the requests.
+type FaultReport struct {
+	Worker   int      `json:"worker"`
+	Kind     string   `json:"kind"`
+	AtS      float64  `json:"at_s"`
+	ForS     float64  `json:"for_s"`
+	Rate     float64  `json:"rate"`
+	First    int      `json:"first_attempts"`          // requests whose first attempt it met
+	Attempts int      `json:"attempts"`                // that it met
+	Lost     int      `json:"lost"`                    // of the requests that it met first
+	KnownS   *float64 `json:"known_after_s,omitempty"` // until all routers had taken the worker out; nil: they did not
+	BackS    *float64 `json:"back_after_s,omitempty"`  // from its end until they had it back; nil: not before the end of the run, or it was never out
+}
+
+// faultReports are those of a run.
+func (s *simulator) faultReports() (reports []FaultReport) {
+	for _, f := range s.faults {
+		report := FaultReport{Worker: f.worker, Kind: f.kind, AtS: f.at.Seconds(), ForS: (f.until - f.at).Seconds(), Rate: f.rate, First: f.first, Attempts: f.met, Lost: f.lost}
+		if known := f.known.Seconds(); f.out {
+			report.KnownS = &known
+		}
+		if back := f.back.Seconds(); f.ranOff {
+			report.BackS = &back
+		}
+		reports = append(reports, report)
+	}
+	slices.SortStableFunc(reports, func(a, b FaultReport) int { return cmp.Compare(a.AtS, b.AtS) })
+	return reports
+}

@@ -1,0 +1,256 @@
+package simulate
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"math"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"kvrouter/internal/engine"
+)
+
+// gridAgents is the first word of a load of made-up agents.
+const gridAgents = "agents"
+
+// gridLoad is one load of a grid: what is sent to which workers.
+type gridLoad struct {
+	text  string // as the file has it
+	trace string // name of one; empty: the requests are made up
+	shape SyntheticSettings
+	wants AgenticSettings // with agents
+	n     int             // conversations or workflows; 0: as many as usual
+
+	agents      bool
+	concurrency int
+	speedup     float64
+	rate        float64
+	seeds       []uint64 // each figure is the mean over them; none: --seed
+
+	workers, prefills int // 0: as the flags say
+	cacheBlocks       int // of a worker; 0: as the flags say
+	lag               time.Duration
+	routers           int
+	untold            bool
+}
+
+// most is the largest number that a load may give, of anything that it counts.
+const most = 1 << 20
+
+// parseGridLoad reads a load, which is one line of words: first the name of a trace,
+// agents, or gN for chats; then, in any order, a letter or a word with its value.
+// traces are the names that are known.
+func parseGridLoad(text string, traces []string) (gridLoad, error) {
+	l := gridLoad{text: text, routers: 1, shape: SyntheticSettings{
+		Turns: 5, ThinkTime: 10 * time.Second, Skew: 1, PrefixTokens: 2000, UserTokens: 200, OutputTokens: 200,
+	}, wants: defaultAgents()}
+	words := strings.Fields(text)
+	if len(words) == 0 {
+		return l, fmt.Errorf("load %q has no word", text)
+	}
+	keys := l.commonWords()
+	switch {
+	case words[0] == gridAgents:
+		l.agents = true
+		maps.Copy(keys, l.agentWords())
+		words = words[1:]
+	case slices.Contains(traces, words[0]):
+		l.trace = words[0]
+		keys["x"] = decimal(&l.speedup, 1e-3, 1e3)
+		words = words[1:]
+	case strings.HasPrefix(words[0], "g") && len(words[0]) > 1 && strings.Trim(words[0][1:], "0123456789") == "":
+		maps.Copy(keys, l.chatWords())
+	default:
+		return l, fmt.Errorf("load %q: its first word is %s, gN (chats of N groups) or the name of a trace: %s", text, gridAgents, strings.Join(traces, ", "))
+	}
+	seen := map[string]bool{}
+	for _, word := range words {
+		at := strings.IndexAny(word, "0123456789.")
+		if at < 0 {
+			at = len(word)
+		}
+		key, value := word[:at], word[at:]
+		set, known := keys[key]
+		if !known || seen[key] {
+			return l, fmt.Errorf("load %q: %q is not known here, or given twice; known are %s", text, word, strings.Join(slices.Sorted(maps.Keys(keys)), ", "))
+		}
+		seen[key] = true
+		if err := set(value); err != nil {
+			return l, fmt.Errorf("load %q: %q: %w", text, word, err)
+		}
+	}
+	return l, l.validate()
+}
+
+// commonWords are those that every load may have.
+func (l *gridLoad) commonWords() map[string]func(string) error {
+	return map[string]func(string) error{
+		"c": whole(&l.concurrency, 1, most),
+		"w": whole(&l.workers, 1, 1000),
+		"pd": func(value string) error {
+			prefill, decode, _ := strings.Cut(value, "+")
+			var d int
+			if err := cmp.Or(whole(&l.prefills, 1, 500)(prefill), whole(&d, 1, 500)(decode)); err != nil {
+				return fmt.Errorf("%w; it is pdP+D, workers for prompts and for answers", err)
+			}
+			l.workers = l.prefills + d
+			return nil
+		},
+		"kv":      whole(&l.cacheBlocks, 1, 1<<24),
+		"lag":     span(&l.lag),
+		"routers": whole(&l.routers, 1, maxRouters),
+		"untold":  func(value string) error { l.untold = true; return nothing(value) },
+		"#":       l.readSeeds,
+	}
+}
+
+// chatWords are those of chats.
+func (l *gridLoad) chatWords() map[string]func(string) error {
+	s := &l.shape
+	return map[string]func(string) error{
+		"g": whole(&s.Groups, 1, most), "s": decimal(&s.Skew, 0, 10),
+		"p": whole(&s.PrefixTokens, 0, most), "u": decimal(&s.UserTokens, 1, most), "o": decimal(&s.OutputTokens, 1, most),
+		"r": decimal(&l.rate, 1e-6, 1e6), "th": span(&s.ThinkTime), "t": decimal(&s.Turns, 1, 1000), "n": whole(&l.n, 1, most),
+		"burst": whole(&s.Burst, 1, most), "shifts": whole(&s.Shifts, 1, 1000),
+	}
+}
+
+// agentWords are those of agents.
+func (l *gridLoad) agentWords() map[string]func(string) error {
+	s := &l.wants
+	return map[string]func(string) error{
+		"g": whole(&s.Kinds, 1, most), "s": decimal(&s.Skew, 0, 10),
+		"p": whole(&s.PrefixTokens, 0, most), "u": decimal(&s.TaskTokens, 1, most), "o": decimal(&s.OutputTokens, 1, most),
+		"r": decimal(&l.rate, 1e-6, 1e6), "n": whole(&l.n, 1, most),
+	}
+}
+
+// whole sets a number from least to greatest.
+func whole(to *int, least, greatest int) func(string) error {
+	return func(value string) error {
+		n, err := strconv.Atoi(value)
+		if err != nil || n < least || n > greatest {
+			return fmt.Errorf("give a whole number from %d to %d", least, greatest)
+		}
+		*to = n
+		return nil
+	}
+}
+
+// decimal sets a number from least to greatest, which need not be whole.
+func decimal(to *float64, least, greatest float64) func(string) error {
+	return func(value string) error {
+		x, err := strconv.ParseFloat(value, 64)
+		if err != nil || !(x >= least && x <= greatest) {
+			return fmt.Errorf("give a number from %v to %v", least, greatest)
+		}
+		*to = x
+		return nil
+	}
+}
+
+// span sets a time of at most a day.
+func span(to *time.Duration) func(string) error {
+	return func(value string) error {
+		d, err := time.ParseDuration(value)
+		if err != nil || d < 0 || d > 24*time.Hour {
+			return fmt.Errorf("give a time such as 2s or 50ms")
+		}
+		*to = d
+		return nil
+	}
+}
+
+// nothing refuses the value of a word that takes none.
+func nothing(value string) error {
+	if value != "" {
+		return fmt.Errorf("it takes no value")
+	}
+	return nil
+}
+
+// readSeeds reads #1 or #1,2,3.
+func (l *gridLoad) readSeeds(value string) error {
+	for text := range strings.SplitSeq(value, ",") {
+		seed, err := strconv.ParseUint(text, 10, 64)
+		if err != nil || len(l.seeds) == 100 {
+			return fmt.Errorf("give a seed such as #1, or up to 100 for the mean over them, such as #1,2,3")
+		}
+		l.seeds = append(l.seeds, seed)
+	}
+	return nil
+}
+
+// validate checks what no single word can tell, and fills in the numbers of
+// conversations and workflows.
+func (l *gridLoad) validate() error {
+	timed := max(l.speedup, l.rate)
+	if (l.concurrency > 0) == (timed > 0) {
+		return fmt.Errorf("load %q: give either c (in flight) or %s", l.text, map[bool]string{true: "x (the trace's own times, divided)", false: "r (that begin a second)"}[l.trace != ""])
+	}
+	if l.n == 0 {
+		l.n = l.usualNumber()
+	}
+	l.shape.Conversations, l.shape.Rate = l.n, l.rate
+	l.wants.Workflows, l.wants.Rate = l.n, l.rate
+	switch {
+	case l.trace != "":
+		return nil
+	case l.agents:
+		return l.explain(l.wants.validate())
+	}
+	return l.explain(l.shape.validate())
+}
+
+func (l *gridLoad) explain(err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("load %q: %w", l.text, err)
+}
+
+// usualNumber is how many conversations or workflows a load has that does not say:
+// some 10,000 requests of chats or 300 workflows, and enough that most of them begin
+// after others have ended.
+func (l *gridLoad) usualNumber() int {
+	const requests, workflows = 10_000, 300
+	if l.agents {
+		return max(workflows, 5*l.concurrency)
+	}
+	return max(int(math.Ceil(requests/l.shape.Turns)), 2*l.concurrency)
+}
+
+// requests makes up the requests of one seed.
+func (l *gridLoad) requests(seed uint64, settings engine.Settings) ([]TraceRequest, error) {
+	longest := settings.Blocks * settings.BlockSize
+	if l.agents {
+		return syntheticAgents(l.wants, seed, longest)
+	}
+	return SyntheticChat(l.shape, seed, longest)
+}
+
+// on returns the run of the load with what base says and it does not.
+func (l *gridLoad) on(base Simulation, seed uint64) Simulation {
+	run := base
+	run.Source, run.Seed = l.text, seed
+	run.Concurrency, run.Speedup = l.concurrency, cmp.Or(l.speedup, 1)
+	if l.workers > 0 {
+		run.Workers, run.Prefills = l.workers, l.prefills
+	}
+	run.Engine.Blocks = cmp.Or(l.cacheBlocks, run.Engine.Blocks)
+	run.EventLag = cmp.Or(l.lag, run.EventLag)
+	run.Routers = max(run.Routers, l.routers)
+	run.UntoldCache = run.UntoldCache || l.untold
+	return run
+}
+
+// defaultAgents are the defaults of the flags of AgenticSettings.
+func defaultAgents() AgenticSettings {
+	return AgenticSettings{
+		Runs: 2, MinCalls: 5, MaxCalls: 20, Kinds: 6, Skew: 1, PrefixTokens: 4000, TaskTokens: 300, OutputTokens: 80,
+		LongOutputTokens: 600, LongShare: 0.1, ResultTokens: 500, MinLatency: 50 * time.Millisecond, MaxLatency: 2 * time.Second,
+	}
+}
