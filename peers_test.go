@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"math/rand/v2"
 	"net/http"
 	"os"
@@ -13,6 +14,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -225,6 +227,53 @@ func (b *peersBackend) send(e testkit.Event) {
 		return
 	}
 	b.publisher.Payload(false, payload)
+}
+
+// TestPeersBare is a part of scripts/peers.sh proxy: what the least a proxy in Go
+// can do costs. It listens on the first port in $KVROUTER_PEERS_BARE, hands requests
+// to those on the others in turn, and ends with stdin.
+func TestPeersBare(t *testing.T) {
+	ports := strings.Split(os.Getenv("KVROUTER_PEERS_BARE"), ",")
+	if len(ports) < 2 {
+		t.Skip("run scripts/peers.sh proxy")
+	}
+	transport := web.NewTransport(nil)
+	var turn atomic.Uint64
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /health", func(http.ResponseWriter, *http.Request) {})
+	mux.HandleFunc("POST /", func(w http.ResponseWriter, r *http.Request) {
+		body := make([]byte, r.ContentLength)
+		if _, err := io.ReadFull(r.Body, body); err != nil {
+			http.Error(w, err.Error(), http.StatusBadRequest)
+			return
+		}
+		engine := "http://127.0.0.1:" + ports[1+turn.Add(1)%uint64(len(ports)-1)]
+		request, err := http.NewRequestWithContext(r.Context(), r.Method, engine+r.URL.Path, bytes.NewReader(body))
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusBadRequest)
+			return
+		}
+		request.Header = r.Header
+		answer, err := transport.RoundTrip(request)
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusBadGateway)
+			return
+		}
+		defer answer.Body.Close()
+		maps.Copy(w.Header(), answer.Header)
+		w.WriteHeader(answer.StatusCode)
+		chunk := make([]byte, 8<<10)
+		for err == nil {
+			var n int
+			n, err = answer.Body.Read(chunk)
+			_, _ = w.Write(chunk[:n])
+			w.(http.Flusher).Flush()
+		}
+	})
+	server := &http.Server{Addr: "127.0.0.1:" + ports[0], Handler: mux}
+	go func() { _ = server.ListenAndServe() }() // ends with Close
+	defer server.Close()
+	_, _ = io.Copy(io.Discard, os.Stdin)
 }
 
 // peersLoad is what TestPeersLoad is to do.

@@ -2,7 +2,8 @@
 
 Both routers stand before the same four engines that answer 32 SSE chunks at
 once. Runs alternate between them; the table holds medians over the runs. CPU is
-what the router's processes used, divided by the requests. Added time to first
+what the router's processes used, divided by the requests. The least that a proxy in Go can do, round robin
+without a look at the request, runs beside them. Added time to first
 token is the median through the router less the median without one, in the same
 run. After each run kvrouter's index and answers are held against what the
 engines really have cached. Started by peers.sh.
@@ -74,11 +75,11 @@ def main():
     parser.add_argument("--corpora", default=",".join(CORPORA))
     parser.add_argument("--concurrency", default="1,32")
     options = parser.parse_args()
-    peers.give_up_after(480)
+    peers.give_up_after(600)
 
-    ports = peers.free_ports(ENGINES + 4)
+    ports = peers.free_ports(ENGINES + 5)
     engines = [f"http://127.0.0.1:{p}" for p in ports[:ENGINES]]
-    own, own_router, theirs, their_metrics = ports[ENGINES:]
+    own, own_router, theirs, their_metrics, bare = ports[ENGINES:]
     log = open("out/peers_proxy.log", "w")
     started = []
 
@@ -95,9 +96,13 @@ def main():
                          "--router-port", str(own_router), *(a for i, url in enumerate(engines) for a in ("--worker", f"url={url},id={i}")))
         vllm_router = start(options.vllm_router, "--host", "127.0.0.1", "--port", str(theirs), "--prometheus-port", str(their_metrics),
                             "--policy", "cache_aware", "--log-level", "warning", "--worker-urls", *engines)
-        routers = {"kvrouter": (kvrouter.pid, f"http://127.0.0.1:{own}"), "vllm-router": (vllm_router.pid, f"http://127.0.0.1:{theirs}")}
+        least = start(options.test_binary, "-test.run", "^TestPeersBare$", "-test.timeout", "0", stdin=subprocess.PIPE,
+                      env=dict(os.environ, KVROUTER_PEERS_BARE=",".join(map(str, [bare, *ports[:ENGINES]]))))
+        routers = {"kvrouter": (kvrouter.pid, f"http://127.0.0.1:{own}"), "vllm-router": (vllm_router.pid, f"http://127.0.0.1:{theirs}"),
+                   "bare": (least.pid, f"http://127.0.0.1:{bare}")}
         peers.wait_for("kvrouter", 30, lambda: peers.answers(routers["kvrouter"][1] + "/ready"))
         peers.wait_for("vllm-router", 60, lambda: peers.answers(routers["vllm-router"][1] + "/health"))
+        peers.wait_for("the bare proxy", 30, lambda: peers.answers(routers["bare"][1] + "/health"))
         load = Load(start(options.test_binary, "-test.run", "^TestPeersLoad$", "-test.timeout", "0", stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           text=True, env=dict(os.environ, KVROUTER_PEERS_LOAD="1")), engines)
         index = f"http://127.0.0.1:{own_router}/workers"
@@ -148,11 +153,12 @@ def report(rows, wrong, checked, options):
     print(f"Proxy path: {ENGINES} engines answering 32 SSE chunks at once, 1,500-word prompts, medians of {options.runs} alternating runs of {options.requests} requests\n")
     medians = {setting: {name: {key: statistics.median(m[key] for m in runs) for key in ("cpu_ms", "added_ms", "mb")} for name, runs in by.items()}
                for setting, by in rows.items()}
-    head = ["prompts", "concurrency", "CPU a request, ms", "vllm-router", "ratio", "added time to first token, ms", "vllm-router", "resident, MB", "vllm-router"]
+    head = ["prompts", "concurrency", "CPU a request, ms", "vllm-router", "ratio", "a bare proxy in Go", "its ratio", "added time to first token, ms", "vllm-router", "resident, MB", "vllm-router"]
     lines = []
     for (corpus, concurrency), by in medians.items():
-        ours, theirs = by["kvrouter"], by["vllm-router"]
+        ours, theirs, least = by["kvrouter"], by["vllm-router"], by["bare"]
         lines.append([CORPORA[corpus], concurrency, f"{ours['cpu_ms']:.2f}", f"{theirs['cpu_ms']:.2f}", f"{ours['cpu_ms'] / theirs['cpu_ms']:.2f}",
+                      f"{least['cpu_ms']:.2f}", f"{least['cpu_ms'] / theirs['cpu_ms']:.2f}",
                       f"{ours['added_ms']:.2f}", f"{theirs['added_ms']:.2f}", f"{ours['mb']:.0f}", f"{theirs['mb']:.0f}"])
     peers.table(head, lines)
 

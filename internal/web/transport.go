@@ -44,7 +44,7 @@ func NewTransport(config *tls.Config) *http.Transport {
 		MaxIdleConnsPerHost: workerIdlePerHost,
 		IdleConnTimeout:     workerIdle,
 		DisableCompression:  true,
-		WriteBufferSize:     64 << 10,
+		WriteBufferSize:     16 << 10, // head and body of most requests in one write; every connection has such a buffer
 	}
 }
 
