@@ -22,7 +22,8 @@ def read(path):
     table = {}
     with open(path, newline="") as f:
         for what, workers, blocks, value in csv.reader(f):
-            table.setdefault(what, {})[int(workers), int(blocks)] = float(value)
+            if float(value) > 0:  # below what was measured in; a logarithmic axis has no place for it
+                table.setdefault(what, {})[int(workers), int(blocks)] = float(value)
     return table
 
 

@@ -57,7 +57,7 @@ func TestALoadThatCannotBeReadIsRefused(t *testing.T) {
 		"conv c32 g3": "not known", "conv c32 r3": "not known", "g3 x1": "not known", "g3 c5 c6": "given twice", "agents c5 t3": "not known",
 		"g3 c5 s-1": "not known", "g3 c5 sNaN": "not known", "g3 c": "whole number", "g3 c5 w1001": "1 to 1000", "g3 c99999999999999999999": "whole number",
 		"g3 c5 pd2": "pdP+D", "g3 c5 th": "a time", "g3 c5 th2": "a time", "g3 c5 th48h": "a time", "g3 c5 untold1": "no value", "g3 c5 #": "a seed", "g3 c5 #1,,2": "a seed",
-		"g3 c5 n10 burst6": "at most half", "g3 c5 p1.5": "whole number", "g3 r1e400": "a number",
+		"g3 c5 n10 burst6": "at most half", "g3 c5 w4 pd1+3": "w or pd", "g3 c5 n1048576 t1000": "1048576 at most", "g3 c5 p1.5": "whole number", "g3 r1e400": "a number",
 	} {
 		if _, err := parseGridLoad(text, []string{"conv"}); err == nil || !strings.Contains(err.Error(), says) {
 			t.Errorf("%q: %v, want %q", text, err, says)

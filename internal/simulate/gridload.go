@@ -82,6 +82,9 @@ func parseGridLoad(text string, traces []string) (gridLoad, error) {
 			return l, fmt.Errorf("load %q: %q: %w", text, word, err)
 		}
 	}
+	if seen["w"] && seen["pd"] {
+		return l, fmt.Errorf("load %q: give w or pd, which says how many workers there are, too", text)
+	}
 	return l, l.validate()
 }
 
@@ -193,6 +196,9 @@ func (l *gridLoad) validate() error {
 	}
 	if l.n == 0 {
 		l.n = l.usualNumber()
+	}
+	if requests := float64(l.n) * l.shape.Turns; l.trace == "" && !l.agents && requests > most {
+		return fmt.Errorf("load %q: %d chats of %g turns are %.0f requests, %d at most", l.text, l.n, l.shape.Turns, requests, most)
 	}
 	l.shape.Conversations, l.shape.Rate = l.n, l.rate
 	l.wants.Workflows, l.wants.Rate = l.n, l.rate
