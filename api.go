@@ -27,6 +27,7 @@ import (
 	"kvrouter/internal/selection"
 	"kvrouter/internal/telemetry"
 	"kvrouter/internal/tokens"
+	"kvrouter/internal/traces"
 	"kvrouter/internal/web"
 )
 
@@ -86,6 +87,7 @@ type API struct {
 	proxy     *proxy.Proxy
 	telemetry *telemetry.Metrics
 	recorder  *telemetry.Recorder // nil: nothing is recorded
+	tracer    *traces.Tracer      // nil: nothing is traced
 	pairs     *proxy.Pairs
 	bodies    *web.Bodies
 	// lookForModels brings what is known of the workers' models up to date; nil:
@@ -188,6 +190,7 @@ type inference struct {
 func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 	x := &proxy.Exchange{Route: path, Worker: "none", Arrived: time.Now()}
 	r := &inference{api: a, ctx: c.Request.Context(), kind: kind, id: web.RequestID(c), exchange: x, caller: a.keys.Of(c)}
+	x.Trace = a.tracer.Begin(c.Request, path, x.Arrived, r.caller.Trusted)
 	defer func() { r.finish(c.Writer.Status()) }()
 	if !r.read(c) {
 		return
@@ -295,17 +298,18 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 
 // findPrompt finds the prompt's tokens and makes the router's form of the request.
 func (r *inference) findPrompt() {
-	x := r.exchange
+	x, began := r.exchange, r.exchange.Trace.Now()
 	prompts := r.api.prompts(r.ctx, r.kind, x.Route, r.body)
 	r.prompt, r.multiple = tokens.Longest(prompts), len(prompts) > 1
 	r.fatal = tokens.HasEmpty(prompts) && (r.kind == generatePrompt || r.api.tokens.SGLang())
 	r.several = proxy.SeveralAnswers(x.Route, r.body)
 	x.Source, r.took = r.prompt.Source, time.Since(x.Arrived)
+	x.Trace.Tokens(began, x.Source, len(r.prompt.Tokens))
 	adapter, listed := r.api.router.Adapter(x.Model)
 	r.request = router.Request{
 		Tokens: r.prompt.Tokens[:r.prompt.Exact], NumTokens: len(r.prompt.Tokens), Media: kv.MediaBlocks(r.prompt.Media, r.api.router.BlockSize()),
 		Salt: r.body.Get("cache_salt").String(), LoRA: r.api.tokens.Adapter(x.Route, r.body, adapter, listed), Model: x.Model,
-		AnsweredWhole: !r.body.Get("stream").Bool() || r.multiple || r.several, SGLang: r.kind == generatePrompt,
+		AnsweredWhole: !r.body.Get("stream").Bool() || r.multiple || r.several, SGLang: r.kind == generatePrompt, Explain: x.Trace.Sampled(),
 	}
 	applyHints(r.hints, &r.request)
 }

@@ -30,13 +30,16 @@ var layers = []map[string]string{
 	{ // deciding, starting
 		"router": "hints kv outlier policy radix table", "process": "events kv",
 	},
+	{ // following
+		"traces": "kv policy router",
+	},
 	{ // carrying
-		"replica": "guard kv router zmq", "proxy": "jsonbody kv outlier policy router web", "workers": "events guard kv policy process radix web zmq",
+		"replica": "guard kv router zmq", "proxy": "jsonbody kv outlier policy router traces web", "workers": "events guard kv policy process radix web zmq",
 		"mocker": "engine events jsonbody kv process tokens web zmq", "simulate": "engine hints jsonlines kv outlier policy radix router",
 		"vllm": "kv process", "sglang": "kv process",
 	},
 	{ // showing, offering
-		"telemetry": "hints jsonlines kv outlier policy proxy router", "selection": "events hints kv outlier policy radix router web workers",
+		"telemetry": "hints jsonlines kv outlier policy proxy router traces", "selection": "events hints kv outlier policy radix router web workers",
 		"nativeapi": "jsonbody kv proxy router",
 	},
 }

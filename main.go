@@ -157,6 +157,7 @@ func (r *app) run(ctx context.Context) error {
 	r.api.pairs.Close()
 	r.api.recorder.Close()
 	r.traces.Close()
+	r.api.tracer.Close()
 	r.log.Info("stopped")
 	return err
 }

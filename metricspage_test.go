@@ -114,6 +114,10 @@ func TestMetricsPage(t *testing.T) {
 		s := startMockSite(t, 1, keysFile(t, "- {name: a, key: key-a, limits: {requests-per-second: 1, concurrent-requests: 1, prompt-tokens-per-minute: 1}}"))
 		look(s)
 	})
+	t.Run("traced", func(t *testing.T) {
+		traceTo(t, deadURL(t))
+		look(startMockSite(t, 1))
+	})
 	t.Run("work, workers that fail", func(t *testing.T) {
 		s := startMockSite(t, 2, "--mock-error-rate=1")
 		for _, content := range []string{`"Hi"`, `[{"type":"image_url","image_url":{"url":"data:,"}}]`} { // the latter cannot be rendered here

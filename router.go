@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"log/slog"
@@ -29,6 +30,7 @@ import (
 	"kvrouter/internal/selection"
 	"kvrouter/internal/telemetry"
 	"kvrouter/internal/tokens"
+	"kvrouter/internal/traces"
 	"kvrouter/internal/web"
 	"kvrouter/internal/workers"
 )
@@ -73,11 +75,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	if err != nil {
 		return nil, err
 	}
-	seed := config.Seed
-	if seed == 0 {
-		seed = uint64(time.Now().UnixNano())
-	}
-	r.router = router.New(r.index, policy, config.BlockSize, seed, config.Routing)
+	r.router = router.New(r.index, policy, config.BlockSize, cmp.Or(config.Seed, uint64(time.Now().UnixNano())), config.Routing)
 	r.router.Log = log
 	r.telemetry = telemetry.New(r.samples, r.prompts)
 	r.telemetry.Watch(r.router)
@@ -110,6 +108,10 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.tokens = tokens.NewSource(r.model, r.askWorker, config.TokenTimeout, log)
 	r.api = NewAPI(config, r.router, r.tokens, r.proxy, r.telemetry, log)
 	r.api.lookForModels = r.fleet.LookForModels
+	if r.api.tracer, err = traces.Open(version(), log); err != nil {
+		return nil, err
+	}
+	r.telemetry.WatchTraces(r.api.tracer)
 	r.telemetry.Show(keys.NewCollector(r.api.keys))
 	r.certificates = web.NewCertificates(config.Web.TLS)
 	if _, err := r.readSecrets(); err != nil {

@@ -71,6 +71,20 @@ func TestCommandOfEachWorker(t *testing.T) {
 				"VLLM_PLUGINS=a,b,kvrouter_load,kvrouter_loopback,kvrouter_nixl", common[0], common[1]},
 		},
 		{
+			name: "CPU, the router is traced", args: "--model org/name --num-workers 16",
+			environ: []string{"OTEL_SERVICE_NAME=router", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=http://c:4318/v1/traces", "OTEL_TRACES_SAMPLER=always_on"},
+			argv:    []string{"--enforce-eager", "--max-model-len", "8192"},
+			env: []string{common[0], common[1], "PYTHONPATH=/plugin", "VLLM_NO_USAGE_STATS=1", "OTEL_TRACES_SAMPLER=always_on",
+				"OMP_NUM_THREADS=1", "VLLM_CPU_OMP_THREADS_BIND=nobind", "VLLM_CPU_KVCACHE_SPACE=1"},
+		},
+		{
+			name: "CPU, the worker is traced, too", args: "--model org/name --num-workers 16 -- --otlp-traces-endpoint http://c:4317",
+			environ: []string{"OTEL_SERVICE_NAME=router"},
+			argv:    []string{"--enforce-eager", "--max-model-len", "8192", "--otlp-traces-endpoint", "http://c:4317"},
+			env: []string{common[0], common[1], "PYTHONPATH=/plugin", "VLLM_NO_USAGE_STATS=1", "OTEL_SERVICE_NAME=vllm",
+				"OMP_NUM_THREADS=1", "VLLM_CPU_OMP_THREADS_BIND=nobind", "VLLM_CPU_KVCACHE_SPACE=1"},
+		},
+		{
 			name: "one GPU each", gpus: []string{"0", "1"}, args: "--model org/name -- --max-model-len 4096", environ: []string{"CUDA_VISIBLE_DEVICES=0,1"},
 			argv: []string{"--max-model-len", "4096"},
 			env:  []string{"CUDA_VISIBLE_DEVICES=1", common[0], common[1], "PYTHONPATH=/plugin", "VLLM_NO_USAGE_STATS=1"},

@@ -122,13 +122,18 @@ type Spec struct {
 // Environment holds the variables of a process.
 type Environment map[string]string
 
+// EnvServiceName names the variable by which a process that is traced calls itself.
+const EnvServiceName = "OTEL_SERVICE_NAME"
+
 // NewEnvironment reads entries KEY=VALUE for a worker. Of a key that comes twice
 // the last entry counts, as in os/exec. The router's own settings, its keys among
-// them, are no business of the workers and left out.
+// them, are no business of the workers and left out; so are the name under which it
+// sends traces and where to: by them a worker would do the same, unasked.
 func NewEnvironment(environ []string) Environment {
+	tracing := []string{EnvServiceName, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"}
 	env := Environment{}
 	for _, entry := range environ {
-		if key, value, ok := strings.Cut(entry, "="); ok && key != "" && !strings.HasPrefix(key, "KVROUTER_") {
+		if key, value, ok := strings.Cut(entry, "="); ok && key != "" && !strings.HasPrefix(key, "KVROUTER_") && !slices.Contains(tracing, key) {
 			env[key] = value
 		}
 	}

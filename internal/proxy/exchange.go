@@ -4,8 +4,10 @@ import (
 	"strconv"
 	"time"
 
+	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
+	"kvrouter/internal/traces"
 )
 
 // Usage is the token counts that a worker reports for a finished request.
@@ -36,11 +38,37 @@ type Exchange struct {
 	// tries, of a shared one the prefill worker's first.
 	Receipts []*router.Receipt
 
+	Trace *traces.Request // nil: it is not traced
+
 	finish   string      // why the answer ended, as the worker tells it; empty: it does not
 	refusal  refusal     // what the status of a relayed answer says of its worker
 	suspects []suspicion // workers that refused it, until one accepts it
 	tried    bool        // a worker has failed it
 	moved    bool        // it was taken off a stuck worker: that happens once
+}
+
+// leg is what the worker that answers does of the request.
+func (x *Exchange) leg() kv.Leg {
+	if x.Shared != nil {
+		return kv.LegDecode
+	}
+	return kv.LegWhole
+}
+
+// EndTrace ends the trace of an exchange that is over.
+func (x *Exchange) EndTrace(now time.Time) {
+	if x.Trace == nil {
+		return
+	}
+	o := traces.Outcome{
+		At: now, Status: x.Status, Model: x.Model, Worker: x.Worker, Finish: x.finish, FirstToken: x.FirstChunk,
+		UsageKnown: x.Usage.Known, InputTokens: x.Usage.PromptTokens, OutputTokens: x.Usage.OutputTokens,
+		CachedKnown: x.Usage.CachedKnown, CachedTokens: x.Usage.CachedTokens, PredictedTokens: x.Decision.OverlapTokens,
+	}
+	if x.Shared != nil {
+		o.Prefill = x.Shared.Worker
+	}
+	x.Trace.End(x.Arrived, o)
 }
 
 // WorkerLabel returns a worker's id as headers, logs and metrics show it.

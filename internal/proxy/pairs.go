@@ -24,6 +24,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/outlier"
 	"kvrouter/internal/router"
+	"kvrouter/internal/traces"
 )
 
 // Settings are the flags for requests that are sent again, and for those that a
@@ -145,7 +146,9 @@ func (s *Pairs) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	t := s.proxy.begin(u, x)
 	defer t.over()
 	for {
+		began := x.Trace.Now()
 		pair, err := route(t.exclude, why)
+		x.Trace.Decided(began, err, &pair.Prefill, &pair.Decode)
 		if err != nil {
 			if errors.Is(err, router.ErrNoWorker) && u.SeveralAnswers && s.apart() {
 				err = ErrSeveralAnswers
@@ -191,7 +194,7 @@ func (s *Pairs) share(ctx context.Context, w http.ResponseWriter, u Upstream, x 
 	defer pair.End()
 	x.Worker = WorkerLabel(pair.Prefill.Target.Key.Worker)
 	l, err := s.legs(ctx, u, parsed, pair)
-	x.Shared = l.shared
+	x.Shared, l.trace = l.shared, x.Trace
 	if err != nil {
 		if ctx.Err() == nil {
 			pair.Prefill.Booking.FailAs(outlier.Refused, err.Error())
@@ -220,6 +223,7 @@ type legs struct {
 	rid             string      // by which SGLang servers abort them; empty: closing the connection does
 	fetch           string      // with it a Mooncake decode worker gets what the prefill worker keeps
 	shared          *SharedRequest
+	trace           *traces.Request // nil: it is not traced
 }
 
 // legs makes the requests of a pair, each attempt's with names of their own. The
@@ -392,7 +396,13 @@ func (s *Pairs) prefill(ctx context.Context, l legs) ([]byte, error) {
 	f := s.proxy.depart(booking, target, letGo, true)
 	defer s.proxy.arrive(f)
 	began := s.proxy.now()
+	l.prefill.attempt = l.trace.Attempt(kv.LegPrefill, &target, l.prefill.Method, l.prefill.Route)
 	answer, usage, err := s.proxy.drain(limited, l.prefill, target)
+	traced := err
+	if errors.Is(err, errDecodeEnded) {
+		traced = context.Canceled // which is no failure
+	}
+	l.prefill.attempt.End(time.Time{}, traced)
 	var refusal *prefillRefusal
 	switch {
 	case err == nil:
@@ -456,6 +466,7 @@ func (p *Proxy) drain(ctx context.Context, u Upstream, t kv.Target) (answer []by
 		return nil, usage, cause(ctx, err)
 	}
 	defer response.Body.Close()
+	u.attempt.Answered(response.StatusCode)
 	if response.StatusCode == http.StatusOK && strings.HasPrefix(response.Header.Get("Content-Type"), "text/event-stream") {
 		usage, err = drainStream(u.Route, response.Body)
 	} else if answer, err = io.ReadAll(io.LimitReader(response.Body, AskLimit+1)); err == nil && len(answer) > AskLimit {

@@ -23,6 +23,7 @@ import (
 	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
+	"kvrouter/internal/traces"
 	"kvrouter/internal/web"
 )
 
@@ -53,6 +54,8 @@ type Upstream struct {
 	RequestID           string
 	Arrived             time.Time
 	MaxRetries          int // further workers to try while nothing was answered
+
+	attempt *traces.Attempt // whose trace the worker goes on with; nil: the client's, if any
 }
 
 // request is u as a request to a worker.
@@ -62,6 +65,7 @@ func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Re
 		return nil, err
 	}
 	request.Header = p.header(u.Header, t)
+	u.attempt.Inject(request.Header)
 	if t.Ranks > 1 {
 		rank := strconv.FormatUint(uint64(t.Key.Rank), 10)
 		request.Header.Set(web.HeaderRank, rank)
@@ -191,7 +195,9 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	t := p.begin(u, x)
 	defer t.over()
 	for {
+		began := x.Trace.Now()
 		decision, err := route(t.exclude)
+		x.Trace.Decided(began, err, &decision)
 		if err != nil {
 			return t.giveUp(ctx, w, err)
 		}
@@ -210,7 +216,9 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, decision router.Decision, retry bool) error {
 	x.Decision, x.Worker, x.Ending, x.refusal = decision, WorkerLabel(decision.Target.Key.Worker), policy.Abandoned, refusal{}
 	defer decision.Booking.End() // if relaying panics
+	u.attempt = x.Trace.Attempt(x.leg(), &decision.Target, u.Method, u.Route)
 	err := p.attempt(ctx, w, u, x, retry)
+	u.attempt.End(x.FirstChunk, err)
 	var failed *workerError
 	switch {
 	case err == nil:
@@ -257,6 +265,7 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		return unanswered(worker, cause(ctx, err), outlier.Refused)
 	}
 	defer response.Body.Close()
+	u.attempt.Answered(response.StatusCode)
 	if err := checkStatus(response); err != nil {
 		return unanswered(worker, err, outlier.Broken)
 	}

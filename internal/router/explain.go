@@ -143,7 +143,7 @@ func (r *Router) explain(p *prompt, e *policy.Explanation, chosen int, now time.
 
 // explainRefusal is explain for a request that no worker could get.
 func (r *Router) explainRefusal(p *prompt, d *Decision, err error, now time.Time) {
-	if !r.explains(now) {
+	if !p.Explain && !r.explains(now) {
 		return
 	}
 	receipt := r.newReceipt(p, now)

@@ -63,6 +63,7 @@ type Request struct {
 	QueryOnly     bool // choose, but change nothing: there is no booking
 	ChooseOnly    bool // the caller cannot tell when the request ends: book nothing
 	AnsweredWhole bool // the caller cannot tell when its first token comes
+	Explain       bool // the caller wants the receipts of its decisions
 }
 
 // Hashes appends to dst the local block hashes of the request's Tokens.
@@ -438,7 +439,7 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 		r.decisions++
 		query.Decision = r.decisions
 	}
-	if r.explains(now) {
+	if p.Explain || r.explains(now) {
 		query.Explain = &policy.Explanation{Decision: query.Decision}
 	}
 	at := r.Policy.Choose(query, r.candidates, r.random)

@@ -26,6 +26,7 @@ type Metrics struct {
 	dynamo   *dynamoMetrics
 	disagg   *disaggMetrics
 	thompson *thompsonMetrics // nil: another policy
+	traced   bool             // the page goes out as OpenMetrics to who asks for that
 
 	requests      *prometheus.CounterVec
 	duration      *prometheus.HistogramVec
@@ -114,7 +115,7 @@ func New(workers func() []WorkerSample, prompts func() PromptSample) *Metrics {
 
 // Handler serves the metrics page.
 func (t *Metrics) Handler() http.Handler {
-	page := promhttp.HandlerFor(t.registry, promhttp.HandlerOpts{})
+	page := promhttp.HandlerFor(t.registry, promhttp.HandlerOpts{EnableOpenMetrics: t.traced})
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		t.forgetGone()
 		page.ServeHTTP(w, r)
@@ -233,8 +234,9 @@ func (t *Metrics) EventLag(w kv.WorkerKey, lag time.Duration) {
 	t.eventLag.WithLabelValues(label).Observe(lag.Seconds())
 }
 
-// Finished records a request that has ended.
+// Finished records a request that has ended, and ends its trace.
 func (t *Metrics) Finished(x proxy.Exchange, now time.Time) {
+	x.EndTrace(now)
 	t.see(x.Worker)
 	if x.Shared != nil {
 		t.see(x.Shared.Worker)
@@ -242,7 +244,7 @@ func (t *Metrics) Finished(x proxy.Exchange, now time.Time) {
 	t.requests.WithLabelValues(x.Worker, x.Route, strconv.Itoa(x.Status)).Inc()
 	t.duration.WithLabelValues(x.Route).Observe(now.Sub(x.Arrived).Seconds())
 	if !x.FirstChunk.IsZero() {
-		t.firstToken.WithLabelValues(x.Worker).Observe(x.FirstChunk.Sub(x.Arrived).Seconds())
+		observe(t.firstToken.WithLabelValues(x.Worker), x.FirstChunk.Sub(x.Arrived), x.Trace.SampledID())
 	}
 	if !x.Usage.Known {
 		return
