@@ -623,7 +623,7 @@ func TestModelsAreTheWorkers(t *testing.T) {
 func TestOtherInferencePathsAreForwarded(t *testing.T) {
 	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, r *http.Request) { io.WriteString(w, r.URL.RequestURI()) })
 	h := newTestAPIOf(t, Config{}, nil, kv.Target{URL: worker.URL, Engine: kv.EngineSGLang})
-	for path := range inferenceRoutes {
+	for path := range tokens.Routes {
 		if _, answer := h.post(t, path+"?x=1", `{"model":"m"}`); answer != path+"?x=1" {
 			t.Errorf("%s was answered %s", path, answer)
 		}
