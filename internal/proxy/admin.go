@@ -44,6 +44,8 @@ func (p *Proxy) Administer(ctx context.Context, targets []kv.Target, q Question)
 		answers = append(answers, entry)
 		return true
 	})
-	slices.SortFunc(answers, func(a, b AdminAnswer) int { return kv.WorkerKey{Worker: a.Worker}.Compare(kv.WorkerKey{Worker: b.Worker}) })
+	slices.SortFunc(answers, func(a, b AdminAnswer) int {
+		return kv.WorkerKey{Worker: a.Worker}.Compare(kv.WorkerKey{Worker: b.Worker})
+	})
 	return worst, answers
 }
