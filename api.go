@@ -100,7 +100,7 @@ func (a *API) ready(c *gin.Context) {
 	targets := a.router.Targets()
 	workers := len(targets)
 	status := http.StatusOK
-	answers := slices.ContainsFunc(targets, func(t kv.Target) bool { return t.Role != kv.RolePrefill })
+	answers := slices.ContainsFunc(targets, func(t kv.Target) bool { return t.Role != kv.RolePrefill && !t.Resting })
 	if !answers || a.draining.Load() {
 		status = http.StatusServiceUnavailable
 	}
