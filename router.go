@@ -268,25 +268,8 @@ func (a *API) decidePair(ctx context.Context, request router.Request, why string
 	return pair, err
 }
 
-// samples shows every worker rank to the metrics page.
-func (r *app) samples() []telemetry.WorkerSample {
-	up := map[kv.WorkerKey]bool{}
-	for _, t := range r.router.Targets() {
-		up[t.Key] = true
-	}
-	streams := r.fleet.Streams()
-	var samples []telemetry.WorkerSample
-	for _, w := range r.fleet.Workers() {
-		for _, key := range w.Keys() {
-			s := telemetry.WorkerSample{Worker: key, Up: up[key], Restarts: w.Restarts, Blocks: r.index.Blocks(key), Load: r.router.Load(key)}
-			if stats := streams[key]; stats != nil {
-				s.EventCount, s.Connected, s.Cold = stats.Counts(), stats.Connected.Load(), stats.Cold.Load()
-			}
-			samples = append(samples, s)
-		}
-	}
-	return samples
-}
+// samples shows every worker rank to the metrics page and to people.
+func (r *app) samples() []workers.Sample { return r.fleet.Samples(r.router) }
 
 // replicaCounts shows what routers have told each other to the metrics page.
 func (r *app) replicaCounts() telemetry.ReplicaCounts {
