@@ -57,6 +57,7 @@ func (p *Page) routes(profiles bool) http.Handler {
 	})
 	toPage := func(c *gin.Context) { c.Redirect(http.StatusFound, root+"/") }
 	engine.GET("/", toPage)
+	engine.HEAD("/", toPage)
 	engine.GET(root, toPage)
 	served(engine)
 
