@@ -72,7 +72,7 @@ func (b *bench) run(t *testing.T) {
 // Ask is that of a Proxy.
 func (b *bench) Ask(_ context.Context, t kv.Target, method, path string, _ http.Header, _ []byte) (int, []byte, error) {
 	b.asked = append(b.asked, fmt.Sprintf("%d %s %s", t.Key.Worker, method, path))
-	return b.status, nil, nil
+	return b.status, fmt.Appendf(nil, `{"success":%v}`, b.status == http.StatusOK), nil
 }
 
 // send sends a request of the page's own script; header has pairs of a name and a
@@ -385,6 +385,7 @@ func TestActionsOnWorkers(t *testing.T) {
 		{"/ui/workers/0/reset-cache", 200, 204, "0 POST /reset_prefix_cache"},
 		{"/ui/workers/1/reset-cache", 200, 204, "1 POST /flush_cache"},
 		{"/ui/workers/0/reset-cache", 404, 502, "0 POST /reset_prefix_cache"},
+		{"/ui/workers/0/reset-cache", 299, 409, "0 POST /reset_prefix_cache"}, // as the bench tells that it is in use
 		{"/ui/workers/7/reset-cache", 200, 404, ""},
 	}
 	for _, test := range tests {
