@@ -224,7 +224,7 @@ func TestHelpShowsTheMockersFlagsLast(t *testing.T) {
 		t.Fatal("the mocker's flags are not in a group of their own")
 	}
 	for _, match := range helpFlag.FindAllStringSubmatch(last, -1) {
-		if !strings.HasPrefix(match[1], "mock-") && match[1] != "speedup-ratio" {
+		if !strings.HasPrefix(match[1], "mock-") && match[1] != "speedup-ratio" && match[1] != "demo" {
 			t.Errorf("--%s stands after the mocker's flags", match[1])
 		}
 	}
