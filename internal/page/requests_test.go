@@ -99,8 +99,8 @@ func TestReceiptsTellTheSecondAndWhatCameBefore(t *testing.T) {
 		t.Errorf("an unknown one: %d", response.StatusCode)
 	}
 	y := &proxy.Exchange{Arrived: time.Now(), Status: 200, Worker: "0"}
-	b.Finished(b.Began("c", y), y, time.Now())
-	if response, answer := b.send(t, "GET", "/ui/requests/c", ""); response.StatusCode != 200 || strings.Contains(answer, "candidates") {
+	b.Finished(b.Began("c/d?", y), y, time.Now())
+	if response, answer := b.send(t, "GET", "/ui/requests/c%2Fd%3F", ""); response.StatusCode != 200 || strings.Contains(answer, "candidates") {
 		t.Errorf("one that nobody had explained: %d %s", response.StatusCode, answer)
 	}
 }
