@@ -13,7 +13,7 @@ CHAOS ?= 2m
 GRID ?= policies
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg check test test-mooncake test-sglang lint bench index-bench growth sim bench-real wire-speed peers parity segments soak fuzz chaos clean
+.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg check test test-mooncake test-sglang test-boards lint bench index-bench growth sim bench-real wire-speed peers parity segments soak fuzz chaos clean
 
 help: ## Show these targets
 	@printf 'kvrouter: KV-cache-aware routing over vLLM and SGLang workers\n\n'
@@ -56,6 +56,9 @@ test-mooncake: setup ## Two real vLLM CPU workers with MooncakeConnector, over T
 
 test-sglang: setup-sglang ## Real SGLang CPU servers: truth, ranks, load, pairs, deaths (minutes)
 	KVROUTER_SGLANG=1 go test -run RealSGLang -v -count 1 -timeout 40m .
+
+test-boards: ## The board and the alerts against promtool and a Prometheus that scrapes simulated workers
+	@scripts/boards.sh
 
 lint: ## gofmt, go vet, staticcheck, syntax of the shell and Python scripts
 	@scripts/build-native.sh

@@ -294,7 +294,8 @@ func (r *app) samples() []telemetry.WorkerSample {
 	var samples []telemetry.WorkerSample
 	for _, w := range r.fleet.Workers() {
 		for _, key := range w.Keys() {
-			s := telemetry.WorkerSample{Worker: key, Up: up[key], Restarts: w.Restarts, Blocks: r.index.Blocks(key), Load: r.router.Load(key)}
+			s := telemetry.WorkerSample{Worker: key, Up: up[key], Restarts: w.Restarts, Blocks: r.index.Blocks(key), Load: r.router.Load(key),
+				Info: telemetry.WorkerInfo{URL: w.URL, Models: w.Models, Role: w.Disagg.Role, Engine: w.Engine}}
 			if stats := streams[key]; stats != nil {
 				s.EventCount, s.Connected, s.Cold = stats.Counts(), stats.Connected.Load(), stats.Cold.Load()
 			}
