@@ -427,6 +427,20 @@ func (d *Detector) bringBack(key kv.WorkerKey, w *worker, now time.Time) {
 	d.recount()
 }
 
+// Readmit ends a worker's ejection or pause: it has its full share at once. What it
+// has failed counts no more.
+func (d *Detector) Readmit(key kv.WorkerKey, now time.Time) {
+	w := d.workers[key]
+	if w == nil || w.gone {
+		return
+	}
+	if w.phase == phaseOut {
+		d.bringBack(key, w, now)
+	}
+	*w = worker{generation: w.generation, since: now, answered: w.answered, ejections: w.ejections}
+	d.recount()
+}
+
 // count returns the counts of this second.
 func (w *worker) count(now time.Time) *second {
 	at := now.Unix()

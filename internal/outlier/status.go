@@ -19,6 +19,7 @@ const (
 type Record struct {
 	Worker      kv.WorkerKey
 	State       string
+	Since       time.Time // StateIn, StateBack, StateOut: of the state
 	Until       time.Time // StateOut: of the trial; StateHeld: of the pause
 	Reason      Kind      // StateOut: why
 	Row         int       // failures in a row
@@ -35,7 +36,7 @@ func (d *Detector) Records(now time.Time) []Record {
 			continue
 		}
 		d.bringUpToDate(key, w, now)
-		s := Record{Worker: key, State: StateIn, Row: w.row, SuccessRate: 1, Ejections: map[Kind]uint64{}}
+		s := Record{Worker: key, State: StateIn, Since: w.since, Row: w.row, SuccessRate: 1, Ejections: map[Kind]uint64{}}
 		switch {
 		case w.phase == phaseOut:
 			s.State, s.Until, s.Reason = StateOut, w.until, w.reason

@@ -3,28 +3,20 @@ package telemetry
 import (
 	"strings"
 
-	"kvrouter/internal/kv"
+	"kvrouter/internal/workers"
 )
-
-// WorkerInfo is what a worker is, as labels of kvrouter_worker_info.
-type WorkerInfo struct {
-	URL    string
-	Models []string // that it serves, its own first; the first becomes the label
-	Role   kv.Role
-	Engine kv.Engine
-}
 
 // maxLabel bounds a label whose value comes from a worker, in bytes.
 const maxLabel = 200
 
-// labels returns the values of url, model, role and engine. Models are named by
+// infoLabels returns the values of url, model, role and engine. Models are named by
 // workers: the names are cut and made valid UTF-8, without which a label panics.
-func (i WorkerInfo) labels() []string {
+func infoLabels(s workers.Sample) []string {
 	model := ""
-	if len(i.Models) > 0 {
-		model = i.Models[0]
+	if len(s.Models) > 0 {
+		model = s.Models[0]
 	}
-	return []string{boundedLabel(i.URL), boundedLabel(model), i.Role.String(), i.Engine.String()}
+	return []string{boundedLabel(s.URL), boundedLabel(model), s.Role.String(), s.Engine.String()}
 }
 
 // boundedLabel makes a label of what others say.
