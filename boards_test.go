@@ -15,7 +15,6 @@ import (
 	"github.com/goccy/go-yaml"
 	"github.com/prometheus/common/expfmt"
 	"github.com/prometheus/common/model"
-	"github.com/prometheus/prometheus/model/labels"
 	"github.com/prometheus/prometheus/promql/parser"
 
 	"kvrouter/internal/kv"
@@ -202,7 +201,7 @@ func checkExpression(expr string, series map[string][]string, document string) (
 			}
 			known = append(known, has...)
 			for _, m := range n.LabelMatchers {
-				if m.Name == labels.MetricName {
+				if m.Name == model.MetricNameLabel {
 					continue
 				}
 				if !slices.Contains(append(slices.Clone(has), targetLabels...), m.Name) {
