@@ -68,10 +68,10 @@ func orders() []order {
 	return []order{
 		{"w", "worker", false, func(a, b page.Worker) int { return 0 }},
 		{"s", "state", false, func(a, b page.Worker) int { return cmp.Compare(a.State, b.State) }},
-		{"f", "in flight", true, func(a, b page.Worker) int { return cmp.Compare(a.InFlight, b.InFlight) }},
-		{"k", "KV cache", true, func(a, b page.Worker) int { return cmp.Compare(known(a.KVUsage), known(b.KVUsage)) }},
+		{"f", "flight", true, func(a, b page.Worker) int { return cmp.Compare(a.InFlight, b.InFlight) }},
+		{"k", "cache", true, func(a, b page.Worker) int { return cmp.Compare(known(a.KVUsage), known(b.KVUsage)) }},
 		{"b", "blocks", true, func(a, b page.Worker) int { return cmp.Compare(a.Blocks, b.Blocks) }},
-		{"h", "hit rate", true, func(a, b page.Worker) int { return cmp.Compare(known(a.HitRate), known(b.HitRate)) }},
+		{"h", "hit", true, func(a, b page.Worker) int { return cmp.Compare(known(a.HitRate), known(b.HitRate)) }},
 		{"l", "lag", true, func(a, b page.Worker) int { return cmp.Compare(known(a.EventLag), known(b.EventLag)) }},
 	}
 }
@@ -154,7 +154,7 @@ func (f frame) keys(rows int) string {
 	if f.state != nil {
 		if all := len(f.state.Workers); all > rows {
 			skip := f.skipped(rows)
-			parts = append(parts, f.paint(strong, fmt.Sprintf("↑↓ %d–%d of %d", skip+1, skip+rows, all)))
+			parts = append(parts, f.paint(strong, fmt.Sprintf("↑↓ %d–%d/%d", skip+1, skip+rows, all)))
 		}
 		for i, o := range orders() {
 			part := o.key + " " + o.name
@@ -198,7 +198,7 @@ func (f frame) summary() []string {
 		first,
 		fmt.Sprintf("%s req/s  hit %s  exact %s  first %s (p99 %s)  next %s (p99 %s)", rate(r.RequestsPerSecond), percent(r.HitRate), percent(r.Exact),
 			maybeSeconds(r.TTFT50), maybeSeconds(r.TTFT99), maybeSeconds(r.ITL50), maybeSeconds(r.ITL99)),
-		fmt.Sprintf("%d in flight  %d queued  %s requests  %s errors  %s prompt tokens  %s cached", t.InFlight, t.Queued, count(float64(t.Requests)), f.errors(t.Errors),
+		fmt.Sprintf("%d in flight  %d queued  %s requests  %s errors  %s tokens in  %s cached", t.InFlight, t.Queued, count(float64(t.Requests)), f.errors(t.Errors),
 			count(float64(t.PromptTokens)), count(float64(t.CachedTokens))),
 	}
 }

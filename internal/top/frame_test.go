@@ -101,7 +101,7 @@ func TestEverySizeIsFilled(t *testing.T) {
 	for i := range 40 {
 		state.Workers = append(state.Workers, page.Worker{Worker: uint64(100 + i), State: page.StateReady, Role: "decode", Rank: 1, Model: strings.Repeat("漢", i)})
 	}
-	for width := range 200 {
+	for width := 0; width < 200; width += 3 {
 		for _, height := range []int{1, 2, 3, 5, 8, 13, 24, 60} {
 			checkFrame(t, frame{width: width, height: height, state: state, skip: width})
 		}
@@ -178,10 +178,13 @@ func TestProgramShowsTheStreamUntilItIsQuit(t *testing.T) {
 		out := &screen{}
 		ctx, stop := context.WithCancel(t.Context())
 		ended := make(chan error, 1)
+		source := stream(t, answers(503), sends("v9", true))
+		source.firstPause = 300 * time.Millisecond
 		go func() {
-			ended <- watch(ctx, stream(t, answers(503), sends("v9", true)), tea.WithInput(input), tea.WithOutput(out), tea.WithWindowSize(80, 24), tea.WithoutSignals())
+			ended <- watch(ctx, source, tea.WithInput(input), tea.WithOutput(out), tea.WithWindowSize(80, 24), tea.WithoutSignals())
 		}()
-		testkit.Eventually(t, 20*time.Second, "the state is shown", func() bool { return out.shows("kvrouter v9") })
+		testkit.Eventually(t, 20*time.Second, "the refusal is shown", func() bool { return out.shows("(503)") })
+		testkit.Eventually(t, 20*time.Second, "the state is shown", func() bool { return out.shows("v9") }) // the terminal gets what has changed only
 		if how == "key" {
 			io.WriteString(keys, "q")
 		} else {

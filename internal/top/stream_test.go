@@ -132,7 +132,7 @@ func TestStreamIsFollowedThroughFailures(t *testing.T) {
 		sends("one", false), sends("two", true), // which falls silent
 		func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, "event: state\ndata: nonsense\n\n") },
 		sends("three", true))
-	s.silence = 50 * time.Millisecond
+	s.silence = 500 * time.Millisecond
 	ctx, stop := context.WithTimeout(t.Context(), 20*time.Second)
 	defer stop()
 	var got []string
@@ -146,7 +146,7 @@ func TestStreamIsFollowedThroughFailures(t *testing.T) {
 			stop()
 		}
 	})
-	want := []string{"key", "404", "503", "status 502", "status 302", "one", "EOF", "two", "nothing came for 50ms", "cannot be read", "three"}
+	want := []string{"key", "404", "503", "status 502", "status 302", "one", "EOF", "two", "nothing came for 500ms", "cannot be read", "three"}
 	if len(got) != len(want) {
 		t.Fatalf("%q", got)
 	}
