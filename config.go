@@ -21,6 +21,7 @@ import (
 	"kvrouter/internal/router"
 	"kvrouter/internal/settings"
 	"kvrouter/internal/simulate"
+	"kvrouter/internal/top"
 	"kvrouter/internal/web"
 	"kvrouter/internal/workers"
 )
@@ -38,6 +39,7 @@ const (
 	CommandServe    = "serve"
 	CommandSimulate = "simulate"
 	CommandReplay   = "replay-events"
+	CommandTop      = "top"
 	CommandVersion  = "version"
 	CommandHelp     = "help" // the help or the version has been printed; nothing is left to do
 )
@@ -139,6 +141,8 @@ type Config struct {
 	Simulate simulate.Settings `kong:"-"`
 	// Replay is what CommandReplay shall do.
 	Replay events.ReplayCommand `kong:"-"`
+	// Top is what CommandTop shall show.
+	Top top.Command `kong:"-"`
 	// ModelFolder tells that Model is a folder here. Set by ResolveDefaults.
 	ModelFolder bool `kong:"-"`
 }
@@ -150,6 +154,7 @@ type cli struct {
 	Serve    struct{}             `cmd:"" default:"1" help:"Start workers and route to them (needs no word)."`
 	Simulate simulate.Settings    `cmd:"" help:"Replay a trace, or made-up conversations, through the router and simulated workers, and compare policies."`
 	Replay   events.ReplayCommand `cmd:"" name:"replay-events" help:"Apply a file of --record-events, or of Dynamo's recorder, to an empty index and tell what came of it."`
+	Top      top.Command          `cmd:"" help:"Show the fleet and the last requests of a running router in the terminal, live."`
 	Version  struct{}             `cmd:"" help:"Print the version."`
 
 	ShowVersion kong.VersionFlag `name:"version" env:"-" help:"Print the version."`
@@ -184,7 +189,7 @@ func takesFlag(command string, flag *kong.Flag) bool {
 	case command == CommandSimulate && slices.Contains(simulateGroups, flag.Group.Title):
 		return !slices.Contains(notSimulated, flag.Name)
 	}
-	return command == CommandSimulate && slices.Contains(simulateFlags, flag.Name) || command == CommandReplay && flag.Name == "block-size"
+	return command == CommandSimulate && slices.Contains(simulateFlags, flag.Name) || command == CommandReplay && flag.Name == "block-size" || command == CommandTop && flag.Name == "router-api-key"
 }
 
 // printHelp prints the help of the command, or of CommandServe where none is
@@ -270,7 +275,7 @@ func parseConfig(args []string, machine settings.Machine) (Config, string, error
 		cfg.Simulate = c.Simulate
 		return cfg, command, cfg.validateSimulate()
 	default:
-		cfg.Replay = c.Replay
+		cfg.Replay, cfg.Top = c.Replay, c.Top
 		return cfg, command, nil
 	}
 	if err := cfg.validate(); err != nil {

@@ -22,7 +22,7 @@ const flagsIntro = `# Flags
 Each flag is also an environment variable and a key of the YAML file of ` + "`--config`" + ` (the flag's name without its dashes). The command line ranks first, then the environment, then the file, then the default.
 
 - The last column names the commands that read the flag. The other ones accept it and leave it alone, or say why it does not go with them.
-- Flags that only ` + "`simulate` or `replay-events`" + ` reads are given after that word; the file has no keys for them.
+- Flags that only ` + "`simulate`, `replay-events` or `top`" + ` reads are given after that word; the file has no keys for them.
 - A flag that is on or off takes no value; ` + "`[no-]`" + ` means that ` + "`--no-...`" + ` switches it off.
 - — is no default, or one that the meaning tells.
 - ` + "`--help` and `--version`" + ` print their text and end. What follows ` + "`--`" + ` goes to every vLLM that is started.
@@ -62,7 +62,7 @@ func flagGroups(t *testing.T) (groups []*flagGroup, of map[*kong.Flag][]string) 
 			continue
 		}
 		var commands []string
-		for _, command := range []string{CommandServe, CommandSimulate, CommandReplay} {
+		for _, command := range []string{CommandServe, CommandSimulate, CommandReplay, CommandTop} {
 			if takesFlag(command, flag) {
 				commands = append(commands, command)
 			}
@@ -137,7 +137,7 @@ func TestEveryFlagIsInATableWithItsDefault(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	row := regexp.MustCompile("(?m)^\\| `--((?:\\[no-\\])?)([a-z0-9.-]+)[^`]*` \\| ([^|]*) \\| `KVROUTER_[A-Z_]+` \\| .+ \\| (?:replay-events|(?:serve|simulate|serve, simulate)(?:, replay-events)?) \\|$")
+	row := regexp.MustCompile("(?m)^\\| `--((?:\\[no-\\])?)([a-z0-9.-]+)[^`]*` \\| ([^|]*) \\| `KVROUTER_[A-Z_]+` \\| .+ \\| (?:replay-events|top|(?:serve|simulate|serve, simulate)(?:, replay-events)?(?:, top)?) \\|$")
 	type told struct{ negatable, value string }
 	rows := map[string]told{}
 	for _, match := range row.FindAllStringSubmatch(string(text), -1) {

@@ -43,6 +43,9 @@ var layers = []map[string]string{
 		"nativeapi": "jsonbody kv proxy router", "demo": "keys",
 		"page": "jsonbody keys kv outlier policy proxy router tokens web workers",
 	},
+	{ // looking from elsewhere
+		"top": "page",
+	},
 }
 
 // TestPackagesImportOnlyWhatLiesBelowThem holds what go list says against layers.

@@ -33,6 +33,8 @@ func main() {
 			err = serve(config)
 		case CommandReplay:
 			err = config.Replay.Run(config.BlockSize, os.Stdout)
+		case CommandTop:
+			err = config.Top.Run(untilSignal(), config.RouterAPIKey, os.Stdout)
 		case CommandSimulate:
 			err = config.Simulate.Run(config.simulation(), strings.Split(config.Policy, ","), os.Stdout, os.Stderr)
 		}

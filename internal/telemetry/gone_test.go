@@ -85,6 +85,27 @@ func TestGuardsAreShown(t *testing.T) {
 	}
 }
 
+func TestWorkerInfoIsBounded(t *testing.T) {
+	long := strings.Repeat("é", 1000) // what a worker may call its model
+	m := New(func() []workers.Sample {
+		return []workers.Sample{
+			{Worker: kv.WorkerKey{Worker: 1, Rank: 2}, URL: "http://w", Models: []string{"m", "adapter"}, Role: kv.RolePrefill, Engine: kv.EngineSGLang},
+			{Worker: kv.WorkerKey{Worker: 2}, URL: "http://v", Models: []string{"x" + long}},
+			{Worker: kv.WorkerKey{Worker: 3}, URL: "http://u", Models: []string{"\xff\xfe"}},
+		}
+	}, func() PromptSample { return PromptSample{} })
+	text := strings.Join(page(m), "")
+	for _, want := range []string{
+		`kvrouter_worker_info{dp_rank="2",engine="sglang",model="m",role="prefill",url="http://w",worker_id="1"} 1`,
+		`model="x` + strings.Repeat("é", 99) + `"`,
+		`kvrouter_worker_info{dp_rank="0",engine="vllm",model="",role="both",url="http://u",worker_id="3"} 1`,
+	} {
+		if !strings.Contains(text, want) {
+			t.Errorf("no %s in\n%.2000s", want, text)
+		}
+	}
+}
+
 func TestTotalsAreTheSumsOfThePageAndKeepWhoIsGone(t *testing.T) {
 	m := newBareTelemetry()
 	fleet := []uint64{1, 2}

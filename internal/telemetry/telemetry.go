@@ -289,6 +289,7 @@ type fleetCollector struct {
 	applied  *prometheus.Desc
 	linked   *prometheus.Desc
 	cold     *prometheus.Desc
+	info     *prometheus.Desc
 	sources  *prometheus.Desc
 	reasons  *prometheus.Desc
 }
@@ -312,6 +313,7 @@ func newFleetCollector(fleet func() []workers.Sample, prompts func() PromptSampl
 		usage:    desc("worker_kv_cache_usage", "Share of the KV cache in use, 0 to 1, as published by the worker."),
 		linked:   desc("kv_events_connected", "1 while the worker's KV events are subscribed to."),
 		cold:     desc("worker_cold", "1 while blocks of the worker may be missing in the index, because the history of its cache is not known in full."),
+		info:     desc("worker_info", "What the worker is, always 1: its URL, the first model that it serves, its role and its engine.", "url", "model", "role", "engine"),
 		applied:  prometheus.NewDesc("dynamo_component_kv_cache_events_applied", "KV events applied to the index, by type and by what came of them.", []string{"worker_id", "dp_rank", "event_type", "status"}, nil),
 		events:   desc("kv_events_total", "KV event stream of the worker, counted by kind.", "kind"),
 	}
@@ -319,7 +321,7 @@ func newFleetCollector(fleet func() []workers.Sample, prompts func() PromptSampl
 
 // Describe implements prometheus.Collector.
 func (c *fleetCollector) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{c.up, c.restarts, c.blocks, c.inFlight, c.prefill, c.running, c.waiting, c.usage, c.events, c.applied, c.linked, c.cold, c.sources, c.reasons} {
+	for _, d := range []*prometheus.Desc{c.up, c.restarts, c.blocks, c.inFlight, c.prefill, c.running, c.waiting, c.usage, c.events, c.applied, c.linked, c.cold, c.info, c.sources, c.reasons} {
 		out <- d
 	}
 }
@@ -338,6 +340,7 @@ func (c *fleetCollector) Collect(out chan<- prometheus.Metric) {
 			}
 			gauge(d, value)
 		}
+		out <- prometheus.MustNewConstMetric(c.info, prometheus.GaugeValue, 1, append(labels, infoLabels(s)...)...)
 		flag(c.up, s.Up)
 		out <- prometheus.MustNewConstMetric(c.restarts, prometheus.CounterValue, float64(s.Restarts), labels...)
 		gauge(c.blocks, float64(s.Blocks))

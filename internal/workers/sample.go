@@ -10,6 +10,10 @@ import (
 // Sample is the state of one worker rank now, as the metrics page and people see it.
 type Sample struct {
 	Worker     kv.WorkerKey
+	URL        string
+	Models     []string // that it serves, its own first
+	Role       kv.Role
+	Engine     kv.Engine
 	Up         bool // requests may go to it
 	Restarts   int
 	Blocks     int // in the index
@@ -35,7 +39,7 @@ func (f *Fleet) Samples(books Books) (samples []Sample) {
 	streams := f.Streams()
 	for _, w := range f.Workers() {
 		for _, key := range w.Keys() {
-			s := Sample{Worker: key, Up: up[key], Restarts: w.Restarts, Blocks: f.index.Blocks(key), Load: books.Load(key), Lag: -1}
+			s := Sample{Worker: key, URL: w.URL, Models: w.Models, Role: w.Disagg.Role, Engine: w.Engine, Up: up[key], Restarts: w.Restarts, Blocks: f.index.Blocks(key), Load: books.Load(key), Lag: -1}
 			if stats := streams[key]; stats != nil {
 				s.EventCount, s.Connected, s.Cold = stats.Counts(), stats.Connected.Load(), stats.Cold.Load()
 				if stats.Lagged.Load() {

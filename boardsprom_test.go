@@ -1,0 +1,113 @@
+package main
+
+import (
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/testkit"
+)
+
+// emptyPanels are queries of the board that find nothing while all goes well, as
+// nothing of the kind has happened, by what they begin with.
+var emptyPanels = []string{"Events that were missed or wrong", "What it has lost C", "Why not from here"}
+
+// TestBoardsOnPrometheus has Prometheus scrape routers under load, and asks it every
+// expression of the board and of the alerts. `make test-boards` names the program.
+func TestBoardsOnPrometheus(t *testing.T) {
+	program := os.Getenv("KVROUTER_PROMETHEUS")
+	if program == "" {
+		t.Skip("make test-boards runs this")
+	}
+	sites := startShownSites(t)
+	dir := t.TempDir()
+	alerts, err := filepath.Abs(alertsFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	address := fmt.Sprintf("127.0.0.1:%d", testkit.FreePorts(t, 1))
+	host := func(s *mockSite) string { return strings.TrimPrefix(s.openAI, "http://") }
+	testkit.WriteFile(t, filepath.Join(dir, "prometheus.yml"), fmt.Sprintf(`
+global: {scrape_interval: 1s, evaluation_interval: 1s}
+rule_files: [%q]
+scrape_configs: [{job_name: kvrouter, static_configs: [{targets: [%q, %q]}]}]
+`, alerts, host(sites[0]), host(sites[1])))
+	log := &testkit.LogBuffer{}
+	command := exec.Command(program, "--config.file="+filepath.Join(dir, "prometheus.yml"), "--storage.tsdb.path="+filepath.Join(dir, "data"), "--web.listen-address="+address)
+	command.Stdout, command.Stderr = log, log
+	if err := command.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		command.Process.Kill()
+		command.Wait()
+		if t.Failed() {
+			t.Log(log.String())
+		}
+	})
+	get := func(path string) (gjson.Result, error) {
+		response, err := http.Get("http://" + address + path)
+		if err != nil {
+			return gjson.Result{}, err
+		}
+		defer response.Body.Close()
+		text, err := io.ReadAll(response.Body)
+		return gjson.ParseBytes(text), err
+	}
+
+	left, _ := expressions(t)
+	for i := 0; ; i++ {
+		if a, err := sites[0].chat(t.Context(), longPrompt(i%3), true, 8); err != nil || !a.finished {
+			t.Fatalf("%+v, %v", a, err)
+		}
+		for where, expr := range left {
+			answer, err := get("/api/v1/query?query=" + url.QueryEscape(expr))
+			if err != nil {
+				break // it is still starting
+			}
+			if answer.Get("status").Str != "success" {
+				t.Errorf("%s: %s\n%s", where, answer.Get("error").Str, expr)
+			}
+			if answer.Get("status").Str != "success" || answer.Get("data.result.#").Int() > 0 || strings.HasPrefix(where, "KVRouter") {
+				delete(left, where)
+			}
+		}
+		for where := range left {
+			for _, begin := range emptyPanels {
+				if strings.HasPrefix(where, begin) && i > 20 {
+					delete(left, where)
+				}
+			}
+		}
+		if len(left) == 0 {
+			break
+		}
+		if i == 200 {
+			t.Fatalf("nothing is found for %q", left)
+		}
+		<-time.After(200 * time.Millisecond)
+	}
+
+	rules, err := get("/api/v1/rules")
+	if err != nil {
+		t.Fatal(err)
+	}
+	found := rules.Get("data.groups.0.rules").Array()
+	if len(found) != len(readAlerts(t)) {
+		t.Errorf("%d rules: %s", len(found), rules.Raw)
+	}
+	for _, rule := range found {
+		if rule.Get("health").Str != "ok" || rule.Get("state").Str == "firing" {
+			t.Errorf("%s is %s, %s: %s", rule.Get("name").Str, rule.Get("health").Str, rule.Get("state").Str, rule.Get("lastError").Str)
+		}
+	}
+}
