@@ -102,6 +102,7 @@ type worker struct {
 	until      time.Time // phaseOut: when a trial is due
 	times      int       // ejections that the length of the next one counts
 	reason     Kind      // of the last ejection
+	why        string    // the same, for people
 	row        int       // failures in a row
 	broken     int       // of those, answers that broke off
 
@@ -407,7 +408,7 @@ func (d *Detector) eject(key kv.WorkerKey, w *worker, kind Kind, why string, now
 	}
 	w.times++
 	first := w.phase != phaseOut
-	w.phase, w.reason, w.until = phaseOut, kind, now.Add(long)
+	w.phase, w.reason, w.why, w.until = phaseOut, kind, why, now.Add(long)
 	if first {
 		w.since = now
 	}
