@@ -24,7 +24,7 @@ async function refusal(response) {
 // request sends a body, if there is one, as JSON. It throws a Refused.
 async function request(method, path, body, signal) {
   const headers = { "X-Kvrouter-Page": "1" };
-  if (body !== undefined) headers["Content-Type"] = "application/json";
+  if (method === "POST") headers["Content-Type"] = "application/json";
   const response = await fetch(path, {
     method,
     headers,
