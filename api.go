@@ -20,6 +20,7 @@ import (
 	"kvrouter/internal/keys"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/nativeapi"
+	"kvrouter/internal/page"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/selection"
@@ -38,6 +39,7 @@ type API struct {
 	telemetry *telemetry.Metrics
 	recorder  *telemetry.Recorder // nil: nothing is recorded
 	pairs     *proxy.Pairs
+	page      *page.Page // nil: nobody looks
 	bodies    *web.Bodies
 	// lookForModels brings what is known of the workers' models up to date; nil:
 	// nothing does.
@@ -65,6 +67,7 @@ func (a *API) Handler() http.Handler {
 	engine.NoMethod(func(c *gin.Context) {
 		a.fail(c, http.StatusMethodNotAllowed, "", fmt.Sprintf("%s does not take %s", c.Request.URL.Path, c.Request.Method))
 	})
+	engine.GET("/", func(c *gin.Context) { a.page.Welcome(c) })
 	engine.GET("/health", func(c *gin.Context) { c.Status(http.StatusOK) })
 	engine.GET("/ready", a.ready)
 	engine.GET("/version", func(c *gin.Context) { c.JSON(http.StatusOK, gin.H{"version": version()}) })
@@ -95,16 +98,20 @@ func (a *API) Handler() http.Handler {
 	return engine
 }
 
-// ready tells whether requests can be served now.
+// Ready tells whether requests can be served now, and whether the router ends.
+func (a *API) Ready() (ready, draining bool) {
+	draining = a.draining.Load()
+	return !draining && a.router.Has(func(t *kv.Target) bool { return t.Role != kv.RolePrefill && !t.Resting }), draining
+}
+
+// ready shows that.
 func (a *API) ready(c *gin.Context) {
-	targets := a.router.Targets()
-	workers := len(targets)
-	status := http.StatusOK
-	answers := slices.ContainsFunc(targets, func(t kv.Target) bool { return t.Role != kv.RolePrefill && !t.Resting })
-	if !answers || a.draining.Load() {
-		status = http.StatusServiceUnavailable
+	status := http.StatusServiceUnavailable
+	ready, draining := a.Ready()
+	if ready {
+		status = http.StatusOK
 	}
-	c.JSON(status, gin.H{"ready": status == http.StatusOK, "schedulable_workers": workers, "draining": a.draining.Load()})
+	c.JSON(status, gin.H{"ready": ready, "schedulable_workers": a.router.Count(), "draining": draining})
 }
 
 // native are SGLang's own short routes.
@@ -132,6 +139,7 @@ type inference struct {
 	fatal    bool          // a prompt has no token, which ends an SGLang server
 	took     time.Duration // until the prompt was known
 	request  router.Request
+	seen     page.Seen
 	recorded *telemetry.RecordedPrompt // nil: nothing is recorded, or nothing is known of the prompt
 }
 
@@ -139,11 +147,13 @@ type inference struct {
 func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 	x := &proxy.Exchange{Route: path, Worker: "none", Arrived: time.Now()}
 	r := &inference{api: a, ctx: c.Request.Context(), kind: kind, id: web.RequestID(c), exchange: x, caller: a.keys.Of(c)}
+	r.seen = a.page.Began(r.id, x)
 	defer func() { r.finish(c.Writer.Status()) }()
 	if !r.read(c) {
 		return
 	}
 	r.findPrompt()
+	a.page.Prompt(r.seen, &r.request, r.body)
 	if r.fatal {
 		a.fail(c, http.StatusBadRequest, "", "a prompt has no token: give it one at least")
 		return
@@ -159,7 +169,7 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 		why, r.request.Kinds = proxy.WhyWhole(path, r.body, r.hints.Whole, r.multiple)
 	}
 	if r.hints.Query {
-		a.settle(c, x, a.answerQuery(c, kind, stream, r.request, shared, why, r.prompt.Tokens))
+		a.settle(c, x, a.answerQuery(c, x, kind, stream, r.request, shared, why, r.prompt.Tokens))
 		return
 	}
 	r.recorded = a.recorder.Prompt(r.request)
@@ -190,6 +200,7 @@ func (r *inference) finish(written int) {
 	}
 	r.api.bodies.Done(r.raw)
 	r.api.telemetry.Finished(*x, time.Now())
+	r.api.page.Finished(r.seen, x, time.Now())
 	r.api.recorder.Finished(*x, r.recorded, time.Now())
 	r.api.log.Debug("request", "id", r.id, "route", x.Route, "status", x.Status, "worker", x.Worker, "tokens", x.Decision.Tokens,
 		"overlap", x.Decision.OverlapTokens, "cached", x.Usage.CachedTokens, "seconds", time.Since(x.Arrived).Seconds())
@@ -495,7 +506,7 @@ func (a *API) fail(c *gin.Context, status int, param, message string) {
 
 // answerQuery answers a dry run: nothing is sent to the worker that is chosen, or
 // to the two that may share the request, and nothing booked.
-func (a *API) answerQuery(c *gin.Context, kind tokens.Kind, stream bool, request router.Request, shared bool, why string, prompt []uint32) error {
+func (a *API) answerQuery(c *gin.Context, x *proxy.Exchange, kind tokens.Kind, stream bool, request router.Request, shared bool, why string, prompt []uint32) error {
 	var pair router.Pair
 	var err error
 	if shared {
@@ -506,6 +517,7 @@ func (a *API) answerQuery(c *gin.Context, kind tokens.Kind, stream bool, request
 	if err != nil {
 		return err
 	}
+	x.Receipts = append(pair.Prefill.Receipts, pair.Decode.Receipts...)
 	decision, prefill := pair.Decode, pair.Decode.Target.Key
 	if shared && pair.Whole == "" {
 		decision.OverlapTokens, prefill = pair.Prefill.OverlapTokens, pair.Prefill.Target.Key

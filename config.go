@@ -14,6 +14,7 @@ import (
 	"kvrouter/internal/events"
 	"kvrouter/internal/keys"
 	"kvrouter/internal/mocker"
+	"kvrouter/internal/page"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/replica"
@@ -75,6 +76,7 @@ type Config struct {
 	BaseKVReplayPort  int          `group:"Addresses" name:"base-kv-replay-port" default:"5757" help:"KV-event replay port of worker 0; worker i has this plus i."`
 	BaseMetricsPort   int          `group:"Addresses" default:"5657" help:"Load metrics port of worker 0; worker i has this plus i."`
 	Web               web.Settings `embed:""`
+	Page              page.Flags   `embed:""`
 	BaseNIXLPort      int          `group:"Addresses" name:"base-nixl-port" default:"5600" help:"NIXL side-channel port of vLLM worker 0, with --prefill-workers; worker i has this plus i."`
 	BaseBootstrapPort int          `group:"Addresses" default:"8998" help:"Bootstrap port of SGLang prefill worker 0; worker i has this plus i."`
 
@@ -114,6 +116,9 @@ type Config struct {
 	LogLevel   string `group:"Logs and settings" default:"info" enum:"debug,info,warn,error" help:"Least severe log lines to show: ${enum}. debug has every line of every worker."`
 	LogFormat  string `group:"Logs and settings" default:"text" enum:"text,json" help:"Form of log lines: ${enum}."`
 	ConfigFile string `group:"Logs and settings" name:"config" placeholder:"FILE" help:"YAML file of settings: flag names as keys, and vllm-args or sglang-args (lists) for what else follows --."`
+
+	// Demo has the router make traffic of its own.
+	Demo bool `group:"Mock workers, with --engine mocker" help:"Make traffic to look at: conversations, agents with shared beginnings, clients that leave, and a worker that fails now and then."`
 
 	// Mock is what --engine mocker starts, and the size and the timing of the
 	// simulator's engines. Its group is the last that help shows.
@@ -413,6 +418,9 @@ func (c *Config) validate() error {
 	if err := c.Web.Validate(c.exposures()...); err != nil {
 		return err
 	}
+	if c.Demo && c.Engine != EngineMocker {
+		return fmt.Errorf("--demo sends made-up requests to simulated workers, and --engine is %s: give --engine mocker", c.Engine)
+	}
 	if c.Engine == EngineMocker {
 		if err := c.Mock.Validate(c.NumWorkers); err != nil {
 			return err
@@ -523,6 +531,7 @@ func (c *Config) ports() []settings.PortUse {
 	}
 	own("--http-port", c.HTTPPort, c.Host)
 	own("--router-port", c.RouterPort, c.Web.RouterHost)
+	own("--page-port", c.Page.PagePort, c.Web.RouterHost)
 	if c.Replica.ReplicaSync {
 		own("--replica-sync-port", c.Replica.ReplicaSyncPort, c.replicaHost())
 	}

@@ -37,7 +37,8 @@ var layers = []map[string]string{
 	},
 	{ // showing, offering
 		"telemetry": "hints jsonlines kv outlier policy proxy router workers", "selection": "events hints kv outlier policy radix router web workers",
-		"nativeapi": "jsonbody kv proxy router", "page": "jsonbody keys kv outlier policy proxy router web workers",
+		"nativeapi": "jsonbody kv proxy router", "demo": "keys",
+		"page": "jsonbody keys kv outlier policy proxy router tokens web workers",
 	},
 }
 

@@ -20,6 +20,7 @@ import (
 	"kvrouter/internal/logs"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/outlier"
+	"kvrouter/internal/page"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/process"
 	"kvrouter/internal/proxy"
@@ -51,6 +52,7 @@ type app struct {
 	edges     *guard.Edges // counts the panics of parsers
 	api       *API
 	selection *selection.Service
+	page      *page.Page
 	replicas  *replica.Mesh             // nil: none
 	traces    *jsonlines.Writer         // of policy thompson; nil: none
 	learned   *policy.ThompsonStateFile // by policy thompson; nil: it is not kept
@@ -116,6 +118,8 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		return nil, err
 	}
 	r.selection = selection.New(config.selectionSettings(), r.router, r.index, r.fleet, log)
+	r.page = page.New(config.pageSettings(), page.Sources{Router: r.router, Fleet: r.fleet, Proxy: r.proxy, Totals: r.telemetry.Totals, Model: r.model, Ready: r.api.Ready, OpenAI: r.api.Handler()}, log)
+	r.api.page = r.page
 	if config.Record != "" {
 		if r.api.recorder, err = telemetry.NewRecorder(config.Record, config.Policy, config.BlockSize, log); err != nil {
 			return nil, err
@@ -218,7 +222,7 @@ func (r *inference) route(exclude []uint64) (router.Decision, error) {
 	r.request.Exclude = exclude
 	d, err := r.api.decide(r.ctx, r.request)
 	if err == nil {
-		r.decided(&d, d)
+		r.decided(&d, nil, d)
 	}
 	return d, err
 }
@@ -229,17 +233,18 @@ func (r *inference) routePair(exclude []uint64, why string) (router.Pair, error)
 	r.request.Exclude = exclude
 	pair, err := r.api.decidePair(r.ctx, r.request, why)
 	if err == nil {
-		r.decided(&pair.Decode, pair.Took())
+		r.decided(&pair.Decode, &pair.Prefill, pair.Took())
 	}
 	return pair, err
 }
 
 // decided records the times of a decision. Where the usage will speak of more than
 // the decision does, its tokens are not to be compared.
-func (r *inference) decided(d *router.Decision, times router.Decision) {
+func (r *inference) decided(d, prefill *router.Decision, times router.Decision) {
 	if r.countsMore() {
 		d.Tokens = 0
 	}
+	r.api.page.Decided(r.seen, r.request.Model, d, prefill)
 	if r.kind != tokens.NoPrompt {
 		r.api.telemetry.Decided(r.took, times)
 	}

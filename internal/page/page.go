@@ -7,11 +7,13 @@ import (
 	"context"
 	"log/slog"
 	"net/http"
+	"sync/atomic"
 	"time"
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
+	"kvrouter/internal/tokens"
 	"kvrouter/internal/workers"
 )
 
@@ -44,7 +46,7 @@ type Sources struct {
 	Fleet  *workers.Fleet
 	Proxy  Proxy
 	Totals func() proxy.Totals           // of all requests
-	Decode func(tokens []uint32) string  // nil: tokens stay hashes
+	Model  *tokens.Model                 // nil: tokens stay hashes
 	Ready  func() (ready, draining bool) // as the OpenAI port says
 	OpenAI http.Handler                  // its routes
 }
@@ -62,6 +64,7 @@ type Page struct {
 	viewers  *viewers
 	requests *requests
 	prompts  *prompts
+	url      atomic.Pointer[string] // of its port; nil: it does not listen yet
 	trends   *trends
 }
 

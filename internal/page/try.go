@@ -130,10 +130,10 @@ func (p *Page) Prompt(seen Seen, q *router.Request, body *jsonbody.Body) {
 	var text func(int) string
 	if p.settings.PageShowText {
 		p.requests.name(seen, promptText(body))
-		if p.sources.Decode != nil && len(q.Tokens) > 0 {
+		if p.sources.Model != nil && len(q.Tokens) > 0 {
 			text = func(blocks int) string {
 				from := min(blocks*p.settings.BlockSize, len(q.Tokens))
-				return firstRunes(p.sources.Decode(q.Tokens[from:min(from+textTokens, len(q.Tokens))]), maxText)
+				return firstRunes(p.sources.Model.Decode(q.Tokens[from:min(from+textTokens, len(q.Tokens))]), maxText)
 			}
 		}
 	}
