@@ -15,6 +15,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strconv"
 	"strings"
 	"sync"
@@ -159,14 +160,20 @@ func (b *browser) fill(selector, text string) {
 	eval[bool](b, fmt.Sprintf("(() => { const f = document.querySelector(%q); f.value = %q; return f.dispatchEvent(new Event('input', {bubbles: true})) })()", selector, text))
 }
 
+// shownNumber is how the page begins what it writes of a number.
+var shownNumber = regexp.MustCompile(`^(-?[0-9.]+) ?([kM]?)`)
+
 // number reads what the page has written of a number, without its unit; NaN: none.
 func number(text string) float64 {
-	text, _, _ = strings.Cut(strings.NewReplacer(",", "", "−", "-", "\u202f", " ").Replace(text), " ")
-	n, err := strconv.ParseFloat(text, 64)
+	parts := shownNumber.FindStringSubmatch(strings.NewReplacer(",", "", "−", "-", "\u202f", " ").Replace(text))
+	if parts == nil {
+		return math.NaN()
+	}
+	n, err := strconv.ParseFloat(parts[1], 64)
 	if err != nil {
 		return math.NaN()
 	}
-	return n
+	return n * map[string]float64{"": 1, "k": 1e3, "M": 1e6}[parts[2]]
 }
 
 // same tells whether a number on the page is the one that is known, as rounded there.
@@ -243,6 +250,12 @@ func (b *browser) seesCrash(t *testing.T, s *mockSite) {
 	}
 }
 
+func metricLines(t *testing.T, s *mockSite) testkit.MetricsLines {
+	t.Helper()
+	_, page := testkit.HTTPGet(t, s.openAI+"/metrics")
+	return testkit.ReadMetricsPage(string(page))
+}
+
 // seesMetrics holds the cards against the metrics page of an idle site.
 func (b *browser) seesMetrics(t *testing.T, s *mockSite, workers int) {
 	s.settle()
@@ -251,7 +264,7 @@ func (b *browser) seesMetrics(t *testing.T, s *mockSite, workers int) {
 		{"prefill_tokens", "kvrouter_worker_prefill_tokens"}, {"restarts", "kvrouter_worker_restarts_total"},
 	} {
 		testkit.Eventually(t, 5*time.Second, field.name+" on each card as on /metrics", func() bool {
-			lines := testkit.ReadMetricsPage(string(s.get(s.openAI + "/metrics")))
+			lines := metricLines(t, s)
 			for i := range workers {
 				want, known := lines[fmt.Sprintf(`%s{dp_rank="0",worker_id="%d"}`, field.metric, i)]
 				if !known || !same(b.text(fmt.Sprintf(".card[data-worker='%d'] [data-field=%s]", i, field.name)), want) {
@@ -263,7 +276,7 @@ func (b *browser) seesMetrics(t *testing.T, s *mockSite, workers int) {
 	}
 	testkit.Eventually(t, 5*time.Second, "requests on each card as on /metrics", func() bool {
 		ended := map[string]float64{}
-		for series, n := range testkit.ReadMetricsPage(string(s.get(s.openAI + "/metrics"))) {
+		for series, n := range metricLines(t, s) {
 			if strings.HasPrefix(series, "kvrouter_requests_total{") {
 				_, id, _ := strings.Cut(series, `worker_id="`)
 				id, _, _ = strings.Cut(id, `"`)
@@ -312,7 +325,8 @@ func (b *browser) seesReceipt(t *testing.T, s *mockSite) {
 	}
 	b.click(row + " a")
 	b.until(5*time.Second, "the receipt", "document.querySelectorAll('aside .candidate [data-field=total]').length > 0")
-	receipt := gjson.ParseBytes(s.get(s.selection + "/ui/requests/" + id))
+	_, explained := testkit.HTTPGet(t, s.selection+"/ui/requests/"+id)
+	receipt := gjson.ParseBytes(explained)
 	if shown := b.text("aside [data-field=margin]"); !same(shown, receipt.Get("margin").Float()) {
 		t.Errorf("the margin reads %q, it is %v", shown, receipt.Get("margin"))
 	}

@@ -122,31 +122,36 @@ func fewColours(content []byte) ([]byte, error) {
 	return out.Bytes(), err
 }
 
-// TestFewColours holds a picture of few colours against what is made of it.
+// TestFewColours holds what a picture becomes: the same where it has few colours, and
+// its most frequent ones where it has more.
 func TestFewColours(t *testing.T) {
-	picture := image.NewRGBA(image.Rect(0, 0, 40, 10))
-	for x := range 40 {
-		for y := range 10 {
-			picture.Set(x, y, color.RGBA{uint8(6 * x), uint8(20 * y), 0, 255})
+	for _, height := range []int{6, 40} { // lines of 40 colours, of which the last fills most of the picture
+		picture := image.NewRGBA(image.Rect(0, 0, 40, height+200))
+		for x := range 40 {
+			for y := range height + 200 {
+				picture.Set(x, y, color.RGBA{uint8(6 * x), uint8(6 * min(y, height-1)), 0, 255})
+			}
 		}
-	}
-	var in bytes.Buffer
-	if err := png.Encode(&in, picture); err != nil {
-		t.Fatal(err)
-	}
-	out, err := fewColours(in.Bytes())
-	if err != nil {
-		t.Fatal(err)
-	}
-	got, err := png.Decode(bytes.NewReader(out))
-	if err != nil {
-		t.Fatal(err)
-	}
-	for x := range 40 {
-		for y := range 10 {
-			r, g, _, _ := got.At(x, y).RGBA()
-			if dr, dg := int(r>>8)-6*x, int(g>>8)-20*y; max(dr, -dr, dg, -dg) > 40 {
-				t.Fatalf("%d, %d: %v", x, y, got.At(x, y))
+		var in bytes.Buffer
+		if err := png.Encode(&in, picture); err != nil {
+			t.Fatal(err)
+		}
+		out, err := fewColours(in.Bytes())
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := png.Decode(bytes.NewReader(out))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if n := len(got.ColorModel().(color.Palette)); n != min(256, 40*height) {
+			t.Errorf("%d lines: %d colours", height, n)
+		}
+		for x := range 40 {
+			for y := height; y < height+200; y++ {
+				if got.At(x, y).(color.RGBA) != picture.RGBAAt(x, y) {
+					t.Fatalf("%d lines: %d, %d is %v", height, x, y, got.At(x, y))
+				}
 			}
 		}
 	}
