@@ -102,6 +102,15 @@ func (b *browser) heard(event any) {
 	}
 }
 
+// run is t.Run of a subtest in the browser.
+func (b *browser) run(t *testing.T, name string, f func(t *testing.T)) {
+	t.Run(name, func(sub *testing.T) {
+		b.t = sub
+		defer func() { b.t = t }()
+		f(sub)
+	})
+}
+
 // clean fails the test if anything went wrong, or another host than these was asked.
 func (b *browser) clean(hosts ...string) {
 	b.t.Helper()
@@ -125,10 +134,10 @@ func (b *browser) open(url string) {
 	}
 }
 
-// eval returns what a JavaScript expression gives.
+// eval returns what a JavaScript expression gives, or the promise that it is.
 func eval[T any](b *browser, expression string) T {
 	b.t.Helper()
-	value, err := chromedp.Run(b.ctx, chromedp.Evaluate[T](expression))
+	value, err := chromedp.Run(b.ctx, chromedp.Evaluate[T](expression, chromedp.EvalAwaitPromise))
 	if err != nil {
 		b.t.Fatalf("%s: %v", expression, err)
 	}
@@ -219,20 +228,18 @@ func TestPage(t *testing.T) {
 
 	b.until(10*time.Second, "requests in flight on the cards", "[...document.querySelectorAll('.card [data-field=in_flight]')].some(f => Number(f.innerText) > 0)")
 	b.until(10*time.Second, "so many requests that the list is full", "Number(document.querySelector('.tile .more').innerText.split(' ')[0].replace(/\\D/g, '')) > 100")
-	if dir := os.Getenv(envPictures); dir != "" {
-		b.pictures(s, dir)
-	}
 
-	t.Run("a worker's crash shows within 2 s, and its return", func(t *testing.T) { b.seesCrash(t, s) })
+	b.run(t, "a worker's crash shows within 2 s, and its return", func(t *testing.T) { b.seesCrash(t, s) })
 	stop()
 	testkit.Eventually(t, 10*time.Second, "all ended", func() bool { return s.inFlight() == 0 })
-	t.Run("cards show what /metrics says", func(t *testing.T) { b.seesMetrics(t, s, workers) })
-	t.Run("a request and its receipt", func(t *testing.T) { b.seesReceipt(t, s) })
-	t.Run("the tree of prompts", func(t *testing.T) { b.seesTree(t, s) })
-	t.Run("a worker is drained and readmitted", func(t *testing.T) { b.drains(t, s) })
-	t.Run("the try box streams", func(t *testing.T) { b.tries(t, s) })
+	b.run(t, "cards show what /metrics says", func(t *testing.T) { b.seesMetrics(t, s, workers) })
+	b.run(t, "a request and its receipt", func(t *testing.T) { b.seesReceipt(t, s) })
+	b.run(t, "text stands out from its ground", func(t *testing.T) { b.standsOut(t, s) })
+	b.run(t, "the tree of prompts", func(t *testing.T) { b.seesTree(t, s) })
+	b.run(t, "a worker is drained and readmitted", func(t *testing.T) { b.drains(t, s) })
+	b.run(t, "the try box streams", func(t *testing.T) { b.tries(t, s) })
 	t.Run("twenty look at once", func(t *testing.T) { lookAtOnce(t, s, 20) })
-	t.Run("trends are drawn", func(t *testing.T) { b.seesTrends(t) })
+	b.run(t, "trends are drawn", func(t *testing.T) { b.seesTrends(t) })
 	b.clean(s.selection)
 }
 
@@ -354,6 +361,46 @@ func (b *browser) seesReceipt(t *testing.T, s *mockSite) {
 	b.until(2*time.Second, "Escape closes the receipt", "!document.querySelector('aside')")
 }
 
+// contrast lists texts whose colour is too near to that of their ground: a contrast
+// below 4.5, which WCAG's level AA asks for. Grounds are mixed down to the page's.
+const contrast = `(() => {
+	const channels = (colour) => { const c = colour.match(/[\d.]+/g).map(Number); return [c[0], c[1], c[2], c[3] ?? 1]; };
+	const over = (top, ground) => [0, 1, 2].map((i) => top[i] * top[3] + ground[i] * (1 - top[3]));
+	const light = (c) => { const [r, g, b] = c.map((v) => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+	const ground = (e) => e ? over(channels(getComputedStyle(e).backgroundColor), ground(e.parentElement)) : [255, 255, 255];
+	const bad = new Set();
+	const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+	for (let n; (n = texts.nextNode()); ) {
+		const e = n.parentElement;
+		if (!n.data.trim() || !e.checkVisibility() || e.closest(":disabled, svg, .sr, option")) continue;
+		const under = ground(e), a = light(over(channels(getComputedStyle(e).color), under)), b = light(under);
+		const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+		if (ratio < 4.5) bad.add(e.className + ": " + n.data.slice(0, 30) + " " + ratio.toFixed(2));
+	}
+	return [...bad];
+})()`
+
+// standsOut reads all texts of some views in both colour schemes.
+func (b *browser) standsOut(t *testing.T, s *mockSite) {
+	for _, scheme := range []string{"light", "dark"} {
+		b.like(1600, scheme)
+		for _, view := range []string{"fleet", "requests/page-test-receipt", "cache", "trends", "try"} {
+			b.open(s.selection + "/ui/#/" + view)
+			b.until(5*time.Second, view, "document.querySelector('.view:not([hidden])')")
+			b.fits()
+			for _, text := range eval[[]string](b, contrast) {
+				t.Errorf("%s, %s: %s", view, scheme, text)
+			}
+			b.like(360, scheme)
+			b.fits()
+			b.like(1600, scheme)
+		}
+	}
+	if err := chromedp.Do(b.ctx, chromedp.EmulateReset()); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // seesTree holds the tree against the state that the stream tells.
 func (b *browser) seesTree(t *testing.T, s *mockSite) {
 	eval[bool](b, "(location.hash = '#/cache', true)")
@@ -361,7 +408,7 @@ func (b *browser) seesTree(t *testing.T, s *mockSite) {
 	if len(nodes) < 6 { // one for each group of the load at least
 		t.Fatalf("the tree has %d nodes", len(nodes))
 	}
-	b.until(3*time.Second, "a row for each node", fmt.Sprintf("document.querySelectorAll('[data-node]').length === %d", len(nodes)))
+	b.until(5*time.Second, "a row for each node", "document.querySelector('.cache .more button')?.click() || "+fmt.Sprintf("document.querySelectorAll('[data-node]').length === %d", len(nodes)))
 	for _, node := range nodes {
 		row := "[data-node='" + node.Get("id").String() + "']"
 		for _, field := range []string{"tokens", "hits"} {
@@ -389,7 +436,8 @@ func (b *browser) drains(t *testing.T, s *mockSite) {
 
 // tries chats through the page, and asks where a chat would go.
 func (b *browser) tries(t *testing.T, s *mockSite) {
-	eval[bool](b, "(location.hash = '#/try', true)")
+	b.open(s.selection + "/ui/#/try")
+	b.until(5*time.Second, "the box", "document.querySelector('#try-text')")
 	prompt := words(rand.New(rand.NewPCG(4, 4)), 200)
 	eval[bool](b, `(() => {
 		window.seen = [];
@@ -522,30 +570,39 @@ func TestPageAsksForTheKey(t *testing.T) {
 	b.clean(s.selection)
 }
 
-// eachLook sets both widths and colour schemes in turn.
+// like sets a width and a colour scheme.
+func (b *browser) like(width int64, scheme string) {
+	b.t.Helper()
+	size := emulation.SetDeviceMetricsOverrideParams{Width: width, Height: 1000, DeviceScaleFactor: 1}
+	if width < 500 { // a telephone
+		size.Height, size.DeviceScaleFactor = 780, 2
+	}
+	media := emulation.SetEmulatedMediaParams{Features: []*emulation.MediaFeature{{Name: "prefers-color-scheme", Value: scheme}}}
+	_, err := chromedp.Call(b.ctx, emulation.SetDeviceMetricsOverride, size)
+	if _, worse := chromedp.Call(b.ctx, emulation.SetEmulatedMedia, media); err != nil || worse != nil {
+		b.t.Fatal(err, worse)
+	}
+}
+
+// eachLook sets both widths and colour schemes in turn. No view may be too wide.
 func (b *browser) eachLook(f func(look string)) {
 	b.t.Helper()
 	for _, width := range []int64{360, 1600} {
 		for _, scheme := range []string{"light", "dark"} {
-			size, scale := emulation.SetDeviceMetricsOverrideParams{Width: width, Height: 1000, DeviceScaleFactor: 1}, 1.0
-			if width < 500 {
-				size.Height, scale = 780, 2
-			}
-			size.DeviceScaleFactor = scale
-			if _, err := chromedp.Call(b.ctx, emulation.SetDeviceMetricsOverride, size); err != nil {
-				b.t.Fatal(err)
-			}
-			if _, err := chromedp.Call(b.ctx, emulation.SetEmulatedMedia, emulation.SetEmulatedMediaParams{Features: []*emulation.MediaFeature{{Name: "prefers-color-scheme", Value: scheme}}}); err != nil {
-				b.t.Fatal(err)
-			}
+			b.like(width, scheme)
 			f(fmt.Sprintf("%d-%s", width, scheme))
-			if over := eval[int](b, "document.documentElement.scrollWidth - innerWidth"); over > 0 {
-				b.t.Errorf("%d-%s: %d pixels too wide at %s", width, scheme, over, eval[string](b, "location.hash"))
-			}
 		}
 	}
 	if err := chromedp.Do(b.ctx, chromedp.EmulateReset()); err != nil {
 		b.t.Fatal(err)
+	}
+}
+
+// fits fails the test if the window would have to be scrolled sideways.
+func (b *browser) fits() {
+	b.t.Helper()
+	if over := eval[int](b, "Math.ceil(document.documentElement.scrollWidth - document.documentElement.clientWidth)"); over > 0 {
+		b.t.Errorf("%s is %d pixels too wide", eval[string](b, "location.hash"), over)
 	}
 }
 

@@ -14,8 +14,6 @@ import (
 	"time"
 
 	"github.com/chromedp/chromedp"
-
-	"kvrouter/internal/testkit"
 )
 
 // docsPictures are those of the pictures that docs/ shows: `KVROUTER_PAGE_PICTURES=docs`
@@ -25,10 +23,22 @@ var docsPictures = map[string]string{
 	"cache-1600-dark.png": "page-cache.png", "requests-360-light.png": "page-narrow.png",
 }
 
-// pictures takes one of each view of a busy site.
-func (b *browser) pictures(s *mockSite, dir string) {
-	b.t.Helper()
-	testkit.Eventually(b.t, 60*time.Second, "some minutes' worth of trends", func() bool { return eval[int](b, "document.querySelectorAll('.tile .spark path').length") > 4 })
+// TestPagePictures takes one of each view of a busy site, for people to look at.
+func TestPagePictures(t *testing.T) {
+	dir := os.Getenv(envPictures)
+	if dir == "" {
+		t.Skip(envPictures + " names no folder")
+	}
+	const workers, resting = 6, 4
+	b := startBrowser(t)
+	s := startMockSite(t, workers, "--speedup-ratio=1", "--mock-num-gpu-blocks=2048")
+	b.watched(s, workers)
+	stop := s.load(12)
+	defer stop()
+	if err := s.app.router.Rest(resting); err != nil {
+		t.Fatal(err)
+	}
+	b.until(90*time.Second, "some trends", "document.querySelectorAll('.spark path:not(.area)').length > 4 && performance.now() > 60000")
 	b.eachLook(func(look string) {
 		for _, view := range []struct{ name, hash, ready string }{
 			{"fleet", "#/fleet", "document.querySelector('.card')"},

@@ -45,6 +45,7 @@ function useStream(locked, onLocked) {
   useEffect(() => {
     if (locked) return undefined;
     let over = false;
+    let gone = false; // another page is shown
     let leave = null; // aborts the stream
     let again = 0; // timer of the next try
     let silence = 0; // timer of the stall
@@ -75,7 +76,7 @@ function useStream(locked, onLocked) {
       } finally {
         if (leave === mine) clearTimeout(silence);
       }
-      if (over || leave !== mine || document.hidden) return undefined;
+      if (over || leave !== mine || document.hidden || gone) return undefined;
       setLink(next);
       again = setTimeout(connect, wait);
       wait = Math.min(5000, wait * 2);
@@ -89,11 +90,24 @@ function useStream(locked, onLocked) {
         connect();
       }
     };
+    // A browser keeps pages that were left, with their connections, of which it has six to a host.
+    const left = () => {
+      gone = true;
+      leave?.abort();
+    };
+    const back = (event) => {
+      gone = false;
+      if (event.persisted) connect();
+    };
     document.addEventListener("visibilitychange", seen);
+    addEventListener("pagehide", left);
+    addEventListener("pageshow", back);
     connect();
     return () => {
       over = true;
       document.removeEventListener("visibilitychange", seen);
+      removeEventListener("pagehide", left);
+      removeEventListener("pageshow", back);
       for (const timer of [again, silence, background]) clearTimeout(timer);
       leave?.abort();
     };
@@ -156,7 +170,7 @@ function Tiles({ state, trends }) {
     <${Tile} name="Hit rate" field="hit_rate" value=${percent(r.hit_rate)} series=${s.hit_rate} />
     <${Tile} name="Exact" note="predictions" field="exact" value=${percent(r.exact)} series=${s.exact} />
     <${Tile} name="First token" note="p50" field="ttft_p50" value=${seconds(r.ttft_p50)} more=${html`p99 ${seconds(r.ttft_p99)}`} series=${s.ttft_p99} />
-    <${Tile} name="Between tokens" note="p50" field="itl_p50" value=${seconds(r.itl_p50)} more=${html`p99 ${seconds(r.itl_p99)}`} series=${s.itl_p99} />
+    <${Tile} name="Next token" note="p50" field="itl_p50" value=${seconds(r.itl_p50)} more=${html`p99 ${seconds(r.itl_p99)}`} series=${s.itl_p99} />
     <${Tile} name="In flight" field="in_flight" value=${count(t.in_flight)} more=${t.queued > 0 ? html`${count(t.queued)} queued` : ""} series=${sum} />
     <${Tile} name="Errors" field="errors" value=${short(t.errors)} more=${html`of ${short(t.requests)}`} />
   </dl>`;

@@ -34,10 +34,14 @@ export function percent(share) {
 
 export const rate = (value) => (known(value) ? digits(value, value >= 100 ? 0 : value >= 10 ? 1 : 2) : none);
 
+// level is a number of requests at a time: most often a whole one.
+export const level = (value) => (Number.isInteger(value) ? count(value) : rate(value));
+
 // seconds writes a latency.
 export function seconds(value) {
   if (!known(value)) return none;
   const ms = value * 1000;
+  if (ms > 0 && ms < 0.1) return `<0.1${gap}ms`;
   if (ms < 1000) return `${digits(ms, ms > 0 && ms < 10 ? 1 : 0)}${gap}ms`;
   return value < 100 ? `${digits(value, value < 10 ? 2 : 1)}${gap}s` : span(value);
 }

@@ -1,6 +1,6 @@
 // The receipt of a decision: every candidate, every term of its score.
 import { html, useState } from "./vendor/preact-htm.js";
-import { count, known, percent, seconds, severalRanks, signed, words, workerName, date } from "./format.js";
+import { count, date, known, percent, seconds, severalRanks, signed, words, workerName } from "./format.js";
 import { cachedShare, End, Fact, PromptBar, Verdict } from "./parts.js";
 
 // What the terms of each policy stand for; docs/routing.md tells more.

@@ -9,7 +9,7 @@ const shortID = (id) => (id.length > 18 ? `${id.slice(0, 8)}…${id.slice(-6)}` 
 const addressOf = (id) => `#/requests/${encodeURIComponent(id)}`;
 const routeName = (route) => route.replace(/^\/v1\//, "");
 
-function Row({ entry, ranks, chosen }) {
+function Row({ entry, ranks, models, chosen }) {
   const open = (event) => {
     if (!event.target.closest("a")) location.hash = addressOf(entry.id);
   };
@@ -17,7 +17,7 @@ function Row({ entry, ranks, chosen }) {
   return html`<tr role="row" class=${chosen ? "chosen" : ""} data-request=${entry.id} onClick=${open}>
     ${cell("time", clock(entry.at))}
     ${cell("id", html`<a href=${addressOf(entry.id)} aria-current=${chosen ? "true" : undefined} title=${entry.id}>${shortID(entry.id)}</a><small>${routeName(entry.route)}</small>${entry.prompt && html`<span class="said">${entry.prompt}</span>`}`)}
-    ${cell("model", entry.model)}
+    ${models && cell("model", entry.model)}
     ${cell("worker", html`<span class="chipw" title=${`worker ${entry.worker}`}>${known(entry.prefill_worker) ? `${entry.prefill_worker} → ` : ""}${workerName(entry.worker, entry.rank, ranks)}</span>`, "worker")}
     ${cell("prompt num", entry.prompt_tokens > 0 ? count(entry.prompt_tokens) : "–", "prompt_tokens", "Prompt")}
     ${cell("bar", html`<${PromptBar} entry=${entry} />`)}
@@ -33,7 +33,7 @@ function Row({ entry, ranks, chosen }) {
 
 const columns = [
   ["time", "Time"], ["id", "Request"], ["model", "Model"], ["worker", "Worker"], ["prompt num", "Prompt", "tokens"], ["bar", "Cached part"],
-  ["predicted num", "Predicted", "tokens"], ["cached num", "Cached", "tokens"], ["verdict", "Prediction"], ["ttft num", "First token"], ["duration num", "Whole"],
+  ["predicted num", html`<i class="key predicted"></i>Predicted`, "tokens"], ["cached num", html`<i class="key accent"></i>Cached`, "tokens"], ["verdict", "Prediction"], ["ttft num", "First token"], ["duration num", "Whole"],
   ["output num", "Output", "tokens"], ["end", "End"],
 ];
 
@@ -77,6 +77,7 @@ export function Requests({ state, id }) {
   const list = frozen || live;
   const ranks = severalRanks(state.workers);
   const workers = [...new Set((state.workers || []).map((w) => w.worker))];
+  const models = (state.models || []).length > 1;
   const trouble = (entry) => ["failed", "refused", "cancelled"].includes(entry.end);
   const tests = {
     trouble,
@@ -100,8 +101,8 @@ export function Requests({ state, id }) {
       ${live.length === 0 && html`<${Empty} title="No requests yet"><p>Send one to the OpenAI port with <code>./ping.sh</code>, or from <a href="#/try">the try box</a>. <code>--demo</code> makes traffic of its own.</p></${Empty}>`}
       ${live.length > 0 && shown.length === 0 && html`<p class="quiet">None of the last ${count(list.length)} requests matches.</p>`}
       ${shown.length > 0 && html`<div class="tablebox" role="region" aria-labelledby="title-requests" tabindex="0"><table role="table">
-        <thead role="rowgroup"><tr role="row">${columns.map(([name, text, unit]) => html`<th role="columnheader" scope="col" class=${`c-${name}`}>${text}${unit && html`<small>${unit}</small>`}</th>`)}</tr></thead>
-        <tbody role="rowgroup">${shown.map((one) => html`<${Row} key=${one.id} entry=${one} ranks=${ranks} chosen=${one.id === id} />`)}</tbody>
+        <thead role="rowgroup"><tr role="row">${columns.filter(([name]) => models || name !== "model").map(([name, text, unit]) => html`<th role="columnheader" scope="col" class=${`c-${name}`}>${text}${unit && html`<small>${unit}</small>`}</th>`)}</tr></thead>
+        <tbody role="rowgroup">${shown.map((one) => html`<${Row} key=${one.id} entry=${one} ranks=${ranks} models=${models} chosen=${one.id === id} />`)}</tbody>
       </table></div>`}
     </div>
     ${id && html`<${Aside} id=${id} entry=${entry} />`}

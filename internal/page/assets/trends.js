@@ -1,6 +1,6 @@
 // The last hour as small charts that share their time axis and cursor.
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
-import { clock, known, percent, rate, seconds, short } from "./format.js";
+import { clock, known, level, percent, rate, seconds, short } from "./format.js";
 import { Empty } from "./parts.js";
 
 // What is drawn: a chart has one or more series, and one way to write its values.
@@ -10,9 +10,11 @@ const charts = [
   { title: "Time between tokens", unit: "", write: seconds, lines: [["itl_p50", "p50"], ["itl_p99", "p99"]] },
   { title: "Hit rate", unit: "of prompt tokens", write: percent, most: 1, lines: [["hit_rate", "cached"]] },
   { title: "Predictions exact", unit: "of those compared", write: percent, most: 1, lines: [["exact", "exact"]] },
-  { title: "Queue", unit: "requests", write: rate, lines: [["queued", "waiting here"]] },
-  { title: "In flight", unit: "requests by worker", write: rate, each: "in_flight" },
+  { title: "Queue", unit: "requests", write: level, lines: [["queued", "waiting here"]] },
+  { title: "In flight", unit: "requests by worker", write: level, each: "in_flight" },
 ];
+
+const shortest = 300; // s that are shown at least
 
 // linesOf lists a chart's series: name, label and values.
 function linesOf(chart, series) {
@@ -42,12 +44,12 @@ function options(chart, lines, width, onCursor) {
   return {
     width,
     height: 150,
-    padding: [8, 8, 0, 0],
+    padding: [8, 20, 0, 0],
     legend: { show: false },
     cursor: { sync: { key: "trends" }, y: false, points: { size: 6 }, drag: { x: false, y: false } },
-    scales: { x: { time: true }, y: { range: (_, low, high) => [0, chart.most || (high > 0 ? high * 1.1 : 1)] } },
+    scales: { x: { time: true, range: (_, low, high) => [Math.min(low, high - shortest), high] }, y: { range: (_, low, high) => [0, chart.most || (high > 0 ? high * 1.1 : 1)] } },
     axes: [
-      { ...axis, space: 70, size: 26, values: (_, marks) => marks.map((at) => { const d = new Date(at * 1000); return `${pad(d.getHours())}:${pad(d.getMinutes())}`; }) },
+      { ...axis, space: 60, size: 26, incrs: [60, 120, 300, 600, 900, 1800, 3600], values: (_, marks) => marks.map((at) => { const d = new Date(at * 1000); return `${pad(d.getHours())}:${pad(d.getMinutes())}`; }) },
       { ...axis, size: 58, space: 32, values: (_, marks) => marks.map((mark) => chart.write(mark).replace(/\.0+(?=\D|$)/, "").replace(/(\.\d*?[1-9])0+(?=\D|$)/, "$1")) },
     ],
     series: [{}, ...lines.map(([label], i) => ({ label, stroke: lineColour(i, lines.length), width: 1.5, points: { show: false }, fill: lines.length === 1 ? colour("--accent-faint") : undefined }))],
