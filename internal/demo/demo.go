@@ -92,6 +92,9 @@ func (s *Settings) sleep(ctx context.Context, seconds float64) (ok bool) {
 	}
 }
 
+// ErrCrash is why a worker ends that the demo ended.
+var ErrCrash = errors.New("crash of the demo")
+
 // client is one user at a time.
 type client struct {
 	Settings

@@ -10,6 +10,7 @@ import (
 	"strconv"
 
 	"github.com/gin-gonic/gin"
+	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/router"
@@ -41,6 +42,8 @@ func (p *Page) act(c *gin.Context) {
 		c.Status(http.StatusNoContent)
 	case errors.Is(err, router.ErrUnknownWorker):
 		fail(c, http.StatusNotFound, fmt.Sprintf("worker %d is not up", id))
+	case errors.Is(err, errKept):
+		fail(c, http.StatusConflict, err.Error())
 	case errors.As(err, &refused):
 		fail(c, http.StatusBadGateway, err.Error())
 	default:
@@ -48,6 +51,9 @@ func (p *Page) act(c *gin.Context) {
 		fail(c, http.StatusBadGateway, fmt.Sprintf("worker %d did not answer", id))
 	}
 }
+
+// errKept says that an engine did not drop its cache.
+var errKept = errors.New("the engine kept its cache: running requests use it")
 
 // engineError says that an engine refused what it was asked.
 type engineError struct {
@@ -75,11 +81,16 @@ func (p *Page) resetCache(c *gin.Context, id uint64) error {
 	if targets[at].RunsSGLang() {
 		path = "/flush_cache"
 	}
-	status, _, err := p.sources.Proxy.Ask(c.Request.Context(), targets[at], http.MethodPost, path, http.Header{}, nil)
-	if err == nil && status >= http.StatusBadRequest {
-		err = &engineError{path, status}
+	status, answer, err := p.sources.Proxy.Ask(c.Request.Context(), targets[at], http.MethodPost, path, http.Header{}, nil)
+	switch success := gjson.GetBytes(answer, "success"); {
+	case err != nil:
+		return err
+	case status >= http.StatusBadRequest:
+		return &engineError{path, status}
+	case success.Exists() && !success.Bool():
+		return errKept
 	}
-	return err
+	return nil
 }
 
 // vars shows the state of Go's runtime.

@@ -25,7 +25,7 @@ const (
 	nodeLife   = 10 * time.Minute
 	// maxText bounds the text of a node, in characters, and textTokens the tokens that
 	// are decoded for it.
-	maxText, textTokens = 120, 48
+	maxText, textTokens = 120, 96
 )
 
 // prompts is a tree of the prompts that came while somebody looked. Prompts that begin

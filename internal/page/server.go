@@ -57,6 +57,7 @@ func (p *Page) routes(profiles bool) http.Handler {
 	})
 	toPage := func(c *gin.Context) { c.Redirect(http.StatusFound, root+"/") }
 	engine.GET("/", toPage)
+	engine.HEAD("/", toPage)
 	engine.GET(root, toPage)
 	served(engine)
 
@@ -65,7 +66,7 @@ func (p *Page) routes(profiles bool) http.Handler {
 	own.POST("/sign-out", ownScript, p.signOut)
 	guarded := own.Group("/", p.admit)
 	guarded.GET("/stream", p.stream)
-	guarded.GET("/requests/:id", p.explain)
+	guarded.GET("/requests/*id", p.explain) // clients may put a slash into theirs
 	changing := guarded.Group("/", ownScript, web.WantJSON(fail))
 	changing.POST("/workers/:id/:action", p.act)
 	changing.POST("/where", p.where)
@@ -139,7 +140,7 @@ func fail(c *gin.Context, status int, message string) { c.JSON(status, gin.H{"er
 
 // explain shows why a request went where it did.
 func (p *Page) explain(c *gin.Context) {
-	receipt, ok := p.requests.receipt(c.Param("id"))
+	receipt, ok := p.requests.receipt(strings.TrimPrefix(c.Param("id"), "/"))
 	if !ok {
 		fail(c, http.StatusNotFound, fmt.Sprintf("this request is not among the last %d", maxRequests))
 		return

@@ -8,6 +8,7 @@ import (
 	"io"
 	"net/http"
 	"strings"
+	"unicode/utf8"
 
 	"github.com/gin-gonic/gin"
 	"github.com/tidwall/gjson"
@@ -182,15 +183,26 @@ func promptText(body *jsonbody.Body) string {
 }
 
 // beginning returns the beginning of a JSON string, long enough for maxPromptText
-// characters.
+// characters. It is cut between two characters, or escapes.
 func beginning(raw string) string {
-	const most = 12 * maxPromptText // a character is escaped by 12 bytes at most
+	const most, pair = 12 * (maxPromptText + 3), len(`\ud83d\ude00`)
 	if len(raw) > most {
-		raw = raw[:most]
-		if at := strings.LastIndexByte(raw, '\\'); at >= most-12 { // it may be cut inside of an escape
-			raw = strings.TrimRight(raw[:at], `\`)
+		end := 1
+		for next := end; next <= most-pair; {
+			end = next
+			switch {
+			case raw[next] != '\\':
+				_, size := utf8.DecodeRuneInString(raw[next:])
+				next += size
+			case raw[next+1] != 'u':
+				next += 2
+			case strings.HasPrefix(strings.ToLower(raw[next+2:next+3]), "d") && raw[next+6] == '\\' && raw[next+7] == 'u':
+				next += pair // it may be one character
+			default:
+				next += 6
+			}
 		}
-		raw = strings.ToValidUTF8(raw, "") + `"`
+		raw = raw[:end] + `"`
 	}
 	var text string
 	if json.Unmarshal([]byte(raw), &text) != nil {

@@ -23,8 +23,8 @@ var docsPictures = map[string]string{
 	"cache-1600-dark.png": "page-cache.png", "requests-360-light.png": "page-narrow.png",
 }
 
-// TestPagePictures takes one of each view of a busy site, for people to look at.
-func TestPagePictures(t *testing.T) {
+// TestBrowserPictures takes one of each view of a busy site, for people to look at.
+func TestBrowserPictures(t *testing.T) {
 	dir := os.Getenv(envPictures)
 	if dir == "" {
 		t.Skip(envPictures + " names no folder")
