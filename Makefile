@@ -13,7 +13,7 @@ CHAOS ?= 2m
 GRID ?= policies
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang lint bench index-bench growth sim bench-real wire-speed peers parity segments soak fuzz chaos clean
+.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-page lint bench index-bench growth sim bench-real wire-speed peers parity segments soak fuzz chaos clean
 
 help: ## Show these targets
 	@printf 'kvrouter: KV-cache-aware routing over vLLM and SGLang workers\n\n'
@@ -60,6 +60,12 @@ test-mooncake: setup ## Two real vLLM CPU workers with MooncakeConnector, over T
 
 test-sglang: setup-sglang ## Real SGLang CPU servers: truth, ranks, load, pairs, deaths (minutes)
 	KVROUTER_SGLANG=1 go test -run RealSGLang -v -count 1 -timeout 40m .
+
+# KVROUTER_PAGE_PICTURES=folder makes a picture of each view, =docs those of docs/seeing.md.
+test-page: ## Look at the live page in a browser; installs Debian's chromium if there is none (half a minute)
+	@scripts/build-native.sh
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -q && apt-get install -qy chromium; } || { echo "test-page: chromium is missing: run apt-get install chromium as root" >&2; exit 1; }
+	KVROUTER_PAGE=1 go test -count 1 -timeout 10m -run '^TestBrowser' -v .
 
 lint: ## gofmt, go vet, staticcheck, syntax of the shell and Python scripts
 	@scripts/build-native.sh

@@ -548,7 +548,7 @@ func TestBrowserAsksForTheKey(t *testing.T) {
 	b.open(s.selection + "/")
 	b.until(10*time.Second, "the sign-in view", "document.querySelector('#key')")
 	if dir := os.Getenv(envPictures); dir != "" {
-		b.eachLook(func(look string) { b.picture(filepath.Join(dir, "signin-"+look+".png")) })
+		b.eachLook(pictureWidths, func(look string) { b.picture(filepath.Join(dir, "signin-"+look+".png")) })
 	}
 	b.fill("#key", "open-barley")
 	b.click(".signin button")
@@ -573,7 +573,7 @@ func TestBrowserAsksForTheKey(t *testing.T) {
 // like sets a width and a colour scheme.
 func (b *browser) like(width int64, scheme string) {
 	b.t.Helper()
-	size := emulation.SetDeviceMetricsOverrideParams{Width: width, Height: 1000, DeviceScaleFactor: 1}
+	size := emulation.SetDeviceMetricsOverrideParams{Width: width, Height: width * 5 / 8, DeviceScaleFactor: 1}
 	if width < 500 { // a telephone
 		size.Height, size.DeviceScaleFactor = 780, 2
 	}
@@ -584,10 +584,10 @@ func (b *browser) like(width int64, scheme string) {
 	}
 }
 
-// eachLook sets both widths and colour schemes in turn. No view may be too wide.
-func (b *browser) eachLook(f func(look string)) {
+// eachLook sets widths and colour schemes in turn.
+func (b *browser) eachLook(widths []int64, f func(look string)) {
 	b.t.Helper()
-	for _, width := range []int64{360, 1600} {
+	for _, width := range widths {
 		for _, scheme := range []string{"light", "dark"} {
 			b.like(width, scheme)
 			f(fmt.Sprintf("%d-%s", width, scheme))

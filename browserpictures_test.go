@@ -16,12 +16,18 @@ import (
 	"github.com/chromedp/chromedp"
 )
 
-// docsPictures are those of the pictures that docs/ shows: `KVROUTER_PAGE_PICTURES=docs`
+// pictureWidths are those of a telephone and of a large screen, pixels.
+var pictureWidths = []int64{360, 1600}
+
+// docsPictures are those that docs/ shows, of docsWidths: KVROUTER_PAGE_PICTURES=docs
 // writes them alone.
-var docsPictures = map[string]string{
-	"fleet-1600-light.png": "page-fleet.png", "receipt-1600-light.png": "page-receipt.png",
-	"cache-1600-dark.png": "page-cache.png", "requests-360-light.png": "page-narrow.png",
-}
+var (
+	docsWidths   = []int64{360, 1280}
+	docsPictures = map[string]string{
+		"fleet-1280-light.png": "page-fleet.png", "receipt-1280-light.png": "page-receipt.png",
+		"cache-1280-dark.png": "page-cache.png", "receipt-360-light.png": "page-narrow.png",
+	}
+)
 
 // TestBrowserPictures takes one of each view of a busy site, for people to look at.
 func TestBrowserPictures(t *testing.T) {
@@ -39,7 +45,11 @@ func TestBrowserPictures(t *testing.T) {
 		t.Fatal(err)
 	}
 	b.until(90*time.Second, "some trends", "document.querySelectorAll('.spark path:not(.area)').length > 4 && performance.now() > 60000")
-	b.eachLook(func(look string) {
+	widths := pictureWidths
+	if filepath.Base(dir) == "docs" {
+		widths = docsWidths
+	}
+	b.eachLook(widths, func(look string) {
 		for _, view := range []struct{ name, hash, ready string }{
 			{"fleet", "#/fleet", "document.querySelector('.card')"},
 			{"requests", "#/requests", "document.querySelector('tbody tr')"},
@@ -63,6 +73,7 @@ func TestBrowserPictures(t *testing.T) {
 			if view.name == "trends" {
 				eval[bool](b, "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))")
 			}
+			b.fits()
 			b.picture(filepath.Join(dir, view.name+"-"+look+".png"))
 			if view.name == "confirm" {
 				b.click("dialog button")
@@ -71,8 +82,7 @@ func TestBrowserPictures(t *testing.T) {
 	})
 }
 
-// picture writes what the window shows. Of a docs/ folder it writes only the pictures
-// that are shown there.
+// picture writes what the window shows; into docs/ only what is shown there.
 func (b *browser) picture(path string) {
 	b.t.Helper()
 	if filepath.Base(filepath.Dir(path)) == "docs" {

@@ -36,7 +36,7 @@ function treeOf(nodes, blockSize, closed, opened) {
 function ticksFor(longest) {
   const rough = longest / 4;
   const power = 10 ** Math.floor(Math.log10(Math.max(1, rough)));
-  const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough);
+  const step = [1, 2, 2.5, 5, 10].map((n) => n * power).find((n) => n >= rough);
   const ticks = [];
   for (let at = 0; at <= Math.max(longest, step); at += step) ticks.push(at);
   return ticks;
@@ -84,7 +84,7 @@ export function Cache({ state }) {
     ${nodes.length === 0 && html`<${Empty} title="Nothing is known to be cached"><p>Branches appear once prompts of at least a block (${count(state.block_size)} tokens) have been computed and the workers have told so by KV events. Send one from <a href="#/try">the try box</a>.</p></${Empty}>`}
     ${nodes.length > 0 && html`<p class="quiet note">A bar is a piece of prompt, drawn where it lies in the prompts that begin so; the stronger its colour, the more hits in the last 5 minutes.
       ${!state.show_text && html` Names are hashes: <code>--page-show-text</code> shows how prompts begin.`}${state.cache.truncated && " Cooler branches are left out."}</p>
-    <div class="tablebox" role="region" aria-labelledby="title-cache" tabindex="0"><table role="table" style=${{ "--step": `${(100 * ticks[1]) / longest}%` }}>
+    <div class="tablebox" role="region" aria-labelledby="title-cache" tabindex="0"><table role="table" class=${state.show_text ? "with-text" : ""} style=${{ "--step": `${(100 * ticks[1]) / longest}%` }}>
       <thead role="rowgroup"><tr role="row"><th role="columnheader" scope="col" class="c-name">Branch</th>
         <th role="columnheader" scope="col" class="c-axis"><span class="sr">Place in the prompt, tokens</span><div class="axis ticks" aria-hidden="true">${ticks.map((at) => html`<span class=${at > 0.94 * longest ? "at-end" : ""} style=${{ left: `${(100 * at) / longest}%` }}>${short(at)}</span>`)}</div></th>
         <th role="columnheader" scope="col" class="c-tokens num">Tokens</th><th role="columnheader" scope="col" class="c-end num">Up to</th><th role="columnheader" scope="col" class="c-hits num">Hits<small>5 min</small></th>

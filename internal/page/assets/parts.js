@@ -25,7 +25,7 @@ const ends = { running: "running", done: "done", failed: "failed", cancelled: "c
 // End is how a request ended.
 export function End({ entry }) {
   const end = ends[entry.end] || entry.end;
-  const status = entry.end !== "running" && entry.status && entry.status !== 200 ? ` ${entry.status}` : "";
+  const status = ["failed", "refused"].includes(entry.end) && entry.status && entry.status !== 200 ? ` ${entry.status}` : "";
   return html`<span class=${`badge end-${entry.end}`} data-field="end">${end}${status}</span>`;
 }
 

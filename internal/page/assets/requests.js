@@ -5,7 +5,7 @@ import { clock, count, known, seconds, severalRanks, workerName } from "./format
 import { Empty, End, PromptBar, Verdict } from "./parts.js";
 import { Receipt } from "./receipt.js";
 
-const shortID = (id) => (id.length > 18 ? `${id.slice(0, 8)}…${id.slice(-6)}` : id);
+const shortID = (id) => (id.length > 18 ? `${id.slice(0, 8)}…${id.slice(-4)}` : id);
 const addressOf = (id) => `#/requests/${encodeURIComponent(id)}`;
 const routeName = (route) => route.replace(/^\/v1\//, "");
 
