@@ -56,6 +56,7 @@ type Config struct {
 	Model           string `group:"Model and engine" placeholder:"NAME|DIR" help:"Model to serve: a Hugging Face name or a folder. Default: deepseek-ai/DeepSeek-R1-Distill-Llama-8B where a GPU is found, else the SmolLM2 135M that 'make setup' prepared."`
 	ServedModelName string `group:"Model and engine" placeholder:"NAME" help:"Name that clients use for the model. Default: the name of --model, for a folder its last part."`
 	Engine          string `group:"Model and engine" default:"vllm" enum:"vllm,sglang,mocker,none" help:"What to start: vllm; sglang; mocker, simulated workers that need no GPU, Python or model; none to use attached and registered workers only."`
+	Demo            bool   `group:"Model and engine" help:"With --engine mocker: make traffic to look at, conversations, agents with shared beginnings, clients that leave, and a worker that fails now and then."`
 	WorkersGiven    *int   `group:"Model and engine" name:"num-workers" placeholder:"N" help:"Number of workers to start. Default: 2."`
 	PrefillWorkers  int    `group:"Model and engine" placeholder:"N" help:"In place of --num-workers: number of workers to start that only compute prompts, and hand them over by NIXL (mock workers: --mock-disagg-kind)."`
 	DecodeWorkers   int    `group:"Model and engine" placeholder:"N" help:"Number of workers to start beside those, which compute the answers."`
@@ -116,9 +117,6 @@ type Config struct {
 	LogLevel   string `group:"Logs and settings" default:"info" enum:"debug,info,warn,error" help:"Least severe log lines to show: ${enum}. debug has every line of every worker."`
 	LogFormat  string `group:"Logs and settings" default:"text" enum:"text,json" help:"Form of log lines: ${enum}."`
 	ConfigFile string `group:"Logs and settings" name:"config" placeholder:"FILE" help:"YAML file of settings: flag names as keys, and vllm-args or sglang-args (lists) for what else follows --."`
-
-	// Demo has the router make traffic of its own.
-	Demo bool `group:"Mock workers, with --engine mocker" help:"Make traffic to look at: conversations, agents with shared beginnings, clients that leave, and a worker that fails now and then."`
 
 	// Mock is what --engine mocker starts, and the size and the timing of the
 	// simulator's engines. Its group is the last that help shows.

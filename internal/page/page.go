@@ -70,13 +70,9 @@ type Page struct {
 
 // New returns a page. Run must run for it to show anything.
 func New(settings Settings, sources Sources, log *slog.Logger) *Page {
-	return newPage(settings, sources, log, time.Now)
-}
-
-func newPage(settings Settings, sources Sources, log *slog.Logger, now func() time.Time) *Page {
-	began := now()
+	began := time.Now()
 	return &Page{
-		settings: settings, sources: sources, log: log, now: now, began: began,
+		settings: settings, sources: sources, log: log, now: time.Now, began: began,
 		sessions: newSessions(settings.Keys), viewers: newViewers(), requests: new(requests),
 		prompts: newPrompts(settings.BlockSize), trends: newTrends(began),
 	}

@@ -422,6 +422,9 @@ func TestEveryAnswerIsHardened(t *testing.T) {
 	if response, answer := b.send(t, "GET", "/debug/pprof/goroutine?debug=1", ""); response.StatusCode != 200 || !strings.Contains(answer, "goroutine profile") {
 		t.Errorf("a profile: %d", response.StatusCode)
 	}
+	if response, _ := b.send(t, "POST", "/debug/pprof/profile", "seconds=1000", "Content-Type", "application/x-www-form-urlencoded"); response.StatusCode != http.StatusMethodNotAllowed {
+		t.Errorf("seconds in a body: %d", response.StatusCode)
+	}
 	alone := httptest.NewServer(b.Handler())
 	defer alone.Close()
 	response, err := http.Get(alone.URL + "/debug/pprof/")

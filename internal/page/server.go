@@ -21,7 +21,7 @@ import (
 // root is the path of the page and of its cookie.
 const root = "/ui"
 
-// policy is what a browser may do for the page: load and ask nothing but ours, and be
+// contentPolicy is what a browser may do for the page: load and ask nothing but ours, and be
 // shown in no frame.
 const contentPolicy = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'; object-src 'none'"
 
@@ -74,7 +74,7 @@ func (p *Page) routes(profiles bool) http.Handler {
 	if profiles {
 		debug := engine.Group("/debug", web.OwnPages(p.settings.Host, len(p.settings.Keys) > 0, fail), web.RequireKey(p.settings.Keys, "this asks for the router port's key", fail))
 		debug.GET("/vars", p.vars)
-		debug.Any("/pprof/*name", profile)
+		debug.GET("/pprof/*name", profile) // a body might name seconds too
 	}
 	return engine
 }

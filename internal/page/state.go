@@ -15,6 +15,8 @@ const (
 	maxModels = 64
 	// maxWhy bounds what is told of a worker's trouble, bytes.
 	maxWhy = 400
+	// recently is how long a worker that is back is said to have been away.
+	recently = time.Minute
 )
 
 // state is all that is shown, but for the trends.
@@ -31,7 +33,7 @@ func (p *Page) state(now time.Time) State {
 		},
 	}
 	s.Ready, s.Draining = p.sources.Ready()
-	s.Workers = p.fleet(totals)
+	s.Workers = p.fleet(totals, now)
 	for i := range s.Workers {
 		s.Totals.InFlight += s.Workers[i].InFlight
 	}
@@ -46,7 +48,7 @@ func (p *Page) state(now time.Time) State {
 }
 
 // fleet returns every rank of every worker, by worker and rank.
-func (p *Page) fleet(totals proxy.Totals) []Worker {
+func (p *Page) fleet(totals proxy.Totals, now time.Time) []Worker {
 	statuses := map[uint64]workers.Status{}
 	for _, status := range p.sources.Fleet.Workers() {
 		statuses[status.ID] = status
@@ -63,7 +65,7 @@ func (p *Page) fleet(totals proxy.Totals) []Worker {
 		if !there {
 			continue // it has come since
 		}
-		w := worker(sample, status)
+		w := worker(sample, status, now)
 		part := totals.Workers[proxy.WorkerLabel(w.Worker)]
 		if w.Requests = part.Requests; part.PromptTokens > 0 {
 			rate := min(float64(part.CachedTokens)/float64(part.PromptTokens), 1)
@@ -88,7 +90,7 @@ func (p *Page) fleet(totals proxy.Totals) []Worker {
 }
 
 // worker is a rank as the fleet knows it.
-func worker(s workers.Sample, status workers.Status) Worker {
+func worker(s workers.Sample, status workers.Status, now time.Time) Worker {
 	w := Worker{
 		Worker: s.Worker.Worker, Rank: s.Worker.Rank, URL: status.URL, Engine: status.Engine.String(), State: stateOf(status), Since: unix(status.Since),
 		Restarts: s.Restarts, InFlight: s.Load.InFlight, LoadKnown: s.Load.Fresh, Blocks: s.Blocks, ActiveBlocks: s.Load.ActiveBlocks,
@@ -108,8 +110,11 @@ func worker(s workers.Sample, status workers.Status) Worker {
 		lag := seconds(s.Lag)
 		w.EventLag = &lag
 	}
-	if w.State != StateReady {
+	switch {
+	case w.State != StateReady:
 		w.Why = limited(status.LastError, maxWhy)
+	case status.Restarts > 0 && now.Sub(status.Since) < recently: // between two states nobody saw it down
+		w.Why = "it ended, and was started again"
 	}
 	return w
 }

@@ -1,0 +1,76 @@
+package page
+
+import (
+	"testing"
+	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/outlier"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/router"
+	"kvrouter/internal/workers"
+)
+
+func TestStatesOfWorkers(t *testing.T) {
+	tests := []struct {
+		state  string
+		models []string
+		want   string
+	}{
+		{workers.StateReady, nil, StateReady},
+		{workers.StateStarting, nil, StateStarting},
+		{workers.StateConnecting, nil, StateStarting},
+		{workers.StateConnecting, []string{"m"}, StateDown},
+		{workers.StateDown, []string{"m"}, StateUnhealthy},
+		{workers.StateRestarting, []string{"m"}, StateDown},
+		{workers.StateStopped, []string{"m"}, StateDown},
+	}
+	for _, test := range tests {
+		if got := stateOf(workers.Status{State: test.state, Models: test.models}); got != test.want {
+			t.Errorf("%s with models %v: %s, want %s", test.state, test.models, got, test.want)
+		}
+	}
+}
+
+func TestAWorkerIsShownWithItsLoadAndItsTrouble(t *testing.T) {
+	now := time.Unix(5000, 0)
+	sample := workers.Sample{Worker: kv.WorkerKey{Worker: 3, Rank: 1}, Restarts: 2, Blocks: 9, Lag: -1, Load: policy.Load{InFlight: 4, Published: policy.Published{Running: 3, Waiting: 2, KVUsage: 0.5}, Fresh: true}}
+	status := workers.Status{State: workers.StateReady, Since: now.Add(-time.Second), Restarts: 2, Models: []string{"m"}, Disagg: kv.Disagg{Role: kv.RolePrefill}}
+	w := worker(sample, status, now)
+	if w.Running != 3 || w.Waiting != 2 || *w.KVUsage != 0.5 || !w.LoadKnown || w.Role != "prefill" || w.Why == "" || w.EventLag != nil || w.Model != "m" || w.Rank != 1 {
+		t.Errorf("%+v", w)
+	}
+	sample.Load.Fresh, sample.Lag = false, time.Millisecond
+	status.Since = now.Add(-time.Hour)
+	if w = worker(sample, status, now); w.KVUsage != nil || w.LoadKnown || w.Running != 0 || w.Why != "" || *w.EventLag != 0.001 {
+		t.Errorf("nothing recent is known: %+v", w)
+	}
+	status.State, status.LastError = workers.StateDown, "connection refused"
+	if w = worker(sample, status, now); w.State != StateUnhealthy || w.Why != "connection refused" {
+		t.Errorf("%+v", w)
+	}
+}
+
+// TestTheFleetIsShownByRank has workers that were never reached: what the router notes
+// of them counts only once they are ready.
+func TestTheFleetIsShownByRank(t *testing.T) {
+	b := newBench(t)
+	for range 3 {
+		d, err := b.router.Route(t.Context(), router.Request{Pinned: &kv.WorkerKey{Worker: 1}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		d.Booking.FailAs(outlier.Status, "answered 500")
+	}
+	b.router.Rest(0)
+	totals := proxy.Totals{Workers: map[string]proxy.WorkerTotals{"1": {Requests: 7, PromptTokens: 100, CachedTokens: 25}}}
+	list := b.fleet(totals, time.Now())
+	if len(list) != 2 || list[0].Worker != 0 || list[0].State != StateStarting || list[0].HitRate != nil || list[1].Requests != 7 || *list[1].HitRate != 0.25 {
+		t.Errorf("%+v", list)
+	}
+	records, _ := b.router.Outliers()
+	if records[1].Why == "" || records[1].State != outlier.StateOut {
+		t.Errorf("why it is out is not told: %+v", records[1])
+	}
+}
