@@ -13,7 +13,7 @@ CHAOS ?= 2m
 GRID ?= policies
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-traces test-boards lint bench index-bench growth sim bench-real wire-speed peers parity segments soak fuzz chaos clean
+.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-traces test-boards test-page lint bench index-bench growth sim bench-real wire-speed peers parity segments soak fuzz chaos clean
 
 help: ## Show these targets
 	@printf 'kvrouter: KV-cache-aware routing over vLLM and SGLang workers\n\n'
@@ -66,6 +66,12 @@ test-traces: setup ## One trace through the router and a real vLLM CPU worker (a
 
 test-boards: ## The board and the alerts against promtool and a Prometheus that scrapes simulated workers
 	@scripts/boards.sh
+
+# KVROUTER_PAGE_PICTURES=folder makes a picture of each view, =docs those of docs/seeing.md.
+test-page: ## Look at the live page in a browser; installs Debian's chromium if there is none (half a minute)
+	@scripts/build-native.sh
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -q && apt-get install -qy chromium; } || { echo "test-page: chromium is missing: run apt-get install chromium as root" >&2; exit 1; }
+	KVROUTER_PAGE=1 go test -count 1 -timeout 10m -run '^TestBrowser' -v .
 
 lint: ## gofmt, go vet, staticcheck, syntax of the shell and Python scripts
 	@scripts/build-native.sh

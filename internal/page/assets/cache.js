@@ -1,0 +1,95 @@
+// The prefix tree's hottest branches: each row a piece of prompt, drawn where it lies in the prompts that share it.
+import { html, useState } from "./vendor/preact-htm.js";
+import { count, short, span } from "./format.js";
+import { Empty } from "./parts.js";
+
+const few = 6; // branches of a piece that are shown until more are asked for
+
+// treeOf puts the nodes under their parents, the ones with most hits first, and lists them from the top. A node whose
+// parent is not shown begins a tree of its own. Of many branches the cooler ones become a row of their own.
+function treeOf(nodes, blockSize, closed, opened) {
+  const ids = new Set(nodes.map((node) => node.id));
+  const children = new Map();
+  for (const node of nodes) {
+    const parent = ids.has(node.parent) && node.parent !== node.id ? node.parent : "";
+    if (!children.has(parent)) children.set(parent, []);
+    children.get(parent).push(node);
+  }
+  for (const list of children.values()) list.sort((a, b) => b.hits - a.hits || b.tokens - a.tokens || (a.id < b.id ? -1 : 1));
+  const rows = [];
+  const visit = (node, level) => {
+    const below = children.get(node.id) || [];
+    const from = node.depth * blockSize;
+    rows.push({ node, level, below: below.length, from, end: from + node.tokens });
+    if (!closed.has(node.id)) branches(below, node.id, level + 1);
+  };
+  const branches = (list, parent, level) => {
+    const shown = opened.has(parent) || list.length <= few + 1 ? list : list.slice(0, few);
+    for (const child of shown) visit(child, level);
+    if (shown.length < list.length) rows.push({ parent, level, more: list.length - shown.length, most: list[shown.length].hits });
+  };
+  branches(children.get("") || [], "", 0);
+  return rows;
+}
+
+// ticksFor are round numbers of tokens along the axis.
+function ticksFor(longest) {
+  const rough = longest / 4;
+  const power = 10 ** Math.floor(Math.log10(Math.max(1, rough)));
+  const step = [1, 2, 2.5, 5, 10].map((n) => n * power).find((n) => n >= rough);
+  const ticks = [];
+  for (let at = 0; at <= Math.max(longest, step); at += step) ticks.push(at);
+  return ticks;
+}
+
+function Row({ row, longest, most, now, shut, onShut }) {
+  const { node, level, below, from, end } = row;
+  const heat = most > 0 ? Math.log1p(node.hits) / Math.log1p(most) : 0;
+  const name = node.text || node.id.slice(0, 10);
+  const some = node.workers.slice(0, 5);
+  return html`<tr role="row" data-node=${node.id}>
+    <td role="cell" class="c-name"><div class="indent" style=${{ "--level": String(Math.min(level, 9)) }}>
+      ${below > 0 ? html`<button type="button" class="fold" aria-expanded=${!shut} onClick=${onShut} aria-label=${`${below} branches of ${name}`}><i aria-hidden="true"></i></button>` : html`<span class="leaf" aria-hidden="true"></span>`}
+      <span class=${node.text ? "said" : "hash"} title=${node.text ? node.text : node.id}>${name}</span><span class="sr">, level ${level + 1}</span></div></td>
+    <td role="cell" class="c-axis"><div class="axis" aria-hidden="true"><div class="piece" title=${`tokens ${count(from)} to ${count(end)}`}
+      style=${{ left: `${(100 * from) / longest}%`, width: `${(100 * (end - from)) / longest}%`, "--heat": heat.toFixed(2) }}></div></div></td>
+    <td role="cell" class="c-tokens num" data-field="tokens" data-label="Tokens">${count(node.tokens)}</td>
+    <td role="cell" class="c-end num">${count(end)}</td>
+    <td role="cell" class="c-hits num" data-field="hits" data-label="Hits, 5 min">${count(node.hits)}</td>
+    <td role="cell" class="c-workers" data-field="workers" data-label="Held by" title=${`workers ${node.workers.join(", ")}`}>${some.map((n) => html`<span class="chipw">${n}</span>`)}${node.workers.length === 0 && html`<span class="quiet">nobody</span>`}${node.workers.length > some.length && html`<span class="quiet">+${node.workers.length - some.length}</span>`}</td>
+    <td role="cell" class="c-last num" data-label="Last use">${node.last > 0 ? `${span(now - node.last, true)} ago` : "–"}</td>
+  </tr>`;
+}
+
+// More stands for the cooler branches of a piece.
+const More = ({ row, onOpen }) => html`<tr role="row" class="more"><td role="cell" colspan="7"><div class="indent" style=${{ "--level": String(Math.min(row.level, 9)) }}>
+  <button type="button" class="small" onClick=${onOpen}>${count(row.more)} more with ${row.most === 0 ? "no hits" : row.most === 1 ? "1 hit or none" : `${count(row.most)} hits or fewer`}</button></div></td></tr>`;
+
+// Cache shows the tree as the last state had it.
+export function Cache({ state }) {
+  const [closed, setClosed] = useState(new Set());
+  const [opened, setOpened] = useState(new Set());
+  const nodes = state.cache?.nodes || [];
+  const rows = treeOf(nodes, state.block_size, closed, opened);
+  const longest = Math.max(1, ...nodes.map((node) => node.depth * state.block_size + node.tokens));
+  const most = Math.max(0, ...nodes.map((node) => node.hits));
+  const ticks = ticksFor(longest);
+  const toggle = (id) => {
+    const next = new Set(closed);
+    if (!next.delete(id)) next.add(id);
+    setClosed(next);
+  };
+  return html`<section aria-labelledby="title-cache" class="view cache">
+    <div class="viewhead"><h2 id="title-cache">Cache <span class="quiet">the hottest branches of the prefix tree</span></h2></div>
+    ${nodes.length === 0 && html`<${Empty} title="Nothing is known to be cached"><p>Branches appear once prompts of at least a block (${count(state.block_size)} tokens) have been computed and the workers have told so by KV events. Send one from <a href="#/try">the try box</a>.</p></${Empty}>`}
+    ${nodes.length > 0 && html`<p class="quiet note">A bar is a piece of prompt, drawn where it lies in the prompts that begin so; the stronger its colour, the more hits in the last 5 minutes.
+      ${!state.show_text && html` Names are hashes: <code>--page-show-text</code> shows how prompts begin.`}${state.cache.truncated && " Cooler branches are left out."}</p>
+    <div class="tablebox" role="region" aria-labelledby="title-cache" tabindex="0"><table role="table" class=${state.show_text ? "with-text" : ""} style=${{ "--step": `${(100 * ticks[1]) / longest}%` }}>
+      <thead role="rowgroup"><tr role="row"><th role="columnheader" scope="col" class="c-name">Branch</th>
+        <th role="columnheader" scope="col" class="c-axis"><span class="sr">Place in the prompt, tokens</span><div class="axis ticks" aria-hidden="true">${ticks.map((at) => html`<span class=${at > 0.94 * longest ? "at-end" : ""} style=${{ left: `${(100 * at) / longest}%` }}>${short(at)}</span>`)}</div></th>
+        <th role="columnheader" scope="col" class="c-tokens num">Tokens</th><th role="columnheader" scope="col" class="c-end num">Up to</th><th role="columnheader" scope="col" class="c-hits num">Hits<small>5 min</small></th>
+        <th role="columnheader" scope="col" class="c-workers">Held by</th><th role="columnheader" scope="col" class="c-last num">Last use</th></tr></thead>
+      <tbody role="rowgroup">${rows.map((row) => row.more ? html`<${More} key=${`more ${row.parent}`} row=${row} onOpen=${() => setOpened(new Set([...opened, row.parent]))} />` : html`<${Row} key=${row.node.id} row=${row} longest=${longest} most=${most} now=${state.at} shut=${closed.has(row.node.id)} onShut=${() => toggle(row.node.id)} />`)}</tbody>
+    </table></div>`}
+  </section>`;
+}

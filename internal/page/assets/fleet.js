@@ -1,0 +1,110 @@
+// The fleet: a card for each worker, or each rank of it.
+import { html, useState } from "./vendor/preact-htm.js";
+import { act } from "./api.js";
+import { count, known, percent, seconds, severalRanks, short, span, workerName } from "./format.js";
+import { Confirm, Empty, Fact, Meter } from "./parts.js";
+
+// The states, the ones that need somebody first.
+const states = ["down", "unhealthy", "ejected", "resting", "starting", "ready"];
+const stateNames = { down: "Down", unhealthy: "Unhealthy", ejected: "Ejected", resting: "Resting", starting: "Starting", ready: "Ready" };
+
+// What can be done to a worker.
+const actions = {
+  drain: {
+    name: "Drain",
+    ask: (w) => `Drain worker ${w.worker}?`,
+    text: (w) => `It gets no new requests until you readmit it. ${w.in_flight === 1 ? "The one that is in flight finishes" : `The ${count(w.in_flight)} in flight finish`}.`,
+    done: (w) => `Worker ${w.worker} gets no new requests.`,
+  },
+  readmit: {
+    name: "Readmit",
+    ask: (w) => `Readmit worker ${w.worker}?`,
+    text: () => "It gets requests again at once, also if it was ejected for its failures.",
+    done: (w) => `Worker ${w.worker} gets requests again.`,
+  },
+  "reset-cache": {
+    name: "Reset cache",
+    ask: (w) => `Reset the cache of worker ${w.worker}?`,
+    text: (w) => `It drops its prefix cache${known(w.blocks) ? `: ${count(w.blocks)} blocks are known here` : ""}. The next prompts there are computed from their start.`,
+    done: (w) => `Worker ${w.worker} was asked to drop its cache.`,
+  },
+};
+
+const offered = (w) => [w.state === "resting" || w.state === "ejected" ? "readmit" : "drain", "reset-cache"];
+
+function Card({ worker: w, now, ranks, models, onAct }) {
+  const usage = known(w.kv_usage) ? percent(w.kv_usage) : w.load_known === false ? "not told" : "–";
+  const notes = [
+    w.cold && ["cold", "What it has cached is not known in full"],
+    !w.events_connected && w.state !== "down" && ["no events", "Its KV events are not connected"],
+    w.load_known === false && w.state === "ready" && ["load unknown", "It has published no load of late"],
+  ].filter(Boolean);
+  return html`<article class=${`card state-${w.state}`} data-worker=${w.worker} data-rank=${w.rank} aria-label=${`Worker ${workerName(w.worker, w.rank, ranks)}`}>
+    <header>
+      <h3>Worker ${workerName(w.worker, w.rank, ranks)}</h3>
+      ${w.role && html`<span class="badge">${w.role}</span>`}
+      ${notes.map(([text, title]) => html`<span class="badge is-note" title=${title}>${text}</span>`)}
+      <span class="state"><i class="dot" aria-hidden="true"></i><span data-field="state">${stateNames[w.state] || w.state}</span>
+        <span class="quiet">${span(now - w.since)}</span></span>
+    </header>
+    ${w.why && html`<p class="why" data-field="why">${w.why}</p>`}
+    <p class="where"><span title=${w.url}>${w.url}</span>${(models > 1 || w.model) && html` · <span title=${w.model}>${w.model}</span>`} · ${w.engine}</p>
+    <${Meter} name="KV cache in use" field="kv_usage" share=${w.kv_usage} text=${usage} />
+    <dl class="facts">
+      <${Fact} name="In flight" field="in_flight" value=${count(w.in_flight)} title="Requests of this router that have not ended" />
+      <${Fact} name="Waiting" field="waiting" value=${count(w.waiting)} title="Requests in the worker's own queue, as it published" />
+      <${Fact} name="Hit rate" field="hit_rate" value=${percent(w.hit_rate)} title="Share of its prompt tokens that were cached" />
+      <${Fact} name="Known blocks" field="blocks" value=${short(w.blocks)} title=${`${count(w.blocks)} blocks in the router's index`} />
+      <${Fact} name="Prefilling" field="prefill_tokens" value=${html`${short(w.prefill_tokens)}<small>tok</small>`} title="Tokens that it still has to compute" />
+      <${Fact} name="Requests" field="requests" value=${short(w.requests)} title=${`${count(w.requests)} have ended`} />
+      <${Fact} name="Restarts" field="restarts" value=${count(w.restarts)} tone=${w.restarts > 0 ? "off" : ""} />
+      <${Fact} name="Event lag" field="event_lag" value=${seconds(w.event_lag)} title="From a KV event's time to its being indexed" />
+      <${Fact} name="Active blocks" field="active_blocks" value=${short(w.active_blocks)} title="Blocks of requests in flight" />
+    </dl>
+    <footer>${offered(w).map((name) => html`<button type="button" class="small" onClick=${() => onAct(w, name)}>${actions[name].name}<span class="sr"> worker ${w.worker}</span></button>`)}</footer>
+  </article>`;
+}
+
+// Fleet shows all workers. say tells the reader what was done.
+export function Fleet({ state, say }) {
+  const [only, setOnly] = useState("");
+  const [find, setFind] = useState("");
+  const [asked, setAsked] = useState(null); // {worker, action, busy, error}
+  const workers = state.workers || [];
+  const ranks = severalRanks(workers);
+  const counts = states.map((name) => [name, workers.filter((w) => w.state === name).length]).filter(([, n]) => n > 0);
+  const shown = workers.filter((w) => (!only || w.state === only) && (!find || `${w.worker} ${w.url} ${w.model} ${w.role}`.toLowerCase().includes(find.toLowerCase())));
+
+  async function run() {
+    const { worker, action } = asked;
+    setAsked({ ...asked, busy: true, error: "" });
+    try {
+      await act(worker.worker, action);
+      setAsked(null);
+      say(actions[action].done(worker));
+    } catch (failure) {
+      setAsked({ worker, action, busy: false, error: failure.message });
+    }
+  }
+
+  const groups = ["prefill", "decode", ""].map((role) => [role, shown.filter((w) => (w.role || "") === role)]).filter(([, list]) => list.length > 0);
+  const titles = { prefill: "Prefill", decode: "Decode", "": groups.length > 1 ? "Whole requests" : "" };
+  return html`<section aria-labelledby="title-fleet" class="view">
+    <div class="viewhead">
+      <h2 id="title-fleet">Fleet <span class="quiet num">${count(workers.length)} ${ranks ? "ranks" : workers.length === 1 ? "worker" : "workers"}</span></h2>
+      <div class="tools">
+        ${counts.length > 1 && html`<div class="chips" role="group" aria-label="Show workers by state">
+          ${counts.map(([name, n]) => html`<button type="button" class=${`chip state-${name}`} aria-pressed=${only === name} onClick=${() => setOnly(only === name ? "" : name)}><i class="dot" aria-hidden="true"></i>${n} ${stateNames[name].toLowerCase()}</button>`)}
+        </div>`}
+        ${workers.length > 12 && html`<label class="sr" for="find-worker">Find a worker</label><input id="find-worker" type="search" placeholder="Find a worker" value=${find} onInput=${(e) => setFind(e.target.value)} />`}
+      </div>
+    </div>
+    ${workers.length === 0 && html`<${Empty} title="No workers yet"><p>Start some with <code>--num-workers 2</code>, attach running ones with <code>--worker url=http://host:8100</code>, or register one at <code>POST /workers</code> of the router port.</p></${Empty}>`}
+    ${workers.length > 0 && shown.length === 0 && html`<p class="quiet">No worker matches. <button type="button" class="small" onClick=${() => { setOnly(""); setFind(""); }}>Show all</button></p>`}
+    ${groups.map(([role, list]) => html`<div key=${role}>${titles[role] && html`<h3 class="group">${titles[role]} <span class="quiet num">${count(list.length)}</span></h3>`}
+      <div class="cards">${list.map((w) => html`<${Card} key=${`${w.worker}/${w.rank}`} worker=${w} now=${state.at} ranks=${ranks} models=${(state.models || []).length}
+        onAct=${(worker, action) => setAsked({ worker, action, busy: false, error: "" })} />`)}</div></div>`)}
+    ${asked && html`<${Confirm} title=${actions[asked.action].ask(asked.worker)} text=${actions[asked.action].text(asked.worker)} action=${actions[asked.action].name}
+      busy=${asked.busy} error=${asked.error} onYes=${run} onNo=${() => setAsked(null)} />`}
+  </section>`;
+}

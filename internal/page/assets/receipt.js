@@ -1,0 +1,201 @@
+// The receipt of a decision: every candidate, every term of its score.
+import { html, useState } from "./vendor/preact-htm.js";
+import { count, date, known, percent, seconds, severalRanks, signed, words, workerName } from "./format.js";
+import { cachedShare, End, Fact, PromptBar, Verdict } from "./parts.js";
+
+// What the terms of each policy stand for; docs/routing.md tells more.
+const meanings = {
+  first_token: "the wait for this request's first token",
+  copy: "the part of it that later requests pay for, as they find the copy",
+  pushed: "first tokens of earlier requests that come later",
+  foreign: "the wait behind requests that others have sent",
+  later: "the wait of requests that are still to come",
+  decode: "context there that slows this answer down",
+  others: "running requests that stand still while the prompt is computed",
+  slower: "running requests that this prompt slows down",
+  prefill: "blocks to compute",
+  requests: "requests there",
+  overlap: "share of the prompt that is cached",
+  kv_usage: "how full the cache is",
+  waiting: "requests that wait there",
+  match: "blocks of the prompt that are cached",
+  in_flight: "requests there",
+  failures: "failures of late",
+  linear: "what was learned of such requests",
+  mean: "what was learned of the worker, as drawn",
+  stay: "worth of staying, or cost of leaving",
+  load: "what the load takes off",
+  turns: "turns until it is next",
+};
+
+const excluded = {
+  pinned: "the request names another worker",
+  leg: "it takes no such part of a request",
+  kind: "it cannot share the request with the other part's worker",
+  model: "it does not serve the model",
+  engine: "it does not run SGLang",
+  not_allowed: "the request allows others only",
+  failed_this_request: "it has failed this very request",
+  busy: "it is beyond a busy threshold",
+  ejected: "it is ejected for its failures",
+  held: "it asked for a pause, or is suspected",
+  trial: "an ejected worker gets this request on trial",
+  slow_start: "its share is still growing",
+  queue_limit: "its queue is too long",
+  not_drawn: "it was not drawn",
+};
+
+// unitOf is what a policy's totals are measured in.
+function unitOf(receipt) {
+  const units = { work: "ms", kv: "blocks", "least-loaded": "requests", "power-of-two": "requests", "round-robin": "turns" };
+  if (receipt.rule === "longest match") return "blocks";
+  return units[receipt.policy] || "";
+}
+
+const weighed = (c) => Array.isArray(c.terms) && !c.excluded;
+const isChosen = (receipt) => (c) => c.worker_id === receipt.worker_id && c.dp_rank === receipt.dp_rank;
+
+// ordered puts the chosen candidate first, then the others by total, then those that could not be chosen.
+function ordered(receipt) {
+  const chosen = isChosen(receipt);
+  const key = (c) => (chosen(c) ? 2 : weighed(c) ? 1 : 0);
+  return [...(receipt.candidates || [])].sort((a, b) => key(b) - key(a) || (b.total ?? 0) - (a.total ?? 0) || a.worker_id - b.worker_id || a.dp_rank - b.dp_rank);
+}
+
+// secondOf is the best of the others that could be chosen: as the router says, else by the totals.
+function secondOf(receipt, list) {
+  if (receipt.second) return list.find((c) => c.worker_id === receipt.second.worker_id && c.dp_rank === receipt.second.dp_rank) || null;
+  return list.length > 1 && weighed(list[1]) ? list[1] : null;
+}
+
+// scaleOf finds the terms that count, in one order for all, and the room that their bars need on both sides of zero.
+// Where all is cost it turns the bars round: they grow to the right.
+function scaleOf(list) {
+  const names = [];
+  const counts = new Set();
+  let low = 0;
+  let high = 0;
+  for (const c of list.filter((one) => Array.isArray(one.terms))) {
+    let down = 0;
+    let up = 0;
+    for (const { name, value } of c.terms) {
+      if (!names.includes(name)) names.push(name);
+      if (value !== 0) counts.add(name);
+      if (value < 0) down += value;
+      else up += value;
+    }
+    low = Math.min(low, down);
+    high = Math.max(high, up);
+  }
+  const turned = list.every((c) => !weighed(c) || c.total <= 0) && low < 0;
+  const reach = high - low || 1;
+  return {
+    names: names.filter((name) => counts.has(name)),
+    zero: names.filter((name) => !counts.has(name)),
+    origin: (turned ? high : -low) / reach,
+    of: (value) => (turned ? -value : value) / reach,
+  };
+}
+
+// TermBars stacks the terms of one candidate on both sides of zero, and marks their sum.
+function TermBars({ terms, total, scale }) {
+  let right = scale.origin;
+  let left = scale.origin;
+  const bars = terms.filter((term) => term.value !== 0).map((term) => {
+    const size = scale.of(term.value);
+    const from = size >= 0 ? right : left + size;
+    if (size >= 0) right += size;
+    else left += size;
+    return html`<div class=${`term t${scale.names.indexOf(term.name) % 8}`} title=${`${words(term.name)} ${signed(term.value)}`}
+      style=${{ left: `${from * 100}%`, width: `${Math.abs(size) * 100}%` }}></div>`;
+  });
+  return html`<div class="termbars" aria-hidden="true">${bars}<div class="zero" style=${{ left: `${scale.origin * 100}%` }}></div>
+    <div class="sum" style=${{ left: `${(scale.origin + scale.of(total)) * 100}%` }}></div></div>`;
+}
+
+function Candidate({ c, receipt, scale, second, ranks, unit }) {
+  const chosen = isChosen(receipt)(c);
+  const name = `Worker ${workerName(c.worker_id, c.dp_rank, ranks)}`;
+  const mark = chosen ? html`<span class="badge is-chosen">chosen</span>` : second ? html`<span class="badge">second</span>` : null;
+  return html`<li class=${"candidate" + (chosen ? " chosen" : "") + (c.excluded && !chosen ? " excluded" : "")} data-candidate=${`${c.worker_id}/${c.dp_rank}`}>
+    <div class="line"><strong>${name}</strong>${mark}
+      ${known(c.total) && html`<span class="total num"><span data-field="total">${signed(c.total)}</span> <span class="unit">${unit}</span></span>`}</div>
+    ${Array.isArray(c.terms) && c.terms.length > 0 && html`<${TermBars} terms=${c.terms} total=${c.total} scale=${scale} />
+      <ul class="terms">${c.terms.filter((term) => term.value !== 0).map((term) => html`<li><i class=${`key t${scale.names.indexOf(term.name) % 8}`}></i>${words(term.name)} <span class="num">${signed(term.value)}</span></li>`)}</ul>`}
+    ${c.excluded && !chosen && html`<p class="why">Not chosen: ${excluded[c.excluded] || words(c.excluded)}.</p>`}
+    <p class="knew">${count(c.overlap_blocks)} of ${count(receipt.blocks)} blocks cached · ${count(c.in_flight)} in flight
+      · ${count(c.prefill_tokens)} tokens to prefill${known(c.waiting) ? ` · ${count(c.waiting)} waiting` : ""}${known(c.kv_usage) ? ` · KV cache ${percent(c.kv_usage)}` : ""}${known(c.chance) ? ` · chance ${percent(c.chance)}` : ""}</p>
+  </li>`;
+}
+
+// Summary says in a sentence who was chosen and why.
+function Summary({ receipt, second, ranks, unit, dry }) {
+  const who = html`<strong>worker ${workerName(receipt.worker_id, receipt.dp_rank, ranks)}</strong>`;
+  if (receipt.error || receipt.worker_id === null || receipt.worker_id === undefined) {
+    return html`<p class="summary">No worker could take it${receipt.error ? `: ${receipt.error}` : ""}.</p>`;
+  }
+  const other = second && html` over worker ${workerName(second.worker_id, second.dp_rank, ranks)}`;
+  let how = html` is the only one that could be chosen`;
+  if (receipt.how === "draw") how = html` by a draw${known(receipt.margin) ? html`; its total lies <span class="num" data-field="margin">${signed(receipt.margin)}</span> from the best of the others` : ""}`;
+  else if (receipt.ties > 1) how = html`, one of ${receipt.ties} equal ones, at random`;
+  else if (known(receipt.margin)) how = html` by <strong class="num"><span data-field="margin">${signed(receipt.margin)}</span>${unit ? `\u00a0${unit}` : ""}</strong>${other}`;
+  else how = html`: no other one could be chosen`;
+  return html`<p class="summary">${dry ? "It would go to " : "It went to "}${who}${how}.
+    <span class="quiet"> Policy ${receipt.policy}${receipt.rule ? `, ${receipt.rule}` : ""}${receipt.trial ? ", on trial" : ""}${receipt.retry ? ", after another worker failed" : ""}.</span></p>`;
+}
+
+// Outcome is what became of the request beside what was predicted.
+function Outcome({ entry }) {
+  const share = cachedShare(entry);
+  return html`<div class="outcome">
+    <${PromptBar} entry=${entry} />
+    <dl class="facts">
+      <${Fact} name="Prompt" field="prompt_tokens" value=${entry.prompt_tokens > 0 ? `${count(entry.prompt_tokens)} tokens` : "–"} />
+      <${Fact} name=${html`<i class="key predicted"></i>Predicted`} field="predicted" value=${count(entry.predicted)} />
+      <${Fact} name=${html`<i class="key accent"></i>Actually cached`} field="cached" value=${known(entry.cached) ? html`${count(entry.cached)}${share ? html` <span class="quiet">${share}</span>` : ""}` : "–"} />
+      <${Fact} name="Prediction" value=${html`<${Verdict} entry=${entry} />`} />
+      <${Fact} name="First token" field="ttft" value=${seconds(entry.ttft)} />
+      <${Fact} name="Whole answer" field="duration" value=${seconds(entry.duration)} />
+      <${Fact} name="Output" field="output_tokens" value=${known(entry.output_tokens) ? `${count(entry.output_tokens)} tokens` : "–"} />
+      <${Fact} name="End" value=${html`<${End} entry=${entry} />`} />
+      ${known(entry.prefill_worker) && html`<${Fact} name="Prompt computed by" value=${`worker ${workerName(entry.prefill_worker, 0, false)}`} />`}
+      ${entry.attempts > 1 && html`<${Fact} name="Attempts" value=${count(entry.attempts)} />`}
+    </dl>
+  </div>`;
+}
+
+// Decision shows why one worker was chosen.
+function Decision({ receipt, dry, children }) {
+  const [all, setAll] = useState(false);
+  const list = ordered(receipt);
+  const ranks = severalRanks(list) || receipt.dp_rank > 0;
+  const scale = scaleOf(list);
+  const unit = unitOf(receipt);
+  const second = secondOf(receipt, list);
+  const most = 8;
+  const shown = all ? list : list.slice(0, most);
+  return html`
+    <${Summary} receipt=${receipt} second=${second} ranks=${ranks} unit=${unit} dry=${dry} />
+    ${children}
+    <h3>Candidates <span class="quiet">the highest total wins; costs are negative</span></h3>
+    ${scale.names.length > 0 && html`<details class="legend"><summary>What the terms mean</summary><dl>
+      ${scale.names.map((name, i) => html`<div><dt><i class=${`key t${i % 8}`}></i>${words(name)}</dt><dd>${meanings[name] || ""}</dd></div>`)}
+    </dl>${scale.zero.length > 0 && html`<p class="quiet">Zero for all: ${scale.zero.map(words).join(", ")}.</p>`}</details>`}
+    ${list.length === 0 && html`<p class="quiet">No worker was up.</p>`}
+    <ol class="candidates">${shown.map((c) => html`<${Candidate} key=${`${c.worker_id}/${c.dp_rank}`} c=${c} receipt=${receipt} scale=${scale} second=${c === second} ranks=${ranks} unit=${unit} />`)}</ol>
+    ${list.length > most && !all && html`<button type="button" onClick=${() => setAll(true)}>Show all ${list.length} candidates</button>`}
+    <p class="quiet fine">${date(typeof receipt.at === "number" ? receipt.at : Date.parse(receipt.at) / 1000)}${receipt.leg && receipt.leg !== "whole" ? ` · ${receipt.leg} leg` : ""}</p>`;
+}
+
+// Receipt shows one; dry: nothing was sent.
+export function Receipt({ receipt, dry }) {
+  const entry = receipt.request;
+  const outcome = entry && html`<${Outcome} entry=${entry} />${entry.prompt && html`<p class="prompttext">${entry.prompt}</p>`}`;
+  const earlier = receipt.earlier || [];
+  return html`<div class="receipt">
+    ${receipt.candidates
+      ? html`<${Decision} receipt=${receipt} dry=${dry}>${!dry && outcome}</${Decision}>`
+      : html`${outcome}<p class="quiet">${entry?.end === "running" ? "Not decided so far." : "Why it went there is not known: decisions are explained while a page is open, and the oldest explanations go first."}</p>`}
+    ${earlier.map((one) => html`<details class="earlier"><summary>${one.leg === "prefill" ? "The choice of the prefill worker" : "An earlier choice"}: worker ${workerName(one.worker_id, one.dp_rank, one.dp_rank > 0)}</summary><${Decision} receipt=${one} /></details>`)}
+  </div>`;
+}
