@@ -227,7 +227,7 @@ func TestBrowser(t *testing.T) {
 	defer stop()
 
 	b.until(10*time.Second, "requests in flight on the cards", "[...document.querySelectorAll('.card [data-field=in_flight]')].some(f => Number(f.innerText) > 0)")
-	b.until(10*time.Second, "so many requests that the list is full", "Number(document.querySelector('.tile .more').innerText.split(' ')[0].replace(/\\D/g, '')) > 100")
+	b.until(10*time.Second, "more than a hundred requests", "Number(document.querySelector('.tile .more').innerText.split(' ')[0].replace(/\\D/g, '')) > 100")
 
 	b.run(t, "a worker's crash shows within 2 s, and its return", func(t *testing.T) { b.seesCrash(t, s) })
 	stop()
@@ -257,6 +257,7 @@ func (b *browser) seesCrash(t *testing.T, s *mockSite) {
 	}
 }
 
+// metricLines reads the metrics page.
 func metricLines(t *testing.T, s *mockSite) testkit.MetricsLines {
 	t.Helper()
 	_, page := testkit.HTTPGet(t, s.openAI+"/metrics")

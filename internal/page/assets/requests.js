@@ -89,8 +89,8 @@ export function Requests({ state, id }) {
   return html`<section aria-labelledby="title-requests" class=${"view requests" + (id ? " with-panel" : "")}>
     <div class="list">
       <div class="viewhead">
-        <h2 id="title-requests">Requests <span class="quiet num">the last ${count(live.length)}</span></h2>
-        <div class="tools">
+        <h2 id="title-requests">Requests ${live.length > 0 && html`<span class="quiet num">the last ${count(live.length)}</span>`}</h2>
+        <div class="tools" hidden=${live.length === 0}>
           <label for="by-worker" class="sr">Show requests of</label>
           <select id="by-worker" value=${worker} onChange=${(e) => setWorker(e.target.value)}><option value="">All workers</option>${workers.map((n) => html`<option value=${String(n)}>Worker ${n}</option>`)}</select>
           <label for="by-end" class="sr">Show requests that</label>

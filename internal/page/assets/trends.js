@@ -16,10 +16,23 @@ const charts = [
 
 const shortest = 300; // s that are shown at least
 
-// linesOf lists a chart's series: name, label and values.
+const mostLines = 8; // as many as there are colours
+
+// extremes are the lowest, the mean and the highest of many series at each time.
+function extremes(lists) {
+  const at = (pick) => lists[0].map((_, i) => {
+    const seen = lists.map((list) => list[i]).filter(known);
+    return seen.length > 0 ? pick(seen) : null;
+  });
+  const mean = (seen) => seen.reduce((sum, value) => sum + value, 0) / seen.length;
+  return [["highest", at((seen) => Math.max(...seen))], ["mean", at(mean)], ["lowest", at((seen) => Math.min(...seen))]];
+}
+
+// linesOf lists a chart's series: label and values.
 function linesOf(chart, series) {
   if (!chart.each) return chart.lines.map(([key, label]) => [label, series[key] || []]);
   const workers = series[chart.each] || {};
+  if (Object.keys(workers).length > mostLines) return extremes(Object.values(workers));
   return Object.keys(workers).sort((a, b) => a.localeCompare(b, "en", { numeric: true })).map((id) => [`worker ${id}`, workers[id]]);
 }
 
@@ -84,7 +97,7 @@ function Chart({ chart, trends, dark }) {
   const told = lines.map(([label, values]) => `${label} ${chart.write(lastKnown(values))}`).join(", ");
   return html`<figure class=${"chart" + (chart.each ? " is-wide" : "")} data-chart=${chart.title}>
     <figcaption><h3>${chart.title} <span class="quiet">${chart.unit}</span></h3>
-      <ul class="keys">${lines.slice(0, 16).map(([label, values], i) => html`<li><i class=${lines.length > 1 ? `key t${i % 8}` : "key accent"}></i>${label} <span class="num">${shown(values)}</span></li>`)}${lines.length > 16 && html`<li>+${lines.length - 16}</li>`}</ul></figcaption>
+      <ul class="keys">${lines.map(([label, values], i) => html`<li><i class=${lines.length > 1 ? `key t${i % 8}` : "key accent"}></i>${label} <span class="num">${shown(values)}</span></li>`)}</ul></figcaption>
     <div ref=${box} class="plot" role="img" aria-label=${`${chart.title}, now: ${told}`}></div>
     ${at !== null && times[at] !== undefined && html`<p class="cursorat num" aria-hidden="true">${clock(times[at])}</p>`}
   </figure>`;
