@@ -113,7 +113,7 @@ func (a *API) ready(c *gin.Context) {
 	if ready {
 		status = http.StatusOK
 	}
-	c.JSON(status, gin.H{"ready": ready, "schedulable_workers": a.router.Count(), "draining": draining})
+	c.JSON(status, gin.H{"ready": ready, "schedulable_workers": a.router.Schedulable(), "draining": draining})
 }
 
 // native are SGLang's own short routes.
@@ -156,7 +156,6 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 		return
 	}
 	r.findPrompt()
-	a.page.Prompt(r.seen, &r.request, r.body)
 	if r.fatal {
 		a.fail(c, http.StatusBadRequest, "", "a prompt has no token: give it one at least")
 		return
@@ -175,6 +174,7 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 		a.settle(c, x, a.answerQuery(c, x, kind, stream, r.request, shared, why, r.prompt.Tokens))
 		return
 	}
+	a.page.Prompt(r.seen, &r.request, r.body)
 	r.recorded = a.recorder.Prompt(r.request)
 	u := r.upstream(c)
 	if kind != tokens.NoPrompt {

@@ -109,6 +109,9 @@ func (r *app) run(ctx context.Context) error {
 	}
 	config := r.config
 	openAIShare, routerShare := config.Shares()
+	if config.Page.PagePort != 0 {
+		routerShare = max(1, routerShare/2)
+	}
 	doors := []door{
 		{config.Host, config.HTTPPort, "--http-port", openAIShare, r.api.Handler()},
 		{config.Web.RouterHost, config.RouterPort, "--router-port", routerShare, r.page.Over(r.selection.Handler())},

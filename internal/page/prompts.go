@@ -13,7 +13,7 @@ import (
 
 const (
 	// maxNodes, maxBlocks and maxDepth bound the tree of prompts: its nodes, the blocks
-	// of all of them, and those of one prompt. What was last used longest ago goes first.
+	// of all of them, and those of one prompt. What was used longest ago goes first.
 	maxNodes  = 512
 	maxBlocks = 1 << 17
 	maxDepth  = 2048
@@ -74,9 +74,8 @@ func (t *prompts) add(local []uint64, now time.Time, text func(blocks int) strin
 		}
 		at, depth = next, depth+len(next.hashes)
 	}
-	for t.nodes > maxNodes || t.blocks > maxBlocks {
-		t.drop(t.coldest())
-		t.truncated = true
+	if t.nodes > maxNodes || t.blocks > maxBlocks {
+		t.shed()
 	}
 }
 
@@ -157,14 +156,19 @@ func (n *node) walk(use func(*node)) {
 	}
 }
 
-// coldest returns the leaf that was used longest ago.
-func (t *prompts) coldest() (coldest *node) {
-	t.root.walk(func(n *node) {
-		if len(n.children) == 0 && (coldest == nil || n.last.Before(coldest.last)) {
-			coldest = n
+// shed drops what was used longest ago, a quarter at once: requests wait for it.
+func (t *prompts) shed() {
+	t.truncated = true
+	all := make([]*node, 0, t.nodes)
+	t.root.walk(func(n *node) { all = append(all, n) })
+	// A node was last used no earlier than what lies below it.
+	slices.SortFunc(all, func(a, b *node) int { return cmp.Or(a.last.Compare(b.last), b.depth-a.depth) })
+	for _, n := range all {
+		if t.nodes <= maxNodes*3/4 && t.blocks <= maxBlocks*3/4 {
+			return
 		}
-	})
-	return coldest
+		t.drop(n)
+	}
 }
 
 // drop takes a leaf away.

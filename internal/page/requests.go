@@ -85,7 +85,7 @@ func (p *Page) Decided(seen Seen, model string, d *router.Decision, prefill *rou
 	worker := d.Target.Key.Worker
 	e.Worker, e.Rank, e.Attempts = &worker, d.Target.Key.Rank, e.Attempts+1
 	e.Model = limited(model, maxName)
-	e.PromptTokens, e.Predicted = max(e.PromptTokens, d.Tokens), d.OverlapTokens
+	e.PromptTokens, e.Predicted, e.PrefillWorker = max(e.PromptTokens, d.Tokens), d.OverlapTokens, nil
 	if prefill != nil && prefill.Target.URL != "" {
 		first := prefill.Target.Key.Worker
 		e.PrefillWorker, e.Predicted, e.PromptTokens = &first, prefill.OverlapTokens, max(e.PromptTokens, prefill.Tokens)

@@ -156,6 +156,9 @@ func profile(c *gin.Context) {
 			return
 		}
 	}
+	// What reads the seconds looks for them in a body, too.
+	c.Request.Body, c.Request.Form = http.NoBody, c.Request.URL.Query()
+	c.Request.Header.Del("Content-Type")
 	switch strings.Trim(c.Param("name"), "/") {
 	case "profile":
 		pprof.Profile(c.Writer, c.Request)

@@ -155,9 +155,19 @@ func (r *Router) drain(now time.Time) {
 	r.waiting = kept
 }
 
-// anyCapacity tells whether any worker has capacity, or none is up to wait for.
+// anyCapacity tells whether any worker that takes requests has capacity, or there is
+// none to wait for.
 func (r *Router) anyCapacity() bool {
-	return len(r.targets) == 0 || slices.ContainsFunc(r.targets, func(t kv.Target) bool { return r.hasCapacity(&t, r.loads.prefillTokens(t.Key)) })
+	none := true
+	for i := range r.targets {
+		if t := &r.targets[i]; !t.Resting {
+			if r.hasCapacity(t, r.loads.prefillTokens(t.Key)) {
+				return true
+			}
+			none = false
+		}
+	}
+	return none
 }
 
 // wait returns what is decided on w, ErrQueueTimeout, or the cause for which ctx

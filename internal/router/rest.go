@@ -82,6 +82,18 @@ func (r *Router) Resting() map[uint64]time.Time {
 	return maps.Clone(r.resting)
 }
 
+// Schedulable returns how many ranks are up and do not rest.
+func (r *Router) Schedulable() (n int) {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	for i := range r.targets {
+		if !r.targets[i].Resting {
+			n++
+		}
+	}
+	return n
+}
+
 // rests tells whether the worker of a rank rests.
 func (r *Router) rests(w kv.WorkerKey) bool {
 	_, rests := r.resting[w.Worker]

@@ -118,9 +118,9 @@ func TestTheReceiptSaysThatAWorkerRests(t *testing.T) {
 	}
 }
 
-// TestWhoWaitsForAWorkerThatRestsIsRefused: nobody else serves the model, so no end of
-// its requests would free a place.
-func TestWhoWaitsForAWorkerThatRestsIsRefused(t *testing.T) {
+// TestWhoWaitsIsRefusedOnceAllRest: the end of what runs on a worker that rests frees no
+// place, and may be long in coming.
+func TestWhoWaitsIsRefusedOnceAllRest(t *testing.T) {
 	settings := DefaultSettings()
 	threshold := 1.0
 	settings.RouterQueueThreshold = &threshold
@@ -137,9 +137,11 @@ func TestWhoWaitsForAWorkerThatRestsIsRefused(t *testing.T) {
 	}()
 	testkit.Eventually(t, 5*time.Second, "it waits", func() bool { n, _ := r.QueueDepth(); return n == 1 })
 	r.Rest(0)
-	busy.Booking.FirstToken()
 	if err := <-ended; !errors.Is(err, ErrNoWorker) {
 		t.Errorf("it ended with %v", err)
+	}
+	if n := r.Schedulable(); n != 0 || r.Count() != 1 {
+		t.Errorf("%d of %d workers take requests, want 0 of 1", n, r.Count())
 	}
 }
 

@@ -88,7 +88,7 @@ func requestAttributes(r *http.Request) []attribute.KeyValue {
 		scheme = "https"
 	}
 	list := []attribute.KeyValue{
-		attribute.String("url.path", r.URL.Path), attribute.String("url.scheme", scheme),
+		attribute.String("url.path", clip(r.URL.Path)), attribute.String("url.scheme", scheme),
 		attribute.String("network.protocol.version", strconv.Itoa(r.ProtoMajor)+"."+strconv.Itoa(r.ProtoMinor)),
 	}
 	list = appendAddress(list, "server", r.Host)
@@ -97,7 +97,7 @@ func requestAttributes(r *http.Request) []attribute.KeyValue {
 		list = append(list, attribute.String("client.address", host), attribute.String("network.peer.address", host), attribute.Int("network.peer.port", n))
 	}
 	if agent := r.UserAgent(); agent != "" {
-		list = append(list, attribute.String("user_agent.original", agent))
+		list = append(list, attribute.String("user_agent.original", clip(agent)))
 	}
 	if r.ContentLength > 0 {
 		list = append(list, attribute.Int64("http.request.body.size", r.ContentLength))
@@ -111,7 +111,7 @@ func appendAddress(list []attribute.KeyValue, of, address string) []attribute.Ke
 	if err != nil {
 		host = address
 	}
-	if list = append(list, attribute.String(of+".address", host)); port != "" {
+	if list = append(list, attribute.String(of+".address", clip(host))); port != "" {
 		if n, err := strconv.Atoi(port); err == nil {
 			list = append(list, attribute.Int(of+".port", n))
 		}
@@ -257,9 +257,11 @@ func fail(span trace.Span, kind string, err error) {
 	span.SetStatus(codes.Error, text)
 }
 
-// clip returns at most maxText bytes of a text.
+// clip returns at most maxText bytes of a text, as a copy: a span that waits to be sent
+// must not hold the body of a request. One byte that is not UTF-8 would have all spans
+// refused that are sent with it.
 func clip(text string) string {
-	return strings.ToValidUTF8(text[:min(len(text), maxText)], "")
+	return strings.Clone(strings.ToValidUTF8(text[:min(len(text), maxText)], ""))
 }
 
 // Outcome is how a request ended.
@@ -303,11 +305,11 @@ func (o *Outcome) attributes() []attribute.KeyValue {
 		{"gen_ai.request.model", o.Model}, {"kvrouter.worker", o.Worker}, {"kvrouter.worker.prefill", o.Prefill},
 	} {
 		if text.value != "" {
-			list = append(list, attribute.String(text.name, text.value))
+			list = append(list, attribute.String(text.name, clip(text.value)))
 		}
 	}
 	if o.Finish != "" {
-		list = append(list, attribute.StringSlice("gen_ai.response.finish_reasons", []string{o.Finish}))
+		list = append(list, attribute.StringSlice("gen_ai.response.finish_reasons", []string{clip(o.Finish)}))
 	}
 	if o.UsageKnown {
 		list = append(list, attribute.Int("gen_ai.usage.input_tokens", o.InputTokens), attribute.Int("gen_ai.usage.output_tokens", o.OutputTokens),

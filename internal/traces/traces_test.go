@@ -188,6 +188,25 @@ func TestSpansAreBounded(t *testing.T) {
 	}
 }
 
+// TestForeignBytesLoseNoSpan: a collector refuses all spans that are sent together with
+// one whose text is not UTF-8.
+func TestForeignBytesLoseNoSpan(t *testing.T) {
+	c := collector.Start(t)
+	tracer, err := open(t, envEndpoint, c.HTTP)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := served("User-Agent", "caf\xe9")
+	r.Host, r.URL.Path = "h\xff", "/v1/\xfe"
+	q := tracer.Begin(r, "/v1/chat/completions", time.Now(), true)
+	q.Attempt(kv.LegWhole, &kv.Target{URL: "http://w:1"}, http.MethodPost, "/v1/chat/completions").End(time.Time{}, errors.New("\xff"))
+	q.End(time.Now(), Outcome{At: time.Now(), Status: 500, Model: "m\xff", Finish: "\xfe"})
+	tracer.Close()
+	if got := len(c.Spans("")); got != 2 {
+		t.Errorf("%d spans came, want 2", got)
+	}
+}
+
 func TestHowAttemptsEnd(t *testing.T) {
 	c := collector.Start(t)
 	tracer, err := open(t, envEndpoint, c.GRPC, envTracesProtocol, "grpc")
