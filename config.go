@@ -13,6 +13,7 @@ import (
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/keys"
+	"kvrouter/internal/manual"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/proxy"
@@ -149,6 +150,9 @@ type cli struct {
 	Replay   events.ReplayCommand `cmd:"" name:"replay-events" help:"Apply a file of --record-events, or of Dynamo's recorder, to an empty index and tell what came of it."`
 	Version  struct{}             `cmd:"" help:"Print the version."`
 
+	Completion manual.Completion `cmd:"" help:"Print what a shell completes arguments by: source <(kvrouter completion bash)."`
+	Man        manual.Page       `cmd:"" help:"Print the manual page: kvrouter man | man -l -."`
+
 	ShowVersion kong.VersionFlag `name:"version" env:"-" help:"Print the version."`
 }
 
@@ -206,7 +210,7 @@ func newParser(c *cli, options ...kong.Option) (*kong.Kong, error) {
 		kong.Name("kvrouter"),
 		kong.Description("A KV-cache-aware router for vLLM and SGLang: starts or attaches workers and serves one OpenAI endpoint; each request goes to the worker that holds most of its prompt and is least busy. What follows -- is passed on to every worker it starts."),
 		kong.DefaultEnvars("KVROUTER"),
-		kong.Vars{"policies": strings.Join(policy.Names, ", "), "version": "kvrouter " + version()},
+		kong.Vars{"policies": strings.Join(policy.Names, ", "), "version": "kvrouter " + settings.Build()},
 		kong.ConfigureHelp(kong.HelpOptions{NoExpandSubcommands: true, FlagsLast: false}),
 		kong.Help(printHelp),
 	}, options...)...)

@@ -234,7 +234,7 @@ func TestHelpShowsTheMockersFlagsLast(t *testing.T) {
 }
 
 func TestVersionFlagPrintsTheVersion(t *testing.T) {
-	if text, _ := helpOf(t, "--version"); text != "kvrouter "+version()+"\n" {
+	if text, _ := helpOf(t, "--version"); text != "kvrouter "+settings.Build()+"\n" {
 		t.Errorf("--version prints %q", text)
 	}
 	t.Setenv("KVROUTER_VERSION", "true")

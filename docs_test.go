@@ -185,3 +185,27 @@ func TestEveryFlagIsInATableWithItsDefault(t *testing.T) {
 		t.Errorf("there is no flag --%s", name)
 	}
 }
+
+// TestShellsAndManKnowEveryFlagAndCommand holds what `kvrouter completion` and
+// `kvrouter man` print against the command line that parses.
+func TestShellsAndManKnowEveryFlagAndCommand(t *testing.T) {
+	parser, err := newParser(new(cli))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for args, spelled := range map[string]string{"completion bash": "--%s", "completion zsh": "*--%s", "completion fish": "-l %s ", "man": "--%s"} {
+		text, _ := helpOf(t, strings.Fields(args)...)
+		text = strings.ReplaceAll(text, `\-`, "-")
+		text = strings.ReplaceAll(text, "--[no-]", "--")
+		for _, node := range append(parser.Model.Children, parser.Model.Node) {
+			if node != parser.Model.Node && !regexp.MustCompile(`\b`+node.Name+`\b`).MatchString(text) {
+				t.Errorf("%s has no command %s", args, node.Name)
+			}
+			for _, flag := range node.Flags {
+				if !strings.Contains(text, fmt.Sprintf(spelled, flag.Name)) {
+					t.Errorf("%s has no flag %s", args, flag.Name)
+				}
+			}
+		}
+	}
+}

@@ -18,7 +18,7 @@ var layers = []map[string]string{
 		"kv": "", "guard": "", "table": "",
 		"blockpool": "", "zmq": "", "jsonbody": "",
 		"jsonlines": "", "web": "", "settings": "",
-		"logs": "",
+		"logs": "", "manual": "",
 	},
 	{ // knowing
 		"hints": "jsonbody kv", "radix": "blockpool kv table", "engine": "blockpool kv",

@@ -8,7 +8,6 @@ import (
 	"os"
 	"os/signal"
 	"reflect"
-	"runtime/debug"
 	"strings"
 	"syscall"
 	"time"
@@ -26,7 +25,7 @@ func main() {
 	if err == nil {
 		switch command {
 		case CommandVersion:
-			fmt.Println("kvrouter", version())
+			fmt.Println("kvrouter", settings.Build())
 		case CommandServe:
 			err = serve(config)
 		case CommandReplay:
@@ -39,15 +38,6 @@ func main() {
 		fmt.Fprintln(os.Stderr, "kvrouter:", err)
 		os.Exit(1)
 	}
-}
-
-// version is what the build knows of itself.
-func version() string {
-	info, ok := debug.ReadBuildInfo()
-	if !ok || info.Main.Version == "" {
-		return "unknown"
-	}
-	return info.Main.Version
 }
 
 // serve runs the router until it is told to stop, and returns when all it
