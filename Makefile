@@ -13,7 +13,7 @@ CHAOS ?= 2m
 GRID ?= policies
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg check test test-mooncake test-sglang lint dist test-dist bench index-bench growth sim bench-real wire-speed peers parity segments soak fuzz chaos clean
+.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang lint dist test-dist bench index-bench growth sim bench-real wire-speed peers parity segments soak fuzz chaos clean
 
 help: ## Show these targets
 	@printf 'kvrouter: KV-cache-aware routing over vLLM and SGLang workers\n\n'
@@ -43,6 +43,10 @@ run-sglang: setup-sglang ## Like run, over two SGLang workers
 run-sglang-disagg: setup-sglang ## Like run-disagg, over SGLang workers
 	go build -o kvrouter .
 	@exec ./kvrouter --engine sglang --prefill-workers 1 --decode-workers 1 --disagg-min-uncached-tokens 64 $(ARGS)
+
+demo: ## A router over four mock workers with traffic of its own; look at http://127.0.0.1:7000/ (no GPU, Python or model needed)
+	@scripts/build-native.sh
+	go run . --engine mocker --demo --num-workers 4 $(ARGS)
 
 check: lint ## The fast loop: linters and short tests
 	go test -short -skip RealVLLM ./...

@@ -15,6 +15,7 @@ import (
 	"kvrouter/internal/keys"
 	"kvrouter/internal/manual"
 	"kvrouter/internal/mocker"
+	"kvrouter/internal/page"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/replica"
@@ -56,6 +57,7 @@ type Config struct {
 	Model           string `group:"Model and engine" placeholder:"NAME|DIR" help:"Model to serve: a Hugging Face name or a folder. Default: deepseek-ai/DeepSeek-R1-Distill-Llama-8B where a GPU is found, else the SmolLM2 135M that 'make setup' prepared."`
 	ServedModelName string `group:"Model and engine" placeholder:"NAME" help:"Name that clients use for the model. Default: the name of --model, for a folder its last part."`
 	Engine          string `group:"Model and engine" default:"vllm" enum:"vllm,sglang,mocker,none" help:"What to start: vllm; sglang; mocker, simulated workers that need no GPU, Python or model; none to use attached and registered workers only."`
+	Demo            bool   `group:"Model and engine" help:"With --engine mocker: make traffic to look at, conversations, agents with shared beginnings, clients that leave, and a worker that fails now and then."`
 	WorkersGiven    *int   `group:"Model and engine" name:"num-workers" placeholder:"N" help:"Number of workers to start. Default: 2."`
 	PrefillWorkers  int    `group:"Model and engine" placeholder:"N" help:"In place of --num-workers: number of workers to start that only compute prompts, and hand them over by NIXL (mock workers: --mock-disagg-kind)."`
 	DecodeWorkers   int    `group:"Model and engine" placeholder:"N" help:"Number of workers to start beside those, which compute the answers."`
@@ -76,6 +78,7 @@ type Config struct {
 	BaseKVReplayPort  int          `group:"Addresses" name:"base-kv-replay-port" default:"5757" help:"KV-event replay port of worker 0; worker i has this plus i."`
 	BaseMetricsPort   int          `group:"Addresses" default:"5657" help:"Load metrics port of worker 0; worker i has this plus i."`
 	Web               web.Settings `embed:""`
+	Page              page.Flags   `embed:""`
 	BaseNIXLPort      int          `group:"Addresses" name:"base-nixl-port" default:"5600" help:"NIXL side-channel port of vLLM worker 0, with --prefill-workers; worker i has this plus i."`
 	BaseBootstrapPort int          `group:"Addresses" default:"8998" help:"Bootstrap port of SGLang prefill worker 0; worker i has this plus i."`
 
@@ -417,6 +420,9 @@ func (c *Config) validate() error {
 	if err := c.Web.Validate(c.exposures()...); err != nil {
 		return err
 	}
+	if c.Demo && c.Engine != EngineMocker {
+		return fmt.Errorf("--demo sends made-up requests to simulated workers, and --engine is %s: give --engine mocker", c.Engine)
+	}
 	if c.Engine == EngineMocker {
 		if err := c.Mock.Validate(c.NumWorkers); err != nil {
 			return err
@@ -527,6 +533,7 @@ func (c *Config) ports() []settings.PortUse {
 	}
 	own("--http-port", c.HTTPPort, c.Host)
 	own("--router-port", c.RouterPort, c.Web.RouterHost)
+	own("--page-port", c.Page.PagePort, c.Web.RouterHost)
 	if c.Replica.ReplicaSync {
 		own("--replica-sync-port", c.Replica.ReplicaSyncPort, c.replicaHost())
 	}

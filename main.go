@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/http"
 	"os"
 	"os/signal"
 	"reflect"
@@ -14,6 +15,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"kvrouter/internal/demo"
 	"kvrouter/internal/logs"
 	"kvrouter/internal/settings"
 	"kvrouter/internal/tokens"
@@ -93,23 +95,44 @@ func (r *app) run(ctx context.Context) error {
 	if r.replicas != nil {
 		defer r.replicas.Close() // where Run below is not reached
 	}
-	openAI, err := web.Listen(r.config.Host, r.config.HTTPPort, "--http-port", r.certificates.Config(), r.api.Handler())
-	if err != nil {
-		return err
+	config := r.config
+	openAIShare, routerShare := config.Shares()
+	doors := []door{
+		{config.Host, config.HTTPPort, "--http-port", openAIShare, r.api.Handler()},
+		{config.Web.RouterHost, config.RouterPort, "--router-port", routerShare, r.page.Over(r.selection.Handler())},
 	}
-	selection, err := web.Listen(r.config.Web.RouterHost, r.config.RouterPort, "--router-port", r.certificates.Config(), r.selection.Handler())
-	if err != nil {
-		openAI.Close()
-		return err
+	if config.Page.PagePort != 0 {
+		doors = append(doors, door{config.Web.RouterHost, config.Page.PagePort, "--page-port", routerShare, r.page.Handler()})
 	}
+	var ports []*web.Port
+	for _, d := range doors {
+		port, err := web.Listen(d.host, d.port, d.flag, r.certificates.Config(), d.handler)
+		if err != nil {
+			for _, open := range ports {
+				open.Close()
+			}
+			return err
+		}
+		port.Bound(d.clients)
+		ports = append(ports, port)
+	}
+	r.page.SetURL(ports[1].URL())
 	fleet, stopFleet := context.WithCancel(context.Background())
 	defer stopFleet()
 	group, failed := errgroup.WithContext(ctx)
-	openAIShare, selectionShare := r.config.Shares()
-	openAI.Bound(openAIShare)
-	selection.Bound(selectionShare)
-	group.Go(openAI.Serve)
-	group.Go(selection.Serve)
+	for _, port := range ports {
+		group.Go(port.Serve)
+	}
+	group.Go(func() error {
+		r.page.Run(fleet)
+		return nil
+	})
+	if config.Demo {
+		group.Go(func() error {
+			demo.Run(failed, r.demo())
+			return nil
+		})
+	}
 	if r.replicas != nil {
 		group.Go(func() error {
 			r.replicas.Run(fleet)
@@ -131,19 +154,19 @@ func (r *app) run(ctx context.Context) error {
 		return nil
 	})
 	tokens.ReleaseStartup()
-	r.log.Info("listening", "openai", openAI.URL()+"/v1", "router", selection.URL(), "policy", r.config.Policy)
+	r.log.Info("listening", "openai", ports[0].URL()+"/v1", "router", ports[1].URL(), "page", ports[1].URL()+"/ui/", "policy", r.config.Policy)
 	group.Go(func() error {
 		<-failed.Done()
 		delay := r.config.DrainDelay
 		if ctx.Err() == nil || errors.Is(context.Cause(ctx), errInterrupted) {
 			delay = 0 // nobody is to turn away
 		}
-		r.drain(delay, openAI, selection)
+		r.drain(delay, ports)
 		r.recording.Close() // workers that are let go of now have lost nothing
 		stopFleet()
 		return nil
 	})
-	err = group.Wait()
+	err := group.Wait()
 	r.api.pairs.Close()
 	r.api.recorder.Close()
 	r.traces.Close()
@@ -155,22 +178,36 @@ func (r *app) run(ctx context.Context) error {
 // those of the OpenAI port have.
 const selectionEnd = 2 * time.Second
 
-// drain ends both ports: they are not ready but serve for delay, then take no new
-// connection, and requests may finish for --drain-timeout. Started workers live on.
-func (r *app) drain(delay time.Duration, openAI, selection *web.Port) {
+// door is a port to be opened.
+type door struct {
+	host    string
+	port    int
+	flag    string
+	clients int // at most
+	handler http.Handler
+}
+
+// drain ends all ports, the OpenAI port, which comes first, before the others: they
+// are not ready but serve for delay, then take no new connection, and requests may
+// finish for --drain-timeout. Started workers live on.
+func (r *app) drain(delay time.Duration, ports []*web.Port) {
 	r.api.Drain()
 	r.selection.Drain()
-	openAI.Leave()
-	selection.Leave()
+	for _, port := range ports {
+		port.Leave()
+	}
 	if delay > 0 {
 		r.log.Info("not ready any more, but serving; a second signal ends at once", "drain_delay", delay)
 		time.Sleep(delay)
 	}
 	r.log.Info("draining: running requests may finish; a second signal ends at once", "limit", r.config.DrainTimeout)
-	if !openAI.Drain(r.config.DrainTimeout) {
+	if !ports[0].Drain(r.config.DrainTimeout) {
 		r.log.Warn("requests were still running at the end of --drain-timeout: they were cut")
 	}
-	selection.Drain(selectionEnd)
+	r.page.Close()
+	for _, port := range ports[1:] {
+		port.Drain(selectionEnd)
+	}
 }
 
 // readSecrets reads the files of keys and of TLS anew, both or neither, and returns

@@ -20,6 +20,7 @@ import (
 	"kvrouter/internal/logs"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/outlier"
+	"kvrouter/internal/page"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/process"
 	"kvrouter/internal/proxy"
@@ -51,6 +52,7 @@ type app struct {
 	edges     *guard.Edges // counts the panics of parsers
 	api       *API
 	selection *selection.Service
+	page      *page.Page
 	replicas  *replica.Mesh             // nil: none
 	traces    *jsonlines.Writer         // of policy thompson; nil: none
 	learned   *policy.ThompsonStateFile // by policy thompson; nil: it is not kept
@@ -116,6 +118,8 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		return nil, err
 	}
 	r.selection = selection.New(config.selectionSettings(), r.router, r.index, r.fleet, log)
+	r.page = page.New(config.pageSettings(), page.Sources{Router: r.router, Fleet: r.fleet, Proxy: r.proxy, Totals: r.telemetry.Totals, Model: r.model, Ready: r.api.Ready, OpenAI: r.api.Handler()}, log)
+	r.api.page = r.page
 	if config.Record != "" {
 		if r.api.recorder, err = telemetry.NewRecorder(config.Record, config.Policy, config.BlockSize, log); err != nil {
 			return nil, err
@@ -164,23 +168,7 @@ func openModel(ctx context.Context, config Config, log *slog.Logger) (*tokens.Mo
 		log.Info("no --model: prompt tokens come from the workers")
 		return nil, nil
 	}
-	dir, err := tokens.ResolveModel(ctx, config.Model, config.Python)
-	var model *tokens.Model
-	if err == nil {
-		read := tokens.EngineChatOptions
-		if config.Engine == EngineSGLang {
-			read = tokens.SGLangChatOptions
-		}
-		var options tokens.ChatOptions
-		if options, err = read(config.EngineArgs); err == nil {
-			if model, err = tokens.OpenModelWith(dir, options); err == nil {
-				model.CacheTokens(config.TokenCacheTokens)
-				if name, why := model.Encoder(); why != "" {
-					log.Info("prompts are encoded by crate "+name+", not by the faster fastokens", "why", why)
-				}
-			}
-		}
-	}
+	model, err := tokens.Open(ctx, tokens.Opening{Name: config.Model, Python: config.Python, EngineArgs: config.EngineArgs, SGLang: config.Engine == EngineSGLang, CacheTokens: config.TokenCacheTokens}, log)
 	if err != nil && config.Engine == "none" {
 		log.Warn("no tokenizer: prompt tokens come from the workers", "model", config.Model, "error", err)
 		return nil, nil
@@ -234,7 +222,7 @@ func (r *inference) route(exclude []uint64) (router.Decision, error) {
 	r.request.Exclude = exclude
 	d, err := r.api.decide(r.ctx, r.request)
 	if err == nil {
-		r.decided(&d, d)
+		r.decided(&d, nil, d)
 	}
 	return d, err
 }
@@ -245,18 +233,19 @@ func (r *inference) routePair(exclude []uint64, why string) (router.Pair, error)
 	r.request.Exclude = exclude
 	pair, err := r.api.decidePair(r.ctx, r.request, why)
 	if err == nil {
-		r.decided(&pair.Decode, pair.Took())
+		r.decided(&pair.Decode, &pair.Prefill, pair.Took())
 	}
 	return pair, err
 }
 
 // decided records the times of a decision. Where the usage will speak of more than
 // the decision does, its tokens are not to be compared.
-func (r *inference) decided(d *router.Decision, times router.Decision) {
+func (r *inference) decided(d, prefill *router.Decision, times router.Decision) {
 	if r.countsMore() {
 		d.Tokens = 0
 	}
-	if r.kind != noPrompt {
+	r.api.page.Decided(r.seen, r.request.Model, d, prefill)
+	if r.kind != tokens.NoPrompt {
 		r.api.telemetry.Decided(r.took, times)
 	}
 }
@@ -284,25 +273,8 @@ func (a *API) decidePair(ctx context.Context, request router.Request, why string
 	return pair, err
 }
 
-// samples shows every worker rank to the metrics page.
-func (r *app) samples() []telemetry.WorkerSample {
-	up := map[kv.WorkerKey]bool{}
-	for _, t := range r.router.Targets() {
-		up[t.Key] = true
-	}
-	streams := r.fleet.Streams()
-	var samples []telemetry.WorkerSample
-	for _, w := range r.fleet.Workers() {
-		for _, key := range w.Keys() {
-			s := telemetry.WorkerSample{Worker: key, Up: up[key], Restarts: w.Restarts, Blocks: r.index.Blocks(key), Load: r.router.Load(key)}
-			if stats := streams[key]; stats != nil {
-				s.EventCount, s.Connected, s.Cold = stats.Counts(), stats.Connected.Load(), stats.Cold.Load()
-			}
-			samples = append(samples, s)
-		}
-	}
-	return samples
-}
+// samples shows every worker rank to the metrics page and to people.
+func (r *app) samples() []workers.Sample { return r.fleet.Samples(r.router) }
 
 // replicaCounts shows what routers have told each other to the metrics page.
 func (r *app) replicaCounts() telemetry.ReplicaCounts {

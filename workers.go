@@ -6,10 +6,13 @@ import (
 	"fmt"
 	"time"
 
+	"kvrouter/internal/demo"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
+	"kvrouter/internal/page"
 	"kvrouter/internal/process"
 	"kvrouter/internal/selection"
+	"kvrouter/internal/settings"
 	"kvrouter/internal/sglang"
 	"kvrouter/internal/vllm"
 	"kvrouter/internal/workers"
@@ -153,6 +156,24 @@ func (c *Config) selectionSettings() selection.Settings {
 		Host: c.Web.RouterHost, APIKey: c.RouterAPIKey, ServedModelName: c.ServedModelName, BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
 		TrackPrefillTokens: c.Routing.RouterTrackPrefillTokens, CountsPasses: c.Routing.RouterQueueThreshold != nil,
 		Hop: c.Hop,
+	}
+}
+
+func (c *Config) pageSettings() page.Settings {
+	return page.Settings{Flags: c.Page, Host: c.Web.RouterHost, Keys: c.RouterAPIKey, Secure: c.Web.TLS.TLSCert != "", Version: settings.Version(), Policy: c.Policy, BlockSize: c.BlockSize, Demo: c.Demo}
+}
+
+// demo is what makes traffic.
+func (r *app) demo() demo.Settings {
+	with := func(i int, change func(*mocker.Worker)) {
+		if w := r.mocker.Worker(i); w != nil {
+			change(w)
+		}
+	}
+	return demo.Settings{
+		OpenAI: r.api.Handler(), Model: r.config.ServedModelName, Workers: r.config.NumWorkers, Seed: r.config.Seed, Log: r.log,
+		Break: func(i, status int) { with(i, func(w *mocker.Worker) { w.Failing.Store(int32(status)) }) },
+		Crash: func(i int) { with(i, func(w *mocker.Worker) { w.End(demo.ErrCrash) }) },
 	}
 }
 

@@ -1,0 +1,259 @@
+package main
+
+import (
+	"bufio"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/page"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/web"
+)
+
+// pageKey is the router port's key in these tests.
+const pageKey = "sesame"
+
+// viewer is somebody who looks at the page.
+type viewer struct {
+	t      *testing.T
+	base   string
+	lines  *bufio.Reader
+	latest page.State
+}
+
+// look opens the page's stream, which ends with the test.
+func look(t *testing.T, base string) *viewer {
+	t.Helper()
+	request, _ := http.NewRequestWithContext(t.Context(), http.MethodGet, base+"/ui/stream", nil)
+	request.Header.Set("Authorization", "Bearer "+pageKey)
+	response, err := http.DefaultClient.Do(request)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { response.Body.Close() })
+	if response.StatusCode != http.StatusOK {
+		t.Fatalf("the stream: %s", response.Status)
+	}
+	return &viewer{t: t, base: base, lines: bufio.NewReader(response.Body)}
+}
+
+// until reads states until one is as wanted.
+func (v *viewer) until(what string, is func(*page.State) bool) {
+	v.t.Helper()
+	event := ""
+	for limit := time.Now().Add(20 * time.Second); time.Now().Before(limit); {
+		line, err := v.lines.ReadString('\n')
+		if err != nil {
+			v.t.Fatalf("%s: the stream ended: %v", what, err)
+		}
+		if name, named := strings.CutPrefix(line, "event: "); named {
+			event = strings.TrimSpace(name)
+		}
+		data, told := strings.CutPrefix(line, "data: ")
+		if !told || event != "state" {
+			continue
+		}
+		var state page.State
+		if err := json.Unmarshal([]byte(data), &state); err != nil {
+			v.t.Fatal(err)
+		}
+		if v.latest = state; is(&state) {
+			return
+		}
+	}
+	v.t.Fatalf("%s: never shown; last %+v", what, v.latest)
+}
+
+// send sends what the page's script would.
+func (v *viewer) send(method, path, body string) (*http.Response, string) {
+	v.t.Helper()
+	request, _ := http.NewRequestWithContext(v.t.Context(), method, v.base+path, strings.NewReader(body))
+	request.Header.Set("Authorization", "Bearer "+pageKey)
+	request.Header.Set("X-Kvrouter-Page", "1")
+	request.Header.Set("Content-Type", "application/json")
+	response, err := http.DefaultClient.Do(request)
+	if err != nil {
+		v.t.Fatal(err)
+	}
+	defer response.Body.Close()
+	answer, err := io.ReadAll(response.Body)
+	if err != nil {
+		v.t.Fatal(err)
+	}
+	return response, string(answer)
+}
+
+// TestThePageShowsWhatTheMetricsSay looks from the page's own port.
+func TestThePageShowsWhatTheMetricsSay(t *testing.T) {
+	port := testkit.FreePorts(t, 1)
+	s := startMockSite(t, 2, "--router-api-key="+pageKey, "--api-key=other", fmt.Sprintf("--page-port=%d", port), "--page-show-text", "--block-size=16", "--policy=round-robin")
+	v := look(t, fmt.Sprintf("http://127.0.0.1:%d", port))
+	v.until("the first state", func(*page.State) bool { return true })
+	const requests = 12
+	for i := range requests {
+		s.as(t, "other", map[string]any{"messages": say(fmt.Sprintf("%s%d", strings.Repeat("a page to look at ", 30), i%3)), "max_tokens": 4, "stream": i%2 == 0})
+	}
+	s.as(t, "other", map[string]any{"model": "none such", "messages": say("hi")})
+	v.until("all requests", func(state *page.State) bool { return state.Totals.Requests == requests+1 && state.Totals.InFlight == 0 })
+	s.settle()
+	v.until("one more state", func(*page.State) bool { return true })
+
+	_, text := testkit.HTTPGet(t, s.openAI+"/metrics")
+	metrics := testkit.ReadMetricsPage(string(text))
+	sum := func(name string) (sum float64) {
+		for series, value := range metrics {
+			if strings.HasPrefix(series, name+"{") {
+				sum += value
+			}
+		}
+		return sum
+	}
+	totals := v.latest.Totals
+	for name, shown := range map[string]uint64{
+		"kvrouter_requests_total": totals.Requests, "kvrouter_prompt_tokens_total": totals.PromptTokens, "kvrouter_cached_tokens_reported_total": totals.CachedTokens,
+		"kvrouter_overlap_tokens_predicted_total": totals.PredictedTokens, "kvrouter_predictions_total": totals.Compared,
+	} {
+		if sum(name) != float64(shown) || shown == 0 {
+			t.Errorf("%s is %v, the page shows %d", name, sum(name), shown)
+		}
+	}
+	if totals.CachedTokens == 0 || totals.Exact != totals.Compared || *v.latest.Rates.Exact != 1 || v.latest.Rates.TTFT50 == nil {
+		t.Errorf("totals %+v, rates %+v", totals, v.latest.Rates)
+	}
+	for _, w := range v.latest.Workers {
+		at := fmt.Sprintf(`{dp_rank="%d",worker_id="%d"}`, w.Rank, w.Worker)
+		for name, shown := range map[string]int{"kvrouter_worker_blocks": w.Blocks, "kvrouter_worker_in_flight": w.InFlight, "kvrouter_worker_restarts_total": w.Restarts, "kvrouter_worker_prefill_tokens": w.PrefillTokens} {
+			if got, there := metrics[name+at]; !there || got != float64(shown) {
+				t.Errorf("%s%s is %v, the page shows %d", name, at, got, shown)
+			}
+		}
+		answered := 0.0
+		for series, value := range metrics {
+			if strings.HasPrefix(series, "kvrouter_requests_total{") && strings.Contains(series, fmt.Sprintf(`worker_id="%d"`, w.Worker)) {
+				answered += value
+			}
+		}
+		if w.State != page.StateReady || !w.EventsConnected || w.Cold || float64(w.Requests) != answered || w.Model != "mock" || w.EventLag == nil {
+			t.Errorf("worker %d answered %v: %+v", w.Worker, answered, w)
+		}
+	}
+
+	if list := v.latest.Requests; len(list) != requests+1 || list[0].End != page.EndRefused || list[0].Status != 404 {
+		t.Errorf("%d requests are shown, the newest is %+v", len(list), list[0])
+	}
+	for _, r := range v.latest.Requests[1:] {
+		_, answer := v.send("GET", "/ui/requests/"+r.ID, "")
+		receipt := gjson.Parse(answer)
+		if r.End != page.EndDone || !r.Explained || receipt.Get("worker_id").Uint() != *r.Worker || len(receipt.Get("candidates").Array()) != 2 || receipt.Get("request.id").String() != r.ID || r.Cached == nil || *r.Cached != r.Predicted || !strings.HasPrefix(r.Prompt, "a page to look at") {
+			t.Errorf("%+v is explained by %s", r, answer)
+		}
+	}
+	cache := v.latest.Cache.Nodes
+	if len(cache) < 2 || cache[0].Hits != requests || cache[0].Parent != "" || len(cache[0].Workers) == 0 || !strings.Contains(cache[0].Text, "page to look") {
+		t.Errorf("the cache is shown as %+v", cache)
+	}
+}
+
+func TestTryAndWhereOnThePage(t *testing.T) {
+	s := startMockSite(t, 2, "--router-api-key="+pageKey, "--api-key=other", "--decision-headers=false", "--page-show-text=false")
+	v := look(t, s.selection)
+	v.until("the first state", func(*page.State) bool { return true })
+	ask := `{"model":"mock","stream":true,"max_tokens":5,"messages":[{"role":"user","content":"` + strings.Repeat("where would this go ", 40) + `"}]}`
+	response, where := v.send("POST", "/ui/where", ask)
+	if response.StatusCode != http.StatusOK || !gjson.Get(where, "query_only").Bool() || len(gjson.Get(where, "candidates").Array()) != 2 {
+		t.Fatalf("%s %s", response.Status, where)
+	}
+	if n := s.inFlight(); n != 0 {
+		t.Errorf("%d requests are booked by a dry run", n)
+	}
+	response, answer := v.send("POST", "/ui/try", ask)
+	if response.StatusCode != http.StatusOK || !strings.HasPrefix(response.Header.Get("Content-Type"), "text/event-stream") || !strings.HasSuffix(answer, "data: [DONE]\n\n") {
+		t.Fatalf("%s %s", response.Status, answer)
+	}
+	id := response.Header.Get(web.HeaderRequest)
+	if _, receipt := v.send("GET", "/ui/requests/"+id, ""); gjson.Get(receipt, "request.output_tokens").Int() != 5 || gjson.Get(receipt, "request.end").String() != page.EndDone {
+		t.Errorf("its receipt: %s", receipt)
+	}
+	v.until("the request that was tried, and no other", func(state *page.State) bool {
+		return len(state.Requests) == 1 && state.Requests[0].ID == id && state.Requests[0].Prompt == ""
+	})
+	for _, node := range v.latest.Cache.Nodes {
+		if node.Text != "" {
+			t.Errorf("text is shown unasked: %+v", node)
+		}
+	}
+	if response, _ := s.as(t, pageKey, map[string]any{"messages": say("hi")}); response.StatusCode != http.StatusUnauthorized {
+		t.Errorf("the page's key opens the OpenAI port: %s", response.Status)
+	}
+	if response, answer := v.send("POST", "/ui/where", `{"model":"none such","prompt":"a"}`); response.StatusCode != http.StatusNotFound || !strings.Contains(answer, "none such") {
+		t.Errorf("an unknown model: %s %s", response.Status, answer)
+	}
+}
+
+func TestDrainResetAndCrashOnThePage(t *testing.T) {
+	s := startMockSite(t, 2, "--router-api-key="+pageKey, "--policy=round-robin", "--restart-backoff-max=2s")
+	v := look(t, s.selection)
+	text := strings.Repeat("some words ", 60)
+	chat := func() string {
+		response, _ := s.as(t, "", map[string]any{"messages": say(text), "max_tokens": 1})
+		return response.Header.Get(web.HeaderWorker)
+	}
+	chat()
+	chat()
+	act := func(path string, want int) {
+		t.Helper()
+		if response, answer := v.send("POST", path, ""); response.StatusCode != want {
+			t.Fatalf("%s: %s %s", path, response.Status, answer)
+		}
+	}
+	act("/ui/workers/0/drain", http.StatusNoContent)
+	v.until("worker 0 rests", func(state *page.State) bool { return state.Workers[0].State == page.StateResting })
+	for range 4 {
+		if worker := chat(); worker != proxy.WorkerLabel(1) {
+			t.Errorf("a request went to worker %s, and 0 rests", worker)
+		}
+	}
+	act("/ui/workers/0/readmit", http.StatusNoContent)
+	v.until("worker 0 is back", func(state *page.State) bool { return state.Workers[0].State == page.StateReady })
+	act("/ui/workers/1/reset-cache", http.StatusNoContent)
+	text = "hi" // an engine tells of its reset with its next pass
+	chat()
+	chat()
+	v.until("worker 1's blocks are gone", func(state *page.State) bool { return state.Workers[1].Blocks == 0 })
+	act("/ui/workers/9/reset-cache", http.StatusNotFound)
+	s.app.mocker.Worker(1).End(errMockStopped)
+	v.until("worker 1 is down, or was", func(state *page.State) bool {
+		w := state.Workers[1]
+		return w.State == page.StateDown && strings.Contains(w.Why, errMockStopped.Error()) || w.Restarts == 1 && strings.Contains(w.Why, "started again")
+	})
+	v.until("worker 1 is back", func(state *page.State) bool {
+		return state.Workers[1].State == page.StateReady && state.Workers[1].Restarts == 1
+	})
+	for _, path := range []string{"/debug/pprof/", "/debug/vars", "/"} {
+		if response, _ := v.send("GET", path, ""); response.StatusCode != http.StatusOK {
+			t.Errorf("%s: %s", path, response.Status)
+		}
+	}
+	if _, text := testkit.HTTPGet(t, s.openAI+"/"); !strings.Contains(string(text), s.selection+"/ui/") {
+		t.Errorf("GET / of the OpenAI port: %s", text)
+	}
+}
+
+func TestTheDemoNeedsMockWorkersAndServesThem(t *testing.T) {
+	if _, _, err := ParseConfig([]string{"--demo", "--engine=none"}); err == nil || !strings.Contains(err.Error(), "--demo") || !strings.Contains(err.Error(), "--engine mocker") {
+		t.Errorf("--demo without mock workers: %v", err)
+	}
+	s := startMockSite(t, 2, "--demo", "--api-key=other", "--router-api-key="+pageKey)
+	v := look(t, s.selection)
+	v.until("traffic comes by itself", func(state *page.State) bool {
+		return state.Demo && state.Totals.Requests > 5 && len(state.Cache.Nodes) > 0 && state.Rates.TTFT50 != nil
+	})
+}
