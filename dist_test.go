@@ -15,6 +15,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"runtime"
 	"slices"
 	"strings"
@@ -314,7 +315,8 @@ func answersPing(t *testing.T, environ []string, attributes *syscall.SysProcAttr
 	})
 	cold := output(t, "./ping.sh", "--url", url)
 	again := output(t, "./ping.sh", "--url", url)
-	if !strings.Contains(cold, "worker:") || !strings.Contains(again, "predicted overlap: 128 of") {
+	found := regexp.MustCompile(`predicted overlap: ([1-9]\d*) of \d+ prompt tokens\nactually cached:   ([1-9]\d*) of`).FindStringSubmatch(again)
+	if !strings.Contains(cold, "predicted overlap: 0 of") || found == nil || found[1] != found[2] {
 		t.Errorf("ping.sh prints\n%s\nand then\n%s\nlog:\n%s", cold, again, log.Tail())
 	}
 	t.Log(again)

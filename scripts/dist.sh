@@ -79,7 +79,7 @@ build() {
 # image ARCH puts the binary into an image of its own: nothing else is in it but the authorities for https, and a
 # user who is not root.
 image() {
-  local root=$work/src/root container name=kvrouter-oci-$1
+  local root=$work/root container name=kvrouter-oci-$1
   local -a b=(buildah --root "$work/storage" --runroot "$work/run" --storage-driver vfs)
   rm -rf "$root"
   mkdir -p "$root/etc/ssl/certs"
