@@ -11,6 +11,7 @@ import (
 
 	"github.com/alecthomas/kong"
 
+	"kvrouter/internal/doctor"
 	"kvrouter/internal/events"
 	"kvrouter/internal/keys"
 	"kvrouter/internal/manual"
@@ -39,6 +40,7 @@ const (
 	CommandServe    = "serve"
 	CommandSimulate = "simulate"
 	CommandReplay   = "replay-events"
+	CommandDoctor   = "doctor"
 	CommandVersion  = "version"
 	CommandHelp     = "help" // the help or the version has been printed; nothing is left to do
 )
@@ -140,6 +142,8 @@ type Config struct {
 	Simulate simulate.Settings `kong:"-"`
 	// Replay is what CommandReplay shall do.
 	Replay events.ReplayCommand `kong:"-"`
+	// Doctor is what CommandDoctor shall do.
+	Doctor doctor.Command `kong:"-"`
 	// ModelFolder tells that Model is a folder here. Set by ResolveDefaults.
 	ModelFolder bool `kong:"-"`
 }
@@ -151,6 +155,7 @@ type cli struct {
 	Serve    struct{}             `cmd:"" default:"1" help:"Start workers and route to them (needs no word)."`
 	Simulate simulate.Settings    `cmd:"" help:"Replay a trace, or made-up conversations, through the router and simulated workers, and compare policies."`
 	Replay   events.ReplayCommand `cmd:"" name:"replay-events" help:"Apply a file of --record-events, or of Dynamo's recorder, to an empty index and tell what came of it."`
+	Doctor   doctor.Command       `cmd:"" help:"Look at this machine, the ports and the workers that the other flags name, and say what to mend."`
 	Version  struct{}             `cmd:"" help:"Print the version."`
 
 	Completion manual.Completion `cmd:"" help:"Print what a shell completes arguments by: source <(kvrouter completion bash)."`
@@ -183,7 +188,7 @@ func takesFlag(command string, flag *kong.Flag) bool {
 	switch {
 	case flag.Group == nil: // help and version
 		return true
-	case command == CommandServe:
+	case command == CommandServe || command == CommandDoctor:
 		return true
 	case command == CommandSimulate && slices.Contains(simulateGroups, flag.Group.Title):
 		return !slices.Contains(notSimulated, flag.Name)
@@ -269,7 +274,7 @@ func parseConfig(args []string, machine settings.Machine) (Config, string, error
 	}
 	command, _, _ := strings.Cut(ctx.Command(), " ")
 	switch command {
-	case CommandServe:
+	case CommandServe, CommandDoctor:
 	case CommandSimulate:
 		cfg.Simulate = c.Simulate
 		return cfg, command, cfg.validateSimulate()
@@ -280,8 +285,9 @@ func parseConfig(args []string, machine settings.Machine) (Config, string, error
 	if err := cfg.validate(); err != nil {
 		return Config{}, "", err
 	}
-	if err := cfg.ResolveDefaults(machine); err != nil {
-		return Config{}, "", err
+	cfg.Doctor = c.Doctor
+	if cfg.Doctor.Unusable = cfg.ResolveDefaults(machine); cfg.Doctor.Unusable != nil && command == CommandServe {
+		return Config{}, "", cfg.Doctor.Unusable
 	}
 	return cfg, command, nil
 }

@@ -30,6 +30,8 @@ func main() {
 			fmt.Println("kvrouter", settings.Build())
 		case CommandServe:
 			err = serve(config)
+		case CommandDoctor:
+			err = config.Doctor.Run(untilSignal(), config.setup(), os.Stdout)
 		case CommandReplay:
 			err = config.Replay.Run(config.BlockSize, os.Stdout)
 		case CommandSimulate:

@@ -1,12 +1,14 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"time"
 
 	"kvrouter/internal/demo"
+	"kvrouter/internal/doctor"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/page"
@@ -114,6 +116,15 @@ func (c *Config) engineSettings() process.Settings {
 		NumWorkers: c.NumWorkers, PrefillWorkers: c.PrefillWorkers, BlockSize: c.BlockSize,
 		GPUsPerWorker: c.GPUsPerWorker, GPUs: c.GPUs, Cores: c.Cores, KVEvents: c.KVEvents(), Args: c.EngineArgs,
 		Ports: c.workerPorts(),
+	}
+}
+
+// setup is what CommandDoctor looks at.
+func (c *Config) setup() doctor.Setup {
+	engine, starts := c.engine()
+	return doctor.Setup{
+		Engine: engine, Starts: starts, Settings: c.engineSettings(), Ports: c.ports(), BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
+		Workers: c.Worker, Key: cmp.Or(c.WorkerKey, kv.Secret(engine.Key(c.EngineArgs))), TLS: c.WorkerTLS,
 	}
 }
 
