@@ -136,7 +136,7 @@ func TestFishCompletes(t *testing.T) {
 func TestTheManualPageReadsAsItStands(t *testing.T) {
 	text := printed(t, "man")
 	for _, want := range []string{
-		`.TH FRUIT 1 "" "fruit v1.2" "User Commands"`, `fruit \- picker of fruit`, "\\fB\\-\\-kind\\fR", "\\fB\\-\\-[no\\-]wash\\fR",
+		`.TH FRUIT 1 "" "fruit v1.2" "User Commands"`, `fruit \- picker of fruit`, "\\fB\\-\\-kind\\fR \\fIapple|pear\\fR", "\\fB\\-\\-[no\\-]wash\\fR",
 		"\\fB\\-n\\fR, \\fB\\-\\-count\\fR", "\n\\&.hidden list", "FRUIT_KIND", ".B completion bash|zsh|fish", ".SH OPTIONS OF PACK",
 	} {
 		if !strings.Contains(text, want) {

@@ -1,6 +1,7 @@
 package manual
 
 import (
+	"cmp"
 	"fmt"
 	"strings"
 
@@ -12,7 +13,7 @@ func page(app *kong.Application, version string) string {
 	out := &strings.Builder{}
 	program := app.Name
 	name, _, _ := strings.Cut(strings.TrimPrefix(version, program+" "), " (")
-	fmt.Fprintf(out, ".TH %s 1 \"\" \"%s %s\" \"User Commands\"\n", strings.ToUpper(program), program, roff(name))
+	fmt.Fprintf(out, ".TH %s 1 \"\" \"%s %s\" \"User Commands\"\n.nh\n.ad l\n", strings.ToUpper(program), program, roff(name))
 	summary, _, _ := strings.Cut(app.Help, ":")
 	fmt.Fprintf(out, ".SH NAME\n%s \\- %s\n", program, roff(strings.TrimPrefix(summary, "A ")))
 	fmt.Fprintf(out, ".SH SYNOPSIS\n.B %[1]s\n[\\fIcommand\\fR] [\\fIflags\\fR] [\\fB\\-\\-\\fR \\fIengine arguments\\fR]\n", program)
@@ -78,9 +79,9 @@ func spelling(flag *kong.Flag) string {
 		text = "\\fB\\-" + string(flag.Short) + "\\fR, " + text
 	}
 	if !flag.IsBool() {
-		value := flag.PlaceHolder
-		if value == "" {
-			value = "VALUE"
+		value := cmp.Or(flag.PlaceHolder, "VALUE")
+		if flag.PlaceHolder == "" && flag.Enum != "" {
+			value = strings.Trim(strings.Join(flag.EnumSlice(), "|"), "|")
 		}
 		text += " \\fI" + roff(value) + "\\fR"
 	}
