@@ -172,7 +172,7 @@ func (v visitor) lookAtVLLM(ctx context.Context, s Setup, p *patient) {
 		_ = json.Unmarshal(a.body, &told) // else it stays unknown
 	}
 	p.version = "vLLM " + cmp.Or(shorten(told.Version), "of an unknown version")
-	r.ok("%s serves %s", p.version, strings.Join(p.models, ", "))
+	r.ok("%s serves %s", p.version, listed(p.models))
 
 	page, err := v.ask(ctx, http.MethodGet, "/metrics")
 	var metrics workers.PageTold
@@ -223,7 +223,7 @@ func (v visitor) lookAtVLLM(ctx context.Context, s Setup, p *patient) {
 func (v visitor) lookAtSGLang(ctx context.Context, s Setup, server workers.SGLangTold, p *patient) {
 	r := &p.report
 	p.version = "SGLang " + cmp.Or(shorten(server.Version), "of an unknown version")
-	r.ok("%s serves %s", p.version, strings.Join(p.models, ", "))
+	r.ok("%s serves %s", p.version, listed(p.models))
 	r.lookAtCache(s, server.BlockSize, server.Caches, "--page-size", "the radix cache (no --disable-radix-cache)")
 	if s.KVEvents {
 		v.lookAtEvents(ctx, server.Sources, kv.EngineSGLang, p)
@@ -271,13 +271,24 @@ func compare(seen []patient, r *report) {
 		}
 		if !slices.Equal(p.models, first.models) && !told["models"] {
 			told["models"] = true
-			r.note(fmt.Sprintf("they serve different models: %s and %s", strings.Join(first.models, ", "), strings.Join(p.models, ", ")), "see that --model is that of all, or leave it out")
+			r.note(fmt.Sprintf("they serve different models: %s and %s", listed(first.models), listed(p.models)), "see that --model is that of all, or leave it out")
 		}
 		if p.version != first.version && !told["version"] {
 			told["version"] = true
 			r.note(fmt.Sprintf("they run different versions: %s and %s", first.version, p.version), "")
 		}
 	}
+}
+
+// maxListed bounds the models of a worker that are shown.
+const maxListed = 5
+
+// listed names some of the models.
+func listed(models []string) string {
+	if more := len(models) - maxListed; more > 0 {
+		return fmt.Sprintf("%s and %d more", strings.Join(models[:maxListed], ", "), more)
+	}
+	return strings.Join(models, ", ")
 }
 
 // shorten makes a foreign text fit to be shown on one line.
