@@ -69,8 +69,9 @@ build() {
     mv "native/target/$triple" native/lib
     # ld's warning that getaddrinfo and getpwuid_r want the shared C library is of Rust's standard library, where
     # nothing calls them: Go's own resolver is built in (netgo, osusergo).
+    # Go's build ID depends on the folder that cgo links from.
     CC=$cross GOOS=linux GOARCH=$1 CGO_ENABLED=1 go build -buildvcs=true -trimpath -tags netgo,osusergo \
-      -ldflags '-s -w -linkmode external -extldflags "-static -Wl,--build-id=none"' -o "$out/kvrouter-linux-$1" . 2> >(
+      -ldflags '-s -w -buildid= -linkmode external -extldflags "-static -Wl,--build-id=none"' -o "$out/kvrouter-linux-$1" . 2> >(
         grep -v -e 'in statically linked applications requires at runtime' -e ': in function `' -e '^# kvrouter$' -e '/ld: .*\.o): ' >&2 || true)
     rm -rf native/lib
   )
