@@ -13,7 +13,7 @@ CHAOS ?= 2m
 GRID ?= policies
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-traces test-boards test-page lint bench index-bench growth sim bench-real wire-speed peers parity segments soak fuzz chaos clean
+.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-traces test-boards test-page lint dist test-dist bench index-bench growth sim bench-real wire-speed peers parity segments soak fuzz chaos clean
 
 help: ## Show these targets
 	@printf 'kvrouter: KV-cache-aware routing over vLLM and SGLang workers\n\n'
@@ -80,6 +80,12 @@ lint: ## gofmt, go vet, staticcheck, syntax of the shell and Python scripts
 	go run $(STATICCHECK) ./...
 	@for f in $(SHELL_SCRIPTS); do bash -n $$f || exit 1; done
 	@$(PYTHON) -c 'import ast, sys; [ast.parse(open(f).read(), f) for f in sys.argv[1:]]' $(PYTHON_SCRIPTS)
+
+dist: ## What is given away, into out/dist: static binaries, OCI images, bill of materials, completions, man page
+	@scripts/dist.sh
+
+test-dist: dist ## The same, and then run what came out of it: binary and image, by chroot (as root)
+	KVROUTER_DIST=1 go test -run '^TestDist' -v -count 1 -timeout 10m .
 
 bench: setup ## Micro-benchmarks of hashing, index, decoding and routing (BENCH=regexp)
 	go test -run '^$$' -bench '$(BENCH)' -benchmem -timeout 60m ./...

@@ -24,6 +24,7 @@ import (
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/selection"
+	"kvrouter/internal/settings"
 	"kvrouter/internal/telemetry"
 	"kvrouter/internal/tokens"
 	"kvrouter/internal/traces"
@@ -72,7 +73,7 @@ func (a *API) Handler() http.Handler {
 	engine.GET("/", func(c *gin.Context) { a.page.Welcome(c) })
 	engine.GET("/health", func(c *gin.Context) { c.Status(http.StatusOK) })
 	engine.GET("/ready", a.ready)
-	engine.GET("/version", func(c *gin.Context) { c.JSON(http.StatusOK, gin.H{"version": version()}) })
+	engine.GET("/version", func(c *gin.Context) { c.JSON(http.StatusOK, gin.H{"version": settings.Version()}) })
 	engine.GET("/metrics", gin.WrapH(a.telemetry.Handler()))
 
 	guarded := engine.Group("/", a.keys.Guard(web.OpenAIError))

@@ -11,8 +11,10 @@ import (
 
 	"github.com/alecthomas/kong"
 
+	"kvrouter/internal/doctor"
 	"kvrouter/internal/events"
 	"kvrouter/internal/keys"
+	"kvrouter/internal/manual"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/page"
 	"kvrouter/internal/policy"
@@ -40,6 +42,7 @@ const (
 	CommandSimulate = "simulate"
 	CommandReplay   = "replay-events"
 	CommandTop      = "top"
+	CommandDoctor   = "doctor"
 	CommandVersion  = "version"
 	CommandHelp     = "help" // the help or the version has been printed; nothing is left to do
 )
@@ -143,6 +146,8 @@ type Config struct {
 	Replay events.ReplayCommand `kong:"-"`
 	// Top is what CommandTop shall show.
 	Top top.Command `kong:"-"`
+	// Doctor is what CommandDoctor shall do.
+	Doctor doctor.Command `kong:"-"`
 	// ModelFolder tells that Model is a folder here. Set by ResolveDefaults.
 	ModelFolder bool `kong:"-"`
 }
@@ -155,7 +160,11 @@ type cli struct {
 	Simulate simulate.Settings    `cmd:"" help:"Replay a trace, or made-up conversations, through the router and simulated workers, and compare policies."`
 	Replay   events.ReplayCommand `cmd:"" name:"replay-events" help:"Apply a file of --record-events, or of Dynamo's recorder, to an empty index and tell what came of it."`
 	Top      top.Command          `cmd:"" help:"Show the fleet and the last requests of a running router in the terminal, live."`
+	Doctor   doctor.Command       `cmd:"" help:"Look at this machine, the ports and the workers that the other flags name, and say what to mend."`
 	Version  struct{}             `cmd:"" help:"Print the version."`
+
+	Completion manual.Completion `cmd:"" help:"Print what a shell completes arguments by: source <(kvrouter completion bash)."`
+	Man        manual.Page       `cmd:"" help:"Print the manual page: kvrouter man | man -l -."`
 
 	ShowVersion kong.VersionFlag `name:"version" env:"-" help:"Print the version."`
 }
@@ -184,7 +193,7 @@ func takesFlag(command string, flag *kong.Flag) bool {
 	switch {
 	case flag.Group == nil: // help and version
 		return true
-	case command == CommandServe:
+	case command == CommandServe || command == CommandDoctor:
 		return true
 	case command == CommandSimulate && slices.Contains(simulateGroups, flag.Group.Title):
 		return !slices.Contains(notSimulated, flag.Name)
@@ -214,7 +223,7 @@ func newParser(c *cli, options ...kong.Option) (*kong.Kong, error) {
 		kong.Name("kvrouter"),
 		kong.Description("A KV-cache-aware router for vLLM and SGLang: starts or attaches workers and serves one OpenAI endpoint; each request goes to the worker that holds most of its prompt and is least busy. What follows -- is passed on to every worker it starts."),
 		kong.DefaultEnvars("KVROUTER"),
-		kong.Vars{"policies": strings.Join(policy.Names, ", "), "version": "kvrouter " + version()},
+		kong.Vars{"policies": strings.Join(policy.Names, ", "), "version": "kvrouter " + settings.Build()},
 		kong.ConfigureHelp(kong.HelpOptions{NoExpandSubcommands: true, FlagsLast: false}),
 		kong.Help(printHelp),
 	}, options...)...)
@@ -270,7 +279,7 @@ func parseConfig(args []string, machine settings.Machine) (Config, string, error
 	}
 	command, _, _ := strings.Cut(ctx.Command(), " ")
 	switch command {
-	case CommandServe:
+	case CommandServe, CommandDoctor:
 	case CommandSimulate:
 		cfg.Simulate = c.Simulate
 		return cfg, command, cfg.validateSimulate()
@@ -281,8 +290,9 @@ func parseConfig(args []string, machine settings.Machine) (Config, string, error
 	if err := cfg.validate(); err != nil {
 		return Config{}, "", err
 	}
-	if err := cfg.ResolveDefaults(machine); err != nil {
-		return Config{}, "", err
+	cfg.Doctor = c.Doctor
+	if cfg.Doctor.Unusable = cfg.ResolveDefaults(machine); cfg.Doctor.Unusable != nil && command == CommandServe {
+		return Config{}, "", cfg.Doctor.Unusable
 	}
 	return cfg, command, nil
 }

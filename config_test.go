@@ -234,7 +234,7 @@ func TestHelpShowsTheMockersFlagsLast(t *testing.T) {
 }
 
 func TestVersionFlagPrintsTheVersion(t *testing.T) {
-	if text, _ := helpOf(t, "--version"); text != "kvrouter "+version()+"\n" {
+	if text, _ := helpOf(t, "--version"); text != "kvrouter "+settings.Build()+"\n" {
 		t.Errorf("--version prints %q", text)
 	}
 	t.Setenv("KVROUTER_VERSION", "true")
@@ -489,5 +489,19 @@ func TestEngineLimitsAreThoseTheWorkersAreStartedWith(t *testing.T) {
 		if batched, blocks := cfg.EngineLimits(); batched != test.batched || blocks != test.blocks {
 			t.Errorf("%s: %d tokens, %d blocks; want %d, %d", test.args, batched, blocks, test.batched, test.blocks)
 		}
+	}
+}
+
+func TestDoctorLooksAtWhatServeWouldRefuse(t *testing.T) {
+	args := []string{"doctor", "--model", "./nothing", "--wait", "2s", "--worker", "http://h:1"}
+	cfg, command, err := parseConfig(args, testMachine(t))
+	if err != nil || command != CommandDoctor || cfg.Doctor.Unusable == nil || cfg.Doctor.Wait != 2*time.Second {
+		t.Fatal(command, err, cfg.Doctor)
+	}
+	if s := cfg.setup(); len(s.Workers) != 1 || s.BlockSize != 64 || !s.KVEvents || !s.Starts || len(s.Ports) == 0 {
+		t.Errorf("it looks at %+v", s)
+	}
+	if _, _, err := parseConfig(args[1:3], testMachine(t)); err == nil || err.Error() != cfg.Doctor.Unusable.Error() {
+		t.Errorf("serve says %v, doctor %v", err, cfg.Doctor.Unusable)
 	}
 }

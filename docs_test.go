@@ -22,7 +22,8 @@ const flagsIntro = `# Flags
 Each flag is also an environment variable and a key of the YAML file of ` + "`--config`" + ` (the flag's name without its dashes). The command line ranks first, then the environment, then the file, then the default.
 
 - The last column names the commands that read the flag. The other ones accept it and leave it alone, or say why it does not go with them.
-- Flags that only ` + "`simulate`, `replay-events` or `top`" + ` reads are given after that word; the file has no keys for them.
+- ` + "`doctor` reads all that `serve`" + ` reads.
+- Flags that only ` + "`simulate`, `replay-events`, `top` or `doctor`" + ` reads are given after that word; the file has no keys for them.
 - A flag that is on or off takes no value; ` + "`[no-]`" + ` means that ` + "`--no-...`" + ` switches it off.
 - — is no default, or one that the meaning tells.
 - ` + "`--help` and `--version`" + ` print their text and end. What follows ` + "`--`" + ` goes to every vLLM that is started.
@@ -137,14 +138,18 @@ func TestEveryFlagIsInATableWithItsDefault(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	row := regexp.MustCompile("(?m)^\\| `--((?:\\[no-\\])?)([a-z0-9.-]+)[^`]*` \\| ([^|]*) \\| `KVROUTER_[A-Z_]+` \\| .+ \\| (?:replay-events|top|(?:serve|simulate|serve, simulate)(?:, replay-events)?(?:, top)?) \\|$")
+	row := regexp.MustCompile("(?m)^\\| `--((?:\\[no-\\])?)([a-z0-9.-]+)[^`]*` \\| ([^|]*) \\| `KVROUTER_[A-Z_]+` \\| .+ \\| ((?:replay-events|top|doctor|(?:serve|simulate|serve, simulate)(?:, replay-events)?(?:, top)?)) \\|$")
 	type told struct{ negatable, value string }
 	rows := map[string]told{}
 	for _, match := range row.FindAllStringSubmatch(string(text), -1) {
-		if _, twice := rows[match[2]]; twice {
-			t.Errorf("--%s is there twice", match[2])
+		name := match[2]
+		if !strings.Contains(match[4], CommandServe) { // commands may have flags of the same name
+			name += " of " + match[4]
 		}
-		rows[match[2]] = told{match[1], strings.Trim(match[3], "`")}
+		if _, twice := rows[name]; twice {
+			t.Errorf("--%s is there twice", name)
+		}
+		rows[name] = told{match[1], strings.Trim(match[3], "`")}
 	}
 	if lines := strings.Count(string(text), "\n| `--"); lines != len(rows) {
 		t.Errorf("%d rows begin with a flag, and %d have the form of a row", lines, len(rows))
@@ -153,18 +158,23 @@ func TestEveryFlagIsInATableWithItsDefault(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	flags := slices.Clone(parser.Model.Flags)
-	for _, command := range parser.Model.Children {
-		flags = append(flags, command.Flags...)
+	flags := map[string]*kong.Flag{}
+	for _, flag := range parser.Model.Flags {
+		flags[flag.Name] = flag
 	}
-	for _, flag := range flags {
+	for _, command := range parser.Model.Children {
+		for _, flag := range command.Flags {
+			flags[flag.Name+" of "+command.Name] = flag
+		}
+	}
+	for name, flag := range flags {
 		if flag.Name == "help" || flag.Name == "version" {
 			continue
 		}
-		row, found := rows[flag.Name]
-		delete(rows, flag.Name)
+		row, found := rows[name]
+		delete(rows, name)
 		if !found {
-			t.Errorf("--%s (%s) is in no table of %s", flag.Name, flag.Help, flagsPage)
+			t.Errorf("--%s (%s) is in no table of %s", name, flag.Help, flagsPage)
 			continue
 		}
 		want := told{value: flag.Default}
@@ -183,5 +193,29 @@ func TestEveryFlagIsInATableWithItsDefault(t *testing.T) {
 	}
 	for name := range rows {
 		t.Errorf("there is no flag --%s", name)
+	}
+}
+
+// TestShellsAndManKnowEveryFlagAndCommand holds what `kvrouter completion` and
+// `kvrouter man` print against the command line that parses.
+func TestShellsAndManKnowEveryFlagAndCommand(t *testing.T) {
+	parser, err := newParser(new(cli))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for args, spelled := range map[string]string{"completion bash": "--%s", "completion zsh": "*--%s", "completion fish": "-l %s ", "man": "--%s"} {
+		text, _ := helpOf(t, strings.Fields(args)...)
+		text = strings.ReplaceAll(text, `\-`, "-")
+		text = strings.ReplaceAll(text, "--[no-]", "--")
+		for _, node := range append(parser.Model.Children, parser.Model.Node) {
+			if node != parser.Model.Node && !regexp.MustCompile(`\b`+node.Name+`\b`).MatchString(text) {
+				t.Errorf("%s has no command %s", args, node.Name)
+			}
+			for _, flag := range node.Flags {
+				if !strings.Contains(text, fmt.Sprintf(spelled, flag.Name)) {
+					t.Errorf("%s has no flag %s", args, flag.Name)
+				}
+			}
+		}
 	}
 }

@@ -18,7 +18,7 @@ var layers = []map[string]string{
 		"kv": "", "guard": "", "table": "",
 		"blockpool": "", "zmq": "", "jsonbody": "",
 		"jsonlines": "", "web": "", "settings": "",
-		"logs": "",
+		"logs": "", "manual": "",
 	},
 	{ // knowing
 		"hints": "jsonbody kv", "radix": "blockpool kv table", "engine": "blockpool kv",
@@ -40,7 +40,7 @@ var layers = []map[string]string{
 	},
 	{ // showing, offering
 		"telemetry": "hints jsonlines kv outlier policy proxy router traces workers", "selection": "events hints kv outlier policy radix router web workers",
-		"nativeapi": "jsonbody kv proxy router", "demo": "keys",
+		"nativeapi": "jsonbody kv proxy router", "doctor": "events kv mocker process settings tokens web workers zmq", "demo": "keys",
 		"page": "jsonbody keys kv outlier policy proxy router tokens web workers",
 	},
 	{ // looking from elsewhere

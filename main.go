@@ -9,7 +9,6 @@ import (
 	"os"
 	"os/signal"
 	"reflect"
-	"runtime/debug"
 	"strings"
 	"syscall"
 	"time"
@@ -28,9 +27,11 @@ func main() {
 	if err == nil {
 		switch command {
 		case CommandVersion:
-			fmt.Println("kvrouter", version())
+			fmt.Println("kvrouter", settings.Build())
 		case CommandServe:
 			err = serve(config)
+		case CommandDoctor:
+			err = config.Doctor.Run(untilSignal(), config.setup(), os.Stdout)
 		case CommandReplay:
 			err = config.Replay.Run(config.BlockSize, os.Stdout)
 		case CommandTop:
@@ -43,15 +44,6 @@ func main() {
 		fmt.Fprintln(os.Stderr, "kvrouter:", err)
 		os.Exit(1)
 	}
-}
-
-// version is what the build knows of itself.
-func version() string {
-	info, ok := debug.ReadBuildInfo()
-	if !ok || info.Main.Version == "" {
-		return "unknown"
-	}
-	return info.Main.Version
 }
 
 // serve runs the router until it is told to stop, and returns when all it

@@ -29,6 +29,7 @@ import (
 	"kvrouter/internal/replica"
 	"kvrouter/internal/router"
 	"kvrouter/internal/selection"
+	"kvrouter/internal/settings"
 	"kvrouter/internal/telemetry"
 	"kvrouter/internal/tokens"
 	"kvrouter/internal/traces"
@@ -110,7 +111,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.tokens = tokens.NewSource(r.model, r.askWorker, config.TokenTimeout, log)
 	r.api = NewAPI(config, r.router, r.tokens, r.proxy, r.telemetry, log)
 	r.api.lookForModels = r.fleet.LookForModels
-	if r.api.tracer, err = traces.Open(version(), log); err != nil {
+	if r.api.tracer, err = traces.Open(settings.Version(), log); err != nil {
 		return nil, err
 	}
 	r.telemetry.WatchTraces(r.api.tracer)

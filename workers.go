@@ -1,17 +1,20 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"time"
 
 	"kvrouter/internal/demo"
+	"kvrouter/internal/doctor"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/page"
 	"kvrouter/internal/process"
 	"kvrouter/internal/selection"
+	"kvrouter/internal/settings"
 	"kvrouter/internal/sglang"
 	"kvrouter/internal/vllm"
 	"kvrouter/internal/workers"
@@ -116,6 +119,15 @@ func (c *Config) engineSettings() process.Settings {
 	}
 }
 
+// setup is what CommandDoctor looks at.
+func (c *Config) setup() doctor.Setup {
+	engine, starts := c.engine()
+	return doctor.Setup{
+		Engine: engine, Starts: starts, Settings: c.engineSettings(), Ports: c.ports(), BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
+		Workers: c.Worker, Key: cmp.Or(c.WorkerKey, kv.Secret(engine.Key(c.EngineArgs))), TLS: c.WorkerTLS,
+	}
+}
+
 // fleetSettings say which workers there are.
 func (c *Config) fleetSettings() workers.Settings {
 	engine, starts := c.engine()
@@ -159,7 +171,7 @@ func (c *Config) selectionSettings() selection.Settings {
 }
 
 func (c *Config) pageSettings() page.Settings {
-	return page.Settings{Flags: c.Page, Host: c.Web.RouterHost, Keys: c.RouterAPIKey, Secure: c.Web.TLS.TLSCert != "", Version: version(), Policy: c.Policy, BlockSize: c.BlockSize, Demo: c.Demo}
+	return page.Settings{Flags: c.Page, Host: c.Web.RouterHost, Keys: c.RouterAPIKey, Secure: c.Web.TLS.TLSCert != "", Version: settings.Version(), Policy: c.Policy, BlockSize: c.BlockSize, Demo: c.Demo}
 }
 
 // demo is what makes traffic.

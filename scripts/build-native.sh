@@ -3,6 +3,9 @@
 # looks for it. Built libraries are kept by what they were built from, so a second
 # call only copies. The header beside the library is a marker: without it the C
 # compiler stops and names `make setup`, before the linker misses the library.
+#
+# With a Rust target as its argument (x86_64-unknown-linux-gnu) it builds for what
+# is given away: into native/target/TARGET, and without this machine's paths inside.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -30,22 +33,36 @@ fi
 # PCRE2 goes into the library: cgo would not know of one that the system has.
 export PCRE2_SYS_STATIC=1
 
-key=$( (cat native/Cargo.toml native/Cargo.lock native/src/*.rs; echo "$version"; rustc -vV) | sha256sum | cut -c1-16)
+key=$( (cat native/Cargo.toml native/Cargo.lock native/src/*.rs; echo "$version"; rustc -vV; [ -z "${1:-}" ] || { echo "$1"; cat scripts/build-native.sh; }) | sha256sum | cut -c1-16)
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/kvrouter/native
 kept=$cache/$key/libtokenizers.a
-target=native/lib/libtokenizers.a
-marker=native/lib/kvrouter_native.h
+lib=native/lib
+builds=$cache/target
+built=$builds/release
+if [ -n "${1:-}" ]; then
+    lib=native/target/$1
+    builds=$cache/target-dist
+    built=$builds/$1/release
+    export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
+    crates=${CARGO_HOME:-$HOME/.cargo}
+    # A static program has no getrandom to look up: without the setting it would want /dev/urandom.
+    export RUSTFLAGS="--cfg getrandom_backend=\"linux_getrandom\" --remap-path-prefix=$sources=/tokenizers --remap-path-prefix=$PWD/native=/native --remap-path-prefix=$crates=/cargo --remap-path-prefix=$builds=/target"
+    export CFLAGS="-ffile-prefix-map=$crates=/cargo -ffile-prefix-map=$builds=/target"
+    export CXXFLAGS=$CFLAGS
+fi
+target=$lib/libtokenizers.a
+marker=$lib/kvrouter_native.h
 
 if [ ! -f "$kept" ]; then
     echo "build-native: compiling the tokenizer and template library (a minute or two)" >&2
     TOKENIZERS_SRC=$sources cargo build --locked --release --quiet \
-        --manifest-path native/Cargo.toml --target-dir "$cache/target"
+        --manifest-path native/Cargo.toml --target-dir "$builds" ${1:+--target "$1"}
     mkdir -p "$cache/$key"
-    cp "$cache/target/release/libtokenizers.a" "$kept.$$"
+    cp "$built/libtokenizers.a" "$kept.$$"
     mv "$kept.$$" "$kept" # whole or not at all, also with two builds at once
 fi
 if ! cmp -s "$kept" "$target"; then
-    mkdir -p native/lib
+    mkdir -p "$lib"
     rm -f "$target"
     ln "$kept" "$target" 2>/dev/null || cp "$kept" "$target"
 fi

@@ -1,0 +1,411 @@
+package doctor
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
+	"net/url"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/process"
+	"kvrouter/internal/settings"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/vllm"
+	"kvrouter/internal/workers"
+)
+
+const blockSize = 64
+
+// ward is a set of mock workers.
+type ward struct {
+	workers  []*mocker.Worker
+	attached []workers.Attached // as --worker names them
+	load     int                // port of worker 0's load; worker i has this plus i
+}
+
+// newWard starts n mock workers, which end with the test.
+func newWard(t *testing.T, n int, tweak func(*mocker.Settings)) *ward {
+	t.Helper()
+	model, err := mocker.OpenBuiltinModel()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(model.Close)
+	cfg := mocker.DefaultSettings()
+	cfg.SpeedupRatio, cfg.ServedModelName, cfg.BlockSize, cfg.KVEvents, cfg.Parts = 0, mocker.ModelName, blockSize, true, make([]kv.Disagg, n)
+	if tweak != nil {
+		tweak(&cfg)
+	}
+	ranks := cfg.MockDataParallelSize
+	ports := testkit.FreePorts(t, n+3*n*ranks)
+	cfg.Ports = process.Ports{HTTP: ports, KVEvents: ports + n, KVReplay: ports + n + n*ranks, Load: ports + n + 2*n*ranks, Ranks: ranks}
+	m, err := mocker.NewMocker(cfg, model, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := &ward{load: cfg.Ports.Load}
+	for i := range n {
+		worker, err := m.Start(i)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() {
+			worker.End(errors.New("the test has ended"))
+			<-worker.Ended()
+		})
+		w.workers = append(w.workers, worker)
+		w.attached = append(w.attached, workers.Attached{ID: uint64(i), URL: fmt.Sprintf("http://127.0.0.1:%d", ports+i)})
+	}
+	return w
+}
+
+// front stands before a worker's HTTP port and may change its answers.
+func front(t *testing.T, w *workers.Attached, change func(path string, response *http.Response, body string) string) {
+	t.Helper()
+	target, err := url.Parse(w.URL)
+	if err != nil {
+		t.Fatal(err)
+	}
+	transport := &http.Transport{DisableKeepAlives: true}
+	server := httptest.NewServer(&httputil.ReverseProxy{
+		Rewrite:   func(r *httputil.ProxyRequest) { r.SetURL(target) },
+		Transport: transport,
+		ModifyResponse: func(response *http.Response) error {
+			body, err := io.ReadAll(response.Body)
+			if err != nil {
+				return err
+			}
+			_ = response.Body.Close()
+			changed := change(response.Request.URL.Path, response, string(body))
+			response.Body, response.ContentLength = io.NopCloser(strings.NewReader(changed)), int64(len(changed))
+			response.Header.Set("Content-Length", fmt.Sprint(len(changed)))
+			return nil
+		},
+	})
+	t.Cleanup(server.Close)
+	w.URL = server.URL
+}
+
+// visit runs the command and returns its findings, and those to mend; whatever there
+// is to mend must be told by the error as well.
+func visit(t *testing.T, c Command, s Setup) (all, mend []Finding) {
+	t.Helper()
+	c.JSON = true
+	var out bytes.Buffer
+	err := c.Run(t.Context(), s, &out)
+	var printed struct {
+		OK       bool
+		Findings []Finding
+	}
+	if err := json.Unmarshal(out.Bytes(), &printed); err != nil {
+		t.Fatal(err, out.String())
+	}
+	for _, f := range printed.Findings {
+		if f.Level == Mend {
+			mend = append(mend, f)
+		}
+		if strings.ContainsAny(f.Text+f.Remedy, "\n\r") || f.Text == "" || f.About == "" {
+			t.Errorf("it is no line: %+v", f)
+		}
+	}
+	if printed.OK != (len(mend) == 0) || (err == nil) != printed.OK {
+		t.Errorf("ok %v, error %v, to mend %v", printed.OK, err, mend)
+	}
+	if err != nil && len(mend) > 1 && !strings.Contains(err.Error(), fmt.Sprint(len(mend))) {
+		t.Errorf("%d to mend: %v", len(mend), err)
+	}
+	return printed.Findings, mend
+}
+
+// setup is one whose workers run already.
+func setup(w *ward) Setup {
+	return Setup{Workers: w.attached, BlockSize: blockSize, KVEvents: true}
+}
+
+const wait = 5 * time.Second
+
+func TestAGoodSetupHasNothingToMend(t *testing.T) {
+	for name, tweak := range map[string]func(*mocker.Settings){
+		"vLLM": nil, "two ranks": func(c *mocker.Settings) { c.MockDataParallelSize = 2 }, "SGLang": func(c *mocker.Settings) { c.MockAPI = "sglang" },
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWard(t, 2, tweak)
+			w.attached[0].Load = fmt.Sprintf("tcp://127.0.0.1:%d", w.load)
+			s := setup(w)
+			s.Ports = []settings.PortUse{{Flag: "--http-port", Base: 8000, Port: testkit.FreePorts(t, 1), Host: "127.0.0.1"}}
+			all, mend := visit(t, Command{Wait: wait}, s)
+			if len(mend) > 0 {
+				t.Errorf("to mend: %v", mend)
+			}
+			var text bytes.Buffer
+			if err := (Command{Wait: wait}).Run(t.Context(), s, &text); err != nil || strings.Count(text.String(), "\n") != len(all) {
+				t.Errorf("%v, %d lines of %d findings", err, strings.Count(text.String(), "\n"), len(all))
+			}
+			for _, want := range []string{"the native library encodes", "serves " + mocker.ModelName, "blocks of 64 tokens", " replayed", "its load is heard at", "1 are free"} {
+				if !strings.Contains(text.String(), want) {
+					t.Errorf("%q is not in\n%s", want, text.String())
+				}
+			}
+		})
+	}
+}
+
+func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
+	nowhere := func(t *testing.T) string { return fmt.Sprintf("tcp://127.0.0.1:%d", testkit.FreePorts(t, 1)) }
+	for _, test := range []struct {
+		name   string
+		tweak  func(*mocker.Settings)
+		change func(t *testing.T, w *ward, s *Setup)
+		level  Level
+		want   []string // of the text and the remedy of the only finding of that level that is about worker 0
+	}{
+		{"nobody listens", nil, func(t *testing.T, w *ward, _ *Setup) {
+			w.attached[0].URL = "http" + strings.TrimPrefix(nowhere(t), "tcp")
+		}, Mend, []string{"does not answer", "refused", "url="}},
+		{"another block size", func(c *mocker.Settings) { c.BlockSize = 16 }, nil, Mend, []string{"have 16 tokens, the router's 64", "--block-size 64", "--block-size 16"}},
+		{"another page size of SGLang", func(c *mocker.Settings) { c.BlockSize, c.MockAPI = 16, "sglang" }, nil, Mend, []string{"have 16 tokens", "--page-size 64"}},
+		{"prefix caching is off", nil, func(t *testing.T, w *ward, _ *Setup) {
+			front(t, &w.attached[0], func(path string, _ *http.Response, body string) string {
+				return strings.Replace(body, "vllm:cache_config_info{", `vllm:cache_config_info{enable_prefix_caching="False",`, 1)
+			})
+		}, Mend, []string{"prefix caching is off", "--enable-prefix-caching"}},
+		{"SGLang's prefix caching is off", func(c *mocker.Settings) { c.MockAPI = "sglang" }, func(t *testing.T, w *ward, _ *Setup) {
+			front(t, &w.attached[0], func(_ string, _ *http.Response, body string) string {
+				return strings.Replace(body, `"disable_radix_cache":false`, `"disable_radix_cache":true`, 1)
+			})
+		}, Mend, []string{"prefix caching is off", "--disable-radix-cache"}},
+		{"no KV events", func(c *mocker.Settings) { c.KVEvents = false }, nil, Mend, []string{"publishes no KV events", "--kv-events-config", `"enable_kv_cache_events":true`}},
+		{"no KV events of SGLang", func(c *mocker.Settings) { c.KVEvents, c.MockAPI = false, "sglang" }, nil, Mend, []string{"publishes no KV events", "--kv-events-config", "--load-publish-endpoint"}},
+		{"KV events out of reach", nil, func(t *testing.T, w *ward, _ *Setup) { w.attached[0].KVEvents = nowhere(t) }, Mend, []string{"cannot be heard", "refused", "tcp://*:5557", "kv-events="}},
+		{"KV events on a port of HTTP", nil, func(_ *testing.T, w *ward, _ *Setup) {
+			w.attached[0].KVEvents = "tcp" + strings.TrimPrefix(w.attached[0].URL, "http")
+		}, Mend, []string{"cannot be heard", "kv-events="}},
+		{"a replay out of reach", nil, func(t *testing.T, w *ward, _ *Setup) { w.attached[0].Replay = nowhere(t) }, Mend, []string{"not replayed", "refused", "replay="}},
+		{"no replay", nil, func(t *testing.T, w *ward, _ *Setup) {
+			front(t, &w.attached[0], func(path string, _ *http.Response, body string) string {
+				if path == "/kv_event_sources" {
+					return strings.ReplaceAll(body, `"replay_endpoint"`, `"unknown"`)
+				}
+				return body
+			})
+		}, Note, []string{"have no replay", `"replay_endpoint"`}},
+		{"a load socket out of reach", nil, func(t *testing.T, w *ward, _ *Setup) { w.attached[0].Load = nowhere(t) }, Mend, []string{"its load", "cannot be heard", "load="}},
+		{"no load on the page", nil, func(t *testing.T, w *ward, _ *Setup) {
+			front(t, &w.attached[0], func(_ string, _ *http.Response, body string) string {
+				return strings.ReplaceAll(body, "num_requests_running", "other")
+			})
+		}, Mend, []string{"load is not known", "--disable-log-stats"}},
+		{"another clock", nil, func(t *testing.T, w *ward, _ *Setup) {
+			front(t, &w.attached[0], func(_ string, response *http.Response, body string) string {
+				response.Header.Set("Date", time.Now().Add(-time.Hour).UTC().Format(http.TimeFormat))
+				return body
+			})
+		}, Note, []string{"its clock is -", "off this one's", "NTP"}},
+		{"a key is asked for", nil, func(t *testing.T, w *ward, _ *Setup) {
+			front(t, &w.attached[0], func(path string, response *http.Response, body string) string {
+				if path != "/health" {
+					response.StatusCode = http.StatusUnauthorized
+				}
+				return body
+			})
+		}, Mend, []string{"asks for a key", "key-env=", "--worker-api-key-env"}},
+		{"no engine", nil, func(t *testing.T, w *ward, _ *Setup) {
+			server := httptest.NewServer(http.NotFoundHandler())
+			t.Cleanup(server.Close)
+			w.attached[0].URL = server.URL
+		}, Mend, []string{"names no model", "url="}},
+		{"an engine that is not well", nil, func(t *testing.T, w *ward, _ *Setup) {
+			front(t, &w.attached[0], func(path string, response *http.Response, body string) string {
+				if path == "/health" {
+					response.StatusCode = http.StatusServiceUnavailable
+				}
+				return body
+			})
+		}, Mend, []string{"not well", "503"}},
+		{"no render route", nil, func(t *testing.T, w *ward, _ *Setup) {
+			front(t, &w.attached[0], func(path string, response *http.Response, body string) string {
+				if strings.HasSuffix(path, "/render") {
+					response.StatusCode = http.StatusNotFound
+				}
+				return body
+			})
+		}, Note, []string{"render", "--enable-scale-out"}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+			w := newWard(t, 1, test.tweak)
+			s := setup(w)
+			if test.change != nil {
+				test.change(t, w, &s)
+			}
+			all, mend := visit(t, Command{Wait: wait}, s)
+			var found []Finding
+			for _, f := range all {
+				if f.Level == test.level && strings.HasPrefix(f.About, "worker 0, "+w.attached[0].URL) {
+					found = append(found, f)
+				}
+			}
+			if len(found) != 1 || test.level == Note && len(mend) > 0 {
+				t.Fatalf("found %+v, to mend %+v", found, mend)
+			}
+			for _, want := range test.want {
+				if !strings.Contains(found[0].Text+"; "+found[0].Remedy, want) {
+					t.Errorf("%q is not in %+v", want, found[0])
+				}
+			}
+		})
+	}
+}
+
+func TestAHungWorkerCostsNoMoreThanTheWait(t *testing.T) {
+	w := newWard(t, 2, nil)
+	w.workers[0].Hung.Store(true)
+	began := time.Now()
+	_, mend := visit(t, Command{Wait: 200 * time.Millisecond}, setup(w))
+	if len(mend) != 1 || !strings.Contains(mend[0].Text, "does not answer") || !strings.Contains(mend[0].About, "worker 0") {
+		t.Errorf("to mend: %v", mend)
+	}
+	if took := time.Since(began); took > 10*time.Second {
+		t.Errorf("it took %v", took)
+	}
+}
+
+func TestAReplayThatIsSilentIsFound(t *testing.T) {
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = listener.Close() }() // it accepts by the kernel, and says nothing
+	w := newWard(t, 1, func(c *mocker.Settings) { c.MockDataParallelSize = 1 })
+	w.attached[0].Replay = "tcp://" + listener.Addr().String()
+	_, mend := visit(t, Command{Wait: 300 * time.Millisecond}, setup(w))
+	if len(mend) != 1 || !strings.Contains(mend[0].Text, "no answer in time") {
+		t.Errorf("to mend: %v", mend)
+	}
+}
+
+func TestManyRanksOutOfReachAreNotAllTried(t *testing.T) {
+	w := newWard(t, 1, func(c *mocker.Settings) { c.MockDataParallelSize = 8 })
+	front(t, &w.attached[0], func(path string, _ *http.Response, body string) string {
+		if path == "/kv_event_sources" {
+			return strings.ReplaceAll(body, "tcp://127.0.0.1:", "ipc:///nowhere/")
+		}
+		return body
+	})
+	all, mend := visit(t, Command{Wait: wait}, setup(w))
+	if len(mend) != maxSilent+1 || !slices.ContainsFunc(all, func(f Finding) bool { return strings.Contains(f.Text, "other 4 ranks") }) {
+		t.Errorf("to mend: %v", mend)
+	}
+}
+
+func TestWorkersAreComparedWithEachOther(t *testing.T) {
+	w := newWard(t, 2, nil)
+	front(t, &w.attached[1], func(path string, _ *http.Response, body string) string {
+		switch path {
+		case "/v1/models":
+			return `{"data":[{"id":"other"},{"id":"adapter","parent":"other"}]}`
+		case "/version":
+			return `{"version":"0.1"}`
+		}
+		return body
+	})
+	w.attached[1].KVEvents = fmt.Sprintf("tcp://127.0.0.1:%d", w.load-4) // worker 0's
+	all, mend := visit(t, Command{Wait: wait}, setup(w))
+	if len(mend) != 1 || !strings.Contains(mend[0].Text, "name the same KV events") || mend[0].About != "workers" {
+		t.Errorf("to mend: %v", mend)
+	}
+	for _, want := range []string{"different models: " + mocker.ModelName + " and other", "different versions: vLLM " + mocker.Version + " and vLLM 0.1"} {
+		if !slices.ContainsFunc(all, func(f Finding) bool { return f.Level == Note && strings.Contains(f.Text, want) }) {
+			t.Errorf("%q is not among %v", want, all)
+		}
+	}
+}
+
+func TestTheMachineIsLookedAt(t *testing.T) {
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = listener.Close() }()
+	port := listener.Addr().(*net.TCPAddr).Port
+	python := "python3"
+	if _, err := exec.LookPath(python); err != nil {
+		t.Skip(err)
+	}
+	empty := t.TempDir()
+	vllmOf := func(python, model string) Setup {
+		return Setup{Engine: vllm.Engine(), Starts: true, Settings: process.Settings{Python: python, Model: model, NumWorkers: 1}, BlockSize: blockSize}
+	}
+	for _, test := range []struct {
+		name string
+		c    Command
+		s    Setup
+		want []string // of the only one to mend
+	}{
+		{"a taken port", Command{}, Setup{Ports: []settings.PortUse{{Flag: "--router-port", Base: port, Port: port, Host: "127.0.0.1"}}}, []string{"--router-port", "address already in use"}},
+		{"settings that cannot be", Command{Unusable: errors.New("no model: run `make setup`")}, Setup{Starts: true}, []string{"make setup"}},
+		{"no Python", Command{}, vllmOf(filepath.Join(empty, "python"), ""), []string{"--python", "make setup"}},
+		{"a Python without vLLM", Command{}, vllmOf(withoutVLLM(t, python), ""), []string{"has no vLLM", "make setup", "--python"}},
+		{"a folder that is no model", Command{}, Setup{Settings: process.Settings{Model: empty}}, []string{"--model " + empty, "tokenizer.json"}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			test.c.Wait = wait
+			_, mend := visit(t, test.c, test.s)
+			if len(mend) != 1 {
+				t.Fatalf("to mend: %v", mend)
+			}
+			for _, want := range test.want {
+				if !strings.Contains(mend[0].Text+"; "+mend[0].Remedy, want) {
+					t.Errorf("%q is not in %+v", want, mend[0])
+				}
+			}
+		})
+	}
+	if err := (Command{}).Run(t.Context(), Setup{}, io.Discard); err == nil || !strings.Contains(err.Error(), "--wait") {
+		t.Errorf("no wait: %v", err)
+	}
+}
+
+// withoutVLLM returns a Python that finds no installed packages.
+func withoutVLLM(t *testing.T, python string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "python")
+	testkit.WriteFile(t, path, "#!/bin/sh\nexec "+python+" -S -E \"$@\"\n")
+	if err := exec.CommandContext(t.Context(), "chmod", "+x", path).Run(); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func TestSkewIsWhatTheQuestionCannotExplain(t *testing.T) {
+	at := time.Date(2026, 11, 22, 12, 0, 0, 400e6, time.UTC)
+	for _, test := range []struct {
+		date string
+		want time.Duration
+	}{
+		{"Sun, 22 Nov 2026 12:00:00 GMT", 0},
+		{"Sun, 22 Nov 2026 12:00:01 GMT", 0},
+		{"Sun, 22 Nov 2026 12:00:10 GMT", 8600 * time.Millisecond},
+		{"Sun, 22 Nov 2026 11:59:50 GMT", -9400 * time.Millisecond},
+		{"", 0},
+		{"yesterday", 0},
+	} {
+		if got := skewOf(test.date, at, at.Add(time.Second)); got != test.want {
+			t.Errorf("%s: %v, want %v", test.date, got, test.want)
+		}
+	}
+}
