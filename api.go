@@ -2,11 +2,9 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
 	"net/http"
 	"slices"
 	"strconv"
@@ -30,53 +28,6 @@ import (
 	"kvrouter/internal/web"
 )
 
-// promptKind says where a route's body carries its prompt.
-type promptKind int
-
-const (
-	noPrompt promptKind = iota // routed by load alone
-	chatPrompt
-	completionPrompt
-	workerPrompt // in a form that only a worker renders
-	generatePrompt
-)
-
-// inferenceRoutes are the engine's inference paths that the router serves: each
-// goes to one worker.
-var inferenceRoutes = map[string]promptKind{
-	"/v1/chat/completions":        chatPrompt,
-	"/v1/completions":             completionPrompt,
-	proxy.GenerateRoute:           generatePrompt,
-	"/v1/responses":               workerPrompt,
-	"/v1/messages":                workerPrompt,
-	"/v1/messages/count_tokens":   noPrompt,
-	"/v1/chat/completions/render": noPrompt,
-	"/v1/completions/render":      noPrompt,
-	"/v1/responses/render":        noPrompt,
-	"/v1/messages/render":         noPrompt,
-	"/v1/embeddings":              noPrompt,
-	"/v2/embed":                   noPrompt,
-	"/pooling":                    noPrompt,
-	"/classify":                   noPrompt,
-	"/score":                      noPrompt,
-	"/v1/score":                   noPrompt,
-	"/rerank":                     noPrompt,
-	"/v1/rerank":                  noPrompt,
-	"/v2/rerank":                  noPrompt,
-	"/v1/audio/transcriptions":    noPrompt,
-	"/v1/audio/translations":      noPrompt,
-	"/inference/v1/generate":      noPrompt,
-}
-
-// adminRoutes are the engine's administration and development paths. They
-// change every worker or none, and only where the operator allowed it.
-var adminRoutes = []string{
-	"/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/sleep", "/wake_up", "/is_sleeping",
-	"/collective_rpc", "/start_profile", "/stop_profile", "/pause", "/resume", "/is_paused",
-	"/scale_elastic_ep", "/is_scaling_elastic_ep", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
-	"/update_weights", "/abort_requests", "/release_kv_cache_memory",
-}
-
 // API is the OpenAI side of the router.
 type API struct {
 	config    Config
@@ -96,8 +47,8 @@ type API struct {
 }
 
 // NewAPI returns the OpenAI side over what the router is made of.
-func NewAPI(config Config, router *router.Router, tokens *tokens.Source, px *proxy.Proxy, telemetry *telemetry.Metrics, log *slog.Logger) *API {
-	return &API{config: config, keys: keys.New(config.Keys, config.APIKey), router: router, tokens: tokens, proxy: px, telemetry: telemetry, log: log, pairs: proxy.NewPairs(router, px, config.Disagg, log),
+func NewAPI(config Config, router *router.Router, source *tokens.Source, px *proxy.Proxy, telemetry *telemetry.Metrics, log *slog.Logger) *API {
+	return &API{config: config, keys: keys.New(config.Keys, config.APIKey), router: router, tokens: source, proxy: px, telemetry: telemetry, log: log, pairs: proxy.NewPairs(router, px, config.Disagg, log),
 		bodies: web.NewBodies(config.MaxBodyBytes, config.Bodies.MaxInflightBodyBytes)}
 }
 
@@ -124,13 +75,13 @@ func (a *API) Handler() http.Handler {
 	guarded.GET("/v1/models/:model", a.models)
 	guarded.POST("/tokenize", a.tokenized(a.tokens.Tokenize))
 	guarded.POST("/detokenize", a.tokenized(a.tokens.Detokenize))
-	for path, kind := range inferenceRoutes {
+	for path, kind := range tokens.Routes {
 		guarded.POST(path, func(c *gin.Context) { a.infer(c, path, kind) })
 	}
 	guarded.GET("/v1/responses/:id", a.broadcastUntilFound)
 	guarded.POST("/v1/responses/:id/cancel", a.broadcastUntilFound)
 	own := web.OwnPages(a.config.Host, a.keys.Asks(), web.OpenAIError)
-	for _, path := range adminRoutes {
+	for _, path := range proxy.AdminRoutes {
 		guarded.Any(path, own, a.admin)
 	}
 	a.native().Serve(guarded, own, a.admin)
@@ -149,7 +100,7 @@ func (a *API) ready(c *gin.Context) {
 	targets := a.router.Targets()
 	workers := len(targets)
 	status := http.StatusOK
-	answers := slices.ContainsFunc(targets, func(t kv.Target) bool { return t.Role != kv.RolePrefill })
+	answers := slices.ContainsFunc(targets, func(t kv.Target) bool { return t.Role != kv.RolePrefill && !t.Resting })
 	if !answers || a.draining.Load() {
 		status = http.StatusServiceUnavailable
 	}
@@ -167,7 +118,7 @@ func (a *API) native() nativeapi.Routes {
 type inference struct {
 	api      *API
 	ctx      context.Context
-	kind     promptKind
+	kind     tokens.Kind
 	id       string // X-Request-Id
 	exchange *proxy.Exchange
 	caller   *keys.Caller
@@ -185,7 +136,7 @@ type inference struct {
 }
 
 // infer serves one inference request: find out its prompt, choose, forward.
-func (a *API) infer(c *gin.Context, path string, kind promptKind) {
+func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 	x := &proxy.Exchange{Route: path, Worker: "none", Arrived: time.Now()}
 	r := &inference{api: a, ctx: c.Request.Context(), kind: kind, id: web.RequestID(c), exchange: x, caller: a.keys.Of(c)}
 	defer func() { r.finish(c.Writer.Status()) }()
@@ -202,7 +153,7 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 		return
 	}
 	stream := r.body.Get("stream").Bool()
-	shared := kind != noPrompt && (a.router.Paired() || a.config.Disagg.EnforceDisagg)
+	shared := kind != tokens.NoPrompt && (a.router.Paired() || a.config.Disagg.EnforceDisagg)
 	var why string
 	if shared {
 		why, r.request.Kinds = proxy.WhyWhole(path, r.body, r.hints.Whole, r.multiple)
@@ -213,7 +164,7 @@ func (a *API) infer(c *gin.Context, path string, kind promptKind) {
 	}
 	r.recorded = a.recorder.Prompt(r.request)
 	u := r.upstream(c)
-	if kind != noPrompt {
+	if kind != tokens.NoPrompt {
 		a.telemetry.Began()
 		defer func() { a.telemetry.Ended(x, time.Now()) }()
 	}
@@ -251,7 +202,7 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 		return false
 	}
 	r.body = &jsonbody.Body{Raw: r.raw}
-	if r.kind != noPrompt || strings.HasPrefix(c.ContentType(), "application/json") {
+	if r.kind != tokens.NoPrompt || strings.HasPrefix(c.ContentType(), "application/json") {
 		if r.body, ok = jsonbody.Parse(r.raw); !ok {
 			a.fail(c, http.StatusBadRequest, "", "the request body is not a JSON object, or one of more than 262,144 members or 10,000 levels")
 			return false
@@ -263,7 +214,7 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 		}
 		r.exchange.Model = model
 	}
-	if r.kind == generatePrompt && a.native().Lacks() {
+	if r.kind == tokens.GeneratePrompt && a.native().Lacks() {
 		a.fail(c, http.StatusNotFound, "", nativeapi.ErrNone.Error())
 		return false
 	}
@@ -296,16 +247,16 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 // findPrompt finds the prompt's tokens and makes the router's form of the request.
 func (r *inference) findPrompt() {
 	x := r.exchange
-	prompts := r.api.prompts(r.ctx, r.kind, x.Route, r.body)
+	prompts := r.api.tokens.Prompts(r.ctx, r.kind, x.Route, r.body)
 	r.prompt, r.multiple = tokens.Longest(prompts), len(prompts) > 1
-	r.fatal = tokens.HasEmpty(prompts) && (r.kind == generatePrompt || r.api.tokens.SGLang())
+	r.fatal = tokens.HasEmpty(prompts) && (r.kind == tokens.GeneratePrompt || r.api.tokens.SGLang())
 	r.several = proxy.SeveralAnswers(x.Route, r.body)
 	x.Source, r.took = r.prompt.Source, time.Since(x.Arrived)
 	adapter, listed := r.api.router.Adapter(x.Model)
 	r.request = router.Request{
 		Tokens: r.prompt.Tokens[:r.prompt.Exact], NumTokens: len(r.prompt.Tokens), Media: kv.MediaBlocks(r.prompt.Media, r.api.router.BlockSize()),
 		Salt: r.body.Get("cache_salt").String(), LoRA: r.api.tokens.Adapter(x.Route, r.body, adapter, listed), Model: x.Model,
-		AnsweredWhole: !r.body.Get("stream").Bool() || r.multiple || r.several, SGLang: r.kind == generatePrompt,
+		AnsweredWhole: !r.body.Get("stream").Bool() || r.multiple || r.several, SGLang: r.kind == tokens.GeneratePrompt,
 	}
 	applyHints(r.hints, &r.request)
 }
@@ -315,10 +266,10 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 	a, body := r.api, r.body
 	u := proxy.Upstream{
 		Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.upstreamHeader(c, r.id, r.hints.Pinned != nil), Body: body.Raw,
-		Route: r.exchange.Route, RequestID: r.id, Arrived: r.exchange.Arrived, EndMarked: r.kind != noPrompt, Silent: !r.caller.Told, SeveralAnswers: r.several,
+		Route: r.exchange.Route, RequestID: r.id, Arrived: r.exchange.Arrived, EndMarked: r.kind != tokens.NoPrompt, Silent: !r.caller.Told, SeveralAnswers: r.several,
 		CachedTokensMislead: r.countsMore() || proxy.ComputesAnew(body),
 	}
-	if a.config.CollectUsage && (r.kind == chatPrompt || r.kind == completionPrompt) {
+	if a.config.CollectUsage && (r.kind == tokens.ChatPrompt || r.kind == tokens.CompletionPrompt) {
 		u.Head, u.Body, u.HideUsage = proxy.AskForUsage(body)
 	}
 	if a.router.Count() > 1 && r.request.Pinned == nil {
@@ -331,7 +282,7 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 // prompt: of several prompts, or of SGLang's answers after the first, whose prompt it
 // has computed before.
 func (r *inference) countsMore() bool {
-	return r.multiple || r.several && (r.kind == generatePrompt || r.api.tokens.SGLang())
+	return r.multiple || r.several && (r.kind == tokens.GeneratePrompt || r.api.tokens.SGLang())
 }
 
 // applyHints puts what the client hints at into the router's form of the request.
@@ -429,21 +380,6 @@ func (a *API) body(c *gin.Context) (body []byte, ok bool) {
 		a.fail(c, bad.Status, "", bad.Message)
 	}
 	return body, err == nil
-}
-
-// prompts returns the tokens of the request's prompts.
-func (a *API) prompts(ctx context.Context, kind promptKind, path string, body *jsonbody.Body) []tokens.Prompt {
-	switch kind {
-	case chatPrompt:
-		return []tokens.Prompt{a.tokens.ChatBody(ctx, body)}
-	case workerPrompt:
-		return []tokens.Prompt{a.tokens.Other(ctx, path, body.Raw)}
-	case completionPrompt:
-		return a.tokens.CompletionBody(ctx, body)
-	case generatePrompt:
-		return a.tokens.GenerateBody(ctx, body)
-	}
-	return nil
 }
 
 // upstreamHeader returns the client's headers as they go to a worker. Only one that
@@ -548,25 +484,7 @@ func (a *API) admin(c *gin.Context) {
 		return
 	}
 	defer a.bodies.Done(body)
-	worst := http.StatusOK
-	answers := map[uint64]gin.H{}
-	a.proxy.AskAll(c.Request.Context(), nativeapi.Having(c.FullPath(), a.workers()), a.question(c, body), func(answer proxy.Answer) bool {
-		if answer.Err != nil {
-			answer.Status, answer.Body = http.StatusBadGateway, web.ErrorJSON(http.StatusBadGateway, "server_error", "", "the worker did not answer")
-		}
-		worst = max(worst, answer.Status)
-		entry := gin.H{"worker_id": answer.Target.Key.Worker, "status": answer.Status}
-		if gjson.ValidBytes(answer.Body) && len(answer.Body) > 0 {
-			entry["answer"] = json.RawMessage(answer.Body)
-		}
-		answers[answer.Target.Key.Worker] = entry
-		return true
-	})
-	list := []gin.H{}
-	for _, id := range slices.Sorted(maps.Keys(answers)) {
-		list = append(list, answers[id])
-	}
-	c.JSON(worst, list)
+	c.JSON(a.proxy.Administer(c.Request.Context(), nativeapi.Having(c.FullPath(), a.workers()), a.question(c, body)))
 }
 
 // fail answers with an error in OpenAI's shape.
@@ -577,7 +495,7 @@ func (a *API) fail(c *gin.Context, status int, param, message string) {
 
 // answerQuery answers a dry run: nothing is sent to the worker that is chosen, or
 // to the two that may share the request, and nothing booked.
-func (a *API) answerQuery(c *gin.Context, kind promptKind, stream bool, request router.Request, shared bool, why string, tokens []uint32) error {
+func (a *API) answerQuery(c *gin.Context, kind tokens.Kind, stream bool, request router.Request, shared bool, why string, prompt []uint32) error {
 	var pair router.Pair
 	var err error
 	if shared {
@@ -594,15 +512,15 @@ func (a *API) answerQuery(c *gin.Context, kind promptKind, stream bool, request 
 	}
 	object := "chat.completion"
 	switch {
-	case kind == completionPrompt:
+	case kind == tokens.CompletionPrompt:
 		object = "text_completion"
-	case kind != chatPrompt:
+	case kind != tokens.ChatPrompt:
 		object = hints.AnnotationQuery
 	case stream:
 		object = "chat.completion.chunk"
 	}
 	key := decision.Target.Key
-	answer := hints.NewQueryAnswer(web.RequestID(c), object, request.Model, time.Now().Unix(), prefill, key, decision.OverlapTokens, tokens)
+	answer := hints.NewQueryAnswer(web.RequestID(c), object, request.Model, time.Now().Unix(), prefill, key, decision.OverlapTokens, prompt)
 	c.Header(web.HeaderRequest, answer.ID)
 	c.Header(web.HeaderWorker, proxy.WorkerLabel(key.Worker))
 	c.Header(web.HeaderOverlap, strconv.Itoa(decision.OverlapTokens))

@@ -136,7 +136,7 @@ func hangUp(w http.ResponseWriter, _ *http.Request) {
 
 // newBareTelemetry returns a telemetry of no workers and no prompts.
 func newBareTelemetry() *telemetry.Metrics {
-	return telemetry.New(func() []telemetry.WorkerSample { return nil }, func() telemetry.PromptSample { return telemetry.PromptSample{} })
+	return telemetry.New(func() []workers.Sample { return nil }, func() telemetry.PromptSample { return telemetry.PromptSample{} })
 }
 
 // deadURL is an address where nothing listens.
@@ -623,7 +623,7 @@ func TestModelsAreTheWorkers(t *testing.T) {
 func TestOtherInferencePathsAreForwarded(t *testing.T) {
 	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, r *http.Request) { io.WriteString(w, r.URL.RequestURI()) })
 	h := newTestAPIOf(t, Config{}, nil, kv.Target{URL: worker.URL, Engine: kv.EngineSGLang})
-	for path := range inferenceRoutes {
+	for path := range tokens.Routes {
 		if _, answer := h.post(t, path+"?x=1", `{"model":"m"}`); answer != path+"?x=1" {
 			t.Errorf("%s was answered %s", path, answer)
 		}
@@ -723,8 +723,8 @@ func TestOverlapScoresAndDump(t *testing.T) {
 }
 
 func TestMetricsHaveDynamosNames(t *testing.T) {
-	telemetry := telemetry.New(func() []telemetry.WorkerSample {
-		return []telemetry.WorkerSample{{Worker: kv.WorkerKey{Worker: 1, Rank: 2}, EventCount: map[string]uint64{"stored": 9, "unknown_parent": 2, "invalid_stored": 1, "removed": 7, "removed_incomplete": 3, "cleared": 4}}}
+	telemetry := telemetry.New(func() []workers.Sample {
+		return []workers.Sample{{Worker: kv.WorkerKey{Worker: 1, Rank: 2}, EventCount: map[string]uint64{"stored": 9, "unknown_parent": 2, "invalid_stored": 1, "removed": 7, "removed_incomplete": 3, "cleared": 4}}}
 	}, func() telemetry.PromptSample { return telemetry.PromptSample{} })
 	rt := routertest.NewTestRouter(t, "kv", 2)
 	telemetry.Watch(rt)

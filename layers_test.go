@@ -36,8 +36,8 @@ var layers = []map[string]string{
 		"vllm": "kv process", "sglang": "kv process",
 	},
 	{ // showing, offering
-		"telemetry": "hints jsonlines kv outlier policy proxy router", "selection": "events hints kv outlier policy radix router web workers",
-		"nativeapi": "jsonbody kv proxy router",
+		"telemetry": "hints jsonlines kv outlier policy proxy router workers", "selection": "events hints kv outlier policy radix router web workers",
+		"nativeapi": "jsonbody kv proxy router", "page": "jsonbody keys kv outlier policy proxy router web workers",
 	},
 }
 

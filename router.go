@@ -164,23 +164,7 @@ func openModel(ctx context.Context, config Config, log *slog.Logger) (*tokens.Mo
 		log.Info("no --model: prompt tokens come from the workers")
 		return nil, nil
 	}
-	dir, err := tokens.ResolveModel(ctx, config.Model, config.Python)
-	var model *tokens.Model
-	if err == nil {
-		read := tokens.EngineChatOptions
-		if config.Engine == EngineSGLang {
-			read = tokens.SGLangChatOptions
-		}
-		var options tokens.ChatOptions
-		if options, err = read(config.EngineArgs); err == nil {
-			if model, err = tokens.OpenModelWith(dir, options); err == nil {
-				model.CacheTokens(config.TokenCacheTokens)
-				if name, why := model.Encoder(); why != "" {
-					log.Info("prompts are encoded by crate "+name+", not by the faster fastokens", "why", why)
-				}
-			}
-		}
-	}
+	model, err := tokens.Open(ctx, tokens.Opening{Name: config.Model, Python: config.Python, EngineArgs: config.EngineArgs, SGLang: config.Engine == EngineSGLang, CacheTokens: config.TokenCacheTokens}, log)
 	if err != nil && config.Engine == "none" {
 		log.Warn("no tokenizer: prompt tokens come from the workers", "model", config.Model, "error", err)
 		return nil, nil
@@ -256,7 +240,7 @@ func (r *inference) decided(d *router.Decision, times router.Decision) {
 	if r.countsMore() {
 		d.Tokens = 0
 	}
-	if r.kind != noPrompt {
+	if r.kind != tokens.NoPrompt {
 		r.api.telemetry.Decided(r.took, times)
 	}
 }
@@ -284,25 +268,8 @@ func (a *API) decidePair(ctx context.Context, request router.Request, why string
 	return pair, err
 }
 
-// samples shows every worker rank to the metrics page.
-func (r *app) samples() []telemetry.WorkerSample {
-	up := map[kv.WorkerKey]bool{}
-	for _, t := range r.router.Targets() {
-		up[t.Key] = true
-	}
-	streams := r.fleet.Streams()
-	var samples []telemetry.WorkerSample
-	for _, w := range r.fleet.Workers() {
-		for _, key := range w.Keys() {
-			s := telemetry.WorkerSample{Worker: key, Up: up[key], Restarts: w.Restarts, Blocks: r.index.Blocks(key), Load: r.router.Load(key)}
-			if stats := streams[key]; stats != nil {
-				s.EventCount, s.Connected, s.Cold = stats.Counts(), stats.Connected.Load(), stats.Cold.Load()
-			}
-			samples = append(samples, s)
-		}
-	}
-	return samples
-}
+// samples shows every worker rank to the metrics page and to people.
+func (r *app) samples() []workers.Sample { return r.fleet.Samples(r.router) }
 
 // replicaCounts shows what routers have told each other to the metrics page.
 func (r *app) replicaCounts() telemetry.ReplicaCounts {

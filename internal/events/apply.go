@@ -91,8 +91,13 @@ func (s *Stream) applyBatch(seq uint64, payload []byte, live bool) error {
 	if err != nil {
 		return err
 	}
-	if age := float64(s.Now().UnixNano())/1e9 - ts; live && s.OnLag != nil && !math.IsNaN(age) {
-		s.OnLag(time.Duration(min(max(age, 0), maxLag.Seconds()) * float64(time.Second)))
+	if age := float64(s.Now().UnixNano())/1e9 - ts; live && !math.IsNaN(age) {
+		lag := time.Duration(min(max(age, 0), maxLag.Seconds()) * float64(time.Second))
+		s.stats.Lag.Store(int64(lag))
+		s.stats.Lagged.Store(true)
+		if s.OnLag != nil {
+			s.OnLag(lag)
+		}
 	}
 	defer s.trim()
 	for s.dec.more() {

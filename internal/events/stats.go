@@ -9,6 +9,9 @@ type Stats struct {
 	// history since its start or since its last reset is not known in full.
 	Cold atomic.Bool
 
+	Lagged atomic.Bool  // Lag has been measured
+	Lag    atomic.Int64 // age of the last live batch when it was applied, ns
+
 	Batches           atomic.Uint64 // applied, replayed ones included
 	ReplayedBatches   atomic.Uint64 // applied out of a replay
 	LastSeq           atomic.Uint64 // of the last applied batch; 0 before the first

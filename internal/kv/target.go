@@ -15,6 +15,8 @@ type Target struct {
 	MaxBatchedTokens int // most tokens that its engine computes in a pass; 0: unknown
 	TotalBlocks      int // of its KV cache; 0: unknown
 
+	Resting bool // gets no new requests: who takes it in says so, not the worker
+
 	Bearer Secret // goes to the worker as Authorization: Bearer, in place of the client's; empty: none does
 
 	Disagg
@@ -25,6 +27,10 @@ type Target struct {
 func (t *Target) Serves(model string) bool {
 	return model == "" || len(t.Models) == 0 || slices.Contains(t.Models, model)
 }
+
+// Takes tells whether the target may get that leg of a request: a resting one gets
+// none.
+func (t *Target) Takes(leg Leg) bool { return !t.Resting && t.Disagg.Takes(leg) }
 
 // RunsSGLang tells whether the target runs SGLang, as it says itself or as whoever
 // gave its part where prefill and decode are apart.

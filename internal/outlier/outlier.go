@@ -102,6 +102,7 @@ type worker struct {
 	until      time.Time // phaseOut: when a trial is due
 	times      int       // ejections that the length of the next one counts
 	reason     Kind      // of the last ejection
+	why        string    // the same, for people
 	row        int       // failures in a row
 	broken     int       // of those, answers that broke off
 
@@ -407,7 +408,7 @@ func (d *Detector) eject(key kv.WorkerKey, w *worker, kind Kind, why string, now
 	}
 	w.times++
 	first := w.phase != phaseOut
-	w.phase, w.reason, w.until = phaseOut, kind, now.Add(long)
+	w.phase, w.reason, w.why, w.until = phaseOut, kind, why, now.Add(long)
 	if first {
 		w.since = now
 	}
@@ -424,6 +425,20 @@ func (d *Detector) bringBack(key kv.WorkerKey, w *worker, now time.Time) {
 	w.phase, w.since, w.row, w.broken = phaseBack, now, 0, 0
 	w.trial, w.trialHeard = time.Time{}, time.Time{}
 	w.window = [windowSeconds]second{}
+	d.recount()
+}
+
+// Readmit ends a worker's ejection or pause: it has its full share at once. What it
+// has failed counts no more.
+func (d *Detector) Readmit(key kv.WorkerKey, now time.Time) {
+	w := d.workers[key]
+	if w == nil || w.gone {
+		return
+	}
+	if w.phase == phaseOut {
+		d.bringBack(key, w, now)
+	}
+	*w = worker{generation: w.generation, since: now, answered: w.answered, ejections: w.ejections}
 	d.recount()
 }
 

@@ -19,8 +19,10 @@ const (
 type Record struct {
 	Worker      kv.WorkerKey
 	State       string
+	Since       time.Time // StateIn, StateBack, StateOut: of the state
 	Until       time.Time // StateOut: of the trial; StateHeld: of the pause
 	Reason      Kind      // StateOut: why
+	Why         string    // the same, for people
 	Row         int       // failures in a row
 	Requests    int       // that ended in the last 10 s
 	SuccessRate float64   // of those, 0 to 1; 1 where there are none
@@ -35,10 +37,10 @@ func (d *Detector) Records(now time.Time) []Record {
 			continue
 		}
 		d.bringUpToDate(key, w, now)
-		s := Record{Worker: key, State: StateIn, Row: w.row, SuccessRate: 1, Ejections: map[Kind]uint64{}}
+		s := Record{Worker: key, State: StateIn, Since: w.since, Row: w.row, SuccessRate: 1, Ejections: map[Kind]uint64{}}
 		switch {
 		case w.phase == phaseOut:
-			s.State, s.Until, s.Reason = StateOut, w.until, w.reason
+			s.State, s.Until, s.Reason, s.Why = StateOut, w.until, w.reason, w.why
 		case !w.held.IsZero():
 			s.State, s.Until = StateHeld, w.held
 		case w.phase == phaseBack:

@@ -255,13 +255,23 @@ func TestBookTakesTheWorkerItIsGiven(t *testing.T) {
 func TestBooksEqualANaiveCount(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		now := time.Unix(1_000_000, 0)
-		policy, _ := policy.NewPolicy("kv")
-		r := NewRouter(radix.NewTree(), policy, testkit.BlockSize, rapid.Uint64().Draw(t, "seed"))
+		rule, _ := policy.NewPolicy("kv")
+		r := NewRouter(radix.NewTree(), rule, testkit.BlockSize, rapid.Uint64().Draw(t, "seed"))
 		r.Now = func() time.Time { return now }
 		const workers = 3
-		up := map[uint64]bool{}
+		up, rests := map[uint64]bool{}, map[uint64]bool{}
+		generation := 0
+		serving := func() (n int) {
+			for w := range up {
+				if !rests[w] {
+					n++
+				}
+			}
+			return n
+		}
 		raise := func(w uint64) {
-			r.Up(kv.Target{Key: kv.WorkerKey{Worker: w}})
+			generation++ // of a new incarnation, also where the one before was not seen to go
+			r.Up(kv.Target{Key: kv.WorkerKey{Worker: w}, Generation: generation})
 			up[w] = true
 		}
 		for w := range uint64(workers) {
@@ -305,14 +315,17 @@ func TestBooksEqualANaiveCount(t *testing.T) {
 				o := &open{id: fmt.Sprint(next), heard: now}
 				n := rapid.IntRange(1, 40).Draw(t, "tokens")
 				d, err := r.Route(t.Context(), Request{ID: o.id, Tokens: testkit.Tokens(rapid.Uint32Range(0, 1).Draw(t, "first"), n)})
-				if len(up) == 0 {
+				if serving() == 0 {
 					if !errors.Is(err, ErrNoWorker) {
-						t.Fatalf("no worker is up: %v", err)
+						t.Fatalf("no worker takes requests: %v", err)
 					}
 					return
 				}
 				if err != nil {
 					t.Fatal(err)
+				}
+				if rests[d.Target.Key.Worker] {
+					t.Fatalf("worker %d rests and got a request", d.Target.Key.Worker)
 				}
 				o.booking, o.blocks, o.prefill = d.Booking, d.Sequence, n
 				running = append(running, o)
@@ -328,7 +341,7 @@ func TestBooksEqualANaiveCount(t *testing.T) {
 				}
 			},
 			"route twice": func(t *rapid.T) {
-				if _, err := r.Route(t.Context(), Request{ID: draw(t).id}); len(up) > 0 && !errors.Is(err, ErrDuplicate) {
+				if _, err := r.Route(t.Context(), Request{ID: draw(t).id}); serving() > 0 && !errors.Is(err, ErrDuplicate) {
 					t.Fatalf("a used id: %v", err)
 				}
 			},
@@ -382,6 +395,28 @@ func TestBooksEqualANaiveCount(t *testing.T) {
 				delete(up, w)
 			},
 			"worker comes": func(t *rapid.T) { raise(rapid.Uint64Range(0, workers-1).Draw(t, "worker")) },
+			"worker rests": func(t *rapid.T) {
+				w := rapid.Uint64Range(0, workers-1).Draw(t, "worker")
+				if err := r.Rest(w); (err == nil) != up[w] {
+					t.Fatalf("up: %v, rest: %v", up[w], err)
+				}
+				rests[w] = rests[w] || up[w]
+			},
+			"worker is readmitted": func(t *rapid.T) {
+				w := rapid.Uint64Range(0, workers-1).Draw(t, "worker")
+				if err := r.Readmit(w); (err == nil) != (up[w] || rests[w]) {
+					t.Fatalf("up: %v, rests: %v, readmit: %v", up[w], rests[w], err)
+				}
+				delete(rests, w)
+			},
+			"resting worker publishes": func(t *rapid.T) {
+				w := kv.WorkerKey{Worker: rapid.Uint64Range(0, workers-1).Draw(t, "worker")}
+				waiting := rapid.IntRange(1, 9).Draw(t, "waiting")
+				r.Publish(w, policy.Published{At: now, Waiting: waiting})
+				if got := r.Load(w).Waiting; up[w.Worker] && got != waiting {
+					t.Fatalf("%d wait, %d are known of", waiting, got)
+				}
+			},
 			"time passes": func(t *rapid.T) {
 				now = now.Add(time.Duration(rapid.IntRange(1, 50).Draw(t, "minutes")) * time.Minute)
 				for _, o := range slices.Clone(running) {

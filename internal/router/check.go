@@ -16,6 +16,14 @@ func (r *Router) Check() error {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
 	l := r.loads
+	if len(r.books) != len(r.targets) {
+		return fmt.Errorf("%d books are open, %d workers are up", len(r.books), len(r.targets))
+	}
+	for i := range r.targets {
+		if t := &r.targets[i]; r.books[i] != l.byWorker[t.Key] || t.Resting != r.rests(t.Key) {
+			return fmt.Errorf("worker %v: its books are not those of its place, or it rests %v where %v is noted", t.Key, t.Resting, r.rests(t.Key))
+		}
+	}
 	type recount struct {
 		inFlight, prefill, context, awaited int
 		prefills                            []policy.Prefill

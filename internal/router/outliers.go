@@ -116,6 +116,8 @@ func (r *Router) Idlest(engine kv.Engine) (t kv.Target, ok bool) {
 	badness := func(t *kv.Target) int {
 		switch {
 		case t.Engine != engine:
+			return 4
+		case t.Resting:
 			return 3
 		case r.outliers.IsOut(t.Key, now):
 			return 2

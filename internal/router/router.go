@@ -162,6 +162,7 @@ type Router struct {
 	tell       func(kind string, b *Booking) // told of what is booked here; nil: nobody is
 	told       uint64                        // bookings that they were told of
 	decisions  uint64                        // that a judged policy hears of
+	resting    map[uint64]time.Time          // workers that get no new requests, since when
 	receipts   receipts                      // of the last decisions, while somebody asks
 }
 
@@ -218,6 +219,7 @@ func New(index radix.Index, policy policy.Policy, blockSize int, seed uint64, se
 		outliers:  outlier.New(settings.Settings),
 		Policy:    policy,
 		random:    rand.New(rand.NewPCG(seed, seed)),
+		resting:   map[uint64]time.Time{},
 	}
 }
 
@@ -235,6 +237,7 @@ func (r *Router) Up(t kv.Target) {
 	if r.assumes != nil {
 		r.assumes.SetCapacity(t.Key, t.TotalBlocks)
 	}
+	t.Resting = r.rests(t.Key)
 	at, found := r.target(t.Key)
 	load := r.loads.expect(t)
 	if found {

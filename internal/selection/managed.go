@@ -28,7 +28,7 @@ func (s *Service) readiness(c *gin.Context) {
 	healthy, answers := map[uint64]bool{}, false
 	for _, t := range s.router.Targets() {
 		healthy[t.Key.Worker] = true
-		answers = answers || t.Role != kv.RolePrefill
+		answers = answers || t.Role != kv.RolePrefill && !t.Resting
 	}
 	if !answers || s.draining.Load() {
 		c.JSON(http.StatusServiceUnavailable, gin.H{"status": "not ready", "reason": "insufficient healthy workers"})

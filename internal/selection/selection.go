@@ -311,7 +311,9 @@ func (s *Service) groupOf(worker uint64) string {
 func (s *Service) schedulable(of events.Partition) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.router.Has(func(t *kv.Target) bool { return t.Serves(of.Model) && s.groupOf(t.Key.Worker) == of.Group })
+	return s.router.Has(func(t *kv.Target) bool {
+		return !t.Resting && t.Serves(of.Model) && s.groupOf(t.Key.Worker) == of.Group
+	})
 }
 
 // targets returns the workers of a partition that are up, by key.

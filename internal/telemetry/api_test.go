@@ -1,6 +1,8 @@
 package telemetry
 
+import "kvrouter/internal/workers"
+
 // newBareTelemetry returns a telemetry of no workers and no prompts.
 func newBareTelemetry() *Metrics {
-	return New(func() []WorkerSample { return nil }, func() PromptSample { return PromptSample{} })
+	return New(func() []workers.Sample { return nil }, func() PromptSample { return PromptSample{} })
 }

@@ -11,6 +11,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
+	"kvrouter/internal/workers"
 )
 
 // page returns the lines of a metrics page, but for comments.
@@ -39,7 +40,7 @@ func serve(m *Metrics, worker uint64) {
 }
 
 func TestSeriesOfWorkersThatAreGoneGoToo(t *testing.T) {
-	m := New(func() []WorkerSample { return nil }, func() PromptSample { return PromptSample{} })
+	m := New(func() []workers.Sample { return nil }, func() PromptSample { return PromptSample{} })
 	fleet := []uint64{1}
 	m.WatchFleet(func() []uint64 { return fleet })
 	m.Finished(proxy.Exchange{Worker: noWorker, Route: "/r", Status: 503}, time.Unix(1000, 0))
@@ -72,7 +73,7 @@ func TestSeriesOfWorkersThatAreGoneGoToo(t *testing.T) {
 }
 
 func TestGuardsAreShown(t *testing.T) {
-	m := New(func() []WorkerSample { return nil }, func() PromptSample { return PromptSample{} })
+	m := New(func() []workers.Sample { return nil }, func() PromptSample { return PromptSample{} })
 	n := uint64(0)
 	next := func() uint64 { n++; return n }
 	m.WatchGuards(Guards{BodyBytes: func() int64 { return 99 }, BodiesRefused: next, LinesSuppressed: next, LinesLost: next})
@@ -82,4 +83,33 @@ func TestGuardsAreShown(t *testing.T) {
 			t.Error(fmt.Sprintf("no %q in\n", want), text)
 		}
 	}
+}
+
+func TestTotalsAreTheSumsOfThePageAndKeepWhoIsGone(t *testing.T) {
+	m := newBareTelemetry()
+	fleet := []uint64{1, 2}
+	m.WatchFleet(func() []uint64 { return fleet })
+	serve(m, 1)
+	serve(m, 1)
+	serve(m, 2)
+	m.Finished(proxy.Exchange{Worker: noWorker, Route: "/r", Status: 503}, time.Unix(1000, 0))
+	check := func(step string, workers int) {
+		t.Helper()
+		got := m.Totals()
+		if got.Requests != 4 || got.Errors != 1 || got.PromptTokens != 15 || got.OutputTokens != 3 || got.Compared != 3 || got.Exact != 3 {
+			t.Errorf("%s: %+v", step, got)
+		}
+		if first, inter := got.FirstToken.Counts, got.InterToken.Counts; first[len(first)-1] != 3 || inter[len(inter)-1] != 6 {
+			t.Errorf("%s: %d first tokens, %d others", step, first, inter)
+		}
+		if len(got.Workers) != workers || got.Workers["1"] != (proxy.WorkerTotals{Requests: 2, PromptTokens: 10}) {
+			t.Errorf("%s: %+v", step, got.Workers)
+		}
+	}
+	check("all are there", 3)
+	check("asked again", 3)
+	fleet = []uint64{1}
+	check("one is gone", 2)
+	page(m)
+	check("the page was read", 2)
 }

@@ -13,9 +13,9 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
+	"kvrouter/internal/workers"
 )
 
 // Metrics holds every metric of the router. Names start with kvrouter_; the
@@ -46,18 +46,9 @@ type Metrics struct {
 	// as requests mostly look up what is there.
 	seen  sync.Map
 	fleet func() []uint64 // nil: workers never go
-}
 
-// WorkerSample is the state of one worker rank at a scrape.
-type WorkerSample struct {
-	Worker     kv.WorkerKey
-	Up         bool
-	Restarts   int
-	Blocks     int // in the index
-	Load       policy.Load
-	EventCount map[string]uint64 // by kind: batches, stored, gaps, ...; nil: no event stream
-	Connected  bool              // to its KV events
-	Cold       bool              // blocks may be missing in the index: its history is not known in full
+	summing sync.Mutex   // held while series are summed up, or go
+	gone    proxy.Totals // of workers that are gone
 }
 
 // PromptSample counts prompts by how their tokens were found.
@@ -75,7 +66,7 @@ var decisionBuckets = prometheus.ExponentialBuckets(0.000001, 3, 16)
 
 // New returns metrics whose per-worker gauges and prompt counters come from the
 // given functions at each scrape.
-func New(workers func() []WorkerSample, prompts func() PromptSample) *Metrics {
+func New(fleet func() []workers.Sample, prompts func() PromptSample) *Metrics {
 	t := &Metrics{registry: prometheus.NewRegistry()}
 	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
 		c := prometheus.NewCounterVec(prometheus.CounterOpts{Name: "kvrouter_" + name, Help: help}, labels)
@@ -105,7 +96,7 @@ func New(workers func() []WorkerSample, prompts func() PromptSample) *Metrics {
 	t.dynamo = newDynamoMetrics(t.registry)
 	t.disagg = newDisaggMetrics(t.registry)
 	t.registry.MustRegister(
-		newFleetCollector(workers, prompts),
+		newFleetCollector(fleet, prompts),
 		collectors.NewGoCollector(),
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
 	)
@@ -148,19 +139,29 @@ func (t *Metrics) forgetGone() {
 	if t.fleet == nil {
 		return
 	}
-	there := map[any]bool{noWorker: true}
+	t.summing.Lock()
+	defer t.summing.Unlock()
+	there := map[string]bool{noWorker: true}
 	for _, id := range t.fleet() {
 		there[proxy.WorkerLabel(id)] = true
 	}
+	gone := map[string]bool{}
 	t.seen.Range(func(worker, _ any) bool {
-		if !there[worker] {
+		if !there[worker.(string)] {
 			t.seen.Delete(worker) // first: who makes a series now will note it again
-			for _, metric := range t.perWorker() {
-				metric.DeletePartialMatch(prometheus.Labels{"worker_id": worker.(string)})
-			}
+			gone[worker.(string)] = true
 		}
 		return true
 	})
+	if len(gone) == 0 {
+		return
+	}
+	t.sum(&t.gone, func(worker string) bool { return gone[worker] })
+	for worker := range gone {
+		for _, metric := range t.perWorker() {
+			metric.DeletePartialMatch(prometheus.Labels{"worker_id": worker})
+		}
+	}
 }
 
 // noWorker is the label of requests that no worker has answered.
@@ -272,7 +273,7 @@ func (t *Metrics) Finished(x proxy.Exchange, now time.Time) {
 // fleetCollector reads the counts of other components at each scrape, so that a
 // worker that is gone leaves no series behind.
 type fleetCollector struct {
-	workers  func() []WorkerSample
+	workers  func() []workers.Sample
 	prompts  func() PromptSample
 	up       *prometheus.Desc
 	restarts *prometheus.Desc
@@ -290,12 +291,12 @@ type fleetCollector struct {
 	reasons  *prometheus.Desc
 }
 
-func newFleetCollector(workers func() []WorkerSample, prompts func() PromptSample) *fleetCollector {
+func newFleetCollector(fleet func() []workers.Sample, prompts func() PromptSample) *fleetCollector {
 	desc := func(name, help string, labels ...string) *prometheus.Desc {
 		return prometheus.NewDesc("kvrouter_"+name, help, append([]string{"worker_id", "dp_rank"}, labels...), nil)
 	}
 	return &fleetCollector{
-		workers:  workers,
+		workers:  fleet,
 		prompts:  prompts,
 		sources:  prometheus.NewDesc("kvrouter_prompt_source_total", "Prompts by where their tokens came from: local, worker_render, worker_tokenize, none (routed by load alone).", []string{"source"}, nil),
 		reasons:  prometheus.NewDesc("kvrouter_prompt_fallbacks_total", "Prompts whose tokens were not computed here, by reason.", []string{"reason"}, nil),

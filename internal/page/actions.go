@@ -1,0 +1,106 @@
+package page
+
+import (
+	"errors"
+	"fmt"
+	"net/http"
+	"runtime"
+	"runtime/metrics"
+	"slices"
+	"strconv"
+
+	"github.com/gin-gonic/gin"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/router"
+)
+
+// act does what a person wants of a worker.
+func (p *Page) act(c *gin.Context) {
+	id, err := strconv.ParseUint(c.Param("id"), 10, 64)
+	if err != nil {
+		fail(c, http.StatusNotFound, "no such worker")
+		return
+	}
+	action := c.Param("action")
+	switch action {
+	case "drain":
+		err = p.sources.Router.Rest(id)
+	case "readmit":
+		err = p.sources.Router.Readmit(id)
+	case "reset-cache":
+		err = p.resetCache(c, id)
+	default:
+		fail(c, http.StatusNotFound, "no such action: drain, readmit and reset-cache are")
+		return
+	}
+	var refused *engineError
+	switch {
+	case err == nil:
+		p.log.Info(fmt.Sprintf("worker %d: %s, as the page was told", id, action))
+		c.Status(http.StatusNoContent)
+	case errors.Is(err, router.ErrUnknownWorker):
+		fail(c, http.StatusNotFound, fmt.Sprintf("worker %d is not up", id))
+	case errors.As(err, &refused):
+		fail(c, http.StatusBadGateway, err.Error())
+	default:
+		p.log.Warn(fmt.Sprintf("worker %d: %s failed", id, action), "error", err)
+		fail(c, http.StatusBadGateway, fmt.Sprintf("worker %d did not answer", id))
+	}
+}
+
+// engineError says that an engine refused what it was asked.
+type engineError struct {
+	path   string
+	status int
+}
+
+func (e *engineError) Error() string {
+	text := fmt.Sprintf("the engine answered %d to POST %s", e.status, e.path)
+	if e.status == http.StatusNotFound {
+		text += ": vLLM has this route with VLLM_SERVER_DEV_MODE=1 in its environment"
+	}
+	return text
+}
+
+// resetCache asks a worker to drop its prefix cache. What it drops it publishes, so
+// the index follows.
+func (p *Page) resetCache(c *gin.Context, id uint64) error {
+	targets := p.sources.Router.Targets()
+	at := slices.IndexFunc(targets, func(t kv.Target) bool { return t.Key.Worker == id })
+	if at < 0 {
+		return router.ErrUnknownWorker
+	}
+	path := "/reset_prefix_cache"
+	if targets[at].RunsSGLang() {
+		path = "/flush_cache"
+	}
+	status, _, err := p.sources.Proxy.Ask(c.Request.Context(), targets[at], http.MethodPost, path, http.Header{}, nil)
+	if err == nil && status >= http.StatusBadRequest {
+		err = &engineError{path, status}
+	}
+	return err
+}
+
+// vars shows the state of Go's runtime.
+func (p *Page) vars(c *gin.Context) {
+	samples := []metrics.Sample{}
+	for _, d := range metrics.All() {
+		if d.Kind == metrics.KindUint64 || d.Kind == metrics.KindFloat64 {
+			samples = append(samples, metrics.Sample{Name: d.Name})
+		}
+	}
+	metrics.Read(samples)
+	values := gin.H{}
+	for _, s := range samples {
+		if s.Value.Kind() == metrics.KindUint64 {
+			values[s.Name] = s.Value.Uint64()
+		} else {
+			values[s.Name] = s.Value.Float64()
+		}
+	}
+	c.JSON(http.StatusOK, gin.H{
+		"version": p.settings.Version, "go": runtime.Version(), "uptime": seconds(p.now().Sub(p.began)),
+		"cpus": runtime.NumCPU(), "gomaxprocs": runtime.GOMAXPROCS(0), "goroutines": runtime.NumGoroutine(), "viewers": p.viewers.n.Load(), "runtime": values,
+	})
+}

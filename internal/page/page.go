@@ -1,0 +1,136 @@
+// Package page is what people look at: a live page of the fleet, the last requests
+// with why they went where they did, what the caches hold and the trends of the last
+// hour. Nothing is computed for it while nobody looks.
+package page
+
+import (
+	"context"
+	"log/slog"
+	"net/http"
+	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/router"
+	"kvrouter/internal/workers"
+)
+
+// Flags are the settings of the page.
+type Flags struct {
+	PagePort     int  `group:"Addresses" default:"0" help:"Port that serves the live page alone, at the router port's address and with its key; 0: only the router port serves it, at /ui/."`
+	PageShowText bool `group:"Addresses" help:"Let the live page show the beginnings of prompts. Without it, it shows hashes."`
+}
+
+// Settings say what the page is of.
+type Settings struct {
+	Flags
+	Host      string   // address of its ports
+	Keys      []string // bearer keys that it asks for; none: it asks for none
+	Secure    bool     // its ports speak TLS
+	Version   string
+	Policy    string
+	BlockSize int // tokens
+	Demo      bool
+}
+
+// Proxy is what the page needs of the proxy.
+type Proxy interface {
+	Ask(ctx context.Context, t kv.Target, method, path string, header http.Header, body []byte) (status int, answer []byte, err error)
+}
+
+// Sources are what the page shows, and acts on.
+type Sources struct {
+	Router *router.Router
+	Fleet  *workers.Fleet
+	Proxy  Proxy
+	Totals func() proxy.Totals           // of all requests
+	Decode func(tokens []uint32) string  // nil: tokens stay hashes
+	Ready  func() (ready, draining bool) // as the OpenAI port says
+	OpenAI http.Handler                  // its routes
+}
+
+// Page shows a router. A nil one is never looked at. Its methods are safe for
+// concurrent use.
+type Page struct {
+	settings Settings
+	sources  Sources
+	log      *slog.Logger
+	now      func() time.Time
+	began    time.Time
+
+	sessions *sessions
+	viewers  *viewers
+	requests *requests
+	prompts  *prompts
+	trends   *trends
+}
+
+// New returns a page. Run must run for it to show anything.
+func New(settings Settings, sources Sources, log *slog.Logger) *Page {
+	return newPage(settings, sources, log, time.Now)
+}
+
+func newPage(settings Settings, sources Sources, log *slog.Logger, now func() time.Time) *Page {
+	began := now()
+	return &Page{
+		settings: settings, sources: sources, log: log, now: now, began: began,
+		sessions: newSessions(settings.Keys), viewers: newViewers(), requests: new(requests),
+		prompts: newPrompts(settings.BlockSize), trends: newTrends(began),
+	}
+}
+
+// Run computes what is shown until ctx ends: a state a second while somebody looks,
+// and a step of the trends every ten.
+func (p *Page) Run(ctx context.Context) {
+	defer p.Close()
+	second, step := time.NewTicker(time.Second), time.NewTicker(stepLength)
+	defer second.Stop()
+	defer step.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-p.viewers.over:
+			return
+		case <-step.C:
+			p.takeStep()
+		case <-second.C:
+			p.show()
+		case <-p.viewers.came:
+			if p.viewers.stale(p.now()) {
+				p.show()
+			}
+		}
+	}
+}
+
+// Close ends all streams. It may be called any number of times.
+func (p *Page) Close() { p.viewers.close() }
+
+// show computes a state for all viewers together, if there are any.
+func (p *Page) show() {
+	if p.viewers.watched() {
+		p.sources.Router.Decisions(0) // the next ones are explained
+		p.viewers.tell(eventState, p.state(p.now()), p.now())
+	}
+}
+
+// takeStep adds a step to the trends, and tells the viewers.
+func (p *Page) takeStep() {
+	now := p.now()
+	inFlight := map[uint64]int{}
+	for _, load := range p.sources.Router.Loads() {
+		inFlight[load.Key.Worker] += load.ActiveRequests
+	}
+	queued, _ := p.sources.Router.QueueDepth()
+	p.trends.step(p.sources.Totals(), queued, inFlight, now)
+	if p.viewers.watched() {
+		p.viewers.tell(eventTrends, p.trends.all(), now)
+	}
+}
+
+// limited is a text, cut to so many bytes and copied: what it is a part of need not be
+// kept.
+func limited(text string, bytes int) string {
+	return validUTF8(text[:min(len(text), bytes)])
+}

@@ -1,0 +1,257 @@
+package page
+
+import (
+	"cmp"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"kvrouter/internal/kv"
+)
+
+const (
+	// maxNodes, maxBlocks and maxDepth bound the tree of prompts: its nodes, the blocks
+	// of all of them, and those of one prompt. What was last used longest ago goes first.
+	maxNodes  = 512
+	maxBlocks = 1 << 17
+	maxDepth  = 2048
+	// maxShown is how many nodes are shown, those with the most hits.
+	maxShown = 120
+	// hitMinutes is for how long a hit counts, and nodeLife after how long without a hit
+	// a node goes.
+	hitMinutes = 5
+	nodeLife   = 10 * time.Minute
+	// maxText bounds the text of a node, in characters, and textTokens the tokens that
+	// are decoded for it.
+	maxText, textTokens = 120, 48
+)
+
+// prompts is a tree of the prompts that came while somebody looked. Prompts that begin
+// alike share nodes. The index itself is not walked: it is far larger, and busy.
+type prompts struct {
+	blockSize int
+
+	mu        sync.Mutex // guards the rest
+	root      node
+	nodes     int
+	blocks    int // of all nodes
+	truncated bool
+}
+
+// node is a run of blocks.
+type node struct {
+	parent   *node
+	children map[uint64]*node // by the hash of the first block
+	hashes   []uint64         // local block hashes
+	depth    int              // blocks before it
+	id       uint64           // sequence hash of its last block
+	hits     [hitMinutes + 1]uint32
+	minute   int64 // Unix time of the last of hits, min
+	last     time.Time
+	text     string
+}
+
+func newPrompts(blockSize int) *prompts { return &prompts{blockSize: blockSize} }
+
+// add counts a prompt. text, if it is not nil, returns the beginning of what comes
+// after so many blocks.
+func (t *prompts) add(local []uint64, now time.Time, text func(blocks int) string) {
+	local = local[:min(len(local), maxDepth)]
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for at, depth := &t.root, 0; depth < len(local); {
+		rest := local[depth:]
+		next := at.children[rest[0]]
+		if next == nil {
+			next = t.grow(at, rest, depth)
+		} else if same := alike(next.hashes, rest); same < len(next.hashes) {
+			next = t.split(next, same)
+		}
+		if next.hit(now); next.text == "" && text != nil {
+			next.text = text(depth)
+		}
+		at, depth = next, depth+len(next.hashes)
+	}
+	for t.nodes > maxNodes || t.blocks > maxBlocks {
+		t.drop(t.coldest())
+		t.truncated = true
+	}
+}
+
+// alike counts the first elements that both have.
+func alike(a, b []uint64) int {
+	n := min(len(a), len(b))
+	for i := range n {
+		if a[i] != b[i] {
+			return i
+		}
+	}
+	return n
+}
+
+// grow adds a leaf to at.
+func (t *prompts) grow(at *node, hashes []uint64, depth int) *node {
+	leaf := &node{parent: at, hashes: slices.Clone(hashes), depth: depth}
+	leaf.id = leaf.sequence()
+	at.adopt(leaf)
+	t.nodes++
+	t.blocks += len(hashes)
+	return leaf
+}
+
+// split parts a node after so many blocks and returns the upper part.
+func (t *prompts) split(lower *node, blocks int) *node {
+	upper := &node{parent: lower.parent, depth: lower.depth, hits: lower.hits, minute: lower.minute, last: lower.last, text: lower.text}
+	upper.hashes = slices.Clone(lower.hashes[:blocks])
+	upper.id = upper.sequence()
+	lower.parent.children[lower.hashes[0]] = upper
+	lower.hashes, lower.depth, lower.parent, lower.text = slices.Clone(lower.hashes[blocks:]), lower.depth+blocks, upper, ""
+	upper.adopt(lower)
+	t.nodes++
+	return upper
+}
+
+func (n *node) adopt(child *node) {
+	if n.children == nil {
+		n.children = map[uint64]*node{}
+	}
+	n.children[child.hashes[0]] = child
+}
+
+// hit counts a prompt.
+func (n *node) hit(now time.Time) {
+	n.pass(now)
+	n.hits[hitMinutes]++
+	n.last = now
+}
+
+// pass forgets the hits of minutes that are over.
+func (n *node) pass(now time.Time) {
+	minute := now.Unix() / 60
+	if gone := minute - n.minute; gone > 0 {
+		gone = min(gone, hitMinutes+1)
+		copy(n.hits[:], n.hits[gone:])
+		clear(n.hits[hitMinutes+1-gone:])
+		n.minute = minute
+	}
+}
+
+// recent returns the hits of this minute and of the five before.
+func (n *node) recent(now time.Time) (hits int) {
+	n.pass(now)
+	for _, h := range n.hits {
+		hits += int(h)
+	}
+	return hits
+}
+
+// walk calls use with every node, children first.
+func (n *node) walk(use func(*node)) {
+	for _, child := range n.children {
+		child.walk(use)
+	}
+	if n.parent != nil {
+		use(n)
+	}
+}
+
+// coldest returns the leaf that was used longest ago.
+func (t *prompts) coldest() (coldest *node) {
+	t.root.walk(func(n *node) {
+		if len(n.children) == 0 && (coldest == nil || n.last.Before(coldest.last)) {
+			coldest = n
+		}
+	})
+	return coldest
+}
+
+// drop takes a leaf away.
+func (t *prompts) drop(leaf *node) {
+	delete(leaf.parent.children, leaf.hashes[0])
+	t.nodes--
+	t.blocks -= len(leaf.hashes)
+}
+
+// path returns the hashes of all blocks up to the node's end.
+func (n *node) path() []uint64 {
+	path := make([]uint64, n.depth+len(n.hashes))
+	for ; n.parent != nil; n = n.parent {
+		copy(path[n.depth:], n.hashes)
+	}
+	return path
+}
+
+// sequence is the sequence hash of the node's last block.
+func (n *node) sequence() uint64 {
+	path := n.path()
+	return kv.SequenceHashes(path[:0], path)[len(path)-1]
+}
+
+// hottest returns the nodes with the most hits, parents first, with the workers that
+// hold them by what match says of the prompts that end there.
+func (t *prompts) hottest(now time.Time, match func(local []uint64, dst []kv.Match) []kv.Match) Cache {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	var all []*node
+	t.root.walk(func(n *node) { // children come first: what is dropped has none
+		if len(n.children) == 0 && now.Sub(n.last) > nodeLife {
+			t.drop(n)
+			return
+		}
+		all = append(all, n)
+	})
+	if t.nodes == 0 {
+		t.truncated = false
+	}
+	hits := make(map[*node]int, len(all))
+	for _, n := range all {
+		hits[n] = n.recent(now)
+	}
+	// A parent has no fewer hits than its children, and is less deep.
+	slices.SortFunc(all, func(a, b *node) int {
+		return cmp.Or(hits[b]-hits[a], a.depth-b.depth, b.last.Compare(a.last), cmp.Compare(a.id, b.id))
+	})
+	cache := Cache{Nodes: []Node{}, Truncated: t.truncated || len(all) > maxShown}
+	all = all[:min(len(all), maxShown)]
+	held := map[*node][]uint64{}
+	for i := len(all) - 1; i >= 0; i-- { // from the leaves up: one look-up tells of a whole branch
+		if _, done := held[all[i]]; !done {
+			t.note(held, all[i], match(all[i].path(), nil))
+		}
+	}
+	for _, n := range all {
+		parent := ""
+		if n.depth > 0 {
+			parent = name(n.parent.id)
+		}
+		cache.Nodes = append(cache.Nodes, Node{
+			ID: name(n.id), Parent: parent, Depth: n.depth, Tokens: len(n.hashes) * t.blockSize, Workers: held[n], Hits: hits[n], Last: unix(n.last), Text: n.text,
+		})
+	}
+	return cache
+}
+
+// note writes down who holds a node and all above it.
+func (t *prompts) note(held map[*node][]uint64, n *node, matches []kv.Match) {
+	for ; n.parent != nil; n = n.parent {
+		if _, done := held[n]; done {
+			return
+		}
+		workers := []uint64{}
+		for _, m := range matches {
+			if m.Blocks >= n.depth+len(n.hashes) && !slices.Contains(workers, m.Worker.Worker) {
+				workers = append(workers, m.Worker.Worker)
+			}
+		}
+		slices.Sort(workers)
+		held[n] = workers
+	}
+}
+
+// name is a hash as it is shown.
+func name(hash uint64) string {
+	text := strconv.FormatUint(hash, 16)
+	return strings.Repeat("0", 16-len(text)) + text
+}

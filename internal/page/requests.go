@@ -1,0 +1,228 @@
+package page
+
+import (
+	"net/http"
+	"strings"
+	"sync"
+	"time"
+
+	"kvrouter/internal/policy"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/router"
+)
+
+const (
+	// maxRequests is how many requests are kept.
+	maxRequests = 200
+	// maxKept bounds the candidates that the receipts of these have together, of some
+	// 500 bytes each; the oldest receipts go first.
+	maxKept = 4000
+	// maxDryRuns is how many receipts of dry runs are kept until they are fetched.
+	maxDryRuns = 16
+	// maxName bounds the texts of clients, bytes.
+	maxName = 128
+)
+
+// requests holds the last requests.
+type requests struct {
+	mu     sync.Mutex // guards the rest
+	kept   [maxRequests]entry
+	next   uint64 // serial number of the next one; its place is that modulo maxRequests
+	dry    [maxDryRuns]entry
+	nextD  uint64
+	weight int // candidates in the receipts
+}
+
+// entry is a request with what explains it.
+type entry struct {
+	Request
+	arrived  time.Time
+	receipts []*router.Receipt
+	serial   uint64
+}
+
+// Seen is a request that was told of with Began. The zero value stands for none.
+type Seen struct{ serial uint64 }
+
+// Began notes that a request has arrived.
+func (p *Page) Began(id string, x *proxy.Exchange) Seen {
+	if p == nil {
+		return Seen{}
+	}
+	r := p.requests
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.next++
+	e := r.at(r.next)
+	r.weight -= weigh(e.receipts)
+	*e = entry{serial: r.next, arrived: x.Arrived, Request: Request{ID: id, At: unix(x.Arrived), Route: x.Route, End: EndRunning}}
+	return Seen{r.next}
+}
+
+// at is the place of a serial number.
+func (r *requests) at(serial uint64) *entry { return &r.kept[serial%maxRequests] }
+
+// of returns a request that is still kept, else nil. The caller holds the lock.
+func (r *requests) of(seen Seen) *entry {
+	if e := r.at(seen.serial); seen.serial != 0 && e.serial == seen.serial {
+		return e
+	}
+	return nil
+}
+
+// Decided notes a decision on a request; prefill is of the prompt, where two workers
+// share it, else nil.
+func (p *Page) Decided(seen Seen, model string, d *router.Decision, prefill *router.Decision) {
+	if p == nil {
+		return
+	}
+	p.requests.mu.Lock()
+	defer p.requests.mu.Unlock()
+	e := p.requests.of(seen)
+	if e == nil {
+		return
+	}
+	worker := d.Target.Key.Worker
+	e.Worker, e.Rank, e.Attempts = &worker, d.Target.Key.Rank, e.Attempts+1
+	e.Model = limited(model, maxName)
+	e.PromptTokens, e.Predicted = max(e.PromptTokens, d.Tokens), d.OverlapTokens
+	if prefill != nil && prefill.Target.URL != "" {
+		first := prefill.Target.Key.Worker
+		e.PrefillWorker, e.Predicted, e.PromptTokens = &first, prefill.OverlapTokens, max(e.PromptTokens, prefill.Tokens)
+	}
+}
+
+// Finished notes that a request has ended.
+func (p *Page) Finished(seen Seen, x *proxy.Exchange, now time.Time) {
+	if p == nil {
+		return
+	}
+	r := p.requests
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	e := r.of(seen)
+	if e == nil {
+		return
+	}
+	e.Status, e.End = x.Status, ending(x)
+	e.Model = limited(x.Model, maxName)
+	took := seconds(now.Sub(x.Arrived))
+	e.Duration = &took
+	if !x.FirstChunk.IsZero() {
+		first := seconds(x.FirstChunk.Sub(x.Arrived))
+		e.TTFT = &first
+	}
+	if x.Usage.Known {
+		output := x.Usage.OutputTokens
+		e.OutputTokens = &output
+		e.PromptTokens = x.Usage.PromptTokens
+		if x.Usage.CachedKnown {
+			cached := x.Usage.CachedTokens
+			e.Cached = &cached
+		}
+	}
+	e.receipts = x.Receipts
+	e.Explained = len(x.Receipts) > 0
+	if e.Explained && x.Receipts[len(x.Receipts)-1].QueryOnly {
+		r.nextD++
+		r.dry[r.nextD%maxDryRuns] = *e
+		*e = entry{}
+		return
+	}
+	r.weight += weigh(e.receipts)
+	for serial := r.next + 1; r.weight > maxKept && serial < r.next+maxRequests; serial++ {
+		if old := r.at(serial); old != e {
+			r.weight -= weigh(old.receipts)
+			old.receipts, old.Explained = nil, false
+		}
+	}
+}
+
+// weigh counts the candidates of receipts.
+func weigh(receipts []*router.Receipt) (candidates int) {
+	for _, receipt := range receipts {
+		candidates += 1 + len(receipt.Candidates)
+	}
+	return candidates
+}
+
+// ending says how a request ended.
+func ending(x *proxy.Exchange) string {
+	nobody := x.Worker == "none" || x.Worker == ""
+	switch {
+	case x.Status == proxy.ClientGone:
+		return EndCancelled
+	case x.Status >= http.StatusBadRequest && (nobody || x.Status < http.StatusInternalServerError):
+		return EndRefused
+	case x.Status >= http.StatusBadRequest || x.Ending == policy.Failed:
+		return EndFailed
+	}
+	return EndDone
+}
+
+// list returns the requests, the newest first.
+func (r *requests) list() []Request {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	list := make([]Request, 0, maxRequests)
+	for serial := r.next; serial > 0 && serial+maxRequests > r.next; serial-- {
+		if e := r.at(serial); e.serial == serial {
+			list = append(list, e.Request)
+		}
+	}
+	return list
+}
+
+// receipt returns what explains a request; not ok: it is gone.
+func (r *requests) receipt(id string) (receipt Receipt, ok bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for serial := r.next; serial > 0 && serial+maxRequests > r.next; serial-- {
+		if e := r.at(serial); e.serial == serial && e.ID == id {
+			return e.receipt(), true
+		}
+	}
+	for i := range r.dry {
+		if e := &r.dry[i]; e.serial != 0 && e.ID == id {
+			return e.receipt(), true
+		}
+	}
+	return Receipt{}, false
+}
+
+func (e *entry) receipt() Receipt {
+	receipt := Receipt{Request: e.Request}
+	if last := len(e.receipts) - 1; last >= 0 {
+		receipt.Receipt, receipt.Earlier = e.receipts[last], e.receipts[:last]
+		receipt.Second = second(e.receipts[last])
+	}
+	return receipt
+}
+
+// second returns the best of the candidates that were not chosen, but could be.
+func second(r *router.Receipt) (place *Place) {
+	best := 0.0
+	for i := range r.Candidates {
+		c := &r.Candidates[i]
+		chosen := r.Worker != nil && c.Worker == *r.Worker && c.Rank == r.Rank
+		if chosen || c.Score == nil || c.Excluded != "" || place != nil && c.Total <= best {
+			continue
+		}
+		place, best = &Place{c.Worker, c.Rank}, c.Total
+	}
+	return place
+}
+
+// seconds is a duration in seconds, rounded to a microsecond.
+func seconds(d time.Duration) float64 { return float64(d.Microseconds()) / 1e6 }
+
+// unix is a time in Unix seconds, rounded to a millisecond.
+func unix(t time.Time) float64 {
+	if t.IsZero() {
+		return 0
+	}
+	return float64(t.UnixMilli()) / 1e3
+}
+
+// validUTF8 is a copy of a text without what is no UTF-8.
+func validUTF8(text string) string { return strings.ToValidUTF8(strings.Clone(text), "") }

@@ -1,0 +1,181 @@
+package page
+
+import (
+	"crypto/rand"
+	"crypto/sha256"
+	"crypto/subtle"
+	"encoding/base64"
+	"encoding/json"
+	"io"
+	"net/http"
+	"sync"
+	"time"
+
+	"github.com/gin-gonic/gin"
+
+	"kvrouter/internal/web"
+)
+
+const (
+	// cookieName names the cookie of those who have signed in.
+	cookieName = "kvrouter_session"
+	// sessionLife is how long a sign-in holds, and maxSessions how many hold at once:
+	// of more, the oldest ends.
+	sessionLife = 12 * time.Hour
+	maxSessions = 256
+	// triesPerSecond bounds the keys that are tried by all together, and triesAtOnce
+	// those of a moment.
+	triesPerSecond, triesAtOnce = 2, 10
+	// signInLimit bounds the body of a sign-in, bytes.
+	signInLimit = 4 << 10
+	// headerPage must come with what changes something: a page of another site cannot
+	// set it.
+	headerPage = "X-Kvrouter-Page"
+)
+
+// sessions are the sign-ins that hold.
+type sessions struct {
+	keys [][sha256.Size]byte // none: nobody is asked for one
+
+	mu    sync.Mutex           // guards the rest
+	open  map[string]time.Time // until when each holds, by the cookie's value
+	tries float64              // that are left
+	since time.Time            // of tries
+}
+
+func newSessions(keys []string) *sessions {
+	s := &sessions{open: map[string]time.Time{}, tries: triesAtOnce}
+	for _, key := range keys {
+		s.keys = append(s.keys, sha256.Sum256([]byte(key)))
+	}
+	return s
+}
+
+// knows tells whether a key is one of ours. Hashes are compared, so that the time
+// tells nothing of a key.
+func (s *sessions) knows(key string) bool {
+	sum, known := sha256.Sum256([]byte(key)), 0
+	for i := range s.keys {
+		known |= subtle.ConstantTimeCompare(sum[:], s.keys[i][:])
+	}
+	return known == 1
+}
+
+// try tells whether one more key may be tried now.
+func (s *sessions) try(now time.Time) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.since.IsZero() {
+		s.tries = min(triesAtOnce, s.tries+triesPerSecond*max(0, now.Sub(s.since).Seconds()))
+	}
+	s.since = now
+	if s.tries < 1 {
+		return false
+	}
+	s.tries--
+	return true
+}
+
+// begin returns the cookie's value for a new session.
+func (s *sessions) begin(now time.Time) string {
+	var random [32]byte
+	rand.Read(random[:])
+	id := base64.RawURLEncoding.EncodeToString(random[:])
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for len(s.open) >= maxSessions {
+		oldest := ""
+		for other, until := range s.open {
+			if oldest == "" || until.Before(s.open[oldest]) {
+				oldest = other
+			}
+		}
+		delete(s.open, oldest)
+	}
+	s.open[id] = now.Add(sessionLife)
+	return id
+}
+
+// holds tells whether a session does.
+func (s *sessions) holds(id string, now time.Time) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	until, known := s.open[id]
+	if known && !now.Before(until) {
+		delete(s.open, id)
+	}
+	return known && now.Before(until)
+}
+
+// end ends a session.
+func (s *sessions) end(id string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.open, id)
+}
+
+// admit refuses requests that show neither a key nor a session, where one is asked
+// for.
+func (p *Page) admit(c *gin.Context) {
+	if len(p.sessions.keys) == 0 || p.sessions.knows(web.Bearer(c.Request)) {
+		return
+	}
+	if id, err := c.Cookie(cookieName); err == nil && p.sessions.holds(id, p.now()) {
+		return
+	}
+	fail(c, http.StatusUnauthorized, "sign in with the router port's key, or send it as Authorization: Bearer KEY")
+	c.Abort()
+}
+
+// ownScript refuses what the page's own script has not sent.
+func ownScript(c *gin.Context) {
+	if c.GetHeader(headerPage) != "1" {
+		fail(c, http.StatusForbidden, "send the header "+headerPage+": 1")
+		c.Abort()
+	}
+}
+
+// signIn gives whoever knows a key a cookie in its place.
+func (p *Page) signIn(c *gin.Context) {
+	if len(p.sessions.keys) == 0 {
+		c.Status(http.StatusNoContent)
+		return
+	}
+	key, ok := readKey(http.MaxBytesReader(c.Writer, c.Request.Body, signInLimit))
+	switch {
+	case !ok:
+		fail(c, http.StatusBadRequest, `the body must be {"key":"..."}`)
+	case !p.sessions.try(p.now()):
+		c.Header("Retry-After", "1")
+		fail(c, http.StatusTooManyRequests, "too many keys were tried: wait a second")
+	case !p.sessions.knows(key):
+		fail(c, http.StatusUnauthorized, "this is not the router port's key")
+	default:
+		p.setCookie(c, p.sessions.begin(p.now()), int(sessionLife.Seconds()))
+		c.Status(http.StatusNoContent)
+	}
+}
+
+// readKey reads the body of a sign-in.
+func readKey(body io.Reader) (key string, ok bool) {
+	var given struct {
+		Key *string `json:"key"`
+	}
+	text, err := io.ReadAll(body)
+	if err != nil || json.Unmarshal(text, &given) != nil || given.Key == nil {
+		return "", false
+	}
+	return *given.Key, true
+}
+
+func (p *Page) signOut(c *gin.Context) {
+	if id, err := c.Cookie(cookieName); err == nil {
+		p.sessions.end(id)
+	}
+	p.setCookie(c, "", -1)
+	c.Status(http.StatusNoContent)
+}
+
+func (p *Page) setCookie(c *gin.Context, value string, age int) {
+	http.SetCookie(c.Writer, &http.Cookie{Name: cookieName, Value: value, Path: root, MaxAge: age, HttpOnly: true, Secure: p.settings.Secure, SameSite: http.SameSiteStrictMode})
+}

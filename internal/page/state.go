@@ -1,0 +1,128 @@
+package page
+
+import (
+	"slices"
+	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/outlier"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/workers"
+)
+
+const (
+	// maxModels bounds the models that are named.
+	maxModels = 64
+	// maxWhy bounds what is told of a worker's trouble, bytes.
+	maxWhy = 400
+)
+
+// state is all that is shown, but for the trends.
+func (p *Page) state(now time.Time) State {
+	totals := p.sources.Totals()
+	queued, _ := p.sources.Router.QueueDepth()
+	s := State{
+		At: unix(now), Version: p.settings.Version, Uptime: seconds(now.Sub(p.began)), Policy: p.settings.Policy, BlockSize: p.settings.BlockSize,
+		ShowText: p.settings.PageShowText, Demo: p.settings.Demo, Models: []string{}, Rates: p.trends.lately(totals, now), Requests: p.requests.list(),
+		Cache: p.prompts.hottest(now, p.sources.Router.Index().Match),
+		Totals: Totals{
+			Requests: totals.Requests, Errors: totals.Errors, Queued: queued, PromptTokens: totals.PromptTokens, CachedTokens: totals.CachedTokens,
+			PredictedTokens: totals.PredictedTokens, Exact: totals.Exact, Compared: totals.Compared,
+		},
+	}
+	s.Ready, s.Draining = p.sources.Ready()
+	s.Workers = p.fleet(totals)
+	for i := range s.Workers {
+		s.Totals.InFlight += s.Workers[i].InFlight
+	}
+	for _, w := range p.sources.Fleet.Workers() {
+		for _, model := range w.Models {
+			if len(s.Models) < maxModels && !slices.Contains(s.Models, model) {
+				s.Models = append(s.Models, model)
+			}
+		}
+	}
+	return s
+}
+
+// fleet returns every rank of every worker, by worker and rank.
+func (p *Page) fleet(totals proxy.Totals) []Worker {
+	statuses := map[uint64]workers.Status{}
+	for _, status := range p.sources.Fleet.Workers() {
+		statuses[status.ID] = status
+	}
+	records, _ := p.sources.Router.Outliers()
+	failing := map[kv.WorkerKey]outlier.Record{}
+	for _, record := range records {
+		failing[record.Worker] = record
+	}
+	resting := p.sources.Router.Resting()
+	list := []Worker{}
+	for _, sample := range p.sources.Fleet.Samples(p.sources.Router) {
+		status, there := statuses[sample.Worker.Worker]
+		if !there {
+			continue // it has come since
+		}
+		w := worker(sample, status)
+		part := totals.Workers[proxy.WorkerLabel(w.Worker)]
+		if w.Requests = part.Requests; part.PromptTokens > 0 {
+			rate := min(float64(part.CachedTokens)/float64(part.PromptTokens), 1)
+			w.HitRate = &rate
+		}
+		since, rests := resting[w.Worker]
+		record := failing[sample.Worker]
+		switch { // what a person did or must know comes first
+		case w.State == StateReady && rests:
+			w.State, w.Since, w.Why = StateResting, unix(since), "it gets no new requests until it is readmitted"
+		case w.State == StateReady && record.State == outlier.StateOut:
+			w.State, w.Since, w.Why = StateEjected, unix(record.Since), limited(record.Why, maxWhy)
+		case w.State == StateReady && record.State == outlier.StateHeld:
+			w.Why = "it asked for a pause, or is suspected"
+		}
+		list = append(list, w)
+	}
+	slices.SortFunc(list, func(a, b Worker) int {
+		return kv.WorkerKey{Worker: a.Worker, Rank: a.Rank}.Compare(kv.WorkerKey{Worker: b.Worker, Rank: b.Rank})
+	})
+	return list
+}
+
+// worker is a rank as the fleet knows it.
+func worker(s workers.Sample, status workers.Status) Worker {
+	w := Worker{
+		Worker: s.Worker.Worker, Rank: s.Worker.Rank, URL: status.URL, Engine: status.Engine.String(), State: stateOf(status), Since: unix(status.Since),
+		Restarts: s.Restarts, InFlight: s.Load.InFlight, LoadKnown: s.Load.Fresh, Blocks: s.Blocks, ActiveBlocks: s.Load.ActiveBlocks,
+		PrefillTokens: s.Load.PrefillTokens, Cold: s.Cold, EventsConnected: s.Connected,
+	}
+	if status.Disagg.Role != kv.RoleBoth {
+		w.Role = status.Disagg.Role.String()
+	}
+	if len(status.Models) > 0 {
+		w.Model = status.Models[0]
+	}
+	if s.Load.Fresh {
+		usage := s.Load.KVUsage
+		w.Waiting, w.Running, w.KVUsage = s.Load.Waiting, s.Load.Running, &usage
+	}
+	if s.Lag >= 0 {
+		lag := seconds(s.Lag)
+		w.EventLag = &lag
+	}
+	if w.State != StateReady {
+		w.Why = limited(status.LastError, maxWhy)
+	}
+	return w
+}
+
+// stateOf is a worker's state in the words of the page.
+func stateOf(status workers.Status) string {
+	switch {
+	case status.State == workers.StateReady:
+		return StateReady
+	case status.State == workers.StateStarting, status.State == workers.StateConnecting && len(status.Models) == 0:
+		return StateStarting
+	case status.State == workers.StateDown:
+		return StateUnhealthy
+	}
+	return StateDown
+}

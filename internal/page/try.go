@@ -1,0 +1,215 @@
+package page
+
+import (
+	"bytes"
+	"crypto/rand"
+	"encoding/hex"
+	"encoding/json"
+	"io"
+	"net/http"
+	"strings"
+
+	"github.com/gin-gonic/gin"
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/keys"
+	"kvrouter/internal/router"
+	"kvrouter/internal/web"
+)
+
+// Paths of the OpenAI port that the page sends requests to.
+const (
+	chatPath       = "/v1/chat/completions"
+	completionPath = "/v1/completions"
+)
+
+const (
+	// whereLimit bounds the body of a dry run, bytes, and answerLimit the answer to it
+	// that is kept.
+	whereLimit, answerLimit = 4 << 20, 1 << 20
+	// maxPromptText bounds what is shown of a prompt, characters.
+	maxPromptText = 200
+)
+
+// inside is a request to the OpenAI port that needs no key.
+func inside(c *gin.Context, path string, body io.Reader, length int64) *http.Request {
+	request := c.Request.Clone(keys.Inside(c.Request.Context()))
+	request.URL.Path, request.URL.RawPath, request.URL.RawQuery, request.RequestURI = path, "", "", path
+	request.Header = http.Header{"Content-Type": {"application/json"}, web.HeaderRequest: {newID()}}
+	request.Body, request.ContentLength, request.TransferEncoding = io.NopCloser(body), length, nil
+	return request
+}
+
+// newID names a request of the page.
+func newID() string {
+	var random [12]byte
+	rand.Read(random[:])
+	return "page-" + hex.EncodeToString(random[:])
+}
+
+// try sends a chat and streams the answer back.
+func (p *Page) try(c *gin.Context) {
+	request := inside(c, chatPath, c.Request.Body, c.Request.ContentLength)
+	p.sources.OpenAI.ServeHTTP(c.Writer, request)
+}
+
+// where tells where a request would go, without sending it anywhere.
+func (p *Page) where(c *gin.Context) {
+	raw, err := io.ReadAll(http.MaxBytesReader(c.Writer, c.Request.Body, whereLimit))
+	if err != nil {
+		fail(c, http.StatusRequestEntityTooLarge, "the body did not come, or is larger than 4 MiB")
+		return
+	}
+	path, asked, problem := dryRun(raw)
+	if problem != "" {
+		fail(c, http.StatusBadRequest, problem)
+		return
+	}
+	p.sources.Router.Decisions(0) // this one is explained
+	request := inside(c, path, bytes.NewReader(asked), int64(len(asked)))
+	answer := &answer{header: http.Header{}, status: http.StatusOK}
+	p.sources.OpenAI.ServeHTTP(answer, request)
+	if answer.status != http.StatusOK {
+		message := gjson.GetBytes(answer.body.Bytes(), "error.message").String()
+		if message == "" {
+			message = "the router answered " + http.StatusText(answer.status)
+		}
+		fail(c, answer.status, message)
+		return
+	}
+	receipt, ok := p.requests.receipt(request.Header.Get(web.HeaderRequest))
+	if !ok {
+		fail(c, http.StatusServiceUnavailable, "the receipt is gone already: try again")
+		return
+	}
+	c.JSON(http.StatusOK, receipt)
+}
+
+// dryRun returns a request's path and body as a question where it would go.
+func dryRun(raw []byte) (path string, asked []byte, problem string) {
+	body, ok := jsonbody.Parse(raw)
+	if !ok {
+		return "", nil, "the body is not a JSON object"
+	}
+	switch {
+	case body.Get("messages").Exists():
+		path = chatPath
+	case body.Get("prompt").Exists():
+		path = completionPath
+	default:
+		return "", nil, "give messages of a chat, or a prompt"
+	}
+	return path, body.With("stream", "false").With("nvext", `{"annotations":["query_instance_id:"]}`).Raw, ""
+}
+
+// answer keeps the beginning of an answer.
+type answer struct {
+	header http.Header
+	status int
+	body   bytes.Buffer
+}
+
+// Header implements http.ResponseWriter.
+func (a *answer) Header() http.Header { return a.header }
+
+// WriteHeader implements http.ResponseWriter.
+func (a *answer) WriteHeader(status int) { a.status = status }
+
+// Write implements http.ResponseWriter.
+func (a *answer) Write(b []byte) (int, error) {
+	a.body.Write(b[:min(len(b), max(0, answerLimit-a.body.Len()))])
+	return len(b), nil
+}
+
+// Prompt notes a request's prompt, if somebody looks.
+func (p *Page) Prompt(seen Seen, q *router.Request, body *jsonbody.Body) {
+	if p == nil || !p.viewers.watched() {
+		return
+	}
+	var text func(int) string
+	if p.settings.PageShowText {
+		p.requests.name(seen, promptText(body))
+		if p.sources.Decode != nil && len(q.Tokens) > 0 {
+			text = func(blocks int) string {
+				from := min(blocks*p.settings.BlockSize, len(q.Tokens))
+				return firstRunes(p.sources.Decode(q.Tokens[from:min(from+textTokens, len(q.Tokens))]), maxText)
+			}
+		}
+	}
+	if local := q.Hashes(nil, p.settings.BlockSize); len(local) > 0 {
+		p.prompts.add(local, p.now(), text)
+	}
+}
+
+// name sets what is shown of a request's prompt.
+func (r *requests) name(seen Seen, text string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if e := r.of(seen); e != nil {
+		e.Prompt = text
+	}
+}
+
+// promptText returns the beginning of what a person would call the prompt: the last
+// message of a chat, or the prompt of a completion. Of long ones only the beginning is
+// read.
+func promptText(body *jsonbody.Body) string {
+	v := body.Get("prompt")
+	if !v.Exists() {
+		v = body.Get("text")
+	}
+	if views := body.Messages(); len(views) > 0 {
+		v = jsonbody.FieldOf(views[len(views)-1].Fields, "content")
+	}
+	if v.IsArray() {
+		v.ForEach(func(_, part gjson.Result) bool {
+			if part.Type == gjson.String {
+				v = part
+				return false
+			}
+			if text := part.Get("text"); text.Type == gjson.String {
+				v = text
+				return false
+			}
+			return true
+		})
+	}
+	if v.Type != gjson.String {
+		return ""
+	}
+	return firstRunes(beginning(v.Raw), maxPromptText)
+}
+
+// beginning returns the beginning of a JSON string, long enough for maxPromptText
+// characters.
+func beginning(raw string) string {
+	const most = 12 * maxPromptText // a character is escaped by 12 bytes at most
+	if len(raw) > most {
+		raw = raw[:most]
+		if at := strings.LastIndexByte(raw, '\\'); at >= most-12 { // it may be cut inside of an escape
+			raw = strings.TrimRight(raw[:at], `\`)
+		}
+		raw = strings.ToValidUTF8(raw, "") + `"`
+	}
+	var text string
+	if json.Unmarshal([]byte(raw), &text) != nil {
+		return ""
+	}
+	return text
+}
+
+// firstRunes returns at most so many characters of a text, without those that control.
+func firstRunes(text string, most int) string {
+	var out strings.Builder
+	for _, r := range text {
+		if most--; most < 0 {
+			break
+		}
+		if r < ' ' || r == 0x7f {
+			r = ' '
+		}
+		out.WriteRune(r)
+	}
+	return strings.ToValidUTF8(out.String(), "")
+}

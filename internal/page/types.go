@@ -1,0 +1,170 @@
+package page
+
+import "kvrouter/internal/router"
+
+// State is what the page shows, but for the trends: event "state" of the stream. All
+// times are Unix seconds; nil is shown as "unknown".
+type State struct {
+	At        float64  `json:"at"`
+	Version   string   `json:"version"`
+	Uptime    float64  `json:"uptime"` // s
+	Policy    string   `json:"policy"`
+	BlockSize int      `json:"block_size"` // tokens
+	Models    []string `json:"models"`
+	ShowText  bool     `json:"show_text"` // --page-show-text
+	Ready     bool     `json:"ready"`
+	Draining  bool     `json:"draining"`
+	Demo      bool     `json:"demo"` // the traffic is made up, at least in part
+
+	Totals   Totals    `json:"totals"`
+	Rates    Rates     `json:"rates"`
+	Workers  []Worker  `json:"workers"`  // each rank, by worker and rank
+	Requests []Request `json:"requests"` // the newest first
+	Cache    Cache     `json:"cache"`
+}
+
+// Totals count since the start of the router.
+type Totals struct {
+	Requests        uint64 `json:"requests"` // that have ended
+	Errors          uint64 `json:"errors"`   // of those with status 500 or more
+	InFlight        int    `json:"in_flight"`
+	Queued          int    `json:"queued"` // in the router's queue
+	PromptTokens    uint64 `json:"prompt_tokens"`
+	CachedTokens    uint64 `json:"cached_tokens"`    // as the workers report them
+	PredictedTokens uint64 `json:"predicted_tokens"` // that the index expected to be cached
+	Exact           uint64 `json:"exact"`            // predictions that were right to the token
+	Compared        uint64 `json:"compared"`         // predictions of which a worker has told the truth
+}
+
+// Rates are those of the last minute; nil: there was nothing to measure.
+type Rates struct {
+	RequestsPerSecond float64  `json:"requests_per_second"`
+	HitRate           *float64 `json:"hit_rate"` // cached share of the prompt tokens, 0 to 1
+	TTFT50            *float64 `json:"ttft_p50"` // s
+	TTFT99            *float64 `json:"ttft_p99"`
+	ITL50             *float64 `json:"itl_p50"`
+	ITL99             *float64 `json:"itl_p99"`
+	Exact             *float64 `json:"exact"` // share of the predictions that were right, 0 to 1
+}
+
+// States of a Worker.
+const (
+	StateReady     = "ready"
+	StateStarting  = "starting"  // never ready so far
+	StateEjected   = "ejected"   // out for its failures
+	StateResting   = "resting"   // gets no new requests until it is readmitted
+	StateDown      = "down"      // has ended, or cannot be reached any more
+	StateUnhealthy = "unhealthy" // runs, but does not answer
+)
+
+// Worker is one rank of a worker.
+type Worker struct {
+	Worker          uint64   `json:"worker"`
+	Rank            uint32   `json:"rank"`
+	URL             string   `json:"url"`
+	Engine          string   `json:"engine"`
+	Role            string   `json:"role"` // empty: takes whole requests; prefill; decode
+	Model           string   `json:"model"`
+	State           string   `json:"state"`
+	Since           float64  `json:"since"` // of the state
+	Why             string   `json:"why"`   // empty: nothing to say
+	Restarts        int      `json:"restarts"`
+	InFlight        int      `json:"in_flight"` // requests sent by this router
+	Waiting         int      `json:"waiting"`   // in the engine, as it says itself
+	Running         int      `json:"running"`   // the same
+	KVUsage         *float64 `json:"kv_usage"`  // the same, 0 to 1
+	LoadKnown       bool     `json:"load_known"`
+	Blocks          int      `json:"blocks"`         // that the index knows it to hold
+	ActiveBlocks    int      `json:"active_blocks"`  // of requests in flight
+	PrefillTokens   int      `json:"prefill_tokens"` // uncached ones that are to be computed
+	HitRate         *float64 `json:"hit_rate"`       // of the worker (all ranks), since the start
+	Requests        uint64   `json:"requests"`       // the same
+	EventLag        *float64 `json:"event_lag"`      // s, of the last batch of KV events
+	Cold            bool     `json:"cold"`           // blocks may be missing in the index
+	EventsConnected bool     `json:"events_connected"`
+}
+
+// How a Request ended.
+const (
+	EndRunning   = "running"
+	EndDone      = "done"
+	EndFailed    = "failed"    // its worker failed it
+	EndCancelled = "cancelled" // the client left
+	EndRefused   = "refused"   // by the router or, with a status from 400 to 499, by the worker
+)
+
+// Request is one of the last requests.
+type Request struct {
+	ID            string   `json:"id"`
+	At            float64  `json:"at"` // of its arrival
+	Route         string   `json:"route"`
+	Model         string   `json:"model"`
+	Worker        *uint64  `json:"worker"` // that answers; nil: none so far
+	Rank          uint32   `json:"rank"`
+	PrefillWorker *uint64  `json:"prefill_worker"` // that computed the prompt for it
+	PromptTokens  int      `json:"prompt_tokens"`  // 0: unknown
+	Predicted     int      `json:"predicted"`      // tokens that the index expected to be cached
+	Cached        *int     `json:"cached"`         // tokens that the worker says were
+	TTFT          *float64 `json:"ttft"`           // s; nil: no stream, or none so far
+	Duration      *float64 `json:"duration"`       // s; nil: running
+	OutputTokens  *int     `json:"output_tokens"`
+	End           string   `json:"end"`
+	Status        int      `json:"status"`   // HTTP; 0: running
+	Attempts      int      `json:"attempts"` // workers that were asked
+	Explained     bool     `json:"explained"`
+	Prompt        string   `json:"prompt,omitempty"` // its beginning, with --page-show-text
+}
+
+// Receipt is a request with why it went where it did.
+type Receipt struct {
+	// Receipt explains the decision for the worker that answers, the last of several.
+	// nil: nobody looked when it was made, or it is gone; its keys are absent then.
+	*router.Receipt
+	Request Request           `json:"request"`
+	Second  *Place            `json:"second"`            // the best of the others that could be chosen
+	Earlier []*router.Receipt `json:"earlier,omitempty"` // decisions before it: a prefill worker's, tries that failed
+}
+
+// Place is a rank of a worker.
+type Place struct {
+	Worker uint64 `json:"worker_id"`
+	Rank   uint32 `json:"dp_rank"`
+}
+
+// Cache are the hottest branches of the prompts that came while somebody looked.
+type Cache struct {
+	Nodes     []Node `json:"nodes"`     // a parent comes before its children
+	Truncated bool   `json:"truncated"` // there are more than are shown, or were
+}
+
+// Node is a run of tokens that all prompts through it share.
+type Node struct {
+	ID      string   `json:"id"`             // hash of all tokens up to its end, hex
+	Parent  string   `json:"parent"`         // empty: it is the beginning of prompts
+	Depth   int      `json:"depth"`          // blocks before it
+	Tokens  int      `json:"tokens"`         // of it alone
+	Workers []uint64 `json:"workers"`        // that hold it and all before it
+	Hits    int      `json:"hits"`           // prompts through it in the last 5 minutes
+	Last    float64  `json:"last"`           // when the last one came
+	Text    string   `json:"text,omitempty"` // its beginning, with --page-show-text
+}
+
+// Trends is event "trends" of the stream: the last hour, the oldest value first.
+type Trends struct {
+	Step   int     `json:"step"` // s from one value to the next
+	From   float64 `json:"from"` // end of the first one's span
+	Series Series  `json:"series"`
+}
+
+// Series has one value a step in each list; nil: there was nothing to measure.
+type Series struct {
+	RequestsPerSecond []*float64            `json:"requests_per_second"`
+	TTFT50            []*float64            `json:"ttft_p50"` // s
+	TTFT99            []*float64            `json:"ttft_p99"`
+	ITL50             []*float64            `json:"itl_p50"`
+	ITL99             []*float64            `json:"itl_p99"`
+	HitRate           []*float64            `json:"hit_rate"`
+	Exact             []*float64            `json:"exact"`
+	Queued            []*float64            `json:"queued"`
+	InFlight          map[string][]*float64 `json:"in_flight"` // by worker id
+}

@@ -1,0 +1,182 @@
+package page
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/gin-gonic/gin"
+)
+
+const (
+	// maxViewers bounds the streams.
+	maxViewers = 64
+	// streamLimit is after how long a stream ends, so that the key is looked at again:
+	// browsers open it anew.
+	streamLimit = time.Hour
+	// writeLimit is how long a viewer may take for an event.
+	writeLimit = 10 * time.Second
+	// freshFor is how long a state is shown to those that come.
+	freshFor = time.Second
+)
+
+// Events of the stream.
+const (
+	eventState  = "state"
+	eventTrends = "trends"
+)
+
+// viewers are those who look. All get the same bytes.
+type viewers struct {
+	came chan struct{} // holds a token when somebody came
+	over chan struct{} // closed when all streams end
+	end  sync.Once     // of over
+	n    atomic.Int32  // that look
+	told atomic.Uint64 // events that were made
+
+	mu      sync.Mutex // guards the rest
+	streams map[*viewer]bool
+	last    []byte    // the last state; nil: none
+	at      time.Time // of it
+	buffer  bytes.Buffer
+}
+
+// viewer is one stream. Each channel holds the latest event that it has not sent.
+type viewer struct{ state, trends chan []byte }
+
+func newViewers() *viewers {
+	return &viewers{came: make(chan struct{}, 1), over: make(chan struct{}), streams: map[*viewer]bool{}}
+}
+
+// watched tells whether anybody looks.
+func (v *viewers) watched() bool { return v.n.Load() > 0 }
+
+// stale tells whether somebody who comes now needs a new state.
+func (v *viewers) stale(now time.Time) bool {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.last == nil || now.Sub(v.at) >= freshFor
+}
+
+func (v *viewers) close() { v.end.Do(func() { close(v.over) }) }
+
+// join adds a viewer; nil: there are too many, or the page has ended.
+func (v *viewers) join(now time.Time) *viewer {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	select {
+	case <-v.over:
+		return nil
+	default:
+	}
+	if len(v.streams) >= maxViewers {
+		return nil
+	}
+	one := &viewer{state: make(chan []byte, 1), trends: make(chan []byte, 1)}
+	v.streams[one] = true
+	v.n.Store(int32(len(v.streams)))
+	if v.last != nil && now.Sub(v.at) < freshFor {
+		one.state <- v.last
+	}
+	select {
+	case v.came <- struct{}{}:
+	default:
+	}
+	return one
+}
+
+// leave takes a viewer away.
+func (v *viewers) leave(one *viewer) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	delete(v.streams, one)
+	if v.n.Store(int32(len(v.streams))); len(v.streams) == 0 {
+		v.last, v.buffer = nil, bytes.Buffer{}
+	}
+}
+
+// tell encodes an event once and hands it to all viewers. One that has not sent its
+// last one yet skips that.
+func (v *viewers) tell(event string, data any, now time.Time) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.buffer.Reset()
+	frame, err := encode(&v.buffer, event, data)
+	if err != nil {
+		return // not one of our types fails: see the test
+	}
+	v.told.Add(1)
+	if event == eventState {
+		v.last, v.at = frame, now
+	}
+	for one := range v.streams {
+		to := one.state
+		if event == eventTrends {
+			to = one.trends
+		}
+		select {
+		case <-to:
+		default:
+		}
+		to <- frame
+	}
+}
+
+// encode returns an event as it goes over the wire. It uses the buffer, but keeps
+// nothing of it.
+func encode(buffer *bytes.Buffer, event string, data any) ([]byte, error) {
+	fmt.Fprintf(buffer, "event: %s\ndata: ", event)
+	if err := json.NewEncoder(buffer).Encode(data); err != nil { // ends with a line feed
+		return nil, err
+	}
+	buffer.WriteByte('\n')
+	return bytes.Clone(buffer.Bytes()), nil
+}
+
+// stream sends events until the client goes, the page ends or streamLimit is over.
+func (p *Page) stream(c *gin.Context) {
+	one := p.viewers.join(p.now())
+	if one == nil {
+		c.Header("Retry-After", "10")
+		fail(c, http.StatusServiceUnavailable, fmt.Sprintf("%d people look at this page already, or it ends", maxViewers))
+		return
+	}
+	defer p.viewers.leave(one)
+	limit := time.NewTimer(streamLimit)
+	defer limit.Stop()
+	header := c.Writer.Header()
+	header.Set("Content-Type", "text/event-stream; charset=utf-8")
+	header.Set("Cache-Control", "no-store")
+	header.Set("X-Accel-Buffering", "no") // proxies in front must not hold events back
+	connection := http.NewResponseController(c.Writer)
+	defer connection.SetWriteDeadline(time.Time{})
+	send := func(frame []byte) bool {
+		connection.SetWriteDeadline(time.Now().Add(writeLimit))
+		_, err := c.Writer.Write(frame)
+		return err == nil && connection.Flush() == nil
+	}
+	first, err := encode(new(bytes.Buffer), eventTrends, p.trends.all())
+	if err != nil || !send(first) {
+		return
+	}
+	for {
+		var frame []byte
+		select {
+		case <-c.Request.Context().Done():
+			return
+		case <-p.viewers.over:
+			return
+		case <-limit.C:
+			return
+		case frame = <-one.state:
+		case frame = <-one.trends:
+		}
+		if !send(frame) {
+			return
+		}
+	}
+}

@@ -1,0 +1,73 @@
+package proxy
+
+import "slices"
+
+// Totals sum up the requests that have ended since the start of the router, as the
+// metrics page does, those of workers that are gone included.
+type Totals struct {
+	Requests        uint64
+	Errors          uint64 // of those with status 500 or more
+	PromptTokens    uint64
+	OutputTokens    uint64
+	PredictedTokens uint64 // that the index expected in the caches
+	CachedTokens    uint64 // that the workers reported
+	Exact           uint64 // predictions that were right to the token
+	Compared        uint64 // predictions of which a worker has told the truth
+	FirstToken      Histogram
+	InterToken      Histogram
+	Workers         map[string]WorkerTotals // by label; of workers that are gone there is none
+}
+
+// WorkerTotals are the part of one worker.
+type WorkerTotals struct{ Requests, PromptTokens, CachedTokens uint64 }
+
+// Histogram counts durations. The zero value has none.
+type Histogram struct {
+	Bounds []float64 // upper bounds, s, rising
+	Counts []uint64  // of those up to each bound, and last of all: one more than Bounds
+}
+
+// Add adds the counts of another histogram with the same bounds.
+func (h *Histogram) Add(other Histogram) {
+	if len(h.Counts) == 0 {
+		*h = Histogram{other.Bounds, slices.Clone(other.Counts)}
+		return
+	}
+	for i := range min(len(h.Counts), len(other.Counts)) {
+		h.Counts[i] += other.Counts[i]
+	}
+}
+
+// Since returns what has come after before, an earlier state of the same histogram.
+func (h Histogram) Since(before Histogram) Histogram {
+	d := Histogram{h.Bounds, slices.Clone(h.Counts)}
+	for i := range min(len(d.Counts), len(before.Counts)) {
+		d.Counts[i] -= min(d.Counts[i], before.Counts[i])
+	}
+	return d
+}
+
+// Quantile returns the duration (s) below which the share q of all lies, 0 to 1, as
+// Prometheus' histogram_quantile does; nil: there is none.
+func (h Histogram) Quantile(q float64) *float64 {
+	last := len(h.Bounds)
+	if last == 0 || len(h.Counts) != last+1 || h.Counts[last] == 0 {
+		return nil
+	}
+	rank, at := q*float64(h.Counts[last]), 0
+	for at < last && float64(h.Counts[at]) < rank {
+		at++
+	}
+	if at == last {
+		return &h.Bounds[last-1]
+	}
+	low, below := 0.0, uint64(0)
+	if at > 0 {
+		low, below = h.Bounds[at-1], h.Counts[at-1]
+	}
+	value := h.Bounds[at]
+	if here := h.Counts[at] - below; here > 0 {
+		value = low + (h.Bounds[at]-low)*(rank-float64(below))/float64(here)
+	}
+	return &value
+}

@@ -1,0 +1,89 @@
+package router
+
+import (
+	"maps"
+	"time"
+
+	"kvrouter/internal/kv"
+)
+
+// maxResting bounds the workers that rest, those that are down included.
+const maxResting = 1024
+
+// Rest has a worker that is up get no new requests, on none of its ranks, until
+// Readmit. Running ones finish, what it publishes still counts, and it rests on if it
+// goes down and comes back meanwhile. It fails with ErrUnknownWorker.
+func (r *Router) Rest(worker uint64) error {
+	r.Mu.Lock()
+	defer r.unlock()
+	now, found := r.Now(), false
+	for i := range r.targets {
+		if r.targets[i].Key.Worker == worker {
+			r.targets[i].Resting, found = true, true
+		}
+	}
+	if !found {
+		return ErrUnknownWorker
+	}
+	if _, rests := r.resting[worker]; !rests {
+		r.forgetResting()
+		r.resting[worker] = now
+	}
+	r.drain(now) // who waits for it may have nobody to wait for now
+	return nil
+}
+
+// forgetResting makes room for one more worker that rests: the one goes that is down
+// and has rested for longest. Those that are up are as many as the fleet.
+func (r *Router) forgetResting() {
+	if len(r.resting) < maxResting {
+		return
+	}
+	up := map[uint64]bool{}
+	for i := range r.targets {
+		up[r.targets[i].Key.Worker] = true
+	}
+	var oldest *uint64
+	for worker, since := range r.resting {
+		if !up[worker] && (oldest == nil || since.Before(r.resting[*oldest])) {
+			oldest = &worker
+		}
+	}
+	if oldest != nil {
+		delete(r.resting, *oldest)
+	}
+}
+
+// Readmit ends a worker's rest, and its ejection for failures: it gets its full share
+// at once. It fails with ErrUnknownWorker where the worker is not up and does not rest.
+func (r *Router) Readmit(worker uint64) error {
+	r.Mu.Lock()
+	defer r.unlock()
+	now := r.Now()
+	_, found := r.resting[worker]
+	delete(r.resting, worker)
+	for i := range r.targets {
+		if t := &r.targets[i]; t.Key.Worker == worker {
+			t.Resting, found = false, true
+			r.outliers.Readmit(t.Key, now)
+		}
+	}
+	if !found {
+		return ErrUnknownWorker
+	}
+	r.drain(now)
+	return nil
+}
+
+// Resting returns since when each worker rests that does.
+func (r *Router) Resting() map[uint64]time.Time {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	return maps.Clone(r.resting)
+}
+
+// rests tells whether the worker of a rank rests.
+func (r *Router) rests(w kv.WorkerKey) bool {
+	_, rests := r.resting[w.Worker]
+	return rests
+}

@@ -1,0 +1,160 @@
+package router
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/outlier"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/testkit"
+)
+
+func TestARestingWorkerGetsNothingNew(t *testing.T) {
+	for _, rule := range policy.Names {
+		t.Run(rule, func(t *testing.T) {
+			r, _ := newWatchedRouter(t, rule, 3)
+			running := MustRoute(t, r, Request{Pinned: &kv.WorkerKey{Worker: 1}, Tokens: testkit.Tokens(1, 20)})
+			if err := r.Rest(1); err != nil {
+				t.Fatal(err)
+			}
+			if got := chosen(t, r, 30, Request{Tokens: testkit.Tokens(1, 20)}); got[1] != 0 {
+				t.Errorf("it got %d of 30 requests", got[1])
+			}
+			if _, err := r.Route(t.Context(), Request{Pinned: &kv.WorkerKey{Worker: 1}}); !errors.Is(err, ErrNoWorker) {
+				t.Errorf("a request that names it: %v", err)
+			}
+			if idlest, _ := r.Idlest(kv.EngineVLLM); idlest.Key.Worker == 1 {
+				t.Error("it is asked for tokens")
+			}
+			if n := r.Load(kv.WorkerKey{Worker: 1}).InFlight; n != 1 {
+				t.Errorf("%d requests run on it, want the one from before", n)
+			}
+			running.Booking.FirstToken()
+			running.Booking.Finish(3)
+			if n := r.Load(kv.WorkerKey{Worker: 1}).InFlight; n != 0 {
+				t.Errorf("%d requests run on it after the end", n)
+			}
+			if err := r.Readmit(1); err != nil {
+				t.Fatal(err)
+			}
+			d := MustRoute(t, r, Request{Pinned: &kv.WorkerKey{Worker: 1}})
+			d.Booking.End()
+			if err := r.Check(); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+func TestRestOutlastsTheIncarnation(t *testing.T) {
+	r, now := newWatchedRouter(t, "round-robin", 2)
+	began := *now
+	if err := r.Rest(0); err != nil {
+		t.Fatal(err)
+	}
+	*now = now.Add(time.Minute)
+	again := func(step string) {
+		t.Helper()
+		if err := r.Rest(0); err != nil && step != "down" {
+			t.Fatal(step, err)
+		}
+		if got := chosen(t, r, 10, Request{}); got[0] != 0 {
+			t.Errorf("%s: it got %d of 10 requests", step, got[0])
+		}
+		if since := r.Resting()[0]; !since.Equal(began) {
+			t.Errorf("%s: it rests since %v, want %v", step, since, began)
+		}
+		if err := r.Check(); err != nil {
+			t.Errorf("%s: %v", step, err)
+		}
+	}
+	r.Up(kv.Target{Key: kv.WorkerKey{}, Generation: 2, Models: []string{"m"}})
+	again("a new generation in its place")
+	r.Down(kv.WorkerKey{})
+	again("down")
+	r.Up(kv.Target{Key: kv.WorkerKey{}, Generation: 3, Models: []string{"m"}})
+	again("back")
+	r.Up(kv.Target{Key: kv.WorkerKey{Rank: 1}, Generation: 3, Models: []string{"m"}})
+	again("one more rank")
+	if err := r.Readmit(0); err != nil {
+		t.Fatal(err)
+	}
+	if got := chosen(t, r, 30, Request{}); got[0] != 20 {
+		t.Errorf("readmitted with two ranks of three it got %d of 30 requests", got[0])
+	}
+}
+
+func TestReadmitEndsAnEjection(t *testing.T) {
+	r, now := newWatchedRouter(t, "round-robin", 4)
+	eject(t, r, 1)
+	if err := r.Readmit(1); err != nil {
+		t.Fatal(err)
+	}
+	if got := chosen(t, r, 40, Request{}); got[1] != 10 {
+		t.Errorf("it got %d of 40 requests, want its full share", got[1])
+	}
+	records, _ := r.Outliers()
+	if got := records[1]; got.State != outlier.StateIn || got.Row != 0 || !got.Since.Equal(*now) {
+		t.Errorf("its record is %+v", got)
+	}
+	for _, unknown := range []func(uint64) error{r.Rest, r.Readmit} {
+		if err := unknown(9); !errors.Is(err, ErrUnknownWorker) {
+			t.Errorf("an unknown worker: %v", err)
+		}
+	}
+}
+
+func TestTheReceiptSaysThatAWorkerRests(t *testing.T) {
+	r, _ := newWatchedRouter(t, "work", 2)
+	r.Rest(0)
+	r.Decisions(0)
+	MustRoute(t, r, Request{}).Booking.End()
+	list, _ := r.Decisions(1)
+	if got := list[0].Candidates[0].Excluded; got != ExcludedResting {
+		t.Errorf("it is excluded as %q", got)
+	}
+}
+
+// TestWhoWaitsForAWorkerThatRestsIsRefused: nobody else serves the model, so no end of
+// its requests would free a place.
+func TestWhoWaitsForAWorkerThatRestsIsRefused(t *testing.T) {
+	settings := DefaultSettings()
+	threshold := 1.0
+	settings.RouterQueueThreshold = &threshold
+	r, _ := NewClockedRouter(t, 0, settings)
+	r.Up(kv.Target{Key: kv.WorkerKey{}, MaxBatchedTokens: 4})
+	busy := MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 20)})
+	defer busy.Booking.End()
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	ended := make(chan error, 1)
+	go func() { // until the route is decided
+		_, err := r.Route(ctx, Request{Tokens: testkit.Tokens(50, 20)})
+		ended <- err
+	}()
+	testkit.Eventually(t, 5*time.Second, "it waits", func() bool { n, _ := r.QueueDepth(); return n == 1 })
+	r.Rest(0)
+	busy.Booking.FirstToken()
+	if err := <-ended; !errors.Is(err, ErrNoWorker) {
+		t.Errorf("it ended with %v", err)
+	}
+}
+
+func TestRestingIsBounded(t *testing.T) {
+	r, now := newWatchedRouter(t, "round-robin", 0)
+	for i := range uint64(maxResting + 10) {
+		key := kv.WorkerKey{Worker: i}
+		*now = now.Add(time.Second)
+		r.Up(kv.Target{Key: key})
+		if err := r.Rest(i); err != nil {
+			t.Fatal(err)
+		}
+		r.Down(key)
+	}
+	if got := r.Resting(); len(got) != maxResting || !got[5].IsZero() {
+		t.Errorf("%d workers rest, the fifth of all since %v", len(got), got[5])
+	}
+}

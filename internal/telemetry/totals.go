@@ -1,0 +1,102 @@
+package telemetry
+
+import (
+	"strconv"
+	"strings"
+
+	"github.com/prometheus/client_golang/prometheus"
+	dto "github.com/prometheus/client_model/go"
+
+	"kvrouter/internal/proxy"
+)
+
+// Totals sums up the metrics of requests, those of workers that are gone included.
+func (t *Metrics) Totals() proxy.Totals {
+	t.forgetGone()
+	t.summing.Lock()
+	defer t.summing.Unlock()
+	sum := t.gone
+	sum.FirstToken, sum.InterToken = proxy.Histogram{}, proxy.Histogram{}
+	sum.FirstToken.Add(t.gone.FirstToken)
+	sum.InterToken.Add(t.gone.InterToken)
+	sum.Workers = map[string]proxy.WorkerTotals{}
+	t.sum(&sum, func(string) bool { return true })
+	each(t.predictions, func(m *dto.Metric) {
+		n := count(m)
+		if sum.Compared += n; label(m, "result") == "exact" {
+			sum.Exact += n
+		}
+	})
+	return sum
+}
+
+// sum adds the series of those workers to sum, and to its Workers if there are any.
+func (t *Metrics) sum(sum *proxy.Totals, of func(worker string) bool) {
+	add := func(metric prometheus.Collector, add func(m *dto.Metric, n uint64, w *proxy.WorkerTotals)) {
+		each(metric, func(m *dto.Metric) {
+			worker := label(m, "worker_id")
+			if !of(worker) {
+				return
+			}
+			part := sum.Workers[worker]
+			if add(m, count(m), &part); sum.Workers != nil {
+				sum.Workers[worker] = part
+			}
+		})
+	}
+	add(t.requests, func(m *dto.Metric, n uint64, w *proxy.WorkerTotals) {
+		sum.Requests, w.Requests = sum.Requests+n, w.Requests+n
+		if status, _ := strconv.Atoi(label(m, "status")); status >= 500 {
+			sum.Errors += n
+		}
+	})
+	add(t.promptTokens, func(_ *dto.Metric, n uint64, w *proxy.WorkerTotals) {
+		sum.PromptTokens, w.PromptTokens = sum.PromptTokens+n, w.PromptTokens+n
+	})
+	add(t.cached, func(_ *dto.Metric, n uint64, w *proxy.WorkerTotals) {
+		sum.CachedTokens, w.CachedTokens = sum.CachedTokens+n, w.CachedTokens+n
+	})
+	add(t.outputTokens, func(_ *dto.Metric, n uint64, _ *proxy.WorkerTotals) { sum.OutputTokens += n })
+	add(t.predicted, func(_ *dto.Metric, n uint64, _ *proxy.WorkerTotals) { sum.PredictedTokens += n })
+	add(t.firstToken, func(m *dto.Metric, _ uint64, _ *proxy.WorkerTotals) { sum.FirstToken.Add(histogram(m)) })
+	add(t.interToken, func(m *dto.Metric, _ uint64, _ *proxy.WorkerTotals) { sum.InterToken.Add(histogram(m)) })
+}
+
+// each calls use with every series of a metric.
+func each(metric prometheus.Collector, use func(*dto.Metric)) {
+	series := make(chan prometheus.Metric, 64)
+	go func() { // ends with the series, all of which are read below
+		metric.Collect(series)
+		close(series)
+	}()
+	for s := range series {
+		var m dto.Metric
+		if s.Write(&m) == nil {
+			use(&m)
+		}
+	}
+}
+
+// count is a counter's value.
+func count(m *dto.Metric) uint64 { return uint64(m.GetCounter().GetValue()) }
+
+// label is a copy of a series' label, which may outlive the series.
+func label(m *dto.Metric, name string) string {
+	for _, pair := range m.GetLabel() {
+		if pair.GetName() == name {
+			return strings.Clone(pair.GetValue())
+		}
+	}
+	return ""
+}
+
+// histogram is a series of a histogram.
+func histogram(m *dto.Metric) proxy.Histogram {
+	from := m.GetHistogram()
+	h := proxy.Histogram{}
+	for _, b := range from.GetBucket() {
+		h.Bounds, h.Counts = append(h.Bounds, b.GetUpperBound()), append(h.Counts, b.GetCumulativeCount())
+	}
+	h.Counts = append(h.Counts, from.GetSampleCount())
+	return h
+}

@@ -1,0 +1,39 @@
+package tokens
+
+import (
+	"context"
+	"log/slog"
+)
+
+// Opening says which model's files Open opens, and for which engine.
+type Opening struct {
+	Name, Python string   // of the model, a name or a folder; and the Python that resolves a name
+	EngineArgs   []string // arguments of started workers, some of which change the chat template
+	SGLang       bool     // they are SGLang's
+	CacheTokens  int      // to remember by piece of text; 0: none
+}
+
+// Open opens the tokenizer and the chat template of a model.
+func Open(ctx context.Context, o Opening, log *slog.Logger) (*Model, error) {
+	dir, err := ResolveModel(ctx, o.Name, o.Python)
+	if err != nil {
+		return nil, err
+	}
+	read := EngineChatOptions
+	if o.SGLang {
+		read = SGLangChatOptions
+	}
+	options, err := read(o.EngineArgs)
+	if err != nil {
+		return nil, err
+	}
+	model, err := OpenModelWith(dir, options)
+	if err != nil {
+		return nil, err
+	}
+	model.CacheTokens(o.CacheTokens)
+	if name, why := model.Encoder(); why != "" {
+		log.Info("prompts are encoded by crate "+name+", not by the faster fastokens", "why", why)
+	}
+	return model, nil
+}

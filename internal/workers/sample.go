@@ -1,0 +1,49 @@
+package workers
+
+import (
+	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+)
+
+// Sample is the state of one worker rank now, as the metrics page and people see it.
+type Sample struct {
+	Worker     kv.WorkerKey
+	Up         bool // requests may go to it
+	Restarts   int
+	Blocks     int // in the index
+	Load       policy.Load
+	EventCount map[string]uint64 // by kind: batches, stored, gaps, ...; nil: no event stream
+	Connected  bool              // to its KV events
+	Cold       bool              // blocks may be missing in the index: its history is not known in full
+	Lag        time.Duration     // age of the last batch of KV events when it came; negative: none has
+}
+
+// Books are what the router has noted of the workers.
+type Books interface {
+	Targets() []kv.Target
+	Load(kv.WorkerKey) policy.Load
+}
+
+// Samples returns the state of every rank, with what the router has noted of it.
+func (f *Fleet) Samples(books Books) (samples []Sample) {
+	up := map[kv.WorkerKey]bool{}
+	for _, t := range books.Targets() {
+		up[t.Key] = !t.Resting
+	}
+	streams := f.Streams()
+	for _, w := range f.Workers() {
+		for _, key := range w.Keys() {
+			s := Sample{Worker: key, Up: up[key], Restarts: w.Restarts, Blocks: f.index.Blocks(key), Load: books.Load(key), Lag: -1}
+			if stats := streams[key]; stats != nil {
+				s.EventCount, s.Connected, s.Cold = stats.Counts(), stats.Connected.Load(), stats.Cold.Load()
+				if stats.Lagged.Load() {
+					s.Lag = time.Duration(stats.Lag.Load())
+				}
+			}
+			samples = append(samples, s)
+		}
+	}
+	return samples
+}
