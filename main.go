@@ -136,6 +136,12 @@ func (r *app) run(ctx context.Context) error {
 		r.recoverIndex(fleet) // before anything else writes to the index
 		return r.runFleet(fleet)
 	})
+	if r.source != nil {
+		group.Go(func() error {
+			r.fleet.Follow(r.source.Watch(fleet))
+			return nil
+		})
+	}
 	group.Go(func() error {
 		r.tokens.KeepComparing(failed, r.peers)
 		return nil
