@@ -1,8 +1,8 @@
-// Package discovery tells which workers there are: by a file or DNS.
+// Package discovery tells which workers there are: by a file, DNS or Kubernetes.
 //
 // Every source keeps to the same rules. What it does not know for sure it does not
-// tell: a file that cannot be read, or a name server that fails, leaves the
-// workers as they are known, and a line of the log says so. Nothing
+// tell: a file that cannot be read, a name server that fails or an API server that is
+// away leave the workers as they are known, and a line of the log says so. Nothing
 // here connects to a worker, and nothing here decides what becomes of requests.
 package discovery
 
@@ -36,7 +36,13 @@ const eventsPort = 5557
 
 // Settings say where the workers are found.
 type Settings struct {
-	Discovery string `group:"Discovery" placeholder:"SOURCE" help:"Find the workers, and follow them as they come and go: file:workers.yaml (read again when it changes), dns://vllm.ns:8100 (each address of the name, with this port) or dns+srv://_http._tcp.vllm.ns (addresses and ports of its SRV records). It may stand beside --worker; with --engine none nothing is started."`
+	Discovery       string `group:"Discovery" placeholder:"SOURCE" help:"Find the workers, and follow them as they come and go: file:workers.yaml (read again when it changes), dns://vllm.ns:8100 (each address of the name, with this port), dns+srv://_http._tcp.vllm.ns (addresses and ports of its SRV records), or kubernetes (Pods, by --pool or --selector). It may stand beside --worker; with --engine none nothing is started."`
+	Pool            string `group:"Discovery" placeholder:"NAME" help:"With kubernetes: the InferencePool whose selector and target ports name the workers."`
+	Selector        string `group:"Discovery" placeholder:"LABELS" help:"With kubernetes: the labels of the workers' Pods, such as app=vllm."`
+	PrefillSelector string `group:"Discovery" placeholder:"LABELS" help:"With kubernetes: the labels of Pods that only compute prompts."`
+	DecodeSelector  string `group:"Discovery" placeholder:"LABELS" help:"With kubernetes: the labels of Pods that compute the answers."`
+	Namespace       string `group:"Discovery" placeholder:"NAME" help:"With kubernetes: the namespace of the Pods and the pool. Default: the router's own, or that of the current context of KUBECONFIG."`
+	WorkerPort      int    `group:"Discovery" default:"8000" help:"With kubernetes: the HTTP port of workers where neither the pool nor an annotation of the Pod names it."`
 }
 
 // Schemes of --discovery.
@@ -44,13 +50,23 @@ const (
 	schemeFile = "file:"
 	schemeDNS  = "dns://"
 	schemeSRV  = "dns+srv://"
+	kubernetes = "kubernetes"
 )
 
 // Validate checks the settings; its errors name the flag.
 func (s Settings) Validate() error {
+	for _, flag := range []struct{ name, value string }{
+		{"--pool", s.Pool}, {"--selector", s.Selector}, {"--prefill-selector", s.PrefillSelector}, {"--decode-selector", s.DecodeSelector}, {"--namespace", s.Namespace},
+	} {
+		if flag.value != "" && s.Discovery != kubernetes {
+			return fmt.Errorf("%s %s: it is for --discovery kubernetes; give that too, or leave it out", flag.name, flag.value)
+		}
+	}
 	path, isFile := strings.CutPrefix(s.Discovery, schemeFile)
 	switch {
 	case s.Discovery == "":
+	case s.Discovery == kubernetes:
+		return s.validateKubernetes()
 	case isFile && path == "":
 		return errors.New("--discovery file: names no file; give file:workers.yaml")
 	case isFile:
@@ -58,13 +74,13 @@ func (s Settings) Validate() error {
 		_, err := parseDNS(s.Discovery)
 		return err
 	default:
-		return fmt.Errorf("--discovery %s: no such source; give file:workers.yaml, dns://name:8100 or dns+srv://_http._tcp.name", s.Discovery)
+		return fmt.Errorf("--discovery %s: no such source; give file:workers.yaml, dns://name:8100, dns+srv://_http._tcp.name or kubernetes", s.Discovery)
 	}
 	return nil
 }
 
 // Open returns the source that the settings name; nil: none. A file that cannot be
-// used is an error.
+// used, or a cluster that cannot be found, is an error.
 func Open(s Settings, log *slog.Logger) (Source, error) {
 	if err := s.Validate(); err != nil {
 		return nil, err
@@ -73,6 +89,8 @@ func Open(s Settings, log *slog.Logger) (Source, error) {
 	switch {
 	case s.Discovery == "":
 		return nil, nil
+	case s.Discovery == kubernetes:
+		return openKubernetes(s, log)
 	case isFile:
 		return openFile(path, log)
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -47,6 +48,13 @@ func (w *watched) last() []kv.Worker {
 		return nil
 	}
 	return w.lists[len(w.lists)-1]
+}
+
+// all are the lists so far.
+func (w *watched) all() [][]kv.Worker {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return slices.Clone(w.lists)
 }
 
 // count is how many lists were told.

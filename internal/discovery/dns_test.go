@@ -24,6 +24,8 @@ type nameServer struct {
 	services  map[string][]dnsmessage.SRVResource
 	code      dnsmessage.RCode // of every answer, unless it is 0
 	asked     int
+	asking    []net.Conn // of resolvers
+	closed    bool
 }
 
 func newNameServer(t *testing.T) *nameServer {
@@ -34,8 +36,34 @@ func newNameServer(t *testing.T) *nameServer {
 	}
 	s := &nameServer{conn: conn, done: make(chan struct{}), addresses: map[string][]string{}, services: map[string][]dnsmessage.SRVResource{}}
 	go s.serve()
-	t.Cleanup(func() { _ = conn.Close(); <-s.done })
+	t.Cleanup(s.close)
 	return s
+}
+
+// close ends the server, and what resolvers still ask: they go on after their caller.
+func (s *nameServer) close() {
+	s.set(func() {
+		s.closed = true
+		for _, conn := range s.asking {
+			_ = conn.Close()
+		}
+	})
+	_ = s.conn.Close()
+	<-s.done
+}
+
+// dial connects a resolver.
+func (s *nameServer) dial(ctx context.Context, _, _ string) (conn net.Conn, err error) {
+	var d net.Dialer
+	s.set(func() {
+		if err = net.ErrClosed; s.closed {
+			return
+		}
+		if conn, err = d.DialContext(ctx, "udp", s.conn.LocalAddr().String()); err == nil {
+			s.asking = append(s.asking, conn)
+		}
+	})
+	return conn, err
 }
 
 func (s *nameServer) set(change func()) {
@@ -105,10 +133,7 @@ func watchDNS(t *testing.T, s *nameServer, value string, keep time.Duration) *wa
 		t.Fatal(err)
 	}
 	source.every, source.keep = 5*time.Millisecond, keep
-	source.resolver = &net.Resolver{PreferGo: true, Dial: func(ctx context.Context, _, _ string) (net.Conn, error) {
-		var d net.Dialer
-		return d.DialContext(ctx, "udp", s.conn.LocalAddr().String())
-	}}
+	source.resolver = &net.Resolver{PreferGo: true, Dial: s.dial}
 	w.watch(source)
 	return w
 }

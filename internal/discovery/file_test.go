@@ -1,6 +1,7 @@
 package discovery
 
 import (
+	"errors"
 	"os"
 	"path/filepath"
 	"strings"
@@ -72,7 +73,7 @@ func watchFile(t *testing.T, text string) (w *watched, write func(string)) {
 	path := filepath.Join(t.TempDir(), "workers.yaml")
 	write = func(text string) {
 		t.Helper()
-		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+		if err := errors.Join(os.WriteFile(path+".next", []byte(text), 0o600), os.Rename(path+".next", path)); err != nil {
 			t.Fatal(err)
 		}
 	}
