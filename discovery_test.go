@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
@@ -61,6 +62,33 @@ func (s *mockSite) wantLifecycles(want ...string) {
 	})
 }
 
+// route starts a router beside the one of the mock workers, which starts none. startApp
+// would take what that one does meanwhile for what this one has left over.
+func (s *mockSite) route(args ...string) *mockSite {
+	t, ports := s.t, testkit.FreePorts(s.t, 2)
+	s = &mockSite{t: t, site: &site{
+		openAI: fmt.Sprintf("http://127.0.0.1:%d", ports), selection: fmt.Sprintf("http://127.0.0.1:%d", ports+1), log: &testkit.LogBuffer{},
+	}}
+	args = append([]string{fmt.Sprintf("--http-port=%d", ports), fmt.Sprintf("--router-port=%d", ports+1), "--engine=none"}, args...)
+	s.app, s.end = runApp(t, s.log, args...)
+	t.Cleanup(func() {
+		if err := s.end(); err != nil {
+			t.Error(err)
+		}
+		if t.Failed() {
+			t.Logf("end of the log:\n%s", s.log.Tail())
+		}
+	})
+	testkit.Eventually(t, 20*time.Second, "the router port is open", func() bool {
+		response, err := http.Get(s.selection + "/health")
+		if err == nil {
+			response.Body.Close()
+		}
+		return err == nil
+	})
+	return s
+}
+
 // TestAFileOfWorkersIsFollowedAndNoRequestIsLost: workers drain, go and come back
 // while answers stream; what drains ends what it has begun, and gets nothing new.
 func TestAFileOfWorkersIsFollowedAndNoRequestIsLost(t *testing.T) {
@@ -70,7 +98,7 @@ func TestAFileOfWorkersIsFollowedAndNoRequestIsLost(t *testing.T) {
 		return fmt.Sprintf("{name: w%d, url: %q%s}", i, mocks.workerURL(i), more)
 	}
 	file.write(entry(0, ""), entry(1, ""))
-	s := startApp(t, testkit.FreePorts(t, 2), "--engine=none", "--policy=least-loaded", "--discovery=file:"+file.path)
+	s := mocks.route("--policy=least-loaded", "--discovery=file:"+file.path)
 	s.wantLifecycles("w0 "+selection.LifecycleSchedulable, "w1 "+selection.LifecycleSchedulable)
 	id := map[string]uint64{}
 	for _, w := range s.workers() {

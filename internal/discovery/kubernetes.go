@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
-	"net/http"
 	"net/url"
 	"os"
 	"slices"
@@ -118,7 +117,7 @@ func newKubernetes(s Settings, config *rest.Config, namespace string, log *slog.
 // newKubeSource returns a source over a client.
 func newKubeSource(s Settings, client dynamic.Interface, namespace string, log *slog.Logger) *kubeSource {
 	return &kubeSource{
-		client: client, namespace: namespace, settings: s, log: log, idle: http.DefaultClient.CloseIdleConnections,
+		client: client, namespace: namespace, settings: s, log: log, idle: func() {},
 		changed: make(chan struct{}, 1), problems: map[string]string{},
 		// A router that was away for long is to know its workers soon after.
 		backoff: wait.Backoff{Duration: 500 * time.Millisecond, Cap: 15 * time.Second, Steps: 100, Factor: 2, Jitter: 0.5},

@@ -13,10 +13,35 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/dynamic/fake"
+	"k8s.io/client-go/rest"
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/kubetest"
 )
+
+// watchCluster watches what the server tells.
+func watchCluster(t *testing.T, s *kubetest.Server, settings Settings) *watched {
+	t.Helper()
+	w := &watched{t: t}
+	settings.Discovery = kubernetes
+	if settings.WorkerPort == 0 {
+		settings.WorkerPort = 8000
+	}
+	if err := settings.Validate(); err != nil {
+		t.Fatal(err)
+	}
+	source, err := newKubernetes(settings, &rest.Config{Host: "http://" + s.Address}, "ns", w.logger())
+	if err != nil {
+		t.Fatal(err)
+	}
+	source.backoff.Duration, source.backoff.Cap = 5*time.Millisecond, 20*time.Millisecond
+	w.watch(source)
+	return w
+}
+
+// warnings counts the warnings of the log.
+func (w *watched) warnings() int { return strings.Count(w.log.String(), "level=WARN") }
 
 func TestSettingsOfKubernetesThatMakeNoSense(t *testing.T) {
 	for want, s := range map[string]Settings{
@@ -44,41 +69,41 @@ func TestWorkersOfAPod(t *testing.T) {
 		return m
 	}
 	for name, test := range map[string]struct {
-		pod     madePod
+		pod     kubetest.Pod
 		as      *kv.Role
 		ports   []uint16 // of a pool
 		want    string
 		problem string
 	}{
-		"plain":                   {pod: madePod{}, want: "p=10.0.0.1:8000"},
-		"IPv6":                    {pod: madePod{ip: "fd00::1"}, want: "p=[fd00::1]:8000"},
-		"no address yet":          {pod: madePod{ip: "-"}, want: ""},
-		"ended":                   {pod: madePod{phase: "Failed"}, want: ""},
-		"not ready":               {pod: madePod{notReady: true}, want: "p=10.0.0.1:8000 not ready"},
-		"ending, ready still":     {pod: madePod{ending: true}, want: "p=10.0.0.1:8000 draining"},
-		"llm-d prefill":           {pod: madePod{labels: marks(labelRole, "prefill", labelEngine, "vllm")}, want: "p=10.0.0.1:8000 prefill/nixl"},
-		"llm-d decode":            {pod: madePod{labels: marks(labelRole, "decode")}, want: "p=10.0.0.1:8000 decode/none"},
-		"llm-d both":              {pod: madePod{labels: marks(labelRole, "prefill-decode", labelEngine, "vllm")}, want: "p=10.0.0.1:8000"},
-		"llm-d encode":            {pod: madePod{labels: marks(labelRole, "encode")}, want: ""},
-		"role of another kind":    {pod: madePod{labels: marks(labelRole, "router")}, want: "p=10.0.0.1:8000", problem: `"router" is no role`},
-		"SGLang prefill":          {pod: madePod{labels: marks(labelRole, "prefill", labelEngine, "SGLang"), annotations: marks(annotationBootstrap, "8998")}, want: "p=10.0.0.1:8000 prefill/sglang 10.0.0.1:8998"},
-		"SGLang decode":           {pod: madePod{labels: marks(labelRole, "decode", labelEngine, "sglang"), annotations: marks(annotationBootstrap, "8998")}, want: "p=10.0.0.1:8000 decode/sglang"},
-		"by its selector":         {pod: madePod{labels: marks(labelRole, "router"), annotations: marks(annotationBootstrap, "9000")}, as: &prefill, want: "p=10.0.0.1:8000 prefill/sglang 10.0.0.1:9000"},
-		"bad bootstrap":           {pod: madePod{annotations: marks(annotationBootstrap, "x")}, want: "p=10.0.0.1:8000", problem: annotationBootstrap},
-		"Mooncake":                {pod: madePod{annotations: marks(annotationConnector, "MooncakeConnector", annotationBootstrap, "8998")}, want: "p=10.0.0.1:8000 both/mooncake 10.0.0.1:8998"},
-		"smg's ports":             {pod: madePod{annotations: marks(annotationPorts, "9001, 9002")}, want: "p-rank-0=10.0.0.1:9001; p-rank-1=10.0.0.1:9002"},
+		"plain":                   {pod: kubetest.Pod{}, want: "p=10.0.0.1:8000"},
+		"IPv6":                    {pod: kubetest.Pod{IP: "fd00::1"}, want: "p=[fd00::1]:8000"},
+		"no address yet":          {pod: kubetest.Pod{IP: "-"}, want: ""},
+		"ended":                   {pod: kubetest.Pod{Phase: "Failed"}, want: ""},
+		"not ready":               {pod: kubetest.Pod{NotReady: true}, want: "p=10.0.0.1:8000 not ready"},
+		"ending, ready still":     {pod: kubetest.Pod{Ending: true}, want: "p=10.0.0.1:8000 draining"},
+		"llm-d prefill":           {pod: kubetest.Pod{Labels: marks(labelRole, "prefill", labelEngine, "vllm")}, want: "p=10.0.0.1:8000 prefill/nixl"},
+		"llm-d decode":            {pod: kubetest.Pod{Labels: marks(labelRole, "decode")}, want: "p=10.0.0.1:8000 decode/none"},
+		"llm-d both":              {pod: kubetest.Pod{Labels: marks(labelRole, "prefill-decode", labelEngine, "vllm")}, want: "p=10.0.0.1:8000"},
+		"llm-d encode":            {pod: kubetest.Pod{Labels: marks(labelRole, "encode")}, want: ""},
+		"role of another kind":    {pod: kubetest.Pod{Labels: marks(labelRole, "router")}, want: "p=10.0.0.1:8000", problem: `"router" is no role`},
+		"SGLang prefill":          {pod: kubetest.Pod{Labels: marks(labelRole, "prefill", labelEngine, "SGLang"), Annotations: marks(annotationBootstrap, "8998")}, want: "p=10.0.0.1:8000 prefill/sglang 10.0.0.1:8998"},
+		"SGLang decode":           {pod: kubetest.Pod{Labels: marks(labelRole, "decode", labelEngine, "sglang"), Annotations: marks(annotationBootstrap, "8998")}, want: "p=10.0.0.1:8000 decode/sglang"},
+		"by its selector":         {pod: kubetest.Pod{Labels: marks(labelRole, "router"), Annotations: marks(annotationBootstrap, "9000")}, as: &prefill, want: "p=10.0.0.1:8000 prefill/sglang 10.0.0.1:9000"},
+		"bad bootstrap":           {pod: kubetest.Pod{Annotations: marks(annotationBootstrap, "x")}, want: "p=10.0.0.1:8000", problem: annotationBootstrap},
+		"Mooncake":                {pod: kubetest.Pod{Annotations: marks(annotationConnector, "MooncakeConnector", annotationBootstrap, "8998")}, want: "p=10.0.0.1:8000 both/mooncake 10.0.0.1:8998"},
+		"smg's ports":             {pod: kubetest.Pod{Annotations: marks(annotationPorts, "9001, 9002")}, want: "p-rank-0=10.0.0.1:9001; p-rank-1=10.0.0.1:9002"},
 		"ports of a pool":         {ports: []uint16{8000, 8001}, want: "p-rank-0=10.0.0.1:8000; p-rank-1=10.0.0.1:8001"},
-		"active ports":            {pod: madePod{annotations: marks(annotationActive, "8001,9999")}, ports: []uint16{8000, 8001}, want: "p-rank-1=10.0.0.1:8001"},
-		"active ports, as before": {pod: madePod{annotations: marks(annotationActiveLegacy, "8000")}, ports: []uint16{8000, 8001}, want: "p-rank-0=10.0.0.1:8000"},
-		"active ports, no pool":   {pod: madePod{annotations: marks(annotationActive, "7000")}, want: "p=10.0.0.1:7000"},
-		"ports that are none":     {pod: madePod{annotations: marks(annotationActive, "8000,0")}, want: "p=10.0.0.1:8000", problem: `annotation llm-d.ai/active-ports: "0" is no port`},
+		"active ports":            {pod: kubetest.Pod{Annotations: marks(annotationActive, "8001,9999")}, ports: []uint16{8000, 8001}, want: "p-rank-1=10.0.0.1:8001"},
+		"active ports, as before": {pod: kubetest.Pod{Annotations: marks(annotationActiveLegacy, "8000")}, ports: []uint16{8000, 8001}, want: "p-rank-0=10.0.0.1:8000"},
+		"active ports, no pool":   {pod: kubetest.Pod{Annotations: marks(annotationActive, "7000")}, want: "p=10.0.0.1:7000"},
+		"ports that are none":     {pod: kubetest.Pod{Annotations: marks(annotationActive, "8000,0")}, want: "p=10.0.0.1:8000", problem: `annotation llm-d.ai/active-ports: "0" is no port`},
 	} {
 		t.Run(name, func(t *testing.T) {
-			test.pod.uid = "u"
-			if test.pod.ip == "" {
-				test.pod.ip = "10.0.0.1"
+			test.pod.UID = "u"
+			if test.pod.IP == "" {
+				test.pod.IP = "10.0.0.1"
 			}
-			content := test.pod.content()
+			content := test.pod.Content()
 			content["metadata"].(map[string]any)["name"] = "p"
 			ports := test.ports
 			if ports == nil {
@@ -98,34 +123,34 @@ func TestWorkersOfAPod(t *testing.T) {
 }
 
 func TestTheLifeOfAPod(t *testing.T) {
-	s := newAPIServer(t)
-	s.pod("vllm-0", madePod{uid: "a", ip: "10.0.0.1"})
-	s.pod("other", madePod{uid: "o", ip: "10.0.0.9", labels: map[string]any{"app": "web"}})
+	s := kubetest.New(t)
+	s.Pod("vllm-0", kubetest.Pod{UID: "a", IP: "10.0.0.1"})
+	s.Pod("other", kubetest.Pod{UID: "o", IP: "10.0.0.9", Labels: map[string]any{"app": "web"}})
 	w := watchCluster(t, s, Settings{Selector: "app=vllm"})
 	w.wants("vllm-0=10.0.0.1:8000")
 	first := w.last()[0].ID
-	s.pod("vllm-1", madePod{uid: "b", notReady: true})
-	s.pod("vllm-1", madePod{uid: "b", ip: "10.0.0.2", notReady: true})
+	s.Pod("vllm-1", kubetest.Pod{UID: "b", NotReady: true})
+	s.Pod("vllm-1", kubetest.Pod{UID: "b", IP: "10.0.0.2", NotReady: true})
 	w.wants("vllm-0=10.0.0.1:8000; vllm-1=10.0.0.2:8000 not ready")
-	s.pod("vllm-1", madePod{uid: "b", ip: "10.0.0.2"})
+	s.Pod("vllm-1", kubetest.Pod{UID: "b", IP: "10.0.0.2"})
 	w.wants("vllm-0=10.0.0.1:8000; vllm-1=10.0.0.2:8000")
-	s.pod("vllm-0", madePod{uid: "a", ip: "10.0.0.1", ending: true}) // its readiness passes still
+	s.Pod("vllm-0", kubetest.Pod{UID: "a", IP: "10.0.0.1", Ending: true}) // its readiness passes still
 	w.wants("vllm-0=10.0.0.1:8000 draining; vllm-1=10.0.0.2:8000")
-	s.remove("pods", "vllm-0")
+	s.Remove("pods", "vllm-0")
 	w.wants("vllm-1=10.0.0.2:8000")
-	s.pod("vllm-0", madePod{uid: "c", ip: "10.0.0.1"}) // of a StatefulSet: another incarnation
+	s.Pod("vllm-0", kubetest.Pod{UID: "c", IP: "10.0.0.1"}) // of a StatefulSet: another incarnation
 	w.wants("vllm-0=10.0.0.1:8000; vllm-1=10.0.0.2:8000")
 	if again := w.last()[0].ID; again == first {
 		t.Error("another pod has the id of the one before")
 	}
-	s.pod("vllm-1", madePod{uid: "b", ip: "10.0.0.2", labels: map[string]any{"app": "vllm", labelRole: "decode"}})
+	s.Pod("vllm-1", kubetest.Pod{UID: "b", IP: "10.0.0.2", Labels: map[string]any{"app": "vllm", labelRole: "decode"}})
 	w.wants("vllm-0=10.0.0.1:8000; vllm-1=10.0.0.2:8000 decode/none")
-	s.pod("vllm-1", madePod{uid: "b", ip: "10.0.0.2", labels: map[string]any{"app": "quarantine"}})
+	s.Pod("vllm-1", kubetest.Pod{UID: "b", IP: "10.0.0.2", Labels: map[string]any{"app": "quarantine"}})
 	w.wants("vllm-0=10.0.0.1:8000")
-	s.pod("vllm-1", madePod{uid: "b", ip: "10.0.0.2", labels: map[string]any{"app": "vllm", labelRole: "dcode"}})
+	s.Pod("vllm-1", kubetest.Pod{UID: "b", IP: "10.0.0.2", Labels: map[string]any{"app": "vllm", labelRole: "dcode"}})
 	w.wants("vllm-0=10.0.0.1:8000; vllm-1=10.0.0.2:8000")
 	w.says(`pod vllm-1: label llm-d.ai/role: \"dcode\" is no role: it counts as both`)
-	s.pod("vllm-0", madePod{uid: "c", ip: "10.0.0.1", phase: "Succeeded"})
+	s.Pod("vllm-0", kubetest.Pod{UID: "c", IP: "10.0.0.1", Phase: "Succeeded"})
 	w.wants("vllm-1=10.0.0.2:8000")
 	if w.warnings() != 1 {
 		t.Error(w.log.String())
@@ -133,52 +158,52 @@ func TestTheLifeOfAPod(t *testing.T) {
 }
 
 func TestSelectorsGiveRoles(t *testing.T) {
-	s := newAPIServer(t)
-	s.pod("a", madePod{uid: "a", ip: "10.0.0.1", labels: map[string]any{"app": "vllm", "part": "p"}})
-	s.pod("b", madePod{uid: "b", ip: "10.0.0.2", labels: map[string]any{"app": "vllm", "part": "d"}})
-	s.pod("c", madePod{uid: "c", ip: "10.0.0.3", labels: map[string]any{"app": "vllm"}})
+	s := kubetest.New(t)
+	s.Pod("a", kubetest.Pod{UID: "a", IP: "10.0.0.1", Labels: map[string]any{"app": "vllm", "part": "p"}})
+	s.Pod("b", kubetest.Pod{UID: "b", IP: "10.0.0.2", Labels: map[string]any{"app": "vllm", "part": "d"}})
+	s.Pod("c", kubetest.Pod{UID: "c", IP: "10.0.0.3", Labels: map[string]any{"app": "vllm"}})
 	w := watchCluster(t, s, Settings{Selector: "app=vllm", PrefillSelector: "app=vllm,part=p", DecodeSelector: "part in (d,e)", WorkerPort: 8100})
 	w.wants("a=10.0.0.1:8100 prefill/none; b=10.0.0.2:8100 decode/none; c=10.0.0.3:8100")
-	s.pod("b", madePod{uid: "b", ip: "10.0.0.2", labels: map[string]any{"app": "vllm", "part": "p"}})
+	s.Pod("b", kubetest.Pod{UID: "b", IP: "10.0.0.2", Labels: map[string]any{"app": "vllm", "part": "p"}})
 	w.wants("a=10.0.0.1:8100 prefill/none; b=10.0.0.2:8100 prefill/none; c=10.0.0.3:8100")
 }
 
 func TestAPoolNamesPodsAndPorts(t *testing.T) {
-	s := newAPIServer(t)
-	s.pod("a", madePod{uid: "a", ip: "10.0.0.1", labels: map[string]any{"app": "vllm"}})
-	s.pod("b", madePod{uid: "b", ip: "10.0.0.2", labels: map[string]any{"app": "next"}})
-	s.pool("another", map[string]any{"app": "x"}, 1)
+	s := kubetest.New(t)
+	s.Pod("a", kubetest.Pod{UID: "a", IP: "10.0.0.1", Labels: map[string]any{"app": "vllm"}})
+	s.Pod("b", kubetest.Pod{UID: "b", IP: "10.0.0.2", Labels: map[string]any{"app": "next"}})
+	s.Pool("another", map[string]any{"app": "x"}, 1)
 	w := watchCluster(t, s, Settings{Pool: "pool"})
 	w.says("there is no InferencePool pool in namespace ns")
-	s.pool("pool", map[string]any{}, 8000)
+	s.Pool("pool", map[string]any{}, 8000)
 	w.says("InferencePool pool has no spec.selector.matchLabels")
-	s.pool("pool", map[string]any{"app": "vllm"})
+	s.Pool("pool", map[string]any{"app": "vllm"})
 	w.says("InferencePool pool has no spec.targetPorts")
-	s.pool("pool", map[string]any{"app": "vllm"}, 70000)
+	s.Pool("pool", map[string]any{"app": "vllm"}, 70000)
 	w.says("InferencePool pool has a target port that is none: \\\"70000\\\"")
 	if w.count() != 0 {
 		t.Errorf("%d lists before anything is known", w.count())
 	}
-	s.pool("pool", map[string]any{"app": "vllm"}, 8000)
+	s.Pool("pool", map[string]any{"app": "vllm"}, 8000)
 	w.wants("a=10.0.0.1:8000")
-	s.pool("pool", map[string]any{"app": "vllm"}, 8000, 8001)
+	s.Pool("pool", map[string]any{"app": "vllm"}, 8000, 8001)
 	w.wants("a-rank-0=10.0.0.1:8000; a-rank-1=10.0.0.1:8001")
 	before := w.count()
-	s.pool("pool", map[string]any{"app": "next"}, 8000)
+	s.Pool("pool", map[string]any{"app": "next"}, 8000)
 	w.wants("b=10.0.0.2:8000")
 	for _, list := range w.all()[before:] {
 		if len(list) == 0 {
 			t.Error("between the two selectors no worker was known")
 		}
 	}
-	s.remove("inferencepools", "pool")
+	s.Remove("inferencepools", "pool")
 	testkit.Settles(t, func() error {
 		if strings.Count(w.log.String(), "there is no InferencePool pool in namespace ns") != 2 {
 			return fmt.Errorf("log: %s", w.log.String())
 		}
 		return nil
 	})
-	s.pod("c", madePod{uid: "c", ip: "10.0.0.3", labels: map[string]any{"app": "next"}})
+	s.Pod("c", kubetest.Pod{UID: "c", IP: "10.0.0.3", Labels: map[string]any{"app": "next"}})
 	w.wants("b=10.0.0.2:8000; c=10.0.0.3:8000") // its pods are there, and are followed
 }
 
@@ -186,18 +211,20 @@ func TestAPoolNamesPodsAndPorts(t *testing.T) {
 func TestGapsAreListedAnew(t *testing.T) {
 	for name, old := range map[string]bool{"with streamed lists": false, "older server": true} {
 		t.Run(name, func(t *testing.T) {
-			s := newAPIServer(t)
-			s.set(func() { s.noStream = old })
-			s.pod("a", madePod{uid: "a", ip: "10.0.0.1"})
-			s.pod("b", madePod{uid: "b", ip: "10.0.0.2"})
+			s := kubetest.New(t)
+			if old {
+				s.BeOlder()
+			}
+			s.Pod("a", kubetest.Pod{UID: "a", IP: "10.0.0.1"})
+			s.Pod("b", kubetest.Pod{UID: "b", IP: "10.0.0.2"})
 			w := watchCluster(t, s, Settings{Selector: "app=vllm"})
 			w.wants("a=10.0.0.1:8000; b=10.0.0.2:8000")
 			for round := range 3 {
-				s.stop()
-				s.remove("pods", fmt.Sprintf("%c", 'a'+round))
-				s.pod(fmt.Sprintf("%c", 'c'+round), madePod{uid: "n", ip: fmt.Sprintf("10.0.1.%d", round)})
-				s.forget()
-				s.start()
+				s.Stop()
+				s.Remove("pods", fmt.Sprintf("%c", 'a'+round))
+				s.Pod(fmt.Sprintf("%c", 'c'+round), kubetest.Pod{UID: "n", IP: fmt.Sprintf("10.0.1.%d", round)})
+				s.Forget()
+				s.Start()
 				testkit.Settles(t, func() error {
 					names := []string{}
 					for _, worker := range w.last() {
@@ -217,7 +244,7 @@ func TestGapsAreListedAnew(t *testing.T) {
 					t.Error("meanwhile no worker was known")
 				}
 			}
-			if n := s.questions("list pods"); (n == 0) == old {
+			if n := s.Questions("list pods"); (n == 0) == old {
 				t.Errorf("%d lists", n)
 			}
 		})
@@ -225,23 +252,25 @@ func TestGapsAreListedAnew(t *testing.T) {
 }
 
 func TestWhileTheAPIServerIsAwayAllStaysAsItWas(t *testing.T) {
-	s := newAPIServer(t)
-	s.pod("a", madePod{uid: "a", ip: "10.0.0.1"})
-	s.pool("pool", map[string]any{"app": "vllm"}, 8000)
+	s := kubetest.New(t)
+	s.Pod("a", kubetest.Pod{UID: "a", IP: "10.0.0.1"})
+	s.Pool("pool", map[string]any{"app": "vllm"}, 8000)
 	w := watchCluster(t, s, Settings{Pool: "pool"})
 	w.wants("a=10.0.0.1:8000")
-	s.stop()
+	s.Stop()
 	w.says("the API server does not answer: dial tcp")
 	w.says("the workers stay as they were")
-	s.pod("b", madePod{uid: "b", ip: "10.0.0.2"})
-	s.start()
+	s.Pod("b", kubetest.Pod{UID: "b", IP: "10.0.0.2"})
+	s.Start()
 	w.wants("a=10.0.0.1:8000; b=10.0.0.2:8000")
 	w.says("the API server answers again")
-	s.set(func() { s.refuses["watch pods"], s.refuses["list pods"] = 500, 500 })
-	s.endWatches()
+	s.Refuse("watch pods", 500)
+	s.Refuse("list pods", 500)
+	s.EndWatches()
 	w.says("request timed out")
-	s.pod("c", madePod{uid: "c", ip: "10.0.0.3"})
-	s.set(func() { clear(s.refuses) })
+	s.Pod("c", kubetest.Pod{UID: "c", IP: "10.0.0.3"})
+	s.Refuse("watch pods", 0)
+	s.Refuse("list pods", 0)
 	w.wants("a=10.0.0.1:8000; b=10.0.0.2:8000; c=10.0.0.3:8000")
 	if n := w.count(); n != 3 {
 		t.Errorf("%d lists", n)
@@ -262,21 +291,23 @@ func TestMissingRightsAreNamedWithTheRuleThatGivesThem(t *testing.T) {
 		"no pools":   {"watch inferencepools", 404, []string{"the cluster knows no InferencePool", "--selector"}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := newAPIServer(t)
-			s.pool("pool", map[string]any{"app": "vllm"}, 8000)
-			s.pod("a", madePod{uid: "a", ip: "10.0.0.1"})
+			s := kubetest.New(t)
+			s.Pool("pool", map[string]any{"app": "vllm"}, 8000)
+			s.Pod("a", kubetest.Pod{UID: "a", IP: "10.0.0.1"})
 			list := strings.Replace(test.refused, "watch", "list", 1)
-			s.set(func() { s.refuses[test.refused], s.refuses[list] = test.code, test.code })
+			s.Refuse(test.refused, test.code)
+			s.Refuse(list, test.code)
 			w := watchCluster(t, s, Settings{Pool: "pool"})
 			for _, text := range test.says {
 				w.says(text)
 			}
-			asked := s.questions(list)
-			testkit.Eventually(t, 20*time.Second, "it is asked again", func() bool { return s.questions(list) > asked+3 })
+			asked := s.Questions(list)
+			testkit.Eventually(t, 20*time.Second, "it is asked again", func() bool { return s.Questions(list) > asked+3 })
 			if n := w.warnings(); n != 1 {
 				t.Errorf("%d warnings: %s", n, w.log.String())
 			}
-			s.set(func() { clear(s.refuses) }) // the Role is mended
+			s.Refuse(test.refused, 0) // the Role is mended
+			s.Refuse(list, 0)
 			w.wants("a=10.0.0.1:8000")
 			w.says("the API server answers again")
 		})
@@ -292,7 +323,7 @@ func TestTheFakeClientOfClientGo(t *testing.T) {
 		u.SetNamespace("ns")
 		return u
 	}
-	client := fake.NewSimpleDynamicClientWithCustomListKinds(runtime.NewScheme(), kinds, object(madePod{uid: "a", ip: "10.0.0.1"}.content(), "a"))
+	client := fake.NewSimpleDynamicClientWithCustomListKinds(runtime.NewScheme(), kinds, object(kubetest.Pod{UID: "a", IP: "10.0.0.1"}.Content(), "a"))
 	w := &watched{t: t}
 	w.watch(newKubeSource(Settings{Discovery: kubernetes, Selector: "app=vllm", WorkerPort: 8000}, client, "ns", w.logger()))
 	w.wants("a=10.0.0.1:8000")
@@ -304,7 +335,7 @@ func TestTheFakeClientOfClientGo(t *testing.T) {
 		}
 		return fmt.Errorf("no watch: %v", client.Actions())
 	})
-	if err := client.Tracker().Add(object(madePod{uid: "b", ip: "10.0.0.2"}.content(), "b")); err != nil {
+	if err := client.Tracker().Add(object(kubetest.Pod{UID: "b", IP: "10.0.0.2"}.Content(), "b")); err != nil {
 		t.Fatal(err)
 	}
 	w.wants("a=10.0.0.1:8000; b=10.0.0.2:8000")

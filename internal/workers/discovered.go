@@ -86,7 +86,9 @@ func (d *following) apply() {
 	for id, w := range d.known {
 		if !told[id] && w.found.gone.IsZero() {
 			w.found.gone = time.Now()
-			d.f.hold(w, kv.HoldDraining)
+			if !w.drains() {
+				d.f.hold(w, kv.HoldDraining)
+			}
 			d.f.log.Info(fmt.Sprintf("%s: no longer discovered: its requests may end", w), "limit", d.f.Timing.leaveLimit)
 		}
 	}

@@ -1,4 +1,6 @@
-package discovery
+// Package kubetest is as much of Kubernetes' API server as tests of several packages
+// need.
+package kubetest
 
 import (
 	"encoding/json"
@@ -9,25 +11,21 @@ import (
 	"net/http/httptest"
 	"slices"
 	"strconv"
-	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/labels"
-	"k8s.io/client-go/rest"
 
 	"kvrouter/internal/testkit"
 )
 
-// apiServer is as much of Kubernetes' API server as a test needs: lists and watches of
-// Pods and InferencePools in namespace ns, and what goes wrong with them. It can go and
-// come back at the same address.
-type apiServer struct {
+// Server answers lists and watches of Pods and InferencePools in namespace ns, and does
+// wrong what a test tells it to. It can go and come back at the same address.
+type Server struct {
 	t       testing.TB
-	address string
+	Address string // host:port
 	server  *httptest.Server
 
 	mu       sync.Mutex // guards the rest
@@ -54,17 +52,19 @@ type change struct {
 	before, after *object
 }
 
-func newAPIServer(t testing.TB) *apiServer {
+// New starts a server, which ends with the test.
+func New(t testing.TB) *Server {
 	t.Helper()
-	s := &apiServer{t: t, address: fmt.Sprintf("127.0.0.1:%d", testkit.FreePorts(t, 1)), version: 100, objects: map[string]object{}, news: make(chan struct{}), refuses: map[string]int{}, asked: map[string]int{}}
-	s.start()
-	t.Cleanup(s.stop)
+	s := &Server{t: t, Address: fmt.Sprintf("127.0.0.1:%d", testkit.FreePorts(t, 1)), version: 100, objects: map[string]object{}, news: make(chan struct{}), refuses: map[string]int{}, asked: map[string]int{}}
+	s.Start()
+	t.Cleanup(s.Stop)
 	return s
 }
 
-func (s *apiServer) start() {
+// Start opens the port, also after Stop.
+func (s *Server) Start() {
 	s.t.Helper()
-	listener, err := net.Listen("tcp", s.address)
+	listener, err := net.Listen("tcp", s.Address)
 	if err != nil {
 		s.t.Fatal(err)
 	}
@@ -72,24 +72,24 @@ func (s *apiServer) start() {
 	s.server.Start()
 }
 
-// stop ends the server, with all its watches.
-func (s *apiServer) stop() {
+// Stop ends the server, with all its watches.
+func (s *Server) Stop() {
 	if s.server == nil {
 		return
 	}
-	s.endWatches()
+	s.EndWatches()
 	s.server.CloseClientConnections()
 	s.server.Close()
 	s.server = nil
 }
 
-// endWatches ends all watches that run.
-func (s *apiServer) endWatches() {
+// EndWatches ends all watches that run.
+func (s *Server) EndWatches() {
 	s.set(func() { s.cut++ })
 }
 
 // set changes what the server does.
-func (s *apiServer) set(do func()) {
+func (s *Server) set(do func()) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	do()
@@ -97,13 +97,13 @@ func (s *apiServer) set(do func()) {
 	s.news = make(chan struct{})
 }
 
-// forget has the server forget what was before: a watch from there is 410 Gone.
-func (s *apiServer) forget() {
+// Forget has the server forget what was before: a watch from there is 410 Gone.
+func (s *Server) Forget() {
 	s.set(func() { s.oldest, s.changes = s.version+1, nil; s.version++ })
 }
 
 // put creates or changes an object.
-func (s *apiServer) put(resource, name string, content map[string]any) {
+func (s *Server) put(resource, name string, content map[string]any) {
 	s.set(func() {
 		s.version++
 		key := resource + "/" + name
@@ -125,8 +125,8 @@ func (s *apiServer) put(resource, name string, content map[string]any) {
 	})
 }
 
-// remove removes an object.
-func (s *apiServer) remove(resource, name string) {
+// Remove removes an object.
+func (s *Server) Remove(resource, name string) {
 	s.set(func() {
 		s.version++
 		key := resource + "/" + name
@@ -136,8 +136,8 @@ func (s *apiServer) remove(resource, name string) {
 	})
 }
 
-// questions is how often that was asked.
-func (s *apiServer) questions(what string) int {
+// Questions is how often that was asked: list pods, watch pods, ...
+func (s *Server) Questions(what string) int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.asked[what]
@@ -151,7 +151,7 @@ func status(w http.ResponseWriter, code int, reason, message string) {
 }
 
 // ServeHTTP answers a list or a watch.
-func (s *apiServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	var resource string
 	switch r.URL.Path {
 	case "/api/v1/namespaces/ns/pods":
@@ -206,7 +206,7 @@ func (s *apiServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-func (s *apiServer) list(w http.ResponseWriter, resource string, wanted func(*object) bool) {
+func (s *Server) list(w http.ResponseWriter, resource string, wanted func(*object) bool) {
 	s.mu.Lock()
 	items := []map[string]any{}
 	for _, key := range slices.Sorted(maps.Keys(s.objects)) {
@@ -229,7 +229,7 @@ func apiVersion(resource string) string {
 }
 
 // watch streams changes until it is cut or the client goes.
-func (s *apiServer) watch(w http.ResponseWriter, r *http.Request, resource string, wanted func(*object) bool, from string, initial bool) {
+func (s *Server) watch(w http.ResponseWriter, r *http.Request, resource string, wanted func(*object) bool, from string, initial bool) {
 	w.Header().Set("Content-Type", "application/json")
 	encoder := json.NewEncoder(w)
 	tell := func(kind string, content map[string]any) {
@@ -283,41 +283,41 @@ func (s *apiServer) watch(w http.ResponseWriter, r *http.Request, resource strin
 	}
 }
 
-// madePod is a Pod as the API server has it.
-type madePod struct {
-	uid, ip             string
-	labels, annotations map[string]any
-	notReady, ending    bool
-	phase               string
+// Pod is a Pod as the API server has it. Its labels are app=vllm unless it has others.
+type Pod struct {
+	UID, IP             string
+	Labels, Annotations map[string]any
+	NotReady, Ending    bool
+	Phase               string
 }
 
-// content returns the Pod's JSON.
-func (p madePod) content() map[string]any {
-	meta := map[string]any{"uid": p.uid, "labels": map[string]any{"app": "vllm"}}
-	if p.labels != nil {
-		meta["labels"] = p.labels
+// Content is the Pod in JSON.
+func (p Pod) Content() map[string]any {
+	meta := map[string]any{"uid": p.UID, "labels": map[string]any{"app": "vllm"}}
+	if p.Labels != nil {
+		meta["labels"] = p.Labels
 	}
-	if p.annotations != nil {
-		meta["annotations"] = p.annotations
+	if p.Annotations != nil {
+		meta["annotations"] = p.Annotations
 	}
-	if p.ending {
+	if p.Ending {
 		meta["deletionTimestamp"] = "2001-01-01T00:00:00Z" // by a clock of its own
 	}
 	ready := "True"
-	if p.notReady {
+	if p.NotReady {
 		ready = "False"
 	}
 	return map[string]any{
 		"kind": "Pod", "apiVersion": "v1", "metadata": meta,
-		"status": map[string]any{"phase": p.phase, "podIP": p.ip, "conditions": []any{map[string]any{"type": "Initialized", "status": "True"}, map[string]any{"type": "Ready", "status": ready}}},
+		"status": map[string]any{"phase": p.Phase, "podIP": p.IP, "conditions": []any{map[string]any{"type": "Initialized", "status": "True"}, map[string]any{"type": "Ready", "status": ready}}},
 	}
 }
 
-// pod puts a Pod.
-func (s *apiServer) pod(name string, p madePod) { s.put("pods", name, p.content()) }
+// Pod creates or changes a Pod.
+func (s *Server) Pod(name string, p Pod) { s.put("pods", name, p.Content()) }
 
-// pool puts an InferencePool.
-func (s *apiServer) pool(name string, labels map[string]any, ports ...any) {
+// Pool creates or changes an InferencePool.
+func (s *Server) Pool(name string, labels map[string]any, ports ...any) {
 	targets := []any{}
 	for _, port := range ports {
 		targets = append(targets, map[string]any{"number": port})
@@ -328,25 +328,9 @@ func (s *apiServer) pool(name string, labels map[string]any, ports ...any) {
 	})
 }
 
-// watchCluster watches what the server tells.
-func watchCluster(t *testing.T, s *apiServer, settings Settings) *watched {
-	t.Helper()
-	w := &watched{t: t}
-	settings.Discovery = kubernetes
-	if settings.WorkerPort == 0 {
-		settings.WorkerPort = 8000
-	}
-	if err := settings.Validate(); err != nil {
-		t.Fatal(err)
-	}
-	source, err := newKubernetes(settings, &rest.Config{Host: "http://" + s.address}, "ns", w.logger())
-	if err != nil {
-		t.Fatal(err)
-	}
-	source.backoff.Duration, source.backoff.Cap = 5*time.Millisecond, 20*time.Millisecond
-	w.watch(source)
-	return w
-}
+// Refuse has the server answer with that status to what is asked, such as watch pods; 0:
+// as it should.
+func (s *Server) Refuse(what string, status int) { s.set(func() { s.refuses[what] = status }) }
 
-// warnings counts the warnings of the log.
-func (w *watched) warnings() int { return strings.Count(w.log.String(), "level=WARN") }
+// BeOlder takes from the server that it streams lists.
+func (s *Server) BeOlder() { s.set(func() { s.noStream = true }) }
