@@ -11,9 +11,11 @@ import (
 
 	"github.com/alecthomas/kong"
 
+	"kvrouter/internal/discovery"
 	"kvrouter/internal/doctor"
 	"kvrouter/internal/events"
 	"kvrouter/internal/keys"
+	"kvrouter/internal/kv"
 	"kvrouter/internal/manual"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/page"
@@ -71,6 +73,7 @@ type Config struct {
 
 	// Workers that run already, and how started ones are looked after.
 	workers.Flags
+	Discovery discovery.Settings `embed:""`
 
 	// Where the router listens, and the first port of each kind that started
 	// workers listen on.
@@ -422,7 +425,7 @@ func (c *Config) validate() error {
 		return fmt.Errorf("%q follows --, but --engine %s starts no worker to pass it to", c.EngineArgs[0], c.Engine)
 	}
 	files := map[string]string{"--record": c.Record, "--record-events": c.Snapshot.RecordEvents, "--index-snapshot": c.Snapshot.IndexSnapshot, "--thompson-state": c.Scoring.ThompsonState, "--thompson-traces": c.Scoring.ThompsonTraces}
-	if err := cmp.Or(c.Replica.Validate(), c.Snapshot.Validate(c.KVEvents()), settings.CheckFiles(files)); err != nil {
+	if err := cmp.Or(c.Replica.Validate(), c.Snapshot.Validate(c.KVEvents()), c.Discovery.Validate(), settings.CheckFiles(files)); err != nil {
 		return err
 	}
 	if err := c.Bodies.Validate(c.MaxBodyBytes); err != nil {
@@ -446,7 +449,7 @@ func (c *Config) validate() error {
 	}
 	for i, peer := range c.IndexerPeers {
 		var err error
-		if c.IndexerPeers[i], err = workers.ParseURL(peer); err != nil {
+		if c.IndexerPeers[i], err = kv.ParseURL(peer); err != nil {
 			return fmt.Errorf("--indexer-peers: %w", err)
 		}
 	}

@@ -36,7 +36,7 @@ var layers = []map[string]string{
 	{ // carrying
 		"replica": "guard kv router zmq", "proxy": "jsonbody kv outlier policy router traces web", "workers": "events guard kv policy process radix web zmq",
 		"mocker": "engine events jsonbody kv process tokens web zmq", "simulate": "engine hints jsonlines kv outlier policy radix router",
-		"vllm": "kv process", "sglang": "kv process",
+		"vllm": "kv process", "sglang": "kv process", "discovery": "kv",
 	},
 	{ // showing, offering
 		"telemetry": "hints jsonlines kv outlier policy proxy router traces workers", "selection": "events hints kv outlier policy radix router web workers",

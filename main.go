@@ -50,7 +50,7 @@ func main() {
 // started has ended.
 func serve(config Config) error {
 	level := new(slog.LevelVar)
-	level.Set(logLevel(config))
+	level.Set(logs.Level(config.LogLevel))
 	log := logs.New(os.Stderr, level, config.LogFormat)
 	slog.SetDefault(log)
 	settings.LimitMemory(os.Getenv, log)
@@ -100,10 +100,7 @@ func (r *app) run(ctx context.Context) error {
 		defer r.replicas.Close() // where Run below is not reached
 	}
 	config := r.config
-	openAIShare, routerShare := config.Shares()
-	if config.Page.PagePort != 0 {
-		routerShare = max(1, routerShare/2)
-	}
+	openAIShare, routerShare := config.Shares(config.Page.PagePort != 0)
 	doors := []door{
 		{config.Host, config.HTTPPort, "--http-port", openAIShare, r.api.Handler()},
 		{config.Web.RouterHost, config.RouterPort, "--router-port", routerShare, r.page.Over(r.selection.Handler())},
@@ -156,6 +153,12 @@ func (r *app) run(ctx context.Context) error {
 		r.recoverIndex(fleet) // before anything else writes to the index
 		return r.runFleet(fleet)
 	})
+	if r.source != nil {
+		group.Go(func() error {
+			r.fleet.Follow(r.source.Watch(fleet))
+			return nil
+		})
+	}
 	group.Go(func() error {
 		r.tokens.KeepComparing(failed, r.peers)
 		return nil
@@ -263,14 +266,8 @@ func (r *app) reload() {
 		r.thresholds = now
 	}
 	if r.level != nil {
-		r.level.Set(logLevel(fresh))
+		r.level.Set(logs.Level(fresh.LogLevel))
 	}
 	r.log.Info("SIGHUP: reloaded keys, TLS files, log level and busy thresholds; other settings want a restart",
 		"api_keys", keys, "tls", r.certificates != nil, "log_level", fresh.LogLevel, "busy_thresholds", fresh.Routing.BusyThresholds.Set())
-}
-
-// logLevel is --log-level, whose values are checked by then.
-func logLevel(config Config) (level slog.Level) {
-	_ = level.UnmarshalText([]byte(config.LogLevel))
-	return level
 }

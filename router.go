@@ -12,6 +12,7 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/discovery"
 	"kvrouter/internal/events"
 	"kvrouter/internal/guard"
 	"kvrouter/internal/hints"
@@ -46,6 +47,7 @@ type app struct {
 	recording *events.Recording // of those changes; nil: none
 	router    *router.Router
 	fleet     *workers.Fleet
+	source    discovery.Source  // of workers; nil: only those of the settings
 	launcher  *process.Launcher // of processes; nil: none are started
 	mocker    *mocker.Mocker    // of simulated workers; nil: none are started
 	model     *tokens.Model     // nil: prompt tokens come from the workers
@@ -95,7 +97,11 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		Down: func(t kv.Target, why string) { r.router.Down(t.Key); r.proxy.LetGo(t.Key.Worker, t.Generation, why) },
 		Load: r.router.Publish,
 		Lag:  r.telemetry.EventLag,
+		Hold: r.router.Hold, Working: r.router.Working,
 	}, log)
+	if r.source, err = discovery.Open(config.Discovery, log); err != nil {
+		return nil, err
+	}
 	fleet := func() (ids []uint64) {
 		for _, w := range r.fleet.Workers() {
 			ids = append(ids, w.ID)

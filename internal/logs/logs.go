@@ -36,6 +36,12 @@ func New(out io.Writer, level *slog.LevelVar, format string) *slog.Logger {
 	return slog.New(&handler{next: next, limits: &limits{plain: next, sites: map[uintptr]*site{}}})
 }
 
+// Level is a level by its name; info where there is none of that name.
+func Level(name string) (level slog.Level) {
+	_ = level.UnmarshalText([]byte(name))
+	return level
+}
+
 // Suppressed returns how many lines a log of New has left out; 0 for any other.
 func Suppressed(log *slog.Logger) uint64 {
 	h, ok := log.Handler().(*handler)

@@ -64,7 +64,7 @@ func (r *Router) Readmit(worker uint64) error {
 	delete(r.resting, worker)
 	for i := range r.targets {
 		if t := &r.targets[i]; t.Key.Worker == worker {
-			t.Resting, found = false, true
+			t.Resting, found = r.held[worker], true
 			r.outliers.Readmit(t.Key, now)
 		}
 	}
@@ -94,8 +94,38 @@ func (r *Router) Schedulable() (n int) {
 	return n
 }
 
-// rests tells whether the worker of a rank rests.
+// Hold is Rest and its end for who keeps the fleet, whether the worker is up or not:
+// one that is to leave, say. It is no person's rest: Readmit does not end it, nor does
+// its end readmit anybody. Who holds a worker must let it go once it is no more.
+func (r *Router) Hold(worker uint64, hold bool) {
+	r.Mu.Lock()
+	defer r.unlock()
+	if delete(r.held, worker); hold {
+		r.held[worker] = true
+	}
+	for i := range r.targets {
+		if t := &r.targets[i]; t.Key.Worker == worker {
+			t.Resting = r.rests(t.Key)
+		}
+	}
+	r.drain(r.Now())
+}
+
+// rests tells whether the worker of a rank gets no new requests.
 func (r *Router) rests(w kv.WorkerKey) bool {
 	_, rests := r.resting[w.Worker]
-	return rests
+	return rests || r.held[w.Worker]
+}
+
+// Working tells whether requests of this router are on their way on a worker, on any of
+// its ranks.
+func (r *Router) Working(worker uint64) bool {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	for w, load := range r.loads.byWorker {
+		if w.Worker == worker && load.InFlight > load.Remote {
+			return true
+		}
+	}
+	return false
 }

@@ -160,3 +160,49 @@ func TestRestingIsBounded(t *testing.T) {
 		t.Errorf("%d workers rest, the fifth of all since %v", len(got), got[5])
 	}
 }
+
+// TestAHeldWorkerIsNobodysToReadmit: who keeps the fleet holds it, up or not, and a
+// person's rest is another thing.
+func TestAHeldWorkerIsNobodysToReadmit(t *testing.T) {
+	r, _ := newWatchedRouter(t, "round-robin", 2)
+	shares := func(step string, want bool) {
+		t.Helper()
+		if got := chosen(t, r, 10, Request{Tokens: testkit.Tokens(1, 20)}); (got[1] > 0) != want {
+			t.Errorf("%s: worker 1 got %d of 10 requests", step, got[1])
+		}
+		if err := r.Check(); err != nil {
+			t.Error(err)
+		}
+	}
+	running := MustRoute(t, r, Request{Pinned: &kv.WorkerKey{Worker: 1}, Tokens: testkit.Tokens(1, 20)})
+	r.Hold(1, true)
+	shares("held", false)
+	if !r.Working(1) || r.Working(7) {
+		t.Error("it works on what it had")
+	}
+	running.Booking.End()
+	if r.Working(1) {
+		t.Error("it works on nothing")
+	}
+	if err := r.Readmit(1); err != nil {
+		t.Fatal(err)
+	}
+	shares("readmitted while held", false)
+	r.Down(kv.WorkerKey{Worker: 1})
+	r.Up(kv.Target{Key: kv.WorkerKey{Worker: 1}, Generation: 2})
+	shares("up again while held", false)
+	if err := r.Rest(1); err != nil {
+		t.Fatal(err)
+	}
+	r.Hold(1, false)
+	shares("let go, but at rest", false)
+	if err := r.Readmit(1); err != nil {
+		t.Fatal(err)
+	}
+	shares("readmitted", true)
+	r.Hold(2, true)
+	r.Up(kv.Target{Key: kv.WorkerKey{Worker: 2}, Generation: 1})
+	if got := chosen(t, r, 12, Request{}); got[2] != 0 || got[1] == 0 {
+		t.Errorf("held before it came: %v", got)
+	}
+}

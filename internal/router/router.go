@@ -164,6 +164,7 @@ type Router struct {
 	told       uint64                        // bookings that they were told of
 	decisions  uint64                        // that a judged policy hears of
 	resting    map[uint64]time.Time          // workers that get no new requests, since when
+	held       map[uint64]bool               // those that Hold keeps from them
 	receipts   receipts                      // of the last decisions, while somebody asks
 }
 
@@ -221,6 +222,7 @@ func New(index radix.Index, policy policy.Policy, blockSize int, seed uint64, se
 		Policy:    policy,
 		random:    rand.New(rand.NewPCG(seed, seed)),
 		resting:   map[uint64]time.Time{},
+		held:      map[uint64]bool{},
 	}
 }
 

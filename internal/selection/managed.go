@@ -56,7 +56,7 @@ func namedURL(c *gin.Context) (url string, ok bool) {
 		c.String(http.StatusBadRequest, "Worker URL required. Provide 'url' query parameter")
 		return "", false
 	}
-	url, err := workers.ParseURL(given)
+	url, err := kv.ParseURL(given)
 	if err != nil {
 		c.String(http.StatusBadRequest, "%s", "url: "+err.Error())
 		return "", false
@@ -129,7 +129,7 @@ func (s *Service) registeredBy(url string) (ids []uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for id, w := range s.registered {
-		if given, err := workers.ParseURL(Given(w.spec.Endpoint, "")); err == nil && given == url {
+		if given, err := kv.ParseURL(Given(w.spec.Endpoint, "")); err == nil && given == url {
 			ids = append(ids, id)
 		}
 	}

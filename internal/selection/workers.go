@@ -164,7 +164,7 @@ func (w registeredWorker) registration(settings Settings) (r workers.Registratio
 	r.Disagg = kv.Disagg{Role: Given(spec.Role, kv.RoleBoth), Kind: Given(spec.Kind, kv.KindNone), Bootstrap: kv.Bootstrap{Host: Given(spec.BootstrapHost, ""), Port: Given(spec.BootstrapPort, 0)}}
 	if Given(spec.Endpoint, "") == "" {
 		missing = append(missing, "endpoint is required")
-	} else if r.URL, err = workers.ParseURL(*spec.Endpoint); err != nil {
+	} else if r.URL, err = kv.ParseURL(*spec.Endpoint); err != nil {
 		return r, nil, fmt.Errorf("endpoint: %w", err)
 	}
 	switch size := Given(spec.BlockSize, 0); {
@@ -239,7 +239,7 @@ func remoteEndpoint(value string) (string, error) {
 	if strings.HasPrefix(value, "ipc:") {
 		return "", errors.New("ipc endpoints are for --worker only: give one such as tcp://host:5557")
 	}
-	return workers.ParseEndpoint(value)
+	return kv.ParseEndpoint(value)
 }
 
 // portsOn returns a tcp endpoint so many ports further on, as vLLM numbers those
@@ -260,6 +260,7 @@ func portsOn(endpoint string, n int) (string, error) {
 // those of all its ranks.
 type WorkerRecord struct {
 	WorkerID uint64 `json:"worker_id"`
+	Name     string `json:"name,omitempty"` // of a discovered one
 	workerSpec
 	Lifecycle     string   `json:"lifecycle"`
 	Reasons       []string `json:"not_schedulable_reasons,omitempty"`
@@ -331,7 +332,7 @@ func (r WorkerRecord) partition() events.Partition {
 func (s *Service) records(want func(WorkerRecord) bool) []WorkerRecord {
 	up := map[uint64]bool{}
 	for _, t := range s.router.Targets() {
-		up[t.Key.Worker] = true
+		up[t.Key.Worker] = !t.Resting
 	}
 	s.mu.Lock()
 	waiting := maps.Clone(s.registered) // those that the fleet does not know
@@ -391,7 +392,7 @@ func (s *Service) specOf(status workers.Status) workerSpec {
 
 func (s *Service) record(w workers.Status, spec workerSpec, up bool) WorkerRecord {
 	r := WorkerRecord{
-		WorkerID: w.ID, workerSpec: spec, Lifecycle: LifecycleSchedulable,
+		WorkerID: w.ID, Name: w.Name, workerSpec: spec, Lifecycle: LifecycleSchedulable,
 		State: w.State, Engine: w.Engine, PID: w.PID, Restarts: w.Restarts, Generation: w.Generation,
 	}
 	for _, key := range w.Keys() {
@@ -401,6 +402,12 @@ func (s *Service) record(w workers.Status, spec workerSpec, up bool) WorkerRecor
 	if !up {
 		r.Lifecycle = LifecycleUnschedulable
 		r.Reasons = []string{w.State}
+		switch {
+		case w.Held != "":
+			r.Reasons = []string{string(w.Held)}
+		case w.State == workers.StateReady:
+			r.Reasons = []string{"resting"}
+		}
 		if w.LastError != "" {
 			r.Reasons = append(r.Reasons, w.LastError)
 		}
@@ -474,7 +481,7 @@ func (s *Service) leadsElsewhere(c *gin.Context, endpoint *string) bool {
 	if endpoint == nil {
 		return true
 	}
-	url, err := workers.ParseURL(*endpoint)
+	url, err := kv.ParseURL(*endpoint)
 	if err != nil || !s.fleet.LeadsBack(c.Request.Context(), url) {
 		return true // setWorker says what is wrong
 	}

@@ -205,13 +205,16 @@ type ConnectionSettings struct {
 }
 
 // Shares returns how many clients may be connected to the OpenAI port and to the
-// router port.
-func (s ConnectionSettings) Shares() (openAI, selection int) {
+// router port; twoRouters: it has a second one beside, and each gets half.
+func (s ConnectionSettings) Shares(twoRouters bool) (openAI, selection int) {
 	allowed := Descriptors() * clientSixteenths / 16 * 7 / 8
 	openAI = min(allowed, mostConnections)
 	if s.MaxConnections > 0 {
 		openAI = min(allowed, s.MaxConnections)
 	}
 	openAI = max(1, openAI)
-	return openAI, max(1, openAI/7)
+	if selection = max(1, openAI/7); twoRouters {
+		selection = max(1, selection/2)
+	}
+	return openAI, selection
 }

@@ -187,7 +187,7 @@ func TestSoftLimitOfOpenFilesIsTheHardOne(t *testing.T) {
 
 func TestClientsNeverTakeAllDescriptors(t *testing.T) {
 	for _, asked := range []int{0, 1, 100, 1 << 30} {
-		openAI, selection := web.ConnectionSettings{MaxConnections: asked}.Shares()
+		openAI, selection := web.ConnectionSettings{MaxConnections: asked}.Shares(false)
 		// Each takes another for its worker.
 		if all := 2 * (openAI + selection); openAI < 1 || selection < 1 || all > web.Descriptors()*3/4 {
 			t.Errorf("asked for %d: %d and %d of %d descriptors", asked, openAI, selection, web.Descriptors())

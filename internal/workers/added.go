@@ -33,7 +33,7 @@ func (e *NotReadyError) Error() string {
 // addedPoll is how often Add looks whether its worker is ready.
 const addedPoll = 50 * time.Millisecond
 
-// added is how the goroutine that follows a worker of Add is reached.
+// added is how the goroutine that follows a worker of Add or Follow is reached.
 type added struct {
 	leave context.CancelFunc // ends the goroutine
 	left  chan struct{}      // closed when it has ended
@@ -98,6 +98,13 @@ func (f *Fleet) join(url string, key kv.Secret) (*worker, error) {
 	}
 	w := newWorker(Attached{ID: f.nextAdded, HasID: true, URL: url, Key: key}, true, key != "", StateConnecting)
 	f.nextAdded++
+	f.attach(w)
+	return w, nil
+}
+
+// attach makes w a member and has it followed. f.membership is locked, and the fleet
+// runs.
+func (f *Fleet) attach(w *worker) {
 	ctx, leave := context.WithCancel(f.run.ctx)
 	w.added = &added{leave, make(chan struct{})}
 	f.workers = append(f.workers, w)
@@ -107,7 +114,6 @@ func (f *Fleet) join(url string, key kv.Secret) (*worker, error) {
 		f.superviseAttached(ctx, w)
 		return nil
 	})
-	return w, nil
 }
 
 // address is where the worker is now.
@@ -122,14 +128,14 @@ func (w *worker) address() string {
 // such a worker.
 func (f *Fleet) Remove(url string) (id uint64, found bool) {
 	members := f.Members()
-	at := slices.IndexFunc(members, func(w *worker) bool { return w.added != nil && w.address() == url })
+	at := slices.IndexFunc(members, func(w *worker) bool { return w.added != nil && w.found == nil && w.address() == url })
 	if at < 0 {
 		return 0, false
 	}
 	return members[at].id, f.takeOut(members[at])
 }
 
-// takeOut ends the following of a worker of Add. It tells whether this call was the
+// takeOut ends the following of a worker of Add or Follow. It tells whether this call was the
 // one that did.
 func (f *Fleet) takeOut(w *worker) bool {
 	f.membership.Lock()
@@ -144,7 +150,7 @@ func (f *Fleet) takeOut(w *worker) bool {
 }
 
 // mayFollow tells whether the router connects to where a worker's events are. One
-// that a client has added may not name the sockets of this machine's file system.
+// that a client has added, or that was discovered, may not name the sockets of this machine's file system.
 func (w *worker) mayFollow(source events.Source) bool {
 	return w.added == nil || !strings.HasPrefix(source.Endpoint, "ipc:") && !strings.HasPrefix(source.Replay, "ipc:")
 }

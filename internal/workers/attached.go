@@ -7,12 +7,11 @@ import (
 	"fmt"
 	"math"
 	"net"
-	"net/url"
+	"net/http"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
-	"unicode"
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
@@ -28,6 +27,10 @@ type Attached struct {
 	Load      string // ZMQ endpoint of its load; empty: asked of the worker, else its /metrics is polled
 	KeyEnv    string // environment variable with its key; empty: it has none of its own
 	kv.Disagg        // what it leaves out is asked of the worker
+
+	// EventsPort is where rank 0 of a vLLM server publishes KV events that has no route
+	// to say so; rank i does at this port plus i. 0: it publishes none.
+	EventsPort uint16
 
 	Key kv.Secret // bearer key that it asks for; may be empty
 }
@@ -61,15 +64,15 @@ func (w *Attached) UnmarshalText(text []byte) error {
 				return fmt.Errorf("worker %q: id=%s is not a whole number from 0", text, value)
 			}
 		case "url":
-			if w.URL, err = ParseURL(value); errors.Is(err, errUserinfo) {
+			if w.URL, err = kv.ParseURL(value); errors.Is(err, kv.ErrUserinfo) {
 				return fmt.Errorf("worker: url: %w", err) // not to be shown
 			}
 		case "kv-events":
-			w.KVEvents, err = ParseEndpoint(value)
+			w.KVEvents, err = kv.ParseEndpoint(value)
 		case "replay":
-			w.Replay, err = ParseEndpoint(value)
+			w.Replay, err = kv.ParseEndpoint(value)
 		case "load":
-			w.Load, err = ParseEndpoint(value)
+			w.Load, err = kv.ParseEndpoint(value)
 		case "key-env":
 			w.KeyEnv = value
 		case "role":
@@ -89,52 +92,6 @@ func (w *Attached) UnmarshalText(text []byte) error {
 		return fmt.Errorf("worker %q: url is missing; give url=http://host:port", text)
 	}
 	return nil
-}
-
-// maxAddress bounds a URL or an endpoint, bytes.
-const maxAddress = 2048
-
-// errUserinfo refuses a URL that holds a password; it does not show it.
-var errUserinfo = errors.New("a URL holds no user and password here: everybody who may see the list of workers would see them. Give a key by key-env=NAME, or in POST /workers as api_key")
-
-// ParseURL checks a worker's base URL and returns it without a slash at the end.
-func ParseURL(value string) (string, error) {
-	if len(value) > maxAddress {
-		return "", fmt.Errorf("the URL has %d bytes, at most %d may be", len(value), maxAddress)
-	}
-	u, err := url.Parse(value)
-	if err == nil && u.User != nil || err != nil && strings.Contains(value, "@") {
-		return "", errUserinfo
-	}
-	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Hostname() == "" || strings.ContainsAny(value, "?#") || badPort(u.Port()) {
-		return "", fmt.Errorf("%s is no URL such as http://host:8100", value)
-	}
-	return strings.TrimRight(value, "/"), nil
-}
-
-// badPort tells that a URL's port is given and none.
-func badPort(port string) bool {
-	number, err := strconv.ParseUint(port, 10, 16)
-	return port != "" && (err != nil || number == 0)
-}
-
-// ParseEndpoint checks an address that the router connects to.
-func ParseEndpoint(value string) (string, error) {
-	if len(value) > maxAddress {
-		return "", fmt.Errorf("the endpoint has %d bytes, at most %d may be", len(value), maxAddress)
-	}
-	if strings.ContainsFunc(value, func(r rune) bool { return unicode.IsSpace(r) || unicode.IsControl(r) }) {
-		return "", fmt.Errorf("%q is no endpoint such as tcp://host:5557: it has spaces", value)
-	}
-	if path, ok := strings.CutPrefix(value, "ipc://"); ok && path != "" {
-		return value, nil
-	}
-	host, port, err := net.SplitHostPort(strings.TrimPrefix(value, "tcp://"))
-	number, bad := strconv.ParseUint(port, 10, 16)
-	if !strings.HasPrefix(value, "tcp://") || err != nil || bad != nil || number == 0 || host == "" || host == "*" {
-		return "", fmt.Errorf("%s is no endpoint such as tcp://host:5557", value)
-	}
-	return value, nil
 }
 
 // kvEventSource is what vLLM tells about the KV events of one rank.
@@ -164,10 +121,15 @@ func (b bufferSteps) batches() int {
 // eventSources finds an attached worker's event streams: those that the flags
 // name, and for the rest what the worker itself says. None is no error: not
 // every server publishes events.
-func (f *Fleet) eventSources(ctx context.Context, spec Attached) []events.Source {
+func (f *Fleet) eventSources(ctx context.Context, w *worker) []events.Source {
+	spec := w.Spec
 	told := map[string]kvEventSource{}
 	if err := f.get(ctx, spec, "/kv_event_sources", f.Timing.probeLimit, &told); err != nil {
 		f.log.Debug("worker names no KV event sources", "worker", spec.ID, "error", err)
+		var status *statusError
+		if spec.EventsPort != 0 && errors.As(err, &status) && status.status == http.StatusNotFound {
+			told = f.usualSources(ctx, w)
+		}
 	}
 	return f.sourcesOf(told, spec)
 }
@@ -259,9 +221,26 @@ func (f *Fleet) superviseAttached(ctx context.Context, w *worker) {
 	f.update(w, func(s *Status) { s.State = StateStopped })
 }
 
+// usualSources is where a vLLM server publishes its events that has no route to say so:
+// its metrics page names its ranks.
+func (f *Fleet) usualSources(ctx context.Context, w *worker) map[string]kvEventSource {
+	sizes, err := f.reader(w).cacheSizes(ctx, w.Spec.URL+"/metrics")
+	if err != nil || len(sizes) == 0 {
+		sizes = cacheSizes{0: 0}
+	}
+	told := map[string]kvEventSource{}
+	for rank := range sizes {
+		if port := uint32(w.Spec.EventsPort) + rank; rank < kv.MaxRanks && port <= math.MaxUint16 {
+			told[fmt.Sprint(rank)] = kvEventSource{Enable: true, Endpoint: fmt.Sprintf("tcp://*:%d", port)}
+		}
+	}
+	return told
+}
+
 // followAttached follows one incarnation: from the first answer until the
 // process is gone. It returns whether there was an answer.
 func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
+	w.takeTold()
 	if err := f.look(ctx, w.Spec, false); err != nil {
 		if ctx.Err() == nil {
 			f.unreachable(w, err)
@@ -293,7 +272,7 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 	in.takePart(partOf(w.Spec.Disagg, info, w.Spec.URL))
 	sources := in.eventSources()
 	in.follow(served, sources)
-	f.log.Info(fmt.Sprintf("worker %d: attached", w.id), "url", w.Spec.URL, "engine", in.engine, "models", served.names, "event_streams", len(sources), "role", in.disagg.Role, "kind", in.disagg.Kind)
+	f.log.Info(fmt.Sprintf("%s: attached", w), "url", w.Spec.URL, "engine", in.engine, "models", served.names, "event_streams", len(sources), "role", in.disagg.Role, "kind", in.disagg.Kind)
 	in.tellOfEvents(sources)
 
 	for {
@@ -303,6 +282,9 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 		case looked := <-w.look:
 			in.lookAtModels()
 			close(looked)
+		case <-w.told():
+			sources = in.takeTold(ctx, sources)
+			continue
 		case <-w.wake:
 		case <-time.After(in.pause()):
 		}
@@ -326,7 +308,7 @@ func (in *incarnation) eventSources() []events.Source {
 	if in.info != nil {
 		return in.f.listSources(in.info.sources(in.w.Spec, in.ranks), in.w.Spec)
 	}
-	return in.f.eventSources(in.ctx, in.w.Spec)
+	return in.f.eventSources(in.ctx, in.w)
 }
 
 // follow follows these event streams of an attached worker, and the load of what can
@@ -363,5 +345,5 @@ func (f *Fleet) unreachable(w *worker, err error) {
 	if errors.Is(err, errLeadsBack) {
 		level = f.log.Error // it will not mend by itself
 	}
-	level(fmt.Sprintf("worker %d: not reachable yet, trying again for ever", w.id), "url", w.Spec.URL, "error", err)
+	level(fmt.Sprintf("%s: not reachable yet, trying again for ever", w), "url", w.Spec.URL, "error", err)
 }

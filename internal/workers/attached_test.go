@@ -215,7 +215,7 @@ func TestFlagsGoBeforeWhatAWorkerSaysOfItsEvents(t *testing.T) {
 		{Worker: kv.WorkerKey{Worker: 3, Rank: 0}, Endpoint: "tcp://events:1", Replay: "tcp://127.0.0.1:5757", Topic: "kv", BlockSize: 64},
 		{Worker: kv.WorkerKey{Worker: 3, Rank: 1}, Endpoint: "tcp://127.0.0.1:5558", BlockSize: 64},
 	}
-	if diff := cmp.Diff(want, f.eventSources(t.Context(), f.cfg.Attached[0])); diff != "" {
+	if diff := cmp.Diff(want, f.eventSources(t.Context(), &worker{Spec: f.cfg.Attached[0]})); diff != "" {
 		t.Error(diff)
 	}
 
@@ -223,7 +223,7 @@ func TestFlagsGoBeforeWhatAWorkerSaysOfItsEvents(t *testing.T) {
 	spec := f.cfg.Attached[0]
 	spec.Replay = "tcp://events:2"
 	want = []events.Source{{Worker: kv.WorkerKey{Worker: 3, Rank: 0}, Endpoint: "tcp://events:1", Replay: "tcp://events:2", BlockSize: 64}}
-	if diff := cmp.Diff(want, f.eventSources(t.Context(), spec)); diff != "" {
+	if diff := cmp.Diff(want, f.eventSources(t.Context(), &worker{Spec: spec})); diff != "" {
 		t.Error(diff)
 	}
 }

@@ -188,7 +188,7 @@ func TestProbesFollowNoRedirects(t *testing.T) {
 		t.Error("a redirected page was read")
 	}
 	_, _ = f.serverInfo(t.Context(), at)
-	f.eventSources(t.Context(), at)
+	f.eventSources(t.Context(), &worker{Spec: at})
 	if n := there.Load(); n != 0 {
 		t.Errorf("%d requests at the other address", n)
 	}

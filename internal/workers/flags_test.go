@@ -1,12 +1,12 @@
 package workers
 
 import (
-	"net/http"
-	"net/url"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"kvrouter/internal/kv"
 )
 
 func TestFlagsNameKeysByTheirVariable(t *testing.T) {
@@ -53,11 +53,11 @@ func TestURLsOfWorkers(t *testing.T) {
 		{"http://", ""},
 		{"ftp://h", ""},
 		{"h:8100", ""},
-		{"http://h/" + strings.Repeat("x", maxAddress), ""},
+		{"http://h/" + strings.Repeat("x", 2048), ""},
 		{"http://user:sesame@h:8100", ""},
 		{"http://user:sesame@h:bad port", ""},
 	} {
-		got, err := ParseURL(test.given)
+		got, err := kv.ParseURL(test.given)
 		if got != test.want || (err == nil) != (test.want != "") {
 			t.Errorf("ParseURL(%.40q) = %q, %v", test.given, got, err)
 		}
@@ -69,42 +69,6 @@ func TestURLsOfWorkers(t *testing.T) {
 	if err := w.UnmarshalText([]byte("id=3,url=http://user:sesame@h:8100")); err == nil || strings.Contains(err.Error(), "sesame") || !strings.Contains(err.Error(), "key-env") {
 		t.Errorf("%v", err)
 	}
-}
-
-func FuzzParseURL(f *testing.F) {
-	for _, seed := range []string{"http://h:8100", "https://[::1]/x/", "http://u:p@h", "http://h?x#y", "http://h:99999", "http://%41/", "HTTP://h//", "http://h/%zz", "http://h /", "http://0:"} {
-		f.Add(seed)
-	}
-	f.Fuzz(func(t *testing.T, value string) {
-		base, err := ParseURL(value)
-		if err != nil {
-			return
-		}
-		request, err := http.NewRequest(http.MethodGet, base+"/health", nil)
-		if err != nil {
-			t.Fatalf("%q: %v", base, err)
-		}
-		u := request.URL
-		if u.User != nil || u.RawQuery != "" || u.Fragment != "" || !strings.HasSuffix(u.Path, "/health") || u.Hostname() == "" {
-			t.Errorf("%q became %q", value, u)
-		}
-		given, err := url.Parse(value)
-		if err != nil || given.Hostname() != u.Hostname() || given.Port() != u.Port() {
-			t.Errorf("%q leads to %q", value, u.Host)
-		}
-	})
-}
-
-func FuzzParseEndpoint(f *testing.F) {
-	for _, seed := range []string{"tcp://h:5557", "ipc:///run/x", "tcp://*:1", "tcp://[::1]:5557", "tcp://h:70000", "ipc://", "tcp://a b:1", "tcp://h:1\n"} {
-		f.Add(seed)
-	}
-	f.Fuzz(func(t *testing.T, value string) {
-		endpoint, err := ParseEndpoint(value)
-		if err == nil && (endpoint != value || len(endpoint) > maxAddress || strings.ContainsAny(endpoint, " \n\r\t")) {
-			t.Errorf("%q became %q", value, endpoint)
-		}
-	})
 }
 
 func FuzzAttached(f *testing.F) {
@@ -119,7 +83,7 @@ func FuzzAttached(f *testing.F) {
 		if err := w.UnmarshalText([]byte(text)); err != nil {
 			return
 		}
-		if again, err := ParseURL(w.URL); err != nil || again != w.URL {
+		if again, err := kv.ParseURL(w.URL); err != nil || again != w.URL {
 			t.Errorf("%q has the URL %q: %v", text, w.URL, err)
 		}
 		if w.Key != "" {

@@ -36,6 +36,9 @@ type Hooks struct {
 	Load func(kv.WorkerKey, policy.Published)     // a load report
 	Lag  func(kv.WorkerKey, time.Duration)        // age of a batch of KV events when it was applied
 	Log  func(worker uint64, stream, line string) // a line that a started worker printed
+
+	Hold    func(worker uint64, hold bool) // a discovered worker gets no new requests, or again
+	Working func(worker uint64) bool       // whether requests are on their way on it
 }
 
 // States of a worker.
@@ -51,6 +54,8 @@ const (
 // Status is the state of one worker as people and other components see it.
 type Status struct {
 	ID         uint64    `json:"id"`
+	Name       string    `json:"name,omitempty"` // of a discovered one
+	Held       kv.Hold   `json:"held,omitempty"` // why a discovered one gets no new requests
 	URL        string    `json:"url"`
 	Engine     kv.Engine `json:"engine"`
 	Attached   bool      `json:"attached"` // not started by this router
@@ -106,6 +111,8 @@ type timing struct {
 	silentAfter   time.Duration // without event source, after which a warning says so
 	engineEvery   time.Duration // between signs of life that an SGLang server's schedulers are to give; 0: none
 	engineLimit   time.Duration // longest wait for one, beyond any pass of an engine
+	leaveLook     time.Duration // between looks at discovered workers that are to leave
+	leaveLimit    time.Duration // for the requests of one that no source knows any more
 }
 
 // defaultTiming knows a hung worker after 2 + 3·1.5 + 2·0.75 = 8 s at most.
@@ -118,6 +125,7 @@ func defaultTiming() timing {
 		backoffFirst: time.Second, backoffReset: 60 * time.Second,
 		progressEvery: 10 * time.Second, silentAfter: 10 * time.Second,
 		engineEvery: 15 * time.Second, engineLimit: 60 * time.Second,
+		leaveLook: 100 * time.Millisecond, leaveLimit: 10 * time.Minute,
 	}
 }
 
@@ -194,7 +202,8 @@ type worker struct {
 	attached bool
 	passKey  bool               // its key goes with clients' requests
 	registry *registry          // nil: not a registered one
-	added    *added             // nil: not one of Add
+	added    *added             // nil: not one of Add or Follow
+	found    *found             // nil: not one of Follow
 	wake     chan struct{}      // holds a token when its health is to be looked at now
 	look     chan chan struct{} // to be closed when its models have been looked at
 
@@ -230,6 +239,12 @@ func NewFleet(cfg Settings, start Start, index radix.Index, hooks Hooks, log *sl
 	if f.hooks.Load == nil {
 		f.hooks.Load = func(kv.WorkerKey, policy.Published) {}
 	}
+	if f.hooks.Hold == nil {
+		f.hooks.Hold = func(uint64, bool) {}
+	}
+	if f.hooks.Working == nil {
+		f.hooks.Working = func(uint64) bool { return false }
+	}
 	if f.hooks.Log == nil {
 		f.hooks.Log = func(uint64, string, string) {}
 	}
@@ -253,6 +268,14 @@ func newWorker(spec Attached, attached, passKey bool, state string) *worker {
 		id: spec.ID, Spec: spec, key: spec.Key, attached: attached, passKey: passKey, wake: make(chan struct{}, 1), look: make(chan chan struct{}), streams: map[kv.WorkerKey]*events.Stream{},
 		status: Status{ID: spec.ID, URL: spec.URL, Attached: attached, State: state, Since: time.Now()},
 	}
+}
+
+// String names the worker in log lines.
+func (w *worker) String() string {
+	if w.found != nil {
+		return fmt.Sprintf("worker %d (%s)", w.id, w.found.name)
+	}
+	return fmt.Sprintf("worker %d", w.id)
 }
 
 // bearer returns the key that goes to the worker with clients' requests.
@@ -419,12 +442,12 @@ func (f *Fleet) superviseStarted(ctx context.Context, w *worker) error {
 		}
 		var end *process.EndError
 		if hopeless := failures >= startAttempts || (errors.As(err, &end) && end.Lasting); hopeless && !f.everReady.Load() {
-			return fmt.Errorf("worker %d could not be started: %w", w.id, err)
+			return fmt.Errorf("%s could not be started: %w", w, err)
 		}
 		if readyFor >= f.Timing.backoffReset {
 			pause = f.Timing.backoffFirst
 		}
-		f.log.Error(fmt.Sprintf("worker %d: %v; starting it again in %s", w.id, err, pause), "ready_for", readyFor.Round(time.Second))
+		f.log.Error(fmt.Sprintf("%s: %v; starting it again in %s", w, err, pause), "ready_for", readyFor.Round(time.Second))
 		f.update(w, func(s *Status) { s.State, s.PID, s.LastError = StateRestarting, 0, err.Error() })
 		if f.sleep(ctx, pause, nil) {
 			f.update(w, func(s *Status) { s.Restarts++ })
@@ -451,7 +474,7 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 	}
 	f.update(w, func(s *Status) { s.PID = engine.PID })
 	if engine.PID != 0 {
-		f.log.Info(fmt.Sprintf("worker %d: %s", w.id, process.StageProcess), "pid", engine.PID, "url", w.Spec.URL)
+		f.log.Info(fmt.Sprintf("%s: %s", w, process.StageProcess), "pid", engine.PID, "url", w.Spec.URL)
 	}
 
 	var readySince, downSince time.Time
@@ -484,7 +507,7 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 				readySince = time.Now()
 				output.SetReady()
 				poll = in.pause()
-				f.log.Info(fmt.Sprintf("worker %d: ready after %s", w.id, waited.Round(time.Second)), "url", w.Spec.URL)
+				f.log.Info(fmt.Sprintf("%s: ready after %s", w, waited.Round(time.Second)), "url", w.Spec.URL)
 			} else if waited > f.cfg.StartupTimeout {
 				f.stopStarted(engine, output)
 				downReason = fmt.Sprintf("not ready after %s (--startup-timeout)", f.cfg.StartupTimeout)
@@ -526,7 +549,7 @@ func (f *Fleet) logProgress(w *worker, waited time.Duration) {
 	w.mu.Lock()
 	stage := w.status.Stage
 	w.mu.Unlock()
-	f.log.Info(fmt.Sprintf("worker %d: still %s (%s)", w.id, stage, waited.Round(time.Second)))
+	f.log.Info(fmt.Sprintf("%s: still %s (%s)", w, stage, waited.Round(time.Second)))
 }
 
 // becomeReady looks whether a starting worker answers, and if so makes it a
@@ -564,7 +587,7 @@ func (f *Fleet) workerLine(w *worker, output *process.StartLog, stream, text str
 	if failure {
 		level = slog.LevelWarn
 	}
-	f.log.Log(context.Background(), level, fmt.Sprintf("worker %d: %s", w.id, text), "stream", stream)
+	f.log.Log(context.Background(), level, fmt.Sprintf("%s: %s", w, text), "stream", stream)
 	if stage == "" {
 		return
 	}
@@ -573,7 +596,7 @@ func (f *Fleet) workerLine(w *worker, output *process.StartLog, stream, text str
 		s.Stage = stage
 		after = time.Since(s.Since)
 	})
-	f.log.Info(fmt.Sprintf("worker %d: %s", w.id, stage), "after", after.Round(time.Second))
+	f.log.Info(fmt.Sprintf("%s: %s", w, stage), "after", after.Round(time.Second))
 }
 
 // explainEnd shows the last lines of a worker that ended by itself and returns
@@ -581,7 +604,7 @@ func (f *Fleet) workerLine(w *worker, output *process.StartLog, stream, text str
 func (f *Fleet) explainEnd(w *worker, output *process.StartLog, err error) error {
 	lines := output.Tail()
 	for _, line := range lines {
-		f.log.Error(fmt.Sprintf("worker %d | %s", w.id, line))
+		f.log.Error(fmt.Sprintf("%s | %s", w, line))
 	}
 	return f.cfg.Signs.Explain(endReason(err), lines)
 }

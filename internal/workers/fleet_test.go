@@ -103,6 +103,7 @@ func fastTiming() timing {
 		healthLimit: 5 * time.Second, healthMisses: 3, selfLimit: 5 * time.Second,
 		hangLimit: time.Minute, probeLimit: 5 * time.Second, stopLimit: 5 * time.Second,
 		backoffFirst: 20 * time.Millisecond, backoffReset: time.Minute, progressEvery: time.Minute, silentAfter: 50 * time.Millisecond,
+		leaveLook: 5 * time.Millisecond, leaveLimit: time.Minute,
 	}
 }
 

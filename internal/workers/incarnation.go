@@ -76,6 +76,11 @@ func (in *incarnation) takePart(d kv.Disagg) {
 // empties its index, so that no late event fills it again.
 func (in *incarnation) end(reason string) {
 	in.markDown(reason)
+	in.forget()
+}
+
+// forget ends what follows the worker, and then empties its index.
+func (in *incarnation) forget() {
 	in.cancel()
 	in.followers.Wait()
 	in.w.mu.Lock()
@@ -165,7 +170,7 @@ func (in *incarnation) followLoads(endpoint func(rank uint32) string) {
 	}
 	ctx := in.loadsCtx
 	follow := func(s loadSource) {
-		in.followers.Go(func() { in.f.loads(in.reader(), ctx, s, in.f.hooks.Load) })
+		in.followers.Go(func() { in.f.loads(in.f.reader(in.w), ctx, s, in.f.hooks.Load) })
 	}
 	pages := loadSource{page: in.w.Spec.URL + "/metrics"}
 	if in.engine == kv.EngineSGLang {
@@ -204,8 +209,8 @@ func (in *incarnation) followLoadsAnew(endpoint func(rank uint32) string) {
 }
 
 // reader returns what reads the worker's load and the sizes of its caches.
-func (in *incarnation) reader() loadReader {
-	return loadReader{client: in.f.pageClient(in.w), edges: in.f.Edges, log: in.f.log}
+func (f *Fleet) reader(w *worker) loadReader {
+	return loadReader{client: f.pageClient(w), edges: f.Edges, log: f.log}
 }
 
 // markUp makes the worker ready and announces its targets.
@@ -259,8 +264,10 @@ func (in *incarnation) checkHealth() {
 	case !in.answered && isThere(err): // of a server that has no /health only this can be told
 		in.well()
 		return
+	case in.w.drains() && !errors.Is(err, context.DeadlineExceeded):
+		return // it listens no more, and answers what it has begun
 	case in.answered && web.OwnFault(err):
-		in.f.log.Warn(fmt.Sprintf("worker %d: its health cannot be looked at, for a lack in the router: raise the limit of open files (ulimit -n), or lower --max-connections", in.w.id), "error", err)
+		in.f.log.Warn(fmt.Sprintf("%s: its health cannot be looked at, for a lack in the router: raise the limit of open files (ulimit -n), or lower --max-connections", in.w), "error", err)
 		return
 	}
 	in.misses++
@@ -276,14 +283,14 @@ func (in *incarnation) checkHealth() {
 	if back {
 		level = slog.LevelError // it will not mend by itself
 	}
-	in.f.log.Log(in.ctx, level, fmt.Sprintf("worker %d: down: %v", in.w.id, err), "url", in.w.Spec.URL)
+	in.f.log.Log(in.ctx, level, fmt.Sprintf("%s: down: %v", in.w, err), "url", in.w.Spec.URL)
 	in.markDown(err.Error())
 }
 
 // well notes an answer; a worker that was down may be routed to again.
 func (in *incarnation) well() {
 	if !in.up {
-		in.f.log.Info(fmt.Sprintf("worker %d: answers again", in.w.id))
+		in.f.log.Info(fmt.Sprintf("%s: answers again", in.w))
 		in.markUp()
 	}
 	in.misses, in.gone = 0, false
@@ -319,14 +326,14 @@ func (in *incarnation) cacheSizes(ranks []uint32) map[uint32]int {
 		blocks, err = in.sglangSizes(ranks)
 	} else {
 		var sizes cacheSizes
-		sizes, err = in.reader().cacheSizes(in.ctx, in.w.Spec.URL+"/metrics")
+		sizes, err = in.f.reader(in.w).cacheSizes(in.ctx, in.w.Spec.URL+"/metrics")
 		blocks = map[uint32]int{}
 		for rank, tokens := range sizes {
 			blocks[rank] = tokens / in.f.cfg.BlockSize
 		}
 	}
 	if (err != nil || len(blocks) == 0) && in.f.cfg.AssumesSizes {
-		in.f.log.Warn(fmt.Sprintf("worker %d: does not tell the size of its KV cache: its prompts count as cached for --router-ttl-secs", in.w.id), "error", err)
+		in.f.log.Warn(fmt.Sprintf("%s: does not tell the size of its KV cache: its prompts count as cached for --router-ttl-secs", in.w), "error", err)
 	}
 	return blocks
 }

@@ -57,7 +57,7 @@ func (in *incarnation) lookAtModels() {
 	served, err := in.f.models(in.ctx, in.w.Spec)
 	if err == nil && served.sglang && in.engine != kv.EngineSGLang && in.w.attached {
 		// A router whose workers were not up when it was asked what it is.
-		in.f.log.Info(fmt.Sprintf("worker %d: serves models of SGLang now: it is followed anew", in.w.id), "url", in.w.Spec.URL)
+		in.f.log.Info(fmt.Sprintf("%s: serves models of SGLang now: it is followed anew", in.w), "url", in.w.Spec.URL)
 		in.gone, in.modelsAt = true, time.Time{} // a good look at its health asks again
 		return
 	}
@@ -69,7 +69,7 @@ func (in *incarnation) lookAtModels() {
 		in.targets[i].Models, in.targets[i].Adapters = served.names, served.adapters
 	}
 	in.f.update(in.w, func(s *Status) { s.Models = served.names })
-	in.f.log.Info(fmt.Sprintf("worker %d: serves other models", in.w.id), "models", served.names)
+	in.f.log.Info(fmt.Sprintf("%s: serves other models", in.w), "models", served.names)
 	if in.up {
 		clear(in.announced)
 		in.markUp()

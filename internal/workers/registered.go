@@ -244,7 +244,7 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 	in.followLoads(w.Spec.loadOf)
 	in.markUp()
 	now.acknowledge()
-	f.log.Info(fmt.Sprintf("worker %d: registered", w.id), "url", now.URL, "model", now.Model, "event_streams", len(now.Sources))
+	f.log.Info(fmt.Sprintf("%s: registered", w), "url", now.URL, "model", now.Model, "event_streams", len(now.Sources))
 
 	for pause := f.Timing.FirstLook; ; pause = in.pause() {
 		timer := time.NewTimer(pause)

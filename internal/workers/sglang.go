@@ -51,7 +51,7 @@ func (i *serverInfo) endpoint(base string, port uint16) string {
 	if !i.publishes() || port == 0 {
 		return ""
 	}
-	endpoint, err := ParseEndpoint(reachable(fmt.Sprintf("tcp://%s:%d", i.Events.Host, port), hostOf(base)))
+	endpoint, err := kv.ParseEndpoint(reachable(fmt.Sprintf("tcp://%s:%d", i.Events.Host, port), hostOf(base)))
 	if err != nil {
 		return ""
 	}
@@ -148,16 +148,16 @@ func (in *incarnation) tellOfEvents(sources []events.Source) {
 	}
 	in.toldSilent = true
 	if silent {
-		in.f.log.Warn(fmt.Sprintf("worker %d: publishes no KV events: routed by load only", in.w.id), "url", in.w.Spec.URL, "remedy", remedy)
+		in.f.log.Warn(fmt.Sprintf("%s: publishes no KV events: routed by load only", in.w), "url", in.w.Spec.URL, "remedy", remedy)
 		return
 	}
 	if in.info != nil && in.info.Events != nil && in.info.Events.BlockSize > 0 && in.info.Events.BlockSize != int64(in.f.cfg.BlockSize) {
-		in.f.log.Error(fmt.Sprintf("worker %d: the engine's block size differs from the router's: its events are dropped; start both with the same size (--page-size of SGLang, --block-size of the router)", in.w.id),
+		in.f.log.Error(fmt.Sprintf("%s: the engine's block size differs from the router's: its events are dropped; start both with the same size (--page-size of SGLang, --block-size of the router)", in.w),
 			"url", in.w.Spec.URL, "engine", in.info.Events.BlockSize, "router", in.f.cfg.BlockSize)
 	}
 	for _, source := range sources {
 		if source.Replay == "" {
-			in.f.log.Warn(fmt.Sprintf("worker %d: its KV events have no replay: blocks that it stored before are not known", in.w.id), "url", in.w.Spec.URL, "rank", source.Worker.Rank,
+			in.f.log.Warn(fmt.Sprintf("%s: its KV events have no replay: blocks that it stored before are not known", in.w), "url", in.w.Spec.URL, "rank", source.Worker.Rank,
 				"remedy", `give its --kv-events-config a "replay_endpoint":"tcp://*:5757", or name replay= in --worker`)
 			return
 		}
@@ -204,7 +204,7 @@ func (in *incarnation) sglangSizes(ranks []uint32) (map[uint32]int, error) {
 		}
 	}
 	if in.ranks > 1 || len(ranks) > 1 {
-		if list, failure := in.reader().listLoads(in.ctx, in.w.Spec.URL+loadsPath); failure == nil {
+		if list, failure := in.f.reader(in.w).listLoads(in.ctx, in.w.Spec.URL+loadsPath); failure == nil {
 			maps.Copy(blocks, list.blocks(in.f.cfg.BlockSize))
 		}
 	}

@@ -1,0 +1,216 @@
+package discovery
+
+import (
+	"context"
+	"net"
+	"net/netip"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/net/dns/dnsmessage"
+
+	"kvrouter/internal/testkit"
+)
+
+// nameServer answers questions over UDP as a test says.
+type nameServer struct {
+	conn net.PacketConn
+	done chan struct{}
+
+	mu        sync.Mutex // guards the rest
+	addresses map[string][]string
+	services  map[string][]dnsmessage.SRVResource
+	code      dnsmessage.RCode // of every answer, unless it is 0
+	asked     int
+	asking    []net.Conn // of resolvers
+	closed    bool
+}
+
+func newNameServer(t *testing.T) *nameServer {
+	t.Helper()
+	conn, err := net.ListenPacket("udp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &nameServer{conn: conn, done: make(chan struct{}), addresses: map[string][]string{}, services: map[string][]dnsmessage.SRVResource{}}
+	go s.serve()
+	t.Cleanup(s.close)
+	return s
+}
+
+// close ends the server, and what resolvers still ask: they go on after their caller.
+func (s *nameServer) close() {
+	s.set(func() {
+		s.closed = true
+		for _, conn := range s.asking {
+			_ = conn.Close()
+		}
+	})
+	_ = s.conn.Close()
+	<-s.done
+}
+
+// dial connects a resolver.
+func (s *nameServer) dial(ctx context.Context, _, _ string) (conn net.Conn, err error) {
+	var d net.Dialer
+	s.set(func() {
+		if err = net.ErrClosed; s.closed {
+			return
+		}
+		if conn, err = d.DialContext(ctx, "udp", s.conn.LocalAddr().String()); err == nil {
+			s.asking = append(s.asking, conn)
+		}
+	})
+	return conn, err
+}
+
+func (s *nameServer) set(change func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	change()
+}
+
+// serve answers until the socket is closed.
+func (s *nameServer) serve() {
+	defer close(s.done)
+	buffer := make([]byte, 4096)
+	for {
+		n, from, err := s.conn.ReadFrom(buffer)
+		if err != nil {
+			return
+		}
+		var question dnsmessage.Message
+		if question.Unpack(buffer[:n]) != nil {
+			continue
+		}
+		answer := s.answer(question)
+		if packed, err := answer.Pack(); err == nil {
+			_, _ = s.conn.WriteTo(packed, from)
+		}
+	}
+}
+
+func (s *nameServer) answer(question dnsmessage.Message) dnsmessage.Message {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.asked++
+	asked := question.Questions[0]
+	answer := dnsmessage.Message{Header: dnsmessage.Header{ID: question.ID, Response: true, RecursionAvailable: true, RCode: s.code}, Questions: question.Questions}
+	if s.code != 0 {
+		return answer
+	}
+	name := strings.TrimSuffix(asked.Name.String(), ".")
+	header := dnsmessage.ResourceHeader{Name: asked.Name, Class: dnsmessage.ClassINET, TTL: 5}
+	for _, text := range s.addresses[name] {
+		address := netip.MustParseAddr(text)
+		switch {
+		case address.Is4() && asked.Type == dnsmessage.TypeA:
+			answer.Answers = append(answer.Answers, dnsmessage.Resource{Header: header, Body: &dnsmessage.AResource{A: address.As4()}})
+		case address.Is6() && asked.Type == dnsmessage.TypeAAAA:
+			answer.Answers = append(answer.Answers, dnsmessage.Resource{Header: header, Body: &dnsmessage.AAAAResource{AAAA: address.As16()}})
+		}
+	}
+	if asked.Type == dnsmessage.TypeSRV {
+		for _, service := range s.services[name] {
+			answer.Answers = append(answer.Answers, dnsmessage.Resource{Header: header, Body: &service})
+		}
+	}
+	_, isAddress := s.addresses[name]
+	if _, isService := s.services[name]; !isAddress && !isService {
+		answer.RCode = dnsmessage.RCodeNameError
+	}
+	return answer
+}
+
+// watchDNS watches what the server tells.
+func watchDNS(t *testing.T, s *nameServer, value string, keep time.Duration) *watched {
+	t.Helper()
+	w := &watched{t: t}
+	source, err := openDNS(value, w.logger())
+	if err != nil {
+		t.Fatal(err)
+	}
+	source.every, source.keep = 5*time.Millisecond, keep
+	source.resolver = &net.Resolver{PreferGo: true, Dial: s.dial}
+	w.watch(source)
+	return w
+}
+
+func TestAddressesOfAName(t *testing.T) {
+	s := newNameServer(t)
+	s.set(func() { s.addresses["vllm.ns.test"] = []string{"10.0.0.2", "10.0.0.1", "fd00::1"} })
+	w := watchDNS(t, s, "dns://vllm.ns.test:8100", time.Hour)
+	w.wants("10.0.0.1:8100=10.0.0.1:8100; 10.0.0.2:8100=10.0.0.2:8100; [fd00::1]:8100=[fd00::1]:8100")
+	before := w.last()[0].ID
+	s.set(func() { s.addresses["vllm.ns.test"] = []string{"10.0.0.3", "10.0.0.1", "10.0.0.1"} })
+	w.wants("10.0.0.1:8100=10.0.0.1:8100; 10.0.0.3:8100=10.0.0.3:8100")
+	if w.last()[0].ID != before || w.count() != 2 || w.log.String() != "" {
+		t.Errorf("%d lists, %+v: %s", w.count(), w.last(), w.log.String())
+	}
+}
+
+func TestSRVRecordsNameHostsAndPorts(t *testing.T) {
+	s := newNameServer(t)
+	const name = "_http._tcp.vllm.ns.test"
+	s.set(func() {
+		s.services[name] = []dnsmessage.SRVResource{
+			{Port: 8000, Target: dnsmessage.MustNewName("vllm-0.vllm.ns.test.")},
+			{Port: 8001, Target: dnsmessage.MustNewName("vllm-0.vllm.ns.test.")},
+			{Port: 8000, Target: dnsmessage.MustNewName("several.ns.test.")},
+		}
+		s.addresses["vllm-0.vllm.ns.test"] = []string{"10.0.0.9"}
+		s.addresses["several.ns.test"] = []string{"10.0.0.4", "10.0.0.5"}
+	})
+	w := watchDNS(t, s, "dns+srv://"+name, time.Hour)
+	both := "10.0.0.4:8000=10.0.0.4:8000; 10.0.0.5:8000=10.0.0.5:8000; vllm-0.vllm.ns.test:8000=10.0.0.9:8000; vllm-0.vllm.ns.test:8001=10.0.0.9:8001"
+	w.wants(both)
+	s.set(func() { delete(s.addresses, "several.ns.test") }) // a record whose host nobody knows
+	w.says("several.ns.test.: no such host; the workers stay as they were")
+	w.wants(both)
+	s.set(func() { s.services[name] = s.services[name][:1] })
+	w.wants("vllm-0.vllm.ns.test:8000=10.0.0.9:8000")
+	w.says("known again")
+}
+
+// TestAnswersThatNameNobodyAreNotBelievedAtOnce: neither is silence.
+func TestAnswersThatNameNobodyAreNotBelievedAtOnce(t *testing.T) {
+	for why, change := range map[string]func(*nameServer){
+		"no such host":              func(s *nameServer) { clear(s.addresses) },
+		"server misbehaving":        func(s *nameServer) { s.code = dnsmessage.RCodeServerFailure },
+		"no such host; the workers": func(s *nameServer) { s.addresses["vllm.ns.test"] = nil },
+	} {
+		t.Run(why, func(t *testing.T) {
+			s := newNameServer(t)
+			s.set(func() { s.addresses["vllm.ns.test"] = []string{"10.0.0.1"} })
+			w := watchDNS(t, s, "dns://vllm.ns.test:8100", time.Hour)
+			w.wants("10.0.0.1:8100=10.0.0.1:8100")
+			s.set(func() { change(s) })
+			w.says(why)
+			w.says("the workers stay as they were, for 1h0m0s at most")
+			var asked int
+			s.set(func() { asked = s.asked })
+			testkit.Eventually(t, 20*time.Second, "it is asked again", func() (again bool) {
+				s.set(func() { again = s.asked > asked+8 })
+				return again
+			})
+			if w.count() != 1 || strings.Count(w.log.String(), "WARN") != 1 {
+				t.Errorf("%d lists: %s", w.count(), w.log.String())
+			}
+			s.set(func() { s.code, s.addresses["vllm.ns.test"] = 0, []string{"10.0.0.1"} })
+			w.says("known again")
+		})
+	}
+}
+
+func TestWorkersThatNoAnswerConfirmsGoInTheEnd(t *testing.T) {
+	s := newNameServer(t)
+	w := watchDNS(t, s, "dns://vllm.ns.test:8100", 100*time.Millisecond)
+	w.says("no such host; no worker is known")
+	s.set(func() { s.addresses["vllm.ns.test"] = []string{"10.0.0.1"} })
+	w.wants("10.0.0.1:8100=10.0.0.1:8100")
+	s.set(func() { clear(s.addresses) })
+	w.wants("")
+	w.says("for 100ms; its workers are let go")
+}

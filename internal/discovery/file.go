@@ -1,0 +1,232 @@
+package discovery
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/url"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/goccy/go-yaml"
+
+	"kvrouter/internal/kv"
+)
+
+// Bounds of the file.
+const (
+	maxFile  = 1 << 20                // bytes
+	maxName  = 256                    // of a worker, bytes
+	fileLook = 500 * time.Millisecond // between looks at it
+)
+
+// keptAsKnown is what becomes of the workers while a source does not know.
+const keptAsKnown = "the workers stay as they were"
+
+// fileSource reads the workers from a file. It is read at every look: it is small, and
+// what tells of changes misses some (a mounted ConfigMap is a link to a link).
+type fileSource struct {
+	path    string
+	every   time.Duration
+	trouble trouble
+	list    []kv.Worker
+	used    []byte // what list was made of
+	seen    []byte // as read last
+}
+
+// openFile reads the file for the first time.
+func openFile(path string, log *slog.Logger) (*fileSource, error) {
+	f := &fileSource{path: path, every: fileLook, trouble: trouble{log: log, what: "--discovery file:" + path}}
+	var err error
+	if f.used, err = readBounded(path); err == nil {
+		f.list, err = parseFile(f.used)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("--discovery file:%s: %w", path, err)
+	}
+	return f, nil
+}
+
+// Watch sends the workers of the file.
+func (f *fileSource) Watch(ctx context.Context) <-chan []kv.Worker {
+	out := make(chan []kv.Worker)
+	go func() { // until ctx ends
+		defer close(out)
+		tick := time.NewTicker(f.every)
+		defer tick.Stop()
+		for changed := true; ; changed = f.look() {
+			if changed && !send(ctx, out, f.list) {
+				return
+			}
+			select {
+			case <-ctx.Done():
+				return
+			case <-tick.C:
+			}
+		}
+	}()
+	return out
+}
+
+// look reads the file and tells whether the list is another. What it reads counts when
+// two looks find the same: the first may have met a file that was being written.
+func (f *fileSource) look() (changed bool) {
+	data, err := readBounded(f.path)
+	switch {
+	case err != nil:
+		f.trouble.is(err, keptAsKnown)
+		return false
+	case bytes.Equal(data, f.used):
+		f.seen = data
+		f.trouble.over()
+		return false
+	case !bytes.Equal(data, f.seen):
+		f.seen = data
+		return false
+	}
+	list, err := parseFile(data)
+	if err != nil {
+		f.trouble.is(err, keptAsKnown)
+		return false
+	}
+	f.trouble.over()
+	f.used, f.list = data, list
+	return true
+}
+
+// readBounded reads a file of at most maxFile bytes.
+func readBounded(path string) ([]byte, error) {
+	file, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("cannot read it: %w", errors.Unwrap(err))
+	}
+	defer func() { _ = file.Close() }()
+	data, err := io.ReadAll(io.LimitReader(file, maxFile+1))
+	if err != nil {
+		return nil, fmt.Errorf("cannot read it: %w", errors.Unwrap(err))
+	}
+	if len(data) > maxFile {
+		return nil, fmt.Errorf("it has more than %d bytes", maxFile)
+	}
+	return data, nil
+}
+
+// fileWorker is one entry of the file.
+type fileWorker struct {
+	URL       string       `yaml:"url"`
+	Name      string       `yaml:"name"`
+	KVEvents  string       `yaml:"kv-events"`
+	Replay    string       `yaml:"replay"`
+	Load      string       `yaml:"load"`
+	Role      kv.Role      `yaml:"role"`
+	Kind      kv.Kind      `yaml:"kind"`
+	Bootstrap kv.Bootstrap `yaml:"bootstrap"`
+	Draining  bool         `yaml:"draining"`
+}
+
+// UnmarshalYAML reads an entry, which may be a bare URL.
+func (w *fileWorker) UnmarshalYAML(decode func(any) error) error {
+	if err := decode(&w.URL); err == nil {
+		return nil
+	}
+	type plain fileWorker
+	return decode((*plain)(w))
+}
+
+// parseFile reads the workers from what the file holds. An error says in which line
+// something is wrong.
+func parseFile(data []byte) ([]kv.Worker, error) {
+	var content struct {
+		Workers *[]fileWorker `yaml:"workers"`
+	}
+	if err := yaml.UnmarshalWithOptions(data, &content, yaml.Strict()); err != nil {
+		message, _, _ := strings.Cut(yaml.FormatError(err, false, false), "\n")
+		return nil, errors.New(message)
+	}
+	if content.Workers == nil {
+		return nil, errors.New("it has no list under workers: (for none, write workers: [])")
+	}
+	if len(*content.Workers) > maxWorkers {
+		return nil, fmt.Errorf("it has %d workers, at most %d may be", len(*content.Workers), maxWorkers)
+	}
+	list, ids := []kv.Worker{}, map[uint64]bool{}
+	for i, entry := range *content.Workers {
+		w, err := entry.worker()
+		if err == nil && ids[w.ID] {
+			err = fmt.Errorf("%s is given twice", w.URL)
+		}
+		if err != nil {
+			return nil, fmt.Errorf("%sworker %d of the list: %w", lineOf(data, i), i+1, err)
+		}
+		ids[w.ID] = true
+		list = append(list, w)
+	}
+	return byName(list), nil
+}
+
+// lineOf tells where the entry is.
+func lineOf(data []byte, entry int) string {
+	path, err := yaml.PathString(fmt.Sprintf("$.workers[%d]", entry))
+	if err != nil {
+		return ""
+	}
+	node, err := path.ReadNode(bytes.NewReader(data))
+	if err != nil || node.GetToken() == nil {
+		return ""
+	}
+	return fmt.Sprintf("line %d: ", node.GetToken().Position.Line)
+}
+
+// worker checks the entry.
+func (w fileWorker) worker() (kv.Worker, error) {
+	if w.URL == "" {
+		return kv.Worker{}, errors.New("url is missing; give url: http://host:port")
+	}
+	base, err := kv.ParseURL(w.URL)
+	if err != nil {
+		return kv.Worker{}, fmt.Errorf("url: %w", err)
+	}
+	for _, end := range []struct{ field, value string }{{"kv-events", w.KVEvents}, {"replay", w.Replay}, {"load", w.Load}} {
+		if end.value == "" {
+			continue
+		}
+		if strings.HasPrefix(end.value, "ipc:") {
+			return kv.Worker{}, fmt.Errorf("%s: ipc endpoints are for --worker only: give one such as tcp://host:5557", end.field)
+		}
+		if _, err := kv.ParseEndpoint(end.value); err != nil {
+			return kv.Worker{}, fmt.Errorf("%s: %w", end.field, err)
+		}
+	}
+	if len(w.Name) > maxName {
+		return kv.Worker{}, fmt.Errorf("name has %d bytes, at most %d may be", len(w.Name), maxName)
+	}
+	told := kv.Worker{
+		ID: idOf(base), Name: w.Name, URL: base, KVEvents: w.KVEvents, Replay: w.Replay, Load: w.Load, EventsPort: eventsPort,
+		Disagg: kv.Disagg{Role: w.Role, Kind: w.Kind, Bootstrap: w.Bootstrap},
+	}
+	if told.Name == "" {
+		told.Name = hostPort(base)
+	}
+	if w.Draining {
+		told.Held = kv.HoldDraining
+	}
+	return told, nil
+}
+
+// hostPort is a URL without what is the same everywhere.
+func hostPort(base string) string {
+	if u, err := url.Parse(base); err == nil && u.Host != "" {
+		return u.Host
+	}
+	return base
+}
+
+// baseURL is where the server at an address is.
+func baseURL(host string, port uint16) string {
+	return "http://" + net.JoinHostPort(host, fmt.Sprint(port))
+}

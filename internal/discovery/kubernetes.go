@@ -1,0 +1,281 @@
+package discovery
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net/url"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/dynamic"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+
+	"kvrouter/internal/kv"
+)
+
+// What is asked of the API server.
+var (
+	podResource  = schema.GroupVersionResource{Version: "v1", Resource: "pods"}
+	poolResource = schema.GroupVersionResource{Group: "inference.networking.k8s.io", Version: "v1", Resource: "inferencepools"}
+)
+
+// namespaceFile has the namespace of the Pod that this process runs in.
+const namespaceFile = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
+
+// validateKubernetes checks the settings of --discovery kubernetes.
+func (s Settings) validateKubernetes() error {
+	if s.WorkerPort < 1 || s.WorkerPort > 65535 {
+		return fmt.Errorf("--worker-port %d: give 1 to 65535", s.WorkerPort)
+	}
+	selectors := 0
+	for _, flag := range []struct{ name, value string }{{"--selector", s.Selector}, {"--prefill-selector", s.PrefillSelector}, {"--decode-selector", s.DecodeSelector}} {
+		if flag.value == "" {
+			continue
+		}
+		selectors++
+		if _, err := labels.Parse(flag.value); err != nil {
+			return fmt.Errorf("%s %s: %w; give labels such as app=vllm,tier!=test", flag.name, flag.value, err)
+		}
+	}
+	switch {
+	case s.Pool == "" && selectors == 0:
+		return errors.New("--discovery kubernetes: name the Pods of the workers by --pool, or by --selector, --prefill-selector and --decode-selector")
+	case s.Pool != "" && selectors > 0:
+		return fmt.Errorf("--pool %s names the workers' Pods already: leave out --selector, --prefill-selector and --decode-selector", s.Pool)
+	}
+	return nil
+}
+
+// kubeSource finds workers in a cluster. Reflectors of client-go follow the Pods and
+// the pool; what changes wakes the goroutine of Watch.
+type kubeSource struct {
+	client    dynamic.Interface
+	idle      func() // closes connections that nobody uses
+	namespace string
+	settings  Settings
+	backoff   wait.Backoff
+	log       *slog.Logger
+	changed   chan struct{} // has a token when there is something new
+
+	mu       sync.Mutex        // guards the rest, and what reflectors store
+	pool     *pool             // nil: none is known, or none is asked for
+	problems map[string]string // told of Pods, by name
+}
+
+// openKubernetes finds the cluster: the one that the router runs in, else that of the
+// current context of KUBECONFIG.
+func openKubernetes(s Settings, log *slog.Logger) (*kubeSource, error) {
+	namespace := s.Namespace
+	config, err := rest.InClusterConfig()
+	if err == nil && namespace == "" {
+		own, err := os.ReadFile(namespaceFile)
+		if err != nil {
+			return nil, fmt.Errorf("--discovery kubernetes: the router's own namespace is not known (%w): give --namespace", err)
+		}
+		namespace = strings.TrimSpace(string(own))
+	}
+	if errors.Is(err, rest.ErrNotInCluster) {
+		file := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(clientcmd.NewDefaultClientConfigLoadingRules(), nil)
+		if config, err = file.ClientConfig(); err == nil && namespace == "" {
+			namespace, _, err = file.Namespace()
+		}
+	}
+	if err != nil {
+		return nil, fmt.Errorf("--discovery kubernetes: no cluster: %w; run in a Pod with a ServiceAccount, or set KUBECONFIG", err)
+	}
+	config.UserAgent = "kvrouter"
+	return newKubernetes(s, config, namespace, log)
+}
+
+// newKubernetes is openKubernetes with a known cluster.
+func newKubernetes(s Settings, config *rest.Config, namespace string, log *slog.Logger) (*kubeSource, error) {
+	web, err := rest.HTTPClientFor(config)
+	if err != nil {
+		return nil, fmt.Errorf("--discovery kubernetes: %w", err)
+	}
+	client, err := dynamic.NewForConfigAndClient(config, web)
+	if err != nil {
+		return nil, fmt.Errorf("--discovery kubernetes: %w", err)
+	}
+	k := newKubeSource(s, client, namespace, log)
+	k.idle = web.CloseIdleConnections
+	return k, nil
+}
+
+// newKubeSource returns a source over a client.
+func newKubeSource(s Settings, client dynamic.Interface, namespace string, log *slog.Logger) *kubeSource {
+	return &kubeSource{
+		client: client, namespace: namespace, settings: s, log: log, idle: func() {},
+		changed: make(chan struct{}, 1), problems: map[string]string{},
+		// A router that was away for long is to know its workers soon after.
+		backoff: wait.Backoff{Duration: 500 * time.Millisecond, Cap: 15 * time.Second, Steps: 100, Factor: 2, Jitter: 0.5},
+	}
+}
+
+// selection is which Pods are workers, and by which name of a selector.
+type selection struct {
+	selector string
+	role     *kv.Role // of all of them; nil: as marked
+}
+
+// selections are those of the flags, or of the pool.
+func (k *kubeSource) selections() (all []selection) {
+	if k.settings.Pool != "" {
+		if pool := k.knownPool(); pool != nil {
+			all = append(all, selection{selector: labels.SelectorFromSet(pool.labels).String()})
+		}
+		return all
+	}
+	prefill, decode := kv.RolePrefill, kv.RoleDecode
+	for _, s := range []selection{{k.settings.Selector, nil}, {k.settings.PrefillSelector, &prefill}, {k.settings.DecodeSelector, &decode}} {
+		if s.selector != "" {
+			all = append(all, s)
+		}
+	}
+	return all
+}
+
+func (k *kubeSource) knownPool() *pool {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.pool
+}
+
+// wake has the goroutine of Watch look what is new.
+func (k *kubeSource) wake() {
+	select {
+	case k.changed <- struct{}{}:
+	default: // it has a token
+	}
+}
+
+// Watch sends the workers of the cluster.
+func (k *kubeSource) Watch(ctx context.Context) <-chan []kv.Worker {
+	out := make(chan []kv.Worker)
+	go func() { // until ctx ends
+		defer close(out)
+		ctx, end := context.WithCancel(ctx)
+		var reflectors sync.WaitGroup
+		defer k.idle()
+		defer reflectors.Wait()
+		defer end()
+		if k.settings.Pool != "" {
+			reflectors.Go(func() { k.followPool(ctx) })
+		}
+		var sets []*podSet
+		var last []kv.Worker
+		told := false
+		for {
+			if now := k.selections(); !sameSelections(sets, now) {
+				for _, set := range sets {
+					set.end()
+				}
+				sets = nil
+				for _, s := range now {
+					set := &podSet{k: k, selection: s}
+					var follow context.Context
+					follow, set.end = context.WithCancel(ctx)
+					sets = append(sets, set)
+					reflectors.Go(func() { set.follow(follow) })
+				}
+			}
+			if list, known := k.workers(sets); known && (!told || !slices.Equal(list, last)) {
+				if !send(ctx, out, list) {
+					return
+				}
+				last, told = list, true
+			}
+			select {
+			case <-ctx.Done():
+				return
+			case <-k.changed:
+			}
+		}
+	}()
+	return out
+}
+
+func sameSelections(sets []*podSet, now []selection) bool {
+	return slices.EqualFunc(sets, now, func(set *podSet, s selection) bool { return set.selector == s.selector })
+}
+
+// workers returns all workers, once all Pods are known: a part of them would look as if
+// the others had gone.
+func (k *kubeSource) workers(sets []*podSet) (list []kv.Worker, known bool) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if len(sets) == 0 || slices.ContainsFunc(sets, func(set *podSet) bool { return set.pods == nil }) {
+		return nil, false
+	}
+	ports := []uint16{uint16(k.settings.WorkerPort)}
+	if k.pool != nil {
+		ports = k.pool.ports
+	}
+	byID, problems := map[uint64]kv.Worker{}, map[string]string{}
+	for _, set := range sets { // those with a role come last, and count
+		for _, p := range set.pods {
+			found, problem := p.workers(set.role, ports, k.pool != nil)
+			if problem != "" {
+				problems[p.name] = problem
+			}
+			for _, w := range found {
+				byID[w.ID] = w
+			}
+		}
+	}
+	for name, problem := range problems {
+		if k.problems[name] != problem {
+			k.log.Warn(fmt.Sprintf("--discovery kubernetes: pod %s: %s", name, problem))
+		}
+	}
+	k.problems = problems
+	list = byName(slices.Collect(maps.Values(byID)))
+	if len(list) > maxWorkers {
+		k.log.Warn("--discovery kubernetes: too many workers: the rest is left out", "workers", len(list), "most", maxWorkers)
+		list = list[:maxWorkers]
+	}
+	return list, true
+}
+
+// plainAPI is an error of the API server in words that stay the same from one attempt
+// to the next, with what to do about it.
+func (k *kubeSource) plainAPI(err error, resource schema.GroupVersionResource) error {
+	var address *url.Error
+	switch {
+	case apierrors.IsForbidden(err):
+		who := "the router's ServiceAccount"
+		if _, user, found := strings.Cut(oneLine(err), `User "`); found {
+			who, _, _ = strings.Cut(user, `"`)
+		}
+		return fmt.Errorf(`no right to list and watch %s in namespace %s: the Role of %s needs the rule {apiGroups: ["%s"], resources: [%[1]s], verbs: [list, watch]}`, resource.Resource, k.namespace, who, resource.Group)
+	case apierrors.IsUnauthorized(err):
+		return errors.New("the API server does not know who asks (401): the token or certificate is not valid there")
+	case apierrors.IsNotFound(err) && resource == poolResource:
+		return errors.New("the cluster knows no InferencePool (inference.networking.k8s.io/v1): install the Gateway API Inference Extension, or give --selector in place of --pool")
+	case errors.As(err, &address):
+		return fmt.Errorf("the API server does not answer: %w", address.Err)
+	}
+	return errors.New(oneLine(err))
+}
+
+// oneLine bounds what a server says.
+func oneLine(err error) string {
+	const most = 300
+	text := strings.Join(strings.Fields(err.Error()), " ")
+	return text[:min(len(text), most)]
+}
+
+// listOptions narrows down what is asked for.
+type listOptions func(*metav1.ListOptions)

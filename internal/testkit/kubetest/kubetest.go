@@ -1,0 +1,336 @@
+// Package kubetest is as much of Kubernetes' API server as tests of several packages
+// need.
+package kubetest
+
+import (
+	"encoding/json"
+	"fmt"
+	"maps"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"slices"
+	"strconv"
+	"sync"
+	"testing"
+
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/labels"
+
+	"kvrouter/internal/testkit"
+)
+
+// Server answers lists and watches of Pods and InferencePools in namespace ns, and does
+// wrong what a test tells it to. It can go and come back at the same address.
+type Server struct {
+	t       testing.TB
+	Address string // host:port
+	server  *httptest.Server
+
+	mu       sync.Mutex // guards the rest
+	version  int
+	oldest   int // the least version that a watch may go on from
+	objects  map[string]object
+	changes  []change
+	news     chan struct{}  // closed when there is another change, or no watch may go on
+	cut      int            // counts the times that all watches were ended
+	refuses  map[string]int // status, by "verb resource"
+	noStream bool           // it knows no sendInitialEvents
+	asked    map[string]int // by "verb resource"
+}
+
+// object is a stored object.
+type object struct {
+	resource string
+	content  map[string]any
+}
+
+// change is one step from one state of an object to the next; nil: it is not there.
+type change struct {
+	version       int
+	before, after *object
+}
+
+// New starts a server, which ends with the test.
+func New(t testing.TB) *Server {
+	t.Helper()
+	s := &Server{t: t, Address: fmt.Sprintf("127.0.0.1:%d", testkit.FreePorts(t, 1)), version: 100, objects: map[string]object{}, news: make(chan struct{}), refuses: map[string]int{}, asked: map[string]int{}}
+	s.Start()
+	t.Cleanup(s.Stop)
+	return s
+}
+
+// Start opens the port, also after Stop.
+func (s *Server) Start() {
+	s.t.Helper()
+	listener, err := net.Listen("tcp", s.Address)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	s.server = &httptest.Server{Listener: listener, Config: &http.Server{Handler: s}}
+	s.server.Start()
+}
+
+// Stop ends the server, with all its watches.
+func (s *Server) Stop() {
+	if s.server == nil {
+		return
+	}
+	s.EndWatches()
+	s.server.CloseClientConnections()
+	s.server.Close()
+	s.server = nil
+}
+
+// EndWatches ends all watches that run.
+func (s *Server) EndWatches() {
+	s.set(func() { s.cut++ })
+}
+
+// set changes what the server does.
+func (s *Server) set(do func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	do()
+	close(s.news)
+	s.news = make(chan struct{})
+}
+
+// Forget has the server forget what was before: a watch from there is 410 Gone.
+func (s *Server) Forget() {
+	s.set(func() { s.oldest, s.changes = s.version+1, nil; s.version++ })
+}
+
+// put creates or changes an object.
+func (s *Server) put(resource, name string, content map[string]any) {
+	s.set(func() {
+		s.version++
+		key := resource + "/" + name
+		content = maps.Clone(content)
+		meta, _ := content["metadata"].(map[string]any)
+		meta = maps.Clone(meta)
+		if meta == nil {
+			meta = map[string]any{}
+		}
+		meta["name"], meta["namespace"], meta["resourceVersion"] = name, "ns", strconv.Itoa(s.version)
+		content["metadata"] = meta
+		step := change{version: s.version}
+		if old, was := s.objects[key]; was {
+			step.before = &old
+		}
+		next := object{resource, content}
+		step.after, s.objects[key] = &next, next
+		s.changes = append(s.changes, step)
+	})
+}
+
+// Remove removes an object.
+func (s *Server) Remove(resource, name string) {
+	s.set(func() {
+		s.version++
+		key := resource + "/" + name
+		old := s.objects[key]
+		delete(s.objects, key)
+		s.changes = append(s.changes, change{version: s.version, before: &old})
+	})
+}
+
+// Questions is how often that was asked: list pods, watch pods, ...
+func (s *Server) Questions(what string) int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.asked[what]
+}
+
+// status answers with an error as Kubernetes does.
+func status(w http.ResponseWriter, code int, reason, message string) {
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(code)
+	_ = json.NewEncoder(w).Encode(map[string]any{"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "message": message, "code": code})
+}
+
+// ServeHTTP answers a list or a watch.
+func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	var resource string
+	switch r.URL.Path {
+	case "/api/v1/namespaces/ns/pods":
+		resource = "pods"
+	case "/apis/inference.networking.k8s.io/v1/namespaces/ns/inferencepools":
+		resource = "inferencepools"
+	default:
+		status(w, 404, "NotFound", "the server could not find the requested resource")
+		return
+	}
+	query := r.URL.Query()
+	byLabel, err := labels.Parse(query.Get("labelSelector"))
+	if err != nil {
+		status(w, 400, "BadRequest", err.Error())
+		return
+	}
+	byField, err := fields.ParseSelector(query.Get("fieldSelector"))
+	if err != nil {
+		status(w, 400, "BadRequest", err.Error())
+		return
+	}
+	wanted := func(o *object) bool {
+		if o == nil || o.resource != resource {
+			return false
+		}
+		u := unstructured.Unstructured{Object: o.content}
+		return byLabel.Matches(labels.Set(u.GetLabels())) && byField.Matches(fields.Set{"metadata.name": u.GetName()})
+	}
+	verb := "list"
+	if query.Get("watch") != "" {
+		verb = "watch"
+	}
+	s.mu.Lock()
+	s.asked[verb+" "+resource]++
+	code, noStream := s.refuses[verb+" "+resource], s.noStream
+	s.mu.Unlock()
+	switch {
+	case code == 403:
+		status(w, 403, "Forbidden", fmt.Sprintf(`%s is forbidden: User "system:serviceaccount:ns:router" cannot %s resource "%s" in API group "" in the namespace "ns"`, resource, verb, resource))
+	case code == 401:
+		status(w, 401, "Unauthorized", "Unauthorized")
+	case code == 404:
+		status(w, 404, "NotFound", "the server could not find the requested resource")
+	case code != 0:
+		status(w, code, "InternalError", "etcdserver: request timed out")
+	case verb == "list":
+		s.list(w, resource, wanted)
+	case noStream && query.Get("sendInitialEvents") != "":
+		status(w, 422, "Invalid", "sendInitialEvents is forbidden for watch unless the WatchList feature gate is enabled")
+	default:
+		s.watch(w, r, resource, wanted, query.Get("resourceVersion"), query.Get("sendInitialEvents") == "true")
+	}
+}
+
+func (s *Server) list(w http.ResponseWriter, resource string, wanted func(*object) bool) {
+	s.mu.Lock()
+	items := []map[string]any{}
+	for _, key := range slices.Sorted(maps.Keys(s.objects)) {
+		if o := s.objects[key]; wanted(&o) {
+			items = append(items, o.content)
+		}
+	}
+	version := strconv.Itoa(s.version)
+	s.mu.Unlock()
+	kind := map[string]string{"pods": "PodList", "inferencepools": "InferencePoolList"}[resource]
+	w.Header().Set("Content-Type", "application/json")
+	_ = json.NewEncoder(w).Encode(map[string]any{"kind": kind, "apiVersion": apiVersion(resource), "metadata": map[string]any{"resourceVersion": version}, "items": items})
+}
+
+func apiVersion(resource string) string {
+	if resource == "pods" {
+		return "v1"
+	}
+	return "inference.networking.k8s.io/v1"
+}
+
+// watch streams changes until it is cut or the client goes.
+func (s *Server) watch(w http.ResponseWriter, r *http.Request, resource string, wanted func(*object) bool, from string, initial bool) {
+	w.Header().Set("Content-Type", "application/json")
+	encoder := json.NewEncoder(w)
+	tell := func(kind string, content map[string]any) {
+		_ = encoder.Encode(map[string]any{"type": kind, "object": content})
+	}
+	kinds := map[string]string{"pods": "Pod", "inferencepools": "InferencePool"}
+	seen, _ := strconv.Atoi(from)
+	s.mu.Lock()
+	cut := s.cut
+	if initial {
+		for _, key := range slices.Sorted(maps.Keys(s.objects)) {
+			if o := s.objects[key]; wanted(&o) {
+				tell("ADDED", o.content)
+			}
+		}
+		seen = s.version
+		tell("BOOKMARK", map[string]any{"kind": kinds[resource], "apiVersion": apiVersion(resource), "metadata": map[string]any{"resourceVersion": strconv.Itoa(seen), "annotations": map[string]any{"k8s.io/initial-events-end": "true"}}})
+	} else if seen < s.oldest {
+		tell("ERROR", map[string]any{"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "Expired", "message": "too old resource version", "code": 410})
+		s.mu.Unlock()
+		return
+	}
+	for {
+		for _, c := range s.changes {
+			if c.version <= seen {
+				continue
+			}
+			seen = c.version
+			switch before, after := wanted(c.before), wanted(c.after); {
+			case before && after:
+				tell("MODIFIED", c.after.content)
+			case after:
+				tell("ADDED", c.after.content)
+			case before:
+				tell("DELETED", c.before.content)
+			}
+		}
+		news := s.news
+		s.mu.Unlock()
+		w.(http.Flusher).Flush()
+		select {
+		case <-news:
+		case <-r.Context().Done():
+			return
+		}
+		s.mu.Lock()
+		if s.cut != cut {
+			s.mu.Unlock()
+			return
+		}
+	}
+}
+
+// Pod is a Pod as the API server has it. Its labels are app=vllm unless it has others.
+type Pod struct {
+	UID, IP             string
+	Labels, Annotations map[string]any
+	NotReady, Ending    bool
+	Phase               string
+}
+
+// Content is the Pod in JSON.
+func (p Pod) Content() map[string]any {
+	meta := map[string]any{"uid": p.UID, "labels": map[string]any{"app": "vllm"}}
+	if p.Labels != nil {
+		meta["labels"] = p.Labels
+	}
+	if p.Annotations != nil {
+		meta["annotations"] = p.Annotations
+	}
+	if p.Ending {
+		meta["deletionTimestamp"] = "2001-01-01T00:00:00Z" // by a clock of its own
+	}
+	ready := "True"
+	if p.NotReady {
+		ready = "False"
+	}
+	return map[string]any{
+		"kind": "Pod", "apiVersion": "v1", "metadata": meta,
+		"status": map[string]any{"phase": p.Phase, "podIP": p.IP, "conditions": []any{map[string]any{"type": "Initialized", "status": "True"}, map[string]any{"type": "Ready", "status": ready}}},
+	}
+}
+
+// Pod creates or changes a Pod.
+func (s *Server) Pod(name string, p Pod) { s.put("pods", name, p.Content()) }
+
+// Pool creates or changes an InferencePool.
+func (s *Server) Pool(name string, labels map[string]any, ports ...any) {
+	targets := []any{}
+	for _, port := range ports {
+		targets = append(targets, map[string]any{"number": port})
+	}
+	s.put("inferencepools", name, map[string]any{
+		"kind": "InferencePool", "apiVersion": "inference.networking.k8s.io/v1",
+		"spec": map[string]any{"selector": map[string]any{"matchLabels": labels}, "targetPorts": targets},
+	})
+}
+
+// Refuse has the server answer with that status to what is asked, such as watch pods; 0:
+// as it should.
+func (s *Server) Refuse(what string, status int) { s.set(func() { s.refuses[what] = status }) }
+
+// BeOlder takes from the server that it streams lists.
+func (s *Server) BeOlder() { s.set(func() { s.noStream = true }) }

@@ -1,0 +1,355 @@
+package workers
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"kvrouter/internal/events"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit"
+)
+
+// discoveredFleet is a running fleet that follows what a test tells.
+type discoveredFleet struct {
+	*fakeFleet
+	lists chan []kv.Worker
+	ended chan struct{} // closed when Follow has returned
+
+	mu      sync.Mutex      // guards the rest
+	held    map[uint64]bool // as the router was told
+	working bool            // requests are on their way everywhere
+}
+
+func followLists(t *testing.T, change func(*fakeFleet)) *discoveredFleet {
+	t.Helper()
+	d := &discoveredFleet{lists: make(chan []kv.Worker), ended: make(chan struct{}), held: map[uint64]bool{}}
+	d.fakeFleet = newFakeFleet(t, fakeConfig(t, 0))
+	if change != nil {
+		change(d.fakeFleet)
+	}
+	d.hooks.Hold = func(worker uint64, hold bool) {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		if delete(d.held, worker); hold {
+			d.held[worker] = true
+		}
+	}
+	d.hooks.Working = func(uint64) bool {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		return d.working
+	}
+	d.start()
+	go func() { defer close(d.ended); d.Follow(d.lists) }()
+	return d
+}
+
+// tell tells which workers there are now.
+func (d *discoveredFleet) tell(list ...kv.Worker) {
+	d.t.Helper()
+	select {
+	case d.lists <- list:
+	case <-time.After(20 * time.Second):
+		d.t.Fatal("nobody listens")
+	}
+}
+
+func (d *discoveredFleet) work(working bool) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.working = working
+}
+
+// wantHeld waits until the router is told to hold exactly these.
+func (d *discoveredFleet) wantHeld(want ...uint64) {
+	d.t.Helper()
+	testkit.Settles(d.t, func() error {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		if got := slices.Sorted(maps.Keys(d.held)); !slices.Equal(got, want) {
+			return fmt.Errorf("held %v, want %v", got, want)
+		}
+		return nil
+	})
+}
+
+// wantLog waits for a text of the log.
+func (d *discoveredFleet) wantLog(text string) {
+	d.t.Helper()
+	testkit.Settles(d.t, func() error {
+		if !strings.Contains(d.out.String(), text) {
+			return fmt.Errorf("no %q in the log:\n%s", text, d.out.Tail())
+		}
+		return nil
+	})
+}
+
+// wantGone waits until the fleet has no worker.
+func (d *discoveredFleet) wantGone() {
+	d.t.Helper()
+	testkit.Settles(d.t, func() error {
+		if left := d.Workers(); len(left) > 0 {
+			return fmt.Errorf("%+v are left", left)
+		}
+		return nil
+	})
+}
+
+func (d *discoveredFleet) finish() {
+	close(d.lists)
+	<-d.ended
+	d.stop()
+}
+
+// store puts a block into the index of a worker.
+func (d *discoveredFleet) store(worker uint64) {
+	d.t.Helper()
+	if err := d.index.Store(kv.WorkerKey{Worker: worker}, 0, false, []kv.StoredBlock{{Engine: 1, Local: 2}}); err != nil {
+		d.t.Fatal(err)
+	}
+}
+
+// startServer starts a worker that tells nothing of its events.
+func startServer(t *testing.T) (*attachedServer, kv.Worker) {
+	t.Helper()
+	a := newAttachedServer(t, "")
+	a.start()
+	t.Cleanup(func() { a.server.Close() })
+	return a, kv.Worker{ID: 1 << 52, Name: "pod-a", URL: "http://" + a.address}
+}
+
+const up, down = "up 4503599627370496.0 g1", "down 4503599627370496.0 g1"
+
+func TestDiscoveredWorkersComeAndGo(t *testing.T) {
+	_, w := startServer(t)
+	d := followLists(t, nil)
+	d.tell(w)
+	d.wantEvents(up)
+	if s := d.Workers()[0]; s.Name != "pod-a" || s.ID != w.ID || !s.Attached || s.Held != "" {
+		t.Errorf("%+v", s)
+	}
+	if _, found := d.Remove(w.URL); found {
+		t.Error("a client can remove it")
+	}
+	if _, err := d.Add(t.Context(), w.URL, ""); !errors.Is(err, ErrKnown) {
+		t.Errorf("a client can add it again: %v", err)
+	}
+	d.store(w.ID)
+	d.work(true)
+	d.tell()
+	d.wantHeld(w.ID)
+	d.wantLog("(pod-a): no longer discovered: its requests may end")
+	d.tell() // again, and many looks later it works still
+	if n := d.index.Blocks(kv.WorkerKey{Worker: w.ID}); n != 1 || len(d.Workers()) != 1 || d.Workers()[0].Held != kv.HoldDraining {
+		t.Errorf("while it works: %d blocks, %+v", n, d.Workers())
+	}
+	d.tell(w) // it was not meant so
+	d.wantHeld()
+	d.tell()
+	d.wantHeld(w.ID)
+	d.work(false)
+	d.wantGone()
+	d.wantHeld()
+	d.wantEvents(up, down)
+	if n := d.index.Blocks(kv.WorkerKey{Worker: w.ID}); n != 0 {
+		t.Errorf("%d blocks are left of it", n)
+	}
+	d.finish()
+}
+
+func TestRequestsOfAWorkerThatNobodyKnowsHaveALimit(t *testing.T) {
+	_, w := startServer(t)
+	d := followLists(t, func(f *fakeFleet) { f.Timing.leaveLimit = 20 * time.Millisecond })
+	d.work(true)
+	d.tell(w)
+	d.wantEvents(up)
+	d.tell()
+	d.wantGone()
+	d.wantLog("taken out\" cut=true")
+	d.finish()
+}
+
+func TestAPodIsFollowedFromItsFirstReadiness(t *testing.T) {
+	_, w := startServer(t)
+	other := w
+	other.ID, other.URL, other.Held = w.ID+1, "http://127.0.0.1:1", kv.HoldDraining
+	d := followLists(t, nil)
+	starting := w
+	starting.Held = kv.HoldNotReady
+	d.tell(starting, other)
+	d.tell(starting, other) // the first has been dealt with
+	if n := len(d.Workers()); n != 0 {
+		t.Errorf("%d workers", n)
+	}
+	d.tell(w, other)
+	d.wantEvents(up)
+	d.tell(starting)
+	d.wantHeld(w.ID)
+	d.wantLog("(pod-a): not ready: no new requests go there")
+	d.tell(w)
+	d.wantHeld()
+	d.wantEvents(up) // its cache is what it was
+	d.finish()
+}
+
+// TestADrainingWorkerMayRefuseConnections: it has closed its door, and ends what it has
+// begun. Without a word for long it counts as down all the same.
+func TestADrainingWorkerMayRefuseConnections(t *testing.T) {
+	a, w := startServer(t)
+	d := followLists(t, func(f *fakeFleet) { f.Timing.healthLimit = time.Second })
+	d.tell(w)
+	d.wantEvents(up)
+	d.store(w.ID)
+	w.Held = kv.HoldDraining
+	d.tell(w)
+	d.wantHeld(w.ID)
+	a.server.Close()
+	for range 20 {
+		d.ReportFailure(w.ID)
+		<-time.After(2 * time.Millisecond)
+	}
+	if got, n := d.seen(), d.index.Blocks(kv.WorkerKey{Worker: w.ID}); len(got) != 1 || n != 1 {
+		t.Errorf("events %q, %d blocks", got, n)
+	}
+	d.tell()
+	d.wantGone()
+	d.wantEvents(up, down)
+	d.finish()
+}
+
+func TestAnotherRoleIsTakenUpInPlace(t *testing.T) {
+	_, w := startServer(t)
+	var mu sync.Mutex
+	var roles []kv.Disagg
+	d := followLists(t, func(f *fakeFleet) {
+		note := f.hooks.Up
+		f.hooks.Up = func(target kv.Target) {
+			mu.Lock()
+			roles = append(roles, target.Disagg)
+			mu.Unlock()
+			note(target)
+		}
+	})
+	d.tell(w)
+	d.wantEvents(up)
+	d.store(w.ID)
+	w.Role = kv.RoleDecode
+	d.tell(w)
+	d.wantEvents(up, up)
+	mu.Lock()
+	defer mu.Unlock()
+	if want := (kv.Disagg{Role: kv.RoleDecode, Kind: kv.KindNIXL}); roles[1] != want || d.Workers()[0].Disagg != want {
+		t.Errorf("%+v", roles)
+	}
+	if n := d.index.Blocks(kv.WorkerKey{Worker: w.ID}); n != 1 {
+		t.Error("its cache was forgotten")
+	}
+	d.finish()
+}
+
+func TestOtherEventEndpointsAreFollowedWithoutCuttingRequests(t *testing.T) {
+	_, w := startServer(t)
+	d := followLists(t, nil)
+	w.KVEvents = "tcp://127.0.0.1:1"
+	d.tell(w)
+	d.wantEvents(up)
+	d.store(w.ID)
+	w.KVEvents = "tcp://127.0.0.1:2"
+	d.tell(w)
+	d.wantEvents(up, up)
+	if s := d.Workers()[0]; s.KVEvents != w.KVEvents || d.index.Blocks(kv.WorkerKey{Worker: w.ID}) != 0 || len(d.Streams()) != 1 {
+		t.Errorf("%+v", s)
+	}
+	d.finish()
+}
+
+func TestAnAddressHasOneWorker(t *testing.T) {
+	_, w := startServer(t)
+	d := followLists(t, nil)
+	id, err := d.Add(t.Context(), w.URL, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.tell(w)
+	d.wantLog(fmt.Sprintf("discovered worker pod-a is left out: worker %d is at its address", id))
+	if _, found := d.Remove(w.URL); !found {
+		t.Fatal("not found")
+	}
+	testkit.Settles(t, func() error {
+		if all := d.Workers(); len(all) != 1 || all[0].ID != w.ID || all[0].State != StateReady {
+			return fmt.Errorf("%+v", all)
+		}
+		return nil
+	})
+	// A pod that has gone, whose request hangs, and another one at its address.
+	d.work(true)
+	next := w
+	next.ID, next.Name = w.ID+1, "pod-b"
+	d.tell(next)
+	testkit.Settles(t, func() error {
+		if all := d.Workers(); len(all) != 1 || all[0].ID != next.ID || all[0].State != StateReady {
+			return fmt.Errorf("%+v", all)
+		}
+		return nil
+	})
+	// The same pod at another address.
+	b := newAttachedServer(t, "")
+	b.start()
+	t.Cleanup(func() { b.server.Close() })
+	next.URL = "http://" + b.address
+	d.tell(next)
+	testkit.Settles(t, func() error {
+		if all := d.Workers(); len(all) != 1 || all[0].URL != next.URL || all[0].State != StateReady {
+			return fmt.Errorf("%+v", all)
+		}
+		return nil
+	})
+	d.finish()
+}
+
+func TestServersWithoutARouteForEventsPublishWhereAllDo(t *testing.T) {
+	const pages = "# TYPE vllm:cache_config_info gauge\n" +
+		`vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="8"} 1` + "\n" +
+		`vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="8"} 1` + "\n"
+	for name, test := range map[string]struct {
+		sources, metrics string
+		want             string
+	}{
+		"one rank":      {want: "[tcp://127.0.0.1:5557]"},
+		"two ranks":     {metrics: pages, want: "[tcp://127.0.0.1:5557 tcp://127.0.0.1:5558]"},
+		"it says none":  {sources: "{}", want: "[]"},
+		"it says where": {sources: `{"0":{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:7000"}}`, want: "[tcp://127.0.0.1:7000]"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			a, w := startServer(t)
+			a.set(func() { a.sources, a.metrics = test.sources, test.metrics })
+			f := newFakeFleet(t, fakeConfig(t, 0))
+			w.EventsPort = 5557
+			found := []string{}
+			for _, source := range f.eventSources(t.Context(), newWorker(specOf(w, ""), true, false, StateConnecting)) {
+				found = append(found, source.Endpoint)
+			}
+			if got := fmt.Sprint(found); got != test.want {
+				t.Errorf("%s, want %s", got, test.want)
+			}
+		})
+	}
+}
+
+// TestDiscoveredWorkersGetTheKeyOfTheFlags, unlike those that a client adds.
+func TestDiscoveredWorkersGetTheKeyOfTheFlags(t *testing.T) {
+	_, w := startServer(t)
+	d := followLists(t, func(f *fakeFleet) { f.cfg.WorkerKey = "sesame" })
+	d.tell(w)
+	d.wantEvents(up)
+	if m := d.Members()[0]; m.bearer() != "sesame" || m.mayFollow(events.Source{Endpoint: "ipc:///run/x"}) {
+		t.Errorf("key %q", m.bearer())
+	}
+	d.finish()
+}
