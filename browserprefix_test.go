@@ -13,7 +13,6 @@ import (
 // TestBrowserBehindAPrefix looks at the page through a proxy that has it at a path of
 // its own, and that loses the stream while the page is in the background.
 func TestBrowserBehindAPrefix(t *testing.T) {
-	b := startBrowser(t)
 	s := startMockSite(t, 1, "--router-api-key=open-sesame")
 	to, err := url.Parse(s.selection)
 	if err != nil {
@@ -23,7 +22,8 @@ func TestBrowserBehindAPrefix(t *testing.T) {
 		r.SetURL(to)
 		r.Out.Host = r.In.Host
 	}}))
-	defer front.Close()
+	t.Cleanup(front.Close)
+	b := startBrowser(t) // ends first, with its stream
 	b.open(front.URL + "/inner/")
 	b.until(10*time.Second, "the sign-in view", "document.querySelector('#key')")
 	b.fill("#key", "open-sesame")
