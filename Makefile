@@ -70,7 +70,7 @@ test-boards: ## The board and the alerts against promtool and a Prometheus that 
 # KVROUTER_PAGE_PICTURES=folder makes a picture of each view, =docs those of docs/seeing.md.
 test-page: ## Look at the live page in a browser; installs Debian's chromium if there is none (half a minute)
 	@scripts/build-native.sh
-	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -q && apt-get install -qy chromium; } || { echo "test-page: chromium is missing: run apt-get install chromium as root" >&2; exit 1; }
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -q && apt-get install -qy chromium; } || { echo "test-page: chromium is missing: run apt-get install chromium as root" >&2; exit 1; }
 	KVROUTER_PAGE=1 go test -count 1 -timeout 10m -run '^TestBrowser' -v .
 
 lint: ## gofmt, go vet, staticcheck, syntax of the shell and Python scripts

@@ -193,7 +193,7 @@ func TestSignInGivesACookieThatIsNotTheKey(t *testing.T) {
 		t.Fatalf("%d, cookies %v", response.StatusCode, cookies)
 	}
 	cookie := cookies[0]
-	if !cookie.HttpOnly || cookie.SameSite != http.SameSiteStrictMode || cookie.Path != "/ui" || cookie.MaxAge != 12*3600 || strings.Contains(cookie.Value, testKey) || len(cookie.Value) < 32 {
+	if !cookie.HttpOnly || cookie.SameSite != http.SameSiteStrictMode || cookie.Path != "" || cookie.MaxAge != 12*3600 || strings.Contains(cookie.Value, testKey) || len(cookie.Value) < 32 {
 		t.Errorf("the cookie is %+v", cookie)
 	}
 	with := []string{"Cookie", cookieName + "=" + cookie.Value}
@@ -412,7 +412,7 @@ func TestEveryAnswerIsHardened(t *testing.T) {
 			t.Errorf("%s: %d %.80s", path, response.StatusCode, answer)
 		}
 	}
-	if response, _ := b.send(t, "GET", "/", ""); response.StatusCode != http.StatusFound || response.Header.Get("Location") != "/ui/" {
+	if response, _ := b.send(t, "GET", "/", ""); response.StatusCode != http.StatusFound || response.Header.Get("Location") != "ui/" {
 		t.Errorf("/ leads to %d %s", response.StatusCode, response.Header.Get("Location"))
 	}
 	response, _ := b.send(t, "GET", "/ui/", "")

@@ -19,10 +19,10 @@ const (
 	maxDepth  = 2048
 	// maxShown is how many nodes are shown, those with the most hits.
 	maxShown = 120
-	// hitMinutes is for how long a hit counts, and nodeLife after how long without a hit
-	// a node goes.
-	hitMinutes = 5
-	nodeLife   = 10 * time.Minute
+	// hitStep and hitSteps say for how long a hit counts, and how exactly: 5 minutes. nodeLife
+	// is after how long without a hit a node goes.
+	hitStep, hitSteps = 10 * time.Second, 30
+	nodeLife          = 10 * time.Minute
 	// maxText bounds the text of a node, in characters, and textTokens the tokens that
 	// are decoded for it.
 	maxText, textTokens = 120, 96
@@ -47,8 +47,8 @@ type node struct {
 	hashes   []uint64         // local block hashes
 	depth    int              // blocks before it
 	id       uint64           // sequence hash of its last block
-	hits     [hitMinutes + 1]uint32
-	minute   int64 // Unix time of the last of hits, min
+	hits     [hitSteps]uint32 // of each step, the last one is not over
+	step     int64            // Unix time of the last of hits, in steps
 	last     time.Time
 	text     string
 }
@@ -102,7 +102,7 @@ func (t *prompts) grow(at *node, hashes []uint64, depth int) *node {
 
 // split parts a node after so many blocks and returns the upper part.
 func (t *prompts) split(lower *node, blocks int) *node {
-	upper := &node{parent: lower.parent, depth: lower.depth, hits: lower.hits, minute: lower.minute, last: lower.last, text: lower.text}
+	upper := &node{parent: lower.parent, depth: lower.depth, hits: lower.hits, step: lower.step, last: lower.last, text: lower.text}
 	upper.hashes = slices.Clone(lower.hashes[:blocks])
 	upper.id = upper.sequence()
 	lower.parent.children[lower.hashes[0]] = upper
@@ -122,22 +122,22 @@ func (n *node) adopt(child *node) {
 // hit counts a prompt.
 func (n *node) hit(now time.Time) {
 	n.pass(now)
-	n.hits[hitMinutes]++
+	n.hits[hitSteps-1]++
 	n.last = now
 }
 
-// pass forgets the hits of minutes that are over.
+// pass forgets the hits of 5 minutes ago.
 func (n *node) pass(now time.Time) {
-	minute := now.Unix() / 60
-	if gone := minute - n.minute; gone > 0 {
-		gone = min(gone, hitMinutes+1)
+	step := now.Unix() / int64(hitStep/time.Second)
+	if gone := step - n.step; gone > 0 {
+		gone = min(gone, hitSteps)
 		copy(n.hits[:], n.hits[gone:])
-		clear(n.hits[hitMinutes+1-gone:])
-		n.minute = minute
+		clear(n.hits[hitSteps-gone:])
+		n.step = step
 	}
 }
 
-// recent returns the hits of this minute and of the five before.
+// recent returns the hits of the last 5 minutes, of which the first may lack up to a step.
 func (n *node) recent(now time.Time) (hits int) {
 	n.pass(now)
 	for _, h := range n.hits {
@@ -219,7 +219,7 @@ func (t *prompts) hottest(now time.Time, match func(local []uint64, dst []kv.Mat
 	})
 	cache := Cache{Nodes: []Node{}, Truncated: t.truncated || len(all) > maxShown}
 	all = all[:min(len(all), maxShown)]
-	held := map[*node][]uint64{}
+	held := map[*node][]string{}
 	for i := len(all) - 1; i >= 0; i-- { // from the leaves up: one look-up tells of a whole branch
 		if _, done := held[all[i]]; !done {
 			t.note(held, all[i], match(all[i].path(), nil))
@@ -238,19 +238,22 @@ func (t *prompts) hottest(now time.Time, match func(local []uint64, dst []kv.Mat
 }
 
 // note writes down who holds a node and all above it.
-func (t *prompts) note(held map[*node][]uint64, n *node, matches []kv.Match) {
+func (t *prompts) note(held map[*node][]string, n *node, matches []kv.Match) {
 	for ; n.parent != nil; n = n.parent {
 		if _, done := held[n]; done {
 			return
 		}
-		workers := []uint64{}
+		var workers []uint64
 		for _, m := range matches {
 			if m.Blocks >= n.depth+len(n.hashes) && !slices.Contains(workers, m.Worker.Worker) {
 				workers = append(workers, m.Worker.Worker)
 			}
 		}
 		slices.Sort(workers)
-		held[n] = workers
+		held[n] = make([]string, len(workers))
+		for i, worker := range workers {
+			held[n][i] = strconv.FormatUint(worker, 10)
+		}
 	}
 }
 

@@ -65,14 +65,17 @@ func TestPromptsThatBeginAlikeShareABranch(t *testing.T) {
 func TestHitsAndBranchesFade(t *testing.T) {
 	tree, now := newPrompts(4), time.Unix(6000, 0)
 	tree.add(testkit.Prompt(1, 3), now, nil)
-	for minute, want := range []int{1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, -1} {
-		cache := tree.hottest(now.Add(time.Duration(minute)*time.Minute), none)
+	for _, step := range []struct {
+		after time.Duration
+		want  int
+	}{{0, 1}, {4 * time.Minute, 1}, {5*time.Minute - time.Second, 1}, {5 * time.Minute, 0}, {10 * time.Minute, 0}, {11 * time.Minute, -1}} {
+		cache := tree.hottest(now.Add(step.after), none)
 		got := -1
 		if len(cache.Nodes) > 0 {
 			got = cache.Nodes[0].Hits
 		}
-		if got != want {
-			t.Errorf("after %d minutes: %d hits, want %d (-1: it is gone)", minute, got, want)
+		if got != step.want {
+			t.Errorf("after %s: %d hits, want %d (-1: it is gone)", step.after, got, step.want)
 		}
 	}
 	if tree.nodes != 0 || tree.blocks != 0 {

@@ -2,6 +2,7 @@ package page
 
 import (
 	"net/http"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -55,7 +56,8 @@ func (p *Page) Began(id string, x *proxy.Exchange) Seen {
 	r.next++
 	e := r.at(r.next)
 	r.weight -= weigh(e.receipts)
-	*e = entry{serial: r.next, arrived: x.Arrived, Request: Request{ID: id, At: unix(x.Arrived), Route: x.Route, End: EndRunning}}
+	key := strconv.FormatInt(p.began.UnixMilli(), 36) + "-" + strconv.FormatUint(r.next, 10) // of this run of the router
+	*e = entry{serial: r.next, arrived: x.Arrived, Request: Request{Key: key, ID: id, At: unix(x.Arrived), Route: x.Route, End: EndRunning}}
 	return Seen{r.next}
 }
 
@@ -173,30 +175,50 @@ func (r *requests) list() []Request {
 	return list
 }
 
-// receipt returns what explains a request; not ok: it is gone.
-func (r *requests) receipt(id string) (receipt Receipt, ok bool) {
+// receipt returns what explains a request, by its key or, of several the newest, by its
+// id; not ok: it is gone.
+func (r *requests) receipt(name string) (receipt Receipt, ok bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	var newest *entry
 	for serial := r.next; serial > 0 && serial+maxRequests > r.next; serial-- {
-		if e := r.at(serial); e.serial == serial && e.ID == id {
+		switch e := r.at(serial); {
+		case e.serial != serial:
+		case e.Key == name:
 			return e.receipt(), true
+		case e.ID == name && newest == nil:
+			newest = e
 		}
 	}
 	for i := range r.dry {
-		if e := &r.dry[i]; e.serial != 0 && e.ID == id {
-			return e.receipt(), true
+		if e := &r.dry[i]; newest == nil && e.serial != 0 && e.ID == name {
+			newest = e
 		}
 	}
-	return Receipt{}, false
+	if newest == nil {
+		return Receipt{}, false
+	}
+	return newest.receipt(), true
 }
 
 func (e *entry) receipt() Receipt {
 	receipt := Receipt{Request: e.Request}
 	if last := len(e.receipts) - 1; last >= 0 {
-		receipt.Receipt, receipt.Earlier = e.receipts[last], e.receipts[:last]
-		receipt.Second = second(e.receipts[last])
+		receipt.Decision, receipt.Second = decision(e.receipts[last]), second(e.receipts[last])
+		for _, earlier := range e.receipts[:last] {
+			receipt.Earlier = append(receipt.Earlier, decision(earlier))
+		}
 	}
 	return receipt
+}
+
+// decision is a receipt as the page tells it.
+func decision(r *router.Receipt) *Decision {
+	d := &Decision{Receipt: r, Worker: r.Worker, Candidates: make([]Candidate, len(r.Candidates))}
+	for i, c := range r.Candidates {
+		d.Candidates[i] = Candidate{c.Worker, c}
+	}
+	return d
 }
 
 // second returns the best of the candidates that were not chosen, but could be.

@@ -87,7 +87,7 @@ func TestReceiptsTellTheSecondAndWhatCameBefore(t *testing.T) {
 	response, answer := b.send(t, "GET", "/ui/requests/a", "")
 	var got struct {
 		Candidates []any   `json:"candidates"`
-		Worker     *uint64 `json:"worker_id"`
+		Worker     *uint64 `json:"worker_id,string"`
 		Second     *Place  `json:"second"`
 		Earlier    []any   `json:"earlier"`
 		Request    Request `json:"request"`
@@ -102,6 +102,45 @@ func TestReceiptsTellTheSecondAndWhatCameBefore(t *testing.T) {
 	b.Finished(b.Began("c/d?", y), y, time.Now())
 	if response, answer := b.send(t, "GET", "/ui/requests/c%2Fd%3F", ""); response.StatusCode != 200 || strings.Contains(answer, "candidates") {
 		t.Errorf("one that nobody had explained: %d %s", response.StatusCode, answer)
+	}
+}
+
+// TestIdsThatJavaScriptCannotCountAreTexts has workers whose ids only differ beyond
+// what it counts exactly.
+func TestIdsThatJavaScriptCannotCountAreTexts(t *testing.T) {
+	b := newBench(t)
+	const large = 1<<64 - 1
+	receipt := explained(2)
+	*receipt.Worker, receipt.Candidates[0].Worker, receipt.Candidates[1].Worker = large, large, large-1
+	x := &proxy.Exchange{Arrived: time.Now(), Status: 200, Worker: "0", Receipts: []*router.Receipt{receipt, receipt}}
+	seen := b.Began("a", x)
+	b.Decided(seen, "m", &router.Decision{Target: kv.Target{Key: kv.WorkerKey{Worker: large}, URL: "u"}}, nil)
+	b.Finished(seen, x, time.Now())
+	_, answer := b.send(t, "GET", "/ui/requests/a", "")
+	for _, want := range []string{`"worker_id":"18446744073709551615","candidates":[{"worker_id":"18446744073709551615",`, `{"worker_id":"18446744073709551614",`, `"second":{"worker_id":"18446744073709551614",`, `"worker":"18446744073709551615",`} {
+		if !strings.Contains(answer, want) {
+			t.Errorf("%s is not in %s", want, answer)
+		}
+	}
+	if strings.Contains(answer, ":184467") {
+		t.Errorf("a number is in %s", answer)
+	}
+	if text, _ := json.Marshal(Worker{Worker: large}); !strings.HasPrefix(string(text), `{"worker":"18446744073709551615"`) {
+		t.Errorf("%s", text)
+	}
+}
+
+func TestRequestsOfTheSameNameAreToldApart(t *testing.T) {
+	b := newBench(t)
+	for _, status := range []int{200, 503} {
+		x := &proxy.Exchange{Arrived: time.Now(), Status: status}
+		b.Finished(b.Began("a", x), x, time.Now())
+	}
+	list := b.requests.list()
+	for name, want := range map[string]int{list[0].Key: 503, list[1].Key: 200, "a": 503} {
+		if receipt, ok := b.requests.receipt(name); !ok || receipt.Request.Status != want {
+			t.Errorf("%s: %+v, want that with status %d", name, receipt, want)
+		}
 	}
 }
 

@@ -18,7 +18,7 @@ import (
 	"kvrouter/internal/web"
 )
 
-// root is the path of the page and of its cookie.
+// root is the path of the page.
 const root = "/ui"
 
 // contentPolicy is what a browser may do for the page: load and ask nothing but ours, and be
@@ -55,7 +55,10 @@ func (p *Page) routes(profiles bool) http.Handler {
 	engine.NoMethod(func(c *gin.Context) {
 		fail(c, http.StatusMethodNotAllowed, fmt.Sprintf("%s does not take %s", c.Request.URL.Path, c.Request.Method))
 	})
-	toPage := func(c *gin.Context) { c.Redirect(http.StatusFound, root+"/") }
+	toPage := func(c *gin.Context) { // a proxy in front may have cut the path: the way is told from here
+		c.Header("Location", strings.TrimPrefix(root, "/")+"/")
+		c.Status(http.StatusFound)
+	}
 	engine.GET("/", toPage)
 	engine.HEAD("/", toPage)
 	engine.GET(root, toPage)

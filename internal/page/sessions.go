@@ -176,6 +176,8 @@ func (p *Page) signOut(c *gin.Context) {
 	c.Status(http.StatusNoContent)
 }
 
+// setCookie names no path, so that browsers take that of the page: the folder of what was
+// asked for, also behind a proxy that has cut a prefix from it.
 func (p *Page) setCookie(c *gin.Context, value string, age int) {
-	http.SetCookie(c.Writer, &http.Cookie{Name: cookieName, Value: value, Path: root, MaxAge: age, HttpOnly: true, Secure: p.settings.Secure, SameSite: http.SameSiteStrictMode})
+	http.SetCookie(c.Writer, &http.Cookie{Name: cookieName, Value: value, MaxAge: age, HttpOnly: true, Secure: p.settings.Secure, SameSite: http.SameSiteStrictMode})
 }

@@ -72,6 +72,7 @@ func (p *Page) fleet(totals proxy.Totals, now time.Time) []Worker {
 			w.HitRate = &rate
 		}
 		since, rests := resting[w.Worker]
+		w.Resting = rests
 		record := failing[sample.Worker]
 		switch { // what a person did or must know comes first
 		case w.State == StateReady && rests:

@@ -70,7 +70,7 @@ func TestWhereAsksWithoutSending(t *testing.T) {
 	for _, test := range tests {
 		response, answer := b.send(t, "POST", "/ui/where", test.body)
 		var receipt struct {
-			Worker  *uint64 `json:"worker_id"`
+			Worker  *uint64 `json:"worker_id,string"`
 			Error   string  `json:"error"`
 			Request Request `json:"request"`
 		}

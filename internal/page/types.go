@@ -3,7 +3,8 @@ package page
 import "kvrouter/internal/router"
 
 // State is what the page shows, but for the trends: event "state" of the stream. All
-// times are Unix seconds; nil is shown as "unknown".
+// times are Unix seconds; nil is shown as "unknown". Ids of workers are strings, as not
+// all of them are numbers that JavaScript counts exactly.
 type State struct {
 	At        float64  `json:"at"`
 	Version   string   `json:"version"`
@@ -59,15 +60,16 @@ const (
 
 // Worker is one rank of a worker.
 type Worker struct {
-	Worker          uint64   `json:"worker"`
+	Worker          uint64   `json:"worker,string"`
 	Rank            uint32   `json:"rank"`
 	URL             string   `json:"url"`
 	Engine          string   `json:"engine"`
 	Role            string   `json:"role"` // empty: takes whole requests; prefill; decode
 	Model           string   `json:"model"`
 	State           string   `json:"state"`
-	Since           float64  `json:"since"` // of the state
-	Why             string   `json:"why"`   // empty: nothing to say
+	Resting         bool     `json:"resting"` // until it is readmitted, also if it is not up
+	Since           float64  `json:"since"`   // of the state
+	Why             string   `json:"why"`     // empty: nothing to say
 	Restarts        int      `json:"restarts"`
 	InFlight        int      `json:"in_flight"` // requests sent by this router
 	Waiting         int      `json:"waiting"`   // in the engine, as it says itself
@@ -95,18 +97,19 @@ const (
 
 // Request is one of the last requests.
 type Request struct {
-	ID            string   `json:"id"`
-	At            float64  `json:"at"` // of its arrival
+	Key           string   `json:"key"` // that no other request has
+	ID            string   `json:"id"`  // X-Request-Id, which clients may choose
+	At            float64  `json:"at"`  // of its arrival
 	Route         string   `json:"route"`
 	Model         string   `json:"model"`
-	Worker        *uint64  `json:"worker"` // that answers; nil: none so far
+	Worker        *uint64  `json:"worker,string"` // that answers; nil: none so far
 	Rank          uint32   `json:"rank"`
-	PrefillWorker *uint64  `json:"prefill_worker"` // that computed the prompt for it
-	PromptTokens  int      `json:"prompt_tokens"`  // 0: unknown
-	Predicted     int      `json:"predicted"`      // tokens that the index expected to be cached
-	Cached        *int     `json:"cached"`         // tokens that the worker says were
-	TTFT          *float64 `json:"ttft"`           // s; nil: no stream, or none so far
-	Duration      *float64 `json:"duration"`       // s; nil: running
+	PrefillWorker *uint64  `json:"prefill_worker,string"` // that computed the prompt for it
+	PromptTokens  int      `json:"prompt_tokens"`         // 0: unknown
+	Predicted     int      `json:"predicted"`             // tokens that the index expected to be cached
+	Cached        *int     `json:"cached"`                // tokens that the worker says were
+	TTFT          *float64 `json:"ttft"`                  // s; nil: no stream, or none so far
+	Duration      *float64 `json:"duration"`              // s; nil: running
 	OutputTokens  *int     `json:"output_tokens"`
 	End           string   `json:"end"`
 	Status        int      `json:"status"`   // HTTP; 0: running
@@ -117,17 +120,30 @@ type Request struct {
 
 // Receipt is a request with why it went where it did.
 type Receipt struct {
-	// Receipt explains the decision for the worker that answers, the last of several.
-	// nil: nobody looked when it was made, or it is gone; its keys are absent then.
+	// Decision is that for the worker that answers, the last of several. nil: nobody
+	// looked when it was made, or it is gone; its keys are absent then.
+	*Decision
+	Request Request     `json:"request"`
+	Second  *Place      `json:"second"`            // the best of the others that could be chosen
+	Earlier []*Decision `json:"earlier,omitempty"` // decisions before it: a prefill worker's, tries that failed
+}
+
+// Decision is a receipt of the router's whose ids are strings.
+type Decision struct {
 	*router.Receipt
-	Request Request           `json:"request"`
-	Second  *Place            `json:"second"`            // the best of the others that could be chosen
-	Earlier []*router.Receipt `json:"earlier,omitempty"` // decisions before it: a prefill worker's, tries that failed
+	Worker     *uint64     `json:"worker_id,string"`
+	Candidates []Candidate `json:"candidates"`
+}
+
+// Candidate is one of a Decision.
+type Candidate struct {
+	Worker uint64 `json:"worker_id,string"`
+	router.ReceiptCandidate
 }
 
 // Place is a rank of a worker.
 type Place struct {
-	Worker uint64 `json:"worker_id"`
+	Worker uint64 `json:"worker_id,string"`
 	Rank   uint32 `json:"dp_rank"`
 }
 
@@ -143,7 +159,7 @@ type Node struct {
 	Parent  string   `json:"parent"`         // empty: it is the beginning of prompts
 	Depth   int      `json:"depth"`          // blocks before it
 	Tokens  int      `json:"tokens"`         // of it alone
-	Workers []uint64 `json:"workers"`        // that hold it and all before it
+	Workers []string `json:"workers"`        // that hold it and all before it
 	Hits    int      `json:"hits"`           // prompts through it in the last 5 minutes
 	Last    float64  `json:"last"`           // when the last one came
 	Text    string   `json:"text,omitempty"` // its beginning, with --page-show-text

@@ -43,7 +43,7 @@ func TestEventsAreReadWithinBounds(t *testing.T) {
 
 func TestStatesAreMadeFitToBeShown(t *testing.T) {
 	s, err := decodeState([]byte(`{"version":"\u001b[31mv1\u0007","models":["\u202ereversed"],"cache":{"nodes":[1,"x"]},
-		"workers":[{"worker":3,"url":"http://w\r\n\u009b2J","why":"` + strings.Repeat("é", 1000) + `","kv_usage":1e300,"state":"\u0000ready"}],
+		"workers":[{"worker":"3","url":"http://w\r\n\u009b2J","why":"` + strings.Repeat("é", 1000) + `","kv_usage":1e300,"state":"\u0000ready"}],
 		"requests":[{"id":"\u001b]0;title\u0007","prompt":"secret"}]}`))
 	if err != nil {
 		t.Fatal(err)
@@ -66,8 +66,8 @@ func TestStatesAreMadeFitToBeShown(t *testing.T) {
 // FuzzState draws what any state comes to: lines within the width, as many as the
 // terminal has, and nothing that it would obey.
 func FuzzState(f *testing.F) {
-	f.Add([]byte(`{"at":-1e300,"uptime":1e300,"totals":{"requests":18446744073709551615,"in_flight":-9223372036854775808},"workers":[{"worker":1,"since":-1e308,"kv_usage":-3,"blocks":-5,"event_lag":1e308,"restarts":9223372036854775807},{"rank":7}]}`), uint8(80), uint8(24))
-	f.Add([]byte(`{"workers":[{"why":"\u001b[2J","url":"漢字漢字"}],"requests":[{"at":1e18,"worker":1,"prefill_worker":2,"ttft":-1,"status":-4,"id":"👩‍👩‍👧"}]}`), uint8(20), uint8(1))
+	f.Add([]byte(`{"at":-1e300,"uptime":1e300,"totals":{"requests":18446744073709551615,"in_flight":-9223372036854775808},"workers":[{"worker":"1","since":-1e308,"kv_usage":-3,"blocks":-5,"event_lag":1e308,"restarts":9223372036854775807},{"rank":7}]}`), uint8(80), uint8(24))
+	f.Add([]byte(`{"workers":[{"why":"\u001b[2J","url":"漢字漢字"}],"requests":[{"at":1e18,"worker":"1","prefill_worker":"2","ttft":-1,"status":-4,"id":"👩‍👩‍👧"}]}`), uint8(20), uint8(1))
 	f.Fuzz(func(t *testing.T, data []byte, width, height uint8) {
 		state, err := decodeState(data)
 		if err != nil {

@@ -15,6 +15,18 @@ const silentAfter = 5000; // ms without a state: the connection counts as lost
 const hiddenFor = 20_000; // ms in the background, after which the stream is let go
 const remembered = "kvrouter.signed-in"; // that this browser has signed in; never the key
 
+// signedIn reads or sets whether this browser has signed in. Some keep nothing, and say so by throwing.
+function signedIn(now) {
+  try {
+    if (now === undefined) return localStorage.getItem(remembered) !== null;
+    if (now) localStorage.setItem(remembered, "yes");
+    else localStorage.removeItem(remembered);
+  } catch {
+    // The button to sign out is not shown then; the session ends by itself.
+  }
+  return false;
+}
+
 // placeOf reads the address: #/requests/ID.
 function placeOf(hash) {
   const [view, ...rest] = hash.replace(/^#\/?/, "").split("/");
@@ -63,6 +75,7 @@ function useStream(locked, onLocked) {
     };
     async function connect() {
       clearTimeout(again);
+      clearTimeout(silence);
       leave?.abort();
       const mine = new AbortController();
       leave = mine;
@@ -76,6 +89,7 @@ function useStream(locked, onLocked) {
       } finally {
         if (leave === mine) clearTimeout(silence);
       }
+      if (document.hidden && leave === mine) mine.abort(); // seen connects again
       if (over || leave !== mine || document.hidden || gone) return undefined;
       setLink(next);
       again = setTimeout(connect, wait);
@@ -103,6 +117,7 @@ function useStream(locked, onLocked) {
     addEventListener("pagehide", left);
     addEventListener("pageshow", back);
     connect();
+    seen(); // it may be opened in the background
     return () => {
       over = true;
       document.removeEventListener("visibilitychange", seen);
@@ -191,16 +206,21 @@ function App() {
   useEffect(() => {
     document.title = locked ? "Sign in · kvrouter" : `${name} · kvrouter`;
   }, [locked, name]);
+  const wasLocked = useRef(false);
+  useEffect(() => {
+    if (wasLocked.current && !locked) document.getElementById("main").focus();
+    wasLocked.current = locked;
+  }, [locked]);
 
   if (locked) {
     const done = () => {
-      localStorage.setItem(remembered, "yes");
+      signedIn(true);
       setLocked(false);
     };
     return html`<${SignIn} onDone=${done} />`;
   }
   const leave = async () => {
-    localStorage.removeItem(remembered);
+    signedIn(false);
     await signOut().catch(() => {});
     setLocked(true);
   };
@@ -213,7 +233,7 @@ function App() {
         ${state && html`<span class="about quiet" title=${`version ${state.version}`}>policy <b>${state.policy}</b> · up ${span(state.uptime)}</span>`}
         ${state?.demo && html`<span class="badge is-demo" title="The traffic is made up">demo</span>`}
         <${Status} state=${state} link=${link} />
-        ${localStorage.getItem(remembered) && html`<button type="button" class="small" onClick=${leave}>Sign out</button>`}
+        ${signedIn() && html`<button type="button" class="small" onClick=${leave}>Sign out</button>`}
       </div>
     </header>
     <main id="main" tabindex="-1" class=${`at-${place.view}${stale}`}>

@@ -1,5 +1,5 @@
 // The prefix tree's hottest branches: each row a piece of prompt, drawn where it lies in the prompts that share it.
-import { html, useState } from "./vendor/preact-htm.js";
+import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 import { count, short, span } from "./format.js";
 import { Empty } from "./parts.js";
 
@@ -26,7 +26,7 @@ function treeOf(nodes, blockSize, closed, opened) {
   const branches = (list, parent, level) => {
     const shown = opened.has(parent) || list.length <= few + 1 ? list : list.slice(0, few);
     for (const child of shown) visit(child, level);
-    if (shown.length < list.length) rows.push({ parent, level, more: list.length - shown.length, most: list[shown.length].hits });
+    if (shown.length < list.length) rows.push({ parent, level, more: list.length - shown.length, most: list[shown.length].hits, first: list[shown.length].id });
   };
   branches(children.get("") || [], "", 0);
   return rows;
@@ -47,7 +47,7 @@ function Row({ row, longest, most, now, shut, onShut }) {
   const heat = most > 0 ? Math.log1p(node.hits) / Math.log1p(most) : 0;
   const name = node.text || node.id.slice(0, 10);
   const some = node.workers.slice(0, 5);
-  return html`<tr role="row" data-node=${node.id}>
+  return html`<tr role="row" data-node=${node.id} tabindex="-1">
     <td role="cell" class="c-name"><div class="indent" style=${{ "--level": String(Math.min(level, 9)) }}>
       ${below > 0 ? html`<button type="button" class="fold" aria-expanded=${!shut} onClick=${onShut} aria-label=${`${below} branches of ${name}`}><i aria-hidden="true"></i></button>` : html`<span class="leaf" aria-hidden="true"></span>`}
       <span class=${node.text ? "said" : "hash"} title=${node.text ? node.text : node.id}>${name}</span><span class="sr">, level ${level + 1}</span></div></td>
@@ -69,6 +69,11 @@ const More = ({ row, onOpen }) => html`<tr role="row" class="more"><td role="cel
 export function Cache({ state }) {
   const [closed, setClosed] = useState(new Set());
   const [opened, setOpened] = useState(new Set());
+  const first = useRef(""); // of the rows that take the place of a button
+  useEffect(() => {
+    if (first.current) document.querySelector(`[data-node="${first.current}"]`)?.focus();
+    first.current = "";
+  }, [opened]);
   const nodes = state.cache?.nodes || [];
   const rows = treeOf(nodes, state.block_size, closed, opened);
   const longest = Math.max(1, ...nodes.map((node) => node.depth * state.block_size + node.tokens));
@@ -78,6 +83,10 @@ export function Cache({ state }) {
     const next = new Set(closed);
     if (!next.delete(id)) next.add(id);
     setClosed(next);
+  };
+  const open = (row) => {
+    first.current = row.first;
+    setOpened(new Set([...opened, row.parent]));
   };
   return html`<section aria-labelledby="title-cache" class="view cache">
     <div class="viewhead"><h2 id="title-cache">Cache <span class="quiet">the hottest branches of the prefix tree</span></h2></div>
@@ -89,7 +98,7 @@ export function Cache({ state }) {
         <th role="columnheader" scope="col" class="c-axis"><span class="sr">Place in the prompt, tokens</span><div class="axis ticks" aria-hidden="true">${ticks.map((at) => html`<span class=${at > 0.94 * longest ? "at-end" : ""} style=${{ left: `${(100 * at) / longest}%` }}>${short(at)}</span>`)}</div></th>
         <th role="columnheader" scope="col" class="c-tokens num">Tokens</th><th role="columnheader" scope="col" class="c-end num">Up to</th><th role="columnheader" scope="col" class="c-hits num">Hits<small>5 min</small></th>
         <th role="columnheader" scope="col" class="c-workers">Held by</th><th role="columnheader" scope="col" class="c-last num">Last use</th></tr></thead>
-      <tbody role="rowgroup">${rows.map((row) => row.more ? html`<${More} key=${`more ${row.parent}`} row=${row} onOpen=${() => setOpened(new Set([...opened, row.parent]))} />` : html`<${Row} key=${row.node.id} row=${row} longest=${longest} most=${most} now=${state.at} shut=${closed.has(row.node.id)} onShut=${() => toggle(row.node.id)} />`)}</tbody>
+      <tbody role="rowgroup">${rows.map((row) => row.more ? html`<${More} key=${`more ${row.parent}`} row=${row} onOpen=${() => open(row)} />` : html`<${Row} key=${row.node.id} row=${row} longest=${longest} most=${most} now=${state.at} shut=${closed.has(row.node.id)} onShut=${() => toggle(row.node.id)} />`)}</tbody>
     </table></div>`}
   </section>`;
 }

@@ -1,5 +1,5 @@
 // The fleet: a card for each worker, or each rank of it.
-import { html, useState } from "./vendor/preact-htm.js";
+import { html, useRef, useState } from "./vendor/preact-htm.js";
 import { act } from "./api.js";
 import { count, known, percent, seconds, severalRanks, short, span, workerName } from "./format.js";
 import { Confirm, Empty, Fact, Meter } from "./parts.js";
@@ -8,7 +8,9 @@ import { Confirm, Empty, Fact, Meter } from "./parts.js";
 const states = ["down", "unhealthy", "ejected", "resting", "starting", "ready"];
 const stateNames = { down: "Down", unhealthy: "Unhealthy", ejected: "Ejected", resting: "Resting", starting: "Starting", ready: "Ready" };
 
-// What can be done to a worker.
+const isUp = (w) => ["ready", "ejected", "resting"].includes(w.state);
+
+// What can be done to a worker, of all its ranks.
 const actions = {
   drain: {
     name: "Drain",
@@ -19,8 +21,8 @@ const actions = {
   readmit: {
     name: "Readmit",
     ask: (w) => `Readmit worker ${w.worker}?`,
-    text: () => "It gets requests again at once, also if it was ejected for its failures.",
-    done: (w) => `Worker ${w.worker} gets requests again.`,
+    text: (w) => (isUp(w) ? "It gets requests again at once, also if it was ejected for its failures." : "It gets requests again once it is ready."),
+    done: (w) => `Worker ${w.worker} gets requests again${isUp(w) ? "" : " once it is ready"}.`,
   },
   "reset-cache": {
     name: "Reset cache",
@@ -30,11 +32,19 @@ const actions = {
   },
 };
 
-const offered = (w) => [w.state === "resting" || w.state === "ejected" ? "readmit" : "drain", "reset-cache"];
+// offered is what a worker can be asked: one that is not up can only be readmitted.
+const offered = (w) => [w.resting || w.state === "ejected" ? "readmit" : isUp(w) && "drain", isUp(w) && "reset-cache"].filter(Boolean);
+
+// allRanks is a worker with the sums of its ranks.
+function allRanks(w, workers) {
+  const sum = (field) => workers.filter((one) => one.worker === w.worker).reduce((all, one) => all + one[field], 0);
+  return { ...w, in_flight: sum("in_flight"), blocks: sum("blocks") };
+}
 
 function Card({ worker: w, now, ranks, models, onAct }) {
   const usage = known(w.kv_usage) ? percent(w.kv_usage) : w.load_known === false ? "not told" : "–";
   const notes = [
+    w.resting && w.state !== "resting" && ["drained", "It gets no new requests until it is readmitted"],
     w.cold && ["cold", "What it has cached is not known in full"],
     !w.events_connected && w.state !== "down" && ["no events", "Its KV events are not connected"],
     w.load_known === false && w.state === "ready" && ["load unknown", "It has published no load of late"],
@@ -70,6 +80,7 @@ export function Fleet({ state, say }) {
   const [only, setOnly] = useState("");
   const [find, setFind] = useState("");
   const [asked, setAsked] = useState(null); // {worker, action, busy, error}
+  const title = useRef(null);
   const workers = state.workers || [];
   const ranks = severalRanks(workers);
   const counts = states.map((name) => [name, workers.filter((w) => w.state === name).length]).filter(([, n]) => n > 0);
@@ -91,7 +102,7 @@ export function Fleet({ state, say }) {
   const titles = { prefill: "Prefill", decode: "Decode", "": groups.length > 1 ? "Whole requests" : "" };
   return html`<section aria-labelledby="title-fleet" class="view">
     <div class="viewhead">
-      <h2 id="title-fleet">Fleet <span class="quiet num">${count(workers.length)} ${ranks ? "ranks" : workers.length === 1 ? "worker" : "workers"}</span></h2>
+      <h2 id="title-fleet" tabindex="-1" ref=${title}>Fleet <span class="quiet num">${count(workers.length)} ${ranks ? "ranks" : workers.length === 1 ? "worker" : "workers"}</span></h2>
       <div class="tools">
         ${counts.length > 1 && html`<div class="chips" role="group" aria-label="Show workers by state">
           ${counts.map(([name, n]) => html`<button type="button" class=${`chip state-${name}`} aria-pressed=${only === name} onClick=${() => setOnly(only === name ? "" : name)}><i class="dot" aria-hidden="true"></i>${n} ${stateNames[name].toLowerCase()}</button>`)}
@@ -100,10 +111,10 @@ export function Fleet({ state, say }) {
       </div>
     </div>
     ${workers.length === 0 && html`<${Empty} title="No workers yet"><p>Start some with <code>--num-workers 2</code>, attach running ones with <code>--worker url=http://host:8100</code>, or register one at <code>POST /workers</code> of the router port.</p></${Empty}>`}
-    ${workers.length > 0 && shown.length === 0 && html`<p class="quiet">No worker matches. <button type="button" class="small" onClick=${() => { setOnly(""); setFind(""); }}>Show all</button></p>`}
+    ${workers.length > 0 && shown.length === 0 && html`<p class="quiet">No worker matches. <button type="button" class="small" onClick=${() => { setOnly(""); setFind(""); title.current.focus(); }}>Show all</button></p>`}
     ${groups.map(([role, list]) => html`<div key=${role}>${titles[role] && html`<h3 class="group">${titles[role]} <span class="quiet num">${count(list.length)}</span></h3>`}
       <div class="cards">${list.map((w) => html`<${Card} key=${`${w.worker}/${w.rank}`} worker=${w} now=${state.at} ranks=${ranks} models=${(state.models || []).length}
-        onAct=${(worker, action) => setAsked({ worker, action, busy: false, error: "" })} />`)}</div></div>`)}
+        onAct=${(worker, action) => setAsked({ worker: allRanks(worker, workers), action, busy: false, error: "" })} />`)}</div></div>`)}
     ${asked && html`<${Confirm} title=${actions[asked.action].ask(asked.worker)} text=${actions[asked.action].text(asked.worker)} action=${actions[asked.action].name}
       busy=${asked.busy} error=${asked.error} onYes=${run} onNo=${() => setAsked(null)} />`}
   </section>`;

@@ -80,6 +80,9 @@ export function workerName(worker, rank, ranks) {
   return ranks ? `${worker} / ${rank}` : String(worker);
 }
 
+// byID sorts workers. Their ids are texts: not all of them are numbers that can be counted exactly here.
+export const byID = (a, b) => a.localeCompare(b, "en", { numeric: true });
+
 // severalRanks tells whether a rank says more than its worker.
 export const severalRanks = (list) => (list || []).some((w) => (w.rank ?? w.dp_rank) > 0);
 

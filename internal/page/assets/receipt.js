@@ -1,6 +1,6 @@
 // The receipt of a decision: every candidate, every term of its score.
-import { html, useState } from "./vendor/preact-htm.js";
-import { count, date, known, percent, seconds, severalRanks, signed, words, workerName } from "./format.js";
+import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
+import { byID, count, date, known, percent, seconds, severalRanks, signed, words, workerName } from "./format.js";
 import { cachedShare, End, Fact, PromptBar, Verdict } from "./parts.js";
 
 // What the terms of each policy stand for; docs/routing.md tells more.
@@ -30,6 +30,7 @@ const meanings = {
 
 const excluded = {
   pinned: "the request names another worker",
+  resting: "it gets no new requests until it is readmitted",
   leg: "it takes no such part of a request",
   kind: "it cannot share the request with the other part's worker",
   model: "it does not serve the model",
@@ -59,7 +60,7 @@ const isChosen = (receipt) => (c) => c.worker_id === receipt.worker_id && c.dp_r
 function ordered(receipt) {
   const chosen = isChosen(receipt);
   const key = (c) => (chosen(c) ? 2 : weighed(c) ? 1 : 0);
-  return [...(receipt.candidates || [])].sort((a, b) => key(b) - key(a) || (b.total ?? 0) - (a.total ?? 0) || a.worker_id - b.worker_id || a.dp_rank - b.dp_rank);
+  return [...(receipt.candidates || [])].sort((a, b) => key(b) - key(a) || (b.total ?? 0) - (a.total ?? 0) || byID(a.worker_id, b.worker_id) || a.dp_rank - b.dp_rank);
 }
 
 // secondOf is the best of the others that could be chosen: as the router says, else by the totals.
@@ -117,7 +118,7 @@ function Candidate({ c, receipt, scale, second, ranks, unit }) {
   const chosen = isChosen(receipt)(c);
   const name = `Worker ${workerName(c.worker_id, c.dp_rank, ranks)}`;
   const mark = chosen ? html`<span class="badge is-chosen">chosen</span>` : second ? html`<span class="badge">second</span>` : null;
-  return html`<li class=${"candidate" + (chosen ? " chosen" : "") + (c.excluded && !chosen ? " excluded" : "")} data-candidate=${`${c.worker_id}/${c.dp_rank}`}>
+  return html`<li class=${"candidate" + (chosen ? " chosen" : "") + (c.excluded && !chosen ? " excluded" : "")} tabindex="-1" data-candidate=${`${c.worker_id}/${c.dp_rank}`}>
     <div class="line"><strong>${name}</strong>${mark}
       ${known(c.total) && html`<span class="total num"><span data-field="total">${signed(c.total)}</span> <span class="unit">${unit}</span></span>`}</div>
     ${Array.isArray(c.terms) && c.terms.length > 0 && html`<${TermBars} terms=${c.terms} total=${c.total} scale=${scale} />
@@ -135,11 +136,10 @@ function Summary({ receipt, second, ranks, unit, dry }) {
     return html`<p class="summary">No worker could take it${receipt.error ? `: ${receipt.error}` : ""}.</p>`;
   }
   const other = second && html` over worker ${workerName(second.worker_id, second.dp_rank, ranks)}`;
-  let how = html` is the only one that could be chosen`;
+  let how = html`: no other one could be chosen`;
   if (receipt.how === "draw") how = html` by a draw${known(receipt.margin) ? html`; its total lies <span class="num" data-field="margin">${signed(receipt.margin)}</span> from the best of the others` : ""}`;
   else if (receipt.ties > 1) how = html`, one of ${receipt.ties} equal ones, at random`;
   else if (known(receipt.margin)) how = html` by <strong class="num"><span data-field="margin">${signed(receipt.margin)}</span>${unit ? `\u00a0${unit}` : ""}</strong>${other}`;
-  else how = html`: no other one could be chosen`;
   return html`<p class="summary">${dry ? "It would go to " : "It went to "}${who}${how}.
     <span class="quiet"> Policy ${receipt.policy}${receipt.rule ? `, ${receipt.rule}` : ""}${receipt.trial ? ", on trial" : ""}${receipt.retry ? ", after another worker failed" : ""}.</span></p>`;
 }
@@ -158,7 +158,7 @@ function Outcome({ entry }) {
       <${Fact} name="Whole answer" field="duration" value=${seconds(entry.duration)} />
       <${Fact} name="Output" field="output_tokens" value=${known(entry.output_tokens) ? `${count(entry.output_tokens)} tokens` : "–"} />
       <${Fact} name="End" value=${html`<${End} entry=${entry} />`} />
-      ${known(entry.prefill_worker) && html`<${Fact} name="Prompt computed by" value=${`worker ${workerName(entry.prefill_worker, 0, false)}`} />`}
+      ${entry.prefill_worker !== null && html`<${Fact} name="Prompt computed by" value=${`worker ${workerName(entry.prefill_worker, 0, false)}`} />`}
       ${entry.attempts > 1 && html`<${Fact} name="Attempts" value=${count(entry.attempts)} />`}
     </dl>
   </div>`;
@@ -174,6 +174,10 @@ function Decision({ receipt, dry, children }) {
   const second = secondOf(receipt, list);
   const most = 8;
   const shown = all ? list : list.slice(0, most);
+  const lines = useRef(null);
+  useEffect(() => { // the button that had the focus is gone
+    if (all) lines.current.children[most]?.focus();
+  }, [all]);
   return html`
     <${Summary} receipt=${receipt} second=${second} ranks=${ranks} unit=${unit} dry=${dry} />
     ${children}
@@ -182,7 +186,7 @@ function Decision({ receipt, dry, children }) {
       ${scale.names.map((name, i) => html`<div><dt><i class=${`key t${i % 8}`}></i>${words(name)}</dt><dd>${meanings[name] || ""}</dd></div>`)}
     </dl>${scale.zero.length > 0 && html`<p class="quiet">Zero for all: ${scale.zero.map(words).join(", ")}.</p>`}</details>`}
     ${list.length === 0 && html`<p class="quiet">No worker was up.</p>`}
-    <ol class="candidates">${shown.map((c) => html`<${Candidate} key=${`${c.worker_id}/${c.dp_rank}`} c=${c} receipt=${receipt} scale=${scale} second=${c === second} ranks=${ranks} unit=${unit} />`)}</ol>
+    <ol class="candidates" ref=${lines}>${shown.map((c) => html`<${Candidate} key=${`${c.worker_id}/${c.dp_rank}`} c=${c} receipt=${receipt} scale=${scale} second=${c === second} ranks=${ranks} unit=${unit} />`)}</ol>
     ${list.length > most && !all && html`<button type="button" onClick=${() => setAll(true)}>Show all ${list.length} candidates</button>`}
     <p class="quiet fine">${date(typeof receipt.at === "number" ? receipt.at : Date.parse(receipt.at) / 1000)}${receipt.leg && receipt.leg !== "whole" ? ` · ${receipt.leg} leg` : ""}</p>`;
 }

@@ -11,14 +11,14 @@ const routeName = (route) => route.replace(/^\/v1\//, "");
 
 function Row({ entry, ranks, models, chosen }) {
   const open = (event) => {
-    if (!event.target.closest("a")) location.hash = addressOf(entry.id);
+    if (!event.target.closest("a")) location.hash = addressOf(entry.key);
   };
   const cell = (name, content, field, label) => html`<td role="cell" class=${`c-${name}`} data-field=${field} data-label=${label}>${content}</td>`;
-  return html`<tr role="row" class=${chosen ? "chosen" : ""} data-request=${entry.id} onClick=${open}>
+  return html`<tr role="row" class=${chosen ? "chosen" : ""} data-request=${entry.id} data-key=${entry.key} onClick=${open}>
     ${cell("time", clock(entry.at))}
-    ${cell("id", html`<a href=${addressOf(entry.id)} aria-current=${chosen ? "true" : undefined} title=${entry.id}>${shortID(entry.id)}</a><small>${routeName(entry.route)}</small>${entry.prompt && html`<span class="said">${entry.prompt}</span>`}`)}
+    ${cell("id", html`<a href=${addressOf(entry.key)} aria-current=${chosen ? "true" : undefined} title=${entry.id}>${shortID(entry.id)}</a><small>${routeName(entry.route)}</small>${entry.prompt && html`<span class="said">${entry.prompt}</span>`}`)}
     ${models && cell("model", entry.model)}
-    ${cell("worker", html`<span class="chipw" title=${`worker ${entry.worker}`}>${known(entry.prefill_worker) ? `${entry.prefill_worker} → ` : ""}${workerName(entry.worker, entry.rank, ranks)}</span>`, "worker")}
+    ${cell("worker", html`<span class="chipw" title=${`worker ${entry.worker ?? "–"}`}>${entry.prefill_worker !== null ? `${entry.prefill_worker} → ` : ""}${workerName(entry.worker, entry.rank, ranks)}</span>`, "worker")}
     ${cell("prompt num", entry.prompt_tokens > 0 ? count(entry.prompt_tokens) : "–", "prompt_tokens", "Prompt")}
     ${cell("bar", html`<${PromptBar} entry=${entry} />`)}
     ${cell("predicted num", count(entry.predicted), "predicted")}
@@ -37,7 +37,7 @@ const columns = [
   ["output num", "Output", "tokens"], ["end", "End"],
 ];
 
-// Aside fetches and shows one receipt. It asks again when the request has ended.
+// Aside fetches and shows the receipt of the request with that key or id. It asks again when the request has ended.
 function Aside({ id, entry }) {
   const [got, setGot] = useState({ id: "", receipt: null, error: "" });
   const title = useRef(null);
@@ -58,8 +58,9 @@ function Aside({ id, entry }) {
   };
   const fresh = got.id === id ? got : { receipt: null, error: "" };
   const receipt = fresh.receipt && { ...fresh.receipt, request: entry || fresh.receipt.request };
+  const name = (entry || fresh.receipt?.request)?.id || id;
   return html`<aside class="panel" aria-labelledby="receipt-title" data-receipt=${id} onKeyDown=${(e) => e.key === "Escape" && close()}>
-    <header><h2 id="receipt-title" tabindex="-1" ref=${title}>Receipt <code title=${id}>${shortID(id)}</code></h2>
+    <header><h2 id="receipt-title" tabindex="-1" ref=${title}>Receipt <code title=${name}>${shortID(name)}</code></h2>
       <button type="button" class="small" onClick=${close}>Close</button></header>
     ${!receipt && !fresh.error && html`<p class="quiet" role="status">Loading …</p>`}
     ${fresh.error === "gone" && html`<p>This receipt is not kept any more, or its decision was made before anybody looked: decisions are explained while a page is open.</p>`}
@@ -68,7 +69,7 @@ function Aside({ id, entry }) {
   </aside>`;
 }
 
-// Requests shows the list; id is that of the open receipt, or empty.
+// Requests shows the list; id is the key or the id of the request whose receipt is open, or empty.
 export function Requests({ state, id }) {
   const [frozen, setFrozen] = useState(null); // the list as it was when it was paused
   const [worker, setWorker] = useState("");
@@ -85,11 +86,20 @@ export function Requests({ state, id }) {
     running: (entry) => entry.end === "running",
   };
   const shown = list.filter((entry) => (worker === "" || String(entry.worker) === worker || String(entry.prefill_worker) === worker) && (!only || tests[only](entry)));
-  const entry = id && (live.find((one) => one.id === id) || list.find((one) => one.id === id));
+  const named = (of) => of.find((one) => one.key === id) || of.find((one) => one.id === id);
+  const entry = id && (named(live) || named(list));
+  const open = entry ? entry.key : id;
+  const title = useRef(null);
+  const closed = useRef("");
+  useEffect(() => { // what had the focus in the receipt is gone with it
+    const row = closed.current && !open && [...document.querySelectorAll("[data-key]")].find((one) => one.dataset.key === closed.current);
+    if (closed.current && !open && document.activeElement === document.body) (row?.querySelector("a") || title.current).focus();
+    closed.current = open;
+  }, [open]);
   return html`<section aria-labelledby="title-requests" class=${"view requests" + (id ? " with-panel" : "")}>
     <div class="list">
       <div class="viewhead">
-        <h2 id="title-requests">Requests ${live.length > 0 && html`<span class="quiet num">the last ${count(live.length)}</span>`}</h2>
+        <h2 id="title-requests" tabindex="-1" ref=${title}>Requests ${live.length > 0 && html`<span class="quiet num">the last ${count(live.length)}</span>`}</h2>
         <div class="tools" hidden=${live.length === 0}>
           <label for="by-worker" class="sr">Show requests of</label>
           <select id="by-worker" value=${worker} onChange=${(e) => setWorker(e.target.value)}><option value="">All workers</option>${workers.map((n) => html`<option value=${String(n)}>Worker ${n}</option>`)}</select>
@@ -102,7 +112,7 @@ export function Requests({ state, id }) {
       ${live.length > 0 && shown.length === 0 && html`<p class="quiet">None of the last ${count(list.length)} requests matches.</p>`}
       ${shown.length > 0 && html`<div class="tablebox" role="region" aria-labelledby="title-requests" tabindex="0"><table role="table">
         <thead role="rowgroup"><tr role="row">${columns.filter(([name]) => models || name !== "model").map(([name, text, unit]) => html`<th role="columnheader" scope="col" class=${`c-${name}`}>${text}${unit && html`<small>${unit}</small>`}</th>`)}</tr></thead>
-        <tbody role="rowgroup">${shown.map((one) => html`<${Row} key=${one.id} entry=${one} ranks=${ranks} models=${models} chosen=${one.id === id} />`)}</tbody>
+        <tbody role="rowgroup">${shown.map((one) => html`<${Row} key=${one.key} entry=${one} ranks=${ranks} models=${models} chosen=${one.key === open} />`)}</tbody>
       </table></div>`}
     </div>
     ${id && html`<${Aside} id=${id} entry=${entry} />`}

@@ -110,6 +110,7 @@ export function Try({ state, hidden }) {
       });
       if (id) follow(id, signal, 12);
     } catch (failure) {
+      if (running.current?.signal !== signal) return; // another chat has begun
       if (!answer) setTurns(before);
       if (failure.name !== "AbortError") setError(failure.message);
       if (!answer) setText(asked.content);
@@ -123,6 +124,7 @@ export function Try({ state, hidden }) {
     try {
       setShown({ receipt: await where(body(), signal), dry: true });
     } catch (failure) {
+      if (running.current?.signal !== signal) return;
       if (failure.name !== "AbortError") setError(failure.message);
     }
     setBusy("");
@@ -130,6 +132,8 @@ export function Try({ state, hidden }) {
 
   function restart() {
     running.current?.abort();
+    running.current = null;
+    document.getElementById("try-text").focus(); // the button goes
     setTurns([]);
     setTiming(null);
     setShown(null);
@@ -145,7 +149,7 @@ export function Try({ state, hidden }) {
       ${turns.length > 0 && html`<div class="tools"><button type="button" onClick=${restart}>New chat</button></div>`}</div>
     <div class="columns">
       <div class="talk">
-        ${turns.length > 0 && html`<ol class="turns" ref=${box} aria-label="Chat">${turns.map((turn, i) => html`<li key=${i} class=${turn.role}><span class="who">${turn.role === "user" ? "You" : "Answer"}</span><div class="text">${turn.content || (busy === "chat" ? html`<span class="quiet">waiting for the first token …</span>` : html`<span class="quiet">empty</span>`)}</div></li>`)}</ol>`}
+        <div class="log" role="log" aria-label="Chat" aria-busy=${busy === "chat"} ref=${box}>${turns.length > 0 && html`<ol class="turns">${turns.map((turn, i) => html`<li key=${i} class=${turn.role}><span class="who">${turn.role === "user" ? "You" : "Answer"}</span><div class="text">${turn.content || (busy === "chat" ? html`<span class="quiet">waiting for the first token …</span>` : html`<span class="quiet">empty</span>`)}</div></li>`)}</ol>`}</div>
         ${timing && html`<dl class="facts timing" aria-label="What you waited">
           <${Fact} name="First token" value=${seconds(timing.first)} /><${Fact} name="Whole answer" value=${seconds(timing.whole)} />
           <${Fact} name="Output" value=${known(timing.tokens) ? `${count(timing.tokens)} tokens` : "–"} /><${Fact} name="Speed" value=${known(timing.speed) ? `${rate(timing.speed)} tok/s` : "–"} />
