@@ -181,6 +181,14 @@ func TestOnceWritesOneFrame(t *testing.T) {
 	if err := once(t.Context(), stream(t, answers(http.StatusUnauthorized)), 100, &out); err == nil || !strings.Contains(err.Error(), "--router-api-key") {
 		t.Error(err)
 	}
+	junk := func(w http.ResponseWriter, _ *http.Request) {
+		connection, _, _ := w.(http.Hijacker).Hijack()
+		io.WriteString(connection, "HTTP/1.1 200 OK\r\n\x1b[2Jno header\u202e\r\n\r\n")
+		connection.Close()
+	}
+	if err := once(t.Context(), stream(t, junk), 100, &out); err == nil || !strings.Contains(err.Error(), "no header") || cleanText(err.Error()) != err.Error() {
+		t.Errorf("%q", err)
+	}
 }
 
 func TestAddressesAreChecked(t *testing.T) {
