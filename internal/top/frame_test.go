@@ -30,7 +30,7 @@ func fleet() *page.State {
 	at := 1_750_000_000.0
 	return &page.State{
 		At: at, Version: "v1", Uptime: 3*3600 + 125, Policy: "work", Models: []string{"m"}, Ready: true,
-		Totals: page.Totals{Requests: 123456, Errors: 7, InFlight: 12, Queued: 2, PromptTokens: 2_000_000, CachedTokens: 1_500_000},
+		Totals: page.Totals{Requests: 123456, Errors: 7, InFlight: 12, Queued: 2, PromptTokens: 2_000_000, CachedTokens: 1_500_000, ComparedTokens: 2_000_000},
 		Rates:  page.Rates{RequestsPerSecond: 42.2, HitRate: pointer(.75), Exact: pointer(.994), TTFT50: pointer(.035), TTFT99: pointer(1.25), ITL50: pointer(.007), ITL99: pointer(.0204)},
 		Workers: []page.Worker{
 			{Worker: 0, State: page.StateReady, Since: at - 11_000, Model: "m", URL: "http://a:8100", InFlight: 9, Waiting: 2, Running: 7, LoadKnown: true, KVUsage: pointer(.97), Blocks: 12_345, PrefillTokens: 4000, HitRate: pointer(.8), EventLag: pointer(.0012), EventsConnected: true},
