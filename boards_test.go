@@ -156,13 +156,7 @@ func startShownSites(t *testing.T) []*mockSite {
 	keyed.as(t, "key-a", map[string]any{"messages": []any{map[string]any{"role": "user", "content": []any{map[string]any{"type": "image_url", "image_url": map[string]string{"url": "data:,"}}}}}}) // cannot be rendered here
 	// What no mock worker does on its own: fail until it is ejected, refuse, count
 	// tokens wrong, send them one by one for sure.
-	for range 3 {
-		d, err := keyed.app.router.Route(t.Context(), router.Request{Pinned: &kv.WorkerKey{Worker: 1}})
-		if err != nil {
-			t.Fatal(err)
-		}
-		d.Booking.Fail()
-	}
+	fail(t, keyed, 1)
 	keyed.app.telemetry.Refused("m", testkit.ChatPath, router.ErrBusy)
 	keyed.app.telemetry.Refused("m", testkit.ChatPath, router.ErrQueueFull)
 	keyed.app.telemetry.Retried(1)
@@ -172,6 +166,18 @@ func startShownSites(t *testing.T) []*mockSite {
 		Decision: router.Decision{Tokens: 1}, Usage: proxy.Usage{Known: true, PromptTokens: 2},
 	}, time.Now())
 	return []*mockSite{pairs, keyed}
+}
+
+// fail has a worker fail until it is ejected.
+func fail(t *testing.T, s *mockSite, worker uint64) {
+	t.Helper()
+	for range 3 {
+		d, err := s.app.router.Route(t.Context(), router.Request{Pinned: &kv.WorkerKey{Worker: worker}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		d.Booking.Fail()
+	}
 }
 
 // targetLabels are given by Prometheus to all that it scrapes; target metrics, too.

@@ -61,6 +61,9 @@ scrape_configs: [{job_name: kvrouter, static_configs: [{targets: [%q, %q]}]}]
 		}
 		defer response.Body.Close()
 		text, err := io.ReadAll(response.Body)
+		if err == nil && !gjson.ValidBytes(text) { // as while it is starting
+			err = fmt.Errorf("%s: %s", response.Status, text)
+		}
 		return gjson.ParseBytes(text), err
 	}
 
@@ -97,15 +100,32 @@ scrape_configs: [{job_name: kvrouter, static_configs: [{targets: [%q, %q]}]}]
 		<-time.After(200 * time.Millisecond)
 	}
 
+	// A worker that has been drained is down, also while it is out for its failures.
+	fail(t, sites[1], 1)
+	if err := sites[1].app.router.Rest(1); err != nil {
+		t.Fatal(err)
+	}
+	states, _ := expressions(t)
+	drained := fmt.Sprintf("(%s) and kvrouter_worker_ejected == 1 and kvrouter_worker_up == 0", states["States A"])
+	var found gjson.Result
+	testkit.Eventually(t, 20*time.Second, "a worker is shown as drained while it is out", func() bool {
+		answer, err := get("/api/v1/query?query=" + url.QueryEscape(drained))
+		found = answer.Get("data.result.0.value.1")
+		return err == nil && found.Exists()
+	})
+	if found.Str != "0" {
+		t.Errorf("a drained worker that was ejected has the state %s", found.Str)
+	}
+
 	rules, err := get("/api/v1/rules")
 	if err != nil {
 		t.Fatal(err)
 	}
-	found := rules.Get("data.groups.0.rules").Array()
-	if len(found) != len(readAlerts(t)) {
-		t.Errorf("%d rules: %s", len(found), rules.Raw)
+	list := rules.Get("data.groups.0.rules").Array()
+	if len(list) != len(readAlerts(t)) {
+		t.Errorf("%d rules: %s", len(list), rules.Raw)
 	}
-	for _, rule := range found {
+	for _, rule := range list {
 		if rule.Get("health").Str != "ok" || rule.Get("state").Str == "firing" {
 			t.Errorf("%s is %s, %s: %s", rule.Get("name").Str, rule.Get("health").Str, rule.Get("state").Str, rule.Get("lastError").Str)
 		}

@@ -12,6 +12,7 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/kv"
 	"kvrouter/internal/page"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/testkit"
@@ -159,6 +160,43 @@ func TestThePageShowsWhatTheMetricsSay(t *testing.T) {
 	cache := v.latest.Cache.Nodes
 	if len(cache) < 2 || cache[0].Hits != requests || cache[0].Parent != "" || len(cache[0].Workers) == 0 || !strings.Contains(cache[0].Text, "page to look") {
 		t.Errorf("the cache is shown as %+v", cache)
+	}
+}
+
+// TestHitRatesAreThoseOfTheWorkersThatHeldThePrompts: of a shared request that is the
+// prefill worker.
+func TestHitRatesAreThoseOfTheWorkersThatHeldThePrompts(t *testing.T) {
+	s := startMockPairs(t, kv.KindNIXL, 1, 1, "--disagg-min-uncached-tokens=256", "--block-size=16")
+	v := look(t, s.selection)
+	cached, prompts := [2]float64{}, [2]float64{} // tokens of each worker
+	rate := func(worker int) string { return fmt.Sprintf("%.6f", cached[worker]/prompts[worker]) }
+	short, long := strings.Repeat("short ", 10), longPrompt(0)[0]["content"]
+	for i, c := range []struct {
+		content string
+		worker  int // that computes the prompt
+	}{{long, 0}, {long + strings.Repeat(" and on", 80), 0}, {short, 1}, {short, 1}, {short, 1}} {
+		s.settle()
+		response, answer := s.as(t, "", map[string]any{"messages": []any{map[string]any{"role": "user", "content": c.content}}, "max_tokens": 2})
+		if response.StatusCode != http.StatusOK || (response.Header.Get(proxy.HeaderPrefillWorker) == "0") != (c.worker == 0) {
+			t.Fatalf("request %d: %s, %v: %s", i, response.Status, response.Header, answer)
+		}
+		v.until("the request", func(state *page.State) bool {
+			return state.Totals.Requests == uint64(i+1) && state.Totals.InFlight == 0
+		})
+		cached[c.worker] += float64(*v.latest.Requests[0].Cached)
+		prompts[c.worker] += float64(v.latest.Requests[0].PromptTokens)
+		for worker, w := range v.latest.Workers {
+			got := "NaN"
+			if w.HitRate != nil {
+				got = fmt.Sprintf("%.6f", *w.HitRate)
+			}
+			if got != rate(worker) {
+				t.Errorf("after request %d worker %d has the hit rate %s, want %s", i, worker, got, rate(worker))
+			}
+		}
+	}
+	if cached[0] == 0 || cached[1] == 0 || v.latest.Totals.ComparedTokens != uint64(prompts[0]+prompts[1]) {
+		t.Errorf("%v of %v tokens were cached, totals %+v", cached, prompts, v.latest.Totals)
 	}
 }
 

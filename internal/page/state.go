@@ -28,7 +28,7 @@ func (p *Page) state(now time.Time) State {
 		ShowText: p.settings.PageShowText, Demo: p.settings.Demo, Models: []string{}, Rates: p.trends.lately(totals, now), Requests: p.requests.list(),
 		Cache: p.prompts.hottest(now, p.sources.Router.Index().Match),
 		Totals: Totals{
-			Requests: totals.Requests, Errors: totals.Errors, Queued: queued, PromptTokens: totals.PromptTokens, CachedTokens: totals.CachedTokens,
+			Requests: totals.Requests, Errors: totals.Errors, Queued: queued, PromptTokens: totals.PromptTokens, CachedTokens: totals.CachedTokens, ComparedTokens: totals.ComparedTokens,
 			PredictedTokens: totals.PredictedTokens, Exact: totals.Exact, Compared: totals.Compared,
 		},
 	}
@@ -67,8 +67,8 @@ func (p *Page) fleet(totals proxy.Totals, now time.Time) []Worker {
 		}
 		w := worker(sample, status, now)
 		part := totals.Workers[proxy.WorkerLabel(w.Worker)]
-		if w.Requests = part.Requests; part.PromptTokens > 0 {
-			rate := min(float64(part.CachedTokens)/float64(part.PromptTokens), 1)
+		if w.Requests = part.Requests; part.ComparedTokens > 0 {
+			rate := min(float64(part.CachedTokens)/float64(part.ComparedTokens), 1)
 			w.HitRate = &rate
 		}
 		since, rests := resting[w.Worker]

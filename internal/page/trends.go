@@ -122,7 +122,7 @@ func (c *cut) rates(totals proxy.Totals, now time.Time) Rates {
 	}
 	first, inter := totals.FirstToken.Since(c.totals.FirstToken), totals.InterToken.Since(c.totals.InterToken)
 	rates := Rates{
-		HitRate: share(less(totals.CachedTokens, c.totals.CachedTokens), less(totals.PromptTokens, c.totals.PromptTokens)),
+		HitRate: share(less(totals.CachedTokens, c.totals.CachedTokens), less(totals.ComparedTokens, c.totals.ComparedTokens)),
 		TTFT50:  first.Quantile(0.5), TTFT99: first.Quantile(0.99), ITL50: inter.Quantile(0.5), ITL99: inter.Quantile(0.99),
 		Exact: share(less(totals.Exact, c.totals.Exact), less(totals.Compared, c.totals.Compared)),
 	}

@@ -20,7 +20,7 @@ func after(step uint64) proxy.Totals {
 		}
 		return proxy.Histogram{Bounds: []float64{1, 2}, Counts: counts}
 	}
-	return proxy.Totals{Requests: n, PromptTokens: 100 * n, CachedTokens: 50 * n, Compared: n, Exact: n, FirstToken: h(0), InterToken: h(1)}
+	return proxy.Totals{Requests: n, ComparedTokens: 100 * n, CachedTokens: 50 * n, Compared: n, Exact: n, FirstToken: h(0), InterToken: h(1)}
 }
 
 func TestTrendsAreOfTheirOwnStep(t *testing.T) {

@@ -32,6 +32,7 @@ type Totals struct {
 	Queued          int    `json:"queued"` // in the router's queue
 	PromptTokens    uint64 `json:"prompt_tokens"`
 	CachedTokens    uint64 `json:"cached_tokens"`    // as the workers report them
+	ComparedTokens  uint64 `json:"compared_tokens"`  // prompt tokens of the requests that cached_tokens counts
 	PredictedTokens uint64 `json:"predicted_tokens"` // that the index expected to be cached
 	Exact           uint64 `json:"exact"`            // predictions that were right to the token
 	Compared        uint64 `json:"compared"`         // predictions of which a worker has told the truth

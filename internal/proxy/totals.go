@@ -11,6 +11,7 @@ type Totals struct {
 	OutputTokens    uint64
 	PredictedTokens uint64 // that the index expected in the caches
 	CachedTokens    uint64 // that the workers reported
+	ComparedTokens  uint64 // prompt tokens of the requests that CachedTokens counts
 	Exact           uint64 // predictions that were right to the token
 	Compared        uint64 // predictions of which a worker has told the truth
 	FirstToken      Histogram
@@ -18,8 +19,9 @@ type Totals struct {
 	Workers         map[string]WorkerTotals // by label; of workers that are gone there is none
 }
 
-// WorkerTotals are the part of one worker.
-type WorkerTotals struct{ Requests, PromptTokens, CachedTokens uint64 }
+// WorkerTotals are the part of one worker. Requests counts those that it answered; the
+// tokens are those of the prompts that it computed, also for another worker's answer.
+type WorkerTotals struct{ Requests, CachedTokens, ComparedTokens uint64 }
 
 // Histogram counts durations. The zero value has none.
 type Histogram struct {

@@ -117,13 +117,13 @@ func TestTotalsAreTheSumsOfThePageAndKeepWhoIsGone(t *testing.T) {
 	check := func(step string, workers int) {
 		t.Helper()
 		got := m.Totals()
-		if got.Requests != 4 || got.Errors != 1 || got.PromptTokens != 15 || got.OutputTokens != 3 || got.Compared != 3 || got.Exact != 3 {
+		if got.Requests != 4 || got.Errors != 1 || got.PromptTokens != 15 || got.ComparedTokens != 15 || got.OutputTokens != 3 || got.Compared != 3 || got.Exact != 3 {
 			t.Errorf("%s: %+v", step, got)
 		}
 		if first, inter := got.FirstToken.Counts, got.InterToken.Counts; first[len(first)-1] != 3 || inter[len(inter)-1] != 6 {
 			t.Errorf("%s: %d first tokens, %d others", step, first, inter)
 		}
-		if len(got.Workers) != workers || got.Workers["1"] != (proxy.WorkerTotals{Requests: 2, PromptTokens: 10}) {
+		if len(got.Workers) != workers || got.Workers["1"] != (proxy.WorkerTotals{Requests: 2}) {
 			t.Errorf("%s: %+v", step, got.Workers)
 		}
 	}
@@ -133,4 +133,12 @@ func TestTotalsAreTheSumsOfThePageAndKeepWhoIsGone(t *testing.T) {
 	check("one is gone", 2)
 	page(m)
 	check("the page was read", 2)
+}
+
+func TestRequestsRoutedByLoadAloneAreNotInTheHitRate(t *testing.T) {
+	m := newBareTelemetry()
+	m.Finished(proxy.Exchange{Worker: "1", Route: "/r", Status: 200, Usage: proxy.Usage{Known: true, PromptTokens: 9, CachedKnown: true, CachedTokens: 4}}, time.Unix(1000, 0))
+	if got := m.Totals(); got.PromptTokens != 9 || got.CachedTokens != 0 || got.ComparedTokens != 0 {
+		t.Errorf("%+v", got)
+	}
 }

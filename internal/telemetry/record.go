@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"os"
 	"time"
 
@@ -112,7 +113,7 @@ func readEpoch(file string) (epoch time.Time, err error) {
 		var line RecordLine
 		switch err := json.Unmarshal(text, &line); {
 		case err == nil && !line.Arrived.IsZero():
-			epoch = line.Arrived.Add(-time.Duration(line.Timestamp * float64(time.Millisecond)))
+			epoch = line.Arrived.Add(-time.Duration(math.Round(line.Timestamp * float64(time.Millisecond))))
 			return errEpochFound
 		case err != nil && jsonlines.Begins(text, recordStart): // torn, by itself or with the next one glued to it
 			return nil

@@ -1,7 +1,9 @@
 package telemetry
 
 import (
+	"encoding/json"
 	"log/slog"
+	"math"
 	"os"
 	"path/filepath"
 	"reflect"
@@ -38,7 +40,7 @@ func TestRecorderContinuesAFile(t *testing.T) {
 	if len(lines) != 2 {
 		t.Fatalf("%d lines", len(lines))
 	}
-	if hour := lines[1].Timestamp - lines[0].Timestamp; hour != 3600_000 {
+	if hour := lines[1].Timestamp - lines[0].Timestamp; math.Round(hour*1e6) != 3600e9 { // ns: as fine as times are
 		t.Errorf("%v ms between two requests an hour apart", hour)
 	}
 	for _, line := range lines {
@@ -48,6 +50,21 @@ func TestRecorderContinuesAFile(t *testing.T) {
 	}
 	if info, _ := os.Stat(file); info.Mode().Perm() != 0o600 {
 		t.Errorf("others may read it: %v", info.Mode())
+	}
+}
+
+func TestTheEpochOfARecordIsReadToTheNanosecond(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "r.jsonl")
+	epoch := time.Unix(1000, 0).UTC()
+	for _, after := range []time.Duration{0, 249, 251, time.Hour + 249} { // 249/1e6*1e6 is less than 249
+		line, err := json.Marshal(RecordLine{Timestamp: milliseconds(after), Arrived: epoch.Add(after)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		testkit.WriteFile(t, file, string(line)+"\n")
+		if got, err := readEpoch(file); err != nil || !got.Equal(epoch) {
+			t.Errorf("%v after it: %v, %v", after, got, err)
+		}
 	}
 }
 

@@ -37,6 +37,7 @@ type Metrics struct {
 	outputTokens  *prometheus.CounterVec
 	predicted     *prometheus.CounterVec
 	cached        *prometheus.CounterVec
+	compared      *prometheus.CounterVec
 	predictions   *prometheus.CounterVec
 	promptDiffers *prometheus.CounterVec
 	retries       *prometheus.CounterVec
@@ -88,6 +89,7 @@ func New(fleet func() []workers.Sample, prompts func() PromptSample) *Metrics {
 	t.outputTokens = counter("output_tokens_total", "Output tokens, as the workers' usage reports them.", "worker_id")
 	t.predicted = counter("overlap_tokens_predicted_total", "Prompt tokens that the index expected in the chosen worker's cache.", "worker_id")
 	t.cached = counter("cached_tokens_reported_total", "Prompt tokens that the worker reported as cached.", "worker_id")
+	t.compared = counter("compared_prompt_tokens_total", "Prompt tokens of the requests whose cached tokens kvrouter_cached_tokens_reported_total counts.", "worker_id")
 	t.predictions = counter("predictions_total", "Answers that report cached tokens, by how the prediction compares: exact, over, under.", "result")
 	t.promptDiffers = counter("prompt_tokens_mismatch_total", "Answers whose usage.prompt_tokens differs from the router's own count, by where the tokens came from.", "source")
 	t.retries = counter("retries_total", "Requests sent to another worker after one failed before its first byte.", "worker_id")
@@ -131,7 +133,7 @@ func (t *Metrics) perWorker() []interface {
 } {
 	return []interface {
 		DeletePartialMatch(labels prometheus.Labels) int
-	}{t.requests, t.firstToken, t.interToken, t.promptTokens, t.outputTokens, t.predicted, t.cached, t.retries, t.eventLag}
+	}{t.requests, t.firstToken, t.interToken, t.promptTokens, t.outputTokens, t.predicted, t.cached, t.compared, t.retries, t.eventLag}
 }
 
 // forgetGone deletes the series of workers that are gone. A request that was still
@@ -262,6 +264,7 @@ func (t *Metrics) Finished(x proxy.Exchange, now time.Time) {
 		}
 		t.predicted.WithLabelValues(worker).Add(float64(x.Decision.OverlapTokens))
 		t.cached.WithLabelValues(worker).Add(float64(x.Usage.CachedTokens))
+		t.compared.WithLabelValues(worker).Add(float64(x.Usage.PromptTokens))
 		result := "exact"
 		if x.Decision.OverlapTokens > x.Usage.CachedTokens {
 			result = "over"

@@ -50,8 +50,9 @@ func (t *Metrics) sum(sum *proxy.Totals, of func(worker string) bool) {
 			sum.Errors += n
 		}
 	})
-	add(t.promptTokens, func(_ *dto.Metric, n uint64, w *proxy.WorkerTotals) {
-		sum.PromptTokens, w.PromptTokens = sum.PromptTokens+n, w.PromptTokens+n
+	add(t.promptTokens, func(_ *dto.Metric, n uint64, _ *proxy.WorkerTotals) { sum.PromptTokens += n })
+	add(t.compared, func(_ *dto.Metric, n uint64, w *proxy.WorkerTotals) {
+		sum.ComparedTokens, w.ComparedTokens = sum.ComparedTokens+n, w.ComparedTokens+n
 	})
 	add(t.cached, func(_ *dto.Metric, n uint64, w *proxy.WorkerTotals) {
 		sum.CachedTokens, w.CachedTokens = sum.CachedTokens+n, w.CachedTokens+n

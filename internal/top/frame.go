@@ -97,12 +97,18 @@ func (f frame) sorted() []page.Worker {
 	return workers
 }
 
-// text draws the frame. Each line ends with a newline in plain frames; others have
-// exactly the terminal's height, and no line is wider than it.
+// text is the frame as draw draws it.
 func (f frame) text() string {
+	text, _ := f.draw()
+	return text
+}
+
+// draw draws the frame, with room for so many workers. Each line ends with a newline
+// in plain frames; others have exactly the terminal's height, and no line is wider
+// than it.
+func (f frame) draw() (text string, room int) {
 	f.width = max(f.width, minWidth)
 	var lines []string
-	room := 0 // rows of workers
 	if f.state == nil {
 		lines = []string{f.paint(strong, "kvrouter top") + "  " + f.url, "", cmp.Or(f.problem, "connecting …")}
 	} else {
@@ -138,11 +144,11 @@ func (f frame) text() string {
 	for i, line := range lines {
 		lines[i] = ansi.Truncate(strings.TrimRight(line, " "), f.width, "")
 	}
-	text := strings.Join(lines, "\n")
+	text = strings.Join(lines, "\n")
 	if f.height == 0 {
 		text += "\n"
 	}
-	return text
+	return text, room
 }
 
 // skipped is how many workers are scrolled away where so many rows are shown.

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"flag"
+	"fmt"
 	"io"
 	"os"
 	"path/filepath"
@@ -29,7 +30,7 @@ func fleet() *page.State {
 	at := 1_750_000_000.0
 	return &page.State{
 		At: at, Version: "v1", Uptime: 3*3600 + 125, Policy: "work", Models: []string{"m"}, Ready: true,
-		Totals: page.Totals{Requests: 123456, Errors: 7, InFlight: 12, Queued: 2, PromptTokens: 2_000_000, CachedTokens: 1_500_000},
+		Totals: page.Totals{Requests: 123456, Errors: 7, InFlight: 12, Queued: 2, PromptTokens: 2_000_000, CachedTokens: 1_500_000, ComparedTokens: 2_000_000},
 		Rates:  page.Rates{RequestsPerSecond: 42.2, HitRate: pointer(.75), Exact: pointer(.994), TTFT50: pointer(.035), TTFT99: pointer(1.25), ITL50: pointer(.007), ITL99: pointer(.0204)},
 		Workers: []page.Worker{
 			{Worker: 0, State: page.StateReady, Since: at - 11_000, Model: "m", URL: "http://a:8100", InFlight: 9, Waiting: 2, Running: 7, LoadKnown: true, KVUsage: pointer(.97), Blocks: 12_345, PrefillTokens: 4000, HitRate: pointer(.8), EventLag: pointer(.0012), EventsConnected: true},
@@ -125,14 +126,32 @@ func TestWorkersAreSorted(t *testing.T) {
 }
 
 func TestKeysScrollWithinTheFleet(t *testing.T) {
-	m := &model{state: fleet()}
+	// In 20 rows 8 workers are seen, beside the requests.
+	m := &model{state: fleet(), width: 80, height: 20}
+	for i := range 16 {
+		m.state.Workers = append(m.state.Workers, page.Worker{Worker: uint64(100 + i), State: page.StateReady})
+	}
+	shown := func(first string) {
+		t.Helper()
+		if text := ansi.Strip(m.View().Content); !strings.Contains(text, "↑↓ "+first+"/") {
+			t.Errorf("%s are not what is shown:\n%s", first, text)
+		}
+	}
+	shown("1–8")
 	for _, c := range []struct {
 		key  string
 		want int
-	}{{"up", 0}, {"down", 1}, {"pgdown", 3}, {"up", 2}, {"home", 0}, {"end", 3}, {"pgup", 0}} {
+	}{{"up", 0}, {"down", 1}, {"pgdown", 11}, {"up", 10}, {"home", 0}, {"end", 12}, {"down", 12}, {"up", 11}, {"pgup", 1}} {
 		if command := m.press(c.key); m.skip != c.want || command != nil {
 			t.Errorf("after %s %d workers are scrolled away, want %d", c.key, m.skip, c.want)
 		}
+		shown(fmt.Sprintf("%d–%d", c.want+1, c.want+8))
+	}
+	m.press("end")
+	m.state.Workers = m.state.Workers[:12] // others have left
+	m.View()
+	if m.press("up"); m.skip != 3 {
+		t.Errorf("in the smaller fleet %d workers are scrolled away", m.skip)
 	}
 	for _, key := range []string{"q", "ctrl+c", "esc"} {
 		if command := m.press(key); command == nil || command() != tea.Quit() {
@@ -179,7 +198,7 @@ func TestProgramShowsTheStreamUntilItIsQuit(t *testing.T) {
 		ctx, stop := context.WithCancel(t.Context())
 		ended := make(chan error, 1)
 		source := stream(t, answers(503), sends("v9", true))
-		source.firstPause = 300 * time.Millisecond
+		source.firstPause = 2 * time.Second // for the refusal to be drawn
 		go func() {
 			ended <- watch(ctx, source, tea.WithInput(input), tea.WithOutput(out), tea.WithWindowSize(80, 24), tea.WithoutSignals())
 		}()

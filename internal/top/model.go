@@ -18,6 +18,7 @@ type model struct {
 	sort          int
 	reverse       bool
 	skip          int
+	rows          int // of workers that were drawn last
 }
 
 // Init implements tea.Model.
@@ -45,8 +46,9 @@ func (m *model) Update(message tea.Msg) (tea.Model, tea.Cmd) {
 func (m *model) press(key string) tea.Cmd {
 	last := 0
 	if m.state != nil {
-		last = max(0, len(m.state.Workers)-1)
+		last = max(0, len(m.state.Workers)-max(1, m.rows))
 	}
+	m.skip = min(m.skip, last) // there may be fewer workers, or more rows, than there were
 	switch key {
 	case "q", "ctrl+c", "esc":
 		return tea.Quit
@@ -78,10 +80,12 @@ func (m *model) press(key string) tea.Cmd {
 func (m *model) View() tea.View {
 	view := tea.NewView("")
 	if m.height > 0 { // it is known
-		view.SetContent(frame{
+		text, rows := frame{
 			width: m.width, height: m.height, url: m.url, state: m.state, problem: m.problem,
 			sort: m.sort, reverse: m.reverse, skip: m.skip, zone: time.Local,
-		}.text())
+		}.draw()
+		view.SetContent(text)
+		m.rows = rows
 	}
 	view.AltScreen = true
 	return view

@@ -173,6 +173,11 @@ func TestPausesGrowToABound(t *testing.T) {
 	}
 }
 
+// failing is a network that fails with a text.
+type failing string
+
+func (f failing) RoundTrip(*http.Request) (*http.Response, error) { return nil, errors.New(string(f)) }
+
 func TestOnceWritesOneFrame(t *testing.T) {
 	var out strings.Builder
 	if err := once(t.Context(), stream(t, sends("v7", true)), 100, &out); err != nil || !strings.HasPrefix(out.String(), "kvrouter v7 ") {
@@ -180,6 +185,11 @@ func TestOnceWritesOneFrame(t *testing.T) {
 	}
 	if err := once(t.Context(), stream(t, answers(http.StatusUnauthorized)), 100, &out); err == nil || !strings.Contains(err.Error(), "--router-api-key") {
 		t.Error(err)
+	}
+	broken := stream(t, answers(http.StatusOK))
+	broken.client = &http.Client{Transport: failing("\x1b[2Jno way\u202e\r\n")}
+	if err := once(t.Context(), broken, 100, &out); err == nil || !strings.HasSuffix(err.Error(), ": [2Jno way") {
+		t.Errorf("%q", err)
 	}
 }
 

@@ -141,8 +141,8 @@ func (f frame) workers(rows int) []string {
 		usage /= float64(known)
 		sum.KVUsage = &usage
 	}
-	if t := f.state.Totals; t.PromptTokens > 0 {
-		rate := float64(t.CachedTokens) / float64(t.PromptTokens)
+	if t := f.state.Totals; t.ComparedTokens > 0 {
+		rate := float64(t.CachedTokens) / float64(t.ComparedTokens)
 		sum.HitRate = &rate
 	}
 	loaded := func(w page.Worker, n int) cell {

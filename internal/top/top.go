@@ -82,7 +82,7 @@ func once(ctx context.Context, s *source, width int, out io.Writer) error {
 		}
 	})
 	if first == nil {
-		return fmt.Errorf("top: %s: %w", s.url, err)
+		return fmt.Errorf("top: %s: %s", s.url, cleanText(err.Error()))
 	}
 	_, err = io.WriteString(out, frame{width: width, state: first, plain: true, zone: time.Local}.text())
 	return err
