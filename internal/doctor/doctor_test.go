@@ -312,6 +312,31 @@ func TestManyRanksOutOfReachAreNotAllTried(t *testing.T) {
 	}
 }
 
+func TestAPageOfManyCachesIsReadOnce(t *testing.T) {
+	w := newWard(t, 1, nil)
+	const lines = 60_000
+	var page strings.Builder
+	page.WriteString("# TYPE vllm:cache_config_info gauge\n")
+	for i := range lines {
+		fmt.Fprintf(&page, "vllm:cache_config_info{block_size=\"%d\",engine=\"%d\"} 1\n", max(blockSize, i-lines/2), i)
+	}
+	front(t, &w.attached[0], func(path string, _ *http.Response, body string) string {
+		if path == "/metrics" {
+			return page.String()
+		}
+		return body
+	})
+	w.attached[0].Load = fmt.Sprintf("tcp://127.0.0.1:%d", w.load)
+	began := time.Now()
+	all, mend := visit(t, Command{Wait: 30 * time.Second}, setup(w))
+	if len(mend) != maxCaches-1 || !slices.ContainsFunc(all, func(f Finding) bool { return f.Text == "blocks of 64 tokens, as in the router" }) {
+		t.Errorf("%d findings, to mend: %v", len(all), mend)
+	}
+	if took := time.Since(began); took > 20*time.Second {
+		t.Errorf("it took %v", took)
+	}
+}
+
 func TestWorkersAreComparedWithEachOther(t *testing.T) {
 	w := newWard(t, 2, nil)
 	front(t, &w.attached[1], func(path string, _ *http.Response, body string) string {

@@ -24,6 +24,8 @@ const (
 	maxAnswer = 16 << 20
 	// maxShown bounds what is shown of a foreign text, bytes.
 	maxShown = 200
+	// maxCaches bounds the different settings of the KV cache that are shown of a worker.
+	maxCaches = 4
 	// waits bounds the look at one worker, however many ranks it names, in --wait.
 	waits = 10
 	// skewNoted is how far a worker's clock may be off, beyond the second that a Date
@@ -192,12 +194,8 @@ func (v visitor) lookAtVLLM(ctx context.Context, s Setup, p *patient) {
 	default:
 		r.ok("tells its load on /metrics")
 	}
-	for _, cache := range metrics.Cache {
-		size, _ := strconv.Atoi(cache["block_size"])
-		r.lookAtCache(s, size, !strings.EqualFold(cache["enable_prefix_caching"], "false"), "--block-size", "--enable-prefix-caching")
-		if !slices.ContainsFunc(metrics.Cache, func(other map[string]string) bool { return other["block_size"] != cache["block_size"] }) {
-			break // all ranks are alike
-		}
+	for _, kept := range cachesOf(metrics.Cache) {
+		r.lookAtCache(s, kept.blockSize, kept.keeps, "--block-size", "start it with --enable-prefix-caching")
 	}
 	if len(metrics.Cache) == 0 {
 		r.note("does not tell its block size", fmt.Sprintf("see that it runs with --block-size %d", s.BlockSize))
@@ -219,12 +217,33 @@ func (v visitor) lookAtVLLM(ctx context.Context, s Setup, p *patient) {
 	}
 }
 
+// cache is how a rank keeps prompts.
+type cache struct {
+	blockSize int // tokens; 0: not told
+	keeps     bool
+}
+
+// cachesOf returns the different settings that a page tells, in its order, maxCaches at
+// most.
+func cachesOf(told []map[string]string) (found []cache) {
+	for _, labels := range told {
+		size, _ := strconv.Atoi(labels["block_size"])
+		one := cache{size, !strings.EqualFold(labels["enable_prefix_caching"], "false")}
+		if !slices.Contains(found, one) {
+			if found = append(found, one); len(found) == maxCaches {
+				break
+			}
+		}
+	}
+	return found
+}
+
 // lookAtSGLang looks at the flags of an SGLang server.
 func (v visitor) lookAtSGLang(ctx context.Context, s Setup, server workers.SGLangTold, p *patient) {
 	r := &p.report
 	p.version = "SGLang " + cmp.Or(shorten(server.Version), "of an unknown version")
 	r.ok("%s serves %s", p.version, listed(p.models))
-	r.lookAtCache(s, server.BlockSize, server.Caches, "--page-size", "the radix cache (no --disable-radix-cache)")
+	r.lookAtCache(s, server.BlockSize, server.Caches, "--page-size", "start it without --disable-radix-cache")
 	if s.KVEvents {
 		v.lookAtEvents(ctx, server.Sources, kv.EngineSGLang, p)
 	}
@@ -235,7 +254,7 @@ func (v visitor) lookAtSGLang(ctx context.Context, s Setup, server workers.SGLan
 }
 
 // lookAtCache looks at the block size and whether prompts are kept at all.
-func (r *report) lookAtCache(s Setup, size int, keeps bool, sizeFlag, keepFlag string) {
+func (r *report) lookAtCache(s Setup, size int, keeps bool, sizeFlag, keepRemedy string) {
 	switch {
 	case size == 0:
 		r.note("does not tell its block size", fmt.Sprintf("see that it runs with %s %d", sizeFlag, s.BlockSize))
@@ -246,7 +265,7 @@ func (r *report) lookAtCache(s Setup, size int, keeps bool, sizeFlag, keepFlag s
 		r.ok("blocks of %d tokens, as in the router", size)
 	}
 	if !keeps {
-		r.mend("keeps no prompts: prefix caching is off", "start it with "+keepFlag)
+		r.mend("keeps no prompts: prefix caching is off", keepRemedy)
 	}
 }
 
