@@ -360,6 +360,34 @@ func TestWorkersAreComparedWithEachOther(t *testing.T) {
 	}
 }
 
+func TestTheSameKVEventsAreToldByHostAndOnOneLine(t *testing.T) {
+	long := "tcp://host:1/\n" + strings.Repeat("x", 2*maxShown)
+	of := func(about, host, endpoint string) patient {
+		return patient{report: report{about: about}, host: host, endpoints: []string{endpoint}}
+	}
+	for name, test := range map[string]struct {
+		seen []patient
+		want int
+	}{
+		"one socket file of two hosts": {[]patient{of("worker 0", "a", "ipc:///events"), of("worker 1", "b", "ipc:///events")}, 0},
+		"one socket file of one host":  {[]patient{of("worker 0", "a", "ipc:///events"), of("worker 1", "a", "ipc:///events")}, 1},
+		"a foreign text":               {[]patient{of("worker 0", "a", long), of("worker 1", "b", long)}, 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var r report
+			compare(test.seen, &r)
+			if len(r.findings) != test.want {
+				t.Fatalf("found %v", r.findings)
+			}
+			for _, f := range r.findings {
+				if strings.Contains(f.Text, "\n") || len(f.Text) > maxShown+100 {
+					t.Errorf("%q", f.Text)
+				}
+			}
+		})
+	}
+}
+
 func TestTheMachineIsLookedAt(t *testing.T) {
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

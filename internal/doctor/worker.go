@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"net/url"
 	"slices"
 	"strconv"
 	"strings"
@@ -36,6 +37,7 @@ const (
 // patient is one worker and what was found of it.
 type patient struct {
 	report    report
+	host      string // of its URL
 	models    []string
 	version   string
 	endpoints []string // of its KV events
@@ -108,6 +110,9 @@ func (c Command) lookAtWorker(ctx context.Context, s Setup, at workers.Attached)
 	transport.DisableKeepAlives = true
 	v := visitor{client: web.NewClient(transport), at: at, key: cmp.Or(at.Key, s.Key), wait: c.Wait}
 	p := patient{report: report{about: fmt.Sprintf("worker %d, %s", at.ID, at.URL)}}
+	if u, err := url.Parse(at.URL); err == nil {
+		p.host = u.Hostname()
+	}
 	r := &p.report
 	ctx, cancel := context.WithTimeout(ctx, waits*c.Wait)
 	defer cancel()
@@ -276,8 +281,11 @@ func compare(seen []patient, r *report) {
 	for i := range seen {
 		p := &seen[i]
 		for _, endpoint := range p.endpoints {
+			if strings.HasPrefix(endpoint, "ipc://") {
+				endpoint += " on " + p.host // a file of that host
+			}
 			if other, taken := owner[endpoint]; taken && other != p.report.about {
-				r.mend(fmt.Sprintf("%s and %s name the same KV events, %s", other, p.report.about, endpoint), "give each a port of its own in --kv-events-config, and correct kv-events= of --worker")
+				r.mend(fmt.Sprintf("%s and %s name the same KV events, %s", other, p.report.about, shorten(endpoint)), "give each a port of its own in --kv-events-config, and correct kv-events= of --worker")
 			}
 			owner[endpoint] = p.report.about
 		}
