@@ -85,6 +85,7 @@ dist: ## What is given away, into out/dist: static binaries, OCI images, bill of
 	@scripts/dist.sh
 
 test-dist: dist ## The same, and then run what came out of it: binary and image, by chroot (as root)
+	@scripts/build-native.sh
 	KVROUTER_DIST=1 go test -run '^TestDist' -v -count 1 -timeout 10m .
 
 bench: setup ## Micro-benchmarks of hashing, index, decoding and routing (BENCH=regexp)
