@@ -188,6 +188,20 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 				return strings.Replace(body, `"disable_radix_cache":false`, `"disable_radix_cache":true`, 1)
 			})
 		}, Mend, []string{"prefix caching is off", "--disable-radix-cache"}},
+		{"a decode server of SGLang without a radix cache", func(c *mocker.Settings) { c.MockAPI = "sglang" }, func(t *testing.T, w *ward, _ *Setup) {
+			w.attached[0].Load = fmt.Sprintf("tcp://127.0.0.1:%d", w.load)
+			front(t, &w.attached[0], func(_ string, _ *http.Response, body string) string {
+				return strings.Replace(body, `"disaggregation_mode":"null"`, `"disaggregation_mode":"decode"`, 1)
+			})
+		}, Note, []string{"keeps no prompts", "--disaggregation-decode-enable-radix-cache"}},
+		{"another page size of an older SGLang", func(c *mocker.Settings) { c.BlockSize, c.MockAPI = 16, "sglang" }, func(t *testing.T, w *ward, _ *Setup) {
+			front(t, &w.attached[0], func(path string, response *http.Response, body string) string {
+				if path == "/server_info" {
+					response.StatusCode = http.StatusNotFound
+				}
+				return body
+			})
+		}, Mend, []string{"have 16 tokens", "--page-size 64"}},
 		{"no KV events", func(c *mocker.Settings) { c.KVEvents = false }, nil, Mend, []string{"publishes no KV events", "--kv-events-config", `"enable_kv_cache_events":true`}},
 		{"no KV events of SGLang", func(c *mocker.Settings) { c.KVEvents, c.MockAPI = false, "sglang" }, nil, Mend, []string{"publishes no KV events", "--kv-events-config", "--load-publish-endpoint"}},
 		{"KV events out of reach", nil, func(t *testing.T, w *ward, _ *Setup) { w.attached[0].KVEvents = nowhere(t) }, Mend, []string{"cannot be heard", "refused", "tcp://*:5557", "kv-events="}},

@@ -130,7 +130,11 @@ func (c Command) lookAtWorker(ctx context.Context, s Setup, at workers.Attached)
 	if !v.lookAtModels(ctx, &p) {
 		return p
 	}
-	if told, err := v.ask(ctx, http.MethodGet, "/server_info"); err == nil && told.status == http.StatusOK {
+	told, err := v.ask(ctx, http.MethodGet, "/server_info")
+	if err == nil && told.status == http.StatusNotFound { // an older SGLang
+		told, err = v.ask(ctx, http.MethodGet, "/get_server_info")
+	}
+	if err == nil && told.status == http.StatusOK {
 		if server, is := workers.ReadSGLang(told.body, at); is {
 			v.lookAtSGLang(ctx, s, server, &p)
 			return p
@@ -248,8 +252,12 @@ func (v visitor) lookAtSGLang(ctx context.Context, s Setup, server workers.SGLan
 	r := &p.report
 	p.version = "SGLang " + cmp.Or(shorten(server.Version), "of an unknown version")
 	r.ok("%s serves %s", p.version, listed(p.models))
-	r.lookAtCache(s, server.BlockSize, server.Caches, "--page-size", "start it without --disable-radix-cache")
-	if s.KVEvents {
+	anew := server.Decodes && !server.Caches // as SGLang's decode servers do unless told otherwise
+	r.lookAtCache(s, server.BlockSize, server.Caches || anew, "--page-size", server.Remedy)
+	if anew {
+		r.note("keeps no prompts: each is moved to it anew", server.Remedy)
+	}
+	if s.KVEvents && (!anew || v.at.KVEvents != "") {
 		v.lookAtEvents(ctx, server.Sources, kv.EngineSGLang, p)
 	}
 	v.lookAtLoad(ctx, server.Load, r)
