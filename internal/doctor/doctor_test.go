@@ -2,6 +2,7 @@ package doctor
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -289,7 +290,7 @@ func TestAHungWorkerCostsNoMoreThanTheWait(t *testing.T) {
 	w := newWard(t, 2, nil)
 	w.workers[0].Hung.Store(true)
 	began := time.Now()
-	_, mend := visit(t, Command{Wait: 200 * time.Millisecond}, setup(w))
+	_, mend := visit(t, Command{Wait: 2 * time.Second}, setup(w))
 	if len(mend) != 1 || !strings.Contains(mend[0].Text, "does not answer") || !strings.Contains(mend[0].About, "worker 0") {
 		t.Errorf("to mend: %v", mend)
 	}
@@ -306,7 +307,7 @@ func TestAReplayThatIsSilentIsFound(t *testing.T) {
 	defer func() { _ = listener.Close() }() // it accepts by the kernel, and says nothing
 	w := newWard(t, 1, func(c *mocker.Settings) { c.MockDataParallelSize = 1 })
 	w.attached[0].Replay = "tcp://" + listener.Addr().String()
-	_, mend := visit(t, Command{Wait: 300 * time.Millisecond}, setup(w))
+	_, mend := visit(t, Command{Wait: 2 * time.Second}, setup(w))
 	if len(mend) != 1 || !strings.Contains(mend[0].Text, "no answer in time") {
 		t.Errorf("to mend: %v", mend)
 	}
@@ -399,6 +400,25 @@ func TestTheSameKVEventsAreToldByHostAndOnOneLine(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+func TestNoWorkerIsNotedWhereNoneIsRun(t *testing.T) {
+	for _, attached := range []bool{false, true} {
+		all, _ := visit(t, Command{Wait: wait}, Setup{Attached: attached})
+		if noted := slices.ContainsFunc(all, func(f Finding) bool { return f.Text == "none is named" }); noted != attached {
+			t.Errorf("attached %v: %v", attached, all)
+		}
+	}
+}
+
+func TestALookThatIsCutShortPrintsNothing(t *testing.T) {
+	why := errors.New("interrupted")
+	ctx, cancel := context.WithCancelCause(t.Context())
+	cancel(why)
+	var out bytes.Buffer
+	if err := (Command{Wait: wait}).Run(ctx, setup(newWard(t, 1, nil)), &out); !errors.Is(err, why) || out.Len() > 0 {
+		t.Errorf("%v, printed %q", err, out.String())
 	}
 }
 
