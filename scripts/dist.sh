@@ -96,7 +96,7 @@ images() {
 # image ARCH puts the binary into an image of its own: nothing else is in it but the authorities for https, and a
 # user who is not root.
 image() {
-  local root=$work/root container name=kvrouter-image-$1
+  local root=$work/root container name=kvrouter-image-$1 tag=docker.io/library/kvrouter:$version
   rm -rf "$root"
   mkdir -p "$root/etc/ssl/certs"
   install -m 755 "$out/kvrouter-linux-$1" "$root/kvrouter"
@@ -110,9 +110,9 @@ image() {
     --port 8000 --port 7000 --stop-signal SIGTERM \
     --label org.opencontainers.image.title=kvrouter --label "org.opencontainers.image.version=$version" \
     --label "org.opencontainers.image.revision=$(git rev-parse HEAD)" "$container"
-  "${b[@]}" commit -q --format oci --timestamp "$SOURCE_DATE_EPOCH" "$container" kvrouter >/dev/null
+  "${b[@]}" commit -q --format oci --timestamp "$SOURCE_DATE_EPOCH" "$container" "$tag" >/dev/null
   # The form that both docker and podman load, under the same name.
-  "${b[@]}" push -q kvrouter "docker-archive:$out/$name.tar:docker.io/library/kvrouter:$version"
+  "${b[@]}" push -q "$tag" "docker-archive:$out/$name.tar"
   "${b[@]}" rm -a >/dev/null
   say "$name.tar: $(($(stat -c %s "$out/$name.tar") / 1000000)) MB"
 }
