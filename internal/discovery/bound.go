@@ -87,6 +87,8 @@ func (b *yamlBounds) rest(text string) error {
 			continue
 		case (c == ']' || c == '}') && b.flow > 0:
 			b.flow--
+			fresh = true // what comes next is read as if a value may start
+			continue
 		case c == ',' && b.flow > 0:
 			fresh, values = true, 0
 			continue
@@ -104,7 +106,8 @@ func (b *yamlBounds) rest(text string) error {
 			if err := b.passed(text[i : end+1]); err != nil {
 				return err
 			}
-			i = end
+			i = end // what comes next is read as if a value may start
+			continue
 		case fresh && c == '-' && (i+1 == len(text) || text[i+1] == ' ' || text[i+1] == '\t'):
 			return errors.New("a list by dashes begins within a line or brackets")
 		case fresh && strings.IndexByte("&*!|>?%@`", c) >= 0:

@@ -166,6 +166,8 @@ func TestTextThatCostsTheDecoderTooMuchIsRefused(t *testing.T) {
 		many("- "):                               "nested more than 16 deep",
 		"workers: [" + many("- "):                "a list by dashes begins within",
 		"a: - - -":                               "a list by dashes begins within",
+		"workers: " + many(`["" "]" `):           "nested more than 16 deep",
+		"workers: " + many(`[[] "]" `):           "nested more than 16 deep",
 		many("? "):                               `"?" starts what`,
 		many("!!a "):                             `"!" starts what`,
 		"workers: |\n" + many("\n"):              `"|" starts what`,
