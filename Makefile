@@ -81,10 +81,11 @@ lint: ## gofmt, go vet, staticcheck, syntax of the shell and Python scripts
 	@for f in $(SHELL_SCRIPTS); do bash -n $$f || exit 1; done
 	@$(PYTHON) -c 'import ast, sys; [ast.parse(open(f).read(), f) for f in sys.argv[1:]]' $(PYTHON_SCRIPTS)
 
-dist: ## What is given away, into out/dist: static binaries, OCI images, bill of materials, completions, man page
+dist: ## What is given away, into out/dist: static binaries, images, bill of materials, completions, man page
 	@scripts/dist.sh
 
 test-dist: dist ## The same, and then run what came out of it: binary and image, by chroot (as root)
+	@scripts/build-native.sh
 	KVROUTER_DIST=1 go test -run '^TestDist' -v -count 1 -timeout 10m .
 
 bench: setup ## Micro-benchmarks of hashing, index, decoding and routing (BENCH=regexp)

@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/json"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -132,8 +133,16 @@ func TestTheUnitStartsWithItsFlagsAndLittleElse(t *testing.T) {
 	}
 	file := filepath.Join(dir, "kvrouter.service")
 	testkit.WriteFile(t, file, strings.Replace(unit, "/usr/local/bin/kvrouter", "/bin/true", 1))
-	if out, err := exec.CommandContext(t.Context(), analyze, "verify", "--man=no", file).CombinedOutput(); err != nil || len(out) > 0 {
-		t.Errorf("systemd-analyze verify: %v: %s", err, out)
+	var version int
+	if _, err := fmt.Sscanf(output(t, analyze, "--version"), "systemd %d", &version); err != nil || version < 247 {
+		t.Skipf("systemd %d does not know all that the unit says (%v)", version, err)
+	}
+	// It judges the units of this machine as well, and by its exit code all of them.
+	judged, _ := exec.CommandContext(t.Context(), analyze, "verify", "--man=no", file).CombinedOutput()
+	for line := range strings.Lines(string(judged)) {
+		if strings.Contains(line, "kvrouter.service") {
+			t.Errorf("systemd-analyze verify: %s", line)
+		}
 	}
 	if !strings.Contains(output(t, analyze, "--help"), "--offline") {
 		t.Skip("this systemd cannot judge a unit that is not installed")

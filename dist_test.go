@@ -139,7 +139,7 @@ func TestDistBinariesAskForNothingAndTellTheirCommit(t *testing.T) {
 		}
 		for _, private := range []string{here + "/", home + "/."} {
 			if at := bytes.Index(content, []byte(private)); at >= 0 {
-				t.Errorf("it names a path of who built it: %q", content[at:at+80])
+				t.Errorf("it names a path of who built it: %q", content[at:min(at+80, len(content))])
 			}
 		}
 		if arch == runtime.GOARCH {
@@ -205,7 +205,7 @@ func TestDistImageServesByItself(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("buildah mount and chroot want root")
 	}
-	archive, err := filepath.Abs(filepath.Join(distFolder, "kvrouter-oci-"+runtime.GOARCH+".tar"))
+	archive, err := filepath.Abs(filepath.Join(distFolder, "kvrouter-image-"+runtime.GOARCH+".tar"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -213,7 +213,7 @@ func TestDistImageServesByItself(t *testing.T) {
 	buildah := func(args ...string) string {
 		return output(t, "buildah", append([]string{"--root", filepath.Join(store, "all"), "--runroot", filepath.Join(store, "run"), "--storage-driver", "vfs"}, args...)...)
 	}
-	container := buildah("from", "oci-archive:"+archive)
+	container := buildah("from", "docker-archive:"+archive)
 	root := buildah("mount", container)
 	defer buildah("umount", container)
 	var image struct {

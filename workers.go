@@ -123,7 +123,7 @@ func (c *Config) engineSettings() process.Settings {
 func (c *Config) setup() doctor.Setup {
 	engine, starts := c.engine()
 	return doctor.Setup{
-		Engine: engine, Starts: starts, Settings: c.engineSettings(), Ports: c.ports(), BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
+		Engine: engine, Starts: starts, Attached: c.Engine == EngineNone, Settings: c.engineSettings(), Ports: c.ports(), BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
 		Workers: c.Worker, Key: cmp.Or(c.WorkerKey, kv.Secret(engine.Key(c.EngineArgs))), TLS: c.WorkerTLS,
 	}
 }

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Builds what is given away of the commit that is checked out, into out/dist:
 #   kvrouter-linux-ARCH      static binaries, amd64 and, where the cross compiler is installed, arm64
-#   kvrouter-oci-ARCH.tar    OCI images FROM scratch, where buildah is installed
+#   kvrouter-image-ARCH.tar  images FROM scratch for docker load and podman load, where buildah works
 #   kvrouter-ARCH.cdx.json   what went into them: Go modules, crates, C library (CycloneDX)
 #   completions/, kvrouter.1 for shells and man
 #   kvrouter.service, compose.yaml
 #   SHA256SUMS               of all of them
-# The same commit, compilers and C library give the same bytes, whoever builds them and where. KVROUTER_DIST_ARCHS="amd64"
+# The same commit, compilers and C library give the same binaries, whoever builds them and where. KVROUTER_DIST_ARCHS="amd64"
 # builds that one only.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -30,7 +30,7 @@ esac
 
 out=$PWD/out/dist
 work=$(mktemp -d)
-trap 'chmod -R u+w "$work" 2>/dev/null; rm -rf "$work"' EXIT
+trap 'chmod -R u+w "$work" 2>/dev/null || true; rm -rf "$work" || true' EXIT
 rm -rf "$out"
 mkdir -p "$out"
 
@@ -49,8 +49,8 @@ recipe() {
   esac
   if [ "$1" = "$here" ]; then
     cross=cc
-  elif ! command -v "$cross" >/dev/null 2>&1; then
-    say "no $1: $cross is missing (Debian: apt install gcc-${triple%%-*}-linux-gnu g++-${triple%%-*}-linux-gnu)"
+  elif ! command -v "$cross" >/dev/null 2>&1 || ! command -v "${cross%gcc}g++" >/dev/null 2>&1; then
+    say "no $1: $cross or ${cross%gcc}g++ is missing (Debian: apt install gcc-${triple%%-*}-linux-gnu g++-${triple%%-*}-linux-gnu)"
     return 1
   fi
   if ! [ -d "$(rustc --print sysroot)/lib/rustlib/$triple" ]; then
@@ -77,11 +77,26 @@ build() {
   )
 }
 
+b=(buildah --root "$work/storage" --runroot "$work/run" --storage-driver vfs)
+
+# images tells whether images can be built here, and if not why.
+images() {
+  if ! command -v buildah >/dev/null 2>&1; then
+    say "no images: buildah is missing (Debian: apt install buildah)"
+  elif ! [ -f "$certificates" ]; then
+    say "no images: $certificates is missing (Debian: apt install ca-certificates)"
+  elif ! { "${b[@]}" from scratch && "${b[@]}" rm -a; } >/dev/null 2>"$work/why"; then
+    say "no images: buildah cannot work here, as root it may: $(tail -n 1 "$work/why")"
+  else
+    return 0
+  fi
+  return 1
+}
+
 # image ARCH puts the binary into an image of its own: nothing else is in it but the authorities for https, and a
 # user who is not root.
 image() {
-  local root=$work/root container name=kvrouter-oci-$1
-  local -a b=(buildah --root "$work/storage" --runroot "$work/run" --storage-driver vfs)
+  local root=$work/root container name=kvrouter-image-$1 tag=docker.io/library/kvrouter:$version
   rm -rf "$root"
   mkdir -p "$root/etc/ssl/certs"
   install -m 755 "$out/kvrouter-linux-$1" "$root/kvrouter"
@@ -95,9 +110,9 @@ image() {
     --port 8000 --port 7000 --stop-signal SIGTERM \
     --label org.opencontainers.image.title=kvrouter --label "org.opencontainers.image.version=$version" \
     --label "org.opencontainers.image.revision=$(git rev-parse HEAD)" "$container"
-  "${b[@]}" commit -q --format oci --timestamp "$SOURCE_DATE_EPOCH" "$container" kvrouter >/dev/null
-  "${b[@]}" push -q kvrouter "oci:$work/$name:kvrouter:$version"
-  tar --sort=name --mtime="@$SOURCE_DATE_EPOCH" --owner=0 --group=0 --numeric-owner -C "$work/$name" -cf "$out/$name.tar" .
+  "${b[@]}" commit -q --format oci --timestamp "$SOURCE_DATE_EPOCH" "$container" "$tag" >/dev/null
+  # The form that both docker and podman load, under the same name.
+  "${b[@]}" push -q "$tag" "docker-archive:$out/$name.tar"
   "${b[@]}" rm -a >/dev/null
   say "$name.tar: $(($(stat -c %s "$out/$name.tar") / 1000000)) MB"
 }
@@ -106,19 +121,15 @@ mkdir -p "$work/data"
 echo 'What a router keeps: a volume for --index-snapshot and --thompson-state.' >"$work/data/README"
 certificates=/etc/ssl/certs/ca-certificates.crt
 version=""
+pack=no
+if images; then pack=yes; fi
 for arch in ${KVROUTER_DIST_ARCHS:-amd64 arm64}; do
   recipe "$arch" || continue
   build "$arch"
   binary=$out/kvrouter-linux-$arch
   version=$(go version -m "$binary" | awk '$1 == "mod" { print $3 }')
   "$python" scripts/sbom.py --binary "$binary" --native "$work/src/native" --target "$triple" --commit "$(git rev-parse HEAD)" >"$out/kvrouter-$arch.cdx.json"
-  if ! command -v buildah >/dev/null 2>&1; then
-    say "no image for $arch: buildah is missing (Debian: apt install buildah)"
-  elif ! [ -f "$certificates" ]; then
-    say "no image for $arch: $certificates is missing (Debian: apt install ca-certificates)"
-  else
-    image "$arch"
-  fi
+  if [ "$pack" = yes ]; then image "$arch"; fi
 done
 [ -n "$version" ] || die "nothing was built"
 install -m 644 "$work/src/deploy/systemd/kvrouter.service" "$work/src/deploy/compose.yaml" "$out"

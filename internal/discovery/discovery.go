@@ -34,6 +34,9 @@ const maxWorkers = 4096
 // eventsPort is where vLLM's examples have it publish KV events.
 const eventsPort = 5557
 
+// usualPort is the default of --worker-port.
+const usualPort = 8000
+
 // Settings say where the workers are found.
 type Settings struct {
 	Discovery       string `group:"Discovery" placeholder:"SOURCE" help:"Find the workers, and follow them as they come and go: file:workers.yaml (read again when it changes), dns://vllm.ns:8100 (each address of the name, with this port), dns+srv://_http._tcp.vllm.ns (addresses and ports of its SRV records), or kubernetes (Pods, by --pool or --selector). It may stand beside --worker; with --engine none nothing is started."`
@@ -61,6 +64,9 @@ func (s Settings) Validate() error {
 		if flag.value != "" && s.Discovery != kubernetes {
 			return fmt.Errorf("%s %s: it is for --discovery kubernetes; give that too, or leave it out", flag.name, flag.value)
 		}
+	}
+	if s.WorkerPort != 0 && s.WorkerPort != usualPort && s.Discovery != kubernetes {
+		return fmt.Errorf("--worker-port %d: it is for --discovery kubernetes; give that too, or leave it out", s.WorkerPort)
 	}
 	path, isFile := strings.CutPrefix(s.Discovery, schemeFile)
 	switch {

@@ -16,6 +16,7 @@ import (
 // watched is what a source tells while a test runs.
 type watched struct {
 	t     *testing.T
+	path  string            // of the file, if any
 	log   testkit.LogBuffer // has a lock of its own
 	mu    sync.Mutex        // guards lists
 	lists [][]kv.Worker

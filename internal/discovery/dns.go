@@ -22,8 +22,9 @@ import (
 const (
 	dnsEvery = 5 * time.Second // between questions
 	dnsLimit = 4 * time.Second // longest wait for all answers to one
-	dnsKeep  = 5 * time.Minute // how long workers are kept that no answer confirms
+	dnsKeep  = 5 * time.Minute // how long workers are kept while answers name nobody
 	dnsMost  = 16              // questions at once about the hosts of SRV records
+	dnsMiss  = 3               // answers in a row that leave a worker out, until it goes
 )
 
 // dnsQuestion is what --discovery asks name servers.
@@ -60,6 +61,8 @@ type dnsSource struct {
 	every    time.Duration
 	keep     time.Duration
 	trouble  trouble
+	hosts    map[string][]netip.Addr // of the SRV records, as answered last
+	missed   map[uint64]int          // answers in a row that leave a known worker out
 }
 
 func openDNS(value string, log *slog.Logger) (*dnsSource, error) {
@@ -75,23 +78,35 @@ func (d *dnsSource) Watch(ctx context.Context) <-chan []kv.Worker {
 		tick := time.NewTicker(d.every)
 		defer tick.Stop()
 		var known []kv.Worker
-		for confirmed := time.Now(); ; {
+		var nobody time.Time // since when answers name nobody; zero: they do not
+		for {
 			list, err := d.ask(ctx)
+			if len(list) > 0 || !namesNobody(err) {
+				nobody = time.Time{}
+			} else if nobody.IsZero() {
+				nobody = time.Now()
+			}
 			switch {
 			case ctx.Err() != nil:
 				return
-			case err == nil:
-				confirmed = time.Now()
-				d.trouble.over()
+			case len(list) > 0:
+				list = d.settled(list, known)
+				if err != nil {
+					d.trouble.is(err, "what else the answer names counts")
+				} else {
+					d.trouble.over()
+				}
 			case len(known) == 0:
 				d.trouble.is(err, "no worker is known")
-				list = nil
-			case time.Since(confirmed) < d.keep:
+			case nobody.IsZero():
+				d.trouble.is(err, keptAsKnown)
+				list = known
+			case time.Since(nobody) < d.keep:
 				d.trouble.is(err, fmt.Sprintf("%s, for %s at most", keptAsKnown, d.keep))
 				list = known
 			default:
 				d.trouble.is(fmt.Errorf("%w, for %s", err, d.keep), "its workers are let go")
-				list = nil
+				clear(d.missed)
 			}
 			if !slices.Equal(list, known) {
 				if !send(ctx, out, list) {
@@ -109,56 +124,87 @@ func (d *dnsSource) Watch(ctx context.Context) <-chan []kv.Worker {
 	return out
 }
 
-// errEmpty is an answer that names nobody.
-var errEmpty = errors.New("the answer names no address")
+// dnsError is what is wrong with an answer.
+type dnsError struct {
+	text   string
+	nobody bool // name servers answer, and know of nobody
+}
 
-// ask asks once. It fails with errEmpty, or why no answer can be had.
+func (e dnsError) Error() string { return e.text }
+
+// namesNobody tells whether an answer came that names nobody: unlike silence, it may be
+// true.
+func namesNobody(err error) bool {
+	var failed dnsError
+	return errors.As(err, &failed) && failed.nobody
+}
+
+// settled is an answer with the known workers that it leaves out, until dnsMiss answers
+// in a row do: name servers answer in part when one of them is behind, or has no room.
+func (d *dnsSource) settled(list, known []kv.Worker) []kv.Worker {
+	missed := map[uint64]int{}
+	for _, w := range known {
+		if slices.ContainsFunc(list, func(now kv.Worker) bool { return now.ID == w.ID }) {
+			continue
+		}
+		if n := d.missed[w.ID] + 1; n < dnsMiss && len(list) < maxWorkers {
+			missed[w.ID] = n
+			list = append(list, w)
+		}
+	}
+	d.missed = missed
+	return byName(list)
+}
+
+// ask asks once. An error beside workers says what is missing among them.
 func (d *dnsSource) ask(ctx context.Context) (list []kv.Worker, err error) {
 	ctx, cancel := context.WithTimeout(ctx, dnsLimit)
 	defer cancel()
-	if d.port != 0 {
-		addresses, err := d.addresses(ctx, d.name)
-		if err != nil {
-			return nil, err
-		}
+	if d.port == 0 {
+		list, err = d.services(ctx)
+	} else {
+		var addresses []netip.Addr
+		addresses, err = d.addresses(ctx, d.name)
 		for _, address := range addresses {
 			list = append(list, dnsWorker(address, d.port, ""))
 		}
-	} else if list, err = d.services(ctx); err != nil {
-		return nil, err
 	}
-	if len(list) == 0 {
-		return nil, errEmpty
+	if len(list) == 0 && err == nil {
+		return nil, dnsError{"the answer names no address", true}
 	}
 	if len(list) > maxWorkers {
 		return nil, fmt.Errorf("the answer names %d workers, at most %d may be", len(list), maxWorkers)
 	}
 	byName(list)
-	return slices.CompactFunc(list, func(a, b kv.Worker) bool { return a.ID == b.ID }), nil
+	return slices.CompactFunc(list, func(a, b kv.Worker) bool { return a.ID == b.ID }), err
 }
 
-// services asks for the SRV records, and for the addresses of their hosts.
+// services asks for the SRV records, and for the addresses of their hosts. A host that
+// is unknown has none; one that cannot be asked for keeps those it had.
 func (d *dnsSource) services(ctx context.Context) (list []kv.Worker, err error) {
 	_, records, err := d.resolver.LookupSRV(ctx, "", "", d.name)
-	if err != nil {
+	if len(records) == 0 {
 		return nil, plain(err)
 	}
 	if len(records) > maxWorkers {
 		return nil, fmt.Errorf("the answer has %d SRV records, at most %d may be", len(records), maxWorkers)
 	}
-	found := make([][]netip.Addr, len(records))
-	group, ctx := errgroup.WithContext(ctx)
+	found, wrong := make([][]netip.Addr, len(records)), make([]error, len(records))
+	var group errgroup.Group
 	group.SetLimit(dnsMost)
 	for i, record := range records {
-		group.Go(func() (err error) {
-			found[i], err = d.addresses(ctx, record.Target)
-			return err
+		group.Go(func() error {
+			found[i], wrong[i] = d.addresses(ctx, record.Target)
+			return nil
 		})
 	}
-	if err := group.Wait(); err != nil {
-		return nil, err
-	}
+	_ = group.Wait() // none fails
+	hosts := map[string][]netip.Addr{}
 	for i, record := range records {
+		if wrong[i] != nil && !namesNobody(wrong[i]) {
+			found[i] = d.hosts[record.Target]
+		}
+		hosts[record.Target] = found[i]
 		name := ""
 		if len(found[i]) == 1 { // else it is no worker's own
 			name = net.JoinHostPort(strings.TrimSuffix(record.Target, "."), fmt.Sprint(record.Port))
@@ -167,13 +213,45 @@ func (d *dnsSource) services(ctx context.Context) (list []kv.Worker, err error) 
 			list = append(list, dnsWorker(address, record.Port, name))
 		}
 	}
-	return list, nil
+	d.hosts = hosts
+	return list, together(append(wrong, plain(err)))
+}
+
+// together is several errors in one line of bounded length, the same however they are
+// ordered; nil: there are none.
+func together(all []error) error {
+	const most = 3
+	var texts []string
+	nobody := true
+	for _, err := range all {
+		if err != nil {
+			texts = append(texts, err.Error())
+			nobody = nobody && namesNobody(err)
+		}
+	}
+	if len(texts) == 0 {
+		return nil
+	}
+	slices.Sort(texts)
+	texts = slices.Compact(texts)
+	text := strings.Join(texts[:min(len(texts), most)], ", ")
+	if len(texts) > most {
+		text += fmt.Sprintf(" and %d more", len(texts)-most)
+	}
+	return dnsError{text, nobody}
 }
 
 // addresses asks for the addresses of a host.
-func (d *dnsSource) addresses(ctx context.Context, host string) ([]netip.Addr, error) {
-	addresses, err := d.resolver.LookupNetIP(ctx, "ip", host)
-	return addresses, plain(err)
+func (d *dnsSource) addresses(ctx context.Context, host string) (addresses []netip.Addr, err error) {
+	// Of two errors the resolver tells one: that there is no AAAA record may hide that
+	// the question for A records failed. So who is said to be nobody is asked for again.
+	for _, network := range []string{"ip", "ip4", "ip6"} {
+		addresses, err = d.resolver.LookupNetIP(ctx, network, host)
+		if err = plain(err); !namesNobody(err) {
+			break
+		}
+	}
+	return addresses, err
 }
 
 // plain is an error of the resolver without the name server's address, which may be
@@ -181,7 +259,7 @@ func (d *dnsSource) addresses(ctx context.Context, host string) ([]netip.Addr, e
 func plain(err error) error {
 	var failed *net.DNSError
 	if errors.As(err, &failed) {
-		return fmt.Errorf("%s: %s", failed.Name, failed.Err)
+		return dnsError{fmt.Sprintf("%s: %s", failed.Name, failed.Err), failed.IsNotFound}
 	}
 	return err
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -11,6 +12,7 @@ import (
 
 	"golang.org/x/net/dns/dnsmessage"
 
+	"kvrouter/internal/kv"
 	"kvrouter/internal/testkit"
 )
 
@@ -23,6 +25,8 @@ type nameServer struct {
 	addresses map[string][]string
 	services  map[string][]dnsmessage.SRVResource
 	code      dnsmessage.RCode // of every answer, unless it is 0
+	failing   map[string]bool  // names that no answer can be had about
+	failingA  bool             // nor about any IPv4 address
 	asked     int
 	asking    []net.Conn // of resolvers
 	closed    bool
@@ -34,7 +38,7 @@ func newNameServer(t *testing.T) *nameServer {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := &nameServer{conn: conn, done: make(chan struct{}), addresses: map[string][]string{}, services: map[string][]dnsmessage.SRVResource{}}
+	s := &nameServer{conn: conn, done: make(chan struct{}), addresses: map[string][]string{}, services: map[string][]dnsmessage.SRVResource{}, failing: map[string]bool{}}
 	go s.serve()
 	t.Cleanup(s.close)
 	return s
@@ -98,10 +102,13 @@ func (s *nameServer) answer(question dnsmessage.Message) dnsmessage.Message {
 	s.asked++
 	asked := question.Questions[0]
 	answer := dnsmessage.Message{Header: dnsmessage.Header{ID: question.ID, Response: true, RecursionAvailable: true, RCode: s.code}, Questions: question.Questions}
-	if s.code != 0 {
+	name := strings.TrimSuffix(asked.Name.String(), ".")
+	if s.failing[name] || s.failingA && asked.Type == dnsmessage.TypeA {
+		answer.RCode = dnsmessage.RCodeServerFailure
+	}
+	if answer.RCode != 0 {
 		return answer
 	}
-	name := strings.TrimSuffix(asked.Name.String(), ".")
 	header := dnsmessage.ResourceHeader{Name: asked.Name, Class: dnsmessage.ClassINET, TTL: 5}
 	for _, text := range s.addresses[name] {
 		address := netip.MustParseAddr(text)
@@ -146,7 +153,7 @@ func TestAddressesOfAName(t *testing.T) {
 	before := w.last()[0].ID
 	s.set(func() { s.addresses["vllm.ns.test"] = []string{"10.0.0.3", "10.0.0.1", "10.0.0.1"} })
 	w.wants("10.0.0.1:8100=10.0.0.1:8100; 10.0.0.3:8100=10.0.0.3:8100")
-	if w.last()[0].ID != before || w.count() != 2 || w.log.String() != "" {
+	if w.last()[0].ID != before || w.count() != 3 || w.log.String() != "" {
 		t.Errorf("%d lists, %+v: %s", w.count(), w.last(), w.log.String())
 	}
 }
@@ -166,12 +173,76 @@ func TestSRVRecordsNameHostsAndPorts(t *testing.T) {
 	w := watchDNS(t, s, "dns+srv://"+name, time.Hour)
 	both := "10.0.0.4:8000=10.0.0.4:8000; 10.0.0.5:8000=10.0.0.5:8000; vllm-0.vllm.ns.test:8000=10.0.0.9:8000; vllm-0.vllm.ns.test:8001=10.0.0.9:8001"
 	w.wants(both)
-	s.set(func() { delete(s.addresses, "several.ns.test") }) // a record whose host nobody knows
-	w.says("several.ns.test.: no such host; the workers stay as they were")
+	s.set(func() { s.failing["several.ns.test"] = true })
+	w.says("several.ns.test.: server misbehaving; what else the answer names counts")
+	s.answers(t, 8)
 	w.wants(both)
-	s.set(func() { s.services[name] = s.services[name][:1] })
-	w.wants("vllm-0.vllm.ns.test:8000=10.0.0.9:8000")
+	s.set(func() { s.failing["several.ns.test"] = false })
 	w.says("known again")
+	s.set(func() { s.services[name] = s.services[name][1:] }) // no other waits for one that goes
+	w.wants("10.0.0.4:8000=10.0.0.4:8000; 10.0.0.5:8000=10.0.0.5:8000; vllm-0.vllm.ns.test:8001=10.0.0.9:8001")
+	s.set(func() { delete(s.addresses, "several.ns.test") }) // a record whose host nobody knows
+	w.says("several.ns.test.: no such host; what else the answer names counts")
+	w.wants("vllm-0.vllm.ns.test:8001=10.0.0.9:8001")
+}
+
+// TestARecordWithABadNameSpoilsNoOther: the resolver gives records and an error.
+func TestARecordWithABadNameSpoilsNoOther(t *testing.T) {
+	s := newNameServer(t)
+	const name = "_http._tcp.vllm.ns.test"
+	s.set(func() {
+		s.services[name] = []dnsmessage.SRVResource{{Port: 8000, Target: dnsmessage.MustNewName("a.ns.test.")}, {Port: 8000, Target: dnsmessage.MustNewName("b b!.ns.test.")}}
+		s.addresses["a.ns.test"] = []string{"10.0.0.9"}
+	})
+	w := watchDNS(t, s, "dns+srv://"+name, time.Hour)
+	w.wants("a.ns.test:8000=10.0.0.9:8000")
+	w.says("contained records which contain invalid names; what else the answer names counts")
+}
+
+func TestHostsThatNobodyKnowsAreNamedInOrder(t *testing.T) {
+	s := newNameServer(t)
+	const name = "_http._tcp.vllm.ns.test"
+	s.set(func() {
+		for _, host := range []string{"d", "b", "a", "c", "b"} {
+			s.services[name] = append(s.services[name], dnsmessage.SRVResource{Port: 8000, Target: dnsmessage.MustNewName(host + ".ns.test.")})
+		}
+	})
+	w := watchDNS(t, s, "dns+srv://"+name, time.Hour)
+	w.says("a.ns.test.: no such host, b.ns.test.: no such host, c.ns.test.: no such host and 1 more; no worker is known")
+	s.answers(t, 30)
+	if n := strings.Count(w.log.String(), "WARN"); n != 1 {
+		t.Errorf("%d warnings: %s", n, w.log.String())
+	}
+}
+
+// answers waits until that many questions more are answered.
+func (s *nameServer) answers(t *testing.T, more int) {
+	t.Helper()
+	var asked int
+	s.set(func() { asked = s.asked })
+	testkit.Eventually(t, 20*time.Second, "it is asked again", func() (again bool) {
+		s.set(func() { again = s.asked > asked+more })
+		return again
+	})
+}
+
+// TestAnAnswerInPartDropsNoWorker: until three in a row leave it out.
+func TestAnAnswerInPartDropsNoWorker(t *testing.T) {
+	d := &dnsSource{}
+	a, b, c := kv.Worker{ID: 1, Name: "a"}, kv.Worker{ID: 2, Name: "b"}, kv.Worker{ID: 3, Name: "c"}
+	known := []kv.Worker{a, b}
+	for i, step := range []struct{ answer, want []kv.Worker }{
+		{[]kv.Worker{a}, []kv.Worker{a, b}},
+		{[]kv.Worker{c, a}, []kv.Worker{a, b, c}},
+		{[]kv.Worker{b, a}, []kv.Worker{a, b, c}}, // b is back: it counts anew
+		{[]kv.Worker{a}, []kv.Worker{a, b, c}},
+		{[]kv.Worker{a}, []kv.Worker{a, b}},
+		{[]kv.Worker{a}, []kv.Worker{a}},
+	} {
+		if known = d.settled(step.answer, known); !slices.Equal(known, step.want) {
+			t.Errorf("step %d: %v, want %v", i, shown(known), shown(step.want))
+		}
+	}
 }
 
 // TestAnswersThatNameNobodyAreNotBelievedAtOnce: neither is silence.
@@ -179,6 +250,7 @@ func TestAnswersThatNameNobodyAreNotBelievedAtOnce(t *testing.T) {
 	for why, change := range map[string]func(*nameServer){
 		"no such host":              func(s *nameServer) { clear(s.addresses) },
 		"server misbehaving":        func(s *nameServer) { s.code = dnsmessage.RCodeServerFailure },
+		"misbehaving; the workers":  func(s *nameServer) { s.failingA = true }, // while AAAA has an answer, which is empty
 		"no such host; the workers": func(s *nameServer) { s.addresses["vllm.ns.test"] = nil },
 	} {
 		t.Run(why, func(t *testing.T) {
@@ -188,16 +260,15 @@ func TestAnswersThatNameNobodyAreNotBelievedAtOnce(t *testing.T) {
 			w.wants("10.0.0.1:8100=10.0.0.1:8100")
 			s.set(func() { change(s) })
 			w.says(why)
-			w.says("the workers stay as they were, for 1h0m0s at most")
-			var asked int
-			s.set(func() { asked = s.asked })
-			testkit.Eventually(t, 20*time.Second, "it is asked again", func() (again bool) {
-				s.set(func() { again = s.asked > asked+8 })
-				return again
-			})
+			w.says("the workers stay as they were")
+			if strings.Contains(w.log.String(), "for 1h0m0s at most") == strings.Contains(why, "misbehaving") {
+				t.Error(w.log.String())
+			}
+			s.answers(t, 8)
 			if w.count() != 1 || strings.Count(w.log.String(), "WARN") != 1 {
 				t.Errorf("%d lists: %s", w.count(), w.log.String())
 			}
+			s.set(func() { s.failingA = false })
 			s.set(func() { s.code, s.addresses["vllm.ns.test"] = 0, []string{"10.0.0.1"} })
 			w.says("known again")
 		})
@@ -210,7 +281,13 @@ func TestWorkersThatNoAnswerConfirmsGoInTheEnd(t *testing.T) {
 	w.says("no such host; no worker is known")
 	s.set(func() { s.addresses["vllm.ns.test"] = []string{"10.0.0.1"} })
 	w.wants("10.0.0.1:8100=10.0.0.1:8100")
-	s.set(func() { clear(s.addresses) })
+	s.set(func() { s.failing["vllm.ns.test"] = true })
+	w.says("server misbehaving; the workers stay as they were")
+	failing := time.Now()
+	testkit.Eventually(t, 20*time.Second, "silence lasts longer than workers are kept", func() bool { return time.Since(failing) > 200*time.Millisecond })
+	s.answers(t, 4)
+	w.wants("10.0.0.1:8100=10.0.0.1:8100")
+	s.set(func() { clear(s.addresses); clear(s.failing) })
 	w.wants("")
 	w.says("for 100ms; its workers are let go")
 }

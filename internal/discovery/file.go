@@ -11,6 +11,7 @@ import (
 	"net/url"
 	"os"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/goccy/go-yaml"
@@ -101,11 +102,16 @@ func (f *fileSource) look() (changed bool) {
 
 // readBounded reads a file of at most maxFile bytes.
 func readBounded(path string) ([]byte, error) {
-	file, err := os.Open(path)
+	file, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) // a named pipe would block
 	if err != nil {
 		return nil, fmt.Errorf("cannot read it: %w", errors.Unwrap(err))
 	}
 	defer func() { _ = file.Close() }()
+	if info, err := file.Stat(); err != nil {
+		return nil, fmt.Errorf("cannot read it: %w", errors.Unwrap(err))
+	} else if !info.Mode().IsRegular() {
+		return nil, errors.New("it is no regular file")
+	}
 	data, err := io.ReadAll(io.LimitReader(file, maxFile+1))
 	if err != nil {
 		return nil, fmt.Errorf("cannot read it: %w", errors.Unwrap(err))
@@ -140,9 +146,17 @@ func (w *fileWorker) UnmarshalYAML(decode func(any) error) error {
 
 // parseFile reads the workers from what the file holds. An error says in which line
 // something is wrong.
-func parseFile(data []byte) ([]kv.Worker, error) {
+func parseFile(data []byte) (_ []kv.Worker, err error) {
+	defer func() {
+		if p := recover(); p != nil { // of the decoder
+			err = fmt.Errorf("it is no YAML that can be read: %.100q", fmt.Sprint(p))
+		}
+	}()
 	var content struct {
 		Workers *[]fileWorker `yaml:"workers"`
+	}
+	if err := boundYAML(data); err != nil {
+		return nil, err
 	}
 	if err := yaml.UnmarshalWithOptions(data, &content, yaml.Strict()); err != nil {
 		message, _, _ := strings.Cut(yaml.FormatError(err, false, false), "\n")

@@ -5,6 +5,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -78,7 +79,7 @@ func watchFile(t *testing.T, text string) (w *watched, write func(string)) {
 		}
 	}
 	write(text)
-	w = &watched{t: t}
+	w = &watched{t: t, path: path}
 	source, err := openFile(path, w.logger())
 	if err != nil {
 		t.Fatal(err)
@@ -154,9 +155,73 @@ func TestAFileThatGoesLeavesTheWorkersAsTheyWere(t *testing.T) {
 	testkit.Eventually(t, time.Second, "nothing changed", func() bool { return w.count() == 2 })
 }
 
+// TestTextThatCostsTheDecoderTooMuchIsRefused: some of these took gigabytes or minutes.
+func TestTextThatCostsTheDecoderTooMuchIsRefused(t *testing.T) {
+	many := func(text string) string { return strings.Repeat(text, maxFile/len(text)-16) }
+	for text, want := range map[string]string{
+		many("["):                                "line 1: lists and mappings are nested more than 16 deep",
+		many("{a: "):                             "nested more than 16 deep",
+		"workers: [" + many("[\n"):               "nested more than 16 deep",
+		"workers: [\"" + many("[") + "\"]":       "nested more than 16 deep",
+		many("- "):                               "nested more than 16 deep",
+		"workers: [" + many("- "):                "a list by dashes begins within",
+		"a: - - -":                               "a list by dashes begins within",
+		"workers: " + many(`["" "]" `):           "nested more than 16 deep",
+		"workers: " + many(`[[] "]" `):           "nested more than 16 deep",
+		many("? "):                               `"?" starts what`,
+		many("!!a "):                             `"!" starts what`,
+		"workers: |\n" + many("\n"):              `"|" starts what`,
+		"a: b: c":                                "two values for one field",
+		"a: x\n" + many("\n"):                    "line 102: more than 100 lines in a row",
+		"a: 'x\n'":                               "line 1: a quote is not closed",
+		"a: &a [x, x]\nb: &b [*a, *a]\n":         `line 1: "&" starts what`,
+		"workers:\n- url: *a\n":                  `line 2: "*" starts what`,
+		"workers: [http://h:1, *a]":              `"*" starts what`,
+		nested(maxNesting+1) + "x":               "nested more than 16 deep",
+		"workers: " + strings.Repeat("[", 15):    "sequence end token",
+		"workers:\n- url: http://h:1 # [[{ &a\n": "",
+		"workers: [{url: \"http://[::1]:8\", name: 'it''s [&a'}, \"http://h:1\"]": "",
+		"workers:\r\n- http://[::1]:8\r\n- {url: 'http://h:2'}\r\n":               "",
+		"# of us\n---\nworkers:\n\n- url: http://h:1\n  name: a - b, & c\n":       "",
+	} {
+		_, err := parseFile([]byte(text))
+		if (err == nil) != (want == "") || err != nil && !strings.Contains(err.Error(), want) {
+			t.Errorf("%.80q: %v; want %q", text, err, want)
+		}
+	}
+}
+
+// nested is that many mappings in each other, by indentation.
+func nested(deep int) (text string) {
+	for i := range deep {
+		text += strings.Repeat(" ", i) + "a:\n"
+	}
+	return text + strings.Repeat(" ", deep)
+}
+
+func TestANamedPipeIsNoFile(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "pipe")
+	if err := syscall.Mkfifo(path, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	w := &watched{t: t}
+	if _, err := openFile(path, w.logger()); err == nil || !strings.Contains(err.Error(), "it is no regular file") {
+		t.Errorf("at the start: %v", err)
+	}
+	if _, err := openFile(filepath.Dir(path), w.logger()); err == nil || !strings.Contains(err.Error(), "it is no regular file") {
+		t.Errorf("a folder: %v", err)
+	}
+	w, _ = watchFile(t, "workers: [http://h:1]")
+	w.wants("h:1=h:1")
+	if err := os.Rename(path, w.path); err != nil {
+		t.Fatal(err)
+	}
+	w.says("it is no regular file; the workers stay as they were")
+}
+
 func FuzzFile(f *testing.F) {
 	for _, seed := range []string{
-		"workers: [http://h:1]", "workers:\n- url: http://h:1\n  role: decode\n  bootstrap: h:1", "a: &a [*a]", "workers: &x\n- *x", "workers: {}", "- - -", "workers: [[]]", "workers: [null, 3, {}]",
+		"workers: [http://h:1]", "workers:\n- url: http://h:1\n  role: decode\n  bootstrap: h:1", "a: &a [*a]", "workers: &x\n- *x", "workers: {}", "- - -", "workers: [[]]", "workers: [null, 3, {}]", "[[[[{a: {a: ", "a:\n b:\n  - - c", "a: |\n\n", "a: '[' # [",
 	} {
 		f.Add([]byte(seed))
 	}

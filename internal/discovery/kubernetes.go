@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"net"
 	"net/url"
 	"os"
 	"slices"
@@ -68,6 +69,7 @@ type kubeSource struct {
 	backoff   wait.Backoff
 	log       *slog.Logger
 	changed   chan struct{} // has a token when there is something new
+	crowded   bool          // there are more than maxWorkers: that was told
 
 	mu       sync.Mutex        // guards the rest, and what reflectors store
 	pool     *pool             // nil: none is known, or none is asked for
@@ -191,7 +193,7 @@ func (k *kubeSource) Watch(ctx context.Context) <-chan []kv.Worker {
 					reflectors.Go(func() { set.follow(follow) })
 				}
 			}
-			if list, known := k.workers(sets); known && (!told || !slices.Equal(list, last)) {
+			if list, known := k.workers(sets, last); known && (!told || !slices.Equal(list, last)) {
 				if !send(ctx, out, list) {
 					return
 				}
@@ -212,8 +214,8 @@ func sameSelections(sets []*podSet, now []selection) bool {
 }
 
 // workers returns all workers, once all Pods are known: a part of them would look as if
-// the others had gone.
-func (k *kubeSource) workers(sets []*podSet) (list []kv.Worker, known bool) {
+// the others had gone. last is what was told before.
+func (k *kubeSource) workers(sets []*podSet, last []kv.Worker) (list []kv.Worker, known bool) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if len(sets) == 0 || slices.ContainsFunc(sets, func(set *podSet) bool { return set.pods == nil }) {
@@ -223,10 +225,16 @@ func (k *kubeSource) workers(sets []*podSet) (list []kv.Worker, known bool) {
 	if k.pool != nil {
 		ports = k.pool.ports
 	}
-	byID, problems := map[uint64]kv.Worker{}, map[string]string{}
+	byID, problems, roles := map[uint64]kv.Worker{}, map[string]string{}, map[string]kv.Role{}
 	for _, set := range sets { // those with a role come last, and count
 		for _, p := range set.pods {
 			found, problem := p.workers(set.role, ports, k.pool != nil)
+			if set.role != nil && len(found) > 0 {
+				if before, is := roles[p.name]; is && before != *set.role {
+					problem = fmt.Sprintf("it matches --prefill-selector and --decode-selector: it counts as %s", *set.role)
+				}
+				roles[p.name] = *set.role
+			}
 			if problem != "" {
 				problems[p.name] = problem
 			}
@@ -241,18 +249,34 @@ func (k *kubeSource) workers(sets []*podSet) (list []kv.Worker, known bool) {
 		}
 	}
 	k.problems = problems
-	list = byName(slices.Collect(maps.Values(byID)))
-	if len(list) > maxWorkers {
-		k.log.Warn("--discovery kubernetes: too many workers: the rest is left out", "workers", len(list), "most", maxWorkers)
-		list = list[:maxWorkers]
+	return k.bounded(byName(slices.Collect(maps.Values(byID))), last), true
+}
+
+// bounded is the list with maxWorkers of them at most: those that were told before come
+// first, since requests may run there.
+func (k *kubeSource) bounded(list, last []kv.Worker) []kv.Worker {
+	if len(list) <= maxWorkers {
+		k.crowded = false
+		return list
 	}
-	return list, true
+	if !k.crowded {
+		k.log.Warn("--discovery kubernetes: too many workers: those that came last are left out", "workers", len(list), "most", maxWorkers)
+		k.crowded = true
+	}
+	told := map[uint64]int{}
+	for _, w := range last {
+		told[w.ID] = 1
+	}
+	slices.SortStableFunc(list, func(a, b kv.Worker) int { return told[b.ID] - told[a.ID] })
+	return byName(list[:maxWorkers])
 }
 
 // plainAPI is an error of the API server in words that stay the same from one attempt
 // to the next, with what to do about it.
 func (k *kubeSource) plainAPI(err error, resource schema.GroupVersionResource) error {
 	var address *url.Error
+	var unknown *net.DNSError
+	var broken *net.OpError
 	switch {
 	case apierrors.IsForbidden(err):
 		who := "the router's ServiceAccount"
@@ -264,6 +288,10 @@ func (k *kubeSource) plainAPI(err error, resource schema.GroupVersionResource) e
 		return errors.New("the API server does not know who asks (401): the token or certificate is not valid there")
 	case apierrors.IsNotFound(err) && resource == poolResource:
 		return errors.New("the cluster knows no InferencePool (inference.networking.k8s.io/v1): install the Gateway API Inference Extension, or give --selector in place of --pool")
+	case errors.As(err, &unknown):
+		return fmt.Errorf("the API server does not answer: %w", plain(err))
+	case errors.As(err, &broken): // which names this end's port, another at each attempt
+		return fmt.Errorf("the API server does not answer: %w", broken.Err)
 	case errors.As(err, &address):
 		return fmt.Errorf("the API server does not answer: %w", address.Err)
 	}

@@ -2,10 +2,14 @@ package discovery
 
 import (
 	"fmt"
+	"log/slog"
+	"net"
+	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -45,12 +49,13 @@ func (w *watched) warnings() int { return strings.Count(w.log.String(), "level=W
 
 func TestSettingsOfKubernetesThatMakeNoSense(t *testing.T) {
 	for want, s := range map[string]Settings{
-		"--selector x: it is for --discovery kubernetes": {Selector: "x", Discovery: "file:x"},
-		"--pool x: it is for --discovery kubernetes":     {Pool: "x"},
-		"name the Pods of the workers by --pool":         {Discovery: kubernetes, WorkerPort: 1},
-		"leave out --selector":                           {Discovery: kubernetes, WorkerPort: 1, Pool: "p", DecodeSelector: "a=b"},
-		"--prefill-selector a=b=c: ":                     {Discovery: kubernetes, WorkerPort: 1, PrefillSelector: "a=b=c"},
-		"--worker-port 65536: give 1 to 65535":           {Discovery: kubernetes, WorkerPort: 65536, Pool: "p"},
+		"--selector x: it is for --discovery kubernetes":       {Selector: "x", Discovery: "file:x"},
+		"--pool x: it is for --discovery kubernetes":           {Pool: "x"},
+		"--worker-port 8100: it is for --discovery kubernetes": {Discovery: "dns://a:1", WorkerPort: 8100},
+		"name the Pods of the workers by --pool":               {Discovery: kubernetes, WorkerPort: 1},
+		"leave out --selector":                                 {Discovery: kubernetes, WorkerPort: 1, Pool: "p", DecodeSelector: "a=b"},
+		"--prefill-selector a=b=c: ":                           {Discovery: kubernetes, WorkerPort: 1, PrefillSelector: "a=b=c"},
+		"--worker-port 65536: give 1 to 65535":                 {Discovery: kubernetes, WorkerPort: 65536, Pool: "p"},
 	} {
 		if err := s.Validate(); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%+v: %v", s, err)
@@ -94,6 +99,7 @@ func TestWorkersOfAPod(t *testing.T) {
 		"smg's ports":             {pod: kubetest.Pod{Annotations: marks(annotationPorts, "9001, 9002")}, want: "p-rank-0=10.0.0.1:9001; p-rank-1=10.0.0.1:9002"},
 		"ports of a pool":         {ports: []uint16{8000, 8001}, want: "p-rank-0=10.0.0.1:8000; p-rank-1=10.0.0.1:8001"},
 		"active ports":            {pod: kubetest.Pod{Annotations: marks(annotationActive, "8001,9999")}, ports: []uint16{8000, 8001}, want: "p-rank-1=10.0.0.1:8001"},
+		"no active port":          {pod: kubetest.Pod{Annotations: marks(annotationActive, "9998,9999")}, ports: []uint16{8000, 8001}, want: "", problem: `none of "9998,9999" is a port of the pool`},
 		"active ports, as before": {pod: kubetest.Pod{Annotations: marks(annotationActiveLegacy, "8000")}, ports: []uint16{8000, 8001}, want: "p-rank-0=10.0.0.1:8000"},
 		"active ports, no pool":   {pod: kubetest.Pod{Annotations: marks(annotationActive, "7000")}, want: "p=10.0.0.1:7000"},
 		"ports that are none":     {pod: kubetest.Pod{Annotations: marks(annotationActive, "8000,0")}, want: "p=10.0.0.1:8000", problem: `annotation llm-d.ai/active-ports: "0" is no port`},
@@ -166,6 +172,61 @@ func TestSelectorsGiveRoles(t *testing.T) {
 	w.wants("a=10.0.0.1:8100 prefill/none; b=10.0.0.2:8100 decode/none; c=10.0.0.3:8100")
 	s.Pod("b", kubetest.Pod{UID: "b", IP: "10.0.0.2", Labels: map[string]any{"app": "vllm", "part": "p"}})
 	w.wants("a=10.0.0.1:8100 prefill/none; b=10.0.0.2:8100 prefill/none; c=10.0.0.3:8100")
+}
+
+func TestAPodOfBothSelectorsIsNamedOnce(t *testing.T) {
+	s := kubetest.New(t)
+	s.Pod("a", kubetest.Pod{UID: "a", IP: "10.0.0.1", Labels: map[string]any{"app": "vllm", "part": "d"}})
+	w := watchCluster(t, s, Settings{PrefillSelector: "app=vllm", DecodeSelector: "part=d"})
+	w.wants("a=10.0.0.1:8000 decode/none")
+	s.Pod("b", kubetest.Pod{UID: "b", IP: "10.0.0.2"})
+	w.wants("a=10.0.0.1:8000 decode/none; b=10.0.0.2:8000 prefill/none")
+	w.says("pod a: it matches --prefill-selector and --decode-selector: it counts as decode")
+	if w.warnings() != 1 {
+		t.Error(w.log.String())
+	}
+}
+
+func TestOfTooManyWorkersThoseToldBeforeStay(t *testing.T) {
+	w := &watched{t: t}
+	k := newKubeSource(Settings{}, nil, "ns", w.logger())
+	var told, now []kv.Worker
+	for i := range maxWorkers {
+		told = append(told, kv.Worker{ID: uint64(i), Name: fmt.Sprintf("m%04d", i)})
+	}
+	for i := range 3 { // before the others by their names
+		now = append(now, kv.Worker{ID: uint64(maxWorkers + i), Name: fmt.Sprintf("a%d", i)})
+	}
+	want := append(slices.Clone(now[:1]), told[1:]...)
+	for range 2 {
+		if got := k.bounded(append(slices.Clone(now), told[1:]...), told); !slices.Equal(got, want) {
+			t.Errorf("%d workers, first %v", len(got), got[:3])
+		}
+	}
+	if got := k.bounded(slices.Clone(told), told); !slices.Equal(got, told) || w.warnings() != 1 {
+		t.Errorf("%d workers: %s", len(got), w.log.Tail())
+	}
+}
+
+// TestErrorsOfTheAPIServerStayTheSame: else each attempt has a line of the log.
+func TestErrorsOfTheAPIServerStayTheSame(t *testing.T) {
+	k := newKubeSource(Settings{}, nil, "ns", slog.Default())
+	for want, failed := range map[string]func(port int) error{
+		"the API server does not answer: connection reset by peer": func(port int) error {
+			return &net.OpError{Op: "read", Net: "tcp", Source: &net.TCPAddr{Port: port}, Err: syscall.ECONNRESET}
+		},
+		"the API server does not answer: api: no such host": func(port int) error {
+			return &net.OpError{Op: "dial", Net: "tcp", Err: &net.DNSError{Name: "api", Err: "no such host", Server: fmt.Sprint(port)}}
+		},
+	} {
+		for port := range 2 {
+			for _, err := range []error{&url.Error{Op: "Get", URL: "x", Err: failed(port)}, fmt.Errorf("reading: %w", failed(port))} {
+				if got := k.plainAPI(err, podResource).Error(); got != want {
+					t.Errorf("%v: %q, want %q", err, got, want)
+				}
+			}
+		}
+	}
 }
 
 func TestAPoolNamesPodsAndPorts(t *testing.T) {
@@ -258,7 +319,7 @@ func TestWhileTheAPIServerIsAwayAllStaysAsItWas(t *testing.T) {
 	w := watchCluster(t, s, Settings{Pool: "pool"})
 	w.wants("a=10.0.0.1:8000")
 	s.Stop()
-	w.says("the API server does not answer: dial tcp")
+	w.says("the API server does not answer: connect: connection refused")
 	w.says("the workers stay as they were")
 	s.Pod("b", kubetest.Pod{UID: "b", IP: "10.0.0.2"})
 	s.Start()

@@ -132,6 +132,9 @@ func (p pod) workers(as *kv.Role, ports []uint16, pool bool) (list []kv.Worker, 
 		}
 		list = append(list, w)
 	}
+	if len(list) == 0 && problem == "" {
+		problem = fmt.Sprintf("annotation %s: none of %.40q is a port of the pool: it has no worker", annotationActive, p.active)
+	}
 	return list, problem
 }
 

@@ -30,6 +30,7 @@ type Command struct {
 type Setup struct {
 	Engine   process.Engine   // whose workers are started
 	Starts   bool             // there are such
+	Attached bool             // there are none but those that run already
 	Settings process.Settings // of these
 	Ports    []settings.PortUse
 
@@ -59,12 +60,15 @@ type Finding struct {
 }
 
 // Run looks at everything and prints the findings. An error says how many there are to
-// mend.
+// mend, or is why ctx is done.
 func (c Command) Run(ctx context.Context, s Setup, out io.Writer) error {
 	if c.Wait <= 0 {
 		return fmt.Errorf("--wait %v must be more than 0", c.Wait)
 	}
 	findings := c.look(ctx, s)
+	if ctx.Err() != nil { // what was cut short would be told as found
+		return context.Cause(ctx)
+	}
 	mend := 0
 	for _, f := range findings {
 		if f.Level == Mend {
@@ -134,7 +138,7 @@ func (c Command) look(ctx context.Context, s Setup) []Finding {
 		all.findings = append(all.findings, p.report.findings...)
 	}
 	all.about = "workers"
-	if len(s.Workers) == 0 && !s.Starts {
+	if len(s.Workers) == 0 && s.Attached {
 		all.note("none is named", "name those that run by --worker url=http://host:8100, or by POST /workers later")
 	}
 	compare(seen, all)

@@ -2,6 +2,7 @@ package doctor
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -188,6 +189,20 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 				return strings.Replace(body, `"disable_radix_cache":false`, `"disable_radix_cache":true`, 1)
 			})
 		}, Mend, []string{"prefix caching is off", "--disable-radix-cache"}},
+		{"a decode server of SGLang without a radix cache", func(c *mocker.Settings) { c.MockAPI = "sglang" }, func(t *testing.T, w *ward, _ *Setup) {
+			w.attached[0].Load = fmt.Sprintf("tcp://127.0.0.1:%d", w.load)
+			front(t, &w.attached[0], func(_ string, _ *http.Response, body string) string {
+				return strings.Replace(body, `"disaggregation_mode":"null"`, `"disaggregation_mode":"decode"`, 1)
+			})
+		}, Note, []string{"keeps no prompts", "--disaggregation-decode-enable-radix-cache"}},
+		{"another page size of an older SGLang", func(c *mocker.Settings) { c.BlockSize, c.MockAPI = 16, "sglang" }, func(t *testing.T, w *ward, _ *Setup) {
+			front(t, &w.attached[0], func(path string, response *http.Response, body string) string {
+				if path == "/server_info" {
+					response.StatusCode = http.StatusNotFound
+				}
+				return body
+			})
+		}, Mend, []string{"have 16 tokens", "--page-size 64"}},
 		{"no KV events", func(c *mocker.Settings) { c.KVEvents = false }, nil, Mend, []string{"publishes no KV events", "--kv-events-config", `"enable_kv_cache_events":true`}},
 		{"no KV events of SGLang", func(c *mocker.Settings) { c.KVEvents, c.MockAPI = false, "sglang" }, nil, Mend, []string{"publishes no KV events", "--kv-events-config", "--load-publish-endpoint"}},
 		{"KV events out of reach", nil, func(t *testing.T, w *ward, _ *Setup) { w.attached[0].KVEvents = nowhere(t) }, Mend, []string{"cannot be heard", "refused", "tcp://*:5557", "kv-events="}},
@@ -275,7 +290,7 @@ func TestAHungWorkerCostsNoMoreThanTheWait(t *testing.T) {
 	w := newWard(t, 2, nil)
 	w.workers[0].Hung.Store(true)
 	began := time.Now()
-	_, mend := visit(t, Command{Wait: 200 * time.Millisecond}, setup(w))
+	_, mend := visit(t, Command{Wait: 2 * time.Second}, setup(w))
 	if len(mend) != 1 || !strings.Contains(mend[0].Text, "does not answer") || !strings.Contains(mend[0].About, "worker 0") {
 		t.Errorf("to mend: %v", mend)
 	}
@@ -292,7 +307,7 @@ func TestAReplayThatIsSilentIsFound(t *testing.T) {
 	defer func() { _ = listener.Close() }() // it accepts by the kernel, and says nothing
 	w := newWard(t, 1, func(c *mocker.Settings) { c.MockDataParallelSize = 1 })
 	w.attached[0].Replay = "tcp://" + listener.Addr().String()
-	_, mend := visit(t, Command{Wait: 300 * time.Millisecond}, setup(w))
+	_, mend := visit(t, Command{Wait: 2 * time.Second}, setup(w))
 	if len(mend) != 1 || !strings.Contains(mend[0].Text, "no answer in time") {
 		t.Errorf("to mend: %v", mend)
 	}
@@ -309,6 +324,31 @@ func TestManyRanksOutOfReachAreNotAllTried(t *testing.T) {
 	all, mend := visit(t, Command{Wait: wait}, setup(w))
 	if len(mend) != maxSilent+1 || !slices.ContainsFunc(all, func(f Finding) bool { return strings.Contains(f.Text, "other 4 ranks") }) {
 		t.Errorf("to mend: %v", mend)
+	}
+}
+
+func TestAPageOfManyCachesIsReadOnce(t *testing.T) {
+	w := newWard(t, 1, nil)
+	const lines = 60_000
+	var page strings.Builder
+	page.WriteString("# TYPE vllm:cache_config_info gauge\n")
+	for i := range lines {
+		fmt.Fprintf(&page, "vllm:cache_config_info{block_size=\"%d\",engine=\"%d\"} 1\n", max(blockSize, i-lines/2), i)
+	}
+	front(t, &w.attached[0], func(path string, _ *http.Response, body string) string {
+		if path == "/metrics" {
+			return page.String()
+		}
+		return body
+	})
+	w.attached[0].Load = fmt.Sprintf("tcp://127.0.0.1:%d", w.load)
+	began := time.Now()
+	all, mend := visit(t, Command{Wait: 30 * time.Second}, setup(w))
+	if len(mend) != maxCaches-1 || !slices.ContainsFunc(all, func(f Finding) bool { return f.Text == "blocks of 64 tokens, as in the router" }) {
+		t.Errorf("%d findings, to mend: %v", len(all), mend)
+	}
+	if took := time.Since(began); took > 20*time.Second {
+		t.Errorf("it took %v", took)
 	}
 }
 
@@ -332,6 +372,53 @@ func TestWorkersAreComparedWithEachOther(t *testing.T) {
 		if !slices.ContainsFunc(all, func(f Finding) bool { return f.Level == Note && strings.Contains(f.Text, want) }) {
 			t.Errorf("%q is not among %v", want, all)
 		}
+	}
+}
+
+func TestTheSameKVEventsAreToldByHostAndOnOneLine(t *testing.T) {
+	long := "tcp://host:1/\n" + strings.Repeat("x", 2*maxShown)
+	of := func(about, host, endpoint string) patient {
+		return patient{report: report{about: about}, host: host, endpoints: []string{endpoint}}
+	}
+	for name, test := range map[string]struct {
+		seen []patient
+		want int
+	}{
+		"one socket file of two hosts": {[]patient{of("worker 0", "a", "ipc:///events"), of("worker 1", "b", "ipc:///events")}, 0},
+		"one socket file of one host":  {[]patient{of("worker 0", "a", "ipc:///events"), of("worker 1", "a", "ipc:///events")}, 1},
+		"a foreign text":               {[]patient{of("worker 0", "a", long), of("worker 1", "b", long)}, 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var r report
+			compare(test.seen, &r)
+			if len(r.findings) != test.want {
+				t.Fatalf("found %v", r.findings)
+			}
+			for _, f := range r.findings {
+				if strings.Contains(f.Text, "\n") || len(f.Text) > maxShown+100 {
+					t.Errorf("%q", f.Text)
+				}
+			}
+		})
+	}
+}
+
+func TestNoWorkerIsNotedWhereNoneIsRun(t *testing.T) {
+	for _, attached := range []bool{false, true} {
+		all, _ := visit(t, Command{Wait: wait}, Setup{Attached: attached})
+		if noted := slices.ContainsFunc(all, func(f Finding) bool { return f.Text == "none is named" }); noted != attached {
+			t.Errorf("attached %v: %v", attached, all)
+		}
+	}
+}
+
+func TestALookThatIsCutShortPrintsNothing(t *testing.T) {
+	why := errors.New("interrupted")
+	ctx, cancel := context.WithCancelCause(t.Context())
+	cancel(why)
+	var out bytes.Buffer
+	if err := (Command{Wait: wait}).Run(ctx, setup(newWard(t, 1, nil)), &out); !errors.Is(err, why) || out.Len() > 0 {
+		t.Errorf("%v, printed %q", err, out.String())
 	}
 }
 

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"net/url"
 	"slices"
 	"strconv"
 	"strings"
@@ -24,6 +25,8 @@ const (
 	maxAnswer = 16 << 20
 	// maxShown bounds what is shown of a foreign text, bytes.
 	maxShown = 200
+	// maxCaches bounds the different settings of the KV cache that are shown of a worker.
+	maxCaches = 4
 	// waits bounds the look at one worker, however many ranks it names, in --wait.
 	waits = 10
 	// skewNoted is how far a worker's clock may be off, beyond the second that a Date
@@ -34,6 +37,7 @@ const (
 // patient is one worker and what was found of it.
 type patient struct {
 	report    report
+	host      string // of its URL
 	models    []string
 	version   string
 	endpoints []string // of its KV events
@@ -106,6 +110,9 @@ func (c Command) lookAtWorker(ctx context.Context, s Setup, at workers.Attached)
 	transport.DisableKeepAlives = true
 	v := visitor{client: web.NewClient(transport), at: at, key: cmp.Or(at.Key, s.Key), wait: c.Wait}
 	p := patient{report: report{about: fmt.Sprintf("worker %d, %s", at.ID, at.URL)}}
+	if u, err := url.Parse(at.URL); err == nil {
+		p.host = u.Hostname()
+	}
 	r := &p.report
 	ctx, cancel := context.WithTimeout(ctx, waits*c.Wait)
 	defer cancel()
@@ -123,7 +130,11 @@ func (c Command) lookAtWorker(ctx context.Context, s Setup, at workers.Attached)
 	if !v.lookAtModels(ctx, &p) {
 		return p
 	}
-	if told, err := v.ask(ctx, http.MethodGet, "/server_info"); err == nil && told.status == http.StatusOK {
+	told, err := v.ask(ctx, http.MethodGet, "/server_info")
+	if err == nil && told.status == http.StatusNotFound { // an older SGLang
+		told, err = v.ask(ctx, http.MethodGet, "/get_server_info")
+	}
+	if err == nil && told.status == http.StatusOK {
 		if server, is := workers.ReadSGLang(told.body, at); is {
 			v.lookAtSGLang(ctx, s, server, &p)
 			return p
@@ -192,12 +203,8 @@ func (v visitor) lookAtVLLM(ctx context.Context, s Setup, p *patient) {
 	default:
 		r.ok("tells its load on /metrics")
 	}
-	for _, cache := range metrics.Cache {
-		size, _ := strconv.Atoi(cache["block_size"])
-		r.lookAtCache(s, size, !strings.EqualFold(cache["enable_prefix_caching"], "false"), "--block-size", "--enable-prefix-caching")
-		if !slices.ContainsFunc(metrics.Cache, func(other map[string]string) bool { return other["block_size"] != cache["block_size"] }) {
-			break // all ranks are alike
-		}
+	for _, kept := range cachesOf(metrics.Cache) {
+		r.lookAtCache(s, kept.blockSize, kept.keeps, "--block-size", "start it with --enable-prefix-caching")
 	}
 	if len(metrics.Cache) == 0 {
 		r.note("does not tell its block size", fmt.Sprintf("see that it runs with --block-size %d", s.BlockSize))
@@ -219,13 +226,38 @@ func (v visitor) lookAtVLLM(ctx context.Context, s Setup, p *patient) {
 	}
 }
 
+// cache is how a rank keeps prompts.
+type cache struct {
+	blockSize int // tokens; 0: not told
+	keeps     bool
+}
+
+// cachesOf returns the different settings that a page tells, in its order, maxCaches at
+// most.
+func cachesOf(told []map[string]string) (found []cache) {
+	for _, labels := range told {
+		size, _ := strconv.Atoi(labels["block_size"])
+		one := cache{size, !strings.EqualFold(labels["enable_prefix_caching"], "false")}
+		if !slices.Contains(found, one) {
+			if found = append(found, one); len(found) == maxCaches {
+				break
+			}
+		}
+	}
+	return found
+}
+
 // lookAtSGLang looks at the flags of an SGLang server.
 func (v visitor) lookAtSGLang(ctx context.Context, s Setup, server workers.SGLangTold, p *patient) {
 	r := &p.report
 	p.version = "SGLang " + cmp.Or(shorten(server.Version), "of an unknown version")
 	r.ok("%s serves %s", p.version, listed(p.models))
-	r.lookAtCache(s, server.BlockSize, server.Caches, "--page-size", "the radix cache (no --disable-radix-cache)")
-	if s.KVEvents {
+	anew := server.Decodes && !server.Caches // as SGLang's decode servers do unless told otherwise
+	r.lookAtCache(s, server.BlockSize, server.Caches || anew, "--page-size", server.Remedy)
+	if anew {
+		r.note("keeps no prompts: each is moved to it anew", server.Remedy)
+	}
+	if s.KVEvents && (!anew || v.at.KVEvents != "") {
 		v.lookAtEvents(ctx, server.Sources, kv.EngineSGLang, p)
 	}
 	v.lookAtLoad(ctx, server.Load, r)
@@ -235,7 +267,7 @@ func (v visitor) lookAtSGLang(ctx context.Context, s Setup, server workers.SGLan
 }
 
 // lookAtCache looks at the block size and whether prompts are kept at all.
-func (r *report) lookAtCache(s Setup, size int, keeps bool, sizeFlag, keepFlag string) {
+func (r *report) lookAtCache(s Setup, size int, keeps bool, sizeFlag, keepRemedy string) {
 	switch {
 	case size == 0:
 		r.note("does not tell its block size", fmt.Sprintf("see that it runs with %s %d", sizeFlag, s.BlockSize))
@@ -246,7 +278,7 @@ func (r *report) lookAtCache(s Setup, size int, keeps bool, sizeFlag, keepFlag s
 		r.ok("blocks of %d tokens, as in the router", size)
 	}
 	if !keeps {
-		r.mend("keeps no prompts: prefix caching is off", "start it with "+keepFlag)
+		r.mend("keeps no prompts: prefix caching is off", keepRemedy)
 	}
 }
 
@@ -257,8 +289,11 @@ func compare(seen []patient, r *report) {
 	for i := range seen {
 		p := &seen[i]
 		for _, endpoint := range p.endpoints {
+			if strings.HasPrefix(endpoint, "ipc://") {
+				endpoint += " on " + p.host // a file of that host
+			}
 			if other, taken := owner[endpoint]; taken && other != p.report.about {
-				r.mend(fmt.Sprintf("%s and %s name the same KV events, %s", other, p.report.about, endpoint), "give each a port of its own in --kv-events-config, and correct kv-events= of --worker")
+				r.mend(fmt.Sprintf("%s and %s name the same KV events, %s", other, p.report.about, shorten(endpoint)), "give each a port of its own in --kv-events-config, and correct kv-events= of --worker")
 			}
 			owner[endpoint] = p.report.about
 		}

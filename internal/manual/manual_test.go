@@ -3,7 +3,9 @@ package manual
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"os/exec"
+	"slices"
 	"strings"
 	"testing"
 
@@ -71,7 +73,23 @@ func said(t *testing.T, input, name string, args ...string) string {
 	return string(out)
 }
 
+// needsVersion skips a test where a program is older than the completion is written for.
+func needsVersion(t *testing.T, name string, major, minor int) {
+	t.Helper()
+	text := said(t, "", name, "--version")
+	var has [2]int
+	if at := strings.IndexAny(text, "0123456789"); at < 0 {
+		t.Skipf("%s tells no version: %q", name, text)
+	} else if _, err := fmt.Sscanf(text[at:], "%d.%d", &has[0], &has[1]); err != nil {
+		t.Skipf("%s tells no version: %q", name, text)
+	}
+	if slices.Compare(has[:], []int{major, minor}) < 0 {
+		t.Skipf("%s %d.%d is too old", name, has[0], has[1])
+	}
+}
+
 func TestBashCompletes(t *testing.T) {
+	needsVersion(t, "bash", 4, 0)
 	script := printed(t, "completion", "bash")
 	for _, test := range []struct{ name, words, want string }{
 		{"commands and flags", "fruit ''", "pick pack completion man --help -h --kind --list --count -n --wash --no-wash"},
@@ -117,6 +135,7 @@ func TestZshTakesItsCompletion(t *testing.T) {
 }
 
 func TestFishCompletes(t *testing.T) {
+	needsVersion(t, "fish", 3, 2)
 	script := printed(t, "completion", "fish")
 	for _, test := range []struct{ line, want string }{
 		{"fruit pa", "pack\tPack what's picked"},

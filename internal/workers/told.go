@@ -35,8 +35,10 @@ func EventSourcesTold(answer []byte, spec Attached) ([]events.Source, error) {
 // at it from outside.
 type SGLangTold struct {
 	Version   string
-	BlockSize int  // tokens
-	Caches    bool // it keeps prompts
+	BlockSize int    // tokens
+	Caches    bool   // it keeps prompts
+	Remedy    string // how it would; empty where it does
+	Decodes   bool   // it takes prompts from a prefill server
 	Sources   []events.Source
 	Load      string // socket of rank 0; empty: none
 }
@@ -50,8 +52,10 @@ func ReadSGLang(answer []byte, spec Attached) (SGLangTold, bool) {
 	}
 	_ = json.Unmarshal(answer, &version) // else it stays unknown
 	ranks := int(min(info.ranks(), kv.MaxRanks))
+	keeps, remedy := info.keepsPrompts()
 	return SGLangTold{
-		Version: version.Version, BlockSize: int(min(max(info.PageSize, 0), kv.MaxTokens)), Caches: !info.NoRadix,
+		Version: version.Version, BlockSize: int(min(max(info.PageSize, 0), kv.MaxTokens)),
+		Caches: keeps, Remedy: remedy, Decodes: *info.Mode == kv.RoleDecode.String(),
 		Sources: stranger().listSources(info.sources(spec, ranks), spec), Load: info.loadOf(spec, 0),
 	}, true
 }

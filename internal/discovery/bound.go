@@ -1,0 +1,150 @@
+package discovery
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+)
+
+// Bounds of the file's YAML. What the decoder does takes the square of these, and more.
+const (
+	maxNesting = 16  // lists and mappings in each other
+	maxBlank   = 100 // lines in a row that start nothing
+)
+
+// boundYAML refuses text that costs the decoder more than a list of workers can: deep
+// nesting, anchors and aliases, and what else such a list has no use for. It does not
+// know all of YAML: what it is in doubt about counts as nesting.
+func boundYAML(data []byte) error {
+	var b yamlBounds
+	text := strings.NewReplacer("\r\n", "\n", "\r", "\n").Replace(string(data))
+	number := 0
+	for line := range strings.SplitSeq(text, "\n") {
+		number++
+		if err := b.line(line); err != nil {
+			return fmt.Errorf("line %d: %w", number, err)
+		}
+	}
+	return nil
+}
+
+// yamlBounds is what boundYAML knows of the lines so far.
+type yamlBounds struct {
+	columns []int // of the blocks that are open
+	flow    int   // brackets that are open
+	blank   int   // lines in a row that start nothing
+}
+
+var errNesting = fmt.Errorf("lists and mappings are nested more than %d deep", maxNesting)
+
+// line looks at the next line.
+func (b *yamlBounds) line(line string) error {
+	at := len(line) - len(strings.TrimLeft(line, " \t"))
+	starts := b.flow > 0 || line[at:] == "-" || strings.HasPrefix(line[at:], "- ") || strings.Contains(line, ": ") || strings.HasSuffix(strings.TrimRight(line, " \t"), ":")
+	if b.blank++; starts {
+		b.blank = 0
+	}
+	if b.blank > maxBlank {
+		return fmt.Errorf("more than %d lines in a row that are empty, comments or the rest of a text", maxBlank)
+	}
+	for b.flow == 0 && at < len(line) && line[at] != '#' { // each block that opens
+		for len(b.columns) > 0 && b.columns[len(b.columns)-1] >= at {
+			b.columns = b.columns[:len(b.columns)-1]
+		}
+		b.columns = append(b.columns, at)
+		if len(b.columns) > maxNesting {
+			return errNesting
+		}
+		if line[at] != '-' || at+1 < len(line) && line[at+1] != ' ' && line[at+1] != '\t' {
+			break
+		}
+		at++
+		at += len(line[at:]) - len(strings.TrimLeft(line[at:], " \t"))
+	}
+	return b.rest(line[at:])
+}
+
+// rest looks at a line without what opens blocks.
+func (b *yamlBounds) rest(text string) error {
+	fresh, space, values := true, true, 0 // a value may start here; a comment may
+	for i := 0; i < len(text); i++ {
+		c := text[i]
+		before := space
+		space = c == ' ' || c == '\t'
+		switch {
+		case space:
+			continue
+		case c == '#' && before:
+			return b.passed(text[i:])
+		case c == '[' || c == '{':
+			if !fresh && b.flow == 0 { // within a text, as in http://[::1]:8000
+				continue
+			}
+			if b.flow++; b.flow+len(b.columns) > maxNesting {
+				return errNesting
+			}
+			fresh, values = true, 0
+			continue
+		case (c == ']' || c == '}') && b.flow > 0:
+			b.flow--
+			fresh = true // what comes next is read as if a value may start
+			continue
+		case c == ',' && b.flow > 0:
+			fresh, values = true, 0
+			continue
+		case c == ':' && (i+1 == len(text) || text[i+1] == ' ' || text[i+1] == '\t'):
+			if values++; values > 1 {
+				return errors.New("two values for one field")
+			}
+			fresh = true
+			continue
+		case fresh && (c == '"' || c == '\''):
+			end := quoteEnd(text, i)
+			if end < 0 {
+				return errors.New("a quote is not closed on its line")
+			}
+			if err := b.passed(text[i : end+1]); err != nil {
+				return err
+			}
+			i = end // what comes next is read as if a value may start
+			continue
+		case fresh && c == '-' && (i+1 == len(text) || text[i+1] == ' ' || text[i+1] == '\t'):
+			return errors.New("a list by dashes begins within a line or brackets")
+		case fresh && strings.IndexByte("&*!|>?%@`", c) >= 0:
+			return fmt.Errorf("%q starts what a list of workers has no use for; put a text that starts with it in quotes", string(c))
+		}
+		fresh = false
+	}
+	return nil
+}
+
+// passed counts brackets in text that starts and ends no list.
+func (b *yamlBounds) passed(text string) error {
+	open, most := 0, 0
+	for _, c := range []byte(text) {
+		switch c {
+		case '[', '{':
+			open++
+		case ']', '}':
+			open--
+		}
+		most = max(most, open)
+	}
+	if most > maxNesting {
+		return errNesting
+	}
+	return nil
+}
+
+// quoteEnd is where the quoted text ends that starts there; -1: not on this line.
+func quoteEnd(text string, start int) int {
+	for i := start + 1; i < len(text); i++ {
+		switch {
+		case text[i] == '\\' && text[start] == '"', strings.HasPrefix(text[i:], "''") && text[start] == '\'':
+			i++
+		case text[i] == text[start]:
+			return i
+		}
+	}
+	return -1
+}
