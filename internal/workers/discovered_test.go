@@ -342,6 +342,66 @@ func TestServersWithoutARouteForEventsPublishWhereAllDo(t *testing.T) {
 	}
 }
 
+// TestAPublisherThatTwoMayOwnIsFollowedForNeither: its blocks would count for both.
+func TestAPublisherThatTwoMayOwnIsFollowedForNeither(t *testing.T) {
+	_, first := startServer(t)
+	b, second := startServer(t)
+	second.ID, second.Name = first.ID+1, "pod-b"
+	d := followLists(t, nil)
+	first.EventsPort, second.EventsPort = 5557, 5557
+	follows := func(want ...uint64) {
+		t.Helper()
+		testkit.Settles(t, func() error {
+			got := []uint64{}
+			for key := range d.Streams() {
+				got = append(got, key.Worker)
+			}
+			slices.Sort(got)
+			if !slices.Equal(got, want) || len(d.seen()) == 0 {
+				return fmt.Errorf("followed are %d, want %d", got, want)
+			}
+			return nil
+		})
+	}
+	d.tell(first)
+	follows(first.ID)
+	d.tell(first, second)
+	d.wantLog("(pod-b): its KV events are not followed")
+	follows()
+	d.wantLog("(pod-a): its KV events are not followed")
+	second.EventsPort = 5558 // another rank of a Pod
+	d.tell(first, second)
+	follows(first.ID, second.ID)
+	second.EventsPort = 5557
+	d.tell(first, second)
+	follows()
+	second.KVEvents = "tcp://127.0.0.1:7000"
+	d.tell(first, second)
+	follows(first.ID, second.ID)
+	second.KVEvents = "tcp://localhost:5557" // it is the second's
+	d.tell(first, second)
+	follows(second.ID)
+	second.KVEvents = ""
+	b.set(func() { b.sources = "{}" })
+	d.tell(first, second)
+	follows(first.ID)
+	d.tell(first)
+	follows(first.ID)
+	d.finish()
+}
+
+// TestAStartedWorkerOwnsItsPort, before it runs, too.
+func TestAStartedWorkerOwnsItsPort(t *testing.T) {
+	f := newFakeFleet(t, fakeConfig(t, 1))
+	_, w := startServer(t)
+	for port, want := range map[int]int{f.cfg.Ports.KVEvents: 0, f.cfg.Ports.KVEvents + 1: 1} {
+		w.EventsPort = uint16(port)
+		if got := f.eventSources(t.Context(), newWorker(specOf(w, ""), true, false, StateConnecting)); len(got) != want {
+			t.Errorf("port %d: %v", port, got)
+		}
+	}
+}
+
 // TestDiscoveredWorkersGetTheKeyOfTheFlags, unlike those that a client adds.
 func TestDiscoveredWorkersGetTheKeyOfTheFlags(t *testing.T) {
 	_, w := startServer(t)
