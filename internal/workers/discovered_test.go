@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -221,6 +222,45 @@ func TestADrainingWorkerMayRefuseConnections(t *testing.T) {
 	d.wantGone()
 	d.wantEvents(up, down)
 	d.finish()
+}
+
+// TestARestartWhileDrainingIsAnotherProcess: its cache is empty.
+func TestARestartWhileDrainingIsAnotherProcess(t *testing.T) {
+	a, w := startServer(t)
+	d := followLists(t, nil)
+	d.tell(w)
+	d.wantEvents(up)
+	d.store(w.ID)
+	w.Held = kv.HoldDraining
+	d.tell(w)
+	d.wantHeld(w.ID)
+	a.server.Close()
+	d.ReportFailure(w.ID)
+	d.wantLog("(pod-a): takes no connections any more")
+	d.wantEvents(up)
+	a.start()
+	d.wantEvents(up, down, strings.Replace(up, "g1", "g2", 1))
+	if n := d.index.Blocks(kv.WorkerKey{Worker: w.ID}); n != 0 {
+		t.Errorf("%d blocks of the old process", n)
+	}
+	d.finish()
+}
+
+// TestADrainingWorkerIsDownWhereItsAddressIsGone with its Pod.
+func TestADrainingWorkerIsDownWhereItsAddressIsGone(t *testing.T) {
+	for _, test := range []struct {
+		err    error
+		missed bool
+	}{
+		{syscall.ECONNREFUSED, false},
+		{&statusError{"/health", 503}, false},
+		{syscall.EHOSTUNREACH, true},
+		{syscall.ENETUNREACH, true},
+	} {
+		if stays := mayDrain(fmt.Errorf("worker does not answer: %w", test.err)); stays == test.missed {
+			t.Errorf("%v: stays up is %t", test.err, stays)
+		}
+	}
 }
 
 func TestAnotherRoleIsTakenUpInPlace(t *testing.T) {
