@@ -231,10 +231,15 @@ func (f *Fleet) superviseAttached(ctx context.Context, w *worker) {
 }
 
 // usualSources is where a vLLM server publishes its events that has no route to say so:
-// its metrics page names its ranks.
+// its metrics page names its ranks. None: the page has failed, and is to be asked again.
 func (f *Fleet) usualSources(ctx context.Context, w *worker) map[string]kvEventSource {
 	sizes, err := f.reader(w).cacheSizes(ctx, w.Spec.URL+"/metrics")
-	if err != nil || len(sizes) == 0 {
+	if err != nil && !isThere(err) {
+		if w.guess.failures++; w.guess.failures < mostPagesInVain {
+			return nil
+		}
+	}
+	if w.guess.failures = 0; len(sizes) == 0 {
 		sizes = cacheSizes{0: 0}
 	}
 	told := map[string]kvEventSource{}

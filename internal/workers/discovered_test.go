@@ -382,6 +382,57 @@ func TestServersWithoutARouteForEventsPublishWhereAllDo(t *testing.T) {
 	}
 }
 
+// TestRanksAreAskedForAgainWhereThePageFails: with rank 0 alone the others would get no
+// requests.
+func TestRanksAreAskedForAgainWhereThePageFails(t *testing.T) {
+	a, w := startServer(t)
+	a.metrics = cacheName + " is no number\n"
+	w.EventsPort = 5557
+	f := newFakeFleet(t, fakeConfig(t, 0))
+	m := newWorker(specOf(w, ""), true, false, StateConnecting)
+	for _, want := range []int{0, 1} { // at last it has one rank
+		if got := f.eventSources(t.Context(), m); len(got) != want {
+			t.Errorf("%v, want %d", got, want)
+		}
+	}
+}
+
+// TestEndpointsThatAreNotToldInTimeAreAskedForAgain, for as long as at first.
+func TestEndpointsThatAreNotToldInTimeAreAskedForAgain(t *testing.T) {
+	a, w := startServer(t)
+	d := followLists(t, func(f *fakeFleet) { f.Timing.silentAfter = 2 * time.Second })
+	d.tell(w)
+	d.wantLog("publishes no KV events: routed by load only")
+	a.set(func() { a.sources = "not JSON" })
+	w.Load = "tcp://127.0.0.1:1"
+	d.tell(w)
+	d.wantEvents(up, up)
+	a.set(func() { a.sources = twoRanks })
+	testkit.Settles(t, func() error {
+		if n := len(d.Streams()); n != 2 {
+			return fmt.Errorf("%d event streams", n)
+		}
+		return nil
+	})
+	d.finish()
+}
+
+// TestRemediesNameWhatCanBeDone with such a worker.
+func TestRemediesNameWhatCanBeDone(t *testing.T) {
+	for name, test := range map[string]struct {
+		w    *worker
+		want string
+	}{
+		"--worker":   {&worker{}, ", or name replay= in --worker"},
+		"added":      {&worker{added: &added{}}, ""},
+		"discovered": {&worker{added: &added{}, found: &found{}}, ", or, with --discovery file:, name replay there"},
+	} {
+		if got := (&incarnation{w: test.w}).orName("replay"); got != test.want {
+			t.Errorf("%s: %q", name, got)
+		}
+	}
+}
+
 // TestAPublisherThatTwoMayOwnIsFollowedForNeither: its blocks would count for both.
 func TestAPublisherThatTwoMayOwnIsFollowedForNeither(t *testing.T) {
 	_, first := startServer(t)

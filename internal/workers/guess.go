@@ -24,7 +24,12 @@ type guess struct {
 	endpoints []string // of its ranks; none: nothing is guessed
 	contested bool     // another may be who publishes there, so it is not followed
 	warned    bool     // of that
+	failures  int      // in a row of the page that names the ranks
 }
+
+// mostPagesInVain is how often the page that names a worker's ranks may fail before the
+// worker counts as one of a single rank.
+const mostPagesInVain = 2
 
 // hasTold notes where the worker itself says that it publishes.
 func (w *worker) hasTold(sources []events.Source) {
