@@ -306,7 +306,7 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 		if in.gone {
 			return true
 		}
-		if in.up && f.contested(w) != w.guess.contested {
+		if in.up && in.misses == 0 && f.contested(w) != w.guess.contested {
 			sources = in.followAnew(ctx)
 			continue
 		}
