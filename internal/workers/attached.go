@@ -124,14 +124,23 @@ func (b bufferSteps) batches() int {
 func (f *Fleet) eventSources(ctx context.Context, w *worker) []events.Source {
 	spec := w.Spec
 	told := map[string]kvEventSource{}
-	if err := f.get(ctx, spec, "/kv_event_sources", f.Timing.probeLimit, &told); err != nil {
-		f.log.Debug("worker names no KV event sources", "worker", spec.ID, "error", err)
-		var status *statusError
-		if spec.EventsPort != 0 && errors.As(err, &status) && status.status == http.StatusNotFound {
-			told = f.usualSources(ctx, w)
-		}
+	w.guess.endpoints, w.guess.contested = nil, false
+	err := f.get(ctx, spec, "/kv_event_sources", f.Timing.probeLimit, &told)
+	if err == nil {
+		sources := f.sourcesOf(told, spec)
+		w.hasTold(sources)
+		return sources
 	}
-	return f.sourcesOf(told, spec)
+	f.log.Debug("worker names no KV event sources", "worker", spec.ID, "error", err)
+	var status *statusError
+	if spec.EventsPort == 0 || !errors.As(err, &status) || status.status != http.StatusNotFound {
+		return f.sourcesOf(nil, spec)
+	}
+	sources := f.sourcesOf(f.usualSources(ctx, w), spec)
+	if spec.KVEvents == "" && !f.guesses(w, sources) {
+		return nil
+	}
+	return sources
 }
 
 // sourcesOf is eventSources of what the worker has told. Of more than kv.MaxRanks
@@ -222,10 +231,15 @@ func (f *Fleet) superviseAttached(ctx context.Context, w *worker) {
 }
 
 // usualSources is where a vLLM server publishes its events that has no route to say so:
-// its metrics page names its ranks.
+// its metrics page names its ranks. None: the page has failed, and is to be asked again.
 func (f *Fleet) usualSources(ctx context.Context, w *worker) map[string]kvEventSource {
 	sizes, err := f.reader(w).cacheSizes(ctx, w.Spec.URL+"/metrics")
-	if err != nil || len(sizes) == 0 {
+	if err != nil && !isThere(err) {
+		if w.guess.failures++; w.guess.failures < mostPagesInVain {
+			return nil
+		}
+	}
+	if w.guess.failures = 0; len(sizes) == 0 {
 		sizes = cacheSizes{0: 0}
 	}
 	told := map[string]kvEventSource{}
@@ -292,6 +306,10 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 		if in.gone {
 			return true
 		}
+		if in.up && in.misses == 0 && f.contested(w) != w.guess.contested {
+			sources = in.followAnew(ctx)
+			continue
+		}
 		if in.info != nil || len(sources) > 0 || in.toldSilent || !in.up || in.misses > 0 || !f.cfg.KVEvents {
 			continue
 		}
@@ -306,7 +324,9 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 // eventSources finds the worker's event streams.
 func (in *incarnation) eventSources() []events.Source {
 	if in.info != nil {
-		return in.f.listSources(in.info.sources(in.w.Spec, in.ranks), in.w.Spec)
+		sources := in.f.listSources(in.info.sources(in.w.Spec, in.ranks), in.w.Spec)
+		in.w.hasTold(sources)
+		return sources
 	}
 	return in.f.eventSources(in.ctx, in.w)
 }

@@ -79,6 +79,12 @@ func (e *statusError) Error() string {
 	return fmt.Sprintf("GET %s answered %d %s", e.path, e.status, http.StatusText(e.status))
 }
 
+// isStatus tells from the error of a request that it was answered.
+func isStatus(err error) bool {
+	var status *statusError
+	return errors.As(err, &status)
+}
+
 // errLeadsBack says that a worker's address is not a worker's.
 var errLeadsBack = errors.New("its address leads back to this router: name the address of the worker itself")
 
@@ -162,6 +168,10 @@ func (f *Fleet) LeadsBack(ctx context.Context, url string) bool {
 func isGone(err error) bool {
 	return errors.Is(err, syscall.ECONNREFUSED)
 }
+
+// mayDrain tells from the error of a look that a server which drains may still answer
+// what it has begun: it has closed its door, or says that it is to end.
+func mayDrain(err error) bool { return isGone(err) || isStatus(err) }
 
 // isThere tells from the error of a look that a server answers which does not know
 // the path, or does not let us ask: whether it is well cannot be told.

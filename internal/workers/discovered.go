@@ -238,21 +238,35 @@ func (in *incarnation) takeTold(ctx context.Context, sources []events.Source) []
 	}
 	before.Disagg = now.Disagg
 	if before != now {
-		in.forget()
-		in.ctx, in.cancel = context.WithCancel(ctx)
-		in.stopLoads, in.watched = nil, false
-		clear(in.loaded)
-		sources = in.eventSources()
-		for _, source := range sources {
-			in.followEvents(source)
-		}
-		in.setTargets(in.served, sources)
-		in.followLoads(in.loadOf)
-		for key, target := range in.announced {
-			if !slices.ContainsFunc(in.targets, func(t kv.Target) bool { return t.Key == key }) {
-				delete(in.announced, key)
-				in.f.hooks.Down(target, "the worker has this rank no more")
-			}
+		return in.followAnew(ctx)
+	}
+	if in.up {
+		clear(in.announced)
+		in.markUp()
+	}
+	return sources
+}
+
+// followAnew learns the worker's cache anew, from where its events are now, while its
+// requests go on. It returns what is followed now.
+func (in *incarnation) followAnew(ctx context.Context) []events.Source {
+	in.forget()
+	in.ctx, in.cancel = context.WithCancel(ctx)
+	in.stopLoads, in.watched = nil, false
+	clear(in.loaded)
+	sources := in.eventSources()
+	if len(sources) == 0 { // it may not have answered in time
+		in.toldSilent, in.began = false, time.Now()
+	}
+	for _, source := range sources {
+		in.followEvents(source)
+	}
+	in.setTargets(in.served, sources)
+	in.followLoads(in.loadOf)
+	for key, target := range in.announced {
+		if !slices.ContainsFunc(in.targets, func(t kv.Target) bool { return t.Key == key }) {
+			delete(in.announced, key)
+			in.f.hooks.Down(target, "the worker has this rank no more")
 		}
 	}
 	if in.up {

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -223,6 +224,45 @@ func TestADrainingWorkerMayRefuseConnections(t *testing.T) {
 	d.finish()
 }
 
+// TestARestartWhileDrainingIsAnotherProcess: its cache is empty.
+func TestARestartWhileDrainingIsAnotherProcess(t *testing.T) {
+	a, w := startServer(t)
+	d := followLists(t, nil)
+	d.tell(w)
+	d.wantEvents(up)
+	d.store(w.ID)
+	w.Held = kv.HoldDraining
+	d.tell(w)
+	d.wantHeld(w.ID)
+	a.server.Close()
+	d.ReportFailure(w.ID)
+	d.wantLog("(pod-a): takes no connections any more")
+	d.wantEvents(up)
+	a.start()
+	d.wantEvents(up, down, strings.Replace(up, "g1", "g2", 1))
+	if n := d.index.Blocks(kv.WorkerKey{Worker: w.ID}); n != 0 {
+		t.Errorf("%d blocks of the old process", n)
+	}
+	d.finish()
+}
+
+// TestADrainingWorkerIsDownWhereItsAddressIsGone with its Pod.
+func TestADrainingWorkerIsDownWhereItsAddressIsGone(t *testing.T) {
+	for _, test := range []struct {
+		err    error
+		missed bool
+	}{
+		{syscall.ECONNREFUSED, false},
+		{&statusError{"/health", 503}, false},
+		{syscall.EHOSTUNREACH, true},
+		{syscall.ENETUNREACH, true},
+	} {
+		if stays := mayDrain(fmt.Errorf("worker does not answer: %w", test.err)); stays == test.missed {
+			t.Errorf("%v: stays up is %t", test.err, stays)
+		}
+	}
+}
+
 func TestAnotherRoleIsTakenUpInPlace(t *testing.T) {
 	_, w := startServer(t)
 	var mu sync.Mutex
@@ -339,6 +379,117 @@ func TestServersWithoutARouteForEventsPublishWhereAllDo(t *testing.T) {
 				t.Errorf("%s, want %s", got, test.want)
 			}
 		})
+	}
+}
+
+// TestRanksAreAskedForAgainWhereThePageFails: with rank 0 alone the others would get no
+// requests.
+func TestRanksAreAskedForAgainWhereThePageFails(t *testing.T) {
+	a, w := startServer(t)
+	a.metrics = cacheName + " is no number\n"
+	w.EventsPort = 5557
+	f := newFakeFleet(t, fakeConfig(t, 0))
+	m := newWorker(specOf(w, ""), true, false, StateConnecting)
+	for _, want := range []int{0, 1} { // at last it has one rank
+		if got := f.eventSources(t.Context(), m); len(got) != want {
+			t.Errorf("%v, want %d", got, want)
+		}
+	}
+}
+
+// TestEndpointsThatAreNotToldInTimeAreAskedForAgain, for as long as at first.
+func TestEndpointsThatAreNotToldInTimeAreAskedForAgain(t *testing.T) {
+	a, w := startServer(t)
+	d := followLists(t, func(f *fakeFleet) { f.Timing.silentAfter = 2 * time.Second })
+	d.tell(w)
+	d.wantLog("publishes no KV events: routed by load only")
+	a.set(func() { a.sources = "not JSON" })
+	w.Load = "tcp://127.0.0.1:1"
+	d.tell(w)
+	d.wantEvents(up, up)
+	a.set(func() { a.sources = twoRanks })
+	testkit.Settles(t, func() error {
+		if n := len(d.Streams()); n != 2 {
+			return fmt.Errorf("%d event streams", n)
+		}
+		return nil
+	})
+	d.finish()
+}
+
+// TestRemediesNameWhatCanBeDone with such a worker.
+func TestRemediesNameWhatCanBeDone(t *testing.T) {
+	for name, test := range map[string]struct {
+		w    *worker
+		want string
+	}{
+		"--worker":   {&worker{}, ", or name replay= in --worker"},
+		"added":      {&worker{added: &added{}}, ""},
+		"discovered": {&worker{added: &added{}, found: &found{}}, ", or, with --discovery file:, name replay there"},
+	} {
+		if got := (&incarnation{w: test.w}).orName("replay"); got != test.want {
+			t.Errorf("%s: %q", name, got)
+		}
+	}
+}
+
+// TestAPublisherThatTwoMayOwnIsFollowedForNeither: its blocks would count for both.
+func TestAPublisherThatTwoMayOwnIsFollowedForNeither(t *testing.T) {
+	_, first := startServer(t)
+	b, second := startServer(t)
+	second.ID, second.Name = first.ID+1, "pod-b"
+	d := followLists(t, nil)
+	first.EventsPort, second.EventsPort = 5557, 5557
+	follows := func(want ...uint64) {
+		t.Helper()
+		testkit.Settles(t, func() error {
+			got := []uint64{}
+			for key := range d.Streams() {
+				got = append(got, key.Worker)
+			}
+			slices.Sort(got)
+			if !slices.Equal(got, want) || len(d.seen()) == 0 {
+				return fmt.Errorf("followed are %d, want %d", got, want)
+			}
+			return nil
+		})
+	}
+	d.tell(first)
+	follows(first.ID)
+	d.tell(first, second)
+	d.wantLog("(pod-b): its KV events are not followed")
+	follows()
+	d.wantLog("(pod-a): its KV events are not followed")
+	second.EventsPort = 5558 // another rank of a Pod
+	d.tell(first, second)
+	follows(first.ID, second.ID)
+	second.EventsPort = 5557
+	d.tell(first, second)
+	follows()
+	second.KVEvents = "tcp://127.0.0.1:7000"
+	d.tell(first, second)
+	follows(first.ID, second.ID)
+	second.KVEvents = "tcp://localhost:5557" // it is the second's
+	d.tell(first, second)
+	follows(second.ID)
+	second.KVEvents = ""
+	b.set(func() { b.sources = "{}" })
+	d.tell(first, second)
+	follows(first.ID)
+	d.tell(first)
+	follows(first.ID)
+	d.finish()
+}
+
+// TestAStartedWorkerOwnsItsPort, before it runs, too.
+func TestAStartedWorkerOwnsItsPort(t *testing.T) {
+	f := newFakeFleet(t, fakeConfig(t, 1))
+	_, w := startServer(t)
+	for port, want := range map[int]int{f.cfg.Ports.KVEvents: 0, f.cfg.Ports.KVEvents + 1: 1} {
+		w.EventsPort = uint16(port)
+		if got := f.eventSources(t.Context(), newWorker(specOf(w, ""), true, false, StateConnecting)); len(got) != want {
+			t.Errorf("port %d: %v", port, got)
+		}
 	}
 }
 

@@ -203,6 +203,7 @@ type worker struct {
 	passKey  bool               // its key goes with clients' requests
 	registry *registry          // nil: not a registered one
 	added    *added             // nil: not one of Add or Follow
+	guess    guess              // where it publishes
 	found    *found             // nil: not one of Follow
 	wake     chan struct{}      // holds a token when its health is to be looked at now
 	look     chan chan struct{} // to be closed when its models have been looked at
@@ -211,6 +212,8 @@ type worker struct {
 	status  Status
 	key     kv.Secret // of Spec
 	streams map[kv.WorkerKey]*events.Stream
+
+	publishes publishing
 }
 
 // NewFleet prepares the workers that cfg asks for; Run starts them by start, which
@@ -253,7 +256,9 @@ func NewFleet(cfg Settings, start Start, index radix.Index, hooks Hooks, log *sl
 	}
 	for i, part := range cfg.Started {
 		spec := Attached{ID: uint64(i), URL: cfg.Ports.URL(i), Key: cmp.Or(cfg.Key, cfg.WorkerKey), Disagg: part}
-		f.workers = append(f.workers, newWorker(spec, false, cfg.WorkerKey != "" || cfg.PassKey, StateStarting))
+		w := newWorker(spec, false, cfg.WorkerKey != "" || cfg.PassKey, StateStarting)
+		w.hasTold(cfg.Ports.Sources(i, cfg.BlockSize))
+		f.workers = append(f.workers, w)
 	}
 	for _, spec := range cfg.Attached {
 		pass := spec.Key != "" || cfg.WorkerKey != "" || cfg.PassKey
@@ -266,7 +271,8 @@ func NewFleet(cfg Settings, start Start, index radix.Index, hooks Hooks, log *sl
 func newWorker(spec Attached, attached, passKey bool, state string) *worker {
 	return &worker{
 		id: spec.ID, Spec: spec, key: spec.Key, attached: attached, passKey: passKey, wake: make(chan struct{}, 1), look: make(chan chan struct{}), streams: map[kv.WorkerKey]*events.Stream{},
-		status: Status{ID: spec.ID, URL: spec.URL, Attached: attached, State: state, Since: time.Now()},
+		status:    Status{ID: spec.ID, URL: spec.URL, Attached: attached, State: state, Since: time.Now()},
+		publishes: publishing{host: plainHost(hostOf(spec.URL)), given: spec.KVEvents},
 	}
 }
 

@@ -46,6 +46,7 @@ type incarnation struct {
 	up         bool
 	answered   bool // it has said that it is well, in this incarnation or before
 	gone       bool // nothing listens at its address any more
+	closed     bool // nothing did while it drained: what answers next is another process
 	misses     int  // looks in a row without an answer
 	toldSilent bool
 }
@@ -254,6 +255,10 @@ func (in *incarnation) checkHealth() {
 		return
 	}
 	switch {
+	case in.closed && (err == nil || isThere(err)):
+		in.gone = true
+		in.markDown("it was started anew")
+		return
 	case err == nil:
 		in.answered = true
 		in.well()
@@ -264,17 +269,20 @@ func (in *incarnation) checkHealth() {
 	case !in.answered && isThere(err): // of a server that has no /health only this can be told
 		in.well()
 		return
-	case in.w.drains() && !errors.Is(err, context.DeadlineExceeded):
-		return // it listens no more, and answers what it has begun
+	case in.w.drains() && mayDrain(err):
+		if isGone(err) && !in.closed {
+			in.closed = true
+			in.f.log.Info(fmt.Sprintf("%s: takes no connections any more, and may end what it has begun", in.w))
+		}
+		return
 	case in.answered && web.OwnFault(err):
 		in.f.log.Warn(fmt.Sprintf("%s: its health cannot be looked at, for a lack in the router: raise the limit of open files (ulimit -n), or lower --max-connections", in.w), "error", err)
 		return
 	}
 	in.misses++
 	in.gone = isGone(err)
-	var status *statusError
 	var stuck errStuck
-	saysNo := in.answered && (errors.As(err, &status) || errors.As(err, &stuck))
+	saysNo := in.answered && (isStatus(err) || errors.As(err, &stuck))
 	back := errors.Is(err, errLeadsBack)
 	if !in.up || !in.gone && !saysNo && !back && in.misses < in.f.Timing.healthMisses {
 		return

@@ -351,7 +351,7 @@ func (l loadReader) open(ctx context.Context, url string) (io.ReadCloser, error)
 	}
 	if response.StatusCode != http.StatusOK {
 		_ = response.Body.Close()
-		return nil, fmt.Errorf("%s answered %s", url, response.Status)
+		return nil, &statusError{url, response.StatusCode}
 	}
 	return response.Body, nil
 }

@@ -190,8 +190,11 @@ func (f *Fleet) superviseRegistered(ctx context.Context, w *worker) {
 func (f *Fleet) adopt(w *worker, r Registration) {
 	w.Spec.URL, w.Spec.Key = r.URL, r.Key
 	w.mu.Lock()
-	w.key = r.Key
+	w.key, w.publishes.host = r.Key, plainHost(hostOf(r.URL))
 	w.mu.Unlock()
+	if len(r.Sources) > 0 {
+		w.hasTold(r.Sources)
+	}
 	f.update(w, func(s *Status) { s.URL, s.Models, s.Ranks = r.URL, []string{r.Model}, slices.Clone(r.Ranks) })
 }
 

@@ -124,7 +124,7 @@ func (i *serverInfo) eventsRemedy() string {
 	if i.EventsConfig != "" {
 		return "its --kv-events-config names no publisher over TCP: start it with " + sglangEvents
 	}
-	return "start it with " + sglangEvents + ", or name kv-events= in --worker"
+	return "start it with " + sglangEvents
 }
 
 // tellOfEvents warns, once, of what the router does not learn of an attached worker's
@@ -133,14 +133,16 @@ func (in *incarnation) tellOfEvents(sources []events.Source) {
 	if !in.f.cfg.KVEvents || in.toldSilent {
 		return
 	}
-	remedy := "start it with " + vllmEvents + ", or name kv-events= in --worker"
+	remedy := "start it with " + vllmEvents + in.orName("kv-events")
 	keeps, late := true, in.info == nil
 	switch {
 	case in.info != nil:
 		keeps, remedy = in.info.keepsPrompts()
-		remedy = cmp.Or(remedy, in.info.eventsRemedy())
+		if remedy == "" {
+			remedy = in.info.eventsRemedy() + in.orName("kv-events")
+		}
 	case in.engine == kv.EngineSGLang:
-		remedy = "start it with " + sglangEvents + ", or name kv-events= in --worker"
+		remedy = "start it with " + sglangEvents + in.orName("kv-events")
 	}
 	silent := len(sources) == 0 || !keeps && in.w.Spec.KVEvents == ""
 	if silent && late && time.Since(in.began) < in.f.Timing.silentAfter {
@@ -158,10 +160,22 @@ func (in *incarnation) tellOfEvents(sources []events.Source) {
 	for _, source := range sources {
 		if source.Replay == "" {
 			in.f.log.Warn(fmt.Sprintf("%s: its KV events have no replay: blocks that it stored before are not known", in.w), "url", in.w.Spec.URL, "rank", source.Worker.Rank,
-				"remedy", `give its --kv-events-config a "replay_endpoint":"tcp://*:5757", or name replay= in --worker`)
+				"remedy", `give its --kv-events-config a "replay_endpoint":"tcp://*:5757"`+in.orName("replay"))
 			return
 		}
 	}
+}
+
+// orName says where an endpoint of the worker can be named. Only --worker and a file
+// have a place for it.
+func (in *incarnation) orName(key string) string {
+	switch {
+	case in.w.found != nil:
+		return ", or, with --discovery file:, name " + key + " there"
+	case in.w.added != nil:
+		return "" // whoever adds a worker gives its URL alone
+	}
+	return ", or name " + key + "= in --worker"
 }
 
 // know takes in what an SGLang server tells of itself.
