@@ -13,7 +13,6 @@ import (
 	"time"
 
 	"github.com/goccy/go-yaml"
-	"github.com/prometheus/common/expfmt"
 	"github.com/prometheus/common/model"
 	"github.com/prometheus/prometheus/promql/parser"
 
@@ -118,17 +117,7 @@ func expressions(t *testing.T) (exprs, legends map[string]string) {
 // addSeries adds the names of the series of a router's page, each with its labels.
 func addSeries(t *testing.T, s *mockSite, series map[string][]string) {
 	t.Helper()
-	response, err := http.Get(s.openAI + "/metrics")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer response.Body.Close()
-	parser := expfmt.NewTextParser(model.UTF8Validation)
-	families, err := parser.TextToMetricFamilies(response.Body)
-	if err != nil {
-		t.Fatal(err)
-	}
-	for name, family := range families {
+	for name, family := range familiesOf(t, s) {
 		names := []string{}
 		for _, label := range family.Metric[0].Label {
 			names = append(names, label.GetName())

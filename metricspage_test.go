@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	dto "github.com/prometheus/client_model/go"
 	"github.com/prometheus/common/expfmt"
 	"github.com/prometheus/common/model"
 
@@ -25,9 +26,8 @@ import (
 // no HTTP status.
 var toldValues = []string{"kind", "result", "source", "stage", "reason", "event_type"}
 
-// metricsOf returns the families of a router's page, as the rows of the document
-// write them: type and labels. The document must name their values of toldValues.
-func metricsOf(t *testing.T, s *mockSite, document string) map[string]string {
+// familiesOf reads a router's page.
+func familiesOf(t *testing.T, s *mockSite) map[string]*dto.MetricFamily {
 	t.Helper()
 	response, err := http.Get(s.openAI + "/metrics")
 	if err != nil {
@@ -39,8 +39,15 @@ func metricsOf(t *testing.T, s *mockSite, document string) map[string]string {
 	if err != nil {
 		t.Fatal(err)
 	}
+	return families
+}
+
+// metricsOf returns the families of a router's page, as the rows of the document
+// write them: type and labels. The document must name their values of toldValues.
+func metricsOf(t *testing.T, s *mockSite, document string) map[string]string {
+	t.Helper()
 	found := map[string]string{}
-	for name, family := range families {
+	for name, family := range familiesOf(t, s) {
 		if regexp.MustCompile("^(go|process|promhttp)_").MatchString(name) {
 			continue
 		}
