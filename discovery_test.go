@@ -62,6 +62,34 @@ func (s *mockSite) wantLifecycles(want ...string) {
 	})
 }
 
+// keepAsking has clients stream one answer after the other until stop is called; each
+// must end whole. more waits, for a limited time, until so many more have ended.
+func (s *mockSite) keepAsking(t *testing.T, clients int, answers int64, limit time.Duration) (more, stop func()) {
+	ctx, cancel := context.WithCancel(t.Context())
+	var running sync.WaitGroup
+	var answered atomic.Int64
+	for i := range clients {
+		running.Go(func() {
+			for n := 0; ctx.Err() == nil; n++ {
+				a, err := s.chat(t.Context(), say(fmt.Sprintf("client %d asks %d", i, n), strings.Repeat("and ", 50)+"so on"), true, 30)
+				if err != nil || !a.finished || a.broken {
+					t.Errorf("client %d, request %d: %+v, %v", i, n, a, err)
+					return
+				}
+				answered.Add(1)
+			}
+		})
+	}
+	more = func() {
+		before := answered.Load()
+		testkit.Eventually(t, limit, "requests are answered", func() bool { return answered.Load() > before+answers })
+	}
+	return more, func() {
+		cancel()
+		running.Wait()
+	}
+}
+
 // route starts a router beside the one of the mock workers, which starts none. startApp
 // would take what that one does meanwhile for what this one has left over.
 func (s *mockSite) route(args ...string) *mockSite {
@@ -105,26 +133,7 @@ func TestAFileOfWorkersIsFollowedAndNoRequestIsLost(t *testing.T) {
 		id[w.Name] = w.WorkerID
 	}
 
-	ctx, cancel := context.WithCancel(t.Context())
-	defer cancel()
-	var clients sync.WaitGroup
-	var answered atomic.Int64
-	for i := range 8 {
-		clients.Go(func() {
-			for n := 0; ctx.Err() == nil; n++ {
-				a, err := s.chat(t.Context(), say(fmt.Sprintf("client %d asks %d", i, n), strings.Repeat("and ", 50)+"so on"), true, 30)
-				if err != nil || !a.finished || a.broken {
-					t.Errorf("client %d, request %d: %+v, %v", i, n, a, err)
-					return
-				}
-				answered.Add(1)
-			}
-		})
-	}
-	more := func() {
-		before := answered.Load()
-		testkit.Eventually(t, 20*time.Second, "requests are answered", func() bool { return answered.Load() > before+20 })
-	}
+	more, stop := s.keepAsking(t, 8, 20, 20*time.Second)
 	more()
 
 	file.write(entry(0, ", draining: true"), entry(1, ""), entry(2, ""))
@@ -151,8 +160,7 @@ func TestAFileOfWorkersIsFollowedAndNoRequestIsLost(t *testing.T) {
 		return strings.Contains(s.log.String(), "line 2: worker 1 of the list: url: http://h:0 is no URL")
 	})
 	more()
-	cancel()
-	clients.Wait()
+	stop()
 	s.wantLifecycles("w0 "+selection.LifecycleSchedulable, "w2 "+selection.LifecycleSchedulable)
 }
 

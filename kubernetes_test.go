@@ -1,13 +1,10 @@
 package main
 
 import (
-	"context"
 	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
-	"sync"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -59,26 +56,7 @@ func TestRolloutsInKubernetesLoseNothing(t *testing.T) {
 	ready := func(i int) string { return fmt.Sprintf("vllm-%d %s", i, selection.LifecycleSchedulable) }
 	s.wantLifecycles(ready(0), ready(1))
 
-	ctx, cancel := context.WithCancel(t.Context())
-	defer cancel()
-	var clients sync.WaitGroup
-	var answered atomic.Int64
-	for i := range 24 {
-		clients.Go(func() {
-			for n := 0; ctx.Err() == nil; n++ {
-				a, err := s.chat(t.Context(), say(fmt.Sprintf("client %d asks %d", i, n), strings.Repeat("and ", 50)+"so on"), true, 30)
-				if err != nil || !a.finished || a.broken {
-					t.Errorf("client %d, request %d: %+v, %v", i, n, a, err)
-					return
-				}
-				answered.Add(1)
-			}
-		})
-	}
-	more := func() {
-		before := answered.Load()
-		testkit.Eventually(t, 30*time.Second, "requests are answered", func() bool { return answered.Load() > before+48 })
-	}
+	more, stop := s.keepAsking(t, 24, 48, 30*time.Second)
 	more()
 	c.pod(2, func(p *kubetest.Pod) { p.NotReady = true })
 	c.pod(3, func(p *kubetest.Pod) { p.NotReady = true })
@@ -130,8 +108,7 @@ func TestRolloutsInKubernetesLoseNothing(t *testing.T) {
 		more()
 	}
 	s.wantLifecycles(ready(2), ready(3))
-	cancel()
-	clients.Wait()
+	stop()
 	for _, text := range []string{"the API server does not answer", "the API server answers again"} {
 		if !strings.Contains(s.log.String(), text) {
 			t.Errorf("the log does not say %q", text)
