@@ -177,7 +177,9 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 		return
 	}
 	a.page.Prompt(r.seen, r.model, &r.request, r.body)
-	r.recorded = a.recorder.Prompt(r.request)
+	if r.model == a.models.Default() { // a record is a trace of one model
+		r.recorded = a.recorder.Prompt(r.request)
+	}
 	u := r.upstream(c)
 	if kind != tokens.NoPrompt {
 		a.telemetry.Began()

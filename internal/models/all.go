@@ -205,20 +205,25 @@ func (s *Set) BlockSize(name string) int {
 	return 0
 }
 
-// Prompts returns where the prompt tokens of all models came from.
+// Prompts returns where the prompt tokens of all models came from, those included that
+// are forgotten.
 func (s *Set) Prompts() tokens.Stats {
-	sum := tokens.Stats{Reasons: map[string]uint64{}}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	sum := s.gone
+	sum.Reasons = maps.Clone(sum.Reasons)
 	for _, m := range s.All() {
-		if m.Tokens == nil {
-			continue
-		}
-		one := m.Tokens.Stats()
-		sum.Local, sum.WorkerRender, sum.WorkerTokenize, sum.None = sum.Local+one.Local, sum.WorkerRender+one.WorkerRender, sum.WorkerTokenize+one.WorkerTokenize, sum.None+one.None
-		for reason, n := range one.Reasons {
-			sum.Reasons[reason] += n
-		}
+		add(&sum, m.Tokens.Stats())
 	}
 	return sum
+}
+
+// add adds one model's counts to those of others.
+func add(sum *tokens.Stats, one tokens.Stats) {
+	sum.Local, sum.WorkerRender, sum.WorkerTokenize, sum.None = sum.Local+one.Local, sum.WorkerRender+one.WorkerRender, sum.WorkerTokenize+one.WorkerTokenize, sum.None+one.None
+	for reason, n := range one.Reasons {
+		sum.Reasons[reason] += n
+	}
 }
 
 // Sample is the state of a model now, as the metrics page shows it.

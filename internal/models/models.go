@@ -107,6 +107,7 @@ type Set struct {
 	mu        sync.Mutex        // guards the rest, and changes of all
 	homes     map[uint64]*Model // of the workers that have joined
 	held      map[uint64]bool   // workers that get no new requests, whichever their model
+	gone      tokens.Stats      // of models that were dropped
 	claimed   string            // name of the default model where none was told; empty: nobody has come
 	comparing context.Context   // ends Run; nil: it does not run
 	compares  sync.WaitGroup    // of each model
@@ -114,7 +115,7 @@ type Set struct {
 
 // New returns a set of the default model, whose Router must be set.
 func New(settings Settings, standard *Model, log *slog.Logger) *Set {
-	s := &Set{settings: settings, log: log, spare: map[string][]*tokens.Model{}, homes: map[uint64]*Model{}, held: map[uint64]bool{}}
+	s := &Set{settings: settings, log: log, spare: map[string][]*tokens.Model{}, homes: map[uint64]*Model{}, held: map[uint64]bool{}, gone: tokens.Stats{Reasons: map[string]uint64{}}}
 	s.all.Store(&[]*Model{standard})
 	return s
 }
@@ -301,6 +302,7 @@ func (s *Set) drop(m *Model) {
 	defer s.mu.Unlock()
 	all := slices.DeleteFunc(slices.Clone(s.All()), func(other *Model) bool { return other == m })
 	s.all.Store(&all)
+	add(&s.gone, m.Tokens.Stats())
 	if m.leave != nil {
 		m.leave()
 	}

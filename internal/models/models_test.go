@@ -260,7 +260,7 @@ func TestOddNamesStayBounded(t *testing.T) {
 		t.Error("a worker that was refused belongs to a model")
 	}
 	join(t, s, 98, serves("", 16, "real 3")) // of one that is known there may be more workers
-	if _, _, err := s.Join(99, serves("", 16, strings.Repeat("x", 300))); err == nil {
+	if _, _, err := s.Join(99, serves("", 16, strings.Repeat("x", 300))); err == nil || !strings.Contains(err.Error(), "300 bytes") {
 		t.Error("a name of 300 bytes is taken")
 	}
 	if size := s.BlockSize("one more"); size != 0 {
@@ -400,6 +400,9 @@ func TestATokenizerOutlivesItsModel(t *testing.T) {
 		prompts := m.Tokens.CompletionBody(t.Context(), parsed)
 		if len(prompts) != 1 || prompts[0].Source != tokens.SourceLocal {
 			t.Fatalf("round %d: %+v", i, prompts)
+		}
+		if n := s.Prompts().Local; n != uint64(i+1) { // those of the models before it are not forgotten
+			t.Errorf("round %d: %d prompts", i, n)
 		}
 		leave(s, 1)
 		if i == 0 { // from now on nothing can be opened

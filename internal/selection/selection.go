@@ -405,8 +405,8 @@ func (s *Service) overlapScores(c *gin.Context) {
 	c.JSON(http.StatusOK, gin.H{"block_size": s.router(of).BlockSize(), "num_blocks": blocks, "workers": workers})
 }
 
-// dump streams the whole index of the default model as store events from which another router can
-// fill its own.
+// dump streams the whole index of the default model as store events from which another
+// router can fill its own.
 func (s *Service) dump(c *gin.Context) {
 	s.writeDump(c, func(to io.Writer) error {
 		return events.WriteDump(to, s.models.Index(), s.models.Default().Router.BlockSize(), s.dumpParts())
