@@ -126,8 +126,8 @@ func (s *Set) All() []*Model { return *s.all.Load() }
 // Default returns the default model.
 func (s *Set) Default() *Model { return s.All()[0] }
 
-// Of returns the model that serves a name: its own, another one of its workers or an
-// adapter's. An empty name is the default model's. Not known: a worker is up
+// Of returns the model that serves a name: its own, else another one of its workers or
+// an adapter's, of several models the first's. An empty name is the default model's. Not known: a worker is up
 // that could tell, and none serves it or did when it was last up; the default model
 // stands for it then.
 func (s *Set) Of(name string) (m *Model, known bool) {
@@ -135,10 +135,13 @@ func (s *Set) Of(name string) (m *Model, known bool) {
 	if name == "" {
 		return all[0], true
 	}
-	for _, m := range all {
-		if m.Lists(name) {
-			return m, true
+	for _, one := range all {
+		if one.Lists(name) && (m == nil || one.Name == name) {
+			m = one
 		}
+	}
+	if m != nil {
+		return m, true
 	}
 	for _, m := range all[1:] {
 		if m.remembers(name) {
@@ -332,6 +335,6 @@ func (s *Set) make(name, root string, size int) (*Model, error) {
 		log.Info("no tokenizer here: prompt tokens come from the workers", "remedy", "put its files into a folder of --models-dir that has its name")
 	}
 	m.Tokens = tokens.NewSource(m.files, m.askAny, s.settings.TokenTimeout, log)
-	log.Info("a further base model: it has an index, a policy and a tokenizer of its own", "root", root, "block_size", size)
+	log.Info("a further base model: it has an index, a policy and a tokenizer of its own", "root", root, "block_size", size, "default_model", s.settings.ServedModelName)
 	return m, nil
 }

@@ -138,6 +138,18 @@ func TestANameLeadsToTheModelWhoseWorkersHaveIt(t *testing.T) {
 	}
 }
 
+func TestAnAdapterDoesNotTakeABaseModelsName(t *testing.T) {
+	s := newSet(t, models.Settings{ServedModelName: "a"})
+	join(t, s, 1, serves("", 0, "a"), "b", "c")
+	join(t, s, 2, serves("", 0, "x"), "b", "a")
+	b := join(t, s, 3, serves("", 0, "b"))
+	for name, want := range map[string]*models.Model{"a": s.Default(), "b": b, "c": s.Default()} {
+		if m, known := s.Of(name); m != want || !known {
+			t.Errorf("%q leads to %q, known: %v", name, m.Name, known)
+		}
+	}
+}
+
 func TestWorkersThatTellNothingTakeNoOtherModelsRequests(t *testing.T) {
 	s := newSet(t, models.Settings{ServedModelName: "a"})
 	join(t, s, 1, serves("", 0)) // serves any
