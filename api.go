@@ -19,6 +19,7 @@ import (
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/keys"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/models"
 	"kvrouter/internal/nativeapi"
 	"kvrouter/internal/page"
 	"kvrouter/internal/proxy"
@@ -35,8 +36,7 @@ import (
 type API struct {
 	config    Config
 	keys      *keys.Ring
-	router    *router.Router
-	tokens    *tokens.Source
+	models    *models.Set
 	proxy     *proxy.Proxy
 	telemetry *telemetry.Metrics
 	recorder  *telemetry.Recorder // nil: nothing is recorded
@@ -52,8 +52,8 @@ type API struct {
 }
 
 // NewAPI returns the OpenAI side over what the router is made of.
-func NewAPI(config Config, router *router.Router, source *tokens.Source, px *proxy.Proxy, telemetry *telemetry.Metrics, log *slog.Logger) *API {
-	return &API{config: config, keys: keys.New(config.Keys, config.APIKey), router: router, tokens: source, proxy: px, telemetry: telemetry, log: log, pairs: proxy.NewPairs(router, px, config.Disagg, log),
+func NewAPI(config Config, models *models.Set, px *proxy.Proxy, telemetry *telemetry.Metrics, log *slog.Logger) *API {
+	return &API{config: config, keys: keys.New(config.Keys, config.APIKey), models: models, proxy: px, telemetry: telemetry, log: log, pairs: proxy.NewPairs(models, px, config.Disagg, log),
 		bodies: web.NewBodies(config.MaxBodyBytes, config.Bodies.MaxInflightBodyBytes)}
 }
 
@@ -77,10 +77,10 @@ func (a *API) Handler() http.Handler {
 	engine.GET("/metrics", gin.WrapH(a.telemetry.Handler()))
 
 	guarded := engine.Group("/", a.keys.Guard(web.OpenAIError))
-	guarded.GET("/v1/models", a.models)
-	guarded.GET("/v1/models/:model", a.models)
-	guarded.POST("/tokenize", a.tokenized(a.tokens.Tokenize))
-	guarded.POST("/detokenize", a.tokenized(a.tokens.Detokenize))
+	guarded.GET("/v1/models", a.listModels)
+	guarded.GET("/v1/models/:model", a.listModels)
+	guarded.POST("/tokenize", a.tokenized((*tokens.Source).Tokenize))
+	guarded.POST("/detokenize", a.tokenized((*tokens.Source).Detokenize))
 	for path, kind := range tokens.Routes {
 		guarded.POST(path, func(c *gin.Context) { a.infer(c, path, kind) })
 	}
@@ -95,7 +95,7 @@ func (a *API) Handler() http.Handler {
 	if len(a.config.RouterAPIKey) == 0 {
 		operators.Use(a.keys.Guard(web.OpenAIError), a.keys.Trusted(web.OpenAIError))
 	}
-	thresholds := selection.Thresholds{Router: a.router, Model: a.config.ServedModelName}
+	thresholds := selection.Thresholds{Models: a.models, Model: a.config.ServedModelName}
 	operators.GET("/busy_threshold", thresholds.Show)
 	operators.POST("/busy_threshold", thresholds.Change)
 	return engine
@@ -104,7 +104,7 @@ func (a *API) Handler() http.Handler {
 // Ready tells whether requests can be served now, and whether the router ends.
 func (a *API) Ready() (ready, draining bool) {
 	draining = a.draining.Load()
-	return !draining && a.router.Has(func(t *kv.Target) bool { return t.Role != kv.RolePrefill && !t.Resting }), draining
+	return !draining && a.models.Has(func(t *kv.Target) bool { return t.Role != kv.RolePrefill && !t.Resting }), draining
 }
 
 // ready shows that.
@@ -114,12 +114,12 @@ func (a *API) ready(c *gin.Context) {
 	if ready {
 		status = http.StatusOK
 	}
-	c.JSON(status, gin.H{"ready": ready, "schedulable_workers": a.router.Schedulable(), "draining": draining})
+	c.JSON(status, gin.H{"ready": ready, "schedulable_workers": a.models.Schedulable(), "draining": draining})
 }
 
 // native are SGLang's own short routes.
 func (a *API) native() nativeapi.Routes {
-	return nativeapi.Routes{Router: a.router, Proxy: a.proxy, Admin: a.config.AllowEngineAdmin, Question: a.question, Fail: func(c *gin.Context, status int, message string) {
+	return nativeapi.Routes{Models: a.models, Proxy: a.proxy, Admin: a.config.AllowEngineAdmin, Question: a.question, Fail: func(c *gin.Context, status int, message string) {
 		a.fail(c, status, "", message)
 	}}
 }
@@ -132,6 +132,7 @@ type inference struct {
 	id       string // X-Request-Id
 	exchange *proxy.Exchange
 	caller   *keys.Caller
+	model    *models.Model // that it is for
 
 	raw      []byte // the body's memory, until the end
 	body     *jsonbody.Body
@@ -149,7 +150,7 @@ type inference struct {
 // infer serves one inference request: find out its prompt, choose, forward.
 func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 	x := &proxy.Exchange{Route: path, Worker: "none", Arrived: time.Now()}
-	r := &inference{api: a, ctx: c.Request.Context(), kind: kind, id: web.RequestID(c), exchange: x, caller: a.keys.Of(c)}
+	r := &inference{api: a, ctx: c.Request.Context(), kind: kind, id: web.RequestID(c), exchange: x, caller: a.keys.Of(c), model: a.models.Default()}
 	x.Trace = a.tracer.Begin(c.Request, path, x.Arrived, r.caller.Trusted)
 	r.seen = a.page.Began(r.id, x)
 	defer func() { r.finish(c.Writer.Status()) }()
@@ -166,17 +167,19 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 		return
 	}
 	stream := r.body.Get("stream").Bool()
-	shared := kind != tokens.NoPrompt && (a.router.Paired() || a.config.Disagg.EnforceDisagg)
+	shared := kind != tokens.NoPrompt && (r.model.Router.Paired() || a.config.Disagg.EnforceDisagg)
 	var why string
 	if shared {
 		why, r.request.Kinds = proxy.WhyWhole(path, r.body, r.hints.Whole, r.multiple)
 	}
 	if r.hints.Query {
-		a.settle(c, x, a.answerQuery(c, x, kind, stream, r.request, shared, why, r.prompt.Tokens))
+		a.settle(c, x, r.answerQuery(c, stream, shared, why))
 		return
 	}
-	a.page.Prompt(r.seen, &r.request, r.body)
-	r.recorded = a.recorder.Prompt(r.request)
+	a.page.Prompt(r.seen, r.model, &r.request, r.body)
+	if r.model == a.models.Default() { // a record is a trace of one model
+		r.recorded = a.recorder.Prompt(r.request)
+	}
 	u := r.upstream(c)
 	if kind != tokens.NoPrompt {
 		a.telemetry.Began()
@@ -191,7 +194,7 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 	a.settle(c, x, err)
 	a.keys.Used(c, x.Usage.PromptTokens-r.request.NumTokens)
 	if x.Usage.Known && x.Decision.Tokens > 0 && x.Usage.PromptTokens != x.Decision.Tokens {
-		a.tokens.PromptMismatch(r.prompt.Shape, x.Decision.Tokens, x.Usage.PromptTokens)
+		r.model.Tokens.PromptMismatch(r.prompt.Shape, x.Decision.Tokens, x.Usage.PromptTokens)
 	}
 }
 
@@ -223,11 +226,14 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 			return false
 		}
 		model := r.body.Get("model").String()
-		if !a.serves(r.ctx, model) {
+		known := false
+		if r.model, known = a.modelOf(r.ctx, model); !known {
 			a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%s` does not exist.", model))
 			return false
 		}
 		r.exchange.Model = model
+	} else if len(a.models.All()) > 1 { // a form, such as one with a recording
+		r.model, _ = a.models.Of(web.FormField(c.GetHeader("Content-Type"), r.raw, "model"))
 	}
 	if r.kind == tokens.GeneratePrompt && a.native().Lacks() {
 		a.fail(c, http.StatusNotFound, "", nativeapi.ErrNone.Error())
@@ -254,7 +260,8 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 	if salt, ok := r.caller.Salt(r.body.Get("cache_salt").String()); ok && r.body.Top != nil {
 		r.body = r.body.With("cache_salt", proxy.Quoted(salt))
 	}
-	r.body = a.tokens.KeepApart(r.exchange.Route, r.body)
+	r.model.Requests.Add(1)
+	r.body = r.model.Tokens.KeepApart(r.exchange.Route, r.body)
 	r.hints = given
 	return true
 }
@@ -262,16 +269,16 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 // findPrompt finds the prompt's tokens and makes the router's form of the request.
 func (r *inference) findPrompt() {
 	x, began := r.exchange, r.exchange.Trace.Now()
-	prompts := r.api.tokens.Prompts(r.ctx, r.kind, x.Route, r.body)
+	prompts := r.model.Tokens.Prompts(r.ctx, r.kind, x.Route, r.body)
 	r.prompt, r.multiple = tokens.Longest(prompts), len(prompts) > 1
-	r.fatal = tokens.HasEmpty(prompts) && (r.kind == tokens.GeneratePrompt || r.api.tokens.SGLang())
+	r.fatal = tokens.HasEmpty(prompts) && (r.kind == tokens.GeneratePrompt || r.model.Tokens.SGLang())
 	r.several = proxy.SeveralAnswers(x.Route, r.body)
 	x.Source, r.took = r.prompt.Source, time.Since(x.Arrived)
 	x.Trace.Tokens(began, x.Source, len(r.prompt.Tokens))
-	adapter, listed := r.api.router.Adapter(x.Model)
+	adapter, listed := r.model.Router.Adapter(x.Model)
 	r.request = router.Request{
-		Tokens: r.prompt.Tokens[:r.prompt.Exact], NumTokens: len(r.prompt.Tokens), Media: kv.MediaBlocks(r.prompt.Media, r.api.router.BlockSize()),
-		Salt: r.body.Get("cache_salt").String(), LoRA: r.api.tokens.Adapter(x.Route, r.body, adapter, listed), Model: x.Model,
+		Tokens: r.prompt.Tokens[:r.prompt.Exact], NumTokens: len(r.prompt.Tokens), Media: kv.MediaBlocks(r.prompt.Media, r.model.Router.BlockSize()),
+		Salt: r.body.Get("cache_salt").String(), LoRA: r.model.Tokens.Adapter(x.Route, r.body, adapter, listed), Model: x.Model,
 		AnsweredWhole: !r.body.Get("stream").Bool() || r.multiple || r.several, SGLang: r.kind == tokens.GeneratePrompt, Explain: x.Trace.Sampled(),
 	}
 	applyHints(r.hints, &r.request)
@@ -288,7 +295,7 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 	if a.config.CollectUsage && (r.kind == tokens.ChatPrompt || r.kind == tokens.CompletionPrompt) {
 		u.Head, u.Body, u.HideUsage = proxy.AskForUsage(body)
 	}
-	if a.router.Count() > 1 && r.request.Pinned == nil {
+	if r.model.Router.Count() > 1 && r.request.Pinned == nil {
 		u.MaxRetries = a.config.Disagg.Retries
 	}
 	return u
@@ -298,7 +305,7 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 // prompt: of several prompts, or of SGLang's answers after the first, whose prompt it
 // has computed before.
 func (r *inference) countsMore() bool {
-	return r.multiple || r.several && (r.kind == tokens.GeneratePrompt || r.api.tokens.SGLang())
+	return r.multiple || r.several && (r.kind == tokens.GeneratePrompt || r.model.Tokens.SGLang())
 }
 
 // applyHints puts what the client hints at into the router's form of the request.
@@ -308,15 +315,15 @@ func applyHints(h hints.Hints, request *router.Request) {
 	request.ExpectedOutput, request.Prefix = h.ExpectedOutput, h.Prefix
 }
 
-// serves tells whether a worker serves the model, or none is up that could say. A
-// model may be new: the workers are asked before it is called unknown.
-func (a *API) serves(ctx context.Context, model string) bool {
-	serves, up := a.router.Serves(model)
-	if up && !serves && a.lookForModels != nil {
+// modelOf returns the model of that name. It may be new: the workers are asked before
+// it is called unknown.
+func (a *API) modelOf(ctx context.Context, name string) (m *models.Model, known bool) {
+	m, known = a.models.Of(name)
+	if !known && a.lookForModels != nil {
 		a.lookForModels(ctx)
-		serves, up = a.router.Serves(model)
+		m, known = a.models.Of(name)
 	}
-	return serves || !up
+	return m, known
 }
 
 // settle answers a request that could not be forwarded, if it still can be
@@ -376,7 +383,8 @@ func (a *API) refuse(c *gin.Context, x *proxy.Exchange, err error) {
 		message, again = "no worker is ready: try again in a few seconds", "5"
 	}
 	known := "" // the names that clients make up are no labels
-	if slices.ContainsFunc(a.router.Targets(), func(t kv.Target) bool { return slices.Contains(t.Models, x.Model) }) {
+	m, _ := a.models.Of(x.Model)
+	if m.Refused.Add(1); m.Lists(x.Model) {
 		known = x.Model
 	}
 	a.telemetry.Refused(known, x.Route, err)
@@ -417,14 +425,15 @@ func (a *API) upstreamHeader(c *gin.Context, id string, pinned bool) http.Header
 }
 
 // tokenized serves a route that only the tokenizer is needed for.
-func (a *API) tokenized(serve func(context.Context, []byte) ([]byte, error)) gin.HandlerFunc {
+func (a *API) tokenized(serve func(*tokens.Source, context.Context, []byte) ([]byte, error)) gin.HandlerFunc {
 	return func(c *gin.Context) {
 		body, ok := a.body(c)
 		if !ok {
 			return
 		}
 		defer a.bodies.Done(body)
-		answer, err := serve(c.Request.Context(), body)
+		m, _ := a.models.Of(gjson.GetBytes(body, "model").String())
+		answer, err := serve(m.Tokens, c.Request.Context(), body)
 		var bad *tokens.BadRequest
 		var refused *tokens.AskError
 		switch {
@@ -442,7 +451,7 @@ func (a *API) tokenized(serve func(context.Context, []byte) ([]byte, error)) gin
 
 // workers returns one target of each worker that is up: its ranks share a server.
 func (a *API) workers() []kv.Target {
-	return slices.CompactFunc(a.router.Targets(), func(a, b kv.Target) bool { return a.Key.Worker == b.Key.Worker })
+	return slices.CompactFunc(a.models.Targets(), func(a, b kv.Target) bool { return a.Key.Worker == b.Key.Worker })
 }
 
 // question is a client's short request as it goes to every worker.
@@ -450,9 +459,9 @@ func (a *API) question(c *gin.Context, body []byte) proxy.Question {
 	return proxy.Question{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.upstreamHeader(c, web.RequestID(c), false), Body: body}
 }
 
-// models lists what the workers serve; while none is up, the name that is
+// listModels lists what the workers serve; while none is up, the name that is
 // configured.
-func (a *API) models(c *gin.Context) {
+func (a *API) listModels(c *gin.Context) {
 	list := a.proxy.Models(c.Request.Context(), a.workers(), a.question(c, nil).Header)
 	if len(list) == 0 && a.config.ServedModelName != "" {
 		list = append(list, proxy.ModelCard(a.config.ServedModelName))
@@ -511,13 +520,14 @@ func (a *API) fail(c *gin.Context, status int, param, message string) {
 
 // answerQuery answers a dry run: nothing is sent to the worker that is chosen, or
 // to the two that may share the request, and nothing booked.
-func (a *API) answerQuery(c *gin.Context, x *proxy.Exchange, kind tokens.Kind, stream bool, request router.Request, shared bool, why string, prompt []uint32) error {
+func (r *inference) answerQuery(c *gin.Context, stream, shared bool, why string) error {
+	x, request := r.exchange, r.request
 	var pair router.Pair
 	var err error
 	if shared {
-		pair, err = a.decidePair(c.Request.Context(), request, why)
+		pair, err = r.decidePair(request, why)
 	} else {
-		pair.Decode, err = a.decide(c.Request.Context(), request)
+		pair.Decode, err = r.decide(request)
 	}
 	if err != nil {
 		return err
@@ -529,15 +539,15 @@ func (a *API) answerQuery(c *gin.Context, x *proxy.Exchange, kind tokens.Kind, s
 	}
 	object := "chat.completion"
 	switch {
-	case kind == tokens.CompletionPrompt:
+	case r.kind == tokens.CompletionPrompt:
 		object = "text_completion"
-	case kind != tokens.ChatPrompt:
+	case r.kind != tokens.ChatPrompt:
 		object = hints.AnnotationQuery
 	case stream:
 		object = "chat.completion.chunk"
 	}
 	key := decision.Target.Key
-	answer := hints.NewQueryAnswer(web.RequestID(c), object, request.Model, time.Now().Unix(), prefill, key, decision.OverlapTokens, prompt)
+	answer := hints.NewQueryAnswer(web.RequestID(c), object, request.Model, time.Now().Unix(), prefill, key, decision.OverlapTokens, r.prompt.Tokens)
 	c.Header(web.HeaderRequest, answer.ID)
 	c.Header(web.HeaderWorker, proxy.WorkerLabel(key.Worker))
 	c.Header(web.HeaderOverlap, strconv.Itoa(decision.OverlapTokens))

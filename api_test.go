@@ -24,6 +24,7 @@ import (
 	"kvrouter/internal/events"
 	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/models"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/selection"
@@ -74,12 +75,13 @@ func newTestAPIOf(t testing.TB, config Config, model *tokens.Model, targets ...k
 	h.telemetry = telemetry
 	proxy := proxy.NewProxy(telemetry, config.RequestTimeout, func(w uint64) { h.failed <- w })
 	h.proxy = proxy
-	a := &app{router: h.router, proxy: proxy}
-	a.tokens = tokens.NewSource(model, a.askWorker, time.Second, log)
+	served := &models.Model{Name: "m", Router: h.router, Index: h.router.Index()}
+	served.Read(model, proxy.Ask, time.Second, log)
 	for _, target := range targets {
-		a.tokens.Met(target.Engine == kv.EngineSGLang)
+		served.Tokens.Met(target.Engine == kv.EngineSGLang)
 	}
-	api := NewAPI(config, h.router, a.tokens, proxy, telemetry, log)
+	set := models.New(models.Settings{ServedModelName: "m"}, served, log)
+	api := NewAPI(config, set, proxy, telemetry, log)
 	useKeys, err := api.keys.Read()
 	if err != nil {
 		t.Fatal(err)
@@ -88,7 +90,7 @@ func newTestAPIOf(t testing.TB, config Config, model *tokens.Model, targets ...k
 	h.bodies = api.bodies
 	h.Server = httptest.NewServer(api.Handler())
 	fleet := workers.NewFleet(workers.Settings{}, nil, h.router.Index(), workers.Hooks{}, log)
-	h.selection = httptest.NewServer(selection.New(config.selectionSettings(), h.router, h.router.Index(), fleet, log).Handler())
+	h.selection = httptest.NewServer(selection.New(config.selectionSettings(), set, fleet, log).Handler())
 	t.Cleanup(func() {
 		h.Close()
 		h.selection.Close()
@@ -727,7 +729,7 @@ func TestMetricsHaveDynamosNames(t *testing.T) {
 		return []workers.Sample{{Worker: kv.WorkerKey{Worker: 1, Rank: 2}, EventCount: map[string]uint64{"stored": 9, "unknown_parent": 2, "invalid_stored": 1, "removed": 7, "removed_incomplete": 3, "cleared": 4}}}
 	}, func() telemetry.PromptSample { return telemetry.PromptSample{} })
 	rt := routertest.NewTestRouter(t, "kv", 2)
-	telemetry.Watch(rt)
+	telemetry.Watch(routertest.Models(rt))
 	d, err := rt.Route(t.Context(), router.Request{Tokens: testkit.PromptTokens(1, 3)})
 	if err != nil {
 		t.Fatal(err)

@@ -18,6 +18,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/manual"
 	"kvrouter/internal/mocker"
+	"kvrouter/internal/models"
 	"kvrouter/internal/page"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/proxy"
@@ -74,6 +75,7 @@ type Config struct {
 	// Workers that run already, and how started ones are looked after.
 	workers.Flags
 	Discovery discovery.Settings `embed:""`
+	Models    models.Flags       `embed:""`
 
 	// Where the router listens, and the first port of each kind that started
 	// workers listen on.
@@ -425,7 +427,7 @@ func (c *Config) validate() error {
 		return fmt.Errorf("%q follows --, but --engine %s starts no worker to pass it to", c.EngineArgs[0], c.Engine)
 	}
 	files := map[string]string{"--record": c.Record, "--record-events": c.Snapshot.RecordEvents, "--index-snapshot": c.Snapshot.IndexSnapshot, "--thompson-state": c.Scoring.ThompsonState, "--thompson-traces": c.Scoring.ThompsonTraces}
-	if err := cmp.Or(c.Replica.Validate(), c.Snapshot.Validate(c.KVEvents()), c.Discovery.Validate(), settings.CheckFiles(files)); err != nil {
+	if err := cmp.Or(c.Models.CheckDir(), c.Replica.Validate(), c.Snapshot.Validate(c.KVEvents()), c.Discovery.Validate(), settings.CheckFiles(files)); err != nil {
 		return err
 	}
 	if err := c.Bodies.Validate(c.MaxBodyBytes); err != nil {

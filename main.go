@@ -160,7 +160,7 @@ func (r *app) run(ctx context.Context) error {
 		})
 	}
 	group.Go(func() error {
-		r.tokens.KeepComparing(failed, r.peers)
+		r.models.Run(failed)
 		return nil
 	})
 	tokens.ReleaseStartup()
@@ -262,7 +262,7 @@ func (r *app) reload() {
 		return
 	}
 	if now := fresh.Routing.BusyThresholds; !reflect.DeepEqual(now, r.thresholds) {
-		r.router.SetBusyThresholds(now)
+		r.models.SetBusyThresholds(now)
 		r.thresholds = now
 	}
 	if r.level != nil {

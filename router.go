@@ -10,8 +10,6 @@ import (
 	"strconv"
 	"time"
 
-	"github.com/tidwall/gjson"
-
 	"kvrouter/internal/discovery"
 	"kvrouter/internal/events"
 	"kvrouter/internal/guard"
@@ -21,6 +19,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/logs"
 	"kvrouter/internal/mocker"
+	"kvrouter/internal/models"
 	"kvrouter/internal/outlier"
 	"kvrouter/internal/page"
 	"kvrouter/internal/policy"
@@ -42,16 +41,17 @@ import (
 type app struct {
 	config    Config
 	log       *slog.Logger
-	index     radix.Index
+	models    *models.Set
+	index     radix.Index       // of the default model
 	changed   radix.Index       // index, as KV events change it
 	recording *events.Recording // of those changes; nil: none
-	router    *router.Router
+	router    *router.Router    // of the default model
 	fleet     *workers.Fleet
 	source    discovery.Source  // of workers; nil: only those of the settings
 	launcher  *process.Launcher // of processes; nil: none are started
 	mocker    *mocker.Mocker    // of simulated workers; nil: none are started
-	model     *tokens.Model     // nil: prompt tokens come from the workers
-	tokens    *tokens.Source
+	model     *tokens.Model     // the default one's; nil: prompt tokens come from the workers
+	tokens    *tokens.Source    // of the default model
 	proxy     *proxy.Proxy
 	telemetry *telemetry.Metrics
 	edges     *guard.Edges // counts the panics of parsers
@@ -82,22 +82,27 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	}
 	r.router = router.New(r.index, policy, config.BlockSize, cmp.Or(config.Seed, uint64(time.Now().UnixNano())), config.Routing)
 	r.router.Log = log
-	r.telemetry = telemetry.New(r.samples, r.prompts)
-	r.telemetry.Watch(r.router)
-	r.telemetry.WatchEdges(r.edges.Panics)
 	if r.changed, r.recording, err = events.OpenRecording(config.Snapshot, r.index, log); err != nil {
 		return nil, err
 	}
+	standard := &models.Model{Name: config.ServedModelName, Router: r.router, Index: r.changed}
+	standard.Read(r.model, r.ask, config.TokenTimeout, log)
+	r.tokens = standard.Tokens
+	r.models = models.New(config.modelSettings(), standard, log)
+	r.telemetry = telemetry.New(r.samples, r.prompts)
+	r.telemetry.Watch(r.models)
+	r.telemetry.WatchEdges(r.edges.Panics)
 	start, err := r.starter()
 	if err != nil {
 		return nil, err
 	}
 	r.fleet = workers.NewFleet(config.fleetSettings(), start, r.changed, workers.Hooks{
-		Up:   func(t kv.Target) { r.tokens.Met(t.Engine == kv.EngineSGLang); r.router.Up(t) },
-		Down: func(t kv.Target, why string) { r.router.Down(t.Key); r.proxy.LetGo(t.Key.Worker, t.Generation, why) },
-		Load: r.router.Publish,
+		Up:   r.models.Up,
+		Down: func(t kv.Target, why string) { r.models.Down(t.Key); r.proxy.LetGo(t.Key.Worker, t.Generation, why) },
+		Load: r.models.Publish,
 		Lag:  r.telemetry.EventLag,
-		Hold: r.router.Hold, Working: r.router.Working,
+		Hold: r.models.Hold, Working: r.models.Working,
+		Join: r.models.Join, Leave: r.models.Leave,
 	}, log)
 	if r.source, err = discovery.Open(config.Discovery, log); err != nil {
 		return nil, err
@@ -114,8 +119,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.proxy = proxy.NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
 	r.proxy.OutputBlocks, r.proxy.Hop, r.proxy.Budget = config.Routing.RouterTrackOutputBlocks, config.Hop, outlier.NewBudget(config.Disagg.RetryBudget)
 	r.proxy.Client.Transport = web.NewTransport(config.WorkerTLS)
-	r.tokens = tokens.NewSource(r.model, r.askWorker, config.TokenTimeout, log)
-	r.api = NewAPI(config, r.router, r.tokens, r.proxy, r.telemetry, log)
+	r.api = NewAPI(config, r.models, r.proxy, r.telemetry, log)
 	r.api.lookForModels = r.fleet.LookForModels
 	if r.api.tracer, err = traces.Open(settings.Version(), log); err != nil {
 		return nil, err
@@ -126,8 +130,8 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	if _, err := r.readSecrets(); err != nil {
 		return nil, err
 	}
-	r.selection = selection.New(config.selectionSettings(), r.router, r.index, r.fleet, log)
-	r.page = page.New(config.pageSettings(), page.Sources{Router: r.router, Fleet: r.fleet, Proxy: r.proxy, Totals: r.telemetry.Totals, Model: r.model, Ready: r.api.Ready, OpenAI: r.api.Handler()}, log)
+	r.selection = selection.New(config.selectionSettings(), r.models, r.fleet, log)
+	r.page = page.New(config.pageSettings(), page.Sources{Models: r.models, Fleet: r.fleet, Proxy: r.proxy, Totals: r.telemetry.Totals, Model: r.model, Ready: r.api.Ready, OpenAI: r.api.Handler()}, log)
 	r.api.page = r.page
 	if config.Record != "" {
 		if r.api.recorder, err = telemetry.NewRecorder(config.Record, config.Policy, config.BlockSize, log); err != nil {
@@ -185,51 +189,15 @@ func openModel(ctx context.Context, config Config, log *slog.Logger) (*tokens.Mo
 	return model, err
 }
 
-// askWorker sends a question about a prompt to the least loaded worker.
-func (r *app) askWorker(ctx context.Context, path string, body []byte) ([]byte, error) {
-	engine := kv.EngineVLLM
-	if r.tokens.SGLang() {
-		engine = kv.EngineSGLang
-	}
-	target, ok := r.router.Idlest(engine)
-	if !ok {
-		return nil, router.ErrNoWorker
-	}
-	return r.asker(target)(ctx, path, body)
-}
-
-// asker sends questions about prompts to a worker.
-func (r *app) asker(target kv.Target) tokens.Asker {
-	return func(ctx context.Context, path string, body []byte) ([]byte, error) {
-		asked := time.Now()
-		status, answer, err := r.proxy.Ask(ctx, target, http.MethodPost, path, http.Header{"Content-Type": {"application/json"}}, body)
-		if err != nil {
-			r.router.AskFailed(ctx, target, asked)
-		}
-		if err == nil && status != http.StatusOK {
-			err = &tokens.AskError{Status: status, Answer: answer}
-		}
-		return answer, err
-	}
-}
-
-// peers are the workers whose prompt tokens are compared with the router's own. The
-// engine's flags may have set lower than the model's files say how long its prompts
-// may be: its list of models tells.
-func (r *app) peers() (peers []tokens.Peer) {
-	for _, t := range r.api.workers() {
-		peers = append(peers, tokens.Peer{ID: t.Key.Worker, Generation: t.Generation, SGLang: t.Engine == kv.EngineSGLang, Ask: r.asker(t), MaxModelLen: func(ctx context.Context) int {
-			_, answer, _ := r.proxy.Ask(ctx, t, http.MethodGet, "/v1/models", nil, nil)
-			return int(gjson.GetBytes(answer, "data.0.max_model_len").Int())
-		}})
-	}
-	return peers
+// ask puts a question of the router's own to a worker.
+func (r *app) ask(ctx context.Context, t kv.Target, method, path string, header http.Header, body []byte) (status int, answer []byte, err error) {
+	return r.proxy.Ask(ctx, t, method, path, header, body)
 }
 
 // route chooses a worker that is not among exclude.
 func (r *inference) route(exclude []uint64) (router.Decision, error) {
 	r.request.Exclude = exclude
-	d, err := r.api.decide(r.ctx, r.request)
+	d, err := r.decide(r.request)
 	if err == nil {
 		r.decided(&d, nil, d)
 	}
@@ -240,7 +208,7 @@ func (r *inference) route(exclude []uint64) (router.Decision, error) {
 // to stay whole, if it is.
 func (r *inference) routePair(exclude []uint64, why string) (router.Pair, error) {
 	r.request.Exclude = exclude
-	pair, err := r.api.decidePair(r.ctx, r.request, why)
+	pair, err := r.decidePair(r.request, why)
 	if err == nil {
 		r.decided(&pair.Decode, &pair.Prefill, pair.Took())
 	}
@@ -260,8 +228,8 @@ func (r *inference) decided(d, prefill *router.Decision, times router.Decision) 
 }
 
 // decide routes a request; the error of one that names its worker says so.
-func (a *API) decide(ctx context.Context, request router.Request) (router.Decision, error) {
-	decision, err := a.router.Route(ctx, request)
+func (r *inference) decide(request router.Request) (router.Decision, error) {
+	decision, err := r.model.Router.Route(r.ctx, request)
 	if err != nil && request.Pinned != nil {
 		err = &hints.PinnedError{Worker: request.Pinned, Err: err}
 	}
@@ -270,12 +238,12 @@ func (a *API) decide(ctx context.Context, request router.Request) (router.Decisi
 
 // decidePair is decide for a request that two workers may share; why says why it
 // is to stay whole, if it is.
-func (a *API) decidePair(ctx context.Context, request router.Request, why string) (router.Pair, error) {
-	rule := router.PairRule{LeastUncached: a.config.Disagg.DisaggMinUncachedTokens, Whole: why, Enforce: a.config.Disagg.EnforceDisagg}
+func (r *inference) decidePair(request router.Request, why string) (router.Pair, error) {
+	rule := router.PairRule{LeastUncached: r.api.config.Disagg.DisaggMinUncachedTokens, Whole: why, Enforce: r.api.config.Disagg.EnforceDisagg}
 	if request.PinnedPrefill != nil && why == proxy.WholePrefilled {
 		return router.Pair{}, router.ErrNoPair // its prefill worker has failed
 	}
-	pair, err := a.router.RoutePair(ctx, request, rule)
+	pair, err := r.model.Router.RoutePair(r.ctx, request, rule)
 	if err != nil && (request.Pinned != nil || request.PinnedPrefill != nil) {
 		err = &hints.PinnedError{Worker: request.Pinned, Prefill: request.PinnedPrefill, Err: err}
 	}
@@ -283,7 +251,7 @@ func (a *API) decidePair(ctx context.Context, request router.Request, why string
 }
 
 // samples shows every worker rank to the metrics page and to people.
-func (r *app) samples() []workers.Sample { return r.fleet.Samples(r.router) }
+func (r *app) samples() []workers.Sample { return r.fleet.Samples(r.models) }
 
 // replicaCounts shows what routers have told each other to the metrics page.
 func (r *app) replicaCounts() telemetry.ReplicaCounts {
@@ -295,10 +263,7 @@ func (r *app) replicaCounts() telemetry.ReplicaCounts {
 
 // prompts shows where prompt tokens came from to the metrics page.
 func (r *app) prompts() telemetry.PromptSample {
-	if r.tokens == nil {
-		return telemetry.PromptSample{}
-	}
-	s := r.tokens.Stats()
+	s := r.models.Prompts()
 	return telemetry.PromptSample{
 		Sources: map[string]uint64{"local": s.Local, "worker_render": s.WorkerRender, "worker_tokenize": s.WorkerTokenize, "none": s.None},
 		Reasons: s.Reasons,

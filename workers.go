@@ -11,6 +11,7 @@ import (
 	"kvrouter/internal/doctor"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
+	"kvrouter/internal/models"
 	"kvrouter/internal/page"
 	"kvrouter/internal/process"
 	"kvrouter/internal/selection"
@@ -116,6 +117,14 @@ func (c *Config) engineSettings() process.Settings {
 		NumWorkers: c.NumWorkers, PrefillWorkers: c.PrefillWorkers, BlockSize: c.BlockSize,
 		GPUsPerWorker: c.GPUsPerWorker, GPUs: c.GPUs, Cores: c.Cores, KVEvents: c.KVEvents(), Args: c.EngineArgs,
 		Ports: c.workerPorts(),
+	}
+}
+
+// modelSettings say what a model gets that workers come with.
+func (c *Config) modelSettings() models.Settings {
+	return models.Settings{
+		Flags: c.Models, Model: c.Model, ServedModelName: c.ServedModelName, BlockSize: c.BlockSize, Policy: c.Policy, Scoring: c.Scoring, Index: c.Index,
+		Routing: c.Routing, Seed: c.Seed, TokenTimeout: c.TokenTimeout, CacheTokens: c.TokenCacheTokens,
 	}
 }
 

@@ -18,8 +18,8 @@ import (
 
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/models"
 	"kvrouter/internal/proxy"
-	"kvrouter/internal/router"
 )
 
 const (
@@ -43,7 +43,7 @@ var ErrNone = errors.New("this route is SGLang's, and no worker here runs SGLang
 
 // Routes are SGLang's short routes. All fields must be set.
 type Routes struct {
-	Router *router.Router
+	Models *models.Set
 	Proxy  *proxy.Proxy
 	Admin  bool // what changes or stops the work of others is allowed
 	// Question is a client's request as it goes to workers.
@@ -96,13 +96,13 @@ func Having(path string, targets []kv.Target) []kv.Target {
 
 // Lacks tells that workers are up, and none runs SGLang.
 func (n Routes) Lacks() bool {
-	return n.Router.Count() > 0 && !n.Router.Has((*kv.Target).RunsSGLang)
+	return n.Models.Count() > 0 && !n.Models.Has((*kv.Target).RunsSGLang)
 }
 
 // workers returns one target of each SGLang worker that is up; those that only
 // compute prompts come last.
 func (n Routes) workers() []kv.Target {
-	targets := slices.DeleteFunc(n.Router.Targets(), func(t kv.Target) bool { return !t.RunsSGLang() })
+	targets := slices.DeleteFunc(n.Models.Targets(), func(t kv.Target) bool { return !t.RunsSGLang() })
 	targets = slices.CompactFunc(targets, func(a, b kv.Target) bool { return a.Key.Worker == b.Key.Worker })
 	rank := func(t kv.Target) int {
 		if t.Role == kv.RolePrefill {

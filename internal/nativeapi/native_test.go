@@ -79,7 +79,7 @@ func site(t *testing.T, admin, mixed bool, workers ...*worker) (ask func(method,
 	px := proxy.NewProxy(testkit.SilentObserver{}, 0, func(uint64) {})
 	t.Cleanup(px.Client.CloseIdleConnections)
 	engine := web.NewEngine(slog.New(slog.DiscardHandler))
-	routes := Routes{Router: router, Proxy: px, Admin: admin, Fail: web.OpenAIError, Question: func(c *gin.Context, body []byte) proxy.Question {
+	routes := Routes{Models: routertest.Models(router), Proxy: px, Admin: admin, Fail: web.OpenAIError, Question: func(c *gin.Context, body []byte) proxy.Question {
 		return proxy.Question{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: http.Header{}, Body: body}
 	}}
 	routes.Serve(engine, web.OwnPages("127.0.0.1", false, web.OpenAIError), func(c *gin.Context) {
@@ -243,7 +243,7 @@ func TestPagesOfOtherSitesAbortNothing(t *testing.T) {
 	router := routertest.NewTestRouter(t, "kv", 0)
 	router.Up(kv.Target{URL: w.URL, Engine: kv.EngineSGLang})
 	engine := web.NewEngine(slog.New(slog.DiscardHandler))
-	Routes{Router: router, Fail: web.OpenAIError}.Serve(engine, web.OwnPages("127.0.0.1", false, web.OpenAIError), func(*gin.Context) {})
+	Routes{Models: routertest.Models(router), Fail: web.OpenAIError}.Serve(engine, web.OwnPages("127.0.0.1", false, web.OpenAIError), func(*gin.Context) {})
 	out := httptest.NewRecorder()
 	request := httptest.NewRequestWithContext(t.Context(), "POST", "/abort_request", strings.NewReader(`{"rid":"mine-0001"}`))
 	request.Host = "127.0.0.1"

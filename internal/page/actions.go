@@ -26,9 +26,9 @@ func (p *Page) act(c *gin.Context) {
 	action := c.Param("action")
 	switch action {
 	case "drain":
-		err = p.sources.Router.Rest(id)
+		err = p.sources.Models.Rest(id)
 	case "readmit":
-		err = p.sources.Router.Readmit(id)
+		err = p.sources.Models.Readmit(id)
 	case "reset-cache":
 		err = p.resetCache(c, id)
 	default:
@@ -72,7 +72,7 @@ func (e *engineError) Error() string {
 // resetCache asks a worker to drop its prefix cache. What it drops it publishes, so
 // the index follows.
 func (p *Page) resetCache(c *gin.Context, id uint64) error {
-	targets := p.sources.Router.Targets()
+	targets := p.sources.Models.Targets()
 	at := slices.IndexFunc(targets, func(t kv.Target) bool { return t.Key.Worker == id })
 	if at < 0 {
 		return router.ErrUnknownWorker

@@ -12,8 +12,8 @@ import (
 	"time"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/models"
 	"kvrouter/internal/proxy"
-	"kvrouter/internal/router"
 	"kvrouter/internal/tokens"
 	"kvrouter/internal/workers"
 )
@@ -43,7 +43,7 @@ type Proxy interface {
 
 // Sources are what the page shows, and acts on.
 type Sources struct {
-	Router *router.Router
+	Models *models.Set
 	Fleet  *workers.Fleet
 	Proxy  Proxy
 	Totals func() proxy.Totals           // of all requests
@@ -110,7 +110,7 @@ func (p *Page) Close() { p.viewers.close() }
 // show computes a state for all viewers together, if there are any.
 func (p *Page) show() {
 	if p.viewers.watched() {
-		p.sources.Router.Decisions(0) // the next ones are explained
+		p.sources.Models.Decisions(0) // the next ones are explained
 		p.viewers.tell(eventState, p.state(p.now()), p.now())
 	}
 }
@@ -119,10 +119,10 @@ func (p *Page) show() {
 func (p *Page) takeStep() {
 	now := p.now()
 	inFlight := map[uint64]int{}
-	for _, load := range p.sources.Router.Loads() {
+	for _, load := range p.sources.Models.Loads() {
 		inFlight[load.Key.Worker] += load.ActiveRequests
 	}
-	queued, _ := p.sources.Router.QueueDepth()
+	queued, _ := p.sources.Models.QueueDepth()
 	p.trends.step(p.sources.Totals(), queued, inFlight, now)
 	if p.viewers.watched() {
 		p.viewers.tell(eventTrends, p.trends.all(), now)

@@ -21,6 +21,7 @@ import (
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
+	"kvrouter/internal/testkit/routertest"
 	"kvrouter/internal/workers"
 )
 
@@ -50,7 +51,7 @@ func newBench(t *testing.T, keys ...string) *bench {
 	}
 	fleet := workers.NewFleet(workers.Settings{Attached: attached, BlockSize: testkit.BlockSize}, nil, b.index, workers.Hooks{}, slog.New(slog.DiscardHandler))
 	b.Page = New(Settings{Host: "127.0.0.1", Keys: keys, BlockSize: testkit.BlockSize, Policy: "kv", Version: "test"}, Sources{
-		Router: b.router, Fleet: fleet, Proxy: b,
+		Models: routertest.Models(b.router), Fleet: fleet, Proxy: b,
 		Totals: func() proxy.Totals { b.totals.Add(1); return proxy.Totals{} },
 		Ready:  func() (bool, bool) { return true, false },
 		OpenAI: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { b.openAI(w, r) }),
@@ -304,7 +305,7 @@ func TestNothingIsComputedWithoutAViewer(t *testing.T) {
 	b := newBench(t)
 	b.show()
 	seen := b.Began("a", &proxy.Exchange{Arrived: time.Now()})
-	b.Prompt(seen, &router.Request{Tokens: testkit.Tokens(1, 400)}, nil)
+	b.Prompt(seen, b.sources.Models.Default(), &router.Request{Tokens: testkit.Tokens(1, 400)}, nil)
 	if n, told := b.totals.Load(), b.viewers.told.Load(); n != 0 || told != 0 || b.prompts.nodes != 0 {
 		t.Errorf("%d totals, %d events, %d prompts", n, told, b.prompts.nodes)
 	}
@@ -313,7 +314,7 @@ func TestNothingIsComputedWithoutAViewer(t *testing.T) {
 	}
 	one := b.viewers.join(time.Now())
 	b.show()
-	b.Prompt(seen, &router.Request{Tokens: testkit.Tokens(1, 400)}, nil)
+	b.Prompt(seen, b.sources.Models.Default(), &router.Request{Tokens: testkit.Tokens(1, 400)}, nil)
 	if n := b.totals.Load(); n != 1 || len(one.state) != 1 || b.prompts.nodes != 1 {
 		t.Errorf("with a viewer: %d totals, %d states, %d prompts", n, len(one.state), b.prompts.nodes)
 	}

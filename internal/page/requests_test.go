@@ -41,7 +41,7 @@ func TestARequestIsShownFromItsArrivalToItsEnd(t *testing.T) {
 	var none *Page // nobody looks
 	none.Finished(none.Began("b", x), x, at)
 	none.Decided(Seen{}, "", decision, nil)
-	none.Prompt(Seen{}, nil, nil)
+	none.Prompt(Seen{}, nil, nil, nil)
 }
 
 func TestEndings(t *testing.T) {

@@ -22,11 +22,11 @@ const (
 // state is all that is shown, but for the trends.
 func (p *Page) state(now time.Time) State {
 	totals := p.sources.Totals()
-	queued, _ := p.sources.Router.QueueDepth()
+	queued, _ := p.sources.Models.QueueDepth()
 	s := State{
 		At: unix(now), Version: p.settings.Version, Uptime: seconds(now.Sub(p.began)), Policy: p.settings.Policy, BlockSize: p.settings.BlockSize,
 		ShowText: p.settings.PageShowText, Demo: p.settings.Demo, Models: []string{}, Rates: p.trends.lately(totals, now), Requests: p.requests.list(),
-		Cache: p.prompts.hottest(now, p.sources.Router.Index().Match),
+		Cache: p.prompts.hottest(now, p.sources.Models.Index().Match),
 		Totals: Totals{
 			Requests: totals.Requests, Errors: totals.Errors, Queued: queued, PromptTokens: totals.PromptTokens, CachedTokens: totals.CachedTokens, ComparedTokens: totals.ComparedTokens,
 			PredictedTokens: totals.PredictedTokens, Exact: totals.Exact, Compared: totals.Compared,
@@ -53,14 +53,14 @@ func (p *Page) fleet(totals proxy.Totals, now time.Time) []Worker {
 	for _, status := range p.sources.Fleet.Workers() {
 		statuses[status.ID] = status
 	}
-	records, _ := p.sources.Router.Outliers()
+	records, _ := p.sources.Models.Outliers()
 	failing := map[kv.WorkerKey]outlier.Record{}
 	for _, record := range records {
 		failing[record.Worker] = record
 	}
-	resting := p.sources.Router.Resting()
+	resting := p.sources.Models.Resting()
 	list := []Worker{}
-	for _, sample := range p.sources.Fleet.Samples(p.sources.Router) {
+	for _, sample := range p.sources.Fleet.Samples(p.sources.Models) {
 		status, there := statuses[sample.Worker.Worker]
 		if !there {
 			continue // it has come since

@@ -15,6 +15,7 @@ import (
 
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/keys"
+	"kvrouter/internal/models"
 	"kvrouter/internal/router"
 	"kvrouter/internal/web"
 )
@@ -67,7 +68,7 @@ func (p *Page) where(c *gin.Context) {
 		fail(c, http.StatusBadRequest, problem)
 		return
 	}
-	p.sources.Router.Decisions(0) // this one is explained
+	p.sources.Models.Decisions(0) // this one is explained
 	request := inside(c, path, bytes.NewReader(asked), int64(len(asked)))
 	answer := &answer{header: http.Header{}, status: http.StatusOK}
 	p.sources.OpenAI.ServeHTTP(answer, request)
@@ -123,19 +124,23 @@ func (a *answer) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// Prompt notes a request's prompt, if somebody looks.
-func (p *Page) Prompt(seen Seen, q *router.Request, body *jsonbody.Body) {
+// Prompt notes the prompt of a request for a model, if somebody looks. The caches that
+// are shown are the default model's.
+func (p *Page) Prompt(seen Seen, m *models.Model, q *router.Request, body *jsonbody.Body) {
 	if p == nil || !p.viewers.watched() {
 		return
 	}
 	var text func(int) string
 	if p.settings.PageShowText {
 		p.requests.name(seen, promptText(body))
-		if p.sources.Model != nil && len(q.Tokens) > 0 {
-			text = func(blocks int) string {
-				from := min(blocks*p.settings.BlockSize, len(q.Tokens))
-				return firstRunes(p.sources.Model.Decode(q.Tokens[from:min(from+textTokens, len(q.Tokens))]), maxText)
-			}
+	}
+	if m != p.sources.Models.Default() {
+		return
+	}
+	if p.settings.PageShowText && p.sources.Model != nil && len(q.Tokens) > 0 {
+		text = func(blocks int) string {
+			from := min(blocks*p.settings.BlockSize, len(q.Tokens))
+			return firstRunes(p.sources.Model.Decode(q.Tokens[from:min(from+textTokens, len(q.Tokens))]), maxText)
 		}
 	}
 	if local := q.Hashes(nil, p.settings.BlockSize); len(local) > 0 {

@@ -77,7 +77,7 @@ func (s *Pairs) watchPrefill(ctx context.Context, l legs, end context.CancelCaus
 		if l.shared.hasStarted() {
 			return
 		}
-		if !s.router.IsUp(worker) {
+		if !s.models.IsUp(worker) {
 			end(&PrefillFailure{worker.Key.Worker, errPrefillGone})
 			return
 		}

@@ -22,6 +22,7 @@ import (
 
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/models"
 	"kvrouter/internal/outlier"
 	"kvrouter/internal/router"
 	"kvrouter/internal/traces"
@@ -69,7 +70,7 @@ const (
 // Pairs sends requests that two workers share. Its methods are safe for
 // concurrent use.
 type Pairs struct {
-	router   *router.Router
+	models   *models.Set
 	proxy    *Proxy
 	settings Settings
 	log      *slog.Logger
@@ -81,10 +82,10 @@ type Pairs struct {
 	engines map[kv.WorkerKey]mooncakeEngine
 }
 
-// NewPairs returns pairs of router's workers whose legs go through proxy.
-func NewPairs(router *router.Router, proxy *Proxy, settings Settings, log *slog.Logger) *Pairs {
+// NewPairs returns pairs of the workers of one model each, whose legs go through proxy.
+func NewPairs(models *models.Set, proxy *Proxy, settings Settings, log *slog.Logger) *Pairs {
 	return &Pairs{
-		router: router, proxy: proxy, settings: settings, log: log,
+		models: models, proxy: proxy, settings: settings, log: log,
 		abortSlots: make(chan struct{}, abortsAtOnce), engines: map[kv.WorkerKey]mooncakeEngine{},
 	}
 }
@@ -150,7 +151,7 @@ func (s *Pairs) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		pair, err := route(t.exclude, why)
 		x.Trace.Decided(began, err, &pair.Prefill, &pair.Decode)
 		if err != nil {
-			if errors.Is(err, router.ErrNoWorker) && u.SeveralAnswers && s.apart() {
+			if errors.Is(err, router.ErrNoWorker) && u.SeveralAnswers && s.apart(x.Model) {
 				err = ErrSeveralAnswers
 			}
 			return t.giveUp(ctx, w, err)
@@ -184,9 +185,11 @@ func (s *Pairs) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	}
 }
 
-// apart tells whether an SGLang worker is up that only goes on with others' prompts.
-func (s *Pairs) apart() bool {
-	return slices.ContainsFunc(s.router.Targets(), func(t kv.Target) bool { return t.Kind == kv.KindSGLang && t.Role == kv.RoleDecode })
+// apart tells whether an SGLang worker of the model is up that only goes on with others'
+// prompts.
+func (s *Pairs) apart(model string) bool {
+	m, _ := s.models.Of(model)
+	return m.Router.Has(func(t *kv.Target) bool { return t.Kind == kv.KindSGLang && t.Role == kv.RoleDecode })
 }
 
 // share serves one request by two workers. Both bookings end here.

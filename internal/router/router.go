@@ -229,6 +229,9 @@ func New(index radix.Index, policy policy.Policy, blockSize int, seed uint64, se
 // Index returns the index that prompts are looked up in.
 func (r *Router) Index() radix.Index { return r.index }
 
+// Blocks returns how many blocks the index knows w to hold.
+func (r *Router) Blocks(w kv.WorkerKey) int { return r.index.Blocks(w) }
+
 // BlockSize returns the number of tokens in a block.
 func (r *Router) BlockSize() int { return r.blockSize }
 

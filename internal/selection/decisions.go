@@ -30,7 +30,7 @@ func (s *Service) explainDecisions(c *gin.Context) {
 		}
 		last = n
 	}
-	list, explained := s.router.Decisions(last)
+	list, explained := s.models.Decisions(last)
 	if list == nil {
 		list = []*router.Receipt{}
 	}

@@ -117,13 +117,13 @@ func (s *Service) findWorker(c *gin.Context) {
 	limit := s.feedbackTime()
 	request.ChooseOnly = limit == 0
 	ctx := c.Request.Context()
-	d, err := s.router.Route(ctx, s.within(request, events.Partition{Group: events.DefaultGroup}))
+	d, err := s.models.Default().Router.Route(ctx, s.within(request, events.Partition{Group: events.DefaultGroup}))
 	if err != nil {
 		c.JSON(http.StatusOK, findWorkerAnswer{WorkerID: -1})
 		return
 	}
 	answer := findWorkerAnswer{WorkerID: d.Target.Key.Worker, DPRank: d.Target.Key.Rank}
-	if blocks := d.Tokens / s.router.BlockSize(); blocks > 0 {
+	if blocks := d.Tokens / s.models.Default().Router.BlockSize(); blocks > 0 {
 		answer.PrefixHitRate = float64(d.MatchedBlocks) / float64(blocks)
 	}
 	if d.Booking != nil {
@@ -139,7 +139,7 @@ func (s *Service) findWorker(c *gin.Context) {
 
 // feedbackTime is how long the policy waits for feedback; 0: it wants none.
 func (s *Service) feedbackTime() (limit time.Duration) {
-	s.router.WithThompson(func(p *policy.Thompson) {
+	s.models.Default().Router.WithThompson(func(p *policy.Thompson) {
 		if p.RouterType != policy.ThompsonKVLoad {
 			limit = p.Timeout
 		}
@@ -226,7 +226,7 @@ func (s *Service) feedback(c *gin.Context) {
 	}
 	if booking := s.decisions.take(query.DecisionID); booking != nil {
 		mended := true
-		s.router.WithThompson(func(p *policy.Thompson) { mended = p.Fixes.Feedback })
+		s.models.Default().Router.WithThompson(func(p *policy.Thompson) { mended = p.Fixes.Feedback })
 		if ack, known := booking.Report(query.feedback(mended)); known {
 			c.JSON(http.StatusOK, feedbackAnswer{OK: true, UsedBaseline: ack.UsedBaseline, Reward: ack.Reward, WorkerID: &ack.Worker.Worker})
 			return

@@ -33,7 +33,7 @@ func newFinder(t *testing.T, router *router.Router) (s *Service, ask func(path, 
 	t.Helper()
 	log := slog.New(slog.DiscardHandler)
 	fleet := workers.NewFleet(workers.Settings{}, nil, router.Index(), workers.Hooks{}, log)
-	s = New(Settings{KVEvents: true}, router, router.Index(), fleet, log)
+	s = New(Settings{KVEvents: true}, routertest.Models(router), fleet, log)
 	handler := s.Handler()
 	return s, func(path, body string) (int, gjson.Result) {
 		w := httptest.NewRecorder()

@@ -26,7 +26,7 @@ func (s *Service) managed(open, guarded gin.IRoutes) {
 // readiness tells whether a worker is up that answers.
 func (s *Service) readiness(c *gin.Context) {
 	healthy, answers := map[uint64]bool{}, false
-	for _, t := range s.router.Targets() {
+	for _, t := range s.models.Targets() {
 		healthy[t.Key.Worker] = true
 		answers = answers || t.Role != kv.RolePrefill && !t.Resting
 	}

@@ -124,23 +124,24 @@ type overlapAnswer struct {
 }
 
 func (s *Service) selectAnswer(of events.Partition, id string, request router.Request, d router.Decision) selectAnswer {
-	byRank := map[uint32]int{d.Target.Key.Rank: d.MatchedBlocks * s.router.BlockSize()}
+	size := s.router(of).BlockSize()
+	byRank := map[uint32]int{d.Target.Key.Rank: d.MatchedBlocks * size}
 	if d.Target.Ranks > 1 {
-		overlaps, _ := s.router.Overlaps(request)
+		overlaps, _ := s.router(of).Overlaps(request)
 		for _, o := range overlaps {
 			if o.Worker.Worker == d.Target.Key.Worker && o.Worker != d.Target.Key {
-				byRank[o.Worker.Rank] = o.Blocks * s.router.BlockSize()
+				byRank[o.Worker.Rank] = o.Blocks * size
 			}
 		}
 	}
 	longest := slices.Max(slices.Collect(maps.Values(byRank)))
 	partial := 0 // the last block, if it is not full, is in use as well
-	if d.Tokens%s.router.BlockSize() != 0 {
+	if d.Tokens%size != 0 {
 		partial = 1
 	}
 	return selectAnswer{
 		SelectionID: id, ModelName: s.modelOf(of, d.Target), RoutingGroup: of.Group,
-		WorkerID: d.Target.Key.Worker, DPRank: d.Target.Key.Rank, Endpoint: d.Target.URL, BlockSize: s.router.BlockSize(),
+		WorkerID: d.Target.Key.Worker, DPRank: d.Target.Key.Rank, Endpoint: d.Target.URL, BlockSize: size,
 		Overlap:                overlapAnswer{longest, longest, byRank},
 		EffectivePrefillTokens: d.EffectivePrefillTokens, PotentialDecodeBlocks: d.PotentialDecodeBlocks + partial,
 	}
@@ -193,17 +194,17 @@ func (s *Service) selectWorker(c *gin.Context) {
 	of := query.partition()
 	request.QueryOnly = true
 	if query.SelectionID != "" && request.Tokens != nil { // hashed once for both calls, and smaller to keep
-		request.Local = request.Hashes(nil, s.router.BlockSize())
+		request.Local = request.Hashes(nil, s.router(of).BlockSize())
 		request.NumTokens, request.Tokens, request.Media = len(request.Tokens), nil, nil
 	}
-	decision, err := s.router.Route(c.Request.Context(), request)
+	decision, err := s.router(of).Route(c.Request.Context(), request)
 	if err != nil {
 		s.routingError(c, of, err)
 		return
 	}
 	if query.SelectionID != "" {
 		request.QueryOnly, request.Pinned, request.Allowed = false, nil, nil
-		cached := decision.MatchedBlocks * s.router.BlockSize()
+		cached := decision.MatchedBlocks * s.router(of).BlockSize()
 		request.Cached = &cached
 		s.pending.put(pendingSelection{key: pendingKey{of, query.SelectionID}, request: request, worker: decision.Target.Key})
 	}
@@ -245,7 +246,7 @@ func (s *Service) routeReserved(c *gin.Context, of events.Partition, id string, 
 		return router.Decision{}, false
 	}
 	request.ID = id
-	decision, err := s.router.Route(c.Request.Context(), request)
+	decision, err := s.router(of).Route(c.Request.Context(), request)
 	if err == nil && c.Request.Context().Err() != nil { // nobody is left to release it
 		decision.Booking.End()
 		err = c.Request.Context().Err()
@@ -359,7 +360,7 @@ func (s *Service) reserve(c *gin.Context) {
 		return
 	}
 	request.ID = query.SelectionID
-	booking, err := s.router.Book(request, worker)
+	booking, err := s.router(of).Book(request, worker)
 	if err != nil {
 		s.reserved.release(query.SelectionID)
 		s.routingError(c, of, err)
@@ -428,8 +429,8 @@ func loadAnswer(l router.WorkerLoad) workerLoads {
 	return workerLoads{l.Key.Worker, l.Key.Rank, l.PotentialPrefillTokens, l.PotentialDecodeBlocks, l.ActiveRequests}
 }
 
-// loads shows the load of every worker by partition. The queue is one for all of
-// them; each shows the whole of it.
+// loads shows the load of every worker by partition. The queue is one for all of a
+// model; each shows the whole of it.
 func (s *Service) loads(c *gin.Context) {
 	of := map[uint64]events.Partition{}
 	order := []events.Partition{}
@@ -440,18 +441,18 @@ func (s *Service) loads(c *gin.Context) {
 		}
 	}
 	byPartition := map[events.Partition][]workerLoads{}
-	for _, load := range s.router.Loads() {
+	for _, load := range s.models.Loads() {
 		if p, ok := of[load.Key.Worker]; ok {
 			byPartition[p] = append(byPartition[p], loadAnswer(load))
 		}
 	}
-	requests, tokens := s.router.QueueDepth()
 	answer := []gin.H{}
 	for _, p := range order {
 		loads := byPartition[p]
 		if loads == nil {
 			loads = []workerLoads{}
 		}
+		requests, tokens := s.router(p).QueueDepth()
 		answer = append(answer, gin.H{"model_name": p.Model, "routing_group": p.Group, "loads": loads, "pending_count": requests, "pending_isl_tokens": tokens})
 	}
 	c.JSON(http.StatusOK, answer)
@@ -463,7 +464,7 @@ func (s *Service) potentialLoads(c *gin.Context) {
 	if !ok {
 		return
 	}
-	loads := s.potential(request)
+	loads := s.potential(query.partition(), request)
 	if len(loads) == 0 && !s.schedulable(query.partition()) {
 		plainError(c, http.StatusServiceUnavailable, noSchedulable(query.partition()))
 		return
@@ -471,9 +472,9 @@ func (s *Service) potentialLoads(c *gin.Context) {
 	c.JSON(http.StatusOK, loads)
 }
 
-func (s *Service) potential(request router.Request) []workerLoads {
+func (s *Service) potential(of events.Partition, request router.Request) []workerLoads {
 	loads := []workerLoads{}
-	for _, load := range s.router.PotentialLoads(request) {
+	for _, load := range s.router(of).PotentialLoads(request) {
 		loads = append(loads, loadAnswer(load))
 	}
 	return loads
@@ -516,8 +517,8 @@ func (s *Service) route(c *gin.Context) {
 			s.routeNew(c, of, id, request)
 			return
 		}
-		requests, tokens := s.router.QueueDepth()
-		c.JSON(http.StatusOK, gin.H{"method": "potential_loads", "loads": s.potential(request), "pending_count": requests, "pending_isl_tokens": tokens})
+		requests, tokens := s.router(of).QueueDepth()
+		c.JSON(http.StatusOK, gin.H{"method": "potential_loads", "loads": s.potential(of, request), "pending_count": requests, "pending_isl_tokens": tokens})
 	case "mark_prefill":
 		booking := s.reserved.get(id)
 		if booking != nil {
@@ -584,7 +585,7 @@ func (s *Service) events(c *gin.Context) {
 	}
 	s.writeDump(c, func(to io.Writer) error { // it may be all blocks
 		answer := log.Query(start, end, check)
-		answer.BlockSize = s.router.BlockSize()
+		answer.BlockSize = s.models.For(key.Worker).Router.BlockSize()
 		return answer.Write(to)
 	})
 }

@@ -20,7 +20,7 @@ import (
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/radix"
+	"kvrouter/internal/models"
 	"kvrouter/internal/router"
 	"kvrouter/internal/web"
 	"kvrouter/internal/workers"
@@ -40,8 +40,7 @@ const (
 // routes and names of Dynamo's standalone selection service.
 type Service struct {
 	settings Settings
-	router   *router.Router
-	index    radix.Index
+	models   *models.Set
 	fleet    *workers.Fleet
 	log      *slog.Logger
 
@@ -71,10 +70,10 @@ type Settings struct {
 	Hop                web.Hop  // this router, in the Via of what it sends
 }
 
-// New returns the router port over the given router, index and fleet.
-func New(settings Settings, router *router.Router, index radix.Index, fleet *workers.Fleet, log *slog.Logger) *Service {
+// New returns the router port over the given models and fleet.
+func New(settings Settings, models *models.Set, fleet *workers.Fleet, log *slog.Logger) *Service {
 	return &Service{
-		settings: settings, router: router, index: index, fleet: fleet, log: log, history: fleet.History,
+		settings: settings, models: models, fleet: fleet, log: log, history: fleet.History,
 		reserved: NewReservations(), pending: newPendingSelections(),
 		decisions: openDecisions{byID: map[string]*openDecision{}}, dumps: make(chan struct{}, maxDumps), registered: map[uint64]registeredWorker{},
 	}
@@ -270,11 +269,18 @@ func (s *Service) ownModel() string {
 	return s.settings.ServedModelName
 }
 
+// router decides for the workers of a partition: those of its model, which without a name
+// is the default one.
+func (s *Service) router(of events.Partition) *router.Router {
+	m, _ := s.models.Of(of.Model)
+	return m.Router
+}
+
 // within restricts a request to the workers of a partition.
 func (s *Service) within(request router.Request, of events.Partition) router.Request {
 	request.Model = of.Model
 	if request.LoRA == "" && of.Model != "" {
-		request.LoRA, _ = s.router.Adapter(of.Model)
+		request.LoRA, _ = s.router(of).Adapter(of.Model)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -286,7 +292,7 @@ func (s *Service) within(request router.Request, of events.Partition) router.Req
 		return request
 	}
 	allowed := []uint64{}
-	for _, t := range s.router.Targets() {
+	for _, t := range s.router(of).Targets() {
 		given := request.Allowed == nil
 		for _, id := range request.Allowed {
 			given = given || id == t.Key.Worker
@@ -311,7 +317,7 @@ func (s *Service) groupOf(worker uint64) string {
 func (s *Service) schedulable(of events.Partition) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.router.Has(func(t *kv.Target) bool {
+	return s.router(of).Has(func(t *kv.Target) bool {
 		return !t.Resting && t.Serves(of.Model) && s.groupOf(t.Key.Worker) == of.Group
 	})
 }
@@ -320,7 +326,7 @@ func (s *Service) schedulable(of events.Partition) bool {
 func (s *Service) targets(of events.Partition) (targets []kv.Target) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for _, t := range s.router.Targets() {
+	for _, t := range s.router(of).Targets() {
 		if t.Serves(of.Model) && s.groupOf(t.Key.Worker) == of.Group {
 			targets = append(targets, t)
 		}
@@ -367,7 +373,7 @@ func (s *Service) findBestWorker(c *gin.Context) {
 		return
 	}
 	request.ChooseOnly = true
-	decision, err := s.router.Route(c.Request.Context(), s.within(request, query.partition()))
+	decision, err := s.router(query.partition()).Route(c.Request.Context(), s.within(request, query.partition()))
 	if err != nil {
 		s.routingError(c, query.partition(), err)
 		return
@@ -387,7 +393,7 @@ func (s *Service) overlapScores(c *gin.Context) {
 		plainError(c, http.StatusServiceUnavailable, noSchedulable(of))
 		return
 	}
-	overlaps, blocks := s.router.Overlaps(request)
+	overlaps, blocks := s.router(of).Overlaps(request)
 	held := map[kv.WorkerKey]int{}
 	for _, o := range overlaps {
 		held[o.Worker] = o.Blocks
@@ -396,14 +402,14 @@ func (s *Service) overlapScores(c *gin.Context) {
 	for _, t := range targets {
 		workers = append(workers, gin.H{"worker_id": t.Key.Worker, "dp_rank": t.Key.Rank, "device_blocks": held[t.Key]})
 	}
-	c.JSON(http.StatusOK, gin.H{"block_size": s.router.BlockSize(), "num_blocks": blocks, "workers": workers})
+	c.JSON(http.StatusOK, gin.H{"block_size": s.router(of).BlockSize(), "num_blocks": blocks, "workers": workers})
 }
 
-// dump streams the whole index as store events from which another router can
-// fill its own.
+// dump streams the whole index of the default model as store events from which another
+// router can fill its own.
 func (s *Service) dump(c *gin.Context) {
 	s.writeDump(c, func(to io.Writer) error {
-		return events.WriteDump(to, s.index, s.router.BlockSize(), s.dumpParts())
+		return events.WriteDump(to, s.models.Index(), s.models.Default().Router.BlockSize(), s.dumpParts())
 	})
 }
 
@@ -435,7 +441,7 @@ func (s *Service) dumpParts() []events.DumpPart {
 	at := map[events.Partition]int{own: 0}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for _, key := range s.index.Workers() {
+	for _, key := range s.models.Index().Workers() {
 		of := own
 		if w, ok := s.registered[key.Worker]; ok {
 			of = w.partition()

@@ -7,6 +7,7 @@ import (
 
 	"github.com/gin-gonic/gin"
 
+	"kvrouter/internal/models"
 	"kvrouter/internal/router"
 	"kvrouter/internal/web"
 )
@@ -14,7 +15,7 @@ import (
 // Thresholds serves /busy_threshold, which is Dynamo's. It is a route of the
 // OpenAI port, with that port's shape of errors.
 type Thresholds struct {
-	Router *router.Router
+	Models *models.Set
 	Model  string // name under which the thresholds are shown
 }
 
@@ -30,7 +31,7 @@ type modelThresholds struct {
 // Show answers GET with all thresholds that are set.
 func (s Thresholds) Show(c *gin.Context) {
 	thresholds := []modelThresholds{}
-	if t := s.Router.BusyThresholds(); t.Set() {
+	if t := s.Models.BusyThresholds(); t.Set() {
 		thresholds = append(thresholds, modelThresholds{s.Model, t})
 	}
 	c.JSON(http.StatusOK, gin.H{"thresholds": thresholds})
@@ -57,10 +58,9 @@ func (s Thresholds) Change(c *gin.Context) {
 		fail(http.StatusBadRequest, "", err.Error())
 		return
 	}
-	serves, up := s.Router.Serves(asked.Model)
-	if asked.Model == "" || up && !serves {
+	if _, known := s.Models.Of(asked.Model); asked.Model == "" || !known {
 		fail(http.StatusNotFound, "model", "The model `"+asked.Model+"` does not exist.")
 		return
 	}
-	c.JSON(http.StatusOK, modelThresholds{asked.Model, s.Router.ChangeBusyThresholds(asked.BusyThresholds)})
+	c.JSON(http.StatusOK, modelThresholds{asked.Model, s.Models.ChangeBusyThresholds(asked.BusyThresholds)})
 }

@@ -153,14 +153,15 @@ func (w registeredWorker) partition() events.Partition {
 	return events.Partition{Model: *w.spec.ModelName, Group: *w.spec.RoutingGroup}
 }
 
-// registration makes of the spec what the fleet takes, or says what is missing.
+// registration makes of the spec what the fleet takes, or says what is missing. existing
+// is the block size of its model, tokens; 0: it is a new one.
 // An error is a value that cannot be right.
-func (w registeredWorker) registration(settings Settings) (r workers.Registration, missing []string, err error) {
+func (w registeredWorker) registration(settings Settings, existing int) (r workers.Registration, missing []string, err error) {
 	spec := w.spec
 	if err := spec.check(); err != nil {
 		return r, nil, err
 	}
-	r = workers.Registration{ID: w.id, Model: *spec.ModelName, MaxBatchedTokens: Given(spec.MaxBatchedTokens, 0), TotalBlocks: Given(spec.TotalBlocks, 0), Key: Given(spec.APIKey, "")}
+	r = workers.Registration{ID: w.id, Model: *spec.ModelName, MaxBatchedTokens: Given(spec.MaxBatchedTokens, 0), TotalBlocks: Given(spec.TotalBlocks, 0), BlockSize: Given(spec.BlockSize, 0), Key: Given(spec.APIKey, "")}
 	r.Disagg = kv.Disagg{Role: Given(spec.Role, kv.RoleBoth), Kind: Given(spec.Kind, kv.KindNone), Bootstrap: kv.Bootstrap{Host: Given(spec.BootstrapHost, ""), Port: Given(spec.BootstrapPort, 0)}}
 	if Given(spec.Endpoint, "") == "" {
 		missing = append(missing, "endpoint is required")
@@ -170,8 +171,8 @@ func (w registeredWorker) registration(settings Settings) (r workers.Registratio
 	switch size := Given(spec.BlockSize, 0); {
 	case size <= 0:
 		missing = append(missing, "block_size must be greater than 0")
-	case size != settings.BlockSize:
-		missing = append(missing, fmt.Sprintf("reconciliation failed: block_size mismatch for %s: existing=%d requested=%d", w.partition(), settings.BlockSize, size))
+	case existing != 0 && size != existing:
+		missing = append(missing, fmt.Sprintf("reconciliation failed: block_size mismatch for %s: existing=%d requested=%d", w.partition(), existing, size))
 	}
 	if settings.CountsPasses && spec.MaxBatchedTokens == nil {
 		missing = append(missing, "max_num_batched_tokens is required while queueing is enabled")
@@ -331,13 +332,13 @@ func (r WorkerRecord) partition() events.Partition {
 // partition and id.
 func (s *Service) records(want func(WorkerRecord) bool) []WorkerRecord {
 	up := map[uint64]bool{}
-	for _, t := range s.router.Targets() {
+	for _, t := range s.models.Targets() {
 		up[t.Key.Worker] = !t.Resting
 	}
 	s.mu.Lock()
 	waiting := maps.Clone(s.registered) // those that the fleet does not know
 	s.mu.Unlock()
-	outliers, _ := s.router.Outliers()
+	outliers, _ := s.models.Outliers()
 	records := []WorkerRecord{}
 	add := func(r WorkerRecord) {
 		if want == nil || want(r) {
@@ -367,7 +368,7 @@ func (s *Service) records(want func(WorkerRecord) bool) []WorkerRecord {
 // specOf says of a worker that this router started or attached what a client
 // would have to say.
 func (s *Service) specOf(status workers.Status) workerSpec {
-	model, group, size := s.ownModel(), events.DefaultGroup, s.router.BlockSize()
+	model, group, size := s.ownModel(), events.DefaultGroup, s.models.For(status.ID).Router.BlockSize()
 	if len(status.Models) > 0 && !slices.Contains(status.Models, model) { // an attached one may have another name
 		model = status.Models[0]
 	}
@@ -396,8 +397,8 @@ func (s *Service) record(w workers.Status, spec workerSpec, up bool) WorkerRecor
 		State: w.State, Engine: w.Engine, PID: w.PID, Restarts: w.Restarts, Generation: w.Generation,
 	}
 	for _, key := range w.Keys() {
-		r.add(s.router.Load(key))
-		r.Blocks += s.index.Blocks(key)
+		r.add(s.models.Load(key))
+		r.Blocks += s.models.Blocks(key)
 	}
 	if !up {
 		r.Lifecycle = LifecycleUnschedulable
@@ -563,7 +564,7 @@ func (s *Service) registeredRanks(but uint64) (ranks int) {
 // setWorker puts what is known of a worker in force and answers with its
 // record; s.changing is held.
 func (s *Service) setWorker(c *gin.Context, status int, w registeredWorker) {
-	registration, missing, err := w.registration(s.settings)
+	registration, missing, err := w.registration(s.settings, s.models.BlockSize(*w.spec.ModelName))
 	if err != nil {
 		plainError(c, http.StatusBadRequest, err.Error())
 		return

@@ -24,7 +24,7 @@ func newRegistry(t *testing.T, hop web.Hop) (handler http.Handler, ask func(meth
 	router := routertest.NewTestRouter(t, "kv", 0)
 	log := slog.New(slog.DiscardHandler)
 	fleet := workers.NewFleet(workers.Settings{Hop: hop}, nil, router.Index(), workers.Hooks{}, log)
-	handler = New(Settings{KVEvents: true, BlockSize: 4, Hop: hop}, router, router.Index(), fleet, log).Handler()
+	handler = New(Settings{KVEvents: true, BlockSize: 4, Hop: hop}, routertest.Models(router), fleet, log).Handler()
 	return handler, func(method, path, body string) (int, string) {
 		w := httptest.NewRecorder()
 		request := httptest.NewRequestWithContext(t.Context(), method, path, strings.NewReader(body))
@@ -187,7 +187,7 @@ func FuzzRegistration(f *testing.F) {
 		if query.RoutingGroup == nil {
 			query.RoutingGroup = &group
 		}
-		r, missing, err := registeredWorker{id: Given(query.ID, 0), spec: query.workerSpec}.registration(settings)
+		r, missing, err := registeredWorker{id: Given(query.ID, 0), spec: query.workerSpec}.registration(settings, settings.BlockSize)
 		if err != nil {
 			return
 		}
@@ -219,7 +219,7 @@ func TestWorkersAreShownUnderNamesThatTheyTake(t *testing.T) {
 		{"", nil, events.DefaultModel},
 	} {
 		router := routertest.NewTestRouter(t, "kv", 0)
-		s := New(Settings{ServedModelName: test.flag}, router, router.Index(), nil, slog.New(slog.DiscardHandler))
+		s := New(Settings{ServedModelName: test.flag}, routertest.Models(router), nil, slog.New(slog.DiscardHandler))
 		if got := *s.specOf(workers.Status{Models: test.serves}).ModelName; got != test.want {
 			t.Errorf("--served-model-name %q, worker serves %q: shown as %q, want %q", test.flag, test.serves, got, test.want)
 		}

@@ -9,6 +9,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/models"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
 )
@@ -109,18 +110,18 @@ func appliedEvents(counts map[string]uint64) []appliedCount {
 	}
 }
 
-// routerCollector shows the books of a router at each scrape.
+// routerCollector shows the books of all models' routers at each scrape.
 type routerCollector struct {
-	router                            *router.Router
+	models                            *models.Set
 	blocks, tokens, pending, promised *prometheus.Desc
 }
 
-// Watch adds the router's books to the metrics. Call it once.
-func (t *Metrics) Watch(router *router.Router) {
-	t.registry.MustRegister(newOutlierCollector(router))
+// Watch adds the books of all models to the metrics. Call it once.
+func (t *Metrics) Watch(models *models.Set) {
+	t.registry.MustRegister(newOutlierCollector(models), newModelCollector(models))
 	worker := []string{"worker_id", "dp_rank", "worker_type"}
 	t.registry.MustRegister(&routerCollector{
-		router:   router,
+		models:   models,
 		blocks:   prometheus.NewDesc("dynamo_frontend_worker_active_decode_blocks", "Blocks of the requests in flight on the worker; those that several share count once.", worker, nil),
 		tokens:   prometheus.NewDesc("dynamo_frontend_worker_active_prefill_tokens", "Uncached prompt tokens of the requests on the worker whose first token has not come.", worker, nil),
 		pending:  prometheus.NewDesc("dynamo_frontend_router_queue_pending_requests", "Requests that wait for a worker with room.", nil, nil),
@@ -146,12 +147,12 @@ func (c *routerCollector) Describe(out chan<- *prometheus.Desc) {
 
 // Collect implements prometheus.Collector.
 func (c *routerCollector) Collect(out chan<- prometheus.Metric) {
-	for _, load := range c.router.Loads() {
+	for _, load := range c.models.Loads() {
 		labels := []string{proxy.WorkerLabel(load.Key.Worker), strconv.FormatUint(uint64(load.Key.Rank), 10), workerType(load.Role)}
 		out <- prometheus.MustNewConstMetric(c.blocks, prometheus.GaugeValue, float64(load.PotentialDecodeBlocks), labels...)
 		out <- prometheus.MustNewConstMetric(c.tokens, prometheus.GaugeValue, float64(load.PotentialPrefillTokens), labels...)
 	}
-	requests, tokens := c.router.QueueDepth()
+	requests, tokens := c.models.QueueDepth()
 	out <- prometheus.MustNewConstMetric(c.pending, prometheus.GaugeValue, float64(requests))
 	out <- prometheus.MustNewConstMetric(c.promised, prometheus.GaugeValue, float64(tokens))
 }

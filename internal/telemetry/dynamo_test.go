@@ -13,7 +13,7 @@ import (
 func TestWorkersAreShownUnderTheTypeThatTheyHave(t *testing.T) {
 	m := newBareTelemetry()
 	rt := routertest.NewTestRouter(t, "kv", 1)
-	m.Watch(rt)
+	m.Watch(routertest.Models(rt))
 	target := kv.Target{Key: kv.WorkerKey{Worker: 1}, Disagg: kv.Disagg{Role: kv.RolePrefill, Kind: kv.KindNIXL}}
 	rt.Up(target)
 	rt.Up(kv.Target{Key: kv.WorkerKey{Worker: 2}, Disagg: kv.Disagg{Role: kv.RoleDecode, Kind: kv.KindNIXL}})

@@ -5,24 +5,24 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"kvrouter/internal/models"
 	"kvrouter/internal/outlier"
 	"kvrouter/internal/proxy"
-	"kvrouter/internal/router"
 )
 
 // outlierCollector shows which workers are out for their failures at each scrape, so
 // that a worker that is gone leaves no series behind.
 type outlierCollector struct {
-	router                              *router.Router
+	models                              *models.Set
 	ejections, ejected, held, rate, all *prometheus.Desc
 }
 
-func newOutlierCollector(router *router.Router) *outlierCollector {
+func newOutlierCollector(models *models.Set) *outlierCollector {
 	desc := func(name, help string, labels ...string) *prometheus.Desc {
 		return prometheus.NewDesc("kvrouter_"+name, help, append([]string{"worker_id", "dp_rank"}, labels...), nil)
 	}
 	return &outlierCollector{
-		router:    router,
+		models:    models,
 		ejections: desc("ejections_total", "How often the worker was taken out for its failures, by reason.", "reason"),
 		ejected:   desc("worker_ejected", "1 while the worker is out for its failures."),
 		held:      desc("worker_held", "1 while the worker gets no requests because it has asked for a pause, or is suspected of being misconfigured."),
@@ -47,7 +47,7 @@ func (c *outlierCollector) Collect(out chan<- prometheus.Metric) {
 		}
 		out <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, value, labels...)
 	}
-	records, desperate := c.router.Outliers()
+	records, desperate := c.models.Outliers()
 	flag(c.all, desperate)
 	for _, r := range records {
 		labels := []string{proxy.WorkerLabel(r.Worker.Worker), strconv.FormatUint(uint64(r.Worker.Rank), 10)}

@@ -35,7 +35,7 @@ func ResolveModel(ctx context.Context, name, python string) (dir string, err err
 	if strings.Count(name, "/") > 1 || filepath.IsAbs(name) || strings.HasPrefix(name, ".") {
 		return "", fmt.Errorf("model %q: no such folder", name)
 	}
-	if dir := cachedSnapshot(name); dir != "" {
+	if dir := Cached(name); dir != "" {
 		return dir, nil
 	}
 	if offline() {
@@ -67,9 +67,9 @@ func offline() bool {
 	return slices.Contains([]string{"1", "ON", "YES", "TRUE"}, strings.ToUpper(os.Getenv("HF_HUB_OFFLINE")))
 }
 
-// cachedSnapshot returns the folder of the cached revision "main" of a hub
-// repository, if it has a tokenizer; else nothing.
-func cachedSnapshot(id string) string {
+// Cached returns the folder of the revision "main" of a hub repository in the local
+// Hugging Face cache, if it has a tokenizer; else nothing.
+func Cached(id string) string {
 	repo := filepath.Join(hubCache(), "models--"+strings.ReplaceAll(id, "/", "--"))
 	commit, err := os.ReadFile(filepath.Join(repo, "refs", "main"))
 	if err != nil {

@@ -125,6 +125,9 @@ func NewSource(model *Model, ask Asker, timeout time.Duration, log *slog.Logger)
 	}
 }
 
+// Local tells whether prompts are computed here at all.
+func (t *Source) Local() bool { return t != nil && t.model != nil }
+
 // Chat returns the prompt of a /v1/chat/completions request.
 func (t *Source) Chat(ctx context.Context, body []byte) Prompt {
 	parsed, ok := jsonbody.Parse(body)

@@ -283,6 +283,12 @@ func (f *Fleet) followAttached(ctx context.Context, w *worker) (wasUp bool) {
 	if in.know(info); served.sglang {
 		in.isSGLang() // behind a gateway that hides the rest, too
 	}
+	if err := in.join(in.serves(served)); err != nil {
+		if ctx.Err() == nil {
+			f.unreachable(w, err)
+		}
+		return false
+	}
 	in.takePart(partOf(w.Spec.Disagg, info, w.Spec.URL))
 	sources := in.eventSources()
 	in.follow(served, sources)

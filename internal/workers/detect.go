@@ -29,6 +29,8 @@ type serverInfo struct {
 	PassTokens  int64 `json:"chunked_prefill_size"` // most prompt tokens of a pass; -1: no limit
 	CacheTokens int64 `json:"max_total_num_tokens"` // of the KV cache of rank 0
 
+	ModelPath string `json:"model_path"` // a name or a folder
+
 	EventsConfig string      `json:"kv_events_config"` // as given to it; empty: events are off
 	Events       *eventsInfo `json:"kv_events"`        // nil: off, or not to be reached over TCP
 }

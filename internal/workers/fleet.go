@@ -39,6 +39,12 @@ type Hooks struct {
 
 	Hold    func(worker uint64, hold bool) // a discovered worker gets no new requests, or again
 	Working func(worker uint64) bool       // whether requests are on their way on it
+
+	// Join is asked, before Up, for the index of the blocks of a worker that was not
+	// started, and for the tokens in one; an error says why it cannot be used. Leave
+	// follows, after Down. Without, they are those of the fleet.
+	Join  func(worker uint64, serves kv.Served) (index radix.Index, blockSize int, err error)
+	Leave func(worker uint64)
 }
 
 // States of a worker.
@@ -218,7 +224,7 @@ type worker struct {
 
 // NewFleet prepares the workers that cfg asks for; Run starts them by start, which
 // is not called where cfg asks for none. index gets what their event streams
-// tell.
+// tell, where hooks name no other.
 func NewFleet(cfg Settings, start Start, index radix.Index, hooks Hooks, log *slog.Logger) *Fleet {
 	atOnce := max(4, min(looksAtOnce, web.Descriptors()/16))
 	f := &Fleet{
@@ -241,6 +247,12 @@ func NewFleet(cfg Settings, start Start, index radix.Index, hooks Hooks, log *sl
 	}
 	if f.hooks.Load == nil {
 		f.hooks.Load = func(kv.WorkerKey, policy.Published) {}
+	}
+	if f.hooks.Join == nil {
+		f.hooks.Join = func(uint64, kv.Served) (radix.Index, int, error) { return f.index, f.cfg.BlockSize, nil }
+	}
+	if f.hooks.Leave == nil {
+		f.hooks.Leave = func(uint64) {}
 	}
 	if f.hooks.Hold == nil {
 		f.hooks.Hold = func(uint64, bool) {}
@@ -345,12 +357,15 @@ func (f *Fleet) saveIndex(until context.Context) (*errgroup.Group, context.Conte
 	return group, ctx
 }
 
-// eventStreams returns every event stream that runs now.
+// eventStreams returns every event stream that runs now and can be in a snapshot, all
+// of whose blocks have one size.
 func (f *Fleet) eventStreams() (all []*events.Stream) {
 	for _, w := range f.Members() {
 		w.mu.Lock()
 		for _, stream := range w.streams {
-			all = append(all, stream)
+			if stream.Src.BlockSize == f.cfg.BlockSize {
+				all = append(all, stream)
+			}
 		}
 		w.mu.Unlock()
 	}

@@ -14,6 +14,7 @@ import (
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/process"
+	"kvrouter/internal/radix"
 	"kvrouter/internal/web"
 )
 
@@ -34,6 +35,9 @@ type incarnation struct {
 	heard  hearing     // of an SGLang server's load sockets
 	stuck  atomic.Bool // an SGLang server's schedulers do not answer
 
+	index     radix.Index // of its blocks
+	blockSize int         // tokens
+
 	disagg     kv.Disagg // its part where prefill and decode are apart, as far as known
 	served     modelList // by the worker, as last told
 	modelsAt   time.Time // when that was
@@ -53,7 +57,7 @@ type incarnation struct {
 
 // begin opens the next incarnation of a worker; its end must be called.
 func (f *Fleet) begin(ctx context.Context, w *worker) *incarnation {
-	in := &incarnation{f: f, w: w, began: time.Now(), announced: map[kv.WorkerKey]kv.Target{}, loaded: map[kv.WorkerKey]bool{}}
+	in := &incarnation{f: f, w: w, index: f.index, blockSize: f.cfg.BlockSize, began: time.Now(), announced: map[kv.WorkerKey]kv.Target{}, loaded: map[kv.WorkerKey]bool{}}
 	in.ctx, in.cancel = context.WithCancel(ctx)
 	if !w.attached {
 		in.engine = f.cfg.Engine
@@ -78,6 +82,16 @@ func (in *incarnation) takePart(d kv.Disagg) {
 func (in *incarnation) end(reason string) {
 	in.markDown(reason)
 	in.forget()
+	in.f.hooks.Leave(in.w.id)
+}
+
+// join has the worker's blocks kept where its model's are.
+func (in *incarnation) join(serves kv.Served) (err error) {
+	index, size, err := in.f.hooks.Join(in.w.id, serves)
+	if err == nil {
+		in.index, in.blockSize = index, size
+	}
+	return err
 }
 
 // forget ends what follows the worker, and then empties its index.
@@ -90,7 +104,7 @@ func (in *incarnation) forget() {
 	}
 	clear(in.w.streams)
 	in.w.mu.Unlock()
-	in.f.index.Forget(in.w.id)
+	in.index.Forget(in.w.id)
 }
 
 // followEvents reads one event stream until the incarnation ends, if any are to
@@ -99,10 +113,13 @@ func (in *incarnation) followEvents(source events.Source) {
 	if !in.f.cfg.KVEvents || !in.w.mayFollow(source) {
 		return
 	}
-	source.Seeded = in.f.index.Blocks(source.Worker) > 0 // only a peer's dump can be there already
-	stream := events.NewStream(source, in.f.index, in.f.log)
+	source.BlockSize = in.blockSize
+	source.Seeded = in.index.Blocks(source.Worker) > 0 // only a peer's dump can be there already
+	stream := events.NewStream(source, in.index, in.f.log)
 	stream.Peers, stream.Edges = in.f.Peers, in.f.Edges
-	in.f.snapshot.Resume(stream)
+	if in.blockSize == in.f.cfg.BlockSize { // a snapshot has blocks of one size
+		in.f.snapshot.Resume(stream)
+	}
 	if lag := in.f.hooks.Lag; lag != nil {
 		stream.OnLag = func(d time.Duration) { lag(source.Worker, d) }
 	}
@@ -337,7 +354,7 @@ func (in *incarnation) cacheSizes(ranks []uint32) map[uint32]int {
 		sizes, err = in.f.reader(in.w).cacheSizes(in.ctx, in.w.Spec.URL+"/metrics")
 		blocks = map[uint32]int{}
 		for rank, tokens := range sizes {
-			blocks[rank] = tokens / in.f.cfg.BlockSize
+			blocks[rank] = tokens / in.blockSize
 		}
 	}
 	if (err != nil || len(blocks) == 0) && in.f.cfg.AssumesSizes {

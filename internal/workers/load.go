@@ -322,6 +322,18 @@ func cacheSizesOf(families metricFamilies) cacheSizes {
 	return sizes
 }
 
+// blockSizeOf returns the tokens in a block of an engine's KV cache; 0: it is not told.
+func blockSizeOf(families metricFamilies) int {
+	for _, metric := range families[cacheName].GetMetric() {
+		for _, label := range metric.Label {
+			if n, err := strconv.ParseUint(label.GetValue(), 10, 31); err == nil && label.GetName() == "block_size" && n <= maxBlockSize {
+				return int(n)
+			}
+		}
+	}
+	return 0
+}
+
 // fetch asks for a Prometheus page and reads those of its metrics that have one of
 // the names.
 func (l loadReader) fetch(ctx context.Context, url string, names []string) (metricFamilies, error) {

@@ -15,6 +15,7 @@ import (
 type modelList struct {
 	names    []string // nil: the worker does not tell, and may serve any
 	adapters []string // those of names that are LoRA adapters: they have a parent
+	root     string   // what the base model was loaded from; empty: the worker does not tell
 	sglang   bool     // the list is an SGLang server's
 }
 
@@ -22,12 +23,49 @@ func (l modelList) equal(other modelList) bool {
 	return slices.Equal(l.names, other.names) && slices.Equal(l.adapters, other.adapters)
 }
 
+// base returns the names of the base model.
+func (l modelList) base() []string {
+	return slices.DeleteFunc(slices.Clone(l.names), func(name string) bool { return slices.Contains(l.adapters, name) })
+}
+
+// serves is what the worker says of its base model.
+func (in *incarnation) serves(list modelList) kv.Served {
+	s := kv.Served{Names: list.base(), Root: list.root, BlockSize: in.askBlockSize}
+	if in.info != nil && in.info.ModelPath != "" { // its list has the name that clients use
+		s.Root = in.info.ModelPath
+	}
+	return s
+}
+
+// askBlockSize asks the worker for the tokens in a block of its KV cache; 0: it does
+// not tell.
+func (in *incarnation) askBlockSize() int {
+	if in.info != nil {
+		size := in.info.PageSize
+		if in.info.Events != nil && in.info.Events.BlockSize > 0 {
+			size = in.info.Events.BlockSize
+		}
+		return int(min(max(size, 0), maxBlockSize))
+	}
+	families, err := in.f.reader(in.w).fetch(in.ctx, in.w.Spec.URL+"/metrics", []string{cacheName})
+	if err != nil {
+		in.f.log.Debug(fmt.Sprintf("%s: does not tell its block size", in.w), "error", err)
+		return 0
+	}
+	return blockSizeOf(families)
+}
+
+// maxBlockSize bounds what a worker says of its block size, tokens: far more than one
+// is.
+const maxBlockSize = 1 << 16
+
 // models asks a worker which models it serves. A server that does not tell (its
 // key is not known, or it has no such path) serves an unknown one.
 func (f *Fleet) models(ctx context.Context, at Attached) (served modelList, err error) {
 	var list struct {
 		Data []struct {
 			ID     string  `json:"id"`
+			Root   string  `json:"root"`
 			Owner  string  `json:"owned_by"`
 			Parent *string `json:"parent"`
 		} `json:"data"`
@@ -45,6 +83,8 @@ func (f *Fleet) models(ctx context.Context, at Attached) (served modelList, err 
 		served.sglang = served.sglang || model.Owner == "sglang"
 		if model.Parent != nil && *model.Parent != "" {
 			served.adapters = append(served.adapters, model.ID)
+		} else if served.root == "" {
+			served.root = model.Root
 		}
 	}
 	return served, nil
@@ -62,6 +102,11 @@ func (in *incarnation) lookAtModels() {
 		return
 	}
 	if err != nil || served.names == nil || served.equal(in.served) {
+		return
+	}
+	if base := in.served.base(); in.w.attached && !slices.ContainsFunc(base, func(name string) bool { return slices.Contains(served.names, name) }) && len(served.base()) > 0 {
+		in.f.log.Info(fmt.Sprintf("%s: serves another base model now: it is followed anew", in.w), "before", base, "models", served.names)
+		in.gone, in.modelsAt = true, time.Time{}
 		return
 	}
 	in.served = served

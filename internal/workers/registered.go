@@ -33,6 +33,7 @@ type Registration struct {
 	Sources          []events.Source // KV events of its ranks; may be none
 	MaxBatchedTokens int             // of one engine step; 0: unknown
 	TotalBlocks      int             // KV blocks of a rank; 0: unknown
+	BlockSize        int             // tokens; 0: unknown
 	Key              kv.Secret       // bearer key that goes to it with every request; may be empty
 	kv.Disagg
 }
@@ -40,7 +41,7 @@ type Registration struct {
 // sameCache tells whether what is known of the worker's cache holds after a
 // change to next.
 func (r Registration) sameCache(next Registration) bool {
-	return r.URL == next.URL && r.Model == next.Model && slices.Equal(r.Ranks, next.Ranks) && slices.Equal(r.Sources, next.Sources)
+	return r.URL == next.URL && r.Model == next.Model && r.BlockSize == next.BlockSize && slices.Equal(r.Ranks, next.Ranks) && slices.Equal(r.Sources, next.Sources)
 }
 
 // mostAskedInVain is how often a registered worker is asked whether it runs SGLang
@@ -238,6 +239,11 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 	in.answered = answered
 	reason := "no longer registered"
 	defer func() { in.end(reason) }()
+	if err := in.join(kv.Served{Names: []string{now.Model}, BlockSize: func() int { return now.BlockSize }}); err != nil {
+		f.unreachable(w, err)
+		now.acknowledge()
+		return registryChange{Registration: now.Registration}, true, answered
+	}
 	for _, source := range now.Sources {
 		in.followEvents(source)
 	}

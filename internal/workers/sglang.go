@@ -153,9 +153,9 @@ func (in *incarnation) tellOfEvents(sources []events.Source) {
 		in.f.log.Warn(fmt.Sprintf("%s: publishes no KV events: routed by load only", in.w), "url", in.w.Spec.URL, "remedy", remedy)
 		return
 	}
-	if in.info != nil && in.info.Events != nil && in.info.Events.BlockSize > 0 && in.info.Events.BlockSize != int64(in.f.cfg.BlockSize) {
+	if in.info != nil && in.info.Events != nil && in.info.Events.BlockSize > 0 && in.info.Events.BlockSize != int64(in.blockSize) {
 		in.f.log.Error(fmt.Sprintf("%s: the engine's block size differs from the router's: its events are dropped; start both with the same size (--page-size of SGLang, --block-size of the router)", in.w),
-			"url", in.w.Spec.URL, "engine", in.info.Events.BlockSize, "router", in.f.cfg.BlockSize)
+			"url", in.w.Spec.URL, "engine", in.info.Events.BlockSize, "router", in.blockSize)
 	}
 	for _, source := range sources {
 		if source.Replay == "" {
@@ -214,12 +214,12 @@ func (in *incarnation) sglangSizes(ranks []uint32) (map[uint32]int, error) {
 	}
 	if info != nil && info.CacheTokens > 0 {
 		for _, rank := range ranks {
-			blocks[rank] = info.cacheBlocks(in.f.cfg.BlockSize)
+			blocks[rank] = info.cacheBlocks(in.blockSize)
 		}
 	}
 	if in.ranks > 1 || len(ranks) > 1 {
 		if list, failure := in.f.reader(in.w).listLoads(in.ctx, in.w.Spec.URL+loadsPath); failure == nil {
-			maps.Copy(blocks, list.blocks(in.f.cfg.BlockSize))
+			maps.Copy(blocks, list.blocks(in.blockSize))
 		}
 	}
 	return blocks, err

@@ -4,10 +4,12 @@ package routertest
 
 import (
 	"fmt"
+	"log/slog"
 	"slices"
 	"testing"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/models"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
@@ -98,4 +100,9 @@ func DumpLines(index radix.Index) []string {
 	}
 	slices.Sort(lines)
 	return lines
+}
+
+// Models returns a set of one model, which r decides for.
+func Models(r *router.Router) *models.Set {
+	return models.New(models.Settings{}, &models.Model{Router: r, Index: r.Index()}, slog.New(slog.DiscardHandler))
 }

@@ -1,0 +1,140 @@
+package models
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"os"
+	"path"
+	"path/filepath"
+	"slices"
+	"time"
+
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/router"
+	"kvrouter/internal/tokens"
+)
+
+// folder returns the folder of a model's tokenizer files; empty: they are not here. What
+// workers tell is no path, and no reason to fetch anything. Where they name the files
+// that they have loaded, the name that clients use says nothing of what it is in the
+// Hugging Face cache.
+func (s *Set) folder(name, root string) string {
+	if s.settings.ModelsDir != "" {
+		for _, told := range []string{root, name} {
+			for _, folder := range []string{told, path.Base(told)} {
+				dir := filepath.Join(s.settings.ModelsDir, folder)
+				if told != "" && folder != "." && filepath.IsLocal(folder) && tokens.FileExists(dir, "tokenizer.json") {
+					return dir
+				}
+			}
+		}
+	}
+	return tokens.Cached(cmp.Or(root, name))
+}
+
+// open opens the tokenizer in a folder; nil: it cannot be read, and the workers are
+// asked.
+func (s *Set) open(dir string, log *slog.Logger) *tokens.Model {
+	if spare := s.spare[dir]; len(spare) > 0 {
+		s.spare[dir] = spare[1:]
+		return spare[0]
+	}
+	model, err := tokens.Open(context.Background(), tokens.Opening{Name: dir, CacheTokens: s.settings.CacheTokens}, log)
+	if err != nil {
+		log.Warn("no tokenizer: prompt tokens come from the workers", "folder", dir, "error", err)
+		return nil
+	}
+	log.Info("opened its tokenizer", "folder", dir)
+	return model
+}
+
+// CheckDir tells what is wrong with --models-dir.
+func (f Flags) CheckDir() error {
+	if f.ModelsDir == "" {
+		return nil
+	}
+	if info, err := os.Stat(f.ModelsDir); err != nil || !info.IsDir() {
+		return fmt.Errorf("--models-dir %s: no such folder; give one that has a folder of tokenizer files for each model", f.ModelsDir)
+	}
+	return nil
+}
+
+// Read gives a model the source of its prompt tokens: its tokenizer, or nil, and its
+// workers, that ask reaches.
+func (m *Model) Read(model *tokens.Model, ask Ask, timeout time.Duration, log *slog.Logger) {
+	m.ask = ask
+	m.Tokens = tokens.NewSource(model, m.askAny, timeout, log)
+}
+
+// askAny sends a question about a prompt to the least loaded worker.
+func (m *Model) askAny(ctx context.Context, path string, body []byte) ([]byte, error) {
+	engine := kv.EngineVLLM
+	if m.Tokens.SGLang() {
+		engine = kv.EngineSGLang
+	}
+	target, ok := m.Router.Idlest(engine)
+	if !ok {
+		return nil, router.ErrNoWorker
+	}
+	return m.asker(target)(ctx, path, body)
+}
+
+// asker sends questions about prompts to a worker.
+func (m *Model) asker(target kv.Target) tokens.Asker {
+	return func(ctx context.Context, path string, body []byte) ([]byte, error) {
+		asked := time.Now()
+		status, answer, err := m.ask(ctx, target, http.MethodPost, path, http.Header{"Content-Type": {"application/json"}}, body)
+		if err != nil {
+			m.Router.AskFailed(ctx, target, asked)
+		}
+		if err == nil && status != http.StatusOK {
+			err = &tokens.AskError{Status: status, Answer: answer}
+		}
+		return answer, err
+	}
+}
+
+// peers are the workers whose prompt tokens are compared with the router's own. The
+// engine's flags may have set lower than the model's files say how long its prompts
+// may be: its list of models tells.
+func (m *Model) peers() (peers []tokens.Peer) {
+	targets := slices.CompactFunc(m.Router.Targets(), func(a, b kv.Target) bool { return a.Key.Worker == b.Key.Worker })
+	for _, t := range targets {
+		peers = append(peers, tokens.Peer{ID: t.Key.Worker, Generation: t.Generation, SGLang: t.Engine == kv.EngineSGLang, Ask: m.asker(t), MaxModelLen: func(ctx context.Context) int {
+			_, answer, _ := m.ask(ctx, t, http.MethodGet, "/v1/models", nil, nil)
+			return int(gjson.GetBytes(answer, "data.0.max_model_len").Int())
+		}})
+	}
+	return peers
+}
+
+// Run compares the prompt tokens of every model with those of its workers until ctx is
+// done.
+func (s *Set) Run(ctx context.Context) {
+	s.mu.Lock()
+	s.comparing = ctx
+	for _, m := range s.All() {
+		s.compare(m)
+	}
+	s.mu.Unlock()
+	<-ctx.Done()
+	s.mu.Lock()
+	s.comparing = nil
+	s.mu.Unlock()
+	s.compares.Wait()
+}
+
+// compare begins with a model, if Run runs; s.mu is held.
+func (s *Set) compare(m *Model) {
+	if s.comparing == nil {
+		return
+	}
+	var ctx context.Context
+	ctx, m.leave = context.WithCancel(s.comparing)
+	s.compares.Go(func() { m.Tokens.KeepComparing(ctx, m.peers) })
+}
