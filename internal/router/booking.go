@@ -56,7 +56,7 @@ func (b *Booking) Ended() bool { return b.ended.Load() }
 // prefill returns the booking as policies see prompts that wait for their first
 // token.
 func (b *Booking) prefill() policy.Prefill {
-	return policy.Prefill{Tokens: b.uncached, Sent: b.sent, AnsweredWhole: b.answeredWhole}
+	return policy.Prefill{Tokens: b.uncached, Queued: b.queued, Sent: b.sent, AnsweredWhole: b.answeredWhole}
 }
 
 // FirstToken notes that the prompt has been computed.

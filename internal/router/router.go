@@ -526,7 +526,6 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 	}
 	r.loads.bump(b.worker)
 	r.loads.begin(b, now)
-	b.queued = r.loads.prefillTokens(b.worker)
 	r.share(ChangeAdd, b)
 	return b
 }
