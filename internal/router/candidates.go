@@ -32,8 +32,13 @@ func (r *Router) gather(p *prompt, now time.Time) error {
 	if len(r.candidates) == 0 {
 		return err
 	}
-	if p.stays = p.Session != 0 && r.keepSession(p, now); p.stays {
-		return nil
+	if p.Session != 0 {
+		if r.trialStarves(now) && r.onTrial(p, now) {
+			return nil
+		}
+		if p.stays = r.keepSession(p, now); p.stays {
+			return nil
+		}
 	}
 	if !r.outliers.Quiet() && p.Pinned == nil {
 		return r.sift(p, now)

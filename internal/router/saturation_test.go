@@ -60,6 +60,27 @@ func TestAnOverdueFirstTokenIsSaturation(t *testing.T) {
 	expectSaturation(t, r, "it has come", 0, 0.1)
 }
 
+// TestWhoWaitsForRoomWaitsForAnswersToEnd: three wait for the one that runs, and answers
+// take 10 s.
+func TestWhoWaitsForRoomWaitsForAnswersToEnd(t *testing.T) {
+	for _, rule := range []string{"work", "kv"} {
+		clock := new(testkit.StandingClock)
+		r := NewTestRouter(t, rule, 1)
+		r.Now = clock.Now
+		past := book(t, r, 0, 100)
+		clock.Advance(time.Second)
+		past.FirstToken()
+		clock.Advance(10 * time.Second)
+		past.Finish(100)
+		book(t, r, 0, 100).FirstToken()
+		for range 3 {
+			book(t, r, 0, 100)
+		}
+		clock.Advance(30 * time.Second)
+		expectSaturation(t, r, rule, 35, 35)
+	}
+}
+
 func TestSaturationWithoutWorkers(t *testing.T) {
 	r := newHoldingRouter(t, time.Minute, 10)
 	expectSaturation(t, r, "nobody waits", 0, 0)

@@ -166,6 +166,20 @@ func (r *Router) keepSession(p *prompt, now time.Time) (kept bool) {
 	return false
 }
 
+// trialStarves tells whether an ejected worker waits in vain for a request on trial:
+// where all requests have a session that stays elsewhere, one of those must be it.
+func (r *Router) trialStarves(now time.Time) bool {
+	if r.outliers.Quiet() {
+		return false
+	}
+	for i := range r.candidates {
+		if since, due := r.outliers.TrialDue(r.candidates[i].Target.Key, now); due && now.Sub(since) >= trialOverdue {
+			return true
+		}
+	}
+	return false
+}
+
 // overloaded tells whether a candidate has too much work for a session to stay: more
 // than SessionOverloadFactor times the mean of the other candidates, and than
 // sessionFloor.
@@ -190,9 +204,12 @@ func sessionWork(load *policy.Load) int {
 }
 
 // sessionGoes returns what becomes of p's session now that p goes to target; the
-// empty string: it has none.
+// empty string: it has none, or p goes there on trial, which takes no session along.
 func (r *Router) sessionGoes(p *prompt, target *kv.Target, now time.Time) string {
 	if p.Session == 0 {
+		return ""
+	}
+	if _, trial := r.outliers.TrialDue(target.Key, now); trial {
 		return ""
 	}
 	known := r.sessions.at(p.sessionKey(), r.Knobs.SessionTTL, now)

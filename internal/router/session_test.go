@@ -202,6 +202,33 @@ func TestASessionWaitsForNoWorkerWithoutRoom(t *testing.T) {
 	}
 }
 
+// TestAnEjectedWorkerIsTriedThoughAllRequestsHaveSessions: the one that is tried does
+// not move its session.
+func TestAnEjectedWorkerIsTriedThoughAllRequestsHaveSessions(t *testing.T) {
+	r, clock := newSessionRouter(t, 2, nil)
+	turn(t, r, Request{})
+	if got := turn(t, r, Request{Session: 5}); got != 1 {
+		t.Fatalf("the session began on %d", got)
+	}
+	for range 3 {
+		book(t, r, 0, 1).Fail()
+	}
+	clock.Advance(r.Knobs.EjectionTime + trialOverdue/2)
+	if got := turn(t, r, Request{Session: 5}); got != 1 {
+		t.Error("it went on trial at once, where others may come that have no session")
+	}
+	clock.Advance(trialOverdue)
+	if got := turn(t, r, Request{Session: 5}); got != 0 {
+		t.Error("the ejected worker is not tried")
+	}
+	for range 3 {
+		if got := turn(t, r, Request{Session: 5}); got != 1 {
+			t.Error("the session moved to the worker on trial")
+		}
+	}
+	expectSessions(t, r, 1, SessionCounts{New: 1, Kept: 4})
+}
+
 // TestAllPoliciesKeepSessions: a policy gets the session's worker as its only choice,
 // and learns from it as from any other.
 func TestAllPoliciesKeepSessions(t *testing.T) {
