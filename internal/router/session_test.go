@@ -75,7 +75,7 @@ func TestSessionsOfTwoOwnersAreApart(t *testing.T) {
 	if r.SessionOf("team a", "1") == r.SessionOf("team b", "1") || r.SessionOf("a", "b1") == r.SessionOf("ab", "1") {
 		t.Error("they are one")
 	}
-	if r.SessionOf("team a", "1") != r.SessionOf("team a", "1") || r.SessionOf("team a", "") != 0 {
+	if one, again := r.SessionOf("team a", "1"), r.SessionOf("team a", "1"); one != again || r.SessionOf("team a", "") != 0 {
 		t.Error("one session has two hashes, or none has one")
 	}
 }
