@@ -44,11 +44,8 @@ type API struct {
 	pairs     *proxy.Pairs
 	page      *page.Page // nil: nobody looks
 	bodies    *web.Bodies
-	// lookForModels brings what is known of the workers' models up to date; nil:
-	// nothing does.
-	lookForModels func(context.Context)
-	log           *slog.Logger
-	draining      atomic.Bool
+	log       *slog.Logger
+	draining  atomic.Bool
 }
 
 // NewAPI returns the OpenAI side over what the router is made of.
@@ -58,7 +55,10 @@ func NewAPI(config Config, models *models.Set, px *proxy.Proxy, telemetry *telem
 }
 
 // Drain makes /ready fail, so that balancers in front send no more requests.
-func (a *API) Drain() { a.draining.Store(true) }
+func (a *API) Drain() {
+	a.draining.Store(true)
+	a.models.EndHolding()
+}
 
 // Handler returns the routes of the OpenAI port.
 func (a *API) Handler() http.Handler {
@@ -104,7 +104,7 @@ func (a *API) Handler() http.Handler {
 // Ready tells whether requests can be served now, and whether the router ends.
 func (a *API) Ready() (ready, draining bool) {
 	draining = a.draining.Load()
-	return !draining && a.models.Has(func(t *kv.Target) bool { return t.Role != kv.RolePrefill && !t.Resting }), draining
+	return !draining && a.models.Ready(), draining
 }
 
 // ready shows that.
@@ -141,7 +141,8 @@ type inference struct {
 	multiple bool          // the body has several prompts
 	several  bool          // it wants several answers to one
 	fatal    bool          // a prompt has no token, which ends an SGLang server
-	took     time.Duration // until the prompt was known
+	held     time.Duration // without a worker
+	took     time.Duration // until the prompt was known, without that
 	request  router.Request
 	seen     page.Seen
 	recorded *telemetry.RecordedPrompt // nil: nothing is recorded, or nothing is known of the prompt
@@ -225,15 +226,28 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 			a.fail(c, http.StatusBadRequest, "", "the request body is not a JSON object, or one of more than 262,144 members or 10,000 levels")
 			return false
 		}
-		model := r.body.Get("model").String()
-		known := false
-		if r.model, known = a.modelOf(r.ctx, model); !known {
-			a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%s` does not exist.", model))
-			return false
-		}
+	}
+	if !r.readHints(c) {
+		return false
+	}
+	model, began := r.body.Get("model").String(), time.Now()
+	form := r.body.Top == nil
+	if form && len(a.models.All()) > 1 { // such as one with a recording
+		model = web.FormField(c.GetHeader("Content-Type"), r.raw, "model")
+	}
+	var known bool
+	var err error
+	r.model, known, err = a.models.Find(r.ctx, router.Need{Model: model, Whole: r.kind == tokens.NoPrompt, Pair: a.config.Disagg.EnforceDisagg, Now: !r.hints.MayWait()})
+	if r.held = time.Since(began); !known && !form {
+		a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%s` does not exist.", model))
+		return false
+	}
+	if !form {
 		r.exchange.Model = model
-	} else if len(a.models.All()) > 1 { // a form, such as one with a recording
-		r.model, _ = a.models.Of(web.FormField(c.GetHeader("Content-Type"), r.raw, "model"))
+	}
+	if err != nil {
+		a.settle(c, r.exchange, err)
+		return false
 	}
 	if r.kind == tokens.GeneratePrompt && a.native().Lacks() {
 		a.fail(c, http.StatusNotFound, "", nativeapi.ErrNone.Error())
@@ -245,6 +259,18 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 		a.fail(c, http.StatusBadRequest, "vllm_xargs", "kv_cache_report_mode is not allowed behind a router that follows KV events")
 		return false
 	}
+	if salt, ok := r.caller.Salt(r.body.Get("cache_salt").String()); ok && r.body.Top != nil {
+		r.body = r.body.With("cache_salt", proxy.Quoted(salt))
+	}
+	r.model.Requests.Add(1)
+	r.body = r.model.Tokens.KeepApart(r.exchange.Route, r.body)
+	return true
+}
+
+// readHints reads what the request says about its routing. Not ok: it has been
+// answered.
+func (r *inference) readHints(c *gin.Context) (ok bool) {
+	a := r.api
 	given, bad := hints.Read(c.Request.Header, r.body.Get("nvext"))
 	if bad != nil {
 		a.fail(c, http.StatusBadRequest, bad.Param, bad.Error())
@@ -257,11 +283,7 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 	if !r.caller.Trusted {
 		given = given.Untrusted()
 	}
-	if salt, ok := r.caller.Salt(r.body.Get("cache_salt").String()); ok && r.body.Top != nil {
-		r.body = r.body.With("cache_salt", proxy.Quoted(salt))
-	}
-	r.model.Requests.Add(1)
-	r.body = r.model.Tokens.KeepApart(r.exchange.Route, r.body)
+	given.Session = hints.Session(c.Request.Header, a.config.Routing.SessionHeader, a.config.Routing.SessionCookie)
 	r.hints = given
 	return true
 }
@@ -273,22 +295,23 @@ func (r *inference) findPrompt() {
 	r.prompt, r.multiple = tokens.Longest(prompts), len(prompts) > 1
 	r.fatal = tokens.HasEmpty(prompts) && (r.kind == tokens.GeneratePrompt || r.model.Tokens.SGLang())
 	r.several = proxy.SeveralAnswers(x.Route, r.body)
-	x.Source, r.took = r.prompt.Source, time.Since(x.Arrived)
+	x.Source, r.took = r.prompt.Source, time.Since(x.Arrived)-r.held
 	x.Trace.Tokens(began, x.Source, len(r.prompt.Tokens))
 	adapter, listed := r.model.Router.Adapter(x.Model)
 	r.request = router.Request{
 		Tokens: r.prompt.Tokens[:r.prompt.Exact], NumTokens: len(r.prompt.Tokens), Media: kv.MediaBlocks(r.prompt.Media, r.model.Router.BlockSize()),
 		Salt: r.body.Get("cache_salt").String(), LoRA: r.model.Tokens.Adapter(x.Route, r.body, adapter, listed), Model: x.Model,
 		AnsweredWhole: !r.body.Get("stream").Bool() || r.multiple || r.several, SGLang: r.kind == tokens.GeneratePrompt, Explain: x.Trace.Sampled(),
+		Session: r.model.Router.SessionOf(r.caller.Name, r.hints.Session),
 	}
-	applyHints(r.hints, &r.request)
+	r.request.Follow(r.hints)
 }
 
 // upstream is the request as it goes to a worker.
 func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 	a, body := r.api, r.body
 	u := proxy.Upstream{
-		Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.upstreamHeader(c, r.id, r.hints.Pinned != nil), Body: body.Raw,
+		Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: proxy.ClientHeader(c.Request.Header, r.id, r.hints.Pinned != nil, a.keys.Asks()), Body: body.Raw,
 		Route: r.exchange.Route, RequestID: r.id, Arrived: r.exchange.Arrived, EndMarked: r.kind != tokens.NoPrompt, Silent: !r.caller.Told, SeveralAnswers: r.several,
 		CachedTokensMislead: r.countsMore() || proxy.ComputesAnew(body),
 	}
@@ -306,24 +329,6 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 // has computed before.
 func (r *inference) countsMore() bool {
 	return r.multiple || r.several && (r.kind == tokens.GeneratePrompt || r.model.Tokens.SGLang())
-}
-
-// applyHints puts what the client hints at into the router's form of the request.
-func applyHints(h hints.Hints, request *router.Request) {
-	request.QueryOnly, request.Pinned, request.PinnedPrefill = h.Query, h.Pinned, h.PinnedPrefill
-	request.PriorityJump, request.StrictPriority = h.PriorityJump, h.StrictPriority
-	request.ExpectedOutput, request.Prefix = h.ExpectedOutput, h.Prefix
-}
-
-// modelOf returns the model of that name. It may be new: the workers are asked before
-// it is called unknown.
-func (a *API) modelOf(ctx context.Context, name string) (m *models.Model, known bool) {
-	m, known = a.models.Of(name)
-	if !known && a.lookForModels != nil {
-		a.lookForModels(ctx)
-		m, known = a.models.Of(name)
-	}
-	return m, known
 }
 
 // settle answers a request that could not be forwarded, if it still can be
@@ -406,24 +411,6 @@ func (a *API) body(c *gin.Context) (body []byte, ok bool) {
 	return body, err == nil
 }
 
-// upstreamHeader returns the client's headers as they go to a worker. Only one that
-// names its worker may name a data-parallel rank of it.
-func (a *API) upstreamHeader(c *gin.Context, id string, pinned bool) http.Header {
-	header := c.Request.Header.Clone()
-	web.DropHopByHop(header)
-	if !pinned {
-		header.Del(web.HeaderRank)
-	}
-	header.Del("Accept-Encoding") // the usage must be readable here
-	header.Del("Expect")
-	header.Del("Content-Length")
-	if a.keys.Asks() {
-		header.Del("Authorization") // it was for us
-	}
-	header.Set(web.HeaderRequest, id)
-	return header
-}
-
 // tokenized serves a route that only the tokenizer is needed for.
 func (a *API) tokenized(serve func(*tokens.Source, context.Context, []byte) ([]byte, error)) gin.HandlerFunc {
 	return func(c *gin.Context) {
@@ -456,7 +443,7 @@ func (a *API) workers() []kv.Target {
 
 // question is a client's short request as it goes to every worker.
 func (a *API) question(c *gin.Context, body []byte) proxy.Question {
-	return proxy.Question{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: a.upstreamHeader(c, web.RequestID(c), false), Body: body}
+	return proxy.Question{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: proxy.ClientHeader(c.Request.Header, web.RequestID(c), false, a.keys.Asks()), Body: body}
 }
 
 // listModels lists what the workers serve; while none is up, the name that is

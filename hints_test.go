@@ -29,7 +29,7 @@ func TestHintsReachTheRouter(t *testing.T) {
 	key := kv.WorkerKey{Worker: 3, Rank: 1}
 	var request router.Request
 	prefill := kv.WorkerKey{Worker: 4}
-	applyHints(hints.Hints{Query: true, Pinned: &key, PinnedPrefill: &prefill, PriorityJump: 2, StrictPriority: 3, ExpectedOutput: 4, Prefix: hints.Prefix{ID: "p"}}, &request)
+	request.Follow(hints.Hints{Query: true, Pinned: &key, PinnedPrefill: &prefill, PriorityJump: 2, StrictPriority: 3, ExpectedOutput: 4, Prefix: hints.Prefix{ID: "p"}})
 	if want := (router.Request{QueryOnly: true, Pinned: &key, PinnedPrefill: &prefill, PriorityJump: 2, StrictPriority: 3, ExpectedOutput: 4, Prefix: hints.Prefix{ID: "p"}}); !reflect.DeepEqual(request, want) {
 		t.Errorf("%+v", request)
 	}

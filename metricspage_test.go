@@ -106,7 +106,7 @@ func TestMetricsPage(t *testing.T) {
 		}
 	}
 	t.Run("thompson, prefill and decode apart, replicas", func(t *testing.T) {
-		s := startMockPairs(t, kv.KindNIXL, 1, 1, "--policy=thompson", "--replica-sync", "--replica-sync-port=0")
+		s := startMockPairs(t, kv.KindNIXL, 1, 1, "--policy=thompson", "--session-header=x-session-id", "--replica-sync", "--replica-sync-port=0")
 		for i := range 3 {
 			if a, err := s.chat(t.Context(), longPrompt(i), i > 0, 8); err != nil || !a.finished {
 				t.Fatalf("%+v, %v", a, err)

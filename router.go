@@ -120,7 +120,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.proxy.OutputBlocks, r.proxy.Hop, r.proxy.Budget = config.Routing.RouterTrackOutputBlocks, config.Hop, outlier.NewBudget(config.Disagg.RetryBudget)
 	r.proxy.Client.Transport = web.NewTransport(config.WorkerTLS)
 	r.api = NewAPI(config, r.models, r.proxy, r.telemetry, log)
-	r.api.lookForModels = r.fleet.LookForModels
+	r.models.Look = r.fleet.LookForModels
 	if r.api.tracer, err = traces.Open(settings.Version(), log); err != nil {
 		return nil, err
 	}

@@ -44,6 +44,21 @@ type Hints struct {
 	StrictPriority uint32        // higher ones leave the queue first
 	ExpectedOutput int           // tokens; 0: unknown
 	Prefix         Prefix
+	Session        string // name of the session that it is of; empty: none. Set by the caller of Read
+}
+
+// Session returns the name of a request's session, from the header of that name, else
+// from the cookie; empty: there is none. Either name may be empty.
+func Session(header http.Header, name, cookie string) (session string) {
+	if name != "" {
+		session = header.Get(name)
+	}
+	if session == "" && cookie != "" {
+		if c, err := (&http.Request{Header: header}).Cookie(cookie); err == nil {
+			session = c.Value
+		}
+	}
+	return session
 }
 
 // Untrusted returns h without what goes at others' cost: to come before them, and
@@ -52,6 +67,10 @@ func (h Hints) Untrusted() Hints {
 	h.Pinned, h.PinnedPrefill, h.Whole, h.PriorityJump, h.StrictPriority = nil, nil, false, 0, 0
 	return h
 }
+
+// MayWait tells whether the request may wait for a worker to come: one that names its
+// worker, or only asks where it would go, is told at once that there is none.
+func (h Hints) MayWait() bool { return !h.Query && h.Pinned == nil && h.PinnedPrefill == nil }
 
 // Error says which hint makes no sense, and what it must be.
 type Error struct {

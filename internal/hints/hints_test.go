@@ -87,3 +87,31 @@ func TestHintsAreReadFromBodyAndHeaders(t *testing.T) {
 		}
 	}
 }
+
+func TestSessionIsReadFromTheHeaderThenTheCookie(t *testing.T) {
+	header := func(values ...string) http.Header {
+		h := http.Header{}
+		for i := 0; i < len(values); i += 2 {
+			h.Add(values[i], values[i+1])
+		}
+		return h
+	}
+	for _, test := range []struct {
+		header             http.Header
+		name, cookie, want string
+	}{
+		{header("X-Session-Id", "a"), "x-session-id", "", "a"},
+		{header("X-Session-Id", "a"), "", "", ""},
+		{header("X-Session-Id", "a", "X-Session-Id", "b"), "x-session-id", "", "a"},
+		{header("Cookie", "x=1; sid=c", "X-Session-Id", "a"), "x-session-id", "sid", "a"},
+		{header("Cookie", "x=1; sid=c"), "x-session-id", "sid", "c"},
+		{header("Cookie", "x=1", "Cookie", "sid=\"d\""), "", "sid", "d"},
+		{header("Cookie", "SID=c"), "", "sid", ""},
+		{header("Cookie", "sid="), "", "sid", ""},
+		{header(), "x-session-id", "sid", ""},
+	} {
+		if got := Session(test.header, test.name, test.cookie); got != test.want {
+			t.Errorf("%v by %q and %q: %q, want %q", test.header, test.name, test.cookie, got, test.want)
+		}
+	}
+}

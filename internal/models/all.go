@@ -21,6 +21,9 @@ func (s *Set) Up(t kv.Target) {
 	}
 	m.Tokens.Met(t.Engine == kv.EngineSGLang)
 	m.Router.Up(t)
+	if standard := s.Default(); m != standard {
+		standard.Router.LetGo(standard.unnamed) // they may be for this one
+	}
 }
 
 // Down takes w out of the choice.
@@ -105,6 +108,48 @@ func (s *Set) Loads() (loads []router.WorkerLoad) {
 	}
 	slices.SortFunc(loads, func(a, b router.WorkerLoad) int { return a.Key.Compare(b.Key) })
 	return loads
+}
+
+// Ready is Router.Ready of any model.
+func (s *Set) Ready() bool {
+	return slices.ContainsFunc(s.All(), func(m *Model) bool { return m.Router.Ready() })
+}
+
+// EndHolding is Router.EndHolding of every model.
+func (s *Set) EndHolding() {
+	for _, m := range s.All() {
+		m.Router.EndHolding()
+	}
+}
+
+// HeldRequests returns how many requests wait for a worker to come.
+func (s *Set) HeldRequests() (n int) {
+	for _, m := range s.All() {
+		n += m.Router.HeldRequests()
+	}
+	return n
+}
+
+// Saturation returns the highest Router.Saturation of the models.
+func (s *Set) Saturation() (highest float64) {
+	for _, m := range s.All() {
+		highest = max(highest, m.Router.Saturation())
+	}
+	return highest
+}
+
+// Sessions returns how many sessions are remembered, and what became of the requests
+// that had one; those of models that were forgotten are included.
+func (s *Set) Sessions() (known int, sum router.SessionCounts) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	sum = s.goneSessions
+	for _, m := range s.All() {
+		n, counts := m.Router.Sessions()
+		known += n
+		sum.Add(counts)
+	}
+	return known, sum
 }
 
 // QueueDepth returns the requests that wait, of all models, and their prompt tokens.
@@ -233,8 +278,10 @@ type Sample struct {
 	Local             bool // its tokenizer is here
 	Ranks             int  // of its workers, that are up
 	InFlight          int  // requests
-	Queued            int  // requests that wait
-	Blocks            int  // in its index
+	Queued            int  // requests that wait for room
+	Held              int  // requests that wait for a worker to come
+	Saturation        float64
+	Blocks            int // in its index
 	Requests, Refused uint64
 }
 
@@ -244,7 +291,8 @@ func (s *Set) Samples() (samples []Sample) {
 	claimed := s.claimed
 	s.mu.Unlock()
 	for i, m := range s.All() {
-		one := Sample{Name: m.Name, BlockSize: m.Router.BlockSize(), Local: m.Tokens.Local(), Ranks: m.Router.Count(), Requests: m.Requests.Load(), Refused: m.Refused.Load()}
+		one := Sample{Name: m.Name, BlockSize: m.Router.BlockSize(), Local: m.Tokens.Local(), Ranks: m.Router.Count(), Requests: m.Requests.Load(), Refused: m.Refused.Load(),
+			Held: m.Router.HeldRequests(), Saturation: m.Router.Saturation()}
 		if i == 0 && m.Name == "" {
 			one.Name = claimed
 		}

@@ -91,10 +91,19 @@ func (m *Model) remembers(name string) bool {
 	return name == m.Name || names != nil && slices.Contains(*names, name)
 }
 
+// unnamed tells whether nobody has said yet that the model has such a name.
+func (m *Model) unnamed(name string) bool {
+	names := m.names.Load()
+	return name != "" && name != m.Name && (names == nil || !slices.Contains(*names, name))
+}
+
 // Set is all models. The first is the default one: that of --model, or of the first
 // worker where none was told. It is there always; others come with their workers. Its
 // methods are safe for concurrent use.
 type Set struct {
+	// Look brings what is known of the workers' models up to date; nil: nothing does.
+	Look func(context.Context)
+
 	settings Settings
 	log      *slog.Logger
 
@@ -104,13 +113,14 @@ type Set struct {
 	made    uint64                     // further models so far; joining guards it and spare
 	spare   map[string][]*tokens.Model // tokenizers of models that were dropped, by folder
 
-	mu        sync.Mutex        // guards the rest, and changes of all
-	homes     map[uint64]*Model // of the workers that have joined
-	held      map[uint64]bool   // workers that get no new requests, whichever their model
-	gone      tokens.Stats      // of models that were dropped
-	claimed   string            // name of the default model where none was told; empty: nobody has come
-	comparing context.Context   // ends Run; nil: it does not run
-	compares  sync.WaitGroup    // of each model
+	mu           sync.Mutex           // guards the rest, and changes of all
+	homes        map[uint64]*Model    // of the workers that have joined
+	held         map[uint64]bool      // workers that get no new requests, whichever their model
+	gone         tokens.Stats         // of models that were dropped
+	goneSessions router.SessionCounts // likewise
+	claimed      string               // name of the default model where none was told; empty: nobody has come
+	comparing    context.Context      // ends Run; nil: it does not run
+	compares     sync.WaitGroup       // of each model
 }
 
 // New returns a set of the default model, whose Router must be set.
@@ -150,6 +160,25 @@ func (s *Set) Of(name string) (m *Model, known bool) {
 	}
 	serves, _ := all[0].Router.Serves(name) // its workers may not tell what they serve
 	return all[0], serves || all[0].remembers(name) || s.Count() == 0
+}
+
+// Find is Of for a request with that need. Its model may be new: the workers are asked
+// before it is called unknown. Where none is up that could serve it, it waits for one:
+// an error is that of Router.Await.
+func (s *Set) Find(ctx context.Context, need router.Need) (m *Model, known bool, err error) {
+	m, known = s.Of(need.Model)
+	if !known && s.Look != nil {
+		s.Look(ctx)
+		m, known = s.Of(need.Model)
+	}
+	if !known || s.settings.Routing.HoldWhenEmpty <= 0 {
+		return m, known, nil
+	}
+	if err := m.Router.Await(ctx, need); err != nil {
+		return m, known, err
+	}
+	m, known = s.Of(need.Model) // it may have come as a model of its own
+	return m, known, nil
 }
 
 // For returns the model that a worker belongs to: the default one, unless it has joined
@@ -284,7 +313,7 @@ func (s *Set) room() (ok bool) {
 	s.mu.Lock()
 	var idle *Model
 	for _, m := range all[1:] {
-		if m.members == 0 && (idle == nil || m.empty.Before(idle.empty)) {
+		if m.members == 0 && m.Router.HeldRequests() == 0 && (idle == nil || m.empty.Before(idle.empty)) {
 			idle = m
 		}
 	}
@@ -306,6 +335,8 @@ func (s *Set) drop(m *Model) {
 	all := slices.DeleteFunc(slices.Clone(s.All()), func(other *Model) bool { return other == m })
 	s.all.Store(&all)
 	add(&s.gone, m.Tokens.Stats())
+	_, sessions := m.Router.Sessions()
+	s.goneSessions.Add(sessions)
 	if m.leave != nil {
 		m.leave()
 	}

@@ -31,6 +31,7 @@ type Load struct {
 // Prefill is a prompt that a worker computes, or will.
 type Prefill struct {
 	Tokens        int // uncached ones
+	Queued        int // uncached ones of all that were to be computed there when it was sent, its own included
 	Sent          time.Time
 	AnsweredWhole bool // nobody will tell of its first token
 }

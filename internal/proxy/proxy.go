@@ -112,6 +112,25 @@ func (p *Proxy) header(given http.Header, t kv.Target) http.Header {
 	return header
 }
 
+// ClientHeader returns a client's headers as they go to a worker, under that request id.
+// Only a pinned request, which names its worker, may name a data-parallel rank of it.
+// keyed says that Authorization was for the router.
+func ClientHeader(given http.Header, id string, pinned, keyed bool) http.Header {
+	header := given.Clone()
+	web.DropHopByHop(header)
+	if !pinned {
+		header.Del(web.HeaderRank)
+	}
+	header.Del("Accept-Encoding") // the usage must be readable here
+	header.Del("Expect")
+	header.Del("Content-Length")
+	if keyed {
+		header.Del("Authorization")
+	}
+	header.Set(web.HeaderRequest, id)
+	return header
+}
+
 // Observer is told what happens to requests on their way. Its methods are safe
 // for concurrent use.
 type Observer interface {

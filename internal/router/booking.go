@@ -56,7 +56,7 @@ func (b *Booking) Ended() bool { return b.ended.Load() }
 // prefill returns the booking as policies see prompts that wait for their first
 // token.
 func (b *Booking) prefill() policy.Prefill {
-	return policy.Prefill{Tokens: b.uncached, Sent: b.sent, AnsweredWhole: b.answeredWhole}
+	return policy.Prefill{Tokens: b.uncached, Queued: b.queued, Sent: b.sent, AnsweredWhole: b.answeredWhole}
 }
 
 // FirstToken notes that the prompt has been computed.
@@ -205,8 +205,14 @@ func (r *Router) finishAs(b *Booking, how policy.Ending, output int, reason stri
 	r.judge(b, how, now)
 	told := b.computed
 	r.prefillDone(b, now)
-	if learner, ok := r.Policy.(policy.Learner); ok && told && !b.answeredWhole && output > 0 {
-		learner.Learn(r.loads.outcome(b, output, now))
+	if told && !b.answeredWhole && output > 0 {
+		outcome := r.loads.outcome(b, output, now)
+		if learner, ok := r.Policy.(policy.Learner); ok {
+			learner.Learn(outcome)
+		}
+		if r.forecast != r.Policy {
+			r.forecast.Learn(outcome)
+		}
 	}
 	if judged, ok := r.Policy.(policy.Judged); ok && b.decision != 0 {
 		f := policy.Feedback{Decision: b.decision, Worker: b.worker, Now: now, Ending: how, Latency: now.Sub(b.sent), TokensIn: b.prompt, TokensOut: output, Finish: reason}

@@ -137,8 +137,10 @@ func (l *Loads) begin(b *Booking, now time.Time) {
 	load.peak(now)
 	if b.leg == kv.LegDecode {
 		load.AwaitedTokens += b.prompt
+		b.queued = load.PrefillTokens
 	} else {
 		load.PrefillTokens += b.uncached
+		b.queued = load.PrefillTokens
 		load.Prefills = append(load.Prefills, b.prefill())
 	}
 	l.Activate(b.worker, b.sequence)

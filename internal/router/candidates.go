@@ -13,7 +13,7 @@ func (r *Router) gather(p *prompt, now time.Time) error {
 	r.candidates = slices.Grow(r.candidates[:0], len(r.targets))
 	err := ErrNoWorker
 	r.survey(p)
-	p.workers = 0
+	p.workers, p.stays = 0, false
 	for i := range r.targets {
 		t := &r.targets[i]
 		if t.Takes(p.Leg) {
@@ -31,6 +31,14 @@ func (r *Router) gather(p *prompt, now time.Time) error {
 	}
 	if len(r.candidates) == 0 {
 		return err
+	}
+	if p.Session != 0 {
+		if r.trialStarves(now) && r.onTrial(p, now) {
+			return nil
+		}
+		if p.stays = r.keepSession(p, now); p.stays {
+			return nil
+		}
 	}
 	if !r.outliers.Quiet() && p.Pinned == nil {
 		return r.sift(p, now)

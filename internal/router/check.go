@@ -24,6 +24,9 @@ func (r *Router) Check() error {
 			return fmt.Errorf("worker %v: its books are not those of its place, or it rests %v where %v is noted", t.Key, t.Resting, r.rests(t.Key))
 		}
 	}
+	if known := len(r.sessions.byHash); known != r.sessions.order.Len() || known > r.Knobs.SessionLimit {
+		return fmt.Errorf("%d sessions can be found, %d are in order, and at most %d may be", known, r.sessions.order.Len(), r.Knobs.SessionLimit)
+	}
 	type recount struct {
 		inFlight, prefill, context, awaited int
 		prefills                            []policy.Prefill

@@ -32,6 +32,7 @@ type Receipt struct {
 	RequestID string    `json:"request_id,omitempty"` // of its booking, where the caller gave one
 	Model     string    `json:"model,omitempty"`
 	Series    string    `json:"prefix_id,omitempty"`
+	Session   string    `json:"session,omitempty"` // what becomes of its session: new, kept, moved; empty: it has none
 	Leg       kv.Leg    `json:"leg"`
 	Tokens    int       `json:"tokens"` // of the prompt; 0: unknown
 	Blocks    int       `json:"blocks"` // full ones of it
@@ -75,6 +76,7 @@ const (
 	ExcludedBusy      = "busy"                // beyond a busy threshold
 	ExcludedEjected   = "ejected"             // for its failures
 	ExcludedHeld      = "held"                // it asked for a pause, or is suspected
+	ExcludedSession   = "session"             // the request's session stays with another one
 	ExcludedTrial     = "trial"               // an ejected one gets the request on trial
 	ExcludedSlowStart = "slow_start"          // its share is still growing
 )
@@ -157,7 +159,7 @@ func (r *Router) explainRefusal(p *prompt, d *Decision, err error, now time.Time
 
 func (r *Router) newReceipt(p *prompt, now time.Time) *Receipt {
 	return &Receipt{
-		At: now, RequestID: receiptText(p.ID), Model: receiptText(p.Model), Series: receiptText(p.Prefix.ID), Leg: p.Leg,
+		At: now, RequestID: receiptText(p.ID), Model: receiptText(p.Model), Series: receiptText(p.Prefix.ID), Session: p.sessionGoes, Leg: p.Leg,
 		Tokens: p.tokens, Blocks: p.tokens / r.blockSize, QueryOnly: p.QueryOnly, Retry: len(p.Exclude) > 0,
 	}
 }
@@ -231,6 +233,8 @@ func (r *Router) exclusion(p *prompt, t *kv.Target, trial bool, now time.Time) s
 		return ExcludedEjected
 	case r.outliers.IsOut(t.Key, now):
 		return ExcludedHeld
+	case p.stays:
+		return ExcludedSession
 	case trial:
 		return ExcludedTrial
 	}

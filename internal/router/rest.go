@@ -71,6 +71,7 @@ func (r *Router) Readmit(worker uint64) error {
 	if !found {
 		return ErrUnknownWorker
 	}
+	r.letHeldGo()
 	r.drain(now)
 	return nil
 }
@@ -108,6 +109,7 @@ func (r *Router) Hold(worker uint64, hold bool) {
 			t.Resting = r.rests(t.Key)
 		}
 	}
+	r.letHeldGo()
 	r.drain(r.Now())
 }
 

@@ -6,6 +6,7 @@
 package router
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -59,6 +60,7 @@ type Request struct {
 	ExpectedOutput int     // tokens of the answer; 0: unknown
 	PriorityJump   float64 // seconds that it goes before others in the queue
 	StrictPriority uint32  // in the queue; the higher go first
+	Session        uint64  // of SessionOf; 0: none
 
 	QueryOnly     bool // choose, but change nothing: there is no booking
 	ChooseOnly    bool // the caller cannot tell when the request ends: book nothing
@@ -69,6 +71,13 @@ type Request struct {
 // Hashes appends to dst the local block hashes of the request's Tokens.
 func (q *Request) Hashes(dst []uint64, blockSize int) []uint64 {
 	return kv.HashMediaBlocks(dst, q.Tokens, blockSize, q.LoRA, q.Salt, q.Media)
+}
+
+// Follow puts what the client hints at into the request, without its session.
+func (q *Request) Follow(h hints.Hints) {
+	q.QueryOnly, q.Pinned, q.PinnedPrefill = h.Query, h.Pinned, h.PinnedPrefill
+	q.PriorityJump, q.StrictPriority = h.PriorityJump, h.StrictPriority
+	q.ExpectedOutput, q.Prefix = h.ExpectedOutput, h.Prefix
 }
 
 // Decision says where a request goes and how much of its prompt is cached there.
@@ -104,6 +113,9 @@ type Settings struct {
 	RecordDecisions bool `group:"Requests" default:"false" help:"Write into each line of --record why its worker was chosen: the terms of every worker's score, and why others could not be."`
 
 	QueueSettings
+	SessionSettings
+	HoldSettings
+	SaturationSettings
 	BusyThresholds
 	outlier.Settings
 }
@@ -112,8 +124,9 @@ type Settings struct {
 func DefaultSettings() Settings {
 	return Settings{
 		RouterTrackActiveBlocks: true, RouterTrackPrefillTokens: true, RouterAssumeKVReuse: true,
-		QueueSettings: QueueSettings{RouterQueuePolicy: queueFCFS, RouterQueueTimeout: 5 * time.Minute, RouterQueueLimit: 1024},
-		Settings:      outlier.DefaultSettings(),
+		QueueSettings:   QueueSettings{RouterQueuePolicy: queueFCFS, RouterQueueTimeout: 5 * time.Minute, RouterQueueLimit: 1024},
+		SessionSettings: DefaultSessionSettings(), SaturationSettings: SaturationSettings{SaturationTarget: time.Second},
+		Settings: outlier.DefaultSettings(),
 	}
 }
 
@@ -125,10 +138,7 @@ func (k Settings) Validate() error {
 	if err := k.BusyThresholds.Validate(); err != nil {
 		return fmt.Errorf("--%w", err)
 	}
-	if err := k.Settings.Validate(); err != nil {
-		return err
-	}
-	return k.QueueSettings.validate()
+	return cmp.Or(k.Settings.Validate(), k.QueueSettings.validate(), k.SessionSettings.validate(), k.HoldSettings.validate(k.RouterQueueLimit), k.SaturationSettings.validate())
 }
 
 // CountsPasses tells whether a setting is in passes of the workers.
@@ -166,6 +176,10 @@ type Router struct {
 	resting    map[uint64]time.Time          // workers that get no new requests, since when
 	held       map[uint64]bool               // those that Hold keeps from them
 	receipts   receipts                      // of the last decisions, while somebody asks
+	sessions   *sessions
+	awaiting   []*heldRequest // for a worker to come, the first to go at the front
+	ending     bool           // nothing waits for a worker any more
+	forecast   *policy.Work   // knows how long the engine's passes take; the policy itself if it does
 }
 
 // workspace holds the buffers of one look-up, reused by later ones.
@@ -185,6 +199,9 @@ type prompt struct {
 	counted  bool       // its blocks count as active
 	shared   bool       // those that other requests have too count once
 	sequence []uint64   // their sequence hashes, if shared
+
+	stays       bool   // its session's worker is the only candidate for that reason
+	sessionGoes string // what becomes of its session; empty: it has none, or nothing is decided
 
 	decided func(Decision, error) // told once it need not wait any more; nil: whoever waits is
 }
@@ -207,22 +224,28 @@ func NewRouter(index radix.Index, policy policy.Policy, blockSize int, seed uint
 
 // New returns a router without workers. blockSize is the engines' block size in
 // tokens. seed seeds all of the router's random choices.
-func New(index radix.Index, policy policy.Policy, blockSize int, seed uint64, settings Settings) *Router {
+func New(index radix.Index, rule policy.Policy, blockSize int, seed uint64, settings Settings) *Router {
 	assumes, _ := index.(radix.Assumer)
+	forecast, is := rule.(*policy.Work)
+	if !is {
+		forecast = policy.NewWork()
+	}
 	return &Router{
 		index:     index,
 		assumes:   assumes,
 		blockSize: blockSize,
 		Now:       time.Now,
 		Knobs:     settings,
-		traits:    policy.Traits(),
+		traits:    rule.Traits(),
 		scratch:   sync.Pool{New: func() any { return new(workspace) }},
 		loads:     NewLoads(),
 		outliers:  outlier.New(settings.Settings),
-		Policy:    policy,
+		Policy:    rule,
 		random:    rand.New(rand.NewPCG(seed, seed)),
 		resting:   map[uint64]time.Time{},
 		held:      map[uint64]bool{},
+		sessions:  newSessions(),
+		forecast:  forecast,
 	}
 }
 
@@ -253,6 +276,7 @@ func (r *Router) Up(t kv.Target) {
 	}
 	r.outliers.Join(t.Key, t.Generation, r.Now())
 	r.notePairs()
+	r.letHeldGo()
 	r.drain(r.Now())
 }
 
@@ -451,6 +475,7 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 		query.Explain = &policy.Explanation{Decision: query.Decision}
 	}
 	at := r.Policy.Choose(query, r.candidates, r.random)
+	p.sessionGoes = r.sessionGoes(p, &r.candidates[at].Target, now)
 	if query.Explain != nil {
 		d.Receipts = []*Receipt{r.explain(p, query.Explain, at, now)}
 	}
@@ -465,6 +490,7 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 	if p.QueryOnly {
 		return
 	}
+	r.noteSession(p, &chosen.Target, now)
 	if p.ChooseOnly {
 		r.loads.bump(chosen.Target.Key)
 		r.assume(chosen.Target.Key, p).End(0, -1)
@@ -503,7 +529,6 @@ func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 	}
 	r.loads.bump(b.worker)
 	r.loads.begin(b, now)
-	b.queued = r.loads.prefillTokens(b.worker)
 	r.share(ChangeAdd, b)
 	return b
 }

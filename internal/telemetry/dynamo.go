@@ -114,6 +114,7 @@ func appliedEvents(counts map[string]uint64) []appliedCount {
 type routerCollector struct {
 	models                            *models.Set
 	blocks, tokens, pending, promised *prometheus.Desc
+	saturation, held, known, sessions *prometheus.Desc
 }
 
 // Watch adds the books of all models to the metrics. Call it once.
@@ -126,6 +127,11 @@ func (t *Metrics) Watch(models *models.Set) {
 		tokens:   prometheus.NewDesc("dynamo_frontend_worker_active_prefill_tokens", "Uncached prompt tokens of the requests on the worker whose first token has not come.", worker, nil),
 		pending:  prometheus.NewDesc("dynamo_frontend_router_queue_pending_requests", "Requests that wait for a worker with room.", nil, nil),
 		promised: prometheus.NewDesc("dynamo_frontend_router_queue_pending_isl_tokens", "Prompt tokens of the requests that wait for a worker with room.", nil, nil),
+
+		saturation: prometheus.NewDesc("kvrouter_saturation", "Predicted wait for the first token of a request that comes now, by --saturation-target: 0 with an idle worker, beyond 1 with too few. Without any worker 1 while requests are held, else 0. Of several models the highest.", nil, nil),
+		held:       prometheus.NewDesc("kvrouter_held_requests", "Requests that wait for a worker to come (--hold-when-empty).", nil, nil),
+		known:      prometheus.NewDesc("kvrouter_sessions", "Sessions that are remembered.", nil, nil),
+		sessions:   prometheus.NewDesc("kvrouter_session_requests_total", "Choices of a worker for requests with a session, by what became of it: new, kept, moved.", []string{"result"}, nil),
 	})
 }
 
@@ -140,7 +146,7 @@ func workerType(role kv.Role) string {
 
 // Describe implements prometheus.Collector.
 func (c *routerCollector) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{c.blocks, c.tokens, c.pending, c.promised} {
+	for _, d := range []*prometheus.Desc{c.blocks, c.tokens, c.pending, c.promised, c.saturation, c.held, c.known, c.sessions} {
 		out <- d
 	}
 }
@@ -155,4 +161,14 @@ func (c *routerCollector) Collect(out chan<- prometheus.Metric) {
 	requests, tokens := c.models.QueueDepth()
 	out <- prometheus.MustNewConstMetric(c.pending, prometheus.GaugeValue, float64(requests))
 	out <- prometheus.MustNewConstMetric(c.promised, prometheus.GaugeValue, float64(tokens))
+	out <- prometheus.MustNewConstMetric(c.saturation, prometheus.GaugeValue, c.models.Saturation())
+	out <- prometheus.MustNewConstMetric(c.held, prometheus.GaugeValue, float64(c.models.HeldRequests()))
+	if !c.models.Default().Router.Knobs.NamesSessions() {
+		return
+	}
+	known, sessions := c.models.Sessions()
+	out <- prometheus.MustNewConstMetric(c.known, prometheus.GaugeValue, float64(known))
+	for result, n := range map[string]uint64{router.SessionNew: sessions.New, router.SessionKept: sessions.Kept, router.SessionMoved: sessions.Moved} {
+		out <- prometheus.MustNewConstMetric(c.sessions, prometheus.CounterValue, float64(n), result)
+	}
 }

@@ -40,6 +40,7 @@ const excluded = {
   busy: "it is beyond a busy threshold",
   ejected: "it is ejected for its failures",
   held: "it asked for a pause, or is suspected",
+  session: "the request's session stays with another worker",
   trial: "an ejected worker gets this request on trial",
   slow_start: "its share is still growing",
   queue_limit: "its queue is too long",

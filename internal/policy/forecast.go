@@ -1,0 +1,63 @@
+package policy
+
+import "time"
+
+// Wait predicts by how much later a request that comes now gets its first token on a
+// worker with that load than on an idle one: the prompts that are booked there are
+// played through, as coming does.
+//
+// Not all that makes requests wait is seen in their prompts: an engine may have no room
+// for them in its batch or its cache. Then the oldest prompt is overdue, and each one
+// waits for an answer to end: a new one for as many as wait, of those that run. Where
+// nothing is known of answers, it is taken to wait for as long as the oldest has so far.
+// Of answers that come whole nobody tells the first token: only others can be overdue.
+func (p *Work) Wait(now time.Time, load *Load) time.Duration {
+	first, _, _ := p.coming(now, load, 1)
+	wait := first - p.passTime(1)
+	if waits, late := p.overdue(now, load); waits > 0 {
+		if running := load.InFlight - len(load.Prefills); running > 0 && p.decoding.Value > 0 {
+			late = (float64(waits) + 0.5) * p.decoding.Value / float64(running) // the next one ends soon
+		}
+		wait = max(wait, late)
+	}
+	return duration(wait + foreignWait(load)*p.decoding.Value)
+}
+
+// overduePrompts is how many times as long as predicted a first token may take before
+// its worker is taken to have no room for it.
+const overduePrompts = 2
+
+// overdue returns how many prompts wait for their first token where the oldest should
+// have had it, and by how many ms it is late; else 0.
+func (p *Work) overdue(now time.Time, load *Load) (waits int, late float64) {
+	for i := range load.Prefills {
+		oldest := &load.Prefills[i]
+		if oldest.AnsweredWhole {
+			continue
+		}
+		if waits++; waits > 1 {
+			continue
+		}
+		tokens := max(oldest.Queued, oldest.Tokens)
+		passes := float64(2 + wholePasses(tokens)) // one runs when it is sent
+		due := passes*(p.Timing.Pass+p.Timing.Decoding(load.ContextTokens)) + p.Timing.Token*float64(tokens)
+		if late = milliseconds(now.Sub(oldest.Sent)) - due; late < (overduePrompts-1)*due {
+			return 0, 0
+		}
+	}
+	return waits, late
+}
+
+// Compute is how long a worker takes for so many prompt tokens.
+func (p *Work) Compute(tokens int) time.Duration { return duration(p.Timing.Prefill(tokens)) }
+
+// mostForecast bounds what is predicted: what is longer is a foreign number.
+const mostForecast = time.Hour
+
+// duration is a time of so many ms, from 0 to mostForecast.
+func duration(ms float64) time.Duration {
+	if !(ms > 0) { // as what is no number
+		return 0
+	}
+	return time.Duration(min(ms, float64(mostForecast/time.Millisecond)) * float64(time.Millisecond))
+}

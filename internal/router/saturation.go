@@ -1,0 +1,77 @@
+package router
+
+import (
+	"fmt"
+	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+)
+
+// SaturationSettings say what wait is too long.
+type SaturationSettings struct {
+	SaturationTarget time.Duration `group:"Routing" default:"1s" help:"The wait for a first token, beyond that of an idle worker, at which kvrouter_saturation is 1."`
+}
+
+// validate checks the settings; its errors name the flag.
+func (k SaturationSettings) validate() error {
+	if k.SaturationTarget <= 0 {
+		return fmt.Errorf("--saturation-target %s: give more than 0, such as 1s", k.SaturationTarget)
+	}
+	return nil
+}
+
+// Saturation is the predicted Wait by --saturation-target. While no worker takes
+// requests it is 1 if any wait for one, else 0.
+func (r *Router) Saturation() float64 {
+	wait, up := r.Wait()
+	switch {
+	case up:
+		return wait.Seconds() / r.Knobs.SaturationTarget.Seconds()
+	case r.HeldRequests() > 0:
+		return 1
+	}
+	return 0
+}
+
+// Wait predicts by how much later a request that comes now gets its first token than
+// on an idle worker, on the worker where that is soonest and behind those in the
+// router's queue. Not up: no worker takes requests. Where prompts are computed apart,
+// the workers are those that do so.
+func (r *Router) Wait() (wait time.Duration, up bool) {
+	r.Mu.Lock()
+	defer r.unlock()
+	now := r.Now()
+	r.expire(now)
+	leg := kv.LegWhole
+	if r.has(func(t *kv.Target) bool { return t.Takes(kv.LegPrefill) }) && r.has(func(t *kv.Target) bool { return t.Takes(kv.LegDecode) }) {
+		leg = kv.LegPrefill
+	}
+	workers, well := 0, false
+	for i := range r.targets {
+		t := &r.targets[i]
+		in := !r.outliers.IsOut(t.Key, now)
+		if !t.Takes(leg) || well && !in {
+			continue
+		}
+		var load policy.Load
+		r.books[i].asOf(now, &load)
+		w := r.forecast.Wait(now, &load)
+		if workers == 0 || in && !well || w < wait {
+			wait = w
+		}
+		if in && !well {
+			workers, well = 0, true // those that are out count only where all are
+		}
+		workers++
+	}
+	if workers == 0 {
+		return 0, false
+	}
+	queued, longest := 0, time.Duration(0)
+	for _, w := range r.waiting {
+		queued += w.prompt.tokens
+		longest = max(longest, now.Sub(w.since))
+	}
+	return max(wait+r.forecast.Compute(queued)/time.Duration(workers), longest), true
+}

@@ -1,0 +1,251 @@
+package router
+
+import (
+	"container/list"
+	"errors"
+	"fmt"
+	"hash/maphash"
+	"math"
+	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+)
+
+// SessionSettings say which requests belong together, and for how long they stay with
+// one worker.
+type SessionSettings struct {
+	SessionHeader         string        `group:"Routing" placeholder:"NAME" help:"Header of requests that names their session, such as x-session-id: requests of one session go to one worker while that is well and not overloaded."`
+	SessionCookie         string        `group:"Routing" placeholder:"NAME" help:"Cookie that names the session of requests without that header. It is only read: who sits in front of the router sets it."`
+	SessionTTL            time.Duration `name:"session-ttl" group:"Routing" default:"30m" help:"A session without a request for so long is forgotten."`
+	SessionLimit          int           `group:"Routing" default:"65536" help:"Most sessions that are remembered; the one that was used longest ago makes room."`
+	SessionOverloadFactor float64       `group:"Routing" default:"2" placeholder:"NUMBER" help:"A session leaves its worker while that has more work than this many times the mean of the others that could serve it (and more than 8,192 prompt tokens of it). 0: never for that reason."`
+}
+
+// DefaultSessionSettings returns the defaults of the flags.
+func DefaultSessionSettings() SessionSettings {
+	return SessionSettings{SessionTTL: 30 * time.Minute, SessionLimit: 65_536, SessionOverloadFactor: 2}
+}
+
+// NamesSessions tells whether requests can name a session.
+func (s SessionSettings) NamesSessions() bool { return s.SessionHeader != "" || s.SessionCookie != "" }
+
+// validate checks the settings; its errors name the flag.
+func (s SessionSettings) validate() error {
+	switch {
+	case s.SessionTTL <= 0:
+		return fmt.Errorf("--session-ttl %s: give more than 0", s.SessionTTL)
+	case s.SessionLimit < 1:
+		return fmt.Errorf("--session-limit %d: give at least 1", s.SessionLimit)
+	case !(s.SessionOverloadFactor >= 0) || math.IsInf(s.SessionOverloadFactor, 1):
+		return fmt.Errorf("--session-overload-factor %v: give a number of at least 0; 0 never breaks a session for load", s.SessionOverloadFactor)
+	case !isToken(s.SessionHeader):
+		return fmt.Errorf("--session-header %q: give the name of a header, such as x-session-id", s.SessionHeader)
+	case !isToken(s.SessionCookie):
+		return errors.New("--session-cookie: give the name of a cookie, letters, digits, - and _")
+	}
+	return nil
+}
+
+// isToken tells whether a header or a cookie may have that name; the empty one is none
+// and well.
+func isToken(name string) bool {
+	for _, c := range []byte(name) {
+		if c != '-' && c != '_' && !('0' <= c && c <= '9') && !('a' <= c && c <= 'z') && !('A' <= c && c <= 'Z') {
+			return false
+		}
+	}
+	return true
+}
+
+const (
+	// sessionFloor is how much work is no overload, whatever others have, tokens: a
+	// pass of an engine.
+	sessionFloor = 8192
+	// requestWork is what a request in flight counts beside its prompt, tokens: a usual
+	// answer.
+	requestWork = 256
+)
+
+// What becomes of a decision for a request with a session.
+const (
+	SessionNew   = "new"   // it was not known, or forgotten
+	SessionKept  = "kept"  // it stays with its worker
+	SessionMoved = "moved" // its worker could not take the request, or was overloaded
+)
+
+// session is what is remembered of one: a hash in place of its name.
+type session struct {
+	hash       uint64
+	worker     kv.WorkerKey
+	generation int // of the worker: its next incarnation has nothing of the session
+	used       time.Time
+}
+
+// sessions are those of the last requests. The router's lock guards them.
+type sessions struct {
+	seed   maphash.Seed // so that nobody can make up names that meet
+	byHash map[uint64]*list.Element
+	order  list.List // of *session, that used longest ago first
+	counts SessionCounts
+}
+
+// SessionCounts count the decisions for requests with a session by what became of it.
+type SessionCounts struct{ New, Kept, Moved uint64 }
+
+// Add adds the other's counts.
+func (c *SessionCounts) Add(other SessionCounts) {
+	c.New, c.Kept, c.Moved = c.New+other.New, c.Kept+other.Kept, c.Moved+other.Moved
+}
+
+func newSessions() *sessions {
+	return &sessions{seed: maphash.MakeSeed(), byHash: map[uint64]*list.Element{}}
+}
+
+// SessionOf returns what Request.Session is for a session of that name and whose it is:
+// sessions of two owners are apart. The name is not kept. An empty name is no session.
+func (r *Router) SessionOf(owner, name string) uint64 {
+	if name == "" {
+		return 0
+	}
+	var h maphash.Hash
+	h.SetSeed(r.sessions.seed)
+	h.WriteString(owner)
+	h.WriteByte(0) // which no header holds
+	h.WriteString(name)
+	return max(1, h.Sum64())
+}
+
+// sessionKey is p's session as the table knows it. Where prompts are computed apart, a
+// session has a worker for that, too: it holds the prompts of all turns before.
+func (p *prompt) sessionKey() uint64 {
+	if p.Leg == kv.LegPrefill {
+		return ^p.Session
+	}
+	return p.Session
+}
+
+// at returns the session as of now; nil: it is not known.
+func (s *sessions) at(hash uint64, ttl time.Duration, now time.Time) *session {
+	if e := s.byHash[hash]; e != nil {
+		if known := e.Value.(*session); now.Sub(known.used) < ttl {
+			return known
+		}
+	}
+	return nil
+}
+
+// put notes where a session is now. Those that are forgotten go, and the one used
+// longest ago if there are too many.
+func (s *sessions) put(hash uint64, target *kv.Target, k *SessionSettings, now time.Time) {
+	if e := s.byHash[hash]; e != nil {
+		*e.Value.(*session) = session{hash, target.Key, target.Generation, now}
+		s.order.MoveToBack(e)
+	} else {
+		s.byHash[hash] = s.order.PushBack(&session{hash, target.Key, target.Generation, now})
+	}
+	for e := s.order.Front(); len(s.byHash) > k.SessionLimit || now.Sub(e.Value.(*session).used) >= k.SessionTTL; e = s.order.Front() {
+		delete(s.byHash, s.order.Remove(e).(*session).hash)
+	}
+}
+
+// keepSession leaves of the candidates the worker of p's session alone, if that is
+// well and not overloaded: then the policy has no other choice.
+func (r *Router) keepSession(p *prompt, now time.Time) (kept bool) {
+	known := r.sessions.at(p.sessionKey(), r.Knobs.SessionTTL, now)
+	if known == nil {
+		return false
+	}
+	for i := range r.candidates {
+		c := &r.candidates[i]
+		if c.Target.Key != known.worker {
+			continue
+		}
+		if c.Target.Generation != known.generation || r.outliers.IsOut(known.worker, now) || !r.hasCapacity(&c.Target, c.Load.PrefillTokens) || r.overloaded(i) {
+			return false
+		}
+		r.candidates[0] = *c
+		r.candidates = r.candidates[:1]
+		return true
+	}
+	return false
+}
+
+// trialStarves tells whether an ejected worker waits in vain for a request on trial:
+// where all requests have a session that stays elsewhere, one of those must be it.
+func (r *Router) trialStarves(now time.Time) bool {
+	if r.outliers.Quiet() {
+		return false
+	}
+	for i := range r.candidates {
+		if since, due := r.outliers.TrialDue(r.candidates[i].Target.Key, now); due && now.Sub(since) >= trialOverdue {
+			return true
+		}
+	}
+	return false
+}
+
+// overloaded tells whether a candidate has too much work for a session to stay: more
+// than SessionOverloadFactor times the mean of the other candidates, and than
+// sessionFloor.
+func (r *Router) overloaded(at int) bool {
+	factor := r.Knobs.SessionOverloadFactor
+	if factor == 0 || len(r.candidates) == 1 {
+		return false
+	}
+	own, others := sessionWork(&r.candidates[at].Load), 0
+	for i := range r.candidates {
+		if i != at {
+			others += sessionWork(&r.candidates[i].Load)
+		}
+	}
+	return own > sessionFloor && float64(own) > factor*float64(others)/float64(len(r.candidates)-1)
+}
+
+// sessionWork is the work that a worker has, tokens: the uncached prompt tokens that
+// wait for their first token, and requestWork for each request, whoever sent it.
+func sessionWork(load *policy.Load) int {
+	return load.PrefillTokens + requestWork*(load.InFlight+load.Foreign)
+}
+
+// sessionGoes returns what becomes of p's session now that p goes to target; the
+// empty string: it has none, or p goes there on trial, which takes no session along.
+func (r *Router) sessionGoes(p *prompt, target *kv.Target, now time.Time) string {
+	if p.Session == 0 {
+		return ""
+	}
+	if _, trial := r.outliers.TrialDue(target.Key, now); trial {
+		return ""
+	}
+	known := r.sessions.at(p.sessionKey(), r.Knobs.SessionTTL, now)
+	switch {
+	case known == nil:
+		return SessionNew
+	case known.worker == target.Key && known.generation == target.Generation:
+		return SessionKept
+	}
+	return SessionMoved
+}
+
+// noteSession remembers where p's session is.
+func (r *Router) noteSession(p *prompt, target *kv.Target, now time.Time) {
+	switch p.sessionGoes {
+	case "":
+		return
+	case SessionNew:
+		r.sessions.counts.New++
+	case SessionKept:
+		r.sessions.counts.Kept++
+	case SessionMoved:
+		r.sessions.counts.Moved++
+	}
+	r.sessions.put(p.sessionKey(), target, &r.Knobs.SessionSettings, now)
+}
+
+// Sessions returns how many sessions are remembered, and what became of those of the
+// decisions so far.
+func (r *Router) Sessions() (known int, counts SessionCounts) {
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	return len(r.sessions.byHash), r.sessions.counts
+}
