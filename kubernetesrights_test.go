@@ -122,7 +122,7 @@ func TestKubernetesDryRunRefusesWhatIsWrong(t *testing.T) {
 	}
 	for name, test := range map[string]struct{ yaml, problem string }{
 		"right":             {good + "\n---\n# nothing\n---\n" + deployment("{name: c, image: x}"), ""},
-		"right, of no ns":   {"{apiVersion: v1, kind: Namespace, metadata: {name: n}}", ""},
+		"right, of no ns":   {"{apiVersion: v1, kind: Namespace, metadata: {name: new}}", ""},
 		"image: y":          {deployment("{name: c, image: y}"), "Deployment d: "},
 		"an unknown field":  {deployment("{name: c, image: x, comand: [a]}"), `unknown field "spec.template.spec.containers[0].comand"`},
 		"a wrong value":     {deployment("{name: C, image: x}"), "Deployment d: "},
