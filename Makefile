@@ -13,7 +13,7 @@ CHAOS ?= 2m
 GRID ?= policies
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-traces test-boards test-page lint dist test-dist bench index-bench growth sim bench-real wire-speed peers parity segments soak fuzz chaos clean
+.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-kubernetes test-traces test-boards test-page lint dist test-dist bench index-bench growth sim bench-real wire-speed peers parity segments soak fuzz chaos clean
 
 help: ## Show these targets
 	@printf 'kvrouter: KV-cache-aware routing over vLLM and SGLang workers\n\n'
@@ -60,6 +60,10 @@ test-mooncake: setup ## Two real vLLM CPU workers with MooncakeConnector, over T
 
 test-sglang: setup-sglang ## Real SGLang CPU servers: truth, ranks, load, pairs, deaths (minutes)
 	KVROUTER_SGLANG=1 go test -run RealSGLang -v -count 1 -timeout 40m .
+
+test-kubernetes: ## A real Kubernetes API server: rollouts, its death, 200 pods, rights (4 minutes; builds it once)
+	@scripts/build-native.sh
+	@folder=$$(scripts/kubernetes.sh) && echo "KVROUTER_KUBERNETES=$$folder go test -run '^TestKubernetes' ." && KVROUTER_KUBERNETES=$$folder go test -run '^TestKubernetes' -v -count 1 -timeout 20m .
 
 test-traces: setup ## One trace through the router and a real vLLM CPU worker (a minute)
 	KVROUTER_TRACES=1 go test -run TraceOnRealVLLM -v -count 1 -timeout 15m .

@@ -45,6 +45,7 @@ type site struct {
 	selection string // URL of the router port
 	log       *testkit.LogBuffer
 	ended     chan struct{}
+	model     string // that chats name; empty: none
 }
 
 // program builds kvrouter with the race detector, once for all tests. plainProgram
@@ -210,6 +211,9 @@ func (s *site) chat(ctx context.Context, messages []map[string]string, stream bo
 	body := map[string]any{"messages": messages, "max_tokens": maxTokens, "temperature": 0, "stream": stream}
 	if stream {
 		body["stream_options"] = map[string]bool{"include_usage": true}
+	}
+	if s.model != "" {
+		body["model"] = s.model
 	}
 	text, _ := json.Marshal(body)
 	request, err := http.NewRequestWithContext(ctx, http.MethodPost, s.openAI+testkit.ChatPath, bytes.NewReader(text))

@@ -44,6 +44,10 @@ func (w *Worker) routes() http.Handler {
 			panic(http.ErrAbortHandler)
 		}
 		defer w.handlers.leave()
+		if in.Method == http.MethodPost {
+			w.Posts.Add(1)
+			w.LastPost.Store(time.Now().UnixNano())
+		}
 		if w.Hung.Load() {
 			_, _ = io.Copy(io.Discard, io.LimitReader(in.Body, bodyLimit)) // only then is a client that leaves noticed
 			select {

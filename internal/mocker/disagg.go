@@ -283,7 +283,7 @@ func (t *transfer) computed(ctx context.Context, rank *Rank) *refusal {
 	w, room := t.w, t.room
 	t.choice.Answer.transfer = string(MustJSON(map[string]any{
 		"do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [][]uint32{t.choice.blocks},
-		"remote_engine_id": w.engineID(), "remote_request_id": t.id, "remote_host": "127.0.0.1", "remote_port": w.cfg.Ports.HTTP + w.number,
+		"remote_engine_id": w.engineID(), "remote_request_id": t.id, "remote_host": w.cfg.host(), "remote_port": w.cfg.Ports.HTTP + w.number,
 		"tp_size": 1, "dcp_size": 1, "pp_size": 1, "remote_num_tokens": t.choice.prompt, "remote_blocks_expiry_time": nil, "transfer_mode": "pull",
 	}))
 	t.room = nil // goes over to the one who keeps the blocks

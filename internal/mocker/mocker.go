@@ -132,6 +132,8 @@ type Worker struct {
 	Hung     atomic.Bool    // nothing is answered any more
 	Stuck    atomic.Bool    // the engine stands still; the routes that need none answer
 	Failing  atomic.Int32   // status that answers every inference request; 0: it is well
+	Posts    atomic.Int64   // requests by POST so far
+	LastPost atomic.Int64   // when the last of them came, ns since 1970; 0: none has
 
 	part   kv.Disagg
 	turn   atomic.Uint64 // counts requests that name no rank
@@ -159,7 +161,7 @@ func (w *Worker) listen(settings engine.Settings) (err error) {
 		}
 		w.Ranks = append(w.Ranks, rank)
 	}
-	if w.listener, err = net.Listen("tcp", loopback(w.cfg.Ports.HTTP+w.number)); err != nil {
+	if w.listener, err = net.Listen("tcp", w.cfg.at(w.cfg.Ports.HTTP+w.number)); err != nil {
 		return err
 	}
 	w.server = &http.Server{Handler: w.routes(), ReadHeaderTimeout: web.HeaderTimeout, ErrorLog: slog.NewLogLogger(w.log.Handler(), slog.LevelDebug)}

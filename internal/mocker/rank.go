@@ -5,9 +5,7 @@ import (
 	"context"
 	"encoding/binary"
 	"math/rand/v2"
-	"net"
 	"slices"
-	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -74,7 +72,7 @@ func newRank(w *Worker, number int, settings engine.Settings) (*Rank, error) {
 	cfg, at := &w.cfg, w.number*w.cfg.Ports.Ranks+number
 	var err error
 	if cfg.KVEvents {
-		if r.Events, err = NewEvents(loopback(cfg.Ports.KVEvents+at), loopback(cfg.Ports.KVReplay+at), cfg.BlockSize); err != nil {
+		if r.Events, err = NewEvents(cfg.at(cfg.Ports.KVEvents+at), cfg.at(cfg.Ports.KVReplay+at), cfg.BlockSize); err != nil {
 			return nil, err
 		}
 		r.Events.Rank, r.Events.array, r.Events.sglang = number, cfg.MockArrayEvents, w.sglang()
@@ -82,7 +80,7 @@ func newRank(w *Worker, number int, settings engine.Settings) (*Rank, error) {
 		r.Events.drop, r.Events.duplicate, r.Events.delay = cfg.MockDropEvents, cfg.MockDuplicateEvents, cfg.MockDelayEvents
 		r.Events.random = rand.New(rand.NewPCG(w.random.Uint64(), 1))
 	}
-	if r.loads, err = zmq.NewPublisher(loopback(cfg.Ports.Load + at)); err != nil {
+	if r.loads, err = zmq.NewPublisher(cfg.at(cfg.Ports.Load + at)); err != nil {
 		r.Events.Close()
 		return nil, err
 	}
@@ -93,9 +91,6 @@ func (r *Rank) unlisten() {
 	r.Events.Close()
 	r.loads.Close()
 }
-
-// loopback is where mock workers listen.
-func loopback(port int) string { return net.JoinHostPort("127.0.0.1", strconv.Itoa(port)) }
 
 // Do has f called with the engine between two of its steps. It does not wait.
 func (r *Rank) Do(f func(*engine.Engine)) {

@@ -1,9 +1,12 @@
 package mocker
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
+	"net"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -50,7 +53,14 @@ type Settings struct {
 	KVEvents        bool          `kong:"-"` // they are published
 	Parts           []kv.Disagg   `kong:"-"` // of each worker, by number
 	Ports           process.Ports `kong:"-"`
+	Host            string        `kong:"-"` // address that workers listen at; empty: 127.0.0.1
 }
+
+// host is the address that workers listen at.
+func (c *Settings) host() string { return cmp.Or(c.Host, "127.0.0.1") }
+
+// at is where a worker listens on a port.
+func (c *Settings) at(port int) string { return net.JoinHostPort(c.host(), strconv.Itoa(port)) }
 
 // DefaultSettings has the flags' defaults.
 func DefaultSettings() Settings {

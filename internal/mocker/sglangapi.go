@@ -91,7 +91,7 @@ func (w *Worker) serverInfo(out http.ResponseWriter, _ *http.Request) {
 		bootstrap = kv.SGLangPort
 	}
 	args := map[string]any{
-		"model_path": name, "tokenizer_path": name, "served_model_name": name, "host": "127.0.0.1", "port": ports.HTTP + w.number,
+		"model_path": name, "tokenizer_path": name, "served_model_name": name, "host": w.cfg.host(), "port": ports.HTTP + w.number,
 		"page_size": w.cfg.BlockSize, "dp_size": ports.Ranks, "tp_size": 1, "pp_size": 1, "nnodes": 1, "node_rank": 0, "context_length": nil,
 		"disaggregation_mode": w.role(), "disaggregation_bootstrap_port": bootstrap, "dist_init_addr": nil, "disaggregation_transfer_backend": "mooncake",
 		"disaggregation_decode_enable_radix_cache": false, "disable_radix_cache": false, "enable_cache_report": true, "enable_metrics": true,

@@ -1,0 +1,205 @@
+package kubernetes
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"os"
+	"os/exec"
+	"os/signal"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/process"
+	"kvrouter/internal/tokens"
+)
+
+// BlockSize is that of the workers, tokens.
+const BlockSize = 64
+
+// Environment of a worker: the container's, and for a process its address.
+const (
+	EnvModel   = "WORKER_MODEL" // name that it serves; empty: mocker.ModelName
+	EnvPort    = "WORKER_PORT"  // the first of its four ports
+	envAddress = "WORKER_ADDRESS"
+)
+
+// Worker is the mock worker of a Pod.
+type Worker struct {
+	URL   string
+	Stop  func()          // as SIGTERM ends vLLM: what it answers may finish
+	Ended <-chan struct{} // closed once it has gone
+
+	kill   func()
+	report func() Report // once it has gone
+}
+
+// over ends the worker if it still runs, and returns what it says of itself.
+func (w *Worker) over() Report {
+	w.kill()
+	<-w.Ended
+	return w.report()
+}
+
+// Report is what a worker says of itself at its end.
+type Report struct {
+	Posts   int64     // requests by POST
+	Last    time.Time // when the last of them came
+	Stopped time.Time // when it was told to end; zero: it was killed
+	Running int       // answers that it was giving then
+	Aborted int64     // answers that were cut
+
+	uid types.UID // of the Pod
+}
+
+// reporter makes the report of a worker.
+type reporter struct {
+	worker *mocker.Worker
+
+	mu     sync.Mutex // guards report
+	report Report
+}
+
+// stop tells the worker to end.
+func (r *reporter) stop() {
+	load := r.worker.Ranks[0].CurrentLoad()
+	r.mu.Lock()
+	r.report.Stopped, r.report.Running = time.Now(), load.Running+load.Waiting
+	r.mu.Unlock()
+	r.worker.Stop(errStopped)
+}
+
+// end is the report once the worker has gone.
+func (r *reporter) end() Report {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.report.Posts, r.report.Last = r.worker.Posts.Load(), time.Unix(0, r.worker.LastPost.Load())
+	r.report.Aborted = r.worker.Ranks[0].Counts.Aborted.Load()
+	return r.report
+}
+
+type stopped struct{}
+
+func (stopped) Error() string { return "the Pod ends" }
+
+var errStopped error = stopped{}
+
+// serve starts a mock worker at an address. An answer's token takes it 50 ms however
+// many answers it gives, so that a hundred streams leave the machine room.
+func serve(model *tokens.Model, address string, env map[string]string) (*mocker.Worker, error) {
+	port, err := strconv.Atoi(env[EnvPort])
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", EnvPort, err)
+	}
+	cfg := mocker.DefaultSettings()
+	cfg.Host, cfg.BlockSize, cfg.KVEvents, cfg.ServedModelName, cfg.Parts = address, BlockSize, true, mocker.ModelName, make([]kv.Disagg, 1)
+	cfg.Ports = process.Ports{HTTP: port, KVEvents: port + 1, KVReplay: port + 2, Load: port + 3, Ranks: 1}
+	cfg.MockPrefillMS, cfg.MockDecodeMS, cfg.MockShutdownTimeout = []float64{5, 0, 0}, []float64{50, 0, 0}, time.Minute
+	if name := env[EnvModel]; name != "" {
+		cfg.ServedModelName = name
+	}
+	m, err := mocker.NewMocker(cfg, model, slog.New(slog.DiscardHandler))
+	if err != nil {
+		return nil, err
+	}
+	return m.Start(0)
+}
+
+// urlOf is where a worker listens.
+func urlOf(address string, env map[string]string) string {
+	return "http://" + address + ":" + env[EnvPort]
+}
+
+// Inside starts workers in this process: many of them take little.
+func Inside(t testing.TB) Starter {
+	model, err := mocker.OpenBuiltinModel()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(model.Close)
+	return func(address string, env map[string]string) (*Worker, error) {
+		worker, err := serve(model, address, env)
+		if err != nil {
+			return nil, err
+		}
+		ended := make(chan struct{})
+		go func() { // ends with the worker
+			<-worker.Ended()
+			close(ended)
+		}()
+		r := &reporter{worker: worker}
+		return &Worker{URL: urlOf(address, env), Stop: r.stop, Ended: ended, kill: func() { worker.End(errStopped) }, report: r.end}, nil
+	}
+}
+
+// Apart starts each worker as a process: this program anew, with the test of that name
+// only, which calls Run.
+func Apart(test string) Starter {
+	return func(address string, env map[string]string) (*Worker, error) {
+		command := exec.Command(os.Args[0], "-test.run=^"+test+"$")
+		command.Env = append(os.Environ(), envAddress+"="+address)
+		for name, value := range env {
+			command.Env = append(command.Env, name+"="+value)
+		}
+		var out bytes.Buffer
+		command.Stdout, command.Stderr = &out, &out
+		command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+		if err := command.Start(); err != nil {
+			return nil, err
+		}
+		ended := make(chan struct{})
+		go func() { // ends with the process
+			_ = command.Wait()
+			close(ended)
+		}()
+		return &Worker{
+			URL: urlOf(address, env), Ended: ended,
+			Stop: func() { _ = command.Process.Signal(syscall.SIGTERM) },
+			kill: func() { _ = command.Process.Kill() },
+			report: func() (r Report) {
+				line, _, _ := strings.Cut(out.String(), "\n")
+				_ = json.Unmarshal([]byte(line), &r) // a worker that was killed says nothing
+				return r
+			},
+		}, nil
+	}
+}
+
+// Run is a worker process: it serves until SIGTERM, ends what it has begun, and prints
+// its report. A test that is started by Apart calls it; else that is skipped.
+func Run(t *testing.T) {
+	address := os.Getenv(envAddress)
+	if address == "" {
+		t.Skip("the kubelet of other tests starts it")
+	}
+	terminated := make(chan os.Signal, 1)
+	signal.Notify(terminated, syscall.SIGTERM)
+	defer signal.Stop(terminated)
+	model, err := mocker.OpenBuiltinModel()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer model.Close()
+	worker, err := serve(model, address, map[string]string{EnvModel: os.Getenv(EnvModel), EnvPort: os.Getenv(EnvPort)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	<-terminated // whoever has started it sends that, or kills it
+	r := &reporter{worker: worker}
+	r.stop()
+	<-worker.Ended()
+	text, err := json.Marshal(r.end())
+	if err != nil {
+		t.Fatal(err)
+	}
+	fmt.Println(string(text))
+}
