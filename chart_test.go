@@ -117,8 +117,8 @@ func TestChartSchemaKnowsEveryFlag(t *testing.T) {
 	}
 }
 
-// TestChartNamesFlagsThatExist looks at all that the chart, its examples and its page
-// call a flag, a key of the file of settings or a variable.
+// TestChartNamesFlagsThatExist looks at all that the templates and the values call a
+// flag, a key of the file of settings or a variable.
 func TestChartNamesFlagsThatExist(t *testing.T) {
 	known := []string{"help", "version"}
 	var variables []string
@@ -132,7 +132,7 @@ func TestChartNamesFlagsThatExist(t *testing.T) {
 	found := 0
 	for _, match := range regexp.MustCompile(`(?:set \$config "|[\s(\[]--|\b(KVROUTER_))([a-zA-Z][a-zA-Z0-9._-]*)`).FindAllStringSubmatch(text, -1) {
 		found++
-		if match[1] != "" && !slices.Contains(variables, match[1]+match[2]) || match[1] == "" && !slices.Contains(append(known, "enable-scale-out", "api-key"), strings.TrimRight(match[2], ".")) {
+		if match[1] != "" && !slices.Contains(variables, match[1]+match[2]) || match[1] == "" && !slices.Contains(append(known, "enable-scale-out"), strings.TrimRight(match[2], ".")) {
 			t.Errorf("%q is no flag and no variable of one", match[0])
 		}
 	}

@@ -127,7 +127,11 @@ func TestKubernetesChartIsLinted(t *testing.T) {
 			if err != nil {
 				t.Fatalf("%v\n%s", err, out)
 			}
-			t.Log(strings.TrimSpace(out))
+			// It renders NOTES.txt, which template does not, and asks no cluster.
+			out, err = helm(t, append(append([]string{"install", "kvrouter", chartFolder, "--namespace=inference", "--dry-run=client"}, chartMust...), values...)...)
+			if _, notes, found := strings.Cut(out, "NOTES:"); err != nil || !found || strings.Contains(notes, "<no value>") || !strings.Contains(notes, "rollout status") {
+				t.Errorf("%v\n%s", err, notes)
+			}
 		})
 	}
 }
