@@ -61,8 +61,9 @@ test-mooncake: setup ## Two real vLLM CPU workers with MooncakeConnector, over T
 test-sglang: setup-sglang ## Real SGLang CPU servers: truth, ranks, load, pairs, deaths (minutes)
 	KVROUTER_SGLANG=1 go test -run RealSGLang -v -count 1 -timeout 40m .
 
-test-kubernetes: ## A real Kubernetes API server: rollouts, its death, 200 pods, rights (4 minutes; builds it once)
+test-kubernetes: ## A real Kubernetes API server: rollouts, its death, 200 pods, rights, the chart by helm (5 minutes; builds both once)
 	@scripts/build-native.sh
+	@scripts/helm.sh >/dev/null
 	@folder=$$(scripts/kubernetes.sh) && echo "KVROUTER_KUBERNETES=$$folder go test -run '^TestKubernetes' ." && KVROUTER_KUBERNETES=$$folder go test -run '^TestKubernetes' -v -count 1 -timeout 20m .
 
 test-traces: setup ## One trace through the router and a real vLLM CPU worker (a minute)

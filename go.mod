@@ -15,6 +15,7 @@ require (
 	github.com/prometheus/client_model v0.6.2
 	github.com/prometheus/common v0.67.5
 	github.com/prometheus/prometheus v0.309.1 // tests only: its PromQL parser holds the board and the alerts
+	github.com/santhosh-tekuri/jsonschema/v6 v6.0.3 // tests: the schema of the chart's values
 	github.com/tidwall/gjson v1.19.1
 	github.com/tidwall/sjson v1.2.5
 	github.com/vmihailenco/msgpack/v5 v5.4.1

@@ -1,0 +1,325 @@
+package main
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/tidwall/gjson"
+	"k8s.io/apimachinery/pkg/util/yaml"
+
+	"kvrouter/internal/testkit/kubernetes"
+	"kvrouter/internal/web"
+)
+
+// chartMust are the values that every installation gives.
+var chartMust = []string{"--set=image.repository=registry.example.com/kvrouter", "--set=image.tag=v0.0.0-20261101000000-0123456789ab"}
+
+// chartKey is a client's key.
+const chartKey = "--set=auth.apiKey=a-key-of-clients"
+
+// chartSets are the values that the chart is held against, by name.
+var chartSets = map[string][]string{
+	"the least":      {chartKey, "--set=workers.selector=app=vllm"},
+	"labels":         {chartKey, "--values=" + chartFolder + "/examples/labels.yaml"},
+	"pool":           {chartKey, "--values=" + chartFolder + "/examples/pool.yaml"},
+	"prefill-decode": {chartKey, "--values=" + chartFolder + "/examples/prefill-decode.yaml"},
+	"static":         {chartKey, "--values=" + chartFolder + "/examples/static.yaml"},
+	"dns":            {chartKey, "--set=workers.discovery=dns", "--set=workers.dns=dns://vllm.gpus:8000"},
+	"a try":          {"--set=auth.insecure=true", "--set=workers.discovery=none", "--set=extraArgs={--engine=mocker,--demo}", "--set=replicas=1"},
+	"secret":         {"--set=auth.existingSecret=keys", "--set=auth.existingSecretKeysFile=keys.yaml", "--set=workers.pool=p", "--set=serviceAccount.create=false", "--set=rbac.create=false", "--set=podDisruptionBudget.enabled=false"},
+	"certificates":   {"--set=tls.secretName=tls", "--set=tls.clientCA=true", "--set=router.expose=true", "--set=workers.selector=app=vllm", "--set=networkPolicy.enabled=true"},
+	"everything":     {"--values=" + chartAll},
+}
+
+// helm runs helm, which scripts/helm.sh builds once. Without the programs of Kubernetes
+// the test is skipped: who wants those wants it, too.
+func helm(t *testing.T, args ...string) (string, error) {
+	t.Helper()
+	if os.Getenv(kubernetes.Folder) == "" {
+		t.Skip("make test-kubernetes runs it")
+	}
+	command := exec.CommandContext(t.Context(), output(t, "scripts/helm.sh"), args...)
+	home := t.TempDir()
+	command.Env = append(os.Environ(), "HELM_CACHE_HOME="+home, "HELM_CONFIG_HOME="+home, "HELM_DATA_HOME="+home)
+	out, err := command.Output()
+	var failed *exec.ExitError
+	if errors.As(err, &failed) {
+		err = fmt.Errorf("%w: %s", err, failed.Stderr)
+	}
+	return string(out), err
+}
+
+// template returns the objects that the chart makes of values.
+func template(t *testing.T, chart string, values ...string) string {
+	t.Helper()
+	out, err := helm(t, append(append([]string{"template", "kvrouter", chart, "--namespace=inference", "--kube-version=1.36.3"}, chartMust...), values...)...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return out
+}
+
+// chartObjects are the objects of a stream, read as Kubernetes reads them.
+type chartObjects []gjson.Result
+
+func readObjects(t *testing.T, stream string) (all chartObjects) {
+	t.Helper()
+	for decoder := yaml.NewYAMLReader(bufio.NewReader(strings.NewReader(stream))); ; {
+		text, err := decoder.Read()
+		if errors.Is(err, io.EOF) {
+			return all
+		}
+		if err == nil {
+			text, err = yaml.ToJSON(text)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		if object := gjson.ParseBytes(text); object.IsObject() {
+			all = append(all, object)
+		}
+	}
+}
+
+// of are the objects of these kinds.
+func (all chartObjects) of(kinds ...string) (some chartObjects) {
+	for _, object := range all {
+		if slices.Contains(kinds, object.Get("kind").Str) {
+			some = append(some, object)
+		}
+	}
+	return some
+}
+
+// matches tells whether labels have all that a selector asks for.
+func matches(selector, labels gjson.Result) bool {
+	all := len(selector.Map()) > 0
+	for key, value := range selector.Map() {
+		all = all && labels.Map()[key].Str == value.Str
+	}
+	return all
+}
+
+// eachChartSet calls test with the objects of each set of values.
+func eachChartSet(t *testing.T, test func(t *testing.T, stream string, objects chartObjects)) {
+	for name, values := range chartSets {
+		t.Run(name, func(t *testing.T) {
+			stream := template(t, chartFolder, values...)
+			test(t, stream, readObjects(t, stream))
+		})
+	}
+}
+
+func TestKubernetesChartIsLinted(t *testing.T) {
+	for name, values := range chartSets {
+		t.Run(name, func(t *testing.T) {
+			out, err := helm(t, append(append([]string{"lint", "--strict", "--namespace=inference", "--kube-version=1.36.3", chartFolder}, chartMust...), values...)...)
+			if err != nil {
+				t.Fatalf("%v\n%s", err, out)
+			}
+			// It renders NOTES.txt, which template does not, and asks no cluster.
+			out, err = helm(t, append(append([]string{"install", "kvrouter", chartFolder, "--namespace=inference", "--dry-run=client"}, chartMust...), values...)...)
+			if _, notes, found := strings.Cut(out, "NOTES:"); err != nil || !found || strings.Contains(notes, "<no value>") || !strings.Contains(notes, "rollout status") {
+				t.Errorf("%v\n%s", err, notes)
+			}
+		})
+	}
+}
+
+// TestKubernetesChartStartsARouter gives what the container gets to the router's own
+// reading of settings, and looks whether the objects fit each other.
+func TestKubernetesChartStartsARouter(t *testing.T) {
+	eachChartSet(t, func(t *testing.T, stream string, objects chartObjects) {
+		loads := objects.of("Deployment", "StatefulSet")
+		if len(loads) != 1 {
+			t.Fatalf("%d workloads", len(loads))
+		}
+		pod := loads[0].Get("spec.template")
+		container := pod.Get(`spec.containers.#(name=="kvrouter")`)
+		cfg := chartConfig(t, objects, container)
+
+		if grace := time.Duration(pod.Get("spec.terminationGracePeriodSeconds").Int()) * time.Second; grace <= cfg.DrainDelay+cfg.DrainTimeout {
+			t.Errorf("terminationGracePeriodSeconds %v: a drain may take %v", grace, cfg.DrainDelay+cfg.DrainTimeout)
+		}
+		if pod.Get("spec.enableServiceLinks").Raw != "false" {
+			t.Error("a Service kvrouter-router would set --router-port")
+		}
+		if mounted := pod.Get("spec.automountServiceAccountToken").Bool(); mounted != (cfg.Discovery.Discovery == "kubernetes") {
+			t.Errorf("a token %t for discovery %q", mounted, cfg.Discovery.Discovery)
+		}
+		if web.Loopback(cfg.Host) || web.Loopback(cfg.Web.RouterHost) == container.Get(`ports.#(name=="router")`).Exists() {
+			t.Errorf("it listens on %s and %s", cfg.Host, cfg.Web.RouterHost)
+		}
+		ports := map[string]int{"http": cfg.HTTPPort, "router": cfg.RouterPort, "replica": cfg.Replica.ReplicaSyncPort}
+		container.Get("ports").ForEach(func(_, port gjson.Result) bool {
+			if int(port.Get("containerPort").Int()) != ports[port.Get("name").Str] {
+				t.Errorf("port %s: the router has %d", port, ports[port.Get("name").Str])
+			}
+			return true
+		})
+
+		labels := pod.Get("metadata.labels")
+		if !matches(loads[0].Get("spec.selector.matchLabels"), labels) {
+			t.Error("the workload does not select its Pods")
+		}
+		services := objects.of("Service")
+		for _, service := range services {
+			if !matches(service.Get("spec.selector"), labels) {
+				t.Errorf("%s does not select the Pods", service.Get("metadata.name"))
+			}
+			for _, port := range service.Get("spec.ports").Array() {
+				if !container.Get(fmt.Sprintf("ports.#(name==%q)", port.Get("targetPort").Str)).Exists() {
+					t.Errorf("there is no port %s", port)
+				}
+			}
+		}
+		for _, object := range objects.of("PodDisruptionBudget") {
+			if !matches(object.Get("spec.selector.matchLabels"), labels) {
+				t.Error("the budget is for other Pods")
+			}
+		}
+		for _, object := range objects.of("NetworkPolicy") {
+			if !matches(object.Get("spec.podSelector.matchLabels"), labels) {
+				t.Error("the network policy is for other Pods")
+			}
+		}
+		for _, monitor := range objects.of("ServiceMonitor") {
+			seen := 0
+			for _, service := range services {
+				if matches(monitor.Get("spec.selector.matchLabels"), service.Get("metadata.labels")) {
+					seen++
+				}
+			}
+			if seen != 1 {
+				t.Errorf("the monitor sees %d Services: each router is to be scraped once", seen)
+			}
+		}
+		for _, rule := range objects.of("PrometheusRule") {
+			if n := len(rule.Get("spec.groups.0.rules").Array()); n != len(readAlerts(t)) || !strings.HasPrefix(rule.Get("spec.groups.0.rules.0.annotations.runbook_url").Str, "https://git.example.com/kvrouter/docs/runbook.md#") {
+				t.Errorf("%d alerts: %s", n, rule.Get("spec.groups.0.rules.0"))
+			}
+		}
+		for _, board := range objects.of("ConfigMap") {
+			if text := board.Get(`data.kvrouter\.json`).Str; text != "" && strings.TrimSpace(text) != strings.TrimSpace(readDeploy(t, "grafana/kvrouter.json")) {
+				t.Error("the board is another one")
+			}
+		}
+		var peers []string
+		if loads[0].Get("kind").Str == "StatefulSet" {
+			for i := range loads[0].Get("spec.replicas").Int() {
+				peers = append(peers, fmt.Sprintf("%s-%d.%s.inference.svc:%d", loads[0].Get("metadata.name"), i, loads[0].Get("spec.serviceName"), cfg.Replica.ReplicaSyncPort))
+			}
+		}
+		if !slices.Equal(cfg.Replica.ReplicaPeers, peers) {
+			t.Errorf("its peers are %q, want %q", cfg.Replica.ReplicaPeers, peers)
+		}
+		for object := range strings.SplitSeq(stream, "\n---\n") {
+			if strings.Contains(object, "a-key-of-") && !strings.Contains(object, "\nkind: Secret\n") {
+				t.Errorf("a key stands in\n%s", object)
+			}
+		}
+	})
+}
+
+// chartConfig reads the settings that the container starts with. It looks whether each
+// file that they name lies on a volume.
+func chartConfig(t *testing.T, objects chartObjects, container gjson.Result) Config {
+	t.Helper()
+	t.Setenv("KVROUTER_ENGINE", EngineNone) // as in the image
+	for _, secret := range objects.of("Secret") {
+		for name, value := range secret.Get("stringData").Map() {
+			if !strings.Contains(name, ".") {
+				t.Setenv(name, value.Str)
+			}
+		}
+	}
+	if slices.ContainsFunc(container.Get("envFrom.#.secretRef.name").Array(), func(name gjson.Result) bool { return name.Str == "keys" }) {
+		t.Setenv("KVROUTER_API_KEY", "a-key") // of a Secret that is there already
+	}
+	const state = "/var/lib/kvrouter"
+	dir := t.TempDir() // in place of the volume for what the router keeps
+	file := filepath.Join(dir, "kvrouter.yaml")
+	for _, object := range objects.of("ConfigMap") {
+		if text := object.Get(`data.kvrouter\.yaml`); text.Exists() {
+			if err := os.WriteFile(file, []byte(strings.ReplaceAll(text.Str, state, dir)), 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	var args []string
+	for _, arg := range container.Get("args").Array() {
+		args = append(args, strings.Replace(arg.Str, "/etc/kvrouter/kvrouter.yaml", file, 1))
+	}
+	cfg, command, err := parseConfig(args, testMachine(t))
+	if err != nil || command != CommandServe || cfg.ConfigFile != file {
+		t.Fatal(command, err)
+	}
+	for _, path := range []string{cfg.Keys.APIKeysFile, cfg.Web.TLS.TLSCert, cfg.Web.TLS.TLSKey, cfg.Web.TLS.TLSClientCA, strings.Replace(cfg.Snapshot.IndexSnapshot, dir, state, 1), "/etc/kvrouter/kvrouter.yaml"} {
+		if path != "" && !container.Get(fmt.Sprintf("volumeMounts.#(mountPath==%q)", filepath.Dir(path))).Exists() {
+			t.Errorf("%s lies on no volume", path)
+		}
+	}
+	for _, peer := range cfg.Replica.ReplicaPeers {
+		if _, _, err := net.SplitHostPort(peer); err != nil {
+			t.Error(err)
+		}
+	}
+	return cfg
+}
+
+// TestKubernetesChartRefuses: values that cannot do end the installation, with words
+// that say which.
+func TestKubernetesChartRefuses(t *testing.T) {
+	some := []string{chartKey, "--set=workers.selector=app=vllm"}
+	for _, c := range []struct {
+		want   string
+		values []string
+	}{
+		{"auth.apiKey: everybody", []string{"--set=workers.selector=app=vllm"}},
+		{"workers.selector: name the Pods", []string{chartKey}},
+		{"image.repository: no registry", append(some, "--set=image.repository=")},
+		{"image.tag: give the version", append(some, "--set=image.tag=")},
+		{"workers.pool: the pool names", append(some, "--set=workers.pool=p")},
+		{"workers.dns: it goes with", append(some, "--set=workers.dns=dns://a:1")},
+		{"workers.static: it goes with", []string{chartKey, "--set=workers.discovery=static"}},
+		{"selectors and namespace are for discovery kubernetes", append(some, "--set=workers.discovery=none")},
+		{"auth.routerApiKey: router.expose", append(some, "--set=router.expose=true")},
+		{"auth.replicaKey: replicaSync needs", append(some, "--set=replicaSync.enabled=true")},
+		{"auth.existingSecret: it is there in place", append(some, "--set=auth.existingSecret=s")},
+		{"tls.clientCA: give tls.secretName", append(some, "--set=tls.clientCA=true")},
+		{"tokenizer.model: nothing would bring", append(some, "--set=tokenizer.model=m")},
+		{"tokenizer.fetch: give tokenizer.model", append(some, "--set=tokenizer.fetch.enabled=true")},
+		{"networkPolicy.extraEgress: with workers.discovery none", []string{chartKey, "--set=workers.discovery=none", "--set=networkPolicy.enabled=true"}},
+		{"'polcy' not allowed", append(some, "--set=config.polcy=kv")},
+		{"'replica' not allowed", append(some, "--set=replica=3")},
+	} {
+		_, err := helm(t, append(append([]string{"template", "kvrouter", chartFolder}, chartMust...), c.values...)...)
+		if err == nil || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%q: %v, want %s", c.values, err, c.want)
+		}
+	}
+}
+
+func TestKubernetesChartPackedIsTheSame(t *testing.T) {
+	dir := t.TempDir()
+	if out, err := helm(t, "package", chartFolder, "--destination="+dir); err != nil {
+		t.Fatal(out, err)
+	}
+	packed, err := filepath.Glob(filepath.Join(dir, "kvrouter-*.tgz"))
+	if err != nil || len(packed) != 1 {
+		t.Fatal(packed, err)
+	}
+	if all := chartSets["everything"]; template(t, packed[0], all...) != template(t, chartFolder, all...) {
+		t.Error("the archive makes other objects than the folder")
+	}
+}
