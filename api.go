@@ -148,7 +148,7 @@ type inference struct {
 
 // infer serves one inference request: find out its prompt, choose, forward.
 func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
-	x := &proxy.Exchange{Route: path, Worker: "none", Arrived: time.Now()}
+	x := &proxy.Exchange{Route: path, Worker: kv.NoWorker, Arrived: time.Now()}
 	r := &inference{api: a, ctx: c.Request.Context(), kind: kind, id: web.RequestID(c), exchange: x, caller: a.keys.Of(c)}
 	x.Trace = a.tracer.Begin(c.Request, path, x.Arrived, r.caller.Trusted)
 	r.seen = a.page.Began(r.id, x)
@@ -239,7 +239,7 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 		a.fail(c, http.StatusBadRequest, "vllm_xargs", "kv_cache_report_mode is not allowed behind a router that follows KV events")
 		return false
 	}
-	given, bad := hints.Read(c.Request.Header, r.body.Get("nvext"))
+	given, bad := hints.Read(c.Request.Header, r.body.Get("nvext"), a.router.Names, r.caller.Trusted)
 	if bad != nil {
 		a.fail(c, http.StatusBadRequest, bad.Param, bad.Error())
 		return false
@@ -247,9 +247,6 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 	if given.Query && !r.caller.Told {
 		a.fail(c, http.StatusForbidden, "nvext.annotations", hints.AnnotationQuery+": this key is not told who would serve a request (--decision-headers)")
 		return false
-	}
-	if !r.caller.Trusted {
-		given = given.Untrusted()
 	}
 	if salt, ok := r.caller.Salt(r.body.Get("cache_salt").String()); ok && r.body.Top != nil {
 		r.body = r.body.With("cache_salt", proxy.Quoted(salt))
@@ -353,7 +350,7 @@ func (a *API) settle(c *gin.Context, x *proxy.Exchange, err error) {
 		a.fail(c, http.StatusServiceUnavailable, "", "the router has too many connections open: try again")
 	case errors.As(err, &prefill):
 		a.log.Warn("a prefill worker failed", "route", x.Route, "error", err)
-		a.fail(c, http.StatusBadGateway, "", fmt.Sprintf("prefill worker %d failed before it answered", prefill.Worker))
+		a.fail(c, http.StatusBadGateway, "", fmt.Sprintf("prefill worker %s failed before it answered", prefill.Called))
 	default:
 		a.log.Warn("no worker answered", "route", x.Route, "error", err)
 		a.fail(c, http.StatusBadGateway, "", fmt.Sprintf("worker %s failed before it answered", x.Worker))
@@ -477,7 +474,7 @@ func (a *API) broadcastUntilFound(c *gin.Context) {
 	a.proxy.AskAll(c.Request.Context(), a.workers(), a.question(c, nil), func(answer proxy.Answer) bool {
 		if found = answer.Err == nil && answer.Status != http.StatusNotFound; found {
 			if a.keys.Of(c).Told {
-				c.Header(web.HeaderWorker, proxy.WorkerLabel(answer.Target.Key.Worker))
+				c.Header(web.HeaderWorker, a.router.Names.Label(answer.Target.Key.Worker))
 			}
 			c.Data(answer.Status, "application/json", answer.Body)
 		}
@@ -539,7 +536,7 @@ func (a *API) answerQuery(c *gin.Context, x *proxy.Exchange, kind tokens.Kind, s
 	key := decision.Target.Key
 	answer := hints.NewQueryAnswer(web.RequestID(c), object, request.Model, time.Now().Unix(), prefill, key, decision.OverlapTokens, prompt)
 	c.Header(web.HeaderRequest, answer.ID)
-	c.Header(web.HeaderWorker, proxy.WorkerLabel(key.Worker))
+	c.Header(web.HeaderWorker, a.router.Names.Label(key.Worker))
 	c.Header(web.HeaderOverlap, strconv.Itoa(decision.OverlapTokens))
 	if !stream {
 		c.JSON(http.StatusOK, answer)

@@ -110,9 +110,9 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	}
 	r.telemetry.WatchThompson(r.router, fleet)
 	r.telemetry.WatchFleet(fleet)
-	r.fleet.Peers, r.fleet.Edges = events.NewPeers(config.IndexerPeers, peerKey(config)), r.edges
+	r.fleet.Peers, r.fleet.Edges, r.fleet.Names = events.NewPeers(config.IndexerPeers, peerKey(config)), r.edges, r.router.Names
 	r.proxy = proxy.NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
-	r.proxy.OutputBlocks, r.proxy.Hop, r.proxy.Budget = config.Routing.RouterTrackOutputBlocks, config.Hop, outlier.NewBudget(config.Disagg.RetryBudget)
+	r.proxy.OutputBlocks, r.proxy.Hop, r.proxy.Names, r.proxy.Budget = config.Routing.RouterTrackOutputBlocks, config.Hop, r.router.Names, outlier.NewBudget(config.Disagg.RetryBudget)
 	r.proxy.Client.Transport = web.NewTransport(config.WorkerTLS)
 	r.tokens = tokens.NewSource(r.model, r.askWorker, config.TokenTimeout, log)
 	r.api = NewAPI(config, r.router, r.tokens, r.proxy, r.telemetry, log)
@@ -263,7 +263,7 @@ func (r *inference) decided(d, prefill *router.Decision, times router.Decision) 
 func (a *API) decide(ctx context.Context, request router.Request) (router.Decision, error) {
 	decision, err := a.router.Route(ctx, request)
 	if err != nil && request.Pinned != nil {
-		err = &hints.PinnedError{Worker: request.Pinned, Err: err}
+		err = &hints.PinnedError{Worker: request.Pinned, Names: a.router.Names, Err: err}
 	}
 	return decision, err
 }
@@ -277,7 +277,7 @@ func (a *API) decidePair(ctx context.Context, request router.Request, why string
 	}
 	pair, err := a.router.RoutePair(ctx, request, rule)
 	if err != nil && (request.Pinned != nil || request.PinnedPrefill != nil) {
-		err = &hints.PinnedError{Worker: request.Pinned, Prefill: request.PinnedPrefill, Err: err}
+		err = &hints.PinnedError{Worker: request.Pinned, Prefill: request.PinnedPrefill, Names: a.router.Names, Err: err}
 	}
 	return pair, err
 }

@@ -144,6 +144,7 @@ type Router struct {
 	blockSize int
 	Now       func() time.Time
 	Knobs     Settings
+	Names     *kv.Names     // what its workers are called; who keeps the fleet sets them
 	Log       *slog.Logger  // gets a line when a worker is taken out or comes back; nil: nobody does
 	scratch   sync.Pool     // of *workspace
 	traits    policy.Traits // the policy's
@@ -215,6 +216,7 @@ func New(index radix.Index, policy policy.Policy, blockSize int, seed uint64, se
 		blockSize: blockSize,
 		Now:       time.Now,
 		Knobs:     settings,
+		Names:     new(kv.Names),
 		traits:    policy.Traits(),
 		scratch:   sync.Pool{New: func() any { return new(workspace) }},
 		loads:     NewLoads(),

@@ -9,7 +9,6 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"kvrouter/internal/kv"
-	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
 )
 
@@ -115,8 +114,10 @@ type routerCollector struct {
 	blocks, tokens, pending, promised *prometheus.Desc
 }
 
-// Watch adds the router's books to the metrics. Call it once.
+// Watch adds the router's books to the metrics, which call its workers as it does. Call
+// it once, before anything is counted.
 func (t *Metrics) Watch(router *router.Router) {
+	t.names = router.Names
 	t.registry.MustRegister(newOutlierCollector(router))
 	worker := []string{"worker_id", "dp_rank", "worker_type"}
 	t.registry.MustRegister(&routerCollector{
@@ -146,8 +147,9 @@ func (c *routerCollector) Describe(out chan<- *prometheus.Desc) {
 
 // Collect implements prometheus.Collector.
 func (c *routerCollector) Collect(out chan<- prometheus.Metric) {
+	names := c.router.Names.Now()
 	for _, load := range c.router.Loads() {
-		labels := []string{proxy.WorkerLabel(load.Key.Worker), strconv.FormatUint(uint64(load.Key.Rank), 10), workerType(load.Role)}
+		labels := []string{names.Label(load.Key.Worker), strconv.FormatUint(uint64(load.Key.Rank), 10), workerType(load.Role)}
 		out <- prometheus.MustNewConstMetric(c.blocks, prometheus.GaugeValue, float64(load.PotentialDecodeBlocks), labels...)
 		out <- prometheus.MustNewConstMetric(c.tokens, prometheus.GaugeValue, float64(load.PotentialPrefillTokens), labels...)
 	}

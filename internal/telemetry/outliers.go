@@ -6,7 +6,6 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"kvrouter/internal/outlier"
-	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
 )
 
@@ -49,8 +48,9 @@ func (c *outlierCollector) Collect(out chan<- prometheus.Metric) {
 	}
 	records, desperate := c.router.Outliers()
 	flag(c.all, desperate)
+	names := c.router.Names.Now()
 	for _, r := range records {
-		labels := []string{proxy.WorkerLabel(r.Worker.Worker), strconv.FormatUint(uint64(r.Worker.Rank), 10)}
+		labels := []string{names.Label(r.Worker.Worker), strconv.FormatUint(uint64(r.Worker.Rank), 10)}
 		flag(c.ejected, r.State == outlier.StateOut, labels...)
 		flag(c.held, r.State == outlier.StateHeld, labels...)
 		out <- prometheus.MustNewConstMetric(c.rate, prometheus.GaugeValue, r.SuccessRate, labels...)

@@ -1,6 +1,6 @@
 // The prefix tree's hottest branches: each row a piece of prompt, drawn where it lies in the prompts that share it.
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
-import { count, short, span } from "./format.js";
+import { brief, count, short, span } from "./format.js";
 import { Empty } from "./parts.js";
 
 const few = 6; // branches of a piece that are shown until more are asked for
@@ -46,7 +46,7 @@ function Row({ row, longest, most, now, shut, onShut }) {
   const { node, level, below, from, end } = row;
   const heat = most > 0 ? Math.log1p(node.hits) / Math.log1p(most) : 0;
   const name = node.text || node.id.slice(0, 10);
-  const some = node.workers.slice(0, 5);
+  const some = node.workers.slice(0, node.workers.some((n) => n.length > 6) ? 2 : 5);
   return html`<tr role="row" data-node=${node.id} tabindex="-1">
     <td role="cell" class="c-name"><div class="indent" style=${{ "--level": String(Math.min(level, 9)) }}>
       ${below > 0 ? html`<button type="button" class="fold" aria-expanded=${!shut} onClick=${onShut} aria-label=${`${below} branches of ${name}`}><i aria-hidden="true"></i></button>` : html`<span class="leaf" aria-hidden="true"></span>`}
@@ -56,7 +56,7 @@ function Row({ row, longest, most, now, shut, onShut }) {
     <td role="cell" class="c-tokens num" data-field="tokens" data-label="Tokens">${count(node.tokens)}</td>
     <td role="cell" class="c-end num">${count(end)}</td>
     <td role="cell" class="c-hits num" data-field="hits" data-label="Hits, 5 min">${count(node.hits)}</td>
-    <td role="cell" class="c-workers" data-field="workers" data-label="Held by" title=${`workers ${node.workers.join(", ")}`}>${some.map((n) => html`<span class="chipw">${n}</span>`)}${node.workers.length === 0 && html`<span class="quiet">nobody</span>`}${node.workers.length > some.length && html`<span class="quiet">+${node.workers.length - some.length}</span>`}</td>
+    <td role="cell" class="c-workers" data-field="workers" data-label="Held by" title=${`workers ${node.workers.join(", ")}`}>${some.map((n) => html`<span class="chipw">${brief(n, 22)}</span>`)}${node.workers.length === 0 && html`<span class="quiet">nobody</span>`}${node.workers.length > some.length && html`<span class="quiet">+${node.workers.length - some.length}</span>`}</td>
     <td role="cell" class="c-last num" data-label="Last use">${node.last > 0 ? `${span(now - node.last, true)} ago` : "–"}</td>
   </tr>`;
 }
