@@ -115,11 +115,13 @@ func worker(s workers.Sample, status workers.Status, now time.Time) Worker {
 	}
 	switch {
 	case w.State == StateDraining:
+		w.Since = unix(status.HeldSince)
 		w.Why = "it is leaving: what it has begun it ends, and it gets no new requests"
 		if status.State != workers.StateReady && status.LastError != "" {
 			w.Why += "; " + limited(status.LastError, maxWhy)
 		}
 	case w.State == StateNotReady:
+		w.Since = unix(status.HeldSince)
 		w.Why = "it gets no new requests: discovery tells that it is not ready"
 	case w.State != StateReady:
 		w.Why = limited(status.LastError, maxWhy)

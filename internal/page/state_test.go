@@ -49,8 +49,9 @@ func TestAWorkerThatIsHeldSaysWhy(t *testing.T) {
 		"it gets no new requests: discovery tells that it is not ready":                             {State: workers.StateReady, Held: kv.HoldNotReady},
 		"connection refused": {State: workers.StateDown, Held: kv.HoldNotReady, LastError: "connection refused"},
 	} {
-		if w := worker(workers.Sample{}, status, time.Unix(5000, 0)); w.Why != want {
-			t.Errorf("%+v: %q", status, w.Why)
+		status.Since, status.HeldSince = time.Unix(4000, 0), time.Unix(4500, 0)
+		if w := worker(workers.Sample{}, status, time.Unix(5000, 0)); w.Why != want || (w.Since == 4500) != (w.State == StateDraining || w.State == StateNotReady) {
+			t.Errorf("%+v: %q, since %v", status, w.Why, w.Since)
 		}
 	}
 }

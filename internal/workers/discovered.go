@@ -219,7 +219,7 @@ func (f *Fleet) retell(w *worker, now kv.Worker) {
 func (f *Fleet) hold(w *worker, why kv.Hold) {
 	w.found.drains.Store(why == kv.HoldDraining)
 	f.hooks.Hold(w.id, why != "")
-	f.update(w, func(s *Status) { s.Held = why })
+	f.update(w, func(s *Status) { s.Held, s.HeldSince = why, time.Now() })
 	if why != "" {
 		f.log.Info(fmt.Sprintf("%s: %s: no new requests go there", w, why))
 		return

@@ -70,6 +70,7 @@ type Status struct {
 	KVEvents   string    `json:"kv_events,omitempty"` // endpoint of rank 0's KV events
 	Replay     string    `json:"replay,omitempty"`    // and of their replay
 	LastError  string    `json:"last_error,omitempty"`
+	HeldSince  time.Time `json:"-"`
 	Disagg     kv.Disagg `json:"-"`
 }
 

@@ -46,6 +46,9 @@ const excluded = {
   not_drawn: "it was not drawn",
 };
 
+// whyNot says why a candidate could not be chosen. Discovery keeps requests from workers, too.
+const whyNot = (c) => (c.excluded === "resting" && c.worker_name ? "it is drained, or not ready" : excluded[c.excluded] || words(c.excluded));
+
 // unitOf is what a policy's totals are measured in.
 function unitOf(receipt) {
   const units = { work: "ms", kv: "blocks", "least-loaded": "requests", "power-of-two": "requests", "round-robin": "turns" };
@@ -116,14 +119,14 @@ function TermBars({ terms, total, scale }) {
 
 function Candidate({ c, receipt, scale, second, ranks, unit }) {
   const chosen = isChosen(receipt)(c);
-  const name = `Worker ${workerName(c.worker_id, c.dp_rank, ranks, c.worker_name)}`;
+  const name = (c.worker_name ? "" : "Worker ") + workerName(c.worker_id, c.dp_rank, ranks, c.worker_name);
   const mark = chosen ? html`<span class="badge is-chosen">chosen</span>` : second ? html`<span class="badge">second</span>` : null;
   return html`<li class=${"candidate" + (chosen ? " chosen" : "") + (c.excluded && !chosen ? " excluded" : "")} tabindex="-1" data-candidate=${`${c.worker_id}/${c.dp_rank}`}>
     <div class="line"><strong title=${c.worker_name}>${name}</strong>${mark}
       ${known(c.total) && html`<span class="total num"><span data-field="total">${signed(c.total)}</span> <span class="unit">${unit}</span></span>`}</div>
     ${Array.isArray(c.terms) && c.terms.length > 0 && html`<${TermBars} terms=${c.terms} total=${c.total} scale=${scale} />
       <ul class="terms">${c.terms.filter((term) => term.value !== 0).map((term) => html`<li><i class=${`key t${scale.names.indexOf(term.name) % 8}`}></i>${words(term.name)} <span class="num">${signed(term.value)}</span></li>`)}</ul>`}
-    ${c.excluded && !chosen && html`<p class="why">Not chosen: ${excluded[c.excluded] || words(c.excluded)}.</p>`}
+    ${c.excluded && !chosen && html`<p class="why">Not chosen: ${whyNot(c)}.</p>`}
     <p class="knew">${count(c.overlap_blocks)} of ${count(receipt.blocks)} blocks cached · ${count(c.in_flight)} in flight
       · ${count(c.prefill_tokens)} tokens to prefill${known(c.waiting) ? ` · ${count(c.waiting)} waiting` : ""}${known(c.kv_usage) ? ` · KV cache ${percent(c.kv_usage)}` : ""}${known(c.chance) ? ` · chance ${percent(c.chance)}` : ""}</p>
   </li>`;
