@@ -29,6 +29,10 @@ func TestNamesAreFitToBeShown(t *testing.T) {
 	if w := dnsWorker(netip.MustParseAddr("10.0.0.1"), 8000, "a\nb:8000"); w.Name != "a_b:8000" {
 		t.Errorf("%+v", w)
 	}
+	long := pod{name: strings.Repeat("p", 253) + "\n", address: "10.0.0.1", ready: true}
+	if list, _ := long.workers(nil, []uint16{1, 2}, true); len(list) != 2 || len(list[1].Name) != maxName || !strings.HasSuffix(list[1].Name, "p-rank-1") {
+		t.Errorf("%+v", list)
+	}
 	list, err := parseFile([]byte("workers: [{url: http://h:1, name: \"a\\nb\"}, {url: http://h:2, name: \" \"}]"))
 	if err != nil || len(list) != 2 || list[0].Name != "a_b" || list[1].Name != "h:2" {
 		t.Errorf("%+v, %v", list, err)
