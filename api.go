@@ -150,7 +150,7 @@ type inference struct {
 
 // infer serves one inference request: find out its prompt, choose, forward.
 func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
-	x := &proxy.Exchange{Route: path, Worker: "none", Arrived: time.Now()}
+	x := &proxy.Exchange{Route: path, Worker: kv.NoWorker, Arrived: time.Now()}
 	r := &inference{api: a, ctx: c.Request.Context(), kind: kind, id: web.RequestID(c), exchange: x, caller: a.keys.Of(c), model: a.models.Default()}
 	x.Trace = a.tracer.Begin(c.Request, path, x.Arrived, r.caller.Trusted)
 	r.seen = a.page.Began(r.id, x)
@@ -271,7 +271,7 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 // answered.
 func (r *inference) readHints(c *gin.Context) (ok bool) {
 	a := r.api
-	given, bad := hints.Read(c.Request.Header, r.body.Get("nvext"))
+	given, bad := hints.Read(c.Request.Header, r.body.Get("nvext"), a.models.Names(), r.caller.Trusted)
 	if bad != nil {
 		a.fail(c, http.StatusBadRequest, bad.Param, bad.Error())
 		return false
@@ -279,9 +279,6 @@ func (r *inference) readHints(c *gin.Context) (ok bool) {
 	if given.Query && !r.caller.Told {
 		a.fail(c, http.StatusForbidden, "nvext.annotations", hints.AnnotationQuery+": this key is not told who would serve a request (--decision-headers)")
 		return false
-	}
-	if !r.caller.Trusted {
-		given = given.Untrusted()
 	}
 	given.Session = hints.Session(c.Request.Header, a.config.Routing.SessionHeader, a.config.Routing.SessionCookie)
 	r.hints = given
@@ -365,7 +362,7 @@ func (a *API) settle(c *gin.Context, x *proxy.Exchange, err error) {
 		a.fail(c, http.StatusServiceUnavailable, "", "the router has too many connections open: try again")
 	case errors.As(err, &prefill):
 		a.log.Warn("a prefill worker failed", "route", x.Route, "error", err)
-		a.fail(c, http.StatusBadGateway, "", fmt.Sprintf("prefill worker %d failed before it answered", prefill.Worker))
+		a.fail(c, http.StatusBadGateway, "", fmt.Sprintf("prefill worker %s failed before it answered", prefill.Called))
 	default:
 		a.log.Warn("no worker answered", "route", x.Route, "error", err)
 		a.fail(c, http.StatusBadGateway, "", fmt.Sprintf("worker %s failed before it answered", x.Worker))
@@ -473,7 +470,7 @@ func (a *API) broadcastUntilFound(c *gin.Context) {
 	a.proxy.AskAll(c.Request.Context(), a.workers(), a.question(c, nil), func(answer proxy.Answer) bool {
 		if found = answer.Err == nil && answer.Status != http.StatusNotFound; found {
 			if a.keys.Of(c).Told {
-				c.Header(web.HeaderWorker, proxy.WorkerLabel(answer.Target.Key.Worker))
+				c.Header(web.HeaderWorker, a.models.Names().Label(answer.Target.Key.Worker))
 			}
 			c.Data(answer.Status, "application/json", answer.Body)
 		}
@@ -536,7 +533,7 @@ func (r *inference) answerQuery(c *gin.Context, stream, shared bool, why string)
 	key := decision.Target.Key
 	answer := hints.NewQueryAnswer(web.RequestID(c), object, request.Model, time.Now().Unix(), prefill, key, decision.OverlapTokens, r.prompt.Tokens)
 	c.Header(web.HeaderRequest, answer.ID)
-	c.Header(web.HeaderWorker, proxy.WorkerLabel(key.Worker))
+	c.Header(web.HeaderWorker, r.api.models.Names().Label(key.Worker))
 	c.Header(web.HeaderOverlap, strconv.Itoa(decision.OverlapTokens))
 	if !stream {
 		c.JSON(http.StatusOK, answer)

@@ -207,7 +207,7 @@ func (k *kubeSite) ask() *load {
 	}
 	k.t.Cleanup(l.end)
 	l.more(2 * kubeClients) // each has begun one of full length
-	l.clients.Go(func() { // looks at them until stop
+	l.clients.Go(func() {   // looks at them until stop
 		for every := time.NewTicker(200 * time.Millisecond); ; {
 			select {
 			case <-ctx.Done():

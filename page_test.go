@@ -255,7 +255,7 @@ func TestDrainResetAndCrashOnThePage(t *testing.T) {
 	act("/ui/workers/0/drain", http.StatusNoContent)
 	v.until("worker 0 rests", func(state *page.State) bool { return state.Workers[0].State == page.StateResting })
 	for range 4 {
-		if worker := chat(); worker != proxy.WorkerLabel(1) {
+		if worker := chat(); worker != "1" {
 			t.Errorf("a request went to worker %s, and 0 rests", worker)
 		}
 	}

@@ -115,9 +115,9 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	}
 	r.telemetry.WatchThompson(r.router, fleet)
 	r.telemetry.WatchFleet(fleet)
-	r.fleet.Peers, r.fleet.Edges = events.NewPeers(config.IndexerPeers, peerKey(config)), r.edges
+	r.fleet.Peers, r.fleet.Edges, r.fleet.Names = events.NewPeers(config.IndexerPeers, peerKey(config)), r.edges, r.router.Names
 	r.proxy = proxy.NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
-	r.proxy.OutputBlocks, r.proxy.Hop, r.proxy.Budget = config.Routing.RouterTrackOutputBlocks, config.Hop, outlier.NewBudget(config.Disagg.RetryBudget)
+	r.proxy.OutputBlocks, r.proxy.Hop, r.proxy.Names, r.proxy.Budget = config.Routing.RouterTrackOutputBlocks, config.Hop, r.router.Names, outlier.NewBudget(config.Disagg.RetryBudget)
 	r.proxy.Client.Transport = web.NewTransport(config.WorkerTLS)
 	r.api = NewAPI(config, r.models, r.proxy, r.telemetry, log)
 	r.models.Look = r.fleet.LookForModels
@@ -231,7 +231,7 @@ func (r *inference) decided(d, prefill *router.Decision, times router.Decision) 
 func (r *inference) decide(request router.Request) (router.Decision, error) {
 	decision, err := r.model.Router.Route(r.ctx, request)
 	if err != nil && request.Pinned != nil {
-		err = &hints.PinnedError{Worker: request.Pinned, Err: err}
+		err = &hints.PinnedError{Worker: request.Pinned, Names: r.api.models.Names(), Err: err}
 	}
 	return decision, err
 }
@@ -245,7 +245,7 @@ func (r *inference) decidePair(request router.Request, why string) (router.Pair,
 	}
 	pair, err := r.model.Router.RoutePair(r.ctx, request, rule)
 	if err != nil && (request.Pinned != nil || request.PinnedPrefill != nil) {
-		err = &hints.PinnedError{Worker: request.Pinned, Prefill: request.PinnedPrefill, Err: err}
+		err = &hints.PinnedError{Worker: request.Pinned, Prefill: request.PinnedPrefill, Names: r.api.models.Names(), Err: err}
 	}
 	return pair, err
 }

@@ -1,6 +1,7 @@
 package discovery
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -267,8 +268,5 @@ func plain(err error) error {
 // dnsWorker is the worker at an address; name may be empty.
 func dnsWorker(address netip.Addr, port uint16, name string) kv.Worker {
 	base := baseURL(address.Unmap().WithZone("").String(), port)
-	if name == "" {
-		name = hostPort(base)
-	}
-	return kv.Worker{ID: idOf(base), Name: name, URL: base, EventsPort: eventsPort}
+	return kv.Worker{ID: idOf(base), Name: cmp.Or(plainName(name), hostPort(base)), URL: base, EventsPort: eventsPort}
 }

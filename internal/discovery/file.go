@@ -2,6 +2,7 @@ package discovery
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -22,7 +23,6 @@ import (
 // Bounds of the file.
 const (
 	maxFile  = 1 << 20                // bytes
-	maxName  = 256                    // of a worker, bytes
 	fileLook = 500 * time.Millisecond // between looks at it
 )
 
@@ -220,11 +220,8 @@ func (w fileWorker) worker() (kv.Worker, error) {
 		return kv.Worker{}, fmt.Errorf("name has %d bytes, at most %d may be", len(w.Name), maxName)
 	}
 	told := kv.Worker{
-		ID: idOf(base), Name: w.Name, URL: base, KVEvents: w.KVEvents, Replay: w.Replay, Load: w.Load, EventsPort: eventsPort,
+		ID: idOf(base), Name: cmp.Or(plainName(w.Name), hostPort(base)), URL: base, KVEvents: w.KVEvents, Replay: w.Replay, Load: w.Load, EventsPort: eventsPort,
 		Disagg: kv.Disagg{Role: w.Role, Kind: w.Kind, Bootstrap: w.Bootstrap},
-	}
-	if told.Name == "" {
-		told.Name = hostPort(base)
 	}
 	if w.Draining {
 		told.Held = kv.HoldDraining
@@ -232,12 +229,12 @@ func (w fileWorker) worker() (kv.Worker, error) {
 	return told, nil
 }
 
-// hostPort is a URL without what is the same everywhere.
+// hostPort is a URL without what is the same everywhere, as a name.
 func hostPort(base string) string {
 	if u, err := url.Parse(base); err == nil && u.Host != "" {
-		return u.Host
+		return plainName(u.Host)
 	}
-	return base
+	return plainName(base)
 }
 
 // baseURL is where the server at an address is.

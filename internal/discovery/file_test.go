@@ -235,7 +235,7 @@ func FuzzFile(f *testing.F) {
 		}
 		ids := map[uint64]bool{}
 		for _, w := range list {
-			if again, err := kv.ParseURL(w.URL); err != nil || again != w.URL || ids[w.ID] || w.Name == "" {
+			if again, err := kv.ParseURL(w.URL); err != nil || again != w.URL || ids[w.ID] || w.Name == "" || w.Name != plainName(w.Name) {
 				t.Errorf("%q has %+v: %v", data, w, err)
 			}
 			ids[w.ID] = true

@@ -443,8 +443,8 @@ func FuzzPod(f *testing.F) {
 			t.Errorf("%d workers", len(list))
 		}
 		for _, w := range list {
-			if again, err := kv.ParseURL(w.URL); err != nil || again != w.URL {
-				t.Errorf("%q: %v", w.URL, err)
+			if again, err := kv.ParseURL(w.URL); err != nil || again != w.URL || w.Name != plainName(w.Name) {
+				t.Errorf("%q of %q: %v", w.URL, w.Name, err)
 			}
 		}
 		if p, err := poolOf(&u); err == nil && (len(p.ports) == 0 || len(p.ports) > maxPorts || len(p.labels) == 0) {

@@ -119,10 +119,11 @@ func (p pod) workers(as *kv.Role, ports []uint16, pool bool) (list []kv.Worker, 
 			continue
 		}
 		w := kv.Worker{
-			ID: idOf(fmt.Sprintf("%s/%s/%s:%d", p.namespace, p.name, p.uid, port)), Name: p.name, URL: baseURL(p.address, port), EventsPort: eventsPort + uint16(i), Disagg: part,
+			ID: idOf(fmt.Sprintf("%s/%s/%s:%d", p.namespace, p.name, p.uid, port)), Name: plainName(p.name), URL: baseURL(p.address, port), EventsPort: eventsPort + uint16(i), Disagg: part,
 		}
 		if len(ports) > 1 {
-			w.Name = fmt.Sprintf("%s-rank-%d", p.name, i)
+			rank := fmt.Sprintf("-rank-%d", i)
+			w.Name = w.Name[:min(len(w.Name), maxName-len(rank))] + rank
 		}
 		switch {
 		case p.ending: // also while its readiness still passes

@@ -11,6 +11,7 @@ import (
 // PinnedError says that a worker which a request asks for cannot serve it.
 type PinnedError struct {
 	Worker, Prefill *kv.WorkerKey // as Hints has them; not both nil
+	Names           *kv.Names     // what workers are called; nil: by their ids
 	Err             error         // why it cannot
 }
 
@@ -18,10 +19,10 @@ type PinnedError struct {
 func (e *PinnedError) Error() string {
 	var named []string
 	if e.Prefill != nil {
-		named = append(named, fmt.Sprintf("prefill worker %d rank %d", e.Prefill.Worker, e.Prefill.Rank))
+		named = append(named, fmt.Sprintf("prefill worker %s rank %d", e.Names.Label(e.Prefill.Worker), e.Prefill.Rank))
 	}
 	if e.Worker != nil {
-		named = append(named, fmt.Sprintf("worker %d rank %d", e.Worker.Worker, e.Worker.Rank))
+		named = append(named, fmt.Sprintf("worker %s rank %d", e.Names.Label(e.Worker.Worker), e.Worker.Rank))
 	}
 	return fmt.Sprintf("%s, which the request names, cannot take it (%v); no other is taken in its place", strings.Join(named, " with "), e.Err)
 }

@@ -88,11 +88,17 @@ func (e *Error) Error() string {
 type hint struct{ param, text string }
 
 // hintReader reads values and keeps the first error.
-type hintReader struct{ bad *Error }
+type hintReader struct {
+	names   *kv.Names // by which workers may be called
+	trusted bool      // the client is told which names there are
+	bad     *Error
+}
 
-// Read reads a request's hints; bad names the first that makes no sense.
-func Read(header http.Header, nvext gjson.Result) (hints Hints, bad *Error) {
-	var r hintReader
+// Read reads a request's hints; bad names the first that makes no sense. A worker is
+// named by its id or, where it has one, by its name. Of a client that is not trusted
+// only Untrusted hints count; it does not learn which names there are.
+func Read(header http.Header, nvext gjson.Result, names *kv.Names, trusted bool) (hints Hints, bad *Error) {
+	r := hintReader{names: names, trusted: trusted}
 	if r.object("nvext", nvext) {
 		r.annotations(nvext.Get("annotations"), &hints)
 		r.agentHints(nvext.Get("agent_hints"), &hints)
@@ -130,6 +136,9 @@ func Read(header http.Header, nvext gjson.Result) (hints Hints, bad *Error) {
 	case *hints.PinnedPrefill == *hints.Pinned: // as a dry run tells it of one that stays whole
 		hints.PinnedPrefill, hints.Whole = nil, true
 	}
+	if !trusted {
+		hints = hints.Untrusted()
+	}
 	return hints, r.bad
 }
 
@@ -139,7 +148,7 @@ const paramDecodeWorker = "nvext.decode_worker_id"
 // worker reads the name of a worker; nil: there is none. by says how it is given.
 func (r *hintReader) worker(id, rank hint, by string) *kv.WorkerKey {
 	if id.text != "" {
-		return &kv.WorkerKey{Worker: r.whole(id, 64), Rank: uint32(r.whole(rank, 32))}
+		return &kv.WorkerKey{Worker: r.id(id), Rank: uint32(r.whole(rank, 32))}
 	}
 	if rank.text != "" {
 		r.fail(rank, "given together with a worker's id ("+by+")")
@@ -191,7 +200,7 @@ func (r *hintReader) annotations(list gjson.Result, into *Hints) {
 		case name == AnnotationQuery:
 			into.Query = true
 		case name == annotationWorker && value != "":
-			into.Pinned = &kv.WorkerKey{Worker: r.whole(hint{"nvext.annotations", value}, 64)}
+			into.Pinned = &kv.WorkerKey{Worker: r.id(hint{"nvext.annotations", value})}
 		}
 	}
 	r.prefixAnnotations(entries, &into.Prefix)
@@ -219,6 +228,24 @@ func (r *hintReader) agentHints(hints gjson.Result, into *Hints) {
 	into.StrictPriority = uint32(r.whole(field("strict_priority"), 32))
 	into.ExpectedOutput = int(r.whole(field("osl"), 31))
 	r.prefixAgentHints(hints, &into.Prefix)
+}
+
+// id reads a worker's id, or finds that of its name, which is a string in a body.
+func (r *hintReader) id(h hint) uint64 {
+	name := h.text
+	if v := gjson.Parse(name); v.Type == gjson.String {
+		name = v.Str
+	}
+	if id, found := r.names.ID(name); found {
+		return id
+	}
+	if _, err := strconv.ParseUint(h.text, 10, 64); err != nil && r.names.Any() {
+		if r.trusted {
+			r.fail(h, "the name of a worker that is known, or an id")
+		}
+		return 0
+	}
+	return r.whole(h, 64)
 }
 
 // whole reads a whole number that is not negative; nothing is 0.

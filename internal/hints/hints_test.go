@@ -1,6 +1,7 @@
 package hints
 
 import (
+	"errors"
 	"net/http"
 	"reflect"
 	"strings"
@@ -78,7 +79,7 @@ func TestHintsAreReadFromBodyAndHeaders(t *testing.T) {
 				header.Set(name, value)
 			}
 		}
-		got, bad := Read(header, gjson.Parse(c.nvext))
+		got, bad := Read(header, gjson.Parse(c.nvext), nil, true)
 		switch {
 		case c.bad != "" && (bad == nil || bad.Param != c.bad || !strings.Contains(bad.Error(), c.bad)):
 			t.Errorf("%s %v: error %v, want one about %s", c.nvext, header, bad, c.bad)
@@ -113,5 +114,50 @@ func TestSessionIsReadFromTheHeaderThenTheCookie(t *testing.T) {
 		if got := Session(test.header, test.name, test.cookie); got != test.want {
 			t.Errorf("%v by %q and %q: %q, want %q", test.header, test.name, test.cookie, got, test.want)
 		}
+	}
+}
+
+func TestWorkersAreNamedByWhatTheyAreCalled(t *testing.T) {
+	names := new(kv.Names)
+	names.Set([]kv.Worker{{ID: 1 << 52, Name: "pod-a"}, {ID: 1<<52 + 1, Name: "10.0.0.1:8000"}})
+	a, b := kv.WorkerKey{Worker: 1 << 52}, kv.WorkerKey{Worker: 1<<52 + 1}
+	for _, c := range []struct {
+		nvext, worker, prefill string
+		want, wantPrefill      *kv.WorkerKey
+		bad                    string
+	}{
+		{worker: "pod-a", want: &a},
+		{worker: "4503599627370496", want: &a},
+		{worker: "10.0.0.1:8000", want: &b},
+		{worker: "3", want: &kv.WorkerKey{Worker: 3}},
+		{prefill: "pod-a", wantPrefill: &a},
+		{nvext: `{"backend_instance_id":"pod-a"}`, want: &a},
+		{nvext: `{"annotations":["worker_instance_id:10.0.0.1:8000"]}`, want: &b},
+		{nvext: `{"prefill_worker_id":"pod-a","decode_worker_id":"10.0.0.1:8000"}`, want: &b, wantPrefill: &a},
+		{worker: "pod-b", bad: "X-Worker-Instance-Id is pod-b: it must be the name of a worker that is known, or an id"},
+		{nvext: `{"backend_instance_id":"pod"}`, bad: `nvext.backend_instance_id is "pod": it must be the name of a worker that is known, or an id`},
+		{nvext: `{"backend_instance_id":["pod-a"]}`, bad: "nvext.backend_instance_id"},
+		{worker: "none", bad: HeaderPinnedWorker},
+	} {
+		header := http.Header{}
+		for name, value := range map[string]string{HeaderPinnedWorker: c.worker, HeaderPinnedPrefill: c.prefill} {
+			if value != "" {
+				header.Set(name, value)
+			}
+		}
+		got, bad := Read(header, gjson.Parse(c.nvext), names, true)
+		switch {
+		case c.bad != "" && (bad == nil || !strings.HasPrefix(bad.Error(), c.bad)):
+			t.Errorf("%+v: error %v", c, bad)
+		case c.bad == "" && (bad != nil || !reflect.DeepEqual(got.Pinned, c.want) || !reflect.DeepEqual(got.PinnedPrefill, c.wantPrefill)):
+			t.Errorf("%+v: %+v, %v", c, got, bad)
+		}
+		if got, bad := Read(header, gjson.Parse(c.nvext), names, false); bad != nil || !reflect.DeepEqual(got, Hints{}) {
+			t.Errorf("%+v, of a client that is not trusted: %+v, %v", c, got, bad)
+		}
+	}
+	err := &PinnedError{Worker: &a, Prefill: &kv.WorkerKey{Worker: 3, Rank: 1}, Names: names, Err: errors.New("gone")}
+	if want := "prefill worker 3 rank 1 with worker pod-a rank 0, which"; !strings.HasPrefix(err.Error(), want) {
+		t.Errorf("%v, want %s", err, want)
 	}
 }

@@ -57,7 +57,7 @@ func TestPrefixHintsComeFromThreePlaces(t *testing.T) {
 		for i := 0; i < len(c.headers); i += 2 {
 			header.Set(c.headers[i], c.headers[i+1])
 		}
-		got, bad := Read(header, gjson.Parse(c.nvext))
+		got, bad := Read(header, gjson.Parse(c.nvext), nil, true)
 		switch {
 		case c.bad != "" && (bad == nil || bad.Param != c.bad):
 			t.Errorf("%.80s %.80q: error %v, want one about %s", c.nvext, c.headers, bad, c.bad)
@@ -73,7 +73,7 @@ func FuzzHints(f *testing.F) {
 	f.Add(`{"agent_hints":{"total_requests":1e99,"prefix_id":{}},"annotations":[[]]}`, "", "-1", "nan", " ")
 	f.Fuzz(func(t *testing.T, nvext, id, total, osl, iat string) {
 		header := http.Header{"X-Prefix-Id": {id}, "X-Prefix-Total-Requests": {total}, "X-Prefix-Osl": {osl}, "X-Prefix-Iat": {iat}}
-		hints, bad := Read(header, gjson.Parse(nvext))
+		hints, bad := Read(header, gjson.Parse(nvext), nil, true)
 		p := hints.Prefix
 		if bad == nil && (len(p.ID) > MaxPrefixID || p.Total < 0 || p.OSL > LevelHigh || p.IAT > LevelHigh || p.Budget != nil || hints.ExpectedOutput < 0) {
 			t.Errorf("%+v", hints)

@@ -4,7 +4,7 @@ package kv
 // it leaves out the worker is asked for itself.
 type Worker struct {
 	ID       uint64 // always the same of the same worker, and of no other
-	Name     string // for people
+	Name     string // for people: printable ASCII; others may have the same. Empty: none
 	URL      string // http://host:port, no slash at the end
 	KVEvents string // ZMQ endpoint of rank 0's KV events; empty: as the worker says
 	Replay   string // of their replay; likewise

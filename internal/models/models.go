@@ -136,6 +136,9 @@ func (s *Set) All() []*Model { return *s.all.Load() }
 // Default returns the default model.
 func (s *Set) Default() *Model { return s.All()[0] }
 
+// Names says how workers are called, of all models.
+func (s *Set) Names() *kv.Names { return s.Default().Router.Names }
+
 // Of returns the model that serves a name: its own, else another one of its workers or
 // an adapter's, of several models the first's. An empty name is the default model's. Not known: a worker is up
 // that could tell, and none serves it or did when it was last up; the default model
@@ -359,7 +362,7 @@ func (s *Set) make(name, root string, size int) (*Model, error) {
 	routing := s.settings.Routing
 	routing.BusyThresholds = s.BusyThresholds()
 	m := &Model{Name: name, Router: router.New(index, rule, size, seed+s.made, routing), Index: index, ask: s.Default().ask}
-	m.Router.Log = log
+	m.Router.Log, m.Router.Names = log, s.Names()
 	if m.dir = s.folder(name, root); m.dir != "" {
 		m.files = s.open(m.dir, log)
 	} else {

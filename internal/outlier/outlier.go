@@ -586,11 +586,11 @@ type News struct {
 	Why    string
 }
 
-// Log writes the news.
-func (n News) Log(log *slog.Logger) {
-	name := fmt.Sprintf("worker %d", n.Worker.Worker)
+// Log writes the news of a worker that is called so.
+func (n News) Log(log *slog.Logger, called string) {
+	name := "worker " + called
 	if n.Worker.Rank > 0 {
-		name = fmt.Sprintf("worker %d rank %d", n.Worker.Worker, n.Worker.Rank)
+		name = fmt.Sprintf("worker %s rank %d", called, n.Worker.Rank)
 	}
 	switch {
 	case !n.Out:

@@ -23,7 +23,7 @@ func (p *Page) act(c *gin.Context) {
 		fail(c, http.StatusNotFound, "no such worker")
 		return
 	}
-	action := c.Param("action")
+	action, called := c.Param("action"), p.sources.Models.Names().Label(id)
 	switch action {
 	case "drain":
 		err = p.sources.Models.Rest(id)
@@ -38,17 +38,17 @@ func (p *Page) act(c *gin.Context) {
 	var refused *engineError
 	switch {
 	case err == nil:
-		p.log.Info(fmt.Sprintf("worker %d: %s, as the page was told", id, action))
+		p.log.Info(fmt.Sprintf("worker %s: %s, as the page was told", called, action))
 		c.Status(http.StatusNoContent)
 	case errors.Is(err, router.ErrUnknownWorker):
-		fail(c, http.StatusNotFound, fmt.Sprintf("worker %d is not up", id))
+		fail(c, http.StatusNotFound, fmt.Sprintf("worker %s is not up", called))
 	case errors.Is(err, errKept):
 		fail(c, http.StatusConflict, err.Error())
 	case errors.As(err, &refused):
 		fail(c, http.StatusBadGateway, err.Error())
 	default:
-		p.log.Warn(fmt.Sprintf("worker %d: %s failed", id, action), "error", err)
-		fail(c, http.StatusBadGateway, fmt.Sprintf("worker %d did not answer", id))
+		p.log.Warn(fmt.Sprintf("worker %s: %s failed", called, action), "error", err)
+		fail(c, http.StatusBadGateway, fmt.Sprintf("worker %s did not answer", called))
 	}
 }
 

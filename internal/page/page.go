@@ -75,7 +75,7 @@ func New(settings Settings, sources Sources, log *slog.Logger) *Page {
 	return &Page{
 		settings: settings, sources: sources, log: log, now: time.Now, began: began,
 		sessions: newSessions(settings.Keys), viewers: newViewers(), requests: new(requests),
-		prompts: newPrompts(settings.BlockSize), trends: newTrends(began),
+		prompts: newPrompts(settings.BlockSize, sources.Models.Names()), trends: newTrends(began),
 	}
 }
 
@@ -118,9 +118,9 @@ func (p *Page) show() {
 // takeStep adds a step to the trends, and tells the viewers.
 func (p *Page) takeStep() {
 	now := p.now()
-	inFlight := map[uint64]int{}
+	inFlight, names := map[string]int{}, p.sources.Models.Names().Now()
 	for _, load := range p.sources.Models.Loads() {
-		inFlight[load.Key.Worker] += load.ActiveRequests
+		inFlight[names.Label(load.Key.Worker)] += load.ActiveRequests
 	}
 	queued, _ := p.sources.Models.QueueDepth()
 	p.trends.step(p.sources.Totals(), queued, inFlight, now)

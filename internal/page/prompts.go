@@ -32,6 +32,7 @@ const (
 // alike share nodes. The index itself is not walked: it is far larger, and busy.
 type prompts struct {
 	blockSize int
+	names     *kv.Names // of workers; nil: all are called by their ids
 
 	mu        sync.Mutex // guards the rest
 	root      node
@@ -53,7 +54,9 @@ type node struct {
 	text     string
 }
 
-func newPrompts(blockSize int) *prompts { return &prompts{blockSize: blockSize} }
+func newPrompts(blockSize int, names *kv.Names) *prompts {
+	return &prompts{blockSize: blockSize, names: names}
+}
 
 // add counts a prompt. text, if it is not nil, returns the beginning of what comes
 // after so many blocks.
@@ -252,7 +255,7 @@ func (t *prompts) note(held map[*node][]string, n *node, matches []kv.Match) {
 		slices.Sort(workers)
 		held[n] = make([]string, len(workers))
 		for i, worker := range workers {
-			held[n][i] = strconv.FormatUint(worker, 10)
+			held[n][i] = t.names.Label(worker)
 		}
 	}
 }

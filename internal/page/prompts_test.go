@@ -32,7 +32,7 @@ func outline(c Cache) string {
 }
 
 func TestPromptsThatBeginAlikeShareABranch(t *testing.T) {
-	tree, now := newPrompts(4), time.Unix(6000, 0)
+	tree, now := newPrompts(4, nil), time.Unix(6000, 0)
 	shared := testkit.Prompt(1, 10)
 	a, b := append(slices.Clone(shared), testkit.Prompt(2, 5)...), append(slices.Clone(shared), testkit.Prompt(3, 2)...)
 	text := func(which string) func(int) string {
@@ -63,7 +63,7 @@ func TestPromptsThatBeginAlikeShareABranch(t *testing.T) {
 }
 
 func TestHitsAndBranchesFade(t *testing.T) {
-	tree, now := newPrompts(4), time.Unix(6000, 0)
+	tree, now := newPrompts(4, nil), time.Unix(6000, 0)
 	tree.add(testkit.Prompt(1, 3), now, nil)
 	for _, step := range []struct {
 		after time.Duration
@@ -87,7 +87,7 @@ func TestHitsAndBranchesFade(t *testing.T) {
 // its counts and bounds.
 func TestTheTreeIsWhatItWasTold(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		tree, now := newPrompts(4), time.Unix(6000, 0)
+		tree, now := newPrompts(4, nil), time.Unix(6000, 0)
 		var told [][]uint64
 		for range rapid.IntRange(1, 60).Draw(t, "prompts") {
 			prompt := rapid.SliceOfN(rapid.Uint64Range(1, 3), 1, 8).Draw(t, "prompt")
@@ -125,7 +125,7 @@ func TestTheTreeIsWhatItWasTold(t *testing.T) {
 }
 
 func TestTheTreeIsBounded(t *testing.T) {
-	tree, now := newPrompts(4), time.Unix(6000, 0)
+	tree, now := newPrompts(4, nil), time.Unix(6000, 0)
 	for i := range uint64(3 * maxNodes) {
 		now = now.Add(time.Millisecond)
 		tree.add(testkit.Prompt(i, 40), now, nil)

@@ -7,6 +7,7 @@ import (
 	"sync"
 	"time"
 
+	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
@@ -85,11 +86,14 @@ func (p *Page) Decided(seen Seen, model string, d *router.Decision, prefill *rou
 		return
 	}
 	worker := d.Target.Key.Worker
-	e.Worker, e.Rank, e.Attempts = &worker, d.Target.Key.Rank, e.Attempts+1
+	names := p.sources.Models.Names()
+	e.Worker, e.WorkerName, e.Rank, e.Attempts = &worker, names.Name(worker), d.Target.Key.Rank, e.Attempts+1
 	e.Model = limited(model, maxName)
 	e.PromptTokens, e.Predicted, e.PrefillWorker = max(e.PromptTokens, d.Tokens), d.OverlapTokens, nil
+	e.PrefillName = ""
 	if prefill != nil && prefill.Target.URL != "" {
 		first := prefill.Target.Key.Worker
+		e.PrefillName = names.Name(first)
 		e.PrefillWorker, e.Predicted, e.PromptTokens = &first, prefill.OverlapTokens, max(e.PromptTokens, prefill.Tokens)
 	}
 }
@@ -150,7 +154,7 @@ func weigh(receipts []*router.Receipt) (candidates int) {
 
 // ending says how a request ended.
 func ending(x *proxy.Exchange) string {
-	nobody := x.Worker == "none" || x.Worker == ""
+	nobody := x.Worker == kv.NoWorker || x.Worker == ""
 	switch {
 	case x.Status == proxy.ClientGone:
 		return EndCancelled

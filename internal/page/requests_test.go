@@ -213,9 +213,9 @@ func TestThePageTakesAtMost8MB(t *testing.T) {
 	for i := range uint64(maxNodes) {
 		b.prompts.add(testkit.Prompt(i, maxBlocks/maxNodes), now, text)
 	}
-	inFlight := map[uint64]int{}
-	for i := range uint64(500) {
-		inFlight[i] = 1
+	inFlight := map[string]int{}
+	for i := range 500 {
+		inFlight[fmt.Sprint(i)] = 1
 	}
 	for range steps {
 		b.trends.step(proxy.Totals{FirstToken: proxy.Histogram{Bounds: make([]float64, 17), Counts: make([]uint64, 18)}}, 1, inFlight, now)

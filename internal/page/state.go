@@ -1,6 +1,7 @@
 package page
 
 import (
+	"cmp"
 	"slices"
 	"time"
 
@@ -47,7 +48,7 @@ func (p *Page) state(now time.Time) State {
 	return s
 }
 
-// fleet returns every rank of every worker, by worker and rank.
+// fleet returns every rank of every worker, by name, worker and rank.
 func (p *Page) fleet(totals proxy.Totals, now time.Time) []Worker {
 	statuses := map[uint64]workers.Status{}
 	for _, status := range p.sources.Fleet.Workers() {
@@ -59,14 +60,15 @@ func (p *Page) fleet(totals proxy.Totals, now time.Time) []Worker {
 		failing[record.Worker] = record
 	}
 	resting := p.sources.Models.Resting()
-	list := []Worker{}
+	list, names := []Worker{}, p.sources.Models.Names().Now()
 	for _, sample := range p.sources.Fleet.Samples(p.sources.Models) {
 		status, there := statuses[sample.Worker.Worker]
 		if !there {
 			continue // it has come since
 		}
 		w := worker(sample, status, now)
-		part := totals.Workers[proxy.WorkerLabel(w.Worker)]
+		w.Name = names.Name(w.Worker)
+		part := totals.Workers[names.Label(w.Worker)]
 		if w.Requests = part.Requests; part.ComparedTokens > 0 {
 			rate := min(float64(part.CachedTokens)/float64(part.ComparedTokens), 1)
 			w.HitRate = &rate
@@ -85,7 +87,7 @@ func (p *Page) fleet(totals proxy.Totals, now time.Time) []Worker {
 		list = append(list, w)
 	}
 	slices.SortFunc(list, func(a, b Worker) int {
-		return kv.WorkerKey{Worker: a.Worker, Rank: a.Rank}.Compare(kv.WorkerKey{Worker: b.Worker, Rank: b.Rank})
+		return cmp.Or(cmp.Compare(a.Name, b.Name), kv.WorkerKey{Worker: a.Worker, Rank: a.Rank}.Compare(kv.WorkerKey{Worker: b.Worker, Rank: b.Rank}))
 	})
 	return list
 }
@@ -112,6 +114,15 @@ func worker(s workers.Sample, status workers.Status, now time.Time) Worker {
 		w.EventLag = &lag
 	}
 	switch {
+	case w.State == StateDraining:
+		w.Since = unix(status.HeldSince)
+		w.Why = "it is leaving: what it has begun it ends, and it gets no new requests"
+		if status.State != workers.StateReady && status.LastError != "" {
+			w.Why += "; " + limited(status.LastError, maxWhy)
+		}
+	case w.State == StateNotReady:
+		w.Since = unix(status.HeldSince)
+		w.Why = "it gets no new requests: discovery tells that it is not ready"
 	case w.State != StateReady:
 		w.Why = limited(status.LastError, maxWhy)
 	case status.Restarts > 0 && now.Sub(status.Since) < recently: // between two states nobody saw it down
@@ -123,6 +134,10 @@ func worker(s workers.Sample, status workers.Status, now time.Time) Worker {
 // stateOf is a worker's state in the words of the page.
 func stateOf(status workers.Status) string {
 	switch {
+	case status.Held == kv.HoldDraining: // also where it answers no more: that is how it ends
+		return StateDraining
+	case status.State == workers.StateReady && status.Held != "":
+		return StateNotReady
 	case status.State == workers.StateReady:
 		return StateReady
 	case status.State == workers.StateStarting, status.State == workers.StateConnecting && len(status.Models) == 0:

@@ -30,6 +30,29 @@ func TestStatesOfWorkers(t *testing.T) {
 		if got := stateOf(workers.Status{State: test.state, Models: test.models}); got != test.want {
 			t.Errorf("%s with models %v: %s, want %s", test.state, test.models, got, test.want)
 		}
+		if got := stateOf(workers.Status{State: test.state, Models: test.models, Held: kv.HoldDraining}); got != StateDraining {
+			t.Errorf("%s, draining: %s", test.state, got)
+		}
+		if test.want == StateReady {
+			test.want = StateNotReady
+		}
+		if got := stateOf(workers.Status{State: test.state, Models: test.models, Held: kv.HoldNotReady}); got != test.want {
+			t.Errorf("%s, not ready: %s, want %s", test.state, got, test.want)
+		}
+	}
+}
+
+func TestAWorkerThatIsHeldSaysWhy(t *testing.T) {
+	for want, status := range map[string]workers.Status{
+		"it is leaving: what it has begun it ends, and it gets no new requests":                     {State: workers.StateReady, Held: kv.HoldDraining},
+		"it is leaving: what it has begun it ends, and it gets no new requests; connection refused": {State: workers.StateDown, Held: kv.HoldDraining, LastError: "connection refused"},
+		"it gets no new requests: discovery tells that it is not ready":                             {State: workers.StateReady, Held: kv.HoldNotReady},
+		"connection refused": {State: workers.StateDown, Held: kv.HoldNotReady, LastError: "connection refused"},
+	} {
+		status.Since, status.HeldSince = time.Unix(4000, 0), time.Unix(4500, 0)
+		if w := worker(workers.Sample{}, status, time.Unix(5000, 0)); w.Why != want || (w.Since == 4500) != (w.State == StateDraining || w.State == StateNotReady) {
+			t.Errorf("%+v: %q, since %v", status, w.Why, w.Since)
+		}
 	}
 }
 
@@ -68,6 +91,11 @@ func TestTheFleetIsShownByRank(t *testing.T) {
 	list := b.fleet(totals, time.Now())
 	if len(list) != 2 || list[0].Worker != 0 || list[0].State != StateStarting || !list[0].Resting || list[1].Resting || list[0].HitRate != nil || list[1].Requests != 7 || *list[1].HitRate != 0.25 {
 		t.Errorf("%+v", list)
+	}
+	b.router.Names.Set([]kv.Worker{{ID: 0, Name: "pod-b"}, {ID: 1, Name: "pod-a"}})
+	totals = proxy.Totals{Workers: map[string]proxy.WorkerTotals{"pod-b": {Requests: 5}}}
+	if list := b.fleet(totals, time.Now()); list[0].Name != "pod-a" || list[0].Worker != 1 || list[1].Requests != 5 {
+		t.Errorf("with names: %+v", list)
 	}
 	records, _ := b.router.Outliers()
 	if records[1].Why == "" || records[1].State != outlier.StateOut {

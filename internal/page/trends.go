@@ -1,9 +1,10 @@
 package page
 
 import (
+	"cmp"
+	"maps"
 	"math"
 	"slices"
-	"strconv"
 	"sync"
 	"time"
 
@@ -16,7 +17,7 @@ const (
 	// steps is how many are kept: an hour.
 	steps = 360
 	// maxTrendWorkers bounds the workers whose load is kept; those with the lowest ids
-	// are.
+	// are, or with the shortest names.
 	maxTrendWorkers = 64
 	// lately is how many steps the rates of the last minute go back.
 	lately = 6
@@ -29,7 +30,7 @@ type trends struct {
 	last     time.Time // of the last step
 	n        int       // steps since the start; the place of the next is that modulo steps
 	series   [8][steps]float32
-	inFlight map[uint64]*[steps]float32 // by worker
+	inFlight map[string]*[steps]float32 // by what the worker is called
 	before   [lately]cut                // totals at the last steps, the oldest first; unset: none
 }
 
@@ -52,7 +53,7 @@ const (
 )
 
 func newTrends(now time.Time) *trends {
-	t := &trends{began: now, last: now, inFlight: map[uint64]*[steps]float32{}}
+	t := &trends{began: now, last: now, inFlight: map[string]*[steps]float32{}}
 	for i := range t.before {
 		t.before[i].at = now
 	}
@@ -60,7 +61,7 @@ func newTrends(now time.Time) *trends {
 }
 
 // step adds the values of the time since the last step.
-func (t *trends) step(totals proxy.Totals, queued int, inFlight map[uint64]int, now time.Time) {
+func (t *trends) step(totals proxy.Totals, queued int, inFlight map[string]int, now time.Time) {
 	totals.Workers = nil
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -79,12 +80,8 @@ func (t *trends) step(totals proxy.Totals, queued int, inFlight map[uint64]int, 
 			delete(t.inFlight, worker) // gone for an hour
 		}
 	}
-	ids := make([]uint64, 0, len(inFlight))
-	for worker := range inFlight {
-		ids = append(ids, worker)
-	}
-	slices.Sort(ids)
-	for _, worker := range ids {
+	called := slices.SortedFunc(maps.Keys(inFlight), func(a, b string) int { return cmp.Or(cmp.Compare(len(a), len(b)), cmp.Compare(a, b)) })
+	for _, worker := range called {
 		series := t.inFlight[worker]
 		if series == nil {
 			if len(t.inFlight) >= maxTrendWorkers {
@@ -163,7 +160,7 @@ func (t *trends) all() Trends {
 		Exact: values(&t.series[seriesExact]), Queued: values(&t.series[seriesQueued]), InFlight: map[string][]*float64{},
 	}}
 	for worker, series := range t.inFlight {
-		all.Series.InFlight[strconv.FormatUint(worker, 10)] = values(series)
+		all.Series.InFlight[worker] = values(series)
 	}
 	return all
 }

@@ -30,10 +30,10 @@ func TestTrendsAreOfTheirOwnStep(t *testing.T) {
 		t.Errorf("before the first step: %+v", all)
 	}
 	now = now.Add(stepLength)
-	trends.step(proxy.Totals{}, 3, map[uint64]int{0: 2}, now)
+	trends.step(proxy.Totals{}, 3, map[string]int{"0": 2}, now)
 	for step := range uint64(steps + 4) {
 		now = now.Add(stepLength)
-		trends.step(after(step+1), 0, map[uint64]int{0: 2, 1: 4}, now)
+		trends.step(after(step+1), 0, map[string]int{"0": 2, "1": 4}, now)
 	}
 	all := trends.all()
 	last := len(all.Series.Queued) - 1
@@ -59,7 +59,7 @@ func TestAStepWithoutRequestsHasNoLatency(t *testing.T) {
 	now := time.Unix(1000, 0)
 	trends := newTrends(now)
 	trends.step(after(1), 0, nil, now.Add(stepLength))
-	trends.step(after(1), 0, map[uint64]int{9: 1}, now.Add(2*stepLength))
+	trends.step(after(1), 0, map[string]int{"9": 1}, now.Add(2*stepLength))
 	s := trends.all().Series
 	if s.TTFT50[1] != nil || s.HitRate[1] != nil || s.Exact[1] != nil || *s.RequestsPerSecond[1] != 0 || s.TTFT50[0] == nil {
 		t.Errorf("%+v", s)

@@ -55,6 +55,8 @@ const (
 	StateStarting  = "starting"  // never ready so far
 	StateEjected   = "ejected"   // out for its failures
 	StateResting   = "resting"   // gets no new requests until it is readmitted
+	StateDraining  = "draining"  // a discovered one that ends what it has begun, and goes
+	StateNotReady  = "not-ready" // a discovered one that gets no new requests for now
 	StateDown      = "down"      // has ended, or cannot be reached any more
 	StateUnhealthy = "unhealthy" // runs, but does not answer
 )
@@ -62,6 +64,7 @@ const (
 // Worker is one rank of a worker.
 type Worker struct {
 	Worker          uint64   `json:"worker,string"`
+	Name            string   `json:"name,omitempty"` // what a discovered one is called; empty: its id
 	Rank            uint32   `json:"rank"`
 	URL             string   `json:"url"`
 	Engine          string   `json:"engine"`
@@ -103,14 +106,16 @@ type Request struct {
 	At            float64  `json:"at"`  // of its arrival
 	Route         string   `json:"route"`
 	Model         string   `json:"model"`
-	Worker        *uint64  `json:"worker,string"` // that answers; nil: none so far
+	Worker        *uint64  `json:"worker,string"`         // that answers; nil: none so far
+	WorkerName    string   `json:"worker_name,omitempty"` // of a discovered one
 	Rank          uint32   `json:"rank"`
 	PrefillWorker *uint64  `json:"prefill_worker,string"` // that computed the prompt for it
-	PromptTokens  int      `json:"prompt_tokens"`         // 0: unknown
-	Predicted     int      `json:"predicted"`             // tokens that the index expected to be cached
-	Cached        *int     `json:"cached"`                // tokens that the worker says were
-	TTFT          *float64 `json:"ttft"`                  // s; nil: no stream, or none so far
-	Duration      *float64 `json:"duration"`              // s; nil: running
+	PrefillName   string   `json:"prefill_worker_name,omitempty"`
+	PromptTokens  int      `json:"prompt_tokens"` // 0: unknown
+	Predicted     int      `json:"predicted"`     // tokens that the index expected to be cached
+	Cached        *int     `json:"cached"`        // tokens that the worker says were
+	TTFT          *float64 `json:"ttft"`          // s; nil: no stream, or none so far
+	Duration      *float64 `json:"duration"`      // s; nil: running
 	OutputTokens  *int     `json:"output_tokens"`
 	End           string   `json:"end"`
 	Status        int      `json:"status"`   // HTTP; 0: running
@@ -160,7 +165,7 @@ type Node struct {
 	Parent  string   `json:"parent"`         // empty: it is the beginning of prompts
 	Depth   int      `json:"depth"`          // blocks before it
 	Tokens  int      `json:"tokens"`         // of it alone
-	Workers []string `json:"workers"`        // that hold it and all before it
+	Workers []string `json:"workers"`        // what they are called that hold it and all before it
 	Hits    int      `json:"hits"`           // prompts through it in the last 5 minutes
 	Last    float64  `json:"last"`           // when the last one came
 	Text    string   `json:"text,omitempty"` // its beginning, with --page-show-text
@@ -183,5 +188,5 @@ type Series struct {
 	HitRate           []*float64            `json:"hit_rate"`
 	Exact             []*float64            `json:"exact"`
 	Queued            []*float64            `json:"queued"`
-	InFlight          map[string][]*float64 `json:"in_flight"` // by worker id
+	InFlight          map[string][]*float64 `json:"in_flight"` // by what the worker is called
 }

@@ -1,7 +1,6 @@
 package proxy
 
 import (
-	"strconv"
 	"time"
 
 	"kvrouter/internal/kv"
@@ -24,7 +23,7 @@ type Usage struct {
 type Exchange struct {
 	Route      string
 	Status     int    // HTTP status, 499 where the client went away
-	Worker     string // worker id, "none" where no worker answered
+	Worker     string // what the worker is called, kv.NoWorker where none answered
 	Model      string // as the request names it
 	Arrived    time.Time
 	FirstChunk time.Time // of a stream; zero: none came
@@ -70,6 +69,3 @@ func (x *Exchange) EndTrace(now time.Time) {
 	}
 	x.Trace.End(x.Arrived, o)
 }
-
-// WorkerLabel returns a worker's id as headers, logs and metrics show it.
-func WorkerLabel(id uint64) string { return strconv.FormatUint(id, 10) }

@@ -78,7 +78,7 @@ func (s *Pairs) watchPrefill(ctx context.Context, l legs, end context.CancelCaus
 			return
 		}
 		if !s.models.IsUp(worker) {
-			end(&PrefillFailure{worker.Key.Worker, errPrefillGone})
+			end(&PrefillFailure{worker.Key.Worker, l.shared.Worker, errPrefillGone})
 			return
 		}
 	}

@@ -97,6 +97,7 @@ func (s *Pairs) Close() { s.aborts.Wait() }
 // PrefillFailure says that a request failed because its prefill leg did.
 type PrefillFailure struct {
 	Worker uint64
+	Called string // what the worker is called
 	err    error
 }
 
@@ -105,7 +106,7 @@ func (e *PrefillFailure) Error() string {
 	if failed := (*workerError)(nil); errors.As(err, &failed) {
 		err = failed.err // without naming the worker twice
 	}
-	return fmt.Sprintf("prefill worker %d: %v", e.Worker, err)
+	return fmt.Sprintf("prefill worker %s: %v", e.Called, err)
 }
 
 func (e *PrefillFailure) Unwrap() error { return e.err }
@@ -195,7 +196,7 @@ func (s *Pairs) apart(model string) bool {
 // share serves one request by two workers. Both bookings end here.
 func (s *Pairs) share(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, parsed *jsonbody.Body, pair router.Pair, retry bool) error {
 	defer pair.End()
-	x.Worker = WorkerLabel(pair.Prefill.Target.Key.Worker)
+	x.Worker = s.proxy.Names.Label(pair.Prefill.Target.Key.Worker)
 	l, err := s.legs(ctx, u, parsed, pair)
 	x.Shared, l.trace = l.shared, x.Trace
 	if err != nil {
@@ -235,7 +236,7 @@ func (s *Pairs) legs(ctx context.Context, u Upstream, parsed *jsonbody.Body, pai
 	target := pair.Prefill.Target
 	l := legs{
 		kind: target.Kind, pair: pair, prefill: u, decode: u, late: s.decodeLimit(target.Kind, u.Route, parsed),
-		shared: &SharedRequest{Worker: WorkerLabel(target.Key.Worker), now: s.proxy.now},
+		shared: &SharedRequest{Worker: s.proxy.Names.Label(target.Key.Worker), now: s.proxy.now},
 	}
 	name := u.RequestID + "-" + Nonce()
 	switch l.kind {
@@ -244,7 +245,7 @@ func (s *Pairs) legs(ctx context.Context, u Upstream, parsed *jsonbody.Body, pai
 	case kv.KindMooncake:
 		engine, err := s.engineID(ctx, target)
 		if err != nil {
-			return l, &PrefillFailure{target.Key.Worker, unanswered(target.Key.Worker, err, outlier.Refused)}
+			return l, &PrefillFailure{target.Key.Worker, l.shared.Worker, s.proxy.unanswered(target.Key.Worker, err, outlier.Refused)}
 		}
 		keep, fetch := mooncakeParams(target.Bootstrap, engine, name)
 		l.prefill.Head, l.prefill.Body = nil, prefillBody(u.Route, parsed, keep)
@@ -399,7 +400,7 @@ func (s *Pairs) prefill(ctx context.Context, l legs) ([]byte, error) {
 	f := s.proxy.depart(booking, target, letGo, true)
 	defer s.proxy.arrive(f)
 	began := s.proxy.now()
-	l.prefill.attempt = l.trace.Attempt(kv.LegPrefill, &target, l.prefill.Method, l.prefill.Route)
+	l.prefill.attempt = l.trace.Attempt(kv.LegPrefill, &target, s.proxy.Names.Name(target.Key.Worker), l.prefill.Method, l.prefill.Route)
 	answer, usage, err := s.proxy.drain(limited, l.prefill, target)
 	traced := err
 	if errors.Is(err, errDecodeEnded) {
@@ -430,14 +431,14 @@ func (s *Pairs) prefill(ctx context.Context, l legs) ([]byte, error) {
 	case l.kind == kv.KindSGLang && errors.Is(err, late): // it waits for the decode worker, too
 		return nil, late
 	}
-	failed := prefillError(target.Key.Worker, err)
+	failed := s.proxy.prefillError(target.Key.Worker, err)
 	s.proxy.blame(booking, nil, failed) // 401 and the like are refusals: nothing is suspected
-	return nil, &PrefillFailure{target.Key.Worker, failed}
+	return nil, &PrefillFailure{target.Key.Worker, l.shared.Worker, failed}
 }
 
 // prefillError returns the error of a prefill worker that failed with err.
-func prefillError(worker uint64, err error) *workerError {
-	e := unanswered(worker, err, outlier.Refused)
+func (p *Proxy) prefillError(worker uint64, err error) *workerError {
+	e := p.unanswered(worker, err, outlier.Refused)
 	var status *statusError
 	var late *LegTimeout
 	switch {

@@ -168,6 +168,7 @@ type Proxy struct {
 	traffic  traffic
 
 	OutputBlocks bool            // book the blocks of streams as they grow
+	Names        *kv.Names       // what workers are called; nil: by their ids
 	Hop          web.Hop         // signs what goes to workers
 	Budget       *outlier.Budget // of retries; nil: no bound
 }
@@ -233,9 +234,9 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 
 // send is attempt with the booking of the decision, which ends here.
 func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, decision router.Decision, retry bool) error {
-	x.Decision, x.Worker, x.Ending, x.refusal = decision, WorkerLabel(decision.Target.Key.Worker), policy.Abandoned, refusal{}
+	x.Decision, x.Worker, x.Ending, x.refusal = decision, p.Names.Label(decision.Target.Key.Worker), policy.Abandoned, refusal{}
 	defer decision.Booking.End() // if relaying panics
-	u.attempt = x.Trace.Attempt(x.leg(), &decision.Target, u.Method, u.Route)
+	u.attempt = x.Trace.Attempt(x.leg(), &decision.Target, p.Names.Name(decision.Target.Key.Worker), u.Method, u.Route)
 	err := p.attempt(ctx, w, u, x, retry)
 	u.attempt.End(x.FirstChunk, err)
 	var failed *workerError
@@ -281,22 +282,22 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		if OutOfDescriptors(err) {
 			return err
 		}
-		return unanswered(worker, cause(ctx, err), outlier.Refused)
+		return p.unanswered(worker, cause(ctx, err), outlier.Refused)
 	}
 	defer response.Body.Close()
 	u.attempt.Answered(response.StatusCode)
 	if err := checkStatus(response); err != nil {
-		return unanswered(worker, err, outlier.Broken)
+		return p.unanswered(worker, err, outlier.Broken)
 	}
 	answer := &upstreamAnswer{Response: response, ctx: ctx, heard: heard}
 	x.refusal = refusalOf(response.StatusCode, response.Header, u.Route, p.now())
 	if (retry || x.tried) && x.refusal != (refusal{}) {
 		kept, err := keep(answer, x)
 		if err != nil {
-			return unanswered(worker, err, outlier.Broken)
+			return p.unanswered(worker, err, outlier.Broken)
 		}
 		if kept != nil {
-			return &workerError{worker: worker, err: fmt.Errorf("answered %s", response.Status), kind: outlier.Status, refusal: x.refusal, answer: kept}
+			return &workerError{worker: worker, called: x.Worker, err: fmt.Errorf("answered %s", response.Status), kind: outlier.Status, refusal: x.refusal, answer: kept}
 		}
 	}
 	if strings.HasPrefix(response.Header.Get("Content-Type"), "text/event-stream") {
@@ -369,11 +370,11 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 	body, err := io.ReadAll(io.LimitReader(answer, BufferedAnswer))
 	if err != nil {
 		answer.heard() // the time to write ended with the wait: the client is to be told
-		return unanswered(worker, err, outlier.Broken)
+		return p.unanswered(worker, err, outlier.Broken)
 	}
 	usage, finish := outcome(u.Route, body)
 	if retry && policy.Aborted(finish) && !x.Decision.Target.RunsSGLang() {
-		return &workerError{worker: worker, err: errors.New("stopped its answer: " + finish), letGo: &letGoError{why: finish}}
+		return &workerError{worker: worker, called: x.Worker, err: errors.New("stopped its answer: " + finish), letGo: &letGoError{why: finish}}
 	}
 	x.Usage, x.Ending, x.finish = usage, endingOf(answer.StatusCode, finish), finish
 	writeHead(w, answer.Response, u, x)
@@ -385,7 +386,7 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 	}
 	if _, err := io.Copy(w, answer); err != nil {
 		if answer.broken != nil {
-			err = unanswered(worker, answer.broken, outlier.Broken)
+			err = p.unanswered(worker, answer.broken, outlier.Broken)
 		}
 		return errors.Join(ErrAnswered, err)
 	}
@@ -415,7 +416,7 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 		if n > 0 {
 			out := events.Scan(buffer[:n])
 			if !started && retry && events.status >= http.StatusInternalServerError {
-				return &workerError{worker: worker, err: errors.New("its engine failed before the first token"), kind: outlier.Engine}
+				return &workerError{worker: worker, called: x.Worker, err: errors.New("its engine failed before the first token"), kind: outlier.Engine}
 			}
 			if events.Count > 0 {
 				now := p.now()
@@ -459,7 +460,7 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 			answer.heard() // the time to write ended with the wait: the client is to be told
 			x.Usage, x.Ending, x.finish = events.usage(), events.ending(answer.StatusCode, u.EndMarked), events.finish
 			if !started {
-				return unanswered(worker, err, outlier.Broken)
+				return p.unanswered(worker, err, outlier.Broken)
 			}
 			if events.done { // many clients leave as soon as they have read the end
 				return nil
@@ -468,13 +469,13 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 			if !u.HideUsage && len(events.pending) > 0 {
 				fmt.Fprint(w, "\n\n") // ends the event that broke off
 			}
-			status, why := http.StatusBadGateway, fmt.Sprintf("worker %d failed while it was answering", worker)
+			status, why := http.StatusBadGateway, fmt.Sprintf("worker %s failed while it was answering", x.Worker)
 			if errors.Is(err, web.ErrStopped) {
 				status, why = http.StatusServiceUnavailable, web.ErrStopped.Error()
 			}
 			fmt.Fprintf(w, "data: %s\n\n", web.ErrorJSON(status, web.ErrorType(status), "", why))
 			flush.Flush()
-			return errors.Join(ErrAnswered, unanswered(worker, err, outlier.Broken))
+			return errors.Join(ErrAnswered, p.unanswered(worker, err, outlier.Broken))
 		}
 	}
 }
@@ -502,14 +503,14 @@ func (p *Proxy) ask(ctx context.Context, t kv.Target, method, path string, heade
 	request.Header = p.header(header, t)
 	response, err := p.Client.Do(request)
 	if err != nil {
-		return 0, nil, unanswered(t.Key.Worker, err, outlier.Refused)
+		return 0, nil, p.unanswered(t.Key.Worker, err, outlier.Refused)
 	}
 	defer response.Body.Close()
 	if err = checkStatus(response); err == nil {
 		answer, err = io.ReadAll(io.LimitReader(response.Body, limit))
 	}
 	if err != nil {
-		return 0, nil, unanswered(t.Key.Worker, err, outlier.Refused)
+		return 0, nil, p.unanswered(t.Key.Worker, err, outlier.Refused)
 	}
 	return response.StatusCode, answer, nil
 }

@@ -130,6 +130,7 @@ func (x *Exchange) accepted(status int) {
 // better.
 type workerError struct {
 	worker uint64
+	called string // what it is called
 	err    error
 	kind   outlier.Kind
 
@@ -140,14 +141,14 @@ type workerError struct {
 	final   bool        // no other is to be tried
 }
 
-func (e *workerError) Error() string { return fmt.Sprintf("worker %d: %v", e.worker, e.err) }
+func (e *workerError) Error() string { return fmt.Sprintf("worker %s: %v", e.called, e.err) }
 
 func (e *workerError) Unwrap() error { return e.err }
 
 // unanswered returns the error of a worker whose answer did not come, or broke off,
 // with err.
-func unanswered(worker uint64, err error, kind outlier.Kind) *workerError {
-	e := &workerError{worker: worker, err: err, kind: kind}
+func (p *Proxy) unanswered(worker uint64, err error, kind outlier.Kind) *workerError {
+	e := &workerError{worker: worker, called: p.Names.Label(worker), err: err, kind: kind}
 	if errors.As(err, &e.letGo) {
 		return e
 	}
@@ -293,7 +294,7 @@ func blamed(err error) (worker uint64, failed *workerError, ok bool) {
 	switch {
 	case errors.As(err, &prefill):
 		if !errors.As(prefill.err, &failed) {
-			failed = &workerError{worker: prefill.Worker, err: prefill.err}
+			failed = &workerError{worker: prefill.Worker, called: prefill.Called, err: prefill.err}
 		}
 		return prefill.Worker, failed, true
 	case errors.As(err, &late): // of both legs together: whose fault it is cannot be told

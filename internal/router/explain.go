@@ -41,6 +41,7 @@ type Receipt struct {
 	Trial     bool      `json:"trial,omitempty"` // it shows whether an ejected worker is well again
 	policy.Explanation
 	Worker     *uint64            `json:"worker_id"` // the chosen one; null: none could be
+	WorkerName string             `json:"worker_name,omitempty"`
 	Rank       uint32             `json:"dp_rank"`
 	Margin     *float64           `json:"margin"`         // to the best of the others; null: there was no other
 	Ties       int                `json:"ties,omitempty"` // candidates that shared the best score, if several: one was taken at random
@@ -51,6 +52,7 @@ type Receipt struct {
 // ReceiptCandidate is a worker as a decision saw it.
 type ReceiptCandidate struct {
 	Worker        uint64   `json:"worker_id"`
+	WorkerName    string   `json:"worker_name,omitempty"`
 	Rank          uint32   `json:"dp_rank"`
 	Overlap       int      `json:"overlap_blocks"` // by the policy's reckoning
 	NewBlocks     int      `json:"new_blocks"`
@@ -130,7 +132,7 @@ func (r *Router) explain(p *prompt, e *policy.Explanation, chosen int, now time.
 	target := &r.candidates[chosen].Target
 	receipt := r.newReceipt(p, now)
 	worker := target.Key.Worker // a copy: r.candidates is reused
-	receipt.Worker, receipt.Rank = &worker, target.Key.Rank
+	receipt.Worker, receipt.WorkerName, receipt.Rank = &worker, r.Names.Name(worker), target.Key.Rank
 	if _, due := r.outliers.TrialDue(target.Key, now); due && !p.QueryOnly && !p.ChooseOnly {
 		receipt.Trial = true
 	}
@@ -180,12 +182,12 @@ func (r *Router) receiptCandidates(p *prompt, e *policy.Explanation, trial bool,
 		if at == len(r.candidates) || r.candidates[at].Target.Key != t.Key {
 			var c policy.Candidate
 			r.candidate(&c, p, i, now)
-			line := receiptCandidate(&c)
+			line := r.receiptCandidate(&c)
 			line.Excluded = r.exclusion(p, t, trial, now)
 			list = append(list, line)
 			continue
 		}
-		line := receiptCandidate(&r.candidates[at])
+		line := r.receiptCandidate(&r.candidates[at])
 		if at < len(e.Scores) {
 			line.Score = &e.Scores[at]
 			line.Excluded = line.Score.Excluded
@@ -196,9 +198,9 @@ func (r *Router) receiptCandidates(p *prompt, e *policy.Explanation, trial bool,
 	return list
 }
 
-func receiptCandidate(c *policy.Candidate) ReceiptCandidate {
+func (r *Router) receiptCandidate(c *policy.Candidate) ReceiptCandidate {
 	line := ReceiptCandidate{
-		Worker: c.Target.Key.Worker, Rank: c.Target.Key.Rank, Overlap: c.Overlap, NewBlocks: c.NewBlocks,
+		Worker: c.Target.Key.Worker, WorkerName: r.Names.Name(c.Target.Key.Worker), Rank: c.Target.Key.Rank, Overlap: c.Overlap, NewBlocks: c.NewBlocks,
 		InFlight: c.Load.InFlight, PrefillTokens: c.Load.PrefillTokens, ActiveBlocks: c.Load.ActiveBlocks,
 	}
 	if c.Load.Fresh {

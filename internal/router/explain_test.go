@@ -300,3 +300,27 @@ func TestDecisionsAreLoggedAtDebug(t *testing.T) {
 		}
 	}
 }
+
+func TestReceiptsNameWorkersThatHaveNames(t *testing.T) {
+	r := NewTestRouter(t, "random", 2)
+	last := func() string {
+		t.Helper()
+		r.Decisions(0)
+		if _, err := r.Route(t.Context(), Request{Tokens: testkit.Tokens(1, 8), Pinned: &kv.WorkerKey{Worker: 1}, ChooseOnly: true}); err != nil {
+			t.Fatal(err)
+		}
+		list, _ := r.Decisions(1)
+		text, err := json.Marshal(list[0])
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(text)
+	}
+	if text := last(); strings.Contains(text, "worker_name") {
+		t.Error(text)
+	}
+	r.Names.Set([]kv.Worker{{ID: 1, Name: "pod-a"}})
+	if text := last(); strings.Count(text, `"worker_id":1,"worker_name":"pod-a"`) != 2 || strings.Count(text, "worker_name") != 2 {
+		t.Error(text)
+	}
+}

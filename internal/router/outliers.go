@@ -99,7 +99,7 @@ func (r *Router) unlock() {
 	r.Mu.Unlock()
 	for _, n := range news {
 		if r.Log != nil {
-			n.Log(r.Log)
+			n.Log(r.Log, r.Names.Label(n.Worker.Worker))
 		}
 	}
 }

@@ -154,6 +154,7 @@ type Router struct {
 	blockSize int
 	Now       func() time.Time
 	Knobs     Settings
+	Names     *kv.Names     // what its workers are called; who keeps the fleet sets them
 	Log       *slog.Logger  // gets a line when a worker is taken out or comes back; nil: nobody does
 	scratch   sync.Pool     // of *workspace
 	traits    policy.Traits // the policy's
@@ -236,6 +237,7 @@ func New(index radix.Index, rule policy.Policy, blockSize int, seed uint64, sett
 		blockSize: blockSize,
 		Now:       time.Now,
 		Knobs:     settings,
+		Names:     new(kv.Names),
 		traits:    rule.Traits(),
 		scratch:   sync.Pool{New: func() any { return new(workspace) }},
 		loads:     NewLoads(),

@@ -10,7 +10,6 @@ import (
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/models"
-	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
 )
 
@@ -117,8 +116,10 @@ type routerCollector struct {
 	saturation, held, known, sessions *prometheus.Desc
 }
 
-// Watch adds the books of all models to the metrics. Call it once.
+// Watch adds the books of all models to the metrics, which call workers as they do. Call
+// it once, before anything is counted.
 func (t *Metrics) Watch(models *models.Set) {
+	t.names = models.Names()
 	t.registry.MustRegister(newOutlierCollector(models), newModelCollector(models))
 	worker := []string{"worker_id", "dp_rank", "worker_type"}
 	t.registry.MustRegister(&routerCollector{
@@ -153,8 +154,9 @@ func (c *routerCollector) Describe(out chan<- *prometheus.Desc) {
 
 // Collect implements prometheus.Collector.
 func (c *routerCollector) Collect(out chan<- prometheus.Metric) {
+	names := c.models.Names().Now()
 	for _, load := range c.models.Loads() {
-		labels := []string{proxy.WorkerLabel(load.Key.Worker), strconv.FormatUint(uint64(load.Key.Rank), 10), workerType(load.Role)}
+		labels := []string{names.Label(load.Key.Worker), strconv.FormatUint(uint64(load.Key.Rank), 10), workerType(load.Role)}
 		out <- prometheus.MustNewConstMetric(c.blocks, prometheus.GaugeValue, float64(load.PotentialDecodeBlocks), labels...)
 		out <- prometheus.MustNewConstMetric(c.tokens, prometheus.GaugeValue, float64(load.PotentialPrefillTokens), labels...)
 	}

@@ -11,6 +11,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
+	"kvrouter/internal/testkit/routertest"
 	"kvrouter/internal/workers"
 )
 
@@ -28,14 +29,14 @@ func page(m *Metrics) (lines []string) {
 
 // serve counts what a request to a worker brings, of every kind.
 func serve(m *Metrics, worker uint64) {
-	label := proxy.WorkerLabel(worker)
+	label := m.names.Label(worker)
 	now := time.Unix(1000, 0)
 	m.Retried(worker)
 	m.EventLag(kv.WorkerKey{Worker: worker}, time.Second)
 	m.InterToken(label, time.Second, 2)
 	m.Finished(proxy.Exchange{
 		Worker: label, Route: "/r", Status: 200, Arrived: now, FirstChunk: now, Decision: router.Decision{Tokens: 5},
-		Usage: proxy.Usage{Known: true, PromptTokens: 5, OutputTokens: 1, CachedKnown: true}, Shared: &proxy.SharedRequest{Worker: proxy.WorkerLabel(worker + 1000)},
+		Usage: proxy.Usage{Known: true, PromptTokens: 5, OutputTokens: 1, CachedKnown: true}, Shared: &proxy.SharedRequest{Worker: m.names.Label(worker + 1000)},
 	}, now)
 }
 
@@ -69,6 +70,51 @@ func TestSeriesOfWorkersThatAreGoneGoToo(t *testing.T) {
 	serve(m, 7)
 	if text := strings.Join(page(m), ""); !strings.Contains(text, `kvrouter_requests_total{route="/r",status="200",worker_id="7"} 1`) {
 		t.Error("a worker that came back counts on from before")
+	}
+}
+
+// TestSeriesOfPodsThatAreGoneGoToo: rolling updates make new names for ever.
+func TestSeriesOfPodsThatAreGoneGoToo(t *testing.T) {
+	names, fleet := new(kv.Names), []uint64{}
+	m := New(func() (list []workers.Sample) {
+		for _, id := range fleet {
+			list = append(list, workers.Sample{Worker: kv.WorkerKey{Worker: id}})
+		}
+		return list
+	}, func() PromptSample { return PromptSample{} })
+	rt := routertest.NewTestRouter(t, "thompson", 0)
+	rt.Names = names
+	m.Watch(rt)
+	m.WatchThompson(rt, func() []uint64 { return fleet })
+	m.WatchFleet(func() []uint64 { return fleet })
+	// roll replaces the Pod by one of that name, which serves a request.
+	roll := func(id uint64, name string) string {
+		target := kv.Target{Key: kv.WorkerKey{Worker: id}}
+		rt.Up(target)
+		fleet = []uint64{id}
+		names.Set([]kv.Worker{{ID: id, Name: name}})
+		serve(m, id)
+		m.Decided(0, router.Decision{Target: target})
+		text := strings.Join(page(m), "")
+		rt.Down(target.Key)
+		return text
+	}
+	before := len(strings.Split(roll(1<<52, "vllm-0"), "\n"))
+	for i := range uint64(300) {
+		name := fmt.Sprintf("vllm-7d9f8c6b5-%05d", i)
+		text := roll(1<<52+i+1, name)
+		lines := strings.Split(text, "\n")
+		for _, line := range lines {
+			if _, label, has := strings.Cut(line, `worker_id="`); has && !strings.HasPrefix(label, name+`"`) {
+				t.Fatalf("while only %s is there: %s", name, line)
+			}
+		}
+		if len(lines) != before {
+			t.Fatalf("%d lines before, %d after %d Pods have come and gone", before, len(lines), i+1)
+		}
+	}
+	if text := roll(1<<53, "vllm-0"); !strings.Contains(text, `kvrouter_requests_total{route="/r",status="200",worker_id="vllm-0"} 1`) {
+		t.Error("the next Pod of a name counts on from before")
 	}
 }
 

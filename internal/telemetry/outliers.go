@@ -7,7 +7,6 @@ import (
 
 	"kvrouter/internal/models"
 	"kvrouter/internal/outlier"
-	"kvrouter/internal/proxy"
 )
 
 // outlierCollector shows which workers are out for their failures at each scrape, so
@@ -49,8 +48,9 @@ func (c *outlierCollector) Collect(out chan<- prometheus.Metric) {
 	}
 	records, desperate := c.models.Outliers()
 	flag(c.all, desperate)
+	names := c.models.Names().Now()
 	for _, r := range records {
-		labels := []string{proxy.WorkerLabel(r.Worker.Worker), strconv.FormatUint(uint64(r.Worker.Rank), 10)}
+		labels := []string{names.Label(r.Worker.Worker), strconv.FormatUint(uint64(r.Worker.Rank), 10)}
 		flag(c.ejected, r.State == outlier.StateOut, labels...)
 		flag(c.held, r.State == outlier.StateHeld, labels...)
 		out <- prometheus.MustNewConstMetric(c.rate, prometheus.GaugeValue, r.SuccessRate, labels...)

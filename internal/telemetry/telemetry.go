@@ -19,10 +19,11 @@ import (
 )
 
 // Metrics holds every metric of the router. Names start with kvrouter_; the
-// label worker_id has one value a worker, so its number of series is bounded by
-// the fleet.
+// label worker_id has one value a worker, what it is called, so its number of series is
+// bounded by the fleet.
 type Metrics struct {
 	registry *prometheus.Registry
+	names    *kv.Names // of workers; nil: all are called by their ids
 	dynamo   *dynamoMetrics
 	disagg   *disaggMetrics
 	thompson *thompsonMetrics // nil: another policy
@@ -99,7 +100,7 @@ func New(fleet func() []workers.Sample, prompts func() PromptSample) *Metrics {
 	t.dynamo = newDynamoMetrics(t.registry)
 	t.disagg = newDisaggMetrics(t.registry)
 	t.registry.MustRegister(
-		newFleetCollector(fleet, prompts),
+		newFleetCollector(t, fleet, prompts),
 		collectors.NewGoCollector(),
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
 	)
@@ -146,7 +147,7 @@ func (t *Metrics) forgetGone() {
 	defer t.summing.Unlock()
 	there := map[string]bool{noWorker: true}
 	for _, id := range t.fleet() {
-		there[proxy.WorkerLabel(id)] = true
+		there[t.names.Label(id)] = true
 	}
 	gone := map[string]bool{}
 	t.seen.Range(func(worker, _ any) bool {
@@ -168,7 +169,7 @@ func (t *Metrics) forgetGone() {
 }
 
 // noWorker is the label of requests that no worker has answered.
-const noWorker = "none"
+const noWorker = kv.NoWorker
 
 // Guards counts what keeps the router itself within bounds, at each scrape.
 type Guards struct {
@@ -214,7 +215,7 @@ func (t *Metrics) EngineFailed() { t.thompson.engineFailed() }
 
 // Retried implements proxy.Observer.
 func (t *Metrics) Retried(worker uint64) {
-	label := proxy.WorkerLabel(worker)
+	label := t.names.Label(worker)
 	t.see(label)
 	t.retries.WithLabelValues(label).Inc()
 }
@@ -232,7 +233,7 @@ func (t *Metrics) InterToken(worker string, gap time.Duration, n int) {
 
 // EventLag records the age of a KV event batch of w at its arrival.
 func (t *Metrics) EventLag(w kv.WorkerKey, lag time.Duration) {
-	label := proxy.WorkerLabel(w.Worker)
+	label := t.names.Label(w.Worker)
 	t.see(label)
 	t.eventLag.WithLabelValues(label).Observe(lag.Seconds())
 }
@@ -278,6 +279,7 @@ func (t *Metrics) Finished(x proxy.Exchange, now time.Time) {
 // fleetCollector reads the counts of other components at each scrape, so that a
 // worker that is gone leaves no series behind.
 type fleetCollector struct {
+	metrics  *Metrics
 	workers  func() []workers.Sample
 	prompts  func() PromptSample
 	up       *prometheus.Desc
@@ -297,11 +299,12 @@ type fleetCollector struct {
 	reasons  *prometheus.Desc
 }
 
-func newFleetCollector(fleet func() []workers.Sample, prompts func() PromptSample) *fleetCollector {
+func newFleetCollector(metrics *Metrics, fleet func() []workers.Sample, prompts func() PromptSample) *fleetCollector {
 	desc := func(name, help string, labels ...string) *prometheus.Desc {
 		return prometheus.NewDesc("kvrouter_"+name, help, append([]string{"worker_id", "dp_rank"}, labels...), nil)
 	}
 	return &fleetCollector{
+		metrics:  metrics,
 		workers:  fleet,
 		prompts:  prompts,
 		sources:  prometheus.NewDesc("kvrouter_prompt_source_total", "Prompts by where their tokens came from: local, worker_render, worker_tokenize, none (routed by load alone).", []string{"source"}, nil),
@@ -331,8 +334,9 @@ func (c *fleetCollector) Describe(out chan<- *prometheus.Desc) {
 
 // Collect implements prometheus.Collector.
 func (c *fleetCollector) Collect(out chan<- prometheus.Metric) {
+	names := c.metrics.names.Now()
 	for _, s := range c.workers() {
-		labels := []string{proxy.WorkerLabel(s.Worker.Worker), strconv.FormatUint(uint64(s.Worker.Rank), 10)}
+		labels := []string{names.Label(s.Worker.Worker), strconv.FormatUint(uint64(s.Worker.Rank), 10)}
 		gauge := func(d *prometheus.Desc, value float64) {
 			out <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, value, labels...)
 		}

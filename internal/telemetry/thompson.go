@@ -120,7 +120,7 @@ func (m *thompsonMetrics) ended(x *proxy.Exchange, now time.Time) {
 func (m *thompsonMetrics) routedTo(w kv.WorkerKey) {
 	if m != nil {
 		m.see(w.Worker)
-		m.routed.WithLabelValues(proxy.WorkerLabel(w.Worker)).Inc()
+		m.routed.WithLabelValues(m.router.Names.Label(w.Worker)).Inc()
 	}
 }
 
@@ -138,17 +138,17 @@ func (m *thompsonMetrics) engineFailed() {
 
 func (m *thompsonMetrics) learned(w kv.WorkerKey, latency time.Duration) {
 	m.see(w.Worker)
-	m.feedback.WithLabelValues(rankLabels(w)...).Observe(latency.Seconds())
+	m.feedback.WithLabelValues(rankLabels(m.router.Names, w)...).Observe(latency.Seconds())
 }
 
 func (m *thompsonMetrics) see(worker uint64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.seen[proxy.WorkerLabel(worker)] = true
+	m.seen[m.router.Names.Label(worker)] = true
 }
 
-func rankLabels(w kv.WorkerKey) []string {
-	return []string{proxy.WorkerLabel(w.Worker), strconv.FormatUint(uint64(w.Rank), 10)}
+func rankLabels(names *kv.Names, w kv.WorkerKey) []string {
+	return []string{names.Label(w.Worker), strconv.FormatUint(uint64(w.Rank), 10)}
 }
 
 // forgetBut drops the series of workers that are not in the fleet.
@@ -176,9 +176,9 @@ func (m *thompsonMetrics) Describe(out chan<- *prometheus.Desc) {
 
 // Collect implements prometheus.Collector.
 func (m *thompsonMetrics) Collect(out chan<- prometheus.Metric) {
-	fleet := map[string]bool{}
+	fleet, names := map[string]bool{}, m.router.Names.Now()
 	for _, id := range m.fleet() {
-		fleet[proxy.WorkerLabel(id)] = true
+		fleet[names.Label(id)] = true
 	}
 	m.forgetBut(fleet)
 	for _, c := range m.counters() {
@@ -190,7 +190,7 @@ func (m *thompsonMetrics) Collect(out chan<- prometheus.Metric) {
 		out <- prometheus.MustNewConstMetric(d, kind, value, labels...)
 	}
 	for _, w := range stats.Workers {
-		labels := rankLabels(w.Worker)
+		labels := rankLabels(names, w.Worker)
 		if !fleet[labels[0]] {
 			continue
 		}

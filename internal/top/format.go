@@ -9,6 +9,22 @@ import (
 // none stands for what is not known.
 const none = "–"
 
+// called is what a worker is called: its name in so many characters, at least 12, else its
+// id. What tells Pods apart stands at the end of their names: long ones are cut in the
+// middle.
+func called(id uint64, name string, most int) string {
+	if name == "" {
+		return strconv.FormatUint(id, 10)
+	}
+	most = max(most, 12)
+	text := []rune(name)
+	if len(text) <= most {
+		return name
+	}
+	end := min(12, most/2)
+	return string(text[:most-1-end]) + "…" + string(text[len(text)-end:])
+}
+
 // count writes a number in at most seven characters: 12, 9,999, 12.3k, 4.56M.
 func count(n float64) string {
 	sign := ""

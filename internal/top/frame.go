@@ -76,7 +76,7 @@ func orders() []order {
 	}
 }
 
-// sorted returns the workers in the frame's order; equal ones by worker and rank.
+// sorted returns the workers in the frame's order; equal ones by name, worker and rank.
 func (f frame) sorted() []page.Worker {
 	by := orders()[f.sort]
 	workers := slices.Clone(f.state.Workers)
@@ -88,7 +88,7 @@ func (f frame) sorted() []page.Worker {
 		if c := sign * by.compare(a, b); c != 0 {
 			return c
 		}
-		c := cmp.Or(cmp.Compare(a.Worker, b.Worker), cmp.Compare(a.Rank, b.Rank))
+		c := cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.Worker, b.Worker), cmp.Compare(a.Rank, b.Rank))
 		if by.key == "w" {
 			c *= sign
 		}

@@ -46,6 +46,39 @@ func fleet() *page.State {
 	}
 }
 
+// pods is a router with discovered workers, one of which drains and one is not ready.
+func pods() *page.State {
+	s := fleet()
+	for i, w := range []struct{ name, state, why string }{
+		{"vllm-7d9f8c6b5-x2x9q", page.StateReady, ""},
+		{"vllm-llama-3-70b-instruct-decode-6c8d9f7b5-kq8zn-rank-3", page.StateDraining, "it is leaving"},
+		{"vllm-7d9f8c6b5-4mmtl", page.StateNotReady, "it gets no new requests"},
+		{"", page.StateReady, ""},
+	} {
+		s.Workers[i].Name, s.Workers[i].State, s.Workers[i].Why = w.name, w.state, w.why
+	}
+	s.Requests[0].WorkerName = s.Workers[0].Name
+	s.Requests[1].WorkerName, s.Requests[1].PrefillName = s.Workers[1].Name, s.Workers[0].Name
+	return s
+}
+
+func TestLongNamesKeepTheirEnds(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		most int
+		want string
+	}{
+		{"", 5, "4503599627370496"}, {"pod-a", 5, "pod-a"}, {"vllm-7d9f8c6b5-x2x9q", 20, "vllm-7d9f8c6b5-x2x9q"},
+		{"vllm-7d9f8c6b5-x2x9q", 16, "vllm-7d…b5-x2x9q"}, {"vllm-7d9f8c6b5-x2x9q", 0, "vllm-…-x2x9q"},
+		{"vllm-llama-3-70b-instruct-decode-6c8d9f7b5-kq8zn", 32, "vllm-llama-3-70b-in…d9f7b5-kq8zn"},
+	} {
+		got := called(1<<52, c.name, c.most)
+		if got != c.want || c.name != "" && ansi.StringWidth(got) > max(c.most, 12) {
+			t.Errorf("%q in %d: %q, want %q", c.name, c.most, got, c.want)
+		}
+	}
+}
+
 // checkFrame holds what is true of every frame in a terminal.
 func checkFrame(t *testing.T, f frame) {
 	t.Helper()
@@ -82,6 +115,8 @@ func TestFrames(t *testing.T) {
 		"begin":    {width: 80, height: 6, url: "http://127.0.0.1:7000/ui/stream"},
 		"nobody":   {width: 80, height: 10, state: &page.State{Draining: true}},
 		"hopeless": {width: 1, height: 1, state: fleet()},
+		"named":    {width: 160, height: 20, state: pods()},
+		"named80":  {width: 80, height: 20, state: pods()},
 	} {
 		f.zone = time.UTC
 		checkFrame(t, f)

@@ -191,11 +191,11 @@ func decodeState(data []byte) (*page.State, error) {
 	clean(&s.Version, &s.Policy)
 	for i := range s.Workers {
 		w := &s.Workers[i]
-		clean(&w.URL, &w.Engine, &w.Role, &w.Model, &w.State, &w.Why)
+		clean(&w.Name, &w.URL, &w.Engine, &w.Role, &w.Model, &w.State, &w.Why)
 	}
 	for i := range s.Requests {
 		r := &s.Requests[i]
-		clean(&r.ID, &r.Route, &r.Model, &r.End)
+		clean(&r.ID, &r.WorkerName, &r.PrefillName, &r.Route, &r.Model, &r.End)
 		r.Prompt = ""
 	}
 	return s, nil

@@ -43,13 +43,13 @@ func TestEventsAreReadWithinBounds(t *testing.T) {
 
 func TestStatesAreMadeFitToBeShown(t *testing.T) {
 	s, err := decodeState([]byte(`{"version":"\u001b[31mv1\u0007","models":["\u202ereversed"],"cache":{"nodes":[1,"x"]},
-		"workers":[{"worker":"3","url":"http://w\r\n\u009b2J","why":"` + strings.Repeat("é", 1000) + `","kv_usage":1e300,"state":"\u0000ready"}],
-		"requests":[{"id":"\u001b]0;title\u0007","prompt":"secret"}]}`))
+		"workers":[{"worker":"3","url":"http://w\r\n\u009b2J","why":"` + strings.Repeat("é", 1000) + `","kv_usage":1e300,"state":"\u0000ready","name":"pod\u001b[2J"}],
+		"requests":[{"id":"\u001b]0;title\u0007","prompt":"secret","worker_name":"\u0007a","prefill_worker_name":"\u0007b"}]}`))
 	if err != nil {
 		t.Fatal(err)
 	}
 	w, r := s.Workers[0], s.Requests[0]
-	if s.Version != "[31mv1" || s.Models[0] != "reversed" || w.URL != "http://w2J" || w.Why != strings.Repeat("é", maxText) || w.State != "ready" || r.ID != "]0;title" || r.Prompt != "" {
+	if s.Version != "[31mv1" || s.Models[0] != "reversed" || w.URL != "http://w2J" || w.Why != strings.Repeat("é", maxText) || w.State != "ready" || w.Name != "pod[2J" || r.WorkerName != "a" || r.PrefillName != "b" || r.ID != "]0;title" || r.Prompt != "" {
 		t.Errorf("%+v %+v", s, w)
 	}
 	many := `{"workers":[` + strings.TrimSuffix(strings.Repeat(`{},`, maxWorkers+9), ",") + `],"requests":[` + strings.TrimSuffix(strings.Repeat(`{},`, maxRequests+9), ",") + `]}`

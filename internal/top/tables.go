@@ -95,7 +95,7 @@ func toneOf(state string) style {
 		return green
 	case page.StateStarting:
 		return cyan
-	case page.StateResting:
+	case page.StateResting, page.StateDraining, page.StateNotReady:
 		return yellow
 	}
 	return red
@@ -152,10 +152,11 @@ func (f frame) workers(rows int) []string {
 		return number(n)
 	}
 	add("WORKER", 0, false, fmt.Sprintf("all %d", len(all)), func(w page.Worker) cell {
+		text := called(w.Worker, w.Name, f.width/5)
 		if several {
-			return cell{fmt.Sprintf("%d/%d", w.Worker, w.Rank), normal}
+			text = fmt.Sprintf("%s/%d", text, w.Rank)
 		}
-		return cell{strconv.FormatUint(w.Worker, 10), normal}
+		return cell{text, normal}
 	})
 	add("STATE    ", 0, false, "", func(w page.Worker) cell { return cell{w.State, toneOf(w.State)} })
 	if roles {
@@ -242,10 +243,10 @@ func (f frame) requests() []string {
 	add("WORKER", 1, true, func(r page.Request) cell {
 		text := none
 		if r.Worker != nil {
-			text = strconv.FormatUint(*r.Worker, 10)
+			text = called(*r.Worker, r.WorkerName, f.width/8)
 		}
 		if r.PrefillWorker != nil {
-			text = strconv.FormatUint(*r.PrefillWorker, 10) + ">" + text
+			text = called(*r.PrefillWorker, r.PrefillName, f.width/8) + ">" + text
 		}
 		return cell{text, normal}
 	})

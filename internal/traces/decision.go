@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"fmt"
 	"slices"
+	"strconv"
 	"time"
 
 	"go.opentelemetry.io/otel/attribute"
@@ -18,7 +19,7 @@ import (
 const (
 	maxTerms      = 16  // of the chosen worker's score
 	maxCandidates = 16  // that are listed; the best go first
-	maxCandidate  = 160 // bytes of each
+	maxCandidate  = 400 // bytes of each
 )
 
 // Decided adds a span for a choice that began at the given time and has ended now, with
@@ -56,6 +57,9 @@ func decisionAttributes(d *router.Decision) []attribute.KeyValue {
 	if d.Booking != nil {
 		list = append(list, attribute.Int64(prefix+"worker", int64(d.Target.Key.Worker)), attribute.Int64(prefix+"rank", int64(d.Target.Key.Rank)),
 			attribute.Int(prefix+"prompt_tokens", d.Tokens), attribute.Int(prefix+"predicted_tokens", d.OverlapTokens))
+		if receipt != nil && receipt.WorkerName != "" {
+			list = append(list, attribute.String(prefix+"worker_name", clip(receipt.WorkerName)))
+		}
 	}
 	if d.QueueTime > 0 {
 		number("queue_seconds", d.QueueTime.Seconds())
@@ -107,7 +111,7 @@ func decisionAttributes(d *router.Decision) []attribute.KeyValue {
 
 // candidateLine tells of one candidate.
 func candidateLine(c *router.ReceiptCandidate) string {
-	line := fmt.Sprintf("worker %d", c.Worker)
+	line := "worker " + cmp.Or(c.WorkerName, strconv.FormatUint(c.Worker, 10))
 	if c.Rank > 0 {
 		line += fmt.Sprintf(" rank %d", c.Rank)
 	}

@@ -173,8 +173,8 @@ type Attempt struct {
 	began  time.Time
 }
 
-// Attempt begins a sending to a worker. End must follow.
-func (q *Request) Attempt(leg kv.Leg, target *kv.Target, method, route string) *Attempt {
+// Attempt begins a sending to a worker of that name; empty: it has none. End must follow.
+func (q *Request) Attempt(leg kv.Leg, target *kv.Target, worker, method, route string) *Attempt {
 	if q == nil {
 		return nil
 	}
@@ -191,6 +191,9 @@ func (q *Request) Attempt(leg kv.Leg, target *kv.Target, method, route string) *
 	a.ctx, a.span = q.tracer.Start(q.ctx, name, trace.WithSpanKind(trace.SpanKindClient), trace.WithTimestamp(a.began))
 	list := []attribute.KeyValue{
 		attribute.String("http.request.method", method), attribute.Int64("kvrouter.worker.id", int64(target.Key.Worker)), attribute.Int64("kvrouter.worker.rank", int64(target.Key.Rank)),
+	}
+	if worker != "" {
+		list = append(list, attribute.String("kvrouter.worker.name", clip(worker)))
 	}
 	if u, err := url.Parse(target.URL); err == nil {
 		list = appendAddress(append(list, attribute.String("url.full", u.Redacted()+route)), "server", u.Host)
@@ -269,7 +272,7 @@ type Outcome struct {
 	At         time.Time
 	Status     int    // HTTP status; 499: the client went away
 	Model      string // as the request names it
-	Worker     string // that answered; "none": none did
+	Worker     string // what the one is called that answered; kv.NoWorker: none did
 	Prefill    string // that computed the prompt, if it was another
 	Finish     string // why the answer ended; empty: not known
 	FirstToken time.Time

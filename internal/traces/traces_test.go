@@ -94,7 +94,7 @@ func follow(tracer *Tracer, r *http.Request, target *kv.Target, header http.Head
 	began := q.Now()
 	q.Tokens(began, "local", 7)
 	q.Decided(q.Now(), nil, decision)
-	a := q.Attempt(kv.LegWhole, target, http.MethodPost, "/v1/chat/completions")
+	a := q.Attempt(kv.LegWhole, target, "", http.MethodPost, "/v1/chat/completions")
 	a.Inject(header)
 	a.Answered(http.StatusOK)
 	a.End(time.Time{}, nil)
@@ -161,7 +161,7 @@ func TestSpansAreBounded(t *testing.T) {
 	q.Tokens(q.Now(), long, 1)
 	q.Tokens(q.Now(), "", 1) // no prompt, no span
 	q.Decided(q.Now(), errors.New(long), decisionOf(1000, 1000))
-	q.Attempt(kv.LegWhole, &kv.Target{URL: "http://user:password@w:1"}, http.MethodPost, "/v1/chat/completions").End(time.Time{}, errors.New(long))
+	q.Attempt(kv.LegWhole, &kv.Target{URL: "http://user:password@w:1"}, "", http.MethodPost, "/v1/chat/completions").End(time.Time{}, errors.New(long))
 	q.End(time.Now(), Outcome{At: time.Now(), Status: 200, Model: long, Worker: long, Finish: long})
 	tracer.Close()
 	spans := c.Spans("")
@@ -199,7 +199,7 @@ func TestForeignBytesLoseNoSpan(t *testing.T) {
 	r := served("User-Agent", "caf\xe9")
 	r.Host, r.URL.Path = "h\xff", "/v1/\xfe"
 	q := tracer.Begin(r, "/v1/chat/completions", time.Now(), true)
-	q.Attempt(kv.LegWhole, &kv.Target{URL: "http://w:1"}, http.MethodPost, "/v1/chat/completions").End(time.Time{}, errors.New("\xff"))
+	q.Attempt(kv.LegWhole, &kv.Target{URL: "http://w:1"}, "", http.MethodPost, "/v1/chat/completions").End(time.Time{}, errors.New("\xff"))
 	q.End(time.Now(), Outcome{At: time.Now(), Status: 500, Model: "m\xff", Finish: "\xfe"})
 	tracer.Close()
 	if got := len(c.Spans("")); got != 2 {
@@ -227,7 +227,7 @@ func TestHowAttemptsEnd(t *testing.T) {
 		{"left", 200, fmt.Errorf("the client: %w", context.Canceled), "canceled", false},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			a := q.Attempt(kv.LegDecode, &kv.Target{URL: "http://w:1"}, http.MethodPost, "/v1/completions")
+			a := q.Attempt(kv.LegDecode, &kv.Target{URL: "http://w:1"}, "", http.MethodPost, "/v1/completions")
 			a.Answered(test.status)
 			a.End(time.Time{}, test.err)
 			id := trace.SpanContextFromContext(a.ctx).SpanID().String()
@@ -310,4 +310,35 @@ func FuzzParent(f *testing.F) {
 			t.Errorf("%q and %q make %+v", parent, state, sc)
 		}
 	})
+}
+
+func TestSpansNameWorkersThatHaveNames(t *testing.T) {
+	c := collector.Start(t)
+	tracer, err := open(t, envEndpoint, c.HTTP)
+	if err != nil {
+		t.Fatal(err)
+	}
+	q := tracer.Begin(served(), "/v1/chat/completions", time.Now(), true)
+	d := decisionOf(2, 1)
+	d.Receipts[0].WorkerName, d.Receipts[0].Candidates[1].WorkerName = "pod-a", "pod-a"
+	q.Decided(q.Now(), nil, d)
+	q.Attempt(kv.LegWhole, &kv.Target{URL: "http://w:1"}, "pod-a", http.MethodPost, "/v1/chat/completions").End(time.Time{}, nil)
+	q.End(time.Now(), Outcome{At: time.Now(), Status: 200, Worker: "pod-a"})
+	tracer.Close()
+	spans := c.Spans("")
+	if len(spans) != 3 {
+		t.Fatalf("%d spans", len(spans))
+	}
+	for i, want := range []map[string]string{
+		{"kvrouter.worker": "pod-a"}, {"kvrouter.decision.worker": "1", "kvrouter.decision.worker_name": "pod-a"}, {"kvrouter.worker.name": "pod-a"},
+	} {
+		for name, value := range want {
+			if got := spans[i].Attributes[name]; got != value {
+				t.Errorf("%s of %s is %q, want %s", name, spans[i].Name, got, value)
+			}
+		}
+	}
+	if got := spans[1].Attributes["kvrouter.decision.candidates"]; !strings.HasPrefix(got, "worker pod-a: ") || !strings.Contains(got, "; worker 0: ") {
+		t.Errorf("candidates %s", got)
+	}
 }

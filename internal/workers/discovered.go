@@ -67,9 +67,9 @@ type following struct {
 
 // apply makes the workers what the list tells.
 func (d *following) apply() {
-	told := make(map[uint64]bool, len(d.list))
+	told := d.told()
+	d.name(told)
 	for _, now := range d.list {
-		told[now.ID] = true
 		w := d.known[now.ID]
 		if w != nil && w.address() != now.URL { // another machine: its requests have ended there
 			d.takeOut(w)
@@ -99,6 +99,21 @@ func (d *following) apply() {
 	}
 }
 
+// name makes known what the workers are called: those that are told of, and those that
+// are leaving. A name goes to who has it now, such as the next Pod of a StatefulSet.
+func (d *following) name(told map[uint64]bool) {
+	var leaving []kv.Worker
+	for id, w := range d.known {
+		if !told[id] {
+			w.mu.Lock()
+			leaving = append(leaving, w.found.now)
+			w.mu.Unlock()
+		}
+	}
+	slices.SortFunc(leaving, func(a, b kv.Worker) int { return cmp.Compare(a.ID, b.ID) })
+	d.f.Names.Set(append(slices.Clip(d.list), leaving...))
+}
+
 // join makes a worker a member that can be one.
 func (d *following) join(now kv.Worker) {
 	for _, other := range d.known { // whose address has passed to this one
@@ -118,8 +133,10 @@ func (d *following) join(now kv.Worker) {
 	d.refused[now.ID] = why
 }
 
-// letLeave takes out those that no source knows and that have nothing left to do.
+// letLeave takes out those that no source knows and that have nothing left to do, with
+// their names.
 func (d *following) letLeave() {
+	before := len(d.known)
 	for _, w := range d.known {
 		since := w.found.gone
 		if since.IsZero() {
@@ -130,6 +147,18 @@ func (d *following) letLeave() {
 			d.f.log.Info(fmt.Sprintf("%s: taken out", w), "cut", works)
 		}
 	}
+	if len(d.known) < before {
+		d.name(d.told())
+	}
+}
+
+// told has the ids of those that are told of.
+func (d *following) told() map[uint64]bool {
+	told := make(map[uint64]bool, len(d.list))
+	for _, now := range d.list {
+		told[now.ID] = true
+	}
+	return told
 }
 
 // takeOut takes a worker out, with what it still does.
@@ -190,7 +219,7 @@ func (f *Fleet) retell(w *worker, now kv.Worker) {
 func (f *Fleet) hold(w *worker, why kv.Hold) {
 	w.found.drains.Store(why == kv.HoldDraining)
 	f.hooks.Hold(w.id, why != "")
-	f.update(w, func(s *Status) { s.Held = why })
+	f.update(w, func(s *Status) { s.Held, s.HeldSince = why, time.Now() })
 	if why != "" {
 		f.log.Info(fmt.Sprintf("%s: %s: no new requests go there", w, why))
 		return

@@ -164,6 +164,55 @@ func TestDiscoveredWorkersComeAndGo(t *testing.T) {
 	d.finish()
 }
 
+// TestANameIsOfWhoHasItNow: of two Pods of a StatefulSet the next one, while the one
+// before ends its requests. Names go with their workers.
+func TestANameIsOfWhoHasItNow(t *testing.T) {
+	_, first := startServer(t)
+	_, second := startServer(t)
+	second.ID++
+	names := new(kv.Names)
+	d := followLists(t, func(f *fakeFleet) { f.Names = names })
+	wantNames := func(a, b string) {
+		t.Helper()
+		testkit.Settles(t, func() error {
+			if names.Label(first.ID) != a || names.Label(second.ID) != b {
+				return fmt.Errorf("%s and %s, want %s and %s", names.Label(first.ID), names.Label(second.ID), a, b)
+			}
+			return nil
+		})
+	}
+	d.work(true)
+	d.tell(first)
+	d.wantEvents(up)
+	wantNames("pod-a", "4503599627370497")
+	d.tell() // it ends what it has begun
+	d.wantHeld(first.ID)
+	wantNames("pod-a", "4503599627370497")
+	d.tell(second)
+	d.wantEvents(up, "up 4503599627370497.0 g1")
+	wantNames("pod-a#4503599627370496", "pod-a")
+	d.work(false)
+	testkit.Settles(t, func() error {
+		if n := len(d.Workers()); n != 1 {
+			return fmt.Errorf("%d workers", n)
+		}
+		return nil
+	})
+	wantNames("4503599627370496", "pod-a")
+	second.Name = "pod-b"
+	d.tell(second)
+	wantNames("4503599627370496", "pod-b")
+	d.tell()
+	d.wantGone()
+	testkit.Settles(t, func() error {
+		if names.Any() {
+			return errors.New("a name is left")
+		}
+		return nil
+	})
+	d.finish()
+}
+
 func TestRequestsOfAWorkerThatNobodyKnowsHaveALimit(t *testing.T) {
 	_, w := startServer(t)
 	d := followLists(t, func(f *fakeFleet) { f.Timing.leaveLimit = 20 * time.Millisecond })

@@ -76,6 +76,7 @@ type Status struct {
 	KVEvents   string    `json:"kv_events,omitempty"` // endpoint of rank 0's KV events
 	Replay     string    `json:"replay,omitempty"`    // and of their replay
 	LastError  string    `json:"last_error,omitempty"`
+	HeldSince  time.Time `json:"-"`
 	Disagg     kv.Disagg `json:"-"`
 }
 
@@ -197,6 +198,7 @@ type Fleet struct {
 	Timing timing
 
 	Peers *events.Peers // asked for KV events that workers cannot replay; nil: nobody is
+	Names *kv.Names     // told what discovered workers are called; nil: nobody is
 	Edges *guard.Edges  // counts the panics of what parses the workers' words; nil: nothing does
 	loads func(l loadReader, ctx context.Context, s loadSource, publish func(kv.WorkerKey, policy.Published))
 }
@@ -294,6 +296,15 @@ func (w *worker) String() string {
 		return fmt.Sprintf("worker %d (%s)", w.id, w.found.name)
 	}
 	return fmt.Sprintf("worker %d", w.id)
+}
+
+// logger is a log whose lines have the name of a discovered worker, for who knows it by
+// its id.
+func (w *worker) logger(log *slog.Logger) *slog.Logger {
+	if w.found != nil {
+		return log.With("name", w.found.name)
+	}
+	return log
 }
 
 // bearer returns the key that goes to the worker with clients' requests.

@@ -115,7 +115,7 @@ func (in *incarnation) followEvents(source events.Source) {
 	}
 	source.BlockSize = in.blockSize
 	source.Seeded = in.index.Blocks(source.Worker) > 0 // only a peer's dump can be there already
-	stream := events.NewStream(source, in.index, in.f.log)
+	stream := events.NewStream(source, in.index, in.w.logger(in.f.log))
 	stream.Peers, stream.Edges = in.f.Peers, in.f.Edges
 	if in.blockSize == in.f.cfg.BlockSize { // a snapshot has blocks of one size
 		in.f.snapshot.Resume(stream)
@@ -228,7 +228,7 @@ func (in *incarnation) followLoadsAnew(endpoint func(rank uint32) string) {
 
 // reader returns what reads the worker's load and the sizes of its caches.
 func (f *Fleet) reader(w *worker) loadReader {
-	return loadReader{client: f.pageClient(w), edges: f.Edges, log: f.log}
+	return loadReader{client: f.pageClient(w), edges: f.Edges, log: w.logger(f.log)}
 }
 
 // markUp makes the worker ready and announces its targets.

@@ -1,6 +1,6 @@
 // The prefix tree's hottest branches: each row a piece of prompt, drawn where it lies in the prompts that share it.
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
-import { count, short, span } from "./format.js";
+import { brief, count, short, span } from "./format.js";
 import { Empty } from "./parts.js";
 
 const few = 6; // branches of a piece that are shown until more are asked for
@@ -32,6 +32,8 @@ function treeOf(nodes, blockSize, closed, opened) {
   return rows;
 }
 
+const isLong = (name) => name.length > 6; // it is no small number
+
 // ticksFor are round numbers of tokens along the axis.
 function ticksFor(longest) {
   const rough = longest / 4;
@@ -46,7 +48,7 @@ function Row({ row, longest, most, now, shut, onShut }) {
   const { node, level, below, from, end } = row;
   const heat = most > 0 ? Math.log1p(node.hits) / Math.log1p(most) : 0;
   const name = node.text || node.id.slice(0, 10);
-  const some = node.workers.slice(0, 5);
+  const some = node.workers.slice(0, node.workers.some(isLong) ? 2 : 5);
   return html`<tr role="row" data-node=${node.id} tabindex="-1">
     <td role="cell" class="c-name"><div class="indent" style=${{ "--level": String(Math.min(level, 9)) }}>
       ${below > 0 ? html`<button type="button" class="fold" aria-expanded=${!shut} onClick=${onShut} aria-label=${`${below} branches of ${name}`}><i aria-hidden="true"></i></button>` : html`<span class="leaf" aria-hidden="true"></span>`}
@@ -56,7 +58,7 @@ function Row({ row, longest, most, now, shut, onShut }) {
     <td role="cell" class="c-tokens num" data-field="tokens" data-label="Tokens">${count(node.tokens)}</td>
     <td role="cell" class="c-end num">${count(end)}</td>
     <td role="cell" class="c-hits num" data-field="hits" data-label="Hits, 5 min">${count(node.hits)}</td>
-    <td role="cell" class="c-workers" data-field="workers" data-label="Held by" title=${`workers ${node.workers.join(", ")}`}>${some.map((n) => html`<span class="chipw">${n}</span>`)}${node.workers.length === 0 && html`<span class="quiet">nobody</span>`}${node.workers.length > some.length && html`<span class="quiet">+${node.workers.length - some.length}</span>`}</td>
+    <td role="cell" class="c-workers" data-field="workers" data-label="Held by" title=${`workers ${node.workers.join(", ")}`}>${some.map((n) => html`<span class="chipw">${brief(n, 22)}</span>`)}${node.workers.length === 0 && html`<span class="quiet">nobody</span>`}${node.workers.length > some.length && html`<span class="quiet">+${node.workers.length - some.length}</span>`}</td>
     <td role="cell" class="c-last num" data-label="Last use">${node.last > 0 ? `${span(now - node.last, true)} ago` : "–"}</td>
   </tr>`;
 }
@@ -79,6 +81,7 @@ export function Cache({ state }) {
   const longest = Math.max(1, ...nodes.map((node) => node.depth * state.block_size + node.tokens));
   const most = Math.max(0, ...nodes.map((node) => node.hits));
   const ticks = ticksFor(longest);
+  const named = nodes.some((node) => node.workers.some(isLong));
   const toggle = (id) => {
     const next = new Set(closed);
     if (!next.delete(id)) next.add(id);
@@ -93,7 +96,7 @@ export function Cache({ state }) {
     ${nodes.length === 0 && html`<${Empty} title="Nothing is known to be cached"><p>Branches appear once prompts of at least a block (${count(state.block_size)} tokens) have been computed and the workers have told so by KV events. Send one from <a href="#/try">the try box</a>.</p></${Empty}>`}
     ${nodes.length > 0 && html`<p class="quiet note">A bar is a piece of prompt, drawn where it lies in the prompts that begin so; the stronger its colour, the more hits in the last 5 minutes.
       ${!state.show_text && html` Names are hashes: <code>--page-show-text</code> shows how prompts begin.`}${state.cache.truncated && " Cooler branches are left out."}</p>
-    <div class="tablebox" role="region" aria-labelledby="title-cache" tabindex="0"><table role="table" class=${state.show_text ? "with-text" : ""} style=${{ "--step": `${(100 * ticks[1]) / longest}%` }}>
+    <div class="tablebox" role="region" aria-labelledby="title-cache" tabindex="0"><table role="table" class=${(state.show_text ? "with-text" : "") + (named ? " named" : "")} style=${{ "--step": `${(100 * ticks[1]) / longest}%` }}>
       <thead role="rowgroup"><tr role="row"><th role="columnheader" scope="col" class="c-name">Branch</th>
         <th role="columnheader" scope="col" class="c-axis"><span class="sr">Place in the prompt, tokens</span><div class="axis ticks" aria-hidden="true">${ticks.map((at) => html`<span class=${at > 0.94 * longest ? "at-end" : ""} style=${{ left: `${(100 * at) / longest}%` }}>${short(at)}</span>`)}</div></th>
         <th role="columnheader" scope="col" class="c-tokens num">Tokens</th><th role="columnheader" scope="col" class="c-end num">Up to</th><th role="columnheader" scope="col" class="c-hits num">Hits<small>5 min</small></th>

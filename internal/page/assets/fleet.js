@@ -1,39 +1,39 @@
 // The fleet: a card for each worker, or each rank of it.
 import { html, useRef, useState } from "./vendor/preact-htm.js";
 import { act } from "./api.js";
-import { count, known, percent, seconds, severalRanks, short, span, workerName } from "./format.js";
+import { called, count, known, percent, seconds, severalRanks, short, span, workerName } from "./format.js";
 import { Confirm, Empty, Fact, Meter } from "./parts.js";
 
 // The states, the ones that need somebody first.
-const states = ["down", "unhealthy", "ejected", "resting", "starting", "ready"];
-const stateNames = { down: "Down", unhealthy: "Unhealthy", ejected: "Ejected", resting: "Resting", starting: "Starting", ready: "Ready" };
+const states = ["down", "unhealthy", "ejected", "resting", "draining", "not-ready", "starting", "ready"];
+const stateNames = { down: "Down", unhealthy: "Unhealthy", ejected: "Ejected", resting: "Resting", draining: "Draining", "not-ready": "Not ready", starting: "Starting", ready: "Ready" };
 
-const isUp = (w) => ["ready", "ejected", "resting"].includes(w.state);
+const isUp = (w) => ["ready", "ejected", "resting", "draining", "not-ready"].includes(w.state);
 
 // What can be done to a worker, of all its ranks.
 const actions = {
   drain: {
     name: "Drain",
-    ask: (w) => `Drain worker ${w.worker}?`,
+    ask: (w) => `Drain worker ${called(w)}?`,
     text: (w) => `It gets no new requests until you readmit it. ${w.in_flight === 1 ? "The one that is in flight finishes" : `The ${count(w.in_flight)} in flight finish`}.`,
-    done: (w) => `Worker ${w.worker} gets no new requests.`,
+    done: (w) => `Worker ${called(w)} gets no new requests.`,
   },
   readmit: {
     name: "Readmit",
-    ask: (w) => `Readmit worker ${w.worker}?`,
+    ask: (w) => `Readmit worker ${called(w)}?`,
     text: (w) => (isUp(w) ? "It gets requests again at once, also if it was ejected for its failures." : "It gets requests again once it is ready."),
-    done: (w) => `Worker ${w.worker} gets requests again${isUp(w) ? "" : " once it is ready"}.`,
+    done: (w) => `Worker ${called(w)} gets requests again${isUp(w) ? "" : " once it is ready"}.`,
   },
   "reset-cache": {
     name: "Reset cache",
-    ask: (w) => `Reset the cache of worker ${w.worker}?`,
+    ask: (w) => `Reset the cache of worker ${called(w)}?`,
     text: (w) => `It drops its prefix cache${known(w.blocks) ? `: ${count(w.blocks)} blocks are known here` : ""}. The next prompts there are computed from their start.`,
-    done: (w) => `Worker ${w.worker} was asked to drop its cache.`,
+    done: (w) => `Worker ${called(w)} was asked to drop its cache.`,
   },
 };
 
-// offered is what a worker can be asked: one that is not up can only be readmitted.
-const offered = (w) => [w.resting || w.state === "ejected" ? "readmit" : isUp(w) && "drain", isUp(w) && "reset-cache"].filter(Boolean);
+// offered is what a worker can be asked: one that is not up can only be readmitted, one that drains need not be told to.
+const offered = (w) => [w.resting || w.state === "ejected" ? "readmit" : isUp(w) && w.state !== "draining" && "drain", isUp(w) && "reset-cache"].filter(Boolean);
 
 // allRanks is a worker with the sums of its ranks.
 function allRanks(w, workers) {
@@ -49,9 +49,9 @@ function Card({ worker: w, now, ranks, models, onAct }) {
     !w.events_connected && w.state !== "down" && ["no events", "Its KV events are not connected"],
     w.load_known === false && w.state === "ready" && ["load unknown", "It has published no load of late"],
   ].filter(Boolean);
-  return html`<article class=${`card state-${w.state}`} data-worker=${w.worker} data-rank=${w.rank} aria-label=${`Worker ${workerName(w.worker, w.rank, ranks)}`}>
+  return html`<article class=${`card state-${w.state}`} data-worker=${w.worker} data-rank=${w.rank} aria-label=${`Worker ${workerName(w.worker, w.rank, ranks, w.name, 300)}`}>
     <header>
-      <h3>Worker ${workerName(w.worker, w.rank, ranks)}</h3>
+      <h3 title=${w.name && `${w.name}, id ${w.worker}`}>${!w.name && "Worker "}${workerName(w.worker, w.rank, ranks, w.name)}</h3>
       ${w.role && html`<span class="badge">${w.role}</span>`}
       ${notes.map(([text, title]) => html`<span class="badge is-note" title=${title}>${text}</span>`)}
       <span class="state"><i class="dot" aria-hidden="true"></i><span data-field="state">${stateNames[w.state] || w.state}</span>
@@ -71,7 +71,7 @@ function Card({ worker: w, now, ranks, models, onAct }) {
       <${Fact} name="Event lag" field="event_lag" value=${seconds(w.event_lag)} title="From a KV event's time to its being indexed" />
       <${Fact} name="Active blocks" field="active_blocks" value=${short(w.active_blocks)} title="Blocks of requests in flight" />
     </dl>
-    <footer>${offered(w).map((name) => html`<button type="button" class="small" onClick=${() => onAct(w, name)}>${actions[name].name}<span class="sr"> worker ${w.worker}</span></button>`)}</footer>
+    <footer>${offered(w).map((name) => html`<button type="button" class="small" onClick=${() => onAct(w, name)}>${actions[name].name}<span class="sr"> worker ${called(w)}</span></button>`)}</footer>
   </article>`;
 }
 
@@ -84,7 +84,7 @@ export function Fleet({ state, say }) {
   const workers = state.workers || [];
   const ranks = severalRanks(workers);
   const counts = states.map((name) => [name, workers.filter((w) => w.state === name).length]).filter(([, n]) => n > 0);
-  const shown = workers.filter((w) => (!only || w.state === only) && (!find || `${w.worker} ${w.url} ${w.model} ${w.role}`.toLowerCase().includes(find.toLowerCase())));
+  const shown = workers.filter((w) => (!only || w.state === only) && (!find || `${w.worker} ${w.name || ""} ${w.url} ${w.model} ${w.role}`.toLowerCase().includes(find.toLowerCase())));
 
   async function run() {
     const { worker, action } = asked;

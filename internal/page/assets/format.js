@@ -74,11 +74,19 @@ const dateFormat = new Intl.DateTimeFormat("en-GB", { dateStyle: "medium", timeS
 export const clock = (at) => (known(at) ? clockFormat.format(at * 1000) : none);
 export const date = (at) => (known(at) ? dateFormat.format(at * 1000) : none);
 
-// workerName is how a worker, or its rank where workers have several, is called in a line of text.
-export function workerName(worker, rank, ranks) {
+// brief cuts a long name in its middle: what tells Pods apart stands at the end.
+export const brief = (name, most = 28) => (name.length > most ? `${name.slice(0, most - 13)}…${name.slice(-12)}` : name);
+
+// workerName is how a worker, or its rank where workers have several, is called in a line of text: by its name if it has
+// one, of which it shows so many characters, else by its id.
+export function workerName(worker, rank, ranks, name, most) {
   if (worker === null || worker === undefined) return none;
-  return ranks ? `${worker} / ${rank}` : String(worker);
+  const called = name ? brief(name, most) : String(worker);
+  return ranks ? `${called} / ${rank}` : called;
 }
+
+// called is all of that without the rank.
+export const called = (w) => w.name || String(w.worker);
 
 // byID sorts workers. Their ids are texts: not all of them are numbers that can be counted exactly here.
 export const byID = (a, b) => a.localeCompare(b, "en", { numeric: true });

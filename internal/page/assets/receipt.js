@@ -47,6 +47,9 @@ const excluded = {
   not_drawn: "it was not drawn",
 };
 
+// whyNot says why a candidate could not be chosen. Discovery keeps requests from workers, too.
+const whyNot = (c) => (c.excluded === "resting" && c.worker_name ? "it is drained, or not ready" : excluded[c.excluded] || words(c.excluded));
+
 // unitOf is what a policy's totals are measured in.
 function unitOf(receipt) {
   const units = { work: "ms", kv: "blocks", "least-loaded": "requests", "power-of-two": "requests", "round-robin": "turns" };
@@ -117,14 +120,14 @@ function TermBars({ terms, total, scale }) {
 
 function Candidate({ c, receipt, scale, second, ranks, unit }) {
   const chosen = isChosen(receipt)(c);
-  const name = `Worker ${workerName(c.worker_id, c.dp_rank, ranks)}`;
+  const name = (c.worker_name ? "" : "Worker ") + workerName(c.worker_id, c.dp_rank, ranks, c.worker_name);
   const mark = chosen ? html`<span class="badge is-chosen">chosen</span>` : second ? html`<span class="badge">second</span>` : null;
   return html`<li class=${"candidate" + (chosen ? " chosen" : "") + (c.excluded && !chosen ? " excluded" : "")} tabindex="-1" data-candidate=${`${c.worker_id}/${c.dp_rank}`}>
-    <div class="line"><strong>${name}</strong>${mark}
+    <div class="line"><strong title=${c.worker_name}>${name}</strong>${mark}
       ${known(c.total) && html`<span class="total num"><span data-field="total">${signed(c.total)}</span> <span class="unit">${unit}</span></span>`}</div>
     ${Array.isArray(c.terms) && c.terms.length > 0 && html`<${TermBars} terms=${c.terms} total=${c.total} scale=${scale} />
       <ul class="terms">${c.terms.filter((term) => term.value !== 0).map((term) => html`<li><i class=${`key t${scale.names.indexOf(term.name) % 8}`}></i>${words(term.name)} <span class="num">${signed(term.value)}</span></li>`)}</ul>`}
-    ${c.excluded && !chosen && html`<p class="why">Not chosen: ${excluded[c.excluded] || words(c.excluded)}.</p>`}
+    ${c.excluded && !chosen && html`<p class="why">Not chosen: ${whyNot(c)}.</p>`}
     <p class="knew">${count(c.overlap_blocks)} of ${count(receipt.blocks)} blocks cached · ${count(c.in_flight)} in flight
       · ${count(c.prefill_tokens)} tokens to prefill${known(c.waiting) ? ` · ${count(c.waiting)} waiting` : ""}${known(c.kv_usage) ? ` · KV cache ${percent(c.kv_usage)}` : ""}${known(c.chance) ? ` · chance ${percent(c.chance)}` : ""}</p>
   </li>`;
@@ -132,11 +135,11 @@ function Candidate({ c, receipt, scale, second, ranks, unit }) {
 
 // Summary says in a sentence who was chosen and why.
 function Summary({ receipt, second, ranks, unit, dry }) {
-  const who = html`<strong>worker ${workerName(receipt.worker_id, receipt.dp_rank, ranks)}</strong>`;
+  const who = html`<strong title=${receipt.worker_name}>worker ${workerName(receipt.worker_id, receipt.dp_rank, ranks, receipt.worker_name)}</strong>`;
   if (receipt.error || receipt.worker_id === null || receipt.worker_id === undefined) {
     return html`<p class="summary">No worker could take it${receipt.error ? `: ${receipt.error}` : ""}.</p>`;
   }
-  const other = second && html` over worker ${workerName(second.worker_id, second.dp_rank, ranks)}`;
+  const other = second && html` over worker ${workerName(second.worker_id, second.dp_rank, ranks, second.worker_name)}`;
   let how = html`: no other one could be chosen`;
   if (receipt.how === "draw") how = html` by a draw${known(receipt.margin) ? html`; its total lies <span class="num" data-field="margin">${signed(receipt.margin)}</span> from the best of the others` : ""}`;
   else if (receipt.ties > 1) how = html`, one of ${receipt.ties} equal ones, at random`;
@@ -159,7 +162,7 @@ function Outcome({ entry }) {
       <${Fact} name="Whole answer" field="duration" value=${seconds(entry.duration)} />
       <${Fact} name="Output" field="output_tokens" value=${known(entry.output_tokens) ? `${count(entry.output_tokens)} tokens` : "–"} />
       <${Fact} name="End" value=${html`<${End} entry=${entry} />`} />
-      ${entry.prefill_worker !== null && html`<${Fact} name="Prompt computed by" value=${`worker ${workerName(entry.prefill_worker, 0, false)}`} />`}
+      ${entry.prefill_worker !== null && html`<${Fact} name="Prompt computed by" value=${`worker ${workerName(entry.prefill_worker, 0, false, entry.prefill_worker_name)}`} />`}
       ${entry.attempts > 1 && html`<${Fact} name="Attempts" value=${count(entry.attempts)} />`}
     </dl>
   </div>`;
@@ -201,6 +204,6 @@ export function Receipt({ receipt, dry }) {
     ${receipt.candidates
       ? html`<${Decision} receipt=${receipt} dry=${dry}>${!dry && outcome}</${Decision}>`
       : html`${outcome}<p class="quiet">${entry?.end === "running" ? "Not decided so far." : "Why it went there is not known: decisions are explained while a page is open, and the oldest explanations go first."}</p>`}
-    ${earlier.map((one) => html`<details class="earlier"><summary>${one.leg === "prefill" ? "The choice of the prefill worker" : "An earlier choice"}: worker ${workerName(one.worker_id, one.dp_rank, one.dp_rank > 0)}</summary><${Decision} receipt=${one} /></details>`)}
+    ${earlier.map((one) => html`<details class="earlier"><summary>${one.leg === "prefill" ? "The choice of the prefill worker" : "An earlier choice"}: worker ${workerName(one.worker_id, one.dp_rank, one.dp_rank > 0, one.worker_name)}</summary><${Decision} receipt=${one} /></details>`)}
   </div>`;
 }

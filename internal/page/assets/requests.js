@@ -1,7 +1,7 @@
 // The last requests, and the receipt of one of them.
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 import { receipt as fetchReceipt } from "./api.js";
-import { clock, count, known, seconds, severalRanks, workerName } from "./format.js";
+import { brief, called, clock, count, known, seconds, severalRanks, workerName } from "./format.js";
 import { Empty, End, PromptBar, Verdict } from "./parts.js";
 import { Receipt } from "./receipt.js";
 
@@ -18,7 +18,7 @@ function Row({ entry, ranks, models, chosen }) {
     ${cell("time", clock(entry.at))}
     ${cell("id", html`<a href=${addressOf(entry.key)} aria-current=${chosen ? "true" : undefined} title=${entry.id}>${shortID(entry.id)}</a><small>${routeName(entry.route)}</small>${entry.prompt && html`<span class="said">${entry.prompt}</span>`}`)}
     ${models && cell("model", entry.model)}
-    ${cell("worker", html`<span class="chipw" title=${`worker ${entry.worker ?? "–"}`}>${entry.prefill_worker !== null ? `${entry.prefill_worker} → ` : ""}${workerName(entry.worker, entry.rank, ranks)}</span>`, "worker")}
+    ${cell("worker", html`<span class="chipw" title=${`worker ${entry.worker_name || (entry.worker ?? "–")}`}>${entry.prefill_worker !== null ? `${workerName(entry.prefill_worker, 0, false, entry.prefill_worker_name, 22)} → ` : ""}${workerName(entry.worker, entry.rank, ranks, entry.worker_name, 22)}</span>`, "worker")}
     ${cell("prompt num", entry.prompt_tokens > 0 ? count(entry.prompt_tokens) : "–", "prompt_tokens", "Prompt")}
     ${cell("bar", html`<${PromptBar} entry=${entry} />`)}
     ${cell("predicted num", count(entry.predicted), "predicted")}
@@ -77,7 +77,7 @@ export function Requests({ state, id }) {
   const live = state.requests || [];
   const list = frozen || live;
   const ranks = severalRanks(state.workers);
-  const workers = [...new Set((state.workers || []).map((w) => w.worker))];
+  const workers = [...new Map((state.workers || []).map((w) => [String(w.worker), called(w)]))];
   const models = (state.models || []).length > 1;
   const trouble = (entry) => ["failed", "refused", "cancelled"].includes(entry.end);
   const tests = {
@@ -102,7 +102,7 @@ export function Requests({ state, id }) {
         <h2 id="title-requests" tabindex="-1" ref=${title}>Requests ${live.length > 0 && html`<span class="quiet num">the last ${count(live.length)}</span>`}</h2>
         <div class="tools" hidden=${live.length === 0}>
           <label for="by-worker" class="sr">Show requests of</label>
-          <select id="by-worker" value=${worker} onChange=${(e) => setWorker(e.target.value)}><option value="">All workers</option>${workers.map((n) => html`<option value=${String(n)}>Worker ${n}</option>`)}</select>
+          <select id="by-worker" value=${worker} onChange=${(e) => setWorker(e.target.value)}><option value="">All workers</option>${workers.map(([id, name]) => html`<option value=${id}>Worker ${brief(name)}</option>`)}</select>
           <label for="by-end" class="sr">Show requests that</label>
           <select id="by-end" value=${only} onChange=${(e) => setOnly(e.target.value)}><option value="">All ends</option><option value="running">Running</option><option value="trouble">Not answered</option><option value="wrong">Not as predicted</option></select>
           <button type="button" aria-pressed=${frozen !== null} onClick=${() => setFrozen(frozen ? null : live)}>${frozen ? "Go on" : "Pause"}</button>
@@ -110,7 +110,7 @@ export function Requests({ state, id }) {
       </div>
       ${live.length === 0 && html`<${Empty} title="No requests yet"><p>Send one to the OpenAI port with <code>./ping.sh</code>, or from <a href="#/try">the try box</a>. <code>--demo</code> makes traffic of its own.</p></${Empty}>`}
       ${live.length > 0 && shown.length === 0 && html`<p class="quiet">None of the last ${count(list.length)} requests matches.</p>`}
-      ${shown.length > 0 && html`<div class="tablebox" role="region" aria-labelledby="title-requests" tabindex="0"><table role="table">
+      ${shown.length > 0 && html`<div class="tablebox" role="region" aria-labelledby="title-requests" tabindex="0"><table role="table" class=${shown.some((one) => one.worker_name) ? "named" : undefined}>
         <thead role="rowgroup"><tr role="row">${columns.filter(([name]) => models || name !== "model").map(([name, text, unit]) => html`<th role="columnheader" scope="col" class=${`c-${name}`}>${text}${unit && html`<small>${unit}</small>`}</th>`)}</tr></thead>
         <tbody role="rowgroup">${shown.map((one) => html`<${Row} key=${one.key} entry=${one} ranks=${ranks} models=${models} chosen=${one.key === open} />`)}</tbody>
       </table></div>`}

@@ -1,6 +1,6 @@
 // The last hour as small charts that share their time axis and cursor.
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.js";
-import { byID, clock, known, level, percent, rate, seconds, short } from "./format.js";
+import { brief, byID, clock, known, level, percent, rate, seconds, short } from "./format.js";
 import { Empty } from "./parts.js";
 
 // What is drawn: a chart has one or more series, and one way to write its values.
@@ -33,7 +33,7 @@ function linesOf(chart, series) {
   if (!chart.each) return chart.lines.map(([key, label]) => [label, series[key] || []]);
   const workers = series[chart.each] || {};
   if (Object.keys(workers).length > mostLines) return extremes(Object.values(workers));
-  return Object.keys(workers).sort(byID).map((id) => [`worker ${id}`, workers[id]]);
+  return Object.keys(workers).sort(byID).map((id) => [`worker ${brief(id)}`, workers[id]]);
 }
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
