@@ -84,7 +84,7 @@ func TestSeriesOfPodsThatAreGoneGoToo(t *testing.T) {
 	}, func() PromptSample { return PromptSample{} })
 	rt := routertest.NewTestRouter(t, "thompson", 0)
 	rt.Names = names
-	m.Watch(rt)
+	m.Watch(routertest.Models(rt))
 	m.WatchThompson(rt, func() []uint64 { return fleet })
 	m.WatchFleet(func() []uint64 { return fleet })
 	// roll replaces the Pod by one of that name, which serves a request.
