@@ -147,8 +147,8 @@ func (r *Router) EndHolding() {
 	r.awaiting = nil
 }
 
-// Held returns how many requests wait for a worker to come.
-func (r *Router) Held() int {
+// Awaiting returns how many requests wait for a worker to come.
+func (r *Router) Awaiting() int {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
 	return len(r.awaiting)

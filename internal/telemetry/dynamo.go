@@ -161,7 +161,7 @@ func (c *routerCollector) Collect(out chan<- prometheus.Metric) {
 	out <- prometheus.MustNewConstMetric(c.pending, prometheus.GaugeValue, float64(requests))
 	out <- prometheus.MustNewConstMetric(c.promised, prometheus.GaugeValue, float64(tokens))
 	out <- prometheus.MustNewConstMetric(c.saturation, prometheus.GaugeValue, c.router.Saturation())
-	out <- prometheus.MustNewConstMetric(c.held, prometheus.GaugeValue, float64(c.router.Held()))
+	out <- prometheus.MustNewConstMetric(c.held, prometheus.GaugeValue, float64(c.router.Awaiting()))
 	if !c.router.Knobs.NamesSessions() {
 		return
 	}
