@@ -122,10 +122,10 @@ func (s *Set) EndHolding() {
 	}
 }
 
-// HeldRequests returns how many requests wait for a worker to come.
-func (s *Set) HeldRequests() (n int) {
+// Awaiting returns how many requests wait for a worker to come.
+func (s *Set) Awaiting() (n int) {
 	for _, m := range s.All() {
-		n += m.Router.HeldRequests()
+		n += m.Router.Awaiting()
 	}
 	return n
 }
@@ -292,7 +292,7 @@ func (s *Set) Samples() (samples []Sample) {
 	s.mu.Unlock()
 	for i, m := range s.All() {
 		one := Sample{Name: m.Name, BlockSize: m.Router.BlockSize(), Local: m.Tokens.Local(), Ranks: m.Router.Count(), Requests: m.Requests.Load(), Refused: m.Refused.Load(),
-			Held: m.Router.HeldRequests(), Saturation: m.Router.Saturation()}
+			Held: m.Router.Awaiting(), Saturation: m.Router.Saturation()}
 		if i == 0 && m.Name == "" {
 			one.Name = claimed
 		}

@@ -316,7 +316,7 @@ func (s *Set) room() (ok bool) {
 	s.mu.Lock()
 	var idle *Model
 	for _, m := range all[1:] {
-		if m.members == 0 && m.Router.HeldRequests() == 0 && (idle == nil || m.empty.Before(idle.empty)) {
+		if m.members == 0 && m.Router.Awaiting() == 0 && (idle == nil || m.empty.Before(idle.empty)) {
 			idle = m
 		}
 	}

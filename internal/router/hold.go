@@ -159,8 +159,8 @@ func (r *Router) EndHolding() {
 	r.awaiting = nil
 }
 
-// HeldRequests returns how many requests wait for a worker to come.
-func (r *Router) HeldRequests() int {
+// Awaiting returns how many requests wait for a worker to come.
+func (r *Router) Awaiting() int {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
 	return len(r.awaiting)

@@ -22,7 +22,7 @@ func awaits(t testing.TB, r *Router, ctx context.Context, held int, need Need) c
 	t.Helper()
 	ended := make(chan error, 1)
 	go func() { ended <- r.Await(ctx, need) }()
-	testkit.Eventually(t, 10*time.Second, "the request is held", func() bool { return r.HeldRequests() == held })
+	testkit.Eventually(t, 10*time.Second, "the request is held", func() bool { return r.Awaiting() == held })
 	return ended
 }
 
@@ -65,12 +65,12 @@ func TestWhatEndsTheWaitForAWorker(t *testing.T) {
 			for _, target := range test.not {
 				r.Up(target)
 			}
-			if r.HeldRequests() != 1 {
+			if r.Awaiting() != 1 {
 				t.Fatal("it waits no more")
 			}
 			r.Up(test.ends)
-			if err := ends(t, ended); err != nil || r.HeldRequests() != 0 {
-				t.Errorf("%v, %d are held", err, r.HeldRequests())
+			if err := ends(t, ended); err != nil || r.Awaiting() != 0 {
+				t.Errorf("%v, %d are held", err, r.Awaiting())
 			}
 			if err := r.Await(t.Context(), test.need); err != nil {
 				t.Errorf("the next one: %v", err)
@@ -141,8 +141,8 @@ func TestWhoWaitsInVain(t *testing.T) {
 	t.Run("too many wait", func(t *testing.T) {
 		r := newHoldingRouter(t, time.Minute, 1)
 		first := awaits(t, r, t.Context(), 1, Need{})
-		if err := r.Await(t.Context(), Need{}); !errors.Is(err, ErrNoWorker) || r.HeldRequests() != 1 {
-			t.Errorf("%v, %d are held", err, r.HeldRequests())
+		if err := r.Await(t.Context(), Need{}); !errors.Is(err, ErrNoWorker) || r.Awaiting() != 1 {
+			t.Errorf("%v, %d are held", err, r.Awaiting())
 		}
 		r.Up(kv.Target{Key: testkit.W0})
 		if err := ends(t, first); err != nil {
@@ -156,8 +156,8 @@ func TestWhoWaitsInVain(t *testing.T) {
 		if err := ends(t, ended); !errors.Is(err, ErrNoWorker) {
 			t.Error(err)
 		}
-		if err := r.Await(t.Context(), Need{}); !errors.Is(err, ErrNoWorker) || r.HeldRequests() != 0 {
-			t.Errorf("%v, %d are held", err, r.HeldRequests())
+		if err := r.Await(t.Context(), Need{}); !errors.Is(err, ErrNoWorker) || r.Awaiting() != 0 {
+			t.Errorf("%v, %d are held", err, r.Awaiting())
 		}
 	})
 	t.Run("it must not wait", func(t *testing.T) {

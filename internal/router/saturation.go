@@ -28,7 +28,7 @@ func (r *Router) Saturation() float64 {
 	switch {
 	case up:
 		return wait.Seconds() / r.Knobs.SaturationTarget.Seconds()
-	case r.HeldRequests() > 0:
+	case r.Awaiting() > 0:
 		return 1
 	}
 	return 0
