@@ -831,7 +831,7 @@ func TestSelectionParityDifferences(t *testing.T) {
 			held, "3", "2",
 		}, {
 			"no model_name",
-			"means any model here, a model named default there",
+			"means the default model here, which came first, and a model named default there",
 			nil, call("POST", "/select", object{"token_ids": prompt}, "worker_id"), "200 1", "503 ",
 		}, {
 			"two ranks and one kv_events_endpoint",
@@ -844,9 +844,14 @@ func TestSelectionParityDifferences(t *testing.T) {
 			nil, call("POST", "/workers", object{"worker_id": 9, "model_name": "n", "endpoint": "http://h:1", "block_size": 4, "kv_events_endpoint": "x"}, "lifecycle"),
 			"400 ", "201 incomplete",
 		}, {
-			"another block size",
-			"one router has one block size; there each model and routing group has its own",
+			"another block size of another model",
+			"no difference: each model has its own",
 			nil, call("POST", "/workers", object{"worker_id": 10, "model_name": "o", "endpoint": "http://h:1", "block_size": 8, "kv_events_endpoint": "tcp://127.0.0.1:1"}, "lifecycle"),
+			"201 schedulable", "201 schedulable",
+		}, {
+			"another block size of another routing group",
+			"a model has one block size here; there each of its routing groups has its own",
+			nil, call("POST", "/workers", object{"worker_id": 11, "model_name": "m", "routing_group": "g", "endpoint": "http://h:1", "block_size": 8, "kv_events_endpoint": "tcp://127.0.0.1:1"}, "lifecycle"),
 			"201 incomplete", "201 schedulable",
 		}, {
 			"a rank that the worker has not",

@@ -140,9 +140,9 @@ func (s *Set) Default() *Model { return s.All()[0] }
 func (s *Set) Names() *kv.Names { return s.Default().Router.Names }
 
 // Of returns the model that serves a name: its own, else another one of its workers or
-// an adapter's, of several models the first's. An empty name is the default model's. Not known: a worker is up
-// that could tell, and none serves it or did when it was last up; the default model
-// stands for it then.
+// an adapter's, of several models the first's. An empty name is the default model's.
+// Not known: a worker is up that could tell, and none serves it or did when it was last
+// up; the default model stands for it then.
 func (s *Set) Of(name string) (m *Model, known bool) {
 	all := s.All()
 	if name == "" {

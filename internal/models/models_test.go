@@ -138,6 +138,31 @@ func TestANameLeadsToTheModelWhoseWorkersHaveIt(t *testing.T) {
 	}
 }
 
+// TestTheDefaultModelThatNobodyToldOfIsTheFirstThatHasWorkers: a fleet of one model that
+// changes it keeps what is for the default one only.
+func TestTheDefaultModelThatNobodyToldOfIsTheFirstThatHasWorkers(t *testing.T) {
+	s := newSet(t, models.Settings{})
+	if s.For(1) != s.Default() {
+		t.Error("a worker that has not joined belongs to a further model")
+	}
+	for i, step := range []struct {
+		worker uint64
+		name   string // empty: it leaves
+		own    bool   // it is a model of its own
+	}{{1, "a", false}, {2, "b", true}, {1, "", false}, {3, "b", true}, {1, "a", false}, {1, "", false}, {1, "c", false}, {4, "a", true}, {5, "c", false}} {
+		if step.name == "" {
+			leave(s, step.worker)
+			continue
+		}
+		if m := join(t, s, step.worker, serves("", 0, step.name)); (m != s.Default()) != step.own || step.own && m.Name != step.name {
+			t.Errorf("step %d: worker %d of %s belongs to %q, the default one: %v", i, step.worker, step.name, m.Name, m == s.Default())
+		}
+	}
+	if samples := s.Samples(); samples[0].Name != "c" || samples[0].Ranks != 2 {
+		t.Errorf("the default model is shown as %+v", samples[0])
+	}
+}
+
 func TestAnAdapterDoesNotTakeABaseModelsName(t *testing.T) {
 	s := newSet(t, models.Settings{ServedModelName: "a"})
 	join(t, s, 1, serves("", 0, "a"), "b", "c")
