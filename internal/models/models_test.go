@@ -2,6 +2,7 @@ package models_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net/http"
@@ -24,9 +25,12 @@ import (
 )
 
 // newSet returns models whose default one has blocks of testkit.BlockSize tokens.
-func newSet(t *testing.T, settings models.Settings) *models.Set {
+func newSet(t *testing.T, settings models.Settings, change ...func(*router.Settings)) *models.Set {
 	t.Helper()
 	settings.Policy, settings.Scoring, settings.Index, settings.Routing = "round-robin", policy.DefaultSettings(), router.DefaultIndexSettings(), router.DefaultSettings()
+	for _, f := range change {
+		f(&settings.Routing)
+	}
 	settings.BlockSize, settings.Seed, settings.TokenTimeout = testkit.BlockSize, 1, time.Second
 	log := slog.New(slog.DiscardHandler)
 	index := router.NewIndex(settings.Index, settings.Policy, settings.Scoring, settings.BlockSize, time.Now)
@@ -517,5 +521,79 @@ func TestModelsDirMustBeAFolder(t *testing.T) {
 	}
 	if err := (models.Flags{ModelsDir: t.TempDir()}).CheckDir(); err != nil {
 		t.Error(err)
+	}
+}
+
+// TestRequestsAreHeldForTheModelThatComes: a model is told by its first worker only, so
+// those that come before it wait for whoever it may be.
+func TestRequestsAreHeldForTheModelThatComes(t *testing.T) {
+	const other = "other"
+	type found struct {
+		model *models.Model
+		known bool
+		err   error
+	}
+	for _, test := range []struct {
+		name   string
+		before func(*models.Set)
+		need   string
+		comes  kv.Served
+		known  bool
+		want   string // the model's name
+	}{
+		{"for the default one", nil, "main", serves("", 0, "main"), true, "main"},
+		{"for one that nobody knew", nil, other, serves("", 0, other), true, other},
+		{"for one that did not come", nil, "third", serves("", 0, other), false, "main"},
+		{"for one that was there", func(s *models.Set) { join(t, s, 9, serves("", 0, other)); leave(s, 9) }, other, serves("", 0, other), true, other},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			s := newSet(t, models.Settings{ServedModelName: "main"}, func(k *router.Settings) { k.HoldWhenEmpty = time.Minute })
+			if test.before != nil {
+				test.before(s)
+			}
+			ended := make(chan found, 1)
+			go func() {
+				m, known, err := s.Find(t.Context(), router.Need{Model: test.need})
+				ended <- found{m, known, err}
+			}()
+			testkit.Eventually(t, 10*time.Second, "the request is held", func() bool { return s.Awaiting() == 1 })
+			if !s.Ready() {
+				t.Error("not ready, though requests are held")
+			}
+			join(t, s, 1, test.comes)
+			select {
+			case f := <-ended:
+				if f.err != nil || f.known != test.known || f.model.Name != test.want {
+					t.Errorf("model %q, known %v, %v; want %q, %v", f.model.Name, f.known, f.err, test.want, test.known)
+				}
+			case <-time.After(10 * time.Second):
+				t.Fatal("it still waits")
+			}
+		})
+	}
+}
+
+func TestTheEndOfHoldingIsForEveryModel(t *testing.T) {
+	s := newSet(t, models.Settings{ServedModelName: "main"}, func(k *router.Settings) { k.HoldWhenEmpty = time.Minute })
+	join(t, s, 9, serves("", 0, "other"))
+	leave(s, 9)
+	ended := make(chan error, 2)
+	for _, name := range []string{"main", "other"} {
+		go func() {
+			_, _, err := s.Find(t.Context(), router.Need{Model: name})
+			ended <- err
+		}()
+	}
+	testkit.Eventually(t, 10*time.Second, "both are held", func() bool { return s.Awaiting() == 2 })
+	for _, one := range s.Samples() {
+		if one.Held != 1 || one.Saturation != 1 {
+			t.Errorf("model %s: %d held, saturation %v", one.Name, one.Held, one.Saturation)
+		}
+	}
+	s.EndHolding()
+	for range 2 {
+		if err := <-ended; !errors.Is(err, router.ErrNoWorker) {
+			t.Error(err)
+		}
 	}
 }
