@@ -99,7 +99,7 @@ func TestKubernetesMissingRightsAreNamed(t *testing.T) {
 			sub.account(name, name)
 			sub.route(name, test.args...)
 			want := fmt.Sprintf(names, test.resource, name, test.api)
-			sub.says(strings.ReplaceAll(want, `"`, `\"`)) // as the log writes it
+			sub.says(strings.ReplaceAll(want, `"`, `\"`))               // as the log writes it
 			if n := len(sub.workers()); n != 0 && name != "list-only" { // which knows them once, and follows none
 				t.Errorf("%d workers", n)
 			}
