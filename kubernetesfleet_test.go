@@ -24,9 +24,9 @@ import (
 
 const (
 	kubeNamespace = "vllm"
-	kubeClients   = 100 // each with one request in flight
+	kubeClients   = 120 // each with one request in flight, or on its way
 	kubeTokens    = 40  // of an answer, which takes 2 s
-	kubeLeast     = 90  // requests that are in flight at the router at any moment
+	kubeLeast     = 100 // requests that are in flight at the router at any moment
 	// kubeSlack is how long after the kubelet has heard of a deletionTimestamp a request
 	// may still come to that Pod: the router hears of it by a watch of its own, and a
 	// request that was sent before is on its way. All of it shares two cores.
@@ -183,8 +183,8 @@ type load struct {
 	looks int
 }
 
-// ask starts the clients, and waits until they have had 200 answers: from then on each
-// has one in flight, until finish.
+// ask starts the clients, and waits until they have had two answers each: from then on
+// each has one in flight, until finish.
 func (k *kubeSite) ask() *load {
 	k.t.Helper()
 	ctx, stop := context.WithCancel(k.t.Context())

@@ -336,8 +336,12 @@ func (f *Fleet) pauseAfter(misses int) time.Duration {
 	if misses > many {
 		return spread(4 * f.Timing.HealthEvery)
 	}
-	return spread(f.Timing.HealthEvery)
+	return spread(f.Timing.HealthEvery * time.Duration(rarer(len(f.Members()))))
 }
+
+// rarer is how many times longer the pause between looks is among so many workers: the
+// looks at 200 cost as much as those at 50.
+func rarer(workers int) int { return min(max(workers/50, 1), 4) }
 
 // spread shortens a pause by up to a fifth.
 func spread(d time.Duration) time.Duration { return d - rand.N(d/5+1) }

@@ -29,6 +29,12 @@ const (
 	// loadPollInterval is how often a worker without a load socket is asked for
 	// its /metrics.
 	loadPollInterval = time.Second
+	// loadRestInterval is the same of a worker that showed no request when it was asked
+	// restAfter times in a row. Hundreds of workers at rest would cost much of a core;
+	// what this router sends there it knows by itself. It is below the time for which
+	// connections to workers are kept (4 s).
+	loadRestInterval = 3 * time.Second
+	restAfter        = 5
 	// loadRetry is the pause after a failure of either source.
 	loadRetry = 500 * time.Millisecond
 	// loadLeast is the least time between two reports of a load socket that
@@ -185,14 +191,28 @@ func (l loadReader) readSocket(ctx context.Context, s loadSource, publish func(k
 	}
 }
 
-// poll asks a worker's pages again and again, once for all ranks.
+// poll asks a worker's pages again and again, once for all ranks: less often while it
+// is at rest.
 func (l loadReader) poll(ctx context.Context, s loadSource, publish func(kv.WorkerKey, policy.Published)) error {
 	ticker := time.NewTicker(loadPollInterval)
 	defer ticker.Stop()
+	idle := 0 // times in a row that it showed no request
 	for told := false; ; {
-		lags, err := l.askPages(ctx, s, publish)
+		idle++
+		lags, err := l.askPages(ctx, s, func(w kv.WorkerKey, p policy.Published) {
+			if p.Running+p.Waiting > 0 {
+				idle = 0
+			}
+			publish(w, p)
+		})
 		if err != nil {
 			return err
+		}
+		switch idle {
+		case 0:
+			ticker.Reset(loadPollInterval)
+		case restAfter:
+			ticker.Reset(loadRestInterval)
 		}
 		if lags && !told {
 			told = true
