@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/http"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -12,8 +13,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/tidwall/gjson"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 
+	"kvrouter/internal/mocker"
 	"kvrouter/internal/selection"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/kubernetes"
@@ -98,8 +101,8 @@ func (k *kubeSite) nodes(start kubernetes.Starter) {
 
 // deploy makes a Deployment of workers that serve a model, with labels app=vllm and
 // model=NAME. preStop is the pause, in seconds, between a Pod's deletionTimestamp and
-// its worker's SIGTERM.
-func (k *kubeSite) deploy(model string, replicas, preStop int) {
+// its worker's SIGTERM. env are more entries of the worker's environment, as YAML.
+func (k *kubeSite) deploy(model string, replicas, preStop int, env ...string) {
 	k.t.Helper()
 	k.cluster.Create(fmt.Sprintf(`
 apiVersion: apps/v1
@@ -116,9 +119,9 @@ spec:
       containers:
         - name: worker
           image: mock
-          env: [{name: %[3]s, value: %[1]s}, {name: %[4]s, value: "%[5]d"}]
+          env: [{name: %[3]s, value: %[1]s}, {name: %[4]s, value: "%[5]d"}%[7]s]
           lifecycle: {preStop: {sleep: {seconds: %[6]d}}}
-`, model, replicas, kubernetes.EnvModel, kubernetes.EnvPort, k.port, preStop))
+`, model, replicas, kubernetes.EnvModel, kubernetes.EnvPort, k.port, preStop, strings.Join(append([]string{""}, env...), ", ")))
 }
 
 // change patches a Deployment.
@@ -379,17 +382,21 @@ func TestKubernetesAPIServersDeathLosesNothing(t *testing.T) {
 	wellEnded(t, gone)
 }
 
-// TestKubernetesKeepsModelsApart: two Deployments serve a model each, behind one router.
-// Both have the built-in tokenizer and the same block size.
+// TestKubernetesKeepsModelsApart: two Deployments serve a model each, behind one router:
+// other tokenizers, other block sizes.
 func TestKubernetesKeepsModelsApart(t *testing.T) {
 	const requests = 30
-	models := map[string]int{"alpha": 2, "beta": 3} // replicas
+	models := map[string]int{"alpha": 2, "beta": 3}       // replicas
+	blockSizes := map[string]int{"alpha": 64, "beta": 16} // tokens
+	dir := t.TempDir()
+	testkit.TokenizerFolder(t, filepath.Join(dir, "alpha"), [2]string{"t", "h"}, [2]string{"th", "e"})
+	testkit.TokenizerFolder(t, filepath.Join(dir, "beta"), [2]string{"o", "u"}, [2]string{"a", "n"}, [2]string{"an", "d"})
 	k := startKube(t)
 	k.nodes(kubernetes.Apart("TestMockPod"))
 	for model, replicas := range models {
-		k.deploy(model, replicas, 0)
+		k.deploy(model, replicas, 0, fmt.Sprintf("{name: %s, value: %q}", kubernetes.EnvFiles, filepath.Join(dir, model)), fmt.Sprintf("{name: %s, value: \"%d\"}", kubernetes.EnvBlock, blockSizes[model]))
 	}
-	k.route("kvrouter")
+	k.route("kvrouter", "--policy=kv", "--model="+filepath.Join(dir, "alpha"), "--models-dir="+dir)
 	k.schedulable(5)
 	_, list := testkit.HTTPGet(t, k.openAI+"/v1/models")
 	var clients sync.WaitGroup
@@ -422,12 +429,39 @@ func TestKubernetesKeepsModelsApart(t *testing.T) {
 			}
 		}
 	}
-	// What the router knows of each model by itself, such as its tokenizer and its index,
-	// is held here, too.
 	for model := range models {
 		if served[model] != requests {
 			t.Errorf("%v answers by workers of %s, want %d", served[model], model, requests)
 		}
+	}
+	text := strings.Repeat("the sound and the fury of you and the others ", 30)
+	tokens, pods := map[string]string{}, k.kubelet.Pods()
+	for model, size := range blockSizes {
+		pod := pods[slices.IndexFunc(pods, func(p kubernetes.Pod) bool { return strings.HasPrefix(p.Name, model+"-") })]
+		body := mocker.MustJSON(map[string]any{"model": model, "messages": say(text), "max_tokens": 1})
+		here, there := tokensAt(t, k.openAI, body), tokensAt(t, fmt.Sprintf("http://%s:%d", pod.Address, k.port), body)
+		if tokens[model] = here; here != there {
+			t.Errorf("%s: tokens %.60s here, %.60s at its worker", model, here, there)
+		}
+		// The first request finds nothing, though the other model was asked the same. Once its
+		// blocks are known, a second one finds all full ones, short of the last token.
+		var predicted, cached, prompt int64
+		testkit.Eventually(t, kubeLimit, model+": its blocks are known", func() bool {
+			var answer gjson.Result
+			answer, predicted = (&mockSite{site: k.site}).ask(t, body)
+			before := prompt
+			prompt, cached = answer.Get("usage.prompt_tokens").Int(), answer.Get("usage.prompt_tokens_details.cached_tokens").Int()
+			if before == 0 && (predicted != 0 || cached != 0) {
+				t.Errorf("%s: %d tokens are predicted of a new prompt, %d are cached", model, predicted, cached)
+			}
+			return predicted > 0
+		})
+		if want := (prompt - 1) / int64(size) * int64(size); predicted != want || cached != want || !strings.HasPrefix(here, fmt.Sprintf("%d ", prompt)) {
+			t.Errorf("%s: %d tokens are predicted, %d are cached of %d, want %d; tokens %.20s", model, predicted, cached, prompt, want, here)
+		}
+	}
+	if tokens["alpha"] == tokens["beta"] {
+		t.Error("both models have the same tokens: the test shows nothing")
 	}
 	s := *k.site
 	s.model = "gamma"

@@ -2,6 +2,7 @@ package kubernetes
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"fmt"
 	"log/slog"
@@ -23,13 +24,15 @@ import (
 	"kvrouter/internal/tokens"
 )
 
-// BlockSize is that of the workers, tokens.
+// BlockSize is that of workers that are told no other, tokens.
 const BlockSize = 64
 
 // Environment of a worker: the container's, and for a process its address.
 const (
 	EnvModel   = "WORKER_MODEL" // name that it serves; empty: mocker.ModelName
 	EnvPort    = "WORKER_PORT"  // the first of its four ports
+	EnvFiles   = "WORKER_FILES" // folder of its tokenizer; empty: the one that is built in
+	EnvBlock   = "WORKER_BLOCK" // its block size, tokens; empty: BlockSize
 	envAddress = "WORKER_ADDRESS"
 )
 
@@ -107,11 +110,24 @@ func serve(model *tokens.Model, address string, env map[string]string) (*mocker.
 	if name := env[EnvModel]; name != "" {
 		cfg.ServedModelName = name
 	}
+	if size := env[EnvBlock]; size != "" {
+		if cfg.BlockSize, err = strconv.Atoi(size); err != nil {
+			return nil, fmt.Errorf("%s: %w", EnvBlock, err)
+		}
+	}
 	m, err := mocker.NewMocker(cfg, model, slog.New(slog.DiscardHandler))
 	if err != nil {
 		return nil, err
 	}
 	return m.Start(0)
+}
+
+// open opens the tokenizer of a folder, or the one that is built in.
+func open(ctx context.Context, folder string) (*tokens.Model, error) {
+	if folder == "" {
+		return mocker.OpenBuiltinModel()
+	}
+	return tokens.Open(ctx, tokens.Opening{Name: folder}, slog.New(slog.DiscardHandler))
 }
 
 // urlOf is where a worker listens.
@@ -184,12 +200,16 @@ func Run(t *testing.T) {
 	terminated := make(chan os.Signal, 1)
 	signal.Notify(terminated, syscall.SIGTERM)
 	defer signal.Stop(terminated)
-	model, err := mocker.OpenBuiltinModel()
+	env := map[string]string{}
+	for _, name := range []string{EnvModel, EnvPort, EnvFiles, EnvBlock} {
+		env[name] = os.Getenv(name)
+	}
+	model, err := open(t.Context(), env[EnvFiles])
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer model.Close()
-	worker, err := serve(model, address, map[string]string{EnvModel: os.Getenv(EnvModel), EnvPort: os.Getenv(EnvPort)})
+	worker, err := serve(model, address, env)
 	if err != nil {
 		t.Fatal(err)
 	}
