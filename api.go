@@ -174,7 +174,7 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 		why, r.request.Kinds = proxy.WhyWhole(path, r.body, r.hints.Whole, r.multiple)
 	}
 	if r.hints.Query {
-		a.settle(c, x, r.answerQuery(c, stream, shared, why))
+		r.settle(c, r.answerQuery(c, stream, shared, why))
 		return
 	}
 	a.page.Prompt(r.seen, r.model, &r.request, r.body)
@@ -192,7 +192,7 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 	} else {
 		err = a.proxy.Forward(r.ctx, c.Writer, u, x, r.route)
 	}
-	a.settle(c, x, err)
+	r.settle(c, err)
 	a.keys.Used(c, x.Usage.PromptTokens-r.request.NumTokens)
 	if x.Usage.Known && x.Decision.Tokens > 0 && x.Usage.PromptTokens != x.Decision.Tokens {
 		r.model.Tokens.PromptMismatch(r.prompt.Shape, x.Decision.Tokens, x.Usage.PromptTokens)
@@ -232,12 +232,17 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 	}
 	model, began := r.body.Get("model").String(), time.Now()
 	form := r.body.Top == nil
-	if form && len(a.models.All()) > 1 { // such as one with a recording
+	if form && (len(a.models.All()) > 1 || a.config.Routing.HoldWhenEmpty > 0) { // such as one with a recording
 		model = web.FormField(c.GetHeader("Content-Type"), r.raw, "model")
 	}
 	var known bool
 	var err error
-	r.model, known, err = a.models.Find(r.ctx, router.Need{Model: model, Whole: r.kind == tokens.NoPrompt, Pair: a.config.Disagg.EnforceDisagg, Now: !r.hints.MayWait()})
+	need := router.Need{Model: model, Whole: r.kind == tokens.NoPrompt, Now: !r.hints.MayWait()}
+	if a.config.Disagg.EnforceDisagg {
+		why, _ := proxy.WhyWhole(r.exchange.Route, r.body, r.hints.Whole, false)
+		need.Pair = why == ""
+	}
+	r.model, known, err = a.models.Find(r.ctx, need)
 	if r.held = time.Since(began); !known && !form {
 		a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%s` does not exist.", model))
 		return false
@@ -245,8 +250,8 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 	if !form {
 		r.exchange.Model = model
 	}
-	if err != nil {
-		a.settle(c, r.exchange, err)
+	if r.model.Requests.Add(1); err != nil {
+		r.settle(c, err)
 		return false
 	}
 	if r.kind == tokens.GeneratePrompt && a.native().Lacks() {
@@ -262,7 +267,6 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 	if salt, ok := r.caller.Salt(r.body.Get("cache_salt").String()); ok && r.body.Top != nil {
 		r.body = r.body.With("cache_salt", proxy.Quoted(salt))
 	}
-	r.model.Requests.Add(1)
 	r.body = r.model.Tokens.KeepApart(r.exchange.Route, r.body)
 	return true
 }
@@ -330,7 +334,8 @@ func (r *inference) countsMore() bool {
 
 // settle answers a request that could not be forwarded, if it still can be
 // answered, and finds the status to be counted.
-func (a *API) settle(c *gin.Context, x *proxy.Exchange, err error) {
+func (r *inference) settle(c *gin.Context, err error) {
+	a, x := r.api, r.exchange
 	var late *proxy.LegTimeout
 	var prefill *proxy.PrefillFailure
 	stopped := errors.Is(context.Cause(c.Request.Context()), web.ErrStopped)
@@ -355,7 +360,7 @@ func (a *API) settle(c *gin.Context, x *proxy.Exchange, err error) {
 	case errors.Is(err, proxy.ErrSilent):
 		a.fail(c, http.StatusGatewayTimeout, "", fmt.Sprintf("worker %s did not answer within %s", x.Worker, a.config.RequestTimeout))
 	case errors.Is(err, router.ErrNoWorker), errors.Is(err, router.ErrBusy), errors.Is(err, router.ErrQueueFull), errors.Is(err, router.ErrQueueTimeout), errors.Is(err, router.ErrNoPair):
-		a.refuse(c, x, err)
+		r.refuse(c, err)
 	case proxy.OutOfDescriptors(err):
 		a.log.Warn("the router has too many files and connections open", "route", x.Route, "error", err)
 		c.Header("Retry-After", "1")
@@ -370,7 +375,8 @@ func (a *API) settle(c *gin.Context, x *proxy.Exchange, err error) {
 }
 
 // refuse answers a request that no worker may take now.
-func (a *API) refuse(c *gin.Context, x *proxy.Exchange, err error) {
+func (r *inference) refuse(c *gin.Context, err error) {
+	a, x := r.api, r.exchange
 	status, message, again := http.StatusServiceUnavailable, err.Error(), "1"
 	var pinned *hints.PinnedError
 	switch {
@@ -385,8 +391,7 @@ func (a *API) refuse(c *gin.Context, x *proxy.Exchange, err error) {
 		message, again = "no worker is ready: try again in a few seconds", "5"
 	}
 	known := "" // the names that clients make up are no labels
-	m, _ := a.models.Of(x.Model)
-	if m.Refused.Add(1); m.Lists(x.Model) {
+	if r.model.Refused.Add(1); r.model.Lists(x.Model) {
 		known = x.Model
 	}
 	a.telemetry.Refused(known, x.Route, err)

@@ -48,7 +48,7 @@ func (s scaled) held(n int) {
 
 func TestRequestsWaitForTheFirstWorker(t *testing.T) {
 	const requests, leave = 100, 10
-	s := startAtZero(t, startMockSite(t, 2), "--hold-when-empty=1m", "--served-model-name=m")
+	s := startAtZero(t, startMockSite(t, 2), "--hold-when-empty=1m")
 	ctx, left := context.WithCancel(t.Context())
 	var running sync.WaitGroup
 	var mu sync.Mutex
@@ -232,7 +232,7 @@ func TestSaturationPredictsTheWait(t *testing.T) {
 			var predicted, took, missed, highest float64
 			const requests = 40
 			for i := range requests {
-				saturation := s.app.router.Saturation() // the page takes longer than a request
+				saturation, _ := s.app.router.Saturation() // the page takes longer than a request
 				highest = max(highest, saturation)
 				running.Go(func() {
 					wait := max(0, (ask(1+i) - alone).Seconds())
@@ -277,6 +277,11 @@ func TestTheScaledObjectAsksForWhatRoutersShow(t *testing.T) {
 		t.Fatal(err)
 	}
 	spec := object.Spec
+	for _, trigger := range spec.Triggers {
+		if trigger.Metadata["ignoreNullValues"] != "false" {
+			t.Errorf("%v: no answer of Prometheus would take workers away", trigger)
+		}
+	}
 	if object.APIVersion != "keda.sh/v1alpha1" || object.Kind != "ScaledObject" || spec.ScaleTargetRef.Name == "" || spec.MinReplicaCount == nil || *spec.MinReplicaCount != 0 || spec.MaxReplicaCount < 2 || spec.CooldownPeriod < 60 {
 		t.Errorf("%+v", object)
 	}

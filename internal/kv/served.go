@@ -7,5 +7,5 @@ type Served struct {
 
 	// BlockSize asks for the worker's block size, tokens; 0: it does not tell. nil:
 	// nobody can be asked.
-	BlockSize func() int
+	BlockSize func() (tokens int, err error)
 }

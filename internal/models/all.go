@@ -21,9 +21,7 @@ func (s *Set) Up(t kv.Target) {
 	}
 	m.Tokens.Met(t.Engine == kv.EngineSGLang)
 	m.Router.Up(t)
-	if standard := s.Default(); m != standard {
-		standard.Router.LetGo(standard.unnamed) // they may be for this one
-	}
+	s.letHeldGo()
 }
 
 // Down takes w out of the choice.
@@ -34,6 +32,11 @@ func (s *Set) Publish(w kv.WorkerKey, p policy.Published) { s.For(w.Worker).Rout
 
 // Hold is Router.Hold: it holds for whichever model the worker serves, now or later.
 func (s *Set) Hold(worker uint64, hold bool) {
+	s.keep(worker, hold)
+	s.letHeldGo()
+}
+
+func (s *Set) keep(worker uint64, hold bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if delete(s.held, worker); hold {
@@ -107,35 +110,13 @@ func (s *Set) Loads() (loads []router.WorkerLoad) {
 		}
 	}
 	slices.SortFunc(loads, func(a, b router.WorkerLoad) int { return a.Key.Compare(b.Key) })
-	return loads
+	return slices.CompactFunc(loads, func(a, b router.WorkerLoad) bool { return a.Key == b.Key }) // one may have moved meanwhile
 }
 
-// Ready is Router.Ready of any model.
+// Ready tells whether a request that comes now would be served, or held until it can
+// be.
 func (s *Set) Ready() bool {
-	return slices.ContainsFunc(s.All(), func(m *Model) bool { return m.Router.Ready() })
-}
-
-// EndHolding is Router.EndHolding of every model.
-func (s *Set) EndHolding() {
-	for _, m := range s.All() {
-		m.Router.EndHolding()
-	}
-}
-
-// Awaiting returns how many requests wait for a worker to come.
-func (s *Set) Awaiting() (n int) {
-	for _, m := range s.All() {
-		n += m.Router.Awaiting()
-	}
-	return n
-}
-
-// Saturation returns the highest Router.Saturation of the models.
-func (s *Set) Saturation() (highest float64) {
-	for _, m := range s.All() {
-		highest = max(highest, m.Router.Saturation())
-	}
-	return highest
+	return s.settings.Routing.HoldWhenEmpty > 0 || s.Has(func(t *kv.Target) bool { return t.Role != kv.RolePrefill && !t.Resting })
 }
 
 // Sessions returns how many sessions are remembered, and what became of the requests
@@ -169,7 +150,7 @@ func (s *Set) Outliers() (list []outlier.Record, desperate bool) {
 		list, desperate = append(list, records...), desperate || all
 	}
 	slices.SortFunc(list, func(a, b outlier.Record) int { return a.Worker.Compare(b.Worker) })
-	return list, desperate
+	return slices.CompactFunc(list, func(a, b outlier.Record) bool { return a.Worker == b.Worker }), desperate
 }
 
 // Decisions is Router.Decisions of all models together.
@@ -197,6 +178,7 @@ func (s *Set) Readmit(worker uint64) error {
 			err = nil
 		}
 	}
+	s.letHeldGo()
 	return err
 }
 
@@ -274,14 +256,14 @@ func add(sum *tokens.Stats, one tokens.Stats) {
 // Sample is the state of a model now, as the metrics page shows it.
 type Sample struct {
 	Name              string
-	BlockSize         int  // tokens
-	Local             bool // its tokenizer is here
-	Ranks             int  // of its workers, that are up
-	InFlight          int  // requests
-	Queued            int  // requests that wait for room
-	Held              int  // requests that wait for a worker to come
-	Saturation        float64
-	Blocks            int // in its index
+	BlockSize         int     // tokens
+	Local             bool    // its tokenizer is here
+	Ranks             int     // of its workers, that are up
+	InFlight          int     // requests
+	Queued            int     // requests that wait for room
+	Held              int     // requests that wait for a worker to come
+	Saturation        float64 // Router.Saturation; 1 without workers while requests wait for them
+	Blocks            int     // in its index
 	Requests, Refused uint64
 }
 
@@ -290,9 +272,13 @@ func (s *Set) Samples() (samples []Sample) {
 	s.mu.Lock()
 	claimed := s.claimed
 	s.mu.Unlock()
+	awaited := s.awaited()
 	for i, m := range s.All() {
-		one := Sample{Name: m.Name, BlockSize: m.Router.BlockSize(), Local: m.Tokens.Local(), Ranks: m.Router.Count(), Requests: m.Requests.Load(), Refused: m.Refused.Load(),
-			Held: m.Router.Awaiting(), Saturation: m.Router.Saturation()}
+		one := Sample{Name: m.Name, BlockSize: m.Router.BlockSize(), Local: m.Tokens.Local(), Ranks: m.Router.Count(), Requests: m.Requests.Load(), Refused: m.Refused.Load(), Held: awaited[m]}
+		up := false
+		if one.Saturation, up = m.Router.Saturation(); !up && one.Held > 0 {
+			one.Saturation = 1
+		}
 		if i == 0 && m.Name == "" {
 			one.Name = claimed
 		}

@@ -91,12 +91,6 @@ func (m *Model) remembers(name string) bool {
 	return name == m.Name || names != nil && slices.Contains(*names, name)
 }
 
-// unnamed tells whether nobody has said yet that the model has such a name.
-func (m *Model) unnamed(name string) bool {
-	names := m.names.Load()
-	return name != "" && name != m.Name && (names == nil || !slices.Contains(*names, name))
-}
-
 // Set is all models. The first is the default one: that of --model, or of the first
 // worker where none was told. It is there always; others come with their workers. Its
 // methods are safe for concurrent use.
@@ -108,6 +102,8 @@ type Set struct {
 	log      *slog.Logger
 
 	all atomic.Pointer[[]*Model] // a slice that was read stays as it is
+
+	holding holding
 
 	joining sync.Mutex                 // held while a worker joins
 	made    uint64                     // further models so far; joining guards it and spare
@@ -165,25 +161,6 @@ func (s *Set) Of(name string) (m *Model, known bool) {
 	return all[0], serves || all[0].remembers(name) || s.Count() == 0
 }
 
-// Find is Of for a request with that need. Its model may be new: the workers are asked
-// before it is called unknown. Where none is up that could serve it, it waits for one:
-// an error is that of Router.Await.
-func (s *Set) Find(ctx context.Context, need router.Need) (m *Model, known bool, err error) {
-	m, known = s.Of(need.Model)
-	if !known && s.Look != nil {
-		s.Look(ctx)
-		m, known = s.Of(need.Model)
-	}
-	if !known || s.settings.Routing.HoldWhenEmpty <= 0 {
-		return m, known, nil
-	}
-	if err := m.Router.Await(ctx, need); err != nil {
-		return m, known, err
-	}
-	m, known = s.Of(need.Model) // it may have come as a model of its own
-	return m, known, nil
-}
-
 // For returns the model that a worker belongs to: the default one, unless it has joined
 // another.
 func (s *Set) For(worker uint64) *Model {
@@ -200,11 +177,14 @@ func (s *Set) For(worker uint64) *Model {
 
 // Join makes a worker one of the model that it serves, a new one if need be, until
 // Leave. It returns the index of its blocks and the tokens in a block. An error says
-// that no more models can be.
+// that no more models can be, or why the worker does not tell its block size.
 func (s *Set) Join(worker uint64, serves kv.Served) (radix.Index, int, error) {
 	size := 0
-	if serves.BlockSize != nil && !s.isDefault(serves) {
-		size = serves.BlockSize() // the worker may be slow, and others wait for what is locked below
+	if serves.BlockSize != nil && (!s.told() || !s.isDefault(serves)) { // who is told nothing may change its mind below
+		var err error
+		if size, err = serves.BlockSize(); err != nil { // the worker may be slow, and others wait for what is locked below
+			return nil, 0, err
+		}
 	}
 	s.joining.Lock()
 	defer s.joining.Unlock()
@@ -316,7 +296,7 @@ func (s *Set) room() (ok bool) {
 	s.mu.Lock()
 	var idle *Model
 	for _, m := range all[1:] {
-		if m.members == 0 && m.Router.Awaiting() == 0 && (idle == nil || m.empty.Before(idle.empty)) {
+		if m.members == 0 && (idle == nil || m.empty.Before(idle.empty)) {
 			idle = m
 		}
 	}

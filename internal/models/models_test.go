@@ -43,7 +43,7 @@ func newSet(t *testing.T, settings models.Settings, change ...func(*router.Setti
 
 // serves is a worker's word: its base model's names.
 func serves(root string, size int, names ...string) kv.Served {
-	return kv.Served{Names: names, Root: root, BlockSize: func() int { return size }}
+	return kv.Served{Names: names, Root: root, BlockSize: func() (int, error) { return size, nil }}
 }
 
 // join has a worker join and come up with its names.

@@ -71,7 +71,6 @@ func (r *Router) Readmit(worker uint64) error {
 	if !found {
 		return ErrUnknownWorker
 	}
-	r.letHeldGo()
 	r.drain(now)
 	return nil
 }
@@ -109,7 +108,6 @@ func (r *Router) Hold(worker uint64, hold bool) {
 			t.Resting = r.rests(t.Key)
 		}
 	}
-	r.letHeldGo()
 	r.drain(r.Now())
 }
 

@@ -178,9 +178,7 @@ type Router struct {
 	held       map[uint64]bool               // those that Hold keeps from them
 	receipts   receipts                      // of the last decisions, while somebody asks
 	sessions   *sessions
-	awaiting   []*heldRequest // for a worker to come, the first to go at the front
-	ending     bool           // nothing waits for a worker any more
-	forecast   *policy.Work   // knows how long the engine's passes take; the policy itself if it does
+	forecast   *policy.Work // knows how long the engine's passes take; the policy itself if it does
 }
 
 // workspace holds the buffers of one look-up, reused by later ones.
@@ -278,7 +276,6 @@ func (r *Router) Up(t kv.Target) {
 	}
 	r.outliers.Join(t.Key, t.Generation, r.Now())
 	r.notePairs()
-	r.letHeldGo()
 	r.drain(r.Now())
 }
 

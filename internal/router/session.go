@@ -161,7 +161,7 @@ func (r *Router) keepSession(p *prompt, now time.Time) (kept bool) {
 		if c.Target.Key != known.worker {
 			continue
 		}
-		if c.Target.Generation != known.generation || r.outliers.IsOut(known.worker, now) || !r.hasCapacity(&c.Target, c.Load.PrefillTokens) || r.overloaded(i) {
+		if c.Target.Generation != known.generation || r.outliers.IsOut(known.worker, now) || !r.hasCapacity(&c.Target, c.Load.PrefillTokens) || r.overloaded(i, now) {
 			return false
 		}
 		r.candidates[0] = *c
@@ -186,20 +186,21 @@ func (r *Router) trialStarves(now time.Time) bool {
 }
 
 // overloaded tells whether a candidate has too much work for a session to stay: more
-// than SessionOverloadFactor times the mean of the other candidates, and than
-// sessionFloor.
-func (r *Router) overloaded(at int) bool {
+// than SessionOverloadFactor times the mean of the other candidates that are well, and
+// than sessionFloor.
+func (r *Router) overloaded(at int, now time.Time) bool {
 	factor := r.Knobs.SessionOverloadFactor
 	if factor == 0 || len(r.candidates) == 1 {
 		return false
 	}
-	own, others := sessionWork(&r.candidates[at].Load), 0
+	own, others, work := sessionWork(&r.candidates[at].Load), 0, 0
 	for i := range r.candidates {
-		if i != at {
-			others += sessionWork(&r.candidates[i].Load)
+		if i != at && !r.outliers.IsOut(r.candidates[i].Target.Key, now) {
+			others++
+			work += sessionWork(&r.candidates[i].Load)
 		}
 	}
-	return own > sessionFloor && float64(own) > factor*float64(others)/float64(len(r.candidates)-1)
+	return others > 0 && own > sessionFloor && float64(own)*float64(others) > factor*float64(work)
 }
 
 // sessionWork is the work that a worker has, tokens: the uncached prompt tokens that

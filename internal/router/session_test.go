@@ -202,6 +202,24 @@ func TestASessionWaitsForNoWorkerWithoutRoom(t *testing.T) {
 	}
 }
 
+// TestAnEjectedWorkerMakesNoOtherOneOverloaded: it has no work, but takes none either.
+func TestAnEjectedWorkerMakesNoOtherOneOverloaded(t *testing.T) {
+	r, _ := newSessionRouter(t, 3, nil)
+	for _, session := range []uint64{1, 2, 3} { // one for each worker, in turn
+		turn(t, r, Request{Session: session})
+	}
+	book(t, r, 0, 21_000)
+	book(t, r, 1, 20_000)
+	for range 3 {
+		book(t, r, 2, 1).Fail()
+	}
+	for range 3 {
+		if got := turn(t, r, Request{Session: 1}); got != 0 {
+			t.Errorf("it went to %d, though the only other worker that is well has as much work", got)
+		}
+	}
+}
+
 // TestAnEjectedWorkerIsTriedThoughAllRequestsHaveSessions: the one that is tried does
 // not move its session.
 func TestAnEjectedWorkerIsTriedThoughAllRequestsHaveSessions(t *testing.T) {

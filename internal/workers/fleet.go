@@ -205,16 +205,17 @@ type Fleet struct {
 
 // worker is one member of the fleet.
 type worker struct {
-	id       uint64
-	Spec     Attached // of a started one: only ID, URL, its key and its part
-	attached bool
-	passKey  bool               // its key goes with clients' requests
-	registry *registry          // nil: not a registered one
-	added    *added             // nil: not one of Add or Follow
-	guess    guess              // where it publishes
-	found    *found             // nil: not one of Follow
-	wake     chan struct{}      // holds a token when its health is to be looked at now
-	look     chan chan struct{} // to be closed when its models have been looked at
+	id         uint64
+	Spec       Attached // of a started one: only ID, URL, its key and its part
+	attached   bool
+	passKey    bool               // its key goes with clients' requests
+	registry   *registry          // nil: not a registered one
+	added      *added             // nil: not one of Add or Follow
+	sizeInVain int                // times that it could not be asked for its block size
+	guess      guess              // where it publishes
+	found      *found             // nil: not one of Follow
+	wake       chan struct{}      // holds a token when its health is to be looked at now
+	look       chan chan struct{} // to be closed when its models have been looked at
 
 	mu      sync.Mutex // guards the rest
 	status  Status

@@ -90,6 +90,9 @@ func (in *incarnation) join(serves kv.Served) (err error) {
 	index, size, err := in.f.hooks.Join(in.w.id, serves)
 	if err == nil {
 		in.index, in.blockSize = index, size
+		if index != in.f.index {
+			in.f.index.Forget(in.w.id) // a peer may have taken it for one of the default model
+		}
 	}
 	return err
 }

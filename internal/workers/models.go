@@ -38,21 +38,34 @@ func (in *incarnation) serves(list modelList) kv.Served {
 }
 
 // askBlockSize asks the worker for the tokens in a block of its KV cache; 0: it does
-// not tell.
-func (in *incarnation) askBlockSize() int {
+// not tell, or nobody follows its events, so that any size will do. What failed may
+// succeed the next time: a first worker's size is that of its model.
+func (in *incarnation) askBlockSize() (tokens int, err error) {
+	if !in.f.cfg.KVEvents {
+		return 0, nil
+	}
 	if in.info != nil {
+		if in.info.Events == nil && in.w.Spec.KVEvents == "" {
+			return 0, nil
+		}
 		size := in.info.PageSize
 		if in.info.Events != nil && in.info.Events.BlockSize > 0 {
 			size = in.info.Events.BlockSize
 		}
-		return int(min(max(size, 0), maxBlockSize))
+		return int(min(max(size, 0), maxBlockSize)), nil
 	}
 	families, err := in.f.reader(in.w).fetch(in.ctx, in.w.Spec.URL+"/metrics", []string{cacheName})
-	if err != nil {
-		in.f.log.Debug(fmt.Sprintf("%s: does not tell its block size", in.w), "error", err)
-		return 0
+	if err != nil && !isThere(err) {
+		if in.w.sizeInVain++; in.w.sizeInVain < mostPagesInVain {
+			return 0, fmt.Errorf("its block size: %w", err)
+		}
 	}
-	return blockSizeOf(families)
+	in.w.sizeInVain = 0
+	if err != nil {
+		in.f.log.Warn(fmt.Sprintf("%s: does not tell its block size: it is taken to be --block-size where it is the first of its model", in.w), "error", err)
+		return 0, nil
+	}
+	return blockSizeOf(families), nil
 }
 
 // maxBlockSize bounds what a worker says of its block size, tokens: far more than one

@@ -94,7 +94,7 @@ type joining struct {
 
 // join is a fleet's hook. Blocks have as many tokens as the worker says.
 func (j *joining) join(worker uint64, serves kv.Served) (radix.Index, int, error) {
-	size := serves.BlockSize()
+	size, _ := serves.BlockSize()
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	name := strings.Join(serves.Names, "+")
@@ -260,17 +260,19 @@ func TestARegisteredWorkerJoinsTheModelOfItsRegistration(t *testing.T) {
 
 func TestBlockSizesThatCannotBeAreNotBelieved(t *testing.T) {
 	f := stranger()
+	f.cfg.KVEvents = true
 	in := &incarnation{f: f, ctx: t.Context(), w: &worker{}}
 	for _, test := range []struct {
 		info serverInfo
 		want int
 	}{
-		{serverInfo{PageSize: 16}, 16}, {serverInfo{PageSize: 1, Events: &eventsInfo{BlockSize: 64}}, 64}, {serverInfo{PageSize: -1}, 0},
-		{serverInfo{PageSize: 1 << 40}, maxBlockSize}, {serverInfo{}, 0},
+		{serverInfo{PageSize: 16}, 0}, // nobody hears of its blocks
+		{serverInfo{PageSize: 16, Events: &eventsInfo{}}, 16}, {serverInfo{PageSize: 1, Events: &eventsInfo{BlockSize: 64}}, 64}, {serverInfo{PageSize: -1, Events: &eventsInfo{}}, 0},
+		{serverInfo{PageSize: 1 << 40, Events: &eventsInfo{}}, maxBlockSize}, {serverInfo{}, 0},
 	} {
 		in.info = &test.info
-		if got := in.askBlockSize(); got != test.want {
-			t.Errorf("%+v: %d, want %d", test.info, got, test.want)
+		if got, err := in.askBlockSize(); got != test.want || err != nil {
+			t.Errorf("%+v: %d, want %d; %v", test.info, got, test.want, err)
 		}
 	}
 }

@@ -239,7 +239,7 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 	in.answered = answered
 	reason := "no longer registered"
 	defer func() { in.end(reason) }()
-	if err := in.join(kv.Served{Names: []string{now.Model}, BlockSize: func() int { return now.BlockSize }}); err != nil {
+	if err := in.join(kv.Served{Names: []string{now.Model}, BlockSize: func() (int, error) { return now.BlockSize, nil }}); err != nil {
 		f.unreachable(w, err)
 		now.acknowledge()
 		return registryChange{Registration: now.Registration}, true, answered
