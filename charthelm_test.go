@@ -296,6 +296,7 @@ func TestKubernetesChartRefuses(t *testing.T) {
 		{"auth.routerApiKey: router.expose", append(some, "--set=router.expose=true")},
 		{"auth.replicaKey: replicaSync needs", append(some, "--set=replicaSync.enabled=true")},
 		{"auth.existingSecret: it is there in place", append(some, "--set=auth.existingSecret=s")},
+		{"serviceAccount.name: every Pod", append(some, "--set=serviceAccount.create=false")},
 		{"tls.clientCA: give tls.secretName", append(some, "--set=tls.clientCA=true")},
 		{"tokenizer.model: nothing would bring", append(some, "--set=tokenizer.model=m")},
 		{"tokenizer.fetch: give tokenizer.model", append(some, "--set=tokenizer.fetch.enabled=true")},

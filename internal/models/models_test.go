@@ -545,6 +545,8 @@ func TestRequestsAreHeldForTheModelThatComes(t *testing.T) {
 		{"for one that nobody knew", nil, other, serves("", 0, other), true, other},
 		{"for one that did not come", nil, "third", serves("", 0, other), false, "main"},
 		{"for one that was there", func(s *models.Set) { join(t, s, 9, serves("", 0, other)); leave(s, 9) }, other, serves("", 0, other), true, other},
+		{"for one whose blocks have another size now", func(s *models.Set) { join(t, s, 9, serves("", 16, other)); leave(s, 9) }, other, serves("", 32, other), true, other},
+		{"by a name that is the first now", func(s *models.Set) { join(t, s, 9, serves("", 0, other, "alias")); leave(s, 9) }, "alias", serves("", 0, "alias", other), true, "alias"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			s := newSet(t, models.Settings{ServedModelName: "main"}, func(k *router.Settings) { k.HoldWhenEmpty = time.Minute })

@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net/http"
+	"net/http/httptest"
 	"slices"
 	"strings"
 	"sync"
@@ -256,6 +258,37 @@ func TestARegisteredWorkerJoinsTheModelOfItsRegistration(t *testing.T) {
 	}
 	f.stop()
 	a.server.Close()
+}
+
+// TestABlockSizeThatCannotBeAskedForIsAskedForAgain: the first worker's is that of its
+// model. Who never tells is taken in all the same.
+func TestABlockSizeThatCannotBeAskedForIsAskedForAgain(t *testing.T) {
+	status := http.StatusInternalServerError
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.WriteHeader(status)
+		_, _ = w.Write([]byte(cacheOf(16)))
+	}))
+	defer server.Close()
+	for name, test := range map[string]struct {
+		answers []int // the statuses of its page
+		want    []int // 0: it is to be asked again; -1: it does not tell
+	}{
+		"it tells":        {[]int{200}, []int{16}},
+		"the second time": {[]int{500, 200}, []int{0, 16}},
+		"never":           {[]int{500, 500, 500}, []int{0, -1, 0}},
+		"it has no page":  {[]int{404}, []int{-1}},
+	} {
+		f := NewFleet(Settings{BlockSize: 64, KVEvents: true}, nil, radix.NewTree(), Hooks{}, slog.New(slog.DiscardHandler))
+		in := &incarnation{f: f, ctx: t.Context(), w: &worker{Spec: Attached{URL: server.URL}}}
+		for i, want := range test.want {
+			status = test.answers[i]
+			size, err := in.askBlockSize()
+			switch {
+			case want == 0 && err == nil, want != 0 && err != nil, want > 0 && size != want, want < 0 && size != 0:
+				t.Errorf("%s, time %d: %d, %v", name, i+1, size, err)
+			}
+		}
+	}
 }
 
 func TestBlockSizesThatCannotBeAreNotBelieved(t *testing.T) {

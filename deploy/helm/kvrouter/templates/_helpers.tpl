@@ -156,6 +156,9 @@ httpGet: {path: {{ .path }}, port: http}
 {{- fail "auth.replicaKey: replicaSync needs the key that the routers share, 16 characters at least" }}
 {{- end }}
 {{- end }}
+{{- if and $v.rbac.create (not $v.serviceAccount.create) (not $v.serviceAccount.name) }}
+{{- fail "serviceAccount.name: every Pod of the namespace would get the router's rights by the account default; name one, or set rbac.create to false" }}
+{{- end }}
 {{- if and $v.tls.clientCA (not $v.tls.secretName) }}
 {{- fail "tls.clientCA: give tls.secretName, too" }}
 {{- end }}
