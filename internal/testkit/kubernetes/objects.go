@@ -21,7 +21,6 @@ import (
 // Resources that the package itself asks for.
 var (
 	podResource     = schema.GroupVersionResource{Version: "v1", Resource: "pods"}
-	nodeResource    = schema.GroupVersionResource{Version: "v1", Resource: "nodes"}
 	accountResource = schema.GroupVersionResource{Version: "v1", Resource: "serviceaccounts"}
 )
 
