@@ -6,7 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -259,10 +261,10 @@ func (in *incarnation) markDown(reason string) {
 	}
 	in.up = false
 	in.f.update(in.w, func(s *Status) { s.State, s.LastError = StateDown, reason })
-	for key, target := range in.announced {
-		delete(in.announced, key)
-		in.f.hooks.Down(target, reason)
+	for _, key := range slices.SortedFunc(maps.Keys(in.announced), kv.WorkerKey.Compare) {
+		in.f.hooks.Down(in.announced[key], reason)
 	}
+	clear(in.announced)
 }
 
 // checkHealth looks at a worker: down after some looks without an answer, at once
