@@ -49,7 +49,7 @@ func TestKubernetesWith200PodsAtRest(t *testing.T) {
 		window = 10 * time.Second
 		// most is the share of a core in the best window. The aim is 3 %; beside other work
 		// of the machine the same takes more, so that this only holds it against growing.
-		most    = 0.08
+		most    = 0.15
 		windows = 4
 	)
 	k := startKube(t)
