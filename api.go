@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
-	"slices"
 	"strconv"
 	"strings"
 	"sync/atomic"
@@ -440,7 +439,7 @@ func (a *API) tokenized(serve func(*tokens.Source, context.Context, []byte) ([]b
 
 // workers returns one target of each worker that is up: its ranks share a server.
 func (a *API) workers() []kv.Target {
-	return slices.CompactFunc(a.models.Targets(), func(a, b kv.Target) bool { return a.Key.Worker == b.Key.Worker })
+	return kv.OnePerWorker(a.models.Targets())
 }
 
 // question is a client's short request as it goes to every worker.

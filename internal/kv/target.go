@@ -35,3 +35,9 @@ func (t *Target) Takes(leg Leg) bool { return !t.Resting && t.Disagg.Takes(leg) 
 // RunsSGLang tells whether the target runs SGLang, as it says itself or as whoever
 // gave its part where prefill and decode are apart.
 func (t *Target) RunsSGLang() bool { return t.Engine == EngineSGLang || t.Kind == KindSGLang }
+
+// OnePerWorker keeps the first target of each worker, whose ranks share a server.
+// targets are in the order of their keys; the slice is reused.
+func OnePerWorker(targets []Target) []Target {
+	return slices.CompactFunc(targets, func(a, b Target) bool { return a.Key.Worker == b.Key.Worker })
+}

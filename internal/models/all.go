@@ -274,11 +274,7 @@ func (s *Set) Samples() (samples []Sample) {
 	s.mu.Unlock()
 	awaited := s.awaited()
 	for i, m := range s.All() {
-		one := Sample{Name: m.Name, BlockSize: m.Router.BlockSize(), Local: m.Tokens.Local(), Ranks: m.Router.Count(), Requests: m.Requests.Load(), Refused: m.Refused.Load(), Held: awaited[m]}
-		up := false
-		if one.Saturation, up = m.Router.Saturation(); !up && one.Held > 0 {
-			one.Saturation = 1
-		}
+		one := Sample{Name: m.Name, BlockSize: m.Router.BlockSize(), Local: m.Tokens.Local(), Ranks: m.Router.Count(), Requests: m.Requests.Load(), Refused: m.Refused.Load(), Held: awaited[m], Saturation: m.saturation(awaited[m])}
 		if i == 0 && m.Name == "" {
 			one.Name = claimed
 		}

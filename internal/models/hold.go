@@ -147,8 +147,18 @@ func (s *Set) awaited() map[*Model]int {
 // Saturation returns the highest Router.Saturation of the models. One without workers
 // counts as 1 while requests wait for them.
 func (s *Set) Saturation() (highest float64) {
-	for _, m := range s.Samples() {
-		highest = max(highest, m.Saturation)
+	awaited := s.awaited()
+	for _, m := range s.All() {
+		highest = max(highest, m.saturation(awaited[m]))
 	}
 	return highest
+}
+
+// saturation is Router.Saturation; without workers 1 if any wait for them.
+func (m *Model) saturation(awaiting int) float64 {
+	saturation, up := m.Router.Saturation()
+	if !up && awaiting > 0 {
+		return 1
+	}
+	return saturation
 }

@@ -9,7 +9,6 @@ import (
 	"os"
 	"path"
 	"path/filepath"
-	"slices"
 	"time"
 
 	"github.com/tidwall/gjson"
@@ -103,8 +102,7 @@ func (m *Model) asker(target kv.Target) tokens.Asker {
 // engine's flags may have set lower than the model's files say how long its prompts
 // may be: its list of models tells.
 func (m *Model) peers() (peers []tokens.Peer) {
-	targets := slices.CompactFunc(m.Router.Targets(), func(a, b kv.Target) bool { return a.Key.Worker == b.Key.Worker })
-	for _, t := range targets {
+	for _, t := range kv.OnePerWorker(m.Router.Targets()) {
 		peers = append(peers, tokens.Peer{ID: t.Key.Worker, Generation: t.Generation, SGLang: t.Engine == kv.EngineSGLang, Ask: m.asker(t), MaxModelLen: func(ctx context.Context) int {
 			_, answer, _ := m.ask(ctx, t, http.MethodGet, "/v1/models", nil, nil)
 			return int(gjson.GetBytes(answer, "data.0.max_model_len").Int())

@@ -103,7 +103,7 @@ func (n Routes) Lacks() bool {
 // compute prompts come last.
 func (n Routes) workers() []kv.Target {
 	targets := slices.DeleteFunc(n.Models.Targets(), func(t kv.Target) bool { return !t.RunsSGLang() })
-	targets = slices.CompactFunc(targets, func(a, b kv.Target) bool { return a.Key.Worker == b.Key.Worker })
+	targets = kv.OnePerWorker(targets)
 	rank := func(t kv.Target) int {
 		if t.Role == kv.RolePrefill {
 			return 1

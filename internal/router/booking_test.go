@@ -20,8 +20,14 @@ import (
 // NewClockedRouter is NewTestRouter for policy kv with a clock of its own.
 func NewClockedRouter(t testing.TB, workers int, knobs Settings) (*Router, *testkit.StandingClock) {
 	t.Helper()
+	return newClockedRouter(t, "kv", workers, knobs)
+}
+
+// newClockedRouter is NewClockedRouter for any policy.
+func newClockedRouter(t testing.TB, rule string, workers int, knobs Settings) (*Router, *testkit.StandingClock) {
+	t.Helper()
 	clock := new(testkit.StandingClock)
-	r := New(radix.NewTree(), policytest.MustPolicy(t, "kv"), testkit.BlockSize, 1, knobs)
+	r := New(radix.NewTree(), policytest.MustPolicy(t, rule), testkit.BlockSize, 1, knobs)
 	r.Now = clock.Now
 	for i := range workers {
 		r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Models: []string{"m"}})

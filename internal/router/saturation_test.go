@@ -25,11 +25,11 @@ func TestSaturationFollowsTheLoad(t *testing.T) {
 			r := NewTestRouter(t, rule, 2)
 			r.Now = clock.Now
 			expectSaturation(t, r, "idle", 0, 0)
-			first := book(t, r, 0, 100_000)
+			first := occupy(t, r, 0, 100_000)
 			expectSaturation(t, r, "one worker idle", 0, 0)
-			second := book(t, r, 1, 50_000) // 0.02 ms a token
+			second := occupy(t, r, 1, 50_000) // 0.02 ms a token
 			expectSaturation(t, r, "a second's prompts", 0.9, 1.1)
-			third := book(t, r, 1, 50_000)
+			third := occupy(t, r, 1, 50_000)
 			expectSaturation(t, r, "two seconds' prompts", 1.8, 2.2)
 			third.End()
 			second.FirstToken()
@@ -50,9 +50,9 @@ func TestAnOverdueFirstTokenIsSaturation(t *testing.T) {
 	clock := new(testkit.StandingClock)
 	r := NewTestRouter(t, "kv", 1)
 	r.Now = clock.Now
-	running := book(t, r, 0, 100)
+	running := occupy(t, r, 0, 100)
 	running.FirstToken()
-	waits := book(t, r, 0, 100)
+	waits := occupy(t, r, 0, 100)
 	expectSaturation(t, r, "just sent", 0, 0.1)
 	clock.Advance(5 * time.Second)
 	expectSaturation(t, r, "overdue by 5 s", 4.9, 5.1)
@@ -67,14 +67,14 @@ func TestWhoWaitsForRoomWaitsForAnswersToEnd(t *testing.T) {
 		clock := new(testkit.StandingClock)
 		r := NewTestRouter(t, rule, 1)
 		r.Now = clock.Now
-		past := book(t, r, 0, 100)
+		past := occupy(t, r, 0, 100)
 		clock.Advance(time.Second)
 		past.FirstToken()
 		clock.Advance(10 * time.Second)
 		past.Finish(100)
-		book(t, r, 0, 100).FirstToken()
+		occupy(t, r, 0, 100).FirstToken()
 		for range 3 {
-			book(t, r, 0, 100)
+			occupy(t, r, 0, 100)
 		}
 		clock.Advance(30 * time.Second)
 		expectSaturation(t, r, rule, 35, 35)
@@ -99,7 +99,7 @@ func TestSaturationOfWorkersThatComputePrompts(t *testing.T) {
 	r, _ := newSessionRouter(t, 0, nil)
 	r.Up(kv.Target{Key: testkit.W0, Disagg: kv.Disagg{Role: kv.RolePrefill, Kind: kv.KindNIXL}})
 	r.Up(kv.Target{Key: testkit.W1, Disagg: kv.Disagg{Role: kv.RoleDecode, Kind: kv.KindNIXL}})
-	book(t, r, 0, 100_000)
+	occupy(t, r, 0, 100_000)
 	expectSaturation(t, r, "the decode worker is idle", 1.9, 2.1)
 }
 
@@ -107,7 +107,7 @@ func TestSaturationOfWorkersThatComputePrompts(t *testing.T) {
 func TestForecastsAreBounded(t *testing.T) {
 	r := NewTestRouter(t, "work", 1)
 	r.Publish(testkit.W0, policy.Published{Running: 1, Waiting: math.MaxInt32, At: r.Now()})
-	book(t, r, 0, kv.MaxTokens)
+	occupy(t, r, 0, kv.MaxTokens)
 	if wait, up := r.Wait(); !up || wait < 0 || wait > time.Hour {
 		t.Errorf("%v, %v", wait, up)
 	}

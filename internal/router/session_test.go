@@ -12,7 +12,6 @@ import (
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/testkit/policytest"
 )
 
 // newSessionRouter returns a router whose policy takes workers in turns, so that only
@@ -27,13 +26,7 @@ func newSessionRouter(t testing.TB, workers int, change func(*Settings)) (*Route
 	if err := knobs.Validate(); err != nil {
 		t.Fatal(err)
 	}
-	clock := new(testkit.StandingClock)
-	r := New(radix.NewTree(), policytest.MustPolicy(t, "round-robin"), testkit.BlockSize, 1, knobs)
-	r.Now = clock.Now
-	for i := range workers {
-		r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Models: []string{"m"}})
-	}
-	return r, clock
+	return newClockedRouter(t, "round-robin", workers, knobs)
 }
 
 // turn routes a request of a session, ends it and returns its worker.
@@ -105,31 +98,31 @@ func TestWhatBreaksASession(t *testing.T) {
 		}, want: SessionCounts{Moved: 1}},
 		"an ejection": {breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) {
 			for range 3 {
-				book(t, r, 0, 1).Fail()
+				occupy(t, r, 0, 1).Fail()
 			}
 		}, want: SessionCounts{Moved: 1}},
 		"its time": {breaks: func(_ *testing.T, _ *Router, clock *testkit.StandingClock) { clock.Advance(30 * time.Minute) }, want: SessionCounts{New: 1}},
 		"not yet its time": {breaks: func(_ *testing.T, _ *Router, clock *testkit.StandingClock) {
 			clock.Advance(30*time.Minute - time.Second)
 		}, want: SessionCounts{Kept: 1}},
-		"a long prompt there":      {breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) { book(t, r, 0, sessionFloor) }, want: SessionCounts{Moved: 1}},
-		"a prompt below the floor": {breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) { book(t, r, 0, sessionFloor-requestWork) }, want: SessionCounts{Kept: 1}},
+		"a long prompt there":      {breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) { occupy(t, r, 0, sessionFloor) }, want: SessionCounts{Moved: 1}},
+		"a prompt below the floor": {breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) { occupy(t, r, 0, sessionFloor-requestWork) }, want: SessionCounts{Kept: 1}},
 		"many requests there": {breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) {
 			for range 33 {
-				book(t, r, 0, 1).FirstToken()
+				occupy(t, r, 0, 1).FirstToken()
 			}
 		}, want: SessionCounts{Moved: 1}},
 		"as much work elsewhere": {breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) {
-			book(t, r, 0, 2*sessionFloor)
-			book(t, r, 1, 2*sessionFloor)
-			book(t, r, 2, sessionFloor)
+			occupy(t, r, 0, 2*sessionFloor)
+			occupy(t, r, 1, 2*sessionFloor)
+			occupy(t, r, 2, sessionFloor)
 		}, want: SessionCounts{Kept: 1}},
 		"more than the factor": {breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) {
-			book(t, r, 0, 4*sessionFloor)
-			book(t, r, 1, 2*sessionFloor)
-			book(t, r, 2, sessionFloor)
+			occupy(t, r, 0, 4*sessionFloor)
+			occupy(t, r, 1, 2*sessionFloor)
+			occupy(t, r, 2, sessionFloor)
 		}, want: SessionCounts{Moved: 1}},
-		"a factor of 0 never": {settings: func(k *Settings) { k.SessionOverloadFactor = 0 }, breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) { book(t, r, 0, 100*sessionFloor) }, want: SessionCounts{Kept: 1}},
+		"a factor of 0 never": {settings: func(k *Settings) { k.SessionOverloadFactor = 0 }, breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) { occupy(t, r, 0, 100*sessionFloor) }, want: SessionCounts{Kept: 1}},
 		"other sessions": {settings: func(k *Settings) { k.SessionLimit = 2 }, breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) {
 			turn(t, r, Request{Session: 1})
 			turn(t, r, Request{Session: 2})
@@ -177,16 +170,6 @@ func TestWhatBreaksASession(t *testing.T) {
 	}
 }
 
-// book gives a worker so many prompt tokens to compute.
-func book(t testing.TB, r *Router, w uint64, tokens int) *Booking {
-	t.Helper()
-	b, err := r.Book(Request{NumTokens: tokens}, kv.WorkerKey{Worker: w})
-	if err != nil {
-		t.Fatal(err)
-	}
-	return b
-}
-
 // TestASessionWaitsForNoWorkerWithoutRoom: where the queue is on, a worker without room
 // is overloaded.
 func TestASessionWaitsForNoWorkerWithoutRoom(t *testing.T) {
@@ -196,7 +179,7 @@ func TestASessionWaitsForNoWorkerWithoutRoom(t *testing.T) {
 		r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, MaxBatchedTokens: 100})
 	}
 	turn(t, r, Request{Session: 7})
-	book(t, r, 0, 101)
+	occupy(t, r, 0, 101)
 	if got := turn(t, r, Request{Session: 7}); got != 1 {
 		t.Errorf("it went to %d", got)
 	}
@@ -208,10 +191,10 @@ func TestAnEjectedWorkerMakesNoOtherOneOverloaded(t *testing.T) {
 	for _, session := range []uint64{1, 2, 3} { // one for each worker, in turn
 		turn(t, r, Request{Session: session})
 	}
-	book(t, r, 0, 21_000)
-	book(t, r, 1, 20_000)
+	occupy(t, r, 0, 21_000)
+	occupy(t, r, 1, 20_000)
 	for range 3 {
-		book(t, r, 2, 1).Fail()
+		occupy(t, r, 2, 1).Fail()
 	}
 	for range 3 {
 		if got := turn(t, r, Request{Session: 1}); got != 0 {
@@ -229,7 +212,7 @@ func TestAnEjectedWorkerIsTriedThoughAllRequestsHaveSessions(t *testing.T) {
 		t.Fatalf("the session began on %d", got)
 	}
 	for range 3 {
-		book(t, r, 0, 1).Fail()
+		occupy(t, r, 0, 1).Fail()
 	}
 	clock.Advance(r.Knobs.EjectionTime + trialOverdue/2)
 	if got := turn(t, r, Request{Session: 5}); got != 1 {
