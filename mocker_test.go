@@ -561,7 +561,7 @@ func TestMockPairsSurviveAPrefillWorker(t *testing.T) {
 
 // TestMockNIXLWorkersKeepAndFetchPrompts speaks vLLM's protocol to the workers.
 func TestMockNIXLWorkersKeepAndFetchPrompts(t *testing.T) {
-	s := startMockPairs(t, kv.KindNIXL, 1, 2, "--mock-kv-lease=500ms")
+	s := startMockPairs(t, kv.KindNIXL, 1, 2, "--mock-kv-lease=3s")
 	prefill := func(i int) (params string, tokens int64) {
 		t.Helper()
 		status, answer := post(t, s.workerURL(0)+"/v1/chat/completions", fmt.Sprintf(`{"messages":%s,"max_tokens":1,"kv_transfer_params":%s}`, mocker.MustJSON(longPrompt(i)), proxy.PrefillParams))
@@ -599,6 +599,7 @@ func TestMockNIXLWorkersKeepAndFetchPrompts(t *testing.T) {
 	}
 
 	params, _ = prefill(2)
+	testkit.Eventually(t, 10*time.Second, "the next blocks are kept", func() bool { return usage() > 0 }) // until its load is told, none are known
 	testkit.Eventually(t, 10*time.Second, "the lease ends", func() bool { return usage() == 0 })
 	if cached := decode(1, 2, params); cached != 0 {
 		t.Errorf("%d tokens cached though the lease has ended", cached)
