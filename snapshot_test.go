@@ -136,7 +136,7 @@ func TestARouterKilledUnderLoadKeepsItsIndex(t *testing.T) {
 	if with < before-0.02 || kept.missing > 0 {
 		t.Error("the index is lost")
 	}
-	if without > again-0.1 {
+	if lost.missing == 0 { // the hit rate falls as well, but by how much hangs on the machine's speed
 		t.Error("the workers' replay alone tells what they hold: the test shows nothing")
 	}
 	for _, found := range []standing{kept, lost} {
