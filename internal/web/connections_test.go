@@ -22,6 +22,7 @@ type boundPort struct {
 	address string
 	release chan struct{} // one ends a request for /slow
 	slow    atomic.Int64  // of them that run
+	idle    atomic.Int64  // times that a client's request was done with
 }
 
 func newBoundPort(t *testing.T, most int) *boundPort {
@@ -39,7 +40,14 @@ func newBoundPort(t *testing.T, most int) *boundPort {
 		}
 	})}
 	done := make(chan error, 1)
-	go func() { done <- server.Serve(web.Bound(server, listener, most)) }()
+	bound := web.Bound(server, listener, most)
+	changed := server.ConnState
+	server.ConnState = func(conn net.Conn, state http.ConnState) {
+		if changed(conn, state); state == http.StateIdle {
+			p.idle.Add(1)
+		}
+	}
+	go func() { done <- server.Serve(bound) }()
 	t.Cleanup(func() {
 		server.Close()
 		if err := <-done; err != http.ErrServerClosed {
@@ -80,6 +88,15 @@ func (p *boundPort) must(err error) {
 	}
 }
 
+// settle asks and waits until the server counts the client as idle again, which is a
+// moment after its answer.
+func (p *boundPort) settle(conn net.Conn) {
+	p.t.Helper()
+	before := p.idle.Load()
+	p.must(p.ask(conn, "/"))
+	testkit.Eventually(p.t, 10*time.Second, "the client is idle again", func() bool { return p.idle.Load() > before })
+}
+
 // closed tells whether the server has closed the connection.
 func (p *boundPort) closed(conn net.Conn) bool {
 	conn.SetReadDeadline(time.Now().Add(10 * time.Second))
@@ -90,22 +107,22 @@ func (p *boundPort) closed(conn net.Conn) bool {
 func TestLongestIdleClientMakesRoomForANewOne(t *testing.T) {
 	p := newBoundPort(t, 3)
 	first, second, silent := p.dial(), p.dial(), p.dial()
-	p.must(p.ask(second, "/"))
-	p.must(p.ask(first, "/"))
-	p.must(p.ask(second, "/")) // first is idle for longer now; silent, which never asked, for longest
+	p.settle(second)
+	p.settle(first)
+	p.settle(second) // first is idle for longer now; silent, which never asked, for longest
 	for range 5 {
-		p.must(p.ask(second, "/"))
+		p.settle(second)
 	}
 	time.Sleep(web.FreshFor) // silent counts as idle only then
-	p.must(p.ask(p.dial(), "/"))
+	p.settle(p.dial())
 	if !p.closed(silent) {
 		t.Error("the client that has sent nothing stays")
 	}
-	p.must(p.ask(p.dial(), "/"))
+	p.settle(p.dial())
 	if !p.closed(first) {
 		t.Error("the client that was idle for longest stays")
 	}
-	p.must(p.ask(second, "/"))
+	p.settle(second)
 }
 
 // TestAClientThatHasJustComeKeepsItsPlace: its first request is on its way.
