@@ -13,7 +13,7 @@ CHAOS ?= 2m
 GRID ?= policies
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-kubernetes test-traces test-boards test-page lint dist test-dist bench index-bench growth sim bench-real wire-speed peers parity segments soak fuzz chaos clean
+.PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-kubernetes test-gateway test-traces test-boards test-page test-mesh lint dist test-dist bench index-bench growth sim bench-real bench-gateway bench-herding wire-speed peers parity segments soak fuzz chaos clean
 
 help: ## Show these targets
 	@printf 'kvrouter: KV-cache-aware routing over vLLM and SGLang workers\n\n'
@@ -118,6 +118,9 @@ wire-speed: setup ## CPU per indexed KV event, against dynamo.indexer
 
 peers: setup ## Side by side with peers: KV events, simulator, proxy path
 	scripts/peers.sh
+
+test-mesh: ## Two kvrouters and one of Dynamo's selection services in one mesh: the same loads, sessions, late and lost ones
+	scripts/selection_parity.sh -run '^TestMeshWithDynamo'
 
 parity: ## Every answer of the router port beside Dynamo's selection service
 	scripts/selection_parity.sh

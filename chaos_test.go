@@ -246,13 +246,18 @@ func middle[T any](all []T, of func(T) float64) float64 {
 	return values[len(values)/2]
 }
 
-// quantile returns the value below which the share q of all lie.
+// quantile is percentile in whole milliseconds.
 func quantile(all []time.Duration, q float64) time.Duration {
+	return percentile(all, q).Round(time.Millisecond)
+}
+
+// percentile returns the value below which the share q of all lie.
+func percentile(all []time.Duration, q float64) time.Duration {
 	if len(all) == 0 {
 		return 0
 	}
 	slices.Sort(all)
-	return all[int(q*float64(len(all)-1))].Round(time.Millisecond)
+	return all[int(q*float64(len(all)-1))]
 }
 
 // chaos is two routers over eight simulated workers, and all that goes wrong.

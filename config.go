@@ -449,6 +449,11 @@ func (c *Config) validate() error {
 			return err
 		}
 	}
+	if where := c.Replica.ReplicaDiscovery; where != "" {
+		if _, err := discovery.ParsePeers(where); err != nil {
+			return err
+		}
+	}
 	for i, peer := range c.IndexerPeers {
 		var err error
 		if c.IndexerPeers[i], err = kv.ParseURL(peer); err != nil {

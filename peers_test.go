@@ -45,10 +45,7 @@ func TestPeersBackends(t *testing.T) {
 	}
 	model := testModel(t)
 	for id, port := range strings.Split(ports, ",") {
-		b := &peersBackend{
-			id: strconv.Itoa(id), model: model, publisher: testkit.NewFakePublisher(t),
-			prompts: make(chan []byte, 1<<16), seen: map[uint64]bool{}, blocks: map[uint64]bool{},
-		}
+		b := newPeersBackend(t, strconv.Itoa(id), model, peersBlocks)
 		go b.publish() // ends with the process
 		server := &http.Server{Addr: "127.0.0.1:" + port, Handler: b.handler()}
 		go func() {
@@ -67,11 +64,19 @@ type peersBackend struct {
 	model     *tokens.Model
 	publisher *testkit.FakePublisher
 	prompts   chan []byte // computed, and not yet told of
+	limit     int         // blocks that it caches at most
 
 	mu     sync.Mutex      // guards all below
 	seen   map[uint64]bool // prompts that are or will be cached, by the hash of their body
 	blocks map[uint64]bool // blocks that are cached, by sequence hash
 	behind int             // prompts not yet told of
+}
+
+func newPeersBackend(t *testing.T, id string, model *tokens.Model, limit int) *peersBackend {
+	return &peersBackend{
+		id: id, model: model, publisher: testkit.NewFakePublisher(t), limit: limit,
+		prompts: make(chan []byte, 1<<16), seen: map[uint64]bool{}, blocks: map[uint64]bool{},
+	}
 }
 
 // Headers of a request that asks what the engine really has cached of it, and of
@@ -113,17 +118,7 @@ func (b *peersBackend) handler() http.Handler {
 		if usage != nil {
 			return
 		}
-		key := xxh3.Hash(body)
-		b.mu.Lock()
-		known := b.seen[key]
-		b.seen[key] = true
-		if !known {
-			b.behind++
-		}
-		b.mu.Unlock()
-		if !known {
-			b.prompts <- body
-		}
+		b.note(body)
 	})
 	mux.HandleFunc("GET /peers_blocks", func(w http.ResponseWriter, _ *http.Request) {
 		b.mu.Lock()
@@ -154,6 +149,21 @@ func (b *peersBackend) handler() http.Handler {
 		mux.HandleFunc(path, func(http.ResponseWriter, *http.Request) {})
 	}
 	return mux
+}
+
+// note has a prompt cached that is new.
+func (b *peersBackend) note(body []byte) {
+	key := xxh3.Hash(body)
+	b.mu.Lock()
+	known := b.seen[key]
+	b.seen[key] = true
+	if !known {
+		b.behind++
+	}
+	b.mu.Unlock()
+	if !known {
+		b.prompts <- body
+	}
 }
 
 // chain returns a prompt's length in tokens and its blocks.
@@ -201,7 +211,7 @@ func (b *peersBackend) store(body []byte) (testkit.Event, error) {
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if len(b.blocks)+len(chain) > peersBlocks {
+	if len(b.blocks)+len(chain) > b.limit {
 		clear(b.blocks)
 		clear(b.seen)
 		b.send(testkit.Event{"cleared": true})

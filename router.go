@@ -154,7 +154,15 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		if err := r.replicas.UseKey(config.Replica.ReplicaKey); err != nil {
 			return nil, err
 		}
-		r.telemetry.WatchReplicas(r.replicaCounts)
+		if where := config.Replica.ReplicaDiscovery; where != "" {
+			found, err := discovery.OpenPeers(where, log)
+			if err != nil {
+				return nil, err
+			}
+			r.replicas.Find = found.Run
+		}
+		r.telemetry.WatchReplicas(r.replicas.Counts)
+		r.selection.Mesh, r.replicas.Partition = r.replicas, r.selection.PartitionOf
 	}
 	return r, nil
 }
@@ -252,14 +260,6 @@ func (r *inference) decidePair(request router.Request, why string) (router.Pair,
 
 // samples shows every worker rank to the metrics page and to people.
 func (r *app) samples() []workers.Sample { return r.fleet.Samples(r.models) }
-
-// replicaCounts shows what routers have told each other to the metrics page.
-func (r *app) replicaCounts() telemetry.ReplicaCounts {
-	return telemetry.ReplicaCounts{
-		Sent: r.replicas.Sent.Load(), Received: r.replicas.Received.Load(), Dropped: r.replicas.Dropped.Load(),
-		Lost: r.replicas.Lost.Load(), Held: r.replicas.Held.Load(),
-	}
-}
 
 // prompts shows where prompt tokens came from to the metrics page.
 func (r *app) prompts() telemetry.PromptSample {

@@ -1,4 +1,5 @@
-// Package discovery tells which workers there are: by a file, DNS or Kubernetes.
+// Package discovery tells which workers there are, and which other routers: by a file, DNS
+// or Kubernetes.
 //
 // Every source keeps to the same rules. What it does not know for sure it does not
 // tell: a file that cannot be read, a name server that fails or an API server that is

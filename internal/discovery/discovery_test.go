@@ -23,7 +23,9 @@ type watched struct {
 }
 
 // logger is a log that the test may read.
-func (w *watched) logger() *slog.Logger { return slog.New(slog.NewTextHandler(&w.log, nil)) }
+func (w *watched) logger() *slog.Logger { return testLog(&w.log) }
+
+func testLog(to *testkit.LogBuffer) *slog.Logger { return slog.New(slog.NewTextHandler(to, nil)) }
 
 // watch receives what a source tells until the test ends.
 func (w *watched) watch(s Source) {

@@ -58,17 +58,24 @@ func isName(name string) bool {
 // dnsSource asks name servers for the workers.
 type dnsSource struct {
 	dnsQuestion
+	who      string // whom it finds, for people: worker
 	resolver *net.Resolver
 	every    time.Duration
 	keep     time.Duration
 	trouble  trouble
 	hosts    map[string][]netip.Addr // of the SRV records, as answered last
 	missed   map[uint64]int          // answers in a row that leave a known worker out
+	crowded  bool                    // there are more than may be: that was told
 }
 
 func openDNS(value string, log *slog.Logger) (*dnsSource, error) {
 	q, err := parseDNS(value)
-	return &dnsSource{dnsQuestion: q, resolver: net.DefaultResolver, every: dnsEvery, keep: dnsKeep, trouble: trouble{log: log, what: "--discovery " + value}}, err
+	return newDNS(q, "worker", "--discovery "+value, log), err
+}
+
+// newDNS returns a source that asks q; what is the flag with its value.
+func newDNS(q dnsQuestion, who, what string, log *slog.Logger) *dnsSource {
+	return &dnsSource{dnsQuestion: q, who: who, resolver: net.DefaultResolver, every: dnsEvery, keep: dnsKeep, trouble: trouble{log: log, what: what}}
 }
 
 // Watch sends the workers that name servers name.
@@ -98,15 +105,15 @@ func (d *dnsSource) Watch(ctx context.Context) <-chan []kv.Worker {
 					d.trouble.over()
 				}
 			case len(known) == 0:
-				d.trouble.is(err, "no worker is known")
+				d.trouble.is(err, fmt.Sprintf("no %s is known", d.who))
 			case nobody.IsZero():
-				d.trouble.is(err, keptAsKnown)
+				d.trouble.is(err, stayAsKnown(d.who))
 				list = known
 			case time.Since(nobody) < d.keep:
-				d.trouble.is(err, fmt.Sprintf("%s, for %s at most", keptAsKnown, d.keep))
+				d.trouble.is(err, fmt.Sprintf("%s, for %s at most", stayAsKnown(d.who), d.keep))
 				list = known
 			default:
-				d.trouble.is(fmt.Errorf("%w, for %s", err, d.keep), "its workers are let go")
+				d.trouble.is(fmt.Errorf("%w, for %s", err, d.keep), fmt.Sprintf("its %ss are let go", d.who))
 				clear(d.missed)
 			}
 			if !slices.Equal(list, known) {

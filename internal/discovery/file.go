@@ -26,8 +26,8 @@ const (
 	fileLook = 500 * time.Millisecond // between looks at it
 )
 
-// keptAsKnown is what becomes of the workers while a source does not know.
-const keptAsKnown = "the workers stay as they were"
+// stayAsKnown is what becomes of whom a source finds while it does not know.
+func stayAsKnown(who string) string { return "the " + who + "s stay as they were" }
 
 // fileSource reads the workers from a file. It is read at every look: it is small, and
 // what tells of changes misses some (a mounted ConfigMap is a link to a link).
@@ -80,7 +80,7 @@ func (f *fileSource) look() (changed bool) {
 	data, err := readBounded(f.path)
 	switch {
 	case err != nil:
-		f.trouble.is(err, keptAsKnown)
+		f.trouble.is(err, stayAsKnown("worker"))
 		return false
 	case bytes.Equal(data, f.used):
 		f.seen = data
@@ -92,7 +92,7 @@ func (f *fileSource) look() (changed bool) {
 	}
 	list, err := parseFile(data)
 	if err != nil {
-		f.trouble.is(err, keptAsKnown)
+		f.trouble.is(err, stayAsKnown("worker"))
 		return false
 	}
 	f.trouble.over()

@@ -28,8 +28,9 @@ import (
 
 // What is asked of the API server.
 var (
-	podResource  = schema.GroupVersionResource{Version: "v1", Resource: "pods"}
-	poolResource = schema.GroupVersionResource{Group: "inference.networking.k8s.io", Version: "v1", Resource: "inferencepools"}
+	podResource   = schema.GroupVersionResource{Version: "v1", Resource: "pods"}
+	poolResource  = schema.GroupVersionResource{Group: "inference.networking.k8s.io", Version: "v1", Resource: "inferencepools"}
+	sliceResource = schema.GroupVersionResource{Group: "discovery.k8s.io", Version: "v1", Resource: "endpointslices"}
 )
 
 // namespaceFile has the namespace of the Pod that this process runs in.
@@ -59,32 +60,49 @@ func (s Settings) validateKubernetes() error {
 	return nil
 }
 
-// kubeSource finds workers in a cluster. Reflectors of client-go follow the Pods and
-// the pool; what changes wakes the goroutine of Watch.
-type kubeSource struct {
+// cluster is a namespace of a cluster. Reflectors of client-go follow what is asked for.
+type cluster struct {
 	client    dynamic.Interface
 	idle      func() // closes connections that nobody uses
 	namespace string
-	settings  Settings
 	backoff   wait.Backoff
+	what      string // the flag and its source, for people
+	kept      string // what becomes of what is known while the API server is away
 	log       *slog.Logger
 	changed   chan struct{} // has a token when there is something new
-	crowded   bool          // there are more than maxWorkers: that was told
+	crowded   bool          // there is more than may be: that was told
 
-	mu       sync.Mutex        // guards the rest, and what reflectors store
+	mu sync.Mutex // guards what reflectors store
+}
+
+// kubeSource finds workers in a cluster: what changes wakes the goroutine of Watch.
+type kubeSource struct {
+	*cluster
+	settings Settings
+
+	// Guarded by mu.
 	pool     *pool             // nil: none is known, or none is asked for
 	problems map[string]string // told of Pods, by name
 }
 
-// openKubernetes finds the cluster: the one that the router runs in, else that of the
-// current context of KUBECONFIG.
+// openKubernetes finds the cluster of --discovery kubernetes.
 func openKubernetes(s Settings, log *slog.Logger) (*kubeSource, error) {
-	namespace := s.Namespace
+	config, namespace, err := findCluster(s.Namespace, "give --namespace")
+	if err != nil {
+		return nil, fmt.Errorf("--discovery kubernetes: %w", err)
+	}
+	return newKubernetes(s, config, namespace, log)
+}
+
+// findCluster finds the cluster that the router runs in, else that of the current
+// context of KUBECONFIG. Without a namespace it is the router's own, or the context's;
+// remedy says how to give one.
+func findCluster(namespace, remedy string) (*rest.Config, string, error) {
 	config, err := rest.InClusterConfig()
 	if err == nil && namespace == "" {
 		own, err := os.ReadFile(namespaceFile)
 		if err != nil {
-			return nil, fmt.Errorf("--discovery kubernetes: the router's own namespace is not known (%w): give --namespace", err)
+			return nil, "", fmt.Errorf("the router's own namespace is not known (%w): %s", err, remedy)
 		}
 		namespace = strings.TrimSpace(string(own))
 	}
@@ -95,35 +113,52 @@ func openKubernetes(s Settings, log *slog.Logger) (*kubeSource, error) {
 		}
 	}
 	if err != nil {
-		return nil, fmt.Errorf("--discovery kubernetes: no cluster: %w; run in a Pod with a ServiceAccount, or set KUBECONFIG", err)
+		return nil, "", fmt.Errorf("no cluster: %w; run in a Pod with a ServiceAccount, or set KUBECONFIG", err)
 	}
 	config.UserAgent = "kvrouter"
-	return newKubernetes(s, config, namespace, log)
+	return config, namespace, nil
 }
 
 // newKubernetes is openKubernetes with a known cluster.
 func newKubernetes(s Settings, config *rest.Config, namespace string, log *slog.Logger) (*kubeSource, error) {
-	web, err := rest.HTTPClientFor(config)
-	if err != nil {
-		return nil, fmt.Errorf("--discovery kubernetes: %w", err)
-	}
-	client, err := dynamic.NewForConfigAndClient(config, web)
+	client, idle, err := connect(config)
 	if err != nil {
 		return nil, fmt.Errorf("--discovery kubernetes: %w", err)
 	}
 	k := newKubeSource(s, client, namespace, log)
-	k.idle = web.CloseIdleConnections
+	k.idle = idle
 	return k, nil
+}
+
+// connect returns a client of the API server, and what closes its idle connections.
+func connect(config *rest.Config) (client dynamic.Interface, idle func(), err error) {
+	web, err := rest.HTTPClientFor(config)
+	if err != nil {
+		return nil, nil, err
+	}
+	client, err = dynamic.NewForConfigAndClient(config, web)
+	return client, web.CloseIdleConnections, err
+}
+
+// newCluster returns a namespace over a client.
+func newCluster(client dynamic.Interface, namespace, what, kept string, log *slog.Logger) *cluster {
+	return &cluster{
+		client: client, namespace: namespace, what: what, kept: kept, log: log, idle: func() {}, changed: make(chan struct{}, 1),
+		// A router that was away for long is to know its workers soon after.
+		backoff: wait.Backoff{Duration: 500 * time.Millisecond, Cap: 15 * time.Second, Steps: 100, Factor: 2, Jitter: 0.5},
+	}
 }
 
 // newKubeSource returns a source over a client.
 func newKubeSource(s Settings, client dynamic.Interface, namespace string, log *slog.Logger) *kubeSource {
-	return &kubeSource{
-		client: client, namespace: namespace, settings: s, log: log, idle: func() {},
-		changed: make(chan struct{}, 1), problems: map[string]string{},
-		// A router that was away for long is to know its workers soon after.
-		backoff: wait.Backoff{Duration: 500 * time.Millisecond, Cap: 15 * time.Second, Steps: 100, Factor: 2, Jitter: 0.5},
-	}
+	return &kubeSource{cluster: newCluster(client, namespace, "--discovery kubernetes", stayAsKnown("worker"), log), settings: s, problems: map[string]string{}}
+}
+
+// podSet is the Pods of a selection.
+type podSet struct {
+	selection
+	end  context.CancelFunc
+	pods *store[pod]
 }
 
 // selection is which Pods are workers, and by which name of a selector.
@@ -155,10 +190,10 @@ func (k *kubeSource) knownPool() *pool {
 	return k.pool
 }
 
-// wake has the goroutine of Watch look what is new.
-func (k *kubeSource) wake() {
+// wake has the goroutine that waits look what is new.
+func (c *cluster) wake() {
 	select {
-	case k.changed <- struct{}{}:
+	case c.changed <- struct{}{}:
 	default: // it has a token
 	}
 }
@@ -186,11 +221,13 @@ func (k *kubeSource) Watch(ctx context.Context) <-chan []kv.Worker {
 				}
 				sets = nil
 				for _, s := range now {
-					set := &podSet{k: k, selection: s}
+					set := &podSet{selection: s, pods: newStore(k.cluster, podOf)}
 					var follow context.Context
 					follow, set.end = context.WithCancel(ctx)
 					sets = append(sets, set)
-					reflectors.Go(func() { set.follow(follow) })
+					reflectors.Go(func() {
+						k.reflect(follow, podResource, func(o *metav1.ListOptions) { o.LabelSelector = set.selector }, set.pods)
+					})
 				}
 			}
 			if list, known := k.workers(sets, last); known && (!told || !slices.Equal(list, last)) {
@@ -218,7 +255,7 @@ func sameSelections(sets []*podSet, now []selection) bool {
 func (k *kubeSource) workers(sets []*podSet, last []kv.Worker) (list []kv.Worker, known bool) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if len(sets) == 0 || slices.ContainsFunc(sets, func(set *podSet) bool { return set.pods == nil }) {
+	if len(sets) == 0 || slices.ContainsFunc(sets, func(set *podSet) bool { return set.pods.all == nil }) {
 		return nil, false
 	}
 	ports := []uint16{uint16(k.settings.WorkerPort)}
@@ -227,7 +264,7 @@ func (k *kubeSource) workers(sets []*podSet, last []kv.Worker) (list []kv.Worker
 	}
 	byID, problems, roles := map[uint64]kv.Worker{}, map[string]string{}, map[string]kv.Role{}
 	for _, set := range sets { // those with a role come last, and count
-		for _, p := range set.pods {
+		for _, p := range set.pods.all {
 			found, problem := p.workers(set.role, ports, k.pool != nil)
 			if set.role != nil && len(found) > 0 {
 				if before, is := roles[p.name]; is && before != *set.role {
@@ -273,7 +310,7 @@ func (k *kubeSource) bounded(list, last []kv.Worker) []kv.Worker {
 
 // plainAPI is an error of the API server in words that stay the same from one attempt
 // to the next, with what to do about it.
-func (k *kubeSource) plainAPI(err error, resource schema.GroupVersionResource) error {
+func (c *cluster) plainAPI(err error, resource schema.GroupVersionResource) error {
 	var address *url.Error
 	var unknown *net.DNSError
 	var broken *net.OpError
@@ -283,7 +320,7 @@ func (k *kubeSource) plainAPI(err error, resource schema.GroupVersionResource) e
 		if _, user, found := strings.Cut(oneLine(err), `User "`); found {
 			who, _, _ = strings.Cut(user, `"`)
 		}
-		return fmt.Errorf(`no right to list and watch %s in namespace %s: the Role of %s needs the rule {apiGroups: ["%s"], resources: [%[1]s], verbs: [list, watch]}`, resource.Resource, k.namespace, who, resource.Group)
+		return fmt.Errorf(`no right to list and watch %s in namespace %s: the Role of %s needs the rule {apiGroups: ["%s"], resources: [%[1]s], verbs: [list, watch]}`, resource.Resource, c.namespace, who, resource.Group)
 	case apierrors.IsUnauthorized(err):
 		return errors.New("the API server does not know who asks (401): the token or certificate is not valid there")
 	case apierrors.IsNotFound(err) && resource == poolResource:

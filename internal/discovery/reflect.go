@@ -26,9 +26,9 @@ const apiLimit = 30 * time.Second
 
 // reflect keeps store at what the API server has of a resource, until ctx ends: client-go
 // lists, watches, and lists again after a gap (410), with pauses that grow.
-func (k *kubeSource) reflect(ctx context.Context, resource schema.GroupVersionResource, narrow listOptions, store cache.ReflectorStore) {
-	at := k.client.Resource(resource).Namespace(k.namespace)
-	health := &apiHealth{k: k, resource: resource, now: map[string]string{}}
+func (c *cluster) reflect(ctx context.Context, resource schema.GroupVersionResource, narrow listOptions, store cache.ReflectorStore) {
+	at := c.client.Resource(resource).Namespace(c.namespace)
+	health := &apiHealth{c: c, resource: resource, now: map[string]string{}}
 	ways := &cache.ListWatch{
 		ListWithContextFunc: func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
 			ctx, cancel := context.WithTimeout(ctx, apiLimit)
@@ -46,13 +46,13 @@ func (k *kubeSource) reflect(ctx context.Context, resource schema.GroupVersionRe
 		},
 	}
 	var silent klog.Logger // what matters is told here
-	reflector := cache.NewReflectorWithOptions(cache.ToListWatcherWithWatchListSemantics(ways, k.client), &unstructured.Unstructured{}, store, cache.ReflectorOptions{Logger: &silent, Name: resource.Resource, Backoff: &k.backoff})
+	reflector := cache.NewReflectorWithOptions(cache.ToListWatcherWithWatchListSemantics(ways, c.client), &unstructured.Unstructured{}, store, cache.ReflectorOptions{Logger: &silent, Name: resource.Resource, Backoff: &c.backoff})
 	reflector.RunWithContext(klog.NewContext(ctx, silent))
 }
 
 // apiHealth tells people whether the API server answers.
 type apiHealth struct {
-	k        *kubeSource
+	c        *cluster
 	resource schema.GroupVersionResource
 
 	mu  sync.Mutex        // guards now
@@ -70,83 +70,79 @@ func (h *apiHealth) heard(ctx context.Context, verb string, options metav1.ListO
 			clear(h.now)
 		}
 		if before > 0 && len(h.now) == 0 {
-			h.k.log.Info("--discovery kubernetes: the API server answers again", "resource", h.resource.Resource)
+			h.c.log.Info(h.c.what+": the API server answers again", "resource", h.resource.Resource)
 		}
 	case errors.Is(context.Cause(ctx), context.Canceled): // nobody asks any more
 	case apierrors.IsResourceExpired(err), apierrors.IsGone(err): // all is listed anew
 	case options.SendInitialEvents != nil && (apierrors.IsInvalid(err) || apierrors.IsBadRequest(err)): // an older server: it is asked for a list
 	default:
-		text := h.k.plainAPI(err, h.resource).Error()
+		text := h.c.plainAPI(err, h.resource).Error()
 		if !slices.Contains(slices.Collect(maps.Values(h.now)), text) {
-			h.k.log.Warn("--discovery kubernetes: "+text+"; "+keptAsKnown, "resource", h.resource.Resource)
+			h.c.log.Warn(h.c.what+": "+text+"; "+h.c.kept, "resource", h.resource.Resource)
 		}
 		h.now[verb] = text
 	}
 }
 
-// podSet is the Pods of a selection, as a reflector's store.
-type podSet struct {
-	k *kubeSource
-	selection
-	end  context.CancelFunc
-	pods map[string]pod // by namespace and name; nil: not known yet. Guarded by k.mu
+// store is a reflector's store of what is kept of each object.
+type store[T any] struct {
+	c   *cluster
+	of  func(*unstructured.Unstructured) T
+	all map[string]T // by namespace and name; nil: not known yet. Guarded by c.mu
 }
 
-// follow keeps the Pods up to date until ctx ends.
-func (s *podSet) follow(ctx context.Context) {
-	s.k.reflect(ctx, podResource, func(o *metav1.ListOptions) { o.LabelSelector = s.selector }, s)
+func newStore[T any](c *cluster, of func(*unstructured.Unstructured) T) *store[T] {
+	return &store[T]{c: c, of: of}
 }
 
-// change changes the Pods, and has them looked at.
-func (s *podSet) change(change func()) error {
-	s.k.mu.Lock()
+// change changes the objects, and has them looked at.
+func (s *store[T]) change(change func()) error {
+	s.c.mu.Lock()
 	change()
-	s.k.mu.Unlock()
-	s.k.wake()
+	s.c.mu.Unlock()
+	s.c.wake()
 	return nil
 }
 
-// Add takes in a Pod.
-func (s *podSet) Add(object any) error {
+// Add takes in an object.
+func (s *store[T]) Add(object any) error {
 	u, is := object.(*unstructured.Unstructured)
 	if !is {
-		return fmt.Errorf("%T is no Pod", object)
+		return fmt.Errorf("%T is no object of the API", object)
 	}
 	return s.change(func() {
-		if s.pods == nil {
-			s.pods = map[string]pod{}
+		if s.all == nil {
+			s.all = map[string]T{}
 		}
-		p := podOf(u)
-		s.pods[p.namespace+"/"+p.name] = p
+		s.all[u.GetNamespace()+"/"+u.GetName()] = s.of(u)
 	})
 }
 
-// Update takes in a Pod that has changed.
-func (s *podSet) Update(object any) error { return s.Add(object) }
+// Update takes in an object that has changed.
+func (s *store[T]) Update(object any) error { return s.Add(object) }
 
-// Delete takes a Pod out.
-func (s *podSet) Delete(object any) error {
+// Delete takes an object out.
+func (s *store[T]) Delete(object any) error {
 	u, is := object.(*unstructured.Unstructured)
 	if !is {
-		return fmt.Errorf("%T is no Pod", object)
+		return fmt.Errorf("%T is no object of the API", object)
 	}
-	return s.change(func() { delete(s.pods, u.GetNamespace()+"/"+u.GetName()) })
+	return s.change(func() { delete(s.all, u.GetNamespace()+"/"+u.GetName()) })
 }
 
-// Replace takes in all Pods anew.
-func (s *podSet) Replace(objects []any, _ string) error {
-	pods := make(map[string]pod, len(objects))
+// Replace takes in all objects anew.
+func (s *store[T]) Replace(objects []any, _ string) error {
+	all := make(map[string]T, len(objects))
 	for _, object := range objects {
 		if u, is := object.(*unstructured.Unstructured); is {
-			p := podOf(u)
-			pods[p.namespace+"/"+p.name] = p
+			all[u.GetNamespace()+"/"+u.GetName()] = s.of(u)
 		}
 	}
-	return s.change(func() { s.pods = pods })
+	return s.change(func() { s.all = all })
 }
 
 // Resync does nothing: nothing gets lost.
-func (s *podSet) Resync() error { return nil }
+func (s *store[T]) Resync() error { return nil }
 
 // poolStore is the one pool that is asked for, as a reflector's store.
 type poolStore struct {
@@ -164,7 +160,7 @@ func (k *kubeSource) followPool(ctx context.Context) {
 // missing says that there is no such pool. What is known of it stays: its workers are
 // there.
 func (s *poolStore) missing() error {
-	s.trouble.is(fmt.Errorf("there is no InferencePool %s in namespace %s", s.k.settings.Pool, s.k.namespace), keptAsKnown)
+	s.trouble.is(fmt.Errorf("there is no InferencePool %s in namespace %s", s.k.settings.Pool, s.k.namespace), stayAsKnown("worker"))
 	return nil
 }
 
@@ -176,7 +172,7 @@ func (s *poolStore) Add(object any) error {
 	}
 	p, err := poolOf(u)
 	if err != nil {
-		s.trouble.is(err, keptAsKnown)
+		s.trouble.is(err, stayAsKnown("worker"))
 		return nil
 	}
 	s.trouble.over()

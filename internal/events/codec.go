@@ -132,7 +132,7 @@ func (d *batchDecoder) next() (*kvEvent, error) {
 	d.left--
 	e := &d.event
 	*e = kvEvent{hashes: e.hashes[:0], tokens: e.tokens[:0], extra: e.extra[:0]}
-	end, err := valueEnd(d.data, d.pos())
+	end, err := ValueEnd(d.data, d.pos())
 	if err != nil {
 		d.left = 0
 		return e, err
@@ -397,7 +397,7 @@ func (d *batchDecoder) isNil() bool {
 }
 
 func (d *batchDecoder) skip() error {
-	end, err := valueEnd(d.data, d.pos())
+	end, err := ValueEnd(d.data, d.pos())
 	if err != nil {
 		return err
 	}
@@ -459,11 +459,11 @@ func (d *batchDecoder) optionalText() ([]byte, error) {
 	return d.text()
 }
 
-// valueEnd returns where the msgpack value that begins at pos ends, or
+// ValueEnd returns where the msgpack value that begins at pos ends, or
 // errBrokenPayload. It only counts the values still owed, so nesting costs
 // neither stack nor memory, and a count above the bytes that are left fails
 // at once.
-func valueEnd(data []byte, pos int) (int, error) {
+func ValueEnd(data []byte, pos int) (int, error) {
 	for owed := 1; owed > 0; owed-- {
 		if pos >= len(data) {
 			return 0, errBrokenPayload

@@ -428,6 +428,36 @@ func (d *Detector) bringBack(key kv.WorkerKey, w *worker, now time.Time) {
 	d.recount()
 }
 
+// Hint notes that another router has taken a worker out for that long. It may be that
+// router's own trouble: the worker is held, for no longer than a first ejection is, and
+// never so many of them that not all the others could be out. It tells whether that
+// changed anything.
+func (d *Detector) Hint(key kv.WorkerKey, long time.Duration, now time.Time) (took bool) {
+	w := d.workers[key]
+	if w == nil || w.gone || long <= 0 || d.settings.EjectAfter == 0 {
+		return false
+	}
+	d.bringUpToDate(key, w, now)
+	if w.phase != phaseIn || !w.held.IsZero() {
+		return false
+	}
+	out, all := 1, 0
+	for other, o := range d.workers {
+		if o.gone {
+			continue
+		}
+		if all++; d.IsOut(other, now) {
+			out++
+		}
+	}
+	if d.TooMany(out, all) {
+		return false
+	}
+	w.held = now.Add(min(long, d.settings.EjectionTime))
+	d.recount()
+	return true
+}
+
 // Readmit ends a worker's ejection or pause: it has its full share at once. What it
 // has failed counts no more.
 func (d *Detector) Readmit(key kv.WorkerKey, now time.Time) {

@@ -500,3 +500,35 @@ func TestSettingsThatMakeNoSense(t *testing.T) {
 		}
 	}
 }
+
+func TestHintsHoldAWorkerForAFirstEjectionAtMost(t *testing.T) {
+	settings := DefaultSettings()
+	now := time.Unix(1_000_000, 0)
+	d := New(settings)
+	key := func(i int) kv.WorkerKey { return kv.WorkerKey{Worker: uint64(i)} }
+	for i := range 4 {
+		d.Join(key(i), 0, now)
+	}
+	if d.Hint(key(9), time.Second, now) || d.Hint(key(0), 0, now) {
+		t.Error("a hint of an unknown worker, or of no time, was taken")
+	}
+	if !d.Hint(key(0), time.Hour, now) || !d.IsOut(key(0), now) || d.Ejected(key(0), now) {
+		t.Fatal("a hint was not taken, or ejects")
+	}
+	if d.Hint(key(0), time.Hour, now.Add(time.Second)) {
+		t.Error("a hint prolongs another one")
+	}
+	if !d.Hint(key(1), time.Second, now) || d.Hint(key(2), time.Second, now) {
+		t.Error("hints hold less, or more, than --max-ejection-percent of the workers")
+	}
+	if d.IsOut(key(1), now.Add(time.Second)) || !d.IsOut(key(0), now.Add(settings.EjectionTime-1)) || d.IsOut(key(0), now.Add(settings.EjectionTime)) {
+		t.Error("a hint holds for another time than it says, --ejection-time at most")
+	}
+	settings.EjectAfter = 0
+	d = New(settings)
+	d.Join(key(0), 0, now)
+	d.Join(key(1), 0, now)
+	if d.Hint(key(0), time.Second, now) {
+		t.Error("a hint was taken though failures take no worker out")
+	}
+}

@@ -1,17 +1,18 @@
 // Package replica keeps the bookings of several routers over the same workers in
-// step. Each router publishes its own bookings by ZeroMQ and books what the others
-// publish.
+// step. They speak the mesh of Dynamo's selection service by ZeroMQ: each router
+// publishes its own bookings and sessions, and takes over what the others publish.
+// Kvrouters also tell each other what they hold, so that what was lost is told again.
 package replica
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"math/rand/v2"
-	"net"
-	"strconv"
+	"slices"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -23,24 +24,29 @@ import (
 
 // Settings holds the settings of several routers over the same workers.
 type Settings struct {
-	ReplicaSync     bool     `group:"Replicas" help:"Tell other routers over the same workers, whose --worker ids must be the same, what is in flight from here, and count what they tell."`
-	ReplicaSyncPort int      `group:"Replicas" default:"7100" help:"Port that the other routers learn it from (ZeroMQ PUB); 0 is any free one."`
-	ReplicaSyncHost string   `group:"Replicas" placeholder:"HOST" help:"Address that this port listens on. Default: that of --host."`
-	ReplicaKey      string   `group:"Replicas" name:"replica-key" placeholder:"KEY" help:"Key that all these routers share, at least 16 characters: what they tell is sealed by it. Better given as environment variable or in the file of settings."`
-	ReplicaPeers    []string `group:"Replicas" placeholder:"HOST:PORT" help:"The other routers' --replica-sync-port; several are separated by commas."`
+	ReplicaSync      bool     `group:"Replicas" help:"Tell other routers over the same workers, whose --worker ids must be the same, what is in flight from here, and count what they tell: kvrouters, and Dynamo's selection services."`
+	ReplicaSyncPort  int      `group:"Replicas" default:"7100" help:"Port that the other routers learn it from (ZeroMQ PUB); 0 is any free one."`
+	ReplicaSyncHost  string   `group:"Replicas" placeholder:"HOST" help:"Address that this port listens on. Default: that of --host."`
+	ReplicaKey       string   `group:"Replicas" name:"replica-key" placeholder:"KEY" help:"Key that all these routers share, at least 16 characters: what they tell is sealed by it, and what is not is refused, Dynamo's too. Better given as environment variable or in the file of settings."`
+	ReplicaPeers     []string `group:"Replicas" placeholder:"HOST:PORT" help:"The other routers' --replica-sync-port; several are separated by commas."`
+	ReplicaDiscovery string   `group:"Replicas" placeholder:"WHERE" help:"Find the other routers there, as they come and go: dns://NAME:PORT, all addresses of a name, or service://NAME:PORT or service://NAMESPACE/NAME:PORT, the endpoints of a headless Service in Kubernetes. This router may be among them."`
 }
 
 // Validate checks the settings; its errors name the flag.
 func (c Settings) Validate() error {
-	if !c.ReplicaSync && len(c.ReplicaPeers) > 0 {
+	switch {
+	case !c.ReplicaSync && len(c.ReplicaPeers) > 0:
 		return errors.New("--replica-peers: give --replica-sync, too")
+	case !c.ReplicaSync && c.ReplicaDiscovery != "":
+		return errors.New("--replica-discovery: give --replica-sync, too")
+	case len(c.ReplicaPeers) > maxPeers:
+		return fmt.Errorf("--replica-peers: there are %d; give at most %d", len(c.ReplicaPeers), maxPeers)
 	}
 	if n := len(c.ReplicaKey); n > 0 && n < keySize {
 		return fmt.Errorf("--replica-key: it has %d characters; give at least %d", n, keySize)
 	}
 	for _, peer := range c.ReplicaPeers {
-		host, port, err := net.SplitHostPort(peer)
-		if n, bad := strconv.ParseUint(port, 10, 16); err != nil || bad != nil || n == 0 || host == "" {
+		if !validAddress(peer) {
 			return fmt.Errorf("--replica-peers %s: want HOST:PORT", peer)
 		}
 	}
@@ -49,267 +55,297 @@ func (c Settings) Validate() error {
 
 // Bounds of what routers tell each other.
 const (
-	// queueLimit is how many changes wait to be sent; what comes when it is
-	// full is lost.
+	// queueLimit is how many messages wait to be sent; what comes when it is full
+	// is lost.
 	queueLimit = 100_000
-	// bookingLimit is how many bookings of one other router are kept at a time.
+	// bookingLimit is how many bookings of one other router are known at a time.
 	bookingLimit = 100_000
 	// hashLimit is how many sequence hashes they have together: 128 MB.
 	hashLimit = 1 << 24
-	// messageLimit bounds the bytes of one change: the sequence hashes of 2^27
-	// tokens in blocks of 64 take 22 MB.
-	messageLimit = 32 << 20
-	// replicaTopic begins every message.
-	replicaTopic = "active_sequences_events"
 )
 
-// Mesh shares bookings between several routers over the same workers: it publishes
-// the bookings of this router and books what the others publish. It works on best
-// effort: a lost change stays lost, requests in flight before two routers connect
-// stay unknown, and blocks of answers are not shared. When a router falls silent,
-// all of its bookings end.
+// Mesh shares bookings, sessions and ejections between several routers over the same
+// workers. A booking that got lost is found by the digests that kvrouters tell each
+// other twice a second, and told again; from Dynamo it stays lost. Blocks of answers
+// are not shared. When a router falls silent, all of its bookings end.
 type Mesh struct {
+	// Find tells use the addresses, host:port, of the other routers each time that
+	// they change, until ctx ends; this router's own may be among them. Set it
+	// before Run; nil: nobody looks for them.
+	Find func(ctx context.Context, use func(addresses []string))
+	// Partition returns the model and the routing group of a worker, by which Dynamo
+	// tells workers apart. Set it before Run.
+	Partition func(worker uint64) (model, group string)
+
 	router *router.Router
-	id     uint64 // drawn at each start
-	peers  []string
+	id     uint64 // drawn at each start; never 0
 	log    *slog.Logger
 	pub    *zmq.Publisher
 	edges  *guard.Edges
-	queue  chan queuedChange
+	queue  chan message
 	timing timing
-	seal   *seal // nil: messages are sent as they are
+	seal   *seal         // nil: messages are sent as they are
+	asked  atomic.Uint64 // buckets that others want to be told again
+	missed atomic.Bool   // a change was lost because queue was full
+	lose   func() bool   // tests: this message is lost; nil: none is
 
-	Sent     atomic.Uint64 // changes
-	Received atomic.Uint64 // changes, without those that say nothing new
+	books sync.Mutex // guards what every otherRouter holds; taken before mu
+
+	mu        sync.Mutex // guards the rest but the counts
+	running   context.Context
+	want      map[string]origin
+	followed  map[string]context.CancelFunc
+	followers sync.WaitGroup
+	heard     map[uint64]*otherRouter // who hears a router, by its id
+
+	Sent     atomic.Uint64 // bookings' changes, those told again too, and sessions' moves
+	Resent   atomic.Uint64 // bookings that were told again
+	Received atomic.Uint64 // changes and moves, without those that say nothing new
 	Dropped  atomic.Uint64 // changes lost because a queue or table was full, or because they make no sense
+	Refused  atomic.Uint64 // messages that are not sealed by our key, or are malformed
 	Lost     atomic.Uint64 // times that a peer was forgotten
 	Held     atomic.Int64  // bookings of other routers
 }
 
 // timing holds the waits, so that tests can shorten them.
 type timing struct {
-	alive          time.Duration // between messages that say nothing else
-	silence        time.Duration // after which a peer is gone
+	tick           time.Duration // between answers to what others ask
+	digest         int           // ticks between two digests
+	silence        time.Duration // after which a kvrouter is gone
+	foreign        time.Duration // after which a Dynamo is, which sends a heartbeat every 5 s
 	retry, retryTo time.Duration // between attempts to connect: first and longest
+	self           time.Duration // until an address that led to this router is tried again
 }
 
-// queuedChange is a change before it is put into bytes.
-type queuedChange struct {
+// message is something to be sent: a change of a booking of this router's or of another
+// one's, which is passed on, a binding of a session, or an ownMessage.
+type message struct {
 	kind    string
 	booking *router.Booking
+	passed  *router.Change
+	session *router.SessionBinding
+	own     *ownMessage
 }
 
 // New listens for other routers at address, host:port. Run publishes the changes of
-// router and follows peers. edges counts the panics of what parses their messages.
-func New(router *router.Router, address string, peers []string, edges *guard.Edges, log *slog.Logger) (*Mesh, error) {
+// rt from now on, and follows peers, host:port. edges counts the panics of what
+// parses their messages.
+func New(rt *router.Router, address string, peers []string, edges *guard.Edges, log *slog.Logger) (*Mesh, error) {
 	pub, err := zmq.NewPublisher(address, zmq.WithGuard(func(f func() error) error { return edges.Do(guard.ReplicaServer, log, f) }))
 	if err != nil {
 		return nil, err
 	}
-	return &Mesh{
-		router: router, id: rand.Uint64(), peers: peers, log: log, pub: pub, edges: edges, queue: make(chan queuedChange, queueLimit),
-		timing: timing{alive: time.Second, silence: 5 * time.Second, retry: 100 * time.Millisecond, retryTo: 5 * time.Second},
-	}, nil
+	r := &Mesh{
+		Partition: func(uint64) (model, group string) { return "default", "default" },
+		router:    rt, id: max(1, rand.Uint64()), log: log, pub: pub, edges: edges, queue: make(chan message, queueLimit),
+		timing: timing{
+			tick: 100 * time.Millisecond, digest: 5, silence: 5 * time.Second, foreign: 20 * time.Second,
+			retry: 100 * time.Millisecond, retryTo: 5 * time.Second, self: time.Minute,
+		},
+		want: map[string]origin{}, followed: map[string]context.CancelFunc{}, heard: map[uint64]*otherRouter{},
+	}
+	for _, peer := range peers {
+		r.want[peer] = named
+	}
+	rt.Share(&router.Sharing{ // what is booked before Run is told by it
+		Writer:  r.id,
+		Booking: func(kind string, b *router.Booking) { r.put(message{kind: kind, booking: b}) },
+		Session: func(b router.SessionBinding) { r.put(message{session: &b}) },
+		Ejection: func(w kv.WorkerKey, long time.Duration) {
+			r.say(ownMessage{Kind: kindEjection, Worker: &rank{w.Worker, w.Rank}, Milliseconds: uint64(max(0, long.Milliseconds()))})
+		},
+	})
+	return r, nil
 }
 
-// Close ends the listening that New began. Run does so by itself.
-func (r *Mesh) Close() { r.pub.Close() }
+// Close ends what New began. Run does so by itself.
+func (r *Mesh) Close() {
+	r.router.Share(nil)
+	r.pub.Close()
+}
 
 // Run publishes and follows changes until ctx ends. Then it ends all bookings of
 // other routers, and every goroutine that it started has ended.
 func (r *Mesh) Run(ctx context.Context) {
-	r.router.Share(r.put)
-	defer r.router.Share(nil)
-	defer r.pub.Close()
-	done := make(chan struct{})
-	for _, peer := range r.peers {
-		go func() {
-			defer func() { done <- struct{}{} }()
-			r.follow(ctx, peer)
-		}()
+	defer r.Close()
+	r.mu.Lock()
+	r.running = ctx
+	r.reconcile()
+	if r.Find != nil {
+		r.followers.Go(func() { r.Find(ctx, r.usePeers) })
 	}
+	r.mu.Unlock()
 	r.tell(ctx)
-	for range r.peers {
-		<-done
-	}
+	r.mu.Lock()
+	r.running = nil // nobody is followed anew
+	r.mu.Unlock()
+	r.followers.Wait()
 }
 
-// put queues a change. It never waits.
-func (r *Mesh) put(kind string, b *router.Booking) {
+// put queues a message. It never waits.
+func (r *Mesh) put(m message) {
 	select {
-	case r.queue <- queuedChange{kind, b}:
+	case r.queue <- m:
 	default:
 		r.Dropped.Add(1)
+		r.missed.Store(true)
 	}
 }
 
-// tell publishes what is queued until ctx ends.
+// say queues a message to kvrouters.
+func (r *Mesh) say(m ownMessage) {
+	m.Router = r.id
+	r.put(message{own: &m})
+}
+
+// tell publishes what is queued until ctx ends, digests of it, and again what others
+// ask for.
 func (r *Mesh) tell(ctx context.Context) {
-	ticker := time.NewTicker(r.timing.alive)
+	var books ownBooks
+	ticker := time.NewTicker(r.timing.tick)
 	defer ticker.Stop()
-	refused := uint64(0)
-	for {
-		change := router.Change{Kind: router.ChangeAlive}
+	refused, joined := uint64(0), uint64(0)
+	for ticks := 0; ; {
 		select {
 		case <-ctx.Done():
 			return
+		case m := <-r.queue:
+			r.send(&books, m)
 		case <-ticker.C:
 			if n := r.pub.Refused(); n > refused {
 				r.log.Warn("connections to the replica port were refused: it has as many as it takes", "port", r.pub.Endpoint(), "refused", n-refused)
 				refused = n
 			}
-		case queued := <-r.queue:
-			if r.pub.Subscribers() == 0 {
-				continue
+			if now := r.pub.Joined(); now != joined { // who has come knows of nothing yet, and Dynamo does not ask
+				joined = now
+				r.asked.Store(^uint64(0))
 			}
-			change = queued.booking.Change(queued.kind)
-			r.Sent.Add(1)
-		}
-		change.Router = r.id
-		if text, err := json.Marshal(change); err == nil {
-			r.pub.Publish([]byte(replicaTopic), r.seal.close(text))
+			if len(r.queue) == 0 && r.missed.Swap(false) {
+				for _, b := range books.ended() {
+					r.send(&books, message{kind: router.ChangeFree, booking: b})
+				}
+			}
+			r.again(&books, r.asked.Swap(0))
+			if ticks++; ticks%r.timing.digest == 0 {
+				r.digest(&books)
+			}
 		}
 	}
 }
 
-// follow books what a peer tells until ctx ends.
-func (r *Mesh) follow(ctx context.Context, peer string) {
-	pause := r.timing.retry
-	for told := false; ctx.Err() == nil; {
-		heard := false
-		err := r.edges.Do(guard.Replica, r.log, func() error { return r.hear(ctx, peer, &heard) })
-		if ctx.Err() != nil {
+// send publishes one message.
+func (r *Mesh) send(books *ownBooks, m message) {
+	switch {
+	case m.own != nil:
+		r.publish(ownTopic, m.own)
+	case m.session != nil:
+		b := m.session
+		model, group := r.Partition(b.Worker.Worker)
+		r.publish(sessionTopic, &sessionEvent{model, group, b.ID, b.Worker.Worker, &b.Worker.Rank, b.Sequence, b.Writer})
+	case m.passed != nil:
+		change := router.Change{Kind: m.kind, Worker: m.passed.Worker}
+		r.publishSlot(slotOf(change, m.passed.Request, r.id), nil)
+	default:
+		if request := books.apply(m.kind, m.booking, r.id); request != "" {
+			r.publishChange(m.kind, m.booking, request)
+		}
+	}
+}
+
+// publishChange publishes a change of a booking that others know by that name, and
+// returns its size.
+func (r *Mesh) publishChange(kind string, b *router.Booking, request string) (size int) {
+	if r.pub.Subscribers() == 0 {
+		return 0
+	}
+	change, detail := b.Change(kind), (*slotDetail)(nil)
+	if kind == router.ChangeAdd {
+		detail = detailOf(change)
+	}
+	return r.publishSlot(slotOf(change, request, r.id), detail)
+}
+
+// publishSlot publishes a change as it goes over the wire, and returns its size.
+func (r *Mesh) publishSlot(change slotChange, detail *slotDetail) (size int) {
+	event := slotEvent{BlockSize: uint32(r.router.BlockSize()), Event: change, Detail: detail}
+	event.Model, event.Group = r.Partition(change.Worker.Worker)
+	return r.publish(slotTopic, &event)
+}
+
+// publish encodes, seals and publishes a message, and returns its size.
+func (r *Mesh) publish(topic string, what any) (size int) {
+	if r.pub.Subscribers() == 0 {
+		return 0
+	}
+	if topic != ownTopic {
+		r.Sent.Add(1)
+	}
+	text := r.seal.close(topic, encode(what))
+	r.pub.Publish([]byte(topic), text)
+	return len(text)
+}
+
+// Bounds of what is told again in one tick: more would run over the queue of who reads.
+const (
+	againMessages = 2_000
+	againBytes    = 4 << 20
+)
+
+// again tells all that is in flight of the buckets. Those that are too many for now
+// stay asked for, and are the first next time.
+func (r *Mesh) again(books *ownBooks, ask uint64) {
+	messages, size := 0, 0
+	for range buckets {
+		if messages >= againMessages || size >= againBytes {
+			r.asked.Or(ask)
 			return
 		}
-		if heard {
-			pause = r.timing.retry
-		}
-		if heard || !told {
-			told = true
-			r.log.Warn("another router is not heard", "peer", peer, "error", err)
-		}
-		timer := time.NewTimer(pause)
-		select {
-		case <-ctx.Done():
-		case <-timer.C:
-		}
-		timer.Stop()
-		pause = min(2*pause, r.timing.retryTo)
-	}
-}
-
-// errPeerSilent says that a peer has sent nothing for too long.
-var errPeerSilent = errors.New("it has fallen silent")
-
-// hear books what one connection to a peer tells, until it fails; then the
-// peer's bookings end. It sets heard once the peer has said something.
-func (r *Mesh) hear(ctx context.Context, peer string, heard *bool) error {
-	conn, err := zmq.DialSub(ctx, "tcp://"+peer, replicaTopic)
-	if err != nil {
-		return err
-	}
-	defer conn.Close()
-	conn.Limit(messageLimit)
-	from := r.opener()
-	p := otherRouter{mesh: r, open: map[uint64]heldBooking{}}
-	defer func() {
-		p.forget()
-		if *heard {
-			r.Lost.Add(1)
-		}
-	}()
-	for {
-		ready, err := conn.Wait(time.Now().Add(r.timing.silence))
-		if err == nil && !ready {
-			err = errPeerSilent
-		}
-		if err != nil {
-			return err
-		}
-		frames, err := conn.Recv()
-		if err != nil {
-			return err
-		}
-		text, err := from.open(frames[len(frames)-1])
-		if err != nil {
-			return err
-		}
-		var change router.Change
-		if err := json.Unmarshal(text, &change); err != nil {
-			return fmt.Errorf("message of another router: %w", err)
-		}
-		if change.Router == r.id { // the list of peers has ourselves in it
+		i := books.next
+		books.next = (i + 1) % buckets
+		if ask&(1<<i) == 0 {
 			continue
 		}
-		if !*heard {
-			*heard = true
-			r.log.Info("another router is heard", "peer", peer)
+		ask &^= 1 << i
+		in := books.buckets[i]
+		requests := slices.Sorted(maps.Keys(in))
+		r.publish(ownTopic, &ownMessage{Router: r.id, Kind: kindHeld, Bucket: uint64(i), Requests: requests})
+		for _, request := range requests {
+			held := in[request]
+			r.Resent.Add(1)
+			messages++
+			size += r.publishChange(router.ChangeAdd, held.Booking, request)
+			if held.computed {
+				messages++
+				size += r.publishChange(router.ChangePrefill, held.Booking, request)
+			}
 		}
-		p.take(change)
 	}
 }
 
-// otherRouter holds the bookings of one other router. One goroutine uses it.
-type otherRouter struct {
-	mesh   *Mesh
-	id     uint64
-	open   map[uint64]heldBooking
-	hashes int // of all of them
+// digest tells the sums of what is in flight. It also says that this router lives.
+func (r *Mesh) digest(books *ownBooks) {
+	m := ownMessage{Router: r.id, Kind: kindDigest}
+	if len(books.names) > 0 {
+		m.Sums = books.sums[:]
+	}
+	r.publish(ownTopic, &m)
 }
 
-// heldBooking is a booking and how many sequence hashes it has.
-type heldBooking struct {
-	*router.Booking
-	hashes int
+// Counts counts what routers have told each other.
+type Counts struct {
+	Sent, Resent, Received, Dropped, Refused, Lost uint64
+
+	Held  int64 // bookings of others now
+	Peers int   // other routers that are heard now
 }
 
-// sensible tells whether a booking can be: no prompt is longer than kv.MaxTokens,
-// none has more to compute than it has tokens, and none has more full blocks.
-// Negative numbers count as 0.
-func sensible(change router.Change) bool {
-	return change.Tokens <= kv.MaxTokens && change.Uncached <= max(0, change.Tokens) && len(change.Sequence)/8 <= max(0, change.Tokens) && change.Leg <= kv.LegDecode
-}
-
-// take applies a change that the other router published.
-func (p *otherRouter) take(change router.Change) {
-	if change.Router != p.id { // another one answers there now
-		p.forget()
-		p.id = change.Router
+// Counts returns what was told so far.
+func (r *Mesh) Counts() Counts {
+	r.mu.Lock()
+	peers := len(r.heard)
+	r.mu.Unlock()
+	return Counts{
+		Sent: r.Sent.Load(), Resent: r.Resent.Load(), Received: r.Received.Load(), Dropped: r.Dropped.Load(), Refused: r.Refused.Load(), Lost: r.Lost.Load(),
+		Held: r.Held.Load(), Peers: peers,
 	}
-	r := p.mesh
-	if change.Kind == router.ChangeAlive {
-		return
-	}
-	r.Received.Add(1)
-	b, known := p.open[change.Booking]
-	switch {
-	case change.Kind == router.ChangeAdd && !known:
-		hashes := len(change.Sequence) / 8
-		if len(p.open) >= bookingLimit || p.hashes+hashes > hashLimit || !sensible(change) {
-			r.Dropped.Add(1)
-			return
-		}
-		if b := r.router.BookRemote(change); b != nil {
-			p.open[change.Booking] = heldBooking{b, hashes}
-			p.hashes += hashes
-			r.Held.Add(1)
-		}
-	case change.Kind == router.ChangePrefill && known:
-		b.FirstToken()
-	case change.Kind == router.ChangeFree && known:
-		b.End()
-		delete(p.open, change.Booking)
-		p.hashes -= b.hashes
-		r.Held.Add(-1)
-	}
-}
-
-// forget ends all that the peer has booked.
-func (p *otherRouter) forget() {
-	for _, b := range p.open {
-		b.End()
-	}
-	p.mesh.Held.Add(-int64(len(p.open)))
-	clear(p.open)
-	p.hashes = 0
 }

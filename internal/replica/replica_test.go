@@ -2,10 +2,11 @@ package replica
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
 	"slices"
+	"sync"
 	"testing"
 	"time"
 
@@ -13,10 +14,17 @@ import (
 
 	"kvrouter/internal/guard"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/outlier"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
+	"kvrouter/internal/zmq"
 )
+
+// testMesh returns a mesh that is not connected.
+func testMesh(rt *router.Router) *Mesh {
+	return &Mesh{router: rt, id: 1, log: slog.New(slog.DiscardHandler), queue: make(chan message, 100), heard: map[uint64]*otherRouter{}}
+}
 
 // testReplica is a router that shares its books with others.
 type testReplica struct {
@@ -29,32 +37,45 @@ type testReplica struct {
 // all of them, itself too, as peers.
 func startReplicas(t *testing.T, n int, tweak func(*Mesh)) []*testReplica {
 	t.Helper()
-	before := goleak.IgnoreCurrent()
-	port := testkit.FreePorts(t, n)
-	var peers []string
-	for i := range n {
-		peers = append(peers, fmt.Sprintf("127.0.0.1:%d", port+i))
-	}
-	var all []*testReplica
+	all := startAll(t, n, tweak)
+	hear(t, all...)
+	return all
+}
+
+// startAll is startReplicas, but does not wait until they hear each other.
+func startAll(t *testing.T, n int, tweak func(*Mesh)) (all []*testReplica) {
+	t.Helper()
+	peers := testPeers(t, n)
 	for i := range n {
 		all = append(all, startReplica(t, peers, i, tweak))
 	}
-	t.Cleanup(func() {
-		for _, r := range all {
-			r.stop()
-		}
-		goleak.VerifyNone(t, before)
-	})
-	testkit.Eventually(t, 20*time.Second, "all routers heard", func() bool {
-		return !slices.ContainsFunc(all, func(r *testReplica) bool { return r.pub.Subscribers() < n })
-	})
 	return all
+}
+
+// testPeers returns n free addresses. No goroutine of who uses them may be left.
+func testPeers(t *testing.T, n int) (peers []string) {
+	before := goleak.IgnoreCurrent()
+	t.Cleanup(func() { goleak.VerifyNone(t, before) })
+	port := testkit.FreePorts(t, n)
+	for i := range n {
+		peers = append(peers, fmt.Sprintf("127.0.0.1:%d", port+i))
+	}
+	return peers
+}
+
+// hear waits until all hear all others.
+func hear(t *testing.T, all ...*testReplica) {
+	t.Helper()
+	testkit.Eventually(t, 20*time.Second, "all routers hear all others", func() bool {
+		return !slices.ContainsFunc(all, func(r *testReplica) bool { return r.Counts().Peers < len(all)-1 })
+	})
 }
 
 func startReplica(t *testing.T, peers []string, i int, tweak func(*Mesh)) *testReplica {
 	t.Helper()
-	router := routertest.NewTestRouter(t, "kv", 2)
-	replicas, err := New(router, peers[i], peers, guard.New(), slog.New(slog.DiscardHandler))
+	rt := routertest.NewTestRouter(t, "kv", 2)
+	rt.Knobs.SessionHeader = "x-session-id"
+	replicas, err := New(rt, peers[i], peers, guard.New(), slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -68,25 +89,36 @@ func startReplica(t *testing.T, peers []string, i int, tweak func(*Mesh)) *testR
 		defer close(done)
 		replicas.Run(ctx)
 	}()
-	return &testReplica{router, replicas, func() {
+	stop := func() {
 		cancel()
 		<-done
-	}}
+	}
+	t.Cleanup(stop)
+	return &testReplica{rt, replicas, stop}
 }
 
 // sees waits until a router's books are these.
 func (r *testReplica) sees(t *testing.T, what string, want []router.WorkerLoad) {
 	t.Helper()
-	var got []router.WorkerLoad
+	r.seesWithin(t, 20*time.Second, what, func() []router.WorkerLoad { return want })
+}
+
+// seesWithin waits for so long at most until a router's books are what want returns.
+func (r *testReplica) seesWithin(t *testing.T, limit time.Duration, what string, want func() []router.WorkerLoad) {
+	t.Helper()
+	var got, other []router.WorkerLoad
 	defer func() {
 		if t.Failed() {
-			t.Logf("books are %+v, want %+v", got, want)
+			t.Logf("books are %+v, want %+v; %+v", got, other, r.Counts())
 		}
 	}()
-	testkit.Eventually(t, 20*time.Second, what, func() bool {
-		got = r.Loads()
-		return slices.Equal(got, want)
+	testkit.Eventually(t, limit, what, func() bool {
+		got, other = r.Loads(), want()
+		return slices.Equal(got, other)
 	})
+	if err := r.Router.Check(); err != nil {
+		t.Error(err)
+	}
 }
 
 func (r *testReplica) book(t *testing.T, tokens []uint32) router.Decision {
@@ -121,8 +153,8 @@ func TestReplicasCountEachOthersRequests(t *testing.T) {
 		r.sees(t, "nothing in flight", idle)
 	}
 	// Of its own a router hears nothing: it would count itself twice.
-	if a.Received.Load() != 2 || b.Received.Load() != 3 || a.Dropped.Load()+b.Dropped.Load() != 0 {
-		t.Errorf("%d and %d changes heard", a.Received.Load(), b.Received.Load())
+	if a.Received.Load() != 2 || b.Received.Load() != 3 || a.Dropped.Load()+b.Dropped.Load()+a.Refused.Load()+b.Refused.Load() != 0 {
+		t.Errorf("%+v and %+v", a.Counts(), b.Counts())
 	}
 }
 
@@ -190,9 +222,9 @@ func TestReplicasForgetARouterThatIsGone(t *testing.T) {
 	}
 
 	// The next one at its address starts with nothing, and is heard.
-	again := startReplica(t, all[0].peers, 0, nil)
-	defer again.stop()
-	testkit.Eventually(t, 20*time.Second, "it is followed", func() bool { return again.pub.Subscribers() == 3 })
+	address := all[0].pub.Endpoint()[len("tcp://"):]
+	again := startReplica(t, []string{address, all[1].pub.Endpoint()[len("tcp://"):], all[2].pub.Endpoint()[len("tcp://"):]}, 0, nil)
+	hear(t, again, all[1], all[2])
 	d = again.book(t, testkit.PromptTokens(3, 40))
 	for _, r := range all[1:] {
 		testkit.Eventually(t, 20*time.Second, "its request known", func() bool { return r.Load(d.Target.Key).InFlight == 1 })
@@ -203,34 +235,54 @@ func TestReplicasForgetARouterThatIsGone(t *testing.T) {
 	}
 }
 
+// TestReplicasForgetARouterThatHangs: its connection stays, but it says nothing.
 func TestReplicasForgetARouterThatHangs(t *testing.T) {
-	port := testkit.FreePorts(t, 1)
+	peers := testPeers(t, 1)
 	mute := testkit.NewTestPublisher(t)
-	r := startReplica(t, []string{fmt.Sprintf("127.0.0.1:%d", port), mute.Endpoint()[len("tcp://"):]}, 0, func(r *Mesh) { r.timing.silence = 100 * time.Millisecond })
-	defer r.stop()
-	say := func(text string) { mute.Publish([]byte(replicaTopic), []byte(text)) }
+	r := startReplica(t, append(peers, mute.Endpoint()[len("tcp://"):]), 0, func(r *Mesh) { r.timing.silence = 100 * time.Millisecond })
+	add := slotMessage(t, fields{"kvrouter": fields{"prompt_tokens": 100, "prefill_tokens": 60}}, fields{"data": fields{"AddRequest": fields{"token_sequence": []uint64{1}}}})
 	testkit.Eventually(t, 20*time.Second, "it is heard", func() bool {
-		say(`{"router_id":9,"kind":"alive"}`)
-		say(`{"router_id":9,"kind":"add","booking":1,"worker_id":1,"isl_tokens":100,"prefill_tokens":60,"sequence_hashes":"AQAAAAAAAAA="}`)
+		mute.Publish([]byte(ownTopic), encode(&ownMessage{Router: 9, Kind: kindAsk}))
+		mute.Publish([]byte(slotTopic), add)
 		return r.Load(kv.WorkerKey{Worker: 1}).PrefillTokens == 60
 	})
 	testkit.Eventually(t, 20*time.Second, "it is forgotten", func() bool { return r.Load(kv.WorkerKey{Worker: 1}).InFlight == 0 && r.Lost.Load() > 0 })
 }
 
+// takeChange takes a change as router 2 says it.
+func (p *otherRouter) takeChange(c router.Change) {
+	if p.is(2) {
+		p.take(decoded{2, testkit.BlockSize, c})
+	}
+}
+
 func TestReplicasTakeOnlyWhatMakesSense(t *testing.T) {
 	rt := routertest.NewTestRouter(t, "kv", 2)
-	p := otherRouter{mesh: &Mesh{router: rt, id: 1}, open: map[uint64]heldBooking{}}
-	p.take(router.Change{Router: 2, Kind: router.ChangeFree, Booking: 4})
-	p.take(router.Change{Router: 2, Kind: router.ChangePrefill, Booking: 4})
-	p.take(router.Change{Router: 2, Kind: router.ChangeAdd, Booking: 5, Worker: 7, Tokens: 9}) // no such worker
-	p.take(router.Change{Router: 2, Kind: "novel", Booking: 6})
-	p.take(router.Change{Router: 2, Kind: router.ChangeAdd, Booking: 8, Worker: 1, Tokens: -9, Uncached: -9, Sequence: []byte("short")})
-	p.take(router.Change{Router: 2, Kind: router.ChangeAdd, Booking: 8, Worker: 1, Tokens: 100}) // again
-	if load := rt.Load(kv.WorkerKey{Worker: 1}); load.InFlight != 1 || load.PrefillTokens != 0 || load.ActiveBlocks != 0 {
-		t.Errorf("%+v", load)
+	p := newOther(testMesh(rt))
+	one := kv.WorkerKey{Worker: 1}
+	p.takeChange(router.Change{Kind: router.ChangeFree, Request: "4", Worker: one})
+	p.takeChange(router.Change{Kind: router.ChangePrefill, Request: "4", Worker: one})
+	p.takeChange(router.Change{Kind: router.ChangeAdd, Request: "5", Worker: kv.WorkerKey{Worker: 7}, Tokens: 9}) // no such worker yet
+	p.takeChange(router.Change{Kind: router.ChangeAdd, Request: "8", Worker: one, Tokens: 100})
+	p.takeChange(router.Change{Kind: router.ChangeAdd, Request: "8", Worker: one, Tokens: 100}) // again
+	p.takeChange(router.Change{Kind: router.ChangeFree, Request: "8"})                          // of another worker
+	p.take(decoded{2, testkit.BlockSize + 1, router.Change{Kind: router.ChangeAdd, Request: "9", Worker: one}})
+	if load := rt.Load(one); load.InFlight != 1 || load.PrefillTokens != 0 || load.ActiveBlocks != 0 || p.mesh.Dropped.Load() != 1 {
+		t.Errorf("%+v, %+v", load, p.mesh.Counts())
 	}
-	p.take(router.Change{Router: 3, Kind: router.ChangeAlive}) // another router answers now
-	if load := rt.Load(kv.WorkerKey{Worker: 1}); load.InFlight != 0 || p.mesh.Held.Load() != 0 {
+	rt.Up(kv.Target{Key: kv.WorkerKey{Worker: 7}})
+	if p.retry(time.Now()); rt.Load(kv.WorkerKey{Worker: 7}).InFlight != 1 {
+		t.Error("a booking whose worker came later is not counted")
+	}
+	p.takeChange(router.Change{Kind: router.ChangeAdd, Request: "8", Worker: kv.WorkerKey{Worker: 0}, Tokens: 100}) // its end was lost
+	if rt.Load(one).InFlight != 0 || rt.Load(kv.WorkerKey{Worker: 0}).InFlight != 1 {
+		t.Error("a request that came again elsewhere is still where it was")
+	}
+	if err := p.check(); err != nil {
+		t.Error(err)
+	}
+	p.is(3) // another router answers now
+	if load := rt.Load(kv.WorkerKey{Worker: 0}); load.InFlight != 0 || p.mesh.Held.Load() != 0 {
 		t.Errorf("%+v", load)
 	}
 }
@@ -238,26 +290,29 @@ func TestReplicasTakeOnlyWhatMakesSense(t *testing.T) {
 // TestReplicasDropBookingsThatCannotBe: one of 2^62 tokens stopped the router.
 func TestReplicasDropBookingsThatCannotBe(t *testing.T) {
 	rt := routertest.NewTestRouter(t, "work", 2)
-	p := otherRouter{mesh: &Mesh{router: rt, id: 1}, open: map[uint64]heldBooking{}}
+	p := newOther(testMesh(rt))
 	for i, change := range []router.Change{
 		{Tokens: kv.MaxTokens + 1}, {Tokens: 1 << 62, Uncached: 1 << 62}, {Tokens: 10, Uncached: 11}, {Uncached: 1 << 62}, {Tokens: -1, Uncached: 1},
-		{Tokens: 1, Sequence: make([]byte, 16)}, {Sequence: make([]byte, 8)}, {Tokens: 5, Leg: kv.LegDecode + 1},
+		{Tokens: 1, Sequence: make([]uint64, 2)}, {Sequence: make([]uint64, 1)}, {Tokens: 5, Leg: kv.LegDecode + 1},
 	} {
-		change.Router, change.Kind, change.Booking, change.Worker = 2, router.ChangeAdd, uint64(i+1), 1
-		p.take(change)
+		change.Kind, change.Request, change.Worker.Worker = router.ChangeAdd, fmt.Sprint(i), 1
+		p.takeChange(change)
 	}
 	if load := rt.Load(kv.WorkerKey{Worker: 1}); load.InFlight != 0 || p.mesh.Dropped.Load() != 8 {
 		t.Errorf("%+v, %d dropped", load, p.mesh.Dropped.Load())
 	}
 	// The largest that can be are counted, and cost no time.
 	for i := range uint64(100) {
-		p.take(router.Change{Router: 2, Kind: router.ChangeAdd, Booking: 100 + i, Worker: i % 2, Tokens: kv.MaxTokens, Uncached: kv.MaxTokens})
+		p.takeChange(router.Change{Kind: router.ChangeAdd, Request: fmt.Sprint(100 + i), Worker: kv.WorkerKey{Worker: i % 2}, Tokens: kv.MaxTokens, Uncached: kv.MaxTokens})
 	}
 	d, err := rt.Route(t.Context(), router.Request{Tokens: testkit.PromptTokens(1, 5)})
 	if err != nil {
 		t.Fatal(err)
 	}
 	d.Booking.End()
+	if err := p.check(); err != nil {
+		t.Error(err)
+	}
 	p.forget()
 	if load := rt.Load(kv.WorkerKey{Worker: 1}); load.InFlight != 0 || load.PrefillTokens != 0 {
 		t.Errorf("%+v", load)
@@ -266,10 +321,10 @@ func TestReplicasDropBookingsThatCannotBe(t *testing.T) {
 
 func TestReplicasBoundWhatTheyKeepOfAnother(t *testing.T) {
 	rt := routertest.NewTestRouter(t, "random", 2) // which counts no blocks: that would take long
-	p := otherRouter{mesh: &Mesh{router: rt, id: 1}, open: map[uint64]heldBooking{}}
-	sequence := make([]byte, hashLimit/4*8)
+	p := newOther(testMesh(rt))
+	sequence := make([]uint64, hashLimit/4)
 	add := func(number uint64) {
-		p.take(router.Change{Router: 2, Kind: router.ChangeAdd, Booking: number, Worker: 1, Tokens: kv.MaxTokens, Sequence: sequence})
+		p.takeChange(router.Change{Kind: router.ChangeAdd, Request: fmt.Sprint(number), Worker: kv.WorkerKey{Worker: 1}, Tokens: kv.MaxTokens, Sequence: sequence})
 	}
 	for number := range uint64(5) {
 		add(number)
@@ -277,7 +332,7 @@ func TestReplicasBoundWhatTheyKeepOfAnother(t *testing.T) {
 	if len(p.open) != 4 || p.hashes != hashLimit || p.mesh.Dropped.Load() != 1 {
 		t.Errorf("%d bookings with %d hashes, %d dropped", len(p.open), p.hashes, p.mesh.Dropped.Load())
 	}
-	p.take(router.Change{Router: 2, Kind: router.ChangeFree, Booking: 1})
+	p.takeChange(router.Change{Kind: router.ChangeFree, Request: "1", Worker: kv.WorkerKey{Worker: 1}})
 	add(9)
 	if len(p.open) != 4 || p.hashes != hashLimit {
 		t.Errorf("%d bookings with %d hashes after one has gone", len(p.open), p.hashes)
@@ -288,50 +343,235 @@ func TestReplicasBoundWhatTheyKeepOfAnother(t *testing.T) {
 	}
 }
 
-// FuzzChange books what another router may say. Afterwards the books are right, and
-// a request is routed.
-func FuzzChange(f *testing.F) {
-	for _, text := range []string{
-		`{"router_id":9,"kind":"alive"}`,
-		`{"router_id":9,"kind":"add","booking":1,"worker_id":1,"isl_tokens":100,"prefill_tokens":60,"sequence_hashes":"AQAAAAAAAAA="}`,
-		`{"router_id":77,"kind":"add","booking":1,"worker_id":0,"isl_tokens":4611686018427387904,"prefill_tokens":4611686018427387904}`,
-		`{"router_id":77,"kind":"add","booking":2,"worker_id":1,"isl_tokens":-1,"prefill_tokens":-9223372036854775808,"silent":true,"leg":"decode"}`,
-		`{"router_id":77,"kind":"add","leg":"none"}`, `{"isl_tokens":1e3}`, `[]`, `null`, ``,
-	} {
-		f.Add([]byte(text))
-	}
-	f.Fuzz(func(t *testing.T, text []byte) {
-		var change router.Change
-		if json.Unmarshal(text, &change) != nil {
-			return // the connection ends
+// lossy loses a share of the messages, in percent, until it is told to stop.
+func lossy(seed uint64, percent int) func(*Mesh) {
+	return func(m *Mesh) {
+		var mu sync.Mutex
+		random := rand.New(rand.NewPCG(seed, 1))
+		m.lose = func() bool {
+			mu.Lock()
+			defer mu.Unlock()
+			return random.IntN(100) < percent
 		}
-		rt := routertest.NewTestRouter(t, "work", 2)
-		p := otherRouter{mesh: &Mesh{router: rt, id: change.Router + 1}, open: map[uint64]heldBooking{}}
-		p.take(change)
-		change.Booking++
-		p.take(change)
-		d, err := rt.Route(t.Context(), router.Request{Tokens: testkit.PromptTokens(1, 5)})
+	}
+}
+
+// operate does that many random things at the routers: requests begin, compute their
+// prompts, and end. It returns what is in flight.
+func operate(t *testing.T, all []*testReplica, seed uint64, operations int) (open []router.Decision) {
+	t.Helper()
+	random := rand.New(rand.NewPCG(seed, 2))
+	for i := range operations {
+		at := random.IntN(max(1, len(open)))
+		switch n := random.IntN(5); {
+		case len(open) < 20 || n < 2:
+			open = append(open, all[random.IntN(len(all))].book(t, testkit.PromptTokens(i%40, 1+random.IntN(30))))
+		case n < 3:
+			open[at].Booking.FirstToken()
+		default:
+			open[at].Booking.Finish(random.IntN(50))
+			open = slices.Delete(open, at, at+1)
+		}
+	}
+	return open
+}
+
+func TestReplicasConverge(t *testing.T) {
+	addresses := testPeers(t, 4)
+	var all []*testReplica
+	for i := range 3 {
+		all = append(all, startReplica(t, addresses[:3], i, lossy(uint64(i), 3)))
+	}
+	hear(t, all...)
+	open := operate(t, all, 7, 1000)
+	for _, r := range all[1:] {
+		r.seesWithin(t, 5*time.Second, "the loads of the first", all[0].Loads)
+	}
+	if all[0].Held.Load()+all[1].Held.Load()+all[2].Held.Load() != int64(2*len(open)) {
+		t.Errorf("%d are in flight, held are %d, %d and %d", len(open), all[0].Held.Load(), all[1].Held.Load(), all[2].Held.Load())
+	}
+	if all[0].Resent.Load()+all[1].Resent.Load()+all[2].Resent.Load() == 0 {
+		t.Error("nothing was told again: nothing was lost")
+	}
+
+	// A late one learns what is in flight.
+	late := startReplica(t, addresses, 3, lossy(9, 3))
+	for _, r := range all {
+		if added, err := r.RegisterPeer("tcp://" + addresses[3]); err != nil || !added {
+			t.Fatal(added, err)
+		}
+	}
+	late.seesWithin(t, 5*time.Second, "what was in flight before it came", all[0].Loads)
+
+	// Of one that is gone nothing is left.
+	all[2].stop()
+	for _, d := range open {
+		d.Booking.End()
+	}
+	for _, r := range []*testReplica{all[0], all[1], late} {
+		testkit.Eventually(t, 10*time.Second, "nothing in flight", func() bool {
+			return !slices.ContainsFunc(r.Loads(), func(l router.WorkerLoad) bool { return l.ActiveRequests != 0 || l.PotentialPrefillTokens != 0 })
+		})
+	}
+}
+
+// TestALateReplicaLearnsOfMoreThanAQueueHolds: what is told at once is bounded, else the
+// same part would be lost each time.
+func TestALateReplicaLearnsOfMoreThanAQueueHolds(t *testing.T) {
+	addresses := testPeers(t, 2)
+	early := startReplica(t, addresses[:1], 0, nil)
+	var open []router.Decision
+	for i := range 3 * zmq.QueueLimit / 2 {
+		open = append(open, early.book(t, testkit.PromptTokens(i, 20)))
+		if i%2 == 0 {
+			open[i].Booking.FirstToken()
+		}
+	}
+	late := startReplica(t, addresses, 1, nil)
+	if added, err := early.RegisterPeer("tcp://" + addresses[1]); err != nil || !added {
+		t.Fatal(added, err)
+	}
+	late.sees(t, "all that is in flight", early.Loads())
+	for _, d := range open {
+		d.Booking.End()
+	}
+	late.sees(t, "nothing in flight", early.Loads())
+}
+
+func TestReplicasHearARouterOfTwoAddressesOnce(t *testing.T) {
+	peers := testPeers(t, 2)
+	a := startReplica(t, peers, 0, nil)
+	b := startReplica(t, peers, 1, nil)
+	port := peers[0][len("127.0.0.1:"):]
+	if added, err := b.RegisterPeer("tcp://localhost:" + port); err != nil || !added {
+		t.Fatal(added, err)
+	}
+	testkit.Eventually(t, 20*time.Second, "both connections are there", func() bool { return a.pub.Subscribers() >= 6 })
+	hear(t, a, b)
+	d := a.book(t, testkit.PromptTokens(1, 5))
+	b.sees(t, "one request", a.Loads())
+	if removed, err := b.DeregisterPeer("tcp://" + peers[0]); err != nil || !removed { // who took it over is told all
+		t.Fatal(removed, err)
+	}
+	testkit.Eventually(t, 20*time.Second, "the first connection ends", func() bool { return b.Lost.Load() > 0 || len(b.Peers()) == 2 })
+	b.sees(t, "the request, by the other address", a.Loads())
+	d.Booking.End()
+	b.sees(t, "nothing in flight", a.Loads())
+}
+
+func TestFoundPeersReplaceThoseFoundBefore(t *testing.T) {
+	peers := testPeers(t, 3)
+	all := make(chan []string)
+	find := func(m *Mesh) {
+		m.Find = func(ctx context.Context, use func([]string)) {
+			for {
+				select {
+				case <-ctx.Done():
+					return
+				case list := <-all:
+					use(list)
+				}
+			}
+		}
+	}
+	others := []*testReplica{startReplica(t, peers[1:2], 0, nil), startReplica(t, peers[2:], 0, nil)}
+	r := startReplica(t, peers[:1], 0, find)
+	d := others[0].book(t, testkit.PromptTokens(1, 5))
+	all <- []string{peers[0], peers[1], "not an address"}
+	r.sees(t, "the first one's request", others[0].Loads())
+	if got := r.Peers(); !slices.Equal(got, []string{"tcp://" + peers[0], "tcp://" + peers[1]}) {
+		t.Errorf("%v", got)
+	}
+	all <- []string{peers[2]}
+	r.sees(t, "it is gone", others[1].Loads())
+	d.Booking.End()
+	own := others[1].book(t, testkit.PromptTokens(1, 5))
+	r.sees(t, "the second one's request", others[1].Loads())
+	own.Booking.End()
+}
+
+func TestSessionsFollowToOtherRouters(t *testing.T) {
+	all := startReplicas(t, 2, nil)
+	ask := func(r *testReplica, owner, name string) kv.WorkerKey {
+		t.Helper()
+		d, err := r.Route(t.Context(), router.Request{Tokens: testkit.PromptTokens(1, 5), Session: r.SessionOf(owner, name), SessionID: router.SessionID(owner, name)})
 		if err != nil {
 			t.Fatal(err)
 		}
-		for worker := range uint64(2) {
-			if load := rt.Load(kv.WorkerKey{Worker: worker}); load.InFlight > 3 || load.PrefillTokens < 0 || load.ContextTokens < 0 || load.PrefillTokens > 3*kv.MaxTokens {
-				t.Errorf("worker %d: %+v", worker, load)
-			}
-		}
-		if err := rt.Check(); err != nil {
-			t.Error(err)
-		}
 		d.Booking.End()
-		change.Kind = router.ChangePrefill
-		p.take(change)
-		change.Kind = router.ChangeFree
-		p.take(change)
-		p.forget()
-		for worker := range uint64(2) {
-			if load := rt.Load(kv.WorkerKey{Worker: worker}); load.InFlight != 0 || load.PrefillTokens != 0 || load.ContextTokens != 0 {
-				t.Errorf("worker %d in the end: %+v", worker, load)
-			}
+		return d.Target.Key
+	}
+	for i := range 20 {
+		owner, name := []string{"", "someone"}[i%2], fmt.Sprint("session ", i)
+		at := ask(all[0], owner, name)
+		testkit.Eventually(t, 20*time.Second, "the session is known", func() bool {
+			known, _ := all[1].Sessions()
+			return known == i+1
+		})
+		if to := ask(all[1], owner, name); to != at {
+			t.Errorf("%s of %q is at %v and at %v", name, owner, at, to)
 		}
+	}
+	if _, counts := all[1].Sessions(); counts.Kept != 20 {
+		t.Errorf("%+v", counts)
+	}
+}
+
+// TestReservationsMayEndAtAnyRouter: clients behind a balancer reach another router with
+// each call.
+func TestReservationsMayEndAtAnyRouter(t *testing.T) {
+	all := startReplicas(t, 3, nil)
+	idle := all[0].Loads()
+	d, err := all[0].Route(t.Context(), router.Request{Tokens: testkit.PromptTokens(1, 5), ID: "reservation"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, r := range all[1:] {
+		r.sees(t, "the reservation", all[0].Loads())
+	}
+	if all[1].Pass(router.ChangeFree, "unknown") || all[0].Pass(router.ChangeFree, "reservation") {
+		t.Error("a reservation that no other router has made was passed on")
+	}
+	for _, kind := range []string{router.ChangePrefill, router.ChangeFree} {
+		before := all[0].Load(d.Target.Key)
+		if !all[1].Pass(kind, "reservation") {
+			t.Fatal("it is not known")
+		}
+		testkit.Eventually(t, 20*time.Second, kind+" has come to whom it is of", func() bool {
+			now := all[0].Load(d.Target.Key)
+			return now.PrefillTokens != before.PrefillTokens || now.InFlight != before.InFlight
+		})
+		for _, r := range all[1:] {
+			r.seesWithin(t, 20*time.Second, "the same", all[0].Loads)
+		}
+	}
+	if !d.Booking.Ended() {
+		t.Error("it is still booked")
+	}
+	for _, r := range all {
+		r.sees(t, "nothing in flight", idle)
+	}
+}
+
+func TestEjectionsAreHintsToOtherRouters(t *testing.T) {
+	all := startReplicas(t, 2, nil)
+	for range 3 {
+		d := all[0].book(t, testkit.PromptTokens(1, 5))
+		for d.Target.Key.Worker != 0 {
+			d.Booking.End()
+			d = all[0].book(t, testkit.PromptTokens(rand.IntN(1000), 5))
+		}
+		d.Booking.FailAs(outlier.Refused, "it is not there")
+	}
+	testkit.Eventually(t, 20*time.Second, "the other router holds the worker", func() bool {
+		records, _ := all[1].Outliers()
+		return slices.ContainsFunc(records, func(r outlier.Record) bool { return r.Worker.Worker == 0 && r.State == outlier.StateHeld })
 	})
+	if records, _ := all[1].Outliers(); records[0].Until.After(time.Now().Add(outlier.DefaultSettings().EjectionTime)) {
+		t.Errorf("it is held until %v", records[0].Until)
+	}
+	// Not of so many workers that too few are left.
+	if all[1].TakeEjection(kv.WorkerKey{Worker: 1}, time.Hour) {
+		t.Error("all workers are held")
+	}
 }

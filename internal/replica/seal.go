@@ -10,12 +10,14 @@ import (
 	"errors"
 	"fmt"
 	"time"
+
+	"github.com/vmihailenco/msgpack/v5/msgpcode"
 )
 
 // A sealed message is a salt that its sender drew at its start, the time at which
 // it was sent (ns since 1970, each later than the one before), and the text by
-// AES-256-GCM, whose key is an HMAC of the salt under the shared key and whose
-// nonce is the time. So only who has the key can read or write it, and an old one
+// AES-256-GCM, whose key is an HMAC of the salt under the shared key, whose
+// nonce is the time, and which covers the topic, too. So only who has the key can read or write it, and an old one
 // cannot be sent again.
 const (
 	saltSize  = 16
@@ -62,14 +64,14 @@ func nonce(stamp int64) []byte {
 	return binary.BigEndian.AppendUint64(make([]byte, 4, 12), uint64(stamp))
 }
 
-// close seals a message; without a seal (nil) it stays as it is.
-func (s *seal) close(text []byte) []byte {
+// close seals a message of a topic; without a seal (nil) it stays as it is.
+func (s *seal) close(topic string, text []byte) []byte {
 	if s == nil {
 		return text
 	}
 	s.last = max(s.last+1, s.now().UnixNano())
 	out := binary.BigEndian.AppendUint64(s.salt[:saltSize:saltSize], uint64(s.last))
-	return s.aead.Seal(out, nonce(s.last), text, []byte(replicaTopic))
+	return s.aead.Seal(out, nonce(s.last), text, []byte(topic))
 }
 
 // opener opens one connection's messages. One goroutine uses it.
@@ -83,14 +85,14 @@ type opener struct {
 
 // errSealed and errUnsealed say that only one of two routers has a key.
 var (
-	errSealed   = errors.New("its messages are sealed: give --replica-key here, too")
+	errSealed   = errors.New("its messages are sealed, or malformed: if it has a --replica-key, give that here, too")
 	errUnsealed = errors.New("its messages are not sealed by our --replica-key")
 )
 
-// open returns a message's text, which it checks.
-func (o *opener) open(message []byte) ([]byte, error) {
+// open returns the text of a message of a topic, which it checks.
+func (o *opener) open(topic string, message []byte) ([]byte, error) {
 	if o.key == nil {
-		if len(message) > 0 && message[0] != '{' {
+		if len(message) > 0 && message[0]&0xf0 != msgpcode.FixedMapLow { // all topics' maps are small
 			return nil, errSealed
 		}
 		return message, nil
@@ -108,7 +110,7 @@ func (o *opener) open(message []byte) ([]byte, error) {
 		last = 0
 	}
 	stamp := int64(binary.BigEndian.Uint64(message[saltSize:]))
-	text, err := aead.Open(nil, nonce(stamp), message[saltSize+stampSize:], []byte(replicaTopic))
+	text, err := aead.Open(nil, nonce(stamp), message[saltSize+stampSize:], []byte(topic))
 	if err != nil {
 		return nil, errUnsealed
 	}

@@ -3,10 +3,12 @@ package replica
 import (
 	"bytes"
 	"errors"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"kvrouter/internal/kv"
 	"kvrouter/internal/testkit"
 )
 
@@ -31,61 +33,64 @@ func sealed(t *testing.T, key string) (out *seal, in *opener, here, there *time.
 func TestSealedMessagesAreRead(t *testing.T) {
 	out, in, here, there := sealed(t, sharedKey)
 	for i, text := range []string{`{"a":1}`, `{}`, ``, strings.Repeat("x", 1<<16)} {
-		message := out.close([]byte(text))
+		message := out.close(slotTopic, []byte(text))
 		if len(text) > 4 && bytes.Contains(message, []byte(text)) {
 			t.Errorf("message %d can be read by all", i)
 		}
-		if got, err := in.open(message); err != nil || string(got) != text {
+		if got, err := in.open(slotTopic, message); err != nil || string(got) != text {
 			t.Errorf("message %d: %.40q, %v", i, got, err)
 		}
 	}
 	*here, *there = here.Add(-time.Hour), there.Add(20*time.Second) // a clock that is set back, and one that is ahead
-	if _, err := in.open(out.close([]byte(`{}`))); err != nil {
+	if _, err := in.open(slotTopic, out.close(slotTopic, []byte(`{}`))); err != nil {
 		t.Error(err)
 	}
 	restarted, _, _, _ := sealed(t, sharedKey)
-	if _, err := in.open(restarted.close([]byte(`{}`))); err != nil {
+	if _, err := in.open(slotTopic, restarted.close(slotTopic, []byte(`{}`))); err != nil {
 		t.Errorf("after a restart of the other: %v", err)
 	}
 }
 
 func TestForeignMessagesAreRefused(t *testing.T) {
 	out, in, _, there := sealed(t, sharedKey)
-	message := out.close([]byte(`{"a":1}`))
+	message := out.close(slotTopic, []byte(`{"a":1}`))
 	for at := range message {
 		forged := bytes.Clone(message)
 		forged[at] ^= 1
-		if _, err := in.open(forged); err == nil {
+		if _, err := in.open(slotTopic, forged); err == nil {
 			t.Errorf("byte %d was changed", at)
 		}
 	}
 	for n := range len(message) {
-		if _, err := in.open(message[:n]); err == nil {
+		if _, err := in.open(slotTopic, message[:n]); err == nil {
 			t.Errorf("%d of %d bytes", n, len(message))
 		}
 	}
-	if _, err := in.open([]byte(`{"kind":"add","booking":1,"router":2}`)); !errors.Is(err, errUnsealed) {
+	if _, err := in.open(slotTopic, []byte(`{"kind":"add","booking":1,"router":2}`)); !errors.Is(err, errUnsealed) {
 		t.Errorf("not sealed: %v", err)
 	}
-	if _, err := in.open(message); err != nil {
+	if _, err := in.open(ownTopic, message); !errors.Is(err, errUnsealed) {
+		t.Errorf("of another topic: %v", err)
+	}
+	if _, err := in.open(slotTopic, message); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := in.open(message); err == nil {
+	if _, err := in.open(slotTopic, message); err == nil {
 		t.Error("a message was taken twice")
 	}
 	*there = there.Add(sealWindow + time.Second)
-	if _, err := in.open(out.close([]byte(`{}`))); err == nil || !strings.Contains(err.Error(), "clocks") {
+	if _, err := in.open(slotTopic, out.close(slotTopic, []byte(`{}`))); err == nil || !strings.Contains(err.Error(), "clocks") {
 		t.Errorf("an old message: %v", err)
 	}
 	other, strange, _, _ := sealed(t, "another shared key")
-	if _, err := strange.open(other.close([]byte(`{}`))); !errors.Is(err, errUnsealed) {
+	if _, err := strange.open(slotTopic, other.close(slotTopic, []byte(`{}`))); !errors.Is(err, errUnsealed) {
 		t.Errorf("another key: %v", err)
 	}
 	_, open, _, _ := sealed(t, "")
-	if _, err := open.open(message); !errors.Is(err, errSealed) && message[0] != '{' {
+	if _, err := open.open(slotTopic, message); !errors.Is(err, errSealed) && message[0]&0xf0 != 0x80 {
 		t.Errorf("without a key here: %v", err)
 	}
-	if got, err := open.open([]byte(`{}`)); err != nil || string(got) != `{}` {
+	if got, err := open.open(slotTopic, []byte{0x80}); err != nil || string(got) != "\x80" {
 		t.Errorf("without keys: %q, %v", got, err)
 	}
 }
@@ -103,12 +108,13 @@ func TestReplicasWithAKeyHearEachOther(t *testing.T) {
 
 func TestReplicaWithoutTheKeyHearsNothing(t *testing.T) {
 	keys := []string{sharedKey, ""}
-	all := startReplicas(t, 2, func(m *Mesh) {
+	all := startAll(t, 2, func(m *Mesh) {
 		if err := m.UseKey(keys[0]); err != nil {
 			t.Error(err)
 		}
 		keys = keys[1:]
 	})
+	testkit.Eventually(t, 20*time.Second, "both are connected", func() bool { return all[0].pub.Subscribers() >= 3 && all[1].pub.Subscribers() >= 3 })
 	d := all[0].book(t, testkit.PromptTokens(1, 5))
 	defer d.Booking.End()
 	own := all[1].book(t, testkit.PromptTokens(2, 5))
@@ -120,6 +126,64 @@ func TestReplicaWithoutTheKeyHearsNothing(t *testing.T) {
 		}
 		<-time.After(10 * time.Millisecond)
 	}
+	if all[0].Refused.Load() == 0 || all[1].Refused.Load() == 0 {
+		t.Errorf("%+v and %+v", all[0].Counts(), all[1].Counts())
+	}
+}
+
+// TestForgedMessagesChangeNothing: who can write to the connection of a router cannot
+// book, free or eject, and the router's own bookings stay.
+func TestForgedMessagesChangeNothing(t *testing.T) {
+	peers := testPeers(t, 1)
+	forger := testkit.NewTestPublisher(t)
+	r := startReplica(t, append(peers, forger.Endpoint()[len("tcp://"):]), 0, func(m *Mesh) {
+		if err := m.UseKey(sharedKey); err != nil {
+			t.Error(err)
+		}
+		m.timing.silence = time.Minute
+	})
+	honest, err := newSeal(sharedKey)
+	if err != nil {
+		t.Fatal(err)
+	}
+	add := slotMessage(t, fields{"kvrouter": fields{"prompt_tokens": 100, "prefill_tokens": 60}}, fields{"data": fields{"AddRequest": fields{}}})
+	one := kv.WorkerKey{Worker: 1}
+	testkit.Eventually(t, 20*time.Second, "an honest message counts", func() bool {
+		forger.Publish([]byte(slotTopic), honest.close(slotTopic, add))
+		return r.Load(one).PrefillTokens == 60
+	})
+	stranger, err := newSeal("another shared key")
+	if err != nil {
+		t.Fatal(err)
+	}
+	free := slotMessage(t, nil, nil)
+	sealed := honest.close(slotTopic, free)
+	turned := honest.close(slotTopic, free)
+	turned[len(turned)-1] ^= 1
+	before, loads := r.Refused.Load(), r.Loads()
+	for _, frames := range [][][]byte{
+		{[]byte(slotTopic), free},
+		{[]byte(slotTopic), stranger.close(slotTopic, free)},
+		{[]byte(slotTopic), turned},
+		{[]byte(sessionTopic), sealed},
+		{[]byte(slotTopic)},
+		{[]byte(slotTopic), sealed, sealed},
+		{[]byte(slotTopic + "x"), sealed},
+		{[]byte(ownTopic), encode(&ownMessage{Router: 9, Kind: kindEjection, Worker: &rank{1, 0}, Milliseconds: 1000})},
+		{[]byte(ownTopic), encode(&ownMessage{Router: 9, Kind: kindHeld, Bucket: bucketOf("r")})},
+		{[]byte(slotTopic), honest.close(slotTopic, []byte("malformed"))},
+	} {
+		before++
+		forger.Publish(frames...)
+		testkit.Eventually(t, 20*time.Second, "it is refused", func() bool { return r.Refused.Load() == before })
+	}
+	if got := r.Loads(); !slices.Equal(got, loads) || r.Counts().Peers != 1 || r.Lost.Load() != 0 {
+		t.Errorf("%+v, was %+v; %+v", got, loads, r.Counts())
+	}
+	testkit.Eventually(t, 20*time.Second, "the honest one is still heard", func() bool {
+		forger.Publish([]byte(slotTopic), honest.close(slotTopic, free))
+		return r.Load(one).InFlight == 0
+	})
 }
 
 func FuzzOpen(f *testing.F) {
@@ -127,7 +191,7 @@ func FuzzOpen(f *testing.F) {
 	if err != nil {
 		f.Fatal(err)
 	}
-	f.Add(out.close([]byte(`{"a":1}`)), true)
+	f.Add(out.close(slotTopic, []byte(`{"a":1}`)), true)
 	f.Add([]byte(`{"a":1}`), false)
 	f.Add([]byte(nil), true)
 	f.Add(make([]byte, saltSize+stampSize), true)
@@ -136,7 +200,7 @@ func FuzzOpen(f *testing.F) {
 		if keyed {
 			in.key = []byte("a key that is not of the seeds")
 		}
-		text, err := in.open(message)
+		text, err := in.open(slotTopic, message)
 		if keyed && err == nil {
 			t.Errorf("%q was opened as %q", message, text)
 		}

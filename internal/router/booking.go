@@ -24,12 +24,13 @@ type Booking struct {
 	expected      int      // tokens of the answer; 0: unknown
 	answeredWhole bool     // nobody tells when its first token comes
 	leg           kv.Leg
+	lora          string // adapter; empty: none
 	remote        bool   // of another router
 	decision      uint64 // of a judged policy; 0: none
 	ended         atomic.Bool
 
 	// All below is guarded by router.mu.
-	number       uint64 // by which other routers know it; 0: they do not
+	shared       bool // other routers are told of it
 	sent         time.Time
 	queued       int    // uncached prompt tokens on the worker then, its own included
 	fault        *fault // how the worker failed it; nil: that was not told

@@ -32,7 +32,7 @@ func (r *Router) gather(p *prompt, now time.Time) error {
 	if len(r.candidates) == 0 {
 		return err
 	}
-	if p.Session != 0 {
+	if p.Session != 0 || p.Home != nil {
 		if r.trialStarves(now) && r.onTrial(p, now) {
 			return nil
 		}

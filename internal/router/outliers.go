@@ -95,9 +95,12 @@ func (r *Router) isOut(t *kv.Target, now time.Time) bool {
 
 // unlock ends the hold of the lock and logs what happened to workers meanwhile.
 func (r *Router) unlock() {
-	news := r.outliers.TakeNews()
+	news, with := r.outliers.TakeNews(), r.sharing
 	r.Mu.Unlock()
 	for _, n := range news {
+		if n.Out && with != nil {
+			with.Ejection(n.Worker, n.For)
+		}
 		if r.Log != nil {
 			n.Log(r.Log, r.Names.Label(n.Worker.Worker))
 		}

@@ -61,6 +61,9 @@ type Request struct {
 	PriorityJump   float64 // seconds that it goes before others in the queue
 	StrictPriority uint32  // in the queue; the higher go first
 	Session        uint64  // of SessionOf; 0: none
+	SessionID      string  // of SessionID: by which other routers know the session; empty: they are not told
+	Home           *uint64 // worker that it stays with like a session, if that is well and not overloaded; nil: none
+	Alternatives   int     // most workers that the decision is to name beside the chosen one
 
 	QueryOnly     bool // choose, but change nothing: there is no booking
 	ChooseOnly    bool // the caller cannot tell when the request ends: book nothing
@@ -167,16 +170,15 @@ type Router struct {
 	outliers   *outlier.Detector
 	Policy     policy.Policy
 	random     *rand.Rand
-	candidates []policy.Candidate            // reused by every decision
-	expired    time.Time                     // when forgotten bookings were last looked for
-	began      time.Time                     // of the queue's clock: when a request first had to wait
-	waiting    []*waiter                     // for a worker with capacity, the first to go at the front
-	tell       func(kind string, b *Booking) // told of what is booked here; nil: nobody is
-	told       uint64                        // bookings that they were told of
-	decisions  uint64                        // that a judged policy hears of
-	resting    map[uint64]time.Time          // workers that get no new requests, since when
-	held       map[uint64]bool               // those that Hold keeps from them
-	receipts   receipts                      // of the last decisions, while somebody asks
+	candidates []policy.Candidate   // reused by every decision
+	expired    time.Time            // when forgotten bookings were last looked for
+	began      time.Time            // of the queue's clock: when a request first had to wait
+	waiting    []*waiter            // for a worker with capacity, the first to go at the front
+	sharing    *Sharing             // with other routers; nil: nobody is told
+	decisions  uint64               // that a judged policy hears of
+	resting    map[uint64]time.Time // workers that get no new requests, since when
+	held       map[uint64]bool      // those that Hold keeps from them
+	receipts   receipts             // of the last decisions, while somebody asks
 	sessions   *sessions
 	forecast   *policy.Work // knows how long the engine's passes take; the policy itself if it does
 }
@@ -511,7 +513,7 @@ func (r *Router) tracksPrefill(p *prompt) bool {
 // book enters p into the books of the candidate.
 func (r *Router) book(p *prompt, c *policy.Candidate, now time.Time) *Booking {
 	b := &Booking{
-		router: r, worker: c.Target.Key, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput, sequence: p.sequence, answeredWhole: p.AnsweredWhole, leg: p.Leg,
+		router: r, worker: c.Target.Key, id: p.ID, prompt: p.tokens, expected: p.ExpectedOutput, sequence: p.sequence, answeredWhole: p.AnsweredWhole, leg: p.Leg, lora: p.LoRA,
 		assumed: r.assume(c.Target.Key, p), cached: -1, generation: c.Target.Generation, trial: r.outliers.Begin(c.Target.Key, now),
 	}
 	if r.tracksPrefill(p) {

@@ -80,6 +80,9 @@ type session struct {
 	worker     kv.WorkerKey
 	generation int // of the worker: its next incarnation has nothing of the session
 	used       time.Time
+
+	version sessionVersion // of whoever bound it last, where routers tell each other
+	told    time.Time      // when others were told of it last
 }
 
 // sessions are those of the last requests. The router's lock guards them.
@@ -88,6 +91,7 @@ type sessions struct {
 	byHash map[uint64]*list.Element
 	order  list.List // of *session, that used longest ago first
 	counts SessionCounts
+	last   uint64 // highest sequence of a version so far
 }
 
 // SessionCounts count the decisions for requests with a session by what became of it.
@@ -108,8 +112,13 @@ func (r *Router) SessionOf(owner, name string) uint64 {
 	if name == "" {
 		return 0
 	}
+	return r.sessions.hash(owner, name)
+}
+
+// hash returns what stands for a session of that name and owner here.
+func (s *sessions) hash(owner, name string) uint64 {
 	var h maphash.Hash
-	h.SetSeed(r.sessions.seed)
+	h.SetSeed(s.seed)
 	h.WriteString(owner)
 	h.WriteByte(0) // which no header holds
 	h.WriteString(name)
@@ -137,32 +146,38 @@ func (s *sessions) at(hash uint64, ttl time.Duration, now time.Time) *session {
 
 // put notes where a session is now. Those that are forgotten go, and the one used
 // longest ago if there are too many.
-func (s *sessions) put(hash uint64, target *kv.Target, k *SessionSettings, now time.Time) {
-	if e := s.byHash[hash]; e != nil {
-		*e.Value.(*session) = session{hash, target.Key, target.Generation, now}
+func (s *sessions) put(hash uint64, target *kv.Target, k *SessionSettings, now time.Time) *session {
+	e := s.byHash[hash]
+	if e != nil {
 		s.order.MoveToBack(e)
 	} else {
-		s.byHash[hash] = s.order.PushBack(&session{hash, target.Key, target.Generation, now})
+		e = s.order.PushBack(&session{hash: hash})
+		s.byHash[hash] = e
 	}
+	put := e.Value.(*session)
+	put.worker, put.generation, put.used = target.Key, target.Generation, now
 	for e := s.order.Front(); len(s.byHash) > k.SessionLimit || now.Sub(e.Value.(*session).used) >= k.SessionTTL; e = s.order.Front() {
 		delete(s.byHash, s.order.Remove(e).(*session).hash)
 	}
+	return put
 }
 
-// keepSession leaves of the candidates the worker of p's session alone, if that is
-// well and not overloaded: then the policy has no other choice.
+// keepSession leaves of the candidates the worker of p's session, or p's home, alone, if
+// that is well and not overloaded: then the policy has no other choice.
 func (r *Router) keepSession(p *prompt, now time.Time) (kept bool) {
 	known := r.sessions.at(p.sessionKey(), r.Knobs.SessionTTL, now)
-	if known == nil {
+	stays := func(t *kv.Target) bool { return t.Key == known.worker && t.Generation == known.generation }
+	switch {
+	case p.Session != 0 && known != nil:
+	case p.Home != nil:
+		stays = func(t *kv.Target) bool { return t.Key.Worker == *p.Home }
+	default:
 		return false
 	}
 	for i := range r.candidates {
 		c := &r.candidates[i]
-		if c.Target.Key != known.worker {
+		if !stays(&c.Target) || r.outliers.IsOut(c.Target.Key, now) || !r.hasCapacity(&c.Target, c.Load.PrefillTokens) || r.overloaded(i, now) {
 			continue
-		}
-		if c.Target.Generation != known.generation || r.outliers.IsOut(known.worker, now) || !r.hasCapacity(&c.Target, c.Load.PrefillTokens) || r.overloaded(i, now) {
-			return false
 		}
 		r.candidates[0] = *c
 		r.candidates = r.candidates[:1]
@@ -240,7 +255,7 @@ func (r *Router) noteSession(p *prompt, target *kv.Target, now time.Time) {
 	case SessionMoved:
 		r.sessions.counts.Moved++
 	}
-	r.sessions.put(p.sessionKey(), target, &r.Knobs.SessionSettings, now)
+	r.tellSession(p, r.sessions.put(p.sessionKey(), target, &r.Knobs.SessionSettings, now), now)
 }
 
 // Sessions returns how many sessions are remembered, and what became of those of the

@@ -383,7 +383,7 @@ func TestSessionsAgainstAModel(t *testing.T) {
 				}
 				for _, e := range model {
 					known := r.sessions.at(e.session, ttl, e.used)
-					if known == nil || *known != (session{e.session, kv.WorkerKey{Worker: e.worker}, e.generation, e.used}) {
+					if known == nil || *known != (session{hash: e.session, worker: kv.WorkerKey{Worker: e.worker}, generation: e.generation, used: e.used}) {
 						t.Fatalf("session %+v is known as %+v", e, known)
 					}
 				}

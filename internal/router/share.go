@@ -1,7 +1,10 @@
 package router
 
 import (
-	"encoding/binary"
+	"cmp"
+	"strings"
+	"time"
+	"unicode/utf8"
 
 	"kvrouter/internal/kv"
 )
@@ -11,57 +14,101 @@ const (
 	ChangeAdd     = "add"
 	ChangePrefill = "prefill_complete"
 	ChangeFree    = "free"
-	ChangeAlive   = "alive" // nothing changed: the router is still there
 )
 
 // Change is one change of a router's books, as others are told it.
 type Change struct {
-	Router        uint64 `json:"router_id"`
-	Kind          string `json:"kind"`
-	Booking       uint64 `json:"booking,omitempty"` // counts the router's bookings
-	Worker        uint64 `json:"worker_id,omitempty"`
-	Rank          uint32 `json:"dp_rank,omitempty"`
-	Tokens        int    `json:"isl_tokens,omitempty"`
-	Uncached      int    `json:"prefill_tokens,omitempty"`
-	AnsweredWhole bool   `json:"silent,omitempty"`          // nobody tells when the first token comes
-	Leg           kv.Leg `json:"leg,omitempty"`             // that the worker was chosen for
-	Sequence      []byte `json:"sequence_hashes,omitempty"` // 8 bytes each, little-endian
+	Kind          string
+	Request       string // names the booking; empty: it has no name of its own
+	Worker        kv.WorkerKey
+	Tokens        int // of the prompt
+	Uncached      int // those of them to be computed
+	Expected      int // tokens of the answer; 0: unknown
+	AnsweredWhole bool
+	Leg           kv.Leg // that the worker was chosen for
+	LoRA          string
+	Sequence      []uint64 // sequence hashes of its active blocks; not to be changed
 }
 
 // Change returns a change of the booking as others are told it. What it reads of
 // the booking never changes, so it needs no lock.
 func (b *Booking) Change(kind string) Change {
-	change := Change{Kind: kind, Booking: b.number}
-	if kind == ChangeAdd {
-		change.Worker, change.Rank = b.worker.Worker, b.worker.Rank
-		change.Tokens, change.Uncached, change.AnsweredWhole, change.Leg = b.prompt, b.uncached, b.answeredWhole, b.leg
-		for _, h := range b.sequence {
-			change.Sequence = binary.LittleEndian.AppendUint64(change.Sequence, h)
-		}
+	return Change{
+		Kind: kind, Request: b.id, Worker: b.worker, Tokens: b.prompt, Uncached: b.uncached, Expected: b.expected,
+		AnsweredWhole: b.answeredWhole, Leg: b.leg, LoRA: b.lora, Sequence: b.sequence,
 	}
-	return change
 }
 
-// Share has the router tell each change of its books to tell, which is called
-// under the router's lock and must not wait; nil: nobody is told.
-func (r *Router) Share(tell func(kind string, b *Booking)) {
+// SessionBinding says where a session is. Of two for one session the one with the
+// higher sequence holds, of two with the same the one of the higher writer.
+type SessionBinding struct {
+	ID       string // of SessionID
+	Worker   kv.WorkerKey
+	AnyRank  bool   // of the worker
+	Sequence uint64 // nanoseconds since 1970, or one more than the highest that its writer has seen
+	Writer   uint64
+}
+
+// sessionVersion orders the bindings of one session.
+type sessionVersion struct{ sequence, writer uint64 }
+
+func (v sessionVersion) compare(other sessionVersion) int {
+	return cmp.Or(cmp.Compare(v.sequence, other.sequence), cmp.Compare(v.writer, other.writer))
+}
+
+// Sharing is what a router tells others. Its functions must not wait; Booking and
+// Session are called under the router's lock.
+type Sharing struct {
+	Writer   uint64 // names this router in its bindings
+	Booking  func(kind string, b *Booking)
+	Session  func(SessionBinding)
+	Ejection func(w kv.WorkerKey, long time.Duration)
+}
+
+const (
+	// maxSessionID bounds the name of a session that others are told, bytes, as
+	// Dynamo does.
+	maxSessionID = 256
+	// sessionToldEvery is the part of its life after which others are told again
+	// that a session is still where it was.
+	sessionToldEvery = 8
+	// sequenceAhead is how far a binding's sequence may be ahead of the clock:
+	// what is further would win for ever.
+	sequenceAhead = time.Hour
+	// prefillMark ends the name of a session's place for prompts that are computed
+	// apart.
+	prefillMark = "\x00prefill"
+)
+
+// SessionID returns how routers name a session to each other; empty: they do not.
+// The name of a session that has no owner stands for itself.
+func SessionID(owner, name string) string {
+	id := name
+	if owner != "" && name != "" {
+		id = owner + "\x00" + name // which no header holds
+	}
+	if len(id)+len(prefillMark) > maxSessionID || !utf8.ValidString(id) {
+		return ""
+	}
+	return id
+}
+
+// Share has the router tell with what others are to know; nil: nobody is told.
+func (r *Router) Share(with *Sharing) {
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
-	r.tell = tell
+	r.sharing = with
 }
 
 // share tells the other routers of a change of the books. The caller holds the
 // lock.
 func (r *Router) share(kind string, b *Booking) {
-	if r.tell == nil || b.remote || kind == ChangePrefill && b.Ended() {
+	if r.sharing == nil || b.remote || kind == ChangePrefill && b.Ended() {
 		return // with its end a request's prefill is known to be over
 	}
-	if kind == ChangeAdd {
-		r.told++
-		b.number = r.told
-	}
-	if b.number != 0 {
-		r.tell(kind, b)
+	b.shared = b.shared || kind == ChangeAdd
+	if b.shared {
+		r.sharing.Booking(kind, b)
 	}
 }
 
@@ -69,8 +116,8 @@ func (r *Router) share(kind string, b *Booking) {
 // that is not up here.
 func (r *Router) BookRemote(change Change) *Booking {
 	b := &Booking{
-		router: r, remote: true, worker: kv.WorkerKey{Worker: change.Worker, Rank: change.Rank},
-		prompt: max(0, change.Tokens), uncached: max(0, change.Uncached), answeredWhole: change.AnsweredWhole, leg: change.Leg,
+		router: r, remote: true, worker: change.Worker, prompt: max(0, change.Tokens), uncached: max(0, change.Uncached),
+		answeredWhole: change.AnsweredWhole, leg: change.Leg,
 	}
 	r.Mu.Lock()
 	defer r.Mu.Unlock()
@@ -78,10 +125,71 @@ func (r *Router) BookRemote(change Change) *Booking {
 		return nil
 	}
 	if r.traits.ActiveBlocks && r.Knobs.RouterTrackActiveBlocks {
-		for rest := change.Sequence; len(rest) >= 8; rest = rest[8:] {
-			b.sequence = append(b.sequence, binary.LittleEndian.Uint64(rest))
-		}
+		b.sequence = change.Sequence
 	}
 	r.loads.begin(b, r.Now())
 	return b
+}
+
+// tellSession tells the other routers where p's session is, unless they know. The
+// caller holds the lock.
+func (r *Router) tellSession(p *prompt, s *session, now time.Time) {
+	if r.sharing == nil || p.SessionID == "" || p.sessionGoes == SessionKept && now.Sub(s.told) < r.Knobs.SessionTTL/sessionToldEvery {
+		return
+	}
+	r.sessions.last = max(r.sessions.last+1, uint64(now.UnixNano()))
+	s.version, s.told = sessionVersion{r.sessions.last, r.sharing.Writer}, now
+	id := p.SessionID
+	if p.Leg == kv.LegPrefill {
+		id += prefillMark
+	}
+	r.sharing.Session(SessionBinding{ID: id, Worker: s.worker, Sequence: s.version.sequence, Writer: s.version.writer})
+}
+
+// TakeSession notes where another router has bound a session. It tells whether that
+// holds: not where a later binding is known, the worker is not up here, or no
+// request can name a session.
+func (r *Router) TakeSession(b SessionBinding) (took bool) {
+	if len(b.ID) == 0 || len(b.ID) > maxSessionID || !r.Knobs.NamesSessions() {
+		return false
+	}
+	id, prefill := strings.CutSuffix(b.ID, prefillMark)
+	owner, name, owned := strings.Cut(id, "\x00")
+	if !owned {
+		owner, name = "", owner
+	}
+	hash := r.sessions.hash(owner, name)
+	if prefill {
+		hash = ^hash
+	}
+	r.Mu.Lock()
+	defer r.Mu.Unlock()
+	now := r.Now()
+	if b.Sequence > uint64(now.Add(sequenceAhead).UnixNano()) {
+		return false
+	}
+	r.sessions.last = max(r.sessions.last, b.Sequence)
+	at, up := r.target(b.Worker)
+	if b.AnyRank {
+		at, _ = r.target(kv.WorkerKey{Worker: b.Worker.Worker})
+		up = at < len(r.targets) && r.targets[at].Key.Worker == b.Worker.Worker
+	}
+	if !up {
+		return false
+	}
+	version := sessionVersion{b.Sequence, b.Writer}
+	if known := r.sessions.at(hash, r.Knobs.SessionTTL, now); known != nil && version.compare(known.version) < 0 {
+		return false
+	}
+	s := r.sessions.put(hash, &r.targets[at], &r.Knobs.SessionSettings, now)
+	s.version, s.told = version, now
+	return true
+}
+
+// TakeEjection notes that another router has taken a worker out for that long. That
+// is a hint: see outlier.Detector.Hint. It tells whether it changed anything.
+func (r *Router) TakeEjection(w kv.WorkerKey, long time.Duration) (took bool) {
+	r.Mu.Lock()
+	defer r.unlock()
+	return r.outliers.Hint(w, long, r.Now())
 }

@@ -375,18 +375,23 @@ func (s *Service) reserve(c *gin.Context) {
 }
 
 // booking finds the booking that a request is about; nil: there is none, which
-// has been answered.
-func (s *Service) booking(c *gin.Context, find func(id string) *router.Booking) *router.Booking {
+// has been answered. Where another router has made it, that is told the change of
+// that kind; empty: it cannot be.
+func (s *Service) booking(c *gin.Context, find func(id string) *router.Booking, kind string) *router.Booking {
 	id := c.Param("id")
 	booking := find(id)
-	if booking == nil {
+	switch {
+	case booking != nil:
+	case kind != "" && s.Mesh != nil && s.Mesh.Pass(kind, id):
+		statusOK(c)
+	default:
 		plainError(c, http.StatusNotFound, fmt.Sprintf("reservation %s not found", id))
 	}
 	return booking
 }
 
 func (s *Service) prefillComplete(c *gin.Context) {
-	if booking := s.booking(c, s.reserved.get); booking != nil {
+	if booking := s.booking(c, s.reserved.get, router.ChangePrefill); booking != nil {
 		booking.FirstToken()
 		statusOK(c)
 	}
@@ -403,14 +408,14 @@ func (s *Service) outputBlock(c *gin.Context) {
 		plainError(c, http.StatusBadRequest, "decay_fraction must be between 0.0 and 1.0")
 		return
 	}
-	if booking := s.booking(c, s.reserved.get); booking != nil {
+	if booking := s.booking(c, s.reserved.get, ""); booking != nil {
 		booking.OutputBlock(query.DecayFraction)
 		statusOK(c)
 	}
 }
 
 func (s *Service) free(c *gin.Context) {
-	if booking := s.booking(c, s.reserved.take); booking != nil {
+	if booking := s.booking(c, s.reserved.take, router.ChangeFree); booking != nil {
 		booking.Free()
 		statusOK(c)
 	}

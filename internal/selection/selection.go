@@ -21,6 +21,7 @@ import (
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/models"
+	"kvrouter/internal/replica"
 	"kvrouter/internal/router"
 	"kvrouter/internal/web"
 	"kvrouter/internal/workers"
@@ -43,6 +44,8 @@ type Service struct {
 	models   *models.Set
 	fleet    *workers.Fleet
 	log      *slog.Logger
+
+	Mesh *replica.Mesh // with other routers; nil: none. Set it before Handler's first request
 
 	history func(kv.WorkerKey) *events.Log // of a rank's KV events; nil: they are not followed
 
@@ -108,6 +111,9 @@ func (s *Service) Handler() http.Handler {
 	guarded.POST("/route", s.route)
 	guarded.GET("/dump", s.dump)
 	guarded.GET("/events", s.events)
+	guarded.POST("/replica_sync/register_peer", s.registerPeer)
+	guarded.POST("/replica_sync/deregister_peer", s.deregisterPeer)
+	guarded.GET("/replica_sync/peers", s.listPeers)
 	s.managed(engine, guarded)
 	return engine
 }

@@ -14,6 +14,7 @@ import (
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
+	"kvrouter/internal/replica"
 	"kvrouter/internal/router"
 	"kvrouter/internal/workers"
 )
@@ -378,26 +379,21 @@ func (c *fleetCollector) Collect(out chan<- prometheus.Metric) {
 	}
 }
 
-// ReplicaCounts counts what routers over the same workers have told each other.
-type ReplicaCounts struct {
-	Sent     uint64 // changes
-	Received uint64 // changes, without those that say nothing new
-	Dropped  uint64 // changes lost because a queue or table was full
-	Lost     uint64 // times that a peer was forgotten
-	Held     int64  // bookings of other routers
-}
-
 // WatchReplicas adds what is told to and heard of other routers to the metrics.
 // Call it once.
-func (t *Metrics) WatchReplicas(counts func() ReplicaCounts) {
-	count := func(name, help string, n func(ReplicaCounts) uint64) {
+func (t *Metrics) WatchReplicas(counts func() replica.Counts) {
+	count := func(name, help string, n func(replica.Counts) uint64) {
 		t.registry.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{Name: "kvrouter_replica_" + name + "_total", Help: help},
 			func() float64 { return float64(n(counts())) }))
 	}
-	count("sent", "Changes told to other routers.", func(c ReplicaCounts) uint64 { return c.Sent })
-	count("received", "Changes that other routers told.", func(c ReplicaCounts) uint64 { return c.Received })
-	count("dropped", "Changes that there was no room for, or that make no sense.", func(c ReplicaCounts) uint64 { return c.Dropped })
-	count("lost", "Times that another router was no longer heard, and what it had booked forgotten.", func(c ReplicaCounts) uint64 { return c.Lost })
+	count("sent", "Changes told to other routers.", func(c replica.Counts) uint64 { return c.Sent })
+	count("received", "Changes that other routers told.", func(c replica.Counts) uint64 { return c.Received })
+	count("dropped", "Changes that there was no room for, or that make no sense.", func(c replica.Counts) uint64 { return c.Dropped })
+	count("resent", "Requests in flight that were told to other routers again, which had missed them or had just come.", func(c replica.Counts) uint64 { return c.Resent })
+	count("refused", "Messages of other routers that are not sealed by --replica-key, or are malformed.", func(c replica.Counts) uint64 { return c.Refused })
+	count("lost", "Times that another router was no longer heard, and what it had booked forgotten.", func(c replica.Counts) uint64 { return c.Lost })
 	t.registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvrouter_replica_bookings", Help: "Requests in flight from other routers."},
 		func() float64 { return float64(counts().Held) }))
+	t.registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvrouter_replica_peers", Help: "Other routers that are heard."},
+		func() float64 { return float64(counts().Peers) }))
 }

@@ -65,17 +65,18 @@ type Conn struct {
 }
 
 // DialSub connects to the PUB socket at endpoint ("tcp://host:port" or
-// "ipc://path") and subscribes to topic, a prefix. The publisher learns of the
-// subscription a moment later: what it sends until then is missed. When ctx
-// ends, the connection is closed and a pending Wait or Recv returns.
-func DialSub(ctx context.Context, endpoint, topic string) (*Conn, error) {
+// "ipc://path") and subscribes to topics, which are prefixes. The publisher learns
+// of that a moment later: what it sends until then is missed. When ctx ends, the connection is closed and a pending Wait or Recv returns.
+func DialSub(ctx context.Context, endpoint string, topics ...string) (*Conn, error) {
 	c, err := Dial(ctx, endpoint, zmq4.Sub)
 	if err != nil {
 		return nil, err
 	}
-	if err := c.Send(append([]byte{1}, topic...)); err != nil {
-		c.Close()
-		return nil, fmt.Errorf("subscribe at %s: %w", endpoint, err)
+	for _, topic := range topics {
+		if err := c.Send(append([]byte{1}, topic...)); err != nil {
+			c.Close()
+			return nil, fmt.Errorf("subscribe at %s: %w", endpoint, err)
+		}
 	}
 	return c, nil
 }
@@ -150,22 +151,29 @@ func (c *Conn) Wait(until time.Time) (bool, error) {
 // call. It waits for the message; use Wait to bound that.
 func (c *Conn) Recv() ([][]byte, error) {
 	for {
-		if _, err := c.in.Peek(1); err != nil {
-			return nil, err
-		}
-		_ = c.Raw.SetReadDeadline(time.Now().Add(messageLimit))
-		command, err := c.readMessage()
-		_ = c.Raw.SetReadDeadline(time.Time{})
-		if err != nil {
-			return nil, err
-		}
-		if !command {
-			return c.frames, nil
-		}
-		if err := c.answer(c.frames[0]); err != nil {
-			return nil, err
+		frames, err := c.Next()
+		if frames != nil || err != nil {
+			return frames, err
 		}
 	}
+}
+
+// Next is Recv, but also returns, without frames, after a command such as a
+// heartbeat: the peer lives.
+func (c *Conn) Next() ([][]byte, error) {
+	if _, err := c.in.Peek(1); err != nil {
+		return nil, err
+	}
+	_ = c.Raw.SetReadDeadline(time.Now().Add(messageLimit))
+	command, err := c.readMessage()
+	_ = c.Raw.SetReadDeadline(time.Time{})
+	if err != nil {
+		return nil, err
+	}
+	if command {
+		return nil, c.answer(c.frames[0])
+	}
+	return c.frames, nil
 }
 
 // Send sends one message. It may block while the peer does not read; ctx of

@@ -30,6 +30,7 @@ type Publisher struct {
 
 	mu          sync.Mutex // guards subscribers and what they hold
 	subscribers map[*subscriber]bool
+	joined      uint64
 }
 
 // subscriber is one connected reader.
@@ -84,6 +85,13 @@ func (p *Publisher) Subscribers() int {
 	return n
 }
 
+// Joined returns how many subscriptions there have been so far.
+func (p *Publisher) Joined() uint64 {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.joined
+}
+
 // follow serves one reader until its connection ends.
 func (p *Publisher) follow(conn *Conn) {
 	conn.Limit(maxTopic)
@@ -134,6 +142,7 @@ func (p *Publisher) subscribe(s *subscriber, message []byte) (ok bool) {
 	switch message[0] {
 	case 1:
 		s.topics = append(s.topics, topic)
+		p.joined++
 	case 0:
 		if i := slices.Index(s.topics, topic); i >= 0 {
 			s.topics = slices.Delete(s.topics, i, i+1)

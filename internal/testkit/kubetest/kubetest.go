@@ -11,6 +11,7 @@ import (
 	"net/http/httptest"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"testing"
 
@@ -21,7 +22,7 @@ import (
 	"kvrouter/internal/testkit"
 )
 
-// Server answers lists and watches of Pods and InferencePools in namespace ns, and does
+// Server answers lists and watches of Pods, InferencePools and EndpointSlices in namespace ns, and does
 // wrong what a test tells it to. It can go and come back at the same address.
 type Server struct {
 	t       testing.TB
@@ -158,6 +159,8 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		resource = "pods"
 	case "/apis/inference.networking.k8s.io/v1/namespaces/ns/inferencepools":
 		resource = "inferencepools"
+	case "/apis/discovery.k8s.io/v1/namespaces/ns/endpointslices":
+		resource = "endpointslices"
 	default:
 		status(w, 404, "NotFound", "the server could not find the requested resource")
 		return
@@ -216,17 +219,15 @@ func (s *Server) list(w http.ResponseWriter, resource string, wanted func(*objec
 	}
 	version := strconv.Itoa(s.version)
 	s.mu.Unlock()
-	kind := map[string]string{"pods": "PodList", "inferencepools": "InferencePoolList"}[resource]
 	w.Header().Set("Content-Type", "application/json")
-	_ = json.NewEncoder(w).Encode(map[string]any{"kind": kind, "apiVersion": apiVersion(resource), "metadata": map[string]any{"resourceVersion": version}, "items": items})
+	_ = json.NewEncoder(w).Encode(map[string]any{"kind": kinds[resource] + "List", "apiVersion": apiVersions[resource], "metadata": map[string]any{"resourceVersion": version}, "items": items})
 }
 
-func apiVersion(resource string) string {
-	if resource == "pods" {
-		return "v1"
-	}
-	return "inference.networking.k8s.io/v1"
-}
+// What objects of each resource are.
+var (
+	kinds       = map[string]string{"pods": "Pod", "inferencepools": "InferencePool", "endpointslices": "EndpointSlice"}
+	apiVersions = map[string]string{"pods": "v1", "inferencepools": "inference.networking.k8s.io/v1", "endpointslices": "discovery.k8s.io/v1"}
+)
 
 // watch streams changes until it is cut or the client goes.
 func (s *Server) watch(w http.ResponseWriter, r *http.Request, resource string, wanted func(*object) bool, from string, initial bool) {
@@ -235,7 +236,6 @@ func (s *Server) watch(w http.ResponseWriter, r *http.Request, resource string, 
 	tell := func(kind string, content map[string]any) {
 		_ = encoder.Encode(map[string]any{"type": kind, "object": content})
 	}
-	kinds := map[string]string{"pods": "Pod", "inferencepools": "InferencePool"}
 	seen, _ := strconv.Atoi(from)
 	s.mu.Lock()
 	cut := s.cut
@@ -246,7 +246,7 @@ func (s *Server) watch(w http.ResponseWriter, r *http.Request, resource string, 
 			}
 		}
 		seen = s.version
-		tell("BOOKMARK", map[string]any{"kind": kinds[resource], "apiVersion": apiVersion(resource), "metadata": map[string]any{"resourceVersion": strconv.Itoa(seen), "annotations": map[string]any{"k8s.io/initial-events-end": "true"}}})
+		tell("BOOKMARK", map[string]any{"kind": kinds[resource], "apiVersion": apiVersions[resource], "metadata": map[string]any{"resourceVersion": strconv.Itoa(seen), "annotations": map[string]any{"k8s.io/initial-events-end": "true"}}})
 	} else if seen < s.oldest {
 		tell("ERROR", map[string]any{"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "Expired", "message": "too old resource version", "code": 410})
 		s.mu.Unlock()
@@ -325,6 +325,24 @@ func (s *Server) Pool(name string, labels map[string]any, ports ...any) {
 	s.put("inferencepools", name, map[string]any{
 		"kind": "InferencePool", "apiVersion": "inference.networking.k8s.io/v1",
 		"spec": map[string]any{"selector": map[string]any{"matchLabels": labels}, "targetPorts": targets},
+	})
+}
+
+// Slice creates or changes an EndpointSlice of a Service with one port and an endpoint at
+// each address. uid of the Pod there is the address' text before "=", if it has one.
+func (s *Server) Slice(name, service, portName string, port any, addresses ...string) {
+	endpoints := []any{}
+	for _, address := range addresses {
+		e := map[string]any{"conditions": map[string]any{"ready": false}}
+		if uid, text, found := strings.Cut(address, "="); found {
+			address, e["targetRef"] = text, map[string]any{"kind": "Pod", "uid": uid}
+		}
+		e["addresses"] = []any{address}
+		endpoints = append(endpoints, e)
+	}
+	s.put("endpointslices", name, map[string]any{
+		"kind": "EndpointSlice", "apiVersion": "discovery.k8s.io/v1", "metadata": map[string]any{"labels": map[string]any{"kubernetes.io/service-name": service}},
+		"addressType": "IPv4", "endpoints": endpoints, "ports": []any{map[string]any{"name": portName, "port": port}},
 	})
 }
 

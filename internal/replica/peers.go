@@ -1,0 +1,407 @@
+package replica
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"net"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"kvrouter/internal/guard"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/zmq"
+)
+
+// maxPeers is how many addresses of other routers there are at most.
+const maxPeers = 128
+
+// origin says who named an address: a bit for each.
+type origin uint8
+
+const (
+	named origin = 1 << iota // the settings, or a client of the router port
+	found                    // discovery
+)
+
+// ErrTooManyPeers says that no further address can be followed.
+var ErrTooManyPeers = fmt.Errorf("there are %d peers, which is the most", maxPeers)
+
+// endpointError says what is wrong with an endpoint, in Dynamo's words.
+func endpointError(endpoint, why string) error {
+	return fmt.Errorf("invalid ZMQ endpoint `%s`: %s", endpoint, why)
+}
+
+// parseEndpoint returns the host:port of tcp://host:port.
+func parseEndpoint(endpoint string) (address string, err error) {
+	scheme, address, ok := strings.Cut(endpoint, "://")
+	at := strings.LastIndexByte(address, ':')
+	switch {
+	case !ok:
+		return "", endpointError(endpoint, "missing scheme")
+	case address == "":
+		return "", endpointError(endpoint, "missing address")
+	case scheme != "tcp":
+		return "", endpointError(endpoint, "unsupported scheme `"+scheme+"`")
+	case at < 0:
+		return "", endpointError(endpoint, "missing TCP port")
+	case at == 0:
+		return "", endpointError(endpoint, "missing TCP host")
+	}
+	switch host := address[:at]; {
+	case host[0] == '[' && host[at-1] != ']':
+		return "", endpointError(endpoint, "missing closing `]`")
+	case host[0] != '[' && strings.Contains(host, ":"):
+		return "", endpointError(endpoint, "missing TCP port")
+	}
+	if n, err := strconv.ParseUint(address[at+1:], 10, 16); err != nil || n == 0 {
+		return "", endpointError(endpoint, "invalid TCP port: want 1 to 65535")
+	}
+	return address, nil
+}
+
+// RegisterPeer follows the router at an endpoint, tcp://host:port. Not added: it is
+// known. ErrTooManyPeers is no fault of the endpoint.
+func (r *Mesh) RegisterPeer(endpoint string) (added bool, err error) {
+	address, err := parseEndpoint(endpoint)
+	if err != nil {
+		return false, err
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	switch known := r.want[address]; {
+	case known&named != 0:
+		return false, nil
+	case known == 0 && len(r.want) >= maxPeers:
+		return false, ErrTooManyPeers
+	}
+	r.want[address] |= named
+	r.reconcile()
+	return true, nil
+}
+
+// DeregisterPeer follows the router at an endpoint no more, unless discovery has found
+// it. Not removed: it is not known.
+func (r *Mesh) DeregisterPeer(endpoint string) (removed bool, err error) {
+	address, err := parseEndpoint(endpoint)
+	if err != nil {
+		return false, err
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.want[address]&named == 0 {
+		return false, nil
+	}
+	r.unwant(address, named)
+	r.reconcile()
+	return true, nil
+}
+
+// Peers returns the endpoints of all peers, sorted.
+func (r *Mesh) Peers() []string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	list := []string{}
+	for address := range r.want {
+		list = append(list, "tcp://"+address)
+	}
+	slices.Sort(list)
+	return list
+}
+
+// usePeers follows the routers that discovery has found, host:port, in place of those
+// found before.
+func (r *Mesh) usePeers(addresses []string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for address := range maps.Clone(r.want) {
+		if !slices.Contains(addresses, address) {
+			r.unwant(address, found)
+		}
+	}
+	lost := 0
+	for _, address := range addresses {
+		if _, err := parseEndpoint("tcp://" + address); err != nil || r.want[address] == 0 && len(r.want) >= maxPeers {
+			lost++
+			continue
+		}
+		r.want[address] |= found
+	}
+	if lost > 0 {
+		r.log.Warn("some of the routers that were found are not followed: there are too many, or they have no address", "found", len(addresses), "left_out", lost, "most", maxPeers)
+	}
+	r.reconcile()
+}
+
+// unwant notes that an address is not named by that origin any more; r.mu is held.
+func (r *Mesh) unwant(address string, by origin) {
+	if r.want[address] &^= by; r.want[address] == 0 {
+		delete(r.want, address)
+	}
+}
+
+// reconcile follows the addresses that are wanted, and no others, while Run runs;
+// r.mu is held.
+func (r *Mesh) reconcile() {
+	if r.running == nil {
+		return
+	}
+	for address, end := range r.followed {
+		if r.want[address] == 0 {
+			end()
+			delete(r.followed, address)
+		}
+	}
+	for address := range r.want {
+		if r.followed[address] == nil {
+			ctx, end := context.WithCancel(r.running)
+			r.followed[address] = end
+			r.followers.Go(func() { r.follow(ctx, address) })
+		}
+	}
+}
+
+// claim says that p hears the router of that id. Not ok: another connection does, as
+// where it has two addresses.
+func (r *Mesh) claim(id uint64, p *otherRouter) (ok bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if by := r.heard[id]; by != nil && by != p {
+		return false
+	}
+	r.heard[id] = p
+	return true
+}
+
+// find returns the booking of another router by the name of its request, and who holds
+// it; nil: there is none. r.books is held.
+func (r *Mesh) find(request string) (by *otherRouter, held *heldBooking) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, p := range r.heard {
+		if held := p.open[request]; held != nil {
+			return p, held
+		}
+	}
+	return nil, nil
+}
+
+// Pass passes on what a client tells this router of a reservation that another one has
+// made: its prompt is computed (router.ChangePrefill), or it has ended
+// (router.ChangeFree). Not known: no other router that is heard has made it.
+func (r *Mesh) Pass(kind, request string) (known bool) {
+	r.books.Lock()
+	defer r.books.Unlock()
+	by, held := r.find(request)
+	if held == nil {
+		return false
+	}
+	r.put(message{kind: kind, passed: &held.change})
+	by.change(kind, held)
+	return true
+}
+
+// release ends claim.
+func (r *Mesh) release(id uint64, p *otherRouter) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.heard[id] == p {
+		delete(r.heard, id)
+	}
+}
+
+var (
+	// errPeerSilent says that a peer has sent nothing for too long.
+	errPeerSilent = errors.New("it has fallen silent")
+	// errSelf says that an address leads to this router.
+	errSelf = errors.New("it is this router")
+)
+
+// follow books what the router at an address tells until ctx ends.
+func (r *Mesh) follow(ctx context.Context, address string) {
+	pause := r.timing.retry
+	told, f := false, follower{address: address}
+	for ctx.Err() == nil {
+		f.heard = false
+		err := r.edges.Do(guard.Replica, r.log, func() error { return r.hear(ctx, &f) })
+		if ctx.Err() != nil {
+			return
+		}
+		if f.heard {
+			pause, f.refused = r.timing.retry, nil
+		}
+		switch self := errors.Is(err, errSelf); {
+		case self:
+			pause = r.timing.self
+		case f.heard || !told:
+			told = true
+			r.log.Warn("another router is not heard", "peer", address, "error", err)
+		}
+		timer := time.NewTimer(pause)
+		select {
+		case <-ctx.Done():
+		case <-timer.C:
+		}
+		timer.Stop()
+		pause = min(2*pause, r.timing.retryTo)
+	}
+}
+
+// follower is what is known of the router at an address. One goroutine uses it.
+type follower struct {
+	address string
+	heard   bool  // it has said something by this connection
+	refused error // why a message was, which was logged; nil: none was
+}
+
+// hear books what one connection to a router tells, until it fails; then the
+// router's bookings end.
+func (r *Mesh) hear(ctx context.Context, f *follower) error {
+	conn, err := zmq.DialSub(ctx, "tcp://"+f.address, slotTopic, sessionTopic, ownTopic)
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	conn.Limit(messageLimit)
+	from, p := r.opener(), newOther(r)
+	defer func() {
+		r.books.Lock()
+		defer r.books.Unlock()
+		p.forget()
+		if f.heard {
+			r.Lost.Add(1)
+		}
+	}()
+	last := time.Now()
+	for {
+		silence := r.timing.foreign // a Dynamo at rest sends heartbeats alone
+		if p.own || r.seal != nil {
+			silence = r.timing.silence
+		}
+		ready, err := conn.Wait(last.Add(silence))
+		if err == nil && !ready {
+			if err = errPeerSilent; f.refused != nil {
+				err = fmt.Errorf("%w, but for what is refused: %w", err, f.refused)
+			}
+		}
+		if err != nil {
+			return err
+		}
+		frames, err := conn.Next()
+		if err != nil {
+			return err
+		}
+		now := time.Now()
+		p.retry(now)
+		if frames == nil { // a heartbeat
+			if !p.own && r.seal == nil {
+				last = now
+			}
+			continue
+		}
+		if r.lose != nil && r.lose() {
+			continue
+		}
+		switch err := p.message(from, frames); {
+		case errors.Is(err, errSelf):
+			return err
+		case err != nil:
+			r.Refused.Add(1)
+			if f.refused == nil {
+				r.log.Warn("a message of another router is refused, and so are further ones like it", "peer", f.address, "error", err)
+			}
+			f.refused = err
+			continue
+		}
+		last = now
+		if !f.heard && p.id != 0 {
+			f.heard = true
+			r.log.Info("another router is heard", "peer", f.address)
+		}
+	}
+}
+
+// message takes one message of the other router.
+func (p *otherRouter) message(from *opener, frames [][]byte) error {
+	if len(frames) != 2 {
+		return fmt.Errorf("it has %d frames, want 2", len(frames))
+	}
+	topic := string(frames[0])
+	text, err := from.open(topic, frames[1])
+	if err != nil {
+		return err
+	}
+	p.mesh.books.Lock()
+	defer p.mesh.books.Unlock()
+	switch topic {
+	case slotTopic:
+		d, err := decodeSlot(text)
+		if err == nil {
+			err = p.from(d.router)
+		}
+		if err == nil && p.id == d.router {
+			p.take(d)
+		}
+		return err
+	case sessionTopic:
+		b, err := decodeSession(text) // its writer may be this router: Dynamo passes on what it was told
+		if err == nil && p.mesh.router.TakeSession(b) {
+			p.mesh.Received.Add(1)
+		}
+		return err
+	case ownTopic:
+		m, err := decodeOwn(text)
+		if err == nil {
+			err = p.from(m.Router)
+		}
+		if err == nil && p.id == m.Router {
+			p.own = true
+			p.takeOwn(&m)
+		}
+		return err
+	}
+	return errShape
+}
+
+// from notes which router speaks. Its error is errSelf.
+func (p *otherRouter) from(id uint64) error {
+	if id == p.mesh.id {
+		return errSelf
+	}
+	p.is(id)
+	return nil
+}
+
+// takeOwn applies what a kvrouter tells beyond Dynamo. Kinds of later versions say
+// nothing.
+func (p *otherRouter) takeOwn(m *ownMessage) {
+	r := p.mesh
+	switch m.Kind {
+	case kindDigest:
+		if ask := p.compare(m.Sums); ask != 0 {
+			r.say(ownMessage{Kind: kindAsk, Of: p.id, Buckets: ask})
+		}
+	case kindAsk:
+		if m.Of == r.id {
+			r.asked.Or(m.Buckets)
+		}
+	case kindHeld:
+		p.keep(m.Bucket, m.Requests)
+	case kindEjection:
+		w := kv.WorkerKey{Worker: m.Worker.Worker, Rank: m.Worker.Rank}
+		long := time.Duration(m.Milliseconds) * time.Millisecond
+		if r.router.TakeEjection(w, long) {
+			r.log.Info("a worker that another router has taken out gets no requests for a while", "worker", w.Worker, "rank", w.Rank, "for", long)
+		}
+	}
+}
+
+// validAddress checks an address of the settings.
+func validAddress(address string) bool {
+	host, port, err := net.SplitHostPort(address)
+	n, bad := strconv.ParseUint(port, 10, 16)
+	return err == nil && bad == nil && n != 0 && host != ""
+}
