@@ -133,10 +133,11 @@ func TestARouterKilledUnderLoadKeepsItsIndex(t *testing.T) {
 	t.Logf("with a snapshot: %s", kept)
 	t.Logf("without: %s", lost)
 	t.Log(a)
-	if with < before-0.02 || kept.missing > 0 {
+	// The hit rates are told, not judged: how they move hangs on the machine's speed, too.
+	if kept.missing > 0 {
 		t.Error("the index is lost")
 	}
-	if lost.missing == 0 { // the hit rate falls as well, but by how much hangs on the machine's speed
+	if lost.missing == 0 {
 		t.Error("the workers' replay alone tells what they hold: the test shows nothing")
 	}
 	for _, found := range []standing{kept, lost} {
