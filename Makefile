@@ -66,6 +66,9 @@ test-kubernetes: ## A real Kubernetes API server: rollouts, its death, 200 pods,
 	@scripts/helm.sh >/dev/null
 	@folder=$$(scripts/kubernetes.sh) && echo "KVROUTER_KUBERNETES=$$folder go test -run '^TestKubernetes' ." && KVROUTER_KUBERNETES=$$folder go test -run '^TestKubernetes' -v -count 1 -timeout 20m .
 
+test-gateway: setup ## The endpoint picker behind a real Envoy: mock workers, then two vLLM workers (5 minutes; installs Envoy once)
+	@scripts/gateway.sh
+
 test-traces: setup ## One trace through the router and a real vLLM CPU worker (a minute)
 	KVROUTER_TRACES=1 go test -run TraceOnRealVLLM -v -count 1 -timeout 15m .
 
@@ -112,6 +115,13 @@ sim: ## Many loads times many policies on the simulator (minutes; GRID=grid: 103
 
 bench-real: setup ## Every policy on two real vLLM CPU workers (ten minutes; ARGS="--policies work,round-robin")
 	$(PYTHON) scripts/bench_real.py --shared $(ARGS)
+
+bench-gateway: setup ## What the endpoint picker costs behind Envoy, beside the least of pickers and the OpenAI port (ten minutes)
+	@scripts/gateway.sh bench
+
+bench-herding: ## Three routers over the same mock workers, with and without --replica-sync, against one: spread, first token (five minutes)
+	@scripts/build-native.sh
+	KVROUTER_HERDING_BENCH=1 go test -run '^TestHerding$$' -v -count 1 -timeout 15m .
 
 wire-speed: setup ## CPU per indexed KV event, against dynamo.indexer
 	scripts/peers.sh wire

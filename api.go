@@ -12,7 +12,6 @@ import (
 	"time"
 
 	"github.com/gin-gonic/gin"
-	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/hints"
 	"kvrouter/internal/jsonbody"
@@ -63,7 +62,14 @@ func (a *API) Drain() {
 func (a *API) Handler() http.Handler {
 	engine := web.NewEngine(a.log)
 	engine.Use(a.config.Hop.Refuse)
+	guard := a.keys.Guard(web.OpenAIError)
 	engine.NoRoute(func(c *gin.Context) {
+		if g := proxy.GatewayOf(c.Request.Context()); g != nil && g.Any {
+			if guard(c); !c.IsAborted() {
+				a.infer(c, "*", tokens.NoPrompt)
+			}
+			return
+		}
 		a.fail(c, http.StatusNotFound, "", fmt.Sprintf("no such route: %s %s", c.Request.Method, c.Request.URL.Path))
 	})
 	engine.NoMethod(func(c *gin.Context) {
@@ -75,16 +81,11 @@ func (a *API) Handler() http.Handler {
 	engine.GET("/version", func(c *gin.Context) { c.JSON(http.StatusOK, gin.H{"version": settings.Version()}) })
 	engine.GET("/metrics", gin.WrapH(a.telemetry.Handler()))
 
-	guarded := engine.Group("/", a.keys.Guard(web.OpenAIError))
-	guarded.GET("/v1/models", a.listModels)
-	guarded.GET("/v1/models/:model", a.listModels)
-	guarded.POST("/tokenize", a.tokenized((*tokens.Source).Tokenize))
-	guarded.POST("/detokenize", a.tokenized((*tokens.Source).Detokenize))
+	guarded := engine.Group("/", guard)
+	a.short().Serve(guarded)
 	for path, kind := range tokens.Routes {
 		guarded.POST(path, func(c *gin.Context) { a.infer(c, path, kind) })
 	}
-	guarded.GET("/v1/responses/:id", a.broadcastUntilFound)
-	guarded.POST("/v1/responses/:id/cancel", a.broadcastUntilFound)
 	own := web.OwnPages(a.config.Host, a.keys.Asks(), web.OpenAIError)
 	for _, path := range proxy.AdminRoutes {
 		guarded.Any(path, own, a.admin)
@@ -116,6 +117,11 @@ func (a *API) ready(c *gin.Context) {
 	c.JSON(status, gin.H{"ready": ready, "schedulable_workers": a.models.Schedulable(), "draining": draining})
 }
 
+// short are the routes that no worker is chosen for.
+func (a *API) short() nativeapi.Short {
+	return nativeapi.Short{Models: a.models, Proxy: a.proxy, ModelName: a.config.ServedModelName, Question: a.question, Body: a.body, Done: a.bodies.Done, Told: func(c *gin.Context) bool { return a.keys.Of(c).Told }, Fail: a.fail}
+}
+
 // native are SGLang's own short routes.
 func (a *API) native() nativeapi.Routes {
 	return nativeapi.Routes{Models: a.models, Proxy: a.proxy, Admin: a.config.AllowEngineAdmin, Question: a.question, Fail: func(c *gin.Context, status int, message string) {
@@ -131,7 +137,8 @@ type inference struct {
 	id       string // X-Request-Id
 	exchange *proxy.Exchange
 	caller   *keys.Caller
-	model    *models.Model // that it is for
+	model    *models.Model  // that it is for
+	gateway  *proxy.Gateway // that it came from; nil: from a client
 
 	raw      []byte // the body's memory, until the end
 	body     *jsonbody.Body
@@ -150,7 +157,7 @@ type inference struct {
 // infer serves one inference request: find out its prompt, choose, forward.
 func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 	x := &proxy.Exchange{Route: path, Worker: kv.NoWorker, Arrived: time.Now()}
-	r := &inference{api: a, ctx: c.Request.Context(), kind: kind, id: web.RequestID(c), exchange: x, caller: a.keys.Of(c), model: a.models.Default()}
+	r := &inference{api: a, ctx: c.Request.Context(), kind: kind, id: web.RequestID(c), exchange: x, caller: a.keys.Of(c), model: a.models.Default(), gateway: proxy.GatewayOf(c.Request.Context())}
 	x.Trace = a.tracer.Begin(c.Request, path, x.Arrived, r.caller.Trusted)
 	r.seen = a.page.Began(r.id, x)
 	defer func() { r.finish(c.Writer.Status()) }()
@@ -179,6 +186,10 @@ func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
 	a.page.Prompt(r.seen, r.model, &r.request, r.body)
 	if r.model == a.models.Default() { // a record is a trace of one model
 		r.recorded = a.recorder.Prompt(r.request)
+	}
+	if err := r.gateway.Follow(&r.request, r.model.Router); err != nil {
+		r.settle(c, err)
+		return
 	}
 	u := r.upstream(c)
 	if kind != tokens.NoPrompt {
@@ -229,6 +240,7 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 	if !r.readHints(c) {
 		return false
 	}
+	r.body = r.gateway.Rename(r.body)
 	model, began := r.body.Get("model").String(), time.Now()
 	form := r.body.Top == nil
 	if form && (len(a.models.All()) > 1 || a.config.Routing.HoldWhenEmpty > 0) { // such as one with a recording
@@ -318,7 +330,11 @@ func (r *inference) upstream(c *gin.Context) proxy.Upstream {
 	if a.config.CollectUsage && (r.kind == tokens.ChatPrompt || r.kind == tokens.CompletionPrompt) {
 		u.Head, u.Body, u.HideUsage = proxy.AskForUsage(body)
 	}
-	if r.model.Router.Count() > 1 && r.request.Pinned == nil {
+	if u.Gateway = r.gateway; u.Gateway != nil {
+		u.Rebook = func(d router.Decision, taken kv.WorkerKey) (router.Decision, error) {
+			return r.model.Router.Rebook(r.request, d, taken)
+		}
+	} else if r.model.Router.Count() > 1 && r.request.Pinned == nil {
 		u.MaxRetries = a.config.Disagg.Retries
 	}
 	return u
@@ -389,6 +405,11 @@ func (r *inference) refuse(c *gin.Context, err error) {
 	case errors.Is(err, router.ErrNoWorker):
 		message, again = "no worker is ready: try again in a few seconds", "5"
 	}
+	if r.gateway != nil && !errors.As(err, &pinned) {
+		var reason string
+		status, reason = r.gateway.Refusal(err)
+		c.Header(proxy.HeaderDropped, reason)
+	}
 	known := "" // the names that clients make up are no labels
 	if r.model.Refused.Add(1); r.model.Lists(x.Model) {
 		known = x.Model
@@ -412,31 +433,6 @@ func (a *API) body(c *gin.Context) (body []byte, ok bool) {
 	return body, err == nil
 }
 
-// tokenized serves a route that only the tokenizer is needed for.
-func (a *API) tokenized(serve func(*tokens.Source, context.Context, []byte) ([]byte, error)) gin.HandlerFunc {
-	return func(c *gin.Context) {
-		body, ok := a.body(c)
-		if !ok {
-			return
-		}
-		defer a.bodies.Done(body)
-		m, _ := a.models.Of(gjson.GetBytes(body, "model").String())
-		answer, err := serve(m.Tokens, c.Request.Context(), body)
-		var bad *tokens.BadRequest
-		var refused *tokens.AskError
-		switch {
-		case errors.As(err, &bad):
-			a.fail(c, http.StatusBadRequest, "", bad.Error())
-		case errors.As(err, &refused):
-			c.Data(refused.Status, "application/json", refused.Answer)
-		case err != nil:
-			a.fail(c, http.StatusServiceUnavailable, "", err.Error())
-		default:
-			c.Data(http.StatusOK, "application/json", answer)
-		}
-	}
-}
-
 // workers returns one target of each worker that is up: its ranks share a server.
 func (a *API) workers() []kv.Target {
 	return kv.OnePerWorker(a.models.Targets())
@@ -445,44 +441,6 @@ func (a *API) workers() []kv.Target {
 // question is a client's short request as it goes to every worker.
 func (a *API) question(c *gin.Context, body []byte) proxy.Question {
 	return proxy.Question{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: proxy.ClientHeader(c.Request.Header, web.RequestID(c), false, a.keys.Asks()), Body: body}
-}
-
-// listModels lists what the workers serve; while none is up, the name that is
-// configured.
-func (a *API) listModels(c *gin.Context) {
-	list := a.proxy.Models(c.Request.Context(), a.workers(), a.question(c, nil).Header)
-	if len(list) == 0 && a.config.ServedModelName != "" {
-		list = append(list, proxy.ModelCard(a.config.ServedModelName))
-	}
-	if name := c.Param("model"); name != "" {
-		for _, m := range list {
-			if gjson.GetBytes(m, "id").String() == name {
-				c.Data(http.StatusOK, "application/json", m)
-				return
-			}
-		}
-		a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%s` does not exist.", name))
-		return
-	}
-	c.JSON(http.StatusOK, gin.H{"object": "list", "data": list})
-}
-
-// broadcastUntilFound asks all workers for something that only one of them holds: a
-// stored response.
-func (a *API) broadcastUntilFound(c *gin.Context) {
-	found := false
-	a.proxy.AskAll(c.Request.Context(), a.workers(), a.question(c, nil), func(answer proxy.Answer) bool {
-		if found = answer.Err == nil && answer.Status != http.StatusNotFound; found {
-			if a.keys.Of(c).Told {
-				c.Header(web.HeaderWorker, a.models.Names().Label(answer.Target.Key.Worker))
-			}
-			c.Data(answer.Status, "application/json", answer.Body)
-		}
-		return !found
-	})
-	if !found {
-		a.fail(c, http.StatusNotFound, "", "no worker knows this response")
-	}
 }
 
 // admin sends an administration request to every worker and reports what each

@@ -14,6 +14,7 @@ import (
 	"kvrouter/internal/discovery"
 	"kvrouter/internal/doctor"
 	"kvrouter/internal/events"
+	"kvrouter/internal/extproc"
 	"kvrouter/internal/keys"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/manual"
@@ -119,6 +120,9 @@ type Config struct {
 
 	// How many clients there may be at once.
 	web.ConnectionSettings
+
+	// Gateway says where gateways ask who is to serve a request.
+	Gateway extproc.Settings `embed:""`
 
 	// Replica says which other routers serve the same workers.
 	Replica replica.Settings `embed:""`
@@ -427,7 +431,7 @@ func (c *Config) validate() error {
 		return fmt.Errorf("%q follows --, but --engine %s starts no worker to pass it to", c.EngineArgs[0], c.Engine)
 	}
 	files := map[string]string{"--record": c.Record, "--record-events": c.Snapshot.RecordEvents, "--index-snapshot": c.Snapshot.IndexSnapshot, "--thompson-state": c.Scoring.ThompsonState, "--thompson-traces": c.Scoring.ThompsonTraces}
-	if err := cmp.Or(c.Models.CheckDir(), c.Replica.Validate(), c.Snapshot.Validate(c.KVEvents()), c.Discovery.Validate(), settings.CheckFiles(files)); err != nil {
+	if err := cmp.Or(c.Models.CheckDir(), c.Replica.Validate(), c.Snapshot.Validate(c.KVEvents()), c.Discovery.Validate(), c.Gateway.Validate(), settings.CheckFiles(files)); err != nil {
 		return err
 	}
 	if err := c.Bodies.Validate(c.MaxBodyBytes); err != nil {
@@ -529,13 +533,19 @@ func (c *Config) validateSimulate() error {
 // replicaHost is what the port of --replica-sync listens on.
 func (c *Config) replicaHost() string { return cmp.Or(c.Replica.ReplicaSyncHost, c.Host) }
 
+// gatewayHost is what the ports of the endpoint picker listen on.
+func (c *Config) gatewayHost() string { return cmp.Or(c.Gateway.ExtProcHost, c.Host) }
+
 // exposures lists the router's own ports with what they ask of clients.
 func (c *Config) exposures() []web.Exposure {
 	certified := c.Web.TLS.TLSClientCA != ""
-	asks := len(c.APIKey) > 0 || c.Keys.APIKeysFile != "" || certified
+	keyed := len(c.APIKey) > 0 || c.Keys.APIKeysFile != ""
 	all := []web.Exposure{
-		{Flag: "--host", Host: c.Host, Name: "OpenAI port", Keyed: asks, Keys: "--api-key, --api-keys-file or --tls-client-ca"},
+		{Flag: "--host", Host: c.Host, Name: "OpenAI port", Keyed: keyed || certified, Keys: "--api-key, --api-keys-file or --tls-client-ca"},
 		{Flag: "--router-host", Host: c.Web.RouterHost, Name: "router port", Keyed: len(c.RouterAPIKey) > 0 || certified, Keys: "--router-api-key or --tls-client-ca"},
+	}
+	if c.Gateway.ExtProcPort != 0 {
+		all = append(all, web.Exposure{Flag: "--ext-proc-host", Host: c.gatewayHost(), Name: "port of --ext-proc-port", Keyed: keyed || certified && c.Gateway.ExtProcTLS, Keys: "--api-key or --api-keys-file"})
 	}
 	if c.Replica.ReplicaSync {
 		all = append(all, web.Exposure{Flag: "--replica-sync-host", Host: c.replicaHost(), Name: "port of --replica-sync", Keyed: c.Replica.ReplicaKey != "", Keys: "--replica-key"})
@@ -555,6 +565,8 @@ func (c *Config) ports() []settings.PortUse {
 	own("--http-port", c.HTTPPort, c.Host)
 	own("--router-port", c.RouterPort, c.Web.RouterHost)
 	own("--page-port", c.Page.PagePort, c.Web.RouterHost)
+	own("--ext-proc-port", c.Gateway.ExtProcPort, c.gatewayHost())
+	own("--ext-proc-health-port", c.Gateway.ExtProcHealthPort, c.gatewayHost())
 	if c.Replica.ReplicaSync {
 		own("--replica-sync-port", c.Replica.ReplicaSyncPort, c.replicaHost())
 	}

@@ -17,6 +17,7 @@ import (
 	"kvrouter/internal/discovery"
 	"kvrouter/internal/doctor"
 	"kvrouter/internal/events"
+	"kvrouter/internal/extproc"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/policy"
@@ -70,7 +71,7 @@ func TestDefaultsOnACPUMachine(t *testing.T) {
 		Policy: "work", TokenTimeout: 2 * time.Second, TokenCacheTokens: tokens.DefaultTokenCache, CollectUsage: true, Routing: router.DefaultSettings(), Scoring: policy.DefaultSettings(), Index: router.DefaultIndexSettings(), Snapshot: events.Settings{IndexSnapshotInterval: 30 * time.Second, RecordEventsMaxBytes: 1 << 30}, Disagg: proxy.DefaultSettings(),
 		MaxBodyBytes: 64 << 20, RequestTimeout: 30 * time.Minute, Web: web.Settings{RouterHost: "127.0.0.1"}, DrainDelay: 5 * time.Second, DrainTimeout: 30 * time.Second,
 		LogLevel: "info", LogFormat: "text", Cores: 8, Replica: replica.Settings{ReplicaSyncPort: 7100}, Mock: mocker.DefaultSettings(),
-		Discovery: discovery.Settings{WorkerPort: 8000}, Doctor: doctor.Command{Wait: 5 * time.Second},
+		Gateway: extproc.Settings{ExtProcFallbacks: 3}, Discovery: discovery.Settings{WorkerPort: 8000}, Doctor: doctor.Command{Wait: 5 * time.Second},
 	}
 	if diff := cmp.Diff(want, cfg); diff != "" {
 		t.Error(diff)

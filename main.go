@@ -10,6 +10,7 @@ import (
 	"os/signal"
 	"reflect"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
@@ -120,12 +121,25 @@ func (r *app) run(ctx context.Context) error {
 		port.Bound(d.clients)
 		ports = append(ports, port)
 	}
+	if config.Gateway.ExtProcPort != 0 {
+		var err error
+		if r.gateway, err = r.listenForGateways(); err != nil {
+			for _, open := range ports {
+				open.Close()
+			}
+			return err
+		}
+	}
 	r.page.SetURL(ports[1].URL())
 	fleet, stopFleet := context.WithCancel(context.Background())
 	defer stopFleet()
 	group, failed := errgroup.WithContext(ctx)
 	for _, port := range ports {
 		group.Go(port.Serve)
+	}
+	if r.gateway != nil {
+		group.Go(r.gateway.Serve)
+		r.log.Info("gateways may ask", "ext_proc", r.gateway.Address())
 	}
 	group.Go(func() error {
 		r.page.Run(fleet)
@@ -212,6 +226,11 @@ func (r *app) drain(delay time.Duration, ports []*web.Port) {
 		time.Sleep(delay)
 	}
 	r.log.Info("draining: running requests may finish; a second signal ends at once", "limit", r.config.DrainTimeout)
+	var gateways sync.WaitGroup
+	if r.gateway != nil {
+		gateways.Go(func() { r.gateway.Drain(r.config.DrainTimeout) })
+	}
+	defer gateways.Wait()
 	if !ports[0].Drain(r.config.DrainTimeout) {
 		r.log.Warn("requests were still running at the end of --drain-timeout: they were cut")
 	}

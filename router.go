@@ -8,10 +8,12 @@ import (
 	"net"
 	"net/http"
 	"strconv"
+	"sync/atomic"
 	"time"
 
 	"kvrouter/internal/discovery"
 	"kvrouter/internal/events"
+	"kvrouter/internal/extproc"
 	"kvrouter/internal/guard"
 	"kvrouter/internal/hints"
 	"kvrouter/internal/jsonlines"
@@ -59,6 +61,7 @@ type app struct {
 	selection *selection.Service
 	page      *page.Page
 	replicas  *replica.Mesh             // nil: none
+	gateway   *extproc.Server           // nil: none
 	traces    *jsonlines.Writer         // of policy thompson; nil: none
 	learned   *policy.ThompsonStateFile // by policy thompson; nil: it is not kept
 
@@ -165,6 +168,20 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		r.selection.Mesh, r.replicas.Partition = r.replicas, r.selection.PartitionOf
 	}
 	return r, nil
+}
+
+// listenForGateways opens the ports of the endpoint picker. It is well from when the
+// first worker is: a gateway then hears from it that there is none, too.
+func (r *app) listenForGateways() (*extproc.Server, error) {
+	var served atomic.Bool
+	ready := func() bool {
+		now, draining := r.api.Ready()
+		if now {
+			served.Store(true)
+		}
+		return served.Load() && !draining
+	}
+	return extproc.Listen(r.config.Gateway, extproc.Ports{Host: r.config.gatewayHost(), Secure: r.certificates.Config(), Handler: r.api.Handler(), Ready: ready}, r.edges, r.log)
 }
 
 // openThompson opens the files of policy thompson, if it is in use.

@@ -230,10 +230,15 @@ func (s *site) chat(ctx context.Context, messages []map[string]string, stream bo
 		body, _ := io.ReadAll(response.Body)
 		return answer{}, fmt.Errorf("%s: %s", response.Status, body)
 	}
+	return readAnswer(response.Header, response.Body, stream)
+}
+
+// readAnswer reads what a chat came to to its end.
+func readAnswer(header http.Header, text io.Reader, stream bool) (answer, error) {
 	var a answer
-	a.worker, _ = strconv.ParseUint(response.Header.Get(web.HeaderWorker), 10, 64)
-	a.predicted, _ = strconv.Atoi(response.Header.Get(web.HeaderOverlap))
-	a.prefill = response.Header.Get(proxy.HeaderPrefillWorker)
+	a.worker, _ = strconv.ParseUint(header.Get(web.HeaderWorker), 10, 64)
+	a.predicted, _ = strconv.Atoi(header.Get(web.HeaderOverlap))
+	a.prefill = header.Get(proxy.HeaderPrefillWorker)
 	read := func(chunk []byte) {
 		a.text += gjson.GetBytes(chunk, "choices.0.delta.content").String() + gjson.GetBytes(chunk, "choices.0.message.content").String()
 		if u := proxy.ReadUsage(chunk); u.Known {
@@ -244,12 +249,12 @@ func (s *site) chat(ctx context.Context, messages []map[string]string, stream bo
 		}
 	}
 	if !stream {
-		body, err := io.ReadAll(response.Body)
+		body, err := io.ReadAll(text)
 		read(body)
 		a.finished = err == nil
 		return a, err
 	}
-	lines := bufio.NewScanner(response.Body)
+	lines := bufio.NewScanner(text)
 	for lines.Scan() {
 		data, ok := strings.CutPrefix(lines.Text(), "data: ")
 		if !ok {

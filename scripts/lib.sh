@@ -1,4 +1,4 @@
-# Sourced by perf.sh and by setup.sh, setup-sglang.sh, kubernetes.sh, helm.sh, mooncake.sh, peers.sh and selection_parity.sh beside it: the cache folder,
+# Sourced by perf.sh and by setup.sh, setup-sglang.sh, kubernetes.sh, helm.sh, gateway.sh, mooncake.sh, peers.sh and selection_parity.sh beside it: the cache folder,
 # one-at-a-time locking, and installing into venvs.
 # shellcheck shell=bash
 

@@ -19,6 +19,7 @@ const (
 	WorkerMetrics = "worker_metrics" // a worker's metrics page, for the size of its cache
 	Replica       = "replica"        // one connection to another router
 	ReplicaServer = "replica_server" // one connection from another router
+	ExtProc       = "ext_proc"       // one message of a gateway
 	other         = "other"          // edges beyond maxEdges
 	maxEdges      = 64               // different names that are counted apart
 	maxStack      = 4 << 10          // bytes of a panic's stack that are logged
@@ -33,7 +34,7 @@ type Edges struct {
 
 // New returns Edges that know those of this package, all without a panic.
 func New() *Edges {
-	return &Edges{panics: map[string]uint64{KVEvents: 0, KVEventBatch: 0, WorkerLoad: 0, WorkerMetrics: 0, Replica: 0, ReplicaServer: 0}}
+	return &Edges{panics: map[string]uint64{KVEvents: 0, KVEventBatch: 0, WorkerLoad: 0, WorkerMetrics: 0, Replica: 0, ReplicaServer: 0, ExtProc: 0}}
 }
 
 // PanicError is the error that Do makes of a panic.

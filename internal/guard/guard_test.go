@@ -22,7 +22,7 @@ func TestAPanicBecomesAnErrorIsCountedAndLogged(t *testing.T) {
 	if err := e.Do(Replica, log, func() error { _ = empty[len(empty)]; return nil }); err == nil {
 		t.Error("a runtime error is no error")
 	}
-	if panics := e.Panics(); panics[Replica] != 2 || panics[KVEvents] != 0 || len(panics) != 6 {
+	if panics := e.Panics(); panics[Replica] != 2 || panics[KVEvents] != 0 || len(panics) != 7 {
 		t.Errorf("counted %v", panics)
 	}
 	if lines := strings.Count(out.String(), "\n"); lines != 2 || !strings.Contains(out.String(), "guard_test.go") {

@@ -1,6 +1,9 @@
 package kv
 
-import "slices"
+import (
+	"slices"
+	"strings"
+)
 
 // Target is one place that requests can go to: a worker, or one rank of it.
 type Target struct {
@@ -20,6 +23,16 @@ type Target struct {
 	Bearer Secret // goes to the worker as Authorization: Bearer, in place of the client's; empty: none does
 
 	Disagg
+}
+
+// Address returns the host and the port of the target's URL, such as 10.0.0.7:8000.
+func (t *Target) Address() string {
+	_, rest, found := strings.Cut(t.URL, "://")
+	if !found {
+		rest = t.URL
+	}
+	address, _, _ := strings.Cut(rest, "/")
+	return address
 }
 
 // Serves tells whether the target serves the model; an empty name means its

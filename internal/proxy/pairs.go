@@ -164,6 +164,8 @@ func (s *Pairs) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		if x.Shared = nil; pair.Whole != "" {
 			s.proxy.observer.StayedWhole(pair.Whole)
 			err = s.proxy.send(ctx, w, u, x, pair.Decode, t.retry())
+		} else if u.Gateway != nil {
+			err = s.carry(ctx, w, u, x, pair)
 		} else {
 			err = s.share(ctx, w, u, x, parsed, pair, t.retry())
 		}

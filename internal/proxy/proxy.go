@@ -7,6 +7,7 @@ package proxy
 import (
 	"bytes"
 	"context"
+	"encoding/base64"
 	"errors"
 	"fmt"
 	"io"
@@ -54,8 +55,13 @@ type Upstream struct {
 	RequestID           string
 	Arrived             time.Time
 	MaxRetries          int // further workers to try while nothing was answered
+	// Gateway takes the request to its worker; nil: the proxy does. Rebook books it on a
+	// worker that the gateway has chosen in place of the decided one.
+	Gateway *Gateway
+	Rebook  func(decision router.Decision, taken kv.WorkerKey) (router.Decision, error)
 
-	attempt *traces.Attempt // whose trace the worker goes on with; nil: the client's, if any
+	prefill *router.Decision // of a gateway's request that two workers share; nil: one serves it
+	attempt *traces.Attempt  // whose trace the worker goes on with; nil: the client's, if any
 }
 
 // request is u as a request to a worker.
@@ -235,7 +241,7 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 // send is attempt with the booking of the decision, which ends here.
 func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, decision router.Decision, retry bool) error {
 	x.Decision, x.Worker, x.Ending, x.refusal = decision, p.Names.Label(decision.Target.Key.Worker), policy.Abandoned, refusal{}
-	defer decision.Booking.End() // if relaying panics
+	defer func() { x.Decision.Booking.End() }() // if relaying panics
 	u.attempt = x.Trace.Attempt(x.leg(), &decision.Target, p.Names.Name(decision.Target.Key.Worker), u.Method, u.Route)
 	err := p.attempt(ctx, w, u, x, retry)
 	u.attempt.End(x.FirstChunk, err)
@@ -244,9 +250,9 @@ func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *
 	case err == nil:
 		p.finished(u, x)
 	case errors.As(err, &failed) && ctx.Err() == nil:
-		p.blame(decision.Booking, x, failed)
+		p.blame(x.Decision.Booking, x, failed)
 	default:
-		left(ctx, decision.Booking)
+		left(ctx, x.Decision.Booking)
 	}
 	return err
 }
@@ -259,8 +265,11 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	worker := target.Key.Worker
 	ctx, cancel := context.WithCancelCause(ctx) // ends the engine's work when we stop reading
 	defer cancel(nil)
-	f := p.depart(x.Decision.Booking, target, cancel, retry && !x.moved)
-	defer p.arrive(f)
+	f := new(flight)
+	if u.Gateway == nil { // which looks after its own connections
+		f = p.depart(x.Decision.Booking, target, cancel, retry && !x.moved)
+		defer p.arrive(f)
+	}
 	heard := func() { f.heard.Store(p.now().UnixNano()) }
 	if p.silence > 0 {
 		timer := time.AfterFunc(p.silence, func() { cancel(ErrSilent) })
@@ -277,13 +286,18 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	if err != nil {
 		return err
 	}
-	response, err := p.Client.Do(request)
+	do := p.Client.Do
+	if u.Gateway != nil {
+		do = func(request *http.Request) (*http.Response, error) { return p.carry(request, &u, x) }
+	}
+	response, err := do(request)
 	if err != nil {
 		if OutOfDescriptors(err) {
 			return err
 		}
 		return p.unanswered(worker, cause(ctx, err), outlier.Refused)
 	}
+	worker = x.Decision.Target.Key.Worker // a gateway may have chosen another one
 	defer response.Body.Close()
 	u.attempt.Answered(response.StatusCode)
 	if err := checkStatus(response); err != nil {
@@ -302,6 +316,9 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	}
 	if strings.HasPrefix(response.Header.Get("Content-Type"), "text/event-stream") {
 		return p.relayStream(w, answer, u, x, retry)
+	}
+	if u.Gateway != nil {
+		return p.relayCarried(w, answer, u, x)
 	}
 	return p.relayWhole(w, answer, u, x, retry)
 }
@@ -353,6 +370,9 @@ func writeHead(w http.ResponseWriter, response *http.Response, u Upstream, x *Ex
 	told.Set(web.HeaderWorker, x.Worker)
 	told.Set(web.HeaderOverlap, strconv.Itoa(x.Decision.OverlapTokens))
 	header.Set(web.HeaderRequest, u.RequestID)
+	if u.Gateway != nil {
+		told.Set(HeaderSession, base64.StdEncoding.EncodeToString([]byte(x.Decision.Target.Address())))
+	}
 	if x.Shared != nil {
 		x.Shared.begin(told)
 	}
@@ -410,8 +430,11 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 	}()
 	buffer := memory.buffer[:]
 	var last time.Time
-	tokens := 0
-	for started := false; ; {
+	tokens, started := 0, u.Gateway != nil
+	if started { // it waits for nothing but the headers
+		writeHead(w, answer.Response, u, x)
+	}
+	for {
 		n, err := answer.Read(buffer)
 		if n > 0 {
 			out := events.Scan(buffer[:n])

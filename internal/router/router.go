@@ -90,6 +90,7 @@ type Decision struct {
 	Overlap       int // blocks of the prompt in the worker's cache that it can use
 	OverlapTokens int // the same in tokens
 	Booking       *Booking
+	Alternatives  []kv.Target // where it may go if Target does not take it, the best first
 
 	MatchedBlocks          int      // of the prompt in the worker's cache, by the policy's reckoning
 	EffectivePrefillTokens int      // prompt tokens to be computed, by the policy's reckoning
@@ -488,6 +489,7 @@ func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 	d.EffectivePrefillTokens = p.tokens - chosen.Overlap*r.blockSize
 	d.PotentialDecodeBlocks = chosen.Load.ActiveBlocks + chosen.NewBlocks
 	d.Sequence = p.sequence
+	d.Alternatives = r.alternatives(p, chosen.Target.Key, now)
 	if p.QueryOnly {
 		return
 	}
@@ -545,6 +547,13 @@ func (r *Router) assume(w kv.WorkerKey, p *prompt) *radix.Assumed {
 // Book books the request on a worker without choosing: it was chosen before or
 // elsewhere. It fails with ErrUnknownWorker or ErrDuplicate.
 func (r *Router) Book(request Request, worker kv.WorkerKey) (*Booking, error) {
+	booking, _, err := r.bookOn(request, worker)
+	return booking, err
+}
+
+// bookOn is Book that returns the worker, too, as the request sees it.
+func (r *Router) bookOn(request Request, worker kv.WorkerKey) (*Booking, policy.Candidate, error) {
+	var c policy.Candidate
 	scratch := r.scratch.Get().(*workspace)
 	defer r.scratch.Put(scratch)
 	p, _ := r.lookUp(request, scratch)
@@ -554,15 +563,14 @@ func (r *Router) Book(request Request, worker kv.WorkerKey) (*Booking, error) {
 	r.expire(now)
 	at, found := r.target(worker)
 	if !found {
-		return nil, ErrUnknownWorker
+		return nil, c, ErrUnknownWorker
 	}
 	if r.taken(&p) {
-		return nil, ErrDuplicate
+		return nil, c, ErrDuplicate
 	}
 	r.survey(&p)
-	var c policy.Candidate
 	r.candidate(&c, &p, at, now)
-	return r.book(&p, &c, now), nil
+	return r.book(&p, &c, now), c, nil
 }
 
 // usableBlocks is how many cached blocks an engine can use of a prompt of that

@@ -5,7 +5,7 @@ import "fmt"
 // Settings say who reaches the ports.
 type Settings struct {
 	RouterHost string      `group:"Addresses" default:"127.0.0.1" help:"Address that the router port listens on. Who reaches that port can add workers, and so read prompts."`
-	Insecure   bool        `group:"Addresses" help:"Let ports that other machines reach (--host, --router-host, --replica-sync-host) do without a key."`
+	Insecure   bool        `group:"Addresses" help:"Let ports that other machines reach (--host, --router-host, --ext-proc-host, --replica-sync-host) do without a key."`
 	TLS        TLSSettings `embed:""`
 }
 

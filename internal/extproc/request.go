@@ -1,0 +1,203 @@
+package extproc
+
+import (
+	"context"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+
+	corev3 "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
+	extprocv3 "github.com/envoyproxy/go-control-plane/envoy/service/ext_proc/v3"
+	"google.golang.org/protobuf/types/known/structpb"
+
+	"kvrouter/internal/proxy"
+)
+
+// Names of the endpoint picker protocol.
+const (
+	headerDestination  = "x-gateway-destination-endpoint"
+	metadataEnvoy      = "envoy.lb"
+	metadataSubset     = "envoy.lb.subset_hint"
+	keySubset          = "x-gateway-destination-endpoint-subset"
+	keyServed          = "x-gateway-destination-endpoint-served"
+	headerObjective    = "X-Llm-D-Inference-Objective"
+	headerModelRewrite = "X-Llm-D-Model-Name-Rewrite"
+	headerTestPick     = "Test-Epp-Endpoint-Selection"
+	headerTestServed   = "X-Conformance-Test-Served-Endpoint"
+)
+
+const (
+	// maxHeaders bounds the bytes of a message's headers, and maxSubset the addresses of
+	// a subset.
+	maxHeaders = 256 << 10
+	maxSubset  = 16 << 10
+)
+
+// errHeaders refuses headers beyond maxHeaders.
+var errHeaders = fmt.Errorf("the headers are larger than %d bytes", maxHeaders)
+
+// readHeaders returns a message's headers, and the pseudo headers by name.
+func readHeaders(given *corev3.HeaderMap) (header http.Header, pseudo map[string]string, err error) {
+	header, pseudo = make(http.Header, len(given.GetHeaders())), make(map[string]string, 4)
+	size := 0
+	for _, h := range given.GetHeaders() {
+		value := h.GetValue()
+		if raw := h.GetRawValue(); len(raw) > 0 {
+			value = string(raw)
+		}
+		if size += len(h.GetKey()) + len(value); size > maxHeaders {
+			return nil, nil, errHeaders
+		}
+		if strings.HasPrefix(h.GetKey(), ":") {
+			pseudo[h.GetKey()] = value
+			continue
+		}
+		key := http.CanonicalHeaderKey(h.GetKey())
+		header[key] = append(header[key], value)
+	}
+	return header, pseudo, nil
+}
+
+// newRequest makes a request of a stream's first message.
+func newRequest(ctx context.Context, message *extprocv3.HttpHeaders, body io.ReadCloser) (*http.Request, error) {
+	header, pseudo, err := readHeaders(message.GetHeaders())
+	if err != nil {
+		return nil, err
+	}
+	target, err := url.ParseRequestURI(pseudo[":path"])
+	if err != nil || target.Host != "" {
+		return nil, errors.New("the request's path is no path")
+	}
+	if method := pseudo[":method"]; method == "" || strings.ContainsFunc(method, func(r rune) bool { return r <= ' ' || r > '~' }) {
+		return nil, errors.New("the request's method is none")
+	}
+	request := &http.Request{
+		Method: pseudo[":method"], URL: target, RequestURI: pseudo[":path"], Host: pseudo[":authority"], Header: header, Body: body,
+		Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1, ContentLength: -1,
+	}
+	if n, err := strconv.ParseInt(header.Get("Content-Length"), 10, 64); err == nil && n >= 0 {
+		request.ContentLength = n
+	}
+	if message.GetEndOfStream() {
+		request.ContentLength, request.Body = 0, http.NoBody
+	}
+	return request.WithContext(ctx), nil
+}
+
+// newAnswer makes an answer of a stream's message with the worker's headers.
+func newAnswer(message *extprocv3.HttpHeaders, body io.ReadCloser) (*http.Response, error) {
+	header, pseudo, err := readHeaders(message.GetHeaders())
+	if err != nil {
+		return nil, err
+	}
+	status, err := strconv.Atoi(pseudo[":status"])
+	if err != nil || status < 100 || status > 999 {
+		return nil, fmt.Errorf("the answer's status is %.10q", pseudo[":status"])
+	}
+	answer := &http.Response{
+		StatusCode: status, Status: strings.TrimSpace(fmt.Sprintf("%d %s", status, http.StatusText(status))),
+		Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1, Header: header, Body: body, ContentLength: -1,
+	}
+	if message.GetEndOfStream() {
+		answer.ContentLength, answer.Body = 0, http.NoBody
+	}
+	return answer, nil
+}
+
+// subset returns the addresses that metadata allows; nil: all.
+func subset(metadata *corev3.Metadata) []string {
+	given, named := metadata.GetFilterMetadata()[metadataSubset].GetFields()[keySubset]
+	if !named {
+		return nil
+	}
+	addresses := []string{}
+	add := func(text string) {
+		for address := range strings.SplitSeq(text, ",") {
+			if address = strings.TrimSpace(address); address != "" && len(addresses) < maxSubset {
+				addresses = append(addresses, address)
+			}
+		}
+	}
+	if list := given.GetListValue(); list != nil {
+		for _, value := range list.GetValues() {
+			add(value.GetStringValue())
+		}
+	} else {
+		add(given.GetStringValue())
+	}
+	return addresses
+}
+
+// served returns the address of the worker that gave an answer, as the gateway tells
+// it: by the protocol's metadata, or by the attribute upstream.address; empty: it does
+// not.
+func served(message *extprocv3.ProcessingRequest) string {
+	if told := message.GetMetadataContext().GetFilterMetadata()[metadataEnvoy].GetFields()[keyServed].GetStringValue(); told != "" {
+		return told
+	}
+	for _, attributes := range message.GetAttributes() {
+		if address := attributes.GetFields()["upstream.address"].GetStringValue(); address != "" {
+			return address
+		}
+	}
+	return ""
+}
+
+// gateway returns what a stream's first message says of the request beside its headers,
+// and the conformance tests' choice where that is taken.
+func (p *Server) gateway(message *extprocv3.ProcessingRequest, header http.Header) *proxy.Gateway {
+	g := &proxy.Gateway{
+		Subset: subset(message.GetMetadataContext()), Others: p.settings.ExtProcFallbacks, Any: p.settings.ExtProcConformance,
+		Model: header.Get(headerModelRewrite), Priority: p.objectives[header.Get(headerObjective)],
+	}
+	if home, err := base64.StdEncoding.DecodeString(header.Get(proxy.HeaderSession)); err == nil {
+		g.Home = string(home)
+	}
+	if picked := header.Get(headerTestPick); p.settings.ExtProcConformance && picked != "" {
+		g.Subset = strings.FieldsFunc(picked, func(r rune) bool { return r == ',' || r == ' ' })
+	}
+	return g
+}
+
+// metadata tells the addresses in the form that a gateway's load balancer reads.
+func metadata(addresses string) *structpb.Struct {
+	text := func(s string) *structpb.Value {
+		return &structpb.Value{Kind: &structpb.Value_StringValue{StringValue: s}}
+	}
+	inner := &structpb.Struct{Fields: map[string]*structpb.Value{headerDestination: text(addresses)}}
+	return &structpb.Struct{Fields: map[string]*structpb.Value{metadataEnvoy: {Kind: &structpb.Value_StructValue{StructValue: inner}}}}
+}
+
+// mutation returns what makes headers of those that came.
+func mutation(came, headers http.Header) *extprocv3.HeaderMutation {
+	m := new(extprocv3.HeaderMutation)
+	for name := range came {
+		if _, stays := headers[name]; !stays {
+			m.RemoveHeaders = append(m.RemoveHeaders, strings.ToLower(name))
+		}
+	}
+	for name, values := range headers {
+		if !slices.Equal(values, came[name]) {
+			m.SetHeaders = appendHeader(m.SetHeaders, name, values...)
+		}
+	}
+	return m
+}
+
+// appendHeader appends what sets a header to those values.
+func appendHeader(options []*corev3.HeaderValueOption, name string, values ...string) []*corev3.HeaderValueOption {
+	action := corev3.HeaderValueOption_OVERWRITE_IF_EXISTS_OR_ADD
+	for _, value := range values {
+		options = append(options, &corev3.HeaderValueOption{
+			Header: &corev3.HeaderValue{Key: strings.ToLower(name), RawValue: []byte(value)}, AppendAction: action,
+		})
+		action = corev3.HeaderValueOption_APPEND_IF_EXISTS_OR_ADD
+	}
+	return options
+}

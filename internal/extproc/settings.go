@@ -1,0 +1,48 @@
+package extproc
+
+import (
+	"errors"
+	"fmt"
+	"strconv"
+	"strings"
+)
+
+// maxFallbacks is the most addresses that a gateway gets beside the first.
+const maxFallbacks = 16
+
+// Settings are the flags of the endpoint picker.
+type Settings struct {
+	ExtProcPort        int      `group:"Gateway" default:"0" placeholder:"PORT" help:"Port on which gateways ask where a request is to go (gRPC, Envoy's ext_proc; usually 9002); 0: there is none."`
+	ExtProcHealthPort  int      `group:"Gateway" default:"0" placeholder:"PORT" help:"Port that answers gRPC health checks without TLS, beside the same service on --ext-proc-port (usually 9003); 0: there is none."`
+	ExtProcHost        string   `group:"Gateway" placeholder:"HOST" help:"Address that both ports listen on. Default: that of --host."`
+	ExtProcTLS         bool     `group:"Gateway" name:"ext-proc-tls" help:"Speak TLS on --ext-proc-port: with --tls-cert, else with a certificate made at the start and signed by itself, as gateways take it from an endpoint picker."`
+	ExtProcFallbacks   int      `group:"Gateway" default:"3" help:"How many further addresses a gateway gets, for when it cannot reach the first. 0 for a gateway that takes one address only, such as Envoy's cluster ORIGINAL_DST."`
+	ExtProcObjectives  []string `group:"Gateway" placeholder:"NAME=PRIORITY" help:"Priorities of the objectives that requests name in x-llm-d-inference-objective, as in the spec of an InferenceObjective: the higher go first in the queue, and those below 0 are refused while kvrouter_saturation is at least 1. Several are separated by commas."`
+	ExtProcConformance bool     `group:"Gateway" help:"Take the headers of the Gateway API Inference Extension's conformance tests, by which a client names its endpoints, and send requests of all routes to workers. For tests only."`
+}
+
+// Validate checks the settings; its errors name the flag.
+func (s Settings) Validate() error {
+	if s.ExtProcFallbacks < 0 || s.ExtProcFallbacks > maxFallbacks {
+		return fmt.Errorf("--ext-proc-fallbacks %d: give 0 to %d", s.ExtProcFallbacks, maxFallbacks)
+	}
+	if s.ExtProcPort == 0 && (s.ExtProcHealthPort != 0 || s.ExtProcTLS || len(s.ExtProcObjectives) > 0 || s.ExtProcConformance) {
+		return errors.New("--ext-proc-health-port, --ext-proc-tls, --ext-proc-objectives and --ext-proc-conformance: give --ext-proc-port, too, such as 9002")
+	}
+	_, err := s.objectives()
+	return err
+}
+
+// objectives returns the priority of each objective.
+func (s Settings) objectives() (map[string]int, error) {
+	all := make(map[string]int, len(s.ExtProcObjectives))
+	for _, given := range s.ExtProcObjectives {
+		name, number, found := strings.Cut(given, "=")
+		priority, err := strconv.ParseInt(number, 10, 32)
+		if !found || name == "" || err != nil {
+			return nil, fmt.Errorf("--ext-proc-objectives %s: want NAME=PRIORITY with a whole number, such as batch=-1", given)
+		}
+		all[name] = int(priority)
+	}
+	return all, nil
+}

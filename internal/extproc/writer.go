@@ -1,0 +1,172 @@
+package extproc
+
+import (
+	"cmp"
+	"errors"
+	"net/http"
+	"os"
+	"strings"
+	"sync"
+	"time"
+
+	extprocv3 "github.com/envoyproxy/go-control-plane/envoy/service/ext_proc/v3"
+	typev3 "github.com/envoyproxy/go-control-plane/envoy/type/v3"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"kvrouter/internal/web"
+)
+
+// maxOwnAnswer bounds an answer of the router's own, bytes: lists of models, tokens,
+// errors.
+const maxOwnAnswer = 16 << 20
+
+// writer is where a handler writes the answer: a worker's goes back to the gateway piece
+// by piece, one of the router's own in one message at the end.
+type writer struct {
+	stream *stream
+	header http.Header
+	status int
+	body   []byte // of the router's own answer
+	err    error  // of the first failed message
+
+	mu    sync.Mutex    // guards timer and over
+	stuck chan struct{} // closed when the time to write is over
+	timer *time.Timer   // of that; nil: there is no limit
+	over  bool
+}
+
+// Header returns the answer's headers.
+func (w *writer) Header() http.Header { return w.header }
+
+// WriteHeader sets the status. The headers of a worker's answer go to the gateway then.
+func (w *writer) WriteHeader(status int) {
+	if w.status != 0 {
+		return
+	}
+	w.status = status
+	s := w.stream
+	if !s.answering {
+		return
+	}
+	if given := s.request.Header.Get(headerTestPick); given != "" && s.server.settings.ExtProcConformance {
+		w.header.Set(headerTestServed, cmp.Or(s.served, s.target))
+	}
+	m := mutation(s.came, w.header)
+	s.headed = true
+	w.err = s.grpc.Send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseHeaders{ResponseHeaders: &extprocv3.HeadersResponse{
+		Response: &extprocv3.CommonResponse{HeaderMutation: m},
+	}}})
+}
+
+// Write sends a piece of a worker's answer, and keeps one of the router's own.
+func (w *writer) Write(piece []byte) (int, error) {
+	if w.status == 0 {
+		w.WriteHeader(http.StatusOK)
+	}
+	switch {
+	case w.err != nil:
+		return 0, w.err
+	case !w.stream.headed:
+		if len(w.body)+len(piece) > maxOwnAnswer {
+			return 0, errors.New("the answer is too long for a gateway")
+		}
+		w.body = append(w.body, piece...)
+	case !w.stream.empty:
+		if _, w.err = (&pieceWriter{send: w.stream.sendAnswered}).Write(piece); w.err != nil {
+			return 0, w.err
+		}
+	}
+	return len(piece), nil
+}
+
+// Flush does nothing: each piece goes at once.
+func (w *writer) Flush() {}
+
+// SetReadDeadline bounds the time until the request's body has come; zero: no more.
+func (w *writer) SetReadDeadline(at time.Time) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if asked := w.stream.asked; asked.timer != nil {
+		asked.timer.Stop()
+		asked.timer = nil
+	}
+	if !at.IsZero() && !w.over {
+		w.stream.asked.timer = time.AfterFunc(time.Until(at), func() { w.stream.asked.end(os.ErrDeadlineExceeded) })
+	}
+	return nil
+}
+
+// SetWriteDeadline ends the stream when a message has not gone by then; zero: never.
+func (w *writer) SetWriteDeadline(at time.Time) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	switch {
+	case w.over:
+	case at.IsZero():
+		w.halt()
+	case w.timer == nil:
+		w.timer = time.AfterFunc(time.Until(at), func() {
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			if !w.over {
+				w.over = true
+				close(w.stuck)
+				w.stream.cancel(errGone)
+			}
+		})
+	default:
+		w.timer.Reset(time.Until(at))
+	}
+	return nil
+}
+
+// halt stops the timer of writing. w.mu is locked.
+func (w *writer) halt() {
+	if w.timer != nil {
+		w.timer.Stop()
+		w.timer = nil
+	}
+}
+
+// stop ends the deadlines: the handler has ended.
+func (w *writer) stop() {
+	_ = w.SetReadDeadline(time.Time{})
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.halt()
+	w.over = true
+}
+
+// finish sends what is left once the handler has ended.
+func (w *writer) finish() error {
+	s := w.stream
+	switch {
+	case w.err != nil:
+		return w.err
+	case s.headed && s.empty:
+		return nil
+	case s.headed && s.answered.trailed():
+		return s.grpc.Send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ResponseTrailers{ResponseTrailers: new(extprocv3.TrailersResponse)}})
+	case s.headed:
+		return s.sendAnswered(nil, true)
+	case w.status == 0:
+		return status.Error(codes.Canceled, "the request has ended")
+	}
+	return s.grpc.Send(&extprocv3.ProcessingResponse{Response: &extprocv3.ProcessingResponse_ImmediateResponse{ImmediateResponse: w.immediate()}})
+}
+
+// immediate is the router's own answer.
+func (w *writer) immediate() *extprocv3.ImmediateResponse {
+	web.DropHopByHop(w.header)
+	m := new(extprocv3.HeaderMutation)
+	for name, values := range w.header {
+		if name != "Content-Length" {
+			m.SetHeaders = appendHeader(m.SetHeaders, name, values...)
+		}
+	}
+	return &extprocv3.ImmediateResponse{
+		Status: &typev3.HttpStatus{Code: typev3.StatusCode(w.status)}, Headers: m, Body: w.body,
+		Details: "kvrouter_" + strings.ReplaceAll(strings.ToLower(http.StatusText(w.status)), " ", "_"),
+	}
+}

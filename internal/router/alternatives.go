@@ -1,0 +1,61 @@
+package router
+
+import (
+	"cmp"
+	"slices"
+	"time"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
+)
+
+// alternative is a worker that could serve a request in place of the chosen one.
+type alternative struct {
+	target kv.Target
+	work   int // that lies before the request's first token there, tokens
+}
+
+// alternatives returns where p may go if the chosen worker does not take it, the best
+// first, at most p.Alternatives: of each other worker that is well the rank with the
+// least work, counted as what is uncached of the prompt there and sessionWork.
+func (r *Router) alternatives(p *prompt, chosen kv.WorkerKey, now time.Time) []kv.Target {
+	if p.Alternatives <= 0 || p.Pinned != nil {
+		return nil
+	}
+	var found []alternative
+	for i := range r.targets {
+		t := &r.targets[i]
+		if t.Key.Worker == chosen.Worker || !p.mayUse(t) || r.isOut(t, now) || r.Knobs.BusyThresholds.Set() && r.busy(t.Key.Worker, now) {
+			continue
+		}
+		var c policy.Candidate
+		r.candidate(&c, p, i, now)
+		found = append(found, alternative{*t, p.tokens - c.Overlap*r.blockSize + sessionWork(&c.Load)})
+	}
+	slices.SortStableFunc(found, func(a, b alternative) int { return cmp.Compare(a.work, b.work) })
+	targets := make([]kv.Target, 0, p.Alternatives)
+	for _, a := range found {
+		if len(targets) == p.Alternatives {
+			break
+		}
+		if !slices.ContainsFunc(targets, func(t kv.Target) bool { return t.Key.Worker == a.target.Key.Worker }) {
+			targets = append(targets, a.target)
+		}
+	}
+	return targets
+}
+
+// Rebook books a request, of which decision says where it was to go, on the worker
+// that has taken it in its place, and returns the decision as it is then. What was
+// booked for it before is the caller's to end. It fails as Book does.
+func (r *Router) Rebook(request Request, decision Decision, taken kv.WorkerKey) (Decision, error) {
+	booking, c, err := r.bookOn(request, taken)
+	if err != nil {
+		return decision, err
+	}
+	decision.Booking, decision.Target, decision.Sequence = booking, c.Target, booking.sequence
+	decision.Overlap = min(c.Overlap, r.usableBlocks(decision.Tokens))
+	decision.OverlapTokens = decision.Overlap * r.blockSize
+	decision.MatchedBlocks, decision.EffectivePrefillTokens = c.Overlap, decision.Tokens-c.Overlap*r.blockSize
+	return decision, nil
+}

@@ -1,0 +1,122 @@
+// Package envoy runs a real Envoy for tests: a gateway on loopback that asks an endpoint
+// picker by ext_proc where each request goes.
+package envoy
+
+import (
+	"bytes"
+	"fmt"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"kvrouter/internal/testkit"
+)
+
+// Program is the environment variable that names Envoy's binary. scripts/gateway.sh
+// installs it.
+const Program = "KVROUTER_ENVOY"
+
+// SubsetHeader is the request header by which a test gives the subset hint: the bytes of
+// a google.protobuf.Value in base64. Gateways give it as metadata only.
+const SubsetHeader = "X-Test-Subset"
+
+// startLimit is how long Envoy may take until it is ready.
+const startLimit = 30 * time.Second
+
+// Options say how the gateway is set up.
+type Options struct {
+	Picker  string   // host:port of the endpoint picker; empty: none is asked
+	TLS     bool     // the picker is spoken to by TLS, and any certificate is taken
+	Open    bool     // FailOpen: a request goes on where the picker is gone
+	Workers []string // host:port of those whose list of addresses is honoured; empty: the one address of the header is taken, whoever that is
+}
+
+// Envoy is a running gateway. It ends with the test.
+type Envoy struct {
+	URL   string // of the gateway
+	Admin string // URL of its admin port
+	PID   int
+
+	t       testing.TB
+	command *exec.Cmd
+	log     testkit.LogBuffer
+	ended   chan struct{} // closed once it has
+	web     *http.Client
+}
+
+// Start starts a gateway and waits until it is ready. The test is skipped where nobody
+// has named the program.
+func Start(t testing.TB, o Options) *Envoy {
+	t.Helper()
+	program := os.Getenv(Program)
+	if program == "" {
+		t.Skip("make test-gateway runs it")
+	}
+	ports := testkit.FreePorts(t, 2)
+	var config bytes.Buffer
+	if err := configuration.Execute(&config, settings{Options: o, Port: ports, AdminPort: ports + 1}); err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(t.TempDir(), "envoy.yaml")
+	if err := os.WriteFile(path, config.Bytes(), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	e := &Envoy{
+		URL: fmt.Sprintf("http://127.0.0.1:%d", ports), Admin: fmt.Sprintf("http://127.0.0.1:%d", ports+1), t: t,
+		command: exec.Command(program, "-c", path, "--disable-hot-restart", "--concurrency", "2", "--log-level", "warning"),
+		ended:   make(chan struct{}), web: &http.Client{Timeout: 5 * time.Second, Transport: &http.Transport{DisableKeepAlives: true}},
+	}
+	e.command.Stdout, e.command.Stderr = &e.log, &e.log
+	e.command.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+	if err := e.command.Start(); err != nil {
+		t.Fatalf("%v; make test-gateway installs it", err)
+	}
+	e.PID = e.command.Process.Pid
+	go func() { // ends with the process
+		_ = e.command.Wait()
+		close(e.ended)
+	}()
+	t.Cleanup(func() {
+		_ = e.command.Process.Kill()
+		<-e.ended
+		if t.Failed() {
+			t.Logf("end of Envoy's log:\n%s", e.log.Tail())
+		}
+	})
+	testkit.Eventually(t, startLimit, "Envoy is ready", func() bool {
+		select {
+		case <-e.ended:
+			t.Fatalf("Envoy has ended:\n%s", e.log.Tail())
+		default:
+		}
+		status, _ := e.get("/ready")
+		return status == http.StatusOK
+	})
+	return e
+}
+
+// WaitForPicker waits until Envoy's health check has found the picker well, or not.
+func (e *Envoy) WaitForPicker(well bool) {
+	e.t.Helper()
+	testkit.Eventually(e.t, startLimit, fmt.Sprintf("Envoy finds the picker well: %v", well), func() bool {
+		_, page := e.get("/clusters")
+		return strings.Contains(page, "\npicker::") && strings.Contains(page, "::health_flags::/failed_active_hc") != well
+	})
+}
+
+// get returns the status of a page of the admin port and its text; 0: it is not answered.
+func (e *Envoy) get(path string) (status int, text string) {
+	response, err := e.web.Get(e.Admin + path)
+	if err != nil {
+		return 0, ""
+	}
+	defer func() { _ = response.Body.Close() }()
+	var b bytes.Buffer
+	_, _ = b.ReadFrom(response.Body)
+	return response.StatusCode, "\n" + b.String()
+}
