@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -14,9 +13,11 @@ import (
 	"testing"
 	"time"
 
+	goyaml "github.com/goccy/go-yaml"
 	"github.com/tidwall/gjson"
 	"k8s.io/apimachinery/pkg/util/yaml"
 
+	"kvrouter/internal/discovery"
 	"kvrouter/internal/testkit/kubernetes"
 	"kvrouter/internal/web"
 )
@@ -29,16 +30,19 @@ const chartKey = "--set=auth.apiKey=a-key-of-clients"
 
 // chartSets are the values that the chart is held against, by name.
 var chartSets = map[string][]string{
-	"the least":      {chartKey, "--set=workers.selector=app=vllm"},
-	"labels":         {chartKey, "--values=" + chartFolder + "/examples/labels.yaml"},
-	"pool":           {chartKey, "--values=" + chartFolder + "/examples/pool.yaml"},
-	"prefill-decode": {chartKey, "--values=" + chartFolder + "/examples/prefill-decode.yaml"},
-	"static":         {chartKey, "--values=" + chartFolder + "/examples/static.yaml"},
-	"dns":            {chartKey, "--set=workers.discovery=dns", "--set=workers.dns=dns://vllm.gpus:8000"},
-	"a try":          {"--set=auth.insecure=true", "--set=workers.discovery=none", "--set=extraArgs={--engine=mocker,--demo}", "--set=replicas=1"},
-	"secret":         {"--set=auth.existingSecret=keys", "--set=auth.existingSecretKeysFile=keys.yaml", "--set=workers.pool=p", "--set=serviceAccount.create=false", "--set=rbac.create=false", "--set=podDisruptionBudget.enabled=false"},
-	"certificates":   {"--set=tls.secretName=tls", "--set=tls.clientCA=true", "--set=router.expose=true", "--set=workers.selector=app=vllm", "--set=networkPolicy.enabled=true"},
-	"everything":     {"--values=" + chartAll},
+	"the least":       {chartKey, "--set=workers.selector=app=vllm"},
+	"labels":          {chartKey, "--values=" + chartFolder + "/examples/labels.yaml"},
+	"pool":            {chartKey, "--values=" + chartFolder + "/examples/pool.yaml"},
+	"prefill-decode":  {chartKey, "--values=" + chartFolder + "/examples/prefill-decode.yaml"},
+	"static":          {chartKey, "--values=" + chartFolder + "/examples/static.yaml"},
+	"dns":             {chartKey, "--set=workers.discovery=dns", "--set=workers.dns=dns://vllm.gpus:8000"},
+	"a try":           {"--set=auth.insecure=true", "--set=workers.discovery=none", "--set=extraArgs={--engine=mocker,--demo}", "--set=replicas=1"},
+	"secret":          {"--set=auth.existingSecret=keys", "--set=auth.existingSecretKeysFile=keys.yaml", "--set=workers.pool=p", "--set=serviceAccount.create=false", "--set=rbac.create=false", "--set=podDisruptionBudget.enabled=false"},
+	"certificates":    {"--set=tls.secretName=tls", "--set=tls.clientCA=true", "--set=router.expose=true", "--set=workers.selector=app=vllm", "--set=networkPolicy.enabled=true"},
+	"endpoint-picker": {chartKey, "--set=auth.replicaKey=a-key-of-the-routers", "--values=" + chartFolder + "/examples/endpoint-picker.yaml", "--set=networkPolicy.enabled=true"},
+	"pool's picker":   {chartKey, "--set=workers.pool=vllm-pool", "--set=endpointPicker.enabled=true", "--set=endpointPicker.tls=false", "--set=endpointPicker.fallbacks=0"},
+	"three routers":   {"--set=auth.insecure=true", "--set=workers.discovery=dns", "--set=workers.dns=dns://vllm.gpus:8000", "--set=replicaSync.enabled=true", "--set=replicas=3"},
+	"everything":      {"--values=" + chartAll},
 }
 
 // helm runs helm, which scripts/helm.sh builds once. Without the programs of Kubernetes
@@ -140,7 +144,7 @@ func TestKubernetesChartIsLinted(t *testing.T) {
 // reading of settings, and looks whether the objects fit each other.
 func TestKubernetesChartStartsARouter(t *testing.T) {
 	eachChartSet(t, func(t *testing.T, stream string, objects chartObjects) {
-		loads := objects.of("Deployment", "StatefulSet")
+		loads := objects.of("Deployment")
 		if len(loads) != 1 {
 			t.Fatalf("%d workloads", len(loads))
 		}
@@ -154,13 +158,16 @@ func TestKubernetesChartStartsARouter(t *testing.T) {
 		if pod.Get("spec.enableServiceLinks").Raw != "false" {
 			t.Error("a Service kvrouter-router would set --router-port")
 		}
-		if mounted := pod.Get("spec.automountServiceAccountToken").Bool(); mounted != (cfg.Discovery.Discovery == "kubernetes") {
-			t.Errorf("a token %t for discovery %q", mounted, cfg.Discovery.Discovery)
+		settings := chartSettings(t, objects)
+		peers, _ := settings["replica-discovery"].(string)
+		if mounted := pod.Get("spec.automountServiceAccountToken").Bool(); mounted != (cfg.Discovery.Discovery == "kubernetes" || strings.HasPrefix(peers, "service://")) {
+			t.Errorf("a token %t for discovery %q and peers %q", mounted, cfg.Discovery.Discovery, peers)
 		}
 		if web.Loopback(cfg.Host) || web.Loopback(cfg.Web.RouterHost) == container.Get(`ports.#(name=="router")`).Exists() {
 			t.Errorf("it listens on %s and %s", cfg.Host, cfg.Web.RouterHost)
 		}
-		ports := map[string]int{"http": cfg.HTTPPort, "router": cfg.RouterPort, "replica": cfg.Replica.ReplicaSyncPort}
+		number := func(setting string) int { n, _ := settings[setting].(uint64); return int(n) }
+		ports := map[string]int{"http": cfg.HTTPPort, "router": cfg.RouterPort, "replica": cfg.Replica.ReplicaSyncPort, "grpc-ext-proc": number("ext-proc-port"), "grpc-health": number("ext-proc-health-port")}
 		container.Get("ports").ForEach(func(_, port gjson.Result) bool {
 			if int(port.Get("containerPort").Int()) != ports[port.Get("name").Str] {
 				t.Errorf("port %s: the router has %d", port, ports[port.Get("name").Str])
@@ -214,21 +221,94 @@ func TestKubernetesChartStartsARouter(t *testing.T) {
 				t.Error("the board is another one")
 			}
 		}
-		var peers []string
-		if loads[0].Get("kind").Str == "StatefulSet" {
-			for i := range loads[0].Get("spec.replicas").Int() {
-				peers = append(peers, fmt.Sprintf("%s-%d.%s.inference.svc:%d", loads[0].Get("metadata.name"), i, loads[0].Get("spec.serviceName"), cfg.Replica.ReplicaSyncPort))
-			}
+		if cfg.Replica.ReplicaSync != (peers != "") || len(cfg.Replica.ReplicaPeers) > 0 {
+			t.Errorf("it finds its peers by %q and %q", peers, cfg.Replica.ReplicaPeers)
 		}
-		if !slices.Equal(cfg.Replica.ReplicaPeers, peers) {
-			t.Errorf("its peers are %q, want %q", cfg.Replica.ReplicaPeers, peers)
+		if peers != "" {
+			chartPeers(t, objects, peers, cfg.Replica.ReplicaSyncPort)
 		}
+		chartPicker(t, objects, cfg, number("ext-proc-port"))
 		for object := range strings.SplitSeq(stream, "\n---\n") {
 			if strings.Contains(object, "a-key-of-") && !strings.Contains(object, "\nkind: Secret\n") {
 				t.Errorf("a key stands in\n%s", object)
 			}
 		}
 	})
+}
+
+// chartSettings are the settings in the file that the container reads.
+func chartSettings(t *testing.T, objects chartObjects) (settings map[string]any) {
+	t.Helper()
+	for _, object := range objects.of("ConfigMap") {
+		if text := object.Get(`data.kvrouter\.yaml`); text.Exists() {
+			if err := goyaml.Unmarshal([]byte(text.Str), &settings); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	return settings
+}
+
+// chartPeers looks whether that leads to the routers, and whether they may ask for it.
+func chartPeers(t *testing.T, objects chartObjects, where string, port int) {
+	t.Helper()
+	if _, err := discovery.ParsePeers(where); err != nil {
+		t.Error(err)
+	}
+	found := false
+	for _, service := range objects.of("Service") {
+		name := service.Get("metadata.name").Str
+		if service.Get("spec.clusterIP").Str != "None" || int(service.Get("spec.ports.0.port").Int()) != port {
+			continue
+		}
+		found = found || slices.Contains([]string{fmt.Sprintf("dns://%s.inference.svc:%d", name, port), fmt.Sprintf("service://%s:%d", name, port)}, where)
+		if !service.Get("spec.publishNotReadyAddresses").Bool() {
+			t.Error("routers hear each other once they are ready only")
+		}
+	}
+	if !found {
+		t.Errorf("%s leads to no headless Service", where)
+	}
+	may := false
+	for _, role := range objects.of("Role") {
+		may = may || role.Get("metadata.namespace").Str == "inference" && role.Get("rules.0.resources.0").Str == "endpointslices"
+	}
+	if may != strings.HasPrefix(where, "service://") {
+		t.Errorf("%s, and it may list EndpointSlices: %t", where, may)
+	}
+}
+
+// chartPicker looks whether the pool, the route and the Service of the picker lead to
+// each other and to the router.
+func chartPicker(t *testing.T, objects chartObjects, cfg Config, port int) {
+	t.Helper()
+	pools, routes := objects.of("InferencePool"), objects.of("HTTPRoute")
+	var service gjson.Result
+	for _, each := range objects.of("Service") {
+		if each.Get("spec.ports.0.name").Str == "grpc-ext-proc" {
+			service = each
+		}
+	}
+	if service.Exists() != (port != 0) || port == 0 && len(pools)+len(routes) > 0 {
+		t.Errorf("port %d of the picker, %d pools, %d routes, Service %s", port, len(pools), len(routes), service.Get("metadata.name"))
+	}
+	if port != 0 && cfg.Discovery.Pool == "" {
+		t.Error("its workers are not those of a pool")
+	}
+	for _, pool := range pools {
+		at := pool.Get("spec.endpointPickerRef")
+		if at.Get("name").Str != service.Get("metadata.name").Str || at.Get("port.number").Int() != service.Get("spec.ports.0.port").Int() || pool.Get("metadata.name").Str != cfg.Discovery.Pool {
+			t.Errorf("the pool is %s, its picker %s", pool.Get("metadata.name"), at)
+		}
+		if pool.Get("metadata.namespace").Str != cfg.Discovery.Namespace || len(pool.Get("spec.selector.matchLabels").Map()) == 0 || len(pool.Get("spec.targetPorts").Array()) == 0 {
+			t.Errorf("no Pod is in it: %s", pool.Get("spec"))
+		}
+	}
+	for _, route := range routes {
+		if to := route.Get("spec.rules.0.backendRefs.0"); to.Get("kind").Str != "InferencePool" || to.Get("name").Str != cfg.Discovery.Pool {
+			t.Errorf("the route leads to %s", to)
+		}
+	}
 }
 
 // chartConfig reads the settings that the container starts with. It looks whether each
@@ -269,11 +349,6 @@ func chartConfig(t *testing.T, objects chartObjects, container gjson.Result) Con
 			t.Errorf("%s lies on no volume", path)
 		}
 	}
-	for _, peer := range cfg.Replica.ReplicaPeers {
-		if _, _, err := net.SplitHostPort(peer); err != nil {
-			t.Error(err)
-		}
-	}
 	return cfg
 }
 
@@ -287,22 +362,28 @@ func TestKubernetesChartRefuses(t *testing.T) {
 	}{
 		{"auth.apiKey: everybody", []string{"--set=workers.selector=app=vllm"}},
 		{"workers.selector: name the Pods", []string{chartKey}},
-		{"image.repository: no registry", append(some, "--set=image.repository=")},
-		{"image.tag: give the version", append(some, "--set=image.tag=")},
-		{"workers.pool: the pool names", append(some, "--set=workers.pool=p")},
-		{"workers.dns: it goes with", append(some, "--set=workers.dns=dns://a:1")},
+		{"image.repository: no registry", append(slices.Clip(some), "--set=image.repository=")},
+		{"image.tag: give the version", append(slices.Clip(some), "--set=image.tag=")},
+		{"workers.pool: the pool names", append(slices.Clip(some), "--set=workers.pool=p")},
+		{"workers.dns: it goes with", append(slices.Clip(some), "--set=workers.dns=dns://a:1")},
 		{"workers.static: it goes with", []string{chartKey, "--set=workers.discovery=static"}},
-		{"selectors and namespace are for discovery kubernetes", append(some, "--set=workers.discovery=none")},
-		{"auth.routerApiKey: router.expose", append(some, "--set=router.expose=true")},
-		{"auth.replicaKey: replicaSync needs", append(some, "--set=replicaSync.enabled=true")},
-		{"auth.existingSecret: it is there in place", append(some, "--set=auth.existingSecret=s")},
-		{"serviceAccount.name: every Pod", append(some, "--set=serviceAccount.create=false")},
-		{"tls.clientCA: give tls.secretName", append(some, "--set=tls.clientCA=true")},
-		{"tokenizer.model: nothing would bring", append(some, "--set=tokenizer.model=m")},
-		{"tokenizer.fetch: give tokenizer.model", append(some, "--set=tokenizer.fetch.enabled=true")},
+		{"selectors and namespace are for discovery kubernetes", append(slices.Clip(some), "--set=workers.discovery=none")},
+		{"auth.routerApiKey: router.expose", append(slices.Clip(some), "--set=router.expose=true")},
+		{"auth.replicaKey: replicaSync needs", append(slices.Clip(some), "--set=replicaSync.enabled=true")},
+		{"auth.existingSecret: it is there in place", append(slices.Clip(some), "--set=auth.existingSecret=s")},
+		{"endpointPicker.matchLabels: name the Pods", []string{chartKey, "--set=endpointPicker.enabled=true"}},
+		{"endpointPicker.matchLabels: the pool that workers.pool names", []string{chartKey, "--set=workers.pool=p", "--set=endpointPicker.enabled=true", "--set=endpointPicker.matchLabels.app=vllm"}},
+		{"workers.pool: the pool names", append(slices.Clip(some), "--set=endpointPicker.enabled=true", "--set=endpointPicker.matchLabels.app=vllm")},
+		{"endpointPicker.enabled: its workers", []string{chartKey, "--set=workers.discovery=none", "--set=endpointPicker.enabled=true"}},
+		{"workers.namespace: an InferencePool names", []string{chartKey, "--set=workers.namespace=gpus", "--set=endpointPicker.enabled=true", "--set=endpointPicker.matchLabels.app=vllm"}},
+		{"endpointPicker.httpRoute: give", append(slices.Clip(some), "--set=endpointPicker.httpRoute.enabled=true")},
+		{"serviceAccount.name: every Pod", append(slices.Clip(some), "--set=serviceAccount.create=false")},
+		{"tls.clientCA: give tls.secretName", append(slices.Clip(some), "--set=tls.clientCA=true")},
+		{"tokenizer.model: nothing would bring", append(slices.Clip(some), "--set=tokenizer.model=m")},
+		{"tokenizer.fetch: give tokenizer.model", append(slices.Clip(some), "--set=tokenizer.fetch.enabled=true")},
 		{"networkPolicy.extraEgress: with workers.discovery none", []string{chartKey, "--set=workers.discovery=none", "--set=networkPolicy.enabled=true"}},
-		{"'polcy' not allowed", append(some, "--set=config.polcy=kv")},
-		{"'replica' not allowed", append(some, "--set=replica=3")},
+		{"'polcy' not allowed", append(slices.Clip(some), "--set=config.polcy=kv")},
+		{"'replica' not allowed", append(slices.Clip(some), "--set=replica=3")},
 	} {
 		_, err := helm(t, append(append([]string{"template", "kvrouter", chartFolder}, chartMust...), c.values...)...)
 		if err == nil || !strings.Contains(err.Error(), c.want) {

@@ -19,8 +19,8 @@ import (
 )
 
 // chartSurroundings are the namespaces of the sets of values, and what the Prometheus
-// operator defines, as far as an API server must know of it. The namespace of the
-// routers takes no Pod that asks for more than it needs.
+// operator and the gateways define, as far as an API server must know of it. The
+// namespace of the routers takes no Pod that asks for more than it needs.
 const chartSurroundings = `
 {apiVersion: v1, kind: Namespace, metadata: {name: inference, labels: {pod-security.kubernetes.io/enforce: restricted}}}
 ---
@@ -47,19 +47,31 @@ spec:
   scope: Namespaced
   names: {kind: PrometheusRule, plural: prometheusrules}
   versions: [{name: v1, served: true, storage: true, schema: {openAPIV3Schema: {type: object, x-kubernetes-preserve-unknown-fields: true}}}]
-`
+---
+apiVersion: apiextensions.k8s.io/v1
+kind: CustomResourceDefinition
+metadata:
+  name: httproutes.gateway.networking.k8s.io
+  annotations: {api-approved.kubernetes.io: "https://github.com/kubernetes-sigs/gateway-api"}
+spec:
+  group: gateway.networking.k8s.io
+  scope: Namespaced
+  names: {kind: HTTPRoute, plural: httproutes}
+  versions: [{name: v1, served: true, storage: true, schema: {openAPIV3Schema: {type: object, x-kubernetes-preserve-unknown-fields: true}}}]
+---
+` + poolKind
 
 func TestKubernetesChartIsTakenByAnAPIServer(t *testing.T) {
 	cluster := kubernetes.Start(t)
 	cluster.Create(chartSurroundings)
-	testkit.Eventually(t, 30*time.Second, "the API server knows what the Prometheus operator defines", func() bool {
-		return cluster.DryRun([]byte("{apiVersion: monitoring.coreos.com/v1, kind: ServiceMonitor, metadata: {name: m}}\n---\n{apiVersion: monitoring.coreos.com/v1, kind: PrometheusRule, metadata: {name: r}}")) == nil
+	testkit.Eventually(t, 30*time.Second, "the API server knows what the Prometheus operator and the gateways define", func() bool {
+		return cluster.DryRun([]byte("{apiVersion: inference.networking.k8s.io/v1, kind: InferencePool, metadata: {name: p}, spec: {selector: {matchLabels: {a: b}}, targetPorts: [{number: 1}]}}\n---\n{apiVersion: gateway.networking.k8s.io/v1, kind: HTTPRoute, metadata: {name: h}}\n---\n{apiVersion: monitoring.coreos.com/v1, kind: ServiceMonitor, metadata: {name: m}}\n---\n{apiVersion: monitoring.coreos.com/v1, kind: PrometheusRule, metadata: {name: r}}")) == nil
 	})
 	eachChartSet(t, func(t *testing.T, stream string, objects chartObjects) {
 		if err := cluster.DryRun([]byte(stream)); err != nil {
 			t.Fatal(err)
 		}
-		load := objects.of("Deployment", "StatefulSet")[0]
+		load := objects.of("Deployment")[0]
 		pod := fmt.Sprintf(`{"apiVersion":"v1","kind":"Pod","metadata":{"name":"pod","namespace":"inference","labels":%s},"spec":%s}`, load.Get("spec.template.metadata.labels"), load.Get("spec.template.spec"))
 		if err := cluster.DryRun([]byte(pod)); err != nil {
 			t.Fatal(err)
@@ -88,12 +100,13 @@ func TestKubernetesChartGivesTheLeastRights(t *testing.T) {
 	core := func(resource string) schema.GroupVersionResource {
 		return schema.GroupVersionResource{Version: "v1", Resource: resource}
 	}
-	for _, set := range []string{"labels", "pool"} {
+	endpointSlices := schema.GroupVersionResource{Group: "discovery.k8s.io", Version: "v1", Resource: "endpointslices"}
+	for set, roles := range map[string]int{"labels": 1, "pool": 1, "endpoint-picker": 2} {
 		objects := readObjects(t, template(t, chartFolder, append(slices.Clone(chartSets[set]), "--set=fullnameOverride="+set)...))
 		for _, object := range objects.of("ServiceAccount", "Role", "RoleBinding") {
 			cluster.Create(object.Raw)
 		}
-		if n := len(objects.of("Role", "RoleBinding")); n != 2 || len(objects.of("ClusterRole", "ClusterRoleBinding")) > 0 {
+		if n := len(objects.of("Role", "RoleBinding")); n != 2*roles || len(objects.of("ClusterRole", "ClusterRoleBinding")) > 0 {
 			t.Fatalf("%s: %d Roles and bindings", set, n)
 		}
 		config, err := clientcmd.BuildConfigFromFlags("", cluster.Kubeconfig("inference", cluster.Token("inference", set)))
@@ -109,14 +122,18 @@ func TestKubernetesChartGivesTheLeastRights(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
+		picks := set == "endpoint-picker" // in the namespace of its workers
 		for _, c := range []struct {
 			what      schema.GroupVersionResource
 			namespace string
 			may       bool
 		}{
-			{core("pods"), "vllm", true},
+			{core("pods"), "vllm", !picks},
 			{pools, "vllm", set == "pool"},
-			{core("pods"), "inference", false},
+			{core("pods"), "inference", picks},
+			{pools, "inference", picks},
+			{endpointSlices, "inference", picks},
+			{endpointSlices, "vllm", false},
 			{core("pods"), "", false},
 			{core("secrets"), "vllm", false},
 			{core("secrets"), "inference", false},

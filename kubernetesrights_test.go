@@ -16,7 +16,7 @@ import (
 
 var roleResource = schema.GroupVersionResource{Group: "rbac.authorization.k8s.io", Version: "v1", Resource: "roles"}
 
-// poolKind defines InferencePool as far as the router reads it.
+// poolKind defines InferencePool as far as the router reads it and the chart makes it.
 const poolKind = `
 apiVersion: apiextensions.k8s.io/v1
 kind: CustomResourceDefinition
@@ -40,6 +40,12 @@ spec:
               properties:
                 selector: {type: object, properties: {matchLabels: {type: object, additionalProperties: {type: string}}}}
                 targetPorts: {type: array, items: {type: object, properties: {number: {type: integer}}}}
+                endpointPickerRef:
+                  type: object
+                  properties:
+                    name: {type: string}
+                    port: {type: object, properties: {number: {type: integer}}}
+                    failureMode: {type: string, enum: [FailOpen, FailClose]}
 `
 
 // pool makes the InferencePool vllm-pool, as soon as the API server knows of such.

@@ -47,6 +47,18 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- default .Release.Namespace .Values.workers.namespace }}
 {{- end }}
 
+{{/* The InferencePool of the workers; empty: none. */}}
+{{- define "kvrouter.pool" -}}
+{{- if .Values.workers.pool }}{{ .Values.workers.pool }}
+{{- else if .Values.endpointPicker.enabled }}{{ include "kvrouter.fullname" . }}
+{{- end }}
+{{- end }}
+
+{{/* Whether the router asks the API server for something; empty: it does not. */}}
+{{- define "kvrouter.asksAPI" -}}
+{{- if or (eq .Values.workers.discovery "kubernetes") (and .Values.replicaSync.enabled (eq .Values.replicaSync.discovery "service")) }}true{{ end }}
+{{- end }}
+
 {{/* The Secret with the keys; empty: there is none. */}}
 {{- define "kvrouter.secret" -}}
 {{- with .Values.auth }}
@@ -94,7 +106,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- $_ := set $config "discovery" "kubernetes" }}
 {{- $_ := set $config "namespace" (include "kvrouter.workersNamespace" $) }}
 {{- $_ := set $config "worker-port" .port }}
-{{- if .pool }}{{ $_ := set $config "pool" .pool }}{{ end }}
+{{- with include "kvrouter.pool" $ }}{{ $_ := set $config "pool" . }}{{ end }}
 {{- if .selector }}{{ $_ := set $config "selector" .selector }}{{ end }}
 {{- if .prefillSelector }}{{ $_ := set $config "prefill-selector" .prefillSelector }}{{ end }}
 {{- if .decodeSelector }}{{ $_ := set $config "decode-selector" .decodeSelector }}{{ end }}
@@ -105,13 +117,21 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end }}
 {{- if .Values.replicaSync.enabled }}
-{{- $peers := list }}
-{{- range $i := until (int .Values.replicas) }}
-{{- $peers = append $peers (printf "%s-%d.%s-peers.%s.svc:7100" (include "kvrouter.fullname" $) $i (include "kvrouter.fullname" $) $.Release.Namespace) }}
-{{- end }}
 {{- $_ := set $config "replica-sync" true }}
 {{- $_ := set $config "replica-sync-port" 7100 }}
-{{- $_ := set $config "replica-peers" $peers }}
+{{- if eq .Values.replicaSync.discovery "service" }}
+{{- $_ := set $config "replica-discovery" (printf "service://%s-peers:7100" (include "kvrouter.fullname" .)) }}
+{{- else }}
+{{- $_ := set $config "replica-discovery" (printf "dns://%s-peers.%s.svc:7100" (include "kvrouter.fullname" .) .Release.Namespace) }}
+{{- end }}
+{{- end }}
+{{- with .Values.endpointPicker }}
+{{- if .enabled }}
+{{- $_ := set $config "ext-proc-port" 9002 }}
+{{- $_ := set $config "ext-proc-health-port" 9003 }}
+{{- $_ := set $config "ext-proc-fallbacks" .fallbacks }}
+{{- if .tls }}{{ $_ := set $config "ext-proc-tls" true }}{{ end }}
+{{- end }}
 {{- end }}
 {{- toYaml $config }}
 {{- end }}
@@ -165,10 +185,10 @@ httpGet: {path: {{ .path }}, port: http}
 {{- with $v.workers }}
 {{- $labels := or .selector .prefillSelector .decodeSelector }}
 {{- if eq .discovery "kubernetes" }}
-{{- if not (or .pool $labels) }}
+{{- if not (or .pool $labels $v.endpointPicker.enabled) }}
 {{- fail "workers.selector: name the Pods of the workers by their labels, such as app=vllm, or give workers.pool or another workers.discovery" }}
 {{- end }}
-{{- if and .pool $labels }}
+{{- if and (or .pool $v.endpointPicker.enabled) $labels }}
 {{- fail "workers.pool: the pool names the workers' Pods already; leave out the selectors" }}
 {{- end }}
 {{- else if or .pool $labels .namespace }}
@@ -182,6 +202,23 @@ httpGet: {path: {{ .path }}, port: http}
 {{- end }}
 {{- if and $v.networkPolicy.enabled (ne .discovery "kubernetes") (not $v.networkPolicy.extraEgress) }}
 {{- fail (printf "networkPolicy.extraEgress: with workers.discovery %s the chart cannot know where the workers are; say it there" .discovery) }}
+{{- end }}
+{{- end }}
+{{- with $v.endpointPicker }}
+{{- if and .enabled (ne $v.workers.discovery "kubernetes") }}
+{{- fail (printf "endpointPicker.enabled: its workers are those of an InferencePool, which is for workers.discovery kubernetes, and it is %s" $v.workers.discovery) }}
+{{- end }}
+{{- if and .enabled (ne (include "kvrouter.workersNamespace" $) $.Release.Namespace) }}
+{{- fail "workers.namespace: an InferencePool names a picker of its own namespace only; with endpointPicker install the release where the workers are" }}
+{{- end }}
+{{- if and .enabled (not $v.workers.pool) (not .matchLabels) }}
+{{- fail "endpointPicker.matchLabels: name the Pods of the workers by their labels, such as {app: vllm}, or a pool that is there by workers.pool" }}
+{{- end }}
+{{- if and $v.workers.pool .matchLabels }}
+{{- fail "endpointPicker.matchLabels: the pool that workers.pool names has labels of its own; give either" }}
+{{- end }}
+{{- if and .httpRoute.enabled (not (and .enabled .httpRoute.gateway)) }}
+{{- fail "endpointPicker.httpRoute: give endpointPicker.enabled, and the name of your Gateway in endpointPicker.httpRoute.gateway" }}
 {{- end }}
 {{- end }}
 {{- with $v.tokenizer }}
