@@ -432,3 +432,13 @@ func TestAGatewayThatTakesNothingIsLeft(t *testing.T) {
 		t.Fatal("it is written for ever")
 	}
 }
+
+// TestAStreamThatAsksNothingIsEnded pins that nobody holds streams open for nothing.
+func TestAStreamThatAsksNothingIsEnded(t *testing.T) {
+	p := newPicker(t, Settings{}, newRelay())
+	p.silence = 20 * time.Millisecond
+	serve(t, p)
+	if _, err := ask(t, p).Recv(); status.Code(err) != codes.DeadlineExceeded {
+		t.Errorf("it ended with %v", err)
+	}
+}

@@ -74,7 +74,7 @@ func FuzzMessages(f *testing.F) {
 	f.Add(join(responseHeaders(true, ":status", "x"), requestBody("{}", true), requestBody("{}", true)))
 	edges := guard.New()
 	p := &Server{
-		edges: edges, log: slog.New(slog.DiscardHandler), base: context.Background(),
+		edges: edges, log: slog.New(slog.DiscardHandler), base: context.Background(), silence: silenceLimit,
 		handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			body, err := io.ReadAll(io.LimitReader(r.Body, 1<<20))
 			if err != nil {

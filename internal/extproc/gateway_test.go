@@ -26,10 +26,24 @@ const patience = 20 * time.Second
 // listenTest starts a picker whose requests go to handler, until the test ends.
 func listenTest(t testing.TB, s Settings, handler http.Handler) *Server {
 	t.Helper()
+	p := newPicker(t, s, handler)
+	serve(t, p)
+	return p
+}
+
+// newPicker is listenTest before it serves.
+func newPicker(t testing.TB, s Settings, handler http.Handler) *Server {
+	t.Helper()
 	p, err := Listen(s, Ports{Host: "127.0.0.1", Handler: handler, Ready: func() bool { return true }}, guard.New(), slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
+	return p
+}
+
+// serve has a picker serve until the test ends.
+func serve(t testing.TB, p *Server) {
+	t.Helper()
 	served := make(chan error, 1)
 	go func() { served <- p.Serve() }()
 	t.Cleanup(func() {
@@ -38,7 +52,6 @@ func listenTest(t testing.TB, s Settings, handler http.Handler) *Server {
 			t.Error(err)
 		}
 	})
-	return p
 }
 
 // fakeGateway is the gateway's side of one stream.

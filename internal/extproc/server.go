@@ -45,6 +45,8 @@ const (
 	windowSize = 1 << 20
 	// idlePing is how long a connection is silent before it is asked for life.
 	idlePing = 30 * time.Second
+	// silenceLimit is how long a stream may be open before its request begins.
+	silenceLimit = 30 * time.Second
 	// selfSigned is how long a certificate made at the start is valid.
 	selfSigned = 10 * 365 * 24 * time.Hour
 )
@@ -54,6 +56,7 @@ type Server struct {
 	handler    http.Handler
 	settings   Settings
 	objectives map[string]int
+	silence    time.Duration // silenceLimit
 	edges      *guard.Edges
 	log        *slog.Logger
 	grpc       *grpc.Server
@@ -62,7 +65,7 @@ type Server struct {
 	checks     net.Listener // of health
 	cut        context.CancelCauseFunc
 	base       context.Context
-	handlers   sync.WaitGroup // of handlers that go on after their stream
+	handlers   sync.WaitGroup // of what may go on after its stream's Process: handlers, and who reads
 	warned     sync.Once      // of a gateway that sends bodies otherwise
 	leave      sync.Once
 	leaving    chan struct{} // closed when no new request is taken any more
@@ -82,7 +85,7 @@ func Listen(s Settings, ports Ports, edges *guard.Edges, log *slog.Logger) (*Ser
 	if err != nil {
 		return nil, err
 	}
-	p := &Server{handler: ports.Handler, settings: s, objectives: objectives, edges: edges, log: log, leaving: make(chan struct{})}
+	p := &Server{handler: ports.Handler, settings: s, objectives: objectives, silence: silenceLimit, edges: edges, log: log, leaving: make(chan struct{})}
 	p.base, p.cut = context.WithCancelCause(context.Background())
 	options := []grpc.ServerOption{
 		grpc.MaxConcurrentStreams(maxStreams), grpc.MaxRecvMsgSize(maxMessage), grpc.InitialWindowSize(windowSize), grpc.InitialConnWindowSize(windowSize * 4),

@@ -130,31 +130,47 @@ func (p *Server) Process(process extprocv3.ExternalProcessor_ProcessServer) erro
 	s.ctx, s.cancel = context.WithCancelCause(process.Context())
 	defer s.cancel(nil)
 	defer context.AfterFunc(p.base, func() { s.cancel(context.Cause(p.base)) })()
-	first, err := process.Recv()
-	if err != nil {
-		return nil // nothing was asked
-	}
 	w := &writer{stream: s, header: http.Header{}, stuck: make(chan struct{})}
-	if err := p.edges.Do(guard.ExtProc, p.log, func() error { return s.begin(first) }); err != nil {
-		if code := status.Code(err); code != codes.Unknown {
-			return err
-		}
-		http.Error(w, err.Error(), http.StatusBadRequest)
-		return w.finish()
-	}
 	ended := make(chan error, 1)
-	p.handlers.Go(func() { // until the handler ends: with ctx at the latest
-		defer w.stop()
-		p.handler.ServeHTTP(w, s.request)
-		ended <- w.finish()
+	silent := time.AfterFunc(p.silence, func() {
+		ended <- status.Error(codes.DeadlineExceeded, "the stream was opened and nothing was asked")
 	})
-	go s.read() // until the stream ends
+	p.handlers.Go(func() { // until the stream ends
+		first, err := process.Recv()
+		switch {
+		case !silent.Stop(): // it has ended
+		case err != nil:
+			ended <- nil // nothing was asked
+		case s.serve(w, first, ended):
+			s.read()
+		}
+	})
 	select {
 	case err := <-ended:
 		return err
 	case <-w.stuck:
 		return status.Error(codes.DeadlineExceeded, "the gateway took nothing for too long")
 	}
+}
+
+// serve has the first message's request served, and tells ended how that went. Not ok:
+// it is told already, for the message is of no request.
+func (s *stream) serve(w *writer, first *extprocv3.ProcessingRequest, ended chan<- error) (ok bool) {
+	p := s.server
+	if err := p.edges.Do(guard.ExtProc, p.log, func() error { return s.begin(first) }); err != nil {
+		if status.Code(err) == codes.Unknown {
+			http.Error(w, err.Error(), http.StatusBadRequest)
+			err = w.finish()
+		}
+		ended <- err
+		return false
+	}
+	p.handlers.Go(func() { // until the handler ends: with ctx at the latest
+		defer w.stop()
+		p.handler.ServeHTTP(w, s.request)
+		ended <- w.finish()
+	})
+	return true
 }
 
 // begin makes the request of the first message.
