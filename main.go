@@ -139,7 +139,7 @@ func (r *app) run(ctx context.Context) error {
 	}
 	if r.gateway != nil {
 		group.Go(r.gateway.Serve)
-		r.log.Info("gateways may ask", "ext_proc", r.gateway.Address())
+		r.log.Info("ext_proc server listening", "ext_proc", r.gateway.Address())
 	}
 	group.Go(func() error {
 		r.page.Run(fleet)
@@ -222,17 +222,17 @@ func (r *app) drain(delay time.Duration, ports []*web.Port) {
 		port.Leave()
 	}
 	if delay > 0 {
-		r.log.Info("not ready any more, but serving; a second signal ends at once", "drain_delay", delay)
+		r.log.Info("not ready, still serving; a second signal stops the router at once", "drain_delay", delay)
 		time.Sleep(delay)
 	}
-	r.log.Info("draining: running requests may finish; a second signal ends at once", "limit", r.config.DrainTimeout)
+	r.log.Info("draining: waiting for in-flight requests; a second signal stops the router at once", "limit", r.config.DrainTimeout)
 	var gateways sync.WaitGroup
 	if r.gateway != nil {
 		gateways.Go(func() { r.gateway.Drain(r.config.DrainTimeout) })
 	}
 	defer gateways.Wait()
 	if !ports[0].Drain(r.config.DrainTimeout) {
-		r.log.Warn("requests were still running at the end of --drain-timeout: they were cut")
+		r.log.Warn("--drain-timeout reached: aborting the requests still in flight")
 	}
 	r.page.Close()
 	for _, port := range ports[1:] {
@@ -277,7 +277,7 @@ func (r *app) reload() {
 		keys, err = r.readSecrets()
 	}
 	if err != nil {
-		r.log.Error("SIGHUP: nothing is reloaded, all stays as it was", "error", err)
+		r.log.Error("SIGHUP: reload failed, keeping the current settings", "error", err)
 		return
 	}
 	if now := fresh.Routing.BusyThresholds; !reflect.DeepEqual(now, r.thresholds) {
@@ -287,6 +287,6 @@ func (r *app) reload() {
 	if r.level != nil {
 		r.level.Set(logs.Level(fresh.LogLevel))
 	}
-	r.log.Info("SIGHUP: reloaded keys, TLS files, log level and busy thresholds; other settings want a restart",
+	r.log.Info("SIGHUP: reloaded keys, TLS files, log level and busy thresholds; other settings require a restart",
 		"api_keys", keys, "tls", r.certificates != nil, "log_level", fresh.LogLevel, "busy_thresholds", fresh.Routing.BusyThresholds.Set())
 }

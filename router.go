@@ -203,12 +203,12 @@ func openModel(ctx context.Context, config Config, log *slog.Logger) (*tokens.Mo
 		return mocker.OpenBuiltinModel()
 	}
 	if config.Model == "" {
-		log.Info("no --model: prompt tokens come from the workers")
+		log.Info("no --model: workers tokenize the prompts")
 		return nil, nil
 	}
 	model, err := tokens.Open(ctx, tokens.Opening{Name: config.Model, Python: config.Python, EngineArgs: config.EngineArgs, SGLang: config.Engine == EngineSGLang, CacheTokens: config.TokenCacheTokens}, log)
 	if err != nil && config.Engine == "none" {
-		log.Warn("no tokenizer: prompt tokens come from the workers", "model", config.Model, "error", err)
+		log.Warn("no tokenizer: workers tokenize the prompts", "model", config.Model, "error", err)
 		return nil, nil
 	}
 	return model, err
