@@ -345,14 +345,12 @@ func TestFailuresOfLegsAreEngineErrors(t *testing.T) {
 		{"no bootstrap server", kv.KindMooncake, 0, 500, true, 1},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			h := newTestPairAPI(t, Config{}, c.kind, 1, 1, func(id uint64, serve engineServe) engineServe {
+			h := newTestPairAPI(t, Config{Policy: "thompson"}, c.kind, 1, 1, func(id uint64, serve engineServe) engineServe {
 				if id == c.broken {
 					return answersStatus(c.status)
 				}
 				return serve
 			})
-			h.router.Policy = routertest.NewTestRouter(t, "thompson", 0).Policy
-			h.telemetry.WatchThompson(h.router, func() []uint64 { return nil })
 			if target := h.router.Targets()[0]; c.lost {
 				target.Bootstrap.Port = 1
 				h.router.Up(target)

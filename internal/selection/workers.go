@@ -397,7 +397,7 @@ func (s *Service) record(w workers.Status, spec workerSpec, up bool) WorkerRecor
 		State: w.State, Engine: w.Engine, PID: w.PID, Restarts: w.Restarts, Generation: w.Generation,
 	}
 	for _, key := range w.Keys() {
-		r.add(s.models.Load(key))
+		r.add(s.models.LoadOf(key))
 		r.Blocks += s.models.Blocks(key)
 	}
 	if !up {
