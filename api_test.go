@@ -92,7 +92,7 @@ func newTestAPIOf(t testing.TB, config Config, model *tokens.Model, targets ...k
 	h.bodies = api.bodies
 	h.Server = httptest.NewServer(api.Handler())
 	fleet := workers.NewFleet(workers.Settings{}, nil, h.router.Index(), workers.Hooks{}, log)
-	h.selection = httptest.NewServer(selection.New(config.selectionSettings(), set, fleet, log).Handler())
+	h.selection = httptest.NewServer(selection.New(config.selectionSettings(), selection.Deps{Models: set, Fleet: fleet, Partitions: selection.NewPartitions("m", set), Log: log}).Handler())
 	t.Cleanup(func() {
 		h.Close()
 		h.selection.Close()

@@ -18,7 +18,6 @@ import (
 	"kvrouter/internal/policy"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
-	"kvrouter/internal/selection"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/routertest"
@@ -225,17 +224,6 @@ func TestEveryEndOfAReservationIsToldOnce(t *testing.T) {
 		rt.Loads()
 		if got := fmt.Sprint(rule.Endings()); got != fmt.Sprint([]policytest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}) {
 			t.Errorf("told %s", got)
-		}
-	})
-	t.Run("its worker is taken out", func(t *testing.T) {
-		rt := routertest.NewTestRouter(t, "round-robin", 1)
-		rule := new(policytest.Clerk)
-		rt.Policy = rule
-		held := selection.NewReservations()
-		held.Install("a", routertest.MustRoute(t, rt, router.Request{ID: "a"}).Booking)
-		held.ReleaseWorker(0)
-		if got := rule.Endings(); !slices.Equal(got, []policytest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}) {
-			t.Errorf("told %v", got)
 		}
 	})
 }

@@ -40,29 +40,30 @@ import (
 
 // app is what a serving router is made of.
 type app struct {
-	config    Config
-	log       *slog.Logger
-	models    *models.Set
-	index     radix.Index       // of the default model
-	changed   radix.Index       // index, as KV events change it
-	recording *events.Recording // of those changes; nil: none
-	router    *router.Router    // of the default model
-	fleet     *workers.Fleet
-	source    discovery.Source  // of workers; nil: only those of the settings
-	launcher  *process.Launcher // of processes; nil: none are started
-	mocker    *mocker.Mocker    // of simulated workers; nil: none are started
-	model     *tokens.Model     // the default one's; nil: prompt tokens come from the workers
-	tokens    *tokens.Source    // of the default model
-	proxy     *proxy.Proxy
-	telemetry *telemetry.Metrics
-	edges     *guard.Edges // counts the panics of parsers
-	api       *API
-	selection *selection.Service
-	page      *page.Page
-	replicas  *replica.Mesh             // nil: none
-	gateway   *extproc.Server           // nil: none
-	traces    *jsonlines.Writer         // of policy thompson; nil: none
-	learned   *policy.ThompsonStateFile // by policy thompson; nil: it is not kept
+	config     Config
+	log        *slog.Logger
+	models     *models.Set
+	index      radix.Index       // of the default model
+	changed    radix.Index       // index, as KV events change it
+	recording  *events.Recording // of those changes; nil: none
+	router     *router.Router    // of the default model
+	fleet      *workers.Fleet
+	source     discovery.Source  // of workers; nil: only those of the settings
+	launcher   *process.Launcher // of processes; nil: none are started
+	mocker     *mocker.Mocker    // of simulated workers; nil: none are started
+	model      *tokens.Model     // the default one's; nil: prompt tokens come from the workers
+	tokens     *tokens.Source    // of the default model
+	proxy      *proxy.Proxy
+	telemetry  *telemetry.Metrics
+	edges      *guard.Edges // counts the panics of parsers
+	api        *API
+	partitions *selection.Partitions
+	selection  *selection.Service
+	page       *page.Page
+	replicas   *replica.Mesh             // nil: none
+	gateway    *extproc.Server           // nil: none
+	traces     *jsonlines.Writer         // of policy thompson; nil: none
+	learned    *policy.ThompsonStateFile // by policy thompson; nil: it is not kept
 
 	certificates *web.Certificates      // of both ports; nil: they speak plain HTTP
 	reread       func() (Config, error) // the settings anew; nil: they stay
@@ -117,13 +118,13 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.proxy.Client.Transport = web.NewTransport(config.WorkerTLS)
 	r.models = models.New(config.modelSettings(), models.Deps{Router: r.router, Index: r.changed, Tokenizer: r.model, Ask: r.proxy.Ask, Look: r.fleet.LookForModels, Log: log})
 	r.tokens = r.models.Default().Tokens
+	r.partitions = selection.NewPartitions(config.ServedModelName, r.models)
 	r.api = NewAPI(config, r.models, r.proxy, r.telemetry, log)
 	r.api.tracer = tracer
 	r.certificates = web.NewCertificates(config.Web.TLS)
 	if _, err := r.readSecrets(); err != nil {
 		return nil, err
 	}
-	r.selection = selection.New(config.selectionSettings(), r.models, r.fleet, log)
 	r.page = page.New(config.pageSettings(), page.Sources{Models: r.models, Fleet: r.fleet, Proxy: r.proxy, Totals: r.telemetry.Totals, Model: r.model, Ready: r.api.Ready, OpenAI: r.api.Handler()}, log)
 	r.api.page = r.page
 	if config.Record != "" {
@@ -155,8 +156,9 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 			r.replicas.Find = found.Run
 		}
 		r.telemetry.Register(r.replicas.Collectors()...)
-		r.selection.Mesh, r.replicas.Partition = r.replicas, r.selection.PartitionOf
+		r.replicas.Partition = r.partitions.Of
 	}
+	r.selection = selection.New(config.selectionSettings(), selection.Deps{Models: r.models, Fleet: r.fleet, Partitions: r.partitions, Mesh: r.replicas, Log: log})
 	return r, nil
 }
 

@@ -153,7 +153,7 @@ func (s *Service) modelOf(of events.Partition, t kv.Target) string {
 		return t.Models[0]
 	}
 	if of.Model == "" {
-		return s.ownModel()
+		return s.partitions.model
 	}
 	return of.Model
 }
@@ -256,7 +256,7 @@ func (s *Service) routeReserved(c *gin.Context, of events.Partition, id string, 
 		s.routingError(c, of, err)
 		return router.Decision{}, false
 	}
-	s.reserved.Install(id, decision.Booking)
+	s.reserved.install(id, decision.Booking)
 	return decision, true
 }
 
@@ -366,7 +366,7 @@ func (s *Service) reserve(c *gin.Context) {
 		s.routingError(c, of, err)
 		return
 	}
-	s.reserved.Install(query.SelectionID, booking)
+	s.reserved.install(query.SelectionID, booking)
 	s.pending.drop(pending)
 	c.JSON(http.StatusCreated, gin.H{
 		"selection_id": query.SelectionID, "model_name": s.modelOf(of, targets[at]), "routing_group": of.Group,
@@ -382,7 +382,7 @@ func (s *Service) booking(c *gin.Context, find func(id string) *router.Booking, 
 	booking := find(id)
 	switch {
 	case booking != nil:
-	case kind != "" && s.Mesh != nil && s.Mesh.Pass(kind, id):
+	case kind != "" && s.mesh != nil && s.mesh.Pass(kind, id):
 		statusOK(c)
 	default:
 		plainError(c, http.StatusNotFound, fmt.Sprintf("reservation %s not found", id))

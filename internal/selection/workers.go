@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"maps"
 	"math"
 	"net/http"
 	"slices"
@@ -335,9 +334,7 @@ func (s *Service) records(want func(WorkerRecord) bool) []WorkerRecord {
 	for _, t := range s.models.Targets() {
 		up[t.Key.Worker] = !t.Resting
 	}
-	s.mu.Lock()
-	waiting := maps.Clone(s.registered) // those that the fleet does not know
-	s.mu.Unlock()
+	waiting := s.partitions.list() // below without those that the fleet knows
 	outliers, _ := s.models.Outliers()
 	records := []WorkerRecord{}
 	add := func(r WorkerRecord) {
@@ -368,10 +365,7 @@ func (s *Service) records(want func(WorkerRecord) bool) []WorkerRecord {
 // specOf says of a worker that this router started or attached what a client
 // would have to say.
 func (s *Service) specOf(status workers.Status) workerSpec {
-	model, group, size := s.ownModel(), events.DefaultGroup, s.models.For(status.ID).Router.BlockSize()
-	if len(status.Models) > 0 && !slices.Contains(status.Models, model) { // an attached one may have another name
-		model = status.Models[0]
-	}
+	model, group, size := s.partitions.modelAmong(status.Models), events.DefaultGroup, s.models.For(status.ID).Router.BlockSize()
 	spec := workerSpec{ModelName: &model, RoutingGroup: &group, Endpoint: &status.URL, BlockSize: &size}
 	if status.KVEvents != "" {
 		spec.KVEventsEndpoint = &status.KVEvents
@@ -461,7 +455,7 @@ func (s *Service) addWorker(c *gin.Context) {
 		return
 	}
 	if Given(query.ModelName, "") == "" {
-		own := s.ownModel()
+		own := s.partitions.model
 		query.ModelName = &own
 	}
 	if Given(query.RoutingGroup, "") == "" {
@@ -534,10 +528,7 @@ func workerID(c *gin.Context) (id uint64, ok bool) {
 // registeredAt finds a registered worker; not ok: there is none, which has been
 // answered.
 func (s *Service) registeredAt(c *gin.Context, id uint64) (w registeredWorker, ok bool) {
-	s.mu.Lock()
-	w, ok = s.registered[id]
-	s.mu.Unlock()
-	if ok {
+	if w, ok = s.partitions.get(id); ok {
 		return w, true
 	}
 	if slices.ContainsFunc(s.fleet.Workers(), func(status workers.Status) bool { return status.ID == id }) {
@@ -551,9 +542,7 @@ func (s *Service) registeredAt(c *gin.Context, id uint64) (w registeredWorker, o
 // registeredRanks counts the ranks of the registered workers that have several, but
 // for one worker.
 func (s *Service) registeredRanks(but uint64) (ranks int) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for id, w := range s.registered {
+	for id, w := range s.partitions.list() {
 		if count := Given(w.spec.RankCount, 1); id != but && count > 1 {
 			ranks += int(count)
 		}
@@ -587,14 +576,7 @@ func (s *Service) setWorker(c *gin.Context, status int, w registeredWorker) {
 		plainError(c, http.StatusServiceUnavailable, err.Error())
 		return
 	}
-	s.mu.Lock()
-	_, known := s.registered[w.id]
-	full := !known && len(s.registered) >= maxRegistered
-	if !full {
-		s.registered[w.id] = w
-	}
-	s.mu.Unlock()
-	if full {
+	if !s.partitions.put(w) {
 		s.fleet.Unregister(w.id)
 		plainError(c, http.StatusServiceUnavailable, fmt.Sprintf("%d workers are registered: no more can be", maxRegistered))
 		return
