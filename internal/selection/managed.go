@@ -76,11 +76,11 @@ func (s *Service) addURL(c *gin.Context) {
 		return
 	}
 	if s.fleet.LeadsBack(c.Request.Context(), url) {
-		c.String(http.StatusBadRequest, "%s", url+" is an address of this router itself, or leads back to it: name the address of the worker")
+		c.String(http.StatusBadRequest, "%s", url+" is an address of this router itself or leads back to it: give the address of the worker")
 		return
 	}
 	if len(s.fleet.Workers()) >= maxRegistered {
-		c.String(http.StatusServiceUnavailable, "there are %d workers: no more can be added", maxRegistered)
+		c.String(http.StatusServiceUnavailable, "there are %d workers, which is the maximum", maxRegistered)
 		return
 	}
 	id, err := s.fleet.Add(c.Request.Context(), url, key)

@@ -98,7 +98,7 @@ func TestRegistrationsAreBounded(t *testing.T) {
 		{`"kv_events_endpoint":"ipc:///run/x"`, "ipc endpoints are for --worker only"},
 		{`"kv_events_endpoints":{"0":"ipc:///run/x"}`, "ipc endpoints are for --worker only"},
 		{`"replay_endpoint":"ipc:///run/x"`, "ipc endpoints are for --worker only"},
-		{`"kv_events_endpoints":` + string(endpoints), "kv_events_endpoints names 65 ranks"},
+		{`"kv_events_endpoints":` + string(endpoints), "kv_events_endpoints has 65 ranks"},
 		{`"kv_events_endpoints":{"7":"tcp://` + long + `:1"}`, "kv_events_endpoints[7]"},
 		{`"max_num_batched_tokens":-1`, "max_num_batched_tokens"},
 		{`"max_num_batched_tokens":4294967296`, "max_num_batched_tokens"},
