@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promauto"
 
 	"kvrouter/internal/kv"
 )
@@ -20,12 +21,12 @@ type disaggMetrics struct {
 // handoverBuckets range from 10 µs to 1 s.
 var handoverBuckets = []float64{.00001, .000025, .00005, .0001, .00025, .0005, .001, .0025, .005, .01, .025, .1, 1}
 
-func newDisaggMetrics(registry *prometheus.Registry) *disaggMetrics {
+func newDisaggMetrics(register promauto.Factory) *disaggMetrics {
 	histogram := func(name, help string, buckets []float64) *prometheus.HistogramVec {
-		return prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "kvrouter_disagg_" + name, Help: help, Buckets: buckets}, []string{"kind"})
+		return register.NewHistogramVec(prometheus.HistogramOpts{Name: "kvrouter_disagg_" + name, Help: help, Buckets: buckets}, []string{"kind"})
 	}
-	m := &disaggMetrics{
-		requests: prometheus.NewCounterVec(prometheus.CounterOpts{
+	return &disaggMetrics{
+		requests: register.NewCounterVec(prometheus.CounterOpts{
 			Name: "kvrouter_disagg_requests_total",
 			Help: "Attempts at requests while a worker has a role, by KV connector and result. Kind none: the request was not disaggregated; the result has the reason.",
 		}, []string{"kind", "result"}),
@@ -33,8 +34,6 @@ func newDisaggMetrics(registry *prometheus.Registry) *disaggMetrics {
 		handover: histogram("handover_seconds", "Time from the end of a prefill response to the decode request having been sent, where decode follows prefill.", handoverBuckets),
 		transfer: histogram("transfer_seconds", "Time from the end of a prefill response to the first byte of the decode response.", secondsBuckets),
 	}
-	registry.MustRegister(m.requests, m.prefill, m.handover, m.transfer)
-	return m
 }
 
 // StayedWhole implements proxy.Observer.

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promauto"
 
 	"kvrouter/internal/router"
 )
@@ -23,24 +24,20 @@ type dynamoMetrics struct {
 
 // newDynamoMetrics registers the metrics. The label router_id distinguishes routers;
 // as in Dynamo, it is random at each start.
-func newDynamoMetrics(registry *prometheus.Registry) *dynamoMetrics {
+func newDynamoMetrics(register promauto.Factory) *dynamoMetrics {
 	id := prometheus.Labels{"router_id": strconv.FormatUint(rand.Uint64(), 10)}
 	overhead := func(stage, help string, buckets []float64) prometheus.Histogram {
-		h := prometheus.NewHistogram(prometheus.HistogramOpts{
+		return register.NewHistogram(prometheus.HistogramOpts{
 			Name: "dynamo_router_overhead_" + stage + "_ms", Help: "Time that a routing decision spends on " + help + ", ms.",
 			Buckets: buckets, ConstLabels: id,
 		})
-		registry.MustRegister(h)
-		return h
 	}
 	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
-		c := prometheus.NewCounterVec(prometheus.CounterOpts{Name: "dynamo_frontend_" + name, Help: help}, labels)
-		registry.MustRegister(c)
-		return c
+		return register.NewCounterVec(prometheus.CounterOpts{Name: "dynamo_frontend_" + name, Help: help}, labels)
 	}
 	hashing := prometheus.ExponentialBuckets(0.001, 2, 15)
 	others := prometheus.ExponentialBuckets(0.01, 3, 17)
-	m := &dynamoMetrics{
+	return &dynamoMetrics{
 		hash:         overhead("block_hashing", "block hashes", hashing),
 		sequence:     overhead("seq_hashing", "sequence hashes", hashing),
 		lookup:       overhead("indexer_find_matches", "index lookups", others),
@@ -48,12 +45,10 @@ func newDynamoMetrics(registry *prometheus.Registry) *dynamoMetrics {
 		total:        overhead("total", "all stages, without time in the queue", others),
 		rejections:   counter("model_rejection_total", "Requests rejected because all workers were busy.", "model", "endpoint"),
 		backpressure: counter("router_queue_backpressure_total", "Requests rejected because the queue was full or their time in it ran out.", "reason"),
-		wait: prometheus.NewHistogram(prometheus.HistogramOpts{
+		wait: register.NewHistogram(prometheus.HistogramOpts{
 			Name: "kvrouter_queue_wait_seconds", Help: "Time that a request spent in the queue. Requests that were not queued are left out.", Buckets: secondsBuckets,
 		}),
 	}
-	registry.MustRegister(m.wait)
-	return m
 }
 
 // decided records the stages of one decision.

@@ -10,6 +10,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promauto"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"kvrouter/internal/kv"
@@ -70,15 +71,12 @@ var decisionBuckets = prometheus.ExponentialBuckets(0.000001, 3, 16)
 // New returns the metrics of requests, of the Go runtime and of the process.
 func New(deps Deps) *Metrics {
 	t := &Metrics{registry: prometheus.NewRegistry(), names: deps.Names, fleet: deps.Fleet, exemplars: deps.Exemplars}
+	register := promauto.With(t.registry)
 	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
-		c := prometheus.NewCounterVec(prometheus.CounterOpts{Name: "kvrouter_" + name, Help: help}, labels)
-		t.registry.MustRegister(c)
-		return c
+		return register.NewCounterVec(prometheus.CounterOpts{Name: "kvrouter_" + name, Help: help}, labels)
 	}
 	histogram := func(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
-		h := prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "kvrouter_" + name, Help: help, Buckets: buckets}, labels)
-		t.registry.MustRegister(h)
-		return h
+		return register.NewHistogramVec(prometheus.HistogramOpts{Name: "kvrouter_" + name, Help: help, Buckets: buckets}, labels)
 	}
 	t.requests = counter("requests_total", "Requests by the worker that answered (none: no worker), route and HTTP status (499: the client disconnected).", "worker_id", "route", "status")
 	t.duration = histogram("request_duration_seconds", "Time from the arrival of a request to the end of its response.", secondsBuckets, "route")
@@ -93,11 +91,10 @@ func New(deps Deps) *Metrics {
 	t.predictions = counter("predictions_total", "Responses with reported cached tokens, by accuracy of the prediction: exact, over, under.", "result")
 	t.promptDiffers = counter("prompt_tokens_mismatch_total", "Responses whose usage.prompt_tokens differs from the router's own count, by source of the router's tokens.", "source")
 	t.retries = counter("retries_total", "Retries on another worker after the worker failed before the first byte of its response.", "worker_id")
-	t.denied = prometheus.NewCounter(prometheus.CounterOpts{Name: "kvrouter_retry_budget_exhausted_total", Help: "Retries denied because the retry budget was exhausted."})
-	t.registry.MustRegister(t.denied)
+	t.denied = register.NewCounter(prometheus.CounterOpts{Name: "kvrouter_retry_budget_exhausted_total", Help: "Retries denied because the retry budget was exhausted."})
 	t.eventLag = histogram("kv_event_lag_seconds", "Time from the engine's timestamp of a KV event batch to its arrival at the router.", secondsBuckets, "worker_id")
-	t.dynamo = newDynamoMetrics(t.registry)
-	t.disagg = newDisaggMetrics(t.registry)
+	t.dynamo = newDynamoMetrics(register)
+	t.disagg = newDisaggMetrics(register)
 	if deps.Thompson != nil {
 		t.watchThompson(deps.Thompson, deps.Fleet)
 	}
@@ -127,12 +124,11 @@ func (t *Metrics) see(worker string) {
 
 // perWorker lists the metrics with the label worker_id, whose series stay until they
 // are deleted.
-func (t *Metrics) perWorker() []interface {
-	DeletePartialMatch(labels prometheus.Labels) int
-} {
-	return []interface {
-		DeletePartialMatch(labels prometheus.Labels) int
-	}{t.requests, t.firstToken, t.interToken, t.promptTokens, t.outputTokens, t.predicted, t.cached, t.compared, t.retries, t.eventLag}
+func (t *Metrics) perWorker() []*prometheus.MetricVec {
+	return []*prometheus.MetricVec{
+		t.requests.MetricVec, t.firstToken.MetricVec, t.interToken.MetricVec, t.promptTokens.MetricVec, t.outputTokens.MetricVec,
+		t.predicted.MetricVec, t.cached.MetricVec, t.compared.MetricVec, t.retries.MetricVec, t.eventLag.MetricVec,
+	}
 }
 
 // forgetGone deletes the series of removed workers. A request that was still in flight
