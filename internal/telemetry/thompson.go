@@ -1,6 +1,7 @@
 package telemetry
 
 import (
+	"strconv"
 	"sync"
 	"time"
 
@@ -32,7 +33,7 @@ type thompsonMetrics struct {
 	pending, series, timeouts, stayed, switched *prometheus.Desc
 
 	mu   sync.Mutex      // guards seen
-	seen map[string]bool // workers with series in routed or feedback
+	seen map[string]bool // workers that routed or feedback has series of
 }
 
 // watchThompson adds these metrics if thompson is the router's policy. The series of
@@ -58,9 +59,9 @@ func (t *Metrics) watchThompson(router *router.Router, fleet func() []uint64) {
 		active:       prometheus.NewGauge(prometheus.GaugeOpts{Name: "thompson_processor_active_requests", Help: "In-flight requests."}),
 
 		feedback: prometheus.NewHistogramVec(prometheus.HistogramOpts{
-			Name: "thompson_router_feedback_latency_seconds", Help: "Latencies reported to the policy as feedback.", Buckets: []float64{.1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120},
+			Name: "thompson_router_feedback_latency_seconds", Help: "Latencies that were learned from.", Buckets: []float64{.1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120},
 		}, perRank),
-		reuse:  prometheus.NewHistogram(prometheus.HistogramOpts{Name: "thompson_router_reuse_budget", Help: "Remaining requests of the series at each decision.", Buckets: []float64{0, 1, 2, 5, 10, 20, 50, 100}}),
+		reuse:  prometheus.NewHistogram(prometheus.HistogramOpts{Name: "thompson_router_reuse_budget", Help: "Requests of the same series that were still to come, at each decision.", Buckets: []float64{0, 1, 2, 5, 10, 20, 50, 100}}),
 		tokens: prometheus.NewHistogram(prometheus.HistogramOpts{Name: "thompson_router_tokens_per_request", Help: "Prompt tokens of each decision.", Buckets: prometheus.ExponentialBuckets(32, 2, 9)}),
 
 		decisions: desc("decisions_total", "Decisions for the worker.", perRank...),
@@ -136,13 +137,17 @@ func (m *thompsonMetrics) engineFailed() {
 
 func (m *thompsonMetrics) learned(w kv.WorkerKey, latency time.Duration) {
 	m.see(w.Worker)
-	m.feedback.WithLabelValues(m.router.Names.RankLabels(w)...).Observe(latency.Seconds())
+	m.feedback.WithLabelValues(rankLabels(m.router.Names, w)...).Observe(latency.Seconds())
 }
 
 func (m *thompsonMetrics) see(worker uint64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.seen[m.router.Names.Label(worker)] = true
+}
+
+func rankLabels(names *kv.Names, w kv.WorkerKey) []string {
+	return []string{names.Label(w.Worker), strconv.FormatUint(uint64(w.Rank), 10)}
 }
 
 // forgetBut deletes the series of workers that are not in the fleet.
@@ -184,7 +189,7 @@ func (m *thompsonMetrics) Collect(out chan<- prometheus.Metric) {
 		out <- prometheus.MustNewConstMetric(d, kind, value, labels...)
 	}
 	for _, w := range stats.Workers {
-		labels := names.RankLabels(w.Worker)
+		labels := rankLabels(names, w.Worker)
 		if !fleet[labels[0]] {
 			continue
 		}
