@@ -132,7 +132,7 @@ func (s *Set) Waiting() int {
 	return len(s.waiting.all)
 }
 
-// waitingByModel returns the same by the model that is to serve the requests.
+// waitingByModel returns the same by the model of the requests.
 func (s *Set) waitingByModel() map[*Model]int {
 	s.waiting.mu.Lock()
 	defer s.waiting.mu.Unlock()

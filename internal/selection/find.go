@@ -92,7 +92,7 @@ func (q findWorkerQuery) request() router.Request {
 type findWorkerAnswer struct {
 	WorkerID      any     `json:"worker_id"`
 	DPRank        uint32  `json:"dp_rank,omitempty"`
-	PrefixHitRate float64 `json:"prefix_hit_rate"` // share of the prompt's full blocks that it holds
+	PrefixHitRate float64 `json:"prefix_hit_rate"` // cached share of the prompt's full blocks
 	DecisionID    *string `json:"decision_id"`     // for /feedback; null: no feedback is expected
 }
 
@@ -171,15 +171,15 @@ func readFeedback(text []byte) (q feedbackQuery, err error) {
 	}
 	switch {
 	case q.DecisionID == "":
-		err = errors.New("decision_id is missing: give that of /find_worker's answer")
+		err = errors.New("decision_id is missing: give the one in the response of /find_worker")
 	case q.LatencyMS == nil:
-		err = errors.New("latency_ms is missing: give the time from sending the request to the end of its answer")
+		err = errors.New("latency_ms is missing: give the time from sending the request to the end of its response")
 	case !(*q.LatencyMS >= 0 && *q.LatencyMS <= maxFeedbackMS):
-		err = errors.New("latency_ms must be a time, at least 0")
+		err = errors.New("latency_ms must be a duration of at least 0")
 	case q.TokensIn < 0 || q.TokensOut < 0:
-		err = errors.New("tokens_in and tokens_out cannot be negative")
+		err = errors.New("tokens_in and tokens_out must not be negative")
 	case q.TokensIn > kv.MaxTokens || q.TokensOut > kv.MaxTokens:
-		err = fmt.Errorf("tokens_in and tokens_out are at most %d", kv.MaxTokens)
+		err = fmt.Errorf("tokens_in and tokens_out must be at most %d", kv.MaxTokens)
 	}
 	return q, err
 }

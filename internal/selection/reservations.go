@@ -23,7 +23,7 @@ const (
 )
 
 // errTooMany is returned once there are maxReservations.
-var errTooMany = fmt.Errorf("more than %d reservations are held: free those whose requests have ended", maxReservations)
+var errTooMany = fmt.Errorf("there are %d reservations, which is the maximum: free those whose requests have ended", maxReservations)
 
 // errLongID is returned for an id longer than maxReservationID.
 var errLongID = fmt.Errorf("selection_id is longer than %d bytes", maxReservationID)

@@ -112,7 +112,7 @@ func NewLostLines(files ...interface{ Lost() uint64 }) prometheus.Collector {
 	})
 }
 
-// recordStart is what each line of a record begins with.
+// recordStart is the start of each line of a record.
 const recordStart = `{"timestamp":`
 
 // errEpochFound ends the reading of a record.
