@@ -55,7 +55,7 @@ func NewAPI(config Config, models *models.Set, px *proxy.Proxy, telemetry *telem
 // Drain makes /ready fail, so that balancers in front send no more requests.
 func (a *API) Drain() {
 	a.draining.Store(true)
-	a.models.EndHolding()
+	a.models.StopWaiting()
 }
 
 // Handler returns the routes of the OpenAI port.

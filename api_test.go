@@ -67,20 +67,22 @@ func newTestAPIOf(t testing.TB, config Config, model *tokens.Model, targets ...k
 	config.ServedModelName = "m"
 	config.Disagg.Retries = cmp.Or(config.Disagg.Retries, 1)
 	log := slog.New(slog.DiscardHandler)
-	h := &testAPI{router: routertest.NewTestRouter(t, "round-robin", 0), failed: make(chan uint64, 100)}
+	h := &testAPI{router: routertest.NewTestRouter(t, cmp.Or(config.Policy, "round-robin"), 0), failed: make(chan uint64, 100)}
 	for _, target := range targets {
 		h.router.Up(target)
 	}
-	telemetry := newBareTelemetry()
+	var watched telemetry.Deps
+	if config.Policy == "thompson" {
+		watched = telemetry.Deps{Thompson: h.router, Fleet: func() []uint64 { return nil }}
+	}
+	telemetry := telemetry.New(watched)
 	h.telemetry = telemetry
 	proxy := proxy.NewProxy(telemetry, config.RequestTimeout, func(w uint64) { h.failed <- w })
 	h.proxy = proxy
-	served := &models.Model{Name: "m", Router: h.router, Index: h.router.Index()}
-	served.Read(model, proxy.Ask, time.Second, log)
+	set := models.New(models.Settings{ServedModelName: "m", TokenTimeout: time.Second}, models.Deps{Router: h.router, Index: h.router.Index(), Tokenizer: model, Ask: proxy.Ask, Log: log})
 	for _, target := range targets {
-		served.Tokens.Met(target.Engine == kv.EngineSGLang)
+		set.Default().Tokens.Met(target.Engine == kv.EngineSGLang)
 	}
-	set := models.New(models.Settings{ServedModelName: "m"}, served, log)
 	api := NewAPI(config, set, proxy, telemetry, log)
 	useKeys, err := api.keys.Read()
 	if err != nil {
@@ -90,7 +92,7 @@ func newTestAPIOf(t testing.TB, config Config, model *tokens.Model, targets ...k
 	h.bodies = api.bodies
 	h.Server = httptest.NewServer(api.Handler())
 	fleet := workers.NewFleet(workers.Settings{}, nil, h.router.Index(), workers.Hooks{}, log)
-	h.selection = httptest.NewServer(selection.New(config.selectionSettings(), set, fleet, log).Handler())
+	h.selection = httptest.NewServer(selection.New(config.selectionSettings(), selection.Deps{Models: set, Fleet: fleet, Partitions: selection.NewPartitions("m", set), Log: log}).Handler())
 	t.Cleanup(func() {
 		h.Close()
 		h.selection.Close()
@@ -134,11 +136,6 @@ func hangUp(w http.ResponseWriter, _ *http.Request) {
 	if err == nil {
 		connection.Close()
 	}
-}
-
-// newBareTelemetry returns a telemetry of no workers and no prompts.
-func newBareTelemetry() *telemetry.Metrics {
-	return telemetry.New(func() []workers.Sample { return nil }, func() telemetry.PromptSample { return telemetry.PromptSample{} })
 }
 
 // deadURL is an address where nothing listens.
@@ -725,11 +722,12 @@ func TestOverlapScoresAndDump(t *testing.T) {
 }
 
 func TestMetricsHaveDynamosNames(t *testing.T) {
-	telemetry := telemetry.New(func() []workers.Sample {
+	telemetry := telemetry.New(telemetry.Deps{})
+	samples := func() []workers.Sample {
 		return []workers.Sample{{Worker: kv.WorkerKey{Worker: 1, Rank: 2}, EventCount: map[string]uint64{"stored": 9, "unknown_parent": 2, "invalid_stored": 1, "removed": 7, "removed_incomplete": 3, "cleared": 4}}}
-	}, func() telemetry.PromptSample { return telemetry.PromptSample{} })
+	}
 	rt := routertest.NewTestRouter(t, "kv", 2)
-	telemetry.Watch(routertest.Models(rt))
+	telemetry.Register(workers.NewCollector(nil, samples), models.NewCollector(routertest.Models(rt)))
 	d, err := rt.Route(t.Context(), router.Request{Tokens: testkit.PromptTokens(1, 3)})
 	if err != nil {
 		t.Fatal(err)

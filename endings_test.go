@@ -18,7 +18,6 @@ import (
 	"kvrouter/internal/policy"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
-	"kvrouter/internal/selection"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/routertest"
@@ -227,17 +226,6 @@ func TestEveryEndOfAReservationIsToldOnce(t *testing.T) {
 			t.Errorf("told %s", got)
 		}
 	})
-	t.Run("its worker is taken out", func(t *testing.T) {
-		rt := routertest.NewTestRouter(t, "round-robin", 1)
-		rule := new(policytest.Clerk)
-		rt.Policy = rule
-		held := selection.NewReservations()
-		held.Install("a", routertest.MustRoute(t, rt, router.Request{ID: "a"}).Booking)
-		held.ReleaseWorker(0)
-		if got := rule.Endings(); !slices.Equal(got, []policytest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}) {
-			t.Errorf("told %v", got)
-		}
-	})
 }
 
 // streamHead begins an answer's stream with its first event.
@@ -345,14 +333,12 @@ func TestFailuresOfLegsAreEngineErrors(t *testing.T) {
 		{"no bootstrap server", kv.KindMooncake, 0, 500, true, 1},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			h := newTestPairAPI(t, Config{}, c.kind, 1, 1, func(id uint64, serve engineServe) engineServe {
+			h := newTestPairAPI(t, Config{Policy: "thompson"}, c.kind, 1, 1, func(id uint64, serve engineServe) engineServe {
 				if id == c.broken {
 					return answersStatus(c.status)
 				}
 				return serve
 			})
-			h.router.Policy = routertest.NewTestRouter(t, "thompson", 0).Policy
-			h.telemetry.WatchThompson(h.router, func() []uint64 { return nil })
 			if target := h.router.Targets()[0]; c.lost {
 				target.Bootstrap.Port = 1
 				h.router.Up(target)

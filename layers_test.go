@@ -39,7 +39,7 @@ var layers = []map[string]string{
 		"vllm": "kv process", "sglang": "kv process", "discovery": "kv",
 	},
 	{ // showing, offering
-		"telemetry": "hints jsonlines kv models outlier policy proxy replica router traces workers", "selection": "events hints kv models outlier policy replica router web workers",
+		"telemetry": "hints jsonlines kv policy proxy router", "selection": "events hints kv models outlier policy replica router web workers",
 		"nativeapi": "jsonbody kv models proxy tokens web", "extproc": "guard proxy web", "doctor": "events kv mocker process settings tokens web workers zmq", "demo": "keys",
 		"page": "jsonbody keys kv models outlier policy proxy router tokens web workers",
 	},

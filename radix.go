@@ -28,6 +28,6 @@ func (r *app) recoverIndex(ctx context.Context) {
 		r.log.Warn("no peer of --indexer-peers returned its index: starting with an empty index", "error", err)
 		return
 	}
-	r.selection.SetRecovered(recovered)
+	r.partitions.SetRecovered(recovered)
 	r.log.Info("loaded the index from a peer", "peer", recovered.Peer, "workers", len(recovered.Partition), "blocks", recovered.Blocks, "left_out", recovered.LeftOut)
 }

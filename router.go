@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
-	"net/http"
 	"strconv"
 	"sync/atomic"
 	"time"
@@ -41,29 +40,30 @@ import (
 
 // app is what a serving router is made of.
 type app struct {
-	config    Config
-	log       *slog.Logger
-	models    *models.Set
-	index     radix.Index       // of the default model
-	changed   radix.Index       // index, as KV events change it
-	recording *events.Recording // of those changes; nil: none
-	router    *router.Router    // of the default model
-	fleet     *workers.Fleet
-	source    discovery.Source  // of workers; nil: only those of the settings
-	launcher  *process.Launcher // of processes; nil: none are started
-	mocker    *mocker.Mocker    // of simulated workers; nil: none are started
-	model     *tokens.Model     // the default one's; nil: prompt tokens come from the workers
-	tokens    *tokens.Source    // of the default model
-	proxy     *proxy.Proxy
-	telemetry *telemetry.Metrics
-	edges     *guard.Edges // counts the panics of parsers
-	api       *API
-	selection *selection.Service
-	page      *page.Page
-	replicas  *replica.Mesh             // nil: none
-	gateway   *extproc.Server           // nil: none
-	traces    *jsonlines.Writer         // of policy thompson; nil: none
-	learned   *policy.ThompsonStateFile // by policy thompson; nil: it is not kept
+	config     Config
+	log        *slog.Logger
+	models     *models.Set
+	index      radix.Index       // of the default model
+	changed    radix.Index       // index, as KV events change it
+	recording  *events.Recording // of those changes; nil: none
+	router     *router.Router    // of the default model
+	fleet      *workers.Fleet
+	source     discovery.Source  // of workers; nil: only those of the settings
+	launcher   *process.Launcher // of processes; nil: none are started
+	mocker     *mocker.Mocker    // of simulated workers; nil: none are started
+	model      *tokens.Model     // the default one's; nil: prompt tokens come from the workers
+	tokens     *tokens.Source    // of the default model
+	proxy      *proxy.Proxy
+	telemetry  *telemetry.Metrics
+	edges      *guard.Edges // counts the panics of parsers
+	api        *API
+	partitions *selection.Partitions
+	selection  *selection.Service
+	page       *page.Page
+	replicas   *replica.Mesh             // nil: none
+	gateway    *extproc.Server           // nil: none
+	traces     *jsonlines.Writer         // of policy thompson; nil: none
+	learned    *policy.ThompsonStateFile // by policy thompson; nil: it is not kept
 
 	certificates *web.Certificates      // of both ports; nil: they speak plain HTTP
 	reread       func() (Config, error) // the settings anew; nil: they stay
@@ -79,73 +79,64 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	if r.model, err = openModel(ctx, config, log); err != nil {
 		return nil, err
 	}
-	policy, err := policy.New(config.Policy, config.Scoring)
+	rule, err := policy.New(config.Policy, config.Scoring)
 	if err != nil {
 		return nil, err
 	}
-	r.router = router.New(r.index, policy, config.BlockSize, cmp.Or(config.Seed, uint64(time.Now().UnixNano())), config.Routing)
+	r.router = router.New(r.index, rule, config.BlockSize, cmp.Or(config.Seed, uint64(time.Now().UnixNano())), config.Routing)
 	r.router.Log = log
 	if r.changed, r.recording, err = events.OpenRecording(config.Snapshot, r.index, log); err != nil {
 		return nil, err
 	}
-	standard := &models.Model{Name: config.ServedModelName, Router: r.router, Index: r.changed}
-	standard.Read(r.model, r.ask, config.TokenTimeout, log)
-	r.tokens = standard.Tokens
-	r.models = models.New(config.modelSettings(), standard, log)
-	r.telemetry = telemetry.New(r.samples, r.prompts)
-	r.telemetry.Watch(r.models)
-	r.telemetry.WatchEdges(r.edges.Panics)
 	start, err := r.starter()
 	if err != nil {
 		return nil, err
 	}
 	r.fleet = workers.NewFleet(config.fleetSettings(), start, r.changed, workers.Hooks{
-		Up:   r.models.Up,
-		Down: func(t kv.Target, why string) { r.models.Down(t.Key); r.proxy.LetGo(t.Key.Worker, t.Generation, why) },
-		Load: r.models.Publish,
-		Lag:  r.telemetry.EventLag,
-		Hold: r.models.Hold, Working: r.models.Working,
-		Join: r.models.Join, Leave: r.models.Leave,
+		Up: func(t kv.Target) { r.models.Up(t) },
+		Down: func(t kv.Target, why string) {
+			r.models.Down(t, why)
+			r.proxy.LetGo(t.Key.Worker, t.Generation, why)
+		},
+		Load: func(w kv.WorkerKey, p policy.Published) { r.models.Load(w, p) },
+		Lag:  func(w kv.WorkerKey, lag time.Duration) { r.telemetry.EventLag(w, lag) },
+		Hold: func(worker uint64, on bool) { r.models.Cordon(worker, on) }, Working: func(worker uint64) bool { return r.models.Busy(worker) },
+		Join:  func(worker uint64, serves kv.Served) (radix.Index, int, error) { return r.models.Join(worker, serves) },
+		Leave: func(worker uint64) { r.models.Leave(worker) },
 	}, log)
 	if r.source, err = discovery.Open(config.Discovery, log); err != nil {
 		return nil, err
 	}
-	fleet := func() (ids []uint64) {
-		for _, w := range r.fleet.Workers() {
-			ids = append(ids, w.ID)
-		}
-		return ids
-	}
-	r.telemetry.WatchThompson(r.router, fleet)
-	r.telemetry.WatchFleet(fleet)
 	r.fleet.Peers, r.fleet.Edges, r.fleet.Names = events.NewPeers(config.IndexerPeers, peerKey(config)), r.edges, r.router.Names
+	tracer, err := traces.Open(settings.Version(), log)
+	if err != nil {
+		return nil, err
+	}
+	r.telemetry = telemetry.New(telemetry.Deps{Names: r.router.Names, Fleet: r.fleet.IDs, Thompson: r.router, Exemplars: tracer != nil})
 	r.proxy = proxy.NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
 	r.proxy.OutputBlocks, r.proxy.Hop, r.proxy.Names, r.proxy.Budget = config.Routing.RouterTrackOutputBlocks, config.Hop, r.router.Names, outlier.NewBudget(config.Disagg.RetryBudget)
 	r.proxy.Client.Transport = web.NewTransport(config.WorkerTLS)
+	r.models = models.New(config.modelSettings(), models.Deps{Router: r.router, Index: r.changed, Tokenizer: r.model, Ask: r.proxy.Ask, Look: r.fleet.LookForModels, Log: log})
+	r.tokens = r.models.Default().Tokens
+	r.partitions = selection.NewPartitions(config.ServedModelName, r.models)
 	r.api = NewAPI(config, r.models, r.proxy, r.telemetry, log)
-	r.models.Look = r.fleet.LookForModels
-	if r.api.tracer, err = traces.Open(settings.Version(), log); err != nil {
-		return nil, err
-	}
-	r.telemetry.WatchTraces(r.api.tracer)
-	r.telemetry.Show(keys.NewCollector(r.api.keys))
+	r.api.tracer = tracer
 	r.certificates = web.NewCertificates(config.Web.TLS)
 	if _, err := r.readSecrets(); err != nil {
 		return nil, err
 	}
-	r.selection = selection.New(config.selectionSettings(), r.models, r.fleet, log)
 	r.page = page.New(config.pageSettings(), page.Sources{Models: r.models, Fleet: r.fleet, Proxy: r.proxy, Totals: r.telemetry.Totals, Model: r.model, Ready: r.api.Ready, OpenAI: r.api.Handler()}, log)
 	r.api.page = r.page
 	if config.Record != "" {
-		if r.api.recorder, err = telemetry.NewRecorder(config.Record, config.Policy, config.BlockSize, log); err != nil {
+		record := telemetry.RecordSettings{File: config.Record, Policy: config.Policy, BlockSize: config.BlockSize, Decisions: config.Routing.RecordDecisions}
+		if r.api.recorder, err = telemetry.NewRecorder(record, log); err != nil {
 			return nil, err
 		}
-		r.api.recorder.Decisions = config.Routing.RecordDecisions
 	}
-	r.telemetry.WatchGuards(telemetry.Guards{
-		BodyBytes: r.api.bodies.Held, BodiesRefused: r.api.bodies.Refused, LinesLost: func() uint64 { return r.api.recorder.Lost() + r.recording.Lost() },
-		LinesSuppressed: func() uint64 { return logs.Suppressed(log) },
-	})
+	samples := func() []workers.Sample { return r.fleet.Samples(r.models) }
+	r.telemetry.Register(workers.NewCollector(r.router.Names, samples), models.NewCollector(r.models), guard.NewCollector(r.edges), keys.NewCollector(r.api.keys), logs.NewCollector(log), telemetry.NewLostLines(r.api.recorder, r.recording))
+	r.telemetry.Register(r.api.bodies.Collectors()...)
+	r.telemetry.Register(tracer.Collectors()...)
 	if err := r.openThompson(); err != nil {
 		return nil, err
 	}
@@ -164,9 +155,10 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 			}
 			r.replicas.Find = found.Run
 		}
-		r.telemetry.WatchReplicas(r.replicas.Counts)
-		r.selection.Mesh, r.replicas.Partition = r.replicas, r.selection.PartitionOf
+		r.telemetry.Register(r.replicas.Collectors()...)
+		r.replicas.Partition = r.partitions.Of
 	}
+	r.selection = selection.New(config.selectionSettings(), selection.Deps{Models: r.models, Fleet: r.fleet, Partitions: r.partitions, Mesh: r.replicas, Log: log})
 	return r, nil
 }
 
@@ -212,11 +204,6 @@ func openModel(ctx context.Context, config Config, log *slog.Logger) (*tokens.Mo
 		return nil, nil
 	}
 	return model, err
-}
-
-// ask puts a question of the router's own to a worker.
-func (r *app) ask(ctx context.Context, t kv.Target, method, path string, header http.Header, body []byte) (status int, answer []byte, err error) {
-	return r.proxy.Ask(ctx, t, method, path, header, body)
 }
 
 // route chooses a worker that is not among exclude.
@@ -273,16 +260,4 @@ func (r *inference) decidePair(request router.Request, why string) (router.Pair,
 		err = &hints.PinnedError{Worker: request.Pinned, Prefill: request.PinnedPrefill, Names: r.api.models.Names(), Err: err}
 	}
 	return pair, err
-}
-
-// samples shows every worker rank to the metrics page and to people.
-func (r *app) samples() []workers.Sample { return r.fleet.Samples(r.models) }
-
-// prompts shows where prompt tokens came from to the metrics page.
-func (r *app) prompts() telemetry.PromptSample {
-	s := r.models.Prompts()
-	return telemetry.PromptSample{
-		Sources: map[string]uint64{"local": s.Local, "worker_render": s.WorkerRender, "worker_tokenize": s.WorkerTokenize, "none": s.None},
-		Reasons: s.Reasons,
-	}
 }

@@ -173,7 +173,7 @@ func (c *Config) mockSettings() mocker.Settings {
 
 func (c *Config) selectionSettings() selection.Settings {
 	return selection.Settings{
-		Host: c.Web.RouterHost, APIKey: c.RouterAPIKey, ServedModelName: c.ServedModelName, BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
+		Host: c.Web.RouterHost, APIKey: c.RouterAPIKey, BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
 		TrackPrefillTokens: c.Routing.RouterTrackPrefillTokens, CountsPasses: c.Routing.RouterQueueThreshold != nil,
 		Hop: c.Hop,
 	}

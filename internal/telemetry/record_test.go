@@ -1,6 +1,7 @@
 package telemetry
 
 import (
+	"bytes"
 	"encoding/json"
 	"log/slog"
 	"math"
@@ -22,7 +23,7 @@ func TestRecorderContinuesAFile(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "r.jsonl")
 	var arrived time.Time
 	for i := range 2 {
-		r, err := NewRecorder(file, "kv", 4, slog.New(slog.DiscardHandler))
+		r, err := NewRecorder(RecordSettings{File: file, Policy: "kv", BlockSize: 4}, slog.New(slog.DiscardHandler))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -71,7 +72,7 @@ func TestTheEpochOfARecordIsReadToTheNanosecond(t *testing.T) {
 func TestRecorderLeavesOtherFilesAlone(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "notes.txt")
 	testkit.WriteFile(t, file, "dear diary")
-	if _, err := NewRecorder(file, "kv", 4, slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), "notes.txt") {
+	if _, err := NewRecorder(RecordSettings{File: file, Policy: "kv", BlockSize: 4}, slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), "notes.txt") {
 		t.Errorf("error %v", err)
 	}
 }
@@ -80,7 +81,7 @@ func TestRecorderGoesOnAfterATornLine(t *testing.T) {
 	for _, before := range []string{`{"timestamp": 12, "inp`, `{"timestamp":12,"input_len{"timestamp":13}` + "\n", `{`} {
 		file := filepath.Join(t.TempDir(), "r.jsonl")
 		testkit.WriteFile(t, file, before)
-		r, err := NewRecorder(file, "kv", 4, slog.New(slog.DiscardHandler))
+		r, err := NewRecorder(RecordSettings{File: file, Policy: "kv", BlockSize: 4}, slog.New(slog.DiscardHandler))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -94,7 +95,7 @@ func TestRecorderGoesOnAfterATornLine(t *testing.T) {
 
 func TestRecorderCountsWhatItLoses(t *testing.T) {
 	log := &testkit.LogBuffer{}
-	r, err := NewRecorder(filepath.Join(t.TempDir(), "r.jsonl"), "kv", 4, slog.New(slog.NewTextHandler(log, nil)))
+	r, err := NewRecorder(RecordSettings{File: filepath.Join(t.TempDir(), "r.jsonl"), Policy: "kv", BlockSize: 4}, slog.New(slog.NewTextHandler(log, nil)))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -137,7 +138,7 @@ func TestRecordedHintsAreReplayed(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			file := filepath.Join(t.TempDir(), "r.jsonl")
-			r, err := NewRecorder(file, "kv", 4, slog.New(slog.DiscardHandler))
+			r, err := NewRecorder(RecordSettings{File: file, Policy: "kv", BlockSize: 4}, slog.New(slog.DiscardHandler))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -173,11 +174,10 @@ func TestARecordHasReceiptsOnlyWhereTheyAreAskedFor(t *testing.T) {
 	receipts := []*router.Receipt{{Tokens: 10, Worker: &worker, RequestID: "alice-1", Series: "alice"}}
 	for _, asked := range []bool{false, true} {
 		file := filepath.Join(t.TempDir(), "r.jsonl")
-		r, err := NewRecorder(file, "kv", 4, slog.New(slog.DiscardHandler))
+		r, err := NewRecorder(RecordSettings{File: file, Policy: "kv", BlockSize: 4, Decisions: asked}, slog.New(slog.DiscardHandler))
 		if err != nil {
 			t.Fatal(err)
 		}
-		r.Decisions = asked
 		r.Finished(proxy.Exchange{Receipts: receipts}, r.Prompt(router.Request{Tokens: testkit.PromptTokens(1, 3)[:10]}), time.Now())
 		r.Close()
 		lines := readRecord(t, file)
@@ -206,4 +206,21 @@ func TestTheMemoryOfLinesIsKnown(t *testing.T) {
 			t.Errorf("%d bytes, want %d to %d", n, test.least, test.most)
 		}
 	}
+}
+
+// readRecord reads a file of records.
+func readRecord(t *testing.T, file string) (lines []RecordLine) {
+	t.Helper()
+	text, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for line := range bytes.Lines(text) {
+		var r RecordLine
+		if err := json.Unmarshal(line, &r); err != nil {
+			t.Fatal(err)
+		}
+		lines = append(lines, r)
+	}
+	return lines
 }

@@ -19,18 +19,16 @@ func scrape(t *Metrics) testkit.MetricsLines {
 }
 
 func TestThompsonMetricsAreOfThatPolicyAndTheFleet(t *testing.T) {
-	other := newBareTelemetry()
-	other.WatchThompson(routertest.NewTestRouter(t, "kv", 1), func() []uint64 { return nil })
+	other := New(Deps{Thompson: routertest.NewTestRouter(t, "kv", 1), Fleet: func() []uint64 { return nil }})
 	for name := range scrape(other) {
 		if strings.HasPrefix(name, "thompson_") {
 			t.Errorf("%s with policy kv", name)
 		}
 	}
 
-	telemetry := newBareTelemetry()
 	rt := routertest.NewTestRouter(t, "thompson", 0)
 	fleet := []uint64{0, 1}
-	telemetry.WatchThompson(rt, func() []uint64 { return fleet })
+	telemetry := New(Deps{Thompson: rt, Fleet: func() []uint64 { return fleet }})
 	ofWorker := func(page testkit.MetricsLines, worker int) (n int) {
 		for name := range page {
 			if strings.HasPrefix(name, "thompson_") && strings.Contains(name, fmt.Sprintf(`worker_id="%d"`, worker)) {

@@ -1,4 +1,4 @@
-package telemetry
+package models_test
 
 import (
 	"fmt"
@@ -6,14 +6,15 @@ import (
 	"testing"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/models"
 	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
 )
 
 func TestWorkersAreShownUnderTheTypeThatTheyHave(t *testing.T) {
-	m := newBareTelemetry()
 	rt := routertest.NewTestRouter(t, "kv", 1)
-	m.Watch(routertest.Models(rt))
+	metrics := models.NewCollector(routertest.Models(rt))
 	target := kv.Target{Key: kv.WorkerKey{Worker: 1}, Disagg: kv.Disagg{Role: kv.RolePrefill, Kind: kv.KindNIXL}}
 	rt.Up(target)
 	rt.Up(kv.Target{Key: kv.WorkerKey{Worker: 2}, Disagg: kv.Disagg{Role: kv.RoleDecode, Kind: kv.KindNIXL}})
@@ -21,7 +22,7 @@ func TestWorkersAreShownUnderTheTypeThatTheyHave(t *testing.T) {
 		t.Helper()
 		for _, name := range []string{"dynamo_frontend_worker_active_decode_blocks", "dynamo_frontend_worker_active_prefill_tokens"} {
 			n := 0
-			for line := range scrape(m) {
+			for line := range testkit.Scrape(t, metrics) {
 				if strings.HasPrefix(line, name) {
 					n++
 				}
@@ -30,7 +31,7 @@ func TestWorkersAreShownUnderTheTypeThatTheyHave(t *testing.T) {
 				t.Errorf("%s: %s has %d series, want %d", when, name, n, len(want))
 			}
 			for worker, kind := range want {
-				if _, has := scrape(m)[fmt.Sprintf(`%s{dp_rank="0",worker_id="%d",worker_type="%s"}`, name, worker, kind)]; !has {
+				if _, has := testkit.Scrape(t, metrics)[fmt.Sprintf(`%s{dp_rank="0",worker_id="%d",worker_type="%s"}`, name, worker, kind)]; !has {
 					t.Errorf("%s: %s does not show worker %d as %s", when, name, worker, kind)
 				}
 			}

@@ -16,27 +16,26 @@ import (
 	"kvrouter/internal/testkit/policytest"
 )
 
-// newHoldingSet returns a default model of any name, without workers, that holds so many
-// requests for so long.
-func newHoldingSet(t testing.TB, limit time.Duration, most int) *Set {
+// newWaitingSet returns a default model of any name, without workers, for which so many
+// requests may wait so long.
+func newWaitingSet(t testing.TB, limit time.Duration, most int) *Set {
 	t.Helper()
 	settings := Settings{Policy: "round-robin", Scoring: policy.DefaultSettings(), Index: router.DefaultIndexSettings(), Routing: router.DefaultSettings(), BlockSize: testkit.BlockSize}
 	settings.Routing.HoldWhenEmpty, settings.Routing.RouterQueueLimit = limit, most
 	log, index := slog.New(slog.DiscardHandler), radix.NewTree()
-	standard := &Model{Router: router.New(index, policytest.MustPolicy(t, settings.Policy), settings.BlockSize, 1, settings.Routing), Index: index}
-	standard.Read(nil, nil, time.Second, log)
-	return New(settings, standard, log)
+	rt := router.New(index, policytest.MustPolicy(t, settings.Policy), settings.BlockSize, 1, settings.Routing)
+	return New(settings, Deps{Router: rt, Index: index, Log: log})
 }
 
 // awaits begins to wait, and returns when the request is one of so many that do.
-func awaits(t testing.TB, s *Set, ctx context.Context, held int, need router.Need) chan error {
+func awaits(t testing.TB, s *Set, ctx context.Context, waiting int, need router.Need) chan error {
 	t.Helper()
 	ended := make(chan error, 1)
 	go func() {
 		_, _, err := s.Find(ctx, need)
 		ended <- err
 	}()
-	testkit.Eventually(t, 10*time.Second, "the request is held", func() bool { return s.Awaiting() == held })
+	testkit.Eventually(t, 10*time.Second, "the request waits", func() bool { return s.Waiting() == waiting })
 	return ended
 }
 
@@ -74,17 +73,17 @@ func TestWhatEndsTheWaitForAWorker(t *testing.T) {
 		"for a whole one a pair does not do":  {need: router.Need{Whole: true}, not: []kv.Target{other, meets}, ends: whole},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := newHoldingSet(t, time.Minute, 10)
+			s := newWaitingSet(t, time.Minute, 10)
 			ended := awaits(t, s, t.Context(), 1, test.need)
 			for _, target := range test.not {
 				s.Up(target)
 			}
-			if s.Awaiting() != 1 {
+			if s.Waiting() != 1 {
 				t.Fatal("it waits no more")
 			}
 			s.Up(test.ends)
-			if err := ends(t, ended); err != nil || s.Awaiting() != 0 {
-				t.Errorf("%v, %d are held", err, s.Awaiting())
+			if err := ends(t, ended); err != nil || s.Waiting() != 0 {
+				t.Errorf("%v, %d wait", err, s.Waiting())
 			}
 			if _, _, err := s.Find(t.Context(), test.need); err != nil {
 				t.Errorf("the next one: %v", err)
@@ -94,11 +93,11 @@ func TestWhatEndsTheWaitForAWorker(t *testing.T) {
 }
 
 func TestAWorkerThatDrainsServesNobodyWhoWaits(t *testing.T) {
-	s := newHoldingSet(t, time.Minute, 10)
+	s := newWaitingSet(t, time.Minute, 10)
 	s.Up(kv.Target{Key: testkit.W0, Models: []string{"m"}})
 	for name, rest := range map[string][2]func(){
-		"held by the fleet": {func() { s.Hold(0, true) }, func() { s.Hold(0, false) }},
-		"at rest":           {func() { _ = s.Rest(0) }, func() { _ = s.Readmit(0) }},
+		"cordoned by the fleet": {func() { s.Cordon(0, true) }, func() { s.Cordon(0, false) }},
+		"at rest":               {func() { _ = s.Rest(0) }, func() { _ = s.Readmit(0) }},
 	} {
 		rest[0]()
 		ended := awaits(t, s, t.Context(), 1, router.Need{Model: "m"})
@@ -110,22 +109,22 @@ func TestAWorkerThatDrainsServesNobodyWhoWaits(t *testing.T) {
 }
 
 func TestRequestsThatWaitGoInTheirOrder(t *testing.T) {
-	s := newHoldingSet(t, time.Minute, 100)
-	var all []*heldRequest
+	s := newWaitingSet(t, time.Minute, 100)
+	var all []*waitingRequest
 	for range 100 {
-		h, err := s.hold(router.Need{})
+		h, err := s.enqueue(router.Need{})
 		if err != nil {
 			t.Fatal(err)
 		}
 		all = append(all, h)
 	}
-	if !slices.Equal(s.holding.all, all) {
+	if !slices.Equal(s.waiting.all, all) {
 		t.Error("they are not in the order in which they came")
 	}
 	s.Up(kv.Target{Key: testkit.W0})
 	for i, h := range all {
 		select {
-		case err := <-h.goes:
+		case err := <-h.done:
 			if err != nil {
 				t.Errorf("request %d: %v", i, err)
 			}
@@ -137,13 +136,13 @@ func TestRequestsThatWaitGoInTheirOrder(t *testing.T) {
 
 func TestWhoWaitsInVain(t *testing.T) {
 	t.Run("its time is over", func(t *testing.T) {
-		s := newHoldingSet(t, 20*time.Millisecond, 10)
+		s := newWaitingSet(t, 20*time.Millisecond, 10)
 		if _, _, err := s.Find(t.Context(), router.Need{}); !errors.Is(err, router.ErrNoWorker) || err.Error() != "no worker is ready, and none came within --hold-when-empty" {
 			t.Error(err)
 		}
 	})
 	t.Run("its client leaves", func(t *testing.T) {
-		s := newHoldingSet(t, time.Minute, 10)
+		s := newWaitingSet(t, time.Minute, 10)
 		ctx, leave := context.WithCancelCause(t.Context())
 		left := errors.New("left")
 		ended := awaits(t, s, ctx, 1, router.Need{})
@@ -153,10 +152,10 @@ func TestWhoWaitsInVain(t *testing.T) {
 		}
 	})
 	t.Run("too many wait", func(t *testing.T) {
-		s := newHoldingSet(t, time.Minute, 1)
+		s := newWaitingSet(t, time.Minute, 1)
 		first := awaits(t, s, t.Context(), 1, router.Need{})
-		if _, _, err := s.Find(t.Context(), router.Need{}); !errors.Is(err, router.ErrNoWorker) || s.Awaiting() != 1 {
-			t.Errorf("%v, %d are held", err, s.Awaiting())
+		if _, _, err := s.Find(t.Context(), router.Need{}); !errors.Is(err, router.ErrNoWorker) || s.Waiting() != 1 {
+			t.Errorf("%v, %d wait", err, s.Waiting())
 		}
 		s.Up(kv.Target{Key: testkit.W0})
 		if err := ends(t, first); err != nil {
@@ -164,21 +163,21 @@ func TestWhoWaitsInVain(t *testing.T) {
 		}
 	})
 	t.Run("the router ends", func(t *testing.T) {
-		s := newHoldingSet(t, time.Minute, 10)
+		s := newWaitingSet(t, time.Minute, 10)
 		ended := awaits(t, s, t.Context(), 1, router.Need{})
-		s.EndHolding()
+		s.StopWaiting()
 		if err := ends(t, ended); !errors.Is(err, router.ErrNoWorker) {
 			t.Error(err)
 		}
-		if _, _, err := s.Find(t.Context(), router.Need{}); !errors.Is(err, router.ErrNoWorker) || s.Awaiting() != 0 {
-			t.Errorf("%v, %d are held", err, s.Awaiting())
+		if _, _, err := s.Find(t.Context(), router.Need{}); !errors.Is(err, router.ErrNoWorker) || s.Waiting() != 0 {
+			t.Errorf("%v, %d wait", err, s.Waiting())
 		}
 	})
 	t.Run("it must not wait", func(t *testing.T) {
-		if _, _, err := newHoldingSet(t, time.Minute, 10).Find(t.Context(), router.Need{Now: true}); err != nil {
+		if _, _, err := newWaitingSet(t, time.Minute, 10).Find(t.Context(), router.Need{Now: true}); err != nil {
 			t.Error(err)
 		}
-		if _, _, err := newHoldingSet(t, 0, 10).Find(t.Context(), router.Need{}); err != nil {
+		if _, _, err := newWaitingSet(t, 0, 10).Find(t.Context(), router.Need{}); err != nil {
 			t.Error(err)
 		}
 	})
@@ -186,9 +185,9 @@ func TestWhoWaitsInVain(t *testing.T) {
 
 func TestReadyWhileRequestsAreHeld(t *testing.T) {
 	for limit, want := range map[time.Duration]bool{0: false, time.Minute: true} {
-		s := newHoldingSet(t, limit, 10)
+		s := newWaitingSet(t, limit, 10)
 		if got := s.Ready(); got != want {
-			t.Errorf("held for %s without a worker: ready %v", limit, got)
+			t.Errorf("waiting up to %s without a worker: ready %v", limit, got)
 		}
 		s.Up(kv.Target{Key: testkit.W0})
 		if !s.Ready() {
@@ -199,7 +198,7 @@ func TestReadyWhileRequestsAreHeld(t *testing.T) {
 
 // TestSaturationWithoutWorkers: somebody has to be asked for that wakes the first one.
 func TestSaturationWithoutWorkers(t *testing.T) {
-	s := newHoldingSet(t, time.Minute, 10)
+	s := newWaitingSet(t, time.Minute, 10)
 	expect := func(when string, want float64) {
 		t.Helper()
 		if got := s.Saturation(); got != want {
