@@ -91,7 +91,7 @@ func newTestAPIOf(t testing.TB, config Config, model *tokens.Model, targets ...k
 	useKeys()
 	h.bodies = api.bodies
 	h.Server = httptest.NewServer(api.Handler())
-	fleet := workers.NewFleet(workers.Settings{}, nil, h.router.Index(), workers.Hooks{}, log)
+	fleet := workers.New(workers.Settings{}, workers.Deps{Index: h.router.Index(), Log: log})
 	h.selection = httptest.NewServer(selection.New(config.selectionSettings(), selection.Deps{Models: set, Fleet: fleet, Partitions: selection.NewPartitions("m", set), Log: log}).Handler())
 	t.Cleanup(func() {
 		h.Close()

@@ -468,7 +468,7 @@ func (c *Config) validate() error {
 	if c.Engine == EngineNone {
 		started = 0
 	}
-	if err := workers.Number(c.Worker, started); err != nil {
+	if err := workers.AssignIDs(c.Worker, started); err != nil {
 		return err
 	}
 	return settings.CheckPortNumbers(c.ports())

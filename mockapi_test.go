@@ -19,9 +19,9 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/settings"
+	"kvrouter/internal/probe"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/web"
-	"kvrouter/internal/workers"
 )
 
 func TestMockChunksHaveVLLMsShape(t *testing.T) {
@@ -413,7 +413,16 @@ func TestMockMetricsAreReadAsVLLMs(t *testing.T) {
 	}
 	// The engine lets go of a request a moment after its last token went out.
 	testkit.Eventually(t, 20*time.Second, "an idle engine", func() bool {
-		load, err := workers.GetMetrics(t.Context(), http.DefaultClient, s.workerURL(0)+"/metrics")
+		response, err := http.Get(s.workerURL(0) + "/metrics")
+		if err != nil {
+			return false
+		}
+		defer response.Body.Close()
+		page, err := probe.ParsePage(response.Body)
+		if err != nil {
+			return false
+		}
+		load, err := page.Load("")
 		return err == nil && load.Running == 0 && load.Waiting == 0
 	})
 	response, err := http.Get(s.workerURL(0) + "/metrics")

@@ -17,7 +17,6 @@ import (
 	"kvrouter/internal/hints"
 	"kvrouter/internal/jsonlines"
 	"kvrouter/internal/keys"
-	"kvrouter/internal/kv"
 	"kvrouter/internal/logs"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/models"
@@ -92,22 +91,12 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	if err != nil {
 		return nil, err
 	}
-	r.fleet = workers.NewFleet(config.fleetSettings(), start, r.changed, workers.Hooks{
-		Up: func(t kv.Target) { r.models.Up(t) },
-		Down: func(t kv.Target, why string) {
-			r.models.Down(t, why)
-			r.proxy.LetGo(t.Key.Worker, t.Generation, why)
-		},
-		Load: func(w kv.WorkerKey, p policy.Published) { r.models.Load(w, p) },
-		Lag:  func(w kv.WorkerKey, lag time.Duration) { r.telemetry.EventLag(w, lag) },
-		Hold: func(worker uint64, on bool) { r.models.Cordon(worker, on) }, Working: func(worker uint64) bool { return r.models.Busy(worker) },
-		Join:  func(worker uint64, serves kv.Served) (radix.Index, int, error) { return r.models.Join(worker, serves) },
-		Leave: func(worker uint64) { r.models.Leave(worker) },
-	}, log)
+	r.fleet = workers.New(config.fleetSettings(), workers.Deps{
+		Start: start, Index: r.changed, Peers: events.NewPeers(config.IndexerPeers, peerKey(config)), Names: r.router.Names, Edges: r.edges, Log: log,
+	})
 	if r.source, err = discovery.Open(config.Discovery, log); err != nil {
 		return nil, err
 	}
-	r.fleet.Peers, r.fleet.Edges, r.fleet.Names = events.NewPeers(config.IndexerPeers, peerKey(config)), r.edges, r.router.Names
 	tracer, err := traces.Open(settings.Version(), log)
 	if err != nil {
 		return nil, err

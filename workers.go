@@ -13,10 +13,13 @@ import (
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/models"
 	"kvrouter/internal/page"
+	"kvrouter/internal/probe"
 	"kvrouter/internal/process"
+	"kvrouter/internal/proxy"
 	"kvrouter/internal/selection"
 	"kvrouter/internal/settings"
 	"kvrouter/internal/sglang"
+	"kvrouter/internal/telemetry"
 	"kvrouter/internal/vllm"
 	"kvrouter/internal/workers"
 )
@@ -131,9 +134,13 @@ func (c *Config) modelSettings() models.Settings {
 // setup is what CommandDoctor looks at.
 func (c *Config) setup() doctor.Setup {
 	engine, starts := c.engine()
+	attached := make([]probe.Server, len(c.Worker))
+	for i, w := range c.Worker {
+		attached[i] = w.Server
+	}
 	return doctor.Setup{
 		Engine: engine, Starts: starts, Attached: c.Engine == EngineNone, Settings: c.engineSettings(), Ports: c.ports(), BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
-		Workers: c.Worker, Key: cmp.Or(c.WorkerKey, kv.Secret(engine.Key(c.EngineArgs))), TLS: c.WorkerTLS,
+		Workers: attached, Key: cmp.Or(c.WorkerKey, kv.Secret(engine.Key(c.EngineArgs))), TLS: c.WorkerTLS,
 	}
 }
 
@@ -224,7 +231,18 @@ func (r *app) runFleet(ctx context.Context) (err error) {
 		}
 		defer func() { err = errors.Join(err, r.launcher.Close()) }()
 	}
-	return r.fleet.Run(ctx)
+	return r.fleet.Run(ctx, r.models, fleetListener{r.telemetry, r.proxy})
+}
+
+// fleetListener passes on what a fleet reports beside its members.
+type fleetListener struct {
+	*telemetry.Metrics
+	proxy *proxy.Proxy
+}
+
+// Down aborts the in-flight requests of a worker that is down.
+func (l fleetListener) Down(t kv.Target, why string) {
+	l.proxy.LetGo(t.Key.Worker, t.Generation, why)
 }
 
 // mockReadyPoll is the pause between looks at a starting simulated worker.

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/probe"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
@@ -46,10 +47,10 @@ func newBench(t *testing.T, keys ...string) *bench {
 	b.router = router.NewRouter(b.index, policytest.MustPolicy(t, "kv"), testkit.BlockSize, 1)
 	var attached []workers.Attached
 	for i := range uint64(2) {
-		attached = append(attached, workers.Attached{ID: i, URL: fmt.Sprintf("http://127.0.0.1:%d", i+1)})
+		attached = append(attached, workers.Attached{Server: probe.Server{ID: i, URL: fmt.Sprintf("http://127.0.0.1:%d", i+1)}})
 		b.router.Up(kv.Target{Key: kv.WorkerKey{Worker: i}, Generation: 1, URL: attached[i].URL, Engine: []kv.Engine{kv.EngineVLLM, kv.EngineSGLang}[i]})
 	}
-	fleet := workers.NewFleet(workers.Settings{Attached: attached, BlockSize: testkit.BlockSize}, nil, b.index, workers.Hooks{}, slog.New(slog.DiscardHandler))
+	fleet := workers.New(workers.Settings{Attached: attached, BlockSize: testkit.BlockSize}, workers.Deps{Index: b.index, Log: slog.New(slog.DiscardHandler)})
 	b.Page = New(Settings{Host: "127.0.0.1", Keys: keys, BlockSize: testkit.BlockSize, Policy: "kv", Version: "test"}, Sources{
 		Models: routertest.Models(b.router), Fleet: fleet, Proxy: b,
 		Totals: func() proxy.Totals { b.totals.Add(1); return proxy.Totals{} },

@@ -23,7 +23,7 @@ func newRegistry(t *testing.T, hop web.Hop) (handler http.Handler, ask func(meth
 	t.Helper()
 	router := routertest.NewTestRouter(t, "kv", 0)
 	log := slog.New(slog.DiscardHandler)
-	fleet := workers.NewFleet(workers.Settings{Hop: hop}, nil, router.Index(), workers.Hooks{}, log)
+	fleet := workers.New(workers.Settings{Hop: hop}, workers.Deps{Index: router.Index(), Log: log})
 	handler = New(Settings{KVEvents: true, BlockSize: 4, Hop: hop}, testDeps(router, fleet)).Handler()
 	return handler, func(method, path, body string) (int, string) {
 		w := httptest.NewRecorder()

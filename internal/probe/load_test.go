@@ -1,4 +1,4 @@
-package workers
+package probe
 
 import (
 	"context"
@@ -29,13 +29,22 @@ vllm:%s{engine="0",model_name="m"} 0.25
 vllm:%s{engine="1",model_name="m"} 0.5
 `
 
+func noKey() kv.Secret { return "" }
+
+// newClient returns a Client that logs nothing and closes with the test.
+func newClient(t testing.TB) *Client {
+	c := New(Settings{}, nil, slog.New(slog.DiscardHandler))
+	t.Cleanup(c.Close)
+	return c
+}
+
 // loadOn reads the load of an engine out of a page.
 func loadOn(page, engine string) (policy.Published, error) {
-	families, err := loadReader{}.parse(strings.NewReader(page), loadNames)
+	shown, err := ParsePage(strings.NewReader(page))
 	if err != nil {
 		return policy.Published{}, err
 	}
-	return loadOf(families, engine)
+	return shown.Load(engine)
 }
 
 func TestMetricsPageGivesTheLoad(t *testing.T) {
@@ -60,20 +69,18 @@ func TestMetricsPageIsAskedOnceForAllRanks(t *testing.T) {
 		fmt.Fprint(w, page)
 	}))
 	defer server.Close()
-	if p, err := GetMetrics(t.Context(), server.Client(), server.URL); err != nil || p.Running != 5 || p.Waiting != 7 || p.KVUsage != 0.5 {
-		t.Errorf("%+v, %v", p, err)
-	}
 	ctx, cancel := context.WithCancel(t.Context())
 	got := map[kv.WorkerKey]policy.Published{}
 	ranks := []kv.WorkerKey{{Worker: 3}, {Worker: 3, Rank: 1}}
-	_ = loadReader{client: server.Client()}.poll(ctx, loadSource{ranks: ranks, page: server.URL, apart: true}, func(w kv.WorkerKey, p policy.Published) {
+	c := newClient(t)
+	_ = c.pollLoad(ctx, LoadSource{URL: server.URL, Ranks: ranks, Apart: true, Key: noKey}, c.log, func(w kv.WorkerKey, p policy.Published) {
 		p.At = time.Time{}
 		if got[w] = p; len(got) == len(ranks) {
 			cancel()
 		}
 	})
 	testkit.WantEqual(t, "loads", got, map[kv.WorkerKey]policy.Published{ranks[0]: {Running: 3, Waiting: 7, KVUsage: 0.25}, ranks[1]: {Running: 2, KVUsage: 0.5}})
-	if n := asked.Load(); n != 2 {
+	if n := asked.Load(); n != 1 {
 		t.Errorf("asked %d times", n)
 	}
 }
@@ -164,15 +171,15 @@ func FuzzLoadMessage(f *testing.F) {
 }
 
 // follow follows a load until the test ends and returns the last load seen.
-func follow(t *testing.T, socket, page string) *atomic.Pointer[policy.Published] {
+func follow(t *testing.T, socket, url string) *atomic.Pointer[policy.Published] {
 	t.Helper()
 	var last atomic.Pointer[policy.Published]
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan struct{})
-	go func() {
+	c := newClient(t)
+	go func() { // ends with ctx
 		defer close(done)
-		reader := loadReader{client: http.DefaultClient, log: slog.New(slog.DiscardHandler)}
-		reader.follow(ctx, loadSource{ranks: []kv.WorkerKey{{}}, socket: socket, page: page}, func(_ kv.WorkerKey, p policy.Published) { last.Store(&p) })
+		c.FollowLoad(ctx, LoadSource{URL: url, Ranks: []kv.WorkerKey{{}}, Socket: socket, Key: noKey}, c.log, func(_ kv.WorkerKey, p policy.Published) { last.Store(&p) })
 	}()
 	t.Cleanup(func() {
 		cancel()
@@ -222,16 +229,15 @@ func TestWorkersWithoutALoadSocketArePolled(t *testing.T) {
 		fmt.Fprintf(w, metricsPage, "kv_cache_usage_perc", "kv_cache_usage_perc", "kv_cache_usage_perc")
 	}))
 	defer server.Close()
-	defer http.DefaultClient.CloseIdleConnections()
 	last := follow(t, "", server.URL)
 	fail.Store(false)
 	testkit.Eventually(t, 20*time.Second, "the load", func() bool { p := last.Load(); return p != nil && p.Waiting == 7 })
 }
 
 // sizesOn reads the sizes of caches out of a page.
-func sizesOn(page string) (cacheSizes, error) {
-	families, err := loadReader{}.parse(strings.NewReader(page), []string{cacheName})
-	return cacheSizesOf(families), err
+func sizesOn(page string) (map[uint32]int, error) {
+	shown, err := ParsePage(strings.NewReader(page))
+	return shown.cacheTokens(), err
 }
 
 func TestCacheSizesAreReadByRank(t *testing.T) {
@@ -278,7 +284,7 @@ func TestLoadSocketThatIsTooFastCountsByItsLastMessage(t *testing.T) {
 	done := make(chan struct{})
 	go func() { // ends with ctx
 		defer close(done)
-		_ = loadReader{}.readSocket(ctx, loadSource{ranks: []kv.WorkerKey{{}}, socket: pub.Endpoint()}, func(_ kv.WorkerKey, p policy.Published) {
+		_ = newClient(t).readSocket(ctx, LoadSource{Ranks: []kv.WorkerKey{{}}, Socket: pub.Endpoint()}, nil, func(_ kv.WorkerKey, p policy.Published) {
 			calls.Add(1)
 			last.Store(int64(p.Waiting))
 		})

@@ -1,9 +1,9 @@
-package workers
+package probe
 
 import (
+	_ "embed"
 	"encoding/hex"
 	"encoding/json"
-	"fmt"
 	"math"
 	"strings"
 	"testing"
@@ -13,21 +13,7 @@ import (
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
-	"kvrouter/internal/zmq"
 )
-
-// testPublisher is a PUB socket on a port of the test's choice.
-type testPublisher struct{ *zmq.Publisher }
-
-func listenAt(t *testing.T, port int) *testPublisher {
-	t.Helper()
-	p, err := zmq.NewPublisher(fmt.Sprintf("127.0.0.1:%d", port))
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(p.Close)
-	return &testPublisher{p}
-}
 
 // loadStat is a load message as SGLang 0.5.23 sends it.
 func loadStat(running, waiting, used, capacity any) string {
@@ -79,29 +65,14 @@ func TestSGLangsLoadMessages(t *testing.T) {
 }
 
 // sglangMetrics is the page of a server with two ranks, the first of which has two
-// processes that show the same, and priorities.
-const sglangMetrics = `# HELP sglang:num_running_reqs The number of running requests.
-# TYPE sglang:num_running_reqs gauge
-sglang:num_running_reqs{dp_rank="0",engine_type="unified",model_name="m",pp_rank="0",priority="",tp_rank="0"} 1.0
-sglang:num_running_reqs{dp_rank="0",engine_type="unified",model_name="m",pp_rank="0",priority="",tp_rank="1"} 1.0
-sglang:num_running_reqs{dp_rank="0",engine_type="unified",model_name="m",pp_rank="0",priority="5",tp_rank="0"} 1.0
-sglang:num_running_reqs{dp_rank="1",engine_type="unified",model_name="m",pp_rank="0",priority="",tp_rank="0"} 3.0
-# TYPE sglang:num_queue_reqs gauge
-sglang:num_queue_reqs{dp_rank="0",engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"} 7.0
-sglang:num_queue_reqs{dp_rank="1",engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"} 0.0
-# TYPE sglang:token_usage gauge
-sglang:token_usage{dp_rank="0",engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"} 0.25
-sglang:token_usage{dp_rank="1",engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"} 0.5
-# TYPE sglang:num_prefill_bootstrap_queue_reqs gauge
-sglang:num_prefill_bootstrap_queue_reqs{dp_rank="0",engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"} 4.0
-# TYPE sglang:num_decode_transfer_queue_reqs gauge
-sglang:num_decode_transfer_queue_reqs{dp_rank="0",engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"} 1.0
-`
-
-// sglangLoadList is the same of GET /v1/loads.
-const sglangLoadList = `{"timestamp":"2026-11-22T00:24:02+00:00","version":"0.5.23","loads":[
-	{"dp_rank":1,"num_running_reqs":3,"num_waiting_reqs":0,"num_used_tokens":10000,"max_total_num_tokens":20000,"token_usage":0.5},
-	{"dp_rank":0,"num_running_reqs":1,"num_waiting_reqs":12,"num_used_tokens":5000,"max_total_num_tokens":20000,"token_usage":0.25}]}`
+// processes that show the same, and priorities; sglangLoadList is the same of
+// GET /v1/loads.
+var (
+	//go:embed testdata/sglang_metrics.txt
+	sglangMetrics string
+	//go:embed testdata/sglang_loads.json
+	sglangLoadList string
+)
 
 func TestSGLangsPagesGiveTheLoad(t *testing.T) {
 	var list sglangLoads

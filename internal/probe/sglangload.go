@@ -1,15 +1,11 @@
-package workers
+package probe
 
 import (
 	"bytes"
-	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
-	"slices"
 	"strconv"
-	"time"
 
 	dto "github.com/prometheus/client_model/go"
 	"github.com/vmihailenco/msgpack/v5"
@@ -95,17 +91,20 @@ const (
 
 var sglangQueues = [...]string{"sglang:num_prefill_bootstrap_queue_reqs", "sglang:num_decode_prealloc_queue_reqs", "sglang:num_decode_transfer_queue_reqs"}
 
-// sglangLoadOf is loadOf of SGLang's metrics.
-func sglangLoadOf(families metricFamilies, rank string) (policy.Published, error) {
-	running, _ := sglangGauge(families[sglangRunning], rank, kv.MaxTokens)
-	waiting, hasWaiting := sglangGauge(families[sglangWaiting], rank, kv.MaxTokens)
+// loadsPath is where an SGLang server lists the loads of its ranks.
+const loadsPath = "/v1/loads?include=core"
+
+// sglangLoad reads the load of a rank or, if that is empty, of all together.
+func (p Page) sglangLoad(rank string) (policy.Published, error) {
+	running, _ := sglangGauge(p[sglangRunning], rank, kv.MaxTokens)
+	waiting, hasWaiting := sglangGauge(p[sglangWaiting], rank, kv.MaxTokens)
 	for _, name := range sglangQueues {
-		queued, _ := sglangGauge(families[name], rank, kv.MaxTokens)
+		queued, _ := sglangGauge(p[name], rank, kv.MaxTokens)
 		for at, n := range queued {
 			waiting[at] += n
 		}
 	}
-	usage, hasUsage := sglangGauge(families[sglangUsage], rank, 1)
+	usage, hasUsage := sglangGauge(p[sglangUsage], rank, 1)
 	switch {
 	case !hasWaiting:
 		return policy.Published{}, fmt.Errorf("metrics page lacks %s", sglangWaiting)
@@ -125,10 +124,7 @@ func sglangLoadOf(families metricFamilies, rank string) (policy.Published, error
 func sglangGauge(family *dto.MetricFamily, rank string, most float64) (byRank map[string]float64, ok bool) {
 	byRank = map[string]float64{}
 	for _, metric := range family.GetMetric() {
-		labels := map[string]string{}
-		for _, label := range metric.Label {
-			labels[label.GetName()] = label.GetValue()
-		}
+		labels := labelsOf(metric)
 		at := labels["dp_rank"]
 		if labels["priority"] != "" || rank != "" && at != "" && at != rank {
 			continue
@@ -159,79 +155,30 @@ type sglangLoads struct {
 
 // load is that of a rank or, where that is empty, of all together.
 func (l sglangLoads) load(rank string) (policy.Published, error) {
-	running, waiting, fullest, told := 0.0, 0.0, 0.0, false
+	running, waiting, fullest, listed := 0.0, 0.0, 0.0, false
 	for _, of := range l.Loads {
 		if rank != "" && strconv.FormatInt(of.Rank, 10) != rank {
 			continue
 		}
-		told = true
+		listed = true
 		running += gauge(of.Running, kv.MaxTokens)
 		waiting += gauge(of.Waiting, kv.MaxTokens)
 		fullest = max(fullest, gauge(share(of.Used, of.Capacity), 1))
 	}
-	if !told {
+	if !listed {
 		return policy.Published{}, errors.New("the list of loads lacks the rank's")
 	}
 	return published(running, waiting, fullest), nil
 }
 
-// blocks is how many blocks of a size the KV cache of each rank holds; those that are not
-// listed are left out.
-func (l sglangLoads) blocks(size int) map[uint32]int {
-	blocks := map[uint32]int{}
+// cacheTokens is how many tokens the KV cache of each rank holds; ranks of unknown size
+// are left out.
+func (l sglangLoads) cacheTokens() map[uint32]int {
+	sizes := map[uint32]int{}
 	for _, of := range l.Loads {
 		if of.Capacity > 0 && of.Rank >= 0 && of.Rank < kv.MaxRanks {
-			blocks[uint32(of.Rank)] = int(min(of.Capacity, kv.MaxTokens)) / size
+			sizes[uint32(of.Rank)] = int(min(of.Capacity, kv.MaxTokens))
 		}
 	}
-	return blocks
+	return sizes
 }
-
-// listLoads asks an SGLang server for its list of loads.
-func (l loadReader) listLoads(ctx context.Context, url string) (list sglangLoads, err error) {
-	ctx, cancel := context.WithTimeout(ctx, pageLimit)
-	defer cancel()
-	body, err := l.open(ctx, url)
-	if err != nil {
-		return list, err
-	}
-	defer func() { _ = body.Close() }()
-	if err := json.NewDecoder(io.LimitReader(body, maxProbeBody)).Decode(&list); err != nil {
-		return list, fmt.Errorf("%s: %w", url, err)
-	}
-	return list, nil
-}
-
-// askLoads reads the load of a source's ranks out of an SGLang server's list.
-func (l loadReader) askLoads(ctx context.Context, s loadSource, publish func(kv.WorkerKey, policy.Published)) error {
-	list, err := l.listLoads(ctx, s.loads)
-	if err != nil {
-		return err
-	}
-	told := 0
-	for _, rank := range s.ranks {
-		p, failure := list.load(s.engine(rank))
-		if failure != nil {
-			err = failure
-			continue
-		}
-		publish(rank, p)
-		told++
-	}
-	if told == 0 {
-		return fmt.Errorf("%s: %w", s.loads, err)
-	}
-	return nil
-}
-
-// loadsLag tells, once, that a load comes from a list that lags.
-func (l loadReader) loadsLag(s loadSource) {
-	l.log.Warn(fmt.Sprintf("worker %d: its load is read from /v1/loads, which lags by up to 15 passes", s.ranks[0].Worker),
-		"url", s.loads, "remedy", "start it with --load-publish-endpoint tcp://*:5657 beside --kv-events-config, or with --enable-metrics")
-}
-
-// loadNames are the metrics that a load is read out of.
-var loadNames = slices.Concat(vllmLoadNames[:], []string{sglangRunning, sglangWaiting, sglangUsage}, sglangQueues[:])
-
-// pageLimit is the longest wait for one of a worker's pages.
-const pageLimit = 5 * time.Second

@@ -1,18 +1,16 @@
-package workers
+package probe
 
 import (
 	"fmt"
-	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"net/url"
 	"testing"
 
 	"kvrouter/internal/kv"
-	"kvrouter/internal/radix"
 )
 
-func TestWhatIsLearnedOfAWorkersPart(t *testing.T) {
+func TestTheRoleOfAServer(t *testing.T) {
 	const sglang = `{"model_path":"m","disaggregation_mode":%q,"disaggregation_bootstrap_port":%s,"dist_init_addr":%s,"internal_states":[{}]}`
 	prefill := fmt.Sprintf(sglang, "prefill", "9001", "null")
 	there := kv.Bootstrap{Host: "h", Port: 8998}
@@ -42,7 +40,7 @@ func TestWhatIsLearnedOfAWorkersPart(t *testing.T) {
 		{"Mooncake", kv.Disagg{Role: kv.RolePrefill, Bootstrap: there}, "", "", kv.Disagg{Role: kv.RolePrefill, Kind: kv.KindMooncake, Bootstrap: there}},
 		{"not JSON", kv.Disagg{Role: kv.RoleDecode}, "/server_info", "<html>", kv.Disagg{Role: kv.RoleDecode, Kind: kv.KindNIXL}},
 	}
-	f := NewFleet(Settings{}, nil, radix.NewTree(), Hooks{}, slog.New(slog.DiscardHandler))
+	c := newClient(t)
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
 			server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -57,8 +55,9 @@ func TestWhatIsLearnedOfAWorkersPart(t *testing.T) {
 			if u, _ := url.Parse(server.URL); want.Bootstrap.Host == "self" {
 				want.Bootstrap.Host = u.Hostname()
 			}
-			info, err := f.serverInfo(t.Context(), Attached{URL: server.URL})
-			if got := partOf(test.given, info, server.URL); err != nil || got != want {
+			at := Server{URL: server.URL, Disagg: test.given}
+			info, err := c.ServerInfo(t.Context(), at)
+			if got := Disagg(at, info); err != nil || got != want {
 				t.Errorf("%+v, %v, want %+v", got, err, want)
 			}
 		})

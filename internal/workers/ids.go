@@ -2,10 +2,10 @@ package workers
 
 import "fmt"
 
-// Number gives attached workers without an id the next free number, in their
-// order, beside started ones with the ids from 0 on. It refuses an id or a URL
-// that is given twice; the error names the flag.
-func Number(attached []Attached, started int) error {
+// AssignIDs gives attached workers without an id the next free one, in their order;
+// started workers have the ids from 0 on. An error names an id or a URL that is used
+// twice, with the flag.
+func AssignIDs(attached []Attached, started int) error {
 	taken := map[uint64]string{}
 	for id := range started {
 		taken[uint64(id)] = "a started worker"
