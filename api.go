@@ -26,7 +26,7 @@ import (
 	"kvrouter/internal/settings"
 	"kvrouter/internal/telemetry"
 	"kvrouter/internal/tokens"
-	"kvrouter/internal/traces"
+	"kvrouter/internal/tracing"
 	"kvrouter/internal/web"
 )
 
@@ -38,7 +38,7 @@ type API struct {
 	proxy     *proxy.Proxy
 	telemetry *telemetry.Metrics
 	recorder  *telemetry.Recorder // nil: nothing is recorded
-	tracer    *traces.Tracer      // nil: nothing is traced
+	tracer    *tracing.Tracer     // nil: nothing is traced
 	pairs     *proxy.Pairs
 	page      *page.Page // nil: nobody looks
 	bodies    *web.Bodies

@@ -34,7 +34,7 @@ import (
 	"kvrouter/internal/settings"
 	"kvrouter/internal/telemetry"
 	"kvrouter/internal/tokens"
-	"kvrouter/internal/traces"
+	"kvrouter/internal/tracing"
 	"kvrouter/internal/web"
 	"kvrouter/internal/workers"
 )
@@ -124,7 +124,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.proxy.Client.Transport = web.NewTransport(config.WorkerTLS)
 	r.api = NewAPI(config, r.models, r.proxy, r.telemetry, log)
 	r.models.Look = r.fleet.LookForModels
-	if r.api.tracer, err = traces.Open(settings.Version(), log); err != nil {
+	if r.api.tracer, err = tracing.Open(settings.Version(), log); err != nil {
 		return nil, err
 	}
 	r.telemetry.WatchTraces(r.api.tracer)

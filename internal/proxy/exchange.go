@@ -6,7 +6,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
-	"kvrouter/internal/traces"
+	"kvrouter/internal/tracing"
 )
 
 // Usage is the token counts that a worker reports for a finished request.
@@ -37,7 +37,7 @@ type Exchange struct {
 	// tries, of a shared one the prefill worker's first.
 	Receipts []*router.Receipt
 
-	Trace *traces.Request // nil: it is not traced
+	Trace *tracing.Request // nil: it is not traced
 
 	finish   string      // why the answer ended, as the worker tells it; empty: it does not
 	refusal  refusal     // what the status of a relayed answer says of its worker
@@ -59,7 +59,7 @@ func (x *Exchange) EndTrace(now time.Time) {
 	if x.Trace == nil {
 		return
 	}
-	o := traces.Outcome{
+	o := tracing.Outcome{
 		At: now, Status: x.Status, Model: x.Model, Worker: x.Worker, Finish: x.finish, FirstToken: x.FirstChunk,
 		UsageKnown: x.Usage.Known, InputTokens: x.Usage.PromptTokens, OutputTokens: x.Usage.OutputTokens,
 		CachedKnown: x.Usage.CachedKnown, CachedTokens: x.Usage.CachedTokens, PredictedTokens: x.Decision.OverlapTokens,

@@ -25,7 +25,7 @@ import (
 	"kvrouter/internal/models"
 	"kvrouter/internal/outlier"
 	"kvrouter/internal/router"
-	"kvrouter/internal/traces"
+	"kvrouter/internal/tracing"
 )
 
 // Settings are the flags for requests that are sent again, and for those that a
@@ -229,7 +229,7 @@ type legs struct {
 	rid             string      // by which SGLang servers abort them; empty: closing the connection does
 	fetch           string      // with it a Mooncake decode worker gets what the prefill worker keeps
 	shared          *SharedRequest
-	trace           *traces.Request // nil: it is not traced
+	trace           *tracing.Request // nil: it is not traced
 }
 
 // legs makes the requests of a pair, each attempt's with names of their own. The

@@ -24,7 +24,7 @@ import (
 	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
-	"kvrouter/internal/traces"
+	"kvrouter/internal/tracing"
 	"kvrouter/internal/web"
 )
 
@@ -61,7 +61,7 @@ type Upstream struct {
 	Rebook  func(decision router.Decision, taken kv.WorkerKey) (router.Decision, error)
 
 	prefill *router.Decision // of a gateway's request that two workers share; nil: one serves it
-	attempt *traces.Attempt  // whose trace the worker goes on with; nil: the client's, if any
+	attempt *tracing.Attempt // whose trace the worker goes on with; nil: the client's, if any
 }
 
 // request is u as a request to a worker.
