@@ -15,14 +15,13 @@ import (
 	"kvrouter/internal/events"
 	"kvrouter/internal/extproc"
 	"kvrouter/internal/guard"
-	"kvrouter/internal/hints"
 	"kvrouter/internal/jsonlines"
 	"kvrouter/internal/keys"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/logs"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/models"
-	"kvrouter/internal/outlier"
+	"kvrouter/internal/openai"
 	"kvrouter/internal/page"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/process"
@@ -56,10 +55,16 @@ type app struct {
 	tokens    *tokens.Source    // of the default model
 	proxy     *proxy.Proxy
 	telemetry *telemetry.Metrics
-	edges     *guard.Edges // counts the panics of parsers
-	api       *API
+	recorder  *telemetry.Recorder // nil: nothing is recorded
+	tracer    *tracing.Tracer     // nil: nothing is traced
+	edges     *guard.Edges        // counts the panics of parsers
+	keys      *keys.Ring          // of the OpenAI port
+	bodies    *web.Bodies         // of that port's requests
+	api       *openai.API
 	selection *selection.Service
+	journal   *page.Journal
 	page      *page.Page
+	ports     []*web.Port               // the OpenAI port, the router port and, if it has one, the page's
 	replicas  *replica.Mesh             // nil: none
 	gateway   *extproc.Server           // nil: none
 	traces    *jsonlines.Writer         // of policy thompson; nil: none
@@ -101,7 +106,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	}
 	r.fleet = workers.NewFleet(config.fleetSettings(), start, r.changed, workers.Hooks{
 		Up:   r.models.Up,
-		Down: func(t kv.Target, why string) { r.models.Down(t.Key); r.proxy.LetGo(t.Key.Worker, t.Generation, why) },
+		Down: func(t kv.Target, why string) { r.models.Down(t.Key); r.proxy.Abort(t.Key.Worker, t.Generation, why) },
 		Load: r.models.Publish,
 		Lag:  r.telemetry.EventLag,
 		Hold: r.models.Hold, Working: r.models.Working,
@@ -119,31 +124,30 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	r.telemetry.WatchThompson(r.router, fleet)
 	r.telemetry.WatchFleet(fleet)
 	r.fleet.Peers, r.fleet.Edges, r.fleet.Names = events.NewPeers(config.IndexerPeers, peerKey(config)), r.edges, r.router.Names
-	r.proxy = proxy.NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
-	r.proxy.OutputBlocks, r.proxy.Hop, r.proxy.Names, r.proxy.Budget = config.Routing.RouterTrackOutputBlocks, config.Hop, r.router.Names, outlier.NewBudget(config.Disagg.RetryBudget)
-	r.proxy.Client.Transport = web.NewTransport(config.WorkerTLS)
-	r.api = NewAPI(config, r.models, r.proxy, r.telemetry, log)
+	r.proxy = proxy.New(config.proxySettings(), proxy.Deps{
+		Observer: r.telemetry, Failed: r.fleet.ReportFailure, Names: r.router.Names, Hop: config.Hop, Transport: web.NewTransport(config.WorkerTLS), Log: log,
+	})
 	r.models.Look = r.fleet.LookForModels
-	if r.api.tracer, err = tracing.Open(settings.Version(), log); err != nil {
+	if r.tracer, err = tracing.Open(settings.Version(), log); err != nil {
 		return nil, err
 	}
-	r.telemetry.WatchTraces(r.api.tracer)
-	r.telemetry.Show(keys.NewCollector(r.api.keys))
+	r.telemetry.WatchTraces(r.tracer)
+	r.keys, r.bodies = keys.New(config.Keys, config.APIKey), web.NewBodies(config.MaxBodyBytes, config.Bodies.MaxInflightBodyBytes)
+	r.telemetry.Show(keys.NewCollector(r.keys))
 	r.certificates = web.NewCertificates(config.Web.TLS)
 	if _, err := r.readSecrets(); err != nil {
 		return nil, err
 	}
 	r.selection = selection.New(config.selectionSettings(), r.models, r.fleet, log)
-	r.page = page.New(config.pageSettings(), page.Sources{Models: r.models, Fleet: r.fleet, Proxy: r.proxy, Totals: r.telemetry.Totals, Model: r.model, Ready: r.api.Ready, OpenAI: r.api.Handler()}, log)
-	r.api.page = r.page
+	r.journal = page.NewJournal(config.pageSettings(), r.models, r.model)
 	if config.Record != "" {
-		if r.api.recorder, err = telemetry.NewRecorder(config.Record, config.Policy, config.BlockSize, log); err != nil {
+		if r.recorder, err = telemetry.NewRecorder(config.Record, config.Policy, config.BlockSize, log); err != nil {
 			return nil, err
 		}
-		r.api.recorder.Decisions = config.Routing.RecordDecisions
+		r.recorder.Decisions = config.Routing.RecordDecisions
 	}
 	r.telemetry.WatchGuards(telemetry.Guards{
-		BodyBytes: r.api.bodies.Held, BodiesRefused: r.api.bodies.Refused, LinesLost: func() uint64 { return r.api.recorder.Lost() + r.recording.Lost() },
+		BodyBytes: r.bodies.Held, BodiesRefused: r.bodies.Refused, LinesLost: func() uint64 { return r.recorder.Lost() + r.recording.Lost() },
 		LinesSuppressed: func() uint64 { return logs.Suppressed(log) },
 	})
 	if err := r.openThompson(); err != nil {
@@ -167,11 +171,54 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		r.telemetry.WatchReplicas(r.replicas.Counts)
 		r.selection.Mesh, r.replicas.Partition = r.replicas, r.selection.PartitionOf
 	}
+	if err := r.listen(); err != nil {
+		return nil, err
+	}
+	r.api = r.openAI(r.ports[1].URL())
+	r.page = page.New(config.pageSettings(), page.Deps{Journal: r.journal, Models: r.models, Fleet: r.fleet, Proxy: r.proxy, Totals: r.telemetry.Totals, Ready: r.api.Ready, OpenAI: r.api, Log: log})
 	return r, nil
 }
 
-// listenForGateways opens the ports of the endpoint picker. It is well from when the
-// first worker is: a gateway then hears from it that there is none, too.
+// listen opens the ports, all or none. They serve once run does.
+func (r *app) listen() error {
+	config := &r.config
+	openAIShare, routerShare := config.Shares(config.Page.PagePort != 0)
+	doors := []door{
+		{config.Host, config.HTTPPort, "--http-port", openAIShare},
+		{config.Web.RouterHost, config.RouterPort, "--router-port", routerShare},
+	}
+	if config.Page.PagePort != 0 {
+		doors = append(doors, door{config.Web.RouterHost, config.Page.PagePort, "--page-port", routerShare})
+	}
+	for _, d := range doors {
+		port, err := web.Listen(d.host, d.port, d.flag, r.certificates.Config())
+		if err != nil {
+			r.closePorts()
+			return err
+		}
+		port.Bound(d.clients)
+		r.ports = append(r.ports, port)
+	}
+	return nil
+}
+
+// closePorts closes the ports where run is not reached.
+func (r *app) closePorts() {
+	for _, port := range r.ports {
+		port.Close()
+	}
+}
+
+// door is a port to be opened.
+type door struct {
+	host    string
+	port    int
+	flag    string
+	clients int // at most
+}
+
+// listenForGateways opens the ports of the endpoint picker, which is healthy once a
+// worker has been up: from then on gateways get its refusals while none is.
 func (r *app) listenForGateways() (*extproc.Server, error) {
 	var served atomic.Bool
 	ready := func() bool {
@@ -181,7 +228,7 @@ func (r *app) listenForGateways() (*extproc.Server, error) {
 		}
 		return served.Load() && !draining
 	}
-	return extproc.Listen(r.config.Gateway, extproc.Ports{Host: r.config.gatewayHost(), Secure: r.certificates.Config(), Handler: r.api.Handler(), Ready: ready}, r.edges, r.log)
+	return extproc.New(r.config.Gateway, extproc.Deps{Host: r.config.gatewayHost(), Secure: r.certificates.Config(), Serve: r.api.ServeGateway, Ready: ready, Edges: r.edges, Log: r.log})
 }
 
 // openThompson opens the files of policy thompson, if it is in use.
@@ -217,62 +264,6 @@ func openModel(ctx context.Context, config Config, log *slog.Logger) (*tokens.Mo
 // ask puts a question of the router's own to a worker.
 func (r *app) ask(ctx context.Context, t kv.Target, method, path string, header http.Header, body []byte) (status int, answer []byte, err error) {
 	return r.proxy.Ask(ctx, t, method, path, header, body)
-}
-
-// route chooses a worker that is not among exclude.
-func (r *inference) route(exclude []uint64) (router.Decision, error) {
-	r.request.Exclude = exclude
-	d, err := r.decide(r.request)
-	if err == nil {
-		r.decided(&d, nil, d)
-	}
-	return d, err
-}
-
-// routePair is route for a request that two workers may share; why says why it is
-// to stay whole, if it is.
-func (r *inference) routePair(exclude []uint64, why string) (router.Pair, error) {
-	r.request.Exclude = exclude
-	pair, err := r.decidePair(r.request, why)
-	if err == nil {
-		r.decided(&pair.Decode, &pair.Prefill, pair.Took())
-	}
-	return pair, err
-}
-
-// decided records the times of a decision. Where the usage will speak of more than
-// the decision does, its tokens are not to be compared.
-func (r *inference) decided(d, prefill *router.Decision, times router.Decision) {
-	if r.countsMore() {
-		d.Tokens = 0
-	}
-	r.api.page.Decided(r.seen, r.request.Model, d, prefill)
-	if r.kind != tokens.NoPrompt {
-		r.api.telemetry.Decided(r.took, times)
-	}
-}
-
-// decide routes a request; the error of one that names its worker says so.
-func (r *inference) decide(request router.Request) (router.Decision, error) {
-	decision, err := r.model.Router.Route(r.ctx, request)
-	if err != nil && request.Pinned != nil {
-		err = &hints.PinnedError{Worker: request.Pinned, Names: r.api.models.Names(), Err: err}
-	}
-	return decision, err
-}
-
-// decidePair is decide for a request that two workers may share; why says why it
-// is to stay whole, if it is.
-func (r *inference) decidePair(request router.Request, why string) (router.Pair, error) {
-	rule := router.PairRule{LeastUncached: r.api.config.Disagg.DisaggMinUncachedTokens, Whole: why, Enforce: r.api.config.Disagg.EnforceDisagg}
-	if request.PinnedPrefill != nil && why == proxy.WholePrefilled {
-		return router.Pair{}, router.ErrNoPair // its prefill worker has failed
-	}
-	pair, err := r.model.Router.RoutePair(r.ctx, request, rule)
-	if err != nil && (request.Pinned != nil || request.PinnedPrefill != nil) {
-		err = &hints.PinnedError{Worker: request.Pinned, Prefill: request.PinnedPrefill, Names: r.api.models.Names(), Err: err}
-	}
-	return pair, err
 }
 
 // samples shows every worker rank to the metrics page and to people.

@@ -191,7 +191,7 @@ func (r *app) demo() demo.Settings {
 		}
 	}
 	return demo.Settings{
-		OpenAI: r.api.Handler(), Model: r.config.ServedModelName, Workers: r.config.NumWorkers, Seed: r.config.Seed, Log: r.log,
+		OpenAI: r.api, Model: r.config.ServedModelName, Workers: r.config.NumWorkers, Seed: r.config.Seed, Log: r.log,
 		Break: func(i, status int) { with(i, func(w *mocker.Worker) { w.Failing.Store(int32(status)) }) },
 		Crash: func(i int) { with(i, func(w *mocker.Worker) { w.End(demo.ErrCrash) }) },
 	}

@@ -21,6 +21,7 @@ type Usage struct {
 
 // Exchange describes one request and its answer, as far as they have come.
 type Exchange struct {
+	ID         string // X-Request-Id
 	Route      string
 	Status     int    // HTTP status, 499 where the client went away
 	Worker     string // what the worker is called, kv.NoWorker where none answered
@@ -32,6 +33,14 @@ type Exchange struct {
 	Usage      Usage
 	Shared     *SharedRequest // with a prefill worker; nil: it is served whole
 	Ending     policy.Ending  // of an answer that was relayed to its end
+	Trusted    bool           // its client's trace context is followed
+	Refused    error          // why no worker may take it; nil: one may
+	Served     string         // Model, if it is one that is served: clients make up names, which are no labels
+	Prepared   time.Duration  // until the prompt was known, without the wait for a worker
+	Serial     uint64         // number of the request in the dashboard's list; 0: none
+
+	Request *router.Request // as it is routed; nil: it is not, such as a dry run
+	Default bool            // it is for the default model
 
 	// Receipts explain its decisions, where somebody wants to know: those of all
 	// tries, of a shared one the prefill worker's first.

@@ -73,9 +73,9 @@ func (m *dynamoMetrics) decided(d router.Decision) {
 	}
 }
 
-// Refused counts a request that no worker could take, for reason err. model must
+// refused counts a request that no worker could take, for reason err. model must
 // be one that is served, or empty.
-func (t *Metrics) Refused(model, route string, err error) {
+func (t *Metrics) refused(model, route string, err error) {
 	t.thompson.refused()
 	switch {
 	case errors.Is(err, router.ErrQueueFull):

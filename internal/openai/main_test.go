@@ -1,4 +1,4 @@
-package nativeapi
+package openai
 
 import (
 	"testing"
