@@ -20,7 +20,7 @@ func TestWelcomeSaysWhereThePageIs(t *testing.T) {
 		{"without a page", "", "localhost:8000", "text/html", "kvrouter", "/ui/"},
 	}
 	for _, test := range tests {
-		h := newTestAPI(t, options{Settings: Settings{PageURL: test.page}})
+		h := newTestAPI(t, setup{PageURL: test.page})
 		request := httptest.NewRequest(http.MethodGet, "/", nil)
 		request.Host = test.host
 		request.Header.Set("Accept", test.accept)

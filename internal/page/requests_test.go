@@ -202,7 +202,7 @@ func TestThePageTakesAtMost8MB(t *testing.T) {
 	for i := range 2 * maxRequests {
 		x := &proxy.Exchange{Arrived: now, Status: 200, Worker: "0", Model: strings.Repeat("m", 1000), Receipts: []*router.Receipt{explained(maxKept / maxRequests)}}
 		b.began(fmt.Sprint(strings.Repeat("i", 250), i), x)
-		b.requests.name(seen, strings.Repeat("ü", maxPromptText))
+		b.requests.name(x.Serial, strings.Repeat("ü", maxPromptText))
 		b.Finished(x, now)
 	}
 	text := func(int) string { return strings.Repeat("ü", maxText) }
