@@ -104,7 +104,7 @@ type Config struct {
 	Snapshot         events.Settings      `embed:""`
 	Scoring          policy.Settings      `embed:""`
 	Index            router.IndexSettings `embed:""`
-	Disagg           proxy.Settings       `embed:""`
+	Proxy            proxy.Settings       `embed:""`
 
 	// Who may send requests, how large they may be and how long they may take.
 	APIKey           []string         `group:"Requests" name:"api-key" placeholder:"KEY" help:"Bearer keys accepted on the OpenAI port, comma-separated. Default: no key is required."`
@@ -398,7 +398,7 @@ func (c *Config) validate() error {
 	if err := c.Index.Validate(c.Policy); err != nil {
 		return err
 	}
-	if err := c.Disagg.Validate(); err != nil {
+	if err := c.Proxy.Validate(); err != nil {
 		return err
 	}
 	engine, starts := c.engine()
@@ -478,7 +478,7 @@ func (c *Config) validate() error {
 func (c *Config) simulation() simulate.Simulation {
 	return simulate.Simulation{
 		Knobs: c.Scoring, Index: c.Index, Engine: c.Mock.SimConfig(c.BlockSize), Workers: c.simulatedWorkers(), Prefills: c.PrefillWorkers,
-		Kind: c.Mock.DisaggKind(), Handover: c.Mock.Handover(), LeastUncached: c.Disagg.DisaggMinUncachedTokens, Seed: c.Seed, Routing: c.Routing, Retry: c.Disagg.RetrySettings,
+		Kind: c.Mock.DisaggKind(), Handover: c.Mock.Handover(), LeastUncached: c.Proxy.DisaggMinUncachedTokens, Seed: c.Seed, Routing: c.Routing, Retry: c.Proxy.RetrySettings,
 	}
 }
 
@@ -500,7 +500,7 @@ func (c *Config) validateSimulate() error {
 	if err := c.Index.Validate(strings.Split(c.Policy, ",")...); err != nil {
 		return err
 	}
-	if err := c.Disagg.Validate(); err != nil {
+	if err := c.Proxy.Validate(); err != nil {
 		return err
 	}
 	if err := c.Routing.Validate(); err != nil {
@@ -515,7 +515,7 @@ func (c *Config) validateSimulate() error {
 		return fmt.Errorf("--prefill-workers %d and --decode-workers %d: give at least 1 of each, or neither", c.PrefillWorkers, c.DecodeWorkers)
 	case c.Scoring.ThompsonState != "" || c.Scoring.ThompsonTraces != "":
 		return errors.New("simulate starts each policy without learned state and writes no traces: remove --thompson-state and --thompson-traces")
-	case c.Disagg.EnforceDisagg:
+	case c.Proxy.EnforceDisagg:
 		return errors.New("--enforce-disagg has no effect in simulate: simulated workers do not fail; remove it")
 	case workers < 1 || workers > 1000:
 		return fmt.Errorf("%d workers: give 1 to 1000", workers)

@@ -14,13 +14,12 @@ import (
 	"kvrouter/internal/events"
 	"kvrouter/internal/extproc"
 	"kvrouter/internal/guard"
-	"kvrouter/internal/hints"
 	"kvrouter/internal/jsonlines"
 	"kvrouter/internal/keys"
 	"kvrouter/internal/logs"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/models"
-	"kvrouter/internal/outlier"
+	"kvrouter/internal/openai"
 	"kvrouter/internal/page"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/process"
@@ -32,7 +31,7 @@ import (
 	"kvrouter/internal/settings"
 	"kvrouter/internal/telemetry"
 	"kvrouter/internal/tokens"
-	"kvrouter/internal/traces"
+	"kvrouter/internal/tracing"
 	"kvrouter/internal/web"
 	"kvrouter/internal/workers"
 )
@@ -54,11 +53,17 @@ type app struct {
 	tokens     *tokens.Source    // of the default model
 	proxy      *proxy.Proxy
 	telemetry  *telemetry.Metrics
-	edges      *guard.Edges // counts the panics of parsers
-	api        *API
+	recorder   *telemetry.Recorder // nil: nothing is recorded
+	tracer     *tracing.Tracer     // nil: nothing is traced
+	edges      *guard.Edges        // counts the panics of parsers
+	keys       *keys.Ring          // of the OpenAI port
+	bodies     *web.Bodies         // of that port's requests
+	api        *openai.API
 	partitions *selection.Partitions
 	selection  *selection.Service
+	journal    *page.Journal
 	page       *page.Page
+	ports      []*web.Port               // the OpenAI port, the router port and, if it has one, the page's
 	replicas   *replica.Mesh             // nil: none
 	gateway    *extproc.Server           // nil: none
 	traces     *jsonlines.Writer         // of policy thompson; nil: none
@@ -78,11 +83,11 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	if r.model, err = openModel(ctx, config, log); err != nil {
 		return nil, err
 	}
-	rule, err := policy.New(config.Policy, config.Scoring)
+	policy, err := policy.New(config.Policy, config.Scoring)
 	if err != nil {
 		return nil, err
 	}
-	r.router = router.New(r.index, rule, config.BlockSize, cmp.Or(config.Seed, uint64(time.Now().UnixNano())), config.Routing)
+	r.router = router.New(r.index, policy, config.BlockSize, cmp.Or(config.Seed, uint64(time.Now().UnixNano())), config.Routing)
 	r.router.Log = log
 	if r.changed, r.recording, err = events.OpenRecording(config.Snapshot, r.index, log); err != nil {
 		return nil, err
@@ -97,35 +102,32 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	if r.source, err = discovery.Open(config.Discovery, log); err != nil {
 		return nil, err
 	}
-	tracer, err := traces.Open(settings.Version(), log)
-	if err != nil {
+	if r.tracer, err = tracing.Open(settings.Version(), log); err != nil {
 		return nil, err
 	}
-	r.telemetry = telemetry.New(telemetry.Deps{Names: r.router.Names, Fleet: r.fleet.IDs, Thompson: r.router, Exemplars: tracer != nil})
-	r.proxy = proxy.NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
-	r.proxy.OutputBlocks, r.proxy.Hop, r.proxy.Names, r.proxy.Budget = config.Routing.RouterTrackOutputBlocks, config.Hop, r.router.Names, outlier.NewBudget(config.Disagg.RetryBudget)
-	r.proxy.Client.Transport = web.NewTransport(config.WorkerTLS)
+	r.telemetry = telemetry.New(telemetry.Deps{Names: r.router.Names, Fleet: r.fleet.IDs, Thompson: r.router, Exemplars: r.tracer != nil})
+	r.proxy = proxy.New(config.proxySettings(), proxy.Deps{
+		Observer: r.telemetry, Failed: r.fleet.ReportFailure, Names: r.router.Names, Hop: config.Hop, Transport: web.NewTransport(config.WorkerTLS), Log: log,
+	})
 	r.models = models.New(config.modelSettings(), models.Deps{Router: r.router, Index: r.changed, Tokenizer: r.model, Ask: r.proxy.Ask, Look: r.fleet.LookForModels, Log: log})
 	r.tokens = r.models.Default().Tokens
 	r.partitions = selection.NewPartitions(config.ServedModelName, r.models)
-	r.api = NewAPI(config, r.models, r.proxy, r.telemetry, log)
-	r.api.tracer = tracer
+	r.keys, r.bodies = keys.New(config.Keys, config.APIKey), web.NewBodies(config.MaxBodyBytes, config.Bodies.MaxInflightBodyBytes)
 	r.certificates = web.NewCertificates(config.Web.TLS)
 	if _, err := r.readSecrets(); err != nil {
 		return nil, err
 	}
-	r.page = page.New(config.pageSettings(), page.Sources{Models: r.models, Fleet: r.fleet, Proxy: r.proxy, Totals: r.telemetry.Totals, Model: r.model, Ready: r.api.Ready, OpenAI: r.api.Handler()}, log)
-	r.api.page = r.page
+	r.journal = page.NewJournal(config.pageSettings(), r.models, r.model)
 	if config.Record != "" {
 		record := telemetry.RecordSettings{File: config.Record, Policy: config.Policy, BlockSize: config.BlockSize, Decisions: config.Routing.RecordDecisions}
-		if r.api.recorder, err = telemetry.NewRecorder(record, log); err != nil {
+		if r.recorder, err = telemetry.NewRecorder(record, log); err != nil {
 			return nil, err
 		}
 	}
 	samples := func() []workers.Sample { return r.fleet.Samples(r.models) }
-	r.telemetry.Register(workers.NewCollector(r.router.Names, samples), models.NewCollector(r.models), guard.NewCollector(r.edges), keys.NewCollector(r.api.keys), logs.NewCollector(log), telemetry.NewLostLines(r.api.recorder, r.recording))
-	r.telemetry.Register(r.api.bodies.Collectors()...)
-	r.telemetry.Register(tracer.Collectors()...)
+	r.telemetry.Register(workers.NewCollector(r.router.Names, samples), models.NewCollector(r.models), guard.NewCollector(r.edges), keys.NewCollector(r.keys), logs.NewCollector(log), telemetry.NewLostLines(r.recorder, r.recording))
+	r.telemetry.Register(r.bodies.Collectors()...)
+	r.telemetry.Register(r.tracer.Collectors()...)
 	if err := r.openThompson(); err != nil {
 		return nil, err
 	}
@@ -148,11 +150,54 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		r.replicas.Partition = r.partitions.Of
 	}
 	r.selection = selection.New(config.selectionSettings(), selection.Deps{Models: r.models, Fleet: r.fleet, Partitions: r.partitions, Mesh: r.replicas, Log: log})
+	if err := r.listen(); err != nil {
+		return nil, err
+	}
+	r.api = r.openAI(r.ports[1].URL())
+	r.page = page.New(config.pageSettings(), page.Deps{Journal: r.journal, Models: r.models, Fleet: r.fleet, Proxy: r.proxy, Totals: r.telemetry.Totals, Ready: r.api.Ready, OpenAI: r.api, Log: log})
 	return r, nil
 }
 
-// listenForGateways opens the ports of the endpoint picker. It is well from when the
-// first worker is: a gateway then hears from it that there is none, too.
+// listen opens the ports, all or none. They serve once run does.
+func (r *app) listen() error {
+	config := &r.config
+	openAIShare, routerShare := config.Shares(config.Page.PagePort != 0)
+	doors := []door{
+		{config.Host, config.HTTPPort, "--http-port", openAIShare},
+		{config.Web.RouterHost, config.RouterPort, "--router-port", routerShare},
+	}
+	if config.Page.PagePort != 0 {
+		doors = append(doors, door{config.Web.RouterHost, config.Page.PagePort, "--page-port", routerShare})
+	}
+	for _, d := range doors {
+		port, err := web.Listen(d.host, d.port, d.flag, r.certificates.Config())
+		if err != nil {
+			r.closePorts()
+			return err
+		}
+		port.Bound(d.clients)
+		r.ports = append(r.ports, port)
+	}
+	return nil
+}
+
+// closePorts closes the ports where run is not reached.
+func (r *app) closePorts() {
+	for _, port := range r.ports {
+		port.Close()
+	}
+}
+
+// door is a port to be opened.
+type door struct {
+	host    string
+	port    int
+	flag    string
+	clients int // at most
+}
+
+// listenForGateways opens the ports of the endpoint picker, which is healthy once a
+// worker has been up: from then on gateways get its refusals while none is.
 func (r *app) listenForGateways() (*extproc.Server, error) {
 	var served atomic.Bool
 	ready := func() bool {
@@ -162,7 +207,7 @@ func (r *app) listenForGateways() (*extproc.Server, error) {
 		}
 		return served.Load() && !draining
 	}
-	return extproc.Listen(r.config.Gateway, extproc.Ports{Host: r.config.gatewayHost(), Secure: r.certificates.Config(), Handler: r.api.Handler(), Ready: ready}, r.edges, r.log)
+	return extproc.New(r.config.Gateway, extproc.Deps{Host: r.config.gatewayHost(), Secure: r.certificates.Config(), Serve: r.api.ServeGateway, Ready: ready, Edges: r.edges, Log: r.log})
 }
 
 // openThompson opens the files of policy thompson, if it is in use.
@@ -193,60 +238,4 @@ func openModel(ctx context.Context, config Config, log *slog.Logger) (*tokens.Mo
 		return nil, nil
 	}
 	return model, err
-}
-
-// route chooses a worker that is not among exclude.
-func (r *inference) route(exclude []uint64) (router.Decision, error) {
-	r.request.Exclude = exclude
-	d, err := r.decide(r.request)
-	if err == nil {
-		r.decided(&d, nil, d)
-	}
-	return d, err
-}
-
-// routePair is route for a request that two workers may share; why says why it is
-// to stay whole, if it is.
-func (r *inference) routePair(exclude []uint64, why string) (router.Pair, error) {
-	r.request.Exclude = exclude
-	pair, err := r.decidePair(r.request, why)
-	if err == nil {
-		r.decided(&pair.Decode, &pair.Prefill, pair.Took())
-	}
-	return pair, err
-}
-
-// decided records the times of a decision. Where the usage will speak of more than
-// the decision does, its tokens are not to be compared.
-func (r *inference) decided(d, prefill *router.Decision, times router.Decision) {
-	if r.countsMore() {
-		d.Tokens = 0
-	}
-	r.api.page.Decided(r.seen, r.request.Model, d, prefill)
-	if r.kind != tokens.NoPrompt {
-		r.api.telemetry.Decided(r.took, times)
-	}
-}
-
-// decide routes a request; the error of one that names its worker says so.
-func (r *inference) decide(request router.Request) (router.Decision, error) {
-	decision, err := r.model.Router.Route(r.ctx, request)
-	if err != nil && request.Pinned != nil {
-		err = &hints.PinnedError{Worker: request.Pinned, Names: r.api.models.Names(), Err: err}
-	}
-	return decision, err
-}
-
-// decidePair is decide for a request that two workers may share; why says why it
-// is to stay whole, if it is.
-func (r *inference) decidePair(request router.Request, why string) (router.Pair, error) {
-	rule := router.PairRule{LeastUncached: r.api.config.Disagg.DisaggMinUncachedTokens, Whole: why, Enforce: r.api.config.Disagg.EnforceDisagg}
-	if request.PinnedPrefill != nil && why == proxy.WholePrefilled {
-		return router.Pair{}, router.ErrNoPair // its prefill worker has failed
-	}
-	pair, err := r.model.Router.RoutePair(r.ctx, request, rule)
-	if err != nil && (request.Pinned != nil || request.PinnedPrefill != nil) {
-		err = &hints.PinnedError{Worker: request.Pinned, Prefill: request.PinnedPrefill, Names: r.api.models.Names(), Err: err}
-	}
-	return pair, err
 }

@@ -198,7 +198,7 @@ func (r *app) demo() demo.Settings {
 		}
 	}
 	return demo.Settings{
-		OpenAI: r.api.Handler(), Model: r.config.ServedModelName, Workers: r.config.NumWorkers, Seed: r.config.Seed, Log: r.log,
+		OpenAI: r.api, Model: r.config.ServedModelName, Workers: r.config.NumWorkers, Seed: r.config.Seed, Log: r.log,
 		Break: func(i, status int) { with(i, func(w *mocker.Worker) { w.Failing.Store(int32(status)) }) },
 		Crash: func(i int) { with(i, func(w *mocker.Worker) { w.End(demo.ErrCrash) }) },
 	}
@@ -242,7 +242,7 @@ type fleetListener struct {
 
 // Down aborts the in-flight requests of a worker that is down.
 func (l fleetListener) Down(t kv.Target, why string) {
-	l.proxy.LetGo(t.Key.Worker, t.Generation, why)
+	l.proxy.Abort(t.Key.Worker, t.Generation, why)
 }
 
 // mockReadyPoll is the pause between looks at a starting simulated worker.

@@ -66,9 +66,9 @@ func (m *dynamoMetrics) decided(d router.Decision) {
 	}
 }
 
-// Refused counts a request that no worker could take because of err. model is a served
+// refused counts a request that no worker could take because of err. model is a served
 // model or empty.
-func (t *Metrics) Refused(model, route string, err error) {
+func (t *Metrics) refused(model, route string, err error) {
 	t.thompson.refused()
 	switch {
 	case errors.Is(err, router.ErrQueueFull):

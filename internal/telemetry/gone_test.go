@@ -40,7 +40,7 @@ func serve(m *Metrics, worker uint64) {
 	m.Retried(worker)
 	m.EventLag(kv.WorkerKey{Worker: worker}, time.Second)
 	m.InterToken(label, time.Second, 2)
-	m.Finished(proxy.Exchange{
+	m.Finished(&proxy.Exchange{
 		Worker: label, Route: "/r", Status: 200, Arrived: now, FirstChunk: now, Decision: router.Decision{Tokens: 5},
 		Usage: proxy.Usage{Known: true, PromptTokens: 5, OutputTokens: 1, CachedKnown: true}, Shared: &proxy.SharedRequest{Worker: m.names.Label(worker + 1000)},
 	}, now)
@@ -49,7 +49,7 @@ func serve(m *Metrics, worker uint64) {
 func TestSeriesOfWorkersThatAreGoneGoToo(t *testing.T) {
 	fleet := []uint64{1}
 	m := New(Deps{Fleet: func() []uint64 { return fleet }})
-	m.Finished(proxy.Exchange{Worker: noWorker, Route: "/r", Status: 503}, time.Unix(1000, 0))
+	m.Finished(&proxy.Exchange{Worker: noWorker, Route: "/r", Status: 503}, time.Unix(1000, 0))
 	serve(m, 1)
 	page(m)
 	before := len(page(m))
@@ -97,7 +97,7 @@ func TestSeriesOfPodsThatAreGoneGoToo(t *testing.T) {
 		fleet = []uint64{id}
 		names.Set([]kv.Worker{{ID: id, Name: name}})
 		serve(m, id)
-		m.Decided(0, router.Decision{Target: target})
+		m.Decided(&proxy.Exchange{Source: "local"}, &router.Pair{Decode: router.Decision{Target: target}, Whole: router.WholeNoPair})
 		text := strings.Join(page(m), "")
 		rt.Down(target.Key)
 		return text
@@ -145,7 +145,7 @@ func TestTotalsAreTheSumsOfThePageAndKeepWhoIsGone(t *testing.T) {
 	serve(m, 1)
 	serve(m, 1)
 	serve(m, 2)
-	m.Finished(proxy.Exchange{Worker: noWorker, Route: "/r", Status: 503}, time.Unix(1000, 0))
+	m.Finished(&proxy.Exchange{Worker: noWorker, Route: "/r", Status: 503}, time.Unix(1000, 0))
 	check := func(step string, workers int) {
 		t.Helper()
 		got := m.Totals()
@@ -169,7 +169,7 @@ func TestTotalsAreTheSumsOfThePageAndKeepWhoIsGone(t *testing.T) {
 
 func TestRequestsRoutedByLoadAloneAreNotInTheHitRate(t *testing.T) {
 	m := New(Deps{})
-	m.Finished(proxy.Exchange{Worker: "1", Route: "/r", Status: 200, Usage: proxy.Usage{Known: true, PromptTokens: 9, CachedKnown: true, CachedTokens: 4}}, time.Unix(1000, 0))
+	m.Finished(&proxy.Exchange{Worker: "1", Route: "/r", Status: 200, Usage: proxy.Usage{Known: true, PromptTokens: 9, CachedKnown: true, CachedTokens: 4}}, time.Unix(1000, 0))
 	if got := m.Totals(); got.PromptTokens != 9 || got.CachedTokens != 0 || got.ComparedTokens != 0 {
 		t.Errorf("%+v", got)
 	}

@@ -6,12 +6,14 @@ import (
 	"fmt"
 	"log/slog"
 	"math"
+	"net/http"
 	"os"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 
 	"kvrouter/internal/hints"
+	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/jsonlines"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
@@ -25,14 +27,6 @@ const (
 	// exactly.
 	recordHashBits = 53
 )
-
-// RecordedPrompt is the part of a record that describes the prompt, without its text
-// and tokens.
-type RecordedPrompt struct {
-	Tokens  int
-	HashIDs []uint64 // sequence hash of every full block, its upper recordHashBits
-	Hints   *hints.Recorded
-}
 
 // RecordLine is one line of the file. The first five fields are those of a
 // Mooncake trace and its block size, so that one reader reads both.
@@ -147,40 +141,57 @@ func readEpoch(file string) (epoch time.Time, err error) {
 	return epoch, err
 }
 
-// Prompt returns the part of the record that describes a request's prompt; nil: the
-// prompt is unknown. It does not keep the request's slices.
-func (r *Recorder) Prompt(request router.Request) *RecordedPrompt {
-	if r == nil || len(request.Tokens) == 0 && len(request.Local) == 0 {
-		return nil
+// Began implements openai.Observer.
+func (r *Recorder) Began(*http.Request, *proxy.Exchange) {}
+
+// Accepted implements openai.Observer.
+func (r *Recorder) Accepted(*proxy.Exchange, *jsonbody.Body) {}
+
+// Decided implements openai.Observer.
+func (r *Recorder) Decided(*proxy.Exchange, *router.Pair) {}
+
+// hashIDs returns the sequence hash of every full block of a prompt, its upper
+// recordHashBits; known: there is something of it.
+func (r *Recorder) hashIDs(request *router.Request) (hashes []uint64, known bool) {
+	if len(request.Tokens) == 0 && len(request.Local) == 0 {
+		return nil, false
 	}
 	local := request.Local
 	if len(request.Tokens) > 0 {
 		local = request.Hashes(nil, r.settings.BlockSize)
 	}
-	hashes := kv.SequenceHashes(make([]uint64, 0, len(local)), local)
+	hashes = kv.SequenceHashes(make([]uint64, 0, len(local)), local)
 	for i := range hashes {
 		hashes[i] >>= 64 - recordHashBits
 	}
-	return &RecordedPrompt{Tokens: max(request.NumTokens, len(request.Tokens)), HashIDs: hashes, Hints: hints.Record(request.Prefix)}
+	return hashes, true
 }
 
-// Finished records a request that has ended, if its prompt is known. It never blocks.
-func (r *Recorder) Finished(x proxy.Exchange, prompt *RecordedPrompt, now time.Time) {
-	if r == nil || prompt == nil {
+// Finished implements openai.Observer: it records a request that has ended, if its
+// prompt was known and it was for the default model: a record is a trace of one model.
+// It never waits.
+func (r *Recorder) Finished(x *proxy.Exchange, now time.Time) {
+	if r == nil || x.Request == nil || !x.Default {
 		return
 	}
+	hashes, known := r.hashIDs(x.Request)
+	if !known {
+		return
+	}
+	tokens := max(x.Request.NumTokens, len(x.Request.Tokens))
 	line := RecordLine{
-		InputLength: prompt.Tokens, OutputLength: x.Usage.OutputTokens, HashIDs: prompt.HashIDs, HashBlockSize: r.settings.BlockSize, Hints: prompt.Hints,
+		InputLength: tokens, OutputLength: x.Usage.OutputTokens, HashIDs: hashes, HashBlockSize: r.settings.BlockSize, Hints: hints.Record(x.Request.Prefix),
 		Arrived: x.Arrived, Route: x.Route, Status: x.Status, Policy: r.settings.Policy, Worker: x.Worker, Rank: x.Decision.Target.Key.Rank,
 		PredictedTokens: x.Decision.OverlapTokens, DurationMS: milliseconds(now.Sub(x.Arrived)),
 		DecisionMS:   milliseconds(x.Decision.HashTime + x.Decision.LookupTime + x.Decision.ScheduleTime),
-		TokensSource: x.Source, PromptMismatch: x.Usage.Known && x.Usage.PromptTokens != prompt.Tokens,
+		TokensSource: x.Source, PromptMismatch: x.Usage.Known && x.Usage.PromptTokens != tokens,
 	}
 	if r.settings.Decisions {
 		line.Decisions = nameless(x.Receipts)
 	}
 	if x.Usage.CachedKnown {
-		line.CachedTokens = &x.Usage.CachedTokens
+		cached := x.Usage.CachedTokens
+		line.CachedTokens = &cached
 	}
 	if !x.FirstChunk.IsZero() {
 		first := milliseconds(x.FirstChunk.Sub(x.Arrived))

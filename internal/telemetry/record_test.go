@@ -27,15 +27,17 @@ func TestRecorderContinuesAFile(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		prompt := r.Prompt(router.Request{Tokens: testkit.PromptTokens(1, 3)[:10+i], NumTokens: 20})
+		prompt := &router.Request{Tokens: testkit.PromptTokens(1, 3)[:10+i], NumTokens: 20}
 		if i == 0 {
 			arrived = time.Now()
 		}
-		r.Finished(proxy.Exchange{Arrived: arrived.Add(time.Duration(i) * time.Hour), Route: "/r", Status: 200, Worker: "1"}, prompt, arrived)
-		r.Finished(proxy.Exchange{Arrived: arrived}, nil, arrived) // no prompt: nothing to replay
+		r.Finished(&proxy.Exchange{Arrived: arrived.Add(time.Duration(i) * time.Hour), Route: "/r", Status: 200, Worker: "1", Request: prompt, Default: true}, arrived)
+		r.Finished(&proxy.Exchange{Arrived: arrived}, arrived)                                                         // not routed: nothing to replay
+		r.Finished(&proxy.Exchange{Arrived: arrived, Request: &router.Request{NumTokens: 20}, Default: true}, arrived) // its prompt is not known
+		r.Finished(&proxy.Exchange{Arrived: arrived, Request: prompt}, arrived)                                        // of another model
 		r.Close()
 		r.Close()
-		r.Finished(proxy.Exchange{}, prompt, arrived) // too late
+		r.Finished(&proxy.Exchange{Request: prompt, Default: true}, arrived) // too late
 	}
 	lines := readRecord(t, file)
 	if len(lines) != 2 {
@@ -85,7 +87,7 @@ func TestRecorderGoesOnAfterATornLine(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		r.Finished(proxy.Exchange{Arrived: time.Now()}, r.Prompt(router.Request{Tokens: testkit.PromptTokens(1, 3)}), time.Now())
+		r.Finished(&proxy.Exchange{Arrived: time.Now(), Request: &router.Request{Tokens: testkit.PromptTokens(1, 3)}, Default: true}, time.Now())
 		r.Close()
 		if requests, err := simulate.ReadTrace(file); err != nil || len(requests) != 1 {
 			t.Errorf("after %q: %d requests, %v", before, len(requests), err)
@@ -101,18 +103,15 @@ func TestRecorderCountsWhatItLoses(t *testing.T) {
 	}
 	_ = r.File.Close() // as good as a full disk
 	for range 5 {
-		r.Finished(proxy.Exchange{}, &RecordedPrompt{Tokens: 1, HashIDs: make([]uint64, 100_000)}, time.Now())
+		r.Finished(&proxy.Exchange{Request: &router.Request{NumTokens: 1, Local: make([]uint64, 100_000)}, Default: true}, time.Now())
 	}
 	r.Close()
 	if !strings.Contains(log.String(), "cannot write the record") {
 		t.Errorf("log %s", log)
 	}
 	var none *Recorder
-	none.Finished(proxy.Exchange{}, nil, time.Now())
+	none.Finished(&proxy.Exchange{Request: &router.Request{Tokens: []uint32{1}}, Default: true}, time.Now())
 	none.Close()
-	if none.Prompt(router.Request{Tokens: []uint32{1}}) != nil {
-		t.Error("a prompt for no recorder")
-	}
 }
 
 func TestARecordedLineIsReadAsATrace(t *testing.T) {
@@ -144,8 +143,8 @@ func TestRecordedHintsAreReplayed(t *testing.T) {
 			}
 			now := time.Now()
 			for range 2 {
-				prompt := r.Prompt(router.Request{Tokens: testkit.PromptTokens(1, 3)[:10], Prefix: test.hints})
-				r.Finished(proxy.Exchange{Arrived: now, Status: 200}, prompt, now)
+				prompt := &router.Request{Tokens: testkit.PromptTokens(1, 3)[:10], Prefix: test.hints}
+				r.Finished(&proxy.Exchange{Arrived: now, Status: 200, Request: prompt, Default: true}, now)
 			}
 			r.Close()
 			text, err := os.ReadFile(file)
@@ -178,7 +177,7 @@ func TestARecordHasReceiptsOnlyWhereTheyAreAskedFor(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		r.Finished(proxy.Exchange{Receipts: receipts}, r.Prompt(router.Request{Tokens: testkit.PromptTokens(1, 3)[:10]}), time.Now())
+		r.Finished(&proxy.Exchange{Receipts: receipts, Request: &router.Request{Tokens: testkit.PromptTokens(1, 3)[:10]}, Default: true}, time.Now())
 		r.Close()
 		lines := readRecord(t, file)
 		if len(lines) != 1 || (len(lines[0].Decisions) == 1) != asked {

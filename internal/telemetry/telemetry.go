@@ -13,6 +13,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promauto"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
@@ -165,9 +166,23 @@ func (t *Metrics) forgetGone() {
 // noWorker is the value of worker_id for requests that no worker answered.
 const noWorker = kv.NoWorker
 
-// Decided records the times of one routing decision. tokens is the time spent on the
-// prompt's tokens.
-func (t *Metrics) Decided(tokens time.Duration, d router.Decision) {
+// Began implements openai.Observer.
+func (t *Metrics) Began(*http.Request, *proxy.Exchange) {}
+
+// Accepted implements openai.Observer: it counts a request that has a prompt.
+func (t *Metrics) Accepted(x *proxy.Exchange, _ *jsonbody.Body) {
+	if x.Source != "" {
+		t.thompson.began()
+	}
+}
+
+// Decided implements openai.Observer: it records the times of one routing decision of a
+// request that has a prompt.
+func (t *Metrics) Decided(x *proxy.Exchange, pair *router.Pair) {
+	if x.Source == "" {
+		return
+	}
+	tokens, d := x.Prepared, pair.Took()
 	t.decision.WithLabelValues("tokens").Observe(tokens.Seconds())
 	t.decision.WithLabelValues("hash").Observe(d.HashTime.Seconds())
 	t.decision.WithLabelValues("lookup").Observe(d.LookupTime.Seconds())
@@ -176,12 +191,6 @@ func (t *Metrics) Decided(tokens time.Duration, d router.Decision) {
 	t.dynamo.decided(d)
 	t.thompson.routedTo(d.Target.Key)
 }
-
-// Began counts a request with a prompt that is about to be forwarded. Ended must follow.
-func (t *Metrics) Began() { t.thompson.began() }
-
-// Ended records the end of a request that Began counted.
-func (t *Metrics) Ended(x *proxy.Exchange, now time.Time) { t.thompson.ended(x, now) }
 
 // EngineFailed implements proxy.Observer.
 func (t *Metrics) EngineFailed() { t.thompson.engineFailed() }
@@ -211,9 +220,14 @@ func (t *Metrics) EventLag(w kv.WorkerKey, lag time.Duration) {
 	t.eventLag.WithLabelValues(label).Observe(lag.Seconds())
 }
 
-// Finished records a request that has ended, and ends its trace.
-func (t *Metrics) Finished(x proxy.Exchange, now time.Time) {
-	x.EndTrace(now)
+// Finished implements openai.Observer: it records a request that has ended.
+func (t *Metrics) Finished(x *proxy.Exchange, now time.Time) {
+	if x.Request != nil && x.Source != "" {
+		t.thompson.ended(x, now)
+	}
+	if x.Refused != nil {
+		t.refused(x.Served, x.Route, x.Refused)
+	}
 	t.see(x.Worker)
 	if x.Shared != nil {
 		t.see(x.Shared.Worker)

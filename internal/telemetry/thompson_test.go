@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
@@ -40,7 +41,7 @@ func TestThompsonMetricsAreOfThatPolicyAndTheFleet(t *testing.T) {
 	for _, key := range []kv.WorkerKey{{Worker: 0}, {Worker: 0, Rank: 1}, {Worker: 1}} {
 		rt.Up(kv.Target{Key: key})
 		d := routertest.MustRoute(t, rt, router.Request{Tokens: testkit.Tokens(1, 8)})
-		telemetry.Decided(0, d)
+		telemetry.Decided(&proxy.Exchange{Source: "local"}, &router.Pair{Decode: d, Whole: router.WholeNoPair})
 		d.Booking.Finish(1)
 		rt.Down(key)
 	}

@@ -1,4 +1,4 @@
-package main
+package openai
 
 import (
 	"context"
@@ -105,7 +105,7 @@ func TestEveryEndOfARequestIsToldOnce(t *testing.T) {
 					urls = append(urls, testkit.NewFakeWorker(t, serve).URL)
 				}
 			}
-			h := newTestAPI(t, Config{RequestTimeout: c.timeout}, urls...)
+			h := newTestAPI(t, setup{RequestTimeout: c.timeout}, urls...)
 			policy := new(policytest.Clerk)
 			h.router.Policy = policy
 			if c.path == "" {
@@ -142,7 +142,7 @@ func TestAClientThatLeavesIsNobodysFault(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			worker := testkit.NewFakeWorker(t, c.serve)
-			h := newTestAPI(t, Config{RequestTimeout: time.Minute}, worker.URL)
+			h := newTestAPI(t, setup{RequestTimeout: time.Minute}, worker.URL)
 			rule := new(policytest.Clerk)
 			h.router.Policy = rule
 			ctx, leave := context.WithCancel(t.Context())
@@ -191,7 +191,7 @@ func TestEveryEndOfAReservationIsToldOnce(t *testing.T) {
 		{"booked, but not chosen", []string{`POST /reservations {"selection_id":"b","token_ids":[1],"worker_id":0}`, "DELETE /reservations/b"}, nil},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			h := newTestAPI(t, Config{}, deadURL(t))
+			h := newTestAPI(t, setup{}, deadURL(t))
 			policy := new(policytest.Clerk)
 			h.router.Policy = policy
 			for _, call := range append([]string{`POST /select_and_reserve {"selection_id":"a","token_ids":[1]}`}, c.calls...) {
@@ -262,7 +262,7 @@ func TestEveryEndOfAPairIsTold(t *testing.T) {
 		{"decode hangs", kv.KindNIXL, false, nil, hangs, proxy.SharedHandoverTimeout, "10", 504, ends{done, left}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			config := Config{CollectUsage: true, RequestTimeout: 20 * time.Second, Disagg: proxy.Settings{DisaggPrefillTimeout: time.Second, DisaggHandoverTimeout: time.Second, EnforceDisagg: c.enforce}}
+			config := setup{CollectUsage: true, RequestTimeout: 20 * time.Second, Proxy: proxy.Settings{DisaggPrefillTimeout: time.Second, DisaggHandoverTimeout: time.Second, EnforceDisagg: c.enforce}}
 			h := newTestPairAPI(t, config, c.kind, 1, 1, func(id uint64, serve engineServe) engineServe {
 				if own := map[uint64]engineServe{0: c.prefill, 10: c.decode}[id]; own != nil {
 					return own
@@ -303,7 +303,7 @@ func TestEveryEndOfAPairIsTold(t *testing.T) {
 
 // TestErrorThatIsPassedOnIsAFailure: the last attempt's answer is the client's.
 func TestErrorThatIsPassedOnIsAFailure(t *testing.T) {
-	h := newTestPairAPI(t, Config{}, kv.KindNIXL, 1, 2, func(id uint64, serve engineServe) engineServe {
+	h := newTestPairAPI(t, setup{}, kv.KindNIXL, 1, 2, func(id uint64, serve engineServe) engineServe {
 		if id == 0 {
 			return serve
 		}
@@ -333,7 +333,7 @@ func TestFailuresOfLegsAreEngineErrors(t *testing.T) {
 		{"no bootstrap server", kv.KindMooncake, 0, 500, true, 1},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			h := newTestPairAPI(t, Config{Policy: "thompson"}, c.kind, 1, 1, func(id uint64, serve engineServe) engineServe {
+			h := newTestPairAPI(t, setup{Policy: "thompson"}, c.kind, 1, 1, func(id uint64, serve engineServe) engineServe {
 				if id == c.broken {
 					return answersStatus(c.status)
 				}
@@ -358,7 +358,7 @@ func TestPrefillWorkerIsFreeOnceItHasAnswered(t *testing.T) {
 	for _, kind := range fakeKinds {
 		t.Run(kind.String(), func(t *testing.T) {
 			release := make(chan struct{})
-			h := newTestPairAPI(t, Config{}, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
+			h := newTestPairAPI(t, setup{}, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
 				return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
 					if id == 0 {
 						fakeAnswer(w, body, "prefill")
@@ -406,7 +406,7 @@ func TestCachedTokensOfAPairAreThePrefillWorkers(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			answers := make(chan string, len(c.answers))
 			var h *pairAPI
-			h = newTestPairAPI(t, Config{CollectUsage: true}, c.kind, 1, 1, func(id uint64, _ engineServe) engineServe {
+			h = newTestPairAPI(t, setup{CollectUsage: true}, c.kind, 1, 1, func(id uint64, _ engineServe) engineServe {
 				return func(w http.ResponseWriter, r *http.Request, _ gjson.Result) {
 					cached := `{"cached_tokens":64}`
 					if id == 0 {
@@ -445,7 +445,7 @@ func TestCachedTokensOfAPairAreThePrefillWorkers(t *testing.T) {
 // cached where it was computed.
 func TestOverlapOfAPairIsThePrefillWorkers(t *testing.T) {
 	for _, kind := range fakeKinds {
-		h := newTestPairAPI(t, Config{}, kind, 1, 1, nil)
+		h := newTestPairAPI(t, setup{}, kind, 1, 1, nil)
 		h.store(t, kv.WorkerKey{}, sharedChat(false), 3)
 		response, answer := h.post(t, testkit.ChatPath, sharedChat(false))
 		if got := response.Header.Get(web.HeaderOverlap); got != strconv.Itoa(3*testkit.BlockSize) {

@@ -1,4 +1,4 @@
-package main
+package openai
 
 import (
 	"bytes"
@@ -13,7 +13,6 @@ import (
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
-	"kvrouter/internal/nativeapi"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/web"
@@ -22,7 +21,7 @@ import (
 // capturedGenerateStream is the body of a stream of /generate as SGLang sent it.
 func capturedGenerateStream(t testing.TB) []byte {
 	t.Helper()
-	capture, err := os.ReadFile("internal/proxy/testdata/sglang-generate-stream.txt")
+	capture, err := os.ReadFile("../proxy/testdata/sglang-generate-stream.txt")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -64,7 +63,7 @@ func TestGenerateStreamIsRelayedByteForByte(t *testing.T) {
 			rest = rest[n:]
 		}
 	})
-	h := newTestAPIOf(t, Config{CollectUsage: true}, nil, sglangTargets(worker.URL)...)
+	h := newTestAPIOf(t, setup{CollectUsage: true}, nil, sglangTargets(worker.URL)...)
 	const body = `{"text": "The history", "rid":"mine-0001", "sampling_params": {"max_new_tokens": 8}, "stream": true}`
 	response, answer := h.post(t, proxy.GenerateRoute, body)
 	if response.StatusCode != http.StatusOK || answer != string(stream) {
@@ -89,7 +88,7 @@ func TestGenerateIsRoutedByPrefix(t *testing.T) {
 	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
 		fmt.Fprintf(w, `{"text":"x","meta_info":{"finish_reason":{"type":"length","length":1},"prompt_tokens":14,"completion_tokens":1,"cached_tokens":12}}`)
 	})
-	h := newTestAPIOf(t, Config{}, model, sglangTargets(worker.URL)...)
+	h := newTestAPIOf(t, setup{}, model, sglangTargets(worker.URL)...)
 	text := "abcdefghijklmn"
 	var ids []uint32
 	for _, c := range []byte(text) {
@@ -130,8 +129,8 @@ func TestAnEmptyPromptReachesNoSGLangServer(t *testing.T) {
 		t.Fatal(err)
 	}
 	worker := testkit.NewFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, "[DONE]"))
-	sglang := newTestAPIOf(t, Config{}, model, sglangTargets(worker.URL)...)
-	vllm := newTestAPIOf(t, Config{}, model, kv.Target{URL: worker.URL})
+	sglang := newTestAPIOf(t, setup{}, model, sglangTargets(worker.URL)...)
+	vllm := newTestAPIOf(t, setup{}, model, kv.Target{URL: worker.URL})
 	for _, test := range []struct {
 		api        *testAPI
 		path, body string
@@ -159,7 +158,7 @@ func TestGenerateGoesToSGLangOnly(t *testing.T) {
 	vllm, sglang := testkit.NewFakeWorker(t, answer), testkit.NewFakeWorker(t, answer)
 	targets := sglangTargets(vllm.URL, sglang.URL)
 	targets[0].Engine = kv.EngineVLLM
-	h := newTestAPIOf(t, Config{}, nil, targets...)
+	h := newTestAPIOf(t, setup{}, nil, targets...)
 	for range 4 {
 		h.post(t, proxy.GenerateRoute, `{"text":"a"}`)
 	}
@@ -173,7 +172,7 @@ func TestGenerateGoesToSGLangOnly(t *testing.T) {
 		t.Errorf("of completions %d went to vLLM, %d to SGLang", a, b)
 	}
 	h.router.Down(targets[1].Key)
-	if response, text := h.post(t, proxy.GenerateRoute, `{"text":"a"}`); response.StatusCode != http.StatusNotFound || !strings.Contains(text, nativeapi.ErrNone.Error()) {
+	if response, text := h.post(t, proxy.GenerateRoute, `{"text":"a"}`); response.StatusCode != http.StatusNotFound || !strings.Contains(text, errNoSGLang.Error()) {
 		t.Errorf("without SGLang: %s %s", response.Status, text)
 	}
 	h.router.Down(targets[0].Key)
@@ -197,7 +196,7 @@ func TestGenerateNamesTheRankInItsBody(t *testing.T) {
 		{1, proxy.GenerateRoute, `{"text":"a", "routed_dp_rank":0}`, `{"text":"a", "routed_dp_rank":0}`},
 		{2, "/v1/completions", `{ "text":"a"}`, `{ "text":"a"}`},
 	} {
-		h := newTestAPIOf(t, Config{}, nil, kv.Target{Key: kv.WorkerKey{Rank: 1}, URL: worker.URL, Engine: kv.EngineSGLang, Ranks: test.ranks})
+		h := newTestAPIOf(t, setup{}, nil, kv.Target{Key: kv.WorkerKey{Rank: 1}, URL: worker.URL, Engine: kv.EngineSGLang, Ranks: test.ranks})
 		h.post(t, test.path, test.body)
 		if got := worker.Received(); got[len(got)-1] != test.want {
 			t.Errorf("%d ranks, %s: %s", test.ranks, test.path, got[len(got)-1])
@@ -219,7 +218,7 @@ func TestWhatAClientAbortedIsNotTriedElsewhere(t *testing.T) {
 		a, b := testkit.NewFakeWorker(t, serve), testkit.NewFakeWorker(t, serve)
 		targets := sglangTargets(a.URL, b.URL)
 		targets[0].Engine, targets[1].Engine = engine, engine
-		h := newTestAPIOf(t, Config{}, nil, targets...)
+		h := newTestAPIOf(t, setup{}, nil, targets...)
 		want, path := 1, proxy.GenerateRoute
 		if engine == kv.EngineVLLM {
 			want, path = 2, "/v1/completions"
@@ -236,7 +235,7 @@ func TestTokensOfAnAnswerThatIsTriedAgainAreNotCounted(t *testing.T) {
 	stopped := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) {
 		io.WriteString(w, `{"choices":[{"finish_reason":"abort"}],"usage":{"prompt_tokens":7,"completion_tokens":1}}`)
 	})
-	h := newTestAPI(t, Config{}, stopped.URL, testkit.NewFakeWorker(t, hangUp).URL)
+	h := newTestAPI(t, setup{}, stopped.URL, testkit.NewFakeWorker(t, hangUp).URL)
 	if response, _ := h.post(t, "/v1/completions", `{"prompt":"a"}`); response.StatusCode == http.StatusOK {
 		t.Fatal(response.Status)
 	}
@@ -247,7 +246,7 @@ func TestTokensOfAnAnswerThatIsTriedAgainAreNotCounted(t *testing.T) {
 // the body as it is.
 func TestPairsServeGenerate(t *testing.T) {
 	var h *pairAPI
-	h = newTestPairAPI(t, Config{}, kv.KindSGLang, 1, 1, func(id uint64, serve engineServe) engineServe {
+	h = newTestPairAPI(t, setup{}, kv.KindSGLang, 1, 1, func(id uint64, serve engineServe) engineServe {
 		return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
 			leg := min(id, 1)
 			if text := []string{"prefill", "decoded"}[leg]; hasRoom(body) {
@@ -291,7 +290,7 @@ func TestCachedTokensOfSeveralAnswersAreNotComparedOnSGLang(t *testing.T) {
 		})
 		targets := sglangTargets(worker.URL)
 		targets[0].Engine = engine
-		h := newTestAPIOf(t, Config{}, model, targets...)
+		h := newTestAPIOf(t, setup{}, model, targets...)
 		h.post(t, "/v1/completions", `{"prompt":"abcdefghi","n":2}`)
 		h.counts(t, testkit.MetricsLines{`kvrouter_prompt_tokens_total{worker_id="0"}`: 9, `kvrouter_predictions_total{result="under"}`: compared})
 	}

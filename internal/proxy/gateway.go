@@ -28,19 +28,19 @@ const (
 	HeaderDropped = "X-Llm-D-Request-Dropped-Reason"
 )
 
-// Cargo is a request that a gateway is to take to its worker.
-type Cargo struct {
+// Routed is a request with the workers that a gateway is to send it to.
+type Routed struct {
 	Request *http.Request // as it is to reach Target
 	Target  kv.Target
 	Others  []kv.Target // where it may go if Target does not take it, the best first
 }
 
-// Gateway is what stands in front of the router and takes requests to their workers
-// itself. It asks where they are to go and lets the router see the answers.
+// Gateway stands in front of the router and sends requests to their workers itself. It
+// asks for a destination and passes the answers through the router.
 type Gateway struct {
-	// Carry hands a request over and returns the answer, and the address of the worker
-	// that gives it; empty: the gateway does not tell. It ends with the request's context.
-	Carry func(Cargo) (answer *http.Response, served string, err error)
+	// Send hands a request over and returns the answer, and the address of the worker
+	// that served it; empty: unknown. It ends with the request's context.
+	Send func(Routed) (answer *http.Response, served string, err error)
 	// Subset are the addresses, with or without a port, that the request may go to; nil:
 	// all.
 	Subset []string
@@ -55,20 +55,6 @@ type Gateway struct {
 	Priority int
 	// Home is the address of the worker that served the session before; empty: none.
 	Home string
-}
-
-// gatewayKey is the key of the Gateway among a context's values.
-type gatewayKey struct{}
-
-// WithGateway returns a context of a request that came from g.
-func WithGateway(ctx context.Context, g *Gateway) context.Context {
-	return context.WithValue(ctx, gatewayKey{}, g)
-}
-
-// GatewayOf returns the gateway that a request came from; nil: none.
-func GatewayOf(ctx context.Context) *Gateway {
-	g, _ := ctx.Value(gatewayKey{}).(*Gateway)
-	return g
 }
 
 // Follow puts what the gateway says of a request into it, for a router of that model. It
@@ -137,9 +123,9 @@ func (g *Gateway) Refusal(err error) (status int, reason string) {
 	return http.StatusServiceUnavailable, "no_endpoints"
 }
 
-// carry has the gateway take the request to its worker. Where another worker than the
-// decided one serves it, the booking moves there.
-func (p *Proxy) carry(request *http.Request, u *Upstream, x *Exchange) (*http.Response, error) {
+// sendByGateway has the gateway send the request to its worker. If another worker than
+// the decided one serves it, the booking moves there.
+func (p *Proxy) sendByGateway(request *http.Request, u *Upstream, x *Exchange) (*http.Response, error) {
 	target := x.Decision.Target
 	request.Header.Del(HeaderPrefiller) // a client's would have the sidecar ask whom it likes
 	request.Header.Del(HeaderDataParallel)
@@ -149,7 +135,7 @@ func (p *Proxy) carry(request *http.Request, u *Upstream, x *Exchange) (*http.Re
 	if u.prefill != nil {
 		request.Header.Set(HeaderPrefiller, u.prefill.Target.Address())
 	}
-	answer, served, err := u.Gateway.Carry(Cargo{Request: request, Target: target, Others: x.Decision.Alternatives})
+	answer, served, err := u.Gateway.Send(Routed{Request: request, Target: target, Others: x.Decision.Alternatives})
 	if err != nil {
 		return nil, err
 	}
@@ -167,24 +153,24 @@ func (p *Proxy) carry(request *http.Request, u *Upstream, x *Exchange) (*http.Re
 // in place of the decided one.
 func (p *Proxy) served(u *Upstream, x *Exchange, address string) {
 	for _, other := range x.Decision.Alternatives {
-		if other.Address() != address || u.Rebook == nil {
+		if other.Address() != address || u.chooser == nil {
 			continue
 		}
 		refused := x.Decision.Booking
-		if decision, err := u.Rebook(x.Decision, other.Key); err == nil {
+		if decision, err := u.chooser.Rebook(x.Decision, other.Key); err == nil {
 			refused.FailAs(outlier.Refused, "the gateway could not reach it")
 			p.failed(refused.Worker().Worker)
 			p.observer.EngineFailed()
-			x.Decision, x.Worker = decision, p.Names.Label(other.Key.Worker)
+			x.Decision, x.Worker = decision, p.names.Label(other.Key.Worker)
 		}
 		return
 	}
 }
 
-// relayCarried relays an answer that is no stream and that a gateway holds: piece by
-// piece, as it comes, since no other worker can be tried. It is read as far as
-// BufferedAnswer goes.
-func (p *Proxy) relayCarried(w http.ResponseWriter, answer *upstreamAnswer, u Upstream, x *Exchange) error {
+// relayPieces relays an answer that is no stream and comes through a gateway: piece by
+// piece, since no other worker can be tried. Its usage is read from the first
+// BufferedAnswer bytes.
+func (p *Proxy) relayPieces(w http.ResponseWriter, answer *upstreamAnswer, u Upstream, x *Exchange) error {
 	writeHead(w, answer.Response, u, x)
 	var body []byte
 	memory := p.streams.Get().(*streamBuffer)
@@ -211,15 +197,16 @@ func (p *Proxy) relayCarried(w http.ResponseWriter, answer *upstreamAnswer, u Up
 	return nil
 }
 
-// carry leaves a shared request to a gateway: it goes to the decode worker, whose
-// sidecar has the prefill worker compute the prompt. Both bookings end here.
-func (s *Pairs) carry(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, pair router.Pair) error {
+// disaggregateByGateway leaves a disaggregated request to a gateway: it goes to the
+// decode worker, whose sidecar has the prefill worker compute the prompt. Both bookings
+// end here.
+func (p *Proxy) disaggregateByGateway(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, pair router.Pair) error {
 	defer pair.End()
-	x.Shared = &SharedRequest{Worker: s.proxy.Names.Label(pair.Prefill.Target.Key.Worker), now: s.proxy.now}
+	x.Shared = &SharedRequest{Worker: p.names.Label(pair.Prefill.Target.Key.Worker), now: p.now}
 	u.prefill, u.CachedTokensMislead = &pair.Prefill, true
 	l := legs{pair: pair}
-	err := s.proxy.send(ctx, w, u, x, l.decision(), false)
+	err := p.send(ctx, w, u, x, l.decision(), false)
 	x.Usage.CachedKnown = false // what the decode worker has of the prompt came from the other
-	s.proxy.observer.SharedEnded(pair.Prefill.Target.Kind, x.Shared.result(ctx, x.Status, err), 0)
+	p.observer.SharedEnded(pair.Prefill.Target.Kind, x.Shared.result(ctx, x.Status, err), 0)
 	return err
 }

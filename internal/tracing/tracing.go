@@ -1,10 +1,10 @@
-// Package traces tells an OpenTelemetry collector, in spans, what becomes of requests:
+// Package tracing tells an OpenTelemetry collector, in spans, what becomes of requests:
 // how their tokens were found, where they were sent and why, each attempt, the answer.
 //
 // The standard variables (OTEL_EXPORTER_OTLP_ENDPOINT and the like) turn it on. Without
 // them Open returns nil, and so do all methods that begin something: every method takes
 // a nil receiver, does nothing then, and allocates nothing.
-package traces
+package tracing
 
 import (
 	"context"

@@ -1,4 +1,4 @@
-package main
+package openai
 
 import (
 	"net/http"
@@ -28,7 +28,7 @@ func TestExtraKeyKeepsItsBlocksApart(t *testing.T) {
 		{kv.EngineSGLang, "/v1/messages", `{"model":"m","messages":[],"extra_key":"a"}`, false},
 		{kv.EngineVLLM, testkit.ChatPath, `{"model":"m","messages":[],"extra_key":"a"}`, false},
 	} {
-		h := newTestAPIOf(t, Config{}, nil, kv.Target{URL: worker.URL, Models: []string{"m"}, Engine: c.engine})
+		h := newTestAPIOf(t, setup{}, nil, kv.Target{URL: worker.URL, Models: []string{"m"}, Engine: c.engine})
 		if response, answer := h.post(t, c.path, c.body); response.StatusCode != http.StatusOK {
 			t.Fatalf("%d %s", response.StatusCode, answer)
 		}

@@ -1,4 +1,4 @@
-package page
+package openai
 
 import (
 	"fmt"
@@ -9,18 +9,13 @@ import (
 	"strings"
 
 	"github.com/gin-gonic/gin"
+
+	"kvrouter/internal/web"
 )
 
-// SetURL says where the page is, once its port listens: http://HOST:PORT.
-func (p *Page) SetURL(port string) { p.url.Store(&port) }
-
-// Welcome answers GET / of the OpenAI port: what this is and where the page is, for
-// browsers as HTML. A nil page is told of nowhere.
-func (p *Page) Welcome(c *gin.Context) {
-	at := ""
-	if p != nil {
-		at = p.address(c.Request)
-	}
+// welcome answers GET /: what this is and where the dashboard is, for browsers as HTML.
+func (a *API) welcome(c *gin.Context) {
+	at := a.pageAddress(c.Request)
 	c.Header("Cache-Control", "no-store")
 	c.Header("Vary", "Accept")
 	if !strings.Contains(c.GetHeader("Accept"), "text/html") {
@@ -31,7 +26,7 @@ func (p *Page) Welcome(c *gin.Context) {
 		c.String(http.StatusOK, "%s", text)
 		return
 	}
-	hardened(c)
+	web.Harden(c)
 	link := ""
 	if at != "" {
 		link = fmt.Sprintf(`<p>The <a href="%[1]s">live page</a> shows the workers, the last requests and why they went where they did: <a href="%[1]s">%[1]s</a></p>`, html.EscapeString(at))
@@ -47,15 +42,11 @@ func (p *Page) Welcome(c *gin.Context) {
 `))
 }
 
-// address is the page's for whoever sent the request: where its port listens on all
-// addresses, it is at the name that was asked for here.
-func (p *Page) address(r *http.Request) string {
-	known := p.url.Load()
-	if known == nil {
-		return ""
-	}
-	u, err := url.Parse(*known)
-	if err != nil {
+// pageAddress is the dashboard's URL for the sender of r: where its port listens on all
+// addresses, it has the host that r names. Empty: there is none.
+func (a *API) pageAddress(r *http.Request) string {
+	u, err := url.Parse(a.settings.PageURL)
+	if err != nil || u.Host == "" {
 		return ""
 	}
 	if ip := net.ParseIP(u.Hostname()); ip != nil && ip.IsUnspecified() {
@@ -65,5 +56,5 @@ func (p *Page) address(r *http.Request) string {
 		}
 		u.Host = net.JoinHostPort(asked.Hostname(), u.Port())
 	}
-	return u.String() + root + "/"
+	return u.String()
 }

@@ -1,4 +1,4 @@
-package main
+package openai
 
 import (
 	"fmt"
@@ -101,9 +101,9 @@ func failsOneLeg(t *testing.T, kind kv.Kind, leg kv.Leg, f fault, stream, enforc
 	if leg == kv.LegDecode {
 		faulty = 10
 	}
-	config := Config{
+	config := setup{
 		RequestTimeout: 3 * faultTimeout,
-		Disagg:         proxy.Settings{DisaggPrefillTimeout: faultTimeout, DisaggHandoverTimeout: faultTimeout, EnforceDisagg: enforce},
+		Proxy:          proxy.Settings{DisaggPrefillTimeout: faultTimeout, DisaggHandoverTimeout: faultTimeout, EnforceDisagg: enforce},
 	}
 	h := newTestPairAPI(t, config, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
 		if id == faulty {
@@ -166,7 +166,7 @@ func failsOneLeg(t *testing.T, kind kv.Kind, leg kv.Leg, f fault, stream, enforc
 // TestFallsBackAndComesBack: while the prefill worker is gone decode workers
 // serve requests whole; with the next request after its return it is used again.
 func TestFallsBackAndComesBack(t *testing.T) {
-	h := newTestPairAPI(t, Config{}, kv.KindNIXL, 1, 1, nil)
+	h := newTestPairAPI(t, setup{}, kv.KindNIXL, 1, 1, nil)
 	prefill := h.router.Targets()[0]
 	want := func(text string) {
 		t.Helper()
@@ -208,7 +208,7 @@ func TestAttemptsAreLimited(t *testing.T) {
 		{"decode workers", kv.KindNIXL, false, []uint64{10, 11, 12}, 2, 2, 502},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			config := Config{Disagg: proxy.Settings{EnforceDisagg: test.enforce}}
+			config := setup{Proxy: proxy.Settings{EnforceDisagg: test.enforce}}
 			h := newTestPairAPI(t, config, test.kind, 4, 3, func(id uint64, serve engineServe) engineServe {
 				return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
 					switch {
@@ -264,7 +264,7 @@ func TestOnlyWhatIsWrongWithTheRequestIsARefusal(t *testing.T) {
 		}, 200},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			h := newTestPairAPI(t, Config{}, kv.KindNIXL, 1, 1, func(id uint64, serve engineServe) engineServe {
+			h := newTestPairAPI(t, setup{}, kv.KindNIXL, 1, 1, func(id uint64, serve engineServe) engineServe {
 				if id == 0 {
 					return test.prefill
 				}
@@ -326,7 +326,7 @@ func TestLimitsOfLegs(t *testing.T) {
 			}
 			t.Run(kind.String()+" "+test.name, func(t *testing.T) {
 				t.Parallel() // most of it is waiting
-				config := Config{RequestTimeout: 20 * short, Disagg: proxy.Settings{DisaggPrefillTimeout: test.prefill, DisaggHandoverTimeout: test.handover, EnforceDisagg: true}}
+				config := setup{RequestTimeout: 20 * short, Proxy: proxy.Settings{DisaggPrefillTimeout: test.prefill, DisaggHandoverTimeout: test.handover, EnforceDisagg: true}}
 				h := newTestPairAPI(t, config, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
 					if (id == 0) == (test.leg == kv.LegPrefill) {
 						return test.serve
@@ -357,7 +357,7 @@ func TestLimitsOfLegs(t *testing.T) {
 // request goes to another pair, whose prefill worker is another.
 func TestDecodeWorkerThatLosesItsPrefillWorker(t *testing.T) {
 	for _, stream := range []bool{false, true} {
-		h := newTestPairAPI(t, Config{}, kv.KindSGLang, 2, 2, func(id uint64, serve engineServe) engineServe {
+		h := newTestPairAPI(t, setup{}, kv.KindSGLang, 2, 2, func(id uint64, serve engineServe) engineServe {
 			switch id {
 			case 0: // gone without a word
 				return hangs
@@ -386,7 +386,7 @@ func TestPrefillLegThatLastsLongerThanTheStreamsBeginning(t *testing.T) {
 	for _, breaks := range []bool{false, true} {
 		t.Run(fmt.Sprintf("breaks=%v", breaks), func(t *testing.T) {
 			begun, broken := make(chan struct{}), make(chan struct{})
-			config := Config{Disagg: proxy.Settings{DisaggPrefillTimeout: 20 * time.Second}}
+			config := setup{Proxy: proxy.Settings{DisaggPrefillTimeout: 20 * time.Second}}
 			h := newTestPairAPI(t, config, kv.KindSGLang, 1, 1, func(id uint64, serve engineServe) engineServe {
 				return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
 					switch {
@@ -422,7 +422,7 @@ func TestPrefillLegThatLastsLongerThanTheStreamsBeginning(t *testing.T) {
 				t.Errorf("%s: %s, %v", response.Status, answer, err)
 			}
 			h.settled(t)
-			if took := time.Since(began); took > config.Disagg.DisaggPrefillTimeout/2 {
+			if took := time.Since(began); took > config.Proxy.DisaggPrefillTimeout/2 {
 				t.Errorf("the prefill leg was waited for, %s", took)
 			}
 			if blamed := h.blamed(); len(blamed) != 0 {
@@ -458,7 +458,7 @@ func TestNothingIsSentAgainThatMayHaveBegun(t *testing.T) {
 			}
 			t.Run(kind.String()+" "+test.name, func(t *testing.T) {
 				begun, broken := make(chan struct{}), make(chan struct{})
-				h := newTestPairAPI(t, Config{RequestTimeout: 500 * time.Millisecond}, kind, 2, 2, func(id uint64, serve engineServe) engineServe {
+				h := newTestPairAPI(t, setup{RequestTimeout: 500 * time.Millisecond}, kind, 2, 2, func(id uint64, serve engineServe) engineServe {
 					return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
 						switch {
 						case id == 0 && test.prefill:
@@ -514,7 +514,7 @@ func TestPrefillFailureEndsTheDecodeLegAtOnce(t *testing.T) {
 	const limit = 30 * time.Second
 	for _, stream := range []bool{false, true} {
 		waits := make(chan struct{}, 1)
-		h := newTestPairAPI(t, Config{RequestTimeout: limit}, kv.KindSGLang, 1, 1, func(id uint64, _ engineServe) engineServe {
+		h := newTestPairAPI(t, setup{RequestTimeout: limit}, kv.KindSGLang, 1, 1, func(id uint64, _ engineServe) engineServe {
 			return func(w http.ResponseWriter, r *http.Request, _ gjson.Result) {
 				if id == 0 {
 					<-waits

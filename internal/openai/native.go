@@ -1,6 +1,4 @@
-// Package nativeapi answers SGLang's own short routes, for the SGLang workers that are
-// up.
-package nativeapi
+package openai
 
 import (
 	"context"
@@ -18,7 +16,6 @@ import (
 
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/models"
 	"kvrouter/internal/proxy"
 )
 
@@ -38,41 +35,30 @@ const (
 	leastRID = 8
 )
 
-// ErrNone refuses a request for SGLang where only other workers are up.
-var ErrNone = errors.New("this route is SGLang's, and no worker here runs SGLang: send /v1/chat/completions or /v1/completions")
+// errNoSGLang refuses a request for SGLang where only other workers are up.
+var errNoSGLang = errors.New("this route is SGLang's, and no worker here runs SGLang: send /v1/chat/completions or /v1/completions")
 
-// Routes are SGLang's short routes. All fields must be set.
-type Routes struct {
-	Models *models.Set
-	Proxy  *proxy.Proxy
-	Admin  bool // what changes or stops the work of others is allowed
-	// Question is a client's request as it goes to workers.
-	Question func(c *gin.Context, body []byte) proxy.Question
-	// Fail answers with an error.
-	Fail func(c *gin.Context, status int, message string)
-}
-
-// Serve adds the routes to those of clients. own guards those that pages of other
-// sites may not ask; admin sends a request to every worker, if that is allowed.
-func (n Routes) Serve(clients gin.IRoutes, own, admin gin.HandlerFunc) {
+// serveNative adds SGLang's own short routes to those of clients. own guards those that
+// pages of other sites may not call.
+func (a *API) serveNative(clients gin.IRoutes, own gin.HandlerFunc) {
 	for _, path := range []string{"/get_model_info", "/model_info"} {
-		clients.GET(path, func(c *gin.Context) { n.first(c, path, func(answer []byte) []byte { return answer }) })
+		clients.GET(path, func(c *gin.Context) { a.askFirst(c, path, func(answer []byte) []byte { return answer }) })
 	}
 	for _, path := range infoRoutes {
 		clients.Any(path, own, func(c *gin.Context) {
-			if len(n.workers()) == 0 || c.Request.Method != http.MethodGet {
-				admin(c)
+			if len(a.sglangWorkers()) == 0 || c.Request.Method != http.MethodGet {
+				a.admin(c)
 				return
 			}
-			n.first(c, path, shownInfo)
+			a.askFirst(c, path, shownInfo)
 		})
 	}
-	clients.GET("/v1/loads", n.loads)
-	clients.GET("/health_generate", n.healthGenerate)
-	clients.POST("/abort_request", own, n.abort)
+	clients.GET("/v1/loads", a.loads)
+	clients.GET("/health_generate", a.healthGenerate)
+	clients.POST("/abort_request", own, a.abortRequest)
 	clients.Any(flushRoute, own, func(c *gin.Context) {
-		if !n.Admin || len(n.some(c)) > 0 {
-			admin(c)
+		if !a.settings.AllowEngineAdmin || len(a.someSGLang(c)) > 0 {
+			a.admin(c)
 		}
 	})
 }
@@ -85,8 +71,8 @@ const flushRoute = "/flush_cache"
 // routes they are those of other workers only.
 var infoRoutes = []string{"/get_server_info", "/server_info"}
 
-// Having returns those workers that have an administration route.
-func Having(path string, targets []kv.Target) []kv.Target {
+// having returns those workers that have an administration route.
+func having(path string, targets []kv.Target) []kv.Target {
 	flushes := path == flushRoute
 	if !flushes && !slices.Contains(infoRoutes, path) {
 		return targets
@@ -94,15 +80,15 @@ func Having(path string, targets []kv.Target) []kv.Target {
 	return slices.DeleteFunc(slices.Clone(targets), func(t kv.Target) bool { return t.RunsSGLang() != flushes })
 }
 
-// Lacks tells that workers are up, and none runs SGLang.
-func (n Routes) Lacks() bool {
-	return n.Models.Count() > 0 && !n.Models.Has((*kv.Target).RunsSGLang)
+// lacksSGLang reports that workers are up, and none runs SGLang.
+func (a *API) lacksSGLang() bool {
+	return a.models.Count() > 0 && !a.models.Has((*kv.Target).RunsSGLang)
 }
 
-// workers returns one target of each SGLang worker that is up; those that only
+// sglangWorkers returns one target of each SGLang worker that is up; those that only
 // compute prompts come last.
-func (n Routes) workers() []kv.Target {
-	targets := slices.DeleteFunc(n.Models.Targets(), func(t kv.Target) bool { return !t.RunsSGLang() })
+func (a *API) sglangWorkers() []kv.Target {
+	targets := slices.DeleteFunc(a.models.Targets(), func(t kv.Target) bool { return !t.RunsSGLang() })
 	targets = kv.OnePerWorker(targets)
 	rank := func(t kv.Target) int {
 		if t.Role == kv.RolePrefill {
@@ -114,38 +100,38 @@ func (n Routes) workers() []kv.Target {
 	return targets
 }
 
-// some returns workers; none: the request has been answered.
-func (n Routes) some(c *gin.Context) []kv.Target {
-	targets := n.workers()
+// someSGLang returns SGLang workers; none: the request has been answered.
+func (a *API) someSGLang(c *gin.Context) []kv.Target {
+	targets := a.sglangWorkers()
 	switch {
 	case len(targets) > 0:
-	case n.Lacks():
-		n.Fail(c, http.StatusNotFound, ErrNone.Error())
+	case a.lacksSGLang():
+		a.fail(c, http.StatusNotFound, "", errNoSGLang.Error())
 	default:
 		c.Header("Retry-After", "5")
-		n.Fail(c, http.StatusServiceUnavailable, "no worker is ready: try again in a few seconds")
+		a.fail(c, http.StatusServiceUnavailable, "", "no worker is ready: try again in a few seconds")
 	}
 	return targets
 }
 
-// first answers with what show makes of the answer of the first worker that gives
+// askFirst answers with what show makes of the answer of the first worker that gives
 // one.
-func (n Routes) first(c *gin.Context, path string, show func(answer []byte) []byte) {
-	targets := n.some(c)
+func (a *API) askFirst(c *gin.Context, path string, show func(answer []byte) []byte) {
+	targets := a.someSGLang(c)
 	if len(targets) == 0 {
 		return
 	}
-	q := n.Question(c, nil)
+	q := a.question(c, nil)
 	for _, t := range targets[:min(len(targets), askedInTurn)] {
 		ctx, cancel := context.WithTimeout(c.Request.Context(), askTimeout)
-		status, answer, err := n.Proxy.Ask(ctx, t, http.MethodGet, path, q.Header.Clone(), nil)
+		status, answer, err := a.proxy.Ask(ctx, t, http.MethodGet, path, q.Header.Clone(), nil)
 		cancel()
 		if err == nil && status == http.StatusOK && len(answer) <= answerLimit && gjson.ValidBytes(answer) {
 			c.Data(http.StatusOK, "application/json", show(answer))
 			return
 		}
 	}
-	n.Fail(c, http.StatusBadGateway, "no SGLang worker answered "+path)
+	a.fail(c, http.StatusBadGateway, "", "no SGLang worker answered "+path)
 }
 
 // infoShown are the members of /server_info that clients may know, and stateShown
@@ -187,28 +173,28 @@ func chosen(object gjson.Result, names []string) (fields []jsonbody.Field) {
 
 // loads lists the loads of every rank of every worker, each with its worker's id. A
 // worker that does not answer is left out.
-func (n Routes) loads(c *gin.Context) {
+func (a *API) loads(c *gin.Context) {
 	if format := c.Query("format"); format != "" && format != "json" {
-		n.Fail(c, http.StatusBadRequest, "format: only json is here; /metrics has the loads for Prometheus")
+		a.fail(c, http.StatusBadRequest, "", "format: only json is here; /metrics has the loads for Prometheus")
 		return
 	}
-	targets := n.some(c)
+	targets := a.someSGLang(c)
 	if len(targets) == 0 {
 		return
 	}
 	byWorker := map[uint64][]byte{}
 	ctx, cancel := context.WithTimeout(c.Request.Context(), askTimeout)
 	defer cancel()
-	q := n.Question(c, nil)
+	q := a.question(c, nil)
 	q.Limit = answerLimit
-	n.Proxy.AskAll(ctx, targets, q, func(a proxy.Answer) bool {
-		if a.Err == nil && a.Status == http.StatusOK && gjson.ValidBytes(a.Body) {
-			byWorker[a.Target.Key.Worker] = a.Body
+	a.proxy.AskAll(ctx, targets, q, func(answer proxy.Answer) bool {
+		if answer.Err == nil && answer.Status == http.StatusOK && gjson.ValidBytes(answer.Body) {
+			byWorker[answer.Target.Key.Worker] = answer.Body
 		}
 		return true
 	})
 	if len(byWorker) == 0 {
-		n.Fail(c, http.StatusBadGateway, "no SGLang worker answered /v1/loads")
+		a.fail(c, http.StatusBadGateway, "", "no SGLang worker answered /v1/loads")
 		return
 	}
 	loads := []json.RawMessage{}
@@ -242,63 +228,63 @@ func chosenBut(object gjson.Result, but string) (fields []jsonbody.Field) {
 }
 
 // healthGenerate tells whether a worker generates: the first that does answers.
-func (n Routes) healthGenerate(c *gin.Context) {
-	targets := n.some(c)
+func (a *API) healthGenerate(c *gin.Context) {
+	targets := a.someSGLang(c)
 	if len(targets) == 0 {
 		return
 	}
 	ctx, cancel := context.WithTimeout(c.Request.Context(), healthTimeout)
 	defer cancel()
 	well := false
-	n.Proxy.AskAll(ctx, targets[:min(len(targets), askedInTurn)], n.Question(c, nil), func(a proxy.Answer) bool {
-		well = a.Err == nil && a.Status == http.StatusOK && a.Target.Role != kv.RolePrefill
+	a.proxy.AskAll(ctx, targets[:min(len(targets), askedInTurn)], a.question(c, nil), func(answer proxy.Answer) bool {
+		well = answer.Err == nil && answer.Status == http.StatusOK && answer.Target.Role != kv.RolePrefill
 		return !well
 	})
 	if !well {
-		n.Fail(c, http.StatusServiceUnavailable, "no SGLang worker that was asked generates")
+		a.fail(c, http.StatusServiceUnavailable, "", "no SGLang worker generates")
 		return
 	}
 	c.Status(http.StatusOK)
 }
 
-// abort ends requests on every worker: those of a name that the client gave, or all.
-func (n Routes) abort(c *gin.Context) {
+// abortRequest ends requests on every worker: those of a name that the client gave, or all.
+func (a *API) abortRequest(c *gin.Context) {
 	text, err := io.ReadAll(http.MaxBytesReader(c.Writer, c.Request.Body, bodyLimit))
 	body, ok := jsonbody.Parse(text)
 	if err != nil || !ok {
-		n.Fail(c, http.StatusBadRequest, `the body must be a JSON object with "rid", or with "abort_all": true`)
+		a.fail(c, http.StatusBadRequest, "", `the body must be a JSON object with "rid", or with "abort_all": true`)
 		return
 	}
 	rid := body.Get("rid")
 	sent := fmt.Appendf(nil, `{"rid":%s}`, proxy.Quoted(rid.Str))
 	switch {
-	case body.Get("abort_all").Bool() && !n.Admin:
-		n.Fail(c, http.StatusForbidden, "abort_all ends the requests of all clients: start the router with --allow-engine-admin to let it through")
+	case body.Get("abort_all").Bool() && !a.settings.AllowEngineAdmin:
+		a.fail(c, http.StatusForbidden, "", "abort_all ends the requests of all clients: start the router with --allow-engine-admin to let it through")
 		return
 	case body.Get("abort_all").Bool():
 		sent = []byte(`{"abort_all":true}`)
-	case rid.Type != gjson.String || len(rid.Str) < leastRID && !n.Admin:
-		n.Fail(c, http.StatusBadRequest, fmt.Sprintf("rid: give the name of one request, of at least %d bytes: SGLang ends all requests whose names begin with it", leastRID))
+	case rid.Type != gjson.String || len(rid.Str) < leastRID && !a.settings.AllowEngineAdmin:
+		a.fail(c, http.StatusBadRequest, "", fmt.Sprintf("rid: give the name of one request, of at least %d bytes: SGLang ends all requests whose names begin with it", leastRID))
 		return
 	}
-	targets := n.some(c)
+	targets := a.someSGLang(c)
 	if len(targets) == 0 {
 		return
 	}
 	ctx, cancel := context.WithTimeout(c.Request.Context(), askTimeout)
 	defer cancel()
-	q := n.Question(c, sent)
+	q := a.question(c, sent)
 	q.Header.Set("Content-Type", "application/json")
 	worst := http.StatusOK
-	n.Proxy.AskAll(ctx, targets, q, func(a proxy.Answer) bool {
-		if a.Err != nil {
-			a.Status = http.StatusBadGateway
+	a.proxy.AskAll(ctx, targets, q, func(answer proxy.Answer) bool {
+		if answer.Err != nil {
+			answer.Status = http.StatusBadGateway
 		}
-		worst = max(worst, a.Status)
+		worst = max(worst, answer.Status)
 		return true
 	})
 	if worst >= http.StatusBadRequest {
-		n.Fail(c, http.StatusBadGateway, fmt.Sprintf("not every SGLang worker took the abort: the worst answered %d", worst))
+		a.fail(c, http.StatusBadGateway, "", fmt.Sprintf("not every SGLang worker accepted the abort: the worst status was %d", worst))
 		return
 	}
 	c.Status(http.StatusOK)

@@ -1,4 +1,4 @@
-package traces
+package tracing
 
 import "github.com/prometheus/client_golang/prometheus"
 

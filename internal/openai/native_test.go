@@ -1,9 +1,8 @@
-package nativeapi
+package openai
 
 import (
 	"fmt"
 	"io"
-	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -12,14 +11,9 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/gin-gonic/gin"
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/kv"
-	"kvrouter/internal/proxy"
-	"kvrouter/internal/testkit"
-	"kvrouter/internal/testkit/routertest"
-	"kvrouter/internal/web"
 )
 
 // secret stands where a server's keys and paths do.
@@ -66,30 +60,22 @@ func (w *worker) questions() []string {
 // site is the routes over workers 0, 1, ..., the last of which runs vLLM if mixed.
 func site(t *testing.T, admin, mixed bool, workers ...*worker) (ask func(method, path, body string) (int, string)) {
 	t.Helper()
-	router := routertest.NewTestRouter(t, "kv", 0)
+	var targets []kv.Target
 	for i, w := range workers {
 		target := kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, URL: w.URL, Engine: kv.EngineSGLang, Generation: 1, Ranks: 2}
 		if mixed && i == len(workers)-1 {
 			target.Engine = kv.EngineVLLM
 		}
-		router.Up(target)
+		targets = append(targets, target)
 		target.Key.Rank = 1
-		router.Up(target)
+		targets = append(targets, target)
 	}
-	px := proxy.NewProxy(testkit.SilentObserver{}, 0, func(uint64) {})
-	t.Cleanup(px.Client.CloseIdleConnections)
-	engine := web.NewEngine(slog.New(slog.DiscardHandler))
-	routes := Routes{Models: routertest.Models(router), Proxy: px, Admin: admin, Fail: web.OpenAIError, Question: func(c *gin.Context, body []byte) proxy.Question {
-		return proxy.Question{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: http.Header{}, Body: body}
-	}}
-	routes.Serve(engine, web.OwnPages("127.0.0.1", false, web.OpenAIError), func(c *gin.Context) {
-		c.String(http.StatusTeapot, "admin of %d", len(Having(c.FullPath(), router.Targets())))
-	})
+	h := newTestAPIOf(t, setup{AllowEngineAdmin: admin}, nil, targets...)
 	return func(method, path, body string) (int, string) {
 		out := httptest.NewRecorder()
 		request := httptest.NewRequestWithContext(t.Context(), method, path, strings.NewReader(body))
 		request.Host = "127.0.0.1"
-		engine.ServeHTTP(out, request)
+		h.api.ServeHTTP(out, request)
 		return out.Code, out.Body.String()
 	}
 }
@@ -146,12 +132,14 @@ func TestServerInfoOfARealServer(t *testing.T) {
 
 func TestServerInfoOfOtherWorkersIsAnAdminPath(t *testing.T) {
 	ask := site(t, true, true, newWorker(t, 0, 200))
-	if status, _ := ask("GET", "/server_info", ""); status != http.StatusTeapot {
-		t.Errorf("%d", status)
+	if status, answer := ask("GET", "/server_info", ""); status != 200 || gjson.Get(answer, "0.answer.page_size").Int() != 16 {
+		t.Errorf("%d %s", status, answer)
 	}
-	ask = site(t, true, true, newWorker(t, 0, 200), newWorker(t, 1, 200))
-	for _, path := range []string{"/server_info", "/get_server_info"} { // whose answer would be shown whole
-		if status, answer := ask("POST", path, ""); status != http.StatusTeapot || answer != "admin of 2" {
+	sglang, vllm := newWorker(t, 0, 200), newWorker(t, 1, 200)
+	ask = site(t, true, true, sglang, vllm)
+	for i, path := range []string{"/server_info", "/get_server_info"} { // whose answer would be shown whole
+		status, answer := ask("POST", path, "")
+		if status != 200 || gjson.Get(answer, "#.worker_id").Raw != "[1]" || len(sglang.questions()) != 0 || len(vllm.questions()) != i+1 {
 			t.Errorf("POST %s: %d %s", path, status, answer)
 		}
 	}
@@ -230,25 +218,24 @@ func TestAbort(t *testing.T) {
 }
 
 func TestFlushGoesToSGLangWorkers(t *testing.T) {
-	if status, answer := site(t, true, true, newWorker(t, 0, 200), newWorker(t, 1, 200))("POST", "/flush_cache", ""); status != http.StatusTeapot || answer != "admin of 2" {
-		t.Errorf("%d %s", status, answer) // both ranks of the one
+	sglang, vllm := newWorker(t, 0, 200), newWorker(t, 1, 200)
+	status, answer := site(t, true, true, sglang, vllm)("POST", "/flush_cache", "")
+	if status != 200 || gjson.Get(answer, "#.worker_id").Raw != "[0]" || len(sglang.questions()) != 1 || len(vllm.questions()) != 0 {
+		t.Errorf("%d %s", status, answer) // both ranks of the one are one server
 	}
-	if status, answer := site(t, true, true, newWorker(t, 0, 200))("POST", "/flush_cache", ""); status != 404 || !strings.Contains(answer, ErrNone.Error()) {
+	if status, answer := site(t, true, true, newWorker(t, 0, 200))("POST", "/flush_cache", ""); status != 404 || !strings.Contains(answer, errNoSGLang.Error()) {
 		t.Errorf("%d %s", status, answer)
 	}
 }
 
 func TestPagesOfOtherSitesAbortNothing(t *testing.T) {
 	w := newWorker(t, 0, 200)
-	router := routertest.NewTestRouter(t, "kv", 0)
-	router.Up(kv.Target{URL: w.URL, Engine: kv.EngineSGLang})
-	engine := web.NewEngine(slog.New(slog.DiscardHandler))
-	Routes{Models: routertest.Models(router), Fail: web.OpenAIError}.Serve(engine, web.OwnPages("127.0.0.1", false, web.OpenAIError), func(*gin.Context) {})
+	h := newTestAPIOf(t, setup{}, nil, kv.Target{URL: w.URL, Engine: kv.EngineSGLang})
 	out := httptest.NewRecorder()
 	request := httptest.NewRequestWithContext(t.Context(), "POST", "/abort_request", strings.NewReader(`{"rid":"mine-0001"}`))
 	request.Host = "127.0.0.1"
 	request.Header.Set("Origin", "http://elsewhere")
-	engine.ServeHTTP(out, request)
+	h.api.ServeHTTP(out, request)
 	if out.Code != 403 || len(w.questions()) != 0 {
 		t.Errorf("%d, %d questions", out.Code, len(w.questions()))
 	}

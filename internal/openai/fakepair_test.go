@@ -1,4 +1,4 @@
-package main
+package openai
 
 import (
 	"context"
@@ -314,12 +314,12 @@ type pairAPI struct {
 
 // newTestPairAPI starts the router and its workers. The protocol serves the legs;
 // wrap, if not nil, wraps what serves those of an engine.
-func newTestPairAPI(t testing.TB, config Config, kind kv.Kind, prefills, decodes int, wrap func(id uint64, serve engineServe) engineServe) *pairAPI {
+func newTestPairAPI(t testing.TB, config setup, kind kv.Kind, prefills, decodes int, wrap func(id uint64, serve engineServe) engineServe) *pairAPI {
 	t.Helper()
 	if wrap == nil {
 		wrap = func(_ uint64, serve engineServe) engineServe { return serve }
 	}
-	knobs := &config.Disagg
+	knobs := &config.Proxy
 	if knobs.DisaggPrefillTimeout == 0 {
 		knobs.DisaggPrefillTimeout = 30 * time.Second
 	}
@@ -417,7 +417,7 @@ func (h *pairAPI) blamed() []uint64 {
 
 // sharedChat is a request whose prompt is long enough to be shared.
 func sharedChat(stream bool, more ...jsonbody.Field) string {
-	messages, _ := json.Marshal([]object{{"role": "user", "content": strings.Repeat("Why is the sky blue? ", 30)}})
+	messages, _ := json.Marshal([]map[string]any{{"role": "user", "content": strings.Repeat("Why is the sky blue? ", 30)}})
 	fields := append([]jsonbody.Field{{Key: "model", Raw: `"m"`}, {Key: "stream", Raw: strconv.FormatBool(stream)}, {Key: "messages", Raw: string(messages)}}, more...)
 	return string(jsonbody.AppendObject(nil, fields))
 }

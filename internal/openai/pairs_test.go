@@ -1,4 +1,4 @@
-package main
+package openai
 
 import (
 	"context"
@@ -35,7 +35,7 @@ func TestBothLegsServeARequest(t *testing.T) {
 	for _, kind := range fakeKinds {
 		for _, stream := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s stream=%v", kind, stream), func(t *testing.T) {
-				h := newTestPairAPI(t, Config{CollectUsage: true}, kind, 1, 1, nil)
+				h := newTestPairAPI(t, setup{CollectUsage: true}, kind, 1, 1, nil)
 				response, answer := h.post(t, testkit.ChatPath, sharedChat(stream), web.HeaderRequest, "my-id")
 				if response.StatusCode != http.StatusOK || !strings.Contains(answer, "decoded") || strings.Contains(answer, `"prefill"`) {
 					t.Fatalf("%s: %s", response.Status, answer)
@@ -79,7 +79,7 @@ func TestRoomsMatchAndNeverRepeat(t *testing.T) {
 	if testing.Short() {
 		requests = 300
 	}
-	h := newTestPairAPI(t, Config{}, kv.KindSGLang, 2, 2, nil)
+	h := newTestPairAPI(t, setup{}, kv.KindSGLang, 2, 2, nil)
 	var group sync.WaitGroup
 	left := make(chan struct{}, requests)
 	for range requests {
@@ -119,7 +119,7 @@ func TestRoomsMatchAndNeverRepeat(t *testing.T) {
 func TestRanksOfSGLangWorkersAreThoseChosen(t *testing.T) {
 	var mu sync.Mutex // guards asked
 	asked := map[string]int{}
-	h := newTestPairAPI(t, Config{}, kv.KindSGLang, 1, 1, func(id uint64, serve engineServe) engineServe {
+	h := newTestPairAPI(t, setup{}, kv.KindSGLang, 1, 1, func(id uint64, serve engineServe) engineServe {
 		return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
 			rank := r.Header.Get(web.HeaderRank)
 			room := strconv.FormatUint(body.Get("bootstrap_room").Uint()%2, 10)
@@ -152,7 +152,7 @@ func TestRanksOfSGLangWorkersAreThoseChosen(t *testing.T) {
 func TestEveryAttemptHasItsOwnRoom(t *testing.T) {
 	for _, kind := range []kv.Kind{kv.KindSGLang, kv.KindMooncake} {
 		t.Run(kind.String(), func(t *testing.T) {
-			h := newTestPairAPI(t, Config{}, kind, 1, 2, func(id uint64, serve engineServe) engineServe {
+			h := newTestPairAPI(t, setup{}, kind, 1, 2, func(id uint64, serve engineServe) engineServe {
 				if id == 10 {
 					return breaks
 				}
@@ -204,7 +204,7 @@ func TestWhatStaysWhole(t *testing.T) {
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
-			h := newTestPairAPI(t, Config{Disagg: proxy.Settings{DisaggMinUncachedTokens: 256}}, kv.KindNIXL, 1, 1, nil)
+			h := newTestPairAPI(t, setup{Proxy: proxy.Settings{DisaggMinUncachedTokens: 256}}, kv.KindNIXL, 1, 1, nil)
 			response, _ := h.post(t, test.path, test.body)
 			h.settled(t)
 			if shared := len(h.prefill[0].received()) == 1; shared != (test.why == "") {
@@ -247,7 +247,7 @@ func TestSGLangPairsGetNoSeveralAnswers(t *testing.T) {
 	} {
 		for _, whole := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s, another takes it whole: %v", test.name, whole), func(t *testing.T) {
-				h := newTestPairAPI(t, Config{Disagg: proxy.Settings{DisaggMinUncachedTokens: 256}}, kv.KindSGLang, 1, 1, nil)
+				h := newTestPairAPI(t, setup{Proxy: proxy.Settings{DisaggMinUncachedTokens: 256}}, kv.KindSGLang, 1, 1, nil)
 				both := newFakeEngine(t, 20, func(w http.ResponseWriter, _ *http.Request, body gjson.Result) { fakeAnswer(w, body, "whole") })
 				if whole {
 					h.router.Up(kv.Target{Key: kv.WorkerKey{Worker: 20}, URL: both.URL, Engine: kv.EngineSGLang, Generation: 1})
@@ -276,7 +276,7 @@ func TestSGLangPairsGetNoSeveralAnswers(t *testing.T) {
 
 // TestWithoutWorkersSeveralAnswersAreNotRefused: they may come.
 func TestWithoutWorkersSeveralAnswersAreNotRefused(t *testing.T) {
-	h := newTestPairAPI(t, Config{}, kv.KindSGLang, 1, 0, nil)
+	h := newTestPairAPI(t, setup{}, kv.KindSGLang, 1, 0, nil)
 	if response, answer := h.post(t, testkit.ChatPath, sharedChat(false, jsonbody.Field{Key: "n", Raw: "2"})); response.StatusCode != http.StatusServiceUnavailable {
 		t.Errorf("%s: %s", response.Status, answer)
 	}
@@ -285,7 +285,7 @@ func TestWithoutWorkersSeveralAnswersAreNotRefused(t *testing.T) {
 // TestRequestsThatAreLegsAlreadyAreNotPairedAgain: nor is any other worker a
 // place for them where none takes requests whole.
 func TestRequestsThatAreLegsAlreadyAreNotPairedAgain(t *testing.T) {
-	h := newTestPairAPI(t, Config{}, kv.KindSGLang, 1, 1, nil)
+	h := newTestPairAPI(t, setup{}, kv.KindSGLang, 1, 1, nil)
 	for _, field := range []jsonbody.Field{{Key: "bootstrap_room", Raw: "1"}, {Key: "kv_transfer_params", Raw: "{}"}, {Key: "nvext", Raw: `{"backend_instance_id":10}`}} {
 		if response, answer := h.post(t, testkit.ChatPath, sharedChat(false, field)); response.StatusCode != http.StatusServiceUnavailable {
 			t.Errorf("%s: %s: %s", field.Key, response.Status, answer)
@@ -298,7 +298,7 @@ func TestRequestsThatAreLegsAlreadyAreNotPairedAgain(t *testing.T) {
 
 // TestClientsNameToAbortByIsKept: it may use it.
 func TestClientsNameToAbortByIsKept(t *testing.T) {
-	h := newTestPairAPI(t, Config{}, kv.KindSGLang, 1, 1, nil)
+	h := newTestPairAPI(t, setup{}, kv.KindSGLang, 1, 1, nil)
 	h.post(t, testkit.ChatPath, sharedChat(false, jsonbody.Field{Key: "rid", Raw: `"my-rid"`}))
 	for _, engine := range []*fakeEngine{h.prefill[0], h.decode[0]} {
 		if body := engine.received()[0]; strings.Count(body, `"rid"`) != 1 || gjson.Get(body, "rid").Str != "my-rid" {
@@ -309,7 +309,7 @@ func TestClientsNameToAbortByIsKept(t *testing.T) {
 
 func TestPromptThatADecodeWorkerHasStaysWhole(t *testing.T) {
 	for _, has := range []uint64{10, 11} {
-		h := newTestPairAPI(t, Config{Disagg: proxy.Settings{DisaggMinUncachedTokens: 256}}, kv.KindNIXL, 1, 2, nil)
+		h := newTestPairAPI(t, setup{Proxy: proxy.Settings{DisaggMinUncachedTokens: 256}}, kv.KindNIXL, 1, 2, nil)
 		h.store(t, kv.WorkerKey{Worker: has}, sharedChat(false), 1000)
 		h.post(t, testkit.ChatPath, sharedChat(false))
 		if n := len(h.prefill[0].received()); n != 0 {
@@ -335,7 +335,7 @@ func TestTransferParametersReachTheDecodeWorkerVerbatim(t *testing.T) {
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
-			h := newTestPairAPI(t, Config{}, kv.KindNIXL, 1, 1, nil)
+			h := newTestPairAPI(t, setup{}, kv.KindNIXL, 1, 1, nil)
 			sent := sharedChat(test.stream, test.more...)
 			response, answer := h.post(t, testkit.ChatPath, sent)
 			if response.StatusCode != http.StatusOK || !strings.Contains(answer, "decoded") {
@@ -361,7 +361,7 @@ func TestWhereNothingIsKeptTheDecodeWorkerComputesThePrompt(t *testing.T) {
 		{kv.KindNIXL, `{"kv_transfer_params":null}`},
 		{kv.KindMooncake, `{"choices":[{"finish_reason":"stop"}]}`},
 	} {
-		h := newTestPairAPI(t, Config{}, test.kind, 1, 1, func(id uint64, serve engineServe) engineServe {
+		h := newTestPairAPI(t, setup{}, test.kind, 1, 1, func(id uint64, serve engineServe) engineServe {
 			if id == 0 {
 				return func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) { fmt.Fprint(w, test.answer) }
 			}
@@ -380,7 +380,7 @@ func TestRefusalOfEitherLegReachesTheClient(t *testing.T) {
 	for _, kind := range fakeKinds {
 		for _, refuses := range []uint64{0, 10} {
 			t.Run(fmt.Sprintf("%s worker %d", kind, refuses), func(t *testing.T) {
-				h := newTestPairAPI(t, Config{}, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
+				h := newTestPairAPI(t, setup{}, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
 					if id == refuses {
 						return func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) { fakeRefusal(w, "too long") }
 					}
@@ -406,11 +406,11 @@ func TestRefusalOfEitherLegReachesTheClient(t *testing.T) {
 }
 
 func TestEnforcedPairs(t *testing.T) {
-	enforced := Config{Disagg: proxy.Settings{DisaggMinUncachedTokens: 256, EnforceDisagg: true}}
+	enforced := setup{Proxy: proxy.Settings{DisaggMinUncachedTokens: 256, EnforceDisagg: true}}
 	t.Run("no prefill worker", func(t *testing.T) {
 		for _, enforce := range []bool{false, true} {
 			config := enforced
-			config.Disagg.EnforceDisagg = enforce
+			config.Proxy.EnforceDisagg = enforce
 			h := newTestPairAPI(t, config, kv.KindNIXL, 0, 1, nil)
 			response, answer := h.post(t, testkit.ChatPath, sharedChat(false))
 			if enforce && (response.StatusCode != http.StatusServiceUnavailable || !strings.Contains(answer, "--enforce-disagg") || response.Header.Get("Retry-After") == "") {
@@ -457,7 +457,7 @@ func TestClientThatLeavesEndsBothLegs(t *testing.T) {
 					begun <- struct{}{}
 					<-r.Context().Done()
 				}
-				h := newTestPairAPI(t, Config{}, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
+				h := newTestPairAPI(t, setup{}, kind, 1, 1, func(id uint64, serve engineServe) engineServe {
 					if stage == "prefill" && id == 0 || stage == "decode" && id == 10 {
 						return hang
 					}
@@ -518,7 +518,7 @@ func TestNamedPair(t *testing.T) {
 		{name: "a decode worker to prefill", nvext: `{"prefill_worker_id":10,"decode_worker_id":11}`},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			h := newTestPairAPI(t, Config{Disagg: proxy.Settings{DisaggMinUncachedTokens: 256}}, kv.KindNIXL, 2, 2, nil)
+			h := newTestPairAPI(t, setup{Proxy: proxy.Settings{DisaggMinUncachedTokens: 256}}, kv.KindNIXL, 2, 2, nil)
 			for range 4 {
 				response, answer := h.post(t, testkit.ChatPath, sharedChat(false, jsonbody.Field{Key: "nvext", Raw: test.nvext}), test.headers...)
 				prefill, decode := response.Header.Get(proxy.HeaderPrefillWorker), response.Header.Get(web.HeaderWorker)
@@ -537,14 +537,14 @@ func TestNamedPair(t *testing.T) {
 		})
 	}
 	t.Run("short prompts, too", func(t *testing.T) {
-		h := newTestPairAPI(t, Config{Disagg: proxy.Settings{DisaggMinUncachedTokens: 256}}, kv.KindNIXL, 1, 1, nil)
+		h := newTestPairAPI(t, setup{Proxy: proxy.Settings{DisaggMinUncachedTokens: 256}}, kv.KindNIXL, 1, 1, nil)
 		response, answer := h.post(t, testkit.ChatPath, `{"model":"m","messages":[{"role":"user","content":"Hi"}],"nvext":{"prefill_worker_id":0}}`)
 		if response.Header.Get(proxy.HeaderPrefillWorker) != "0" {
 			t.Errorf("%s: %s", response.Status, answer)
 		}
 	})
 	t.Run("nobody takes the place of one that fails", func(t *testing.T) {
-		h := newTestPairAPI(t, Config{}, kv.KindNIXL, 2, 1, func(id uint64, serve engineServe) engineServe {
+		h := newTestPairAPI(t, setup{}, kv.KindNIXL, 2, 1, func(id uint64, serve engineServe) engineServe {
 			if id == 1 {
 				return breaks
 			}
@@ -562,7 +562,7 @@ func TestNamedPair(t *testing.T) {
 }
 
 func TestQueryTellsBothWorkers(t *testing.T) {
-	h := newTestPairAPI(t, Config{}, kv.KindNIXL, 1, 1, nil)
+	h := newTestPairAPI(t, setup{}, kv.KindNIXL, 1, 1, nil)
 	_, answer := h.post(t, testkit.ChatPath, sharedChat(false, jsonbody.Field{Key: "nvext", Raw: `{"annotations":["query_instance_id"]}`}))
 	ids := gjson.Get(answer, "nvext.worker_id")
 	if ids.Get("prefill_worker_id").Int() != 0 || ids.Get("decode_worker_id").Int() != 10 {
@@ -576,7 +576,7 @@ func TestQueryTellsBothWorkers(t *testing.T) {
 
 // TestPrefillWorkersAreForPromptsOnly: what is not shared goes past them.
 func TestPrefillWorkersAreForPromptsOnly(t *testing.T) {
-	h := newTestPairAPI(t, Config{}, kv.KindNIXL, 2, 1, nil)
+	h := newTestPairAPI(t, setup{}, kv.KindNIXL, 2, 1, nil)
 	for range 3 {
 		h.post(t, "/v1/embeddings", `{"model":"m","input":"x"}`)
 	}
@@ -585,17 +585,28 @@ func TestPrefillWorkersAreForPromptsOnly(t *testing.T) {
 	}
 }
 
-// newTestPairs returns pairs that serve no requests.
-func newTestPairs(t testing.TB) *proxy.Pairs {
-	px := proxy.NewProxy(testkit.SilentObserver{}, 0, func(uint64) {})
-	t.Cleanup(px.Client.CloseIdleConnections)
-	return proxy.NewPairs(nil, px, proxy.DefaultSettings(), slog.New(slog.DiscardHandler))
+// newTestPairs returns a proxy apart from the port's.
+func newTestPairs() *proxy.Proxy {
+	return proxy.New(proxy.DefaultSettings(), proxy.Deps{Observer: testkit.SilentObserver{}, Failed: func(uint64) {}, Log: slog.New(slog.DiscardHandler)})
 }
+
+// choosePair is a proxy.Chooser of requests that two workers serve.
+type choosePair func(exclude []uint64, why string) (router.Pair, error)
+
+func (choosePair) Route([]uint64) (router.Decision, error) { panic("two workers serve it") }
+
+func (f choosePair) RoutePair(exclude []uint64, why string) (router.Pair, error) {
+	return f(exclude, why)
+}
+
+func (choosePair) Rebook(router.Decision, kv.WorkerKey) (router.Decision, error) { panic("no gateway") }
+
+func (choosePair) IsUp(kv.Target) bool { return true }
 
 // TestAbortsFollowAClientThatTakesNothing: its connection broke, but the context
 // of its request does not say so yet.
 func TestAbortsFollowAClientThatTakesNothing(t *testing.T) {
-	h := newTestPairAPI(t, Config{}, kv.KindSGLang, 1, 1, func(id uint64, _ engineServe) engineServe {
+	h := newTestPairAPI(t, setup{}, kv.KindSGLang, 1, 1, func(id uint64, _ engineServe) engineServe {
 		return func(w http.ResponseWriter, r *http.Request, _ gjson.Result) {
 			if id == 10 {
 				streamHead(w)
@@ -603,12 +614,12 @@ func TestAbortsFollowAClientThatTakesNothing(t *testing.T) {
 			<-r.Context().Done()
 		}
 	})
-	s := newTestPairs(t)
+	s := newTestPairs()
 	parsed, _ := jsonbody.Parse([]byte(sharedChat(true)))
-	u := proxy.Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{}, Body: parsed.Raw, Route: testkit.ChatPath}
-	err := s.Forward(t.Context(), brokenWriter{httptest.NewRecorder()}, u, &proxy.Exchange{}, parsed, "", func([]uint64, string) (router.Pair, error) {
+	u := proxy.Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{}, Body: parsed.Raw, Route: testkit.ChatPath, Paired: true, Parsed: parsed}
+	err := s.Forward(t.Context(), brokenWriter{httptest.NewRecorder()}, u, &proxy.Exchange{}, choosePair(func([]uint64, string) (router.Pair, error) {
 		return h.router.RoutePair(t.Context(), router.Request{}, router.PairRule{})
-	})
+	}))
 	if !errors.Is(err, proxy.ErrAnswered) {
 		t.Errorf("%v", err)
 	}
@@ -635,7 +646,7 @@ func TestEveryTryOfASharedRequestHasItsReceipt(t *testing.T) {
 		{"the prefill worker's name is not to be had, then whole", kv.KindMooncake, 1, 3},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			h := newTestPairAPI(t, Config{}, test.kind, 1+test.broken, 1, func(id uint64, serve engineServe) engineServe {
+			h := newTestPairAPI(t, setup{}, test.kind, 1+test.broken, 1, func(id uint64, serve engineServe) engineServe {
 				if id < uint64(test.broken) {
 					return breaks
 				}
@@ -645,12 +656,12 @@ func TestEveryTryOfASharedRequestHasItsReceipt(t *testing.T) {
 				h.router.Down(kv.WorkerKey{Worker: 1})
 			}
 			h.router.Knobs.RecordDecisions = true
-			s, x := newTestPairs(t), &proxy.Exchange{}
+			s, x := newTestPairs(), &proxy.Exchange{}
 			parsed, _ := jsonbody.Parse([]byte(sharedChat(false)))
-			u := proxy.Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{}, Body: parsed.Raw, Route: testkit.ChatPath, MaxRetries: 2}
-			err := s.Forward(t.Context(), httptest.NewRecorder(), u, x, parsed, "", func(exclude []uint64, why string) (router.Pair, error) {
+			u := proxy.Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{}, Body: parsed.Raw, Route: testkit.ChatPath, MaxRetries: 2, Paired: true, Parsed: parsed}
+			err := s.Forward(t.Context(), httptest.NewRecorder(), u, x, choosePair(func(exclude []uint64, why string) (router.Pair, error) {
 				return h.router.RoutePair(t.Context(), router.Request{Exclude: exclude}, router.PairRule{Whole: why})
-			})
+			}))
 			s.Close()
 			if err != nil || x.Status != http.StatusOK || len(x.Receipts) != test.receipts {
 				t.Errorf("status %d, %v, %d receipts; want %d", x.Status, err, len(x.Receipts), test.receipts)
@@ -666,7 +677,7 @@ type brokenWriter struct{ http.ResponseWriter }
 func (brokenWriter) Write([]byte) (int, error) { return 0, io.ErrClosedPipe }
 
 func TestMooncakeWithoutBootstrapServerStaysWhole(t *testing.T) {
-	h := newTestPairAPI(t, Config{}, kv.KindMooncake, 1, 1, nil)
+	h := newTestPairAPI(t, setup{}, kv.KindMooncake, 1, 1, nil)
 	target := h.router.Targets()[0]
 	target.Bootstrap.Port = 1
 	h.router.Up(target)
@@ -694,7 +705,7 @@ func TestPrefillWorkerThatGoesDuringTheTransfer(t *testing.T) {
 	for _, again := range []bool{false, true} { // it has come back when its absence is looked for
 		for _, stream := range []bool{false, true} {
 			waits := make(chan struct{}, 1)
-			h := newTestPairAPI(t, Config{}, kv.KindMooncake, 1, 1, func(id uint64, serve engineServe) engineServe {
+			h := newTestPairAPI(t, setup{}, kv.KindMooncake, 1, 1, func(id uint64, serve engineServe) engineServe {
 				return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
 					if id == 0 || !body.Get("kv_transfer_params").Exists() {
 						serve(w, r, body)
@@ -738,7 +749,7 @@ func BenchmarkHandover(b *testing.B) {
 		b.Run(fmt.Sprintf("%dKB", size/1000), func(b *testing.B) {
 			var answered time.Time
 			var outside []float64
-			h := newTestPairAPI(b, Config{}, kv.KindNIXL, 1, 1, func(id uint64, serve engineServe) engineServe {
+			h := newTestPairAPI(b, setup{}, kv.KindNIXL, 1, 1, func(id uint64, serve engineServe) engineServe {
 				if id == 0 {
 					return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
 						serve(w, r, body)

@@ -1,4 +1,4 @@
-package main
+package openai
 
 import (
 	"bufio"
@@ -13,7 +13,6 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
-	"regexp"
 	"strings"
 	"syscall"
 	"testing"
@@ -23,6 +22,7 @@ import (
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/hints"
+	"kvrouter/internal/keys"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/models"
 	"kvrouter/internal/proxy"
@@ -36,9 +36,12 @@ import (
 	"kvrouter/internal/workers"
 )
 
+const completionsPath = "/v1/completions"
+
 // testAPI is a router's OpenAI port over fake workers.
 type testAPI struct {
 	*httptest.Server
+	api       *API
 	router    *router.Router
 	selection *httptest.Server
 	telemetry *telemetry.Metrics
@@ -47,8 +50,23 @@ type testAPI struct {
 	bodies    *web.Bodies
 }
 
+// setup says what a test's port and its proxy are made with.
+type setup struct {
+	Policy                         string // empty: round-robin
+	CollectUsage, AllowEngineAdmin bool
+	RequestTimeout                 time.Duration
+	APIKey, RouterAPIKey           []string
+	Keys                           keys.Settings
+	MaxBodyBytes                   int64
+	Bodies                         web.BodySettings
+	Proxy                          proxy.Settings
+	SessionHeader, SessionCookie   string
+	PageURL                        string
+	transport                      http.RoundTripper
+}
+
 // newTestAPI serves the given workers round robin: worker 0 gets the first request.
-func newTestAPI(t *testing.T, config Config, workers ...string) *testAPI {
+func newTestAPI(t *testing.T, config setup, workers ...string) *testAPI {
 	t.Helper()
 	var targets []kv.Target
 	for i, url := range workers {
@@ -59,45 +77,46 @@ func newTestAPI(t *testing.T, config Config, workers ...string) *testAPI {
 
 // newTestAPIOf is newTestAPI for given targets and a given model. Without a model
 // (nil) the workers give the prompt tokens.
-func newTestAPIOf(t testing.TB, config Config, model *tokens.Model, targets ...kv.Target) *testAPI {
+func newTestAPIOf(t testing.TB, config setup, model *tokens.Model, targets ...kv.Target) *testAPI {
 	t.Helper()
-	if config.MaxBodyBytes == 0 {
-		config.MaxBodyBytes = 1 << 20
-	}
-	config.ServedModelName = "m"
-	config.Disagg.Retries = cmp.Or(config.Disagg.Retries, 1)
+	config.MaxBodyBytes = cmp.Or(config.MaxBodyBytes, 1<<20)
+	config.Proxy.Retries = cmp.Or(config.Proxy.Retries, 1)
+	config.Proxy.RequestTimeout = config.RequestTimeout
+	config.Proxy.RetryBudget = 100 // no request of a test finds it used up
 	log := slog.New(slog.DiscardHandler)
-	h := &testAPI{router: routertest.NewTestRouter(t, cmp.Or(config.Policy, "round-robin"), 0), failed: make(chan uint64, 100)}
-	for _, target := range targets {
-		h.router.Up(target)
-	}
 	var watched telemetry.Deps
+	h := &testAPI{router: routertest.NewTestRouter(t, cmp.Or(config.Policy, "round-robin"), 0), failed: make(chan uint64, 100)}
 	if config.Policy == "thompson" {
 		watched = telemetry.Deps{Thompson: h.router, Fleet: func() []uint64 { return nil }}
 	}
-	telemetry := telemetry.New(watched)
-	h.telemetry = telemetry
-	proxy := proxy.NewProxy(telemetry, config.RequestTimeout, func(w uint64) { h.failed <- w })
-	h.proxy = proxy
-	set := models.New(models.Settings{ServedModelName: "m", TokenTimeout: time.Second}, models.Deps{Router: h.router, Index: h.router.Index(), Tokenizer: model, Ask: proxy.Ask, Log: log})
+	h.telemetry = telemetry.New(watched)
+	for _, target := range targets {
+		h.router.Up(target)
+	}
+	h.proxy = proxy.New(config.Proxy, proxy.Deps{Observer: h.telemetry, Failed: func(w uint64) { h.failed <- w }, Transport: config.transport, Log: log})
+	set := models.New(models.Settings{ServedModelName: "m", TokenTimeout: time.Second}, models.Deps{Router: h.router, Index: h.router.Index(), Tokenizer: model, Ask: h.proxy.Ask, Log: log})
 	for _, target := range targets {
 		set.Default().Tokens.Met(target.Engine == kv.EngineSGLang)
 	}
-	api := NewAPI(config, set, proxy, telemetry, log)
-	useKeys, err := api.keys.Read()
+	ring := keys.New(config.Keys, config.APIKey)
+	useKeys, err := ring.Read()
 	if err != nil {
 		t.Fatal(err)
 	}
 	useKeys()
-	h.bodies = api.bodies
-	h.Server = httptest.NewServer(api.Handler())
+	h.bodies = web.NewBodies(config.MaxBodyBytes, config.Bodies.MaxInflightBodyBytes)
+	h.api = New(Settings{
+		Host: "127.0.0.1", RouterAPIKey: config.RouterAPIKey, ServedModelName: "m", AllowEngineAdmin: config.AllowEngineAdmin, CollectUsage: config.CollectUsage, PageURL: config.PageURL,
+		RequestTimeout: config.RequestTimeout, SessionHeader: config.SessionHeader, SessionCookie: config.SessionCookie,
+		MinUncachedTokens: config.Proxy.DisaggMinUncachedTokens, EnforceDisagg: config.Proxy.EnforceDisagg, Retries: config.Proxy.Retries,
+	}, Deps{Keys: ring, Bodies: h.bodies, Models: set, Proxy: h.proxy, Metrics: h.telemetry.Handler(), Observers: []Observer{Traced(nil), h.telemetry}, Log: log})
+	h.Server = httptest.NewServer(h.api)
 	fleet := workers.New(workers.Settings{}, workers.Deps{Index: h.router.Index(), Log: log})
-	h.selection = httptest.NewServer(selection.New(config.selectionSettings(), selection.Deps{Models: set, Fleet: fleet, Partitions: selection.NewPartitions("m", set), Log: log}).Handler())
+	h.selection = httptest.NewServer(selection.New(selection.Settings{Host: "127.0.0.1", APIKey: config.RouterAPIKey}, selection.Deps{Models: set, Fleet: fleet, Partitions: selection.NewPartitions("m", set), Log: log}).Handler())
 	t.Cleanup(func() {
 		h.Close()
 		h.selection.Close()
-		api.pairs.Close()
-		proxy.Client.CloseIdleConnections()
+		h.proxy.Close()
 		for _, target := range h.router.Targets() {
 			if n := h.router.Load(target.Key).InFlight; n != 0 {
 				t.Errorf("worker %d still has %d requests booked", target.Key.Worker, n)
@@ -149,7 +168,7 @@ const usageEvent = `{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens"
 
 func TestBodyReachesTheWorkerUnchanged(t *testing.T) {
 	worker := testkit.NewFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, "[DONE]"))
-	h := newTestAPI(t, Config{CollectUsage: true}, worker.URL)
+	h := newTestAPI(t, setup{CollectUsage: true}, worker.URL)
 	bodies := []string{
 		`{"zeta": 1, "model":"m", "messages":[{"role":"user","content":"a","name":"x"}], "unknown":{"b":1,"a":2}}`,
 		"{\n \"stream\": true, \"stream_options\": {\"include_usage\": true}, \"model\": \"m\", \"messages\": []}",
@@ -166,7 +185,7 @@ func TestBodyReachesTheWorkerUnchanged(t *testing.T) {
 
 func TestUsageIsAskedForAndHidden(t *testing.T) {
 	worker := testkit.NewFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, usageEvent, "[DONE]"))
-	h := newTestAPI(t, Config{CollectUsage: true}, worker.URL)
+	h := newTestAPI(t, setup{CollectUsage: true}, worker.URL)
 	tests := []struct{ sent, want string }{
 		{`{"model":"m","stream":true}`, `{"stream_options":{"include_usage":true},"model":"m","stream":true}`},
 		{`{"stream":true,"stream_options":{"x":1},"n":1}`, `{"stream":true,"stream_options":{"x":1,"include_usage":true},"n":1}`},
@@ -199,7 +218,7 @@ func TestUsageIsAskedForAndHidden(t *testing.T) {
 
 func TestNoCollectUsageLeavesStreamsAlone(t *testing.T) {
 	worker := testkit.NewFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, usageEvent, "[DONE]"))
-	h := newTestAPI(t, Config{CollectUsage: false}, worker.URL)
+	h := newTestAPI(t, setup{CollectUsage: false}, worker.URL)
 	_, answer := h.post(t, testkit.ChatPath, `{"stream":true}`)
 	if got := worker.Received()[0]; got != `{"stream":true}` || !strings.Contains(answer, usageEvent) {
 		t.Errorf("received %s, answered %s", got, answer)
@@ -220,7 +239,7 @@ func TestStreamIsRelayedAsItComes(t *testing.T) {
 			}
 		}
 	})
-	h := newTestAPI(t, Config{}, worker.URL)
+	h := newTestAPI(t, setup{}, worker.URL)
 	response, err := h.Client().Post(h.URL+testkit.ChatPath, "application/json", strings.NewReader(`{"stream":true}`))
 	if err != nil {
 		t.Fatal(err)
@@ -246,7 +265,7 @@ func TestClientThatLeavesCancelsTheWorker(t *testing.T) {
 		<-r.Context().Done()
 		close(cancelled)
 	})
-	h := newTestAPI(t, Config{}, worker.URL)
+	h := newTestAPI(t, setup{}, worker.URL)
 	ctx, leave := context.WithCancel(t.Context())
 	request, _ := http.NewRequestWithContext(ctx, http.MethodPost, h.URL+testkit.ChatPath, strings.NewReader(`{"stream":true}`))
 	response, err := h.Client().Do(request)
@@ -275,7 +294,7 @@ func TestClientThatLeavesAfterTheEndWasServed(t *testing.T) {
 		http.NewResponseController(w).Flush()
 		<-r.Context().Done() // the client is faster than the end of the body
 	})
-	h := newTestAPI(t, Config{}, worker.URL)
+	h := newTestAPI(t, setup{}, worker.URL)
 	ctx, leave := context.WithCancel(t.Context())
 	request, _ := http.NewRequestWithContext(ctx, http.MethodPost, h.URL+testkit.ChatPath, strings.NewReader(`{"stream":true}`))
 	response, err := h.Client().Do(request)
@@ -331,7 +350,7 @@ func TestFailureBeforeTheFirstByteIsTriedElsewhere(t *testing.T) {
 				first = testkit.NewFakeWorker(t, test.serve).URL
 			}
 			second := testkit.NewFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, "[DONE]"))
-			h := newTestAPI(t, Config{}, first, second.URL)
+			h := newTestAPI(t, setup{}, first, second.URL)
 			response, answer := h.post(t, testkit.ChatPath, `{"stream":true}`)
 			if response.StatusCode != 200 || response.Header.Get(web.HeaderWorker) != "1" || !strings.Contains(answer, testkit.TokenEvent) {
 				t.Errorf("%d from worker %s: %s", response.StatusCode, response.Header.Get(web.HeaderWorker), answer)
@@ -344,7 +363,7 @@ func TestFailureBeforeTheFirstByteIsTriedElsewhere(t *testing.T) {
 }
 
 func TestWorkersThatAllFailGiveOneError(t *testing.T) {
-	h := newTestAPI(t, Config{}, deadURL(t), deadURL(t), deadURL(t))
+	h := newTestAPI(t, setup{}, deadURL(t), deadURL(t), deadURL(t))
 	response, answer := h.post(t, testkit.ChatPath, `{"messages":[]}`)
 	if response.StatusCode != http.StatusBadGateway || gjson.Get(answer, "error.code").Int() != 502 {
 		t.Errorf("%d: %s", response.StatusCode, answer)
@@ -360,7 +379,7 @@ func TestAnEnginesOwnErrorsReachTheClient(t *testing.T) {
 			w.WriteHeader(status)
 			io.WriteString(w, `{"error":{"message":"mine"}}`)
 		})
-		h := newTestAPI(t, Config{}, worker.URL)
+		h := newTestAPI(t, setup{}, worker.URL)
 		response, answer := h.post(t, testkit.ChatPath, `{}`)
 		if response.StatusCode != status || answer != `{"error":{"message":"mine"}}` {
 			t.Errorf("%d: %d %s", status, response.StatusCode, answer)
@@ -375,7 +394,7 @@ func TestFailureInMidStreamEndsWithAnErrorEvent(t *testing.T) {
 		panic(http.ErrAbortHandler)
 	})
 	other := testkit.NewFakeWorker(t, testkit.StreamOf("[DONE]"))
-	h := newTestAPI(t, Config{}, worker.URL, other.URL)
+	h := newTestAPI(t, setup{}, worker.URL, other.URL)
 	response, answer := h.post(t, testkit.ChatPath, `{"stream":true}`)
 	events := strings.Split(strings.TrimSpace(answer), "\n\n")
 	if response.StatusCode != 200 || len(events) != 2 || events[0] != "data: "+testkit.TokenEvent {
@@ -391,7 +410,7 @@ func TestFailureInMidStreamEndsWithAnErrorEvent(t *testing.T) {
 
 func TestLimitsAndBadRequests(t *testing.T) {
 	worker := testkit.NewFakeWorker(t, testkit.StreamOf("[DONE]"))
-	h := newTestAPI(t, Config{MaxBodyBytes: 64}, worker.URL)
+	h := newTestAPI(t, setup{MaxBodyBytes: 64}, worker.URL)
 	long := `{"messages":"` + strings.Repeat("x", 100) + `"}`
 	tests := []struct {
 		name, body string
@@ -427,7 +446,7 @@ func TestLimitsAndBadRequests(t *testing.T) {
 }
 
 func TestNoWorkerIs503WithRetryAfter(t *testing.T) {
-	h := newTestAPI(t, Config{})
+	h := newTestAPI(t, setup{})
 	response, answer := h.post(t, testkit.ChatPath, `{"messages":[]}`)
 	if response.StatusCode != 503 || response.Header.Get("Retry-After") == "" || !gjson.Get(answer, "error.message").Exists() {
 		t.Errorf("%d %v %s", response.StatusCode, response.Header, answer)
@@ -444,7 +463,7 @@ func TestNoWorkerIs503WithRetryAfter(t *testing.T) {
 
 func TestTimeOutIs504(t *testing.T) {
 	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, r *http.Request) { <-r.Context().Done() })
-	h := newTestAPI(t, Config{RequestTimeout: 50 * time.Millisecond}, worker.URL)
+	h := newTestAPI(t, setup{RequestTimeout: 50 * time.Millisecond}, worker.URL)
 	response, answer := h.post(t, testkit.ChatPath, `{"messages":[]}`)
 	if response.StatusCode != http.StatusGatewayTimeout {
 		t.Errorf("%d %s", response.StatusCode, answer)
@@ -453,7 +472,7 @@ func TestTimeOutIs504(t *testing.T) {
 
 func TestRequestIDIsKeptAndPassedOn(t *testing.T) {
 	worker := testkit.NewFakeWorker(t, testkit.StreamOf("[DONE]"))
-	h := newTestAPI(t, Config{}, worker.URL)
+	h := newTestAPI(t, setup{}, worker.URL)
 	response, _ := h.post(t, testkit.ChatPath, `{}`, "X-Request-Id", "mine-1")
 	if got := response.Header.Get(web.HeaderRequest); got != "mine-1" || worker.Header.Get(web.HeaderRequest) != "mine-1" {
 		t.Errorf("client got %q, worker %q", got, worker.Header.Get(web.HeaderRequest))
@@ -466,7 +485,7 @@ func TestRequestIDIsKeptAndPassedOn(t *testing.T) {
 
 func TestKeysGuardBothPorts(t *testing.T) {
 	worker := testkit.NewFakeWorker(t, testkit.StreamOf("[DONE]"))
-	h := newTestAPI(t, Config{APIKey: []string{"k1", "k2"}, RouterAPIKey: []string{"r"}}, worker.URL)
+	h := newTestAPI(t, setup{APIKey: []string{"k1", "k2"}, RouterAPIKey: []string{"r"}}, worker.URL)
 	for key, status := range map[string]int{"": 401, "Bearer k": 401, "Bearer k2": 200} {
 		response, _ := h.post(t, testkit.ChatPath, `{}`, "Authorization", key)
 		if response.StatusCode != status {
@@ -488,7 +507,7 @@ func TestKeysGuardBothPorts(t *testing.T) {
 
 func TestTheChosenRankIsNamed(t *testing.T) {
 	worker := testkit.NewFakeWorker(t, testkit.StreamOf("[DONE]"))
-	h := newTestAPI(t, Config{})
+	h := newTestAPI(t, setup{})
 	h.router.Up(kv.Target{Key: kv.WorkerKey{Worker: 0, Rank: 1}, Ranks: 2, URL: worker.URL})
 	h.post(t, testkit.ChatPath, `{}`)
 	if got := worker.Header.Get(web.HeaderRank); got != "1" {
@@ -504,11 +523,11 @@ func TestTheChosenRankIsNamed(t *testing.T) {
 func TestEngineAdminIsRefusedUnlessAllowed(t *testing.T) {
 	ok := func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, `{"done":true}`) }
 	a, b := testkit.NewFakeWorker(t, ok), testkit.NewFakeWorker(t, ok)
-	h := newTestAPI(t, Config{}, a.URL, b.URL)
+	h := newTestAPI(t, setup{}, a.URL, b.URL)
 	if response, _ := h.post(t, "/reset_prefix_cache", ""); response.StatusCode != 403 || len(a.Received())+len(b.Received()) != 0 {
 		t.Errorf("%d, %d requests reached workers", response.StatusCode, len(a.Received())+len(b.Received()))
 	}
-	h = newTestAPI(t, Config{AllowEngineAdmin: true}, a.URL, b.URL)
+	h = newTestAPI(t, setup{AllowEngineAdmin: true}, a.URL, b.URL)
 	response, answer := h.post(t, "/reset_prefix_cache", "")
 	if response.StatusCode != 200 || len(a.Received()) != 1 || len(b.Received()) != 1 || gjson.Get(answer, "1.answer.done").String() != "true" {
 		t.Errorf("%d %s", response.StatusCode, answer)
@@ -523,7 +542,7 @@ func TestHeadersOfOneConnectionStayThere(t *testing.T) {
 		w.Header().Set("X-Mine", "1")
 		io.WriteString(w, `{}`)
 	})
-	h := newTestAPI(t, Config{}, worker.URL)
+	h := newTestAPI(t, setup{}, worker.URL)
 	response, _ := h.post(t, testkit.ChatPath, `{}`, "Connection", "x-foo, x-bar", "X-Foo", "1", "X-Bar", "2", "X-Baz", "3", web.HeaderRank, "7")
 	for _, name := range []string{"X-Foo", "X-Bar", web.HeaderRank} {
 		if got := worker.Header.Get(name); got != "" {
@@ -547,8 +566,7 @@ func (noDescriptors) RoundTrip(*http.Request) (*http.Response, error) {
 }
 
 func TestWithoutDescriptorsClientsAreToldToTryAgain(t *testing.T) {
-	h := newTestAPI(t, Config{}, "http://127.0.0.1:1", "http://127.0.0.1:2")
-	h.proxy.Client.Transport = noDescriptors{}
+	h := newTestAPI(t, setup{transport: noDescriptors{}}, "http://127.0.0.1:1", "http://127.0.0.1:2")
 	response, answer := h.post(t, testkit.ChatPath, `{}`)
 	if response.StatusCode != http.StatusServiceUnavailable || response.Header.Get("Retry-After") != "1" || !strings.Contains(answer, "too many connections") {
 		t.Errorf("%s %s", response.Status, answer)
@@ -565,7 +583,7 @@ func TestStatusesThatAreNoneBecomeABadGateway(t *testing.T) {
 				connection.Close()
 			}
 		}))
-		h := newTestAPI(t, Config{}, worker.URL)
+		h := newTestAPI(t, setup{}, worker.URL)
 		for _, body := range []string{`{}`, `{"stream":true}`} {
 			if response, answer := h.post(t, testkit.ChatPath, body); response.StatusCode != 502 || !gjson.Get(answer, "error.message").Exists() {
 				t.Errorf("%.3s: %d %s", status, response.StatusCode, answer)
@@ -577,7 +595,7 @@ func TestStatusesThatAreNoneBecomeABadGateway(t *testing.T) {
 
 func TestBodiesBeyondTheBudgetAreRefused(t *testing.T) {
 	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, `{}`) })
-	h := newTestAPI(t, Config{MaxBodyBytes: 1 << 20, Bodies: web.BodySettings{MaxInflightBodyBytes: 1 << 20}}, worker.URL)
+	h := newTestAPI(t, setup{MaxBodyBytes: 1 << 20, Bodies: web.BodySettings{MaxInflightBodyBytes: 1 << 20}}, worker.URL)
 	come, send := io.Pipe()
 	left := make(chan struct{})
 	go func() { // until the pipe is closed below
@@ -607,7 +625,7 @@ func TestBodiesBeyondTheBudgetAreRefused(t *testing.T) {
 
 func TestModelsAreTheWorkers(t *testing.T) {
 	worker := testkit.NewFakeWorker(t, testkit.StreamOf("[DONE]"))
-	h := newTestAPI(t, Config{}, worker.URL, worker.URL)
+	h := newTestAPI(t, setup{}, worker.URL, worker.URL)
 	response, err := h.Client().Get(h.URL + "/v1/models")
 	if err != nil {
 		t.Fatal(err)
@@ -621,7 +639,7 @@ func TestModelsAreTheWorkers(t *testing.T) {
 
 func TestOtherInferencePathsAreForwarded(t *testing.T) {
 	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, r *http.Request) { io.WriteString(w, r.URL.RequestURI()) })
-	h := newTestAPIOf(t, Config{}, nil, kv.Target{URL: worker.URL, Engine: kv.EngineSGLang})
+	h := newTestAPIOf(t, setup{}, nil, kv.Target{URL: worker.URL, Engine: kv.EngineSGLang})
 	for path := range tokens.Routes {
 		if _, answer := h.post(t, path+"?x=1", `{"model":"m"}`); answer != path+"?x=1" {
 			t.Errorf("%s was answered %s", path, answer)
@@ -661,7 +679,7 @@ func TestEventsSplitAnywhereReadTheSame(t *testing.T) {
 }
 
 func TestFindBestWorker(t *testing.T) {
-	h := newTestAPI(t, Config{}, "http://a", "http://b")
+	h := newTestAPI(t, setup{}, "http://a", "http://b")
 	post := func(body string) (int, string) {
 		response, err := h.Client().Post(h.selection.URL+"/find_best_worker", "application/json", strings.NewReader(body))
 		if err != nil {
@@ -689,7 +707,7 @@ func TestFindBestWorker(t *testing.T) {
 }
 
 func TestOverlapScoresAndDump(t *testing.T) {
-	h := newTestAPI(t, Config{}, "http://a", "http://b")
+	h := newTestAPI(t, setup{}, "http://a", "http://b")
 	routertest.Hold(h.router, 0, testkit.Tokens(1, 8))
 	routertest.Hold(h.router, 1, testkit.Tokens(1, 4))
 	response, err := h.Client().Post(h.selection.URL+"/overlap_scores", "application/json", strings.NewReader(`{"token_ids":[1,2,3,4,5,6,7,8,9,10,11,12]}`))
@@ -721,55 +739,6 @@ func TestOverlapScoresAndDump(t *testing.T) {
 	}
 }
 
-func TestMetricsHaveDynamosNames(t *testing.T) {
-	telemetry := telemetry.New(telemetry.Deps{})
-	samples := func() []workers.Sample {
-		return []workers.Sample{{Worker: kv.WorkerKey{Worker: 1, Rank: 2}, EventCount: map[string]uint64{"stored": 9, "unknown_parent": 2, "invalid_stored": 1, "removed": 7, "removed_incomplete": 3, "cleared": 4}}}
-	}
-	rt := routertest.NewTestRouter(t, "kv", 2)
-	telemetry.Register(workers.NewCollector(nil, samples), models.NewCollector(routertest.Models(rt)))
-	d, err := rt.Route(t.Context(), router.Request{Tokens: testkit.PromptTokens(1, 3)})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer d.Booking.End()
-	d.HashTime, d.LookupTime, d.SequenceTime, d.ScheduleTime, d.QueueTime = 3*time.Microsecond, 20*time.Microsecond, 5*time.Microsecond, time.Millisecond, 2*time.Second
-	telemetry.Decided(time.Second, d)
-	telemetry.Refused("m", testkit.ChatPath, fmt.Errorf("wrapped: %w", router.ErrBusy))
-	telemetry.Refused("m", testkit.ChatPath, router.ErrNoWorker)
-	telemetry.Refused("m", testkit.ChatPath, router.ErrQueueFull)
-	telemetry.Refused("m", testkit.ChatPath, router.ErrQueueTimeout)
-	recorder := httptest.NewRecorder()
-	telemetry.Handler().ServeHTTP(recorder, httptest.NewRequest(http.MethodGet, "/metrics", nil))
-	page := regexp.MustCompile(`,?router_id="[0-9]+",?`).ReplaceAllString(recorder.Body.String(), "")
-	for _, want := range []string{
-		`dynamo_router_overhead_block_hashing_ms_bucket{le="0.002"} 0`, `dynamo_router_overhead_block_hashing_ms_bucket{le="0.004"} 1`,
-		`dynamo_router_overhead_block_hashing_ms_bucket{le="16.384"} 1`, `dynamo_router_overhead_seq_hashing_ms_sum{} 0.005`,
-		`dynamo_router_overhead_indexer_find_matches_ms_bucket{le="0.01"} 0`, `dynamo_router_overhead_indexer_find_matches_ms_bucket{le="0.03"} 1`,
-		`dynamo_router_overhead_scheduling_ms_sum{} 1`, `dynamo_router_overhead_total_ms_sum{} 1.028`,
-		fmt.Sprintf(`dynamo_frontend_worker_active_decode_blocks{dp_rank="0",worker_id="%d",worker_type="decode"} 3`, d.Target.Key.Worker),
-		fmt.Sprintf(`dynamo_frontend_worker_active_prefill_tokens{dp_rank="0",worker_id="%d",worker_type="decode"} 12`, d.Target.Key.Worker),
-		fmt.Sprintf(`dynamo_frontend_worker_active_prefill_tokens{dp_rank="0",worker_id="%d",worker_type="decode"} 0`, 1-d.Target.Key.Worker),
-		`dynamo_frontend_model_rejection_total{endpoint="/v1/chat/completions",model="m"} 1`,
-		`dynamo_component_kv_cache_events_applied{dp_rank="2",event_type="stored",status="ok",worker_id="1"} 9`,
-		`dynamo_component_kv_cache_events_applied{dp_rank="2",event_type="stored",status="parent_block_not_found",worker_id="1"} 2`,
-		`dynamo_component_kv_cache_events_applied{dp_rank="2",event_type="stored",status="invalid_block",worker_id="1"} 1`,
-		`dynamo_component_kv_cache_events_applied{dp_rank="2",event_type="removed",status="ok",worker_id="1"} 4`,
-		`dynamo_component_kv_cache_events_applied{dp_rank="2",event_type="removed",status="block_not_found",worker_id="1"} 3`,
-		`dynamo_component_kv_cache_events_applied{dp_rank="2",event_type="cleared",status="ok",worker_id="1"} 4`,
-		`kvrouter_decision_seconds_count{stage="schedule"} 1`, `kvrouter_queue_wait_seconds_sum 2`,
-		`dynamo_frontend_router_queue_backpressure_total{reason="full"} 1`, `dynamo_frontend_router_queue_backpressure_total{reason="timeout"} 1`,
-		`dynamo_frontend_router_queue_pending_requests 0`, `dynamo_frontend_router_queue_pending_isl_tokens 0`,
-	} {
-		if !strings.Contains(page, want+"\n") {
-			t.Errorf("no %s", want)
-		}
-	}
-	if t.Failed() {
-		t.Log(page)
-	}
-}
-
 // TestCachedTokensThatSayNothingOfTheCacheAreLeftOut is about requests for
 // which an engine computes a prompt anew.
 func TestCachedTokensThatSayNothingOfTheCacheAreLeftOut(t *testing.T) {
@@ -787,7 +756,7 @@ func TestCachedTokensThatSayNothingOfTheCacheAreLeftOut(t *testing.T) {
 		{`"prompt":[1,2,3],"echo":true,"logprobs":1`, false},
 		{`"prompt":[1,2,3],"echo":true`, true},
 	} {
-		h := newTestAPI(t, Config{}, worker.URL)
+		h := newTestAPI(t, setup{}, worker.URL)
 		if response, answer := h.post(t, "/v1/completions", "{"+test.fields+"}"); response.StatusCode != http.StatusOK {
 			t.Fatalf("%s: %s", response.Status, answer)
 		}
@@ -809,7 +778,7 @@ func occupy(t testing.TB, r *router.Router, w uint64, tokens int) *router.Bookin
 }
 
 func TestQueueErrorsReachTheClient(t *testing.T) {
-	h := newTestAPI(t, Config{}, "http://127.0.0.1:1")
+	h := newTestAPI(t, setup{}, "http://127.0.0.1:1")
 	threshold := 0.5
 	h.router.Knobs.QueueSettings = router.QueueSettings{RouterQueueThreshold: &threshold, RouterQueueTimeout: time.Millisecond, RouterQueueLimit: 1}
 	h.router.Up(kv.Target{Key: kv.WorkerKey{}, URL: "http://127.0.0.1:1", Models: []string{"m"}, MaxBatchedTokens: 16})
@@ -831,7 +800,7 @@ func TestQueueErrorsReachTheClient(t *testing.T) {
 }
 
 func TestBusyThresholdEndpoint(t *testing.T) {
-	h := newTestAPI(t, Config{}, "http://127.0.0.1:1")
+	h := newTestAPI(t, setup{}, "http://127.0.0.1:1")
 	for _, step := range []struct {
 		method, body string
 		status       int

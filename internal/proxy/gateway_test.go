@@ -113,23 +113,23 @@ func TestAGatewayRenamesTheModel(t *testing.T) {
 	}
 }
 
-// carried sends a request through a gateway that answers as it is told to.
-func carried(t *testing.T, rt *router.Router, carry func(Cargo) (*http.Response, string, error)) (*httptest.ResponseRecorder, *Exchange, error) {
+// sendByGateway sends a request through a gateway that answers as send does.
+func sendByGateway(t *testing.T, rt *router.Router, send func(Routed) (*http.Response, string, error)) (*httptest.ResponseRecorder, *Exchange, error) {
 	t.Helper()
-	p := NewProxy(testkit.SilentObserver{}, 0, func(uint64) {})
+	p := newTestProxy(t, 0)
 	request := router.Request{Tokens: testkit.Tokens(1, 256), Alternatives: 3}
 	u := Upstream{
 		Method: http.MethodPost, Path: testkit.ChatPath, Body: []byte(`{}`), Route: testkit.ChatPath, EndMarked: true,
 		Header:  http.Header{HeaderPrefiller: {"169.254.169.254:80"}, HeaderDataParallel: {"169.254.169.254:80"}},
-		Gateway: &Gateway{Carry: carry},
-		Rebook: func(d router.Decision, taken kv.WorkerKey) (router.Decision, error) {
-			return rt.Rebook(request, d, taken)
-		},
+		Gateway: &Gateway{Send: send},
 	}
 	w, x := httptest.NewRecorder(), &Exchange{}
-	err := p.Forward(t.Context(), w, u, x, func(exclude []uint64) (router.Decision, error) {
-		request.Exclude = exclude
-		return rt.Route(t.Context(), request)
+	err := p.Forward(t.Context(), w, u, x, rebooks{
+		chooseOne: func(exclude []uint64) (router.Decision, error) {
+			request.Exclude = exclude
+			return rt.Route(t.Context(), request)
+		},
+		rebook: func(d router.Decision, to kv.WorkerKey) (router.Decision, error) { return rt.Rebook(request, d, to) },
 	})
 	return w, x, err
 }
@@ -155,9 +155,9 @@ func TestAGatewaysAnswerEndsItsBooking(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			rt := gatewayRouter(t, 3)
-			var cargo Cargo
-			w, x, err := carried(t, rt, func(c Cargo) (*http.Response, string, error) {
-				cargo = c
+			var routed Routed
+			w, x, err := sendByGateway(t, rt, func(c Routed) (*http.Response, string, error) {
+				routed = c
 				return test.answer, "", test.err
 			})
 			if (err == nil) != (test.err == nil) {
@@ -167,12 +167,12 @@ func TestAGatewaysAnswerEndsItsBooking(t *testing.T) {
 				t.Errorf("status %d, %d cached; want %d, %d", w.Code, x.Usage.CachedTokens, test.status, test.cached)
 			}
 			for _, name := range []string{HeaderPrefiller, HeaderDataParallel} {
-				if given := cargo.Request.Header[name]; given != nil {
+				if given := routed.Request.Header[name]; given != nil {
 					t.Errorf("%s: %s of the client goes on", name, given)
 				}
 			}
-			if len(cargo.Others) != 2 || cargo.Others[0].Key == cargo.Target.Key {
-				t.Errorf("others: %+v", cargo.Others)
+			if len(routed.Others) != 2 || routed.Others[0].Key == routed.Target.Key {
+				t.Errorf("others: %+v", routed.Others)
 			}
 			if n := routertest.InFlight(rt); n != 0 {
 				t.Errorf("%d bookings are left", n)
@@ -185,7 +185,7 @@ func TestAGatewaysAnswerEndsItsBooking(t *testing.T) {
 func TestABookingMovesToWhoServed(t *testing.T) {
 	rt := gatewayRouter(t, 3)
 	var first, second kv.Target
-	_, x, err := carried(t, rt, func(c Cargo) (*http.Response, string, error) {
+	_, x, err := sendByGateway(t, rt, func(c Routed) (*http.Response, string, error) {
 		first, second = c.Target, c.Others[0]
 		return answered(200, "application/json", `{}`), second.Address(), nil
 	})
@@ -195,7 +195,7 @@ func TestABookingMovesToWhoServed(t *testing.T) {
 	if n := routertest.InFlight(rt); n != 0 {
 		t.Errorf("%d bookings are left", n)
 	}
-	_, x, err = carried(t, rt, func(c Cargo) (*http.Response, string, error) {
+	_, x, err = sendByGateway(t, rt, func(c Routed) (*http.Response, string, error) {
 		first = c.Target
 		return answered(200, "application/json", `{}`), "10.9.9.9:1", nil
 	})

@@ -1,4 +1,4 @@
-package nativeapi
+package tracing
 
 import (
 	"testing"
