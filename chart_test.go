@@ -248,7 +248,7 @@ func TestChartValuesAreExplainedCheckedAndUsed(t *testing.T) {
 }
 
 // TestChartExampleRunsVLLMAsTheRouterWantsIt holds the example of workers against the
-// values that find them, the router's defaults and docs/operations.md.
+// values that find them, the router's defaults and docs/workers.md.
 func TestChartExampleRunsVLLMAsTheRouterWantsIt(t *testing.T) {
 	var worker struct {
 		Metadata struct{ Namespace string }
@@ -282,8 +282,8 @@ func TestChartExampleRunsVLLMAsTheRouterWantsIt(t *testing.T) {
 		t.Fatal(err)
 	}
 	events := value("--kv-events-config")
-	if !json.Valid([]byte(events)) || !strings.Contains(readDeploy(t, "../docs/operations.md"), "--kv-events-config '"+events+"'") {
-		t.Errorf("it publishes in another way than docs/operations.md says: %s", events)
+	if !json.Valid([]byte(events)) || !strings.Contains(readDeploy(t, "../docs/workers.md"), "--kv-events-config '"+events+"'") {
+		t.Errorf("it publishes in another way than docs/workers.md says: %s", events)
 	}
 	if value("--host") != "0.0.0.0" || value("--block-size") != strconv.Itoa(usual.BlockSize) || value("--port") != strconv.Itoa(usual.Discovery.WorkerPort) {
 		t.Errorf("%q for blocks of %d and port %d", container.Args, usual.BlockSize, usual.Discovery.WorkerPort)

@@ -99,8 +99,8 @@ func TestComposeRunsWorkersAsTheRouterWantsThem(t *testing.T) {
 				t.Errorf("%s: %s is not among %v", name, endpoint, service.Expose)
 			}
 		}
-		if !strings.Contains(readDeploy(t, "../docs/operations.md"), "--kv-events-config '"+value("--kv-events-config")+"'") {
-			t.Errorf("%s publishes in another way than docs/operations.md says", name)
+		if !strings.Contains(readDeploy(t, "../docs/workers.md"), "--kv-events-config '"+value("--kv-events-config")+"'") {
+			t.Errorf("%s publishes in another way than docs/workers.md says", name)
 		}
 	}
 }
