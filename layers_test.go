@@ -22,7 +22,10 @@ var layers = []map[string]string{
 	},
 	{ // knowing
 		"hints": "jsonbody kv", "radix": "blockpool kv table", "engine": "blockpool kv",
-		"tokens": "jsonbody kv", "keys": "web",
+		"chat": "jsonbody", "encode": "", "keys": "web",
+	},
+	{ // prompts
+		"tokens": "chat encode jsonbody kv",
 	},
 	{ // judging, hearing
 		"policy": "hints jsonlines kv settings", "events": "guard jsonlines kv radix web zmq", "outlier": "kv",
@@ -31,11 +34,11 @@ var layers = []map[string]string{
 		"router": "hints kv outlier policy radix table", "process": "events kv",
 	},
 	{ // following
-		"traces": "kv policy router", "models": "kv outlier policy radix router tokens",
+		"traces": "kv policy router", "models": "chat kv outlier policy radix router tokens",
 	},
 	{ // carrying
 		"replica": "events guard kv router zmq", "proxy": "jsonbody kv models outlier policy router traces web", "workers": "events guard kv policy process radix web zmq",
-		"mocker": "engine events jsonbody kv process tokens web zmq", "simulate": "engine hints jsonlines kv outlier policy radix router",
+		"mocker": "chat engine events jsonbody kv process tokens web zmq", "simulate": "engine hints jsonlines kv outlier policy radix router",
 		"vllm": "kv process", "sglang": "kv process", "discovery": "kv",
 	},
 	{ // showing, offering

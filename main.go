@@ -17,9 +17,9 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"kvrouter/internal/demo"
+	"kvrouter/internal/encode"
 	"kvrouter/internal/logs"
 	"kvrouter/internal/settings"
-	"kvrouter/internal/tokens"
 	"kvrouter/internal/web"
 )
 
@@ -177,7 +177,7 @@ func (r *app) run(ctx context.Context) error {
 		r.models.Run(failed)
 		return nil
 	})
-	tokens.ReleaseStartup()
+	encode.ReleaseStartup()
 	r.log.Info("listening", "openai", ports[0].URL()+"/v1", "router", ports[1].URL(), "page", ports[1].URL()+"/ui/", "policy", r.config.Policy)
 	group.Go(func() error {
 		<-failed.Done()

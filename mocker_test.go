@@ -19,6 +19,7 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/chat"
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
@@ -26,13 +27,12 @@ import (
 	"kvrouter/internal/settings"
 	"kvrouter/internal/telemetry"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/tokens"
 	"kvrouter/internal/web"
 )
 
 func TestMockPredictionsAreExactOneByOne(t *testing.T) {
 	variants := [][]string{nil, {"--mock-array-events"}, {"--mock-api=sglang"}, {"--mock-api=sglang", "--block-size=16", "--mock-num-gpu-blocks=240"}}
-	if dir := filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct"); tokens.FileExists(dir, "tokenizer.json") {
+	if dir := filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct"); chat.FileExists(dir, "tokenizer.json") {
 		variants = append(variants, []string{"--model=" + dir})
 	}
 	for _, args := range append(variants, []string{"--mock-num-gpu-blocks=60", "--mock-duplicate-events=0.3", "--mock-delay-events=3ms"}) {

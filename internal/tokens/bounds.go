@@ -11,15 +11,16 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/chat"
 	"kvrouter/internal/jsonbody"
 )
 
 // errTooLong marks a prompt that no engine with the model's limit takes: vLLM
 // refuses it by its length, before it encodes it.
-var errTooLong = fmt.Errorf("%w: the prompt is longer than the model takes", errNotRenderable)
+var errTooLong = fmt.Errorf("%w: the prompt is longer than the model takes", chat.ErrNotRenderable)
 
 // errNoTurn marks a prompt that was not encoded because others took the time.
-var errNoTurn = fmt.Errorf("%w: no turn to encode it came in time", errNotRenderable)
+var errNoTurn = fmt.Errorf("%w: no turn to encode it came in time", chat.ErrNotRenderable)
 
 // errClientLeft marks a prompt whose client did not wait for its turn.
 var errClientLeft = fmt.Errorf("%w: the client has left", errNoTurn)
@@ -42,10 +43,9 @@ const (
 	// largeText is from how many bytes on a text counts as large: to encode it takes
 	// more than about 0.5 ms, or 10 ms with crate tokenizers, and from hugeText on more
 	// than about 60 MB with the latter. A text
-	// longer than maxText is not encoded: a million tokens are about 4 MB.
+	// longer than chat.MaxText is not encoded.
 	largeText = 64 << 10
 	hugeText  = 1 << 20
-	maxText   = 6 << 20
 )
 
 // bounds limit the work on the prompts of one request. The zero value has no
@@ -66,29 +66,12 @@ func (m *Model) bounds(ctx context.Context, wait time.Duration) bounds {
 	if tokens == 0 {
 		tokens = unknownModelLen
 	}
-	return bounds{ctx: ctx, wait: wait, tokens: tokens, chars: tokens * min(m.longestToken, charsPerToken), text: maxText}
+	return bounds{ctx: ctx, wait: wait, tokens: tokens, chars: tokens * min(m.longestToken, charsPerToken), text: chat.MaxText}
 }
 
 // fits tells whether a text may fit the model.
 func (b bounds) fits(text string) bool {
 	return b.chars == 0 || len(text) <= b.chars || utf8.RuneCountInString(text) <= b.chars
-}
-
-// fitsChat tells whether a chat may fit the model, by what its users and tools
-// say: it costs nothing yet. What assistants have said before, templates may
-// leave out.
-func (b bounds) fitsChat(req *chatRequest) bool {
-	return b.fitsTexts(func(yield func(string) bool) {
-		for i := range req.messages {
-			if m := &req.messages[i]; m.role != "assistant" {
-				for j := range m.parts {
-					if !yield(m.parts[j].text) {
-						return
-					}
-				}
-			}
-		}
-	})
 }
 
 // fitsTexts tells whether a prompt that has all these texts may fit the model.
@@ -192,12 +175,12 @@ func (t turns) take(b bounds, bytes int) (turn chan struct{}, err error) {
 // an errTooLong.
 func readTokens(list gjson.Result, most int) (tokens []uint32, err error) {
 	if !list.IsArray() {
-		return nil, notRenderable("not a list of token ids")
+		return nil, chat.NotRenderable("not a list of token ids")
 	}
 	jsonbody.EachElement(list.Raw, func(v gjson.Result) bool {
 		switch {
 		case v.Type != gjson.Number || v.Num < 0 || v.Num > 1<<32-1 || v.Num != float64(uint32(v.Num)):
-			err = notRenderable("%.40s is not a token id", v.Raw)
+			err = chat.NotRenderable("%.40s is not a token id", v.Raw)
 		case most > 0 && len(tokens) == most:
 			err = errTooLong
 		default:

@@ -19,6 +19,7 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/chat"
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 )
@@ -140,9 +141,9 @@ func (t *Source) Chat(ctx context.Context, body []byte) Prompt {
 // ChatBody is Chat for a body that has been taken apart.
 func (t *Source) ChatBody(ctx context.Context, parsed *jsonbody.Body) Prompt {
 	body, sglang := parsed.Raw, t.SGLang()
-	features := BodyFeatures(parsed)
+	features := chat.Features(parsed)
 	if sglang {
-		features = sglangFeatures(parsed)
+		features = chat.SGLangFeatures(parsed)
 	}
 	shape := strings.Join(features, "+")
 	reason := t.whyNot(features)
@@ -281,11 +282,15 @@ func (t *Source) Other(ctx context.Context, path string, body []byte) Prompt {
 func (t *Source) Tokenize(ctx context.Context, body []byte) ([]byte, error) {
 	features := []string{"completion"}
 	if gjson.GetBytes(body, "messages").Exists() {
-		features = chatFeatures(body)
+		parsed, err := chat.ParseBody(body)
+		if err != nil {
+			parsed = &jsonbody.Body{Raw: body}
+		}
+		features = chat.Features(parsed)
 	}
 	if !t.SGLang() && t.whyNot(features) == "" {
 		answer, err := t.model.boundedTokenize(t.model.bounds(ctx, t.timeout), body)
-		if !errors.Is(err, errNotRenderable) {
+		if !errors.Is(err, chat.ErrNotRenderable) {
 			return answer, err
 		}
 	}
@@ -296,7 +301,7 @@ func (t *Source) Tokenize(ctx context.Context, body []byte) ([]byte, error) {
 func (t *Source) Detokenize(ctx context.Context, body []byte) ([]byte, error) {
 	if t.model != nil && !t.SGLang() {
 		answer, err := t.model.Detokenize(body)
-		if !errors.Is(err, errNotRenderable) {
+		if !errors.Is(err, chat.ErrNotRenderable) {
 			return answer, err
 		}
 	}
@@ -443,7 +448,7 @@ func (t *Source) asTokenize(sglang bool, body []byte) (request []byte, ok bool) 
 	if sglang {
 		return sglangTokenize(body)
 	}
-	if !json.Valid(body) || t.model != nil && t.model.files.harmony {
+	if !json.Valid(body) || t.model != nil && t.model.files.Harmony {
 		return nil, false
 	}
 	top := gjson.ParseBytes(body)
@@ -513,44 +518,6 @@ func renameReasoning(messages gjson.Result) string {
 		return true
 	})
 	return "[" + out.String() + "]"
-}
-
-// chatFeatures is BodyFeatures for a body that has not been taken apart.
-func chatFeatures(body []byte) []string {
-	if parsed, ok := jsonbody.Parse(body); ok {
-		return BodyFeatures(parsed)
-	}
-	return []string{"chat"}
-}
-
-// BodyFeatures names what shapes a chat's prompt: "chat" and then "tools",
-// "tool_calls", "parts" and "continue" where present.
-func BodyFeatures(body *jsonbody.Body) []string {
-	var calls, parts bool
-	for _, m := range body.Messages() {
-		for _, f := range m.Fields {
-			switch f.Key {
-			case "role":
-				calls = calls || f.Value.Str == "tool"
-			case "tool_calls":
-				calls = calls || f.Value.IsArray()
-			case "content":
-				parts = parts || f.Value.IsArray()
-			}
-		}
-	}
-	tools := body.Get("tools").Type != gjson.Null
-	continued := body.Get("continue_final_message").Bool()
-	out := []string{"chat"}
-	for _, f := range []struct {
-		name string
-		on   bool
-	}{{"tools", tools}, {"tool_calls", calls}, {"parts", parts}, {"continue", continued}} {
-		if f.on {
-			out = append(out, f.name)
-		}
-	}
-	return out
 }
 
 // maxAnswered bounds the tokens that a worker may tell for a prompt.

@@ -1,4 +1,4 @@
-package tokens
+package chat
 
 import (
 	"encoding/json"
@@ -11,8 +11,8 @@ import (
 	"kvrouter/internal/jsonbody"
 )
 
-// ChatOptions are the engine's own settings that change its prompts.
-type ChatOptions struct {
+// Options are the engine's own settings that change its prompts.
+type Options struct {
 	// ChatTemplate replaces the model's template (--chat-template); its text.
 	ChatTemplate string
 	// ContentFormat is --chat-template-content-format: "string", "openai", or
@@ -27,10 +27,10 @@ type ChatOptions struct {
 	CannotRender string
 }
 
-// EngineChatOptions reads from vLLM's arguments those that change prompts. What
+// VLLMOptions reads from vLLM's arguments those that change prompts. What
 // it cannot follow ends up in CannotRender, so that workers are asked instead.
-func EngineChatOptions(args []string) (ChatOptions, error) {
-	var o ChatOptions
+func VLLMOptions(args []string) (Options, error) {
+	var o Options
 	for i := 0; i < len(args); i++ {
 		name, value, inline := strings.Cut(args[i], "=")
 		if !strings.HasPrefix(name, "--") {
@@ -83,7 +83,7 @@ func EngineChatOptions(args []string) (ChatOptions, error) {
 }
 
 // setTemplate takes a file or the text of a template, as vLLM does.
-func (o *ChatOptions) setTemplate(value string) {
+func (o *Options) setTemplate(value string) {
 	if text, err := os.ReadFile(value); err == nil {
 		o.ChatTemplate = string(text)
 	} else if strings.ContainsAny(value, "{}\n") {
@@ -93,10 +93,10 @@ func (o *ChatOptions) setTemplate(value string) {
 	}
 }
 
-// SGLangChatOptions reads from SGLang's arguments those that change prompts. What
+// SGLangOptions reads from SGLang's arguments those that change prompts. What
 // it cannot follow ends up in CannotRender, so that workers are asked instead.
-func SGLangChatOptions(args []string) (ChatOptions, error) {
-	var o ChatOptions
+func SGLangOptions(args []string) (Options, error) {
+	var o Options
 	for i := 0; i < len(args); i++ {
 		name, value, inline := strings.Cut(args[i], "=")
 		name = strings.ReplaceAll(name, "_", "-")
