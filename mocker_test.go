@@ -437,10 +437,7 @@ var mockPairs = []mockPair{{kv.KindNIXL, "vllm"}, {kv.KindSGLang, "vllm"}, {kv.K
 func (s *mockSite) idle() bool {
 	for _, target := range s.app.router.Targets() {
 		w := s.app.mocker.Worker(int(target.Key.Worker))
-		w.Rooms.Mu.Lock()
-		rooms := len(w.Rooms.ByID)
-		w.Rooms.Mu.Unlock()
-		if rooms > 0 || s.rank(target.Key).CurrentLoad() != (mocker.Load{}) {
+		if w.Transfers() > 0 || s.rank(target.Key).CurrentLoad() != (mocker.Load{}) {
 			return false
 		}
 	}
@@ -708,11 +705,7 @@ func TestMockSGLangWorkersAbortByName(t *testing.T) {
 		ended <- status
 	}()
 	w := s.app.mocker.Worker(0)
-	testkit.Eventually(t, 10*time.Second, "it waits", func() bool {
-		w.Mu.Lock()
-		defer w.Mu.Unlock()
-		return len(w.Running) == 1
-	})
+	testkit.Eventually(t, 10*time.Second, "it waits", func() bool { return w.Running() == 1 })
 	post(t, s.workerURL(0)+"/abort_request", `{"rid":"abc"}`)
 	select {
 	case status := <-ended:

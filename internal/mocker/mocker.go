@@ -137,14 +137,14 @@ type Worker struct {
 
 	part   kv.Disagg
 	turn   atomic.Uint64 // counts requests that name no rank
-	Rooms  rooms
+	rooms  rooms
 	client *http.Client // to other mock workers
 
-	Mu        sync.Mutex // guards the rest
+	mu        sync.Mutex // guards the rest
 	random    *rand.Rand
 	adapters  []Adapter // that are loaded
 	adapterID int       // of the one loaded last
-	Running   []*inference
+	running   []*inference
 }
 
 // listen opens the worker's ports.
@@ -240,8 +240,8 @@ func (w *Worker) chance(probability float64) bool {
 	if probability <= 0 {
 		return false
 	}
-	w.Mu.Lock()
-	defer w.Mu.Unlock()
+	w.mu.Lock()
+	defer w.mu.Unlock()
 	return w.random.Float64() < probability
 }
 

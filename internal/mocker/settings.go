@@ -62,16 +62,6 @@ func (c *Settings) host() string { return cmp.Or(c.Host, "127.0.0.1") }
 // at is where a worker listens on a port.
 func (c *Settings) at(port int) string { return net.JoinHostPort(c.host(), strconv.Itoa(port)) }
 
-// DefaultSettings has the flags' defaults.
-func DefaultSettings() Settings {
-	size := engine.DefaultSettings()
-	return Settings{
-		SpeedupRatio: 1, MockNumGPUBlocks: size.Blocks, MockMaxNumSeqs: size.MaxSeqs, MockMaxNumBatchedTokens: size.MaxBatchedTokens,
-		MockDataParallelSize: 1, MockKVTransferBandwidth: 64, MockKVBytesPerToken: 131072,
-		MockAPI: kv.EngineVLLM.String(), MockKVLease: 30 * time.Second, MockKVLoadFailure: loadFailureRecompute, MockBootstrapTimeout: 5 * time.Minute, MockPrefillMS: size.Timing.Prefill[:], MockDecodeMS: size.Timing.Decode[:], MockOutputTokens: 128, MockBufferSteps: process.ReplayBatches,
-	}
-}
-
 // Engine is the kind of server that the mock workers are.
 func (c *Settings) Engine() kv.Engine {
 	if c.MockAPI == kv.EngineSGLang.String() {
