@@ -184,7 +184,7 @@ func cutContinued(rendered, final string) (string, error) {
 	tag := strings.TrimSpace(continueTag)
 	at := strings.LastIndex(rendered, tag)
 	if at < 0 || !strings.Contains(rendered, strings.TrimFunc(final, jsonbody.IsPythonSpace)) {
-		return "", NotRenderable("the template does not show the final message")
+		return "", NotRenderable("the rendered text does not contain the final message")
 	}
 	if strings.HasPrefix(rendered[at:], continueTag) {
 		return rendered[:at], nil

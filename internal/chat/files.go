@@ -39,7 +39,7 @@ func Resolve(ctx context.Context, name, python string) (dir string, err error) {
 		return dir, nil
 	}
 	if offline() {
-		return "", fmt.Errorf("model %q is not in the Hugging Face cache %s and HF_HUB_OFFLINE is set: unset it, or give --model a folder", name, hubCache())
+		return "", fmt.Errorf("model %q is not in the Hugging Face cache %s, and HF_HUB_OFFLINE is set: unset it, or give --model a folder", name, hubCache())
 	}
 	return fetchSnapshot(ctx, name, python)
 }
@@ -109,7 +109,7 @@ func fetchSnapshot(ctx context.Context, id, python string) (string, error) {
 		if lines := strings.Split(strings.TrimSpace(stderr.String()), "\n"); lines[len(lines)-1] != "" {
 			reason = lines[len(lines)-1]
 		}
-		return "", fmt.Errorf("model %q: fetching its tokenizer from the Hugging Face hub with %s failed (%s): give --model a folder, or check the network and HF_TOKEN", id, python, reason)
+		return "", fmt.Errorf("model %q: cannot fetch its tokenizer from the Hugging Face hub with %s (%s): give --model a folder, or check the network and HF_TOKEN", id, python, reason)
 	}
 	lines := strings.Split(strings.TrimSpace(stdout.String()), "\n")
 	return lines[len(lines)-1], nil
@@ -250,7 +250,7 @@ func (f *Files) template(withTools bool) string {
 	return f.Templates["default"]
 }
 
-// FileExists tells whether the folder has something of that name.
+// FileExists reports whether the folder has something of that name.
 func FileExists(dir, name string) bool {
 	_, err := os.Stat(filepath.Join(dir, name))
 	return err == nil

@@ -19,7 +19,7 @@ import (
 // ErrNotRenderable marks a request whose prompt only an engine can compute: it
 // carries images or other media, or a form that the engine refuses or that this
 // package does not implement. The wrapping error names the reason.
-var ErrNotRenderable = errors.New("not renderable by the router")
+var ErrNotRenderable = errors.New("the router cannot render the prompt")
 
 // NotRenderable returns an ErrNotRenderable with a reason.
 func NotRenderable(format string, args ...any) error {
@@ -133,7 +133,7 @@ func Parse(body *jsonbody.Body, kind Kind, options Options) (*Request, error) {
 		return nil, NotRenderable("the body is not UTF-8")
 	}
 	if body.LoneSurrogate {
-		return nil, NotRenderable("the body has half of a surrogate pair")
+		return nil, NotRenderable("the body has an unpaired surrogate")
 	}
 	req := &Request{addGeneration: true}
 	var (
@@ -152,7 +152,7 @@ func Parse(body *jsonbody.Body, kind Kind, options Options) (*Request, error) {
 			kwargs = v
 		case "chat_template":
 			if v.Type != gjson.Null {
-				err = NotRenderable("the request brings its own chat_template")
+				err = NotRenderable("the request has its own chat_template")
 			}
 		case "add_generation_prompt":
 			generationGiven = true
@@ -186,7 +186,7 @@ func Parse(body *jsonbody.Body, kind Kind, options Options) (*Request, error) {
 	}
 	switch {
 	case req.hasForeignTokens:
-		return nil, NotRenderable("the request brings its own prompt tokens")
+		return nil, NotRenderable("the request has its own prompt tokens")
 	case req.continueFinal && (req.addGeneration || !generationGiven):
 		return nil, NotRenderable("continue_final_message needs add_generation_prompt false")
 	}
@@ -303,7 +303,7 @@ func checkDocuments(documents gjson.Result) error {
 	return err
 }
 
-// areObjects tells whether a value is a list of objects.
+// areObjects reports whether a value is a list of objects.
 func areObjects(list gjson.Result) bool {
 	objects := list.IsArray()
 	if objects {

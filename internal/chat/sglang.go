@@ -57,7 +57,7 @@ func parseSGLang(body *jsonbody.Body, defaults []jsonbody.Field) (*SGLangRequest
 		return nil, NotRenderable("the body is not UTF-8")
 	}
 	if body.LoneSurrogate {
-		return nil, NotRenderable("the body has half of a surrogate pair")
+		return nil, NotRenderable("the body has an unpaired surrogate")
 	}
 	for _, key := range []string{"thinking", "task", "chat_template"} {
 		if body.Get(key).Type != gjson.Null {
@@ -357,7 +357,7 @@ func (m *sglangMessage) appendTo(out []byte) []byte {
 // looks for it.
 var partsLoop = regexp.MustCompile(`\{%[-+]?\s*for\s+[\w,\s()]+\s+in\s+(?:message|msg|m)(?:\.content\b|\[\s*['"]content['"]\s*\])\s*(?:%\}|-%\}|\+%\}|\||\[|if\b|is\b|recursive\b)`)
 
-// sglangWantsParts tells whether SGLang hands the template content as a list of
+// sglangWantsParts reports whether SGLang hands the template content as a list of
 // parts.
 func sglangWantsParts(template string) bool {
 	for _, word := range []string{"image", "audio", "video", "vision"} {

@@ -124,7 +124,7 @@ func sglangMessages(body *jsonbody.Body, system SystemRule) (*jsonbody.Body, err
 	}
 	list, few := jsonbody.Elements(body.Get("messages"), maxMessages)
 	if !few || body.LoneSurrogate {
-		return nil, unlike("%d messages or more, or half of a surrogate pair", maxMessages)
+		return nil, unlike("%d messages or more, or an unpaired surrogate", maxMessages)
 	}
 	front, err := anthropicSystem(body.Get("system"))
 	if err != nil {
@@ -349,9 +349,9 @@ func sglangResponses(body *jsonbody.Body, system SystemRule) (*jsonbody.Body, er
 	instructions, input := body.Get("instructions"), body.Get("input")
 	switch {
 	case body.Get("previous_response_id").Type != gjson.Null:
-		return nil, unlike("the request goes on from an earlier response")
+		return nil, unlike("the request continues an earlier response")
 	case body.LoneSurrogate, !isText(instructions):
-		return nil, unlike("half of a surrogate pair, or instructions that are no text")
+		return nil, unlike("an unpaired surrogate, or instructions that are not text")
 	}
 	var turns []turn
 	if instructions.Str != "" {
@@ -411,7 +411,7 @@ func responseItem(item gjson.Result) (t turn, err error) {
 	}
 	switch content, role := field("content"), field("role").Str; {
 	case !item.IsObject():
-		return t, unlike("an input item that is no object")
+		return t, unlike("an input item that is not an object")
 	case kind.Str == "function_call":
 		id := field("call_id")
 		if id.Str == "" {
@@ -426,7 +426,7 @@ func responseItem(item gjson.Result) (t turn, err error) {
 			raw = arguments.Raw
 		} else if text := arguments.Str; json.Valid([]byte(text)) && gjson.Parse(text).IsObject() {
 			if jsonbody.HasLoneSurrogate([]byte(text)) {
-				return t, unlike("half of a surrogate pair")
+				return t, unlike("an unpaired surrogate")
 			}
 			raw = gjson.Parse(text).Raw
 		}

@@ -38,7 +38,7 @@ func sglangCallsOf(calls gjson.Result, parse bool) (string, error) {
 		raw := jsonbody.RawOrNull(arguments)
 		if arguments.Type == gjson.String && parse {
 			if !json.Valid([]byte(arguments.Str)) || jsonbody.HasLoneSurrogate([]byte(arguments.Str)) || !gjson.Parse(arguments.Str).IsObject() {
-				return "", NotRenderable("tool call arguments that are no JSON object")
+				return "", NotRenderable("tool call arguments that are not a JSON object")
 			}
 			raw = gjson.Parse(arguments.Str).Raw
 		}
@@ -51,7 +51,7 @@ func sglangCallsOf(calls gjson.Result, parse bool) (string, error) {
 	return string(append(out, ']')), nil
 }
 
-// isText tells whether v is a string or nothing.
+// isText reports whether v is a string or nothing.
 func isText(v gjson.Result) bool { return v.Type == gjson.String || v.Type == gjson.Null }
 
 // sglangTools writes the tools that the template sees: none with tool_choice none,
@@ -133,7 +133,7 @@ func sglangFunction(fn, deferred gjson.Result) (string, error) {
 		return "", NotRenderable("a tool's function with fields of a wrong type")
 	}
 	if p := get("parameters"); p.Type != gjson.Null && (!p.IsObject() || !standardTypes(p, 0)) {
-		return "", NotRenderable("a tool's parameters are not in JSON Schema's own types")
+		return "", NotRenderable("a tool's parameters use types other than those of JSON Schema")
 	}
 	if get("defer_loading").Type == gjson.Null && deferred.Type != gjson.Null {
 		values["defer_loading"] = deferred.Raw
@@ -154,7 +154,7 @@ func sglangFunction(fn, deferred gjson.Result) (string, error) {
 	return string(jsonbody.AppendObject(nil, out)), nil
 }
 
-// standardTypes tells whether every "type" in a schema is one of JSON Schema's, as
+// standardTypes reports whether every "type" in a schema is one of JSON Schema's, as
 // far down as it looks.
 func standardTypes(schema gjson.Result, depth int) bool {
 	if depth > 64 {

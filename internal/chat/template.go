@@ -106,12 +106,12 @@ func (t *jinja) renderBy(write func(out []byte) ([]byte, error)) (Rendered, erro
 	}
 	chat, err := t.Render(context)
 	if err != nil {
-		return Rendered{}, fmt.Errorf("%w: the chat template: %w", ErrNotRenderable, err)
+		return Rendered{}, fmt.Errorf("%w: chat template: %w", ErrNotRenderable, err)
 	}
 	return chat, nil
 }
 
-// SupportsDeveloper tells whether the template knows the role "developer", by
+// SupportsDeveloper reports whether the template knows the role "developer", by
 // the rule of vLLM: its name stands in the text in quotes.
 func (t *jinja) SupportsDeveloper() bool {
 	return strings.Contains(t.Text, `"developer"`) || strings.Contains(t.Text, `'developer'`)

@@ -82,7 +82,7 @@ func parseArguments(text string) (string, error) {
 		return "{}", nil
 	}
 	if jsonbody.HasLoneSurrogate([]byte(text)) {
-		return "", NotRenderable("tool call arguments with half of a surrogate pair")
+		return "", NotRenderable("tool call arguments with an unpaired surrogate")
 	}
 	if parsed := gjson.Parse(text); parsed.IsObject() {
 		return parsed.Raw, nil

@@ -69,7 +69,7 @@ func New(tokenizerJSON []byte, read func() ([]byte, error)) (*Encoder, error) {
 	}
 	if text, differs := e.differs(probeTexts(tokenizerJSON)); differs {
 		C.fast_encoder_free(e.fast)
-		e.fast, e.why = nil, fmt.Sprintf("it has other tokens for %.40q", text)
+		e.fast, e.why = nil, fmt.Sprintf("its tokens differ for %.40q", text)
 		return e, nil
 	}
 	e.exact.Close()
@@ -109,7 +109,7 @@ func (e *Encoder) loadExact() (*tokenizers.Tokenizer, error) {
 		return nil, err
 	}
 	if xxh3.Hash(tokenizerJSON) != e.sum {
-		return nil, errors.New("tokenizer.json has changed since the start: restart to use the new one")
+		return nil, errors.New("tokenizer.json has changed since startup: restart to use the new file")
 	}
 	e.exact, err = tokenizers.FromBytes(tokenizerJSON)
 	return e.exact, err
@@ -217,7 +217,7 @@ func special(add bool) C.int32_t {
 	return 0
 }
 
-// differs tells whether fastokens has other tokens for a text than crate tokenizers,
+// differs reports whether fastokens has other tokens for a text than crate tokenizers,
 // and for which. What it cannot encode does not count: the other one does that.
 func (e *Encoder) differs(texts []string) (text string, differs bool) {
 	fast, exact := Pieces(e.Encode), make([][]uint32, 1)

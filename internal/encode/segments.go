@@ -87,7 +87,7 @@ func (s *Segments) SetCache(tokens int) {
 	}
 }
 
-// cuts tells whether texts are cut at all.
+// cuts reports whether texts are cut at all.
 func (s *Segments) cuts() bool { return len(s.passes) > 0 }
 
 // Encode returns the tokens of a text; the caller must not change them. Not ok:
@@ -335,7 +335,7 @@ func (s *Segments) proven() bool {
 	return true
 }
 
-// agrees tells whether a text has the same tokens cut and whole.
+// agrees reports whether a text has the same tokens cut and whole.
 func (s *Segments) agrees(text string, addSpecial bool) bool {
 	whole, ok1 := s.encode.whole(text, addSpecial)
 	cut, ok2 := s.Encode(text, addSpecial)

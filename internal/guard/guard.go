@@ -44,7 +44,7 @@ type PanicError struct {
 }
 
 func (e *PanicError) Error() string {
-	return fmt.Sprintf("the parser at the edge %s panicked: %v", e.Edge, e.Cause)
+	return fmt.Sprintf("panic in the parser of %s: %v", e.Edge, e.Cause)
 }
 
 // Do runs f and returns its error. A panic in f becomes a *PanicError, is counted
@@ -61,7 +61,7 @@ func (e *Edges) Do(edge string, log *slog.Logger, f func() error) (err error) {
 		err = &PanicError{edge, cause}
 		if log != nil {
 			stack := debug.Stack()
-			log.Error("a parser of foreign bytes panicked: what it parsed is dropped", "edge", edge, "cause", fmt.Sprintf("%.200v", cause), "stack", string(stack[:min(len(stack), maxStack)]))
+			log.Error("panic in a parser of untrusted input: the input is dropped", "edge", edge, "cause", fmt.Sprintf("%.200v", cause), "stack", string(stack[:min(len(stack), maxStack)]))
 		}
 	}()
 	return f()

@@ -24,7 +24,7 @@ func (e *PinnedError) Error() string {
 	if e.Worker != nil {
 		named = append(named, fmt.Sprintf("worker %s rank %d", e.Names.Label(e.Worker.Worker), e.Worker.Rank))
 	}
-	return fmt.Sprintf("%s, which the request names, cannot take it (%v); no other is taken in its place", strings.Join(named, " with "), e.Err)
+	return fmt.Sprintf("%s, which the request pins, cannot serve it (%v); no other worker is used", strings.Join(named, " with "), e.Err)
 }
 
 // Unwrap returns Err.

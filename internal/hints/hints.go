@@ -68,7 +68,7 @@ func (h Hints) Untrusted() Hints {
 	return h
 }
 
-// MayWait tells whether the request may wait for a worker to come: one that names its
+// MayWait reports whether the request may wait for a worker to come: one that names its
 // worker, or only asks where it would go, is told at once that there is none.
 func (h Hints) MayWait() bool { return !h.Query && h.Pinned == nil && h.PinnedPrefill == nil }
 
@@ -151,7 +151,7 @@ func (r *hintReader) worker(id, rank hint, by string) *kv.WorkerKey {
 		return &kv.WorkerKey{Worker: r.id(id), Rank: uint32(r.whole(rank, 32))}
 	}
 	if rank.text != "" {
-		r.fail(rank, "given together with a worker's id ("+by+")")
+		r.fail(rank, "given together with a worker id ("+by+")")
 	}
 	return nil
 }
@@ -170,7 +170,7 @@ func (r *hintReader) fail(h hint, want string) {
 	}
 }
 
-// object tells whether v is an object; nothing and null are none.
+// object reports whether v is an object; nothing and null are none.
 func (r *hintReader) object(param string, v gjson.Result) bool {
 	if raw := rawOf(v); raw != "" && !v.IsObject() {
 		r.fail(hint{param, raw}, "an object")
@@ -241,7 +241,7 @@ func (r *hintReader) id(h hint) uint64 {
 	}
 	if _, err := strconv.ParseUint(h.text, 10, 64); err != nil && r.names.Any() {
 		if r.trusted {
-			r.fail(h, "the name of a worker that is known, or an id")
+			r.fail(h, "the name of a known worker, or an id")
 		}
 		return 0
 	}

@@ -186,7 +186,7 @@ func (l Level) MarshalText() ([]byte, error) { return []byte(LevelNames[l]), nil
 func (l *Level) UnmarshalText(text []byte) error {
 	at := slices.Index(LevelNames[:], string(text))
 	if at < 0 {
-		return fmt.Errorf("level %.40q: it is LOW, MEDIUM or HIGH", text)
+		return fmt.Errorf("level %.40q: must be LOW, MEDIUM or HIGH", text)
 	}
 	*l = Level(at)
 	return nil

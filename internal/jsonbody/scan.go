@@ -105,7 +105,7 @@ type checker struct {
 	members int  // of all objects so far
 }
 
-// whole tells whether the text is one value.
+// whole reports whether the text is one value.
 func (c *checker) whole() bool {
 	at := c.value(c.space(0), 0)
 	return at >= 0 && c.space(at) == len(c.text)

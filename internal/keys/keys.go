@@ -23,9 +23,9 @@ import (
 
 // Settings say where keys are described, and what their holders may do.
 type Settings struct {
-	APIKeysFile     string `group:"Requests" name:"api-keys-file" placeholder:"FILE" help:"YAML list of further keys of the OpenAI port, each with a name, limits and a salt of its own; read again on SIGHUP. See docs/operations.md."`
-	TrustHints      *bool  `group:"Requests" negatable:"" help:"Obey priorities and named workers (nvext and headers) of all clients. Default: of the one --api-key or where no key is asked for; with several keys, or a file of them, of those whose entry says trust-hints: true."`
-	DecisionHeaders *bool  `group:"Requests" negatable:"" help:"Tell clients the chosen worker and the overlap (x-kvrouter-* headers, query_instance_id). Default: as --trust-hints, and those whose entry says salt: true."`
+	APIKeysFile     string `group:"Requests" name:"api-keys-file" placeholder:"FILE" help:"YAML list of additional API keys of the OpenAI port, each with its own name, limits and cache salt. Reloaded on SIGHUP. See docs/operations.md."`
+	TrustHints      *bool  `group:"Requests" negatable:"" help:"Honor priorities and pinned workers (nvext and headers) of all clients. Default: yes with one --api-key or without keys; with several keys or --api-keys-file, only for keys with trust-hints: true."`
+	DecisionHeaders *bool  `group:"Requests" negatable:"" help:"Return the chosen worker and the overlap to clients (x-kvrouter-* headers, query_instance_id). Default: as --trust-hints, and for keys with salt: true."`
 }
 
 // Caller is who sends a request, and what it may do.
@@ -78,7 +78,7 @@ func New(settings Settings, given []string) *Ring {
 	return r
 }
 
-// Asks tells whether the port asks for a key.
+// Asks reports whether the port asks for a key.
 func (r *Ring) Asks() bool { return len(r.given) > 0 || r.settings.APIKeysFile != "" }
 
 // fileLimit is the most that a file of keys has, in bytes.
@@ -101,7 +101,7 @@ func (r *Ring) Read() (use func() int, err error) {
 			return nil, fmt.Errorf("--api-keys-file: %w", err)
 		}
 		if len(text) > fileLimit {
-			return nil, fmt.Errorf("--api-keys-file %s: it is larger than %d bytes", name, fileLimit)
+			return nil, fmt.Errorf("--api-keys-file %s: larger than %d bytes", name, fileLimit)
 		}
 		if entries, err = parse(text); err == nil {
 			err = r.unlikeGiven(entries)
@@ -122,7 +122,7 @@ func (r *Ring) unlikeGiven(entries []entry) error {
 	for i, e := range entries {
 		for _, key := range r.given {
 			if e.sum == sha256.Sum256([]byte(key)) {
-				return fmt.Errorf("entry %d (%s): --api-key has the same key; leave it out of one of them", i+1, e.name)
+				return fmt.Errorf("entry %d (%s): --api-key has the same key; remove one of them", i+1, e.name)
 			}
 		}
 	}
@@ -256,7 +256,7 @@ func (r *Ring) Guard(fail func(c *gin.Context, status int, message string)) gin.
 func (r *Ring) Trusted(fail func(c *gin.Context, status int, message string)) gin.HandlerFunc {
 	return func(c *gin.Context) {
 		if !r.Of(c).Trusted {
-			fail(c, http.StatusForbidden, "this key may not change how all requests are routed: set a router port's key (--router-api-key) and use that")
+			fail(c, http.StatusForbidden, "this key may not change the routing of all requests: use a key of the router port (--router-api-key)")
 			c.Abort()
 		}
 	}

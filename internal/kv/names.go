@@ -52,14 +52,14 @@ func (n *Names) now() named {
 	return named{}
 }
 
-// taken tells whether a name means somebody else, or nobody.
+// taken reports whether a name means somebody else, or nobody.
 func (n *named) taken(label string) bool {
 	_, is := n.ids[label]
 	_, err := strconv.ParseUint(label, 10, 64)
 	return is || err == nil || label == NoWorker
 }
 
-// Any tells whether any worker has a name.
+// Any reports whether any worker has a name.
 func (n *Names) Any() bool { return len(n.now().labels) > 0 }
 
 // Name returns the worker's name; empty: it has none.

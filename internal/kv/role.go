@@ -75,7 +75,7 @@ type Kinds uint8
 // KindsOf returns the set of one kind.
 func KindsOf(k Kind) Kinds { return 1 << k }
 
-// Allow tells whether k is in the set; the empty set allows any.
+// Allow reports whether k is in the set; the empty set allows any.
 func (s Kinds) Allow(k Kind) bool { return s == 0 || s&KindsOf(k) != 0 }
 
 // SGLangPort is the port of SGLang's bootstrap server where it names none.
@@ -88,7 +88,7 @@ type Bootstrap struct {
 	Port uint16
 }
 
-// Known tells whether there is an address.
+// Known reports whether there is an address.
 func (b Bootstrap) Known() bool { return b.Host != "" && b.Port != 0 }
 
 // String returns host:port.
@@ -101,7 +101,7 @@ func (b *Bootstrap) UnmarshalText(text []byte) error {
 	host, port, err := net.SplitHostPort(string(text))
 	number, bad := strconv.ParseUint(port, 10, 16)
 	if err != nil || bad != nil || number == 0 || host == "" {
-		return fmt.Errorf("%.80q is no address such as 10.0.0.1:8998", text)
+		return fmt.Errorf("%.80q is not an address such as 10.0.0.1:8998", text)
 	}
 	*b = Bootstrap{host, uint16(number)}
 	return nil
@@ -137,7 +137,7 @@ func (l *Leg) UnmarshalText(text []byte) error {
 // MarshalText writes a leg's name.
 func (l Leg) MarshalText() ([]byte, error) { return []byte(legNames[l]), nil }
 
-// Takes tells whether a worker may get that leg. A prefill worker computes
+// Takes reports whether a worker may get that leg. A prefill worker computes
 // prompts only; a decode worker can do everything itself, but for SGLang's, which
 // refuses a request without a bootstrap room.
 func (d Disagg) Takes(leg Leg) bool {

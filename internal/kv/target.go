@@ -35,17 +35,17 @@ func (t *Target) Address() string {
 	return address
 }
 
-// Serves tells whether the target serves the model; an empty name means its
+// Serves reports whether the target serves the model; an empty name means its
 // default, and a target that names no models takes any.
 func (t *Target) Serves(model string) bool {
 	return model == "" || len(t.Models) == 0 || slices.Contains(t.Models, model)
 }
 
-// Takes tells whether the target may get that leg of a request: a resting one gets
+// Takes reports whether the target may get that leg of a request: a resting one gets
 // none.
 func (t *Target) Takes(leg Leg) bool { return !t.Resting && t.Disagg.Takes(leg) }
 
-// RunsSGLang tells whether the target runs SGLang, as it says itself or as whoever
+// RunsSGLang reports whether the target runs SGLang, as it says itself or as whoever
 // gave its part where prefill and decode are apart.
 func (t *Target) RunsSGLang() bool { return t.Engine == EngineSGLang || t.Kind == KindSGLang }
 

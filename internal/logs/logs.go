@@ -85,7 +85,7 @@ func (h *handler) Handle(ctx context.Context, r slog.Record) error {
 	}
 	pass, left, quiet := h.limits.take(r.PC, r.Message, now)
 	for _, s := range quiet {
-		report := slog.NewRecord(now, slog.LevelWarn, "log lines were left out", 0)
+		report := slog.NewRecord(now, slog.LevelWarn, "log lines were suppressed", 0)
 		report.AddAttrs(slog.String("line", s.message), slog.Uint64("suppressed", s.left))
 		if err := h.limits.plain.Handle(ctx, report); err != nil {
 			return err
@@ -120,7 +120,7 @@ type site struct {
 	left    uint64    // lines left out that nobody has been told of
 }
 
-// take tells whether the call site at pc may write a line now, and how many of
+// take reports whether the call site at pc may write a line now, and how many of
 // its lines were left out since its last one. quiet are copies of sites that have
 // written nothing for a while and are still owed a report.
 func (l *limits) take(pc uintptr, message string, now time.Time) (pass bool, left uint64, quiet []site) {

@@ -11,7 +11,7 @@ import (
 
 // Completion is a command that prints what a shell completes arguments by.
 type Completion struct {
-	Shell string `arg:"" enum:"bash,zsh,fish" help:"Shell to print it for: ${enum}."`
+	Shell string `arg:"" enum:"bash,zsh,fish" help:"Shell: ${enum}."`
 }
 
 // AfterApply prints the completion and ends the parser.

@@ -107,7 +107,7 @@ func (w *Worker) Transfers() int {
 	return len(w.rooms.byID)
 }
 
-// first sets a flag of a room and tells whether the caller is the first to.
+// first sets a flag of a room and reports whether the caller is the first to.
 func (r *rooms) first(flag *bool) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -211,14 +211,14 @@ func (w *Worker) transfer(body *jsonbody.Body, choice *Choice, i int) *transfer 
 	case t.kind == kv.KindNIXL && params.Get("do_remote_prefill").Bool():
 		if blocks := params.Get("remote_block_ids.0"); !blocks.Exists() || IsNull(params.Get("remote_engine_id")) || IsNull(params.Get("remote_request_id")) ||
 			IsNull(params.Get("remote_host")) || IsNull(params.Get("remote_port")) {
-			w.log.Warn("a mock worker computes a prompt that nobody says where to fetch", "worker", w.number)
+			w.log.Warn("mock worker: prefill request without a bootstrap room", "worker", w.number)
 			return nil
 		}
 		t.source = transferURL(params.Get("remote_host").String(), params.Get("remote_port").String(), params.Get("remote_request_id").String(), params.Get("remote_engine_id").String())
 	case t.kind == kv.KindSGLang && w.part.Role == kv.RolePrefill && hasRoom:
 		t.id = room
 		if t.room = w.rooms.own(t.id); t.room == nil {
-			w.log.Warn("a mock worker computes a second prompt for a bootstrap room, which nobody will fetch", "worker", w.number, "room", t.id)
+			w.log.Warn("mock worker: second prefill request for a bootstrap room", "worker", w.number, "room", t.id)
 			return nil
 		}
 	case t.kind == kv.KindSGLang && w.part.Role == kv.RoleDecode && hasRoom:
@@ -237,7 +237,7 @@ func transferURL(host, port, id, engine string) string {
 	return "http://" + net.JoinHostPort(host, port) + transferPath + "?" + query.Encode()
 }
 
-// prefillsFor tells whether a request is the prefill leg of an SGLang pair, which
+// prefillsFor reports whether a request is the prefill leg of an SGLang pair, which
 // has the limits of the whole one.
 func (w *Worker) prefillsFor(body *jsonbody.Body) bool {
 	_, hasRoom := bootstrapRoom(body, 0)
@@ -375,7 +375,7 @@ func (w *Worker) joinRoom(out http.ResponseWriter, in *http.Request) {
 }
 
 // errPromptLost is why a prompt does not come whose transfer had begun.
-var errPromptLost = errors.New("the prefill worker has gone")
+var errPromptLost = errors.New("the prefill worker is gone")
 
 // fetch has a decode leg's prompt come, and tells the engine. It ends with ctx.
 func (t *transfer) fetch(ctx context.Context, rank *Rank, failed chan<- *refusal) {
@@ -384,7 +384,7 @@ func (t *transfer) fetch(ctx context.Context, rank *Rank, failed chan<- *refusal
 		return
 	}
 	if err != nil {
-		t.w.log.Warn("a mock worker could not fetch a prompt", "worker", t.w.number, "error", err)
+		t.w.log.Warn("mock worker: KV transfer failed", "worker", t.w.number, "error", err)
 		if t.kind == kv.KindSGLang || t.w.cfg.MockKVLoadFailure == loadFailureFail {
 			message := "the prompt could not be fetched"
 			if t.w.sglang() {
@@ -455,7 +455,7 @@ func (t *transfer) bring(ctx context.Context, rank *Rank) error {
 // to be closed once it has been.
 func (t *transfer) join(ctx context.Context, limit time.Duration) (*prompt, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
-	timer := time.AfterFunc(limit, func() { cancel(fmt.Errorf("the prefill worker has not answered within %s", limit)) })
+	timer := time.AfterFunc(limit, func() { cancel(fmt.Errorf("the prefill worker did not answer within %s", limit)) })
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, t.source, nil)
 	if err == nil {
 		var response *http.Response

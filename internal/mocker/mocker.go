@@ -89,7 +89,7 @@ func (m *Mocker) Start(i int) (*Worker, error) {
 }
 
 // ErrMockCrash is why a worker ends that --mock-crash-every ended.
-var ErrMockCrash = errors.New("crash asked for by --mock-crash-every")
+var ErrMockCrash = errors.New("simulated crash (--mock-crash-every)")
 
 // nextCrash is how long from now worker i's next crash is: each worker in turn
 // has one, every apart.
@@ -232,10 +232,10 @@ func (w *Worker) faultAfter(d time.Duration, fault func()) {
 	}
 }
 
-// sglang tells whether the worker is SGLang's server, not vLLM's.
+// sglang reports whether the worker is SGLang's server, not vLLM's.
 func (w *Worker) sglang() bool { return w.cfg.Engine() == kv.EngineSGLang }
 
-// chance tells whether something with that probability happens.
+// chance reports whether something with that probability happens.
 func (w *Worker) chance(probability float64) bool {
 	if probability <= 0 {
 		return false
@@ -245,7 +245,7 @@ func (w *Worker) chance(probability float64) bool {
 	return w.random.Float64() < probability
 }
 
-// wait waits for d and tells whether the worker still lives.
+// wait waits for d and reports whether the worker still lives.
 func (w *Worker) wait(d time.Duration) bool {
 	if d <= 0 {
 		return w.ctx.Err() == nil
@@ -267,7 +267,7 @@ type gate struct {
 	inside sync.WaitGroup
 }
 
-// enter tells whether the gate is open; then leave must follow.
+// enter reports whether the gate is open; then leave must follow.
 func (g *gate) enter() bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()

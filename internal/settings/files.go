@@ -18,7 +18,7 @@ func CheckFiles(files map[string]string) error {
 		}
 		name := filepath.Clean(files[flag])
 		if other, taken := whose[name]; taken {
-			return fmt.Errorf("%s and %s both name %s: give each a file of its own", other, flag, files[flag])
+			return fmt.Errorf("%s and %s both use %s: give each its own file", other, flag, files[flag])
 		}
 		whose[name] = flag
 	}

@@ -34,7 +34,7 @@ func LimitMemory(getenv func(string) string, log *slog.Logger) {
 		return
 	}
 	debug.SetMemoryLimit(int64(float64(limit) * goShare))
-	log.Info("memory is limited by the container", "bytes", limit, "go_limit", int64(float64(limit)*goShare))
+	log.Info("using the memory limit of the container", "bytes", limit, "go_limit", int64(float64(limit)*goShare))
 }
 
 const (

@@ -17,13 +17,13 @@ import (
 
 // errTooLong marks a prompt that no engine with the model's limit takes: vLLM
 // refuses it by its length, before it encodes it.
-var errTooLong = fmt.Errorf("%w: the prompt is longer than the model takes", chat.ErrNotRenderable)
+var errTooLong = fmt.Errorf("%w: the prompt exceeds the model's maximum length", chat.ErrNotRenderable)
 
 // errNoTurn marks a prompt that was not encoded because others took the time.
-var errNoTurn = fmt.Errorf("%w: no turn to encode it came in time", chat.ErrNotRenderable)
+var errNoTurn = fmt.Errorf("%w: timed out waiting for the encoder", chat.ErrNotRenderable)
 
 // errClientLeft marks a prompt whose client did not wait for its turn.
-var errClientLeft = fmt.Errorf("%w: the client has left", errNoTurn)
+var errClientLeft = fmt.Errorf("%w: the client has disconnected", errNoTurn)
 
 const (
 	// unknownModelLen is what a model is taken to take that says nothing, tokens:
@@ -69,12 +69,12 @@ func (m *Model) bounds(ctx context.Context, wait time.Duration) bounds {
 	return bounds{ctx: ctx, wait: wait, tokens: tokens, chars: tokens * min(m.longestToken, charsPerToken), text: chat.MaxText}
 }
 
-// fits tells whether a text may fit the model.
+// fits reports whether a text may fit the model.
 func (b bounds) fits(text string) bool {
 	return b.chars == 0 || len(text) <= b.chars || utf8.RuneCountInString(text) <= b.chars
 }
 
-// fitsTexts tells whether a prompt that has all these texts may fit the model.
+// fitsTexts reports whether a prompt that has all these texts may fit the model.
 func (b bounds) fitsTexts(texts iter.Seq[string]) bool {
 	longest, bytes := 0, 0
 	for text := range texts {

@@ -60,7 +60,7 @@ func NewModel(path string, read func() ([]byte, error), files *chat.Files, optio
 	read = encode.WithoutLimits(read)
 	raw, err := read()
 	if err != nil {
-		return nil, fmt.Errorf("a model's folder needs a tokenizer.json: %w", err)
+		return nil, fmt.Errorf("the model folder has no readable tokenizer.json: %w", err)
 	}
 	defer encode.ReadInPages()()
 	encoder, err := encode.New(raw, read)
@@ -252,7 +252,7 @@ func (m *Model) CompletionBodyTokens(body *jsonbody.Body) ([][]uint32, error) {
 // errTooLong or errNoTurn.
 func (m *Model) boundedCompletionTokens(b bounds, body *jsonbody.Body) ([][]uint32, error) {
 	if body.LoneSurrogate {
-		return nil, chat.NotRenderable("the body has half of a surrogate pair")
+		return nil, chat.NotRenderable("the body has an unpaired surrogate")
 	}
 	var prompt, limit gjson.Result
 	addSpecial := true
@@ -271,7 +271,7 @@ func (m *Model) boundedCompletionTokens(b bounds, body *jsonbody.Body) ([][]uint
 			}
 		case "kv_transfer_params":
 			if v := f.Value.Get("prompt_token_ids"); v.Type != gjson.Null {
-				err = chat.NotRenderable("the request brings its own prompt tokens")
+				err = chat.NotRenderable("the request has its own prompt tokens")
 			}
 		}
 		if err != nil {
@@ -310,7 +310,7 @@ func (m *Model) severalTokens(b bounds, prompt gjson.Result, one func(bounds, gj
 	return out, err
 }
 
-// severalPrompts tells whether a completion's prompt is a list of prompts, and not
+// severalPrompts reports whether a completion's prompt is a list of prompts, and not
 // one: it looks at the first element only, as there may be millions of numbers.
 func severalPrompts(prompt gjson.Result) bool {
 	several := prompt.IsArray()

@@ -35,7 +35,7 @@ func Open(ctx context.Context, o Opening, log *slog.Logger) (*Model, error) {
 	}
 	model.CacheTokens(o.CacheTokens)
 	if name, why := model.Encoder(); why != "" {
-		log.Info("prompts are encoded by crate "+name+", not by the faster fastokens", "why", why)
+		log.Info("encoding prompts with crate "+name+", not with the faster fastokens", "why", why)
 	}
 	return model, nil
 }

@@ -126,7 +126,7 @@ func NewSource(model *Model, ask Asker, timeout time.Duration, log *slog.Logger)
 	}
 }
 
-// Local tells whether prompts are computed here at all.
+// Local reports whether prompts are computed here at all.
 func (t *Source) Local() bool { return t != nil && t.model != nil }
 
 // Chat returns the prompt of a /v1/chat/completions request.
@@ -155,7 +155,7 @@ func (t *Source) ChatBody(ctx context.Context, parsed *jsonbody.Body) Prompt {
 			return Prompt{Tokens: tokens, Source: SourceLocal, Exact: len(tokens), Shape: shape}
 		}
 		reason, ask = fallback(err)
-		t.log.Debug("a chat is not rendered here", "why", err)
+		t.log.Debug("cannot render a chat locally", "why", err)
 	}
 	t.countReason(reason)
 	if !ask {
@@ -239,7 +239,7 @@ func Longest(prompts []Prompt) (p Prompt) {
 	return p
 }
 
-// HasEmpty tells whether one of the prompts is known to have no token.
+// HasEmpty reports whether one of the prompts is known to have no token.
 func HasEmpty(prompts []Prompt) bool {
 	return slices.ContainsFunc(prompts, func(p Prompt) bool { return p.Source != SourceNone && len(p.Tokens) == 0 })
 }
@@ -325,7 +325,7 @@ func (t *Source) PromptMismatch(shape string, own, reported int) {
 	first := t.mismatches[shape] == 1
 	t.mu.Unlock()
 	if first {
-		t.log.Warn("the engine counted other prompt tokens than the router; prefix matching of such requests may miss",
+		t.log.Warn("the engine reported a different number of prompt tokens; prefix matches of such requests may be missed",
 			"shape", shape, "router", own, "engine", reported)
 	}
 }
@@ -368,7 +368,7 @@ func (t *Source) unknown(shape string) Prompt {
 }
 
 // errNoRender says that the workers have no render routes.
-var errNoRender = errors.New("the workers have no render routes (started without --enable-scale-out)")
+var errNoRender = errors.New("the workers have no render routes (--enable-scale-out is not set)")
 
 // askRender posts to a render route. A missing route is remembered for a while;
 // SGLang has none.

@@ -149,7 +149,7 @@ func (t *Source) sglangOther(ctx context.Context, path string, body []byte) Prom
 	}
 	if err != nil || t.model != nil && t.model.files.Harmony {
 		t.countReason(reasonOtherAPI)
-		t.log.Debug("a request of another API is not known as a chat", "route", path, "why", err)
+		t.log.Debug("cannot convert the request to a chat", "route", path, "why", err)
 		return t.unknown(path)
 	}
 	p := t.ChatBody(ctx, parsed)

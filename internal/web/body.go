@@ -23,7 +23,7 @@ const (
 
 // BodySettings are the flags for the bodies of requests.
 type BodySettings struct {
-	MaxInflightBodyBytes int64 `group:"Requests" default:"0" placeholder:"BYTES" help:"Memory for the bodies of all requests in flight, bytes; a request that finds none left is answered 503. 0: a quarter of the memory that the machine or the container allows, and at least --max-body-bytes."`
+	MaxInflightBodyBytes int64 `group:"Requests" default:"0" placeholder:"BYTES" help:"Maximum memory for the bodies of all in-flight requests, bytes. Requests beyond it are answered 503. 0: a quarter of the memory of the machine or container, at least --max-body-bytes."`
 }
 
 // SetDefault fills in what depends on the machine, whose memory is in bytes; 0:
@@ -75,7 +75,7 @@ type BodyError struct {
 func (e *BodyError) Error() string { return e.Message }
 
 // errFull says that the bodies in flight take all memory that they may.
-var errFull = errors.New("no memory is left for bodies")
+var errFull = errors.New("the memory for request bodies is used up")
 
 // Read reads a request's body. Done must follow once the body is used no more.
 // An error is a *BodyError: 413, 400, or 503 with Retry-After.
@@ -100,7 +100,7 @@ func (b *Bodies) Read(w http.ResponseWriter, r *http.Request) (body []byte, err 
 		b.refused.Add(1)
 		w.Header().Set("Retry-After", "1")
 		w.Header().Set("Connection", "close")
-		return nil, &BodyError{http.StatusServiceUnavailable, fmt.Sprintf("the bodies of the requests in flight take the %d bytes that they may (--max-inflight-body-bytes): try again", b.all)}
+		return nil, &BodyError{http.StatusServiceUnavailable, fmt.Sprintf("the bodies of in-flight requests have reached the limit of %d bytes (--max-inflight-body-bytes): try again", b.all)}
 	case errors.As(err, &tooLarge):
 		return nil, b.tooLarge()
 	case announced > 0:

@@ -201,7 +201,7 @@ const mostConnections = 16384
 
 // ConnectionSettings bound the clients that are connected at once.
 type ConnectionSettings struct {
-	MaxConnections int `group:"Requests" default:"0" help:"Most client connections at once to the OpenAI port; the router port takes a seventh of that beside. With more, idle ones are closed, then new ones wait. 0 is what the limit of open files (ulimit -n) leaves, at most 16384; a higher number is lowered to that limit."`
+	MaxConnections int `group:"Requests" default:"0" help:"Maximum concurrent client connections to the OpenAI port; the router port takes a further seventh of that. Beyond it, idle connections are closed, then new ones wait. 0: derived from the limit of open files (ulimit -n), at most 16384; a higher value is lowered to that limit."`
 }
 
 // Shares returns how many clients may be connected to the OpenAI port and to the

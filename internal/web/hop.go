@@ -50,16 +50,16 @@ func (h Hop) Refuse(c *gin.Context) {
 	mine, hops := h.passed(via)
 	switch {
 	case mine:
-		OpenAIError(c, http.StatusLoopDetected, "this request has come back to the router that sent it: the address of one of its workers leads to this router")
+		OpenAIError(c, http.StatusLoopDetected, "routing loop: the URL of a worker leads back to this router")
 	case hops >= maxHops:
-		OpenAIError(c, http.StatusLoopDetected, fmt.Sprintf("this request has passed %d routers: at most %d may stand behind each other", hops, maxHops))
+		OpenAIError(c, http.StatusLoopDetected, fmt.Sprintf("routing loop: the request has passed %d routers, at most %d may be chained", hops, maxHops))
 	default:
 		return
 	}
 	c.Abort()
 }
 
-// passed tells whether a Via header names the router, and how many routers it
+// passed reports whether a Via header names the router, and how many routers it
 // names.
 func (h Hop) passed(via []string) (mine bool, hops int) {
 	for _, value := range via {

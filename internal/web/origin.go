@@ -10,7 +10,7 @@ import (
 	"github.com/gin-gonic/gin"
 )
 
-// Loopback tells whether only this machine reaches a port on that address. A name
+// Loopback reports whether only this machine reaches a port on that address. A name
 // other than localhost, and no address (all of them), count as reached by others.
 func Loopback(host string) bool {
 	if strings.EqualFold(host, "localhost") {
@@ -33,9 +33,9 @@ func OwnPages(host string, keyed bool, fail func(*gin.Context, int, string)) gin
 		message, name := "", nameOf(c.Request.Host)
 		switch {
 		case !keyed && Loopback(host) && name != "" && !Loopback(name) && !strings.EqualFold(name, host): // browsers send a Host
-			message = "the Host header names another machine: ask for localhost, or set a key"
+			message = "the Host header names another machine: use localhost, or configure an API key"
 		case !sameOrigin(c.Request):
-			message = "pages of other sites may not ask here: the Origin header differs from Host"
+			message = "cross-origin request refused: the Origin header differs from Host"
 		default:
 			return
 		}
@@ -52,7 +52,7 @@ func nameOf(host string) string {
 	return strings.Trim(host, "[]")
 }
 
-// sameOrigin tells whether a request has no Origin or that of its own host.
+// sameOrigin reports whether a request has no Origin or that of its own host.
 func sameOrigin(r *http.Request) bool {
 	origins := r.Header.Values("Origin")
 	if len(origins) == 0 {

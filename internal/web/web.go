@@ -66,9 +66,9 @@ func NewEngine(log *slog.Logger) *gin.Engine {
 	engine := gin.New()
 	engine.HandleMethodNotAllowed = true
 	engine.Use(gin.CustomRecoveryWithWriter(io.Discard, func(c *gin.Context, cause any) {
-		log.Error("request failed in the router", "path", c.Request.URL.Path, "cause", cause, "stack", string(debug.Stack()))
+		log.Error("panic in a request handler", "path", c.Request.URL.Path, "cause", cause, "stack", string(debug.Stack()))
 		if !c.Writer.Written() {
-			OpenAIError(c, http.StatusInternalServerError, "internal error of the router")
+			OpenAIError(c, http.StatusInternalServerError, "internal router error")
 		}
 	}))
 	return engine

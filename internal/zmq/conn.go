@@ -247,7 +247,7 @@ func (c *Conn) readMessage() (command bool, err error) {
 		more, command = flags&zmtpMore != 0, flags&zmtpCommand != 0
 		switch {
 		case flags&^(zmtpMore|zmtpLong|zmtpCommand) != 0:
-			return false, fmt.Errorf("frame has the unknown flags %#x", flags)
+			return false, fmt.Errorf("frame has unknown flags %#x", flags)
 		case command && (more || n > 0):
 			return false, errors.New("peer sent a command within a message")
 		case command && size > maxCommand:
