@@ -18,7 +18,7 @@ import (
 )
 
 // tokenizerFiles are the files of a model that tokens.go reads, as patterns of
-// huggingface_hub. The last two only tell that the engine will not render with a
+// huggingface_hub. The last two only show that the engine will not render with a
 // Jinja template.
 var tokenizerFiles = []string{"config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
 	"chat_template.jinja", "chat_template.json", "chat_templates/*.jinja", "processor_config.json",

@@ -22,7 +22,7 @@ type Options struct {
 	ExcludeToolsWhenNone bool
 	// DefaultKwargs are the members of --default-chat-template-kwargs.
 	DefaultKwargs []jsonbody.Field
-	// CannotRender tells why the engine's prompts cannot be computed here; empty
+	// CannotRender is the reason why prompts cannot be computed locally; empty
 	// if they can.
 	CannotRender string
 }

@@ -32,7 +32,7 @@ import (
 // jinja is a compiled Jinja chat template. It may be rendered by many
 // goroutines at once; none may be rendering when it is closed.
 type jinja struct {
-	// WantsParts tells that the template loops over a message's content, so
+	// WantsParts means that the template loops over a message's content, so
 	// that vLLM hands it content as a list of parts ("openai") and not as one
 	// string.
 	WantsParts bool
@@ -47,8 +47,8 @@ type jinja struct {
 // some hundred thousand tokens.
 const pooledContext = 2 << 20
 
-// Rendered is the text of a chat, in the library's memory: after Free nobody may
-// use any part of Text. The zero value needs no Free.
+// Rendered is the text of a chat, in the library's memory: no part of Text may be used
+// after Free. The zero value needs no Free.
 type Rendered struct {
 	Text  string
 	bytes C.chat_bytes

@@ -77,7 +77,7 @@ func New(tokenizerJSON []byte, read func() ([]byte, error)) (*Encoder, error) {
 	return e, nil
 }
 
-// newFast makes fastokens' encoder, or tells why it cannot.
+// newFast makes fastokens' encoder, or returns the reason why it cannot.
 func newFast(tokenizerJSON []byte) (fast unsafe.Pointer, why string) {
 	var problem C.chat_bytes
 	fast = C.fast_encoder_new((*C.uint8_t)(unsafe.SliceData(tokenizerJSON)), C.size_t(len(tokenizerJSON)), &problem)

@@ -12,14 +12,12 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// DefaultCache is how many tokens a model remembers by piece of text unless told
-// otherwise; each takes 4 bytes, so that a full cache has 8 MiB, the tokens of 20
-// prompts of 100,000. What is forgotten is soon encoded again.
+// DefaultCache is the default size of the piece cache, tokens. Each takes 4 bytes: a full
+// cache has 8 MiB, the tokens of 20 prompts of 100,000.
 const DefaultCache = 2 << 20
 
-// Segments encodes texts piece by piece and remembers the tokens of the pieces,
-// so that the system prompt and the earlier turns of a chat are encoded once
-// for all requests.
+// Segments encodes texts piece by piece and caches the tokens of the pieces, so that the
+// system prompt and the earlier turns of a chat are encoded once for all requests.
 //
 // A tokenizer looks for its added tokens before it does anything else, and what
 // lies between two of them is encoded by itself. So a text may be cut at each
@@ -65,9 +63,8 @@ type addedToken struct {
 	cuts bool
 }
 
-// NewSegments returns the way of the tokenizer in tokenizerJSON, the content of
-// its tokenizer.json. encode encodes texts; cacheTokens bounds what is remembered, 0:
-// nothing is.
+// NewSegments returns the segments of the tokenizer in tokenizerJSON, the content of its
+// tokenizer.json. encode encodes texts; cacheTokens limits the cache, 0: no cache.
 func NewSegments(tokenizerJSON []byte, encode Pieces, cacheTokens int) *Segments {
 	s := &Segments{encode: encode}
 	s.SetCache(cacheTokens)
@@ -345,7 +342,7 @@ func (s *Segments) agrees(text string, addSpecial bool) bool {
 // segmentCache remembers the tokens of pieces of text, those used last. It is
 // split into shards by key, so that many goroutines can use it at once.
 type segmentCache struct {
-	seed   uint64 // drawn at start: nobody can prepare texts with equal keys
+	seed   uint64 // random: clients cannot construct colliding keys
 	shards [segmentShards]segmentShard
 }
 

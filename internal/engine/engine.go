@@ -11,7 +11,7 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Settings says how large and how fast a simulated engine is.
+// Settings are the size and the speed of a simulated engine.
 type Settings struct {
 	Blocks           int // KV-cache blocks
 	BlockSize        int // tokens a block
@@ -21,7 +21,7 @@ type Settings struct {
 	Timing           Timing
 }
 
-// Caching says from when on later requests find a block.
+// Caching is the time from which later requests find a block.
 type Caching uint8
 
 // Kinds of Caching.

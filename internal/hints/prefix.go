@@ -14,8 +14,8 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Prefix is what a client says of the series of requests that this one
-// belongs to: those of one agent or conversation, which share a prefix.
+// Prefix describes the series of requests that a request belongs to: those of one agent
+// or conversation, which share a prefix.
 type Prefix struct {
 	ID     string // of the series; empty: none
 	Total  int    // requests of the series, this one included; 0: not said

@@ -64,7 +64,7 @@ func TestFileOfKeysThatIsWrong(t *testing.T) {
 		"a key with a space":   {"- name: a\n  key: '" + secret + " '", "key: must be a quoted string"},
 		"a short hash":         {"- name: a\n  key-sha256: 'abcd'", "key-sha256: must be"},
 		"a key and a hash":     {one + "  key-sha256: '" + sumText("x") + "'", "key-sha256: must be"},
-		"unknown field":     {one + "  " + secret + ": 1", "unknown field"},
+		"unknown field":        {one + "  " + secret + ": 1", "unknown field"},
 		"salt is a text":       {one + "  salt: 'yes'", "salt: must be true or false"},
 		"trust is a number":    {one + "  trust-hints: 1", "trust-hints: must be true or false"},
 		"limits are a list":    {one + "  limits: [1]", "limits: must be a map"},

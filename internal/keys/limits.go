@@ -11,7 +11,7 @@ import (
 	"golang.org/x/time/rate"
 )
 
-// limits bound what one key's holder may ask for; 0 is no limit.
+// limits are the rate limits of one key; 0 is no limit.
 type limits struct {
 	requests     float64 // a second, on average
 	burst        int     // requests at once, at least 1 where requests is set

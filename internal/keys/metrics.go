@@ -4,8 +4,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// Collector shows what came of each key's requests, by its name; a name that is
-// gone leaves no series behind.
+// Collector exports the results of each key's requests by its name. Series of removed
+// names disappear.
 type Collector struct {
 	ring              *Ring
 	requests, limited *prometheus.Desc

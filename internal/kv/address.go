@@ -13,7 +13,7 @@ import (
 // maxAddress bounds a URL or an endpoint, bytes.
 const maxAddress = 2048
 
-// ErrUserinfo refuses a URL that holds a password; it does not show it.
+// ErrUserinfo refuses a URL with a password, without showing it.
 var ErrUserinfo = errors.New("the URL must not contain a user or password, because it appears in the list of workers. Give the key as key-env=NAME, or as api_key in POST /workers")
 
 // ParseURL checks a worker's base URL and returns it without a slash at the end.
@@ -31,7 +31,7 @@ func ParseURL(value string) (string, error) {
 	return strings.TrimRight(value, "/"), nil
 }
 
-// badPort tells that a URL's port is given and none.
+// badPort reports whether a URL has a port that is not valid.
 func badPort(port string) bool {
 	number, err := strconv.ParseUint(port, 10, 16)
 	return port != "" && (err != nil || number == 0)

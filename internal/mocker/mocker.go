@@ -1,6 +1,5 @@
-// Package mocker simulates vLLM and SGLang workers in this process. Over real
-// sockets they offer the same HTTP routes, KV events and load as real workers; a
-// simulated engine says how long each step takes.
+// Package mocker simulates vLLM and SGLang workers in this process, with the HTTP routes,
+// KV events and load of real workers over real sockets.
 package mocker
 
 import (
@@ -21,10 +20,8 @@ import (
 	"kvrouter/internal/web"
 )
 
-// Mocker starts simulated workers in this process. From outside they are
-// like vLLM's or SGLang's: the same HTTP routes, KV events and load over the same kinds
-// of sockets. Inside, an engine.Engine says how long every step takes. It is safe for
-// concurrent use.
+// Mocker starts simulated workers in this process. An engine.Engine determines how long
+// each step takes. It is safe for concurrent use.
 type Mocker struct {
 	cfg    Settings
 	model  *tokens.Model
@@ -88,7 +85,7 @@ func (m *Mocker) Start(i int) (*Worker, error) {
 	return w, nil
 }
 
-// ErrMockCrash is why a worker ends that --mock-crash-every ended.
+// ErrMockCrash is the cause of a crash by --mock-crash-every.
 var ErrMockCrash = errors.New("simulated crash (--mock-crash-every)")
 
 // nextCrash is how long from now worker i's next crash is: each worker in turn
@@ -179,16 +176,16 @@ func (w *Worker) unlisten() {
 	}
 }
 
-// Ended gets why the worker ended, once all that belongs to it has.
+// Ended receives the cause once the worker and all its goroutines have ended.
 func (w *Worker) Ended() <-chan error { return w.ended }
 
-// End ends the worker at once, as if its process were killed: connections break
-// off. It does not wait; Ended tells when it is done.
+// End ends the worker immediately, as if its process were killed: connections are
+// reset. It does not wait; see Ended.
 func (w *Worker) End(why error) { w.cancel(why) }
 
-// Stop ends the worker as SIGTERM ends vLLM and SGLang: it takes no new connection, what it
-// answers may finish for --mock-shutdown-timeout, and then it ends. It does not
-// wait; Ended tells when it is done.
+// Stop ends the worker as SIGTERM ends vLLM and SGLang: it accepts no new connections and
+// lets in-flight requests finish for --mock-shutdown-timeout. It does not wait; see
+// Ended.
 func (w *Worker) Stop(why error) {
 	if w.cfg.MockShutdownTimeout == 0 || w.Hung.Load() {
 		w.End(why)

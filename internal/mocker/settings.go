@@ -15,9 +15,8 @@ import (
 	"kvrouter/internal/process"
 )
 
-// Settings holds the settings of simulated workers; the simulate command reads
-// those of SimConfig. Those whose help begins with "Fault" are for tests of what
-// routes to them.
+// Settings are the flags of simulated workers; the simulate command uses those of
+// SimConfig. Flags whose help starts with "Fault" inject faults for tests.
 type Settings struct {
 	SpeedupRatio            float64                  `group:"Mock workers, with --engine mocker" default:"1" help:"Speed of a mock worker relative to the simulated GPU. 0: no delays."`
 	MockAPI                 string                   `group:"Mock workers, with --engine mocker" name:"mock-api" default:"vllm" enum:"vllm,sglang" help:"Engine that mock workers simulate, with its routes, KV events and load: vllm or sglang."`
@@ -46,7 +45,7 @@ type Settings struct {
 	MockDuplicateEvents     float64                  `group:"Mock workers, with --engine mocker" default:"0" help:"Fault: share of KV-event batches, 0 to 1, that are sent twice."`
 	MockDelayEvents         time.Duration            `group:"Mock workers, with --engine mocker" default:"0s" help:"Fault: delay of each KV-event batch."`
 
-	// What no flag of the mocker says, set by who starts one.
+	// Set by the caller, not by flags of the mocker.
 	ServedModelName string        `kong:"-"`
 	BlockSize       int           `kong:"-"` // tokens
 	Seed            uint64        `kong:"-"`

@@ -7,9 +7,8 @@ import (
 	"slices"
 )
 
-// CheckFiles returns an error if two flags name one file: what one writes would be the
-// end of the other. Names are compared without looking at the disk; empty ones name
-// nothing.
+// CheckFiles returns an error if two flags name the same file, because one would
+// overwrite the other. Only the cleaned paths are compared; empty names are ignored.
 func CheckFiles(files map[string]string) error {
 	whose := map[string]string{}
 	for _, flag := range slices.Sorted(maps.Keys(files)) {

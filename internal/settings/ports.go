@@ -25,8 +25,8 @@ func (p PortUse) String() string {
 	return fmt.Sprintf("%s %d (+%d for worker %d)", p.Flag, p.Base, p.Port-p.Base, p.Worker)
 }
 
-// CheckPortNumbers refuses numbers that are no ports, and one port for two uses.
-// The error names the flags.
+// CheckPortNumbers refuses invalid port numbers and ports that are used twice. The error
+// names the flags.
 func CheckPortNumbers(uses []PortUse) error {
 	owner := map[int]PortUse{}
 	for _, p := range uses {

@@ -1,4 +1,4 @@
-// Package settings reads a YAML file of flags, and tells what this machine has.
+// Package settings reads flags from a YAML file and detects the resources of the machine.
 package settings
 
 import (

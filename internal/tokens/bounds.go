@@ -22,7 +22,7 @@ var errTooLong = fmt.Errorf("%w: the prompt exceeds the model's maximum length",
 // errNoTurn marks a prompt that was not encoded because others took the time.
 var errNoTurn = fmt.Errorf("%w: timed out waiting for the encoder", chat.ErrNotRenderable)
 
-// errClientLeft marks a prompt whose client did not wait for its turn.
+// errClientLeft marks a prompt whose client disconnected before its turn.
 var errClientLeft = fmt.Errorf("%w: the client has disconnected", errNoTurn)
 
 const (
@@ -51,7 +51,7 @@ const (
 // bounds limit the work on the prompts of one request. The zero value has no
 // limits: the request is not a stranger's.
 type bounds struct {
-	ctx    context.Context // nil: nobody leaves
+	ctx    context.Context // nil: not cancelled
 	wait   time.Duration   // longest wait for a turn to encode; 0: for ever
 	tokens int             // most tokens of a prompt; 0: any number
 	chars  int             // most characters of a text that may be those tokens; 0: any number
@@ -194,8 +194,8 @@ func readTokens(list gjson.Result, most int) (tokens []uint32, err error) {
 	return tokens, nil
 }
 
-// fallback tells why a prompt is not known here, as metrics call it, and whether
-// a worker may be asked for it.
+// fallback returns the reason why a prompt is not known locally, as a metric label, and
+// whether a worker may be asked for it.
 func fallback(err error) (reason string, ask bool) {
 	switch {
 	case errors.Is(err, errTooLong):

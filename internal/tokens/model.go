@@ -18,9 +18,8 @@ import (
 	"kvrouter/internal/jsonbody"
 )
 
-// Model computes prompt tokens from a model's tokenizer and chat template, as
-// vLLM 0.32 does, or SGLang 0.5.23. All methods but Close may be called by many goroutines at
-// once: the library encodes and renders without a lock of ours.
+// Model computes prompt tokens with a model's tokenizer and chat template, as vLLM 0.32
+// or SGLang 0.5.23 does. All methods but Close are safe for concurrent use.
 type Model struct {
 	encoder     *encode.Encoder
 	segments    *encode.Segments
@@ -86,8 +85,8 @@ func (m *Model) Close() {
 	m.chats.Close()
 }
 
-// MaxModelLen is the longest prompt with its answer, in tokens: the model's, or
-// the engine's once SetMaxModelLen has told it. 0 means unknown.
+// MaxModelLen is the maximum length of a prompt with its answer, tokens: the model's, or
+// the engine's after SetMaxModelLen. 0 means unknown.
 func (m *Model) MaxModelLen() int { return int(m.maxModelLen.Load()) }
 
 // SetMaxModelLen records the engine's limit, 1 to 2^30 tokens; any other number is
@@ -99,7 +98,7 @@ func (m *Model) SetMaxModelLen(n int) {
 }
 
 // ChatTokens returns the prompt tokens of a /v1/chat/completions request, given
-// its JSON. chat.ErrNotRenderable means that only the engine can tell them.
+// its JSON. chat.ErrNotRenderable means that only the engine can compute them.
 func (m *Model) ChatTokens(body []byte) ([]uint32, error) {
 	parsed, err := chat.ParseBody(body)
 	if err != nil {
@@ -190,7 +189,7 @@ func (m *Model) encode(b bounds, text string, addSpecial bool) (tokens []uint32,
 var errNoTokens = chat.NotRenderable("the tokenizer found no tokens")
 
 // encodePieces encodes pieces of a text, as many in one turn as are a small text
-// together: a prompt of many small pieces keeps nobody waiting, and encoding it ends
+// together: a prompt of many small pieces blocks no other request, and encoding it ends
 // when its client leaves.
 func (m *Model) encodePieces(b bounds, text string, pieces []string, addSpecial bool) (tokens [][]uint32, err error) {
 	for len(pieces) > 0 {

@@ -53,8 +53,8 @@ type Peer struct {
 	Generation int  // counts its incarnations: a new one is compared anew
 	SGLang     bool // it runs SGLang, and renders by its rules
 	Ask        Asker
-	// MaxModelLen asks how long a prompt with its answer may be, tokens; 0: it does
-	// not say. nil: nobody asks.
+	// MaxModelLen queries the maximum length of a prompt with its answer, tokens; 0: it does not
+	// report it. nil: not queried.
 	MaxModelLen func(ctx context.Context) int
 }
 
@@ -97,7 +97,7 @@ func (t *Source) KeepComparing(ctx context.Context, peers func() []Peer) {
 }
 
 // Probe compares the prompts computed here with those of one worker, which the
-// Asker asks. The error tells that it could not be asked.
+// Asker asks. An error means that it could not be asked.
 func (t *Source) Probe(ctx context.Context) error {
 	if t.model == nil {
 		return nil
@@ -178,7 +178,7 @@ func (t *Source) chooseRules(peers []Peer) {
 	}
 }
 
-// Met tells of the engine of a worker that is about to get requests: the rules of the
+// Met reports the engine of a worker that is about to get requests: the rules of the
 // one met last hold until KeepComparing counts.
 func (t *Source) Met(sglang bool) {
 	if sglang {

@@ -1,5 +1,5 @@
-// Package tokens finds the prompt tokens of a request: computed here with the
-// model's tokenizer and chat template, else asked from a worker.
+// Package tokens computes the prompt tokens of requests with the model's tokenizer and
+// chat template, or requests them from a worker.
 package tokens
 
 import (
@@ -24,10 +24,10 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Where a prompt's tokens came from.
+// Sources of a prompt's tokens.
 const (
 	SourceLocal  = "local"  // computed here
-	SourceWorker = "worker" // a worker told them
+	SourceWorker = "worker" // returned by a worker
 	SourceNone   = "none"   // unknown: the request is routed by load alone
 )
 
@@ -35,11 +35,10 @@ const (
 type Prompt struct {
 	Tokens []uint32
 	Source string // SourceLocal, SourceWorker or SourceNone
-	// Exact is how many leading tokens say all about their part of the prompt, and
-	// may come from a worker's cache; after them come placeholders of images or
-	// other media that are not in Media and look alike in different prompts, or
-	// tokens that the request has the engine compute anew. It is len(Tokens) for
-	// plain text.
+	// Exact is the number of leading tokens that fully determine their part of the prompt
+	// and may be matched against a worker's cache. They are followed by placeholders of
+	// media that are not in Media, or by tokens that the engine must recompute. It is
+	// len(Tokens) for plain text.
 	Exact int
 	// Media are the items among the first Exact tokens, in their order.
 	Media []kv.Media
@@ -48,8 +47,8 @@ type Prompt struct {
 	Shape string
 }
 
-// Asker posts a request to some healthy worker and returns its answer. An answer
-// that is not 2xx is an *AskError.
+// Asker posts a request to a healthy worker and returns its answer. An answer other than
+// 2xx is an *AskError.
 type Asker func(ctx context.Context, path string, body []byte) (answer []byte, err error)
 
 // AskError is a worker's refusal.
@@ -73,7 +72,7 @@ const (
 	reasonNotRenderable = "not renderable"
 	reasonParity        = "parity"
 	reasonOtherAPI      = "other api"
-	reasonTooLong       = "too long"     // for the model: nobody is asked
+	reasonTooLong       = "too long"     // for the model: workers are not asked
 	reasonNoTurn        = "encoder busy" // for longer than a worker may be asked
 )
 
@@ -84,8 +83,8 @@ const askedTexts = 64
 // renderRetry is how long a worker's lack of the render routes is remembered.
 const renderRetry = time.Minute
 
-// Source finds the prompt tokens of requests: here where it can, else from a
-// worker within a time limit. It is safe for concurrent use.
+// Source returns the prompt tokens of requests: computed locally if possible, else
+// requested from a worker within a time limit. It is safe for concurrent use.
 type Source struct {
 	model   *Model
 	ask     Asker
@@ -116,9 +115,8 @@ type Stats struct {
 	Mismatches     map[string]uint64 // prompts whose length the engine reported otherwise, by shape
 }
 
-// NewSource returns a Source. model may be nil (no files: every prompt comes from
-// a worker); timeout bounds the asking for one request, and the wait for a turn to
-// encode a text here.
+// NewSource returns a Source. With model nil every prompt comes from a worker. timeout
+// limits the time to ask a worker, and the wait for the local encoder.
 func NewSource(model *Model, ask Asker, timeout time.Duration, log *slog.Logger) *Source {
 	return &Source{
 		model: model, ask: ask, timeout: timeout, log: log, now: time.Now,
@@ -126,7 +124,7 @@ func NewSource(model *Model, ask Asker, timeout time.Duration, log *slog.Logger)
 	}
 }
 
-// Local reports whether prompts are computed here at all.
+// Local reports whether prompts can be computed locally.
 func (t *Source) Local() bool { return t != nil && t.model != nil }
 
 // Chat returns the prompt of a /v1/chat/completions request.
@@ -340,8 +338,8 @@ func (t *Source) Stats() Stats {
 	}
 }
 
-// whyNot tells why a request with these features is not rendered here; empty if
-// it is.
+// whyNot returns the reason why a request with these features is not rendered locally;
+// empty if it is.
 func (t *Source) whyNot(features []string) string {
 	if t.model == nil {
 		return reasonNoFiles
@@ -520,7 +518,7 @@ func renameReasoning(messages gjson.Result) string {
 	return "[" + out.String() + "]"
 }
 
-// maxAnswered bounds the tokens that a worker may tell for a prompt.
+// maxAnswered bounds the tokens that a worker may return for a prompt.
 const maxAnswered = 1 << 21
 
 // readRendered reads a render route's answer.

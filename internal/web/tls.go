@@ -27,15 +27,15 @@ func (s TLSSettings) Validate() error {
 	return nil
 }
 
-// Certificates are what both ports show and ask for, in its latest form. Its
-// methods are safe for concurrent use.
+// Certificates are the current server and CA certificates of both ports. Its methods
+// are safe for concurrent use.
 type Certificates struct {
 	settings TLSSettings
 	current  atomic.Pointer[tls.Config] // nil: nothing was read yet
 }
 
-// NewCertificates returns the certificates of the files, which Read reads; nil if
-// there are none.
+// NewCertificates returns the certificates of the files, to be loaded by Read; nil if
+// TLS is not configured.
 func NewCertificates(s TLSSettings) *Certificates {
 	if s.TLSCert == "" {
 		return nil
@@ -43,8 +43,8 @@ func NewCertificates(s TLSSettings) *Certificates {
 	return &Certificates{settings: s}
 }
 
-// Read reads the files. Only use makes new connections see them. On nil it does
-// nothing.
+// Read reads the files; they apply to new connections when use is called. A nil
+// receiver does nothing.
 func (c *Certificates) Read() (use func(), err error) {
 	if c == nil {
 		return func() {}, nil
@@ -67,8 +67,8 @@ func (c *Certificates) Read() (use func(), err error) {
 	return func() { c.current.Store(config) }, nil
 }
 
-// Config returns what a port listens with, nil for plain HTTP. Each connection
-// gets the certificates that were used last.
+// Config returns the TLS configuration of a port, nil for plain HTTP. Each new
+// connection uses the current certificates.
 func (c *Certificates) Config() *tls.Config {
 	if c == nil {
 		return nil
