@@ -64,12 +64,8 @@ func VLLMOptions(args []string) (Options, error) {
 		case "--chat-template-content-format":
 			o.ContentFormat = value
 		case "--default-chat-template-kwargs":
-			parsed := gjson.Parse(value)
-			if !json.Valid([]byte(value)) || !parsed.IsObject() {
-				return o, fmt.Errorf("the engine's argument %s needs a JSON object, not %q", name, value)
-			}
-			for _, f := range jsonbody.Members(parsed) {
-				o.DefaultKwargs = append(o.DefaultKwargs, jsonbody.Field{Key: f.Key, Raw: f.Value.Raw})
+			if err := o.addKwargs(name, value); err != nil {
+				return o, err
 			}
 		case "--tokenizer-mode":
 			if value != "auto" && value != "hf" {
@@ -80,6 +76,16 @@ func VLLMOptions(args []string) (Options, error) {
 		}
 	}
 	return o, nil
+}
+
+// addKwargs adds the members of a JSON object, the value of the named argument.
+func (o *Options) addKwargs(name, value string) error {
+	parsed := gjson.Parse(value)
+	if !json.Valid([]byte(value)) || !parsed.IsObject() {
+		return fmt.Errorf("the engine's argument %s needs a JSON object, not %q", name, value)
+	}
+	o.DefaultKwargs = append(o.DefaultKwargs, fieldsOf(parsed)...)
+	return nil
 }
 
 // setTemplate takes a file or the text of a template, as vLLM does.
@@ -113,12 +119,8 @@ func SGLangOptions(args []string) (Options, error) {
 		}
 		switch name {
 		case "--default-chat-template-kwargs":
-			parsed := gjson.Parse(value)
-			if !json.Valid([]byte(value)) || !parsed.IsObject() {
-				return o, fmt.Errorf("the engine's argument %s needs a JSON object, not %q", name, value)
-			}
-			for _, f := range jsonbody.Members(parsed) {
-				o.DefaultKwargs = append(o.DefaultKwargs, jsonbody.Field{Key: f.Key, Raw: f.Value.Raw})
+			if err := o.addKwargs(name, value); err != nil {
+				return o, err
 			}
 		case "--chat-template":
 			o.setTemplate(value)

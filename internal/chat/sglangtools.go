@@ -110,6 +110,7 @@ func toolList(tools gjson.Result) (list []gjson.Result, ok bool) {
 	return jsonbody.Elements(tools, maxListed)
 }
 
+// isBool reports whether v is a boolean or nothing.
 func isBool(v gjson.Result) bool {
 	return v.Type == gjson.True || v.Type == gjson.False || v.Type == gjson.Null
 }

@@ -150,9 +150,6 @@ func dumpFunction(fn, deferred gjson.Result) (string, error) {
 	if deferred.Exists() && deferred.Type != gjson.Null && values["defer_loading"].Type == gjson.Null {
 		values["defer_loading"] = deferred
 	}
-	isBool := func(v gjson.Result) bool {
-		return v.Type == gjson.True || v.Type == gjson.False || v.Type == gjson.Null
-	}
 	description, parameters := values["description"], values["parameters"]
 	switch {
 	case values["name"].Type != gjson.String,

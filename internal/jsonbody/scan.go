@@ -1,5 +1,5 @@
-// Package jsonbody checks a request's JSON body and takes it apart once, without
-// copying its strings.
+// Package jsonbody validates and parses a request's JSON body in one pass, without copying
+// its strings.
 package jsonbody
 
 import (

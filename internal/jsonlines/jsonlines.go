@@ -1,5 +1,5 @@
-// Package jsonlines writes lines of JSON to a file without making its callers wait,
-// and reads such files whatever became of them.
+// Package jsonlines writes JSON lines to a file without blocking its callers, and reads
+// such files even if they are damaged.
 package jsonlines
 
 import (

@@ -1,5 +1,5 @@
-// Package zmq is one ZeroMQ connection with bounds and deadlines, and the sockets
-// that publish and answer.
+// Package zmq implements ZeroMQ connections with limits and deadlines, and PUB and ROUTER
+// sockets.
 package zmq
 
 import (
