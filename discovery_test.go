@@ -166,7 +166,7 @@ func TestAFileOfWorkersIsFollowedAndNoRequestIsLost(t *testing.T) {
 	more()
 	file.write("http://h:0")
 	testkit.Eventually(t, 20*time.Second, "the mistake is told", func() bool {
-		return strings.Contains(s.log.String(), "line 2: worker 1 of the list: url: http://h:0 is no URL")
+		return strings.Contains(s.log.String(), "line 2: worker 1 of the list: url: http://h:0 is not a URL")
 	})
 	more()
 	stop()
@@ -239,7 +239,7 @@ func TestDiscoveredWorkersAreCalledByTheirNames(t *testing.T) {
 	v.until("one drains, and one is gone", func(state *page.State) bool {
 		return len(state.Workers) == 2 && state.Workers[1].State == page.StateDraining && strings.Contains(state.Workers[1].Why, "leaving")
 	})
-	if status, _, message := s.called(t, first); status != http.StatusServiceUnavailable || !strings.HasPrefix(message, "worker "+first+" rank 0, which the request names, cannot take it") {
+	if status, _, message := s.called(t, first); status != http.StatusServiceUnavailable || !strings.HasPrefix(message, "worker "+first+" rank 0, which the request pins, cannot serve it") {
 		t.Errorf("%d %s", status, message)
 	}
 	s.wantCalled(first, second)

@@ -22,7 +22,10 @@ var layers = []map[string]string{
 	},
 	{ // knowing
 		"hints": "jsonbody kv", "radix": "blockpool kv table", "engine": "blockpool kv",
-		"tokens": "jsonbody kv", "keys": "web",
+		"chat": "jsonbody", "encode": "", "keys": "web",
+	},
+	{ // prompts
+		"tokens": "chat encode jsonbody kv",
 	},
 	{ // judging, hearing
 		"policy": "hints jsonlines kv settings", "events": "guard jsonlines kv radix web zmq", "outlier": "kv",
@@ -32,11 +35,11 @@ var layers = []map[string]string{
 		"probe": "events guard kv policy web zmq",
 	},
 	{ // following
-		"tracing": "kv policy router", "models": "kv outlier policy radix router tokens",
+		"tracing": "kv policy router", "models": "chat kv outlier policy radix router tokens",
 	},
 	{ // carrying
 		"replica": "events guard kv router zmq", "proxy": "jsonbody kv outlier policy router tracing web", "workers": "events guard kv policy probe process radix web",
-		"mocker": "engine events jsonbody kv process tokens web zmq", "simulate": "engine hints jsonlines kv outlier policy radix router",
+		"mocker": "chat engine events jsonbody kv process tokens web zmq", "simulate": "engine hints jsonlines kv outlier policy radix router",
 		"vllm": "kv process", "sglang": "kv process", "discovery": "kv",
 	},
 	{ // showing, offering

@@ -17,10 +17,10 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"kvrouter/internal/demo"
+	"kvrouter/internal/encode"
 	"kvrouter/internal/logs"
 	"kvrouter/internal/page"
 	"kvrouter/internal/settings"
-	"kvrouter/internal/tokens"
 )
 
 func main() {
@@ -154,7 +154,7 @@ func (r *app) run(ctx context.Context) error {
 		r.models.Run(failed)
 		return nil
 	})
-	tokens.ReleaseStartup()
+	encode.ReleaseStartup()
 	r.log.Info("listening", "openai", r.ports[0].URL()+"/v1", "router", r.ports[1].URL(), "page", page.URL(r.ports[1].URL()), "policy", r.config.Policy)
 	group.Go(func() error {
 		<-failed.Done()

@@ -19,6 +19,7 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/chat"
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
@@ -26,13 +27,12 @@ import (
 	"kvrouter/internal/settings"
 	"kvrouter/internal/telemetry"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/tokens"
 	"kvrouter/internal/web"
 )
 
 func TestMockPredictionsAreExactOneByOne(t *testing.T) {
 	variants := [][]string{nil, {"--mock-array-events"}, {"--mock-api=sglang"}, {"--mock-api=sglang", "--block-size=16", "--mock-num-gpu-blocks=240"}}
-	if dir := filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct"); tokens.FileExists(dir, "tokenizer.json") {
+	if dir := filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct"); chat.FileExists(dir, "tokenizer.json") {
 		variants = append(variants, []string{"--model=" + dir})
 	}
 	for _, args := range append(variants, []string{"--mock-num-gpu-blocks=60", "--mock-duplicate-events=0.3", "--mock-delay-events=3ms"}) {
@@ -437,10 +437,7 @@ var mockPairs = []mockPair{{kv.KindNIXL, "vllm"}, {kv.KindSGLang, "vllm"}, {kv.K
 func (s *mockSite) idle() bool {
 	for _, target := range s.app.router.Targets() {
 		w := s.app.mocker.Worker(int(target.Key.Worker))
-		w.Rooms.Mu.Lock()
-		rooms := len(w.Rooms.ByID)
-		w.Rooms.Mu.Unlock()
-		if rooms > 0 || s.rank(target.Key).CurrentLoad() != (mocker.Load{}) {
+		if w.Transfers() > 0 || s.rank(target.Key).CurrentLoad() != (mocker.Load{}) {
 			return false
 		}
 	}
@@ -708,11 +705,7 @@ func TestMockSGLangWorkersAbortByName(t *testing.T) {
 		ended <- status
 	}()
 	w := s.app.mocker.Worker(0)
-	testkit.Eventually(t, 10*time.Second, "it waits", func() bool {
-		w.Mu.Lock()
-		defer w.Mu.Unlock()
-		return len(w.Running) == 1
-	})
+	testkit.Eventually(t, 10*time.Second, "it waits", func() bool { return w.Running() == 1 })
 	post(t, s.workerURL(0)+"/abort_request", `{"rid":"abc"}`)
 	select {
 	case status := <-ended:

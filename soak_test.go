@@ -396,11 +396,7 @@ func (s *soak) footprint() footprint {
 	var f footprint
 	for i := range s.site.app.config.NumWorkers {
 		e := s.site.rank(kv.WorkerKey{Worker: uint64(i)}).Events
-		e.Mu.Lock()
-		for _, payload := range e.Kept {
-			f.replay += uint64(cap(payload))
-		}
-		e.Mu.Unlock()
+		f.replay += e.ReplayBytes()
 	}
 	runtime.GC()
 	var stats runtime.MemStats

@@ -17,6 +17,7 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/encode"
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/radix"
@@ -305,7 +306,7 @@ func BenchmarkDecision(b *testing.B) {
 				rt.Up(kv.Target{Key: kv.WorkerKey{Worker: w}, URL: "http://w"})
 			}
 			ids := tokens.NewSource(m, nil, time.Second, slog.New(slog.DiscardHandler))
-			m.CacheTokens(tokens.DefaultTokenCache)
+			m.CacheTokens(encode.DefaultCache)
 			var bodies [][]byte
 			for i := range c.bodies {
 				body := c.body()

@@ -67,5 +67,5 @@ if ! cmp -s "$kept" "$target"; then
     ln "$kept" "$target" 2>/dev/null || cp "$kept" "$target"
 fi
 if [ ! -f "$marker" ]; then
-    echo '// Tells internal/tokens that libtokenizers.a is here.' >"$marker"
+    echo '// Marks that libtokenizers.a has been built.' >"$marker"
 fi

@@ -3,7 +3,7 @@
 
     parity.py render < request.json     texts for the parity test, as JSON
     parity.py sglang < request.json     the same by SGLang's rules
-    parity.py snippets                  renders internal/tokens/testdata/parity/snippets.json again
+    parity.py snippets                  renders internal/chat/testdata/parity/snippets.json again
     parity.py refresh                   fetches the templates again with npm
 
 `snippets` needs a Python that has transformers and jinja2; `render` needs a Python that has vLLM (and with it transformers and jinja2), `sglang`
@@ -205,7 +205,7 @@ def sglang_chat(chat, messages, asked):
     return {"name": asked["name"], "text": text}
 
 
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "internal", "tokens", "testdata", "parity")
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "internal", "chat", "testdata", "parity")
 
 
 def snippets():

@@ -1,5 +1,4 @@
-// Package blockpool models paged KV memory: blocks with reference counts, of which
-// the least recently used one is evicted first.
+// Package blockpool models paged KV memory: reference-counted blocks with LRU eviction.
 package blockpool
 
 import "math/bits"

@@ -53,11 +53,11 @@ func TestMistakesInTheFileAreNamed(t *testing.T) {
 		"workers:\n- http://h:1\n- urll: http://h:2":                       `[3:3] unknown field "urll"`,
 		"workers:\n- http://h:1\n- name: b":                                "line 3: worker 2 of the list: url is missing",
 		"workers:\n- http://h:1\n- http://h:1/":                            "line 3: worker 2 of the list: http://h:1 is given twice",
-		"workers:\n- h:1":                                                  "line 2: worker 1 of the list: url: h:1 is no URL",
-		"workers:\n- http://u:sesame@h:1":                                  "a URL holds no user and password",
+		"workers:\n- h:1":                                                  "line 2: worker 1 of the list: url: h:1 is not a URL",
+		"workers:\n- http://u:sesame@h:1":                                  "the URL must not contain a user or password",
 		"workers:\n- url: http://h:1\n  role: prefil":                      "is not one of both, prefill, decode",
 		"workers:\n- url: http://h:1\n  kv-events: ipc:///run/x":           "kv-events: ipc endpoints are for --worker only",
-		"workers:\n- url: http://h:1\n  replay: h:1":                       "replay: h:1 is no endpoint",
+		"workers:\n- url: http://h:1\n  replay: h:1":                       "replay: h:1 is not an endpoint",
 		"workers:\n- url: http://h:1\n  name: " + strings.Repeat("x", 300): "name has 300 bytes",
 		"workers:\n" + strings.Repeat("- http://h:1\n", maxWorkers+1):      "at most 4096 may be",
 	} {
@@ -107,7 +107,7 @@ func TestABadFileLeavesTheWorkersAsTheyWere(t *testing.T) {
 	w, write := watchFile(t, "workers: [http://h:1]")
 	w.wants("h:1=h:1")
 	write("workers: [http://h:1, http://h:0]")
-	w.says("line 1: worker 2 of the list: url: http://h:0 is no URL such as http://host:8100; the workers stay as they were")
+	w.says("line 1: worker 2 of the list: url: http://h:0 is not a URL such as http://host:8100; the workers stay as they were")
 	write("") // as an editor leaves it for a moment, or for ever
 	w.says("no list under workers:")
 	write("workers: [http://h:1]")

@@ -46,7 +46,7 @@ func newWard(t *testing.T, n int, tweak func(*mocker.Settings)) *ward {
 		t.Fatal(err)
 	}
 	t.Cleanup(model.Close)
-	cfg := mocker.DefaultSettings()
+	cfg := testkit.Defaults[mocker.Settings]()
 	cfg.SpeedupRatio, cfg.ServedModelName, cfg.BlockSize, cfg.KVEvents, cfg.Parts = 0, mocker.ModelName, blockSize, true, make([]kv.Disagg, n)
 	if tweak != nil {
 		tweak(&cfg)

@@ -11,7 +11,7 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Settings says how large and how fast a simulated engine is.
+// Settings are the size and the speed of a simulated engine.
 type Settings struct {
 	Blocks           int // KV-cache blocks
 	BlockSize        int // tokens a block
@@ -21,7 +21,7 @@ type Settings struct {
 	Timing           Timing
 }
 
-// Caching says from when on later requests find a block.
+// Caching is the time from which later requests find a block.
 type Caching uint8
 
 // Kinds of Caching.
@@ -165,7 +165,7 @@ func New(cfg Settings, events func(Event)) *Engine {
 // cache, which a real engine's longest model length forbids.
 func (e *Engine) Submit(r *Request) error {
 	if r.Prompt < 1 {
-		return fmt.Errorf("simulated request of %d prompt tokens: a prompt has at least 1", r.Prompt)
+		return fmt.Errorf("simulated request with %d prompt tokens: at least 1 is required", r.Prompt)
 	}
 	r.Output = max(1, r.Output)
 	if need := e.blocksFor(r.Prompt + r.Output); need > e.Cfg.Blocks {
@@ -209,7 +209,7 @@ func (e *Engine) Abort(r *Request) {
 	}
 }
 
-// takeOut removes r from a queue and tells whether it was there.
+// takeOut removes r from a queue and reports whether it was there.
 func takeOut(queue *[]*Request, r *Request) bool {
 	i := slices.Index(*queue, r)
 	if i >= 0 {
@@ -482,7 +482,7 @@ func (e *Engine) keyFirst(r *Request, blocks int) {
 	}
 }
 
-// key caches block i of r, which is full, and tells whether the cache did not
+// key caches block i of r, which is full, and reports whether the cache did not
 // have it. Where it has, r goes on with that copy: so the blocks before a cached
 // one stay in the cache as long as it does.
 func (e *Engine) key(r *Request, i int) bool {

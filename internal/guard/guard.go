@@ -1,5 +1,4 @@
-// Package guard lets code parse foreign bytes so that a panic in it ends one parse,
-// not the process.
+// Package guard recovers panics in parsers of untrusted input.
 package guard
 
 import (
@@ -10,8 +9,7 @@ import (
 	"sync"
 )
 
-// Edges at which the router parses what others send, by a library or by its own
-// code.
+// Edges are the places where the router parses untrusted input.
 const (
 	KVEvents      = "kv_events"      // one connection to a worker's KV events, its replays included
 	KVEventBatch  = "kv_event_batch" // one batch of KV events
@@ -44,13 +42,12 @@ type PanicError struct {
 }
 
 func (e *PanicError) Error() string {
-	return fmt.Sprintf("the parser at the edge %s panicked: %v", e.Edge, e.Cause)
+	return fmt.Sprintf("panic in the parser of %s: %v", e.Edge, e.Cause)
 }
 
-// Do runs f and returns its error. A panic in f becomes a *PanicError, is counted
-// for the edge, and logged with its stack; a nil log logs nothing. What f has locked
-// without a deferred unlock stays locked, and goroutines that f starts are not
-// covered.
+// Do runs f and returns its error. A panic in f becomes a *PanicError, is counted for
+// the edge and logged with its stack; a nil log logs nothing. Locks without a deferred
+// unlock stay locked, and goroutines that f starts are not covered.
 func (e *Edges) Do(edge string, log *slog.Logger, f func() error) (err error) {
 	defer func() {
 		cause := recover()
@@ -61,7 +58,7 @@ func (e *Edges) Do(edge string, log *slog.Logger, f func() error) (err error) {
 		err = &PanicError{edge, cause}
 		if log != nil {
 			stack := debug.Stack()
-			log.Error("a parser of foreign bytes panicked: what it parsed is dropped", "edge", edge, "cause", fmt.Sprintf("%.200v", cause), "stack", string(stack[:min(len(stack), maxStack)]))
+			log.Error("panic in a parser of untrusted input: the input is dropped", "edge", edge, "cause", fmt.Sprintf("%.200v", cause), "stack", string(stack[:min(len(stack), maxStack)]))
 		}
 	}()
 	return f()
@@ -82,7 +79,7 @@ func (e *Edges) count(edge string) {
 	e.panics[edge]++
 }
 
-// Panics returns how many panics each edge has had.
+// Panics returns the number of panics at each edge.
 func (e *Edges) Panics() map[string]uint64 {
 	if e == nil {
 		return nil

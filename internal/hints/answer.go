@@ -8,7 +8,7 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// PinnedError says that a worker which a request asks for cannot serve it.
+// PinnedError means that the pinned worker cannot serve the request.
 type PinnedError struct {
 	Worker, Prefill *kv.WorkerKey // as Hints has them; not both nil
 	Names           *kv.Names     // what workers are called; nil: by their ids
@@ -24,15 +24,15 @@ func (e *PinnedError) Error() string {
 	if e.Worker != nil {
 		named = append(named, fmt.Sprintf("worker %s rank %d", e.Names.Label(e.Worker.Worker), e.Worker.Rank))
 	}
-	return fmt.Sprintf("%s, which the request names, cannot take it (%v); no other is taken in its place", strings.Join(named, " with "), e.Err)
+	return fmt.Sprintf("%s, which the request pins, cannot serve it (%v); no other worker is used", strings.Join(named, " with "), e.Err)
 }
 
 // Unwrap returns Err.
 func (e *PinnedError) Unwrap() error { return e.Err }
 
-// QueryAnswer tells who would serve a request. It stands where the answer's
-// text would, under the names of Dynamo's frontends: the older have
-// worker_instance_id and token_data, the newer worker_id and token_ids.
+// QueryAnswer is the answer to a dry run: the workers that would serve the request. The
+// fields are those of Dynamo's frontends: older versions have worker_instance_id and
+// token_data, newer ones worker_id and token_ids.
 type QueryAnswer struct {
 	ID      string     `json:"id"`
 	Object  string     `json:"object"`

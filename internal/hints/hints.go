@@ -1,5 +1,5 @@
-// Package hints reads what a request says about its own routing, from its headers
-// and from the field nvext of its body.
+// Package hints reads the routing hints of a request from its headers and from the field
+// nvext of its body.
 package hints
 
 import (
@@ -16,9 +16,8 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Headers by which a client names the worker that it wants, and that of the
-// prompt where two share the request, as Dynamo's frontend takes them. They go
-// before what the body says.
+// Headers that pin a request to a worker, and its prefill leg to another, as in Dynamo's
+// frontend. They take precedence over the body.
 const (
 	HeaderPinnedWorker  = "X-Worker-Instance-Id"
 	HeaderPinnedRank    = "X-Dp-Rank"
@@ -26,21 +25,20 @@ const (
 	headerPrefillRank   = "X-Prefill-Dp-Rank"
 )
 
-// Annotations of nvext that mean something here; all others are ignored.
+// Supported annotations of nvext; all others are ignored.
 const (
 	AnnotationQuery  = "query_instance_id"
 	annotationWorker = "worker_instance_id"
 )
 
-// Hints is what a request says about its own routing, in the field nvext
-// of its body and in headers. Engines ignore them: vLLM passes over fields that it
-// does not know.
+// Hints are the routing hints of a request, from the field nvext of its body and from
+// headers. Engines ignore unknown fields.
 type Hints struct {
-	Query          bool          // tell who would be chosen, and send nothing
-	Pinned         *kv.WorkerKey // this worker and no other
-	PinnedPrefill  *kv.WorkerKey // the same of the prompt, where two share the request
-	Whole          bool          // nobody is to share it with the worker that is named
-	PriorityJump   float64       // seconds by which the request counts as having come earlier
+	Query          bool          // dry run: return the choice and send nothing
+	Pinned         *kv.WorkerKey // the only worker that may serve the request
+	PinnedPrefill  *kv.WorkerKey // the same for the prefill leg
+	Whole          bool          // the pinned worker serves the request alone
+	PriorityJump   float64       // seconds by which the arrival time is moved back
 	StrictPriority uint32        // higher ones leave the queue first
 	ExpectedOutput int           // tokens; 0: unknown
 	Prefix         Prefix
@@ -61,18 +59,17 @@ func Session(header http.Header, name, cookie string) (session string) {
 	return session
 }
 
-// Untrusted returns h without what goes at others' cost: to come before them, and
-// to name the worker.
+// Untrusted returns h without priorities and pinned workers, which affect other clients.
 func (h Hints) Untrusted() Hints {
 	h.Pinned, h.PinnedPrefill, h.Whole, h.PriorityJump, h.StrictPriority = nil, nil, false, 0, 0
 	return h
 }
 
-// MayWait tells whether the request may wait for a worker to come: one that names its
-// worker, or only asks where it would go, is told at once that there is none.
+// MayWait reports whether the request may wait until a worker is available: dry runs and
+// requests with a pinned worker fail immediately.
 func (h Hints) MayWait() bool { return !h.Query && h.Pinned == nil && h.PinnedPrefill == nil }
 
-// Error says which hint makes no sense, and what it must be.
+// Error is an invalid hint, with the valid values.
 type Error struct {
 	Param string // field or header
 	want  string
@@ -90,13 +87,13 @@ type hint struct{ param, text string }
 // hintReader reads values and keeps the first error.
 type hintReader struct {
 	names   *kv.Names // by which workers may be called
-	trusted bool      // the client is told which names there are
+	trusted bool      // errors may reveal worker names
 	bad     *Error
 }
 
-// Read reads a request's hints; bad names the first that makes no sense. A worker is
-// named by its id or, where it has one, by its name. Of a client that is not trusted
-// only Untrusted hints count; it does not learn which names there are.
+// Read reads a request's hints; bad is the first invalid one. A worker is given by its id
+// or its name. For an untrusted client it returns only Untrusted hints, and errors do not
+// reveal worker names.
 func Read(header http.Header, nvext gjson.Result, names *kv.Names, trusted bool) (hints Hints, bad *Error) {
 	r := hintReader{names: names, trusted: trusted}
 	if r.object("nvext", nvext) {
@@ -151,7 +148,7 @@ func (r *hintReader) worker(id, rank hint, by string) *kv.WorkerKey {
 		return &kv.WorkerKey{Worker: r.id(id), Rank: uint32(r.whole(rank, 32))}
 	}
 	if rank.text != "" {
-		r.fail(rank, "given together with a worker's id ("+by+")")
+		r.fail(rank, "given together with a worker id ("+by+")")
 	}
 	return nil
 }
@@ -170,7 +167,7 @@ func (r *hintReader) fail(h hint, want string) {
 	}
 }
 
-// object tells whether v is an object; nothing and null are none.
+// object reports whether v is an object; nothing and null are none.
 func (r *hintReader) object(param string, v gjson.Result) bool {
 	if raw := rawOf(v); raw != "" && !v.IsObject() {
 		r.fail(hint{param, raw}, "an object")
@@ -241,7 +238,7 @@ func (r *hintReader) id(h hint) uint64 {
 	}
 	if _, err := strconv.ParseUint(h.text, 10, 64); err != nil && r.names.Any() {
 		if r.trusted {
-			r.fail(h, "the name of a worker that is known, or an id")
+			r.fail(h, "the name of a known worker, or an id")
 		}
 		return 0
 	}

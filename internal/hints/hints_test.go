@@ -134,8 +134,8 @@ func TestWorkersAreNamedByWhatTheyAreCalled(t *testing.T) {
 		{nvext: `{"backend_instance_id":"pod-a"}`, want: &a},
 		{nvext: `{"annotations":["worker_instance_id:10.0.0.1:8000"]}`, want: &b},
 		{nvext: `{"prefill_worker_id":"pod-a","decode_worker_id":"10.0.0.1:8000"}`, want: &b, wantPrefill: &a},
-		{worker: "pod-b", bad: "X-Worker-Instance-Id is pod-b: it must be the name of a worker that is known, or an id"},
-		{nvext: `{"backend_instance_id":"pod"}`, bad: `nvext.backend_instance_id is "pod": it must be the name of a worker that is known, or an id`},
+		{worker: "pod-b", bad: "X-Worker-Instance-Id is pod-b: it must be the name of a known worker, or an id"},
+		{nvext: `{"backend_instance_id":"pod"}`, bad: `nvext.backend_instance_id is "pod": it must be the name of a known worker, or an id`},
 		{nvext: `{"backend_instance_id":["pod-a"]}`, bad: "nvext.backend_instance_id"},
 		{worker: "none", bad: HeaderPinnedWorker},
 	} {

@@ -14,8 +14,8 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Prefix is what a client says of the series of requests that this one
-// belongs to: those of one agent or conversation, which share a prefix.
+// Prefix describes the series of requests that a request belongs to: those of one agent
+// or conversation, which share a prefix.
 type Prefix struct {
 	ID     string // of the series; empty: none
 	Total  int    // requests of the series, this one included; 0: not said
@@ -186,7 +186,7 @@ func (l Level) MarshalText() ([]byte, error) { return []byte(LevelNames[l]), nil
 func (l *Level) UnmarshalText(text []byte) error {
 	at := slices.Index(LevelNames[:], string(text))
 	if at < 0 {
-		return fmt.Errorf("level %.40q: it is LOW, MEDIUM or HIGH", text)
+		return fmt.Errorf("level %.40q: must be LOW, MEDIUM or HIGH", text)
 	}
 	*l = Level(at)
 	return nil

@@ -1,5 +1,5 @@
-// Package jsonbody checks a request's JSON body and takes it apart once, without
-// copying its strings.
+// Package jsonbody validates and parses a request's JSON body in one pass, without copying
+// its strings.
 package jsonbody
 
 import (
@@ -105,7 +105,7 @@ type checker struct {
 	members int  // of all objects so far
 }
 
-// whole tells whether the text is one value.
+// whole reports whether the text is one value.
 func (c *checker) whole() bool {
 	at := c.value(c.space(0), 0)
 	return at >= 0 && c.space(at) == len(c.text)

@@ -4,8 +4,8 @@ import (
 	"slices"
 	"testing"
 
+	"kvrouter/internal/chat"
 	"kvrouter/internal/jsonbody"
-	"kvrouter/internal/tokens"
 )
 
 func TestTheLastOfEqualMembersCounts(t *testing.T) {
@@ -16,7 +16,7 @@ func TestTheLastOfEqualMembersCounts(t *testing.T) {
 	if views := b.Messages(); len(views) != 2 || views[0].Fields != nil || jsonbody.FieldOf(views[1].Fields, "role").Str != "x" {
 		t.Errorf("%+v", views)
 	}
-	if keys := tokens.BodyFeatures(b); !slices.Equal(keys, []string{"chat"}) {
+	if keys := chat.Features(b); !slices.Equal(keys, []string{"chat"}) {
 		t.Error(keys)
 	}
 	for _, text := range []string{`[]`, `"x"`, ``, `{`, `{}x`} {

@@ -116,7 +116,7 @@ func AppendString(out []byte, s string) []byte {
 	return append(out, '"')
 }
 
-// HasLoneSurrogate tells whether JSON text escapes half of a surrogate pair,
+// HasLoneSurrogate reports whether JSON text escapes half of a surrogate pair,
 // which Python keeps and UTF-8 cannot.
 func HasLoneSurrogate(text []byte) bool {
 	for i := 0; i+5 < len(text); i++ {
@@ -147,7 +147,7 @@ func HasLoneSurrogate(text []byte) bool {
 	return false
 }
 
-// IsPythonSpace tells whether Python's str.isspace holds for r.
+// IsPythonSpace reports whether Python's str.isspace holds for r.
 func IsPythonSpace(r rune) bool {
 	switch {
 	case r >= '\t' && r <= '\r', r >= 0x1c && r <= 0x20, r == 0x85, r == 0xa0, r == 0x1680,

@@ -1,5 +1,5 @@
-// Package jsonlines writes lines of JSON to a file without making its callers wait,
-// and reads such files whatever became of them.
+// Package jsonlines writes JSON lines to a file without blocking its callers, and reads
+// such files even if they are damaged.
 package jsonlines
 
 import (
@@ -60,14 +60,14 @@ type queuedLine struct {
 func Open(name string) (file *os.File, torn int64, err error) {
 	file, err = os.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_APPEND|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0o600)
 	if errors.Is(err, syscall.ELOOP) {
-		return nil, 0, fmt.Errorf("%s is a symbolic link: give the name of the file itself", name)
+		return nil, 0, fmt.Errorf("%s is a symbolic link: give the path of the file itself", name)
 	}
 	if err != nil {
 		return nil, 0, err
 	}
 	info, err := file.Stat()
 	if err == nil && !info.Mode().IsRegular() {
-		err = fmt.Errorf("%s is no regular file", name)
+		err = fmt.Errorf("%s is not a regular file", name)
 	}
 	if err == nil {
 		torn, err = mend(file, info.Size())
@@ -157,7 +157,7 @@ func Read(from io.Reader, yield func(number int, line []byte, whole bool) error)
 	}
 }
 
-// Begins tells whether a line begins with start, spaces aside, or is cut off before
+// Begins reports whether a line begins with start, spaces aside, or is cut off before
 // it could: one that does and is no JSON was torn.
 func Begins(line []byte, start string) bool {
 	line = bytes.ReplaceAll(line[:min(len(line), 4*len(start))], []byte(" "), nil)
@@ -205,7 +205,7 @@ func (l *Writer) Write(line any, size int) {
 	}
 }
 
-// enqueue tells whether the queue had room.
+// enqueue reports whether the queue had room.
 func (l *Writer) enqueue(line queuedLine) bool {
 	if l.queued.Add(int64(line.size)) <= maxQueued {
 		select {
@@ -258,7 +258,7 @@ func (l *Writer) write() {
 		l.log.Error("cannot write "+l.what, "error", err)
 	}
 	if n := l.lost.Load(); n > 0 {
-		l.log.Warn("lines are missing in "+l.what, "lost", n)
+		l.log.Warn("lines were lost in "+l.what, "lost", n)
 	}
 }
 
@@ -281,14 +281,14 @@ func (b *buffer) add(line any) {
 	text, err := json.Marshal(line)
 	if err != nil {
 		b.writer.lost.Add(1)
-		b.writer.log.Error("a line cannot be written to "+b.writer.what, "error", err)
+		b.writer.log.Error("cannot write a line to "+b.writer.what, "error", err)
 		return
 	}
 	size := int64(len(text) + 1)
 	if most := b.writer.most; most > 0 && b.written+size > most {
 		b.writer.full.Store(true)
 		b.writer.lost.Add(1)
-		b.writer.log.Warn(b.writer.what+" has the size that it may have: nothing more is written", "bytes", b.written, "most", most)
+		b.writer.log.Warn(b.writer.what+" has reached its maximum size: writing has stopped", "bytes", b.written, "most", most)
 		return
 	}
 	b.written += size
@@ -309,9 +309,9 @@ func (b *buffer) flush() {
 	log, what := b.writer.log, b.writer.what
 	switch {
 	case err != nil && b.failing == nil:
-		log.Error("cannot write "+what+"; trying again each second", "error", err)
+		log.Error("cannot write "+what+"; retrying every second", "error", err)
 	case err == nil && b.failing != nil:
-		log.Warn("writing "+what+" again", "lost", b.writer.lost.Load())
+		log.Warn("resumed writing "+what, "lost", b.writer.lost.Load())
 	}
 	b.failing = err
 	if len(b.bytes) == 0 && cap(b.bytes) > 2*maxBuffer {

@@ -78,7 +78,7 @@ func TestOnlyAPlainFileIsTaken(t *testing.T) {
 	if err := syscall.Mkfifo(pipe, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	for name, want := range map[string]string{link: "symbolic link", pipe: "no regular file", "/dev/null": "no regular file", dir: "directory"} {
+	for name, want := range map[string]string{link: "symbolic link", pipe: "not a regular file", "/dev/null": "not a regular file", dir: "directory"} {
 		if f, _, err := Open(name); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: %v, %v", name, f, err)
 		}
@@ -132,7 +132,7 @@ func TestAFullDiskIsWaitedFor(t *testing.T) {
 	}
 	limit(before.Cur)
 	b.flush()
-	if b.failing != nil || !strings.Contains(log.String(), fmt.Sprintf("writing the lines again\" lost=%d", lost)) {
+	if b.failing != nil || !strings.Contains(log.String(), fmt.Sprintf("resumed writing the lines\" lost=%d", lost)) {
 		t.Errorf("%v, log %s", b.failing, log)
 	}
 	_ = file.Close()
@@ -205,7 +205,7 @@ func TestAFileWithALimitEndsThere(t *testing.T) {
 		l.Write(line, 8)
 	}
 	l.Close()
-	if lines := written(t, name); fmt.Sprint(lines) != "[1 2 3 4]" || l.Lost() != 3 || strings.Count(log.String(), "nothing more is written") != 1 {
+	if lines := written(t, name); fmt.Sprint(lines) != "[1 2 3 4]" || l.Lost() != 3 || strings.Count(log.String(), "writing has stopped") != 1 {
 		t.Errorf("lines %v, %d lost, log %s", lines, l.Lost(), log)
 	}
 }

@@ -42,7 +42,7 @@ var place = regexp.MustCompile(`^\[(\d+):\d+\]`)
 func parse(text []byte) (entries []entry, err error) {
 	defer func() {
 		if recover() != nil { // the library's text might show a key
-			entries, err = nil, errors.New("it is not YAML")
+			entries, err = nil, errors.New("not valid YAML")
 		}
 	}()
 	var list []map[string]any
@@ -51,10 +51,10 @@ func parse(text []byte) (entries []entry, err error) {
 		if found := place.FindStringSubmatch(yaml.FormatError(err, false, false)); found != nil {
 			at = "line " + found[1] + ": "
 		}
-		return nil, errors.New(at + "it is not a YAML list of keys with their names and values")
+		return nil, errors.New(at + "not a YAML list of keys with their names and values")
 	}
 	if len(list) > mostKeys {
-		return nil, fmt.Errorf("it has %d keys; at most %d are allowed", len(list), mostKeys)
+		return nil, fmt.Errorf("%d keys; at most %d are allowed", len(list), mostKeys)
 	}
 	names, sums := map[string]int{}, map[[sha256.Size]byte]int{}
 	for i, fields := range list {
@@ -63,7 +63,7 @@ func parse(text []byte) (entries []entry, err error) {
 			return nil, fmt.Errorf("entry %d: %w", i+1, err)
 		}
 		if other := names[e.name]; other > 0 {
-			return nil, fmt.Errorf("entry %d: entry %d has the name %s, too", i+1, other, e.name)
+			return nil, fmt.Errorf("entry %d: entry %d has the same name %s", i+1, other, e.name)
 		}
 		if other := sums[e.sum]; other > 0 {
 			return nil, fmt.Errorf("entry %d (%s): entry %d has the same key", i+1, e.name, other)
@@ -78,7 +78,7 @@ func parse(text []byte) (entries []entry, err error) {
 func parseEntry(fields map[string]any) (e entry, err error) {
 	var ok, keyed bool
 	if e.name, ok = fields["name"].(string); !ok || !nameForm.MatchString(e.name) || strings.HasPrefix(e.name, givenPrefix) {
-		return e, fmt.Errorf("name: want up to 64 letters, digits, dots, dashes and underscores, not beginning with %s", givenPrefix)
+		return e, fmt.Errorf("name: must be up to 64 letters, digits, dots, dashes and underscores, and must not start with %s", givenPrefix)
 	}
 	for _, field := range slices.Sorted(maps.Keys(fields)) {
 		value, bad := fields[field], ""
@@ -87,41 +87,41 @@ func parseEntry(fields map[string]any) (e entry, err error) {
 		case "key":
 			key, ok := value.(string)
 			if !ok || key == "" || strings.ContainsFunc(key, func(r rune) bool { return r <= ' ' || r > '~' }) {
-				bad = "want a text in quotes, of printable characters without spaces"
+				bad = "must be a quoted string of printable characters without spaces"
 			}
 			e.sum, keyed = sha256.Sum256([]byte(key)), true
 		case "key-sha256":
 			text, _ := value.(string)
 			sum, err := hex.DecodeString(text)
 			if err != nil || len(sum) != sha256.Size || fields["key"] != nil {
-				bad = "want the key's SHA-256 as 64 hexadecimal digits in quotes, and no key beside it"
+				bad = "must be the key's SHA-256 as 64 hexadecimal digits in quotes, without the field key"
 			}
 			keyed = copy(e.sum[:], sum) == sha256.Size
 		case "salt":
 			if e.salt, ok = value.(bool); !ok {
-				bad = "want true or false"
+				bad = "must be true or false"
 			}
 		case "trust-hints":
 			trust, ok := value.(bool)
 			if e.trust = &trust; !ok {
-				bad = "want true or false"
+				bad = "must be true or false"
 			}
 		case "limits":
 			given, ok := value.(map[string]any)
 			if !ok {
-				bad = "want a map of limits"
+				bad = "must be a map of limits"
 			} else if e.limits, err = parseLimits(given); err != nil {
 				bad = err.Error()
 			}
 		default:
-			return e, fmt.Errorf("%s: it has an unknown field; known are name, key, key-sha256, limits, salt and trust-hints", e.name) // which may be a key
+			return e, fmt.Errorf("%s: unknown field; the fields are name, key, key-sha256, limits, salt and trust-hints", e.name) // which may be a key
 		}
 		if bad != "" {
 			return e, fmt.Errorf("%s: %s: %s", e.name, field, bad)
 		}
 	}
 	if !keyed {
-		return e, fmt.Errorf("%s: it has neither key nor key-sha256", e.name)
+		return e, fmt.Errorf("%s: key or key-sha256 is required", e.name)
 	}
 	return e, nil
 }
@@ -141,15 +141,15 @@ func parseLimits(given map[string]any) (l limits, err error) {
 		case "prompt-tokens-per-minute":
 			l.promptTokens = int(n)
 		default:
-			return l, errors.New("an unknown one; known are requests-per-second, burst, concurrent-requests and prompt-tokens-per-minute")
+			return l, errors.New("unknown limit; the limits are requests-per-second, burst, concurrent-requests and prompt-tokens-per-minute")
 		}
 		if !ok || !whole {
-			return l, fmt.Errorf("%s: want a number above 0 and up to %d, without a fraction except in requests-per-second", field, int64(mostOf))
+			return l, fmt.Errorf("%s: must be a number above 0 and at most %d, and a whole number except for requests-per-second", field, int64(mostOf))
 		}
 	}
 	switch {
 	case l.requests == 0 && l.burst > 0:
-		return l, errors.New("burst: it goes with requests-per-second")
+		return l, errors.New("burst: requires requests-per-second")
 	case l.requests > 0 && l.burst == 0:
 		l.burst = max(1, int(math.Ceil(l.requests)))
 	}

@@ -1,5 +1,4 @@
-// Package keys knows who may ask on the OpenAI port: the names, limits, salts and
-// trust of its keys.
+// Package keys authenticates API keys of the OpenAI port and enforces their limits.
 package keys
 
 import (
@@ -21,29 +20,29 @@ import (
 	"kvrouter/internal/web"
 )
 
-// Settings say where keys are described, and what their holders may do.
+// Settings are the flags for API keys and for the permissions of their holders.
 type Settings struct {
-	APIKeysFile     string `group:"Requests" name:"api-keys-file" placeholder:"FILE" help:"YAML list of further keys of the OpenAI port, each with a name, limits and a salt of its own; read again on SIGHUP. See docs/operations.md."`
-	TrustHints      *bool  `group:"Requests" negatable:"" help:"Obey priorities and named workers (nvext and headers) of all clients. Default: of the one --api-key or where no key is asked for; with several keys, or a file of them, of those whose entry says trust-hints: true."`
-	DecisionHeaders *bool  `group:"Requests" negatable:"" help:"Tell clients the chosen worker and the overlap (x-kvrouter-* headers, query_instance_id). Default: as --trust-hints, and those whose entry says salt: true."`
+	APIKeysFile     string `group:"Requests" name:"api-keys-file" placeholder:"FILE" help:"YAML list of additional API keys of the OpenAI port, each with its own name, limits and cache salt. Reloaded on SIGHUP. See docs/operations.md."`
+	TrustHints      *bool  `group:"Requests" negatable:"" help:"Honor priorities and pinned workers (nvext and headers) of all clients. Default: yes with one --api-key or without keys; with several keys or --api-keys-file, only for keys with trust-hints: true."`
+	DecisionHeaders *bool  `group:"Requests" negatable:"" help:"Return the chosen worker and the overlap to clients (x-kvrouter-* headers, query_instance_id). Default: as --trust-hints, and for keys with salt: true."`
 }
 
-// Caller is who sends a request, and what it may do.
+// Caller is the sender of a request, identified by its key, with its permissions.
 type Caller struct {
-	Name    string // of the key; empty: no key is asked for
-	Trusted bool   // its priorities and the workers that it names are obeyed
-	Told    bool   // it learns which worker was chosen, and why
+	Name    string // of the key; empty: no key is required
+	Trusted bool   // its priorities and pinned workers are honored
+	Told    bool   // its answers name the chosen worker and the reason
 
 	sum    [sha256.Size]byte // of the key
 	salted bool              // its blocks are its own
 	bounds bounds
-	count  *counts // nil: no key is asked for
+	count  *counts // nil: no key is required
 }
 
-// Salt returns what the engine and the index get as cache_salt, where own is the
-// request's; ok is false where a caller's own is to stay. It is an HMAC-SHA256 of
-// the name and own under the key's hash, so that no other key's holder can make
-// the same: a new key begins with an empty cache.
+// Salt returns the cache_salt for the engine and the index, given the request's own.
+// It is an HMAC-SHA256 of the name and own under the key's hash, so that no holder of
+// another key can produce it; a new key starts with an empty cache. If ok is false, the
+// request keeps its own.
 func (c *Caller) Salt(own string) (salt string, ok bool) {
 	if !c.salted {
 		return "", false
@@ -53,8 +52,7 @@ func (c *Caller) Salt(own string) (salt string, ok bool) {
 	return base64.RawURLEncoding.EncodeToString(mac.Sum(nil)), true
 }
 
-// Ring holds the keys in their latest form. Its methods are safe for concurrent
-// use.
+// Ring is the current set of keys. It is safe for concurrent use.
 type Ring struct {
 	settings Settings
 	given    []string // keys of --api-key
@@ -65,7 +63,7 @@ type Ring struct {
 
 // table is what a request's key is looked up in. It does not change.
 type table struct {
-	open    *Caller // nil: a key is asked for
+	open    *Caller // nil: a key is required
 	callers map[[sha256.Size]byte]*Caller
 	order   []*Caller
 }
@@ -78,16 +76,16 @@ func New(settings Settings, given []string) *Ring {
 	return r
 }
 
-// Asks tells whether the port asks for a key.
+// Asks reports whether the port asks for a key.
 func (r *Ring) Asks() bool { return len(r.given) > 0 || r.settings.APIKeysFile != "" }
 
 // fileLimit is the most that a file of keys has, in bytes.
 const fileLimit = 8 << 20
 
-// Read reads the file of keys, if there is one. Only use makes its keys hold:
-// requests on their way keep what they came with, and a key that keeps its name
-// and limits keeps what is left of them. use returns the number of keys. No error
-// shows a key.
+// Read reads the file of keys, if there is one. The keys take effect when use is
+// called: in-flight requests are not affected, and a key with an unchanged name and
+// limits keeps its remaining quota. use returns the number of keys. Errors never show a
+// key.
 func (r *Ring) Read() (use func() int, err error) {
 	var entries []entry
 	if name := r.settings.APIKeysFile; name != "" {
@@ -101,7 +99,7 @@ func (r *Ring) Read() (use func() int, err error) {
 			return nil, fmt.Errorf("--api-keys-file: %w", err)
 		}
 		if len(text) > fileLimit {
-			return nil, fmt.Errorf("--api-keys-file %s: it is larger than %d bytes", name, fileLimit)
+			return nil, fmt.Errorf("--api-keys-file %s: larger than %d bytes", name, fileLimit)
 		}
 		if entries, err = parse(text); err == nil {
 			err = r.unlikeGiven(entries)
@@ -122,7 +120,7 @@ func (r *Ring) unlikeGiven(entries []entry) error {
 	for i, e := range entries {
 		for _, key := range r.given {
 			if e.sum == sha256.Sum256([]byte(key)) {
-				return fmt.Errorf("entry %d (%s): --api-key has the same key; leave it out of one of them", i+1, e.name)
+				return fmt.Errorf("entry %d (%s): --api-key has the same key; remove one of them", i+1, e.name)
 			}
 		}
 	}
@@ -189,8 +187,8 @@ func (r *Ring) table(entries []entry) *table {
 // errUnknown says that a request has no key, or none of ours.
 var errUnknown = errors.New("missing or unknown API key: send it as Authorization: Bearer KEY")
 
-// find returns whose key it is. Hashes are compared, so that the time tells
-// nothing of a key; the last comparison takes the same time for all.
+// find returns the holder of a key. It compares hashes, so that its timing does not
+// leak the key; the final comparison takes constant time.
 func (t *table) find(key string) (*Caller, error) {
 	if t.open != nil {
 		return t.open, nil
@@ -205,7 +203,7 @@ func (t *table) find(key string) (*Caller, error) {
 // callerKey is where a request's Caller is kept.
 const callerKey = "kvrouter.caller"
 
-// Of returns who sent a request that Guard has let through.
+// Of returns the caller of a request that Guard has accepted.
 func (r *Ring) Of(c *gin.Context) *Caller {
 	if caller, ok := c.Get(callerKey); ok {
 		return caller.(*Caller)
@@ -216,14 +214,14 @@ func (r *Ring) Of(c *gin.Context) *Caller {
 // insideKey marks the context of a request that Inside made.
 type insideKey struct{}
 
-// Inside returns the context of a request that this process sends to its own port: it
-// needs no key, and its hints are obeyed. Whoever lets it be sent has looked who asks.
+// Inside returns the context of a request that this process sends to its own port. It
+// needs no key and its hints are honored; the caller must have authorized it.
 func Inside(ctx context.Context) context.Context {
 	return context.WithValue(ctx, insideKey{}, &Caller{Trusted: true, Told: true})
 }
 
-// Guard refuses requests without a known key (401), and those beyond its limits
-// (429); it counts what comes of the others. fail writes a refusal.
+// Guard refuses requests without a known key (401) and requests beyond its limits
+// (429), and counts the results of all others. fail writes a refusal.
 func (r *Ring) Guard(fail func(c *gin.Context, status int, message string)) gin.HandlerFunc {
 	return func(c *gin.Context) {
 		if inside, is := c.Request.Context().Value(insideKey{}).(*Caller); is {
@@ -238,7 +236,7 @@ func (r *Ring) Guard(fail func(c *gin.Context, status int, message string)) gin.
 			return
 		}
 		if caller.count == nil {
-			return // nobody is asked for a key
+			return // no key is required
 		}
 		c.Set(callerKey, caller)
 		if refused := caller.enter(r.now(), c.Writer.Header()); refused != nil {
@@ -251,20 +249,20 @@ func (r *Ring) Guard(fail func(c *gin.Context, status int, message string)) gin.
 	}
 }
 
-// Trusted refuses requests (403) whose key's hints are not obeyed: who may not go
-// ahead of others may not change the rules for all. It follows Guard.
+// Trusted refuses requests (403) of keys whose hints are not honored: they may not
+// change the routing of all requests either. It must run after Guard.
 func (r *Ring) Trusted(fail func(c *gin.Context, status int, message string)) gin.HandlerFunc {
 	return func(c *gin.Context) {
 		if !r.Of(c).Trusted {
-			fail(c, http.StatusForbidden, "this key may not change how all requests are routed: set a router port's key (--router-api-key) and use that")
+			fail(c, http.StatusForbidden, "this key may not change the routing of all requests: use a key of the router port (--router-api-key)")
 			c.Abort()
 		}
 	}
 }
 
-// Prompt takes n prompt tokens, of which the request's answer may tell more later
-// (see Used), from the caller's limit. An error is a refusal, to be answered with
-// 429; the headers of the answer are set.
+// Prompt takes n prompt tokens from the caller's limit; Used adds tokens that are known
+// only from the answer. An error is a refusal to be answered with 429; the headers of
+// the answer are set.
 func (r *Ring) Prompt(c *gin.Context, n int) error {
 	caller := r.Of(c)
 	if caller.count == nil {

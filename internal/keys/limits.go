@@ -11,7 +11,7 @@ import (
 	"golang.org/x/time/rate"
 )
 
-// limits bound what one key's holder may ask for; 0 is no limit.
+// limits are the rate limits of one key; 0 is no limit.
 type limits struct {
 	requests     float64 // a second, on average
 	burst        int     // requests at once, at least 1 where requests is set
@@ -83,10 +83,10 @@ func (c *Caller) enter(now time.Time, header http.Header) *refusal {
 	running := c.count.running.Add(1)
 	refused := func() *refusal {
 		if most := c.bounds.concurrent; most > 0 && running > int64(most) {
-			return c.refuse(&c.count.byConcurrent, time.Second, header, "%d requests run already", most)
+			return c.refuse(&c.count.byConcurrent, time.Second, header, "%d requests are already running", most)
 		}
 		if asked := c.bounds.asked; asked != nil && !asked.AllowN(now, 1) {
-			return c.refuse(&c.count.byRequests, until(asked, now, 1), header, "%v requests a second, %d at once", c.bounds.requests, c.bounds.burst)
+			return c.refuse(&c.count.byRequests, until(asked, now, 1), header, "%v requests per second, burst of %d", c.bounds.requests, c.bounds.burst)
 		}
 		return nil
 	}()
@@ -120,11 +120,11 @@ func (c *Caller) take(now time.Time, n int, header http.Header) *refusal {
 	case prompt == nil || n <= 0:
 		return nil
 	case n > most:
-		return c.refuse(&c.count.byPromptSize, 0, header, "the prompt has %d tokens, a minute has %d", n, most)
+		return c.refuse(&c.count.byPromptSize, 0, header, "the prompt has %d tokens, the limit per minute is %d", n, most)
 	case prompt.AllowN(now, n):
 		return nil
 	}
-	return c.refuse(&c.count.byPromptSize, until(prompt, now, n), header, "%d prompt tokens a minute, this prompt has %d", most, n)
+	return c.refuse(&c.count.byPromptSize, until(prompt, now, n), header, "%d prompt tokens per minute, this prompt has %d", most, n)
 }
 
 // owe takes n prompt tokens that were used already.

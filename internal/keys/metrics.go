@@ -4,8 +4,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// Collector shows what came of each key's requests, by its name; a name that is
-// gone leaves no series behind.
+// Collector exports the results of each key's requests by its name. Series of removed
+// names disappear.
 type Collector struct {
 	ring              *Ring
 	requests, limited *prometheus.Desc
@@ -15,8 +15,8 @@ type Collector struct {
 func NewCollector(r *Ring) Collector {
 	return Collector{
 		ring:     r,
-		requests: prometheus.NewDesc("kvrouter_key_requests_total", "Requests by key name (empty: unknown key) and result: ok, refused (4xx), failed (5xx), limited.", []string{"key", "result"}, nil),
-		limited:  prometheus.NewDesc("kvrouter_key_limited_total", "Requests rejected with 429, by key name and limit: requests, concurrent, prompt_tokens.", []string{"key", "limit"}, nil),
+		requests: prometheus.NewDesc("kvrouter_key_requests_total", "Requests by name of the API key (empty: unknown key) and result: ok, refused (4xx), failed (5xx), limited.", []string{"key", "result"}, nil),
+		limited:  prometheus.NewDesc("kvrouter_key_limited_total", "Requests refused with 429, by name of the API key and limit: requests, concurrent, prompt_tokens.", []string{"key", "limit"}, nil),
 	}
 }
 

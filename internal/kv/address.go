@@ -13,25 +13,25 @@ import (
 // maxAddress bounds a URL or an endpoint, bytes.
 const maxAddress = 2048
 
-// ErrUserinfo refuses a URL that holds a password; it does not show it.
-var ErrUserinfo = errors.New("a URL holds no user and password here: everybody who may see the list of workers would see them. Give a key by key-env=NAME, or in POST /workers as api_key")
+// ErrUserinfo refuses a URL with a password, without showing it.
+var ErrUserinfo = errors.New("the URL must not contain a user or password, because it appears in the list of workers. Give the key as key-env=NAME, or as api_key in POST /workers")
 
 // ParseURL checks a worker's base URL and returns it without a slash at the end.
 func ParseURL(value string) (string, error) {
 	if len(value) > maxAddress {
-		return "", fmt.Errorf("the URL has %d bytes, at most %d may be", len(value), maxAddress)
+		return "", fmt.Errorf("the URL has %d bytes, at most %d are allowed", len(value), maxAddress)
 	}
 	u, err := url.Parse(value)
 	if err == nil && u.User != nil || err != nil && strings.Contains(value, "@") {
 		return "", ErrUserinfo
 	}
 	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Hostname() == "" || strings.ContainsAny(value, "?#") || badPort(u.Port()) {
-		return "", fmt.Errorf("%s is no URL such as http://host:8100", value)
+		return "", fmt.Errorf("%s is not a URL such as http://host:8100", value)
 	}
 	return strings.TrimRight(value, "/"), nil
 }
 
-// badPort tells that a URL's port is given and none.
+// badPort reports whether a URL has a port that is not valid.
 func badPort(port string) bool {
 	number, err := strconv.ParseUint(port, 10, 16)
 	return port != "" && (err != nil || number == 0)
@@ -40,10 +40,10 @@ func badPort(port string) bool {
 // ParseEndpoint checks an address that the router connects to.
 func ParseEndpoint(value string) (string, error) {
 	if len(value) > maxAddress {
-		return "", fmt.Errorf("the endpoint has %d bytes, at most %d may be", len(value), maxAddress)
+		return "", fmt.Errorf("the endpoint has %d bytes, at most %d are allowed", len(value), maxAddress)
 	}
 	if strings.ContainsFunc(value, func(r rune) bool { return unicode.IsSpace(r) || unicode.IsControl(r) }) {
-		return "", fmt.Errorf("%q is no endpoint such as tcp://host:5557: it has spaces", value)
+		return "", fmt.Errorf("%q is not an endpoint such as tcp://host:5557: it contains whitespace", value)
 	}
 	if path, ok := strings.CutPrefix(value, "ipc://"); ok && path != "" {
 		return value, nil
@@ -51,7 +51,7 @@ func ParseEndpoint(value string) (string, error) {
 	host, port, err := net.SplitHostPort(strings.TrimPrefix(value, "tcp://"))
 	number, bad := strconv.ParseUint(port, 10, 16)
 	if !strings.HasPrefix(value, "tcp://") || err != nil || bad != nil || number == 0 || host == "" || host == "*" {
-		return "", fmt.Errorf("%s is no endpoint such as tcp://host:5557", value)
+		return "", fmt.Errorf("%s is not an endpoint such as tcp://host:5557", value)
 	}
 	return value, nil
 }

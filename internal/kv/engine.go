@@ -1,12 +1,12 @@
 package kv
 
-// Engine is the kind of server that a worker is. It decides which routes the worker
-// has, how it renders a chat and what its usage counts.
+// Engine is the inference server that a worker runs. It determines the worker's
+// routes, how chats are rendered and what usage counts.
 type Engine uint8
 
 // The engines.
 const (
-	EngineVLLM   Engine = iota // vLLM, or a server that does not say what it is
+	EngineVLLM   Engine = iota // vLLM, or unknown
 	EngineSGLang               // SGLang
 )
 

@@ -83,7 +83,7 @@ func SequenceHashes(dst, local []uint64) []uint64 {
 	return dst
 }
 
-// littleEndian tells whether this machine stores integers as the wire does.
+// littleEndian reports whether this machine stores integers as the wire does.
 var littleEndian = binary.NativeEndian.Uint16([]byte{1, 0}) == 1
 
 // TokenBytes views tokens as little-endian bytes, without a copy where the

@@ -1,11 +1,10 @@
-// Package kv holds the words that all packages share: worker keys, targets, roles,
+// Package kv defines the types that all packages share: worker keys, targets, roles,
 // matches and block hashes.
 package kv
 
 import "cmp"
 
-// WorkerKey names one thing that holds a KV cache: a worker, or one
-// data-parallel rank of it.
+// WorkerKey identifies one KV cache: a worker, or one data-parallel rank of it.
 type WorkerKey struct {
 	Worker uint64
 	Rank   uint32
@@ -19,8 +18,8 @@ func (w WorkerKey) Compare(other WorkerKey) int {
 	return cmp.Compare(w.Rank, other.Rank)
 }
 
-// Bounds of what others may say: far beyond what is real, and far from where sums
-// of such numbers overflow.
+// Limits on numbers from outside: far above real values, and far below those whose
+// sums overflow.
 const (
 	MaxTokens = 1 << 31 // of a prompt, or of an answer
 	MaxRanks  = 1024    // data-parallel ranks of one worker
@@ -33,7 +32,7 @@ type StoredBlock struct {
 	Local  uint64
 }
 
-// Match tells how many leading blocks of a prompt a worker holds.
+// Match is the number of leading blocks of a prompt that a worker holds.
 type Match struct {
 	Worker WorkerKey
 	Blocks int

@@ -5,15 +5,14 @@ import (
 	"sync/atomic"
 )
 
-// NoWorker stands where a worker is named and none is meant.
+// NoWorker is the name that means no worker.
 const NoWorker = "none"
 
-// Names tells what workers are called for people: those that whoever runs them has
-// named by that name, all others by their id as a number. No two are called alike. The
-// zero value, and nil, know no name. Set is for one goroutine at a time; the other
-// methods are safe beside it and take no lock.
+// Names maps worker ids to unique labels: the configured name of a worker, else its id
+// as a number. The zero value and nil have no names. Only one goroutine may call Set at
+// a time; the other methods may run concurrently with it and take no lock.
 type Names struct {
-	known atomic.Pointer[named] // nil: nobody has a name
+	known atomic.Pointer[named] // nil: no worker has a name
 }
 
 // named is what Names knows. It never changes.
@@ -22,9 +21,9 @@ type named struct {
 	ids    map[string]uint64 // by label
 }
 
-// Set forgets all names and takes those of the list. Of several workers with one name
-// the first has it alone; the others have their ids behind it, as has one whose name is a
-// number, and thus may be another's id, or means nobody.
+// Set replaces all names by those of the list. If several workers have the same name,
+// the first keeps it and the others get their ids appended, as does a worker whose name
+// is a number (possibly another worker's id) or NoWorker.
 func (n *Names) Set(list []Worker) {
 	if n == nil {
 		return
@@ -52,20 +51,20 @@ func (n *Names) now() named {
 	return named{}
 }
 
-// taken tells whether a name means somebody else, or nobody.
+// taken reports whether a name is used, could be an id, or is NoWorker.
 func (n *named) taken(label string) bool {
 	_, is := n.ids[label]
 	_, err := strconv.ParseUint(label, 10, 64)
 	return is || err == nil || label == NoWorker
 }
 
-// Any tells whether any worker has a name.
+// Any reports whether any worker has a name.
 func (n *Names) Any() bool { return len(n.now().labels) > 0 }
 
 // Name returns the worker's name; empty: it has none.
 func (n *Names) Name(id uint64) string { return n.now().labels[id] }
 
-// Label returns what the worker is called: its name, else its id.
+// Label returns the label of the worker: its name, else its id.
 func (n *Names) Label(id uint64) string {
 	if name := n.Name(id); name != "" {
 		return name
@@ -73,16 +72,14 @@ func (n *Names) Label(id uint64) string {
 	return strconv.FormatUint(id, 10)
 }
 
-// Now returns the names as they are, for who must not call two workers alike because the
-// names change meanwhile.
+// Now returns a snapshot of the names, for callers that must not see them change.
 func (n *Names) Now() *Names {
 	names, all := new(Names), n.now()
 	names.known.Store(&all)
 	return names
 }
 
-// ID returns the id of the worker of that name. That of a worker without a name is not
-// found.
+// ID returns the id of the worker with that name. Workers without a name are not found.
 func (n *Names) ID(name string) (id uint64, found bool) {
 	id, found = n.now().ids[name]
 	return id, found

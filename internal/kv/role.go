@@ -8,12 +8,12 @@ import (
 	"strings"
 )
 
-// Role is which part of a request a worker computes where prefill and decode
-// are apart.
+// Role is the part of a request that a worker computes when prefill and decode are
+// disaggregated.
 type Role uint8
 
-// The roles. A worker with RoleBoth serves whole requests, and answers where
-// its Kind says how it gets their prompts.
+// The roles. A worker with RoleBoth serves aggregated requests, and decodes if its Kind
+// names a KV connector.
 const (
 	RoleBoth Role = iota
 	RolePrefill
@@ -22,12 +22,12 @@ const (
 
 var roleNames = []string{RoleBoth: "both", RolePrefill: "prefill", RoleDecode: "decode"}
 
-// Kind is the protocol by which a worker hands a computed prompt over.
+// Kind is the KV connector of a worker: the protocol that transfers a computed prompt.
 type Kind uint8
 
 // The kinds.
 const (
-	KindNone     Kind = iota // unknown, or it hands nothing over
+	KindNone     Kind = iota // unknown, or no transfers
 	KindNIXL                 // vLLM's NixlConnector
 	KindSGLang               // SGLang's bootstrap server
 	KindMooncake             // vLLM's MooncakeConnector
@@ -75,10 +75,10 @@ type Kinds uint8
 // KindsOf returns the set of one kind.
 func KindsOf(k Kind) Kinds { return 1 << k }
 
-// Allow tells whether k is in the set; the empty set allows any.
+// Allow reports whether k is in the set; the empty set allows any.
 func (s Kinds) Allow(k Kind) bool { return s == 0 || s&KindsOf(k) != 0 }
 
-// SGLangPort is the port of SGLang's bootstrap server where it names none.
+// SGLangPort is the default port of SGLang's bootstrap server.
 const SGLangPort = 8998
 
 // Bootstrap is where a decode worker finds a prefill worker's transfer service:
@@ -88,7 +88,7 @@ type Bootstrap struct {
 	Port uint16
 }
 
-// Known tells whether there is an address.
+// Known reports whether there is an address.
 func (b Bootstrap) Known() bool { return b.Host != "" && b.Port != 0 }
 
 // String returns host:port.
@@ -101,14 +101,14 @@ func (b *Bootstrap) UnmarshalText(text []byte) error {
 	host, port, err := net.SplitHostPort(string(text))
 	number, bad := strconv.ParseUint(port, 10, 16)
 	if err != nil || bad != nil || number == 0 || host == "" {
-		return fmt.Errorf("%.80q is no address such as 10.0.0.1:8998", text)
+		return fmt.Errorf("%.80q is not an address such as 10.0.0.1:8998", text)
 	}
 	*b = Bootstrap{host, uint16(number)}
 	return nil
 }
 
-// Disagg is a worker's part where prefill and decode are apart. The zero value
-// is a worker that serves whole requests only.
+// Disagg is a worker's part in disaggregated serving. The zero value is a worker that
+// serves aggregated requests only.
 type Disagg struct {
 	Role      Role
 	Kind      Kind
@@ -137,9 +137,9 @@ func (l *Leg) UnmarshalText(text []byte) error {
 // MarshalText writes a leg's name.
 func (l Leg) MarshalText() ([]byte, error) { return []byte(legNames[l]), nil }
 
-// Takes tells whether a worker may get that leg. A prefill worker computes
-// prompts only; a decode worker can do everything itself, but for SGLang's, which
-// refuses a request without a bootstrap room.
+// Takes reports whether a worker may get that leg. A prefill worker computes prompts
+// only. A decode worker can also serve whole requests, except SGLang's, which refuses a
+// request without a bootstrap room.
 func (d Disagg) Takes(leg Leg) bool {
 	switch leg {
 	case LegPrefill:

@@ -1,7 +1,7 @@
 package kv
 
-// Secret is a key that is never shown: however it is printed, logged or encoded,
-// it reads as three asterisks, or as nothing if it is empty.
+// Secret is a key that is never shown: printed, logged or encoded it reads as three
+// asterisks, or as nothing if it is empty.
 type Secret string
 
 // String hides the key.

@@ -1,11 +1,11 @@
 package kv
 
-// Served is what a worker says of the base model that it serves.
+// Served describes the base model that a worker reports.
 type Served struct {
-	Names []string // of the base model, the first one its own; none: the worker does not tell
-	Root  string   // where its files were loaded from, as the worker names it; empty: it does not tell
+	Names []string // of the base model, its own first; none: not reported
+	Root  string   // path or hub id that its files were loaded from; empty: not reported
 
-	// BlockSize asks for the worker's block size, tokens; 0: it does not tell. nil:
-	// nobody can be asked.
+	// BlockSize queries the worker's block size, tokens; 0: not reported. nil: the worker
+	// cannot be queried.
 	BlockSize func() (tokens int, err error)
 }

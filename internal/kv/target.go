@@ -5,7 +5,7 @@ import (
 	"strings"
 )
 
-// Target is one place that requests can go to: a worker, or one rank of it.
+// Target is one destination of requests: a worker, or one rank of it.
 type Target struct {
 	Key        WorkerKey
 	URL        string // without a slash at the end
@@ -18,7 +18,7 @@ type Target struct {
 	MaxBatchedTokens int // most tokens that its engine computes in a pass; 0: unknown
 	TotalBlocks      int // of its KV cache; 0: unknown
 
-	Resting bool // gets no new requests: who takes it in says so, not the worker
+	Resting bool // cordoned: gets no new requests
 
 	Bearer Secret // goes to the worker as Authorization: Bearer, in place of the client's; empty: none does
 
@@ -35,22 +35,22 @@ func (t *Target) Address() string {
 	return address
 }
 
-// Serves tells whether the target serves the model; an empty name means its
+// Serves reports whether the target serves the model; an empty name means its
 // default, and a target that names no models takes any.
 func (t *Target) Serves(model string) bool {
 	return model == "" || len(t.Models) == 0 || slices.Contains(t.Models, model)
 }
 
-// Takes tells whether the target may get that leg of a request: a resting one gets
-// none.
+// Takes reports whether the target may get that leg of a request; a cordoned target
+// gets none.
 func (t *Target) Takes(leg Leg) bool { return !t.Resting && t.Disagg.Takes(leg) }
 
-// RunsSGLang tells whether the target runs SGLang, as it says itself or as whoever
-// gave its part where prefill and decode are apart.
+// RunsSGLang reports whether the target runs SGLang, as reported by itself or configured
+// by its KV connector.
 func (t *Target) RunsSGLang() bool { return t.Engine == EngineSGLang || t.Kind == KindSGLang }
 
-// OnePerWorker keeps the first target of each worker, whose ranks share a server.
-// targets are in the order of their keys; the slice is reused.
+// OnePerWorker keeps the first target of each worker; the ranks of a worker share a
+// server. targets must be sorted by key; the slice is reused.
 func OnePerWorker(targets []Target) []Target {
 	return slices.CompactFunc(targets, func(a, b Target) bool { return a.Key.Worker == b.Key.Worker })
 }

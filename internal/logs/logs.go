@@ -1,5 +1,4 @@
-// Package logs makes the router's structured log, in which no call site can write
-// without bound.
+// Package logs provides the router's structured log, which rate-limits each call site.
 package logs
 
 import (
@@ -15,18 +14,17 @@ const (
 	// many it may write in the long run.
 	burst     = 100
 	perSecond = 10
-	// sitesKept bounds the call sites that are told apart; a program has fewer.
+	// sitesKept bounds the call sites that are tracked; a program has fewer.
 	sitesKept = 4096
-	// reportAfter is how long a call site may be quiet before it is told how many
-	// of its lines were left out.
+	// reportAfter is how long a call site must be quiet before the number of its
+	// suppressed lines is logged.
 	reportAfter = 10 * time.Second
 )
 
-// New returns a log to out: "json" for machines, any other format as text. It
-// shows lines of at least level, which may change later. What foreign input
-// repeats is limited: a call site writes 100 lines at once and 10 a second in
-// the long run; its next line, or one of the log's own after 10 s, tells in
-// "suppressed" how many were left out. Debug lines are never left out.
+// New returns a log to out, in JSON for the format "json" and as text for any other. It
+// writes lines of at least level, which may change later. Each call site is limited to a
+// burst of 100 lines and 10 lines a second; its next line, or a separate line after 10 s,
+// has the number of suppressed lines in "suppressed". Debug lines are never suppressed.
 func New(out io.Writer, level *slog.LevelVar, format string) *slog.Logger {
 	options := &slog.HandlerOptions{Level: level}
 	var next slog.Handler = slog.NewTextHandler(out, options)
@@ -42,7 +40,8 @@ func Level(name string) (level slog.Level) {
 	return level
 }
 
-// Suppressed returns how many lines a log of New has left out; 0 for any other.
+// Suppressed returns the number of lines that a log of New has suppressed; 0 for any
+// other log.
 func Suppressed(log *slog.Logger) uint64 {
 	h, ok := log.Handler().(*handler)
 	if !ok {
@@ -85,7 +84,7 @@ func (h *handler) Handle(ctx context.Context, r slog.Record) error {
 	}
 	pass, left, quiet := h.limits.take(r.PC, r.Message, now)
 	for _, s := range quiet {
-		report := slog.NewRecord(now, slog.LevelWarn, "log lines were left out", 0)
+		report := slog.NewRecord(now, slog.LevelWarn, "log lines were suppressed", 0)
 		report.AddAttrs(slog.String("line", s.message), slog.Uint64("suppressed", s.left))
 		if err := h.limits.plain.Handle(ctx, report); err != nil {
 			return err
@@ -117,10 +116,10 @@ type site struct {
 	tokens  float64
 	at      time.Time // of tokens
 	last    time.Time // of its last line, left out or not
-	left    uint64    // lines left out that nobody has been told of
+	left    uint64    // suppressed lines not yet reported
 }
 
-// take tells whether the call site at pc may write a line now, and how many of
+// take reports whether the call site at pc may write a line now, and how many of
 // its lines were left out since its last one. quiet are copies of sites that have
 // written nothing for a while and are still owed a report.
 func (l *limits) take(pc uintptr, message string, now time.Time) (pass bool, left uint64, quiet []site) {

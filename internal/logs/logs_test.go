@@ -74,7 +74,7 @@ func TestWhatAQuietCallSiteLeftOutIsToldLater(t *testing.T) {
 	}
 	l.now = l.now.Add(reportAfter)
 	l.write(slog.LevelInfo, 2, "something else")
-	if !strings.Contains(l.out.String(), `"msg":"log lines were left out","line":"flood","suppressed":7`) {
+	if !strings.Contains(l.out.String(), `"msg":"log lines were suppressed","line":"flood","suppressed":7`) {
 		t.Error(l.out.String()[max(0, l.out.Len()-300):])
 	}
 }

@@ -1,5 +1,4 @@
-// Package manual tells shells and man of a command line: completions and a manual page,
-// made from the same flags that parse it.
+// Package manual generates shell completions and the man page from the command line's flags.
 package manual
 
 import (
@@ -9,9 +8,9 @@ import (
 	"github.com/alecthomas/kong"
 )
 
-// Completion is a command that prints what a shell completes arguments by.
+// Completion is a command that prints a shell completion script.
 type Completion struct {
-	Shell string `arg:"" enum:"bash,zsh,fish" help:"Shell to print it for: ${enum}."`
+	Shell string `arg:"" enum:"bash,zsh,fish" help:"Shell: ${enum}."`
 }
 
 // AfterApply prints the completion and ends the parser.

@@ -22,7 +22,7 @@ func page(app *kong.Application, version string) string {
 	for _, command := range app.Children {
 		fmt.Fprintf(out, ".TP\n.B %s\n%s\n", roff(strings.Join(append([]string{command.Name}, arguments(command)...), " ")), roff(command.Help))
 	}
-	out.WriteString(".SH OPTIONS\nAll commands parse all of these; \\-\\-help after a command shows those that it reads.\n")
+	out.WriteString(".SH OPTIONS\nAll commands accept these flags; \\-\\-help after a command lists those that it uses.\n")
 	flagGroups(out, app.Flags)
 	for _, command := range app.Children {
 		if len(command.Flags) > 0 {
@@ -31,17 +31,17 @@ func page(app *kong.Application, version string) string {
 		}
 	}
 	out.WriteString(`.SH ENVIRONMENT
-Each flag is also an environment variable, which stands beside it, and a key of the YAML file of \fB\-\-config\fR: its name without dashes.
-The command line ranks first, then the environment, then the file, then the default.
+Each flag can also be set by the environment variable shown, or as a key in the YAML file of \fB\-\-config\fR: its name without dashes.
+Precedence: command line, environment, file, default.
 .SH EXIT STATUS
-0 after a stop by SIGTERM or SIGINT, or when a command has done its work; 1 with one line on standard error where something is wrong.
+0 after SIGTERM or SIGINT, or when a command succeeds; 1 with one line on standard error if it fails.
 .SH SIGNALS
 .TP
 .B SIGTERM
-Stop: not ready at once, running requests may finish. A second one ends at once.
+Shut down: report not ready, then let in-flight requests finish. A second signal exits immediately.
 .TP
 .B SIGHUP
-Read keys, TLS files, log level and busy thresholds again.
+Reload keys, TLS files, log level and busy thresholds.
 `)
 	return out.String()
 }

@@ -31,8 +31,8 @@ func (w *Worker) served(name string) (Adapter, *refusal) {
 
 // loaded lists the adapters that are loaded.
 func (w *Worker) loaded() []Adapter {
-	w.Mu.Lock()
-	defer w.Mu.Unlock()
+	w.mu.Lock()
+	defer w.mu.Unlock()
 	return slices.Clone(w.adapters)
 }
 
@@ -89,9 +89,9 @@ func (w *Worker) changeAdapters(out http.ResponseWriter, in *http.Request, chang
 	if !ok {
 		return
 	}
-	w.Mu.Lock()
+	w.mu.Lock()
 	says, problem := change(body, body.Get("lora_name").String())
-	w.Mu.Unlock()
+	w.mu.Unlock()
 	if problem != nil {
 		w.writeError(out, in, problem)
 		return

@@ -45,8 +45,8 @@ const joinLimit = 5 * time.Second
 // rooms are the prompts that a mock worker computes for others, by the name
 // under which those ask for them.
 type rooms struct {
-	Mu   sync.Mutex // guards what follows, and the rooms' users, owned and taken
-	ByID map[string]*sglangRoom
+	mu   sync.Mutex // guards what follows, and the rooms' users, owned and taken
+	byID map[string]*sglangRoom
 }
 
 // sglangRoom is where the two legs of a request meet. It is gone when both have
@@ -65,18 +65,18 @@ type sglangRoom struct {
 // enter returns the room of that name; nil: there is none and none is to be made.
 // Else leave must follow.
 func (r *rooms) enter(id string, create bool) *sglangRoom {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
-	room := r.ByID[id]
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	room := r.byID[id]
 	if room == nil {
 		if !create {
 			return nil
 		}
 		room = &sglangRoom{joined: make(chan struct{}), left: make(chan struct{}), computed: make(chan struct{}), ended: make(chan struct{})}
-		if r.ByID == nil {
-			r.ByID = map[string]*sglangRoom{}
+		if r.byID == nil {
+			r.byID = map[string]*sglangRoom{}
 		}
-		r.ByID[id] = room
+		r.byID[id] = room
 	}
 	room.users++
 	return room
@@ -93,17 +93,24 @@ func (r *rooms) own(id string) *sglangRoom {
 }
 
 func (r *rooms) leave(id string, room *sglangRoom) {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	if room.users--; room.users == 0 {
-		delete(r.ByID, id)
+		delete(r.byID, id)
 	}
 }
 
-// first sets a flag of a room and tells whether the caller is the first to.
+// Transfers returns the number of prompts that the worker computes for others.
+func (w *Worker) Transfers() int {
+	w.rooms.mu.Lock()
+	defer w.rooms.mu.Unlock()
+	return len(w.rooms.byID)
+}
+
+// first sets a flag of a room and reports whether the caller is the first to.
 func (r *rooms) first(flag *bool) bool {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	was := *flag
 	*flag = true
 	return !was
@@ -200,18 +207,18 @@ func (w *Worker) transfer(body *jsonbody.Body, choice *Choice, i int) *transfer 
 	switch params := body.Get("kv_transfer_params"); {
 	case t.kind == kv.KindNIXL && params.Get("do_remote_decode").Bool():
 		t.id = answer.id + "-" + rand.Text() // as vLLM's own: attempts at a request have the same id
-		t.room = w.Rooms.own(t.id)
+		t.room = w.rooms.own(t.id)
 	case t.kind == kv.KindNIXL && params.Get("do_remote_prefill").Bool():
 		if blocks := params.Get("remote_block_ids.0"); !blocks.Exists() || IsNull(params.Get("remote_engine_id")) || IsNull(params.Get("remote_request_id")) ||
 			IsNull(params.Get("remote_host")) || IsNull(params.Get("remote_port")) {
-			w.log.Warn("a mock worker computes a prompt that nobody says where to fetch", "worker", w.number)
+			w.log.Warn("mock worker: prefill request without a bootstrap room", "worker", w.number)
 			return nil
 		}
 		t.source = transferURL(params.Get("remote_host").String(), params.Get("remote_port").String(), params.Get("remote_request_id").String(), params.Get("remote_engine_id").String())
 	case t.kind == kv.KindSGLang && w.part.Role == kv.RolePrefill && hasRoom:
 		t.id = room
-		if t.room = w.Rooms.own(t.id); t.room == nil {
-			w.log.Warn("a mock worker computes a second prompt for a bootstrap room, which nobody will fetch", "worker", w.number, "room", t.id)
+		if t.room = w.rooms.own(t.id); t.room == nil {
+			w.log.Warn("mock worker: second prefill request for a bootstrap room", "worker", w.number, "room", t.id)
 			return nil
 		}
 	case t.kind == kv.KindSGLang && w.part.Role == kv.RoleDecode && hasRoom:
@@ -230,7 +237,7 @@ func transferURL(host, port, id, engine string) string {
 	return "http://" + net.JoinHostPort(host, port) + transferPath + "?" + query.Encode()
 }
 
-// prefillsFor tells whether a request is the prefill leg of an SGLang pair, which
+// prefillsFor reports whether a request is the prefill leg of an SGLang pair, which
 // has the limits of the whole one.
 func (w *Worker) prefillsFor(body *jsonbody.Body) bool {
 	_, hasRoom := bootstrapRoom(body, 0)
@@ -288,7 +295,7 @@ func (t *transfer) computed(ctx context.Context, rank *Rank) *refusal {
 	}))
 	t.room = nil // goes over to the one who keeps the blocks
 	w.beside.Go(func() {
-		defer w.Rooms.leave(t.id, room)
+		defer w.rooms.leave(t.id, room)
 		defer close(room.ended)
 		defer rank.Do(func(e *engine.Engine) { e.Abort(t.choice.request) })
 		lease := time.NewTimer(w.cfg.MockKVLease)
@@ -314,7 +321,7 @@ func (t *transfer) close(rank *Rank) {
 		return
 	}
 	close(t.room.ended)
-	t.w.Rooms.leave(t.id, t.room)
+	t.w.rooms.leave(t.id, t.room)
 	rank.Do(func(e *engine.Engine) { e.Abort(t.choice.request) })
 }
 
@@ -329,14 +336,14 @@ func (w *Worker) joinRoom(out http.ResponseWriter, in *http.Request) {
 	id, engine := in.URL.Query().Get("id"), in.URL.Query().Get("engine")
 	var room *sglangRoom
 	if engine == "" || engine == w.engineID() {
-		room = w.Rooms.enter(id, w.part.Kind == kv.KindSGLang)
+		room = w.rooms.enter(id, w.part.Kind == kv.KindSGLang)
 	}
 	if room == nil {
 		http.Error(out, "nothing is kept under that name", http.StatusNotFound)
 		return
 	}
-	defer w.Rooms.leave(id, room)
-	if !w.Rooms.first(&room.taken) {
+	defer w.rooms.leave(id, room)
+	if !w.rooms.first(&room.taken) {
 		http.Error(out, "another decode worker has come already", http.StatusConflict)
 		return
 	}
@@ -368,7 +375,7 @@ func (w *Worker) joinRoom(out http.ResponseWriter, in *http.Request) {
 }
 
 // errPromptLost is why a prompt does not come whose transfer had begun.
-var errPromptLost = errors.New("the prefill worker has gone")
+var errPromptLost = errors.New("the prefill worker is gone")
 
 // fetch has a decode leg's prompt come, and tells the engine. It ends with ctx.
 func (t *transfer) fetch(ctx context.Context, rank *Rank, failed chan<- *refusal) {
@@ -377,7 +384,7 @@ func (t *transfer) fetch(ctx context.Context, rank *Rank, failed chan<- *refusal
 		return
 	}
 	if err != nil {
-		t.w.log.Warn("a mock worker could not fetch a prompt", "worker", t.w.number, "error", err)
+		t.w.log.Warn("mock worker: KV transfer failed", "worker", t.w.number, "error", err)
 		if t.kind == kv.KindSGLang || t.w.cfg.MockKVLoadFailure == loadFailureFail {
 			message := "the prompt could not be fetched"
 			if t.w.sglang() {
@@ -448,7 +455,7 @@ func (t *transfer) bring(ctx context.Context, rank *Rank) error {
 // to be closed once it has been.
 func (t *transfer) join(ctx context.Context, limit time.Duration) (*prompt, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
-	timer := time.AfterFunc(limit, func() { cancel(fmt.Errorf("the prefill worker has not answered within %s", limit)) })
+	timer := time.AfterFunc(limit, func() { cancel(fmt.Errorf("the prefill worker did not answer within %s", limit)) })
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, t.source, nil)
 	if err == nil {
 		var response *http.Response
@@ -497,14 +504,21 @@ type inference struct {
 
 // named notes requests with their names until done is called.
 func (w *Worker) named(list ...*inference) (done func()) {
-	w.Mu.Lock()
-	w.Running = append(w.Running, list...)
-	w.Mu.Unlock()
+	w.mu.Lock()
+	w.running = append(w.running, list...)
+	w.mu.Unlock()
 	return func() {
-		w.Mu.Lock()
-		w.Running = slices.DeleteFunc(w.Running, func(r *inference) bool { return slices.Contains(list, r) })
-		w.Mu.Unlock()
+		w.mu.Lock()
+		w.running = slices.DeleteFunc(w.running, func(r *inference) bool { return slices.Contains(list, r) })
+		w.mu.Unlock()
 	}
+}
+
+// Running returns the number of requests that /abort_request can name.
+func (w *Worker) Running() int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return len(w.running)
 }
 
 // abortRequest ends all requests, or those whose name begins with rid. SGLang does so
@@ -515,12 +529,12 @@ func (w *Worker) abortRequest(out http.ResponseWriter, in *http.Request) {
 		return
 	}
 	rid, all := body.Get("rid").String(), body.Get("abort_all").Bool()
-	w.Mu.Lock()
-	defer w.Mu.Unlock()
-	if w.sglang() && !all && !slices.ContainsFunc(w.Running, func(r *inference) bool { return r.rid == rid }) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.sglang() && !all && !slices.ContainsFunc(w.running, func(r *inference) bool { return r.rid == rid }) {
 		return
 	}
-	for _, r := range w.Running {
+	for _, r := range w.running {
 		if all || rid != "" && strings.HasPrefix(r.rid, rid) {
 			r.abort()
 		}

@@ -59,9 +59,9 @@ type Events struct {
 	running sync.WaitGroup
 	Added   atomic.Uint64 // batches, published or not yet
 
-	Mu     sync.Mutex // guards what follows, and makes sending and keeping one
+	mu     sync.Mutex // guards what follows, and makes sending and keeping one
 	seq    uint64     // of the next batch
-	Kept   [][]byte   // payloads, a ring: batch n is Kept[n % keep]
+	kept   [][]byte   // payloads, a ring: batch n is kept[n % keep]
 	packer *msgpack.Encoder
 	packed bytes.Buffer
 }
@@ -136,8 +136,8 @@ func (e *Events) run() {
 func (e *Events) PublishNow(events ...Event) { e.publish(batch{time.Now(), events}) }
 
 func (e *Events) publish(batch batch) {
-	e.Mu.Lock()
-	defer e.Mu.Unlock()
+	e.mu.Lock()
+	defer e.mu.Unlock()
 	payload := e.encode(batch)
 	number := binary.BigEndian.AppendUint64(nil, e.seq)
 	times := 1
@@ -151,12 +151,22 @@ func (e *Events) publish(batch batch) {
 	for range times {
 		e.Pub.Publish([]byte(process.KVEventsTopic), number, payload)
 	}
-	if len(e.Kept) < e.keep {
-		e.Kept = append(e.Kept, payload)
+	if len(e.kept) < e.keep {
+		e.kept = append(e.kept, payload)
 	} else {
-		e.Kept[e.seq%uint64(e.keep)] = payload
+		e.kept[e.seq%uint64(e.keep)] = payload
 	}
 	e.seq++
+}
+
+// ReplayBytes returns the memory of the batches that can be replayed.
+func (e *Events) ReplayBytes() (bytes uint64) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, payload := range e.kept {
+		bytes += uint64(cap(payload))
+	}
+	return bytes
 }
 
 // replay sends all kept batches from the asked one on, and the end mark. Like
@@ -168,14 +178,14 @@ func (e *Events) replay(request [][]byte, reply func(frames ...[]byte) error) {
 	}
 	var number [8]byte
 	copy(number[8-len(request[1]):], request[1])
-	e.Mu.Lock()
+	e.mu.Lock()
 	next := e.seq
-	from := max(binary.BigEndian.Uint64(number[:]), next-uint64(len(e.Kept)))
+	from := max(binary.BigEndian.Uint64(number[:]), next-uint64(len(e.kept)))
 	var payloads [][]byte
 	for seq := from; seq < next; seq++ {
-		payloads = append(payloads, e.Kept[seq%uint64(e.keep)])
+		payloads = append(payloads, e.kept[seq%uint64(e.keep)])
 	}
-	e.Mu.Unlock()
+	e.mu.Unlock()
 	for i, payload := range payloads {
 		if reply(nil, []byte(process.KVEventsTopic), binary.BigEndian.AppendUint64(nil, from+uint64(i)), payload) != nil {
 			return

@@ -95,8 +95,8 @@ func TestMockReplayKeepsTheNewestBatches(t *testing.T) {
 		e.add([]Event{{Removed: []uint64{1}}})
 	}
 	testkit.Eventually(t, 20*time.Second, "all published", func() bool {
-		e.Mu.Lock()
-		defer e.Mu.Unlock()
+		e.mu.Lock()
+		defer e.mu.Unlock()
 		return e.seq == keep+10
 	})
 	for from, want := range map[uint64][2]uint64{0: {10, keep}, keep + 8: {keep + 8, 2}, keep + 10: {events.ReplayEnd, 0}, events.ReplayEnd: {events.ReplayEnd, 0}} {

@@ -1,6 +1,5 @@
-// Package mocker simulates vLLM and SGLang workers in this process. Over real
-// sockets they offer the same HTTP routes, KV events and load as real workers; a
-// simulated engine says how long each step takes.
+// Package mocker simulates vLLM and SGLang workers in this process, with the HTTP routes,
+// KV events and load of real workers over real sockets.
 package mocker
 
 import (
@@ -21,10 +20,8 @@ import (
 	"kvrouter/internal/web"
 )
 
-// Mocker starts simulated workers in this process. From outside they are
-// like vLLM's or SGLang's: the same HTTP routes, KV events and load over the same kinds
-// of sockets. Inside, an engine.Engine says how long every step takes. It is safe for
-// concurrent use.
+// Mocker starts simulated workers in this process. An engine.Engine determines how long
+// each step takes. It is safe for concurrent use.
 type Mocker struct {
 	cfg    Settings
 	model  *tokens.Model
@@ -88,8 +85,8 @@ func (m *Mocker) Start(i int) (*Worker, error) {
 	return w, nil
 }
 
-// ErrMockCrash is why a worker ends that --mock-crash-every ended.
-var ErrMockCrash = errors.New("crash asked for by --mock-crash-every")
+// ErrMockCrash is the cause of a crash by --mock-crash-every.
+var ErrMockCrash = errors.New("simulated crash (--mock-crash-every)")
 
 // nextCrash is how long from now worker i's next crash is: each worker in turn
 // has one, every apart.
@@ -137,14 +134,14 @@ type Worker struct {
 
 	part   kv.Disagg
 	turn   atomic.Uint64 // counts requests that name no rank
-	Rooms  rooms
+	rooms  rooms
 	client *http.Client // to other mock workers
 
-	Mu        sync.Mutex // guards the rest
+	mu        sync.Mutex // guards the rest
 	random    *rand.Rand
 	adapters  []Adapter // that are loaded
 	adapterID int       // of the one loaded last
-	Running   []*inference
+	running   []*inference
 }
 
 // listen opens the worker's ports.
@@ -179,16 +176,16 @@ func (w *Worker) unlisten() {
 	}
 }
 
-// Ended gets why the worker ended, once all that belongs to it has.
+// Ended receives the cause once the worker and all its goroutines have ended.
 func (w *Worker) Ended() <-chan error { return w.ended }
 
-// End ends the worker at once, as if its process were killed: connections break
-// off. It does not wait; Ended tells when it is done.
+// End ends the worker immediately, as if its process were killed: connections are
+// reset. It does not wait; see Ended.
 func (w *Worker) End(why error) { w.cancel(why) }
 
-// Stop ends the worker as SIGTERM ends vLLM and SGLang: it takes no new connection, what it
-// answers may finish for --mock-shutdown-timeout, and then it ends. It does not
-// wait; Ended tells when it is done.
+// Stop ends the worker as SIGTERM ends vLLM and SGLang: it accepts no new connections and
+// lets in-flight requests finish for --mock-shutdown-timeout. It does not wait; see
+// Ended.
 func (w *Worker) Stop(why error) {
 	if w.cfg.MockShutdownTimeout == 0 || w.Hung.Load() {
 		w.End(why)
@@ -232,20 +229,20 @@ func (w *Worker) faultAfter(d time.Duration, fault func()) {
 	}
 }
 
-// sglang tells whether the worker is SGLang's server, not vLLM's.
+// sglang reports whether the worker is SGLang's server, not vLLM's.
 func (w *Worker) sglang() bool { return w.cfg.Engine() == kv.EngineSGLang }
 
-// chance tells whether something with that probability happens.
+// chance reports whether something with that probability happens.
 func (w *Worker) chance(probability float64) bool {
 	if probability <= 0 {
 		return false
 	}
-	w.Mu.Lock()
-	defer w.Mu.Unlock()
+	w.mu.Lock()
+	defer w.mu.Unlock()
 	return w.random.Float64() < probability
 }
 
-// wait waits for d and tells whether the worker still lives.
+// wait waits for d and reports whether the worker still lives.
 func (w *Worker) wait(d time.Duration) bool {
 	if d <= 0 {
 		return w.ctx.Err() == nil
@@ -267,7 +264,7 @@ type gate struct {
 	inside sync.WaitGroup
 }
 
-// enter tells whether the gate is open; then leave must follow.
+// enter reports whether the gate is open; then leave must follow.
 func (g *gate) enter() bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()

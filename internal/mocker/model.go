@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"strconv"
 
+	"kvrouter/internal/chat"
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/tokens"
 )
@@ -31,12 +32,12 @@ const builtinMaxModelLen = 131_072
 // each byte of a text is one token, and <|im_start|> and <|im_end|> are one
 // each.
 func OpenBuiltinModel() (*tokens.Model, error) {
-	files := &tokens.ModelFiles{
+	files := &chat.Files{
 		Templates:   map[string]string{"default": builtinTemplate},
 		Special:     []jsonbody.Field{{Key: "eos_token", Raw: strconv.Quote(builtinSpecial[1])}},
 		MaxModelLen: builtinMaxModelLen,
 	}
-	return tokens.NewModel("the built-in tokenizer", builtinTokenizer, files, tokens.ChatOptions{})
+	return tokens.NewModel("the built-in tokenizer", builtinTokenizer, files, chat.Options{})
 }
 
 // builtinTokenizer returns the built-in model's tokenizer.json.

@@ -48,7 +48,7 @@ type Load struct {
 	Running int     `json:"num_running_reqs"`
 	Usage   float64 `json:"kv_cache_usage"`
 
-	// What only SGLang tells, tokens.
+	// Reported by SGLang only, tokens.
 	Used     int `json:"-"` // of requests in the batch
 	Queued   int `json:"-"` // of waiting prompts
 	Uncached int `json:"-"` // those of them that were not in the cache

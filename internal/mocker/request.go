@@ -123,7 +123,7 @@ var unsupportedFields = []struct {
 	{"tool_choice", func(v gjson.Result) bool { return IsNull(v) || v.Str == "auto" || v.Str == "none" }},
 }
 
-// IsNull tells whether a field is missing or null.
+// IsNull reports whether a field is missing or null.
 func IsNull(v gjson.Result) bool { return v.Type == gjson.Null }
 
 func isFalse(v gjson.Result) bool { return v.Type == gjson.Null || v.Type == gjson.False }

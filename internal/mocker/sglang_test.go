@@ -35,7 +35,7 @@ func testWorkers(t *testing.T, n int, tweak func(*Settings)) []*Worker {
 		t.Fatal(err)
 	}
 	t.Cleanup(model.Close)
-	cfg := DefaultSettings()
+	cfg := testkit.Defaults[Settings]()
 	cfg.MockAPI, cfg.SpeedupRatio, cfg.ServedModelName, cfg.BlockSize, cfg.KVEvents = "sglang", 0, ModelName, testPage, true
 	cfg.MockNumGPUBlocks, cfg.Parts = 512, make([]kv.Disagg, n)
 	if tweak != nil {
@@ -465,7 +465,7 @@ func FuzzSGLangBodies(f *testing.F) {
 		f.Fatal(err)
 	}
 	defer model.Close()
-	cfg := DefaultSettings()
+	cfg := testkit.Defaults[Settings]()
 	cfg.MockAPI, cfg.SpeedupRatio, cfg.ServedModelName, cfg.BlockSize, cfg.MockNumGPUBlocks, cfg.Parts = "sglang", 0, ModelName, testPage, 64, make([]kv.Disagg, 1)
 	cfg.Ports = process.Ports{HTTP: testkit.FreePorts(f, 2), Ranks: 1}
 	cfg.Ports.Load = cfg.Ports.HTTP + 1

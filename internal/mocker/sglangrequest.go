@@ -189,7 +189,7 @@ func (w *Worker) sglangLength(prompt, limit int, named bool) (int, *refusal) {
 	return limit, nil
 }
 
-// isBatch tells whether a body of /generate has a list of prompts.
+// isBatch reports whether a body of /generate has a list of prompts.
 func isBatch(body *jsonbody.Body) bool {
 	return body.Get("text").IsArray() || body.Get("input_ids").Get("0").IsArray()
 }
@@ -331,7 +331,7 @@ func (a *Answer) abortable(unpair func()) (list []*inference) {
 	return list
 }
 
-// stopped tells whether some choice was aborted.
+// stopped reports whether some choice was aborted.
 func (a *Answer) stopped() bool {
 	for _, c := range a.choices {
 		if c.aborted.Load() {

@@ -399,8 +399,8 @@ func TestSGLangPairHandsPromptsOver(t *testing.T) {
 	if n := len(eventsOf(t, replayed(t, decode, 0, 0))); n != 1 {
 		t.Errorf("the decode worker has published %d events, want only that it is empty", n)
 	}
-	if rooms := &prefill.Rooms; len(rooms.ByID) > 0 {
-		t.Errorf("rooms are left: %v", rooms.ByID)
+	if n := prefill.Transfers(); n > 0 {
+		t.Errorf("%d rooms are left", n)
 	}
 }
 
@@ -417,9 +417,7 @@ func TestSGLangPairHangsWithSeveralChoices(t *testing.T) {
 		t.Errorf("prefill: %d %s", status, answer)
 	}
 	testkit.Eventually(t, 5*time.Second, "the decode leg is there", func() bool {
-		decode.Mu.Lock()
-		defer decode.Mu.Unlock()
-		return len(decode.Running) > 0
+		return decode.Running() > 0
 	})
 	select {
 	case status := <-answered:
@@ -431,9 +429,7 @@ func TestSGLangPairHangsWithSeveralChoices(t *testing.T) {
 		t.Errorf("%d", status)
 	}
 	testkit.Eventually(t, 5*time.Second, "the decode leg is gone", func() bool {
-		decode.Mu.Lock()
-		defer decode.Mu.Unlock()
-		return len(decode.Running) == 0
+		return decode.Running() == 0
 	})
 }
 

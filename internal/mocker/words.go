@@ -38,7 +38,7 @@ func newVocabulary(model *tokens.Model) (*vocabulary, error) {
 		}
 	}
 	if len(w.first) == 0 || len(w.later) == 0 {
-		return nil, errors.New("the tokenizer splits no English word into tokens that decode to the same word")
+		return nil, errors.New("the tokenizer has no English word whose tokens decode to the same word")
 	}
 	return w, nil
 }

@@ -13,6 +13,7 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/chat"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/router"
 	"kvrouter/internal/tokens"
@@ -27,13 +28,13 @@ func (s *Set) folder(name, root string) string {
 		for _, model := range []string{root, name} {
 			for _, folder := range []string{model, path.Base(model)} {
 				dir := filepath.Join(s.settings.ModelsDir, folder)
-				if model != "" && folder != "." && filepath.IsLocal(folder) && tokens.FileExists(dir, "tokenizer.json") {
+				if model != "" && folder != "." && filepath.IsLocal(folder) && chat.FileExists(dir, "tokenizer.json") {
 					return dir
 				}
 			}
 		}
 	}
-	return tokens.Cached(cmp.Or(root, name))
+	return chat.Cached(cmp.Or(root, name))
 }
 
 // open opens the tokenizer in a folder; nil: it cannot be read, and workers tokenize the

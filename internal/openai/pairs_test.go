@@ -523,7 +523,7 @@ func TestNamedPair(t *testing.T) {
 				response, answer := h.post(t, testkit.ChatPath, sharedChat(false, jsonbody.Field{Key: "nvext", Raw: test.nvext}), test.headers...)
 				prefill, decode := response.Header.Get(proxy.HeaderPrefillWorker), response.Header.Get(web.HeaderWorker)
 				if test.prefill == "" && test.decode == "" {
-					if response.StatusCode != http.StatusServiceUnavailable || !strings.Contains(answer, "no other is taken in its place") {
+					if response.StatusCode != http.StatusServiceUnavailable || !strings.Contains(answer, "no other worker is used") {
 						t.Errorf("%s: %s", response.Status, answer)
 					}
 					continue

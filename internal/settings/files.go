@@ -7,9 +7,8 @@ import (
 	"slices"
 )
 
-// CheckFiles returns an error if two flags name one file: what one writes would be the
-// end of the other. Names are compared without looking at the disk; empty ones name
-// nothing.
+// CheckFiles returns an error if two flags name the same file, because one would
+// overwrite the other. Only the cleaned paths are compared; empty names are ignored.
 func CheckFiles(files map[string]string) error {
 	whose := map[string]string{}
 	for _, flag := range slices.Sorted(maps.Keys(files)) {
@@ -18,7 +17,7 @@ func CheckFiles(files map[string]string) error {
 		}
 		name := filepath.Clean(files[flag])
 		if other, taken := whose[name]; taken {
-			return fmt.Errorf("%s and %s both name %s: give each a file of its own", other, flag, files[flag])
+			return fmt.Errorf("%s and %s both use %s: give each its own file", other, flag, files[flag])
 		}
 		whose[name] = flag
 	}

@@ -7,8 +7,8 @@ func TestTwoFlagsCannotNameOneFile(t *testing.T) {
 		{"", "", ""},
 		{"x", "", ""},
 		{"x", "y", ""},
-		{"x", "x", "--a and --b both name x: give each a file of its own"},
-		{"/tmp/x", "/tmp/./y/../x", "--a and --b both name /tmp/./y/../x: give each a file of its own"},
+		{"x", "x", "--a and --b both use x: give each its own file"},
+		{"/tmp/x", "/tmp/./y/../x", "--a and --b both use /tmp/./y/../x: give each its own file"},
 	} {
 		got := ""
 		if err := CheckFiles(map[string]string{"--a": test.a, "--b": test.b}); err != nil {

@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// Machine answers what defaults depend on. Tests use their own.
+// Machine describes the resources that defaults depend on. Tests use their own.
 type Machine struct {
 	Cores  int
 	Memory int64                   // that may be used, bytes; 0: unknown
@@ -75,7 +75,7 @@ func outputWithin(limit time.Duration, cmd *exec.Cmd) (string, error) {
 	return out.String(), nil
 }
 
-// CacheDir returns the folder for everything that is downloaded.
+// CacheDir returns the folder for downloads.
 func CacheDir(getenv func(string) string) string {
 	base := getenv("XDG_CACHE_HOME")
 	if base == "" {
@@ -84,8 +84,8 @@ func CacheDir(getenv func(string) string) string {
 	return filepath.Join(base, "kvrouter")
 }
 
-// LooksLikePath tells a path from a Hugging Face name, which has at most one
-// slash, in its middle.
+// LooksLikePath reports whether a model is a path and not a Hugging Face name, which has
+// at most one slash, in its middle.
 func LooksLikePath(model string) bool {
 	return strings.HasPrefix(model, "/") || strings.HasPrefix(model, "./") || strings.HasPrefix(model, "../") ||
 		strings.HasPrefix(model, "~") || strings.Count(model, "/") > 1

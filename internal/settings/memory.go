@@ -22,9 +22,9 @@ const (
 	noLimit = 1 << 60
 )
 
-// LimitMemory sets what the Go runtime may use where the environment (GOMEMLIMIT,
-// GOGC) does not: 80 % of what the container allows, and a collection whenever the
-// heap has grown by half of what is live, and by heapRoom at least.
+// LimitMemory configures the Go runtime unless the environment (GOMEMLIMIT, GOGC) does:
+// a memory limit of 80 % of the container's, and a collection whenever the heap has grown
+// by half of the live heap, at least by heapRoom.
 func LimitMemory(getenv func(string) string, log *slog.Logger) {
 	if getenv("GOGC") == "" {
 		watchHeap()
@@ -34,7 +34,7 @@ func LimitMemory(getenv func(string) string, log *slog.Logger) {
 		return
 	}
 	debug.SetMemoryLimit(int64(float64(limit) * goShare))
-	log.Info("memory is limited by the container", "bytes", limit, "go_limit", int64(float64(limit)*goShare))
+	log.Info("using the memory limit of the container", "bytes", limit, "go_limit", int64(float64(limit)*goShare))
 }
 
 const (

@@ -25,29 +25,29 @@ func (p PortUse) String() string {
 	return fmt.Sprintf("%s %d (+%d for worker %d)", p.Flag, p.Base, p.Port-p.Base, p.Worker)
 }
 
-// CheckPortNumbers refuses numbers that are no ports, and one port for two uses.
-// The error names the flags.
+// CheckPortNumbers refuses invalid port numbers and ports that are used twice. The error
+// names the flags.
 func CheckPortNumbers(uses []PortUse) error {
 	owner := map[int]PortUse{}
 	for _, p := range uses {
 		if p.Base < 1 || p.Port > 65535 {
-			return fmt.Errorf("%s: ports go from 1 to 65535", p)
+			return fmt.Errorf("%s: ports range from 1 to 65535", p)
 		}
 		if other, taken := owner[p.Port]; taken {
-			return fmt.Errorf("%s and %s both mean port %d; move one of them", other, p, p.Port)
+			return fmt.Errorf("%s and %s both use port %d; change one of them", other, p, p.Port)
 		}
 		owner[p.Port] = p
 	}
 	return nil
 }
 
-// CheckPortsFree tells whether every port can be listened on now. The error names
+// CheckPortsFree reports whether every port can be listened on now. The error names
 // the flag and the port.
 func CheckPortsFree(uses []PortUse) error {
 	for _, p := range uses {
 		listener, err := net.Listen("tcp", net.JoinHostPort(p.Host, strconv.Itoa(p.Port)))
 		if err != nil {
-			return fmt.Errorf("%s: port %d cannot be used (%w); end what holds it or give another %s", p, p.Port, rootCause(err), p.Flag)
+			return fmt.Errorf("%s: port %d cannot be used (%w); stop the process that uses it, or give another %s", p, p.Port, rootCause(err), p.Flag)
 		}
 		if err := listener.Close(); err != nil {
 			return fmt.Errorf("%s: port %d: %w", p, p.Port, err)

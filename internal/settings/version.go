@@ -7,9 +7,8 @@ import (
 	"strings"
 )
 
-// Version returns what the build knows of its version: the tag of the tree, else a
-// pseudo-version made of the commit's time and its hash; "(devel)" or "unknown" where the
-// build was told neither.
+// Version returns the version of the build: the tag of the tree, else a pseudo-version of
+// the commit's time and hash; "(devel)" or "unknown" if the build has neither.
 func Version() string { return versionOf(debug.ReadBuildInfo()) }
 
 func versionOf(info *debug.BuildInfo, ok bool) string {

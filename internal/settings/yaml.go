@@ -1,4 +1,4 @@
-// Package settings reads a YAML file of flags, and tells what this machine has.
+// Package settings reads flags from a YAML file and detects the resources of the machine.
 package settings
 
 import (
@@ -46,7 +46,7 @@ func ReadConfigFile(name string, flags []*kong.Flag) (File, error) {
 	}
 	data, err := os.ReadFile(name)
 	if err != nil {
-		return file, fmt.Errorf("--config %s: cannot read it: %w", name, errors.Unwrap(err))
+		return file, fmt.Errorf("--config %s: cannot read the file: %w", name, errors.Unwrap(err))
 	}
 	var entries yaml.MapSlice
 	if err := yaml.Unmarshal(data, &entries); err != nil {
@@ -64,10 +64,10 @@ func ReadConfigFile(name string, flags []*kong.Flag) (File, error) {
 		key := fmt.Sprint(entry.Key)
 		flag := strings.ReplaceAll(key, "_", "-")
 		if nearest := NearestName(flag, known); nearest != flag {
-			return file, fmt.Errorf("--config %s: unknown key %q; the nearest known one is %q", name, key, nearest)
+			return file, fmt.Errorf("--config %s: unknown key %q; did you mean %q?", name, key, nearest)
 		}
 		if _, twice := file.values[flag]; twice {
-			return file, fmt.Errorf("--config %s: %s is given twice", name, flag)
+			return file, fmt.Errorf("--config %s: %s is set twice", name, flag)
 		}
 		value, err := settingText(entry.Value)
 		if err != nil {

@@ -20,8 +20,8 @@ func testFlags() []*kong.Flag {
 
 func TestConfigFilesThatMakeNoSense(t *testing.T) {
 	for text, want := range map[string]string{
-		"http_port: 1\nhttp-port: 2": "given twice",
-		"htp-port: 1":                `nearest known one is "http-port"`,
+		"http_port: 1\nhttp-port: 2": "set twice",
+		"htp-port: 1":                `did you mean "http-port"`,
 		"- a":                        "not a YAML map",
 		"worker: [[a]]":              "list of lists",
 		"http-port:":                 "has no value",

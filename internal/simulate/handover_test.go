@@ -10,12 +10,13 @@ import (
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
 )
 
 // apart turns a simulation into one whose first workers compute only prompts.
 func apart(s Simulation, prefills int) Simulation {
-	config := mocker.DefaultSettings()
+	config := testkit.Defaults[mocker.Settings]()
 	s.Prefills, s.Handover, s.LeastUncached = prefills, config.Handover(), 256
 	return s
 }

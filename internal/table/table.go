@@ -1,5 +1,5 @@
-// Package table maps (key, tag) to a number, in memory that the garbage collector
-// need not scan.
+// Package table is a hash table from (key, tag) to a number, in memory that the garbage
+// collector does not scan.
 package table
 
 import "math/bits"

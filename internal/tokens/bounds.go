@@ -11,18 +11,19 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/chat"
 	"kvrouter/internal/jsonbody"
 )
 
 // errTooLong marks a prompt that no engine with the model's limit takes: vLLM
 // refuses it by its length, before it encodes it.
-var errTooLong = fmt.Errorf("%w: the prompt is longer than the model takes", errNotRenderable)
+var errTooLong = fmt.Errorf("%w: the prompt exceeds the model's maximum length", chat.ErrNotRenderable)
 
 // errNoTurn marks a prompt that was not encoded because others took the time.
-var errNoTurn = fmt.Errorf("%w: no turn to encode it came in time", errNotRenderable)
+var errNoTurn = fmt.Errorf("%w: timed out waiting for the encoder", chat.ErrNotRenderable)
 
-// errClientLeft marks a prompt whose client did not wait for its turn.
-var errClientLeft = fmt.Errorf("%w: the client has left", errNoTurn)
+// errClientLeft marks a prompt whose client disconnected before its turn.
+var errClientLeft = fmt.Errorf("%w: the client has disconnected", errNoTurn)
 
 const (
 	// unknownModelLen is what a model is taken to take that says nothing, tokens:
@@ -42,16 +43,15 @@ const (
 	// largeText is from how many bytes on a text counts as large: to encode it takes
 	// more than about 0.5 ms, or 10 ms with crate tokenizers, and from hugeText on more
 	// than about 60 MB with the latter. A text
-	// longer than maxText is not encoded: a million tokens are about 4 MB.
+	// longer than chat.MaxText is not encoded.
 	largeText = 64 << 10
 	hugeText  = 1 << 20
-	maxText   = 6 << 20
 )
 
 // bounds limit the work on the prompts of one request. The zero value has no
 // limits: the request is not a stranger's.
 type bounds struct {
-	ctx    context.Context // nil: nobody leaves
+	ctx    context.Context // nil: not cancelled
 	wait   time.Duration   // longest wait for a turn to encode; 0: for ever
 	tokens int             // most tokens of a prompt; 0: any number
 	chars  int             // most characters of a text that may be those tokens; 0: any number
@@ -66,32 +66,15 @@ func (m *Model) bounds(ctx context.Context, wait time.Duration) bounds {
 	if tokens == 0 {
 		tokens = unknownModelLen
 	}
-	return bounds{ctx: ctx, wait: wait, tokens: tokens, chars: tokens * min(m.longestToken, charsPerToken), text: maxText}
+	return bounds{ctx: ctx, wait: wait, tokens: tokens, chars: tokens * min(m.longestToken, charsPerToken), text: chat.MaxText}
 }
 
-// fits tells whether a text may fit the model.
+// fits reports whether a text may fit the model.
 func (b bounds) fits(text string) bool {
 	return b.chars == 0 || len(text) <= b.chars || utf8.RuneCountInString(text) <= b.chars
 }
 
-// fitsChat tells whether a chat may fit the model, by what its users and tools
-// say: it costs nothing yet. What assistants have said before, templates may
-// leave out.
-func (b bounds) fitsChat(req *chatRequest) bool {
-	return b.fitsTexts(func(yield func(string) bool) {
-		for i := range req.messages {
-			if m := &req.messages[i]; m.role != "assistant" {
-				for j := range m.parts {
-					if !yield(m.parts[j].text) {
-						return
-					}
-				}
-			}
-		}
-	})
-}
-
-// fitsTexts tells whether a prompt that has all these texts may fit the model.
+// fitsTexts reports whether a prompt that has all these texts may fit the model.
 func (b bounds) fitsTexts(texts iter.Seq[string]) bool {
 	longest, bytes := 0, 0
 	for text := range texts {
@@ -192,12 +175,12 @@ func (t turns) take(b bounds, bytes int) (turn chan struct{}, err error) {
 // an errTooLong.
 func readTokens(list gjson.Result, most int) (tokens []uint32, err error) {
 	if !list.IsArray() {
-		return nil, notRenderable("not a list of token ids")
+		return nil, chat.NotRenderable("not a list of token ids")
 	}
 	jsonbody.EachElement(list.Raw, func(v gjson.Result) bool {
 		switch {
 		case v.Type != gjson.Number || v.Num < 0 || v.Num > 1<<32-1 || v.Num != float64(uint32(v.Num)):
-			err = notRenderable("%.40s is not a token id", v.Raw)
+			err = chat.NotRenderable("%.40s is not a token id", v.Raw)
 		case most > 0 && len(tokens) == most:
 			err = errTooLong
 		default:
@@ -211,8 +194,8 @@ func readTokens(list gjson.Result, most int) (tokens []uint32, err error) {
 	return tokens, nil
 }
 
-// fallback tells why a prompt is not known here, as metrics call it, and whether
-// a worker may be asked for it.
+// fallback returns the reason why a prompt is not known locally, as a metric label, and
+// whether a worker may be asked for it.
 func fallback(err error) (reason string, ask bool) {
 	switch {
 	case errors.Is(err, errTooLong):

@@ -12,11 +12,13 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/chat"
 	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/testkit"
 )
 
 func TestPromptsThatNoModelTakesAreNotEncoded(t *testing.T) {
-	m := wordModel(t, ChatOptions{}) // 99 tokens of at most 9 characters
+	m := wordModel(t, chat.Options{}) // 99 tokens of at most 9 characters
 	ids := func(n int) string { return "[" + strings.Repeat("7,", n-1) + "7]" }
 	for _, test := range []struct {
 		name, body string
@@ -47,7 +49,7 @@ func TestPromptsThatNoModelTakesAreNotEncoded(t *testing.T) {
 }
 
 func TestChatsThatNoModelTakesAreNotRendered(t *testing.T) {
-	m := wordModel(t, ChatOptions{})
+	m := wordModel(t, chat.Options{})
 	long := strings.Repeat("a ", 500)
 	for _, test := range []struct {
 		name, body string
@@ -71,7 +73,7 @@ func TestChatsThatNoModelTakesAreNotRendered(t *testing.T) {
 
 func TestTokenizeOfATooLongPromptIsLeftToAWorker(t *testing.T) {
 	w := &askedWorker{answer: map[string]string{"/tokenize": `{"count":9}`}}
-	source := NewSource(wordModel(t, ChatOptions{}), w.ask, time.Second, quiet())
+	source := NewSource(wordModel(t, chat.Options{}), w.ask, time.Second, quiet())
 	if got, err := source.Tokenize(context.Background(), []byte(`{"prompt":"`+strings.Repeat("a ", 500)+`"}`)); err != nil || string(got) != `{"count":9}` {
 		t.Errorf("%s, %v", got, err)
 	}
@@ -97,7 +99,7 @@ func TestLongestToken(t *testing.T) {
 func TestSmallTextsDoNotWaitForLargeOnes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		turns := newTurns()
-		within := bounds{ctx: t.Context(), wait: 2 * time.Second, text: maxText}
+		within := bounds{ctx: t.Context(), wait: 2 * time.Second, text: chat.MaxText}
 		for range cap(turns.large) {
 			if _, err := turns.take(within, largeText+1); err != nil {
 				t.Fatal(err)
@@ -122,7 +124,7 @@ func TestSmallTextsDoNotWaitForLargeOnes(t *testing.T) {
 			}
 			leave()
 		}
-		if _, err := turns.take(within, maxText+1); !errors.Is(err, errTooLong) {
+		if _, err := turns.take(within, chat.MaxText+1); !errors.Is(err, errTooLong) {
 			t.Errorf("more than any prompt: %v", err)
 		}
 		done := make(chan struct{})
@@ -140,7 +142,7 @@ func TestSmallTextsDoNotWaitForLargeOnes(t *testing.T) {
 }
 
 func TestAPromptWithoutATurnIsRoutedByLoad(t *testing.T) {
-	m := wordModel(t, ChatOptions{})
+	m := wordModel(t, chat.Options{})
 	for range cap(m.turns.small) {
 		m.turns.small <- struct{}{}
 	}
@@ -169,7 +171,7 @@ func differing(m *Model, id uint64, differs func(body []byte) bool) Peer {
 }
 
 func TestMostWorkersDecideWhatIsRenderedHere(t *testing.T) {
-	m := wordModel(t, ChatOptions{})
+	m := wordModel(t, chat.Options{})
 	all := func([]byte) bool { return true }
 	none := func([]byte) bool { return false }
 	tools := func(b []byte) bool { return gjson.GetBytes(b, "tools").Exists() }
@@ -200,7 +202,7 @@ func TestMostWorkersDecideWhatIsRenderedHere(t *testing.T) {
 }
 
 func TestAWorkerThatDifferedIsComparedAgain(t *testing.T) {
-	m := wordModel(t, ChatOptions{})
+	m := wordModel(t, chat.Options{})
 	now := time.Unix(1000, 0)
 	source := NewSource(m, nil, time.Second, slog.New(slog.DiscardHandler))
 	source.now = func() time.Time { return now }
@@ -232,7 +234,7 @@ func TestAWorkerThatDifferedIsComparedAgain(t *testing.T) {
 
 func TestAWorkerThatDoesNotAnswerIsAskedLessAndLess(t *testing.T) {
 	w := &askedWorker{fail: errors.New("connection refused")}
-	m := wordModel(t, ChatOptions{})
+	m := wordModel(t, chat.Options{})
 	now := time.Unix(1000, 0)
 	source := NewSource(m, nil, time.Second, quiet())
 	source.now = func() time.Time { return now }
@@ -246,7 +248,7 @@ func TestAWorkerThatDoesNotAnswerIsAskedLessAndLess(t *testing.T) {
 }
 
 func TestTheLongestLimitOfAWorkerCounts(t *testing.T) {
-	m := wordModel(t, ChatOptions{})
+	m := wordModel(t, chat.Options{})
 	peer := func(id uint64, limit int) Peer {
 		p := differing(m, id, func([]byte) bool { return false })
 		p.MaxModelLen = func(context.Context) int { return limit }
@@ -271,7 +273,7 @@ func TestTheLongestLimitOfAWorkerCounts(t *testing.T) {
 }
 
 func TestComparingEndsWithItsContext(t *testing.T) {
-	m := wordModel(t, ChatOptions{})
+	m := wordModel(t, chat.Options{})
 	ctx, cancel := context.WithCancel(context.Background())
 	asked := make(chan struct{}, 1)
 	done := make(chan struct{})
@@ -326,7 +328,7 @@ func FuzzCompletionBody(f *testing.F) {
 	for _, body := range []string{`{"prompt":"a b"}`, `{"prompt":[7,8]}`, `{"prompt":["a",[7]]}`, `{"prompt":[[],""]}`, `{"prompt":[{}]}`, `{"prompt":[1,"a"]}`, `{"prompt":"` + strings.Repeat("a", 2000) + `"}`, `{"prompt":[7.5]}`, `{"prompt":null,"prompt":[]}`} {
 		f.Add([]byte(body))
 	}
-	m, err := NewModel("words", func() ([]byte, error) { return []byte(wordTokenizer), nil }, &ModelFiles{MaxModelLen: 20}, ChatOptions{})
+	m, err := NewModel("words", func() ([]byte, error) { return []byte(wordTokenizer), nil }, &chat.Files{MaxModelLen: 20}, chat.Options{})
 	if err != nil {
 		f.Fatal(err)
 	}
@@ -344,4 +346,45 @@ func FuzzCompletionBody(f *testing.F) {
 			t.Fatal(err)
 		}
 	})
+}
+
+func TestEncodingEndsWhenTheClientLeaves(t *testing.T) {
+	m := testModel(t)
+	m.CacheTokens(0)
+	text := strings.Repeat("<|im_start|>user\n"+strings.Repeat("so much to say ", 2000)+"<|im_end|>\n", 40)
+	if _, err := m.encode(bounds{ctx: &leavingClient{Context: t.Context(), looks: 3}}, text, false); !errors.Is(err, errClientLeft) {
+		t.Errorf("encoded to the end: %v", err)
+	}
+}
+
+// leavingClient is the context of a client that leaves while it is looked at.
+type leavingClient struct {
+	context.Context
+	looks int
+}
+
+func (c *leavingClient) Err() error {
+	if c.looks--; c.looks < 0 {
+		return context.Canceled
+	}
+	return nil
+}
+
+func TestDetokenizeAsksAWorkerIfTheFileHasChanged(t *testing.T) {
+	dir := t.TempDir()
+	testkit.TokenizerFolder(t, dir)
+	m, err := OpenModel(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	testkit.TokenizerFolder(t, dir, [2]string{"a", "b"})
+	if got := m.Decode([]uint32{1}); got != "" {
+		t.Errorf("decoded as %q", got)
+	}
+	w := &askedWorker{answer: map[string]string{"/detokenize": `{"prompt":"a"}`}}
+	source := NewSource(m, w.ask, time.Second, quiet())
+	if got, err := source.Detokenize(t.Context(), []byte(`{"tokens":[1]}`)); err != nil || string(got) != `{"prompt":"a"}` {
+		t.Errorf("a worker was not asked: %s, %v", got, err)
+	}
 }

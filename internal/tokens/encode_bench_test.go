@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"kvrouter/internal/encode"
 	"kvrouter/internal/testkit"
 )
 
@@ -65,32 +66,32 @@ func BenchmarkEncode(b *testing.B) {
 				if kind == "cold" || kind == "parallel" {
 					list = texts["cold"]
 					m.CacheTokens(0)
-					defer m.CacheTokens(DefaultTokenCache)
+					defer m.CacheTokens(encode.DefaultCache)
 				} else {
-					m.CacheTokens(DefaultTokenCache)
+					m.CacheTokens(encode.DefaultCache)
 				}
-				encode := func(text string) int {
+				tokensOf := func(text string) int {
 					tokens, err := m.encode(bounds{}, text, false)
 					if err != nil {
 						b.Fatal(err)
 					}
 					return len(tokens)
 				}
-				encode(base)
+				tokensOf(base)
 				b.ReportAllocs()
 				cpu, i, tokens := testkit.CPUTime(), 0, 0
 				if kind == "parallel" {
 					b.SetParallelism(32 / 2)
 					b.RunParallel(func(pb *testing.PB) {
 						for j := rand.IntN(len(list)); pb.Next(); j++ {
-							encode(list[j%len(list)])
+							tokensOf(list[j%len(list)])
 						}
 					})
 					b.ReportMetric(float64(testkit.CPUTime()-cpu)/float64(b.N), "cpu-ns/op")
 					return
 				}
 				for b.Loop() {
-					tokens = encode(list[i%len(list)])
+					tokens = tokensOf(list[i%len(list)])
 					i++
 				}
 				b.ReportMetric(float64(testkit.CPUTime()-cpu)/float64(i), "cpu-ns/op")
@@ -98,4 +99,16 @@ func BenchmarkEncode(b *testing.B) {
 			})
 		}
 	}
+}
+
+func BenchmarkEncode60KB(b *testing.B) {
+	m := testModel(b)
+	text := strings.Repeat("The quick brown fox jumps over the lazy dog, 12345 times. ", 1000)
+	b.SetBytes(int64(len(text)))
+	b.ReportAllocs()
+	var tokens int
+	for b.Loop() {
+		tokens = len(m.Encode(text, false))
+	}
+	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/float64(tokens), "ns/token")
 }

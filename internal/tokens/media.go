@@ -10,7 +10,7 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// carriesMedia tells whether a request may carry something else than text.
+// carriesMedia reports whether a request may carry something else than text.
 func carriesMedia(body []byte) (carries bool) {
 	for _, list := range []string{"messages", "input"} { // of chats, of /v1/responses
 		gjson.GetBytes(body, list).ForEach(func(_, m gjson.Result) bool {
@@ -95,7 +95,7 @@ func readFeatures(features gjson.Result, tokens int) (media []kv.Media, exact in
 // among the others.
 const maxModalities = 16
 
-// hasMore tells whether an object has more than most members.
+// hasMore reports whether an object has more than most members.
 func hasMore(object gjson.Result, most int) bool {
 	n := 0
 	object.ForEach(func(_, _ gjson.Result) bool {

@@ -1,17 +1,5 @@
 package tokens
 
-/*
-#cgo CFLAGS: -I${SRCDIR}/../../native/lib
-#cgo LDFLAGS: -L${SRCDIR}/../../native/lib -ltokenizers -ldl -lm -lpthread
-#if !__has_include("kvrouter_native.h")
-#error "native/lib has no library: run `make setup`, which builds it"
-#endif
-#include <stddef.h>
-#include <stdint.h>
-#include <stdlib.h>
-*/
-import "C"
-
 import (
 	"bytes"
 	"encoding/json"
@@ -24,133 +12,81 @@ import (
 	"sync/atomic"
 
 	"github.com/tidwall/gjson"
-	"github.com/tidwall/sjson"
 
+	"kvrouter/internal/chat"
+	"kvrouter/internal/encode"
 	"kvrouter/internal/jsonbody"
 )
 
-// Model computes prompt tokens from a model's tokenizer and chat template, as
-// vLLM 0.32 does, or SGLang 0.5.23. All methods but Close may be called by many goroutines at
-// once: the library encodes and renders without a lock of ours.
+// Model computes prompt tokens with a model's tokenizer and chat template, as vLLM 0.32
+// or SGLang 0.5.23 does. All methods but Close are safe for concurrent use.
 type Model struct {
-	encoder     *encoder
+	encoder     *encode.Encoder
+	segments    *encode.Segments
+	chats       *chat.Renderer
 	turns       turns
-	segments    *segments
-	files       *ModelFiles
-	options     ChatOptions
-	plain       *chatTemplate // for requests without tools; nil if there is none
-	withTools   *chatTemplate // for requests with tools; may be the same
-	noTemplate  string        // why plain or withTools is nil
+	files       *chat.Files
 	maxModelLen atomic.Int64
 
-	longestToken int // of the vocabulary, characters; 0: unknown
+	longestToken int  // of the vocabulary, characters; 0: unknown
+	wordPiece    bool // the tokenizer's algorithm
 
-	wordPiece  bool
-	reread     func() ([]byte, error) // tokenizer.json, for vocabulary: too large to be kept
+	read func() ([]byte, error) // returns tokenizer.json, which is too large to keep
+	// Vocabulary returns the name of each token by its id.
 	Vocabulary func() []string
-
-	lateSystem func() systemRule // of SGLang with this template
 }
 
-// OpenModel reads the tokenizer and the chat templates in a model's folder.
-// A model without a usable template opens too: its chats are errNotRenderable.
+// OpenModel reads the tokenizer and the chat templates in a model's folder. A model
+// without a usable template opens too: its chats are chat.ErrNotRenderable.
 func OpenModel(dir string) (*Model, error) {
-	return OpenModelWith(dir, ChatOptions{})
+	return OpenModelWith(dir, chat.Options{})
 }
 
-// OpenModelWith is OpenModel for an engine with settings of its own.
-func OpenModelWith(dir string, options ChatOptions) (*Model, error) {
-	boundArenas()
+// OpenModelWith is OpenModel for an engine with its own chat options.
+func OpenModelWith(dir string, options chat.Options) (*Model, error) {
+	encode.BoundArenas()
 	path := filepath.Join(dir, "tokenizer.json")
-	files, err := readModelFiles(dir)
+	files, err := chat.ReadFiles(dir)
 	if err != nil {
 		return nil, err
 	}
 	return NewModel(path, func() ([]byte, error) { return os.ReadFile(path) }, files, options)
 }
 
-// NewModel makes a model of the tokenizer.json that read returns, which path
-// names in errors, and of what the files beside it say.
-func NewModel(path string, read func() ([]byte, error), files *ModelFiles, options ChatOptions) (*Model, error) {
-	readOnce := read
-	read = func() ([]byte, error) { return readTokenizer(readOnce) }
+// NewModel returns a model of the tokenizer.json that read returns and of the files
+// beside it. Errors name the tokenizer by path.
+func NewModel(path string, read func() ([]byte, error), files *chat.Files, options chat.Options) (*Model, error) {
+	read = encode.WithoutLimits(read)
 	raw, err := read()
 	if err != nil {
-		return nil, fmt.Errorf("a model's folder needs a tokenizer.json: %w", err)
+		return nil, fmt.Errorf("the model folder has no readable tokenizer.json: %w", err)
 	}
-	readInPages()
-	defer trimMemory()
-	encoder, err := newEncoder(raw, read)
+	defer encode.ReadInPages()()
+	encoder, err := encode.New(raw, read)
 	if err != nil {
 		return nil, fmt.Errorf("reading %s: %w", path, err)
 	}
-	m := &Model{encoder: encoder, files: files, options: options, reread: read, turns: newTurns(), longestToken: longestToken(raw)}
-	m.segments = newSegments(raw, encoder.Encode, DefaultTokenCache)
-	m.wordPiece = gjson.GetBytes(raw, "model.type").Str == "WordPiece"
-	m.Vocabulary = sync.OnceValue(m.readVocabulary)
-	m.maxModelLen.Store(int64(m.files.MaxModelLen))
-	m.plain, m.noTemplate = m.compile(false)
-	m.withTools = m.plain
-	if m.files.template(true) != m.files.template(false) && options.ChatTemplate == "" {
-		m.withTools, m.noTemplate = m.compile(true)
+	m := &Model{
+		encoder: encoder, segments: encode.NewSegments(raw, encoder.Encode, encode.DefaultCache), chats: chat.NewRenderer(files, options),
+		turns: newTurns(), files: files, read: read,
+		longestToken: longestToken(raw), wordPiece: gjson.GetBytes(raw, "model.type").Str == "WordPiece",
 	}
-	m.lateSystem = sync.OnceValue(m.systemRule)
+	m.Vocabulary = sync.OnceValue(m.readVocabulary)
+	m.maxModelLen.Store(int64(files.MaxModelLen))
 	return m, nil
 }
 
-// readTokenizer reads a tokenizer.json without its truncation and padding: the engine
-// sets them for each call, whatever the file says.
-func readTokenizer(read func() ([]byte, error)) ([]byte, error) {
-	raw, err := read()
-	for _, key := range []string{"truncation", "padding"} {
-		if v := gjson.GetBytes(raw, key); err == nil && v.Exists() && v.Type != gjson.Null {
-			raw, err = sjson.SetRawBytes(raw, key, []byte("null"))
-		}
-	}
-	return raw, err
-}
+// Encoder names the library that encodes, and the reason if it is not the fast one.
+func (m *Model) Encoder() (name, why string) { return m.encoder.Library() }
 
-// Encoder names the library that encodes, and why it is not the fast one if it is not.
-func (m *Model) Encoder() (name, why string) {
-	if m.encoder.fast != nil {
-		return "fastokens", ""
-	}
-	return "tokenizers", m.encoder.why
-}
-
-// compile compiles the template for requests with or without tools.
-func (m *Model) compile(tools bool) (template *chatTemplate, problem string) {
-	text := m.options.ChatTemplate
-	if text == "" {
-		text = m.files.template(tools)
-	}
-	if text == "" {
-		return nil, "the model has no chat template"
-	}
-	template, err := compileTemplate(text)
-	if err != nil {
-		return nil, "the chat template cannot be compiled: " + err.Error()
-	}
-	switch m.options.ContentFormat {
-	case "string", "openai":
-		template.WantsParts = m.options.ContentFormat == "openai"
-	}
-	return template, ""
-}
-
-// Close frees the model; no other call may be under way.
+// Close frees the model; no other call may be running.
 func (m *Model) Close() {
 	m.encoder.Close()
-	if m.withTools != nil && m.withTools != m.plain {
-		m.withTools.Close()
-	}
-	if m.plain != nil {
-		m.plain.Close()
-	}
+	m.chats.Close()
 }
 
-// MaxModelLen is the longest prompt with its answer, in tokens: the model's, or
-// the engine's once SetMaxModelLen has told it. 0 means unknown.
+// MaxModelLen is the maximum length of a prompt with its answer, tokens: the model's, or
+// the engine's after SetMaxModelLen. 0 means unknown.
 func (m *Model) MaxModelLen() int { return int(m.maxModelLen.Load()) }
 
 // SetMaxModelLen records the engine's limit, 1 to 2^30 tokens; any other number is
@@ -162,11 +98,11 @@ func (m *Model) SetMaxModelLen(n int) {
 }
 
 // ChatTokens returns the prompt tokens of a /v1/chat/completions request, given
-// its JSON. errNotRenderable means that only the engine can tell them.
+// its JSON. chat.ErrNotRenderable means that only the engine can compute them.
 func (m *Model) ChatTokens(body []byte) ([]uint32, error) {
-	parsed, ok := jsonbody.Parse(body)
-	if !ok {
-		return nil, notRenderable("the body is not a JSON object")
+	parsed, err := chat.ParseBody(body)
+	if err != nil {
+		return nil, err
 	}
 	return m.ChatBodyTokens(parsed)
 }
@@ -179,12 +115,12 @@ func (m *Model) ChatBodyTokens(body *jsonbody.Body) ([]uint32, error) {
 // boundedChatTokens is ChatBodyTokens within bounds; its error may be errTooLong or
 // errNoTurn.
 func (m *Model) boundedChatTokens(b bounds, body *jsonbody.Body) ([]uint32, error) {
-	req, err := parseChatBody(body, chatCompletion, m.options)
+	req, err := m.chats.Parse(body, chat.Completion)
 	if err != nil {
 		return nil, err
 	}
-	if m.files.harmony {
-		return nil, notRenderable("the engine renders gpt_oss with its own code")
+	if m.files.Harmony {
+		return nil, chat.NotRenderable("the engine renders gpt_oss with its own code")
 	}
 	return m.chatTokens(b, req)
 }
@@ -208,61 +144,20 @@ func (m *Model) engineChatTokens(sglang bool, b bounds, body *jsonbody.Body) ([]
 	return m.boundedChatTokens(b, body)
 }
 
-func (m *Model) chatTokens(b bounds, req *chatRequest) ([]uint32, error) {
-	if !b.fitsChat(req) {
+func (m *Model) chatTokens(b bounds, req *chat.Request) ([]uint32, error) {
+	if !b.fitsTexts(req.Texts()) {
 		return nil, errTooLong
 	}
-	chat, err := m.renderChat(req)
+	rendered, err := m.chats.Render(req)
 	if err != nil {
 		return nil, err
 	}
-	defer chat.Free()
-	tokens, err := m.encode(b, chat.Text, req.addSpecial)
+	defer rendered.Free()
+	tokens, err := m.encode(b, rendered.Text, req.AddSpecial)
 	if err != nil {
 		return nil, err
 	}
-	return truncate(tokens, req.truncate)
-}
-
-// renderChat returns the text that the template makes of a chat.
-func (m *Model) renderChat(req *chatRequest) (renderedChat, error) {
-	for _, why := range []string{m.files.cannotRender, m.options.CannotRender} {
-		if why != "" {
-			return renderedChat{}, notRenderable("%s", why)
-		}
-	}
-	template := m.plain
-	if req.tools != nil {
-		template = m.withTools
-	}
-	if template == nil {
-		return renderedChat{}, notRenderable("%s", m.noTemplate)
-	}
-	return renderWith(template, req, m.files.Special)
-}
-
-func renderWith(template *chatTemplate, req *chatRequest, special []jsonbody.Field) (chat renderedChat, err error) {
-	if err := req.fitTemplate(template); err != nil {
-		return chat, err
-	}
-	if req.continueFinal && !strings.Contains(template.Text, "content") {
-		return chat, notRenderable("the template does not use content, so no final message can be continued")
-	}
-	final := ""
-	chat, err = template.renderBy(func(out []byte) (context []byte, err error) {
-		context, final, err = req.appendContext(out, template, special)
-		return context, err
-	})
-	if err != nil {
-		return chat, err
-	}
-	if req.continueFinal {
-		if chat.Text, err = cutContinued(chat.Text, final); err != nil {
-			chat.Free()
-			return renderedChat{}, err
-		}
-	}
-	return chat, nil
+	return truncate(tokens, req.Truncate)
 }
 
 // CacheTokens bounds the tokens remembered by piece of text; see segments. It
@@ -276,7 +171,7 @@ func (m *Model) encode(b bounds, text string, addSpecial bool) (tokens []uint32,
 	case !b.fits(text):
 		return nil, errTooLong
 	case strings.IndexByte(text, 0) >= 0:
-		return nil, notRenderable("the prompt has a zero character")
+		return nil, chat.NotRenderable("the prompt has a zero character")
 	}
 	tokens, ok := m.segments.EncodeBy(func(text string, pieces []string, addSpecial bool) (tokens [][]uint32, ok bool) {
 		tokens, err = m.encodePieces(b, text, pieces, addSpecial)
@@ -291,10 +186,10 @@ func (m *Model) encode(b bounds, text string, addSpecial bool) (tokens []uint32,
 	return tokens, nil
 }
 
-var errNoTokens = notRenderable("the tokenizer found no tokens")
+var errNoTokens = chat.NotRenderable("the tokenizer found no tokens")
 
 // encodePieces encodes pieces of a text, as many in one turn as are a small text
-// together: a prompt of many small pieces keeps nobody waiting, and encoding it ends
+// together: a prompt of many small pieces blocks no other request, and encoding it ends
 // when its client leaves.
 func (m *Model) encodePieces(b bounds, text string, pieces []string, addSpecial bool) (tokens [][]uint32, err error) {
 	for len(pieces) > 0 {
@@ -332,7 +227,7 @@ func truncate(tokens []uint32, limit gjson.Result) ([]uint32, error) {
 		return tokens, nil
 	}
 	if limit.Type != gjson.Number || limit.Num < 0 || float64(len(tokens)) > limit.Num {
-		return nil, notRenderable("truncate_prompt_tokens cuts the prompt")
+		return nil, chat.NotRenderable("truncate_prompt_tokens cuts the prompt")
 	}
 	return tokens, nil
 }
@@ -340,9 +235,9 @@ func truncate(tokens []uint32, limit gjson.Result) ([]uint32, error) {
 // CompletionTokens returns the tokens of each prompt of a /v1/completions
 // request: a text, token ids, or a list of either.
 func (m *Model) CompletionTokens(body []byte) ([][]uint32, error) {
-	parsed, ok := jsonbody.Parse(body)
-	if !ok {
-		return nil, notRenderable("the body is not a JSON object")
+	parsed, err := chat.ParseBody(body)
+	if err != nil {
+		return nil, err
 	}
 	return m.CompletionBodyTokens(parsed)
 }
@@ -356,7 +251,7 @@ func (m *Model) CompletionBodyTokens(body *jsonbody.Body) ([][]uint32, error) {
 // errTooLong or errNoTurn.
 func (m *Model) boundedCompletionTokens(b bounds, body *jsonbody.Body) ([][]uint32, error) {
 	if body.LoneSurrogate {
-		return nil, notRenderable("the body has half of a surrogate pair")
+		return nil, chat.NotRenderable("the body has an unpaired surrogate")
 	}
 	var prompt, limit gjson.Result
 	addSpecial := true
@@ -368,14 +263,14 @@ func (m *Model) boundedCompletionTokens(b bounds, body *jsonbody.Body) ([][]uint
 		case "truncate_prompt_tokens":
 			limit = f.Value
 		case "add_special_tokens":
-			err = readBool(f.Value, f.Key, &addSpecial)
+			err = chat.ReadBool(f.Value, f.Key, &addSpecial)
 		case "suffix", "prompt_embeds":
 			if f.Value.Type != gjson.Null {
-				err = notRenderable("the request carries %q", f.Key)
+				err = chat.NotRenderable("the request carries %q", f.Key)
 			}
 		case "kv_transfer_params":
 			if v := f.Value.Get("prompt_token_ids"); v.Type != gjson.Null {
-				err = notRenderable("the request brings its own prompt tokens")
+				err = chat.NotRenderable("the request has its own prompt tokens")
 			}
 		}
 		if err != nil {
@@ -409,12 +304,12 @@ func (m *Model) severalTokens(b bounds, prompt gjson.Result, one func(bounds, gj
 		return err == nil
 	})
 	if err == nil && len(out) == 0 {
-		err = notRenderable("the prompt is an empty list")
+		err = chat.NotRenderable("the prompt is an empty list")
 	}
 	return out, err
 }
 
-// severalPrompts tells whether a completion's prompt is a list of prompts, and not
+// severalPrompts reports whether a completion's prompt is a list of prompts, and not
 // one: it looks at the first element only, as there may be millions of numbers.
 func severalPrompts(prompt gjson.Result) bool {
 	several := prompt.IsArray()
@@ -436,7 +331,7 @@ func (m *Model) promptTokens(b bounds, prompt, limit gjson.Result, addSpecial bo
 	case prompt.IsArray():
 		tokens, err = readTokens(prompt, b.tokens)
 	default:
-		err = notRenderable("a prompt is neither text nor token ids")
+		err = chat.NotRenderable("a prompt is neither text nor token ids")
 	}
 	if err != nil {
 		return nil, err
@@ -466,12 +361,11 @@ func (m *Model) Decode(tokens []uint32) string {
 
 // decode is Decode with the reason why there is no text.
 func (m *Model) decode(tokens []uint32) (string, error) {
-	exact, err := m.encoder.Exact()
+	text, err := m.encoder.Decode(tokens)
 	if err != nil {
-		return "", notRenderable("decoding: %v", err)
+		return "", chat.NotRenderable("decoding: %v", err)
 	}
-	text := exact.Decode(tokens, false)
-	if m.files.cleanUpSpaces && m.wordPiece {
+	if m.files.CleanUpSpaces && m.wordPiece {
 		text = spaceTidier.Replace(text)
 	}
 	return text, nil
@@ -493,7 +387,7 @@ func (m *Model) tokenString(token uint32) string {
 // readVocabulary lists the names of all tokens by id.
 func (m *Model) readVocabulary() []string {
 	var names []string
-	raw, err := m.reread()
+	raw, err := m.read()
 	if err != nil {
 		return nil
 	}
@@ -531,7 +425,7 @@ type BadRequest struct{ Reason string }
 func (e *BadRequest) Error() string { return e.Reason }
 
 // Tokenize answers a /tokenize request, for a chat or a text, in vLLM's shape.
-// The error is a *BadRequest, or errNotRenderable where a worker must answer.
+// The error is a *BadRequest, or chat.ErrNotRenderable where a worker must answer.
 func (m *Model) Tokenize(body []byte) ([]byte, error) { return m.boundedTokenize(bounds{}, body) }
 
 // boundedTokenize is Tokenize within bounds; its error may be errTooLong or
@@ -574,7 +468,7 @@ func (m *Model) tokenizeBody(b bounds, top gjson.Result, body []byte) (tokens []
 		}
 		addSpecial := true
 		for key, into := range map[string]*bool{"add_special_tokens": &addSpecial, "return_token_strs": &names} {
-			if v := top.Get(key); v.Exists() && v.Type != gjson.Null && readBool(v, key, into) != nil {
+			if v := top.Get(key); v.Exists() && v.Type != gjson.Null && chat.ReadBool(v, key, into) != nil {
 				return nil, false, &BadRequest{key + " must be true or false"}
 			}
 		}
@@ -584,16 +478,20 @@ func (m *Model) tokenizeBody(b bounds, top gjson.Result, body []byte) (tokens []
 	if !top.Get("messages").IsArray() {
 		return nil, false, &BadRequest{"the request needs prompt (a string) or messages (a list)"}
 	}
-	req, err := parseChat(body, chatTokenize, m.options)
+	parsed, err := chat.ParseBody(body)
+	if err != nil {
+		return nil, false, err
+	}
+	req, err := m.chats.Parse(parsed, chat.Tokenize)
 	if err != nil {
 		return nil, false, err
 	}
 	tokens, err = m.chatTokens(b, req)
-	return tokens, req.wantsTokenStrs, err
+	return tokens, req.WantsTokenStrs, err
 }
 
 // Detokenize answers a /detokenize request in vLLM's shape. The error is a
-// *BadRequest, or errNotRenderable where a worker must answer.
+// *BadRequest, or chat.ErrNotRenderable where a worker must answer.
 func (m *Model) Detokenize(body []byte) ([]byte, error) {
 	list := gjson.GetBytes(body, "tokens")
 	if !json.Valid(body) || !list.IsArray() {

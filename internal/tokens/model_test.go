@@ -3,17 +3,17 @@ package tokens
 import (
 	"errors"
 	"fmt"
-	"os"
 	"slices"
 	"strings"
 	"sync"
 	"testing"
 
+	"kvrouter/internal/chat"
 	"kvrouter/internal/testkit"
 )
 
 func TestPromptTokens(t *testing.T) {
-	m := wordModel(t, ChatOptions{})
+	m := wordModel(t, chat.Options{})
 	for _, test := range []struct {
 		name, body string
 		want       []uint32
@@ -32,14 +32,14 @@ func TestPromptTokens(t *testing.T) {
 		`{"messages":[{"role":"user","content":"hi there"}],"truncate_prompt_tokens":-1}`,
 		`{"messages":[{"role":"user","content":"hi\u0000there"}]}`,
 	} {
-		if got, err := m.ChatTokens([]byte(body)); !errors.Is(err, errNotRenderable) {
+		if got, err := m.ChatTokens([]byte(body)); !errors.Is(err, chat.ErrNotRenderable) {
 			t.Errorf("%s: %v, %v", body, got, err)
 		}
 	}
 }
 
 func TestCompletionTokens(t *testing.T) {
-	m := wordModel(t, ChatOptions{})
+	m := wordModel(t, chat.Options{})
 	for body, want := range map[string][][]uint32{
 		`{"prompt":"hi there"}`:                               {{1, 2, 3}},
 		`{"prompt":"hi there","add_special_tokens":false}`:    {{2, 3}},
@@ -57,14 +57,14 @@ func TestCompletionTokens(t *testing.T) {
 	}
 	for _, body := range []string{`{`, `{}`, `{"prompt":[]}`, `{"prompt":3}`, `{"prompt":[-1]}`, `{"prompt":[1.5]}`, `{"prompt":[4294967296]}`,
 		`{"prompt":"a","suffix":"b"}`, `{"prompt":"a","prompt_embeds":"x"}`, `{"prompt":"hi there","truncate_prompt_tokens":1}`} {
-		if got, err := m.CompletionTokens([]byte(body)); !errors.Is(err, errNotRenderable) {
+		if got, err := m.CompletionTokens([]byte(body)); !errors.Is(err, chat.ErrNotRenderable) {
 			t.Errorf("%s: %v, %v", body, got, err)
 		}
 	}
 }
 
 func TestTokenizeAnswers(t *testing.T) {
-	m := wordModel(t, ChatOptions{})
+	m := wordModel(t, chat.Options{})
 	for body, want := range map[string]string{
 		`{"prompt":"hi there"}`: `{"count":3,"max_model_len":99,"tokens":[1,2,3],"token_strs":null}`,
 		`{"prompt":"hi","add_special_tokens":false,"return_token_strs":true}`: `{"count":1,"max_model_len":99,"tokens":[2],"token_strs":["hi"]}`,
@@ -96,13 +96,13 @@ func TestTokenizeAnswers(t *testing.T) {
 
 func TestModelWithoutTemplate(t *testing.T) {
 	dir := t.TempDir()
-	writeFiles(t, dir, map[string]string{"tokenizer.json": wordTokenizer})
+	testkit.WriteFiles(t, dir, map[string]string{"tokenizer.json": wordTokenizer})
 	m, err := OpenModel(dir)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer m.Close()
-	if _, err := m.ChatTokens([]byte(`{"messages":[{"role":"user","content":"hi"}]}`)); !errors.Is(err, errNotRenderable) || !strings.Contains(err.Error(), "no chat template") {
+	if _, err := m.ChatTokens([]byte(`{"messages":[{"role":"user","content":"hi"}]}`)); !errors.Is(err, chat.ErrNotRenderable) || !strings.Contains(err.Error(), "no chat template") {
 		t.Error(err)
 	}
 	if got := m.Encode("hi", true); !slices.Equal(got, []uint32{1, 2}) {
@@ -117,7 +117,7 @@ func TestModelThatCannotOpen(t *testing.T) {
 		"broken config":    {"tokenizer.json": wordTokenizer, "tokenizer_config.json": "{"},
 	} {
 		dir := t.TempDir()
-		writeFiles(t, dir, files)
+		testkit.WriteFiles(t, dir, files)
 		if m, err := OpenModel(dir); err == nil || m != nil {
 			t.Errorf("%s: %v, %v", name, m, err)
 		}
@@ -126,7 +126,7 @@ func TestModelThatCannotOpen(t *testing.T) {
 
 // The library is called without a lock: answers must not depend on company.
 func TestModelInManyGoroutines(t *testing.T) {
-	m := wordModel(t, ChatOptions{})
+	m := wordModel(t, chat.Options{})
 	var group sync.WaitGroup
 	for g := range 8 {
 		group.Go(func() {
@@ -145,64 +145,4 @@ func TestModelInManyGoroutines(t *testing.T) {
 		})
 	}
 	group.Wait()
-}
-
-// longChat is a chat of about 60 KB in 40 turns.
-func longChat() []byte {
-	paragraph := strings.Repeat("The quick brown fox jumps over the lazy dog, 12345 times. ", 13)
-	var turns []string
-	for i := range 40 {
-		turns = append(turns, fmt.Sprintf(`{"role":"user","content":"%d %s"},{"role":"assistant","content":"%s"}`, i, paragraph, paragraph))
-	}
-	return []byte(`{"messages":[` + strings.Join(turns, ",") + `]}`)
-}
-
-func BenchmarkRenderLongChat(b *testing.B) {
-	text, err := os.ReadFile("testdata/parity/qwen3/tokenizer_config.json")
-	if err != nil {
-		b.Fatal(err)
-	}
-	dir := b.TempDir()
-	writeFiles(b, dir, map[string]string{"tokenizer.json": wordTokenizer, "tokenizer_config.json": string(text)})
-	m, err := OpenModel(dir)
-	if err != nil {
-		b.Fatal(err)
-	}
-	defer m.Close()
-	for name, body := range map[string][]byte{"60KB": longChat(), "small": []byte(testkit.ChatsForParity()[1].Body)} {
-		b.Run(name, func(b *testing.B) {
-			b.SetBytes(int64(len(body)))
-			b.ReportAllocs()
-			for b.Loop() {
-				req, err := parseChat(body, chatCompletion, ChatOptions{})
-				if err != nil {
-					b.Fatal(err)
-				}
-				chat, err := m.renderChat(req)
-				if err != nil {
-					b.Fatal(err)
-				}
-				chat.Free()
-			}
-		})
-	}
-}
-
-func BenchmarkEncode60KB(b *testing.B) {
-	m := testModel(b)
-	req, err := parseChat(longChat(), chatCompletion, ChatOptions{})
-	if err != nil {
-		b.Fatal(err)
-	}
-	text, err := takeText(m.renderChat(req))
-	if err != nil {
-		b.Fatal(err)
-	}
-	b.SetBytes(int64(len(text)))
-	b.ReportAllocs()
-	var tokens int
-	for b.Loop() {
-		tokens = len(m.Encode(text, false))
-	}
-	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/float64(tokens), "ns/token")
 }

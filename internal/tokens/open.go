@@ -3,6 +3,8 @@ package tokens
 import (
 	"context"
 	"log/slog"
+
+	"kvrouter/internal/chat"
 )
 
 // Opening says which model's files Open opens, and for which engine.
@@ -15,13 +17,13 @@ type Opening struct {
 
 // Open opens the tokenizer and the chat template of a model.
 func Open(ctx context.Context, o Opening, log *slog.Logger) (*Model, error) {
-	dir, err := ResolveModel(ctx, o.Name, o.Python)
+	dir, err := chat.Resolve(ctx, o.Name, o.Python)
 	if err != nil {
 		return nil, err
 	}
-	read := EngineChatOptions
+	read := chat.VLLMOptions
 	if o.SGLang {
-		read = SGLangChatOptions
+		read = chat.SGLangOptions
 	}
 	options, err := read(o.EngineArgs)
 	if err != nil {
@@ -33,7 +35,7 @@ func Open(ctx context.Context, o Opening, log *slog.Logger) (*Model, error) {
 	}
 	model.CacheTokens(o.CacheTokens)
 	if name, why := model.Encoder(); why != "" {
-		log.Info("prompts are encoded by crate "+name+", not by the faster fastokens", "why", why)
+		log.Info("encoding prompts with crate "+name+", not with the faster fastokens", "why", why)
 	}
 	return model, nil
 }

@@ -53,8 +53,8 @@ type Peer struct {
 	Generation int  // counts its incarnations: a new one is compared anew
 	SGLang     bool // it runs SGLang, and renders by its rules
 	Ask        Asker
-	// MaxModelLen asks how long a prompt with its answer may be, tokens; 0: it does
-	// not say. nil: nobody asks.
+	// MaxModelLen queries the maximum length of a prompt with its answer, tokens; 0: it does not
+	// report it. nil: not queried.
 	MaxModelLen func(ctx context.Context) int
 }
 
@@ -97,7 +97,7 @@ func (t *Source) KeepComparing(ctx context.Context, peers func() []Peer) {
 }
 
 // Probe compares the prompts computed here with those of one worker, which the
-// Asker asks. The error tells that it could not be asked.
+// Asker asks. An error means that it could not be asked.
 func (t *Source) Probe(ctx context.Context) error {
 	if t.model == nil {
 		return nil
@@ -178,7 +178,7 @@ func (t *Source) chooseRules(peers []Peer) {
 	}
 }
 
-// Met tells of the engine of a worker that is about to get requests: the rules of the
+// Met reports the engine of a worker that is about to get requests: the rules of the
 // one met last hold until KeepComparing counts.
 func (t *Source) Met(sglang bool) {
 	if sglang {
@@ -189,7 +189,7 @@ func (t *Source) Met(sglang bool) {
 	}
 }
 
-// SGLang tells whether the rules of SGLang hold: most workers run it. No Source has
+// SGLang reports whether the rules of SGLang hold: most workers run it. No Source has
 // vLLM's.
 func (t *Source) SGLang() bool { return t != nil && t.sglang.Load() }
 
@@ -206,7 +206,7 @@ func (t *Source) settle(ctx context.Context, p Peer, v verdict, err error) {
 		v.failures = before.failures + 1
 		v.again = t.now().Add(min(compareAgain, compareEvery<<min(v.failures-1, 10)))
 		if v.failures == 1 && ctx.Err() == nil {
-			t.log.Warn("prompt tokens are not yet compared with a worker's", "worker", p.ID, "error", err)
+			t.log.Warn("cannot compare prompt tokens with a worker yet; retrying", "worker", p.ID, "error", err)
 		}
 	}
 	v.generation, v.sglang = p.Generation, p.SGLang
@@ -233,13 +233,13 @@ func (t *Source) decide() {
 	for feature := range t.disabled {
 		if 2*differ[feature] <= compared[feature] {
 			delete(t.disabled, feature)
-			t.log.Info("prompt tokens are computed here again", "feature", feature, "workers", compared[feature], "differ", differ[feature])
+			t.log.Info("computing prompt tokens locally again", "feature", feature, "workers", compared[feature], "differ", differ[feature])
 		}
 	}
 	for _, feature := range slices.Sorted(maps.Keys(differ)) {
 		if 2*differ[feature] > compared[feature] && !t.disabled[feature] {
 			t.disabled[feature] = true
-			t.log.Warn("prompt tokens differ from most workers', so workers are asked for them", "feature", feature, "workers", compared[feature], "differ", differ[feature])
+			t.log.Warn("prompt tokens differ from those of most workers; requesting them from workers", "feature", feature, "workers", compared[feature], "differ", differ[feature])
 		}
 	}
 }
@@ -297,7 +297,7 @@ func (t *Source) probe(ctx context.Context, peer Peer, p probe) (own, theirs []u
 		}
 	}
 	if err != nil {
-		t.log.Debug("a probe cannot be rendered here", "why", err)
+		t.log.Debug("cannot render a probe", "why", err)
 		return nil, nil, false, nil
 	}
 	theirs, refused, err := t.askProbe(ctx, peer, p.path, body)
@@ -331,7 +331,7 @@ func (t *Source) askProbe(ctx context.Context, peer Peer, path string, body []by
 			request, ok = t.asTokenize(peer.SGLang, body)
 		}
 		if !ok {
-			return nil, "no route tells", nil
+			return nil, "no route returns the tokens", nil
 		}
 		if tokens, err = t.askTokenize(ctx, peer.Ask, request); err == nil {
 			return tokens, "", nil

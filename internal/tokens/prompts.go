@@ -1,5 +1,5 @@
-// Package tokens finds the prompt tokens of a request: computed here with the
-// model's tokenizer and chat template, else asked from a worker.
+// Package tokens computes the prompt tokens of requests with the model's tokenizer and
+// chat template, or requests them from a worker.
 package tokens
 
 import (
@@ -19,14 +19,15 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/chat"
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 )
 
-// Where a prompt's tokens came from.
+// Sources of a prompt's tokens.
 const (
 	SourceLocal  = "local"  // computed here
-	SourceWorker = "worker" // a worker told them
+	SourceWorker = "worker" // returned by a worker
 	SourceNone   = "none"   // unknown: the request is routed by load alone
 )
 
@@ -34,11 +35,10 @@ const (
 type Prompt struct {
 	Tokens []uint32
 	Source string // SourceLocal, SourceWorker or SourceNone
-	// Exact is how many leading tokens say all about their part of the prompt, and
-	// may come from a worker's cache; after them come placeholders of images or
-	// other media that are not in Media and look alike in different prompts, or
-	// tokens that the request has the engine compute anew. It is len(Tokens) for
-	// plain text.
+	// Exact is the number of leading tokens that fully determine their part of the prompt
+	// and may be matched against a worker's cache. They are followed by placeholders of
+	// media that are not in Media, or by tokens that the engine must recompute. It is
+	// len(Tokens) for plain text.
 	Exact int
 	// Media are the items among the first Exact tokens, in their order.
 	Media []kv.Media
@@ -47,8 +47,8 @@ type Prompt struct {
 	Shape string
 }
 
-// Asker posts a request to some healthy worker and returns its answer. An answer
-// that is not 2xx is an *AskError.
+// Asker posts a request to a healthy worker and returns its answer. An answer other than
+// 2xx is an *AskError.
 type Asker func(ctx context.Context, path string, body []byte) (answer []byte, err error)
 
 // AskError is a worker's refusal.
@@ -72,7 +72,7 @@ const (
 	reasonNotRenderable = "not renderable"
 	reasonParity        = "parity"
 	reasonOtherAPI      = "other api"
-	reasonTooLong       = "too long"     // for the model: nobody is asked
+	reasonTooLong       = "too long"     // for the model: workers are not asked
 	reasonNoTurn        = "encoder busy" // for longer than a worker may be asked
 )
 
@@ -83,8 +83,8 @@ const askedTexts = 64
 // renderRetry is how long a worker's lack of the render routes is remembered.
 const renderRetry = time.Minute
 
-// Source finds the prompt tokens of requests: here where it can, else from a
-// worker within a time limit. It is safe for concurrent use.
+// Source returns the prompt tokens of requests: computed locally if possible, else
+// requested from a worker within a time limit. It is safe for concurrent use.
 type Source struct {
 	model   *Model
 	ask     Asker
@@ -115,9 +115,8 @@ type Stats struct {
 	Mismatches     map[string]uint64 // prompts whose length the engine reported otherwise, by shape
 }
 
-// NewSource returns a Source. model may be nil (no files: every prompt comes from
-// a worker); timeout bounds the asking for one request, and the wait for a turn to
-// encode a text here.
+// NewSource returns a Source. With model nil every prompt comes from a worker. timeout
+// limits the time to ask a worker, and the wait for the local encoder.
 func NewSource(model *Model, ask Asker, timeout time.Duration, log *slog.Logger) *Source {
 	return &Source{
 		model: model, ask: ask, timeout: timeout, log: log, now: time.Now,
@@ -125,7 +124,7 @@ func NewSource(model *Model, ask Asker, timeout time.Duration, log *slog.Logger)
 	}
 }
 
-// Local tells whether prompts are computed here at all.
+// Local reports whether prompts can be computed locally.
 func (t *Source) Local() bool { return t != nil && t.model != nil }
 
 // Chat returns the prompt of a /v1/chat/completions request.
@@ -140,9 +139,9 @@ func (t *Source) Chat(ctx context.Context, body []byte) Prompt {
 // ChatBody is Chat for a body that has been taken apart.
 func (t *Source) ChatBody(ctx context.Context, parsed *jsonbody.Body) Prompt {
 	body, sglang := parsed.Raw, t.SGLang()
-	features := BodyFeatures(parsed)
+	features := chat.Features(parsed)
 	if sglang {
-		features = sglangFeatures(parsed)
+		features = chat.SGLangFeatures(parsed)
 	}
 	shape := strings.Join(features, "+")
 	reason := t.whyNot(features)
@@ -154,7 +153,7 @@ func (t *Source) ChatBody(ctx context.Context, parsed *jsonbody.Body) Prompt {
 			return Prompt{Tokens: tokens, Source: SourceLocal, Exact: len(tokens), Shape: shape}
 		}
 		reason, ask = fallback(err)
-		t.log.Debug("a chat is not rendered here", "why", err)
+		t.log.Debug("cannot render a chat locally", "why", err)
 	}
 	t.countReason(reason)
 	if !ask {
@@ -238,7 +237,7 @@ func Longest(prompts []Prompt) (p Prompt) {
 	return p
 }
 
-// HasEmpty tells whether one of the prompts is known to have no token.
+// HasEmpty reports whether one of the prompts is known to have no token.
 func HasEmpty(prompts []Prompt) bool {
 	return slices.ContainsFunc(prompts, func(p Prompt) bool { return p.Source != SourceNone && len(p.Tokens) == 0 })
 }
@@ -281,11 +280,15 @@ func (t *Source) Other(ctx context.Context, path string, body []byte) Prompt {
 func (t *Source) Tokenize(ctx context.Context, body []byte) ([]byte, error) {
 	features := []string{"completion"}
 	if gjson.GetBytes(body, "messages").Exists() {
-		features = chatFeatures(body)
+		parsed, err := chat.ParseBody(body)
+		if err != nil {
+			parsed = &jsonbody.Body{Raw: body}
+		}
+		features = chat.Features(parsed)
 	}
 	if !t.SGLang() && t.whyNot(features) == "" {
 		answer, err := t.model.boundedTokenize(t.model.bounds(ctx, t.timeout), body)
-		if !errors.Is(err, errNotRenderable) {
+		if !errors.Is(err, chat.ErrNotRenderable) {
 			return answer, err
 		}
 	}
@@ -296,7 +299,7 @@ func (t *Source) Tokenize(ctx context.Context, body []byte) ([]byte, error) {
 func (t *Source) Detokenize(ctx context.Context, body []byte) ([]byte, error) {
 	if t.model != nil && !t.SGLang() {
 		answer, err := t.model.Detokenize(body)
-		if !errors.Is(err, errNotRenderable) {
+		if !errors.Is(err, chat.ErrNotRenderable) {
 			return answer, err
 		}
 	}
@@ -320,7 +323,7 @@ func (t *Source) PromptMismatch(shape string, own, reported int) {
 	first := t.mismatches[shape] == 1
 	t.mu.Unlock()
 	if first {
-		t.log.Warn("the engine counted other prompt tokens than the router; prefix matching of such requests may miss",
+		t.log.Warn("the engine reported a different number of prompt tokens; prefix matches of such requests may be missed",
 			"shape", shape, "router", own, "engine", reported)
 	}
 }
@@ -335,8 +338,8 @@ func (t *Source) Stats() Stats {
 	}
 }
 
-// whyNot tells why a request with these features is not rendered here; empty if
-// it is.
+// whyNot returns the reason why a request with these features is not rendered locally;
+// empty if it is.
 func (t *Source) whyNot(features []string) string {
 	if t.model == nil {
 		return reasonNoFiles
@@ -363,7 +366,7 @@ func (t *Source) unknown(shape string) Prompt {
 }
 
 // errNoRender says that the workers have no render routes.
-var errNoRender = errors.New("the workers have no render routes (started without --enable-scale-out)")
+var errNoRender = errors.New("the workers have no render routes (--enable-scale-out is not set)")
 
 // askRender posts to a render route. A missing route is remembered for a while;
 // SGLang has none.
@@ -443,7 +446,7 @@ func (t *Source) asTokenize(sglang bool, body []byte) (request []byte, ok bool) 
 	if sglang {
 		return sglangTokenize(body)
 	}
-	if !json.Valid(body) || t.model != nil && t.model.files.harmony {
+	if !json.Valid(body) || t.model != nil && t.model.files.Harmony {
 		return nil, false
 	}
 	top := gjson.ParseBytes(body)
@@ -515,45 +518,7 @@ func renameReasoning(messages gjson.Result) string {
 	return "[" + out.String() + "]"
 }
 
-// chatFeatures is BodyFeatures for a body that has not been taken apart.
-func chatFeatures(body []byte) []string {
-	if parsed, ok := jsonbody.Parse(body); ok {
-		return BodyFeatures(parsed)
-	}
-	return []string{"chat"}
-}
-
-// BodyFeatures names what shapes a chat's prompt: "chat" and then "tools",
-// "tool_calls", "parts" and "continue" where present.
-func BodyFeatures(body *jsonbody.Body) []string {
-	var calls, parts bool
-	for _, m := range body.Messages() {
-		for _, f := range m.Fields {
-			switch f.Key {
-			case "role":
-				calls = calls || f.Value.Str == "tool"
-			case "tool_calls":
-				calls = calls || f.Value.IsArray()
-			case "content":
-				parts = parts || f.Value.IsArray()
-			}
-		}
-	}
-	tools := body.Get("tools").Type != gjson.Null
-	continued := body.Get("continue_final_message").Bool()
-	out := []string{"chat"}
-	for _, f := range []struct {
-		name string
-		on   bool
-	}{{"tools", tools}, {"tool_calls", calls}, {"parts", parts}, {"continue", continued}} {
-		if f.on {
-			out = append(out, f.name)
-		}
-	}
-	return out
-}
-
-// maxAnswered bounds the tokens that a worker may tell for a prompt.
+// maxAnswered bounds the tokens that a worker may return for a prompt.
 const maxAnswered = 1 << 21
 
 // readRendered reads a render route's answer.

@@ -16,6 +16,7 @@ import (
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/chat"
 	"kvrouter/internal/jsonbody"
 )
 
@@ -59,7 +60,7 @@ const (
 
 func TestChatComesFromHereFirst(t *testing.T) {
 	w := &askedWorker{renders: true}
-	tokens := NewSource(wordModel(t, ChatOptions{}), w.ask, time.Second, quiet())
+	tokens := NewSource(wordModel(t, chat.Options{}), w.ask, time.Second, quiet())
 	p := tokens.Chat(context.Background(), []byte(textChat))
 	if p.Source != SourceLocal || !slices.Equal(p.Tokens, []uint32{4, 2, 5}) || p.Exact != 3 || p.Shape != "chat" || len(w.asked) != 0 {
 		t.Errorf("%+v, asked %v", p, w.asked)
@@ -71,7 +72,7 @@ func TestChatComesFromHereFirst(t *testing.T) {
 
 func TestChatWithMediaIsRenderedByAWorker(t *testing.T) {
 	w := &askedWorker{renders: true, answer: map[string]string{"/v1/chat/completions/render": `{"token_ids":[4,2,9,9,5],"features":{"mm_placeholders":{"image":[{"offset":2,"length":2}]}}}`}}
-	tokens := NewSource(wordModel(t, ChatOptions{}), w.ask, time.Second, quiet())
+	tokens := NewSource(wordModel(t, chat.Options{}), w.ask, time.Second, quiet())
 	p := tokens.Chat(context.Background(), []byte(imageChat))
 	if p.Source != SourceWorker || !slices.Equal(p.Tokens, []uint32{4, 2, 9, 9, 5}) || p.Exact != 2 || p.Shape != "chat+parts" {
 		t.Errorf("%+v", p)
@@ -134,7 +135,7 @@ func TestAskingEndsWithTheLimit(t *testing.T) {
 
 func TestCompletionPrompts(t *testing.T) {
 	w := &askedWorker{renders: true, answer: map[string]string{"/v1/completions/render": `[{"token_ids":[1,2]},{"token_ids":[3]}]`}}
-	local := NewSource(wordModel(t, ChatOptions{}), w.ask, time.Second, quiet())
+	local := NewSource(wordModel(t, chat.Options{}), w.ask, time.Second, quiet())
 	if p := local.Completion(context.Background(), []byte(`{"prompt":["hi",[5,6]]}`)); len(p) != 2 || p[0].Source != SourceLocal || !slices.Equal(p[1].Tokens, []uint32{5, 6}) {
 		t.Errorf("%+v", p)
 	}
@@ -186,7 +187,7 @@ func TestProbe(t *testing.T) {
 		{"everything differs", func(string, []byte) bool { return true }, []string{"chat", "completion", "continue", "parts", "tool_calls", "tools"}, SourceWorker, SourceWorker},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			m := wordModel(t, ChatOptions{})
+			m := wordModel(t, chat.Options{})
 			ask := probeWorker(m, func(path string, body []byte, tokens []uint32) []uint32 {
 				if test.differs(path, body) {
 					return append(slices.Clone(tokens), 8)
@@ -218,11 +219,11 @@ func TestProbe(t *testing.T) {
 
 func TestProbeWithoutWorker(t *testing.T) {
 	w := &askedWorker{fail: errors.New("connection refused")}
-	if err := NewSource(wordModel(t, ChatOptions{}), w.ask, time.Second, quiet()).Probe(context.Background()); err == nil || !strings.Contains(err.Error(), "refused") {
+	if err := NewSource(wordModel(t, chat.Options{}), w.ask, time.Second, quiet()).Probe(context.Background()); err == nil || !strings.Contains(err.Error(), "refused") {
 		t.Error(err)
 	}
 	w = &askedWorker{renders: true} // it refuses every probe
-	if err := NewSource(wordModel(t, ChatOptions{}), w.ask, time.Second, quiet()).Probe(context.Background()); err != nil {
+	if err := NewSource(wordModel(t, chat.Options{}), w.ask, time.Second, quiet()).Probe(context.Background()); err != nil {
 		t.Error(err)
 	}
 }
@@ -235,7 +236,7 @@ func TestProbesAreEightChatsOfValidJSON(t *testing.T) {
 		if !json.Valid([]byte(p.body)) {
 			t.Errorf("not JSON: %s", p.body)
 		}
-		if p.path != "/v1/completions" && p.features != nil && !slices.Contains(chatFeatures([]byte(p.body)), p.features[0]) {
+		if p.path != "/v1/completions" && p.features != nil && !slices.Contains(chat.Features(parsed(t, p.body)), p.features[0]) {
 			t.Errorf("%s is not of shape %v", p.body, p.features)
 		}
 	}
@@ -244,7 +245,7 @@ func TestProbesAreEightChatsOfValidJSON(t *testing.T) {
 func TestTokenizeThroughWorker(t *testing.T) {
 	w := &askedWorker{answer: map[string]string{"/tokenize": `{"count":9}`, "/detokenize": `{"prompt":"x"}`}}
 	ctx := context.Background()
-	local := NewSource(wordModel(t, ChatOptions{}), w.ask, time.Second, quiet())
+	local := NewSource(wordModel(t, chat.Options{}), w.ask, time.Second, quiet())
 	if got, err := local.Tokenize(ctx, []byte(textChat)); err != nil || gjson.GetBytes(got, "count").Int() != 3 {
 		t.Errorf("%s, %v", got, err)
 	}

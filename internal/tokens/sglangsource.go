@@ -5,27 +5,14 @@ import (
 	"crypto/sha256"
 	"encoding/base64"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/tidwall/gjson"
 
+	"kvrouter/internal/chat"
 	"kvrouter/internal/jsonbody"
 )
-
-// sglangFeatures is BodyFeatures for SGLang, which has two more: "answer last", a
-// final message of the assistant that it is not to continue, and "reasoning".
-func sglangFeatures(body *jsonbody.Body) []string {
-	features := BodyFeatures(body)
-	if list := body.Messages(); len(list) > 0 && !body.Get("continue_final_message").Bool() && jsonbody.FieldOf(list[len(list)-1].Fields, "role").Str == "assistant" {
-		features = append(features, "answer last")
-	}
-	for _, key := range []string{"reasoning", "reasoning_effort", "chat_template_kwargs"} {
-		if body.Get(key).Type != gjson.Null {
-			return append(features, "reasoning")
-		}
-	}
-	return features
-}
 
 // sglangPrompts returns the prompts in one member of a request to SGLang: a text,
 // token ids, or a list of either. The shape stands for its features too.
@@ -52,7 +39,7 @@ func (t *Source) sglangPrompts(ctx context.Context, body *jsonbody.Body, key, sh
 	defer cancel()
 	// Of the request only the model and the prompt are handed on: SGLang has no
 	// setting of a completion that changes its tokens.
-	fields := append(modelOf(body), jsonbody.Field{Key: "prompt", Raw: jsonbody.RawOrNull(prompt)})
+	fields := append(chat.ModelField(body), jsonbody.Field{Key: "prompt", Raw: jsonbody.RawOrNull(prompt)})
 	if lists, ok := t.tokenizePrompts(ctx, gjson.ParseBytes(jsonbody.AppendObject(nil, fields))); ok {
 		t.tokenized.Add(1)
 		return prompts(lists, SourceWorker, shape)
@@ -152,23 +139,17 @@ func computeFrom(list []Prompt, start int) {
 // sglangOther returns the prompt of a request of another API, as the chat that SGLang
 // makes of it. What is not known to be such a chat is unknown.
 func (t *Source) sglangOther(ctx context.Context, path string, body []byte) Prompt {
-	rule := systemUnknown
+	rule := chat.SystemUnknown
 	if t.whyNot([]string{"chat"}) == "" {
-		rule = t.model.lateSystem()
+		rule = t.model.chats.SystemRule()
 	}
-	parsed, ok := jsonbody.Parse(body)
-	err := errUnlike
-	if ok {
-		switch path {
-		case "/v1/messages":
-			parsed, err = sglangMessages(parsed, rule)
-		case "/v1/responses":
-			parsed, err = sglangResponses(parsed, rule)
-		}
+	parsed, err := chat.ParseBody(body)
+	if err == nil {
+		parsed, err = chat.FromOther(path, parsed, rule)
 	}
-	if err != nil || t.model != nil && t.model.files.harmony {
+	if err != nil || t.model != nil && t.model.files.Harmony {
 		t.countReason(reasonOtherAPI)
-		t.log.Debug("a request of another API is not known as a chat", "route", path, "why", err)
+		t.log.Debug("cannot convert the request to a chat", "route", path, "why", err)
 		return t.unknown(path)
 	}
 	p := t.ChatBody(ctx, parsed)
@@ -219,4 +200,73 @@ func (t *Source) Adapter(route string, body *jsonbody.Body, known string, listed
 		return body.Get("lora_path").String()
 	}
 	return adapter
+}
+
+// sglangChatTokens returns the prompt tokens of a chat request by SGLang's rules,
+// within bounds; its error may be errTooLong or errNoTurn.
+func (m *Model) sglangChatTokens(b bounds, body *jsonbody.Body) ([]uint32, error) {
+	chat, err := m.chats.ParseSGLang(body)
+	if err != nil {
+		return nil, err
+	}
+	if chat.IDs.Type != gjson.Null {
+		return readTokens(chat.IDs, b.tokens)
+	}
+	if !b.fitsTexts(chat.Texts()) {
+		return nil, errTooLong
+	}
+	text, prefill, err := m.chats.RenderSGLang(chat)
+	if err != nil {
+		return nil, err
+	}
+	defer text.Free()
+	tokens, err := m.encode(b, text.Text, false)
+	if err != nil || prefill == "" {
+		return tokens, err
+	}
+	more, err := m.encode(b, prefill, true)
+	if err != nil {
+		return nil, err
+	}
+	if bos := m.special("bos_token"); len(bos) == 1 && more[0] == bos[0] {
+		more = more[1:]
+	}
+	return append(slices.Clip(tokens), more...), nil
+}
+
+// special returns the tokens of a special token; none if the model has no such one.
+func (m *Model) special(name string) []uint32 {
+	for _, f := range m.files.Special {
+		if f.Key == name {
+			return m.Encode(gjson.Parse(f.Raw).Str, false)
+		}
+	}
+	return nil
+}
+
+// sglangPromptTokens returns the tokens of each prompt in a list or value of texts
+// or token ids, by SGLang's rules: a text gets what the tokenizer puts around every
+// text.
+func (m *Model) sglangPromptTokens(b bounds, prompt gjson.Result) ([][]uint32, error) {
+	return m.severalTokens(b, prompt, func(b bounds, p gjson.Result) ([]uint32, error) {
+		return m.promptTokens(b, p, gjson.Result{}, true)
+	})
+}
+
+// sglangTokenize turns a chat request into one that SGLang's /tokenize answers with
+// the same prompt: a chat completion has no such fields as are left out.
+func sglangTokenize(body []byte) (request []byte, ok bool) {
+	parsed, ok := jsonbody.Parse(body)
+	if !ok {
+		return nil, false
+	}
+	var fields []jsonbody.Field
+	for _, f := range parsed.Top {
+		switch f.Key {
+		case "prompt", "add_generation_prompt", "add_special_tokens", "stream", "stream_options":
+			continue
+		}
+		fields = append(fields, jsonbody.Field{Key: f.Key, Raw: f.Value.Raw})
+	}
+	return jsonbody.AppendObject(nil, fields), true
 }

@@ -2,13 +2,12 @@ package tokens
 
 import (
 	"context"
-	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"kvrouter/internal/chat"
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/testkit"
 )
@@ -62,7 +61,7 @@ func TestSGLangIsAskedForTokensOnly(t *testing.T) {
 
 func TestSGLangAnswersTokenizeItself(t *testing.T) {
 	w := &askedWorker{answer: map[string]string{"/tokenize": `{"tokens":[[1],[2]]}`, "/detokenize": `{"text":"x"}`}}
-	source := sglangSource(wordModel(t, ChatOptions{}), w)
+	source := sglangSource(wordModel(t, chat.Options{}), w)
 	body := []byte(`{"prompt":["a","b"]}`)
 	for path, serve := range map[string]func(context.Context, []byte) ([]byte, error){"/tokenize": source.Tokenize, "/detokenize": source.Detokenize} {
 		answer, err := serve(t.Context(), body)
@@ -73,7 +72,7 @@ func TestSGLangAnswersTokenizeItself(t *testing.T) {
 }
 
 func TestSGLangChatsAreRenderedByItsRules(t *testing.T) {
-	source := sglangSource(wordModel(t, ChatOptions{}), &askedWorker{})
+	source := sglangSource(wordModel(t, chat.Options{}), &askedWorker{})
 	for body, want := range map[string][]uint32{
 		`{"messages":[{"role":"user","content":"hi"}],"add_generation_prompt":false}`:                                                         {4, 2, 5},
 		`{"messages":[{"role":"user","content":"hi"},{"role":"assistant","content":"there"}]}`:                                                {4, 2, 4, 3, 5},
@@ -90,8 +89,8 @@ func TestSGLangChatsAreRenderedByItsRules(t *testing.T) {
 		`{"messages":[{"role":"user","content":"hi"}],"thinking":{"type":"enabled"}}`:                                                         nil,
 		`{"messages":[{"role":"user","content":"hi"}],"tools":{}}`:                                                                            nil,
 		`{"messages":{}}`: nil,
-		`{"messages":[{"role":"user","content":"hi"}],"tools":[{"type":"function","function":{"name":"a","description":"` + strings.Repeat("x", maxText) + `"}}]}`: nil,
-		`{"messages":[{"role":"user","content":"hi"},{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":"[]"}}]}]}`:                             nil,
+		`{"messages":[{"role":"user","content":"hi"}],"tools":[{"type":"function","function":{"name":"a","description":"` + strings.Repeat("x", chat.MaxText) + `"}}]}`: nil,
+		`{"messages":[{"role":"user","content":"hi"},{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":"[]"}}]}]}`:                                  nil,
 	} {
 		p := source.ChatBody(t.Context(), parsed(t, body))
 		if !slices.Equal(p.Tokens, want) || (p.Source == SourceLocal) != (want != nil) {
@@ -101,7 +100,7 @@ func TestSGLangChatsAreRenderedByItsRules(t *testing.T) {
 }
 
 func TestGeneratePrompts(t *testing.T) {
-	source := sglangSource(wordModel(t, ChatOptions{}), &askedWorker{})
+	source := sglangSource(wordModel(t, chat.Options{}), &askedWorker{})
 	for body, want := range map[string][]Prompt{
 		`{"text":"hi there"}`:                                                            {{Tokens: []uint32{1, 2, 3}, Exact: 3}},
 		`{"text":["hi","a b"]}`:                                                          {{Tokens: []uint32{1, 2}, Exact: 2}, {Tokens: []uint32{1, 7, 8}, Exact: 3}},
@@ -136,7 +135,7 @@ func TestGeneratePrompts(t *testing.T) {
 
 // A prompt whose logprobs are asked for is computed anew from there on.
 func TestSGLangEchoTakesNothingFromTheCache(t *testing.T) {
-	source := sglangSource(wordModel(t, ChatOptions{}), &askedWorker{})
+	source := sglangSource(wordModel(t, chat.Options{}), &askedWorker{})
 	for body, exact := range map[string]int{
 		`{"prompt":"hi there","echo":true,"logprobs":2}`: 0,
 		`{"prompt":"hi there","echo":true,"logprobs":0}`: 3,
@@ -199,7 +198,7 @@ func TestRulesAreChosenWithoutAModel(t *testing.T) {
 // What the workers of the other engine say of their own prompts is not asked of
 // those whose rules hold.
 func TestOnlyWorkersOfTheRulesDisableFeatures(t *testing.T) {
-	m := wordModel(t, ChatOptions{})
+	m := wordModel(t, chat.Options{})
 	wrong := &askedWorker{answer: map[string]string{"/tokenize": `{"tokens":[8]}`}}
 	source := NewSource(m, wrong.ask, time.Second, quiet())
 	right := probeWorker(m, func(_ string, _ []byte, tokens []uint32) []uint32 { return tokens })
@@ -278,45 +277,6 @@ func TestSGLangAdapters(t *testing.T) {
 	}
 }
 
-func TestSGLangChatOptions(t *testing.T) {
-	file := filepath.Join(t.TempDir(), "t.jinja")
-	if err := os.WriteFile(file, []byte("\na\\nb\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	o, err := SGLangChatOptions([]string{"--tp", "2", "--chat-template", file, `--default-chat-template-kwargs={"enable_thinking":false}`, "--reasoning-parser", "qwen3"})
-	if err != nil || o.ChatTemplate != "a\nb" || len(o.DefaultKwargs) != 1 || o.DefaultKwargs[0].Raw != "false" || o.CannotRender != "" {
-		t.Errorf("%+v, %v", o, err)
-	}
-	for _, args := range [][]string{{"--chat-template", "chatml"}, {"--tokenizer-path", "x"}, {"--completion-template=x"}, {"--tokenizer-mode", "slow"}, {"--hf-chat-template-name", "x"}} {
-		if o, err := SGLangChatOptions(args); err != nil || o.CannotRender == "" || o.ChatTemplate != "" {
-			t.Errorf("%v: %+v, %v", args, o, err)
-		}
-	}
-	for _, args := range [][]string{{"--chat-template"}, {"--default-chat-template-kwargs", "[1]"}} {
-		if _, err := SGLangChatOptions(args); err == nil {
-			t.Errorf("%v is taken", args)
-		}
-	}
-}
-
-func TestSGLangWantsParts(t *testing.T) {
-	for template, want := range map[string]bool{
-		`{% for m in messages %}{{ m.content }}{% endfor %}`:                             false,
-		`{% for m in messages %}{%- for part in m.content %}{{ part.text }}{% endfor %}`: true,
-		`{%- for part in message['content'] -%}`:                                         true,
-		`{% for part in msg["content"] | selectattr('type','equalto','text') %}`:         true,
-		`{% for part in entry.content %}`:                                                false,
-		`{% for a, b in message.content_items %}`:                                        false,
-		`{{ '<image>' }}`: true,
-		`{% for part in message.content if part.type == 'text' %}`: true,
-		`{% for line in message.content.split('x') %}`:             false,
-	} {
-		if got := sglangWantsParts(template); got != want {
-			t.Errorf("%s: %v", template, got)
-		}
-	}
-}
-
 // FuzzSGLangBody reads bodies as requests of all routes, within bounds.
 func FuzzSGLangBody(f *testing.F) {
 	for _, c := range testkit.SGLangChats() {
@@ -325,7 +285,7 @@ func FuzzSGLangBody(f *testing.F) {
 	for _, body := range []string{`{"text":["a",7]}`, `{"input_ids":[[1],"a"]}`, `{"prompt":[[]],"echo":true,"logprobs":1e400}`, `{"text":"a","return_logprob":[1],"logprob_start_len":[-1e300,[]]}`, `{"sampling_params":[{"n":[]}],"extra_key":{},"lora_path":[1]}`} {
 		f.Add([]byte(body))
 	}
-	m, err := NewModel("words", func() ([]byte, error) { return []byte(wordTokenizer), nil }, &ModelFiles{MaxModelLen: 20, Templates: map[string]string{"default": wordTemplate}}, ChatOptions{})
+	m, err := NewModel("words", func() ([]byte, error) { return []byte(wordTokenizer), nil }, &chat.Files{MaxModelLen: 20, Templates: map[string]string{"default": wordTemplate}}, chat.Options{})
 	if err != nil {
 		f.Fatal(err)
 	}

@@ -3,21 +3,28 @@ package tokens
 import (
 	"os"
 	"path/filepath"
+	"sync"
 	"testing"
 
+	"kvrouter/internal/encode"
 	"kvrouter/internal/settings"
 )
 
-// testModel opens the model that the workers of the end-to-end tests serve.
+// testModel returns the model that the workers of the end-to-end tests serve, which all
+// tests share, with an empty cache: opening it takes longer than most of them.
 func testModel(t testing.TB) *Model {
 	t.Helper()
-	m, err := OpenModel(filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct"))
+	m, err := sharedModel()
 	if err != nil && testing.Short() {
 		t.Skip("the test model is not set up: ", err)
 	}
 	if err != nil {
 		t.Fatal("run make setup: ", err)
 	}
-	t.Cleanup(m.Close)
+	m.CacheTokens(encode.DefaultCache)
 	return m
 }
+
+var sharedModel = sync.OnceValues(func() (*Model, error) {
+	return OpenModel(filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct"))
+})

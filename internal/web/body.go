@@ -12,22 +12,20 @@ import (
 const (
 	// bodyTimeout bounds how long a client may take to send a request's body.
 	bodyTimeout = 2 * time.Minute
-	// firstBuffer is the memory that a body gets before anything of it has come,
-	// bytes, and growth by how much more it gets each time that this is full: what
-	// is announced costs nothing until it comes.
+	// firstBuffer is the initial buffer of a body, bytes, and growth the factor by which a
+	// full buffer grows: memory follows the bytes received, not Content-Length.
 	firstBuffer = 32 << 10
 	growth      = 4
-	// unsetInflight is what Bodies hold at most where nothing is said, bytes.
+	// unsetInflight is the default memory limit of Bodies, bytes.
 	unsetInflight = 1 << 30
 )
 
 // BodySettings are the flags for the bodies of requests.
 type BodySettings struct {
-	MaxInflightBodyBytes int64 `group:"Requests" default:"0" placeholder:"BYTES" help:"Memory for the bodies of all requests in flight, bytes; a request that finds none left is answered 503. 0: a quarter of the memory that the machine or the container allows, and at least --max-body-bytes."`
+	MaxInflightBodyBytes int64 `group:"Requests" default:"0" placeholder:"BYTES" help:"Maximum memory for the bodies of all in-flight requests, bytes. Requests beyond it are answered 503. 0: a quarter of the memory of the machine or container, at least --max-body-bytes."`
 }
 
-// SetDefault fills in what depends on the machine, whose memory is in bytes; 0:
-// unknown.
+// SetDefault sets the defaults that depend on the machine's memory, bytes; 0: unknown.
 func (s *BodySettings) SetDefault(largest, memory int64) {
 	if s.MaxInflightBodyBytes == 0 && memory > 0 {
 		s.MaxInflightBodyBytes = max(largest, memory/4)
@@ -42,8 +40,8 @@ func (s BodySettings) Validate(largest int64) error {
 	return nil
 }
 
-// Bodies reads the bodies of requests into memory that grows with what arrives,
-// and bounds what all of them take together. It is safe for concurrent use.
+// Bodies reads request bodies into memory that grows with the bytes received, and
+// limits the memory of all bodies together. It is safe for concurrent use.
 type Bodies struct {
 	largest, all int64
 	held         atomic.Int64
@@ -59,13 +57,13 @@ func NewBodies(largest, all int64) *Bodies {
 	return &Bodies{largest: largest, all: max(all, largest)}
 }
 
-// Held returns how many bytes the bodies in flight take.
+// Held returns the memory of the bodies in flight, bytes.
 func (b *Bodies) Held() int64 { return b.held.Load() }
 
-// Refused returns how many requests found no memory left for their bodies.
+// Refused returns the number of requests refused for lack of body memory.
 func (b *Bodies) Refused() uint64 { return b.refused.Load() }
 
-// BodyError says why a body was not read, and the HTTP status for it.
+// BodyError is the reason why a body was not read, with its HTTP status.
 type BodyError struct {
 	Status  int
 	Message string
@@ -74,15 +72,15 @@ type BodyError struct {
 // Error returns the message.
 func (e *BodyError) Error() string { return e.Message }
 
-// errFull says that the bodies in flight take all memory that they may.
-var errFull = errors.New("no memory is left for bodies")
+// errFull means that the bodies in flight have reached their memory limit.
+var errFull = errors.New("the memory for request bodies is used up")
 
-// Read reads a request's body. Done must follow once the body is used no more.
+// Read reads a request's body; the caller calls Done when it no longer uses the body.
 // An error is a *BodyError: 413, 400, or 503 with Retry-After.
 func (b *Bodies) Read(w http.ResponseWriter, r *http.Request) (body []byte, err error) {
 	announced := r.ContentLength
 	if announced > b.largest {
-		w.Header().Set("Connection", "close") // nobody reads it
+		w.Header().Set("Connection", "close") // the body is not read
 		return nil, b.tooLarge()
 	}
 	connection := http.NewResponseController(w)
@@ -100,7 +98,7 @@ func (b *Bodies) Read(w http.ResponseWriter, r *http.Request) (body []byte, err 
 		b.refused.Add(1)
 		w.Header().Set("Retry-After", "1")
 		w.Header().Set("Connection", "close")
-		return nil, &BodyError{http.StatusServiceUnavailable, fmt.Sprintf("the bodies of the requests in flight take the %d bytes that they may (--max-inflight-body-bytes): try again", b.all)}
+		return nil, &BodyError{http.StatusServiceUnavailable, fmt.Sprintf("the bodies of in-flight requests have reached the limit of %d bytes (--max-inflight-body-bytes): try again", b.all)}
 	case errors.As(err, &tooLarge):
 		return nil, b.tooLarge()
 	case announced > 0:
@@ -113,11 +111,11 @@ func (b *Bodies) tooLarge() error {
 	return &BodyError{http.StatusRequestEntityTooLarge, fmt.Sprintf("the request body is larger than %d bytes (--max-body-bytes)", b.largest)}
 }
 
-// Done gives the memory of a body of Read back; a nil one has none.
+// Done releases the memory of a body of Read; a nil body has none.
 func (b *Bodies) Done(body []byte) { b.held.Add(-int64(cap(body))) }
 
-// read reads a body of that many announced bytes; negative: nobody knows. What it
-// returns has been taken from the budget, with an error too.
+// read reads a body whose Content-Length is announced; negative: unknown. The returned
+// body counts against the limit, also with an error.
 func (b *Bodies) read(from io.Reader, announced int64) (body []byte, err error) {
 	most := b.largest + 1 // one more, to see that it is too large
 	if announced >= 0 {

@@ -10,10 +10,10 @@ import (
 	"time"
 )
 
-// Connections are the clients that are connected to one port, at most so many at
-// once. While there are as many, a new one takes the place of the one that has
-// been idle for longest, but not of one that has just come; with none idle it waits
-// in the system's queue. It is safe for concurrent use.
+// Connections limits the concurrent client connections of one port. At the limit a new
+// connection replaces the one that has been idle longest, except those that have just
+// been accepted; with none idle it waits in the listen backlog. It is safe for
+// concurrent use.
 type Connections struct {
 	most int
 
@@ -24,8 +24,7 @@ type Connections struct {
 	closed bool       // the port
 }
 
-// FreshFor is how long a client that has sent nothing yet keeps its place: its first
-// request may be on its way.
+// FreshFor is how long a new connection counts as busy before its first request.
 const FreshFor = 200 * time.Millisecond
 
 // connection is one client.
@@ -43,8 +42,8 @@ type boundedPort struct {
 	all *Connections
 }
 
-// Bound returns a listener for server in place of port: at most so many clients
-// are connected to it at once. It sets server.ConnState.
+// Bound wraps the listener port of server and limits it to most concurrent connections.
+// It sets server.ConnState.
 func Bound(server *http.Server, port net.Listener, most int) net.Listener {
 	all := &Connections{most: max(1, most), idle: list.New()}
 	all.freed = sync.NewCond(&all.mu)
@@ -52,7 +51,7 @@ func Bound(server *http.Server, port net.Listener, most int) net.Listener {
 	return &boundedPort{port, all}
 }
 
-// Accept returns the next client once there is room for it.
+// Accept returns the next connection when one is available below the limit.
 func (p *boundedPort) Accept() (net.Conn, error) {
 	raw, err := p.Listener.Accept()
 	if err != nil {
@@ -66,7 +65,7 @@ func (p *boundedPort) Accept() (net.Conn, error) {
 	return c, nil
 }
 
-// Close closes the port; clients that are connected stay.
+// Close closes the port; open connections stay.
 func (p *boundedPort) Close() error {
 	p.all.mu.Lock()
 	p.all.closed = true
@@ -75,7 +74,7 @@ func (p *boundedPort) Close() error {
 	return p.Listener.Close()
 }
 
-// admit makes room for a client. Not ok: the port was closed meanwhile.
+// admit waits until a connection fits below the limit. Not ok: the port was closed.
 func (a *Connections) admit(c *connection) (ok bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -121,7 +120,7 @@ func (a *Connections) longestIdle() (victim *connection, wait time.Duration) {
 	return nil, wait
 }
 
-// changed is told by the server what a client does.
+// changed is the server's ConnState callback.
 func (a *Connections) changed(conn net.Conn, state http.ConnState) {
 	if wrapped, ok := conn.(interface{ NetConn() net.Conn }); ok { // TLS
 		conn = wrapped.NetConn()
@@ -167,8 +166,8 @@ func (c *connection) Close() error {
 	return c.Conn.Close()
 }
 
-// CloseWrite ends what goes to the client. Without it the server could not tell one
-// whose headers are too long before it closes the connection on what is still coming.
+// CloseWrite closes the sending direction. The server needs it to answer a client whose
+// headers are too long before it closes the connection.
 func (c *connection) CloseWrite() error {
 	if half, ok := c.Conn.(interface{ CloseWrite() error }); ok {
 		return half.CloseWrite()
@@ -199,13 +198,13 @@ const clientSixteenths = 5
 // takes about 20 KB while it is idle.
 const mostConnections = 16384
 
-// ConnectionSettings bound the clients that are connected at once.
+// ConnectionSettings are the flags that limit client connections.
 type ConnectionSettings struct {
-	MaxConnections int `group:"Requests" default:"0" help:"Most client connections at once to the OpenAI port; the router port takes a seventh of that beside. With more, idle ones are closed, then new ones wait. 0 is what the limit of open files (ulimit -n) leaves, at most 16384; a higher number is lowered to that limit."`
+	MaxConnections int `group:"Requests" default:"0" help:"Maximum concurrent client connections to the OpenAI port; the router port takes a further seventh of that. Beyond it, idle connections are closed, then new ones wait. 0: derived from the limit of open files (ulimit -n), at most 16384; a higher value is lowered to that limit."`
 }
 
-// Shares returns how many clients may be connected to the OpenAI port and to the
-// router port; twoRouters: it has a second one beside, and each gets half.
+// Shares returns the connection limits of the OpenAI port and of the router port. With
+// twoRouters there are two router ports, and each gets half.
 func (s ConnectionSettings) Shares(twoRouters bool) (openAI, selection int) {
 	allowed := Descriptors() * clientSixteenths / 16 * 7 / 8
 	openAI = min(allowed, mostConnections)

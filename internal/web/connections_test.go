@@ -97,7 +97,7 @@ func (p *boundPort) settle(conn net.Conn) {
 	testkit.Eventually(p.t, 10*time.Second, "the client is idle again", func() bool { return p.idle.Load() > before })
 }
 
-// closed tells whether the server has closed the connection.
+// closed reports whether the server has closed the connection.
 func (p *boundPort) closed(conn net.Conn) bool {
 	conn.SetReadDeadline(time.Now().Add(10 * time.Second))
 	_, err := conn.Read(make([]byte, 1))

@@ -7,14 +7,14 @@ import (
 	"mime/multipart"
 )
 
-// Bounds of what FormField reads.
+// Limits of FormField.
 const (
 	maxFormParts = 64
 	maxFormField = 1024 // bytes
 )
 
-// FormField returns a field of a multipart form, as far as it is short and among the
-// first parts; else nothing.
+// FormField returns a field of a multipart form; empty if it is longer than 1 KiB or
+// not among the first 64 parts.
 func FormField(contentType string, body []byte, name string) string {
 	kind, params, err := mime.ParseMediaType(contentType)
 	if err != nil || kind != "multipart/form-data" {

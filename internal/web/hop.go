@@ -11,22 +11,20 @@ import (
 	"github.com/gin-gonic/gin"
 )
 
-// Hop is this router's entry in the Via header (RFC 9110, section 7.6.3) of what it
-// sends: 1.1, the protocol, and kvrouter- with a number that no other process has. A
-// request that comes back to it is known by it. Empty: nothing is signed, nothing
-// refused.
+// Hop is this router's entry in the Via header (RFC 9110, section 7.6.3) of the requests
+// that it sends: the protocol version 1.1, and kvrouter- with a number unique to the
+// process. It detects routing loops. The empty Hop signs and refuses nothing.
 type Hop string
 
 const (
 	headerVia   = "Via"
 	hopProtocol = "1.1 "
 	hopPrefix   = "kvrouter-"
-	// maxHops bounds the routers that a request may have passed: a router behind
-	// a router is meant, a ring of several is not.
+	// maxHops is the maximum number of chained routers.
 	maxHops = 3
 )
 
-// NewHop returns the name of a router that starts.
+// NewHop returns a new unique Hop.
 func NewHop() Hop {
 	var random [8]byte
 	rand.Read(random[:])
@@ -40,8 +38,8 @@ func (h Hop) Sign(header http.Header) {
 	}
 }
 
-// Refuse answers requests that have passed this router before, or too many routers,
-// with 508 Loop Detected: some worker's address leads back here.
+// Refuse answers requests that have already passed this router, or too many routers,
+// with 508 Loop Detected.
 func (h Hop) Refuse(c *gin.Context) {
 	via := c.Request.Header[headerVia]
 	if len(via) == 0 || h == "" {
@@ -50,16 +48,16 @@ func (h Hop) Refuse(c *gin.Context) {
 	mine, hops := h.passed(via)
 	switch {
 	case mine:
-		OpenAIError(c, http.StatusLoopDetected, "this request has come back to the router that sent it: the address of one of its workers leads to this router")
+		OpenAIError(c, http.StatusLoopDetected, "routing loop: the URL of a worker leads back to this router")
 	case hops >= maxHops:
-		OpenAIError(c, http.StatusLoopDetected, fmt.Sprintf("this request has passed %d routers: at most %d may stand behind each other", hops, maxHops))
+		OpenAIError(c, http.StatusLoopDetected, fmt.Sprintf("routing loop: the request has passed %d routers, at most %d may be chained", hops, maxHops))
 	default:
 		return
 	}
 	c.Abort()
 }
 
-// passed tells whether a Via header names the router, and how many routers it
+// passed reports whether a Via header names the router, and how many routers it
 // names.
 func (h Hop) passed(via []string) (mine bool, hops int) {
 	for _, value := range via {

@@ -10,8 +10,8 @@ import (
 	"github.com/gin-gonic/gin"
 )
 
-// Loopback tells whether only this machine reaches a port on that address. A name
-// other than localhost, and no address (all of them), count as reached by others.
+// Loopback reports whether a listen address is reachable from this machine only. Names
+// other than localhost, and the empty address, count as reachable from others.
 func Loopback(host string) bool {
 	if strings.EqualFold(host, "localhost") {
 		return true
@@ -20,22 +20,20 @@ func Loopback(host string) bool {
 	return ip != nil && ip.IsLoopback()
 }
 
-// OwnPages refuses requests that a web page of another site has a browser send.
-// host is what the port listens on; keyed says that it asks for a key, which a
-// page does not have.
+// OwnPages refuses cross-origin requests of browsers. host is the address that the port
+// listens on; keyed means that the port requires a key, which a foreign page lacks.
 //
-// A request with an Origin must have the same one as Host. Without a key, a port
-// on loopback must be asked for by a loopback name or address, or by the one that
-// it listens on: else a page whose name leads here (DNS rebinding) is its own
-// origin. fail writes the refusal, a 403.
+// The Origin of a request must match its Host. Without a key, the Host of a request to a
+// loopback port must be a loopback name or address, or host itself: this prevents DNS
+// rebinding. fail writes the refusal, a 403.
 func OwnPages(host string, keyed bool, fail func(*gin.Context, int, string)) gin.HandlerFunc {
 	return func(c *gin.Context) {
 		message, name := "", nameOf(c.Request.Host)
 		switch {
 		case !keyed && Loopback(host) && name != "" && !Loopback(name) && !strings.EqualFold(name, host): // browsers send a Host
-			message = "the Host header names another machine: ask for localhost, or set a key"
+			message = "the Host header names another machine: use localhost, or configure an API key"
 		case !sameOrigin(c.Request):
-			message = "pages of other sites may not ask here: the Origin header differs from Host"
+			message = "cross-origin request refused: the Origin header differs from Host"
 		default:
 			return
 		}
@@ -52,7 +50,7 @@ func nameOf(host string) string {
 	return strings.Trim(host, "[]")
 }
 
-// sameOrigin tells whether a request has no Origin or that of its own host.
+// sameOrigin reports whether a request has no Origin or that of its own host.
 func sameOrigin(r *http.Request) bool {
 	origins := r.Header.Values("Origin")
 	if len(origins) == 0 {
@@ -62,9 +60,8 @@ func sameOrigin(r *http.Request) bool {
 	return err == nil && len(origins) == 1 && origin.Host != "" && strings.EqualFold(origin.Host, r.Host)
 }
 
-// WantJSON refuses bodies of another content type than application/json, which a
-// web page can send to another site without asking it first. fail writes the
-// refusal, a 415.
+// WantJSON refuses bodies whose content type is not application/json: browsers send such
+// bodies to other sites without a preflight request. fail writes the refusal, a 415.
 func WantJSON(fail func(*gin.Context, int, string)) gin.HandlerFunc {
 	return func(c *gin.Context) {
 		if c.Request.ContentLength == 0 {

@@ -12,11 +12,11 @@ import (
 	"time"
 )
 
-// ErrStopped is the cause of a request's context that ended because the router
-// stops: its time to finish was over.
+// ErrStopped is the cause of the context of a request that was cancelled because the
+// shutdown timeout expired.
 var ErrStopped = errors.New("the router is shutting down")
 
-// cutTime is how long requests that were cut may take to tell their clients.
+// cutTime is the time for cancelled requests to send their last bytes to clients.
 const cutTime = 2 * time.Second
 
 // Port is an HTTP port that listens. Its end has three steps: Leave, Drain, Close.
@@ -28,8 +28,8 @@ type Port struct {
 	cut      context.CancelCauseFunc // of every request's context
 }
 
-// Listen opens a TCP port with the limits of both ports; 0 is any free one. flag
-// names where the number came from. secure nil: it speaks plain HTTP.
+// Listen opens a TCP port with the limits of both ports; port 0 is any free port. flag
+// names the flag of the port in errors. With secure nil it serves plain HTTP.
 func Listen(host string, port int, flag string, secure *tls.Config) (*Port, error) {
 	listener, err := net.Listen("tcp", net.JoinHostPort(host, strconv.Itoa(port)))
 	if err != nil {
@@ -43,7 +43,7 @@ func Listen(host string, port int, flag string, secure *tls.Config) (*Port, erro
 	return p, nil
 }
 
-// Bound has at most so many clients connected at once. It must come before Serve.
+// Bound limits the concurrent connections. It must be called before Serve.
 func (p *Port) Bound(most int) { p.listener = Bound(p.server, p.listener, most) }
 
 // URL returns the port's address, such as http://127.0.0.1:8000.
@@ -72,13 +72,13 @@ func (p *Port) Serve(handler http.Handler) error {
 	return nil
 }
 
-// Leave goes on serving, but has each answer end its connection, so that clients
-// open the next one elsewhere.
+// Leave keeps serving, but closes each connection after its response, so that clients
+// reconnect elsewhere.
 func (p *Port) Leave() { p.leaving.Store(true) }
 
-// Drain takes no new connection, and waits until all requests have ended, for
-// limit at most. Those that run then are cut: their contexts end with the cause
-// ErrStopped, and they have cutTime to say so. whole tells that none was.
+// Drain accepts no new connections and waits up to limit until all requests have ended.
+// Then it cancels the contexts of the rest with the cause ErrStopped and gives them
+// cutTime to end. whole reports whether no request was cancelled.
 func (p *Port) Drain(limit time.Duration) (whole bool) {
 	p.Leave()
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
@@ -95,7 +95,7 @@ func (p *Port) Drain(limit time.Duration) (whole bool) {
 	return false
 }
 
-// Close ends the listening and every connection at once.
+// Close closes the listener and all connections immediately.
 func (p *Port) Close() {
 	p.cut(ErrStopped)
 	p.server.Close()

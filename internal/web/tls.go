@@ -11,9 +11,9 @@ import (
 
 // TLSSettings are the files of both ports' TLS.
 type TLSSettings struct {
-	TLSCert     string `group:"Addresses" name:"tls-cert" placeholder:"FILE" help:"Certificate (PEM, with the chain) by which both ports speak TLS; with --tls-key. Read again on SIGHUP, as are the next two. Default: plain HTTP."`
+	TLSCert     string `group:"Addresses" name:"tls-cert" placeholder:"FILE" help:"Server certificate of both ports (PEM, with the chain); requires --tls-key. Reloaded on SIGHUP, as are the next two. Default: plain HTTP."`
 	TLSKey      string `group:"Addresses" name:"tls-key" placeholder:"FILE" help:"Private key of --tls-cert (PEM)."`
-	TLSClientCA string `group:"Addresses" name:"tls-client-ca" placeholder:"FILE" help:"Certificates (PEM) of those who sign clients': both ports then ask every client for a certificate."`
+	TLSClientCA string `group:"Addresses" name:"tls-client-ca" placeholder:"FILE" help:"CA certificates for client certificates (PEM). Both ports then require a certificate from every client."`
 }
 
 // Validate refuses one file without the other.
@@ -22,20 +22,20 @@ func (s TLSSettings) Validate() error {
 		return errors.New("--tls-cert and --tls-key: give both or neither")
 	}
 	if s.TLSClientCA != "" && s.TLSCert == "" {
-		return errors.New("--tls-client-ca: clients show certificates over TLS only; give --tls-cert and --tls-key, too")
+		return errors.New("--tls-client-ca: client certificates require TLS; give --tls-cert and --tls-key too")
 	}
 	return nil
 }
 
-// Certificates are what both ports show and ask for, in its latest form. Its
-// methods are safe for concurrent use.
+// Certificates are the current server and CA certificates of both ports. Its methods
+// are safe for concurrent use.
 type Certificates struct {
 	settings TLSSettings
 	current  atomic.Pointer[tls.Config] // nil: nothing was read yet
 }
 
-// NewCertificates returns the certificates of the files, which Read reads; nil if
-// there are none.
+// NewCertificates returns the certificates of the files, to be loaded by Read; nil if
+// TLS is not configured.
 func NewCertificates(s TLSSettings) *Certificates {
 	if s.TLSCert == "" {
 		return nil
@@ -43,8 +43,8 @@ func NewCertificates(s TLSSettings) *Certificates {
 	return &Certificates{settings: s}
 }
 
-// Read reads the files. Only use makes new connections see them. On nil it does
-// nothing.
+// Read reads the files; they apply to new connections when use is called. A nil
+// receiver does nothing.
 func (c *Certificates) Read() (use func(), err error) {
 	if c == nil {
 		return func() {}, nil
@@ -61,14 +61,14 @@ func (c *Certificates) Read() (use func(), err error) {
 		}
 		config.ClientCAs, config.ClientAuth = x509.NewCertPool(), tls.RequireAndVerifyClientCert
 		if !config.ClientCAs.AppendCertsFromPEM(text) {
-			return nil, fmt.Errorf("--tls-client-ca %s: it has no certificate in PEM", name)
+			return nil, fmt.Errorf("--tls-client-ca %s: no PEM certificate found", name)
 		}
 	}
 	return func() { c.current.Store(config) }, nil
 }
 
-// Config returns what a port listens with, nil for plain HTTP. Each connection
-// gets the certificates that were used last.
+// Config returns the TLS configuration of a port, nil for plain HTTP. Each new
+// connection uses the current certificates.
 func (c *Certificates) Config() *tls.Config {
 	if c == nil {
 		return nil
@@ -79,7 +79,7 @@ func (c *Certificates) Config() *tls.Config {
 			if config := c.current.Load(); config != nil {
 				return config, nil
 			}
-			return nil, errors.New("no certificate was read yet")
+			return nil, errors.New("no certificate has been loaded yet")
 		},
 	}
 }

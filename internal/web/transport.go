@@ -30,9 +30,9 @@ const (
 	idleSixteenths = 2
 )
 
-// NewTransport returns what carries requests to workers. config is for those with
-// https; nil: the system's roots. A worker whose machine has vanished breaks its
-// connections after about 10 s (on Linux; with the system's own limits elsewhere).
+// NewTransport returns the HTTP transport to workers. config applies to https URLs; nil
+// uses the system's roots. Connections to a machine that has disappeared fail after
+// about 10 s on Linux, and after the system's own limits elsewhere.
 func NewTransport(config *tls.Config) *http.Transport {
 	probes := net.KeepAliveConfig{Enable: true, Idle: 4 * time.Second, Interval: 2 * time.Second, Count: 3}
 	dialer := &net.Dialer{Timeout: dialTimeout, KeepAliveConfig: probes, Control: limitUnanswered}
@@ -48,8 +48,8 @@ func NewTransport(config *tls.Config) *http.Transport {
 	}
 }
 
-// NewClient returns a client over transport that follows no redirects: a worker is
-// not to choose where the router connects to.
+// NewClient returns a client over transport that follows no redirects: a worker must
+// not choose which hosts the router connects to.
 func NewClient(transport http.RoundTripper) *http.Client {
 	return &http.Client{
 		Transport:     transport,
@@ -57,9 +57,8 @@ func NewClient(transport http.RoundTripper) *http.Client {
 	}
 }
 
-// OwnFault tells of the error of a connection that could not be opened whether this
-// machine lacks descriptors, ports or memory. It says nothing about the other side
-// then.
+// OwnFault reports whether a connection could not be opened because this machine lacks
+// descriptors, ports or memory. Such an error says nothing about the peer.
 func OwnFault(err error) bool {
 	if err == nil {
 		return false

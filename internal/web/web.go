@@ -1,5 +1,5 @@
-// Package web holds what both HTTP ports share: how they listen and end, TLS,
-// limits, bodies, API keys, header names and OpenAI's shape of an error.
+// Package web provides what the HTTP ports share: listening and shutdown, TLS,
+// connection and body limits, key checks, header names and OpenAI's error format.
 package web
 
 import (
@@ -21,21 +21,21 @@ import (
 	"github.com/gin-gonic/gin"
 )
 
-// Names of the headers by which a client learns what was decided.
+// Response headers that describe the routing decision.
 const (
 	HeaderWorker  = "X-Kvrouter-Worker-Id"
 	HeaderOverlap = "X-Kvrouter-Overlap-Tokens"
 	HeaderRequest = "X-Request-Id"
 )
 
-// HeaderRank tells a vLLM worker which of its data-parallel ranks to use.
+// HeaderRank selects the data-parallel rank of a vLLM worker.
 const HeaderRank = "X-Data-Parallel-Rank"
 
-// HopByHop are the headers that belong to one connection, not to the message.
+// HopByHop are the hop-by-hop headers, which apply to one connection only.
 var HopByHop = []string{"Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "Proxy-Connection", "Te", "Trailer", "Transfer-Encoding", "Upgrade"}
 
-// DropHopByHop takes from a message's headers those that belong to one connection:
-// HopByHop, and those that its header Connection names.
+// DropHopByHop removes hop-by-hop headers: HopByHop, and those that the header
+// Connection names.
 func DropHopByHop(header http.Header) {
 	for _, named := range header["Connection"] {
 		for name := range strings.SplitSeq(named, ",") {
@@ -56,7 +56,7 @@ const (
 	keepAlive = 2 * time.Minute
 )
 
-// StatusOverloaded (529) says that the queue is full.
+// StatusOverloaded (529) means that the queue is full.
 const StatusOverloaded = 529
 
 // NewEngine returns a gin engine that answers a panic with status 500 and logs
@@ -66,16 +66,16 @@ func NewEngine(log *slog.Logger) *gin.Engine {
 	engine := gin.New()
 	engine.HandleMethodNotAllowed = true
 	engine.Use(gin.CustomRecoveryWithWriter(io.Discard, func(c *gin.Context, cause any) {
-		log.Error("request failed in the router", "path", c.Request.URL.Path, "cause", cause, "stack", string(debug.Stack()))
+		log.Error("panic in a request handler", "path", c.Request.URL.Path, "cause", cause, "stack", string(debug.Stack()))
 		if !c.Writer.Written() {
-			OpenAIError(c, http.StatusInternalServerError, "internal error of the router")
+			OpenAIError(c, http.StatusInternalServerError, "internal router error")
 		}
 	}))
 	return engine
 }
 
-// serverLog is the log of an HTTP server. That a client breaks off its handshake
-// is no news: whoever looks whether a port is open does so.
+// serverLog is the log of an HTTP server. Aborted TLS handshakes are logged at debug
+// level: port checks cause them.
 type serverLog struct{ log *slog.Logger }
 
 // Write logs one line.
@@ -99,15 +99,15 @@ func NewServer(handler http.Handler) *http.Server {
 	}
 }
 
-// Bearer returns the key that a request shows; empty: none.
+// Bearer returns the bearer key of a request; empty: none.
 func Bearer(r *http.Request) string {
 	given, _ := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
 	return given
 }
 
-// RequireKey refuses requests without one of the bearer keys; with no keys it
-// lets every request pass. whose begins the refusal, which fail writes. Hashes are
-// compared, so that the time tells nothing of a key, not its length either.
+// RequireKey refuses requests without one of the bearer keys; without keys it accepts
+// every request. The refusal, which fail writes, starts with whose. Hashes are compared,
+// so that the timing does not leak a key or its length.
 func RequireKey(keys []string, whose string, fail func(*gin.Context, int, string)) gin.HandlerFunc {
 	sums := make([][sha256.Size]byte, len(keys))
 	for i, key := range keys {
@@ -134,7 +134,7 @@ func OpenAIError(c *gin.Context, status int, message string) {
 	c.Data(status, "application/json", ErrorJSON(status, ErrorType(status), "", message))
 }
 
-// ErrorType returns OpenAI's or vLLM's word for an HTTP status.
+// ErrorType returns OpenAI's or vLLM's error type for an HTTP status.
 func ErrorType(status int) string {
 	switch status {
 	case http.StatusUnauthorized:

@@ -1,5 +1,5 @@
-// Package zmq is one ZeroMQ connection with bounds and deadlines, and the sockets
-// that publish and answer.
+// Package zmq implements ZeroMQ connections with limits and deadlines, and PUB and ROUTER
+// sockets.
 package zmq
 
 import (
@@ -247,7 +247,7 @@ func (c *Conn) readMessage() (command bool, err error) {
 		more, command = flags&zmtpMore != 0, flags&zmtpCommand != 0
 		switch {
 		case flags&^(zmtpMore|zmtpLong|zmtpCommand) != 0:
-			return false, fmt.Errorf("frame has the unknown flags %#x", flags)
+			return false, fmt.Errorf("frame has unknown flags %#x", flags)
 		case command && (more || n > 0):
 			return false, errors.New("peer sent a command within a message")
 		case command && size > maxCommand:

@@ -66,13 +66,13 @@ func readGreeting(in io.Reader) ([]byte, error) {
 	mechanism, _, _ := bytes.Cut(greeting[12:32], []byte{0})
 	switch {
 	case greeting[0] != 0xff || greeting[9] != 0x7f:
-		return nil, fmt.Errorf("no ZeroMQ socket answers: it begins with %q", greeting[:10])
+		return nil, fmt.Errorf("the peer is not a ZeroMQ socket: its greeting starts with %q", greeting[:10])
 	case greeting[10] < 3:
 		return nil, fmt.Errorf("peer speaks ZMTP %d, want 3 or later", greeting[10])
 	case string(mechanism) != string(zmq4.NullSecurity):
-		return nil, fmt.Errorf("peer wants the security mechanism %q, want %s", mechanism, zmq4.NullSecurity)
+		return nil, fmt.Errorf("peer uses the security mechanism %q, want %s", mechanism, zmq4.NullSecurity)
 	case greeting[32] > 1:
-		return nil, fmt.Errorf("greeting says %d of being a server, want 0 or 1", greeting[32])
+		return nil, fmt.Errorf("greeting has %d in the as-server field, want 0 or 1", greeting[32])
 	}
 	return greeting, nil
 }
@@ -104,7 +104,7 @@ func readReady(in io.Reader) ([]byte, error) {
 }
 
 // errCutShort says that a command ends within a name or a value.
-var errCutShort = errors.New("it is cut short")
+var errCutShort = errors.New("truncated")
 
 // socketType returns the socket type that a READY command names. Every property
 // must be whole, and the type one that zmq4 knows.
@@ -114,7 +114,7 @@ func socketType(command []byte) (kind zmq4.SocketType, err error) {
 		return "", errCutShort
 	}
 	if name != zmq4.CmdReady {
-		return "", fmt.Errorf("it is the command %q", name)
+		return "", fmt.Errorf("unexpected command %q", name)
 	}
 	for len(rest) > 0 {
 		if name, rest, ok = cutName(rest); !ok || len(rest) < 4 {
@@ -130,16 +130,16 @@ func socketType(command []byte) (kind zmq4.SocketType, err error) {
 			continue
 		}
 		if kind != "" {
-			return "", errors.New("it names two socket types")
+			return "", errors.New("two socket types")
 		}
 		switch kind = value; kind {
 		case zmq4.Pair, zmq4.Pub, zmq4.Sub, zmq4.Req, zmq4.Rep, zmq4.Dealer, zmq4.Router, zmq4.Pull, zmq4.Push, zmq4.XPub, zmq4.XSub:
 		default:
-			return "", fmt.Errorf("it names the unknown socket type %q", value)
+			return "", fmt.Errorf("unknown socket type %q", value)
 		}
 	}
 	if kind == "" {
-		return "", errors.New("it names no socket type")
+		return "", errors.New("no socket type")
 	}
 	return kind, nil
 }

@@ -79,7 +79,7 @@ func TestHandshakeRefusesWhatZmq4CannotTake(t *testing.T) {
 	for _, c := range []struct{ name, words, want string }{
 		{"nothing", "", "greeting ended after 0 of 64 bytes"},
 		{"half a greeting", goodGreeting[:30], "after 30 of 64"},
-		{"an HTTP server", "HTTP/1.1 400 Bad Request\r\n" + strings.Repeat(" ", 64), "no ZeroMQ socket answers"},
+		{"an HTTP server", "HTTP/1.1 400 Bad Request\r\n" + strings.Repeat(" ", 64), "not a ZeroMQ socket"},
 		{"ZMTP 2", goodGreeting[:10] + "\x02" + goodGreeting[11:], "ZMTP 2"},
 		{"another mechanism", strings.Replace(goodGreeting, "NULL", "CURV", 1), "mechanism"},
 		{"a command of 2^62 bytes", goodGreeting + size(1<<62), "want at most 512"},
@@ -93,12 +93,12 @@ func TestHandshakeRefusesWhatZmq4CannotTake(t *testing.T) {
 		{"two types", goodGreeting + readyCommand(pub, pub), "two socket types"},
 		{"a type of no use", goodGreeting + readyCommand(property("Socket-Type", "PULL")), "not compatible"},
 		{"another command", goodGreeting + "\x04\x06\x05ERROR", `command "ERROR"`},
-		{"an empty command", goodGreeting + "\x04\x00", "cut short"},
-		{"a name cut short", goodGreeting + "\x04\x08\x05READY\x0bS", "cut short"},
-		{"a name without a value", goodGreeting + "\x04\x09\x05READY\x02ab", "cut short"},
-		{"a length cut short", goodGreeting + "\x04\x0a\x05READY\x01a\x00\x00", "cut short"},
-		{"a value of 4 GiB", goodGreeting + "\x04\x0c\x05READY\x01a\xff\xff\xff\xff", "cut short"},
-		{"an empty name", goodGreeting + "\x04\x07\x05READY\x00", "cut short"},
+		{"an empty command", goodGreeting + "\x04\x00", "truncated"},
+		{"a name cut short", goodGreeting + "\x04\x08\x05READY\x0bS", "truncated"},
+		{"a name without a value", goodGreeting + "\x04\x09\x05READY\x02ab", "truncated"},
+		{"a length cut short", goodGreeting + "\x04\x0a\x05READY\x01a\x00\x00", "truncated"},
+		{"a value of 4 GiB", goodGreeting + "\x04\x0c\x05READY\x01a\xff\xff\xff\xff", "truncated"},
+		{"an empty name", goodGreeting + "\x04\x07\x05READY\x00", "truncated"},
 		{"READY cut short", goodGreeting + "\x04\x30\x05READY", "ended after 6 of 48"},
 	} {
 		for _, server := range []bool{false, true} {

@@ -35,7 +35,7 @@ type Listener struct {
 	running  sync.WaitGroup
 }
 
-// Option changes how a Listener treats those who connect.
+// Option configures how a Listener treats connections.
 type Option func(*Listener)
 
 // WithGuard has run call what reads from a connection, so that it may turn a panic

@@ -49,7 +49,7 @@ func NewPublisher(address string, options ...Option) (*Publisher, error) {
 	return p, err
 }
 
-// Publish sends a message to everyone who subscribed to a prefix of its first
+// Publish sends a message to all subscribers of a prefix of its first
 // frame. It never waits. The frames may be reused afterwards.
 func (p *Publisher) Publish(frames ...[]byte) {
 	p.mu.Lock()

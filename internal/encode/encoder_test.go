@@ -1,7 +1,6 @@
-package tokens
+package encode
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -18,10 +17,10 @@ import (
 )
 
 // sameByBoth compares the tokens of a text by both encoders.
-func sameByBoth(t interface{ Fatalf(string, ...any) }, m *Model, text string) {
+func sameByBoth(t interface{ Fatalf(string, ...any) }, m *model, text string) {
 	for _, addSpecial := range []bool{false, true} {
 		want := exactTokens(t, m, text, addSpecial)
-		if got := m.Encode(text, addSpecial); !slices.Equal(got, want) {
+		if got, _ := Pieces(m.Encode).whole(text, addSpecial); !slices.Equal(got, want) {
 			t.Fatalf("special %v: %.300q\n got %v\nwant %v", addSpecial, text, got, want)
 		}
 	}
@@ -33,7 +32,7 @@ func sameByBoth(t interface{ Fatalf(string, ...any) }, m *Model, text string) {
 func TestTheFastEncoderIsExact(t *testing.T) {
 	for name, m := range segmentModels(t) {
 		t.Run(name, func(t *testing.T) {
-			if encoder, why := m.Encoder(); encoder != "fastokens" {
+			if encoder, why := m.Library(); encoder != "fastokens" {
 				t.Fatalf("%s encodes: %s", encoder, why)
 			}
 			step, texts := rune(1), 3000
@@ -56,13 +55,9 @@ func TestTheFastEncoderIsExact(t *testing.T) {
 				}
 				sameByBoth(t, m, text.String())
 			}
-			raw, err := readTokenizer(m.reread)
-			if err != nil {
-				t.Fatal(err)
-			}
 			random := rand.New(rand.NewPCG(7, 7))
 			for end := time.Now().Add(20 * time.Second); texts > 0 && time.Now().Before(end); texts-- {
-				sameByBoth(t, m, strings.ReplaceAll(randomText(random, raw), "\x00", ""))
+				sameByBoth(t, m, strings.ReplaceAll(randomText(random, m.raw), "\x00", ""))
 			}
 			if texts > 0 {
 				t.Logf("%d texts left when the time was up", texts)
@@ -163,12 +158,8 @@ func TestAddedTokensOfEveryKindAreEncodedExactly(t *testing.T) {
 	file := byteTokenizer(added)
 	for _, normalizer := range []string{"null", `{"type":"Lowercase"}`, `{"type":"NFC"}`, `{"type":"Replace","pattern":{"String":" "},"content":"_"}`} {
 		file := strings.Replace(file, `"normalizer":null`, `"normalizer":`+normalizer, 1)
-		m, err := NewModel("bytes", func() ([]byte, error) { return []byte(file), nil }, &ModelFiles{}, ChatOptions{})
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer m.Close()
-		name, why := m.Encoder()
+		m := openedText(t, file)
+		name, why := m.Library()
 		t.Logf("normalizer %s: encoded by %s %s", normalizer, name, why)
 		for i, name := range names {
 			spelled := strings.NewReplacer("<x>", name, "<X>", strings.ToUpper(name), "<Y>", names[(i+7)%len(names)])
@@ -181,35 +172,31 @@ func TestAddedTokensOfEveryKindAreEncodedExactly(t *testing.T) {
 }
 
 func TestWhatFastokensDoesNotTakeIsEncodedByTokenizers(t *testing.T) {
-	words := wordModel(t, ChatOptions{})
-	if name, why := words.Encoder(); name != "tokenizers" || !strings.Contains(why, "unsupported") {
+	words := openedText(t, wordTokenizer(cleanToken, whitespaceWords))
+	if name, why := words.Library(); name != "tokenizers" || !strings.Contains(why, "unsupported") {
 		t.Errorf("a model of words is encoded by %s: %s", name, why)
 	}
-	m, err := NewModel("bytes", func() ([]byte, error) { return []byte(byteTokenizer("")), nil }, &ModelFiles{}, ChatOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer m.Close()
-	if name, why := m.Encoder(); name != "fastokens" {
+	m := openedText(t, byteTokenizer(""))
+	if name, why := m.Library(); name != "fastokens" {
 		t.Fatalf("encoded by %s: %s", name, why)
 	}
-	if m.encoder.exact != nil {
+	if m.exact != nil {
 		t.Error("both encoders are kept in memory")
 	}
 	sameByBoth(t, m, "ab\x04ab é") // bytes that the vocabulary lacks: fastokens refuses the text
-	if m.encoder.exact == nil {
+	if m.exact == nil {
 		t.Error("no text was left to crate tokenizers")
 	}
 	// A piece that is no part of the text is read beyond its end, which panics.
-	if got, ok := m.encoder.Encode("ab", []string{"ab", strings.Clone("ab ab")}, false); !ok || !slices.Equal(slices.Concat(got...), []uint32{255, 255, 256}) {
+	if got, ok := m.Encode("ab", []string{"ab", strings.Clone("ab ab")}, false); !ok || !slices.Equal(slices.Concat(got...), []uint32{255, 255, 256}) {
 		t.Errorf("after a panic: %v, %v", got, ok)
 	}
 	sameByBoth(t, m, "ab ab")
 }
 
 func TestAnEncoderThatDiffersIsNotUsed(t *testing.T) {
-	make := func(file string) *encoder {
-		e, err := newEncoder([]byte(file), func() ([]byte, error) { return []byte(file), nil })
+	make := func(file string) *Encoder {
+		e, err := New([]byte(file), func() ([]byte, error) { return []byte(file), nil })
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -221,68 +208,36 @@ func TestAnEncoderThatDiffersIsNotUsed(t *testing.T) {
 	if text, differs := one.differs(probeTexts(nil)); differs {
 		t.Errorf("differs from itself for %q", text)
 	}
-	if text, differs := (&encoder{fast: other.fast, exact: one.exact, read: one.read, sum: one.sum}).differs([]string{"a", "ab"}); !differs || text != "ab" {
+	if text, differs := (&Encoder{fast: other.fast, exact: one.exact, read: one.read, sum: one.sum}).differs([]string{"a", "ab"}); !differs || text != "ab" {
 		t.Errorf("%q, %v", text, differs)
 	}
 }
 
 func TestATokenizerFileThatChangedIsNotRead(t *testing.T) {
 	file, missing := byteTokenizer(""), error(nil)
-	m, err := NewModel("bytes", func() ([]byte, error) { return []byte(file), missing }, &ModelFiles{}, ChatOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer m.Close()
+	m := opened(t, func() ([]byte, error) { return []byte(file), missing })
 	file = strings.Replace(file, `"a b",`, "", 1)
-	if got, _ := m.encode(bounds{}, "\x04", false); len(got) != 0 || m.Decode([]uint32{1}) != "" {
+	if got, ok := m.segments.Encode("\x04", false); ok || len(got) != 0 {
 		t.Errorf("read all the same: %v", got)
 	}
-	w := &askedWorker{answer: map[string]string{"/detokenize": `{"prompt":"a"}`}}
-	source := NewSource(m, w.ask, time.Second, quiet())
-	if got, err := source.Detokenize(t.Context(), []byte(`{"tokens":[1]}`)); err != nil || string(got) != `{"prompt":"a"}` {
-		t.Errorf("a worker was not asked: %s, %v", got, err)
+	if text, err := m.Decode([]uint32{1}); err == nil || text != "" {
+		t.Errorf("read all the same: %q", text)
 	}
 	missing = errors.New("gone")
-	if _, err := m.encoder.Exact(); err != missing {
+	if _, err := m.loadExact(); err != missing {
 		t.Error(err)
 	}
-}
-
-func TestEncodingEndsWhenTheClientLeaves(t *testing.T) {
-	m := testModel(t)
-	m.CacheTokens(0)
-	text := strings.Repeat("<|im_start|>user\n"+strings.Repeat("so much to say ", 2000)+"<|im_end|>\n", 40)
-	if _, err := m.encode(bounds{ctx: &leavingClient{Context: t.Context(), looks: 3}}, text, false); !errors.Is(err, errClientLeft) {
-		t.Errorf("encoded to the end: %v", err)
-	}
-}
-
-// leavingClient is the context of a client that leaves while it is looked at.
-type leavingClient struct {
-	context.Context
-	looks int
-}
-
-func (c *leavingClient) Err() error {
-	if c.looks--; c.looks < 0 {
-		return context.Canceled
-	}
-	return nil
 }
 
 // TestManyEncodeAtOnce has goroutines encode the same texts and others.
 func TestManyEncodeAtOnce(t *testing.T) {
 	m := testModel(t)
-	raw, err := readTokenizer(m.reread)
-	if err != nil {
-		t.Fatal(err)
-	}
 	var wait sync.WaitGroup
 	for g := range 32 {
 		wait.Go(func() {
 			random := rand.New(rand.NewPCG(uint64(g%4), 3))
 			for range 30 {
-				text := strings.ReplaceAll(randomText(random, raw), "\x00", "")
+				text := strings.ReplaceAll(randomText(random, m.raw), "\x00", "")
 				want := exactTokens(t, m, text, false)
 				if got, ok := m.segments.Encode(text, false); !ok || !slices.Equal(got, want) {
 					t.Errorf("%.200q\n got %v\nwant %v", text, got, want)

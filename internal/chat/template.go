@@ -1,6 +1,11 @@
-package tokens
+package chat
 
 /*
+#cgo CFLAGS: -I${SRCDIR}/../../native/lib
+#cgo LDFLAGS: -L${SRCDIR}/../../native/lib -ltokenizers -ldl -lm -lpthread -lstdc++
+#if !__has_include("kvrouter_native.h")
+#error "native/lib has no library: run `make setup`, which builds it"
+#endif
 #include <stddef.h>
 #include <stdint.h>
 
@@ -24,10 +29,10 @@ import (
 	"kvrouter/internal/jsonbody"
 )
 
-// chatTemplate is a compiled Jinja chat template. It may be rendered by many
+// jinja is a compiled Jinja chat template. It may be rendered by many
 // goroutines at once; none may be rendering when it is closed.
-type chatTemplate struct {
-	// WantsParts tells that the template loops over a message's content, so
+type jinja struct {
+	// WantsParts means that the template loops over a message's content, so
 	// that vLLM hands it content as a list of parts ("openai") and not as one
 	// string.
 	WantsParts bool
@@ -42,26 +47,26 @@ type chatTemplate struct {
 // some hundred thousand tokens.
 const pooledContext = 2 << 20
 
-// renderedChat is the text of a chat, in the library's memory: after Free nobody may
-// use any part of Text. The zero value needs no Free.
-type renderedChat struct {
+// Rendered is the text of a chat, in the library's memory: no part of Text may be used
+// after Free. The zero value needs no Free.
+type Rendered struct {
 	Text  string
 	bytes C.chat_bytes
 }
 
 // Free gives the memory back.
-func (r renderedChat) Free() { C.chat_bytes_free(r.bytes) }
+func (r Rendered) Free() { C.chat_bytes_free(r.bytes) }
 
 // compileTemplate compiles the text of a chat template with the settings that
 // transformers gives to jinja2.
-func compileTemplate(text string) (*chatTemplate, error) {
+func compileTemplate(text string) (*jinja, error) {
 	text = strings.NewReplacer("\r\n", "\n", "\r", "\n").Replace(text) // as jinja2 does
 	var failure C.chat_bytes
 	handle := C.chat_template_new(bytePointer(text), C.size_t(len(text)), &failure)
 	if handle == nil {
 		return nil, errors.New(takeBytes(failure))
 	}
-	return &chatTemplate{
+	return &jinja{
 		WantsParts: C.chat_template_wants_parts(handle) == 1,
 		Text:       text,
 		handle:     handle,
@@ -69,7 +74,7 @@ func compileTemplate(text string) (*chatTemplate, error) {
 }
 
 // Close frees the template.
-func (t *chatTemplate) Close() {
+func (t *jinja) Close() {
 	C.chat_template_free(t.handle)
 	t.handle = nil
 }
@@ -77,16 +82,16 @@ func (t *chatTemplate) Close() {
 // Render returns the text of a chat. context is a JSON object with the
 // template's variables; the order of its keys is the order that the template
 // sees.
-func (t *chatTemplate) Render(context []byte) (renderedChat, error) {
+func (t *jinja) Render(context []byte) (Rendered, error) {
 	var out C.chat_bytes
 	if C.chat_render(t.handle, bytePointer(jsonbody.View(context)), C.size_t(len(context)), &out) != 1 {
-		return renderedChat{}, errors.New(takeBytes(out))
+		return Rendered{}, errors.New(takeBytes(out))
 	}
-	return renderedChat{Text: jsonbody.View(libraryBytes(out)), bytes: out}, nil
+	return Rendered{Text: jsonbody.View(libraryBytes(out)), bytes: out}, nil
 }
 
 // renderBy is Render for a context that write appends to memory that is used again.
-func (t *chatTemplate) renderBy(write func(out []byte) ([]byte, error)) (renderedChat, error) {
+func (t *jinja) renderBy(write func(out []byte) ([]byte, error)) (Rendered, error) {
 	buffer, _ := t.contexts.Get().(*[]byte)
 	if buffer == nil {
 		buffer = new([]byte)
@@ -94,21 +99,21 @@ func (t *chatTemplate) renderBy(write func(out []byte) ([]byte, error)) (rendere
 	defer t.contexts.Put(buffer)
 	context, err := write((*buffer)[:0])
 	if err != nil {
-		return renderedChat{}, err
+		return Rendered{}, err
 	}
 	if cap(context) <= pooledContext {
 		*buffer = context
 	}
 	chat, err := t.Render(context)
 	if err != nil {
-		return renderedChat{}, fmt.Errorf("%w: the chat template: %w", errNotRenderable, err)
+		return Rendered{}, fmt.Errorf("%w: chat template: %w", ErrNotRenderable, err)
 	}
 	return chat, nil
 }
 
-// SupportsDeveloper tells whether the template knows the role "developer", by
+// SupportsDeveloper reports whether the template knows the role "developer", by
 // the rule of vLLM: its name stands in the text in quotes.
-func (t *chatTemplate) SupportsDeveloper() bool {
+func (t *jinja) SupportsDeveloper() bool {
 	return strings.Contains(t.Text, `"developer"`) || strings.Contains(t.Text, `'developer'`)
 }
 

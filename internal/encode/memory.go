@@ -1,4 +1,4 @@
-package tokens
+package encode
 
 /*
 #cgo CFLAGS: -D_GNU_SOURCE
@@ -59,22 +59,22 @@ import (
 	"runtime/debug"
 )
 
-// boundArenas bounds what glibc's malloc keeps back for each thread: its default is
-// eight times as many arenas as processors, each with memory that it never returns.
-func boundArenas() { C.bound_arenas(C.int(runtime.NumCPU())) }
+// BoundArenas limits the arenas of glibc's malloc to the number of processors. The
+// default is eight times as many, each with memory that is never returned.
+func BoundArenas() { C.bound_arenas(C.int(runtime.NumCPU())) }
 
-// readInPages has each large table in pages of its own while a tokenizer is read, so
-// that those which are freed leave no holes between those which stay.
-func readInPages() { C.read_in_pages() }
-
-// trimMemory returns what reading a tokenizer has left free. From here on texts and
-// their tokens come from memory that is kept.
-func trimMemory() {
-	C.trim_memory()
-	debug.FreeOSMemory()
+// ReadInPages allocates large tables in pages of their own while a tokenizer is read,
+// so that freed tables leave no holes. The caller calls done afterwards: it returns the
+// free memory to the system and lets texts and tokens reuse theirs.
+func ReadInPages() (done func()) {
+	C.read_in_pages()
+	return func() {
+		C.trim_memory()
+		debug.FreeOSMemory()
+	}
 }
 
-// ReleaseStartup takes out of the resident memory what only starting needs: the code
-// and the constants of this program. What is needed again comes back from the system's
-// cache of files, page by page. It does nothing where libc is not glibc.
+// ReleaseStartup removes the program's code and constants from resident memory. Pages
+// that are needed again are read from the system's file cache. It does nothing unless
+// libc is glibc.
 func ReleaseStartup() { C.unmap_startup() }

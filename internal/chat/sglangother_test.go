@@ -1,4 +1,4 @@
-package tokens
+package chat
 
 import (
 	"runtime"
@@ -7,6 +7,15 @@ import (
 
 	"kvrouter/internal/jsonbody"
 )
+
+func parsed(t testing.TB, body string) *jsonbody.Body {
+	t.Helper()
+	b, ok := jsonbody.Parse([]byte(body))
+	if !ok {
+		t.Fatal("not an object: ", body)
+	}
+	return b
+}
 
 // A response's input may be very many turns of the assistant, which become one: that
 // is not to copy what has been joined again with each.
@@ -35,6 +44,24 @@ func TestManyAnswersAreJoinedAtOnce(t *testing.T) {
 			t.Errorf("%s: %d bytes", name, len(got.Str))
 		} else if name == "parts" && len(got.Array()) != items+1 {
 			t.Errorf("%s: %d parts", name, len(got.Array()))
+		}
+	}
+}
+
+func TestSGLangWantsParts(t *testing.T) {
+	for template, want := range map[string]bool{
+		`{% for m in messages %}{{ m.content }}{% endfor %}`:                             false,
+		`{% for m in messages %}{%- for part in m.content %}{{ part.text }}{% endfor %}`: true,
+		`{%- for part in message['content'] -%}`:                                         true,
+		`{% for part in msg["content"] | selectattr('type','equalto','text') %}`:         true,
+		`{% for part in entry.content %}`:                                                false,
+		`{% for a, b in message.content_items %}`:                                        false,
+		`{{ '<image>' }}`: true,
+		`{% for part in message.content if part.type == 'text' %}`: true,
+		`{% for line in message.content.split('x') %}`:             false,
+	} {
+		if got := sglangWantsParts(template); got != want {
+			t.Errorf("%s: %v", template, got)
 		}
 	}
 }

@@ -1,6 +1,12 @@
-package tokens
+// Package encode turns text into a model's tokens and caches the tokens of repeated pieces of text.
+package encode
 
 /*
+#cgo CFLAGS: -I${SRCDIR}/../../native/lib
+#cgo LDFLAGS: -L${SRCDIR}/../../native/lib -ltokenizers -ldl -lm -lpthread
+#if !__has_include("kvrouter_native.h")
+#error "native/lib has no library: run `make setup`, which builds it"
+#endif
 #include <stddef.h>
 #include <stdint.h>
 
@@ -10,8 +16,8 @@ typedef struct { uint8_t *data; size_t len; } chat_bytes;
 
 int32_t text_encode(const void *tokenizer, const uint8_t *text, size_t len, int32_t add_special, token_ids *out);
 void *fast_encoder_new(const uint8_t *json, size_t len, chat_bytes *error);
-token_ids fast_encode(const void *encoder, const uint8_t *text, size_t len, text_piece *pieces, size_t count, int32_t add_special);
-void fast_encoder_free(void *encoder);
+token_ids fast_encode(const void *Encoder, const uint8_t *text, size_t len, text_piece *pieces, size_t count, int32_t add_special);
+void fast_encoder_free(void *Encoder);
 void token_ids_free(token_ids ids);
 void chat_bytes_free(chat_bytes bytes);
 */
@@ -29,13 +35,15 @@ import (
 
 	"github.com/daulet/tokenizers"
 	"github.com/tidwall/gjson"
+	"github.com/tidwall/sjson"
 	"github.com/zeebo/xxh3"
 )
 
-// encoder turns texts into tokens and back. Crate fastokens encodes where it gave the
-// tokens of crate tokenizers for all probes; then the latter is in memory only once a
-// text was met that fastokens cannot encode, or tokens are decoded.
-type encoder struct {
+// Encoder converts between text and tokens; it is safe for concurrent use. It encodes
+// with crate fastokens if that library gives the same tokens as crate tokenizers for
+// all probes. Crate tokenizers is then loaded only to decode tokens and to encode texts
+// that fastokens rejects.
+type Encoder struct {
 	fast unsafe.Pointer // nil: crate tokenizers encodes
 	why  string         // fast is nil
 
@@ -45,9 +53,9 @@ type encoder struct {
 	exact *tokenizers.Tokenizer  // nil: not in memory
 }
 
-// newEncoder makes an encoder of the content of a tokenizer.json, which read returns
-// again.
-func newEncoder(tokenizerJSON []byte, read func() ([]byte, error)) (*encoder, error) {
+// New returns an encoder for the content of a tokenizer.json. read returns the same
+// content again when it is needed later.
+func New(tokenizerJSON []byte, read func() ([]byte, error)) (*Encoder, error) {
 	// fastokens first: what is freed again should be last in memory.
 	fast, why := newFast(tokenizerJSON)
 	exact, err := tokenizers.FromBytes(tokenizerJSON)
@@ -55,13 +63,13 @@ func newEncoder(tokenizerJSON []byte, read func() ([]byte, error)) (*encoder, er
 		C.fast_encoder_free(fast)
 		return nil, err
 	}
-	e := &encoder{fast: fast, why: why, read: read, sum: xxh3.Hash(tokenizerJSON), exact: exact}
+	e := &Encoder{fast: fast, why: why, read: read, sum: xxh3.Hash(tokenizerJSON), exact: exact}
 	if e.fast == nil {
 		return e, nil
 	}
 	if text, differs := e.differs(probeTexts(tokenizerJSON)); differs {
 		C.fast_encoder_free(e.fast)
-		e.fast, e.why = nil, fmt.Sprintf("it has other tokens for %.40q", text)
+		e.fast, e.why = nil, fmt.Sprintf("its tokens differ for %.40q", text)
 		return e, nil
 	}
 	e.exact.Close()
@@ -69,7 +77,7 @@ func newEncoder(tokenizerJSON []byte, read func() ([]byte, error)) (*encoder, er
 	return e, nil
 }
 
-// newFast makes fastokens' encoder, or tells why it cannot.
+// newFast makes fastokens' encoder, or returns the reason why it cannot.
 func newFast(tokenizerJSON []byte) (fast unsafe.Pointer, why string) {
 	var problem C.chat_bytes
 	fast = C.fast_encoder_new((*C.uint8_t)(unsafe.SliceData(tokenizerJSON)), C.size_t(len(tokenizerJSON)), &problem)
@@ -81,16 +89,16 @@ func newFast(tokenizerJSON []byte) (fast unsafe.Pointer, why string) {
 }
 
 // Close frees the encoder; no other call may be under way.
-func (e *encoder) Close() {
+func (e *Encoder) Close() {
 	C.fast_encoder_free(e.fast)
 	if e.exact != nil {
 		e.exact.Close()
 	}
 }
 
-// Exact returns crate tokenizers' own tokenizer, read anew if it is not in memory. The
-// error says that the file cannot be read, or is another one by now.
-func (e *encoder) Exact() (*tokenizers.Tokenizer, error) {
+// loadExact returns the tokenizer of crate tokenizers and loads it if it is not in
+// memory. The error says that the file cannot be read or has changed.
+func (e *Encoder) loadExact() (*tokenizers.Tokenizer, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.exact != nil {
@@ -101,10 +109,42 @@ func (e *encoder) Exact() (*tokenizers.Tokenizer, error) {
 		return nil, err
 	}
 	if xxh3.Hash(tokenizerJSON) != e.sum {
-		return nil, errors.New("tokenizer.json has changed since the start: restart to use the new one")
+		return nil, errors.New("tokenizer.json has changed since startup: restart to use the new file")
 	}
 	e.exact, err = tokenizers.FromBytes(tokenizerJSON)
 	return e.exact, err
+}
+
+// Library names the crate that encodes, and the reason if it is not fastokens.
+func (e *Encoder) Library() (name, why string) {
+	if e.fast != nil {
+		return "fastokens", ""
+	}
+	return "tokenizers", e.why
+}
+
+// Decode returns the text of tokens, including special tokens. The error says that the
+// tokenizer's file cannot be read or has changed.
+func (e *Encoder) Decode(tokens []uint32) (string, error) {
+	exact, err := e.loadExact()
+	if err != nil {
+		return "", err
+	}
+	return exact.Decode(tokens, false), nil
+}
+
+// WithoutLimits returns a read function that removes the truncation and padding from
+// the tokenizer.json that read returns: engines set them per call.
+func WithoutLimits(read func() ([]byte, error)) func() ([]byte, error) {
+	return func() ([]byte, error) {
+		raw, err := read()
+		for _, key := range []string{"truncation", "padding"} {
+			if v := gjson.GetBytes(raw, key); err == nil && v.Exists() && v.Type != gjson.Null {
+				raw, err = sjson.SetRawBytes(raw, key, []byte("null"))
+			}
+		}
+		return raw, err
+	}
 }
 
 // failedPiece stands for the number of tokens of a piece that could not be encoded.
@@ -112,7 +152,7 @@ const failedPiece = math.MaxUint32
 
 // Encode returns the tokens of pieces of a text, each encoded as if it were a whole
 // text. Not ok: the tokenizer failed.
-func (e *encoder) Encode(text string, pieces []string, addSpecial bool) (tokens [][]uint32, ok bool) {
+func (e *Encoder) Encode(text string, pieces []string, addSpecial bool) (tokens [][]uint32, ok bool) {
 	tokens = make([][]uint32, len(pieces))
 	if e.fast == nil {
 		return tokens, e.encodeExact(tokens, pieces, addSpecial, func(int) bool { return true })
@@ -148,8 +188,8 @@ func copied(tokens []uint32) []uint32 {
 }
 
 // encodeExact fills in the tokens of the pieces that are asked for, by crate tokenizers.
-func (e *encoder) encodeExact(tokens [][]uint32, pieces []string, addSpecial bool, asked func(i int) bool) (ok bool) {
-	exact, err := e.Exact()
+func (e *Encoder) encodeExact(tokens [][]uint32, pieces []string, addSpecial bool, asked func(i int) bool) (ok bool) {
+	exact, err := e.loadExact()
 	if err != nil {
 		return false
 	}
@@ -177,10 +217,10 @@ func special(add bool) C.int32_t {
 	return 0
 }
 
-// differs tells whether fastokens has other tokens for a text than crate tokenizers,
+// differs reports whether fastokens has other tokens for a text than crate tokenizers,
 // and for which. What it cannot encode does not count: the other one does that.
-func (e *encoder) differs(texts []string) (text string, differs bool) {
-	fast, exact := encodePieces(e.Encode), make([][]uint32, 1)
+func (e *Encoder) differs(texts []string) (text string, differs bool) {
+	fast, exact := Pieces(e.Encode), make([][]uint32, 1)
 	for i, text := range texts {
 		// The long run, which takes most of the time, is the second: once is enough.
 		for _, addSpecial := range []bool{false, true}[i%2:] {
@@ -226,4 +266,8 @@ func probeTexts(tokenizerJSON []byte) []string {
 		texts = append(texts, text.String())
 	}
 	return texts
+}
+
+func bytePointer(s string) *C.uint8_t {
+	return (*C.uint8_t)(unsafe.Pointer(unsafe.StringData(s)))
 }

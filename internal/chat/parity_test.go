@@ -1,4 +1,4 @@
-package tokens
+package chat
 
 import (
 	"bytes"
@@ -61,19 +61,15 @@ func TestTemplateParity(t *testing.T) {
 // a name of their own only a different text is an error: refusing more or less than
 // the reference costs nothing but the engine's answer.
 func compareFamily(t *testing.T, folder string, chats []testkit.ParityChat, want []golden) {
-	files, err := readModelFiles(folder)
+	files, err := ReadFiles(folder)
 	if err != nil {
 		t.Fatal(err)
 	}
-	m := &Model{files: files}
-	if m.plain, m.noTemplate = m.compile(false); m.plain == nil {
-		t.Fatal(m.noTemplate)
+	r := NewRenderer(files, Options{})
+	defer r.Close()
+	if r.plain == nil || r.withTools == nil {
+		t.Fatal(r.noTemplate)
 	}
-	defer m.plain.Close()
-	if m.withTools, m.noTemplate = m.compile(true); m.withTools == nil {
-		t.Fatal(m.noTemplate)
-	}
-	defer m.withTools.Close()
 	if len(want) < len(testkit.ChatsForParity()) {
 		t.Fatalf("%d reference texts for %d chats: run with -update-golden", len(want), len(chats))
 	}
@@ -83,7 +79,7 @@ func compareFamily(t *testing.T, folder string, chats []testkit.ParityChat, want
 		if reference.Name != c.Name {
 			t.Fatalf("reference text %d is of %q, not %q: run with -update-golden", i, reference.Name, c.Name)
 		}
-		got, err := renderParity(m, c)
+		got, err := renderParity(r, c)
 		switch {
 		case reference.Error != "" && err == nil:
 			refusedThere++
@@ -107,16 +103,16 @@ func compareFamily(t *testing.T, folder string, chats []testkit.ParityChat, want
 		equal, rendered, len(testkit.ChatsForParity()), mutated, refusedHere, refusedThere)
 }
 
-func renderParity(m *Model, c testkit.ParityChat) (string, error) {
-	kind := chatCompletion
+func renderParity(r *Renderer, c testkit.ParityChat) (string, error) {
+	kind := Completion
 	if c.Kind == "tokenize" {
-		kind = chatTokenize
+		kind = Tokenize
 	}
-	req, err := parseChat([]byte(c.Body), kind, ChatOptions{})
+	req, err := parseText(c.Body, kind, Options{})
 	if err != nil {
 		return "", err
 	}
-	return takeText(m.renderChat(req))
+	return takeText(r.Render(req))
 }
 
 // liveReference asks the reference for all texts; nil without a Python for it.

@@ -1,4 +1,4 @@
-package tokens
+package chat
 
 import (
 	"encoding/json"
@@ -11,8 +11,8 @@ import (
 	"kvrouter/internal/jsonbody"
 )
 
-// ChatOptions are the engine's own settings that change its prompts.
-type ChatOptions struct {
+// Options are the engine's own settings that change its prompts.
+type Options struct {
 	// ChatTemplate replaces the model's template (--chat-template); its text.
 	ChatTemplate string
 	// ContentFormat is --chat-template-content-format: "string", "openai", or
@@ -22,15 +22,15 @@ type ChatOptions struct {
 	ExcludeToolsWhenNone bool
 	// DefaultKwargs are the members of --default-chat-template-kwargs.
 	DefaultKwargs []jsonbody.Field
-	// CannotRender tells why the engine's prompts cannot be computed here; empty
+	// CannotRender is the reason why prompts cannot be computed locally; empty
 	// if they can.
 	CannotRender string
 }
 
-// EngineChatOptions reads from vLLM's arguments those that change prompts. What
+// VLLMOptions reads from vLLM's arguments those that change prompts. What
 // it cannot follow ends up in CannotRender, so that workers are asked instead.
-func EngineChatOptions(args []string) (ChatOptions, error) {
-	var o ChatOptions
+func VLLMOptions(args []string) (Options, error) {
+	var o Options
 	for i := 0; i < len(args); i++ {
 		name, value, inline := strings.Cut(args[i], "=")
 		if !strings.HasPrefix(name, "--") {
@@ -64,12 +64,8 @@ func EngineChatOptions(args []string) (ChatOptions, error) {
 		case "--chat-template-content-format":
 			o.ContentFormat = value
 		case "--default-chat-template-kwargs":
-			parsed := gjson.Parse(value)
-			if !json.Valid([]byte(value)) || !parsed.IsObject() {
-				return o, fmt.Errorf("the engine's argument %s needs a JSON object, not %q", name, value)
-			}
-			for _, f := range jsonbody.Members(parsed) {
-				o.DefaultKwargs = append(o.DefaultKwargs, jsonbody.Field{Key: f.Key, Raw: f.Value.Raw})
+			if err := o.addKwargs(name, value); err != nil {
+				return o, err
 			}
 		case "--tokenizer-mode":
 			if value != "auto" && value != "hf" {
@@ -82,8 +78,18 @@ func EngineChatOptions(args []string) (ChatOptions, error) {
 	return o, nil
 }
 
+// addKwargs adds the members of a JSON object, the value of the named argument.
+func (o *Options) addKwargs(name, value string) error {
+	parsed := gjson.Parse(value)
+	if !json.Valid([]byte(value)) || !parsed.IsObject() {
+		return fmt.Errorf("the engine's argument %s needs a JSON object, not %q", name, value)
+	}
+	o.DefaultKwargs = append(o.DefaultKwargs, fieldsOf(parsed)...)
+	return nil
+}
+
 // setTemplate takes a file or the text of a template, as vLLM does.
-func (o *ChatOptions) setTemplate(value string) {
+func (o *Options) setTemplate(value string) {
 	if text, err := os.ReadFile(value); err == nil {
 		o.ChatTemplate = string(text)
 	} else if strings.ContainsAny(value, "{}\n") {
@@ -93,10 +99,10 @@ func (o *ChatOptions) setTemplate(value string) {
 	}
 }
 
-// SGLangChatOptions reads from SGLang's arguments those that change prompts. What
+// SGLangOptions reads from SGLang's arguments those that change prompts. What
 // it cannot follow ends up in CannotRender, so that workers are asked instead.
-func SGLangChatOptions(args []string) (ChatOptions, error) {
-	var o ChatOptions
+func SGLangOptions(args []string) (Options, error) {
+	var o Options
 	for i := 0; i < len(args); i++ {
 		name, value, inline := strings.Cut(args[i], "=")
 		name = strings.ReplaceAll(name, "_", "-")
@@ -113,12 +119,8 @@ func SGLangChatOptions(args []string) (ChatOptions, error) {
 		}
 		switch name {
 		case "--default-chat-template-kwargs":
-			parsed := gjson.Parse(value)
-			if !json.Valid([]byte(value)) || !parsed.IsObject() {
-				return o, fmt.Errorf("the engine's argument %s needs a JSON object, not %q", name, value)
-			}
-			for _, f := range jsonbody.Members(parsed) {
-				o.DefaultKwargs = append(o.DefaultKwargs, jsonbody.Field{Key: f.Key, Raw: f.Value.Raw})
+			if err := o.addKwargs(name, value); err != nil {
+				return o, err
 			}
 		case "--chat-template":
 			o.setTemplate(value)

@@ -1,4 +1,4 @@
-package tokens
+package chat
 
 import (
 	"encoding/json"
@@ -12,18 +12,32 @@ import (
 	"kvrouter/internal/jsonbody"
 )
 
-// systemRule says what SGLang does with system messages that come after others, in
-// the APIs that it turns into chats.
-type systemRule int
+// SystemRule is how SGLang treats late system messages, those after the first message,
+// in the APIs that it converts to chats.
+type SystemRule int
 
+// The rules.
 const (
-	systemUnknown systemRule = iota // the template is not known here
-	systemInline                    // they stay where they are
+	SystemUnknown SystemRule = iota // there is no local template
+	systemInline                    // they stay in place
 	systemInFront                   // they are joined to the first
 )
 
-// errUnlike marks a request that is no chat in another form as far as is known here.
-var errUnlike = errors.New("not a chat in another form")
+// errUnlike marks a request that cannot be converted to a chat.
+var errUnlike = errors.New("the request cannot be converted to a chat")
+
+// FromOther converts a /v1/messages or /v1/responses request to the chat that SGLang
+// makes of it. Requests with content other than text, and requests of other paths,
+// are errors.
+func FromOther(path string, body *jsonbody.Body, system SystemRule) (*jsonbody.Body, error) {
+	switch path {
+	case "/v1/messages":
+		return sglangMessages(body, system)
+	case "/v1/responses":
+		return sglangResponses(body, system)
+	}
+	return nil, errUnlike
+}
 
 // turn is a message of a chat that is made of another API's request.
 type turn struct {
@@ -102,7 +116,7 @@ func toolCall(id, name gjson.Result, arguments string) string {
 
 // sglangMessages turns a /v1/messages request into the chat that SGLang makes of it,
 // as far as it is text. The error is an errUnlike.
-func sglangMessages(body *jsonbody.Body, system systemRule) (*jsonbody.Body, error) {
+func sglangMessages(body *jsonbody.Body, system SystemRule) (*jsonbody.Body, error) {
 	for _, key := range []string{"thinking", "output_config"} {
 		if body.Get(key).Type != gjson.Null {
 			return nil, unlike("the request carries %q", key)
@@ -110,7 +124,7 @@ func sglangMessages(body *jsonbody.Body, system systemRule) (*jsonbody.Body, err
 	}
 	list, few := jsonbody.Elements(body.Get("messages"), maxMessages)
 	if !few || body.LoneSurrogate {
-		return nil, unlike("%d messages or more, or half of a surrogate pair", maxMessages)
+		return nil, unlike("%d messages or more, or an unpaired surrogate", maxMessages)
 	}
 	front, err := anthropicSystem(body.Get("system"))
 	if err != nil {
@@ -121,7 +135,7 @@ func sglangMessages(body *jsonbody.Body, system systemRule) (*jsonbody.Body, err
 		fields := jsonbody.Members(m)
 		role, content := jsonbody.FieldOf(fields, "role").Str, jsonbody.FieldOf(fields, "content")
 		switch {
-		case role == "system" && system == systemUnknown:
+		case role == "system" && system == SystemUnknown:
 			return nil, unlike("a system message among the others")
 		case role == "system" && system == systemInFront:
 			text, err := anthropicLateSystem(content)
@@ -146,11 +160,11 @@ func sglangMessages(body *jsonbody.Body, system systemRule) (*jsonbody.Body, err
 	if err != nil {
 		return nil, err
 	}
-	return chatOf(turns, append(more, modelOf(body)...))
+	return chatOf(turns, append(more, ModelField(body)...))
 }
 
-// modelOf is the request's model, to be handed on.
-func modelOf(body *jsonbody.Body) []jsonbody.Field {
+// ModelField returns the member "model" of a request; none if it is not a string.
+func ModelField(body *jsonbody.Body) []jsonbody.Field {
 	if model := body.Get("model"); model.Type == gjson.String {
 		return []jsonbody.Field{{Key: "model", Raw: model.Raw}}
 	}
@@ -273,7 +287,7 @@ func anthropicResult(content gjson.Result) (turn, error) {
 func anthropicTools(body *jsonbody.Body) ([]jsonbody.Field, error) {
 	list, ok := toolList(body.Get("tools"))
 	if !ok {
-		return nil, unlike(badTools, maxListed, maxText)
+		return nil, unlike(badTools, maxListed, MaxText)
 	}
 	var tools []string
 	for _, tool := range list {
@@ -331,13 +345,13 @@ func toolFields(tools []string, choice string) []jsonbody.Field {
 
 // sglangResponses turns a /v1/responses request into the chat that SGLang makes of
 // it, as far as it is text and stands in the request. The error is an errUnlike.
-func sglangResponses(body *jsonbody.Body, system systemRule) (*jsonbody.Body, error) {
+func sglangResponses(body *jsonbody.Body, system SystemRule) (*jsonbody.Body, error) {
 	instructions, input := body.Get("instructions"), body.Get("input")
 	switch {
 	case body.Get("previous_response_id").Type != gjson.Null:
-		return nil, unlike("the request goes on from an earlier response")
+		return nil, unlike("the request continues an earlier response")
 	case body.LoneSurrogate, !isText(instructions):
-		return nil, unlike("half of a surrogate pair, or instructions that are no text")
+		return nil, unlike("an unpaired surrogate, or instructions that are not text")
 	}
 	var turns []turn
 	if instructions.Str != "" {
@@ -375,7 +389,7 @@ func sglangResponses(body *jsonbody.Body, system systemRule) (*jsonbody.Body, er
 	if kwargs := body.Get("chat_template_kwargs"); kwargs.Type != gjson.Null {
 		more = append(more, jsonbody.Field{Key: "chat_template_kwargs", Raw: kwargs.Raw})
 	}
-	return chatOf(turns, append(more, modelOf(body)...))
+	return chatOf(turns, append(more, ModelField(body)...))
 }
 
 // responseItem reads one item of a response's input.
@@ -397,7 +411,7 @@ func responseItem(item gjson.Result) (t turn, err error) {
 	}
 	switch content, role := field("content"), field("role").Str; {
 	case !item.IsObject():
-		return t, unlike("an input item that is no object")
+		return t, unlike("an input item that is not an object")
 	case kind.Str == "function_call":
 		id := field("call_id")
 		if id.Str == "" {
@@ -412,7 +426,7 @@ func responseItem(item gjson.Result) (t turn, err error) {
 			raw = arguments.Raw
 		} else if text := arguments.Str; json.Valid([]byte(text)) && gjson.Parse(text).IsObject() {
 			if jsonbody.HasLoneSurrogate([]byte(text)) {
-				return t, unlike("half of a surrogate pair")
+				return t, unlike("an unpaired surrogate")
 			}
 			raw = gjson.Parse(text).Raw
 		}
@@ -489,7 +503,7 @@ func joinRun(run []turn) turn {
 }
 
 // responseSystem brings system messages to the front where SGLang does.
-func responseSystem(turns []turn, rule systemRule) ([]turn, error) {
+func responseSystem(turns []turn, rule SystemRule) ([]turn, error) {
 	late := -1
 	for i := range turns {
 		if turns[i].role == "system" {
@@ -499,7 +513,7 @@ func responseSystem(turns []turn, rule systemRule) ([]turn, error) {
 	switch {
 	case late < 0 || rule == systemInline || late == 0 && !turns[0].list:
 		return turns, nil
-	case rule == systemUnknown:
+	case rule == SystemUnknown:
 		return nil, unlike("a system message among the others")
 	}
 	var front []string
@@ -524,7 +538,7 @@ func responseSystem(turns []turn, rule systemRule) ([]turn, error) {
 func responseTools(body *jsonbody.Body) ([]jsonbody.Field, error) {
 	list, ok := toolList(body.Get("tools"))
 	if !ok {
-		return nil, unlike(badTools, maxListed, maxText)
+		return nil, unlike(badTools, maxListed, MaxText)
 	}
 	var tools []string
 	for _, tool := range list {

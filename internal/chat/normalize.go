@@ -1,9 +1,11 @@
-package tokens
+// Package chat renders chat requests to prompt text with a model's chat template, by the rules of vLLM or SGLang.
+package chat
 
 import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"iter"
 	"slices"
 	"strconv"
 	"strings"
@@ -14,32 +16,52 @@ import (
 	"kvrouter/internal/jsonbody"
 )
 
-// errNotRenderable marks a request whose prompt only an engine can compute:
-// it carries images or other media, or a form that vLLM refuses or treats in a
-// way that this program does not know. The text around it says which.
-var errNotRenderable = errors.New("not renderable by the router")
+// ErrNotRenderable marks a request whose prompt only an engine can compute: it
+// carries images or other media, or a form that the engine refuses or that this
+// package does not implement. The wrapping error names the reason.
+var ErrNotRenderable = errors.New("the router cannot render the prompt")
 
-func notRenderable(format string, args ...any) error {
-	return fmt.Errorf("%w: %s", errNotRenderable, fmt.Sprintf(format, args...))
+// NotRenderable returns an ErrNotRenderable with a reason.
+func NotRenderable(format string, args ...any) error {
+	return fmt.Errorf("%w: %s", ErrNotRenderable, fmt.Sprintf(format, args...))
 }
 
-// chatRequest is what of a chat request decides its prompt, as vLLM 0.32 reads
-// it (ChatCompletionRequest and TokenizeChatRequest).
-type chatRequest struct {
-	messages         []chatMessage
-	tools            json.RawMessage  // what the template sees; nil without tools
+// Request holds the fields of a chat request that determine its prompt, as vLLM
+// 0.32 reads them (ChatCompletionRequest and TokenizeChatRequest).
+type Request struct {
+	AddSpecial     bool         // add_special_tokens
+	Truncate       gjson.Result // truncate_prompt_tokens
+	WantsTokenStrs bool         // return_token_strs of /tokenize
+
+	messages         []message
+	tools            json.RawMessage  // as the template sees them; nil without tools
 	vars             []jsonbody.Field // further variables of the template
 	addGeneration    bool
 	continueFinal    bool
-	addSpecial       bool
-	truncate         gjson.Result // truncate_prompt_tokens
-	wantsTokenStrs   bool         // return_token_strs of /tokenize
-	hasForeignTokens bool         // prompt tokens come with the request itself
+	hasForeignTokens bool // the request itself carries its prompt tokens
 }
 
-// chatMessage is one message after the request's own checks and before the
+// Texts yields the texts that every rendered prompt contains. Templates may drop
+// earlier assistant messages, so those are excluded.
+func (r *Request) Texts() iter.Seq[string] {
+	return func(yield func(string) bool) {
+		for i := range r.messages {
+			m := &r.messages[i]
+			if m.role == "assistant" {
+				continue
+			}
+			for j := range m.parts {
+				if !yield(m.parts[j].text) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// message is one message after the request's own checks and before the
 // template's content format is applied.
-type chatMessage struct {
+type message struct {
 	role  string
 	parts []contentPart
 	plain bool             // the content is one text for every template
@@ -56,13 +78,18 @@ type contentPart struct {
 	extra     []jsonbody.Field // fields that vLLM hands on to the template
 }
 
-// requestKind is the API whose rules a chat body follows.
-type requestKind int
+// Kind is the API whose rules a chat body follows.
+type Kind int
 
+// The kinds.
 const (
-	chatCompletion requestKind = iota
-	chatTokenize
+	Completion Kind = iota // /v1/chat/completions
+	Tokenize               // /tokenize
 )
+
+// MaxText is the longest text that is tokenized, in bytes: a million tokens take about
+// 4 MB.
+const MaxText = 6 << 20
 
 // Limits that keep one request's parsing bounded; vLLM has none.
 const (
@@ -89,26 +116,26 @@ var reservedKwargs = []string{"chat_template", "conversation", "max_length", "me
 // jinjaGlobals are names that templates never take from the request.
 var jinjaGlobals = []string{"cycler", "dict", "joiner", "lipsum", "namespace", "range"}
 
-// parseChat reads a chat request as vLLM does. Whatever vLLM would refuse or
-// treat otherwise is errNotRenderable: the engine then has the word.
-func parseChat(body []byte, kind requestKind, options ChatOptions) (*chatRequest, error) {
+// ParseBody parses a JSON object. The error is an ErrNotRenderable.
+func ParseBody(body []byte) (*jsonbody.Body, error) {
 	parsed, ok := jsonbody.Parse(body)
 	if !ok {
-		return nil, notRenderable("the body is not a JSON object")
+		return nil, NotRenderable("the body is not a JSON object")
 	}
-	return parseChatBody(parsed, kind, options)
+	return parsed, nil
 }
 
-// parseChatBody is parseChat for a body that has been taken apart. It is long
-// because it has one case for each field that shapes a prompt.
-func parseChatBody(body *jsonbody.Body, kind requestKind, options ChatOptions) (*chatRequest, error) {
+// Parse reads a chat request as vLLM does. Whatever vLLM would refuse or this
+// package does not implement is an ErrNotRenderable. The function has one case for
+// each field that shapes a prompt.
+func Parse(body *jsonbody.Body, kind Kind, options Options) (*Request, error) {
 	if !utf8.Valid(body.Raw) {
-		return nil, notRenderable("the body is not UTF-8")
+		return nil, NotRenderable("the body is not UTF-8")
 	}
 	if body.LoneSurrogate {
-		return nil, notRenderable("the body has half of a surrogate pair")
+		return nil, NotRenderable("the body has an unpaired surrogate")
 	}
-	req := &chatRequest{addGeneration: true}
+	req := &Request{addGeneration: true}
 	var (
 		tools, kwargs, documents, effort, choice gjson.Result
 		generationGiven                          bool
@@ -125,25 +152,25 @@ func parseChatBody(body *jsonbody.Body, kind requestKind, options ChatOptions) (
 			kwargs = v
 		case "chat_template":
 			if v.Type != gjson.Null {
-				err = notRenderable("the request brings its own chat_template")
+				err = NotRenderable("the request has its own chat_template")
 			}
 		case "add_generation_prompt":
 			generationGiven = true
-			err = readBool(v, f.Key, &req.addGeneration)
+			err = ReadBool(v, f.Key, &req.addGeneration)
 		case "continue_final_message":
-			err = readBool(v, f.Key, &req.continueFinal)
+			err = ReadBool(v, f.Key, &req.continueFinal)
 		case "add_special_tokens":
-			err = readBool(v, f.Key, &req.addSpecial)
+			err = ReadBool(v, f.Key, &req.AddSpecial)
 		case "return_token_strs":
 			if v.Type != gjson.Null {
-				err = readBool(v, f.Key, &req.wantsTokenStrs)
+				err = ReadBool(v, f.Key, &req.WantsTokenStrs)
 			}
 		case "documents":
 			documents = v
 		case "reasoning_effort":
 			effort = v
 		case "truncate_prompt_tokens":
-			req.truncate = v
+			req.Truncate = v
 		case "kv_transfer_params":
 			if v.Get("prompt_token_ids").Exists() && v.Get("prompt_token_ids").Type != gjson.Null {
 				req.hasForeignTokens = true
@@ -153,15 +180,15 @@ func parseChatBody(body *jsonbody.Body, kind requestKind, options ChatOptions) (
 			return nil, err
 		}
 	}
-	if kind == chatTokenize { // fields that this API does not have
+	if kind == Tokenize { // fields that this API does not have
 		documents, effort, choice = gjson.Result{}, gjson.Result{}, gjson.Result{}
-		req.truncate, req.hasForeignTokens = gjson.Result{}, false
+		req.Truncate, req.hasForeignTokens = gjson.Result{}, false
 	}
 	switch {
 	case req.hasForeignTokens:
-		return nil, notRenderable("the request brings its own prompt tokens")
+		return nil, NotRenderable("the request has its own prompt tokens")
 	case req.continueFinal && (req.addGeneration || !generationGiven):
-		return nil, notRenderable("continue_final_message needs add_generation_prompt false")
+		return nil, NotRenderable("continue_final_message needs add_generation_prompt false")
 	}
 
 	var err error
@@ -187,15 +214,15 @@ func parseChatBody(body *jsonbody.Body, kind requestKind, options ChatOptions) (
 // setVariables merges what reaches the template beside messages: the server's
 // defaults, under the request's chat_template_kwargs, under its own fields.
 // Values null and "auto" never override.
-func (r *chatRequest) setVariables(kwargs, documents, effort gjson.Result, options ChatOptions) error {
+func (r *Request) setVariables(kwargs, documents, effort gjson.Result, options Options) error {
 	r.vars = slices.Clone(options.DefaultKwargs)
 	if kwargs.Exists() && kwargs.Type != gjson.Null {
 		if !kwargs.IsObject() {
-			return notRenderable("chat_template_kwargs is not an object")
+			return NotRenderable("chat_template_kwargs is not an object")
 		}
 		given := jsonbody.Members(kwargs)
 		if len(given) > maxKwargs {
-			return notRenderable("%d chat_template_kwargs", len(given))
+			return NotRenderable("%d chat_template_kwargs", len(given))
 		}
 		for _, f := range given {
 			switch {
@@ -204,12 +231,12 @@ func (r *chatRequest) setVariables(kwargs, documents, effort gjson.Result, optio
 			case f.Value.Type == gjson.String && f.Value.Str == "auto":
 				continue
 			case slices.Contains(reservedKwargs, f.Key):
-				return notRenderable("chat_template_kwargs carries %q", f.Key)
+				return NotRenderable("chat_template_kwargs carries %q", f.Key)
 			case f.Key == "add_generation_prompt" || f.Key == "continue_final_message":
 				continue // the request's own fields always win
 			case f.Key == "tools":
 				if !areObjects(f.Value) {
-					return notRenderable("chat_template_kwargs.tools is not a list of objects")
+					return NotRenderable("chat_template_kwargs.tools is not a list of objects")
 				}
 				r.tools = json.RawMessage(f.Value.Raw)
 			case slices.Contains(jinjaGlobals, f.Key):
@@ -228,14 +255,14 @@ func (r *chatRequest) setVariables(kwargs, documents, effort gjson.Result, optio
 	for _, f := range r.vars {
 		if f.Key == "documents" {
 			if !areObjects(gjson.Parse(f.Raw)) {
-				return notRenderable("documents is not a list of objects")
+				return NotRenderable("documents is not a list of objects")
 			}
 		}
 	}
 	if effort.Exists() && effort.Type != gjson.Null {
 		levels := []string{"none", "minimal", "low", "medium", "high", "xhigh", "max"}
 		if effort.Type != gjson.String || !slices.Contains(levels, effort.Str) {
-			return notRenderable("reasoning_effort %s is unknown", effort.Raw)
+			return NotRenderable("reasoning_effort %s is unknown", effort.Raw)
 		}
 		r.setVar("reasoning_effort", effort.Raw)
 		if !kwargs.Get("enable_thinking").Exists() {
@@ -245,7 +272,7 @@ func (r *chatRequest) setVariables(kwargs, documents, effort gjson.Result, optio
 	return nil
 }
 
-func (r *chatRequest) setVar(key, raw string) {
+func (r *Request) setVar(key, raw string) {
 	for i := range r.vars {
 		if r.vars[i].Key == key {
 			r.vars[i].Raw = raw
@@ -259,16 +286,16 @@ func (r *chatRequest) setVar(key, raw string) {
 // objects whose values are strings.
 func checkDocuments(documents gjson.Result) error {
 	if !documents.IsArray() {
-		return notRenderable("documents is not a list")
+		return NotRenderable("documents is not a list")
 	}
 	var err error
 	jsonbody.EachElement(documents.Raw, func(d gjson.Result) bool {
 		if !d.IsObject() {
-			err = notRenderable("a document is not an object")
+			err = NotRenderable("a document is not an object")
 		}
 		for _, f := range jsonbody.Members(d) {
 			if f.Value.Type != gjson.String {
-				err = notRenderable("a document's %q is not a string", f.Key)
+				err = NotRenderable("a document's %q is not a string", f.Key)
 			}
 		}
 		return err == nil
@@ -276,7 +303,7 @@ func checkDocuments(documents gjson.Result) error {
 	return err
 }
 
-// areObjects tells whether a value is a list of objects.
+// areObjects reports whether a value is a list of objects.
 func areObjects(list gjson.Result) bool {
 	objects := list.IsArray()
 	if objects {
@@ -289,15 +316,15 @@ func areObjects(list gjson.Result) bool {
 }
 
 // parseMessages reads the messages by the rules of vLLM's parse_chat_messages.
-func parseMessages(body *jsonbody.Body, kind requestKind) ([]chatMessage, error) {
+func parseMessages(body *jsonbody.Body, kind Kind) ([]message, error) {
 	if !body.Get("messages").IsArray() {
-		return nil, notRenderable("messages is not a list")
+		return nil, NotRenderable("messages is not a list")
 	}
 	list := body.Messages()
 	if len(list) == 0 || len(list) > maxMessages {
-		return nil, notRenderable("%d messages", len(list))
+		return nil, NotRenderable("%d messages", len(list))
 	}
-	out := make([]chatMessage, 0, len(list))
+	out := make([]message, 0, len(list))
 	for i, m := range list {
 		parsed, err := parseMessage(m, kind)
 		if err != nil {
@@ -308,15 +335,15 @@ func parseMessages(body *jsonbody.Body, kind requestKind) ([]chatMessage, error)
 	return out, nil
 }
 
-func parseMessage(m jsonbody.MessageView, kind requestKind) (chatMessage, error) {
-	var msg chatMessage
+func parseMessage(m jsonbody.MessageView, kind Kind) (message, error) {
+	var msg message
 	if !m.Value.IsObject() {
-		return msg, notRenderable("not an object")
+		return msg, NotRenderable("not an object")
 	}
 	field := func(key string) gjson.Result { return jsonbody.FieldOf(m.Fields, key) }
 	role := field("role")
 	if role.Type != gjson.String {
-		return msg, notRenderable("the role is not a string")
+		return msg, NotRenderable("the role is not a string")
 	}
 	msg.role = role.Str
 
@@ -336,19 +363,19 @@ func parseMessage(m jsonbody.MessageView, kind requestKind) (chatMessage, error)
 			}
 		}
 		reasoning := field("reasoning")
-		if old := field("reasoning_content"); kind == chatCompletion && reasoning.Type == gjson.Null && old.Type != gjson.Null {
+		if old := field("reasoning_content"); kind == Completion && reasoning.Type == gjson.Null && old.Type != gjson.Null {
 			reasoning = old
 		}
 		if reasoning.Type != gjson.Null {
 			if reasoning.Type != gjson.String {
-				return msg, notRenderable("reasoning is not a string")
+				return msg, NotRenderable("reasoning is not a string")
 			}
 			msg.rest = append(msg.rest, jsonbody.Field{Key: "reasoning", Raw: reasoning.Raw}, jsonbody.Field{Key: "reasoning_content", Raw: reasoning.Raw})
 		}
 	case "tool":
 		if id := field("tool_call_id"); id.Exists() {
 			if id.Type != gjson.String && id.Type != gjson.Null {
-				return msg, notRenderable("tool_call_id is not a string")
+				return msg, NotRenderable("tool_call_id is not a string")
 			}
 			msg.rest = append(msg.rest, jsonbody.Field{Key: "tool_call_id", Raw: id.Raw})
 		}
@@ -356,7 +383,7 @@ func parseMessage(m jsonbody.MessageView, kind requestKind) (chatMessage, error)
 	for _, key := range []string{"name", "task"} {
 		if v := field(key); v.Exists() {
 			if v.Type != gjson.String {
-				return msg, notRenderable("%s is not a string", key)
+				return msg, NotRenderable("%s is not a string", key)
 			}
 			msg.rest = append(msg.rest, jsonbody.Field{Key: key, Raw: v.Raw})
 		}
@@ -376,7 +403,7 @@ func parseContent(role string, content gjson.Result) ([]contentPart, error) {
 		return nil, nil
 	case content.Type == gjson.Null:
 		if role != "assistant" && role != "function" {
-			return nil, notRenderable("the content of role %q is null", role)
+			return nil, NotRenderable("the content of role %q is null", role)
 		}
 		return nil, nil
 	case content.Type == gjson.String:
@@ -395,7 +422,7 @@ func parseContent(role string, content gjson.Result) ([]contentPart, error) {
 			return nil, err
 		}
 	default:
-		return nil, notRenderable("the content is neither text nor a list")
+		return nil, NotRenderable("the content is neither text nor a list")
 	}
 	if role == "system" {
 		parts = dropBillingHeader(parts)
@@ -405,12 +432,12 @@ func parseContent(role string, content gjson.Result) ([]contentPart, error) {
 
 func parsePart(role string, p gjson.Result) (part contentPart, keep bool, err error) {
 	if !p.IsObject() {
-		return part, false, notRenderable("a content part is not an object")
+		return part, false, NotRenderable("a content part is not an object")
 	}
 	fields := jsonbody.Members(p)
 	for _, f := range fields {
 		if slices.Contains(mediaKeys, f.Key) {
-			return part, false, notRenderable("a content part carries %q", f.Key)
+			return part, false, NotRenderable("a content part carries %q", f.Key)
 		}
 	}
 	kind := jsonbody.FieldOf(fields, "type").Str
@@ -429,10 +456,10 @@ func parsePart(role string, p gjson.Result) (part contentPart, keep bool, err er
 		text = jsonbody.FieldOf(fields, "name")
 		part.reference = true
 	default:
-		return part, false, notRenderable("a content part of type %q for role %q", kind, role)
+		return part, false, NotRenderable("a content part of type %q for role %q", kind, role)
 	}
 	if text.Type != gjson.String {
-		return part, false, notRenderable("a content part without its %s", kind)
+		return part, false, NotRenderable("a content part without its %s", kind)
 	}
 	part.text, part.raw = text.Str, text.Raw
 	for _, f := range fields {
@@ -460,10 +487,11 @@ func dropBillingHeader(parts []contentPart) []contentPart {
 	return out
 }
 
-// readBool reads the value of the field name, which must be true or false.
-func readBool(v gjson.Result, name string, into *bool) error {
+// ReadBool stores the value of the named field, which must be true or false; any
+// other value is an ErrNotRenderable.
+func ReadBool(v gjson.Result, name string, into *bool) error {
 	if v.Type != gjson.True && v.Type != gjson.False {
-		return notRenderable("%s is not true or false", name)
+		return NotRenderable("%s is not true or false", name)
 	}
 	*into = v.Type == gjson.True
 	return nil

@@ -1,4 +1,4 @@
-package tokens
+package chat
 
 import (
 	"slices"
@@ -11,8 +11,8 @@ import (
 // fitTemplate applies what depends on the template: the role developer becomes
 // system where the template does not know it, and then all system messages
 // become one at the front.
-func (r *chatRequest) fitTemplate(t *chatTemplate) error {
-	isDeveloper := func(m chatMessage) bool { return m.role == "developer" }
+func (r *Request) fitTemplate(t *jinja) error {
+	isDeveloper := func(m message) bool { return m.role == "developer" }
 	if !slices.ContainsFunc(r.messages, isDeveloper) {
 		return nil
 	}
@@ -22,14 +22,14 @@ func (r *chatRequest) fitTemplate(t *chatTemplate) error {
 				continue
 			}
 			if r.messages[i].tools != nil {
-				return notRenderable("a developer message with tools")
+				return NotRenderable("a developer message with tools")
 			}
 			r.messages[i].rest = append(r.messages[i].rest, jsonbody.Field{Key: "tools", Raw: "null"})
 		}
 		return nil
 	}
 	var systems []string
-	var others []chatMessage
+	var others []message
 	merge := false
 	for i := range r.messages {
 		if isDeveloper(r.messages[i]) {
@@ -46,15 +46,15 @@ func (r *chatRequest) fitTemplate(t *chatTemplate) error {
 		}
 	}
 	if merge {
-		system := chatMessage{role: "system", plain: true, parts: []contentPart{{text: strings.Join(systems, "\n\n")}}}
-		r.messages = append([]chatMessage{system}, others...)
+		system := message{role: "system", plain: true, parts: []contentPart{{text: strings.Join(systems, "\n\n")}}}
+		r.messages = append([]message{system}, others...)
 	}
 	return nil
 }
 
 // joined is the content as one string. With parts, empty texts count as lines;
 // without, vLLM drops them before it joins.
-func (m chatMessage) joined(parts bool) string {
+func (m message) joined(parts bool) string {
 	var texts []string
 	for _, p := range m.parts {
 		if parts && p.reference || !parts && p.text == "" {
@@ -71,7 +71,7 @@ const continueTag = "CONTINUE_FINAL_MESSAGE_TAG "
 
 // appendContext appends the template's variables as a JSON object, and returns
 // the text of the final message if the model is to continue it.
-func (r *chatRequest) appendContext(out []byte, t *chatTemplate, special []jsonbody.Field) (context []byte, final string, err error) {
+func (r *Request) appendContext(out []byte, t *jinja, special []jsonbody.Field) (context []byte, final string, err error) {
 	size := 256
 	for _, m := range r.messages {
 		for _, p := range m.parts {
@@ -122,7 +122,7 @@ func appendContextEnd[T ~string | ~[]byte](out []byte, tools T, vars []jsonbody.
 
 // appendTo writes the message in the template's content format. With tagged its
 // last text carries continueTag, and the answer holds that text without it.
-func (m chatMessage) appendTo(out []byte, wantsParts, tagged bool) ([]byte, string, error) {
+func (m message) appendTo(out []byte, wantsParts, tagged bool) ([]byte, string, error) {
 	out = append(out, `{"role":`...)
 	out = jsonbody.AppendString(out, m.role)
 	out = append(out, `,"content":`...)
@@ -146,7 +146,7 @@ func (m chatMessage) appendTo(out []byte, wantsParts, tagged bool) ([]byte, stri
 			}
 		}
 		if tagged && last < 0 {
-			return nil, "", notRenderable("the final message has no text to continue")
+			return nil, "", NotRenderable("the final message has no text to continue")
 		}
 		out = append(out, '[')
 		for i, p := range m.parts {
@@ -184,7 +184,7 @@ func cutContinued(rendered, final string) (string, error) {
 	tag := strings.TrimSpace(continueTag)
 	at := strings.LastIndex(rendered, tag)
 	if at < 0 || !strings.Contains(rendered, strings.TrimFunc(final, jsonbody.IsPythonSpace)) {
-		return "", notRenderable("the template does not show the final message")
+		return "", NotRenderable("the rendered text does not contain the final message")
 	}
 	if strings.HasPrefix(rendered[at:], continueTag) {
 		return rendered[:at], nil

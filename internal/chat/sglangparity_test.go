@@ -1,4 +1,4 @@
-package tokens
+package chat
 
 import (
 	"math/rand/v2"
@@ -42,27 +42,27 @@ func TestSGLangParity(t *testing.T) {
 }
 
 func compareSGLang(t *testing.T, folder string, chats []testkit.ParityChat, want []golden) {
-	files, err := readModelFiles(folder)
+	files, err := ReadFiles(folder)
 	if err != nil {
 		t.Fatal(err)
 	}
-	m := &Model{files: files}
-	if m.plain, m.noTemplate = m.compile(false); m.plain == nil {
-		t.Fatal(m.noTemplate)
+	r := NewRenderer(files, Options{})
+	defer r.Close()
+	if r.plain == nil {
+		t.Fatal(r.noTemplate)
 	}
-	defer m.plain.Close()
 	equal, refused, named := 0, 0, len(testkit.SGLangChats())
 	for i, reference := range want {
 		c := chats[i]
 		if reference.Name != c.Name {
 			t.Fatalf("reference text %d is of %q, not %q: run with -update-golden", i, reference.Name, c.Name)
 		}
-		got, err := renderSGLangParity(m, c)
+		got, err := renderSGLangParity(r, c)
 		switch {
 		case reference.Error != "":
 		case err != nil:
 			refused++
-			if i < named && !leftToSGLang[c.Name] {
+			if i < named && !testkit.LeftToSGLang(c.Name) {
 				t.Errorf("%s: refused here: %v", c.Name, err)
 			}
 		case got != datesOf(reference.Text, time.Now()):
@@ -74,34 +74,24 @@ func compareSGLang(t *testing.T, folder string, chats []testkit.ParityChat, want
 	t.Logf("%d texts equal, %d left to the engine, of %d", equal, refused, len(want))
 }
 
-// leftToSGLang are the requests that only the engine renders.
-var leftToSGLang = map[string]bool{
-	"chat: types of a database": true, "chat: low effort": true, "chat: effort in numbers": true, "chat: phase and prefix": true,
-	"responses: developer": true,
-}
-
 // renderSGLangParity returns the text of a request, and behind a \x02 what is encoded
 // apart.
-func renderSGLangParity(m *Model, c testkit.ParityChat) (string, error) {
+func renderSGLangParity(r *Renderer, c testkit.ParityChat) (string, error) {
 	body, ok := jsonbody.Parse([]byte(c.Body))
 	if !ok {
 		return "", errUnlike
 	}
-	var err error
-	switch c.Kind {
-	case "messages":
-		body, err = sglangMessages(body, m.systemRule())
-	case "responses":
-		body, err = sglangResponses(body, m.systemRule())
+	if c.Kind == "messages" || c.Kind == "responses" {
+		var err error
+		if body, err = FromOther("/v1/"+c.Kind, body, r.SystemRule()); err != nil {
+			return "", err
+		}
 	}
+	chat, err := r.ParseSGLang(body)
 	if err != nil {
 		return "", err
 	}
-	chat, err := parseSGLangChat(body, nil)
-	if err != nil {
-		return "", err
-	}
-	rendered, prefill, err := m.renderSGLang(chat)
+	rendered, prefill, err := r.RenderSGLang(chat)
 	text, err := takeText(rendered, err)
 	if prefill != "" {
 		text += "\x02" + prefill

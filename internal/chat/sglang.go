@@ -1,4 +1,4 @@
-package tokens
+package chat
 
 import (
 	"fmt"
@@ -14,15 +14,15 @@ import (
 	"kvrouter/internal/jsonbody"
 )
 
-// sglangChat is what of a chat request decides its prompt, as SGLang 0.5.23 reads
-// it (ChatCompletionRequest). What it refuses or renders in ways that are not known
-// here is errNotRenderable: its /tokenize then has the word.
-type sglangChat struct {
+// SGLangRequest holds the fields of a chat request that determine its prompt, as
+// SGLang 0.5.23 reads them (ChatCompletionRequest).
+type SGLangRequest struct {
 	messages []sglangMessage
 	tools    string           // JSON list that the template sees; empty: none
 	vars     []jsonbody.Field // further variables of the template
 	prefill  bool             // continue_final_message
-	ids      gjson.Result     // input_ids, which stand for the rendered prompt
+	// IDs is input_ids: tokens that replace the rendered prompt.
+	IDs gjson.Result
 }
 
 // sglangMessage is one message after the request's own checks.
@@ -50,32 +50,32 @@ var (
 	sglangCalls = append([]string{"tools", "add_generation_prompt", "continue_final_message"}, reservedKwargs...)
 )
 
-// parseSGLangChat reads a chat request as SGLang does. defaults are the members of
+// parseSGLang reads a chat request as SGLang does. defaults are the members of
 // the server's --default-chat-template-kwargs.
-func parseSGLangChat(body *jsonbody.Body, defaults []jsonbody.Field) (*sglangChat, error) {
+func parseSGLang(body *jsonbody.Body, defaults []jsonbody.Field) (*SGLangRequest, error) {
 	if !utf8.Valid(body.Raw) {
-		return nil, notRenderable("the body is not UTF-8")
+		return nil, NotRenderable("the body is not UTF-8")
 	}
 	if body.LoneSurrogate {
-		return nil, notRenderable("the body has half of a surrogate pair")
+		return nil, NotRenderable("the body has an unpaired surrogate")
 	}
 	for _, key := range []string{"thinking", "task", "chat_template"} {
 		if body.Get(key).Type != gjson.Null {
-			return nil, notRenderable("the request carries %q", key)
+			return nil, NotRenderable("the request carries %q", key)
 		}
 	}
-	chat := &sglangChat{ids: body.Get("input_ids")}
+	chat := &SGLangRequest{IDs: body.Get("input_ids")}
 	if v := body.Get("continue_final_message"); v.Exists() {
-		if err := readBool(v, "continue_final_message", &chat.prefill); err != nil {
+		if err := ReadBool(v, "continue_final_message", &chat.prefill); err != nil {
 			return nil, err
 		}
 	}
 	if !body.Get("messages").IsArray() {
-		return nil, notRenderable("messages is not a list")
+		return nil, NotRenderable("messages is not a list")
 	}
 	list := body.Messages()
 	if len(list) == 0 || len(list) > maxMessages {
-		return nil, notRenderable("%d messages", len(list))
+		return nil, NotRenderable("%d messages", len(list))
 	}
 	chat.messages = make([]sglangMessage, 0, len(list))
 	for i, m := range list {
@@ -94,7 +94,7 @@ func parseSGLangChat(body *jsonbody.Body, defaults []jsonbody.Field) (*sglangCha
 
 func parseSGLangMessage(m jsonbody.MessageView) (msg sglangMessage, err error) {
 	if !m.Value.IsObject() {
-		return msg, notRenderable("not an object")
+		return msg, NotRenderable("not an object")
 	}
 	field := func(key string) gjson.Result { return jsonbody.FieldOf(m.Fields, key) }
 	role, content := field("role"), field("content")
@@ -103,7 +103,7 @@ func parseSGLangMessage(m jsonbody.MessageView) (msg sglangMessage, err error) {
 		msg.role = strings.ToLower(msg.role)
 	}
 	if role.Type != gjson.String || msg.role != "user" && !slices.Contains(sglangRoles, msg.role) {
-		return msg, notRenderable("the role %.40s is unknown", role.Raw)
+		return msg, NotRenderable("the role %.40s is unknown", role.Raw)
 	}
 	switch {
 	case content.Type == gjson.String:
@@ -118,7 +118,7 @@ func parseSGLangMessage(m jsonbody.MessageView) (msg sglangMessage, err error) {
 			return msg, err
 		}
 	case content.Type != gjson.Null || msg.role == "user":
-		return msg, notRenderable("the content is neither text nor a list")
+		return msg, NotRenderable("the content is neither text nor a list")
 	}
 	if msg.role == "user" {
 		return msg, nil // of whom no other field is kept
@@ -128,12 +128,12 @@ func parseSGLangMessage(m jsonbody.MessageView) (msg sglangMessage, err error) {
 		case v.Type == gjson.String:
 			msg.rest = append(msg.rest, jsonbody.Field{Key: key, Raw: v.Raw})
 		case v.Type != gjson.Null:
-			return msg, notRenderable("%s is not a string", key)
+			return msg, NotRenderable("%s is not a string", key)
 		}
 	}
 	for _, key := range []string{"tools", "prefix"} {
 		if field(key).Type != gjson.Null {
-			return msg, notRenderable("a message carries %q", key)
+			return msg, NotRenderable("a message carries %q", key)
 		}
 	}
 	if calls := field("tool_calls"); calls.Type != gjson.Null {
@@ -164,20 +164,20 @@ func (m *sglangMessage) addPart(p gjson.Result) error {
 		m.parts = append(m.parts, sglangPart{raw: `{"type":"tool_reference","name":` + name.Raw + `}`, tool: true})
 		return nil
 	}
-	return notRenderable("a content part of type %.40q for role %q", kind, m.role)
+	return NotRenderable("a content part of type %.40q for role %q", kind, m.role)
 }
 
 // setVars collects the template's further variables: the request's own reasoning
 // fields, and over them its chat_template_kwargs, which the server's defaults
 // complete.
-func (c *sglangChat) setVars(body *jsonbody.Body, defaults []jsonbody.Field) error {
+func (c *SGLangRequest) setVars(body *jsonbody.Body, defaults []jsonbody.Field) error {
 	kwargs := body.Get("chat_template_kwargs")
 	if kwargs.Type != gjson.Null && !kwargs.IsObject() {
-		return notRenderable("chat_template_kwargs is not an object")
+		return NotRenderable("chat_template_kwargs is not an object")
 	}
 	given := jsonbody.Members(kwargs)
 	if len(given) > maxKwargs {
-		return notRenderable("%d chat_template_kwargs", len(given))
+		return NotRenderable("%d chat_template_kwargs", len(given))
 	}
 	var vars []jsonbody.Field
 	add := func(key, raw string) {
@@ -203,16 +203,16 @@ func (c *sglangChat) setVars(body *jsonbody.Body, defaults []jsonbody.Field) err
 	for i, f := range vars {
 		switch {
 		case slices.Contains(sglangCalls, f.Key), slices.Contains(jinjaGlobals, f.Key):
-			return notRenderable("chat_template_kwargs carries %q", f.Key)
+			return NotRenderable("chat_template_kwargs carries %q", f.Key)
 		case f.Key == "documents" && !areObjects(gjson.Parse(f.Raw)):
-			return notRenderable("documents is not a list of objects")
+			return NotRenderable("documents is not a list of objects")
 		case f.Key == "reasoning_effort":
 			v := gjson.Parse(f.Raw)
 			if v.Type == gjson.Null {
-				return notRenderable("reasoning_effort is null in chat_template_kwargs")
+				return NotRenderable("reasoning_effort is null in chat_template_kwargs")
 			}
 			if v.Type != gjson.String || !slices.Contains(sglangEfforts, v.Str) {
-				return notRenderable("reasoning_effort %.40s", f.Raw)
+				return NotRenderable("reasoning_effort %.40s", f.Raw)
 			}
 			effort = vars[i].Raw
 		}
@@ -238,7 +238,7 @@ func sglangEffort(body *jsonbody.Body) (effort string, thinks bool, err error) {
 				thinks = true
 			case (f.Key == "enabled" || f.Key == "enable") && f.Value.Type == gjson.False, f.Key == "summary":
 			default:
-				return "", false, notRenderable("reasoning carries %.40q", f.Key)
+				return "", false, NotRenderable("reasoning carries %.40q", f.Key)
 			}
 		}
 	}
@@ -246,14 +246,14 @@ func sglangEffort(body *jsonbody.Body) (effort string, thinks bool, err error) {
 		return "", thinks, nil
 	}
 	if v.Type != gjson.String || !slices.Contains(sglangEfforts, v.Str) {
-		return "", false, notRenderable("reasoning_effort %.40s", v.Raw)
+		return "", false, NotRenderable("reasoning_effort %.40s", v.Raw)
 	}
 	return string(jsonbody.AppendString(nil, v.Str)), thinks, nil
 }
 
-// texts are the texts that a rendered prompt is sure to have; what assistants have
-// said before, templates may leave out.
-func (c *sglangChat) texts() iter.Seq[string] {
+// Texts yields the texts that every rendered prompt contains. Templates may drop
+// earlier assistant messages, so those are excluded.
+func (c *SGLangRequest) Texts() iter.Seq[string] {
 	return func(yield func(string) bool) {
 		for i := range c.messages {
 			m := &c.messages[i]
@@ -275,7 +275,7 @@ func (c *sglangChat) texts() iter.Seq[string] {
 // settle brings the messages into the form that the template sees, and returns the
 // text of the final one if the model is to continue it. A final answer that it is
 // not to continue becomes the user's.
-func (c *sglangChat) settle(wantsParts bool) (prefill string) {
+func (c *SGLangRequest) settle(wantsParts bool) (prefill string) {
 	for i := range c.messages {
 		c.messages[i].flatten(wantsParts)
 	}
@@ -307,9 +307,9 @@ func (m *sglangMessage) flatten(wantsParts bool) {
 }
 
 // appendContext appends the template's variables as a JSON object.
-func (c *sglangChat) appendContext(out []byte, special []jsonbody.Field) []byte {
+func (c *SGLangRequest) appendContext(out []byte, special []jsonbody.Field) []byte {
 	size := 256
-	for text := range c.texts() {
+	for text := range c.Texts() {
 		size += len(text) + 64
 	}
 	out = slices.Grow(out, size+size/8)
@@ -357,7 +357,7 @@ func (m *sglangMessage) appendTo(out []byte) []byte {
 // looks for it.
 var partsLoop = regexp.MustCompile(`\{%[-+]?\s*for\s+[\w,\s()]+\s+in\s+(?:message|msg|m)(?:\.content\b|\[\s*['"]content['"]\s*\])\s*(?:%\}|-%\}|\+%\}|\||\[|if\b|is\b|recursive\b)`)
 
-// sglangWantsParts tells whether SGLang hands the template content as a list of
+// sglangWantsParts reports whether SGLang hands the template content as a list of
 // parts.
 func sglangWantsParts(template string) bool {
 	for _, word := range []string{"image", "audio", "video", "vision"} {
@@ -366,110 +366,4 @@ func sglangWantsParts(template string) bool {
 		}
 	}
 	return partsLoop.MatchString(template)
-}
-
-// renderSGLang returns the text that SGLang's template makes of a chat, and the text
-// that it encodes behind it.
-func (m *Model) renderSGLang(chat *sglangChat) (text renderedChat, prefill string, err error) {
-	for _, why := range []string{m.files.cannotRender, m.options.CannotRender} {
-		if why != "" {
-			return text, "", notRenderable("%s", why)
-		}
-	}
-	if m.files.harmony {
-		return text, "", notRenderable("the engine renders gpt_oss with its own code")
-	}
-	if m.plain == nil {
-		return text, "", notRenderable("%s", m.noTemplate)
-	}
-	prefill = chat.settle(sglangWantsParts(m.plain.Text))
-	text, err = m.plain.renderBy(func(out []byte) ([]byte, error) { return chat.appendContext(out, m.files.Special), nil })
-	return text, prefill, err
-}
-
-// sglangChatTokens returns the prompt tokens of a chat request by SGLang's rules,
-// within bounds; its error may be errTooLong or errNoTurn.
-func (m *Model) sglangChatTokens(b bounds, body *jsonbody.Body) ([]uint32, error) {
-	chat, err := parseSGLangChat(body, m.options.DefaultKwargs)
-	if err != nil {
-		return nil, err
-	}
-	if chat.ids.Type != gjson.Null {
-		return readTokens(chat.ids, b.tokens)
-	}
-	if !b.fitsTexts(chat.texts()) {
-		return nil, errTooLong
-	}
-	text, prefill, err := m.renderSGLang(chat)
-	if err != nil {
-		return nil, err
-	}
-	defer text.Free()
-	tokens, err := m.encode(b, text.Text, false)
-	if err != nil || prefill == "" {
-		return tokens, err
-	}
-	more, err := m.encode(b, prefill, true)
-	if err != nil {
-		return nil, err
-	}
-	if bos := m.special("bos_token"); len(bos) == 1 && more[0] == bos[0] {
-		more = more[1:]
-	}
-	return append(slices.Clip(tokens), more...), nil
-}
-
-// special returns the tokens of a special token; none if the model has no such one.
-func (m *Model) special(name string) []uint32 {
-	for _, f := range m.files.Special {
-		if f.Key == name {
-			return m.Encode(gjson.Parse(f.Raw).Str, false)
-		}
-	}
-	return nil
-}
-
-// systemRule tells what SGLang does with system messages after others in the APIs
-// that it turns into chats: it renders one and looks whether it is shown.
-func (m *Model) systemRule() systemRule {
-	const sentinel = "late system"
-	if m.plain == nil {
-		return systemUnknown
-	}
-	text, err := m.plain.Render([]byte(`{"messages":[{"role":"system","content":"t"},{"role":"user","content":"t"},{"role":"system","content":"` + sentinel + `"},{"role":"user","content":"t"}],"add_generation_prompt":false}`))
-	if err != nil {
-		return systemInFront
-	}
-	defer text.Free()
-	if strings.Contains(text.Text, sentinel) {
-		return systemInline
-	}
-	return systemInFront
-}
-
-// sglangPromptTokens returns the tokens of each prompt in a list or value of texts
-// or token ids, by SGLang's rules: a text gets what the tokenizer puts around every
-// text.
-func (m *Model) sglangPromptTokens(b bounds, prompt gjson.Result) ([][]uint32, error) {
-	return m.severalTokens(b, prompt, func(b bounds, p gjson.Result) ([]uint32, error) {
-		return m.promptTokens(b, p, gjson.Result{}, true)
-	})
-}
-
-// sglangTokenize turns a chat request into one that SGLang's /tokenize answers with
-// the same prompt: a chat completion has no such fields as are left out.
-func sglangTokenize(body []byte) (request []byte, ok bool) {
-	parsed, ok := jsonbody.Parse(body)
-	if !ok {
-		return nil, false
-	}
-	var fields []jsonbody.Field
-	for _, f := range parsed.Top {
-		switch f.Key {
-		case "prompt", "add_generation_prompt", "add_special_tokens", "stream", "stream_options":
-			continue
-		}
-		fields = append(fields, jsonbody.Field{Key: f.Key, Raw: f.Value.Raw})
-	}
-	return jsonbody.AppendObject(nil, fields), true
 }

@@ -1,4 +1,4 @@
-package tokens
+package encode
 
 import (
 	"math/rand/v2"
@@ -12,21 +12,19 @@ import (
 	"github.com/zeebo/xxh3"
 )
 
-// DefaultTokenCache is how many tokens a model remembers by piece of text unless told
-// otherwise; each takes 4 bytes, so that a full cache has 8 MiB, the tokens of 20
-// prompts of 100,000. What is forgotten is soon encoded again.
-const DefaultTokenCache = 2 << 20
+// DefaultCache is the default size of the piece cache, tokens. Each takes 4 bytes: a full
+// cache has 8 MiB, the tokens of 20 prompts of 100,000.
+const DefaultCache = 2 << 20
 
-// segments encodes texts piece by piece and remembers the tokens of the pieces,
-// so that the system prompt and the earlier turns of a chat are encoded once
-// for all requests.
+// Segments encodes texts piece by piece and caches the tokens of the pieces, so that the
+// system prompt and the earlier turns of a chat are encoded once for all requests.
 //
 // A tokenizer looks for its added tokens before it does anything else, and what
 // lies between two of them is encoded by itself. So a text may be cut at each
 // added token, as long as none in it takes neighbouring space with it or minds
 // its neighbours. Where that does not hold, the whole text is one piece.
-type segments struct {
-	encode encodePieces
+type Segments struct {
+	encode Pieces
 	// passes are the tokenizer's searches for added tokens, one in what the one
 	// before leaves; none: texts are not cut.
 	passes        []addedTokens
@@ -34,12 +32,12 @@ type segments struct {
 	cache         *segmentCache
 }
 
-// encodePieces encodes pieces of a text, each as if it were a whole one; not ok: that
+// Pieces encodes pieces of a text, each as if it were a whole one; not ok: that
 // failed.
-type encodePieces func(text string, pieces []string, addSpecial bool) (tokens [][]uint32, ok bool)
+type Pieces func(text string, pieces []string, addSpecial bool) (tokens [][]uint32, ok bool)
 
 // whole encodes a text in one piece.
-func (e encodePieces) whole(text string, addSpecial bool) (tokens []uint32, ok bool) {
+func (e Pieces) whole(text string, addSpecial bool) (tokens []uint32, ok bool) {
 	list, ok := e(text, []string{text}, addSpecial)
 	if !ok {
 		return nil, false
@@ -65,11 +63,10 @@ type addedToken struct {
 	cuts bool
 }
 
-// newSegments returns the way of the tokenizer in tokenizerJSON, the content of
-// its tokenizer.json. encode encodes texts; cacheTokens bounds what is remembered, 0:
-// nothing is.
-func newSegments(tokenizerJSON []byte, encode encodePieces, cacheTokens int) *segments {
-	s := &segments{encode: encode}
+// NewSegments returns the segments of the tokenizer in tokenizerJSON, the content of its
+// tokenizer.json. encode encodes texts; cacheTokens limits the cache, 0: no cache.
+func NewSegments(tokenizerJSON []byte, encode Pieces, cacheTokens int) *Segments {
+	s := &Segments{encode: encode}
 	s.SetCache(cacheTokens)
 	s.readAddedTokens(tokenizerJSON)
 	if !s.learnAround() || !s.proven() {
@@ -80,26 +77,26 @@ func newSegments(tokenizerJSON []byte, encode encodePieces, cacheTokens int) *se
 
 // SetCache bounds the tokens remembered; what was so far is forgotten. It must not
 // be called while texts are encoded.
-func (s *segments) SetCache(tokens int) {
+func (s *Segments) SetCache(tokens int) {
 	s.cache = nil
 	if tokens > 0 {
 		s.cache = newSegmentCache(tokens)
 	}
 }
 
-// Cuts tells whether texts are cut at all.
-func (s *segments) Cuts() bool { return len(s.passes) > 0 }
+// cuts reports whether texts are cut at all.
+func (s *Segments) cuts() bool { return len(s.passes) > 0 }
 
 // Encode returns the tokens of a text; the caller must not change them. Not ok:
 // the tokenizer failed.
-func (s *segments) Encode(text string, addSpecial bool) (tokens []uint32, ok bool) {
+func (s *Segments) Encode(text string, addSpecial bool) (tokens []uint32, ok bool) {
 	return s.EncodeBy(s.encode, text, addSpecial)
 }
 
 // EncodeBy is Encode with another way to encode pieces, which gives the same
 // tokens.
-func (s *segments) EncodeBy(encode encodePieces, text string, addSpecial bool) (tokens []uint32, ok bool) {
-	if addSpecial && !s.Cuts() || !utf8.ValidString(text) {
+func (s *Segments) EncodeBy(encode Pieces, text string, addSpecial bool) (tokens []uint32, ok bool) {
+	if addSpecial && !s.cuts() || !utf8.ValidString(text) {
 		return encode.whole(text, addSpecial)
 	}
 	var few [32]textPiece
@@ -136,7 +133,7 @@ func (s *segments) EncodeBy(encode encodePieces, text string, addSpecial bool) (
 
 // find fills in the tokens of the pieces of a text: those remembered, and the others
 // encoded together.
-func (s *segments) find(encode encodePieces, text string, pieces []textPiece) (ok bool) {
+func (s *Segments) find(encode Pieces, text string, pieces []textPiece) (ok bool) {
 	var missing []string
 	for i := range pieces {
 		p := &pieces[i]
@@ -179,7 +176,7 @@ type textPiece struct {
 
 // cut appends the pieces of a text, from the given pass on. Not ok: the text
 // holds an added token that cannot be cut out.
-func (s *segments) cut(pieces []textPiece, text string, pass int) (out []textPiece, ok bool) {
+func (s *Segments) cut(pieces []textPiece, text string, pass int) (out []textPiece, ok bool) {
 	if text == "" {
 		return pieces, true
 	}
@@ -248,7 +245,7 @@ func (a *addedTokens) add(content string, token *addedToken) {
 // readAddedTokens fills passes from the tokenizer's file. The first pass looks for
 // the tokens that are not normalized; the second, for those that are, comes
 // after the normalizer, so it can be foreseen only where there is none.
-func (s *segments) readAddedTokens(tokenizerJSON []byte) {
+func (s *Segments) readAddedTokens(tokenizerJSON []byte) {
 	var passes [2]addedTokens
 	list := gjson.GetBytes(tokenizerJSON, "added_tokens").Array()
 	normalizer := gjson.GetBytes(tokenizerJSON, "normalizer")
@@ -287,7 +284,7 @@ func (s *segments) readAddedTokens(tokenizerJSON []byte) {
 
 // learnAround finds what addSpecial puts around a text; not ok: it does
 // something else.
-func (s *segments) learnAround() (ok bool) {
+func (s *Segments) learnAround() (ok bool) {
 	bare, ok1 := s.encode.whole("a", false)
 	around, ok2 := s.encode.whole("a", true)
 	if !ok1 || !ok2 || len(bare) == 0 {
@@ -308,7 +305,7 @@ func (s *segments) learnAround() (ok bool) {
 var borders = []string{"", " ", "a", " a", "a ", "\n", "\n\n b", " \t ", "12345", "'s", "é", "e\u0301", "\u0301", "日本語", "👩‍👩‍👧", "▁", "<", "Ω≈ç ", "word word"}
 
 // proven compares the tokens of cut texts with those of whole ones.
-func (s *segments) proven() bool {
+func (s *Segments) proven() bool {
 	random := rand.New(rand.NewPCG(1, 1)) // the same texts at every start
 	var names []string
 	for _, pass := range s.passes {
@@ -335,8 +332,8 @@ func (s *segments) proven() bool {
 	return true
 }
 
-// agrees tells whether a text has the same tokens cut and whole.
-func (s *segments) agrees(text string, addSpecial bool) bool {
+// agrees reports whether a text has the same tokens cut and whole.
+func (s *Segments) agrees(text string, addSpecial bool) bool {
 	whole, ok1 := s.encode.whole(text, addSpecial)
 	cut, ok2 := s.Encode(text, addSpecial)
 	return ok1 == ok2 && slices.Equal(whole, cut)
@@ -345,7 +342,7 @@ func (s *segments) agrees(text string, addSpecial bool) bool {
 // segmentCache remembers the tokens of pieces of text, those used last. It is
 // split into shards by key, so that many goroutines can use it at once.
 type segmentCache struct {
-	seed   uint64 // drawn at start: nobody can prepare texts with equal keys
+	seed   uint64 // random: clients cannot construct colliding keys
 	shards [segmentShards]segmentShard
 }
 

@@ -1,4 +1,4 @@
-package tokens
+package chat
 
 import (
 	"bytes"
@@ -15,12 +15,12 @@ import (
 // The answer is empty for an empty list.
 func dumpToolCalls(calls gjson.Result) (string, error) {
 	if !calls.IsArray() {
-		return "", notRenderable("tool_calls is not a list")
+		return "", NotRenderable("tool_calls is not a list")
 	}
 	list, ok := jsonbody.Elements(calls, maxListed)
 	switch {
 	case !ok:
-		return "", notRenderable("more than %d tool calls", maxListed)
+		return "", NotRenderable("more than %d tool calls", maxListed)
 	case len(list) == 0:
 		return "", nil
 	}
@@ -31,7 +31,7 @@ func dumpToolCalls(calls gjson.Result) (string, error) {
 		}
 		fn := call.Get("function")
 		if !call.IsObject() || !fn.IsObject() {
-			return "", notRenderable("a tool call without a function")
+			return "", NotRenderable("a tool call without a function")
 		}
 		var id, kind, name, arguments gjson.Result
 		var callExtra, fnExtra []jsonbody.Field
@@ -58,7 +58,7 @@ func dumpToolCalls(calls gjson.Result) (string, error) {
 			}
 		}
 		if id.Type != gjson.String || kind.Str != "function" || name.Type != gjson.String || arguments.Type != gjson.String {
-			return "", notRenderable("a tool call without id, type function, name or arguments in text")
+			return "", NotRenderable("a tool call without id, type function, name or arguments in text")
 		}
 		parsed, err := parseArguments(arguments.Str)
 		if err != nil {
@@ -77,12 +77,12 @@ func parseArguments(text string) (string, error) {
 	if !json.Valid([]byte(text)) {
 		// Python's parser knows three numbers that JSON does not.
 		if strings.Contains(text, "NaN") || strings.Contains(text, "Infinity") {
-			return "", notRenderable("tool call arguments with NaN or Infinity")
+			return "", NotRenderable("tool call arguments with NaN or Infinity")
 		}
 		return "{}", nil
 	}
 	if jsonbody.HasLoneSurrogate([]byte(text)) {
-		return "", notRenderable("tool call arguments with half of a surrogate pair")
+		return "", NotRenderable("tool call arguments with an unpaired surrogate")
 	}
 	if parsed := gjson.Parse(text); parsed.IsObject() {
 		return parsed.Raw, nil
@@ -93,16 +93,16 @@ func parseArguments(text string) (string, error) {
 // dumpTools writes the tools as pydantic's model_dump does: type, then the
 // function's name, description, parameters (null where absent), strict and
 // defer_loading where given; unknown fields are dropped.
-func dumpTools(tools gjson.Result, kind requestKind) (json.RawMessage, error) {
+func dumpTools(tools gjson.Result, kind Kind) (json.RawMessage, error) {
 	if !tools.IsArray() {
-		return nil, notRenderable("tools is not a list")
+		return nil, NotRenderable("tools is not a list")
 	}
 	list, ok := jsonbody.Elements(tools, maxListed)
 	switch {
 	case !ok:
-		return nil, notRenderable("more than %d tools", maxListed)
-	case len(list) == 0 && kind == chatCompletion:
-		return nil, notRenderable("tools is an empty list")
+		return nil, NotRenderable("more than %d tools", maxListed)
+	case len(list) == 0 && kind == Completion:
+		return nil, NotRenderable("tools is an empty list")
 	}
 	out := []byte{'['}
 	for i, tool := range list {
@@ -110,14 +110,14 @@ func dumpTools(tools gjson.Result, kind requestKind) (json.RawMessage, error) {
 			out = append(out, ',')
 		}
 		if !tool.IsObject() {
-			return nil, notRenderable("a tool is not an object")
+			return nil, NotRenderable("a tool is not an object")
 		}
 		var fn, deferred gjson.Result
 		for _, f := range jsonbody.Members(tool) {
 			switch f.Key {
 			case "type":
 				if f.Value.Str != "function" {
-					return nil, notRenderable("a tool of type %s", f.Value.Raw)
+					return nil, NotRenderable("a tool of type %s", f.Value.Raw)
 				}
 			case "function":
 				fn = f.Value
@@ -126,7 +126,7 @@ func dumpTools(tools gjson.Result, kind requestKind) (json.RawMessage, error) {
 			}
 		}
 		if !fn.IsObject() {
-			return nil, notRenderable("a tool without a function")
+			return nil, NotRenderable("a tool without a function")
 		}
 		whole := []jsonbody.Field{{Key: "type", Raw: `"function"`}}
 		function, err := dumpFunction(fn, deferred)
@@ -150,16 +150,13 @@ func dumpFunction(fn, deferred gjson.Result) (string, error) {
 	if deferred.Exists() && deferred.Type != gjson.Null && values["defer_loading"].Type == gjson.Null {
 		values["defer_loading"] = deferred
 	}
-	isBool := func(v gjson.Result) bool {
-		return v.Type == gjson.True || v.Type == gjson.False || v.Type == gjson.Null
-	}
 	description, parameters := values["description"], values["parameters"]
 	switch {
 	case values["name"].Type != gjson.String,
 		description.Type != gjson.String && description.Type != gjson.Null,
 		!parameters.IsObject() && parameters.Type != gjson.Null,
 		!isBool(values["strict"]), !isBool(values["defer_loading"]):
-		return "", notRenderable("a tool's function with fields of a wrong type")
+		return "", NotRenderable("a tool's function with fields of a wrong type")
 	}
 	out := []jsonbody.Field{{Key: "name", Raw: values["name"].Raw}, {Key: "description", Raw: jsonbody.RawOrNull(description)}, {Key: "parameters", Raw: jsonbody.RawOrNull(parameters)}}
 	for _, key := range []string{"strict", "defer_loading"} {

@@ -1,4 +1,4 @@
-package tokens
+package chat
 
 import (
 	"bytes"
@@ -18,17 +18,17 @@ import (
 )
 
 // tokenizerFiles are the files of a model that tokens.go reads, as patterns of
-// huggingface_hub. The last two only tell that the engine will not render with a
+// huggingface_hub. The last two only show that the engine will not render with a
 // Jinja template.
 var tokenizerFiles = []string{"config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
 	"chat_template.jinja", "chat_template.json", "chat_templates/*.jinja", "processor_config.json",
 	"preprocessor_config.json", "tekken.json", "tokenizer.model.v*"}
 
-// ResolveModel returns the folder that holds a model's tokenizer files. name is a
+// Resolve returns the folder that holds a model's tokenizer files. name is a
 // folder, or a hub id: then the local Hugging Face cache is asked, and else
 // the files are fetched by huggingface_hub in python, which honours HF_TOKEN,
 // HF_ENDPOINT and HF_HUB_OFFLINE. ctx bounds the whole.
-func ResolveModel(ctx context.Context, name, python string) (dir string, err error) {
+func Resolve(ctx context.Context, name, python string) (dir string, err error) {
 	if info, err := os.Stat(name); err == nil && info.IsDir() {
 		return name, nil
 	}
@@ -39,7 +39,7 @@ func ResolveModel(ctx context.Context, name, python string) (dir string, err err
 		return dir, nil
 	}
 	if offline() {
-		return "", fmt.Errorf("model %q is not in the Hugging Face cache %s and HF_HUB_OFFLINE is set: unset it, or give --model a folder", name, hubCache())
+		return "", fmt.Errorf("model %q is not in the Hugging Face cache %s, and HF_HUB_OFFLINE is set: unset it, or give --model a folder", name, hubCache())
 	}
 	return fetchSnapshot(ctx, name, python)
 }
@@ -109,21 +109,21 @@ func fetchSnapshot(ctx context.Context, id, python string) (string, error) {
 		if lines := strings.Split(strings.TrimSpace(stderr.String()), "\n"); lines[len(lines)-1] != "" {
 			reason = lines[len(lines)-1]
 		}
-		return "", fmt.Errorf("model %q: fetching its tokenizer from the Hugging Face hub with %s failed (%s): give --model a folder, or check the network and HF_TOKEN", id, python, reason)
+		return "", fmt.Errorf("model %q: cannot fetch its tokenizer from the Hugging Face hub with %s (%s): give --model a folder, or check the network and HF_TOKEN", id, python, reason)
 	}
 	lines := strings.Split(strings.TrimSpace(stdout.String()), "\n")
 	return lines[len(lines)-1], nil
 }
 
-// ModelFiles is what the files beside tokenizer.json say.
-type ModelFiles struct {
+// Files is what the files beside tokenizer.json say.
+type Files struct {
 	Templates     map[string]string // the tokenizer's: by name, "default" the usual one
 	processor     string            // a processor's own template; vLLM prefers it without tools
 	Special       []jsonbody.Field  // bos_token and the like, as the template sees them
 	MaxModelLen   int               // 0 if unknown
 	cannotRender  string            // why the engine will not use a Jinja template, or empty
-	harmony       bool              // gpt-oss: chats are rendered by a library of its own
-	cleanUpSpaces bool              // decoding tidies spaces (tokenizers that are not BPE)
+	Harmony       bool              // gpt-oss: chats are rendered by a library of its own
+	CleanUpSpaces bool              // decoding tidies spaces (tokenizers that are not BPE)
 }
 
 // specialNames are the special tokens that transformers hands to templates.
@@ -135,10 +135,10 @@ var ownRenderer = []string{"MoonshotKimiaForCausalLM", "KimiK3ForConditionalGene
 	"DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepseekV41ForCausalLM",
 	"InklingForCausalLM", "InklingForConditionalGeneration"}
 
-// readModelFiles reads the configuration and the templates in dir. Missing files
+// ReadFiles reads the configuration and the templates in dir. Missing files
 // are as good as empty ones.
-func readModelFiles(dir string) (*ModelFiles, error) {
-	f := &ModelFiles{Templates: map[string]string{}}
+func ReadFiles(dir string) (*Files, error) {
+	f := &Files{Templates: map[string]string{}}
 	config, err := readJSON(dir, "tokenizer_config.json")
 	if err != nil {
 		return nil, err
@@ -156,7 +156,7 @@ func readModelFiles(dir string) (*ModelFiles, error) {
 		}
 	}
 	f.addSpecial(names)
-	f.cleanUpSpaces = config.Get("clean_up_tokenization_spaces").Bool()
+	f.CleanUpSpaces = config.Get("clean_up_tokenization_spaces").Bool()
 
 	model, err := readJSON(dir, "config.json")
 	if err != nil {
@@ -168,7 +168,7 @@ func readModelFiles(dir string) (*ModelFiles, error) {
 			break
 		}
 	}
-	f.harmony = model.Get("model_type").Str == "gpt_oss"
+	f.Harmony = model.Get("model_type").Str == "gpt_oss"
 	for _, architecture := range model.Get("architectures").Array() {
 		if slices.Contains(ownRenderer, architecture.Str) {
 			f.cannotRender = "the engine renders " + architecture.Str + " with its own code"
@@ -183,7 +183,7 @@ func readModelFiles(dir string) (*ModelFiles, error) {
 }
 
 // readTemplates collects the templates: files win over tokenizer_config.json.
-func (f *ModelFiles) readTemplates(dir string, configured gjson.Result) error {
+func (f *Files) readTemplates(dir string, configured gjson.Result) error {
 	if text, err := os.ReadFile(filepath.Join(dir, "chat_template.jinja")); err == nil {
 		f.Templates["default"] = string(text)
 	}
@@ -226,7 +226,7 @@ func (f *ModelFiles) readTemplates(dir string, configured gjson.Result) error {
 	return nil
 }
 
-func (f *ModelFiles) addSpecial(from gjson.Result) {
+func (f *Files) addSpecial(from gjson.Result) {
 	for _, name := range specialNames {
 		v := from.Get(name)
 		if v.IsObject() {
@@ -240,7 +240,7 @@ func (f *ModelFiles) addSpecial(from gjson.Result) {
 
 // template returns the text that vLLM renders a chat with; empty if the model has
 // none.
-func (f *ModelFiles) template(withTools bool) string {
+func (f *Files) template(withTools bool) string {
 	if !withTools && f.processor != "" {
 		return f.processor
 	}
@@ -250,7 +250,7 @@ func (f *ModelFiles) template(withTools bool) string {
 	return f.Templates["default"]
 }
 
-// FileExists tells whether the folder has something of that name.
+// FileExists reports whether the folder has something of that name.
 func FileExists(dir, name string) bool {
 	_, err := os.Stat(filepath.Join(dir, name))
 	return err == nil

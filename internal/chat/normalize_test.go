@@ -1,4 +1,4 @@
-package tokens
+package chat
 
 import (
 	"encoding/json"
@@ -22,22 +22,31 @@ const dumpTemplate = `{{ messages|tojson }} {{ tools|tojson }} {{ documents|tojs
 // dumpParts is dumpTemplate for content in parts.
 const dumpParts = `{% for m in messages %}{% for part in m.content %}{% endfor %}{% endfor %}` + dumpTemplate
 
-func renderBody(t *testing.T, template, body string, kind requestKind, options ChatOptions) (string, error) {
+func renderBody(t *testing.T, template, body string, kind Kind, options Options) (string, error) {
 	t.Helper()
 	compiled, err := compileTemplate(template)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer compiled.Close()
-	req, err := parseChat([]byte(body), kind, options)
+	req, err := parseText(body, kind, options)
 	if err != nil {
 		return "", err
 	}
 	return takeText(renderWith(compiled, req, nil))
 }
 
+// parseText parses a body and reads it as a chat request.
+func parseText(body string, kind Kind, options Options) (*Request, error) {
+	parsed, err := ParseBody([]byte(body))
+	if err != nil {
+		return nil, err
+	}
+	return Parse(parsed, kind, options)
+}
+
 // takeText copies a rendered chat's text and frees it.
-func takeText(chat renderedChat, err error) (string, error) {
+func takeText(chat Rendered, err error) (string, error) {
 	defer chat.Free()
 	return strings.Clone(chat.Text), err
 }
@@ -46,7 +55,7 @@ func TestChatNormalisation(t *testing.T) {
 	const hi = `{"role":"user","content":"hi"}`
 	for _, test := range []struct {
 		name, template, body, want string
-		kind                       requestKind
+		kind                       Kind
 	}{
 		{"text stays text", dumpTemplate, `{"messages":[` + hi + `]}`, `[{"role": "user", "content": "hi"}] null null True`, 0},
 		{"text becomes a part", dumpParts, `{"messages":[` + hi + `]}`, `[{"role": "user", "content": [{"type": "text", "text": "hi"}]}] null null True`, 0},
@@ -63,7 +72,7 @@ func TestChatNormalisation(t *testing.T) {
 		{"empty tool calls vanish", dumpTemplate, `{"messages":[{"role":"assistant","content":"x","tool_calls":[]}]}`, `[{"role": "assistant", "content": "x"}] null null True`, 0},
 		{"a tool's parts are joined for every template", dumpParts, `{"messages":[{"role":"tool","tool_call_id":"i","content":[{"type":"text","text":"a"},{"type":"text","text":"b"}]}]}`, `[{"role": "tool", "content": "a\nb", "tool_call_id": "i"}] null null True`, 0},
 		{"reasoning_content is reasoning", dumpTemplate, `{"messages":[{"role":"assistant","content":"x","reasoning_content":"r"}]}`, `[{"role": "assistant", "content": "x", "reasoning": "r", "reasoning_content": "r"}] null null True`, 0},
-		{"reasoning_content is unknown to /tokenize", dumpTemplate, `{"messages":[{"role":"assistant","content":"x","reasoning_content":"r"}]}`, `[{"role": "assistant", "content": "x"}] null null True`, chatTokenize},
+		{"reasoning_content is unknown to /tokenize", dumpTemplate, `{"messages":[{"role":"assistant","content":"x","reasoning_content":"r"}]}`, `[{"role": "assistant", "content": "x"}] null null True`, Tokenize},
 		{"developer becomes system", dumpTemplate, `{"messages":[{"role":"developer","content":"d"},` + hi + `]}`, `[{"role": "system", "content": "d"}, {"role": "user", "content": "hi"}] null null True`, 0},
 		{"developer after system joins it", dumpTemplate, `{"messages":[{"role":"system","content":"s"},` + hi + `,{"role":"developer","content":"d"}]}`, `[{"role": "system", "content": "s\n\nd"}, {"role": "user", "content": "hi"}] null null True`, 0},
 		{"developer stays where the template knows it", dumpTemplate + `{# 'developer' #}`, `{"messages":[{"role":"developer","content":"d"}]}`, `[{"role": "developer", "content": "d", "tools": null}] null null True`, 0},
@@ -79,7 +88,7 @@ func TestChatNormalisation(t *testing.T) {
 		{"a continued message that the template trims", `{% for m in messages %}<{{ m.content|trim }}>{% endfor %}`, `{"messages":[` + hi + `,{"role":"assistant","content":"so "}],"add_generation_prompt":false,"continue_final_message":true}`, `<hi><so`, 0},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			got, err := renderBody(t, test.template, test.body, test.kind, ChatOptions{})
+			got, err := renderBody(t, test.template, test.body, test.kind, Options{})
 			if err != nil || got != test.want {
 				t.Errorf("%v\n got %s\nwant %s", err, got, test.want)
 			}
@@ -89,19 +98,19 @@ func TestChatNormalisation(t *testing.T) {
 
 func TestToolsHiddenWhenChoiceIsNone(t *testing.T) {
 	const body = `{"messages":[{"role":"user","content":"hi"}],"tools":[{"type":"function","function":{"name":"n"}}],"tool_choice":"none"}`
-	shown, err := renderBody(t, `{{ tools|length }}`, body, chatCompletion, ChatOptions{})
+	shown, err := renderBody(t, `{{ tools|length }}`, body, Completion, Options{})
 	if err != nil || shown != "1" {
 		t.Errorf("tools are shown by default: %q, %v", shown, err)
 	}
-	hidden, err := renderBody(t, `{{ tools is none }}`, body, chatCompletion, ChatOptions{ExcludeToolsWhenNone: true})
+	hidden, err := renderBody(t, `{{ tools is none }}`, body, Completion, Options{ExcludeToolsWhenNone: true})
 	if err != nil || hidden != "True" {
 		t.Errorf("the engine's flag hides them: %q, %v", hidden, err)
 	}
 }
 
 func TestDefaultKwargsGiveWayToTheRequests(t *testing.T) {
-	options := ChatOptions{DefaultKwargs: []jsonbody.Field{{Key: "a", Raw: `"default"`}, {Key: "b", Raw: `"kept"`}}}
-	got, err := renderBody(t, `{{ a }} {{ b }}`, `{"messages":[{"role":"user","content":"hi"}],"chat_template_kwargs":{"a":"own","b":null}}`, chatCompletion, options)
+	options := Options{DefaultKwargs: []jsonbody.Field{{Key: "a", Raw: `"default"`}, {Key: "b", Raw: `"kept"`}}}
+	got, err := renderBody(t, `{{ a }} {{ b }}`, `{"messages":[{"role":"user","content":"hi"}],"chat_template_kwargs":{"a":"own","b":null}}`, Completion, options)
 	if err != nil || got != "own kept" {
 		t.Errorf("%q, %v", got, err)
 	}
@@ -146,8 +155,8 @@ func TestNotRenderable(t *testing.T) {
 		"number too large":     with(`"chat_template_kwargs":{"a":123456789012345678901234567890}`),
 	} {
 		t.Run(name, func(t *testing.T) {
-			got, err := renderBody(t, dumpTemplate, body, chatCompletion, ChatOptions{})
-			if !errors.Is(err, errNotRenderable) {
+			got, err := renderBody(t, dumpTemplate, body, Completion, Options{})
+			if !errors.Is(err, ErrNotRenderable) {
 				t.Errorf("rendered as %q, %v", got, err)
 			}
 		})
@@ -221,8 +230,8 @@ func TestManyKeysTakeTimeInProportion(t *testing.T) {
 			runtime.GC()
 			start := testkit.CPUTime()
 			for _, body := range bodies {
-				renderBody(t, dumpTemplate, body, chatCompletion, ChatOptions{})
-				chatFeatures([]byte(body))
+				renderBody(t, dumpTemplate, body, Completion, Options{})
+				Features(parsed(t, body))
 			}
 			least = min(least, testkit.CPUTime()-start)
 		}
@@ -253,7 +262,7 @@ func FuzzChatBody(f *testing.F) {
 		f.Add([]byte(c.Body))
 	}
 	f.Add([]byte(`{"messages":[{"role":"user","content":"\ud83d\ude00\\ud800"}]}`))
-	var templates []*chatTemplate
+	var templates []*jinja
 	for _, text := range []string{dumpTemplate, dumpParts} {
 		compiled, err := compileTemplate(text)
 		if err != nil {
@@ -264,10 +273,12 @@ func FuzzChatBody(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, body []byte) {
 		for kind, template := range templates {
-			chatFeatures(body)
-			req, err := parseChat(body, requestKind(kind), ChatOptions{})
+			if b, ok := jsonbody.Parse(body); ok {
+				Features(b)
+			}
+			req, err := parseText(string(body), Kind(kind), Options{})
 			if err != nil {
-				if !errors.Is(err, errNotRenderable) {
+				if !errors.Is(err, ErrNotRenderable) {
 					t.Fatalf("an error of another kind: %v", err)
 				}
 				continue

@@ -1,4 +1,4 @@
-package tokens
+package chat
 
 import (
 	"context"
@@ -9,62 +9,24 @@ import (
 	"testing"
 
 	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/testkit"
 )
-
-// writeFiles puts files into a folder.
-func writeFiles(t testing.TB, dir string, files map[string]string) {
-	t.Helper()
-	for name, text := range files {
-		path := filepath.Join(dir, name)
-		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-			t.Fatal(err)
-		}
-		if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
-			t.Fatal(err)
-		}
-	}
-}
-
-// wordTokenizer is a tokenizer.json that makes each word a token and puts <s>
-// before a text. It carries truncation and padding, which engines do not use.
-const wordTokenizer = `{"version":"1.0","truncation":{"direction":"Right","max_length":3,"strategy":"LongestFirst","stride":0},
-"padding":{"strategy":{"Fixed":8},"direction":"Right","pad_to_multiple_of":null,"pad_id":0,"pad_type_id":0,"pad_token":"[UNK]"},
-"added_tokens":[{"id":1,"content":"<s>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true}],
-"normalizer":null,"pre_tokenizer":{"type":"WhitespaceSplit"},
-"post_processor":{"type":"TemplateProcessing","single":[{"SpecialToken":{"id":"<s>","type_id":0}},{"Sequence":{"id":"A","type_id":0}}],"pair":[{"Sequence":{"id":"A","type_id":0}},{"Sequence":{"id":"B","type_id":1}}],"special_tokens":{"<s>":{"id":"<s>","ids":[1],"tokens":["<s>"]}}},
-"decoder":null,"model":{"type":"WordLevel","vocab":{"[UNK]":0,"<s>":1,"hi":2,"there":3,"user":4,"assistant":5,"tool":6,"a":7,"b":8},"unk_token":"[UNK]"}}`
-
-// wordTemplate writes a chat as words.
-const wordTemplate = `{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if tools %}tool {% endif %}{% if add_generation_prompt %}assistant{% endif %}`
-
-// wordModel opens a model of words.
-func wordModel(t testing.TB, options ChatOptions) *Model {
-	t.Helper()
-	dir := t.TempDir()
-	writeFiles(t, dir, map[string]string{"tokenizer.json": wordTokenizer, "chat_template.jinja": wordTemplate, "config.json": `{"max_position_embeddings":99}`})
-	m, err := OpenModelWith(dir, options)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(m.Close)
-	return m
-}
 
 func TestResolveModelLocally(t *testing.T) {
 	hub := t.TempDir()
 	t.Setenv("HF_HUB_CACHE", hub)
 	t.Setenv("HF_HUB_OFFLINE", "1")
 	repo := filepath.Join(hub, "models--org--name")
-	writeFiles(t, repo, map[string]string{"refs/main": "abc123", "snapshots/abc123/tokenizer.json": "{}",
+	testkit.WriteFiles(t, repo, map[string]string{"refs/main": "abc123", "snapshots/abc123/tokenizer.json": "{}",
 		"snapshots/abc123/tokenizer_config.json": "{}", "snapshots/abc123/config.json": "{}"})
 	ctx := context.Background()
 	for name, want := range map[string]string{hub: hub, "org/name": filepath.Join(repo, "snapshots", "abc123")} {
-		if got, err := ResolveModel(ctx, name, "no-python"); err != nil || got != want {
+		if got, err := Resolve(ctx, name, "no-python"); err != nil || got != want {
 			t.Errorf("%s: %s, %v", name, got, err)
 		}
 	}
 	for _, name := range []string{"org/missing", "/no/such/folder", "./neither"} {
-		_, err := ResolveModel(ctx, name, "no-python")
+		_, err := Resolve(ctx, name, "no-python")
 		if err == nil || strings.Contains(err.Error(), "\n") {
 			t.Errorf("%s: the error should be one line, got %v", name, err)
 		}
@@ -76,20 +38,20 @@ func TestResolveModelFetches(t *testing.T) {
 	t.Setenv("HF_HUB_OFFLINE", "")
 	dir := t.TempDir()
 	python := filepath.Join(dir, "python")
-	writeFiles(t, dir, map[string]string{"python": "#!/bin/sh\necho \"progress\"; echo \"/fetched/$3\"\n"})
+	testkit.WriteFiles(t, dir, map[string]string{"python": "#!/bin/sh\necho \"progress\"; echo \"/fetched/$3\"\n"})
 	if err := os.Chmod(python, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	if got, err := ResolveModel(context.Background(), "org/name", python); err != nil || got != "/fetched/org/name" {
+	if got, err := Resolve(context.Background(), "org/name", python); err != nil || got != "/fetched/org/name" {
 		t.Errorf("%q, %v", got, err)
 	}
-	writeFiles(t, dir, map[string]string{"python": "#!/bin/sh\necho 'Traceback' >&2; echo 'ConnectionError: no route' >&2; exit 1\n"})
-	if _, err := ResolveModel(context.Background(), "org/name", python); err == nil || !strings.Contains(err.Error(), "no route") || strings.Contains(err.Error(), "\n") {
+	testkit.WriteFiles(t, dir, map[string]string{"python": "#!/bin/sh\necho 'Traceback' >&2; echo 'ConnectionError: no route' >&2; exit 1\n"})
+	if _, err := Resolve(context.Background(), "org/name", python); err == nil || !strings.Contains(err.Error(), "no route") || strings.Contains(err.Error(), "\n") {
 		t.Errorf("%v", err)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
-	if _, err := ResolveModel(ctx, "org/name", python); !errors.Is(err, context.Canceled) {
+	if _, err := Resolve(ctx, "org/name", python); !errors.Is(err, context.Canceled) {
 		t.Errorf("cancelled: %v", err)
 	}
 }
@@ -109,8 +71,8 @@ func TestTemplateChoice(t *testing.T) {
 		{"none", nil, "", ""},
 	} {
 		dir := t.TempDir()
-		writeFiles(t, dir, test.files)
-		f, err := readModelFiles(dir)
+		testkit.WriteFiles(t, dir, test.files)
+		f, err := ReadFiles(dir)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -126,31 +88,52 @@ func TestEnginesOwnRenderers(t *testing.T) {
 		"tekken":       {"tekken.json": "{}"},
 	} {
 		dir := t.TempDir()
-		writeFiles(t, dir, files)
-		f, err := readModelFiles(dir)
+		testkit.WriteFiles(t, dir, files)
+		f, err := ReadFiles(dir)
 		if err != nil || f.cannotRender == "" {
 			t.Errorf("%s: %+v, %v", name, f, err)
 		}
 	}
 }
 
-func TestEngineChatOptions(t *testing.T) {
+func TestVLLMOptions(t *testing.T) {
 	dir := t.TempDir()
-	writeFiles(t, dir, map[string]string{"own.jinja": "own {{ x }}"})
-	o, err := EngineChatOptions([]string{"--max-model-len", "8", "--chat-template", filepath.Join(dir, "own.jinja"), "--chat-template-content-format=openai",
+	testkit.WriteFiles(t, dir, map[string]string{"own.jinja": "own {{ x }}"})
+	o, err := VLLMOptions([]string{"--max-model-len", "8", "--chat-template", filepath.Join(dir, "own.jinja"), "--chat-template-content-format=openai",
 		"--default-chat-template-kwargs", `{"enable_thinking": false}`, "--exclude-tools-when-tool-choice-none"})
 	if err != nil || o.ChatTemplate != "own {{ x }}" || o.ContentFormat != "openai" || !o.ExcludeToolsWhenNone || o.CannotRender != "" ||
 		len(o.DefaultKwargs) != 1 || o.DefaultKwargs[0] != (jsonbody.Field{Key: "enable_thinking", Raw: "false"}) {
 		t.Errorf("%+v, %v", o, err)
 	}
 	for _, args := range [][]string{{"--tokenizer-mode", "mistral"}, {"--tokenizer", "other"}, {"--chat-template", "missing.jinja"}} {
-		if o, err := EngineChatOptions(args); err != nil || o.CannotRender == "" {
+		if o, err := VLLMOptions(args); err != nil || o.CannotRender == "" {
 			t.Errorf("%v: %+v, %v", args, o, err)
 		}
 	}
 	for _, args := range [][]string{{"--chat-template"}, {"--default-chat-template-kwargs", "no"}} {
-		if _, err := EngineChatOptions(args); err == nil {
+		if _, err := VLLMOptions(args); err == nil {
 			t.Errorf("%v: no error", args)
+		}
+	}
+}
+
+func TestSGLangOptions(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "t.jinja")
+	if err := os.WriteFile(file, []byte("\na\\nb\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	o, err := SGLangOptions([]string{"--tp", "2", "--chat-template", file, `--default-chat-template-kwargs={"enable_thinking":false}`, "--reasoning-parser", "qwen3"})
+	if err != nil || o.ChatTemplate != "a\nb" || len(o.DefaultKwargs) != 1 || o.DefaultKwargs[0].Raw != "false" || o.CannotRender != "" {
+		t.Errorf("%+v, %v", o, err)
+	}
+	for _, args := range [][]string{{"--chat-template", "chatml"}, {"--tokenizer-path", "x"}, {"--completion-template=x"}, {"--tokenizer-mode", "slow"}, {"--hf-chat-template-name", "x"}} {
+		if o, err := SGLangOptions(args); err != nil || o.CannotRender == "" || o.ChatTemplate != "" {
+			t.Errorf("%v: %+v, %v", args, o, err)
+		}
+	}
+	for _, args := range [][]string{{"--chat-template"}, {"--default-chat-template-kwargs", "[1]"}} {
+		if _, err := SGLangOptions(args); err == nil {
+			t.Errorf("%v is taken", args)
 		}
 	}
 }

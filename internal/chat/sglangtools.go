@@ -1,4 +1,4 @@
-package tokens
+package chat
 
 import (
 	"encoding/json"
@@ -18,7 +18,7 @@ var schemaTypes = []string{"null", "boolean", "object", "array", "number", "stri
 func sglangCallsOf(calls gjson.Result, parse bool) (string, error) {
 	list, ok := jsonbody.Elements(calls, maxListed)
 	if !calls.IsArray() || !ok {
-		return "", notRenderable("tool_calls is not a list of at most %d", maxListed)
+		return "", NotRenderable("tool_calls is not a list of at most %d", maxListed)
 	}
 	out := []byte{'['}
 	for i, call := range list {
@@ -33,12 +33,12 @@ func sglangCallsOf(calls gjson.Result, parse bool) (string, error) {
 		case !call.IsObject(), !fn.IsObject(), kind.Exists() && kind.Str != "function", !isText(id), !isText(name),
 			index.Type != gjson.Null && (index.Type != gjson.Number || strings.ContainsAny(index.Raw, ".eE")),
 			!isText(arguments) && !arguments.IsObject():
-			return "", notRenderable("a tool call with fields of a wrong type")
+			return "", NotRenderable("a tool call with fields of a wrong type")
 		}
 		raw := jsonbody.RawOrNull(arguments)
 		if arguments.Type == gjson.String && parse {
 			if !json.Valid([]byte(arguments.Str)) || jsonbody.HasLoneSurrogate([]byte(arguments.Str)) || !gjson.Parse(arguments.Str).IsObject() {
-				return "", notRenderable("tool call arguments that are no JSON object")
+				return "", NotRenderable("tool call arguments that are not a JSON object")
 			}
 			raw = gjson.Parse(arguments.Str).Raw
 		}
@@ -51,7 +51,7 @@ func sglangCallsOf(calls gjson.Result, parse bool) (string, error) {
 	return string(append(out, ']')), nil
 }
 
-// isText tells whether v is a string or nothing.
+// isText reports whether v is a string or nothing.
 func isText(v gjson.Result) bool { return v.Type == gjson.String || v.Type == gjson.Null }
 
 // sglangTools writes the tools that the template sees: none with tool_choice none,
@@ -63,18 +63,18 @@ func sglangTools(tools, choice gjson.Result) (string, error) {
 	case choice.IsObject() && choice.Get("function.name").Type == gjson.String:
 		named = choice.Get("function.name").Str
 	default:
-		return "", notRenderable("tool_choice %.40s is unknown", choice.Raw)
+		return "", NotRenderable("tool_choice %.40s is unknown", choice.Raw)
 	}
 	list, ok := toolList(tools)
 	if !ok {
-		return "", notRenderable(badTools, maxListed, maxText)
+		return "", NotRenderable(badTools, maxListed, MaxText)
 	}
 	out := []byte{'['}
 	for _, tool := range list {
 		fields := jsonbody.Members(tool)
 		fn, kind, deferred := jsonbody.FieldOf(fields, "function"), jsonbody.FieldOf(fields, "type"), jsonbody.FieldOf(fields, "defer_loading")
 		if !tool.IsObject() || !fn.IsObject() || kind.Exists() && kind.Type != gjson.String || !isBool(deferred) {
-			return "", notRenderable("a tool without a function")
+			return "", NotRenderable("a tool without a function")
 		}
 		function, err := sglangFunction(fn, deferred)
 		if err != nil {
@@ -104,12 +104,13 @@ const badTools = "tools is not a list of at most %d and of %d bytes"
 // toolList returns a request's tools; none without. What is too long to be looked
 // through, level by level, is no prompt that the router encodes either.
 func toolList(tools gjson.Result) (list []gjson.Result, ok bool) {
-	if tools.Type != gjson.Null && !tools.IsArray() || len(tools.Raw) > maxText {
+	if tools.Type != gjson.Null && !tools.IsArray() || len(tools.Raw) > MaxText {
 		return nil, false
 	}
 	return jsonbody.Elements(tools, maxListed)
 }
 
+// isBool reports whether v is a boolean or nothing.
 func isBool(v gjson.Result) bool {
 	return v.Type == gjson.True || v.Type == gjson.False || v.Type == gjson.Null
 }
@@ -130,10 +131,10 @@ func sglangFunction(fn, deferred gjson.Result) (string, error) {
 	}
 	get := func(key string) gjson.Result { return jsonbody.FieldOf(fields, key) }
 	if get("name").Type != gjson.String || !isText(get("description")) || !isBool(get("strict")) || !isBool(get("defer_loading")) {
-		return "", notRenderable("a tool's function with fields of a wrong type")
+		return "", NotRenderable("a tool's function with fields of a wrong type")
 	}
 	if p := get("parameters"); p.Type != gjson.Null && (!p.IsObject() || !standardTypes(p, 0)) {
-		return "", notRenderable("a tool's parameters are not in JSON Schema's own types")
+		return "", NotRenderable("a tool's parameters use types other than those of JSON Schema")
 	}
 	if get("defer_loading").Type == gjson.Null && deferred.Type != gjson.Null {
 		values["defer_loading"] = deferred.Raw
@@ -154,7 +155,7 @@ func sglangFunction(fn, deferred gjson.Result) (string, error) {
 	return string(jsonbody.AppendObject(nil, out)), nil
 }
 
-// standardTypes tells whether every "type" in a schema is one of JSON Schema's, as
+// standardTypes reports whether every "type" in a schema is one of JSON Schema's, as
 // far down as it looks.
 func standardTypes(schema gjson.Result, depth int) bool {
 	if depth > 64 {
