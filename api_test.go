@@ -50,16 +50,26 @@ type testAPI struct {
 // newTestAPI serves the given workers round robin: worker 0 gets the first request.
 func newTestAPI(t *testing.T, config Config, workers ...string) *testAPI {
 	t.Helper()
-	var targets []kv.Target
-	for i, url := range workers {
+	return newTestAPIOf(t, config, nil, targetsAt(workers...)...)
+}
+
+// targetsAt are workers at those addresses.
+func targetsAt(urls ...string) (targets []kv.Target) {
+	for i, url := range urls {
 		targets = append(targets, kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, URL: url, Models: []string{"m"}})
 	}
-	return newTestAPIOf(t, config, nil, targets...)
+	return targets
 }
 
 // newTestAPIOf is newTestAPI for given targets and a given model. Without a model
 // (nil) the workers give the prompt tokens.
 func newTestAPIOf(t testing.TB, config Config, model *tokens.Model, targets ...kv.Target) *testAPI {
+	t.Helper()
+	return newTestAPIWith(t, routertest.New(t, "round-robin", 0), config, model, targets...)
+}
+
+// newTestAPIWith is newTestAPIOf for a given router.
+func newTestAPIWith(t testing.TB, rt *router.Router, config Config, model *tokens.Model, targets ...kv.Target) *testAPI {
 	t.Helper()
 	if config.MaxBodyBytes == 0 {
 		config.MaxBodyBytes = 1 << 20
@@ -67,7 +77,7 @@ func newTestAPIOf(t testing.TB, config Config, model *tokens.Model, targets ...k
 	config.ServedModelName = "m"
 	config.Disagg.Retries = cmp.Or(config.Disagg.Retries, 1)
 	log := slog.New(slog.DiscardHandler)
-	h := &testAPI{router: routertest.NewTestRouter(t, "round-robin", 0), failed: make(chan uint64, 100)}
+	h := &testAPI{router: rt, failed: make(chan uint64, 100)}
 	for _, target := range targets {
 		h.router.Up(target)
 	}
@@ -728,7 +738,7 @@ func TestMetricsHaveDynamosNames(t *testing.T) {
 	telemetry := telemetry.New(func() []workers.Sample {
 		return []workers.Sample{{Worker: kv.WorkerKey{Worker: 1, Rank: 2}, EventCount: map[string]uint64{"stored": 9, "unknown_parent": 2, "invalid_stored": 1, "removed": 7, "removed_incomplete": 3, "cleared": 4}}}
 	}, func() telemetry.PromptSample { return telemetry.PromptSample{} })
-	rt := routertest.NewTestRouter(t, "kv", 2)
+	rt := routertest.New(t, "kv", 2)
 	telemetry.Watch(routertest.Models(rt))
 	d, err := rt.Route(t.Context(), router.Request{Tokens: testkit.PromptTokens(1, 3)})
 	if err != nil {
@@ -811,14 +821,14 @@ func occupy(t testing.TB, r *router.Router, w uint64, tokens int) *router.Bookin
 }
 
 func TestQueueErrorsReachTheClient(t *testing.T) {
-	h := newTestAPI(t, Config{}, "http://127.0.0.1:1")
 	threshold := 0.5
-	h.router.Knobs.QueueSettings = router.QueueSettings{RouterQueueThreshold: &threshold, RouterQueueTimeout: time.Millisecond, RouterQueueLimit: 1}
-	h.router.Up(kv.Target{Key: kv.WorkerKey{}, URL: "http://127.0.0.1:1", Models: []string{"m"}, MaxBatchedTokens: 16})
-	full := occupy(t, h.router, 0, 9)
-	defer full.End()
 	for _, test := range []struct{ limit, status int }{{1, 503}, {0, 529}} {
-		h.router.Knobs.RouterQueueLimit = test.limit
+		rt := routertest.New(t, "round-robin", 0, routertest.WithSettings(func(s *router.Settings) {
+			s.QueueSettings = router.QueueSettings{RouterQueueThreshold: &threshold, RouterQueueTimeout: time.Millisecond, RouterQueueLimit: test.limit}
+		}))
+		h := newTestAPIWith(t, rt, Config{}, nil, kv.Target{URL: "http://127.0.0.1:1", Models: []string{"m"}, MaxBatchedTokens: 16})
+		full := occupy(t, h.router, 0, 9)
+		defer full.End()
 		response, err := http.Post(h.URL+"/v1/embeddings", "application/json", strings.NewReader(`{"model":"m","input":"x"}`))
 		if err != nil {
 			t.Fatal(err)

@@ -106,9 +106,8 @@ func TestEveryEndOfARequestIsToldOnce(t *testing.T) {
 					urls = append(urls, testkit.NewFakeWorker(t, serve).URL)
 				}
 			}
-			h := newTestAPI(t, Config{RequestTimeout: c.timeout}, urls...)
 			policy := new(policytest.Clerk)
-			h.router.Policy = policy
+			h := newTestAPIWith(t, routertest.New(t, "", 0, routertest.WithPolicy(policy)), Config{RequestTimeout: c.timeout}, nil, targetsAt(urls...)...)
 			if c.path == "" {
 				c.path = testkit.ChatPath
 			}
@@ -143,9 +142,8 @@ func TestAClientThatLeavesIsNobodysFault(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			worker := testkit.NewFakeWorker(t, c.serve)
-			h := newTestAPI(t, Config{RequestTimeout: time.Minute}, worker.URL)
 			rule := new(policytest.Clerk)
-			h.router.Policy = rule
+			h := newTestAPIWith(t, routertest.New(t, "", 0, routertest.WithPolicy(rule)), Config{RequestTimeout: time.Minute}, nil, targetsAt(worker.URL)...)
 			ctx, leave := context.WithCancel(t.Context())
 			defer leave()
 			request, _ := http.NewRequestWithContext(ctx, http.MethodPost, h.URL+testkit.ChatPath, strings.NewReader(`{"stream":true}`))
@@ -192,9 +190,8 @@ func TestEveryEndOfAReservationIsToldOnce(t *testing.T) {
 		{"booked, but not chosen", []string{`POST /reservations {"selection_id":"b","token_ids":[1],"worker_id":0}`, "DELETE /reservations/b"}, nil},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			h := newTestAPI(t, Config{}, deadURL(t))
 			policy := new(policytest.Clerk)
-			h.router.Policy = policy
+			h := newTestAPIWith(t, routertest.New(t, "", 0, routertest.WithPolicy(policy)), Config{}, nil, targetsAt(deadURL(t))...)
 			for _, call := range append([]string{`POST /select_and_reserve {"selection_id":"a","token_ids":[1]}`}, c.calls...) {
 				parts := append(strings.SplitN(call, " ", 3), "")
 				request, _ := http.NewRequestWithContext(t.Context(), parts[0], h.selection.URL+parts[1], strings.NewReader(parts[2]))
@@ -217,9 +214,8 @@ func TestEveryEndOfAReservationIsToldOnce(t *testing.T) {
 		})
 	}
 	t.Run("nobody speaks of it", func(t *testing.T) {
-		rt, clock := routertest.NewClockedRouter(t, 1, router.DefaultSettings())
 		rule := new(policytest.Clerk)
-		rt.Policy = rule
+		rt, clock := routertest.NewClocked(t, 1, routertest.WithPolicy(rule))
 		routertest.MustRoute(t, rt, router.Request{ID: "forgotten", Tokens: testkit.Tokens(1, 8)})
 		clock.Advance(router.BookingExpiry)
 		rt.Loads()
@@ -228,9 +224,8 @@ func TestEveryEndOfAReservationIsToldOnce(t *testing.T) {
 		}
 	})
 	t.Run("its worker is taken out", func(t *testing.T) {
-		rt := routertest.NewTestRouter(t, "round-robin", 1)
 		rule := new(policytest.Clerk)
-		rt.Policy = rule
+		rt := routertest.New(t, "", 1, routertest.WithPolicy(rule))
 		held := selection.NewReservations()
 		held.Install("a", routertest.MustRoute(t, rt, router.Request{ID: "a"}).Booking)
 		held.ReleaseWorker(0)
@@ -275,14 +270,13 @@ func TestEveryEndOfAPairIsTold(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			config := Config{CollectUsage: true, RequestTimeout: 20 * time.Second, Disagg: proxy.Settings{DisaggPrefillTimeout: time.Second, DisaggHandoverTimeout: time.Second, EnforceDisagg: c.enforce}}
+			policy := new(policytest.Clerk)
 			h := newTestPairAPI(t, config, c.kind, 1, 1, func(id uint64, serve engineServe) engineServe {
 				if own := map[uint64]engineServe{0: c.prefill, 10: c.decode}[id]; own != nil {
 					return own
 				}
 				return serve
-			})
-			policy := new(policytest.Clerk)
-			h.router.Policy = policy
+			}, routertest.WithPolicy(policy))
 			response, answer := h.post(t, testkit.ChatPath, sharedChat(true))
 			if response.StatusCode != c.status {
 				t.Errorf("%s: %s", response.Status, answer)
@@ -350,8 +344,7 @@ func TestFailuresOfLegsAreEngineErrors(t *testing.T) {
 					return answersStatus(c.status)
 				}
 				return serve
-			})
-			h.router.Policy = routertest.NewTestRouter(t, "thompson", 0).Policy
+			}, routertest.WithPolicy(policytest.MustPolicy(t, "thompson")))
 			h.telemetry.WatchThompson(h.router, func() []uint64 { return nil })
 			if target := h.router.Targets()[0]; c.lost {
 				target.Bootstrap.Port = 1

@@ -25,21 +25,27 @@ var layers = []map[string]string{
 		"tokens": "jsonbody kv", "keys": "web",
 	},
 	{ // judging, hearing
-		"policy": "hints jsonlines kv settings", "events": "guard jsonlines kv radix web zmq", "outlier": "kv",
+		"policy": "hints kv", "events": "guard jsonlines kv radix web zmq", "outlier": "kv",
+	},
+	{ // learning
+		"thompson": "hints jsonlines kv policy settings",
+	},
+	{ // all policies
+		"policies": "policy thompson",
 	},
 	{ // deciding, starting
 		"router": "hints kv outlier policy radix table", "process": "events kv",
 	},
 	{ // following
-		"traces": "kv policy router", "models": "kv outlier policy radix router tokens",
+		"traces": "kv policy router", "models": "kv outlier policies policy radix router tokens",
 	},
 	{ // carrying
 		"replica": "events guard kv router zmq", "proxy": "jsonbody kv models outlier policy router traces web", "workers": "events guard kv policy process radix web zmq",
-		"mocker": "engine events jsonbody kv process tokens web zmq", "simulate": "engine hints jsonlines kv outlier policy radix router",
+		"mocker": "engine events jsonbody kv process tokens web zmq", "simulate": "engine hints jsonlines kv outlier policies policy radix router",
 		"vllm": "kv process", "sglang": "kv process", "discovery": "kv",
 	},
 	{ // showing, offering
-		"telemetry": "hints jsonlines kv models outlier policy proxy replica router traces workers", "selection": "events hints kv models outlier policy replica router web workers",
+		"telemetry": "hints jsonlines kv models outlier proxy replica router thompson traces workers", "selection": "events hints kv models outlier policy replica router thompson web workers",
 		"nativeapi": "jsonbody kv models proxy tokens web", "extproc": "guard proxy web", "doctor": "events kv mocker process settings tokens web workers zmq", "demo": "keys",
 		"page": "jsonbody keys kv models outlier policy proxy router tokens web workers",
 	},

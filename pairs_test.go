@@ -26,6 +26,7 @@ import (
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
+	"kvrouter/internal/testkit/routertest"
 	"kvrouter/internal/web"
 )
 
@@ -640,11 +641,10 @@ func TestEveryTryOfASharedRequestHasItsReceipt(t *testing.T) {
 					return breaks
 				}
 				return serve
-			})
+			}, routertest.WithSettings(func(s *router.Settings) { s.RecordDecisions = true }))
 			if test.kind != kv.KindSGLang && test.broken > 0 {
 				h.router.Down(kv.WorkerKey{Worker: 1})
 			}
-			h.router.Knobs.RecordDecisions = true
 			s, x := newTestPairs(t), &proxy.Exchange{}
 			parsed, _ := jsonbody.Parse([]byte(sharedChat(false)))
 			u := proxy.Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{}, Body: parsed.Raw, Route: testkit.ChatPath, MaxRetries: 2}
@@ -666,12 +666,11 @@ type brokenWriter struct{ http.ResponseWriter }
 func (brokenWriter) Write([]byte) (int, error) { return 0, io.ErrClosedPipe }
 
 func TestMooncakeWithoutBootstrapServerStaysWhole(t *testing.T) {
-	h := newTestPairAPI(t, Config{}, kv.KindMooncake, 1, 1, nil)
+	rule := new(policytest.Clerk)
+	h := newTestPairAPI(t, Config{}, kv.KindMooncake, 1, 1, nil, routertest.WithPolicy(rule))
 	target := h.router.Targets()[0]
 	target.Bootstrap.Port = 1
 	h.router.Up(target)
-	rule := new(policytest.Clerk)
-	h.router.Policy = rule
 	response, answer := h.post(t, testkit.ChatPath, sharedChat(false))
 	if response.StatusCode != http.StatusOK || !strings.Contains(answer, "whole") {
 		t.Errorf("%s: %s", response.Status, answer)

@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
@@ -55,10 +55,10 @@ func TestThePrefixSourceDecidesWhetherEventsAreFollowed(t *testing.T) {
 		{"variance", router.PrefixApprox, true, true, false},
 		{"kv", router.PrefixApprox, false, false, true}, // beside one of the two in a simulation
 	} {
-		config := Config{Policy: test.policy, Scoring: policy.DefaultSettings(), Index: router.DefaultIndexSettings()}
+		config := Config{Policy: test.policy, Scoring: testkit.Defaults[policies.Settings](), Index: testkit.Defaults[router.IndexSettings]()}
 		config.Index.PrefixSource, config.Index.NoKVEvents = test.source, test.noEvents
 		config.Index.MaxTreeSize = 1000
-		trees, is := router.NewIndex(config.Index, config.Policy, config.Scoring, 64, time.Now).(*radix.Trees)
+		trees, is := router.NewIndex(config.Index, config.Policy, config.Scoring.Settings, 64, time.Now).(*radix.Trees)
 		if is != test.trees || config.KVEvents() != test.follows {
 			t.Errorf("%+v: trees %v, follows %v", test, is, config.KVEvents())
 		}
@@ -73,16 +73,16 @@ func TestThePrefixSourceDecidesWhetherEventsAreFollowed(t *testing.T) {
 
 func TestWithoutOverlapWeightThereIsNoIndex(t *testing.T) {
 	zero := 0.0
-	knobs := policy.DefaultSettings()
+	knobs := testkit.Defaults[policies.Settings]()
 	knobs.OverlapScoreWeight = &zero
-	x := router.NewIndex(router.DefaultIndexSettings(), "kv", knobs, testkit.BlockSize, time.Now)
+	x := router.NewIndex(testkit.Defaults[router.IndexSettings](), "kv", knobs.Settings, testkit.BlockSize, time.Now)
 	if err := x.Store(testkit.W0, 0, false, testkit.Chain(testkit.Prompt(1, 3))); err != nil {
 		t.Fatal(err)
 	}
 	if got := x.Match(testkit.Prompt(1, 3), nil); got != nil {
 		t.Errorf("matches %v", got)
 	}
-	if _, exact := router.NewIndex(router.DefaultIndexSettings(), "work", knobs, testkit.BlockSize, time.Now).(*radix.Tree); !exact {
+	if _, exact := router.NewIndex(testkit.Defaults[router.IndexSettings](), "work", knobs.Settings, testkit.BlockSize, time.Now).(*radix.Tree); !exact {
 		t.Error("policy work, which has no such weight, has no index")
 	}
 	config := Config{Policy: "kv", Scoring: knobs}

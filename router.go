@@ -24,7 +24,7 @@ import (
 	"kvrouter/internal/models"
 	"kvrouter/internal/outlier"
 	"kvrouter/internal/page"
-	"kvrouter/internal/policy"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/process"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/radix"
@@ -33,6 +33,7 @@ import (
 	"kvrouter/internal/selection"
 	"kvrouter/internal/settings"
 	"kvrouter/internal/telemetry"
+	"kvrouter/internal/thompson"
 	"kvrouter/internal/tokens"
 	"kvrouter/internal/traces"
 	"kvrouter/internal/web"
@@ -60,10 +61,10 @@ type app struct {
 	api       *API
 	selection *selection.Service
 	page      *page.Page
-	replicas  *replica.Mesh             // nil: none
-	gateway   *extproc.Server           // nil: none
-	traces    *jsonlines.Writer         // of policy thompson; nil: none
-	learned   *policy.ThompsonStateFile // by policy thompson; nil: it is not kept
+	replicas  *replica.Mesh       // nil: none
+	gateway   *extproc.Server     // nil: none
+	traces    *jsonlines.Writer   // of policy thompson; nil: none
+	learned   *thompson.StateFile // by policy thompson; nil: it is not kept
 
 	certificates *web.Certificates      // of both ports; nil: they speak plain HTTP
 	reread       func() (Config, error) // the settings anew; nil: they stay
@@ -74,17 +75,16 @@ type app struct {
 // build makes every part and hands it those it needs. Nothing runs yet.
 func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	config.Hop = web.NewHop()
-	r := &app{config: config, log: log, thresholds: config.Routing.BusyThresholds, edges: guard.New(), index: router.NewIndex(config.Index, config.Policy, config.Scoring, config.BlockSize, time.Now)}
+	r := &app{config: config, log: log, thresholds: config.Routing.BusyThresholds, edges: guard.New(), index: router.NewIndex(config.Index, config.Policy, config.Scoring.Settings, config.BlockSize, time.Now)}
 	var err error
 	if r.model, err = openModel(ctx, config, log); err != nil {
 		return nil, err
 	}
-	policy, err := policy.New(config.Policy, config.Scoring)
+	rule, err := policies.New(config.Policy, config.Scoring)
 	if err != nil {
 		return nil, err
 	}
-	r.router = router.New(r.index, policy, config.BlockSize, cmp.Or(config.Seed, uint64(time.Now().UnixNano())), config.Routing)
-	r.router.Log = log
+	r.router = router.New(config.Routing, router.Deps{Index: r.index, Policy: rule, BlockSize: config.BlockSize, Seed: cmp.Or(config.Seed, uint64(time.Now().UnixNano())), Log: log})
 	if r.changed, r.recording, err = events.OpenRecording(config.Snapshot, r.index, log); err != nil {
 		return nil, err
 	}
@@ -118,9 +118,9 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	}
 	r.telemetry.WatchThompson(r.router, fleet)
 	r.telemetry.WatchFleet(fleet)
-	r.fleet.Peers, r.fleet.Edges, r.fleet.Names = events.NewPeers(config.IndexerPeers, peerKey(config)), r.edges, r.router.Names
+	r.fleet.Peers, r.fleet.Edges, r.fleet.Names = events.NewPeers(config.IndexerPeers, peerKey(config)), r.edges, r.router.Names()
 	r.proxy = proxy.NewProxy(r.telemetry, config.RequestTimeout, r.fleet.ReportFailure)
-	r.proxy.OutputBlocks, r.proxy.Hop, r.proxy.Names, r.proxy.Budget = config.Routing.RouterTrackOutputBlocks, config.Hop, r.router.Names, outlier.NewBudget(config.Disagg.RetryBudget)
+	r.proxy.OutputBlocks, r.proxy.Hop, r.proxy.Names, r.proxy.Budget = config.Routing.RouterTrackOutputBlocks, config.Hop, r.router.Names(), outlier.NewBudget(config.Disagg.RetryBudget)
 	r.proxy.Client.Transport = web.NewTransport(config.WorkerTLS)
 	r.api = NewAPI(config, r.models, r.proxy, r.telemetry, log)
 	r.models.Look = r.fleet.LookForModels
@@ -186,11 +186,12 @@ func (r *app) listenForGateways() (*extproc.Server, error) {
 
 // openThompson opens the files of policy thompson, if it is in use.
 func (r *app) openThompson() (err error) {
-	if is := r.router.WithThompson(func(p *policy.Thompson) {
+	settings := r.config.Scoring.Thompson
+	if is := thompson.With(r.router.WithPolicy, func(p *thompson.Policy) {
 		p.WarnOfIdle(r.log)
-		r.traces, err = p.OpenTraces(r.config.Scoring.ThompsonTraces, r.log)
-	}); is && err == nil && r.config.Scoring.ThompsonState != "" {
-		r.learned, err = policy.OpenThompsonState(r.config.Scoring.ThompsonState, r.router.WithThompson)
+		r.traces, err = p.OpenTraces(settings.ThompsonTraces, r.log)
+	}); is && err == nil && settings.ThompsonState != "" {
+		r.learned, err = thompson.OpenState(settings.ThompsonState, r.router.WithPolicy, r.log)
 	}
 	return err
 }

@@ -122,7 +122,7 @@ func TestWhatMovesAConversation(t *testing.T) {
 func TestTheSessionsHeaderReachesTheWorkerAsItCame(t *testing.T) {
 	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, `{}`) })
 	config := Config{}
-	config.Routing = router.DefaultSettings()
+	config.Routing = testkit.Defaults[router.Settings]()
 	config.Routing.SessionHeader, config.Routing.SessionCookie = "X-Session-Id", "sid"
 	h := newTestAPI(t, config, worker.URL)
 	response, _ := h.post(t, testkit.ChatPath, `{"model":"m","messages":[]}`, "X-Session-Id", "mine", "Cookie", "sid=yours")

@@ -66,7 +66,7 @@ func (w *worker) questions() []string {
 // site is the routes over workers 0, 1, ..., the last of which runs vLLM if mixed.
 func site(t *testing.T, admin, mixed bool, workers ...*worker) (ask func(method, path, body string) (int, string)) {
 	t.Helper()
-	router := routertest.NewTestRouter(t, "kv", 0)
+	router := routertest.New(t, "kv", 0)
 	for i, w := range workers {
 		target := kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, URL: w.URL, Engine: kv.EngineSGLang, Generation: 1, Ranks: 2}
 		if mixed && i == len(workers)-1 {
@@ -240,7 +240,7 @@ func TestFlushGoesToSGLangWorkers(t *testing.T) {
 
 func TestPagesOfOtherSitesAbortNothing(t *testing.T) {
 	w := newWorker(t, 0, 200)
-	router := routertest.NewTestRouter(t, "kv", 0)
+	router := routertest.New(t, "kv", 0)
 	router.Up(kv.Target{URL: w.URL, Engine: kv.EngineSGLang})
 	engine := web.NewEngine(slog.New(slog.DiscardHandler))
 	Routes{Models: routertest.Models(router), Fail: web.OpenAIError}.Serve(engine, web.OwnPages("127.0.0.1", false, web.OpenAIError), func(*gin.Context) {})

@@ -24,11 +24,6 @@ type Settings struct {
 	SlowStart          time.Duration `group:"Failing workers" default:"5s" help:"Time in which the share of requests of a worker that is back grows to its full size."`
 }
 
-// DefaultSettings returns the defaults of the flags.
-func DefaultSettings() Settings {
-	return Settings{EjectAfter: 3, EjectionTime: 5 * time.Second, MaxEjectionTime: 20 * time.Second, MaxEjectionPercent: 50, SlowStart: 5 * time.Second}
-}
-
 // Validate checks the settings; its errors name the flag.
 func (s Settings) Validate() error {
 	switch {

@@ -13,9 +13,6 @@ type RetrySettings struct {
 	RetryBudget float64 `group:"Failing workers" default:"0.2" help:"Most retries as a share of the requests of the last 10 s, beside 10 that are always allowed. One whose worker gets no requests any more is not counted."`
 }
 
-// DefaultRetrySettings returns the defaults of the flags.
-func DefaultRetrySettings() RetrySettings { return RetrySettings{Retries: 2, RetryBudget: 0.2} }
-
 // Validate checks the settings; its errors name the flag.
 func (k RetrySettings) Validate() error {
 	switch {

@@ -43,7 +43,7 @@ type bench struct {
 func newBench(t *testing.T, keys ...string) *bench {
 	t.Helper()
 	b := &bench{index: radix.NewTree(), status: http.StatusOK}
-	b.router = router.NewRouter(b.index, policytest.MustPolicy(t, "kv"), testkit.BlockSize, 1)
+	b.router = router.New(testkit.Defaults[router.Settings](), router.Deps{Index: b.index, Policy: policytest.MustPolicy(t, "kv"), BlockSize: testkit.BlockSize, Seed: 1})
 	var attached []workers.Attached
 	for i := range uint64(2) {
 		attached = append(attached, workers.Attached{ID: i, URL: fmt.Sprintf("http://127.0.0.1:%d", i+1)})

@@ -92,7 +92,7 @@ func TestTheFleetIsShownByRank(t *testing.T) {
 	if len(list) != 2 || list[0].Worker != 0 || list[0].State != StateStarting || !list[0].Resting || list[1].Resting || list[0].HitRate != nil || list[1].Requests != 7 || *list[1].HitRate != 0.25 {
 		t.Errorf("%+v", list)
 	}
-	b.router.Names.Set([]kv.Worker{{ID: 0, Name: "pod-b"}, {ID: 1, Name: "pod-a"}})
+	b.router.Names().Set([]kv.Worker{{ID: 0, Name: "pod-b"}, {ID: 1, Name: "pod-a"}})
 	totals = proxy.Totals{Workers: map[string]proxy.WorkerTotals{"pod-b": {Requests: 5}}}
 	if list := b.fleet(totals, time.Now()); list[0].Name != "pod-a" || list[0].Worker != 1 || list[1].Requests != 5 {
 		t.Errorf("with names: %+v", list)

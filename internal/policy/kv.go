@@ -6,7 +6,7 @@ import (
 	"math/rand/v2"
 )
 
-// Settings are the settings of all policies. Those of policy kv stand here, with
+// Settings are the settings of the policies in this package. Those of policy kv have
 // the names, the meaning and the defaults of Dynamo 1.6.1's.
 type Settings struct {
 	PrefillLoadScale          float64  `group:"Policy kv" default:"1" help:"Weight of the prompt blocks to be computed against the blocks in use."`
@@ -18,7 +18,6 @@ type Settings struct {
 	Ties                      string   `group:"Policy kv" default:"random" enum:"random,smallest-tree" help:"Which of equally cheap workers gets the request: ${enum}; any, or as in Dynamo 1.0 the one of which the index has the fewest blocks, where one that holds nothing of the prompt counts as having none. A --router-temperature above 0 draws instead."`
 
 	CacheSettings
-	ThompsonSettings
 }
 
 // Values of --ties.
@@ -37,15 +36,8 @@ type Override struct {
 	TrackPrefillTokens *bool
 }
 
-// DefaultSettings returns the defaults of the flags, which the tags above repeat.
-func DefaultSettings() Settings {
-	return Settings{
-		PrefillLoadScale: 1, OverlapScoreCredit: 1, Ties: tiesRandom,
-		CacheSettings: defaultCacheSettings(), ThompsonSettings: ThompsonSettings{ThompsonPreset: "components", ThompsonFixes: "all"},
-	}
-}
-
-func (s Settings) validate() error {
+// Validate checks the settings; its errors name the flag.
+func (s Settings) Validate() error {
 	if err := checkNotNegative([]flagValue{
 		{"--prefill-load-scale", s.PrefillLoadScale},
 		{"--overlap-score-credit", s.OverlapScoreCredit},
@@ -134,7 +126,7 @@ func (p kvPolicy) Choose(q Query, candidates []Candidate, random *rand.Rand) int
 	}
 	byTree := p.settings.Ties == tiesSmallestTree && p.settings.RouterTemperature == 0
 	if q.Explain != nil {
-		q.Explain.rank("kv", candidates, func(c *Candidate) Score {
+		q.Explain.Rank("kv", candidates, func(c *Candidate) Score {
 			s := p.terms(q, c, least).explain()
 			if fewer := -float64(c.TreeBlocks); byTree {
 				s.TieBreak = &fewer
@@ -149,7 +141,7 @@ func (p kvPolicy) Choose(q Query, candidates []Candidate, random *rand.Rand) int
 	if byTree {
 		return bestOfSmallestTree(candidates, random, score)
 	}
-	return best(candidates, random, score)
+	return Best(candidates, random, score)
 }
 
 // bestOfSmallestTree is best, but that of several with the highest score those with
@@ -159,7 +151,7 @@ func bestOfSmallestTree(candidates []Candidate, random *rand.Rand, score func(*C
 	for i := range candidates {
 		highest = max(highest, score(&candidates[i]))
 	}
-	return best(candidates, random, func(c *Candidate) float64 {
+	return Best(candidates, random, func(c *Candidate) float64 {
 		if score(c) < highest {
 			return math.Inf(-1)
 		}
@@ -212,7 +204,7 @@ func softmaxOfCosts(candidates []Candidate, temperature float64, random *rand.Ra
 	}
 	draw := random.Float64()
 	if explain != nil {
-		explain.drawn(costs, draw, temperature)
+		explain.Drawn(costs, draw, temperature)
 	}
 	draw *= sum
 	for i, weight := range costs {

@@ -107,9 +107,9 @@ func (p *Work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	}
 	u := p.usual(q, candidates, routers)
 	if q.Explain != nil {
-		q.Explain.rank("work", candidates, func(c *Candidate) Score { return p.terms(q, c, &u).explain() })
+		q.Explain.Rank("work", candidates, func(c *Candidate) Score { return p.terms(q, c, &u).explain() })
 	}
-	chosen := best(candidates, random, func(c *Candidate) float64 { return -p.terms(q, c, &u).cost() })
+	chosen := Best(candidates, random, func(c *Candidate) float64 { return -p.terms(q, c, &u).cost() })
 	if learns && q.Tokens > 0 {
 		stored := float64(uncachedTokens(q, &candidates[chosen])) + u.output
 		caches := cacheTokens(q, candidates) * float64(fleet(q, candidates)) / float64(len(candidates))

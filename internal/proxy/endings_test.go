@@ -35,10 +35,9 @@ func TestNamedEventsAreReadLikeOthers(t *testing.T) {
 
 func TestAPanicOverARequestLeavesNothingBooked(t *testing.T) {
 	worker := testkit.NewFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, "[DONE]"))
-	rt := routertest.NewTestRouter(t, "round-robin", 0)
-	rt.Up(kv.Target{Key: kv.WorkerKey{}, URL: worker.URL})
 	rule := new(policytest.Clerk)
-	rt.Policy = rule
+	rt := routertest.New(t, "", 0, routertest.WithPolicy(rule))
+	rt.Up(kv.Target{Key: kv.WorkerKey{}, URL: worker.URL})
 	proxy := NewProxy(testkit.SilentObserver{}, 0, func(uint64) {})
 	defer proxy.Client.CloseIdleConnections()
 	func() {

@@ -41,7 +41,7 @@ type Settings struct {
 
 // DefaultSettings returns the defaults of the flags.
 func DefaultSettings() Settings {
-	return Settings{DisaggMinUncachedTokens: 256, DisaggPrefillTimeout: time.Minute, DisaggHandoverTimeout: time.Minute, RetrySettings: outlier.DefaultRetrySettings()}
+	return Settings{DisaggMinUncachedTokens: 256, DisaggPrefillTimeout: time.Minute, DisaggHandoverTimeout: time.Minute, RetrySettings: outlier.RetrySettings{Retries: 2, RetryBudget: 0.2}}
 }
 
 // Validate checks the settings; its errors name the flag.

@@ -58,27 +58,27 @@ func (t BusyThresholds) Set() bool { return t != BusyThresholds{} }
 
 // ChangeBusyThresholds sets those thresholds that change has, and returns all.
 func (r *Router) ChangeBusyThresholds(change BusyThresholds) BusyThresholds {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
-	t := &r.Knobs.BusyThresholds
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	t := &r.settings.BusyThresholds
 	t.ActiveDecodeBlocksThreshold = cmp.Or(change.ActiveDecodeBlocksThreshold, t.ActiveDecodeBlocksThreshold)
 	t.ActivePrefillTokensThreshold = cmp.Or(change.ActivePrefillTokensThreshold, t.ActivePrefillTokensThreshold)
 	t.ActivePrefillTokensThresholdFrac = cmp.Or(change.ActivePrefillTokensThresholdFrac, t.ActivePrefillTokensThresholdFrac)
-	r.drain(r.Now())
+	r.drain(r.now())
 	return *t
 }
 
 // SetBusyThresholds sets all thresholds: those that are nil are taken away.
 func (r *Router) SetBusyThresholds(t BusyThresholds) {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
-	r.Knobs.BusyThresholds = t
-	r.drain(r.Now())
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.settings.BusyThresholds = t
+	r.drain(r.now())
 }
 
 // BusyThresholds returns the thresholds.
 func (r *Router) BusyThresholds() BusyThresholds {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
-	return r.Knobs.BusyThresholds
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.settings.BusyThresholds
 }

@@ -22,7 +22,7 @@ func (r *Router) gather(p *prompt, now time.Time) error {
 		if !p.mayUse(t) {
 			continue
 		}
-		if r.Knobs.BusyThresholds.Set() && r.busy(t.Key.Worker, now) {
+		if r.settings.BusyThresholds.Set() && r.busy(t.Key.Worker, now) {
 			err = ErrBusy
 			continue
 		}
@@ -51,7 +51,7 @@ func (r *Router) busy(worker uint64, now time.Time) bool {
 	at, _ := r.target(kv.WorkerKey{Worker: worker})
 	for ; at < len(r.targets) && r.targets[at].Key.Worker == worker; at++ {
 		var load policy.Load
-		if r.books[at].asOf(now, &load); !r.Knobs.BusyThresholds.exceeded(&r.targets[at], &load) {
+		if r.books[at].asOf(now, &load); !r.settings.BusyThresholds.exceeded(&r.targets[at], &load) {
 			return false
 		}
 	}

@@ -35,8 +35,8 @@ type Need struct {
 // Lacks tells whether a request has to wait for a worker to come: none is up that could
 // serve it. Where workers are up of which none serves the model, waiting would not help.
 func (r *Router) Lacks(need Need) bool {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	known := len(r.targets) == 0
 	var prefill, decode kv.Kinds
 	for i := range r.targets {

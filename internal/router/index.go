@@ -24,14 +24,6 @@ type IndexSettings struct {
 	CacheCorrection        bool     `group:"Index" default:"true" negatable:"" help:"With --no-kv-events or --prefix-source approx: take back what an answer's cached_tokens show that an engine has lost. vLLM tells of them with --enable-prompt-tokens-details, SGLang with --enable-cache-report."`
 }
 
-// DefaultIndexSettings returns the defaults of the flags.
-func DefaultIndexSettings() IndexSettings {
-	return IndexSettings{
-		RouterMaxTreeSize: 1 << 20, RouterPruneTargetRatio: 0.8,
-		MaxTreeSize: 1 << 24, EvictionInterval: 60, CacheCorrection: true,
-	}
-}
-
 // Values of --prefix-source.
 const (
 	PrefixEvents = "events"

@@ -140,9 +140,9 @@ type pairings struct {
 // workers are out for their failures, none could, unless that is enforced or nobody
 // takes p whole.
 func (r *Router) pairings(p *prompt, enforce bool) pairings {
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
-	now := r.Now()
+	now := r.now()
 	var could pairings
 	var prefill, well, decode kv.Kinds
 	most := 0

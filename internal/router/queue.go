@@ -69,7 +69,7 @@ type waitResult struct {
 func (r *Router) queueScore(p *prompt, best int, now time.Time) float64 {
 	jump := max(0, p.PriorityJump)
 	since := now.Sub(r.began).Seconds()
-	switch r.Knobs.RouterQueuePolicy {
+	switch r.settings.RouterQueuePolicy {
 	case queueWSPT:
 		return (1 + jump) / float64(max(1, p.tokens-best*r.blockSize))
 	case queueLCFS:
@@ -81,7 +81,7 @@ func (r *Router) queueScore(p *prompt, best int, now time.Time) float64 {
 // hasCapacity tells whether a worker with that many uncached prompt tokens to
 // compute may get one more request.
 func (r *Router) hasCapacity(t *kv.Target, prefillTokens int) bool {
-	threshold := r.Knobs.RouterQueueThreshold
+	threshold := r.settings.RouterQueueThreshold
 	return threshold == nil || t.MaxBatchedTokens <= 0 || float64(prefillTokens) <= *threshold*float64(t.MaxBatchedTokens)
 }
 
@@ -89,7 +89,7 @@ func (r *Router) hasCapacity(t *kv.Target, prefillTokens int) bool {
 // wait already need not be asked: had one of the candidates capacity for them, they
 // would not wait.
 func (r *Router) mustWait(p *prompt) bool {
-	if r.Knobs.RouterQueueThreshold == nil || p.QueryOnly || p.ChooseOnly {
+	if r.settings.RouterQueueThreshold == nil || p.QueryOnly || p.ChooseOnly {
 		return false
 	}
 	return !slices.ContainsFunc(r.candidates, func(c policy.Candidate) bool { return r.hasCapacity(&c.Target, c.Load.PrefillTokens) })
@@ -97,7 +97,7 @@ func (r *Router) mustWait(p *prompt) bool {
 
 // park puts p, whose candidates have been gathered, into the queue.
 func (r *Router) park(p *prompt, now time.Time) (*waiter, error) {
-	if len(r.waiting) >= r.Knobs.RouterQueueLimit {
+	if len(r.waiting) >= r.settings.RouterQueueLimit {
 		return nil, ErrQueueFull
 	}
 	if r.began.IsZero() {
@@ -173,7 +173,7 @@ func (r *Router) anyCapacity() bool {
 // wait returns what is decided on w, ErrQueueTimeout, or the cause for which ctx
 // ended before.
 func (r *Router) wait(ctx context.Context, w *waiter) (Decision, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, r.Knobs.RouterQueueTimeout, ErrQueueTimeout)
+	ctx, cancel := context.WithTimeoutCause(ctx, r.settings.RouterQueueTimeout, ErrQueueTimeout)
 	defer cancel()
 	refresh := time.NewTicker(QueueRefresh)
 	defer refresh.Stop()
@@ -192,12 +192,12 @@ func (r *Router) wait(ctx context.Context, w *waiter) (Decision, error) {
 
 // leave takes w out of the queue, or gives back what was booked for it.
 func (r *Router) leave(w *waiter) {
-	r.Mu.Lock()
+	r.mu.Lock()
 	at := slices.Index(r.waiting, w)
 	if at >= 0 {
 		r.waiting = slices.Delete(r.waiting, at, at+1)
 	}
-	r.Mu.Unlock()
+	r.mu.Unlock()
 	if at < 0 {
 		if result := <-w.decided; result.err == nil {
 			result.decision.Booking.End()
@@ -208,10 +208,10 @@ func (r *Router) leave(w *waiter) {
 // lookUpAgain brings up to date what w's workers have of its prompt.
 func (r *Router) lookUpAgain(w *waiter) {
 	matches := r.index.Match(w.prompt.local, nil)
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	w.prompt.matches, w.prompt.next = matches, 0
-	r.drain(r.Now())
+	r.drain(r.now())
 }
 
 // Waiting is a request of RouteOrWait that is in the queue.
@@ -243,8 +243,8 @@ func (w *Waiting) Refresh() { w.router.lookUpAgain(w.waiter) }
 // it has been decided.
 func (w *Waiting) Leave() bool {
 	r := w.router
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	at := slices.Index(r.waiting, w.waiter)
 	if at >= 0 {
 		r.waiting = slices.Delete(r.waiting, at, at+1)
@@ -254,8 +254,8 @@ func (w *Waiting) Leave() bool {
 
 // QueueDepth returns the number of waiting requests and of their prompt tokens.
 func (r *Router) QueueDepth() (requests, tokens int) {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	for _, w := range r.waiting {
 		tokens += w.prompt.tokens
 	}

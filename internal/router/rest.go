@@ -14,9 +14,9 @@ const maxResting = 1024
 // Readmit. Running ones finish, what it publishes still counts, and it rests on if it
 // goes down and comes back meanwhile. It fails with ErrUnknownWorker.
 func (r *Router) Rest(worker uint64) error {
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
-	now, found := r.Now(), false
+	now, found := r.now(), false
 	for i := range r.targets {
 		if r.targets[i].Key.Worker == worker {
 			r.targets[i].Resting, found = true, true
@@ -57,9 +57,9 @@ func (r *Router) forgetResting() {
 // Readmit ends a worker's rest, and its ejection for failures: it gets its full share
 // at once. It fails with ErrUnknownWorker where the worker is not up and does not rest.
 func (r *Router) Readmit(worker uint64) error {
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
-	now := r.Now()
+	now := r.now()
 	_, found := r.resting[worker]
 	delete(r.resting, worker)
 	for i := range r.targets {
@@ -77,15 +77,15 @@ func (r *Router) Readmit(worker uint64) error {
 
 // Resting returns since when each worker rests that does.
 func (r *Router) Resting() map[uint64]time.Time {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	return maps.Clone(r.resting)
 }
 
 // Schedulable returns how many ranks are up and do not rest.
 func (r *Router) Schedulable() (n int) {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	for i := range r.targets {
 		if !r.targets[i].Resting {
 			n++
@@ -98,7 +98,7 @@ func (r *Router) Schedulable() (n int) {
 // one that is to leave, say. It is no person's rest: Readmit does not end it, nor does
 // its end readmit anybody. Who holds a worker must let it go once it is no more.
 func (r *Router) Hold(worker uint64, hold bool) {
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
 	if delete(r.held, worker); hold {
 		r.held[worker] = true
@@ -108,7 +108,7 @@ func (r *Router) Hold(worker uint64, hold bool) {
 			t.Resting = r.rests(t.Key)
 		}
 	}
-	r.drain(r.Now())
+	r.drain(r.now())
 }
 
 // rests tells whether the worker of a rank gets no new requests.
@@ -120,8 +120,8 @@ func (r *Router) rests(w kv.WorkerKey) bool {
 // Working tells whether requests of this router are on their way on a worker, on any of
 // its ranks.
 func (r *Router) Working(worker uint64) bool {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	for w, load := range r.loads.byWorker {
 		if w.Worker == worker && load.InFlight > load.Remote {
 			return true

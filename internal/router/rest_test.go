@@ -8,12 +8,12 @@ import (
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/outlier"
-	"kvrouter/internal/policy"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/testkit"
 )
 
 func TestARestingWorkerGetsNothingNew(t *testing.T) {
-	for _, rule := range policy.Names {
+	for _, rule := range policies.Names {
 		t.Run(rule, func(t *testing.T) {
 			r, _ := newWatchedRouter(t, rule, 3)
 			running := MustRoute(t, r, Request{Pinned: &kv.WorkerKey{Worker: 1}, Tokens: testkit.Tokens(1, 20)})
@@ -121,7 +121,7 @@ func TestTheReceiptSaysThatAWorkerRests(t *testing.T) {
 // TestWhoWaitsIsRefusedOnceAllRest: the end of what runs on a worker that rests frees no
 // place, and may be long in coming.
 func TestWhoWaitsIsRefusedOnceAllRest(t *testing.T) {
-	settings := DefaultSettings()
+	settings := testkit.Defaults[Settings]()
 	threshold := 1.0
 	settings.RouterQueueThreshold = &threshold
 	r, _ := NewClockedRouter(t, 0, settings)

@@ -25,7 +25,7 @@ func (k SaturationSettings) validate() error {
 // requests.
 func (r *Router) Saturation() (saturation float64, up bool) {
 	wait, up := r.Wait()
-	return wait.Seconds() / r.Knobs.SaturationTarget.Seconds(), up
+	return wait.Seconds() / r.settings.SaturationTarget.Seconds(), up
 }
 
 // Wait predicts by how much later a request that comes now gets its first token than
@@ -33,9 +33,9 @@ func (r *Router) Saturation() (saturation float64, up bool) {
 // router's queue. Not up: no worker takes requests. Where prompts are computed apart,
 // the workers are those that do so.
 func (r *Router) Wait() (wait time.Duration, up bool) {
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
-	now := r.Now()
+	now := r.now()
 	r.expire(now)
 	leg := kv.LegWhole
 	if r.has(func(t *kv.Target) bool { return t.Takes(kv.LegPrefill) }) && r.has(func(t *kv.Target) bool { return t.Takes(kv.LegDecode) }) {

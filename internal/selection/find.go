@@ -18,6 +18,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
+	"kvrouter/internal/thompson"
 )
 
 // maxOpenDecisions bounds those whose end the callers of /find_worker have yet
@@ -139,11 +140,7 @@ func (s *Service) findWorker(c *gin.Context) {
 
 // feedbackTime is how long the policy waits for feedback; 0: it wants none.
 func (s *Service) feedbackTime() (limit time.Duration) {
-	s.models.Default().Router.WithThompson(func(p *policy.Thompson) {
-		if p.RouterType != policy.ThompsonKVLoad {
-			limit = p.Timeout
-		}
-	})
+	thompson.With(s.models.Default().Router.WithPolicy, func(p *thompson.Policy) { limit = p.FeedbackTimeout() })
 	return limit
 }
 
@@ -226,9 +223,9 @@ func (s *Service) feedback(c *gin.Context) {
 	}
 	if booking := s.decisions.take(query.DecisionID); booking != nil {
 		mended := true
-		s.models.Default().Router.WithThompson(func(p *policy.Thompson) { mended = p.Fixes.Feedback })
+		thompson.With(s.models.Default().Router.WithPolicy, func(p *thompson.Policy) { mended = p.SparesAborts() })
 		if ack, known := booking.Report(query.feedback(mended)); known {
-			c.JSON(http.StatusOK, feedbackAnswer{OK: true, UsedBaseline: ack.UsedBaseline, Reward: ack.Reward, WorkerID: &ack.Worker.Worker})
+			c.JSON(http.StatusOK, feedbackAnswer{OK: true, UsedBaseline: ack.Baseline, Reward: ack.Reward, WorkerID: &ack.Worker.Worker})
 			return
 		}
 	}

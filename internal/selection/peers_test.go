@@ -16,7 +16,7 @@ import (
 // peersPort returns a router port with that mesh; a body goes with POST, none with GET.
 func peersPort(t *testing.T, mesh *replica.Mesh) (ask func(path, body string) (int, string)) {
 	t.Helper()
-	s := New(Settings{}, routertest.Models(routertest.NewTestRouter(t, "round-robin", 0)), nil, slog.New(slog.DiscardHandler))
+	s := New(Settings{}, routertest.Models(routertest.New(t, "round-robin", 0)), nil, slog.New(slog.DiscardHandler))
 	s.Mesh = mesh
 	handler := s.Handler()
 	return func(path, body string) (int, string) {
@@ -35,7 +35,7 @@ func peersPort(t *testing.T, mesh *replica.Mesh) (ask func(path, body string) (i
 // TestPeersComeAndGoAsAtDynamo: the answers are those of Dynamo 1.6.1, but for the
 // words after «bad body» and «invalid TCP port».
 func TestPeersComeAndGoAsAtDynamo(t *testing.T) {
-	mesh, err := replica.New(routertest.NewTestRouter(t, "kv", 1), "127.0.0.1:0", []string{"named:7100"}, guard.New(), slog.New(slog.DiscardHandler))
+	mesh, err := replica.New(routertest.New(t, "kv", 1), "127.0.0.1:0", []string{"named:7100"}, guard.New(), slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}

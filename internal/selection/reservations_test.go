@@ -15,7 +15,7 @@ import (
 
 func TestReservationIDsAreUsedOnceAtATime(t *testing.T) {
 	r := NewReservations()
-	rt := routertest.NewTestRouter(t, "kv", 0)
+	rt := routertest.New(t, "kv", 0)
 	rt.Up(kv.Target{Key: kv.WorkerKey{Worker: 1}})
 	book := func(id string) *router.Booking {
 		booking, err := rt.Book(router.Request{ID: id, Tokens: testkit.Tokens(1, 8)}, kv.WorkerKey{Worker: 1})

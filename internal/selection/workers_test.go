@@ -21,7 +21,7 @@ import (
 // worker can be complete.
 func newRegistry(t *testing.T, hop web.Hop) (handler http.Handler, ask func(method, path, body string) (int, string)) {
 	t.Helper()
-	router := routertest.NewTestRouter(t, "kv", 0)
+	router := routertest.New(t, "kv", 0)
 	log := slog.New(slog.DiscardHandler)
 	fleet := workers.NewFleet(workers.Settings{Hop: hop}, nil, router.Index(), workers.Hooks{}, log)
 	handler = New(Settings{KVEvents: true, BlockSize: 4, Hop: hop}, routertest.Models(router), fleet, log).Handler()
@@ -218,7 +218,7 @@ func TestWorkersAreShownUnderNamesThatTheyTake(t *testing.T) {
 		{"", []string{"base", "adapter"}, "base"},
 		{"", nil, events.DefaultModel},
 	} {
-		router := routertest.NewTestRouter(t, "kv", 0)
+		router := routertest.New(t, "kv", 0)
 		s := New(Settings{ServedModelName: test.flag}, routertest.Models(router), nil, slog.New(slog.DiscardHandler))
 		if got := *s.specOf(workers.Status{Models: test.serves}).ModelName; got != test.want {
 			t.Errorf("--served-model-name %q, worker serves %q: shown as %q, want %q", test.flag, test.serves, got, test.want)

@@ -9,8 +9,9 @@ import (
 	"time"
 
 	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
 )
 
 // queued is a run in which prompts have to wait: 40 conversations on two workers.
@@ -191,7 +192,7 @@ func TestWhatCannotBeSimulatedIsRefused(t *testing.T) {
 		"65 routers":                   func(s *Simulation) { s.Routers = 65 },
 	} {
 		s := simulation(mustChat(t, syntheticSettings(), 1), "kv", 64)
-		s.Knobs = policy.DefaultSettings()
+		s.Scoring = testkit.Defaults[policies.Settings]()
 		change(&s)
 		if _, err := s.Run(); err == nil || !strings.Contains(err.Error(), says) {
 			t.Errorf("%v, want %q", err, says)

@@ -18,7 +18,7 @@ import (
 	"github.com/goccy/go-yaml"
 
 	"kvrouter/internal/outlier"
-	"kvrouter/internal/policy"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/router"
 )
 
@@ -62,7 +62,7 @@ type gridLimits struct {
 type gridPolicy struct {
 	Label          string                `kong:"-"`
 	Name           string                `arg:""`
-	Scoring        policy.Settings       `embed:""`
+	Scoring        policies.Settings     `embed:""`
 	Index          router.IndexSettings  `embed:""`
 	Routing        router.Settings       `embed:""`
 	Retry          outlier.RetrySettings `embed:""`
@@ -169,7 +169,7 @@ func parseGridPolicy(label, text string) (gridPolicy, error) {
 		_, err = parser.Parse(strings.Fields(text))
 	}
 	if err == nil {
-		_, err = policy.New(p.Name, p.Scoring)
+		_, err = policies.New(p.Name, p.Scoring)
 	}
 	if err == nil {
 		err = cmp.Or(p.Index.Validate(p.Name), p.Routing.Validate(), p.Retry.Validate())
@@ -200,8 +200,13 @@ func (g *grid) policy(label string) int {
 // writes a table of each load as soon as it and all before it have ended, then the
 // sums. base is what runs have in common.
 func (s Settings) runGrid(base Simulation, out, progress io.Writer) error {
-	if usual := (gridPolicy{Scoring: policy.DefaultSettings(), Index: router.DefaultIndexSettings(), Routing: router.DefaultSettings(), Retry: outlier.DefaultRetrySettings()}); !reflect.DeepEqual(usual, gridPolicy{Scoring: base.Knobs, Index: base.Index, Routing: base.Routing, Retry: base.Retry}) {
-		return errors.New("--grid: settings of policies, of the index, of the queue and for failing workers stand in the file, beside the policy that they are for")
+	defaults, err := parseGridPolicy("", "random")
+	if err != nil {
+		return err
+	}
+	given := gridPolicy{Name: "random", Scoring: base.Scoring, Index: base.Index, Routing: base.Routing, Retry: base.Retry, SyntheticHints: true}
+	if !reflect.DeepEqual(defaults, given) {
+		return errors.New("--grid: set the flags of policies, the index, the queue and failing workers in the grid file, beside each policy")
 	}
 	g, err := readGrid(s.Grid)
 	if err != nil {

@@ -16,6 +16,7 @@ import (
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/outlier"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
@@ -89,7 +90,7 @@ type Simulation struct {
 	Source        string // names the trace in reports
 	Requests      []TraceRequest
 	Policy        string
-	Knobs         policy.Settings
+	Scoring       policies.Settings
 	Index         router.IndexSettings
 	Workers       int
 	Prefills      int     // the first so many workers compute only prompts, the others answers; 0: each does both
@@ -317,7 +318,7 @@ func (s Simulation) start() (*simulator, error) {
 	choosers := make([]policy.Policy, max(1, s.Routers))
 	for i := range choosers {
 		var err error
-		if choosers[i], err = policy.New(s.Policy, s.Knobs); err != nil {
+		if choosers[i], err = policies.New(s.Policy, s.Scoring); err != nil {
 			return nil, err
 		}
 	}
@@ -343,17 +344,16 @@ func newSimulator(s Simulation, choosers ...policy.Policy) *simulator {
 		lost:       map[string]int{},
 		priors:     map[*TraceRequest]bool{},
 		drawPrior:  rand.New(rand.NewPCG(s.Seed, 4)),
-		follows:    s.Index.Follows(s.Policy, s.Knobs),
+		follows:    s.Index.Follows(s.Policy, s.Scoring.Settings),
 		workers:    make([]worker, s.Workers),
 		total:      total,
 		ledger:     make([]*flight, 0, total),
 	}
 	for i, chooser := range choosers {
-		index := router.NewIndex(s.Index, s.Policy, s.Knobs, s.Engine.BlockSize, run.clock)
+		index := router.NewIndex(s.Index, s.Policy, s.Scoring.Settings, s.Engine.BlockSize, run.clock)
 		run.indexes = append(run.indexes, index)
-		run.routers = append(run.routers, router.New(index, chooser, s.Engine.BlockSize, s.Seed+uint64(i), s.Routing))
+		run.routers = append(run.routers, router.New(s.Routing, router.Deps{Index: index, Policy: chooser, BlockSize: s.Engine.BlockSize, Seed: s.Seed + uint64(i), Now: run.clock}))
 		run.budgets = append(run.budgets, outlier.NewBudget(s.Retry.RetryBudget))
-		run.routers[i].Now = run.clock
 	}
 	blocks := s.Engine.Blocks
 	if s.UntoldCache {

@@ -165,7 +165,7 @@ func (c *routerCollector) Collect(out chan<- prometheus.Metric) {
 	out <- prometheus.MustNewConstMetric(c.promised, prometheus.GaugeValue, float64(tokens))
 	out <- prometheus.MustNewConstMetric(c.saturation, prometheus.GaugeValue, c.models.Saturation())
 	out <- prometheus.MustNewConstMetric(c.held, prometheus.GaugeValue, float64(c.models.Awaiting()))
-	if !c.models.Default().Router.Knobs.NamesSessions() {
+	if !c.models.Default().Router.NamesSessions() {
 		return
 	}
 	known, sessions := c.models.Sessions()

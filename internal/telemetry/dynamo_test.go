@@ -12,7 +12,7 @@ import (
 
 func TestWorkersAreShownUnderTheTypeThatTheyHave(t *testing.T) {
 	m := newBareTelemetry()
-	rt := routertest.NewTestRouter(t, "kv", 1)
+	rt := routertest.New(t, "kv", 1)
 	m.Watch(routertest.Models(rt))
 	target := kv.Target{Key: kv.WorkerKey{Worker: 1}, Disagg: kv.Disagg{Role: kv.RolePrefill, Kind: kv.KindNIXL}}
 	rt.Up(target)

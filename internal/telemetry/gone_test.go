@@ -82,8 +82,7 @@ func TestSeriesOfPodsThatAreGoneGoToo(t *testing.T) {
 		}
 		return list
 	}, func() PromptSample { return PromptSample{} })
-	rt := routertest.NewTestRouter(t, "thompson", 0)
-	rt.Names = names
+	rt := routertest.New(t, "thompson", 0, routertest.WithNames(names))
 	m.Watch(routertest.Models(rt))
 	m.WatchThompson(rt, func() []uint64 { return fleet })
 	m.WatchFleet(func() []uint64 { return fleet })

@@ -20,7 +20,7 @@ func scrape(t *Metrics) testkit.MetricsLines {
 
 func TestThompsonMetricsAreOfThatPolicyAndTheFleet(t *testing.T) {
 	other := newBareTelemetry()
-	other.WatchThompson(routertest.NewTestRouter(t, "kv", 1), func() []uint64 { return nil })
+	other.WatchThompson(routertest.New(t, "kv", 1), func() []uint64 { return nil })
 	for name := range scrape(other) {
 		if strings.HasPrefix(name, "thompson_") {
 			t.Errorf("%s with policy kv", name)
@@ -28,7 +28,7 @@ func TestThompsonMetricsAreOfThatPolicyAndTheFleet(t *testing.T) {
 	}
 
 	telemetry := newBareTelemetry()
-	rt := routertest.NewTestRouter(t, "thompson", 0)
+	rt := routertest.New(t, "thompson", 0)
 	fleet := []uint64{0, 1}
 	telemetry.WatchThompson(rt, func() []uint64 { return fleet })
 	ofWorker := func(page testkit.MetricsLines, worker int) (n int) {
