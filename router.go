@@ -3,11 +3,8 @@ package main
 import (
 	"cmp"
 	"context"
-	"fmt"
 	"log/slog"
-	"net"
 	"net/http"
-	"strconv"
 	"sync/atomic"
 	"time"
 
@@ -150,22 +147,21 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		return nil, err
 	}
 	if config.Replica.ReplicaSync {
-		address := net.JoinHostPort(config.replicaHost(), strconv.Itoa(config.Replica.ReplicaSyncPort))
-		if r.replicas, err = replica.New(r.router, address, config.Replica.ReplicaPeers, r.edges, log); err != nil {
-			return nil, fmt.Errorf("--replica-sync-port %d: %w: free the port or choose another", config.Replica.ReplicaSyncPort, err)
-		}
-		if err := r.replicas.UseKey(config.Replica.ReplicaKey); err != nil {
-			return nil, err
-		}
-		if where := config.Replica.ReplicaDiscovery; where != "" {
-			found, err := discovery.OpenPeers(where, log)
+		mesh := config.Replica
+		mesh.ReplicaSyncHost = config.replicaHost()
+		deps := replica.Deps{Router: r.router, Edges: r.edges, Log: log, Partition: r.selection.PartitionOf}
+		if mesh.ReplicaDiscovery != "" {
+			found, err := discovery.OpenPeers(mesh.ReplicaDiscovery, log)
 			if err != nil {
 				return nil, err
 			}
-			r.replicas.Find = found.Run
+			deps.Find = found.Run
+		}
+		if r.replicas, err = replica.New(mesh, deps); err != nil {
+			return nil, err
 		}
 		r.telemetry.WatchReplicas(r.replicas.Counts)
-		r.selection.Mesh, r.replicas.Partition = r.replicas, r.selection.PartitionOf
+		r.selection.Mesh = r.replicas
 	}
 	return r, nil
 }

@@ -142,7 +142,7 @@ func TestAskingInVainBecomesRare(t *testing.T) {
 func TestFindEndsWithRun(t *testing.T) {
 	ended := make(chan struct{})
 	r := startReplica(t, testPeers(t, 1), 0, func(m *Mesh) {
-		m.Find = func(ctx context.Context, use func([]string)) {
+		m.discover = func(ctx context.Context, use func([]string)) {
 			defer close(ended)
 			<-ctx.Done()
 			use([]string{"127.0.0.1:1"})

@@ -5,7 +5,9 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
+	"net"
 	"slices"
+	"strconv"
 	"sync"
 	"testing"
 	"time"
@@ -74,7 +76,9 @@ func hear(t *testing.T, all ...*testReplica) {
 func startReplica(t *testing.T, peers []string, i int, tweak func(*Mesh)) *testReplica {
 	t.Helper()
 	rt := routertest.New(t, "kv", 2, routertest.WithSettings(func(s *router.Settings) { s.SessionHeader = "x-session-id" }))
-	replicas, err := New(rt, peers[i], peers, guard.New(), slog.New(slog.DiscardHandler))
+	host, port, _ := net.SplitHostPort(peers[i])
+	number, _ := strconv.Atoi(port)
+	replicas, err := New(Settings{ReplicaSyncHost: host, ReplicaSyncPort: number, ReplicaPeers: peers}, Deps{Router: rt, Edges: guard.New(), Log: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -462,7 +466,7 @@ func TestFoundPeersReplaceThoseFoundBefore(t *testing.T) {
 	peers := testPeers(t, 3)
 	all := make(chan []string)
 	find := func(m *Mesh) {
-		m.Find = func(ctx context.Context, use func([]string)) {
+		m.discover = func(ctx context.Context, use func([]string)) {
 			for {
 				select {
 				case <-ctx.Done():

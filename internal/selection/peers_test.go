@@ -35,7 +35,7 @@ func peersPort(t *testing.T, mesh *replica.Mesh) (ask func(path, body string) (i
 // TestPeersComeAndGoAsAtDynamo: the answers are those of Dynamo 1.6.1, but for the
 // words after «bad body» and «invalid TCP port».
 func TestPeersComeAndGoAsAtDynamo(t *testing.T) {
-	mesh, err := replica.New(routertest.New(t, "kv", 1), "127.0.0.1:0", []string{"named:7100"}, guard.New(), slog.New(slog.DiscardHandler))
+	mesh, err := replica.New(replica.Settings{ReplicaSyncHost: "127.0.0.1", ReplicaPeers: []string{"named:7100"}}, replica.Deps{Router: routertest.New(t, "kv", 1), Edges: guard.New(), Log: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)
 	}

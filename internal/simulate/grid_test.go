@@ -277,7 +277,7 @@ func TestAGridSaysWhatIsWrongWithItsFlags(t *testing.T) {
 		}
 	}
 	base.Scoring.PrefillLoadScale = 3
-	if err := (Settings{GridSettings: GridSettings{Grid: file, GridOf: "work"}}).Run(base, nil, nil, nil); err == nil || !strings.Contains(err.Error(), "stand in the file") {
+	if err := (Settings{GridSettings: GridSettings{Grid: file, GridOf: "work"}}).Run(base, nil, nil, nil); err == nil || !strings.Contains(err.Error(), "in the grid file") {
 		t.Error(err)
 	}
 	for _, s := range []Settings{{Trace: "x"}, {Concurrency: 1}, {GridSettings: GridSettings{Jobs: -1}}} {
