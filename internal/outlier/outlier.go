@@ -17,18 +17,18 @@ import (
 
 // Settings say when a worker is taken out, and for how long.
 type Settings struct {
-	EjectAfter         int           `group:"Failing workers" default:"3" help:"Failures in a row after which a worker gets no requests for a while; an answer that breaks off counts twice. 0: failures take no worker out."`
-	EjectionTime       time.Duration `group:"Failing workers" default:"5s" help:"How long that is the first time; then one request goes there on trial. Each further time is double."`
-	MaxEjectionTime    time.Duration `group:"Failing workers" default:"20s" help:"How long it is at most."`
-	MaxEjectionPercent int           `group:"Failing workers" default:"50" help:"Largest share of the workers that may serve a request which may be out, percent; beyond that all are used."`
-	SlowStart          time.Duration `group:"Failing workers" default:"5s" help:"Time in which the share of requests of a worker that is back grows to its full size."`
+	EjectAfter         int           `group:"Failing workers" default:"3" help:"Consecutive failures after which a worker is ejected; an interrupted answer counts twice. 0 disables ejection."`
+	EjectionTime       time.Duration `group:"Failing workers" default:"5s" help:"Base ejection time, followed by one trial request; doubled at each further ejection."`
+	MaxEjectionTime    time.Duration `group:"Failing workers" default:"20s" help:"Maximum ejection time."`
+	MaxEjectionPercent int           `group:"Failing workers" default:"50" help:"Panic threshold: maximum share of eligible workers that may be ejected, percent. Above it all are used."`
+	SlowStart          time.Duration `group:"Failing workers" default:"5s" help:"Time over which the share of requests of a returning worker grows to its full size."`
 }
 
 // Validate checks the settings; its errors name the flag.
 func (s Settings) Validate() error {
 	switch {
 	case s.EjectAfter < 0:
-		return errors.New("--eject-after cannot be negative: 0 takes no worker out")
+		return errors.New("--eject-after cannot be negative; 0 disables ejection")
 	case s.EjectAfter > 0 && s.EjectionTime <= 0:
 		return fmt.Errorf("--ejection-time %s: give more than 0, or --eject-after 0", s.EjectionTime)
 	case s.EjectAfter > 0 && s.MaxEjectionTime < s.EjectionTime:
@@ -36,7 +36,7 @@ func (s Settings) Validate() error {
 	case s.MaxEjectionPercent < 0 || s.MaxEjectionPercent > 100:
 		return fmt.Errorf("--max-ejection-percent %d: give 0 to 100", s.MaxEjectionPercent)
 	case s.SlowStart < 0:
-		return errors.New("--slow-start cannot be negative: 0 gives a worker that is back its full share at once")
+		return errors.New("--slow-start cannot be negative; 0 disables it")
 	}
 	return nil
 }

@@ -12,10 +12,10 @@ import (
 // CacheSettings are the settings of the policies cache-threshold and variance.
 // Those that SGLang has too carry its names.
 type CacheSettings struct {
-	CacheThreshold      float64 `group:"Policies cache-threshold and variance" default:"0.5" help:"Share of a prompt, 0 to 1, of which more must be cached on a worker for the request to go there; else the one with the fewest requests in flight gets it."`
-	VarianceK           float64 `group:"Policies cache-threshold and variance" name:"variance-k" default:"1.5" help:"Policy variance: standard deviations by which the requests in flight on a worker may be more than the workers' mean; beyond that it gets nothing. More than the root of one less than the workers leaves nobody out."`
-	BalanceAbsThreshold float64 `group:"Policies cache-threshold and variance" default:"32" help:"By how many requests in flight the worker with the longest match must exceed the workers' mean for the least loaded one to get the request instead; a number larger than any load switches that off."`
-	BalanceRelThreshold float64 `group:"Policies cache-threshold and variance" default:"1.5" help:"The same as a multiple of the mean; both must be exceeded."`
+	CacheThreshold      float64 `group:"Policies cache-threshold and variance" default:"0.5" help:"Share of the prompt, 0 to 1, above which the worker with the longest match is selected; otherwise the one with the fewest in-flight requests."`
+	VarianceK           float64 `group:"Policies cache-threshold and variance" name:"variance-k" default:"1.5" help:"Policy variance: maximum in-flight requests of a worker, in standard deviations above the mean of all workers. Values above the square root of the number of workers minus one exclude none."`
+	BalanceAbsThreshold float64 `group:"Policies cache-threshold and variance" default:"32" help:"In-flight requests above the mean at which the least loaded worker is selected instead of the one with the longest match. A number above any load disables it."`
+	BalanceRelThreshold float64 `group:"Policies cache-threshold and variance" default:"1.5" help:"The same threshold as a multiple of the mean; both must be exceeded."`
 }
 
 func (s CacheSettings) validate() error {

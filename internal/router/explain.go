@@ -256,7 +256,7 @@ func (r *Router) logDecisions(p *prompt, list []*Receipt) {
 		}
 		text, err := json.Marshal(receipt)
 		if err != nil {
-			r.log.Debug("a decision cannot be written", "error", err)
+			r.log.Debug("failed to encode a decision", "error", err)
 			continue
 		}
 		r.log.Debug("decision", "receipt", json.RawMessage(text))

@@ -13,8 +13,8 @@ import (
 
 // Errors of requests that cannot wait in the queue or waited there for too long.
 var (
-	ErrQueueFull    = errors.New("all workers have enough to do, and the queue of requests that wait is full")
-	ErrQueueTimeout = errors.New("all workers have had enough to do for as long as a request may wait")
+	ErrQueueFull    = errors.New("all workers are at capacity and the queue is full")
+	ErrQueueTimeout = errors.New("all workers were at capacity for the maximum queue time")
 )
 
 // Names of the values that --router-queue-policy takes.
@@ -26,10 +26,10 @@ const (
 
 // QueueSettings are the settings of the queue, with Dynamo's names and defaults.
 type QueueSettings struct {
-	RouterQueueThreshold *float64      `group:"Routing" placeholder:"NUMBER" help:"Let requests wait in the router while every worker that may serve them has more uncached prompt tokens to compute than this many of its passes (--max-num-batched-tokens) take. Default: none waits."`
-	RouterQueuePolicy    string        `group:"Routing" default:"fcfs" enum:"fcfs,wspt,lcfs" help:"Who goes first of those that wait: ${enum}; first come, fewest uncached tokens, or last come."`
-	RouterQueueTimeout   time.Duration `group:"Routing" default:"5m" help:"Longest wait; a request that waited so long is refused."`
-	RouterQueueLimit     int           `group:"Routing" default:"1024" help:"Most requests that wait; further ones are refused."`
+	RouterQueueThreshold *float64      `group:"Routing" placeholder:"NUMBER" help:"Queue requests in the router while every eligible worker has more uncached prompt tokens pending than this many of its passes (--max-num-batched-tokens). Default: no queue."`
+	RouterQueuePolicy    string        `group:"Routing" default:"fcfs" enum:"fcfs,wspt,lcfs" help:"Order of the queue: ${enum} (first come, fewest uncached tokens, last come)."`
+	RouterQueueTimeout   time.Duration `group:"Routing" default:"5m" help:"Maximum time in the queue; the request is then rejected."`
+	RouterQueueLimit     int           `group:"Routing" default:"1024" help:"Maximum number of queued requests; further ones are rejected."`
 }
 
 // validate checks the settings; its errors name the flag.

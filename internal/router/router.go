@@ -27,7 +27,7 @@ import (
 // Errors of Route and Book.
 var (
 	ErrNoWorker      = errors.New("no worker is ready")
-	ErrBusy          = errors.New("all workers that may serve the request are busy")
+	ErrBusy          = errors.New("all eligible workers are busy")
 	ErrDuplicate     = errors.New("the request id is in use")
 	ErrUnknownWorker = errors.New("no such worker")
 )
@@ -109,12 +109,12 @@ type Decision struct {
 // Settings are the settings of the Router, with Dynamo's names and
 // defaults.
 type Settings struct {
-	RouterTrackActiveBlocks  bool `group:"Routing" default:"true" negatable:"" help:"Count the prompt blocks that requests in flight use, shared ones once. Without it policy kv looks at prompt tokens alone."`
-	RouterTrackOutputBlocks  bool `group:"Routing" default:"false" negatable:"" help:"Count the blocks of answers too, as they grow."`
-	RouterTrackPrefillTokens bool `group:"Routing" default:"true" negatable:"" help:"Count the prompt tokens of requests that have no first token yet."`
-	RouterAssumeKVReuse      bool `name:"router-assume-kv-reuse" group:"Routing" default:"true" negatable:"" help:"Count a prompt block once that several requests in flight share; without it, for each of them."`
+	RouterTrackActiveBlocks  bool `group:"Routing" default:"true" negatable:"" help:"Count the prompt blocks of in-flight requests; shared blocks count once. Without it, policy kv uses prompt tokens only."`
+	RouterTrackOutputBlocks  bool `group:"Routing" default:"false" negatable:"" help:"Also count the blocks of answers as they grow."`
+	RouterTrackPrefillTokens bool `group:"Routing" default:"true" negatable:"" help:"Count the prompt tokens of requests without a first token."`
+	RouterAssumeKVReuse      bool `name:"router-assume-kv-reuse" group:"Routing" default:"true" negatable:"" help:"Count a prompt block shared by several in-flight requests once; without it, once per request."`
 
-	RecordDecisions bool `group:"Requests" default:"false" help:"Write into each line of --record why its worker was chosen: the terms of every worker's score, and why others could not be."`
+	RecordDecisions bool `group:"Requests" default:"false" help:"Add the explanation of the routing decision to each line of --record: the score terms of every worker and the reason of each exclusion."`
 
 	QueueSettings
 	SessionSettings
@@ -127,7 +127,7 @@ type Settings struct {
 // Validate checks the settings; its errors name the flag.
 func (k Settings) Validate() error {
 	if k.RouterTrackOutputBlocks && !k.RouterTrackActiveBlocks {
-		return errors.New("--router-track-output-blocks adds to the active blocks: leave out --no-router-track-active-blocks")
+		return errors.New("--router-track-output-blocks adds to the active blocks: remove --no-router-track-active-blocks")
 	}
 	if err := k.BusyThresholds.Validate(); err != nil {
 		return fmt.Errorf("--%w", err)

@@ -10,7 +10,7 @@ import (
 
 // SaturationSettings say what wait is too long.
 type SaturationSettings struct {
-	SaturationTarget time.Duration `group:"Routing" default:"1s" help:"The wait for a first token, beyond that of an idle worker, at which kvrouter_saturation is 1."`
+	SaturationTarget time.Duration `group:"Routing" default:"1s" help:"Time to first token, beyond that of an idle worker, at which kvrouter_saturation is 1."`
 }
 
 // validate checks the settings; its errors name the flag.

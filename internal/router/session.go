@@ -15,11 +15,11 @@ import (
 // SessionSettings say which requests belong together, and for how long they stay with
 // one worker.
 type SessionSettings struct {
-	SessionHeader         string        `group:"Routing" placeholder:"NAME" help:"Header of requests that names their session, such as x-session-id: requests of one session go to one worker while that is well and not overloaded."`
-	SessionCookie         string        `group:"Routing" placeholder:"NAME" help:"Cookie that names the session of requests without that header. It is only read: who sits in front of the router sets it."`
-	SessionTTL            time.Duration `name:"session-ttl" group:"Routing" default:"30m" help:"A session without a request for so long is forgotten."`
-	SessionLimit          int           `group:"Routing" default:"65536" help:"Most sessions that are remembered; the one that was used longest ago makes room."`
-	SessionOverloadFactor float64       `group:"Routing" default:"2" placeholder:"NUMBER" help:"A session leaves its worker while that has more work than this many times the mean of the others that could serve it (and more than 8,192 prompt tokens of it). 0: never for that reason."`
+	SessionHeader         string        `group:"Routing" placeholder:"NAME" help:"Request header with the session id, such as x-session-id. Requests of a session go to one worker unless it is unhealthy or overloaded."`
+	SessionCookie         string        `group:"Routing" placeholder:"NAME" help:"Cookie with the session id of requests without that header. The router reads it only; a proxy in front of it must set it."`
+	SessionTTL            time.Duration `name:"session-ttl" group:"Routing" default:"30m" help:"Idle time after which a session is forgotten."`
+	SessionLimit          int           `group:"Routing" default:"65536" help:"Maximum number of sessions; the least recently used is evicted."`
+	SessionOverloadFactor float64       `group:"Routing" default:"2" placeholder:"NUMBER" help:"Load, as a multiple of the mean of the other eligible workers, above which a session leaves its worker (at more than 8,192 pending prompt tokens). 0 disables it."`
 }
 
 // NamesSessions tells whether requests can name a session.

@@ -14,8 +14,8 @@ import (
 
 // PrioritySettings say which conversations go before others in the routers' queues.
 type PrioritySettings struct {
-	PriorityShare float64 `default:"0" help:"Share of the conversations, 0 to 1, that go before the others in the router's queue (--router-queue-threshold)."`
-	PriorityJump  float64 `default:"0" placeholder:"SECONDS" help:"They go only so many seconds before; 0: before all others."`
+	PriorityShare float64 `default:"0" help:"Share of conversations, 0 to 1, with priority in the router's queue (--router-queue-threshold)."`
+	PriorityJump  float64 `default:"0" placeholder:"SECONDS" help:"Head start of those conversations in seconds; 0: ahead of all others."`
 }
 
 // Why a request was lost: its client got an error.

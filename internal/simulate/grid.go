@@ -24,12 +24,12 @@ import (
 
 // GridSettings are the flags of a grid: many loads times many policies in one run.
 type GridSettings struct {
-	Grid      string `group:"Grids" placeholder:"FILE" help:"Run each load of this YAML file with each of its policies, in place of --trace or --synthetic; testdata/grids/grid.yaml is an example. --policy is not looked at."`
-	GridOf    string `group:"Grids" default:"work" placeholder:"NAME" help:"The policy of the grid that is compared with the best of the others."`
-	GridOnly  string `group:"Grids" placeholder:"TEXT" help:"Run only loads whose own name or whose set's contains this."`
-	GridKnown string `group:"Grids" placeholder:"FILE" help:"A --csv of before: what it has of the other policies is taken from there and not run again."`
-	CSV       string `group:"Grids" name:"csv" placeholder:"FILE" help:"Also write the figures of each load and policy there."`
-	Jobs      int    `group:"Grids" placeholder:"N" help:"Runs at a time. Default: as many as there are cores."`
+	Grid      string `group:"Grids" placeholder:"FILE" help:"YAML file of loads and policies; runs each load with each policy instead of --trace or --synthetic. --policy is ignored. Example: testdata/grids/grid.yaml."`
+	GridOf    string `group:"Grids" default:"work" placeholder:"NAME" help:"Policy of the grid to compare with the best of the others."`
+	GridOnly  string `group:"Grids" placeholder:"TEXT" help:"Run only loads whose name or set name contains this text."`
+	GridKnown string `group:"Grids" placeholder:"FILE" help:"Earlier --csv file; its results of the other policies are reused instead of run again."`
+	CSV       string `group:"Grids" name:"csv" placeholder:"FILE" help:"File for the figures of each load and policy."`
+	Jobs      int    `group:"Grids" placeholder:"N" help:"Number of concurrent runs. Default: number of cores."`
 }
 
 // validateGrid checks the settings of a grid; its errors name the flag.

@@ -25,20 +25,20 @@ import (
 // Settings are the flags of the simulate command. The settings of the policies, the
 // index and the engine come with the Simulation that Run is given.
 type Settings struct {
-	Trace          string   `placeholder:"FILE" help:"Requests to replay: JSON lines in Mooncake's format or of --record, also compressed by gzip."`
-	Synthetic      string   `placeholder:"SHAPE" help:"Made-up conversations in place of --trace. chat: groups of them share a system prompt, and each turn's prompt is the one before, its answer and a new message. agentic: runs of agents that call tools, see --agentic-workflows and those after it."`
-	SyntheticHints bool     `default:"true" negatable:"" help:"Give the router the hints that requests of --synthetic agentic or of a recording carry: which series each belongs to, how long that will be."`
-	Workers        int      `placeholder:"N" help:"Number of simulated workers, 8 unless --prefill-workers and --decode-workers are given; --mock-num-gpu-blocks, --mock-max-num-seqs, --mock-max-num-batched-tokens, --mock-prefill-ms, --mock-decode-ms and --speedup-ratio say what each is like."`
-	Concurrency    int      `placeholder:"N" help:"Requests in flight; the next one is sent when one ends. With --synthetic: conversations or workflows, the times between their requests included."`
-	Speedup        float64  `placeholder:"FACTOR" help:"Send requests at the trace's own times, divided by this."`
-	EventLag       float64  `default:"0" placeholder:"MS" help:"Age of what the router knows of the workers' caches, ms."`
-	RoundTrip      float64  `default:"0" placeholder:"MS" help:"Network time from the router to a worker and back, ms."`
-	Routers        int      `default:"1" placeholder:"N" help:"Routers before the same workers; each request goes to one at random. Each follows the workers' caches, and knows of its own requests only what is in flight."`
-	UntoldCache    bool     `help:"Do not tell the router how many KV-cache blocks a worker has."`
-	Faults         []string `placeholder:"FAULT" help:"What goes wrong, such as 'worker=2 at=60s for=30s kind=error rate=0.3'; several are separated by commas. kind: error, answers a status 500; refuse, takes no connection; hang, answers nothing; slow. rate: share of the requests, or of the speed that is left; 1 unless given."`
+	Trace          string   `placeholder:"FILE" help:"Requests to replay: JSON lines in Mooncake's format or of --record, optionally gzip-compressed."`
+	Synthetic      string   `placeholder:"SHAPE" help:"Synthetic conversations instead of --trace. chat: groups share a system prompt, and the prompt of each turn is the previous one, its answer and a new message. agentic: agent runs that call tools, see --agentic-workflows and the flags after it."`
+	SyntheticHints bool     `default:"true" negatable:"" help:"Pass the hints of --synthetic agentic or of a recording to the router: the series of each request and its expected length."`
+	Workers        int      `placeholder:"N" help:"Number of simulated workers. Default: 8, unless --prefill-workers and --decode-workers are set. --mock-num-gpu-blocks, --mock-max-num-seqs, --mock-max-num-batched-tokens, --mock-prefill-ms, --mock-decode-ms and --speedup-ratio set their properties."`
+	Concurrency    int      `placeholder:"N" help:"Number of in-flight requests; a new one is sent when one ends. With --synthetic: conversations or workflows, including the time between their requests."`
+	Speedup        float64  `placeholder:"FACTOR" help:"Send requests at the times of the trace, divided by this factor."`
+	EventLag       float64  `default:"0" placeholder:"MS" help:"Delay of KV events to the router, ms."`
+	RoundTrip      float64  `default:"0" placeholder:"MS" help:"Network round-trip time between router and worker, ms."`
+	Routers        int      `default:"1" placeholder:"N" help:"Number of routers in front of the same workers; each request goes to a random one. Each follows KV events of all workers, but knows only its own in-flight requests."`
+	UntoldCache    bool     `help:"Workers do not report the size of their KV cache to the router."`
+	Faults         []string `placeholder:"FAULT" help:"Comma-separated faults to inject, such as 'worker=2 at=60s for=30s kind=error rate=0.3'. kind: error (status 500), refuse (connection refused), hang (no answer) or slow. rate: share of failing requests, or remaining speed. Default: 1."`
 	PrioritySettings
-	JSON         bool              `name:"json" help:"Print the results as JSON, one object a policy."`
-	Plot         string            `placeholder:"FILE" help:"Also write a page (HTML) with the distribution of the time to first token and the workers' load."`
+	JSON         bool              `name:"json" help:"Print the results as JSON, one object per policy."`
+	Plot         string            `placeholder:"FILE" help:"HTML file for the distribution of the time to first token and the load of the workers."`
 	Shape        SyntheticSettings `embed:"" prefix:"synthetic-"`
 	Agents       AgenticSettings   `embed:"" prefix:"agentic-"`
 	GridSettings `embed:""`
