@@ -804,7 +804,7 @@ func TestCachedTokensThatSayNothingOfTheCacheAreLeftOut(t *testing.T) {
 			t.Fatalf("%s: %s", response.Status, answer)
 		}
 		testkit.Eventually(t, 10*time.Second, "the booking has ended", func() bool { return h.router.Load(testkit.W0).InFlight == 0 })
-		if heard := h.router.TellsCached(testkit.W0); heard != test.heard {
+		if heard := h.router.ReportsCached(testkit.W0); heard != test.heard {
 			t.Errorf("%s: heard of cached tokens %v, want %v", test.fields, heard, test.heard)
 		}
 	}

@@ -441,7 +441,7 @@ func TestCachedTokensOfAPairAreThePrefillWorkers(t *testing.T) {
 			if none := strings.Contains(page, `kvrouter_predictions_total{result="exact"} 1`); total != c.total || none != c.none {
 				t.Errorf("%q cached, none of one request: %v; want %q and %v", total, none, c.total, c.none)
 			}
-			if h.router.TellsCached(kv.WorkerKey{Worker: 10}) {
+			if h.router.ReportsCached(kv.WorkerKey{Worker: 10}) {
 				t.Error("the decode worker counts as one that tells of its cache")
 			}
 		})

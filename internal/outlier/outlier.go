@@ -129,7 +129,7 @@ type Detector struct {
 	odd      int // workers that are not simply in
 	agreed   map[int]time.Time
 	news     []News
-	usual    usual
+	baseline baseline
 }
 
 // New returns a detector that knows no worker.
@@ -619,11 +619,11 @@ func (n News) Log(log *slog.Logger, called string) {
 	}
 	switch {
 	case !n.Out:
-		log.Info(name+": gets requests again", "after", n.For.Round(time.Millisecond), "reason", n.Kind.String())
+		log.Info(name+": returned to service", "after", n.For.Round(time.Millisecond), "reason", n.Kind.String())
 	case n.Kind == Misconfigured:
-		log.Error(fmt.Sprintf("%s: IS MISCONFIGURED: %s; it gets no requests for %s: check its key, its model's name and its routes", name, n.Why, n.For), "reason", n.Kind.String())
+		log.Error(fmt.Sprintf("%s: MISCONFIGURED: %s; ejected for %s: check its key, its model name and its routes", name, n.Why, n.For), "reason", n.Kind.String())
 	default:
-		log.Warn(fmt.Sprintf("%s: gets no requests for %s: %s", name, n.For, n.Why), "reason", n.Kind.String())
+		log.Warn(fmt.Sprintf("%s: ejected for %s: %s", name, n.For, n.Why), "reason", n.Kind.String())
 	}
 }
 

@@ -86,7 +86,7 @@ func TestTheFleetIsShownByRank(t *testing.T) {
 		}
 		d.Booking.FailAs(outlier.Status, "answered 500")
 	}
-	b.router.Rest(0)
+	b.router.Cordon(0)
 	totals := proxy.Totals{Workers: map[string]proxy.WorkerTotals{"1": {Requests: 7, ComparedTokens: 100, CachedTokens: 25}}}
 	list := b.fleet(totals, time.Now())
 	if len(list) != 2 || list[0].Worker != 0 || list[0].State != StateStarting || !list[0].Resting || list[1].Resting || list[0].HitRate != nil || list[1].Requests != 7 || *list[1].HitRate != 0.25 {

@@ -58,7 +58,7 @@ func TestTheSearchForActiveBlocksFindsTheirEnd(t *testing.T) {
 		loads := router.NewLoads()
 		loads.Activate(w, sequence[:active])
 		for asked := range len(sequence) + 1 {
-			loads.Survey(sequence[:asked])
+			loads.Snapshot(sequence[:asked])
 			if got, want := loads.Active(w), min(active, asked); got != want {
 				t.Errorf("%d of %d active: found %d", active, asked, got)
 			}

@@ -114,24 +114,24 @@ func (b *Booking) Cached(tokens int) {
 		return
 	}
 	b.cached = tokens / b.router.blockSize
-	b.router.loads.of(b.worker).tellsCached = true
+	b.router.loads.of(b.worker).reportsCached = true
 }
 
-// CachedUntold tells that the answer reports its tokens but no cached ones, by
+// CachedUnreported tells that the answer reports its tokens but no cached ones, by
 // an API that has a place for them. vLLM leaves it empty where there were none
 // (and, unless --enable-prompt-tokens-details is set, always): so from a worker
-// that has told of some before it means none, and CachedUntold returns true.
-func (b *Booking) CachedUntold() (none bool) {
+// that has told of some before it means none, and CachedUnreported returns true.
+func (b *Booking) CachedUnreported() (none bool) {
 	b.router.mu.Lock()
 	defer b.router.mu.Unlock()
-	if b.ended.Load() || !b.router.loads.of(b.worker).tellsCached {
+	if b.ended.Load() || !b.router.loads.of(b.worker).reportsCached {
 		return false
 	}
 	b.cached = 0
 	return true
 }
 
-// End ends the booking of a request without an answer whose worker is not to blame.
+// End ends the booking of a request without an answer whose worker is not at fault.
 func (b *Booking) End() { b.end(policy.Abandoned) }
 
 // Fail ends the booking of a request that its worker failed.
@@ -229,7 +229,7 @@ func (r *Router) finishAs(b *Booking, how policy.Ending, output int, reason stri
 		b.assumed.End((b.prompt+output)/r.blockSize-b.prompt/r.blockSize, b.cached)
 	}
 	r.share(ChangeFree, b)
-	r.drain(now)
+	r.dispatch(now)
 }
 
 // prefillDone notes that b's prompt has been computed, unless it is known. The
@@ -239,7 +239,7 @@ func (r *Router) prefillDone(b *Booking, now time.Time) {
 		b.computed = true
 		r.loads.firstToken(b, now)
 		r.share(ChangePrefill, b)
-		r.drain(now)
+		r.dispatch(now)
 	}
 }
 
@@ -315,7 +315,7 @@ func (r *Router) PotentialLoads(request Request) []WorkerLoad {
 	now := r.now()
 	r.expire(now)
 	var loads []WorkerLoad
-	r.survey(&p)
+	r.snapshot(&p)
 	for i := range r.targets {
 		t := &r.targets[i]
 		if !p.mayUse(t) {

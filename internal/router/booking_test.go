@@ -402,7 +402,7 @@ func TestBooksEqualANaiveCount(t *testing.T) {
 			"worker comes": func(t *rapid.T) { raise(rapid.Uint64Range(0, workers-1).Draw(t, "worker")) },
 			"worker rests": func(t *rapid.T) {
 				w := rapid.Uint64Range(0, workers-1).Draw(t, "worker")
-				if err := r.Rest(w); (err == nil) != up[w] {
+				if err := r.Cordon(w); (err == nil) != up[w] {
 					t.Fatalf("up: %v, rest: %v", up[w], err)
 				}
 				rests[w] = rests[w] || up[w]
@@ -414,7 +414,7 @@ func TestBooksEqualANaiveCount(t *testing.T) {
 				}
 				delete(rests, w)
 			},
-			"resting worker publishes": func(t *rapid.T) {
+			"cordoned worker publishes": func(t *rapid.T) {
 				w := kv.WorkerKey{Worker: rapid.Uint64Range(0, workers-1).Draw(t, "worker")}
 				waiting := rapid.IntRange(1, 9).Draw(t, "waiting")
 				r.Publish(w, policy.Published{At: now, Waiting: waiting})
@@ -477,7 +477,7 @@ func TestNoCachedTokensMeansNoneWhereTheWorkerTellsOfSome(t *testing.T) {
 	untold := func(want bool) func(b *Booking) {
 		return func(b *Booking) {
 			t.Helper()
-			if none := b.CachedUntold(); none != want {
+			if none := b.CachedUnreported(); none != want {
 				t.Errorf("no cached tokens: %v, want %v", none, want)
 			}
 		}
@@ -499,7 +499,7 @@ func TestNoCachedTokensMeansNoneWhereTheWorkerTellsOfSome(t *testing.T) {
 	d := MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 4)})
 	d.Booking.End()
 	r.Down(testkit.W0)
-	if d.Booking.Cached(4); d.Booking.CachedUntold() || r.loads.byWorker[testkit.W0] != nil {
+	if d.Booking.Cached(4); d.Booking.CachedUnreported() || r.loads.byWorker[testkit.W0] != nil {
 		t.Error("an answer after the end counts")
 	}
 }

@@ -64,7 +64,7 @@ func (r *Router) ChangeBusyThresholds(change BusyThresholds) BusyThresholds {
 	t.ActiveDecodeBlocksThreshold = cmp.Or(change.ActiveDecodeBlocksThreshold, t.ActiveDecodeBlocksThreshold)
 	t.ActivePrefillTokensThreshold = cmp.Or(change.ActivePrefillTokensThreshold, t.ActivePrefillTokensThreshold)
 	t.ActivePrefillTokensThresholdFrac = cmp.Or(change.ActivePrefillTokensThresholdFrac, t.ActivePrefillTokensThresholdFrac)
-	r.drain(r.now())
+	r.dispatch(r.now())
 	return *t
 }
 
@@ -73,7 +73,7 @@ func (r *Router) SetBusyThresholds(t BusyThresholds) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.settings.BusyThresholds = t
-	r.drain(r.now())
+	r.dispatch(r.now())
 }
 
 // BusyThresholds returns the thresholds.

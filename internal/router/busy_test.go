@@ -66,7 +66,7 @@ func (r *Router) setBusyThresholds(t BusyThresholds) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.settings.BusyThresholds = t
-	r.drain(r.now())
+	r.dispatch(r.now())
 }
 
 func newBusyRouter(t *testing.T, workers int) *Router {

@@ -23,11 +23,11 @@ type fault struct {
 // repeats elsewhere. Then it may be one of a client of the router port.
 const trialOverdue = 5 * time.Second
 
-// sift leaves of the candidates those that take p best: workers that are in, else
+// filter leaves of the candidates those that take p best: workers that are in, else
 // those that are just back, else those that are held, else those that are out. If
 // too many of the workers that could serve p are out, that counts for nothing. A
 // worker whose trial is due gets p.
-func (r *Router) sift(p *prompt, now time.Time) error {
+func (r *Router) filter(p *prompt, now time.Time) error {
 	if r.onTrial(p, now) {
 		return nil
 	}
@@ -40,11 +40,11 @@ func (r *Router) sift(p *prompt, now time.Time) error {
 			}
 		}
 	}
-	desperate := r.outliers.TooMany(out, all)
+	panicking := r.outliers.TooMany(out, all)
 	best, kept := outlier.Out+1, r.candidates[:0]
 	for _, c := range r.candidates { // kept is behind it
 		level := r.outliers.Level(c.Target.Key, now, r.random)
-		if level == outlier.Out && desperate {
+		if level == outlier.Out && panicking {
 			level = outlier.In
 		}
 		if level < best {
@@ -147,7 +147,7 @@ func (r *Router) AskFailed(ctx context.Context, t kv.Target, asked time.Time) {
 
 // Outliers returns how each worker that is up does, by key, and whether so many
 // are out that all are used.
-func (r *Router) Outliers() (list []outlier.Record, desperate bool) {
+func (r *Router) Outliers() (list []outlier.Record, panicking bool) {
 	r.mu.Lock()
 	defer r.unlock()
 	return r.outliers.Records(r.now()), r.outliers.Panic()
@@ -201,9 +201,9 @@ func (b *Booking) FailAs(kind outlier.Kind, why string) (out bool) {
 	return r.outliers.IsOut(b.worker, now) && !r.outliers.Panic()
 }
 
-// LetGo is Fail for a request whose worker is known to be down or stuck: that
+// Abort is Fail for a request whose worker is known to be down or stuck: that
 // counts no more.
-func (b *Booking) LetGo() {
+func (b *Booking) Abort() {
 	r := b.router
 	r.mu.Lock()
 	defer r.unlock()
@@ -212,8 +212,8 @@ func (b *Booking) LetGo() {
 }
 
 // Leave ends the booking of a request whose client left. Where no byte had come
-// for far longer than others wait, the worker has failed it; else nobody is to
-// blame. A decode leg may have waited for its prefill leg.
+// for far longer than others wait, the worker has failed it; else the worker is
+// not at fault. A decode leg may have waited for its prefill leg.
 func (b *Booking) Leave() {
 	r := b.router
 	r.mu.Lock()
@@ -237,7 +237,7 @@ func (b *Booking) Press(pause time.Duration) {
 }
 
 // Suspect ends the booking of a request that its worker refused with a status for
-// which the client or the worker may be to blame. It tells whether another worker
+// which the client or the worker may be at fault. It tells whether another worker
 // is to be asked; then Convict or Acquit must follow.
 func (b *Booking) Suspect(status int) (ask bool) {
 	r := b.router

@@ -83,7 +83,7 @@ func TestAtMostHalfOfThemAreOut(t *testing.T) {
 	if got := chosen(t, r, 40, Request{}); got[0]+got[1] != 0 {
 		t.Errorf("two of four are out, and got %v", got)
 	}
-	if _, desperate := r.Outliers(); desperate {
+	if _, panicking := r.Outliers(); panicking {
 		t.Error("two of four out is said to be too many")
 	}
 	for range 3 {
@@ -92,7 +92,7 @@ func TestAtMostHalfOfThemAreOut(t *testing.T) {
 	if got := chosen(t, r, 40, Request{}); got[0] != 10 || got[1] != 10 || got[2] != 10 || got[3] != 10 {
 		t.Errorf("three of four are out: all are to be used, not %v", got)
 	}
-	if _, desperate := r.Outliers(); !desperate {
+	if _, panicking := r.Outliers(); !panicking {
 		t.Error("three of four out is not said to be too many")
 	}
 	if got := chosen(t, r, 40, Request{Allowed: []uint64{0, 2, 3}, Exclude: []uint64{3}}); got[0]+got[2] != 40 {
@@ -359,7 +359,7 @@ func TestTheRouterLogsWhoIsOut(t *testing.T) {
 	eject(t, r, 1)
 	*now = now.Add(5 * time.Second)
 	MustRoute(t, r, Request{}).Booking.Finish(1)
-	for _, want := range []string{"worker 1: gets no requests for 5s", "worker 1: gets requests again"} {
+	for _, want := range []string{"worker 1: ejected for 5s", "worker 1: returned to service"} {
 		if strings.Count(out.String(), want) != 1 {
 			t.Errorf("the log lacks %q, or has it twice:\n%s", want, &out)
 		}

@@ -35,7 +35,7 @@ type PairRule struct {
 	Enforce       bool   // ErrNoPair where it stays whole only because no two workers are up, as where its prefill worker is pinned
 }
 
-// End ends what is booked for the pair and has not ended: nobody is to blame.
+// End ends what is booked for the pair and has not ended: no worker is at fault.
 func (p Pair) End() {
 	for _, b := range []*Booking{p.Prefill.Booking, p.Decode.Booking} {
 		if b != nil {
@@ -149,7 +149,7 @@ func (r *Router) pairings(p *prompt, enforce bool) pairings {
 	whole, first, second := *p, *p, *p
 	whole.Kinds, whole.Leg, first.Leg, second.Leg = 0, kv.LegWhole, kv.LegPrefill, kv.LegDecode
 	first.Pinned = p.PinnedPrefill
-	r.survey(p)
+	r.snapshot(p)
 	for i := range r.targets {
 		t := &r.targets[i]
 		if whole.mayUse(t) {

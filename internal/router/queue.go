@@ -58,7 +58,7 @@ type waiter struct {
 	decided chan waitResult // of one; where the prompt has decided, that is called instead
 }
 
-// waitResult is what drain decided on a waiting request.
+// waitResult is what dispatch decided on a waiting request.
 type waitResult struct {
 	decision Decision
 	err      error
@@ -95,8 +95,8 @@ func (r *Router) mustWait(p *prompt) bool {
 	return !slices.ContainsFunc(r.candidates, func(c policy.Candidate) bool { return r.hasCapacity(&c.Target, c.Load.PrefillTokens) })
 }
 
-// park puts p, whose candidates have been gathered, into the queue.
-func (r *Router) park(p *prompt, now time.Time) (*waiter, error) {
+// enqueue puts p, whose candidates have been gathered, into the queue.
+func (r *Router) enqueue(p *prompt, now time.Time) (*waiter, error) {
 	if len(r.waiting) >= r.settings.RouterQueueLimit {
 		return nil, ErrQueueFull
 	}
@@ -121,9 +121,9 @@ func (r *Router) park(p *prompt, now time.Time) (*waiter, error) {
 	return w, nil
 }
 
-// drain decides the waiting requests that a worker has capacity for, in queue
+// dispatch decides the waiting requests that a worker has capacity for, in queue
 // order. It is called whenever capacity may have been freed.
-func (r *Router) drain(now time.Time) {
+func (r *Router) dispatch(now time.Time) {
 	if len(r.waiting) == 0 {
 		return
 	}
@@ -133,7 +133,7 @@ func (r *Router) drain(now time.Time) {
 			kept = append(kept, r.waiting[i:]...)
 			break
 		}
-		err := r.gather(&w.prompt, now)
+		err := r.collect(&w.prompt, now)
 		if errors.Is(err, ErrBusy) || err == nil && r.mustWait(&w.prompt) {
 			kept = append(kept, w)
 			continue
@@ -211,7 +211,7 @@ func (r *Router) lookUpAgain(w *waiter) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	w.prompt.matches, w.prompt.next = matches, 0
-	r.drain(r.now())
+	r.dispatch(r.now())
 }
 
 // Waiting is a request of RouteOrWait that is in the queue.

@@ -154,24 +154,24 @@ type Router struct {
 	traits    policy.Traits // the policy's
 	paired    atomic.Bool   // some worker computes only prompts or only answers
 
-	mu         sync.Mutex    // guards all below, and the busy thresholds of settings
-	targets    []kv.Target   // the workers that are up, by key
-	books      []*workerLoad // of loads, for each of targets
-	loads      *Loads
-	outliers   *outlier.Detector
-	policy     policy.Policy
-	random     *rand.Rand
-	candidates []policy.Candidate   // reused by every decision
-	expired    time.Time            // when forgotten bookings were last looked for
-	began      time.Time            // of the queue's clock: when a request first had to wait
-	waiting    []*waiter            // for a worker with capacity, the first to go at the front
-	sharing    *Sharing             // with other routers; nil: nobody is told
-	decisions  uint64               // that a judged policy hears of
-	resting    map[uint64]time.Time // workers that get no new requests, since when
-	held       map[uint64]bool      // those that Hold keeps from them
-	receipts   receipts             // of the last decisions, while somebody asks
-	sessions   *sessions
-	forecast   *policy.Work // knows how long the engine's passes take; the policy itself if it does
+	mu          sync.Mutex    // guards all below, and the busy thresholds of settings
+	targets     []kv.Target   // the workers that are up, by key
+	targetLoads []*workerLoad // of loads, for each of targets
+	loads       *Loads
+	outliers    *outlier.Detector
+	policy      policy.Policy
+	random      *rand.Rand
+	candidates  []policy.Candidate   // reused by every decision
+	expired     time.Time            // when forgotten bookings were last looked for
+	began       time.Time            // of the queue's clock: when a request first had to wait
+	waiting     []*waiter            // for a worker with capacity, the first to go at the front
+	sharing     *Sharing             // with other routers; nil: nobody is told
+	decisions   uint64               // that a judged policy hears of
+	cordoned    map[uint64]time.Time // workers that get no new requests, since when
+	held        map[uint64]bool      // those that Hold keeps from them
+	receipts    receipts             // of the last decisions, while somebody asks
+	sessions    *sessions
+	forecast    *policy.Work // knows how long the engine's passes take; the policy itself if it does
 }
 
 // workspace holds the buffers of one look-up, reused by later ones.
@@ -244,7 +244,7 @@ func New(settings Settings, deps Deps) *Router {
 		outliers:  outlier.New(settings.Settings),
 		policy:    deps.Policy,
 		random:    rand.New(rand.NewPCG(deps.Seed, deps.Seed)),
-		resting:   map[uint64]time.Time{},
+		cordoned:  map[uint64]time.Time{},
 		held:      map[uint64]bool{},
 		sessions:  newSessions(),
 		forecast:  forecast,
@@ -274,17 +274,17 @@ func (r *Router) Up(t kv.Target) {
 	if r.assumes != nil {
 		r.assumes.SetCapacity(t.Key, t.TotalBlocks)
 	}
-	t.Resting = r.rests(t.Key)
+	t.Resting = r.isCordoned(t.Key)
 	at, found := r.target(t.Key)
 	load := r.loads.expect(t)
 	if found {
 		r.targets[at] = t
 	} else {
-		r.targets, r.books = slices.Insert(r.targets, at, t), slices.Insert(r.books, at, load)
+		r.targets, r.targetLoads = slices.Insert(r.targets, at, t), slices.Insert(r.targetLoads, at, load)
 	}
 	r.outliers.Join(t.Key, t.Generation, r.now())
 	r.notePairs()
-	r.drain(r.now())
+	r.dispatch(r.now())
 }
 
 // target finds w among those that are up, or where it would be.
@@ -297,12 +297,12 @@ func (r *Router) Down(w kv.WorkerKey) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if at, found := r.target(w); found {
-		r.targets, r.books = slices.Delete(r.targets, at, at+1), slices.Delete(r.books, at, at+1)
+		r.targets, r.targetLoads = slices.Delete(r.targets, at, at+1), slices.Delete(r.targetLoads, at, at+1)
 	}
 	r.loads.silence(w)
 	r.outliers.Leave(w)
 	r.notePairs()
-	r.drain(r.now())
+	r.dispatch(r.now())
 }
 
 // Publish stores the load that w reports.
@@ -451,12 +451,12 @@ func (r *Router) schedule(p *prompt, d *Decision) (*waiter, error) {
 	if r.taken(p) {
 		return nil, ErrDuplicate
 	}
-	if err := r.gather(p, now); err != nil {
+	if err := r.collect(p, now); err != nil {
 		r.explainRefusal(p, d, err, now)
 		return nil, err
 	}
 	if r.mustWait(p) {
-		return r.park(p, now)
+		return r.enqueue(p, now)
 	}
 	r.choose(p, d, now)
 	return nil, nil
@@ -573,7 +573,7 @@ func (r *Router) bookOn(request Request, worker kv.WorkerKey) (*Booking, policy.
 	if r.taken(&p) {
 		return nil, c, ErrDuplicate
 	}
-	r.survey(&p)
+	r.snapshot(&p)
 	r.candidate(&c, &p, at, now)
 	return r.book(&p, &c, now), c, nil
 }

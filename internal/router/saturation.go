@@ -49,7 +49,7 @@ func (r *Router) Wait() (wait time.Duration, up bool) {
 			continue
 		}
 		var load policy.Load
-		r.books[i].asOf(now, &load)
+		r.targetLoads[i].asOf(now, &load)
 		w := r.forecast.Wait(now, &load)
 		if workers == 0 || in && !well || w < wait {
 			wait = w

@@ -88,7 +88,7 @@ func TestWhatBreaksASession(t *testing.T) {
 			r.Up(kv.Target{Key: testkit.W1, Models: []string{"other"}})
 		}, want: SessionCounts{Moved: 1}},
 		"a rest": {breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) {
-			if err := r.Rest(0); err != nil {
+			if err := r.Cordon(0); err != nil {
 				t.Fatal(err)
 			}
 		}, want: SessionCounts{Moved: 1}},

@@ -136,7 +136,7 @@ type simulator struct {
 
 	budgets   []*outlier.Budget // of the routers
 	later     int               // calls of after
-	decided   []decidedErrand   // that have left the queue
+	decided   []decidedRequest  // that have left the queue
 	waits     []float64         // in the queue, ms
 	lost      map[string]int    // requests, by why
 	retried   int
@@ -164,14 +164,14 @@ type worker struct {
 // flight is one request on its way.
 type flight struct {
 	engine.Request
-	errand  *errand
-	worker  int
-	booking *router.Booking
-	sent    time.Duration
-	first   time.Duration // end of the pass that emitted the first token
-	heard   time.Duration // the same, of the last token so far
-	end     time.Duration
-	overlap int // predicted cached tokens
+	simulated *simRequest
+	worker    int
+	booking   *router.Booking
+	sent      time.Duration
+	first     time.Duration // end of the pass that emitted the first token
+	heard     time.Duration // the same, of the last token so far
+	end       time.Duration
+	overlap   int // predicted cached tokens
 
 	prefill *flight // the leg that computes the prompt elsewhere; nil: there is none
 	decode  *flight // the leg that fetches the prompt; nil: this one brings the answer
@@ -429,14 +429,14 @@ func (s *simulator) sendDue() {
 }
 
 // newFlight is a request, or a leg of it, on its way to where the decision says.
-func (s *simulator) newFlight(e *errand, decision router.Decision, work engine.Request) *flight {
+func (s *simulator) newFlight(e *simRequest, decision router.Decision, work engine.Request) *flight {
 	flight := &flight{
-		Request: work,
-		errand:  e,
-		worker:  int(decision.Target.Key.Worker),
-		booking: decision.Booking,
-		sent:    s.now,
-		overlap: decision.OverlapTokens,
+		Request:   work,
+		simulated: e,
+		worker:    int(decision.Target.Key.Worker),
+		booking:   decision.Booking,
+		sent:      s.now,
+		overlap:   decision.OverlapTokens,
 	}
 	flight.Tag = flight
 	return flight
@@ -543,9 +543,9 @@ func (s *simulator) answered(f *flight) {
 	if len(s.faults) > 0 {
 		s.noteHealth(f.worker)
 	}
-	f.errand.local, f.errand.blocks = nil, nil
+	f.simulated.local, f.simulated.blocks = nil, nil
 	s.ledger = append(s.ledger, f)
-	s.over(f.errand)
+	s.over(f.simulated)
 }
 
 // cacheChanged takes a change of worker w's cache to the index, at once or late.

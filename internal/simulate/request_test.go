@@ -63,7 +63,7 @@ func TestRequestsWaitWhileAllWorkersHaveEnoughToDo(t *testing.T) {
 	expectAllOver(t, run)
 	waited := 0
 	for _, f := range run.ledger {
-		if f.sent > f.errand.asked {
+		if f.sent > f.simulated.asked {
 			waited++
 		}
 	}
@@ -84,9 +84,9 @@ func TestRequestsWaitWhileAllWorkersHaveEnoughToDo(t *testing.T) {
 // overtakes counts the pairs of requests that waited of which the one asked first was
 // sent last.
 func overtakes(run *simulator) (n int) {
-	waited := slices.DeleteFunc(slices.Clone(run.ledger), func(f *flight) bool { return f.sent == f.errand.asked })
+	waited := slices.DeleteFunc(slices.Clone(run.ledger), func(f *flight) bool { return f.sent == f.simulated.asked })
 	slices.SortStableFunc(waited, func(a, b *flight) int {
-		return cmp.Or(cmp.Compare(a.errand.asked, b.errand.asked), cmp.Compare(a.sent, b.sent))
+		return cmp.Or(cmp.Compare(a.simulated.asked, b.simulated.asked), cmp.Compare(a.sent, b.sent))
 	})
 	for i := range waited[1:] {
 		if waited[i+1].sent < waited[i].sent {
@@ -126,7 +126,7 @@ func TestConversationsOfPriorityGoFirst(t *testing.T) {
 		}
 		prior := map[*TraceRequest]bool{}
 		for _, f := range run.ledger {
-			prior[f.errand.request] = f.errand.prior
+			prior[f.simulated.request] = f.simulated.prior
 		}
 		first := 0
 		for i := range s.Requests {

@@ -7,13 +7,13 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// maxResting bounds the workers that rest, those that are down included.
-const maxResting = 1024
+// maxCordoned bounds the workers that rest, those that are down included.
+const maxCordoned = 1024
 
-// Rest has a worker that is up get no new requests, on none of its ranks, until
+// Cordon has a worker that is up get no new requests, on none of its ranks, until
 // Readmit. Running ones finish, what it publishes still counts, and it rests on if it
 // goes down and comes back meanwhile. It fails with ErrUnknownWorker.
-func (r *Router) Rest(worker uint64) error {
+func (r *Router) Cordon(worker uint64) error {
 	r.mu.Lock()
 	defer r.unlock()
 	now, found := r.now(), false
@@ -25,18 +25,18 @@ func (r *Router) Rest(worker uint64) error {
 	if !found {
 		return ErrUnknownWorker
 	}
-	if _, rests := r.resting[worker]; !rests {
-		r.forgetResting()
-		r.resting[worker] = now
+	if _, rests := r.cordoned[worker]; !rests {
+		r.forgetCordoned()
+		r.cordoned[worker] = now
 	}
-	r.drain(now) // who waits for it may have nobody to wait for now
+	r.dispatch(now) // who waits for it may have nobody to wait for now
 	return nil
 }
 
-// forgetResting makes room for one more worker that rests: the one goes that is down
+// forgetCordoned makes room for one more worker that rests: the one goes that is down
 // and has rested for longest. Those that are up are as many as the fleet.
-func (r *Router) forgetResting() {
-	if len(r.resting) < maxResting {
+func (r *Router) forgetCordoned() {
+	if len(r.cordoned) < maxCordoned {
 		return
 	}
 	up := map[uint64]bool{}
@@ -44,13 +44,13 @@ func (r *Router) forgetResting() {
 		up[r.targets[i].Key.Worker] = true
 	}
 	var oldest *uint64
-	for worker, since := range r.resting {
-		if !up[worker] && (oldest == nil || since.Before(r.resting[*oldest])) {
+	for worker, since := range r.cordoned {
+		if !up[worker] && (oldest == nil || since.Before(r.cordoned[*oldest])) {
 			oldest = &worker
 		}
 	}
 	if oldest != nil {
-		delete(r.resting, *oldest)
+		delete(r.cordoned, *oldest)
 	}
 }
 
@@ -60,8 +60,8 @@ func (r *Router) Readmit(worker uint64) error {
 	r.mu.Lock()
 	defer r.unlock()
 	now := r.now()
-	_, found := r.resting[worker]
-	delete(r.resting, worker)
+	_, found := r.cordoned[worker]
+	delete(r.cordoned, worker)
 	for i := range r.targets {
 		if t := &r.targets[i]; t.Key.Worker == worker {
 			t.Resting, found = r.held[worker], true
@@ -71,15 +71,15 @@ func (r *Router) Readmit(worker uint64) error {
 	if !found {
 		return ErrUnknownWorker
 	}
-	r.drain(now)
+	r.dispatch(now)
 	return nil
 }
 
-// Resting returns since when each worker rests that does.
-func (r *Router) Resting() map[uint64]time.Time {
+// Cordoned returns since when each worker rests that does.
+func (r *Router) Cordoned() map[uint64]time.Time {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return maps.Clone(r.resting)
+	return maps.Clone(r.cordoned)
 }
 
 // Schedulable returns how many ranks are up and do not rest.
@@ -105,15 +105,15 @@ func (r *Router) Hold(worker uint64, hold bool) {
 	}
 	for i := range r.targets {
 		if t := &r.targets[i]; t.Key.Worker == worker {
-			t.Resting = r.rests(t.Key)
+			t.Resting = r.isCordoned(t.Key)
 		}
 	}
-	r.drain(r.now())
+	r.dispatch(r.now())
 }
 
-// rests tells whether the worker of a rank gets no new requests.
-func (r *Router) rests(w kv.WorkerKey) bool {
-	_, rests := r.resting[w.Worker]
+// isCordoned tells whether the worker of a rank gets no new requests.
+func (r *Router) isCordoned(w kv.WorkerKey) bool {
+	_, rests := r.cordoned[w.Worker]
 	return rests || r.held[w.Worker]
 }
 
