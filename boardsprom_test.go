@@ -102,7 +102,7 @@ scrape_configs: [{job_name: kvrouter, static_configs: [{targets: [%q, %q]}]}]
 
 	// A worker that has been drained is down, also while it is out for its failures.
 	fail(t, sites[1], 1)
-	if err := sites[1].app.router.Rest(1); err != nil {
+	if err := sites[1].app.router.Cordon(1); err != nil {
 		t.Fatal(err)
 	}
 	states, _ := expressions(t)

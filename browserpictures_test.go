@@ -41,7 +41,7 @@ func TestBrowserPictures(t *testing.T) {
 	b.watched(s, workers)
 	stop := s.load(12)
 	defer stop()
-	if err := s.app.router.Rest(resting); err != nil {
+	if err := s.app.router.Cordon(resting); err != nil {
 		t.Fatal(err)
 	}
 	b.until(90*time.Second, "some trends", "document.querySelectorAll('.spark path:not(.area)').length > 4 && performance.now() > 60000")

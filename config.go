@@ -21,7 +21,7 @@ import (
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/models"
 	"kvrouter/internal/page"
-	"kvrouter/internal/policy"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/replica"
 	"kvrouter/internal/router"
@@ -102,7 +102,7 @@ type Config struct {
 	Routing          router.Settings      `embed:""`
 	IndexerPeers     []string             `group:"Routing" placeholder:"URL" help:"Routers (or Dynamo services) to copy the index from at startup: the first which answers GET /dump. They also supply KV events that a worker cannot replay. Comma-separated."`
 	Snapshot         events.Settings      `embed:""`
-	Scoring          policy.Settings      `embed:""`
+	Scoring          policies.Settings    `embed:""`
 	Index            router.IndexSettings `embed:""`
 	Proxy            proxy.Settings       `embed:""`
 
@@ -232,7 +232,7 @@ func newParser(c *cli, options ...kong.Option) (*kong.Kong, error) {
 		kong.Name("kvrouter"),
 		kong.Description("KV-cache-aware router for vLLM and SGLang. It starts or attaches workers and serves one OpenAI endpoint. Each request goes to the worker with the lowest cost: longest cached prefix weighed against load. Arguments after -- are passed to every started worker."),
 		kong.DefaultEnvars("KVROUTER"),
-		kong.Vars{"policies": strings.Join(policy.Names, ", "), "version": "kvrouter " + settings.Build()},
+		kong.Vars{"policies": strings.Join(policies.Names, ", "), "version": "kvrouter " + settings.Build()},
 		kong.ConfigureHelp(kong.HelpOptions{NoExpandSubcommands: true, FlagsLast: false}),
 		kong.Help(printHelp),
 	}, options...)...)
@@ -380,10 +380,10 @@ func (c *Config) ResolveDefaults(machine settings.Machine) error {
 }
 
 func (c *Config) validate() error {
-	if err := c.Scoring.ThompsonSettings.Validate(c.Policy, c.BlockSize); err != nil {
+	if err := c.Scoring.Thompson.Validate(c.Policy, c.BlockSize); err != nil {
 		return err
 	}
-	if _, err := policy.New(c.Policy, c.Scoring); err != nil {
+	if _, err := policies.New(c.Policy, c.Scoring); err != nil {
 		return fmt.Errorf("--policy: %w", err)
 	}
 	if err := c.countWorkers(); err != nil {
@@ -430,7 +430,7 @@ func (c *Config) validate() error {
 	if !starts && len(c.EngineArgs) > 0 {
 		return fmt.Errorf("%q follows --, but --engine %s starts no worker process", c.EngineArgs[0], c.Engine)
 	}
-	files := map[string]string{"--record": c.Record, "--record-events": c.Snapshot.RecordEvents, "--index-snapshot": c.Snapshot.IndexSnapshot, "--thompson-state": c.Scoring.ThompsonState, "--thompson-traces": c.Scoring.ThompsonTraces}
+	files := map[string]string{"--record": c.Record, "--record-events": c.Snapshot.RecordEvents, "--index-snapshot": c.Snapshot.IndexSnapshot, "--thompson-state": c.Scoring.Thompson.ThompsonState, "--thompson-traces": c.Scoring.Thompson.ThompsonTraces}
 	if err := cmp.Or(c.Models.CheckDir(), c.Replica.Validate(), c.Snapshot.Validate(c.KVEvents()), c.Discovery.Validate(), c.Gateway.Validate(), settings.CheckFiles(files)); err != nil {
 		return err
 	}
@@ -477,7 +477,7 @@ func (c *Config) validate() error {
 // simulation has what all runs of CommandSimulate have in common.
 func (c *Config) simulation() simulate.Simulation {
 	return simulate.Simulation{
-		Knobs: c.Scoring, Index: c.Index, Engine: c.Mock.SimConfig(c.BlockSize), Workers: c.simulatedWorkers(), Prefills: c.PrefillWorkers,
+		Scoring: c.Scoring, Index: c.Index, Engine: c.Mock.SimConfig(c.BlockSize), Workers: c.simulatedWorkers(), Prefills: c.PrefillWorkers,
 		Kind: c.Mock.DisaggKind(), Handover: c.Mock.Handover(), LeastUncached: c.Proxy.DisaggMinUncachedTokens, Seed: c.Seed, Routing: c.Routing, Retry: c.Proxy.RetrySettings,
 	}
 }
@@ -489,11 +489,11 @@ func (c *Config) simulatedWorkers() int {
 }
 
 func (c *Config) validateSimulate() error {
-	if err := c.Scoring.ThompsonSettings.Validate(c.Policy, c.BlockSize); err != nil {
+	if err := c.Scoring.Thompson.Validate(c.Policy, c.BlockSize); err != nil {
 		return err
 	}
 	for name := range strings.SplitSeq(c.Policy, ",") {
-		if _, err := policy.New(name, c.Scoring); err != nil {
+		if _, err := policies.New(name, c.Scoring); err != nil {
 			return fmt.Errorf("--policy: %w", err)
 		}
 	}
@@ -513,7 +513,7 @@ func (c *Config) validateSimulate() error {
 		return errors.New("give either --workers or --prefill-workers and --decode-workers")
 	case (c.PrefillWorkers == 0) != (c.DecodeWorkers == 0) || c.PrefillWorkers < 0 || c.DecodeWorkers < 0:
 		return fmt.Errorf("--prefill-workers %d and --decode-workers %d: give at least 1 of each, or neither", c.PrefillWorkers, c.DecodeWorkers)
-	case c.Scoring.ThompsonState != "" || c.Scoring.ThompsonTraces != "":
+	case c.Scoring.Thompson.ThompsonState != "" || c.Scoring.Thompson.ThompsonTraces != "":
 		return errors.New("simulate starts each policy without learned state and writes no traces: remove --thompson-state and --thompson-traces")
 	case c.Proxy.EnforceDisagg:
 		return errors.New("--enforce-disagg has no effect in simulate: simulated workers do not fail; remove it")

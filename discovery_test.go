@@ -203,7 +203,7 @@ func TestDiscoveredWorkersAreCalledByTheirNames(t *testing.T) {
 	s := mocks.route("--discovery=file:"+file.path, "--router-api-key="+pageKey, "--retries=0", "--eject-after=0")
 	testkit.Eventually(t, 20*time.Second, "three workers are up", func() bool { return len(s.app.router.Targets()) == 3 })
 	for _, name := range []string{first, second} {
-		id, _ := s.app.router.Names.ID(name)
+		id, _ := s.app.router.Names().ID(name)
 		for _, by := range []string{name, fmt.Sprint(id)} {
 			if status, got, message := s.called(t, by); status != http.StatusOK || got != name {
 				t.Errorf("asked for %s: %d %s from %q", by, status, message, got)

@@ -16,7 +16,7 @@ import (
 	"github.com/tidwall/gjson"
 	"golang.org/x/sync/errgroup"
 
-	"kvrouter/internal/policy"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/web"
 )
@@ -235,7 +235,7 @@ func TestOneOfFourWorkersFails(t *testing.T) {
 		failure
 	}
 	var cases []match
-	for p, name := range policy.Names {
+	for p, name := range policies.Names {
 		for k, kind := range kinds {
 			// In the sample each policy meets two kinds, and together they meet all.
 			if chaosAll() || name == "work" || k == 2*p%len(kinds) || k == (2*p+1)%len(kinds) {
@@ -276,7 +276,7 @@ func TestOneOfFourWorkersFails(t *testing.T) {
 // sampled returns the policies that a test is to run.
 func sampled() []string {
 	if chaosAll() {
-		return policy.Names
+		return policies.Names
 	}
 	return []string{"work"}
 }

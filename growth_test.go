@@ -6,10 +6,10 @@ import (
 	"testing"
 
 	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/policytest"
 )
 
 // growthTokens is the length of the prompts whose routing is measured, growthBlock
@@ -66,11 +66,7 @@ func growthIndex(tb testing.TB, n, blocks int) *radix.Tree {
 // token.
 func growthRouter(tb testing.TB, rule string, index radix.Index, n int) *router.Router {
 	tb.Helper()
-	p, err := policy.NewPolicy(rule)
-	if err != nil {
-		tb.Fatal(err)
-	}
-	r := router.NewRouter(index, p, growthBlock, 1)
+	r := router.New(testkit.Defaults[router.Settings](), router.Deps{Index: index, Policy: policytest.MustPolicy(tb, rule), BlockSize: growthBlock, Seed: 1})
 	for w := range n {
 		key := kv.WorkerKey{Worker: uint64(w)}
 		r.Up(kv.Target{Key: key, URL: fmt.Sprintf("http://127.0.0.1:%d", 8100+w), Models: []string{"m"}, Ranks: 1, Generation: 1, TotalBlocks: 1 << 16, MaxBatchedTokens: 8192})

@@ -28,22 +28,28 @@ var layers = []map[string]string{
 		"tokens": "chat encode jsonbody kv",
 	},
 	{ // judging, hearing
-		"policy": "hints jsonlines kv settings", "events": "guard jsonlines kv radix web zmq", "outlier": "kv",
+		"policy": "hints kv", "events": "guard jsonlines kv radix web zmq", "outlier": "kv",
+	},
+	{ // learning
+		"thompson": "hints jsonlines kv policy settings",
+	},
+	{ // all policies
+		"policies": "policy thompson",
 	},
 	{ // deciding, starting
 		"router": "hints kv outlier policy radix table", "process": "events kv",
 		"probe": "events guard kv policy web zmq",
 	},
 	{ // following
-		"tracing": "kv policy router", "models": "chat kv outlier policy radix router tokens",
+		"tracing": "kv policy router", "models": "chat kv outlier policies policy radix router tokens",
 	},
 	{ // carrying
 		"replica": "events guard kv router zmq", "proxy": "jsonbody kv outlier policy router tracing web", "workers": "events guard kv policy probe process radix web",
-		"mocker": "chat engine events jsonbody kv process tokens web zmq", "simulate": "engine hints jsonlines kv outlier policy radix router",
+		"mocker": "chat engine events jsonbody kv process tokens web zmq", "simulate": "engine hints jsonlines kv outlier policies policy radix router",
 		"vllm": "kv process", "sglang": "kv process", "discovery": "kv",
 	},
 	{ // showing, offering
-		"telemetry": "hints jsonbody jsonlines kv policy proxy router", "selection": "events hints kv models outlier policy replica router web workers",
+		"telemetry": "hints jsonbody jsonlines kv proxy router thompson", "selection": "events hints kv models outlier policy replica router thompson web workers",
 		"openai": "hints jsonbody keys kv models proxy router settings tokens tracing web", "extproc": "guard proxy web", "doctor": "events kv mocker probe process settings tokens web zmq", "demo": "keys",
 		"page": "jsonbody keys kv models outlier policy proxy router tokens web workers",
 	},

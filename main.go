@@ -136,7 +136,7 @@ func (r *app) run(ctx context.Context) error {
 	}
 	if r.learned != nil {
 		group.Go(func() error {
-			r.learned.Run(fleet, r.log)
+			r.learned.Run(fleet)
 			return nil
 		})
 	}

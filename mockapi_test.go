@@ -18,8 +18,8 @@ import (
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
-	"kvrouter/internal/settings"
 	"kvrouter/internal/probe"
+	"kvrouter/internal/settings"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/web"
 )

@@ -7,7 +7,7 @@ import (
 )
 
 // KVEvents tells whether the workers' KV events are followed.
-func (c *Config) KVEvents() bool { return c.Index.Follows(c.Policy, c.Scoring) }
+func (c *Config) KVEvents() bool { return c.Index.Follows(c.Policy, c.Scoring.Settings) }
 
 // peerKey is what to show to other routers' router ports: those that are each
 // other's peers share a key.

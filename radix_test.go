@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
@@ -25,10 +25,10 @@ func TestCacheFlagsAreChecked(t *testing.T) {
 		{"--policy variance --balance-abs-threshold=-1", "--balance-abs-threshold -1"},
 		{"--policy variance --balance-rel-threshold Inf", "--balance-rel-threshold"},
 		{"--policy variance --prefix-source tree", "--prefix-source tree: give events or approx"},
-		{"--policy kv --prefix-source approx", "goes with --policy cache-threshold or variance"},
-		{"--policy variance --no-kv-events --prefix-source events", "exclude each other"},
-		{"--policy variance --router-predicted-ttl-secs 5 --prefix-source approx", "all is predicted"},
-		{"--policy variance --no-kv-events --router-predicted-ttl-secs 5", "all is predicted"},
+		{"--policy kv --prefix-source approx", "requires --policy cache-threshold or variance"},
+		{"--policy variance --no-kv-events --prefix-source events", "mutually exclusive"},
+		{"--policy variance --router-predicted-ttl-secs 5 --prefix-source approx", "requires KV events"},
+		{"--policy variance --no-kv-events --router-predicted-ttl-secs 5", "requires KV events"},
 		{"--policy variance --max-tree-size 0", "--max-tree-size 0: give 1 to"},
 		{"--policy variance --eviction-interval 0", "--eviction-interval 0: give more than 0"},
 	} {
@@ -55,10 +55,10 @@ func TestThePrefixSourceDecidesWhetherEventsAreFollowed(t *testing.T) {
 		{"variance", router.PrefixApprox, true, true, false},
 		{"kv", router.PrefixApprox, false, false, true}, // beside one of the two in a simulation
 	} {
-		config := Config{Policy: test.policy, Scoring: policy.DefaultSettings(), Index: router.DefaultIndexSettings()}
+		config := Config{Policy: test.policy, Scoring: testkit.Defaults[policies.Settings](), Index: testkit.Defaults[router.IndexSettings]()}
 		config.Index.PrefixSource, config.Index.NoKVEvents = test.source, test.noEvents
 		config.Index.MaxTreeSize = 1000
-		trees, is := router.NewIndex(config.Index, config.Policy, config.Scoring, 64, time.Now).(*radix.Trees)
+		trees, is := router.NewIndex(config.Index, config.Policy, config.Scoring.Settings, 64, time.Now).(*radix.Trees)
 		if is != test.trees || config.KVEvents() != test.follows {
 			t.Errorf("%+v: trees %v, follows %v", test, is, config.KVEvents())
 		}
@@ -73,16 +73,16 @@ func TestThePrefixSourceDecidesWhetherEventsAreFollowed(t *testing.T) {
 
 func TestWithoutOverlapWeightThereIsNoIndex(t *testing.T) {
 	zero := 0.0
-	knobs := policy.DefaultSettings()
+	knobs := testkit.Defaults[policies.Settings]()
 	knobs.OverlapScoreWeight = &zero
-	x := router.NewIndex(router.DefaultIndexSettings(), "kv", knobs, testkit.BlockSize, time.Now)
+	x := router.NewIndex(testkit.Defaults[router.IndexSettings](), "kv", knobs.Settings, testkit.BlockSize, time.Now)
 	if err := x.Store(testkit.W0, 0, false, testkit.Chain(testkit.Prompt(1, 3))); err != nil {
 		t.Fatal(err)
 	}
 	if got := x.Match(testkit.Prompt(1, 3), nil); got != nil {
 		t.Errorf("matches %v", got)
 	}
-	if _, exact := router.NewIndex(router.DefaultIndexSettings(), "work", knobs, testkit.BlockSize, time.Now).(*radix.Tree); !exact {
+	if _, exact := router.NewIndex(testkit.Defaults[router.IndexSettings](), "work", knobs.Settings, testkit.BlockSize, time.Now).(*radix.Tree); !exact {
 		t.Error("policy work, which has no such weight, has no index")
 	}
 	config := Config{Policy: "kv", Scoring: knobs}

@@ -3,10 +3,7 @@ package main
 import (
 	"cmp"
 	"context"
-	"fmt"
 	"log/slog"
-	"net"
-	"strconv"
 	"sync/atomic"
 	"time"
 
@@ -21,7 +18,7 @@ import (
 	"kvrouter/internal/models"
 	"kvrouter/internal/openai"
 	"kvrouter/internal/page"
-	"kvrouter/internal/policy"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/process"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/radix"
@@ -30,6 +27,7 @@ import (
 	"kvrouter/internal/selection"
 	"kvrouter/internal/settings"
 	"kvrouter/internal/telemetry"
+	"kvrouter/internal/thompson"
 	"kvrouter/internal/tokens"
 	"kvrouter/internal/tracing"
 	"kvrouter/internal/web"
@@ -63,11 +61,11 @@ type app struct {
 	selection  *selection.Service
 	journal    *page.Journal
 	page       *page.Page
-	ports      []*web.Port               // the OpenAI port, the router port and, if it has one, the page's
-	replicas   *replica.Mesh             // nil: none
-	gateway    *extproc.Server           // nil: none
-	traces     *jsonlines.Writer         // of policy thompson; nil: none
-	learned    *policy.ThompsonStateFile // by policy thompson; nil: it is not kept
+	ports      []*web.Port         // the OpenAI port, the router port and, if it has one, the page's
+	replicas   *replica.Mesh       // nil: none
+	gateway    *extproc.Server     // nil: none
+	traces     *jsonlines.Writer   // of policy thompson; nil: none
+	learned    *thompson.StateFile // by policy thompson; nil: it is not kept
 
 	certificates *web.Certificates      // of both ports; nil: they speak plain HTTP
 	reread       func() (Config, error) // the settings anew; nil: they stay
@@ -78,17 +76,16 @@ type app struct {
 // build makes every part and hands it those it needs. Nothing runs yet.
 func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	config.Hop = web.NewHop()
-	r := &app{config: config, log: log, thresholds: config.Routing.BusyThresholds, edges: guard.New(), index: router.NewIndex(config.Index, config.Policy, config.Scoring, config.BlockSize, time.Now)}
+	r := &app{config: config, log: log, thresholds: config.Routing.BusyThresholds, edges: guard.New(), index: router.NewIndex(config.Index, config.Policy, config.Scoring.Settings, config.BlockSize, time.Now)}
 	var err error
 	if r.model, err = openModel(ctx, config, log); err != nil {
 		return nil, err
 	}
-	policy, err := policy.New(config.Policy, config.Scoring)
+	rule, err := policies.New(config.Policy, config.Scoring)
 	if err != nil {
 		return nil, err
 	}
-	r.router = router.New(r.index, policy, config.BlockSize, cmp.Or(config.Seed, uint64(time.Now().UnixNano())), config.Routing)
-	r.router.Log = log
+	r.router = router.New(config.Routing, router.Deps{Index: r.index, Policy: rule, BlockSize: config.BlockSize, Seed: cmp.Or(config.Seed, uint64(time.Now().UnixNano())), Log: log})
 	if r.changed, r.recording, err = events.OpenRecording(config.Snapshot, r.index, log); err != nil {
 		return nil, err
 	}
@@ -97,7 +94,7 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		return nil, err
 	}
 	r.fleet = workers.New(config.fleetSettings(), workers.Deps{
-		Start: start, Index: r.changed, Peers: events.NewPeers(config.IndexerPeers, peerKey(config)), Names: r.router.Names, Edges: r.edges, Log: log,
+		Start: start, Index: r.changed, Peers: events.NewPeers(config.IndexerPeers, peerKey(config)), Names: r.router.Names(), Edges: r.edges, Log: log,
 	})
 	if r.source, err = discovery.Open(config.Discovery, log); err != nil {
 		return nil, err
@@ -105,9 +102,9 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 	if r.tracer, err = tracing.Open(settings.Version(), log); err != nil {
 		return nil, err
 	}
-	r.telemetry = telemetry.New(telemetry.Deps{Names: r.router.Names, Fleet: r.fleet.IDs, Thompson: r.router, Exemplars: r.tracer != nil})
+	r.telemetry = telemetry.New(telemetry.Deps{Names: r.router.Names(), Fleet: r.fleet.IDs, Thompson: r.router, Exemplars: r.tracer != nil})
 	r.proxy = proxy.New(config.proxySettings(), proxy.Deps{
-		Observer: r.telemetry, Failed: r.fleet.ReportFailure, Names: r.router.Names, Hop: config.Hop, Transport: web.NewTransport(config.WorkerTLS), Log: log,
+		Observer: r.telemetry, Failed: r.fleet.ReportFailure, Names: r.router.Names(), Hop: config.Hop, Transport: web.NewTransport(config.WorkerTLS), Log: log,
 	})
 	r.models = models.New(config.modelSettings(), models.Deps{Router: r.router, Index: r.changed, Tokenizer: r.model, Ask: r.proxy.Ask, Look: r.fleet.LookForModels, Log: log})
 	r.tokens = r.models.Default().Tokens
@@ -125,29 +122,27 @@ func build(ctx context.Context, config Config, log *slog.Logger) (*app, error) {
 		}
 	}
 	samples := func() []workers.Sample { return r.fleet.Samples(r.models) }
-	r.telemetry.Register(workers.NewCollector(r.router.Names, samples), models.NewCollector(r.models), guard.NewCollector(r.edges), keys.NewCollector(r.keys), logs.NewCollector(log), telemetry.NewLostLines(r.recorder, r.recording))
+	r.telemetry.Register(workers.NewCollector(r.router.Names(), samples), models.NewCollector(r.models), guard.NewCollector(r.edges), keys.NewCollector(r.keys), logs.NewCollector(log), telemetry.NewLostLines(r.recorder, r.recording))
 	r.telemetry.Register(r.bodies.Collectors()...)
 	r.telemetry.Register(r.tracer.Collectors()...)
 	if err := r.openThompson(); err != nil {
 		return nil, err
 	}
 	if config.Replica.ReplicaSync {
-		address := net.JoinHostPort(config.replicaHost(), strconv.Itoa(config.Replica.ReplicaSyncPort))
-		if r.replicas, err = replica.New(r.router, address, config.Replica.ReplicaPeers, r.edges, log); err != nil {
-			return nil, fmt.Errorf("--replica-sync-port %d: %w: free the port or choose another", config.Replica.ReplicaSyncPort, err)
-		}
-		if err := r.replicas.UseKey(config.Replica.ReplicaKey); err != nil {
-			return nil, err
-		}
-		if where := config.Replica.ReplicaDiscovery; where != "" {
-			found, err := discovery.OpenPeers(where, log)
+		mesh := config.Replica
+		mesh.ReplicaSyncHost = config.replicaHost()
+		deps := replica.Deps{Router: r.router, Edges: r.edges, Log: log, Partition: r.partitions.Of}
+		if mesh.ReplicaDiscovery != "" {
+			found, err := discovery.OpenPeers(mesh.ReplicaDiscovery, log)
 			if err != nil {
 				return nil, err
 			}
-			r.replicas.Find = found.Run
+			deps.Find = found.Run
+		}
+		if r.replicas, err = replica.New(mesh, deps); err != nil {
+			return nil, err
 		}
 		r.telemetry.Register(r.replicas.Collectors()...)
-		r.replicas.Partition = r.partitions.Of
 	}
 	r.selection = selection.New(config.selectionSettings(), selection.Deps{Models: r.models, Fleet: r.fleet, Partitions: r.partitions, Mesh: r.replicas, Log: log})
 	if err := r.listen(); err != nil {
@@ -212,11 +207,12 @@ func (r *app) listenForGateways() (*extproc.Server, error) {
 
 // openThompson opens the files of policy thompson, if it is in use.
 func (r *app) openThompson() (err error) {
-	if is := r.router.WithThompson(func(p *policy.Thompson) {
+	settings := r.config.Scoring.Thompson
+	if is := thompson.With(r.router.WithPolicy, func(p *thompson.Policy) {
 		p.WarnOfIdle(r.log)
-		r.traces, err = p.OpenTraces(r.config.Scoring.ThompsonTraces, r.log)
-	}); is && err == nil && r.config.Scoring.ThompsonState != "" {
-		r.learned, err = policy.OpenThompsonState(r.config.Scoring.ThompsonState, r.router.WithThompson)
+		r.traces, err = p.OpenTraces(settings.ThompsonTraces, r.log)
+	}); is && err == nil && settings.ThompsonState != "" {
+		r.learned, err = thompson.OpenState(settings.ThompsonState, r.router.WithPolicy, r.log)
 	}
 	return err
 }

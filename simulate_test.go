@@ -7,7 +7,7 @@ import (
 	"testing"
 
 	"kvrouter/internal/engine"
-	"kvrouter/internal/policy"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/simulate"
 	"kvrouter/internal/testkit/simulatetest"
 )
@@ -90,7 +90,7 @@ func TestARecordingReplaysAsItWent(t *testing.T) {
 		t.Fatal(err)
 	}
 	reuse := map[string]float64{}
-	for _, policy := range policy.Names {
+	for _, policy := range policies.Names {
 		run := simulatetest.New(requests, policy, 0)
 		run.Workers, run.Concurrency = 3, 1
 		reuse[policy] = simulatetest.MustRun(t, run).Reuse

@@ -18,10 +18,10 @@ import (
 
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
 	"kvrouter/internal/telemetry"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
+	"kvrouter/internal/thompson"
 )
 
 // send sends that many different chats, a few at a time, and returns how many
@@ -270,8 +270,8 @@ func TestThompsonKeepsItsStateAndTraces(t *testing.T) {
 		t.Errorf("%d of 6 answers have their finish reason:\n%s", told, lines)
 	}
 	again := startMockSite(t, 2, args...)
-	var stats policy.ThompsonStats
-	again.app.router.WithThompson(func(p *policy.Thompson) { stats = p.Stats() })
+	var stats thompson.Stats
+	thompson.With(again.app.router.WithPolicy, func(p *thompson.Policy) { stats = p.Stats() })
 	if len(stats.Workers) != 2 || stats.Workers[0].Alpha <= 0 {
 		t.Errorf("after the restart %+v", stats)
 	}

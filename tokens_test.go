@@ -301,7 +301,7 @@ func BenchmarkDecision(b *testing.B) {
 	} {
 		b.Run(c.name, func(b *testing.B) {
 			index := radix.NewTree()
-			rt := router.NewRouter(index, policytest.MustPolicy(b, "standalone"), 64, 1)
+			rt := router.New(testkit.Defaults[router.Settings](), router.Deps{Index: index, Policy: policytest.MustPolicy(b, "standalone"), BlockSize: 64, Seed: 1})
 			for w := range uint64(8) {
 				rt.Up(kv.Target{Key: kv.WorkerKey{Worker: w}, URL: "http://w"})
 			}

@@ -170,7 +170,7 @@ func (s *Set) Decisions(last int) (list []*router.Receipt, explained bool) {
 }
 
 // Rest is Router.Rest.
-func (s *Set) Rest(worker uint64) error { return s.For(worker).Router.Rest(worker) }
+func (s *Set) Rest(worker uint64) error { return s.For(worker).Router.Cordon(worker) }
 
 // Readmit is Router.Readmit, for all models that the worker has served.
 func (s *Set) Readmit(worker uint64) error {
@@ -188,7 +188,7 @@ func (s *Set) Readmit(worker uint64) error {
 func (s *Set) Resting() map[uint64]time.Time {
 	all := map[uint64]time.Time{}
 	for _, m := range s.All() {
-		maps.Copy(all, m.Router.Resting())
+		maps.Copy(all, m.Router.Cordoned())
 	}
 	return all
 }

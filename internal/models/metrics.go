@@ -118,7 +118,7 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 	gauge(c.queueTokens, float64(tokens))
 	gauge(c.highestSaturation, c.set.Saturation())
 	gauge(c.allWaiting, float64(c.set.Waiting()))
-	if c.set.Default().Router.Knobs.NamesSessions() {
+	if c.set.Default().Router.NamesSessions() {
 		known, sessions := c.set.Sessions()
 		gauge(c.sessions, float64(known))
 		counter(c.sessionRequests, sessions.New, router.SessionNew)

@@ -13,7 +13,7 @@ import (
 )
 
 func TestWorkersAreShownUnderTheTypeThatTheyHave(t *testing.T) {
-	rt := routertest.NewTestRouter(t, "kv", 1)
+	rt := routertest.New(t, "kv", 1)
 	metrics := models.NewCollector(routertest.Models(rt))
 	target := kv.Target{Key: kv.WorkerKey{Worker: 1}, Disagg: kv.Disagg{Role: kv.RolePrefill, Kind: kv.KindNIXL}}
 	rt.Up(target)

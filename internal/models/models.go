@@ -16,7 +16,7 @@ import (
 	"time"
 
 	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
 	"kvrouter/internal/tokens"
@@ -43,7 +43,7 @@ type Settings struct {
 	BlockSize       int    // tokens, of a model whose workers do not report theirs
 
 	Policy  string
-	Scoring policy.Settings
+	Scoring policies.Settings
 	Index   router.IndexSettings
 	Routing router.Settings
 	Seed    uint64
@@ -143,7 +143,7 @@ func (s *Set) All() []*Model { return *s.all.Load() }
 func (s *Set) Default() *Model { return s.All()[0] }
 
 // Names returns the names of the workers of all models.
-func (s *Set) Names() *kv.Names { return s.Default().Router.Names }
+func (s *Set) Names() *kv.Names { return s.Default().Router.Names() }
 
 // Of returns the model that serves a name: the model of that name, else the first whose
 // workers serve it as an alias or an adapter. An empty name means the default model. A
@@ -342,18 +342,17 @@ func (s *Set) create(name, root string, size int) (*Model, error) {
 	if size <= 0 {
 		size = s.settings.BlockSize
 	}
-	rule, err := policy.New(s.settings.Policy, s.settings.Scoring)
+	rule, err := policies.New(s.settings.Policy, s.settings.Scoring)
 	if err != nil {
 		return nil, err
 	}
 	log := s.log.With("model", name)
 	s.made++
-	index := router.NewIndex(s.settings.Index, s.settings.Policy, s.settings.Scoring, size, time.Now)
+	index := router.NewIndex(s.settings.Index, s.settings.Policy, s.settings.Scoring.Settings, size, time.Now)
 	seed := cmp.Or(s.settings.Seed, uint64(time.Now().UnixNano()))
 	routing := s.settings.Routing
 	routing.BusyThresholds = s.BusyThresholds()
-	m := &Model{Name: name, Router: router.New(index, rule, size, seed+s.made, routing), Index: index, ask: s.Default().ask}
-	m.Router.Log, m.Router.Names = log, s.Names()
+	m := &Model{Name: name, Router: router.New(routing, router.Deps{Index: index, Policy: rule, BlockSize: size, Seed: seed + s.made, Names: s.Names(), Log: log}), Index: index, ask: s.Default().ask}
 	if m.dir = s.folder(name, root); m.dir != "" {
 		m.files = s.open(m.dir, log)
 	} else {

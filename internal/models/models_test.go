@@ -17,6 +17,7 @@ import (
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/models"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
@@ -27,14 +28,14 @@ import (
 // newSet returns models whose default one has blocks of testkit.BlockSize tokens.
 func newSet(t *testing.T, settings models.Settings, change ...func(*router.Settings)) *models.Set {
 	t.Helper()
-	settings.Policy, settings.Scoring, settings.Index, settings.Routing = "round-robin", policy.DefaultSettings(), router.DefaultIndexSettings(), router.DefaultSettings()
+	settings.Policy, settings.Scoring, settings.Index, settings.Routing = "round-robin", testkit.Defaults[policies.Settings](), testkit.Defaults[router.IndexSettings](), testkit.Defaults[router.Settings]()
 	for _, f := range change {
 		f(&settings.Routing)
 	}
 	settings.BlockSize, settings.Seed, settings.TokenTimeout = testkit.BlockSize, 1, time.Second
-	index := router.NewIndex(settings.Index, settings.Policy, settings.Scoring, settings.BlockSize, time.Now)
+	index := router.NewIndex(settings.Index, settings.Policy, settings.Scoring.Settings, settings.BlockSize, time.Now)
 	return models.New(settings, models.Deps{
-		Router: router.New(index, policytest.MustPolicy(t, settings.Policy), settings.BlockSize, 1, settings.Routing), Index: index,
+		Router: router.New(settings.Routing, router.Deps{Index: index, Policy: policytest.MustPolicy(t, settings.Policy), BlockSize: settings.BlockSize, Seed: 1}), Index: index,
 		Ask: func(context.Context, kv.Target, string, string, http.Header, []byte) (int, []byte, error) {
 			return http.StatusNotFound, nil, nil
 		},

@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
@@ -20,10 +20,10 @@ import (
 // requests may wait so long.
 func newWaitingSet(t testing.TB, limit time.Duration, most int) *Set {
 	t.Helper()
-	settings := Settings{Policy: "round-robin", Scoring: policy.DefaultSettings(), Index: router.DefaultIndexSettings(), Routing: router.DefaultSettings(), BlockSize: testkit.BlockSize}
+	settings := Settings{Policy: "round-robin", Scoring: testkit.Defaults[policies.Settings](), Index: testkit.Defaults[router.IndexSettings](), Routing: testkit.Defaults[router.Settings](), BlockSize: testkit.BlockSize}
 	settings.Routing.HoldWhenEmpty, settings.Routing.RouterQueueLimit = limit, most
 	log, index := slog.New(slog.DiscardHandler), radix.NewTree()
-	rt := router.New(index, policytest.MustPolicy(t, settings.Policy), settings.BlockSize, 1, settings.Routing)
+	rt := router.New(settings.Routing, router.Deps{Index: index, Policy: policytest.MustPolicy(t, settings.Policy), BlockSize: settings.BlockSize, Seed: 1})
 	return New(settings, Deps{Router: rt, Index: index, Log: log})
 }
 

@@ -52,7 +52,6 @@ type testAPI struct {
 
 // setup says what a test's port and its proxy are made with.
 type setup struct {
-	Policy                         string // empty: round-robin
 	CollectUsage, AllowEngineAdmin bool
 	RequestTimeout                 time.Duration
 	APIKey, RouterAPIKey           []string
@@ -68,28 +67,34 @@ type setup struct {
 // newTestAPI serves the given workers round robin: worker 0 gets the first request.
 func newTestAPI(t *testing.T, config setup, workers ...string) *testAPI {
 	t.Helper()
-	var targets []kv.Target
-	for i, url := range workers {
+	return newTestAPIOf(t, config, nil, targetsAt(workers...)...)
+}
+
+// targetsAt are workers at those addresses.
+func targetsAt(urls ...string) (targets []kv.Target) {
+	for i, url := range urls {
 		targets = append(targets, kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, URL: url, Models: []string{"m"}})
 	}
-	return newTestAPIOf(t, config, nil, targets...)
+	return targets
 }
 
 // newTestAPIOf is newTestAPI for given targets and a given model. Without a model
 // (nil) the workers give the prompt tokens.
 func newTestAPIOf(t testing.TB, config setup, model *tokens.Model, targets ...kv.Target) *testAPI {
 	t.Helper()
+	return newTestAPIWith(t, routertest.New(t, "round-robin", 0), config, model, targets...)
+}
+
+// newTestAPIWith is newTestAPIOf for a given router.
+func newTestAPIWith(t testing.TB, rt *router.Router, config setup, model *tokens.Model, targets ...kv.Target) *testAPI {
+	t.Helper()
 	config.MaxBodyBytes = cmp.Or(config.MaxBodyBytes, 1<<20)
 	config.Proxy.Retries = cmp.Or(config.Proxy.Retries, 1)
 	config.Proxy.RequestTimeout = config.RequestTimeout
 	config.Proxy.RetryBudget = 100 // no request of a test finds it used up
 	log := slog.New(slog.DiscardHandler)
-	var watched telemetry.Deps
-	h := &testAPI{router: routertest.NewTestRouter(t, cmp.Or(config.Policy, "round-robin"), 0), failed: make(chan uint64, 100)}
-	if config.Policy == "thompson" {
-		watched = telemetry.Deps{Thompson: h.router, Fleet: func() []uint64 { return nil }}
-	}
-	h.telemetry = telemetry.New(watched)
+	h := &testAPI{router: rt, failed: make(chan uint64, 100)}
+	h.telemetry = telemetry.New(telemetry.Deps{Thompson: rt, Fleet: func() []uint64 { return nil }})
 	for _, target := range targets {
 		h.router.Up(target)
 	}
@@ -761,7 +766,7 @@ func TestCachedTokensThatSayNothingOfTheCacheAreLeftOut(t *testing.T) {
 			t.Fatalf("%s: %s", response.Status, answer)
 		}
 		testkit.Eventually(t, 10*time.Second, "the booking has ended", func() bool { return h.router.Load(testkit.W0).InFlight == 0 })
-		if heard := h.router.TellsCached(testkit.W0); heard != test.heard {
+		if heard := h.router.ReportsCached(testkit.W0); heard != test.heard {
 			t.Errorf("%s: heard of cached tokens %v, want %v", test.fields, heard, test.heard)
 		}
 	}
@@ -778,14 +783,14 @@ func occupy(t testing.TB, r *router.Router, w uint64, tokens int) *router.Bookin
 }
 
 func TestQueueErrorsReachTheClient(t *testing.T) {
-	h := newTestAPI(t, setup{}, "http://127.0.0.1:1")
 	threshold := 0.5
-	h.router.Knobs.QueueSettings = router.QueueSettings{RouterQueueThreshold: &threshold, RouterQueueTimeout: time.Millisecond, RouterQueueLimit: 1}
-	h.router.Up(kv.Target{Key: kv.WorkerKey{}, URL: "http://127.0.0.1:1", Models: []string{"m"}, MaxBatchedTokens: 16})
-	full := occupy(t, h.router, 0, 9)
-	defer full.End()
 	for _, test := range []struct{ limit, status int }{{1, 503}, {0, 529}} {
-		h.router.Knobs.RouterQueueLimit = test.limit
+		rt := routertest.New(t, "round-robin", 0, routertest.WithSettings(func(s *router.Settings) {
+			s.QueueSettings = router.QueueSettings{RouterQueueThreshold: &threshold, RouterQueueTimeout: time.Millisecond, RouterQueueLimit: test.limit}
+		}))
+		h := newTestAPIWith(t, rt, setup{}, nil, kv.Target{URL: "http://127.0.0.1:1", Models: []string{"m"}, MaxBatchedTokens: 16})
+		full := occupy(t, h.router, 0, 9)
+		defer full.End()
 		response, err := http.Post(h.URL+"/v1/embeddings", "application/json", strings.NewReader(`{"model":"m","input":"x"}`))
 		if err != nil {
 			t.Fatal(err)

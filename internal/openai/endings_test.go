@@ -105,9 +105,8 @@ func TestEveryEndOfARequestIsToldOnce(t *testing.T) {
 					urls = append(urls, testkit.NewFakeWorker(t, serve).URL)
 				}
 			}
-			h := newTestAPI(t, setup{RequestTimeout: c.timeout}, urls...)
 			policy := new(policytest.Clerk)
-			h.router.Policy = policy
+			h := newTestAPIWith(t, routertest.New(t, "", 0, routertest.WithPolicy(policy)), setup{RequestTimeout: c.timeout}, nil, targetsAt(urls...)...)
 			if c.path == "" {
 				c.path = testkit.ChatPath
 			}
@@ -142,9 +141,8 @@ func TestAClientThatLeavesIsNobodysFault(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			worker := testkit.NewFakeWorker(t, c.serve)
-			h := newTestAPI(t, setup{RequestTimeout: time.Minute}, worker.URL)
 			rule := new(policytest.Clerk)
-			h.router.Policy = rule
+			h := newTestAPIWith(t, routertest.New(t, "", 0, routertest.WithPolicy(rule)), setup{RequestTimeout: time.Minute}, nil, targetsAt(worker.URL)...)
 			ctx, leave := context.WithCancel(t.Context())
 			defer leave()
 			request, _ := http.NewRequestWithContext(ctx, http.MethodPost, h.URL+testkit.ChatPath, strings.NewReader(`{"stream":true}`))
@@ -191,9 +189,8 @@ func TestEveryEndOfAReservationIsToldOnce(t *testing.T) {
 		{"booked, but not chosen", []string{`POST /reservations {"selection_id":"b","token_ids":[1],"worker_id":0}`, "DELETE /reservations/b"}, nil},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			h := newTestAPI(t, setup{}, deadURL(t))
 			policy := new(policytest.Clerk)
-			h.router.Policy = policy
+			h := newTestAPIWith(t, routertest.New(t, "", 0, routertest.WithPolicy(policy)), setup{}, nil, targetsAt(deadURL(t))...)
 			for _, call := range append([]string{`POST /select_and_reserve {"selection_id":"a","token_ids":[1]}`}, c.calls...) {
 				parts := append(strings.SplitN(call, " ", 3), "")
 				request, _ := http.NewRequestWithContext(t.Context(), parts[0], h.selection.URL+parts[1], strings.NewReader(parts[2]))
@@ -216,9 +213,8 @@ func TestEveryEndOfAReservationIsToldOnce(t *testing.T) {
 		})
 	}
 	t.Run("nobody speaks of it", func(t *testing.T) {
-		rt, clock := routertest.NewClockedRouter(t, 1, router.DefaultSettings())
 		rule := new(policytest.Clerk)
-		rt.Policy = rule
+		rt, clock := routertest.NewClocked(t, 1, routertest.WithPolicy(rule))
 		routertest.MustRoute(t, rt, router.Request{ID: "forgotten", Tokens: testkit.Tokens(1, 8)})
 		clock.Advance(router.BookingExpiry)
 		rt.Loads()
@@ -262,15 +258,14 @@ func TestEveryEndOfAPairIsTold(t *testing.T) {
 		{"decode hangs", kv.KindNIXL, false, nil, hangs, proxy.SharedHandoverTimeout, "10", 504, ends{done, left}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
+			policy := new(policytest.Clerk)
 			config := setup{CollectUsage: true, RequestTimeout: 20 * time.Second, Proxy: proxy.Settings{DisaggPrefillTimeout: time.Second, DisaggHandoverTimeout: time.Second, EnforceDisagg: c.enforce}}
 			h := newTestPairAPI(t, config, c.kind, 1, 1, func(id uint64, serve engineServe) engineServe {
 				if own := map[uint64]engineServe{0: c.prefill, 10: c.decode}[id]; own != nil {
 					return own
 				}
 				return serve
-			})
-			policy := new(policytest.Clerk)
-			h.router.Policy = policy
+			}, routertest.WithPolicy(policy))
 			response, answer := h.post(t, testkit.ChatPath, sharedChat(true))
 			if response.StatusCode != c.status {
 				t.Errorf("%s: %s", response.Status, answer)
@@ -333,12 +328,12 @@ func TestFailuresOfLegsAreEngineErrors(t *testing.T) {
 		{"no bootstrap server", kv.KindMooncake, 0, 500, true, 1},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			h := newTestPairAPI(t, setup{Policy: "thompson"}, c.kind, 1, 1, func(id uint64, serve engineServe) engineServe {
+			h := newTestPairAPI(t, setup{}, c.kind, 1, 1, func(id uint64, serve engineServe) engineServe {
 				if id == c.broken {
 					return answersStatus(c.status)
 				}
 				return serve
-			})
+			}, routertest.WithPolicy(policytest.MustPolicy(t, "thompson")))
 			if target := h.router.Targets()[0]; c.lost {
 				target.Bootstrap.Port = 1
 				h.router.Up(target)
@@ -434,7 +429,7 @@ func TestCachedTokensOfAPairAreThePrefillWorkers(t *testing.T) {
 			if none := strings.Contains(page, `kvrouter_predictions_total{result="exact"} 1`); total != c.total || none != c.none {
 				t.Errorf("%q cached, none of one request: %v; want %q and %v", total, none, c.total, c.none)
 			}
-			if h.router.TellsCached(kv.WorkerKey{Worker: 10}) {
+			if h.router.ReportsCached(kv.WorkerKey{Worker: 10}) {
 				t.Error("the decode worker counts as one that tells of its cache")
 			}
 		})

@@ -23,6 +23,7 @@ import (
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/routertest"
 	"kvrouter/internal/web"
 )
 
@@ -314,7 +315,7 @@ type pairAPI struct {
 
 // newTestPairAPI starts the router and its workers. The protocol serves the legs;
 // wrap, if not nil, wraps what serves those of an engine.
-func newTestPairAPI(t testing.TB, config setup, kind kv.Kind, prefills, decodes int, wrap func(id uint64, serve engineServe) engineServe) *pairAPI {
+func newTestPairAPI(t testing.TB, config setup, kind kv.Kind, prefills, decodes int, wrap func(id uint64, serve engineServe) engineServe, options ...routertest.Option) *pairAPI {
 	t.Helper()
 	if wrap == nil {
 		wrap = func(_ uint64, serve engineServe) engineServe { return serve }
@@ -347,7 +348,7 @@ func newTestPairAPI(t testing.TB, config setup, kind kv.Kind, prefills, decodes 
 	for i := range decodes {
 		add(&h.decode, uint64(10+i), kv.RoleDecode, h.protocol.decode)
 	}
-	h.testAPI = newTestAPIOf(t, config, model, targets...)
+	h.testAPI = newTestAPIWith(t, routertest.New(t, "round-robin", 0, options...), config, model, targets...)
 	return h
 }
 

@@ -14,6 +14,7 @@ import (
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
+	"kvrouter/internal/testkit/routertest"
 	"kvrouter/internal/web"
 )
 
@@ -70,9 +71,8 @@ func TestPinnedWorkerIsNeverReplaced(t *testing.T) {
 
 func TestPrefixHintsReachThePolicy(t *testing.T) {
 	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{}`) })
-	h := newTestAPI(t, setup{}, worker.URL)
 	policy := new(policytest.Clerk)
-	h.router.Policy = policy
+	h := newTestAPIWith(t, routertest.New(t, "", 0, routertest.WithPolicy(policy)), setup{}, nil, targetsAt(worker.URL)...)
 	body := `{"prompt":"p","messages":[],"nvext":{"agent_hints":{"prefix_id":"s","osl":2000},"annotations":["iat:LOW"]}}`
 	for _, path := range []string{testkit.ChatPath, completionsPath, "/v1/responses", "/v1/messages", "/v1/embeddings"} {
 		if response, answer := h.post(t, path, body, "x-prefix-total-requests", "4"); response.StatusCode != 200 {

@@ -26,6 +26,7 @@ import (
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
+	"kvrouter/internal/testkit/routertest"
 	"kvrouter/internal/web"
 )
 
@@ -587,7 +588,7 @@ func TestPrefillWorkersAreForPromptsOnly(t *testing.T) {
 
 // newTestPairs returns a proxy apart from the port's.
 func newTestPairs() *proxy.Proxy {
-	return proxy.New(proxy.DefaultSettings(), proxy.Deps{Observer: testkit.SilentObserver{}, Failed: func(uint64) {}, Log: slog.New(slog.DiscardHandler)})
+	return proxy.New(testkit.Defaults[proxy.Settings](), proxy.Deps{Observer: testkit.SilentObserver{}, Failed: func(uint64) {}, Log: slog.New(slog.DiscardHandler)})
 }
 
 // choosePair is a proxy.Chooser of requests that two workers serve.
@@ -651,11 +652,10 @@ func TestEveryTryOfASharedRequestHasItsReceipt(t *testing.T) {
 					return breaks
 				}
 				return serve
-			})
+			}, routertest.WithSettings(func(s *router.Settings) { s.RecordDecisions = true }))
 			if test.kind != kv.KindSGLang && test.broken > 0 {
 				h.router.Down(kv.WorkerKey{Worker: 1})
 			}
-			h.router.Knobs.RecordDecisions = true
 			s, x := newTestPairs(), &proxy.Exchange{}
 			parsed, _ := jsonbody.Parse([]byte(sharedChat(false)))
 			u := proxy.Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{}, Body: parsed.Raw, Route: testkit.ChatPath, MaxRetries: 2, Paired: true, Parsed: parsed}
@@ -677,12 +677,11 @@ type brokenWriter struct{ http.ResponseWriter }
 func (brokenWriter) Write([]byte) (int, error) { return 0, io.ErrClosedPipe }
 
 func TestMooncakeWithoutBootstrapServerStaysWhole(t *testing.T) {
-	h := newTestPairAPI(t, setup{}, kv.KindMooncake, 1, 1, nil)
+	rule := new(policytest.Clerk)
+	h := newTestPairAPI(t, setup{}, kv.KindMooncake, 1, 1, nil, routertest.WithPolicy(rule))
 	target := h.router.Targets()[0]
 	target.Bootstrap.Port = 1
 	h.router.Up(target)
-	rule := new(policytest.Clerk)
-	h.router.Policy = rule
 	response, answer := h.post(t, testkit.ChatPath, sharedChat(false))
 	if response.StatusCode != http.StatusOK || !strings.Contains(answer, "whole") {
 		t.Errorf("%s: %s", response.Status, answer)

@@ -17,23 +17,18 @@ import (
 
 // Settings say when a worker is taken out, and for how long.
 type Settings struct {
-	EjectAfter         int           `group:"Failing workers" default:"3" help:"Failures in a row after which a worker gets no requests for a while; an answer that breaks off counts twice. 0: failures take no worker out."`
-	EjectionTime       time.Duration `group:"Failing workers" default:"5s" help:"How long that is the first time; then one request goes there on trial. Each further time is double."`
-	MaxEjectionTime    time.Duration `group:"Failing workers" default:"20s" help:"How long it is at most."`
-	MaxEjectionPercent int           `group:"Failing workers" default:"50" help:"Largest share of the workers that may serve a request which may be out, percent; beyond that all are used."`
-	SlowStart          time.Duration `group:"Failing workers" default:"5s" help:"Time in which the share of requests of a worker that is back grows to its full size."`
-}
-
-// DefaultSettings returns the defaults of the flags.
-func DefaultSettings() Settings {
-	return Settings{EjectAfter: 3, EjectionTime: 5 * time.Second, MaxEjectionTime: 20 * time.Second, MaxEjectionPercent: 50, SlowStart: 5 * time.Second}
+	EjectAfter         int           `group:"Failing workers" default:"3" help:"Consecutive failures after which a worker is ejected; an interrupted answer counts twice. 0 disables ejection."`
+	EjectionTime       time.Duration `group:"Failing workers" default:"5s" help:"Base ejection time, followed by one trial request; doubled at each further ejection."`
+	MaxEjectionTime    time.Duration `group:"Failing workers" default:"20s" help:"Maximum ejection time."`
+	MaxEjectionPercent int           `group:"Failing workers" default:"50" help:"Panic threshold: maximum share of eligible workers that may be ejected, percent. Above it all are used."`
+	SlowStart          time.Duration `group:"Failing workers" default:"5s" help:"Time over which the share of requests of a returning worker grows to its full size."`
 }
 
 // Validate checks the settings; its errors name the flag.
 func (s Settings) Validate() error {
 	switch {
 	case s.EjectAfter < 0:
-		return errors.New("--eject-after cannot be negative: 0 takes no worker out")
+		return errors.New("--eject-after cannot be negative; 0 disables ejection")
 	case s.EjectAfter > 0 && s.EjectionTime <= 0:
 		return fmt.Errorf("--ejection-time %s: give more than 0, or --eject-after 0", s.EjectionTime)
 	case s.EjectAfter > 0 && s.MaxEjectionTime < s.EjectionTime:
@@ -41,7 +36,7 @@ func (s Settings) Validate() error {
 	case s.MaxEjectionPercent < 0 || s.MaxEjectionPercent > 100:
 		return fmt.Errorf("--max-ejection-percent %d: give 0 to 100", s.MaxEjectionPercent)
 	case s.SlowStart < 0:
-		return errors.New("--slow-start cannot be negative: 0 gives a worker that is back its full share at once")
+		return errors.New("--slow-start cannot be negative; 0 disables it")
 	}
 	return nil
 }
@@ -134,7 +129,7 @@ type Detector struct {
 	odd      int // workers that are not simply in
 	agreed   map[int]time.Time
 	news     []News
-	usual    usual
+	baseline baseline
 }
 
 // New returns a detector that knows no worker.
@@ -624,11 +619,11 @@ func (n News) Log(log *slog.Logger, called string) {
 	}
 	switch {
 	case !n.Out:
-		log.Info(name+": gets requests again", "after", n.For.Round(time.Millisecond), "reason", n.Kind.String())
+		log.Info(name+": returned to service", "after", n.For.Round(time.Millisecond), "reason", n.Kind.String())
 	case n.Kind == Misconfigured:
-		log.Error(fmt.Sprintf("%s: IS MISCONFIGURED: %s; it gets no requests for %s: check its key, its model's name and its routes", name, n.Why, n.For), "reason", n.Kind.String())
+		log.Error(fmt.Sprintf("%s: MISCONFIGURED: %s; ejected for %s: check its key, its model name and its routes", name, n.Why, n.For), "reason", n.Kind.String())
 	default:
-		log.Warn(fmt.Sprintf("%s: gets no requests for %s: %s", name, n.For, n.Why), "reason", n.Kind.String())
+		log.Warn(fmt.Sprintf("%s: ejected for %s: %s", name, n.For, n.Why), "reason", n.Kind.String())
 	}
 }
 

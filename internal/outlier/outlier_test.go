@@ -11,6 +11,7 @@ import (
 	"pgregory.net/rapid"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit"
 )
 
 // bench is a detector over some workers with a clock that the test moves.
@@ -21,7 +22,7 @@ type bench struct {
 }
 
 func newBench(workers int) *bench {
-	b := &bench{Detector: New(DefaultSettings()), now: time.Unix(1_000_000, 0), random: rand.New(rand.NewPCG(1, 1))}
+	b := &bench{Detector: New(testkit.Defaults[Settings]()), now: time.Unix(1_000_000, 0), random: rand.New(rand.NewPCG(1, 1))}
 	for i := range workers {
 		b.Join(key(i), 1, b.now)
 	}
@@ -190,7 +191,7 @@ func TestEjectionsGrowAndShrinkAgain(t *testing.T) {
 	if b.level(0) == Out {
 		t.Error("it is out after a trial that went well")
 	}
-	b.pass(DefaultSettings().SlowStart)
+	b.pass(testkit.Defaults[Settings]().SlowStart)
 	if got := b.level(0); got != In || !b.Quiet() {
 		t.Errorf("level %d after the slow start, quiet %v", got, b.Quiet())
 	}
@@ -381,7 +382,7 @@ func TestTheLogSaysWhoIsOut(t *testing.T) {
 	for _, n := range b.TakeNews() {
 		n.Log(log, map[uint64]string{0: "0", 2: "pod-c"}[n.Worker.Worker])
 	}
-	for _, want := range []string{"level=ERROR msg=\"worker pod-c: IS MISCONFIGURED: it answers 401", "worker pod-c: gets requests again", "worker 0: gets no requests for 5s: 2 failures in a row", "reason=broken"} {
+	for _, want := range []string{"level=ERROR msg=\"worker pod-c: MISCONFIGURED: it answers 401", "worker pod-c: returned to service", "worker 0: ejected for 5s: 2 failures in a row", "reason=broken"} {
 		if !strings.Contains(out.String(), want) {
 			t.Errorf("the log lacks %q:\n%s", want, &out)
 		}
@@ -493,7 +494,7 @@ func TestSettingsThatMakeNoSense(t *testing.T) {
 		{func(s *Settings) { s.MaxEjectionPercent = 101 }, "--max-ejection-percent"},
 		{func(s *Settings) { s.SlowStart = -1 }, "--slow-start"},
 	} {
-		s := DefaultSettings()
+		s := testkit.Defaults[Settings]()
 		test.change(&s)
 		if err := s.Validate(); (err == nil) != (test.want == "") || err != nil && !strings.HasPrefix(err.Error(), test.want) {
 			t.Errorf("%+v: %v, want an error about %q", s, err, test.want)
@@ -502,7 +503,7 @@ func TestSettingsThatMakeNoSense(t *testing.T) {
 }
 
 func TestHintsHoldAWorkerForAFirstEjectionAtMost(t *testing.T) {
-	settings := DefaultSettings()
+	settings := testkit.Defaults[Settings]()
 	now := time.Unix(1_000_000, 0)
 	d := New(settings)
 	key := func(i int) kv.WorkerKey { return kv.WorkerKey{Worker: uint64(i)} }

@@ -9,12 +9,9 @@ import (
 // RetrySettings are the flags for requests that a worker failed before the first
 // byte of its answer.
 type RetrySettings struct {
-	Retries     int     `group:"Failing workers" default:"2" help:"How many further workers to try with a request that one failed before the first byte of its answer. 0: none."`
-	RetryBudget float64 `group:"Failing workers" default:"0.2" help:"Most retries as a share of the requests of the last 10 s, beside 10 that are always allowed. One whose worker gets no requests any more is not counted."`
+	Retries     int     `group:"Failing workers" default:"2" help:"Maximum number of further workers to try when a worker fails before the first byte of its answer. 0 disables retries."`
+	RetryBudget float64 `group:"Failing workers" default:"0.2" help:"Maximum retries as a share of the requests of the last 10 s; 10 are always allowed. Retries of requests on ejected workers are not counted."`
 }
-
-// DefaultRetrySettings returns the defaults of the flags.
-func DefaultRetrySettings() RetrySettings { return RetrySettings{Retries: 2, RetryBudget: 0.2} }
 
 // Validate checks the settings; its errors name the flag.
 func (k RetrySettings) Validate() error {

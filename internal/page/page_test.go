@@ -44,7 +44,7 @@ type bench struct {
 func newBench(t *testing.T, keys ...string) *bench {
 	t.Helper()
 	b := &bench{index: radix.NewTree(), status: http.StatusOK}
-	b.router = router.NewRouter(b.index, policytest.MustPolicy(t, "kv"), testkit.BlockSize, 1)
+	b.router = router.New(testkit.Defaults[router.Settings](), router.Deps{Index: b.index, Policy: policytest.MustPolicy(t, "kv"), BlockSize: testkit.BlockSize, Seed: 1})
 	var attached []workers.Attached
 	for i := range uint64(2) {
 		attached = append(attached, workers.Attached{Server: probe.Server{ID: i, URL: fmt.Sprintf("http://127.0.0.1:%d", i+1)}})
@@ -161,8 +161,8 @@ func TestNobodyWithoutTheKeyGetsAnything(t *testing.T) {
 			t.Errorf("GET %s: %d", path, response.StatusCode)
 		}
 	}
-	if len(b.asked) > 0 || len(b.router.Resting()) > 0 {
-		t.Errorf("something was done: %v %v", b.asked, b.router.Resting())
+	if len(b.asked) > 0 || len(b.router.Cordoned()) > 0 {
+		t.Errorf("something was done: %v %v", b.asked, b.router.Cordoned())
 	}
 }
 
@@ -181,7 +181,7 @@ func TestForeignPagesChangeNothing(t *testing.T) {
 	if response, _ := b.send(t, "POST", "/ui/where", "{}", "Content-Type", "text/plain"); response.StatusCode != http.StatusUnsupportedMediaType {
 		t.Errorf("a form's body: %d", response.StatusCode)
 	}
-	if len(b.router.Resting()) > 0 {
+	if len(b.router.Cordoned()) > 0 {
 		t.Error("a foreign page had a worker rest")
 	}
 	if response, answer := b.send(t, "POST", "/ui/workers/0/drain", "", "Origin", b.server.URL); response.StatusCode != http.StatusNoContent {
@@ -406,7 +406,7 @@ func TestActionsOnWorkers(t *testing.T) {
 		if response.StatusCode != test.want || strings.Join(b.asked, ",") != test.asked || test.want >= 400 && !strings.Contains(answer, `"error"`) {
 			t.Errorf("%s: %d %s, the workers were asked %v", test.path, response.StatusCode, answer, b.asked)
 		}
-		if _, rests := b.router.Resting()[0]; rests != strings.HasSuffix(test.path, "0/drain") && test.path[len("/ui/workers/")] == '0' && test.want == 204 && len(b.asked) == 0 {
+		if _, rests := b.router.Cordoned()[0]; rests != strings.HasSuffix(test.path, "0/drain") && test.path[len("/ui/workers/")] == '0' && test.want == 204 && len(b.asked) == 0 {
 			t.Errorf("%s: it rests: %v", test.path, rests)
 		}
 	}

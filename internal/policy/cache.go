@@ -12,15 +12,10 @@ import (
 // CacheSettings are the settings of the policies cache-threshold and variance.
 // Those that SGLang has too carry its names.
 type CacheSettings struct {
-	CacheThreshold      float64 `group:"Policies cache-threshold and variance" default:"0.5" help:"Share of a prompt, 0 to 1, of which more must be cached on a worker for the request to go there; else the one with the fewest requests in flight gets it."`
-	VarianceK           float64 `group:"Policies cache-threshold and variance" name:"variance-k" default:"1.5" help:"Policy variance: standard deviations by which the requests in flight on a worker may be more than the workers' mean; beyond that it gets nothing. More than the root of one less than the workers leaves nobody out."`
-	BalanceAbsThreshold float64 `group:"Policies cache-threshold and variance" default:"32" help:"By how many requests in flight the worker with the longest match must exceed the workers' mean for the least loaded one to get the request instead; a number larger than any load switches that off."`
-	BalanceRelThreshold float64 `group:"Policies cache-threshold and variance" default:"1.5" help:"The same as a multiple of the mean; both must be exceeded."`
-}
-
-// defaultCacheSettings returns the defaults of the flags.
-func defaultCacheSettings() CacheSettings {
-	return CacheSettings{CacheThreshold: 0.5, VarianceK: 1.5, BalanceAbsThreshold: 32, BalanceRelThreshold: 1.5}
+	CacheThreshold      float64 `group:"Policies cache-threshold and variance" default:"0.5" help:"Share of the prompt, 0 to 1, above which the worker with the longest match is selected; otherwise the one with the fewest in-flight requests."`
+	VarianceK           float64 `group:"Policies cache-threshold and variance" name:"variance-k" default:"1.5" help:"Policy variance: maximum in-flight requests of a worker, in standard deviations above the mean of all workers. Values above the square root of the number of workers minus one exclude none."`
+	BalanceAbsThreshold float64 `group:"Policies cache-threshold and variance" default:"32" help:"In-flight requests above the mean at which the least loaded worker is selected instead of the one with the longest match. A number above any load disables it."`
+	BalanceRelThreshold float64 `group:"Policies cache-threshold and variance" default:"1.5" help:"The same threshold as a multiple of the mean; both must be exceeded."`
 }
 
 func (s CacheSettings) validate() error {
@@ -79,9 +74,9 @@ func (f failures) as(now time.Time) float64 {
 }
 
 // Judge counts failures.
-func (p *cacheRouting) Judge(f Feedback) {
+func (p *cacheRouting) Judge(f Feedback) (verdict Verdict, known bool) {
 	if f.Ending != Failed {
-		return
+		return verdict, false
 	}
 	for w, failed := range p.failed {
 		if failed.as(f.Now) < failureForgotten {
@@ -89,6 +84,7 @@ func (p *cacheRouting) Judge(f Feedback) {
 		}
 	}
 	p.failed[f.Worker] = failures{p.failed[f.Worker].as(f.Now) + 1, f.Now}
+	return verdict, false
 }
 
 // measure notes the candidates' queues and returns their mean and standard
@@ -178,7 +174,7 @@ func (p *cacheRouting) explainQueues(e *Explanation, candidates []Candidate, rul
 	e.Rule = rule
 	for i, queue := range p.queues {
 		inFlight := float64(candidates[i].Load.InFlight)
-		e.add(Score{Terms: []Term{{"in_flight", -inFlight}, {"failures", inFlight - queue}}, Total: -queue})
+		e.Add(Score{Terms: []Term{{"in_flight", -inFlight}, {"failures", inFlight - queue}}, Total: -queue})
 	}
 }
 
@@ -187,12 +183,12 @@ func (p *cacheRouting) explainQueues(e *Explanation, candidates []Candidate, rul
 func (p *cacheRouting) explainMatches(e *Explanation, candidates []Candidate, limit float64, all bool) {
 	e.Rule = ruleMatch
 	for i, queue := range p.queues {
-		s, shorter := oneTerm("match", float64(candidates[i].Overlap)), -queue
+		s, shorter := OneTerm("match", float64(candidates[i].Overlap)), -queue
 		s.TieBreak = &shorter
 		if queue > limit && !all {
 			s.Excluded = "queue_limit"
 		}
-		e.add(s)
+		e.Add(s)
 	}
 }
 
@@ -202,7 +198,7 @@ func (p *cacheRouting) explainMatches(e *Explanation, candidates []Candidate, li
 type cacheThreshold struct{ cacheRouting }
 
 func (p *cacheThreshold) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
-	q.Explain.by("cache-threshold")
+	q.Explain.By("cache-threshold")
 	mean, _ := p.measure(q.Now, candidates)
 	return p.matching(q, candidates, mean, math.Inf(1), random)
 }
@@ -220,7 +216,7 @@ func (p *cacheThreshold) Choose(q Query, candidates []Candidate, random *rand.Ra
 type variance struct{ cacheRouting }
 
 func (p *variance) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
-	q.Explain.by("variance")
+	q.Explain.By("variance")
 	mean, deviation := p.measure(q.Now, candidates)
 	return p.matching(q, candidates, mean, mean+p.settings.VarianceK*deviation, random)
 }

@@ -7,6 +7,7 @@ import (
 
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/simulate"
@@ -20,12 +21,11 @@ import (
 func cacheRouter(t testing.TB, rule, source string, workers int) (*router.Router, *testkit.StandingClock) {
 	t.Helper()
 	clock := new(testkit.StandingClock)
-	config := router.DefaultIndexSettings()
+	config := testkit.Defaults[router.IndexSettings]()
 	config.PrefixSource = source
-	knobs := router.DefaultSettings()
+	knobs := testkit.Defaults[router.Settings]()
 	knobs.EjectAfter = 0 // the policies are to do without
-	r := router.New(router.NewIndex(config, rule, policy.DefaultSettings(), testkit.BlockSize, clock.Now), policytest.MustPolicy(t, rule), testkit.BlockSize, 1, knobs)
-	r.Now = clock.Now
+	r := router.New(knobs, router.Deps{Index: router.NewIndex(config, rule, testkit.Defaults[policy.Settings](), testkit.BlockSize, clock.Now), Policy: policytest.MustPolicy(t, rule), BlockSize: testkit.BlockSize, Seed: 1, Now: clock.Now})
 	for i := range workers {
 		r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}})
 	}
@@ -145,7 +145,7 @@ func sharedPrompts(t testing.TB, conversations, blocks int) simulate.Simulation 
 	if err != nil {
 		t.Fatal(err)
 	}
-	return simulate.Simulation{Requests: requests, Policy: "round-robin", Knobs: policy.DefaultSettings(), Index: router.DefaultIndexSettings(), Workers: 8, Engine: engine, Concurrency: 128, Seed: 1}
+	return simulate.Simulation{Requests: requests, Policy: "round-robin", Scoring: testkit.Defaults[policies.Settings](), Index: testkit.Defaults[router.IndexSettings](), Workers: 8, Engine: engine, Concurrency: 128, Seed: 1}
 }
 
 func TestSharedSystemPromptsAreFoundTwiceAsOften(t *testing.T) {

@@ -14,7 +14,7 @@ func queue(inFlight int) Load { return Load{InFlight: inFlight} }
 // cachePolicy is a policy with changed knobs.
 func cachePolicy(t testing.TB, name string, change func(*CacheSettings)) Policy {
 	t.Helper()
-	knobs := DefaultSettings()
+	knobs := testkit.Defaults[Settings]()
 	if change != nil {
 		change(&knobs.CacheSettings)
 	}
@@ -99,7 +99,7 @@ func TestAffinityIsKeptWhileOnePairIsImbalanced(t *testing.T) {
 }
 
 func TestFailuresAreForgotten(t *testing.T) {
-	p := newCacheRouting(defaultCacheSettings())
+	p := newCacheRouting(testkit.Defaults[CacheSettings]())
 	candidates := new(pool).add(0, queue(0)).add(0, queue(3)).candidates
 	now := time.Unix(1000, 0)
 	for range 8 {

@@ -43,23 +43,23 @@ type Term struct {
 	Value float64 `json:"value"`
 }
 
-// by notes whose choice it is; a nil explanation is of no interest to anybody.
-func (e *Explanation) by(policy string) {
+// By sets the policy; it does nothing on a nil explanation.
+func (e *Explanation) By(policy string) {
 	if e != nil {
 		e.Policy, e.How = policy, HowHighest
 	}
 }
 
-// rank notes each candidate's score.
-func (e *Explanation) rank(policy string, candidates []Candidate, score func(*Candidate) Score) {
-	e.by(policy)
+// Rank adds each candidate's score.
+func (e *Explanation) Rank(policy string, candidates []Candidate, score func(*Candidate) Score) {
+	e.By(policy)
 	for i := range candidates {
-		e.add(score(&candidates[i]))
+		e.Add(score(&candidates[i]))
 	}
 }
 
-// add notes the next candidate's score. JSON has no word for what is not finite.
-func (e *Explanation) add(s Score) {
+// Add adds the next candidate's score. JSON cannot hold numbers that are not finite.
+func (e *Explanation) Add(s Score) {
 	s.Total = Finite(s.Total)
 	for i := range s.Terms {
 		s.Terms[i].Value = Finite(s.Terms[i].Value)
@@ -67,9 +67,9 @@ func (e *Explanation) add(s Score) {
 	e.Scores = append(e.Scores, s)
 }
 
-// drawn notes that the choice was drawn: weights are in proportion to the chances,
+// Drawn sets that the choice was drawn: weights are in proportion to the chances,
 // draw is from 0 to 1.
-func (e *Explanation) drawn(weights []float64, draw, temperature float64) {
+func (e *Explanation) Drawn(weights []float64, draw, temperature float64) {
 	sum := 0.0
 	for _, w := range weights {
 		sum += w
@@ -154,8 +154,8 @@ func (e *Explanation) Margin(chosen int) *float64 {
 	return &margin
 }
 
-// oneTerm is a score of one term.
-func oneTerm(name string, value float64) Score {
+// OneTerm is a score of one term.
+func OneTerm(name string, value float64) Score {
 	return Score{Terms: []Term{{name, value}}, Total: value}
 }
 
@@ -171,17 +171,17 @@ func (e *Explanation) explainTurns(candidates []Candidate, next int) {
 	for place, i := range order {
 		turns[i] = float64((place - first + len(order)) % len(order))
 	}
-	e.by("round-robin")
+	e.By("round-robin")
 	for _, away := range turns {
-		e.add(oneTerm("turns", -away))
+		e.Add(OneTerm("turns", -away))
 	}
 }
 
 // explainTwo notes which two candidates were drawn. Of equal ones the first is taken.
 func (e *Explanation) explainTwo(candidates []Candidate, a, b int) {
-	e.by("power-of-two")
+	e.By("power-of-two")
 	for i := range candidates {
-		s := oneTerm("in_flight", -float64(candidates[i].Load.InFlight))
+		s := OneTerm("in_flight", -float64(candidates[i].Load.InFlight))
 		switch first, second := 1.0, 0.0; i {
 		case a:
 			s.TieBreak = &first
@@ -190,44 +190,6 @@ func (e *Explanation) explainTwo(candidates []Candidate, a, b int) {
 		default:
 			s.Excluded = "not_drawn"
 		}
-		e.add(s)
+		e.Add(s)
 	}
-}
-
-// meanTerm is the part of a score that the drawn mean of the worker's rewards makes.
-func (p *Thompson) meanTerm(t *thompsonQuery, mean float64) float64 {
-	return p.tsWeight / (1 + float64(t.reuse)*t.iat) * mean
-}
-
-// stayTerm is what it is worth to stay with the worker that has served the series, or
-// what it costs to leave it.
-func (p *Thompson) stayTerm(t *thompsonQuery, c *thompsonChoice) float64 {
-	reuse := float64(t.reuse)
-	switch {
-	case t.reuse <= 0:
-		return 0
-	case c.stays:
-		return (p.affinityBase + p.affinityReuse*reuse + p.affinityIAT*t.iat) * (0.5 + 0.5*c.overlap)
-	case t.hasLast:
-		return -(p.switchBase + p.switchReuse*reuse + p.switchIAT*t.iat)
-	}
-	return 0
-}
-
-// explain notes the scores that have just been drawn. What the load takes off is a
-// term too where the original multiplies by it.
-func (p *Thompson) explain(e *Explanation, t *thompsonQuery, draw float64) {
-	e.by("thompson")
-	reuse := t.reuse // so that t need not be on the heap
-	e.Reuse = &reuse
-	for i := range p.choices {
-		c, total := &p.choices[i], p.scores[i]
-		mean, stay := p.meanTerm(t, c.mean), p.stayTerm(t, c)
-		terms := []Term{{"linear", c.linear}, {"mean", mean}, {"stay", stay}, {"load", total - (c.linear + mean + stay)}}
-		if load := terms[len(terms)-1].Value; math.IsNaN(load) || math.IsInf(load, 0) {
-			terms = []Term{{"not_finite", total}}
-		}
-		e.add(Score{Terms: terms, Total: total})
-	}
-	e.drawn(p.chances, draw, t.temp)
 }

@@ -6,19 +6,18 @@ import (
 	"math/rand/v2"
 )
 
-// Settings are the settings of all policies. Those of policy kv stand here, with
+// Settings are the settings of the policies in this package. Those of policy kv have
 // the names, the meaning and the defaults of Dynamo 1.6.1's.
 type Settings struct {
-	PrefillLoadScale          float64  `group:"Policy kv" default:"1" help:"Weight of the prompt blocks to be computed against the blocks in use."`
-	OverlapScoreCredit        float64  `group:"Policy kv" default:"1" help:"Blocks that one cached block of the prompt is worth; more than 1 gathers prompts where their prefix is."`
-	OverlapScoreCreditDecay   float64  `group:"Policy kv" default:"0" help:"How fast that credit falls on a worker with more prompt tokens queued than the least busy one; 0: not at all."`
-	DecodeActiveRequestWeight float64  `group:"Policy kv" default:"0" help:"Blocks that each request in flight counts beside its own."`
-	RouterTemperature         float64  `group:"Policy kv" default:"0" help:"Chance in the choice: 0 always takes the cheapest worker, 1 nearly any."`
-	OverlapScoreWeight        *float64 `group:"Policy kv" placeholder:"NUMBER" help:"Older name of --prefill-load-scale, which it overrules; 0 also sets --overlap-score-credit 0."`
-	Ties                      string   `group:"Policy kv" default:"random" enum:"random,smallest-tree" help:"Which of equally cheap workers gets the request: ${enum}; any, or as in Dynamo 1.0 the one of which the index has the fewest blocks, where one that holds nothing of the prompt counts as having none. A --router-temperature above 0 draws instead."`
+	PrefillLoadScale          float64  `group:"Policy kv" default:"1" help:"Weight of prompt blocks to compute relative to blocks in use."`
+	OverlapScoreCredit        float64  `group:"Policy kv" default:"1" help:"Credit in blocks for each cached block of the prompt; above 1, requests concentrate on workers with their prefix."`
+	OverlapScoreCreditDecay   float64  `group:"Policy kv" default:"0" help:"Decay of that credit on workers with more prompt tokens queued than the least busy one. 0 disables it."`
+	DecodeActiveRequestWeight float64  `group:"Policy kv" default:"0" help:"Cost in blocks of each in-flight request, in addition to its own blocks."`
+	RouterTemperature         float64  `group:"Policy kv" default:"0" help:"Softmax temperature of the choice. 0 always selects the cheapest worker; 1 is close to random."`
+	OverlapScoreWeight        *float64 `group:"Policy kv" placeholder:"NUMBER" help:"Older name of --prefill-load-scale, which it overrides; 0 also sets --overlap-score-credit 0."`
+	Ties                      string   `group:"Policy kv" default:"random" enum:"random,smallest-tree" help:"Choice between workers of equal cost: ${enum}. smallest-tree selects, as in Dynamo 1.0, the worker with the fewest blocks in the index; workers without a match count as empty. Ignored when --router-temperature is above 0."`
 
 	CacheSettings
-	ThompsonSettings
 }
 
 // Values of --ties.
@@ -37,15 +36,8 @@ type Override struct {
 	TrackPrefillTokens *bool
 }
 
-// DefaultSettings returns the defaults of the flags, which the tags above repeat.
-func DefaultSettings() Settings {
-	return Settings{
-		PrefillLoadScale: 1, OverlapScoreCredit: 1, Ties: tiesRandom,
-		CacheSettings: defaultCacheSettings(), ThompsonSettings: ThompsonSettings{ThompsonPreset: "components", ThompsonFixes: "all"},
-	}
-}
-
-func (s Settings) validate() error {
+// Validate checks the settings; its errors name the flag.
+func (s Settings) Validate() error {
 	if err := checkNotNegative([]flagValue{
 		{"--prefill-load-scale", s.PrefillLoadScale},
 		{"--overlap-score-credit", s.OverlapScoreCredit},
@@ -134,7 +126,7 @@ func (p kvPolicy) Choose(q Query, candidates []Candidate, random *rand.Rand) int
 	}
 	byTree := p.settings.Ties == tiesSmallestTree && p.settings.RouterTemperature == 0
 	if q.Explain != nil {
-		q.Explain.rank("kv", candidates, func(c *Candidate) Score {
+		q.Explain.Rank("kv", candidates, func(c *Candidate) Score {
 			s := p.terms(q, c, least).explain()
 			if fewer := -float64(c.TreeBlocks); byTree {
 				s.TieBreak = &fewer
@@ -149,7 +141,7 @@ func (p kvPolicy) Choose(q Query, candidates []Candidate, random *rand.Rand) int
 	if byTree {
 		return bestOfSmallestTree(candidates, random, score)
 	}
-	return best(candidates, random, score)
+	return Best(candidates, random, score)
 }
 
 // bestOfSmallestTree is best, but that of several with the highest score those with
@@ -159,7 +151,7 @@ func bestOfSmallestTree(candidates []Candidate, random *rand.Rand, score func(*C
 	for i := range candidates {
 		highest = max(highest, score(&candidates[i]))
 	}
-	return best(candidates, random, func(c *Candidate) float64 {
+	return Best(candidates, random, func(c *Candidate) float64 {
 		if score(c) < highest {
 			return math.Inf(-1)
 		}
@@ -212,7 +204,7 @@ func softmaxOfCosts(candidates []Candidate, temperature float64, random *rand.Ra
 	}
 	draw := random.Float64()
 	if explain != nil {
-		explain.drawn(costs, draw, temperature)
+		explain.Drawn(costs, draw, temperature)
 	}
 	draw *= sum
 	for i, weight := range costs {

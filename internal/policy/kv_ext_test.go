@@ -13,7 +13,7 @@ import (
 )
 
 func TestActiveBlocksAreSharedAndFreed(t *testing.T) {
-	r := routertest.NewTestRouter(t, "kv", 1)
+	r := routertest.New(t, "kv", 1)
 	w := kv.WorkerKey{}
 	route := func(prompt []uint32) *router.Booking {
 		t.Helper()
@@ -58,7 +58,7 @@ func TestTheSearchForActiveBlocksFindsTheirEnd(t *testing.T) {
 		loads := router.NewLoads()
 		loads.Activate(w, sequence[:active])
 		for asked := range len(sequence) + 1 {
-			loads.Survey(sequence[:asked])
+			loads.Snapshot(sequence[:asked])
 			if got, want := loads.Active(w), min(active, asked); got != want {
 				t.Errorf("%d of %d active: found %d", active, asked, got)
 			}
@@ -89,7 +89,7 @@ func TestSchedulerOverridesOfARequest(t *testing.T) {
 		{"chance", &policy.Override{RouterTemperature: number(1e9)}, -1},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			r, _ := routertest.NewClockedRouter(t, 2, router.DefaultSettings())
+			r, _ := routertest.NewClocked(t, 2)
 			routertest.Hold(r, 0, testkit.Tokens(1, 40))
 			if _, err := r.Book(router.Request{NumTokens: 40}, kv.WorkerKey{Worker: 0}); err != nil {
 				t.Fatal(err)
@@ -117,13 +117,13 @@ func TestSchedulerOverridesOfARequest(t *testing.T) {
 // TestTheTreeOfAWorkerWithoutAMatchCountsAsEmpty: Dynamo 1.0 has the sizes only of
 // workers that hold some of the prompt.
 func TestTheTreeOfAWorkerWithoutAMatchCountsAsEmpty(t *testing.T) {
-	settings := policy.DefaultSettings()
+	settings := testkit.Defaults[policy.Settings]()
 	settings.Ties = "smallest-tree"
 	rule, err := policy.New("kv", settings)
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := router.NewRouter(radix.NewTree(), rule, testkit.BlockSize, 1)
+	r := router.New(testkit.Defaults[router.Settings](), router.Deps{Index: radix.NewTree(), Policy: rule, BlockSize: testkit.BlockSize, Seed: 1})
 	for i := range uint64(3) {
 		r.Up(kv.Target{Key: kv.WorkerKey{Worker: i}})
 	}
@@ -151,7 +151,7 @@ func TestTheTreeOfAWorkerWithoutAMatchCountsAsEmpty(t *testing.T) {
 }
 
 func TestSchedulerAllowedIDs(t *testing.T) {
-	r, _ := routertest.NewClockedRouter(t, 4, router.DefaultSettings())
+	r, _ := routertest.NewClocked(t, 4)
 	routertest.Hold(r, 0, testkit.Tokens(1, 40))
 	routertest.Hold(r, 2, testkit.Tokens(1, 20))
 	for _, test := range []struct {
@@ -168,7 +168,7 @@ func TestSchedulerAllowedIDs(t *testing.T) {
 }
 
 func TestSchedulerQueriesChangeNothing(t *testing.T) {
-	r, _ := routertest.NewClockedRouter(t, 2, router.DefaultSettings())
+	r, _ := routertest.NewClocked(t, 2)
 	routertest.Hold(r, 1, testkit.Tokens(1, 8))
 	for range 50 {
 		d := routertest.MustRoute(t, r, router.Request{ID: "same", Tokens: testkit.Tokens(1, 12), QueryOnly: true})
@@ -203,9 +203,9 @@ func TestSchedulerSwitchesSayWhatIsCounted(t *testing.T) {
 		{"no prompt tokens by override", func(*router.Settings) {}, &policy.Override{TrackPrefillTokens: flag(false)}, 0, 3, 0, 3},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			knobs := router.DefaultSettings()
+			knobs := testkit.Defaults[router.Settings]()
 			test.change(&knobs)
-			r, _ := routertest.NewClockedRouter(t, 1, knobs)
+			r, _ := routertest.NewClocked(t, 1, routertest.WithSettings(func(s *router.Settings) { *s = knobs }))
 			routertest.Hold(r, 0, testkit.Tokens(1, 8))
 			request := router.Request{Tokens: testkit.Tokens(1, 12), Override: test.override}
 			var bookings []*router.Booking
@@ -227,7 +227,7 @@ func TestSchedulerSwitchesSayWhatIsCounted(t *testing.T) {
 
 func TestKVCountsAPromptThatIsCachedAsAWhole(t *testing.T) {
 	// Dynamo takes all of it for saved work; what the engine can use is less.
-	r, _ := routertest.NewClockedRouter(t, 1, router.DefaultSettings())
+	r, _ := routertest.NewClocked(t, 1)
 	routertest.Hold(r, 0, testkit.Tokens(1, 8))
 	if d := routertest.MustRoute(t, r, router.Request{Tokens: testkit.Tokens(1, 8)}); d.EffectivePrefillTokens != 0 || d.OverlapTokens != 4 {
 		t.Errorf("%d tokens to compute, %d usable in the cache; want 0 and 4", d.EffectivePrefillTokens, d.OverlapTokens)

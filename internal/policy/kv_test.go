@@ -3,6 +3,8 @@ package policy
 import (
 	"math/rand/v2"
 	"testing"
+
+	"kvrouter/internal/testkit"
 )
 
 // kvLoad is the load that policy kv looks at: uncached tokens queued, blocks in
@@ -14,7 +16,7 @@ func kvLoad(prefill, active, inFlight int) Load {
 func TestKVFollowsDynamosFormula(t *testing.T) {
 	query := Query{Tokens: 640, BlockSize: 64} // 10 blocks
 	knobs := func(change func(*Settings)) Settings {
-		k := DefaultSettings()
+		k := testkit.Defaults[Settings]()
 		if change != nil {
 			change(&k)
 		}
@@ -73,7 +75,7 @@ func TestKVCreditDecaysByWholeBlocksOfThePrompt(t *testing.T) {
 		{43, 12, 1.6, 0}, {43, 12, 1.73, 0}, {43, 12, 1.81, 0}, {43, 12, 1.9, 1},
 		{44, 13, 1.1, 0}, {44, 13, 1.3, 0}, {44, 13, 1.55, 1}, {44, 13, 1.7, 1},
 	} {
-		knobs := DefaultSettings()
+		knobs := testkit.Defaults[Settings]()
 		knobs.OverlapScoreCreditDecay = test.decay
 		policy, err := New("kv", knobs)
 		if err != nil {
@@ -87,7 +89,7 @@ func TestKVCreditDecaysByWholeBlocksOfThePrompt(t *testing.T) {
 }
 
 func TestKVTemperatureDrawsByCost(t *testing.T) {
-	knobs := DefaultSettings()
+	knobs := testkit.Defaults[Settings]()
 	knobs.RouterTemperature = 1
 	policy, err := New("kv", knobs)
 	if err != nil {
@@ -124,7 +126,7 @@ func TestKVBreaksTiesByTheSmallestTreeWhereAsked(t *testing.T) {
 		{"at random otherwise", tiesRandom, 0, worker(worker(new(pool), 2, 20), 2, 40), []bool{true, true}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			settings := DefaultSettings()
+			settings := testkit.Defaults[Settings]()
 			settings.Ties, settings.RouterTemperature = test.ties, test.temperature
 			policy, err := New("kv", settings)
 			if err != nil {

@@ -85,10 +85,20 @@ type Outcome struct {
 	During     Meanwhile     // from then on
 }
 
-// Judged is a policy that hears how each of its decisions ended, also of those
-// without an answer. Judge is called as Choose is, once for every decision with
-// a number unless the process ends before.
-type Judged interface{ Judge(f Feedback) }
+// Judged is a policy that learns from the outcome of each of its decisions,
+// including those without an answer. Judge is called as Choose is, once for every
+// decision with a number unless the process ends before; known is false if no
+// decision with that number is pending.
+type Judged interface {
+	Judge(f Feedback) (verdict Verdict, known bool)
+}
+
+// Verdict is what a policy learned from a feedback; zero numbers: nothing.
+type Verdict struct {
+	Worker   kv.WorkerKey
+	Baseline float64 // latency, or latency per token, that it was compared with, ms
+	Reward   float64 // 0 to 1
+}
 
 // Feedback is how a decision ended.
 type Feedback struct {
@@ -125,17 +135,9 @@ type Meanwhile struct {
 // purpose.
 func Aborted(finish string) bool { return finish == "abort" || finish == "cancelled" }
 
-// Names lists the policies that New knows.
-var Names = []string{"standalone", "kv", "work", "cache-threshold", "variance", "thompson", "least-loaded", "power-of-two", "round-robin", "random"}
-
-// NewPolicy returns the policy of that name with the default settings.
-func NewPolicy(name string) (Policy, error) { return New(name, DefaultSettings()) }
-
-// New returns the policy of that name. Settings of other policies are ignored.
+// New returns the policy of that name, of those in this package. Settings of other
+// policies are ignored.
 func New(name string, settings Settings) (Policy, error) {
-	if err := settings.validate(); err != nil {
-		return nil, err
-	}
 	switch name {
 	case "kv":
 		return kvPolicy{settings.Resolved()}, nil
@@ -147,12 +149,6 @@ func New(name string, settings Settings) (Policy, error) {
 		return &cacheThreshold{newCacheRouting(settings.CacheSettings)}, nil
 	case "variance":
 		return &variance{newCacheRouting(settings.CacheSettings)}, nil
-	case "thompson":
-		config, err := settings.ThompsonSettings.config()
-		if err != nil {
-			return nil, err
-		}
-		return newThompson(config), nil
 	case "least-loaded":
 		return leastLoaded{}, nil
 	case "power-of-two":
@@ -162,7 +158,7 @@ func New(name string, settings Settings) (Policy, error) {
 	case "random":
 		return randomChoice{}, nil
 	}
-	return nil, fmt.Errorf("unknown policy %q: choose one of %v", name, Names)
+	return nil, fmt.Errorf("unknown policy %q", name)
 }
 
 // standalone is the rule of Dynamo's router_standalone example: the highest of
@@ -183,9 +179,9 @@ func (standalone) Choose(q Query, candidates []Candidate, random *rand.Rand) int
 		longest = max(longest, candidates[i].Load.QueueLength())
 	}
 	if q.Explain != nil {
-		q.Explain.rank("standalone", candidates, func(c *Candidate) Score { return standaloneTermsOf(q, c, longest).explain() })
+		q.Explain.Rank("standalone", candidates, func(c *Candidate) Score { return standaloneTermsOf(q, c, longest).explain() })
 	}
-	return best(candidates, random, func(c *Candidate) float64 { return standaloneTermsOf(q, c, longest).score() })
+	return Best(candidates, random, func(c *Candidate) float64 { return standaloneTermsOf(q, c, longest).score() })
 }
 
 // standaloneTerms are the parts of a score.
@@ -219,9 +215,9 @@ func (leastLoaded) Traits() Traits { return Traits{} }
 func (leastLoaded) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	score := func(c *Candidate) float64 { return -float64(c.Load.InFlight) }
 	if q.Explain != nil {
-		q.Explain.rank("least-loaded", candidates, func(c *Candidate) Score { return oneTerm("in_flight", score(c)) })
+		q.Explain.Rank("least-loaded", candidates, func(c *Candidate) Score { return OneTerm("in_flight", score(c)) })
 	}
-	return best(candidates, random, score)
+	return Best(candidates, random, score)
 }
 
 // powerOfTwo draws two different workers and takes the one with fewer requests
@@ -294,14 +290,14 @@ func (randomChoice) Traits() Traits { return Traits{} }
 
 func (randomChoice) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	if q.Explain != nil {
-		q.Explain.rank("random", candidates, func(*Candidate) Score { return Score{Terms: []Term{}} })
+		q.Explain.Rank("random", candidates, func(*Candidate) Score { return Score{Terms: []Term{}} })
 	}
 	return random.IntN(len(candidates))
 }
 
-// best returns the index of the candidate with the highest score, one of them
+// Best returns the index of the candidate with the highest score, one of them
 // at random (reservoir choice) where several share it.
-func best(candidates []Candidate, random *rand.Rand, score func(*Candidate) float64) int {
+func Best(candidates []Candidate, random *rand.Rand, score func(*Candidate) float64) int {
 	chosen, highest, ties := 0, score(&candidates[0]), 1
 	for i := 1; i < len(candidates); i++ {
 		switch s := score(&candidates[i]); {

@@ -48,7 +48,7 @@ type Work struct {
 	busy       runningMean // share of the workers with prompts to compute
 	gap        runningMean // ms between two requests
 	last       time.Time   // when the last one came
-	uses       useCounts
+	reuse      reuseCounts
 }
 
 // workMeanOver is how many requests the means are over, about.
@@ -100,20 +100,20 @@ func (p *Work) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
 	learns := computes && !q.DryRun && !q.Retry
 	routers := routersOf(candidates)
 	if computes {
-		p.uses.look(q.Sequence, float64(len(candidates))/routers, learns)
+		p.reuse.look(q.Sequence, float64(len(candidates))/routers, learns)
 	}
 	if learns {
 		p.arrive(q, candidates)
 	}
 	u := p.usual(q, candidates, routers)
 	if q.Explain != nil {
-		q.Explain.rank("work", candidates, func(c *Candidate) Score { return p.terms(q, c, &u).explain() })
+		q.Explain.Rank("work", candidates, func(c *Candidate) Score { return p.terms(q, c, &u).explain() })
 	}
-	chosen := best(candidates, random, func(c *Candidate) float64 { return -p.terms(q, c, &u).cost() })
+	chosen := Best(candidates, random, func(c *Candidate) float64 { return -p.terms(q, c, &u).cost() })
 	if learns && q.Tokens > 0 {
 		stored := float64(uncachedTokens(q, &candidates[chosen])) + u.output
 		caches := cacheTokens(q, candidates) * float64(fleet(q, candidates)) / float64(len(candidates))
-		p.uses.pass(min(routers*stored/caches, 1))
+		p.reuse.pass(min(routers*stored/caches, 1))
 	}
 	return chosen
 }
@@ -245,7 +245,7 @@ func (p *Work) terms(q Query, c *Candidate, u *workUsual) workTerms {
 	own := p.Timing.Prefill(uncached)
 	copied := 0.0
 	if uncached > 0 {
-		copied = min(own, p.Timing.Prefill(q.BlockSize)*p.uses.others(c.Overlap))
+		copied = min(own, p.Timing.Prefill(q.BlockSize)*p.reuse.others(c.Overlap))
 	}
 	t := workTerms{
 		first: u.f * first, copy: u.f * copied, pushed: u.f * pushed,

@@ -113,7 +113,7 @@ func TestWorkSpreadsWhatManyShare(t *testing.T) {
 	}{{0, 0}, {100, 1}} {
 		p := NewWork()
 		for range test.uses {
-			p.uses.look(query.Sequence, 2, true)
+			p.reuse.look(query.Sequence, 2, true)
 		}
 		if chosen := p.Choose(query, workers.candidates, rand.New(rand.NewPCG(1, 1))); chosen != test.want {
 			t.Errorf("after %d uses of the prompt: candidate %d, want %d", test.uses, chosen, test.want)
@@ -136,9 +136,9 @@ func TestWorkLearnsOnlyFromWhatIsSentForTheFirstTime(t *testing.T) {
 			q.Now = q.Now.Add(time.Second)
 			p.Choose(q, workers.candidates, random)
 		}
-		p.uses.look(query.Sequence, 2, false)
-		if p.uses.others(0) != 0 || p.uses.clock != 0 || p.gap.count != 0 || p.busy.count != 0 {
-			t.Errorf("%s: %v blocks were used, %v turnovers passed, gaps %v, busy %v", name, p.uses.others(0), p.uses.clock, p.gap, p.busy)
+		p.reuse.look(query.Sequence, 2, false)
+		if p.reuse.others(0) != 0 || p.reuse.clock != 0 || p.gap.count != 0 || p.busy.count != 0 {
+			t.Errorf("%s: %v blocks were used, %v turnovers passed, gaps %v, busy %v", name, p.reuse.others(0), p.reuse.clock, p.gap, p.busy)
 		}
 	}
 }
@@ -157,7 +157,7 @@ func TestWorkKnowsItsShare(t *testing.T) {
 			alone.Choose(query, []Candidate{{}, {}}, rand.New(rand.NewPCG(1, 1)))
 			shared.Choose(query, []Candidate{{Load: load}, {}}, rand.New(rand.NewPCG(1, 1)))
 		}
-		if got, want := shared.uses.clock, 4*alone.uses.clock; math.Abs(got-want) > 1e-9 {
+		if got, want := shared.reuse.clock, 4*alone.reuse.clock; math.Abs(got-want) > 1e-9 {
 			t.Errorf("%s: %v turnovers, want %v", name, got, want)
 		}
 		candidates := []Candidate{{Load: load}, {}}
@@ -165,7 +165,7 @@ func TestWorkKnowsItsShare(t *testing.T) {
 		if want := 4.0 / 1000 / 2; math.Abs(u.delayed-want) > 1e-9 {
 			t.Errorf("%s: %v requests a ms come to a worker, want %v", name, u.delayed, want)
 		}
-		uses := shared.uses.others(0)                            // of one use before this one
+		uses := shared.reuse.others(0)                           // of one use before this one
 		if want := 96 * 4.0 / (4 + 2); math.Abs(uses-want) > 1 { // 96 is the deepest that is counted
 			t.Errorf("%s: others pay for %v blocks, want about %v", name, uses, want)
 		}
@@ -179,10 +179,10 @@ func TestWorkIsNotMisledByOneWorkersAccount(t *testing.T) {
 	query := Query{Now: testNow, Tokens: 6400, BlockSize: 64, Sequence: sequenceOf(0, 100, 100)}
 	liar := []Candidate{{Load: Load{Foreign: 1 << 31}, Target: kv.Target{TotalBlocks: 1}}, {}}
 	for range 3 {
-		before := p.uses.clock
+		before := p.reuse.clock
 		query.Now = query.Now.Add(time.Second)
 		p.Choose(query, liar, random)
-		if passed := p.uses.clock - before; !(passed > 0 && passed <= 1) {
+		if passed := p.reuse.clock - before; !(passed > 0 && passed <= 1) {
 			t.Errorf("%v turnovers passed with one request", passed)
 		}
 	}
@@ -200,8 +200,8 @@ func TestWorkCountsAPinnedRequestAsOneOfTheFleets(t *testing.T) {
 		free.Choose(query, make([]Candidate, 8), rand.New(rand.NewPCG(1, 1)))
 		pinned.Choose(query, make([]Candidate, 1), rand.New(rand.NewPCG(1, 1)))
 	}
-	if math.Abs(free.uses.clock-pinned.uses.clock) > 1e-9 {
-		t.Errorf("%v turnovers passed, %v where all are pinned", free.uses.clock, pinned.uses.clock)
+	if math.Abs(free.reuse.clock-pinned.reuse.clock) > 1e-9 {
+		t.Errorf("%v turnovers passed, %v where all are pinned", free.reuse.clock, pinned.reuse.clock)
 	}
 	if pinned.busy.count != 0 {
 		t.Error("one worker tells how many are busy")

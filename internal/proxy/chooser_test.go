@@ -49,7 +49,7 @@ func (r rebooks) Rebook(d router.Decision, to kv.WorkerKey) (router.Decision, er
 // newTestProxy returns a proxy that waits that long for a worker's next byte; 0: for ever.
 func newTestProxy(t testing.TB, timeout time.Duration) *Proxy {
 	t.Helper()
-	settings := DefaultSettings()
+	settings := testkit.Defaults[Settings]()
 	settings.RequestTimeout = timeout
 	p := New(settings, Deps{Observer: testkit.SilentObserver{}, Failed: func(uint64) {}, Log: slog.New(slog.DiscardHandler)})
 	t.Cleanup(p.Close)

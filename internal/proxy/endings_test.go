@@ -35,10 +35,9 @@ func TestNamedEventsAreReadLikeOthers(t *testing.T) {
 
 func TestAPanicOverARequestLeavesNothingBooked(t *testing.T) {
 	worker := testkit.NewFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, "[DONE]"))
-	rt := routertest.NewTestRouter(t, "round-robin", 0)
-	rt.Up(kv.Target{Key: kv.WorkerKey{}, URL: worker.URL})
 	rule := new(policytest.Clerk)
-	rt.Policy = rule
+	rt := routertest.New(t, "", 0, routertest.WithPolicy(rule))
+	rt.Up(kv.Target{Key: kv.WorkerKey{}, URL: worker.URL})
 	proxy := newTestProxy(t, 0)
 	func() {
 		defer func() {

@@ -20,7 +20,7 @@ import (
 // gatewayRouter returns a router over workers at 10.0.0.0:8000 and so on.
 func gatewayRouter(t *testing.T, workers int) *router.Router {
 	t.Helper()
-	rt, _ := routertest.NewClockedRouter(t, 0, router.DefaultSettings())
+	rt, _ := routertest.NewClocked(t, 0)
 	for i := range workers {
 		rt.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, URL: "http://10.0.0." + string(rune('0'+i)) + ":8000"})
 	}

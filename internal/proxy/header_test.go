@@ -51,7 +51,7 @@ func TestWorkersGetTheirOwnKeyAndTheRoutersName(t *testing.T) {
 					}
 				}
 			}
-			rt, _ := routertest.NewClockedRouter(t, 0, router.DefaultSettings())
+			rt, _ := routertest.NewClocked(t, 0)
 			rt.Up(target)
 			u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: header, Body: []byte(`{}`), Route: testkit.ChatPath}
 			if err := proxy.Forward(t.Context(), httptest.NewRecorder(), u, &Exchange{}, chooseOne(func(exclude []uint64) (router.Decision, error) {

@@ -184,7 +184,7 @@ func newFarPair(b *testing.B, kind kv.Kind, way time.Duration) func() float64 {
 		}
 		return target
 	}
-	r := routertest.NewTestRouter(b, "work", 0)
+	r := routertest.New(b, "work", 0)
 	r.Up(worker(kv.RolePrefill))
 	r.Up(worker(kv.RoleDecode))
 	pairs := newTestProxy(b, 0)

@@ -14,7 +14,7 @@ import (
 // pairRouter returns a router over workers 0, 1, ... with those parts.
 func pairRouter(t testing.TB, policy string, parts ...kv.Disagg) *router.Router {
 	t.Helper()
-	r := routertest.NewTestRouter(t, policy, 0)
+	r := routertest.New(t, policy, 0)
 	for i, d := range parts {
 		r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Models: []string{"m"}, Disagg: d})
 	}

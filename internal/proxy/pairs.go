@@ -350,7 +350,7 @@ func (p *Proxy) prefill(ctx context.Context, l legs) ([]byte, error) {
 		case usage.CachedKnown:
 			booking.Cached(usage.CachedTokens)
 		case usage.CachedUntold:
-			usage.CachedKnown = booking.CachedUntold()
+			usage.CachedKnown = booking.CachedUnreported()
 		}
 		booking.Finish(1)
 		l.shared.note(func(r *SharedRequest) { r.took, r.computed, r.usage = ended.Sub(began), ended, usage })

@@ -105,7 +105,7 @@ func TestOutputBlocksAreBookedAsAStreamGrows(t *testing.T) {
 		}
 	})
 	for _, tracked := range []bool{true, false} {
-		rt, _ := routertest.NewClockedRouter(t, 0, router.DefaultSettings())
+		rt, _ := routertest.NewClocked(t, 0)
 		rt.Up(kv.Target{Key: kv.WorkerKey{}, URL: worker.URL})
 		proxy := New(Settings{RequestTimeout: time.Minute, OutputBlocks: tracked}, Deps{Observer: testkit.SilentObserver{}})
 		done := make(chan error, 1)

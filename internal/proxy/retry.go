@@ -163,7 +163,7 @@ func (p *Proxy) unanswered(worker uint64, err error, kind outlier.Kind) *workerE
 func (p *Proxy) blame(b *router.Booking, x *Exchange, e *workerError) {
 	switch {
 	case e.abort != nil:
-		b.LetGo()
+		b.Abort()
 	case e.refusal.pressed:
 		b.Press(e.refusal.pause)
 		e.out = true
@@ -327,7 +327,7 @@ func (p *Proxy) finished(u Upstream, x *Exchange) {
 		case x.Usage.CachedKnown:
 			b.Cached(x.Usage.CachedTokens)
 		case x.Usage.CachedUntold:
-			x.Usage.CachedKnown = b.CachedUntold()
+			x.Usage.CachedKnown = b.CachedUnreported()
 		}
 		b.FinishAs(x.Usage.OutputTokens, x.finish)
 	default:

@@ -20,7 +20,7 @@ import (
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/outlier"
-	"kvrouter/internal/policy"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
@@ -46,7 +46,8 @@ func (c counter) RetryDenied() { c.denied.Add(1) }
 // newFailingFleet starts a worker for each handler; nil: nothing listens.
 func newFailingFleet(t testing.TB, rule string, serve ...http.HandlerFunc) *failingFleet {
 	t.Helper()
-	f := &failingFleet{router: routertest.NewTestRouter(t, rule, 0), first: make([]atomic.Int64, len(serve))}
+	recorded := routertest.WithSettings(func(s *router.Settings) { s.RecordDecisions = true })
+	f := &failingFleet{router: routertest.New(t, rule, 0, recorded), first: make([]atomic.Int64, len(serve))}
 	for i, handler := range serve {
 		url := "http://127.0.0.1:1"
 		if handler != nil {
@@ -54,7 +55,7 @@ func newFailingFleet(t testing.TB, rule string, serve ...http.HandlerFunc) *fail
 		}
 		f.router.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, URL: url, Generation: 1})
 	}
-	settings := DefaultSettings()
+	settings := testkit.Defaults[Settings]()
 	settings.RequestTimeout = time.Minute
 	f.proxy = New(settings, Deps{Observer: counter{denied: &f.denied}, Failed: func(uint64) {}})
 	t.Cleanup(func() {
@@ -136,7 +137,7 @@ func breaks(w http.ResponseWriter, r *http.Request) {
 // under all policies.
 func TestAWorkerThatFailsFastDoesNotDrawTheTraffic(t *testing.T) {
 	const requests, clients = 240, 12
-	rules := policy.Names
+	rules := policies.Names
 	if testing.Short() {
 		rules = []string{"work", "standalone"}
 	}
@@ -225,7 +226,6 @@ func TestWhatTheClientGets(t *testing.T) {
 				serve = append(serve, func(w http.ResponseWriter, r *http.Request) { tried.Add(1); handler(w, r) })
 			}
 			f := newFailingFleet(t, "round-robin", serve...)
-			f.router.Knobs.RecordDecisions = true
 			x := &Exchange{}
 			w, err := f.exchange(t.Context(), test.retries, x)
 			if (err != nil) != (test.want == 0) || err == nil && (w.Code != test.want || w.Body.String() != fmt.Sprintf(`{"error":"status %d"}`, test.want)) {
@@ -444,7 +444,7 @@ func TestARequestThatComesTooLateIsAborted(t *testing.T) {
 
 // TestAStuckWorkerIsLeft: /health answers, requests hang. It takes some seconds.
 func TestAStuckWorkerIsLeft(t *testing.T) {
-	rules, lasts := policy.Names, 20*time.Second
+	rules, lasts := policies.Names, 20*time.Second
 	if testing.Short() {
 		rules, lasts = []string{"work", "round-robin"}, 8*time.Second
 	}

@@ -24,11 +24,6 @@ type Settings struct {
 	OutputBlocks   bool          `kong:"-"`
 }
 
-// DefaultSettings returns the defaults of the flags.
-func DefaultSettings() Settings {
-	return Settings{DisaggMinUncachedTokens: 256, DisaggPrefillTimeout: time.Minute, DisaggHandoverTimeout: time.Minute, RetrySettings: outlier.DefaultRetrySettings()}
-}
-
 // Validate checks the settings; its errors name the flag.
 func (k Settings) Validate() error {
 	switch {

@@ -14,9 +14,9 @@ import (
 
 func TestPredictedRealEventsDoNotExpire(t *testing.T) {
 	clock := time.Unix(1000, 0)
-	config := router.DefaultIndexSettings()
+	config := testkit.Defaults[router.IndexSettings]()
 	config.RouterPredictedTTLSecs = 5
-	x := router.NewIndex(config, "standalone", policy.DefaultSettings(), testkit.BlockSize, func() time.Time { return clock }).(radix.Assumer)
+	x := router.NewIndex(config, "standalone", testkit.Defaults[policy.Settings](), testkit.BlockSize, func() time.Time { return clock }).(radix.Assumer)
 	p := testkit.Prompt(1, 6)
 	wants := func(want ...kv.Match) {
 		t.Helper()

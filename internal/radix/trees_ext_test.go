@@ -11,12 +11,12 @@ import (
 )
 
 func TestWithoutCorrectionNothingIsTakenBack(t *testing.T) {
-	config := router.DefaultIndexSettings()
+	config := testkit.Defaults[router.IndexSettings]()
 	config.PrefixSource, config.CacheCorrection = router.PrefixApprox, false
 	for _, noEvents := range []bool{false, true} {
 		config.NoKVEvents = noEvents
 		for _, rule := range []string{"variance", "work"} {
-			index, assumes := router.NewIndex(config, rule, policy.DefaultSettings(), testkit.BlockSize, time.Now).(radix.Assumer)
+			index, assumes := router.NewIndex(config, rule, testkit.Defaults[policy.Settings](), testkit.BlockSize, time.Now).(radix.Assumer)
 			if !assumes {
 				if noEvents || rule == "variance" {
 					t.Errorf("policy %s, no events %v: an index of events", rule, noEvents)

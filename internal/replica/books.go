@@ -162,7 +162,7 @@ func (p *otherRouter) take(d decoded) {
 		r.Dropped.Add(1)
 		if !p.warned {
 			p.warned = true
-			r.log.Warn("another router counts in blocks of another size: give both the same --block-size", "its", d.blockSize, "ours", size)
+			r.log.Warn("block size of a peer router differs: set the same --block-size", "its", d.blockSize, "ours", size)
 		}
 		return
 	}

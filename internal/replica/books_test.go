@@ -20,14 +20,14 @@ import (
 // buckets that differ again makes them equal.
 func TestDigestsFindWhatWasLost(t *testing.T) {
 	random := rand.New(rand.NewPCG(5, 6))
-	rt := routertest.NewTestRouter(t, "kv", 3)
+	rt := routertest.New(t, "kv", 3)
 	var changes []message
 	rt.Share(&router.Sharing{
 		Booking:  func(kind string, b *router.Booking) { changes = append(changes, message{kind: kind, booking: b}) },
 		Session:  func(router.SessionBinding) {},
 		Ejection: func(kv.WorkerKey, time.Duration) {},
 	})
-	other := routertest.NewTestRouter(t, "kv", 2) // one worker is not up there
+	other := routertest.New(t, "kv", 2) // one worker is not up there
 	p := newOther(testMesh(other))
 	var books ownBooks
 	var open []router.Decision
@@ -123,7 +123,7 @@ func TestReplicasTellTheEndOfWhatTheirQueueLost(t *testing.T) {
 // TestAskingInVainBecomesRare: a router that never tells what is missing is not asked
 // for ever.
 func TestAskingInVainBecomesRare(t *testing.T) {
-	p := newOther(testMesh(routertest.NewTestRouter(t, "kv", 1)))
+	p := newOther(testMesh(routertest.New(t, "kv", 1)))
 	asked := 0
 	for range 1000 {
 		if p.compare([]uint64{1}) != 0 {
@@ -142,7 +142,7 @@ func TestAskingInVainBecomesRare(t *testing.T) {
 func TestFindEndsWithRun(t *testing.T) {
 	ended := make(chan struct{})
 	r := startReplica(t, testPeers(t, 1), 0, func(m *Mesh) {
-		m.Find = func(ctx context.Context, use func([]string)) {
+		m.discover = func(ctx context.Context, use func([]string)) {
 			defer close(ended)
 			<-ctx.Done()
 			use([]string{"127.0.0.1:1"})

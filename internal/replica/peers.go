@@ -131,7 +131,7 @@ func (r *Mesh) usePeers(addresses []string) {
 		r.want[address] |= found
 	}
 	if lost > 0 {
-		r.log.Warn("some of the routers that were found are not followed: there are too many, or they have no address", "found", len(addresses), "left_out", lost, "most", maxPeers)
+		r.log.Warn("discovered routers ignored: too many, or without an address", "found", len(addresses), "left_out", lost, "most", maxPeers)
 	}
 	r.reconcile()
 }
@@ -238,7 +238,7 @@ func (r *Mesh) follow(ctx context.Context, address string) {
 			pause = r.timing.self
 		case f.heard || !told:
 			told = true
-			r.log.Warn("another router is not heard", "peer", address, "error", err)
+			r.log.Warn("peer router unreachable", "peer", address, "error", err)
 		}
 		timer := time.NewTimer(pause)
 		select {
@@ -311,7 +311,7 @@ func (r *Mesh) hear(ctx context.Context, f *follower) error {
 		case err != nil:
 			r.Refused.Add(1)
 			if f.refused == nil {
-				r.log.Warn("a message of another router is refused, and so are further ones like it", "peer", f.address, "error", err)
+				r.log.Warn("message of a peer router rejected; further ones are not logged", "peer", f.address, "error", err)
 			}
 			f.refused = err
 			continue
@@ -319,7 +319,7 @@ func (r *Mesh) hear(ctx context.Context, f *follower) error {
 		last = now
 		if !f.heard && p.id != 0 {
 			f.heard = true
-			r.log.Info("another router is heard", "peer", f.address)
+			r.log.Info("peer router connected", "peer", f.address)
 		}
 	}
 }
@@ -394,7 +394,7 @@ func (p *otherRouter) takeOwn(m *ownMessage) {
 		w := kv.WorkerKey{Worker: m.Worker.Worker, Rank: m.Worker.Rank}
 		long := time.Duration(m.Milliseconds) * time.Millisecond
 		if r.router.TakeEjection(w, long) {
-			r.log.Info("a worker that another router has taken out gets no requests for a while", "worker", w.Worker, "rank", w.Rank, "for", long)
+			r.log.Info("worker held: ejected by a peer router", "worker", w.Worker, "rank", w.Rank, "for", long)
 		}
 	}
 }

@@ -1,7 +1,7 @@
-// Package replica keeps the bookings of several routers over the same workers in
-// step. They speak the mesh of Dynamo's selection service by ZeroMQ: each router
-// publishes its own bookings and sessions, and takes over what the others publish.
-// Kvrouters also tell each other what they hold, so that what was lost is told again.
+// Package replica synchronizes the bookings of several routers over the same workers.
+// They speak the mesh protocol of Dynamo's selection service over ZeroMQ: each router
+// publishes its own bookings and sessions, and applies those of the others.
+// Kvrouters also exchange digests of their bookings, so that lost ones are re-sent.
 package replica
 
 import (
@@ -11,7 +11,9 @@ import (
 	"log/slog"
 	"maps"
 	"math/rand/v2"
+	"net"
 	"slices"
+	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -24,26 +26,26 @@ import (
 
 // Settings holds the settings of several routers over the same workers.
 type Settings struct {
-	ReplicaSync      bool     `group:"Replicas" help:"Tell other routers over the same workers, whose --worker ids must be the same, what is in flight from here, and count what they tell: kvrouters, and Dynamo's selection services."`
-	ReplicaSyncPort  int      `group:"Replicas" default:"7100" help:"Port that the other routers learn it from (ZeroMQ PUB); 0 is any free one."`
-	ReplicaSyncHost  string   `group:"Replicas" placeholder:"HOST" help:"Address that this port listens on. Default: that of --host."`
-	ReplicaKey       string   `group:"Replicas" name:"replica-key" placeholder:"KEY" help:"Key that all these routers share, at least 16 characters: what they tell is sealed by it, and what is not is refused, Dynamo's too. Better given as environment variable or in the file of settings."`
-	ReplicaPeers     []string `group:"Replicas" placeholder:"HOST:PORT" help:"The other routers' --replica-sync-port; several are separated by commas."`
-	ReplicaDiscovery string   `group:"Replicas" placeholder:"WHERE" help:"Find the other routers there, as they come and go: dns://NAME:PORT, all addresses of a name, or service://NAME:PORT or service://NAMESPACE/NAME:PORT, the endpoints of a headless Service in Kubernetes. This router may be among them."`
+	ReplicaSync      bool     `group:"Replicas" help:"Share in-flight load with other routers of the same workers (worker ids must match): kvrouters and Dynamo selection services."`
+	ReplicaSyncPort  int      `group:"Replicas" default:"7100" help:"Port that publishes this router's load to the others (ZeroMQ PUB). 0 selects a free port."`
+	ReplicaSyncHost  string   `group:"Replicas" placeholder:"HOST" help:"Listen address of that port. Default: that of --host."`
+	ReplicaKey       string   `group:"Replicas" name:"replica-key" placeholder:"KEY" help:"Key shared by all these routers, at least 16 characters. Messages are encrypted with it; others are rejected, including Dynamo's. Prefer the environment variable or the configuration file."`
+	ReplicaPeers     []string `group:"Replicas" placeholder:"HOST:PORT" help:"Comma-separated --replica-sync-port addresses of the other routers."`
+	ReplicaDiscovery string   `group:"Replicas" placeholder:"WHERE" help:"Service discovery of the other routers: dns://NAME:PORT (all addresses of a name), or service://NAME:PORT or service://NAMESPACE/NAME:PORT (endpoints of a headless Kubernetes Service). May include this router."`
 }
 
 // Validate checks the settings; its errors name the flag.
 func (c Settings) Validate() error {
 	switch {
 	case !c.ReplicaSync && len(c.ReplicaPeers) > 0:
-		return errors.New("--replica-peers: give --replica-sync, too")
+		return errors.New("--replica-peers requires --replica-sync")
 	case !c.ReplicaSync && c.ReplicaDiscovery != "":
-		return errors.New("--replica-discovery: give --replica-sync, too")
+		return errors.New("--replica-discovery requires --replica-sync")
 	case len(c.ReplicaPeers) > maxPeers:
-		return fmt.Errorf("--replica-peers: there are %d; give at most %d", len(c.ReplicaPeers), maxPeers)
+		return fmt.Errorf("--replica-peers: %d peers exceed the limit of %d", len(c.ReplicaPeers), maxPeers)
 	}
 	if n := len(c.ReplicaKey); n > 0 && n < keySize {
-		return fmt.Errorf("--replica-key: it has %d characters; give at least %d", n, keySize)
+		return fmt.Errorf("--replica-key: %d characters, at least %d required", n, keySize)
 	}
 	for _, peer := range c.ReplicaPeers {
 		if !validAddress(peer) {
@@ -69,13 +71,8 @@ const (
 // other twice a second, and told again; from Dynamo it stays lost. Blocks of answers
 // are not shared. When a router falls silent, all of its bookings end.
 type Mesh struct {
-	// Find tells use the addresses, host:port, of the other routers each time that
-	// they change, until ctx ends; this router's own may be among them. Set it
-	// before Run; nil: nobody looks for them.
-	Find func(ctx context.Context, use func(addresses []string))
-	// Partition returns the model and the routing group of a worker, by which Dynamo
-	// tells workers apart. Set it before Run.
-	Partition func(worker uint64) (model, group string)
+	discover  func(ctx context.Context, use func(addresses []string)) // see Deps
+	partition func(worker uint64) (model, group string)               // see Deps
 
 	router *router.Router
 	id     uint64 // drawn at each start; never 0
@@ -127,27 +124,51 @@ type message struct {
 	own     *ownMessage
 }
 
-// New listens for other routers at address, host:port. Run publishes the changes of
-// rt from now on, and follows peers, host:port. edges counts the panics of what
-// parses their messages.
-func New(rt *router.Router, address string, peers []string, edges *guard.Edges, log *slog.Logger) (*Mesh, error) {
-	pub, err := zmq.NewPublisher(address, zmq.WithGuard(func(f func() error) error { return edges.Do(guard.ReplicaServer, log, f) }))
+// Deps are the parts that a Mesh works with.
+type Deps struct {
+	Router *router.Router
+	Edges  *guard.Edges // counts panics of message parsers
+	Log    *slog.Logger
+	// Find calls use with the addresses, host:port, of the other routers each time
+	// that they change, until ctx ends; this router's own may be among them. nil: no
+	// discovery.
+	Find func(ctx context.Context, use func(addresses []string))
+	// Partition returns the model and the routing group of a worker, by which Dynamo
+	// distinguishes workers. nil: "default" for all.
+	Partition func(worker uint64) (model, group string)
+}
+
+// New listens for other routers. Run publishes the changes of the router from now on,
+// and follows the peers. Its errors name the flag.
+func New(settings Settings, deps Deps) (*Mesh, error) {
+	var sealing *seal
+	var err error
+	if settings.ReplicaKey != "" {
+		if sealing, err = newSeal(settings.ReplicaKey); err != nil {
+			return nil, err
+		}
+	}
+	address := net.JoinHostPort(settings.ReplicaSyncHost, strconv.Itoa(settings.ReplicaSyncPort))
+	pub, err := zmq.NewPublisher(address, zmq.WithGuard(func(f func() error) error { return deps.Edges.Do(guard.ReplicaServer, deps.Log, f) }))
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("--replica-sync-port %d: %w: free the port or choose another", settings.ReplicaSyncPort, err)
+	}
+	if deps.Partition == nil {
+		deps.Partition = func(uint64) (model, group string) { return "default", "default" }
 	}
 	r := &Mesh{
-		Partition: func(uint64) (model, group string) { return "default", "default" },
-		router:    rt, id: max(1, rand.Uint64()), log: log, pub: pub, edges: edges, queue: make(chan message, queueLimit),
+		discover: deps.Find, partition: deps.Partition, seal: sealing,
+		router: deps.Router, id: max(1, rand.Uint64()), log: deps.Log, pub: pub, edges: deps.Edges, queue: make(chan message, queueLimit),
 		timing: timing{
 			tick: 100 * time.Millisecond, digest: 5, silence: 5 * time.Second, foreign: 20 * time.Second,
 			retry: 100 * time.Millisecond, retryTo: 5 * time.Second, self: time.Minute,
 		},
 		want: map[string]origin{}, followed: map[string]context.CancelFunc{}, heard: map[uint64]*otherRouter{},
 	}
-	for _, peer := range peers {
+	for _, peer := range settings.ReplicaPeers {
 		r.want[peer] = named
 	}
-	rt.Share(&router.Sharing{ // what is booked before Run is told by it
+	deps.Router.Share(&router.Sharing{ // what is booked before Run is told by it
 		Writer:  r.id,
 		Booking: func(kind string, b *router.Booking) { r.put(message{kind: kind, booking: b}) },
 		Session: func(b router.SessionBinding) { r.put(message{session: &b}) },
@@ -171,8 +192,8 @@ func (r *Mesh) Run(ctx context.Context) {
 	r.mu.Lock()
 	r.running = ctx
 	r.reconcile()
-	if r.Find != nil {
-		r.followers.Go(func() { r.Find(ctx, r.usePeers) })
+	if r.discover != nil {
+		r.followers.Go(func() { r.discover(ctx, r.usePeers) })
 	}
 	r.mu.Unlock()
 	r.tell(ctx)
@@ -213,7 +234,7 @@ func (r *Mesh) tell(ctx context.Context) {
 			r.send(&books, m)
 		case <-ticker.C:
 			if n := r.pub.Refused(); n > refused {
-				r.log.Warn("connections to the replica port were refused: it has as many as it takes", "port", r.pub.Endpoint(), "refused", n-refused)
+				r.log.Warn("replica port: connection limit reached, connections refused", "port", r.pub.Endpoint(), "refused", n-refused)
 				refused = n
 			}
 			if now := r.pub.Joined(); now != joined { // who has come knows of nothing yet, and Dynamo does not ask
@@ -240,7 +261,7 @@ func (r *Mesh) send(books *ownBooks, m message) {
 		r.publish(ownTopic, m.own)
 	case m.session != nil:
 		b := m.session
-		model, group := r.Partition(b.Worker.Worker)
+		model, group := r.partition(b.Worker.Worker)
 		r.publish(sessionTopic, &sessionEvent{model, group, b.ID, b.Worker.Worker, &b.Worker.Rank, b.Sequence, b.Writer})
 	case m.passed != nil:
 		change := router.Change{Kind: m.kind, Worker: m.passed.Worker}
@@ -268,7 +289,7 @@ func (r *Mesh) publishChange(kind string, b *router.Booking, request string) (si
 // publishSlot publishes a change as it goes over the wire, and returns its size.
 func (r *Mesh) publishSlot(change slotChange, detail *slotDetail) (size int) {
 	event := slotEvent{BlockSize: uint32(r.router.BlockSize()), Event: change, Detail: detail}
-	event.Model, event.Group = r.Partition(change.Worker.Worker)
+	event.Model, event.Group = r.partition(change.Worker.Worker)
 	return r.publish(slotTopic, &event)
 }
 

@@ -5,7 +5,9 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
+	"net"
 	"slices"
+	"strconv"
 	"sync"
 	"testing"
 	"time"
@@ -73,9 +75,10 @@ func hear(t *testing.T, all ...*testReplica) {
 
 func startReplica(t *testing.T, peers []string, i int, tweak func(*Mesh)) *testReplica {
 	t.Helper()
-	rt := routertest.NewTestRouter(t, "kv", 2)
-	rt.Knobs.SessionHeader = "x-session-id"
-	replicas, err := New(rt, peers[i], peers, guard.New(), slog.New(slog.DiscardHandler))
+	rt := routertest.New(t, "kv", 2, routertest.WithSettings(func(s *router.Settings) { s.SessionHeader = "x-session-id" }))
+	host, port, _ := net.SplitHostPort(peers[i])
+	number, _ := strconv.Atoi(port)
+	replicas, err := New(Settings{ReplicaSyncHost: host, ReplicaSyncPort: number, ReplicaPeers: peers}, Deps{Router: rt, Edges: guard.New(), Log: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -257,7 +260,7 @@ func (p *otherRouter) takeChange(c router.Change) {
 }
 
 func TestReplicasTakeOnlyWhatMakesSense(t *testing.T) {
-	rt := routertest.NewTestRouter(t, "kv", 2)
+	rt := routertest.New(t, "kv", 2)
 	p := newOther(testMesh(rt))
 	one := kv.WorkerKey{Worker: 1}
 	p.takeChange(router.Change{Kind: router.ChangeFree, Request: "4", Worker: one})
@@ -289,7 +292,7 @@ func TestReplicasTakeOnlyWhatMakesSense(t *testing.T) {
 
 // TestReplicasDropBookingsThatCannotBe: one of 2^62 tokens stopped the router.
 func TestReplicasDropBookingsThatCannotBe(t *testing.T) {
-	rt := routertest.NewTestRouter(t, "work", 2)
+	rt := routertest.New(t, "work", 2)
 	p := newOther(testMesh(rt))
 	for i, change := range []router.Change{
 		{Tokens: kv.MaxTokens + 1}, {Tokens: 1 << 62, Uncached: 1 << 62}, {Tokens: 10, Uncached: 11}, {Uncached: 1 << 62}, {Tokens: -1, Uncached: 1},
@@ -320,7 +323,7 @@ func TestReplicasDropBookingsThatCannotBe(t *testing.T) {
 }
 
 func TestReplicasBoundWhatTheyKeepOfAnother(t *testing.T) {
-	rt := routertest.NewTestRouter(t, "random", 2) // which counts no blocks: that would take long
+	rt := routertest.New(t, "random", 2) // which counts no blocks: that would take long
 	p := newOther(testMesh(rt))
 	sequence := make([]uint64, hashLimit/4)
 	add := func(number uint64) {
@@ -463,7 +466,7 @@ func TestFoundPeersReplaceThoseFoundBefore(t *testing.T) {
 	peers := testPeers(t, 3)
 	all := make(chan []string)
 	find := func(m *Mesh) {
-		m.Find = func(ctx context.Context, use func([]string)) {
+		m.discover = func(ctx context.Context, use func([]string)) {
 			for {
 				select {
 				case <-ctx.Done():
@@ -567,7 +570,7 @@ func TestEjectionsAreHintsToOtherRouters(t *testing.T) {
 		records, _ := all[1].Outliers()
 		return slices.ContainsFunc(records, func(r outlier.Record) bool { return r.Worker.Worker == 0 && r.State == outlier.StateHeld })
 	})
-	if records, _ := all[1].Outliers(); records[0].Until.After(time.Now().Add(outlier.DefaultSettings().EjectionTime)) {
+	if records, _ := all[1].Outliers(); records[0].Until.After(time.Now().Add(testkit.Defaults[outlier.Settings]().EjectionTime)) {
 		t.Errorf("it is held until %v", records[0].Until)
 	}
 	// Not of so many workers that too few are left.

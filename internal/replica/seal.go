@@ -85,8 +85,8 @@ type opener struct {
 
 // errSealed and errUnsealed say that only one of two routers has a key.
 var (
-	errSealed   = errors.New("its messages are sealed, or malformed: if it has a --replica-key, give that here, too")
-	errUnsealed = errors.New("its messages are not sealed by our --replica-key")
+	errSealed   = errors.New("its messages are encrypted or malformed: if it has a --replica-key, set it here, too")
+	errUnsealed = errors.New("its messages are not encrypted with our --replica-key")
 )
 
 // open returns the text of a message of a topic, which it checks.
@@ -115,19 +115,10 @@ func (o *opener) open(topic string, message []byte) ([]byte, error) {
 		return nil, errUnsealed
 	}
 	if age := o.now().Sub(time.Unix(0, stamp)).Abs(); age > sealWindow || stamp <= last {
-		return nil, fmt.Errorf("a message of %s ago, or sent again: are both clocks right within %s?", age.Round(time.Millisecond), sealWindow)
+		return nil, fmt.Errorf("message is %s old or was replayed: clocks must agree within %s", age.Round(time.Millisecond), sealWindow)
 	}
 	o.salt, o.aead, o.last = salt, aead, stamp
 	return text, nil
-}
-
-// UseKey has messages sealed by a shared key, and others' refused. Call it before
-// Run.
-func (r *Mesh) UseKey(key string) (err error) {
-	if key != "" {
-		r.seal, err = newSeal(key)
-	}
-	return err
 }
 
 // opener returns what opens one connection's messages.

@@ -95,11 +95,20 @@ func TestForeignMessagesAreRefused(t *testing.T) {
 	}
 }
 
+// useKey has a mesh seal its messages; empty: it does not.
+func useKey(t *testing.T, m *Mesh, key string) {
+	if key == "" {
+		return
+	}
+	var err error
+	if m.seal, err = newSeal(key); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestReplicasWithAKeyHearEachOther(t *testing.T) {
 	all := startReplicas(t, 2, func(m *Mesh) {
-		if err := m.UseKey(sharedKey); err != nil {
-			t.Error(err)
-		}
+		useKey(t, m, sharedKey)
 	})
 	d := all[0].book(t, testkit.PromptTokens(1, 5))
 	all[1].sees(t, "a sealed booking", all[0].Loads())
@@ -109,9 +118,7 @@ func TestReplicasWithAKeyHearEachOther(t *testing.T) {
 func TestReplicaWithoutTheKeyHearsNothing(t *testing.T) {
 	keys := []string{sharedKey, ""}
 	all := startAll(t, 2, func(m *Mesh) {
-		if err := m.UseKey(keys[0]); err != nil {
-			t.Error(err)
-		}
+		useKey(t, m, keys[0])
 		keys = keys[1:]
 	})
 	testkit.Eventually(t, 20*time.Second, "both are connected", func() bool { return all[0].pub.Subscribers() >= 3 && all[1].pub.Subscribers() >= 3 })
@@ -137,9 +144,7 @@ func TestForgedMessagesChangeNothing(t *testing.T) {
 	peers := testPeers(t, 1)
 	forger := testkit.NewTestPublisher(t)
 	r := startReplica(t, append(peers, forger.Endpoint()[len("tcp://"):]), 0, func(m *Mesh) {
-		if err := m.UseKey(sharedKey); err != nil {
-			t.Error(err)
-		}
+		useKey(t, m, sharedKey)
 		m.timing.silence = time.Minute
 	})
 	honest, err := newSeal(sharedKey)

@@ -225,8 +225,7 @@ func FuzzTake(f *testing.F) {
 	f.Add(ownTopic, encode(&ownMessage{Router: 9, Kind: kindHeld, Requests: []string{"r"}}))
 	f.Add(ownTopic, encode(&ownMessage{Router: 9, Kind: kindEjection, Worker: &rank{1, 0}, Milliseconds: 1 << 40}))
 	f.Fuzz(func(t *testing.T, topic string, text []byte) {
-		rt := routertest.NewTestRouter(t, "work", 2)
-		rt.Knobs.SessionHeader = "x-session-id"
+		rt := routertest.New(t, "work", 2, routertest.WithSettings(func(s *router.Settings) { s.SessionHeader = "x-session-id" }))
 		p := newOther(testMesh(rt))
 		for range 2 {
 			_ = p.message(&opener{now: time.Now}, [][]byte{[]byte(topic), text})

@@ -63,9 +63,9 @@ func (b *Booking) prefill() policy.Prefill {
 // FirstToken notes that the prompt has been computed.
 func (b *Booking) FirstToken() {
 	r := b.router
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
-	now := r.Now()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	now := r.now()
 	if !b.computed {
 		r.answerBegins(b, now)
 	}
@@ -78,21 +78,21 @@ func (b *Booking) FirstToken() {
 // to come, the sooner the blocks are free.
 func (b *Booking) OutputBlock(decayFraction *float64) {
 	r := b.router
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	if b.ended.Load() {
 		return
 	}
 	r.loads.outputBlock(b, decayFraction)
-	r.loads.heard(b, r.Now())
+	r.loads.heard(b, r.now())
 }
 
 // Generated sets the answer's tokens so far and books the blocks that they have
 // begun. These blocks count less as the answer nears its expected length.
 func (b *Booking) Generated(tokens int) {
 	r := b.router
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	var share *float64
 	if b.expected > 0 {
 		fraction := max(0, 1-float64(tokens)/float64(b.expected))
@@ -101,37 +101,37 @@ func (b *Booking) Generated(tokens int) {
 	blocks := func(tokens int) int { return (tokens + r.blockSize - 1) / r.blockSize }
 	for want := blocks(b.prompt+tokens) - blocks(b.prompt); b.outputs < want && !b.ended.Load(); {
 		r.loads.outputBlock(b, share)
-		r.loads.heard(b, r.Now())
+		r.loads.heard(b, r.now())
 	}
 }
 
 // Cached sets how many of the prompt's tokens the engine found in its cache, as its
 // answer says. It has no effect after the end.
 func (b *Booking) Cached(tokens int) {
-	b.router.Mu.Lock()
-	defer b.router.Mu.Unlock()
+	b.router.mu.Lock()
+	defer b.router.mu.Unlock()
 	if b.ended.Load() {
 		return
 	}
 	b.cached = tokens / b.router.blockSize
-	b.router.loads.of(b.worker).tellsCached = true
+	b.router.loads.of(b.worker).reportsCached = true
 }
 
-// CachedUntold tells that the answer reports its tokens but no cached ones, by
+// CachedUnreported tells that the answer reports its tokens but no cached ones, by
 // an API that has a place for them. vLLM leaves it empty where there were none
 // (and, unless --enable-prompt-tokens-details is set, always): so from a worker
-// that has told of some before it means none, and CachedUntold returns true.
-func (b *Booking) CachedUntold() (none bool) {
-	b.router.Mu.Lock()
-	defer b.router.Mu.Unlock()
-	if b.ended.Load() || !b.router.loads.of(b.worker).tellsCached {
+// that has told of some before it means none, and CachedUnreported returns true.
+func (b *Booking) CachedUnreported() (none bool) {
+	b.router.mu.Lock()
+	defer b.router.mu.Unlock()
+	if b.ended.Load() || !b.router.loads.of(b.worker).reportsCached {
 		return false
 	}
 	b.cached = 0
 	return true
 }
 
-// End ends the booking of a request without an answer whose worker is not to blame.
+// End ends the booking of a request without an answer whose worker is not at fault.
 func (b *Booking) End() { b.end(policy.Abandoned) }
 
 // Fail ends the booking of a request that its worker failed.
@@ -144,9 +144,9 @@ func (b *Booking) Finish(output int) { b.FinishAs(output, "") }
 // FinishAs is Finish of an answer that tells why it ended, as engines call it.
 func (b *Booking) FinishAs(output int, reason string) {
 	r := b.router
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
-	r.finishAs(b, policy.Finished, output, reason, r.Now())
+	r.finishAs(b, policy.Finished, output, reason, r.now())
 }
 
 // Free tells that the request has ended, but not how. One whose first token has
@@ -154,40 +154,40 @@ func (b *Booking) FinishAs(output int, reason string) {
 // fails at once is freed at once.
 func (b *Booking) Free() {
 	r := b.router
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
 	how := policy.Abandoned
 	if b.computed {
 		how = policy.Finished
 	}
-	r.finish(b, how, 0, r.Now())
+	r.finish(b, how, 0, r.now())
 }
 
 // Report ends the booking with the feedback of a client that forwarded the request
-// itself. f.TokensIn may be 0. known says that policy thompson still waited for the
-// feedback; ack says what it learned.
-func (b *Booking) Report(f policy.Feedback) (ack policy.ThompsonAck, known bool) {
+// itself. f.TokensIn may be 0. known says that a judged policy still waited for the
+// feedback; verdict is what it learned.
+func (b *Booking) Report(f policy.Feedback) (verdict policy.Verdict, known bool) {
 	r := b.router
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
-	f.Decision, f.Now = b.decision, r.Now()
+	f.Decision, f.Worker, f.Now = b.decision, b.worker, r.now()
 	if f.TokensIn == 0 {
 		f.TokensIn = b.prompt
 	}
-	if p, is := r.Policy.(*policy.Thompson); is && !b.ended.Load() {
-		ack, known = p.JudgeDetail(f)
+	if p, is := r.policy.(policy.Judged); is && !b.ended.Load() {
+		verdict, known = p.Judge(f)
 		b.decision = 0 // it has been judged
 	}
 	r.finish(b, f.Ending, f.TokensOut, f.Now)
-	return ack, known
+	return verdict, known
 }
 
 // end ends the booking without an answer.
 func (b *Booking) end(how policy.Ending) {
 	r := b.router
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
-	r.finish(b, how, 0, r.Now())
+	r.finish(b, how, 0, r.now())
 }
 
 // finish is finishAs without a reason.
@@ -208,14 +208,14 @@ func (r *Router) finishAs(b *Booking, how policy.Ending, output int, reason stri
 	r.prefillDone(b, now)
 	if told && !b.answeredWhole && output > 0 {
 		outcome := r.loads.outcome(b, output, now)
-		if learner, ok := r.Policy.(policy.Learner); ok {
+		if learner, ok := r.policy.(policy.Learner); ok {
 			learner.Learn(outcome)
 		}
-		if r.forecast != r.Policy {
+		if r.forecast != r.policy {
 			r.forecast.Learn(outcome)
 		}
 	}
-	if judged, ok := r.Policy.(policy.Judged); ok && b.decision != 0 {
+	if judged, ok := r.policy.(policy.Judged); ok && b.decision != 0 {
 		f := policy.Feedback{Decision: b.decision, Worker: b.worker, Now: now, Ending: how, Latency: now.Sub(b.sent), TokensIn: b.prompt, TokensOut: output, Finish: reason}
 		if told && !b.answeredWhole {
 			f.FirstToken = b.first.Sub(b.sent)
@@ -229,7 +229,7 @@ func (r *Router) finishAs(b *Booking, how policy.Ending, output int, reason stri
 		b.assumed.End((b.prompt+output)/r.blockSize-b.prompt/r.blockSize, b.cached)
 	}
 	r.share(ChangeFree, b)
-	r.drain(now)
+	r.dispatch(now)
 }
 
 // prefillDone notes that b's prompt has been computed, unless it is known. The
@@ -239,7 +239,7 @@ func (r *Router) prefillDone(b *Booking, now time.Time) {
 		b.computed = true
 		r.loads.firstToken(b, now)
 		r.share(ChangePrefill, b)
-		r.drain(now)
+		r.dispatch(now)
 	}
 }
 
@@ -269,9 +269,9 @@ func (r *Router) expire(now time.Time) {
 
 // Booking returns the booking under that id, or nil.
 func (r *Router) Booking(id string) *Booking {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
-	r.expire(r.Now())
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.expire(r.now())
 	return r.loads.booking(id)
 }
 
@@ -286,9 +286,9 @@ type WorkerLoad struct {
 
 // Loads returns the load of every worker that is up or has bookings, by key.
 func (r *Router) Loads() []WorkerLoad {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
-	now := r.Now()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	now := r.now()
 	r.expire(now)
 	keys := r.loads.booked()
 	for i := range r.targets {
@@ -310,12 +310,12 @@ func (r *Router) PotentialLoads(request Request) []WorkerLoad {
 	defer r.scratch.Put(scratch)
 	request.QueryOnly = true
 	p, _ := r.lookUp(request, scratch)
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
-	now := r.Now()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	now := r.now()
 	r.expire(now)
 	var loads []WorkerLoad
-	r.survey(&p)
+	r.snapshot(&p)
 	for i := range r.targets {
 		t := &r.targets[i]
 		if !p.mayUse(t) {

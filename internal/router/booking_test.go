@@ -27,8 +27,8 @@ func NewClockedRouter(t testing.TB, workers int, knobs Settings) (*Router, *test
 func newClockedRouter(t testing.TB, rule string, workers int, knobs Settings) (*Router, *testkit.StandingClock) {
 	t.Helper()
 	clock := new(testkit.StandingClock)
-	r := New(radix.NewTree(), policytest.MustPolicy(t, rule), testkit.BlockSize, 1, knobs)
-	r.Now = clock.Now
+	r := New(knobs, Deps{Index: radix.NewTree(), Policy: policytest.MustPolicy(t, rule), BlockSize: testkit.BlockSize, Seed: 1})
+	r.now = clock.Now
 	for i := range workers {
 		r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Models: []string{"m"}})
 	}
@@ -58,7 +58,7 @@ func expectLoad(t testing.TB, r *Router, prefill, blocks, requests int) {
 }
 
 func TestSequencesFirstAddAndLastRemoveMembership(t *testing.T) {
-	r, _ := NewClockedRouter(t, 1, DefaultSettings())
+	r, _ := NewClockedRouter(t, 1, testkit.Defaults[Settings]())
 	a := MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 8)}).Booking
 	expectLoad(t, r, 8, 2, 1)
 	b := MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 12)}).Booking
@@ -70,7 +70,7 @@ func TestSequencesFirstAddAndLastRemoveMembership(t *testing.T) {
 }
 
 func TestSequencesPrefillTokensLeaveWithTheFirstToken(t *testing.T) {
-	r, _ := NewClockedRouter(t, 1, DefaultSettings())
+	r, _ := NewClockedRouter(t, 1, testkit.Defaults[Settings]())
 	Hold(r, 0, testkit.Tokens(1, 8))
 	d := MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 14)})
 	if d.EffectivePrefillTokens != 6 || d.PotentialDecodeBlocks != 3 {
@@ -86,7 +86,7 @@ func TestSequencesPrefillTokensLeaveWithTheFirstToken(t *testing.T) {
 // TestSequencesFractionalDecay has the figures that Dynamo 1.6.1's service gave
 // for its first two steps.
 func TestSequencesFractionalDecay(t *testing.T) {
-	r, _ := NewClockedRouter(t, 1, DefaultSettings())
+	r, _ := NewClockedRouter(t, 1, testkit.Defaults[Settings]())
 	fraction := func(f float64) *float64 { return &f }
 	a := MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 12)}).Booking
 	expectLoad(t, r, 12, 3, 1)
@@ -110,7 +110,7 @@ func TestSequencesFractionalDecay(t *testing.T) {
 }
 
 func TestSequencesAnswersGrowBlockByBlock(t *testing.T) {
-	r, _ := NewClockedRouter(t, 1, DefaultSettings())
+	r, _ := NewClockedRouter(t, 1, testkit.Defaults[Settings]())
 	plain := MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 10)}).Booking // 2 blocks and a half
 	for tokens, blocks := range []int{2, 2, 2, 3, 3, 3, 3, 4} {
 		plain.Generated(tokens)
@@ -125,7 +125,7 @@ func TestSequencesAnswersGrowBlockByBlock(t *testing.T) {
 }
 
 func TestSequencesExpireWhenNobodySpeaksOfThem(t *testing.T) {
-	r, clock := NewClockedRouter(t, 1, DefaultSettings())
+	r, clock := NewClockedRouter(t, 1, testkit.Defaults[Settings]())
 	forgotten := MustRoute(t, r, Request{ID: "forgotten", Tokens: testkit.Tokens(1, 8)}).Booking
 	alive := MustRoute(t, r, Request{ID: "alive", Tokens: testkit.Tokens(1, 8)}).Booking
 	clock.Advance(BookingExpiry - time.Minute)
@@ -145,7 +145,7 @@ func TestSequencesExpireWhenNobodySpeaksOfThem(t *testing.T) {
 }
 
 func TestSequencesOfLongStreamsAreNotForgotten(t *testing.T) {
-	r, clock := NewClockedRouter(t, 1, DefaultSettings())
+	r, clock := NewClockedRouter(t, 1, testkit.Defaults[Settings]())
 	streams := [2]*Booking{}
 	for i := range streams {
 		streams[i] = MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 8)}).Booking
@@ -160,7 +160,7 @@ func TestSequencesOfLongStreamsAreNotForgotten(t *testing.T) {
 }
 
 func TestSequencesRefuseADuplicateID(t *testing.T) {
-	r, _ := NewClockedRouter(t, 1, DefaultSettings())
+	r, _ := NewClockedRouter(t, 1, testkit.Defaults[Settings]())
 	first := MustRoute(t, r, Request{ID: "a", Tokens: testkit.Tokens(1, 8)})
 	if _, err := r.Route(t.Context(), Request{ID: "a", Tokens: testkit.Tokens(1, 8)}); !errors.Is(err, ErrDuplicate) {
 		t.Errorf("a second booking under an id: %v", err)
@@ -178,7 +178,7 @@ func TestSequencesRefuseADuplicateID(t *testing.T) {
 }
 
 func TestSequencesFreeIsIdempotent(t *testing.T) {
-	r, _ := NewClockedRouter(t, 1, DefaultSettings())
+	r, _ := NewClockedRouter(t, 1, testkit.Defaults[Settings]())
 	other := MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 8)})
 	b := MustRoute(t, r, Request{ID: "a", Tokens: testkit.Tokens(1, 8)}).Booking
 	for range 3 {
@@ -193,7 +193,7 @@ func TestSequencesFreeIsIdempotent(t *testing.T) {
 }
 
 func TestSequencesManyWorkersDrainToZero(t *testing.T) {
-	r, _ := NewClockedRouter(t, 50, DefaultSettings())
+	r, _ := NewClockedRouter(t, 50, testkit.Defaults[Settings]())
 	var bookings []*Booking
 	for i := range 1000 {
 		bookings = append(bookings, MustRoute(t, r, Request{Tokens: testkit.Tokens(uint32(i%7), 4+i%90)}).Booking)
@@ -230,7 +230,7 @@ func TestSequencesManyWorkersDrainToZero(t *testing.T) {
 }
 
 func TestBookTakesTheWorkerItIsGiven(t *testing.T) {
-	r, _ := NewClockedRouter(t, 1, DefaultSettings())
+	r, _ := NewClockedRouter(t, 1, testkit.Defaults[Settings]())
 	Hold(r, 0, testkit.Tokens(1, 4))
 	if _, err := r.Book(Request{Tokens: testkit.Tokens(1, 8)}, kv.WorkerKey{Worker: 5}); !errors.Is(err, ErrUnknownWorker) {
 		t.Errorf("an unknown worker: %v", err)
@@ -261,9 +261,8 @@ func TestBookTakesTheWorkerItIsGiven(t *testing.T) {
 func TestBooksEqualANaiveCount(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		now := time.Unix(1_000_000, 0)
-		rule, _ := policy.NewPolicy("kv")
-		r := NewRouter(radix.NewTree(), rule, testkit.BlockSize, rapid.Uint64().Draw(t, "seed"))
-		r.Now = func() time.Time { return now }
+		r := New(testkit.Defaults[Settings](), Deps{Index: radix.NewTree(), Policy: policytest.MustPolicy(t, "kv"), BlockSize: testkit.BlockSize, Seed: rapid.Uint64().Draw(t, "seed")})
+		r.now = func() time.Time { return now }
 		const workers = 3
 		up, rests := map[uint64]bool{}, map[uint64]bool{}
 		generation := 0
@@ -403,7 +402,7 @@ func TestBooksEqualANaiveCount(t *testing.T) {
 			"worker comes": func(t *rapid.T) { raise(rapid.Uint64Range(0, workers-1).Draw(t, "worker")) },
 			"worker rests": func(t *rapid.T) {
 				w := rapid.Uint64Range(0, workers-1).Draw(t, "worker")
-				if err := r.Rest(w); (err == nil) != up[w] {
+				if err := r.Cordon(w); (err == nil) != up[w] {
 					t.Fatalf("up: %v, rest: %v", up[w], err)
 				}
 				rests[w] = rests[w] || up[w]
@@ -415,7 +414,7 @@ func TestBooksEqualANaiveCount(t *testing.T) {
 				}
 				delete(rests, w)
 			},
-			"resting worker publishes": func(t *rapid.T) {
+			"cordoned worker publishes": func(t *rapid.T) {
 				w := kv.WorkerKey{Worker: rapid.Uint64Range(0, workers-1).Draw(t, "worker")}
 				waiting := rapid.IntRange(1, 9).Draw(t, "waiting")
 				r.Publish(w, policy.Published{At: now, Waiting: waiting})
@@ -478,7 +477,7 @@ func TestNoCachedTokensMeansNoneWhereTheWorkerTellsOfSome(t *testing.T) {
 	untold := func(want bool) func(b *Booking) {
 		return func(b *Booking) {
 			t.Helper()
-			if none := b.CachedUntold(); none != want {
+			if none := b.CachedUnreported(); none != want {
 				t.Errorf("no cached tokens: %v, want %v", none, want)
 			}
 		}
@@ -500,7 +499,7 @@ func TestNoCachedTokensMeansNoneWhereTheWorkerTellsOfSome(t *testing.T) {
 	d := MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 4)})
 	d.Booking.End()
 	r.Down(testkit.W0)
-	if d.Booking.Cached(4); d.Booking.CachedUntold() || r.loads.byWorker[testkit.W0] != nil {
+	if d.Booking.Cached(4); d.Booking.CachedUnreported() || r.loads.byWorker[testkit.W0] != nil {
 		t.Error("an answer after the end counts")
 	}
 }

@@ -13,9 +13,9 @@ import (
 // its ranks. Busy workers get no requests; where all are, requests are refused.
 // The names are Dynamo's. nil: no threshold.
 type BusyThresholds struct {
-	ActiveDecodeBlocksThreshold      *float64 `group:"Routing" placeholder:"SHARE" help:"Refuse requests while every worker has more than this share of its KV cache in use, 0 to 1." json:"active_decode_blocks_threshold"`
-	ActivePrefillTokensThreshold     *int     `group:"Routing" placeholder:"TOKENS" help:"Refuse requests while every worker has more uncached prompt tokens to compute than this." json:"active_prefill_tokens_threshold"`
-	ActivePrefillTokensThresholdFrac *float64 `group:"Routing" placeholder:"NUMBER" help:"The same in passes of the worker (--max-num-batched-tokens)." json:"active_prefill_tokens_threshold_frac"`
+	ActiveDecodeBlocksThreshold      *float64 `group:"Routing" placeholder:"SHARE" help:"Reject requests while every worker uses more than this share of its KV cache, 0 to 1." json:"active_decode_blocks_threshold"`
+	ActivePrefillTokensThreshold     *int     `group:"Routing" placeholder:"TOKENS" help:"Reject requests while every worker has more uncached prompt tokens pending than this." json:"active_prefill_tokens_threshold"`
+	ActivePrefillTokensThresholdFrac *float64 `group:"Routing" placeholder:"NUMBER" help:"The same threshold in passes of the worker (--max-num-batched-tokens)." json:"active_prefill_tokens_threshold_frac"`
 }
 
 // Validate checks the numbers; its errors name the threshold.
@@ -58,27 +58,27 @@ func (t BusyThresholds) Set() bool { return t != BusyThresholds{} }
 
 // ChangeBusyThresholds sets those thresholds that change has, and returns all.
 func (r *Router) ChangeBusyThresholds(change BusyThresholds) BusyThresholds {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
-	t := &r.Knobs.BusyThresholds
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	t := &r.settings.BusyThresholds
 	t.ActiveDecodeBlocksThreshold = cmp.Or(change.ActiveDecodeBlocksThreshold, t.ActiveDecodeBlocksThreshold)
 	t.ActivePrefillTokensThreshold = cmp.Or(change.ActivePrefillTokensThreshold, t.ActivePrefillTokensThreshold)
 	t.ActivePrefillTokensThresholdFrac = cmp.Or(change.ActivePrefillTokensThresholdFrac, t.ActivePrefillTokensThresholdFrac)
-	r.drain(r.Now())
+	r.dispatch(r.now())
 	return *t
 }
 
 // SetBusyThresholds sets all thresholds: those that are nil are taken away.
 func (r *Router) SetBusyThresholds(t BusyThresholds) {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
-	r.Knobs.BusyThresholds = t
-	r.drain(r.Now())
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.settings.BusyThresholds = t
+	r.dispatch(r.now())
 }
 
 // BusyThresholds returns the thresholds.
 func (r *Router) BusyThresholds() BusyThresholds {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
-	return r.Knobs.BusyThresholds
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.settings.BusyThresholds
 }

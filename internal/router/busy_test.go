@@ -63,14 +63,14 @@ func overload(t testing.TB, r *Router, w kv.WorkerKey) *Booking {
 
 // setBusyThresholds sets all thresholds at once.
 func (r *Router) setBusyThresholds(t BusyThresholds) {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
-	r.Knobs.BusyThresholds = t
-	r.drain(r.Now())
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.settings.BusyThresholds = t
+	r.dispatch(r.now())
 }
 
 func newBusyRouter(t *testing.T, workers int) *Router {
-	r, _ := NewClockedRouter(t, workers, DefaultSettings())
+	r, _ := NewClockedRouter(t, workers, testkit.Defaults[Settings]())
 	limit := 10
 	r.setBusyThresholds(BusyThresholds{ActivePrefillTokensThreshold: &limit})
 	return r
@@ -137,7 +137,7 @@ func TestBusyIsAWorkerOnlyIfAllItsRanksAre(t *testing.T) {
 }
 
 func TestBusyByWhatTheWorkerPublishes(t *testing.T) {
-	r, clock := NewClockedRouter(t, 1, DefaultSettings())
+	r, clock := NewClockedRouter(t, 1, testkit.Defaults[Settings]())
 	limit := 0.2
 	r.setBusyThresholds(BusyThresholds{ActiveDecodeBlocksThreshold: &limit})
 	r.Publish(kv.WorkerKey{}, policy.Published{KVUsage: 0.3, At: clock.Now()})

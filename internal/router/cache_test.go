@@ -13,10 +13,10 @@ import (
 func cacheRouter(t testing.TB, rule, source string, workers int) (*Router, *testkit.StandingClock) {
 	t.Helper()
 	clock := new(testkit.StandingClock)
-	config := DefaultIndexSettings()
+	config := testkit.Defaults[IndexSettings]()
 	config.PrefixSource = source
-	r := NewRouter(NewIndex(config, rule, policy.DefaultSettings(), testkit.BlockSize, clock.Now), policytest.MustPolicy(t, rule), testkit.BlockSize, 1)
-	r.Now = clock.Now
+	r := New(testkit.Defaults[Settings](), Deps{Index: NewIndex(config, rule, testkit.Defaults[policy.Settings](), testkit.BlockSize, clock.Now), Policy: policytest.MustPolicy(t, rule), BlockSize: testkit.BlockSize, Seed: 1})
+	r.now = clock.Now
 	for i := range workers {
 		r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}})
 	}

@@ -8,11 +8,11 @@ import (
 	"kvrouter/internal/policy"
 )
 
-// gather makes candidates of the workers that may serve p.
-func (r *Router) gather(p *prompt, now time.Time) error {
+// collect makes candidates of the workers that may serve p.
+func (r *Router) collect(p *prompt, now time.Time) error {
 	r.candidates = slices.Grow(r.candidates[:0], len(r.targets))
 	err := ErrNoWorker
-	r.survey(p)
+	r.snapshot(p)
 	p.workers, p.stays = 0, false
 	for i := range r.targets {
 		t := &r.targets[i]
@@ -22,7 +22,7 @@ func (r *Router) gather(p *prompt, now time.Time) error {
 		if !p.mayUse(t) {
 			continue
 		}
-		if r.Knobs.BusyThresholds.Set() && r.busy(t.Key.Worker, now) {
+		if r.settings.BusyThresholds.Set() && r.busy(t.Key.Worker, now) {
 			err = ErrBusy
 			continue
 		}
@@ -41,7 +41,7 @@ func (r *Router) gather(p *prompt, now time.Time) error {
 		}
 	}
 	if !r.outliers.Quiet() && p.Pinned == nil {
-		return r.sift(p, now)
+		return r.filter(p, now)
 	}
 	return nil
 }
@@ -51,7 +51,7 @@ func (r *Router) busy(worker uint64, now time.Time) bool {
 	at, _ := r.target(kv.WorkerKey{Worker: worker})
 	for ; at < len(r.targets) && r.targets[at].Key.Worker == worker; at++ {
 		var load policy.Load
-		if r.books[at].asOf(now, &load); !r.Knobs.BusyThresholds.exceeded(&r.targets[at], &load) {
+		if r.targetLoads[at].asOf(now, &load); !r.settings.BusyThresholds.exceeded(&r.targets[at], &load) {
 			return false
 		}
 	}
@@ -70,18 +70,18 @@ func (p *prompt) mightUse(t *kv.Target) bool {
 		(p.Allowed == nil || slices.Contains(p.Allowed, t.Key.Worker))
 }
 
-// survey looks up what requests in flight have of p. It comes before candidate,
+// snapshot looks up what requests in flight have of p. It comes before candidate,
 // without a change of the books in between.
-func (r *Router) survey(p *prompt) {
+func (r *Router) snapshot(p *prompt) {
 	if p.counted && p.shared {
-		r.loads.Survey(p.sequence)
+		r.loads.Snapshot(p.sequence)
 	}
 }
 
 // candidate sets c to the target at that place as p sees it.
 func (r *Router) candidate(c *policy.Candidate, p *prompt, at int, now time.Time) {
 	c.Target, c.Overlap, c.NewBlocks, c.TreeBlocks = r.targets[at], 0, p.newBlocks(), 0
-	r.books[at].asOf(now, &c.Load)
+	r.targetLoads[at].asOf(now, &c.Load)
 	if p.Cached != nil {
 		c.Overlap = *p.Cached / r.blockSize
 	} else if blocks := p.matched(c.Target.Key); blocks > 0 {
@@ -91,7 +91,7 @@ func (r *Router) candidate(c *policy.Candidate, p *prompt, at int, now time.Time
 		}
 	}
 	if p.counted && p.shared {
-		active := r.loads.activeOn(r.books[at])
+		active := r.loads.activeOn(r.targetLoads[at])
 		c.NewBlocks -= active
 		if r.traits.Siblings {
 			c.Overlap = max(c.Overlap, active)

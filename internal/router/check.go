@@ -13,19 +13,19 @@ import (
 // everything again from the bookings. Tests call it after changes; it is one long
 // list of checks over the same counts, so it stays in one piece.
 func (r *Router) Check() error {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	l := r.loads
-	if len(r.books) != len(r.targets) {
-		return fmt.Errorf("%d books are open, %d workers are up", len(r.books), len(r.targets))
+	if len(r.targetLoads) != len(r.targets) {
+		return fmt.Errorf("%d books are open, %d workers are up", len(r.targetLoads), len(r.targets))
 	}
 	for i := range r.targets {
-		if t := &r.targets[i]; r.books[i] != l.byWorker[t.Key] || t.Resting != r.rests(t.Key) {
-			return fmt.Errorf("worker %v: its books are not those of its place, or it rests %v where %v is noted", t.Key, t.Resting, r.rests(t.Key))
+		if t := &r.targets[i]; r.targetLoads[i] != l.byWorker[t.Key] || t.Resting != r.isCordoned(t.Key) {
+			return fmt.Errorf("worker %v: its books are not those of its place, or it rests %v where %v is noted", t.Key, t.Resting, r.isCordoned(t.Key))
 		}
 	}
-	if known := len(r.sessions.byHash); known != r.sessions.order.Len() || known > r.Knobs.SessionLimit {
-		return fmt.Errorf("%d sessions can be found, %d are in order, and at most %d may be", known, r.sessions.order.Len(), r.Knobs.SessionLimit)
+	if known := len(r.sessions.byHash); known != r.sessions.order.Len() || known > r.settings.SessionLimit {
+		return fmt.Errorf("%d sessions can be found, %d are in order, and at most %d may be", known, r.sessions.order.Len(), r.settings.SessionLimit)
 	}
 	type recount struct {
 		inFlight, prefill, context, awaited int
@@ -123,9 +123,9 @@ func (r *Router) Check() error {
 	return nil
 }
 
-// TellsCached tells whether an answer of w has told of cached tokens so far.
-func (r *Router) TellsCached(w kv.WorkerKey) bool {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
-	return r.loads.of(w).tellsCached
+// ReportsCached tells whether an answer of w has told of cached tokens so far.
+func (r *Router) ReportsCached(w kv.WorkerKey) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.loads.of(w).reportsCached
 }

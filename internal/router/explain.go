@@ -105,9 +105,9 @@ func (k *receipts) keep(receipt *Receipt) {
 // first, and whether decisions were explained before this call. They are for a minute
 // after it.
 func (r *Router) Decisions(last int) (list []*Receipt, explained bool) {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
-	now := r.Now()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	now := r.now()
 	explained = r.explains(now)
 	r.receipts.asked = now
 	kept := r.receipts.kept
@@ -118,12 +118,12 @@ func (r *Router) Decisions(last int) (list []*Receipt, explained bool) {
 
 // explains tells whether anybody wants to know about the decisions that are made now.
 func (r *Router) explains(now time.Time) bool {
-	return r.Knobs.RecordDecisions || r.logsDecisions() || !r.receipts.asked.IsZero() && now.Sub(r.receipts.asked) < receiptsWanted
+	return r.settings.RecordDecisions || r.logsDecisions() || !r.receipts.asked.IsZero() && now.Sub(r.receipts.asked) < receiptsWanted
 }
 
 // logsDecisions tells whether each decision gets a line in the log.
 func (r *Router) logsDecisions() bool {
-	return r.Log != nil && r.Log.Enabled(context.Background(), slog.LevelDebug)
+	return r.log != nil && r.log.Enabled(context.Background(), slog.LevelDebug)
 }
 
 // explain returns the receipt of the decision for a candidate, before it is booked,
@@ -132,7 +132,7 @@ func (r *Router) explain(p *prompt, e *policy.Explanation, chosen int, now time.
 	target := &r.candidates[chosen].Target
 	receipt := r.newReceipt(p, now)
 	worker := target.Key.Worker // a copy: r.candidates is reused
-	receipt.Worker, receipt.WorkerName, receipt.Rank = &worker, r.Names.Name(worker), target.Key.Rank
+	receipt.Worker, receipt.WorkerName, receipt.Rank = &worker, r.names.Name(worker), target.Key.Rank
 	if _, due := r.outliers.TrialDue(target.Key, now); due && !p.QueryOnly && !p.ChooseOnly {
 		receipt.Trial = true
 	}
@@ -200,7 +200,7 @@ func (r *Router) receiptCandidates(p *prompt, e *policy.Explanation, trial bool,
 
 func (r *Router) receiptCandidate(c *policy.Candidate) ReceiptCandidate {
 	line := ReceiptCandidate{
-		Worker: c.Target.Key.Worker, WorkerName: r.Names.Name(c.Target.Key.Worker), Rank: c.Target.Key.Rank, Overlap: c.Overlap, NewBlocks: c.NewBlocks,
+		Worker: c.Target.Key.Worker, WorkerName: r.names.Name(c.Target.Key.Worker), Rank: c.Target.Key.Rank, Overlap: c.Overlap, NewBlocks: c.NewBlocks,
 		InFlight: c.Load.InFlight, PrefillTokens: c.Load.PrefillTokens, ActiveBlocks: c.Load.ActiveBlocks,
 	}
 	if c.Load.Fresh {
@@ -229,7 +229,7 @@ func (r *Router) exclusion(p *prompt, t *kv.Target, trial bool, now time.Time) s
 		return ExcludedUnlisted
 	case slices.Contains(p.Exclude, t.Key.Worker):
 		return ExcludedRetry
-	case r.Knobs.BusyThresholds.Set() && r.busy(t.Key.Worker, now):
+	case r.settings.BusyThresholds.Set() && r.busy(t.Key.Worker, now):
 		return ExcludedBusy
 	case r.outliers.Ejected(t.Key, now):
 		return ExcludedEjected
@@ -251,14 +251,14 @@ func (r *Router) logDecisions(p *prompt, list []*Receipt) {
 	}
 	for _, receipt := range list {
 		if receipt.Reuse != nil {
-			r.Log.Debug("Processing request", "prefix", receipt.Series, "total", p.Prefix.Total, "osl", hints.LevelNames[p.Prefix.OSL], "iat", hints.LevelNames[p.Prefix.IAT], "tokens", receipt.Tokens)
-			r.Log.Debug("Routing decision", "worker", *receipt.Worker, "decision", receipt.Decision, "reuse_budget", *receipt.Reuse)
+			r.log.Debug("Processing request", "prefix", receipt.Series, "total", p.Prefix.Total, "osl", hints.LevelNames[p.Prefix.OSL], "iat", hints.LevelNames[p.Prefix.IAT], "tokens", receipt.Tokens)
+			r.log.Debug("Routing decision", "worker", *receipt.Worker, "decision", receipt.Decision, "reuse_budget", *receipt.Reuse)
 		}
 		text, err := json.Marshal(receipt)
 		if err != nil {
-			r.Log.Debug("a decision cannot be written", "error", err)
+			r.log.Debug("failed to encode a decision", "error", err)
 			continue
 		}
-		r.Log.Debug("decision", "receipt", json.RawMessage(text))
+		r.log.Debug("decision", "receipt", json.RawMessage(text))
 	}
 }

@@ -16,6 +16,7 @@ import (
 	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/outlier"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/testkit"
 )
@@ -73,7 +74,7 @@ func checkReceipt(t testing.TB, receipt *Receipt, chosen kv.WorkerKey) {
 }
 
 func TestEachDecisionFollowsFromItsReceipt(t *testing.T) {
-	for _, rule := range policy.Names {
+	for _, rule := range policies.Names {
 		t.Run(rule, func(t *testing.T) {
 			random := rand.New(rand.NewPCG(1, 2))
 			r, now := newWatchedRouter(t, rule, 6)
@@ -203,7 +204,7 @@ func TestARefusalHasAReceipt(t *testing.T) {
 func TestReceiptsAreMadeWhileSomebodyAsks(t *testing.T) {
 	r, now := newWatchedRouter(t, "kv", 2)
 	var level slog.LevelVar
-	r.Log = slog.New(slog.NewTextHandler(&bytes.Buffer{}, &slog.HandlerOptions{Level: &level}))
+	r.log = slog.New(slog.NewTextHandler(&bytes.Buffer{}, &slog.HandlerOptions{Level: &level}))
 	made := func() bool {
 		d := MustRoute(t, r, Request{NumTokens: 10})
 		d.Booking.End()
@@ -227,7 +228,7 @@ func TestReceiptsAreMadeWhileSomebodyAsks(t *testing.T) {
 		t.Error("no receipt at the level debug")
 	}
 	level.Set(slog.LevelInfo)
-	r.Knobs.RecordDecisions = true
+	r.settings.RecordDecisions = true
 	if !made() {
 		t.Error("no receipt with --record-decisions")
 	}
@@ -244,7 +245,7 @@ func TestWithoutAReaderNothingIsAllocatedForReceipts(t *testing.T) {
 		r := NewTestRouter(t, rule, 8)
 		route := func() { MustRoute(t, r, Request{NumTokens: 100}).Booking.End() }
 		without := testing.AllocsPerRun(200, route)
-		r.Log = slog.New(slog.NewTextHandler(&bytes.Buffer{}, nil))
+		r.log = slog.New(slog.NewTextHandler(&bytes.Buffer{}, nil))
 		if with := testing.AllocsPerRun(200, route); with != without {
 			t.Errorf("%s: %v allocations a decision with a log that is not at debug, %v without one", rule, with, without)
 		}
@@ -287,7 +288,7 @@ func TestDecisionsAreLoggedAtDebug(t *testing.T) {
 	} {
 		r := NewTestRouter(t, test.rule, 1)
 		var out bytes.Buffer
-		r.Log = slog.New(slog.NewJSONHandler(&out, &slog.HandlerOptions{Level: slog.LevelDebug}))
+		r.log = slog.New(slog.NewJSONHandler(&out, &slog.HandlerOptions{Level: slog.LevelDebug}))
 		MustRoute(t, r, Request{NumTokens: 10, Prefix: hints.Prefix{ID: "p", Total: 3, OSL: hints.LevelHigh}})
 		lines := strings.Split(strings.TrimSpace(out.String()), "\n")
 		if len(lines) != max(1, len(test.want)/3*3) {
@@ -319,7 +320,7 @@ func TestReceiptsNameWorkersThatHaveNames(t *testing.T) {
 	if text := last(); strings.Contains(text, "worker_name") {
 		t.Error(text)
 	}
-	r.Names.Set([]kv.Worker{{ID: 1, Name: "pod-a"}})
+	r.names.Set([]kv.Worker{{ID: 1, Name: "pod-a"}})
 	if text := last(); strings.Count(text, `"worker_id":1,"worker_name":"pod-a"`) != 2 || strings.Count(text, "worker_name") != 2 {
 		t.Error(text)
 	}

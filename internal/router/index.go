@@ -13,23 +13,15 @@ import (
 // IndexSettings holds the settings of the index. Those of approximate indexes have
 // the names and defaults of Dynamo's, those of prefix trees of SGLang's.
 type IndexSettings struct {
-	NoKVEvents             bool     `group:"Index" name:"no-kv-events" help:"Follow no KV events and have started workers publish none: a prompt counts as cached where it was routed, until that worker's memory (its size is on its /metrics) must have been taken by others or an answer's cached_tokens say otherwise."`
-	RouterTTLSecs          *float64 `group:"Index" name:"router-ttl-secs" placeholder:"SECONDS" help:"With --no-kv-events: seconds from its last use for which a prompt counts as cached, on a worker that tells the size of its cache until that is used up if it is sooner. Default: 120 on workers that do not tell it, on others their size alone counts."`
-	RouterMaxTreeSize      int      `group:"Index" name:"router-max-tree-size" default:"1048576" help:"With --no-kv-events: most blocks that count as cached on all workers that do not tell the size of their cache."`
-	RouterPruneTargetRatio float64  `group:"Index" name:"router-prune-target-ratio" default:"0.8" help:"Share of --router-max-tree-size that is left once it was exceeded; the blocks used longest ago go."`
-	RouterPredictedTTLSecs float64  `group:"Index" name:"router-predicted-ttl-secs" default:"0" help:"Besides following KV events, count a prompt as cached where it was routed until so many seconds after its answer, for others like it that come before its events; 0: do not. Policies work, cache-threshold and variance do so by themselves until the answer's end."`
-	PrefixSource           string   `group:"Index" placeholder:"events|approx" help:"Where policies cache-threshold and variance know from what is cached: events, the index of KV events; approx, a tree of the prompts that were routed to each worker. Default: events, with --no-kv-events approx."`
-	MaxTreeSize            int      `group:"Index" default:"16777216" help:"With --prefix-source approx: tokens that each worker's tree keeps; what was used longest ago goes. A block takes some 200 bytes."`
-	EvictionInterval       float64  `group:"Index" default:"60" help:"Seconds from one such eviction to the next; a tree may grow to twice its size in between."`
-	CacheCorrection        bool     `group:"Index" default:"true" negatable:"" help:"With --no-kv-events or --prefix-source approx: take back what an answer's cached_tokens show that an engine has lost. vLLM tells of them with --enable-prompt-tokens-details, SGLang with --enable-cache-report."`
-}
-
-// DefaultIndexSettings returns the defaults of the flags.
-func DefaultIndexSettings() IndexSettings {
-	return IndexSettings{
-		RouterMaxTreeSize: 1 << 20, RouterPruneTargetRatio: 0.8,
-		MaxTreeSize: 1 << 24, EvictionInterval: 60, CacheCorrection: true,
-	}
+	NoKVEvents             bool     `group:"Index" name:"no-kv-events" help:"Use an approximate index instead of KV events, and start workers without event publishing. A prompt counts as cached on the worker it was routed to, until the worker's cache size (from /metrics) implies its eviction or the cached_tokens of an answer contradict it."`
+	RouterTTLSecs          *float64 `group:"Index" name:"router-ttl-secs" placeholder:"SECONDS" help:"With --no-kv-events: seconds since its last use for which a prompt counts as cached; on workers that report their cache size, less if the cache is full before. Default: 120 on workers that do not report it, no limit on others."`
+	RouterMaxTreeSize      int      `group:"Index" name:"router-max-tree-size" default:"1048576" help:"With --no-kv-events: maximum number of blocks that count as cached, over all workers that do not report their cache size."`
+	RouterPruneTargetRatio float64  `group:"Index" name:"router-prune-target-ratio" default:"0.8" help:"Share of --router-max-tree-size that remains after it was exceeded; the least recently used blocks are evicted."`
+	RouterPredictedTTLSecs float64  `group:"Index" name:"router-predicted-ttl-secs" default:"0" help:"With KV events: also count a prompt as cached on its worker for this many seconds after its answer, until its events arrive. 0 disables it. Policies work, cache-threshold and variance do so until the end of the answer."`
+	PrefixSource           string   `group:"Index" placeholder:"events|approx" help:"Source of cached prefixes for policies cache-threshold and variance: events (the index of KV events) or approx (a tree of the prompts routed to each worker). Default: events; approx with --no-kv-events."`
+	MaxTreeSize            int      `group:"Index" default:"16777216" help:"With --prefix-source approx: maximum number of tokens per worker tree; the least recently used are evicted. A block takes about 200 bytes."`
+	EvictionInterval       float64  `group:"Index" default:"60" help:"Seconds between two evictions; a tree may grow to twice its size in between."`
+	CacheCorrection        bool     `group:"Index" default:"true" negatable:"" help:"With --no-kv-events or --prefix-source approx: correct the index by the cached_tokens of answers. vLLM reports them with --enable-prompt-tokens-details, SGLang with --enable-cache-report."`
 }
 
 // Values of --prefix-source.
@@ -44,7 +36,7 @@ func (c IndexSettings) Validate(policies ...string) error {
 	case c.RouterTTLSecs != nil && (!(*c.RouterTTLSecs > 0) || *c.RouterTTLSecs > maxIndexTTL):
 		return fmt.Errorf("--router-ttl-secs %v: give more than 0 and at most %g", *c.RouterTTLSecs, maxIndexTTL)
 	case c.RouterTTLSecs != nil && !c.NoKVEvents:
-		return errors.New("--router-ttl-secs goes with --no-kv-events: KV events tell what a worker has given up")
+		return errors.New("--router-ttl-secs requires --no-kv-events: KV events report evictions")
 	case c.RouterTTLSecs != nil && !slices.ContainsFunc(policies, func(name string) bool { return !c.HasTrees(name) }):
 		return errors.New("--router-ttl-secs does not bound the prefix trees of --policy cache-threshold and variance: give --max-tree-size and --eviction-interval")
 	case c.RouterMaxTreeSize < 1:
@@ -54,15 +46,15 @@ func (c IndexSettings) Validate(policies ...string) error {
 	case !(c.RouterPredictedTTLSecs >= 0) || c.RouterPredictedTTLSecs > maxIndexTTL:
 		return fmt.Errorf("--router-predicted-ttl-secs %v: give 0 to %g", c.RouterPredictedTTLSecs, maxIndexTTL)
 	case c.NoKVEvents && c.RouterPredictedTTLSecs > 0:
-		return errors.New("--router-predicted-ttl-secs goes with KV events: with --no-kv-events all is predicted")
+		return errors.New("--router-predicted-ttl-secs requires KV events: remove --no-kv-events")
 	case !slices.Contains([]string{"", PrefixEvents, PrefixApprox}, c.PrefixSource):
 		return fmt.Errorf("--prefix-source %s: give %s or %s", c.PrefixSource, PrefixEvents, PrefixApprox)
 	case c.PrefixSource != "" && !slices.ContainsFunc(policies, policy.RoutesByMatch):
-		return fmt.Errorf("--prefix-source %s goes with --policy cache-threshold or variance; for others there is --no-kv-events", c.PrefixSource)
+		return fmt.Errorf("--prefix-source %s requires --policy cache-threshold or variance; use --no-kv-events with others", c.PrefixSource)
 	case c.NoKVEvents && c.PrefixSource == PrefixEvents:
-		return errors.New("--prefix-source events and --no-kv-events exclude each other: leave one out")
+		return errors.New("--prefix-source events and --no-kv-events are mutually exclusive")
 	case c.RouterPredictedTTLSecs > 0 && c.PrefixSource == PrefixApprox:
-		return errors.New("--router-predicted-ttl-secs goes with KV events: with --prefix-source approx all is predicted")
+		return errors.New("--router-predicted-ttl-secs requires KV events: remove --prefix-source approx")
 	case c.MaxTreeSize < 1 || c.MaxTreeSize > maxTreeTokens:
 		return fmt.Errorf("--max-tree-size %d: give 1 to %d tokens", c.MaxTreeSize, maxTreeTokens)
 	case !(c.EvictionInterval > 0) || c.EvictionInterval > maxIndexTTL:

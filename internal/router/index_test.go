@@ -29,12 +29,12 @@ type indexerCase struct {
 // names parents). Metric counters are tested with the events, approximate
 // indexes in package radix.
 func TestIndexerCases(t *testing.T) {
-	predictions := DefaultIndexSettings()
+	predictions := testkit.Defaults[IndexSettings]()
 	predictions.RouterPredictedTTLSecs = 5
-	for kind, config := range map[string]IndexSettings{"exact": DefaultIndexSettings(), "exact with predictions": predictions} {
+	for kind, config := range map[string]IndexSettings{"exact": testkit.Defaults[IndexSettings](), "exact with predictions": predictions} {
 		for _, c := range indexerCases() {
 			t.Run(kind+"/"+c.name, func(t *testing.T) {
-				c.run(t, NewIndex(config, "standalone", policy.DefaultSettings(), testkit.BlockSize, time.Now))
+				c.run(t, NewIndex(config, "standalone", testkit.Defaults[policy.Settings](), testkit.BlockSize, time.Now))
 			})
 		}
 	}
@@ -56,9 +56,9 @@ func TestATimeToLiveThatIsGivenHoldsForWorkersOfKnownSize(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			clock := time.Unix(1000, 0)
-			config := DefaultIndexSettings()
+			config := testkit.Defaults[IndexSettings]()
 			config.NoKVEvents, config.RouterTTLSecs = true, test.ttl
-			x := NewIndex(config, "kv", policy.DefaultSettings(), testkit.BlockSize, func() time.Time { return clock }).(radix.Assumer)
+			x := NewIndex(config, "kv", testkit.Defaults[policy.Settings](), testkit.BlockSize, func() time.Time { return clock }).(radix.Assumer)
 			x.SetCapacity(testkit.W0, 100)
 			p := testkit.Prompt(1, 6)
 			x.Routed(testkit.W0, p).End(0, -1)
@@ -88,7 +88,7 @@ func TestATimeToLiveWithoutEffectIsRefused(t *testing.T) {
 		{"with a guess", IndexSettings{NoKVEvents: true}, []string{"kv"}, ""},
 	} {
 		ttl := 60.0
-		c := DefaultIndexSettings()
+		c := testkit.Defaults[IndexSettings]()
 		c.NoKVEvents, c.RouterTTLSecs = test.settings.NoKVEvents, &ttl
 		err := c.Validate(test.policies...)
 		if test.says == "" && err != nil || test.says != "" && (err == nil || !strings.Contains(err.Error(), "--router-ttl-secs") || !strings.Contains(err.Error(), test.says)) {

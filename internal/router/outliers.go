@@ -23,11 +23,11 @@ type fault struct {
 // repeats elsewhere. Then it may be one of a client of the router port.
 const trialOverdue = 5 * time.Second
 
-// sift leaves of the candidates those that take p best: workers that are in, else
+// filter leaves of the candidates those that take p best: workers that are in, else
 // those that are just back, else those that are held, else those that are out. If
 // too many of the workers that could serve p are out, that counts for nothing. A
 // worker whose trial is due gets p.
-func (r *Router) sift(p *prompt, now time.Time) error {
+func (r *Router) filter(p *prompt, now time.Time) error {
 	if r.onTrial(p, now) {
 		return nil
 	}
@@ -40,11 +40,11 @@ func (r *Router) sift(p *prompt, now time.Time) error {
 			}
 		}
 	}
-	desperate := r.outliers.TooMany(out, all)
+	panicking := r.outliers.TooMany(out, all)
 	best, kept := outlier.Out+1, r.candidates[:0]
 	for _, c := range r.candidates { // kept is behind it
 		level := r.outliers.Level(c.Target.Key, now, r.random)
-		if level == outlier.Out && desperate {
+		if level == outlier.Out && panicking {
 			level = outlier.In
 		}
 		if level < best {
@@ -96,13 +96,13 @@ func (r *Router) isOut(t *kv.Target, now time.Time) bool {
 // unlock ends the hold of the lock and logs what happened to workers meanwhile.
 func (r *Router) unlock() {
 	news, with := r.outliers.TakeNews(), r.sharing
-	r.Mu.Unlock()
+	r.mu.Unlock()
 	for _, n := range news {
 		if n.Out && with != nil {
 			with.Ejection(n.Worker, n.For)
 		}
-		if r.Log != nil {
-			n.Log(r.Log, r.Names.Label(n.Worker.Worker))
+		if r.log != nil {
+			n.Log(r.log, r.names.Label(n.Worker.Worker))
 		}
 	}
 }
@@ -110,12 +110,12 @@ func (r *Router) unlock() {
 // Idlest returns the worker with the fewest requests in flight of those that answer,
 // of that engine if one is up; not ok: none is up. Nothing is booked.
 func (r *Router) Idlest(engine kv.Engine) (t kv.Target, ok bool) {
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
 	if len(r.targets) == 0 {
 		return kv.Target{}, false
 	}
-	now := r.Now()
+	now := r.now()
 	badness := func(t *kv.Target) int {
 		switch {
 		case t.Engine != engine:
@@ -140,17 +140,17 @@ func (r *Router) AskFailed(ctx context.Context, t kv.Target, asked time.Time) {
 	if errors.Is(ctx.Err(), context.Canceled) {
 		return
 	}
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
-	r.outliers.AskFailed(t.Key, t.Generation, asked, r.Now())
+	r.outliers.AskFailed(t.Key, t.Generation, asked, r.now())
 }
 
 // Outliers returns how each worker that is up does, by key, and whether so many
 // are out that all are used.
-func (r *Router) Outliers() (list []outlier.Record, desperate bool) {
-	r.Mu.Lock()
+func (r *Router) Outliers() (list []outlier.Record, panicking bool) {
+	r.mu.Lock()
 	defer r.unlock()
-	return r.outliers.Records(r.Now()), r.outliers.Panic()
+	return r.outliers.Records(r.now()), r.outliers.Panic()
 }
 
 // attempt is the booking as the detector sees it.
@@ -193,32 +193,32 @@ func (r *Router) judge(b *Booking, how policy.Ending, now time.Time) {
 // tells whether the worker is out now: nothing more will go there for a while.
 func (b *Booking) FailAs(kind outlier.Kind, why string) (out bool) {
 	r := b.router
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
 	b.fault = &fault{kind: kind, why: why}
-	now := r.Now()
+	now := r.now()
 	r.finish(b, policy.Failed, 0, now)
 	return r.outliers.IsOut(b.worker, now) && !r.outliers.Panic()
 }
 
-// LetGo is Fail for a request whose worker is known to be down or stuck: that
+// Abort is Fail for a request whose worker is known to be down or stuck: that
 // counts no more.
-func (b *Booking) LetGo() {
+func (b *Booking) Abort() {
 	r := b.router
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
 	b.fault = &fault{counted: true}
-	r.finish(b, policy.Failed, 0, r.Now())
+	r.finish(b, policy.Failed, 0, r.now())
 }
 
 // Leave ends the booking of a request whose client left. Where no byte had come
-// for far longer than others wait, the worker has failed it; else nobody is to
-// blame. A decode leg may have waited for its prefill leg.
+// for far longer than others wait, the worker has failed it; else the worker is
+// not at fault. A decode leg may have waited for its prefill leg.
 func (b *Booking) Leave() {
 	r := b.router
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
-	now, how := r.Now(), policy.Abandoned
+	now, how := r.now(), policy.Abandoned
 	if wait := now.Sub(b.sent); !b.computed && !b.ended.Load() && b.leg != kv.LegDecode && r.outliers.LeftInVain(b.attempt(), b.class(), b.queued, wait, now) {
 		how, b.fault = policy.Failed, &fault{kind: outlier.Left, why: "a client left after it had waited " + wait.Round(time.Millisecond).String() + " for a first byte"}
 	}
@@ -229,21 +229,21 @@ func (b *Booking) Leave() {
 // 0: it does not say for how long.
 func (b *Booking) Press(pause time.Duration) {
 	r := b.router
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
-	now := r.Now()
+	now := r.now()
 	r.finish(b, policy.Abandoned, 0, now)
 	r.outliers.Pressed(b.attempt(), pause, now)
 }
 
 // Suspect ends the booking of a request that its worker refused with a status for
-// which the client or the worker may be to blame. It tells whether another worker
+// which the client or the worker may be at fault. It tells whether another worker
 // is to be asked; then Convict or Acquit must follow.
 func (b *Booking) Suspect(status int) (ask bool) {
 	r := b.router
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
-	now := r.Now()
+	now := r.now()
 	r.finish(b, policy.Abandoned, 0, now)
 	return r.outliers.Suspect(b.attempt(), status, now)
 }
@@ -251,27 +251,27 @@ func (b *Booking) Suspect(status int) (ask bool) {
 // Convict says that another worker accepted what this one refused.
 func (b *Booking) Convict(status int) {
 	r := b.router
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
-	r.outliers.Convict(b.attempt(), status, r.Now())
+	r.outliers.Convict(b.attempt(), status, r.now())
 }
 
 // Acquit says that no other worker accepted it; agreed, that another one refused it
 // with the same status.
 func (b *Booking) Acquit(status int, agreed bool) {
 	r := b.router
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
-	r.outliers.Acquit(b.attempt(), status, agreed, r.Now())
+	r.outliers.Acquit(b.attempt(), status, agreed, r.now())
 }
 
 // Forgive takes back that the worker failed the request: others failed it in the
 // same way.
 func (b *Booking) Forgive() {
 	r := b.router
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
-	r.outliers.Forgive(b.attempt(), r.Now())
+	r.outliers.Forgive(b.attempt(), r.now())
 }
 
 // Silent judges the worker, of which no byte of any answer has come for so long,
@@ -279,9 +279,9 @@ func (b *Booking) Forgive() {
 // be let go; else it is to be asked again after that time.
 func (b *Booking) Silent(silent time.Duration) (stuck bool, again time.Duration) {
 	r := b.router
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
-	return r.outliers.Silent(b.attempt(), b.class(), b.queued, silent, r.Now())
+	return r.outliers.Silent(b.attempt(), b.class(), b.queued, silent, r.now())
 }
 
 // FirstLook is how long after its sending to ask Silent first. Not ok: never, since
@@ -293,16 +293,16 @@ func (b *Booking) FirstLook() (after time.Duration, ok bool) {
 // WorkerIsOut tells whether the worker is ejected.
 func (b *Booking) WorkerIsOut() bool {
 	r := b.router
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
-	return r.outliers.Ejected(b.worker, r.Now())
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.outliers.Ejected(b.worker, r.now())
 }
 
 // WorkerIsUp tells whether the incarnation that the request is booked on is up.
 func (b *Booking) WorkerIsUp() bool {
 	r := b.router
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	at, found := r.target(b.worker)
 	return found && r.targets[at].Generation == b.generation
 }

@@ -12,6 +12,7 @@ import (
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/outlier"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/testkit"
 )
@@ -22,7 +23,7 @@ func newWatchedRouter(t testing.TB, rule string, workers int) (r *Router, now *t
 	t.Helper()
 	at := time.Unix(1_000_000, 0)
 	r = NewTestRouter(t, rule, 0)
-	r.Now = func() time.Time { return at }
+	r.now = func() time.Time { return at }
 	for i := range workers {
 		r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Generation: 1, Models: []string{"m"}})
 	}
@@ -36,7 +37,7 @@ func eject(t testing.TB, r *Router, worker uint64) {
 		d := MustRoute(t, r, Request{Pinned: &kv.WorkerKey{Worker: worker}})
 		d.Booking.FailAs(outlier.Status, "answered 500")
 	}
-	if !r.outliers.Ejected(kv.WorkerKey{Worker: worker}, r.Now()) {
+	if !r.outliers.Ejected(kv.WorkerKey{Worker: worker}, r.now()) {
 		t.Fatalf("worker %d is in after three failures", worker)
 	}
 }
@@ -54,7 +55,7 @@ func chosen(t testing.TB, r *Router, n int, request Request) map[uint64]int {
 }
 
 func TestAnEjectedWorkerGetsNothing(t *testing.T) {
-	for _, rule := range policy.Names {
+	for _, rule := range policies.Names {
 		t.Run(rule, func(t *testing.T) {
 			r, _ := newWatchedRouter(t, rule, 4)
 			eject(t, r, 1)
@@ -82,7 +83,7 @@ func TestAtMostHalfOfThemAreOut(t *testing.T) {
 	if got := chosen(t, r, 40, Request{}); got[0]+got[1] != 0 {
 		t.Errorf("two of four are out, and got %v", got)
 	}
-	if _, desperate := r.Outliers(); desperate {
+	if _, panicking := r.Outliers(); panicking {
 		t.Error("two of four out is said to be too many")
 	}
 	for range 3 {
@@ -91,7 +92,7 @@ func TestAtMostHalfOfThemAreOut(t *testing.T) {
 	if got := chosen(t, r, 40, Request{}); got[0] != 10 || got[1] != 10 || got[2] != 10 || got[3] != 10 {
 		t.Errorf("three of four are out: all are to be used, not %v", got)
 	}
-	if _, desperate := r.Outliers(); !desperate {
+	if _, panicking := r.Outliers(); !panicking {
 		t.Error("three of four out is not said to be too many")
 	}
 	if got := chosen(t, r, 40, Request{Allowed: []uint64{0, 2, 3}, Exclude: []uint64{3}}); got[0]+got[2] != 40 {
@@ -262,7 +263,7 @@ func TestClientsThatLeaveInVain(t *testing.T) {
 // at once and 60 s in which it is well again, under every policy.
 func TestAFailingWorkerLosesLittleAndIsBackInTime(t *testing.T) {
 	const every, fails, ends = 25 * time.Millisecond, 40 * time.Second, 100 * time.Second
-	for _, rule := range policy.Names {
+	for _, rule := range policies.Names {
 		for _, bad := range []int{1, 2} {
 			t.Run(fmt.Sprintf("%s, %d of 4", rule, bad), func(t *testing.T) {
 				r, now := newWatchedRouter(t, rule, 4)
@@ -354,11 +355,11 @@ func TestAPromptStaysWholeWhileAllPrefillWorkersAreOut(t *testing.T) {
 func TestTheRouterLogsWhoIsOut(t *testing.T) {
 	r, now := newWatchedRouter(t, "work", 2)
 	var out bytes.Buffer
-	r.Log = slog.New(slog.NewTextHandler(&out, nil))
+	r.log = slog.New(slog.NewTextHandler(&out, nil))
 	eject(t, r, 1)
 	*now = now.Add(5 * time.Second)
 	MustRoute(t, r, Request{}).Booking.Finish(1)
-	for _, want := range []string{"worker 1: gets no requests for 5s", "worker 1: gets requests again"} {
+	for _, want := range []string{"worker 1: ejected for 5s", "worker 1: returned to service"} {
 		if strings.Count(out.String(), want) != 1 {
 			t.Errorf("the log lacks %q, or has it twice:\n%s", want, &out)
 		}

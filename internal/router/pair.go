@@ -35,7 +35,7 @@ type PairRule struct {
 	Enforce       bool   // ErrNoPair where it stays whole only because no two workers are up, as where its prefill worker is pinned
 }
 
-// End ends what is booked for the pair and has not ended: nobody is to blame.
+// End ends what is booked for the pair and has not ended: no worker is at fault.
 func (p Pair) End() {
 	for _, b := range []*Booking{p.Prefill.Booking, p.Decode.Booking} {
 		if b != nil {
@@ -140,16 +140,16 @@ type pairings struct {
 // workers are out for their failures, none could, unless that is enforced or nobody
 // takes p whole.
 func (r *Router) pairings(p *prompt, enforce bool) pairings {
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
-	now := r.Now()
+	now := r.now()
 	var could pairings
 	var prefill, well, decode kv.Kinds
 	most := 0
 	whole, first, second := *p, *p, *p
 	whole.Kinds, whole.Leg, first.Leg, second.Leg = 0, kv.LegWhole, kv.LegPrefill, kv.LegDecode
 	first.Pinned = p.PinnedPrefill
-	r.survey(p)
+	r.snapshot(p)
 	for i := range r.targets {
 		t := &r.targets[i]
 		if whole.mayUse(t) {

@@ -9,6 +9,7 @@ import (
 
 	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
@@ -79,7 +80,7 @@ func TestPromptGoesWhereItIsCachedAndAnswerWhereThereIsRoom(t *testing.T) {
 func TestLegsOfOneRequest(t *testing.T) {
 	r := pairRouter(t, "round-robin", testkit.NixlPrefill, testkit.NixlDecode)
 	policy := new(policytest.Clerk)
-	r.Policy = policy
+	r.policy = policy
 	request := Request{ID: "r", Tokens: testkit.Tokens(1, 40), ExpectedOutput: 500, AnsweredWhole: true, Prefix: hints.Prefix{ID: "p"}}
 	pair, err := r.RoutePair(t.Context(), request, PairRule{})
 	if err != nil {
@@ -133,7 +134,7 @@ func TestPromptOfUnknownLengthIsShared(t *testing.T) {
 func TestPrefillLegIsNotBookedWithoutADecodeLeg(t *testing.T) {
 	r := pairRouter(t, "kv", testkit.NixlPrefill, testkit.SglangDecode, testkit.NixlDecode)
 	limit := 0.5
-	r.Knobs.BusyThresholds.ActiveDecodeBlocksThreshold = &limit
+	r.settings.BusyThresholds.ActiveDecodeBlocksThreshold = &limit
 	r.Up(kv.Target{Key: kv.WorkerKey{Worker: 2}, TotalBlocks: 10, Disagg: testkit.NixlDecode})
 	busy := MustRoute(t, r, Request{Tokens: testkit.Tokens(1, 8*testkit.BlockSize), Pinned: &kv.WorkerKey{Worker: 2}})
 	defer busy.Booking.End()
@@ -161,11 +162,8 @@ func TestTimesOfAPairAreThoseOfBoth(t *testing.T) {
 func TestPairsKeepTheBooks(t *testing.T) {
 	parts := []kv.Disagg{testkit.Plain, testkit.NixlBoth, testkit.NixlPrefill, testkit.NixlDecode, testkit.SglangPrefill, testkit.SglangDecode, testkit.SglangUnknown, testkit.MooncakeDecode}
 	rapid.Check(t, func(t *rapid.T) {
-		policy, err := policy.NewPolicy(rapid.SampledFrom(policy.Names).Draw(t, "policy"))
-		if err != nil {
-			t.Fatal(err)
-		}
-		r := NewRouter(radix.NewTree(), policy, testkit.BlockSize, 1)
+		policy := policytest.MustPolicy(t, rapid.SampledFrom(policies.Names).Draw(t, "policy"))
+		r := New(testkit.Defaults[Settings](), Deps{Index: radix.NewTree(), Policy: policy, BlockSize: testkit.BlockSize, Seed: 1})
 		roles := map[uint64]kv.Disagg{}
 		var open []Pair
 		t.Repeat(map[string]func(*rapid.T){

@@ -13,8 +13,8 @@ import (
 
 // Errors of requests that cannot wait in the queue or waited there for too long.
 var (
-	ErrQueueFull    = errors.New("all workers have enough to do, and the queue of requests that wait is full")
-	ErrQueueTimeout = errors.New("all workers have had enough to do for as long as a request may wait")
+	ErrQueueFull    = errors.New("all workers are at capacity and the queue is full")
+	ErrQueueTimeout = errors.New("all workers were at capacity for the maximum queue time")
 )
 
 // Names of the values that --router-queue-policy takes.
@@ -26,10 +26,10 @@ const (
 
 // QueueSettings are the settings of the queue, with Dynamo's names and defaults.
 type QueueSettings struct {
-	RouterQueueThreshold *float64      `group:"Routing" placeholder:"NUMBER" help:"Let requests wait in the router while every worker that may serve them has more uncached prompt tokens to compute than this many of its passes (--max-num-batched-tokens) take. Default: none waits."`
-	RouterQueuePolicy    string        `group:"Routing" default:"fcfs" enum:"fcfs,wspt,lcfs" help:"Who goes first of those that wait: ${enum}; first come, fewest uncached tokens, or last come."`
-	RouterQueueTimeout   time.Duration `group:"Routing" default:"5m" help:"Longest wait; a request that waited so long is refused."`
-	RouterQueueLimit     int           `group:"Routing" default:"1024" help:"Most requests that wait; further ones are refused."`
+	RouterQueueThreshold *float64      `group:"Routing" placeholder:"NUMBER" help:"Queue requests in the router while every eligible worker has more uncached prompt tokens pending than this many of its passes (--max-num-batched-tokens). Default: no queue."`
+	RouterQueuePolicy    string        `group:"Routing" default:"fcfs" enum:"fcfs,wspt,lcfs" help:"Order of the queue: ${enum} (first come, fewest uncached tokens, last come)."`
+	RouterQueueTimeout   time.Duration `group:"Routing" default:"5m" help:"Maximum time in the queue; the request is then rejected."`
+	RouterQueueLimit     int           `group:"Routing" default:"1024" help:"Maximum number of queued requests; further ones are rejected."`
 }
 
 // validate checks the settings; its errors name the flag.
@@ -58,7 +58,7 @@ type waiter struct {
 	decided chan waitResult // of one; where the prompt has decided, that is called instead
 }
 
-// waitResult is what drain decided on a waiting request.
+// waitResult is what dispatch decided on a waiting request.
 type waitResult struct {
 	decision Decision
 	err      error
@@ -69,7 +69,7 @@ type waitResult struct {
 func (r *Router) queueScore(p *prompt, best int, now time.Time) float64 {
 	jump := max(0, p.PriorityJump)
 	since := now.Sub(r.began).Seconds()
-	switch r.Knobs.RouterQueuePolicy {
+	switch r.settings.RouterQueuePolicy {
 	case queueWSPT:
 		return (1 + jump) / float64(max(1, p.tokens-best*r.blockSize))
 	case queueLCFS:
@@ -81,7 +81,7 @@ func (r *Router) queueScore(p *prompt, best int, now time.Time) float64 {
 // hasCapacity tells whether a worker with that many uncached prompt tokens to
 // compute may get one more request.
 func (r *Router) hasCapacity(t *kv.Target, prefillTokens int) bool {
-	threshold := r.Knobs.RouterQueueThreshold
+	threshold := r.settings.RouterQueueThreshold
 	return threshold == nil || t.MaxBatchedTokens <= 0 || float64(prefillTokens) <= *threshold*float64(t.MaxBatchedTokens)
 }
 
@@ -89,15 +89,15 @@ func (r *Router) hasCapacity(t *kv.Target, prefillTokens int) bool {
 // wait already need not be asked: had one of the candidates capacity for them, they
 // would not wait.
 func (r *Router) mustWait(p *prompt) bool {
-	if r.Knobs.RouterQueueThreshold == nil || p.QueryOnly || p.ChooseOnly {
+	if r.settings.RouterQueueThreshold == nil || p.QueryOnly || p.ChooseOnly {
 		return false
 	}
 	return !slices.ContainsFunc(r.candidates, func(c policy.Candidate) bool { return r.hasCapacity(&c.Target, c.Load.PrefillTokens) })
 }
 
-// park puts p, whose candidates have been gathered, into the queue.
-func (r *Router) park(p *prompt, now time.Time) (*waiter, error) {
-	if len(r.waiting) >= r.Knobs.RouterQueueLimit {
+// enqueue puts p, whose candidates have been gathered, into the queue.
+func (r *Router) enqueue(p *prompt, now time.Time) (*waiter, error) {
+	if len(r.waiting) >= r.settings.RouterQueueLimit {
 		return nil, ErrQueueFull
 	}
 	if r.began.IsZero() {
@@ -121,9 +121,9 @@ func (r *Router) park(p *prompt, now time.Time) (*waiter, error) {
 	return w, nil
 }
 
-// drain decides the waiting requests that a worker has capacity for, in queue
+// dispatch decides the waiting requests that a worker has capacity for, in queue
 // order. It is called whenever capacity may have been freed.
-func (r *Router) drain(now time.Time) {
+func (r *Router) dispatch(now time.Time) {
 	if len(r.waiting) == 0 {
 		return
 	}
@@ -133,7 +133,7 @@ func (r *Router) drain(now time.Time) {
 			kept = append(kept, r.waiting[i:]...)
 			break
 		}
-		err := r.gather(&w.prompt, now)
+		err := r.collect(&w.prompt, now)
 		if errors.Is(err, ErrBusy) || err == nil && r.mustWait(&w.prompt) {
 			kept = append(kept, w)
 			continue
@@ -173,7 +173,7 @@ func (r *Router) anyCapacity() bool {
 // wait returns what is decided on w, ErrQueueTimeout, or the cause for which ctx
 // ended before.
 func (r *Router) wait(ctx context.Context, w *waiter) (Decision, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, r.Knobs.RouterQueueTimeout, ErrQueueTimeout)
+	ctx, cancel := context.WithTimeoutCause(ctx, r.settings.RouterQueueTimeout, ErrQueueTimeout)
 	defer cancel()
 	refresh := time.NewTicker(QueueRefresh)
 	defer refresh.Stop()
@@ -192,12 +192,12 @@ func (r *Router) wait(ctx context.Context, w *waiter) (Decision, error) {
 
 // leave takes w out of the queue, or gives back what was booked for it.
 func (r *Router) leave(w *waiter) {
-	r.Mu.Lock()
+	r.mu.Lock()
 	at := slices.Index(r.waiting, w)
 	if at >= 0 {
 		r.waiting = slices.Delete(r.waiting, at, at+1)
 	}
-	r.Mu.Unlock()
+	r.mu.Unlock()
 	if at < 0 {
 		if result := <-w.decided; result.err == nil {
 			result.decision.Booking.End()
@@ -208,10 +208,10 @@ func (r *Router) leave(w *waiter) {
 // lookUpAgain brings up to date what w's workers have of its prompt.
 func (r *Router) lookUpAgain(w *waiter) {
 	matches := r.index.Match(w.prompt.local, nil)
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	w.prompt.matches, w.prompt.next = matches, 0
-	r.drain(r.Now())
+	r.dispatch(r.now())
 }
 
 // Waiting is a request of RouteOrWait that is in the queue.
@@ -243,8 +243,8 @@ func (w *Waiting) Refresh() { w.router.lookUpAgain(w.waiter) }
 // it has been decided.
 func (w *Waiting) Leave() bool {
 	r := w.router
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	at := slices.Index(r.waiting, w.waiter)
 	if at >= 0 {
 		r.waiting = slices.Delete(r.waiting, at, at+1)
@@ -254,8 +254,8 @@ func (w *Waiting) Leave() bool {
 
 // QueueDepth returns the number of waiting requests and of their prompt tokens.
 func (r *Router) QueueDepth() (requests, tokens int) {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	for _, w := range r.waiting {
 		tokens += w.prompt.tokens
 	}

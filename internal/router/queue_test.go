@@ -10,9 +10,9 @@ import (
 	"pgregory.net/rapid"
 
 	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/policytest"
 )
 
 // newQueueingRouter returns a router whose requests wait while their workers
@@ -20,7 +20,7 @@ import (
 func newQueueingRouter(t testing.TB, workers int, policy string, limit int) (*Router, *testkit.StandingClock) {
 	t.Helper()
 	threshold := 0.5
-	knobs := DefaultSettings()
+	knobs := testkit.Defaults[Settings]()
 	knobs.QueueSettings = QueueSettings{RouterQueueThreshold: &threshold, RouterQueuePolicy: policy, RouterQueueTimeout: time.Minute, RouterQueueLimit: limit}
 	if err := knobs.Validate(); err != nil {
 		t.Fatal(err)
@@ -185,9 +185,9 @@ func TestQueueScoreOfWSPT(t *testing.T) {
 			}
 			ctx, cancel := context.WithCancel(t.Context())
 			q := send(t, r, ctx, 1, Request{Tokens: prompt, Pinned: test.pinned})
-			r.Mu.Lock()
+			r.mu.Lock()
 			got := r.waiting[0].score
-			r.Mu.Unlock()
+			r.mu.Unlock()
 			if got != test.want {
 				t.Errorf("score 1/%v, want 1/%v", 1/got, 1/test.want)
 			}
@@ -269,7 +269,7 @@ func TestQueueIsBounded(t *testing.T) {
 
 func TestQueueWaitsHaveALimit(t *testing.T) {
 	r, _ := newQueueingRouter(t, 1, queueFCFS, 2)
-	r.Knobs.RouterQueueTimeout = time.Millisecond
+	r.settings.RouterQueueTimeout = time.Millisecond
 	full := occupy(t, r, 0, 9)
 	if _, err := r.Route(t.Context(), Request{NumTokens: 1}); !errors.Is(err, ErrQueueTimeout) {
 		t.Errorf("error %v, want ErrQueueTimeout", err)
@@ -318,9 +318,9 @@ func TestQueueLooksItsPromptsUpAgain(t *testing.T) {
 	prompt := testkit.Tokens(1, 40)
 	q := send(t, r, t.Context(), 1, Request{Tokens: prompt, Pinned: &kv.WorkerKey{Worker: 1}})
 	Hold(r, 1, prompt[:20])
-	r.Mu.Lock()
+	r.mu.Lock()
 	w := r.waiting[0]
-	r.Mu.Unlock()
+	r.mu.Unlock()
 	r.lookUpAgain(w)
 	full[1].End()
 	if d, err := q.get(t); err != nil || d.OverlapTokens != 20 {
@@ -335,10 +335,9 @@ func TestQueueLooksItsPromptsUpAgain(t *testing.T) {
 func TestQueueServesEverybody(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		threshold := 0.5
-		knobs := DefaultSettings()
+		knobs := testkit.Defaults[Settings]()
 		knobs.QueueSettings = QueueSettings{RouterQueueThreshold: &threshold, RouterQueuePolicy: rapid.SampledFrom([]string{queueFCFS, queueWSPT, queueLCFS}).Draw(t, "policy"), RouterQueueTimeout: time.Minute, RouterQueueLimit: 6}
-		policy, _ := policy.NewPolicy("kv")
-		r := New(radix.NewTree(), policy, testkit.BlockSize, 1, knobs)
+		r := New(knobs, Deps{Index: radix.NewTree(), Policy: policytest.MustPolicy(t, "kv"), BlockSize: testkit.BlockSize, Seed: 1})
 		for w := range uint64(3) {
 			r.Up(kv.Target{Key: kv.WorkerKey{Worker: w}, MaxBatchedTokens: 16})
 		}

@@ -27,7 +27,7 @@ import (
 // Errors of Route and Book.
 var (
 	ErrNoWorker      = errors.New("no worker is ready")
-	ErrBusy          = errors.New("all workers that may serve the request are busy")
+	ErrBusy          = errors.New("all eligible workers are busy")
 	ErrDuplicate     = errors.New("the request id is in use")
 	ErrUnknownWorker = errors.New("no such worker")
 )
@@ -109,12 +109,12 @@ type Decision struct {
 // Settings are the settings of the Router, with Dynamo's names and
 // defaults.
 type Settings struct {
-	RouterTrackActiveBlocks  bool `group:"Routing" default:"true" negatable:"" help:"Count the prompt blocks that requests in flight use, shared ones once. Without it policy kv looks at prompt tokens alone."`
-	RouterTrackOutputBlocks  bool `group:"Routing" default:"false" negatable:"" help:"Count the blocks of answers too, as they grow."`
-	RouterTrackPrefillTokens bool `group:"Routing" default:"true" negatable:"" help:"Count the prompt tokens of requests that have no first token yet."`
-	RouterAssumeKVReuse      bool `name:"router-assume-kv-reuse" group:"Routing" default:"true" negatable:"" help:"Count a prompt block once that several requests in flight share; without it, for each of them."`
+	RouterTrackActiveBlocks  bool `group:"Routing" default:"true" negatable:"" help:"Count the prompt blocks of in-flight requests; shared blocks count once. Without it, policy kv uses prompt tokens only."`
+	RouterTrackOutputBlocks  bool `group:"Routing" default:"false" negatable:"" help:"Also count the blocks of answers as they grow."`
+	RouterTrackPrefillTokens bool `group:"Routing" default:"true" negatable:"" help:"Count the prompt tokens of requests without a first token."`
+	RouterAssumeKVReuse      bool `name:"router-assume-kv-reuse" group:"Routing" default:"true" negatable:"" help:"Count a prompt block shared by several in-flight requests once; without it, once per request."`
 
-	RecordDecisions bool `group:"Requests" default:"false" help:"Write into each line of --record why its worker was chosen: the terms of every worker's score, and why others could not be."`
+	RecordDecisions bool `group:"Requests" default:"false" help:"Add the explanation of the routing decision to each line of --record: the score terms of every worker and the reason of each exclusion."`
 
 	QueueSettings
 	SessionSettings
@@ -124,20 +124,10 @@ type Settings struct {
 	outlier.Settings
 }
 
-// DefaultSettings returns the defaults of the flags.
-func DefaultSettings() Settings {
-	return Settings{
-		RouterTrackActiveBlocks: true, RouterTrackPrefillTokens: true, RouterAssumeKVReuse: true,
-		QueueSettings:   QueueSettings{RouterQueuePolicy: queueFCFS, RouterQueueTimeout: 5 * time.Minute, RouterQueueLimit: 1024},
-		SessionSettings: DefaultSessionSettings(), SaturationSettings: SaturationSettings{SaturationTarget: time.Second},
-		Settings: outlier.DefaultSettings(),
-	}
-}
-
 // Validate checks the settings; its errors name the flag.
 func (k Settings) Validate() error {
 	if k.RouterTrackOutputBlocks && !k.RouterTrackActiveBlocks {
-		return errors.New("--router-track-output-blocks adds to the active blocks: leave out --no-router-track-active-blocks")
+		return errors.New("--router-track-output-blocks adds to the active blocks: remove --no-router-track-active-blocks")
 	}
 	if err := k.BusyThresholds.Validate(); err != nil {
 		return fmt.Errorf("--%w", err)
@@ -154,34 +144,34 @@ func (k Settings) CountsPasses() bool {
 // worker. It owns the lock under which requests are decided.
 type Router struct {
 	index     radix.Index
-	assumes   radix.Assumer // the index, if it is told what was routed; else nil
+	assumes   radix.Assumer // the index, if it counts what was routed; else nil
 	blockSize int
-	Now       func() time.Time
-	Knobs     Settings
-	Names     *kv.Names     // what its workers are called; who keeps the fleet sets them
-	Log       *slog.Logger  // gets a line when a worker is taken out or comes back; nil: nobody does
+	now       func() time.Time
+	settings  Settings
+	names     *kv.Names
+	log       *slog.Logger
 	scratch   sync.Pool     // of *workspace
 	traits    policy.Traits // the policy's
 	paired    atomic.Bool   // some worker computes only prompts or only answers
 
-	Mu         sync.Mutex    // guards all below
-	targets    []kv.Target   // the workers that are up, by key
-	books      []*workerLoad // of loads, for each of targets
-	loads      *Loads
-	outliers   *outlier.Detector
-	Policy     policy.Policy
-	random     *rand.Rand
-	candidates []policy.Candidate   // reused by every decision
-	expired    time.Time            // when forgotten bookings were last looked for
-	began      time.Time            // of the queue's clock: when a request first had to wait
-	waiting    []*waiter            // for a worker with capacity, the first to go at the front
-	sharing    *Sharing             // with other routers; nil: nobody is told
-	decisions  uint64               // that a judged policy hears of
-	resting    map[uint64]time.Time // workers that get no new requests, since when
-	held       map[uint64]bool      // those that Hold keeps from them
-	receipts   receipts             // of the last decisions, while somebody asks
-	sessions   *sessions
-	forecast   *policy.Work // knows how long the engine's passes take; the policy itself if it does
+	mu          sync.Mutex    // guards all below, and the busy thresholds of settings
+	targets     []kv.Target   // the workers that are up, by key
+	targetLoads []*workerLoad // of loads, for each of targets
+	loads       *Loads
+	outliers    *outlier.Detector
+	policy      policy.Policy
+	random      *rand.Rand
+	candidates  []policy.Candidate   // reused by every decision
+	expired     time.Time            // when forgotten bookings were last looked for
+	began       time.Time            // of the queue's clock: when a request first had to wait
+	waiting     []*waiter            // for a worker with capacity, the first to go at the front
+	sharing     *Sharing             // with other routers; nil: nobody is told
+	decisions   uint64               // that a judged policy hears of
+	cordoned    map[uint64]time.Time // workers that get no new requests, since when
+	held        map[uint64]bool      // those that Hold keeps from them
+	receipts    receipts             // of the last decisions, while somebody asks
+	sessions    *sessions
+	forecast    *policy.Work // knows how long the engine's passes take; the policy itself if it does
 }
 
 // workspace holds the buffers of one look-up, reused by later ones.
@@ -219,33 +209,42 @@ func (p *prompt) newBlocks() int {
 	return len(p.local)
 }
 
-// NewRouter is New with the default settings.
-func NewRouter(index radix.Index, policy policy.Policy, blockSize int, seed uint64) *Router {
-	return New(index, policy, blockSize, seed, DefaultSettings())
+// Deps are the parts that a router is made of.
+type Deps struct {
+	Index     radix.Index
+	Policy    policy.Policy
+	BlockSize int              // of the engines, tokens
+	Seed      uint64           // of all random choices
+	Names     *kv.Names        // of its workers; nil: they have none
+	Log       *slog.Logger     // for ejections and, at debug level, decisions; nil: none
+	Now       func() time.Time // nil: time.Now
 }
 
-// New returns a router without workers. blockSize is the engines' block size in
-// tokens. seed seeds all of the router's random choices.
-func New(index radix.Index, rule policy.Policy, blockSize int, seed uint64, settings Settings) *Router {
-	assumes, _ := index.(radix.Assumer)
-	forecast, is := rule.(*policy.Work)
+// New returns a router without workers.
+func New(settings Settings, deps Deps) *Router {
+	assumes, _ := deps.Index.(radix.Assumer)
+	forecast, is := deps.Policy.(*policy.Work)
 	if !is {
 		forecast = policy.NewWork()
 	}
+	if deps.Now == nil {
+		deps.Now = time.Now
+	}
 	return &Router{
-		index:     index,
+		index:     deps.Index,
 		assumes:   assumes,
-		blockSize: blockSize,
-		Now:       time.Now,
-		Knobs:     settings,
-		Names:     new(kv.Names),
-		traits:    rule.Traits(),
+		blockSize: deps.BlockSize,
+		now:       deps.Now,
+		settings:  settings,
+		names:     cmp.Or(deps.Names, new(kv.Names)),
+		log:       deps.Log,
+		traits:    deps.Policy.Traits(),
 		scratch:   sync.Pool{New: func() any { return new(workspace) }},
 		loads:     NewLoads(),
 		outliers:  outlier.New(settings.Settings),
-		Policy:    rule,
-		random:    rand.New(rand.NewPCG(seed, seed)),
-		resting:   map[uint64]time.Time{},
+		policy:    deps.Policy,
+		random:    rand.New(rand.NewPCG(deps.Seed, deps.Seed)),
+		cordoned:  map[uint64]time.Time{},
 		held:      map[uint64]bool{},
 		sessions:  newSessions(),
 		forecast:  forecast,
@@ -254,6 +253,12 @@ func New(index radix.Index, rule policy.Policy, blockSize int, seed uint64, sett
 
 // Index returns the index that prompts are looked up in.
 func (r *Router) Index() radix.Index { return r.index }
+
+// Names returns the names of its workers.
+func (r *Router) Names() *kv.Names { return r.names }
+
+// NamesSessions reports whether requests can name a session.
+func (r *Router) NamesSessions() bool { return r.settings.NamesSessions() }
 
 // Blocks returns how many blocks the index knows w to hold.
 func (r *Router) Blocks(w kv.WorkerKey) int { return r.index.Blocks(w) }
@@ -264,22 +269,22 @@ func (r *Router) BlockSize() int { return r.blockSize }
 // Up makes t a worker that requests may go to. It replaces a target with the same
 // key.
 func (r *Router) Up(t kv.Target) {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	if r.assumes != nil {
 		r.assumes.SetCapacity(t.Key, t.TotalBlocks)
 	}
-	t.Resting = r.rests(t.Key)
+	t.Resting = r.isCordoned(t.Key)
 	at, found := r.target(t.Key)
 	load := r.loads.expect(t)
 	if found {
 		r.targets[at] = t
 	} else {
-		r.targets, r.books = slices.Insert(r.targets, at, t), slices.Insert(r.books, at, load)
+		r.targets, r.targetLoads = slices.Insert(r.targets, at, t), slices.Insert(r.targetLoads, at, load)
 	}
-	r.outliers.Join(t.Key, t.Generation, r.Now())
+	r.outliers.Join(t.Key, t.Generation, r.now())
 	r.notePairs()
-	r.drain(r.Now())
+	r.dispatch(r.now())
 }
 
 // target finds w among those that are up, or where it would be.
@@ -289,21 +294,21 @@ func (r *Router) target(w kv.WorkerKey) (at int, found bool) {
 
 // Down takes w out of the choice. Bookings on it stay until their requests end.
 func (r *Router) Down(w kv.WorkerKey) {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	if at, found := r.target(w); found {
-		r.targets, r.books = slices.Delete(r.targets, at, at+1), slices.Delete(r.books, at, at+1)
+		r.targets, r.targetLoads = slices.Delete(r.targets, at, at+1), slices.Delete(r.targetLoads, at, at+1)
 	}
 	r.loads.silence(w)
 	r.outliers.Leave(w)
 	r.notePairs()
-	r.drain(r.Now())
+	r.dispatch(r.now())
 }
 
 // Publish stores the load that w reports.
 func (r *Router) Publish(w kv.WorkerKey, p policy.Published) {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	if _, up := r.target(w); up { // what comes too late would keep the books of who is gone
 		r.loads.publish(w, p)
 	}
@@ -311,31 +316,31 @@ func (r *Router) Publish(w kv.WorkerKey, p policy.Published) {
 
 // IsUp tells whether that incarnation of a worker is up.
 func (r *Router) IsUp(t kv.Target) bool {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	at, found := r.target(t.Key)
 	return found && r.targets[at].Generation == t.Generation
 }
 
 // Targets returns the workers that are up, by key.
 func (r *Router) Targets() []kv.Target {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	return slices.Clone(r.targets)
 }
 
 // Count returns how many workers are up.
 func (r *Router) Count() int {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	return len(r.targets)
 }
 
 // Has tells whether a worker is up of which is is true. It is asked under the router's
 // lock, and copies nothing.
 func (r *Router) Has(is func(*kv.Target) bool) bool {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	return r.has(is)
 }
 
@@ -351,9 +356,9 @@ func (r *Router) has(is func(*kv.Target) bool) bool {
 
 // Load returns the load of w.
 func (r *Router) Load(w kv.WorkerKey) policy.Load {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
-	load := r.loads.get(w, r.Now())
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	load := r.loads.get(w, r.now())
 	load.Prefills = slices.Clone(load.Prefills)
 	return load
 }
@@ -361,16 +366,16 @@ func (r *Router) Load(w kv.WorkerKey) policy.Load {
 // Serves tells whether a worker that is up serves the model, and whether any
 // worker is up at all.
 func (r *Router) Serves(model string) (serves, up bool) {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	return r.has(func(t *kv.Target) bool { return t.Serves(model) }), len(r.targets) > 0
 }
 
 // Adapter returns model if it is the name of a LoRA adapter, else nothing. listed: it
 // is one of the names that a worker lists.
 func (r *Router) Adapter(model string) (adapter string, listed bool) {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	for i := range r.targets {
 		if slices.Contains(r.targets[i].Adapters, model) {
 			return model, true
@@ -395,9 +400,9 @@ func (r *Router) Route(ctx context.Context, request Request) (Decision, error) {
 // place is Route for a request that has been looked up: decision says how long
 // that took.
 func (r *Router) place(ctx context.Context, p *prompt, decision Decision) (Decision, error) {
-	began := r.Now()
+	began := r.now()
 	w, err := r.schedule(p, &decision)
-	decision.ScheduleTime = r.Now().Sub(began)
+	decision.ScheduleTime = r.now().Sub(began)
 	if w == nil {
 		r.logDecisions(p, decision.Receipts)
 		return decision, err
@@ -412,17 +417,17 @@ func (r *Router) place(ctx context.Context, p *prompt, decision Decision) (Decis
 func (r *Router) lookUp(request Request, scratch *workspace) (p prompt, d Decision) {
 	p = prompt{Request: request, local: request.Local}
 	p.tokens = max(request.NumTokens, len(request.Tokens))
-	p.counted = r.Knobs.RouterTrackActiveBlocks && (r.traits.ActiveBlocks || p.ID != "" || p.QueryOnly)
-	began := r.Now()
+	p.counted = r.settings.RouterTrackActiveBlocks && (r.traits.ActiveBlocks || p.ID != "" || p.QueryOnly)
+	began := r.now()
 	if len(request.Tokens) > 0 && (p.counted || r.index.CanMatch()) {
 		scratch.local = request.Hashes(scratch.local[:0], r.blockSize)
 		p.local = scratch.local
 	}
-	hashed := r.Now()
+	hashed := r.now()
 	scratch.matches = r.index.Match(p.local, scratch.matches[:0])
 	p.matches = scratch.matches
-	lookedUp := r.Now()
-	p.shared = r.Knobs.RouterAssumeKVReuse
+	lookedUp := r.now()
+	p.shared = r.settings.RouterAssumeKVReuse
 	if p.Override != nil && p.Override.AssumeKVReuse != nil {
 		p.shared = *p.Override.AssumeKVReuse
 	}
@@ -432,26 +437,26 @@ func (r *Router) lookUp(request Request, scratch *workspace) (p prompt, d Decisi
 			p.sequence = kv.SequenceHashes(make([]uint64, 0, len(p.local)), p.local) // the booking keeps it
 		}
 	}
-	sequenced := r.Now()
+	sequenced := r.now()
 	return p, Decision{Tokens: p.tokens, HashTime: hashed.Sub(began), LookupTime: lookedUp.Sub(hashed), SequenceTime: sequenced.Sub(lookedUp)}
 }
 
 // schedule chooses among the workers that are up and books, under the lock, or
 // lets the request wait.
 func (r *Router) schedule(p *prompt, d *Decision) (*waiter, error) {
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
-	now := r.Now()
+	now := r.now()
 	r.expire(now)
 	if r.taken(p) {
 		return nil, ErrDuplicate
 	}
-	if err := r.gather(p, now); err != nil {
+	if err := r.collect(p, now); err != nil {
 		r.explainRefusal(p, d, err, now)
 		return nil, err
 	}
 	if r.mustWait(p) {
-		return r.park(p, now)
+		return r.enqueue(p, now)
 	}
 	r.choose(p, d, now)
 	return nil, nil
@@ -469,14 +474,14 @@ func (r *Router) taken(p *prompt) bool {
 // choose lets the policy choose among the candidates and books.
 func (r *Router) choose(p *prompt, d *Decision, now time.Time) {
 	query := policy.Query{Now: now, Tokens: p.tokens, BlockSize: r.blockSize, FreePrefill: !r.tracksPrefill(p), Override: p.Override, Leg: p.Leg, Sequence: p.sequence, DryRun: p.QueryOnly, Prefix: p.Prefix, Workers: p.workers, Retry: len(p.Exclude) > 0}
-	if _, is := r.Policy.(policy.Judged); is && !p.QueryOnly && !p.ChooseOnly {
+	if _, is := r.policy.(policy.Judged); is && !p.QueryOnly && !p.ChooseOnly {
 		r.decisions++
 		query.Decision = r.decisions
 	}
 	if p.Explain || r.explains(now) {
 		query.Explain = &policy.Explanation{Decision: query.Decision}
 	}
-	at := r.Policy.Choose(query, r.candidates, r.random)
+	at := r.policy.Choose(query, r.candidates, r.random)
 	p.sessionGoes = r.sessionGoes(p, &r.candidates[at].Target, now)
 	if query.Explain != nil {
 		d.Receipts = []*Receipt{r.explain(p, query.Explain, at, now)}
@@ -509,7 +514,7 @@ func (r *Router) tracksPrefill(p *prompt) bool {
 	if p.Override != nil && p.Override.TrackPrefillTokens != nil {
 		return *p.Override.TrackPrefillTokens
 	}
-	return r.Knobs.RouterTrackPrefillTokens
+	return r.settings.RouterTrackPrefillTokens
 }
 
 // book enters p into the books of the candidate.
@@ -557,9 +562,9 @@ func (r *Router) bookOn(request Request, worker kv.WorkerKey) (*Booking, policy.
 	scratch := r.scratch.Get().(*workspace)
 	defer r.scratch.Put(scratch)
 	p, _ := r.lookUp(request, scratch)
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
-	now := r.Now()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	now := r.now()
 	r.expire(now)
 	at, found := r.target(worker)
 	if !found {
@@ -568,7 +573,7 @@ func (r *Router) bookOn(request Request, worker kv.WorkerKey) (*Booking, policy.
 	if r.taken(&p) {
 		return nil, c, ErrDuplicate
 	}
-	r.survey(&p)
+	r.snapshot(&p)
 	r.candidate(&c, &p, at, now)
 	return r.book(&p, &c, now), c, nil
 }
@@ -607,14 +612,9 @@ func (r *Router) Overlaps(request Request) (overlaps []Overlap, blocks int) {
 	return overlaps, len(local)
 }
 
-// WithThompson runs f with the router's policy, under its lock, if that is
-// thompson; else it returns false.
-func (r *Router) WithThompson(f func(*policy.Thompson)) bool {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
-	p, is := r.Policy.(*policy.Thompson)
-	if is {
-		f(p)
-	}
-	return is
+// WithPolicy runs f with the router's policy, under its lock.
+func (r *Router) WithPolicy(f func(policy.Policy)) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	f(r.policy)
 }

@@ -20,11 +20,7 @@ import (
 // NewTestRouter returns a router over that many workers, all up and idle.
 func NewTestRouter(t testing.TB, rule string, workers int) *Router {
 	t.Helper()
-	p, err := policy.NewPolicy(rule)
-	if err != nil {
-		t.Fatal(err)
-	}
-	r := NewRouter(radix.NewTree(), p, testkit.BlockSize, 1)
+	r := New(testkit.Defaults[Settings](), Deps{Index: radix.NewTree(), Policy: policytest.MustPolicy(t, rule), BlockSize: testkit.BlockSize, Seed: 1})
 	for i := range workers {
 		r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, URL: "http://worker", Models: []string{"m"}})
 	}
@@ -172,8 +168,7 @@ func TestAStaleLoadIsNotBelieved(t *testing.T) {
 // the books with a plain count.
 func TestBooksAreEvenAfterAnyOrderOfCalls(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		policy, _ := policy.NewPolicy("random")
-		r := NewRouter(radix.NewTree(), policy, testkit.BlockSize, rapid.Uint64().Draw(t, "seed"))
+		r := New(testkit.Defaults[Settings](), Deps{Index: radix.NewTree(), Policy: policytest.MustPolicy(t, "random"), BlockSize: testkit.BlockSize, Seed: rapid.Uint64().Draw(t, "seed")})
 		for i := range 3 {
 			r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}})
 		}
@@ -236,15 +231,15 @@ func TestBooksAreEvenAfterAnyOrderOfCalls(t *testing.T) {
 
 func TestWithoutIndexOnlyWhatIsCountedIsHashed(t *testing.T) {
 	for _, track := range []bool{true, false} {
-		knobs, zero := DefaultSettings(), 0.0
+		knobs, zero := testkit.Defaults[Settings](), 0.0
 		knobs.RouterTrackActiveBlocks = track
-		rule := policy.DefaultSettings()
+		rule := testkit.Defaults[policy.Settings]()
 		rule.OverlapScoreWeight = &zero
 		keys, err := policy.New("kv", rule)
 		if err != nil {
 			t.Fatal(err)
 		}
-		r := New(NewIndex(DefaultIndexSettings(), "kv", rule, testkit.BlockSize, time.Now), keys, testkit.BlockSize, 1, knobs)
+		r := New(knobs, Deps{Index: NewIndex(testkit.Defaults[IndexSettings](), "kv", rule, testkit.BlockSize, time.Now), Policy: keys, BlockSize: testkit.BlockSize, Seed: 1})
 		r.Up(kv.Target{Key: testkit.W0})
 		Hold(r, 0, testkit.Tokens(1, 40))
 		d, err := r.Route(t.Context(), Request{Tokens: testkit.Tokens(1, 42)})
@@ -263,10 +258,10 @@ func TestWithoutIndexOnlyWhatIsCountedIsHashed(t *testing.T) {
 }
 
 func TestAnApproximateIndexIsToldWhatWasRouted(t *testing.T) {
-	config := DefaultIndexSettings()
+	config := testkit.Defaults[IndexSettings]()
 	config.NoKVEvents = true
-	index := NewIndex(config, "standalone", policy.DefaultSettings(), testkit.BlockSize, time.Now)
-	r := NewRouter(index, policytest.MustPolicy(t, "standalone"), testkit.BlockSize, 1)
+	index := NewIndex(config, "standalone", testkit.Defaults[policy.Settings](), testkit.BlockSize, time.Now)
+	r := New(testkit.Defaults[Settings](), Deps{Index: index, Policy: policytest.MustPolicy(t, "standalone"), BlockSize: testkit.BlockSize, Seed: 1})
 	r.Up(kv.Target{Key: testkit.W0, TotalBlocks: 20})
 	route := func(request Request) Decision {
 		t.Helper()
@@ -309,10 +304,10 @@ func BenchmarkRoute(b *testing.B) {
 		for _, rule := range []string{"standalone", "kv", "work"} {
 			for _, index := range []string{"exact", "approximate"} {
 				b.Run(fmt.Sprintf("tokens=%d/workers=%d/%s/%s", size.tokens, size.workers, rule, index), func(b *testing.B) {
-					config := DefaultIndexSettings()
+					config := testkit.Defaults[IndexSettings]()
 					config.NoKVEvents = index == "approximate"
 					const block, prompts = 64, 16
-					r := NewRouter(NewIndex(config, rule, policy.DefaultSettings(), block, time.Now), policytest.MustPolicy(b, rule), block, 1)
+					r := New(testkit.Defaults[Settings](), Deps{Index: NewIndex(config, rule, testkit.Defaults[policy.Settings](), block, time.Now), Policy: policytest.MustPolicy(b, rule), BlockSize: block, Seed: 1})
 					for w := range size.workers {
 						r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(w)}, TotalBlocks: 1 << 15})
 					}
@@ -387,10 +382,10 @@ func TestSiblingsInFlightCountAsCachedForWork(t *testing.T) {
 // TestPromptsOfOnePassCountItOnce: an engine sends the first tokens of a pass together.
 func TestPromptsOfOnePassCountItOnce(t *testing.T) {
 	rule := &pupil{}
-	r := NewRouter(radix.NewTree(), rule, testkit.BlockSize, 1)
+	r := New(testkit.Defaults[Settings](), Deps{Index: radix.NewTree(), Policy: rule, BlockSize: testkit.BlockSize, Seed: 1})
 	r.Up(kv.Target{Key: kv.WorkerKey{}})
 	now := time.Unix(1000, 0)
-	r.Now = func() time.Time { return now }
+	r.now = func() time.Time { return now }
 	decodes := MustRoute(t, r, Request{NumTokens: 100})
 	decodes.Booking.FirstToken()
 	for _, after := range []time.Duration{50 * time.Millisecond, time.Millisecond, 30 * time.Millisecond, 0} {
@@ -414,10 +409,10 @@ func (p *pupil) Learn(o policy.Outcome) { p.outcomes = append(p.outcomes, o) }
 
 func TestOutcomesTellWhatAWorkerDidMeanwhile(t *testing.T) {
 	rule := &pupil{}
-	r := NewRouter(radix.NewTree(), rule, testkit.BlockSize, 1)
+	r := New(testkit.Defaults[Settings](), Deps{Index: radix.NewTree(), Policy: rule, BlockSize: testkit.BlockSize, Seed: 1})
 	r.Up(kv.Target{Key: kv.WorkerKey{}})
 	now := time.Unix(1000, 0)
-	r.Now = func() time.Time { return now }
+	r.now = func() time.Time { return now }
 	send := func(tokens int, silent bool) *Booking {
 		d, err := r.Route(t.Context(), Request{NumTokens: tokens, AnsweredWhole: silent})
 		if err != nil {

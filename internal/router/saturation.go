@@ -10,7 +10,7 @@ import (
 
 // SaturationSettings say what wait is too long.
 type SaturationSettings struct {
-	SaturationTarget time.Duration `group:"Routing" default:"1s" help:"The wait for a first token, beyond that of an idle worker, at which kvrouter_saturation is 1."`
+	SaturationTarget time.Duration `group:"Routing" default:"1s" help:"Time to first token, beyond that of an idle worker, at which kvrouter_saturation is 1."`
 }
 
 // validate checks the settings; its errors name the flag.
@@ -25,7 +25,7 @@ func (k SaturationSettings) validate() error {
 // requests.
 func (r *Router) Saturation() (saturation float64, up bool) {
 	wait, up := r.Wait()
-	return wait.Seconds() / r.Knobs.SaturationTarget.Seconds(), up
+	return wait.Seconds() / r.settings.SaturationTarget.Seconds(), up
 }
 
 // Wait predicts by how much later a request that comes now gets its first token than
@@ -33,9 +33,9 @@ func (r *Router) Saturation() (saturation float64, up bool) {
 // router's queue. Not up: no worker takes requests. Where prompts are computed apart,
 // the workers are those that do so.
 func (r *Router) Wait() (wait time.Duration, up bool) {
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
-	now := r.Now()
+	now := r.now()
 	r.expire(now)
 	leg := kv.LegWhole
 	if r.has(func(t *kv.Target) bool { return t.Takes(kv.LegPrefill) }) && r.has(func(t *kv.Target) bool { return t.Takes(kv.LegDecode) }) {
@@ -49,7 +49,7 @@ func (r *Router) Wait() (wait time.Duration, up bool) {
 			continue
 		}
 		var load policy.Load
-		r.books[i].asOf(now, &load)
+		r.targetLoads[i].asOf(now, &load)
 		w := r.forecast.Wait(now, &load)
 		if workers == 0 || in && !well || w < wait {
 			wait = w

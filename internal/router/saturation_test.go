@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/testkit"
 )
@@ -19,11 +20,11 @@ func expectSaturation(t testing.TB, r *Router, when string, least, most float64)
 }
 
 func TestSaturationFollowsTheLoad(t *testing.T) {
-	for _, rule := range policy.Names {
+	for _, rule := range policies.Names {
 		t.Run(rule, func(t *testing.T) {
 			clock := new(testkit.StandingClock)
 			r := NewTestRouter(t, rule, 2)
-			r.Now = clock.Now
+			r.now = clock.Now
 			expectSaturation(t, r, "idle", 0, 0)
 			first := occupy(t, r, 0, 100_000)
 			expectSaturation(t, r, "one worker idle", 0, 0)
@@ -49,7 +50,7 @@ func TestSaturationFollowsTheLoad(t *testing.T) {
 func TestAnOverdueFirstTokenIsSaturation(t *testing.T) {
 	clock := new(testkit.StandingClock)
 	r := NewTestRouter(t, "kv", 1)
-	r.Now = clock.Now
+	r.now = clock.Now
 	running := occupy(t, r, 0, 100)
 	running.FirstToken()
 	waits := occupy(t, r, 0, 100)
@@ -66,7 +67,7 @@ func TestWhoWaitsForRoomWaitsForAnswersToEnd(t *testing.T) {
 	for _, rule := range []string{"work", "kv"} {
 		clock := new(testkit.StandingClock)
 		r := NewTestRouter(t, rule, 1)
-		r.Now = clock.Now
+		r.now = clock.Now
 		past := occupy(t, r, 0, 100)
 		clock.Advance(time.Second)
 		past.FirstToken()
@@ -106,7 +107,7 @@ func TestSaturationOfWorkersThatComputePrompts(t *testing.T) {
 // TestForecastsAreBounded: what a worker says of itself is foreign.
 func TestForecastsAreBounded(t *testing.T) {
 	r := NewTestRouter(t, "work", 1)
-	r.Publish(testkit.W0, policy.Published{Running: 1, Waiting: math.MaxInt32, At: r.Now()})
+	r.Publish(testkit.W0, policy.Published{Running: 1, Waiting: math.MaxInt32, At: r.now()})
 	occupy(t, r, 0, kv.MaxTokens)
 	if wait, up := r.Wait(); !up || wait < 0 || wait > time.Hour {
 		t.Errorf("%v, %v", wait, up)

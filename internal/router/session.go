@@ -15,16 +15,11 @@ import (
 // SessionSettings say which requests belong together, and for how long they stay with
 // one worker.
 type SessionSettings struct {
-	SessionHeader         string        `group:"Routing" placeholder:"NAME" help:"Header of requests that names their session, such as x-session-id: requests of one session go to one worker while that is well and not overloaded."`
-	SessionCookie         string        `group:"Routing" placeholder:"NAME" help:"Cookie that names the session of requests without that header. It is only read: who sits in front of the router sets it."`
-	SessionTTL            time.Duration `name:"session-ttl" group:"Routing" default:"30m" help:"A session without a request for so long is forgotten."`
-	SessionLimit          int           `group:"Routing" default:"65536" help:"Most sessions that are remembered; the one that was used longest ago makes room."`
-	SessionOverloadFactor float64       `group:"Routing" default:"2" placeholder:"NUMBER" help:"A session leaves its worker while that has more work than this many times the mean of the others that could serve it (and more than 8,192 prompt tokens of it). 0: never for that reason."`
-}
-
-// DefaultSessionSettings returns the defaults of the flags.
-func DefaultSessionSettings() SessionSettings {
-	return SessionSettings{SessionTTL: 30 * time.Minute, SessionLimit: 65_536, SessionOverloadFactor: 2}
+	SessionHeader         string        `group:"Routing" placeholder:"NAME" help:"Request header with the session id, such as x-session-id. Requests of a session go to one worker unless it is unhealthy or overloaded."`
+	SessionCookie         string        `group:"Routing" placeholder:"NAME" help:"Cookie with the session id of requests without that header. The router reads it only; a proxy in front of it must set it."`
+	SessionTTL            time.Duration `name:"session-ttl" group:"Routing" default:"30m" help:"Idle time after which a session is forgotten."`
+	SessionLimit          int           `group:"Routing" default:"65536" help:"Maximum number of sessions; the least recently used is evicted."`
+	SessionOverloadFactor float64       `group:"Routing" default:"2" placeholder:"NUMBER" help:"Load, as a multiple of the mean of the other eligible workers, above which a session leaves its worker (at more than 8,192 pending prompt tokens). 0 disables it."`
 }
 
 // NamesSessions tells whether requests can name a session.
@@ -165,7 +160,7 @@ func (s *sessions) put(hash uint64, target *kv.Target, k *SessionSettings, now t
 // keepSession leaves of the candidates the worker of p's session, or p's home, alone, if
 // that is well and not overloaded: then the policy has no other choice.
 func (r *Router) keepSession(p *prompt, now time.Time) (kept bool) {
-	known := r.sessions.at(p.sessionKey(), r.Knobs.SessionTTL, now)
+	known := r.sessions.at(p.sessionKey(), r.settings.SessionTTL, now)
 	stays := func(t *kv.Target) bool { return t.Key == known.worker && t.Generation == known.generation }
 	switch {
 	case p.Session != 0 && known != nil:
@@ -204,7 +199,7 @@ func (r *Router) trialStarves(now time.Time) bool {
 // than SessionOverloadFactor times the mean of the other candidates that are well, and
 // than sessionFloor.
 func (r *Router) overloaded(at int, now time.Time) bool {
-	factor := r.Knobs.SessionOverloadFactor
+	factor := r.settings.SessionOverloadFactor
 	if factor == 0 || len(r.candidates) == 1 {
 		return false
 	}
@@ -233,7 +228,7 @@ func (r *Router) sessionGoes(p *prompt, target *kv.Target, now time.Time) string
 	if _, trial := r.outliers.TrialDue(target.Key, now); trial {
 		return ""
 	}
-	known := r.sessions.at(p.sessionKey(), r.Knobs.SessionTTL, now)
+	known := r.sessions.at(p.sessionKey(), r.settings.SessionTTL, now)
 	switch {
 	case known == nil:
 		return SessionNew
@@ -255,13 +250,13 @@ func (r *Router) noteSession(p *prompt, target *kv.Target, now time.Time) {
 	case SessionMoved:
 		r.sessions.counts.Moved++
 	}
-	r.tellSession(p, r.sessions.put(p.sessionKey(), target, &r.Knobs.SessionSettings, now), now)
+	r.tellSession(p, r.sessions.put(p.sessionKey(), target, &r.settings.SessionSettings, now), now)
 }
 
 // Sessions returns how many sessions are remembered, and what became of those of the
 // decisions so far.
 func (r *Router) Sessions() (known int, counts SessionCounts) {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	return len(r.sessions.byHash), r.sessions.counts
 }

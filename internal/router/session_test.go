@@ -9,6 +9,7 @@ import (
 	"pgregory.net/rapid"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
@@ -18,7 +19,7 @@ import (
 // a session makes requests stay where they are.
 func newSessionRouter(t testing.TB, workers int, change func(*Settings)) (*Router, *testkit.StandingClock) {
 	t.Helper()
-	knobs := DefaultSettings()
+	knobs := testkit.Defaults[Settings]()
 	knobs.SessionHeader = "x-session-id"
 	if change != nil {
 		change(&knobs)
@@ -87,7 +88,7 @@ func TestWhatBreaksASession(t *testing.T) {
 			r.Up(kv.Target{Key: testkit.W1, Models: []string{"other"}})
 		}, want: SessionCounts{Moved: 1}},
 		"a rest": {breaks: func(t *testing.T, r *Router, _ *testkit.StandingClock) {
-			if err := r.Rest(0); err != nil {
+			if err := r.Cordon(0); err != nil {
 				t.Fatal(err)
 			}
 		}, want: SessionCounts{Moved: 1}},
@@ -160,7 +161,7 @@ func TestWhatBreaksASession(t *testing.T) {
 					t.Errorf("it moved to %d, and then to %d", got, again)
 				}
 			}
-			if known > r.Knobs.SessionLimit {
+			if known > r.settings.SessionLimit {
 				t.Errorf("%d sessions", known)
 			}
 			if err := r.Check(); err != nil {
@@ -214,7 +215,7 @@ func TestAnEjectedWorkerIsTriedThoughAllRequestsHaveSessions(t *testing.T) {
 	for range 3 {
 		occupy(t, r, 0, 1).Fail()
 	}
-	clock.Advance(r.Knobs.EjectionTime + trialOverdue/2)
+	clock.Advance(r.settings.EjectionTime + trialOverdue/2)
 	if got := turn(t, r, Request{Session: 5}); got != 1 {
 		t.Error("it went on trial at once, where others may come that have no session")
 	}
@@ -233,7 +234,7 @@ func TestAnEjectedWorkerIsTriedThoughAllRequestsHaveSessions(t *testing.T) {
 // TestAllPoliciesKeepSessions: a policy gets the session's worker as its only choice,
 // and learns from it as from any other.
 func TestAllPoliciesKeepSessions(t *testing.T) {
-	for _, rule := range policy.Names {
+	for _, rule := range policies.Names {
 		t.Run(rule, func(t *testing.T) {
 			r := NewTestRouter(t, rule, 4)
 			r.Decisions(0)
@@ -298,7 +299,7 @@ func TestSessionSettingsAreChecked(t *testing.T) {
 		{func(k *Settings) { k.HoldWhenEmpty, k.RouterQueueLimit = 1, 0 }, "--router-queue-limit 0: give at least 1, or leave out --hold-when-empty"},
 		{func(k *Settings) { k.SaturationTarget = 0 }, "--saturation-target 0s: give more than 0, such as 1s"},
 	} {
-		knobs := DefaultSettings()
+		knobs := testkit.Defaults[Settings]()
 		test.change(&knobs)
 		if err := knobs.Validate(); err == nil || err.Error() != test.says {
 			t.Errorf("%v, want %s", err, test.says)
@@ -317,11 +318,11 @@ func TestSessionsAgainstAModel(t *testing.T) {
 	}
 	rapid.Check(t, func(t *rapid.T) {
 		const limit, ttl, workers = 4, 20 * time.Second, 3
-		knobs := DefaultSettings()
+		knobs := testkit.Defaults[Settings]()
 		knobs.SessionLimit, knobs.SessionTTL, knobs.SessionOverloadFactor = limit, ttl, 0
 		clock := new(testkit.StandingClock)
-		r := New(radix.NewTree(), &policy.RoundRobin{}, testkit.BlockSize, 1, knobs)
-		r.Now = clock.Now
+		r := New(knobs, Deps{Index: radix.NewTree(), Policy: &policy.RoundRobin{}, BlockSize: testkit.BlockSize, Seed: 1})
+		r.now = clock.Now
 		generations, rests := [workers]int{}, [workers]bool{}
 		for i := range workers {
 			r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}})
@@ -401,7 +402,7 @@ func BenchmarkSessions(b *testing.B) {
 	for _, named := range []bool{false, true} {
 		b.Run(fmt.Sprintf("named=%v", named), func(b *testing.B) {
 			r := NewTestRouter(b, "least-loaded", 8)
-			names := make([]string, r.Knobs.SessionLimit)
+			names := make([]string, r.settings.SessionLimit)
 			for i := range names {
 				names[i] = fmt.Sprintf("session-%d", i)
 			}

@@ -95,8 +95,8 @@ func SessionID(owner, name string) string {
 
 // Share has the router tell with what others are to know; nil: nobody is told.
 func (r *Router) Share(with *Sharing) {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	r.sharing = with
 }
 
@@ -119,22 +119,22 @@ func (r *Router) BookRemote(change Change) *Booking {
 		router: r, remote: true, worker: change.Worker, prompt: max(0, change.Tokens), uncached: max(0, change.Uncached),
 		answeredWhole: change.AnsweredWhole, leg: change.Leg,
 	}
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	if _, up := r.target(b.worker); !up {
 		return nil
 	}
-	if r.traits.ActiveBlocks && r.Knobs.RouterTrackActiveBlocks {
+	if r.traits.ActiveBlocks && r.settings.RouterTrackActiveBlocks {
 		b.sequence = change.Sequence
 	}
-	r.loads.begin(b, r.Now())
+	r.loads.begin(b, r.now())
 	return b
 }
 
 // tellSession tells the other routers where p's session is, unless they know. The
 // caller holds the lock.
 func (r *Router) tellSession(p *prompt, s *session, now time.Time) {
-	if r.sharing == nil || p.SessionID == "" || p.sessionGoes == SessionKept && now.Sub(s.told) < r.Knobs.SessionTTL/sessionToldEvery {
+	if r.sharing == nil || p.SessionID == "" || p.sessionGoes == SessionKept && now.Sub(s.told) < r.settings.SessionTTL/sessionToldEvery {
 		return
 	}
 	r.sessions.last = max(r.sessions.last+1, uint64(now.UnixNano()))
@@ -150,7 +150,7 @@ func (r *Router) tellSession(p *prompt, s *session, now time.Time) {
 // holds: not where a later binding is known, the worker is not up here, or no
 // request can name a session.
 func (r *Router) TakeSession(b SessionBinding) (took bool) {
-	if len(b.ID) == 0 || len(b.ID) > maxSessionID || !r.Knobs.NamesSessions() {
+	if len(b.ID) == 0 || len(b.ID) > maxSessionID || !r.settings.NamesSessions() {
 		return false
 	}
 	id, prefill := strings.CutSuffix(b.ID, prefillMark)
@@ -162,9 +162,9 @@ func (r *Router) TakeSession(b SessionBinding) (took bool) {
 	if prefill {
 		hash = ^hash
 	}
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
-	now := r.Now()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	now := r.now()
 	if b.Sequence > uint64(now.Add(sequenceAhead).UnixNano()) {
 		return false
 	}
@@ -178,10 +178,10 @@ func (r *Router) TakeSession(b SessionBinding) (took bool) {
 		return false
 	}
 	version := sessionVersion{b.Sequence, b.Writer}
-	if known := r.sessions.at(hash, r.Knobs.SessionTTL, now); known != nil && version.compare(known.version) < 0 {
+	if known := r.sessions.at(hash, r.settings.SessionTTL, now); known != nil && version.compare(known.version) < 0 {
 		return false
 	}
-	s := r.sessions.put(hash, &r.targets[at], &r.Knobs.SessionSettings, now)
+	s := r.sessions.put(hash, &r.targets[at], &r.settings.SessionSettings, now)
 	s.version, s.told = version, now
 	return true
 }
@@ -189,7 +189,7 @@ func (r *Router) TakeSession(b SessionBinding) (took bool) {
 // TakeEjection notes that another router has taken a worker out for that long. That
 // is a hint: see outlier.Detector.Hint. It tells whether it changed anything.
 func (r *Router) TakeEjection(w kv.WorkerKey, long time.Duration) (took bool) {
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
-	return r.outliers.Hint(w, long, r.Now())
+	return r.outliers.Hint(w, long, r.now())
 }

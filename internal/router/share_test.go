@@ -7,20 +7,16 @@ import (
 	"time"
 
 	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/policytest"
 )
 
 // sharing returns a router over two workers whose bindings go to told.
 func sharing(t *testing.T) (r *Router, clock *testkit.StandingClock, told *[]SessionBinding) {
 	t.Helper()
-	p, err := policy.NewPolicy("round-robin")
-	if err != nil {
-		t.Fatal(err)
-	}
-	r, clock, told = NewRouter(radix.NewTree(), p, testkit.BlockSize, 1), new(testkit.StandingClock), new([]SessionBinding)
-	r.Now, r.Knobs.SessionHeader = clock.Now, "x-session-id"
+	r, clock, told = New(testkit.Defaults[Settings](), Deps{Index: radix.NewTree(), Policy: policytest.MustPolicy(t, "round-robin"), BlockSize: testkit.BlockSize, Seed: 1}), new(testkit.StandingClock), new([]SessionBinding)
+	r.now, r.settings.SessionHeader = clock.Now, "x-session-id"
 	for i := range uint64(2) {
 		r.Up(kv.Target{Key: kv.WorkerKey{Worker: i}})
 	}
@@ -43,7 +39,7 @@ func TestOthersAreToldWhereASessionIs(t *testing.T) {
 	if len(*told) != 1 || (*told)[0].ID != "a" || (*told)[0].Worker != first || (*told)[0].Writer != 5 || (*told)[0].Sequence != uint64(clock.Now().UnixNano()) {
 		t.Fatalf("%+v", *told)
 	}
-	clock.Advance(r.Knobs.SessionTTL / 2)
+	clock.Advance(r.settings.SessionTTL / 2)
 	ask("", "a") // others would forget it
 	ask("someone", "a")
 	if len(*told) != 3 || (*told)[1].Worker != first || (*told)[2].ID != "someone\x00a" || (*told)[2].Sequence <= (*told)[1].Sequence {
@@ -61,7 +57,7 @@ func TestTheLaterBindingOfASessionHolds(t *testing.T) {
 	now := uint64(clock.Now().UnixNano())
 	zero, one := kv.WorkerKey{Worker: 0}, kv.WorkerKey{Worker: 1}
 	where := func() (w kv.WorkerKey) {
-		if s := r.sessions.at(r.SessionOf("", "a"), r.Knobs.SessionTTL, clock.Now()); s != nil {
+		if s := r.sessions.at(r.SessionOf("", "a"), r.settings.SessionTTL, clock.Now()); s != nil {
 			return s.worker
 		}
 		return kv.WorkerKey{Worker: math.MaxUint64}
@@ -90,14 +86,14 @@ func TestTheLaterBindingOfASessionHolds(t *testing.T) {
 			t.Errorf("%s: %v", test.name, err)
 		}
 	}
-	clock.Advance(r.Knobs.SessionTTL)
+	clock.Advance(r.settings.SessionTTL)
 	if !r.TakeSession(SessionBinding{ID: "a", Worker: one, Sequence: 1}) || where() != one {
 		t.Error("a forgotten session is not bound anew")
 	}
-	for i := range r.Knobs.SessionLimit + 10 {
+	for i := range r.settings.SessionLimit + 10 {
 		r.TakeSession(SessionBinding{ID: time.Duration(i).String(), Worker: one, Sequence: now})
 	}
-	if known, _ := r.Sessions(); known != r.Knobs.SessionLimit {
+	if known, _ := r.Sessions(); known != r.settings.SessionLimit {
 		t.Errorf("%d sessions", known)
 	}
 }

@@ -22,7 +22,7 @@ func decisions(t *testing.T, s *Service, query string) (int, gjson.Result) {
 }
 
 func TestDecisionsAreExplainedFromTheFirstQuestionOn(t *testing.T) {
-	router := routertest.NewTestRouter(t, "kv", 2)
+	router := routertest.New(t, "kv", 2)
 	routertest.Hold(router, 1, testkit.Tokens(5000, 40))
 	s, ask := newFinder(t, router)
 	body := `{"tokens":` + strings.ReplaceAll(fmt.Sprint(testkit.Tokens(5000, 40)), " ", ",") + `}`
@@ -53,7 +53,7 @@ func TestDecisionsAreExplainedFromTheFirstQuestionOn(t *testing.T) {
 }
 
 func TestBadNumbersOfDecisionsAreRefused(t *testing.T) {
-	s, _ := newFinder(t, routertest.NewTestRouter(t, "kv", 1))
+	s, _ := newFinder(t, routertest.New(t, "kv", 1))
 	for _, query := range []string{"?last=0", "?last=-1", "?last=x", "?last=", "?last=1001", "?last=99999999999999999999"} {
 		if status, answer := decisions(t, s, query); status != 400 || !strings.Contains(answer.Get("error").Str, "from 1 to 1000") {
 			t.Errorf("%s: %d %s", query, status, answer)

@@ -18,6 +18,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
+	"kvrouter/internal/thompson"
 )
 
 // maxOpenDecisions is the maximum number of decisions of /find_worker that await
@@ -138,11 +139,7 @@ func (s *Service) findWorker(c *gin.Context) {
 
 // feedbackTime returns how long the policy waits for feedback; 0: it expects none.
 func (s *Service) feedbackTime() (limit time.Duration) {
-	s.models.Default().Router.WithThompson(func(p *policy.Thompson) {
-		if p.RouterType != policy.ThompsonKVLoad {
-			limit = p.Timeout
-		}
-	})
+	thompson.With(s.models.Default().Router.WithPolicy, func(p *thompson.Policy) { limit = p.FeedbackTimeout() })
 	return limit
 }
 
@@ -225,9 +222,9 @@ func (s *Service) feedback(c *gin.Context) {
 	}
 	if booking := s.decisions.take(query.DecisionID); booking != nil {
 		mended := true
-		s.models.Default().Router.WithThompson(func(p *policy.Thompson) { mended = p.Fixes.Feedback })
+		thompson.With(s.models.Default().Router.WithPolicy, func(p *thompson.Policy) { mended = p.SparesAborts() })
 		if ack, known := booking.Report(query.feedback(mended)); known {
-			c.JSON(http.StatusOK, feedbackAnswer{OK: true, UsedBaseline: ack.UsedBaseline, Reward: ack.Reward, WorkerID: &ack.Worker.Worker})
+			c.JSON(http.StatusOK, feedbackAnswer{OK: true, UsedBaseline: ack.Baseline, Reward: ack.Reward, WorkerID: &ack.Worker.Worker})
 			return
 		}
 	}

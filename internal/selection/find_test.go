@@ -18,12 +18,11 @@ import (
 
 	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
-	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/routertest"
+	"kvrouter/internal/thompson"
 	"kvrouter/internal/workers"
 )
 
@@ -61,7 +60,7 @@ func find(t *testing.T, ask func(path, body string) (int, gjson.Result), body st
 }
 
 func TestFindWorkerBooksUntilFeedback(t *testing.T) {
-	router := routertest.NewTestRouter(t, "thompson", 2)
+	router := routertest.New(t, "thompson", 2)
 	routertest.Hold(router, 0, testkit.Tokens(1, 8))
 	routertest.Hold(router, 1, testkit.Tokens(1, 8))
 	_, ask := newFinder(t, router)
@@ -91,7 +90,7 @@ func TestFindWorkerBooksUntilFeedback(t *testing.T) {
 }
 
 func TestFeedbackTeachesByItsOwnLatency(t *testing.T) {
-	router := routertest.NewTestRouter(t, "thompson", 1)
+	router := routertest.New(t, "thompson", 1)
 	_, ask := newFinder(t, router)
 	for _, c := range []struct {
 		name, feedback   string // without its id
@@ -128,14 +127,13 @@ func TestFeedbackTeachesByItsOwnLatency(t *testing.T) {
 func TestDecisionsWithoutFeedbackAreForgotten(t *testing.T) {
 	for _, fixes := range []string{"all", "none"} {
 		synctest.Test(t, func(t *testing.T) {
-			knobs := policy.DefaultSettings()
-			knobs.ThompsonFixes = fixes
-			policy, err := policy.New("thompson", knobs)
+			settings := testkit.Defaults[thompson.Settings]()
+			settings.ThompsonFixes = fixes
+			policy, err := thompson.New(settings)
 			if err != nil {
 				t.Fatal(err)
 			}
-			router := router.NewRouter(radix.NewTree(), policy, testkit.BlockSize, 1)
-			router.Up(kv.Target{Key: kv.WorkerKey{}})
+			router := routertest.New(t, "", 1, routertest.WithPolicy(policy))
 			s, ask := newFinder(t, router)
 			id := find(t, ask, `{"tokens":[1,2,3,4]}`)
 			told := find(t, ask, `{"tokens":[1,2,3,4]}`)
@@ -166,22 +164,30 @@ func TestDecisionsWithoutFeedbackAreForgotten(t *testing.T) {
 func TestFindWorkerWithoutFeedback(t *testing.T) {
 	for _, c := range []struct {
 		name, policy string
-		change       func(*router.Router, *Service)
+		change       func(*Service)
 	}{
 		{"a policy that learns nothing", "kv", nil},
-		{"the original's other rule", "thompson", func(r *router.Router, _ *Service) {
-			r.WithThompson(func(p *policy.Thompson) { p.RouterType = policy.ThompsonKVLoad })
-		}},
-		{"too many are open", "thompson", func(_ *router.Router, s *Service) {
+		{"the original's other rule", "kv_load", nil},
+		{"too many are open", "thompson", func(s *Service) {
 			for i := range maxOpenDecisions {
 				s.decisions.byID[fmt.Sprint(i)] = nil
 			}
 		}},
 	} {
-		router := routertest.NewTestRouter(t, c.policy, 1)
+		var options []routertest.Option
+		if c.policy == "kv_load" {
+			settings := testkit.Defaults[thompson.Settings]()
+			settings.ThompsonOverride = []string{"infrastructure.router_type=kv_load"}
+			policy, err := thompson.New(settings)
+			if err != nil {
+				t.Fatal(err)
+			}
+			options = append(options, routertest.WithPolicy(policy))
+		}
+		router := routertest.New(t, c.policy, 1, options...)
 		s, ask := newFinder(t, router)
 		if c.change != nil {
-			c.change(router, s)
+			c.change(s)
 		}
 		status, answer := ask("/find_worker", `{"tokens":[1,2,3,4]}`)
 		if status != 200 || answer.Raw != `{"worker_id":0,"prefix_hit_rate":0,"decision_id":null}` {
@@ -194,16 +200,15 @@ func TestFindWorkerWithoutFeedback(t *testing.T) {
 }
 
 func TestFindWorkerSaysThatThereIsNone(t *testing.T) {
-	_, ask := newFinder(t, routertest.NewTestRouter(t, "thompson", 0))
+	_, ask := newFinder(t, routertest.New(t, "thompson", 0))
 	if status, answer := ask("/find_worker", `{"tokens":[1]}`); status != 200 || answer.Raw != `{"worker_id":-1,"prefix_hit_rate":0,"decision_id":null}` {
 		t.Errorf("%d %s", status, answer)
 	}
 }
 
 func TestFindWorkerPassesHintsOn(t *testing.T) {
-	router := routertest.NewTestRouter(t, "round-robin", 1)
 	policy := new(policytest.Clerk)
-	router.Policy = policy
+	router := routertest.New(t, "", 1, routertest.WithPolicy(policy))
 	_, ask := newFinder(t, router)
 	for body, want := range map[string]hints.Prefix{
 		`{"tokens":[]}`: {},
@@ -225,7 +230,7 @@ func TestFindWorkerPassesHintsOn(t *testing.T) {
 }
 
 func TestFindWorkerRefusesWhatMakesNoSense(t *testing.T) {
-	_, ask := newFinder(t, routertest.NewTestRouter(t, "thompson", 1))
+	_, ask := newFinder(t, routertest.New(t, "thompson", 1))
 	for _, c := range []struct {
 		path, body string
 		status     int
@@ -250,7 +255,7 @@ func TestFindWorkerRefusesWhatMakesNoSense(t *testing.T) {
 // TestBadFeedbackIsAnsweredAsInTheOriginal: with ok false and the reason. The decision
 // still waits for its feedback then.
 func TestBadFeedbackIsAnsweredAsInTheOriginal(t *testing.T) {
-	_, ask := newFinder(t, routertest.NewTestRouter(t, "thompson", 1))
+	_, ask := newFinder(t, routertest.New(t, "thompson", 1))
 	id := find(t, ask, `{"tokens":[1]}`)
 	for _, c := range []struct{ rest, says string }{
 		{`"latency_ms":null`, "latency_ms"},
@@ -284,7 +289,7 @@ func expectBadFeedback(t *testing.T, ask func(path, body string) (int, gjson.Res
 }
 
 func TestBooksAreEvenAfterManyCallersOfFindWorker(t *testing.T) {
-	router := routertest.NewTestRouter(t, "thompson", 3)
+	router := routertest.New(t, "thompson", 3)
 	s, ask := newFinder(t, router)
 	var callers sync.WaitGroup
 	for caller := range 4 {

@@ -19,7 +19,7 @@ import (
 // peerOf serves what a stream keeps for other routers, and returns its address.
 func peerOf(t *testing.T, f *eventstest.Follower) string {
 	t.Helper()
-	selection := New(Settings{}, testDeps(routertest.NewTestRouter(t, "round-robin", 0), nil))
+	selection := New(Settings{}, testDeps(routertest.New(t, "round-robin", 0), nil))
 	selection.history = func(key kv.WorkerKey) *events.Log {
 		if key != testkit.EventWorker {
 			return nil
@@ -174,7 +174,7 @@ func TestEventsRouteRefusesWhatMakesNoSense(t *testing.T) {
 // TestDumpsAreWrittenAFewAtATime: four of 2 million blocks took 600 MB.
 func TestDumpsAreWrittenAFewAtATime(t *testing.T) {
 	f := eventstest.Applied(t, testkit.Payload(t, 1, testkit.StoredEvent(1, 0, 2)))
-	s := New(Settings{}, testDeps(routertest.NewTestRouter(t, "round-robin", 0), nil))
+	s := New(Settings{}, testDeps(routertest.New(t, "round-robin", 0), nil))
 	s.history = func(kv.WorkerKey) *events.Log { return f.History() }
 	handler := s.Handler()
 	answered := make(chan int, 1)

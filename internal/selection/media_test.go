@@ -13,7 +13,7 @@ import (
 
 // Worker 0 holds a prompt with the item 7 in its second block, of three.
 func TestBlocksMatchOnlyWithTheSameMedia(t *testing.T) {
-	rt := routertest.NewTestRouter(t, "kv", 1)
+	rt := routertest.New(t, "kv", 1)
 	prompt := testkit.Tokens(1, 3*testkit.BlockSize+1)
 	local := kv.HashMediaBlocks(nil, prompt, testkit.BlockSize, "", "", [][]uint64{nil, {7}})
 	blocks := make([]kv.StoredBlock, len(local))
@@ -62,7 +62,7 @@ func TestBlocksMatchOnlyWithTheSameMedia(t *testing.T) {
 }
 
 func TestBadMediaAreRefused(t *testing.T) {
-	_, ask := newFinder(t, routertest.NewTestRouter(t, "kv", 1))
+	_, ask := newFinder(t, routertest.New(t, "kv", 1))
 	for infos, want := range map[string]string{
 		`{}`:                                     "block_mm_infos",
 		`[7]`:                                    "block_mm_infos",

@@ -22,7 +22,7 @@ import (
 // TestPromptsThatCannotBeAreRefused: one of 2^62 tokens stopped the router, with its
 // lock held.
 func TestPromptsThatCannotBeAreRefused(t *testing.T) {
-	rt := routertest.NewTestRouter(t, "work", 2)
+	rt := routertest.New(t, "work", 2)
 	_, ask := newFinder(t, rt)
 	const hashed = `"block_hashes":[],"sequence_hashes":[]`
 	for _, c := range []struct {
@@ -98,7 +98,7 @@ func FuzzPromptQuery(f *testing.F) {
 		f.Add(text)
 	}
 	f.Fuzz(func(t *testing.T, text string) {
-		rt := routertest.NewTestRouter(t, "work", 2)
+		rt := routertest.New(t, "work", 2)
 		s, ask := newFinder(t, rt)
 		for _, path := range []string{
 			"/find_best_worker", "/find_worker", "/feedback", "/overlap_scores", "/select", "/select_and_reserve", "/reservations", "/potential_loads", "/route",
@@ -127,7 +127,7 @@ func FuzzPromptQuery(f *testing.F) {
 // an empty answer.
 func TestWorkersAreListedWhateverTheyPublish(t *testing.T) {
 	for _, usage := range []float64{math.NaN(), math.Inf(1), math.Inf(-1), -5, 0.5} {
-		rt := routertest.NewTestRouter(t, "standalone", 1)
+		rt := routertest.New(t, "standalone", 1)
 		rt.Publish(kv.WorkerKey{}, policy.Published{KVUsage: usage, At: time.Now()})
 		var record WorkerRecord
 		record.add(rt.Load(kv.WorkerKey{}))

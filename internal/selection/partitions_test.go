@@ -10,7 +10,7 @@ import (
 
 // TestPartitionsOfWorkers: peer routers and dumps name a worker by its model and group.
 func TestPartitionsOfWorkers(t *testing.T) {
-	rt := routertest.NewTestRouter(t, "kv", 0)
+	rt := routertest.New(t, "kv", 0)
 	rt.Up(kv.Target{Key: kv.WorkerKey{Worker: 1}, Models: []string{"m", "alias"}})
 	rt.Up(kv.Target{Key: kv.WorkerKey{Worker: 2}, Models: []string{"other"}})
 	p := NewPartitions("m", routertest.Models(rt))

@@ -16,7 +16,7 @@ import (
 // peersPort returns a router port with that mesh; a body goes with POST, none with GET.
 func peersPort(t *testing.T, mesh *replica.Mesh) (ask func(path, body string) (int, string)) {
 	t.Helper()
-	deps := testDeps(routertest.NewTestRouter(t, "round-robin", 0), nil)
+	deps := testDeps(routertest.New(t, "round-robin", 0), nil)
 	deps.Mesh = mesh
 	handler := New(Settings{}, deps).Handler()
 	return func(path, body string) (int, string) {
@@ -35,7 +35,7 @@ func peersPort(t *testing.T, mesh *replica.Mesh) (ask func(path, body string) (i
 // TestPeersComeAndGoAsAtDynamo: the answers are those of Dynamo 1.6.1, but for the
 // words after «bad body» and «invalid TCP port».
 func TestPeersComeAndGoAsAtDynamo(t *testing.T) {
-	mesh, err := replica.New(routertest.NewTestRouter(t, "kv", 1), "127.0.0.1:0", []string{"named:7100"}, guard.New(), slog.New(slog.DiscardHandler))
+	mesh, err := replica.New(replica.Settings{ReplicaSyncHost: "127.0.0.1", ReplicaPeers: []string{"named:7100"}}, replica.Deps{Router: routertest.New(t, "kv", 1), Edges: guard.New(), Log: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)
 	}

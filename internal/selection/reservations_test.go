@@ -18,7 +18,7 @@ import (
 
 func TestReservationIDsAreUsedOnceAtATime(t *testing.T) {
 	r := newReservations()
-	rt := routertest.NewTestRouter(t, "kv", 0)
+	rt := routertest.New(t, "kv", 0)
 	rt.Up(kv.Target{Key: kv.WorkerKey{Worker: 1}})
 	book := func(id string) *router.Booking {
 		booking, err := rt.Book(router.Request{ID: id, Tokens: testkit.Tokens(1, 8)}, kv.WorkerKey{Worker: 1})
@@ -113,9 +113,8 @@ func TestPendingSelectionsAreBoundedAndExpire(t *testing.T) {
 
 // TestReservationsEndWithTheirWorker: the policy learns that nobody served them.
 func TestReservationsEndWithTheirWorker(t *testing.T) {
-	rt := routertest.NewTestRouter(t, "round-robin", 1)
 	rule := new(policytest.Clerk)
-	rt.Policy = rule
+	rt := routertest.New(t, "", 1, routertest.WithPolicy(rule))
 	r := newReservations()
 	r.install("a", routertest.MustRoute(t, rt, router.Request{ID: "a"}).Booking)
 	r.releaseWorker(0)

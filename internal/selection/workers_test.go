@@ -21,7 +21,7 @@ import (
 // worker can be complete.
 func newRegistry(t *testing.T, hop web.Hop) (handler http.Handler, ask func(method, path, body string) (int, string)) {
 	t.Helper()
-	router := routertest.NewTestRouter(t, "kv", 0)
+	router := routertest.New(t, "kv", 0)
 	log := slog.New(slog.DiscardHandler)
 	fleet := workers.New(workers.Settings{Hop: hop}, workers.Deps{Index: router.Index(), Log: log})
 	handler = New(Settings{KVEvents: true, BlockSize: 4, Hop: hop}, testDeps(router, fleet)).Handler()
@@ -218,7 +218,7 @@ func TestWorkersAreShownUnderNamesThatTheyTake(t *testing.T) {
 		{"", []string{"base", "adapter"}, "base"},
 		{"", nil, events.DefaultModel},
 	} {
-		deps := testDeps(routertest.NewTestRouter(t, "kv", 0), nil)
+		deps := testDeps(routertest.New(t, "kv", 0), nil)
 		deps.Partitions = NewPartitions(test.flag, deps.Models)
 		s := New(Settings{}, deps)
 		if got := *s.specOf(workers.Status{Models: test.serves}).ModelName; got != test.want {

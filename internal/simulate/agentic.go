@@ -21,20 +21,20 @@ const syntheticAgentic = "agentic"
 // the runs a geometric one.
 type AgenticSettings struct {
 	Workflows        int           `group:"Synthetic agents" default:"300" help:"Number of workflows."`
-	Rate             float64       `group:"Synthetic agents" default:"0" placeholder:"N" help:"Workflows that begin a second, at random times (Poisson), in place of --concurrency."`
-	Runs             float64       `group:"Synthetic agents" default:"2" help:"Mean number of agent runs in a workflow, at least 1."`
-	MinCalls         int           `group:"Synthetic agents" default:"5" help:"Fewest calls of a run; each number up to --agentic-max-calls is equally likely."`
-	MaxCalls         int           `group:"Synthetic agents" default:"20" help:"Most calls of a run."`
-	Kinds            int           `group:"Synthetic agents" default:"6" help:"Kinds of agents; each has its own prefix (system prompt and tool definitions)."`
-	Skew             float64       `group:"Synthetic agents" default:"1" help:"Zipf exponent of the kinds' popularity: the n-th one gets a share of 1/n^skew; 0: all the same."`
-	PrefixTokens     int           `group:"Synthetic agents" default:"4000" help:"Tokens of a kind's prefix."`
-	TaskTokens       float64       `group:"Synthetic agents" default:"300" help:"Mean tokens of a run's task."`
-	OutputTokens     float64       `group:"Synthetic agents" default:"80" help:"Mean tokens of an answer that is a tool call."`
+	Rate             float64       `group:"Synthetic agents" default:"0" placeholder:"N" help:"Workflow arrivals per second (Poisson), instead of --concurrency."`
+	Runs             float64       `group:"Synthetic agents" default:"2" help:"Mean number of agent runs per workflow, at least 1."`
+	MinCalls         int           `group:"Synthetic agents" default:"5" help:"Minimum number of calls per run; uniform up to --agentic-max-calls."`
+	MaxCalls         int           `group:"Synthetic agents" default:"20" help:"Maximum number of calls per run."`
+	Kinds            int           `group:"Synthetic agents" default:"6" help:"Number of agent kinds; each has its own prefix (system prompt and tool definitions)."`
+	Skew             float64       `group:"Synthetic agents" default:"1" help:"Zipf exponent of the popularity of kinds: the n-th has a share of 1/n^skew. 0: uniform."`
+	PrefixTokens     int           `group:"Synthetic agents" default:"4000" help:"Tokens of the prefix of a kind."`
+	TaskTokens       float64       `group:"Synthetic agents" default:"300" help:"Mean tokens of the task of a run."`
+	OutputTokens     float64       `group:"Synthetic agents" default:"80" help:"Mean tokens of a tool-call answer."`
 	LongOutputTokens float64       `group:"Synthetic agents" default:"600" help:"Mean tokens of a long answer."`
 	LongShare        float64       `group:"Synthetic agents" default:"0.1" help:"Share of long answers, 0 to 1."`
-	ResultTokens     float64       `group:"Synthetic agents" default:"500" help:"Mean tokens that a tool returns."`
-	MinLatency       time.Duration `group:"Synthetic agents" default:"50ms" help:"Shortest time that a tool takes, from the end of an answer to the next call; its logarithm is equally likely anywhere up to that of --agentic-max-latency."`
-	MaxLatency       time.Duration `group:"Synthetic agents" default:"2s" help:"Longest time that a tool takes."`
+	ResultTokens     float64       `group:"Synthetic agents" default:"500" help:"Mean tokens of a tool result."`
+	MinLatency       time.Duration `group:"Synthetic agents" default:"50ms" help:"Minimum tool latency, from the end of an answer to the next call; log-uniform up to --agentic-max-latency."`
+	MaxLatency       time.Duration `group:"Synthetic agents" default:"2s" help:"Maximum tool latency."`
 }
 
 func (s AgenticSettings) validate() error {

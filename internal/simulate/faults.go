@@ -128,9 +128,9 @@ func (s *simulator) deliver(flight *flight) {
 		return
 	}
 	f.met++
-	if len(flight.errand.exclude) == 0 {
+	if len(flight.simulated.exclude) == 0 {
 		f.first++
-		flight.errand.hit = f
+		flight.simulated.hit = f
 	}
 	switch f.kind {
 	case faultError:
@@ -162,7 +162,7 @@ const stalledAnswer, stalledStart = 5 * time.Second, 15 * time.Second
 
 // watch looks after a flight without a first byte, as the proxy does.
 func (s *simulator) watch(f *flight) {
-	if look, watched := f.booking.FirstLook(); watched && s.Retry.Retries > 0 && !f.errand.moved {
+	if look, watched := f.booking.FirstLook(); watched && s.Retry.Retries > 0 && !f.simulated.moved {
 		s.after(look, func() { s.look(f) })
 	} else if watched {
 		s.after(stalledStart, func() { s.lookAtUnmoved(f) })
@@ -188,7 +188,7 @@ func (s *simulator) look(f *flight) {
 	flights := slices.Clone(worker.flights)
 	for _, other := range flights {
 		switch {
-		case other.flies() && s.Retry.Retries > 0 && !other.errand.moved:
+		case other.flies() && s.Retry.Retries > 0 && !other.simulated.moved:
 			s.letGo(other)
 		default:
 			s.endStalled(other)
@@ -229,9 +229,9 @@ func (s *simulator) endStalled(f *flight) {
 // letGo takes a flight off a worker that is stuck. One without a first byte is sent
 // elsewhere.
 func (s *simulator) letGo(f *flight) {
-	e, begun := f.errand, f.first > 0
+	e, begun := f.simulated, f.first > 0
 	s.workers[f.worker].engine.Abort(&f.Request)
-	f.booking.LetGo()
+	f.booking.Abort()
 	s.land(f)
 	s.wake(f.worker)
 	if begun {

@@ -103,7 +103,7 @@ func TestAHungWorkersRequestsAreMoved(t *testing.T) {
 		t.Errorf("%d retries, %+v", report.Retries, f)
 	}
 	for _, flight := range run.ledger {
-		if wait := flight.first - flight.errand.asked; wait > 10*time.Second {
+		if wait := flight.first - flight.simulated.asked; wait > 10*time.Second {
 			t.Errorf("one waited %v for its first token", wait)
 		}
 	}

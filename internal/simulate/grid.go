@@ -18,18 +18,18 @@ import (
 	"github.com/goccy/go-yaml"
 
 	"kvrouter/internal/outlier"
-	"kvrouter/internal/policy"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/router"
 )
 
 // GridSettings are the flags of a grid: many loads times many policies in one run.
 type GridSettings struct {
-	Grid      string `group:"Grids" placeholder:"FILE" help:"Run each load of this YAML file with each of its policies, in place of --trace or --synthetic; testdata/grids/grid.yaml is an example. --policy is not looked at."`
-	GridOf    string `group:"Grids" default:"work" placeholder:"NAME" help:"The policy of the grid that is compared with the best of the others."`
-	GridOnly  string `group:"Grids" placeholder:"TEXT" help:"Run only loads whose own name or whose set's contains this."`
-	GridKnown string `group:"Grids" placeholder:"FILE" help:"A --csv of before: what it has of the other policies is taken from there and not run again."`
-	CSV       string `group:"Grids" name:"csv" placeholder:"FILE" help:"Also write the figures of each load and policy there."`
-	Jobs      int    `group:"Grids" placeholder:"N" help:"Runs at a time. Default: as many as there are cores."`
+	Grid      string `group:"Grids" placeholder:"FILE" help:"YAML file of loads and policies; runs each load with each policy instead of --trace or --synthetic. --policy is ignored. Example: testdata/grids/grid.yaml."`
+	GridOf    string `group:"Grids" default:"work" placeholder:"NAME" help:"Policy of the grid to compare with the best of the others."`
+	GridOnly  string `group:"Grids" placeholder:"TEXT" help:"Run only loads whose name or set name contains this text."`
+	GridKnown string `group:"Grids" placeholder:"FILE" help:"Earlier --csv file; its results of the other policies are reused instead of run again."`
+	CSV       string `group:"Grids" name:"csv" placeholder:"FILE" help:"File for the figures of each load and policy."`
+	Jobs      int    `group:"Grids" placeholder:"N" help:"Number of concurrent runs. Default: number of cores."`
 }
 
 // validateGrid checks the settings of a grid; its errors name the flag.
@@ -62,7 +62,7 @@ type gridLimits struct {
 type gridPolicy struct {
 	Label          string                `kong:"-"`
 	Name           string                `arg:""`
-	Scoring        policy.Settings       `embed:""`
+	Scoring        policies.Settings     `embed:""`
 	Index          router.IndexSettings  `embed:""`
 	Routing        router.Settings       `embed:""`
 	Retry          outlier.RetrySettings `embed:""`
@@ -169,7 +169,7 @@ func parseGridPolicy(label, text string) (gridPolicy, error) {
 		_, err = parser.Parse(strings.Fields(text))
 	}
 	if err == nil {
-		_, err = policy.New(p.Name, p.Scoring)
+		_, err = policies.New(p.Name, p.Scoring)
 	}
 	if err == nil {
 		err = cmp.Or(p.Index.Validate(p.Name), p.Routing.Validate(), p.Retry.Validate())
@@ -200,8 +200,13 @@ func (g *grid) policy(label string) int {
 // writes a table of each load as soon as it and all before it have ended, then the
 // sums. base is what runs have in common.
 func (s Settings) runGrid(base Simulation, out, progress io.Writer) error {
-	if usual := (gridPolicy{Scoring: policy.DefaultSettings(), Index: router.DefaultIndexSettings(), Routing: router.DefaultSettings(), Retry: outlier.DefaultRetrySettings()}); !reflect.DeepEqual(usual, gridPolicy{Scoring: base.Knobs, Index: base.Index, Routing: base.Routing, Retry: base.Retry}) {
-		return errors.New("--grid: settings of policies, of the index, of the queue and for failing workers stand in the file, beside the policy that they are for")
+	defaults, err := parseGridPolicy("", "random")
+	if err != nil {
+		return err
+	}
+	given := gridPolicy{Name: "random", Scoring: base.Scoring, Index: base.Index, Routing: base.Routing, Retry: base.Retry, SyntheticHints: true}
+	if !reflect.DeepEqual(defaults, given) {
+		return errors.New("--grid: set the flags of policies, the index, the queue and failing workers in the grid file, beside each policy")
 	}
 	g, err := readGrid(s.Grid)
 	if err != nil {

@@ -14,8 +14,9 @@ import (
 
 	"kvrouter/internal/engine"
 	"kvrouter/internal/outlier"
-	"kvrouter/internal/policy"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
 )
 
 func TestALoadIsWhatItsWordsSay(t *testing.T) {
@@ -171,7 +172,7 @@ func TestAGridTellsOfEachRunWhatItGivesAlone(t *testing.T) {
 	if !reflect.DeepEqual(table, parallel) || len(table) != 9 {
 		t.Errorf("one at a time %v, four at a time %v", table, parallel)
 	}
-	tuned := policy.DefaultSettings()
+	tuned := testkit.Defaults[policies.Settings]()
 	tuned.PrefillLoadScale, tuned.OverlapScoreCredit = 8, 2
 	var want gridFigures
 	for _, seed := range []uint64{1, 2} {
@@ -181,7 +182,7 @@ func TestAGridTellsOfEachRunWhatItGivesAlone(t *testing.T) {
 			t.Fatal(err)
 		}
 		report := mustRun(t, Simulation{
-			Requests: requests, Policy: "kv", Knobs: tuned, Index: router.DefaultIndexSettings(), Routing: router.DefaultSettings(), Retry: outlier.DefaultRetrySettings(), Workers: 2, Engine: engine.DefaultSettings(), Concurrency: 10, Speedup: 1, Seed: seed,
+			Requests: requests, Policy: "kv", Scoring: tuned, Index: testkit.Defaults[router.IndexSettings](), Routing: testkit.Defaults[router.Settings](), Retry: testkit.Defaults[outlier.RetrySettings](), Workers: 2, Engine: engine.DefaultSettings(), Concurrency: 10, Speedup: 1, Seed: seed,
 		})
 		want.TTFT += report.TTFT.Mean / 2
 		want.EndToEnd += report.EndToEnd.Mean / 2
@@ -275,8 +276,8 @@ func TestAGridSaysWhatIsWrongWithItsFlags(t *testing.T) {
 			t.Errorf("%v, want %q", err, says)
 		}
 	}
-	base.Knobs.PrefillLoadScale = 3
-	if err := (Settings{GridSettings: GridSettings{Grid: file, GridOf: "work"}}).Run(base, nil, nil, nil); err == nil || !strings.Contains(err.Error(), "stand in the file") {
+	base.Scoring.PrefillLoadScale = 3
+	if err := (Settings{GridSettings: GridSettings{Grid: file, GridOf: "work"}}).Run(base, nil, nil, nil); err == nil || !strings.Contains(err.Error(), "in the grid file") {
 		t.Error(err)
 	}
 	for _, s := range []Settings{{Trace: "x"}, {Concurrency: 1}, {GridSettings: GridSettings{Jobs: -1}}} {

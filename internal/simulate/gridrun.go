@@ -81,7 +81,7 @@ func (g *grid) plan(base Simulation, known gridTable, of int) (runs []gridRun) {
 				if at == 0 {
 					row.figures[i] = make([]gridFigures, len(seeds))
 				}
-				simulation.Policy, simulation.Knobs, simulation.Index = policy.Name, policy.Scoring, policy.Index
+				simulation.Policy, simulation.Scoring, simulation.Index = policy.Name, policy.Scoring, policy.Index
 				simulation.Routing, simulation.Retry = policy.Routing, policy.Retry
 				simulation.WithoutHints = base.WithoutHints || !policy.SyntheticHints
 				runs = append(runs, gridRun{simulation: simulation, requests: requests, row: row, to: &row.figures[i][at]})

@@ -7,7 +7,7 @@ import (
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
-	"kvrouter/internal/policy"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
@@ -101,7 +101,7 @@ func TestWhatIsCachedIsNotFetched(t *testing.T) {
 
 func TestEveryPairOfARunEnds(t *testing.T) {
 	requests := loadTraces(t)["synthetic"][:400]
-	for _, policy := range policy.Names {
+	for _, policy := range policies.Names {
 		for _, blocks := range []int{16384, 2200} { // the latter fill up: requests are preempted
 			s := apart(simulation(requests, policy, 64), 3)
 			s.Engine.Blocks = blocks
@@ -144,7 +144,7 @@ func TestTwoRunsApartAreEqual(t *testing.T) {
 // TestAPromptComputedElsewhereIsAwaited: its decode worker has nothing of it to
 // compute, but will decode it.
 func TestAPromptComputedElsewhereIsAwaited(t *testing.T) {
-	r := router.NewRouter(radix.NewTree(), policytest.MustPolicy(t, "kv"), 4, 1)
+	r := router.New(testkit.Defaults[router.Settings](), router.Deps{Index: radix.NewTree(), Policy: policytest.MustPolicy(t, "kv"), BlockSize: 4, Seed: 1})
 	prefill, decode := kv.WorkerKey{Worker: 1}, kv.WorkerKey{Worker: 2}
 	r.Up(kv.Target{Key: prefill, Disagg: kv.Disagg{Role: kv.RolePrefill, Kind: kv.KindNIXL}})
 	r.Up(kv.Target{Key: decode, Disagg: kv.Disagg{Role: kv.RoleDecode, Kind: kv.KindNIXL}})

@@ -96,10 +96,10 @@ func (s *simulator) report() *Report {
 	prompt, hit, predicted, wrong, output, pairs := 0, 0, 0, 0, 0, 0
 	var last time.Duration
 	for _, f := range s.ledger {
-		ttft = append(ttft, milliseconds(f.first-f.errand.asked))
-		endToEnd = append(endToEnd, milliseconds(f.end-f.errand.asked))
-		if f.errand.prior {
-			prior = append(prior, milliseconds(f.first-f.errand.asked))
+		ttft = append(ttft, milliseconds(f.first-f.simulated.asked))
+		endToEnd = append(endToEnd, milliseconds(f.end-f.simulated.asked))
+		if f.simulated.prior {
+			prior = append(prior, milliseconds(f.first-f.simulated.asked))
 		}
 		if f.Output > 1 {
 			itl = append(itl, milliseconds(f.end-f.first)/float64(f.Output-1))

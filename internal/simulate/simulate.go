@@ -16,6 +16,7 @@ import (
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/outlier"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
@@ -24,20 +25,20 @@ import (
 // Settings are the flags of the simulate command. The settings of the policies, the
 // index and the engine come with the Simulation that Run is given.
 type Settings struct {
-	Trace          string   `placeholder:"FILE" help:"Requests to replay: JSON lines in Mooncake's format or of --record, also compressed by gzip."`
-	Synthetic      string   `placeholder:"SHAPE" help:"Made-up conversations in place of --trace. chat: groups of them share a system prompt, and each turn's prompt is the one before, its answer and a new message. agentic: runs of agents that call tools, see --agentic-workflows and those after it."`
-	SyntheticHints bool     `default:"true" negatable:"" help:"Give the router the hints that requests of --synthetic agentic or of a recording carry: which series each belongs to, how long that will be."`
-	Workers        int      `placeholder:"N" help:"Number of simulated workers, 8 unless --prefill-workers and --decode-workers are given; --mock-num-gpu-blocks, --mock-max-num-seqs, --mock-max-num-batched-tokens, --mock-prefill-ms, --mock-decode-ms and --speedup-ratio say what each is like."`
-	Concurrency    int      `placeholder:"N" help:"Requests in flight; the next one is sent when one ends. With --synthetic: conversations or workflows, the times between their requests included."`
-	Speedup        float64  `placeholder:"FACTOR" help:"Send requests at the trace's own times, divided by this."`
-	EventLag       float64  `default:"0" placeholder:"MS" help:"Age of what the router knows of the workers' caches, ms."`
-	RoundTrip      float64  `default:"0" placeholder:"MS" help:"Network time from the router to a worker and back, ms."`
-	Routers        int      `default:"1" placeholder:"N" help:"Routers before the same workers; each request goes to one at random. Each follows the workers' caches, and knows of its own requests only what is in flight."`
-	UntoldCache    bool     `help:"Do not tell the router how many KV-cache blocks a worker has."`
-	Faults         []string `placeholder:"FAULT" help:"What goes wrong, such as 'worker=2 at=60s for=30s kind=error rate=0.3'; several are separated by commas. kind: error, answers a status 500; refuse, takes no connection; hang, answers nothing; slow. rate: share of the requests, or of the speed that is left; 1 unless given."`
+	Trace          string   `placeholder:"FILE" help:"Requests to replay: JSON lines in Mooncake's format or of --record, optionally gzip-compressed."`
+	Synthetic      string   `placeholder:"SHAPE" help:"Synthetic conversations instead of --trace. chat: groups share a system prompt, and the prompt of each turn is the previous one, its answer and a new message. agentic: agent runs that call tools, see --agentic-workflows and the flags after it."`
+	SyntheticHints bool     `default:"true" negatable:"" help:"Pass the hints of --synthetic agentic or of a recording to the router: the series of each request and its expected length."`
+	Workers        int      `placeholder:"N" help:"Number of simulated workers. Default: 8, unless --prefill-workers and --decode-workers are set. --mock-num-gpu-blocks, --mock-max-num-seqs, --mock-max-num-batched-tokens, --mock-prefill-ms, --mock-decode-ms and --speedup-ratio set their properties."`
+	Concurrency    int      `placeholder:"N" help:"Number of in-flight requests; a new one is sent when one ends. With --synthetic: conversations or workflows, including the time between their requests."`
+	Speedup        float64  `placeholder:"FACTOR" help:"Send requests at the times of the trace, divided by this factor."`
+	EventLag       float64  `default:"0" placeholder:"MS" help:"Delay of KV events to the router, ms."`
+	RoundTrip      float64  `default:"0" placeholder:"MS" help:"Network round-trip time between router and worker, ms."`
+	Routers        int      `default:"1" placeholder:"N" help:"Number of routers in front of the same workers; each request goes to a random one. Each follows KV events of all workers, but knows only its own in-flight requests."`
+	UntoldCache    bool     `help:"Workers do not report the size of their KV cache to the router."`
+	Faults         []string `placeholder:"FAULT" help:"Comma-separated faults to inject, such as 'worker=2 at=60s for=30s kind=error rate=0.3'. kind: error (status 500), refuse (connection refused), hang (no answer) or slow. rate: share of failing requests, or remaining speed. Default: 1."`
 	PrioritySettings
-	JSON         bool              `name:"json" help:"Print the results as JSON, one object a policy."`
-	Plot         string            `placeholder:"FILE" help:"Also write a page (HTML) with the distribution of the time to first token and the workers' load."`
+	JSON         bool              `name:"json" help:"Print the results as JSON, one object per policy."`
+	Plot         string            `placeholder:"FILE" help:"HTML file for the distribution of the time to first token and the load of the workers."`
 	Shape        SyntheticSettings `embed:"" prefix:"synthetic-"`
 	Agents       AgenticSettings   `embed:"" prefix:"agentic-"`
 	GridSettings `embed:""`
@@ -89,7 +90,7 @@ type Simulation struct {
 	Source        string // names the trace in reports
 	Requests      []TraceRequest
 	Policy        string
-	Knobs         policy.Settings
+	Scoring       policies.Settings
 	Index         router.IndexSettings
 	Workers       int
 	Prefills      int     // the first so many workers compute only prompts, the others answers; 0: each does both
@@ -135,7 +136,7 @@ type simulator struct {
 
 	budgets   []*outlier.Budget // of the routers
 	later     int               // calls of after
-	decided   []decidedErrand   // that have left the queue
+	decided   []decidedRequest  // that have left the queue
 	waits     []float64         // in the queue, ms
 	lost      map[string]int    // requests, by why
 	retried   int
@@ -163,14 +164,14 @@ type worker struct {
 // flight is one request on its way.
 type flight struct {
 	engine.Request
-	errand  *errand
-	worker  int
-	booking *router.Booking
-	sent    time.Duration
-	first   time.Duration // end of the pass that emitted the first token
-	heard   time.Duration // the same, of the last token so far
-	end     time.Duration
-	overlap int // predicted cached tokens
+	simulated *simRequest
+	worker    int
+	booking   *router.Booking
+	sent      time.Duration
+	first     time.Duration // end of the pass that emitted the first token
+	heard     time.Duration // the same, of the last token so far
+	end       time.Duration
+	overlap   int // predicted cached tokens
 
 	prefill *flight // the leg that computes the prompt elsewhere; nil: there is none
 	decode  *flight // the leg that fetches the prompt; nil: this one brings the answer
@@ -317,7 +318,7 @@ func (s Simulation) start() (*simulator, error) {
 	choosers := make([]policy.Policy, max(1, s.Routers))
 	for i := range choosers {
 		var err error
-		if choosers[i], err = policy.New(s.Policy, s.Knobs); err != nil {
+		if choosers[i], err = policies.New(s.Policy, s.Scoring); err != nil {
 			return nil, err
 		}
 	}
@@ -343,17 +344,16 @@ func newSimulator(s Simulation, choosers ...policy.Policy) *simulator {
 		lost:       map[string]int{},
 		priors:     map[*TraceRequest]bool{},
 		drawPrior:  rand.New(rand.NewPCG(s.Seed, 4)),
-		follows:    s.Index.Follows(s.Policy, s.Knobs),
+		follows:    s.Index.Follows(s.Policy, s.Scoring.Settings),
 		workers:    make([]worker, s.Workers),
 		total:      total,
 		ledger:     make([]*flight, 0, total),
 	}
 	for i, chooser := range choosers {
-		index := router.NewIndex(s.Index, s.Policy, s.Knobs, s.Engine.BlockSize, run.clock)
+		index := router.NewIndex(s.Index, s.Policy, s.Scoring.Settings, s.Engine.BlockSize, run.clock)
 		run.indexes = append(run.indexes, index)
-		run.routers = append(run.routers, router.New(index, chooser, s.Engine.BlockSize, s.Seed+uint64(i), s.Routing))
+		run.routers = append(run.routers, router.New(s.Routing, router.Deps{Index: index, Policy: chooser, BlockSize: s.Engine.BlockSize, Seed: s.Seed + uint64(i), Now: run.clock}))
 		run.budgets = append(run.budgets, outlier.NewBudget(s.Retry.RetryBudget))
-		run.routers[i].Now = run.clock
 	}
 	blocks := s.Engine.Blocks
 	if s.UntoldCache {
@@ -429,14 +429,14 @@ func (s *simulator) sendDue() {
 }
 
 // newFlight is a request, or a leg of it, on its way to where the decision says.
-func (s *simulator) newFlight(e *errand, decision router.Decision, work engine.Request) *flight {
+func (s *simulator) newFlight(e *simRequest, decision router.Decision, work engine.Request) *flight {
 	flight := &flight{
-		Request: work,
-		errand:  e,
-		worker:  int(decision.Target.Key.Worker),
-		booking: decision.Booking,
-		sent:    s.now,
-		overlap: decision.OverlapTokens,
+		Request:   work,
+		simulated: e,
+		worker:    int(decision.Target.Key.Worker),
+		booking:   decision.Booking,
+		sent:      s.now,
+		overlap:   decision.OverlapTokens,
 	}
 	flight.Tag = flight
 	return flight
@@ -543,9 +543,9 @@ func (s *simulator) answered(f *flight) {
 	if len(s.faults) > 0 {
 		s.noteHealth(f.worker)
 	}
-	f.errand.local, f.errand.blocks = nil, nil
+	f.simulated.local, f.simulated.blocks = nil, nil
 	s.ledger = append(s.ledger, f)
-	s.over(f.errand)
+	s.over(f.simulated)
 }
 
 // cacheChanged takes a change of worker w's cache to the index, at once or late.

@@ -12,7 +12,7 @@ import (
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/outlier"
-	"kvrouter/internal/policy"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
@@ -83,7 +83,7 @@ func loadTraces(t testing.TB) map[string][]TraceRequest {
 // simulation is a run with 8 workers of the default engine; a load from 64 on is
 // a number of requests in flight, a smaller one a speedup.
 func simulation(requests []TraceRequest, rule string, load float64) Simulation {
-	s := Simulation{Requests: requests, Policy: rule, Knobs: policy.DefaultSettings(), Index: router.DefaultIndexSettings(), Routing: router.DefaultSettings(), Retry: outlier.DefaultRetrySettings(), Workers: 8, Engine: engine.DefaultSettings(), Seed: 1}
+	s := Simulation{Requests: requests, Policy: rule, Scoring: testkit.Defaults[policies.Settings](), Index: testkit.Defaults[router.IndexSettings](), Routing: testkit.Defaults[router.Settings](), Retry: testkit.Defaults[outlier.RetrySettings](), Workers: 8, Engine: engine.DefaultSettings(), Seed: 1}
 	if load >= 64 {
 		s.Concurrency = int(load)
 	} else {
@@ -121,14 +121,14 @@ func TestSimulatorGivesDynamosRows(t *testing.T) {
 		t.Skip("30 runs")
 	}
 	traces := loadTraces(t)
-	compare := func(policy string, rows []simRow, knobs policy.Settings, reuse, share float64) {
+	compare := func(policy string, rows []simRow, scoring policies.Settings, reuse, share float64) {
 		for _, row := range rows {
 			if testkit.RaceDetector && (row.trace != "synthetic" || row.load > 64) {
 				continue
 			}
-			t.Run(fmt.Sprintf("%s/%v/%s/%v", policy, knobs.PrefillLoadScale, row.trace, row.load), func(t *testing.T) {
+			t.Run(fmt.Sprintf("%s/%v/%s/%v", policy, scoring.PrefillLoadScale, row.trace, row.load), func(t *testing.T) {
 				s := simulation(traces[row.trace], policy, row.load)
-				s.Knobs = knobs
+				s.Scoring = scoring
 				got := mustRun(t, s)
 				within := func(what string, got, want, bound float64) {
 					if math.Abs(got-want) > bound {
@@ -142,10 +142,10 @@ func TestSimulatorGivesDynamosRows(t *testing.T) {
 			})
 		}
 	}
-	tuned := policy.DefaultSettings()
+	tuned := testkit.Defaults[policies.Settings]()
 	tuned.PrefillLoadScale, tuned.OverlapScoreCredit = 8, 2
-	compare("round-robin", roundRobinRows, policy.DefaultSettings(), 0.005, 0.03)
-	compare("kv", kvRows, policy.DefaultSettings(), 0.005, 0.05)
+	compare("round-robin", roundRobinRows, testkit.Defaults[policies.Settings](), 0.005, 0.03)
+	compare("kv", kvRows, testkit.Defaults[policies.Settings](), 0.005, 0.05)
 	compare("kv", kvTunedRows, tuned, 0.005, 0.05)
 }
 
@@ -167,7 +167,7 @@ func TestTwoRunsOfOneSeedAreEqual(t *testing.T) {
 	agents := agenticSettings(t)
 	agents.Workflows = 10
 	for _, requests := range [][]TraceRequest{loadTraces(t)["synthetic"][:400], mustAgents(t, agents, 1)} {
-		for _, policy := range policy.Names {
+		for _, policy := range policies.Names {
 			s := simulation(requests, policy, 64)
 			s.EventLag = 20 * time.Millisecond
 			checkRunsAreEqual(t, s)

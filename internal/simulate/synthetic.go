@@ -17,16 +17,16 @@ const syntheticChat = "chat"
 // exponential distribution, that of the turns a geometric one.
 type SyntheticSettings struct {
 	Conversations int           `group:"Synthetic conversations" default:"1000" help:"Number of conversations."`
-	Rate          float64       `group:"Synthetic conversations" default:"0" placeholder:"N" help:"Conversations that begin a second, at random times (Poisson), in place of --concurrency."`
-	Turns         float64       `group:"Synthetic conversations" default:"5" help:"Mean number of turns in a conversation, at least 1."`
+	Rate          float64       `group:"Synthetic conversations" default:"0" placeholder:"N" help:"Conversation arrivals per second (Poisson), instead of --concurrency."`
+	Turns         float64       `group:"Synthetic conversations" default:"5" help:"Mean number of turns per conversation, at least 1."`
 	ThinkTime     time.Duration `group:"Synthetic conversations" default:"10s" help:"Mean time from the end of an answer to the next turn."`
-	Groups        int           `group:"Synthetic conversations" default:"50" help:"Groups of conversations; each group has its own prefix (system prompt)."`
-	Skew          float64       `group:"Synthetic conversations" default:"1" help:"Zipf exponent of the groups' popularity: the n-th one gets a share of 1/n^skew; 0: all the same."`
-	PrefixTokens  int           `group:"Synthetic conversations" default:"2000" help:"Tokens of a group's prefix."`
+	Groups        int           `group:"Synthetic conversations" default:"50" help:"Number of conversation groups; each has its own prefix (system prompt)."`
+	Skew          float64       `group:"Synthetic conversations" default:"1" help:"Zipf exponent of the popularity of groups: the n-th has a share of 1/n^skew. 0: uniform."`
+	PrefixTokens  int           `group:"Synthetic conversations" default:"2000" help:"Tokens of the prefix of a group."`
 	UserTokens    float64       `group:"Synthetic conversations" default:"200" help:"Mean tokens of a user message."`
 	OutputTokens  float64       `group:"Synthetic conversations" default:"200" help:"Mean tokens of an answer."`
-	Shifts        int           `group:"Synthetic conversations" default:"0" help:"How many times, evenly over the run, all groups make place for new ones."`
-	Burst         int           `group:"Synthetic conversations" default:"0" placeholder:"N" help:"N conversations of one new group begin at once in the middle of the run, also beyond --concurrency; they are part of --synthetic-conversations."`
+	Shifts        int           `group:"Synthetic conversations" default:"0" help:"Number of times, evenly spread over the run, that all groups are replaced by new ones."`
+	Burst         int           `group:"Synthetic conversations" default:"0" placeholder:"N" help:"Number of conversations of one new group that begin at once in the middle of the run, regardless of --concurrency; included in --synthetic-conversations."`
 }
 
 func (s SyntheticSettings) validate() error {

@@ -134,7 +134,7 @@ func TestATurnIsSentWhenItsUserHasReadAndThought(t *testing.T) {
 	run := finishedRun(t, s)
 	flights := map[*TraceRequest]*flight{}
 	for _, f := range run.ledger {
-		flights[f.errand.request] = f
+		flights[f.simulated.request] = f
 	}
 	type change struct {
 		at   time.Duration
@@ -145,10 +145,10 @@ func TestATurnIsSentWhenItsUserHasReadAndThought(t *testing.T) {
 	for i := range s.Requests {
 		f := flights[&s.Requests[i]]
 		changes = append(changes, change{f.sent, 1})
-		for f.errand.request.Next != nil {
-			next := flights[f.errand.request.Next]
-			if next.sent != f.end+f.errand.request.Think {
-				t.Fatalf("answer ended at %v, %v of thought, next turn at %v", f.end, f.errand.request.Think, next.sent)
+		for f.simulated.request.Next != nil {
+			next := flights[f.simulated.request.Next]
+			if next.sent != f.end+f.simulated.request.Think {
+				t.Fatalf("answer ended at %v, %v of thought, next turn at %v", f.end, f.simulated.request.Think, next.sent)
 			}
 			if next.worker == f.worker {
 				stayed++
@@ -212,7 +212,7 @@ func TestABurstBeginsAtOnceAndBeyondTheConcurrency(t *testing.T) {
 		run := finishedRun(t, s)
 		sent := map[uint64][]time.Duration{} // first turns, by group
 		for i := range s.Requests {
-			at := slices.IndexFunc(run.ledger, func(f *flight) bool { return f.errand.request == &s.Requests[i] })
+			at := slices.IndexFunc(run.ledger, func(f *flight) bool { return f.simulated.request == &s.Requests[i] })
 			group := s.Requests[i].Hashes[0] >> 32
 			sent[group] = append(sent[group], run.ledger[at].sent)
 		}

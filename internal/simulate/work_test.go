@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"kvrouter/internal/policies"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/testkit"
 )
@@ -37,19 +38,19 @@ func (p workUntaught) Learn(o policy.Outcome) {
 // compareWithTuned runs both traces at all loads with the policies and with
 // Dynamo's rule at its best knobs, and returns for each the geometric means of
 // the ratios (TTFT, ITL, end to end, makespan) and the worst ratio, ITL aside.
-func compareWithTuned(t *testing.T, policies []func() policy.Policy, change func(*Simulation)) (means [][4]float64, worst []float64) {
+func compareWithTuned(t *testing.T, rules []func() policy.Policy, change func(*Simulation)) (means [][4]float64, worst []float64) {
 	traces := loadTraces(t)
-	means, worst = make([][4]float64, len(policies)), make([]float64, len(policies))
-	tuned := policy.DefaultSettings()
+	means, worst = make([][4]float64, len(rules)), make([]float64, len(rules))
+	tuned := testkit.Defaults[policies.Settings]()
 	tuned.PrefillLoadScale, tuned.OverlapScoreCredit = 8, 2
 	for _, row := range kvTunedRows {
 		s := simulation(traces[row.trace], "kv", row.load)
-		s.Knobs = tuned
+		s.Scoring = tuned
 		if change != nil {
 			change(&s)
 		}
 		base := mustRun(t, s)
-		for p, policy := range policies {
+		for p, policy := range rules {
 			run := newSimulator(s, policy())
 			if err := run.loop(); err != nil {
 				t.Fatal(err)

@@ -81,8 +81,7 @@ func TestSeriesOfWorkersThatAreGoneGoToo(t *testing.T) {
 // TestSeriesOfPodsThatAreGoneGoToo: rolling updates make new names for ever.
 func TestSeriesOfPodsThatAreGoneGoToo(t *testing.T) {
 	names, fleet := new(kv.Names), []uint64{}
-	rt := routertest.NewTestRouter(t, "thompson", 0)
-	rt.Names = names
+	rt := routertest.New(t, "thompson", 0, routertest.WithNames(names))
 	m := New(Deps{Names: names, Thompson: rt, Fleet: func() []uint64 { return fleet }})
 	m.Register(models.NewCollector(routertest.Models(rt)), workers.NewCollector(names, func() (list []workers.Sample) {
 		for _, id := range fleet {

@@ -23,7 +23,7 @@ func TestMetricsHaveDynamosNames(t *testing.T) {
 	samples := func() []workers.Sample {
 		return []workers.Sample{{Worker: kv.WorkerKey{Worker: 1, Rank: 2}, EventCount: map[string]uint64{"stored": 9, "unknown_parent": 2, "invalid_stored": 1, "removed": 7, "removed_incomplete": 3, "cleared": 4}}}
 	}
-	rt := routertest.NewTestRouter(t, "kv", 2)
+	rt := routertest.New(t, "kv", 2)
 	metrics.Register(workers.NewCollector(nil, samples), models.NewCollector(routertest.Models(rt)))
 	d, err := rt.Route(t.Context(), router.Request{Tokens: testkit.PromptTokens(1, 3)})
 	if err != nil {

@@ -8,9 +8,9 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
+	"kvrouter/internal/thompson"
 )
 
 // thompsonMetrics are the metrics of policy thompson under the names of the NeMo
@@ -26,14 +26,12 @@ type thompsonMetrics struct {
 	active                                                    prometheus.Gauge
 	routed                                                    *prometheus.CounterVec
 
-	feedback      *prometheus.HistogramVec
-	reuse, tokens prometheus.Histogram
-
 	decisions, overlap, reward, alpha, beta     *prometheus.Desc
+	feedback, reuse, tokens                     *prometheus.Desc
 	pending, series, timeouts, stayed, switched *prometheus.Desc
 
 	mu   sync.Mutex      // guards seen
-	seen map[string]bool // workers that routed or feedback has series of
+	seen map[string]bool // workers that routed has series of
 }
 
 // watchThompson adds these metrics if thompson is the router's policy. The series of
@@ -58,11 +56,9 @@ func (t *Metrics) watchThompson(router *router.Router, fleet func() []uint64) {
 		latency:      prometheus.NewHistogram(prometheus.HistogramOpts{Name: "thompson_processor_request_latency_seconds", Help: "Time from the arrival of a request to the end of its response."}),
 		active:       prometheus.NewGauge(prometheus.GaugeOpts{Name: "thompson_processor_active_requests", Help: "In-flight requests."}),
 
-		feedback: prometheus.NewHistogramVec(prometheus.HistogramOpts{
-			Name: "thompson_router_feedback_latency_seconds", Help: "Latencies that were learned from.", Buckets: []float64{.1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120},
-		}, perRank),
-		reuse:  prometheus.NewHistogram(prometheus.HistogramOpts{Name: "thompson_router_reuse_budget", Help: "Requests of the same series that were still to come, at each decision.", Buckets: []float64{0, 1, 2, 5, 10, 20, 50, 100}}),
-		tokens: prometheus.NewHistogram(prometheus.HistogramOpts{Name: "thompson_router_tokens_per_request", Help: "Prompt tokens of each decision.", Buckets: prometheus.ExponentialBuckets(32, 2, 9)}),
+		feedback: desc("feedback_latency_seconds", "Latencies that were learned from.", perRank...),
+		reuse:    desc("reuse_budget", "Requests of the same series that were still to come, at each decision."),
+		tokens:   desc("tokens_per_request", "Prompt tokens of each decision."),
 
 		decisions: desc("decisions_total", "Decisions for the worker.", perRank...),
 		overlap:   desc("kv_overlap", "Cached share of the prompt at the last decision for the worker, 0 to 1.", perRank...),
@@ -75,13 +71,7 @@ func (t *Metrics) watchThompson(router *router.Router, fleet func() []uint64) {
 		stayed:    desc("sticky_decisions_total", "Decisions for the worker that had served the series before."),
 		switched:  desc("switch_decisions_total", "Decisions for another worker than the one that had served the series before."),
 	}
-	if !router.WithThompson(func(p *policy.Thompson) {
-		p.Observe = policy.ThompsonObserver{
-			Tokens:  func(n int) { m.tokens.Observe(float64(n)) },
-			Reuse:   func(n int) { m.reuse.Observe(float64(n)) },
-			Latency: m.learned,
-		}
-	}) {
+	if !thompson.With(router.WithPolicy, func(*thompson.Policy) {}) {
 		return
 	}
 	t.thompson = m
@@ -90,7 +80,7 @@ func (t *Metrics) watchThompson(router *router.Router, fleet func() []uint64) {
 
 func (m *thompsonMetrics) counters() []prometheus.Collector {
 	return []prometheus.Collector{
-		m.requests, m.tokensIn, m.tokensOut, m.routerErrors, m.engineErrors, m.routed, m.latency, m.active, m.feedback, m.reuse, m.tokens,
+		m.requests, m.tokensIn, m.tokensOut, m.routerErrors, m.engineErrors, m.routed, m.latency, m.active,
 	}
 }
 
@@ -119,7 +109,7 @@ func (m *thompsonMetrics) ended(x *proxy.Exchange, now time.Time) {
 func (m *thompsonMetrics) routedTo(w kv.WorkerKey) {
 	if m != nil {
 		m.see(w.Worker)
-		m.routed.WithLabelValues(m.router.Names.Label(w.Worker)).Inc()
+		m.routed.WithLabelValues(m.router.Names().Label(w.Worker)).Inc()
 	}
 }
 
@@ -135,15 +125,10 @@ func (m *thompsonMetrics) engineFailed() {
 	}
 }
 
-func (m *thompsonMetrics) learned(w kv.WorkerKey, latency time.Duration) {
-	m.see(w.Worker)
-	m.feedback.WithLabelValues(rankLabels(m.router.Names, w)...).Observe(latency.Seconds())
-}
-
 func (m *thompsonMetrics) see(worker uint64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.seen[m.router.Names.Label(worker)] = true
+	m.seen[m.router.Names().Label(worker)] = true
 }
 
 func rankLabels(names *kv.Names, w kv.WorkerKey) []string {
@@ -157,7 +142,6 @@ func (m *thompsonMetrics) forgetBut(fleet map[string]bool) {
 	for worker := range m.seen {
 		if !fleet[worker] {
 			m.routed.DeletePartialMatch(prometheus.Labels{"worker_id": worker})
-			m.feedback.DeletePartialMatch(prometheus.Labels{"worker_id": worker})
 			delete(m.seen, worker)
 		}
 	}
@@ -168,14 +152,14 @@ func (m *thompsonMetrics) Describe(out chan<- *prometheus.Desc) {
 	for _, c := range m.counters() {
 		c.Describe(out)
 	}
-	for _, d := range []*prometheus.Desc{m.decisions, m.overlap, m.reward, m.alpha, m.beta, m.pending, m.series, m.timeouts, m.stayed, m.switched} {
+	for _, d := range []*prometheus.Desc{m.decisions, m.overlap, m.reward, m.alpha, m.beta, m.feedback, m.reuse, m.tokens, m.pending, m.series, m.timeouts, m.stayed, m.switched} {
 		out <- d
 	}
 }
 
 // Collect implements prometheus.Collector.
 func (m *thompsonMetrics) Collect(out chan<- prometheus.Metric) {
-	fleet, names := map[string]bool{}, m.router.Names.Now()
+	fleet, names := map[string]bool{}, m.router.Names().Now()
 	for _, id := range m.fleet() {
 		fleet[names.Label(id)] = true
 	}
@@ -183,10 +167,17 @@ func (m *thompsonMetrics) Collect(out chan<- prometheus.Metric) {
 	for _, c := range m.counters() {
 		c.Collect(out)
 	}
-	var stats policy.ThompsonStats
-	m.router.WithThompson(func(p *policy.Thompson) { stats = p.Stats() })
+	var stats thompson.Stats
+	thompson.With(m.router.WithPolicy, func(p *thompson.Policy) { stats = p.Stats() })
 	show := func(d *prometheus.Desc, kind prometheus.ValueType, value float64, labels ...string) {
 		out <- prometheus.MustNewConstMetric(d, kind, value, labels...)
+	}
+	histogram := func(d *prometheus.Desc, h thompson.Histogram, labels ...string) {
+		buckets := map[float64]uint64{}
+		for i, bound := range h.Bounds {
+			buckets[bound] = h.Counts[i]
+		}
+		out <- prometheus.MustNewConstHistogram(d, h.Count, h.Sum, buckets, labels...)
 	}
 	for _, w := range stats.Workers {
 		labels := rankLabels(names, w.Worker)
@@ -198,7 +189,12 @@ func (m *thompsonMetrics) Collect(out chan<- prometheus.Metric) {
 		show(m.reward, prometheus.GaugeValue, w.Reward, labels...)
 		show(m.alpha, prometheus.GaugeValue, w.Alpha, labels...)
 		show(m.beta, prometheus.GaugeValue, w.Beta, labels...)
+		if w.Latency.Count > 0 {
+			histogram(m.feedback, w.Latency, labels...)
+		}
 	}
+	histogram(m.reuse, stats.Reuse)
+	histogram(m.tokens, stats.Tokens)
 	show(m.pending, prometheus.GaugeValue, float64(stats.Pending))
 	show(m.series, prometheus.GaugeValue, float64(stats.Series))
 	show(m.timeouts, prometheus.CounterValue, float64(stats.Timeouts))

@@ -20,14 +20,14 @@ func scrape(t *Metrics) testkit.MetricsLines {
 }
 
 func TestThompsonMetricsAreOfThatPolicyAndTheFleet(t *testing.T) {
-	other := New(Deps{Thompson: routertest.NewTestRouter(t, "kv", 1), Fleet: func() []uint64 { return nil }})
+	other := New(Deps{Thompson: routertest.New(t, "kv", 1), Fleet: func() []uint64 { return nil }})
 	for name := range scrape(other) {
 		if strings.HasPrefix(name, "thompson_") {
 			t.Errorf("%s with policy kv", name)
 		}
 	}
 
-	rt := routertest.NewTestRouter(t, "thompson", 0)
+	rt := routertest.New(t, "thompson", 0)
 	fleet := []uint64{0, 1}
 	telemetry := New(Deps{Thompson: rt, Fleet: func() []uint64 { return fleet }})
 	ofWorker := func(page testkit.MetricsLines, worker int) (n int) {

@@ -10,7 +10,9 @@ import (
 	"testing"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/policy"
+	"kvrouter/internal/testkit"
 )
 
 // Clerk is a policy that takes the first candidate and writes down what it is asked
@@ -35,10 +37,11 @@ func (p *Clerk) Choose(q policy.Query, candidates []policy.Candidate, _ *rand.Ra
 }
 
 // Judge keeps the feedback.
-func (p *Clerk) Judge(f policy.Feedback) {
+func (p *Clerk) Judge(f policy.Feedback) (verdict policy.Verdict, known bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.feedbacks = append(p.feedbacks, f)
+	return policy.Verdict{Worker: f.Worker}, true
 }
 
 // Queries returns what the policy was asked so far.
@@ -90,10 +93,13 @@ func (p *Clerk) OncePerDecision(t *testing.T) {
 	}
 }
 
-// MustPolicy returns the policy of that name.
-func MustPolicy(t testing.TB, name string) policy.Policy {
+// MustPolicy returns the policy of that name with the default settings.
+func MustPolicy(t interface {
+	Helper()
+	Fatal(args ...any)
+}, name string) policy.Policy {
 	t.Helper()
-	p, err := policy.NewPolicy(name)
+	p, err := policies.New(name, testkit.Defaults[policies.Settings]())
 	if err != nil {
 		t.Fatal(fmt.Errorf("policy %s: %w", name, err))
 	}

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"slices"
 	"testing"
+	"time"
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/models"
@@ -15,32 +16,66 @@ import (
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/policytest"
+	"kvrouter/internal/thompson"
 )
 
-// NewTestRouter returns a router over that many workers, all up and idle.
-func NewTestRouter(t testing.TB, rule string, workers int) *router.Router {
+// Option changes what a router is made of.
+type Option func(*router.Settings, *router.Deps)
+
+// WithPolicy gives the router that policy.
+func WithPolicy(p policy.Policy) Option {
+	return func(_ *router.Settings, d *router.Deps) { d.Policy = p }
+}
+
+// WithSettings changes the settings of the router.
+func WithSettings(change func(*router.Settings)) Option {
+	return func(s *router.Settings, _ *router.Deps) { change(s) }
+}
+
+// WithIndex gives the router that index.
+func WithIndex(x radix.Index) Option { return func(_ *router.Settings, d *router.Deps) { d.Index = x } }
+
+// WithBlockSize sets the tokens of a block.
+func WithBlockSize(tokens int) Option {
+	return func(_ *router.Settings, d *router.Deps) { d.BlockSize = tokens }
+}
+
+// WithSeed sets the seed of the router's random choices.
+func WithSeed(seed uint64) Option { return func(_ *router.Settings, d *router.Deps) { d.Seed = seed } }
+
+// WithNames gives the router names of its workers.
+func WithNames(names *kv.Names) Option {
+	return func(_ *router.Settings, d *router.Deps) { d.Names = names }
+}
+
+// WithNow gives the router that clock.
+func WithNow(now func() time.Time) Option {
+	return func(_ *router.Settings, d *router.Deps) { d.Now = now }
+}
+
+// New returns a router over that many workers, all up and idle. The defaults of its
+// settings are those of the flags.
+func New(t testing.TB, rule string, workers int, options ...Option) *router.Router {
 	t.Helper()
-	p, err := policy.NewPolicy(rule)
-	if err != nil {
-		t.Fatal(err)
+	settings, deps := testkit.Defaults[router.Settings](), router.Deps{Index: radix.NewTree(), BlockSize: testkit.BlockSize, Seed: 1}
+	for _, change := range options {
+		change(&settings, &deps)
 	}
-	r := router.NewRouter(radix.NewTree(), p, testkit.BlockSize, 1)
+	if deps.Policy == nil {
+		deps.Policy = policytest.MustPolicy(t, rule)
+	}
+	r := router.New(settings, deps)
 	for i := range workers {
 		r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, URL: "http://worker", Models: []string{"m"}})
 	}
 	return r
 }
 
-// NewClockedRouter is NewTestRouter for policy kv with a clock of its own.
-func NewClockedRouter(t testing.TB, workers int, knobs router.Settings) (*router.Router, *testkit.StandingClock) {
+// NewClocked is New for policy kv with a clock of its own.
+func NewClocked(t testing.TB, workers int, options ...Option) (*router.Router, *testkit.StandingClock) {
 	t.Helper()
 	clock := new(testkit.StandingClock)
-	r := router.New(radix.NewTree(), policytest.MustPolicy(t, "kv"), testkit.BlockSize, 1, knobs)
-	r.Now = clock.Now
-	for i := range workers {
-		r.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Models: []string{"m"}})
-	}
-	return r, clock
+	return New(t, "kv", workers, append(options, WithNow(clock.Now))...), clock
 }
 
 // Hold puts the full blocks of a prompt into worker w's cache.
@@ -84,9 +119,9 @@ func ExpectLoad(t testing.TB, r *router.Router, prefill, blocks, requests int) {
 }
 
 // ThompsonStats returns the state of a router's thompson policy.
-func ThompsonStats(t *testing.T, router *router.Router) (stats policy.ThompsonStats) {
+func ThompsonStats(t *testing.T, router *router.Router) (stats thompson.Stats) {
 	t.Helper()
-	if !router.WithThompson(func(p *policy.Thompson) { stats = p.Stats() }) {
+	if !thompson.With(router.WithPolicy, func(p *thompson.Policy) { stats = p.Stats() }) {
 		t.Fatal("another policy")
 	}
 	return stats

@@ -7,15 +7,16 @@ import (
 
 	"kvrouter/internal/engine"
 	"kvrouter/internal/outlier"
-	"kvrouter/internal/policy"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/router"
 	"kvrouter/internal/simulate"
+	"kvrouter/internal/testkit"
 )
 
 // New returns a run with 8 workers of the default engine. A load from 64 on is a number
 // of requests in flight, a smaller one a speedup.
 func New(requests []simulate.TraceRequest, rule string, load float64) simulate.Simulation {
-	s := simulate.Simulation{Requests: requests, Policy: rule, Knobs: policy.DefaultSettings(), Index: router.DefaultIndexSettings(), Routing: router.DefaultSettings(), Retry: outlier.DefaultRetrySettings(), Workers: 8, Engine: engine.DefaultSettings(), Seed: 1}
+	s := simulate.Simulation{Requests: requests, Policy: rule, Scoring: testkit.Defaults[policies.Settings](), Index: testkit.Defaults[router.IndexSettings](), Routing: testkit.Defaults[router.Settings](), Retry: testkit.Defaults[outlier.RetrySettings](), Workers: 8, Engine: engine.DefaultSettings(), Seed: 1}
 	if load >= 64 {
 		s.Concurrency = int(load)
 	} else {

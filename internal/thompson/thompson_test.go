@@ -1,4 +1,4 @@
-package policy
+package thompson
 
 import (
 	"fmt"
@@ -12,106 +12,107 @@ import (
 
 	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
 )
 
-// thompsonEpoch is when the tests of policy thompson begin.
-var thompsonEpoch = time.Unix(1_000_000_000, 0)
+// epoch is when the tests of policy thompson begin.
+var epoch = time.Unix(1_000_000_000, 0)
 
-func mustThompson(t testing.TB, fixes string) *Thompson {
+func mustPolicy(t testing.TB, fixes string) *Policy {
 	t.Helper()
-	config := defaultThompsonConfig()
+	config := defaultParameters()
 	var err error
-	if config.Fixes, err = parseThompsonFixes(fixes); err != nil {
+	if config.fixes, err = parseFixes(fixes); err != nil {
 		t.Fatal(err)
 	}
-	return newThompson(config)
+	return newPolicy(config)
 }
 
-// thompsonPool is a set of workers for one policy, without a router.
-type thompsonPool struct {
+// pool is a set of workers for one policy, without a router.
+type pool struct {
 	t          *testing.T
-	policy     *Thompson
+	policy     *Policy
 	now        time.Time
 	random     *rand.Rand
-	candidates []Candidate
+	candidates []policy.Candidate
 	decisions  uint64
 }
 
-func newThompsonPool(t *testing.T, fixes string, workers int) *thompsonPool {
-	p := &thompsonPool{t: t, policy: mustThompson(t, fixes), now: thompsonEpoch, random: rand.New(rand.NewPCG(1, 1))}
+func newPool(t *testing.T, fixes string, workers int) *pool {
+	p := &pool{t: t, policy: mustPolicy(t, fixes), now: epoch, random: rand.New(rand.NewPCG(1, 1))}
 	for i := range workers {
-		p.candidates = append(p.candidates, Candidate{Target: kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Generation: 1}})
+		p.candidates = append(p.candidates, policy.Candidate{Target: kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Generation: 1}})
 	}
 	return p
 }
 
 // decide sends a request of 1024 tokens.
-func (p *thompsonPool) decide(hints hints.Prefix) (chosen int, decision uint64) {
-	return p.ask(Query{Prefix: hints}), p.decisions
+func (p *pool) decide(hints hints.Prefix) (chosen int, decision uint64) {
+	return p.ask(policy.Query{Prefix: hints}), p.decisions
 }
 
 // ask has q decided for a prompt of 1,024 tokens.
-func (p *thompsonPool) ask(q Query) (chosen int) {
+func (p *pool) ask(q policy.Query) (chosen int) {
 	p.decisions++
 	q.Now, q.Tokens, q.BlockSize, q.Decision = p.now, 1024, 64, p.decisions
 	return p.policy.Choose(q, p.candidates, p.random)
 }
 
-func (p *thompsonPool) judge(decision uint64, how Ending, latency time.Duration) ThompsonAck {
+func (p *pool) judge(decision uint64, how policy.Ending, latency time.Duration) policy.Verdict {
 	p.t.Helper()
-	ack, known := p.policy.JudgeDetail(Feedback{Decision: decision, Now: p.now, Ending: how, Latency: latency, FirstToken: latency / 2, TokensIn: 1024, TokensOut: 11})
+	verdict, known := p.policy.Judge(policy.Feedback{Decision: decision, Now: p.now, Ending: how, Latency: latency, FirstToken: latency / 2, TokensIn: 1024, TokensOut: 11})
 	if !known {
 		p.t.Fatalf("decision %d is not known", decision)
 	}
-	return ack
+	return verdict
 }
 
 // worker returns what is known of worker i as of now.
-func (p *thompsonPool) worker(i int) *thompsonWorker {
+func (p *pool) worker(i int) *arm {
 	w := p.policy.worker(p.candidates[i].Target)
 	p.policy.fade(w)
 	return w
 }
 
 // only leaves worker i in the choice while f runs.
-func (p *thompsonPool) only(i int, f func()) {
+func (p *pool) only(i int, f func()) {
 	all := p.candidates
 	p.candidates = all[i : i+1]
 	f()
 	p.candidates = all
 }
 
-func TestThompsonWorkerBaselineFix(t *testing.T) {
+func TestWorkerBaselineFix(t *testing.T) {
 	for fixes, want := range map[string]float64{"none": 0.5, "worker-baseline": 0.25, "feedback": 0.5, "worker-baseline,feedback": 0.25} {
-		p := newThompsonPool(t, fixes, 2)
-		var ack ThompsonAck
-		for range 100 { // the slow one in between must not become what is usual
-			p.only(0, func() { _, d := p.decide(hints.Prefix{}); p.judge(d, Finished, time.Second) })
+		p := newPool(t, fixes, 2)
+		var verdict policy.Verdict
+		for range 100 { // the slow one in between must not become the baseline
+			p.only(0, func() { _, d := p.decide(hints.Prefix{}); p.judge(d, policy.Finished, time.Second) })
 		}
-		p.only(1, func() { _, d := p.decide(hints.Prefix{}); p.judge(d, Finished, 3*time.Second) })
+		p.only(1, func() { _, d := p.decide(hints.Prefix{}); p.judge(d, policy.Finished, 3*time.Second) })
 		for range 100 {
-			p.only(0, func() { _, d := p.decide(hints.Prefix{}); p.judge(d, Finished, time.Second) })
+			p.only(0, func() { _, d := p.decide(hints.Prefix{}); p.judge(d, policy.Finished, time.Second) })
 		}
-		p.only(1, func() { _, d := p.decide(hints.Prefix{}); ack = p.judge(d, Finished, 3*time.Second) })
-		if math.Abs(ack.Reward-want) > 0.001 || ack.Worker.Worker != 1 {
-			t.Errorf("fixes %s: three times the latency of the others earns %+v, want %.2f", fixes, ack, want)
+		p.only(1, func() { _, d := p.decide(hints.Prefix{}); verdict = p.judge(d, policy.Finished, 3*time.Second) })
+		if math.Abs(verdict.Reward-want) > 0.001 || verdict.Worker.Worker != 1 {
+			t.Errorf("fixes %s: three times the latency of the others earns %+v, want %.2f", fixes, verdict, want)
 		}
 	}
 }
 
-func TestThompsonForgettingFix(t *testing.T) {
+func TestForgettingFix(t *testing.T) {
 	for _, fixes := range []string{"none", "forgetting"} {
-		p := newThompsonPool(t, fixes, 2)
+		p := newPool(t, fixes, 2)
 		for range 2000 {
-			p.only(0, func() { _, d := p.decide(hints.Prefix{}); p.judge(d, Finished, time.Second) })
+			p.only(0, func() { _, d := p.decide(hints.Prefix{}); p.judge(d, policy.Finished, time.Second) })
 		}
 		w := p.worker(0)
 		if evidence := w.mean.alpha + w.mean.beta - 2; fixes == "none" && evidence != 2000 || fixes == "forgetting" && math.Abs(evidence-200) > 1 {
 			t.Errorf("fixes %s: evidence of %v feedbacks", fixes, evidence)
 		}
-		p.only(1, func() { _, d := p.decide(hints.Prefix{}); p.judge(d, Failed, time.Second) })
+		p.only(1, func() { _, d := p.decide(hints.Prefix{}); p.judge(d, policy.Failed, time.Second) })
 		for range 2000 {
-			p.only(0, func() { _, d := p.decide(hints.Prefix{}); p.judge(d, Finished, time.Second) })
+			p.only(0, func() { _, d := p.decide(hints.Prefix{}); p.judge(d, policy.Finished, time.Second) })
 		}
 		if w := p.worker(1); fixes == "none" && w.mean.beta != 2 || fixes == "forgetting" && w.mean.beta > 1.01 {
 			t.Errorf("fixes %s: one failure long ago leaves beta at %v", fixes, w.mean.beta)
@@ -119,11 +120,11 @@ func TestThompsonForgettingFix(t *testing.T) {
 	}
 }
 
-func TestThompsonForgettingKeepsAsMuchOfEachOfManyWorkers(t *testing.T) {
-	p := newThompsonPool(t, "forgetting", 40)
+func TestForgettingKeepsAsMuchOfEachOfManyWorkers(t *testing.T) {
+	p := newPool(t, "forgetting", 40)
 	for range 200 {
 		for i := range p.candidates {
-			p.only(i, func() { _, d := p.decide(hints.Prefix{}); p.judge(d, Finished, time.Second) })
+			p.only(i, func() { _, d := p.decide(hints.Prefix{}); p.judge(d, policy.Finished, time.Second) })
 		}
 	}
 	w := p.worker(3)
@@ -132,12 +133,12 @@ func TestThompsonForgettingKeepsAsMuchOfEachOfManyWorkers(t *testing.T) {
 	}
 }
 
-func TestThompsonLoadSignFix(t *testing.T) {
+func TestLoadSignFix(t *testing.T) {
 	for fixes, helps := range map[string]bool{"none": true, "load-sign": false} {
-		p := mustThompson(t, fixes)
-		query := thompsonQuery{tokens: 1024, decode: 2, iat: 1, reuse: 5, hasLast: true, last: kv.WorkerKey{Worker: 9}}
+		p := mustPolicy(t, fixes)
+		query := requestTerms{tokens: 1024, decode: 2, iat: 1, reuse: 5, hasLast: true, last: kv.WorkerKey{Worker: 9}}
 		score := func(queue float64) float64 {
-			c := thompsonChoice{queue: queue, prefill: 1}
+			c := candidate{queue: queue, prefill: 1}
 			p.features(&query, &c)
 			return p.score(&query, &c, 0, 0.5) // less than 0: it would be a switch
 		}
@@ -147,10 +148,10 @@ func TestThompsonLoadSignFix(t *testing.T) {
 	}
 }
 
-func TestThompsonOutstandingFix(t *testing.T) {
+func TestOutstandingFix(t *testing.T) {
 	budget := 9
 	for fixes, want := range map[string]float64{"none": 9 * 3 * 1.0, "outstanding": 3} { // D 2 + P 1
-		p := newThompsonPool(t, fixes, 1)
+		p := newPool(t, fixes, 1)
 		p.decide(hints.Prefix{ID: "a", Budget: &budget})
 		if got := p.worker(0).work; got != want {
 			t.Errorf("fixes %s: outstanding %v, want %v", fixes, got, want)
@@ -158,17 +159,17 @@ func TestThompsonOutstandingFix(t *testing.T) {
 	}
 }
 
-func TestThompsonPinTTLFix(t *testing.T) {
+func TestPinTTLFix(t *testing.T) {
 	for _, fixes := range []string{"none", "pin-ttl"} {
 		mended := fixes == "pin-ttl"
-		p := newThompsonPool(t, fixes, 2)
+		p := newPool(t, fixes, 2)
 		p.only(0, func() {
 			_, d := p.decide(hints.Prefix{ID: "a", Total: 10})
-			p.now = p.now.Add(thompsonPinTTL - time.Second)
-			p.judge(d, Finished, time.Second) // from which the time counts
-			p.now = p.now.Add(thompsonPinTTL - time.Second)
+			p.now = p.now.Add(pinTTL - time.Second)
+			p.judge(d, policy.Finished, time.Second) // from which the time counts
+			p.now = p.now.Add(pinTTL - time.Second)
 			_, d = p.decide(hints.Prefix{ID: "b", Total: 10})
-			p.judge(d, Finished, time.Second)
+			p.judge(d, policy.Finished, time.Second)
 			if got := p.worker(0).pins; got != 2 {
 				t.Errorf("fixes %s: %d pins before their time is over", fixes, got)
 			}
@@ -190,50 +191,50 @@ func TestThompsonPinTTLFix(t *testing.T) {
 	}
 }
 
-func TestThompsonPinTTLFixDropsAPinToAnAbsentWorker(t *testing.T) {
+func TestPinTTLFixDropsAPinToAnAbsentWorker(t *testing.T) {
 	for fixes, has := range map[string]bool{"none": true, "pin-ttl": false} {
-		p := newThompsonPool(t, fixes, 2)
+		p := newPool(t, fixes, 2)
 		p.only(0, func() { p.decide(hints.Prefix{ID: "a", Total: 10}) })
 		p.only(1, func() {
-			p.policy.choices = []thompsonChoice{{worker: p.worker(0)}}
-			if got := p.policy.query(Query{Prefix: hints.Prefix{ID: "a", Total: 10}}).hasLast; got != has {
+			p.policy.choices = []candidate{{worker: p.worker(0)}}
+			if got := p.policy.query(policy.Query{Prefix: hints.Prefix{ID: "a", Total: 10}}).hasLast; got != has {
 				t.Errorf("fixes %s: the worker that is not there counts as last: %v", fixes, got)
 			}
 		})
 	}
 }
 
-func TestThompsonFeedbackFix(t *testing.T) {
+func TestFeedbackFix(t *testing.T) {
 	for _, fixes := range []string{"none", "feedback"} {
 		mended := fixes == "feedback"
-		p := newThompsonPool(t, fixes, 1)
+		p := newPool(t, fixes, 1)
 		_, gone := p.decide(hints.Prefix{})
 		_, running := p.decide(hints.Prefix{})
-		p.judge(gone, Abandoned, time.Second)
+		p.judge(gone, policy.Abandoned, time.Second)
 		if w := p.worker(0); w.mean != newBetaBandit() || mended && w.waits != 1 || !mended && w.waits != 2 {
 			t.Errorf("fixes %s: a client that left: %+v, %d pending", fixes, w.mean, w.waits)
 		}
-		p.now = p.now.Add(p.policy.Timeout + time.Minute)
+		p.now = p.now.Add(p.policy.timeout + time.Minute)
 		p.decide(hints.Prefix{})
-		_, known := p.policy.JudgeDetail(Feedback{Decision: running, Now: p.now, Ending: Finished, Latency: 2 * time.Minute})
+		_, known := p.policy.Judge(policy.Feedback{Decision: running, Now: p.now, Ending: policy.Finished, Latency: 2 * time.Minute})
 		s := p.policy.Stats()
 		if mended && (!known || s.Timeouts != 0) || !mended && (known || s.Timeouts != 2 || s.Workers[0].Beta != 3) {
 			t.Errorf("fixes %s: a long request is known %v, %+v", fixes, known, s)
 		}
 		_, d := p.decide(hints.Prefix{})
-		if ack := p.judge(d, Failed, time.Second); ack.Reward != 0 {
-			t.Errorf("fixes %s: a failure earns %v", fixes, ack.Reward)
+		if verdict := p.judge(d, policy.Failed, time.Second); verdict.Reward != 0 {
+			t.Errorf("fixes %s: a failure earns %v", fixes, verdict.Reward)
 		}
 	}
 }
 
-func TestThompsonFeedbackFixComparesLikeWithLike(t *testing.T) {
+func TestFeedbackFixComparesLikeWithLike(t *testing.T) {
 	for fixes, fair := range map[string]bool{"worker-baseline": false, "worker-baseline,feedback": true} {
-		p := mustThompson(t, fixes)
+		p := mustPolicy(t, fixes)
 		feedback := func(tokens, answer int) float64 { // 1 ms a prompt token, 10 ms a token of the answer
 			first := time.Duration(tokens) * time.Millisecond
 			latency := first + time.Duration(answer)*10*time.Millisecond
-			return p.judge(&thompsonPending{tokens: tokens, bin: hints.LevelHigh}, Feedback{Ending: Finished, FirstToken: first, Latency: latency, TokensOut: answer + 1}).reward
+			return p.judge(&pendingDecision{tokens: tokens, bin: hints.LevelHigh}, policy.Feedback{Ending: policy.Finished, FirstToken: first, Latency: latency, TokensOut: answer + 1}).reward
 		}
 		for range 50 {
 			feedback(1500, 500)
@@ -243,17 +244,17 @@ func TestThompsonFeedbackFixComparesLikeWithLike(t *testing.T) {
 		if got := math.Abs(long-0.5) < 0.01; got != fair {
 			t.Errorf("fixes %s: a short answer to a long prompt earns %.3f on an average worker", fixes, long)
 		}
-		if fast := p.judge(&thompsonPending{tokens: 8000}, Feedback{Ending: Finished, FirstToken: 800 * time.Millisecond, Latency: 900 * time.Millisecond, TokensOut: 11}).reward; fair && fast < 0.65 {
+		if fast := p.judge(&pendingDecision{tokens: 8000}, policy.Feedback{Ending: policy.Finished, FirstToken: 800 * time.Millisecond, Latency: 900 * time.Millisecond, TokensOut: 11}).reward; fair && fast < 0.65 {
 			t.Errorf("fixes %s: a cached prompt earns %.3f only", fixes, fast)
 		}
 	}
 }
 
-func TestThompsonColdStartFix(t *testing.T) {
+func TestColdStartFix(t *testing.T) {
 	for _, fixes := range []string{"none", "cold-start"} {
 		counts := [2]int{}
 		for seed := range uint64(500) {
-			p := newThompsonPool(t, fixes, 2)
+			p := newPool(t, fixes, 2)
 			p.random = rand.New(rand.NewPCG(seed, seed))
 			p.candidates[0].Overlap = 15
 			chosen, _ := p.decide(hints.Prefix{})
@@ -265,8 +266,8 @@ func TestThompsonColdStartFix(t *testing.T) {
 	}
 }
 
-func TestThompsonReuseBudget(t *testing.T) {
-	p := newThompsonPool(t, "none", 1)
+func TestReuseBudget(t *testing.T) {
+	p := newPool(t, "none", 1)
 	three := 3
 	steps := []struct {
 		hints hints.Prefix
@@ -285,38 +286,36 @@ func TestThompsonReuseBudget(t *testing.T) {
 		{hints.Prefix{ID: "c", Budget: &three, Total: 50}, 3}, // the caller counts
 	}
 	for i, step := range steps {
-		var got int
-		p.policy.Observe.Reuse = func(requests int) { got = requests }
+		before := p.policy.Stats().Reuse.Sum
 		p.decide(step.hints)
-		if got != step.want {
+		if got := int(p.policy.Stats().Reuse.Sum - before); got != step.want {
 			t.Errorf("step %d: %d to come, want %d", i, got, step.want)
 		}
 	}
 }
 
 // A request that another worker has failed is one of its series, not two.
-func TestThompsonCountsARetriedRequestOnce(t *testing.T) {
-	p := newThompsonPool(t, "all", 1)
+func TestCountsARetriedRequestOnce(t *testing.T) {
+	p := newPool(t, "all", 1)
 	for i, step := range []struct {
 		retry bool
 		want  int
 	}{{false, 2}, {true, 2}, {false, 1}, {true, 1}, {false, 0}, {true, 0}} {
-		var got int
-		p.policy.Observe.Reuse = func(requests int) { got = requests }
-		p.ask(Query{Retry: step.retry, Prefix: hints.Prefix{ID: "a", Total: 3}})
-		if got != step.want {
+		before := p.policy.Stats().Reuse.Sum
+		p.ask(policy.Query{Retry: step.retry, Prefix: hints.Prefix{ID: "a", Total: 3}})
+		if got := int(p.policy.Stats().Reuse.Sum - before); got != step.want {
 			t.Errorf("step %d: %d to come, want %d", i, got, step.want)
 		}
 	}
 }
 
-func TestThompsonStaysWithTheSeriesWorker(t *testing.T) {
+func TestStaysWithTheSeriesWorker(t *testing.T) {
 	for _, fixes := range []string{"all", "outstanding"} { // in the original all that a series is to bring counts against its own worker
-		p := newThompsonPool(t, fixes, 4)
+		p := newPool(t, fixes, 4)
 		for series := range 50 {
 			for range 10 {
 				_, d := p.decide(hints.Prefix{ID: fmt.Sprint(series), Total: 10})
-				p.judge(d, Finished, time.Second)
+				p.judge(d, policy.Finished, time.Second)
 			}
 		}
 		if s := p.policy.Stats(); s.Stayed+s.Switched != 450 || s.Stayed < 350 || s.Series != 0 {
@@ -325,30 +324,39 @@ func TestThompsonStaysWithTheSeriesWorker(t *testing.T) {
 	}
 }
 
-func TestThompsonLooksWithoutDeciding(t *testing.T) {
-	p := newThompsonPool(t, "all", 3)
+func TestLooksWithoutDeciding(t *testing.T) {
+	p := newPool(t, "all", 3)
 	p.decide(hints.Prefix{ID: "a", Total: 9})
 	before := p.policy.Stats()
 	for range 10 {
-		p.policy.Choose(Query{Now: p.now, Tokens: 99, BlockSize: 16, Prefix: hints.Prefix{ID: "a", Total: 9}}, p.candidates, p.random)
+		p.policy.Choose(policy.Query{Now: p.now, Tokens: 99, BlockSize: 16, Prefix: hints.Prefix{ID: "a", Total: 9}}, p.candidates, p.random)
 	}
 	if after := p.policy.Stats(); !reflect.DeepEqual(before, after) {
 		t.Errorf("%+v became %+v by decisions that nobody makes", before, after)
 	}
 }
 
-func TestThompsonKVLoadTakesTheLeastUsage(t *testing.T) {
-	config := defaultThompsonConfig()
-	config.RouterType = ThompsonKVLoad
-	p := new(pool).add(9, published(0, 0.3)).add(0, published(90, 0.2)).add(0, published(0, 0.2))
-	counts := draws(newThompson(config), Query{Tokens: 640, BlockSize: 64, Decision: 1}, p.candidates)
+func TestKVLoadTakesTheLeastUsage(t *testing.T) {
+	config := defaultParameters()
+	config.routerType = typeKVLoad
+	load := func(waiting int, usage float64) policy.Load {
+		return policy.Load{Published: policy.Published{Waiting: waiting, KVUsage: usage, At: time.Unix(1, 0)}, Fresh: true}
+	}
+	candidates := []policy.Candidate{{Overlap: 9, Load: load(0, 0.3)}, {Load: load(90, 0.2)}, {Load: load(0, 0.2)}}
+	p, random, counts := newPolicy(config), rand.New(rand.NewPCG(1, 2)), [3]int{}
+	for i := range candidates {
+		candidates[i].Target.Key.Worker = uint64(i)
+	}
+	for range 1000 {
+		counts[p.Choose(policy.Query{Tokens: 640, BlockSize: 64, Decision: 1}, candidates, random)]++
+	}
 	if counts[0] != 0 || counts[1] < 400 || counts[2] < 400 {
 		t.Errorf("chosen %v times, want a tie of the last two", counts)
 	}
 }
 
-func TestThompsonRemembersNoMoreThanItsBounds(t *testing.T) {
-	p := newThompsonPool(t, "all", 2)
+func TestRemembersNoMoreThanItsBounds(t *testing.T) {
+	p := newPool(t, "all", 2)
 	p.policy.series.limit, p.policy.pending.limit, p.policy.workers.limit = 10, 20, 3
 	for i := range 300 {
 		p.candidates[1].Target.Key.Worker = uint64(1 + i/10)
@@ -364,10 +372,10 @@ func TestThompsonRemembersNoMoreThanItsBounds(t *testing.T) {
 }
 
 // TestThompsonKeepsItsBooks lets anything happen and counts again.
-func TestThompsonKeepsItsBooks(t *testing.T) {
+func TestKeepsItsBooks(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		names := []string{"none", "all", "pin-ttl", "feedback", "forgetting,cold-start,load-sign"}
-		p := newThompsonPool(t, rapid.SampledFrom(names).Draw(rt, "fixes"), 3)
+		p := newPool(t, rapid.SampledFrom(names).Draw(rt, "fixes"), 3)
 		p.policy.series.limit = 4
 		var open []uint64
 		rt.Repeat(map[string]func(*rapid.T){
@@ -387,12 +395,12 @@ func TestThompsonKeepsItsBooks(t *testing.T) {
 				open = append(open, d)
 			},
 			"judge": func(rt *rapid.T) {
-				f := Feedback{Decision: 12345, Now: p.now, Ending: Ending(rapid.IntRange(0, 2).Draw(rt, "ending")), Latency: time.Duration(rapid.Int64Range(-1e9, 1e13).Draw(rt, "latency")), FirstToken: time.Duration(rapid.Int64Range(-1e9, 1e13).Draw(rt, "first")), TokensOut: rapid.IntRange(0, 100).Draw(rt, "out")}
+				f := policy.Feedback{Decision: 12345, Now: p.now, Ending: policy.Ending(rapid.IntRange(0, 2).Draw(rt, "ending")), Latency: time.Duration(rapid.Int64Range(-1e9, 1e13).Draw(rt, "latency")), FirstToken: time.Duration(rapid.Int64Range(-1e9, 1e13).Draw(rt, "first")), TokensOut: rapid.IntRange(0, 100).Draw(rt, "out")}
 				if len(open) > 0 {
 					f.Decision = rapid.SampledFrom(open).Draw(rt, "decision")
 				}
-				if ack, _ := p.policy.JudgeDetail(f); !(ack.Reward >= 0 && ack.Reward <= 1) || math.IsNaN(ack.UsedBaseline) {
-					rt.Fatalf("%+v for %+v", ack, f)
+				if verdict, _ := p.policy.Judge(f); !(verdict.Reward >= 0 && verdict.Reward <= 1) || math.IsNaN(verdict.Baseline) {
+					rt.Fatalf("%+v for %+v", verdict, f)
 				}
 			},
 			"time": func(rt *rapid.T) {
@@ -407,7 +415,7 @@ func TestThompsonKeepsItsBooks(t *testing.T) {
 }
 
 // check counts again what is counted as it goes.
-func (p *Thompson) check(t rapid.TB) {
+func (p *Policy) check(t rapid.TB) {
 	type count struct {
 		waits, pins int
 		work        float64
@@ -419,7 +427,7 @@ func (p *Thompson) check(t rapid.TB) {
 		counts[d.worker] = c
 	}
 	for id, s := range p.series.all {
-		if s.id != id || p.Fixes.pinTTL && id == "" {
+		if s.id != id || p.fixes.pinTTL && id == "" {
 			t.Fatalf("series %q is kept as %q", s.id, id)
 		}
 		if s.pinned {
@@ -443,20 +451,20 @@ func (p *Thompson) check(t rapid.TB) {
 	}
 }
 
-func BenchmarkThompsonDecision(b *testing.B) {
+func BenchmarkDecision(b *testing.B) {
 	for _, fixes := range []string{"all", "none"} {
 		b.Run(fixes, func(b *testing.B) {
-			p := mustThompson(b, fixes)
+			p := mustPolicy(b, fixes)
 			random := rand.New(rand.NewPCG(1, 1))
-			candidates := make([]Candidate, 8)
+			candidates := make([]policy.Candidate, 8)
 			for i := range candidates {
 				candidates[i].Target = kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Generation: 1}
 			}
 			var decision uint64
 			decide := func() {
 				decision++
-				p.Choose(Query{Now: thompsonEpoch, Tokens: 4096, BlockSize: 64, Decision: decision, Prefix: hints.Prefix{ID: "a", Total: 1 << 40}}, candidates, random)
-				p.Judge(Feedback{Decision: decision, Now: thompsonEpoch, Ending: Finished, Latency: time.Second, FirstToken: time.Second / 4, TokensOut: 100})
+				p.Choose(policy.Query{Now: epoch, Tokens: 4096, BlockSize: 64, Decision: decision, Prefix: hints.Prefix{ID: "a", Total: 1 << 40}}, candidates, random)
+				p.Judge(policy.Feedback{Decision: decision, Now: epoch, Ending: policy.Finished, Latency: time.Second, FirstToken: time.Second / 4, TokensOut: 100})
 			}
 			for range 300 {
 				decide()

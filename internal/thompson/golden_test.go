@@ -1,4 +1,4 @@
-package policy
+package thompson
 
 import (
 	"encoding/json"
@@ -11,6 +11,7 @@ import (
 
 	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
 )
 
 // goldenState is one state of testdata/golden.json, which golden.py
@@ -63,7 +64,7 @@ func levelOf(name string) hints.Level {
 	return map[string]hints.Level{"LOW": hints.LevelLow, "MEDIUM": hints.LevelMedium, "HIGH": hints.LevelHigh}[name]
 }
 
-func TestThompsonGoldenVectors(t *testing.T) {
+func TestGoldenVectors(t *testing.T) {
 	data, err := os.ReadFile("testdata/golden.json")
 	if err != nil {
 		t.Fatal(err)
@@ -79,14 +80,14 @@ func TestThompsonGoldenVectors(t *testing.T) {
 			fixes = "none"
 			none++
 		}
-		t.Run(fmt.Sprintf("%d %s", i, fixes), func(t *testing.T) { s.check(t, mustThompson(t, fixes)) })
+		t.Run(fmt.Sprintf("%d %s", i, fixes), func(t *testing.T) { s.check(t, mustPolicy(t, fixes)) })
 	}
 	if len(states) < 50 || none < 30 || none == len(states) {
 		t.Errorf("%d states, %d of them without fixes", len(states), none)
 	}
 }
 
-func (s *goldenState) check(t *testing.T, p *Thompson) {
+func (s *goldenState) check(t *testing.T, p *Policy) {
 	same := func(what string, got, want float64) {
 		t.Helper()
 		if !(math.Abs(got-want) <= 1e-9*max(1, math.Abs(want))) {
@@ -99,8 +100,8 @@ func (s *goldenState) check(t *testing.T, p *Thompson) {
 			same(fmt.Sprintf("%s[%d]", what, i), got[i], want[i])
 		}
 	}
-	candidates := make([]Candidate, len(s.Workers))
-	workers := make([]*thompsonWorker, len(s.Workers))
+	candidates := make([]policy.Candidate, len(s.Workers))
+	workers := make([]*arm, len(s.Workers))
 	for i, w := range s.Workers {
 		c := &candidates[i]
 		c.Target = kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Generation: 1}
@@ -109,17 +110,17 @@ func (s *goldenState) check(t *testing.T, p *Thompson) {
 		workers[i].waits = w.Waits
 	}
 	for _, u := range s.Updates {
-		p.learn(&thompsonPending{worker: workers[u.Worker].key, x: u.X}, u.Reward)
+		p.learn(&pendingDecision{worker: workers[u.Worker].key, x: u.X}, u.Reward)
 	}
 	for i, pin := range s.Pins {
-		series := &thompsonSeries{id: fmt.Sprint(i), pin: thompsonPin{worker: workers[pin.Worker].key, reuse: pin.Reuse, decode: pin.Decode, prefill: pin.Prefill, iat: pin.IAT}}
+		series := &requestSeries{id: fmt.Sprint(i), pin: seriesPin{worker: workers[pin.Worker].key, reuse: pin.Reuse, decode: pin.Decode, prefill: pin.Prefill, iat: pin.IAT}}
 		p.series.put(series.id, series)
 		p.pin(series, workers[pin.Worker])
 	}
 
-	q := Query{Now: thompsonEpoch, Tokens: s.Tokens, BlockSize: s.BlockSize, Prefix: hints.Prefix{ID: "0", Budget: &s.Budget, OSL: levelOf(s.OSL), IAT: levelOf(s.IAT)}}
+	q := policy.Query{Now: epoch, Tokens: s.Tokens, BlockSize: s.BlockSize, Prefix: hints.Prefix{ID: "0", Budget: &s.Budget, OSL: levelOf(s.OSL), IAT: levelOf(s.IAT)}}
 	for _, w := range workers {
-		p.choices = append(p.choices, thompsonChoice{worker: w})
+		p.choices = append(p.choices, candidate{worker: w})
 	}
 	query := p.query(q)
 	var scores []float64
@@ -154,10 +155,10 @@ func (s *goldenState) check(t *testing.T, p *Thompson) {
 
 	ms := func(v float64) time.Duration { return time.Duration(math.Round(v * 1e6)) }
 	for i, f := range s.Feedback {
-		d := &thompsonPending{worker: workers[f.Worker].key, tokens: f.Tokens, osl: levelOf(f.OSL), bin: prefillBin(f.Prefill)}
-		feedback := Feedback{Ending: Failed, Latency: ms(f.Latency), FirstToken: ms(f.First), TokensOut: f.Out}
+		d := &pendingDecision{worker: workers[f.Worker].key, tokens: f.Tokens, osl: levelOf(f.OSL), bin: prefillBin(f.Prefill)}
+		feedback := policy.Feedback{Ending: policy.Failed, Latency: ms(f.Latency), FirstToken: ms(f.First), TokensOut: f.Out}
 		if f.OK {
-			feedback.Ending = Finished
+			feedback.Ending = policy.Finished
 		}
 		j := p.judge(d, feedback)
 		same(fmt.Sprintf("feedback %d: reward", i), j.reward, f.Reward)

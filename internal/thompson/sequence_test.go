@@ -1,4 +1,4 @@
-package policy
+package thompson
 
 import (
 	"compress/gzip"
@@ -12,6 +12,7 @@ import (
 
 	"kvrouter/internal/hints"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
 )
 
 // splitmix is the chance of testdata/sequence.py.
@@ -77,12 +78,12 @@ func readSequence(t *testing.T) (steps []sequenceStep) {
 // TestThompsonSequenceIsTheOriginals sends a whole life of requests and feedback
 // through the policy and compares all that it decides and learns with a
 // computation apart from it.
-func TestThompsonSequenceIsTheOriginals(t *testing.T) {
-	p := mustThompson(t, "none")
+func TestSequenceIsTheOriginals(t *testing.T) {
+	p := mustPolicy(t, "none")
 	chance := &splitmix{15}
 	decisions, feedbacks := 0, 0
 	for i, s := range readSequence(t) {
-		now := thompsonEpoch.Add(time.Duration(s.T) * time.Millisecond)
+		now := epoch.Add(time.Duration(s.T) * time.Millisecond)
 		c := sequenceCheck{t, p, chance, fmt.Sprintf("step %d: ", i)}
 		if s.Of > 0 {
 			c.feedback(&s, now)
@@ -102,8 +103,8 @@ func TestThompsonSequenceIsTheOriginals(t *testing.T) {
 
 type sequenceCheck struct {
 	t      *testing.T
-	policy *Thompson
-	chance thompsonDraws
+	policy *Policy
+	chance draws
 	step   string
 }
 
@@ -125,7 +126,7 @@ func (c sequenceCheck) sameVector(what string, got, want []float64) {
 }
 
 func (c sequenceCheck) decision(s *sequenceStep, now time.Time, number uint64) {
-	candidates := make([]Candidate, len(s.Workers))
+	candidates := make([]policy.Candidate, len(s.Workers))
 	for i, w := range s.Workers {
 		candidate := &candidates[i]
 		candidate.Target = kv.Target{Key: kv.WorkerKey{Worker: uint64(w[0].(float64))}, Generation: 1}
@@ -133,7 +134,7 @@ func (c sequenceCheck) decision(s *sequenceStep, now time.Time, number uint64) {
 		candidate.Overlap = int(w[4].(float64))
 	}
 	c.policy.sweep(now)
-	chosen := c.policy.decide(Query{
+	chosen := c.policy.decide(policy.Query{
 		Now: now, Tokens: s.Tokens, BlockSize: 64, Decision: number,
 		Prefix: hints.Prefix{ID: s.ID, Total: s.Total, Budget: s.Budget, OSL: levelOf(s.OSL), IAT: levelOf(s.IAT)},
 	}, candidates, c.chance)
@@ -158,9 +159,9 @@ func (c sequenceCheck) decision(s *sequenceStep, now time.Time, number uint64) {
 }
 
 func (c sequenceCheck) feedback(s *sequenceStep, now time.Time) {
-	endings := []string{Abandoned: "left", Failed: "failed", Finished: "finished"}
-	ack, known := c.policy.JudgeDetail(Feedback{
-		Decision: s.Of, Now: now, Ending: Ending(slices.Index(endings, s.End)), TokensOut: s.Out,
+	endings := []string{policy.Abandoned: "left", policy.Failed: "failed", policy.Finished: "finished"}
+	verdict, known := c.policy.Judge(policy.Feedback{
+		Decision: s.Of, Now: now, Ending: policy.Ending(slices.Index(endings, s.End)), TokensOut: s.Out,
 		Latency: time.Duration(math.Round(s.MS*1000)) * time.Microsecond,
 	})
 	if s.End == "left" {
@@ -172,12 +173,12 @@ func (c sequenceCheck) feedback(s *sequenceStep, now time.Time) {
 	if !known {
 		return
 	}
-	if ack.Worker.Worker != s.Worker {
-		c.t.Errorf("%sworker %d, want %d", c.step, ack.Worker.Worker, s.Worker)
+	if verdict.Worker.Worker != s.Worker {
+		c.t.Errorf("%sworker %d, want %d", c.step, verdict.Worker.Worker, s.Worker)
 	}
-	c.same("reward", ack.Reward, s.Reward)
-	c.same("baseline", ack.UsedBaseline, s.Baseline)
-	w := c.policy.workers.get(ack.Worker)
+	c.same("reward", verdict.Reward, s.Reward)
+	c.same("baseline", verdict.Baseline, s.Baseline)
+	w := c.policy.workers.get(verdict.Worker)
 	c.same("alpha", w.mean.alpha, s.Alpha)
 	c.same("beta", w.mean.beta, s.Beta)
 }

@@ -1,4 +1,4 @@
-package policy
+package thompson
 
 import "container/list"
 

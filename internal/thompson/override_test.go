@@ -1,4 +1,4 @@
-package policy
+package thompson
 
 import (
 	"os"
@@ -7,9 +7,9 @@ import (
 	"testing"
 )
 
-// thompsonFiles are the keys and values of the Toolkit's files by their folder;
+// presetFiles are the keys and values of the Toolkit's files by their folder;
 // development is components/config.yaml of its development branch.
-var thompsonFiles = map[string]string{
+var presetFiles = map[string]string{
 	"optimized": `
 infrastructure: {block_size: 64, router_type: kv, min_workers: 1}
 affinity: {base: 0.30, reuse_weight: 0.15, iat_weight: 0.20, sticky_load_floor: 0.70}
@@ -44,7 +44,7 @@ kv_thompson:
 `,
 }
 
-func thompsonFile(t *testing.T, text string) string {
+func presetFile(t *testing.T, text string) string {
 	t.Helper()
 	name := filepath.Join(t.TempDir(), "config.yaml")
 	if err := os.WriteFile(name, []byte(text), 0o600); err != nil {
@@ -53,47 +53,47 @@ func thompsonFile(t *testing.T, text string) string {
 	return name
 }
 
-func TestThompsonPresetsAreTheToolkitsFiles(t *testing.T) {
+func TestPresetsAreTheToolkitsFiles(t *testing.T) {
 	for preset, kind := range map[string]string{"optimized": "optimized", "components": "components"} {
-		want, err := ThompsonSettings{ThompsonPreset: preset, ThompsonFixes: "none"}.config()
+		want, err := Settings{ThompsonPreset: preset, ThompsonFixes: "none"}.parameters()
 		if err != nil {
 			t.Fatal(err)
 		}
 		for _, other := range []string{"components", "optimized"} { // the file alone decides
-			got, err := ThompsonSettings{ThompsonPreset: other, ThompsonFixes: "none", ThompsonConfig: thompsonFile(t, thompsonFiles[kind])}.config()
+			got, err := Settings{ThompsonPreset: other, ThompsonFixes: "none", ThompsonConfig: presetFile(t, presetFiles[kind])}.parameters()
 			got.preset, got.blockSize = want.preset, want.blockSize
 			if err != nil || got != want {
 				t.Errorf("%s over %s: %v\n%+v, want\n%+v", kind, other, err, got, want)
 			}
 		}
 	}
-	c, err := ThompsonSettings{ThompsonFixes: "none", ThompsonConfig: thompsonFile(t, thompsonFiles["development"])}.config()
-	if err != nil || c.RouterType != thompsonModular || c.modular != defaultThompsonModular() || c.balanced != defaultThompsonBalanced() {
+	c, err := Settings{ThompsonFixes: "none", ThompsonConfig: presetFile(t, presetFiles["development"])}.parameters()
+	if err != nil || c.routerType != typeModular || c.modular != defaultModular() || c.balanced != defaultBalanced() {
 		t.Errorf("development: %v %+v", err, c)
 	}
-	if _, err := (ThompsonSettings{ThompsonPreset: "best", ThompsonFixes: "none"}).config(); err == nil || !strings.Contains(err.Error(), "--thompson-preset best: give components or optimized") {
+	if _, err := (Settings{ThompsonPreset: "best", ThompsonFixes: "none"}).parameters(); err == nil || !strings.Contains(err.Error(), "--thompson-preset best: give components or optimized") {
 		t.Error(err)
 	}
 }
 
-func TestThompsonFlagsOverruleTheFile(t *testing.T) {
+func TestFlagsOverruleTheFile(t *testing.T) {
 	base, temp, v := 0.5, 1.5, 0.0
-	c, err := ThompsonSettings{
-		ThompsonFixes: "none", ThompsonConfig: thompsonFile(t, "affinity: {base: 0.1, iat_weight: 0.7}\nlints: {v: 1}"),
+	c, err := Settings{
+		ThompsonFixes: "none", ThompsonConfig: presetFile(t, "affinity: {base: 0.1, iat_weight: 0.7}\nlints: {v: 1}"),
 		ThompsonAffinityBase: &base, ThompsonTempBase: &temp, ThompsonLintsV: &v,
 		ThompsonOverride: []string{"load_balancing.gpu_penalty_weight=1", " exploration.temperature.base = 0 ", "debug.traces_enabled=1", "infrastructure.min_workers=0", "infrastructure.router_type=kv_only", "feedback.timeout_seconds=60"},
-	}.config()
+	}.parameters()
 	if err != nil {
 		t.Fatal(err)
 	}
-	if c.affinityBase != 0.5 || c.affinityIAT != 0.7 || c.v != 0 || c.gpuWeight != 1 || c.tempBase != 0 || !c.traces || c.minWorkers != 0 || c.RouterType != thompsonKVOnly || c.Timeout.Seconds() != 60 {
+	if c.affinityBase != 0.5 || c.affinityIAT != 0.7 || c.v != 0 || c.gpuWeight != 1 || c.tempBase != 0 || !c.traces || c.minWorkers != 0 || c.routerType != typeKVOnly || c.timeout.Seconds() != 60 {
 		t.Errorf("%+v", c)
 	}
 }
 
-func TestThompsonFlagErrorsNameTheFlag(t *testing.T) {
+func TestFlagErrorsNameTheFlag(t *testing.T) {
 	wrong := -1.0
-	for want, k := range map[string]ThompsonSettings{
+	for want, k := range map[string]Settings{
 		"--thompson.affinity-base: affinity.base -1":                             {ThompsonAffinityBase: &wrong},
 		"--thompson.temp-base: exploration.temperature.base -1":                  {ThompsonTempBase: &wrong},
 		"--thompson.lints-v: lints.v -1":                                         {ThompsonLintsV: &wrong},
@@ -106,13 +106,13 @@ func TestThompsonFlagErrorsNameTheFlag(t *testing.T) {
 		"exploration.temperature.min 3 is above max 2":                           {ThompsonOverride: []string{"exploration.temperature.min=3"}},
 	} {
 		k.ThompsonFixes = "none"
-		if _, err := k.config(); err == nil || !strings.Contains(err.Error(), want) {
+		if _, err := k.parameters(); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%v, want %s", err, want)
 		}
 	}
 }
 
-func TestThompsonWarnsOfParametersWithoutEffect(t *testing.T) {
+func TestWarnsOfParametersWithoutEffect(t *testing.T) {
 	for _, c := range []struct {
 		fixes, overrides, want string
 	}{
@@ -133,7 +133,7 @@ func TestThompsonWarnsOfParametersWithoutEffect(t *testing.T) {
 		{"all", "infrastructure.router_type=kv_thompson lints.v=1 load_balancing.gpu_penalty_weight=2 kv_thompson.temperature=1 kv_thompson.sticky_load_floor=1", "kv_thompson.temperature kv_thompson.sticky_load_floor"},
 		{"all", "infrastructure.router_type=kv_thompson kv_thompson.enable_lints=false lints.v=1 kv_thompson.lints_weight=1 kv_thompson.enable_full_load=true kv_thompson.queue_penalty_weight=1 load_balancing.gpu_penalty_weight=2", "lints.v kv_thompson.queue_penalty_weight kv_thompson.lints_weight"},
 	} {
-		config, err := ThompsonSettings{ThompsonFixes: c.fixes, ThompsonOverride: strings.Fields(c.overrides)}.config()
+		config, err := Settings{ThompsonFixes: c.fixes, ThompsonOverride: strings.Fields(c.overrides)}.parameters()
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -150,9 +150,9 @@ func TestThompsonWarnsOfParametersWithoutEffect(t *testing.T) {
 	}
 }
 
-func TestThompsonBlockSizeMustBeTheRouters(t *testing.T) {
-	file := thompsonFile(t, thompsonFiles["components"])
-	for want, k := range map[string]ThompsonSettings{
+func TestBlockSizeMustBeTheRouters(t *testing.T) {
+	file := presetFile(t, presetFiles["components"])
+	for want, k := range map[string]Settings{
 		"--thompson-config " + file + ": infrastructure.block_size is 16, but --block-size is 64": {ThompsonConfig: file},
 		"--thompson.override: infrastructure.block_size is 32, but --block-size is 64":            {ThompsonOverride: []string{"infrastructure.block_size=32"}},
 	} {

@@ -1,9 +1,11 @@
-package policy
+package thompson
 
 import (
 	"math"
+	"time"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
 )
 
 // latencyKey names latencies that are compared with each other.
@@ -43,10 +45,10 @@ type judgement struct {
 // from one token to the next with any; both count the same. Where the first
 // token's time is not known, whole requests with prompts and answers of the same
 // length are compared.
-func (p *Thompson) judge(d *thompsonPending, f Feedback) judgement {
+func (p *Policy) judge(d *pendingDecision, f policy.Feedback) judgement {
 	f.Latency = max(f.Latency, 0)
 	f.FirstToken = min(f.FirstToken, f.Latency)
-	if !p.Fixes.Feedback {
+	if !p.fixes.feedback {
 		j := judgement{metric: milliseconds(f.Latency), perToken: f.TokensOut > 0}
 		kind := latencyRequest
 		if j.perToken {
@@ -85,9 +87,9 @@ func sizeClass(n int) uint8 { return uint8(1 + math.Ilogb(float64(max(n, 1)))) }
 // compare fills in the rest of a judgement: the metric is compared with the
 // first of these that has been measured, the worker's own ones before those of
 // all, and goes into all of them.
-func (p *Thompson) compare(j *judgement, ending Ending, w kv.WorkerKey, keys ...latencyKey) {
+func (p *Policy) compare(j *judgement, ending policy.Ending, w kv.WorkerKey, keys ...latencyKey) {
 	levels := make([]latencyKey, 0, 3)
-	if !p.Fixes.baseline {
+	if !p.fixes.baseline {
 		for _, key := range keys {
 			key.perWorker, key.worker = true, w
 			levels = append(levels, key)
@@ -97,24 +99,26 @@ func (p *Thompson) compare(j *judgement, ending Ending, w kv.WorkerKey, keys ...
 	levels = append(levels, keys...)
 	j.baseline = max(1, j.metric)
 	for _, key := range levels {
-		if usual, has := p.usual[key]; has {
-			j.baseline = usual
+		if mean, has := p.baselines[key]; has {
+			j.baseline = mean
 			break
 		}
 	}
 	j.after = j.baseline
-	if ending != Finished {
+	if ending != policy.Finished {
 		return
 	}
 	j.reward = 1 / (1 + j.metric/max(1e-3, j.baseline))
 	for _, key := range levels {
-		usual, has := p.usual[key]
+		mean, has := p.baselines[key]
 		if has {
-			usual += p.emaAlpha * (j.metric - usual)
+			mean += p.emaAlpha * (j.metric - mean)
 		} else {
-			usual = j.metric
+			mean = j.metric
 		}
-		p.usual[key] = usual
+		p.baselines[key] = mean
 	}
-	j.after = p.usual[levels[0]]
+	j.after = p.baselines[levels[0]]
 }
+
+func milliseconds(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }

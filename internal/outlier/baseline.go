@@ -8,8 +8,8 @@ import (
 )
 
 const (
-	// usualOver is how many first bytes the usual waits are taken from.
-	usualOver = 128
+	// baselineSize is how many first bytes the baseline is computed from.
+	baselineSize = 128
 	// slowFactor and longestFactor say what is far longer than usual: so many
 	// times what 95 % of the waits stay below, and so many times the longest.
 	slowFactor, longestFactor = 8, 2
@@ -46,26 +46,26 @@ func ClassOf(leg kv.Leg, whole bool) Class {
 
 const classes = 2 * (int(kv.LegDecode) + 1)
 
-// usual is how long requests waited for their first byte lately, on all workers.
-type usual struct {
+// baseline is how long requests waited for their first byte lately, on all workers.
+type baseline struct {
 	waits [classes]ring
 	pace  ring // of a prompt token, where that can be told
 }
 
 // ring holds the last values.
 type ring struct {
-	values [usualOver]time.Duration
+	values [baselineSize]time.Duration
 	count  int // values ever
 }
 
 func (r *ring) add(d time.Duration) {
-	r.values[r.count%usualOver] = d
+	r.values[r.count%baselineSize] = d
 	r.count++
 }
 
 // high returns what 95 % of the values stay below, and the highest of them.
 func (r *ring) high() (most, all time.Duration) {
-	n := min(r.count, usualOver)
+	n := min(r.count, baselineSize)
 	if n == 0 {
 		return 0, 0
 	}
@@ -76,15 +76,15 @@ func (r *ring) high() (most, all time.Duration) {
 // Waited takes in how long a request of that class waited for its first byte, with
 // so many uncached prompt tokens on its worker when it was sent, its own included.
 func (d *Detector) Waited(c Class, wait time.Duration, tokens int) {
-	d.usual.waits[c].add(wait)
+	d.baseline.waits[c].add(wait)
 	if c%2 == 0 && tokens >= paceTokens {
-		d.usual.pace.add(wait / time.Duration(tokens))
+		d.baseline.pace.add(wait / time.Duration(tokens))
 	}
 }
 
 // allowed returns the longest wait that may be usual. not ok: fewer than least
 // waits are known.
-func (u *usual) allowed(c Class, tokens int, floor time.Duration, least int) (wait time.Duration, ok bool) {
+func (u *baseline) allowed(c Class, tokens int, floor time.Duration, least int) (wait time.Duration, ok bool) {
 	r := &u.waits[c]
 	if r.count < least {
 		return 0, false
@@ -110,7 +110,7 @@ func (d *Detector) othersAnswer(key kv.WorkerKey, now time.Time) bool {
 // LeftInVain judges a client that left after such a wait for its first byte: it
 // tells whether that is far longer than usual.
 func (d *Detector) LeftInVain(a Attempt, c Class, tokens int, wait time.Duration, now time.Time) bool {
-	allowed, known := d.usual.allowed(c, tokens, silentFloor, waitsLeast)
+	allowed, known := d.baseline.allowed(c, tokens, silentFloor, waitsLeast)
 	return known && wait >= allowed && d.othersAnswer(a.Worker, now)
 }
 
@@ -127,7 +127,7 @@ func (d *Detector) Silent(a Attempt, c Class, tokens int, silent time.Duration, 
 	if a.Trial {
 		floor = trialFloor
 	}
-	allowed, known := d.usual.allowed(c, tokens, floor, waitsLeastStuck)
+	allowed, known := d.baseline.allowed(c, tokens, floor, waitsLeastStuck)
 	switch {
 	case !known, !d.othersAnswer(a.Worker, now):
 		return false, lookAgain

@@ -8,16 +8,16 @@ import (
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/outlier"
-	"kvrouter/internal/policy"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/testkit"
 )
 
 func TestARestingWorkerGetsNothingNew(t *testing.T) {
-	for _, rule := range policy.Names {
+	for _, rule := range policies.Names {
 		t.Run(rule, func(t *testing.T) {
 			r, _ := newWatchedRouter(t, rule, 3)
 			running := MustRoute(t, r, Request{Pinned: &kv.WorkerKey{Worker: 1}, Tokens: testkit.Tokens(1, 20)})
-			if err := r.Rest(1); err != nil {
+			if err := r.Cordon(1); err != nil {
 				t.Fatal(err)
 			}
 			if got := chosen(t, r, 30, Request{Tokens: testkit.Tokens(1, 20)}); got[1] != 0 {
@@ -52,19 +52,19 @@ func TestARestingWorkerGetsNothingNew(t *testing.T) {
 func TestRestOutlastsTheIncarnation(t *testing.T) {
 	r, now := newWatchedRouter(t, "round-robin", 2)
 	began := *now
-	if err := r.Rest(0); err != nil {
+	if err := r.Cordon(0); err != nil {
 		t.Fatal(err)
 	}
 	*now = now.Add(time.Minute)
 	again := func(step string) {
 		t.Helper()
-		if err := r.Rest(0); err != nil && step != "down" {
+		if err := r.Cordon(0); err != nil && step != "down" {
 			t.Fatal(step, err)
 		}
 		if got := chosen(t, r, 10, Request{}); got[0] != 0 {
 			t.Errorf("%s: it got %d of 10 requests", step, got[0])
 		}
-		if since := r.Resting()[0]; !since.Equal(began) {
+		if since := r.Cordoned()[0]; !since.Equal(began) {
 			t.Errorf("%s: it rests since %v, want %v", step, since, began)
 		}
 		if err := r.Check(); err != nil {
@@ -100,7 +100,7 @@ func TestReadmitEndsAnEjection(t *testing.T) {
 	if got := records[1]; got.State != outlier.StateIn || got.Row != 0 || !got.Since.Equal(*now) {
 		t.Errorf("its record is %+v", got)
 	}
-	for _, unknown := range []func(uint64) error{r.Rest, r.Readmit} {
+	for _, unknown := range []func(uint64) error{r.Cordon, r.Readmit} {
 		if err := unknown(9); !errors.Is(err, ErrUnknownWorker) {
 			t.Errorf("an unknown worker: %v", err)
 		}
@@ -109,7 +109,7 @@ func TestReadmitEndsAnEjection(t *testing.T) {
 
 func TestTheReceiptSaysThatAWorkerRests(t *testing.T) {
 	r, _ := newWatchedRouter(t, "work", 2)
-	r.Rest(0)
+	r.Cordon(0)
 	r.Decisions(0)
 	MustRoute(t, r, Request{}).Booking.End()
 	list, _ := r.Decisions(1)
@@ -121,7 +121,7 @@ func TestTheReceiptSaysThatAWorkerRests(t *testing.T) {
 // TestWhoWaitsIsRefusedOnceAllRest: the end of what runs on a worker that rests frees no
 // place, and may be long in coming.
 func TestWhoWaitsIsRefusedOnceAllRest(t *testing.T) {
-	settings := DefaultSettings()
+	settings := testkit.Defaults[Settings]()
 	threshold := 1.0
 	settings.RouterQueueThreshold = &threshold
 	r, _ := NewClockedRouter(t, 0, settings)
@@ -136,7 +136,7 @@ func TestWhoWaitsIsRefusedOnceAllRest(t *testing.T) {
 		ended <- err
 	}()
 	testkit.Eventually(t, 5*time.Second, "it waits", func() bool { n, _ := r.QueueDepth(); return n == 1 })
-	r.Rest(0)
+	r.Cordon(0)
 	if err := <-ended; !errors.Is(err, ErrNoWorker) {
 		t.Errorf("it ended with %v", err)
 	}
@@ -147,16 +147,16 @@ func TestWhoWaitsIsRefusedOnceAllRest(t *testing.T) {
 
 func TestRestingIsBounded(t *testing.T) {
 	r, now := newWatchedRouter(t, "round-robin", 0)
-	for i := range uint64(maxResting + 10) {
+	for i := range uint64(maxCordoned + 10) {
 		key := kv.WorkerKey{Worker: i}
 		*now = now.Add(time.Second)
 		r.Up(kv.Target{Key: key})
-		if err := r.Rest(i); err != nil {
+		if err := r.Cordon(i); err != nil {
 			t.Fatal(err)
 		}
 		r.Down(key)
 	}
-	if got := r.Resting(); len(got) != maxResting || !got[5].IsZero() {
+	if got := r.Cordoned(); len(got) != maxCordoned || !got[5].IsZero() {
 		t.Errorf("%d workers rest, the fifth of all since %v", len(got), got[5])
 	}
 }
@@ -191,7 +191,7 @@ func TestAHeldWorkerIsNobodysToReadmit(t *testing.T) {
 	r.Down(kv.WorkerKey{Worker: 1})
 	r.Up(kv.Target{Key: kv.WorkerKey{Worker: 1}, Generation: 2})
 	shares("up again while held", false)
-	if err := r.Rest(1); err != nil {
+	if err := r.Cordon(1); err != nil {
 		t.Fatal(err)
 	}
 	r.Hold(1, false)

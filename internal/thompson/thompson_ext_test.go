@@ -1,4 +1,4 @@
-package policy_test
+package thompson_test
 
 import (
 	"context"
@@ -10,42 +10,39 @@ import (
 	"time"
 
 	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/thompson"
 )
 
-// thompsonWorld are workers of given speeds in virtual time: a closed loop of
+// world are workers of given speeds in virtual time: a closed loop of
 // requests, each to the first token and then so many tokens.
-type thompsonWorld struct {
+type world struct {
 	now     time.Time
 	router  *router.Router
-	policy  thompsonPolicy
+	policy  *thompson.Policy
 	slow    []float64 // by worker: how many times as long all takes
 	sent    []int     // by worker
-	flights []thompsonFlight
+	flights []flight
 }
 
-// thompsonPolicy is policy thompson from outside.
-type thompsonPolicy interface{ Stats() policy.ThompsonStats }
-
-type thompsonFlight struct {
+type flight struct {
 	at      time.Time
 	first   bool // its first token comes then; else its end
 	booking *router.Booking
 	rest    time.Duration
 }
 
-func newThompsonWorld(t testing.TB, fixes string, seed uint64, slow ...float64) *thompsonWorld {
-	knobs := policy.DefaultSettings()
-	knobs.ThompsonFixes = fixes
-	policy, err := policy.New("thompson", knobs)
+func newWorld(t testing.TB, fixes string, seed uint64, slow ...float64) *world {
+	settings := testkit.Defaults[thompson.Settings]()
+	settings.ThompsonFixes = fixes
+	policy, err := thompson.New(settings)
 	if err != nil {
 		t.Fatal(err)
 	}
-	w := &thompsonWorld{now: time.Unix(1_000_000_000, 0), policy: policy.(thompsonPolicy), slow: slow, sent: make([]int, len(slow))}
-	w.router = router.NewRouter(radix.NewTree(), policy, 16, seed)
-	w.router.Now = func() time.Time { return w.now }
+	w := &world{now: time.Unix(1_000_000_000, 0), policy: policy, slow: slow, sent: make([]int, len(slow))}
+	w.router = router.New(testkit.Defaults[router.Settings](), router.Deps{Index: radix.NewTree(), Policy: policy, BlockSize: 16, Seed: seed, Now: func() time.Time { return w.now }})
 	for i := range slow {
 		w.router.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, Generation: 1})
 	}
@@ -54,7 +51,7 @@ func newThompsonWorld(t testing.TB, fixes string, seed uint64, slow ...float64) 
 
 // run sends so many requests, some in flight at a time, and returns how many
 // each worker got of them.
-func (w *thompsonWorld) run(t testing.TB, requests, inFlight int) []int {
+func (w *world) run(t testing.TB, requests, inFlight int) []int {
 	before := append([]int(nil), w.sent...)
 	for range requests {
 		for len(w.flights) >= inFlight {
@@ -67,7 +64,7 @@ func (w *thompsonWorld) run(t testing.TB, requests, inFlight int) []int {
 		i := d.Target.Key.Worker
 		w.sent[i]++
 		unit := time.Duration(w.slow[i] * float64(time.Millisecond))
-		w.flights = append(w.flights, thompsonFlight{at: w.now.Add(50 * unit), first: true, booking: d.Booking, rest: 20 * 10 * unit})
+		w.flights = append(w.flights, flight{at: w.now.Add(50 * unit), first: true, booking: d.Booking, rest: 20 * 10 * unit})
 	}
 	got := make([]int, len(w.sent))
 	for i := range got {
@@ -77,7 +74,7 @@ func (w *thompsonWorld) run(t testing.TB, requests, inFlight int) []int {
 }
 
 // step lets happen what is next.
-func (w *thompsonWorld) step() {
+func (w *world) step() {
 	next := 0
 	for i, f := range w.flights {
 		if f.at.Before(w.flights[next].at) {
@@ -99,7 +96,7 @@ func (w *thompsonWorld) step() {
 // requests, and as long as the others from then on. It returns its shares of the
 // last 500 of those, of the third hundred from then on and of the 300 after it.
 func slowAndRecovered(t *testing.T, fixes string, inFlight int, seed uint64) (slow, recovered, later float64) {
-	w := newThompsonWorld(t, fixes, seed, 1, 1, 3)
+	w := newWorld(t, fixes, seed, 1, 1, 3)
 	w.run(t, 500, inFlight)
 	slow = float64(w.run(t, 500, inFlight)[2]) / 500
 	w.slow[2] = 1
@@ -110,7 +107,7 @@ func slowAndRecovered(t *testing.T, fixes string, inFlight int, seed uint64) (sl
 
 const slowWorkerSeeds = 30
 
-func TestThompsonLearnsASlowWorkerAndItsRecovery(t *testing.T) {
+func TestLearnsASlowWorkerAndItsRecovery(t *testing.T) {
 	for _, inFlight := range []int{1, 8} {
 		mean := 0.0
 		for seed := range uint64(slowWorkerSeeds) {
@@ -126,8 +123,8 @@ func TestThompsonLearnsASlowWorkerAndItsRecovery(t *testing.T) {
 	}
 }
 
-// TestThompsonFixesAblation makes the table of docs/benchmarks.md.
-func TestThompsonFixesAblation(t *testing.T) {
+// TestFixesAblation makes the table of docs/benchmarks.md.
+func TestFixesAblation(t *testing.T) {
 	if os.Getenv("KVROUTER_ABLATION") == "" {
 		t.Skip("prints a table; KVROUTER_ABLATION=1 runs it")
 	}
@@ -149,9 +146,9 @@ func TestThompsonFixesAblation(t *testing.T) {
 	}
 }
 
-func TestThompsonWithoutFixesDoesNotLearnConstantSlowness(t *testing.T) {
+func TestWithoutFixesDoesNotLearnConstantSlowness(t *testing.T) {
 	for _, fixes := range []string{"none", "forgetting,load-sign,outstanding,pin-ttl,feedback"} {
-		w := newThompsonWorld(t, fixes, 1, 1, 1, 3)
+		w := newWorld(t, fixes, 1, 1, 1, 3)
 		w.run(t, 500, 1)
 		if got := w.run(t, 1000, 1); got[2] < 250 {
 			t.Errorf("fixes %s: a worker 3 times as slow gets %v of 1000", fixes, got)
@@ -164,10 +161,10 @@ func TestThompsonWithoutFixesDoesNotLearnConstantSlowness(t *testing.T) {
 	}
 }
 
-func TestThompsonIsDeterministic(t *testing.T) {
+func TestIsDeterministic(t *testing.T) {
 	for _, fixes := range []string{"all", "none"} {
-		run := func(seed uint64) ([]int, policy.ThompsonStats) {
-			w := newThompsonWorld(t, fixes, seed, 1, 2, 3, 1)
+		run := func(seed uint64) ([]int, thompson.Stats) {
+			w := newWorld(t, fixes, seed, 1, 2, 3, 1)
 			w.run(t, 400, 8)
 			return w.sent, w.policy.Stats()
 		}

@@ -14,8 +14,8 @@ import (
 
 // PrioritySettings say which conversations go before others in the routers' queues.
 type PrioritySettings struct {
-	PriorityShare float64 `default:"0" help:"Share of the conversations, 0 to 1, that go before the others in the router's queue (--router-queue-threshold)."`
-	PriorityJump  float64 `default:"0" placeholder:"SECONDS" help:"They go only so many seconds before; 0: before all others."`
+	PriorityShare float64 `default:"0" help:"Share of conversations, 0 to 1, with priority in the router's queue (--router-queue-threshold)."`
+	PriorityJump  float64 `default:"0" placeholder:"SECONDS" help:"Head start of those conversations in seconds; 0: ahead of all others."`
 }
 
 // Why a request was lost: its client got an error.
@@ -31,8 +31,8 @@ const (
 // backOff is how long a client waits that was refused or failed, before it goes on.
 const backOff = time.Second
 
-// errand is one request with all attempts at it.
-type errand struct {
+// simRequest is one request with all attempts at it.
+type simRequest struct {
 	request *TraceRequest
 	local   []uint64         // block hashes of the prompt
 	blocks  []kv.StoredBlock // those and the answer's
@@ -49,9 +49,9 @@ type errand struct {
 	hit     *fault            // that its first attempt met; nil: none
 }
 
-// send begins the errand of a request at one of the routers.
+// send begins a simulated request at one of the routers.
 func (s *simulator) send(request *TraceRequest) {
-	e := &errand{request: request, asked: s.now}
+	e := &simRequest{request: request, asked: s.now}
 	e.local, e.blocks = request.Blocks(s.Engine.BlockSize)
 	if len(s.routers) > 1 {
 		e.router = s.random.IntN(len(s.routers))
@@ -77,7 +77,7 @@ func (s *simulator) prior(request *TraceRequest) bool {
 }
 
 // question is what a router is asked.
-func (s *simulator) question(e *errand) router.Request {
+func (s *simulator) question(e *simRequest) router.Request {
 	asked := router.Request{Local: e.local, NumTokens: e.request.Prompt, Prefix: e.request.Hints, Exclude: e.exclude}
 	if s.WithoutHints {
 		asked.Prefix = hints.Prefix{}
@@ -91,8 +91,8 @@ func (s *simulator) question(e *errand) router.Request {
 	return asked
 }
 
-// attempt routes an errand and queues it on its worker, or on the first of two.
-func (s *simulator) attempt(e *errand) {
+// attempt routes a simulated request and queues it on its worker, or on the first of two.
+func (s *simulator) attempt(e *simRequest) {
 	s.catchUp()
 	r := s.routers[e.router]
 	if s.Prefills > 0 {
@@ -105,7 +105,7 @@ func (s *simulator) attempt(e *errand) {
 		return
 	}
 	decision, waiting, err := r.RouteOrWait(s.question(e), func(decision router.Decision, err error) {
-		s.decided = append(s.decided, decidedErrand{e, decision, err})
+		s.decided = append(s.decided, decidedRequest{e, decision, err})
 	})
 	switch {
 	case err != nil:
@@ -127,7 +127,7 @@ func (s *simulator) attempt(e *errand) {
 }
 
 // refreshLater has what waits look its prompt up again and again.
-func (s *simulator) refreshLater(e *errand, waiting *router.Waiting) {
+func (s *simulator) refreshLater(e *simRequest, waiting *router.Waiting) {
 	s.after(router.QueueRefresh, func() {
 		if e.waiting == waiting {
 			s.catchUp()
@@ -137,11 +137,11 @@ func (s *simulator) refreshLater(e *errand, waiting *router.Waiting) {
 	})
 }
 
-// decidedErrand is one that need not wait any more.
-type decidedErrand struct {
-	errand   *errand
-	decision router.Decision
-	err      error
+// decidedRequest is one that need not wait any more.
+type decidedRequest struct {
+	simulated *simRequest
+	decision  router.Decision
+	err       error
 }
 
 // leaveQueue sends what need not wait any more.
@@ -149,18 +149,18 @@ func (s *simulator) leaveQueue() {
 	for len(s.decided) > 0 && s.err == nil {
 		d := s.decided[0]
 		s.decided = s.decided[1:]
-		d.errand.waiting = nil
+		d.simulated.waiting = nil
 		s.waits = append(s.waits, milliseconds(d.decision.QueueTime))
 		if d.err != nil {
-			s.refused(d.errand, d.err)
+			s.refused(d.simulated, d.err)
 			continue
 		}
-		s.dispatch(d.errand, router.Pair{Decode: d.decision})
+		s.dispatch(d.simulated, router.Pair{Decode: d.decision})
 	}
 }
 
-// dispatch sends an errand where a router says.
-func (s *simulator) dispatch(e *errand, pair router.Pair) {
+// dispatch sends a simulated request where a router says.
+func (s *simulator) dispatch(e *simRequest, pair router.Pair) {
 	flight := s.newFlight(e, pair.Decode, engine.Request{Blocks: e.blocks, Prompt: e.request.Prompt, Output: e.request.Output})
 	if pair.Prefill.Booking == nil {
 		s.deliver(flight)
@@ -175,9 +175,9 @@ func (s *simulator) dispatch(e *errand, pair router.Pair) {
 	}
 }
 
-// refused ends an errand that a router does not place; one that was tried before
+// refused ends a simulated request that a router does not place; one that was tried before
 // has failed.
-func (s *simulator) refused(e *errand, err error) {
+func (s *simulator) refused(e *simRequest, err error) {
 	if len(e.exclude) > 0 {
 		s.giveUp(e)
 		return
@@ -198,7 +198,7 @@ func (s *simulator) refused(e *errand, err error) {
 
 // failed ends a flight that its worker failed before the first byte of its answer.
 func (s *simulator) failed(f *flight, kind outlier.Kind, why string) {
-	e := f.errand
+	e := f.simulated
 	s.land(f)
 	out := f.booking.FailAs(kind, why)
 	e.exclude = append(e.exclude, uint64(f.worker))
@@ -210,9 +210,9 @@ func (s *simulator) failed(f *flight, kind outlier.Kind, why string) {
 	s.retryOr(e, again)
 }
 
-// mayRetry tells whether an errand that a worker failed may be tried again, and counts
+// mayRetry tells whether a simulated request that a worker failed may be tried again, and counts
 // it then. out says that the worker gets nothing more for a while.
-func (s *simulator) mayRetry(e *errand, out bool) bool {
+func (s *simulator) mayRetry(e *simRequest, out bool) bool {
 	again, denied := e.tries.Again(s.budgets[e.router], s.Retry.Retries, out, s.clock())
 	if denied {
 		s.denied++
@@ -220,8 +220,8 @@ func (s *simulator) mayRetry(e *errand, out bool) bool {
 	return again
 }
 
-// retryOr tries an errand again, or gives it up.
-func (s *simulator) retryOr(e *errand, again bool) {
+// retryOr tries a simulated request again, or gives it up.
+func (s *simulator) retryOr(e *simRequest, again bool) {
 	if !again {
 		s.giveUp(e)
 		return
@@ -230,8 +230,8 @@ func (s *simulator) retryOr(e *errand, again bool) {
 	s.attempt(e)
 }
 
-// giveUp ends an errand that is not tried again.
-func (s *simulator) giveUp(e *errand) {
+// giveUp ends a simulated request that is not tried again.
+func (s *simulator) giveUp(e *simRequest) {
 	if n := len(e.same); n > 1 && n == len(e.exclude) {
 		for _, b := range e.same {
 			b.Forgive() // what all fail in the same way is the request's fault
@@ -240,9 +240,9 @@ func (s *simulator) giveUp(e *errand) {
 	s.lose(e, lostFailed)
 }
 
-// lose ends an errand with an error. Its client goes on after a pause, as if it had
+// lose ends a simulated request with an error. Its client goes on after a pause, as if it had
 // been answered: so all policies get the same requests.
-func (s *simulator) lose(e *errand, why string) {
+func (s *simulator) lose(e *simRequest, why string) {
 	s.lost[why]++
 	if e.hit != nil {
 		e.hit.lost++
@@ -251,7 +251,7 @@ func (s *simulator) lose(e *errand, why string) {
 }
 
 // over ends a request; its conversation goes on, or ends.
-func (s *simulator) over(e *errand) {
+func (s *simulator) over(e *simRequest) {
 	s.done++
 	if next := e.request.Next; next != nil {
 		s.coming.push(happening{at: s.now + e.request.Think, order: s.Workers + s.done, turn: next})

@@ -1,4 +1,4 @@
-package policy
+package thompson
 
 import (
 	"fmt"
@@ -11,18 +11,19 @@ import (
 	"kvrouter/internal/hints"
 	"kvrouter/internal/jsonlines"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
 )
 
-// thompsonTraceFile is the name of the original's file in debug.trace_dir.
-const thompsonTraceFile = "router_traces.jsonl"
+// traceFile is the name of the original's file in debug.trace_dir.
+const traceFile = "router_traces.jsonl"
 
 // OpenTraces makes the policy write traces to file; if file is empty, to where its
 // parameters say. It returns nil if neither asks for traces. The caller closes what
 // it returns.
-func (p *Thompson) OpenTraces(file string, log *slog.Logger) (*jsonlines.Writer, error) {
+func (p *Policy) OpenTraces(file string, log *slog.Logger) (*jsonlines.Writer, error) {
 	flag := "--thompson-traces"
-	if file == "" && p.thompsonConfig.traces {
-		flag, file = "debug.trace_dir", filepath.Join(p.traceDir, thompsonTraceFile)
+	if file == "" && p.parameters.traces {
+		flag, file = "debug.trace_dir", filepath.Join(p.traceDir, traceFile)
 		if err := os.MkdirAll(p.traceDir, 0o700); err != nil {
 			return nil, fmt.Errorf("%s: %w", flag, err)
 		}
@@ -35,7 +36,7 @@ func (p *Thompson) OpenTraces(file string, log *slog.Logger) (*jsonlines.Writer,
 		return nil, fmt.Errorf("%s: %w", flag, err)
 	}
 	if torn > 0 {
-		log.Warn("the last line of the traces of policy thompson was torn and is cut off", "file", file, "bytes", torn)
+		log.Warn("truncated an incomplete last line in the traces of policy thompson", "file", file, "bytes", torn)
 	}
 	p.trace = jsonlines.New(f, p.traceBuffer, "the traces of policy thompson", log)
 	return p.trace, nil
@@ -107,7 +108,7 @@ func traceName(key kv.WorkerKey) string {
 	return name
 }
 
-func (p *Thompson) traceDecision(q Query, t *thompsonQuery, chosen int) {
+func (p *Policy) traceDecision(q policy.Query, t *requestTerms, chosen int) {
 	if p.trace == nil {
 		return
 	}
@@ -121,13 +122,13 @@ func (p *Thompson) traceDecision(q Query, t *thompsonQuery, chosen int) {
 	p.trace.Write(line, traceMemory*(1+len(line.Workers)))
 }
 
-func (p *Thompson) traceFeedback(d *thompsonPending, f Feedback, j *judgement) {
+func (p *Policy) traceFeedback(d *pendingDecision, f policy.Feedback, j *judgement) {
 	if p.trace == nil {
 		return
 	}
 	p.trace.Write(traceFeedback{
 		traceHead: newTraceHead(f.Now, "feedback", f.Decision), Worker: traceName(d.worker), LatencyMS: milliseconds(f.Latency), TokensOut: f.TokensOut,
-		Metric: j.metric, PerToken: j.perToken, Baseline: j.baseline, After: j.after, Reward: j.reward, Success: f.Ending == Finished,
+		Metric: j.metric, PerToken: j.perToken, Baseline: j.baseline, After: j.after, Reward: j.reward, Success: f.Ending == policy.Finished,
 		Finish: traceFinish(f),
 	}, traceMemory)
 }
@@ -137,19 +138,19 @@ const maxTraceFinish = 64
 
 // traceFinish is a feedback's finish reason; of a failure that tells none it is that
 // of the original's processor.
-func traceFinish(f Feedback) string {
-	if f.Finish == "" && f.Ending == Failed {
+func traceFinish(f policy.Feedback) string {
+	if f.Finish == "" && f.Ending == policy.Failed {
 		return "error"
 	}
 	return f.Finish[:min(len(f.Finish), maxTraceFinish)]
 }
 
-func (p *Thompson) traceTimeout(d *thompsonPending, now time.Time) {
+func (p *Policy) traceTimeout(d *pendingDecision, now time.Time) {
 	if p.trace == nil {
 		return
 	}
 	p.trace.Write(traceTimeout{
-		traceHead: newTraceHead(now, "timeout", d.decision), Worker: traceName(d.worker), Reward: p.timeoutReward, Age: p.Timeout.Seconds(),
+		traceHead: newTraceHead(now, "timeout", d.decision), Worker: traceName(d.worker), Reward: p.timeoutReward, Age: p.timeout.Seconds(),
 		Prefix: d.series, OSL: hints.LevelNames[d.osl], PrefillBin: hints.LevelNames[d.bin],
 	}, traceMemory)
 }

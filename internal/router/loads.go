@@ -18,7 +18,7 @@ const loadFreshFor = 10 * time.Second
 type Loads struct {
 	byWorker map[kv.WorkerKey]*workerLoad
 	active   activeBlocks
-	surveyed []int32  // by worker number, of the prompt that Survey was asked about last
+	shared   []int32  // by worker number, of the prompt that Snapshot was asked about last
 	unused   []uint32 // numbers of workers that are gone
 
 	byID           map[string]*Booking
@@ -37,7 +37,7 @@ type workerLoad struct {
 	peaks [2]int    // most requests in flight in this span of peakSpan, and in the one before
 	since time.Time // this one began
 
-	tellsCached bool // an answer of it has said how many of its prompt's tokens were cached
+	reportsCached bool // an answer of it has said how many of its prompt's tokens were cached
 
 	blocks  int                // distinct prompt blocks of requests in flight
 	weights map[uint64]float64 // of those that do not count 1, by sequence hash
@@ -298,19 +298,19 @@ func (l *Loads) deactivate(w kv.WorkerKey, sequence []uint64) {
 	}
 }
 
-// Survey looks up what requests in flight have of a prompt, for Active.
-func (l *Loads) Survey(sequence []uint64) { l.surveyed = l.active.prefixes(sequence, l.surveyed) }
+// Snapshot looks up what requests in flight have of a prompt, for Active.
+func (l *Loads) Snapshot(sequence []uint64) { l.shared = l.active.prefixes(sequence, l.shared) }
 
-// Active returns how many leading blocks of the prompt that Survey was asked about
+// Active returns how many leading blocks of the prompt that Snapshot was asked about
 // requests in flight on w have in theirs.
 func (l *Loads) Active(w kv.WorkerKey) int { return l.activeOn(l.byWorker[w]) }
 
 // activeOn is Active for a worker's entry; nil: there is none.
 func (l *Loads) activeOn(load *workerLoad) int {
-	if load == nil || int(load.number) >= len(l.surveyed) {
+	if load == nil || int(load.number) >= len(l.shared) {
 		return 0
 	}
-	return int(l.surveyed[load.number])
+	return int(l.shared[load.number])
 }
 
 // get returns w's load as of now; a worker never heard of is idle.

@@ -1,4 +1,4 @@
-package policy
+package thompson
 
 import (
 	"strings"
@@ -6,35 +6,35 @@ import (
 	"time"
 )
 
-func TestThompsonFixesByName(t *testing.T) {
-	for text, want := range map[string]thompsonFixes{
+func TestFixesByName(t *testing.T) {
+	for text, want := range map[string]fixSet{
 		"none":                    {},
 		"load-sign":               {loadSign: true},
-		" pin-ttl , feedback":     {pinTTL: true, Feedback: true},
+		" pin-ttl , feedback":     {pinTTL: true, feedback: true},
 		"worker-baseline":         {baseline: true},
 		"forgetting,cold-start":   {forgetting: true, coldStart: true},
 		"outstanding,outstanding": {outstanding: true},
 		"all":                     {true, true, true, true, true, true, true},
 		"cold-start,pin-ttl":      {coldStart: true, pinTTL: true},
 	} {
-		got, err := parseThompsonFixes(text)
+		got, err := parseFixes(text)
 		if err != nil || got != want {
 			t.Errorf("%q: %+v, %v", text, got, err)
 		}
-		if again, err := parseThompsonFixes(got.String()); err != nil || again != got {
+		if again, err := parseFixes(got.String()); err != nil || again != got {
 			t.Errorf("%q is written %q, which is read as %+v, %v", text, got, again, err)
 		}
 	}
 	for _, text := range []string{"", "All", "none,feedback", "a", "load-sign,"} {
-		if got, err := parseThompsonFixes(text); err == nil {
+		if got, err := parseFixes(text); err == nil {
 			t.Errorf("%q is read as %v", text, got)
 		}
 	}
 }
 
-func TestThompsonConfigTakesTheOriginalsKeys(t *testing.T) {
-	c := defaultThompsonConfig()
-	if err := c.read(nil); err != nil || c != defaultThompsonConfig() {
+func TestConfigTakesTheOriginalsKeys(t *testing.T) {
+	c := defaultParameters()
+	if err := c.read(nil); err != nil || c != defaultParameters() {
 		t.Errorf("an empty file: %+v, %v", c, err)
 	}
 	err := c.read([]byte(`
@@ -48,16 +48,16 @@ feedback: {timeout_seconds: 1.5}
 lints: {forget_rate: 1}
 debug: {traces_enabled: true, trace_dir: /x, buffer_size: 7}
 `))
-	want := defaultThompsonConfig()
-	want.blockSize, want.RouterType, want.affinityBase, want.affinityReuse, want.tempMin = 32, ThompsonKVLoad, 0.5, 1, 0.2
+	want := defaultParameters()
+	want.blockSize, want.routerType, want.affinityBase, want.affinityReuse, want.tempMin = 32, typeKVLoad, 0.5, 1, 0.2
 	want.minWorkers = 4
-	want.Timeout, want.forgetRate, want.traces, want.traceDir, want.traceBuffer = 1500*time.Millisecond, 0.999999, true, "/x", 7
+	want.timeout, want.forgetRate, want.traces, want.traceDir, want.traceBuffer = 1500*time.Millisecond, 0.999999, true, "/x", 7
 	if err != nil || c != want {
 		t.Errorf("%v\n%+v, want\n%+v", err, c, want)
 	}
 }
 
-func TestThompsonConfigErrorsNameTheKey(t *testing.T) {
+func TestConfigErrorsNameTheKey(t *testing.T) {
 	for file, want := range map[string][]string{
 		"affinity: {base: -1}":                 {"affinity.base -1", "give 0 to"},
 		"affinity: {base: .nan}":               {"affinity.base NaN"},
@@ -78,7 +78,7 @@ func TestThompsonConfigErrorsNameTheKey(t *testing.T) {
 		"{":                                    {"not a YAML map"},
 		"affinity: {base: 1, base: 2}":         {"base"},
 	} {
-		c := defaultThompsonConfig()
+		c := defaultParameters()
 		err := c.read([]byte(file))
 		if err == nil {
 			t.Errorf("%q is taken", file)

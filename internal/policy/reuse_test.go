@@ -44,7 +44,7 @@ func sequenceOf(prompt uint64, shared, blocks int) []uint64 {
 // TestOthersPayByUses compares with a count of every hash.
 func TestOthersPayByUses(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		var counts useCounts
+		var counts reuseCounts
 		exact := map[uint64]float64{}
 		workers := rapid.IntRange(1, 64).Draw(t, "workers")
 		for prompt := range uint64(rapid.IntRange(1, 30).Draw(t, "prompts")) {
@@ -85,7 +85,7 @@ func TestOthersPayByUses(t *testing.T) {
 // TestCountsOfWhatIsUsedStay: a table that overflows with prompts nobody asks for
 // again forgets those, and stays as it is in size.
 func TestCountsOfWhatIsUsedStay(t *testing.T) {
-	var counts useCounts
+	var counts reuseCounts
 	const shared, blocks = 16, 32
 	for prompt := range uint64(30_000) {
 		counts.look(sequenceOf(prompt, shared, blocks), 8, true)
@@ -97,8 +97,8 @@ func TestCountsOfWhatIsUsedStay(t *testing.T) {
 	if counts.look(sequenceOf(0, 0, blocks), 8, false); counts.others(0) > 0.1 {
 		t.Errorf("others pay for %v blocks that nobody asks for", counts.others(0))
 	}
-	if len(counts.buckets) != usesBuckets {
-		t.Errorf("%d buckets, want %d", len(counts.buckets), usesBuckets)
+	if len(counts.buckets) != reuseBuckets {
+		t.Errorf("%d buckets, want %d", len(counts.buckets), reuseBuckets)
 	}
 }
 
@@ -107,7 +107,7 @@ func TestCountsOfWhatIsUsedStay(t *testing.T) {
 func BenchmarkUseCounts(b *testing.B) {
 	for _, blocks := range []int{62, 1500} {
 		b.Run(fmt.Sprintf("blocks=%d", blocks), func(b *testing.B) {
-			var counts useCounts
+			var counts reuseCounts
 			for prompt := range uint64(4000) {
 				counts.look(sequenceOf(prompt, blocks/2, blocks), 8, true)
 			}

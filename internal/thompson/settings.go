@@ -1,4 +1,4 @@
-package policy
+package thompson
 
 import (
 	"errors"
@@ -14,34 +14,34 @@ import (
 	"kvrouter/internal/settings"
 )
 
-// ThompsonSettings are the settings of policy thompson by flag.
-type ThompsonSettings struct {
-	ThompsonPreset string `group:"Policy thompson" default:"components" placeholder:"NAME" help:"Which of the NeMo Agent Toolkit's config.yaml the parameters are of: components (its present one) or optimized (the one before: stickier, less afraid of queues)."`
-	ThompsonConfig string `group:"Policy thompson" placeholder:"FILE" help:"YAML file of parameters, with the keys of the NeMo Agent Toolkit's config.yaml; those left out keep --thompson-preset's values."`
-	ThompsonFixes  string `name:"thompson.fixes" group:"Policy thompson" default:"all" env:"KVROUTER_THOMPSON_FIXES" placeholder:"NAMES" help:"What to mend of the original: all, none, or names separated by commas: worker-baseline, forgetting, load-sign, outstanding, pin-ttl, feedback, cold-start (docs/routing.md)."`
+// Settings are the flags of policy thompson.
+type Settings struct {
+	ThompsonPreset string `group:"Policy thompson" default:"components" placeholder:"NAME" help:"NeMo Agent Toolkit config.yaml that provides the default parameters: components (current) or optimized (previous; stronger affinity, lower queue penalty)."`
+	ThompsonConfig string `group:"Policy thompson" placeholder:"FILE" help:"YAML file of parameters with the keys of the NeMo Agent Toolkit's config.yaml. Missing keys keep the values of --thompson-preset."`
+	ThompsonFixes  string `name:"thompson.fixes" group:"Policy thompson" default:"all" env:"KVROUTER_THOMPSON_FIXES" placeholder:"NAMES" help:"Fixes to apply to the original algorithm: all, none, or a comma-separated list of worker-baseline, forgetting, load-sign, outstanding, pin-ttl, feedback, cold-start (docs/routing.md)."`
 
-	ThompsonAffinityBase *float64 `name:"thompson.affinity-base" group:"Policy thompson" env:"KVROUTER_THOMPSON_AFFINITY_BASE" placeholder:"NUMBER" help:"affinity.base of the parameters: what it is worth to stay with the worker that served the series last. Overrules --thompson-config."`
-	ThompsonTempBase     *float64 `name:"thompson.temp-base" group:"Policy thompson" env:"KVROUTER_THOMPSON_TEMP_BASE" placeholder:"NUMBER" help:"exploration.temperature.base of the parameters: chance in the choice, without effect under the fix cold-start. Overrules --thompson-config."`
-	ThompsonLintsV       *float64 `name:"thompson.lints-v" group:"Policy thompson" env:"KVROUTER_THOMPSON_LINTS_V" placeholder:"NUMBER" help:"lints.v of the parameters: how far a draw may be from what was learned. Overrules --thompson-config."`
-	ThompsonOverride     []string `name:"thompson.override" group:"Policy thompson" env:"KVROUTER_THOMPSON_OVERRIDE" placeholder:"KEY=VALUE" help:"Any of the parameters, such as load_balancing.gpu_penalty_weight=2; several are separated by commas. Overrules all of the above."`
+	ThompsonAffinityBase *float64 `name:"thompson.affinity-base" group:"Policy thompson" env:"KVROUTER_THOMPSON_AFFINITY_BASE" placeholder:"NUMBER" help:"Parameter affinity.base: score bonus for the worker that last served the series. Overrides --thompson-config."`
+	ThompsonTempBase     *float64 `name:"thompson.temp-base" group:"Policy thompson" env:"KVROUTER_THOMPSON_TEMP_BASE" placeholder:"NUMBER" help:"Parameter exploration.temperature.base: randomness of the choice. No effect with the fix cold-start. Overrides --thompson-config."`
+	ThompsonLintsV       *float64 `name:"thompson.lints-v" group:"Policy thompson" env:"KVROUTER_THOMPSON_LINTS_V" placeholder:"NUMBER" help:"Parameter lints.v: scale of the sampling noise around the learned weights. Overrides --thompson-config."`
+	ThompsonOverride     []string `name:"thompson.override" group:"Policy thompson" env:"KVROUTER_THOMPSON_OVERRIDE" placeholder:"KEY=VALUE" help:"Comma-separated parameters, such as load_balancing.gpu_penalty_weight=2. Overrides all of the above."`
 
-	ThompsonState  string `group:"Policy thompson" placeholder:"FILE" help:"Keep what is learned in FILE, so that it survives a restart."`
-	ThompsonTraces string `group:"Policy thompson" placeholder:"FILE" help:"Append a line of JSON to FILE for each decision and for how it ended."`
+	ThompsonState  string `group:"Policy thompson" placeholder:"FILE" help:"File that stores the learned state across restarts."`
+	ThompsonTraces string `group:"Policy thompson" placeholder:"FILE" help:"File to which each decision and its outcome are appended as a line of JSON."`
 }
 
-// thompsonFixes are the defects of the original that are mended.
-type thompsonFixes struct {
-	baseline    bool // latencies are compared with those of all workers, not of the same one
-	forgetting  bool // what is learned fades for all workers alike
-	loadSign    bool // load always counts against a worker
-	outstanding bool // a series of requests counts as one to come, and not against itself
-	pinTTL      bool // pins of series that are over, or of workers that are gone, go
-	Feedback    bool // only what a worker is to blame for counts, like compared with like
-	coldStart   bool // what is certain beforehand is not left to chance
+// fixSet are the fixes of the original's defects.
+type fixSet struct {
+	baseline    bool // compares latencies with those of all workers, not of the same one
+	forgetting  bool // fades the evidence of all workers alike
+	loadSign    bool // counts load against a worker even where its score is negative
+	outstanding bool // counts a series as one request to come, and not against itself
+	pinTTL      bool // drops pins of ended series and removed workers
+	feedback    bool // counts only failures of the worker, and compares like with like
+	coldStart   bool // starts from a prior and a low temperature
 }
 
 // byName lists the fixes by their names in --thompson.fixes.
-func (f *thompsonFixes) byName() []struct {
+func (f *fixSet) byName() []struct {
 	name string
 	on   *bool
 } {
@@ -50,13 +50,13 @@ func (f *thompsonFixes) byName() []struct {
 		on   *bool
 	}{
 		{"worker-baseline", &f.baseline}, {"forgetting", &f.forgetting}, {"load-sign", &f.loadSign}, {"outstanding", &f.outstanding},
-		{"pin-ttl", &f.pinTTL}, {"feedback", &f.Feedback}, {"cold-start", &f.coldStart},
+		{"pin-ttl", &f.pinTTL}, {"feedback", &f.feedback}, {"cold-start", &f.coldStart},
 	}
 }
 
-// parseThompsonFixes reads --thompson.fixes.
-func parseThompsonFixes(text string) (thompsonFixes, error) {
-	var f thompsonFixes
+// parseFixes reads --thompson.fixes.
+func parseFixes(text string) (fixSet, error) {
+	var f fixSet
 	fixes := f.byName()
 	for name := range strings.SplitSeq(text, ",") {
 		name = strings.TrimSpace(name)
@@ -80,8 +80,8 @@ func parseThompsonFixes(text string) (thompsonFixes, error) {
 	return f, nil
 }
 
-// String is what parseThompsonFixes would read.
-func (f thompsonFixes) String() string {
+// String is what parseFixes would read.
+func (f fixSet) String() string {
 	var names []string
 	for _, fix := range f.byName() {
 		if *fix.on {
@@ -100,22 +100,22 @@ func (f thompsonFixes) String() string {
 // Values of infrastructure.router_type. The last three are those of the Toolkit's
 // development branch.
 const (
-	thompsonKV       = "kv"
-	ThompsonKVLoad   = "kv_load" // the lowest KV usage, and nothing is learned
-	thompsonKVOnly   = "kv_only"
-	thompsonBalanced = "kv_load_balanced"
-	thompsonModular  = "kv_thompson"
+	typeKV       = "kv"
+	typeKVLoad   = "kv_load" // the lowest KV usage, and nothing is learned
+	typeKVOnly   = "kv_only"
+	typeBalanced = "kv_load_balanced"
+	typeModular  = "kv_thompson"
 )
 
-// thompsonRouterTypes are all values of infrastructure.router_type.
-var thompsonRouterTypes = []string{thompsonKV, ThompsonKVLoad, thompsonKVOnly, thompsonBalanced, thompsonModular}
+// routerTypes are all values of infrastructure.router_type.
+var routerTypes = []string{typeKV, typeKVLoad, typeKVOnly, typeBalanced, typeModular}
 
-// thompsonConfig are the parameters of policy thompson, in the order and with
+// parameters are the parameters of policy thompson, in the order and with
 // the meaning of the original's config.yaml.
-type thompsonConfig struct {
+type parameters struct {
 	preset     string
 	blockSize  int // tokens; 0: not given
-	RouterType string
+	routerType string
 	minWorkers int
 
 	affinityBase, affinityReuse, affinityIAT float64
@@ -128,41 +128,41 @@ type thompsonConfig struct {
 	jobGPU, jobQueue                         float64
 	tokenScale, prefillWeight                float64
 	lambda, v, forgetRate                    float64
-	Timeout, sweep                           time.Duration
+	timeout, sweep                           time.Duration
 	timeoutReward, emaAlpha                  float64
 
 	traces      bool
 	traceDir    string
 	traceBuffer int // lines
 
-	balanced    thompsonBalancedConfig
-	modular     thompsonModularConfig
-	kvLoad      thompsonKVLoadConfig
+	balanced    balancedParameters
+	modular     modularParameters
+	kvLoad      kvLoadParameters
 	kvLoadGiven bool // by the file or a flag
 
-	Fixes thompsonFixes
+	fixes fixSet
 }
 
-func defaultThompsonConfig() thompsonConfig {
-	return thompsonConfig{
-		preset: "components", RouterType: thompsonKV, minWorkers: 1,
+func defaultParameters() parameters {
+	return parameters{
+		preset: "components", routerType: typeKV, minWorkers: 1,
 		affinityBase: 0.30, affinityReuse: 0.08, affinityIAT: 0.20, stickyLoadFloor: 0.01,
 		tsWeight: 0.10, tempBase: 1, tempMin: 0.15, tempMax: 2,
 		switchBase: 0.10, switchReuse: 0.04, switchIAT: 0.03,
 		queueWeight: 1.50, gpuWeight: 1.00, outstandingWeight: 0.45, jobGPU: 0.40, jobQueue: 0.20,
 		tokenScale: 1024, prefillWeight: 1,
 		lambda: 1, v: 0.25, forgetRate: 0.995,
-		Timeout: 120 * time.Second, sweep: 5 * time.Second, timeoutReward: 0, emaAlpha: 0.2,
+		timeout: 120 * time.Second, sweep: 5 * time.Second, timeoutReward: 0, emaAlpha: 0.2,
 		traceDir: "/tmp/dynamo_router_traces", traceBuffer: 2000,
-		kvLoad: thompsonKVLoadConfig{overlapWeight: 1, scrape: 0.1}, balanced: defaultThompsonBalanced(), modular: defaultThompsonModular(),
+		kvLoad: kvLoadParameters{overlapWeight: 1, scrape: 0.1}, balanced: defaultBalanced(), modular: defaultModular(),
 	}
 }
 
-// thompsonPreset returns the parameters of one of the Toolkit's files, by the
+// presetParameters returns the parameters of one of the Toolkit's files, by the
 // folder that it stands in: components/config.yaml or, older,
 // optimized/config.yaml.
-func thompsonPreset(name string) (thompsonConfig, error) {
-	c := defaultThompsonConfig()
+func presetParameters(name string) (parameters, error) {
+	c := defaultParameters()
 	switch name {
 	case "", c.preset:
 	case "optimized":
@@ -176,10 +176,10 @@ func thompsonPreset(name string) (thompsonConfig, error) {
 	return c, nil
 }
 
-// config returns the parameters of the preset, the file and the flags, where the
+// parameters returns the parameters of the preset, the file and the flags, where the
 // later overrule the earlier, and the fixes.
-func (k ThompsonSettings) config() (thompsonConfig, error) {
-	c, err := thompsonPreset(k.ThompsonPreset)
+func (k Settings) parameters() (parameters, error) {
+	c, err := presetParameters(k.ThompsonPreset)
 	if err != nil {
 		return c, err
 	}
@@ -195,16 +195,16 @@ func (k ThompsonSettings) config() (thompsonConfig, error) {
 	if err := k.override(&c); err != nil {
 		return c, err
 	}
-	c.Fixes, err = parseThompsonFixes(k.ThompsonFixes)
+	c.fixes, err = parseFixes(k.ThompsonFixes)
 	return c, err
 }
 
 // Validate checks the settings if thompson is one of policies, a list with commas.
-func (k ThompsonSettings) Validate(policies string, blockSize int) error {
+func (k Settings) Validate(policies string, blockSize int) error {
 	if !slices.Contains(strings.Split(policies, ","), "thompson") {
 		return nil
 	}
-	c, err := k.config()
+	c, err := k.parameters()
 	if err == nil && c.blockSize != 0 && c.blockSize != blockSize {
 		from := "--thompson.override"
 		if k.ThompsonConfig != "" {
@@ -215,18 +215,18 @@ func (k ThompsonSettings) Validate(policies string, blockSize int) error {
 	return err
 }
 
-// thompsonKey is a key of the file: where it goes, and what it may be.
-type thompsonKey struct {
+// parameter is a key of the file: where it goes, and what it may be.
+type parameter struct {
 	name      string
 	into      any     // *float64, *int, *time.Duration (the key is in seconds), *string or *bool
 	low, high float64 // of numbers
 }
 
-func (c *thompsonConfig) keys() []thompsonKey {
+func (c *parameters) keys() []parameter {
 	const most, tiny = 1e6, 1e-6 // far beyond what makes sense, and safe to calculate with
-	keys := []thompsonKey{
+	keys := []parameter{
 		{"infrastructure.block_size", &c.blockSize, 1, 1 << 20},
-		{"infrastructure.router_type", &c.RouterType, 0, 0},
+		{"infrastructure.router_type", &c.routerType, 0, 0},
 		{"infrastructure.min_workers", &c.minWorkers, 0, most},
 		{"affinity.base", &c.affinityBase, 0, most},
 		{"affinity.reuse_weight", &c.affinityReuse, 0, most},
@@ -249,7 +249,7 @@ func (c *thompsonConfig) keys() []thompsonKey {
 		{"lints.lambda", &c.lambda, tiny, most},
 		{"lints.v", &c.v, 0, most},
 		{"lints.forget_rate", &c.forgetRate, 0, 1},
-		{"feedback.timeout_seconds", &c.Timeout, tiny, most},
+		{"feedback.timeout_seconds", &c.timeout, tiny, most},
 		{"feedback.sweep_interval_seconds", &c.sweep, 0, most},
 		{"feedback.timeout_reward", &c.timeoutReward, 0, 1},
 		{"feedback.latency_ema_alpha", &c.emaAlpha, tiny, 1},
@@ -263,7 +263,7 @@ func (c *thompsonConfig) keys() []thompsonKey {
 }
 
 // read takes over what a file sets.
-func (c *thompsonConfig) read(data []byte) error {
+func (c *parameters) read(data []byte) error {
 	var tree yaml.MapSlice
 	if err := yaml.UnmarshalWithOptions(data, &tree, yaml.UseOrderedMap()); err != nil {
 		message, _, _ := strings.Cut(yaml.FormatError(err, false, false), "\n")
@@ -283,25 +283,25 @@ func (c *thompsonConfig) read(data []byte) error {
 }
 
 // find returns the key of that name.
-func (c *thompsonConfig) find(keys []thompsonKey, name string) (thompsonKey, error) {
-	i := slices.IndexFunc(keys, func(k thompsonKey) bool { return k.name == name })
+func (c *parameters) find(keys []parameter, name string) (parameter, error) {
+	i := slices.IndexFunc(keys, func(k parameter) bool { return k.name == name })
 	if i < 0 {
 		var names []string
 		for _, k := range keys {
 			names = append(names, k.name)
 		}
-		return thompsonKey{}, fmt.Errorf("unknown key %q; the nearest known one is %q", name, settings.NearestName(name, names))
+		return parameter{}, fmt.Errorf("unknown key %q; the nearest known one is %q", name, settings.NearestName(name, names))
 	}
 	c.kvLoadGiven = c.kvLoadGiven || strings.HasPrefix(name, "kv_load.")
 	return keys[i], nil
 }
 
 // check checks what parameters must have in common.
-func (c *thompsonConfig) check() error {
+func (c *parameters) check() error {
 	c.forgetRate = min(max(c.forgetRate, 1e-6), 0.999999)
 	switch {
-	case !slices.Contains(thompsonRouterTypes, c.RouterType):
-		return fmt.Errorf("infrastructure.router_type %s: give one of %s", c.RouterType, strings.Join(thompsonRouterTypes, ", "))
+	case !slices.Contains(routerTypes, c.routerType):
+		return fmt.Errorf("infrastructure.router_type %s: give one of %s", c.routerType, strings.Join(routerTypes, ", "))
 	case c.tempMin > c.tempMax:
 		return fmt.Errorf("exploration.temperature.min %v is above max %v", c.tempMin, c.tempMax)
 	}
@@ -325,7 +325,7 @@ func eachLeaf(prefix string, tree yaml.MapSlice, f func(name string, value any) 
 	return nil
 }
 
-func (k thompsonKey) set(value any) error {
+func (k parameter) set(value any) error {
 	switch into := k.into.(type) {
 	case *string:
 		text, is := value.(string)

@@ -1,31 +1,35 @@
-package policy
+package thompson
 
-import "math"
+import (
+	"math"
 
-const (
-	// thompsonTrivialOverlap is the share of a prompt below which a match says
-	// nothing, with router_type kv_only.
-	thompsonTrivialOverlap = 0.05
-	// thompsonTie is how far overlaps may be apart to be taken for equal.
-	thompsonTie = 1e-6
-	// thompsonKnee is the square of the queue at which the penalty of router_type
-	// kv_thompson is exp(−weight).
-	thompsonKnee = 25
+	"kvrouter/internal/policy"
 )
 
-// thompsonKVLoadConfig is section kv_load. Nothing reads it: that rule is policy kv.
-type thompsonKVLoadConfig struct{ overlapWeight, temp, scrape float64 }
+const (
+	// trivialOverlap is the share of a prompt below which a match says
+	// nothing, with router_type kv_only.
+	trivialOverlap = 0.05
+	// overlapTie is how far overlaps may be apart to be taken for equal.
+	overlapTie = 1e-6
+	// queueKnee is the square of the queue at which the penalty of router_type
+	// kv_thompson is exp(−weight).
+	queueKnee = 25
+)
 
-// thompsonBalancedConfig is section kv_load_balanced.
-type thompsonBalancedConfig struct {
+// kvLoadParameters is section kv_load. Nothing reads it: that rule is policy kv.
+type kvLoadParameters struct{ overlapWeight, temp, scrape float64 }
+
+// balancedParameters is section kv_load_balanced.
+type balancedParameters struct {
 	overlapWeight float64 // of the blocks to compute
 	idleBoost     float64 // share of a prompt that counts as cached anywhere
 	temp          float64
 	scrape        float64 // s; without effect
 }
 
-// thompsonModularConfig is section kv_thompson.
-type thompsonModularConfig struct {
+// modularParameters is section kv_thompson.
+type modularParameters struct {
 	tsWeight, idleBoost, temp, queueWeight, coldStart, scrape float64
 
 	lints, affinity, switching, fullLoad, adaptiveTemp, adaptiveExplore, stickyFloor bool
@@ -37,12 +41,12 @@ type thompsonModularConfig struct {
 	tempBase                    float64
 }
 
-func defaultThompsonBalanced() thompsonBalancedConfig {
-	return thompsonBalancedConfig{overlapWeight: 1, idleBoost: 0.02, temp: 0.15, scrape: 0.1}
+func defaultBalanced() balancedParameters {
+	return balancedParameters{overlapWeight: 1, idleBoost: 0.02, temp: 0.15, scrape: 0.1}
 }
 
-func defaultThompsonModular() thompsonModularConfig {
-	return thompsonModularConfig{
+func defaultModular() modularParameters {
+	return modularParameters{
 		tsWeight: 0.05, idleBoost: 0.02, temp: 0.30, queueWeight: 2.5, coldStart: 0.05, scrape: 0.01,
 		lints: true, affinity: true, switching: true, adaptiveTemp: true, adaptiveExplore: true,
 		lintsWeight: -1, affinityBase: 0.15, affinityReuse: 0.02, switchBase: 0.04, switchReuse: 0.01,
@@ -50,16 +54,16 @@ func defaultThompsonModular() thompsonModularConfig {
 	}
 }
 
-func (c *thompsonKVLoadConfig) keys() []thompsonKey {
-	return []thompsonKey{
+func (c *kvLoadParameters) keys() []parameter {
+	return []parameter{
 		{"kv_load.overlap_score_weight", &c.overlapWeight, 0, 1e6},
 		{"kv_load.temperature", &c.temp, 0, 1e6},
 		{"kv_load.metrics_scrape_interval", &c.scrape, 0, 1e6},
 	}
 }
 
-func (c *thompsonBalancedConfig) keys() []thompsonKey {
-	return []thompsonKey{
+func (c *balancedParameters) keys() []parameter {
+	return []parameter{
 		{"kv_load_balanced.overlap_score_weight", &c.overlapWeight, 0, 1e6},
 		{"kv_load_balanced.idle_boost", &c.idleBoost, 0, 1},
 		{"kv_load_balanced.temperature", &c.temp, 0, 1e6},
@@ -67,8 +71,8 @@ func (c *thompsonBalancedConfig) keys() []thompsonKey {
 	}
 }
 
-func (c *thompsonModularConfig) keys() []thompsonKey {
-	return []thompsonKey{
+func (c *modularParameters) keys() []parameter {
+	return []parameter{
 		{"kv_thompson.ts_weight", &c.tsWeight, 0, 1e6},
 		{"kv_thompson.idle_boost", &c.idleBoost, 0, 1},
 		{"kv_thompson.temperature", &c.temp, 0, 1e6},
@@ -96,7 +100,7 @@ func (c *thompsonModularConfig) keys() []thompsonKey {
 // decideOtherwise is decide for the router types of the Toolkit's development
 // branch. The candidates' workers are in p.choices. docs/routing.md has the
 // formulas.
-func (p *Thompson) decideOtherwise(q Query, t *thompsonQuery, candidates []Candidate, random thompsonDraws) int {
+func (p *Policy) decideByType(q policy.Query, t *requestTerms, candidates []policy.Candidate, random draws) int {
 	widest := 0.0
 	for i := range p.choices {
 		c := &p.choices[i]
@@ -104,10 +108,10 @@ func (p *Thompson) decideOtherwise(q Query, t *thompsonQuery, candidates []Candi
 		p.fade(c.worker)
 		widest = max(widest, c.overlap)
 		score := c.overlap
-		switch p.RouterType {
-		case thompsonBalanced:
+		switch p.routerType {
+		case typeBalanced:
 			score = p.balancedScore(t, q.BlockSize, c)
-		case thompsonModular:
+		case typeModular:
 			score = p.modularScore(t, c, random)
 		}
 		p.scores = append(p.scores, score)
@@ -116,11 +120,11 @@ func (p *Thompson) decideOtherwise(q Query, t *thompsonQuery, candidates []Candi
 	draw := random.Float64()
 	chosen := drawFrom(p.chances, draw)
 	if q.Explain != nil {
-		q.Explain.by("thompson")
+		q.Explain.By("thompson")
 		for _, score := range p.scores {
-			q.Explain.add(Score{Terms: []Term{{p.RouterType, score}}, Total: score})
+			q.Explain.Add(policy.Score{Terms: []policy.Term{{Name: p.routerType, Value: score}}, Total: score})
 		}
-		q.Explain.drawn(p.chances, draw, 0)
+		q.Explain.Drawn(p.chances, draw, 0)
 	}
 	if q.Decision != 0 {
 		p.keep(q, t, chosen)
@@ -129,14 +133,14 @@ func (p *Thompson) decideOtherwise(q Query, t *thompsonQuery, candidates []Candi
 }
 
 // otherChances fills in the candidates' chances. widest is the largest overlap.
-func (p *Thompson) otherChances(t *thompsonQuery, widest float64) {
+func (p *Policy) otherChances(t *requestTerms, widest float64) {
 	switch {
-	case p.RouterType == thompsonKVOnly && widest < thompsonTrivialOverlap, p.RouterType == thompsonModular && widest < p.modular.coldStart:
+	case p.routerType == typeKVOnly && widest < trivialOverlap, p.routerType == typeModular && widest < p.modular.coldStart:
 		p.chances = evenChances(p.chances, p.scores, func(i int, _ float64) bool { return i == p.roundRobin%len(p.scores) })
 		p.roundRobin = (p.roundRobin + 1) % len(p.scores)
-	case p.RouterType == thompsonKVOnly:
-		p.chances = evenChances(p.chances, p.scores, func(_ int, overlap float64) bool { return overlap >= widest-thompsonTie })
-	case p.RouterType == thompsonBalanced:
+	case p.routerType == typeKVOnly:
+		p.chances = evenChances(p.chances, p.scores, func(_ int, overlap float64) bool { return overlap >= widest-overlapTie })
+	case p.routerType == typeBalanced:
 		p.chances = softmaxOf(p.chances, p.scores, p.bounded(p.balanced.temp))
 	case p.modular.adaptiveTemp:
 		p.chances = softmaxOf(p.chances, p.scores, p.bounded(p.modular.tempBase/(1+float64(t.reuse)*t.iat)))
@@ -146,7 +150,7 @@ func (p *Thompson) otherChances(t *thompsonQuery, widest float64) {
 }
 
 // bounded is a temperature within exploration.temperature.min and max.
-func (p *Thompson) bounded(temp float64) float64 { return min(max(temp, p.tempMin), p.tempMax) }
+func (p *Policy) bounded(temp float64) float64 { return min(max(temp, p.tempMin), p.tempMax) }
 
 // evenChances gives the same chance to all candidates that are in, at least one.
 func evenChances(chances, scores []float64, in func(i int, score float64) bool) []float64 {
@@ -168,7 +172,7 @@ func evenChances(chances, scores []float64, in func(i int, score float64) bool) 
 // balancedScore is the negated cost of Dynamo's KvRouter, in blocks. The branch
 // counts all requests that it ever sent to a worker as its load; this counts
 // those that have not ended, as Dynamo does.
-func (p *Thompson) balancedScore(t *thompsonQuery, blockSize int, c *thompsonChoice) float64 {
+func (p *Policy) balancedScore(t *requestTerms, blockSize int, c *candidate) float64 {
 	if blockSize <= 0 {
 		return 0
 	}
@@ -180,14 +184,14 @@ func (p *Thompson) balancedScore(t *thompsonQuery, blockSize int, c *thompsonCho
 
 // modularScore is the score of router_type kv_thompson, made of the parts that
 // section kv_thompson enables.
-func (p *Thompson) modularScore(t *thompsonQuery, c *thompsonChoice, random thompsonDraws) float64 {
+func (p *Policy) modularScore(t *requestTerms, c *candidate, random draws) float64 {
 	m := &p.modular
 	sticky, reuse := c.stays && t.reuse > 0, float64(t.reuse)
 	weight := m.queueWeight
 	if weight == 0 {
 		weight = p.queueWeight
 	}
-	c.loadFactor = math.Exp(-weight * c.queue * c.queue / thompsonKnee)
+	c.loadFactor = math.Exp(-weight * c.queue * c.queue / queueKnee)
 	if m.fullLoad {
 		c.loadFactor = c.bareFactor
 	}
@@ -217,7 +221,7 @@ func (p *Thompson) modularScore(t *thompsonQuery, c *thompsonChoice, random thom
 }
 
 // modularLinear is what the linear model adds to a score.
-func (p *Thompson) modularLinear(c *thompsonChoice, random thompsonDraws) float64 {
+func (p *Policy) modularLinear(c *candidate, random draws) float64 {
 	var z banditVector
 	for k := range z {
 		z[k] = random.NormFloat64()

@@ -9,8 +9,9 @@ import (
 	"time"
 
 	"kvrouter/internal/kv"
-	"kvrouter/internal/policy"
+	"kvrouter/internal/policies"
 	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
 )
 
 // queued is a run in which prompts have to wait: 40 conversations on two workers.
@@ -62,7 +63,7 @@ func TestRequestsWaitWhileAllWorkersHaveEnoughToDo(t *testing.T) {
 	expectAllOver(t, run)
 	waited := 0
 	for _, f := range run.ledger {
-		if f.sent > f.errand.asked {
+		if f.sent > f.simulated.asked {
 			waited++
 		}
 	}
@@ -83,9 +84,9 @@ func TestRequestsWaitWhileAllWorkersHaveEnoughToDo(t *testing.T) {
 // overtakes counts the pairs of requests that waited of which the one asked first was
 // sent last.
 func overtakes(run *simulator) (n int) {
-	waited := slices.DeleteFunc(slices.Clone(run.ledger), func(f *flight) bool { return f.sent == f.errand.asked })
+	waited := slices.DeleteFunc(slices.Clone(run.ledger), func(f *flight) bool { return f.sent == f.simulated.asked })
 	slices.SortStableFunc(waited, func(a, b *flight) int {
-		return cmp.Or(cmp.Compare(a.errand.asked, b.errand.asked), cmp.Compare(a.sent, b.sent))
+		return cmp.Or(cmp.Compare(a.simulated.asked, b.simulated.asked), cmp.Compare(a.sent, b.sent))
 	})
 	for i := range waited[1:] {
 		if waited[i+1].sent < waited[i].sent {
@@ -125,7 +126,7 @@ func TestConversationsOfPriorityGoFirst(t *testing.T) {
 		}
 		prior := map[*TraceRequest]bool{}
 		for _, f := range run.ledger {
-			prior[f.errand.request] = f.errand.prior
+			prior[f.simulated.request] = f.simulated.prior
 		}
 		first := 0
 		for i := range s.Requests {
@@ -191,7 +192,7 @@ func TestWhatCannotBeSimulatedIsRefused(t *testing.T) {
 		"65 routers":                   func(s *Simulation) { s.Routers = 65 },
 	} {
 		s := simulation(mustChat(t, syntheticSettings(), 1), "kv", 64)
-		s.Knobs = policy.DefaultSettings()
+		s.Scoring = testkit.Defaults[policies.Settings]()
 		change(&s)
 		if _, err := s.Run(); err == nil || !strings.Contains(err.Error(), says) {
 			t.Errorf("%v, want %q", err, says)

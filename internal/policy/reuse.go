@@ -6,16 +6,16 @@ import (
 )
 
 const (
-	// usesBuckets times usesPerBucket counts of 8 bytes are 1 MB: those of the
+	// reuseBuckets times reusePerBucket counts of 8 bytes are 1 MB: those of the
 	// prompts that about 3,000 requests of 12,000 tokens put in.
-	usesBuckets   = 1 << 14
-	usesPerBucket = 8 // one line of the processor's cache
-	// usesRescale is the time, in turnovers, after which counts are written anew:
+	reuseBuckets   = 1 << 14
+	reusePerBucket = 8 // one line of the processor's cache
+	// reuseRescale is the time, in turnovers, after which counts are written anew:
 	// e^32 times a count is far from what a float32 can hold.
-	usesRescale = 32
+	reuseRescale = 32
 )
 
-// useCounts estimates how often prompts begin with the same blocks: it counts the
+// reuseCounts estimates how often prompts begin with the same blocks: it counts the
 // requests that had a sequence hash, each the less the longer ago it came. Time is
 // counted in turnovers: one has passed when as many tokens were put into the
 // workers' caches as these hold together, which is about how long a block stays
@@ -25,21 +25,21 @@ const (
 // bucket a new hash takes the place of the one that counts least. A count is
 // stored times e^clock (forward decay, Cormode et al. 2009), so that time passing
 // changes no count. It has no lock.
-type useCounts struct {
-	buckets [][usesPerBucket]useCount // none before the first prompt
-	clock   float64                   // turnovers since the counts were last rescaled
-	rest    []float64                 // of the last prompt, see look
+type reuseCounts struct {
+	buckets [][reusePerBucket]reuseCount // none before the first prompt
+	clock   float64                      // turnovers since the counts were last rescaled
+	rest    []float64                    // of the last prompt, see look
 }
 
-type useCount struct {
+type reuseCount struct {
 	tag   uint32
 	value float32 // 0: nothing is stored here
 }
 
 // pass lets so many turnovers go by.
-func (u *useCounts) pass(turnovers float64) {
+func (u *reuseCounts) pass(turnovers float64) {
 	u.clock += turnovers
-	if u.clock < usesRescale {
+	if u.clock < reuseRescale {
 		return
 	}
 	scale := float32(math.Exp(-u.clock))
@@ -53,9 +53,9 @@ func (u *useCounts) pass(turnovers float64) {
 
 // look finds out how often the prompt's blocks were used, for expected to tell.
 // With count its use counts from now on.
-func (u *useCounts) look(sequence []uint64, workers float64, count bool) {
+func (u *reuseCounts) look(sequence []uint64, workers float64, count bool) {
 	if u.buckets == nil && len(sequence) > 0 {
-		u.buckets = make([][usesPerBucket]useCount, usesBuckets)
+		u.buckets = make([][reusePerBucket]reuseCount, reuseBuckets)
 	}
 	depths := depthsUpTo(len(sequence))
 	u.rest = append(u.rest[:0], make([]float64, depths+1)...)
@@ -79,7 +79,7 @@ func (u *useCounts) look(sequence []uint64, workers float64, count bool) {
 }
 
 // use returns the stored count of a hash and adds to it.
-func (u *useCounts) use(hash uint64, add float32) float32 {
+func (u *reuseCounts) use(hash uint64, add float32) float32 {
 	hash *= 0x9E3779B97F4A7C15 // clients may send hashes that are none
 	bucket := &u.buckets[hash>>(64-14)]
 	tag := uint32(hash >> 16)
@@ -95,14 +95,14 @@ func (u *useCounts) use(hash uint64, add float32) float32 {
 		}
 	}
 	if add > 0 {
-		bucket[least] = useCount{tag, add}
+		bucket[least] = reuseCount{tag, add}
 	}
 	return 0
 }
 
 // others is how many of the prompt's blocks from that depth on later requests will
 // pay for, by their shares.
-func (u *useCounts) others(from int) float64 {
+func (u *reuseCounts) others(from int) float64 {
 	k := depthsUpTo(from)
 	if k >= len(u.rest)-1 {
 		return 0

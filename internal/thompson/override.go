@@ -1,4 +1,4 @@
-package policy
+package thompson
 
 import (
 	"fmt"
@@ -10,7 +10,7 @@ import (
 )
 
 // override takes over the parameters that have flags.
-func (k ThompsonSettings) override(c *thompsonConfig) error {
+func (k Settings) override(c *parameters) error {
 	keys := c.keys()
 	for _, f := range []struct {
 		flag, key string
@@ -52,7 +52,7 @@ func (k ThompsonSettings) override(c *thompsonConfig) error {
 
 // parse sets the value of a key. Unlike in the original, 1 and 0 are numbers where
 // a number is asked for.
-func (k thompsonKey) parse(text string) error {
+func (k parameter) parse(text string) error {
 	switch k.into.(type) {
 	case *string:
 		return k.set(text)
@@ -74,7 +74,7 @@ func (k thompsonKey) parse(text string) error {
 
 // WarnOfIdle logs the parameters that differ from the preset's and have no effect
 // with the router type and the fixes in force.
-func (p *Thompson) WarnOfIdle(log *slog.Logger) {
+func (p *Policy) WarnOfIdle(log *slog.Logger) {
 	for _, idle := range p.idle() {
 		log.Warn("a parameter of policy thompson has no effect", "parameter", idle.name, "why", idle.why)
 	}
@@ -83,18 +83,18 @@ func (p *Thompson) WarnOfIdle(log *slog.Logger) {
 // idleParameter is a parameter without effect.
 type idleParameter struct{ name, why string }
 
-// idle returns the parameters that WarnOfIdle tells of.
-func (c *thompsonConfig) idle() (idle []idleParameter) {
-	if c.kvLoadGiven && c.RouterType == ThompsonKVLoad {
-		idle = append(idle, idleParameter{"kv_load", "router_type kv_load takes the lowest KV usage; --policy kv is the rule of these parameters"})
+// idle returns the parameters for WarnOfIdle.
+func (c *parameters) idle() (idle []idleParameter) {
+	if c.kvLoadGiven && c.routerType == typeKVLoad {
+		idle = append(idle, idleParameter{"kv_load", "router_type kv_load chooses the lowest KV usage; use --policy kv for these parameters"})
 	}
-	usual, _ := thompsonPreset(c.preset)
-	usualKeys := usual.keys()
+	preset, _ := presetParameters(c.preset)
+	defaults := preset.keys()
 	for i, key := range c.keys() {
-		if c.RouterType == ThompsonKVLoad && strings.HasPrefix(key.name, "kv_load.") {
-			continue // told above, for all of them
+		if c.routerType == typeKVLoad && strings.HasPrefix(key.name, "kv_load.") {
+			continue // reported above, for all of them
 		}
-		if why := c.whyIdle(key.name); why != "" && value(key) != value(usualKeys[i]) {
+		if why := c.whyIdle(key.name); why != "" && value(key) != value(defaults[i]) {
 			idle = append(idle, idleParameter{key.name, why})
 		}
 	}
@@ -102,43 +102,43 @@ func (c *thompsonConfig) idle() (idle []idleParameter) {
 }
 
 // value is what a key is set to.
-func value(k thompsonKey) any { return reflect.ValueOf(k.into).Elem().Interface() }
+func value(k parameter) any { return reflect.ValueOf(k.into).Elem().Interface() }
 
 // whyIdle says why a parameter has no effect; empty: it has one.
-func (c *thompsonConfig) whyIdle(name string) string {
+func (c *parameters) whyIdle(name string) string {
 	section, key, _ := strings.Cut(name, ".")
-	byType := "infrastructure.router_type is " + c.RouterType
+	byType := "infrastructure.router_type is " + c.routerType
 	switch {
 	case key == "min_workers":
-		return "requests are served as soon as one worker is up"
+		return "routing starts when the first worker is up"
 	case key == "metrics_scrape_interval":
-		return "loads are known as soon as the workers tell them"
+		return "workers push their load"
 	case section == "kv_load":
-		return "--policy kv is the rule of these parameters"
+		return "use --policy kv for these parameters"
 	case strings.HasPrefix(section, "kv_"):
-		if section != c.RouterType {
+		if section != c.routerType {
 			return byType
 		}
 		return c.modular.whyIdle(name)
 	case name == "debug.trace_dir" && !c.traces:
 		return "debug.traces_enabled is false"
-	case c.RouterType == ThompsonKVLoad && slices.Contains([]string{"prefill", "feedback"}, section):
+	case c.routerType == typeKVLoad && slices.Contains([]string{"prefill", "feedback"}, section):
 		return byType
-	case c.RouterType != thompsonKV && c.idleByType(section, key):
+	case c.routerType != typeKV && c.idleByType(section, key):
 		return byType
-	case c.Fixes.coldStart && c.RouterType == thompsonKV && (key == "temperature.base" || key == "temperature.max"):
-		return "the fix cold-start takes a third of exploration.temperature.min"
-	case c.Fixes.Feedback && (key == "timeout_reward" || key == "sweep_interval_seconds"):
-		return "with the fix feedback nothing is learned from a request whose end nobody tells"
+	case c.fixes.coldStart && c.routerType == typeKV && (key == "temperature.base" || key == "temperature.max"):
+		return "the fix cold-start uses a third of exploration.temperature.min"
+	case c.fixes.feedback && (key == "timeout_reward" || key == "sweep_interval_seconds"):
+		return "with the fix feedback, decisions without feedback are not learned from"
 	}
 	return ""
 }
 
-// idleByType tells whether a router type other than kv heeds a parameter not.
-func (c *thompsonConfig) idleByType(section, key string) bool {
-	lints := c.RouterType == thompsonModular && c.modular.lints
-	load := c.RouterType == thompsonModular && c.modular.fullLoad
-	softmax := c.RouterType == thompsonModular || c.RouterType == thompsonBalanced
+// idleByType reports whether a router type other than kv ignores a parameter.
+func (c *parameters) idleByType(section, key string) bool {
+	lints := c.routerType == typeModular && c.modular.lints
+	load := c.routerType == typeModular && c.modular.fullLoad
+	softmax := c.routerType == typeModular || c.routerType == typeBalanced
 	switch section {
 	case "affinity", "switching_cost":
 		return true
@@ -154,7 +154,7 @@ func (c *thompsonConfig) idleByType(section, key string) bool {
 
 // whyIdle says which switch of section kv_thompson leaves a parameter of it without
 // effect; empty: it has one, or is of another section.
-func (m *thompsonModularConfig) whyIdle(name string) string {
+func (m *modularParameters) whyIdle(name string) string {
 	for _, s := range []struct {
 		name   string
 		on     bool
@@ -169,7 +169,7 @@ func (m *thompsonModularConfig) whyIdle(name string) string {
 		{"enable_adaptive_temp", m.adaptiveTemp, true, []string{"temperature"}},
 		{"enable_full_load", m.fullLoad, true, []string{"queue_penalty_weight"}},
 	} {
-		key, is := strings.CutPrefix(name, thompsonModular+".")
+		key, is := strings.CutPrefix(name, typeModular+".")
 		if is && s.on == s.idleIf && slices.Contains(s.keys, key) {
 			return fmt.Sprintf("kv_thompson.%s is %t", s.name, s.on)
 		}

@@ -1,4 +1,4 @@
-package policy
+package thompson
 
 import (
 	"math"
@@ -94,8 +94,8 @@ func TestLinearBanditCopesWithMatricesThatHaveNoFactors(t *testing.T) {
 	if s := l.sample(&x, &z, 0.25); !math.IsNaN(s) {
 		t.Errorf("of nothing sensible it samples %v", s)
 	}
-	p := mustThompson(t, "none")
-	if s := p.score(&thompsonQuery{}, &thompsonChoice{loadFactor: 1}, math.NaN(), 0.5); s != -1e9 {
+	p := mustPolicy(t, "none")
+	if s := p.score(&requestTerms{}, &candidate{loadFactor: 1}, math.NaN(), 0.5); s != -1e9 {
 		t.Errorf("which scores %v", s)
 	}
 }

@@ -7,16 +7,16 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// maxResting bounds the workers that rest, those that are down included.
-const maxResting = 1024
+// maxCordoned bounds the workers that rest, those that are down included.
+const maxCordoned = 1024
 
-// Rest has a worker that is up get no new requests, on none of its ranks, until
+// Cordon has a worker that is up get no new requests, on none of its ranks, until
 // Readmit. Running ones finish, what it publishes still counts, and it rests on if it
 // goes down and comes back meanwhile. It fails with ErrUnknownWorker.
-func (r *Router) Rest(worker uint64) error {
-	r.Mu.Lock()
+func (r *Router) Cordon(worker uint64) error {
+	r.mu.Lock()
 	defer r.unlock()
-	now, found := r.Now(), false
+	now, found := r.now(), false
 	for i := range r.targets {
 		if r.targets[i].Key.Worker == worker {
 			r.targets[i].Resting, found = true, true
@@ -25,18 +25,18 @@ func (r *Router) Rest(worker uint64) error {
 	if !found {
 		return ErrUnknownWorker
 	}
-	if _, rests := r.resting[worker]; !rests {
-		r.forgetResting()
-		r.resting[worker] = now
+	if _, rests := r.cordoned[worker]; !rests {
+		r.forgetCordoned()
+		r.cordoned[worker] = now
 	}
-	r.drain(now) // who waits for it may have nobody to wait for now
+	r.dispatch(now) // who waits for it may have nobody to wait for now
 	return nil
 }
 
-// forgetResting makes room for one more worker that rests: the one goes that is down
+// forgetCordoned makes room for one more worker that rests: the one goes that is down
 // and has rested for longest. Those that are up are as many as the fleet.
-func (r *Router) forgetResting() {
-	if len(r.resting) < maxResting {
+func (r *Router) forgetCordoned() {
+	if len(r.cordoned) < maxCordoned {
 		return
 	}
 	up := map[uint64]bool{}
@@ -44,24 +44,24 @@ func (r *Router) forgetResting() {
 		up[r.targets[i].Key.Worker] = true
 	}
 	var oldest *uint64
-	for worker, since := range r.resting {
-		if !up[worker] && (oldest == nil || since.Before(r.resting[*oldest])) {
+	for worker, since := range r.cordoned {
+		if !up[worker] && (oldest == nil || since.Before(r.cordoned[*oldest])) {
 			oldest = &worker
 		}
 	}
 	if oldest != nil {
-		delete(r.resting, *oldest)
+		delete(r.cordoned, *oldest)
 	}
 }
 
 // Readmit ends a worker's rest, and its ejection for failures: it gets its full share
 // at once. It fails with ErrUnknownWorker where the worker is not up and does not rest.
 func (r *Router) Readmit(worker uint64) error {
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
-	now := r.Now()
-	_, found := r.resting[worker]
-	delete(r.resting, worker)
+	now := r.now()
+	_, found := r.cordoned[worker]
+	delete(r.cordoned, worker)
 	for i := range r.targets {
 		if t := &r.targets[i]; t.Key.Worker == worker {
 			t.Resting, found = r.held[worker], true
@@ -71,21 +71,21 @@ func (r *Router) Readmit(worker uint64) error {
 	if !found {
 		return ErrUnknownWorker
 	}
-	r.drain(now)
+	r.dispatch(now)
 	return nil
 }
 
-// Resting returns since when each worker rests that does.
-func (r *Router) Resting() map[uint64]time.Time {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
-	return maps.Clone(r.resting)
+// Cordoned returns since when each worker rests that does.
+func (r *Router) Cordoned() map[uint64]time.Time {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return maps.Clone(r.cordoned)
 }
 
 // Schedulable returns how many ranks are up and do not rest.
 func (r *Router) Schedulable() (n int) {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	for i := range r.targets {
 		if !r.targets[i].Resting {
 			n++
@@ -98,30 +98,30 @@ func (r *Router) Schedulable() (n int) {
 // one that is to leave, say. It is no person's rest: Readmit does not end it, nor does
 // its end readmit anybody. Who holds a worker must let it go once it is no more.
 func (r *Router) Hold(worker uint64, hold bool) {
-	r.Mu.Lock()
+	r.mu.Lock()
 	defer r.unlock()
 	if delete(r.held, worker); hold {
 		r.held[worker] = true
 	}
 	for i := range r.targets {
 		if t := &r.targets[i]; t.Key.Worker == worker {
-			t.Resting = r.rests(t.Key)
+			t.Resting = r.isCordoned(t.Key)
 		}
 	}
-	r.drain(r.Now())
+	r.dispatch(r.now())
 }
 
-// rests tells whether the worker of a rank gets no new requests.
-func (r *Router) rests(w kv.WorkerKey) bool {
-	_, rests := r.resting[w.Worker]
+// isCordoned tells whether the worker of a rank gets no new requests.
+func (r *Router) isCordoned(w kv.WorkerKey) bool {
+	_, rests := r.cordoned[w.Worker]
 	return rests || r.held[w.Worker]
 }
 
 // Working tells whether requests of this router are on their way on a worker, on any of
 // its ranks.
 func (r *Router) Working(worker uint64) bool {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	for w, load := range r.loads.byWorker {
 		if w.Worker == worker && load.InFlight > load.Remote {
 			return true

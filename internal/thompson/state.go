@@ -1,4 +1,4 @@
-package policy
+package thompson
 
 import (
 	"bytes"
@@ -16,33 +16,34 @@ import (
 	"time"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
 )
 
 const (
-	thompsonStateFormat  = "kvrouter thompson state"
-	thompsonStateVersion = 1
-	// thompsonStateEvery is the least time between two writes.
-	thompsonStateEvery = 10 * time.Second
-	// maxThompsonState bounds the file, bytes.
-	maxThompsonState = 64 << 20
-	// maxThompsonEvidence bounds what a sum of the bandits can honestly come to:
+	stateFormat  = "kvrouter thompson state"
+	stateVersion = 1
+	// stateInterval is the least time between two writes.
+	stateInterval = 10 * time.Second
+	// maxStateSize bounds the file, bytes.
+	maxStateSize = 64 << 20
+	// maxEvidence bounds what a sum of the bandits can honestly come to:
 	// it grows by at most 1 a feedback, that of latencies is in ms.
-	maxThompsonEvidence = 1e15
+	maxEvidence = 1e15
 )
 
-// thompsonState is the file of --thompson-state. Its numbers are as of when it
+// savedState is the file of --thompson-state. Its numbers are as of when it
 // was written.
-type thompsonState struct {
-	Format  string                `json:"format"`
-	Version int                   `json:"version"`
-	Fixes   string                `json:"fixes"`  // under which it was learned
-	Lambda  float64               `json:"lambda"` // of the prior
-	Workers []thompsonWorkerState `json:"workers"`
-	Usual   []thompsonUsualState  `json:"baselines"`
-	Series  []thompsonSeriesState `json:"series"` // touched longest ago first
+type savedState struct {
+	Format    string          `json:"format"`
+	Version   int             `json:"version"`
+	Fixes     string          `json:"fixes"`  // under which it was learned
+	Lambda    float64         `json:"lambda"` // of the prior
+	Workers   []savedArm      `json:"workers"`
+	Baselines []savedBaseline `json:"baselines"`
+	Series    []savedSeries   `json:"series"` // touched longest ago first
 }
 
-type thompsonWorkerState struct {
+type savedArm struct {
 	Worker uint64       `json:"worker"`
 	Rank   uint32       `json:"rank,omitempty"`
 	Alpha  float64      `json:"alpha"`
@@ -51,7 +52,7 @@ type thompsonWorkerState struct {
 	B      banditVector `json:"b"`
 }
 
-type thompsonUsualState struct {
+type savedBaseline struct {
 	Worker *uint64     `json:"worker,omitempty"` // none: of all
 	Rank   uint32      `json:"rank,omitempty"`
 	Kind   latencyKind `json:"kind"`
@@ -60,7 +61,7 @@ type thompsonUsualState struct {
 	MS     float64     `json:"ms"`
 }
 
-type thompsonSeriesState struct {
+type savedSeries struct {
 	ID        string    `json:"id"`
 	Total     int       `json:"total"`
 	Processed int       `json:"processed"`
@@ -73,17 +74,17 @@ type thompsonSeriesState struct {
 	IAT       float64   `json:"iat_factor,omitempty"`
 }
 
-// thompsonSnapshot is a copy of what a state file holds, taken quickly.
-type thompsonSnapshot struct {
-	fixes   thompsonFixes
-	lambda  float64
-	workers []thompsonLearned
-	usual   map[latencyKey]float64
-	series  []thompsonSeries
+// snapshot is a copy of what a state file holds, taken quickly.
+type snapshot struct {
+	fixes     fixSet
+	lambda    float64
+	workers   []armCopy
+	baselines map[latencyKey]float64
+	series    []requestSeries
 }
 
-// thompsonLearned is what is known of a worker.
-type thompsonLearned struct {
+// armCopy is what is known of a worker.
+type armCopy struct {
 	worker kv.WorkerKey
 	mean   betaBandit
 	a      banditMatrix
@@ -91,14 +92,14 @@ type thompsonLearned struct {
 }
 
 // snapshot copies what a state file holds. Call it under the router's lock.
-func (p *Thompson) snapshot() *thompsonSnapshot {
-	s := &thompsonSnapshot{
-		fixes: p.Fixes, lambda: p.lambda, usual: maps.Clone(p.usual),
-		workers: make([]thompsonLearned, 0, p.workers.len()), series: make([]thompsonSeries, 0, p.series.len()),
+func (p *Policy) snapshot() *snapshot {
+	s := &snapshot{
+		fixes: p.fixes, lambda: p.lambda, baselines: maps.Clone(p.baselines),
+		workers: make([]armCopy, 0, p.workers.len()), series: make([]requestSeries, 0, p.series.len()),
 	}
 	for key, w := range p.workers.all {
 		p.fade(w)
-		s.workers = append(s.workers, thompsonLearned{worker: key, mean: w.mean, a: w.linear.a, b: w.linear.b})
+		s.workers = append(s.workers, armCopy{worker: key, mean: w.mean, a: w.linear.a, b: w.linear.b})
 	}
 	for _, series := range p.series.all {
 		s.series = append(s.series, *series)
@@ -107,25 +108,25 @@ func (p *Thompson) snapshot() *thompsonSnapshot {
 }
 
 // state is what goes into a file.
-func (s *thompsonSnapshot) state() *thompsonState {
-	state := &thompsonState{Format: thompsonStateFormat, Version: thompsonStateVersion, Fixes: s.fixes.String(), Lambda: s.lambda}
+func (s *snapshot) state() *savedState {
+	state := &savedState{Format: stateFormat, Version: stateVersion, Fixes: s.fixes.String(), Lambda: s.lambda}
 	for _, w := range s.workers {
-		worker := thompsonWorkerState{Worker: w.worker.Worker, Rank: w.worker.Rank, Alpha: w.mean.alpha, Beta: w.mean.beta, B: w.b}
+		worker := savedArm{Worker: w.worker.Worker, Rank: w.worker.Rank, Alpha: w.mean.alpha, Beta: w.mean.beta, B: w.b}
 		for i := range banditDim {
 			worker.A = append(worker.A, slices.Clone(w.a[i*banditDim+i:(i+1)*banditDim]))
 		}
 		state.Workers = append(state.Workers, worker)
 	}
-	for key, ms := range s.usual {
-		usual := thompsonUsualState{Rank: key.worker.Rank, Kind: key.kind, A: key.a, B: key.b, MS: ms}
+	for key, ms := range s.baselines {
+		baseline := savedBaseline{Rank: key.worker.Rank, Kind: key.kind, A: key.a, B: key.b, MS: ms}
 		if key.perWorker {
-			usual.Worker = &key.worker.Worker
+			baseline.Worker = &key.worker.Worker
 		}
-		state.Usual = append(state.Usual, usual)
+		state.Baselines = append(state.Baselines, baseline)
 	}
 	for i := range s.series {
 		series, pin := &s.series[i], &s.series[i].pin
-		one := thompsonSeriesState{ID: series.id, Total: series.total, Processed: series.processed, Touched: series.touched}
+		one := savedSeries{ID: series.id, Total: series.total, Processed: series.processed, Touched: series.touched}
 		if series.pinned {
 			one.Worker, one.Rank = &pin.worker.Worker, pin.worker.Rank
 			one.Reuse, one.Decode, one.Prefill, one.IAT = pin.reuse, pin.decode, pin.prefill, pin.iat
@@ -135,59 +136,59 @@ func (s *thompsonSnapshot) state() *thompsonState {
 	return state
 }
 
-// decodeThompsonState reads a state file and checks every number in it.
-func decodeThompsonState(data []byte) (*thompsonState, error) {
-	var s thompsonState
+// decodeState reads a state file and checks every number in it.
+func decodeState(data []byte) (*savedState, error) {
+	var s savedState
 	decoder := json.NewDecoder(bytes.NewReader(data))
 	decoder.DisallowUnknownFields()
 	var head struct {
 		Format  string `json:"format"`
 		Version int    `json:"version"`
 	}
-	if err := json.Unmarshal(data, &head); err != nil || head.Format != thompsonStateFormat {
-		return nil, errors.New("it is not a state file of policy thompson, or broken")
+	if err := json.Unmarshal(data, &head); err != nil || head.Format != stateFormat {
+		return nil, errors.New("not a state file of policy thompson, or corrupt")
 	}
-	if head.Version != thompsonStateVersion {
-		return nil, fmt.Errorf("it has version %d, and this program reads version %d", head.Version, thompsonStateVersion)
+	if head.Version != stateVersion {
+		return nil, fmt.Errorf("unsupported version %d, expected %d", head.Version, stateVersion)
 	}
 	if err := decoder.Decode(&s); err != nil {
-		return nil, fmt.Errorf("it is broken: %w", err)
+		return nil, fmt.Errorf("corrupt: %w", err)
 	}
-	if len(s.Workers) > maxThompsonWorkers || len(s.Series) > maxThompsonSeries {
-		return nil, fmt.Errorf("it has %d workers and %d series, more than any router remembers", len(s.Workers), len(s.Series))
+	if len(s.Workers) > maxWorkers || len(s.Series) > maxSeries {
+		return nil, fmt.Errorf("%d workers and %d series exceed the limits", len(s.Workers), len(s.Series))
 	}
 	workers, ids := map[kv.WorkerKey]bool{}, map[string]bool{}
 	for _, w := range s.Workers {
 		key := kv.WorkerKey{Worker: w.Worker, Rank: w.Rank}
 		err := w.check()
 		if workers[key] {
-			err = errors.New("it is there twice")
+			err = errors.New("duplicate entry")
 		}
 		if err != nil {
-			return nil, fmt.Errorf("it is broken: worker %d: %w", w.Worker, err)
+			return nil, fmt.Errorf("corrupt: worker %d: %w", w.Worker, err)
 		}
 		workers[key] = true
 	}
-	for _, u := range s.Usual {
-		if !(u.MS >= 0) || u.MS > maxThompsonEvidence {
-			return nil, fmt.Errorf("it is broken: a baseline of %v ms", u.MS)
+	for _, u := range s.Baselines {
+		if !(u.MS >= 0) || u.MS > maxEvidence {
+			return nil, fmt.Errorf("corrupt: a baseline of %v ms", u.MS)
 		}
 	}
 	for _, series := range s.Series {
-		reasonable := func(v float64) bool { return v >= 0 && v <= maxThompsonEvidence }
+		reasonable := func(v float64) bool { return v >= 0 && v <= maxEvidence }
 		if series.ID == "" || series.Total < 0 || series.Processed < 0 || series.Reuse < 0 || !reasonable(series.Decode) || !reasonable(series.Prefill) || !reasonable(series.IAT) {
-			return nil, fmt.Errorf("it is broken: series %q", series.ID)
+			return nil, fmt.Errorf("corrupt: series %q", series.ID)
 		}
 		if ids[series.ID] {
-			return nil, fmt.Errorf("it is broken: series %q is there twice", series.ID)
+			return nil, fmt.Errorf("corrupt: series %q is duplicated", series.ID)
 		}
 		ids[series.ID] = true
 	}
 	return &s, nil
 }
 
-func (w *thompsonWorkerState) check() error {
-	if !(w.Alpha > 0 && w.Beta > 0 && w.Alpha < maxThompsonEvidence && w.Beta < maxThompsonEvidence) {
+func (w *savedArm) check() error {
+	if !(w.Alpha > 0 && w.Beta > 0 && w.Alpha < maxEvidence && w.Beta < maxEvidence) {
 		return fmt.Errorf("alpha %v and beta %v", w.Alpha, w.Beta)
 	}
 	if len(w.A) != banditDim {
@@ -207,16 +208,16 @@ func (w *thompsonWorkerState) check() error {
 	return nil
 }
 
-func beyondEvidence(v float64) bool { return !(math.Abs(v) <= maxThompsonEvidence) }
+func beyondEvidence(v float64) bool { return !(math.Abs(v) <= maxEvidence) }
 
 // restore takes over a state before the first decision. What was learned under
 // other fixes or with another prior means something else, so it is refused.
-func (p *Thompson) restore(s *thompsonState) error {
-	if fixes := p.Fixes.String(); s.Fixes != fixes {
-		return fmt.Errorf("it was learned with --thompson.fixes %s, not %s", s.Fixes, fixes)
+func (p *Policy) restore(s *savedState) error {
+	if fixes := p.fixes.String(); s.Fixes != fixes {
+		return fmt.Errorf("learned with --thompson.fixes %s, not %s", s.Fixes, fixes)
 	}
 	if s.Lambda != p.lambda {
-		return fmt.Errorf("it was learned with lints.lambda %v, not %v", s.Lambda, p.lambda)
+		return fmt.Errorf("learned with lints.lambda %v, not %v", s.Lambda, p.lambda)
 	}
 	for _, state := range s.Workers {
 		w := p.newWorker(kv.WorkerKey{Worker: state.Worker, Rank: state.Rank})
@@ -225,20 +226,20 @@ func (p *Thompson) restore(s *thompsonState) error {
 			copy(w.linear.a[i*banditDim+i:], row)
 		}
 	}
-	for _, state := range s.Usual {
+	for _, state := range s.Baselines {
 		key := latencyKey{kind: state.Kind, a: state.A, b: state.B}
 		if state.Worker != nil {
 			key.perWorker, key.worker = true, kv.WorkerKey{Worker: *state.Worker, Rank: state.Rank}
 		}
-		p.usual[key] = state.MS
+		p.baselines[key] = state.MS
 	}
 	for _, state := range s.Series {
-		series := &thompsonSeries{id: state.ID, total: state.Total, processed: state.Processed, touched: state.Touched}
+		series := &requestSeries{id: state.ID, total: state.Total, processed: state.Processed, touched: state.Touched}
 		p.series.put(series.id, series)
 		if state.Worker == nil {
 			continue
 		}
-		series.pin = thompsonPin{worker: kv.WorkerKey{Worker: *state.Worker, Rank: state.Rank}, reuse: state.Reuse, decode: state.Decode, prefill: state.Prefill, iat: state.IAT}
+		series.pin = seriesPin{worker: kv.WorkerKey{Worker: *state.Worker, Rank: state.Rank}, reuse: state.Reuse, decode: state.Decode, prefill: state.Prefill, iat: state.IAT}
 		if w := p.workers.get(series.pin.worker); w != nil {
 			p.pin(series, w)
 		}
@@ -246,30 +247,31 @@ func (p *Thompson) restore(s *thompsonState) error {
 	return nil
 }
 
-// ThompsonStateFile keeps a policy's state in a file.
-type ThompsonStateFile struct {
+// StateFile keeps a policy's state in a file.
+type StateFile struct {
 	name  string
-	with  func(func(*Thompson)) bool // runs a function with the policy, under its router's lock
-	saved uint64                     // changes that the file has
+	with  func(func(policy.Policy)) // see With
+	log   *slog.Logger
+	saved uint64 // changes that the file has
 }
 
-// OpenThompsonState fills the policy from the file, if there is one. with runs a
-// function with the policy, under its router's lock.
-func OpenThompsonState(name string, with func(func(*Thompson)) bool) (*ThompsonStateFile, error) {
-	file := &ThompsonStateFile{name: name, with: with}
-	data, err := readAtMost(name, maxThompsonState)
+// OpenState restores the policy from the file, if there is one. with is that of
+// With.
+func OpenState(name string, with func(func(policy.Policy)), log *slog.Logger) (*StateFile, error) {
+	file := &StateFile{name: name, with: with, log: log}
+	data, err := readAtMost(name, maxStateSize)
 	if errors.Is(err, fs.ErrNotExist) {
 		return file, file.write(true) // an error that would come later
 	}
-	var state *thompsonState
+	var state *savedState
 	if err == nil {
-		state, err = decodeThompsonState(data)
+		state, err = decodeState(data)
 	}
 	if err == nil {
-		with(func(p *Thompson) { err = p.restore(state) })
+		With(with, func(p *Policy) { err = p.restore(state) })
 	}
 	if err != nil {
-		return nil, fmt.Errorf("--thompson-state %s: %w; move it away to learn anew", name, err)
+		return nil, fmt.Errorf("--thompson-state %s: %w; remove the file to start over", name, err)
 	}
 	return file, nil
 }
@@ -280,14 +282,14 @@ func readAtMost(name string, limit int64) ([]byte, error) {
 		return nil, err
 	}
 	if info.Size() > limit || !info.Mode().IsRegular() {
-		return nil, fmt.Errorf("it is no file of at most %d bytes", limit)
+		return nil, fmt.Errorf("not a regular file of at most %d bytes", limit)
 	}
 	return os.ReadFile(name)
 }
 
-// Run writes the state every thompsonStateEvery until ctx ends, and once more then.
-func (f *ThompsonStateFile) Run(ctx context.Context, log *slog.Logger) {
-	ticker := time.NewTicker(thompsonStateEvery)
+// Run writes the state every stateInterval until ctx ends, and once more then.
+func (f *StateFile) Run(ctx context.Context) {
+	ticker := time.NewTicker(stateInterval)
 	defer ticker.Stop()
 	for running := true; running; {
 		select {
@@ -296,25 +298,25 @@ func (f *ThompsonStateFile) Run(ctx context.Context, log *slog.Logger) {
 		case <-ticker.C:
 		}
 		if err := f.write(false); err != nil {
-			log.Error("cannot keep what policy thompson has learned", "error", err)
+			f.log.Error("failed to save the state of policy thompson", "error", err)
 		}
 	}
 }
 
 // write replaces the file by the present state, if that has changed or always.
 // Whoever reads the file meanwhile finds the old one or the new one, whole.
-func (f *ThompsonStateFile) write(always bool) error {
-	var snapshot *thompsonSnapshot
+func (f *StateFile) write(always bool) error {
+	var taken *snapshot
 	changes := f.saved
-	f.with(func(p *Thompson) {
+	With(f.with, func(p *Policy) {
 		if changes = p.changes; always || changes != f.saved {
-			snapshot = p.snapshot()
+			taken = p.snapshot()
 		}
 	})
-	if snapshot == nil {
+	if taken == nil {
 		return nil
 	}
-	data, err := json.Marshal(snapshot.state())
+	data, err := json.Marshal(taken.state())
 	if err == nil {
 		err = replaceFile(f.name, data)
 	}

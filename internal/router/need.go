@@ -10,7 +10,7 @@ import (
 // HoldSettings say what becomes of requests while no worker is up that could serve
 // them. Package models holds them.
 type HoldSettings struct {
-	HoldWhenEmpty time.Duration `group:"Routing" default:"0s" help:"Let requests wait so long for a worker while none is up that could serve them, at most --router-queue-limit of them, and stay ready meanwhile: for workers that are scaled to zero. 0: answer 503 at once."`
+	HoldWhenEmpty time.Duration `group:"Routing" default:"0s" help:"Maximum time a request waits while no worker can serve it, for workers scaled to zero. At most --router-queue-limit requests wait, and the router stays ready. 0 answers 503 immediately."`
 }
 
 // validate checks the settings; its errors name the flag.
@@ -35,8 +35,8 @@ type Need struct {
 // Lacks tells whether a request has to wait for a worker to come: none is up that could
 // serve it. Where workers are up of which none serves the model, waiting would not help.
 func (r *Router) Lacks(need Need) bool {
-	r.Mu.Lock()
-	defer r.Mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	known := len(r.targets) == 0
 	var prefill, decode kv.Kinds
 	for i := range r.targets {

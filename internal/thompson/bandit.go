@@ -1,4 +1,4 @@
-package policy
+package thompson
 
 import (
 	"math"
@@ -171,10 +171,10 @@ func (b *betaBandit) learn(reward float64) {
 	b.beta += 1 - reward
 }
 
-func (b betaBandit) sample(random thompsonDraws) float64 { return random.mean(b) }
+func (b betaBandit) sample(random draws) float64 { return random.mean(b) }
 
-// thompsonDraws are what chance gives to a decision.
-type thompsonDraws interface {
+// draws are what chance gives to a decision.
+type draws interface {
 	NormFloat64() float64           // standard normal
 	mean(belief betaBandit) float64 // of what is believed of a mean reward
 	Float64() float64               // uniform from 0 to 1

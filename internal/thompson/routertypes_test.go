@@ -1,4 +1,4 @@
-package policy
+package thompson
 
 import (
 	"math"
@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"kvrouter/internal/hints"
+	"kvrouter/internal/policy"
 )
 
 // fixedDraws are the same at every draw.
@@ -17,21 +18,21 @@ func (d fixedDraws) mean(betaBandit) float64 { return d.reward }
 func (d fixedDraws) Float64() float64        { return d.uniform }
 
 // ofType is a pool of workers whose policy has these parameters.
-func ofType(t *testing.T, workers int, parameters ...string) *thompsonPool {
+func ofType(t *testing.T, workers int, parameters ...string) *pool {
 	t.Helper()
-	config, err := ThompsonSettings{ThompsonFixes: "none", ThompsonOverride: parameters}.config()
+	config, err := Settings{ThompsonFixes: "none", ThompsonOverride: parameters}.parameters()
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := newThompsonPool(t, "none", workers)
-	p.policy = newThompson(config)
+	p := newPool(t, "none", workers)
+	p.policy = newPolicy(config)
 	return p
 }
 
 // decideBy sends a request of 1,024 tokens.
-func (p *thompsonPool) decideBy(draws fixedDraws, hints hints.Prefix) (decision uint64) {
+func (p *pool) decideBy(draws fixedDraws, hints hints.Prefix) (decision uint64) {
 	p.decisions++
-	q := Query{Now: p.now, Tokens: 1024, BlockSize: 64, Decision: p.decisions, Prefix: hints}
+	q := policy.Query{Now: p.now, Tokens: 1024, BlockSize: 64, Decision: p.decisions, Prefix: hints}
 	p.policy.decide(q, p.candidates, draws)
 	return p.decisions
 }
@@ -48,7 +49,7 @@ func sameScores(t *testing.T, got []float64, want ...float64) {
 	}
 }
 
-func TestThompsonKVOnlyTakesTheWidestOverlap(t *testing.T) {
+func TestKVOnlyTakesTheWidestOverlap(t *testing.T) {
 	p := ofType(t, 4, "infrastructure.router_type=kv_only")
 	for i, overlap := range []int{3, 9, 9, 1} {
 		p.candidates[i].Overlap = overlap
@@ -64,10 +65,10 @@ func TestThompsonKVOnlyTakesTheWidestOverlap(t *testing.T) {
 	}
 }
 
-func TestThompsonTrivialOverlapsGoRound(t *testing.T) {
-	for _, kind := range []string{thompsonKVOnly, thompsonModular} {
+func TestTrivialOverlapsGoRound(t *testing.T) {
+	for _, kind := range []string{typeKVOnly, typeModular} {
 		p := ofType(t, 3, "infrastructure.router_type="+kind, "kv_thompson.cold_start_threshold=0.1")
-		if kind == thompsonModular {
+		if kind == typeModular {
 			p.candidates[2].Overlap = 1 // 1/16 is below 0.1
 		}
 		var got []int
@@ -81,7 +82,7 @@ func TestThompsonTrivialOverlapsGoRound(t *testing.T) {
 	}
 }
 
-func TestThompsonBalancedIsDynamosCost(t *testing.T) {
+func TestBalancedIsDynamosCost(t *testing.T) {
 	p := ofType(t, 3, "infrastructure.router_type=kv_load_balanced", "kv_load_balanced.overlap_score_weight=2", "kv_load_balanced.idle_boost=0.25")
 	p.candidates[0].Overlap, p.candidates[1].Overlap = 8, 3
 	p.decideBy(fixedDraws{}, hints.Prefix{})
@@ -89,12 +90,12 @@ func TestThompsonBalancedIsDynamosCost(t *testing.T) {
 	sameScores(t, p.policy.chances, softmaxOf(nil, []float64{-16, -24, -24}, 0.15)...)
 	p.decideBy(fixedDraws{}, hints.Prefix{})
 	sameScores(t, p.policy.scores, -2*8-16, -2*12, -2*12) // the first is in flight there
-	p.judge(1, Finished, time.Second)
+	p.judge(1, policy.Finished, time.Second)
 	p.decideBy(fixedDraws{}, hints.Prefix{})
 	sameScores(t, p.policy.scores, -2*8-16, -2*12, -2*12) // the second still is
 }
 
-func TestThompsonModularScore(t *testing.T) {
+func TestModularScore(t *testing.T) {
 	const e = 0.4
 	load := math.Exp(-2.5 * 4 / 25) // of two that wait
 	for _, c := range []struct {
@@ -124,7 +125,7 @@ func TestThompsonModularScore(t *testing.T) {
 	}
 }
 
-func TestThompsonModularLearns(t *testing.T) {
+func TestModularLearns(t *testing.T) {
 	for weight, bound := range map[string]func(float64) float64{
 		"-2": func(linear float64) float64 { return 2 * math.Tanh(linear) },
 		"3":  func(linear float64) float64 { return 3 * linear },
@@ -133,8 +134,8 @@ func TestThompsonModularLearns(t *testing.T) {
 		p.candidates[0].Overlap = 16
 		d := p.decideBy(fixedDraws{}, hints.Prefix{})
 		sameScores(t, p.policy.scores, 1) // nothing is known yet
-		if ack := p.judge(d, Finished, time.Second); ack.Reward != 0.5 {
-			t.Fatalf("reward %v", ack.Reward)
+		if verdict := p.judge(d, policy.Finished, time.Second); verdict.Reward != 0.5 {
+			t.Fatalf("reward %v", verdict.Reward)
 		}
 		p.decideBy(fixedDraws{}, hints.Prefix{})
 		// b = x/2 and A = I + xxᵀ up to what was forgotten, which keeps I.

@@ -1,4 +1,6 @@
-package policy
+// Package thompson is a routing policy: a contextual bandit with session affinity,
+// which learns each worker's reward by Thompson sampling.
+package thompson
 
 import (
 	"math"
@@ -10,36 +12,37 @@ import (
 	"kvrouter/internal/hints"
 	"kvrouter/internal/jsonlines"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
 )
 
 const (
-	// thompsonPinTTL is how long after its last request a series is taken for
+	// pinTTL is how long after its last request a series is taken for
 	// over.
-	thompsonPinTTL = 5 * time.Minute
+	pinTTL = 5 * time.Minute
 	// Bounds of what is remembered; the oldest goes first.
-	maxThompsonSeries  = 1 << 16
-	maxThompsonPending = 1 << 16
-	maxThompsonWorkers = 4096
+	maxSeries  = 1 << 16
+	maxPending = 1 << 16
+	maxWorkers = 4096
 
-	// thompsonLoadWeight weighs the logarithm of the load. A reward is 1/(1 +
+	// loadWeight weighs the logarithm of the load. A reward is 1/(1 +
 	// latency/usual), which falls by 1/4 of the latency's logarithm where that is
 	// usual; so a load twice as high counts as a latency twice as long.
-	thompsonLoadWeight = 0.25
-	// thompsonFade is the number of workers up to which the evidence about one
+	loadWeight = 0.25
+	// fadeWorkers is the number of workers up to which the evidence about one
 	// fades with every feedback about any; with more workers it fades the slower,
 	// so that as much remains of each.
-	thompsonFade = 4
+	fadeWorkers = 4
 
-	// What is believed beforehand weighs as thompsonPriorWeight times
+	// What is believed beforehand weighs as priorWeight times
 	// lints.lambda: half a point for any decision, so much for a cached prompt and
 	// so much off for one of many uncached tokens.
-	thompsonPriorWeight  = 8
-	thompsonPriorReward  = 0.5
-	thompsonPriorOverlap = 0.5
-	thompsonPriorPrefill = -0.3
-	// thompsonCool is the temperature then, in times of the lowest one: what is
+	priorWeight  = 8
+	priorReward  = 0.5
+	priorOverlap = 0.5
+	priorPrefill = -0.3
+	// coldStartTemp is the temperature then, in times of the lowest one: what is
 	// drawn from beliefs explores by itself.
-	thompsonCool = 1. / 3
+	coldStartTemp = 1. / 3
 )
 
 // Features of a decision.
@@ -55,69 +58,70 @@ const (
 	featureReuse
 )
 
-// Thompson is the Thompson-sampling router of the NeMo Agent Toolkit. It learns
+// Policy is the Thompson-sampling router of the NeMo Agent Toolkit. It learns
 // each worker's reward, a linear one given the features of a decision
 // (linearBandit) and its mean (betaBandit), draws both from what it believes,
 // adds what it is worth to stay with the worker that has served the series so
 // far, discounts for load, and draws a worker by the softmax of those scores.
-// docs/routing.md has the formulas, and what each of thompsonFixes changes.
-type Thompson struct {
-	thompsonConfig
-	prior   banditPrior
-	Observe ThompsonObserver
-	trace   *jsonlines.Writer // nil: none
+// docs/routing.md has the formulas, and the effect of each fix.
+type Policy struct {
+	parameters
+	prior banditPrior
+	trace *jsonlines.Writer // nil: none
 
-	workers *recent[kv.WorkerKey, *thompsonWorker]
-	series  *recent[string, *thompsonSeries] // by prefix id, where requests are to come
-	pending *recent[uint64, *thompsonPending]
-	usual   map[latencyKey]float64 // latencies to compare with, ms
-	faded   float64                // ln of the share that remains of the very first feedback
-	swept   time.Time
-	changes uint64 // of what a state file holds
+	workers   *recent[kv.WorkerKey, *arm]
+	series    *recent[string, *requestSeries] // by prefix id, where requests are to come
+	pending   *recent[uint64, *pendingDecision]
+	baselines map[latencyKey]float64 // mean latencies, ms
+	faded     float64                // ln of the share that remains of the very first feedback
+	swept     time.Time
+	changes   uint64 // of what a state file holds
 
 	timeouts, stayed, switched uint64
+	tokens, budgets            Histogram // of the decisions
 
 	roundRobin      int       // decisions without anything to go by
 	scores, chances []float64 // of the candidates; reused
-	choices         []thompsonChoice
+	choices         []candidate
 }
 
-// thompsonWorker is what is known of one worker.
-type thompsonWorker struct {
+// arm is what is known of one worker.
+type arm struct {
 	key        kv.WorkerKey
 	generation int // its incarnation; 0: not yet seen
 	mean       betaBandit
 	linear     *linearBandit
-	faded      float64 // Thompson.faded when both were brought up to date
+	faded      float64 // Policy.faded when both were brought up to date
 	waits      int     // decisions for it that are pending
 	pins       int     // series that are pinned to it
-	work       float64 // what those will bring, see Thompson.outstanding
+	work       float64 // what those will bring, see workOf
 
 	decisions uint64
 	overlap   float64
 	reward    float64
+	latency   Histogram // of its feedback, s
 }
 
-// thompsonSeries is a series of requests of which more are to come.
-type thompsonSeries struct {
+// requestSeries is a series of requests of which more are to come.
+type requestSeries struct {
 	id        string
 	total     int // requests of it
 	processed int // those that have come
 	pinned    bool
-	pin       thompsonPin
+	pin       seriesPin
 	touched   time.Time
 }
 
-// thompsonPin is where a series was sent last, and what that decision was like.
-type thompsonPin struct {
+// seriesPin is where a series was sent last, and what that decision was like.
+type seriesPin struct {
 	worker          kv.WorkerKey
 	reuse           int
 	decode, prefill float64
 	iat             float64
 }
 
-// thompsonPending is a decision that nobody has told the end of.
-type thompsonPending struct {
+// pendingDecision is a decision that nobody has told the end of.
+type pendingDecision struct {
 	decision uint64
 	worker   kv.WorkerKey
 	series   string
@@ -128,8 +132,8 @@ type thompsonPending struct {
 	bin      hints.Level // of the prefill cost
 }
 
-// thompsonQuery is a request in the terms of the rule.
-type thompsonQuery struct {
+// requestTerms is a request in the terms of the rule.
+type requestTerms struct {
 	tokens  int
 	blocks  int     // full ones of the prompt
 	decode  float64 // cost of its answer: D
@@ -141,9 +145,9 @@ type thompsonQuery struct {
 	own     float64 // of last's outstanding work, what this series is to bring
 }
 
-// thompsonChoice is a candidate in the terms of the rule.
-type thompsonChoice struct {
-	worker      *thompsonWorker
+// candidate is a candidate in the terms of the rule.
+type candidate struct {
+	worker      *arm
 	gpu, queue  float64
 	overlap     float64 // share of the prompt's full blocks
 	prefill     float64 // P
@@ -156,56 +160,67 @@ type thompsonChoice struct {
 	linear, mean float64 // rewards that were drawn for it
 }
 
-func newThompson(config thompsonConfig) *Thompson {
-	p := &Thompson{
-		thompsonConfig: config,
-		workers:        newRecent[kv.WorkerKey, *thompsonWorker](maxThompsonWorkers),
-		series:         newRecent[string, *thompsonSeries](maxThompsonSeries),
-		pending:        newRecent[uint64, *thompsonPending](maxThompsonPending),
-		usual:          map[latencyKey]float64{},
-		prior:          banditPrior{lambda: config.lambda},
+// New returns the policy with these settings; its errors name the flag.
+func New(settings Settings) (*Policy, error) {
+	config, err := settings.parameters()
+	if err != nil {
+		return nil, err
 	}
-	if p.Fixes.coldStart {
-		p.prior.lambda *= thompsonPriorWeight
-		p.prior.theta[featureOne] = thompsonPriorReward
-		p.prior.theta[featureOverlap] = thompsonPriorOverlap
-		p.prior.theta[featurePrefill] = thompsonPriorPrefill
+	return newPolicy(config), nil
+}
+
+func newPolicy(config parameters) *Policy {
+	p := &Policy{
+		parameters: config,
+		workers:    newRecent[kv.WorkerKey, *arm](maxWorkers),
+		series:     newRecent[string, *requestSeries](maxSeries),
+		pending:    newRecent[uint64, *pendingDecision](maxPending),
+		baselines:  map[latencyKey]float64{},
+		tokens:     newHistogram(32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
+		budgets:    newHistogram(0, 1, 2, 5, 10, 20, 50, 100),
+		prior:      banditPrior{lambda: config.lambda},
+	}
+	if p.fixes.coldStart {
+		p.prior.lambda *= priorWeight
+		p.prior.theta[featureOne] = priorReward
+		p.prior.theta[featureOverlap] = priorOverlap
+		p.prior.theta[featurePrefill] = priorPrefill
 	}
 	return p
 }
 
 // Traits asks for whole matches, as the original counts them.
-func (*Thompson) Traits() Traits { return Traits{WholeMatch: true} }
+func (*Policy) Traits() policy.Traits { return policy.Traits{WholeMatch: true} }
 
 // Choose draws a candidate by the softmax of the scores; with router_type kv_load it
 // returns the one with the lowest KV usage.
-func (p *Thompson) Choose(q Query, candidates []Candidate, random *rand.Rand) int {
+func (p *Policy) Choose(q policy.Query, candidates []policy.Candidate, random *rand.Rand) int {
 	p.sweep(q.Now)
-	if p.RouterType == ThompsonKVLoad {
-		score := func(c *Candidate) float64 {
+	if p.routerType == typeKVLoad {
+		score := func(c *policy.Candidate) float64 {
 			if !c.Load.Fresh {
 				return 0
 			}
 			return -share(c.Load.KVUsage)
 		}
 		if q.Explain != nil {
-			q.Explain.rank("thompson", candidates, func(c *Candidate) Score { return oneTerm("kv_usage", score(c)) })
+			q.Explain.Rank("thompson", candidates, func(c *policy.Candidate) policy.Score { return policy.OneTerm("kv_usage", score(c)) })
 		}
-		return best(candidates, random, score)
+		return policy.Best(candidates, random, score)
 	}
 	return p.decide(q, candidates, randomDraws{random})
 }
 
 // decide is Choose where chance decides.
-func (p *Thompson) decide(q Query, candidates []Candidate, random thompsonDraws) int {
+func (p *Policy) decide(q policy.Query, candidates []policy.Candidate, random draws) int {
 	p.choices = p.choices[:0]
 	for i := range candidates {
-		p.choices = append(p.choices, thompsonChoice{worker: p.worker(candidates[i].Target)})
+		p.choices = append(p.choices, candidate{worker: p.worker(candidates[i].Target)})
 	}
 	t := p.query(q)
 	p.scores = p.scores[:0]
-	if p.RouterType != thompsonKV {
-		return p.decideOtherwise(q, &t, candidates, random)
+	if p.routerType != typeKV {
+		return p.decideByType(q, &t, candidates, random)
 	}
 	for i := range p.choices {
 		choice := &p.choices[i]
@@ -232,15 +247,15 @@ func (p *Thompson) decide(q Query, candidates []Candidate, random thompsonDraws)
 }
 
 var (
-	thompsonDecodeCost = [...]float64{hints.LevelLow: 1, hints.LevelMedium: 2, hints.LevelHigh: 3}
-	thompsonIATFactor  = [...]float64{hints.LevelLow: 1.5, hints.LevelMedium: 1.0, hints.LevelHigh: 0.6}
+	decodeCosts = [...]float64{hints.LevelLow: 1, hints.LevelMedium: 2, hints.LevelHigh: 3}
+	iatFactors  = [...]float64{hints.LevelLow: 1.5, hints.LevelMedium: 1.0, hints.LevelHigh: 0.6}
 )
 
 // query puts a request into the terms of the rule. The candidates' workers are
 // in p.choices.
-func (p *Thompson) query(q Query) thompsonQuery {
-	t := thompsonQuery{
-		tokens: q.Tokens, decode: thompsonDecodeCost[q.Prefix.OSL], iat: thompsonIATFactor[q.Prefix.IAT],
+func (p *Policy) query(q policy.Query) requestTerms {
+	t := requestTerms{
+		tokens: q.Tokens, decode: decodeCosts[q.Prefix.OSL], iat: iatFactors[q.Prefix.IAT],
 	}
 	if q.BlockSize > 0 {
 		t.blocks = q.Tokens / q.BlockSize
@@ -250,11 +265,11 @@ func (p *Thompson) query(q Query) thompsonQuery {
 	if s != nil && s.pinned {
 		t.last = s.pin.worker
 		t.own = p.workOf(&s.pin)
-		t.hasLast = !p.Fixes.pinTTL || slices.ContainsFunc(p.choices, func(c thompsonChoice) bool { return c.worker.key == t.last })
+		t.hasLast = !p.fixes.pinTTL || slices.ContainsFunc(p.choices, func(c candidate) bool { return c.worker.key == t.last })
 	}
 	t.temp = min(max(p.tempBase/(1+float64(t.reuse)*t.iat), p.tempMin), p.tempMax)
-	if p.Fixes.coldStart {
-		t.temp = thompsonCool * p.tempMin
+	if p.fixes.coldStart {
+		t.temp = coldStartTemp * p.tempMin
 	}
 	return t
 }
@@ -262,7 +277,7 @@ func (p *Thompson) query(q Query) thompsonQuery {
 // reuseOf is how many requests of a series, nil if it is a new one or one that
 // has ended, are to come after a request with these hints. One that is tried
 // again has been counted.
-func reuseOf(h hints.Prefix, s *thompsonSeries, retry bool) int {
+func reuseOf(h hints.Prefix, s *requestSeries, retry bool) int {
 	switch {
 	case h.Budget != nil:
 		return max(0, *h.Budget)
@@ -277,14 +292,14 @@ func reuseOf(h hints.Prefix, s *thompsonSeries, retry bool) int {
 }
 
 // worker returns what is known of t's worker.
-func (p *Thompson) worker(t kv.Target) *thompsonWorker {
+func (p *Policy) worker(t kv.Target) *arm {
 	w := p.workers.get(t.Key)
 	if w == nil {
 		w = p.newWorker(t.Key)
 	}
 	p.workers.put(t.Key, w)
 	if w.generation != t.Generation {
-		if p.Fixes.pinTTL && w.generation != 0 {
+		if p.fixes.pinTTL && w.generation != 0 {
 			p.unpin(w)
 		}
 		w.generation = t.Generation
@@ -292,13 +307,13 @@ func (p *Thompson) worker(t kv.Target) *thompsonWorker {
 	return w
 }
 
-func (p *Thompson) newWorker(key kv.WorkerKey) *thompsonWorker {
-	w := &thompsonWorker{key: key, mean: newBetaBandit(), linear: newLinearBandit(&p.prior), faded: p.faded}
+func (p *Policy) newWorker(key kv.WorkerKey) *arm {
+	w := &arm{key: key, mean: newBetaBandit(), linear: newLinearBandit(&p.prior), faded: p.faded, latency: newHistogram(.1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120)}
 	if gone, full := p.workers.put(key, w); full {
 		p.unpin(gone)
-		for k := range p.usual {
+		for k := range p.baselines {
 			if k.perWorker && k.worker == gone.key {
-				delete(p.usual, k)
+				delete(p.baselines, k)
 			}
 		}
 	}
@@ -306,7 +321,7 @@ func (p *Thompson) newWorker(key kv.WorkerKey) *thompsonWorker {
 }
 
 // unpin takes the pins off w.
-func (p *Thompson) unpin(w *thompsonWorker) {
+func (p *Policy) unpin(w *arm) {
 	if w.pins == 0 {
 		return
 	}
@@ -320,19 +335,19 @@ func (p *Thompson) unpin(w *thompsonWorker) {
 // workOf is what a pinned series will bring: all its requests to come or, as no
 // two of them come at a time, one. That is the very one to be decided where a
 // series is decided for its own worker.
-func (p *Thompson) workOf(pin *thompsonPin) float64 {
+func (p *Policy) workOf(pin *seriesPin) float64 {
 	reuse := pin.reuse
-	if p.Fixes.outstanding {
+	if p.fixes.outstanding {
 		reuse = min(reuse, 1)
 	}
 	return float64(reuse) * (pin.decode + max(0, pin.prefill)) * pin.iat
 }
 
 // describe puts a candidate into the terms of the rule.
-func (p *Thompson) describe(t *thompsonQuery, c *Candidate, choice *thompsonChoice) {
+func (p *Policy) describe(t *requestTerms, c *policy.Candidate, choice *candidate) {
 	w := choice.worker
 	choice.outstanding, choice.stays = w.work, t.hasLast && t.last == w.key
-	if p.Fixes.outstanding && choice.stays {
+	if p.fixes.outstanding && choice.stays {
 		choice.outstanding = max(0, choice.outstanding-t.own)
 	}
 	waits := float64(w.waits)
@@ -357,7 +372,7 @@ func share(v float64) float64 {
 }
 
 // features fills in x and M.
-func (p *Thompson) features(t *thompsonQuery, c *thompsonChoice) {
+func (p *Policy) features(t *requestTerms, c *candidate) {
 	load := p.gpuWeight*c.gpu + p.queueWeight*c.queue
 	c.x = banditVector{
 		featureOne:         1,
@@ -385,10 +400,10 @@ func (p *Thompson) features(t *thompsonQuery, c *thompsonChoice) {
 func outstandingFeature(work float64) float64 { return math.Tanh(0.1 * work) }
 
 // score is what a candidate is worth, given the rewards that were drawn for it.
-func (p *Thompson) score(t *thompsonQuery, c *thompsonChoice, linear, mean float64) float64 {
+func (p *Policy) score(t *requestTerms, c *candidate, linear, mean float64) float64 {
 	s := linear + p.meanTerm(t, mean) + p.stayTerm(t, c)
-	if p.Fixes.loadSign {
-		s += thompsonLoadWeight * math.Log(c.loadFactor)
+	if p.fixes.loadSign {
+		s += loadWeight * math.Log(c.loadFactor)
 	} else {
 		s *= c.loadFactor
 	}
@@ -398,8 +413,46 @@ func (p *Thompson) score(t *thompsonQuery, c *thompsonChoice, linear, mean float
 	return s
 }
 
+// meanTerm is the part of a score that the drawn mean of the worker's rewards makes.
+func (p *Policy) meanTerm(t *requestTerms, mean float64) float64 {
+	return p.tsWeight / (1 + float64(t.reuse)*t.iat) * mean
+}
+
+// stayTerm is what it is worth to stay with the worker that has served the series, or
+// what it costs to leave it.
+func (p *Policy) stayTerm(t *requestTerms, c *candidate) float64 {
+	reuse := float64(t.reuse)
+	switch {
+	case t.reuse <= 0:
+		return 0
+	case c.stays:
+		return (p.affinityBase + p.affinityReuse*reuse + p.affinityIAT*t.iat) * (0.5 + 0.5*c.overlap)
+	case t.hasLast:
+		return -(p.switchBase + p.switchReuse*reuse + p.switchIAT*t.iat)
+	}
+	return 0
+}
+
+// explain notes the scores that have just been drawn. What the load takes off is a
+// term too where the original multiplies by it.
+func (p *Policy) explain(e *policy.Explanation, t *requestTerms, draw float64) {
+	e.By("thompson")
+	reuse := t.reuse // so that t need not be on the heap
+	e.Reuse = &reuse
+	for i := range p.choices {
+		c, total := &p.choices[i], p.scores[i]
+		mean, stay := p.meanTerm(t, c.mean), p.stayTerm(t, c)
+		terms := []policy.Term{{Name: "linear", Value: c.linear}, {Name: "mean", Value: mean}, {Name: "stay", Value: stay}, {Name: "load", Value: total - (c.linear + mean + stay)}}
+		if load := terms[len(terms)-1].Value; math.IsNaN(load) || math.IsInf(load, 0) {
+			terms = []policy.Term{{Name: "not_finite", Value: total}}
+		}
+		e.Add(policy.Score{Terms: terms, Total: total})
+	}
+	e.Drawn(p.chances, draw, t.temp)
+}
+
 // keep remembers a decision.
-func (p *Thompson) keep(q Query, t *thompsonQuery, chosen int) {
+func (p *Policy) keep(q policy.Query, t *requestTerms, chosen int) {
 	c := &p.choices[chosen]
 	w := c.worker
 	w.decisions++
@@ -409,19 +462,20 @@ func (p *Thompson) keep(q Query, t *thompsonQuery, chosen int) {
 	} else if t.hasLast {
 		p.switched++
 	}
-	pin := thompsonPin{worker: w.key, reuse: t.reuse, decode: t.decode, prefill: c.prefill, iat: t.iat}
+	pin := seriesPin{worker: w.key, reuse: t.reuse, decode: t.decode, prefill: c.prefill, iat: t.iat}
 	id := p.pinSeries(q, w, pin)
-	if !p.Fixes.outstanding { // the original learns from x as it is once the series is pinned
+	if !p.fixes.outstanding { // the original learns from x as it is once the series is pinned
 		c.x[featureOutstanding] = outstandingFeature(w.work)
 	}
 	w.waits++
-	if gone, full := p.pending.put(q.Decision, &thompsonPending{
+	if gone, full := p.pending.put(q.Decision, &pendingDecision{
 		decision: q.Decision, worker: w.key, series: id, x: c.x, began: q.Now, tokens: q.Tokens, osl: q.Prefix.OSL, bin: prefillBin(c.prefill),
 	}); full {
 		p.noLongerWaits(gone)
 	}
 	p.changes++
-	p.Observe.decided(q.Tokens, t.reuse)
+	p.tokens.observe(float64(q.Tokens))
+	p.budgets.observe(float64(t.reuse))
 	p.traceDecision(q, t, chosen)
 }
 
@@ -438,10 +492,10 @@ func prefillBin(cost float64) hints.Level {
 
 // pinSeries pins a request's series to w, if more of it are to come, and returns
 // the series' id.
-func (p *Thompson) pinSeries(q Query, w *thompsonWorker, pin thompsonPin) string {
+func (p *Policy) pinSeries(q policy.Query, w *arm, pin seriesPin) string {
 	id := q.Prefix.ID
 	if id == "" {
-		if p.Fixes.pinTTL || pin.reuse <= 0 {
+		if p.fixes.pinTTL || pin.reuse <= 0 {
 			return "" // nobody can come back to it
 		}
 		id = "auto-" + strconv.FormatUint(q.Decision, 16)
@@ -455,7 +509,7 @@ func (p *Thompson) pinSeries(q Query, w *thompsonWorker, pin thompsonPin) string
 		return id
 	}
 	if s == nil {
-		s = &thompsonSeries{id: id}
+		s = &requestSeries{id: id}
 	}
 	s.total = max(s.total, q.Prefix.Total)
 	if !q.Retry {
@@ -470,14 +524,14 @@ func (p *Thompson) pinSeries(q Query, w *thompsonWorker, pin thompsonPin) string
 }
 
 // pin puts a series' pin on its worker.
-func (p *Thompson) pin(s *thompsonSeries, w *thompsonWorker) {
+func (p *Policy) pin(s *requestSeries, w *arm) {
 	s.pinned = true
 	w.pins++
 	w.work += p.workOf(&s.pin)
 }
 
 // unpinSeries takes a series' pin off its worker.
-func (p *Thompson) unpinSeries(s *thompsonSeries) {
+func (p *Policy) unpinSeries(s *requestSeries) {
 	if !s.pinned {
 		return
 	}
@@ -493,7 +547,7 @@ func (p *Thompson) unpinSeries(s *thompsonSeries) {
 	}
 }
 
-func (p *Thompson) noLongerWaits(d *thompsonPending) {
+func (p *Policy) noLongerWaits(d *pendingDecision) {
 	if w := p.workers.get(d.worker); w != nil && w.waits > 0 {
 		w.waits--
 	}
@@ -501,18 +555,18 @@ func (p *Thompson) noLongerWaits(d *thompsonPending) {
 
 // sweep forgets series that are over, and takes decisions that nobody has told
 // the end of for failed.
-func (p *Thompson) sweep(now time.Time) {
-	if p.Fixes.pinTTL {
-		for _, s := p.series.oldest(); s != nil && now.Sub(s.touched) >= thompsonPinTTL; _, s = p.series.oldest() {
+func (p *Policy) sweep(now time.Time) {
+	if p.fixes.pinTTL {
+		for _, s := p.series.oldest(); s != nil && now.Sub(s.touched) >= pinTTL; _, s = p.series.oldest() {
 			p.series.remove(s.id)
 			p.unpinSeries(s)
 		}
 	}
-	if p.Fixes.Feedback || now.Sub(p.swept) < p.thompsonConfig.sweep {
+	if p.fixes.feedback || now.Sub(p.swept) < p.parameters.sweep {
 		return
 	}
 	p.swept = now
-	for id, d := p.pending.oldest(); d != nil && now.Sub(d.began) >= p.Timeout; id, d = p.pending.oldest() {
+	for id, d := p.pending.oldest(); d != nil && now.Sub(d.began) >= p.timeout; id, d = p.pending.oldest() {
 		p.pending.remove(id)
 		p.noLongerWaits(d)
 		p.learn(d, p.timeoutReward)
@@ -521,26 +575,16 @@ func (p *Thompson) sweep(now time.Time) {
 	}
 }
 
-// ThompsonAck says what the policy made of a feedback.
-type ThompsonAck struct {
-	Worker       kv.WorkerKey
-	UsedBaseline float64 // the latency, or that of a token, that it was compared with, ms
-	Reward       float64 // 0 to 1
-}
-
-// Judge takes in how a decision ended.
-func (p *Thompson) Judge(f Feedback) { p.JudgeDetail(f) }
-
-// JudgeDetail is Judge and returns what came of the feedback; known is false if no
-// decision with that number waits for its end.
-func (p *Thompson) JudgeDetail(f Feedback) (ack ThompsonAck, known bool) {
+// Judge learns from the feedback; known is false if no decision with that number is
+// pending.
+func (p *Policy) Judge(f policy.Feedback) (verdict policy.Verdict, known bool) {
 	d := p.pending.get(f.Decision)
 	if d == nil {
-		return ack, false
+		return verdict, false
 	}
-	ack.Worker = d.worker
-	if f.Ending == Abandoned && !p.Fixes.Feedback {
-		return ack, true // the original does not hear of it: sweep will
+	verdict.Worker = d.worker
+	if f.Ending == policy.Abandoned && !p.fixes.feedback {
+		return verdict, true // the original does not hear of it: sweep will
 	}
 	p.pending.remove(f.Decision)
 	p.noLongerWaits(d)
@@ -548,29 +592,29 @@ func (p *Thompson) JudgeDetail(f Feedback) (ack ThompsonAck, known bool) {
 		s.touched = f.Now
 		p.series.put(s.id, s)
 	}
-	if f.Ending == Abandoned {
-		return ack, true
+	if f.Ending == policy.Abandoned {
+		return verdict, true
 	}
 	j := p.judge(d, f)
-	ack.UsedBaseline, ack.Reward = j.baseline, j.reward
+	verdict.Baseline, verdict.Reward = j.baseline, j.reward
 	p.learn(d, j.reward)
 	if w := p.workers.get(d.worker); w != nil {
 		w.reward = j.reward
+		w.latency.observe(f.Latency.Seconds())
 	}
-	p.Observe.judged(d.worker, f.Latency)
 	p.traceFeedback(d, f, &j)
-	return ack, true
+	return verdict, true
 }
 
 // learn takes in the reward of a decision.
-func (p *Thompson) learn(d *thompsonPending, reward float64) {
+func (p *Policy) learn(d *pendingDecision, reward float64) {
 	reward = min(max(reward, 0), 1)
 	w := p.workers.get(d.worker)
 	if w == nil {
 		return
 	}
-	if p.Fixes.forgetting {
-		p.faded += math.Log(p.forgetRate) * min(1, thompsonFade/float64(p.workers.len()))
+	if p.fixes.forgetting {
+		p.faded += math.Log(p.forgetRate) * min(1, fadeWorkers/float64(p.workers.len()))
 		p.fade(w)
 	} else {
 		w.linear.forget(p.forgetRate, &p.prior)
@@ -582,7 +626,7 @@ func (p *Thompson) learn(d *thompsonPending, reward float64) {
 
 // fade lets what is known of w count as much less as feedbacks have come since
 // it last did.
-func (p *Thompson) fade(w *thompsonWorker) {
+func (p *Policy) fade(w *arm) {
 	if w.faded == p.faded {
 		return
 	}
