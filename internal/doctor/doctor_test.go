@@ -35,7 +35,7 @@ const blockSize = 64
 type ward struct {
 	workers  []*mocker.Worker
 	attached []probe.Server // as --worker names them
-	load     int                // port of worker 0's load; worker i has this plus i
+	load     int            // port of worker 0's load; worker i has this plus i
 }
 
 // newWard starts n mock workers, which end with the test.

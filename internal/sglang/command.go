@@ -1,5 +1,5 @@
-// Package sglang knows how SGLang workers are started: their command line,
-// environment and plugins, and what their start-up logs say.
+// Package sglang starts SGLang workers: their command line, environment and plugins, and
+// the meaning of their start-up logs.
 package sglang
 
 import (
@@ -67,7 +67,7 @@ func Engine() process.Engine {
 func checkPython(cfg process.Settings) error {
 	lacks, err := process.Lacks(cfg.Python, "sglang")
 	if lacks {
-		return fmt.Errorf("--engine sglang: %s has no SGLang; run `%s`, or give --python one that has", cfg.Python, setup)
+		return fmt.Errorf("--engine sglang: %s has no SGLang; run `%s`, or set --python to one that has", cfg.Python, setup)
 	}
 	if err != nil {
 		return err

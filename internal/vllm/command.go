@@ -1,5 +1,5 @@
-// Package vllm knows how vLLM workers are started: their command line, environment
-// and plugins, and what their start-up logs say.
+// Package vllm starts vLLM workers: their command line, environment and plugins, and the
+// meaning of their start-up logs.
 package vllm
 
 import (
@@ -55,7 +55,7 @@ func Engine() process.Engine {
 		Key:       key,
 		CheckMachine: func(s process.Settings) error {
 			if len(s.GPUs) == 0 && s.BlockSize%cpuBlockMultiple != 0 {
-				return fmt.Errorf("--block-size %d: vLLM on a CPU needs a multiple of %d, such as 64", s.BlockSize, cpuBlockMultiple)
+				return fmt.Errorf("--block-size %d: vLLM on a CPU requires a multiple of %d, such as 64", s.BlockSize, cpuBlockMultiple)
 			}
 			return nil
 		},
