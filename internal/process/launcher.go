@@ -104,7 +104,10 @@ func writePlugin(files fs.FS) (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("folder for the engine's plugins: %w", err)
 	}
-	if err := os.CopyFS(dir, files); err != nil {
+	if files, err = fs.Sub(files, "plugin"); err == nil {
+		err = os.CopyFS(dir, files)
+	}
+	if err != nil {
 		_ = os.RemoveAll(dir)
 		return "", fmt.Errorf("write the engine's plugins to %s: %w", dir, err)
 	}

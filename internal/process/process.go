@@ -16,12 +16,12 @@ import (
 // Engine describes how to start workers of an engine.
 type Engine struct {
 	Kind   kv.Engine
-	Plugin fs.FS // Python modules that each worker loads
+	Plugin fs.FS // its folder plugin has the Python modules that each worker loads
 	Signs  Signs // of its output
 
-	// Venv is the name of the folder in the cache where its Python is, on a
-	// machine with GPUs or without.
-	Venv func(gpus bool) string
+	// GPUVenv and CPUVenv are the names of the folder in the cache where its Python is,
+	// on a machine with GPUs and without.
+	GPUVenv, CPUVenv string
 	// Setup is the command that prepares that folder.
 	Setup string
 
@@ -49,6 +49,14 @@ type Engine struct {
 	// user put after -- or into the environment goes before its defaults. pluginDir
 	// is where Plugin has been written to; environ is the router's own environment.
 	Command func(s Settings, i int, pluginDir string, environ []string) (Spec, error)
+}
+
+// Venv is the name of the folder in the cache where the engine's Python is.
+func (e Engine) Venv(gpus bool) string {
+	if gpus {
+		return e.GPUVenv
+	}
+	return e.CPUVenv
 }
 
 // Settings say how workers are started.

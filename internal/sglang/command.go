@@ -6,7 +6,6 @@ import (
 	"embed"
 	"encoding/json"
 	"fmt"
-	"io/fs"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -40,18 +39,9 @@ const (
 
 // Engine describes SGLang.
 func Engine() process.Engine {
-	plugin, err := fs.Sub(pluginFiles, "plugin")
-	if err != nil {
-		panic(err) // the name is a constant
-	}
 	return process.Engine{
-		Kind: kv.EngineSGLang, Plugin: plugin, Signs: signs(), Setup: setup,
-		Venv: func(gpus bool) string {
-			if gpus {
-				return "sglang-0.5.23"
-			}
-			return "sglang-cpu-0.5.23"
-		},
+		Kind: kv.EngineSGLang, Plugin: pluginFiles, Signs: signs(), Setup: setup,
+		GPUVenv: "sglang-0.5.23", CPUVenv: "sglang-cpu-0.5.23",
 		CheckArgs: checkArgs,
 		Ranks:     ranks, RanksFlag: "--" + ranksFlag,
 		Limits: limits, BatchFlag: "--" + batchFlag,

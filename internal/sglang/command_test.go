@@ -332,9 +332,9 @@ func TestPythonIsAskedForWhatWorkersNeed(t *testing.T) {
 
 func TestPluginFolderHoldsTheEntryPointsOfItsModules(t *testing.T) {
 	var files []string
-	err := fs.WalkDir(Engine().Plugin, ".", func(path string, d fs.DirEntry, err error) error {
+	err := fs.WalkDir(Engine().Plugin, "plugin", func(path string, d fs.DirEntry, err error) error {
 		if !d.IsDir() && !strings.Contains(path, "__pycache__") {
-			files = append(files, path)
+			files = append(files, strings.TrimPrefix(path, "plugin/"))
 		}
 		return err
 	})

