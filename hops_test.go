@@ -44,7 +44,7 @@ func TestRouterIsNotItsOwnWorker(t *testing.T) {
 	ports := testkit.FreePorts(t, 2)
 	s := startApp(t, ports, "--engine=none", "--policy=kv", fmt.Sprintf("--worker=http://127.0.0.1:%d", ports))
 	testkit.Eventually(t, 20*time.Second, "the log says so", func() bool {
-		return strings.Contains(s.log.String(), "level=ERROR") && strings.Contains(s.log.String(), "leads back to this router")
+		return strings.Contains(s.log.String(), "level=ERROR") && strings.Contains(s.log.String(), "address is this router's own")
 	})
 	if n := len(s.app.router.Targets()); n != 0 {
 		t.Errorf("%d workers are routed to", n)

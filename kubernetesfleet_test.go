@@ -372,7 +372,7 @@ func TestKubernetesAPIServersDeathLosesNothing(t *testing.T) {
 	k.cluster.StartAPI()
 	k.cluster.StartControllers()
 	began := time.Now()
-	k.says("the API server answers again")
+	k.says("the API server is reachable again")
 	known := time.Since(began)
 	gone := k.gone(pods)
 	k.schedulable(pods)

@@ -62,7 +62,7 @@ addressType: IPv4, ports: [{name: replica, port: 7100}], endpoints: [%s]}`, name
 	wants("10.0.0.1:7100 10.0.0.2:7100")
 	cluster.KillAPI()
 	testkit.Settles(t, func() error {
-		if !strings.Contains(log.String(), "the routers stay as they were") {
+		if !strings.Contains(log.String(), "the routers are kept") {
 			return fmt.Errorf("log: %s", log.Tail())
 		}
 		return nil

@@ -45,7 +45,7 @@ func (b *yamlBounds) line(line string) error {
 		b.blank = 0
 	}
 	if b.blank > maxBlank {
-		return fmt.Errorf("more than %d lines in a row that are empty, comments or the rest of a text", maxBlank)
+		return fmt.Errorf("more than %d consecutive lines that are empty, comments or continued text", maxBlank)
 	}
 	for b.flow == 0 && at < len(line) && line[at] != '#' { // each block that opens
 		for len(b.columns) > 0 && b.columns[len(b.columns)-1] >= at {
@@ -101,7 +101,7 @@ func (b *yamlBounds) rest(text string) error {
 		case fresh && (c == '"' || c == '\''):
 			end := quoteEnd(text, i)
 			if end < 0 {
-				return errors.New("a quote is not closed on its line")
+				return errors.New("a quote does not end on its line")
 			}
 			if err := b.passed(text[i : end+1]); err != nil {
 				return err
@@ -109,9 +109,9 @@ func (b *yamlBounds) rest(text string) error {
 			i = end // what comes next is read as if a value may start
 			continue
 		case fresh && c == '-' && (i+1 == len(text) || text[i+1] == ' ' || text[i+1] == '\t'):
-			return errors.New("a list by dashes begins within a line or brackets")
+			return errors.New("a list with dashes begins within a line or brackets")
 		case fresh && strings.IndexByte("&*!|>?%@`", c) >= 0:
-			return fmt.Errorf("%q starts what a list of workers has no use for; put a text that starts with it in quotes", string(c))
+			return fmt.Errorf("%q starts unsupported YAML; quote a text that starts with it", string(c))
 		}
 		fresh = false
 	}

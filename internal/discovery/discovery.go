@@ -1,10 +1,8 @@
-// Package discovery tells which workers there are, and which other routers: by a file, DNS
-// or Kubernetes.
+// Package discovery finds workers and other routers in a file, DNS or Kubernetes.
 //
-// Every source keeps to the same rules. What it does not know for sure it does not
-// tell: a file that cannot be read, a name server that fails or an API server that is
-// away leave the workers as they are known, and a line of the log says so. Nothing
-// here connects to a worker, and nothing here decides what becomes of requests.
+// Every source follows the same rules. An unreadable file, a failing name server or an
+// unreachable API server leaves the workers unchanged, and is logged. No source connects
+// to a worker or decides about requests.
 package discovery
 
 import (
@@ -21,7 +19,7 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Source tells which workers there are.
+// Source reports the workers.
 type Source interface {
 	// Watch sends all workers, ordered by name, as soon as they are known and whenever
 	// they change, until ctx ends; then it closes the channel. The caller must receive
@@ -29,7 +27,7 @@ type Source interface {
 	Watch(ctx context.Context) <-chan []kv.Worker
 }
 
-// maxWorkers bounds the workers that a source tells of.
+// maxWorkers bounds the workers of a source.
 const maxWorkers = 4096
 
 // eventsPort is where vLLM's examples have it publish KV events.
@@ -40,13 +38,13 @@ const usualPort = 8000
 
 // Settings say where the workers are found.
 type Settings struct {
-	Discovery       string `group:"Discovery" placeholder:"SOURCE" help:"Find the workers, and follow them as they come and go: file:workers.yaml (read again when it changes), dns://vllm.ns:8100 (each address of the name, with this port), dns+srv://_http._tcp.vllm.ns (addresses and ports of its SRV records), or kubernetes (Pods, by --pool or --selector). It may stand beside --worker; with --engine none nothing is started."`
-	Pool            string `group:"Discovery" placeholder:"NAME" help:"With kubernetes: the InferencePool whose selector and target ports name the workers."`
-	Selector        string `group:"Discovery" placeholder:"LABELS" help:"With kubernetes: the labels of the workers' Pods, such as app=vllm."`
-	PrefillSelector string `group:"Discovery" placeholder:"LABELS" help:"With kubernetes: the labels of Pods that only compute prompts."`
-	DecodeSelector  string `group:"Discovery" placeholder:"LABELS" help:"With kubernetes: the labels of Pods that compute the answers."`
-	Namespace       string `group:"Discovery" placeholder:"NAME" help:"With kubernetes: the namespace of the Pods and the pool. Default: the router's own, or that of the current context of KUBECONFIG."`
-	WorkerPort      int    `group:"Discovery" default:"8000" help:"With kubernetes: the HTTP port of workers where neither the pool nor an annotation of the Pod names it."`
+	Discovery       string `group:"Discovery" placeholder:"SOURCE" help:"Service-discovery source of workers: file:workers.yaml (reloaded when it changes), dns://vllm.ns:8100 (each address of the name, with this port), dns+srv://_http._tcp.vllm.ns (addresses and ports of its SRV records), or kubernetes (Pods, by --pool or --selector). It can be combined with --worker; --engine none starts no workers."`
+	Pool            string `group:"Discovery" placeholder:"NAME" help:"With kubernetes: InferencePool whose selector and target ports select the workers."`
+	Selector        string `group:"Discovery" placeholder:"LABELS" help:"With kubernetes: label selector of the workers' Pods, such as app=vllm."`
+	PrefillSelector string `group:"Discovery" placeholder:"LABELS" help:"With kubernetes: label selector of the prefill workers' Pods."`
+	DecodeSelector  string `group:"Discovery" placeholder:"LABELS" help:"With kubernetes: label selector of the decode workers' Pods."`
+	Namespace       string `group:"Discovery" placeholder:"NAME" help:"With kubernetes: namespace of the Pods and the pool. Default: the router's own, or that of the current KUBECONFIG context."`
+	WorkerPort      int    `group:"Discovery" default:"8000" help:"With kubernetes: HTTP port of workers whose pool and Pod annotations name none."`
 }
 
 // Schemes of --discovery.
@@ -63,11 +61,11 @@ func (s Settings) Validate() error {
 		{"--pool", s.Pool}, {"--selector", s.Selector}, {"--prefill-selector", s.PrefillSelector}, {"--decode-selector", s.DecodeSelector}, {"--namespace", s.Namespace},
 	} {
 		if flag.value != "" && s.Discovery != kubernetes {
-			return fmt.Errorf("%s %s: it is for --discovery kubernetes; give that too, or leave it out", flag.name, flag.value)
+			return fmt.Errorf("%s %s: it requires --discovery kubernetes", flag.name, flag.value)
 		}
 	}
 	if s.WorkerPort != 0 && s.WorkerPort != usualPort && s.Discovery != kubernetes {
-		return fmt.Errorf("--worker-port %d: it is for --discovery kubernetes; give that too, or leave it out", s.WorkerPort)
+		return fmt.Errorf("--worker-port %d: it requires --discovery kubernetes", s.WorkerPort)
 	}
 	path, isFile := strings.CutPrefix(s.Discovery, schemeFile)
 	switch {
@@ -75,13 +73,13 @@ func (s Settings) Validate() error {
 	case s.Discovery == kubernetes:
 		return s.validateKubernetes()
 	case isFile && path == "":
-		return errors.New("--discovery file: names no file; give file:workers.yaml")
+		return errors.New("--discovery file: the file name is missing; use file:workers.yaml")
 	case isFile:
 	case strings.HasPrefix(s.Discovery, schemeDNS), strings.HasPrefix(s.Discovery, schemeSRV):
 		_, err := parseDNS(s.Discovery)
 		return err
 	default:
-		return fmt.Errorf("--discovery %s: no such source; give file:workers.yaml, dns://name:8100, dns+srv://_http._tcp.name or kubernetes", s.Discovery)
+		return fmt.Errorf("--discovery %s: unknown source; use file:workers.yaml, dns://name:8100, dns+srv://_http._tcp.name or kubernetes", s.Discovery)
 	}
 	return nil
 }
@@ -109,7 +107,7 @@ func Open(s Settings, log *slog.Logger) (Source, error) {
 // numbers keep it.
 func idOf(key string) uint64 { return xxh3.HashString(key)&(1<<52-1) | 1<<52 }
 
-// send sends a list unless ctx ends first. It tells whether it did.
+// send sends a list unless ctx ends first, and reports whether it did.
 func send(ctx context.Context, to chan<- []kv.Worker, list []kv.Worker) bool {
 	select {
 	case to <- list:
@@ -119,21 +117,20 @@ func send(ctx context.Context, to chan<- []kv.Worker, list []kv.Worker) bool {
 	}
 }
 
-// byName orders workers as people look for them.
+// byName orders workers by name.
 func byName(list []kv.Worker) []kv.Worker {
 	slices.SortFunc(list, func(a, b kv.Worker) int { return cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.ID, b.ID)) })
 	return list
 }
 
-// trouble is what keeps a source from knowing, told once as it comes and once as it
-// is over.
+// trouble logs a failure of a source once when it begins and once when it is over.
 type trouble struct {
 	log  *slog.Logger
 	what string // the source, for people
-	now  string // told last; empty: none
+	now  string // logged last; empty: none
 }
 
-// is notes what is wrong; remedy says what becomes of the workers, or what to do.
+// is notes a failure; remedy says what happens to the workers, or what to do.
 func (t *trouble) is(err error, remedy string) {
 	if t.now == err.Error() {
 		return
@@ -142,10 +139,10 @@ func (t *trouble) is(err error, remedy string) {
 	t.log.Warn(fmt.Sprintf("%s: %v; %s", t.what, err, remedy))
 }
 
-// over notes that nothing is wrong any more.
+// over notes that the source works again.
 func (t *trouble) over() {
 	if t.now != "" {
-		t.log.Info(t.what + ": known again")
+		t.log.Info(t.what + ": recovered")
 		t.now = ""
 	}
 }

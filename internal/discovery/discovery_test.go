@@ -110,9 +110,9 @@ func (w *watched) says(text string) {
 
 func TestSourcesThatMakeNoSense(t *testing.T) {
 	for value, want := range map[string]string{
-		"file:":                          "names no file",
-		"workers.yaml":                   "no such source",
-		"http://h:1":                     "no such source",
+		"file:":                          "the file name is missing",
+		"workers.yaml":                   "unknown source",
+		"http://h:1":                     "unknown source",
 		"dns://vllm.ns":                  "dns+srv://",
 		"dns://vllm.ns:0":                "with a name and the workers' port",
 		"dns://vllm.ns:70000":            "with a name and the workers' port",

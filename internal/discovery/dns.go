@@ -113,7 +113,7 @@ func (d *dnsSource) Watch(ctx context.Context) <-chan []kv.Worker {
 				d.trouble.is(err, fmt.Sprintf("%s, for %s at most", stayAsKnown(d.who), d.keep))
 				list = known
 			default:
-				d.trouble.is(fmt.Errorf("%w, for %s", err, d.keep), fmt.Sprintf("its %ss are let go", d.who))
+				d.trouble.is(fmt.Errorf("%w, for %s", err, d.keep), fmt.Sprintf("its %ss are removed", d.who))
 				clear(d.missed)
 			}
 			if !slices.Equal(list, known) {
@@ -181,7 +181,7 @@ func (d *dnsSource) ask(ctx context.Context) (list []kv.Worker, err error) {
 		return nil, dnsError{"the answer names no address", true}
 	}
 	if len(list) > maxWorkers {
-		return nil, fmt.Errorf("the answer names %d workers, at most %d may be", len(list), maxWorkers)
+		return nil, fmt.Errorf("the answer names %d workers, the maximum is %d", len(list), maxWorkers)
 	}
 	byName(list)
 	return slices.CompactFunc(list, func(a, b kv.Worker) bool { return a.ID == b.ID }), err
@@ -195,7 +195,7 @@ func (d *dnsSource) services(ctx context.Context) (list []kv.Worker, err error) 
 		return nil, plain(err)
 	}
 	if len(records) > maxWorkers {
-		return nil, fmt.Errorf("the answer has %d SRV records, at most %d may be", len(records), maxWorkers)
+		return nil, fmt.Errorf("the answer has %d SRV records, the maximum is %d", len(records), maxWorkers)
 	}
 	found, wrong := make([][]netip.Addr, len(records)), make([]error, len(records))
 	var group errgroup.Group

@@ -178,7 +178,7 @@ func TestSRVRecordsNameHostsAndPorts(t *testing.T) {
 	s.answers(t, 8)
 	w.wants(both)
 	s.set(func() { s.failing["several.ns.test"] = false })
-	w.says("known again")
+	w.says("recovered")
 	s.set(func() { s.services[name] = s.services[name][1:] }) // no other waits for one that goes
 	w.wants("10.0.0.4:8000=10.0.0.4:8000; 10.0.0.5:8000=10.0.0.5:8000; vllm-0.vllm.ns.test:8001=10.0.0.9:8001")
 	s.set(func() { delete(s.addresses, "several.ns.test") }) // a record whose host nobody knows
@@ -260,7 +260,7 @@ func TestAnswersThatNameNobodyAreNotBelievedAtOnce(t *testing.T) {
 			w.wants("10.0.0.1:8100=10.0.0.1:8100")
 			s.set(func() { change(s) })
 			w.says(why)
-			w.says("the workers stay as they were")
+			w.says("the workers are kept")
 			if strings.Contains(w.log.String(), "for 1h0m0s at most") == strings.Contains(why, "misbehaving") {
 				t.Error(w.log.String())
 			}
@@ -270,7 +270,7 @@ func TestAnswersThatNameNobodyAreNotBelievedAtOnce(t *testing.T) {
 			}
 			s.set(func() { s.failingA = false })
 			s.set(func() { s.code, s.addresses["vllm.ns.test"] = 0, []string{"10.0.0.1"} })
-			w.says("known again")
+			w.says("recovered")
 		})
 	}
 }
@@ -282,12 +282,12 @@ func TestWorkersThatNoAnswerConfirmsGoInTheEnd(t *testing.T) {
 	s.set(func() { s.addresses["vllm.ns.test"] = []string{"10.0.0.1"} })
 	w.wants("10.0.0.1:8100=10.0.0.1:8100")
 	s.set(func() { s.failing["vllm.ns.test"] = true })
-	w.says("server misbehaving; the workers stay as they were")
+	w.says("server misbehaving; the workers are kept")
 	failing := time.Now()
 	testkit.Eventually(t, 20*time.Second, "silence lasts longer than workers are kept", func() bool { return time.Since(failing) > 200*time.Millisecond })
 	s.answers(t, 4)
 	w.wants("10.0.0.1:8100=10.0.0.1:8100")
 	s.set(func() { clear(s.addresses); clear(s.failing) })
 	w.wants("")
-	w.says("for 100ms; its workers are let go")
+	w.says("for 100ms; its workers are removed")
 }

@@ -26,18 +26,18 @@ const (
 	fileLook = 500 * time.Millisecond // between looks at it
 )
 
-// stayAsKnown is what becomes of whom a source finds while it does not know.
-func stayAsKnown(who string) string { return "the " + who + "s stay as they were" }
+// stayAsKnown says that a failing source changes nothing.
+func stayAsKnown(who string) string { return "the " + who + "s are kept" }
 
-// fileSource reads the workers from a file. It is read at every look: it is small, and
-// what tells of changes misses some (a mounted ConfigMap is a link to a link).
+// fileSource reads the workers from a file. It polls the file, which is small: change
+// notifications miss some changes (a mounted ConfigMap is a link to a link).
 type fileSource struct {
 	path    string
 	every   time.Duration
 	trouble trouble
 	list    []kv.Worker
-	used    []byte // what list was made of
-	seen    []byte // as read last
+	used    []byte // the content of list
+	seen    []byte // the content read last
 }
 
 // openFile reads the file for the first time.
@@ -74,8 +74,8 @@ func (f *fileSource) Watch(ctx context.Context) <-chan []kv.Worker {
 	return out
 }
 
-// look reads the file and tells whether the list is another. What it reads counts when
-// two looks find the same: the first may have met a file that was being written.
+// look reads the file and reports whether the list has changed. A content counts once
+// two reads return it: the first may have met a file that was being written.
 func (f *fileSource) look() (changed bool) {
 	data, err := readBounded(f.path)
 	switch {
@@ -110,14 +110,14 @@ func readBounded(path string) ([]byte, error) {
 	if info, err := file.Stat(); err != nil {
 		return nil, fmt.Errorf("cannot read it: %w", errors.Unwrap(err))
 	} else if !info.Mode().IsRegular() {
-		return nil, errors.New("it is no regular file")
+		return nil, errors.New("it is not a regular file")
 	}
 	data, err := io.ReadAll(io.LimitReader(file, maxFile+1))
 	if err != nil {
 		return nil, fmt.Errorf("cannot read it: %w", errors.Unwrap(err))
 	}
 	if len(data) > maxFile {
-		return nil, fmt.Errorf("it has more than %d bytes", maxFile)
+		return nil, fmt.Errorf("it exceeds %d bytes", maxFile)
 	}
 	return data, nil
 }
@@ -144,12 +144,11 @@ func (w *fileWorker) UnmarshalYAML(decode func(any) error) error {
 	return decode((*plain)(w))
 }
 
-// parseFile reads the workers from what the file holds. An error says in which line
-// something is wrong.
+// parseFile reads the workers of a file. An error names its line.
 func parseFile(data []byte) (_ []kv.Worker, err error) {
 	defer func() {
 		if p := recover(); p != nil { // of the decoder
-			err = fmt.Errorf("it is no YAML that can be read: %.100q", fmt.Sprint(p))
+			err = fmt.Errorf("it is not valid YAML: %.100q", fmt.Sprint(p))
 		}
 	}()
 	var content struct {
@@ -163,10 +162,10 @@ func parseFile(data []byte) (_ []kv.Worker, err error) {
 		return nil, errors.New(message)
 	}
 	if content.Workers == nil {
-		return nil, errors.New("it has no list under workers: (for none, write workers: [])")
+		return nil, errors.New("the list workers: is missing (for no workers, use workers: [])")
 	}
 	if len(*content.Workers) > maxWorkers {
-		return nil, fmt.Errorf("it has %d workers, at most %d may be", len(*content.Workers), maxWorkers)
+		return nil, fmt.Errorf("it has %d workers, the maximum is %d", len(*content.Workers), maxWorkers)
 	}
 	list, ids := []kv.Worker{}, map[uint64]bool{}
 	for i, entry := range *content.Workers {
@@ -183,7 +182,7 @@ func parseFile(data []byte) (_ []kv.Worker, err error) {
 	return byName(list), nil
 }
 
-// lineOf tells where the entry is.
+// lineOf names the line of an entry.
 func lineOf(data []byte, entry int) string {
 	path, err := yaml.PathString(fmt.Sprintf("$.workers[%d]", entry))
 	if err != nil {
@@ -199,7 +198,7 @@ func lineOf(data []byte, entry int) string {
 // worker checks the entry.
 func (w fileWorker) worker() (kv.Worker, error) {
 	if w.URL == "" {
-		return kv.Worker{}, errors.New("url is missing; give url: http://host:port")
+		return kv.Worker{}, errors.New("url is missing; set url: http://host:port")
 	}
 	base, err := kv.ParseURL(w.URL)
 	if err != nil {
@@ -210,26 +209,26 @@ func (w fileWorker) worker() (kv.Worker, error) {
 			continue
 		}
 		if strings.HasPrefix(end.value, "ipc:") {
-			return kv.Worker{}, fmt.Errorf("%s: ipc endpoints are for --worker only: give one such as tcp://host:5557", end.field)
+			return kv.Worker{}, fmt.Errorf("%s: ipc endpoints are allowed with --worker only: use tcp://host:5557", end.field)
 		}
 		if _, err := kv.ParseEndpoint(end.value); err != nil {
 			return kv.Worker{}, fmt.Errorf("%s: %w", end.field, err)
 		}
 	}
 	if len(w.Name) > maxName {
-		return kv.Worker{}, fmt.Errorf("name has %d bytes, at most %d may be", len(w.Name), maxName)
+		return kv.Worker{}, fmt.Errorf("name has %d bytes, the maximum is %d", len(w.Name), maxName)
 	}
-	told := kv.Worker{
+	found := kv.Worker{
 		ID: idOf(base), Name: cmp.Or(plainName(w.Name), hostPort(base)), URL: base, KVEvents: w.KVEvents, Replay: w.Replay, Load: w.Load, EventsPort: eventsPort,
 		Disagg: kv.Disagg{Role: w.Role, Kind: w.Kind, Bootstrap: w.Bootstrap},
 	}
 	if w.Draining {
-		told.Held = kv.HoldDraining
+		found.Held = kv.HoldDraining
 	}
-	return told, nil
+	return found, nil
 }
 
-// hostPort is a URL without what is the same everywhere, as a name.
+// hostPort is the host and port of a URL as a name.
 func hostPort(base string) string {
 	if u, err := url.Parse(base); err == nil && u.Host != "" {
 		return plainName(u.Host)
@@ -237,7 +236,7 @@ func hostPort(base string) string {
 	return plainName(base)
 }
 
-// baseURL is where the server at an address is.
+// baseURL is the URL of the server at an address.
 func baseURL(host string, port uint16) string {
 	return "http://" + net.JoinHostPort(host, fmt.Sprint(port))
 }

@@ -39,7 +39,7 @@ const namespaceFile = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 // validateKubernetes checks the settings of --discovery kubernetes.
 func (s Settings) validateKubernetes() error {
 	if s.WorkerPort < 1 || s.WorkerPort > 65535 {
-		return fmt.Errorf("--worker-port %d: give 1 to 65535", s.WorkerPort)
+		return fmt.Errorf("--worker-port %d: must be 1 to 65535", s.WorkerPort)
 	}
 	selectors := 0
 	for _, flag := range []struct{ name, value string }{{"--selector", s.Selector}, {"--prefill-selector", s.PrefillSelector}, {"--decode-selector", s.DecodeSelector}} {
@@ -53,9 +53,9 @@ func (s Settings) validateKubernetes() error {
 	}
 	switch {
 	case s.Pool == "" && selectors == 0:
-		return errors.New("--discovery kubernetes: name the Pods of the workers by --pool, or by --selector, --prefill-selector and --decode-selector")
+		return errors.New("--discovery kubernetes: select the workers' Pods by --pool, or by --selector, --prefill-selector and --decode-selector")
 	case s.Pool != "" && selectors > 0:
-		return fmt.Errorf("--pool %s names the workers' Pods already: leave out --selector, --prefill-selector and --decode-selector", s.Pool)
+		return fmt.Errorf("--pool %s selects the workers' Pods already: leave out --selector, --prefill-selector and --decode-selector", s.Pool)
 	}
 	return nil
 }
@@ -102,7 +102,7 @@ func findCluster(namespace, remedy string) (*rest.Config, string, error) {
 	if err == nil && namespace == "" {
 		own, err := os.ReadFile(namespaceFile)
 		if err != nil {
-			return nil, "", fmt.Errorf("the router's own namespace is not known (%w): %s", err, remedy)
+			return nil, "", fmt.Errorf("the router's own namespace is unknown (%w): %s", err, remedy)
 		}
 		namespace = strings.TrimSpace(string(own))
 	}
@@ -297,7 +297,7 @@ func (k *kubeSource) bounded(list, last []kv.Worker) []kv.Worker {
 		return list
 	}
 	if !k.crowded {
-		k.log.Warn("--discovery kubernetes: too many workers: those that came last are left out", "workers", len(list), "most", maxWorkers)
+		k.log.Warn("--discovery kubernetes: too many workers: the latest are not used", "workers", len(list), "most", maxWorkers)
 		k.crowded = true
 	}
 	told := map[uint64]int{}
@@ -322,9 +322,9 @@ func (c *cluster) plainAPI(err error, resource schema.GroupVersionResource) erro
 		}
 		return fmt.Errorf(`no right to list and watch %s in namespace %s: the Role of %s needs the rule {apiGroups: ["%s"], resources: [%[1]s], verbs: [list, watch]}`, resource.Resource, c.namespace, who, resource.Group)
 	case apierrors.IsUnauthorized(err):
-		return errors.New("the API server does not know who asks (401): the token or certificate is not valid there")
+		return errors.New("the API server rejects the credentials (401): the token or certificate is invalid")
 	case apierrors.IsNotFound(err) && resource == poolResource:
-		return errors.New("the cluster knows no InferencePool (inference.networking.k8s.io/v1): install the Gateway API Inference Extension, or give --selector in place of --pool")
+		return errors.New("the cluster has no resource InferencePool (inference.networking.k8s.io/v1): install the Gateway API Inference Extension, or use --selector instead of --pool")
 	case errors.As(err, &unknown):
 		return fmt.Errorf("the API server does not answer: %w", plain(err))
 	case errors.As(err, &broken): // which names this end's port, another at each attempt

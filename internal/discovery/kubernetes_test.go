@@ -49,13 +49,13 @@ func (w *watched) warnings() int { return strings.Count(w.log.String(), "level=W
 
 func TestSettingsOfKubernetesThatMakeNoSense(t *testing.T) {
 	for want, s := range map[string]Settings{
-		"--selector x: it is for --discovery kubernetes":       {Selector: "x", Discovery: "file:x"},
-		"--pool x: it is for --discovery kubernetes":           {Pool: "x"},
-		"--worker-port 8100: it is for --discovery kubernetes": {Discovery: "dns://a:1", WorkerPort: 8100},
-		"name the Pods of the workers by --pool":               {Discovery: kubernetes, WorkerPort: 1},
-		"leave out --selector":                                 {Discovery: kubernetes, WorkerPort: 1, Pool: "p", DecodeSelector: "a=b"},
-		"--prefill-selector a=b=c: ":                           {Discovery: kubernetes, WorkerPort: 1, PrefillSelector: "a=b=c"},
-		"--worker-port 65536: give 1 to 65535":                 {Discovery: kubernetes, WorkerPort: 65536, Pool: "p"},
+		"--selector x: it requires --discovery kubernetes":       {Selector: "x", Discovery: "file:x"},
+		"--pool x: it requires --discovery kubernetes":           {Pool: "x"},
+		"--worker-port 8100: it requires --discovery kubernetes": {Discovery: "dns://a:1", WorkerPort: 8100},
+		"select the workers' Pods by --pool":                     {Discovery: kubernetes, WorkerPort: 1},
+		"leave out --selector":                                   {Discovery: kubernetes, WorkerPort: 1, Pool: "p", DecodeSelector: "a=b"},
+		"--prefill-selector a=b=c: ":                             {Discovery: kubernetes, WorkerPort: 1, PrefillSelector: "a=b=c"},
+		"--worker-port 65536: must be 1 to 65535":                {Discovery: kubernetes, WorkerPort: 65536, Pool: "p"},
 	} {
 		if err := s.Validate(); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%+v: %v", s, err)
@@ -102,7 +102,7 @@ func TestWorkersOfAPod(t *testing.T) {
 		"no active port":          {pod: kubetest.Pod{Annotations: marks(annotationActive, "9998,9999")}, ports: []uint16{8000, 8001}, want: "", problem: `none of "9998,9999" is a port of the pool`},
 		"active ports, as before": {pod: kubetest.Pod{Annotations: marks(annotationActiveLegacy, "8000")}, ports: []uint16{8000, 8001}, want: "p-rank-0=10.0.0.1:8000"},
 		"active ports, no pool":   {pod: kubetest.Pod{Annotations: marks(annotationActive, "7000")}, want: "p=10.0.0.1:7000"},
-		"ports that are none":     {pod: kubetest.Pod{Annotations: marks(annotationActive, "8000,0")}, want: "p=10.0.0.1:8000", problem: `annotation llm-d.ai/active-ports: "0" is no port`},
+		"ports that are none":     {pod: kubetest.Pod{Annotations: marks(annotationActive, "8000,0")}, want: "p=10.0.0.1:8000", problem: `annotation llm-d.ai/active-ports: "0" is not a port`},
 	} {
 		t.Run(name, func(t *testing.T) {
 			test.pod.UID = "u"
@@ -241,7 +241,7 @@ func TestAPoolNamesPodsAndPorts(t *testing.T) {
 	s.Pool("pool", map[string]any{"app": "vllm"})
 	w.says("InferencePool pool has no spec.targetPorts")
 	s.Pool("pool", map[string]any{"app": "vllm"}, 70000)
-	w.says("InferencePool pool has a target port that is none: \\\"70000\\\"")
+	w.says("InferencePool pool has an invalid target port: \\\"70000\\\"")
 	if w.count() != 0 {
 		t.Errorf("%d lists before anything is known", w.count())
 	}
@@ -320,11 +320,11 @@ func TestWhileTheAPIServerIsAwayAllStaysAsItWas(t *testing.T) {
 	w.wants("a=10.0.0.1:8000")
 	s.Stop()
 	w.says("the API server does not answer: connect: connection refused")
-	w.says("the workers stay as they were")
+	w.says("the workers are kept")
 	s.Pod("b", kubetest.Pod{UID: "b", IP: "10.0.0.2"})
 	s.Start()
 	w.wants("a=10.0.0.1:8000; b=10.0.0.2:8000")
-	w.says("the API server answers again")
+	w.says("the API server is reachable again")
 	s.Refuse("watch pods", 500)
 	s.Refuse("list pods", 500)
 	s.EndWatches()
@@ -348,8 +348,8 @@ func TestMissingRightsAreNamedWithTheRuleThatGivesThem(t *testing.T) {
 	}{
 		"watch pods": {"watch pods", 403, []string{"no right to list and watch pods in namespace ns: the Role of system:serviceaccount:ns:router needs the rule " + podRule}},
 		"pools":      {"watch inferencepools", 403, []string{"no right to list and watch inferencepools in namespace ns", poolRule}},
-		"no token":   {"watch pods", 401, []string{"does not know who asks (401)"}},
-		"no pools":   {"watch inferencepools", 404, []string{"the cluster knows no InferencePool", "--selector"}},
+		"no token":   {"watch pods", 401, []string{"rejects the credentials (401)"}},
+		"no pools":   {"watch inferencepools", 404, []string{"the cluster has no resource InferencePool", "--selector"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := kubetest.New(t)
@@ -370,7 +370,7 @@ func TestMissingRightsAreNamedWithTheRuleThatGivesThem(t *testing.T) {
 			s.Refuse(test.refused, 0) // the Role is mended
 			s.Refuse(list, 0)
 			w.wants("a=10.0.0.1:8000")
-			w.says("the API server answers again")
+			w.says("the API server is reachable again")
 		})
 	}
 }

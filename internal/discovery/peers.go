@@ -147,7 +147,7 @@ func (p *Peers) followSlices(ctx context.Context, use func(addresses []string)) 
 		all, portless := peersOf(slice.all)
 		p.kube.mu.Unlock()
 		if portless {
-			missing.is(fmt.Errorf("the Service has no port %s", p.port), "no router is known by it")
+			missing.is(fmt.Errorf("the Service has no port %s", p.port), "it yields no routers")
 		} else if known {
 			missing.over()
 		}
@@ -174,7 +174,7 @@ func boundPeers(all, told []string, crowded *bool, what string, log *slog.Logger
 		return all
 	}
 	if !*crowded {
-		log.Warn(what+": too many routers: those that came last are left out", "routers", len(all), "most", maxPeers)
+		log.Warn(what+": too many routers: the latest are not used", "routers", len(all), "most", maxPeers)
 		*crowded = true
 	}
 	slices.SortStableFunc(all, func(a, b string) int {

@@ -122,13 +122,13 @@ func TestPeersOfAName(t *testing.T) {
 	all := "10.0.0.1:7100 10.0.0.2:7100 [fd00::1]:7100"
 	told.wants(all)
 	s.set(func() { s.failing["routers.ns.test"] = true })
-	told.says("the routers stay as they were")
+	told.says("the routers are kept")
 	s.answers(t, 8)
 	told.wants(all)
 	s.set(func() {
 		s.failing["routers.ns.test"], s.addresses["routers.ns.test"] = false, []string{"10.0.0.1", "10.0.0.3"}
 	})
-	told.says("known again")
+	told.says("recovered")
 	told.wants(all, "10.0.0.1:7100 10.0.0.2:7100 10.0.0.3:7100 [fd00::1]:7100", "10.0.0.1:7100 10.0.0.3:7100")
 }
 
@@ -170,13 +170,13 @@ func TestPeersStayWhileTheAPIServerIsAway(t *testing.T) {
 	told := peersOfService(t, s, "service://routers:7100")
 	told.wants("10.0.0.1:7100")
 	s.Stop()
-	told.says("the API server does not answer: connect: connection refused; the routers stay as they were")
+	told.says("the API server does not answer: connect: connection refused; the routers are kept")
 	s.Slice("routers-a", "routers", "replica", 7100, "10.0.0.1", "10.0.0.2")
 	s.Forget() // 410 Gone
 	told.wants("10.0.0.1:7100")
 	s.Start()
 	told.wants("10.0.0.1:7100", "10.0.0.1:7100 10.0.0.2:7100")
-	told.says("the API server answers again")
+	told.says("the API server is reachable again")
 	s.Refuse("watch endpointslices", 403)
 	s.Refuse("list endpointslices", 403)
 	s.EndWatches()
@@ -194,7 +194,7 @@ func TestAServiceWithoutThePortIsTold(t *testing.T) {
 	told.says("the Service has no port replica")
 	s.Slice("routers-a", "routers", "replica", 7200, "10.0.0.1")
 	told.wants("", "10.0.0.1:7200")
-	told.says("known again")
+	told.says("recovered")
 }
 
 func TestOfTooManyPeersThoseToldBeforeStay(t *testing.T) {

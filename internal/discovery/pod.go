@@ -91,7 +91,7 @@ func (p pod) workers(as *kv.Role, ports []uint16, pool bool) (list []kv.Worker, 
 	if p.bootstrap != "" {
 		port, err := strconv.ParseUint(p.bootstrap, 10, 16)
 		if err != nil || port == 0 {
-			problem = fmt.Sprintf("annotation %s: %.40q is no port", annotationBootstrap, p.bootstrap)
+			problem = fmt.Sprintf("annotation %s: %.40q is not a port", annotationBootstrap, p.bootstrap)
 		} else if role != kv.RoleDecode {
 			part.Bootstrap = kv.Bootstrap{Host: p.address, Port: uint16(port)}
 		}
@@ -159,7 +159,7 @@ func portsOf(list string) (ports []uint16, err error) {
 	for text := range strings.SplitSeq(list, ",") {
 		port, err := strconv.ParseUint(strings.TrimSpace(text), 10, 16)
 		if err != nil || port == 0 {
-			return nil, fmt.Errorf("%.40q is no port", text)
+			return nil, fmt.Errorf("%.40q is not a port", text)
 		}
 		if slices.Contains(ports, uint16(port)) {
 			continue
@@ -188,7 +188,7 @@ func poolOf(u *unstructured.Unstructured) (p pool, err error) {
 		t, _ := target.(map[string]any)
 		number, _ := t["number"].(int64)
 		if number < 1 || number > 65535 || len(p.ports) == maxPorts {
-			return p, fmt.Errorf("InferencePool %s has a target port that is none: %.40q", u.GetName(), fmt.Sprint(t["number"]))
+			return p, fmt.Errorf("InferencePool %s has an invalid target port: %.40q", u.GetName(), fmt.Sprint(t["number"]))
 		}
 		p.ports = append(p.ports, uint16(number))
 	}

@@ -70,7 +70,7 @@ func (h *apiHealth) heard(ctx context.Context, verb string, options metav1.ListO
 			clear(h.now)
 		}
 		if before > 0 && len(h.now) == 0 {
-			h.c.log.Info(h.c.what+": the API server answers again", "resource", h.resource.Resource)
+			h.c.log.Info(h.c.what+": the API server is reachable again", "resource", h.resource.Resource)
 		}
 	case errors.Is(context.Cause(ctx), context.Canceled): // nobody asks any more
 	case apierrors.IsResourceExpired(err), apierrors.IsGone(err): // all is listed anew
@@ -108,7 +108,7 @@ func (s *store[T]) change(change func()) error {
 func (s *store[T]) Add(object any) error {
 	u, is := object.(*unstructured.Unstructured)
 	if !is {
-		return fmt.Errorf("%T is no object of the API", object)
+		return fmt.Errorf("%T is not an API object", object)
 	}
 	return s.change(func() {
 		if s.all == nil {
@@ -125,7 +125,7 @@ func (s *store[T]) Update(object any) error { return s.Add(object) }
 func (s *store[T]) Delete(object any) error {
 	u, is := object.(*unstructured.Unstructured)
 	if !is {
-		return fmt.Errorf("%T is no object of the API", object)
+		return fmt.Errorf("%T is not an API object", object)
 	}
 	return s.change(func() { delete(s.all, u.GetNamespace()+"/"+u.GetName()) })
 }

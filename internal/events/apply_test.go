@@ -97,7 +97,7 @@ func TestEventStreamGoesOnWhereAReplayGoesInCircles(t *testing.T) {
 	f.Reaches(t, map[string]uint64{"replay_failures": 1})
 	p.Batch(false, testkit.StoredEvent(2, 0, 1))
 	f.Holds(t, 2, 1, 1)
-	if log := f.Log.String(); !strings.Contains(log, "goes from batch 0 back to 0") {
+	if log := f.Log.String(); !strings.Contains(log, "goes back from batch 0 to 0") {
 		t.Errorf("log:\n%s", log)
 	}
 }
@@ -115,7 +115,7 @@ func TestEventStreamGivesUpAReplayThatDoesNotEnd(t *testing.T) {
 	p.Batch(false, testkit.StoredEvent(201, 0, 1))
 	f.Holds(t, 201, 1, 1)
 	f.Has(t, map[string]uint64{"replays": 1, "cold": 1})
-	if log := f.Log.String(); strings.Count(log, "does not end, not asking for it again") != 1 {
+	if log := f.Log.String(); strings.Count(log, "does not end: replay is disabled for it") != 1 {
 		t.Errorf("log:\n%s", log)
 	}
 }

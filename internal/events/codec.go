@@ -100,10 +100,10 @@ func (d *batchDecoder) start(payload []byte) (ts float64, err error) {
 		return 0, fmt.Errorf("event batch: %w", err)
 	}
 	if n < 2 {
-		return 0, fmt.Errorf("event batch has %d fields, want a time stamp and a list of events", n)
+		return 0, fmt.Errorf("event batch has %d fields, want a timestamp and a list of events", n)
 	}
 	if ts, err = d.dec.DecodeFloat64(); err != nil {
-		return 0, fmt.Errorf("event batch: time stamp: %w", err)
+		return 0, fmt.Errorf("event batch: timestamp: %w", err)
 	}
 	if d.left, err = d.arrayLen(); err != nil {
 		return 0, fmt.Errorf("event batch: list of events: %w", err)

@@ -288,7 +288,7 @@ func (r *dumpReader) partition(of Partition) error {
 				return err
 			}
 			if size != r.blockSize {
-				r.log.Warn("left out a part of the peer's index: its block size is another; start both with the same --block-size",
+				r.log.Warn("part of the peer's index is not used: its block size differs; start both with the same --block-size",
 					"part", of.String(), "peer_block_size", size, "block_size", r.blockSize)
 			}
 			return nil
@@ -319,7 +319,7 @@ func (r *dumpReader) events(of Partition, wanted bool) error {
 		}
 		key := kv.WorkerKey{Worker: e.WorkerID, Rank: e.Event.DPRank}
 		if r.ranks[key] = true; len(r.ranks) > maxDumpRanks {
-			return fmt.Errorf("it tells of more than %d workers and ranks", maxDumpRanks)
+			return fmt.Errorf("it names more than %d workers and ranks", maxDumpRanks)
 		}
 		r.found.Partition[e.WorkerID] = of
 		if !strings.EqualFold(e.StorageTier, dumpTier) && e.StorageTier != "" || !stored.placed() {

@@ -113,7 +113,7 @@ func readAnswer(in io.Reader) (answer Answer, err error) {
 				size += len(e.Data.Stored.Blocks)
 			}
 			if size > peerAnswerSize {
-				return fmt.Errorf("it tells of more than %d blocks", peerAnswerSize)
+				return fmt.Errorf("it names more than %d blocks", peerAnswerSize)
 			}
 			answer.Events = append(answer.Events, e)
 		}
@@ -157,7 +157,7 @@ func (s *Stream) askPeers(ctx context.Context, seq, sum uint64) (ok bool) {
 				s.warnOnce("peer "+peer, "another router follows another worker under this id", "peer", peer)
 			case !answer.Complete: // what it lacks, it would lack here
 			case s.take(answer):
-				s.log.Info("took missed KV events over from another router", "peer", peer, "kind", answer.Kind, "events", len(answer.Events))
+				s.log.Info("recovered missed KV events from another router", "peer", peer, "kind", answer.Kind, "events", len(answer.Events))
 				return true
 			default:
 				s.forget("another router's events do not fit")

@@ -110,7 +110,7 @@ func OpenRecording(settings Settings, index radix.Index, log *slog.Logger) (radi
 		return nil, nil, fmt.Errorf("--record-events: %w", err)
 	}
 	if torn > 0 {
-		log.Warn("the last line of the record of KV events was torn and is cut off", "file", name, "bytes", torn)
+		log.Warn("removed the incomplete last line of the KV event record", "file", name, "bytes", torn)
 	}
 	r := &Recording{Index: index, lines: jsonlines.New(file, recordingQueue, "the record of KV events", log), log: log, next: map[kv.WorkerKey]uint64{}}
 	r.lines.Limit(settings.RecordEventsMaxBytes)
@@ -141,7 +141,7 @@ func checkRecording(name string) error {
 		case err != nil && !json.Valid(text) && jsonlines.Begins(text, recordingStart): // torn
 			return nil
 		}
-		return fmt.Errorf("%s: the file holds something else than KV events; give another name", name)
+		return fmt.Errorf("%s: the file contains other data than KV events; use another name", name)
 	})
 	if errors.Is(err, errRecording) {
 		err = nil
@@ -242,6 +242,6 @@ func (r *Recording) Close() {
 	select {
 	case <-closed:
 	case <-time.After(recordingEnd):
-		r.log.Warn("the disk takes too long: the end of the record of KV events may be missing", "waited", recordingEnd)
+		r.log.Warn("the disk is too slow: the end of the KV event record may be missing", "waited", recordingEnd)
 	}
 }

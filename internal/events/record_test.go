@@ -210,7 +210,7 @@ func TestARecordingLeavesOtherFilesAlone(t *testing.T) {
 	for _, before := range []string{"dear diary", `{"timestamp":1,"input_length":5}` + "\n", `{"a":1}`, `{"event":{"name":"login"}}` + "\n"} {
 		file := filepath.Join(t.TempDir(), "notes.txt")
 		testkit.WriteFile(t, file, before)
-		if _, _, err := OpenRecording(Settings{RecordEvents: file}, radix.NewTree(), slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), "notes.txt: the file holds something else") {
+		if _, _, err := OpenRecording(Settings{RecordEvents: file}, radix.NewTree(), slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), "notes.txt: the file contains other data") {
 			t.Errorf("%q: error %v", before, err)
 		}
 		if text, _ := os.ReadFile(file); string(text) != before {
@@ -257,7 +257,7 @@ func TestAFileWithoutEventsIsAnError(t *testing.T) {
 	for _, text := range []string{"", "\n\n", "dear diary\n", `{"timestamp":1}` + "\n"} {
 		file := filepath.Join(t.TempDir(), "x")
 		testkit.WriteFile(t, file, text)
-		if err := (&ReplayCommand{File: file}).Run(64, new(bytes.Buffer)); err == nil || !strings.Contains(err.Error(), "holds no KV events") {
+		if err := (&ReplayCommand{File: file}).Run(64, new(bytes.Buffer)); err == nil || !strings.Contains(err.Error(), "contains no KV events") {
 			t.Errorf("%q: %v", text, err)
 		}
 	}

@@ -31,16 +31,16 @@ const (
 // came of it.
 type ReplayCommand struct {
 	File         string        `arg:"" help:"File of --record-events, or of Dynamo's KvRecorder."`
-	MaxCount     int           `group:"Replay of KV events" placeholder:"N" help:"Stop after so many events. Default: all."`
-	MaxTime      time.Duration `group:"Replay of KV events" placeholder:"DURATION" help:"Stop at the first event that was recorded later than this after its recording began. Default: never."`
-	MaxErrors    int           `group:"Replay of KV events" default:"20" help:"Lines with something wrong that are listed; all are counted."`
-	PromptTokens []uint32      `group:"Replay of KV events" placeholder:"ID" help:"Token ids of a prompt, separated by commas: tell how much of it each worker holds at the end. They are hashed in blocks of --block-size."`
+	MaxCount     int           `group:"Replay of KV events" placeholder:"N" help:"Maximum number of events to replay. Default: all."`
+	MaxTime      time.Duration `group:"Replay of KV events" placeholder:"DURATION" help:"Stop at the first event recorded more than this after the start of the recording. Default: never."`
+	MaxErrors    int           `group:"Replay of KV events" default:"20" help:"Maximum number of invalid lines to list; all are counted."`
+	PromptTokens []uint32      `group:"Replay of KV events" placeholder:"ID" help:"Token ids of a prompt, separated by commas: print how much of it each worker has cached at the end. They are hashed in blocks of --block-size."`
 }
 
 // Validate checks the settings.
 func (c *ReplayCommand) Validate() error {
 	if c.MaxCount < 0 || c.MaxTime < 0 || c.MaxErrors < 0 {
-		return errors.New("--max-count, --max-time and --max-errors cannot be negative")
+		return errors.New("--max-count, --max-time and --max-errors must not be negative")
 	}
 	return nil
 }
@@ -49,7 +49,7 @@ func (c *ReplayCommand) Validate() error {
 // tokens. An error says that the file cannot be read to its end, or has no events.
 func (c *ReplayCommand) Run(blockSize int, out io.Writer) error {
 	if blockSize < 1 {
-		return errors.New("--block-size must be more than 0")
+		return errors.New("--block-size must be greater than 0")
 	}
 	file, err := os.Open(c.File)
 	if err != nil {
@@ -62,7 +62,7 @@ func (c *ReplayCommand) Run(blockSize int, out io.Writer) error {
 		r.print(out, c.File, index)
 		c.printPrompt(out, index, blockSize)
 	} else if err == nil {
-		err = errors.New("it holds no KV events: give a file of --record-events or of Dynamo's KvRecorder")
+		err = errors.New("it contains no KV events: use a file of --record-events or of Dynamo's KvRecorder")
 	}
 	if err != nil {
 		return fmt.Errorf("%s: %w", c.File, err)
@@ -82,9 +82,9 @@ func (c *ReplayCommand) Replay(in io.Reader, index radix.Index) (*Replayed, erro
 		err := json.Unmarshal(text, &line)
 		switch {
 		case err != nil && !whole:
-			err = errors.New("it is torn")
+			err = errors.New("it is incomplete")
 		case err == nil && (line.Event == nil || line.Event.Event.Data == recordedData{}):
-			err = errors.New("it is no event")
+			err = errors.New("it is not an event")
 		case err == nil && c.MaxTime > 0 && line.Timestamp > uint64(c.MaxTime.Milliseconds()):
 			return errReplayed
 		}
@@ -155,7 +155,7 @@ func (r *Replayed) apply(number int, line *recordedLine) error {
 	rank := r.ranks[key]
 	if rank == nil {
 		if len(r.ranks) >= maxDumpRanks {
-			return fmt.Errorf("line %d: it tells of more than %d workers and ranks", number, maxDumpRanks)
+			return fmt.Errorf("line %d: it names more than %d workers and ranks", number, maxDumpRanks)
 		}
 		rank = new(replayedRank)
 		r.ranks[key] = rank
@@ -175,7 +175,7 @@ func (r *Replayed) apply(number int, line *recordedLine) error {
 	r.held -= rank.held
 	rank.held = r.index.Blocks(key)
 	if r.held += rank.held; r.held > maxRecordedBlocks {
-		return fmt.Errorf("line %d: more than %d blocks would be held", number, maxRecordedBlocks)
+		return fmt.Errorf("line %d: the workers have more than %d blocks", number, maxRecordedBlocks)
 	}
 	return nil
 }

@@ -35,10 +35,10 @@ const ReplayEnd = ^uint64(0)
 
 // Reasons why a replay did not bring the stream up to date.
 var (
-	errRestarted  = errors.New("publisher is a new one")
-	errReplayHole = errors.New("replay has a hole")
-	errStalled    = errors.New("connection carries nothing")
-	errEndless    = errors.New("replay does not end")
+	errRestarted  = errors.New("the publisher has restarted")
+	errReplayHole = errors.New("the replay has a gap")
+	errStalled    = errors.New("the connection delivers no messages")
+	errEndless    = errors.New("the replay does not end")
 )
 
 // catchUp brings the index up to what has been published so far. After an
@@ -75,7 +75,7 @@ func (s *Stream) catchUp(ctx context.Context) error {
 		s.resync, s.retryAt = true, time.Now().Add(s.Timing.retryPause(s.failures))
 		s.failures++
 		if errors.Is(err, errEndless) { // the live events have waited for long enough
-			s.log.Warn("replay of the worker's KV events does not end, not asking for it again", "replay", s.replayAt, "after", s.Timing.ReplayWhole)
+			s.log.Warn("the replay of the worker's KV events does not end: replay is disabled for it", "replay", s.replayAt, "after", s.Timing.ReplayWhole)
 			s.replayAt = ""
 		}
 		s.warnOnce("replay", "cannot replay the worker's KV events", "replay", s.replayAt, "error", err)
@@ -138,7 +138,7 @@ func (s *Stream) replay(ctx context.Context, fromStart bool, until time.Time) er
 		case first && seq < from:
 			return fmt.Errorf("replay from %s begins at %d, asked for %d", s.replayAt, seq, from)
 		case !first && seq <= previous:
-			return fmt.Errorf("replay from %s goes from batch %d back to %d", s.replayAt, previous, seq)
+			return fmt.Errorf("replay from %s goes back from batch %d to %d", s.replayAt, previous, seq)
 		case first && verify && seq == from:
 			if xxh3.Hash(payload) != s.sum {
 				return errRestarted

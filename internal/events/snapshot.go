@@ -29,27 +29,27 @@ import (
 
 // Settings are the flags of a Snapshot and of a Recording.
 type Settings struct {
-	IndexSnapshot         string        `group:"Routing" placeholder:"FILE" help:"Keep the index of KV events in FILE, and start from it: each worker whose replay proves that it is still the same goes on where the file ends, the others start empty. One file for each router."`
-	IndexSnapshotInterval time.Duration `group:"Routing" default:"30s" help:"Longest time between two writes of --index-snapshot, while anything changes. It is written earlier where a worker has published a quarter of what its replay buffer holds."`
+	IndexSnapshot         string        `group:"Routing" placeholder:"FILE" help:"Save the index of KV events to FILE, and restore it at the start: a worker whose replay proves that it is still the same process resumes where the file ends; the others start empty. Each router needs its own file."`
+	IndexSnapshotInterval time.Duration `group:"Routing" default:"30s" help:"Maximum time between two writes of --index-snapshot while the index changes. It is written earlier if a worker has published a quarter of its replay buffer."`
 
-	RecordEvents         string `group:"Routing" placeholder:"FILE" help:"Append what KV events change in the index to FILE, in the form of Dynamo's recorder, one line of JSON for each change, for 'kvrouter replay-events'."`
-	RecordEventsMaxBytes int64  `group:"Routing" default:"1073741824" help:"Size of the file of --record-events at which nothing more is recorded, bytes."`
+	RecordEvents         string `group:"Routing" placeholder:"FILE" help:"Append the changes that KV events make to the index to FILE, one JSON line each, in the format of Dynamo's recorder, for 'kvrouter replay-events'."`
+	RecordEventsMaxBytes int64  `group:"Routing" default:"1073741824" help:"Maximum size of the file of --record-events, bytes; recording stops there."`
 }
 
 // Validate checks the settings. follows tells whether KV events are followed.
 func (s Settings) Validate(follows bool) error {
 	switch {
 	case s.RecordEvents != "" && !follows:
-		return errors.New("--record-events: no KV events are followed with --no-kv-events or a policy that does not look at caches; leave one of them out")
+		return errors.New("--record-events: KV events are off with --no-kv-events or a policy that ignores caches; leave one of them out")
 	case s.RecordEventsMaxBytes < 1:
-		return fmt.Errorf("--record-events-max-bytes %d: give at least 1", s.RecordEventsMaxBytes)
+		return fmt.Errorf("--record-events-max-bytes %d: must be at least 1", s.RecordEventsMaxBytes)
 	case s.IndexSnapshotInterval < minSnapshotInterval:
-		return fmt.Errorf("--index-snapshot-interval %v: give at least %v", s.IndexSnapshotInterval, minSnapshotInterval)
+		return fmt.Errorf("--index-snapshot-interval %v: must be at least %v", s.IndexSnapshotInterval, minSnapshotInterval)
 	case s.IndexSnapshot == "":
 		return nil
 	}
 	if info, err := os.Stat(filepath.Dir(s.IndexSnapshot)); err != nil || !info.IsDir() {
-		return fmt.Errorf("--index-snapshot %s: there is no folder %s: create it", s.IndexSnapshot, filepath.Dir(s.IndexSnapshot))
+		return fmt.Errorf("--index-snapshot %s: the folder %s does not exist: create it", s.IndexSnapshot, filepath.Dir(s.IndexSnapshot))
 	}
 	return nil
 }
@@ -124,7 +124,7 @@ func OpenSnapshot(settings Settings, blockSize int, log *slog.Logger) *Snapshot 
 	for _, rank := range s.ranks {
 		blocks += rank.blocks
 	}
-	s.log.Info("read the index snapshot; workers must prove that they are still the same", "ranks", len(s.ranks), "blocks", blocks)
+	s.log.Info("read the index snapshot; it is used for workers that prove to be the same process", "ranks", len(s.ranks), "blocks", blocks)
 	return s
 }
 
@@ -143,7 +143,7 @@ func (s *Snapshot) Resume(stream *Stream) {
 	}
 	if rank.endpoint != stream.Src.Endpoint || rank.topic != stream.Src.Topic {
 		rank.settled.Store(true)
-		stream.log.Info("left out the worker's blocks of --index-snapshot: its KV events came from elsewhere", "from", rank.endpoint)
+		stream.log.Info("the worker's blocks of --index-snapshot are not used: its KV event endpoint has changed", "from", rank.endpoint)
 		return
 	}
 	stream.saved, stream.sure = rank, true
@@ -171,7 +171,7 @@ func (s *Stream) restore() {
 	s.stats.LastSeq.Store(rank.at.next - 1)
 	s.history.reach(rank.at) // before the file's copy is forgotten: the next file has one of the two
 	s.settle()
-	s.log.Info("goes on from the worker's blocks of --index-snapshot", "batch", rank.at.next-1, "blocks", s.index.Blocks(s.Src.Worker))
+	s.log.Info("restored the worker's blocks from --index-snapshot", "batch", rank.at.next-1, "blocks", s.index.Blocks(s.Src.Worker))
 }
 
 // settle ends the wait for a proof of the snapshot's blocks.
@@ -204,7 +204,7 @@ func (s *Snapshot) Run(ctx context.Context, streams func() []*Stream) {
 		cancel()
 		if err != nil {
 			s.rest = s.settings.IndexSnapshotInterval // not the same failure again and again
-			s.log.Warn("cannot write --index-snapshot: the file stays as it was", "error", err)
+			s.log.Warn("cannot write --index-snapshot: the file is unchanged", "error", err)
 		}
 	}
 }

@@ -167,19 +167,19 @@ func TestBadSnapshotsAreLeftOutWithOneLine(t *testing.T) {
 		blockSize  int
 		kept       bool // the file is not ours to write
 	}{
-		"empty":               {"", "it is broken", testkit.BlockSize, false},
-		"somebody else's":     {"worker: 1\n", "it is no index snapshot", testkit.BlockSize, true},
+		"empty":               {"", "it is corrupt", testkit.BlockSize, false},
+		"somebody else's":     {"worker: 1\n", "it is not an index snapshot", testkit.BlockSize, true},
 		"a byte changed":      {flipped(len(good) / 2), "checksum", testkit.BlockSize, false},
 		"checksum changed":    {flipped(len(good) - 1), "checksum", testkit.BlockSize, false},
 		"cut":                 {good[:len(good)-20], "checksum", testkit.BlockSize, false},
-		"head only":           {good[:head], "it is broken", testkit.BlockSize, false},
+		"head only":           {good[:head], "it is corrupt", testkit.BlockSize, false},
 		"more behind it":      {good + "x", "checksum", testkit.BlockSize, false},
-		"another version":     {strings.Replace(good, "snapshot 1", "snapshot 9", 1), "another version", testkit.BlockSize, false},
+		"its version is not":     {strings.Replace(good, "snapshot 1", "snapshot 9", 1), "its version is not", testkit.BlockSize, false},
 		"another block size":  {good, "its block size is", testkit.BlockSize * 2, false},
-		"cut and sealed":      {sealed(body[:len(body)-20]), "it is broken", testkit.BlockSize, false},
-		"a rank twice":        {sealed(body[:head] + rank + rank + "\x00"), "it is broken", testkit.BlockSize, false},
-		"no end":              {sealed(body[:len(body)-1]), "it is broken", testkit.BlockSize, false},
-		"more than its ranks": {sealed(body + "\x00"), "it is broken", testkit.BlockSize, false},
+		"cut and sealed":      {sealed(body[:len(body)-20]), "it is corrupt", testkit.BlockSize, false},
+		"a rank twice":        {sealed(body[:head] + rank + rank + "\x00"), "it is corrupt", testkit.BlockSize, false},
+		"no end":              {sealed(body[:len(body)-1]), "it is corrupt", testkit.BlockSize, false},
+		"more than its ranks": {sealed(body + "\x00"), "it is corrupt", testkit.BlockSize, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			file := filepath.Join(t.TempDir(), "index")

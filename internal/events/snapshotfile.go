@@ -30,8 +30,8 @@ const (
 
 // Reasons why a file is no snapshot to start from.
 var (
-	errNoSnapshot     = errors.New("it is no index snapshot and stays as it is: name another file")
-	errBrokenSnapshot = errors.New("it is broken")
+	errNoSnapshot     = errors.New("it is not an index snapshot, and left unchanged: use another file")
+	errBrokenSnapshot = errors.New("it is corrupt")
 )
 
 func readSnapshotFile(name string) ([]byte, error) {
@@ -42,7 +42,7 @@ func readSnapshotFile(name string) ([]byte, error) {
 	case !info.Mode().IsRegular():
 		return nil, errNoSnapshot
 	case info.Size() > maxSnapshotBytes:
-		return nil, fmt.Errorf("it has %d bytes, more than the %d that are read", info.Size(), maxSnapshotBytes)
+		return nil, fmt.Errorf("it has %d bytes, more than the maximum of %d", info.Size(), maxSnapshotBytes)
 	}
 	return os.ReadFile(name)
 }
@@ -58,7 +58,7 @@ type snapshotWriter struct {
 
 func (w *snapshotWriter) write(data []byte) {
 	if w.size += len(data); w.size+snapshotTail > maxSnapshotBytes && w.err == nil {
-		w.err = fmt.Errorf("the index is larger than the %d bytes that a snapshot may have", maxSnapshotBytes)
+		w.err = fmt.Errorf("the index exceeds the maximum of %d bytes of a snapshot", maxSnapshotBytes)
 	}
 	if w.err == nil {
 		_, _ = w.sum.Write(data) // never fails
@@ -232,7 +232,7 @@ func parseSnapshot(data []byte, blockSize int) (map[kv.WorkerKey]*savedRank, err
 	case !strings.HasPrefix(head, snapshotName):
 		return nil, errNoSnapshot
 	case head != snapshotMagic:
-		return nil, fmt.Errorf("it has another version than %q, the one that this program reads", strings.TrimSpace(snapshotMagic))
+		return nil, fmt.Errorf("its version is not %q, the one that this program reads", strings.TrimSpace(snapshotMagic))
 	case len(data) < len(snapshotMagic)+4+snapshotTail:
 		return nil, errBrokenSnapshot
 	}

@@ -1,4 +1,4 @@
-// Package events follows the KV-cache events of workers and keeps an index in step
+// Package events subscribes to the KV-cache events of workers and keeps an index in step
 // with them.
 //
 // A Stream reads one worker rank. It applies every batch once and in order, fetches
@@ -162,8 +162,8 @@ func (s *Stream) Stats() *Stats { return &s.stats }
 // nothing missing. Call it after Run.
 func (s *Stream) Close() { s.history.cleared() }
 
-// SetCapacity tells how many blocks the rank's cache holds; 0: not known. A rank
-// that would hold far more in the index is cleared. It may be called at any time.
+// SetCapacity sets how many blocks the rank's cache holds; 0: unknown. A rank that has
+// far more in the index is cleared. It may be called at any time.
 func (s *Stream) SetCapacity(blocks int) { s.capacity.Store(int64(blocks)) }
 
 // Run follows the events until ctx ends, connecting again whenever the
@@ -263,7 +263,7 @@ func (s *Stream) follow(ctx context.Context, conn *zmq.Conn) error {
 		level, heard = 1, now
 		seq, payload, err := BatchFrames(frames)
 		if err == nil && seq == ReplayEnd {
-			err = errors.New("its number is the one that ends a replay")
+			err = errors.New("its number is reserved for the end of a replay")
 		}
 		if err != nil {
 			// Its number is lost with it: the next batch shows the gap.
@@ -309,7 +309,7 @@ func (s *Stream) receive(ctx context.Context, seq uint64, payload []byte) error 
 		} else if seq > s.next {
 			// vLLM buffers a batch before it answers the next replay.
 			why = "missed events were not in the replay"
-			s.log.Warn("replay endpoint keeps no history, not asking it again", "replay", s.replayAt)
+			s.log.Warn("the replay endpoint keeps no history: replay is disabled for it", "replay", s.replayAt)
 			s.replayAt = ""
 		}
 		if why != "" && !s.askPeers(ctx, seq, sum) {
@@ -339,14 +339,14 @@ func (s *Stream) checkQuiet(ctx context.Context, settled bool) error {
 		return nil
 	}
 	if s.live < s.owed {
-		return fmt.Errorf("%w: batch %d was published and did not arrive", errStalled, s.owed-1)
+		return fmt.Errorf("%w: batch %d was published but did not arrive", errStalled, s.owed-1)
 	}
 	before, restarts := s.next, s.stats.Restarts.Load()
 	if err := s.catchUp(ctx); err != nil {
-		return fmt.Errorf("check of a quiet connection: %w", err)
+		return fmt.Errorf("checking a quiet connection: %w", err)
 	}
 	if s.stats.Restarts.Load() != restarts {
-		return fmt.Errorf("%w: it belongs to a publisher that is gone", errStalled)
+		return fmt.Errorf("%w: its publisher is gone", errStalled)
 	}
 	if settled && s.next != before {
 		s.owed = s.next
@@ -372,7 +372,7 @@ func (s *Stream) position() position {
 	return position{next: s.next, sum: s.sum, group: s.group, groupKnown: s.groupKnown}
 }
 
-// restarted notes that the publisher is a new one: nothing of the old holds.
+// restarted notes that the the publisher has restarted: nothing of the old holds.
 func (s *Stream) restarted() {
 	s.stats.Restarts.Add(1)
 	s.forget("its KV-event publisher has restarted")

@@ -27,7 +27,7 @@ func (f Flags) Name(arg string) string {
 	return long
 }
 
-// Has tells whether the user gave one of the flags.
+// Has reports whether the user set one of the flags.
 func (f Flags) Has(args []string, names ...string) bool {
 	return slices.ContainsFunc(args, func(arg string) bool {
 		name := f.Name(arg)

@@ -34,7 +34,7 @@ type Launcher struct {
 // could be started.
 func NewLauncher(engine Engine, settings Settings, log *slog.Logger) (*Launcher, error) {
 	if _, err := exec.LookPath(settings.Python); err != nil {
-		return nil, fmt.Errorf("--python %s cannot be run (%w); run `%s`, or give a Python that has %s", settings.Python, errors.Unwrap(err), engine.Setup, engine.Signs.Engine)
+		return nil, fmt.Errorf("--python %s cannot be run (%w); run `%s`, or use a Python that has %s", settings.Python, errors.Unwrap(err), engine.Setup, engine.Signs.Engine)
 	}
 	if err := engine.CheckPython(settings); err != nil {
 		return nil, err
@@ -71,7 +71,7 @@ func (l *Launcher) Start(i int, line func(stream, text string)) (Started, error)
 		err := Run(spec, func(p int) {
 			pid = p
 			if err := l.guard.add(pid); err != nil {
-				l.log.Warn("workers would outlive a killed router", "error", err)
+				l.log.Warn("workers will outlive a killed router", "error", err)
 			}
 			started <- pid
 		}, line)
@@ -104,7 +104,10 @@ func writePlugin(files fs.FS) (string, error) {
 	if err != nil {
 		return "", fmt.Errorf("folder for the engine's plugins: %w", err)
 	}
-	if err := os.CopyFS(dir, files); err != nil {
+	if files, err = fs.Sub(files, "plugin"); err == nil {
+		err = os.CopyFS(dir, files)
+	}
+	if err != nil {
 		_ = os.RemoveAll(dir)
 		return "", fmt.Errorf("write the engine's plugins to %s: %w", dir, err)
 	}
@@ -114,8 +117,8 @@ func writePlugin(files fs.FS) (string, error) {
 // askLimit bounds the question which modules a Python has.
 const askLimit = 30 * time.Second
 
-// Lacks tells whether a Python has none of the modules. They are only looked for:
-// importing one can take seconds. An error says that the Python does not answer.
+// Lacks reports whether a Python has none of the modules. It imports none, which can
+// take seconds. An error says that the Python does not answer.
 func Lacks(python string, modules ...string) (bool, error) {
 	const look = "import importlib.util as u, sys; sys.exit(0 if any(map(u.find_spec, sys.argv[1:])) else 3)"
 	ctx, cancel := context.WithTimeout(context.Background(), askLimit)
@@ -126,7 +129,7 @@ func Lacks(python string, modules ...string) (bool, error) {
 		return true, nil
 	}
 	if err != nil {
-		return false, fmt.Errorf("--python %s cannot be asked for %s: %w", python, modules[0], err)
+		return false, fmt.Errorf("--python %s cannot be checked for %s: %w", python, modules[0], err)
 	}
 	return false, nil
 }

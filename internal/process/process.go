@@ -1,6 +1,5 @@
-// Package process starts workers as processes of this machine, whatever engine they
-// run. It gives them their ports, reads their start-up logs, and leaves no process
-// behind.
+// Package process starts workers of any engine as processes of this machine. It assigns
+// their ports, reads their start-up logs, and leaves no process behind.
 package process
 
 import (
@@ -14,15 +13,15 @@ import (
 	"kvrouter/internal/kv"
 )
 
-// Engine is what must be known of an engine to start workers that run it.
+// Engine describes how to start workers of an engine.
 type Engine struct {
 	Kind   kv.Engine
-	Plugin fs.FS // Python modules that each worker loads
+	Plugin fs.FS // its folder plugin has the Python modules that each worker loads
 	Signs  Signs // of its output
 
-	// Venv is the name of the folder in the cache where its Python is, on a
-	// machine with GPUs or without.
-	Venv func(gpus bool) string
+	// GPUVenv and CPUVenv are the names of the folder in the cache where its Python is,
+	// on a machine with GPUs and without.
+	GPUVenv, CPUVenv string
 	// Setup is the command that prepares that folder.
 	Setup string
 
@@ -52,6 +51,14 @@ type Engine struct {
 	Command func(s Settings, i int, pluginDir string, environ []string) (Spec, error)
 }
 
+// Venv is the name of the folder in the cache where the engine's Python is.
+func (e Engine) Venv(gpus bool) string {
+	if gpus {
+		return e.GPUVenv
+	}
+	return e.CPUVenv
+}
+
 // Settings say how workers are started.
 type Settings struct {
 	Python          string // that has the engine
@@ -69,7 +76,7 @@ type Settings struct {
 	Ports           Ports
 }
 
-// Asked tells the flags that ask for NumWorkers workers, and their values.
+// Asked returns the flags that request NumWorkers workers, with their values.
 func (s Settings) Asked() string {
 	if s.PrefillWorkers > 0 {
 		return fmt.Sprintf("--prefill-workers %d and --decode-workers %d", s.PrefillWorkers, s.NumWorkers-s.PrefillWorkers)
@@ -84,7 +91,7 @@ func (e Engine) Check(s Settings) error {
 	}
 	if len(s.GPUs) == 0 {
 		if s.GPUsPerWorker > 1 {
-			return fmt.Errorf("--gpus-per-worker %d: nvidia-smi finds no GPU here; leave it out to run on the CPU", s.GPUsPerWorker)
+			return fmt.Errorf("--gpus-per-worker %d: nvidia-smi finds no GPU; leave the flag out to run on the CPU", s.GPUsPerWorker)
 		}
 		return nil
 	}
@@ -93,7 +100,7 @@ func (e Engine) Check(s Settings) error {
 		if s.Ports.Ranks > 1 {
 			ranks = fmt.Sprintf(" and %s %d", e.RanksFlag, s.Ports.Ranks)
 		}
-		return fmt.Errorf("%s with --gpus-per-worker %d%s needs %d GPUs, but %d are visible; ask for fewer", s.Asked(), s.GPUsPerWorker, ranks, need, len(s.GPUs))
+		return fmt.Errorf("%s with --gpus-per-worker %d%s needs %d GPUs, but %d are visible; reduce them", s.Asked(), s.GPUsPerWorker, ranks, need, len(s.GPUs))
 	}
 	return nil
 }

@@ -136,7 +136,7 @@ func TestTailKeepsTheLastLines(t *testing.T) {
 }
 
 func TestPluginFolderIsPrivate(t *testing.T) {
-	dir, err := writePlugin(fstest.MapFS{"a/b.py": {Data: []byte("x")}})
+	dir, err := writePlugin(fstest.MapFS{"plugin/a/b.py": {Data: []byte("x")}})
 	if err != nil {
 		t.Fatal(err)
 	}

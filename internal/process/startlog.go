@@ -13,8 +13,8 @@ const (
 	StageReady   = "ready"
 )
 
-// Signs tell from what an engine prints how far its start is and why it ended. The
-// zero value, for workers that print nothing, knows none.
+// Signs map the output of an engine to the progress of its start and the cause of its
+// end. The zero value, for workers that print nothing, maps nothing.
 type Signs struct {
 	Engine   string // its name, as people read it
 	Stages   []Stage
@@ -32,8 +32,8 @@ type Stage struct {
 	Signs []string
 }
 
-// Failure maps what an engine says when it cannot start to what to do. One that is
-// lasting will not go away by trying again.
+// Failure maps the message of an engine that cannot start to a remedy. A lasting one is
+// not cured by another attempt.
 type Failure struct {
 	Sign, Advice string
 	Lasting      bool
@@ -95,8 +95,8 @@ func (s *StartLog) SetReady() {
 	s.ready, s.recent = true, nil
 }
 
-// SetEnding tells that the worker was told to end, which an API server may
-// report as the death of its engine.
+// SetEnding notes that the worker is being stopped, which an API server may report as
+// the death of its engine.
 func (s *StartLog) SetEnding() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -111,7 +111,7 @@ func (s *StartLog) Tail() []string {
 	return append([]string(nil), s.recent...)
 }
 
-// EndError tells why a worker's process ended by itself and what to do.
+// EndError says why a worker's process ended by itself, with a remedy.
 type EndError struct {
 	engine  string
 	reason  string
@@ -127,8 +127,7 @@ func (e *EndError) Error() string {
 	return fmt.Sprintf("%s ended (%s): %s [%s]", e.engine, e.reason, e.advice, strings.TrimSpace(e.line))
 }
 
-// Explain finds what to do about a process that ended for a reason, with its
-// last lines.
+// Explain finds the remedy for a process that ended for a reason, from its last lines.
 func (s *Signs) Explain(reason string, lines []string) *EndError {
 	end := &EndError{engine: s.Engine, reason: reason}
 	for _, known := range s.Failures {
@@ -141,9 +140,9 @@ func (s *Signs) Explain(reason string, lines []string) *EndError {
 	}
 	switch {
 	case reason == "signal: killed":
-		end.advice = "somebody killed it, or the system did for want of memory (see dmesg)"
+		end.advice = "it was killed by a user, or by the system for lack of memory (see dmesg)"
 	case len(lines) == 0:
-		end.advice = "--log-level debug shows all it says"
+		end.advice = "--log-level debug shows its output"
 	default:
 		end.advice = "its last lines are above; --log-level debug shows all of them"
 	}

@@ -73,19 +73,19 @@ func checkArgs(args []string, apart bool) error {
 			continue
 		}
 		if instead, reserved := reservedArgs[name]; reserved {
-			return fmt.Errorf("%s after --: it is not passed on; use %s", arg, instead)
+			return fmt.Errorf("%s after --: not supported; use %s", arg, instead)
 		}
 		if long := shortened(name); long != "" {
-			return fmt.Errorf("%s after --: SGLang takes it for --%s; write that out", arg, long)
+			return fmt.Errorf("%s after --: SGLang reads it as --%s; use the full name", arg, long)
 		}
 	}
 	for _, flag := range []string{ranksFlag, attentionFlag} {
 		if value, given := flags.Value(args, flag); given && flags.Number(args, flag) < 1 {
-			return fmt.Errorf("--%s %s after --: give a number of at least 1", flag, value)
+			return fmt.Errorf("--%s %s after --: must be at least 1", flag, value)
 		}
 	}
 	if apart && ranks(args) > 1 {
-		return errors.New("--dp-size after -- with --prefill-workers: the router starts SGLang's prefill and decode workers with one rank each; give more of them")
+		return errors.New("--dp-size after -- with --prefill-workers: the router starts SGLang's prefill and decode workers with one rank each; increase the number of workers")
 	}
 	return nil
 }

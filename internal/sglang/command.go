@@ -1,12 +1,11 @@
-// Package sglang knows how SGLang workers are started: their command line,
-// environment and plugins, and what their start-up logs say.
+// Package sglang starts SGLang workers: their command line, environment and plugins, and
+// the meaning of their start-up logs.
 package sglang
 
 import (
 	"embed"
 	"encoding/json"
 	"fmt"
-	"io/fs"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -40,18 +39,9 @@ const (
 
 // Engine describes SGLang.
 func Engine() process.Engine {
-	plugin, err := fs.Sub(pluginFiles, "plugin")
-	if err != nil {
-		panic(err) // the name is a constant
-	}
 	return process.Engine{
-		Kind: kv.EngineSGLang, Plugin: plugin, Signs: signs(), Setup: setup,
-		Venv: func(gpus bool) string {
-			if gpus {
-				return "sglang-0.5.23"
-			}
-			return "sglang-cpu-0.5.23"
-		},
+		Kind: kv.EngineSGLang, Plugin: pluginFiles, Signs: signs(), Setup: setup,
+		GPUVenv: "sglang-0.5.23", CPUVenv: "sglang-cpu-0.5.23",
 		CheckArgs: checkArgs,
 		Ranks:     ranks, RanksFlag: "--" + ranksFlag,
 		Limits: limits, BatchFlag: "--" + batchFlag,
@@ -67,7 +57,7 @@ func Engine() process.Engine {
 func checkPython(cfg process.Settings) error {
 	lacks, err := process.Lacks(cfg.Python, "sglang")
 	if lacks {
-		return fmt.Errorf("--engine sglang: %s has no SGLang; run `%s`, or give --python one that has", cfg.Python, setup)
+		return fmt.Errorf("--engine sglang: %s has no SGLang; run `%s`, or set --python to one that has", cfg.Python, setup)
 	}
 	if err != nil {
 		return err

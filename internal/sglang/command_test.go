@@ -260,7 +260,7 @@ func TestArgumentsThatTheRouterSetsAreRefused(t *testing.T) {
 		"--model-path x":                      "--model before --",
 		"--model x":                           "--model before --",
 		"--page_size=1":                       "--block-size before --",
-		"--page 1":                            "--page-size; write that out",
+		"--page 1":                            "--page-size; use the full name",
 		"--kv-events-config.topic t":          "--base-kv-events-port",
 		"--load-publish-endpoint auto":        "--base-metrics-port",
 		"--disaggregation-mode prefill":       "--prefill-workers",
@@ -270,10 +270,10 @@ func TestArgumentsThatTheRouterSetsAreRefused(t *testing.T) {
 		"--config f.yaml":                     "after --",
 		"--dp-size 0":                         "at least 1",
 		"--dp many":                           "at least 1",
-		"--attn-dp 2":                         "--attn-dp-size; write that out",
-		"--attention-data 2":                  "--attn-dp-size; write that out",
-		"--tensor-parallel 2":                 "--tp-size; write that out",
-		"--max-total 9":                       "--max-total-tokens; write that out",
+		"--attn-dp 2":                         "--attn-dp-size; use the full name",
+		"--attention-data 2":                  "--attn-dp-size; use the full name",
+		"--tensor-parallel 2":                 "--tp-size; use the full name",
+		"--max-total 9":                       "--max-total-tokens; use the full name",
 		"--seed 3 --served-model-name before": "--served-model-name before --",
 	} {
 		if err := checkArgs(strings.Fields(args), false); err == nil || !strings.Contains(err.Error(), want) {
@@ -320,7 +320,7 @@ func TestPythonIsAskedForWhatWorkersNeed(t *testing.T) {
 		{"", apart, ""},
 		{"sglang", whole, "has no SGLang; run `make setup-sglang`"},
 		{"nixl", whole, ""},
-		{"nixl", apart, "has no NIXL"},
+		{"nixl", apart, "lacks NIXL"},
 	} {
 		t.Setenv("LACKS", test.lacks)
 		err := checkPython(test.cfg)
@@ -332,9 +332,9 @@ func TestPythonIsAskedForWhatWorkersNeed(t *testing.T) {
 
 func TestPluginFolderHoldsTheEntryPointsOfItsModules(t *testing.T) {
 	var files []string
-	err := fs.WalkDir(Engine().Plugin, ".", func(path string, d fs.DirEntry, err error) error {
+	err := fs.WalkDir(Engine().Plugin, "plugin", func(path string, d fs.DirEntry, err error) error {
 		if !d.IsDir() && !strings.Contains(path, "__pycache__") {
-			files = append(files, path)
+			files = append(files, strings.TrimPrefix(path, "plugin/"))
 		}
 		return err
 	})

@@ -38,14 +38,14 @@ var reservedArgs = map[string]string{
 func checkArgs(args []string, apart bool) error {
 	for _, arg := range args {
 		if instead, reserved := reservedArgs[flags.Name(arg)]; reserved {
-			return fmt.Errorf("%s after --: it is not passed on; use %s", arg, instead)
+			return fmt.Errorf("%s after --: not supported; use %s", arg, instead)
 		}
 	}
 	if value, given := flags.Value(args, ranksFlag); given && flags.Number(args, ranksFlag) < 1 {
-		return fmt.Errorf("--data-parallel-size %s after --: give a number of at least 1", value)
+		return fmt.Errorf("--data-parallel-size %s after --: must be at least 1", value)
 	}
 	if apart && flags.Has(args, "kv-transfer-config") {
-		return errors.New("--kv-transfer-config after --: with --prefill-workers each worker gets its own; for other settings start the workers yourself and attach them with --worker url=...,role=prefill and role=decode")
+		return errors.New("--kv-transfer-config after --: with --prefill-workers the router sets it for each worker; for other settings start the workers yourself and attach them with --worker url=...,role=prefill and role=decode")
 	}
 	return nil
 }

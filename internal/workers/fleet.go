@@ -233,7 +233,7 @@ type worker struct {
 	added        *added    // nil: not one of Add or Follow
 	pageFailures int       // in a row, of the page that names its block size
 	inferred     inference
-	found        *found             // nil: not one of Follow
+	discovered   *discovered        // nil: not one of Follow
 	wake         chan struct{}      // holds a token when a health check is due now
 	look         chan chan struct{} // each is closed after a look at its models
 
@@ -279,16 +279,16 @@ func newWorker(spec probe.Server, attached, passKey bool, state string) *worker 
 
 // String names the worker in log lines.
 func (w *worker) String() string {
-	if w.found != nil {
-		return fmt.Sprintf("worker %d (%s)", w.id, w.found.name)
+	if w.discovered != nil {
+		return fmt.Sprintf("worker %d (%s)", w.id, w.discovered.name)
 	}
 	return fmt.Sprintf("worker %d", w.id)
 }
 
 // logger is a log whose lines have the name of a discovered worker.
 func (w *worker) logger(log *slog.Logger) *slog.Logger {
-	if w.found != nil {
-		return log.With("name", w.found.name)
+	if w.discovered != nil {
+		return log.With("name", w.discovered.name)
 	}
 	return log
 }

@@ -72,8 +72,8 @@ func (w *worker) mayPublish(host string, port uint16, endpoints []string) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	given, inferred := w.publishes.given, uint16(0)
-	if w.found != nil {
-		given, inferred = w.found.now.KVEvents, w.found.now.EventsPort
+	if w.discovered != nil {
+		given, inferred = w.discovered.now.KVEvents, w.discovered.now.EventsPort
 	}
 	if slices.ContainsFunc(w.publishes.endpoints, func(e string) bool { return slices.Contains(endpoints, e) }) {
 		return true

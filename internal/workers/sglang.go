@@ -50,7 +50,7 @@ func (in *incarnation) warnOfEvents(sources []events.Source) {
 // discovery file can.
 func (in *incarnation) orName(key string) string {
 	switch {
-	case in.w.found != nil:
+	case in.w.discovered != nil:
 		return ", or, with --discovery file:, set " + key + " in the file"
 	case in.w.added != nil:
 		return "" // a worker that is added has a URL only
