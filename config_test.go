@@ -68,7 +68,7 @@ func TestDefaultsOnACPUMachine(t *testing.T) {
 		Engine: "vllm", NumWorkers: 2, BlockSize: 64, GPUsPerWorker: 1, Python: "python3",
 		Flags: workers.Flags{StartupTimeout: 10 * time.Minute, RestartBackoffMax: 30 * time.Second},
 		Host:  "127.0.0.1", HTTPPort: 8000, RouterPort: 7000, BaseWorkerPort: 8100, BaseKVEventsPort: 5557, BaseKVReplayPort: 5757, BaseMetricsPort: 5657, BaseNIXLPort: 5600, BaseBootstrapPort: 8998,
-		Policy: "work", TokenTimeout: 2 * time.Second, TokenCacheTokens: tokens.DefaultTokenCache, CollectUsage: true, Routing: router.DefaultSettings(), Scoring: policy.DefaultSettings(), Index: router.DefaultIndexSettings(), Snapshot: events.Settings{IndexSnapshotInterval: 30 * time.Second, RecordEventsMaxBytes: 1 << 30}, Disagg: proxy.DefaultSettings(),
+		Policy: "work", TokenTimeout: 2 * time.Second, TokenCacheTokens: tokens.DefaultTokenCache, CollectUsage: true, Routing: router.DefaultSettings(), Scoring: policy.DefaultSettings(), Index: router.DefaultIndexSettings(), Snapshot: events.Settings{IndexSnapshotInterval: 30 * time.Second, RecordEventsMaxBytes: 1 << 30}, Proxy: proxy.DefaultSettings(),
 		MaxBodyBytes: 64 << 20, RequestTimeout: 30 * time.Minute, Web: web.Settings{RouterHost: "127.0.0.1"}, DrainDelay: 5 * time.Second, DrainTimeout: 30 * time.Second,
 		LogLevel: "info", LogFormat: "text", Cores: 8, Replica: replica.Settings{ReplicaSyncPort: 7100}, Mock: mocker.DefaultSettings(),
 		Gateway: extproc.Settings{ExtProcFallbacks: 3}, Discovery: discovery.Settings{WorkerPort: 8000}, Doctor: doctor.Command{Wait: 5 * time.Second},

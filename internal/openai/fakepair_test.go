@@ -304,6 +304,10 @@ func (p *fakeProtocol) bootstrap() kv.Bootstrap {
 	return at
 }
 
+// builtinModel opens the built-in model once for all tests: it is the dearest part of a
+// fixture.
+var builtinModel = sync.OnceValues(mocker.OpenBuiltinModel)
+
 // pairAPI is a router over prefill workers 0, 1, ... and decode workers 10,
 // 11, ..., of one kind.
 type pairAPI struct {
@@ -326,7 +330,7 @@ func newTestPairAPI(t testing.TB, config setup, kind kv.Kind, prefills, decodes 
 	if knobs.DisaggHandoverTimeout == 0 {
 		knobs.DisaggHandoverTimeout = 30 * time.Second
 	}
-	model, err := mocker.OpenBuiltinModel()
+	model, err := builtinModel()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -384,7 +388,7 @@ func (h *pairAPI) settled(t testing.TB) {
 // cache as the router knows it.
 func (h *pairAPI) store(t testing.TB, worker kv.WorkerKey, chat string, n int) {
 	t.Helper()
-	model, err := mocker.OpenBuiltinModel()
+	model, err := builtinModel()
 	if err != nil {
 		t.Fatal(err)
 	}

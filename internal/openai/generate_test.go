@@ -12,7 +12,6 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/kv"
-	"kvrouter/internal/mocker"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/web"
@@ -81,7 +80,7 @@ func TestGenerateStreamIsRelayedByteForByte(t *testing.T) {
 // TestGenerateIsRoutedByPrefix: with the tokens of its text or its input_ids; what
 // the worker reports is compared with what was expected.
 func TestGenerateIsRoutedByPrefix(t *testing.T) {
-	model, err := mocker.OpenBuiltinModel()
+	model, err := builtinModel()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -124,7 +123,7 @@ func TestGenerateIsRoutedByPrefix(t *testing.T) {
 // TestAnEmptyPromptReachesNoSGLangServer: it would end the server's scheduler. vLLM
 // refuses one in its own words.
 func TestAnEmptyPromptReachesNoSGLangServer(t *testing.T) {
-	model, err := mocker.OpenBuiltinModel()
+	model, err := builtinModel()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -280,7 +279,7 @@ func hasRoom(body gjson.Result) bool {
 
 // TestCachedTokensOfSeveralAnswersAreNotComparedOnSGLang: it counts them for each.
 func TestCachedTokensOfSeveralAnswersAreNotComparedOnSGLang(t *testing.T) {
-	model, err := mocker.OpenBuiltinModel()
+	model, err := builtinModel()
 	if err != nil {
 		t.Fatal(err)
 	}
