@@ -27,7 +27,7 @@ const (
 )
 
 // errPrefillGone ends a decode leg for which its prefill worker kept blocks.
-var errPrefillGone = errors.New("it went with the prompt's blocks")
+var errPrefillGone = errors.New("it went down with the prompt's blocks")
 
 // mooncakeEngine is the engine id of one incarnation of a worker's rank.
 type mooncakeEngine struct {
@@ -110,7 +110,7 @@ func (p *Proxy) engineID(ctx context.Context, t kv.Target) (string, error) {
 	status, answer, err := p.Ask(ctx, server, http.MethodGet, "/query", nil, nil)
 	id := gjson.GetBytes(answer, fmt.Sprintf("%d.engine_id", t.Key.Rank)).Str
 	if err == nil && (status != http.StatusOK || id == "") {
-		err = fmt.Errorf("its bootstrap server at %s names no engine id for rank %d (status %d)", t.Bootstrap, t.Key.Rank, status)
+		err = fmt.Errorf("its bootstrap server at %s returned no engine id for rank %d (status %d)", t.Bootstrap, t.Key.Rank, status)
 	}
 	if err != nil && known.id != "" {
 		return known.id, nil // the server shares its interpreter with the engine and may be slow

@@ -74,10 +74,6 @@ func (e *LegTimeout) Error() string {
 	return fmt.Sprintf("%s took longer than %s (%s)", e.what, e.over, e.flag)
 }
 
-// ErrSeveralAnswers refuses a request for several answers where only pairs of SGLang
-// workers are up: their decode workers never answer it.
-var ErrSeveralAnswers = errors.New("several answers to one prompt (n, best_of, beams) cannot be had from SGLang workers with prefill and decode apart: send one request for each, or run a worker that serves whole requests")
-
 // errDecodeEnded ends a prefill leg whose decode leg has ended.
 var errDecodeEnded = errors.New("the decode leg has ended")
 
@@ -519,7 +515,7 @@ func (p *Proxy) abort(l legs, t kv.Target) {
 		ctx, cancel := context.WithTimeout(context.Background(), abortTimeout)
 		defer cancel()
 		if _, _, err := p.Ask(ctx, t, http.MethodPost, "/abort_request", header, fmt.Appendf(nil, `{"rid":%s}`, Quoted(l.rid))); err != nil {
-			p.log.Debug("a worker could not be told to abort", "error", err)
+			p.log.Debug("cannot abort a request on a worker", "error", err)
 		}
 	})
 }

@@ -249,7 +249,7 @@ func (p *Proxy) Close() {
 var ErrAnswered = errors.New("answer was cut short")
 
 // ErrSilent says that a worker sent no byte for too long.
-var ErrSilent = errors.New("no byte came within --request-timeout")
+var ErrSilent = errors.New("no data received within --request-timeout")
 
 // Forward sends u to the workers that chooser returns and relays the answer to w.
 // Where a worker fails before the first byte of its answer, or refuses what another

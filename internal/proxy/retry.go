@@ -319,7 +319,7 @@ func (p *Proxy) finished(u Upstream, x *Exchange) {
 		if refused.failed {
 			kind = outlier.Status
 		}
-		b.FailAs(kind, fmt.Sprintf("its answer, of status %d, tells of a failure", x.Status))
+		b.FailAs(kind, fmt.Sprintf("its answer, with status %d, reports a failure", x.Status))
 		p.observer.EngineFailed()
 	case x.Ending == policy.Finished:
 		switch {
