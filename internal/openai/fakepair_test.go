@@ -2,6 +2,7 @@ package openai
 
 import (
 	"context"
+	"crypto/rand"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -193,7 +194,7 @@ func (p *fakeProtocol) prefill(w http.ResponseWriter, r *http.Request, body gjso
 		fakeAnswer(w, body, "prefill")
 		return
 	}
-	name := r.Header.Get(web.HeaderRequest) + proxy.Nonce()
+	name := r.Header.Get(web.HeaderRequest) + rand.Text()
 	p.hold(name)
 	fakeAnswer(w, body, "prefill", jsonbody.Field{Key: "kv_transfer_params", Raw: nixlParams(name)})
 }

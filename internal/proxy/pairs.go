@@ -167,7 +167,7 @@ func (p *Proxy) legs(ctx context.Context, u Upstream, pair router.Pair) (legs, e
 		kind: target.Kind, pair: pair, prefill: u, decode: u, late: p.decodeLimit(target.Kind, u.Route, u.Parsed),
 		shared: &SharedRequest{Worker: p.names.Label(target.Key.Worker), now: p.now},
 	}
-	name := u.RequestID + "-" + Nonce()
+	name := u.RequestID + "-" + nonce()
 	switch l.kind {
 	case kv.KindNIXL:
 		l.prefill.Head, l.prefill.Body = nil, prefillBody(u.Route, u.Parsed, PrefillParams)
@@ -212,8 +212,8 @@ func newRoom(t kv.Target) uint64 {
 	return room
 }
 
-// Nonce returns 16 hexadecimal digits that no other request has.
-func Nonce() string {
+// nonce returns 16 hexadecimal digits that no other request has.
+func nonce() string {
 	var b [8]byte
 	rand.Read(b[:])
 	return hex.EncodeToString(b[:])
@@ -402,8 +402,8 @@ func (p *Proxy) fetch(ctx context.Context, u Upstream, t kv.Target) (answer []by
 	u.attempt.Answered(response.StatusCode)
 	if response.StatusCode == http.StatusOK && strings.HasPrefix(response.Header.Get("Content-Type"), "text/event-stream") {
 		usage, err = fetchStream(u.Route, response.Body)
-	} else if answer, err = io.ReadAll(io.LimitReader(response.Body, AskLimit+1)); err == nil && len(answer) > AskLimit {
-		err = fmt.Errorf("its answer is longer than %d bytes", AskLimit)
+	} else if answer, err = io.ReadAll(io.LimitReader(response.Body, askLimit+1)); err == nil && len(answer) > askLimit {
+		err = fmt.Errorf("its answer is longer than %d bytes", askLimit)
 	} else {
 		usage, _ = outcome(u.Route, answer)
 	}
@@ -421,7 +421,7 @@ func (p *Proxy) fetch(ctx context.Context, u Upstream, t kv.Target) (answer []by
 // fetchStream reads a stream of events to its end. One that begins with an
 // error is an error.
 func fetchStream(route string, body io.Reader) (Usage, error) {
-	events := EventScanner{Generate: route == GenerateRoute}
+	events := eventScanner{Generate: route == generateRoute}
 	buffer := make([]byte, 4<<10)
 	for {
 		n, err := body.Read(buffer)

@@ -32,9 +32,9 @@ import (
 )
 
 const (
-	// BufferedAnswer bounds the part of an answer that is held back to make a
+	// bufferedAnswer bounds the part of an answer that is held back to make a
 	// second attempt possible, and the part of a stream's event that is.
-	BufferedAnswer = 8 << 20
+	bufferedAnswer = 8 << 20
 	// ClientGone is nginx's status for a client that closed the connection.
 	ClientGone = 499
 )
@@ -81,7 +81,7 @@ func (p *Proxy) request(ctx context.Context, u *Upstream, t kv.Target) (*http.Re
 	if t.Ranks > 1 {
 		rank := strconv.FormatUint(uint64(t.Key.Rank), 10)
 		request.Header.Set(web.HeaderRank, rank)
-		if u.Route == GenerateRoute { // SGLang reads no header there
+		if u.Route == generateRoute { // SGLang reads no header there
 			named := u.ofRank(rank)
 			u = &named
 		}
@@ -426,12 +426,12 @@ func writeHead(w http.ResponseWriter, response *http.Response, u Upstream, x *Ex
 }
 
 // relayWhole relays an answer that is no stream. It is read before anything is
-// written, as far as BufferedAnswer goes, so that a worker that dies over it
+// written, as far as bufferedAnswer goes, so that a worker that dies over it
 // has not answered. With retry the same holds for one that stops the answer, as a
 // vLLM that shuts down does; SGLang stops what its client has aborted.
 func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upstream, x *Exchange, retry bool) error {
 	worker := x.Decision.Target.Key.Worker
-	body, err := io.ReadAll(io.LimitReader(answer, BufferedAnswer))
+	body, err := io.ReadAll(io.LimitReader(answer, bufferedAnswer))
 	if err != nil {
 		answer.heard() // the time to write ended with the wait: the client is to be told
 		return p.unanswered(worker, err, outlier.Broken)
@@ -445,7 +445,7 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 	if _, err := w.Write(body); err != nil {
 		return errors.Join(ErrAnswered, err)
 	}
-	if len(body) < BufferedAnswer {
+	if len(body) < bufferedAnswer {
 		return nil
 	}
 	if _, err := io.Copy(w, answer); err != nil {
@@ -465,7 +465,7 @@ type streamRelay struct {
 	u       Upstream
 	x       *Exchange
 	retry   bool
-	events  EventScanner
+	events  eventScanner
 	started bool      // the headers have been written
 	last    time.Time // when the last tokens came; zero: none have
 	tokens  int
@@ -479,7 +479,7 @@ func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 	memory := p.streams.Get().(*streamBuffer)
 	defer p.streams.Put(memory)
 	r := streamRelay{proxy: p, w: w, answer: answer, u: u, x: x, retry: retry}
-	r.events = EventScanner{HideUsage: u.HideUsage, Generate: u.Route == GenerateRoute, pending: memory.pending[:0], out: memory.out[:0]}
+	r.events = eventScanner{HideUsage: u.HideUsage, Generate: u.Route == generateRoute, pending: memory.pending[:0], out: memory.out[:0]}
 	defer func() {
 		if cap(r.events.pending)+cap(r.events.out) <= pooledBuffer {
 			memory.pending, memory.out = r.events.pending, r.events.out
@@ -586,10 +586,10 @@ func (r *streamRelay) fail(err error) error {
 	return errors.Join(ErrAnswered, p.unanswered(worker, err, outlier.Broken))
 }
 
-// askTimeout bounds a short question to a worker, and AskLimit its answer (bytes).
+// askTimeout bounds a short question to a worker, and askLimit its answer (bytes).
 const (
 	askTimeout = 30 * time.Second
-	AskLimit   = 16 << 20
+	askLimit   = 16 << 20
 )
 
 // Ask sends a short request to a worker and returns its status and whole
@@ -613,7 +613,7 @@ func (p *Proxy) ask(ctx context.Context, t kv.Target, q Question) (status int, a
 	}
 	defer response.Body.Close()
 	if err = checkStatus(response); err == nil {
-		answer, err = io.ReadAll(io.LimitReader(response.Body, cmp.Or(q.Limit, AskLimit)))
+		answer, err = io.ReadAll(io.LimitReader(response.Body, cmp.Or(q.Limit, askLimit)))
 	}
 	if err != nil {
 		return 0, nil, p.unanswered(t.Key.Worker, err, outlier.Refused)
