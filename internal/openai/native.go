@@ -201,8 +201,8 @@ func (a *API) loads(c *gin.Context) {
 	version := ""
 	for _, t := range targets {
 		answer := gjson.ParseBytes(byWorker[t.Key.Worker])
-		if told := answer.Get("version").Str; version == "" {
-			version = told
+		if reported := answer.Get("version").Str; version == "" {
+			version = reported
 		}
 		id := jsonbody.Field{Key: "worker_id", Raw: strconv.FormatUint(t.Key.Worker, 10)}
 		ranks := 0

@@ -136,7 +136,7 @@ func (p *Proxy) look(f *inflight) {
 }
 
 // lookAtUnmoved ends a request that may not be sent elsewhere and has had no byte for
-// stalledStart, once its worker is out. It judges nobody: the answer may be long.
+// stalledStart, once its worker is ejected. No failure is recorded: the answer may be long.
 func (p *Proxy) lookAtUnmoved(f *inflight) {
 	out := f.booking.WorkerIsOut()
 	p.inflights.mu.Lock()

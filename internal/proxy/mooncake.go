@@ -21,7 +21,7 @@ const (
 	watchEvery = 500 * time.Millisecond
 	// engineKept is how long an engine id is taken for granted: a worker that was
 	// started anew has another, and a decode worker that does not know the one it
-	// is told computes the prompt again without a word. enginesKept bounds the ids.
+	// is given silently recomputes the prompt. enginesKept bounds the ids.
 	engineKept  = 5 * time.Second
 	enginesKept = 4096
 )
@@ -65,7 +65,7 @@ func cutShort(answer []byte) bool {
 
 // watchPrefill ends the decode leg if the prefill worker goes before the answer
 // begins: a Mooncake decode worker that waits for its blocks would not notice for
-// 540 s. Whether it has them already cannot be told of an answer that does not
+// 540 s. Whether it has them already is unknown for an answer that does not
 // stream, so the watch ends with the time that the first event may take.
 func (p *Proxy) watchPrefill(ctx context.Context, l legs, end context.CancelCauseFunc) {
 	look := time.NewTicker(watchEvery)
@@ -91,8 +91,8 @@ func (p *Proxy) watchPrefill(ctx context.Context, l legs, end context.CancelCaus
 	}
 }
 
-// engineID returns the engine id of a Mooncake prefill worker, which its
-// bootstrap server tells.
+// engineID returns the engine id of a Mooncake prefill worker, as its bootstrap
+// server reports it.
 func (p *Proxy) engineID(ctx context.Context, t kv.Target) (string, error) {
 	p.engines.mu.Lock()
 	known := p.engines.ids[t.Key]

@@ -27,9 +27,8 @@ import (
 )
 
 const (
-	// abortTimeout bounds the telling of a worker that nobody waits for its
-	// answer, and abortsAtOnce how many are told at a time; one that is not told
-	// sees the closed connection.
+	// abortTimeout bounds the abort of a request on a worker, and abortsAtOnce the
+	// concurrent aborts; beyond those a worker sees the closed connection only.
 	abortTimeout = 5 * time.Second
 	abortsAtOnce = 64
 	// tokenPace is how long one token of an answer that is not streamed may take.
@@ -493,8 +492,7 @@ func (p *Proxy) handedOver(l legs) {
 	})
 }
 
-// abort tells a worker, beside the request, that nobody waits for its answer, if
-// it takes that.
+// abort aborts a request on a worker that supports it, in the background.
 func (p *Proxy) abort(l legs, t kv.Target) {
 	if l.rid == "" {
 		return

@@ -297,7 +297,7 @@ func blamed(err error) (worker uint64, failed *workerError, ok bool) {
 			failed = &workerError{worker: prefill.Worker, called: prefill.Called, err: prefill.err}
 		}
 		return prefill.Worker, failed, true
-	case errors.As(err, &late): // of both legs together: whose fault it is cannot be told
+	case errors.As(err, &late): // of both legs together: the one at fault is unknown
 		return 0, nil, false
 	case errors.As(err, &failed):
 		return failed.worker, failed, true
