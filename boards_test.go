@@ -146,11 +146,11 @@ func startShownSites(t *testing.T) []*mockSite {
 	// What no mock worker does on its own: fail until it is ejected, refuse, count
 	// tokens wrong, send them one by one for sure.
 	fail(t, keyed, 1)
-	keyed.app.telemetry.Refused("m", testkit.ChatPath, router.ErrBusy)
-	keyed.app.telemetry.Refused("m", testkit.ChatPath, router.ErrQueueFull)
+	keyed.app.telemetry.Finished(&proxy.Exchange{Worker: kv.NoWorker, Route: testkit.ChatPath, Served: "m", Refused: router.ErrBusy}, time.Now())
+	keyed.app.telemetry.Finished(&proxy.Exchange{Worker: kv.NoWorker, Route: testkit.ChatPath, Served: "m", Refused: router.ErrQueueFull}, time.Now())
 	keyed.app.telemetry.Retried(1)
 	keyed.app.telemetry.InterToken("0", time.Millisecond, 1)
-	keyed.app.telemetry.Finished(proxy.Exchange{
+	keyed.app.telemetry.Finished(&proxy.Exchange{
 		Worker: "0", Route: testkit.ChatPath, Status: http.StatusOK, Source: tokens.SourceLocal,
 		Decision: router.Decision{Tokens: 1}, Usage: proxy.Usage{Known: true, PromptTokens: 2},
 	}, time.Now())

@@ -17,7 +17,6 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/policy"
-	"kvrouter/internal/router"
 	"kvrouter/internal/simulate"
 	"kvrouter/internal/testkit"
 )

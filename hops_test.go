@@ -36,7 +36,7 @@ func TestRoutersThatAreEachOthersWorkersEndARequest(t *testing.T) {
 		if err := s.end(); err != nil {
 			t.Error(err)
 		}
-		s.app.proxy.Client.CloseIdleConnections()
+		s.app.proxy.Close()
 	}
 }
 
@@ -69,6 +69,6 @@ func TestRouterBehindARouterServes(t *testing.T) {
 		if err := s.end(); err != nil {
 			t.Error(err)
 		}
-		s.app.proxy.Client.CloseIdleConnections()
+		s.app.proxy.Close()
 	}
 }

@@ -140,9 +140,9 @@ func TestMetricsPage(t *testing.T) {
 			}
 			d.Booking.Fail()
 		}
-		s.app.telemetry.Refused("m", testkit.ChatPath, router.ErrBusy)
-		s.app.telemetry.Refused("m", testkit.ChatPath, router.ErrQueueFull)
-		s.app.telemetry.Finished(proxy.Exchange{
+		s.app.telemetry.Finished(&proxy.Exchange{Worker: kv.NoWorker, Route: testkit.ChatPath, Served: "m", Refused: router.ErrBusy}, time.Now())
+		s.app.telemetry.Finished(&proxy.Exchange{Worker: kv.NoWorker, Route: testkit.ChatPath, Served: "m", Refused: router.ErrQueueFull}, time.Now())
+		s.app.telemetry.Finished(&proxy.Exchange{
 			Worker: "0", Route: testkit.ChatPath, Status: http.StatusOK, Source: tokens.SourceLocal,
 			Decision: router.Decision{Tokens: 1}, Usage: proxy.Usage{Known: true, PromptTokens: 2},
 		}, time.Now())

@@ -306,7 +306,7 @@ func TestMockWorkerCanBeAttached(t *testing.T) {
 		if err := <-done; err != nil {
 			t.Error(err)
 		}
-		second.proxy.Client.CloseIdleConnections()
+		second.proxy.Close()
 	}()
 	testkit.Eventually(t, 20*time.Second, "events followed", func() bool {
 		for _, stats := range second.fleet.Streams() {

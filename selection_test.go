@@ -450,7 +450,7 @@ func TestRegisteredWorkerServesChats(t *testing.T) {
 	if err := s.end(); err != nil { // its connections, before the other ends and looks for some
 		t.Error(err)
 	}
-	s.app.proxy.Client.CloseIdleConnections()
+	s.app.proxy.Close()
 }
 
 // TestTwoRoutersHoldTheSameIndex has a second router join while the first is at
@@ -490,7 +490,7 @@ func TestTwoRoutersHoldTheSameIndex(t *testing.T) {
 	if err := end(); err != nil {
 		t.Error(err)
 	}
-	second.proxy.Client.CloseIdleConnections()
+	second.proxy.Close()
 }
 
 // TestGrowingPrefixesStayOnOneWorker continues chats turn by turn.

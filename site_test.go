@@ -463,7 +463,7 @@ func runApp(t testing.TB, log io.Writer, args ...string) (r *app, end func() err
 	go func() { done <- r.run(ctx) }()
 	return r, sync.OnceValue(func() error {
 		cancel()
-		defer r.proxy.Client.CloseIdleConnections()
+		defer r.proxy.Close()
 		select {
 		case err := <-done:
 			return err

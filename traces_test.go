@@ -329,7 +329,7 @@ func TestCollectorThatIsGoneBlocksNothing(t *testing.T) {
 					t.Fatal(a, err)
 				}
 			}
-			if n := s.app.api.tracer.Counts(); n.Ended != 400 || n.Sent != 0 {
+			if n := s.app.tracer.Counts(); n.Ended != 400 || n.Sent != 0 {
 				t.Errorf("%+v, want 400 spans of which none is sent", n)
 			}
 			began := time.Now()

@@ -1,6 +1,6 @@
-// Package demo makes traffic of its own, for people who want to see the router at work:
-// conversations, agents that share long beginnings, clients that leave, and a worker
-// that fails now and then.
+// Package demo generates traffic that shows the router at work: conversations, agents
+// whose prompts share long prefixes, clients that disconnect, and occasional failures of
+// a worker.
 package demo
 
 import (
@@ -32,15 +32,15 @@ const (
 	maxAnswer = 1 << 20
 )
 
-// Settings say what the traffic is sent to.
+// Settings describe the traffic and its target.
 type Settings struct {
 	OpenAI  http.Handler // gets the requests
 	Model   string
 	Workers int
 	Seed    uint64
-	// Break has a worker answer every request with that status; 0: it is well again.
+	// Break makes a worker answer every request with that status; 0: normally.
 	Break func(worker, status int)
-	// Crash ends a worker, which is to start again.
+	// Crash ends a worker, which then restarts.
 	Crash func(worker int)
 	Log   *slog.Logger
 
@@ -63,7 +63,8 @@ func Run(ctx context.Context, s Settings) {
 	all.Wait()
 }
 
-// trouble has one worker after the other fail for a while, and now and then crash.
+// trouble makes one worker after the other fail for a while, and every third time
+// crash.
 func (s *Settings) trouble(ctx context.Context) {
 	random := rand.New(rand.NewPCG(s.Seed, 1<<32))
 	for round := 0; s.sleep(ctx, 25+random.Float64()*20); round++ {
@@ -92,7 +93,7 @@ func (s *Settings) sleep(ctx context.Context, seconds float64) (ok bool) {
 	}
 }
 
-// ErrCrash is why a worker ends that the demo ended.
+// ErrCrash is the reason of a worker that the demo ended.
 var ErrCrash = errors.New("crash of the demo")
 
 // client is one user at a time.

@@ -46,9 +46,9 @@ workers:
 // TestMistakesInTheFileAreNamed: with the line, where YAML or an entry is wrong.
 func TestMistakesInTheFileAreNamed(t *testing.T) {
 	for text, want := range map[string]string{
-		"":           "no list under workers:",
+		"":           "list workers: is missing",
 		"worker: []": `[1:1] unknown field "worker"`,
-		"workers:":   "no list under workers:",
+		"workers:":   "list workers: is missing",
 		"workers: 3": "[1:10]",
 		"workers:\n- http://h:1\n- urll: http://h:2":                       `[3:3] unknown field "urll"`,
 		"workers:\n- http://h:1\n- name: b":                                "line 3: worker 2 of the list: url is missing",
@@ -56,10 +56,10 @@ func TestMistakesInTheFileAreNamed(t *testing.T) {
 		"workers:\n- h:1":                                                  "line 2: worker 1 of the list: url: h:1 is not a URL",
 		"workers:\n- http://u:sesame@h:1":                                  "the URL must not contain a user or password",
 		"workers:\n- url: http://h:1\n  role: prefil":                      "is not one of both, prefill, decode",
-		"workers:\n- url: http://h:1\n  kv-events: ipc:///run/x":           "kv-events: ipc endpoints are for --worker only",
+		"workers:\n- url: http://h:1\n  kv-events: ipc:///run/x":           "kv-events: ipc endpoints are allowed with --worker only",
 		"workers:\n- url: http://h:1\n  replay: h:1":                       "replay: h:1 is not an endpoint",
 		"workers:\n- url: http://h:1\n  name: " + strings.Repeat("x", 300): "name has 300 bytes",
-		"workers:\n" + strings.Repeat("- http://h:1\n", maxWorkers+1):      "at most 4096 may be",
+		"workers:\n" + strings.Repeat("- http://h:1\n", maxWorkers+1):      "the maximum is 4096",
 	} {
 		_, err := parseFile([]byte(text))
 		if err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "sesame") || strings.Contains(err.Error(), "\n") {
@@ -107,11 +107,11 @@ func TestABadFileLeavesTheWorkersAsTheyWere(t *testing.T) {
 	w, write := watchFile(t, "workers: [http://h:1]")
 	w.wants("h:1=h:1")
 	write("workers: [http://h:1, http://h:0]")
-	w.says("line 1: worker 2 of the list: url: http://h:0 is not a URL such as http://host:8100; the workers stay as they were")
+	w.says("line 1: worker 2 of the list: url: http://h:0 is not a URL such as http://host:8100; the workers are kept")
 	write("") // as an editor leaves it for a moment, or for ever
-	w.says("no list under workers:")
+	w.says("list workers: is missing")
 	write("workers: [http://h:1]")
-	w.says("known again")
+	w.says("recovered")
 	write("workers: [http://h:2]")
 	w.wants("h:2=h:2")
 	if n := strings.Count(w.log.String(), "WARN"); n != 2 || w.count() != 2 {
@@ -138,7 +138,7 @@ func TestAFileThatGoesLeavesTheWorkersAsTheyWere(t *testing.T) {
 	if err := os.Remove(path); err != nil {
 		t.Fatal(err)
 	}
-	w.says("no such file or directory; the workers stay as they were")
+	w.says("no such file or directory; the workers are kept")
 	// As a ConfigMap is mounted: a link to a folder that is replaced as a whole.
 	real := filepath.Join(t.TempDir(), "v2")
 	if err := os.WriteFile(real, []byte("workers: [http://h:3]"), 0o600); err != nil {
@@ -151,7 +151,7 @@ func TestAFileThatGoesLeavesTheWorkersAsTheyWere(t *testing.T) {
 	if err := os.WriteFile(real, make([]byte, maxFile+1), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	w.says("more than 1048576 bytes")
+	w.says("exceeds 1048576 bytes")
 	testkit.Eventually(t, time.Second, "nothing changed", func() bool { return w.count() == 2 })
 }
 
@@ -164,19 +164,19 @@ func TestTextThatCostsTheDecoderTooMuchIsRefused(t *testing.T) {
 		"workers: [" + many("[\n"):               "nested more than 16 deep",
 		"workers: [\"" + many("[") + "\"]":       "nested more than 16 deep",
 		many("- "):                               "nested more than 16 deep",
-		"workers: [" + many("- "):                "a list by dashes begins within",
-		"a: - - -":                               "a list by dashes begins within",
+		"workers: [" + many("- "):                "a list with dashes begins within",
+		"a: - - -":                               "a list with dashes begins within",
 		"workers: " + many(`["" "]" `):           "nested more than 16 deep",
 		"workers: " + many(`[[] "]" `):           "nested more than 16 deep",
-		many("? "):                               `"?" starts what`,
-		many("!!a "):                             `"!" starts what`,
-		"workers: |\n" + many("\n"):              `"|" starts what`,
+		many("? "):                               `"?" starts unsupported`,
+		many("!!a "):                             `"!" starts unsupported`,
+		"workers: |\n" + many("\n"):              `"|" starts unsupported`,
 		"a: b: c":                                "two values for one field",
-		"a: x\n" + many("\n"):                    "line 102: more than 100 lines in a row",
-		"a: 'x\n'":                               "line 1: a quote is not closed",
-		"a: &a [x, x]\nb: &b [*a, *a]\n":         `line 1: "&" starts what`,
-		"workers:\n- url: *a\n":                  `line 2: "*" starts what`,
-		"workers: [http://h:1, *a]":              `"*" starts what`,
+		"a: x\n" + many("\n"):                    "line 102: more than 100 consecutive lines",
+		"a: 'x\n'":                               "line 1: a quote does not end",
+		"a: &a [x, x]\nb: &b [*a, *a]\n":         `line 1: "&" starts unsupported`,
+		"workers:\n- url: *a\n":                  `line 2: "*" starts unsupported`,
+		"workers: [http://h:1, *a]":              `"*" starts unsupported`,
 		nested(maxNesting+1) + "x":               "nested more than 16 deep",
 		"workers: " + strings.Repeat("[", 15):    "sequence end token",
 		"workers:\n- url: http://h:1 # [[{ &a\n": "",
@@ -205,10 +205,10 @@ func TestANamedPipeIsNoFile(t *testing.T) {
 		t.Fatal(err)
 	}
 	w := &watched{t: t}
-	if _, err := openFile(path, w.logger()); err == nil || !strings.Contains(err.Error(), "it is no regular file") {
+	if _, err := openFile(path, w.logger()); err == nil || !strings.Contains(err.Error(), "it is not a regular file") {
 		t.Errorf("at the start: %v", err)
 	}
-	if _, err := openFile(filepath.Dir(path), w.logger()); err == nil || !strings.Contains(err.Error(), "it is no regular file") {
+	if _, err := openFile(filepath.Dir(path), w.logger()); err == nil || !strings.Contains(err.Error(), "it is not a regular file") {
 		t.Errorf("a folder: %v", err)
 	}
 	w, _ = watchFile(t, "workers: [http://h:1]")
@@ -216,7 +216,7 @@ func TestANamedPipeIsNoFile(t *testing.T) {
 	if err := os.Rename(path, w.path); err != nil {
 		t.Fatal(err)
 	}
-	w.says("it is no regular file; the workers stay as they were")
+	w.says("it is not a regular file; the workers are kept")
 }
 
 func FuzzFile(f *testing.F) {

@@ -119,7 +119,7 @@ type stream struct {
 	came  http.Header // the answer's headers; set before answers has one
 	empty bool        // the answer has no body; likewise
 
-	target    string // first address that the gateway was told
+	target    string // first address that the gateway got
 	answering bool   // the worker's answer has begun
 	headed    bool   // its headers have been let through
 }
@@ -153,8 +153,8 @@ func (p *Server) Process(process extprocv3.ExternalProcessor_ProcessServer) erro
 	}
 }
 
-// serve has the first message's request served, and tells ended how that went. Not ok:
-// it is told already, for the message is of no request.
+// serve serves the first message's request and sends the result to ended. Not ok: it
+// has been sent, for the message is no request.
 func (s *stream) serve(w *writer, first *extprocv3.ProcessingRequest, ended chan<- error) (ok bool) {
 	p := s.server
 	if err := p.edges.Do(guard.ExtProc, p.log, func() error { return s.begin(first) }); err != nil {
@@ -299,7 +299,7 @@ func (s *stream) askFor(request *http.Request, addresses string) error {
 	if err != nil || s.bodiless {
 		return err
 	}
-	select { // a body of a known length has been read before its end was told
+	select { // a body of a known length has been read before its end came
 	case <-s.asked.over:
 	case <-s.ctx.Done():
 		return context.Cause(s.ctx)

@@ -2,7 +2,6 @@ package openai
 
 import (
 	"bufio"
-	"bytes"
 	"cmp"
 	"context"
 	"encoding/json"
@@ -652,34 +651,6 @@ func TestOtherInferencePathsAreForwarded(t *testing.T) {
 	}
 	if response, _ := h.post(t, "/v1/nothing", `{}`); response.StatusCode != 404 {
 		t.Errorf("an unknown path: %d", response.StatusCode)
-	}
-}
-
-// TestEventsSplitAnywhereReadTheSame feeds a stream to the scanner in pieces of
-// every size.
-func TestEventsSplitAnywhereReadTheSame(t *testing.T) {
-	stream := "data: " + testkit.TokenEvent + "\n\n: comment\n\ndata: " + testkit.TokenEvent + "\r\n\r\ndata: " + usageEvent + "\n\ndata: [DONE]\n\n"
-	shown := "data: " + testkit.TokenEvent + "\n\n: comment\n\ndata: " + testkit.TokenEvent + "\r\n\r\ndata: [DONE]\n\n"
-	for size := 1; size <= len(stream); size++ {
-		for _, hide := range []bool{true, false} {
-			s := proxy.EventScanner{HideUsage: hide}
-			var got bytes.Buffer
-			events := 0
-			for rest := []byte(stream); len(rest) > 0; {
-				n := min(size, len(rest))
-				got.Write(s.Scan(rest[:n]))
-				events += s.Count
-				rest = rest[n:]
-			}
-			got.Write(s.Rest())
-			want := stream
-			if hide {
-				want = shown
-			}
-			if got.String() != want || events != 3 || s.Usage.CachedTokens != 4 {
-				t.Fatalf("pieces of %d, hide %v: %d events, usage %+v\n%s", size, hide, events, s.Usage, got.String())
-			}
-		}
 	}
 }
 

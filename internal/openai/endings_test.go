@@ -87,7 +87,7 @@ func TestEveryEndOfARequestIsToldOnce(t *testing.T) {
 		{"stream with an engine error", "", 0, []http.HandlerFunc{testkit.StreamOf(`{"error":{"code":500}}`, "[DONE]")}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
 		{"stream with an engine error in its middle", "", 0, []http.HandlerFunc{testkit.StreamOf(notLast, `{"error":{"code":500}}`, "[DONE]")}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
 		{"half an answer", "", 0, []http.HandlerFunc{then(status(200, `{"choices"`), abort)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
-		{"long answer that breaks off", "", 0, []http.HandlerFunc{then(status(200, strings.Repeat(" ", proxy.BufferedAnswer+1)), abort)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
+		{"long answer that breaks off", "", 0, []http.HandlerFunc{then(status(200, strings.Repeat(" ", 8<<20+1)), abort)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
 		{"silence", "", 50 * time.Millisecond, []http.HandlerFunc{silence}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
 		{"silence in mid-stream", "", 50 * time.Millisecond, []http.HandlerFunc{then(testkit.StreamOf(testkit.TokenEvent), silence)}, []policytest.ToldEnding{{Ending: policy.Failed, TokensOut: 0}}},
 

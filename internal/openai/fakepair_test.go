@@ -2,6 +2,7 @@ package openai
 
 import (
 	"context"
+	"crypto/rand"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -194,7 +195,7 @@ func (p *fakeProtocol) prefill(w http.ResponseWriter, r *http.Request, body gjso
 		fakeAnswer(w, body, "prefill")
 		return
 	}
-	name := r.Header.Get(web.HeaderRequest) + proxy.Nonce()
+	name := r.Header.Get(web.HeaderRequest) + rand.Text()
 	p.hold(name)
 	fakeAnswer(w, body, "prefill", jsonbody.Field{Key: "kv_transfer_params", Raw: nixlParams(name)})
 }
@@ -305,6 +306,10 @@ func (p *fakeProtocol) bootstrap() kv.Bootstrap {
 	return at
 }
 
+// builtinModel opens the built-in model once for all tests: it is the dearest part of a
+// fixture.
+var builtinModel = sync.OnceValues(mocker.OpenBuiltinModel)
+
 // pairAPI is a router over prefill workers 0, 1, ... and decode workers 10,
 // 11, ..., of one kind.
 type pairAPI struct {
@@ -327,7 +332,7 @@ func newTestPairAPI(t testing.TB, config setup, kind kv.Kind, prefills, decodes 
 	if knobs.DisaggHandoverTimeout == 0 {
 		knobs.DisaggHandoverTimeout = 30 * time.Second
 	}
-	model, err := mocker.OpenBuiltinModel()
+	model, err := builtinModel()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -385,7 +390,7 @@ func (h *pairAPI) settled(t testing.TB) {
 // cache as the router knows it.
 func (h *pairAPI) store(t testing.TB, worker kv.WorkerKey, chat string, n int) {
 	t.Helper()
-	model, err := mocker.OpenBuiltinModel()
+	model, err := builtinModel()
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -12,11 +12,13 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/kv"
-	"kvrouter/internal/mocker"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/web"
 )
+
+// generateRoute is SGLang's own inference route.
+const generateRoute = "/generate"
 
 // capturedGenerateStream is the body of a stream of /generate as SGLang sent it.
 func capturedGenerateStream(t testing.TB) []byte {
@@ -65,7 +67,7 @@ func TestGenerateStreamIsRelayedByteForByte(t *testing.T) {
 	})
 	h := newTestAPIOf(t, setup{CollectUsage: true}, nil, sglangTargets(worker.URL)...)
 	const body = `{"text": "The history", "rid":"mine-0001", "sampling_params": {"max_new_tokens": 8}, "stream": true}`
-	response, answer := h.post(t, proxy.GenerateRoute, body)
+	response, answer := h.post(t, generateRoute, body)
 	if response.StatusCode != http.StatusOK || answer != string(stream) {
 		t.Errorf("%s:\n%s", response.Status, answer)
 	}
@@ -81,7 +83,7 @@ func TestGenerateStreamIsRelayedByteForByte(t *testing.T) {
 // TestGenerateIsRoutedByPrefix: with the tokens of its text or its input_ids; what
 // the worker reports is compared with what was expected.
 func TestGenerateIsRoutedByPrefix(t *testing.T) {
-	model, err := mocker.OpenBuiltinModel()
+	model, err := builtinModel()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -112,7 +114,7 @@ func TestGenerateIsRoutedByPrefix(t *testing.T) {
 		{"of an adapter", fmt.Sprintf(`{"text":%q,"lora_path":"a"}`, text), "0"},
 		{"with an image", fmt.Sprintf(`{"text":%q,"image_data":"x"}`, text), "0"},
 	} {
-		response, answer := h.post(t, proxy.GenerateRoute, test.body)
+		response, answer := h.post(t, generateRoute, test.body)
 		if got := response.Header.Get(web.HeaderOverlap); response.StatusCode != http.StatusOK || got != test.overlap {
 			t.Errorf("%s: %s, %s tokens expected, want %s: %s", test.name, response.Status, got, test.overlap, answer)
 		}
@@ -124,7 +126,7 @@ func TestGenerateIsRoutedByPrefix(t *testing.T) {
 // TestAnEmptyPromptReachesNoSGLangServer: it would end the server's scheduler. vLLM
 // refuses one in its own words.
 func TestAnEmptyPromptReachesNoSGLangServer(t *testing.T) {
-	model, err := mocker.OpenBuiltinModel()
+	model, err := builtinModel()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -136,14 +138,14 @@ func TestAnEmptyPromptReachesNoSGLangServer(t *testing.T) {
 		path, body string
 		status     int
 	}{
-		{sglang, proxy.GenerateRoute, `{"text":""}`, http.StatusBadRequest},
-		{sglang, proxy.GenerateRoute, `{"text":["a",""]}`, http.StatusBadRequest},
-		{sglang, proxy.GenerateRoute, `{"input_ids":[]}`, http.StatusBadRequest},
-		{sglang, proxy.GenerateRoute, `{"input_ids":[[1],[]]}`, http.StatusBadRequest},
+		{sglang, generateRoute, `{"text":""}`, http.StatusBadRequest},
+		{sglang, generateRoute, `{"text":["a",""]}`, http.StatusBadRequest},
+		{sglang, generateRoute, `{"input_ids":[]}`, http.StatusBadRequest},
+		{sglang, generateRoute, `{"input_ids":[[1],[]]}`, http.StatusBadRequest},
 		{sglang, "/v1/completions", `{"prompt":""}`, http.StatusBadRequest},
 		{sglang, "/v1/completions", `{"prompt":["a",""]}`, http.StatusBadRequest},
 		{sglang, "/v1/completions", `{"prompt":["a","b"]}`, http.StatusOK},
-		{sglang, proxy.GenerateRoute, `{"text":"a"}`, http.StatusOK},
+		{sglang, generateRoute, `{"text":"a"}`, http.StatusOK},
 		{vllm, "/v1/completions", `{"prompt":""}`, http.StatusOK},
 	} {
 		if response, answer := test.api.post(t, test.path, test.body); response.StatusCode != test.status {
@@ -160,7 +162,7 @@ func TestGenerateGoesToSGLangOnly(t *testing.T) {
 	targets[0].Engine = kv.EngineVLLM
 	h := newTestAPIOf(t, setup{}, nil, targets...)
 	for range 4 {
-		h.post(t, proxy.GenerateRoute, `{"text":"a"}`)
+		h.post(t, generateRoute, `{"text":"a"}`)
 	}
 	if a, b := len(vllm.Received()), len(sglang.Received()); a != 0 || b != 4 {
 		t.Errorf("%d went to vLLM, %d to SGLang", a, b)
@@ -172,11 +174,11 @@ func TestGenerateGoesToSGLangOnly(t *testing.T) {
 		t.Errorf("of completions %d went to vLLM, %d to SGLang", a, b)
 	}
 	h.router.Down(targets[1].Key)
-	if response, text := h.post(t, proxy.GenerateRoute, `{"text":"a"}`); response.StatusCode != http.StatusNotFound || !strings.Contains(text, errNoSGLang.Error()) {
+	if response, text := h.post(t, generateRoute, `{"text":"a"}`); response.StatusCode != http.StatusNotFound || !strings.Contains(text, errNoSGLang.Error()) {
 		t.Errorf("without SGLang: %s %s", response.Status, text)
 	}
 	h.router.Down(targets[0].Key)
-	if response, text := h.post(t, proxy.GenerateRoute, `{"text":"a"}`); response.StatusCode != http.StatusServiceUnavailable {
+	if response, text := h.post(t, generateRoute, `{"text":"a"}`); response.StatusCode != http.StatusServiceUnavailable {
 		t.Errorf("without workers: %s %s", response.Status, text)
 	}
 }
@@ -190,10 +192,10 @@ func TestGenerateNamesTheRankInItsBody(t *testing.T) {
 		path, body string
 		want       string
 	}{
-		{2, proxy.GenerateRoute, `{ "text":"a"}`, `{"routed_dp_rank":1, "text":"a"}`},
-		{2, proxy.GenerateRoute, `{"text":"a", "routed_dp_rank":0}`, `{"routed_dp_rank":1,"text":"a"}`}, // the router's, since it has counted on it
-		{1, proxy.GenerateRoute, `{ "text":"a"}`, `{ "text":"a"}`},
-		{1, proxy.GenerateRoute, `{"text":"a", "routed_dp_rank":0}`, `{"text":"a", "routed_dp_rank":0}`},
+		{2, generateRoute, `{ "text":"a"}`, `{"routed_dp_rank":1, "text":"a"}`},
+		{2, generateRoute, `{"text":"a", "routed_dp_rank":0}`, `{"routed_dp_rank":1,"text":"a"}`}, // the router's, since it has counted on it
+		{1, generateRoute, `{ "text":"a"}`, `{ "text":"a"}`},
+		{1, generateRoute, `{"text":"a", "routed_dp_rank":0}`, `{"text":"a", "routed_dp_rank":0}`},
 		{2, "/v1/completions", `{ "text":"a"}`, `{ "text":"a"}`},
 	} {
 		h := newTestAPIOf(t, setup{}, nil, kv.Target{Key: kv.WorkerKey{Rank: 1}, URL: worker.URL, Engine: kv.EngineSGLang, Ranks: test.ranks})
@@ -209,7 +211,7 @@ func TestGenerateNamesTheRankInItsBody(t *testing.T) {
 func TestWhatAClientAbortedIsNotTriedElsewhere(t *testing.T) {
 	for _, engine := range []kv.Engine{kv.EngineSGLang, kv.EngineVLLM} {
 		serve := func(w http.ResponseWriter, r *http.Request) {
-			if r.URL.Path == proxy.GenerateRoute {
+			if r.URL.Path == generateRoute {
 				io.WriteString(w, `{"text":"","meta_info":{"finish_reason":{"type":"abort","message":"Aborted"},"prompt_tokens":1,"completion_tokens":0,"cached_tokens":0}}`)
 				return
 			}
@@ -219,7 +221,7 @@ func TestWhatAClientAbortedIsNotTriedElsewhere(t *testing.T) {
 		targets := sglangTargets(a.URL, b.URL)
 		targets[0].Engine, targets[1].Engine = engine, engine
 		h := newTestAPIOf(t, setup{}, nil, targets...)
-		want, path := 1, proxy.GenerateRoute
+		want, path := 1, generateRoute
 		if engine == kv.EngineVLLM {
 			want, path = 2, "/v1/completions"
 		}
@@ -258,7 +260,7 @@ func TestPairsServeGenerate(t *testing.T) {
 		}
 	})
 	const rest = `"text": "a prompt of some length", "sampling_params":{"max_new_tokens":4}}`
-	response, answer := h.post(t, proxy.GenerateRoute, "{"+rest)
+	response, answer := h.post(t, generateRoute, "{"+rest)
 	h.settled(t)
 	if response.StatusCode != http.StatusOK || gjson.Get(answer, "text").Str != "decoded" || response.Header.Get(proxy.HeaderPrefillWorker) != "0" {
 		t.Errorf("%s %v: %s", response.Status, response.Header, answer)
@@ -267,7 +269,7 @@ func TestPairsServeGenerate(t *testing.T) {
 	if prefill != decode || !strings.HasSuffix(prefill, rest) {
 		t.Errorf("the legs are\n%s\n%s", prefill, decode)
 	}
-	h.post(t, proxy.GenerateRoute, `{"rid":["one","two"],"text":["a prompt of some length","another"]}`)
+	h.post(t, generateRoute, `{"rid":["one","two"],"text":["a prompt of some length","another"]}`)
 	if got := h.decode[0].received(); gjson.Get(got[len(got)-1], "rid").Raw != `["one","two"]` {
 		t.Errorf("the names of several prompts became %s", got[len(got)-1])
 	}
@@ -280,7 +282,7 @@ func hasRoom(body gjson.Result) bool {
 
 // TestCachedTokensOfSeveralAnswersAreNotComparedOnSGLang: it counts them for each.
 func TestCachedTokensOfSeveralAnswersAreNotComparedOnSGLang(t *testing.T) {
-	model, err := mocker.OpenBuiltinModel()
+	model, err := builtinModel()
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -36,7 +36,7 @@ const (
 )
 
 // errNoSGLang refuses a request for SGLang where only other workers are up.
-var errNoSGLang = errors.New("this route is SGLang's, and no worker here runs SGLang: send /v1/chat/completions or /v1/completions")
+var errNoSGLang = errors.New("this route needs an SGLang worker, and none is up: use /v1/chat/completions or /v1/completions")
 
 // serveNative adds SGLang's own short routes to those of clients. own guards those that
 // pages of other sites may not call.
@@ -175,7 +175,7 @@ func chosen(object gjson.Result, names []string) (fields []jsonbody.Field) {
 // worker that does not answer is left out.
 func (a *API) loads(c *gin.Context) {
 	if format := c.Query("format"); format != "" && format != "json" {
-		a.fail(c, http.StatusBadRequest, "", "format: only json is here; /metrics has the loads for Prometheus")
+		a.fail(c, http.StatusBadRequest, "", "format must be json; for Prometheus use /metrics")
 		return
 	}
 	targets := a.someSGLang(c)
@@ -201,8 +201,8 @@ func (a *API) loads(c *gin.Context) {
 	version := ""
 	for _, t := range targets {
 		answer := gjson.ParseBytes(byWorker[t.Key.Worker])
-		if told := answer.Get("version").Str; version == "" {
-			version = told
+		if reported := answer.Get("version").Str; version == "" {
+			version = reported
 		}
 		id := jsonbody.Field{Key: "worker_id", Raw: strconv.FormatUint(t.Key.Worker, 10)}
 		ranks := 0
@@ -259,7 +259,7 @@ func (a *API) abortRequest(c *gin.Context) {
 	sent := fmt.Appendf(nil, `{"rid":%s}`, proxy.Quoted(rid.Str))
 	switch {
 	case body.Get("abort_all").Bool() && !a.settings.AllowEngineAdmin:
-		a.fail(c, http.StatusForbidden, "", "abort_all ends the requests of all clients: start the router with --allow-engine-admin to let it through")
+		a.fail(c, http.StatusForbidden, "", "abort_all aborts the requests of all clients: start the router with --allow-engine-admin to allow it")
 		return
 	case body.Get("abort_all").Bool():
 		sent = []byte(`{"abort_all":true}`)

@@ -256,7 +256,7 @@ func TestOnlyWhatIsWrongWithTheRequestIsARefusal(t *testing.T) {
 		{"500", answersStatus(500), 200},
 		{"503", answersStatus(503), 200},
 		{"too long", func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) {
-			fmt.Fprintf(w, `{"kv_transfer_params":{"do_remote_prefill":true},"pad":"%s"}`, strings.Repeat("x", proxy.AskLimit))
+			fmt.Fprintf(w, `{"kv_transfer_params":{"do_remote_prefill":true},"pad":"%s"}`, strings.Repeat("x", 16<<20))
 		}, 200},
 		{"a failed stream", func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) {
 			w.Header().Set("Content-Type", "text/event-stream")

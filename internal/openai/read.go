@@ -65,7 +65,7 @@ func (r *inference) read(c *gin.Context) (ok bool) {
 	if r.body.Get("vllm_xargs").Get("kv_cache_report_mode").Exists() {
 		// The engine would report reused blocks as stored, and never as removed: the
 		// index could not be kept exact.
-		a.fail(c, http.StatusBadRequest, "vllm_xargs", "kv_cache_report_mode is not allowed behind a router that follows KV events")
+		a.fail(c, http.StatusBadRequest, "vllm_xargs", "kv_cache_report_mode is not supported: the router follows KV events")
 		return false
 	}
 	if salt, ok := r.caller.Salt(r.body.Get("cache_salt").String()); ok && r.body.Top != nil {

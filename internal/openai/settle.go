@@ -44,7 +44,7 @@ func (r *inference) settle(c *gin.Context, err error) {
 	case errors.Is(err, router.ErrNoWorker), errors.Is(err, router.ErrBusy), errors.Is(err, router.ErrQueueFull), errors.Is(err, router.ErrQueueTimeout), errors.Is(err, router.ErrNoPair):
 		r.refuse(c, err)
 	case proxy.OutOfDescriptors(err):
-		a.log.Warn("the router has too many files and connections open", "route", x.Route, "error", err)
+		a.log.Warn("too many open files or connections", "route", x.Route, "error", err)
 		c.Header("Retry-After", "1")
 		a.fail(c, http.StatusServiceUnavailable, "", "the router has too many connections open: try again")
 	case errors.As(err, &prefill):

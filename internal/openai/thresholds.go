@@ -52,7 +52,7 @@ func (a *API) changeThresholds(c *gin.Context) {
 	}
 	var asked modelThresholds
 	if err := json.Unmarshal(body, &asked); err != nil {
-		a.fail(c, http.StatusBadRequest, "", "bad body: "+err.Error())
+		a.fail(c, http.StatusBadRequest, "", "invalid body: "+err.Error())
 		return
 	}
 	if err := asked.Validate(); err != nil {

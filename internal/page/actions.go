@@ -32,13 +32,13 @@ func (p *Page) act(c *gin.Context) {
 	case "reset-cache":
 		err = p.resetCache(c, id)
 	default:
-		fail(c, http.StatusNotFound, "no such action: drain, readmit and reset-cache are")
+		fail(c, http.StatusNotFound, "no such action: use drain, readmit or reset-cache")
 		return
 	}
 	var refused *engineError
 	switch {
 	case err == nil:
-		p.log.Info(fmt.Sprintf("worker %s: %s, as the page was told", called, action))
+		p.log.Info(fmt.Sprintf("worker %s: %s, requested on the dashboard", called, action))
 		c.Status(http.StatusNoContent)
 	case errors.Is(err, router.ErrUnknownWorker):
 		fail(c, http.StatusNotFound, fmt.Sprintf("worker %s is not up", called))

@@ -1,7 +1,6 @@
-// Package page is what people look at: a live page of the fleet, the last requests
-// with why they went where they did, what the caches hold and the trends of the last
-// hour. While nobody looks, nothing is computed for it but a step of
-// the trends every 10 s.
+// Package page serves the dashboard: the fleet, the last requests with the explanations
+// of their decisions, the contents of the caches and the trends of the last hour. While
+// it has no viewer, only a step of the trends is computed, every 10 s.
 package page
 
 import (
@@ -19,8 +18,8 @@ import (
 
 // Flags are the settings of the page.
 type Flags struct {
-	PagePort     int  `group:"Addresses" default:"0" help:"Port that serves the live page alone, at the router port's address and with its key; 0: only the router port serves it, at /ui/."`
-	PageShowText bool `group:"Addresses" help:"Let the live page show the beginnings of prompts. Without it, it shows hashes."`
+	PagePort     int  `group:"Addresses" default:"0" help:"Port that serves only the dashboard, at the router port's address and with its key. With 0, the router port alone serves it, at /ui/."`
+	PageShowText bool `group:"Addresses" help:"Show the beginnings of prompts on the dashboard instead of hashes."`
 }
 
 // Settings describe the router that the page shows.
@@ -94,8 +93,8 @@ func New(settings Settings, deps Deps) *Page {
 // URL is the page's address on a port at http://HOST:PORT.
 func URL(port string) string { return port + root + "/" }
 
-// Run computes what is shown until ctx ends: a state a second while somebody looks,
-// and a step of the trends every ten.
+// Run computes the states until ctx ends: one a second while there are viewers, and a
+// step of the trends every ten seconds.
 func (p *Page) Run(ctx context.Context) {
 	defer p.Close()
 	second, step := time.NewTicker(time.Second), time.NewTicker(stepLength)
@@ -130,7 +129,7 @@ func (p *Page) show() {
 	}
 }
 
-// takeStep adds a step to the trends, and tells the viewers.
+// takeStep adds a step to the trends and sends them to the viewers.
 func (p *Page) takeStep() {
 	now := p.now()
 	inFlight, names := map[string]int{}, p.deps.Models.Names().Now()

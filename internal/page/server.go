@@ -47,9 +47,9 @@ func (p *Page) Over(next http.Handler) http.Handler {
 func (p *Page) routes(profiles bool) http.Handler {
 	engine := web.NewEngine(p.log)
 	engine.Use(web.Harden)
-	engine.NoRoute(func(c *gin.Context) { fail(c, http.StatusNotFound, "there is nothing here: the page is at /ui/") })
+	engine.NoRoute(func(c *gin.Context) { fail(c, http.StatusNotFound, "not found: the dashboard is at /ui/") })
 	engine.NoMethod(func(c *gin.Context) {
-		fail(c, http.StatusMethodNotAllowed, fmt.Sprintf("%s does not take %s", c.Request.URL.Path, c.Request.Method))
+		fail(c, http.StatusMethodNotAllowed, fmt.Sprintf("%s does not accept %s", c.Request.URL.Path, c.Request.Method))
 	})
 	toPage := func(c *gin.Context) { // a proxy in front may have cut the path: the way is told from here
 		c.Header("Location", strings.TrimPrefix(root, "/")+"/")

@@ -147,7 +147,7 @@ func (p *Page) signIn(c *gin.Context) {
 		fail(c, http.StatusBadRequest, `the body must be {"key":"..."}`)
 	case !p.sessions.try(p.now()):
 		c.Header("Retry-After", "1")
-		fail(c, http.StatusTooManyRequests, "too many keys were tried: wait a second")
+		fail(c, http.StatusTooManyRequests, "too many failed sign-ins: wait a second")
 	case !p.sessions.knows(key):
 		fail(c, http.StatusUnauthorized, "this is not the router port's key")
 	default:

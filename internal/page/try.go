@@ -59,7 +59,7 @@ func (p *Page) try(c *gin.Context) {
 func (p *Page) where(c *gin.Context) {
 	raw, err := io.ReadAll(http.MaxBytesReader(c.Writer, c.Request.Body, whereLimit))
 	if err != nil {
-		fail(c, http.StatusRequestEntityTooLarge, "the body did not come, or is larger than 4 MiB")
+		fail(c, http.StatusRequestEntityTooLarge, "the body is incomplete or larger than 4 MiB")
 		return
 	}
 	path, asked, problem := dryRun(raw)
@@ -81,7 +81,7 @@ func (p *Page) where(c *gin.Context) {
 	}
 	receipt, ok := p.requests.receipt(request.Header.Get(web.HeaderRequest))
 	if !ok {
-		fail(c, http.StatusServiceUnavailable, "the receipt is gone already: try again")
+		fail(c, http.StatusServiceUnavailable, "the explanation has expired: try again")
 		return
 	}
 	c.JSON(http.StatusOK, receipt)

@@ -142,7 +142,7 @@ func (p *Page) stream(c *gin.Context) {
 	one := p.viewers.join(p.now())
 	if one == nil {
 		c.Header("Retry-After", "10")
-		fail(c, http.StatusServiceUnavailable, fmt.Sprintf("%d people look at this page already, or it ends", maxViewers))
+		fail(c, http.StatusServiceUnavailable, fmt.Sprintf("the dashboard already has %d viewers, or the router is shutting down", maxViewers))
 		return
 	}
 	defer p.viewers.leave(one)

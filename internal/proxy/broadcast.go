@@ -36,7 +36,7 @@ type Question struct {
 	Method, Path string
 	Header       http.Header
 	Body         []byte
-	Limit        int64 // of each answer, bytes; 0: AskLimit
+	Limit        int64 // of each answer, bytes; 0: askLimit
 }
 
 // Answer is one worker's answer to a Question.

@@ -22,7 +22,7 @@ func TestNamedEventsAreReadLikeOthers(t *testing.T) {
 		testkit.ResponsesStream: {Known: true, PromptTokens: 9, OutputTokens: 2, CachedKnown: true, CachedTokens: 4},
 	} {
 		for _, text := range []string{stream, strings.ReplaceAll(stream, "\n", "\r\n")} {
-			var events EventScanner
+			var events eventScanner
 			if out := events.Scan([]byte(text)); string(out) != text {
 				t.Errorf("passed on as %q", out)
 			}

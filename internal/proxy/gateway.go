@@ -169,7 +169,7 @@ func (p *Proxy) served(u *Upstream, x *Exchange, address string) {
 
 // relayPieces relays an answer that is no stream and comes through a gateway: piece by
 // piece, since no other worker can be tried. Its usage is read from the first
-// BufferedAnswer bytes.
+// bufferedAnswer bytes.
 func (p *Proxy) relayPieces(w http.ResponseWriter, answer *upstreamAnswer, u Upstream, x *Exchange) error {
 	writeHead(w, answer.Response, u, x)
 	var body []byte
@@ -178,7 +178,7 @@ func (p *Proxy) relayPieces(w http.ResponseWriter, answer *upstreamAnswer, u Ups
 	for {
 		n, err := answer.Read(memory.buffer[:])
 		if n > 0 {
-			if len(body) < BufferedAnswer {
+			if len(body) < bufferedAnswer {
 				body = append(body, memory.buffer[:n]...)
 			}
 			if _, err := w.Write(memory.buffer[:n]); err != nil {

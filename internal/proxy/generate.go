@@ -9,16 +9,16 @@ import (
 	"kvrouter/internal/jsonbody"
 )
 
-// GenerateRoute is SGLang's own inference route. Its answer is an object, or a list
+// generateRoute is SGLang's own inference route. Its answer is an object, or a list
 // of them for several prompts or answers; each event of its stream is one, with the
 // whole text so far.
-const GenerateRoute = "/generate"
+const generateRoute = "/generate"
 
-// maxGenerated bounds the answers of one request to GenerateRoute whose tokens are
+// maxGenerated bounds the answers of one request to generateRoute whose tokens are
 // counted.
 const maxGenerated = 4096
 
-// rankKey names the data-parallel rank in a body of GenerateRoute.
+// rankKey names the data-parallel rank in a body of generateRoute.
 const rankKey = "routed_dp_rank"
 
 // ofRank names a data-parallel rank in the body, in place of the one that the client
@@ -35,7 +35,7 @@ func (u Upstream) ofRank(rank string) Upstream {
 
 // SeveralAnswers tells whether a request wants more than one answer to a prompt.
 func SeveralAnswers(path string, body *jsonbody.Body) bool {
-	if path != GenerateRoute {
+	if path != generateRoute {
 		return body.Get("n").Int() > 1 || body.Get("best_of").Int() > 1 || asks(body, "use_beam_search")
 	}
 	several := func(p gjson.Result) bool { return p.Get("n").Int() > 1 || p.Get("beam_width").Int() > 1 }
@@ -65,14 +65,14 @@ func asks(body *jsonbody.Body, key string) bool {
 	return v.Exists() && v.Type != gjson.Null && v.Type != gjson.False
 }
 
-// defaultNewTokens is how many tokens an answer of GenerateRoute may have where its
+// defaultNewTokens is how many tokens an answer of generateRoute may have where its
 // request does not say.
 const defaultNewTokens = 128
 
 // tokenLimit returns how many tokens the longest answer may have; 0: the request does
 // not say.
 func tokenLimit(path string, body *jsonbody.Body) (most int) {
-	if path != GenerateRoute {
+	if path != generateRoute {
 		for _, key := range []string{"max_completion_tokens", "max_tokens", "max_output_tokens"} {
 			if most = reported(body.Get(key), maxReportedOutput); most > 0 {
 				return most
@@ -103,7 +103,7 @@ func newTokens(params gjson.Result) int {
 	return defaultNewTokens
 }
 
-// generated sums up the meta_info of the answers to one request to GenerateRoute.
+// generated sums up the meta_info of the answers to one request to generateRoute.
 type generated struct {
 	answers []Usage // by index
 	finish  string  // why the first that says so has ended
@@ -157,7 +157,7 @@ func (g *generated) takeEvent(data []byte) {
 // outcome returns what an answer that came whole says of its tokens, and why the
 // first of its texts ended.
 func outcome(route string, body []byte) (usage Usage, finish string) {
-	if route != GenerateRoute {
+	if route != generateRoute {
 		return ReadUsage(body), gjson.GetBytes(body, "choices.0.finish_reason").Str
 	}
 	var g generated

@@ -40,12 +40,12 @@ func TestOutcomeOfWholeAnswers(t *testing.T) {
 		usage             Usage
 		finish            string
 	}{
-		{"an answer", GenerateRoute, one, known(70, 8, 0), "length"},
-		{"several", GenerateRoute, `[` + one + `,{"meta_info":{"finish_reason":{"type":"stop"},"prompt_tokens":5,"completion_tokens":2,"cached_tokens":4}}]`, known(75, 10, 4), "length"},
-		{"aborted", GenerateRoute, `{"meta_info":{"finish_reason":{"type":"abort","message":"Aborted"},"prompt_tokens":5,"completion_tokens":1,"cached_tokens":0}}`, known(5, 1, 0), "abort"},
-		{"foreign numbers", GenerateRoute, `{"meta_info":{"prompt_tokens":1e300,"completion_tokens":-4,"cached_tokens":null}}`, Usage{Known: true, PromptTokens: maxReportedPrompt}, ""},
-		{"an error", GenerateRoute, `{"error":{"message":"The input is too long"}}`, Usage{}, ""},
-		{"no JSON", GenerateRoute, `{"meta_info":`, Usage{}, ""},
+		{"an answer", generateRoute, one, known(70, 8, 0), "length"},
+		{"several", generateRoute, `[` + one + `,{"meta_info":{"finish_reason":{"type":"stop"},"prompt_tokens":5,"completion_tokens":2,"cached_tokens":4}}]`, known(75, 10, 4), "length"},
+		{"aborted", generateRoute, `{"meta_info":{"finish_reason":{"type":"abort","message":"Aborted"},"prompt_tokens":5,"completion_tokens":1,"cached_tokens":0}}`, known(5, 1, 0), "abort"},
+		{"foreign numbers", generateRoute, `{"meta_info":{"prompt_tokens":1e300,"completion_tokens":-4,"cached_tokens":null}}`, Usage{Known: true, PromptTokens: maxReportedPrompt}, ""},
+		{"an error", generateRoute, `{"error":{"message":"The input is too long"}}`, Usage{}, ""},
+		{"no JSON", generateRoute, `{"meta_info":`, Usage{}, ""},
 		{"another route", "/v1/completions", `{"choices":[{"finish_reason":"stop"}],"usage":{"prompt_tokens":3,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":2}}}`, known(3, 1, 2), "stop"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -73,7 +73,7 @@ func TestStreamsOfGenerateAreRead(t *testing.T) {
 		{"an index that is none", strings.Replace(event(0, 1, "null"), `"index":0`, `"index":99999999`, 1) + streamEnd, Usage{}, policy.Finished},
 	} {
 		for size := range min(len(test.stream), 40) {
-			s := EventScanner{Generate: true}
+			s := eventScanner{Generate: true}
 			var shown bytes.Buffer
 			for rest := []byte(test.stream); len(rest) > 0; {
 				n := min(size*7+1, len(rest))
@@ -89,7 +89,7 @@ func TestStreamsOfGenerateAreRead(t *testing.T) {
 
 // TestLongStreamsOfGenerateTakeNoMoreMemory: each event has the whole text so far.
 func TestLongStreamsOfGenerateTakeNoMoreMemory(t *testing.T) {
-	s := EventScanner{Generate: true}
+	s := eventScanner{Generate: true}
 	most := 0
 	for n := 1; n < 3*maxEvent; n += maxEvent / 8 {
 		event := fmt.Sprintf(`data: {"text":"%s","meta_info":{"prompt_tokens":1,"completion_tokens":%d,"cached_tokens":0}}`+"\n\n", strings.Repeat("x", n), n)
@@ -113,11 +113,11 @@ func FuzzGenerated(f *testing.F) {
 	f.Add([]byte(`data: {"meta_info":{"prompt_tokens":-1},"index":-1}` + "\n\n"))
 	f.Add([]byte(`data: {"meta_info":{"prompt_tokens":"x","finish_reason":{"type":1}},"index":4095}` + "\n\ndata: [DONE]\n\n"))
 	f.Fuzz(func(t *testing.T, stream []byte) {
-		s := EventScanner{Generate: true}
+		s := eventScanner{Generate: true}
 		if got := s.Scan(stream); !bytes.Equal(got, stream) {
 			t.Fatalf("%q became %q", stream, got)
 		}
-		whole, _ := outcome(GenerateRoute, stream)
+		whole, _ := outcome(generateRoute, stream)
 		for _, u := range []Usage{s.usage(), whole} {
 			if u.PromptTokens < 0 || u.PromptTokens > maxReportedPrompt || u.OutputTokens < 0 || u.OutputTokens > maxReportedOutput || u.CachedTokens < 0 || len(s.generated.answers) > maxGenerated {
 				t.Fatalf("%q reads as %+v", stream, u)
@@ -140,16 +140,16 @@ func TestWhatARequestWants(t *testing.T) {
 		{"/v1/completions", `{"best_of":2,"max_tokens":-1}`, true, 0, false},
 		{"/v1/completions", `{"echo":true,"logprobs":1,"max_tokens":1e300}`, false, maxReportedOutput, true},
 		{"/v1/responses", `{"max_output_tokens":3,"sampling_params":{"n":2}}`, false, 3, false},
-		{GenerateRoute, `{"n":2}`, false, 128, false},
-		{GenerateRoute, `{"sampling_params":{"n":2,"max_new_tokens":4}}`, true, 4, false},
-		{GenerateRoute, `{"sampling_params":[{"n":1},{"n":3}]}`, true, 128, false},
-		{GenerateRoute, `{"sampling_params":[{"n":1},7,null]}`, false, 128, false},
-		{GenerateRoute, `{"sampling_params":[{"max_new_tokens":3},{"max_new_tokens":200}]}`, false, 200, false},
-		{GenerateRoute, `{"sampling_params":[{"max_new_tokens":3},{"max_new_tokens":null},{"max_new_tokens":5}]}`, false, 0, false},
-		{GenerateRoute, `{"sampling_params":{"max_new_tokens":null}}`, false, 0, false},
-		{GenerateRoute, `{"sampling_params":{"beam_width":4}}`, true, 128, false},
-		{GenerateRoute, `{"return_logprob":true,"logprob_start_len":-1}`, false, 128, false},
-		{GenerateRoute, `{"return_logprob":true,"logprob_start_len":0}`, false, 128, true},
+		{generateRoute, `{"n":2}`, false, 128, false},
+		{generateRoute, `{"sampling_params":{"n":2,"max_new_tokens":4}}`, true, 4, false},
+		{generateRoute, `{"sampling_params":[{"n":1},{"n":3}]}`, true, 128, false},
+		{generateRoute, `{"sampling_params":[{"n":1},7,null]}`, false, 128, false},
+		{generateRoute, `{"sampling_params":[{"max_new_tokens":3},{"max_new_tokens":200}]}`, false, 200, false},
+		{generateRoute, `{"sampling_params":[{"max_new_tokens":3},{"max_new_tokens":null},{"max_new_tokens":5}]}`, false, 0, false},
+		{generateRoute, `{"sampling_params":{"max_new_tokens":null}}`, false, 0, false},
+		{generateRoute, `{"sampling_params":{"beam_width":4}}`, true, 128, false},
+		{generateRoute, `{"return_logprob":true,"logprob_start_len":-1}`, false, 128, false},
+		{generateRoute, `{"return_logprob":true,"logprob_start_len":0}`, false, 128, true},
 	} {
 		body := parsed(t, test.body)
 		if several, limit, anew := SeveralAnswers(test.route, body), tokenLimit(test.route, body), ComputesAnew(body); several != test.several || limit != test.limit || anew != test.anew {

@@ -76,7 +76,7 @@ func (p *Proxy) sent(b *router.Booking, target kv.Target, cancel context.CancelC
 	}
 	p.inflights.mu.Unlock()
 	if !b.WorkerIsUp() { // it went down after it was chosen, and Abort came too early for this one
-		cancel(&abortError{why: "its worker has just gone down"})
+		cancel(&abortError{why: "its worker went down"})
 	}
 	return f
 }
@@ -128,7 +128,7 @@ func (p *Proxy) look(f *inflight) {
 		switch {
 		case other.target.Generation != f.target.Generation:
 		case other.moves && other.heard.Load() == 0:
-			other.cancel(&abortError{why: "no byte came for long while other workers answered", stuck: true})
+			other.cancel(&abortError{why: "no data received while other workers answered", stuck: true})
 		default:
 			p.endStalled(other)
 		}
@@ -136,7 +136,7 @@ func (p *Proxy) look(f *inflight) {
 }
 
 // lookAtUnmoved ends a request that may not be sent elsewhere and has had no byte for
-// stalledStart, once its worker is out. It judges nobody: the answer may be long.
+// stalledStart, once its worker is ejected. No failure is recorded: the answer may be long.
 func (p *Proxy) lookAtUnmoved(f *inflight) {
 	out := f.booking.WorkerIsOut()
 	p.inflights.mu.Lock()
@@ -144,7 +144,7 @@ func (p *Proxy) lookAtUnmoved(f *inflight) {
 	switch {
 	case f.over || f.heard.Load() != 0:
 	case out:
-		f.cancel(&abortError{why: fmt.Sprintf("no byte came for %s and its worker is out", stalledStart), stuck: true})
+		f.cancel(&abortError{why: fmt.Sprintf("no data received for %s and its worker is ejected", stalledStart), stuck: true})
 	default:
 		f.timer.Reset(time.Second)
 	}
@@ -168,7 +168,7 @@ func (p *Proxy) endStalled(f *inflight) {
 		defer p.inflights.mu.Unlock()
 		f.stalling = false
 		if !f.over && f.heard.Load() == heard {
-			f.cancel(&abortError{why: fmt.Sprintf("no byte came for %s while other workers answered", limit), stuck: true})
+			f.cancel(&abortError{why: fmt.Sprintf("no data received for %s while other workers answered", limit), stuck: true})
 		}
 	})
 }

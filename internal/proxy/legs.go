@@ -12,10 +12,10 @@ import (
 // Reasons why a request stays whole. The values are metric labels.
 const (
 	wholePinned    = "pinned"  // it names its worker
-	WholeOwn       = "own"     // its sender has split it already
-	WholeAnswers   = "answers" // it wants several, and a prompt is handed over once
-	WholePrompt    = "prompt"  // it wants to know about the prompt, which a decode worker does not compute
-	WholeStored    = "stored"  // it goes on with what one worker keeps, or is to be kept there
+	wholeOwn       = "own"     // its sender has split it already
+	wholeAnswers   = "answers" // it wants several, and a prompt is handed over once
+	wholePrompt    = "prompt"  // it wants to know about the prompt, which a decode worker does not compute
+	wholeStored    = "stored"  // it goes on with what one worker keeps, or is to be kept there
 	WholePrefilled = "prefill" // its prefill leg has failed before
 )
 
@@ -29,15 +29,15 @@ func WhyWhole(path string, body *jsonbody.Body, whole, multiple bool) (why strin
 	case whole:
 		return wholePinned, kv.KindsOf(kv.KindNone)
 	case asks(body, "kv_transfer_params"), asks(body, "bootstrap_room"):
-		return WholeOwn, kv.KindsOf(kv.KindNone)
+		return wholeOwn, kv.KindsOf(kv.KindNone)
 	case SeveralAnswers(path, body):
-		return WholeAnswers, kv.KindsOf(kv.KindNone)
+		return wholeAnswers, kv.KindsOf(kv.KindNone)
 	case multiple:
-		return WholeAnswers, kv.KindsOf(kv.KindSGLang)
-	case asks(body, "prompt_logprobs"), asks(body, "echo"), path == GenerateRoute && ComputesAnew(body):
-		return WholePrompt, kv.KindsOf(kv.KindSGLang)
+		return wholeAnswers, kv.KindsOf(kv.KindSGLang)
+	case asks(body, "prompt_logprobs"), asks(body, "echo"), path == generateRoute && ComputesAnew(body):
+		return wholePrompt, kv.KindsOf(kv.KindSGLang)
 	case path == "/v1/responses" && (asks(body, "background") || asks(body, "previous_response_id")):
-		return WholeStored, kv.KindsOf(kv.KindNone)
+		return wholeStored, kv.KindsOf(kv.KindNone)
 	}
 	return "", 0
 }

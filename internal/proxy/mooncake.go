@@ -21,13 +21,13 @@ const (
 	watchEvery = 500 * time.Millisecond
 	// engineKept is how long an engine id is taken for granted: a worker that was
 	// started anew has another, and a decode worker that does not know the one it
-	// is told computes the prompt again without a word. enginesKept bounds the ids.
+	// is given silently recomputes the prompt. enginesKept bounds the ids.
 	engineKept  = 5 * time.Second
 	enginesKept = 4096
 )
 
 // errPrefillGone ends a decode leg for which its prefill worker kept blocks.
-var errPrefillGone = errors.New("it went with the prompt's blocks")
+var errPrefillGone = errors.New("it went down with the prompt's blocks")
 
 // mooncakeEngine is the engine id of one incarnation of a worker's rank.
 type mooncakeEngine struct {
@@ -65,7 +65,7 @@ func cutShort(answer []byte) bool {
 
 // watchPrefill ends the decode leg if the prefill worker goes before the answer
 // begins: a Mooncake decode worker that waits for its blocks would not notice for
-// 540 s. Whether it has them already cannot be told of an answer that does not
+// 540 s. Whether it has them already is unknown for an answer that does not
 // stream, so the watch ends with the time that the first event may take.
 func (p *Proxy) watchPrefill(ctx context.Context, l legs, end context.CancelCauseFunc) {
 	look := time.NewTicker(watchEvery)
@@ -91,8 +91,8 @@ func (p *Proxy) watchPrefill(ctx context.Context, l legs, end context.CancelCaus
 	}
 }
 
-// engineID returns the engine id of a Mooncake prefill worker, which its
-// bootstrap server tells.
+// engineID returns the engine id of a Mooncake prefill worker, as its bootstrap
+// server reports it.
 func (p *Proxy) engineID(ctx context.Context, t kv.Target) (string, error) {
 	p.engines.mu.Lock()
 	known := p.engines.ids[t.Key]
@@ -110,7 +110,7 @@ func (p *Proxy) engineID(ctx context.Context, t kv.Target) (string, error) {
 	status, answer, err := p.Ask(ctx, server, http.MethodGet, "/query", nil, nil)
 	id := gjson.GetBytes(answer, fmt.Sprintf("%d.engine_id", t.Key.Rank)).Str
 	if err == nil && (status != http.StatusOK || id == "") {
-		err = fmt.Errorf("its bootstrap server at %s names no engine id for rank %d (status %d)", t.Bootstrap, t.Key.Rank, status)
+		err = fmt.Errorf("its bootstrap server at %s returned no engine id for rank %d (status %d)", t.Bootstrap, t.Key.Rank, status)
 	}
 	if err != nil && known.id != "" {
 		return known.id, nil // the server shares its interpreter with the engine and may be slow

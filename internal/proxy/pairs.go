@@ -27,9 +27,8 @@ import (
 )
 
 const (
-	// abortTimeout bounds the telling of a worker that nobody waits for its
-	// answer, and abortsAtOnce how many are told at a time; one that is not told
-	// sees the closed connection.
+	// abortTimeout bounds the abort of a request on a worker, and abortsAtOnce the
+	// concurrent aborts; beyond those a worker sees the closed connection only.
 	abortTimeout = 5 * time.Second
 	abortsAtOnce = 64
 	// tokenPace is how long one token of an answer that is not streamed may take.
@@ -73,10 +72,6 @@ type LegTimeout struct {
 func (e *LegTimeout) Error() string {
 	return fmt.Sprintf("%s took longer than %s (%s)", e.what, e.over, e.flag)
 }
-
-// ErrSeveralAnswers refuses a request for several answers where only pairs of SGLang
-// workers are up: their decode workers never answer it.
-var ErrSeveralAnswers = errors.New("several answers to one prompt (n, best_of, beams) cannot be had from SGLang workers with prefill and decode apart: send one request for each, or run a worker that serves whole requests")
 
 // errDecodeEnded ends a prefill leg whose decode leg has ended.
 var errDecodeEnded = errors.New("the decode leg has ended")
@@ -171,7 +166,7 @@ func (p *Proxy) legs(ctx context.Context, u Upstream, pair router.Pair) (legs, e
 		kind: target.Kind, pair: pair, prefill: u, decode: u, late: p.decodeLimit(target.Kind, u.Route, u.Parsed),
 		shared: &SharedRequest{Worker: p.names.Label(target.Key.Worker), now: p.now},
 	}
-	name := u.RequestID + "-" + Nonce()
+	name := u.RequestID + "-" + nonce()
 	switch l.kind {
 	case kv.KindNIXL:
 		l.prefill.Head, l.prefill.Body = nil, prefillBody(u.Route, u.Parsed, PrefillParams)
@@ -216,8 +211,8 @@ func newRoom(t kv.Target) uint64 {
 	return room
 }
 
-// Nonce returns 16 hexadecimal digits that no other request has.
-func Nonce() string {
+// nonce returns 16 hexadecimal digits that no other request has.
+func nonce() string {
 	var b [8]byte
 	rand.Read(b[:])
 	return hex.EncodeToString(b[:])
@@ -406,8 +401,8 @@ func (p *Proxy) fetch(ctx context.Context, u Upstream, t kv.Target) (answer []by
 	u.attempt.Answered(response.StatusCode)
 	if response.StatusCode == http.StatusOK && strings.HasPrefix(response.Header.Get("Content-Type"), "text/event-stream") {
 		usage, err = fetchStream(u.Route, response.Body)
-	} else if answer, err = io.ReadAll(io.LimitReader(response.Body, AskLimit+1)); err == nil && len(answer) > AskLimit {
-		err = fmt.Errorf("its answer is longer than %d bytes", AskLimit)
+	} else if answer, err = io.ReadAll(io.LimitReader(response.Body, askLimit+1)); err == nil && len(answer) > askLimit {
+		err = fmt.Errorf("its answer is longer than %d bytes", askLimit)
 	} else {
 		usage, _ = outcome(u.Route, answer)
 	}
@@ -425,7 +420,7 @@ func (p *Proxy) fetch(ctx context.Context, u Upstream, t kv.Target) (answer []by
 // fetchStream reads a stream of events to its end. One that begins with an
 // error is an error.
 func fetchStream(route string, body io.Reader) (Usage, error) {
-	events := EventScanner{Generate: route == GenerateRoute}
+	events := eventScanner{Generate: route == generateRoute}
 	buffer := make([]byte, 4<<10)
 	for {
 		n, err := body.Read(buffer)
@@ -497,8 +492,7 @@ func (p *Proxy) handedOver(l legs) {
 	})
 }
 
-// abort tells a worker, beside the request, that nobody waits for its answer, if
-// it takes that.
+// abort aborts a request on a worker that supports it, in the background.
 func (p *Proxy) abort(l legs, t kv.Target) {
 	if l.rid == "" {
 		return
@@ -519,7 +513,7 @@ func (p *Proxy) abort(l legs, t kv.Target) {
 		ctx, cancel := context.WithTimeout(context.Background(), abortTimeout)
 		defer cancel()
 		if _, _, err := p.Ask(ctx, t, http.MethodPost, "/abort_request", header, fmt.Appendf(nil, `{"rid":%s}`, Quoted(l.rid))); err != nil {
-			p.log.Debug("a worker could not be told to abort", "error", err)
+			p.log.Debug("cannot abort a request on a worker", "error", err)
 		}
 	})
 }

@@ -297,7 +297,7 @@ func blamed(err error) (worker uint64, failed *workerError, ok bool) {
 			failed = &workerError{worker: prefill.Worker, called: prefill.Called, err: prefill.err}
 		}
 		return prefill.Worker, failed, true
-	case errors.As(err, &late): // of both legs together: whose fault it is cannot be told
+	case errors.As(err, &late): // of both legs together: the one at fault is unknown
 		return 0, nil, false
 	case errors.As(err, &failed):
 		return failed.worker, failed, true
@@ -319,7 +319,7 @@ func (p *Proxy) finished(u Upstream, x *Exchange) {
 		if refused.failed {
 			kind = outlier.Status
 		}
-		b.FailAs(kind, fmt.Sprintf("its answer, of status %d, tells of a failure", x.Status))
+		b.FailAs(kind, fmt.Sprintf("its answer, with status %d, reports a failure", x.Status))
 		p.observer.EngineFailed()
 	case x.Ending == policy.Finished:
 		switch {

@@ -16,6 +16,7 @@ import (
 	"sync/atomic"
 	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"kvrouter/internal/kv"
@@ -46,18 +47,41 @@ func (c counter) RetryDenied() { c.denied.Add(1) }
 // newFailingFleet starts a worker for each handler; nil: nothing listens.
 func newFailingFleet(t testing.TB, rule string, serve ...http.HandlerFunc) *failingFleet {
 	t.Helper()
-	recorded := routertest.WithSettings(func(s *router.Settings) { s.RecordDecisions = true })
-	f := &failingFleet{router: routertest.New(t, rule, 0, recorded), first: make([]atomic.Int64, len(serve))}
-	for i, handler := range serve {
+	var urls []string
+	for _, handler := range serve {
 		url := "http://127.0.0.1:1"
 		if handler != nil {
 			url = testkit.NewFakeWorker(t, handler).URL
 		}
+		urls = append(urls, url)
+	}
+	return newFleetOver(t, rule, nil, urls)
+}
+
+// newMemoryFleet is newFailingFleet in memory, for a synctest bubble.
+func newMemoryFleet(t testing.TB, rule string, serve ...http.HandlerFunc) *failingFleet {
+	t.Helper()
+	var urls []string
+	workers := memory{}
+	for i, handler := range serve {
+		host := fmt.Sprint("worker-", i)
+		workers[host] = handler
+		urls = append(urls, "http://"+host)
+	}
+	return newFleetOver(t, rule, workers, urls)
+}
+
+// newFleetOver returns a proxy over the workers at urls.
+func newFleetOver(t testing.TB, rule string, transport http.RoundTripper, urls []string) *failingFleet {
+	t.Helper()
+	recorded := routertest.WithSettings(func(s *router.Settings) { s.RecordDecisions = true })
+	f := &failingFleet{router: routertest.New(t, rule, 0, recorded), first: make([]atomic.Int64, len(urls))}
+	for i, url := range urls {
 		f.router.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, URL: url, Generation: 1})
 	}
 	settings := testkit.Defaults[Settings]()
 	settings.RequestTimeout = time.Minute
-	f.proxy = New(settings, Deps{Observer: counter{denied: &f.denied}, Failed: func(uint64) {}})
+	f.proxy = New(settings, Deps{Observer: counter{denied: &f.denied}, Failed: func(uint64) {}, Transport: transport})
 	t.Cleanup(func() {
 		f.proxy.Close()
 		if n := routertest.InFlight(f.router); n != 0 {
@@ -160,33 +184,35 @@ func TestAWorkerThatFailsFastDoesNotDrawTheTraffic(t *testing.T) {
 	} {
 		for _, rule := range rules {
 			t.Run(kind.name+"/"+rule, func(t *testing.T) {
-				serve := slices.Clone(kind.bad)
-				for len(serve) < 4 {
-					serve = append(serve, after(10*time.Millisecond))
-				}
-				f := newFailingFleet(t, rule, serve...)
-				var lost, next atomic.Int64
-				var all sync.WaitGroup
-				for range clients {
-					all.Go(func() {
-						for next.Add(1) <= requests {
-							if w, err := f.send(t.Context(), 2); err != nil || w.Code != http.StatusOK || strings.Contains(w.Body.String(), `"error"`) {
-								lost.Add(1)
+				synctest.Test(t, func(t *testing.T) {
+					serve := slices.Clone(kind.bad)
+					for len(serve) < 4 {
+						serve = append(serve, after(10*time.Millisecond))
+					}
+					f := newMemoryFleet(t, rule, serve...)
+					var lost, next atomic.Int64
+					var all sync.WaitGroup
+					for range clients {
+						all.Go(func() {
+							for next.Add(1) <= requests {
+								if w, err := f.send(t.Context(), 2); err != nil || w.Code != http.StatusOK || strings.Contains(w.Body.String(), `"error"`) {
+									lost.Add(1)
+								}
 							}
-						}
-					})
-				}
-				all.Wait()
-				first := int64(0)
-				for i := range kind.bad {
-					first += f.first[i].Load()
-				}
-				if t.Logf("lost %d, first attempts at the bad ones %d of %d", lost.Load(), first, requests); float64(lost.Load()) > kind.lost*requests {
-					t.Errorf("%d of %d requests were lost", lost.Load(), requests)
-				}
-				if first > requests*int64(len(kind.bad))/20 {
-					t.Errorf("%d of %d requests went to a bad worker first", first, requests)
-				}
+						})
+					}
+					all.Wait()
+					first := int64(0)
+					for i := range kind.bad {
+						first += f.first[i].Load()
+					}
+					if t.Logf("lost %d, first attempts at the bad ones %d of %d", lost.Load(), first, requests); float64(lost.Load()) > kind.lost*requests {
+						t.Errorf("%d of %d requests were lost", lost.Load(), requests)
+					}
+					if first > requests*int64(len(kind.bad))/20 {
+						t.Errorf("%d of %d requests went to a bad worker first", first, requests)
+					}
+				})
 			})
 		}
 	}
@@ -347,43 +373,45 @@ func TestWhatADownWorkerHasIsAborted(t *testing.T) {
 		{"which is not to be tried elsewhere", hangs, 0, ""},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			f := newFailingFleet(t, "round-robin", test.serve, after(0))
-			f.proxy.budget = outlier.NewBudget(0)
-			for f.proxy.budget.Take(time.Now()) { // it does not count
-			}
-			type result struct {
-				w   *httptest.ResponseRecorder
-				err error
-			}
-			done := make(chan result, 1)
-			go func() {
-				w, err := f.send(t.Context(), test.retries)
-				done <- result{w, err}
-			}()
-			testkit.Eventually(t, 5*time.Second, "the request is there", func() bool { return f.router.Load(kv.WorkerKey{}).InFlight == 1 })
-			if test.name == "in the stream" {
-				testkit.Eventually(t, 5*time.Second, "the stream has begun", func() bool { return f.router.Load(kv.WorkerKey{}).ContextTokens >= 0 && begun(f.proxy) })
-			}
-			f.proxy.Abort(0, 2, "another incarnation")
-			select {
-			case <-done:
-				t.Fatal("a request of another incarnation was let go")
-			case <-time.After(50 * time.Millisecond):
-			}
-			f.router.Down(kv.WorkerKey{})
-			began := time.Now()
-			f.proxy.Abort(0, 1, "it does not answer")
-			r := <-done
-			if took := time.Since(began); took > flows+2*time.Second {
-				t.Errorf("it took %s", took)
-			}
-			if (r.err == nil) != (test.want == `"stop"`) || !strings.Contains(r.w.Body.String(), test.want) || strings.Count(r.w.Body.String(), `"error"`) > 1 {
-				t.Errorf("%s, %v", r.w.Body, r.err)
-			}
-			records, _ := f.router.Outliers()
-			if len(records) != 1 || records[0].Row != 0 {
-				t.Errorf("%+v", records)
-			}
+			synctest.Test(t, func(t *testing.T) {
+				f := newMemoryFleet(t, "round-robin", test.serve, after(0))
+				f.proxy.budget = outlier.NewBudget(0)
+				for f.proxy.budget.Take(time.Now()) { // it does not count
+				}
+				type result struct {
+					w   *httptest.ResponseRecorder
+					err error
+				}
+				done := make(chan result, 1)
+				go func() {
+					w, err := f.send(t.Context(), test.retries)
+					done <- result{w, err}
+				}()
+				testkit.Eventually(t, 5*time.Second, "the request is there", func() bool { return f.router.Load(kv.WorkerKey{}).InFlight == 1 })
+				if test.name == "in the stream" {
+					testkit.Eventually(t, 5*time.Second, "the stream has begun", func() bool { return f.router.Load(kv.WorkerKey{}).ContextTokens >= 0 && begun(f.proxy) })
+				}
+				f.proxy.Abort(0, 2, "another incarnation")
+				select {
+				case <-done:
+					t.Fatal("a request of another incarnation was aborted")
+				case <-time.After(50 * time.Millisecond):
+				}
+				f.router.Down(kv.WorkerKey{})
+				began := time.Now()
+				f.proxy.Abort(0, 1, "it does not answer")
+				r := <-done
+				if took := time.Since(began); took > flows+2*time.Second {
+					t.Errorf("it took %s", took)
+				}
+				if (r.err == nil) != (test.want == `"stop"`) || !strings.Contains(r.w.Body.String(), test.want) || strings.Count(r.w.Body.String(), `"error"`) > 1 {
+					t.Errorf("%s, %v", r.w.Body, r.err)
+				}
+				records, _ := f.router.Outliers()
+				if len(records) != 1 || records[0].Row != 0 {
+					t.Errorf("%+v", records)
+				}
+			})
 		})
 	}
 }
@@ -405,25 +433,27 @@ func begun(p *Proxy) bool {
 // TestAnAnswerThatFlowsIsNotCut: a worker that ends in good order refuses new
 // connections but answers to the end what it has begun.
 func TestAnAnswerThatFlowsIsNotCut(t *testing.T) {
-	f := newFailingFleet(t, "round-robin", func(w http.ResponseWriter, r *http.Request) {
-		for range 8 {
-			testkit.StreamOf(testkit.TokenEvent)(w, r)
-			http.NewResponseController(w).Flush()
-			time.Sleep(flows / 4)
+	synctest.Test(t, func(t *testing.T) {
+		f := newMemoryFleet(t, "round-robin", func(w http.ResponseWriter, r *http.Request) {
+			for range 8 {
+				testkit.StreamOf(testkit.TokenEvent)(w, r)
+				http.NewResponseController(w).Flush()
+				time.Sleep(flows / 4)
+			}
+			testkit.StreamOf("[DONE]")(w, r)
+		}, after(0))
+		done := make(chan string, 1)
+		go func() {
+			w, err := f.send(t.Context(), 2)
+			done <- fmt.Sprint(w.Body, err)
+		}()
+		testkit.Eventually(t, 5*time.Second, "the stream has begun", func() bool { return begun(f.proxy) })
+		f.router.Down(kv.WorkerKey{})
+		f.proxy.Abort(0, 1, "nothing listens there")
+		if got := <-done; strings.Contains(got, "error") || !strings.Contains(got, "[DONE]") {
+			t.Errorf("got %s", got)
 		}
-		testkit.StreamOf("[DONE]")(w, r)
-	}, after(0))
-	done := make(chan string, 1)
-	go func() {
-		w, err := f.send(t.Context(), 2)
-		done <- fmt.Sprint(w.Body, err)
-	}()
-	testkit.Eventually(t, 5*time.Second, "the stream has begun", func() bool { return begun(f.proxy) })
-	f.router.Down(kv.WorkerKey{})
-	f.proxy.Abort(0, 1, "nothing listens there")
-	if got := <-done; strings.Contains(got, "error") || !strings.Contains(got, "[DONE]") {
-		t.Errorf("got %s", got)
-	}
+	})
 }
 
 // TestARequestThatComesTooLateIsAborted: its worker goes down between the decision and
@@ -442,7 +472,7 @@ func TestARequestThatComesTooLateIsAborted(t *testing.T) {
 	}
 }
 
-// TestAStuckWorkerIsLeft: /health answers, requests hang. It takes some seconds.
+// TestAStuckWorkerIsLeft: /health answers, requests hang.
 func TestAStuckWorkerIsLeft(t *testing.T) {
 	rules, lasts := policies.Names, 20*time.Second
 	if testing.Short() {
@@ -450,96 +480,95 @@ func TestAStuckWorkerIsLeft(t *testing.T) {
 	}
 	for _, rule := range rules {
 		t.Run(rule, func(t *testing.T) {
-			t.Parallel()
-			const clients, patience = 12, 4 * time.Second
-			f := newFailingFleet(t, rule, func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }, after(300*time.Millisecond), after(300*time.Millisecond), after(300*time.Millisecond))
-			var all sync.WaitGroup
-			var lost, answered, slow atomic.Int64
-			ends := time.Now().Add(lasts)
-			for range clients {
-				all.Go(func() {
-					for time.Now().Before(ends) {
-						began := time.Now()
-						ctx, leave := context.WithTimeoutCause(t.Context(), patience, context.Canceled)
-						w, err := f.send(ctx, 2)
-						leave()
-						switch took := time.Since(began); {
-						case err != nil || w.Code != http.StatusOK:
-							lost.Add(int64(took))
-						default:
-							answered.Add(1)
-							slow.Add(int64(max(0, took-400*time.Millisecond)))
+			synctest.Test(t, func(t *testing.T) {
+				const clients, patience = 12, 4 * time.Second
+				f := newMemoryFleet(t, rule, func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }, after(300*time.Millisecond), after(300*time.Millisecond), after(300*time.Millisecond))
+				var all sync.WaitGroup
+				var lost, answered, slow atomic.Int64
+				ends := time.Now().Add(lasts)
+				for range clients {
+					all.Go(func() {
+						for time.Now().Before(ends) {
+							began := time.Now()
+							ctx, leave := context.WithTimeoutCause(t.Context(), patience, context.Canceled)
+							w, err := f.send(ctx, 2)
+							leave()
+							switch took := time.Since(began); {
+							case err != nil || w.Code != http.StatusOK:
+								lost.Add(int64(took))
+							default:
+								answered.Add(1)
+								slow.Add(int64(max(0, took-400*time.Millisecond)))
+							}
 						}
-					}
-				})
-			}
-			all.Wait()
-			total := clients * float64(lasts)
-			t.Logf("answered %d, time lost %.1f %%, waited longer than usual %.1f %%", answered.Load(), 100*float64(lost.Load())/total, 100*float64(slow.Load())/total)
-			// Less than half of that on a quiet machine (make chaos holds 8 %); four fifths
-			// if nothing knew that the worker is stuck.
-			if share := float64(lost.Load()) / total; share > 0.16 {
-				t.Errorf("clients lost %.1f %% of their time", 100*share)
-			}
+					})
+				}
+				all.Wait()
+				total := clients * float64(lasts)
+				t.Logf("answered %d, time lost %.1f %%, waited longer than usual %.1f %%", answered.Load(), 100*float64(lost.Load())/total, 100*float64(slow.Load())/total)
+				// Less than half of that on a quiet machine (make chaos holds 8 %); four fifths
+				// if nothing knew that the worker is stuck.
+				if share := float64(lost.Load()) / total; share > 0.16 {
+					t.Errorf("clients lost %.1f %% of their time", 100*share)
+				}
+			})
 		})
 	}
 }
 
 // TestAnswersThatAStuckWorkerHasBegunEnd: nothing else would end them.
 func TestAnswersThatAStuckWorkerHasBegunEnd(t *testing.T) {
-	if testing.Short() {
-		t.Skip("it waits for fifteen seconds")
-	}
-	t.Parallel()
-	f := newFailingFleet(t, "round-robin", func(w http.ResponseWriter, r *http.Request) {
-		testkit.StreamOf(testkit.TokenEvent)(w, r)
-		http.NewResponseController(w).Flush()
-		<-r.Context().Done()
-	}, after(20*time.Millisecond), after(20*time.Millisecond))
-	done, unmoved := make(chan string, 1), make(chan error, 1)
-	request, end := context.WithTimeout(t.Context(), 25*time.Second)
-	defer end()
-	go func() {
-		w, _ := f.send(request, 2)
-		done <- w.Body.String()
-	}()
-	testkit.Eventually(t, 5*time.Second, "the stream has begun", func() bool { return begun(f.proxy) })
-	hangs := roundTrip(func(r *http.Request) (*http.Response, error) {
-		<-r.Context().Done()
-		return nil, context.Cause(r.Context())
-	})
-	usual := f.proxy.client.Transport
-	gate := f.router.Targets()[0].URL
-	f.proxy.client.Transport = roundTrip(func(r *http.Request) (*http.Response, error) {
-		if "http://"+r.URL.Host == gate {
-			return hangs(r)
-		}
-		return usual.RoundTrip(r)
-	})
-	ctx, stop := context.WithTimeout(t.Context(), 25*time.Second)
-	var others sync.WaitGroup
-	for range 4 {
-		others.Go(func() {
-			for ctx.Err() == nil {
-				f.send(ctx, 2)
-			}
+	synctest.Test(t, func(t *testing.T) {
+		f := newMemoryFleet(t, "round-robin", func(w http.ResponseWriter, r *http.Request) {
+			testkit.StreamOf(testkit.TokenEvent)(w, r)
+			http.NewResponseController(w).Flush()
+			<-r.Context().Done()
+		}, after(20*time.Millisecond), after(20*time.Millisecond))
+		done, unmoved := make(chan string, 1), make(chan error, 1)
+		request, end := context.WithTimeout(t.Context(), 25*time.Second)
+		defer end()
+		go func() {
+			w, _ := f.send(request, 2)
+			done <- w.Body.String()
+		}()
+		testkit.Eventually(t, 5*time.Second, "the stream has begun", func() bool { return begun(f.proxy) })
+		hangs := roundTrip(func(r *http.Request) (*http.Response, error) {
+			<-r.Context().Done()
+			return nil, context.Cause(r.Context())
 		})
-	}
-	go func() { // to the worker that is stuck, and nowhere else
-		u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}}}
-		unmoved <- f.proxy.Forward(request, httptest.NewRecorder(), u, &Exchange{}, chooseOne(func([]uint64) (router.Decision, error) {
-			return f.router.Route(request, router.Request{Pinned: new(kv.WorkerKey)})
-		}))
-	}()
-	got := <-done
-	if ctx.Err() != nil || strings.Count(got, `"error"`) != 1 {
-		t.Errorf("%v, got %s", ctx.Err(), got)
-	}
-	if err := <-unmoved; err == nil || request.Err() != nil {
-		t.Errorf("the request that may not be moved: %v, %v", err, request.Err())
-	}
-	stop()
-	others.Wait()
+		usual := f.proxy.client.Transport
+		gate := f.router.Targets()[0].URL
+		f.proxy.client.Transport = roundTrip(func(r *http.Request) (*http.Response, error) {
+			if "http://"+r.URL.Host == gate {
+				return hangs(r)
+			}
+			return usual.RoundTrip(r)
+		})
+		ctx, stop := context.WithTimeout(t.Context(), 25*time.Second)
+		var others sync.WaitGroup
+		for range 4 {
+			others.Go(func() {
+				for ctx.Err() == nil {
+					f.send(ctx, 2)
+				}
+			})
+		}
+		go func() { // to the worker that is stuck, and nowhere else
+			u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}}}
+			unmoved <- f.proxy.Forward(request, httptest.NewRecorder(), u, &Exchange{}, chooseOne(func([]uint64) (router.Decision, error) {
+				return f.router.Route(request, router.Request{Pinned: new(kv.WorkerKey)})
+			}))
+		}()
+		got := <-done
+		if ctx.Err() != nil || strings.Count(got, `"error"`) != 1 {
+			t.Errorf("%v, got %s", ctx.Err(), got)
+		}
+		if err := <-unmoved; err == nil || request.Err() != nil {
+			t.Errorf("the request that may not be moved: %v, %v", err, request.Err())
+		}
+		stop()
+		others.Wait()
+	})
 }
 
 // TestAnAnswerThatIsStoppedIsGivenElsewhere: a vLLM that shuts down stops what it has.
@@ -567,33 +596,32 @@ func TestAnAnswerThatIsStoppedIsGivenElsewhere(t *testing.T) {
 }
 
 func TestALongAnswerIsTakenOffItsWorkerOnceAtMost(t *testing.T) {
-	if testing.Short() {
-		t.Skip("it waits for ten seconds")
-	}
-	long := after(5 * time.Second)
-	var n atomic.Int64
-	serve := func(w http.ResponseWriter, r *http.Request) {
-		if r.Header.Get("X-Long") != "" {
-			n.Add(1)
-			long(w, r)
-			return
+	synctest.Test(t, func(t *testing.T) {
+		long := after(5 * time.Second)
+		var n atomic.Int64
+		serve := func(w http.ResponseWriter, r *http.Request) {
+			if r.Header.Get("X-Long") != "" {
+				n.Add(1)
+				long(w, r)
+				return
+			}
+			after(10*time.Millisecond)(w, r)
 		}
-		after(10*time.Millisecond)(w, r)
-	}
-	f := newFailingFleet(t, "round-robin", serve, serve, serve)
-	for range 20 {
-		if _, err := f.send(t.Context(), 2); err != nil {
-			t.Fatal(err)
+		f := newMemoryFleet(t, "round-robin", serve, serve, serve)
+		for range 20 {
+			if _, err := f.send(t.Context(), 2); err != nil {
+				t.Fatal(err)
+			}
 		}
-	}
-	w := httptest.NewRecorder()
-	u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}, "X-Long": {"1"}}, MaxRetries: 2}
-	err := f.proxy.Forward(t.Context(), w, u, &Exchange{}, chooseOne(func(exclude []uint64) (router.Decision, error) {
-		return f.router.Route(t.Context(), router.Request{Exclude: exclude, AnsweredWhole: true})
-	}))
-	if err != nil || w.Body.String() != wholeAnswer || n.Load() > 2 {
-		t.Errorf("%s, %v, sent %d times", w.Body, err, n.Load())
-	}
+		w := httptest.NewRecorder()
+		u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}, "X-Long": {"1"}}, MaxRetries: 2}
+		err := f.proxy.Forward(t.Context(), w, u, &Exchange{}, chooseOne(func(exclude []uint64) (router.Decision, error) {
+			return f.router.Route(t.Context(), router.Request{Exclude: exclude, AnsweredWhole: true})
+		}))
+		if err != nil || w.Body.String() != wholeAnswer || n.Load() > 2 {
+			t.Errorf("%s, %v, sent %d times", w.Body, err, n.Load())
+		}
+	})
 }
 
 func TestOutOfDescriptorsIsNobodysFault(t *testing.T) {

@@ -42,7 +42,7 @@ type SharedRequest struct {
 	first    time.Duration // from computed to the first byte of the answer; 0: none, or that came first
 	lost     bool          // the prefill worker did not say where the blocks are
 	started  bool          // the first byte of the answer goes to the client
-	over     bool          // nobody waits any more
+	over     bool          // the wait has ended
 	timer    *time.Timer   // of the wait for the decode worker's first event; nil: none
 }
 

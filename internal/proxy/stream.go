@@ -16,12 +16,12 @@ const maxEvent = 2 << 20
 // maxStatus is the largest HTTP status.
 const maxStatus = 599
 
-// EventScanner reads the server-sent events of one stream, however they are cut into
+// eventScanner reads the server-sent events of one stream, however they are cut into
 // chunks, in time proportional to their length. It counts them, reads the usage,
 // and removes the usage event where the client did not ask for it.
-type EventScanner struct {
+type eventScanner struct {
 	HideUsage bool
-	Generate  bool   // the stream is one of GenerateRoute
+	Generate  bool   // the stream is one of generateRoute
 	pending   []byte // an event of which the end has not come
 	out       []byte // reused
 	long      bool   // the event is longer than maxEvent: its beginning has been taken
@@ -37,7 +37,7 @@ type EventScanner struct {
 }
 
 // usage returns the tokens that the stream has reported.
-func (s *EventScanner) usage() Usage {
+func (s *eventScanner) usage() Usage {
 	if s.Generate {
 		return s.generated.usage()
 	}
@@ -46,7 +46,7 @@ func (s *EventScanner) usage() Usage {
 
 // ending is how a stream ended that came with an HTTP status and broke off
 // nowhere. If it is marked, it must have said that it has ended.
-func (s *EventScanner) ending(status int, marked bool) policy.Ending {
+func (s *eventScanner) ending(status int, marked bool) policy.Ending {
 	if s.status > 0 {
 		status = s.status
 	}
@@ -72,7 +72,7 @@ func endingOf(status int, finish string) policy.Ending {
 
 // Scan takes the next chunk and returns what the client gets now, valid until
 // the next call.
-func (s *EventScanner) Scan(chunk []byte) []byte {
+func (s *eventScanner) Scan(chunk []byte) []byte {
 	s.Count = 0
 	s.out = s.out[:0]
 	rest, from := chunk, 0
@@ -115,14 +115,14 @@ func (s *EventScanner) Scan(chunk []byte) []byte {
 }
 
 // show hands a part of the stream on where parts may be taken out.
-func (s *EventScanner) show(part []byte) {
+func (s *eventScanner) show(part []byte) {
 	if s.HideUsage {
 		s.out = append(s.out, part...)
 	}
 }
 
 // Rest returns the held-back bytes of an event that never ended.
-func (s *EventScanner) Rest() []byte {
+func (s *eventScanner) Rest() []byte {
 	if !s.HideUsage {
 		return nil
 	}
@@ -130,7 +130,7 @@ func (s *EventScanner) Rest() []byte {
 }
 
 // take looks at one whole event and tells whether to keep it from the client.
-func (s *EventScanner) take(event []byte) bool {
+func (s *eventScanner) take(event []byte) bool {
 	data, ok := bytes.CutPrefix(event, []byte("data:"))
 	if !ok {
 		s.takeNamed(event)
@@ -169,7 +169,7 @@ func (s *EventScanner) take(event []byte) bool {
 
 // takeNamed looks at an event of the messages or the responses API: a line with
 // its name, a line with its data.
-func (s *EventScanner) takeNamed(event []byte) {
+func (s *eventScanner) takeNamed(event []byte) {
 	line, data, _ := bytes.Cut(event, []byte("\n"))
 	name, named := bytes.CutPrefix(bytes.TrimSpace(line), []byte("event: "))
 	data, ok := bytes.CutPrefix(data, []byte("data:"))

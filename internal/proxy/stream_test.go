@@ -6,6 +6,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"kvrouter/internal/testkit"
 )
 
 const (
@@ -27,7 +29,7 @@ type scanned struct {
 
 // scanIn scans a stream in pieces, each as long as size says.
 func scanIn(stream []byte, hide bool, size func() int) scanned {
-	s := EventScanner{HideUsage: hide}
+	s := eventScanner{HideUsage: hide}
 	var shown bytes.Buffer
 	events := 0
 	for rest := stream; len(rest) > 0; {
@@ -109,7 +111,7 @@ func TestStreamsAreScannedInLinearTime(t *testing.T) {
 	} {
 		began := time.Now()
 		for _, hide := range []bool{true, false} {
-			s := EventScanner{HideUsage: hide}
+			s := eventScanner{HideUsage: hide}
 			for rest := []byte(stream); len(rest) > 0; {
 				n := min(64, len(rest))
 				s.Scan(rest[:n])
@@ -163,8 +165,37 @@ func BenchmarkScanTokens(b *testing.B) {
 	chunk := []byte(strings.Repeat(oneToken+"\n\n", 20))
 	b.SetBytes(int64(len(chunk)))
 	b.ReportAllocs()
-	s := EventScanner{HideUsage: true}
+	s := eventScanner{HideUsage: true}
 	for b.Loop() {
 		s.Scan(chunk)
+	}
+}
+
+// TestEventsSplitAnywhereReadTheSame feeds a stream to the scanner in pieces of
+// every size.
+func TestEventsSplitAnywhereReadTheSame(t *testing.T) {
+	const usageEvent = `{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":4}}}`
+	stream := "data: " + testkit.TokenEvent + "\n\n: comment\n\ndata: " + testkit.TokenEvent + "\r\n\r\ndata: " + usageEvent + "\n\ndata: [DONE]\n\n"
+	shown := "data: " + testkit.TokenEvent + "\n\n: comment\n\ndata: " + testkit.TokenEvent + "\r\n\r\ndata: [DONE]\n\n"
+	for size := 1; size <= len(stream); size++ {
+		for _, hide := range []bool{true, false} {
+			s := eventScanner{HideUsage: hide}
+			var got bytes.Buffer
+			events := 0
+			for rest := []byte(stream); len(rest) > 0; {
+				n := min(size, len(rest))
+				got.Write(s.Scan(rest[:n]))
+				events += s.Count
+				rest = rest[n:]
+			}
+			got.Write(s.Rest())
+			want := stream
+			if hide {
+				want = shown
+			}
+			if got.String() != want || events != 3 || s.Usage.CachedTokens != 4 {
+				t.Fatalf("pieces of %d, hide %v: %d events, usage %+v\n%s", size, hide, events, s.Usage, got.String())
+			}
+		}
 	}
 }

@@ -13,7 +13,7 @@ type Totals struct {
 	CachedTokens    uint64 // that the workers reported
 	ComparedTokens  uint64 // prompt tokens of the requests that CachedTokens counts
 	Exact           uint64 // predictions that were right to the token
-	Compared        uint64 // predictions of which a worker has told the truth
+	Compared        uint64 // predictions for which a worker reported the cached tokens
 	FirstToken      Histogram
 	InterToken      Histogram
 	Workers         map[string]WorkerTotals // by label; of workers that are gone there is none

@@ -96,7 +96,7 @@ func (s *source) read(ctx context.Context, tell func(*page.State)) error {
 	if err := refusal(response.StatusCode); err != nil {
 		return err
 	}
-	quiet := time.AfterFunc(s.silence, func() { cancel(fmt.Errorf("nothing came for %s", s.silence)) })
+	quiet := time.AfterFunc(s.silence, func() { cancel(fmt.Errorf("no data received for %s", s.silence)) })
 	defer quiet.Stop()
 	err = readEvents(response.Body, func() { quiet.Reset(s.silence) }, func(event string, data []byte) error {
 		if event != "state" {
@@ -121,13 +121,13 @@ func refusal(status int) error {
 	case http.StatusOK:
 		return nil
 	case http.StatusUnauthorized, http.StatusForbidden:
-		return errors.New("the router asks for a key: give one of its --router-api-key")
+		return errors.New("the router requires a key: give one of its --router-api-key")
 	case http.StatusNotFound:
-		return errors.New("nothing to see there (404): is it the router port of a kvrouter?")
+		return errors.New("not found (404): is this the router port of a kvrouter?")
 	case http.StatusServiceUnavailable:
-		return errors.New("the router has too many viewers, or is ending (503)")
+		return errors.New("the router has too many viewers, or is shutting down (503)")
 	}
-	return fmt.Errorf("the router answers with status %d", status)
+	return fmt.Errorf("the router answered with status %d", status)
 }
 
 // readEvents reads server-sent events until the stream ends, and hands each on.
@@ -174,7 +174,7 @@ func decodeState(data []byte) (*page.State, error) {
 		Cache struct{} `json:"cache"` // is not shown here
 	}
 	if err := json.Unmarshal(data, &wire); err != nil {
-		return nil, errors.New("the router sends a state that cannot be read: is it of another version?")
+		return nil, errors.New("cannot read the router's state: is it of another version?")
 	}
 	s := &wire.State
 	s.Workers = s.Workers[:min(len(s.Workers), maxWorkers)]

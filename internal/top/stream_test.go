@@ -146,7 +146,7 @@ func TestStreamIsFollowedThroughFailures(t *testing.T) {
 			stop()
 		}
 	})
-	want := []string{"key", "404", "503", "status 502", "status 302", "one", "EOF", "two", "nothing came for 500ms", "cannot be read", "three"}
+	want := []string{"key", "404", "503", "status 502", "status 302", "one", "EOF", "two", "no data received for 500ms", "cannot read the router's state", "three"}
 	if len(got) != len(want) {
 		t.Fatalf("%q", got)
 	}

@@ -22,7 +22,7 @@ import (
 // Command is kvrouter top.
 type Command struct {
 	RouterURL string `group:"Top" name:"router-url" default:"http://127.0.0.1:7000" help:"Router port of the router to show."`
-	Once      bool   `group:"Top" help:"Print one frame as plain text and end: for scripts, and where there is no terminal."`
+	Once      bool   `group:"Top" help:"Print one frame as plain text and exit: for scripts, and where there is no terminal."`
 }
 
 // onceWait is how long --once waits for the first state.
@@ -51,7 +51,7 @@ func (c Command) Run(ctx context.Context, keys []string, out *os.File) error {
 		return once(ctx, source, width, out)
 	}
 	if info, err := out.Stat(); err != nil || info.Mode()&os.ModeCharDevice == 0 {
-		return errors.New("top: the output is no terminal; --once prints one frame")
+		return errors.New("top: the output is not a terminal; --once prints one frame")
 	}
 	return watch(ctx, source, tea.WithOutput(out))
 }

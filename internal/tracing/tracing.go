@@ -1,5 +1,5 @@
-// Package tracing tells an OpenTelemetry collector, in spans, what becomes of requests:
-// how their tokens were found, where they were sent and why, each attempt, the answer.
+// Package tracing sends the spans of requests to an OpenTelemetry collector: the finding
+// of their tokens, each decision and attempt, and the answer.
 //
 // The standard variables (OTEL_EXPORTER_OTLP_ENDPOINT and the like) turn it on. Without
 // them Open returns nil, and so do all methods that begin something: every method takes
@@ -88,7 +88,7 @@ func Open(version string, log *slog.Logger) (*Tracer, error) {
 	about, err := resource.New(context.Background(), resource.WithAttributes(attribute.String("service.name", serviceName), attribute.String("service.version", version)),
 		resource.WithTelemetrySDK(), resource.WithFromEnv())
 	if err != nil {
-		log.Warn("traces: not all of OTEL_RESOURCE_ATTRIBUTES can be read", "error", err)
+		log.Warn("traces: invalid attributes in OTEL_RESOURCE_ATTRIBUTES", "error", err)
 	}
 	t := &Tracer{sender: newSender(exporter, log)}
 	limits := sdk.NewSpanLimits()
@@ -97,7 +97,7 @@ func Open(version string, log *slog.Logger) (*Tracer, error) {
 	}
 	t.provider = sdk.NewTracerProvider(sdk.WithResource(about), sdk.WithRawSpanLimits(limits), sdk.WithSpanProcessor(counting{sdk.NewBatchSpanProcessor(t.sender), &t.ended}))
 	t.tracer = t.provider.Tracer("kvrouter", trace.WithInstrumentationVersion(version))
-	log.Info("requests are traced", "protocol", protocol, "endpoint", endpoint())
+	log.Info("request tracing enabled", "protocol", protocol, "endpoint", endpoint())
 	return t, nil
 }
 
@@ -131,7 +131,7 @@ func wanted() (protocol string, err error) {
 	case strings.EqualFold(disabled, "true"), exporter == "none", exporter == "" && endpoint == "":
 		return "", nil
 	case exporter != "" && exporter != "otlp":
-		return "", fmt.Errorf("%s=%s: traces go out by otlp, or not at all by none", envExporter, exporter)
+		return "", fmt.Errorf("%s=%s: give otlp or none", envExporter, exporter)
 	}
 	if u, err := url.Parse(endpoint); endpoint != "" && (err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https") {
 		return "", fmt.Errorf("%s: give the collector's URL, such as http://localhost:4318", name)
@@ -177,7 +177,7 @@ func (t *Tracer) Close() {
 	ctx, cancel := context.WithTimeout(context.Background(), flushLimit)
 	defer cancel()
 	if err := t.provider.Shutdown(ctx); err != nil {
-		t.sender.log.Warn("the last traces were not all sent", "error", err)
+		t.sender.log.Warn("some of the last spans were not sent", "error", err)
 	}
 	t.sender.cut() // what still runs ends at once
 	select {
@@ -222,7 +222,7 @@ func (s *sender) ExportSpans(ctx context.Context, spans []sdk.ReadOnlySpan) erro
 	if err := s.SpanExporter.ExportSpans(ctx, spans); err != nil {
 		s.failed.Add(uint64(len(spans)))
 		if s.cutOff.Err() == nil {
-			s.log.Warn("traces were not taken", "spans", len(spans), "error", err)
+			s.log.Warn("the collector did not accept spans", "spans", len(spans), "error", err)
 		}
 		return nil
 	}

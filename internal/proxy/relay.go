@@ -1,0 +1,240 @@
+package proxy
+
+import (
+	"context"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"net/http"
+	"strconv"
+	"time"
+
+	"kvrouter/internal/outlier"
+	"kvrouter/internal/policy"
+	"kvrouter/internal/web"
+)
+
+// streamBuffer is the memory for relaying one stream; later streams reuse it.
+type streamBuffer struct {
+	buffer       [16 << 10]byte
+	pending, out []byte
+}
+
+// pooledBuffer bounds the memory that a pooled streamBuffer keeps beside its buffer,
+// bytes.
+const pooledBuffer = 64 << 10
+
+// upstreamAnswer is a worker's answer with its body still to be read.
+type upstreamAnswer struct {
+	*http.Response
+	ctx    context.Context
+	heard  func() // bytes have come: the wait for the next ones begins
+	broken error  // why the body ended too early
+}
+
+// Read reads the body.
+func (a *upstreamAnswer) Read(b []byte) (int, error) {
+	n, err := a.Body.Read(b)
+	if n > 0 {
+		a.heard()
+	}
+	if err != nil && err != io.EOF {
+		err = cause(a.ctx, err)
+		a.broken = err
+	}
+	return n, err
+}
+
+// cause returns why ctx was cancelled where that explains err.
+func cause(ctx context.Context, err error) error {
+	if c := context.Cause(ctx); c != nil {
+		return c
+	}
+	return err
+}
+
+// writeHead writes the worker's status and headers and the router's own.
+func writeHead(w http.ResponseWriter, response *http.Response, u Upstream, x *Exchange) {
+	web.DropHopByHop(response.Header)
+	header := w.Header()
+	maps.Copy(header, response.Header)
+	decided := header // of the decision
+	if u.Silent {
+		decided = http.Header{}
+	}
+	decided.Set(web.HeaderWorker, x.Worker)
+	decided.Set(web.HeaderOverlap, strconv.Itoa(x.Decision.OverlapTokens))
+	header.Set(web.HeaderRequest, u.RequestID)
+	if u.Gateway != nil {
+		decided.Set(HeaderSession, base64.StdEncoding.EncodeToString([]byte(x.Decision.Target.Address())))
+	}
+	if x.Shared != nil {
+		x.Shared.begin(decided)
+	}
+	x.Status = response.StatusCode
+	x.accepted(x.Status)
+	w.WriteHeader(response.StatusCode)
+}
+
+// relayWhole relays an answer that is no stream. It is read before anything is
+// written, as far as bufferedAnswer goes, so that a worker that dies over it
+// has not answered. With retry the same holds for one that stops the answer, as a
+// vLLM that shuts down does; SGLang stops what its client has aborted.
+func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upstream, x *Exchange, retry bool) error {
+	worker := x.Decision.Target.Key.Worker
+	body, err := io.ReadAll(io.LimitReader(answer, bufferedAnswer))
+	if err != nil {
+		answer.heard() // the time to write ended with the wait: the client gets an error
+		return p.unanswered(worker, err, outlier.Broken)
+	}
+	usage, finish := outcome(u.Route, body)
+	if retry && policy.Aborted(finish) && !x.Decision.Target.RunsSGLang() {
+		return &workerError{worker: worker, called: x.Worker, err: errors.New("stopped its answer: " + finish), abort: &abortError{why: finish}}
+	}
+	x.Usage, x.Ending, x.finish = usage, endingOf(answer.StatusCode, finish), finish
+	writeHead(w, answer.Response, u, x)
+	if _, err := w.Write(body); err != nil {
+		return errors.Join(ErrAnswered, err)
+	}
+	if len(body) < bufferedAnswer {
+		return nil
+	}
+	if _, err := io.Copy(w, answer); err != nil {
+		if answer.broken != nil {
+			err = p.unanswered(worker, answer.broken, outlier.Broken)
+		}
+		return errors.Join(ErrAnswered, err)
+	}
+	return nil
+}
+
+// streamRelay is the relaying of one stream of server-sent events.
+type streamRelay struct {
+	proxy   *Proxy
+	w       http.ResponseWriter
+	answer  *upstreamAnswer
+	u       Upstream
+	x       *Exchange
+	retry   bool
+	events  eventScanner
+	started bool      // the headers have been written
+	last    time.Time // when the last tokens came; zero: none have
+	tokens  int
+}
+
+// relayStream relays server-sent events chunk by chunk, as they come. Nothing
+// is written before the first chunk, so that a worker that dies in prefill has
+// not answered; a gateway waits for the headers only and gets them at once.
+func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Upstream, x *Exchange, retry bool) error {
+	answer.Header.Del("Content-Length") // an event may be taken out
+	memory := p.streams.Get().(*streamBuffer)
+	defer p.streams.Put(memory)
+	r := streamRelay{proxy: p, w: w, answer: answer, u: u, x: x, retry: retry}
+	r.events = eventScanner{HideUsage: u.HideUsage, Generate: u.Route == generateRoute, pending: memory.pending[:0], out: memory.out[:0]}
+	defer func() {
+		if cap(r.events.pending)+cap(r.events.out) <= pooledBuffer {
+			memory.pending, memory.out = r.events.pending, r.events.out
+		}
+	}()
+	if u.Gateway != nil {
+		r.start()
+	}
+	for {
+		n, err := answer.Read(memory.buffer[:])
+		if n > 0 {
+			if err := r.take(memory.buffer[:n]); err != nil {
+				return err
+			}
+		}
+		if err == io.EOF {
+			return r.end()
+		}
+		if err != nil {
+			return r.fail(err)
+		}
+	}
+}
+
+// start writes the headers if that has not been done.
+func (r *streamRelay) start() {
+	if !r.started {
+		writeHead(r.w, r.answer.Response, r.u, r.x)
+		r.started = true
+	}
+}
+
+// take relays a chunk.
+func (r *streamRelay) take(chunk []byte) error {
+	p, x := r.proxy, r.x
+	out := r.events.Scan(chunk)
+	if !r.started && r.retry && r.events.status >= http.StatusInternalServerError {
+		return &workerError{worker: x.Decision.Target.Key.Worker, called: x.Worker, err: errors.New("its engine failed before the first token"), kind: outlier.Engine}
+	}
+	if r.events.Count > 0 {
+		now := p.now()
+		if r.last.IsZero() {
+			x.FirstChunk = now
+			x.Decision.Booking.FirstToken()
+		} else {
+			p.observer.InterToken(x.Worker, now.Sub(r.last), r.events.Count)
+		}
+		r.last = now
+		if r.tokens += r.events.Count; p.settings.OutputBlocks {
+			x.Decision.Booking.Generated(r.tokens)
+		}
+	}
+	if len(out) == 0 {
+		return nil
+	}
+	r.start()
+	if _, err := r.w.Write(out); err != nil {
+		return errors.Join(ErrAnswered, err)
+	}
+	if err := http.NewResponseController(r.w).Flush(); err != nil {
+		return errors.Join(ErrAnswered, err)
+	}
+	return nil
+}
+
+// note keeps the facts of the stream that has ended.
+func (r *streamRelay) note() {
+	r.x.Usage, r.x.Ending, r.x.finish = r.events.usage(), r.events.ending(r.answer.StatusCode, r.u.EndMarked), r.events.finish
+}
+
+// end relays the end of the stream.
+func (r *streamRelay) end() error {
+	r.note()
+	r.start()
+	if rest := r.events.Rest(); len(rest) > 0 {
+		if _, err := r.w.Write(rest); err != nil {
+			return errors.Join(ErrAnswered, err)
+		}
+	}
+	return nil
+}
+
+// fail ends a stream that broke off with err.
+func (r *streamRelay) fail(err error) error {
+	p, worker := r.proxy, r.x.Decision.Target.Key.Worker
+	r.answer.heard() // the time to write ended with the wait: the client gets an error
+	r.note()
+	if !r.started {
+		return p.unanswered(worker, err, outlier.Broken)
+	}
+	if r.events.done { // many clients leave as soon as they have read the end
+		return nil
+	}
+	// The status has been sent: the failure is reported as an event.
+	if !r.u.HideUsage && len(r.events.pending) > 0 {
+		fmt.Fprint(r.w, "\n\n") // ends the event that broke off
+	}
+	status, why := http.StatusBadGateway, fmt.Sprintf("worker %s failed during its answer", r.x.Worker)
+	if errors.Is(err, web.ErrStopped) {
+		status, why = http.StatusServiceUnavailable, web.ErrStopped.Error()
+	}
+	fmt.Fprintf(r.w, "data: %s\n\n", web.ErrorJSON(status, web.ErrorType(status), "", why))
+	http.NewResponseController(r.w).Flush()
+	return errors.Join(ErrAnswered, p.unanswered(worker, err, outlier.Broken))
+}
