@@ -7,8 +7,8 @@ import { cachedShare, End, Fact, PromptBar, Verdict } from "./parts.js";
 const meanings = {
   first_token: "time to this request's first token",
   copy: "share of that time credited to later requests, which reuse the new copy of the prefix",
-  pushed: "delay of the first tokens of earlier requests",
-  foreign: "wait behind requests of other routers and clients",
+  pushed: "delay of the first tokens of earlier requests that share a pass with this one",
+  foreign: "wait for queued requests of other clients of the worker",
   later: "delay of future requests",
   decode: "slowdown of this answer by the context of running requests",
   others: "stall of running requests while the prompt is computed",
