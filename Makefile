@@ -1,4 +1,4 @@
-# kvrouter: `make run` sets everything up and starts a router over two vLLM workers, `make run-sglang` over two of SGLang. ARGS=... goes to kvrouter.
+# kvrouter: `make run` sets everything up and starts a router with two vLLM workers, `make run-sglang` with two SGLang workers. ARGS=... is passed to kvrouter.
 SHELL := bash
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.1
 SHELL_SCRIPTS := ping.sh perf.sh .ci/run $(wildcard scripts/*.sh)
@@ -15,73 +15,73 @@ GRID ?= policies
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-sglang run run-disagg run-sglang run-sglang-disagg demo check test test-mooncake test-sglang test-kubernetes test-gateway test-traces test-boards test-page test-mesh lint dist test-dist bench index-bench growth sim bench-real bench-gateway bench-herding wire-speed peers parity segments soak fuzz chaos clean
 
-help: ## Show these targets
-	@printf 'kvrouter: KV-cache-aware routing over vLLM and SGLang workers\n\n'
+help: ## List the targets
+	@printf 'kvrouter: KV-cache-aware routing for vLLM and SGLang\n\n'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@printf '\n  ARGS="--num-workers 4 ..." passes flags on to kvrouter (run..., bench-real); go run . --help lists them.\n'
+	@printf '\n  ARGS="--num-workers 4 ..." passes flags to kvrouter (run..., demo, sim) or to the script (bench-real). List the flags with: go run . --help\n'
 
-setup: ## Check tools; build the native library; install vLLM and a CPU model (cached)
+setup: ## Check the tools, build the native library, install vLLM and a CPU model (cached)
 	@scripts/setup.sh
 
-setup-sglang: setup ## The same for --engine sglang: SGLang in a venv of its own (cached)
+setup-sglang: setup ## Run setup and install SGLang into its own venv (cached)
 	@scripts/setup-sglang.sh
 
-# Built and then run, where `go run .` would do: a SIGTERM sent to make reaches kvrouter, while `go run` passes none on.
-run: setup ## Set up, then serve on :8000 over two vLLM workers
+# Builds first, because `go run` does not forward SIGTERM to the program.
+run: setup ## Serve on :8000 with two vLLM workers
 	go build -o kvrouter .
 	@exec ./kvrouter --num-workers 2 $(ARGS)
 
-# The prompt of ping.sh has 150 tokens: with the default of 256 the second worker would compute it itself.
-run-disagg: setup ## The same over one vLLM worker that computes prompts and one that answers
+# The prompt of ping.sh has 150 tokens: with the default of 256 the decode worker would compute it itself.
+run-disagg: setup ## Serve on :8000 with one vLLM prefill and one vLLM decode worker
 	go build -o kvrouter .
 	@exec ./kvrouter --prefill-workers 1 --decode-workers 1 --disagg-min-uncached-tokens 64 $(ARGS)
 
-run-sglang: setup-sglang ## Like run, over two SGLang workers
+run-sglang: setup-sglang ## Serve on :8000 with two SGLang workers
 	go build -o kvrouter .
 	@exec ./kvrouter --engine sglang --num-workers 2 $(ARGS)
 
-run-sglang-disagg: setup-sglang ## Like run-disagg, over SGLang workers
+run-sglang-disagg: setup-sglang ## Serve on :8000 with one SGLang prefill and one SGLang decode worker
 	go build -o kvrouter .
 	@exec ./kvrouter --engine sglang --prefill-workers 1 --decode-workers 1 --disagg-min-uncached-tokens 64 $(ARGS)
 
-demo: ## A router over four mock workers with traffic of its own; look at http://127.0.0.1:7000/ (no GPU, Python or model needed)
+demo: ## Run four simulated workers with traffic; dashboard at http://127.0.0.1:7000/ (no GPU, Python or model needed)
 	@scripts/build-native.sh
 	go run . --engine mocker --demo --num-workers 4 $(ARGS)
 
-check: lint ## The fast loop: linters and short tests
+check: lint ## Run the linters and the short tests
 	go test -short -skip RealVLLM ./...
 
-test: setup lint parity ## Set up, then linters and all tests (race detector, real vLLM workers)
-	@echo "go test: unit, model-based and end-to-end tests; the last start real vLLM workers, which takes minutes"
+test: setup lint parity ## Run the linters and all tests (race detector, real vLLM workers)
+	@echo "go test: unit, model-based and end-to-end tests; the end-to-end tests start real vLLM workers and take minutes"
 	go test -race -timeout $(TEST_TIMEOUT) ./...
 
-test-mooncake: setup ## Two real vLLM CPU workers with MooncakeConnector, over TCP (minutes)
+test-mooncake: setup ## Test two real vLLM CPU workers with MooncakeConnector over TCP (minutes)
 	@scripts/mooncake.sh
 
-test-sglang: setup-sglang ## Real SGLang CPU servers: truth, ranks, load, pairs, deaths (minutes)
+test-sglang: setup-sglang ## Test real SGLang CPU servers: KV events, data-parallel ranks, load, disaggregation, crashes (minutes)
 	KVROUTER_SGLANG=1 go test -run RealSGLang -v -count 1 -timeout 40m .
 
-test-kubernetes: ## A real Kubernetes API server: rollouts, its death, 200 pods, rights, the chart by helm (5 minutes; builds both once)
+test-kubernetes: ## Test with a real Kubernetes API server: rollouts, API server outage, 200 pods, RBAC, Helm chart (5 minutes; builds the servers and Helm once)
 	@scripts/build-native.sh
 	@scripts/helm.sh >/dev/null
 	@folder=$$(scripts/kubernetes.sh) && echo "KVROUTER_KUBERNETES=$$folder go test -run '^TestKubernetes' ." && KVROUTER_KUBERNETES=$$folder go test -run '^TestKubernetes' -v -count 1 -timeout 20m .
 
-test-gateway: setup ## The endpoint picker behind a real Envoy: mock workers, then two vLLM workers (5 minutes; installs Envoy once)
+test-gateway: setup ## Test the endpoint picker behind a real Envoy, with simulated and real vLLM workers (5 minutes; installs Envoy once)
 	@scripts/gateway.sh
 
-test-traces: setup ## One trace through the router and a real vLLM CPU worker (a minute)
+test-traces: setup ## Test OpenTelemetry traces across the router and a real vLLM CPU worker (1 minute)
 	KVROUTER_TRACES=1 go test -run TraceOnRealVLLM -v -count 1 -timeout 15m .
 
-test-boards: ## The board and the alerts against promtool and a Prometheus that scrapes simulated workers
+test-boards: ## Test the Grafana dashboard and the alerts with promtool and a Prometheus that scrapes simulated workers
 	@scripts/boards.sh
 
-# KVROUTER_PAGE_PICTURES=folder makes a picture of each view, =docs those of docs/dashboard.md.
-test-page: ## Look at the live page in a browser; installs Debian's chromium if there is none (half a minute)
+# KVROUTER_PAGE_PICTURES=folder saves a screenshot of each view, =docs updates those of docs/dashboard.md.
+test-page: ## Test the dashboard in Chromium; installs Debian's package if missing (30 s)
 	@scripts/build-native.sh
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -q && apt-get install -qy chromium; } || { echo "test-page: chromium is missing: run apt-get install chromium as root" >&2; exit 1; }
 	KVROUTER_PAGE=1 go test -count 1 -timeout 10m -run '^TestBrowser' -v .
 
-lint: ## gofmt, go vet, staticcheck, syntax of the shell and Python scripts
+lint: ## Run gofmt, go vet, staticcheck and syntax checks of the shell and Python scripts
 	@scripts/build-native.sh
 	@unformatted=$$(gofmt -l .); if [ -n "$$unformatted" ]; then echo "gofmt: not formatted:" $$unformatted "(run gofmt -w .)"; exit 1; fi
 	go vet ./...
@@ -89,65 +89,65 @@ lint: ## gofmt, go vet, staticcheck, syntax of the shell and Python scripts
 	@for f in $(SHELL_SCRIPTS); do bash -n $$f || exit 1; done
 	@$(PYTHON) -c 'import ast, sys; [ast.parse(open(f).read(), f) for f in sys.argv[1:]]' $(PYTHON_SCRIPTS)
 
-dist: ## What is given away, into out/dist: static binaries, images, bill of materials, completions, man page
+dist: ## Build release artifacts into out/dist: static binaries, images, SBOM, completions, man page
 	@scripts/dist.sh
 
-test-dist: dist ## The same, and then run what came out of it: binary and image, by chroot (as root)
+test-dist: dist ## Build the release artifacts, then run the binary and the image in a chroot (needs root)
 	@scripts/build-native.sh
 	KVROUTER_DIST=1 go test -run '^TestDist' -v -count 1 -timeout 10m .
 
-bench: setup ## Micro-benchmarks of hashing, index, decoding and routing (BENCH=regexp)
+bench: setup ## Run the micro-benchmarks of hashing, index, decoding and routing (BENCH=regexp)
 	go test -run '^$$' -bench '$(BENCH)' -benchmem -timeout 60m ./...
 
-index-bench: ## The index on a trace of 128 workers: rate, lookup times, memory (a minute, 4 GB)
+index-bench: ## Benchmark the index with a trace of 128 workers: event rate, lookup times, memory (1 minute, 4 GB)
 	@scripts/build-native.sh
 	go test -run '^$$' -bench '^BenchmarkIndexTrace$$' -benchtime 1x -timeout 30m ./internal/radix
 
-growth: ## How costs grow to 512 workers and 1 M blocks: out/growth.csv, docs/growth.svg (ten minutes)
+growth: ## Measure scaling to 512 workers and 1 M blocks: out/growth.csv, docs/growth.svg (10 minutes)
 	@scripts/build-native.sh
 	@mkdir -p out && rm -f out/growth.csv
 	KVROUTER_GROWTH=$(CURDIR)/out/growth.csv go test -run '^TestGrowth$$' -timeout 60m .
 	$(PYTHON) scripts/growth_plot.py out/growth.csv docs/growth.svg
 
-sim: ## Many loads times many policies on the simulator (minutes; GRID=grid: 103 loads on which no policy should be the wrong choice)
+sim: ## Simulate a grid of loads and policies (minutes; GRID=policies, grid (103 loads) or holdout)
 	@scripts/build-native.sh
 	go run . simulate --grid testdata/grids/$(GRID).yaml $(ARGS)
 
-bench-real: setup ## Every policy on two real vLLM CPU workers (ten minutes; ARGS="--policies work,round-robin")
+bench-real: setup ## Benchmark every policy on two real vLLM CPU workers (10 minutes; ARGS="--policies work,round-robin")
 	$(PYTHON) scripts/bench_real.py --shared $(ARGS)
 
-bench-gateway: setup ## What the endpoint picker costs behind Envoy, beside the least of pickers and the OpenAI port (ten minutes)
+bench-gateway: setup ## Measure the overhead of the endpoint picker behind Envoy against a minimal picker and the OpenAI port (10 minutes)
 	@scripts/gateway.sh bench
 
-bench-herding: ## Three routers over the same mock workers, with and without --replica-sync, against one: spread, first token (five minutes)
+bench-herding: ## Compare three routers, with and without --replica-sync, with one: load distribution, time to first token (5 minutes)
 	@scripts/build-native.sh
 	KVROUTER_HERDING_BENCH=1 go test -run '^TestHerding$$' -v -count 1 -timeout 15m .
 
-wire-speed: setup ## CPU per indexed KV event, against dynamo.indexer
+wire-speed: setup ## Compare the CPU time per indexed KV event with dynamo.indexer
 	scripts/peers.sh wire
 
-peers: setup ## Side by side with peers: KV events, simulator, proxy path
+peers: setup ## Compare with other routers: KV events, simulator, proxy path
 	scripts/peers.sh
 
-test-mesh: ## Two kvrouters and one of Dynamo's selection services in one mesh: the same loads, sessions, late and lost ones
+test-mesh: ## Test two kvrouters and a Dynamo selection service in one mesh: load, sessions, late joiners, lost messages
 	scripts/selection_parity.sh -run '^TestMeshWithDynamo'
 
-parity: ## Every answer of the router port beside Dynamo's selection service
+parity: ## Compare every response of the router port with Dynamo's selection service
 	scripts/selection_parity.sh
 
-segments: setup ## Hold fastokens, and cut and remembered prompts, against the tokenizers of nine models
+segments: setup ## Compare fastokens and segmented, cached prompts with the tokenizers of nine models
 	scripts/segments.sh
 
-soak: ## Simulated workers kept busy: without faults, with them, with all coming and going, with prefill and decode apart (SOAK=60s each)
+soak: ## Load simulated workers: without faults, with faults, with workers joining and leaving, disaggregated (SOAK=60s each)
 	@scripts/build-native.sh
 	KVROUTER_SOAK=$(SOAK) go test -run '^TestSoak' -v -count 1 -timeout 60m .
 
-fuzz: ## Every fuzz target, one after the other; stops at the first crash (FUZZTIME=10s each)
+fuzz: ## Run every fuzz target in turn; stops at the first crash (FUZZTIME=10s each)
 	@scripts/build-native.sh
 	@FUZZTIME=$(FUZZTIME) scripts/fuzz.sh
 
-chaos: setup ## Two routers in rolling restart over workers that crash, fail, hang and fall silent (CHAOS=2m); then each fault alone
+chaos: setup ## Restart two routers in turn while their workers crash, fail, hang and stop responding (CHAOS=2m), then test each fault alone
 	KVROUTER_CHAOS=$(CHAOS) go test -run '^(TestChaos|TestOneOfFourWorkers)' -v -count 1 -timeout 90m .
 
-clean: ## Remove what was built here (the cache of vLLM and models stays)
+clean: ## Remove build output (keeps the cache of vLLM and models)
 	rm -rf out native/lib native/target kvrouter *.test *.prof

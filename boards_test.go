@@ -319,7 +319,7 @@ func TestBoardIsLaidOut(t *testing.T) {
 			t.Errorf("%s has no unit", p.Title)
 		}
 	}
-	for _, row := range []string{"Fleet", "Requests", "Caches", "Decisions", "Prefill and decode apart", "The router itself"} {
+	for _, row := range []string{"Fleet", "Requests", "Caches", "Decisions", "Disaggregation", "Router"} {
 		if !slices.Contains(rows, row) {
 			t.Errorf("there is no row %s", row)
 		}

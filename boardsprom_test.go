@@ -19,7 +19,7 @@ import (
 
 // emptyPanels are queries of the board that find nothing while all goes well, as
 // nothing of the kind has happened, by what they begin with.
-var emptyPanels = []string{"Events that were missed or wrong", "What it has lost C", "Why not from here"}
+var emptyPanels = []string{"Missed or invalid KV events", "Losses and panics C", "Tokenization fallbacks"}
 
 // TestBoardsOnPrometheus has Prometheus scrape routers under load, and asks it every
 // expression of the board and of the alerts. `make test-boards` names the program.

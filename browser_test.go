@@ -431,7 +431,7 @@ func (b *browser) seesTree(t *testing.T, s *mockSite) {
 func (b *browser) drains(t *testing.T, s *mockSite) {
 	const card = ".card[data-worker='1']"
 	eval[bool](b, "(location.hash = '#/fleet', true)")
-	for _, step := range []struct{ ask, state string }{{"Drain worker 1?", "Resting"}, {"Readmit worker 1?", "Ready"}} {
+	for _, step := range []struct{ ask, state string }{{"Drain worker 1?", "Cordoned"}, {"Readmit worker 1?", "Ready"}} {
 		b.click(card + " footer button")
 		b.until(2*time.Second, "a question", "document.querySelector('dialog[open] h2')")
 		if asked := b.text("dialog h2"); asked != step.ask {
@@ -465,8 +465,8 @@ func (b *browser) tries(t *testing.T, s *mockSite) {
 	s.settle()
 	b.fill("#try-text", "Go on")
 	b.click("#try-where")
-	b.until(5*time.Second, "where it would go", "document.querySelector('.beside h2').innerText === 'Where it would go'")
-	if said := b.text(".beside .summary"); !strings.HasPrefix(said, "It would go to worker ") {
+	b.until(5*time.Second, "where it would go", "document.querySelector('.beside h2').innerText === 'Preview'")
+	if said := b.text(".beside .summary"); !strings.HasPrefix(said, "Would be sent to worker ") {
 		t.Errorf("the page says %q", said)
 	}
 	if s.inFlight() != 0 {
@@ -478,7 +478,7 @@ func (b *browser) tries(t *testing.T, s *mockSite) {
 func (b *browser) seesTrends(t *testing.T) {
 	eval[bool](b, "(location.hash = '#/trends', true)")
 	b.until(15*time.Second, "all charts", "document.querySelectorAll('.chart canvas').length === 7")
-	for _, title := range []string{"Requests", "Time to first token", "Time between tokens", "Hit rate", "Predictions exact", "In flight"} {
+	for _, title := range []string{"Requests", "Time to first token", "Inter-token latency", "Hit rate", "Exact predictions", "In flight"} {
 		if key := b.text(fmt.Sprintf("[data-chart='%s'] .keys .num", title)); math.IsNaN(number(key)) {
 			t.Errorf("%s has the last value %q", title, key)
 		}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Loads the router with genai-perf (or aiperf) and ends with the tool's own table. The tool is installed into a venv of
-# its own the first time.
+# Benchmarks the router with genai-perf or aiperf and prints the tool's table. The first run installs the tool into its
+# own venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 PROG=perf
@@ -9,20 +9,20 @@ PROG=perf
 
 usage() {
   cat <<'END'
-usage: ./perf.sh [flags] [-- arguments for the tool]
+usage: ./perf.sh [flags] [-- arguments of the tool]
                                                         default   on the CPU model
   --tool genai-perf|aiperf                           genai-perf   genai-perf
   --input-tokens N      prompt length, tokens              3000   600
-  --output-tokens N     answer length, tokens               100   20
-  --concurrency N       requests in flight                   25   4
-  --requests N          requests in all                     100   24
-  --unique-prompts N    different prompts among them         10   10
-  --seed N              of the synthetic prompts             42   42
+  --output-tokens N     output length, tokens               100   20
+  --concurrency N       in-flight requests                   25   4
+  --requests N          total requests                      100   24
+  --unique-prompts N    distinct prompts                     10   10
+  --seed N              seed of the synthetic prompts        42   42
   --url URL             $KVROUTER_URL, else http://localhost:8000
   --model NAME          the first of /v1/models
   --tokenizer DIR|ID    the model's own
   --api-key KEY         $KVROUTER_API_KEY
-A flag that is given wins over the CPU sizes. Everything the tool writes goes to out/perf/.
+Flags override the sizes for the CPU model. The tool's output files are written to out/perf/.
 END
 }
 
@@ -34,7 +34,7 @@ while [ $# -gt 0 ]; do
     --tool) need_value "$1" $#; tool=$2; shift 2 ;;
     --input-tokens | --output-tokens | --concurrency | --requests | --unique-prompts | --seed)
       need_value "$1" $#
-      [[ $2 =~ ^[0-9]+$ ]] || die "$1 $2: want a whole number"
+      [[ $2 =~ ^[0-9]+$ ]] || die "$1 $2: must be an integer"
       name=${1#--}
       printf -v "${name//-/_}" %s "$2"
       shift 2 ;;
@@ -47,17 +47,17 @@ while [ $# -gt 0 ]; do
   esac
 done
 url=${url%/}
-case $tool in genai-perf | aiperf) ;; *) die "--tool $tool: want genai-perf or aiperf" ;; esac
+case $tool in genai-perf | aiperf) ;; *) die "--tool $tool: must be genai-perf or aiperf" ;; esac
 command -v curl >/dev/null 2>&1 || die "missing: curl (Debian/Ubuntu: sudo apt install curl; Fedora: sudo dnf install curl)"
 
-# Both tools' current releases want at least 3.11 (aiperf) and are known to work up to 3.13.
+# The current releases need at least 3.11 (aiperf) and are tested up to 3.13.
 python=$(find_python 'import sys, venv, ensurepip, fcntl; sys.exit(not (3, 11) <= sys.version_info < (3, 14))') ||
   die "missing: python3 (3.11 to 3.13, with venv): Debian/Ubuntu: sudo apt install python3-venv; macOS: brew install python@3.12; Fedora: sudo dnf install python3.12"
 
 # --- the model ------------------------------------------------------------------------------------------------------
 
 models=$(fetch_models "$url" "$api_key")
-# Two lines: the model's name, and the folder or hub id behind it.
+# Two lines: the model's name, and its folder or hub id.
 found=$("$python" -c '
 import json, sys
 wanted, models = sys.argv[1], json.load(sys.stdin)["data"]
@@ -69,11 +69,11 @@ print(model.get("root") or model["id"])' "$model" <<<"$models" 2>/dev/null) ||
   die "$url/v1/models lists no model${model:+ named $model}"
 model=${found%%$'\n'*} root=${found#*$'\n'}
 
-# SGLang's list of models has the served name as the root; where the files are stands in its /model_info.
+# SGLang reports the served name as the root; its /model_info reports the path of the files.
 if [ "$root" = "$model" ]; then
-  told=$(curl -sS -m 10 --config <(auth_header "$api_key") "$url/model_info" 2>/dev/null |
-    "$python" -c 'import json, sys; print(json.load(sys.stdin).get("tokenizer_path") or "")' 2>/dev/null) || told=""
-  root=${told:-$root}
+  path=$(curl -sS -m 10 --config <(auth_header "$api_key") "$url/model_info" 2>/dev/null |
+    "$python" -c 'import json, sys; print(json.load(sys.stdin).get("tokenizer_path") or "")' 2>/dev/null) || path=""
+  root=${path:-$root}
 fi
 
 on_cpu=no
@@ -91,7 +91,7 @@ fi
 
 # --- sizes ----------------------------------------------------------------------------------------------------------
 
-# size NAME DEFAULT CPU-DEFAULT settles one size and notes where the CPU's differs from the default.
+# size NAME DEFAULT CPU-DEFAULT sets one size and records where the CPU's differs from the default.
 changed=""
 size() {
   local value=$2
@@ -107,12 +107,12 @@ size output_tokens 100 20
 size concurrency 25 4
 size requests 100 24
 size unique_prompts 10 10
-[ -z "$changed" ] || say "sized down for the CPU model $model: $changed (flags win)"
+[ -z "$changed" ] || say "reduced sizes for the CPU model $model: $changed (flags override)"
 for name in input_tokens output_tokens concurrency requests unique_prompts; do
-  [ "${!name}" -ge 1 ] || die "--${name//_/-} ${!name}: want 1 or more"
+  [ "${!name}" -ge 1 ] || die "--${name//_/-} ${!name}: must be at least 1"
 done
 if [ "$concurrency" -gt "$requests" ]; then
-  say "--concurrency $concurrency is more than --requests $requests; using $requests"
+  say "--concurrency $concurrency exceeds --requests $requests; using $requests"
   concurrency=$requests
 fi
 
@@ -130,14 +130,14 @@ install_aiperf() {
   stamp "$venv" "$want"
 }
 
-# genai-perf drives the C++ program perf_analyzer, which its own dependency of that name no longer holds; tritonclient
-# 2.50.0 does. tritonclient goes in last and alone: only that program is wanted of it.
+# genai-perf runs the C++ program perf_analyzer, which its dependency of that name no longer contains; tritonclient 2.50.0
+# does. tritonclient is installed last and without dependencies, because only that program is needed.
 install_genai_perf() {
   local want="genai-perf==0.0.16 tritonclient==2.50.0 nvidia-cuda-runtime-cu12==12.9.79"
   is_stamped "$venv" "$want" && return
   case "$(uname -sm)" in
     "Linux x86_64" | "Linux aarch64") ;;
-    *) die "genai-perf's perf_analyzer exists for Linux only, this is $(uname -sm): use --tool aiperf" ;;
+    *) die "genai-perf's perf_analyzer supports Linux only, this is $(uname -sm): use --tool aiperf" ;;
   esac
   say "installing genai-perf 0.0.16 (about 30 s; log: $log)"
   make_venv "$python" "$venv" "$log"
@@ -146,8 +146,8 @@ install_genai_perf() {
   stamp "$venv" "$want"
 }
 
-# library_path sets LD_LIBRARY_PATH to what perf_analyzer links beyond the C library: CUDA's runtime (from the venv) and
-# libb64 (the system's, else unpacked out of Debian's package, which needs no root).
+# library_path sets LD_LIBRARY_PATH for the libraries of perf_analyzer: the CUDA runtime (from the venv) and libb64 (the
+# system's, else unpacked from Debian's package, which needs no root).
 library_path() {
   local cudart
   cudart=$(echo "$venv"/lib/python3*/site-packages/nvidia/cuda_runtime/lib)
@@ -157,7 +157,7 @@ library_path() {
       die "missing: libb64.so.0d, which perf_analyzer links: Debian/Ubuntu: sudo apt install libb64-0d; elsewhere: build libb64 1.2, or use --tool aiperf"
   fi
   if ldd "$venv/bin/perf_analyzer" | grep 'not found' >&2; then
-    die "perf_analyzer lacks the libraries above: install them, or use --tool aiperf"
+    die "perf_analyzer needs the libraries above: install them, or use --tool aiperf"
   fi
 }
 
@@ -185,13 +185,13 @@ exec 9>&-
 
 out="$PWD/out/perf/$tool"
 mkdir -p "$out"
-say "$tool on $url, model $model: $requests requests of $input_tokens + $output_tokens tokens, $concurrency at a time, $unique_prompts different prompts, seed $seed"
-# A pipe has no width, and 80 columns cut the tables' headings.
+say "$tool on $url, model $model: $requests requests of $input_tokens + $output_tokens tokens, concurrency $concurrency, $unique_prompts distinct prompts, seed $seed"
+# A pipe has no width, and the default of 80 columns truncates the table headings.
 [ -t 1 ] || export COLUMNS=${COLUMNS:-120}
-# Offline mode would keep the tools from a tokenizer named by hub id; for one in a folder they ask no hub.
+# Offline mode would block tokenizers named by hub id; a tokenizer in a folder needs no hub.
 unset HF_HUB_OFFLINE
 
-# ignore_eos and min_tokens make every answer as long as asked for, so that runs compare.
+# ignore_eos and min_tokens fix the output length, so that runs are comparable.
 common=(
   --model "$model" --tokenizer "$tokenizer" --url "$url" --endpoint-type chat --streaming
   --synthetic-input-tokens-mean "$input_tokens" --synthetic-input-tokens-stddev 0
@@ -205,7 +205,7 @@ case $tool in
     exec "$venv/bin/aiperf" profile "${common[@]}" --ui none ${api_key:+--api-key "$api_key"} "$@"
     ;;
   genai-perf)
-    # `genai-perf` looks for perf_analyzer on PATH.
+    # genai-perf finds perf_analyzer on PATH.
     PATH="$venv/bin:$PATH" exec "$venv/bin/genai-perf" profile "${common[@]}" --extra-inputs "max_tokens:$output_tokens" \
       ${api_key:+--header "Authorization:Bearer $api_key"} -- -v --max-threads 64 "$@"
     ;;

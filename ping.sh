@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Streams one chat through the router and shows which worker served it and how much of the prompt it had cached.
+# Streams one chat through the router and prints the worker and the predicted and actual cached tokens of the prompt.
 set -euo pipefail
 PROG=ping
 # shellcheck source=scripts/lib.sh
@@ -8,12 +8,12 @@ PROG=ping
 usage() {
   cat <<'END'
 usage: ./ping.sh [--url URL] [--model NAME] [--prompt TEXT] [--max-tokens N] [--api-key KEY]
-  --url URL        the router (default $KVROUTER_URL, else http://localhost:8000)
-  --model NAME     (default: the first of /v1/models)
-  --prompt TEXT    the user's message (default: a question behind a long enough system prompt to be cached)
-  --max-tokens N   longest answer, tokens (default 64)
+  --url URL        base URL of the router (default $KVROUTER_URL, else http://localhost:8000)
+  --model NAME     model (default: the first of /v1/models)
+  --prompt TEXT    user message (default: a short question); the system prompt is long enough to be cached
+  --max-tokens N   maximum output length in tokens (default 64)
   --api-key KEY    bearer key (default $KVROUTER_API_KEY)
-Call it twice: the second time the prompt's full blocks come out of a worker's cache.
+Run it twice: the second run finds the prompt's full blocks in a worker's prefix cache.
 END
 }
 
@@ -31,7 +31,7 @@ while [ $# -gt 0 ]; do
   esac
 done
 url=${url%/}
-[[ $max_tokens =~ ^[1-9][0-9]*$ ]] || die "--max-tokens $max_tokens: want a number from 1 on"
+[[ $max_tokens =~ ^[1-9][0-9]*$ ]] || die "--max-tokens $max_tokens: must be an integer of at least 1"
 for tool in curl python3; do
   command -v "$tool" >/dev/null 2>&1 || die "missing: $tool (Debian/Ubuntu: sudo apt install $tool; macOS: brew install $tool; Fedora: sudo dnf install $tool)"
 done
@@ -39,13 +39,13 @@ done
 models=$(fetch_models "$url" "$api_key")
 if [ -z "$model" ]; then
   model=$(python3 -c 'import json, sys; print(json.load(sys.stdin)["data"][0]["id"])' <<<"$models" 2>/dev/null) ||
-    die "$url/v1/models lists no model yet; wait until a worker is ready, or name one with --model"
+    die "$url/v1/models lists no model yet; wait until a worker is ready, or set --model"
 fi
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# The system prompt is a few blocks long, so that a second ping has something to find in a cache.
+# The system prompt is a few blocks long, so that a second ping hits a prefix cache.
 python3 - "$model" "$prompt" "$max_tokens" >"$work/request.json" <<'END'
 import json, sys
 model, prompt, max_tokens = sys.argv[1:]
@@ -67,7 +67,7 @@ print(json.dumps({
 }))
 END
 
-# show.py starts curl itself, so that the times leave out how long Python takes to start.
+# show.py starts curl itself, so that the times exclude Python's start-up.
 cat >"$work/show.py" <<'END'
 import json, subprocess, sys, time
 
@@ -103,11 +103,11 @@ ended = time.time()
 if first:
     print()
 if process.wait() != 0:
-    sys.exit("ping: " + (process.stderr.read().strip() or f"curl ended with {process.returncode}"))
+    sys.exit("ping: " + (process.stderr.read().strip() or f"curl exited with status {process.returncode}"))
 
 headers, status = {}, ""
 with open(headers_file) as file:
-    for line in file:  # after a 100 Continue the last block counts
+    for line in file:  # the last block counts, because a 100 Continue may come first
         if line.startswith("HTTP/"):
             headers, status = {}, line.split(None, 2)[1]
         elif ":" in line:
@@ -121,12 +121,12 @@ if status != "200" or error or not (first or usage):
     except (ValueError, AttributeError):
         pass
     message = error.get("message") if isinstance(error, dict) else error
-    sys.exit(f"ping: HTTP {status}: {message or body[:300] or 'an empty answer'}")
+    sys.exit(f"ping: HTTP {status}: {message or body[:300] or 'empty response'}")
 
 prompt_tokens = usage.get("prompt_tokens", "?")
 cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", "not reported")
-overlap = headers.get("x-kvrouter-overlap-tokens", "not said")
-rows = [("worker", headers.get("x-kvrouter-worker-id", "not said (is this a kvrouter?)"))]
+overlap = headers.get("x-kvrouter-overlap-tokens", "not reported")
+rows = [("worker", headers.get("x-kvrouter-worker-id", "not reported (is this a kvrouter?)"))]
 if "x-kvrouter-prefill-worker-id" in headers:
     took = headers.get("x-kvrouter-prefill-ms")
     rows.append(("prompt", f"computed by worker {headers['x-kvrouter-prefill-worker-id']}" + (f" in {float(took):.0f} ms" if took else "")))
@@ -135,7 +135,7 @@ rows += [
     ("actually cached", f"{cached} of {prompt_tokens} prompt tokens"),
     ("answer", f"{usage.get('completion_tokens', '?')} tokens, the first after {((first or ended) - started) * 1000:.0f} ms, "
                f"all after {(ended - started) * 1000:.0f} ms"),
-    ("request id", headers.get("x-request-id", "not said")),
+    ("request id", headers.get("x-request-id", "not reported")),
 ]
 print()
 for name, value in rows:

@@ -1,24 +1,24 @@
 #!/usr/bin/env python3
-"""Does KV-aware routing pay on the real engine? Every policy serves the same chats over fresh CPU workers of vLLM or SGLang.
+"""Benchmarks every policy with real engines: each serves the same chats on fresh CPU workers of vLLM or SGLang.
 
-The workers' caches are small (60 blocks of 64 tokens), so that together they hold the system prompts and one alone
-does not: where a request goes decides whether its prompt is computed or found. The hit rate comes from the engines'
-own counters (GET /metrics of every worker), not from the router. Each request carries the hints of a client that
-knows how many share its system prompt (x-prefix-* headers), which policy thompson heeds.
+The workers' caches are small (60 blocks of 64 tokens): all together can hold the system prompts, a single one cannot. So
+the choice of the worker decides whether a prompt is computed or found in the cache. The hit rate comes from the engines'
+own counters (GET /metrics of every worker), not from the router. Each request has the hints of a client that knows how
+many requests share its system prompt (x-prefix-* headers), which policy thompson uses.
 
-With --multi-turn they are conversations, the workload of SGLang's pull request 1934: groups of them share a long system
-prompt, every turn carries what was said before, the engine's own answers with it, and between two turns of one come
-turns of the others. The bound that is printed says what caches of this size can find of the load at best.
+--multi-turn sends conversations, the workload of SGLang's pull request 1934: groups of conversations share a long system
+prompt, every turn repeats the previous messages with the engine's answers, and turns of different conversations
+alternate. The printed bound is the maximum hit rate of this load with caches of this size.
 
-  scripts/bench_real.py                                    all policies, about two minutes each
-  scripts/bench_real.py --shared                           all over the same two workers, emptied in between: a minute each
-  scripts/bench_real.py --policies work,round-robin        these; NAME/approx, NAME/events: with that --prefix-source
-  scripts/bench_real.py --engine sglang                    over SGLang workers (make setup-sglang)
-  scripts/bench_real.py --engine mocker                    over simulated ones, at once: tries the script, tells nothing of an engine
+  scripts/bench_real.py                                    all policies, about 2 minutes each
+  scripts/bench_real.py --shared                           all on the same two workers, caches reset in between: 1 minute each
+  scripts/bench_real.py --policies work,round-robin        two policies; NAME/approx, NAME/events: with that --prefix-source
+  scripts/bench_real.py --engine sglang                    SGLang workers (make setup-sglang)
+  scripts/bench_real.py --engine mocker                    simulated workers, which start at once: tests the script only
   scripts/bench_real.py --shared --multi-turn --policies cache-threshold,variance,kv,work,round-robin
-  scripts/bench_real.py --urls URL,URL                     no router: in-script round robin over running workers
+  scripts/bench_real.py --urls URL,URL                     no router: in-script round robin between running workers
 
-Only Python's standard library is needed. The exit code is 0 if every request was answered, whatever the hit rate.
+Only Python's standard library is needed. The exit code is 0 if every request was answered, for any hit rate.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from cache_bound import best_placement, hit_rate, make_requests
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK_SIZE = 64  # tokens; kvrouter's default
-CHAT_TIMEOUT = 300  # seconds in which something must come
+CHAT_TIMEOUT = 300  # seconds of silence after which a chat fails
 PREFIX_SOURCE_POLICIES = ("cache-threshold", "variance")  # those with --prefix-source
 PREFIX_SOURCES = ("approx", "events")
 
@@ -113,7 +113,7 @@ def make_load(args):
         rng.shuffle(order)
         return systems, [Turn(which, number, question(number)) for number, which in enumerate(order)]
     turns = []
-    for _ in range(args.turns):  # one of every conversation, so that there are others between two of one
+    for _ in range(args.turns):  # one turn of every conversation per round, so that the turns of one are apart
         order = list(range(args.conversations))
         rng.shuffle(order)
         turns += [Turn(c % args.prompts, c, question(len(turns) + i)) for i, c in enumerate(order)]
@@ -121,7 +121,7 @@ def make_load(args):
 
 
 def prefix_hints(which, requests, args):
-    """What a client says of the requests that have one system prompt, as headers."""
+    """Headers of a client that describe the requests with this system prompt."""
     return {
         "x-prefix-id": f"prompt-{which}",
         "x-prefix-total-requests": str(-(-requests // args.prompts)),
@@ -137,7 +137,7 @@ def connect(url, timeout):
 
 
 def get(url, timeout=10):
-    """GET url: (status, body text). Raises OSError or HTTPException where nothing sensible answers."""
+    """GET url: (status, body text). Raises OSError or HTTPException without a valid response."""
     connection = connect(url, timeout)
     try:
         connection.request("GET", urllib.parse.urlsplit(url).path or "/")
@@ -205,8 +205,8 @@ def run_load(targets, model, load, args):
     answers = [Answer(error="not sent")] * len(turns)
     numbers = iter(range(len(turns)))
     lock = threading.Lock()  # guards numbers and running
-    running = {}  # conversation: what is set when its latest turn has ended
-    said = {}  # conversation: all its messages; only whoever serves its turn touches them
+    running = {}  # conversation: event set when its latest turn has ended
+    said = {}  # conversation: all its messages; used only by the thread of its turn
 
     def client():
         while True:
@@ -219,7 +219,7 @@ def run_load(targets, model, load, args):
                 running[turn.conversation] = ended
             try:
                 if before and not before.wait(2 * CHAT_TIMEOUT):
-                    answers[number] = Answer(error="the turn before did not end")
+                    answers[number] = Answer(error="the previous turn did not end")
                     continue
                 messages = said.get(turn.conversation) or [{"role": "system", "content": systems[turn.prompt]}]
                 messages = [*messages, {"role": "user", "content": turn.question}]
@@ -252,8 +252,8 @@ COUNTERS["mocker"] = COUNTERS["vllm"]  # --mock-api vllm
 
 
 def prefix_cache_counters(worker_url, engine):
-    """(hits, queries) in tokens since the engine's start, summed over its label sets. A counter of SGLang is there once
-    it has counted something."""
+    """(hits, queries) in tokens since the engine's start, summed over its label sets. SGLang shows a counter once
+    it is above zero."""
     status, text = get(worker_url + "/metrics")
     if status != 200:
         raise RuntimeError(f"GET {worker_url}/metrics answered {status}")
@@ -294,7 +294,7 @@ def free_ports(count):
 
 class Router:
     """A kvrouter with its workers, or with those of another one, given as values of --worker. Use with `with`: leaving
-    ends it with all that it has started."""
+    stops it and the workers that it started."""
 
     def __init__(self, binary, policy_flags, args, log_path, attach=()):
         self.args, self.log_path = args, log_path
@@ -375,7 +375,7 @@ class Router:
         self.log.close()
 
     def worker_flags(self):
-        """Its workers as values of --worker for another kvrouter. An SGLang server tells the rest itself."""
+        """Its workers as values of --worker for another kvrouter. SGLang servers report the other settings themselves."""
         if self.args.engine == "sglang":
             return [f"url={url},id={r['worker_id']}" for url, r in zip(self.workers, self.records)]
         return [
@@ -385,8 +385,8 @@ class Router:
         ]
 
     def empty_caches(self):
-        """Empties the workers' prefix caches. An engine tells that with its next step only, which a short chat makes:
-        else the first predictions would be of what was there before."""
+        """Resets the workers' prefix caches. An engine reports a reset with its next step only, so a short chat follows:
+        otherwise the first predictions would use the old cache."""
         path = "/flush_cache" if self.args.engine == "sglang" else "/reset_prefix_cache"
         for url in self.workers:
             connection = connect(url, timeout=30)
@@ -400,7 +400,7 @@ class Router:
                 raise RuntimeError(f"{url} after {path}: {step.error}")
 
     def ping(self):
-        """Fails if ping.sh does."""
+        """Raises if ping.sh fails."""
         done = subprocess.run([ROOT / "ping.sh"], env={**os.environ, "KVROUTER_URL": self.http}, capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(f"ping.sh: {done.stdout}{done.stderr}")
@@ -447,8 +447,8 @@ class Result:
         ]
 
 
-# Hits are tokens by the engines' own counters, cached tokens those of the answers' usage, and predicted ones what the
-# router expected to be cached; exact is for how many requests it expected what the engine found.
+# Hits are tokens from the engines' own counters, cached tokens are from the answers' usage, predicted tokens are from the
+# router; exact is the number of requests for which predicted and cached tokens are equal.
 LABELS = ["policy", "hit rate", "hit / asked", "TTFT mean, ms", "p50", "p90", "run, s", "requests by worker", "cached", "predicted", "exact", "errors"]
 
 
@@ -470,7 +470,7 @@ def print_table(results):
 
 
 def first_model(url):
-    """What /v1/models tells of the first model."""
+    """The entry of the first model in /v1/models."""
     status, text = get(url + "/v1/models")
     if status != 200:
         raise RuntimeError(f"GET {url}/v1/models answered {status}")
@@ -511,14 +511,14 @@ def tokenize(url, model, messages):
 
 
 def bound(url, turns, answers, args):
-    """What the workers' caches can find at best of the load that got these answers, as a line; or why that is unknown."""
+    """The maximum hit rate of the workers' caches for the load with these answers, as a line; or why it is unknown."""
     try:
         model = first_model(url)["id"]
         served = [(t.prompt, t.conversation, tokenize(url, model, a.messages)) for t, a in zip(turns, answers) if not a.error]
     except (RuntimeError, OSError, http.client.HTTPException, LookupError, TypeError, ValueError) as problem:
-        return f"bound: none, the prompts' tokens are not to be had: {type(problem).__name__}: {problem}"
+        return f"bound: unknown, the prompts could not be tokenized: {type(problem).__name__}: {problem}"
     if not served:
-        return "bound: nothing was answered"
+        return "bound: unknown, no request was answered"
     requests = make_requests(served, BLOCK_SIZE, args.max_tokens)
     blocks = args.blocks - (args.engine == "vllm")  # it keeps one for itself
     repeated = hit_rate(requests, [0] * len(requests), BLOCK_SIZE, None)
@@ -536,7 +536,7 @@ def build_router(out):
 
 
 def policy_names(binary):
-    """The policies that a kvrouter knows: it lists them where it is asked for another."""
+    """The policies of a kvrouter, from its error message for an unknown policy."""
     refused = subprocess.run([binary, "simulate", "--trace=none", "--concurrency=1", "--policy=?"], capture_output=True, text=True)
     names = re.search(r"choose one of \[(.*?)\]", refused.stderr)
     if not names:
@@ -566,34 +566,34 @@ def policy_runs(policies, binary):
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", default="vllm", choices=("vllm", "sglang", "mocker"), help="what the workers run (default %(default)s)")
+    parser.add_argument("--engine", default="vllm", choices=("vllm", "sglang", "mocker"), help="engine of the workers (default %(default)s)")
     parser.add_argument("--policies", default="", metavar="A,B", help="kvrouter policies, one run each (default: all)")
-    parser.add_argument("--urls", default="", metavar="URL,URL", help="measure these running workers by in-script round robin instead")
-    parser.add_argument("--binary", default="", metavar="FILE", help="a built kvrouter (default: build it)")
-    parser.add_argument("--model", default="", metavar="DIR", help="model for kvrouter (default: its own)")
-    parser.add_argument("--shared", action="store_true", help="one set of workers for all runs, emptied before each")
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="workers (default %(default)s)")
-    parser.add_argument("--blocks", type=int, default=60, metavar="N", help="KV blocks of 64 tokens a worker (default %(default)s)")
-    parser.add_argument("--multi-turn", action="store_true", help="conversations of several turns")
-    parser.add_argument("--prompts", "--groups", type=int, metavar="N", help="system prompts (default 12; 10 with --multi-turn)")
-    parser.add_argument("--words", type=int, default=400, metavar="N", help="words in each (default %(default)s)")
-    parser.add_argument("--requests", type=int, default=120, metavar="N", help="requests, without --multi-turn (default %(default)s)")
-    parser.add_argument("--conversations", type=int, default=20, metavar="N", help="conversations (default %(default)s)")
-    parser.add_argument("--turns", type=int, default=4, metavar="N", help="turns of each (default %(default)s)")
-    parser.add_argument("--question-words", type=int, default=20, metavar="N", help="words that a turn adds to its question (default %(default)s)")
-    parser.add_argument("--concurrency", type=int, default=4, metavar="N", help="requests in flight (default %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=8, metavar="N", help="answer length, tokens (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=42, metavar="N", help="of prompts, order and router (default %(default)s)")
-    parser.add_argument("--startup-timeout", type=float, default=300, metavar="S", help="seconds for router and workers to start (default %(default)g)")
-    parser.add_argument("router_args", nargs="*", metavar="-- FLAG", help="more flags for kvrouter")
+    parser.add_argument("--urls", default="", metavar="URL,URL", help="measure these running workers with in-script round robin instead")
+    parser.add_argument("--binary", default="", metavar="FILE", help="path of a kvrouter binary (default: build it)")
+    parser.add_argument("--model", default="", metavar="DIR", help="model for kvrouter (default: kvrouter's default)")
+    parser.add_argument("--shared", action="store_true", help="use the same workers for all runs, with caches reset before each")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="number of workers (default %(default)s)")
+    parser.add_argument("--blocks", type=int, default=60, metavar="N", help="KV blocks of 64 tokens per worker (default %(default)s)")
+    parser.add_argument("--multi-turn", action="store_true", help="send conversations of several turns")
+    parser.add_argument("--prompts", "--groups", type=int, metavar="N", help="number of system prompts (default 12; 10 with --multi-turn)")
+    parser.add_argument("--words", type=int, default=400, metavar="N", help="words per system prompt (default %(default)s)")
+    parser.add_argument("--requests", type=int, default=120, metavar="N", help="number of requests without --multi-turn (default %(default)s)")
+    parser.add_argument("--conversations", type=int, default=20, metavar="N", help="number of conversations (default %(default)s)")
+    parser.add_argument("--turns", type=int, default=4, metavar="N", help="turns per conversation (default %(default)s)")
+    parser.add_argument("--question-words", type=int, default=20, metavar="N", help="words added to the question of each turn (default %(default)s)")
+    parser.add_argument("--concurrency", type=int, default=4, metavar="N", help="in-flight requests (default %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=8, metavar="N", help="output length, tokens (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=42, metavar="N", help="seed of prompts, order and router (default %(default)s)")
+    parser.add_argument("--startup-timeout", type=float, default=300, metavar="S", help="maximum start time of router and workers, seconds (default %(default)g)")
+    parser.add_argument("router_args", nargs="*", metavar="-- FLAG", help="additional flags of kvrouter")
     args = parser.parse_args()
     if args.prompts is None:
         args.prompts = 10 if args.multi_turn else 12
     for name in ("workers", "blocks", "prompts", "words", "requests", "conversations", "turns", "question_words", "concurrency", "max_tokens"):
         if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: want 1 or more")
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
     if args.blocks < 2:
-        parser.error("--blocks 1: want 2 or more, an engine keeps one for itself")
+        parser.error("--blocks 1: must be at least 2, because an engine reserves one")
     return args
 
 
@@ -606,7 +606,7 @@ def main():
     results = []
     try:
         measure_all(load, args, results)
-    finally:  # what was measured before something failed counts too
+    finally:  # report the measurements before the failure too
         if results:
             print()
             print_table(results)
@@ -614,7 +614,7 @@ def main():
 
 
 def measure_all(load, args, results):
-    """Appends a Result for every run that the arguments ask for."""
+    """Appends a Result for every requested run."""
     if args.urls:
         urls = [url.rstrip("/") for url in args.urls.split(",")]
         results.append(measure("in-script round robin", urls, urls, load, args))

@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# Builds the static library of native/ and puts it into native/lib, where cgo
-# looks for it. Built libraries are kept by what they were built from, so a second
-# call only copies. The header beside the library is a marker: without it the C
-# compiler stops and names `make setup`, before the linker misses the library.
+# Builds the static library of native/ into native/lib, where cgo looks for it.
+# Libraries are cached by the hash of their sources, so a second call only copies.
+# The header beside the library is a marker: without it the C compiler stops and
+# names `make setup`, before the linker fails to find the library.
 #
-# With a Rust target as its argument (x86_64-unknown-linux-gnu) it builds for what
-# is given away: into native/target/TARGET, and without this machine's paths inside.
+# With a Rust target as its argument (x86_64-unknown-linux-gnu) it builds for a
+# release: into native/target/TARGET, without this machine's paths in the library.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 for tool in go cargo rustc; do
     if ! command -v "$tool" >/dev/null; then
-        echo "build-native: $tool is missing: install Go from https://go.dev/dl and Rust from https://rustup.rs" >&2
+        echo "build-native: missing: $tool: install Go from https://go.dev/dl and Rust from https://rustup.rs" >&2
         exit 1
     fi
 done
 
-# fastokens is written in Rust of 1.88.
+# fastokens needs Rust 1.88.
 if [ "$(printf '%s\n' 1.88 "$(rustc --version | cut -d' ' -f2)" | sort -V | head -n 1)" != 1.88 ]; then
-    echo "build-native: $(rustc --version) is too old: Rust 1.88 or newer is needed, from https://rustup.rs" >&2
+    echo "build-native: $(rustc --version) is too old: install Rust 1.88 or newer from https://rustup.rs" >&2
     exit 1
 fi
 
@@ -30,7 +30,7 @@ if [ -z "$sources" ]; then
     sources=$(go list -m -f '{{.Dir}}' "$module")
 fi
 
-# PCRE2 goes into the library: cgo would not know of one that the system has.
+# PCRE2 is linked into the library, because cgo does not link the system's.
 export PCRE2_SYS_STATIC=1
 
 key=$( (cat native/Cargo.toml native/Cargo.lock native/src/*.rs; echo "$version"; rustc -vV; [ -z "${1:-}" ] || { echo "$1"; cat scripts/build-native.sh; }) | sha256sum | cut -c1-16)
@@ -45,7 +45,7 @@ if [ -n "${1:-}" ]; then
     built=$builds/$1/release
     export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
     crates=${CARGO_HOME:-$HOME/.cargo}
-    # A static program has no getrandom to look up: without the setting it would want /dev/urandom.
+    # A static program cannot look up getrandom at run time: without this setting it would need /dev/urandom.
     export RUSTFLAGS="--cfg getrandom_backend=\"linux_getrandom\" --remap-path-prefix=$sources=/tokenizers --remap-path-prefix=$PWD/native=/native --remap-path-prefix=$crates=/cargo --remap-path-prefix=$builds=/target"
     export CFLAGS="-ffile-prefix-map=$crates=/cargo -ffile-prefix-map=$builds=/target"
     export CXXFLAGS=$CFLAGS
@@ -59,7 +59,7 @@ if [ ! -f "$kept" ]; then
         --manifest-path native/Cargo.toml --target-dir "$builds" ${1:+--target "$1"}
     mkdir -p "$cache/$key"
     cp "$built/libtokenizers.a" "$kept.$$"
-    mv "$kept.$$" "$kept" # whole or not at all, also with two builds at once
+    mv "$kept.$$" "$kept" # atomic, also with two builds at once
 fi
 if ! cmp -s "$kept" "$target"; then
     mkdir -p "$lib"
@@ -67,5 +67,5 @@ if ! cmp -s "$kept" "$target"; then
     ln "$kept" "$target" 2>/dev/null || cp "$kept" "$target"
 fi
 if [ ! -f "$marker" ]; then
-    echo '// Marks that libtokenizers.a has been built.' >"$marker"
+    echo '// Marks that libtokenizers.a is built.' >"$marker"
 fi

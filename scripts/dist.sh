@@ -1,31 +1,31 @@
 #!/usr/bin/env bash
-# Builds what is given away of the commit that is checked out, into out/dist:
-#   kvrouter-linux-ARCH      static binaries, amd64 and, where the cross compiler is installed, arm64
-#   kvrouter-image-ARCH.tar  images FROM scratch for docker load and podman load, where buildah works
-#   kvrouter-ARCH.cdx.json   what went into them: Go modules, crates, C library (CycloneDX)
-#   completions/, kvrouter.1 for shells and man
+# Builds the release artifacts of the checked-out commit into out/dist:
+#   kvrouter-linux-ARCH      static binaries: amd64, and arm64 if the cross compiler is installed
+#   kvrouter-image-ARCH.tar  images FROM scratch for docker load and podman load, if buildah works
+#   kvrouter-ARCH.cdx.json   bill of materials (CycloneDX): Go modules, crates, C library
+#   completions/, kvrouter.1 shell completions and man page
 #   kvrouter.service, compose.yaml
-#   SHA256SUMS               of all of them
-# The same commit, compilers and C library give the same binaries, whoever builds them and where. KVROUTER_DIST_ARCHS="amd64"
-# builds that one only.
+#   SHA256SUMS               checksums of all files
+# Builds are reproducible: the same commit, compilers and C library give the same binaries on any machine and in any
+# folder. KVROUTER_DIST_ARCHS="amd64" builds for one architecture.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PROG=dist
 # shellcheck source=scripts/lib.sh
 . scripts/lib.sh
 
-[ "$(uname -s)" = Linux ] || die "static binaries are linked on Linux only"
+[ "$(uname -s)" = Linux ] || die "static binaries can be linked on Linux only"
 for tool in git go cargo cc sha256sum tar; do
   command -v "$tool" >/dev/null 2>&1 || die "missing: $tool"
 done
-python=$(find_python 'import sys, tomllib') || die "python3 3.11 or newer is needed"
-git rev-parse --verify -q HEAD >/dev/null || die "the version is the commit's: run this in a clone with git"
-[ -z "$(git status --porcelain)" ] || say "what is not committed is left out"
+python=$(find_python 'import sys, tomllib') || die "missing: python3 3.11 or newer"
+git rev-parse --verify -q HEAD >/dev/null || die "not a git clone: the version is read from the commit"
+[ -z "$(git status --porcelain)" ] || say "uncommitted changes are not included"
 
 case $(uname -m) in
   x86_64) here=amd64 ;;
   aarch64 | arm64) here=arm64 ;;
-  *) die "no recipe for $(uname -m)" ;;
+  *) die "unsupported architecture: $(uname -m)" ;;
 esac
 
 out=$PWD/out/dist
@@ -34,32 +34,32 @@ trap 'chmod -R u+w "$work" 2>/dev/null || true; rm -rf "$work" || true' EXIT
 rm -rf "$out"
 mkdir -p "$out"
 
-# Go reads version, commit and date of a clone, not of a work tree of one.
+# Go reads the version, commit and date of a clone, but not of a linked work tree.
 git clone -q --shared . "$work/src"
 SOURCE_DATE_EPOCH=$(git log -1 --format=%ct)
 export SOURCE_DATE_EPOCH
 umask 022
 
-# recipe ARCH sets what depends on the architecture; false: it cannot be built here.
+# recipe ARCH sets the variables of an architecture; it returns false if this machine cannot build for it.
 recipe() {
   case $1 in
     amd64) triple=x86_64-unknown-linux-gnu cross=x86_64-linux-gnu-gcc ;;
     arm64) triple=aarch64-unknown-linux-gnu cross=aarch64-linux-gnu-gcc ;;
-    *) die "KVROUTER_DIST_ARCHS: there is no $1, give amd64, arm64 or both" ;;
+    *) die "KVROUTER_DIST_ARCHS: unknown architecture $1: must be amd64, arm64 or both" ;;
   esac
   if [ "$1" = "$here" ]; then
     cross=cc
   elif ! command -v "$cross" >/dev/null 2>&1 || ! command -v "${cross%gcc}g++" >/dev/null 2>&1; then
-    say "no $1: $cross or ${cross%gcc}g++ is missing (Debian: apt install gcc-${triple%%-*}-linux-gnu g++-${triple%%-*}-linux-gnu)"
+    say "skipping $1: $cross or ${cross%gcc}g++ is missing (Debian: apt install gcc-${triple%%-*}-linux-gnu g++-${triple%%-*}-linux-gnu)"
     return 1
   fi
   if ! [ -d "$(rustc --print sysroot)/lib/rustlib/$triple" ]; then
-    say "no $1: Rust's library for it is missing (rustup target add $triple)"
+    say "skipping $1: Rust's standard library for it is missing (rustup target add $triple)"
     return 1
   fi
 }
 
-# build ARCH makes the binary.
+# build ARCH builds the binary.
 build() {
   say "building for linux/$1"
   (
@@ -67,9 +67,9 @@ build() {
     scripts/build-native.sh "$triple"
     rm -rf native/lib
     mv "native/target/$triple" native/lib
-    # ld's warning that getaddrinfo and getpwuid_r want the shared C library is of Rust's standard library, where
+    # ld warns that getaddrinfo and getpwuid_r need the shared C library. Rust's standard library references them, but
     # nothing calls them: Go's own resolver is built in (netgo, osusergo).
-    # Go's build ID depends on the folder that cgo links from.
+    # The build ID is empty because it depends on the folder that cgo links from.
     CC=$cross GOOS=linux GOARCH=$1 CGO_ENABLED=1 go build -buildvcs=true -trimpath -tags netgo,osusergo \
       -ldflags '-s -w -buildid= -linkmode external -extldflags "-static -Wl,--build-id=none"' -o "$out/kvrouter-linux-$1" . 2> >(
         grep -v -e 'in statically linked applications requires at runtime' -e ': in function `' -e '^# kvrouter$' -e '/ld: .*\.o): ' >&2 || true)
@@ -79,22 +79,21 @@ build() {
 
 b=(buildah --root "$work/storage" --runroot "$work/run" --storage-driver vfs)
 
-# images tells whether images can be built here, and if not why.
+# images returns true if images can be built here, and prints the reason if not.
 images() {
   if ! command -v buildah >/dev/null 2>&1; then
-    say "no images: buildah is missing (Debian: apt install buildah)"
+    say "skipping images: buildah is missing (Debian: apt install buildah)"
   elif ! [ -f "$certificates" ]; then
-    say "no images: $certificates is missing (Debian: apt install ca-certificates)"
+    say "skipping images: $certificates is missing (Debian: apt install ca-certificates)"
   elif ! { "${b[@]}" from scratch && "${b[@]}" rm -a; } >/dev/null 2>"$work/why"; then
-    say "no images: buildah cannot work here, as root it may: $(tail -n 1 "$work/why")"
+    say "skipping images: buildah does not work here, try as root: $(tail -n 1 "$work/why")"
   else
     return 0
   fi
   return 1
 }
 
-# image ARCH puts the binary into an image of its own: nothing else is in it but the authorities for https, and a
-# user who is not root.
+# image ARCH builds an image that contains the binary, the CA certificates and a non-root user, and nothing else.
 image() {
   local root=$work/root container name=kvrouter-image-$1 tag=docker.io/library/kvrouter:$version
   rm -rf "$root"
@@ -105,20 +104,20 @@ image() {
   container=$("${b[@]}" from --arch "$1" scratch)
   "${b[@]}" copy -q "$container" "$root" / >/dev/null
   "${b[@]}" copy -q --chown 65532:65532 "$container" "$work/data" /var/lib/kvrouter >/dev/null
-  # In the image there is no engine to start: workers are attached, or simulated with --engine mocker.
+  # The image contains no engine to start: workers are attached, or simulated with --engine mocker.
   "${b[@]}" config --arch "$1" --os linux --user 65532:65532 --entrypoint '["/kvrouter"]' --env KVROUTER_ENGINE=none \
     --port 8000 --port 7000 --stop-signal SIGTERM \
     --label org.opencontainers.image.title=kvrouter --label "org.opencontainers.image.version=$version" \
     --label "org.opencontainers.image.revision=$(git rev-parse HEAD)" "$container"
   "${b[@]}" commit -q --format oci --timestamp "$SOURCE_DATE_EPOCH" "$container" "$tag" >/dev/null
-  # The form that both docker and podman load, under the same name.
+  # docker and podman both load this format, under the same name.
   "${b[@]}" push -q "$tag" "docker-archive:$out/$name.tar"
   "${b[@]}" rm -a >/dev/null
   say "$name.tar: $(($(stat -c %s "$out/$name.tar") / 1000000)) MB"
 }
 
 mkdir -p "$work/data"
-echo 'What a router keeps: a volume for --index-snapshot and --thompson-state.' >"$work/data/README"
+echo 'State of the router: a volume for --index-snapshot and --thompson-state.' >"$work/data/README"
 certificates=/etc/ssl/certs/ca-certificates.crt
 version=""
 pack=no

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Draws made-up chats for a grid of `kvrouter simulate`: a seed, a number, and each quantity evenly or log-evenly between
-two bounds. One seed always gives the same loads. testdata/grids/holdout.yaml was drawn so, and its first lines say with
-which seed: nobody looked at its results while a policy was designed.
+"""Draws random synthetic loads for a grid of `kvrouter simulate`: each quantity is uniform or log-uniform between two
+bounds. A seed always gives the same loads. testdata/grids/holdout.yaml was drawn with the seed in its first lines; its
+results were not used in the design of the policies.
 
-Half of the loads are closed: so many conversations in flight. The others are open: conversations begin at random times, at
-a rate that keeps a drawn number of requests in flight on each worker, as far as its engine can (docs/benchmarks.md).
+Half of the loads are closed: a fixed number of conversations is in flight. The others are open: conversations begin at
+random times, at a rate that keeps a drawn number of requests in flight on each worker, up to the capacity of its engine
+(docs/benchmarks.md).
 """
 
 import argparse
@@ -17,7 +18,7 @@ def log_even(rng, least, most):
 
 
 def rounded(x):
-    """x with two digits that count."""
+    """x rounded to two significant digits."""
     digits = 1 - int(math.floor(math.log10(x)))
     return round(x, digits) if digits > 0 else int(round(x, digits))
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs every fuzz target of the module, one after the other, each for FUZZTIME. Ends at the first crash and names
-# the file with its input; `go test` runs that input from then on.
+# Runs every fuzz target of the module in turn, each for FUZZTIME. Stops at the first crash and prints the file with its
+# input, which `go test` then runs as a regression test.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 time=${FUZZTIME:-10s}

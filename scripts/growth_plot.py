@@ -1,7 +1,7 @@
-"""Draws what `make growth` measured: python3 scripts/growth_plot.py TABLE.csv PICTURE.svg
+"""Plots the results of `make growth`: python3 scripts/growth_plot.py TABLE.csv PICTURE.svg
 
-Prints the same as Markdown tables. Both axes of each picture are logarithmic: what
-grows in proportion is a straight line of the slope drawn in grey.
+Prints the same as Markdown tables. Both axes of each plot are logarithmic: linear
+growth is a line with the slope of the grey line.
 """
 
 import csv

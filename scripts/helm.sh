@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prints the path of helm, built from source into the cache: the first time takes minutes, later ones nothing.
+# Prints the path of helm. The first call builds it from source into the cache, which takes minutes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PROG=helm
@@ -9,9 +9,9 @@ PROG=helm
 HELM_VERSION=4.3.1
 helm=$CACHE/helm-$HELM_VERSION/helm
 
-# What is there is whole: it is built beside and then moved.
+# A binary at that path is complete: it is built beside and then moved.
 if ! [ -x "$helm" ]; then
-  python=$(find_python 'import fcntl') || die "python3 is needed"
+  python=$(find_python 'import fcntl') || die "missing: python3"
   take_lock "$python" helm
 fi
 if ! [ -x "$helm" ]; then

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds kube-apiserver and kube-controller-manager out of the Go module proxy, once, and prints the folder they are in.
-# Installs Debian's etcd-server where there is no etcd. `make test-kubernetes` runs it.
+# Builds kube-apiserver and kube-controller-manager from the Go module proxy, once, and prints their folder.
+# Installs Debian's etcd-server if etcd is missing. Run by `make test-kubernetes`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PROG=kubernetes
@@ -12,21 +12,21 @@ folder=$CACHE/kubernetes-$VERSION
 
 if ! command -v etcd >/dev/null; then
   if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
-    die "etcd is missing: install your system's package (Debian: apt-get install etcd-server)"
+    die "missing: etcd: install your system's package (Debian: apt-get install etcd-server)"
   fi
   say "installing etcd-server"
   apt-get update -qq >&2
-  # The package would start a server of its own: only its program is wanted.
+  # Only the program is needed: RUNLEVEL=1 keeps the package from starting a server.
   RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends etcd-server >/dev/null
 fi
 
 if ! [ -d "$folder" ]; then
-  command -v go >/dev/null || die "go is missing: install it from https://go.dev/dl"
-  python=$(find_python 'import fcntl') || die "python3 is missing"
+  command -v go >/dev/null || die "missing: go: install it from https://go.dev/dl"
+  python=$(find_python 'import fcntl') || die "missing: python3"
   take_lock "$python" kubernetes
 fi
-if ! [ -d "$folder" ]; then # nobody else has built it meanwhile
-  say "building kube-apiserver and kube-controller-manager $VERSION: nine minutes of a core, the first time (log: $CACHE/log/kubernetes.log)"
+if ! [ -d "$folder" ]; then # checked again: another process may have built it while this one waited
+  say "building kube-apiserver and kube-controller-manager $VERSION: about 9 minutes on one core, the first time only (log: $CACHE/log/kubernetes.log)"
   mkdir -p "$CACHE/log"
   work=$(mktemp -d "$CACHE/kubernetes.XXXXXX")
   trap 'rm -rf "$work"' EXIT
@@ -34,7 +34,7 @@ if ! [ -d "$folder" ]; then # nobody else has built it meanwhile
   (
     cd "$work"
     go mod init kvrouter.test/kubernetes 2>/dev/null
-    # The modules that its sources hold beside it are published apart, as v0.
+    # The staging modules of the Kubernetes repository are published separately, as v0.
     staged=$(sed -n 's|^\t*\(k8s.io/[a-z-]*\) => ./staging/.*|-replace=\1=\1@v0.'"${VERSION#1.}"'|p' "$(go mod download -json "k8s.io/kubernetes@v$VERSION" | sed -n 's/^.*"GoMod": "\(.*\)".*$/\1/p')")
     [ -n "$staged" ] || die "k8s.io/kubernetes $VERSION: its go.mod names no staged modules"
     # shellcheck disable=SC2086

@@ -1,5 +1,4 @@
-# Sourced by perf.sh and by setup.sh, setup-sglang.sh, kubernetes.sh, helm.sh, gateway.sh, mooncake.sh, peers.sh and selection_parity.sh beside it: the cache folder,
-# one-at-a-time locking, and installing into venvs.
+# Sourced by the other scripts and by perf.sh: the cache folder, pinned versions, locks, and installing into venvs.
 # shellcheck shell=bash
 
 CACHE="${XDG_CACHE_HOME:-$HOME/.cache}/kvrouter"
@@ -14,7 +13,7 @@ SGLANG_VERSION=0.5.23
 # shellcheck disable=SC2034
 SGLANG_CPU="$CACHE/sglang-cpu-$SGLANG_VERSION" SGLANG_GPU="$CACHE/sglang-$SGLANG_VERSION"
 
-# say prints one progress line; who sources this sets PROG. Progress goes to stderr: stdout stays the tool's.
+# say prints one progress line to stderr; stdout is for results. The sourcing script sets PROG, its prefix.
 say() { printf '%s: %s\n' "$PROG" "$*" >&2; }
 die() { say "$*"; exit 1; }
 
@@ -23,7 +22,7 @@ has_gpu() {
   command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU '
 }
 
-# find_python CHECK prints the first Python that passes CHECK (Python code that exits 0), $PYTHON being asked first.
+# find_python CHECK prints the first Python that passes CHECK (Python code that exits 0); $PYTHON is tried first.
 find_python() {
   local candidate
   for candidate in ${PYTHON:+"$PYTHON"} python3 python3.12 python3.13 python3.11 python3.14; do
@@ -35,24 +34,24 @@ find_python() {
   return 1
 }
 
-# take_lock PYTHON NAME lets one process at a time past this point, until the caller exits. The lock belongs to
-# descriptor 9, so it outlives the short Python process that takes it; flock(1) does the same but macOS has none.
+# take_lock PYTHON NAME takes an exclusive lock, which is held until the caller exits. The lock belongs to descriptor 9,
+# so it outlives the short Python process that takes it. macOS has no flock(1).
 take_lock() {
   mkdir -p "$CACHE"
   exec 9>"$CACHE/$2.lock"
   if ! "$1" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null; then
-    say "waiting for another $2 that is running on $CACHE"
+    say "waiting for another $2 process that uses $CACHE"
     "$1" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)'
   fi
 }
 
-# run_logged LOG COMMAND... runs it with its output in LOG and shows LOG's last lines if it fails.
+# run_logged LOG COMMAND... runs COMMAND with its output in LOG and prints LOG's last lines if it fails.
 run_logged() {
   local log=$1
   shift
   if ! "$@" >>"$log" 2>&1 </dev/null 9>&-; then
     tail -n 20 "$log" >&2
-    die "failed: $* (whole output: $log)"
+    die "failed: $* (full output: $log)"
   fi
 }
 
@@ -74,20 +73,19 @@ uv_install() {
   run_logged "$log" "$dir/bin/uv" pip install --python "$dir/bin/python" "$@"
 }
 
-# is_stamped DIR WANT [PART] / stamp DIR WANT [PART]: a venv, or a part of it, counts as complete once the list of
-# what went into it stands in its stamp file, which is written last. Another list (a newer kvrouter) makes the
-# install run again.
+# is_stamped DIR WANT [PART] / stamp DIR WANT [PART]: a venv, or a part of it, is complete if its stamp file contains the
+# list of its packages. The stamp is written last. A different list (a newer kvrouter) triggers a new install.
 is_stamped() { [ -x "$1/bin/python" ] && [ "$(cat "$1/.kvrouter-${3:-complete}" 2>/dev/null)" = "$2" ]; }
 stamp() { printf '%s\n' "$2" >"$1/.kvrouter-${3:-complete}.$$" && mv -f "$1/.kvrouter-${3:-complete}.$$" "$1/.kvrouter-${3:-complete}"; }
 
-# Peers to compare with have venvs of their own. Who installs them sets python, found by PEERS_PYTHON_CHECK, and holds the
-# lock named peers.
+# Peers to compare with have their own venvs. The installing script sets python, found with PEERS_PYTHON_CHECK, and holds
+# the lock named peers.
 # shellcheck disable=SC2034
 PEERS_PYTHON_CHECK='import sys, venv, ensurepip, fcntl
 sys.exit(not (3, 10) <= sys.version_info < (3, 15))'
 DYNAMO="$CACHE/peers-dynamo-1.6.1"
 
-# install_peer VENV PACKAGE... makes the venv of a peer.
+# install_peer VENV PACKAGE... creates the venv of a peer.
 install_peer() {
   local venv=$1
   shift
@@ -100,21 +98,21 @@ install_peer() {
 
 install_dynamo() { install_peer "$DYNAMO" ai-dynamo-runtime==1.6.1 pyzmq==27.3.0 msgspec; }
 
-# fetch_models URL API_KEY prints the answer of GET URL/v1/models, or says in one line what is in the way.
+# fetch_models URL API_KEY prints the response of GET URL/v1/models, or exits with an error of one line.
 fetch_models() {
   local answer code status=0
   answer=$(curl -sS -m 10 -w '\n%{http_code}' --config <(auth_header "$2") "$1/v1/models" 2>/dev/null) || status=$?
   code=${answer##*$'\n'}
   if [ "$status" -ne 0 ]; then
-    die "nothing answers at $1 (start the router with \`make run\`, or name another with --url)"
+    die "no response from $1 (start the router with \`make run\`, or set --url)"
   elif [ "$code" != 200 ]; then
-    die "GET $1/v1/models answered HTTP $code$([ "$code" = 401 ] && echo '; give the key with --api-key or KVROUTER_API_KEY')"
+    die "GET $1/v1/models returned HTTP $code$([ "$code" = 401 ] && echo '; set the key with --api-key or KVROUTER_API_KEY')"
   fi
   printf '%s\n' "${answer%$'\n'*}"
 }
 
-# auth_header KEY writes a curl config with the bearer key: on the command line every user of the machine could read it.
+# auth_header KEY prints a curl config with the bearer key: on the command line every user of the machine could read it.
 auth_header() { [ -z "$1" ] || printf 'header = "Authorization: Bearer %s"\n' "$1"; }
 
-# need_value FLAG ARGUMENT-COUNT: a flag that wants a value has one.
+# need_value FLAG ARGUMENT-COUNT exits with an error if FLAG has no value.
 need_value() { [ "$2" -ge 2 ] || die "$1 needs a value (see --help)"; }

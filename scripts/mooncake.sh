@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs kvrouter over two real vLLM CPU workers that hand prompts over by MooncakeConnector, over TCP
-# (TestMooncakeWorkersOnRealVLLM). `make setup` comes first. Mooncake's transfer engine is installed once, into a folder
-# of its own under ${XDG_CACHE_HOME:-~/.cache}/kvrouter; testdata/mooncake has what vLLM needs beside it.
+# Tests kvrouter with two real vLLM CPU workers that transfer KV blocks with MooncakeConnector over TCP
+# (TestMooncakeWorkersOnRealVLLM). Needs `make setup`. Mooncake's transfer engine is installed once, into its own folder
+# under ${XDG_CACHE_HOME:-~/.cache}/kvrouter; testdata/mooncake contains the other files that vLLM needs.
 # Usage: scripts/mooncake.sh [ARGUMENTS of go test]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -14,22 +14,22 @@ MOONCAKE="$CACHE/mooncake-$MOONCAKE_VERSION"
 LOG="$CACHE/log/mooncake.log"
 python="$VLLM_CPU/bin/python"
 
-has_gpu && die "the two workers are for the CPU, this machine has a GPU: attach workers of its own with kind=mooncake"
-[ -x "$python" ] || die "there is no vLLM in $VLLM_CPU: run make setup"
+has_gpu && die "the test uses CPU workers, but this machine has a GPU: attach GPU workers with kind=mooncake instead"
+[ -x "$python" ] || die "no vLLM in $VLLM_CPU: run make setup"
 
-# The engine links the library of RDMA cards, libibverbs, whatever it is to send by; over TCP it only asks it which cards
-# there are. Where the machine has none, one that knows of no card takes its place.
+# The engine links libibverbs, the library of RDMA cards, for every transport; over TCP it only lists the cards. If the
+# machine lacks the library, a stub that lists no cards replaces it.
 if "$python" -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null; then
   verbs="the machine's libibverbs"
 else
   verbs="a libibverbs without cards"
   missing=()
   for tool in cc nm; do command -v "$tool" >/dev/null 2>&1 || missing+=("$tool"); done
-  [ ${#missing[@]} -eq 0 ] || die "missing: ${missing[*]}, to make $verbs: Debian/Ubuntu: sudo apt install build-essential (or libibverbs1, the real one)"
+  [ ${#missing[@]} -eq 0 ] || die "missing: ${missing[*]}, to build $verbs: Debian/Ubuntu: sudo apt install build-essential (or libibverbs1, the real one)"
 fi
 
-# make_verbs writes that library to where the engine looks first, with the functions that it wants, each under the version
-# that it wants it in. Whatever else than the list of cards is used ends the process: nothing should.
+# make_verbs builds the stub where the engine looks first, with the functions and symbol versions that the engine links.
+# Every function but the list of cards aborts the process: none of them should be called.
 make_verbs() {
   local libs wanted
   libs=$(echo "$MOONCAKE"/*.libs)
@@ -54,7 +54,7 @@ if [ "$(cat "$MOONCAKE/.kvrouter-complete" 2>/dev/null)" != "$want" ]; then
   say "Mooncake $MOONCAKE_VERSION with $verbs: about 10 s and 0.2 GB the first time (log: $LOG)"
   : >"$LOG"
   rm -rf "$MOONCAKE"
-  # Without its dependencies: those of the connector have come with vLLM, whose venv stays as it is.
+  # Without dependencies: vLLM's venv has those of the connector and stays unchanged.
   uv_install "$VLLM_CPU" "$LOG" --no-deps --target "$MOONCAKE" "${want%% *}"
   [ "$verbs" = "the machine's libibverbs" ] || make_verbs
   absent=$(ldd "$MOONCAKE/mooncake/engine.so" | awk '/not found/ { print $1 }' | sort -u | xargs)
@@ -62,6 +62,6 @@ if [ "$(cat "$MOONCAKE/.kvrouter-complete" 2>/dev/null)" != "$want" ]; then
   PYTHONPATH="$MOONCAKE" run_logged "$LOG" "$python" -c 'from mooncake.engine import TransferEngine'
   stamp "$MOONCAKE" "$want"
 fi
-exec 9>&- # others may go on
+exec 9>&- # release the lock before the test
 
 KVROUTER_MOONCAKE=$MOONCAKE exec go test -run '^TestMooncakeWorkersOnRealVLLM$' -count 1 -v -timeout 40m "$@" .

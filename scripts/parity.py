@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What the chat templates of real models make of chats, by vLLM's and SGLang's own code.
+"""Renders chats with the chat templates of real models, using the code of vLLM and SGLang.
 
     parity.py render < request.json     texts for the parity test, as JSON
     parity.py sglang < request.json     the same by SGLang's rules
     parity.py snippets                  renders internal/chat/testdata/parity/snippets.json again
-    parity.py refresh                   fetches the templates again with npm
+    parity.py refresh                   downloads the templates again with npm
 
 `snippets` needs a Python that has transformers and jinja2; `render` needs a Python that has vLLM (and with it transformers and jinja2), `sglang`
 one that has SGLang and can import it. Both read {"families": {name: folder}, "chats": [{"name", "kind", "body"}]} and
@@ -25,7 +25,7 @@ KEPT = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_to
 
 
 class ModelConfig:
-    """As much of vLLM's ModelConfig as rendering text looks at."""
+    """The part of vLLM's ModelConfig that text rendering uses."""
 
     enable_prompt_embeds = False
     multimodal_config = None
@@ -43,7 +43,7 @@ def render():
     request = json.load(sys.stdin)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # Only the answer may reach stdout.
+    # Only the result may be written to stdout.
     answer, sys.stdout = sys.stdout, sys.stderr
     from vllm.renderers import hf
 
@@ -58,7 +58,7 @@ def render():
 
 
 def mark_dates():
-    """Makes templates write the format of a date in place of today's."""
+    """Makes templates write the date format instead of the current date."""
     import transformers.utils.chat_template_utils as templates
 
     compile_template = templates._cached_compile_jinja_template
@@ -119,15 +119,15 @@ def render_chat(hf, tokenizer, chat):
             ),
         )
         text = hf.safe_apply_chat_template(config, tokenizer, conversation, **params.get_apply_chat_template_kwargs())
-        text.encode()  # half a surrogate pair would only fail at the tokenizer
+        text.encode()  # an unpaired surrogate would fail only in the tokenizer
     except Exception as error:  # a refusal is a result too
         return {"name": chat["name"], "error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
     return {"name": chat["name"], "text": text}
 
 
 def render_sglang():
-    """The texts are those that SGLang encodes; what it encodes apart, the final
-    message that the model is to continue, follows behind a \\x02."""
+    """The texts are those that SGLang encodes. The final message that the model continues is
+    encoded separately and follows after a \\x02."""
     request = json.load(sys.stdin)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     answer, sys.stdout = sys.stdout, sys.stderr
@@ -179,7 +179,7 @@ def sglang_chat(chat, messages, asked):
         if asked["kind"] == "responses":
             request = ResponsesRequest.model_validate(body)
             if request.previous_response_id is not None:
-                raise ValueError("only the server knows the response before")
+                raise ValueError("only the server knows the previous response")
             import asyncio
 
             *_, processed = asyncio.run(chat._make_request(request, None, None))

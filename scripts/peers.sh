@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Measures kvrouter beside its peers, each installed into a venv of its own
+# Compares kvrouter with other projects, each installed into its own venv
 # (kept in ${XDG_CACHE_HOME:-~/.cache}/kvrouter):
-#   wire        KV events from the wire into the index, beside dynamo.indexer
-#   simulator   the trace simulator, beside Dynamo's
-#   proxy       a request's way through the router, beside vllm-router
+#   wire        indexing KV events from the wire: dynamo.indexer
+#   simulator   trace simulation: Dynamo's simulator
+#   proxy       proxying requests: vllm-router
 # Usage: scripts/peers.sh [PART [OPTIONS of scripts/peers_PART.py]]; all parts if none is named.
-# Tables go to stdout and out/peers_PART.txt, progress and what was held to stderr. `make setup` comes first.
+# Tables go to stdout and out/peers_PART.txt, progress and the results of the checks to stderr. Needs `make setup`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PROG=peers
 # shellcheck source=scripts/lib.sh
 . scripts/lib.sh
 
-python=$(find_python "$PEERS_PYTHON_CHECK") || die "python3 3.10 to 3.14 with venv is needed"
-[ "$(uname -s)" = Linux ] || die "CPU and memory are read from /proc, which only Linux has"
+python=$(find_python "$PEERS_PYTHON_CHECK") || die "missing: python3 3.10 to 3.14 with venv"
+[ "$(uname -s)" = Linux ] || die "needs Linux: CPU and memory are read from /proc"
 take_lock "$python" peers
 mkdir -p "$CACHE/log" out
 : >out/peers_checks.txt
@@ -29,7 +29,7 @@ measure() {
     wire) runs="$DYNAMO/bin/python" needs=(--ours out/wire.test) ;;
     simulator) runs="$DYNAMO/bin/python" needs=(--kvrouter out/kvrouter) ;;
     proxy) needs=(--kvrouter out/kvrouter --test-binary out/peers.test --vllm-router "$vllm_router/bin/vllm-router" --model "$CACHE/smollm2-135m-instruct") ;;
-    *) die "there is no part $part: wire, simulator or proxy" ;;
+    *) die "unknown part $part: must be wire, simulator or proxy" ;;
   esac
   PYTHONDONTWRITEBYTECODE=1 "$runs" "scripts/peers_$part.py" "${needs[@]}" "$@" 9>&- | tee "out/peers_$part.txt"
 }
@@ -51,6 +51,6 @@ for part in "${parts[@]}"; do
   say "$part"
   measure "$part" "$@" || failed+=("$part")
 done
-say "what was held, after $SECONDS s:"
+say "checks after $SECONDS s:"
 cat out/peers_checks.txt
 [ ${#failed[@]} -eq 0 ] || die "failed: ${failed[*]}"

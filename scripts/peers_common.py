@@ -1,4 +1,4 @@
-"""What the measurements beside peers share; scripts/peers.sh starts them."""
+"""Shared code of the comparisons with peers, which scripts/peers.sh starts."""
 
 import os
 import signal
@@ -8,11 +8,11 @@ import time
 import urllib.request
 
 TICK = 1 / os.sysconf("SC_CLK_TCK")
-CHECKS = "out/peers_checks.txt"  # what scripts/peers.sh shows at the end
+CHECKS = "out/peers_checks.txt"  # results that scripts/peers.sh prints at the end
 
 
 class Checks:
-    """Collects what must hold and makes the script fail if something does not."""
+    """Collects the results of checks; the script fails if one of them fails."""
 
     def __init__(self, part):
         self.part, self.lines, self.failed = part, [], False
@@ -28,10 +28,10 @@ class Checks:
 
 
 def give_up_after(seconds):
-    """Ends this program, its cleaning up included, if it takes longer than that."""
+    """Ends this program, with cleanup, if it takes longer."""
 
     def give_up(*_):
-        sys.exit(f"{sys.argv[0]}: not done within {seconds} s")
+        sys.exit(f"{sys.argv[0]}: not finished within {seconds} s")
 
     signal.signal(signal.SIGALRM, give_up)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
@@ -49,7 +49,7 @@ def free_ports(n):
 
 
 def family(pid):
-    """A process and all below it."""
+    """A process and its descendants."""
     try:
         with open(f"/proc/{pid}/task/{pid}/children") as f:
             children = f.read().split()
@@ -59,7 +59,7 @@ def family(pid):
 
 
 def cpu_seconds(pid):
-    """User and system time of a process and all below it."""
+    """User and system time of a process and its descendants."""
     total = 0
     for p in family(pid):
         with open(f"/proc/{p}/stat") as f:
@@ -77,7 +77,7 @@ def resident_bytes(pid):
 
 
 def wait_for(what, limit, check, pause=0.05):
-    """Waits until check answers something true, and returns it."""
+    """Waits until check returns a true value, and returns it."""
     end = time.monotonic() + limit
     while True:
         try:
@@ -96,7 +96,7 @@ def answers(url):
 
 
 def end_all(processes):
-    """Ends the processes, the last started first."""
+    """Stops the processes in reverse order of their start."""
     for process in reversed(processes):
         process.terminate()
     for process in processes:

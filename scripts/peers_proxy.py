@@ -1,12 +1,12 @@
-"""The proxy path beside vllm-router.
+"""Compares the proxy path with vllm-router.
 
-Both routers stand before the same four engines that answer 32 SSE chunks at
-once. Runs alternate between them; the table holds medians over the runs. CPU is
-what the router's processes used, divided by the requests. The least that a proxy in Go can do, round robin
-without a look at the request, runs beside them. Added time to first
-token is the median through the router less the median without one, in the same
-run. After each run kvrouter's index and answers are held against what the
-engines really have cached. Started by peers.sh.
+Both routers use the same four engines, which answer 32 SSE chunks at once. Runs
+alternate between the routers; the table contains medians of the runs. CPU is the CPU
+time of the router's processes per request. The baseline is a minimal Go proxy: round
+robin without parsing the request. Added time to first token is the median through
+the router minus the median without a router, in the same run. After each run
+kvrouter's index and predictions are compared with the engines' actual caches.
+Started by peers.sh.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def get(url):
 
 
 class Load:
-    """The load generator, a process of its own."""
+    """The load generator, a separate process."""
 
     def __init__(self, process, engines):
         self.process, self.engines = process, engines
@@ -47,11 +47,11 @@ class Load:
         return json.loads(line)
 
     def settled(self):
-        """Waits until the engines have published all they cached; returns how many blocks each holds."""
+        """Waits until the engines have published all cached blocks; returns the number of blocks of each."""
         return [peers.wait_for("an engine's events", 30, lambda: get(url + "/peers_blocks"), 0.1)[0] for url in self.engines]
 
     def generate(self, task, pid=None):
-        """Sends one load; returns what was measured."""
+        """Sends one load; returns the measurements."""
         self.ask(task)  # the warm-up
         self.settled()
         before = peers.cpu_seconds(pid) if pid else 0
@@ -67,7 +67,7 @@ class Load:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kvrouter", required=True)
-    parser.add_argument("--test-binary", required=True, help="kvrouter's tests, which hold the engines and the load generator")
+    parser.add_argument("--test-binary", required=True, help="kvrouter's test binary, with the engines and the load generator")
     parser.add_argument("--vllm-router", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--runs", type=int, default=5)

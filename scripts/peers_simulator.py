@@ -1,9 +1,8 @@
-"""The trace simulator beside Dynamo's run_mocker_trace_replay.
+"""Compares the trace simulator with Dynamo's run_mocker_trace_replay.
 
-Every load is run by both, one after the other, with their defaults: 8 workers of
-16,384 blocks of 64 tokens. CPU is user + system time: of ours that of the whole
-process, of Dynamo's that of the call alone, inside a process that runs already.
-Started by peers.sh in the venv of Dynamo.
+Every load is simulated by both in turn, with their defaults: 8 workers of 16,384
+blocks of 64 tokens. CPU is user + system time: for kvrouter of the whole process, for
+Dynamo of the call only, in a running process. Started by peers.sh in the venv of Dynamo.
 """
 
 import argparse
@@ -14,7 +13,7 @@ import resource
 import statistics
 import subprocess
 
-os.environ["DYN_LOG"] = "error"  # a line a decision would cost more than the simulation
+os.environ["DYN_LOG"] = "error"  # one line per decision would cost more than the simulation
 from dynamo._core import KvRouterConfig, run_mocker_trace_replay  # noqa: E402
 
 import peers_common as peers  # noqa: E402

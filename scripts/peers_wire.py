@@ -1,9 +1,9 @@
 """Publishes KV-event batches to two indexers in turn and compares their CPU.
 
-Both get the same payloads, in vLLM's present form, from one pyzmq publisher as
-fast as it can send. CPU is user + system time of the indexer's process between
-the moment it is subscribed and the moment it holds every block; what it holds
-is then counted. Started by peers.sh in the venv of Dynamo.
+Both receive the same payloads, in vLLM's current format, from one pyzmq publisher as
+fast as it can send. CPU is user + system time of the indexer's process from the
+subscription until it has indexed every block; then the indexed blocks are counted.
+Started by peers.sh in the venv of Dynamo.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def payloads(batches):
 
 
 class Publisher:
-    """A publisher with vLLM's queue length that knows who has subscribed."""
+    """A publisher with vLLM's queue length that detects subscriptions."""
 
     def __init__(self):
         self.socket = zmq.Context.instance().socket(zmq.XPUB)
@@ -59,7 +59,7 @@ class Publisher:
 
     def wait_for_subscriber(self):
         if not self.socket.poll(20_000):
-            sys.exit("nobody subscribed within 20 s")
+            sys.exit("no subscription within 20 s")
         self.socket.recv()
 
     def send(self, batches):

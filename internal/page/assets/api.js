@@ -1,6 +1,6 @@
-// Talking with the router: every address is relative to /ui/, so that the page also works behind a proxy's prefix.
+// Requests to the router. Every address is relative to /ui/, so that the dashboard also works behind a proxy's prefix.
 
-// Refused is an answer that is not a success: status is its number, the message what it says.
+// Refused is a response without success: its HTTP status and its error message.
 export class Refused extends Error {
   constructor(status, message) {
     super(message);
@@ -8,7 +8,7 @@ export class Refused extends Error {
   }
 }
 
-// refusal reads what an answer without success says.
+// refusal reads the error message of a response without success.
 async function refusal(response) {
   let text = "";
   try {
@@ -18,10 +18,10 @@ async function refusal(response) {
   } catch {
     // Not JSON: the text itself is shown.
   }
-  return new Refused(response.status, text || `The router answered with status ${response.status}.`);
+  return new Refused(response.status, text || `The router returned status ${response.status}.`);
 }
 
-// request sends a body, if there is one, as JSON. It throws a Refused.
+// request sends the body, if any, as JSON. It throws a Refused unless the response is a success.
 async function request(method, path, body, signal) {
   const headers = { "X-Kvrouter-Page": "1" };
   if (method === "POST") headers["Content-Type"] = "application/json";
@@ -60,24 +60,24 @@ async function events(response, heard) {
       }
       if (data.length > 0) heard(name, data.join("\n"));
     }
-    if (rest.length > most) throw new Error("An event of the router has no end.");
+    if (rest.length > most) throw new Error("An event of the router is too long.");
   }
 }
 
-// follow calls heard(name, object) for each event of the stream until it ends or signal aborts it. fetch is used in
-// place of EventSource because that one hides the status: 401 shows the sign-in view.
+// follow calls heard(name, object) for each event of the stream until it ends or signal aborts it. It uses fetch because
+// EventSource hides the status: 401 shows the sign-in view.
 export async function follow(heard, signal) {
   const response = await request("GET", "stream", undefined, signal);
   await events(response, (name, data) => heard(name, JSON.parse(data)));
 }
 
-// chat sends a chat and calls heard(text) for each piece of the answer. It returns what the end says.
+// chat sends a chat and calls heard(text) for each piece of the answer. It returns the finish reason and the usage.
 export async function chat(body, heard, begun, signal) {
   const response = await request("POST", "try", body, signal);
   begun(response.headers.get("X-Request-Id") || "");
   const end = { finish: "", usage: null };
   const read = (answer) => {
-    if (answer.error) throw new Refused(response.status, answer.error.message || "The answer broke off.");
+    if (answer.error) throw new Refused(response.status, answer.error.message || "The answer was interrupted.");
     const choice = answer.choices?.[0];
     const message = choice?.delta || choice?.message;
     const text = (message?.reasoning_content || message?.reasoning || "") + (message?.content || "");

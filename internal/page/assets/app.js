@@ -1,4 +1,4 @@
-// The page of a running kvrouter: who looks, what is shown, and the stream of states behind it.
+// The dashboard of a running kvrouter: sign-in, navigation, header, and the stream of states.
 import { html, render, useCallback, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 import { follow, signIn, signOut } from "./api.js";
 import { Cache } from "./cache.js";
@@ -12,17 +12,17 @@ import { Try } from "./try.js";
 const views = [["fleet", "Fleet"], ["requests", "Requests"], ["cache", "Cache"], ["trends", "Trends"], ["try", "Try"]];
 
 const silentAfter = 5000; // ms without a state: the connection counts as lost
-const hiddenFor = 20_000; // ms in the background, after which the stream is let go
+const hiddenFor = 20_000; // ms in the background, after which the stream is closed
 const remembered = "kvrouter.signed-in"; // that this browser has signed in; never the key
 
-// signedIn reads or sets whether this browser has signed in. Some keep nothing, and say so by throwing.
+// signedIn reads or sets whether this browser has signed in. Browsers without storage throw.
 function signedIn(now) {
   try {
     if (now === undefined) return localStorage.getItem(remembered) !== null;
     if (now) localStorage.setItem(remembered, "yes");
     else localStorage.removeItem(remembered);
   } catch {
-    // The button to sign out is not shown then; the session ends by itself.
+    // The sign-out button is not shown; the session expires.
   }
   return false;
 }
@@ -34,7 +34,7 @@ function placeOf(hash) {
   try {
     id = decodeURIComponent(id);
   } catch {
-    // A stray percent sign: it is taken as it stands.
+    // A stray percent sign: use the text unchanged.
   }
   return { view: views.some(([name]) => name === view) ? view : "fleet", id };
 }
@@ -57,11 +57,11 @@ function useStream(locked, onLocked) {
   useEffect(() => {
     if (locked) return undefined;
     let over = false;
-    let gone = false; // another page is shown
+    let gone = false; // the browser shows another page
     let leave = null; // aborts the stream
     let again = 0; // timer of the next try
     let silence = 0; // timer of the stall
-    let background = 0; // timer of letting go
+    let background = 0; // timer that closes the stream in the background
     let wait = 500; // ms before the next try
 
     const heard = (name, data) => {
@@ -89,7 +89,7 @@ function useStream(locked, onLocked) {
       } finally {
         if (leave === mine) clearTimeout(silence);
       }
-      if (document.hidden && leave === mine) mine.abort(); // seen connects again
+      if (document.hidden && leave === mine) mine.abort(); // seen reconnects
       if (over || leave !== mine || document.hidden || gone) return undefined;
       setLink(next);
       again = setTimeout(connect, wait);
@@ -104,7 +104,7 @@ function useStream(locked, onLocked) {
         connect();
       }
     };
-    // A browser keeps pages that were left, with their connections, of which it has six to a host.
+    // A browser keeps previous pages with their connections, of which it has six per host.
     const left = () => {
       gone = true;
       leave?.abort();
@@ -117,7 +117,7 @@ function useStream(locked, onLocked) {
     addEventListener("pagehide", left);
     addEventListener("pageshow", back);
     connect();
-    seen(); // it may be opened in the background
+    seen(); // the page may be opened in the background
     return () => {
       over = true;
       document.removeEventListener("visibilitychange", seen);
@@ -148,23 +148,23 @@ function SignIn({ onDone }) {
       await signIn(key);
       onDone();
     } catch (failure) {
-      const said = { 401: "That key is not known here.", 429: "Too many tries. Wait a moment." };
-      setError(said[failure.status] || failure.message || "The router does not answer.");
+      const said = { 401: "Invalid key.", 429: "Too many attempts. Try again later." };
+      setError(said[failure.status] || failure.message || "No response from the router.");
       field.current?.select();
     }
     setBusy(false);
   }
   return html`<main class="signin"><form class="sheet" onSubmit=${submit} aria-labelledby="signin-title">
     <div class="brand"><${Mark} /><h1 id="signin-title">kvrouter</h1></div>
-    <label for="key">Key of the router port</label>
+    <label for="key">Router API key</label>
     <input id="key" ref=${field} type="password" autocomplete="current-password" required value=${key} onInput=${(e) => setKey(e.target.value)} aria-invalid=${error ? "true" : undefined} aria-describedby="key-help" />
     ${error && html`<p class="problem" role="alert">${error}</p>`}
     <button type="submit" class="primary" disabled=${busy || !key}>Sign in</button>
-    <p id="key-help" class="quiet fine">A session lasts 12 hours. The key itself is not kept in this browser.</p>
+    <p id="key-help" class="quiet fine">A session lasts 12 hours. The key is not stored in this browser.</p>
   </form></main>`;
 }
 
-const linkTexts = { connecting: "Connecting", lost: "Connection lost, trying again", full: "All seats are taken, trying again" };
+const linkTexts = { connecting: "Connecting", lost: "Connection lost, retrying", full: "Too many viewers, retrying" };
 
 function Status({ state, link }) {
   const [tone, text] = link !== "live" ? ["lost", linkTexts[link]] : state.draining ? ["draining", "Draining"] : state.ready ? ["ready", "Ready"] : ["starting", "Not ready"];
@@ -181,7 +181,7 @@ function Tiles({ state, trends }) {
   const inFlight = Object.values(s.in_flight || {});
   const sum = (inFlight[0] || []).map((_, i) => inFlight.reduce((all, list) => all + (list[i] || 0), 0));
   return html`<dl class="tiles" aria-label="The last minute">
-    <${Tile} name="Requests" note="/s" field="requests_per_second" value=${rate(r.requests_per_second)} more=${html`${short(t.requests)} in all`} series=${s.requests_per_second} />
+    <${Tile} name="Requests" note="/s" field="requests_per_second" value=${rate(r.requests_per_second)} more=${html`${short(t.requests)} total`} series=${s.requests_per_second} />
     <${Tile} name="Hit rate" field="hit_rate" value=${percent(r.hit_rate)} series=${s.hit_rate} />
     <${Tile} name="Exact" note="predictions" field="exact" value=${percent(r.exact)} series=${s.exact} />
     <${Tile} name="First token" note="p50" field="ttft_p50" value=${seconds(r.ttft_p50)} more=${html`p99 ${seconds(r.ttft_p99)}`} series=${s.ttft_p99} />
@@ -231,7 +231,7 @@ function App() {
       <nav aria-label="Views"><ul>${views.map(([view, title]) => html`<li><a href=${`#/${view}`} aria-current=${place.view === view ? "page" : undefined}>${title}</a></li>`)}</ul></nav>
       <div class="right">
         ${state && html`<span class="about quiet" title=${`version ${state.version}`}>policy <b>${state.policy}</b> · up ${span(state.uptime)}</span>`}
-        ${state?.demo && html`<span class="badge is-demo" title="The traffic is made up">demo</span>`}
+        ${state?.demo && html`<span class="badge is-demo" title="The traffic is simulated">demo</span>`}
         <${Status} state=${state} link=${link} />
         ${signedIn() && html`<button type="button" class="small" onClick=${leave}>Sign out</button>`}
       </div>

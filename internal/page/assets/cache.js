@@ -1,12 +1,12 @@
-// The prefix tree's hottest branches: each row a piece of prompt, drawn where it lies in the prompts that share it.
+// The hottest branches of the prefix tree: each row is a piece of prompt, drawn at its position in the prompts that share it.
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 import { brief, count, short, span } from "./format.js";
 import { Empty } from "./parts.js";
 
-const few = 6; // branches of a piece that are shown until more are asked for
+const few = 6; // branches of a piece shown by default
 
-// treeOf puts the nodes under their parents, the ones with most hits first, and lists them from the top. A node whose
-// parent is not shown begins a tree of its own. Of many branches the cooler ones become a row of their own.
+// treeOf sorts the nodes under their parents by hits and lists them from the top. A node whose parent is not shown is a
+// root. If a node has many branches, one row represents the cooler ones.
 function treeOf(nodes, blockSize, closed, opened) {
   const ids = new Set(nodes.map((node) => node.id));
   const children = new Map();
@@ -32,9 +32,9 @@ function treeOf(nodes, blockSize, closed, opened) {
   return rows;
 }
 
-const isLong = (name) => name.length > 6; // it is no small number
+const isLong = (name) => name.length > 6; // not a small number
 
-// ticksFor are round numbers of tokens along the axis.
+// ticksFor returns round numbers of tokens for the axis.
 function ticksFor(longest) {
   const rough = longest / 4;
   const power = 10 ** Math.floor(Math.log10(Math.max(1, rough)));
@@ -58,20 +58,20 @@ function Row({ row, longest, most, now, shut, onShut }) {
     <td role="cell" class="c-tokens num" data-field="tokens" data-label="Tokens">${count(node.tokens)}</td>
     <td role="cell" class="c-end num">${count(end)}</td>
     <td role="cell" class="c-hits num" data-field="hits" data-label="Hits, 5 min">${count(node.hits)}</td>
-    <td role="cell" class="c-workers" data-field="workers" data-label="Held by" title=${`workers ${node.workers.join(", ")}`}>${some.map((n) => html`<span class="chipw">${brief(n, 22)}</span>`)}${node.workers.length === 0 && html`<span class="quiet">nobody</span>`}${node.workers.length > some.length && html`<span class="quiet">+${node.workers.length - some.length}</span>`}</td>
-    <td role="cell" class="c-last num" data-label="Last use">${node.last > 0 ? `${span(now - node.last, true)} ago` : "–"}</td>
+    <td role="cell" class="c-workers" data-field="workers" data-label="Cached by" title=${`workers ${node.workers.join(", ")}`}>${some.map((n) => html`<span class="chipw">${brief(n, 22)}</span>`)}${node.workers.length === 0 && html`<span class="quiet">none</span>`}${node.workers.length > some.length && html`<span class="quiet">+${node.workers.length - some.length}</span>`}</td>
+    <td role="cell" class="c-last num" data-label="Last used">${node.last > 0 ? `${span(now - node.last, true)} ago` : "–"}</td>
   </tr>`;
 }
 
-// More stands for the cooler branches of a piece.
+// More is the row of the cooler branches of a piece.
 const More = ({ row, onOpen }) => html`<tr role="row" class="more"><td role="cell" colspan="7"><div class="indent" style=${{ "--level": String(Math.min(row.level, 9)) }}>
   <button type="button" class="small" onClick=${onOpen}>${count(row.more)} more with ${row.most === 0 ? "no hits" : row.most === 1 ? "1 hit or none" : `${count(row.most)} hits or fewer`}</button></div></td></tr>`;
 
-// Cache shows the tree as the last state had it.
+// Cache shows the tree of the last state.
 export function Cache({ state }) {
   const [closed, setClosed] = useState(new Set());
   const [opened, setOpened] = useState(new Set());
-  const first = useRef(""); // of the rows that take the place of a button
+  const first = useRef(""); // the first row that replaces a button
   useEffect(() => {
     if (first.current) document.querySelector(`[data-node="${first.current}"]`)?.focus();
     first.current = "";
@@ -93,14 +93,14 @@ export function Cache({ state }) {
   };
   return html`<section aria-labelledby="title-cache" class="view cache">
     <div class="viewhead"><h2 id="title-cache">Cache <span class="quiet">the hottest branches of the prefix tree</span></h2></div>
-    ${nodes.length === 0 && html`<${Empty} title="Nothing is known to be cached"><p>Branches appear once prompts of at least a block (${count(state.block_size)} tokens) have been computed and the workers have told so by KV events. Send one from <a href="#/try">the try box</a>.</p></${Empty}>`}
-    ${nodes.length > 0 && html`<p class="quiet note">A bar is a piece of prompt, drawn where it lies in the prompts that begin so; the stronger its colour, the more hits in the last 5 minutes.
-      ${!state.show_text && html` Names are hashes: <code>--page-show-text</code> shows how prompts begin.`}${state.cache.truncated && " Cooler branches are left out."}</p>
+    ${nodes.length === 0 && html`<${Empty} title="No cached prompts yet"><p>Branches appear once workers have reported computed prompts of at least one block (${count(state.block_size)} tokens) by KV events. Send a prompt from the view <a href="#/try">Try</a>.</p></${Empty}>`}
+    ${nodes.length > 0 && html`<p class="quiet note">Each bar is a piece of prompt at its position in the prompts that share it. A stronger colour means more hits in the last 5 minutes.
+      ${!state.show_text && html` Names are hashes. <code>--page-show-text</code> shows the beginnings of prompts.`}${state.cache.truncated && " Cooler branches are not shown."}</p>
     <div class="tablebox" role="region" aria-labelledby="title-cache" tabindex="0"><table role="table" class=${(state.show_text ? "with-text" : "") + (named ? " named" : "")} style=${{ "--step": `${(100 * ticks[1]) / longest}%` }}>
       <thead role="rowgroup"><tr role="row"><th role="columnheader" scope="col" class="c-name">Branch</th>
-        <th role="columnheader" scope="col" class="c-axis"><span class="sr">Place in the prompt, tokens</span><div class="axis ticks" aria-hidden="true">${ticks.map((at) => html`<span class=${at > 0.94 * longest ? "at-end" : ""} style=${{ left: `${(100 * at) / longest}%` }}>${short(at)}</span>`)}</div></th>
+        <th role="columnheader" scope="col" class="c-axis"><span class="sr">Position in the prompt, tokens</span><div class="axis ticks" aria-hidden="true">${ticks.map((at) => html`<span class=${at > 0.94 * longest ? "at-end" : ""} style=${{ left: `${(100 * at) / longest}%` }}>${short(at)}</span>`)}</div></th>
         <th role="columnheader" scope="col" class="c-tokens num">Tokens</th><th role="columnheader" scope="col" class="c-end num">Up to</th><th role="columnheader" scope="col" class="c-hits num">Hits<small>5 min</small></th>
-        <th role="columnheader" scope="col" class="c-workers">Held by</th><th role="columnheader" scope="col" class="c-last num">Last use</th></tr></thead>
+        <th role="columnheader" scope="col" class="c-workers">Cached by</th><th role="columnheader" scope="col" class="c-last num">Last used</th></tr></thead>
       <tbody role="rowgroup">${rows.map((row) => row.more ? html`<${More} key=${`more ${row.parent}`} row=${row} onOpen=${() => open(row)} />` : html`<${Row} key=${row.node.id} row=${row} longest=${longest} most=${most} now=${state.at} shut=${closed.has(row.node.id)} onShut=${() => toggle(row.node.id)} />`)}</tbody>
     </table></div>`}
   </section>`;

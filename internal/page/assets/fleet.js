@@ -1,38 +1,38 @@
-// The fleet: a card for each worker, or each rank of it.
+// The fleet view: a card for each worker, or for each of its ranks.
 import { html, useRef, useState } from "./vendor/preact-htm.js";
 import { act } from "./api.js";
 import { called, count, known, percent, seconds, severalRanks, short, span, workerName } from "./format.js";
 import { Confirm, Empty, Fact, Meter } from "./parts.js";
 
-// The states, the ones that need somebody first.
+// The states, those that need attention first.
 const states = ["down", "unhealthy", "ejected", "resting", "draining", "not-ready", "starting", "ready"];
-const stateNames = { down: "Down", unhealthy: "Unhealthy", ejected: "Ejected", resting: "Resting", draining: "Draining", "not-ready": "Not ready", starting: "Starting", ready: "Ready" };
+const stateNames = { down: "Down", unhealthy: "Unhealthy", ejected: "Ejected", resting: "Cordoned", draining: "Draining", "not-ready": "Not ready", starting: "Starting", ready: "Ready" };
 
 const isUp = (w) => ["ready", "ejected", "resting", "draining", "not-ready"].includes(w.state);
 
-// What can be done to a worker, of all its ranks.
+// Actions on a worker, for all its ranks.
 const actions = {
   drain: {
     name: "Drain",
     ask: (w) => `Drain worker ${called(w)}?`,
-    text: (w) => `It gets no new requests until you readmit it. ${w.in_flight === 1 ? "The one that is in flight finishes" : `The ${count(w.in_flight)} in flight finish`}.`,
-    done: (w) => `Worker ${called(w)} gets no new requests.`,
+    text: (w) => `It gets no new requests until you readmit it. ${w.in_flight === 1 ? "The in-flight request finishes" : `The ${count(w.in_flight)} in-flight requests finish`}.`,
+    done: (w) => `Worker ${called(w)} is cordoned and gets no new requests.`,
   },
   readmit: {
     name: "Readmit",
     ask: (w) => `Readmit worker ${called(w)}?`,
-    text: (w) => (isUp(w) ? "It gets requests again at once, also if it was ejected for its failures." : "It gets requests again once it is ready."),
+    text: (w) => (isUp(w) ? "It gets requests again immediately. A cordon or an ejection ends." : "It gets requests again once it is ready."),
     done: (w) => `Worker ${called(w)} gets requests again${isUp(w) ? "" : " once it is ready"}.`,
   },
   "reset-cache": {
     name: "Reset cache",
-    ask: (w) => `Reset the cache of worker ${called(w)}?`,
-    text: (w) => `It drops its prefix cache${known(w.blocks) ? `: ${count(w.blocks)} blocks are known here` : ""}. The next prompts there are computed from their start.`,
-    done: (w) => `Worker ${called(w)} was asked to drop its cache.`,
+    ask: (w) => `Reset the prefix cache of worker ${called(w)}?`,
+    text: (w) => `The engine clears its prefix cache${known(w.blocks) ? ` (${count(w.blocks)} blocks in the index)` : ""}. The next prompts are computed in full.`,
+    done: (w) => `Worker ${called(w)} was asked to reset its prefix cache.`,
   },
 };
 
-// offered is what a worker can be asked: one that is not up can only be readmitted, one that drains need not be told to.
+// offered lists the actions available for a worker: a worker that is not up can only be readmitted, a draining one cannot be drained.
 const offered = (w) => [w.resting || w.state === "ejected" ? "readmit" : isUp(w) && w.state !== "draining" && "drain", isUp(w) && "reset-cache"].filter(Boolean);
 
 // allRanks is a worker with the sums of its ranks.
@@ -42,12 +42,12 @@ function allRanks(w, workers) {
 }
 
 function Card({ worker: w, now, ranks, models, onAct }) {
-  const usage = known(w.kv_usage) ? percent(w.kv_usage) : w.load_known === false ? "not told" : "–";
+  const usage = known(w.kv_usage) ? percent(w.kv_usage) : w.load_known === false ? "not reported" : "–";
   const notes = [
-    w.resting && w.state !== "resting" && ["drained", "It gets no new requests until it is readmitted"],
-    w.cold && ["cold", "What it has cached is not known in full"],
-    !w.events_connected && w.state !== "down" && ["no events", "Its KV events are not connected"],
-    w.load_known === false && w.state === "ready" && ["load unknown", "It has published no load of late"],
+    w.resting && w.state !== "resting" && ["cordoned", "It gets no new requests until it is readmitted"],
+    w.cold && ["cold", "Some of its cached blocks may be missing in the index"],
+    !w.events_connected && w.state !== "down" && ["no events", "Not connected to its KV events"],
+    w.load_known === false && w.state === "ready" && ["load unknown", "It has not published its load recently"],
   ].filter(Boolean);
   return html`<article class=${`card state-${w.state}`} data-worker=${w.worker} data-rank=${w.rank} aria-label=${`Worker ${workerName(w.worker, w.rank, ranks, w.name, 300)}`}>
     <header>
@@ -59,23 +59,23 @@ function Card({ worker: w, now, ranks, models, onAct }) {
     </header>
     ${w.why && html`<p class="why" data-field="why">${w.why}</p>`}
     <p class="where"><span title=${w.url}>${w.url}</span>${(models > 1 || w.model) && html` · <span title=${w.model}>${w.model}</span>`} · ${w.engine}</p>
-    <${Meter} name="KV cache in use" field="kv_usage" share=${w.kv_usage} text=${usage} />
+    <${Meter} name="KV cache usage" field="kv_usage" share=${w.kv_usage} text=${usage} />
     <dl class="facts">
-      <${Fact} name="In flight" field="in_flight" value=${count(w.in_flight)} title="Requests of this router that have not ended" />
-      <${Fact} name="Waiting" field="waiting" value=${count(w.waiting)} title="Requests in the worker's own queue, as it published" />
-      <${Fact} name="Hit rate" field="hit_rate" value=${percent(w.hit_rate)} title="Share of its prompt tokens that were cached" />
-      <${Fact} name="Known blocks" field="blocks" value=${short(w.blocks)} title=${`${count(w.blocks)} blocks in the router's index`} />
-      <${Fact} name="Prefilling" field="prefill_tokens" value=${html`${short(w.prefill_tokens)}<small>tok</small>`} title="Tokens that it still has to compute" />
-      <${Fact} name="Requests" field="requests" value=${short(w.requests)} title=${`${count(w.requests)} have ended`} />
+      <${Fact} name="In flight" field="in_flight" value=${count(w.in_flight)} title="Requests of this router that have not finished" />
+      <${Fact} name="Waiting" field="waiting" value=${count(w.waiting)} title="Requests in the worker's own queue, as published by the worker" />
+      <${Fact} name="Hit rate" field="hit_rate" value=${percent(w.hit_rate)} title="Share of prompt tokens that were cached" />
+      <${Fact} name="Indexed blocks" field="blocks" value=${short(w.blocks)} title=${`${count(w.blocks)} blocks in the router's index`} />
+      <${Fact} name="Prefilling" field="prefill_tokens" value=${html`${short(w.prefill_tokens)}<small>tok</small>`} title="Uncached prompt tokens still to compute" />
+      <${Fact} name="Requests" field="requests" value=${short(w.requests)} title=${`${count(w.requests)} finished`} />
       <${Fact} name="Restarts" field="restarts" value=${count(w.restarts)} tone=${w.restarts > 0 ? "off" : ""} />
-      <${Fact} name="Event lag" field="event_lag" value=${seconds(w.event_lag)} title="From a KV event's time to its being indexed" />
-      <${Fact} name="Active blocks" field="active_blocks" value=${short(w.active_blocks)} title="Blocks of requests in flight" />
+      <${Fact} name="Event lag" field="event_lag" value=${seconds(w.event_lag)} title="Time from the engine's time stamp of a KV event to its indexing" />
+      <${Fact} name="Active blocks" field="active_blocks" value=${short(w.active_blocks)} title="Blocks of in-flight requests" />
     </dl>
     <footer>${offered(w).map((name) => html`<button type="button" class="small" onClick=${() => onAct(w, name)}>${actions[name].name}<span class="sr"> worker ${called(w)}</span></button>`)}</footer>
   </article>`;
 }
 
-// Fleet shows all workers. say tells the reader what was done.
+// Fleet shows all workers. say shows a message about a completed action.
 export function Fleet({ state, say }) {
   const [only, setOnly] = useState("");
   const [find, setFind] = useState("");
@@ -99,18 +99,18 @@ export function Fleet({ state, say }) {
   }
 
   const groups = ["prefill", "decode", ""].map((role) => [role, shown.filter((w) => (w.role || "") === role)]).filter(([, list]) => list.length > 0);
-  const titles = { prefill: "Prefill", decode: "Decode", "": groups.length > 1 ? "Whole requests" : "" };
+  const titles = { prefill: "Prefill", decode: "Decode", "": groups.length > 1 ? "Aggregated" : "" };
   return html`<section aria-labelledby="title-fleet" class="view">
     <div class="viewhead">
       <h2 id="title-fleet" tabindex="-1" ref=${title}>Fleet <span class="quiet num">${count(workers.length)} ${ranks ? "ranks" : workers.length === 1 ? "worker" : "workers"}</span></h2>
       <div class="tools">
-        ${counts.length > 1 && html`<div class="chips" role="group" aria-label="Show workers by state">
+        ${counts.length > 1 && html`<div class="chips" role="group" aria-label="Filter workers by state">
           ${counts.map(([name, n]) => html`<button type="button" class=${`chip state-${name}`} aria-pressed=${only === name} onClick=${() => setOnly(only === name ? "" : name)}><i class="dot" aria-hidden="true"></i>${n} ${stateNames[name].toLowerCase()}</button>`)}
         </div>`}
         ${workers.length > 12 && html`<label class="sr" for="find-worker">Find a worker</label><input id="find-worker" type="search" placeholder="Find a worker" value=${find} onInput=${(e) => setFind(e.target.value)} />`}
       </div>
     </div>
-    ${workers.length === 0 && html`<${Empty} title="No workers yet"><p>Start some with <code>--num-workers 2</code>, attach running ones with <code>--worker url=http://host:8100</code>, or register one at <code>POST /workers</code> of the router port.</p></${Empty}>`}
+    ${workers.length === 0 && html`<${Empty} title="No workers yet"><p>Start workers with <code>--num-workers 2</code>, attach running ones with <code>--worker url=http://host:8100</code>, or register them with <code>POST /workers</code> on the router port.</p></${Empty}>`}
     ${workers.length > 0 && shown.length === 0 && html`<p class="quiet">No worker matches. <button type="button" class="small" onClick=${() => { setOnly(""); setFind(""); title.current.focus(); }}>Show all</button></p>`}
     ${groups.map(([role, list]) => html`<div key=${role}>${titles[role] && html`<h3 class="group">${titles[role]} <span class="quiet num">${count(list.length)}</span></h3>`}
       <div class="cards">${list.map((w) => html`<${Card} key=${`${w.worker}/${w.rank}`} worker=${w} now=${state.at} ranks=${ranks} models=${(state.models || []).length}

@@ -1,18 +1,18 @@
-// How numbers, times and names are written.
+// Formats numbers, times and names.
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const none = "–";
-const gap = "\u202f"; // narrow, and no line ends there
+const gap = "\u202f"; // narrow no-break space
 
 const digits = (value, places) =>
   new Intl.NumberFormat("en", { minimumFractionDigits: places, maximumFractionDigits: places }).format(value);
 
-// known tells whether there is a number at all.
+// known returns whether value is a finite number.
 export const known = (value) => typeof value === "number" && Number.isFinite(value);
 
 export const count = (value) => (known(value) ? whole.format(value) : none);
 
-// short writes large numbers with three figures: 12.3 k, 4.56 M.
+// short formats large numbers with three significant digits: 12.3 k, 4.56 M.
 export function short(value) {
   if (!known(value)) return none;
   for (const [from, unit] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
@@ -24,7 +24,7 @@ export function short(value) {
   return whole.format(value);
 }
 
-// percent writes a share from 0 to 1. What is not quite all never reads as 100 %.
+// percent formats a share from 0 to 1. A share below 1 is never rounded to 100 %.
 export function percent(share) {
   if (!known(share)) return none;
   const value = share * 100;
@@ -34,10 +34,10 @@ export function percent(share) {
 
 export const rate = (value) => (known(value) ? digits(value, value >= 100 ? 0 : value >= 10 ? 1 : 2) : none);
 
-// level is a number of requests at a time: most often a whole one.
+// level formats a number of concurrent requests, usually an integer.
 export const level = (value) => (Number.isInteger(value) ? count(value) : rate(value));
 
-// seconds writes a latency.
+// seconds formats a latency.
 export function seconds(value) {
   if (!known(value)) return none;
   const ms = value * 1000;
@@ -46,7 +46,7 @@ export function seconds(value) {
   return value < 100 ? `${digits(value, value < 10 ? 2 : 1)}${gap}s` : span(value);
 }
 
-// span writes how long something has lasted: its two largest units, or one.
+// span formats a duration with its two largest units, or one.
 export function span(value, one) {
   if (!known(value)) return none;
   const s = Math.max(0, Math.floor(value));
@@ -59,7 +59,7 @@ export function span(value, one) {
   return `${Math.floor(s / of)}${gap}${name}` + (more ? ` ${more}${gap}${next[0]}` : "");
 }
 
-// signed writes a part of a score.
+// signed formats a term of a score.
 export function signed(value) {
   if (!known(value)) return none;
   const size = Math.abs(value);
@@ -70,29 +70,29 @@ export function signed(value) {
 const clockFormat = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit" });
 const dateFormat = new Intl.DateTimeFormat("en-GB", { dateStyle: "medium", timeStyle: "medium" });
 
-// clock is the time of day, date all of it; both of Unix seconds.
+// clock formats the time of day, date the date and time; both take Unix seconds.
 export const clock = (at) => (known(at) ? clockFormat.format(at * 1000) : none);
 export const date = (at) => (known(at) ? dateFormat.format(at * 1000) : none);
 
-// brief cuts a long name in its middle: what tells Pods apart stands at the end.
+// brief shortens a long name in the middle, because the names of Pods differ at the end.
 export const brief = (name, most = 28) => (name.length > most ? `${name.slice(0, most - 13)}…${name.slice(-12)}` : name);
 
-// workerName is how a worker, or its rank where workers have several, is called in a line of text: by its name if it has
-// one, of which it shows so many characters, else by its id.
+// workerName is the label of a worker, with its rank if workers have several: its name, shortened to most characters, else
+// its id.
 export function workerName(worker, rank, ranks, name, most) {
   if (worker === null || worker === undefined) return none;
   const called = name ? brief(name, most) : String(worker);
   return ranks ? `${called} / ${rank}` : called;
 }
 
-// called is all of that without the rank.
+// called is the full name or id, without the rank.
 export const called = (w) => w.name || String(w.worker);
 
-// byID sorts workers. Their ids are texts: not all of them are numbers that can be counted exactly here.
+// byID sorts workers by id. Ids are strings, because JavaScript cannot represent all of them as numbers.
 export const byID = (a, b) => a.localeCompare(b, "en", { numeric: true });
 
-// severalRanks tells whether a rank says more than its worker.
+// severalRanks returns whether workers have more than one rank.
 export const severalRanks = (list) => (list || []).some((w) => (w.rank ?? w.dp_rank) > 0);
 
-// words writes a name of the API's as people do.
+// words converts an API name to text.
 export const words = (name) => String(name).replaceAll("_", " ");

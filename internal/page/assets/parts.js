@@ -1,11 +1,11 @@
-// Parts that several views share.
+// Components shared by several views.
 import { html, useEffect, useRef } from "./vendor/preact-htm.js";
 import { count, known, percent } from "./format.js";
 
-// Empty says that there is nothing yet, and what to do about it.
+// Empty is the placeholder of a view without data, with a hint.
 export const Empty = ({ title, children }) => html`<div class="empty"><h2>${title}</h2><div>${children}</div></div>`;
 
-// Meter is a bar from 0 to 1 with its name and what it says.
+// Meter is a bar from 0 to 1 with its name and its value as text.
 export function Meter({ name, share, text, field }) {
   const shown = known(share) ? Math.min(1, Math.max(0, share)) : 0;
   const full = shown >= 0.95 ? " is-full" : "";
@@ -16,28 +16,28 @@ export function Meter({ name, share, text, field }) {
   </div>`;
 }
 
-// Fact is a name and its value; field names it for whoever reads the page by program.
+// Fact is a name and its value; field identifies it for programs that read the page.
 export const Fact = ({ name, value, field, title, tone }) =>
   html`<div class=${"fact" + (tone ? ` is-${tone}` : "")} title=${title}><dt>${name}</dt><dd class="num" data-field=${field}>${value}</dd></div>`;
 
 const ends = { running: "running", done: "done", failed: "failed", cancelled: "cancelled", refused: "refused" };
 
-// End is how a request ended.
+// End shows the result of a request.
 export function End({ entry }) {
   const end = ends[entry.end] || entry.end;
   const status = ["failed", "refused"].includes(entry.end) && entry.status && entry.status !== 200 ? ` ${entry.status}` : "";
   return html`<span class=${`badge end-${entry.end}`} data-field="end">${end}${status}</span>`;
 }
 
-// Verdict compares the predicted with the actually cached tokens.
+// Verdict compares the predicted with the actual cached tokens.
 export function Verdict({ entry }) {
-  if (!known(entry.cached)) return entry.end === "running" ? html`<span class="quiet">pending</span>` : html`<span class="quiet">not told</span>`;
+  if (!known(entry.cached)) return entry.end === "running" ? html`<span class="quiet">pending</span>` : html`<span class="quiet">not reported</span>`;
   const off = entry.cached - entry.predicted;
   if (off === 0) return html`<span class="verdict is-good">exact</span>`;
   return html`<span class="verdict is-off">${off > 0 ? "+" : "−"}${count(Math.abs(off))}</span>`;
 }
 
-// PromptBar draws a prompt: how much of it was predicted as cached, and how much was.
+// PromptBar draws the predicted and the actual cached share of a prompt.
 export function PromptBar({ entry }) {
   const share = (tokens) => `${known(tokens) && entry.prompt_tokens > 0 ? Math.min(100, (100 * tokens) / entry.prompt_tokens) : 0}%`;
   return html`<div class="promptbar" aria-hidden="true">
@@ -46,10 +46,10 @@ export function PromptBar({ entry }) {
   </div>`;
 }
 
-// cachedShare is what part of the prompt the worker had; null as long as it is not told.
+// cachedShare is the share of the prompt that the worker had cached; null if not reported.
 export const cachedShare = (entry) => (known(entry.cached) && entry.prompt_tokens > 0 ? percent(entry.cached / entry.prompt_tokens) : null);
 
-// Confirm asks before something is changed. It takes the focus, and gives it back.
+// Confirm asks for confirmation of an action. It takes the focus and returns it.
 export function Confirm({ title, text, action, busy, error, onYes, onNo }) {
   const box = useRef(null);
   useEffect(() => {
@@ -72,7 +72,7 @@ export function Confirm({ title, text, action, busy, error, onYes, onNo }) {
   </dialog>`;
 }
 
-// Spark is a small line of a series without its numbers.
+// Spark is a small line chart without axes.
 export function Spark({ values }) {
   const list = (values || []).slice(-60); // ten minutes
   const seen = list.filter(known);
@@ -80,7 +80,7 @@ export function Spark({ values }) {
   const top = Math.max(...seen) || 1;
   let line = "";
   let area = "";
-  let begun = null; // where the piece of line began that is being drawn
+  let begun = null; // start of the line segment being drawn
   let x = 0;
   const close = () => {
     if (begun !== null) area += `L${x} 20L${begun} 20Z`;

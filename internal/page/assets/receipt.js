@@ -1,56 +1,56 @@
-// The receipt of a decision: every candidate, every term of its score.
+// The explanation of a decision: every candidate with every term of its score.
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 import { byID, count, date, known, percent, seconds, severalRanks, signed, words, workerName } from "./format.js";
 import { cachedShare, End, Fact, PromptBar, Verdict } from "./parts.js";
 
-// What the terms of each policy stand for; docs/routing.md tells more.
+// Short descriptions of the policies' terms; see docs/routing.md.
 const meanings = {
-  first_token: "the wait for this request's first token",
-  copy: "the part of it that later requests pay for, as they find the copy",
-  pushed: "first tokens of earlier requests that come later",
-  foreign: "the wait behind requests that others have sent",
-  later: "the wait of requests that are still to come",
-  decode: "context there that slows this answer down",
-  others: "running requests that stand still while the prompt is computed",
-  slower: "running requests that this prompt slows down",
-  prefill: "blocks to compute",
-  requests: "requests there",
-  overlap: "share of the prompt that is cached",
-  kv_usage: "how full the cache is",
-  waiting: "requests that wait there",
-  match: "blocks of the prompt that are cached",
-  in_flight: "requests there",
-  failures: "failures of late",
-  linear: "what was learned of such requests",
-  mean: "what was learned of the worker, as drawn",
-  stay: "worth of staying, or cost of leaving",
-  load: "what the load takes off",
-  turns: "turns until it is next",
+  first_token: "time to this request's first token",
+  copy: "share of that time credited to later requests, which reuse the new copy of the prefix",
+  pushed: "delay of the first tokens of earlier requests that share a pass with this one",
+  foreign: "wait for queued requests of other clients of the worker",
+  later: "delay of future requests",
+  decode: "slowdown of this answer by the context of running requests",
+  others: "stall of running requests while the prompt is computed",
+  slower: "slowdown of running requests by this prompt",
+  prefill: "uncached blocks to compute",
+  requests: "in-flight requests",
+  overlap: "cached share of the prompt",
+  kv_usage: "KV cache usage",
+  waiting: "requests in the worker's queue",
+  match: "cached blocks of the prompt",
+  in_flight: "in-flight requests",
+  failures: "recent failures",
+  linear: "learned value for similar requests",
+  mean: "sampled value learned for the worker",
+  stay: "benefit of staying with the worker, or cost of switching",
+  load: "penalty for load",
+  turns: "turns until the worker is next",
 };
 
 const excluded = {
   pinned: "the request names another worker",
-  resting: "it gets no new requests until it is readmitted",
-  leg: "it takes no such part of a request",
-  kind: "it cannot share the request with the other part's worker",
+  resting: "it is cordoned",
+  leg: "its role does not serve this leg",
+  kind: "its KV connector does not match the other worker",
   model: "it does not serve the model",
   engine: "it does not run SGLang",
-  not_allowed: "the request allows others only",
-  failed_this_request: "it has failed this very request",
-  busy: "it is beyond a busy threshold",
-  ejected: "it is ejected for its failures",
-  held: "it asked for a pause, or is suspected",
-  session: "the request's session stays with another worker",
+  not_allowed: "the request does not allow it",
+  failed_this_request: "it has already failed this request",
+  busy: "it exceeds a busy threshold",
+  ejected: "it is ejected after failures",
+  held: "it asked for a pause, or is suspected of being misconfigured",
+  session: "the session is bound to another worker",
   trial: "an ejected worker gets this request on trial",
-  slow_start: "its share is still growing",
+  slow_start: "it is in slow start",
   queue_limit: "its queue is too long",
-  not_drawn: "it was not drawn",
+  not_drawn: "it was not drawn at random",
 };
 
-// whyNot says why a candidate could not be chosen. Discovery keeps requests from workers, too.
-const whyNot = (c) => (c.excluded === "resting" && c.worker_name ? "it is drained, or not ready" : excluded[c.excluded] || words(c.excluded));
+// whyNot is the reason why a candidate was excluded. Discovery can cordon workers as well.
+const whyNot = (c) => (c.excluded === "resting" && c.worker_name ? "it is cordoned, draining or not ready" : excluded[c.excluded] || words(c.excluded));
 
-// unitOf is what a policy's totals are measured in.
+// unitOf is the unit of a policy's totals.
 function unitOf(receipt) {
   const units = { work: "ms", kv: "blocks", "least-loaded": "requests", "power-of-two": "requests", "round-robin": "turns" };
   if (receipt.rule === "longest match") return "blocks";
@@ -60,21 +60,21 @@ function unitOf(receipt) {
 const weighed = (c) => Array.isArray(c.terms) && !c.excluded;
 const isChosen = (receipt) => (c) => c.worker_id === receipt.worker_id && c.dp_rank === receipt.dp_rank;
 
-// ordered puts the chosen candidate first, then the others by total, then those that could not be chosen.
+// ordered puts the chosen candidate first, then the others by total, then the excluded ones.
 function ordered(receipt) {
   const chosen = isChosen(receipt);
   const key = (c) => (chosen(c) ? 2 : weighed(c) ? 1 : 0);
   return [...(receipt.candidates || [])].sort((a, b) => key(b) - key(a) || (b.total ?? 0) - (a.total ?? 0) || byID(a.worker_id, b.worker_id) || a.dp_rank - b.dp_rank);
 }
 
-// secondOf is the best of the others that could be chosen: as the router says, else by the totals.
+// secondOf is the best eligible other candidate: as reported by the router, else by the totals.
 function secondOf(receipt, list) {
   if (receipt.second) return list.find((c) => c.worker_id === receipt.second.worker_id && c.dp_rank === receipt.second.dp_rank) || null;
   return list.length > 1 && weighed(list[1]) ? list[1] : null;
 }
 
-// scaleOf finds the terms that count, in one order for all, and the room that their bars need on both sides of zero.
-// Where all is cost it turns the bars round: they grow to the right.
+// scaleOf finds the non-zero terms, in one order for all candidates, and the space of their bars on both sides of zero.
+// If all totals are costs, the bars are mirrored and grow to the right.
 function scaleOf(list) {
   const names = [];
   const counts = new Set();
@@ -102,7 +102,7 @@ function scaleOf(list) {
   };
 }
 
-// TermBars stacks the terms of one candidate on both sides of zero, and marks their sum.
+// TermBars stacks the terms of one candidate on both sides of zero and marks their sum.
 function TermBars({ terms, total, scale }) {
   let right = scale.origin;
   let left = scale.origin;
@@ -133,22 +133,22 @@ function Candidate({ c, receipt, scale, second, ranks, unit }) {
   </li>`;
 }
 
-// Summary says in a sentence who was chosen and why.
+// Summary describes the choice and its reason in one sentence.
 function Summary({ receipt, second, ranks, unit, dry }) {
   const who = html`<strong title=${receipt.worker_name}>worker ${workerName(receipt.worker_id, receipt.dp_rank, ranks, receipt.worker_name)}</strong>`;
   if (receipt.error || receipt.worker_id === null || receipt.worker_id === undefined) {
-    return html`<p class="summary">No worker could take it${receipt.error ? `: ${receipt.error}` : ""}.</p>`;
+    return html`<p class="summary">No worker was eligible${receipt.error ? `: ${receipt.error}` : ""}.</p>`;
   }
   const other = second && html` over worker ${workerName(second.worker_id, second.dp_rank, ranks, second.worker_name)}`;
-  let how = html`: no other one could be chosen`;
-  if (receipt.how === "draw") how = html` by a draw${known(receipt.margin) ? html`; its total lies <span class="num" data-field="margin">${signed(receipt.margin)}</span> from the best of the others` : ""}`;
-  else if (receipt.ties > 1) how = html`, one of ${receipt.ties} equal ones, at random`;
+  let how = html`: the only eligible worker`;
+  if (receipt.how === "draw") how = html` by a random draw${known(receipt.margin) ? html`; its total differs by <span class="num" data-field="margin">${signed(receipt.margin)}</span> from the best other candidate` : ""}`;
+  else if (receipt.ties > 1) how = html`, chosen at random from ${receipt.ties} equal candidates`;
   else if (known(receipt.margin)) how = html` by <strong class="num"><span data-field="margin">${signed(receipt.margin)}</span>${unit ? `\u00a0${unit}` : ""}</strong>${other}`;
-  return html`<p class="summary">${dry ? "It would go to " : "It went to "}${who}${how}.
-    <span class="quiet"> Policy ${receipt.policy}${receipt.rule ? `, ${receipt.rule}` : ""}${receipt.trial ? ", on trial" : ""}${receipt.retry ? ", after another worker failed" : ""}.</span></p>`;
+  return html`<p class="summary">${dry ? "Would be sent to " : "Sent to "}${who}${how}.
+    <span class="quiet"> Policy ${receipt.policy}${receipt.rule ? `, ${receipt.rule}` : ""}${receipt.trial ? ", on trial" : ""}${receipt.retry ? ", retry after a failure" : ""}.</span></p>`;
 }
 
-// Outcome is what became of the request beside what was predicted.
+// Outcome compares the result of the request with the prediction.
 function Outcome({ entry }) {
   const share = cachedShare(entry);
   return html`<div class="outcome">
@@ -159,16 +159,16 @@ function Outcome({ entry }) {
       <${Fact} name=${html`<i class="key accent"></i>Actually cached`} field="cached" value=${known(entry.cached) ? html`${count(entry.cached)}${share ? html` <span class="quiet">${share}</span>` : ""}` : "–"} />
       <${Fact} name="Prediction" value=${html`<${Verdict} entry=${entry} />`} />
       <${Fact} name="First token" field="ttft" value=${seconds(entry.ttft)} />
-      <${Fact} name="Whole answer" field="duration" value=${seconds(entry.duration)} />
+      <${Fact} name="Total time" field="duration" value=${seconds(entry.duration)} />
       <${Fact} name="Output" field="output_tokens" value=${known(entry.output_tokens) ? `${count(entry.output_tokens)} tokens` : "–"} />
-      <${Fact} name="End" value=${html`<${End} entry=${entry} />`} />
-      ${entry.prefill_worker !== null && html`<${Fact} name="Prompt computed by" value=${`worker ${workerName(entry.prefill_worker, 0, false, entry.prefill_worker_name)}`} />`}
+      <${Fact} name="Result" value=${html`<${End} entry=${entry} />`} />
+      ${entry.prefill_worker !== null && html`<${Fact} name="Prefill by" value=${`worker ${workerName(entry.prefill_worker, 0, false, entry.prefill_worker_name)}`} />`}
       ${entry.attempts > 1 && html`<${Fact} name="Attempts" value=${count(entry.attempts)} />`}
     </dl>
   </div>`;
 }
 
-// Decision shows why one worker was chosen.
+// Decision shows the candidates of a decision.
 function Decision({ receipt, dry, children }) {
   const [all, setAll] = useState(false);
   const list = ordered(receipt);
@@ -179,23 +179,23 @@ function Decision({ receipt, dry, children }) {
   const most = 8;
   const shown = all ? list : list.slice(0, most);
   const lines = useRef(null);
-  useEffect(() => { // the button that had the focus is gone
+  useEffect(() => { // the focused button is removed
     if (all) lines.current.children[most]?.focus();
   }, [all]);
   return html`
     <${Summary} receipt=${receipt} second=${second} ranks=${ranks} unit=${unit} dry=${dry} />
     ${children}
-    <h3>Candidates <span class="quiet">the highest total wins; costs are negative</span></h3>
-    ${scale.names.length > 0 && html`<details class="legend"><summary>What the terms mean</summary><dl>
+    <h3>Candidates <span class="quiet">the highest total is chosen; costs are negative</span></h3>
+    ${scale.names.length > 0 && html`<details class="legend"><summary>Meaning of the terms</summary><dl>
       ${scale.names.map((name, i) => html`<div><dt><i class=${`key t${i % 8}`}></i>${words(name)}</dt><dd>${meanings[name] || ""}</dd></div>`)}
-    </dl>${scale.zero.length > 0 && html`<p class="quiet">Zero for all: ${scale.zero.map(words).join(", ")}.</p>`}</details>`}
+    </dl>${scale.zero.length > 0 && html`<p class="quiet">Zero for all candidates: ${scale.zero.map(words).join(", ")}.</p>`}</details>`}
     ${list.length === 0 && html`<p class="quiet">No worker was up.</p>`}
     <ol class="candidates" ref=${lines}>${shown.map((c) => html`<${Candidate} key=${`${c.worker_id}/${c.dp_rank}`} c=${c} receipt=${receipt} scale=${scale} second=${c === second} ranks=${ranks} unit=${unit} />`)}</ol>
     ${list.length > most && !all && html`<button type="button" onClick=${() => setAll(true)}>Show all ${list.length} candidates</button>`}
     <p class="quiet fine">${date(typeof receipt.at === "number" ? receipt.at : Date.parse(receipt.at) / 1000)}${receipt.leg && receipt.leg !== "whole" ? ` · ${receipt.leg} leg` : ""}</p>`;
 }
 
-// Receipt shows one; dry: nothing was sent.
+// Receipt shows an explanation; dry: the request was not sent.
 export function Receipt({ receipt, dry }) {
   const entry = receipt.request;
   const outcome = entry && html`<${Outcome} entry=${entry} />${entry.prompt && html`<p class="prompttext">${entry.prompt}</p>`}`;
@@ -203,7 +203,7 @@ export function Receipt({ receipt, dry }) {
   return html`<div class="receipt">
     ${receipt.candidates
       ? html`<${Decision} receipt=${receipt} dry=${dry}>${!dry && outcome}</${Decision}>`
-      : html`${outcome}<p class="quiet">${entry?.end === "running" ? "Not decided so far." : "Why it went there is not known: decisions are explained while a page is open, and the oldest explanations go first."}</p>`}
-    ${earlier.map((one) => html`<details class="earlier"><summary>${one.leg === "prefill" ? "The choice of the prefill worker" : "An earlier choice"}: worker ${workerName(one.worker_id, one.dp_rank, one.dp_rank > 0, one.worker_name)}</summary><${Decision} receipt=${one} /></details>`)}
+      : html`${outcome}<p class="quiet">${entry?.end === "running" ? "No decision yet." : "No explanation: decisions are explained while a dashboard is open, and the oldest explanations are removed first."}</p>`}
+    ${earlier.map((one) => html`<details class="earlier"><summary>${one.leg === "prefill" ? "Prefill decision" : "Earlier decision"}: worker ${workerName(one.worker_id, one.dp_rank, one.dp_rank > 0, one.worker_name)}</summary><${Decision} receipt=${one} /></details>`)}
   </div>`;
 }

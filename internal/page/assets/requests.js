@@ -1,4 +1,4 @@
-// The last requests, and the receipt of one of them.
+// The last requests, and the explanation of one of them.
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 import { receipt as fetchReceipt } from "./api.js";
 import { brief, called, clock, count, known, seconds, severalRanks, workerName } from "./format.js";
@@ -33,11 +33,11 @@ function Row({ entry, ranks, models, chosen }) {
 
 const columns = [
   ["time", "Time"], ["id", "Request"], ["model", "Model"], ["worker", "Worker"], ["prompt num", "Prompt", "tokens"], ["bar", "Cached part"],
-  ["predicted num", html`<i class="key predicted"></i>Predicted`, "tokens"], ["cached num", html`<i class="key accent"></i>Cached`, "tokens"], ["verdict", "Prediction"], ["ttft num", "First token"], ["duration num", "Whole"],
-  ["output num", "Output", "tokens"], ["end", "End"],
+  ["predicted num", html`<i class="key predicted"></i>Predicted`, "tokens"], ["cached num", html`<i class="key accent"></i>Cached`, "tokens"], ["verdict", "Prediction"], ["ttft num", "First token"], ["duration num", "Total"],
+  ["output num", "Output", "tokens"], ["end", "Result"],
 ];
 
-// Aside fetches and shows the receipt of the request with that key or id. It asks again when the request has ended.
+// Aside fetches and shows the explanation of the request with that key or id, and fetches it again when the request has ended.
 function Aside({ id, entry }) {
   const [got, setGot] = useState({ id: "", receipt: null, error: "" });
   const title = useRef(null);
@@ -60,18 +60,18 @@ function Aside({ id, entry }) {
   const receipt = fresh.receipt && { ...fresh.receipt, request: entry || fresh.receipt.request };
   const name = (entry || fresh.receipt?.request)?.id || id;
   return html`<aside class="panel" aria-labelledby="receipt-title" data-receipt=${id} onKeyDown=${(e) => e.key === "Escape" && close()}>
-    <header><h2 id="receipt-title" tabindex="-1" ref=${title}>Receipt <code title=${name}>${shortID(name)}</code></h2>
+    <header><h2 id="receipt-title" tabindex="-1" ref=${title}>Explanation <code title=${name}>${shortID(name)}</code></h2>
       <button type="button" class="small" onClick=${close}>Close</button></header>
     ${!receipt && !fresh.error && html`<p class="quiet" role="status">Loading …</p>`}
-    ${fresh.error === "gone" && html`<p>This receipt is not kept any more, or its decision was made before anybody looked: decisions are explained while a page is open.</p>`}
+    ${fresh.error === "gone" && html`<p>No explanation: it has been removed, or no dashboard was open at the time of the decision.</p>`}
     ${fresh.error && fresh.error !== "gone" && html`<p class="problem" role="alert">${fresh.error}</p>`}
     ${receipt && html`<${Receipt} receipt=${receipt} />`}
   </aside>`;
 }
 
-// Requests shows the list; id is the key or the id of the request whose receipt is open, or empty.
+// Requests shows the list; id is the key or the id of the request whose explanation is open, or empty.
 export function Requests({ state, id }) {
-  const [frozen, setFrozen] = useState(null); // the list as it was when it was paused
+  const [frozen, setFrozen] = useState(null); // the list at the time of the pause
   const [worker, setWorker] = useState("");
   const [only, setOnly] = useState("");
   const live = state.requests || [];
@@ -91,7 +91,7 @@ export function Requests({ state, id }) {
   const open = entry ? entry.key : id;
   const title = useRef(null);
   const closed = useRef("");
-  useEffect(() => { // what had the focus in the receipt is gone with it
+  useEffect(() => { // the focused element closed with the explanation
     const row = closed.current && !open && [...document.querySelectorAll("[data-key]")].find((one) => one.dataset.key === closed.current);
     if (closed.current && !open && document.activeElement === document.body) (row?.querySelector("a") || title.current).focus();
     closed.current = open;
@@ -101,15 +101,15 @@ export function Requests({ state, id }) {
       <div class="viewhead">
         <h2 id="title-requests" tabindex="-1" ref=${title}>Requests ${live.length > 0 && html`<span class="quiet num">the last ${count(live.length)}</span>`}</h2>
         <div class="tools" hidden=${live.length === 0}>
-          <label for="by-worker" class="sr">Show requests of</label>
+          <label for="by-worker" class="sr">Filter requests by worker</label>
           <select id="by-worker" value=${worker} onChange=${(e) => setWorker(e.target.value)}><option value="">All workers</option>${workers.map(([id, name]) => html`<option value=${id}>Worker ${brief(name)}</option>`)}</select>
-          <label for="by-end" class="sr">Show requests that</label>
-          <select id="by-end" value=${only} onChange=${(e) => setOnly(e.target.value)}><option value="">All ends</option><option value="running">Running</option><option value="trouble">Not answered</option><option value="wrong">Not as predicted</option></select>
-          <button type="button" aria-pressed=${frozen !== null} onClick=${() => setFrozen(frozen ? null : live)}>${frozen ? "Go on" : "Pause"}</button>
+          <label for="by-end" class="sr">Filter requests by result</label>
+          <select id="by-end" value=${only} onChange=${(e) => setOnly(e.target.value)}><option value="">All results</option><option value="running">Running</option><option value="trouble">Failed or cancelled</option><option value="wrong">Prediction not exact</option></select>
+          <button type="button" aria-pressed=${frozen !== null} onClick=${() => setFrozen(frozen ? null : live)}>${frozen ? "Resume" : "Pause"}</button>
         </div>
       </div>
-      ${live.length === 0 && html`<${Empty} title="No requests yet"><p>Send one to the OpenAI port with <code>./ping.sh</code>, or from <a href="#/try">the try box</a>. <code>--demo</code> makes traffic of its own.</p></${Empty}>`}
-      ${live.length > 0 && shown.length === 0 && html`<p class="quiet">None of the last ${count(list.length)} requests matches.</p>`}
+      ${live.length === 0 && html`<${Empty} title="No requests yet"><p>Send one to the OpenAI port with <code>./ping.sh</code>, or from the view <a href="#/try">Try</a>. <code>--demo</code> generates traffic.</p></${Empty}>`}
+      ${live.length > 0 && shown.length === 0 && html`<p class="quiet">None of the last ${count(list.length)} requests match.</p>`}
       ${shown.length > 0 && html`<div class="tablebox" role="region" aria-labelledby="title-requests" tabindex="0"><table role="table" class=${shown.some((one) => one.worker_name) ? "named" : undefined}>
         <thead role="rowgroup"><tr role="row">${columns.filter(([name]) => models || name !== "model").map(([name, text, unit]) => html`<th role="columnheader" scope="col" class=${`c-${name}`}>${text}${unit && html`<small>${unit}</small>`}</th>`)}</tr></thead>
         <tbody role="rowgroup">${shown.map((one) => html`<${Row} key=${one.key} entry=${one} ranks=${ranks} models=${models} chosen=${one.key === open} />`)}</tbody>

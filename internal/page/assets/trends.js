@@ -3,22 +3,22 @@ import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact-htm.
 import { brief, byID, clock, known, level, percent, rate, seconds, short } from "./format.js";
 import { Empty } from "./parts.js";
 
-// What is drawn: a chart has one or more series, and one way to write its values.
+// The charts: each has one or more series and a format for its values.
 const charts = [
   { title: "Requests", unit: "per second", write: rate, lines: [["requests_per_second", "all"]] },
   { title: "Time to first token", unit: "", write: seconds, lines: [["ttft_p50", "p50"], ["ttft_p99", "p99"]] },
-  { title: "Time between tokens", unit: "", write: seconds, lines: [["itl_p50", "p50"], ["itl_p99", "p99"]] },
+  { title: "Inter-token latency", unit: "", write: seconds, lines: [["itl_p50", "p50"], ["itl_p99", "p99"]] },
   { title: "Hit rate", unit: "of prompt tokens", write: percent, most: 1, lines: [["hit_rate", "cached"]] },
-  { title: "Predictions exact", unit: "of those compared", write: percent, most: 1, lines: [["exact", "exact"]] },
-  { title: "Queue", unit: "requests", write: level, lines: [["queued", "waiting here"]] },
+  { title: "Exact predictions", unit: "of compared answers", write: percent, most: 1, lines: [["exact", "exact"]] },
+  { title: "Router queue", unit: "requests", write: level, lines: [["queued", "waiting"]] },
   { title: "In flight", unit: "requests by worker", write: level, each: "in_flight" },
 ];
 
-const shortest = 300; // s that are shown at least
+const shortest = 300; // s; minimum time range
 
-const mostLines = 8; // as many as there are colours
+const mostLines = 8; // the number of colours
 
-// extremes are the lowest, the mean and the highest of many series at each time.
+// extremes returns the minimum, the mean and the maximum of many series at each time.
 function extremes(lists) {
   const at = (pick) => lists[0].map((_, i) => {
     const seen = lists.map((list) => list[i]).filter(known);
@@ -28,7 +28,7 @@ function extremes(lists) {
   return [["highest", at((seen) => Math.max(...seen))], ["mean", at(mean)], ["lowest", at((seen) => Math.min(...seen))]];
 }
 
-// linesOf lists a chart's series: label and values.
+// linesOf lists the series of a chart: label and values.
 function linesOf(chart, series) {
   if (!chart.each) return chart.lines.map(([key, label]) => [label, series[key] || []]);
   const workers = series[chart.each] || {};
@@ -39,7 +39,7 @@ function linesOf(chart, series) {
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const lineColour = (i, of) => colour(of > 1 ? `--t${i % 8}` : "--accent");
 
-// useDark follows the reader's colour scheme: a canvas does not do so by itself.
+// useDark follows the browser's colour scheme, because a canvas does not.
 function useDark() {
   const query = useMemo(() => matchMedia("(prefers-color-scheme: dark)"), []);
   const [dark, setDark] = useState(query.matches);
@@ -103,13 +103,13 @@ function Chart({ chart, trends, dark }) {
   </figure>`;
 }
 
-// Trends shows the charts once the stream has told of them.
+// Trends shows the charts once the stream has sent their data.
 export function Trends({ trends }) {
   const dark = useDark();
   const some = trends && linesOf(charts[0], trends.series)[0][1].length > 1;
   return html`<section aria-labelledby="title-trends" class="view">
-    <div class="viewhead"><h2 id="title-trends">Trends <span class="quiet">the last hour, a point every ${trends ? short(trends.step) : 10} s</span></h2></div>
-    ${!some && html`<${Empty} title="No trends yet"><p>A point is added every ten seconds, from the start of the router on. The first line needs two of them.</p></${Empty}>`}
+    <div class="viewhead"><h2 id="title-trends">Trends <span class="quiet">the last hour, one point every ${trends ? short(trends.step) : 10} s</span></h2></div>
+    ${!some && html`<${Empty} title="No trends yet"><p>A point is added every 10 s after the start of the router. A line needs two points.</p></${Empty}>`}
     ${some && html`<div class="charts">${charts.map((chart) => html`<${Chart} key=${chart.title} chart=${chart} trends=${trends} dark=${dark} />`)}</div>`}
   </section>`;
 }

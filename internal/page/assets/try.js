@@ -1,28 +1,28 @@
-// The try box: a chat through the router, with the receipt of its decision beside the answer.
+// The Try view: a chat through the router, with the explanation of its decision beside the answer.
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 import { chat, receipt as fetchReceipt, where } from "./api.js";
 import { count, known, rate, seconds } from "./format.js";
 import { Fact } from "./parts.js";
 import { Receipt } from "./receipt.js";
 
-const mostTurns = 40; // messages of a chat that are kept
+const mostTurns = 40; // maximum number of messages kept
 
-// settled tells whether a receipt says how its request ended.
+// settled returns whether the request of an explanation has ended.
 const settled = (receipt) => receipt?.request && receipt.request.end !== "running";
 
-// later waits, or until signal aborts.
+// later waits for ms, or until signal aborts.
 const later = (ms, signal) =>
   new Promise((done) => {
     const timer = setTimeout(done, ms);
     signal.addEventListener("abort", () => (clearTimeout(timer), done()));
   });
 
-// Try stays in the page while another view is shown, so that a chat goes on.
+// Try stays in the page while another view is shown, so that a chat continues.
 export function Try({ state, hidden }) {
   const [text, setText] = useState("");
   const [model, setModel] = useState("");
   const [most, setMost] = useState(128);
-  const [turns, setTurns] = useState([]); // the chat so far: {role, content}
+  const [turns, setTurns] = useState([]); // messages: {role, content}
   const [busy, setBusy] = useState("");
   const [error, setError] = useState("");
   const [timing, setTiming] = useState(null);
@@ -46,7 +46,7 @@ export function Try({ state, hidden }) {
     stream_options: { include_usage: true },
   });
 
-  // begin makes ready for one thing at a time.
+  // begin aborts the previous operation and starts a new one.
   function begin(what) {
     running.current?.abort();
     running.current = new AbortController();
@@ -55,7 +55,7 @@ export function Try({ state, hidden }) {
     return running.current.signal;
   }
 
-  // follow shows the receipt as soon as there is one, and once more when the request has ended.
+  // follow shows the explanation as soon as it exists, and again when the request has ended.
   async function follow(id, signal, tries) {
     for (let i = 0; i < tries && !signal.aborted; i++) {
       try {
@@ -133,7 +133,7 @@ export function Try({ state, hidden }) {
   function restart() {
     running.current?.abort();
     running.current = null;
-    document.getElementById("try-text").focus(); // the button goes
+    document.getElementById("try-text").focus(); // the button is removed
     setTurns([]);
     setTiming(null);
     setShown(null);
@@ -149,30 +149,30 @@ export function Try({ state, hidden }) {
       ${turns.length > 0 && html`<div class="tools"><button type="button" onClick=${restart}>New chat</button></div>`}</div>
     <div class="columns">
       <div class="talk">
-        <div class="log" role="log" aria-label="Chat" aria-busy=${busy === "chat"} ref=${box}>${turns.length > 0 && html`<ol class="turns">${turns.map((turn, i) => html`<li key=${i} class=${turn.role}><span class="who">${turn.role === "user" ? "You" : "Answer"}</span><div class="text">${turn.content || (busy === "chat" ? html`<span class="quiet">waiting for the first token …</span>` : html`<span class="quiet">empty</span>`)}</div></li>`)}</ol>`}</div>
-        ${timing && html`<dl class="facts timing" aria-label="What you waited">
-          <${Fact} name="First token" value=${seconds(timing.first)} /><${Fact} name="Whole answer" value=${seconds(timing.whole)} />
+        <div class="log" role="log" aria-label="Chat" aria-busy=${busy === "chat"} ref=${box}>${turns.length > 0 && html`<ol class="turns">${turns.map((turn, i) => html`<li key=${i} class=${turn.role}><span class="who">${turn.role === "user" ? "You" : "Answer"}</span><div class="text">${turn.content || (busy === "chat" ? html`<span class="quiet">waiting for the first token …</span>` : html`<span class="quiet">empty answer</span>`)}</div></li>`)}</ol>`}</div>
+        ${timing && html`<dl class="facts timing" aria-label="Timing">
+          <${Fact} name="First token" value=${seconds(timing.first)} /><${Fact} name="Total time" value=${seconds(timing.whole)} />
           <${Fact} name="Output" value=${known(timing.tokens) ? `${count(timing.tokens)} tokens` : "–"} /><${Fact} name="Speed" value=${known(timing.speed) ? `${rate(timing.speed)} tok/s` : "–"} />
         </dl>`}
         <form class="ask" onSubmit=${send}>
-          <label for="try-text">${turns.length > 0 ? "Go on with the chat" : "Message"}</label>
-          <textarea id="try-text" rows="4" value=${text} onInput=${(e) => setText(e.target.value)} onKeyDown=${enter} placeholder="Ask something. The longer the prompt, the more a cache is worth."></textarea>
+          <label for="try-text">${turns.length > 0 ? "Next message" : "Message"}</label>
+          <textarea id="try-text" rows="4" value=${text} onInput=${(e) => setText(e.target.value)} onKeyDown=${enter} placeholder="Ask something. Longer prompts benefit more from the prefix cache."></textarea>
           <div class="row">
             ${models.length > 1 && html`<div class="field"><label for="try-model">Model</label><select id="try-model" value=${model || models[0]} onChange=${(e) => setModel(e.target.value)}>${models.map((name) => html`<option value=${name}>${name}</option>`)}</select></div>`}
-            <div class="field"><label for="try-most">Tokens at most</label><input id="try-most" type="number" min="1" max="4096" value=${most} onInput=${(e) => setMost(Math.min(4096, Math.max(1, Number(e.target.value) || 1)))} /></div>
+            <div class="field"><label for="try-most">Maximum tokens</label><input id="try-most" type="number" min="1" max="4096" value=${most} onInput=${(e) => setMost(Math.min(4096, Math.max(1, Number(e.target.value) || 1)))} /></div>
             <div class="buttons">
               ${busy === "chat" && html`<button type="button" onClick=${() => running.current?.abort()}>Stop</button>`}
-              <button type="button" id="try-where" disabled=${!text.trim() || busy !== ""} onClick=${ask}>Where would it go?</button>
+              <button type="button" id="try-where" disabled=${!text.trim() || busy !== ""} onClick=${ask}>Preview worker</button>
               <button type="submit" id="try-send" class="primary" disabled=${!text.trim() || busy !== ""}>Send</button>
             </div>
           </div>
           ${error && html`<p class="problem" role="alert">${error}</p>`}
         </form>
       </div>
-      <div class="panel beside" aria-live="polite" aria-label="Receipt" role="region">
-        ${shown && html`<header><h2>${shown.dry ? "Where it would go" : "Receipt"}</h2></header><${Receipt} receipt=${shown.receipt} dry=${shown.dry} />`}
-        ${!shown && html`<div class="hint"><h3>The receipt appears here</h3><p>It shows which worker got the chat, what each worker would have cost, and how many prompt tokens were predicted and actually cached. Send a second message: the chat so far is cached by then.</p>
-          <p><strong>Where would it go?</strong> asks for the decision alone: nothing is sent and nothing is booked.</p></div>`}
+      <div class="panel beside" aria-live="polite" aria-label="Explanation" role="region">
+        ${shown && html`<header><h2>${shown.dry ? "Preview" : "Explanation"}</h2></header><${Receipt} receipt=${shown.receipt} dry=${shown.dry} />`}
+        ${!shown && html`<div class="hint"><h3>Decision explanation</h3><p>It shows the chosen worker, the score of each worker, and the predicted and actual cached prompt tokens. Send a second message: by then the previous messages are cached.</p>
+          <p><strong>Preview worker</strong> computes the decision only: nothing is sent or reserved.</p></div>`}
       </div>
     </div>
   </section>`;

@@ -2,7 +2,7 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 50 | trimSuffix "-" }}
 {{- end }}
 
-{{/* The longest name made of it has 10 more characters; a label's value and a Service's name have 63. */}}
+{{/* Derived names add at most 10 characters; label values and Service names are limited to 63. */}}
 {{- define "kvrouter.fullname" -}}
 {{- if .Values.fullnameOverride }}
 {{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" }}
@@ -47,19 +47,19 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- default .Release.Namespace .Values.workers.namespace }}
 {{- end }}
 
-{{/* The InferencePool of the workers; empty: none. */}}
+{{/* InferencePool of the workers; empty: none. */}}
 {{- define "kvrouter.pool" -}}
 {{- if .Values.workers.pool }}{{ .Values.workers.pool }}
 {{- else if .Values.endpointPicker.enabled }}{{ include "kvrouter.fullname" . }}
 {{- end }}
 {{- end }}
 
-{{/* Whether the router asks the API server for something; empty: it does not. */}}
+{{/* Non-empty if the router uses the API server. */}}
 {{- define "kvrouter.asksAPI" -}}
 {{- if or (eq .Values.workers.discovery "kubernetes") (and .Values.replicaSync.enabled (eq .Values.replicaSync.discovery "service")) }}true{{ end }}
 {{- end }}
 
-{{/* The Secret with the keys; empty: there is none. */}}
+{{/* Secret with the keys; empty: none. */}}
 {{- define "kvrouter.secret" -}}
 {{- with .Values.auth }}
 {{- if .existingSecret }}{{ .existingSecret }}
@@ -68,12 +68,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 {{- end }}
 
-{{/* The key of that Secret that holds the file of keys; empty: none does. */}}
+{{/* Entry of that Secret with the keys file; empty: none. */}}
 {{- define "kvrouter.keysFile" -}}
 {{- if .Values.auth.apiKeysFile }}keys.yaml{{ else }}{{ .Values.auth.existingSecretKeysFile }}{{ end }}
 {{- end }}
 
-{{/* What stands in the file of --config: the chart's settings, then those of the values. */}}
+{{/* Content of the --config file: the value config, overridden by the chart's settings. */}}
 {{- define "kvrouter.config" -}}
 {{- $config := deepCopy .Values.config }}
 {{- $_ := set $config "host" .Values.listenAddress }}
@@ -136,7 +136,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- toYaml $config }}
 {{- end }}
 
-{{/* Kubelet has no certificate of a client: then it only looks whether the port is open. */}}
+{{/* The kubelet has no client certificate: with clientCA the probe only checks that the port is open. */}}
 {{- define "kvrouter.probe" -}}
 {{- if .root.Values.tls.clientCA -}}
 tcpSocket: {port: http}
@@ -148,85 +148,85 @@ httpGet: {path: {{ .path }}, port: http}
 {{ toYaml .probe }}
 {{- end }}
 
-{{/* Values that do not go together, which no schema can tell in words that help. */}}
+{{/* Rejects conflicting or missing values for which the schema's error would not be helpful. */}}
 {{- define "kvrouter.check" -}}
 {{- $v := .Values }}
 {{- if not $v.image.repository }}
-{{- fail "image.repository: no registry has the router's image: build it by `make dist`, push it to one of yours and give its name there (docs/kubernetes.md)" }}
+{{- fail "image.repository: required: there is no public image; build it with `make dist`, push it to your registry and set its name (docs/kubernetes.md)" }}
 {{- end }}
 {{- if not (or $v.image.tag $v.image.digest) }}
-{{- fail "image.tag: give the version that `docker load` has told, or image.digest" }}
+{{- fail "image.tag: required: the version printed by `docker load`; or set image.digest" }}
 {{- end }}
 {{- with $v.auth }}
 {{- $own := or .apiKey .routerApiKey .replicaKey .workerApiKey .apiKeysFile }}
 {{- if and .existingSecret $own }}
-{{- fail "auth.existingSecret: it is there in place of the other keys of auth; give either" }}
+{{- fail "auth.existingSecret: excludes the other keys of auth; set only one of them" }}
 {{- end }}
 {{- if and .existingSecretKeysFile (not .existingSecret) }}
-{{- fail "auth.existingSecretKeysFile: it is a key of auth.existingSecret; give that too" }}
+{{- fail "auth.existingSecretKeysFile: requires auth.existingSecret" }}
 {{- end }}
 {{- $free := or .insecure $v.tls.clientCA .existingSecret }}
 {{- if not (or $free .apiKey .apiKeysFile) }}
-{{- fail "auth.apiKey: everybody in the cluster could use the OpenAI port without a key; give one (openssl rand -hex 24), auth.apiKeysFile, auth.existingSecret, or auth.insecure if that is meant" }}
+{{- fail "auth.apiKey: required: without a key anyone in the cluster can use the OpenAI port; set a key (openssl rand -hex 24), auth.apiKeysFile or auth.existingSecret, or auth.insecure to allow it" }}
 {{- end }}
 {{- if and $v.router.expose (not (or $free .routerApiKey)) }}
-{{- fail "auth.routerApiKey: router.expose would let everybody in the cluster add workers; give a key, or auth.insecure if that is meant" }}
+{{- fail "auth.routerApiKey: required by router.expose: without a key anyone in the cluster can add workers; set a key, or auth.insecure to allow it" }}
 {{- end }}
 {{- if and $v.replicaSync.enabled (not (or .insecure .existingSecret .replicaKey)) }}
-{{- fail "auth.replicaKey: replicaSync needs the key that the routers share, 16 characters at least" }}
+{{- fail "auth.replicaKey: required by replicaSync: a key of at least 16 characters that the routers share" }}
 {{- end }}
 {{- end }}
 {{- if and $v.rbac.create (not $v.serviceAccount.create) (not $v.serviceAccount.name) }}
-{{- fail "serviceAccount.name: every Pod of the namespace would get the router's rights by the account default; name one, or set rbac.create to false" }}
+{{- fail "serviceAccount.name: required: every Pod of the namespace would get the router's rights through the account default; set a name, or rbac.create to false" }}
 {{- end }}
 {{- if and $v.tls.clientCA (not $v.tls.secretName) }}
-{{- fail "tls.clientCA: give tls.secretName, too" }}
+{{- fail "tls.clientCA: requires tls.secretName" }}
 {{- end }}
 {{- with $v.workers }}
 {{- $labels := or .selector .prefillSelector .decodeSelector }}
 {{- if eq .discovery "kubernetes" }}
 {{- if not (or .pool $labels $v.endpointPicker.enabled) }}
-{{- fail "workers.selector: name the Pods of the workers by their labels, such as app=vllm, or give workers.pool or another workers.discovery" }}
+{{- fail "workers.selector: required: the labels of the workers' Pods, such as app=vllm; or set workers.pool or another workers.discovery" }}
 {{- end }}
 {{- if and (or .pool $v.endpointPicker.enabled) $labels }}
-{{- fail "workers.pool: the pool names the workers' Pods already; leave out the selectors" }}
+{{- fail "workers.pool: the pool selects the workers' Pods; remove the selectors" }}
 {{- end }}
 {{- else if or .pool $labels .namespace }}
-{{- fail (printf "workers: pool, selectors and namespace are for discovery kubernetes, and it is %s" .discovery) }}
+{{- fail (printf "workers: pool, selectors and namespace require discovery kubernetes, not %s" .discovery) }}
 {{- end }}
 {{- if ne (eq .discovery "dns") (ne .dns "") }}
-{{- fail "workers.dns: it goes with workers.discovery dns, such as dns://vllm.ns:8000" }}
+{{- fail "workers.dns: set it if and only if workers.discovery is dns, for example to dns://vllm.ns:8000" }}
 {{- end }}
 {{- if ne (eq .discovery "static") (gt (len .static) 0) }}
-{{- fail "workers.static: it goes with workers.discovery static, such as url=http://gpu-1:8100" }}
+{{- fail "workers.static: set it if and only if workers.discovery is static, for example to url=http://gpu-1:8100" }}
 {{- end }}
 {{- if and $v.networkPolicy.enabled (ne .discovery "kubernetes") (not $v.networkPolicy.extraEgress) }}
-{{- fail (printf "networkPolicy.extraEgress: with workers.discovery %s the chart cannot know where the workers are; say it there" .discovery) }}
+{{- fail (printf "networkPolicy.extraEgress: with workers.discovery %s the chart does not know the addresses of the workers; add them here" .discovery) }}
 {{- end }}
 {{- end }}
 {{- with $v.endpointPicker }}
 {{- if and .enabled (ne $v.workers.discovery "kubernetes") }}
-{{- fail (printf "endpointPicker.enabled: its workers are those of an InferencePool, which is for workers.discovery kubernetes, and it is %s" $v.workers.discovery) }}
+{{- fail (printf "endpointPicker.enabled: requires workers.discovery kubernetes, not %s: the workers are those of an InferencePool" $v.workers.discovery) }}
 {{- end }}
 {{- if and .enabled (ne (include "kvrouter.workersNamespace" $) $.Release.Namespace) }}
-{{- fail "workers.namespace: an InferencePool names a picker of its own namespace only; with endpointPicker install the release where the workers are" }}
+{{- fail "workers.namespace: an InferencePool refers to pickers of its own namespace only; with endpointPicker, install the release in the workers' namespace" }}
 {{- end }}
 {{- if and .enabled (not $v.workers.pool) (not .matchLabels) }}
-{{- fail "endpointPicker.matchLabels: name the Pods of the workers by their labels, such as {app: vllm}, or a pool that is there by workers.pool" }}
+{{- fail "endpointPicker.matchLabels: required: the labels of the workers' Pods, such as {app: vllm}; or set workers.pool to an existing pool" }}
 {{- end }}
 {{- if and $v.workers.pool .matchLabels }}
-{{- fail "endpointPicker.matchLabels: the pool that workers.pool names has labels of its own; give either" }}
+{{- fail "endpointPicker.matchLabels: the pool of workers.pool has its own labels; set only one of them" }}
 {{- end }}
 {{- if and .httpRoute.enabled (not (and .enabled .httpRoute.gateway)) }}
-{{- fail "endpointPicker.httpRoute: give endpointPicker.enabled, and the name of your Gateway in endpointPicker.httpRoute.gateway" }}
+{{- fail "endpointPicker.httpRoute: requires endpointPicker.enabled, and the name of your Gateway in endpointPicker.httpRoute.gateway" }}
 {{- end }}
 {{- end }}
 {{- with $v.tokenizer }}
 {{- if and .model (not (or .volume .fetch.enabled)) }}
-{{- fail "tokenizer.model: nothing would bring its files; give tokenizer.volume that has them, or tokenizer.fetch" }}
+{{- fail "tokenizer.model: its files are missing; set tokenizer.volume to a volume with them, or tokenizer.fetch" }}
 {{- end }}
 {{- if and .fetch.enabled (not (and .fetch.image .model)) }}
-{{- fail "tokenizer.fetch: give tokenizer.model, and tokenizer.fetch.image, which has Python and huggingface_hub" }}
+{{- fail "tokenizer.fetch: requires tokenizer.model, and in tokenizer.fetch.image an image with Python and huggingface_hub" }}
 {{- end }}
 {{- end }}
 {{- end }}
