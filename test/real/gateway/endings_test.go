@@ -1,4 +1,4 @@
-package main
+package gateway
 
 import (
 	"context"
@@ -26,6 +26,7 @@ import (
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/envoy"
 	"kvrouter/internal/web"
+	"kvrouter/test"
 )
 
 const gatewayChat = `{"model":"m","messages":[{"role":"user","content":"Hi"}],"max_tokens":3}`
@@ -70,7 +71,7 @@ func subsetOf(t *testing.T, hint any) string {
 func TestGatewayObeysTheSubset(t *testing.T) {
 	p := newPicker(t)
 	workers, at := fakeWorkers(t, 4)
-	g := routeFakes(t, workers, p.one("--policy=round-robin")...).behind(p, envoy.Options{})
+	g := behind(routeFakes(t, workers, p.one("--policy=round-robin")...), p, envoy.Options{})
 	const nobody = "127.0.0.9:1"
 	for name, test := range map[string]struct {
 		hint any
@@ -102,22 +103,40 @@ func TestGatewayObeysTheSubset(t *testing.T) {
 	g.freed()
 }
 
+// streamed sends chat i, whose answer of so many tokens streams.
+func streamed(ctx context.Context, url string, i, tokens int) (*http.Response, error) {
+	prompt := strings.Repeat(fmt.Sprintf("prompt %d of many ", i), 8)
+	body := fmt.Sprintf(`{"messages":[{"role":"user","content":%q}],"max_tokens":%d,"ignore_eos":true,"stream":true}`, prompt, tokens)
+	request, err := http.NewRequestWithContext(ctx, http.MethodPost, url+testkit.ChatPath, strings.NewReader(body))
+	if err != nil {
+		return nil, err
+	}
+	return http.DefaultClient.Do(request)
+}
+
+// streamHead begins an answer that streams, by its first token.
+func streamHead(w http.ResponseWriter) {
+	w.Header().Set("Content-Type", "text/event-stream")
+	fmt.Fprintf(w, "data: %s\n\n", testkit.TokenEvent)
+	http.NewResponseController(w).Flush()
+}
+
 // TestGatewayShedsLoad fills two slow workers beyond their threshold.
 func TestGatewayShedsLoad(t *testing.T) {
 	p := newPicker(t)
-	g := startMockSite(t, 2, p.one("--policy=kv", "--block-size=4", "--mock-num-gpu-blocks=64", "--speedup-ratio=0.01", "--active-decode-blocks-threshold=0.2")...).behind(p, envoy.Options{})
+	g := behind(test.StartMocks(t, 2, p.one("--policy=kv", "--block-size=4", "--mock-num-gpu-blocks=64", "--speedup-ratio=0.01", "--active-decode-blocks-threshold=0.2")...).Router, p, envoy.Options{})
 	ctx, cancel := context.WithCancel(t.Context())
 	var streaming sync.WaitGroup
 	for i := range 2 {
 		streaming.Go(func() {
-			if response, err := streamed(g.mockSite, ctx, i, 8); err == nil {
+			if response, err := streamed(ctx, g.OpenAI, i, 8); err == nil {
 				io.Copy(io.Discard, response.Body)
 				response.Body.Close()
 			}
 		})
-		testkit.Eventually(t, 10*time.Second, "the request is on its way", func() bool { return g.inFlight() == i+1 })
+		testkit.Eventually(t, 10*time.Second, "the request is on its way", func() bool { return g.InFlight() == i+1 })
 	}
-	response, err := streamed(g.mockSite, ctx, 2, 8)
+	response, err := streamed(ctx, g.OpenAI, 2, 8)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -136,7 +155,7 @@ func TestGatewayShedsLoad(t *testing.T) {
 func TestGatewayWithoutWorkersIs503(t *testing.T) {
 	p := newPicker(t)
 	workers, _ := fakeWorkers(t, 1)
-	g := routeFakes(t, workers, p.one()...).behind(p, envoy.Options{})
+	g := behind(routeFakes(t, workers, p.one()...), p, envoy.Options{})
 	workers[0].Close()
 	refused := 0
 	testkit.Eventually(t, 30*time.Second, "the picker has no worker", func() bool {
@@ -158,7 +177,7 @@ func TestGatewayWithoutWorkersIs503(t *testing.T) {
 func TestGatewayKeepsSessionsAndRenamesModels(t *testing.T) {
 	p := newPicker(t)
 	workers, _ := fakeWorkers(t, 3)
-	g := routeFakes(t, workers, p.one("--policy=round-robin", "--served-model-name=m")...).behind(p, envoy.Options{})
+	g := behind(routeFakes(t, workers, p.one("--policy=round-robin", "--served-model-name=m")...), p, envoy.Options{})
 	response, served := g.do(http.MethodPost, testkit.ChatPath, gatewayChat, "Content-Type", "application/json")
 	token := response.Header.Get(proxy.HeaderSession)
 	for range 5 {
@@ -188,7 +207,7 @@ func TestGatewayKeepsSessionsAndRenamesModels(t *testing.T) {
 func TestGatewayFallsBack(t *testing.T) {
 	p := newPicker(t)
 	workers, at := fakeWorkers(t, 3)
-	g := routeFakes(t, workers, p.flags("--policy=round-robin")...).behind(p, envoy.Options{Workers: at})
+	g := behind(routeFakes(t, workers, p.flags("--policy=round-robin")...), p, envoy.Options{Workers: at})
 	workers[1].Close()
 	served := map[string]int{}
 	for range 9 {
@@ -221,7 +240,7 @@ func TestGatewayFreesWhatAClientLeft(t *testing.T) {
 		<-r.Context().Done()
 		began <- false
 	})
-	g := routeFakes(t, []*testkit.FakeWorker{worker}, p.one()...).behind(p, envoy.Options{})
+	g := behind(routeFakes(t, []*testkit.FakeWorker{worker}, p.one()...), p, envoy.Options{})
 	for _, silent := range []string{"", "yes"} {
 		ctx, cancel := context.WithCancel(t.Context())
 		request, _ := http.NewRequestWithContext(ctx, http.MethodPost, g.envoy.URL+testkit.ChatPath, strings.NewReader(`{"model":"m","messages":[],"stream":true}`))
@@ -236,7 +255,7 @@ func TestGatewayFreesWhatAClientLeft(t *testing.T) {
 			left <- err
 		}()
 		<-began
-		if n := g.inFlight(); n != 1 {
+		if n := g.InFlight(); n != 1 {
 			t.Errorf("silent %q: %d requests booked, want 1", silent, n)
 		}
 		cancel()
@@ -291,8 +310,8 @@ func TestGatewayWithoutItsPicker(t *testing.T) {
 			})
 			args := p.flags("--engine=none", "--no-kv-events", "--worker=url="+worker.URL)
 			port := testkit.FreePorts(t, 2)
-			s := startPlain(t, port, args...)
-			s.waitReady(1, 20*time.Second)
+			s := test.StartAt(t, test.PlainProgram, port, nil, args...)
+			s.WaitReady(1, 20*time.Second)
 			e := envoy.Start(t, envoy.Options{Picker: p.address(), Open: open, Workers: []string{worker.Listener.Addr().String()}})
 			e.WaitForPicker(true)
 			ask := func() (*http.Response, string) {
@@ -319,8 +338,7 @@ func TestGatewayWithoutItsPicker(t *testing.T) {
 				broken <- fmt.Sprintf("%s, then %v", append(first, rest...), err)
 			}()
 			<-began
-			s.command.Process.Kill()
-			<-s.ended
+			s.Kill()
 			select {
 			case how := <-broken:
 				t.Logf("the stream that was on its way: %s", how)
@@ -341,7 +359,7 @@ func TestGatewayWithoutItsPicker(t *testing.T) {
 					t.Errorf("FailClose: %s %s", response.Status, answer)
 				}
 			}
-			startPlain(t, port, args...).waitReady(1, 20*time.Second)
+			test.StartAt(t, test.PlainProgram, port, nil, args...).WaitReady(1, 20*time.Second)
 			e.WaitForPicker(true)
 			testkit.Eventually(t, 10*time.Second, "the picker picks again", func() bool {
 				response, _ := ask()
@@ -375,7 +393,7 @@ func TestGatewayPassesAllKindsOfRequests(t *testing.T) {
 		w.Header().Set("X-Test-Sum", "seven")
 		came <- met{r.Method, r.URL.RequestURI(), r.Header.Get("Content-Type"), string(body), r.Trailer}
 	})
-	g := routeFakes(t, []*testkit.FakeWorker{worker}, p.one("--allow-engine-admin")...).behind(p, envoy.Options{})
+	g := behind(routeFakes(t, []*testkit.FakeWorker{worker}, p.one("--allow-engine-admin")...), p, envoy.Options{})
 	form := "--b\r\nContent-Disposition: form-data; name=\"model\"\r\n\r\nm\r\n--b\r\nContent-Disposition: form-data; name=\"file\"; filename=\"a.wav\"\r\n\r\n" + strings.Repeat("\x00\xff", 100_000) + "\r\n--b--\r\n"
 	for name, test := range map[string]struct {
 		met
@@ -437,7 +455,7 @@ func TestGatewayPassesAllKindsOfRequests(t *testing.T) {
 func TestGatewayRefusesBodiesThatAreTooLarge(t *testing.T) {
 	p := newPicker(t)
 	workers, _ := fakeWorkers(t, 1)
-	g := routeFakes(t, workers, p.one("--max-body-bytes=100000")...).behind(p, envoy.Options{})
+	g := behind(routeFakes(t, workers, p.one("--max-body-bytes=100000")...), p, envoy.Options{})
 	body := func(n int) string {
 		return `{"model":"m","messages":[],"x":"` + strings.Repeat("x", n) + `"}`
 	}
@@ -470,7 +488,7 @@ func TestGatewayRefusesBodiesThatAreTooLarge(t *testing.T) {
 func TestGatewayTakesLargeBodies(t *testing.T) {
 	p := newPicker(t)
 	workers, _ := fakeWorkers(t, 1)
-	g := routeFakes(t, workers, p.one()...).behind(p, envoy.Options{})
+	g := behind(routeFakes(t, workers, p.one()...), p, envoy.Options{})
 	var sent []string
 	for i := range 20 {
 		sent = append(sent, fmt.Sprintf(`{"model":"m","messages":[],"i":%d,"x":"%s"}`, i, strings.Repeat("x", 1<<20+i*150_000)))
@@ -497,7 +515,7 @@ func TestGatewayTakesLargeBodies(t *testing.T) {
 func TestGatewayAsksForKeys(t *testing.T) {
 	p := newPicker(t)
 	workers, _ := fakeWorkers(t, 1)
-	g := routeFakes(t, workers, p.one("--api-key=right")...).behind(p, envoy.Options{})
+	g := behind(routeFakes(t, workers, p.one("--api-key=right")...), p, envoy.Options{})
 	for key, want := range map[string]int{"": 401, "Bearer wrong": 401, "Bearer right": 200} {
 		response, answer := g.do(http.MethodPost, testkit.ChatPath, gatewayChat, "Content-Type", "application/json", "Authorization", key)
 		if response.StatusCode != want || want == 401 && gjson.Get(answer, "error.type").Str != "invalid_api_key" {
@@ -512,7 +530,7 @@ func TestGatewayAsksForKeys(t *testing.T) {
 func TestGatewaySpeaksTLSToThePicker(t *testing.T) {
 	p := newPicker(t)
 	workers, _ := fakeWorkers(t, 1)
-	g := routeFakes(t, workers, p.one("--ext-proc-tls")...).behind(p, envoy.Options{TLS: true})
+	g := behind(routeFakes(t, workers, p.one("--ext-proc-tls")...), p, envoy.Options{TLS: true})
 	if response, answer := g.do(http.MethodPost, testkit.ChatPath, gatewayChat, "Content-Type", "application/json"); answer != `{"worker":0}` {
 		t.Errorf("%s %s", response.Status, answer)
 	}
@@ -552,7 +570,7 @@ func wantHealth(t *testing.T, address string, by credentials.TransportCredential
 func TestGatewayConformance(t *testing.T) {
 	p := newPicker(t)
 	workers, at := fakeWorkers(t, 3)
-	g := routeFakes(t, workers, p.one("--ext-proc-conformance")...).behind(p, envoy.Options{})
+	g := behind(routeFakes(t, workers, p.one("--ext-proc-conformance")...), p, envoy.Options{})
 	for i, address := range at {
 		response, answer := g.do(http.MethodPost, testkit.ChatPath, gatewayChat, "Content-Type", "application/json", "test-epp-endpoint-selection", address)
 		if answer != fmt.Sprintf(`{"worker":%d}`, i) || response.Header.Get("X-Conformance-Test-Served-Endpoint") != address {
@@ -582,10 +600,10 @@ func TestGatewayNamesThePrefillWorker(t *testing.T) {
 		defer response.Body.Close()
 		_, _ = io.Copy(w, response.Body)
 	})
-	s := startApp(t, testkit.FreePorts(t, 2), p.one("--engine=none", "--no-kv-events", "--disagg-min-uncached-tokens=0", "--drain-timeout=1s",
+	s := test.Start(t, p.one("--engine=none", "--no-kv-events", "--disagg-min-uncached-tokens=0", "--drain-timeout=1s",
 		"--worker=url="+prefill.URL+",id=0,role=prefill,kind=nixl", "--worker=url="+sidecar.URL+",id=1,role=decode,kind=nixl")...)
-	testkit.Eventually(t, 20*time.Second, "both up", func() bool { return len(s.app.router.Targets()) == 2 })
-	g := s.behind(p, envoy.Options{})
+	s.WaitReady(2, 20*time.Second)
+	g := behind(s, p, envoy.Options{})
 	response, answer := g.do(http.MethodPost, testkit.ChatPath, gatewayChat, "Content-Type", "application/json")
 	if answer != `{"kv_transfer_params":{"remote":1}}` {
 		t.Errorf("%s %s", response.Status, answer)
@@ -607,7 +625,7 @@ func TestGatewayPassesErrorsOfWorkersOn(t *testing.T) {
 		w.WriteHeader(http.StatusBadRequest)
 		io.WriteString(w, refusal)
 	})
-	g := routeFakes(t, []*testkit.FakeWorker{worker}, p.one()...).behind(p, envoy.Options{})
+	g := behind(routeFakes(t, []*testkit.FakeWorker{worker}, p.one()...), p, envoy.Options{})
 	if response, answer := g.do(http.MethodPost, testkit.ChatPath, gatewayChat, "Content-Type", "application/json"); response.StatusCode != http.StatusBadRequest || answer != refusal {
 		t.Errorf("%s %s", response.Status, answer)
 	}

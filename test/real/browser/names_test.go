@@ -1,15 +1,15 @@
-package main
+package browser
 
 import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"testing"
 	"time"
 
-	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit/kubetest"
+	"kvrouter/test"
 )
 
 // TestBrowserShowsDiscoveredWorkers: by their names, cut where they are long, with one
@@ -22,23 +22,18 @@ func TestBrowserShowsDiscoveredWorkers(t *testing.T) {
 	}
 	const draining, unready = 1, 2
 	b := startBrowser(t)
-	mocks := startMockSite(t, len(names), "--speedup-ratio=2")
-	s := mocks.route()
-	lists, followed := make(chan []kv.Worker), make(chan struct{})
-	go func() { defer close(followed); s.app.fleet.Follow(lists) }()
-	defer func() { close(lists); <-followed }()
-	list := make([]kv.Worker, len(names))
+	pods := test.StartCluster(t, test.StartWorkers(t, len(names), "--speedup-ratio=2"))
 	for i, name := range names {
-		list[i] = kv.Worker{ID: 1<<52 + uint64(i), Name: name, URL: mocks.workerURL(i)}
+		pods.Worker(i, name, nil)
 	}
-	lists <- list
+	s := test.Start(t, "--engine=none", "--drain-timeout=5s", "--model="+test.BuiltinModel(t), "--discovery=kubernetes", "--selector=app=vllm")
+	s.WaitReady(len(names), 30*time.Second)
 	b.watched(s, len(names))
-	stop := s.load(4)
+	stop := keepBusy(t, s, 4)
 	defer stop()
 	b.until(30*time.Second, "requests of each", "[...document.querySelectorAll('.card [data-field=requests]')].every(f => Number(f.innerText) > 0)")
-	list = slices.Clone(list)
-	list[draining].Held, list[unready].Held = kv.HoldDraining, kv.HoldNotReady
-	lists <- list
+	pods.Worker(draining, names[draining], func(p *kubetest.Pod) { p.Ending = true })
+	pods.Worker(unready, names[unready], func(p *kubetest.Pod) { p.NotReady = true })
 	for _, held := range []struct {
 		worker           int
 		class, said, why string
@@ -75,5 +70,5 @@ func TestBrowserShowsDiscoveredWorkers(t *testing.T) {
 			}
 		}
 	})
-	b.clean(s.selection)
+	b.clean(s.Port)
 }

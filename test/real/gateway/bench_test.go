@@ -1,4 +1,4 @@
-package main
+package gateway
 
 import (
 	"bufio"
@@ -24,6 +24,8 @@ import (
 	"kvrouter/internal/testkit/envoy"
 	"kvrouter/internal/tokens"
 	"kvrouter/internal/web"
+	"kvrouter/test"
+	"kvrouter/test/real/peers"
 )
 
 // Environment of the measurements: `make bench-gateway` sets the first, the file of the
@@ -57,12 +59,12 @@ func TestGatewayPart(t *testing.T) {
 	if part[0] == "echo" {
 		defer (&envoy.Echo{Addresses: part[2]}).Serve(listener)()
 	} else {
-		model := testModel(t)
+		model := test.OpenModel(t)
 		model.SetMaxModelLen(benchModelLen)
-		engine := newPeersBackend(t, "0", model, benchBlocks)
+		engine := peers.NewBackend(t, "0", model, benchBlocks)
 		server := &http.Server{Handler: benchEngine(engine)}
 		var running sync.WaitGroup
-		running.Go(engine.publish)
+		running.Go(engine.Publish)
 		running.Go(func() { _ = server.Serve(listener) })
 		defer func() {
 			ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
@@ -71,7 +73,7 @@ func TestGatewayPart(t *testing.T) {
 				t.Error(err)
 				return
 			}
-			close(engine.prompts) // no request is left that has any
+			engine.Close() // no request is left that has any
 			running.Wait()
 		}()
 	}
@@ -80,8 +82,8 @@ func TestGatewayPart(t *testing.T) {
 
 // benchEngine answers a chat at once: as a whole, or in 32 events where it is to be
 // streamed.
-func benchEngine(b *peersBackend) http.Handler {
-	rest := b.handler()
+func benchEngine(b *peers.Backend) http.Handler {
+	rest := b.Handler()
 	whole := []byte(`{"id":"chatcmpl-1","object":"chat.completion","created":1700000000,"model":"m","choices":[{"index":0,"message":{"role":"assistant","content":"Yes."},"finish_reason":"stop"}]}`)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
@@ -103,7 +105,7 @@ func benchEngine(b *peersBackend) http.Handler {
 			}
 			w.Header().Set("Content-Type", "application/json")
 			_, _ = w.Write(whole)
-			b.note(body)
+			b.Note(body)
 		case "/v1/models":
 			fmt.Fprintf(w, `{"object":"list","data":[{"id":"m","object":"model","max_model_len":%d}]}`, benchModelLen)
 		default:
@@ -186,6 +188,15 @@ type benchLoad struct {
 	requests int // in a round
 }
 
+// percentile returns the value below which the share q of all lie.
+func percentile(all []time.Duration, q float64) time.Duration {
+	if len(all) == 0 {
+		return 0
+	}
+	slices.Sort(all)
+	return all[int(q*float64(len(all)-1))]
+}
+
 // benchResult is what a load on a way came to.
 type benchResult struct {
 	took     []time.Duration          // of each request
@@ -264,9 +275,9 @@ func TestBenchGateway(t *testing.T) {
 	if file == "" {
 		t.Skip("make bench-gateway runs it")
 	}
-	model := testModel(t)
+	model := test.OpenModel(t)
 	model.SetMaxModelLen(benchModelLen)
-	words := englishWords(model)
+	words := peers.EnglishWords(model)
 	p := newPicker(t)
 	ports := testkit.FreePorts(t, 4)
 	at := func(i int) string { return fmt.Sprintf("127.0.0.1:%d", ports+i) }
@@ -274,8 +285,8 @@ func TestBenchGateway(t *testing.T) {
 	b := &bench{t: t, client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 64}}, engine: "http://" + engine}
 	t.Cleanup(b.client.CloseIdleConnections)
 	enginePID, echoPID := startPart(t, "engine", engine), startPart(t, "echo", echo, engine)
-	s := startPlain(t, ports+2, p.flags("--engine=none", "--model="+testModelFolder(), "--served-model-name=m", "--worker=url="+b.engine)...)
-	s.waitReady(1, 30*time.Second)
+	s := test.StartAt(t, test.PlainProgram, ports+2, nil, p.flags("--engine=none", "--model="+test.ModelFolder(), "--served-model-name=m", "--worker=url="+b.engine)...)
+	s.WaitReady(1, 30*time.Second)
 	way := func(name, url string, pids map[string]int) benchWay {
 		pids[partEngine] = enginePID
 		return benchWay{name, url, pids}
@@ -292,8 +303,8 @@ func TestBenchGateway(t *testing.T) {
 		way("engine alone", b.engine, map[string]int{}),
 		gateway("Envoy alone", "", map[string]int{}),
 		gateway("Envoy + trivial picker", echo, map[string]int{partPicker: echoPID}),
-		gateway("Envoy + kvrouter", p.address(), map[string]int{partPicker: s.command.Process.Pid}),
-		way("kvrouter alone", s.openAI, map[string]int{partPicker: s.command.Process.Pid}),
+		gateway("Envoy + kvrouter", p.address(), map[string]int{partPicker: s.Command.Process.Pid}),
+		way("kvrouter alone", s.OpenAI, map[string]int{partPicker: s.Command.Process.Pid}),
 	}
 	out := &strings.Builder{}
 	b.side(out, ways, words)
@@ -312,9 +323,9 @@ func TestBenchGateway(t *testing.T) {
 // benchBody is a chat of about n bytes, whose answer is streamed or not.
 func benchBody(words []string, n int, stream bool, contents ...string) []byte {
 	if n > 0 {
-		contents = []string{proseOf(rand.New(rand.NewPCG(5, uint64(n))), words, n/5)[:n]}
+		contents = []string{peers.Prose(rand.New(rand.NewPCG(5, uint64(n))), words, n/5)[:n]}
 	}
-	body := chatBody(contents...)
+	body := peers.ChatBody(contents...)
 	if !stream {
 		body = bytes.Replace(body, []byte(`"stream":true}`), []byte(`"stream":false}`), 1)
 	}
@@ -380,11 +391,11 @@ func (b *bench) long(out io.Writer, way benchWay, model *tokens.Model, words []s
 	// The sample tells how many words that is.
 	random := rand.New(rand.NewPCG(9, 9))
 	const sample = 20_000
-	ids, err := model.ChatTokens(chatBody(proseOf(random, words, sample)))
+	ids, err := model.ChatTokens(peers.ChatBody(peers.Prose(random, words, sample)))
 	if err != nil {
 		b.t.Fatal(err)
 	}
-	prose := func(tokens int) string { return proseOf(random, words, tokens*sample/len(ids)) }
+	prose := func(tokens int) string { return peers.Prose(random, words, tokens*sample/len(ids)) }
 	var prefixes []string
 	for range benchPrefixes {
 		prefixes = append(prefixes, prose(80_000))

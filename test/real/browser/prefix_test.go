@@ -1,4 +1,4 @@
-package main
+package browser
 
 import (
 	"fmt"
@@ -13,8 +13,8 @@ import (
 // TestBrowserBehindAPrefix looks at the page through a proxy that has it at a path of
 // its own, and that loses the stream while the page is in the background.
 func TestBrowserBehindAPrefix(t *testing.T) {
-	s := startMockSite(t, 1, "--router-api-key=open-sesame")
-	to, err := url.Parse(s.selection)
+	s := startKeyed(t)
+	to, err := url.Parse(s.Port)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -1,12 +1,15 @@
-package main
+package browser
 
 import (
 	"bytes"
 	"cmp"
+	"fmt"
 	"image"
 	"image/color"
 	"image/png"
+	"kvrouter/test"
 	"maps"
+	"net/http"
 	"os"
 	"path/filepath"
 	"slices"
@@ -37,12 +40,12 @@ func TestBrowserPictures(t *testing.T) {
 	}
 	const workers, resting = 6, 4
 	b := startBrowser(t)
-	s := startMockSite(t, workers, "--speedup-ratio=1", "--mock-num-gpu-blocks=2048")
-	b.watched(s, workers)
-	stop := s.load(12)
+	s := test.StartMocks(t, workers, "--speedup-ratio=1", "--mock-num-gpu-blocks=2048")
+	b.watched(s.Router, workers)
+	stop := keepBusy(t, s.Router, 12)
 	defer stop()
-	if err := s.app.router.Rest(resting); err != nil {
-		t.Fatal(err)
+	if status, answer := test.Post(t, fmt.Sprintf("%s/ui/workers/%d/drain", s.Port, resting), ""); status != http.StatusNoContent {
+		t.Fatal(status, string(answer))
 	}
 	b.until(90*time.Second, "some trends", "document.querySelectorAll('.spark path:not(.area)').length > 4 && performance.now() > 60000")
 	widths := pictureWidths

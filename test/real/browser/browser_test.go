@@ -1,4 +1,4 @@
-package main
+package browser
 
 import (
 	"bufio"
@@ -31,6 +31,7 @@ import (
 
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/web"
+	"kvrouter/test"
 )
 
 // Environment variables of the tests in a browser: with the first a missing browser is
@@ -195,17 +196,17 @@ func same(shown string, want float64) bool {
 	return math.Abs(number(shown)-want) <= math.Max(0.0006, math.Abs(want)*0.006)
 }
 
-// load keeps a site busy with chats that share prefixes, from so many clients, until the
+// keepBusy keeps a router busy with chats that share prefixes, from so many clients, until the
 // returned function is called.
-func (s *mockSite) load(clients int) (stop func()) {
-	ctx, cancel := context.WithCancel(s.t.Context())
+func keepBusy(t *testing.T, s *test.Router, clients int) (stop func()) {
+	ctx, cancel := context.WithCancel(t.Context())
 	var all sync.WaitGroup
 	for i := range clients {
 		all.Go(func() {
 			random := rand.New(rand.NewPCG(1, uint64(i)))
 			for ctx.Err() == nil {
 				group := rand.New(rand.NewPCG(2, uint64(random.IntN(6))))
-				s.chat(ctx, []map[string]string{message("system", words(group, 120+40*group.IntN(8))), message("user", words(random, 30+random.IntN(60)))}, true, 20+random.IntN(40))
+				s.Chat(ctx, []map[string]string{test.Message("system", test.Words(group, 120+40*group.IntN(8))), test.Message("user", test.Words(random, 30+random.IntN(60)))}, true, 20+random.IntN(40))
 			}
 		})
 	}
@@ -216,9 +217,9 @@ func (s *mockSite) load(clients int) (stop func()) {
 }
 
 // watched waits until decisions are explained: somebody must look for that.
-func (b *browser) watched(s *mockSite, workers int) {
+func (b *browser) watched(s *test.Router, workers int) {
 	b.t.Helper()
-	b.open(s.selection + "/")
+	b.open(s.Port + "/")
 	b.until(10*time.Second, "a card for each worker", fmt.Sprintf("document.querySelectorAll('.card').length === %d", workers))
 	b.until(5*time.Second, "the page says it is live", "document.querySelector('[data-field=status]').innerText === 'Ready'")
 }
@@ -226,17 +227,16 @@ func (b *browser) watched(s *mockSite, workers int) {
 func TestBrowser(t *testing.T) {
 	const workers = 4
 	b := startBrowser(t)
-	s := startMockSite(t, workers, "--speedup-ratio=2")
-	b.watched(s, workers)
-	stop := s.load(6)
+	s := test.StartMocks(t, workers, "--speedup-ratio=2")
+	b.watched(s.Router, workers)
+	stop := keepBusy(t, s.Router, 6)
 	defer stop()
 
 	b.until(10*time.Second, "requests in flight on the cards", "[...document.querySelectorAll('.card [data-field=in_flight]')].some(f => Number(f.innerText) > 0)")
 	b.until(30*time.Second, "more than a hundred requests", "Number(document.querySelector('.tile .more').innerText.split(' ')[0].replace(/\\D/g, '')) > 100")
 
-	b.run(t, "a worker's crash shows within 2 s, and its return", func(t *testing.T) { b.seesCrash(t, s) })
 	stop()
-	testkit.Eventually(t, 10*time.Second, "all ended", func() bool { return s.inFlight() == 0 })
+	testkit.Eventually(t, 10*time.Second, "all ended", func() bool { return s.InFlight() == 0 })
 	b.run(t, "cards show what /metrics says", func(t *testing.T) { b.seesMetrics(t, s, workers) })
 	b.run(t, "a request and its receipt", func(t *testing.T) { b.seesReceipt(t, s) })
 	b.run(t, "text stands out from its ground", func(t *testing.T) { b.standsOut(t, s) })
@@ -245,40 +245,50 @@ func TestBrowser(t *testing.T) {
 	b.run(t, "the try box streams", func(t *testing.T) { b.tries(t, s) })
 	t.Run("twenty look at once", func(t *testing.T) { lookAtOnce(t, s, 20) })
 	b.run(t, "trends are drawn", func(t *testing.T) { b.seesTrends(t) })
-	b.clean(s.selection)
+	b.clean(s.Port)
 }
 
-// seesCrash ends a worker and waits for its card to say so, if only once it is back:
-// between two states nobody sees it down.
-func (b *browser) seesCrash(t *testing.T, s *mockSite) {
-	const state = ".card[data-worker='2'] [data-field=state]"
-	if said := b.text(state); said != "Ready" {
-		t.Fatalf("worker 2 is %s", said)
+// crash matches the log's line of a mock worker's crash.
+var crash = regexp.MustCompile(`worker (\d+): crash asked for`)
+
+// TestBrowserSeesACrash waits for the first worker's crash and for its card to say so,
+// if only once it is back: between two states nobody sees it down.
+func TestBrowserSeesACrash(t *testing.T) {
+	const workers = 4
+	b := startBrowser(t)
+	s := test.StartMocker(t, workers, "--mock-crash-every=10s")
+	b.watched(s, workers)
+	state := func(worker int) string { return fmt.Sprintf(".card[data-worker='%d'] [data-field=state]", worker) }
+	for worker := range workers {
+		if said := b.text(state(worker)); said != "Ready" {
+			t.Fatalf("worker %d is %s", worker, said)
+		}
 	}
-	s.app.mocker.Worker(2).End(errors.New("killed by the test"))
-	b.until(2*time.Second, "the crash on the card", fmt.Sprintf("document.querySelector(%q).innerText !== 'Ready' || document.querySelector(\".card[data-worker='2'] .why\")?.innerText.includes('started again')", state))
-	b.until(15*time.Second, "the worker's return on the card", fmt.Sprintf("document.querySelector(%q).innerText === 'Ready'", state))
-	if restarts := b.text(".card[data-worker='2'] [data-field=restarts]"); restarts != "1" {
+	crashed := -1
+	testkit.Eventually(t, 20*time.Second, "a worker's crash", func() bool {
+		found := crash.FindStringSubmatch(s.Log.String())
+		if found != nil {
+			crashed, _ = strconv.Atoi(found[1])
+		}
+		return found != nil
+	})
+	b.until(2*time.Second, "the crash on the card", fmt.Sprintf("document.querySelector(%q).innerText !== 'Ready' || document.querySelector(\".card[data-worker='%d'] .why\")?.innerText.includes('started again')", state(crashed), crashed))
+	b.until(15*time.Second, "the worker's return on the card", fmt.Sprintf("document.querySelector(%q).innerText === 'Ready'", state(crashed)))
+	if restarts := b.text(fmt.Sprintf(".card[data-worker='%d'] [data-field=restarts]", crashed)); restarts != "1" {
 		t.Errorf("the card counts %s restarts", restarts)
 	}
-}
-
-// metricLines reads the metrics page.
-func metricLines(t *testing.T, s *mockSite) testkit.MetricsLines {
-	t.Helper()
-	_, page := testkit.HTTPGet(t, s.openAI+"/metrics")
-	return testkit.ReadMetricsPage(string(page))
+	b.clean(s.Port)
 }
 
 // seesMetrics holds the cards against the metrics page of an idle site.
-func (b *browser) seesMetrics(t *testing.T, s *mockSite, workers int) {
-	s.settle()
+func (b *browser) seesMetrics(t *testing.T, s *test.Mocks, workers int) {
+	s.Settle()
 	for _, field := range []struct{ name, metric string }{
 		{"blocks", "kvrouter_worker_blocks"}, {"in_flight", "kvrouter_worker_in_flight"},
 		{"prefill_tokens", "kvrouter_worker_prefill_tokens"}, {"restarts", "kvrouter_worker_restarts_total"},
 	} {
 		testkit.Eventually(t, 5*time.Second, field.name+" on each card as on /metrics", func() bool {
-			lines := metricLines(t, s)
+			lines := s.Metrics()
 			for i := range workers {
 				want, known := lines[fmt.Sprintf(`%s{dp_rank="0",worker_id="%d"}`, field.metric, i)]
 				if !known || !same(b.text(fmt.Sprintf(".card[data-worker='%d'] [data-field=%s]", i, field.name)), want) {
@@ -290,7 +300,7 @@ func (b *browser) seesMetrics(t *testing.T, s *mockSite, workers int) {
 	}
 	testkit.Eventually(t, 5*time.Second, "requests on each card as on /metrics", func() bool {
 		ended := map[string]float64{}
-		for series, n := range metricLines(t, s) {
+		for series, n := range s.Metrics() {
 			if strings.HasPrefix(series, "kvrouter_requests_total{") {
 				_, id, _ := strings.Cut(series, `worker_id="`)
 				id, _, _ = strings.Cut(id, `"`)
@@ -307,13 +317,13 @@ func (b *browser) seesMetrics(t *testing.T, s *mockSite, workers int) {
 }
 
 // seesReceipt sends a chat, and finds it in the list and explained.
-func (b *browser) seesReceipt(t *testing.T, s *mockSite) {
+func (b *browser) seesReceipt(t *testing.T, s *test.Mocks) {
 	const id = "page-test-receipt"
-	prompt := words(rand.New(rand.NewPCG(3, 3)), 150)
-	var got answer
+	prompt := test.Words(rand.New(rand.NewPCG(3, 3)), 150)
+	var got test.Answer
 	for _, name := range []string{"page-test-before", id} { // the second finds what the first has left
-		body, _ := json.Marshal(map[string]any{"messages": []map[string]string{message("user", prompt)}, "max_tokens": 4})
-		request, _ := http.NewRequestWithContext(t.Context(), http.MethodPost, s.openAI+testkit.ChatPath, bytes.NewReader(body))
+		body, _ := json.Marshal(map[string]any{"messages": []map[string]string{test.Message("user", prompt)}, "max_tokens": 4})
+		request, _ := http.NewRequestWithContext(t.Context(), http.MethodPost, s.OpenAI+testkit.ChatPath, bytes.NewReader(body))
 		request.Header.Set("Content-Type", "application/json")
 		request.Header.Set(web.HeaderRequest, name)
 		response, err := http.DefaultClient.Do(request)
@@ -321,25 +331,25 @@ func (b *browser) seesReceipt(t *testing.T, s *mockSite) {
 			t.Fatal(err)
 		}
 		usage := gjson.Parse(readAll(t, response.Body)).Get("usage")
-		got.worker, _ = strconv.ParseUint(response.Header.Get(web.HeaderWorker), 10, 64)
-		got.predicted, _ = strconv.Atoi(response.Header.Get(web.HeaderOverlap))
-		got.prompt, got.cached = int(usage.Get("prompt_tokens").Int()), int(usage.Get("prompt_tokens_details.cached_tokens").Int())
-		s.settle()
+		got.Worker, _ = strconv.ParseUint(response.Header.Get(web.HeaderWorker), 10, 64)
+		got.Predicted, _ = strconv.Atoi(response.Header.Get(web.HeaderOverlap))
+		got.Prompt, got.Cached = int(usage.Get("prompt_tokens").Int()), int(usage.Get("prompt_tokens_details.cached_tokens").Int())
+		s.Settle()
 	}
-	if got.cached == 0 {
+	if got.Cached == 0 {
 		t.Fatalf("nothing was cached: %+v", got)
 	}
 	eval[bool](b, "(location.hash = '#/requests', true)")
 	row := "[data-request='" + id + "']"
 	b.until(5*time.Second, "the request in the list", fmt.Sprintf("document.querySelector(%q) && document.querySelector(%q).innerText === 'done'", row, row+" [data-field=end]"))
-	for field, want := range map[string]int{"worker": int(got.worker), "prompt_tokens": got.prompt, "predicted": got.predicted, "cached": got.cached} {
+	for field, want := range map[string]int{"worker": int(got.Worker), "prompt_tokens": got.Prompt, "predicted": got.Predicted, "cached": got.Cached} {
 		if shown := b.text(row + " [data-field=" + field + "]"); number(shown) != float64(want) {
 			t.Errorf("the list has %s %q, the answer said %d", field, shown, want)
 		}
 	}
 	b.click(row + " a")
 	b.until(5*time.Second, "the receipt", "document.querySelectorAll('aside .candidate [data-field=total]').length > 0")
-	_, explained := testkit.HTTPGet(t, s.selection+"/ui/requests/"+id)
+	_, explained := testkit.HTTPGet(t, s.Port+"/ui/requests/"+id)
 	receipt := gjson.ParseBytes(explained)
 	if shown := b.text("aside [data-field=margin]"); !same(shown, receipt.Get("margin").Float()) {
 		t.Errorf("the margin reads %q, it is %v", shown, receipt.Get("margin"))
@@ -389,11 +399,11 @@ const contrast = `(() => {
 })()`
 
 // standsOut reads all texts of some views in both colour schemes.
-func (b *browser) standsOut(t *testing.T, s *mockSite) {
+func (b *browser) standsOut(t *testing.T, s *test.Mocks) {
 	for _, scheme := range []string{"light", "dark"} {
 		b.like(1600, scheme)
 		for _, view := range []string{"fleet", "requests/page-test-receipt", "cache", "trends", "try"} {
-			b.open(s.selection + "/ui/#/" + view)
+			b.open(s.Port + "/ui/#/" + view)
 			b.until(5*time.Second, view, "document.querySelector('.view:not([hidden])')")
 			b.fits()
 			for _, text := range eval[[]string](b, contrast) {
@@ -410,7 +420,7 @@ func (b *browser) standsOut(t *testing.T, s *mockSite) {
 }
 
 // seesTree holds the tree against the state that the stream tells.
-func (b *browser) seesTree(t *testing.T, s *mockSite) {
+func (b *browser) seesTree(t *testing.T, s *test.Mocks) {
 	eval[bool](b, "(location.hash = '#/cache', true)")
 	nodes := gjson.ParseBytes(firstState(t, s)).Get("cache.nodes").Array()
 	if len(nodes) < 6 { // one for each group of the load at least
@@ -428,7 +438,7 @@ func (b *browser) seesTree(t *testing.T, s *mockSite) {
 }
 
 // drains takes a worker out and back in, as a person does it.
-func (b *browser) drains(t *testing.T, s *mockSite) {
+func (b *browser) drains(t *testing.T, s *test.Mocks) {
 	const card = ".card[data-worker='1']"
 	eval[bool](b, "(location.hash = '#/fleet', true)")
 	for _, step := range []struct{ ask, state string }{{"Drain worker 1?", "Resting"}, {"Readmit worker 1?", "Ready"}} {
@@ -443,10 +453,10 @@ func (b *browser) drains(t *testing.T, s *mockSite) {
 }
 
 // tries chats through the page, and asks where a chat would go.
-func (b *browser) tries(t *testing.T, s *mockSite) {
-	b.open(s.selection + "/ui/#/try")
+func (b *browser) tries(t *testing.T, s *test.Mocks) {
+	b.open(s.Port + "/ui/#/try")
 	b.until(5*time.Second, "the box", "document.querySelector('#try-text')")
-	prompt := words(rand.New(rand.NewPCG(4, 4)), 200)
+	prompt := test.Words(rand.New(rand.NewPCG(4, 4)), 200)
 	eval[bool](b, `(() => {
 		window.seen = [];
 		new MutationObserver(() => {
@@ -462,14 +472,14 @@ func (b *browser) tries(t *testing.T, s *mockSite) {
 		t.Errorf("the answer came in %d pieces", steps)
 	}
 	b.until(5*time.Second, "the receipt beside it", "document.querySelector('.beside .candidate.chosen') && document.querySelector('.beside [data-field=end]').innerText === 'done'")
-	s.settle()
+	s.Settle()
 	b.fill("#try-text", "Go on")
 	b.click("#try-where")
 	b.until(5*time.Second, "where it would go", "document.querySelector('.beside h2').innerText === 'Where it would go'")
 	if said := b.text(".beside .summary"); !strings.HasPrefix(said, "It would go to worker ") {
 		t.Errorf("the page says %q", said)
 	}
-	if s.inFlight() != 0 {
+	if s.InFlight() != 0 {
 		t.Error("the question is booked")
 	}
 }
@@ -486,7 +496,7 @@ func (b *browser) seesTrends(t *testing.T) {
 }
 
 // firstState is the state that a viewer gets who comes now.
-func firstState(t *testing.T, s *mockSite) []byte {
+func firstState(t *testing.T, s *test.Mocks) []byte {
 	t.Helper()
 	var state []byte
 	if err := follow(t.Context(), s, 1, func(data []byte) { state = bytes.Clone(data) }); err != nil {
@@ -496,10 +506,10 @@ func firstState(t *testing.T, s *mockSite) []byte {
 }
 
 // follow reads the stream for so many states.
-func follow(ctx context.Context, s *mockSite, states int, heard func([]byte)) error {
+func follow(ctx context.Context, s *test.Mocks, states int, heard func([]byte)) error {
 	ctx, cancel := context.WithTimeout(ctx, 20*time.Second)
 	defer cancel()
-	request, err := http.NewRequestWithContext(ctx, http.MethodGet, s.selection+"/ui/stream", nil)
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, s.Port+"/ui/stream", nil)
 	if err != nil {
 		return err
 	}
@@ -528,7 +538,7 @@ func follow(ctx context.Context, s *mockSite, states int, heard func([]byte)) er
 }
 
 // lookAtOnce has so many people look, who all see the same.
-func lookAtOnce(t *testing.T, s *mockSite, viewers int) {
+func lookAtOnce(t *testing.T, s *test.Mocks, viewers int) {
 	const states = 3
 	var mu sync.Mutex
 	times := map[float64]int{} // states by their time
@@ -550,10 +560,16 @@ func lookAtOnce(t *testing.T, s *mockSite, viewers int) {
 	}
 }
 
+// startKeyed starts a router over one worker whose page asks for the key open-sesame.
+func startKeyed(t *testing.T) *test.Router {
+	w := test.StartWorkers(t, 1)
+	return test.Start(t, append([]string{"--engine=none", "--drain-timeout=5s", "--model=" + test.BuiltinModel(t), "--router-api-key=open-sesame"}, w.Attach()...)...)
+}
+
 func TestBrowserAsksForTheKey(t *testing.T) {
 	b := startBrowser(t)
-	s := startMockSite(t, 1, "--router-api-key=open-sesame")
-	b.open(s.selection + "/")
+	s := startKeyed(t)
+	b.open(s.Port + "/")
 	b.until(10*time.Second, "the sign-in view", "document.querySelector('#key')")
 	if dir := os.Getenv(envPictures); dir != "" {
 		b.eachLook(pictureWidths, func(look string) { b.picture(filepath.Join(dir, "signin-"+look+".png")) })
@@ -575,7 +591,7 @@ func TestBrowserAsksForTheKey(t *testing.T) {
 	}
 	b.click(".right button")
 	b.until(5*time.Second, "the sign-in view again", "document.querySelector('#key')")
-	b.clean(s.selection)
+	b.clean(s.Port)
 }
 
 // like sets a width and a colour scheme.

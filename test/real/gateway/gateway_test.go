@@ -1,4 +1,4 @@
-package main
+package gateway
 
 import (
 	"bufio"
@@ -25,10 +25,8 @@ import (
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/envoy"
 	"kvrouter/internal/web"
+	"kvrouter/test"
 )
-
-// The gateway tests have a real Envoy ask kvrouter where each request goes.
-// `make test-gateway` runs them; without $KVROUTER_ENVOY they are skipped.
 
 // pickerAt is where a test's router is an endpoint picker.
 type pickerAt int
@@ -57,27 +55,27 @@ func (p pickerAt) one(more ...string) []string {
 
 // gateway is an Envoy and the router that is its picker. Chats go through Envoy.
 type gateway struct {
-	*mockSite
-	direct *site // the router's own OpenAI port
-	envoy  *envoy.Envoy
+	*test.Router              // as seen through Envoy
+	direct       *test.Router // the router's own OpenAI port
+	envoy        *envoy.Envoy
 }
 
 // behind starts an Envoy whose picker is s, at p.
-func (s *mockSite) behind(p pickerAt, o envoy.Options) *gateway {
-	s.t.Helper()
+func behind(s *test.Router, p pickerAt, o envoy.Options) *gateway {
+	s.T.Helper()
 	o.Picker = p.address()
-	g := &gateway{direct: s.site, envoy: envoy.Start(s.t, o)}
-	through := *s.site
-	through.openAI = g.envoy.URL
-	g.mockSite = &mockSite{site: &through, app: s.app, t: s.t, end: s.end}
+	g := &gateway{direct: s, envoy: envoy.Start(s.T, o)}
+	through := *s
+	through.OpenAI = g.envoy.URL
+	g.Router = &through
 	g.envoy.WaitForPicker(true)
 	return g
 }
 
 // do sends a request to the gateway and reads its whole answer.
 func (g *gateway) do(method, path, body string, headers ...string) (*http.Response, string) {
-	g.t.Helper()
-	return send(g.t, method, g.envoy.URL+path, body, headers...)
+	g.T.Helper()
+	return send(g.T, method, g.envoy.URL+path, body, headers...)
 }
 
 // send sends a request with headers, names and values in turn, and reads its whole
@@ -105,23 +103,22 @@ func send(t testing.TB, method, url, body string, headers ...string) (*http.Resp
 
 // freed waits until the router has nothing booked any more.
 func (g *gateway) freed() {
-	g.t.Helper()
-	testkit.Eventually(g.t, 20*time.Second, "all bookings freed", func() bool { return g.inFlight() == 0 })
-	if err := g.app.router.Check(); err != nil {
-		g.t.Error(err)
-	}
+	g.T.Helper()
+	testkit.Eventually(g.T, 20*time.Second, "all bookings freed", func() bool {
+		return !slices.ContainsFunc(g.Workers(), func(w selection.WorkerRecord) bool { return w.InFlight != 0 || w.PrefillTokens != 0 })
+	})
 }
 
 // routeFakes starts a router over workers whose answers the test gives, and waits until
 // all are up.
-func routeFakes(t testing.TB, workers []*testkit.FakeWorker, args ...string) *mockSite {
+func routeFakes(t testing.TB, workers []*testkit.FakeWorker, args ...string) *test.Router {
 	t.Helper()
 	var all []string
 	for i, w := range workers {
 		all = append(all, fmt.Sprintf("--worker=url=%s,id=%d", w.URL, i))
 	}
-	s := startApp(t, testkit.FreePorts(t, 2), append(append(all, "--engine=none", "--no-kv-events", "--drain-timeout=1s"), args...)...)
-	testkit.Eventually(t, 20*time.Second, "all workers up", func() bool { return len(s.app.router.Targets()) == len(workers) })
+	s := test.Start(t, append(append(all, "--engine=none", "--no-kv-events", "--drain-timeout=1s"), args...)...)
+	s.WaitReady(len(workers), 20*time.Second)
 	return s
 }
 
@@ -213,24 +210,17 @@ func gatewayPrompt(client, conversation int) (text, note string) {
 // the prediction is what the worker had cached.
 func TestGatewayAnswersAreTheWorkers(t *testing.T) {
 	p := newPicker(t)
-	mocks := startMockSite(t, 4, "--speedup-ratio=0", "--mock-num-gpu-blocks=100000", "--mock-output-tokens=16")
+	mocks := test.StartWorkers(t, 4, "--speedup-ratio=0", "--mock-num-gpu-blocks=100000", "--mock-output-tokens=16")
 	var taps []*wireTap
-	var workers []string
+	args := []string{"--engine=none", "--drain-timeout=5s", "--model=" + test.BuiltinModel(t)}
 	for i := range 4 {
-		taps = append(taps, newWireTap(t, mocks.workerURL(i)))
-		workers = append(workers, fmt.Sprintf("--worker=url=%s,id=%d", taps[i].URL, i))
+		taps = append(taps, newWireTap(t, mocks.URL(i)))
+		args = append(args, fmt.Sprintf("--worker=url=%s,id=%d", taps[i].URL, i))
 	}
-	s := mocks.route(p.one(workers...)...)
-	testkit.Eventually(t, 20*time.Second, "the events of all are followed", func() bool {
-		followed := 0
-		for key, stats := range s.app.fleet.Streams() {
-			if stats.Connected.Load() && mocks.rank(key).Events.Pub.Subscribers() == 2 {
-				followed++
-			}
-		}
-		return followed == 4
-	})
-	g := s.behind(p, envoy.Options{})
+	s := test.Start(t, p.one(args...)...)
+	s.WaitReady(4, 30*time.Second)
+	(&test.Mocks{Router: s, Workers: mocks, T: t}).Follow()
+	g := behind(s, p, envoy.Options{})
 
 	var mu sync.Mutex // guards what follows
 	var chats, streams, cached, wrong int
@@ -241,7 +231,7 @@ func TestGatewayAnswersAreTheWorkers(t *testing.T) {
 		clients.Go(func() {
 			for conversation := range gatewayConversations {
 				text, note := gatewayPrompt(client, conversation)
-				messages := say(text)
+				messages := test.Say(text)
 				for turn := range gatewayTurns {
 					name, stream := fmt.Sprintf("%d-%d-%d", client, conversation, turn), (conversation+turn)%2 == 0
 					body := map[string]any{"messages": messages, "max_tokens": 16, "metadata": map[string]string{"note": note}}
@@ -250,34 +240,32 @@ func TestGatewayAnswersAreTheWorkers(t *testing.T) {
 					}
 					sent := string(mocker.MustJSON(body))
 					response, got := g.do(http.MethodPost, testkit.ChatPath, sent, "Content-Type", "application/json", headerTestChat, name)
-					a, err := readAnswer(response.Header, strings.NewReader(got), stream)
-					if err != nil || response.StatusCode != http.StatusOK || !a.finished || a.broken || a.worker > 3 {
+					a, err := test.ReadAnswer(response.Header, strings.NewReader(got), stream)
+					if err != nil || response.StatusCode != http.StatusOK || !a.Finished || a.Broken || a.Worker > 3 {
 						t.Errorf("chat %s: %s, %+v, %v: %.300s", name, response.Status, a, err, got)
 						return
 					}
-					came, answered := taps[a.worker].of(name)
+					came, answered := taps[a.Worker].of(name)
 					if came != sent {
-						t.Errorf("chat %s: %d bytes sent, others came to worker %d, %d bytes", name, len(sent), a.worker, len(came))
+						t.Errorf("chat %s: %d bytes sent, others came to worker %d, %d bytes", name, len(sent), a.Worker, len(came))
 					}
 					if got != string(answered) {
-						t.Errorf("chat %s: worker %d answered\n%s\nthe client got\n%s", name, a.worker, answered, got)
+						t.Errorf("chat %s: worker %d answered\n%s\nthe client got\n%s", name, a.Worker, answered, got)
 					}
 					mu.Lock()
 					chats++
-					served[a.worker]++
-					cached += a.cached
+					served[a.Worker]++
+					cached += a.Cached
 					if stream {
 						streams++
 					}
-					if a.predicted != a.cached {
+					if a.Predicted != a.Cached {
 						wrong++
-						t.Logf("chat %s: predicted %d, worker %d had %d of %d", name, a.predicted, a.worker, a.cached, a.prompt)
+						t.Logf("chat %s: predicted %d, worker %d had %d of %d", name, a.Predicted, a.Worker, a.Cached, a.Prompt)
 					}
 					mu.Unlock()
-					messages = append(messages, say("", a.text, "and then?")[1:]...)
-					key := kv.WorkerKey{Worker: a.worker}
-					told := mocks.rank(key).Events.Added.Load() // events travel apart from answers
-					testkit.Eventually(t, 20*time.Second, "events applied", func() bool { return s.app.fleet.Streams()[key].LastSeq.Load()+1 >= told })
+					messages = append(messages, test.Say("", a.Text, "and then?")[1:]...)
+					waitApplied(s, mocks, kv.WorkerKey{Worker: a.Worker})
 				}
 			}
 		})
@@ -290,27 +278,42 @@ func TestGatewayAnswersAreTheWorkers(t *testing.T) {
 	g.freed()
 }
 
+// waitApplied waits until the router's index has all that a rank has published so far:
+// events travel apart from answers.
+func waitApplied(s *test.Router, w *test.Workers, key kv.WorkerKey) {
+	s.T.Helper()
+	published := float64(w.Rank(key).Events.Added.Load())
+	batches := func(kind string) string {
+		return fmt.Sprintf(`kvrouter_kv_events_total{dp_rank="%d",kind="%s",worker_id="%d"}`, key.Rank, kind, key.Worker)
+	}
+	testkit.Eventually(s.T, 20*time.Second, "events applied", func() bool {
+		page := s.Metrics()
+		return page[batches("batches")]+page[batches("replayed_batches")] >= published
+	})
+	s.Metrics() // a batch is counted just before it is applied
+}
+
 // TestGatewayPredictsAsTheOpenAIPort sends the same conversations, one by one, through
 // the gateway and through the router's own port, over workers too small for them.
 func TestGatewayPredictsAsTheOpenAIPort(t *testing.T) {
 	p := newPicker(t)
-	mocks := startMockSite(t, 3, p.one("--mock-num-gpu-blocks=60")...)
-	g := mocks.behind(p, envoy.Options{})
+	mocks := test.StartMocks(t, 3, p.one("--mock-num-gpu-blocks=60")...)
+	g := behind(mocks.Router, p, envoy.Options{})
 	reused := map[string]int{}
-	for way, s := range map[string]*site{"gateway": g.site, "OpenAI port": g.direct} {
+	for way, s := range map[string]*test.Router{"gateway": g.Router, "OpenAI port": g.direct} {
 		for i := range 12 {
-			chat := say(fmt.Sprint("topic ", way, i%4, " ", strings.Repeat("lorem ipsum ", 20+5*(i%4))))
+			chat := test.Say(fmt.Sprint("topic ", way, i%4, " ", strings.Repeat("lorem ipsum ", 20+5*(i%4))))
 			for turn := range 3 {
-				a, err := s.chat(t.Context(), chat, turn%2 == 0, 100)
-				if err != nil || !a.finished {
+				a, err := s.Chat(t.Context(), chat, turn%2 == 0, 100)
+				if err != nil || !a.Finished {
 					t.Fatal(err, a)
 				}
-				if a.predicted != a.cached {
-					t.Errorf("%s, chat %d turn %d: predicted %d, the worker had %d of %d", way, i, turn, a.predicted, a.cached, a.prompt)
+				if a.Predicted != a.Cached {
+					t.Errorf("%s, chat %d turn %d: predicted %d, the worker had %d of %d", way, i, turn, a.Predicted, a.Cached, a.Prompt)
 				}
-				reused[way] += a.cached
-				chat = append(chat, say("", a.text, "go on")[1:]...)
-				mocks.settle()
+				reused[way] += a.Cached
+				chat = append(chat, test.Say("", a.Text, "go on")[1:]...)
+				mocks.Settle()
 			}
 		}
 	}
@@ -342,7 +345,7 @@ func TestGatewayHoldsNothingBack(t *testing.T) {
 			}
 		}
 	})
-	g := routeFakes(t, []*testkit.FakeWorker{worker}, p.one()...).behind(p, envoy.Options{})
+	g := behind(routeFakes(t, []*testkit.FakeWorker{worker}, p.one()...), p, envoy.Options{})
 	for way, at := range map[string]string{"gateway": g.envoy.URL, "worker": worker.URL} {
 		chunks := rawChunks(t, strings.TrimPrefix(at, "http://"), `{"model":"m","messages":[],"stream":true,"stream_options":{"include_usage":true}}`, func() { got <- struct{}{} })
 		if !slices.Equal(chunks, events) {
@@ -351,6 +354,8 @@ func TestGatewayHoldsNothingBack(t *testing.T) {
 	}
 	g.freed()
 }
+
+const usageEvent = `{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":4}}}`
 
 // rawChunks posts a chat over a connection of its own and returns the chunks of the
 // answer. It calls next after each but the empty one at the end.
@@ -398,15 +403,14 @@ func rawChunks(t *testing.T, address, body string, next func()) (chunks []string
 // the client has not asked for it.
 func TestGatewayHidesUsageThatNobodyAskedFor(t *testing.T) {
 	p := newPicker(t)
-	g := startMockSite(t, 1, p.one()...).behind(p, envoy.Options{})
+	g := behind(test.StartMocks(t, 1, p.one()...).Router, p, envoy.Options{})
 	for _, asked := range []bool{false, true} {
 		_, answer := g.do(http.MethodPost, testkit.ChatPath, fmt.Sprintf(`{"messages":[{"role":"user","content":"Hi"}],"max_tokens":3,"stream":true,"stream_options":{"include_usage":%v}}`, asked), "Content-Type", "application/json")
 		if strings.Contains(answer, `"usage":{`) != asked || !strings.HasSuffix(answer, "data: [DONE]\n\n") {
 			t.Errorf("asked %v:\n%s", asked, answer)
 		}
 	}
-	_, page := testkit.HTTPGet(t, g.direct.openAI+"/metrics")
-	if n := testkit.ReadMetricsPage(string(page))[`kvrouter_prompt_tokens_total{worker_id="0"}`]; n != 42 {
+	if n := g.direct.Metrics()[`kvrouter_prompt_tokens_total{worker_id="0"}`]; n != 42 {
 		t.Errorf("%v prompt tokens counted, want those of two prompts of 21", n)
 	}
 }
@@ -414,31 +418,31 @@ func TestGatewayHidesUsageThatNobodyAskedFor(t *testing.T) {
 // TestGatewayRealVLLM sends 20 chats of five conversations to two real workers.
 func TestGatewayRealVLLM(t *testing.T) {
 	p := newPicker(t)
-	s := startSite(t, 2, nil, p.one()...)
+	s := test.StartEngines(t, 2, nil, p.one()...)
 	e := envoy.Start(t, envoy.Options{Picker: p.address()})
 	e.WaitForPicker(true)
 	through := *s
-	through.openAI = e.URL
+	through.OpenAI = e.URL
 	cached := 0
 	for i := range 5 {
-		chat := say(strings.Repeat(fmt.Sprintf("Conversation %d goes on and on. ", i), 25))
+		chat := test.Say(strings.Repeat(fmt.Sprintf("Conversation %d goes on and on. ", i), 25))
 		for turn := range 4 {
 			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-			a, err := through.chat(ctx, chat, turn%2 == 0, 8)
+			a, err := through.Chat(ctx, chat, turn%2 == 0, 8)
 			cancel()
-			if err != nil || !a.finished {
+			if err != nil || !a.Finished {
 				t.Fatalf("conversation %d turn %d: %+v, %v", i, turn, a, err)
 			}
-			if a.predicted != a.cached || (a.cached == 0) != (turn == 0) {
-				t.Errorf("conversation %d turn %d: predicted %d, worker %d had %d of %d", i, turn, a.predicted, a.worker, a.cached, a.prompt)
+			if a.Predicted != a.Cached || (a.Cached == 0) != (turn == 0) {
+				t.Errorf("conversation %d turn %d: predicted %d, worker %d had %d of %d", i, turn, a.Predicted, a.Worker, a.Cached, a.Prompt)
 			}
-			cached += a.cached
-			s.settled(chat, a)
-			chat = append(chat, say("", a.text, "Go on.")[1:]...)
+			cached += a.Cached
+			s.Settled(chat, a)
+			chat = append(chat, test.Say("", a.Text, "Go on.")[1:]...)
 		}
 	}
 	t.Logf("20 chats, %d tokens cached", cached)
 	testkit.Eventually(t, 20*time.Second, "all bookings freed", func() bool {
-		return !slices.ContainsFunc(s.workers(), func(w selection.WorkerRecord) bool { return w.InFlight != 0 })
+		return !slices.ContainsFunc(s.Workers(), func(w selection.WorkerRecord) bool { return w.InFlight != 0 })
 	})
 }

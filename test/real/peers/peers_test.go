@@ -1,4 +1,4 @@
-package main
+package peers
 
 import (
 	"bytes"
@@ -6,6 +6,8 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"kvrouter/internal/web"
+	"kvrouter/test"
 	"maps"
 	"math/rand/v2"
 	"net/http"
@@ -17,23 +19,9 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
-
-	"github.com/vmihailenco/msgpack/v5"
-	"github.com/zeebo/xxh3"
-
-	"kvrouter/internal/kv"
-	"kvrouter/internal/testkit"
-	"kvrouter/internal/testkit/eventstest"
-	"kvrouter/internal/tokens"
-	"kvrouter/internal/web"
 )
 
-// peersBlock is the block size of the backends in tokens, and peersBlocks how
-// many each of them caches.
-const (
-	peersBlock  = 64
-	peersBlocks = 32 << 10
-)
+func TestMain(m *testing.M) { test.Main(m) }
 
 // TestPeersBackends is a part of scripts/peers.sh proxy: engines that answer at
 // once and publish KV events, on the ports in $KVROUTER_PEERS_BACKENDS, until
@@ -43,11 +31,11 @@ func TestPeersBackends(t *testing.T) {
 	if ports == "" {
 		t.Skip("run scripts/peers.sh proxy")
 	}
-	model := testModel(t)
+	model := test.OpenModel(t)
 	for id, port := range strings.Split(ports, ",") {
-		b := newPeersBackend(t, strconv.Itoa(id), model, peersBlocks)
-		go b.publish() // ends with the process
-		server := &http.Server{Addr: "127.0.0.1:" + port, Handler: b.handler()}
+		b := NewBackend(t, strconv.Itoa(id), model, Blocks)
+		go b.Publish() // ends with the process
+		server := &http.Server{Addr: "127.0.0.1:" + port, Handler: b.Handler()}
 		go func() {
 			if err := server.ListenAndServe(); err != http.ErrServerClosed {
 				fmt.Fprintln(os.Stderr, err)
@@ -56,187 +44,6 @@ func TestPeersBackends(t *testing.T) {
 		defer server.Close()
 	}
 	_, _ = io.Copy(io.Discard, os.Stdin)
-}
-
-// peersBackend is one engine of TestPeersBackends.
-type peersBackend struct {
-	id        string
-	model     *tokens.Model
-	publisher *testkit.FakePublisher
-	prompts   chan []byte // computed, and not yet told of
-	limit     int         // blocks that it caches at most
-
-	mu     sync.Mutex      // guards all below
-	seen   map[uint64]bool // prompts that are or will be cached, by the hash of their body
-	blocks map[uint64]bool // blocks that are cached, by sequence hash
-	behind int             // prompts not yet told of
-}
-
-func newPeersBackend(t *testing.T, id string, model *tokens.Model, limit int) *peersBackend {
-	return &peersBackend{
-		id: id, model: model, publisher: testkit.NewFakePublisher(t), limit: limit,
-		prompts: make(chan []byte, 1<<16), seen: map[uint64]bool{}, blocks: map[uint64]bool{},
-	}
-}
-
-// Headers of a request that asks what the engine really has cached of it, and of
-// the answer. Such a request changes nothing.
-const (
-	headerPeersCheck  = "X-Peers-Check"
-	headerPeersEngine = "X-Peers-Engine"
-	headerPeersCached = "X-Peers-Cached"
-)
-
-func (b *peersBackend) handler() http.Handler {
-	var answer [][]byte
-	for i := range 32 {
-		answer = append(answer, fmt.Appendf(nil, `data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"m","choices":[{"index":0,"delta":{"content":" word%d"},"logprobs":null,"finish_reason":null}]}`+"\n\n", i))
-	}
-	end := []byte("data: [DONE]\n\n")
-	mux := http.NewServeMux()
-	mux.HandleFunc("POST /v1/chat/completions", func(w http.ResponseWriter, r *http.Request) {
-		body, err := io.ReadAll(r.Body)
-		if err != nil {
-			return
-		}
-		w.Header().Set("Content-Type", "text/event-stream; charset=utf-8")
-		var usage []byte
-		if r.Header.Get(headerPeersCheck) != "" {
-			tokens, cached, err := b.truth(body)
-			if err != nil {
-				http.Error(w, err.Error(), http.StatusBadRequest)
-				return
-			}
-			w.Header().Set(headerPeersEngine, b.id)
-			w.Header().Set(headerPeersCached, strconv.Itoa(cached))
-			usage = fmt.Appendf(nil, `data: {"choices":[],"usage":{"prompt_tokens":%d,"completion_tokens":32,"prompt_tokens_details":{"cached_tokens":%d}}}`+"\n\n", tokens, cached)
-		}
-		for _, chunk := range append(slices.Clip(answer), append(usage, end...)) {
-			_, _ = w.Write(chunk)
-			w.(http.Flusher).Flush()
-		}
-		if usage != nil {
-			return
-		}
-		b.note(body)
-	})
-	mux.HandleFunc("GET /peers_blocks", func(w http.ResponseWriter, _ *http.Request) {
-		b.mu.Lock()
-		defer b.mu.Unlock()
-		if b.behind > 0 {
-			http.Error(w, "prompts are still to be told of", http.StatusServiceUnavailable)
-			return
-		}
-		fmt.Fprintf(w, "[%d]", len(b.blocks))
-	})
-	mux.HandleFunc("GET /v1/models", func(w http.ResponseWriter, _ *http.Request) {
-		fmt.Fprint(w, `{"object":"list","data":[{"id":"m","object":"model","owned_by":"peers","max_model_len":8192}]}`)
-	})
-	mux.HandleFunc("GET /kv_event_sources", func(w http.ResponseWriter, _ *http.Request) {
-		source := eventstest.SourceOf(b.publisher)
-		fmt.Fprintf(w, `{"0":{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":%q,"replay_endpoint":%q,"topic":"kv"}}`, source.Endpoint, source.Replay)
-	})
-	mux.HandleFunc("POST /tokenize", func(w http.ResponseWriter, r *http.Request) {
-		body, _ := io.ReadAll(r.Body)
-		out, err := b.model.Tokenize(body)
-		if err != nil {
-			http.Error(w, err.Error(), http.StatusBadRequest)
-			return
-		}
-		_, _ = w.Write(out)
-	})
-	for _, path := range []string{"GET /health", "GET /metrics", "GET /version"} {
-		mux.HandleFunc(path, func(http.ResponseWriter, *http.Request) {})
-	}
-	return mux
-}
-
-// note has a prompt cached that is new.
-func (b *peersBackend) note(body []byte) {
-	key := xxh3.Hash(body)
-	b.mu.Lock()
-	known := b.seen[key]
-	b.seen[key] = true
-	if !known {
-		b.behind++
-	}
-	b.mu.Unlock()
-	if !known {
-		b.prompts <- body
-	}
-}
-
-// chain returns a prompt's length in tokens and its blocks.
-func (b *peersBackend) chain(body []byte) (tokens []uint32, chain []uint64, err error) {
-	tokens, err = b.model.ChatTokens(body)
-	return tokens, kv.SequenceHashes(nil, kv.HashBlocks(nil, tokens, peersBlock, "", "")), err
-}
-
-// truth returns a prompt's length and how much of it an engine would find cached
-// now, in tokens. An engine always computes the last token.
-func (b *peersBackend) truth(body []byte) (length, cached int, err error) {
-	tokens, chain, err := b.chain(body)
-	if err != nil {
-		return 0, 0, err
-	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	for cached < len(chain) && b.blocks[chain[cached]] {
-		cached++
-	}
-	return len(tokens), min(cached, (len(tokens)-1)/peersBlock) * peersBlock, nil
-}
-
-// publish tells of the blocks of new prompts, as an engine does after it has
-// computed them.
-func (b *peersBackend) publish() {
-	for body := range b.prompts {
-		if event, err := b.store(body); err != nil {
-			fmt.Fprintln(os.Stderr, err)
-		} else if event != nil {
-			b.send(event)
-		}
-		b.mu.Lock()
-		b.behind--
-		b.mu.Unlock()
-	}
-}
-
-// store caches a prompt and returns the event that tells of it; nil: all of it
-// was cached.
-func (b *peersBackend) store(body []byte) (testkit.Event, error) {
-	tokens, chain, err := b.chain(body)
-	if err != nil {
-		return nil, err
-	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if len(b.blocks)+len(chain) > b.limit {
-		clear(b.blocks)
-		clear(b.seen)
-		b.send(testkit.Event{"cleared": true})
-	}
-	first := slices.IndexFunc(chain, func(h uint64) bool { return !b.blocks[h] })
-	if first < 0 {
-		return nil, nil
-	}
-	for _, h := range chain[first:] {
-		b.blocks[h] = true
-	}
-	event := testkit.Event{"stored": chain[first:], "tokens": tokens[first*peersBlock : len(chain)*peersBlock], "block_size": peersBlock}
-	if first > 0 {
-		event["parent"] = chain[first-1]
-	}
-	return event, nil
-}
-
-func (b *peersBackend) send(e testkit.Event) {
-	payload, err := msgpack.Marshal([]any{float64(time.Now().UnixNano()) / 1e9, []any{e.Wire()}, 0})
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return
-	}
-	b.publisher.Payload(false, payload)
 }
 
 // TestPeersBare is a part of scripts/peers.sh proxy: what the least a proxy in Go
@@ -304,7 +111,7 @@ func TestPeersLoad(t *testing.T) {
 	if os.Getenv("KVROUTER_PEERS_LOAD") == "" {
 		t.Skip("run scripts/peers.sh proxy")
 	}
-	words := englishWords(testModel(t))
+	words := EnglishWords(test.OpenModel(t))
 	in := json.NewDecoder(os.Stdin)
 	client := &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 64}}
 	for {
@@ -342,7 +149,7 @@ func peersCorpus(load peersLoad, words []string) [][]byte {
 		r := rand.New(rand.NewPCG(1, 1))
 		for i := range bodies {
 			if i < 64 {
-				bodies[i] = chatBody(proseOf(r, words, 1500))
+				bodies[i] = ChatBody(Prose(r, words, 1500))
 			} else {
 				bodies[i] = bodies[i%64]
 			}
@@ -350,13 +157,13 @@ func peersCorpus(load peersLoad, words []string) [][]byte {
 	case "cold":
 		r := rand.New(rand.NewPCG(2, load.Seed))
 		for i := range bodies {
-			bodies[i] = chatBody(proseOf(r, words, 1500))
+			bodies[i] = ChatBody(Prose(r, words, 1500))
 		}
 	case "shared": // 1,400 words in common, 100 of one's own
-		prefix := proseOf(rand.New(rand.NewPCG(3, 3)), words, 1400)
+		prefix := Prose(rand.New(rand.NewPCG(3, 3)), words, 1400)
 		r := rand.New(rand.NewPCG(3, load.Seed))
 		for i := range bodies {
-			bodies[i] = chatBody(prefix, "I see.", proseOf(r, words, 100))
+			bodies[i] = ChatBody(prefix, "I see.", Prose(r, words, 100))
 		}
 	}
 	return bodies
