@@ -21,6 +21,7 @@ import (
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/process"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/tokens"
 )
 
 // Workers are mock workers in this process. They are started again when they end.
@@ -36,7 +37,8 @@ type Workers struct {
 // mockFlags are the flags of kvrouter that StartWorkers reads itself.
 type mockFlags struct {
 	mocker.Settings
-	ServedModelName string `default:"mock"`
+	Model           string
+	ServedModelName string
 	BlockSize       int    `default:"64"`
 	Seed            uint64 `default:"1"`
 	PrefillWorkers  int
@@ -50,7 +52,7 @@ var errStopped = errors.New("the test is over")
 const restartPause = 50 * time.Millisecond
 
 // parseMocks splits args into the flags of mock workers and the others, which are for
-// the router. --block-size is for both.
+// the router. --model, --block-size and --seed are for both.
 func parseMocks(t testing.TB, args []string) (flags mockFlags, router []string) {
 	t.Helper()
 	parser, err := kong.New(&flags, kong.Exit(func(int) { t.Fatal("bad flags of mock workers") }))
@@ -68,7 +70,7 @@ func parseMocks(t testing.TB, args []string) (flags mockFlags, router []string) 
 			mine = append(mine, arg)
 		}
 		switch name {
-		case "block-size", "seed":
+		case "model", "block-size", "seed":
 			router = append(router, arg)
 		default:
 			if !known[name] {
@@ -95,7 +97,14 @@ func StartWorkers(t testing.TB, count int, args ...string) *Workers {
 	s := flags.Settings
 	ranks := max(1, s.MockDataParallelSize)
 	base := testkit.FreePorts(t, count+3*ranks*count)
-	s.ServedModelName, s.BlockSize, s.Seed, s.KVEvents = flags.ServedModelName, flags.BlockSize, flags.Seed, true
+	s.ServedModelName = flags.ServedModelName
+	if s.ServedModelName == "" {
+		s.ServedModelName = mocker.ModelName
+		if flags.Model != "" {
+			s.ServedModelName = filepath.Base(flags.Model)
+		}
+	}
+	s.BlockSize, s.Seed, s.KVEvents = flags.BlockSize, flags.Seed, true
 	s.Ports = process.Ports{HTTP: base, KVEvents: base + count, KVReplay: base + count + ranks*count, Load: base + count + 2*ranks*count, Ranks: ranks}
 	for i := range count {
 		s.Parts = append(s.Parts, partOf(s, i, flags.PrefillWorkers))
@@ -103,7 +112,7 @@ func StartWorkers(t testing.TB, count int, args ...string) *Workers {
 	if err := s.Validate(count); err != nil {
 		t.Fatal(err)
 	}
-	model, err := mocker.OpenBuiltinModel()
+	model, err := openModel(t, flags.Model)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -125,6 +134,14 @@ func StartWorkers(t testing.TB, count int, args ...string) *Workers {
 		running.Wait()
 	})
 	return w
+}
+
+// openModel opens the tokenizer of a folder; empty: that of mock workers.
+func openModel(t testing.TB, folder string) (*tokens.Model, error) {
+	if folder == "" {
+		return mocker.OpenBuiltinModel()
+	}
+	return tokens.Open(t.Context(), tokens.Opening{Name: folder}, slog.New(slog.DiscardHandler))
 }
 
 // partOf returns the part of mock worker i of whom the first prefills compute prompts.
@@ -196,8 +213,12 @@ func (w *Workers) Held(key kv.WorkerKey) (blocks int) {
 
 // Attach returns the flags by which a router attaches the workers, by their numbers.
 func (w *Workers) Attach() (args []string) {
-	for i := range w.Count {
-		args = append(args, fmt.Sprintf("--worker=url=%s,id=%d", w.URL(i), i))
+	for i, part := range w.Settings.Parts {
+		flag := fmt.Sprintf("--worker=url=%s,id=%d", w.URL(i), i)
+		if part.Role != kv.RoleBoth {
+			flag += fmt.Sprintf(",role=%s,kind=%s", part.Role, part.Kind)
+		}
+		args = append(args, flag)
 	}
 	return args
 }
@@ -237,13 +258,28 @@ func StartMocks(t testing.TB, workers int, args ...string) *Mocks {
 	return StartOver(t, StartWorkers(t, workers, args...), args...)
 }
 
+// StartPairs is StartMocks over workers of which some compute prompts and the others
+// answer, which hand prompts over by a protocol.
+func StartPairs(t testing.TB, kind kv.Kind, prefills, decodes int, args ...string) *Mocks {
+	t.Helper()
+	parts := []string{fmt.Sprintf("--prefill-workers=%d", prefills), fmt.Sprintf("--decode-workers=%d", decodes), "--mock-disagg-kind=" + kind.String()}
+	return StartMocks(t, prefills+decodes, append(parts, args...)...)
+}
+
 // StartOver starts a router over mock workers that run and waits until it follows all
 // of them.
 func StartOver(t testing.TB, w *Workers, args ...string) *Mocks {
 	t.Helper()
+	return StartOverAt(t, Program, testkit.FreePorts(t, 2), w, args...)
+}
+
+// StartOverAt is StartOver for a given program, the OpenAI port at port and the router
+// port after it.
+func StartOverAt(t testing.TB, program func() (string, error), port int, w *Workers, args ...string) *Mocks {
+	t.Helper()
 	_, router := parseMocks(t, args)
 	all := append([]string{"--engine=none", "--drain-timeout=5s", "--model=" + BuiltinModel(t), "--served-model-name=" + w.Settings.ServedModelName}, w.Attach()...)
-	s := &Mocks{Router: Start(t, append(all, router...)...), Workers: w, T: t}
+	s := &Mocks{Router: StartAt(t, program, port, nil, append(all, router...)...), Workers: w, T: t}
 	s.WaitReady(w.Count, 30*time.Second)
 	s.Follow()
 	return s
@@ -306,6 +342,9 @@ func (s *Mocks) Settle() {
 // compared.
 func (s *Mocks) inStep(page testkit.MetricsLines, key kv.WorkerKey) bool {
 	labels := fmt.Sprintf(`dp_rank="%d"`, key.Rank)
+	if _, follows := page[fmt.Sprintf(`kvrouter_kv_events_connected{%s,worker_id="%d"}`, labels, key.Worker)]; !follows {
+		return true
+	}
 	worker := fmt.Sprintf(`worker_id="%d"`, key.Worker)
 	if int(s.Starts.Load()) == s.Count {
 		count := func(kind string) float64 {

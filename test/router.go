@@ -135,8 +135,8 @@ func (r *Router) Workers() []selection.WorkerRecord {
 	return records
 }
 
-// Worker returns a worker's record of GET /workers; ok: there is one.
-func (r *Router) Worker(id uint64) (record selection.WorkerRecord, ok bool) {
+// Record returns a worker's record of GET /workers; ok: there is one.
+func (r *Router) Record(id uint64) (record selection.WorkerRecord, ok bool) {
 	for _, w := range r.Workers() {
 		if w.WorkerID == id {
 			return w, true
