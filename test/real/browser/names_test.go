@@ -26,7 +26,7 @@ func TestBrowserShowsDiscoveredWorkers(t *testing.T) {
 	for i, name := range names {
 		pods.Worker(i, name, nil)
 	}
-	s := test.Start(t, "--engine=none", "--drain-timeout=5s", "--model="+test.BuiltinModel(t), "--discovery=kubernetes", "--selector=app=vllm")
+	s := test.Start(t, "--engine=none", "--drain-timeout=5s", "--model="+test.BuiltinModel(t), "--served-model-name=mock", "--discovery=kubernetes", "--selector=app=vllm")
 	s.WaitReady(len(names), 30*time.Second)
 	b.watched(s, len(names))
 	stop := keepBusy(t, s, 4)

@@ -3,13 +3,10 @@ package browser
 import (
 	"bytes"
 	"cmp"
-	"fmt"
 	"image"
 	"image/color"
 	"image/png"
-	"kvrouter/test"
 	"maps"
-	"net/http"
 	"os"
 	"path/filepath"
 	"slices"
@@ -17,6 +14,8 @@ import (
 	"time"
 
 	"github.com/chromedp/chromedp"
+
+	"kvrouter/test"
 )
 
 // pictureWidths are those of a telephone and of a large screen, pixels.
@@ -44,9 +43,7 @@ func TestBrowserPictures(t *testing.T) {
 	b.watched(s.Router, workers)
 	stop := keepBusy(t, s.Router, 12)
 	defer stop()
-	if status, answer := test.Post(t, fmt.Sprintf("%s/ui/workers/%d/drain", s.Port, resting), ""); status != http.StatusNoContent {
-		t.Fatal(status, string(answer))
-	}
+	s.Act(resting, "drain")
 	b.until(90*time.Second, "some trends", "document.querySelectorAll('.spark path:not(.area)').length > 4 && performance.now() > 60000")
 	widths := pictureWidths
 	if filepath.Base(dir) == "docs" {

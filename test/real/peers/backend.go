@@ -6,10 +6,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"kvrouter/internal/kv"
-	"kvrouter/internal/testkit"
-	"kvrouter/internal/testkit/eventstest"
-	"kvrouter/internal/tokens"
 	"math/rand/v2"
 	"net/http"
 	"os"
@@ -22,6 +18,11 @@ import (
 
 	"github.com/vmihailenco/msgpack/v5"
 	"github.com/zeebo/xxh3"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/eventstest"
+	"kvrouter/internal/tokens"
 )
 
 // blockSize is the block size of the backends in tokens, and Blocks how

@@ -6,8 +6,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"kvrouter/internal/web"
-	"kvrouter/test"
 	"maps"
 	"math/rand/v2"
 	"net/http"
@@ -19,6 +17,9 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
+
+	"kvrouter/internal/web"
+	"kvrouter/test"
 )
 
 func TestMain(m *testing.M) { test.Main(m) }

@@ -1,12 +1,15 @@
-package main
+package kubernetes
 
 import (
+	"bytes"
 	"context"
 	"fmt"
+	"io"
 	"net/http"
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -20,10 +23,9 @@ import (
 	"kvrouter/internal/selection"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/kubernetes"
+	"kvrouter/internal/web"
+	"kvrouter/test"
 )
-
-// The tests of this file, of kubernetesrest_test.go and kubernetesrights_test.go run the
-// built program beside a real control plane: `make test-kubernetes`.
 
 const (
 	kubeNamespace = "vllm"
@@ -40,12 +42,9 @@ const (
 
 var deploymentResource = schema.GroupVersionResource{Group: "apps", Version: "v1", Resource: "deployments"}
 
-// TestMockPod is no test: it is the worker of a Pod, which the kubelet starts.
-func TestMockPod(t *testing.T) { kubernetes.Run(t) }
-
 // kubeSite is a control plane, a Node of mock workers, and a router.
 type kubeSite struct {
-	*site
+	*test.Router
 	t       *testing.T
 	cluster *kubernetes.Cluster
 	kubelet *kubernetes.Kubelet
@@ -144,17 +143,14 @@ func (k *kubeSite) route(account string, args ...string) {
 		args = append(args, "--selector=app=vllm", fmt.Sprintf("--worker-port=%d", k.port))
 	}
 	env := []string{"KUBECONFIG=" + k.cluster.Kubeconfig(kubeNamespace, k.cluster.Token(kubeNamespace, account)), "KUBERNETES_SERVICE_HOST="}
-	port := testkit.FreePorts(k.t, 2)
-	k.site = startBuilt(k.t, plainProgram, port, env, append([]string{
-		fmt.Sprintf("--http-port=%d", port), fmt.Sprintf("--router-port=%d", port+1), "--seed=1", "--drain-delay=0s", "--engine=none", "--discovery=kubernetes",
-	}, args...)...)
+	k.Router = test.StartAt(k.t, test.PlainProgram, testkit.FreePorts(k.t, 2), env, append([]string{"--log-level=info", "--engine=none", "--discovery=kubernetes"}, args...)...)
 }
 
 // schedulable waits until the router has so many workers, all of which get requests.
 func (k *kubeSite) schedulable(workers int) {
 	k.t.Helper()
 	testkit.Eventually(k.t, kubeLimit, fmt.Sprintf("%d workers, all schedulable", workers), func() bool {
-		all := k.workers()
+		all := k.Workers()
 		return len(all) == workers && !slices.ContainsFunc(all, func(w selection.WorkerRecord) bool { return w.Lifecycle != selection.LifecycleSchedulable })
 	})
 }
@@ -169,13 +165,13 @@ func (k *kubeSite) gone(pods int) []kubernetes.Ended {
 // says waits for a line of the router's log.
 func (k *kubeSite) says(text string) {
 	k.t.Helper()
-	testkit.Eventually(k.t, kubeLimit, "the log says: "+text, func() bool { return strings.Contains(k.log.String(), text) })
+	testkit.Eventually(k.t, kubeLimit, "the log says: "+text, func() bool { return strings.Contains(k.Log.String(), text) })
 }
 
 // load is clients that stream one answer after the other, and what became of that.
 type load struct {
 	t        *testing.T
-	s        *site
+	s        *test.Router
 	stop     context.CancelFunc // the clients' last answers may end
 	clients  sync.WaitGroup
 	answered atomic.Int64 // whole
@@ -191,17 +187,17 @@ type load struct {
 func (k *kubeSite) ask() *load {
 	k.t.Helper()
 	ctx, stop := context.WithCancel(k.t.Context())
-	l := &load{t: k.t, s: k.site, stop: stop, least: kubeClients}
+	l := &load{t: k.t, s: k.Router, stop: stop, least: kubeClients}
 	for i := range kubeClients {
 		l.clients.Go(func() {
 			tokens := 1 + i*kubeTokens/kubeClients // first, so that they do not all end at once
 			for n := 0; ctx.Err() == nil; n++ {
-				a, err := l.s.chat(k.t.Context(), say(fmt.Sprintf("client %d asks %d", i, n), "so", "and so on"), true, tokens)
-				if err == nil && a.finished && !a.broken && len(a.text) == tokens {
+				a, err := l.s.Chat(k.t.Context(), test.Say(fmt.Sprintf("client %d asks %d", i, n), "so", "and so on"), true, tokens)
+				if err == nil && a.Finished && !a.Broken && len(a.Text) == tokens {
 					l.answered.Add(1)
 				} else {
 					l.mu.Lock()
-					l.lost = append(l.lost, fmt.Sprintf("client %d, request %d: %d of %d tokens, finished %v, broken %v, %v", i, n, len(a.text), tokens, a.finished, a.broken, err))
+					l.lost = append(l.lost, fmt.Sprintf("client %d, request %d: %d of %d tokens, finished %v, broken %v, %v", i, n, len(a.Text), tokens, a.Finished, a.Broken, err))
 					l.mu.Unlock()
 				}
 				tokens = kubeTokens
@@ -231,7 +227,7 @@ func (k *kubeSite) ask() *load {
 
 // inFlight is how many requests the router has sent to workers; below 0: it does not say.
 func (l *load) inFlight() int {
-	all := l.s.workers()
+	all := l.s.Workers()
 	if all == nil {
 		return -1
 	}
@@ -289,6 +285,31 @@ func wellEnded(t *testing.T, pods []kubernetes.Ended) {
 			t.Errorf("%s: only %d requests came before", p.Name, p.Posts)
 		}
 	}
+}
+
+// tokensAt returns the number of tokens and the tokens that POST /tokenize gives.
+func tokensAt(t *testing.T, url string, body []byte) string {
+	t.Helper()
+	_, answer := test.Post(t, url+"/tokenize", string(body))
+	return fmt.Sprint(gjson.GetBytes(answer, "count").Int(), " ", gjson.GetBytes(answer, "tokens").Raw)
+}
+
+// asked sends a chat; predicted are the tokens of overlap that the router names.
+func asked(t *testing.T, url string, body []byte) (answer gjson.Result, predicted int64) {
+	t.Helper()
+	response, err := http.Post(url+testkit.ChatPath, "application/json", bytes.NewReader(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer response.Body.Close()
+	text, err := io.ReadAll(response.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if predicted, err = strconv.ParseInt(response.Header.Get(web.HeaderOverlap), 10, 64); err != nil {
+		t.Fatalf("%s: %s", response.Status, text)
+	}
+	return gjson.ParseBytes(text), predicted
 }
 
 // TestKubernetesScalingLosesNothing: 2 workers, then 6, then 2, while 100 requests are in
@@ -398,17 +419,17 @@ func TestKubernetesKeepsModelsApart(t *testing.T) {
 	}
 	k.route("kvrouter", "--policy=kv", "--model="+filepath.Join(dir, "alpha"), "--models-dir="+dir)
 	k.schedulable(5)
-	_, list := testkit.HTTPGet(t, k.openAI+"/v1/models")
+	_, list := testkit.HTTPGet(t, k.OpenAI+"/v1/models")
 	var clients sync.WaitGroup
 	for model := range models {
 		if !strings.Contains(string(list), fmt.Sprintf("%q", model)) {
 			t.Errorf("/v1/models has no %s: %s", model, list)
 		}
-		s := *k.site
-		s.model = model
+		s := *k.Router
+		s.Model = model
 		for i := range requests {
 			clients.Go(func() {
-				if a, err := s.chat(t.Context(), say(fmt.Sprintf("%s, for the %d. time", model, i)), true, 5); err != nil || !a.finished || a.broken {
+				if a, err := s.Chat(t.Context(), test.Say(fmt.Sprintf("%s, for the %d. time", model, i)), true, 5); err != nil || !a.Finished || a.Broken {
 					t.Errorf("%s: %+v, %v", model, a, err)
 				}
 			})
@@ -438,8 +459,8 @@ func TestKubernetesKeepsModelsApart(t *testing.T) {
 	tokens, pods := map[string]string{}, k.kubelet.Pods()
 	for model, size := range blockSizes {
 		pod := pods[slices.IndexFunc(pods, func(p kubernetes.Pod) bool { return strings.HasPrefix(p.Name, model+"-") })]
-		body := mocker.MustJSON(map[string]any{"model": model, "messages": say(text), "max_tokens": 1})
-		here, there := tokensAt(t, k.openAI, body), tokensAt(t, fmt.Sprintf("http://%s:%d", pod.Address, k.port), body)
+		body := mocker.MustJSON(map[string]any{"model": model, "messages": test.Say(text), "max_tokens": 1})
+		here, there := tokensAt(t, k.OpenAI, body), tokensAt(t, fmt.Sprintf("http://%s:%d", pod.Address, k.port), body)
 		if tokens[model] = here; here != there {
 			t.Errorf("%s: tokens %.60s here, %.60s at its worker", model, here, there)
 		}
@@ -448,7 +469,7 @@ func TestKubernetesKeepsModelsApart(t *testing.T) {
 		var predicted, cached, prompt int64
 		testkit.Eventually(t, kubeLimit, model+": its blocks are known", func() bool {
 			var answer gjson.Result
-			answer, predicted = (&mockSite{site: k.site}).ask(t, body)
+			answer, predicted = asked(t, k.OpenAI, body)
 			before := prompt
 			prompt, cached = answer.Get("usage.prompt_tokens").Int(), answer.Get("usage.prompt_tokens_details.cached_tokens").Int()
 			if before == 0 && (predicted != 0 || cached != 0) {
@@ -463,9 +484,9 @@ func TestKubernetesKeepsModelsApart(t *testing.T) {
 	if tokens["alpha"] == tokens["beta"] {
 		t.Error("both models have the same tokens: the test shows nothing")
 	}
-	s := *k.site
-	s.model = "gamma"
-	if _, err := s.chat(t.Context(), say("Hi"), false, 1); err == nil || !strings.HasPrefix(err.Error(), "404 ") {
+	s := *k.Router
+	s.Model = "gamma"
+	if _, err := s.Chat(t.Context(), test.Say("Hi"), false, 1); err == nil || !strings.HasPrefix(err.Error(), "404 ") {
 		t.Errorf("a model that nobody serves: %v", err)
 	}
 }

@@ -1,9 +1,8 @@
-package main
+package deploy
 
 import (
 	"encoding/json"
 	"fmt"
-	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
@@ -17,16 +16,6 @@ import (
 	"kvrouter/internal/testkit"
 )
 
-// readDeploy returns the text of a file of deploy/.
-func readDeploy(t *testing.T, name string) string {
-	t.Helper()
-	text, err := os.ReadFile(filepath.Join("deploy", name))
-	if err != nil {
-		t.Fatal(err)
-	}
-	return string(text)
-}
-
 // TestComposeRunsWorkersAsTheRouterWantsThem holds the flags of deploy/compose.yaml
 // against each other.
 func TestComposeRunsWorkersAsTheRouterWantsThem(t *testing.T) {
@@ -38,7 +27,7 @@ func TestComposeRunsWorkersAsTheRouterWantsThem(t *testing.T) {
 			Grace           string `yaml:"stop_grace_period"`
 		}
 	}
-	if err := yaml.Unmarshal([]byte(readDeploy(t, "compose.yaml")), &compose); err != nil {
+	if err := yaml.Unmarshal([]byte(Read(t, "compose.yaml")), &compose); err != nil {
 		t.Fatal(err)
 	}
 	router := compose.Services["router"]
@@ -46,27 +35,25 @@ func TestComposeRunsWorkersAsTheRouterWantsThem(t *testing.T) {
 		t.Errorf("the router: %+v", router)
 	}
 	t.Setenv("KVROUTER_API_KEY", "k")
-	t.Setenv("KVROUTER_ENGINE", EngineNone) // as in the image
+	t.Setenv("KVROUTER_ENGINE", "none") // as in the image
 	args := slices.Clone(router.Command)
 	for i, arg := range args {
 		args[i] = strings.Replace(arg, "/var/lib/kvrouter", t.TempDir(), 1)
 	}
-	cfg, command, err := parseConfig(args, testMachine(t))
-	if err != nil || command != CommandServe {
-		t.Fatal(command, err)
-	}
+	cfg := Accept(t, args...)
+	workers := cfg.Values("worker")
 	grace, err := strconv.Atoi(strings.TrimSuffix(router.Grace, "s"))
-	if err != nil || float64(grace) <= (cfg.DrainDelay+cfg.DrainTimeout).Seconds() {
-		t.Errorf("stop_grace_period %s: a drain may take %v", router.Grace, cfg.DrainDelay+cfg.DrainTimeout)
+	if err != nil || float64(grace) <= cfg.Drain().Seconds() {
+		t.Errorf("stop_grace_period %s: a drain may take %v", router.Grace, cfg.Drain())
 	}
-	if len(cfg.Worker) != len(compose.Services)-1 || len(cfg.Worker) < 2 {
-		t.Fatalf("%d workers are named of %d services", len(cfg.Worker), len(compose.Services))
+	if len(workers) != len(compose.Services)-1 || len(workers) < 2 {
+		t.Fatalf("%d workers are named of %d services", len(workers), len(compose.Services))
 	}
-	for _, worker := range cfg.Worker {
-		name, port, _ := strings.Cut(strings.TrimPrefix(worker.URL, "http://"), ":")
+	for _, worker := range workers {
+		name, port, _ := strings.Cut(strings.TrimPrefix(worker, "url=http://"), ":")
 		service, found := compose.Services[name]
 		if !found {
-			t.Errorf("%s is no service", worker.URL)
+			t.Errorf("%s is no service", worker)
 			continue
 		}
 		value := func(flag string) string {
@@ -75,8 +62,8 @@ func TestComposeRunsWorkersAsTheRouterWantsThem(t *testing.T) {
 			}
 			return ""
 		}
-		if value("--port") != port || value("--host") != "0.0.0.0" || value("--block-size") != strconv.Itoa(cfg.BlockSize) {
-			t.Errorf("%s: %q for %s and blocks of %d", name, service.Command, worker.URL, cfg.BlockSize)
+		if value("--port") != port || value("--host") != "0.0.0.0" || value("--block-size") != cfg.Value("block-size") {
+			t.Errorf("%s: %q for %s and blocks of %d", name, service.Command, worker, cfg.Int("block-size"))
 		}
 		for _, flag := range []string{"--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-scale-out"} {
 			if !slices.Contains(service.Command, flag) {
@@ -99,7 +86,7 @@ func TestComposeRunsWorkersAsTheRouterWantsThem(t *testing.T) {
 				t.Errorf("%s: %s is not among %v", name, endpoint, service.Expose)
 			}
 		}
-		if !strings.Contains(readDeploy(t, "../docs/operations.md"), "--kv-events-config '"+value("--kv-events-config")+"'") {
+		if !strings.Contains(Read(t, "../docs/operations.md"), "--kv-events-config '"+value("--kv-events-config")+"'") {
 			t.Errorf("%s publishes in another way than docs/operations.md says", name)
 		}
 	}
@@ -108,7 +95,7 @@ func TestComposeRunsWorkersAsTheRouterWantsThem(t *testing.T) {
 // TestTheUnitStartsWithItsFlagsAndLittleElse holds deploy/systemd/kvrouter.service
 // against the flags and, where systemd is at hand, against its judgement.
 func TestTheUnitStartsWithItsFlagsAndLittleElse(t *testing.T) {
-	unit := readDeploy(t, "systemd/kvrouter.service")
+	unit := Read(t, "systemd/kvrouter.service")
 	start := regexp.MustCompile(`(?m)^ExecStart=/usr/local/bin/kvrouter (.*)$`).FindStringSubmatch(unit)
 	if start == nil {
 		t.Fatal("no ExecStart")
@@ -116,16 +103,16 @@ func TestTheUnitStartsWithItsFlagsAndLittleElse(t *testing.T) {
 	dir := t.TempDir()
 	testkit.WriteFile(t, filepath.Join(dir, "kvrouter.yaml"), "worker: [\"url=http://gpu-1:8100\"]\n")
 	args := strings.Fields(strings.NewReplacer("/etc/kvrouter", dir, "/var/lib/kvrouter", dir).Replace(start[1]))
-	cfg, command, err := parseConfig(args, testMachine(t))
-	if err != nil || command != CommandServe || len(cfg.Worker) != 1 {
-		t.Fatal(command, err, cfg.Worker)
+	cfg := Accept(t, args...)
+	if workers := cfg.Values("worker"); len(workers) != 1 {
+		t.Fatal(workers)
 	}
 	stop := regexp.MustCompile(`(?m)^TimeoutStopSec=(\d+)s$`).FindStringSubmatch(unit)
 	if stop == nil {
 		t.Fatal("no TimeoutStopSec")
 	}
-	if seconds, err := strconv.Atoi(stop[1]); err != nil || float64(seconds) <= (cfg.DrainDelay+cfg.DrainTimeout).Seconds() {
-		t.Errorf("TimeoutStopSec %s: a drain may take %v", stop[1], cfg.DrainDelay+cfg.DrainTimeout)
+	if seconds, err := strconv.Atoi(stop[1]); err != nil || float64(seconds) <= cfg.Drain().Seconds() {
+		t.Errorf("TimeoutStopSec %s: a drain may take %v", stop[1], cfg.Drain())
 	}
 	analyze, err := exec.LookPath("systemd-analyze")
 	if err != nil {
@@ -134,7 +121,7 @@ func TestTheUnitStartsWithItsFlagsAndLittleElse(t *testing.T) {
 	file := filepath.Join(dir, "kvrouter.service")
 	testkit.WriteFile(t, file, strings.Replace(unit, "/usr/local/bin/kvrouter", "/bin/true", 1))
 	var version int
-	if _, err := fmt.Sscanf(output(t, analyze, "--version"), "systemd %d", &version); err != nil || version < 247 {
+	if _, err := fmt.Sscanf(run(t, analyze, "--version"), "systemd %d", &version); err != nil || version < 247 {
 		t.Skipf("systemd %d does not know all that the unit says (%v)", version, err)
 	}
 	// It judges the units of this machine as well, and by its exit code all of them.
@@ -144,7 +131,7 @@ func TestTheUnitStartsWithItsFlagsAndLittleElse(t *testing.T) {
 			t.Errorf("systemd-analyze verify: %s", line)
 		}
 	}
-	if !strings.Contains(output(t, analyze, "--help"), "--offline") {
+	if !strings.Contains(run(t, analyze, "--help"), "--offline") {
 		t.Skip("this systemd cannot judge a unit that is not installed")
 	}
 	out, err := exec.CommandContext(t.Context(), analyze, "security", "--offline=true", "--no-pager", "--threshold=20", file).CombinedOutput()
@@ -153,4 +140,14 @@ func TestTheUnitStartsWithItsFlagsAndLittleElse(t *testing.T) {
 	}
 	lines := strings.Split(strings.TrimSpace(string(out)), "\n")
 	t.Log(lines[len(lines)-1])
+}
+
+// run runs a program and returns its standard output.
+func run(t *testing.T, name string, args ...string) string {
+	t.Helper()
+	out, err := exec.CommandContext(t.Context(), name, args...).Output()
+	if err != nil {
+		t.Fatalf("%s %q: %v", name, args, err)
+	}
+	return string(out)
 }

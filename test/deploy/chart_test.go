@@ -1,8 +1,9 @@
-package main
+package deploy
 
 import (
 	"bytes"
 	"encoding/json"
+	"flag"
 	"fmt"
 	"maps"
 	"os"
@@ -19,6 +20,8 @@ import (
 	"github.com/tidwall/sjson"
 )
 
+var update = flag.Bool("update", false, "write the files of the chart that are made from others")
+
 // Where the chart and its parts are.
 const (
 	chartFolder = "deploy/helm/kvrouter"
@@ -29,7 +32,7 @@ const (
 
 // chartCopies are the files of the chart that are the same as others: a chart can read
 // only what lies in it, and not everybody who packs one follows links.
-var chartCopies = map[string]string{chartFolder + "/files/alerts.yaml": alertsFile, chartFolder + "/files/dashboard.json": boardFile}
+var chartCopies = map[string]string{chartFolder + "/files/alerts.yaml": AlertsFile, chartFolder + "/files/dashboard.json": BoardFile}
 
 // chartTemplates returns the text of all templates.
 func chartTemplates(t *testing.T) string {
@@ -40,7 +43,7 @@ func chartTemplates(t *testing.T) string {
 	}
 	var all strings.Builder
 	for _, file := range files {
-		all.WriteString(readDeploy(t, strings.TrimPrefix(file, "deploy/")))
+		all.WriteString(Read(t, strings.TrimPrefix(file, "deploy/")))
 	}
 	return all.String()
 }
@@ -57,10 +60,10 @@ func TestChartHasTheAlertsAndTheBoard(t *testing.T) {
 			}
 		}
 		if has, err := os.ReadFile(to); err != nil || !bytes.Equal(has, text) {
-			t.Errorf("%s is not the same as %s (%v): run go test -run TestChart -update .", to, from, err)
+			t.Errorf("%s is not the same as %s (%v): run go test -run TestChart -update ./test/deploy", to, from, err)
 		}
 	}
-	for _, expr := range regexp.MustCompile(`job="(\w+)"`).FindAllStringSubmatch(readDeploy(t, "prometheus/alerts.yaml"), -1) {
+	for _, expr := range regexp.MustCompile(`job="(\w+)"`).FindAllStringSubmatch(Read(t, "prometheus/alerts.yaml"), -1) {
 		if !strings.Contains(chartTemplates(t), "{targetLabel: job, replacement: "+expr[1]+"}") {
 			t.Errorf("the alerts ask for job %s, which no ServiceMonitor here gives", expr[1])
 		}
@@ -76,12 +79,9 @@ func settableFlags(t *testing.T) (all []string) {
 	for _, match := range regexp.MustCompile(`set \$config "([^"]+)"`).FindAllStringSubmatch(chartTemplates(t), -1) {
 		own = append(own, match[1])
 	}
-	groups, commands := flagGroups(t)
-	for _, group := range groups {
-		for _, flag := range group.flags {
-			if slices.Contains(commands[flag], CommandServe) && !slices.Contains(own, flag.Name) {
-				all = append(all, flag.Name)
-			}
+	for flag := range Flags(t) {
+		if !slices.Contains(own, flag) {
+			all = append(all, flag)
 		}
 	}
 	slices.Sort(all)
@@ -113,7 +113,7 @@ func TestChartSchemaKnowsEveryFlag(t *testing.T) {
 		return true
 	})
 	if !slices.Equal(has, want) {
-		t.Errorf("%s: config has not the keys that are flags: run go test -run TestChart -update .", chartSchema)
+		t.Errorf("%s: config has not the keys that are flags: run go test -run TestChart -update ./test/deploy", chartSchema)
 	}
 }
 
@@ -122,13 +122,10 @@ func TestChartSchemaKnowsEveryFlag(t *testing.T) {
 func TestChartNamesFlagsThatExist(t *testing.T) {
 	known := []string{"help", "version"}
 	var variables []string
-	groups, _ := flagGroups(t)
-	for _, group := range groups {
-		for _, flag := range group.flags {
-			known, variables = append(known, flag.Name), append(variables, flag.Envs...)
-		}
+	for name, flag := range Flags(t) {
+		known, variables = append(known, name), append(variables, flag.Env)
 	}
-	text := chartTemplates(t) + readDeploy(t, "helm/kvrouter/values.yaml")
+	text := chartTemplates(t) + Read(t, "helm/kvrouter/values.yaml")
 	found := 0
 	for _, match := range regexp.MustCompile(`(?:set \$config "|[\s(\[]--|\b(KVROUTER_))([a-zA-Z][a-zA-Z0-9._-]*)`).FindAllStringSubmatch(text, -1) {
 		found++
@@ -266,7 +263,7 @@ func TestChartExampleRunsVLLMAsTheRouterWantsIt(t *testing.T) {
 			}
 		}
 	}
-	first, _, _ := strings.Cut(readDeploy(t, "helm/kvrouter/examples/vllm.yaml"), "\n---\n")
+	first, _, _ := strings.Cut(Read(t, "helm/kvrouter/examples/vllm.yaml"), "\n---\n")
 	if err := yaml.Unmarshal([]byte(first), &worker); err != nil || len(worker.Spec.Template.Spec.Containers) != 1 {
 		t.Fatal(err, worker)
 	}
@@ -277,18 +274,16 @@ func TestChartExampleRunsVLLMAsTheRouterWantsIt(t *testing.T) {
 		}
 	}
 	value := func(flag string) string { return container.Args[slices.Index(container.Args, flag)+1] }
-	usual, _, err := parseConfig([]string{"--engine=none"}, testMachine(t))
-	if err != nil {
-		t.Fatal(err)
-	}
+	flags := Flags(t)
+	usual := func(flag string) string { return flags[flag].Default }
 	events := value("--kv-events-config")
-	if !json.Valid([]byte(events)) || !strings.Contains(readDeploy(t, "../docs/operations.md"), "--kv-events-config '"+events+"'") {
+	if !json.Valid([]byte(events)) || !strings.Contains(Read(t, "../docs/operations.md"), "--kv-events-config '"+events+"'") {
 		t.Errorf("it publishes in another way than docs/operations.md says: %s", events)
 	}
-	if value("--host") != "0.0.0.0" || value("--block-size") != strconv.Itoa(usual.BlockSize) || value("--port") != strconv.Itoa(usual.Discovery.WorkerPort) {
-		t.Errorf("%q for blocks of %d and port %d", container.Args, usual.BlockSize, usual.Discovery.WorkerPort)
+	if value("--host") != "0.0.0.0" || value("--block-size") != usual("block-size") || value("--port") != usual("worker-port") {
+		t.Errorf("%q for blocks of %s and port %s", container.Args, usual("block-size"), usual("worker-port"))
 	}
-	if !strings.Contains(events, fmt.Sprintf(`"endpoint":"tcp://*:%d"`, usual.BaseKVEventsPort)) || !strings.Contains(events, fmt.Sprintf(`"replay_endpoint":"tcp://*:%d"`, usual.BaseKVReplayPort)) {
+	if !strings.Contains(events, fmt.Sprintf(`"endpoint":"tcp://*:%s"`, usual("base-kv-events-port"))) || !strings.Contains(events, fmt.Sprintf(`"replay_endpoint":"tcp://*:%s"`, usual("base-kv-replay-port"))) {
 		t.Errorf("events and replay: %s", events)
 	}
 	for _, p := range container.Ports {

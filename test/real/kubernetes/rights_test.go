@@ -1,4 +1,4 @@
-package main
+package kubernetes
 
 import (
 	"context"
@@ -72,7 +72,7 @@ func TestKubernetesPoolIsFollowed(t *testing.T) {
 	k.schedulable(3)
 	k.cluster.Patch(schema.GroupVersionResource{Group: "inference.networking.k8s.io", Version: "v1", Resource: "inferencepools"}, kubeNamespace, "vllm-pool",
 		`{"spec":{"selector":{"matchLabels":{"app":null,"model":"other"}}}}`)
-	testkit.Eventually(t, kubeLimit, "the Pods of another label are none of its workers", func() bool { return len(k.workers()) == 0 })
+	testkit.Eventually(t, kubeLimit, "the Pods of another label are none of its workers", func() bool { return len(k.Workers()) == 0 })
 }
 
 // TestKubernetesMissingRightsAreNamed: with less than the documented Role the router says
@@ -106,12 +106,12 @@ func TestKubernetesMissingRightsAreNamed(t *testing.T) {
 			sub.route(name, test.args...)
 			want := fmt.Sprintf(names, test.resource, name, test.api)
 			sub.says(strings.ReplaceAll(want, `"`, `\"`))               // as the log writes it
-			if n := len(sub.workers()); n != 0 && name != "list-only" { // which knows them once, and follows none
+			if n := len(sub.Workers()); n != 0 && name != "list-only" { // which knows them once, and follows none
 				t.Errorf("%d workers", n)
 			}
 			sub.cluster.Patch(roleResource, kubeNamespace, name, fmt.Sprintf(`{"rules":[%s,%s]}`, pods, pools))
 			sub.schedulable(2)
-			if n := strings.Count(sub.log.String(), "no right to list"); n != 1 {
+			if n := strings.Count(sub.Log.String(), "no right to list"); n != 1 {
 				t.Errorf("it is said %d times", n)
 			}
 		})

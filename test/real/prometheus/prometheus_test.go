@@ -1,4 +1,6 @@
-package main
+// Package prometheus has a Prometheus scrape the built router and asks it every
+// expression of deploy/: `make test-boards`.
+package prometheus
 
 import (
 	"fmt"
@@ -8,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -15,7 +18,11 @@ import (
 	"github.com/tidwall/gjson"
 
 	"kvrouter/internal/testkit"
+	"kvrouter/test"
+	"kvrouter/test/deploy"
 )
+
+func TestMain(m *testing.M) { test.Main(m) }
 
 // emptyPanels are queries of the board that find nothing while all goes well, as
 // nothing of the kind has happened, by what they begin with.
@@ -28,19 +35,22 @@ func TestBoardsOnPrometheus(t *testing.T) {
 	if program == "" {
 		t.Skip("make test-boards runs this")
 	}
-	sites := startShownSites(t)
+	routers := deploy.StartShown(t)
 	dir := t.TempDir()
-	alerts, err := filepath.Abs(alertsFile)
+	alerts, err := filepath.Abs(deploy.AlertsFile)
 	if err != nil {
 		t.Fatal(err)
 	}
 	address := fmt.Sprintf("127.0.0.1:%d", testkit.FreePorts(t, 1))
-	host := func(s *mockSite) string { return strings.TrimPrefix(s.openAI, "http://") }
+	var targets []string
+	for _, r := range routers {
+		targets = append(targets, strconv.Quote(strings.TrimPrefix(r.OpenAI, "http://")))
+	}
 	testkit.WriteFile(t, filepath.Join(dir, "prometheus.yml"), fmt.Sprintf(`
 global: {scrape_interval: 1s, evaluation_interval: 1s}
 rule_files: [%q]
-scrape_configs: [{job_name: kvrouter, static_configs: [{targets: [%q, %q]}]}]
-`, alerts, host(sites[0]), host(sites[1])))
+scrape_configs: [{job_name: kvrouter, static_configs: [{targets: [%s]}]}]
+`, alerts, strings.Join(targets, ", ")))
 	log := &testkit.LogBuffer{}
 	command := exec.Command(program, "--config.file="+filepath.Join(dir, "prometheus.yml"), "--storage.tsdb.path="+filepath.Join(dir, "data"), "--web.listen-address="+address)
 	command.Stdout, command.Stderr = log, log
@@ -67,9 +77,9 @@ scrape_configs: [{job_name: kvrouter, static_configs: [{targets: [%q, %q]}]}]
 		return gjson.ParseBytes(text), err
 	}
 
-	left, _ := expressions(t)
+	left, _ := deploy.Expressions(t)
 	for i := 0; ; i++ {
-		if a, err := sites[0].chat(t.Context(), longPrompt(i%3), true, 8); err != nil || !a.finished {
+		if a, err := routers[0].Chat(t.Context(), deploy.LongPrompt(i%3), true, 8); err != nil || !a.Finished {
 			t.Fatalf("%+v, %v", a, err)
 		}
 		for where, expr := range left {
@@ -101,11 +111,9 @@ scrape_configs: [{job_name: kvrouter, static_configs: [{targets: [%q, %q]}]}]
 	}
 
 	// A worker that has been drained is down, also while it is out for its failures.
-	fail(t, sites[1], 1)
-	if err := sites[1].app.router.Rest(1); err != nil {
-		t.Fatal(err)
-	}
-	states, _ := expressions(t)
+	failing := routers[deploy.Failing]
+	failing.Act(deploy.FailingWorker, "drain")
+	states, _ := deploy.Expressions(t)
 	drained := fmt.Sprintf("(%s) and kvrouter_worker_ejected == 1 and kvrouter_worker_up == 0", states["States A"])
 	var found gjson.Result
 	testkit.Eventually(t, 20*time.Second, "a worker is shown as drained while it is out", func() bool {
@@ -122,7 +130,7 @@ scrape_configs: [{job_name: kvrouter, static_configs: [{targets: [%q, %q]}]}]
 		t.Fatal(err)
 	}
 	list := rules.Get("data.groups.0.rules").Array()
-	if len(list) != len(readAlerts(t)) {
+	if len(list) != len(deploy.ReadAlerts(t)) {
 		t.Errorf("%d rules: %s", len(list), rules.Raw)
 	}
 	for _, rule := range list {

@@ -1,4 +1,4 @@
-package main
+package kubernetes
 
 import (
 	"fmt"
@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"kvrouter/internal/testkit/kubernetes"
+	"kvrouter/test"
 )
 
 // used is what a process has used so far.
@@ -56,7 +57,7 @@ func TestKubernetesWith200PodsAtRest(t *testing.T) {
 	k.nodes(kubernetes.Inside(t))
 	k.route("kvrouter")
 	k.says("msg=listening")
-	pid := k.command.Process.Pid
+	pid := k.Command.Process.Pid
 	empty := usedBy(t, pid)
 	began := time.Now()
 	k.deploy("mock", pods, 0)
@@ -79,10 +80,10 @@ func TestKubernetesWith200PodsAtRest(t *testing.T) {
 		t.Errorf("%.2f %% of a core at the least, want less than %.0f %%", 100*least, 100*most)
 	}
 	k.schedulable(pods)
-	if a, err := k.chat(t.Context(), say("Hi"), true, 3); err != nil || !a.finished {
+	if a, err := k.Chat(t.Context(), test.Say("Hi"), true, 3); err != nil || !a.Finished {
 		t.Errorf("%+v, %v", a, err)
 	}
-	if strings.Contains(k.log.String(), "level=WARN") {
-		t.Errorf("warnings:\n%s", k.log.Tail())
+	if strings.Contains(k.Log.String(), "level=WARN") {
+		t.Errorf("warnings:\n%s", k.Log.Tail())
 	}
 }

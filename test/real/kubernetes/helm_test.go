@@ -1,4 +1,4 @@
-package main
+package kubernetes
 
 import (
 	"bufio"
@@ -20,6 +20,13 @@ import (
 	"kvrouter/internal/discovery"
 	"kvrouter/internal/testkit/kubernetes"
 	"kvrouter/internal/web"
+	"kvrouter/test/deploy"
+)
+
+// Where the chart is, and values for all that it has.
+const (
+	chartFolder = "deploy/helm/kvrouter"
+	chartAll    = "testdata/chart/everything.yaml"
 )
 
 // chartMust are the values that every installation gives.
@@ -52,7 +59,11 @@ func helm(t *testing.T, args ...string) (string, error) {
 	if os.Getenv(kubernetes.Folder) == "" {
 		t.Skip("make test-kubernetes runs it")
 	}
-	command := exec.CommandContext(t.Context(), output(t, "scripts/helm.sh"), args...)
+	path, err := exec.CommandContext(t.Context(), "scripts/helm.sh").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	command := exec.CommandContext(t.Context(), strings.TrimSpace(string(path)), args...)
 	home := t.TempDir()
 	command.Env = append(os.Environ(), "HELM_CACHE_HOME="+home, "HELM_CONFIG_HOME="+home, "HELM_DATA_HOME="+home)
 	out, err := command.Output()
@@ -152,22 +163,21 @@ func TestKubernetesChartStartsARouter(t *testing.T) {
 		container := pod.Get(`spec.containers.#(name=="kvrouter")`)
 		cfg := chartConfig(t, objects, container)
 
-		if grace := time.Duration(pod.Get("spec.terminationGracePeriodSeconds").Int()) * time.Second; grace <= cfg.DrainDelay+cfg.DrainTimeout {
-			t.Errorf("terminationGracePeriodSeconds %v: a drain may take %v", grace, cfg.DrainDelay+cfg.DrainTimeout)
+		if grace := time.Duration(pod.Get("spec.terminationGracePeriodSeconds").Int()) * time.Second; grace <= cfg.Drain() {
+			t.Errorf("terminationGracePeriodSeconds %v: a drain may take %v", grace, cfg.Drain())
 		}
 		if pod.Get("spec.enableServiceLinks").Raw != "false" {
 			t.Error("a Service kvrouter-router would set --router-port")
 		}
 		settings := chartSettings(t, objects)
 		peers, _ := settings["replica-discovery"].(string)
-		if mounted := pod.Get("spec.automountServiceAccountToken").Bool(); mounted != (cfg.Discovery.Discovery == "kubernetes" || strings.HasPrefix(peers, "service://")) {
-			t.Errorf("a token %t for discovery %q and peers %q", mounted, cfg.Discovery.Discovery, peers)
+		if mounted := pod.Get("spec.automountServiceAccountToken").Bool(); mounted != (cfg.Value("discovery") == "kubernetes" || strings.HasPrefix(peers, "service://")) {
+			t.Errorf("a token %t for discovery %q and peers %q", mounted, cfg.Value("discovery"), peers)
 		}
-		if web.Loopback(cfg.Host) || web.Loopback(cfg.Web.RouterHost) == container.Get(`ports.#(name=="router")`).Exists() {
-			t.Errorf("it listens on %s and %s", cfg.Host, cfg.Web.RouterHost)
+		if web.Loopback(cfg.Value("host")) || web.Loopback(cfg.Value("router-host")) == container.Get(`ports.#(name=="router")`).Exists() {
+			t.Errorf("it listens on %s and %s", cfg.Value("host"), cfg.Value("router-host"))
 		}
-		number := func(setting string) int { n, _ := settings[setting].(uint64); return int(n) }
-		ports := map[string]int{"http": cfg.HTTPPort, "router": cfg.RouterPort, "replica": cfg.Replica.ReplicaSyncPort, "grpc-ext-proc": number("ext-proc-port"), "grpc-health": number("ext-proc-health-port")}
+		ports := map[string]int{"http": cfg.Int("http-port"), "router": cfg.Int("router-port"), "replica": cfg.Int("replica-sync-port"), "grpc-ext-proc": cfg.Int("ext-proc-port"), "grpc-health": cfg.Int("ext-proc-health-port")}
 		container.Get("ports").ForEach(func(_, port gjson.Result) bool {
 			if int(port.Get("containerPort").Int()) != ports[port.Get("name").Str] {
 				t.Errorf("port %s: the router has %d", port, ports[port.Get("name").Str])
@@ -212,22 +222,22 @@ func TestKubernetesChartStartsARouter(t *testing.T) {
 			}
 		}
 		for _, rule := range objects.of("PrometheusRule") {
-			if n := len(rule.Get("spec.groups.0.rules").Array()); n != len(readAlerts(t)) || !strings.HasPrefix(rule.Get("spec.groups.0.rules.0.annotations.runbook_url").Str, "https://git.example.com/kvrouter/docs/runbook.md#") {
+			if n := len(rule.Get("spec.groups.0.rules").Array()); n != len(deploy.ReadAlerts(t)) || !strings.HasPrefix(rule.Get("spec.groups.0.rules.0.annotations.runbook_url").Str, "https://git.example.com/kvrouter/docs/runbook.md#") {
 				t.Errorf("%d alerts: %s", n, rule.Get("spec.groups.0.rules.0"))
 			}
 		}
 		for _, board := range objects.of("ConfigMap") {
-			if text := board.Get(`data.kvrouter\.json`).Str; text != "" && strings.TrimSpace(text) != strings.TrimSpace(readDeploy(t, "grafana/kvrouter.json")) {
+			if text := board.Get(`data.kvrouter\.json`).Str; text != "" && strings.TrimSpace(text) != strings.TrimSpace(deploy.Read(t, "grafana/kvrouter.json")) {
 				t.Error("the board is another one")
 			}
 		}
-		if cfg.Replica.ReplicaSync != (peers != "") || len(cfg.Replica.ReplicaPeers) > 0 {
-			t.Errorf("it finds its peers by %q and %q", peers, cfg.Replica.ReplicaPeers)
+		if (cfg.Value("replica-sync") == "true") != (peers != "") || len(cfg.Values("replica-peers")) > 0 {
+			t.Errorf("it finds its peers by %q and %q", peers, cfg.Values("replica-peers"))
 		}
 		if peers != "" {
-			chartPeers(t, objects, peers, cfg.Replica.ReplicaSyncPort)
+			chartPeers(t, objects, peers, cfg.Int("replica-sync-port"))
 		}
-		chartPicker(t, objects, cfg, number("ext-proc-port"))
+		chartPicker(t, objects, cfg, cfg.Int("ext-proc-port"))
 		for object := range strings.SplitSeq(stream, "\n---\n") {
 			if strings.Contains(object, "a-key-of-") && !strings.Contains(object, "\nkind: Secret\n") {
 				t.Errorf("a key stands in\n%s", object)
@@ -280,7 +290,7 @@ func chartPeers(t *testing.T, objects chartObjects, where string, port int) {
 
 // chartPicker looks whether the pool, the route and the Service of the picker lead to
 // each other and to the router.
-func chartPicker(t *testing.T, objects chartObjects, cfg Config, port int) {
+func chartPicker(t *testing.T, objects chartObjects, cfg *deploy.Settings, port int) {
 	t.Helper()
 	pools, routes := objects.of("InferencePool"), objects.of("HTTPRoute")
 	var service gjson.Result
@@ -292,20 +302,20 @@ func chartPicker(t *testing.T, objects chartObjects, cfg Config, port int) {
 	if service.Exists() != (port != 0) || port == 0 && len(pools)+len(routes) > 0 {
 		t.Errorf("port %d of the picker, %d pools, %d routes, Service %s", port, len(pools), len(routes), service.Get("metadata.name"))
 	}
-	if port != 0 && cfg.Discovery.Pool == "" {
+	if port != 0 && cfg.Value("pool") == "" {
 		t.Error("its workers are not those of a pool")
 	}
 	for _, pool := range pools {
 		at := pool.Get("spec.endpointPickerRef")
-		if at.Get("name").Str != service.Get("metadata.name").Str || at.Get("port.number").Int() != service.Get("spec.ports.0.port").Int() || pool.Get("metadata.name").Str != cfg.Discovery.Pool {
+		if at.Get("name").Str != service.Get("metadata.name").Str || at.Get("port.number").Int() != service.Get("spec.ports.0.port").Int() || pool.Get("metadata.name").Str != cfg.Value("pool") {
 			t.Errorf("the pool is %s, its picker %s", pool.Get("metadata.name"), at)
 		}
-		if pool.Get("metadata.namespace").Str != cfg.Discovery.Namespace || len(pool.Get("spec.selector.matchLabels").Map()) == 0 || len(pool.Get("spec.targetPorts").Array()) == 0 {
+		if pool.Get("metadata.namespace").Str != cfg.Value("namespace") || len(pool.Get("spec.selector.matchLabels").Map()) == 0 || len(pool.Get("spec.targetPorts").Array()) == 0 {
 			t.Errorf("no Pod is in it: %s", pool.Get("spec"))
 		}
 	}
 	for _, route := range routes {
-		if to := route.Get("spec.rules.0.backendRefs.0"); to.Get("kind").Str != "InferencePool" || to.Get("name").Str != cfg.Discovery.Pool {
+		if to := route.Get("spec.rules.0.backendRefs.0"); to.Get("kind").Str != "InferencePool" || to.Get("name").Str != cfg.Value("pool") {
 			t.Errorf("the route leads to %s", to)
 		}
 	}
@@ -313,9 +323,9 @@ func chartPicker(t *testing.T, objects chartObjects, cfg Config, port int) {
 
 // chartConfig reads the settings that the container starts with. It looks whether each
 // file that they name lies on a volume.
-func chartConfig(t *testing.T, objects chartObjects, container gjson.Result) Config {
+func chartConfig(t *testing.T, objects chartObjects, container gjson.Result) *deploy.Settings {
 	t.Helper()
-	t.Setenv("KVROUTER_ENGINE", EngineNone) // as in the image
+	t.Setenv("KVROUTER_ENGINE", "none") // as in the image
 	for _, secret := range objects.of("Secret") {
 		for name, value := range secret.Get("stringData").Map() {
 			if !strings.Contains(name, ".") {
@@ -340,11 +350,11 @@ func chartConfig(t *testing.T, objects chartObjects, container gjson.Result) Con
 	for _, arg := range container.Get("args").Array() {
 		args = append(args, strings.Replace(arg.Str, "/etc/kvrouter/kvrouter.yaml", file, 1))
 	}
-	cfg, command, err := parseConfig(args, testMachine(t))
-	if err != nil || command != CommandServe || cfg.ConfigFile != file {
-		t.Fatal(command, err)
+	cfg := deploy.Accept(t, args...)
+	if cfg.Value("config") != file {
+		t.Fatal(args)
 	}
-	for _, path := range []string{cfg.Keys.APIKeysFile, cfg.Web.TLS.TLSCert, cfg.Web.TLS.TLSKey, cfg.Web.TLS.TLSClientCA, strings.Replace(cfg.Snapshot.IndexSnapshot, dir, state, 1), "/etc/kvrouter/kvrouter.yaml"} {
+	for _, path := range []string{cfg.Value("api-keys-file"), cfg.Value("tls-cert"), cfg.Value("tls-key"), cfg.Value("tls-client-ca"), strings.Replace(cfg.Value("index-snapshot"), dir, state, 1), "/etc/kvrouter/kvrouter.yaml"} {
 		if path != "" && !container.Get(fmt.Sprintf("volumeMounts.#(mountPath==%q)", filepath.Dir(path))).Exists() {
 			t.Errorf("%s lies on no volume", path)
 		}

@@ -1,4 +1,4 @@
-package main
+package kubernetes
 
 import (
 	"fmt"
@@ -16,6 +16,7 @@ import (
 
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/kubernetes"
+	"kvrouter/test/deploy"
 )
 
 // chartSurroundings are the namespaces of the sets of values, and what the Prometheus
@@ -86,7 +87,7 @@ func TestKubernetesChartIsTakenByAnAPIServer(t *testing.T) {
 			t.Error("a wrong field is taken, too")
 		}
 	})
-	if err := cluster.DryRun([]byte(readDeploy(t, "helm/kvrouter/examples/vllm.yaml"))); err != nil {
+	if err := cluster.DryRun([]byte(deploy.Read(t, "helm/kvrouter/examples/vllm.yaml"))); err != nil {
 		t.Error(err)
 	}
 }

@@ -1,10 +1,9 @@
-package main
+package deploy
 
 import (
-	"encoding/json"
+	"bytes"
 	"fmt"
 	"maps"
-	"net/http"
 	"os"
 	"regexp"
 	"slices"
@@ -12,162 +11,13 @@ import (
 	"testing"
 	"time"
 
-	"github.com/goccy/go-yaml"
+	"github.com/prometheus/common/expfmt"
 	"github.com/prometheus/common/model"
 	"github.com/prometheus/prometheus/promql/parser"
 
-	"kvrouter/internal/kv"
-	"kvrouter/internal/proxy"
-	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/tokens"
+	"kvrouter/test"
 )
-
-// The files that people load into Grafana and Prometheus.
-const (
-	boardFile  = "deploy/grafana/kvrouter.json"
-	alertsFile = "deploy/prometheus/alerts.yaml"
-)
-
-// boardPanel is what these tests read of a panel.
-type boardPanel struct {
-	ID          int
-	Type, Title string
-	Description string
-	GridPos     struct{ X, Y, W, H int }
-	Datasource  struct{ UID string }
-	FieldConfig struct{ Defaults struct{ Unit string } }
-	Targets     []struct{ Expr, LegendFormat, RefID string }
-}
-
-// board is a Grafana dashboard.
-type board struct {
-	Panels     []boardPanel
-	Templating struct {
-		List []struct{ Name, Definition string }
-	}
-}
-
-func readBoard(t *testing.T) (b board) {
-	t.Helper()
-	text, err := os.ReadFile(boardFile)
-	if err == nil {
-		err = json.Unmarshal(text, &b)
-	}
-	if err != nil || len(b.Panels) == 0 {
-		t.Fatalf("%s: %d panels, %v", boardFile, len(b.Panels), err)
-	}
-	return b
-}
-
-// alert is a rule of Prometheus.
-type alert struct {
-	Alert, Expr, For string
-	Labels           map[string]string
-	Annotations      map[string]string
-}
-
-func readAlerts(t *testing.T) (alerts []alert) {
-	t.Helper()
-	var file struct{ Groups []struct{ Rules []alert } }
-	text, err := os.ReadFile(alertsFile)
-	if err == nil {
-		err = yaml.Unmarshal(text, &file)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, group := range file.Groups {
-		alerts = append(alerts, group.Rules...)
-	}
-	return alerts
-}
-
-// substitute puts values in the place of Grafana's variables.
-func substitute(expr, rates string) string {
-	return strings.NewReplacer("$__rate_interval", rates, "$router", ".*", "$model", ".*", "$worker|none", ".*", "$worker", ".*").Replace(expr)
-}
-
-// expressions returns every expression of the board and of the alerts, by where it
-// stands. Legends are those of the board.
-func expressions(t *testing.T) (exprs, legends map[string]string) {
-	t.Helper()
-	exprs, legends = map[string]string{}, map[string]string{}
-	for _, panel := range readBoard(t).Panels {
-		for _, target := range panel.Targets {
-			where := panel.Title + " " + target.RefID
-			exprs[where], legends[where] = substitute(target.Expr, "1m"), target.LegendFormat
-		}
-	}
-	for _, v := range readBoard(t).Templating.List {
-		if inner, ok := strings.CutPrefix(v.Definition, "label_values("); ok {
-			expr, _, _ := strings.Cut(strings.TrimSuffix(inner, ")"), ", ")
-			if at := strings.LastIndex(inner, ", "); at >= 0 {
-				expr, legends["variable "+v.Name] = inner[:at], "{{"+strings.TrimSuffix(inner[at+2:], ")")+"}}"
-			}
-			exprs["variable "+v.Name] = substitute(expr, "1m")
-		}
-	}
-	for _, a := range readAlerts(t) {
-		exprs[a.Alert] = a.Expr
-	}
-	return exprs, legends
-}
-
-// addSeries adds the names of the series of a router's page, each with its labels.
-func addSeries(t *testing.T, s *mockSite, series map[string][]string) {
-	t.Helper()
-	for name, family := range familiesOf(t, s) {
-		names := []string{}
-		for _, label := range family.Metric[0].Label {
-			names = append(names, label.GetName())
-		}
-		series[name] = names
-		if family.Metric[0].Histogram != nil {
-			delete(series, name)
-			series[name+"_bucket"], series[name+"_count"], series[name+"_sum"] = append([]string{"le"}, names...), names, names
-		}
-	}
-}
-
-// startShownSites starts the routers whose metrics the boards are held against:
-// one over prefill and decode workers with other routers, one with keys. Requests
-// have been served by the former.
-func startShownSites(t *testing.T) []*mockSite {
-	t.Helper()
-	pairs := startMockPairs(t, kv.KindNIXL, 1, 2, "--replica-sync", "--replica-sync-port=0")
-	for i := range 4 {
-		if a, err := pairs.chat(t.Context(), longPrompt(i%2), i > 0, 8); err != nil || !a.finished {
-			t.Fatalf("%+v, %v", a, err)
-		}
-	}
-	keyed := startMockSite(t, 2, keysFile(t, "- {name: a, key: key-a, limits: {requests-per-second: 1}}"))
-	keyed.as(t, "key-a", map[string]any{"messages": []any{map[string]any{"role": "user", "content": []any{map[string]any{"type": "image_url", "image_url": map[string]string{"url": "data:,"}}}}}}) // cannot be rendered here
-	// What no mock worker does on its own: fail until it is ejected, refuse, count
-	// tokens wrong, send them one by one for sure.
-	fail(t, keyed, 1)
-	keyed.app.telemetry.Refused("m", testkit.ChatPath, router.ErrBusy)
-	keyed.app.telemetry.Refused("m", testkit.ChatPath, router.ErrQueueFull)
-	keyed.app.telemetry.Retried(1)
-	keyed.app.telemetry.InterToken("0", time.Millisecond, 1)
-	keyed.app.telemetry.Finished(proxy.Exchange{
-		Worker: "0", Route: testkit.ChatPath, Status: http.StatusOK, Source: tokens.SourceLocal,
-		Decision: router.Decision{Tokens: 1}, Usage: proxy.Usage{Known: true, PromptTokens: 2},
-	}, time.Now())
-	return []*mockSite{pairs, keyed}
-}
-
-// fail has a worker fail until it is ejected.
-func fail(t *testing.T, s *mockSite, worker uint64) {
-	t.Helper()
-	for range 3 {
-		d, err := s.app.router.Route(t.Context(), router.Request{Pinned: &kv.WorkerKey{Worker: worker}})
-		if err != nil {
-			t.Fatal(err)
-		}
-		d.Booking.Fail()
-	}
-}
 
 // targetLabels are given by Prometheus to all that it scrapes; target metrics, too.
 var (
@@ -233,13 +83,13 @@ func TestBoardsAskForWhatRoutersShow(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	sites := startShownSites(t)
-	exprs, legends := expressions(t)
+	routers := StartShown(t)
+	exprs, legends := Expressions(t)
 	var problems map[string][]string
 	testkit.Eventually(t, 20*time.Second, "the loads of the workers are published", func() bool {
 		series := map[string][]string{}
-		for _, s := range sites {
-			addSeries(t, s, series)
+		for _, r := range routers {
+			addSeries(t, r, series)
 		}
 		problems = map[string][]string{}
 		for where, expr := range exprs {
@@ -256,7 +106,7 @@ func TestBoardsAskForWhatRoutersShow(t *testing.T) {
 		return series["kvrouter_worker_running_requests"] != nil && series["kvrouter_kv_event_lag_seconds_bucket"] != nil
 	})
 	if len(exprs) < 80 {
-		t.Errorf("only %d expressions were found", len(exprs))
+		t.Errorf("only %d Expressions were found", len(exprs))
 	}
 	for _, where := range slices.Sorted(maps.Keys(problems)) {
 		t.Errorf("%s: %s\n%s", where, strings.Join(problems[where], "; "), exprs[where])
@@ -284,7 +134,7 @@ func TestWrongExpressionsAreFound(t *testing.T) {
 }
 
 func TestBoardIsLaidOut(t *testing.T) {
-	b := readBoard(t)
+	b := ReadBoard(t)
 	var rows []string
 	seen, taken := map[int]string{}, map[[2]int]string{}
 	top := 0 // of the row that the panel lies under
@@ -332,7 +182,7 @@ func TestBoardIsLaidOut(t *testing.T) {
 		t.Errorf("%d cells of the grid are empty", holes)
 	}
 
-	text, err := os.ReadFile(boardFile)
+	text, err := os.ReadFile(BoardFile)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -367,7 +217,7 @@ func TestEveryAlertIsExplainedAndTested(t *testing.T) {
 	for _, match := range regexp.MustCompile(`(?m)^## (KVRouter\w+)$`).FindAllStringSubmatch(string(runbook), -1) {
 		sections = append(sections, match[1])
 	}
-	alerts := readAlerts(t)
+	alerts := ReadAlerts(t)
 	for _, a := range alerts {
 		if a.Annotations["summary"] == "" || a.Annotations["description"] == "" || a.Annotations["runbook_url"] != "docs/runbook.md#"+strings.ToLower(a.Alert) {
 			t.Errorf("%s wants a summary, a description and the address of its section: %v", a.Alert, a.Annotations)
@@ -386,5 +236,26 @@ func TestEveryAlertIsExplainedAndTested(t *testing.T) {
 	}
 	if len(sections) != len(alerts) {
 		t.Errorf("docs/runbook.md has %d sections for %d alerts", len(sections), len(alerts))
+	}
+}
+
+// addSeries adds the names of the series of a router's page, each with its labels.
+func addSeries(t *testing.T, r *test.Router, series map[string][]string) {
+	t.Helper()
+	parser := expfmt.NewTextParser(model.UTF8Validation)
+	families, err := parser.TextToMetricFamilies(bytes.NewReader(r.Get(r.OpenAI + "/metrics")))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, family := range families {
+		names := []string{}
+		for _, label := range family.Metric[0].Label {
+			names = append(names, label.GetName())
+		}
+		series[name] = names
+		if family.Metric[0].Histogram != nil {
+			delete(series, name)
+			series[name+"_bucket"], series[name+"_count"], series[name+"_sum"] = append([]string{"le"}, names...), names, names
+		}
 	}
 }
