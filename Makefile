@@ -59,18 +59,18 @@ test-mooncake: setup ## Two real vLLM CPU workers with MooncakeConnector, over T
 	@scripts/mooncake.sh
 
 test-sglang: setup-sglang ## Real SGLang CPU servers: truth, ranks, load, pairs, deaths (minutes)
-	KVROUTER_SGLANG=1 go test -run RealSGLang -v -count 1 -timeout 40m .
+	KVROUTER_SGLANG=1 go test -v -count 1 -timeout 40m ./test/real/sglang
 
 test-kubernetes: ## A real Kubernetes API server: rollouts, its death, 200 pods, rights, the chart by helm (5 minutes; builds both once)
 	@scripts/build-native.sh
 	@scripts/helm.sh >/dev/null
-	@folder=$$(scripts/kubernetes.sh) && echo "KVROUTER_KUBERNETES=$$folder go test -run '^TestKubernetes' ." && KVROUTER_KUBERNETES=$$folder go test -run '^TestKubernetes' -v -count 1 -timeout 20m .
+	@folder=$$(scripts/kubernetes.sh) && echo "KVROUTER_KUBERNETES=$$folder go test ./test/real/kubernetes" && KVROUTER_KUBERNETES=$$folder go test -run '^TestKubernetes' -v -count 1 -timeout 20m ./test/real/kubernetes
 
 test-gateway: setup ## The endpoint picker behind a real Envoy: mock workers, then two vLLM workers (5 minutes; installs Envoy once)
 	@scripts/gateway.sh
 
 test-traces: setup ## One trace through the router and a real vLLM CPU worker (a minute)
-	KVROUTER_TRACES=1 go test -run TraceOnRealVLLM -v -count 1 -timeout 15m .
+	go test -run '^TestTwoWorkersOnRealVLLM$$/^trace$$' -v -count 1 -timeout 15m ./test/real/vllm
 
 test-boards: ## The board and the alerts against promtool and a Prometheus that scrapes simulated workers
 	@scripts/boards.sh
@@ -79,7 +79,7 @@ test-boards: ## The board and the alerts against promtool and a Prometheus that 
 test-page: ## Look at the live page in a browser; installs Debian's chromium if there is none (half a minute)
 	@scripts/build-native.sh
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -q && apt-get install -qy chromium; } || { echo "test-page: chromium is missing: run apt-get install chromium as root" >&2; exit 1; }
-	KVROUTER_PAGE=1 go test -count 1 -timeout 10m -run '^TestBrowser' -v .
+	KVROUTER_PAGE=1 go test -count 1 -timeout 10m -run '^TestBrowser' -v ./test/real/browser
 
 lint: ## gofmt, go vet, staticcheck, syntax of the shell and Python scripts
 	@scripts/build-native.sh
@@ -94,7 +94,7 @@ dist: ## What is given away, into out/dist: static binaries, images, bill of mat
 
 test-dist: dist ## The same, and then run what came out of it: binary and image, by chroot (as root)
 	@scripts/build-native.sh
-	KVROUTER_DIST=1 go test -run '^TestDist' -v -count 1 -timeout 10m .
+	KVROUTER_DIST=1 go test -v -count 1 -timeout 10m ./test/real/dist
 
 bench: setup ## Micro-benchmarks of hashing, index, decoding and routing (BENCH=regexp)
 	go test -run '^$$' -bench '$(BENCH)' -benchmem -timeout 60m ./...

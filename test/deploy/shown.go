@@ -113,11 +113,11 @@ func startFailing(t *testing.T) *test.Router {
 	return s
 }
 
-// startFull starts a router over a worker that computes a prompt for minutes, with flags
+// startFull starts a router with a worker that computes a prompt for minutes, with flags
 // by which so many chats are all that it takes: a further one is refused with status.
 func startFull(t *testing.T, chats, status int, args ...string) *test.Router {
 	t.Helper()
-	s := test.StartMocks(t, 1, append(args, "--speedup-ratio=0.0001")...).Router
+	s := test.StartMocker(t, 1, append(args, "--speedup-ratio=0.0001")...)
 	ctx, leave := context.WithCancel(t.Context())
 	var clients sync.WaitGroup
 	defer clients.Wait()
