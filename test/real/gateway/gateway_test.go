@@ -212,12 +212,12 @@ func TestGatewayAnswersAreTheWorkers(t *testing.T) {
 	p := newPicker(t)
 	mocks := test.StartWorkers(t, 4, "--speedup-ratio=0", "--mock-num-gpu-blocks=100000", "--mock-output-tokens=16")
 	var taps []*wireTap
-	args := []string{"--engine=none", "--drain-timeout=5s", "--model=" + test.BuiltinModel(t)}
+	args := []string{"--engine=none", "--drain-timeout=5s", "--model=" + test.BuiltinModel(t), "--served-model-name=mock"}
 	for i := range 4 {
 		taps = append(taps, newWireTap(t, mocks.URL(i)))
 		args = append(args, fmt.Sprintf("--worker=url=%s,id=%d", taps[i].URL, i))
 	}
-	s := test.Start(t, p.one(args...)...)
+	s := test.StartAt(t, test.PlainProgram, testkit.FreePorts(t, 2), nil, p.one(args...)...) // 2,000 chats take the other too long
 	s.WaitReady(4, 30*time.Second)
 	(&test.Mocks{Router: s, Workers: mocks, T: t}).Follow()
 	g := behind(s, p, envoy.Options{})
