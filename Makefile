@@ -75,7 +75,7 @@ test-traces: setup ## One trace through the router and a real vLLM CPU worker (a
 test-boards: ## The board and the alerts against promtool and a Prometheus that scrapes simulated workers
 	@scripts/boards.sh
 
-# KVROUTER_PAGE_PICTURES=folder makes a picture of each view, =docs those of docs/seeing.md.
+# KVROUTER_PAGE_PICTURES=folder makes a picture of each view, =docs those of docs/dashboard.md.
 test-page: ## Look at the live page in a browser; installs Debian's chromium if there is none (half a minute)
 	@scripts/build-native.sh
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -q && apt-get install -qy chromium; } || { echo "test-page: chromium is missing: run apt-get install chromium as root" >&2; exit 1; }

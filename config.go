@@ -37,7 +37,7 @@ const (
 	EngineVLLM   = "vllm"   // start vLLM workers
 	EngineSGLang = "sglang" // start SGLang workers
 	EngineMocker = "mocker" // start simulated workers in this process
-	EngineNone   = "none"   // start none: route to those of --worker and of POST /workers
+	EngineNone   = "none"   // start none: route to attached and registered workers
 )
 
 // Commands that ParseConfig returns.
@@ -62,16 +62,16 @@ const DefaultGPUModel = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
 // flags parse with all commands; takesFlag says which of them a command reads.
 type Config struct {
 	// What is served, by which engine, and how many workers are started.
-	Model           string `group:"Model and engine" placeholder:"NAME|DIR" help:"Model to serve: a Hugging Face name or a folder. Default: deepseek-ai/DeepSeek-R1-Distill-Llama-8B where a GPU is found, else the SmolLM2 135M that 'make setup' prepared."`
-	ServedModelName string `group:"Model and engine" placeholder:"NAME" help:"Name that clients use for the model. Default: the name of --model, for a folder its last part."`
-	Engine          string `group:"Model and engine" default:"vllm" enum:"vllm,sglang,mocker,none" help:"What to start: vllm; sglang; mocker, simulated workers that need no GPU, Python or model; none to use attached and registered workers only."`
-	Demo            bool   `group:"Model and engine" help:"With --engine mocker: make traffic to look at, conversations, agents with shared beginnings, clients that leave, and a worker that fails now and then."`
+	Model           string `group:"Model and engine" placeholder:"NAME|DIR" help:"Model to serve: a Hugging Face name or a folder. Default: deepseek-ai/DeepSeek-R1-Distill-Llama-8B on a machine with a GPU, otherwise the SmolLM2 135M that 'make setup' prepares."`
+	ServedModelName string `group:"Model and engine" placeholder:"NAME" help:"Model name in the API. Default: the name of --model; for a folder, its last path element."`
+	Engine          string `group:"Model and engine" default:"vllm" enum:"vllm,sglang,mocker,none" help:"Engine to start: vllm; sglang; mocker (simulated workers, which need no GPU, Python or model); none (route to attached and registered workers only)."`
+	Demo            bool   `group:"Model and engine" help:"With --engine mocker: generate traffic to watch: conversations, agents with shared prefixes, clients that disconnect, and a worker that fails now and then."`
 	WorkersGiven    *int   `group:"Model and engine" name:"num-workers" placeholder:"N" help:"Number of workers to start. Default: 2."`
-	PrefillWorkers  int    `group:"Model and engine" placeholder:"N" help:"In place of --num-workers: number of workers to start that only compute prompts, and hand them over by NIXL (mock workers: --mock-disagg-kind)."`
-	DecodeWorkers   int    `group:"Model and engine" placeholder:"N" help:"Number of workers to start beside those, which compute the answers."`
-	BlockSize       int    `group:"Model and engine" default:"64" help:"Tokens in a KV-cache block; the same in router and engine (SGLang's page size). With vLLM on a CPU a multiple of 32."`
-	GPUsPerWorker   int    `group:"Model and engine" name:"gpus-per-worker" default:"1" help:"GPUs of one worker, or of each of its data-parallel ranks (tensor parallel)."`
-	Python          string `group:"Model and engine" placeholder:"PATH" help:"Python that has vLLM or SGLang. Default: the environment that 'make setup' or 'make setup-sglang' prepared, else python3."`
+	PrefillWorkers  int    `group:"Model and engine" placeholder:"N" help:"Number of prefill workers to start, instead of --num-workers. They compute prompts and transfer them by NIXL (mock workers: --mock-disagg-kind)."`
+	DecodeWorkers   int    `group:"Model and engine" placeholder:"N" help:"Number of decode workers to start, with --prefill-workers."`
+	BlockSize       int    `group:"Model and engine" default:"64" help:"Tokens per KV-cache block. Must equal the engine's block size (SGLang: page size). For vLLM on a CPU, a multiple of 32."`
+	GPUsPerWorker   int    `group:"Model and engine" name:"gpus-per-worker" default:"1" help:"GPUs per worker, or per data-parallel rank (tensor parallelism)."`
+	Python          string `group:"Model and engine" placeholder:"PATH" help:"Python interpreter with vLLM or SGLang installed. Default: the environment prepared by 'make setup' or 'make setup-sglang', otherwise python3."`
 
 	// Workers that run already, and how started ones are looked after.
 	workers.Flags
@@ -80,43 +80,43 @@ type Config struct {
 
 	// Where the router listens, and the first port of each kind that started
 	// workers listen on.
-	Host              string       `group:"Addresses" default:"127.0.0.1" help:"Address that the OpenAI port listens on."`
-	HTTPPort          int          `group:"Addresses" name:"http-port" default:"8000" help:"OpenAI port; 0 is any free one."`
-	RouterPort        int          `group:"Addresses" default:"7000" help:"Router port (/find_best_worker, /workers); 0 is any free one."`
-	BaseWorkerPort    int          `group:"Addresses" default:"8100" help:"HTTP port of started worker 0; worker i has this plus i."`
-	BaseKVEventsPort  int          `group:"Addresses" name:"base-kv-events-port" default:"5557" help:"KV-event port of worker 0; worker i has this plus i."`
-	BaseKVReplayPort  int          `group:"Addresses" name:"base-kv-replay-port" default:"5757" help:"KV-event replay port of worker 0; worker i has this plus i."`
-	BaseMetricsPort   int          `group:"Addresses" default:"5657" help:"Load metrics port of worker 0; worker i has this plus i."`
+	Host              string       `group:"Addresses" default:"127.0.0.1" help:"Address the OpenAI port listens on."`
+	HTTPPort          int          `group:"Addresses" name:"http-port" default:"8000" help:"OpenAI port. 0 selects a free port."`
+	RouterPort        int          `group:"Addresses" default:"7000" help:"Router port (/find_best_worker, /workers). 0 selects a free port."`
+	BaseWorkerPort    int          `group:"Addresses" default:"8100" help:"First HTTP port of started workers; worker i listens on this port plus i."`
+	BaseKVEventsPort  int          `group:"Addresses" name:"base-kv-events-port" default:"5557" help:"First KV-event port of started workers; worker i publishes on this port plus i."`
+	BaseKVReplayPort  int          `group:"Addresses" name:"base-kv-replay-port" default:"5757" help:"First KV-event replay port of started workers; worker i listens on this port plus i."`
+	BaseMetricsPort   int          `group:"Addresses" default:"5657" help:"First load-metrics port of started workers; worker i publishes on this port plus i."`
 	Web               web.Settings `embed:""`
 	Page              page.Flags   `embed:""`
-	BaseNIXLPort      int          `group:"Addresses" name:"base-nixl-port" default:"5600" help:"NIXL side-channel port of vLLM worker 0, with --prefill-workers; worker i has this plus i."`
-	BaseBootstrapPort int          `group:"Addresses" default:"8998" help:"Bootstrap port of SGLang prefill worker 0; worker i has this plus i."`
+	BaseNIXLPort      int          `group:"Addresses" name:"base-nixl-port" default:"5600" help:"First NIXL side-channel port of started vLLM workers, with --prefill-workers; worker i listens on this port plus i."`
+	BaseBootstrapPort int          `group:"Addresses" default:"8998" help:"First bootstrap port of started SGLang prefill workers; worker i listens on this port plus i."`
 
 	// How a worker is chosen, what the router knows of caches, and how a request
 	// is shared between prefill and decode workers.
-	Policy           string               `group:"Routing" default:"work" placeholder:"NAME" help:"How to choose a worker: ${policies}. Simulate takes several, separated by commas."`
-	Seed             uint64               `group:"Routing" default:"0" help:"Seed of everything random; 0 takes it from the clock."`
-	TokenTimeout     time.Duration        `group:"Routing" default:"2s" help:"Longest wait for a worker's own tokens where the router cannot render a prompt itself."`
-	TokenCacheTokens int                  `group:"Routing" default:"2097152" help:"Prompt tokens remembered by piece of text (system prompt, turns), so that no piece is encoded twice; 4 bytes each. 0 remembers nothing."`
-	CollectUsage     bool                 `group:"Routing" default:"true" negatable:"" help:"Ask workers for the usage of streams whose client did not, and keep it from the client."`
+	Policy           string               `group:"Routing" default:"work" placeholder:"NAME" help:"Scheduling policy: ${policies}. simulate accepts a comma-separated list."`
+	Seed             uint64               `group:"Routing" default:"0" help:"Random seed. 0 seeds from the clock."`
+	TokenTimeout     time.Duration        `group:"Routing" default:"2s" help:"Maximum time to wait for a worker to tokenize a prompt which the router cannot render itself."`
+	TokenCacheTokens int                  `group:"Routing" default:"2097152" help:"Size of the tokenization cache, in tokens of 4 bytes. It holds the tokens of system prompts and turns, so that the same text is encoded once. 0 disables the cache."`
+	CollectUsage     bool                 `group:"Routing" default:"true" negatable:"" help:"Request usage from workers for streams whose client did not ask for it, and remove it from the answer."`
 	Routing          router.Settings      `embed:""`
-	IndexerPeers     []string             `group:"Routing" placeholder:"URL" help:"Fill the index at the start from the first of these routers (or Dynamo's services) that answers GET /dump; they are also asked for KV events that a worker cannot replay. Several are separated by commas."`
+	IndexerPeers     []string             `group:"Routing" placeholder:"URL" help:"Routers (or Dynamo services) to copy the index from at startup: the first which answers GET /dump. They also supply KV events that a worker cannot replay. Comma-separated."`
 	Snapshot         events.Settings      `embed:""`
 	Scoring          policy.Settings      `embed:""`
 	Index            router.IndexSettings `embed:""`
-	Disagg           proxy.Settings       `embed:""`
+	Proxy            proxy.Settings       `embed:""`
 
 	// Who may send requests, how large they may be and how long they may take.
-	APIKey           []string         `group:"Requests" name:"api-key" placeholder:"KEY" help:"Bearer key that the OpenAI port asks for; several are separated by commas. Default: no key is asked for."`
+	APIKey           []string         `group:"Requests" name:"api-key" placeholder:"KEY" help:"Bearer keys accepted on the OpenAI port, comma-separated. Default: no key is required."`
 	Keys             keys.Settings    `embed:""`
-	RouterAPIKey     []string         `group:"Requests" name:"router-api-key" placeholder:"KEY" help:"Bearer key that the router port asks for, and /busy_threshold of the OpenAI port; several are separated by commas."`
-	MaxBodyBytes     int64            `group:"Requests" default:"67108864" help:"Largest request body, bytes. Images and audio travel inside it as base64: raise it for large ones."`
+	RouterAPIKey     []string         `group:"Requests" name:"router-api-key" placeholder:"KEY" help:"Bearer keys accepted on the router port and on /busy_threshold of the OpenAI port, comma-separated."`
+	MaxBodyBytes     int64            `group:"Requests" default:"67108864" help:"Maximum size of a request body, bytes. Raise it for large images and audio, which are sent inside the body as base64."`
 	Bodies           web.BodySettings `embed:""`
-	RequestTimeout   time.Duration    `group:"Requests" default:"30m" help:"Longest silence of a worker, before the first byte of its answer (one that is not streamed comes whole) or between two; 0 waits for ever."`
-	DrainDelay       time.Duration    `group:"Requests" default:"5s" help:"On SIGTERM, how long both ports still serve while /ready is 503 already, so that balancers turn away; 0: not at all."`
-	DrainTimeout     time.Duration    `group:"Requests" default:"30s" help:"After that, longest time for running requests to finish."`
-	Record           string           `group:"Requests" placeholder:"FILE" help:"Append one line of JSON to FILE for each finished request, without its text, to be replayed by 'kvrouter simulate --trace'."`
-	AllowEngineAdmin bool             `group:"Requests" help:"Pass the engines' admin and development paths on (/reset_prefix_cache, /sleep, ...) instead of refusing them."`
+	RequestTimeout   time.Duration    `group:"Requests" default:"30m" help:"Idle timeout: maximum time to wait for the next byte of a worker's answer. An answer that is not streamed arrives at once, when it is complete. 0 disables the timeout."`
+	DrainDelay       time.Duration    `group:"Requests" default:"5s" help:"After SIGTERM, time to keep serving while /ready returns 503, so that load balancers stop sending requests. 0 skips this phase."`
+	DrainTimeout     time.Duration    `group:"Requests" default:"30s" help:"Maximum time for in-flight requests to finish during shutdown, after --drain-delay."`
+	Record           string           `group:"Requests" placeholder:"FILE" help:"Append one JSON line per finished request to FILE, without prompt text, for replay by 'kvrouter simulate --trace'."`
+	AllowEngineAdmin bool             `group:"Requests" help:"Forward the engines' administration and development paths (/reset_prefix_cache, /sleep, ...) instead of refusing them."`
 
 	// How many clients there may be at once.
 	web.ConnectionSettings
@@ -128,9 +128,9 @@ type Config struct {
 	Replica replica.Settings `embed:""`
 
 	// What is logged, and the file of settings.
-	LogLevel   string `group:"Logs and settings" default:"info" enum:"debug,info,warn,error" help:"Least severe log lines to show: ${enum}. debug has every line of every worker."`
-	LogFormat  string `group:"Logs and settings" default:"text" enum:"text,json" help:"Form of log lines: ${enum}."`
-	ConfigFile string `group:"Logs and settings" name:"config" placeholder:"FILE" help:"YAML file of settings: flag names as keys, and vllm-args or sglang-args (lists) for what else follows --."`
+	LogLevel   string `group:"Logs and settings" default:"info" enum:"debug,info,warn,error" help:"Minimum log level: ${enum}. debug includes every line that workers print."`
+	LogFormat  string `group:"Logs and settings" default:"text" enum:"text,json" help:"Log format: ${enum}."`
+	ConfigFile string `group:"Logs and settings" name:"config" placeholder:"FILE" help:"YAML configuration file: flag names as keys; vllm-args or sglang-args (lists) for the arguments after --."`
 
 	// Mock is what --engine mocker starts, and the size and the timing of the
 	// simulator's engines. Its group is the last that help shows.
@@ -165,15 +165,15 @@ type Config struct {
 type cli struct {
 	Config
 
-	Serve    struct{}             `cmd:"" default:"1" help:"Start workers and route to them (needs no word)."`
-	Simulate simulate.Settings    `cmd:"" help:"Replay a trace, or made-up conversations, through the router and simulated workers, and compare policies."`
-	Replay   events.ReplayCommand `cmd:"" name:"replay-events" help:"Apply a file of --record-events, or of Dynamo's recorder, to an empty index and tell what came of it."`
-	Top      top.Command          `cmd:"" help:"Show the fleet and the last requests of a running router in the terminal, live."`
-	Doctor   doctor.Command       `cmd:"" help:"Look at this machine, the ports and the workers that the other flags name, and say what to mend."`
+	Serve    struct{}             `cmd:"" default:"1" help:"Start workers and serve (the default command)."`
+	Simulate simulate.Settings    `cmd:"" help:"Replay a trace or generated conversations through the router and simulated workers, and compare policies."`
+	Replay   events.ReplayCommand `cmd:"" name:"replay-events" help:"Apply a file written by --record-events or by Dynamo's recorder to an empty index, and print the result."`
+	Top      top.Command          `cmd:"" help:"Show the workers and latest requests of a running router in the terminal."`
+	Doctor   doctor.Command       `cmd:"" help:"Check this machine, the ports and the workers named by the other flags before a start."`
 	Version  struct{}             `cmd:"" help:"Print the version."`
 
-	Completion manual.Completion `cmd:"" help:"Print what a shell completes arguments by: source <(kvrouter completion bash)."`
-	Man        manual.Page       `cmd:"" help:"Print the manual page: kvrouter man | man -l -."`
+	Completion manual.Completion `cmd:"" help:"Print a shell completion script: source <(kvrouter completion bash)."`
+	Man        manual.Page       `cmd:"" help:"Print the man page: kvrouter man | man -l -."`
 
 	ShowVersion kong.VersionFlag `name:"version" env:"-" help:"Print the version."`
 }
@@ -230,7 +230,7 @@ func printHelp(options kong.HelpOptions, ctx *kong.Context) error {
 func newParser(c *cli, options ...kong.Option) (*kong.Kong, error) {
 	parser, err := kong.New(c, append([]kong.Option{
 		kong.Name("kvrouter"),
-		kong.Description("A KV-cache-aware router for vLLM and SGLang: starts or attaches workers and serves one OpenAI endpoint; each request goes to the worker that holds most of its prompt and is least busy. What follows -- is passed on to every worker it starts."),
+		kong.Description("KV-cache-aware router for vLLM and SGLang. It starts or attaches workers and serves one OpenAI endpoint. Each request goes to the worker with the lowest cost: longest cached prefix weighed against load. Arguments after -- are passed to every started worker."),
 		kong.DefaultEnvars("KVROUTER"),
 		kong.Vars{"policies": strings.Join(policy.Names, ", "), "version": "kvrouter " + settings.Build()},
 		kong.ConfigureHelp(kong.HelpOptions{NoExpandSubcommands: true, FlagsLast: false}),
@@ -352,7 +352,7 @@ func (c *Config) ResolveDefaults(machine settings.Machine) error {
 	default:
 		c.Model = filepath.Join(cache, "smollm2-135m-instruct")
 		if !machine.IsDir(c.Model) {
-			return fmt.Errorf("no model: %s does not exist; run `%s`, which prepares it, or give --model", c.Model, engine.Setup)
+			return fmt.Errorf("no model: %s does not exist; run `%s` to prepare it, or set --model", c.Model, engine.Setup)
 		}
 	}
 	c.ModelFolder = c.Model != "" && machine.IsDir(c.Model)
@@ -360,7 +360,7 @@ func (c *Config) ResolveDefaults(machine settings.Machine) error {
 		return fmt.Errorf("--model %s: no such folder; give a folder with config.json or a Hugging Face name such as %s", c.Model, DefaultGPUModel)
 	}
 	if c.ModelFolder && starts && !machine.IsFile(filepath.Join(c.Model, "config.json")) {
-		return fmt.Errorf("--model %s: the folder has no config.json, so it is no model", c.Model)
+		return fmt.Errorf("--model %s: the folder has no config.json, so it is not a model", c.Model)
 	}
 	if c.ServedModelName == "" {
 		c.ServedModelName = c.Model
@@ -393,17 +393,17 @@ func (c *Config) validate() error {
 		return err
 	}
 	if c.Routing.RecordDecisions && c.Record == "" {
-		return errors.New("--record-decisions adds to the lines of --record: give --record FILE too")
+		return errors.New("--record-decisions extends the lines of --record: set --record FILE too")
 	}
 	if err := c.Index.Validate(c.Policy); err != nil {
 		return err
 	}
-	if err := c.Disagg.Validate(); err != nil {
+	if err := c.Proxy.Validate(); err != nil {
 		return err
 	}
 	engine, starts := c.engine()
 	if tokens, _ := c.EngineLimits(); starts && tokens == 0 && c.Routing.CountsPasses() {
-		return fmt.Errorf("--router-queue-threshold and --active-prefill-tokens-threshold-frac count in passes of the workers: give %s NUMBER after --, which says how many tokens one computes", engine.BatchFlag)
+		return fmt.Errorf("--router-queue-threshold and --active-prefill-tokens-threshold-frac count in engine steps: set %s NUMBER after --, the maximum tokens per step", engine.BatchFlag)
 	}
 	positive := []struct {
 		flag  string
@@ -422,13 +422,13 @@ func (c *Config) validate() error {
 		}
 	}
 	if c.TokenCacheTokens < 0 {
-		return errors.New("--token-cache-tokens cannot be negative: 0 remembers nothing")
+		return errors.New("--token-cache-tokens cannot be negative: 0 disables the cache")
 	}
 	if c.DrainDelay < 0 || c.DrainTimeout < 0 || c.RequestTimeout < 0 {
 		return errors.New("--drain-delay, --drain-timeout and --request-timeout cannot be negative")
 	}
 	if !starts && len(c.EngineArgs) > 0 {
-		return fmt.Errorf("%q follows --, but --engine %s starts no worker to pass it to", c.EngineArgs[0], c.Engine)
+		return fmt.Errorf("%q follows --, but --engine %s starts no worker process", c.EngineArgs[0], c.Engine)
 	}
 	files := map[string]string{"--record": c.Record, "--record-events": c.Snapshot.RecordEvents, "--index-snapshot": c.Snapshot.IndexSnapshot, "--thompson-state": c.Scoring.ThompsonState, "--thompson-traces": c.Scoring.ThompsonTraces}
 	if err := cmp.Or(c.Models.CheckDir(), c.Replica.Validate(), c.Snapshot.Validate(c.KVEvents()), c.Discovery.Validate(), c.Gateway.Validate(), settings.CheckFiles(files)); err != nil {
@@ -441,7 +441,7 @@ func (c *Config) validate() error {
 		return err
 	}
 	if c.Demo && c.Engine != EngineMocker {
-		return fmt.Errorf("--demo sends made-up requests to simulated workers, and --engine is %s: give --engine mocker", c.Engine)
+		return fmt.Errorf("--demo generates traffic for simulated workers, and --engine is %s: set --engine mocker", c.Engine)
 	}
 	if c.Engine == EngineMocker {
 		if err := c.Mock.Validate(c.NumWorkers); err != nil {
@@ -468,7 +468,7 @@ func (c *Config) validate() error {
 	if c.Engine == EngineNone {
 		started = 0
 	}
-	if err := workers.Number(c.Worker, started); err != nil {
+	if err := workers.AssignIDs(c.Worker, started); err != nil {
 		return err
 	}
 	return settings.CheckPortNumbers(c.ports())
@@ -478,7 +478,7 @@ func (c *Config) validate() error {
 func (c *Config) simulation() simulate.Simulation {
 	return simulate.Simulation{
 		Knobs: c.Scoring, Index: c.Index, Engine: c.Mock.SimConfig(c.BlockSize), Workers: c.simulatedWorkers(), Prefills: c.PrefillWorkers,
-		Kind: c.Mock.DisaggKind(), Handover: c.Mock.Handover(), LeastUncached: c.Disagg.DisaggMinUncachedTokens, Seed: c.Seed, Routing: c.Routing, Retry: c.Disagg.RetrySettings,
+		Kind: c.Mock.DisaggKind(), Handover: c.Mock.Handover(), LeastUncached: c.Proxy.DisaggMinUncachedTokens, Seed: c.Seed, Routing: c.Routing, Retry: c.Proxy.RetrySettings,
 	}
 }
 
@@ -500,7 +500,7 @@ func (c *Config) validateSimulate() error {
 	if err := c.Index.Validate(strings.Split(c.Policy, ",")...); err != nil {
 		return err
 	}
-	if err := c.Disagg.Validate(); err != nil {
+	if err := c.Proxy.Validate(); err != nil {
 		return err
 	}
 	if err := c.Routing.Validate(); err != nil {
@@ -514,15 +514,15 @@ func (c *Config) validateSimulate() error {
 	case (c.PrefillWorkers == 0) != (c.DecodeWorkers == 0) || c.PrefillWorkers < 0 || c.DecodeWorkers < 0:
 		return fmt.Errorf("--prefill-workers %d and --decode-workers %d: give at least 1 of each, or neither", c.PrefillWorkers, c.DecodeWorkers)
 	case c.Scoring.ThompsonState != "" || c.Scoring.ThompsonTraces != "":
-		return errors.New("simulate learns anew for each policy and writes no traces of it: leave out --thompson-state and --thompson-traces")
-	case c.Disagg.EnforceDisagg:
-		return errors.New("--enforce-disagg: simulated workers do not fail, leave it out")
+		return errors.New("simulate starts each policy without learned state and writes no traces: remove --thompson-state and --thompson-traces")
+	case c.Proxy.EnforceDisagg:
+		return errors.New("--enforce-disagg has no effect in simulate: simulated workers do not fail; remove it")
 	case workers < 1 || workers > 1000:
 		return fmt.Errorf("%d workers: give 1 to 1000", workers)
 	case c.BlockSize < 1:
 		return errors.New("--block-size must be more than 0")
 	case c.Mock.SpeedupRatio == 0:
-		return errors.New("--speedup-ratio 0: virtual time needs engines that take some; give more than 0")
+		return errors.New("--speedup-ratio 0: virtual time needs engine steps that take time; give more than 0")
 	}
 	if err := c.Mock.Validate(workers); err != nil {
 		return err

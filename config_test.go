@@ -21,6 +21,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/policy"
+	"kvrouter/internal/probe"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/replica"
 	"kvrouter/internal/router"
@@ -298,7 +299,7 @@ vllm-args: [--max-model-len, 4096]
 	if !slices.Equal(cfg.APIKey, []string{"a", "b"}) || !slices.Equal(cfg.EngineArgs, []string{"--max-model-len", "4096"}) {
 		t.Errorf("keys %q, vLLM %q", cfg.APIKey, cfg.EngineArgs)
 	}
-	want := []workers.Attached{{ID: 9, HasID: true, URL: "http://10.0.0.1:8100"}, {ID: 3, URL: "http://10.0.0.2:8100"}}
+	want := []workers.Attached{{Server: probe.Server{ID: 9, URL: "http://10.0.0.1:8100"}, HasID: true}, {Server: probe.Server{ID: 3, URL: "http://10.0.0.2:8100"}}}
 	if diff := cmp.Diff(want, cfg.Worker); diff != "" {
 		t.Error(diff)
 	}
@@ -310,9 +311,9 @@ func TestAttachedWorkersGetTheNextFreeNumbers(t *testing.T) {
 		"--worker", "url=http://h:2;url=https://h:3", "--worker=http://h:4",
 		"--worker", "url=http://h:5,role=prefill,kind=mooncake,bootstrap=[::1]:8998")
 	want := []workers.Attached{
-		{ID: 1, HasID: true, URL: "http://h:1", KVEvents: "tcp://h:5557", Replay: "tcp://h:5757", Load: "ipc:///run/load"},
-		{ID: 0, URL: "http://h:2"}, {ID: 2, URL: "https://h:3"}, {ID: 3, URL: "http://h:4"},
-		{ID: 4, URL: "http://h:5", Disagg: kv.Disagg{Role: kv.RolePrefill, Kind: kv.KindMooncake, Bootstrap: kv.Bootstrap{Host: "::1", Port: 8998}}},
+		{Server: probe.Server{ID: 1, URL: "http://h:1", KVEvents: "tcp://h:5557", Replay: "tcp://h:5757", Load: "ipc:///run/load"}, HasID: true},
+		{Server: probe.Server{ID: 0, URL: "http://h:2"}}, {Server: probe.Server{ID: 2, URL: "https://h:3"}}, {Server: probe.Server{ID: 3, URL: "http://h:4"}},
+		{Server: probe.Server{ID: 4, URL: "http://h:5", Disagg: kv.Disagg{Role: kv.RolePrefill, Kind: kv.KindMooncake, Bootstrap: kv.Bootstrap{Host: "::1", Port: 8998}}}},
 	}
 	if diff := cmp.Diff(want, cfg.Worker); diff != "" {
 		t.Error(diff)

@@ -29,18 +29,19 @@ var layers = []map[string]string{
 	},
 	{ // deciding, starting
 		"router": "hints kv outlier policy radix table", "process": "events kv",
+		"probe": "events guard kv policy web zmq",
 	},
 	{ // following
-		"traces": "kv policy router", "models": "kv outlier policy radix router tokens",
+		"tracing": "kv policy router", "models": "kv outlier policy radix router tokens",
 	},
 	{ // carrying
-		"replica": "events guard kv router zmq", "proxy": "jsonbody kv models outlier policy router traces web", "workers": "events guard kv policy process radix web zmq",
+		"replica": "events guard kv router zmq", "proxy": "jsonbody kv outlier policy router tracing web", "workers": "events guard kv policy probe process radix web",
 		"mocker": "engine events jsonbody kv process tokens web zmq", "simulate": "engine hints jsonlines kv outlier policy radix router",
 		"vllm": "kv process", "sglang": "kv process", "discovery": "kv",
 	},
 	{ // showing, offering
-		"telemetry": "hints jsonlines kv models outlier policy proxy replica router traces workers", "selection": "events hints kv models outlier policy replica router web workers",
-		"nativeapi": "jsonbody kv models proxy tokens web", "extproc": "guard proxy web", "doctor": "events kv mocker process settings tokens web workers zmq", "demo": "keys",
+		"telemetry": "hints jsonbody jsonlines kv policy proxy router", "selection": "events hints kv models outlier policy replica router web workers",
+		"openai": "hints jsonbody keys kv models proxy router settings tokens tracing web", "extproc": "guard proxy web", "doctor": "events kv mocker probe process settings tokens web zmq", "demo": "keys",
 		"page": "jsonbody keys kv models outlier policy proxy router tokens web workers",
 	},
 	{ // looking from elsewhere

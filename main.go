@@ -18,9 +18,9 @@ import (
 
 	"kvrouter/internal/demo"
 	"kvrouter/internal/logs"
+	"kvrouter/internal/page"
 	"kvrouter/internal/settings"
 	"kvrouter/internal/tokens"
-	"kvrouter/internal/web"
 )
 
 func main() {
@@ -101,45 +101,22 @@ func (r *app) run(ctx context.Context) error {
 		defer r.replicas.Close() // where Run below is not reached
 	}
 	config := r.config
-	openAIShare, routerShare := config.Shares(config.Page.PagePort != 0)
-	doors := []door{
-		{config.Host, config.HTTPPort, "--http-port", openAIShare, r.api.Handler()},
-		{config.Web.RouterHost, config.RouterPort, "--router-port", routerShare, r.page.Over(r.selection.Handler())},
-	}
-	if config.Page.PagePort != 0 {
-		doors = append(doors, door{config.Web.RouterHost, config.Page.PagePort, "--page-port", routerShare, r.page.Handler()})
-	}
-	var ports []*web.Port
-	for _, d := range doors {
-		port, err := web.Listen(d.host, d.port, d.flag, r.certificates.Config(), d.handler)
-		if err != nil {
-			for _, open := range ports {
-				open.Close()
-			}
-			return err
-		}
-		port.Bound(d.clients)
-		ports = append(ports, port)
-	}
 	if config.Gateway.ExtProcPort != 0 {
 		var err error
 		if r.gateway, err = r.listenForGateways(); err != nil {
-			for _, open := range ports {
-				open.Close()
-			}
+			r.closePorts()
 			return err
 		}
 	}
-	r.page.SetURL(ports[1].URL())
 	fleet, stopFleet := context.WithCancel(context.Background())
 	defer stopFleet()
 	group, failed := errgroup.WithContext(ctx)
-	for _, port := range ports {
-		group.Go(port.Serve)
+	for i, handler := range []http.Handler{r.api, r.page.Over(r.selection.Handler()), r.page.Handler()}[:len(r.ports)] {
+		group.Go(func() error { return r.ports[i].Serve(handler) })
 	}
 	if r.gateway != nil {
 		group.Go(r.gateway.Serve)
-		r.log.Info("gateways may ask", "ext_proc", r.gateway.Address())
+		r.log.Info("ext_proc server listening", "ext_proc", r.gateway.Address())
 	}
 	group.Go(func() error {
 		r.page.Run(fleet)
@@ -178,23 +155,23 @@ func (r *app) run(ctx context.Context) error {
 		return nil
 	})
 	tokens.ReleaseStartup()
-	r.log.Info("listening", "openai", ports[0].URL()+"/v1", "router", ports[1].URL(), "page", ports[1].URL()+"/ui/", "policy", r.config.Policy)
+	r.log.Info("listening", "openai", r.ports[0].URL()+"/v1", "router", r.ports[1].URL(), "page", page.URL(r.ports[1].URL()), "policy", r.config.Policy)
 	group.Go(func() error {
 		<-failed.Done()
 		delay := r.config.DrainDelay
 		if ctx.Err() == nil || errors.Is(context.Cause(ctx), errInterrupted) {
 			delay = 0 // nobody is to turn away
 		}
-		r.drain(delay, ports)
+		r.drain(delay)
 		r.recording.Close() // workers that are let go of now have lost nothing
 		stopFleet()
 		return nil
 	})
 	err := group.Wait()
-	r.api.pairs.Close()
-	r.api.recorder.Close()
+	r.proxy.Close()
+	r.recorder.Close()
 	r.traces.Close()
-	r.api.tracer.Close()
+	r.tracer.Close()
 	r.log.Info("stopped")
 	return err
 }
@@ -203,39 +180,30 @@ func (r *app) run(ctx context.Context) error {
 // those of the OpenAI port have.
 const selectionEnd = 2 * time.Second
 
-// door is a port to be opened.
-type door struct {
-	host    string
-	port    int
-	flag    string
-	clients int // at most
-	handler http.Handler
-}
-
 // drain ends all ports, the OpenAI port, which comes first, before the others: they
 // are not ready but serve for delay, then take no new connection, and requests may
 // finish for --drain-timeout. Started workers live on.
-func (r *app) drain(delay time.Duration, ports []*web.Port) {
+func (r *app) drain(delay time.Duration) {
 	r.api.Drain()
 	r.selection.Drain()
-	for _, port := range ports {
+	for _, port := range r.ports {
 		port.Leave()
 	}
 	if delay > 0 {
-		r.log.Info("not ready any more, but serving; a second signal ends at once", "drain_delay", delay)
+		r.log.Info("not ready, still serving; a second signal stops the router at once", "drain_delay", delay)
 		time.Sleep(delay)
 	}
-	r.log.Info("draining: running requests may finish; a second signal ends at once", "limit", r.config.DrainTimeout)
+	r.log.Info("draining: waiting for in-flight requests; a second signal stops the router at once", "limit", r.config.DrainTimeout)
 	var gateways sync.WaitGroup
 	if r.gateway != nil {
 		gateways.Go(func() { r.gateway.Drain(r.config.DrainTimeout) })
 	}
 	defer gateways.Wait()
-	if !ports[0].Drain(r.config.DrainTimeout) {
-		r.log.Warn("requests were still running at the end of --drain-timeout: they were cut")
+	if !r.ports[0].Drain(r.config.DrainTimeout) {
+		r.log.Warn("--drain-timeout reached: aborting the requests still in flight")
 	}
 	r.page.Close()
-	for _, port := range ports[1:] {
+	for _, port := range r.ports[1:] {
 		port.Drain(selectionEnd)
 	}
 }
@@ -243,7 +211,7 @@ func (r *app) drain(delay time.Duration, ports []*web.Port) {
 // readSecrets reads the files of keys and of TLS anew, both or neither, and returns
 // the number of keys.
 func (r *app) readSecrets() (keys int, err error) {
-	useKeys, err := r.api.keys.Read()
+	useKeys, err := r.keys.Read()
 	if err != nil {
 		return 0, err
 	}
@@ -277,7 +245,7 @@ func (r *app) reload() {
 		keys, err = r.readSecrets()
 	}
 	if err != nil {
-		r.log.Error("SIGHUP: nothing is reloaded, all stays as it was", "error", err)
+		r.log.Error("SIGHUP: reload failed, keeping the current settings", "error", err)
 		return
 	}
 	if now := fresh.Routing.BusyThresholds; !reflect.DeepEqual(now, r.thresholds) {
@@ -287,6 +255,6 @@ func (r *app) reload() {
 	if r.level != nil {
 		r.level.Set(logs.Level(fresh.LogLevel))
 	}
-	r.log.Info("SIGHUP: reloaded keys, TLS files, log level and busy thresholds; other settings want a restart",
+	r.log.Info("SIGHUP: reloaded keys, TLS files, log level and busy thresholds; other settings require a restart",
 		"api_keys", keys, "tls", r.certificates != nil, "log_level", fresh.LogLevel, "busy_thresholds", fresh.Routing.BusyThresholds.Set())
 }

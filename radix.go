@@ -25,9 +25,9 @@ func (r *app) recoverIndex(ctx context.Context) {
 	}
 	recovered, err := events.RecoverIndex(ctx, r.changed, r.config.BlockSize, peerKey(r.config), r.config.IndexerPeers, r.log)
 	if err != nil {
-		r.log.Warn("no peer of --indexer-peers gave its index: starting with an empty one", "error", err)
+		r.log.Warn("no peer of --indexer-peers returned its index: starting with an empty index", "error", err)
 		return
 	}
-	r.selection.SetRecovered(recovered)
-	r.log.Info("took a peer's index", "peer", recovered.Peer, "workers", len(recovered.Partition), "blocks", recovered.Blocks, "left_out", recovered.LeftOut)
+	r.partitions.SetRecovered(recovered)
+	r.log.Info("loaded the index from a peer", "peer", recovered.Peer, "workers", len(recovered.Partition), "blocks", recovered.Blocks, "left_out", recovered.LeftOut)
 }

@@ -205,16 +205,6 @@ func TestSelectionRefusesWhatMakesNoSense(t *testing.T) {
 	s.want("GET", "/loads", nil, 200, "0.loads.0.active_requests 0")
 }
 
-func TestSelectionRefusesBodiesOver8MiB(t *testing.T) {
-	h := newTestAPI(t, Config{}, "http://a")
-	for _, path := range []string{"/select", "/workers", "/reservations", "/route", "/find_best_worker"} {
-		got := ask(t, h.selection.URL, "POST", path, object{"token_ids": strings.Repeat("x", selection.SelectionBodyLimit)})
-		if got.status != 413 || !strings.Contains(got.Get("error").String(), "8388608") {
-			t.Errorf("%s: %d %s", path, got.status, got.Raw)
-		}
-	}
-}
-
 func TestIncompleteWorkersSayWhatIsMissing(t *testing.T) {
 	s := startSelection(t)
 	s.want("POST", "/workers", object{"worker_id": 7, "model_name": "m"}, 201, `lifecycle "incomplete"`,

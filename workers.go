@@ -13,10 +13,13 @@ import (
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/models"
 	"kvrouter/internal/page"
+	"kvrouter/internal/probe"
 	"kvrouter/internal/process"
+	"kvrouter/internal/proxy"
 	"kvrouter/internal/selection"
 	"kvrouter/internal/settings"
 	"kvrouter/internal/sglang"
+	"kvrouter/internal/telemetry"
 	"kvrouter/internal/vllm"
 	"kvrouter/internal/workers"
 )
@@ -131,9 +134,13 @@ func (c *Config) modelSettings() models.Settings {
 // setup is what CommandDoctor looks at.
 func (c *Config) setup() doctor.Setup {
 	engine, starts := c.engine()
+	attached := make([]probe.Server, len(c.Worker))
+	for i, w := range c.Worker {
+		attached[i] = w.Server
+	}
 	return doctor.Setup{
 		Engine: engine, Starts: starts, Attached: c.Engine == EngineNone, Settings: c.engineSettings(), Ports: c.ports(), BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
-		Workers: c.Worker, Key: cmp.Or(c.WorkerKey, kv.Secret(engine.Key(c.EngineArgs))), TLS: c.WorkerTLS,
+		Workers: attached, Key: cmp.Or(c.WorkerKey, kv.Secret(engine.Key(c.EngineArgs))), TLS: c.WorkerTLS,
 	}
 }
 
@@ -173,7 +180,7 @@ func (c *Config) mockSettings() mocker.Settings {
 
 func (c *Config) selectionSettings() selection.Settings {
 	return selection.Settings{
-		Host: c.Web.RouterHost, APIKey: c.RouterAPIKey, ServedModelName: c.ServedModelName, BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
+		Host: c.Web.RouterHost, APIKey: c.RouterAPIKey, BlockSize: c.BlockSize, KVEvents: c.KVEvents(),
 		TrackPrefillTokens: c.Routing.RouterTrackPrefillTokens, CountsPasses: c.Routing.RouterQueueThreshold != nil,
 		Hop: c.Hop,
 	}
@@ -191,7 +198,7 @@ func (r *app) demo() demo.Settings {
 		}
 	}
 	return demo.Settings{
-		OpenAI: r.api.Handler(), Model: r.config.ServedModelName, Workers: r.config.NumWorkers, Seed: r.config.Seed, Log: r.log,
+		OpenAI: r.api, Model: r.config.ServedModelName, Workers: r.config.NumWorkers, Seed: r.config.Seed, Log: r.log,
 		Break: func(i, status int) { with(i, func(w *mocker.Worker) { w.Failing.Store(int32(status)) }) },
 		Crash: func(i int) { with(i, func(w *mocker.Worker) { w.End(demo.ErrCrash) }) },
 	}
@@ -224,7 +231,18 @@ func (r *app) runFleet(ctx context.Context) (err error) {
 		}
 		defer func() { err = errors.Join(err, r.launcher.Close()) }()
 	}
-	return r.fleet.Run(ctx)
+	return r.fleet.Run(ctx, r.models, fleetListener{r.telemetry, r.proxy})
+}
+
+// fleetListener passes on what a fleet reports beside its members.
+type fleetListener struct {
+	*telemetry.Metrics
+	proxy *proxy.Proxy
+}
+
+// Down aborts the in-flight requests of a worker that is down.
+func (l fleetListener) Down(t kv.Target, why string) {
+	l.proxy.Abort(t.Key.Worker, t.Generation, why)
 }
 
 // mockReadyPoll is the pause between looks at a starting simulated worker.

@@ -307,10 +307,10 @@ func TestStartedWorkersHaveTheirParts(t *testing.T) {
 			{Role: kv.RoleDecode, Kind: kv.KindSGLang},
 		}},
 	} {
-		fleet := workers.NewFleet(test.cfg.fleetSettings(), nil, nil, workers.Hooks{}, log)
+		fleet := workers.New(test.cfg.fleetSettings(), workers.Deps{Log: log})
 		var parts []kv.Disagg
-		for _, w := range fleet.Members() {
-			parts = append(parts, w.Spec.Disagg)
+		for _, w := range fleet.Workers() {
+			parts = append(parts, w.Disagg)
 		}
 		if diff := cmp.Diff(test.want, parts); diff != "" {
 			t.Errorf("%s: %s", test.name, diff)

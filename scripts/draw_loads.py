@@ -4,7 +4,7 @@ two bounds. One seed always gives the same loads. testdata/grids/holdout.yaml wa
 which seed: nobody looked at its results while a policy was designed.
 
 Half of the loads are closed: so many conversations in flight. The others are open: conversations begin at random times, at
-a rate that keeps a drawn number of requests in flight on each worker, as far as its engine can (docs/measured.md).
+a rate that keeps a drawn number of requests in flight on each worker, as far as its engine can (docs/benchmarks.md).
 """
 
 import argparse

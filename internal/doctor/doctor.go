@@ -1,4 +1,4 @@
-// Package doctor looks at what a router is about to use, and says what to mend.
+// Package doctor checks the machine, settings and workers of a router before a start.
 package doctor
 
 import (
@@ -13,15 +13,15 @@ import (
 	"time"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/probe"
 	"kvrouter/internal/process"
 	"kvrouter/internal/settings"
-	"kvrouter/internal/workers"
 )
 
-// Command is the command that looks.
+// Command is the command doctor.
 type Command struct {
 	JSON bool          `group:"Doctor" name:"json" help:"Print the findings as one JSON object: ok, and findings with level (ok, note, mend), about, text and remedy."`
-	Wait time.Duration `group:"Doctor" default:"5s" help:"Longest wait for each answer of a worker."`
+	Wait time.Duration `group:"Doctor" default:"5s" help:"Maximum time to wait for each answer of a worker."`
 
 	Unusable error `kong:"-"` // why the settings cannot be used on this machine; nil: they can
 }
@@ -29,44 +29,44 @@ type Command struct {
 // Setup is what the router would start with.
 type Setup struct {
 	Engine   process.Engine   // whose workers are started
-	Starts   bool             // there are such
-	Attached bool             // there are none but those that run already
-	Settings process.Settings // of these
+	Starts   bool             // Engine is used
+	Attached bool             // the router starts no workers
+	Settings process.Settings // of started workers
 	Ports    []settings.PortUse
 
-	Workers   []workers.Attached
+	Workers   []probe.Server
 	Key       kv.Secret   // of those without one of their own
 	TLS       *tls.Config // to workers; nil: the system's roots
 	BlockSize int         // tokens
-	KVEvents  bool        // the index is kept by them
+	KVEvents  bool        // the index is built from KV events
 }
 
-// Level says how bad a finding is.
+// Level is the severity of a finding.
 type Level string
 
 // Levels of findings.
 const (
 	OK   Level = "ok"   // as it should be
-	Note Level = "note" // works, and could be better or is worth to know
+	Note Level = "note" // works, and could be better or should be known
 	Mend Level = "mend" // does not work, or gives wrong predictions
 )
 
-// Finding is one thing that was looked at.
+// Finding is the result of one check.
 type Finding struct {
 	Level  Level  `json:"level"`
-	About  string `json:"about"`            // set-up, ports, or a worker
-	Text   string `json:"text"`             // what was found
-	Remedy string `json:"remedy,omitempty"` // what to change, with the flag
+	About  string `json:"about"` // set-up, ports, or a worker
+	Text   string `json:"text"`
+	Remedy string `json:"remedy,omitempty"` // a change, with its flag
 }
 
-// Run looks at everything and prints the findings. An error says how many there are to
-// mend, or is why ctx is done.
+// Run runs all checks and prints the findings. An error says how many problems there
+// are, or is the cause of ctx.
 func (c Command) Run(ctx context.Context, s Setup, out io.Writer) error {
 	if c.Wait <= 0 {
-		return fmt.Errorf("--wait %v must be more than 0", c.Wait)
+		return fmt.Errorf("--wait %v must be greater than 0", c.Wait)
 	}
-	findings := c.look(ctx, s)
-	if ctx.Err() != nil { // what was cut short would be told as found
+	findings := c.check(ctx, s)
+	if ctx.Err() != nil { // interrupted checks would count as failed
 		return context.Cause(ctx)
 	}
 	mend := 0
@@ -92,9 +92,9 @@ func (c Command) Run(ctx context.Context, s Setup, out io.Writer) error {
 	}
 	switch {
 	case mend == 1:
-		return errors.New("doctor: 1 thing to mend")
+		return errors.New("doctor: 1 problem found")
 	case mend > 1:
-		return fmt.Errorf("doctor: %d things to mend", mend)
+		return fmt.Errorf("doctor: %d problems found", mend)
 	}
 	return nil
 }
@@ -113,39 +113,39 @@ func printText(out io.Writer, findings []Finding) error {
 	return nil
 }
 
-// atOnce bounds the workers that are looked at side by side.
+// atOnce bounds the workers that are checked concurrently.
 const atOnce = 32
 
-// look returns all findings: of this machine, then of each worker, then of what they
-// have in common.
-func (c Command) look(ctx context.Context, s Setup) []Finding {
+// check returns all findings: of this machine, then of each worker, then of the workers
+// together.
+func (c Command) check(ctx context.Context, s Setup) []Finding {
 	all := &report{about: "set-up"}
-	c.lookAtMachine(ctx, s, all)
-	lookAtPorts(s.Ports, all)
+	c.checkMachine(ctx, s, all)
+	checkPorts(s.Ports, all)
 
 	seen := make([]patient, len(s.Workers))
 	room := make(chan struct{}, atOnce)
-	var looks sync.WaitGroup
+	var checks sync.WaitGroup
 	for i, at := range s.Workers {
-		looks.Go(func() {
+		checks.Go(func() {
 			room <- struct{}{}
 			defer func() { <-room }()
-			seen[i] = c.lookAtWorker(ctx, s, at)
+			seen[i] = c.checkWorker(ctx, s, at)
 		})
 	}
-	looks.Wait()
+	checks.Wait()
 	for _, p := range seen {
 		all.findings = append(all.findings, p.report.findings...)
 	}
 	all.about = "workers"
 	if len(s.Workers) == 0 && s.Attached {
-		all.note("none is named", "name those that run by --worker url=http://host:8100, or by POST /workers later")
+		all.note("no worker is configured", "add running workers by --worker url=http://host:8100, or later by POST /workers")
 	}
 	compare(seen, all)
 	return all.findings
 }
 
-// report gathers findings about one thing.
+// report collects findings about one subject.
 type report struct {
 	about    string
 	findings []Finding
@@ -159,5 +159,5 @@ func (r *report) ok(format string, args ...any)   { r.add(OK, fmt.Sprintf(format
 func (r *report) note(text, remedy string)        { r.add(Note, text, remedy) }
 func (r *report) mend(text string, remedy string) { r.add(Mend, text, remedy) }
 
-// silent is where libraries log that want to.
+// silent discards the log of libraries.
 func silent() *slog.Logger { return slog.New(slog.DiscardHandler) }

@@ -22,11 +22,11 @@ import (
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
+	"kvrouter/internal/probe"
 	"kvrouter/internal/process"
 	"kvrouter/internal/settings"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/vllm"
-	"kvrouter/internal/workers"
 )
 
 const blockSize = 64
@@ -34,7 +34,7 @@ const blockSize = 64
 // ward is a set of mock workers.
 type ward struct {
 	workers  []*mocker.Worker
-	attached []workers.Attached // as --worker names them
+	attached []probe.Server // as --worker names them
 	load     int                // port of worker 0's load; worker i has this plus i
 }
 
@@ -69,13 +69,13 @@ func newWard(t *testing.T, n int, tweak func(*mocker.Settings)) *ward {
 			<-worker.Ended()
 		})
 		w.workers = append(w.workers, worker)
-		w.attached = append(w.attached, workers.Attached{ID: uint64(i), URL: fmt.Sprintf("http://127.0.0.1:%d", ports+i)})
+		w.attached = append(w.attached, probe.Server{ID: uint64(i), URL: fmt.Sprintf("http://127.0.0.1:%d", ports+i)})
 	}
 	return w
 }
 
 // front stands before a worker's HTTP port and may change its answers.
-func front(t *testing.T, w *workers.Attached, change func(path string, response *http.Response, body string) string) {
+func front(t *testing.T, w *probe.Server, change func(path string, response *http.Response, body string) string) {
 	t.Helper()
 	target, err := url.Parse(w.URL)
 	if err != nil {
@@ -156,7 +156,7 @@ func TestAGoodSetupHasNothingToMend(t *testing.T) {
 			if err := (Command{Wait: wait}).Run(t.Context(), s, &text); err != nil || strings.Count(text.String(), "\n") != len(all) {
 				t.Errorf("%v, %d lines of %d findings", err, strings.Count(text.String(), "\n"), len(all))
 			}
-			for _, want := range []string{"the native library encodes", "serves " + mocker.ModelName, "blocks of 64 tokens", " replayed", "its load is heard at", "1 are free"} {
+			for _, want := range []string{"the native library works", "serves " + mocker.ModelName, "blocks of 64 tokens", "ranks, replayed ", "subscribed to its load at", "1 free"} {
 				if !strings.Contains(text.String(), want) {
 					t.Errorf("%q is not in\n%s", want, text.String())
 				}
@@ -177,7 +177,7 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 		{"nobody listens", nil, func(t *testing.T, w *ward, _ *Setup) {
 			w.attached[0].URL = "http" + strings.TrimPrefix(nowhere(t), "tcp")
 		}, Mend, []string{"does not answer", "refused", "url="}},
-		{"another block size", func(c *mocker.Settings) { c.BlockSize = 16 }, nil, Mend, []string{"have 16 tokens, the router's 64", "--block-size 64", "--block-size 16"}},
+		{"another block size", func(c *mocker.Settings) { c.BlockSize = 16 }, nil, Mend, []string{"have 16 tokens and the router's have 64", "--block-size 64", "--block-size 16"}},
 		{"another page size of SGLang", func(c *mocker.Settings) { c.BlockSize, c.MockAPI = 16, "sglang" }, nil, Mend, []string{"have 16 tokens", "--page-size 64"}},
 		{"prefix caching is off", nil, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(path string, _ *http.Response, body string) string {
@@ -194,7 +194,7 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 			front(t, &w.attached[0], func(_ string, _ *http.Response, body string) string {
 				return strings.Replace(body, `"disaggregation_mode":"null"`, `"disaggregation_mode":"decode"`, 1)
 			})
-		}, Note, []string{"keeps no prompts", "--disaggregation-decode-enable-radix-cache"}},
+		}, Note, []string{"caches no prompts", "--disaggregation-decode-enable-radix-cache"}},
 		{"another page size of an older SGLang", func(c *mocker.Settings) { c.BlockSize, c.MockAPI = 16, "sglang" }, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(path string, response *http.Response, body string) string {
 				if path == "/server_info" {
@@ -205,11 +205,11 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 		}, Mend, []string{"have 16 tokens", "--page-size 64"}},
 		{"no KV events", func(c *mocker.Settings) { c.KVEvents = false }, nil, Mend, []string{"publishes no KV events", "--kv-events-config", `"enable_kv_cache_events":true`}},
 		{"no KV events of SGLang", func(c *mocker.Settings) { c.KVEvents, c.MockAPI = false, "sglang" }, nil, Mend, []string{"publishes no KV events", "--kv-events-config", "--load-publish-endpoint"}},
-		{"KV events out of reach", nil, func(t *testing.T, w *ward, _ *Setup) { w.attached[0].KVEvents = nowhere(t) }, Mend, []string{"cannot be heard", "refused", "tcp://*:5557", "kv-events="}},
+		{"KV events out of reach", nil, func(t *testing.T, w *ward, _ *Setup) { w.attached[0].KVEvents = nowhere(t) }, Mend, []string{"cannot subscribe", "refused", "tcp://*:5557", "kv-events="}},
 		{"KV events on a port of HTTP", nil, func(_ *testing.T, w *ward, _ *Setup) {
 			w.attached[0].KVEvents = "tcp" + strings.TrimPrefix(w.attached[0].URL, "http")
-		}, Mend, []string{"cannot be heard", "kv-events="}},
-		{"a replay out of reach", nil, func(t *testing.T, w *ward, _ *Setup) { w.attached[0].Replay = nowhere(t) }, Mend, []string{"not replayed", "refused", "replay="}},
+		}, Mend, []string{"cannot subscribe", "kv-events="}},
+		{"a replay out of reach", nil, func(t *testing.T, w *ward, _ *Setup) { w.attached[0].Replay = nowhere(t) }, Mend, []string{"cannot replay", "refused", "replay="}},
 		{"no replay", nil, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(path string, _ *http.Response, body string) string {
 				if path == "/kv_event_sources" {
@@ -218,18 +218,18 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 				return body
 			})
 		}, Note, []string{"have no replay", `"replay_endpoint"`}},
-		{"a load socket out of reach", nil, func(t *testing.T, w *ward, _ *Setup) { w.attached[0].Load = nowhere(t) }, Mend, []string{"its load", "cannot be heard", "load="}},
+		{"a load socket out of reach", nil, func(t *testing.T, w *ward, _ *Setup) { w.attached[0].Load = nowhere(t) }, Mend, []string{"its load", "cannot subscribe", "load="}},
 		{"no load on the page", nil, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(_ string, _ *http.Response, body string) string {
 				return strings.ReplaceAll(body, "num_requests_running", "other")
 			})
-		}, Mend, []string{"load is not known", "--disable-log-stats"}},
+		}, Mend, []string{"load is unknown", "--disable-log-stats"}},
 		{"another clock", nil, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(_ string, response *http.Response, body string) string {
 				response.Header.Set("Date", time.Now().Add(-time.Hour).UTC().Format(http.TimeFormat))
 				return body
 			})
-		}, Note, []string{"its clock is -", "off this one's", "NTP"}},
+		}, Note, []string{"its clock differs", "by -", "NTP"}},
 		{"a key is asked for", nil, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(path string, response *http.Response, body string) string {
 				if path != "/health" {
@@ -237,7 +237,7 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 				}
 				return body
 			})
-		}, Mend, []string{"asks for a key", "key-env=", "--worker-api-key-env"}},
+		}, Mend, []string{"requires an API key", "key-env=", "--worker-api-key-env"}},
 		{"no engine", nil, func(t *testing.T, w *ward, _ *Setup) {
 			server := httptest.NewServer(http.NotFoundHandler())
 			t.Cleanup(server.Close)
@@ -250,7 +250,7 @@ func TestEachFaultIsFoundWithWhatToChange(t *testing.T) {
 				}
 				return body
 			})
-		}, Mend, []string{"not well", "503"}},
+		}, Mend, []string{"unhealthy", "503"}},
 		{"no render route", nil, func(t *testing.T, w *ward, _ *Setup) {
 			front(t, &w.attached[0], func(path string, response *http.Response, body string) string {
 				if strings.HasSuffix(path, "/render") {
@@ -365,7 +365,7 @@ func TestWorkersAreComparedWithEachOther(t *testing.T) {
 	})
 	w.attached[1].KVEvents = fmt.Sprintf("tcp://127.0.0.1:%d", w.load-4) // worker 0's
 	all, mend := visit(t, Command{Wait: wait}, setup(w))
-	if len(mend) != 1 || !strings.Contains(mend[0].Text, "name the same KV events") || mend[0].About != "workers" {
+	if len(mend) != 1 || !strings.Contains(mend[0].Text, "have the same KV event endpoint") || mend[0].About != "workers" {
 		t.Errorf("to mend: %v", mend)
 	}
 	for _, want := range []string{"different models: " + mocker.ModelName + " and other", "different versions: vLLM " + mocker.Version + " and vLLM 0.1"} {
@@ -406,7 +406,7 @@ func TestTheSameKVEventsAreToldByHostAndOnOneLine(t *testing.T) {
 func TestNoWorkerIsNotedWhereNoneIsRun(t *testing.T) {
 	for _, attached := range []bool{false, true} {
 		all, _ := visit(t, Command{Wait: wait}, Setup{Attached: attached})
-		if noted := slices.ContainsFunc(all, func(f Finding) bool { return f.Text == "none is named" }); noted != attached {
+		if noted := slices.ContainsFunc(all, func(f Finding) bool { return f.Text == "no worker is configured" }); noted != attached {
 			t.Errorf("attached %v: %v", attached, all)
 		}
 	}

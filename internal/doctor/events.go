@@ -11,54 +11,54 @@ import (
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/workers"
+	"kvrouter/internal/probe"
 	"kvrouter/internal/zmq"
 )
 
 // maxMark bounds the bytes of the message that ends a replay.
 const maxMark = 64 << 10
 
-// maxSilent is after how many ranks whose events cannot be had the others are not tried.
+// maxSilent is the number of ranks without events after which the others are not checked.
 const maxSilent = 3
 
-// lookAtEvents looks whether a worker's KV events and their replay can be had.
-func (v visitor) lookAtEvents(ctx context.Context, sources []events.Source, engine kv.Engine, p *patient) {
+// checkEvents checks the KV events of a worker and their replay.
+func (v visitor) checkEvents(ctx context.Context, sources []events.Source, engine kv.Engine, p *patient) {
 	r := &p.report
 	if len(sources) == 0 {
-		r.mend("publishes no KV events: what it has cached is not known", "start it with "+workers.EventFlags(engine)+", or name kv-events= in --worker")
+		r.mend("publishes no KV events: its cached blocks are unknown", "start it with "+probe.EventFlags(engine)+", or set kv-events= of --worker")
 		return
 	}
 	heard, replayed := 0, 0
 	for _, source := range sources {
 		if len(p.endpoints) > heard+maxSilent || len(p.endpoints) > replayed+maxSilent {
-			r.note(fmt.Sprintf("the other %d ranks were not tried", len(sources)-len(p.endpoints)), "")
+			r.note(fmt.Sprintf("the other %d ranks were not checked", len(sources)-len(p.endpoints)), "")
 			break
 		}
 		p.endpoints = append(p.endpoints, source.Endpoint)
 		if err := v.subscribes(ctx, source.Endpoint); err != nil {
-			r.mend(fmt.Sprintf("its KV events at %s cannot be heard: %s", shorten(source.Endpoint), shorten(err.Error())),
-				`bind them where the router reaches them ("endpoint":"tcp://*:5557" in --kv-events-config) and open that port, or correct kv-events= of --worker`)
+			r.mend(fmt.Sprintf("cannot subscribe to its KV events at %s: %s", shorten(source.Endpoint), shorten(err.Error())),
+				`bind an endpoint that the router can reach ("endpoint":"tcp://*:5557" in --kv-events-config) and open its port, or correct kv-events= of --worker`)
 			continue
 		}
 		heard++
 		if source.Replay == "" {
-			r.note("its KV events have no replay: a router that starts later, or misses one, does not know what is cached",
-				`add "replay_endpoint":"tcp://*:5757" to its --kv-events-config, or name replay= in --worker`)
+			r.note("its KV events have no replay: a router that starts later, or misses an event, does not know the cached blocks",
+				`add "replay_endpoint":"tcp://*:5757" to its --kv-events-config, or set replay= of --worker`)
 			continue
 		}
 		if err := v.replays(ctx, source.Replay); err != nil {
-			r.mend(fmt.Sprintf("its KV events are not replayed at %s: %s", shorten(source.Replay), shorten(err.Error())),
-				`bind "replay_endpoint" in --kv-events-config where the router reaches it and open that port, or correct replay= of --worker`)
+			r.mend(fmt.Sprintf("cannot replay its KV events from %s: %s", shorten(source.Replay), shorten(err.Error())),
+				`set "replay_endpoint" of --kv-events-config to an endpoint that the router can reach and open its port, or correct replay= of --worker`)
 			continue
 		}
 		replayed++
 	}
 	if heard > 0 {
-		r.ok("KV events of %d of %d ranks are heard, %d replayed", heard, len(sources), replayed)
+		r.ok("subscribed to KV events of %d of %d ranks, replayed %d", heard, len(sources), replayed)
 	}
 }
 
-// subscribes tells whether a PUB socket listens at endpoint.
+// subscribes checks that a PUB socket listens at endpoint.
 func (v visitor) subscribes(ctx context.Context, endpoint string) error {
 	ctx, cancel := context.WithTimeout(ctx, v.wait)
 	defer cancel()
@@ -70,8 +70,8 @@ func (v visitor) subscribes(ctx context.Context, endpoint string) error {
 	return nil
 }
 
-// replays asks for what comes after all events, and waits for the mark that ends every
-// replay: nothing else is sent.
+// replays asks for the events after the last one, and waits for the mark that ends every
+// replay.
 func (v visitor) replays(ctx context.Context, endpoint string) error {
 	ctx, cancel := context.WithTimeout(ctx, v.wait)
 	defer cancel()
@@ -93,23 +93,22 @@ func (v visitor) replays(ctx context.Context, endpoint string) error {
 			return nil
 		}
 	}
-	return errors.New("it answers something else than a replay")
+	return errors.New("the answer is not a replay")
 }
 
-// lookAtLoad looks whether the socket of a worker's load can be heard; empty: there is
-// none.
-func (v visitor) lookAtLoad(ctx context.Context, endpoint string, r *report) {
+// checkLoad checks the socket of a worker's load; empty: there is none.
+func (v visitor) checkLoad(ctx context.Context, endpoint string, r *report) {
 	if endpoint == "" {
 		return
 	}
 	if err := v.subscribes(ctx, endpoint); err != nil {
-		r.mend(fmt.Sprintf("its load at %s cannot be heard: %s", shorten(endpoint), shorten(err.Error())), "open that port, or correct load= of --worker")
+		r.mend(fmt.Sprintf("cannot subscribe to its load at %s: %s", shorten(endpoint), shorten(err.Error())), "open its port, or correct load= of --worker")
 		return
 	}
-	r.ok("its load is heard at %s", shorten(endpoint))
+	r.ok("subscribed to its load at %s", shorten(endpoint))
 }
 
-// explain says of an error that came of waiting for too long that it did.
+// explain replaces the error of an expired wait.
 func explain(ctx context.Context, err error) error {
 	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
 		return errors.New("no answer in time")

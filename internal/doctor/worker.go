@@ -16,8 +16,8 @@ import (
 	"time"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/probe"
 	"kvrouter/internal/web"
-	"kvrouter/internal/workers"
 )
 
 const (
@@ -25,16 +25,16 @@ const (
 	maxAnswer = 16 << 20
 	// maxShown bounds what is shown of a foreign text, bytes.
 	maxShown = 200
-	// maxCaches bounds the different settings of the KV cache that are shown of a worker.
+	// maxCaches bounds the different KV-cache settings that are shown of a worker.
 	maxCaches = 4
-	// waits bounds the look at one worker, however many ranks it names, in --wait.
+	// waits bounds the check of one worker, with any number of ranks, in multiples of --wait.
 	waits = 10
-	// skewNoted is how far a worker's clock may be off, beyond the second that a Date
-	// header leaves open.
+	// skewNoted is the tolerated difference of a worker's clock, beyond the second of
+	// resolution of a Date header.
 	skewNoted = 2 * time.Second
 )
 
-// patient is one worker and what was found of it.
+// patient is one worker with its findings.
 type patient struct {
 	report    report
 	host      string // of its URL
@@ -50,10 +50,10 @@ type answer struct {
 	skew   time.Duration // of its clock, as far as its Date header shows; 0: none
 }
 
-// visitor asks one worker.
+// visitor checks one worker.
 type visitor struct {
 	client *http.Client
-	at     workers.Attached
+	at     probe.Server
 	key    kv.Secret
 	wait   time.Duration // for each answer
 }
@@ -89,23 +89,23 @@ func (v visitor) ask(ctx context.Context, method, path string) (answer, error) {
 	return a, nil
 }
 
-// skewOf returns how far a server's clock is ahead, if its Date cannot be explained by
-// the time between question and answer and by its whole seconds.
+// skewOf returns how far a server's clock is ahead, beyond the time between question and
+// answer and the whole seconds of its Date.
 func skewOf(date string, asked, answered time.Time) time.Duration {
-	told, err := http.ParseTime(date)
+	shown, err := http.ParseTime(date)
 	switch {
 	case err != nil:
 		return 0
-	case told.After(answered):
-		return told.Sub(answered)
-	case told.Add(time.Second).Before(asked):
-		return told.Add(time.Second).Sub(asked)
+	case shown.After(answered):
+		return shown.Sub(answered)
+	case shown.Add(time.Second).Before(asked):
+		return shown.Add(time.Second).Sub(asked)
 	}
 	return 0
 }
 
-// lookAtWorker looks at one worker that runs already.
-func (c Command) lookAtWorker(ctx context.Context, s Setup, at workers.Attached) patient {
+// checkWorker checks one worker that runs already.
+func (c Command) checkWorker(ctx context.Context, s Setup, at probe.Server) patient {
 	transport := web.NewTransport(s.TLS)
 	transport.DisableKeepAlives = true
 	v := visitor{client: web.NewClient(transport), at: at, key: cmp.Or(at.Key, s.Key), wait: c.Wait}
@@ -119,41 +119,41 @@ func (c Command) lookAtWorker(ctx context.Context, s Setup, at workers.Attached)
 	health, err := v.ask(ctx, http.MethodGet, "/health")
 	switch {
 	case err != nil:
-		r.mend("does not answer: "+shorten(err.Error()), "start it there, or correct url= of --worker")
+		r.mend("does not answer: "+shorten(err.Error()), "start it at this address, or correct url= of --worker")
 		return p
 	case health.status >= http.StatusInternalServerError:
-		r.mend(fmt.Sprintf("is not well: /health answers %d", health.status), "look into its log")
+		r.mend(fmt.Sprintf("is unhealthy: /health answers %d", health.status), "see its log")
 	}
 	if skew := health.skew; skew.Abs() > skewNoted {
-		r.note(fmt.Sprintf("its clock is %v off this one's", skew.Round(time.Second)), "set both by NTP: the measured lag of KV events is wrong by as much")
+		r.note(fmt.Sprintf("its clock differs from this machine's by %v", skew.Round(time.Second)), "synchronize both by NTP: the measured lag of KV events is off by the difference")
 	}
-	if !v.lookAtModels(ctx, &p) {
+	if !v.checkModels(ctx, &p) {
 		return p
 	}
-	told, err := v.ask(ctx, http.MethodGet, "/server_info")
-	if err == nil && told.status == http.StatusNotFound { // an older SGLang
-		told, err = v.ask(ctx, http.MethodGet, "/get_server_info")
+	info, err := v.ask(ctx, http.MethodGet, "/server_info")
+	if err == nil && info.status == http.StatusNotFound { // an older SGLang
+		info, err = v.ask(ctx, http.MethodGet, "/get_server_info")
 	}
-	if err == nil && told.status == http.StatusOK {
-		if server, is := workers.ReadSGLang(told.body, at); is {
-			v.lookAtSGLang(ctx, s, server, &p)
+	if err == nil && info.status == http.StatusOK {
+		if server := probe.ParseServerInfo(info.body); server != nil {
+			v.checkSGLang(ctx, s, server, &p)
 			return p
 		}
 	}
-	v.lookAtVLLM(ctx, s, &p)
+	v.checkVLLM(ctx, s, &p)
 	return p
 }
 
-// lookAtModels looks at what a worker serves; false: it does not let us look at it.
-func (v visitor) lookAtModels(ctx context.Context, p *patient) bool {
+// checkModels checks the models of a worker; false: it cannot be checked further.
+func (v visitor) checkModels(ctx context.Context, p *patient) bool {
 	r := &p.report
 	listed, err := v.ask(ctx, http.MethodGet, "/v1/models")
 	if err != nil {
-		r.mend("/v1/models does not answer: "+shorten(err.Error()), "look into its log")
+		r.mend("/v1/models does not answer: "+shorten(err.Error()), "see its log")
 		return false
 	}
 	if listed.status == http.StatusUnauthorized || listed.status == http.StatusForbidden {
-		r.mend("asks for a key", "name the environment variable that holds it: key-env= in --worker, or --worker-api-key-env")
+		r.mend("requires an API key", "set key-env= of --worker, or --worker-api-key-env, to the environment variable with the key")
 		return false
 	}
 	var list struct {
@@ -163,7 +163,7 @@ func (v visitor) lookAtModels(ctx context.Context, p *patient) bool {
 		}
 	}
 	if err := json.Unmarshal(listed.body, &list); listed.status != http.StatusOK || err != nil || len(list.Data) == 0 {
-		r.mend(fmt.Sprintf("/v1/models answers %d and names no model", listed.status), "name the address of a vLLM or SGLang server by url= of --worker")
+		r.mend(fmt.Sprintf("/v1/models answers %d and names no model", listed.status), "set url= of --worker to the address of a vLLM or SGLang server")
 		return false
 	}
 	for _, model := range list.Data {
@@ -175,67 +175,66 @@ func (v visitor) lookAtModels(ctx context.Context, p *patient) bool {
 	return true
 }
 
-// lookAtVLLM looks at the flags of a vLLM.
-func (v visitor) lookAtVLLM(ctx context.Context, s Setup, p *patient) {
+// checkVLLM checks the flags of a vLLM server.
+func (v visitor) checkVLLM(ctx context.Context, s Setup, p *patient) {
 	r := &p.report
-	var told struct{ Version string }
+	var server struct{ Version string }
 	if a, err := v.ask(ctx, http.MethodGet, "/version"); err == nil {
-		_ = json.Unmarshal(a.body, &told) // else it stays unknown
+		_ = json.Unmarshal(a.body, &server) // else it stays unknown
 	}
-	p.version = "vLLM " + cmp.Or(shorten(told.Version), "of an unknown version")
+	p.version = "vLLM " + cmp.Or(shorten(server.Version), "of an unknown version")
 	r.ok("%s serves %s", p.version, listed(p.models))
 
 	page, err := v.ask(ctx, http.MethodGet, "/metrics")
-	var metrics workers.PageTold
+	var metrics probe.Page
 	if err == nil && page.status != http.StatusOK {
 		err = fmt.Errorf("it answers %d", page.status)
 	}
 	if err == nil {
-		metrics, err = workers.ReadPage(bytes.NewReader(page.body))
+		metrics, err = probe.ParsePage(bytes.NewReader(page.body))
 	}
 	if err == nil {
-		err = metrics.Load
+		_, err = metrics.Load("")
 	}
 	switch {
 	case v.at.Load != "":
 	case err != nil:
-		r.mend("its load is not known: /metrics: "+shorten(err.Error()), "start it without --disable-log-stats, or name load= in --worker")
+		r.mend("its load is unknown: /metrics: "+shorten(err.Error()), "start it without --disable-log-stats, or set load= of --worker")
 	default:
-		r.ok("tells its load on /metrics")
+		r.ok("reports its load on /metrics")
 	}
-	for _, kept := range cachesOf(metrics.Cache) {
-		r.lookAtCache(s, kept.blockSize, kept.keeps, "--block-size", "start it with --enable-prefix-caching")
+	for _, kept := range cachesOf(metrics.Caches()) {
+		r.checkCache(s, kept.blockSize, kept.keeps, "--block-size", "start it with --enable-prefix-caching")
 	}
-	if len(metrics.Cache) == 0 {
-		r.note("does not tell its block size", fmt.Sprintf("see that it runs with --block-size %d", s.BlockSize))
+	if len(metrics.Caches()) == 0 {
+		r.note("does not report its block size", fmt.Sprintf("make sure that it runs with --block-size %d", s.BlockSize))
 	}
 	if s.KVEvents {
 		sources, err := v.ask(ctx, http.MethodGet, "/kv_event_sources")
 		if err == nil && sources.status != http.StatusOK {
 			sources.body = nil // an older vLLM, or another server
 		}
-		found, err := workers.EventSourcesTold(sources.body, v.at)
+		found, err := probe.ParseEventSources(sources.body, v.at)
 		if err != nil {
 			r.note(shorten(err.Error()), "")
 		}
-		v.lookAtEvents(ctx, found, kv.EngineVLLM, p)
+		v.checkEvents(ctx, found, kv.EngineVLLM, p)
 	}
-	v.lookAtLoad(ctx, v.at.Load, r)
+	v.checkLoad(ctx, v.at.Load, r)
 	if a, err := v.ask(ctx, http.MethodPost, "/v1/chat/completions/render"); err == nil && (a.status == http.StatusNotFound || a.status == http.StatusMethodNotAllowed) {
-		r.note("does not render prompts: those that the router cannot render itself are sent by load alone", "start it with --enable-scale-out")
+		r.note("does not render prompts: prompts that the router cannot render itself are routed by load only", "start it with --enable-scale-out")
 	}
 }
 
-// cache is how a rank keeps prompts.
+// cache is the KV-cache settings of a rank.
 type cache struct {
-	blockSize int // tokens; 0: not told
+	blockSize int // tokens; 0: unknown
 	keeps     bool
 }
 
-// cachesOf returns the different settings that a page tells, in its order, maxCaches at
-// most.
-func cachesOf(told []map[string]string) (found []cache) {
-	for _, labels := range told {
+// cachesOf returns the different settings of a page, in its order, maxCaches at most.
+func cachesOf(shown []map[string]string) (found []cache) {
+	for _, labels := range shown {
 		size, _ := strconv.Atoi(labels["block_size"])
 		one := cache{size, !strings.EqualFold(labels["enable_prefix_caching"], "false")}
 		if !slices.Contains(found, one) {
@@ -247,44 +246,46 @@ func cachesOf(told []map[string]string) (found []cache) {
 	return found
 }
 
-// lookAtSGLang looks at the flags of an SGLang server.
-func (v visitor) lookAtSGLang(ctx context.Context, s Setup, server workers.SGLangTold, p *patient) {
+// checkSGLang checks the flags of an SGLang server.
+func (v visitor) checkSGLang(ctx context.Context, s Setup, server *probe.ServerInfo, p *patient) {
 	r := &p.report
 	p.version = "SGLang " + cmp.Or(shorten(server.Version), "of an unknown version")
 	r.ok("%s serves %s", p.version, listed(p.models))
-	anew := server.Decodes && !server.Caches // as SGLang's decode servers do unless told otherwise
-	r.lookAtCache(s, server.BlockSize, server.Caches || anew, "--page-size", server.Remedy)
+	keeps, remedy := server.KeepsPrompts()
+	anew := server.Decodes() && !keeps // the default of SGLang's decode servers
+	r.checkCache(s, server.BlockSize(), keeps || anew, "--page-size", remedy)
 	if anew {
-		r.note("keeps no prompts: each is moved to it anew", server.Remedy)
+		r.note("caches no prompts: each is transferred to it again", remedy)
 	}
 	if s.KVEvents && (!anew || v.at.KVEvents != "") {
-		v.lookAtEvents(ctx, server.Sources, kv.EngineSGLang, p)
+		v.checkEvents(ctx, server.Sources(v.at), kv.EngineSGLang, p)
 	}
-	v.lookAtLoad(ctx, server.Load, r)
-	if server.Load == "" {
-		r.note("publishes no load: it is asked for every second", "start it with --load-publish-endpoint tcp://*:5657")
+	load := server.Load(v.at, 0)
+	v.checkLoad(ctx, load, r)
+	if load == "" {
+		r.note("publishes no load: the router polls it every second", "start it with --load-publish-endpoint tcp://*:5657")
 	}
 }
 
-// lookAtCache looks at the block size and whether prompts are kept at all.
-func (r *report) lookAtCache(s Setup, size int, keeps bool, sizeFlag, keepRemedy string) {
+// checkCache checks the block size, and whether prompts are cached at all.
+func (r *report) checkCache(s Setup, size int, keeps bool, sizeFlag, keepRemedy string) {
 	switch {
 	case size == 0:
-		r.note("does not tell its block size", fmt.Sprintf("see that it runs with %s %d", sizeFlag, s.BlockSize))
+		r.note("does not report its block size", fmt.Sprintf("make sure that it runs with %s %d", sizeFlag, s.BlockSize))
 	case size != s.BlockSize:
-		r.mend(fmt.Sprintf("its blocks have %d tokens, the router's %d: nothing would be found", size, s.BlockSize),
+		r.mend(fmt.Sprintf("its blocks have %d tokens and the router's have %d: no cached prefix would be found", size, s.BlockSize),
 			fmt.Sprintf("start it with %s %d, or the router with --block-size %d", sizeFlag, s.BlockSize, size))
 	default:
 		r.ok("blocks of %d tokens, as in the router", size)
 	}
 	if !keeps {
-		r.mend("keeps no prompts: prefix caching is off", keepRemedy)
+		r.mend("caches no prompts: prefix caching is off", keepRemedy)
 	}
 }
 
-// compare looks at what workers should have in common, or must not.
+// compare checks what workers should have in common, or must not.
 func compare(seen []patient, r *report) {
-	owner, told := map[string]string{}, map[string]bool{}
+	owner, reported := map[string]string{}, map[string]bool{}
 	var first *patient
 	for i := range seen {
 		p := &seen[i]
@@ -293,7 +294,7 @@ func compare(seen []patient, r *report) {
 				endpoint += " on " + p.host // a file of that host
 			}
 			if other, taken := owner[endpoint]; taken && other != p.report.about {
-				r.mend(fmt.Sprintf("%s and %s name the same KV events, %s", other, p.report.about, shorten(endpoint)), "give each a port of its own in --kv-events-config, and correct kv-events= of --worker")
+				r.mend(fmt.Sprintf("%s and %s have the same KV event endpoint, %s", other, p.report.about, shorten(endpoint)), "give each its own port in --kv-events-config, and correct kv-events= of --worker")
 			}
 			owner[endpoint] = p.report.about
 		}
@@ -304,13 +305,13 @@ func compare(seen []patient, r *report) {
 			first = p
 			continue
 		}
-		if !slices.Equal(p.models, first.models) && !told["models"] {
-			told["models"] = true
-			r.note(fmt.Sprintf("they serve different models: %s and %s", listed(first.models), listed(p.models)), "see that --model is that of all, or leave it out")
+		if !slices.Equal(p.models, first.models) && !reported["models"] {
+			reported["models"] = true
+			r.note(fmt.Sprintf("the workers serve different models: %s and %s", listed(first.models), listed(p.models)), "set --model to the model of all workers, or leave it out")
 		}
-		if p.version != first.version && !told["version"] {
-			told["version"] = true
-			r.note(fmt.Sprintf("they run different versions: %s and %s", first.version, p.version), "")
+		if p.version != first.version && !reported["version"] {
+			reported["version"] = true
+			r.note(fmt.Sprintf("the workers run different versions: %s and %s", first.version, p.version), "")
 		}
 	}
 }
@@ -318,7 +319,7 @@ func compare(seen []patient, r *report) {
 // maxListed bounds the models of a worker that are shown.
 const maxListed = 5
 
-// listed names some of the models.
+// listed names the first models.
 func listed(models []string) string {
 	if more := len(models) - maxListed; more > 0 {
 		return fmt.Sprintf("%s and %d more", strings.Join(models[:maxListed], ", "), more)
@@ -326,7 +327,7 @@ func listed(models []string) string {
 	return strings.Join(models, ", ")
 }
 
-// shorten makes a foreign text fit to be shown on one line.
+// shorten makes an untrusted text printable on one line.
 func shorten(text string) string {
 	text = strings.Map(func(r rune) rune {
 		if !strconv.IsPrint(r) {

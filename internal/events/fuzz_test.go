@@ -15,7 +15,7 @@ import (
 // streamWith returns a stream that has applied these batches.
 func streamWith(batches ...[]byte) (*Stream, *radix.Tree, *testkit.LogBuffer) {
 	log, index := new(testkit.LogBuffer), radix.NewTree()
-	s := NewStream(Source{Worker: testkit.EventWorker, BlockSize: testkit.BlockSize}, index, slog.New(slog.NewTextHandler(log, nil)))
+	s := NewStream(Source{Worker: testkit.EventWorker, BlockSize: testkit.BlockSize}, index, Options{}, slog.New(slog.NewTextHandler(log, nil)))
 	s.Begin(0)
 	for i, payload := range batches {
 		s.Apply(uint64(i), payload, true)

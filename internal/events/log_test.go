@@ -14,7 +14,7 @@ import (
 )
 
 func TestEventLogAnswersRangesAndElseAllBlocks(t *testing.T) {
-	f := NewStream(Source{Worker: testkit.EventWorker, BlockSize: testkit.BlockSize}, radix.NewTree(), slog.New(slog.DiscardHandler))
+	f := NewStream(Source{Worker: testkit.EventWorker, BlockSize: testkit.BlockSize}, radix.NewTree(), Options{}, slog.New(slog.DiscardHandler))
 	f.Begin(0)
 	from := func(n uint64) *uint64 { return &n }
 	if a := f.History().Query(nil, nil, nil); a.Kind != kindDump || a.Last != nil || len(slices.Collect(a.all())) != 0 {
@@ -71,7 +71,7 @@ func TestEventLogAnswersRangesAndElseAllBlocks(t *testing.T) {
 }
 
 func TestReplaysAreAskedForAgainEverMoreSeldom(t *testing.T) {
-	timing := NewStream(Source{}, radix.NewTree(), slog.New(slog.DiscardHandler)).Timing
+	timing := NewStream(Source{}, radix.NewTree(), Options{}, slog.New(slog.DiscardHandler)).Timing
 	for failures, want := range map[int]time.Duration{0: 200 * time.Millisecond, 1: 400 * time.Millisecond, 7: 25600 * time.Millisecond, 8: 30 * time.Second, 1000: 30 * time.Second} {
 		if got := timing.retryPause(failures); got != want {
 			t.Errorf("after %d failures %s, want %s", failures, got, want)
@@ -88,7 +88,7 @@ func TestEventLogIsBoundedByEvents(t *testing.T) {
 		return append(head, bytes.Repeat([]byte("\x92\xacBlockRemoved\x91\x01"), n)...)
 	}
 	repeat := func(n int, e ...testkit.Event) []testkit.Event { return slices.Repeat(e, n) }
-	f := NewStream(Source{Worker: testkit.EventWorker, BlockSize: testkit.BlockSize}, radix.NewTree(), slog.New(slog.DiscardHandler))
+	f := NewStream(Source{Worker: testkit.EventWorker, BlockSize: testkit.BlockSize}, radix.NewTree(), Options{}, slog.New(slog.DiscardHandler))
 	f.Begin(0)
 	seq := uint64(0)
 	applyPayload := func(payload []byte) {
@@ -135,7 +135,7 @@ func TestEventLogIsBoundedByEvents(t *testing.T) {
 }
 
 func TestAnswersAreWrittenAsTheyAreRead(t *testing.T) {
-	f := NewStream(Source{Worker: testkit.EventWorker, BlockSize: testkit.BlockSize}, radix.NewTree(), slog.New(slog.DiscardHandler))
+	f := NewStream(Source{Worker: testkit.EventWorker, BlockSize: testkit.BlockSize}, radix.NewTree(), Options{}, slog.New(slog.DiscardHandler))
 	f.Begin(0)
 	f.Apply(0, testkit.Payload(t, 1, testkit.StoredEvent(1, 0, 3*dumpedTogether), testkit.StoredEvent(50, 0, 1), testkit.StoredEvent(50, 1, 2)), true)
 	f.Apply(1, testkit.Payload(t, 1, testkit.RemovedEvent(50, 1, 2)), true)

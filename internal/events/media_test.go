@@ -55,7 +55,7 @@ func TestMediaMatchAsInVLLM(t *testing.T) {
 	several := 0
 	for _, held := range cases {
 		index := radix.NewTree()
-		s := NewStream(Source{Worker: testkit.EventWorker, BlockSize: mediaBlock}, index, slog.New(slog.DiscardHandler))
+		s := NewStream(Source{Worker: testkit.EventWorker, BlockSize: mediaBlock}, index, Options{}, slog.New(slog.DiscardHandler))
 		s.Begin(0)
 		s.Apply(0, held.Batch, true)
 		for _, asked := range cases {

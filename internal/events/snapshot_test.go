@@ -23,7 +23,7 @@ import (
 // savedStream returns a stream that has applied the batches, as a complete history.
 func savedStream(t testing.TB, endpoint string, batches ...[]byte) *Stream {
 	t.Helper()
-	s := NewStream(Source{Worker: testkit.EventWorker, Endpoint: endpoint, Replay: "tcp://replay", Topic: "kv", BlockSize: testkit.BlockSize}, radix.NewTree(), slog.New(slog.DiscardHandler))
+	s := NewStream(Source{Worker: testkit.EventWorker, Endpoint: endpoint, Replay: "tcp://replay", Topic: "kv", BlockSize: testkit.BlockSize}, radix.NewTree(), Options{}, slog.New(slog.DiscardHandler))
 	s.Begin(0)
 	for i, b := range batches {
 		s.Apply(uint64(i), b, true)
@@ -435,7 +435,7 @@ func FuzzSnapshot(f *testing.F) {
 			if rank.blocks*16 > len(rank.runs) {
 				t.Fatalf("%d blocks out of %d bytes", rank.blocks, len(rank.runs))
 			}
-			s := NewStream(Source{Worker: key, Endpoint: rank.endpoint, Topic: rank.topic, Replay: "tcp://replay", BlockSize: testkit.BlockSize}, radix.NewTree(), slog.New(slog.DiscardHandler))
+			s := NewStream(Source{Worker: key, Endpoint: rank.endpoint, Topic: rank.topic, Replay: "tcp://replay", BlockSize: testkit.BlockSize}, radix.NewTree(), Options{}, slog.New(slog.DiscardHandler))
 			snapshot := &Snapshot{ranks: ranks}
 			if snapshot.Resume(s); s.saved != rank {
 				t.Fatal("the rank is not taken")

@@ -66,16 +66,7 @@ type streamTiming struct {
 // restarted engine that has counted up to the same number. What cannot be made
 // good ends with the rank's blocks cleared, never with a wrong index.
 type Stream struct {
-	// OnLag, if set before Run, gets the age of every live batch when it is
-	// applied, by the two machines' clocks.
-	OnLag func(time.Duration)
-
-	// Peers, if set before Run, are asked for what the worker cannot replay.
-	Peers *Peers
-
-	// Edges, if set before Run, counts the panics of what parses the events.
-	Edges *guard.Edges
-
+	Options
 	Src     Source
 	index   radix.Index
 	history *Log
@@ -120,13 +111,25 @@ type Stream struct {
 	applying   bool            // a batch is
 }
 
+// Options are the optional parts of a Stream.
+type Options struct {
+	// OnLag gets the age of every live batch when it is applied, by the clocks of the
+	// two machines; nil: nothing does.
+	OnLag func(time.Duration)
+	// Peers are asked for events that the worker cannot replay; nil: nothing is.
+	Peers *Peers
+	// Edges counts the panics of event parsers; nil: nothing does.
+	Edges *guard.Edges
+}
+
 // NewStream returns a stream for src that feeds index. Run starts it.
-func NewStream(src Source, index radix.Index, log *slog.Logger) *Stream {
+func NewStream(src Source, index radix.Index, options Options, log *slog.Logger) *Stream {
 	s := &Stream{
-		Src:   src,
-		index: index,
-		log:   log.With("worker", src.Worker.Worker, "rank", src.Worker.Rank, "endpoint", src.Endpoint),
-		Now:   time.Now,
+		Options: options,
+		Src:     src,
+		index:   index,
+		log:     log.With("worker", src.Worker.Worker, "rank", src.Worker.Rank, "endpoint", src.Endpoint),
+		Now:     time.Now,
 		Timing: streamTiming{
 			BackoffMin:  100 * time.Millisecond,
 			BackoffMax:  5 * time.Second,

@@ -427,7 +427,7 @@ func TestEventStreamReportsLag(t *testing.T) {
 }
 
 func BenchmarkEventStreamApply(b *testing.B) {
-	s := events.NewStream(events.Source{Worker: testkit.EventWorker, BlockSize: 16}, radix.NewTree(), slog.New(slog.NewTextHandler(io.Discard, nil)))
+	s := events.NewStream(events.Source{Worker: testkit.EventWorker, BlockSize: 16}, radix.NewTree(), events.Options{}, slog.New(slog.NewTextHandler(io.Discard, nil)))
 	s.Begin(0)
 	b.ReportAllocs()
 	number := 0

@@ -27,7 +27,7 @@ func TestWireSpeed(t *testing.T) {
 	}
 	worker := kv.WorkerKey{Worker: 1}
 	index := radix.NewTree()
-	s := NewStream(Source{Worker: worker, Endpoint: endpoint, BlockSize: 16}, index, slog.Default())
+	s := NewStream(Source{Worker: worker, Endpoint: endpoint, BlockSize: 16}, index, Options{}, slog.Default())
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	go func() {

@@ -36,7 +36,7 @@ func TestARequestGoesBackWithItsWorkerAndItsBytes(t *testing.T) {
 				r.Header.Set("X-Added", "yes")
 				r.Header.Del("Accept-Encoding")
 			}
-			g := ask(t, listenTest(t, Settings{}, h))
+			g := ask(t, listenTest(t, Settings{}, h.handle))
 			body := randomText(size)
 			g.tell(post("/v1/chat/completions", "accept-encoding", "gzip", "content-length", fmt.Sprint(size), "x-stays", "a"))
 			for rest := body; ; {
@@ -103,7 +103,7 @@ func randomText(n int) string {
 // that only changed headers are told.
 func TestAnAnswerGoesOnAsItCame(t *testing.T) {
 	h := newRelay()
-	g := ask(t, listenTest(t, Settings{}, h))
+	g := ask(t, listenTest(t, Settings{}, h.handle))
 	g.tell(post("/v1/chat/completions"))
 	g.tell(requestBody("{}", true))
 	g.hear()
@@ -129,7 +129,7 @@ func TestAnAnswerGoesOnAsItCame(t *testing.T) {
 }
 
 func TestTrailersEndBodies(t *testing.T) {
-	g := ask(t, listenTest(t, Settings{}, newRelay()))
+	g := ask(t, listenTest(t, Settings{}, newRelay().handle))
 	g.tell(post("/v1/chat/completions"))
 	g.tell(requestBody("{}", false))
 	g.tell(requestTrailers)
@@ -151,7 +151,7 @@ func TestTrailersEndBodies(t *testing.T) {
 }
 
 func TestRequestsAndAnswersWithoutABody(t *testing.T) {
-	g := ask(t, listenTest(t, Settings{}, newRelay()))
+	g := ask(t, listenTest(t, Settings{}, newRelay().handle))
 	g.tell(requestHeaders(true, ":method", "GET", ":path", "/x", ":authority", "pool"))
 	if m := g.hear(); m.GetRequestHeaders() == nil {
 		t.Fatalf("the request became %v", m)
@@ -166,23 +166,23 @@ func TestRequestsAndAnswersWithoutABody(t *testing.T) {
 }
 
 func TestTheRoutersOwnAnswersAreImmediate(t *testing.T) {
-	own := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	own := func(w http.ResponseWriter, r *http.Request, _ *proxy.Gateway) {
 		w.Header().Set("Retry-After", "1")
 		w.WriteHeader(http.StatusTooManyRequests)
 		io.WriteString(w, "wa")
 		io.WriteString(w, "it")
-	})
+	}
 	tests := map[string]struct {
 		message *extprocv3.ProcessingRequest
 		status  int
 		body    string
 	}{
 		"refused":              {post("/v1/chat/completions"), 429, "wait"},
-		"a path that is none":  {requestHeaders(true, ":method", "GET", ":path", "x y"), 400, "the request's path is no path\n"},
-		"another host's path":  {requestHeaders(true, ":method", "GET", ":path", "http://a/b"), 400, "the request's path is no path\n"},
-		"no method":            {requestHeaders(true, ":path", "/"), 400, "the request's method is none\n"},
+		"a path that is none":  {requestHeaders(true, ":method", "GET", ":path", "x y"), 400, "invalid request path\n"},
+		"another host's path":  {requestHeaders(true, ":method", "GET", ":path", "http://a/b"), 400, "invalid request path\n"},
+		"no method":            {requestHeaders(true, ":path", "/"), 400, "invalid request method\n"},
 		"headers without end":  {post("/", "x", strings.Repeat("x", maxHeaders)), 400, errHeaders.Error() + "\n"},
-		"a method with spaces": {requestHeaders(true, ":path", "/", ":method", "GET /"), 400, "the request's method is none\n"},
+		"a method with spaces": {requestHeaders(true, ":path", "/", ":method", "GET /"), 400, "invalid request method\n"},
 	}
 	p := listenTest(t, Settings{}, own)
 	for name, test := range tests {
@@ -208,7 +208,7 @@ func TestStreamsThatAreNotOfTheProtocol(t *testing.T) {
 		"a body before headers": requestBody("{}", true),
 		"another body mode":     streamed,
 	}
-	p := listenTest(t, Settings{}, newRelay())
+	p := listenTest(t, Settings{}, newRelay().handle)
 	for name, message := range tests {
 		t.Run(name, func(t *testing.T) {
 			g := ask(t, p)
@@ -238,7 +238,7 @@ func TestAClientThatLeavesEndsItsRequest(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			h := newRelay()
-			p := listenTest(t, Settings{}, h)
+			p := listenTest(t, Settings{}, h.handle)
 			ctx, cancel := context.WithCancel(t.Context())
 			defer cancel()
 			g := askOver(ctx, t, connect(t, p, false))
@@ -338,7 +338,7 @@ func TestSettingsAreChecked(t *testing.T) {
 }
 
 func TestHealth(t *testing.T) {
-	p := listenTest(t, Settings{ExtProcTLS: true}, newRelay())
+	p := listenTest(t, Settings{ExtProcTLS: true}, newRelay().handle)
 	client := grpc_health_v1.NewHealthClient(connect(t, p, true))
 	for _, service := range []string{"", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"} {
 		answer, err := client.Check(t.Context(), &grpc_health_v1.HealthCheckRequest{Service: service})
@@ -373,7 +373,7 @@ func TestDrainLetsRequestsFinishAndThenCutsThem(t *testing.T) {
 	for name, finish := range map[string]bool{"one that ends": true, "one that does not": false} {
 		t.Run(name, func(t *testing.T) {
 			h := newRelay()
-			p := listenTest(t, Settings{}, h)
+			p := listenTest(t, Settings{}, h.handle)
 			g := ask(t, p)
 			g.tell(post("/v1/chat/completions"))
 			g.tell(requestBody("{}", true))
@@ -401,10 +401,10 @@ func TestDrainLetsRequestsFinishAndThenCutsThem(t *testing.T) {
 // TestAGatewayThatTakesNothingIsLeft pins that the time to write bounds a stream.
 func TestAGatewayThatTakesNothingIsLeft(t *testing.T) {
 	ended := make(chan error, 1)
-	p := listenTest(t, Settings{}, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	p := listenTest(t, Settings{}, func(w http.ResponseWriter, r *http.Request, via *proxy.Gateway) {
 		onward := r.Clone(r.Context())
 		onward.Body, onward.ContentLength = nil, 0
-		if _, _, err := proxy.GatewayOf(r.Context()).Carry(proxy.Cargo{Request: onward, Target: kv.Target{URL: "http://10.0.0.1:8000"}}); err != nil {
+		if _, _, err := via.Send(proxy.Routed{Request: onward, Target: kv.Target{URL: "http://10.0.0.1:8000"}}); err != nil {
 			ended <- nil
 			return
 		}
@@ -418,7 +418,7 @@ func TestAGatewayThatTakesNothingIsLeft(t *testing.T) {
 				return
 			}
 		}
-	}))
+	})
 	g := ask(t, p)
 	g.tell(requestHeaders(true, ":method", "GET", ":path", "/", ":authority", "pool"))
 	g.hear()
@@ -435,7 +435,7 @@ func TestAGatewayThatTakesNothingIsLeft(t *testing.T) {
 
 // TestAStreamThatAsksNothingIsEnded pins that nobody holds streams open for nothing.
 func TestAStreamThatAsksNothingIsEnded(t *testing.T) {
-	p := newPicker(t, Settings{}, newRelay())
+	p := newPicker(t, Settings{}, newRelay().handle)
 	p.silence = 20 * time.Millisecond
 	serve(t, p)
 	if _, err := ask(t, p).Recv(); status.Code(err) != codes.DeadlineExceeded {

@@ -75,7 +75,7 @@ func FuzzMessages(f *testing.F) {
 	edges := guard.New()
 	p := &Server{
 		edges: edges, log: slog.New(slog.DiscardHandler), base: context.Background(), silence: silenceLimit,
-		handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		serve: func(w http.ResponseWriter, r *http.Request, via *proxy.Gateway) {
 			body, err := io.ReadAll(io.LimitReader(r.Body, 1<<20))
 			if err != nil {
 				http.Error(w, err.Error(), http.StatusBadRequest)
@@ -83,13 +83,13 @@ func FuzzMessages(f *testing.F) {
 			}
 			onward := r.Clone(r.Context())
 			onward.ContentLength, onward.Body = int64(len(body)), io.NopCloser(newReader(body))
-			answer, _, err := proxy.GatewayOf(r.Context()).Carry(proxy.Cargo{Request: onward, Target: kv.Target{URL: "http://10.0.0.1:8000"}})
+			answer, _, err := via.Send(proxy.Routed{Request: onward, Target: kv.Target{URL: "http://10.0.0.1:8000"}})
 			if err != nil {
 				return
 			}
 			w.WriteHeader(answer.StatusCode)
 			io.Copy(w, answer.Body)
-		}),
+		},
 	}
 	f.Fuzz(func(t *testing.T, data []byte) {
 		p.Process(&scripted{ctx: t.Context(), messages: split(data)})

@@ -23,18 +23,21 @@ import (
 // patience bounds every wait of these tests.
 const patience = 20 * time.Second
 
-// listenTest starts a picker whose requests go to handler, until the test ends.
-func listenTest(t testing.TB, s Settings, handler http.Handler) *Server {
+// handler serves a request that came from a gateway.
+type handler = func(w http.ResponseWriter, r *http.Request, via *proxy.Gateway)
+
+// listenTest starts a picker whose requests go to handle, until the test ends.
+func listenTest(t testing.TB, s Settings, handle handler) *Server {
 	t.Helper()
-	p := newPicker(t, s, handler)
+	p := newPicker(t, s, handle)
 	serve(t, p)
 	return p
 }
 
 // newPicker is listenTest before it serves.
-func newPicker(t testing.TB, s Settings, handler http.Handler) *Server {
+func newPicker(t testing.TB, s Settings, handle handler) *Server {
 	t.Helper()
-	p, err := Listen(s, Ports{Host: "127.0.0.1", Handler: handler, Ready: func() bool { return true }}, guard.New(), slog.New(slog.DiscardHandler))
+	p, err := New(s, Deps{Host: "127.0.0.1", Serve: handle, Ready: func() bool { return true }, Edges: guard.New(), Log: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -165,12 +168,13 @@ type relay struct {
 
 func newRelay() *relay { return &relay{began: make(chan struct{}, 16), ended: make(chan error, 16)} }
 
-func (h *relay) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+// handle is its handler.
+func (h *relay) handle(w http.ResponseWriter, r *http.Request, via *proxy.Gateway) {
 	h.began <- struct{}{}
-	h.ended <- h.serve(w, r)
+	h.ended <- h.serve(w, r, via)
 }
 
-func (h *relay) serve(w http.ResponseWriter, r *http.Request) error {
+func (h *relay) serve(w http.ResponseWriter, r *http.Request, via *proxy.Gateway) error {
 	body, err := io.ReadAll(r.Body)
 	if err != nil {
 		return err
@@ -181,7 +185,7 @@ func (h *relay) serve(w http.ResponseWriter, r *http.Request) error {
 	if h.change != nil {
 		h.change(onward)
 	}
-	answer, _, err := proxy.GatewayOf(r.Context()).Carry(proxy.Cargo{Request: onward, Target: kv.Target{URL: "http://10.0.0.1:8000"}, Others: h.others})
+	answer, _, err := via.Send(proxy.Routed{Request: onward, Target: kv.Target{URL: "http://10.0.0.1:8000"}, Others: h.others})
 	if err != nil {
 		http.Error(w, err.Error(), http.StatusBadGateway)
 		return err

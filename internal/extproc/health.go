@@ -11,15 +11,14 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// Services that health checks ask for: that the process lives, and that it can serve
-// requests.
+// Services of health checks: that the process lives, and that it can serve requests.
 const (
 	serviceLiveness  = "liveness"
 	serviceReadiness = "readiness"
 )
 
-// watchPoll is how often a watched service is looked at, and watchLimit how long one
-// watch may last: who watches begins anew.
+// watchPoll is how often the state of a watched service is read, and watchLimit the
+// longest watch: clients then open another one.
 const (
 	watchPoll  = time.Second
 	watchLimit = time.Hour
@@ -50,12 +49,12 @@ func (h *health) now(service string) (state grpc_health_v1.HealthCheckResponse_S
 func (h *health) Check(_ context.Context, request *grpc_health_v1.HealthCheckRequest) (*grpc_health_v1.HealthCheckResponse, error) {
 	state, known := h.now(request.GetService())
 	if !known {
-		return nil, status.Errorf(codes.NotFound, "no service %.100q here: ask for %q, %q or %q", request.GetService(), serviceLiveness, serviceReadiness, extprocv3.ExternalProcessor_ServiceDesc.ServiceName)
+		return nil, status.Errorf(codes.NotFound, "unknown service %.100q: use %q, %q or %q", request.GetService(), serviceLiveness, serviceReadiness, extprocv3.ExternalProcessor_ServiceDesc.ServiceName)
 	}
 	return &grpc_health_v1.HealthCheckResponse{Status: state}, nil
 }
 
-// Watch tells of every change of a service's state.
+// Watch reports every change of a service's state.
 func (h *health) Watch(request *grpc_health_v1.HealthCheckRequest, stream grpc.ServerStreamingServer[grpc_health_v1.HealthCheckResponse]) error {
 	poll := time.NewTicker(watchPoll)
 	defer poll.Stop()
@@ -74,7 +73,7 @@ func (h *health) Watch(request *grpc_health_v1.HealthCheckRequest, stream grpc.S
 		case <-h.leaving:
 			return status.Error(codes.Unavailable, "the router is shutting down")
 		case <-limit.C:
-			return status.Error(codes.DeadlineExceeded, "watch anew")
+			return status.Error(codes.DeadlineExceeded, "watch expired: open another one")
 		case <-poll.C:
 		}
 	}

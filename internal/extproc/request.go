@@ -72,10 +72,10 @@ func newRequest(ctx context.Context, message *extprocv3.HttpHeaders, body io.Rea
 	}
 	target, err := url.ParseRequestURI(pseudo[":path"])
 	if err != nil || target.Host != "" {
-		return nil, errors.New("the request's path is no path")
+		return nil, errors.New("invalid request path")
 	}
 	if method := pseudo[":method"]; method == "" || strings.ContainsFunc(method, func(r rune) bool { return r <= ' ' || r > '~' }) {
-		return nil, errors.New("the request's method is none")
+		return nil, errors.New("invalid request method")
 	}
 	request := &http.Request{
 		Method: pseudo[":method"], URL: target, RequestURI: pseudo[":path"], Host: pseudo[":authority"], Header: header, Body: body,
@@ -134,9 +134,8 @@ func subset(metadata *corev3.Metadata) []string {
 	return addresses
 }
 
-// served returns the address of the worker that gave an answer, as the gateway tells
-// it: by the protocol's metadata, or by the attribute upstream.address; empty: it does
-// not.
+// served returns the address of the worker that gave an answer, from the protocol's
+// metadata or the attribute upstream.address; empty: the gateway reports none.
 func served(message *extprocv3.ProcessingRequest) string {
 	if told := message.GetMetadataContext().GetFilterMetadata()[metadataEnvoy].GetFields()[keyServed].GetStringValue(); told != "" {
 		return told
@@ -165,7 +164,7 @@ func (p *Server) gateway(message *extprocv3.ProcessingRequest, header http.Heade
 	return g
 }
 
-// metadata tells the addresses in the form that a gateway's load balancer reads.
+// metadata has the addresses in the form that a gateway's load balancer reads.
 func metadata(addresses string) *structpb.Struct {
 	text := func(s string) *structpb.Value {
 		return &structpb.Value{Kind: &structpb.Value_StringValue{StringValue: s}}

@@ -1,7 +1,7 @@
 // Package extproc is the endpoint picker of the Gateway API Inference Extension
-// (protocol 004): a gateway asks by Envoy's ext_proc where a request is to go, and
-// shows the router the answer as it passes. Each such stream becomes a request of
-// net/http, so that it takes the way of all others.
+// (protocol 004): a gateway asks for the destination of a request over Envoy's
+// ext_proc, and passes the answer through the router. Each stream becomes a request of
+// net/http and is served like any other.
 package extproc
 
 import (
@@ -29,6 +29,7 @@ import (
 	"google.golang.org/grpc/keepalive"
 
 	"kvrouter/internal/guard"
+	"kvrouter/internal/proxy"
 	"kvrouter/internal/web"
 )
 
@@ -43,7 +44,7 @@ const (
 	// windowSize is what a gateway may send ahead on a connection, bytes: less would make
 	// each large body wait for its window.
 	windowSize = 1 << 20
-	// idlePing is how long a connection is silent before it is asked for life.
+	// idlePing is the idle time of a connection before a keepalive ping.
 	idlePing = 30 * time.Second
 	// silenceLimit is how long a stream may be open before its request begins.
 	silenceLimit = 30 * time.Second
@@ -51,9 +52,9 @@ const (
 	selfSigned = 10 * 365 * 24 * time.Hour
 )
 
-// Server serves the endpoint picker's ports. Its end has one step, Drain.
+// Server serves the endpoint picker's ports. Drain ends it.
 type Server struct {
-	handler    http.Handler
+	serve      func(w http.ResponseWriter, r *http.Request, via *proxy.Gateway)
 	settings   Settings
 	objectives map[string]int
 	silence    time.Duration // silenceLimit
@@ -71,30 +72,33 @@ type Server struct {
 	leaving    chan struct{} // closed when no new request is taken any more
 }
 
-// Ports says where the picker listens and what with.
-type Ports struct {
-	Host    string
-	Secure  *tls.Config         // for --ext-proc-tls; nil: a certificate is made
-	Handler http.Handler        // serves the requests
-	Ready   func() (ready bool) // requests can be served
+// Deps are what the picker listens with and passes requests to.
+type Deps struct {
+	Host   string      // of both ports
+	Secure *tls.Config // for --ext-proc-tls; nil: a certificate is made
+	// Serve serves a request that came from a gateway.
+	Serve func(w http.ResponseWriter, r *http.Request, via *proxy.Gateway)
+	Ready func() (ready bool) // requests can be served
+	Edges *guard.Edges
+	Log   *slog.Logger
 }
 
-// Listen opens the ports. The handler's requests carry a proxy.Gateway.
-func Listen(s Settings, ports Ports, edges *guard.Edges, log *slog.Logger) (*Server, error) {
+// New opens the ports. Serve or Close must follow.
+func New(s Settings, deps Deps) (*Server, error) {
 	objectives, err := s.objectives()
 	if err != nil {
 		return nil, err
 	}
-	p := &Server{handler: ports.Handler, settings: s, objectives: objectives, silence: silenceLimit, edges: edges, log: log, leaving: make(chan struct{})}
+	p := &Server{serve: deps.Serve, settings: s, objectives: objectives, silence: silenceLimit, edges: deps.Edges, log: deps.Log, leaving: make(chan struct{})}
 	p.base, p.cut = context.WithCancelCause(context.Background())
 	options := []grpc.ServerOption{
 		grpc.MaxConcurrentStreams(maxStreams), grpc.MaxRecvMsgSize(maxMessage), grpc.InitialWindowSize(windowSize), grpc.InitialConnWindowSize(windowSize * 4),
-		grpc.WaitForHandlers(true), // Close is to leave nobody behind
+		grpc.WaitForHandlers(true), // Close leaves no handler behind
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: idlePing}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: time.Second, PermitWithoutStream: true}),
 	}
 	if s.ExtProcTLS {
-		config := ports.Secure
+		config := deps.Secure
 		if config == nil {
 			if config, err = ownCertificate(); err != nil {
 				return nil, fmt.Errorf("--ext-proc-tls: %w", err)
@@ -103,14 +107,14 @@ func Listen(s Settings, ports Ports, edges *guard.Edges, log *slog.Logger) (*Ser
 		options = append(options, grpc.Creds(credentials.NewTLS(config)))
 	}
 	p.grpc = grpc.NewServer(options...)
-	checks := &health{ready: ports.Ready, leaving: p.leaving}
+	checks := &health{ready: deps.Ready, leaving: p.leaving}
 	extprocv3.RegisterExternalProcessorServer(p.grpc, p)
 	grpc_health_v1.RegisterHealthServer(p.grpc, checks)
-	if p.picker, err = listen(ports.Host, s.ExtProcPort, "--ext-proc-port"); err != nil {
+	if p.picker, err = listen(deps.Host, s.ExtProcPort, "--ext-proc-port"); err != nil {
 		return nil, err
 	}
 	if s.ExtProcHealthPort != 0 {
-		if p.checks, err = listen(ports.Host, s.ExtProcHealthPort, "--ext-proc-health-port"); err != nil {
+		if p.checks, err = listen(deps.Host, s.ExtProcHealthPort, "--ext-proc-health-port"); err != nil {
 			p.picker.Close()
 			return nil, err
 		}
@@ -128,7 +132,7 @@ func listen(host string, port int, flag string) (net.Listener, error) {
 	return netutil.LimitListener(listener, maxConnections), nil
 }
 
-// Address is where gateways reach the picker.
+// Address is that of the picker's port.
 func (p *Server) Address() string { return p.picker.Addr().String() }
 
 // Serve answers gateways until Drain or Close; then it returns nil.
@@ -144,8 +148,8 @@ func (p *Server) Serve() error {
 	return nil
 }
 
-// Drain takes no new request and waits until all have ended, for limit at most. Those
-// that run then are cut: their contexts end with the cause web.ErrStopped.
+// Drain refuses new requests and waits until all have ended, for limit at most. Those
+// still running are cut: their contexts end with the cause web.ErrStopped.
 func (p *Server) Drain(limit time.Duration) (whole bool) {
 	defer p.Close()
 	p.leave.Do(func() { close(p.leaving) })
@@ -170,10 +174,10 @@ func (p *Server) Drain(limit time.Duration) (whole bool) {
 	return false
 }
 
-// cutTime is how long requests that were cut may take to tell their clients.
+// cutTime is how long requests that were cut may take to answer their clients.
 const cutTime = 2 * time.Second
 
-// Close ends the listening and every stream at once.
+// Close stops listening and ends every stream at once.
 func (p *Server) Close() {
 	p.leave.Do(func() { close(p.leaving) })
 	p.cut(web.ErrStopped)

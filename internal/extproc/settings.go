@@ -12,13 +12,13 @@ const maxFallbacks = 16
 
 // Settings are the flags of the endpoint picker.
 type Settings struct {
-	ExtProcPort        int      `group:"Gateway" default:"0" placeholder:"PORT" help:"Port on which gateways ask where a request is to go (gRPC, Envoy's ext_proc; usually 9002); 0: there is none."`
-	ExtProcHealthPort  int      `group:"Gateway" default:"0" placeholder:"PORT" help:"Port that answers gRPC health checks without TLS, beside the same service on --ext-proc-port (usually 9003); 0: there is none."`
-	ExtProcHost        string   `group:"Gateway" placeholder:"HOST" help:"Address that both ports listen on. Default: that of --host."`
-	ExtProcTLS         bool     `group:"Gateway" name:"ext-proc-tls" help:"Speak TLS on --ext-proc-port: with --tls-cert, else with a certificate made at the start and signed by itself, as gateways take it from an endpoint picker."`
-	ExtProcFallbacks   int      `group:"Gateway" default:"3" help:"How many further addresses a gateway gets, for when it cannot reach the first. 0 for a gateway that takes one address only, such as Envoy's cluster ORIGINAL_DST."`
-	ExtProcObjectives  []string `group:"Gateway" placeholder:"NAME=PRIORITY" help:"Priorities of the objectives that requests name in x-llm-d-inference-objective, as in the spec of an InferenceObjective: the higher go first in the queue, and those below 0 are refused while kvrouter_saturation is at least 1. Several are separated by commas."`
-	ExtProcConformance bool     `group:"Gateway" help:"Take the headers of the Gateway API Inference Extension's conformance tests, by which a client names its endpoints, and send requests of all routes to workers. For tests only."`
+	ExtProcPort        int      `group:"Gateway" default:"0" placeholder:"PORT" help:"gRPC port of the endpoint picker for gateways (Envoy's ext_proc; usually 9002). 0 disables it."`
+	ExtProcHealthPort  int      `group:"Gateway" default:"0" placeholder:"PORT" help:"Plaintext port for gRPC health checks, which --ext-proc-port serves too (usually 9003). 0 disables it."`
+	ExtProcHost        string   `group:"Gateway" placeholder:"HOST" help:"Address that both ports listen on. Default: --host."`
+	ExtProcTLS         bool     `group:"Gateway" name:"ext-proc-tls" help:"Serve TLS on --ext-proc-port: with --tls-cert, else with a self-signed certificate made at startup, which gateways accept from an endpoint picker."`
+	ExtProcFallbacks   int      `group:"Gateway" default:"3" help:"Number of fallback addresses that a gateway gets in case it cannot reach the first. Use 0 for a gateway that accepts one address only, such as Envoy's cluster ORIGINAL_DST."`
+	ExtProcObjectives  []string `group:"Gateway" placeholder:"NAME=PRIORITY" help:"Priorities of the objectives that requests name in x-llm-d-inference-objective, as in the spec of an InferenceObjective: higher priorities leave the queue first, and those below 0 are refused while kvrouter_saturation is at least 1. Separate several by commas."`
+	ExtProcConformance bool     `group:"Gateway" help:"Accept the headers of the Gateway API Inference Extension's conformance tests, by which a client selects endpoints, and send requests of all routes to workers. For tests only."`
 }
 
 // Validate checks the settings; its errors name the flag.

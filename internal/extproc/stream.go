@@ -28,7 +28,7 @@ const (
 	piecesAhead = 4
 )
 
-// errGone says that the gateway has ended the stream: its client left.
+// errGone says that the gateway has ended the stream: its client disconnected.
 var errGone = errors.New("the gateway has ended the stream")
 
 // pieces is a body that comes in messages. One goroutine puts, another reads.
@@ -133,14 +133,14 @@ func (p *Server) Process(process extprocv3.ExternalProcessor_ProcessServer) erro
 	w := &writer{stream: s, header: http.Header{}, stuck: make(chan struct{})}
 	ended := make(chan error, 1)
 	silent := time.AfterFunc(p.silence, func() {
-		ended <- status.Error(codes.DeadlineExceeded, "the stream was opened and nothing was asked")
+		ended <- status.Error(codes.DeadlineExceeded, "no request headers came on the stream in time")
 	})
 	p.handlers.Go(func() { // until the stream ends
 		first, err := process.Recv()
 		switch {
 		case !silent.Stop(): // it has ended
 		case err != nil:
-			ended <- nil // nothing was asked
+			ended <- nil // there was no request
 		case s.serve(w, first, ended):
 			s.read()
 		}
@@ -167,7 +167,7 @@ func (s *stream) serve(w *writer, first *extprocv3.ProcessingRequest, ended chan
 	}
 	p.handlers.Go(func() { // until the handler ends: with ctx at the latest
 		defer w.stop()
-		p.handler.ServeHTTP(w, s.request)
+		p.serve(w, s.request, s.gateway)
 		ended <- w.finish()
 	})
 	return true
@@ -177,13 +177,13 @@ func (s *stream) serve(w *writer, first *extprocv3.ProcessingRequest, ended chan
 func (s *stream) begin(first *extprocv3.ProcessingRequest) error {
 	headers := first.GetRequestHeaders()
 	if headers == nil {
-		return status.Error(codes.InvalidArgument, "a stream begins with the request's headers: set request_header_mode: SEND")
+		return status.Error(codes.InvalidArgument, "the first message must be the request headers: set request_header_mode: SEND")
 	}
 	if c := first.GetProtocolConfig(); c != nil {
 		const want = procmode.ProcessingMode_FULL_DUPLEX_STREAMED
 		if c.GetRequestBodyMode() != want || c.GetResponseBodyMode() != want {
 			s.server.warned.Do(func() {
-				s.server.log.Error("a gateway is set up for another protocol: set request_body_mode and response_body_mode to FULL_DUPLEX_STREAMED", "request_body_mode", c.GetRequestBodyMode(), "response_body_mode", c.GetResponseBodyMode())
+				s.server.log.Error("unsupported gateway configuration: set request_body_mode and response_body_mode to FULL_DUPLEX_STREAMED", "request_body_mode", c.GetRequestBodyMode(), "response_body_mode", c.GetResponseBodyMode())
 			})
 			return status.Errorf(codes.InvalidArgument, "set request_body_mode and response_body_mode to FULL_DUPLEX_STREAMED: they are %s and %s", c.GetRequestBodyMode(), c.GetResponseBodyMode())
 		}
@@ -194,8 +194,8 @@ func (s *stream) begin(first *extprocv3.ProcessingRequest) error {
 	}
 	s.bodiless = headers.GetEndOfStream()
 	s.gateway = s.server.gateway(first, request.Header)
-	s.gateway.Carry = s.carry
-	s.request = request.WithContext(proxy.WithGateway(s.ctx, s.gateway))
+	s.gateway.Send = s.send
+	s.request = request
 	return nil
 }
 
@@ -228,7 +228,7 @@ func (s *stream) take(message *extprocv3.ProcessingRequest) error {
 			return err
 		}
 		if s.came != nil {
-			return errors.New("an answer's headers came twice")
+			return errors.New("duplicate response headers")
 		}
 		s.came, s.empty = answer.Header.Clone(), m.ResponseHeaders.GetEndOfStream()
 		s.served, _, _ = strings.Cut(served(message), ",")
@@ -238,7 +238,7 @@ func (s *stream) take(message *extprocv3.ProcessingRequest) error {
 	case *extprocv3.ProcessingRequest_ResponseTrailers:
 		s.answered.trail()
 	case *extprocv3.ProcessingRequest_RequestHeaders:
-		return errors.New("a request's headers came twice")
+		return errors.New("duplicate request headers")
 	}
 	return nil
 }
@@ -261,23 +261,23 @@ func (b *pieces) trailed() bool {
 	}
 }
 
-// carry tells the gateway where the request goes, hands the request back and waits for
-// the answer.
-func (s *stream) carry(cargo proxy.Cargo) (*http.Response, string, error) {
-	addresses := []string{cargo.Target.Address()}
-	for i := range cargo.Others {
-		addresses = append(addresses, cargo.Others[i].Address())
+// send gives the gateway the request's destinations, hands the request back and waits
+// for the answer.
+func (s *stream) send(routed proxy.Routed) (*http.Response, string, error) {
+	addresses := []string{routed.Target.Address()}
+	for i := range routed.Others {
+		addresses = append(addresses, routed.Others[i].Address())
 	}
 	s.target = addresses[0]
-	if err := s.askFor(cargo.Request, strings.Join(addresses, ",")); err != nil {
+	if err := s.askFor(routed.Request, strings.Join(addresses, ",")); err != nil {
 		return nil, "", err
 	}
 	select {
 	case answer := <-s.answers:
 		s.answering = true
 		return answer, s.served, nil
-	case <-cargo.Request.Context().Done():
-		return nil, "", context.Cause(cargo.Request.Context())
+	case <-routed.Request.Context().Done():
+		return nil, "", context.Cause(routed.Request.Context())
 	}
 }
 

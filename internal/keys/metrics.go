@@ -15,8 +15,8 @@ type Collector struct {
 func NewCollector(r *Ring) Collector {
 	return Collector{
 		ring:     r,
-		requests: prometheus.NewDesc("kvrouter_key_requests_total", "Requests by the name of their key (empty: no known one) and what came of them: ok, refused (4xx), failed (5xx), limited.", []string{"key", "result"}, nil),
-		limited:  prometheus.NewDesc("kvrouter_key_limited_total", "Requests refused with 429, by the name of their key and the limit: requests, concurrent, prompt_tokens.", []string{"key", "limit"}, nil),
+		requests: prometheus.NewDesc("kvrouter_key_requests_total", "Requests by key name (empty: unknown key) and result: ok, refused (4xx), failed (5xx), limited.", []string{"key", "result"}, nil),
+		limited:  prometheus.NewDesc("kvrouter_key_limited_total", "Requests rejected with 429, by key name and limit: requests, concurrent, prompt_tokens.", []string{"key", "limit"}, nil),
 	}
 }
 

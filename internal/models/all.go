@@ -13,7 +13,7 @@ import (
 	"kvrouter/internal/tokens"
 )
 
-// Up makes t a worker of its model that requests may go to.
+// Up adds t to the workers of its model that requests may be routed to.
 func (s *Set) Up(t kv.Target) {
 	m := s.For(t.Key.Worker)
 	if len(t.Models) > 0 {
@@ -21,47 +21,49 @@ func (s *Set) Up(t kv.Target) {
 	}
 	m.Tokens.Met(t.Engine == kv.EngineSGLang)
 	m.Router.Up(t)
-	s.letHeldGo()
+	s.releaseWaiting()
 }
 
-// Down takes w out of the choice.
-func (s *Set) Down(w kv.WorkerKey) { s.For(w.Worker).Router.Down(w) }
+// Down removes t from the workers that requests may be routed to. The reason is for
+// other listeners.
+func (s *Set) Down(t kv.Target, _ string) { s.For(t.Key.Worker).Router.Down(t.Key) }
 
-// Publish stores the load that w reports.
-func (s *Set) Publish(w kv.WorkerKey, p policy.Published) { s.For(w.Worker).Router.Publish(w, p) }
+// Load stores the load that w has published.
+func (s *Set) Load(w kv.WorkerKey, p policy.Published) { s.For(w.Worker).Router.Publish(w, p) }
 
-// Hold is Router.Hold: it holds for whichever model the worker serves, now or later.
-func (s *Set) Hold(worker uint64, hold bool) {
-	s.keep(worker, hold)
-	s.letHeldGo()
+// Cordon keeps new requests away from a worker while on, whichever model it serves now
+// or later.
+func (s *Set) Cordon(worker uint64, on bool) {
+	s.cordon(worker, on)
+	s.releaseWaiting()
 }
 
-func (s *Set) keep(worker uint64, hold bool) {
+func (s *Set) cordon(worker uint64, on bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if delete(s.held, worker); hold {
-		s.held[worker] = true
+	if delete(s.cordoned, worker); on {
+		s.cordoned[worker] = true
 	}
 	for _, m := range s.All() {
-		m.Router.Hold(worker, hold)
+		m.Router.Hold(worker, on)
 	}
 }
 
-// Working is Router.Working, for all models that the worker has served.
-func (s *Set) Working(worker uint64) bool {
+// Busy reports whether a worker has in-flight requests of any model.
+func (s *Set) Busy(worker uint64) bool {
 	return slices.ContainsFunc(s.All(), func(m *Model) bool { return m.Router.Working(worker) })
 }
 
 // IsUp is Router.IsUp.
 func (s *Set) IsUp(t kv.Target) bool { return s.For(t.Key.Worker).Router.IsUp(t) }
 
-// Load is Router.Load.
-func (s *Set) Load(w kv.WorkerKey) policy.Load { return s.For(w.Worker).Router.Load(w) }
+// LoadOf is Router.Load.
+func (s *Set) LoadOf(w kv.WorkerKey) policy.Load { return s.For(w.Worker).Router.Load(w) }
 
-// Blocks returns how many blocks the index of its model knows w to hold.
+// Blocks returns the number of blocks of w in the index of its model.
 func (s *Set) Blocks(w kv.WorkerKey) int { return s.For(w.Worker).Router.Blocks(w) }
 
-// Targets returns the workers of all models that are up, by key.
+// Targets returns the workers of all models that are up, sorted by key.
 func (s *Set) Targets() (targets []kv.Target) {
 	all := s.All()
 	if len(all) == 1 {
@@ -74,7 +76,7 @@ func (s *Set) Targets() (targets []kv.Target) {
 	return targets
 }
 
-// Count returns how many workers are up.
+// Count returns the number of ranks that are up.
 func (s *Set) Count() (n int) {
 	for _, m := range s.All() {
 		n += m.Router.Count()
@@ -82,7 +84,7 @@ func (s *Set) Count() (n int) {
 	return n
 }
 
-// Schedulable returns how many ranks are up and do not rest.
+// Schedulable returns the number of ranks that are up and not cordoned.
 func (s *Set) Schedulable() (n int) {
 	for _, m := range s.All() {
 		n += m.Router.Schedulable()
@@ -95,8 +97,8 @@ func (s *Set) Has(is func(*kv.Target) bool) bool {
 	return slices.ContainsFunc(s.All(), func(m *Model) bool { return m.Router.Has(is) })
 }
 
-// Loads returns the load of every worker that is up or has bookings, by key. One that
-// has changed its model has those of the new one.
+// Loads returns the load of every worker that is up or has reservations, sorted by key.
+// A worker that has changed its model has the load of the new one.
 func (s *Set) Loads() (loads []router.WorkerLoad) {
 	all := s.All()
 	if len(all) == 1 {
@@ -110,17 +112,17 @@ func (s *Set) Loads() (loads []router.WorkerLoad) {
 		}
 	}
 	slices.SortFunc(loads, func(a, b router.WorkerLoad) int { return a.Key.Compare(b.Key) })
-	return slices.CompactFunc(loads, func(a, b router.WorkerLoad) bool { return a.Key == b.Key }) // one may have moved meanwhile
+	return slices.CompactFunc(loads, func(a, b router.WorkerLoad) bool { return a.Key == b.Key }) // a worker may have changed its model meanwhile
 }
 
-// Ready tells whether a request that comes now would be served, or held until it can
-// be.
+// Ready reports whether a new request would be served, now or after waiting for a
+// worker.
 func (s *Set) Ready() bool {
 	return s.settings.Routing.HoldWhenEmpty > 0 || s.Has(func(t *kv.Target) bool { return t.Role != kv.RolePrefill && !t.Resting })
 }
 
-// Sessions returns how many sessions are remembered, and what became of the requests
-// that had one; those of models that were forgotten are included.
+// Sessions returns the number of sessions in memory, and the routing results of requests
+// with a session, including those of removed models.
 func (s *Set) Sessions() (known int, sum router.SessionCounts) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -133,7 +135,7 @@ func (s *Set) Sessions() (known int, sum router.SessionCounts) {
 	return known, sum
 }
 
-// QueueDepth returns the requests that wait, of all models, and their prompt tokens.
+// QueueDepth returns the queued requests of all models and their prompt tokens.
 func (s *Set) QueueDepth() (requests, tokens int) {
 	for _, m := range s.All() {
 		r, t := m.Router.QueueDepth()
@@ -142,18 +144,18 @@ func (s *Set) QueueDepth() (requests, tokens int) {
 	return requests, tokens
 }
 
-// Outliers returns how each worker that is up does, and whether so many workers of a
-// model are out that all are used.
-func (s *Set) Outliers() (list []outlier.Record, desperate bool) {
+// Outliers returns the health of each worker that is up, and whether a model is in panic
+// mode: so many of its workers are ejected that all are used.
+func (s *Set) Outliers() (list []outlier.Record, panicking bool) {
 	for _, m := range s.All() {
 		records, all := m.Router.Outliers()
-		list, desperate = append(list, records...), desperate || all
+		list, panicking = append(list, records...), panicking || all
 	}
 	slices.SortFunc(list, func(a, b outlier.Record) int { return a.Worker.Compare(b.Worker) })
-	return slices.CompactFunc(list, func(a, b outlier.Record) bool { return a.Worker == b.Worker }), desperate
+	return slices.CompactFunc(list, func(a, b outlier.Record) bool { return a.Worker == b.Worker }), panicking
 }
 
-// Decisions is Router.Decisions of all models together.
+// Decisions is Router.Decisions for all models together.
 func (s *Set) Decisions(last int) (list []*router.Receipt, explained bool) {
 	all := s.All()
 	for _, m := range all {
@@ -178,11 +180,11 @@ func (s *Set) Readmit(worker uint64) error {
 			err = nil
 		}
 	}
-	s.letHeldGo()
+	s.releaseWaiting()
 	return err
 }
 
-// Resting returns since when each worker rests that does.
+// Resting returns the cordoned workers, each with the time at which it was cordoned.
 func (s *Set) Resting() map[uint64]time.Time {
 	all := map[uint64]time.Time{}
 	for _, m := range s.All() {
@@ -194,12 +196,12 @@ func (s *Set) Resting() map[uint64]time.Time {
 // Index returns the index of the default model.
 func (s *Set) Index() radix.Index { return s.Default().Router.Index() }
 
-// BusyThresholds returns the thresholds, which are the same for every model.
+// BusyThresholds returns the busy thresholds, which all models share.
 func (s *Set) BusyThresholds() router.BusyThresholds { return s.Default().Router.BusyThresholds() }
 
 // SetBusyThresholds is Router.SetBusyThresholds for every model.
 func (s *Set) SetBusyThresholds(t router.BusyThresholds) {
-	s.joining.Lock() // a model that is being made has the old ones or the new ones, and then these
+	s.joining.Lock() // no model is being created with the old ones
 	defer s.joining.Unlock()
 	for _, m := range s.All() {
 		m.Router.SetBusyThresholds(t)
@@ -216,8 +218,8 @@ func (s *Set) ChangeBusyThresholds(change router.BusyThresholds) (now router.Bus
 	return now
 }
 
-// BlockSize returns the tokens in a block of the base model of that name, as a worker
-// that joins it must have them; 0: any, as it has no worker yet.
+// BlockSize returns the block size, in tokens, that a worker must have to join the base
+// model of that name; 0: any, because the model has no workers.
 func (s *Set) BlockSize(name string) int {
 	s.joining.Lock()
 	defer s.joining.Unlock()
@@ -232,8 +234,8 @@ func (s *Set) BlockSize(name string) int {
 	return 0
 }
 
-// Prompts returns where the prompt tokens of all models came from, those included that
-// are forgotten.
+// Prompts counts the prompts of all models by the source of their tokens, including
+// those of removed models.
 func (s *Set) Prompts() tokens.Stats {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -245,7 +247,7 @@ func (s *Set) Prompts() tokens.Stats {
 	return sum
 }
 
-// add adds one model's counts to those of others.
+// add adds the counts of one model to sum.
 func add(sum *tokens.Stats, one tokens.Stats) {
 	sum.Local, sum.WorkerRender, sum.WorkerTokenize, sum.None = sum.Local+one.Local, sum.WorkerRender+one.WorkerRender, sum.WorkerTokenize+one.WorkerTokenize, sum.None+one.None
 	for reason, n := range one.Reasons {
@@ -253,16 +255,16 @@ func add(sum *tokens.Stats, one tokens.Stats) {
 	}
 }
 
-// Sample is the state of a model now, as the metrics page shows it.
+// Sample is the current state of a model, as the metrics page shows it.
 type Sample struct {
 	Name              string
 	BlockSize         int     // tokens
-	Local             bool    // its tokenizer is here
-	Ranks             int     // of its workers, that are up
+	Local             bool    // the router has its tokenizer
+	Ranks             int     // that are up
 	InFlight          int     // requests
-	Queued            int     // requests that wait for room
-	Held              int     // requests that wait for a worker to come
-	Saturation        float64 // Router.Saturation; 1 without workers while requests wait for them
+	Queued            int     // requests that wait for capacity
+	Waiting           int     // requests that wait until a worker is up
+	Saturation        float64 // Router.Saturation; 1 without workers while requests wait for one
 	Blocks            int     // in its index
 	Requests, Refused uint64
 }
@@ -272,9 +274,9 @@ func (s *Set) Samples() (samples []Sample) {
 	s.mu.Lock()
 	claimed := s.claimed
 	s.mu.Unlock()
-	awaited := s.awaited()
+	waiting := s.waitingByModel()
 	for i, m := range s.All() {
-		one := Sample{Name: m.Name, BlockSize: m.Router.BlockSize(), Local: m.Tokens.Local(), Ranks: m.Router.Count(), Requests: m.Requests.Load(), Refused: m.Refused.Load(), Held: awaited[m], Saturation: m.saturation(awaited[m])}
+		one := Sample{Name: m.Name, BlockSize: m.Router.BlockSize(), Local: m.Tokens.Local(), Ranks: m.Router.Count(), Requests: m.Requests.Load(), Refused: m.Refused.Load(), Waiting: waiting[m], Saturation: m.saturation(waiting[m])}
 		if i == 0 && m.Name == "" {
 			one.Name = claimed
 		}

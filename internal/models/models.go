@@ -1,5 +1,5 @@
-// Package models keeps what the router has for each base model that the workers
-// serve: an index, the state of a policy and a tokenizer of its own.
+// Package models keeps a router, an index and a tokenizer for each base model that the
+// workers serve.
 package models
 
 import (
@@ -23,24 +23,24 @@ import (
 )
 
 const (
-	// MaxModels is how many base models there are at most. One without workers makes
-	// room for a new one.
+	// MaxModels is the maximum number of base models. A new one replaces one without
+	// workers.
 	MaxModels = 32
-	// maxName bounds the name of a base model that a worker tells, bytes.
+	// maxName is the maximum length of a base model's name that a worker reports, bytes.
 	maxName = 256
 )
 
 // Flags are the settings of further models.
 type Flags struct {
-	ModelsDir string `group:"Model and engine" placeholder:"DIR" help:"Folder with the tokenizer files of further models that workers serve, each in a folder of its full name or of its last part. Else they are looked for in the local Hugging Face cache; without files the workers are asked for prompt tokens."`
+	ModelsDir string `group:"Model and engine" placeholder:"DIR" help:"Folder of tokenizer files for further models that workers serve, one subfolder each, named after the model or the last part of its name. Otherwise the local Hugging Face cache is searched; without files, workers tokenize the prompts."`
 }
 
-// Settings say which model the router was told of, and what it gives to others.
+// Settings name the default model, and configure further ones.
 type Settings struct {
 	Flags
-	Model           string // --model: a name or a folder; empty: none was told
-	ServedModelName string // --served-model-name; empty: none was told
-	BlockSize       int    // tokens, of a model whose workers do not tell theirs
+	Model           string // --model: a name or a folder; empty: not set
+	ServedModelName string // --served-model-name; empty: not set
+	BlockSize       int    // tokens, of a model whose workers do not report theirs
 
 	Policy  string
 	Scoring policy.Settings
@@ -48,41 +48,51 @@ type Settings struct {
 	Routing router.Settings
 	Seed    uint64
 
-	TokenTimeout time.Duration // longest wait for a worker's own tokens
-	CacheTokens  int           // that a tokenizer remembers by piece of text
+	TokenTimeout time.Duration // maximum wait for prompt tokens of a worker
+	CacheTokens  int           // capacity of a tokenizer's cache
+}
+
+// Deps are the parts that a Set uses.
+type Deps struct {
+	Router    *router.Router        // of the default model
+	Index     radix.Index           // of Router, for the KV events that change it
+	Tokenizer *tokens.Model         // of the default model; nil: workers tokenize the prompts
+	Ask       Ask                   // nil: no worker is asked
+	Look      func(context.Context) // refreshes the models of the workers; nil: they are current
+	Log       *slog.Logger
 }
 
 // Ask sends a request to a worker and returns its answer.
 type Ask func(ctx context.Context, t kv.Target, method, path string, header http.Header, body []byte) (status int, answer []byte, err error)
 
-// Model is a base model with all that is the router's own for it.
+// Model is a base model with its router, index and source of prompt tokens.
 type Model struct {
-	Name   string         // as its workers tell it; empty: the default one, of a router that was told none
+	Name   string         // as its workers report it; empty: the default model, which is not configured
 	Router *router.Router // of its workers alone
-	Index  radix.Index    // the Router's, as KV events are to change it
-	Tokens *tokens.Source // nil: nobody needs prompt tokens
+	Index  radix.Index    // of Router, for the KV events that change it
+	Tokens *tokens.Source
 
 	Requests, Refused atomic.Uint64 // of the OpenAI port: all, and those that no worker could take
 
 	ask   Ask
 	dir   string                   // of files; empty: there are none
-	files *tokens.Model            // that Tokens reads by, of a further model
-	names atomic.Pointer[[]string] // that a worker told last; nil: none has
-	leave context.CancelFunc       // ends the comparing of its tokens; nil: it has not begun
+	files *tokens.Model            // of a further model; nil: workers tokenize its prompts
+	names atomic.Pointer[[]string] // last reported by a worker; nil: none yet
+	stop  context.CancelFunc       // ends the comparison of its tokens; nil: it has not begun
 
 	// The Set's mu guards these.
-	members int       // workers that belong to it
-	empty   time.Time // since when it has none
+	members int       // workers that have joined
+	empty   time.Time // when the last one left
 }
 
-// Lists tells whether a worker that is up lists the name, as one of the model or of an
+// Lists reports whether a worker that is up serves the name, of the model or of an
 // adapter.
 func (m *Model) Lists(name string) bool {
 	return m.Router.Has(func(t *kv.Target) bool { return slices.Contains(t.Models, name) })
 }
 
-// remembers tells whether the name was served when the workers of the model were last
-// up, or is to be: none is up now.
+// remembers reports whether the model has no worker up and served the name before, or is
+// configured to.
 func (m *Model) remembers(name string) bool {
 	if m.Router.Count() > 0 {
 		return false
@@ -91,37 +101,37 @@ func (m *Model) remembers(name string) bool {
 	return name == m.Name || names != nil && slices.Contains(*names, name)
 }
 
-// Set is all models. The first is the default one: that of --model, or of the first
-// worker where none was told. It is there always; others come with their workers. Its
-// methods are safe for concurrent use.
+// Set is all models. The first is the default model, which always exists: that of
+// --model, or of the first worker where none is configured. Others come with their
+// workers. Its methods are safe for concurrent use.
 type Set struct {
-	// Look brings what is known of the workers' models up to date; nil: nothing does.
-	Look func(context.Context)
-
 	settings Settings
+	look     func(context.Context) // refreshes the models of the workers; nil: they are current
 	log      *slog.Logger
 
-	all atomic.Pointer[[]*Model] // a slice that was read stays as it is
+	all atomic.Pointer[[]*Model] // a loaded slice never changes
 
-	holding holding
+	waiting waitList
 
 	joining sync.Mutex                 // held while a worker joins
 	made    uint64                     // further models so far; joining guards it and spare
-	spare   map[string][]*tokens.Model // tokenizers of models that were dropped, by folder
+	spare   map[string][]*tokens.Model // tokenizers of removed models, by folder
 
 	mu           sync.Mutex           // guards the rest, and changes of all
 	homes        map[uint64]*Model    // of the workers that have joined
-	held         map[uint64]bool      // workers that get no new requests, whichever their model
-	gone         tokens.Stats         // of models that were dropped
+	cordoned     map[uint64]bool      // workers that get no new requests, whichever their model
+	gone         tokens.Stats         // of removed models
 	goneSessions router.SessionCounts // likewise
-	claimed      string               // name of the default model where none was told; empty: nobody has come
+	claimed      string               // name of the default model where none is configured; empty: no worker has joined
 	comparing    context.Context      // ends Run; nil: it does not run
-	compares     sync.WaitGroup       // of each model
+	compares     sync.WaitGroup       // one for each model
 }
 
-// New returns a set of the default model, whose Router must be set.
-func New(settings Settings, standard *Model, log *slog.Logger) *Set {
-	s := &Set{settings: settings, log: log, spare: map[string][]*tokens.Model{}, homes: map[uint64]*Model{}, held: map[uint64]bool{}, gone: tokens.Stats{Reasons: map[string]uint64{}}}
+// New returns a set of the default model alone.
+func New(settings Settings, deps Deps) *Set {
+	standard := &Model{Name: settings.ServedModelName, Router: deps.Router, Index: deps.Index, ask: deps.Ask}
+	standard.Tokens = tokens.NewSource(deps.Tokenizer, standard.askAny, settings.TokenTimeout, deps.Log)
+	s := &Set{settings: settings, look: deps.Look, log: deps.Log, spare: map[string][]*tokens.Model{}, homes: map[uint64]*Model{}, cordoned: map[uint64]bool{}, gone: tokens.Stats{Reasons: map[string]uint64{}}}
 	s.all.Store(&[]*Model{standard})
 	return s
 }
@@ -132,13 +142,13 @@ func (s *Set) All() []*Model { return *s.all.Load() }
 // Default returns the default model.
 func (s *Set) Default() *Model { return s.All()[0] }
 
-// Names says how workers are called, of all models.
+// Names returns the names of the workers of all models.
 func (s *Set) Names() *kv.Names { return s.Default().Router.Names }
 
-// Of returns the model that serves a name: its own, else another one of its workers or
-// an adapter's, of several models the first's. An empty name is the default model's.
-// Not known: a worker is up that could tell, and none serves it or did when it was last
-// up; the default model stands for it then.
+// Of returns the model that serves a name: the model of that name, else the first whose
+// workers serve it as an alias or an adapter. An empty name means the default model. A
+// name that no worker serves, or served when it was last up, is unknown unless no worker
+// is up; the default model is returned for it.
 func (s *Set) Of(name string) (m *Model, known bool) {
 	all := s.All()
 	if name == "" {
@@ -157,12 +167,11 @@ func (s *Set) Of(name string) (m *Model, known bool) {
 			return m, true
 		}
 	}
-	serves, _ := all[0].Router.Serves(name) // its workers may not tell what they serve
+	serves, _ := all[0].Router.Serves(name) // workers that report no models serve every name
 	return all[0], serves || all[0].remembers(name) || s.Count() == 0
 }
 
-// For returns the model that a worker belongs to: the default one, unless it has joined
-// another.
+// For returns the model that a worker has joined, else the default model.
 func (s *Set) For(worker uint64) *Model {
 	if all := s.All(); len(all) == 1 {
 		return all[0]
@@ -175,14 +184,14 @@ func (s *Set) For(worker uint64) *Model {
 	return s.Default()
 }
 
-// Join makes a worker one of the model that it serves, a new one if need be, until
-// Leave. It returns the index of its blocks and the tokens in a block. An error says
-// that no more models can be, or why the worker does not tell its block size.
+// Join adds a worker to the model that it serves until Leave; the model is created if it
+// is new. Join returns the index for the worker's blocks and the block size in tokens. An
+// error says that there are too many models, or why the worker's block size is unknown.
 func (s *Set) Join(worker uint64, serves kv.Served) (radix.Index, int, error) {
 	size := 0
-	if serves.BlockSize != nil && (!s.told() || !s.isDefault(serves)) { // who is told nothing may change its mind below
+	if serves.BlockSize != nil && (!s.configured() || !s.isDefault(serves)) { // without configuration, isDefault may change below
 		var err error
-		if size, err = serves.BlockSize(); err != nil { // the worker may be slow, and others wait for what is locked below
+		if size, err = serves.BlockSize(); err != nil { // before the locks below: the worker may be slow
 			return nil, 0, err
 		}
 	}
@@ -200,14 +209,14 @@ func (s *Set) Join(worker uint64, serves kv.Served) (radix.Index, int, error) {
 	return m.Index, m.Router.BlockSize(), nil
 }
 
-// Leave ends a worker's being of its model: nothing of it is followed any more.
+// Leave removes a worker from its model.
 func (s *Set) Leave(worker uint64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.depart(worker)
 }
 
-// depart is Leave for who holds mu.
+// depart is Leave; s.mu is held.
 func (s *Set) depart(worker uint64) {
 	if m := s.homes[worker]; m != nil {
 		delete(s.homes, worker)
@@ -217,16 +226,16 @@ func (s *Set) depart(worker uint64) {
 	}
 }
 
-// told tells whether the router was told what the default model is.
-func (s *Set) told() bool { return s.settings.Model != "" || s.settings.ServedModelName != "" }
+// configured reports whether the settings name the default model.
+func (s *Set) configured() bool { return s.settings.Model != "" || s.settings.ServedModelName != "" }
 
-// isDefault tells whether that is the model that the router was told of. Where it was
-// told of none, it is the one that came first, as long as it has workers.
+// isDefault reports whether a worker serves the default model. Where none is configured,
+// it is the model of the first worker, as long as it has workers.
 func (s *Set) isDefault(serves kv.Served) bool {
 	if len(serves.Names) == 0 {
 		return true
 	}
-	if !s.told() {
+	if !s.configured() {
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		return s.claimed == "" || s.claimed == serves.Names[0] || s.Default().members == 0 && s.named(serves.Names[0]) == nil
@@ -245,8 +254,9 @@ func (s *Set) named(name string) *Model {
 	return nil
 }
 
-// home returns the model that is served, with blocks of so many tokens; 0: that is not
-// known. One without workers whose blocks have another size is made anew.
+// home returns the model that a worker serves, and creates it if it is new, with blocks
+// of size tokens; 0: unknown. A model without workers is replaced if its block size
+// differs.
 func (s *Set) home(serves kv.Served, size int) (*Model, error) {
 	if s.isDefault(serves) {
 		if len(serves.Names) > 0 {
@@ -264,21 +274,21 @@ func (s *Set) home(serves kv.Served, size int) (*Model, error) {
 		if stays {
 			return m, nil
 		}
-		s.drop(m)
+		s.remove(m)
 	}
 	if len(name) > maxName {
-		return nil, fmt.Errorf("the name of its model has %d bytes: at most %d may be", len(name), maxName)
+		return nil, fmt.Errorf("the model name has %d bytes; the maximum is %d", len(name), maxName)
 	}
-	if !s.room() {
-		return nil, fmt.Errorf("it serves %q, and the router has workers of %d base models: no more can be; run a router of its own for it", name, MaxModels)
+	if !s.makeRoom() {
+		return nil, fmt.Errorf("it serves %q, and the router already has workers of %d base models, which is the maximum; run another router for it", name, MaxModels)
 	}
-	m, err := s.make(name, serves.Root, size)
+	m, err := s.create(name, serves.Root, size)
 	if err != nil {
 		return nil, err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for worker := range s.held {
+	for worker := range s.cordoned {
 		m.Router.Hold(worker, true)
 	}
 	all := append(slices.Clone(s.All()), m)
@@ -287,8 +297,9 @@ func (s *Set) home(serves kv.Served, size int) (*Model, error) {
 	return m, nil
 }
 
-// room makes room for one more model; not ok: all have workers.
-func (s *Set) room() (ok bool) {
+// makeRoom removes the model that has been without workers for longest if there are
+// MaxModels; not ok: all have workers.
+func (s *Set) makeRoom() (ok bool) {
 	all := s.All()
 	if len(all) < MaxModels {
 		return true
@@ -302,14 +313,14 @@ func (s *Set) room() (ok bool) {
 	}
 	s.mu.Unlock()
 	if idle != nil {
-		s.drop(idle)
+		s.remove(idle)
 	}
 	return idle != nil
 }
 
-// drop forgets a model that has no workers. Requests may use its tokenizer yet, so it is
-// not closed: the next model with these files gets it.
-func (s *Set) drop(m *Model) {
+// remove removes a model without workers. Requests may still use its tokenizer, so it is
+// not closed but kept for the next model with the same files.
+func (s *Set) remove(m *Model) {
 	if m.files != nil {
 		s.spare[m.dir] = append(s.spare[m.dir], m.files)
 	}
@@ -320,14 +331,14 @@ func (s *Set) drop(m *Model) {
 	add(&s.gone, m.Tokens.Stats())
 	_, sessions := m.Router.Sessions()
 	s.goneSessions.Add(sessions)
-	if m.leave != nil {
-		m.leave()
+	if m.stop != nil {
+		m.stop()
 	}
 }
 
-// make makes what is a new model's own. size is its workers' block size, tokens; 0:
-// they do not tell.
-func (s *Set) make(name, root string, size int) (*Model, error) {
+// create returns a new model. size is the block size of its workers in tokens; 0: they do
+// not report it.
+func (s *Set) create(name, root string, size int) (*Model, error) {
 	if size <= 0 {
 		size = s.settings.BlockSize
 	}
@@ -346,9 +357,9 @@ func (s *Set) make(name, root string, size int) (*Model, error) {
 	if m.dir = s.folder(name, root); m.dir != "" {
 		m.files = s.open(m.dir, log)
 	} else {
-		log.Info("no tokenizer here: prompt tokens come from the workers", "remedy", "put its files into a folder of --models-dir that has its name")
+		log.Info("no tokenizer files: workers tokenize the prompts", "remedy", "add a folder with the model's name and its tokenizer files to --models-dir")
 	}
 	m.Tokens = tokens.NewSource(m.files, m.askAny, s.settings.TokenTimeout, log)
-	log.Info("a further base model: it has an index, a policy and a tokenizer of its own", "root", root, "block_size", size, "default_model", s.settings.ServedModelName)
+	log.Info("added a base model with its own index, policy and tokenizer", "root", root, "block_size", size, "default_model", s.settings.ServedModelName)
 	return m, nil
 }

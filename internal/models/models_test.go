@@ -32,13 +32,14 @@ func newSet(t *testing.T, settings models.Settings, change ...func(*router.Setti
 		f(&settings.Routing)
 	}
 	settings.BlockSize, settings.Seed, settings.TokenTimeout = testkit.BlockSize, 1, time.Second
-	log := slog.New(slog.DiscardHandler)
 	index := router.NewIndex(settings.Index, settings.Policy, settings.Scoring, settings.BlockSize, time.Now)
-	standard := &models.Model{Name: settings.ServedModelName, Router: router.New(index, policytest.MustPolicy(t, settings.Policy), settings.BlockSize, 1, settings.Routing), Index: index}
-	standard.Read(nil, func(context.Context, kv.Target, string, string, http.Header, []byte) (int, []byte, error) {
-		return http.StatusNotFound, nil, nil
-	}, time.Second, log)
-	return models.New(settings, standard, log)
+	return models.New(settings, models.Deps{
+		Router: router.New(index, policytest.MustPolicy(t, settings.Policy), settings.BlockSize, 1, settings.Routing), Index: index,
+		Ask: func(context.Context, kv.Target, string, string, http.Header, []byte) (int, []byte, error) {
+			return http.StatusNotFound, nil, nil
+		},
+		Log: slog.New(slog.DiscardHandler),
+	})
 }
 
 // serves is a worker's word: its base model's names.
@@ -63,7 +64,7 @@ func join(t *testing.T, s *models.Set, worker uint64, of kv.Served, adapters ...
 
 // leave has a worker go.
 func leave(s *models.Set, worker uint64) {
-	s.Down(kv.WorkerKey{Worker: worker})
+	s.Down(kv.Target{Key: kv.WorkerKey{Worker: worker}}, "")
 	s.Leave(worker)
 }
 
@@ -239,7 +240,7 @@ func TestModelsShareNothing(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if !s.Working(d.Target.Key.Worker) || s.Load(d.Target.Key).InFlight != 1 || s.Load(kv.WorkerKey{Worker: 3}).InFlight != 0 {
+	if !s.Busy(d.Target.Key.Worker) || s.LoadOf(d.Target.Key).InFlight != 1 || s.LoadOf(kv.WorkerKey{Worker: 3}).InFlight != 0 {
 		t.Error("a booking is not on the books of its own model alone")
 	}
 	d.Booking.End()
@@ -312,13 +313,13 @@ func TestOddNamesStayBounded(t *testing.T) {
 func TestAWorkerThatIsHeldIsHeldInEveryModel(t *testing.T) {
 	s := newSet(t, models.Settings{ServedModelName: "a"})
 	join(t, s, 1, serves("", 0, "a"))
-	s.Hold(1, true)
+	s.Cordon(1, true)
 	leave(s, 1)
 	m := join(t, s, 1, serves("", 0, "b"))
 	if m.Router.Schedulable() != 0 || s.Schedulable() != 0 {
 		t.Error("it gets requests as a worker of another model")
 	}
-	s.Hold(1, false)
+	s.Cordon(1, false)
 	if s.Schedulable() != 1 {
 		t.Error("it gets none once it is let go")
 	}
@@ -390,7 +391,7 @@ func TestWhatIsShownIsOfAllModels(t *testing.T) {
 	if loads := s.Loads(); len(loads) != 2 || loads[0].ActiveRequests != 0 {
 		t.Errorf("loads %v", loads)
 	}
-	if !s.Working(1) {
+	if !s.Busy(1) {
 		t.Error("its request has been forgotten")
 	}
 }
@@ -480,8 +481,8 @@ func TestWorkersComeAndGoWhileRequestsFindTheirModel(t *testing.T) {
 				s.Samples()
 				s.Loads()
 				s.Targets()
-				s.Hold(2, true)
-				s.Hold(2, false)
+				s.Cordon(2, true)
+				s.Cordon(2, false)
 			}
 		})
 	}
@@ -495,7 +496,7 @@ func TestWorkersComeAndGoWhileRequestsFindTheirModel(t *testing.T) {
 					return
 				}
 				s.Up(kv.Target{Key: kv.WorkerKey{Worker: worker}, Generation: i + 1, Models: []string{name}})
-				s.Publish(kv.WorkerKey{Worker: worker}, policy.Published{})
+				s.Load(kv.WorkerKey{Worker: worker}, policy.Published{})
 				leave(s, worker)
 			}
 		})
@@ -524,9 +525,9 @@ func TestModelsDirMustBeAFolder(t *testing.T) {
 	}
 }
 
-// TestRequestsAreHeldForTheModelThatComes: a model is told by its first worker only, so
+// TestRequestsWaitForTheModelThatComes: a model is told by its first worker only, so
 // those that come before it wait for whoever it may be.
-func TestRequestsAreHeldForTheModelThatComes(t *testing.T) {
+func TestRequestsWaitForTheModelThatComes(t *testing.T) {
 	const other = "other"
 	type found struct {
 		model *models.Model
@@ -558,7 +559,7 @@ func TestRequestsAreHeldForTheModelThatComes(t *testing.T) {
 				m, known, err := s.Find(t.Context(), router.Need{Model: test.need})
 				ended <- found{m, known, err}
 			}()
-			testkit.Eventually(t, 10*time.Second, "the request is held", func() bool { return s.Awaiting() == 1 })
+			testkit.Eventually(t, 10*time.Second, "the request waits", func() bool { return s.Waiting() == 1 })
 			if !s.Ready() {
 				t.Error("not ready, though requests are held")
 			}
@@ -575,7 +576,7 @@ func TestRequestsAreHeldForTheModelThatComes(t *testing.T) {
 	}
 }
 
-func TestTheEndOfHoldingIsForEveryModel(t *testing.T) {
+func TestStopWaitingIsForEveryModel(t *testing.T) {
 	s := newSet(t, models.Settings{ServedModelName: "main"}, func(k *router.Settings) { k.HoldWhenEmpty = time.Minute })
 	join(t, s, 9, serves("", 0, "other"))
 	leave(s, 9)
@@ -586,13 +587,13 @@ func TestTheEndOfHoldingIsForEveryModel(t *testing.T) {
 			ended <- err
 		}()
 	}
-	testkit.Eventually(t, 10*time.Second, "both are held", func() bool { return s.Awaiting() == 2 })
+	testkit.Eventually(t, 10*time.Second, "both wait", func() bool { return s.Waiting() == 2 })
 	for _, one := range s.Samples() {
-		if one.Held != 1 || one.Saturation != 1 {
-			t.Errorf("model %s: %d held, saturation %v", one.Name, one.Held, one.Saturation)
+		if one.Waiting != 1 || one.Saturation != 1 {
+			t.Errorf("model %s: %d wait, saturation %v", one.Name, one.Waiting, one.Saturation)
 		}
 	}
-	s.EndHolding()
+	s.StopWaiting()
 	for range 2 {
 		if err := <-ended; !errors.Is(err, router.ErrNoWorker) {
 			t.Error(err)

@@ -18,16 +18,16 @@ import (
 	"kvrouter/internal/tokens"
 )
 
-// folder returns the folder of a model's tokenizer files; empty: they are not here. What
-// workers tell is no path, and no reason to fetch anything. Where they name the files
-// that they have loaded, the name that clients use says nothing of what it is in the
-// Hugging Face cache.
+// folder returns the folder of a model's tokenizer files; empty: there are none. The
+// names come from workers, so only local folders below --models-dir and the Hugging Face
+// cache are searched and nothing is downloaded. In the cache, root takes precedence over
+// the name that clients use, which may be any.
 func (s *Set) folder(name, root string) string {
 	if s.settings.ModelsDir != "" {
-		for _, told := range []string{root, name} {
-			for _, folder := range []string{told, path.Base(told)} {
+		for _, model := range []string{root, name} {
+			for _, folder := range []string{model, path.Base(model)} {
 				dir := filepath.Join(s.settings.ModelsDir, folder)
-				if told != "" && folder != "." && filepath.IsLocal(folder) && tokens.FileExists(dir, "tokenizer.json") {
+				if model != "" && folder != "." && filepath.IsLocal(folder) && tokens.FileExists(dir, "tokenizer.json") {
 					return dir
 				}
 			}
@@ -36,8 +36,8 @@ func (s *Set) folder(name, root string) string {
 	return tokens.Cached(cmp.Or(root, name))
 }
 
-// open opens the tokenizer in a folder; nil: it cannot be read, and the workers are
-// asked.
+// open opens the tokenizer in a folder; nil: it cannot be read, and workers tokenize the
+// prompts.
 func (s *Set) open(dir string, log *slog.Logger) *tokens.Model {
 	if spare := s.spare[dir]; len(spare) > 0 {
 		s.spare[dir] = spare[1:]
@@ -45,32 +45,25 @@ func (s *Set) open(dir string, log *slog.Logger) *tokens.Model {
 	}
 	model, err := tokens.Open(context.Background(), tokens.Opening{Name: dir, CacheTokens: s.settings.CacheTokens}, log)
 	if err != nil {
-		log.Warn("no tokenizer: prompt tokens come from the workers", "folder", dir, "error", err)
+		log.Warn("cannot open the tokenizer: workers tokenize the prompts", "folder", dir, "error", err)
 		return nil
 	}
-	log.Info("opened its tokenizer", "folder", dir)
+	log.Info("opened the tokenizer", "folder", dir)
 	return model
 }
 
-// CheckDir tells what is wrong with --models-dir.
+// CheckDir returns an error if --models-dir is set and no folder.
 func (f Flags) CheckDir() error {
 	if f.ModelsDir == "" {
 		return nil
 	}
 	if info, err := os.Stat(f.ModelsDir); err != nil || !info.IsDir() {
-		return fmt.Errorf("--models-dir %s: no such folder; give one that has a folder of tokenizer files for each model", f.ModelsDir)
+		return fmt.Errorf("--models-dir %s: no such folder; give a folder with a subfolder of tokenizer files for each model", f.ModelsDir)
 	}
 	return nil
 }
 
-// Read gives a model the source of its prompt tokens: its tokenizer, or nil, and its
-// workers, that ask reaches.
-func (m *Model) Read(model *tokens.Model, ask Ask, timeout time.Duration, log *slog.Logger) {
-	m.ask = ask
-	m.Tokens = tokens.NewSource(model, m.askAny, timeout, log)
-}
-
-// askAny sends a question about a prompt to the least loaded worker.
+// askAny sends a tokenize or render request to the least loaded worker.
 func (m *Model) askAny(ctx context.Context, path string, body []byte) ([]byte, error) {
 	engine := kv.EngineVLLM
 	if m.Tokens.SGLang() {
@@ -83,7 +76,7 @@ func (m *Model) askAny(ctx context.Context, path string, body []byte) ([]byte, e
 	return m.asker(target)(ctx, path, body)
 }
 
-// asker sends questions about prompts to a worker.
+// asker sends such requests to one worker.
 func (m *Model) asker(target kv.Target) tokens.Asker {
 	return func(ctx context.Context, path string, body []byte) ([]byte, error) {
 		asked := time.Now()
@@ -98,9 +91,9 @@ func (m *Model) asker(target kv.Target) tokens.Asker {
 	}
 }
 
-// peers are the workers whose prompt tokens are compared with the router's own. The
-// engine's flags may have set lower than the model's files say how long its prompts
-// may be: its list of models tells.
+// peers returns the workers whose prompt tokens are compared with the router's own. The
+// maximum prompt length comes from the engine's list of models, because its flags may set
+// a lower one than the model's files.
 func (m *Model) peers() (peers []tokens.Peer) {
 	for _, t := range kv.OnePerWorker(m.Router.Targets()) {
 		peers = append(peers, tokens.Peer{ID: t.Key.Worker, Generation: t.Generation, SGLang: t.Engine == kv.EngineSGLang, Ask: m.asker(t), MaxModelLen: func(ctx context.Context) int {
@@ -111,8 +104,8 @@ func (m *Model) peers() (peers []tokens.Peer) {
 	return peers
 }
 
-// Run compares the prompt tokens of every model with those of its workers until ctx is
-// done.
+// Run compares the router's prompt tokens of every model with those of its workers until
+// ctx is done.
 func (s *Set) Run(ctx context.Context) {
 	s.mu.Lock()
 	s.comparing = ctx
@@ -127,12 +120,13 @@ func (s *Set) Run(ctx context.Context) {
 	s.compares.Wait()
 }
 
-// compare begins with a model, if Run runs; s.mu is held.
+// compare starts the comparison for a model if Run runs; s.mu is held. The goroutine ends
+// when the model is removed or Run ends.
 func (s *Set) compare(m *Model) {
 	if s.comparing == nil {
 		return
 	}
 	var ctx context.Context
-	ctx, m.leave = context.WithCancel(s.comparing)
+	ctx, m.stop = context.WithCancel(s.comparing)
 	s.compares.Go(func() { m.Tokens.KeepComparing(ctx, m.peers) })
 }

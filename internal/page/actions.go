@@ -23,12 +23,12 @@ func (p *Page) act(c *gin.Context) {
 		fail(c, http.StatusNotFound, "no such worker")
 		return
 	}
-	action, called := c.Param("action"), p.sources.Models.Names().Label(id)
+	action, called := c.Param("action"), p.deps.Models.Names().Label(id)
 	switch action {
 	case "drain":
-		err = p.sources.Models.Rest(id)
+		err = p.deps.Models.Rest(id)
 	case "readmit":
-		err = p.sources.Models.Readmit(id)
+		err = p.deps.Models.Readmit(id)
 	case "reset-cache":
 		err = p.resetCache(c, id)
 	default:
@@ -72,7 +72,7 @@ func (e *engineError) Error() string {
 // resetCache asks a worker to drop its prefix cache. What it drops it publishes, so
 // the index follows.
 func (p *Page) resetCache(c *gin.Context, id uint64) error {
-	targets := p.sources.Models.Targets()
+	targets := p.deps.Models.Targets()
 	at := slices.IndexFunc(targets, func(t kv.Target) bool { return t.Key.Worker == id })
 	if at < 0 {
 		return router.ErrUnknownWorker
@@ -81,7 +81,7 @@ func (p *Page) resetCache(c *gin.Context, id uint64) error {
 	if targets[at].RunsSGLang() {
 		path = "/flush_cache"
 	}
-	status, answer, err := p.sources.Proxy.Ask(c.Request.Context(), targets[at], http.MethodPost, path, http.Header{}, nil)
+	status, answer, err := p.deps.Proxy.Ask(c.Request.Context(), targets[at], http.MethodPost, path, http.Header{}, nil)
 	switch success := gjson.GetBytes(answer, "success"); {
 	case err != nil:
 		return err

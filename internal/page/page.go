@@ -8,7 +8,6 @@ import (
 	"context"
 	"log/slog"
 	"net/http"
-	"sync/atomic"
 	"time"
 
 	"kvrouter/internal/kv"
@@ -24,7 +23,7 @@ type Flags struct {
 	PageShowText bool `group:"Addresses" help:"Let the live page show the beginnings of prompts. Without it, it shows hashes."`
 }
 
-// Settings say what the page is of.
+// Settings describe the router that the page shows.
 type Settings struct {
 	Flags
 	Host      string   // address of its ports
@@ -36,48 +35,64 @@ type Settings struct {
 	Demo      bool
 }
 
-// Proxy is what the page needs of the proxy.
+// Journal keeps the last requests and the prompts that came while the page was viewed.
+// It is an openai.Observer.
+type Journal struct {
+	showText  bool
+	blockSize int
+	models    *models.Set
+	model     *tokens.Model // of the default model; nil: tokens stay hashes
+	now       func() time.Time
+	began     time.Time
+
+	viewers  *viewers
+	requests *requests
+	prompts  *prompts
+}
+
+// NewJournal returns an empty journal. model decodes the tokens of the default model's
+// prompts; nil: they are shown as hashes.
+func NewJournal(settings Settings, models *models.Set, model *tokens.Model) *Journal {
+	return &Journal{
+		showText: settings.PageShowText, blockSize: settings.BlockSize, models: models, model: model, now: time.Now, began: time.Now(),
+		viewers: newViewers(), requests: new(requests), prompts: newPrompts(settings.BlockSize, models.Names()),
+	}
+}
+
+// Proxy asks workers.
 type Proxy interface {
 	Ask(ctx context.Context, t kv.Target, method, path string, header http.Header, body []byte) (status int, answer []byte, err error)
 }
 
-// Sources are what the page shows, and acts on.
-type Sources struct {
-	Models *models.Set
-	Fleet  *workers.Fleet
-	Proxy  Proxy
-	Totals func() proxy.Totals           // of all requests
-	Model  *tokens.Model                 // nil: tokens stay hashes
-	Ready  func() (ready, draining bool) // as the OpenAI port says
-	OpenAI http.Handler                  // its routes
+// Deps are the parts that the page shows and acts on.
+type Deps struct {
+	Journal *Journal
+	Models  *models.Set
+	Fleet   *workers.Fleet
+	Proxy   Proxy
+	Totals  func() proxy.Totals           // of all requests
+	Ready   func() (ready, draining bool) // of the OpenAI port
+	OpenAI  http.Handler                  // the routes of that port
+	Log     *slog.Logger
 }
 
-// Page shows a router. A nil one is never looked at. Its methods are safe for
-// concurrent use.
+// Page shows a router. Its methods are safe for concurrent use.
 type Page struct {
+	*Journal
 	settings Settings
-	sources  Sources
+	deps     Deps
 	log      *slog.Logger
-	now      func() time.Time
-	began    time.Time
-
 	sessions *sessions
-	viewers  *viewers
-	requests *requests
-	prompts  *prompts
-	url      atomic.Pointer[string] // of its port; nil: it does not listen yet
 	trends   *trends
 }
 
 // New returns a page. Run must run for it to show anything.
-func New(settings Settings, sources Sources, log *slog.Logger) *Page {
-	began := time.Now()
-	return &Page{
-		settings: settings, sources: sources, log: log, now: time.Now, began: began,
-		sessions: newSessions(settings.Keys), viewers: newViewers(), requests: new(requests),
-		prompts: newPrompts(settings.BlockSize, sources.Models.Names()), trends: newTrends(began),
-	}
+func New(settings Settings, deps Deps) *Page {
+	return &Page{Journal: deps.Journal, settings: settings, deps: deps, log: deps.Log, sessions: newSessions(settings.Keys), trends: newTrends(deps.Journal.began)}
 }
+
+// URL is the page's address on a port at http://HOST:PORT.
+func URL(port string) string { return port + root + "/" }
 
 // Run computes what is shown until ctx ends: a state a second while somebody looks,
 // and a step of the trends every ten.
@@ -110,7 +125,7 @@ func (p *Page) Close() { p.viewers.close() }
 // show computes a state for all viewers together, if there are any.
 func (p *Page) show() {
 	if p.viewers.watched() {
-		p.sources.Models.Decisions(0) // the next ones are explained
+		p.deps.Models.Decisions(0) // the next ones are explained
 		p.viewers.tell(eventState, p.state(p.now()), p.now())
 	}
 }
@@ -118,12 +133,12 @@ func (p *Page) show() {
 // takeStep adds a step to the trends, and tells the viewers.
 func (p *Page) takeStep() {
 	now := p.now()
-	inFlight, names := map[string]int{}, p.sources.Models.Names().Now()
-	for _, load := range p.sources.Models.Loads() {
+	inFlight, names := map[string]int{}, p.deps.Models.Names().Now()
+	for _, load := range p.deps.Models.Loads() {
 		inFlight[names.Label(load.Key.Worker)] += load.ActiveRequests
 	}
-	queued, _ := p.sources.Models.QueueDepth()
-	p.trends.step(p.sources.Totals(), queued, inFlight, now)
+	queued, _ := p.deps.Models.QueueDepth()
+	p.trends.step(p.deps.Totals(), queued, inFlight, now)
 	if p.viewers.watched() {
 		p.viewers.tell(eventTrends, p.trends.all(), now)
 	}

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/probe"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/router"
@@ -46,20 +47,29 @@ func newBench(t *testing.T, keys ...string) *bench {
 	b.router = router.NewRouter(b.index, policytest.MustPolicy(t, "kv"), testkit.BlockSize, 1)
 	var attached []workers.Attached
 	for i := range uint64(2) {
-		attached = append(attached, workers.Attached{ID: i, URL: fmt.Sprintf("http://127.0.0.1:%d", i+1)})
+		attached = append(attached, workers.Attached{Server: probe.Server{ID: i, URL: fmt.Sprintf("http://127.0.0.1:%d", i+1)}})
 		b.router.Up(kv.Target{Key: kv.WorkerKey{Worker: i}, Generation: 1, URL: attached[i].URL, Engine: []kv.Engine{kv.EngineVLLM, kv.EngineSGLang}[i]})
 	}
-	fleet := workers.NewFleet(workers.Settings{Attached: attached, BlockSize: testkit.BlockSize}, nil, b.index, workers.Hooks{}, slog.New(slog.DiscardHandler))
-	b.Page = New(Settings{Host: "127.0.0.1", Keys: keys, BlockSize: testkit.BlockSize, Policy: "kv", Version: "test"}, Sources{
-		Models: routertest.Models(b.router), Fleet: fleet, Proxy: b,
+	fleet := workers.New(workers.Settings{Attached: attached, BlockSize: testkit.BlockSize}, workers.Deps{Index: b.index, Log: slog.New(slog.DiscardHandler)})
+	settings, models := Settings{Host: "127.0.0.1", Keys: keys, BlockSize: testkit.BlockSize, Policy: "kv", Version: "test"}, routertest.Models(b.router)
+	b.Page = New(settings, Deps{
+		Journal: NewJournal(settings, models, nil), Models: models, Fleet: fleet, Proxy: b,
 		Totals: func() proxy.Totals { b.totals.Add(1); return proxy.Totals{} },
 		Ready:  func() (bool, bool) { return true, false },
 		OpenAI: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { b.openAI(w, r) }),
-	}, slog.New(slog.DiscardHandler))
+		Log:    slog.New(slog.DiscardHandler),
+	})
 	b.server = httptest.NewServer(b.Over(http.NotFoundHandler()))
 	t.Cleanup(b.server.Close)
 	t.Cleanup(b.Close)
 	return b
+}
+
+// began reports a request of that name, and returns it.
+func (b *bench) began(id string, x *proxy.Exchange) *proxy.Exchange {
+	x.ID = id
+	b.Began(nil, x)
+	return x
 }
 
 // run has the page compute what it shows until the test ends.
@@ -304,8 +314,9 @@ func TestTwentyViewersCostOneStateASecond(t *testing.T) {
 func TestNothingIsComputedWithoutAViewer(t *testing.T) {
 	b := newBench(t)
 	b.show()
-	seen := b.Began("a", &proxy.Exchange{Arrived: time.Now()})
-	b.Prompt(seen, b.sources.Models.Default(), &router.Request{Tokens: testkit.Tokens(1, 400)}, nil)
+	x := &proxy.Exchange{ID: "a", Arrived: time.Now(), Request: &router.Request{Tokens: testkit.Tokens(1, 400)}, Default: true}
+	b.Began(nil, x)
+	b.Accepted(x, nil)
 	if n, told := b.totals.Load(), b.viewers.told.Load(); n != 0 || told != 0 || b.prompts.nodes != 0 {
 		t.Errorf("%d totals, %d events, %d prompts", n, told, b.prompts.nodes)
 	}
@@ -314,7 +325,7 @@ func TestNothingIsComputedWithoutAViewer(t *testing.T) {
 	}
 	one := b.viewers.join(time.Now())
 	b.show()
-	b.Prompt(seen, b.sources.Models.Default(), &router.Request{Tokens: testkit.Tokens(1, 400)}, nil)
+	b.Accepted(x, nil)
 	if n := b.totals.Load(); n != 1 || len(one.state) != 1 || b.prompts.nodes != 1 {
 		t.Errorf("with a viewer: %d totals, %d states, %d prompts", n, len(one.state), b.prompts.nodes)
 	}
@@ -406,7 +417,7 @@ func TestEveryAnswerIsHardened(t *testing.T) {
 	for _, path := range []string{"/", "/ui/", "/ui/nothing", "/ui/requests/a", "/debug/nothing", "/debug/pprof/profile?seconds=61", "/debug/pprof/profile?seconds=x", "/debug/pprof/trace?seconds=0", "/debug/pprof/cmdline"} {
 		response, answer := b.send(t, "GET", path, "")
 		header := response.Header
-		if header.Get("Content-Security-Policy") != contentPolicy || header.Get("X-Content-Type-Options") != "nosniff" || header.Get("Referrer-Policy") == "" {
+		if header.Get("Content-Security-Policy") != "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'; object-src 'none'" || header.Get("X-Content-Type-Options") != "nosniff" || header.Get("Referrer-Policy") == "" {
 			t.Errorf("%s: %v", path, header)
 		}
 		if strings.Contains(path, "pprof") && response.StatusCode != 400 && response.StatusCode != 404 {
@@ -433,31 +444,4 @@ func TestEveryAnswerIsHardened(t *testing.T) {
 		t.Errorf("the page's own port has profiles: %v %v", response, err)
 	}
 	response.Body.Close()
-}
-
-func TestWelcomeSaysWhereThePageIs(t *testing.T) {
-	tests := []struct {
-		name, port, host, accept string
-		want, not                string
-	}{
-		{"curl", "http://127.0.0.1:7000", "localhost:8000", "*/*", "http://127.0.0.1:7000/ui/", "<"},
-		{"a browser", "http://127.0.0.1:7000", "localhost:8000", "text/html,*/*", `<a href="http://127.0.0.1:7000/ui/">`, ""},
-		{"on all addresses", "https://0.0.0.0:7000", "gpu-box:8000", "*/*", "https://gpu-box:7000/ui/", "0.0.0.0"},
-		{"on all addresses of version 6", "http://[::]:7000", "[fd00::1]:8000", "*/*", "http://[fd00::1]:7000/ui/", "[::]"},
-		{"a name that is none", "http://0.0.0.0:7000", `a"><script>`, "text/html", "kvrouter", "script>"},
-		{"before it listens", "", "localhost:8000", "text/html", "kvrouter", "/ui/"},
-	}
-	for _, test := range tests {
-		b := newBench(t)
-		if test.port != "" {
-			b.SetURL(test.port)
-		}
-		w := serveWelcome(b.Page, test.host, test.accept)
-		if body := w.Body.String(); w.Code != 200 || !strings.Contains(body, test.want) || test.not != "" && strings.Contains(body, test.not) {
-			t.Errorf("%s: %d %s", test.name, w.Code, body)
-		}
-	}
-	if w := serveWelcome(nil, "localhost", "*/*"); !strings.Contains(w.Body.String(), "kvrouter") {
-		t.Error("without a page it says nothing")
-	}
 }

@@ -43,14 +43,8 @@ type entry struct {
 	serial   uint64
 }
 
-// Seen is a request that was told of with Began. The zero value stands for none.
-type Seen struct{ serial uint64 }
-
-// Began notes that a request has arrived.
-func (p *Page) Began(id string, x *proxy.Exchange) Seen {
-	if p == nil {
-		return Seen{}
-	}
+// Began implements openai.Observer: it numbers a request that has arrived.
+func (p *Journal) Began(_ *http.Request, x *proxy.Exchange) {
 	r := p.requests
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -58,55 +52,49 @@ func (p *Page) Began(id string, x *proxy.Exchange) Seen {
 	e := r.at(r.next)
 	r.weight -= weigh(e.receipts)
 	key := strconv.FormatInt(p.began.UnixMilli(), 36) + "-" + strconv.FormatUint(r.next, 10) // of this run of the router
-	*e = entry{serial: r.next, arrived: x.Arrived, Request: Request{Key: key, ID: id, At: unix(x.Arrived), Route: x.Route, End: EndRunning}}
-	return Seen{r.next}
+	*e = entry{serial: r.next, arrived: x.Arrived, Request: Request{Key: key, ID: x.ID, At: unix(x.Arrived), Route: x.Route, End: EndRunning}}
+	x.Serial = r.next
 }
 
 // at is the place of a serial number.
 func (r *requests) at(serial uint64) *entry { return &r.kept[serial%maxRequests] }
 
 // of returns a request that is still kept, else nil. The caller holds the lock.
-func (r *requests) of(seen Seen) *entry {
-	if e := r.at(seen.serial); seen.serial != 0 && e.serial == seen.serial {
+func (r *requests) of(serial uint64) *entry {
+	if e := r.at(serial); serial != 0 && e.serial == serial {
 		return e
 	}
 	return nil
 }
 
-// Decided notes a decision on a request; prefill is of the prompt, where two workers
-// share it, else nil.
-func (p *Page) Decided(seen Seen, model string, d *router.Decision, prefill *router.Decision) {
-	if p == nil {
-		return
-	}
+// Decided implements openai.Observer.
+func (p *Journal) Decided(x *proxy.Exchange, pair *router.Pair) {
 	p.requests.mu.Lock()
 	defer p.requests.mu.Unlock()
-	e := p.requests.of(seen)
+	e := p.requests.of(x.Serial)
 	if e == nil {
 		return
 	}
+	d, prefill := &pair.Decode, &pair.Prefill
 	worker := d.Target.Key.Worker
-	names := p.sources.Models.Names()
+	names := p.models.Names()
 	e.Worker, e.WorkerName, e.Rank, e.Attempts = &worker, names.Name(worker), d.Target.Key.Rank, e.Attempts+1
-	e.Model = limited(model, maxName)
+	e.Model = limited(x.Model, maxName)
 	e.PromptTokens, e.Predicted, e.PrefillWorker = max(e.PromptTokens, d.Tokens), d.OverlapTokens, nil
 	e.PrefillName = ""
-	if prefill != nil && prefill.Target.URL != "" {
+	if prefill.Target.URL != "" {
 		first := prefill.Target.Key.Worker
 		e.PrefillName = names.Name(first)
 		e.PrefillWorker, e.Predicted, e.PromptTokens = &first, prefill.OverlapTokens, max(e.PromptTokens, prefill.Tokens)
 	}
 }
 
-// Finished notes that a request has ended.
-func (p *Page) Finished(seen Seen, x *proxy.Exchange, now time.Time) {
-	if p == nil {
-		return
-	}
+// Finished implements openai.Observer.
+func (p *Journal) Finished(x *proxy.Exchange, now time.Time) {
 	r := p.requests
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	e := r.of(seen)
+	e := r.of(x.Serial)
 	if e == nil {
 		return
 	}

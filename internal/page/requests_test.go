@@ -17,31 +17,27 @@ import (
 func TestARequestIsShownFromItsArrivalToItsEnd(t *testing.T) {
 	b := newBench(t)
 	at := time.Unix(1000, 0)
-	x := &proxy.Exchange{Route: "/v1/chat/completions", Arrived: at, Worker: "none"}
-	seen := b.Began("a", x)
+	x := &proxy.Exchange{Route: "/v1/chat/completions", Arrived: at, Worker: "none", Model: "m"}
+	b.began("a", x)
 	show := func() Request { return b.requests.list()[0] }
 	if r := show(); r.End != EndRunning || r.Worker != nil || r.Duration != nil || r.At != 1000 {
 		t.Errorf("on arrival: %+v", r)
 	}
 	decision := &router.Decision{Target: kv.Target{Key: kv.WorkerKey{Worker: 1, Rank: 2}, URL: "u"}, Tokens: 100, OverlapTokens: 64}
-	b.Decided(seen, "m", decision, &router.Decision{})
+	b.Decided(x, &router.Pair{Decode: *decision})
 	if r := show(); *r.Worker != 1 || r.Rank != 2 || r.PromptTokens != 100 || r.Predicted != 64 || r.Attempts != 1 || r.Model != "m" || r.PrefillWorker != nil {
 		t.Errorf("decided: %+v", r)
 	}
-	b.Decided(seen, "m", decision, &router.Decision{Target: kv.Target{Key: kv.WorkerKey{Worker: 4}, URL: "u"}, Tokens: 100, OverlapTokens: 32})
+	b.Decided(x, &router.Pair{Decode: *decision, Prefill: router.Decision{Target: kv.Target{Key: kv.WorkerKey{Worker: 4}, URL: "u"}, Tokens: 100, OverlapTokens: 32}})
 	if r := show(); *r.PrefillWorker != 4 || r.Predicted != 32 || r.Attempts != 2 {
 		t.Errorf("shared: %+v", r)
 	}
 	x.Worker, x.Status, x.FirstChunk, x.Ending = "1", 200, at.Add(time.Second/4), policy.Finished
 	x.Usage = proxy.Usage{Known: true, PromptTokens: 101, OutputTokens: 7, CachedKnown: true, CachedTokens: 32}
-	b.Finished(seen, x, at.Add(time.Second))
+	b.Finished(x, at.Add(time.Second))
 	if r := show(); r.End != EndDone || r.Status != 200 || *r.TTFT != 0.25 || *r.Duration != 1 || *r.Cached != 32 || *r.OutputTokens != 7 || r.PromptTokens != 101 || r.Explained {
 		t.Errorf("at its end: %+v", r)
 	}
-	var none *Page // nobody looks
-	none.Finished(none.Began("b", x), x, at)
-	none.Decided(Seen{}, "", decision, nil)
-	none.Prompt(Seen{}, nil, nil, nil)
 }
 
 func TestEndings(t *testing.T) {
@@ -83,7 +79,7 @@ func TestReceiptsTellTheSecondAndWhatCameBefore(t *testing.T) {
 	b := newBench(t)
 	x := &proxy.Exchange{Arrived: time.Now(), Status: 200, Worker: "0", Receipts: []*router.Receipt{explained(2), explained(3)}}
 	x.Receipts[1].Candidates[1].Excluded = "ejected"
-	b.Finished(b.Began("a", x), x, time.Now())
+	b.Finished(b.began("a", x), time.Now())
 	response, answer := b.send(t, "GET", "/ui/requests/a", "")
 	var got struct {
 		Candidates []any   `json:"candidates"`
@@ -99,7 +95,7 @@ func TestReceiptsTellTheSecondAndWhatCameBefore(t *testing.T) {
 		t.Errorf("an unknown one: %d", response.StatusCode)
 	}
 	y := &proxy.Exchange{Arrived: time.Now(), Status: 200, Worker: "0"}
-	b.Finished(b.Began("c/d?", y), y, time.Now())
+	b.Finished(b.began("c/d?", y), time.Now())
 	if response, answer := b.send(t, "GET", "/ui/requests/c%2Fd%3F", ""); response.StatusCode != 200 || strings.Contains(answer, "candidates") {
 		t.Errorf("one that nobody had explained: %d %s", response.StatusCode, answer)
 	}
@@ -113,9 +109,9 @@ func TestIdsThatJavaScriptCannotCountAreTexts(t *testing.T) {
 	receipt := explained(2)
 	*receipt.Worker, receipt.Candidates[0].Worker, receipt.Candidates[1].Worker = large, large, large-1
 	x := &proxy.Exchange{Arrived: time.Now(), Status: 200, Worker: "0", Receipts: []*router.Receipt{receipt, receipt}}
-	seen := b.Began("a", x)
-	b.Decided(seen, "m", &router.Decision{Target: kv.Target{Key: kv.WorkerKey{Worker: large}, URL: "u"}}, nil)
-	b.Finished(seen, x, time.Now())
+	b.began("a", x)
+	b.Decided(x, &router.Pair{Decode: router.Decision{Target: kv.Target{Key: kv.WorkerKey{Worker: large}, URL: "u"}}})
+	b.Finished(x, time.Now())
 	_, answer := b.send(t, "GET", "/ui/requests/a", "")
 	for _, want := range []string{`"worker_id":"18446744073709551615","candidates":[{"worker_id":"18446744073709551615",`, `{"worker_id":"18446744073709551614",`, `"second":{"worker_id":"18446744073709551614",`, `"worker":"18446744073709551615",`} {
 		if !strings.Contains(answer, want) {
@@ -134,7 +130,7 @@ func TestRequestsOfTheSameNameAreToldApart(t *testing.T) {
 	b := newBench(t)
 	for _, status := range []int{200, 503} {
 		x := &proxy.Exchange{Arrived: time.Now(), Status: status}
-		b.Finished(b.Began("a", x), x, time.Now())
+		b.Finished(b.began("a", x), time.Now())
 	}
 	list := b.requests.list()
 	for name, want := range map[string]int{list[0].Key: 503, list[1].Key: 200, "a": 503} {
@@ -147,17 +143,17 @@ func TestRequestsOfTheSameNameAreToldApart(t *testing.T) {
 func TestOnlyTheLastRequestsAreKept(t *testing.T) {
 	b := newBench(t)
 	at := time.Unix(1000, 0)
-	var first Seen
+	var first uint64
 	for i := range maxRequests + 5 {
 		x := &proxy.Exchange{Arrived: at, Status: 200, Worker: "0", Model: strings.Repeat("m", 1000), Receipts: []*router.Receipt{explained(100)}}
-		seen := b.Began(fmt.Sprint(i), x)
+		b.began(fmt.Sprint(i), x)
 		if i == 0 {
-			first = seen
+			first = x.Serial
 			continue // it runs on
 		}
-		b.Finished(seen, x, at)
+		b.Finished(x, at)
 	}
-	b.Finished(first, &proxy.Exchange{Arrived: at, Status: 200}, at) // its place has another one's
+	b.Finished(&proxy.Exchange{Serial: first, Arrived: at, Status: 200}, at) // its place has another one's
 	list := b.requests.list()
 	if len(list) != maxRequests || list[0].ID != fmt.Sprint(maxRequests+4) || list[maxRequests-1].ID != "5" || len(list[0].Model) != maxName {
 		t.Errorf("%d requests from %s to %s", len(list), list[0].ID, list[len(list)-1].ID)
@@ -182,7 +178,7 @@ func TestDryRunsAreNotListed(t *testing.T) {
 		receipt := explained(1)
 		receipt.QueryOnly = true
 		x := &proxy.Exchange{Arrived: time.Now(), Status: 200, Worker: "none", Receipts: []*router.Receipt{receipt}}
-		b.Finished(b.Began(fmt.Sprint("dry", i), x), x, time.Now())
+		b.Finished(b.began(fmt.Sprint("dry", i), x), time.Now())
 	}
 	if list := b.requests.list(); len(list) != 0 {
 		t.Errorf("%d are listed", len(list))
@@ -205,9 +201,9 @@ func TestThePageTakesAtMost8MB(t *testing.T) {
 	}
 	for i := range 2 * maxRequests {
 		x := &proxy.Exchange{Arrived: now, Status: 200, Worker: "0", Model: strings.Repeat("m", 1000), Receipts: []*router.Receipt{explained(maxKept / maxRequests)}}
-		seen := b.Began(fmt.Sprint(strings.Repeat("i", 250), i), x)
-		b.requests.name(seen, strings.Repeat("ü", maxPromptText))
-		b.Finished(seen, x, now)
+		b.began(fmt.Sprint(strings.Repeat("i", 250), i), x)
+		b.requests.name(x.Serial, strings.Repeat("ü", maxPromptText))
+		b.Finished(x, now)
 	}
 	text := func(int) string { return strings.Repeat("ü", maxText) }
 	for i := range uint64(maxNodes) {

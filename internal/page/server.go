@@ -21,10 +21,6 @@ import (
 // root is the path of the page.
 const root = "/ui"
 
-// contentPolicy is what a browser may do for the page: load and ask nothing but ours, and be
-// shown in no frame.
-const contentPolicy = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'; object-src 'none'"
-
 // maxProfile bounds a profile, s.
 const maxProfile = 60
 
@@ -50,7 +46,7 @@ func (p *Page) Over(next http.Handler) http.Handler {
 
 func (p *Page) routes(profiles bool) http.Handler {
 	engine := web.NewEngine(p.log)
-	engine.Use(hardened)
+	engine.Use(web.Harden)
 	engine.NoRoute(func(c *gin.Context) { fail(c, http.StatusNotFound, "there is nothing here: the page is at /ui/") })
 	engine.NoMethod(func(c *gin.Context) {
 		fail(c, http.StatusMethodNotAllowed, fmt.Sprintf("%s does not take %s", c.Request.URL.Path, c.Request.Method))
@@ -80,17 +76,6 @@ func (p *Page) routes(profiles bool) http.Handler {
 		debug.GET("/pprof/*name", profile) // a body might name seconds too
 	}
 	return engine
-}
-
-// hardened sets the headers of every answer.
-func hardened(c *gin.Context) {
-	header := c.Writer.Header()
-	header.Set("Content-Security-Policy", contentPolicy)
-	header.Set("X-Content-Type-Options", "nosniff")
-	header.Set("Referrer-Policy", "no-referrer")
-	header.Set("Cross-Origin-Opener-Policy", "same-origin")
-	header.Set("Cross-Origin-Resource-Policy", "same-origin")
-	header.Set("Cache-Control", "no-store")
 }
 
 // served adds the page's files. They need no key: there is nothing of the router in

@@ -22,23 +22,23 @@ const (
 
 // state is all that is shown, but for the trends.
 func (p *Page) state(now time.Time) State {
-	totals := p.sources.Totals()
-	queued, _ := p.sources.Models.QueueDepth()
+	totals := p.deps.Totals()
+	queued, _ := p.deps.Models.QueueDepth()
 	s := State{
 		At: unix(now), Version: p.settings.Version, Uptime: seconds(now.Sub(p.began)), Policy: p.settings.Policy, BlockSize: p.settings.BlockSize,
 		ShowText: p.settings.PageShowText, Demo: p.settings.Demo, Models: []string{}, Rates: p.trends.lately(totals, now), Requests: p.requests.list(),
-		Cache: p.prompts.hottest(now, p.sources.Models.Index().Match),
+		Cache: p.prompts.hottest(now, p.deps.Models.Index().Match),
 		Totals: Totals{
 			Requests: totals.Requests, Errors: totals.Errors, Queued: queued, PromptTokens: totals.PromptTokens, CachedTokens: totals.CachedTokens, ComparedTokens: totals.ComparedTokens,
 			PredictedTokens: totals.PredictedTokens, Exact: totals.Exact, Compared: totals.Compared,
 		},
 	}
-	s.Ready, s.Draining = p.sources.Ready()
+	s.Ready, s.Draining = p.deps.Ready()
 	s.Workers = p.fleet(totals, now)
 	for i := range s.Workers {
 		s.Totals.InFlight += s.Workers[i].InFlight
 	}
-	for _, w := range p.sources.Fleet.Workers() {
+	for _, w := range p.deps.Fleet.Workers() {
 		for _, model := range w.Models {
 			if len(s.Models) < maxModels && !slices.Contains(s.Models, model) {
 				s.Models = append(s.Models, model)
@@ -51,17 +51,17 @@ func (p *Page) state(now time.Time) State {
 // fleet returns every rank of every worker, by name, worker and rank.
 func (p *Page) fleet(totals proxy.Totals, now time.Time) []Worker {
 	statuses := map[uint64]workers.Status{}
-	for _, status := range p.sources.Fleet.Workers() {
+	for _, status := range p.deps.Fleet.Workers() {
 		statuses[status.ID] = status
 	}
-	records, _ := p.sources.Models.Outliers()
+	records, _ := p.deps.Models.Outliers()
 	failing := map[kv.WorkerKey]outlier.Record{}
 	for _, record := range records {
 		failing[record.Worker] = record
 	}
-	resting := p.sources.Models.Resting()
-	list, names := []Worker{}, p.sources.Models.Names().Now()
-	for _, sample := range p.sources.Fleet.Samples(p.sources.Models) {
+	resting := p.deps.Models.Resting()
+	list, names := []Worker{}, p.deps.Models.Names().Now()
+	for _, sample := range p.deps.Fleet.Samples(p.deps.Models) {
 		status, there := statuses[sample.Worker.Worker]
 		if !there {
 			continue // it has come since

@@ -15,8 +15,7 @@ import (
 
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/keys"
-	"kvrouter/internal/models"
-	"kvrouter/internal/router"
+	"kvrouter/internal/proxy"
 	"kvrouter/internal/web"
 )
 
@@ -53,7 +52,7 @@ func newID() string {
 // try sends a chat and streams the answer back.
 func (p *Page) try(c *gin.Context) {
 	request := inside(c, chatPath, c.Request.Body, c.Request.ContentLength)
-	p.sources.OpenAI.ServeHTTP(c.Writer, request)
+	p.deps.OpenAI.ServeHTTP(c.Writer, request)
 }
 
 // where tells where a request would go, without sending it anywhere.
@@ -68,10 +67,10 @@ func (p *Page) where(c *gin.Context) {
 		fail(c, http.StatusBadRequest, problem)
 		return
 	}
-	p.sources.Models.Decisions(0) // this one is explained
+	p.deps.Models.Decisions(0) // this one is explained
 	request := inside(c, path, bytes.NewReader(asked), int64(len(asked)))
 	answer := &answer{header: http.Header{}, status: http.StatusOK}
-	p.sources.OpenAI.ServeHTTP(answer, request)
+	p.deps.OpenAI.ServeHTTP(answer, request)
 	if answer.status != http.StatusOK {
 		message := gjson.GetBytes(answer.body.Bytes(), "error.message").String()
 		if message == "" {
@@ -124,35 +123,36 @@ func (a *answer) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// Prompt notes the prompt of a request for a model, if somebody looks. The caches that
-// are shown are the default model's.
-func (p *Page) Prompt(seen Seen, m *models.Model, q *router.Request, body *jsonbody.Body) {
-	if p == nil || !p.viewers.watched() {
+// Accepted implements openai.Observer: while the dashboard is viewed, it counts the
+// prompt in the tree of prompts, which is of the default model.
+func (p *Journal) Accepted(x *proxy.Exchange, body *jsonbody.Body) {
+	if !p.viewers.watched() {
 		return
 	}
+	if p.showText {
+		p.requests.name(x.Serial, promptText(body))
+	}
+	if !x.Default {
+		return
+	}
+	q := x.Request
 	var text func(int) string
-	if p.settings.PageShowText {
-		p.requests.name(seen, promptText(body))
-	}
-	if m != p.sources.Models.Default() {
-		return
-	}
-	if p.settings.PageShowText && p.sources.Model != nil && len(q.Tokens) > 0 {
+	if p.showText && p.model != nil && len(q.Tokens) > 0 {
 		text = func(blocks int) string {
-			from := min(blocks*p.settings.BlockSize, len(q.Tokens))
-			return firstRunes(p.sources.Model.Decode(q.Tokens[from:min(from+textTokens, len(q.Tokens))]), maxText)
+			from := min(blocks*p.blockSize, len(q.Tokens))
+			return firstRunes(p.model.Decode(q.Tokens[from:min(from+textTokens, len(q.Tokens))]), maxText)
 		}
 	}
-	if local := q.Hashes(nil, p.settings.BlockSize); len(local) > 0 {
+	if local := q.Hashes(nil, p.blockSize); len(local) > 0 {
 		p.prompts.add(local, p.now(), text)
 	}
 }
 
 // name sets what is shown of a request's prompt.
-func (r *requests) name(seen Seen, text string) {
+func (r *requests) name(serial uint64, text string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if e := r.of(seen); e != nil {
+	if e := r.of(serial); e != nil {
 		e.Prompt = text
 	}
 }

@@ -53,7 +53,7 @@ func TestWhereAsksWithoutSending(t *testing.T) {
 		receipt := explained(2)
 		receipt.QueryOnly = true
 		x := &proxy.Exchange{Arrived: time.Now(), Status: 200, Worker: "none", Route: r.URL.Path, Receipts: []*router.Receipt{receipt}}
-		b.Finished(b.Began(r.Header.Get(web.HeaderRequest), x), x, time.Now())
+		b.Finished(b.began(r.Header.Get(web.HeaderRequest), x), time.Now())
 	}
 	tests := []struct {
 		name, body string

@@ -126,7 +126,7 @@ func TestThompsonLearnsASlowWorkerAndItsRecovery(t *testing.T) {
 	}
 }
 
-// TestThompsonFixesAblation makes the table of docs/measured.md.
+// TestThompsonFixesAblation makes the table of docs/benchmarks.md.
 func TestThompsonFixesAblation(t *testing.T) {
 	if os.Getenv("KVROUTER_ABLATION") == "" {
 		t.Skip("prints a table; KVROUTER_ABLATION=1 runs it")

@@ -1,7 +1,6 @@
 package proxy
 
 import (
-	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -54,8 +53,7 @@ type Answer struct {
 func (p *Proxy) AskAll(ctx context.Context, targets []kv.Target, q Question, heard func(Answer) bool) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	limit := cmp.Or(q.Limit, AskLimit)
-	answers := make(chan Answer, len(targets)) // nobody who answers late is held up
+	answers := make(chan Answer, len(targets)) // a late answer blocks no goroutine
 	slots := make(chan struct{}, askedAtOnce)
 	go func() { // ends with ctx at the latest
 		for _, t := range targets {
@@ -68,7 +66,7 @@ func (p *Proxy) AskAll(ctx context.Context, targets []kv.Target, q Question, hea
 			go func() { // ends with Ask
 				defer func() { <-slots }()
 				a := Answer{Target: t}
-				a.Status, a.Body, a.Err = p.ask(ctx, t, q.Method, q.Path, q.Header.Clone(), q.Body, limit)
+				a.Status, a.Body, a.Err = p.ask(ctx, t, q)
 				answers <- a
 			}()
 		}

@@ -33,8 +33,7 @@ func modelsServer(t *testing.T, answer string) string {
 }
 
 func TestOneHungWorkerTakesNoModelAway(t *testing.T) {
-	p := NewProxy(nil, 0, func(uint64) {})
-	defer p.Client.CloseIdleConnections()
+	p := newTestProxy(t, 0)
 	targets := []kv.Target{
 		{Key: kv.WorkerKey{Worker: 1}, URL: hanging(t), Models: []string{"m1", "m2"}},
 		{Key: kv.WorkerKey{Worker: 2}, URL: modelsServer(t, `{"data":[{"id":"m2","max_model_len":8192},{"id":"m3"},7]}`), Models: []string{"m2"}},
@@ -56,8 +55,7 @@ func TestOneHungWorkerTakesNoModelAway(t *testing.T) {
 }
 
 func TestAllAreAskedSideBySideUntilOneIsHeard(t *testing.T) {
-	p := NewProxy(nil, 0, func(uint64) {})
-	defer p.Client.CloseIdleConnections()
+	p := newTestProxy(t, 0)
 	var targets []kv.Target
 	for i := range 3 * askedAtOnce {
 		targets = append(targets, kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, URL: modelsServer(t, fmt.Sprint(i))})

@@ -4,7 +4,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"sync"
@@ -12,15 +11,7 @@ import (
 	"time"
 
 	"kvrouter/internal/kv"
-	"kvrouter/internal/testkit"
 )
-
-// newTestPairs returns pairs that serve no requests.
-func newTestPairs(t testing.TB) *Pairs {
-	px := NewProxy(testkit.SilentObserver{}, 0, func(uint64) {})
-	t.Cleanup(px.Client.CloseIdleConnections)
-	return NewPairs(nil, px, DefaultSettings(), slog.New(slog.DiscardHandler))
-}
 
 // TestAbortsReachWorkers: any number of them, with the client's key, and Close
 // waits for those on their way.
@@ -36,7 +27,7 @@ func TestAbortsReachWorkers(t *testing.T) {
 		rids.Store(body.RID, true)
 	}))
 	defer worker.Close()
-	s := newTestPairs(t)
+	s := newTestProxy(t, 0)
 	const rounds = 3
 	for round := range rounds {
 		for i := range abortsAtOnce {
@@ -65,7 +56,7 @@ func TestWorkerThatIsToldToAbortAndHangsIsNotWaitedForLong(t *testing.T) {
 		<-r.Context().Done()
 	}))
 	defer worker.Close()
-	s, began := newTestPairs(t), time.Now()
+	s, began := newTestProxy(t, 0), time.Now()
 	s.abort(legs{rid: "r"}, kv.Target{URL: worker.URL})
 	s.Close()
 	if took := time.Since(began); took < abortTimeout || took > 4*abortTimeout {

@@ -39,8 +39,7 @@ func TestAPanicOverARequestLeavesNothingBooked(t *testing.T) {
 	rt.Up(kv.Target{Key: kv.WorkerKey{}, URL: worker.URL})
 	rule := new(policytest.Clerk)
 	rt.Policy = rule
-	proxy := NewProxy(testkit.SilentObserver{}, 0, func(uint64) {})
-	defer proxy.Client.CloseIdleConnections()
+	proxy := newTestProxy(t, 0)
 	func() {
 		defer func() {
 			if recover() == nil {
@@ -48,9 +47,9 @@ func TestAPanicOverARequestLeavesNothingBooked(t *testing.T) {
 			}
 		}()
 		u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}}}
-		proxy.Forward(t.Context(), panickingWriter{httptest.NewRecorder()}, u, &Exchange{}, func([]uint64) (router.Decision, error) {
+		proxy.Forward(t.Context(), panickingWriter{httptest.NewRecorder()}, u, &Exchange{}, chooseOne(func([]uint64) (router.Decision, error) {
 			return rt.Route(t.Context(), router.Request{})
-		})
+		}))
 	}()
 	if got := rule.Endings(); !slices.Equal(got, []policytest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}) || routertest.InFlight(rt) != 0 {
 		t.Errorf("told %v, %d in flight", got, routertest.InFlight(rt))

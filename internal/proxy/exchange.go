@@ -6,7 +6,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
-	"kvrouter/internal/traces"
+	"kvrouter/internal/tracing"
 )
 
 // Usage is the token counts that a worker reports for a finished request.
@@ -21,6 +21,7 @@ type Usage struct {
 
 // Exchange describes one request and its answer, as far as they have come.
 type Exchange struct {
+	ID         string // X-Request-Id
 	Route      string
 	Status     int    // HTTP status, 499 where the client went away
 	Worker     string // what the worker is called, kv.NoWorker where none answered
@@ -32,12 +33,20 @@ type Exchange struct {
 	Usage      Usage
 	Shared     *SharedRequest // with a prefill worker; nil: it is served whole
 	Ending     policy.Ending  // of an answer that was relayed to its end
+	Trusted    bool           // its client's trace context is followed
+	Refused    error          // why no worker may take it; nil: one may
+	Served     string         // Model, if it is one that is served: clients make up names, which are no labels
+	Prepared   time.Duration  // until the prompt was known, without the wait for a worker
+	Serial     uint64         // number of the request in the dashboard's list; 0: none
+
+	Request *router.Request // as it is routed; nil: it is not, such as a dry run
+	Default bool            // it is for the default model
 
 	// Receipts explain its decisions, where somebody wants to know: those of all
 	// tries, of a shared one the prefill worker's first.
 	Receipts []*router.Receipt
 
-	Trace *traces.Request // nil: it is not traced
+	Trace *tracing.Request // nil: it is not traced
 
 	finish   string      // why the answer ended, as the worker tells it; empty: it does not
 	refusal  refusal     // what the status of a relayed answer says of its worker
@@ -59,7 +68,7 @@ func (x *Exchange) EndTrace(now time.Time) {
 	if x.Trace == nil {
 		return
 	}
-	o := traces.Outcome{
+	o := tracing.Outcome{
 		At: now, Status: x.Status, Model: x.Model, Worker: x.Worker, Finish: x.finish, FirstToken: x.FirstChunk,
 		UsageKnown: x.Usage.Known, InputTokens: x.Usage.PromptTokens, OutputTokens: x.Usage.OutputTokens,
 		CachedKnown: x.Usage.CachedKnown, CachedTokens: x.Usage.CachedTokens, PredictedTokens: x.Decision.OverlapTokens,

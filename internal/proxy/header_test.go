@@ -14,9 +14,8 @@ import (
 
 func TestWorkersGetTheirOwnKeyAndTheRoutersName(t *testing.T) {
 	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) { w.Write([]byte(`{}`)) })
-	proxy := NewProxy(testkit.SilentObserver{}, 0, func(uint64) {})
-	proxy.Hop = web.NewHop()
-	defer proxy.Client.CloseIdleConnections()
+	proxy := New(Settings{}, Deps{Observer: testkit.SilentObserver{}, Hop: web.NewHop()})
+	defer proxy.Close()
 	for _, test := range []struct {
 		name   string
 		bearer kv.Secret
@@ -40,7 +39,7 @@ func TestWorkersGetTheirOwnKeyAndTheRoutersName(t *testing.T) {
 				worker.Mu.Lock()
 				got := worker.Header
 				worker.Mu.Unlock()
-				if via := got["Via"]; len(via) != 2 || via[0] != "1.1 nginx" || via[1] != string(proxy.Hop) {
+				if via := got["Via"]; len(via) != 2 || via[0] != "1.1 nginx" || via[1] != string(proxy.hop) {
 					t.Errorf("%s: Via %q", how, via)
 				}
 				if keys := got["Authorization"]; len(keys) != len(test.want) || len(keys) == 1 && keys[0] != test.want[0] {
@@ -55,9 +54,9 @@ func TestWorkersGetTheirOwnKeyAndTheRoutersName(t *testing.T) {
 			rt, _ := routertest.NewClockedRouter(t, 0, router.DefaultSettings())
 			rt.Up(target)
 			u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: header, Body: []byte(`{}`), Route: testkit.ChatPath}
-			if err := proxy.Forward(t.Context(), httptest.NewRecorder(), u, &Exchange{}, func(exclude []uint64) (router.Decision, error) {
+			if err := proxy.Forward(t.Context(), httptest.NewRecorder(), u, &Exchange{}, chooseOne(func(exclude []uint64) (router.Decision, error) {
 				return rt.Route(t.Context(), router.Request{Exclude: exclude})
-			}); err != nil {
+			})); err != nil {
 				t.Fatal(err)
 			}
 			check("forwarded")

@@ -187,16 +187,15 @@ func newFarPair(b *testing.B, kind kv.Kind, way time.Duration) func() float64 {
 	r := routertest.NewTestRouter(b, "work", 0)
 	r.Up(worker(kv.RolePrefill))
 	r.Up(worker(kv.RoleDecode))
-	pairs := newTestPairs(b)
-	b.Cleanup(pairs.Close)
+	pairs := newTestProxy(b, 0)
 	body := parsed(b, `{"model":"m","stream":true,"messages":[{"role":"user","content":"Why?"}]}`)
 	tokens := testkit.Tokens(1, 12)
 	return func() float64 {
-		u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{}, Body: body.Raw, Route: testkit.ChatPath}
+		u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{}, Body: body.Raw, Route: testkit.ChatPath, Paired: true, Parsed: body}
 		x, began := &Exchange{}, time.Now()
-		err := pairs.Forward(b.Context(), httptest.NewRecorder(), u, x, body, "", func([]uint64, string) (router.Pair, error) {
+		err := pairs.Forward(b.Context(), httptest.NewRecorder(), u, x, choosePair(func() (router.Pair, error) {
 			return r.RoutePair(b.Context(), router.Request{Tokens: tokens}, router.PairRule{})
-		})
+		}))
 		if err != nil || x.Shared == nil || x.FirstChunk.IsZero() {
 			b.Fatalf("%+v: %v", x, err)
 		}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"sync"
 	"time"
 
 	"github.com/tidwall/gjson"
@@ -35,6 +36,12 @@ type mooncakeEngine struct {
 	asked      time.Time
 }
 
+// mooncakeEngines remembers the engine ids of prefill workers.
+type mooncakeEngines struct {
+	mu  sync.Mutex // guards ids
+	ids map[kv.WorkerKey]mooncakeEngine
+}
+
 // mooncakeParams returns the transfer parameters of both legs of a Mooncake
 // pair; engine is the prefill worker's engine id.
 func mooncakeParams(at kv.Bootstrap, engine, transfer string) (prefill, decode string) {
@@ -60,10 +67,10 @@ func cutShort(answer []byte) bool {
 // begins: a Mooncake decode worker that waits for its blocks would not notice for
 // 540 s. Whether it has them already cannot be told of an answer that does not
 // stream, so the watch ends with the time that the first event may take.
-func (s *Pairs) watchPrefill(ctx context.Context, l legs, end context.CancelCauseFunc) {
+func (p *Proxy) watchPrefill(ctx context.Context, l legs, end context.CancelCauseFunc) {
 	look := time.NewTicker(watchEvery)
 	defer look.Stop()
-	late := time.NewTimer(s.settings.DisaggHandoverTimeout)
+	late := time.NewTimer(p.settings.DisaggHandoverTimeout)
 	defer late.Stop()
 	worker := l.pair.Prefill.Target
 	for {
@@ -77,7 +84,7 @@ func (s *Pairs) watchPrefill(ctx context.Context, l legs, end context.CancelCaus
 		if l.shared.hasStarted() {
 			return
 		}
-		if !s.models.IsUp(worker) {
+		if !l.decode.chooser.IsUp(worker) {
 			end(&PrefillFailure{worker.Key.Worker, l.shared.Worker, errPrefillGone})
 			return
 		}
@@ -86,21 +93,21 @@ func (s *Pairs) watchPrefill(ctx context.Context, l legs, end context.CancelCaus
 
 // engineID returns the engine id of a Mooncake prefill worker, which its
 // bootstrap server tells.
-func (s *Pairs) engineID(ctx context.Context, t kv.Target) (string, error) {
-	s.mu.Lock()
-	known := s.engines[t.Key]
-	s.mu.Unlock()
+func (p *Proxy) engineID(ctx context.Context, t kv.Target) (string, error) {
+	p.engines.mu.Lock()
+	known := p.engines.ids[t.Key]
+	p.engines.mu.Unlock()
 	if known.generation != t.Generation {
 		known = mooncakeEngine{}
 	}
-	began := s.proxy.now()
+	began := p.now()
 	if known.id != "" && began.Sub(known.asked) < engineKept {
 		return known.id, nil
 	}
 	ctx, cancel := context.WithTimeout(ctx, bootstrapTimeout)
 	defer cancel()
 	server := kv.Target{Key: t.Key, URL: "http://" + t.Bootstrap.String()}
-	status, answer, err := s.proxy.Ask(ctx, server, http.MethodGet, "/query", nil, nil)
+	status, answer, err := p.Ask(ctx, server, http.MethodGet, "/query", nil, nil)
 	id := gjson.GetBytes(answer, fmt.Sprintf("%d.engine_id", t.Key.Rank)).Str
 	if err == nil && (status != http.StatusOK || id == "") {
 		err = fmt.Errorf("its bootstrap server at %s names no engine id for rank %d (status %d)", t.Bootstrap, t.Key.Rank, status)
@@ -111,19 +118,19 @@ func (s *Pairs) engineID(ctx context.Context, t kv.Target) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if len(s.engines) >= enginesKept {
-		clear(s.engines)
+	p.engines.mu.Lock()
+	defer p.engines.mu.Unlock()
+	if len(p.engines.ids) >= enginesKept {
+		clear(p.engines.ids)
 	}
-	s.engines[t.Key] = mooncakeEngine{t.Generation, id, began}
+	p.engines.ids[t.Key] = mooncakeEngine{t.Generation, id, began}
 	return id, nil
 }
 
 // forgetEngine makes the next request ask again: the worker may have been
 // started anew.
-func (s *Pairs) forgetEngine(key kv.WorkerKey) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	delete(s.engines, key)
+func (p *Proxy) forgetEngine(key kv.WorkerKey) {
+	p.engines.mu.Lock()
+	defer p.engines.mu.Unlock()
+	delete(p.engines.ids, key)
 }

@@ -27,8 +27,8 @@ func TestEngineIDsAreAskedForAgain(t *testing.T) {
 	defer server.Close()
 	target := kv.Target{Key: kv.WorkerKey{Worker: 7, Rank: 1}, Generation: 1, Disagg: kv.Disagg{Bootstrap: testkit.BootstrapAt(t, server)}}
 	now := time.Unix(1e9, 0)
-	pairs := newTestPairs(t)
-	pairs.proxy.now = func() time.Time { return now }
+	pairs := newTestProxy(t, 0)
+	pairs.now = func() time.Time { return now }
 	for _, step := range []struct {
 		name   string
 		later  time.Duration
@@ -69,14 +69,14 @@ func TestFewMooncakeEngineIDsAreKept(t *testing.T) {
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, `{"0":{"engine_id":"new"}}`) }))
 	defer server.Close()
 	target := kv.Target{Key: kv.WorkerKey{Worker: 7}, Generation: 1, Disagg: kv.Disagg{Bootstrap: testkit.BootstrapAt(t, server)}}
-	s := newTestPairs(t)
+	s := newTestProxy(t, 0)
 	for i := range uint64(enginesKept) {
-		s.engines[kv.WorkerKey{Worker: 100 + i}] = mooncakeEngine{1, "x", time.Now()}
+		s.engines.ids[kv.WorkerKey{Worker: 100 + i}] = mooncakeEngine{1, "x", time.Now()}
 	}
 	if id, err := s.engineID(t.Context(), target); id != "new" || err != nil {
 		t.Errorf("%q, %v", id, err)
 	}
-	if n := len(s.engines); n > enginesKept {
+	if n := len(s.engines.ids); n > enginesKept {
 		t.Errorf("%d are kept", n)
 	}
 }
@@ -88,7 +88,7 @@ func TestBootstrapServerThatHangsIsNotWaitedForLong(t *testing.T) {
 	t.Parallel()
 	server := httptest.NewServer(http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }))
 	defer server.Close()
-	s, began := newTestPairs(t), time.Now()
+	s, began := newTestProxy(t, 0), time.Now()
 	if id, err := s.engineID(t.Context(), kv.Target{Disagg: kv.Disagg{Bootstrap: testkit.BootstrapAt(t, server)}}); err == nil {
 		t.Errorf("engine id %q", id)
 	}

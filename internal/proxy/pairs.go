@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"log/slog"
 	"math"
 	"net/http"
 	"net/http/httptrace"
@@ -22,40 +21,10 @@ import (
 
 	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
-	"kvrouter/internal/models"
 	"kvrouter/internal/outlier"
 	"kvrouter/internal/router"
-	"kvrouter/internal/traces"
+	"kvrouter/internal/tracing"
 )
-
-// Settings are the flags for requests that are sent again, and for those that a
-// prefill worker and a decode worker share.
-type Settings struct {
-	DisaggMinUncachedTokens int           `group:"Prefill and decode apart" default:"256" help:"Fewest uncached prompt tokens for which a prefill worker is used; a decode worker computes fewer itself."`
-	DisaggPrefillTimeout    time.Duration `group:"Prefill and decode apart" default:"60s" help:"Longest time from sending a prompt to a prefill worker to the end of its answer."`
-	DisaggHandoverTimeout   time.Duration `group:"Prefill and decode apart" default:"60s" help:"Longest time from there to the first event of the decode worker's stream. With SGLang, an answer that is not streamed must be whole by then, plus 1 s for each token that the request lets it have (max_tokens); without such a limit only --request-timeout holds."`
-	EnforceDisagg           bool          `group:"Prefill and decode apart" help:"Refuse a request whose prompt no prefill worker can compute, instead of leaving it to a decode worker."`
-
-	outlier.RetrySettings
-}
-
-// DefaultSettings returns the defaults of the flags.
-func DefaultSettings() Settings {
-	return Settings{DisaggMinUncachedTokens: 256, DisaggPrefillTimeout: time.Minute, DisaggHandoverTimeout: time.Minute, RetrySettings: outlier.DefaultRetrySettings()}
-}
-
-// Validate checks the settings; its errors name the flag.
-func (k Settings) Validate() error {
-	switch {
-	case k.DisaggMinUncachedTokens < 0:
-		return errors.New("--disagg-min-uncached-tokens cannot be negative: 0 leaves every prompt to prefill workers")
-	case k.DisaggPrefillTimeout <= 0:
-		return errors.New("--disagg-prefill-timeout must be more than 0")
-	case k.DisaggHandoverTimeout <= 0:
-		return errors.New("--disagg-handover-timeout must be more than 0")
-	}
-	return k.RetrySettings.Validate()
-}
 
 const (
 	// abortTimeout bounds the telling of a worker that nobody waits for its
@@ -66,33 +35,6 @@ const (
 	// tokenPace is how long one token of an answer that is not streamed may take.
 	tokenPace = time.Second
 )
-
-// Pairs sends requests that two workers share. Its methods are safe for
-// concurrent use.
-type Pairs struct {
-	models   *models.Set
-	proxy    *Proxy
-	settings Settings
-	log      *slog.Logger
-
-	aborts     sync.WaitGroup
-	abortSlots chan struct{} // has a token for each abort that runs
-
-	mu      sync.Mutex // guards engines
-	engines map[kv.WorkerKey]mooncakeEngine
-}
-
-// NewPairs returns pairs of the workers of one model each, whose legs go through proxy.
-func NewPairs(models *models.Set, proxy *Proxy, settings Settings, log *slog.Logger) *Pairs {
-	return &Pairs{
-		models: models, proxy: proxy, settings: settings, log: log,
-		abortSlots: make(chan struct{}, abortsAtOnce), engines: map[kv.WorkerKey]mooncakeEngine{},
-	}
-}
-
-// Close waits for the aborts that are under way: at most abortTimeout after the last
-// request.
-func (s *Pairs) Close() { s.aborts.Wait() }
 
 // PrefillFailure says that a request failed because its prefill leg did.
 type PrefillFailure struct {
@@ -139,35 +81,31 @@ var ErrSeveralAnswers = errors.New("several answers to one prompt (n, best_of, b
 // errDecodeEnded ends a prefill leg whose decode leg has ended.
 var errDecodeEnded = errors.New("the decode leg has ended")
 
-// Forward is Proxy.Forward for a request that two workers may share. parsed is
-// the client's body, why says why the request is to stay whole, if it is; route
-// is called with that, or with WholePrefilled. Where a prefill leg fails before
-// the first byte of the answer the request goes whole to a worker that takes it,
-// unless pairs are enforced; where a decode leg does, to another pair.
-func (s *Pairs) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, parsed *jsonbody.Body, why string, route func(exclude []uint64, why string) (router.Pair, error)) error {
-	t := s.proxy.begin(u, x)
+// forwardPair is Forward for a request that two workers may serve. Where a prefill leg
+// fails before the first byte of the answer, the request goes to one worker that serves
+// it alone, unless pairs are enforced; where a decode leg does, to another pair.
+func (p *Proxy) forwardPair(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange) error {
+	t := p.begin(u, x)
 	defer t.over()
+	why := u.Aggregated
 	for {
 		began := x.Trace.Now()
-		pair, err := route(t.exclude, why)
+		pair, err := u.chooser.RoutePair(t.exclude, why)
 		x.Trace.Decided(began, err, &pair.Prefill, &pair.Decode)
 		if err != nil {
-			if errors.Is(err, router.ErrNoWorker) && u.SeveralAnswers && s.apart(x.Model) {
-				err = ErrSeveralAnswers
-			}
 			return t.giveUp(ctx, w, err)
 		}
 		if why == WholePrefilled && pair.Whole == "" {
-			t.Retries++ // nobody takes it whole: it is another pair's
+			t.Retries++ // no worker serves it alone: it is another pair's
 		}
 		x.Receipts = slices.Concat(x.Receipts, pair.Prefill.Receipts, pair.Decode.Receipts)
 		if x.Shared = nil; pair.Whole != "" {
-			s.proxy.observer.StayedWhole(pair.Whole)
-			err = s.proxy.send(ctx, w, u, x, pair.Decode, t.retry())
+			p.observer.StayedWhole(pair.Whole)
+			err = p.send(ctx, w, u, x, pair.Decode, t.retry())
 		} else if u.Gateway != nil {
-			err = s.carry(ctx, w, u, x, pair)
+			err = p.disaggregateByGateway(ctx, w, u, x, pair)
 		} else {
-			err = s.share(ctx, w, u, x, parsed, pair, t.retry())
+			err = p.share(ctx, w, u, x, pair, t.retry())
 		}
 		if err == nil {
 			return nil
@@ -177,8 +115,8 @@ func (s *Pairs) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 			return refusal.relay(w, u, x)
 		}
 		var prefill *PrefillFailure
-		// Going whole is beside the retries: it costs no decode worker anything.
-		beside := errors.As(err, &prefill) && !s.settings.EnforceDisagg && why == ""
+		// Falling back to one worker is beside the retries: it costs no decode worker anything.
+		beside := errors.As(err, &prefill) && !p.settings.EnforceDisagg && why == ""
 		if !t.again(ctx, err, beside) {
 			return t.end(ctx, w, err)
 		}
@@ -188,35 +126,28 @@ func (s *Pairs) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	}
 }
 
-// apart tells whether an SGLang worker of the model is up that only goes on with others'
-// prompts.
-func (s *Pairs) apart(model string) bool {
-	m, _ := s.models.Of(model)
-	return m.Router.Has(func(t *kv.Target) bool { return t.Kind == kv.KindSGLang && t.Role == kv.RoleDecode })
-}
-
 // share serves one request by two workers. Both bookings end here.
-func (s *Pairs) share(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, parsed *jsonbody.Body, pair router.Pair, retry bool) error {
+func (p *Proxy) share(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, pair router.Pair, retry bool) error {
 	defer pair.End()
-	x.Worker = s.proxy.Names.Label(pair.Prefill.Target.Key.Worker)
-	l, err := s.legs(ctx, u, parsed, pair)
+	x.Worker = p.names.Label(pair.Prefill.Target.Key.Worker)
+	l, err := p.legs(ctx, u, pair)
 	x.Shared, l.trace = l.shared, x.Trace
 	if err != nil {
 		if ctx.Err() == nil {
 			pair.Prefill.Booking.FailAs(outlier.Refused, err.Error())
-			s.proxy.observer.EngineFailed()
+			p.observer.EngineFailed()
 		}
 	} else if l.kind == kv.KindSGLang {
-		err = s.concurrent(ctx, w, l, x, retry)
+		err = p.concurrent(ctx, w, l, x, retry)
 	} else {
-		err = s.sequential(ctx, w, l, x, retry)
+		err = p.sequential(ctx, w, l, x, retry)
 	}
 	var prefill *PrefillFailure
 	if errors.As(err, &prefill) {
 		x.Worker = l.shared.Worker
 	}
 	x.Usage.CachedKnown, x.Usage.CachedTokens = l.shared.reported()
-	s.proxy.observer.SharedEnded(l.kind, l.shared.result(ctx, x.Status, err), l.shared.firstByte())
+	p.observer.SharedEnded(l.kind, l.shared.result(ctx, x.Status, err), l.shared.firstByte())
 	return err
 }
 
@@ -229,32 +160,32 @@ type legs struct {
 	rid             string      // by which SGLang servers abort them; empty: closing the connection does
 	fetch           string      // with it a Mooncake decode worker gets what the prefill worker keeps
 	shared          *SharedRequest
-	trace           *traces.Request // nil: it is not traced
+	trace           *tracing.Request // nil: it is not traced
 }
 
 // legs makes the requests of a pair, each attempt's with names of their own. The
 // error is a *PrefillFailure.
-func (s *Pairs) legs(ctx context.Context, u Upstream, parsed *jsonbody.Body, pair router.Pair) (legs, error) {
+func (p *Proxy) legs(ctx context.Context, u Upstream, pair router.Pair) (legs, error) {
 	target := pair.Prefill.Target
 	l := legs{
-		kind: target.Kind, pair: pair, prefill: u, decode: u, late: s.decodeLimit(target.Kind, u.Route, parsed),
-		shared: &SharedRequest{Worker: s.proxy.Names.Label(target.Key.Worker), now: s.proxy.now},
+		kind: target.Kind, pair: pair, prefill: u, decode: u, late: p.decodeLimit(target.Kind, u.Route, u.Parsed),
+		shared: &SharedRequest{Worker: p.names.Label(target.Key.Worker), now: p.now},
 	}
 	name := u.RequestID + "-" + Nonce()
 	switch l.kind {
 	case kv.KindNIXL:
-		l.prefill.Head, l.prefill.Body = nil, prefillBody(u.Route, parsed, PrefillParams)
+		l.prefill.Head, l.prefill.Body = nil, prefillBody(u.Route, u.Parsed, PrefillParams)
 	case kv.KindMooncake:
-		engine, err := s.engineID(ctx, target)
+		engine, err := p.engineID(ctx, target)
 		if err != nil {
-			return l, &PrefillFailure{target.Key.Worker, l.shared.Worker, s.proxy.unanswered(target.Key.Worker, err, outlier.Refused)}
+			return l, &PrefillFailure{target.Key.Worker, l.shared.Worker, p.unanswered(target.Key.Worker, err, outlier.Refused)}
 		}
 		keep, fetch := mooncakeParams(target.Bootstrap, engine, name)
-		l.prefill.Head, l.prefill.Body = nil, prefillBody(u.Route, parsed, keep)
+		l.prefill.Head, l.prefill.Body = nil, prefillBody(u.Route, u.Parsed, keep)
 		l.fetch = fetch
 	case kv.KindSGLang:
 		fields := sglangFields(target.Bootstrap, newRoom(target))
-		if own := parsed.Get("rid"); own.Type == gjson.Null {
+		if own := u.Parsed.Get("rid"); own.Type == gjson.Null {
 			l.rid = name
 			fields = append(fields, jsonbody.Field{Key: "rid", Raw: Quoted(name)})
 		} else { // several are none to abort by
@@ -304,15 +235,15 @@ func (l *legs) decision() router.Decision {
 // the decode worker. With Mooncake both could go at once, but a transfer whose
 // prefill leg ends early cannot be called off: for minutes (480 s) the decode
 // worker keeps its blocks for it and the prefill worker one of its 20 senders.
-func (s *Pairs) sequential(ctx context.Context, w http.ResponseWriter, l legs, x *Exchange, retry bool) (err error) {
+func (p *Proxy) sequential(ctx context.Context, w http.ResponseWriter, l legs, x *Exchange, retry bool) (err error) {
 	if l.kind == kv.KindMooncake {
 		defer func() {
 			if err != nil || x.Status >= http.StatusInternalServerError {
-				s.forgetEngine(l.pair.Prefill.Target.Key)
+				p.forgetEngine(l.pair.Prefill.Target.Key)
 			}
 		}()
 	}
-	answer, err := s.prefill(ctx, l)
+	answer, err := p.prefill(ctx, l)
 	if err != nil {
 		return err
 	}
@@ -326,13 +257,13 @@ func (s *Pairs) sequential(ctx context.Context, w http.ResponseWriter, l legs, x
 	defer watch.Wait()
 	ctx, end := context.WithCancelCause(ctx)
 	defer end(nil)
-	s.await(l, end)
+	p.await(l, end)
 	defer l.shared.stop()
-	ctx = httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{WroteRequest: func(httptrace.WroteRequestInfo) { s.handedOver(l) }})
+	ctx = httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{WroteRequest: func(httptrace.WroteRequestInfo) { p.handedOver(l) }})
 	if l.kind == kv.KindMooncake && params != "" {
-		watch.Go(func() { s.watchPrefill(ctx, l, end) })
+		watch.Go(func() { p.watchPrefill(ctx, l, end) })
 	}
-	return s.proxy.send(ctx, w, l.decode, x, l.decision(), retry)
+	return p.send(ctx, w, l.decode, x, l.decision(), retry)
 }
 
 // transfer returns the transfer parameters of the decode leg after the prefill
@@ -349,22 +280,22 @@ func (l *legs) transfer(answer []byte) string {
 }
 
 // concurrent sends both legs at once: the workers wait for each other.
-func (s *Pairs) concurrent(ctx context.Context, w http.ResponseWriter, l legs, x *Exchange, retry bool) error {
+func (p *Proxy) concurrent(ctx context.Context, w http.ResponseWriter, l legs, x *Exchange, retry bool) error {
 	prefillCtx, endPrefill := context.WithCancelCause(ctx)
 	decodeCtx, endDecode := context.WithCancelCause(ctx)
 	defer endDecode(nil)
 	defer endPrefill(nil) // if relaying panics
 	prefilled := make(chan error, 1)
 	go func() { // ends with prefillCtx at the latest
-		_, err := s.prefill(prefillCtx, l)
+		_, err := p.prefill(prefillCtx, l)
 		if err == nil {
-			s.await(l, endDecode)
+			p.await(l, endDecode)
 		} else if !l.shared.hasStarted() {
 			endDecode(err)
 		}
 		prefilled <- err
 	}()
-	err := s.proxy.send(decodeCtx, w, l.decode, x, l.decision(), retry)
+	err := p.send(decodeCtx, w, l.decode, x, l.decision(), retry)
 	cut := decodeCtx.Err() != nil
 	endPrefill(errDecodeEnded)
 	prefillErr := <-prefilled
@@ -377,11 +308,11 @@ func (s *Pairs) concurrent(ctx context.Context, w http.ResponseWriter, l legs, x
 	}
 	var failed *PrefillFailure
 	if prefillErr != nil && !errors.As(prefillErr, &failed) {
-		s.abort(l, l.pair.Prefill.Target)
+		p.abort(l, l.pair.Prefill.Target)
 	}
 	var decodeFailed *workerError
 	if cut || err != nil && (errors.As(err, &failed) || !errors.As(err, &decodeFailed)) {
-		s.abort(l, l.pair.Decode.Target)
+		p.abort(l, l.pair.Decode.Target)
 	}
 	return err
 }
@@ -390,20 +321,20 @@ func (s *Pairs) concurrent(ctx context.Context, w http.ResponseWriter, l legs, x
 // client. Its booking ends here. An error is a *PrefillFailure, a
 // *prefillRefusal, a *LegTimeout where the decode worker may have caused it, or
 // why ctx ended.
-func (s *Pairs) prefill(ctx context.Context, l legs) ([]byte, error) {
+func (p *Proxy) prefill(ctx context.Context, l legs) ([]byte, error) {
 	booking := l.pair.Prefill.Booking
 	defer booking.End()
-	late := &LegTimeout{"the prefill leg", "--disagg-prefill-timeout", s.settings.DisaggPrefillTimeout, SharedPrefillTimeout}
+	late := &LegTimeout{"the prefill leg", "--disagg-prefill-timeout", p.settings.DisaggPrefillTimeout, SharedPrefillTimeout}
 	limited, cancel := context.WithTimeoutCause(ctx, late.over, late)
 	defer cancel()
-	limited, letGo := context.WithCancelCause(limited)
-	defer letGo(nil)
+	limited, abort := context.WithCancelCause(limited)
+	defer abort(nil)
 	target := l.pair.Prefill.Target
-	f := s.proxy.depart(booking, target, letGo, true)
-	defer s.proxy.arrive(f)
-	began := s.proxy.now()
-	l.prefill.attempt = l.trace.Attempt(kv.LegPrefill, &target, s.proxy.Names.Name(target.Key.Worker), l.prefill.Method, l.prefill.Route)
-	answer, usage, err := s.proxy.drain(limited, l.prefill, target)
+	f := p.sent(booking, target, abort, true)
+	defer p.ended(f)
+	began := p.now()
+	l.prefill.attempt = l.trace.Attempt(kv.LegPrefill, &target, p.names.Name(target.Key.Worker), l.prefill.Method, l.prefill.Route)
+	answer, usage, err := p.fetch(limited, l.prefill, target)
 	traced := err
 	if errors.Is(err, errDecodeEnded) {
 		traced = context.Canceled // which is no failure
@@ -412,7 +343,7 @@ func (s *Pairs) prefill(ctx context.Context, l legs) ([]byte, error) {
 	var refusal *prefillRefusal
 	switch {
 	case err == nil:
-		ended := s.proxy.now()
+		ended := p.now()
 		booking.FirstToken()
 		switch {
 		case l.prefill.CachedTokensMislead:
@@ -423,7 +354,7 @@ func (s *Pairs) prefill(ctx context.Context, l legs) ([]byte, error) {
 		}
 		booking.Finish(1)
 		l.shared.note(func(r *SharedRequest) { r.took, r.computed, r.usage = ended.Sub(began), ended, usage })
-		s.proxy.observer.Prefilled(l.kind, ended.Sub(began))
+		p.observer.Prefilled(l.kind, ended.Sub(began))
 		return answer, nil
 	case ctx.Err() != nil:
 		left(ctx, booking)
@@ -433,8 +364,8 @@ func (s *Pairs) prefill(ctx context.Context, l legs) ([]byte, error) {
 	case l.kind == kv.KindSGLang && errors.Is(err, late): // it waits for the decode worker, too
 		return nil, late
 	}
-	failed := s.proxy.prefillError(target.Key.Worker, err)
-	s.proxy.blame(booking, nil, failed) // 401 and the like are refusals: nothing is suspected
+	failed := p.prefillError(target.Key.Worker, err)
+	p.blame(booking, nil, failed) // 401 and the like are refusals: nothing is suspected
 	return nil, &PrefillFailure{target.Key.Worker, l.shared.Worker, failed}
 }
 
@@ -460,21 +391,21 @@ type statusError struct {
 
 func (e *statusError) Error() string { return "answered " + e.status }
 
-// drain sends u to a worker and reads the whole answer. That of a stream is not
+// fetch sends u to a worker and reads the whole answer. That of a stream is not
 // returned.
-func (p *Proxy) drain(ctx context.Context, u Upstream, t kv.Target) (answer []byte, usage Usage, err error) {
+func (p *Proxy) fetch(ctx context.Context, u Upstream, t kv.Target) (answer []byte, usage Usage, err error) {
 	request, err := p.request(ctx, &u, t)
 	if err != nil {
 		return nil, usage, err
 	}
-	response, err := p.Client.Do(request)
+	response, err := p.client.Do(request)
 	if err != nil {
 		return nil, usage, cause(ctx, err)
 	}
 	defer response.Body.Close()
 	u.attempt.Answered(response.StatusCode)
 	if response.StatusCode == http.StatusOK && strings.HasPrefix(response.Header.Get("Content-Type"), "text/event-stream") {
-		usage, err = drainStream(u.Route, response.Body)
+		usage, err = fetchStream(u.Route, response.Body)
 	} else if answer, err = io.ReadAll(io.LimitReader(response.Body, AskLimit+1)); err == nil && len(answer) > AskLimit {
 		err = fmt.Errorf("its answer is longer than %d bytes", AskLimit)
 	} else {
@@ -491,9 +422,9 @@ func (p *Proxy) drain(ctx context.Context, u Upstream, t kv.Target) (answer []by
 	return nil, usage, &statusError{response.Status, refusalOf(response.StatusCode, response.Header, u.Route, p.now())}
 }
 
-// drainStream reads a stream of events to its end. One that begins with an
+// fetchStream reads a stream of events to its end. One that begins with an
 // error is an error.
-func drainStream(route string, body io.Reader) (Usage, error) {
+func fetchStream(route string, body io.Reader) (Usage, error) {
 	events := EventScanner{Generate: route == GenerateRoute}
 	buffer := make([]byte, 4<<10)
 	for {
@@ -527,8 +458,8 @@ func (e *prefillRefusal) relay(w http.ResponseWriter, u Upstream, x *Exchange) e
 // its stream's first event, or to the end of an answer that comes whole, of which
 // only the request tells how long it may be; nil: there is no limit. An SGLang
 // decode worker begins at once then. One of vLLM may let the request wait.
-func (s *Pairs) decodeLimit(kind kv.Kind, route string, parsed *jsonbody.Body) *LegTimeout {
-	late := &LegTimeout{"the decode worker's first event", "--disagg-handover-timeout", s.settings.DisaggHandoverTimeout, SharedHandoverTimeout}
+func (p *Proxy) decodeLimit(kind kv.Kind, route string, parsed *jsonbody.Body) *LegTimeout {
+	late := &LegTimeout{"the decode worker's first event", "--disagg-handover-timeout", p.settings.DisaggHandoverTimeout, SharedHandoverTimeout}
 	if parsed.Get("stream").Bool() {
 		return late
 	}
@@ -542,7 +473,7 @@ func (s *Pairs) decodeLimit(kind kv.Kind, route string, parsed *jsonbody.Body) *
 }
 
 // await ends the decode leg if it does not answer in time.
-func (s *Pairs) await(l legs, end context.CancelCauseFunc) {
+func (p *Proxy) await(l legs, end context.CancelCauseFunc) {
 	if l.late == nil {
 		return
 	}
@@ -559,21 +490,21 @@ func (s *Pairs) await(l legs, end context.CancelCauseFunc) {
 
 // handedOver is called when the decode request of a sequential pair has been
 // sent.
-func (s *Pairs) handedOver(l legs) {
+func (p *Proxy) handedOver(l legs) {
 	l.shared.note(func(r *SharedRequest) {
 		r.handover = r.now().Sub(r.computed)
-		s.proxy.observer.HandedOver(l.kind, r.handover)
+		p.observer.HandedOver(l.kind, r.handover)
 	})
 }
 
 // abort tells a worker, beside the request, that nobody waits for its answer, if
 // it takes that.
-func (s *Pairs) abort(l legs, t kv.Target) {
+func (p *Proxy) abort(l legs, t kv.Target) {
 	if l.rid == "" {
 		return
 	}
 	select {
-	case s.abortSlots <- struct{}{}:
+	case p.abortSlots <- struct{}{}:
 	default:
 		return
 	}
@@ -583,12 +514,12 @@ func (s *Pairs) abort(l legs, t kv.Target) {
 	if key := l.decode.Header.Get("Authorization"); key != "" {
 		header.Set("Authorization", key)
 	}
-	s.aborts.Go(func() {
-		defer func() { <-s.abortSlots }()
+	p.aborts.Go(func() {
+		defer func() { <-p.abortSlots }()
 		ctx, cancel := context.WithTimeout(context.Background(), abortTimeout)
 		defer cancel()
-		if _, _, err := s.proxy.Ask(ctx, t, http.MethodPost, "/abort_request", header, fmt.Appendf(nil, `{"rid":%s}`, Quoted(l.rid))); err != nil {
-			s.log.Debug("a worker could not be told to abort", "error", err)
+		if _, _, err := p.Ask(ctx, t, http.MethodPost, "/abort_request", header, fmt.Appendf(nil, `{"rid":%s}`, Quoted(l.rid))); err != nil {
+			p.log.Debug("a worker could not be told to abort", "error", err)
 		}
 	})
 }

@@ -1,16 +1,18 @@
 // Package proxy sends requests to workers and relays their answers. It forwards
 // the client's bytes unchanged, relays streams chunk by chunk, and ends the booking
-// of every request. Proxy serves a request by one worker; Pairs shares it between a
-// prefill worker and a decode worker.
+// of every request. A request is served by one worker, or by a prefill worker and a
+// decode worker.
 package proxy
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/base64"
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"maps"
 	"net/http"
 	"slices"
@@ -20,11 +22,12 @@ import (
 	"syscall"
 	"time"
 
+	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/outlier"
 	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
-	"kvrouter/internal/traces"
+	"kvrouter/internal/tracing"
 	"kvrouter/internal/web"
 )
 
@@ -55,13 +58,16 @@ type Upstream struct {
 	RequestID           string
 	Arrived             time.Time
 	MaxRetries          int // further workers to try while nothing was answered
-	// Gateway takes the request to its worker; nil: the proxy does. Rebook books it on a
-	// worker that the gateway has chosen in place of the decided one.
-	Gateway *Gateway
-	Rebook  func(decision router.Decision, taken kv.WorkerKey) (router.Decision, error)
+	// Paired says that two workers may serve the request, whose body is Parsed, unless
+	// Aggregated says why one worker must.
+	Paired     bool
+	Parsed     *jsonbody.Body
+	Aggregated string
+	Gateway    *Gateway // sends the request to its worker; nil: the proxy does
 
-	prefill *router.Decision // of a gateway's request that two workers share; nil: one serves it
-	attempt *traces.Attempt  // whose trace the worker goes on with; nil: the client's, if any
+	chooser Chooser
+	prefill *router.Decision // of a gateway's request that two workers serve; nil: one serves it
+	attempt *tracing.Attempt // whose trace the worker continues; nil: the client's, if any
 }
 
 // request is u as a request to a worker.
@@ -114,7 +120,7 @@ func (p *Proxy) header(given http.Header, t kv.Target) http.Header {
 	if t.Bearer != "" {
 		header.Set("Authorization", "Bearer "+string(t.Bearer))
 	}
-	p.Hop.Sign(header)
+	p.hop.Sign(header)
 	return header
 }
 
@@ -163,20 +169,47 @@ type Observer interface {
 	SharedEnded(kind kv.Kind, result string, firstByte time.Duration)
 }
 
-// Proxy sends requests to workers and relays their answers.
-type Proxy struct {
-	Client   *http.Client
-	streams  sync.Pool // of *streamBuffer
-	observer Observer
-	failed   func(worker uint64) // told of a worker that did not answer
-	silence  time.Duration       // longest wait for a worker's next byte, and for a client to take it; 0: no limit
-	now      func() time.Time
-	traffic  traffic
+// Chooser chooses the workers of one request.
+type Chooser interface {
+	// Route books the request on a worker that is not among exclude.
+	Route(exclude []uint64) (router.Decision, error)
+	// RoutePair is Route for a request that two workers may serve; why says why one
+	// must, if it must.
+	RoutePair(exclude []uint64, why string) (router.Pair, error)
+	// Rebook moves a decision's booking to the worker that a gateway has chosen.
+	Rebook(decision router.Decision, to kv.WorkerKey) (router.Decision, error)
+	// IsUp reports whether that incarnation of a worker is up.
+	IsUp(worker kv.Target) bool
+}
 
-	OutputBlocks bool            // book the blocks of streams as they grow
-	Names        *kv.Names       // what workers are called; nil: by their ids
-	Hop          web.Hop         // signs what goes to workers
-	Budget       *outlier.Budget // of retries; nil: no bound
+// Deps are the parts that a Proxy uses.
+type Deps struct {
+	Observer  Observer
+	Failed    func(worker uint64) // called with each worker that does not answer a request
+	Names     *kv.Names           // of workers; nil: their ids
+	Hop       web.Hop             // signs the requests to workers
+	Transport http.RoundTripper   // to workers; nil: without TLS settings
+	Log       *slog.Logger
+}
+
+// Proxy sends requests to workers and relays their answers. Its methods are safe for
+// concurrent use.
+type Proxy struct {
+	settings  Settings
+	observer  Observer
+	failed    func(worker uint64)
+	names     *kv.Names
+	hop       web.Hop
+	budget    *outlier.Budget // of retries
+	client    *http.Client
+	log       *slog.Logger
+	now       func() time.Time
+	streams   sync.Pool // of *streamBuffer
+	inflights inflights
+	engines   mooncakeEngines
+
+	aborts     sync.WaitGroup
+	abortSlots chan struct{} // has a token for each abort that runs
 }
 
 // streamBuffer is the memory for relaying one stream; later streams reuse it.
@@ -189,19 +222,26 @@ type streamBuffer struct {
 // bytes.
 const pooledBuffer = 64 << 10
 
-// NewProxy returns a proxy. silence is the longest wait for a worker's next
-// byte, 0 for ever; failed is called with each worker that does not answer a
-// request.
-func NewProxy(observer Observer, silence time.Duration, failed func(worker uint64)) *Proxy {
-	return &Proxy{
-		Client:   web.NewClient(web.NewTransport(nil)),
-		streams:  sync.Pool{New: func() any { return new(streamBuffer) }},
-		observer: observer,
-		failed:   failed,
-		silence:  silence,
-		now:      time.Now,
-		traffic:  traffic{lanes: map[uint64]*lane{}},
+// New returns a proxy. Close must follow.
+func New(settings Settings, deps Deps) *Proxy {
+	if deps.Transport == nil {
+		deps.Transport = web.NewTransport(nil)
 	}
+	return &Proxy{
+		settings: settings, observer: deps.Observer, failed: deps.Failed, names: deps.Names, hop: deps.Hop, log: deps.Log,
+		budget: outlier.NewBudget(settings.RetryBudget), client: web.NewClient(deps.Transport), now: time.Now,
+		streams:    sync.Pool{New: func() any { return new(streamBuffer) }},
+		inflights:  inflights{workers: map[uint64]*workerInflight{}},
+		engines:    mooncakeEngines{ids: map[kv.WorkerKey]mooncakeEngine{}},
+		abortSlots: make(chan struct{}, abortsAtOnce),
+	}
+}
+
+// Close waits for the aborts that are under way, at most 5 s after the last request,
+// and closes the connections that are not in use.
+func (p *Proxy) Close() {
+	p.aborts.Wait()
+	p.client.CloseIdleConnections()
 }
 
 // ErrAnswered marks a failure after the first byte: the client has been told as
@@ -211,18 +251,22 @@ var ErrAnswered = errors.New("answer was cut short")
 // ErrSilent says that a worker sent no byte for too long.
 var ErrSilent = errors.New("no byte came within --request-timeout")
 
-// Forward sends u to the worker that route chooses and relays the answer to w.
+// Forward sends u to the workers that chooser returns and relays the answer to w.
 // Where a worker fails before the first byte of its answer, or refuses what another
-// may take, route is asked for another one that is not among exclude. If none does
-// better, the client gets what was answered. Every booking ends here, as the request
-// did: with a whole answer, by the worker's fault or by nobody's. An error other
-// than ErrAnswered means that nothing was written to w.
-func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, route func(exclude []uint64) (router.Decision, error)) error {
+// may take, another one is chosen. If none does better, the client gets the answer
+// that there was. Every booking ends here, as the request did: with a whole answer, by
+// the worker's fault or by nobody's. An error other than ErrAnswered means that nothing
+// was written to w.
+func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, chooser Chooser) error {
+	u.chooser = chooser
+	if u.Paired {
+		return p.forwardPair(ctx, w, u, x)
+	}
 	t := p.begin(u, x)
 	defer t.over()
 	for {
 		began := x.Trace.Now()
-		decision, err := route(t.exclude)
+		decision, err := chooser.Route(t.exclude)
 		x.Trace.Decided(began, err, &decision)
 		if err != nil {
 			return t.giveUp(ctx, w, err)
@@ -240,9 +284,9 @@ func (p *Proxy) Forward(ctx context.Context, w http.ResponseWriter, u Upstream, 
 
 // send is attempt with the booking of the decision, which ends here.
 func (p *Proxy) send(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, decision router.Decision, retry bool) error {
-	x.Decision, x.Worker, x.Ending, x.refusal = decision, p.Names.Label(decision.Target.Key.Worker), policy.Abandoned, refusal{}
+	x.Decision, x.Worker, x.Ending, x.refusal = decision, p.names.Label(decision.Target.Key.Worker), policy.Abandoned, refusal{}
 	defer func() { x.Decision.Booking.End() }() // if relaying panics
-	u.attempt = x.Trace.Attempt(x.leg(), &decision.Target, p.Names.Name(decision.Target.Key.Worker), u.Method, u.Route)
+	u.attempt = x.Trace.Attempt(x.leg(), &decision.Target, p.names.Name(decision.Target.Key.Worker), u.Method, u.Route)
 	err := p.attempt(ctx, w, u, x, retry)
 	u.attempt.End(x.FirstChunk, err)
 	var failed *workerError
@@ -265,30 +309,30 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 	worker := target.Key.Worker
 	ctx, cancel := context.WithCancelCause(ctx) // ends the engine's work when we stop reading
 	defer cancel(nil)
-	f := new(flight)
+	f := new(inflight)
 	if u.Gateway == nil { // which looks after its own connections
-		f = p.depart(x.Decision.Booking, target, cancel, retry && !x.moved)
-		defer p.arrive(f)
+		f = p.sent(x.Decision.Booking, target, cancel, retry && !x.moved)
+		defer p.ended(f)
 	}
 	heard := func() { f.heard.Store(p.now().UnixNano()) }
-	if p.silence > 0 {
-		timer := time.AfterFunc(p.silence, func() { cancel(ErrSilent) })
+	if p.settings.RequestTimeout > 0 {
+		timer := time.AfterFunc(p.settings.RequestTimeout, func() { cancel(ErrSilent) })
 		defer timer.Stop()
 		connection := http.NewResponseController(w)
 		heard = func() {
 			now := p.now()
 			f.heard.Store(now.UnixNano())
-			timer.Reset(p.silence)
-			connection.SetWriteDeadline(now.Add(p.silence))
+			timer.Reset(p.settings.RequestTimeout)
+			connection.SetWriteDeadline(now.Add(p.settings.RequestTimeout))
 		}
 	}
 	request, err := p.request(ctx, &u, target)
 	if err != nil {
 		return err
 	}
-	do := p.Client.Do
+	do := p.client.Do
 	if u.Gateway != nil {
-		do = func(request *http.Request) (*http.Response, error) { return p.carry(request, &u, x) }
+		do = func(request *http.Request) (*http.Response, error) { return p.sendByGateway(request, &u, x) }
 	}
 	response, err := do(request)
 	if err != nil {
@@ -318,7 +362,7 @@ func (p *Proxy) attempt(ctx context.Context, w http.ResponseWriter, u Upstream, 
 		return p.relayStream(w, answer, u, x, retry)
 	}
 	if u.Gateway != nil {
-		return p.relayCarried(w, answer, u, x)
+		return p.relayPieces(w, answer, u, x)
 	}
 	return p.relayWhole(w, answer, u, x, retry)
 }
@@ -394,7 +438,7 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 	}
 	usage, finish := outcome(u.Route, body)
 	if retry && policy.Aborted(finish) && !x.Decision.Target.RunsSGLang() {
-		return &workerError{worker: worker, called: x.Worker, err: errors.New("stopped its answer: " + finish), letGo: &letGoError{why: finish}}
+		return &workerError{worker: worker, called: x.Worker, err: errors.New("stopped its answer: " + finish), abort: &abortError{why: finish}}
 	}
 	x.Usage, x.Ending, x.finish = usage, endingOf(answer.StatusCode, finish), finish
 	writeHead(w, answer.Response, u, x)
@@ -413,94 +457,133 @@ func (p *Proxy) relayWhole(w http.ResponseWriter, answer *upstreamAnswer, u Upst
 	return nil
 }
 
+// streamRelay is the relaying of one stream of server-sent events.
+type streamRelay struct {
+	proxy   *Proxy
+	w       http.ResponseWriter
+	answer  *upstreamAnswer
+	u       Upstream
+	x       *Exchange
+	retry   bool
+	events  EventScanner
+	started bool      // the headers have been written
+	last    time.Time // when the last tokens came; zero: none have
+	tokens  int
+}
+
 // relayStream relays server-sent events chunk by chunk, as they come. Nothing
 // is written before the first chunk, so that a worker that dies in prefill has
-// not answered.
+// not answered; a gateway waits for the headers only and gets them at once.
 func (p *Proxy) relayStream(w http.ResponseWriter, answer *upstreamAnswer, u Upstream, x *Exchange, retry bool) error {
-	worker := x.Decision.Target.Key.Worker
 	answer.Header.Del("Content-Length") // an event may be taken out
-	flush := http.NewResponseController(w)
 	memory := p.streams.Get().(*streamBuffer)
 	defer p.streams.Put(memory)
-	events := EventScanner{HideUsage: u.HideUsage, Generate: u.Route == GenerateRoute, pending: memory.pending[:0], out: memory.out[:0]}
+	r := streamRelay{proxy: p, w: w, answer: answer, u: u, x: x, retry: retry}
+	r.events = EventScanner{HideUsage: u.HideUsage, Generate: u.Route == GenerateRoute, pending: memory.pending[:0], out: memory.out[:0]}
 	defer func() {
-		if cap(events.pending)+cap(events.out) <= pooledBuffer {
-			memory.pending, memory.out = events.pending, events.out
+		if cap(r.events.pending)+cap(r.events.out) <= pooledBuffer {
+			memory.pending, memory.out = r.events.pending, r.events.out
 		}
 	}()
-	buffer := memory.buffer[:]
-	var last time.Time
-	tokens, started := 0, u.Gateway != nil
-	if started { // it waits for nothing but the headers
-		writeHead(w, answer.Response, u, x)
+	if u.Gateway != nil {
+		r.start()
 	}
 	for {
-		n, err := answer.Read(buffer)
+		n, err := answer.Read(memory.buffer[:])
 		if n > 0 {
-			out := events.Scan(buffer[:n])
-			if !started && retry && events.status >= http.StatusInternalServerError {
-				return &workerError{worker: worker, called: x.Worker, err: errors.New("its engine failed before the first token"), kind: outlier.Engine}
-			}
-			if events.Count > 0 {
-				now := p.now()
-				if last.IsZero() {
-					x.FirstChunk = now
-					x.Decision.Booking.FirstToken()
-				} else {
-					p.observer.InterToken(x.Worker, now.Sub(last), events.Count)
-				}
-				last = now
-				if tokens += events.Count; p.OutputBlocks {
-					x.Decision.Booking.Generated(tokens)
-				}
-			}
-			if !started && len(out) > 0 {
-				writeHead(w, answer.Response, u, x)
-				started = true
-			}
-			if len(out) > 0 {
-				if _, err := w.Write(out); err != nil {
-					return errors.Join(ErrAnswered, err)
-				}
-				if err := flush.Flush(); err != nil {
-					return errors.Join(ErrAnswered, err)
-				}
+			if err := r.take(memory.buffer[:n]); err != nil {
+				return err
 			}
 		}
 		if err == io.EOF {
-			x.Usage, x.Ending, x.finish = events.usage(), events.ending(answer.StatusCode, u.EndMarked), events.finish
-			if !started {
-				writeHead(w, answer.Response, u, x)
-			}
-			if rest := events.Rest(); len(rest) > 0 {
-				if _, err := w.Write(rest); err != nil {
-					return errors.Join(ErrAnswered, err)
-				}
-			}
-			return nil
+			return r.end()
 		}
 		if err != nil {
-			answer.heard() // the time to write ended with the wait: the client is to be told
-			x.Usage, x.Ending, x.finish = events.usage(), events.ending(answer.StatusCode, u.EndMarked), events.finish
-			if !started {
-				return p.unanswered(worker, err, outlier.Broken)
-			}
-			if events.done { // many clients leave as soon as they have read the end
-				return nil
-			}
-			// The status is out already: the failure is told as an event.
-			if !u.HideUsage && len(events.pending) > 0 {
-				fmt.Fprint(w, "\n\n") // ends the event that broke off
-			}
-			status, why := http.StatusBadGateway, fmt.Sprintf("worker %s failed while it was answering", x.Worker)
-			if errors.Is(err, web.ErrStopped) {
-				status, why = http.StatusServiceUnavailable, web.ErrStopped.Error()
-			}
-			fmt.Fprintf(w, "data: %s\n\n", web.ErrorJSON(status, web.ErrorType(status), "", why))
-			flush.Flush()
-			return errors.Join(ErrAnswered, p.unanswered(worker, err, outlier.Broken))
+			return r.fail(err)
 		}
 	}
+}
+
+// start writes the headers if that has not been done.
+func (r *streamRelay) start() {
+	if !r.started {
+		writeHead(r.w, r.answer.Response, r.u, r.x)
+		r.started = true
+	}
+}
+
+// take relays a chunk.
+func (r *streamRelay) take(chunk []byte) error {
+	p, x := r.proxy, r.x
+	out := r.events.Scan(chunk)
+	if !r.started && r.retry && r.events.status >= http.StatusInternalServerError {
+		return &workerError{worker: x.Decision.Target.Key.Worker, called: x.Worker, err: errors.New("its engine failed before the first token"), kind: outlier.Engine}
+	}
+	if r.events.Count > 0 {
+		now := p.now()
+		if r.last.IsZero() {
+			x.FirstChunk = now
+			x.Decision.Booking.FirstToken()
+		} else {
+			p.observer.InterToken(x.Worker, now.Sub(r.last), r.events.Count)
+		}
+		r.last = now
+		if r.tokens += r.events.Count; p.settings.OutputBlocks {
+			x.Decision.Booking.Generated(r.tokens)
+		}
+	}
+	if len(out) == 0 {
+		return nil
+	}
+	r.start()
+	if _, err := r.w.Write(out); err != nil {
+		return errors.Join(ErrAnswered, err)
+	}
+	if err := http.NewResponseController(r.w).Flush(); err != nil {
+		return errors.Join(ErrAnswered, err)
+	}
+	return nil
+}
+
+// note keeps the facts of the stream that has ended.
+func (r *streamRelay) note() {
+	r.x.Usage, r.x.Ending, r.x.finish = r.events.usage(), r.events.ending(r.answer.StatusCode, r.u.EndMarked), r.events.finish
+}
+
+// end relays the end of the stream.
+func (r *streamRelay) end() error {
+	r.note()
+	r.start()
+	if rest := r.events.Rest(); len(rest) > 0 {
+		if _, err := r.w.Write(rest); err != nil {
+			return errors.Join(ErrAnswered, err)
+		}
+	}
+	return nil
+}
+
+// fail ends a stream that broke off with err.
+func (r *streamRelay) fail(err error) error {
+	p, worker := r.proxy, r.x.Decision.Target.Key.Worker
+	r.answer.heard() // the time to write ended with the wait: the client gets an error
+	r.note()
+	if !r.started {
+		return p.unanswered(worker, err, outlier.Broken)
+	}
+	if r.events.done { // many clients leave as soon as they have read the end
+		return nil
+	}
+	// The status has been sent: the failure is reported as an event.
+	if !r.u.HideUsage && len(r.events.pending) > 0 {
+		fmt.Fprint(r.w, "\n\n") // ends the event that broke off
+	}
+	status, why := http.StatusBadGateway, fmt.Sprintf("worker %s failed during its answer", r.x.Worker)
+	if errors.Is(err, web.ErrStopped) {
+		status, why = http.StatusServiceUnavailable, web.ErrStopped.Error()
+	}
+	fmt.Fprintf(r.w, "data: %s\n\n", web.ErrorJSON(status, web.ErrorType(status), "", why))
+	http.NewResponseController(r.w).Flush()
+	return errors.Join(ErrAnswered, p.unanswered(worker, err, outlier.Broken))
 }
 
 // askTimeout bounds a short question to a worker, and AskLimit its answer (bytes).
@@ -512,25 +595,25 @@ const (
 // Ask sends a short request to a worker and returns its status and whole
 // answer.
 func (p *Proxy) Ask(ctx context.Context, t kv.Target, method, path string, header http.Header, body []byte) (status int, answer []byte, err error) {
-	return p.ask(ctx, t, method, path, header, body, AskLimit)
+	return p.ask(ctx, t, Question{Method: method, Path: path, Header: header, Body: body})
 }
 
-// ask is Ask for an answer of at most limit bytes.
-func (p *Proxy) ask(ctx context.Context, t kv.Target, method, path string, header http.Header, body []byte, limit int64) (status int, answer []byte, err error) {
+// ask puts a question to one worker.
+func (p *Proxy) ask(ctx context.Context, t kv.Target, q Question) (status int, answer []byte, err error) {
 	ctx, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
-	request, err := http.NewRequestWithContext(ctx, method, t.URL+path, bytes.NewReader(body))
+	request, err := http.NewRequestWithContext(ctx, q.Method, t.URL+q.Path, bytes.NewReader(q.Body))
 	if err != nil {
 		return 0, nil, err
 	}
-	request.Header = p.header(header, t)
-	response, err := p.Client.Do(request)
+	request.Header = p.header(q.Header, t)
+	response, err := p.client.Do(request)
 	if err != nil {
 		return 0, nil, p.unanswered(t.Key.Worker, err, outlier.Refused)
 	}
 	defer response.Body.Close()
 	if err = checkStatus(response); err == nil {
-		answer, err = io.ReadAll(io.LimitReader(response.Body, limit))
+		answer, err = io.ReadAll(io.LimitReader(response.Body, cmp.Or(q.Limit, AskLimit)))
 	}
 	if err != nil {
 		return 0, nil, p.unanswered(t.Key.Worker, err, outlier.Refused)

@@ -25,10 +25,10 @@ import (
 func TestUnusedConnectionsAreClosedBeforeTheWorkerDoes(t *testing.T) {
 	const uvicornWaits = 5 * time.Second
 	synctest.Test(t, func(t *testing.T) {
-		proxy := NewProxy(nil, 0, nil)
+		proxy := New(Settings{}, Deps{})
 		dialed := 0
 		unused := make(chan time.Duration, 2) // how long before a connection was closed
-		proxy.Client.Transport.(*http.Transport).DialContext = func(context.Context, string, string) (net.Conn, error) {
+		proxy.client.Transport.(*http.Transport).DialContext = func(context.Context, string, string) (net.Conn, error) {
 			dialed++
 			ours, theirs := net.Pipe()
 			go func() { // ends when ours is closed
@@ -72,7 +72,7 @@ func TestNoDelayOnBothSides(t *testing.T) {
 			accepted <- conn
 		}
 	}()
-	dial := NewProxy(nil, 0, nil).Client.Transport.(*http.Transport).DialContext
+	dial := New(Settings{}, Deps{}).client.Transport.(*http.Transport).DialContext
 	toWorker, err := dial(t.Context(), "tcp", listener.Addr().String())
 	if err != nil {
 		t.Fatal(err)
@@ -107,14 +107,13 @@ func TestOutputBlocksAreBookedAsAStreamGrows(t *testing.T) {
 	for _, tracked := range []bool{true, false} {
 		rt, _ := routertest.NewClockedRouter(t, 0, router.DefaultSettings())
 		rt.Up(kv.Target{Key: kv.WorkerKey{}, URL: worker.URL})
-		proxy := NewProxy(testkit.SilentObserver{}, time.Minute, func(uint64) {})
-		proxy.OutputBlocks = tracked
+		proxy := New(Settings{RequestTimeout: time.Minute, OutputBlocks: tracked}, Deps{Observer: testkit.SilentObserver{}})
 		done := make(chan error, 1)
 		go func() {
 			u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}}}
-			done <- proxy.Forward(t.Context(), httptest.NewRecorder(), u, &Exchange{}, func([]uint64) (router.Decision, error) {
+			done <- proxy.Forward(t.Context(), httptest.NewRecorder(), u, &Exchange{}, chooseOne(func([]uint64) (router.Decision, error) {
 				return rt.Route(t.Context(), router.Request{Tokens: testkit.Tokens(1, 2*testkit.BlockSize)})
-			})
+			}))
 		}()
 		for i := range 3 {
 			want := router.WorkerLoad{PotentialDecodeBlocks: 2, ActiveRequests: 1}
@@ -128,7 +127,7 @@ func TestOutputBlocksAreBookedAsAStreamGrows(t *testing.T) {
 			t.Error(err)
 		}
 		routertest.ExpectLoad(t, rt, 0, 0, 0)
-		proxy.Client.CloseIdleConnections()
+		proxy.Close()
 	}
 }
 

@@ -136,7 +136,7 @@ type workerError struct {
 
 	refusal refusal
 	answer  *keptAnswer // nil: there was none
-	letGo   *letGoError // it was taken off the worker; nil: it was not
+	abort   *abortError // it was aborted; nil: it was not
 	out     bool        // nothing more goes to the worker for a while
 	final   bool        // no other is to be tried
 }
@@ -148,8 +148,8 @@ func (e *workerError) Unwrap() error { return e.err }
 // unanswered returns the error of a worker whose answer did not come, or broke off,
 // with err.
 func (p *Proxy) unanswered(worker uint64, err error, kind outlier.Kind) *workerError {
-	e := &workerError{worker: worker, called: p.Names.Label(worker), err: err, kind: kind}
-	if errors.As(err, &e.letGo) {
+	e := &workerError{worker: worker, called: p.names.Label(worker), err: err, kind: kind}
+	if errors.As(err, &e.abort) {
 		return e
 	}
 	if errors.Is(err, ErrSilent) {
@@ -162,7 +162,7 @@ func (p *Proxy) unanswered(worker uint64, err error, kind outlier.Kind) *workerE
 // of the worker then.
 func (p *Proxy) blame(b *router.Booking, x *Exchange, e *workerError) {
 	switch {
-	case e.letGo != nil:
+	case e.abort != nil:
 		b.LetGo()
 	case e.refusal.pressed:
 		b.Press(e.refusal.pause)
@@ -199,7 +199,7 @@ type tries struct {
 
 // begin counts a request; over must follow.
 func (p *Proxy) begin(u Upstream, x *Exchange) *tries {
-	p.Budget.Request(p.now())
+	p.budget.Request(p.now())
 	return &tries{proxy: p, u: u, x: x}
 }
 
@@ -219,17 +219,17 @@ func (t *tries) again(ctx context.Context, err error, beside bool) bool {
 	t.failure, t.x.tried = err, true
 	t.exclude = append(t.exclude, worker)
 	t.note(failed)
-	if !failed.refusal.pressed && !failed.refusal.suspect && failed.letGo == nil {
+	if !failed.refusal.pressed && !failed.refusal.suspect && failed.abort == nil {
 		t.proxy.failed(worker)
 	}
 	switch {
 	case beside:
 	case failed.final:
 		return false
-	case failed.letGo != nil && t.LetGo(t.u.MaxRetries):
-		t.x.moved = t.x.moved || failed.letGo.stuck
+	case failed.abort != nil && t.LetGo(t.u.MaxRetries):
+		t.x.moved = t.x.moved || failed.abort.stuck
 	default:
-		again, denied := t.Again(t.proxy.Budget, t.u.MaxRetries, failed.out, t.proxy.now())
+		again, denied := t.Again(t.proxy.budget, t.u.MaxRetries, failed.out, t.proxy.now())
 		if denied {
 			t.proxy.observer.RetryDenied()
 		}

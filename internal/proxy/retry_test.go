@@ -54,19 +54,20 @@ func newFailingFleet(t testing.TB, rule string, serve ...http.HandlerFunc) *fail
 		}
 		f.router.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, URL: url, Generation: 1})
 	}
-	f.proxy = NewProxy(counter{denied: &f.denied}, time.Minute, func(uint64) {})
-	f.proxy.Budget = outlier.NewBudget(DefaultSettings().RetryBudget)
+	settings := DefaultSettings()
+	settings.RequestTimeout = time.Minute
+	f.proxy = New(settings, Deps{Observer: counter{denied: &f.denied}, Failed: func(uint64) {}})
 	t.Cleanup(func() {
-		f.proxy.Client.CloseIdleConnections()
+		f.proxy.Close()
 		if n := routertest.InFlight(f.router); n != 0 {
 			t.Errorf("%d requests are still booked", n)
 		}
 		if err := f.router.Check(); err != nil {
 			t.Error(err)
 		}
-		f.proxy.traffic.mu.Lock()
-		defer f.proxy.traffic.mu.Unlock()
-		if n := len(f.proxy.traffic.lanes); n != 0 {
+		f.proxy.inflights.mu.Lock()
+		defer f.proxy.inflights.mu.Unlock()
+		if n := len(f.proxy.inflights.workers); n != 0 {
 			t.Errorf("%d workers still have requests on their way", n)
 		}
 	})
@@ -82,13 +83,13 @@ func (f *failingFleet) send(ctx context.Context, retries int) (*httptest.Respons
 func (f *failingFleet) exchange(ctx context.Context, retries int, x *Exchange) (*httptest.ResponseRecorder, error) {
 	w := httptest.NewRecorder()
 	u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Route: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}}, EndMarked: true, MaxRetries: retries}
-	err := f.proxy.Forward(ctx, w, u, x, func(exclude []uint64) (router.Decision, error) {
+	err := f.proxy.Forward(ctx, w, u, x, chooseOne(func(exclude []uint64) (router.Decision, error) {
 		d, err := f.router.Route(ctx, router.Request{Exclude: exclude, AnsweredWhole: true})
 		if err == nil && len(exclude) == 0 {
 			f.first[d.Target.Key.Worker].Add(1)
 		}
 		return d, err
-	})
+	}))
 	return w, err
 }
 
@@ -327,7 +328,7 @@ func silent(w http.ResponseWriter, r *http.Request) {
 	<-r.Context().Done()
 }
 
-func TestWhatADownWorkerHasIsLetGo(t *testing.T) {
+func TestWhatADownWorkerHasIsAborted(t *testing.T) {
 	hangs := func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }
 	stream := func(w http.ResponseWriter, r *http.Request) {
 		testkit.StreamOf(testkit.TokenEvent)(w, r)
@@ -342,13 +343,13 @@ func TestWhatADownWorkerHasIsLetGo(t *testing.T) {
 	}{
 		{"before the headers", hangs, 2, `"stop"`},
 		{"before the first byte", silent, 2, `"stop"`},
-		{"in the stream", stream, 2, "worker 0 failed while it was answering"},
+		{"in the stream", stream, 2, "worker 0 failed during its answer"},
 		{"which is not to be tried elsewhere", hangs, 0, ""},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			f := newFailingFleet(t, "round-robin", test.serve, after(0))
-			f.proxy.Budget = outlier.NewBudget(0)
-			for f.proxy.Budget.Take(time.Now()) { // it does not count
+			f.proxy.budget = outlier.NewBudget(0)
+			for f.proxy.budget.Take(time.Now()) { // it does not count
 			}
 			type result struct {
 				w   *httptest.ResponseRecorder
@@ -363,7 +364,7 @@ func TestWhatADownWorkerHasIsLetGo(t *testing.T) {
 			if test.name == "in the stream" {
 				testkit.Eventually(t, 5*time.Second, "the stream has begun", func() bool { return f.router.Load(kv.WorkerKey{}).ContextTokens >= 0 && begun(f.proxy) })
 			}
-			f.proxy.LetGo(0, 2, "another incarnation")
+			f.proxy.Abort(0, 2, "another incarnation")
 			select {
 			case <-done:
 				t.Fatal("a request of another incarnation was let go")
@@ -371,7 +372,7 @@ func TestWhatADownWorkerHasIsLetGo(t *testing.T) {
 			}
 			f.router.Down(kv.WorkerKey{})
 			began := time.Now()
-			f.proxy.LetGo(0, 1, "it does not answer")
+			f.proxy.Abort(0, 1, "it does not answer")
 			r := <-done
 			if took := time.Since(began); took > flows+2*time.Second {
 				t.Errorf("it took %s", took)
@@ -389,10 +390,10 @@ func TestWhatADownWorkerHasIsLetGo(t *testing.T) {
 
 // begun tells whether a byte of an answer has come.
 func begun(p *Proxy) bool {
-	p.traffic.mu.Lock()
-	defer p.traffic.mu.Unlock()
-	for _, l := range p.traffic.lanes {
-		for f := range l.flights {
+	p.inflights.mu.Lock()
+	defer p.inflights.mu.Unlock()
+	for _, l := range p.inflights.workers {
+		for f := range l.requests {
 			if f.heard.Load() != 0 {
 				return true
 			}
@@ -419,23 +420,23 @@ func TestAnAnswerThatFlowsIsNotCut(t *testing.T) {
 	}()
 	testkit.Eventually(t, 5*time.Second, "the stream has begun", func() bool { return begun(f.proxy) })
 	f.router.Down(kv.WorkerKey{})
-	f.proxy.LetGo(0, 1, "nothing listens there")
+	f.proxy.Abort(0, 1, "nothing listens there")
 	if got := <-done; strings.Contains(got, "error") || !strings.Contains(got, "[DONE]") {
 		t.Errorf("got %s", got)
 	}
 }
 
-// TestARequestThatComesTooLateIsLetGo: its worker goes down between the decision and
+// TestARequestThatComesTooLateIsAborted: its worker goes down between the decision and
 // the sending.
-func TestARequestThatComesTooLateIsLetGo(t *testing.T) {
+func TestARequestThatComesTooLateIsAborted(t *testing.T) {
 	f := newFailingFleet(t, "round-robin", silent, after(0))
 	w := httptest.NewRecorder()
 	u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}}, MaxRetries: 1}
-	err := f.proxy.Forward(t.Context(), w, u, &Exchange{}, func(exclude []uint64) (router.Decision, error) {
+	err := f.proxy.Forward(t.Context(), w, u, &Exchange{}, chooseOne(func(exclude []uint64) (router.Decision, error) {
 		d, err := f.router.Route(t.Context(), router.Request{Exclude: exclude})
 		f.router.Down(kv.WorkerKey{})
 		return d, err
-	})
+	}))
 	if err != nil || w.Body.String() != wholeAnswer {
 		t.Errorf("%s, %v", w.Body, err)
 	}
@@ -507,9 +508,9 @@ func TestAnswersThatAStuckWorkerHasBegunEnd(t *testing.T) {
 		<-r.Context().Done()
 		return nil, context.Cause(r.Context())
 	})
-	usual := f.proxy.Client.Transport
+	usual := f.proxy.client.Transport
 	gate := f.router.Targets()[0].URL
-	f.proxy.Client.Transport = roundTrip(func(r *http.Request) (*http.Response, error) {
+	f.proxy.client.Transport = roundTrip(func(r *http.Request) (*http.Response, error) {
 		if "http://"+r.URL.Host == gate {
 			return hangs(r)
 		}
@@ -526,9 +527,9 @@ func TestAnswersThatAStuckWorkerHasBegunEnd(t *testing.T) {
 	}
 	go func() { // to the worker that is stuck, and nowhere else
 		u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}}}
-		unmoved <- f.proxy.Forward(request, httptest.NewRecorder(), u, &Exchange{}, func([]uint64) (router.Decision, error) {
+		unmoved <- f.proxy.Forward(request, httptest.NewRecorder(), u, &Exchange{}, chooseOne(func([]uint64) (router.Decision, error) {
 			return f.router.Route(request, router.Request{Pinned: new(kv.WorkerKey)})
-		})
+		}))
 	}()
 	got := <-done
 	if ctx.Err() != nil || strings.Count(got, `"error"`) != 1 {
@@ -587,9 +588,9 @@ func TestALongAnswerIsTakenOffItsWorkerOnceAtMost(t *testing.T) {
 	}
 	w := httptest.NewRecorder()
 	u := Upstream{Method: http.MethodPost, Path: testkit.ChatPath, Header: http.Header{web.HeaderRequest: {"r"}, "X-Long": {"1"}}, MaxRetries: 2}
-	err := f.proxy.Forward(t.Context(), w, u, &Exchange{}, func(exclude []uint64) (router.Decision, error) {
+	err := f.proxy.Forward(t.Context(), w, u, &Exchange{}, chooseOne(func(exclude []uint64) (router.Decision, error) {
 		return f.router.Route(t.Context(), router.Request{Exclude: exclude, AnsweredWhole: true})
-	})
+	}))
 	if err != nil || w.Body.String() != wholeAnswer || n.Load() > 2 {
 		t.Errorf("%s, %v, sent %d times", w.Body, err, n.Load())
 	}
@@ -597,7 +598,7 @@ func TestALongAnswerIsTakenOffItsWorkerOnceAtMost(t *testing.T) {
 
 func TestOutOfDescriptorsIsNobodysFault(t *testing.T) {
 	f := newFailingFleet(t, "round-robin", after(0), after(0))
-	f.proxy.Client = &http.Client{Transport: roundTrip(func(*http.Request) (*http.Response, error) { return nil, errNoDescriptors })}
+	f.proxy.client = &http.Client{Transport: roundTrip(func(*http.Request) (*http.Response, error) { return nil, errNoDescriptors })}
 	for range 5 {
 		if _, err := f.send(t.Context(), 2); !errors.Is(err, errNoDescriptors) {
 			t.Fatal(err)

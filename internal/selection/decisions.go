@@ -10,16 +10,16 @@ import (
 	"kvrouter/internal/router"
 )
 
-// lastDecisions is how many decisions are told where nobody says how many.
+// lastDecisions is the default number of decisions in a response.
 const lastDecisions = 20
 
-// decisionsAnswer explains the last decisions of both ports.
+// decisionsAnswer explains the latest decisions of both ports.
 type decisionsAnswer struct {
-	Explained bool              `json:"explained"` // decisions have been explained before this request; they are for a minute after it
-	Decisions []*router.Receipt `json:"decisions"` // the newest first
+	Explained bool              `json:"explained"` // explanations were on before this request; they stay on for a minute after it
+	Decisions []*router.Receipt `json:"decisions"` // newest first
 }
 
-// explainDecisions tells why the last decisions went as they did.
+// explainDecisions explains the latest decisions.
 func (s *Service) explainDecisions(c *gin.Context) {
 	last := lastDecisions
 	if text, given := c.GetQuery("last"); given {

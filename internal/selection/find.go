@@ -20,17 +20,16 @@ import (
 	"kvrouter/internal/router"
 )
 
-// maxOpenDecisions bounds those whose end the callers of /find_worker have yet
-// to tell. With more, a decision has no id.
+// maxOpenDecisions is the maximum number of decisions of /find_worker that await
+// feedback. Beyond it, a decision has no id.
 const maxOpenDecisions = 1 << 16
 
-// noReuse is the prefix id by which the NeMo Agent Toolkit says that there is
-// none.
+// noReuse is the NeMo Agent Toolkit's prefix id for a request without a prefix.
 const noReuse = "<no_reuse>"
 
-// openDecisions are what /find_worker decided, by the ids that it gave. They
-// are booked until /feedback tells their end, or for as long as the policy waits
-// for it. It is safe for concurrent use.
+// openDecisions are the decisions of /find_worker by id. They are booked until /feedback
+// reports their end, or as long as the policy waits for it. It is safe for concurrent
+// use.
 type openDecisions struct {
 	mu   sync.Mutex // guards byID
 	byID map[string]*openDecision
@@ -41,7 +40,7 @@ type openDecision struct {
 	forget  *time.Timer
 }
 
-// put keeps a booking for so long and then ends it; false: there are too many.
+// put stores a booking, which ends after limit; false: there are maxOpenDecisions.
 func (o *openDecisions) put(id string, b *router.Booking, limit time.Duration) bool {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -56,7 +55,7 @@ func (o *openDecisions) put(id string, b *router.Booking, limit time.Duration) b
 	return true
 }
 
-// take returns the booking under an id and forgets it; nil: there is none.
+// take removes and returns the booking of an id; nil: there is none.
 func (o *openDecisions) take(id string) *router.Booking {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -69,7 +68,7 @@ func (o *openDecisions) take(id string) *router.Booking {
 	return d.booking
 }
 
-// findWorkerQuery is what the NeMo Agent Toolkit's processor asks its router.
+// findWorkerQuery is the request of the NeMo Agent Toolkit's processor to its router.
 type findWorkerQuery struct {
 	Tokens       []uint32 `json:"tokens"`
 	PrefixID     string   `json:"prefix_id"`
@@ -93,13 +92,13 @@ func (q findWorkerQuery) request() router.Request {
 type findWorkerAnswer struct {
 	WorkerID      any     `json:"worker_id"`
 	DPRank        uint32  `json:"dp_rank,omitempty"`
-	PrefixHitRate float64 `json:"prefix_hit_rate"` // share of the prompt's full blocks that it holds
-	DecisionID    *string `json:"decision_id"`     // for /feedback; null: nothing is to be told
+	PrefixHitRate float64 `json:"prefix_hit_rate"` // cached share of the prompt's full blocks
+	DecisionID    *string `json:"decision_id"`     // for /feedback; null: no feedback is expected
 }
 
-// findWorker chooses a worker for a client that forwards its request itself. A
-// policy that learns hears by /feedback how it went, and until then the request
-// is booked; for others nothing is, as for /find_best_worker.
+// findWorker selects a worker for a client that forwards its request itself. For a policy
+// that learns, the request is booked until /feedback reports its result; for others
+// nothing is booked, as for /find_best_worker.
 func (s *Service) findWorker(c *gin.Context) {
 	var query findWorkerQuery
 	if !body(c, &query) {
@@ -131,13 +130,13 @@ func (s *Service) findWorker(c *gin.Context) {
 		if ctx.Err() == nil && s.decisions.put(id, d.Booking, limit) {
 			answer.DecisionID = &id
 		} else {
-			d.Booking.End() // nobody will
+			d.Booking.End() // there will be no feedback
 		}
 	}
 	c.JSON(http.StatusOK, answer)
 }
 
-// feedbackTime is how long the policy waits for feedback; 0: it wants none.
+// feedbackTime returns how long the policy waits for feedback; 0: it expects none.
 func (s *Service) feedbackTime() (limit time.Duration) {
 	s.models.Default().Router.WithThompson(func(p *policy.Thompson) {
 		if p.RouterType != policy.ThompsonKVLoad {
@@ -155,7 +154,7 @@ func newDecisionID() string {
 	return hex.EncodeToString(id[:])
 }
 
-// feedbackQuery tells how a request ended.
+// feedbackQuery is the result of a request.
 type feedbackQuery struct {
 	DecisionID   string   `json:"decision_id"`
 	LatencyMS    *float64 `json:"latency_ms"`
@@ -165,22 +164,22 @@ type feedbackQuery struct {
 	FinishReason string   `json:"finish_reason"`
 }
 
-// readFeedback reads a query; its error says what of it makes no sense.
+// readFeedback parses and validates a query.
 func readFeedback(text []byte) (q feedbackQuery, err error) {
 	if err := json.Unmarshal(text, &q); err != nil {
 		return q, fieldError(err)
 	}
 	switch {
 	case q.DecisionID == "":
-		err = errors.New("decision_id is missing: give that of /find_worker's answer")
+		err = errors.New("decision_id is missing: give the one in the response of /find_worker")
 	case q.LatencyMS == nil:
-		err = errors.New("latency_ms is missing: give the time from sending the request to the end of its answer")
+		err = errors.New("latency_ms is missing: give the time from sending the request to the end of its response")
 	case !(*q.LatencyMS >= 0 && *q.LatencyMS <= maxFeedbackMS):
-		err = errors.New("latency_ms must be a time, at least 0")
+		err = errors.New("latency_ms must be a duration of at least 0")
 	case q.TokensIn < 0 || q.TokensOut < 0:
-		err = errors.New("tokens_in and tokens_out cannot be negative")
+		err = errors.New("tokens_in and tokens_out must not be negative")
 	case q.TokensIn > kv.MaxTokens || q.TokensOut > kv.MaxTokens:
-		err = fmt.Errorf("tokens_in and tokens_out are at most %d", kv.MaxTokens)
+		err = fmt.Errorf("tokens_in and tokens_out must be at most %d", kv.MaxTokens)
 	}
 	return q, err
 }
@@ -188,8 +187,8 @@ func readFeedback(text []byte) (q feedbackQuery, err error) {
 // maxFeedbackMS is the longest latency that a time.Duration can be.
 const maxFeedbackMS = float64(math.MaxInt64 / int64(time.Millisecond))
 
-// feedback is what the query tells. That somebody cancelled a request, which is
-// nobody's fault, only counts where that is mended of the original.
+// feedback converts the query. A cancelled request counts as abandoned only where that bug
+// of the original is fixed (mended).
 func (q feedbackQuery) feedback(mended bool) policy.Feedback {
 	f := policy.Feedback{Ending: policy.Finished, Latency: time.Duration(*q.LatencyMS * float64(time.Millisecond)), TokensIn: q.TokensIn, TokensOut: q.TokensOut, Finish: q.FinishReason}
 	switch {
@@ -201,19 +200,19 @@ func (q feedbackQuery) feedback(mended bool) policy.Feedback {
 	return f
 }
 
-// feedbackAnswer tells what came of a feedback. The numbers are 0 where nothing
-// was learned: of a request that was cancelled.
+// feedbackAnswer is the effect of a feedback. The numbers are 0 where nothing was learned,
+// as from a cancelled request.
 type feedbackAnswer struct {
 	OK           bool    `json:"ok"`
-	UsedBaseline float64 `json:"used_baseline"` // latency that it was compared with, ms
+	UsedBaseline float64 `json:"used_baseline"` // baseline latency, ms
 	Reward       float64 `json:"reward"`        // 0 to 1
 	WorkerID     *uint64 `json:"worker_id,omitempty"`
 	Error        string  `json:"error,omitempty"`
 }
 
-// feedback takes in how a request ended that /find_worker decided on. What makes no
-// sense is answered as in the NeMo Agent Toolkit: not ok, and why; the decision
-// waits on for its feedback.
+// feedback records the result of a request that /find_worker decided on. An invalid query
+// gets ok false and an error, as in the NeMo Agent Toolkit; the decision still awaits its
+// feedback.
 func (s *Service) feedback(c *gin.Context) {
 	var text json.RawMessage
 	if !body(c, &text) {

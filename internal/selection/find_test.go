@@ -27,13 +27,19 @@ import (
 	"kvrouter/internal/workers"
 )
 
+// testDeps returns what the router port needs, of one model; a fleet may be nil.
+func testDeps(router *router.Router, fleet *workers.Fleet) Deps {
+	set := routertest.Models(router)
+	return Deps{Models: set, Fleet: fleet, Partitions: NewPartitions("", set), Log: slog.New(slog.DiscardHandler)}
+}
+
 // newFinder returns the router port over a router with a policy, without a
 // server: what it answers to a POST.
 func newFinder(t *testing.T, router *router.Router) (s *Service, ask func(path, body string) (int, gjson.Result)) {
 	t.Helper()
 	log := slog.New(slog.DiscardHandler)
-	fleet := workers.NewFleet(workers.Settings{}, nil, router.Index(), workers.Hooks{}, log)
-	s = New(Settings{KVEvents: true}, routertest.Models(router), fleet, log)
+	fleet := workers.New(workers.Settings{}, workers.Deps{Index: router.Index(), Log: log})
+	s = New(Settings{KVEvents: true}, testDeps(router, fleet))
 	handler := s.Handler()
 	return s, func(path, body string) (int, gjson.Result) {
 		w := httptest.NewRecorder()

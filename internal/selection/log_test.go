@@ -2,7 +2,6 @@ package selection
 
 import (
 	"fmt"
-	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"testing"
@@ -20,7 +19,7 @@ import (
 // peerOf serves what a stream keeps for other routers, and returns its address.
 func peerOf(t *testing.T, f *eventstest.Follower) string {
 	t.Helper()
-	selection := New(Settings{}, routertest.Models(routertest.NewTestRouter(t, "round-robin", 0)), nil, slog.New(slog.DiscardHandler))
+	selection := New(Settings{}, testDeps(routertest.NewTestRouter(t, "round-robin", 0), nil))
 	selection.history = func(key kv.WorkerKey) *events.Log {
 		if key != testkit.EventWorker {
 			return nil
@@ -175,7 +174,7 @@ func TestEventsRouteRefusesWhatMakesNoSense(t *testing.T) {
 // TestDumpsAreWrittenAFewAtATime: four of 2 million blocks took 600 MB.
 func TestDumpsAreWrittenAFewAtATime(t *testing.T) {
 	f := eventstest.Applied(t, testkit.Payload(t, 1, testkit.StoredEvent(1, 0, 2)))
-	s := New(Settings{}, routertest.Models(routertest.NewTestRouter(t, "round-robin", 0)), nil, slog.New(slog.DiscardHandler))
+	s := New(Settings{}, testDeps(routertest.NewTestRouter(t, "round-robin", 0), nil))
 	s.history = func(kv.WorkerKey) *events.Log { return f.History() }
 	handler := s.Handler()
 	answered := make(chan int, 1)

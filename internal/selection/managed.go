@@ -12,9 +12,9 @@ import (
 	"kvrouter/internal/workers"
 )
 
-// managed adds the calls by which clients of sglang-router manage its workers, each
-// named by its URL. Their answers are sglang-router's, in its words: text, but for
-// lists.
+// managed adds the routes by which clients of sglang-router manage its workers, each
+// named by its URL. The responses are word for word those of sglang-router: text, except
+// for lists.
 func (s *Service) managed(open, guarded gin.IRoutes) {
 	open.GET("/liveness", func(c *gin.Context) { c.String(http.StatusOK, "OK") })
 	open.GET("/readiness", s.readiness)
@@ -23,7 +23,7 @@ func (s *Service) managed(open, guarded gin.IRoutes) {
 	guarded.POST("/remove_worker", s.removeURL)
 }
 
-// readiness tells whether a worker is up that answers.
+// readiness reports whether a worker that generates tokens is up and not cordoned.
 func (s *Service) readiness(c *gin.Context) {
 	healthy, answers := map[uint64]bool{}, false
 	for _, t := range s.models.Targets() {
@@ -37,8 +37,7 @@ func (s *Service) readiness(c *gin.Context) {
 	c.JSON(http.StatusOK, gin.H{"status": "ready", "healthy_workers": len(healthy), "total_workers": len(s.fleet.Workers())})
 }
 
-// listURLs lists the addresses of all workers that have ever answered or were
-// registered.
+// listURLs lists the URLs of all workers that have ever responded or were registered.
 func (s *Service) listURLs(c *gin.Context) {
 	urls := []string{}
 	for _, w := range s.fleet.Workers() {
@@ -49,7 +48,7 @@ func (s *Service) listURLs(c *gin.Context) {
 	c.JSON(http.StatusOK, gin.H{"urls": urls})
 }
 
-// namedURL reads the worker that a call is about. Not ok: it has been answered.
+// namedURL reads the URL of the worker in a request. Not ok: an error response was sent.
 func namedURL(c *gin.Context) (url string, ok bool) {
 	given := c.Query("url")
 	if given == "" {
@@ -64,8 +63,8 @@ func namedURL(c *gin.Context) (url string, ok bool) {
 	return url, true
 }
 
-// addURL adds the worker at a URL, of which all else is found out, and answers once
-// it is ready.
+// addURL adds the worker at a URL, probes it for everything else and responds once it is
+// ready.
 func (s *Service) addURL(c *gin.Context) {
 	url, ok := namedURL(c)
 	if !ok {
@@ -77,11 +76,11 @@ func (s *Service) addURL(c *gin.Context) {
 		return
 	}
 	if s.fleet.LeadsBack(c.Request.Context(), url) {
-		c.String(http.StatusBadRequest, "%s", url+" is an address of this router itself, or leads back to it: name the address of the worker")
+		c.String(http.StatusBadRequest, "%s", url+" is an address of this router itself or leads back to it: give the address of the worker")
 		return
 	}
 	if len(s.fleet.Workers()) >= maxRegistered {
-		c.String(http.StatusServiceUnavailable, "there are %d workers: no more can be added", maxRegistered)
+		c.String(http.StatusServiceUnavailable, "there are %d workers, which is the maximum", maxRegistered)
 		return
 	}
 	id, err := s.fleet.Add(c.Request.Context(), url, key)
@@ -99,8 +98,8 @@ func (s *Service) addURL(c *gin.Context) {
 	}
 }
 
-// removeURL takes out the worker at a URL that a client has added or registered. One
-// that is not there counts as removed.
+// removeURL removes the worker at a URL that a client has added or registered. An unknown
+// one counts as removed.
 func (s *Service) removeURL(c *gin.Context) {
 	url, ok := namedURL(c)
 	if !ok {
@@ -110,7 +109,7 @@ func (s *Service) removeURL(c *gin.Context) {
 	defer s.changing.Unlock()
 	id, found := s.fleet.Remove(url)
 	if found {
-		s.reserved.ReleaseWorker(id)
+		s.reserved.releaseWorker(id)
 	}
 	for _, id := range s.registeredBy(url) {
 		s.unregister(id)
@@ -126,9 +125,7 @@ func (s *Service) removeURL(c *gin.Context) {
 
 // registeredBy returns the ids of the workers that are registered with a URL.
 func (s *Service) registeredBy(url string) (ids []uint64) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for id, w := range s.registered {
+	for id, w := range s.partitions.list() {
 		if given, err := kv.ParseURL(Given(w.spec.Endpoint, "")); err == nil && given == url {
 			ids = append(ids, id)
 		}
@@ -136,11 +133,9 @@ func (s *Service) registeredBy(url string) (ids []uint64) {
 	return ids
 }
 
-// unregister takes a registered worker out; s.changing is held.
+// unregister removes a registered worker; s.changing is held.
 func (s *Service) unregister(id uint64) {
 	s.fleet.Unregister(id)
-	s.mu.Lock()
-	delete(s.registered, id)
-	s.mu.Unlock()
-	s.reserved.ReleaseWorker(id)
+	s.partitions.remove(id)
+	s.reserved.releaseWorker(id)
 }

@@ -5,8 +5,8 @@ import (
 	"slices"
 )
 
-// mmInfo tells of one block which images or other media are in it, as Dynamo's
-// BlockExtraInfo; where in the block (offsets) enters no hash.
+// mmInfo lists the images and other media in a block, like Dynamo's BlockExtraInfo. Their
+// offsets in the block enter no hash.
 type mmInfo struct {
 	Objects *[]mmObject `json:"mm_objects"`
 }
@@ -15,8 +15,8 @@ type mmObject struct {
 	Hash *uint64 `json:"mm_hash"`
 }
 
-// mediaWords turns block_mm_infos into what router.Request.Media takes: sorted, as in
-// Dynamo, which knows no order among the items of a block. Nil for none.
+// mediaWords converts block_mm_infos to router.Request.Media: sorted, as Dynamo has no
+// order among the items of a block. Nil for none.
 func mediaWords(infos []*mmInfo) ([][]uint64, error) {
 	if len(infos) == 0 {
 		return nil, nil

@@ -115,7 +115,7 @@ func FuzzPromptQuery(f *testing.F) {
 			t.Error(err)
 		}
 		for worker := range uint64(2) {
-			s.reserved.ReleaseWorker(worker)
+			s.reserved.releaseWorker(worker)
 		}
 		if n := routertest.InFlight(rt); n != 0 {
 			t.Errorf("%d in flight in the end", n)

@@ -3,38 +3,13 @@ package selection
 import (
 	"errors"
 	"net/http"
-	"slices"
 
 	"github.com/gin-gonic/gin"
 
-	"kvrouter/internal/events"
-	"kvrouter/internal/kv"
 	"kvrouter/internal/replica"
 )
 
-// PartitionOf returns the model and the routing group of a worker.
-func (s *Service) PartitionOf(worker uint64) (model, group string) {
-	s.mu.Lock()
-	w, registered := s.registered[worker]
-	s.mu.Unlock()
-	if registered {
-		of := w.partition()
-		return of.Model, of.Group
-	}
-	model = s.ownModel()
-	s.models.For(worker).Router.Has(func(t *kv.Target) bool {
-		if t.Key.Worker != worker {
-			return false
-		}
-		if len(t.Models) > 0 && !slices.Contains(t.Models, model) { // an attached one may have another name
-			model = t.Models[0]
-		}
-		return true
-	})
-	return model, events.DefaultGroup
-}
-
-// peerEndpoint reads the endpoint that a request names; not ok: it has been answered.
+// peerEndpoint reads the endpoint in a request. Not ok: an error response was sent.
 func (s *Service) peerEndpoint(c *gin.Context) (endpoint string, ok bool) {
 	var query struct {
 		Endpoint *string `json:"endpoint"`
@@ -45,7 +20,7 @@ func (s *Service) peerEndpoint(c *gin.Context) (endpoint string, ok bool) {
 	switch {
 	case query.Endpoint == nil:
 		plainError(c, http.StatusUnprocessableEntity, "bad body: endpoint is missing")
-	case s.Mesh == nil:
+	case s.mesh == nil:
 		plainError(c, http.StatusConflict, "replica sync is disabled")
 	default:
 		return *query.Endpoint, true
@@ -53,13 +28,13 @@ func (s *Service) peerEndpoint(c *gin.Context) (endpoint string, ok bool) {
 	return "", false
 }
 
-// registerPeer has another router followed.
+// registerPeer adds a peer router.
 func (s *Service) registerPeer(c *gin.Context) {
 	endpoint, ok := s.peerEndpoint(c)
 	if !ok {
 		return
 	}
-	switch added, err := s.Mesh.RegisterPeer(endpoint); {
+	switch added, err := s.mesh.RegisterPeer(endpoint); {
 	case errors.Is(err, replica.ErrTooManyPeers):
 		plainError(c, http.StatusServiceUnavailable, err.Error())
 	case err != nil:
@@ -71,13 +46,13 @@ func (s *Service) registerPeer(c *gin.Context) {
 	}
 }
 
-// deregisterPeer has another router followed no more.
+// deregisterPeer removes a peer router.
 func (s *Service) deregisterPeer(c *gin.Context) {
 	endpoint, ok := s.peerEndpoint(c)
 	if !ok {
 		return
 	}
-	switch removed, err := s.Mesh.DeregisterPeer(endpoint); {
+	switch removed, err := s.mesh.DeregisterPeer(endpoint); {
 	case err != nil:
 		plainError(c, http.StatusBadRequest, err.Error())
 	case removed:
@@ -87,11 +62,11 @@ func (s *Service) deregisterPeer(c *gin.Context) {
 	}
 }
 
-// listPeers lists the endpoints of the other routers.
+// listPeers lists the endpoints of the peer routers.
 func (s *Service) listPeers(c *gin.Context) {
 	peers := []string{}
-	if s.Mesh != nil {
-		peers = s.Mesh.Peers()
+	if s.mesh != nil {
+		peers = s.mesh.Peers()
 	}
 	c.JSON(http.StatusOK, peers)
 }

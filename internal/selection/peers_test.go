@@ -16,9 +16,9 @@ import (
 // peersPort returns a router port with that mesh; a body goes with POST, none with GET.
 func peersPort(t *testing.T, mesh *replica.Mesh) (ask func(path, body string) (int, string)) {
 	t.Helper()
-	s := New(Settings{}, routertest.Models(routertest.NewTestRouter(t, "round-robin", 0)), nil, slog.New(slog.DiscardHandler))
-	s.Mesh = mesh
-	handler := s.Handler()
+	deps := testDeps(routertest.NewTestRouter(t, "round-robin", 0), nil)
+	deps.Mesh = mesh
+	handler := New(Settings{}, deps).Handler()
 	return func(path, body string) (int, string) {
 		method := http.MethodPost
 		if body == "" {

@@ -12,97 +12,97 @@ import (
 	"kvrouter/internal/router"
 )
 
-// Bounds of what clients of the router port may leave behind.
+// Limits on the state that clients of the router port may leave behind.
 const (
 	maxReservations     = 1 << 20
 	maxReservationID    = 1024    // bytes
-	maxPending          = 4096    // selections that wait to be reserved, the oldest go first
-	maxPendingBlocks    = 1 << 24 // of their prompts together
+	maxPending          = 4096    // selections not reserved yet; the oldest are evicted
+	maxPendingBlocks    = 1 << 24 // of all their prompts
 	pendingFor          = 120 * time.Second
 	firstReservationsGC = 1024
 )
 
-// errTooMany is the answer once maxReservations are held.
-var errTooMany = fmt.Errorf("more than %d reservations are held: free those whose requests have ended", maxReservations)
+// errTooMany is returned once there are maxReservations.
+var errTooMany = fmt.Errorf("there are %d reservations, which is the maximum: free those whose requests have ended", maxReservations)
 
-// errLongID is the answer to an id longer than maxReservationID.
+// errLongID is returned for an id longer than maxReservationID.
 var errLongID = fmt.Errorf("selection_id is longer than %d bytes", maxReservationID)
 
-// errReserved is the answer for an id that is in use.
+// errReserved is returned for an id that is in use.
 type errReserved string
 
 func (id errReserved) Error() string {
 	return fmt.Sprintf("selection %s is already reserved or being reserved", string(id))
 }
 
-// reservations are the bookings that clients of the router port hold, by the
-// ids that they gave them. An id is claimed before its booking is made, so that
-// two requests cannot book under one. It is safe for concurrent use.
+// reservations are the bookings of clients of the router port, by the ids that the
+// clients gave. An id is claimed before its booking is made, so that two requests cannot
+// use the same one. It is safe for concurrent use.
 type reservations struct {
-	mu      sync.Mutex
-	held    map[string]*router.Booking // nil: claimed
-	cleanAt int                        // size at which expired ones are looked for
+	mu      sync.Mutex                 // guards the rest
+	byID    map[string]*router.Booking // nil: claimed
+	cleanAt int                        // size at which expired ones are removed
 }
 
-// NewReservations returns an empty table of reservations.
-func NewReservations() *reservations {
-	return &reservations{held: map[string]*router.Booking{}, cleanAt: firstReservationsGC}
+// newReservations returns an empty table of reservations.
+func newReservations() *reservations {
+	return &reservations{byID: map[string]*router.Booking{}, cleanAt: firstReservationsGC}
 }
 
-// claim takes an id for a booking that is about to be made; install or release
-// must follow.
+// claim reserves an id for a booking that is about to be made; install or release must
+// follow.
 func (r *reservations) claim(id string) error {
 	if len(id) > maxReservationID {
 		return errLongID
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if booking, found := r.held[id]; found && (booking == nil || !booking.Ended()) {
+	if booking, found := r.byID[id]; found && (booking == nil || !booking.Ended()) {
 		return errReserved(id)
 	}
-	if len(r.held) >= r.cleanAt {
-		for old, booking := range r.held {
+	if len(r.byID) >= r.cleanAt {
+		for old, booking := range r.byID {
 			if booking != nil && booking.Ended() {
-				delete(r.held, old)
+				delete(r.byID, old)
 			}
 		}
-		if len(r.held) >= maxReservations {
+		if len(r.byID) >= maxReservations {
 			return errTooMany
 		}
-		r.cleanAt = min(max(firstReservationsGC, 2*len(r.held)), maxReservations)
+		r.cleanAt = min(max(firstReservationsGC, 2*len(r.byID)), maxReservations)
 	}
-	r.held[id] = nil
+	r.byID[id] = nil
 	return nil
 }
 
-// Install completes a claim.
-func (r *reservations) Install(id string, booking *router.Booking) {
+// install completes a claim.
+func (r *reservations) install(id string, booking *router.Booking) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.held[id] = booking
+	r.byID[id] = booking
 }
 
-// release gives up a claim, or forgets a booking.
+// release removes a claim or a booking.
 func (r *reservations) release(id string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	delete(r.held, id)
+	delete(r.byID, id)
 }
 
-// get returns the booking under an id; nil: there is none, it is still being
-// made, or it has expired.
+// get returns the booking of an id; nil: there is none, it is still being made, or it has
+// expired.
 func (r *reservations) get(id string) *router.Booking {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	booking := r.held[id]
+	booking := r.byID[id]
 	if booking != nil && booking.Ended() {
-		delete(r.held, id)
+		delete(r.byID, id)
 		return nil
 	}
 	return booking
 }
 
-// take is get, and forgets the booking.
+// take is get, and removes the booking.
 func (r *reservations) take(id string) *router.Booking {
 	booking := r.get(id)
 	if booking != nil {
@@ -111,19 +111,19 @@ func (r *reservations) take(id string) *router.Booking {
 	return booking
 }
 
-// ReleaseWorker ends every booking on a worker that has been taken out.
-func (r *reservations) ReleaseWorker(worker uint64) {
+// releaseWorker ends every reservation on a worker that has been removed.
+func (r *reservations) releaseWorker(worker uint64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for id, booking := range r.held {
+	for id, booking := range r.byID {
 		if booking != nil && booking.Worker().Worker == worker {
 			booking.End()
-			delete(r.held, id)
+			delete(r.byID, id)
 		}
 	}
 }
 
-// pendingSelection is a choice that may still be reserved.
+// pendingSelection is a selection that can still be reserved.
 type pendingSelection struct {
 	key     pendingKey
 	at      time.Time
@@ -136,12 +136,12 @@ type pendingKey struct {
 	id string
 }
 
-// pendingSelections keeps choices for a while by their ids. It is safe for
+// pendingSelections keeps selections for pendingFor by their ids. It is safe for
 // concurrent use.
 type pendingSelections struct {
 	now func() time.Time
 
-	mu     sync.Mutex
+	mu     sync.Mutex // guards the rest
 	byKey  map[pendingKey]*list.Element
 	order  *list.List // of pendingSelection, the oldest first
 	blocks int        // of all prompts
@@ -151,7 +151,7 @@ func newPendingSelections() *pendingSelections {
 	return &pendingSelections{now: time.Now, byKey: map[pendingKey]*list.Element{}, order: list.New()}
 }
 
-// put keeps a choice in place of an earlier one of the same id.
+// put stores a selection in place of an earlier one of the same id.
 func (p *pendingSelections) put(s pendingSelection) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -168,7 +168,7 @@ func (p *pendingSelections) put(s pendingSelection) {
 	p.byKey[s.key] = p.order.PushBack(s)
 }
 
-// get returns the choice of that id.
+// get returns the selection of an id.
 func (p *pendingSelections) get(key pendingKey) (s pendingSelection, ok bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -180,7 +180,7 @@ func (p *pendingSelections) get(key pendingKey) (s pendingSelection, ok bool) {
 	return s, p.now().Sub(s.at) <= pendingFor
 }
 
-// drop forgets the choice of that id.
+// drop removes the selection of an id.
 func (p *pendingSelections) drop(key pendingKey) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -194,7 +194,7 @@ func (p *pendingSelections) remove(key pendingKey) {
 	}
 }
 
-// errNoPending is the answer to a reservation of a choice that is not kept.
+// errNoPending is returned for a reservation of a selection that is not kept.
 func errNoPending(key pendingKey) error {
 	return errors.New("no pending selection " + key.id + " for " + key.of.String() + " (expired, already used, or never selected)")
 }

@@ -3,18 +3,21 @@ package selection
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"testing"
 	"time"
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/policytest"
 	"kvrouter/internal/testkit/routertest"
 )
 
 func TestReservationIDsAreUsedOnceAtATime(t *testing.T) {
-	r := NewReservations()
+	r := newReservations()
 	rt := routertest.NewTestRouter(t, "kv", 0)
 	rt.Up(kv.Target{Key: kv.WorkerKey{Worker: 1}})
 	book := func(id string) *router.Booking {
@@ -32,7 +35,7 @@ func TestReservationIDsAreUsedOnceAtATime(t *testing.T) {
 		t.Errorf("claimed twice: %v", err)
 	}
 	booking := book("a")
-	r.Install("a", booking)
+	r.install("a", booking)
 	if err := r.claim("a"); !errors.As(err, &taken) || r.get("a") != booking {
 		t.Errorf("claimed while booked: %v", err)
 	}
@@ -51,11 +54,11 @@ func TestReservationIDsAreUsedOnceAtATime(t *testing.T) {
 			t.Fatal(err)
 		}
 		booking := book(id)
-		r.Install(id, booking)
+		r.install(id, booking)
 		booking.End()
 	}
-	if len(r.held) > firstReservationsGC {
-		t.Errorf("%d ended reservations are held", len(r.held))
+	if len(r.byID) > firstReservationsGC {
+		t.Errorf("%d ended reservations are kept", len(r.byID))
 	}
 }
 
@@ -105,5 +108,21 @@ func TestPendingSelectionsAreBoundedAndExpire(t *testing.T) {
 	p.drop(key("next"))
 	if has("next") || p.order.Len() != len(p.byKey) {
 		t.Error("dropped, but kept")
+	}
+}
+
+// TestReservationsEndWithTheirWorker: the policy learns that nobody served them.
+func TestReservationsEndWithTheirWorker(t *testing.T) {
+	rt := routertest.NewTestRouter(t, "round-robin", 1)
+	rule := new(policytest.Clerk)
+	rt.Policy = rule
+	r := newReservations()
+	r.install("a", routertest.MustRoute(t, rt, router.Request{ID: "a"}).Booking)
+	r.releaseWorker(0)
+	if got := rule.Endings(); !slices.Equal(got, []policytest.ToldEnding{{Ending: policy.Abandoned, TokensOut: 0}}) {
+		t.Errorf("endings %v", got)
+	}
+	if r.get("a") != nil {
+		t.Error("the reservation is kept")
 	}
 }

@@ -37,7 +37,7 @@ type workerQuery struct {
 	DPRank   uint32 `json:"dp_rank"`
 }
 
-// overrideQuery is Override as the routes take it.
+// overrideQuery is the JSON form of policy.Override.
 type overrideQuery struct {
 	OverlapScoreWeight *float64 `json:"overlap_score_weight"`
 	OverlapScoreCredit *float64 `json:"overlap_score_credit"`
@@ -47,7 +47,7 @@ type overrideQuery struct {
 	TrackPrefillTokens *bool    `json:"track_prefill_tokens"`
 }
 
-// errOverride names a setting whose value cannot be.
+// errOverride names a setting with an invalid value.
 type errOverride struct{ name string }
 
 func (e errOverride) Error() string {
@@ -73,7 +73,7 @@ func (o *overrideQuery) override() (*policy.Override, error) {
 	return &converted, nil
 }
 
-// request checks the query and turns it into the router's form.
+// request validates the query and converts it to a router.Request.
 func (q selectQuery) request() (router.Request, error) {
 	request, err := q.promptQuery.request()
 	if err == nil {
@@ -96,8 +96,8 @@ func (q selectQuery) request() (router.Request, error) {
 	return request, nil
 }
 
-// selectAnswer is the choice of a worker; the fields before ModelName are there
-// only for some requests.
+// selectAnswer is a selected worker; the fields before ModelName are only in some
+// responses.
 type selectAnswer struct {
 	SelectionID    string   `json:"selection_id,omitempty"`
 	SequenceHashes *[]int64 `json:"sequence_hashes,omitempty"` // of a booked prompt
@@ -115,8 +115,8 @@ type selectAnswer struct {
 	PotentialDecodeBlocks  int           `json:"potential_decode_blocks"`
 }
 
-// overlapAnswer is what the chosen worker holds of the prompt, in tokens; DP has
-// all its ranks, the others the rank that holds most.
+// overlapAnswer has the cached prompt tokens of the selected worker: DP of all its ranks,
+// the others of its best rank.
 type overlapAnswer struct {
 	LongestMatched int            `json:"longest_matched"`
 	GPU            int            `json:"gpu"`
@@ -147,18 +147,18 @@ func (s *Service) selectAnswer(of events.Partition, id string, request router.Re
 	}
 }
 
-// modelOf is the model that a request of the partition gets on a target.
+// modelOf returns the model that serves a request of the partition on a target.
 func (s *Service) modelOf(of events.Partition, t kv.Target) string {
 	if of.Model == "" && len(t.Models) > 0 {
 		return t.Models[0]
 	}
 	if of.Model == "" {
-		return s.ownModel()
+		return s.partitions.model
 	}
 	return of.Model
 }
 
-// queryError answers a query that makes no sense.
+// queryError responds to an invalid query.
 func queryError(c *gin.Context, err error) {
 	status := http.StatusBadRequest
 	if errors.As(err, &errOverride{}) {
@@ -167,7 +167,7 @@ func queryError(c *gin.Context, err error) {
 	plainError(c, status, err.Error())
 }
 
-// selecting reads a request for a worker; not ok: it has been answered.
+// selecting reads a request for a worker. Not ok: an error response was sent.
 func (s *Service) selecting(c *gin.Context) (query selectQuery, request router.Request, ok bool) {
 	if !body(c, &query) {
 		return query, request, false
@@ -180,8 +180,8 @@ func (s *Service) selecting(c *gin.Context) (query selectQuery, request router.R
 	return query, s.within(request, query.partition()), true
 }
 
-// selectWorker chooses a worker and changes nothing. A choice with an id may be
-// reserved afterwards without saying the prompt again.
+// selectWorker selects a worker and reserves nothing. A selection with an id can be
+// reserved later without repeating the prompt.
 func (s *Service) selectWorker(c *gin.Context) {
 	query, request, ok := s.selecting(c)
 	if !ok {
@@ -193,7 +193,7 @@ func (s *Service) selectWorker(c *gin.Context) {
 	}
 	of := query.partition()
 	request.QueryOnly = true
-	if query.SelectionID != "" && request.Tokens != nil { // hashed once for both calls, and smaller to keep
+	if query.SelectionID != "" && request.Tokens != nil { // hashed once for both calls, and smaller than tokens
 		request.Local = request.Hashes(nil, s.router(of).BlockSize())
 		request.NumTokens, request.Tokens, request.Media = len(request.Tokens), nil, nil
 	}
@@ -211,7 +211,7 @@ func (s *Service) selectWorker(c *gin.Context) {
 	c.JSON(http.StatusOK, s.selectAnswer(of, query.SelectionID, request, decision))
 }
 
-// selectAndReserve chooses a worker and books the request on it, in one step.
+// selectAndReserve selects a worker and books the request on it in one step.
 func (s *Service) selectAndReserve(c *gin.Context) {
 	query, request, ok := s.selecting(c)
 	if !ok {
@@ -239,15 +239,15 @@ func (s *Service) selectAndReserve(c *gin.Context) {
 	c.JSON(http.StatusOK, answer)
 }
 
-// routeReserved routes a request and keeps its booking under the id; not ok: it
-// has been answered.
+// routeReserved routes a request and stores its booking under the id. Not ok: an error
+// response was sent.
 func (s *Service) routeReserved(c *gin.Context, of events.Partition, id string, request router.Request) (router.Decision, bool) {
 	if !s.claimed(c, id) {
 		return router.Decision{}, false
 	}
 	request.ID = id
 	decision, err := s.router(of).Route(c.Request.Context(), request)
-	if err == nil && c.Request.Context().Err() != nil { // nobody is left to release it
+	if err == nil && c.Request.Context().Err() != nil { // the client that would release it is gone
 		decision.Booking.End()
 		err = c.Request.Context().Err()
 	}
@@ -256,11 +256,11 @@ func (s *Service) routeReserved(c *gin.Context, of events.Partition, id string, 
 		s.routingError(c, of, err)
 		return router.Decision{}, false
 	}
-	s.reserved.Install(id, decision.Booking)
+	s.reserved.install(id, decision.Booking)
 	return decision, true
 }
 
-// claimed claims an id; not ok: it is not free, which has been answered.
+// claimed claims an id. Not ok: it is taken, and an error response was sent.
 func (s *Service) claimed(c *gin.Context, id string) bool {
 	err := s.reserved.claim(id)
 	switch {
@@ -276,8 +276,8 @@ func (s *Service) claimed(c *gin.Context, id string) bool {
 	return false
 }
 
-// reserveQuery asks for a booking: of what /select chose under the id, or, with
-// worker_id, of a prompt on that worker.
+// reserveQuery asks for a booking: of the selection with that id, or, with worker_id, of
+// a prompt on that worker.
 type reserveQuery struct {
 	promptQuery
 	SelectionID     string         `json:"selection_id"`
@@ -289,9 +289,8 @@ type reserveQuery struct {
 	TrackPrefill    *bool          `json:"track_prefill_tokens"`
 }
 
-// request checks the query and turns it into the router's form. How much of the
-// prompt is to be computed is as the client says; if it does not, none of it
-// counts.
+// request validates the query and converts it to a router.Request. The client gives the
+// number of prompt tokens to compute; by default none count.
 func (q reserveQuery) request() (router.Request, error) {
 	request, err := selectQuery{promptQuery: q.promptQuery, Override: q.Override, ExpectedOutput: q.ExpectedOutput}.request()
 	if err != nil {
@@ -312,7 +311,7 @@ func (q reserveQuery) request() (router.Request, error) {
 	return request, nil
 }
 
-// reserve books without choosing.
+// reserve books a request without a selection.
 func (s *Service) reserve(c *gin.Context) {
 	var query reserveQuery
 	if !body(c, &query) {
@@ -366,7 +365,7 @@ func (s *Service) reserve(c *gin.Context) {
 		s.routingError(c, of, err)
 		return
 	}
-	s.reserved.Install(query.SelectionID, booking)
+	s.reserved.install(query.SelectionID, booking)
 	s.pending.drop(pending)
 	c.JSON(http.StatusCreated, gin.H{
 		"selection_id": query.SelectionID, "model_name": s.modelOf(of, targets[at]), "routing_group": of.Group,
@@ -374,15 +373,15 @@ func (s *Service) reserve(c *gin.Context) {
 	})
 }
 
-// booking finds the booking that a request is about; nil: there is none, which
-// has been answered. Where another router has made it, that is told the change of
-// that kind; empty: it cannot be.
+// booking returns the booking of a request. Nil: there is none, and a response was sent:
+// a booking of a peer router is changed there if kind, the kind of the change, is not
+// empty.
 func (s *Service) booking(c *gin.Context, find func(id string) *router.Booking, kind string) *router.Booking {
 	id := c.Param("id")
 	booking := find(id)
 	switch {
 	case booking != nil:
-	case kind != "" && s.Mesh != nil && s.Mesh.Pass(kind, id):
+	case kind != "" && s.mesh != nil && s.mesh.Pass(kind, id):
 		statusOK(c)
 	default:
 		plainError(c, http.StatusNotFound, fmt.Sprintf("reservation %s not found", id))
@@ -421,7 +420,7 @@ func (s *Service) free(c *gin.Context) {
 	}
 }
 
-// workerLoads is what a worker rank has to do.
+// workerLoads is the load of a worker rank.
 type workerLoads struct {
 	WorkerID               uint64 `json:"worker_id"`
 	DPRank                 uint32 `json:"dp_rank"`
@@ -434,8 +433,8 @@ func loadAnswer(l router.WorkerLoad) workerLoads {
 	return workerLoads{l.Key.Worker, l.Key.Rank, l.PotentialPrefillTokens, l.PotentialDecodeBlocks, l.ActiveRequests}
 }
 
-// loads shows the load of every worker by partition. The queue is one for all of a
-// model; each shows the whole of it.
+// loads returns the load of every worker by partition. All partitions of a model share
+// its queue; each shows the whole queue.
 func (s *Service) loads(c *gin.Context) {
 	of := map[uint64]events.Partition{}
 	order := []events.Partition{}
@@ -463,7 +462,7 @@ func (s *Service) loads(c *gin.Context) {
 	c.JSON(http.StatusOK, answer)
 }
 
-// potentialLoads shows what every worker would have to do with a prompt.
+// potentialLoads returns the load that every worker would have with a prompt.
 func (s *Service) potentialLoads(c *gin.Context) {
 	query, request, ok := s.selecting(c)
 	if !ok {
@@ -485,7 +484,7 @@ func (s *Service) potential(of events.Partition, request router.Request) []worke
 	return loads
 }
 
-// routeQuery is a request of KvRouter's own contract, by method.
+// routeQuery is a request to /route, KvRouter's own contract.
 type routeQuery struct {
 	selectQuery
 	Method    string   `json:"method"`
@@ -493,9 +492,9 @@ type routeQuery struct {
 	Tokens    []uint32 `json:"tokens"`
 }
 
-// route serves the contract of KvRouter: new chooses and books, mark_prefill and
-// mark_free tell how far the request is. The request's id is request_id, else
-// the header X-Request-Id; a new request without one is given one.
+// route serves KvRouter's contract: new selects and books a worker, mark_prefill and
+// mark_free report the progress of the request. Its id is request_id, else the header
+// X-Request-Id, else a random one for a new request.
 func (s *Service) route(c *gin.Context) {
 	var query routeQuery
 	if !body(c, &query) {
@@ -530,13 +529,13 @@ func (s *Service) route(c *gin.Context) {
 			booking.FirstToken()
 		}
 		c.JSON(http.StatusOK, gin.H{"method": "prefill_marked", "success": booking != nil})
-	case "mark_free": // of what is free already, too
+	case "mark_free": // succeeds for a request that is already free
 		if booking := s.reserved.take(id); booking != nil {
 			booking.Free()
 		}
 		c.JSON(http.StatusOK, gin.H{"method": "free_marked", "success": true})
 	default:
-		plainError(c, http.StatusBadRequest, fmt.Sprintf("unknown method %q: it is new, mark_prefill, mark_free or potential_loads", query.Method))
+		plainError(c, http.StatusBadRequest, fmt.Sprintf("unknown method %q: use new, mark_prefill, mark_free or potential_loads", query.Method))
 	}
 }
 
@@ -552,7 +551,7 @@ func (s *Service) routeNew(c *gin.Context, of events.Partition, id string, reque
 	}
 }
 
-// events answers another router that has missed events of a worker.
+// events returns KV events of a worker to a peer router that has missed them.
 func (s *Service) events(c *gin.Context) {
 	var worker, rank, start, end, check *uint64
 	for _, parameter := range []struct {
@@ -585,10 +584,10 @@ func (s *Service) events(c *gin.Context) {
 	key.Worker = *worker
 	log := s.history(key)
 	if log == nil {
-		plainError(c, http.StatusNotFound, fmt.Sprintf("no KV events of worker %d rank %d are followed here", key.Worker, key.Rank))
+		plainError(c, http.StatusNotFound, fmt.Sprintf("this router does not follow KV events of worker %d rank %d", key.Worker, key.Rank))
 		return
 	}
-	s.writeDump(c, func(to io.Writer) error { // it may be all blocks
+	s.writeDump(c, func(to io.Writer) error { // the response may have all blocks
 		answer := log.Query(start, end, check)
 		answer.BlockSize = s.models.For(key.Worker).Router.BlockSize()
 		return answer.Write(to)

@@ -1,6 +1,6 @@
-// Package selection serves the router port. Clients of this port get the routing
-// decision and forward the request themselves. The routes and names are those of
-// Dynamo's standalone selection service.
+// Package selection serves the router port, whose clients ask for a routing decision and
+// forward the request themselves. Its routes and names are those of Dynamo's standalone
+// selection service.
 package selection
 
 import (
@@ -10,6 +10,7 @@ import (
 	"io"
 	"log/slog"
 	"net/http"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -32,53 +33,57 @@ const SelectionBodyLimit = 8 << 20
 
 // Bounds of dumps, each of which takes about 60 bytes a block.
 const (
-	dumpTime = 5 * time.Minute  // longest that a client may take for one
-	maxDumps = 2                // that are written at a time
-	dumpWait = 10 * time.Second // longest that a further one waits for its turn
+	dumpTime = 5 * time.Minute  // maximum time for a client to read one
+	maxDumps = 2                // written at the same time
+	dumpWait = 10 * time.Second // maximum time that a further one waits
 )
 
-// Service is the router port: the routing decision without the proxy, in the
-// routes and names of Dynamo's standalone selection service.
+// Service is the router port.
 type Service struct {
-	settings Settings
-	models   *models.Set
-	fleet    *workers.Fleet
-	log      *slog.Logger
+	settings   Settings
+	models     *models.Set
+	fleet      *workers.Fleet
+	partitions *Partitions
+	mesh       *replica.Mesh // with peer routers; nil: --replica-sync is off
+	log        *slog.Logger
 
-	Mesh *replica.Mesh // with other routers; nil: none. Set it before Handler's first request
-
-	history func(kv.WorkerKey) *events.Log // of a rank's KV events; nil: they are not followed
+	history func(kv.WorkerKey) *events.Log // of a rank's KV events; nil result: they are not followed
 
 	reserved  *reservations
 	pending   *pendingSelections
 	decisions openDecisions
-	dumps     chan struct{} // holds a token for each dump that is being written
+	dumps     chan struct{} // has a token for each dump that is being written
 	draining  atomic.Bool
 
-	changing   sync.Mutex // held while a worker is changed
-	mu         sync.Mutex // guards all below
-	registered map[uint64]registeredWorker
-	recovered  map[uint64]events.Partition // of workers in a peer's dump
+	changing sync.Mutex // held while a worker is registered, changed or removed
 }
 
 // Settings are the settings of the router port.
 type Settings struct {
-	Host               string   // address that it listens on; empty: not known
-	APIKey             []string // bearer keys that it asks for; none: no key
-	ServedModelName    string   // empty: what the workers say
+	Host               string   // address of the port; empty: unknown
+	APIKey             []string // accepted bearer keys; none: no key is required
 	BlockSize          int      // tokens
 	KVEvents           bool     // KV events are followed
 	TrackPrefillTokens bool     // --router-track-prefill-tokens
-	CountsPasses       bool     // --router-queue-threshold is set, which counts in passes of a worker
-	Hop                web.Hop  // this router, in the Via of what it sends
+	CountsPasses       bool     // --router-queue-threshold is set, whose unit is a pass of a worker
+	Hop                web.Hop  // identifies this router in the Via header
 }
 
-// New returns the router port over the given models and fleet.
-func New(settings Settings, models *models.Set, fleet *workers.Fleet, log *slog.Logger) *Service {
+// Deps are the parts that the router port serves.
+type Deps struct {
+	Models     *models.Set
+	Fleet      *workers.Fleet
+	Partitions *Partitions
+	Mesh       *replica.Mesh // with peer routers; nil: --replica-sync is off
+	Log        *slog.Logger
+}
+
+// New returns the router port.
+func New(settings Settings, deps Deps) *Service {
 	return &Service{
-		settings: settings, models: models, fleet: fleet, log: log, history: fleet.History,
-		reserved: NewReservations(), pending: newPendingSelections(),
-		decisions: openDecisions{byID: map[string]*openDecision{}}, dumps: make(chan struct{}, maxDumps), registered: map[uint64]registeredWorker{},
+		settings: settings, models: deps.Models, fleet: deps.Fleet, partitions: deps.Partitions, mesh: deps.Mesh, log: deps.Log, history: deps.Fleet.History,
+		reserved: newReservations(), pending: newPendingSelections(),
+		decisions: openDecisions{byID: map[string]*openDecision{}}, dumps: make(chan struct{}, maxDumps),
 	}
 }
 
@@ -118,15 +123,14 @@ func (s *Service) Handler() http.Handler {
 	return engine
 }
 
-// Guards are what a request must pass that changes or tells how is routed: no page
-// of another site sent it, it has one of the keys, if there are any, and its body
-// says that it is JSON. host is the port's address, whose begins the refusal
-// without a key; fail writes refusals.
+// Guards reject requests of other sites' pages, requests without one of the keys (if
+// there are any) and bodies that are not declared as JSON. host is the address of the
+// port, whose begins the error for a missing key, and fail writes errors.
 func Guards(host string, keys []string, whose string, fail func(*gin.Context, int, string)) []gin.HandlerFunc {
 	return []gin.HandlerFunc{web.OwnPages(host, len(keys) > 0, fail), web.RequireKey(keys, whose, fail), web.WantJSON(fail)}
 }
 
-// Drain makes /ready fail, so that balancers in front send no more requests.
+// Drain makes /ready fail, so that load balancers send no new requests.
 func (s *Service) Drain() { s.draining.Store(true) }
 
 // plainError answers with the error shape of the router port.
@@ -136,7 +140,7 @@ func plainError(c *gin.Context, status int, message string) {
 
 func statusOK(c *gin.Context) { c.JSON(http.StatusOK, gin.H{"status": "ok"}) }
 
-// routingError answers a request that the Router has refused.
+// routingError responds to a request that the Router has rejected.
 func (s *Service) routingError(c *gin.Context, of events.Partition, err error) {
 	var reserved errReserved
 	switch {
@@ -157,7 +161,7 @@ func (s *Service) routingError(c *gin.Context, of events.Partition, err error) {
 
 func noSchedulable(of events.Partition) string { return "no schedulable workers for " + of.String() }
 
-// body reads a request's JSON into query. Not ok: it has been answered.
+// body decodes the JSON body of a request into query. Not ok: an error response was sent.
 func body(c *gin.Context, query any) (ok bool) {
 	text, err := io.ReadAll(http.MaxBytesReader(c.Writer, c.Request.Body, SelectionBodyLimit))
 	var tooLarge *http.MaxBytesError
@@ -179,7 +183,7 @@ func body(c *gin.Context, query any) (ok bool) {
 	return false
 }
 
-// fieldError names the field of a body that has the wrong type, if that is err.
+// fieldError names the field of a wrong type if that is the cause of err.
 func fieldError(err error) error {
 	var wrongType *json.UnmarshalTypeError
 	if !errors.As(err, &wrongType) {
@@ -192,23 +196,22 @@ func fieldError(err error) error {
 	return fmt.Errorf("%s cannot be a JSON %s", field, wrongType.Value)
 }
 
-// promptQuery is a prompt in one of the forms that the routes take, and whose
-// workers it is for.
+// promptQuery is a prompt, in one of three forms, and the partition that it is for.
 type promptQuery struct {
 	ModelName      string        `json:"model_name"`
 	RoutingGroup   string        `json:"routing_group"`
 	TokenIDs       []uint32      `json:"token_ids"`
 	LocalHashes    []json.Number `json:"local_hashes"` // with num_tokens
 	NumTokens      *int          `json:"num_tokens"`
-	BlockHashes    []json.Number `json:"block_hashes"` // the same, with sequence_hashes and isl_tokens
+	BlockHashes    []json.Number `json:"block_hashes"` // alternatively, with sequence_hashes and isl_tokens
 	SequenceHashes []json.Number `json:"sequence_hashes"`
 	ISLTokens      *int          `json:"isl_tokens"`
 	LoRA           string        `json:"lora_name"`
 	Salt           string        `json:"cache_salt"`
-	MMInfos        []*mmInfo     `json:"block_mm_infos"` // of token_ids, block by block
+	MMInfos        []*mmInfo     `json:"block_mm_infos"` // of token_ids, one for each block
 }
 
-// request checks the query and turns it into the router's form.
+// request validates the query and converts it to a router.Request.
 func (q promptQuery) request() (router.Request, error) {
 	switch {
 	case q.TokenIDs != nil:
@@ -228,7 +231,7 @@ func (q promptQuery) request() (router.Request, error) {
 	return router.Request{Local: local, NumTokens: *q.NumTokens}, err
 }
 
-// tokensWithin refuses a number of tokens that no prompt and no answer has.
+// tokensWithin rejects a number of tokens above kv.MaxTokens.
 func tokensWithin(field string, n int) error {
 	if n > kv.MaxTokens {
 		return fmt.Errorf("%s is %d: it must be at most %d", field, n, kv.MaxTokens)
@@ -236,7 +239,7 @@ func tokensWithin(field string, n int) error {
 	return nil
 }
 
-// hashedRequest is the form in which a client tells hashes in place of tokens.
+// hashedRequest is request for a prompt given by its hashes.
 func (q promptQuery) hashedRequest() (router.Request, error) {
 	switch {
 	case q.SequenceHashes == nil:
@@ -259,7 +262,7 @@ func (q promptQuery) hashedRequest() (router.Request, error) {
 	return router.Request{Local: local, Sequence: sequence, NumTokens: *q.ISLTokens}, err
 }
 
-// partition is what the query is for.
+// partition returns the partition that the query is for.
 func (q promptQuery) partition() events.Partition {
 	if q.RoutingGroup == "" {
 		return events.Partition{Model: q.ModelName, Group: events.DefaultGroup}
@@ -267,16 +270,7 @@ func (q promptQuery) partition() events.Partition {
 	return events.Partition{Model: q.ModelName, Group: q.RoutingGroup}
 }
 
-// ownModel is the model of workers that name none.
-func (s *Service) ownModel() string {
-	if s.settings.ServedModelName == "" {
-		return events.DefaultModel
-	}
-	return s.settings.ServedModelName
-}
-
-// router decides for the workers of a partition: those of its model, which without a name
-// is the default one.
+// router returns the router of a partition's model; without a name, of the default model.
 func (s *Service) router(of events.Partition) *router.Router {
 	m, _ := s.models.Of(of.Model)
 	return m.Router
@@ -288,22 +282,13 @@ func (s *Service) within(request router.Request, of events.Partition) router.Req
 	if request.LoRA == "" && of.Model != "" {
 		request.LoRA, _ = s.router(of).Adapter(of.Model)
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	groups := of.Group != events.DefaultGroup
-	for _, w := range s.registered {
-		groups = groups || w.partition().Group != events.DefaultGroup
-	}
-	if !groups {
+	if of.Group == events.DefaultGroup && !s.partitions.grouped() {
 		return request
 	}
 	allowed := []uint64{}
 	for _, t := range s.router(of).Targets() {
-		given := request.Allowed == nil
-		for _, id := range request.Allowed {
-			given = given || id == t.Key.Worker
-		}
-		if given && s.groupOf(t.Key.Worker) == of.Group {
+		given := request.Allowed == nil || slices.Contains(request.Allowed, t.Key.Worker)
+		if given && s.partitions.group(t.Key.Worker) == of.Group {
 			allowed = append(allowed, t.Key.Worker)
 		}
 	}
@@ -311,37 +296,25 @@ func (s *Service) within(request router.Request, of events.Partition) router.Req
 	return request
 }
 
-// groupOf returns a worker's routing group; s.mu is held.
-func (s *Service) groupOf(worker uint64) string {
-	if w, ok := s.registered[worker]; ok {
-		return w.partition().Group
-	}
-	return events.DefaultGroup
-}
-
-// schedulable tells whether the partition has a worker that is up.
+// schedulable reports whether the partition has a worker that is up and not cordoned.
 func (s *Service) schedulable(of events.Partition) bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
 	return s.router(of).Has(func(t *kv.Target) bool {
-		return !t.Resting && t.Serves(of.Model) && s.groupOf(t.Key.Worker) == of.Group
+		return !t.Resting && t.Serves(of.Model) && s.partitions.group(t.Key.Worker) == of.Group
 	})
 }
 
-// targets returns the workers of a partition that are up, by key.
+// targets returns the ranks of a partition that are up, sorted by key.
 func (s *Service) targets(of events.Partition) (targets []kv.Target) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
 	for _, t := range s.router(of).Targets() {
-		if t.Serves(of.Model) && s.groupOf(t.Key.Worker) == of.Group {
+		if t.Serves(of.Model) && s.partitions.group(t.Key.Worker) == of.Group {
 			targets = append(targets, t)
 		}
 	}
 	return targets
 }
 
-// prompt reads the prompt that a request is about, of any model and group; not
-// ok: it has been answered.
+// prompt reads the prompt of a request, for any partition. Not ok: an error response was
+// sent.
 func (s *Service) prompt(c *gin.Context) (query promptQuery, request router.Request, ok bool) {
 	if !body(c, &query) {
 		return query, router.Request{}, false
@@ -354,7 +327,7 @@ func (s *Service) prompt(c *gin.Context) (query promptQuery, request router.Requ
 	return query, request, true
 }
 
-// ready tells whether any worker may be routed to.
+// ready reports whether any worker can be routed to.
 func (s *Service) ready(c *gin.Context) {
 	records := s.records(nil)
 	n := 0
@@ -370,9 +343,9 @@ func (s *Service) ready(c *gin.Context) {
 	c.JSON(status, gin.H{"ready": status == http.StatusOK, "schedulable_workers": n, "workers": records})
 }
 
-// findBestWorker chooses a worker for a client that forwards its request
-// itself. Since such a client does not tell when the request ends, nothing is
-// booked; the worker counts as one request longer until it publishes its load.
+// findBestWorker selects a worker for a client that forwards its request itself. Such a
+// client does not report the end of the request, so nothing is reserved; the worker's
+// queue counts as one request longer until it publishes its load.
 func (s *Service) findBestWorker(c *gin.Context) {
 	query, request, ok := s.prompt(c)
 	if !ok {
@@ -387,7 +360,7 @@ func (s *Service) findBestWorker(c *gin.Context) {
 	c.JSON(http.StatusOK, gin.H{"worker_id": decision.Target.Key.Worker, "dp_rank": decision.Target.Key.Rank, "overlap_tokens": decision.OverlapTokens})
 }
 
-// overlapScores tells what each worker holds of a prompt, choosing none.
+// overlapScores returns the cached blocks of a prompt on each worker, without a selection.
 func (s *Service) overlapScores(c *gin.Context) {
 	query, request, ok := s.prompt(c)
 	if !ok {
@@ -400,26 +373,26 @@ func (s *Service) overlapScores(c *gin.Context) {
 		return
 	}
 	overlaps, blocks := s.router(of).Overlaps(request)
-	held := map[kv.WorkerKey]int{}
+	cached := map[kv.WorkerKey]int{}
 	for _, o := range overlaps {
-		held[o.Worker] = o.Blocks
+		cached[o.Worker] = o.Blocks
 	}
 	workers := []gin.H{}
 	for _, t := range targets {
-		workers = append(workers, gin.H{"worker_id": t.Key.Worker, "dp_rank": t.Key.Rank, "device_blocks": held[t.Key]})
+		workers = append(workers, gin.H{"worker_id": t.Key.Worker, "dp_rank": t.Key.Rank, "device_blocks": cached[t.Key]})
 	}
 	c.JSON(http.StatusOK, gin.H{"block_size": s.router(of).BlockSize(), "num_blocks": blocks, "workers": workers})
 }
 
-// dump streams the whole index of the default model as store events from which another
-// router can fill its own.
+// dump streams the index of the default model as store events, from which another router
+// can fill its own.
 func (s *Service) dump(c *gin.Context) {
 	s.writeDump(c, func(to io.Writer) error {
-		return events.WriteDump(to, s.models.Index(), s.models.Default().Router.BlockSize(), s.dumpParts())
+		return events.WriteDump(to, s.models.Index(), s.models.Default().Router.BlockSize(), s.partitions.dumpParts(s.models.Index().Workers()))
 	})
 }
 
-// writeDump answers with what write writes, once it is its turn.
+// writeDump responds with the output of write, at most maxDumps at a time.
 func (s *Service) writeDump(c *gin.Context, write func(to io.Writer) error) {
 	wait := time.NewTimer(dumpWait)
 	defer wait.Stop()
@@ -436,45 +409,11 @@ func (s *Service) writeDump(c *gin.Context, write func(to io.Writer) error) {
 	http.NewResponseController(c.Writer).SetWriteDeadline(time.Now().Add(dumpTime))
 	c.Header("Content-Type", "application/json")
 	if err := write(c.Writer); err != nil {
-		s.log.Debug("dump broken off", "error", err)
+		s.log.Debug("dump interrupted", "error", err)
 	}
 }
 
-// dumpParts sorts what the index knows into partitions.
-func (s *Service) dumpParts() []events.DumpPart {
-	own := events.Partition{Model: s.ownModel(), Group: events.DefaultGroup}
-	parts := []events.DumpPart{{Name: own.DumpName()}}
-	at := map[events.Partition]int{own: 0}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for _, key := range s.models.Index().Workers() {
-		of := own
-		if w, ok := s.registered[key.Worker]; ok {
-			of = w.partition()
-		} else if p, ok := s.recovered[key.Worker]; ok {
-			of = p
-		}
-		if _, known := at[of]; !known {
-			at[of] = len(parts)
-			parts = append(parts, events.DumpPart{Name: of.DumpName()})
-		}
-		part := &parts[at[of]]
-		part.Workers = append(part.Workers, key)
-	}
-	if len(parts) > 1 && len(parts[0].Workers) == 0 {
-		parts = parts[1:]
-	}
-	return parts
-}
-
-// SetRecovered tells which workers a peer's dump has put into the index.
-func (s *Service) SetRecovered(recovered events.Recovered) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.recovered = recovered.Partition
-}
-
-// parseHashes reads hashes that may be written signed or unsigned.
+// parseHashes parses 64-bit hashes, signed or unsigned.
 func parseHashes(field string, numbers []json.Number) ([]uint64, error) {
 	hashes := make([]uint64, len(numbers))
 	for i, number := range numbers {
@@ -487,7 +426,7 @@ func parseHashes(field string, numbers []json.Number) ([]uint64, error) {
 	return hashes, nil
 }
 
-// parseHash reads a 64-bit hash that may be written signed or unsigned.
+// parseHash parses a 64-bit hash, signed or unsigned.
 func parseHash(number json.Number) (uint64, error) {
 	if h, err := strconv.ParseUint(number.String(), 10, 64); err == nil {
 		return h, nil

@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"maps"
 	"math"
 	"net/http"
 	"slices"
@@ -25,31 +24,31 @@ import (
 // Lifecycles of a worker on the router port.
 const (
 	LifecycleSchedulable   = "schedulable"
-	lifecycleIncomplete    = "incomplete"    // registered, but something is missing
-	LifecycleUnschedulable = "unschedulable" // down, or taken out
+	lifecycleIncomplete    = "incomplete"    // registered with required fields missing
+	LifecycleUnschedulable = "unschedulable" // down, cordoned or removed
 )
 
-// Bounds of what clients register.
+// Limits on what clients register.
 const (
-	maxRegistered = 10_000 // workers, incomplete ones too
-	// maxRanks bounds the data-parallel ranks of one worker.
+	maxRegistered = 10_000 // workers, including incomplete ones
+	// maxRanks is the maximum number of data-parallel ranks of one worker.
 	maxRanks = kv.MaxRanks
-	// maxRanksTogether bounds those of all registered workers that have several:
-	// each has a connection for its KV events.
+	// maxRanksTogether is the maximum for all registered workers with several ranks:
+	// each rank has a connection for its KV events.
 	maxRanksTogether = 4096
-	// sparedRanks is how many ranks kv_events_endpoints may name that the worker
-	// does not have, or not yet.
+	// sparedRanks is the number of ranks that kv_events_endpoints may name although the
+	// worker has fewer.
 	sparedRanks = 64
 	maxName     = 256  // of a model, a group, a host or the endpoint of a rank, bytes
 	maxKey      = 4096 // of a worker, bytes
 )
 
-// workerSpec is what a client says of a worker; what it leaves out is nil.
+// workerSpec is a client's description of a worker; omitted fields are nil.
 type workerSpec struct {
 	ModelName         *string           `json:"model_name,omitempty"`
 	RoutingGroup      *string           `json:"routing_group,omitempty"`
 	Endpoint          *string           `json:"endpoint,omitempty"`
-	KVEventsEndpoint  *string           `json:"kv_events_endpoint,omitempty"` // of the first rank; further ones follow by port
+	KVEventsEndpoint  *string           `json:"kv_events_endpoint,omitempty"` // of the first rank; further ranks have the next ports
 	KVEventsEndpoints map[uint32]string `json:"kv_events_endpoints,omitempty"`
 	ReplayEndpoint    *string           `json:"replay_endpoint,omitempty"` // likewise
 	BlockSize         *int              `json:"block_size,omitempty"`
@@ -64,13 +63,13 @@ type workerSpec struct {
 	APIKey            *kv.Secret        `json:"api_key,omitempty"` // never shown
 }
 
-// shown returns the spec as everybody may see it.
+// shown returns the spec without its secret.
 func (s workerSpec) shown() workerSpec {
 	s.APIKey = nil
 	return s
 }
 
-// check tells what of the spec is larger than can be right.
+// check rejects values of the spec that are out of range.
 func (s workerSpec) check() error {
 	for _, text := range []struct {
 		field, value string
@@ -94,24 +93,24 @@ func (s workerSpec) check() error {
 		}
 	}
 	if start, count := Given(s.StartRank, 0), Given(s.RankCount, 1); count > maxRanks || start > 1<<31 {
-		return fmt.Errorf("data_parallel_size %d from rank %d: a worker has %d ranks at most", count, start, maxRanks)
+		return fmt.Errorf("data_parallel_size %d from rank %d: a worker has at most %d ranks", count, start, maxRanks)
 	}
 	if n, most := len(s.KVEventsEndpoints), max(sparedRanks, int(Given(s.RankCount, 1))); n > most {
-		return fmt.Errorf("kv_events_endpoints names %d ranks: at most %d may be here, or as many as data_parallel_size", n, most)
+		return fmt.Errorf("kv_events_endpoints has %d ranks: the maximum is %d or data_parallel_size", n, most)
 	}
 	for rank, endpoint := range s.KVEventsEndpoints {
 		if len(endpoint) > maxName {
-			return fmt.Errorf("kv_events_endpoints[%d] has %d bytes: at most %d may be", rank, len(endpoint), maxName)
+			return fmt.Errorf("kv_events_endpoints[%d] has %d bytes: the maximum is %d", rank, len(endpoint), maxName)
 		}
 	}
 	return nil
 }
 
-// patched returns the spec with what the patch gives, but for the partition,
-// which does not change.
+// patched returns the spec with the fields of the patch, except for the partition, which
+// does not change.
 func (s workerSpec) patched(patch workerSpec) workerSpec {
 	if Given(patch.Endpoint, "") != Given(s.Endpoint, "") && patch.Endpoint != nil {
-		s.APIKey = nil // it was for the old address
+		s.APIKey = nil // it belongs to the old address
 	}
 	s.APIKey = cmp.Or(patch.APIKey, s.APIKey)
 	s.Endpoint = cmp.Or(patch.Endpoint, s.Endpoint)
@@ -132,7 +131,7 @@ func (s workerSpec) patched(patch workerSpec) workerSpec {
 	return s
 }
 
-// Given returns what p points to, or otherwise where p is nil.
+// Given returns *p, or otherwise if p is nil.
 func Given[T any](p *T, otherwise T) T {
 	if p == nil {
 		return otherwise
@@ -140,11 +139,11 @@ func Given[T any](p *T, otherwise T) T {
 	return *p
 }
 
-// registeredWorker is a worker that a client has made known.
+// registeredWorker is a worker that a client has registered.
 type registeredWorker struct {
 	id   uint64
 	spec workerSpec
-	// missing says why the worker cannot be routed to; none: it is registered
+	// missing has the reasons why the worker cannot be routed to; none: it is registered
 	// with the fleet.
 	missing []string
 }
@@ -153,9 +152,9 @@ func (w registeredWorker) partition() events.Partition {
 	return events.Partition{Model: *w.spec.ModelName, Group: *w.spec.RoutingGroup}
 }
 
-// registration makes of the spec what the fleet takes, or says what is missing. existing
-// is the block size of its model, tokens; 0: it is a new one.
-// An error is a value that cannot be right.
+// registration converts the spec for the fleet, or returns what is missing. existing is
+// the block size of its model in tokens; 0: the model is new. An error is an invalid
+// value.
 func (w registeredWorker) registration(settings Settings, existing int) (r workers.Registration, missing []string, err error) {
 	spec := w.spec
 	if err := spec.check(); err != nil {
@@ -189,7 +188,7 @@ func (w registeredWorker) registration(settings Settings, existing int) (r worke
 			return r, nil, err
 		}
 		switch {
-		case !settings.KVEvents: // nobody listens to them
+		case !settings.KVEvents: // they are not followed
 		case source.Endpoint != "":
 			r.Sources = append(r.Sources, source)
 		default:
@@ -199,7 +198,7 @@ func (w registeredWorker) registration(settings Settings, existing int) (r worke
 	return r, missing, nil
 }
 
-// source is where the KV events of a rank, the nth of its worker, come from.
+// source returns the source of the KV events of a rank, the nth of its worker.
 func (w registeredWorker) source(rank uint32, n int, settings Settings) (events.Source, error) {
 	source := events.Source{Worker: kv.WorkerKey{Worker: w.id, Rank: rank}, BlockSize: settings.BlockSize}
 	for _, end := range []struct {
@@ -234,8 +233,8 @@ func (w registeredWorker) source(rank uint32, n int, settings Settings) (events.
 	return source, nil
 }
 
-// remoteEndpoint checks an endpoint that a client names. It may not name the
-// sockets of this machine's file system.
+// remoteEndpoint parses an endpoint of a client, which must not be a socket in the file
+// system of this machine.
 func remoteEndpoint(value string) (string, error) {
 	if strings.HasPrefix(value, "ipc:") {
 		return "", errors.New("ipc endpoints are for --worker only: give one such as tcp://host:5557")
@@ -243,8 +242,7 @@ func remoteEndpoint(value string) (string, error) {
 	return kv.ParseEndpoint(value)
 }
 
-// portsOn returns a tcp endpoint so many ports further on, as vLLM numbers those
-// of data-parallel ranks.
+// portsOn adds n to the port of a tcp endpoint, as vLLM does for data-parallel ranks.
 func portsOn(endpoint string, n int) (string, error) {
 	at := strings.LastIndexByte(endpoint, ':')
 	if n == 0 || at < 0 {
@@ -252,16 +250,15 @@ func portsOn(endpoint string, n int) (string, error) {
 	}
 	number, err := strconv.Atoi(endpoint[at+1:])
 	if err != nil || number+n > 65535 {
-		return "", fmt.Errorf("%s has no port %d further on, for the rank: give kv_events_endpoints by rank", endpoint, n)
+		return "", fmt.Errorf("%s plus %d, for the rank, is no valid port: give kv_events_endpoints by rank", endpoint, n)
 	}
 	return fmt.Sprintf("%s:%d", endpoint[:at], number+n), nil
 }
 
-// WorkerRecord is a worker as the router port shows it; loads and blocks are
-// those of all its ranks.
+// WorkerRecord is a worker on the router port; loads and blocks are sums over its ranks.
 type WorkerRecord struct {
 	WorkerID uint64 `json:"worker_id"`
-	Name     string `json:"name,omitempty"` // of a discovered one
+	Name     string `json:"name,omitempty"` // of a discovered worker
 	workerSpec
 	Lifecycle     string   `json:"lifecycle"`
 	Reasons       []string `json:"not_schedulable_reasons,omitempty"`
@@ -276,24 +273,23 @@ type WorkerRecord struct {
 	KVCacheUsage  float64  `json:"kv_cache_usage"`
 	Blocks        int      `json:"blocks"`
 
-	Engine kv.Engine `json:"engine"` // as far as known
+	Engine kv.Engine `json:"engine"` // as detected so far
 
 	Failures *failureRecord `json:"failures,omitempty"` // nil: it is not up
 }
 
-// failureRecord is how a worker did lately; of several ranks the one that does
-// worst.
+// failureRecord is the recent health of a worker, of its worst rank.
 type failureRecord struct {
 	State       string     `json:"state"`                   // in, slow_start, held or ejected
 	Reason      string     `json:"reason,omitempty"`        // of ejected
-	Until       *time.Time `json:"ejected_until,omitempty"` // ejected: when one request may go there on trial
+	Until       *time.Time `json:"ejected_until,omitempty"` // ejected: time of the trial request
 	HeldUntil   *time.Time `json:"held_until,omitempty"`
 	Ejections   uint64     `json:"ejections"`
 	Row         int        `json:"consecutive_failures"`
 	SuccessRate float64    `json:"success_rate"` // of the last 10 s, 0 to 1
 }
 
-// failuresOf sums up the records of a worker's ranks; nil: there are none.
+// failuresOf combines the records of a worker's ranks; nil: there are none.
 func failuresOf(worker uint64, records []outlier.Record) *failureRecord {
 	states := []string{outlier.StateIn, outlier.StateBack, outlier.StateHeld, outlier.StateOut}
 	var sum *failureRecord
@@ -323,21 +319,18 @@ func failuresOf(worker uint64, records []outlier.Record) *failureRecord {
 	return sum
 }
 
-// partition is where the record belongs.
+// partition returns the partition of the worker.
 func (r WorkerRecord) partition() events.Partition {
 	return events.Partition{Model: *r.ModelName, Group: *r.RoutingGroup}
 }
 
-// records returns the workers that want accepts (nil: all), ordered by
-// partition and id.
+// records returns the workers that want accepts (nil: all), sorted by partition and id.
 func (s *Service) records(want func(WorkerRecord) bool) []WorkerRecord {
 	up := map[uint64]bool{}
 	for _, t := range s.models.Targets() {
 		up[t.Key.Worker] = !t.Resting
 	}
-	s.mu.Lock()
-	waiting := maps.Clone(s.registered) // those that the fleet does not know
-	s.mu.Unlock()
+	waiting := s.partitions.list() // below without those that the fleet knows
 	outliers, _ := s.models.Outliers()
 	records := []WorkerRecord{}
 	add := func(r WorkerRecord) {
@@ -365,13 +358,9 @@ func (s *Service) records(want func(WorkerRecord) bool) []WorkerRecord {
 	return records
 }
 
-// specOf says of a worker that this router started or attached what a client
-// would have to say.
+// specOf describes a worker that the router started or attached as a client would.
 func (s *Service) specOf(status workers.Status) workerSpec {
-	model, group, size := s.ownModel(), events.DefaultGroup, s.models.For(status.ID).Router.BlockSize()
-	if len(status.Models) > 0 && !slices.Contains(status.Models, model) { // an attached one may have another name
-		model = status.Models[0]
-	}
+	model, group, size := s.partitions.modelAmong(status.Models), events.DefaultGroup, s.models.For(status.ID).Router.BlockSize()
 	spec := workerSpec{ModelName: &model, RoutingGroup: &group, Endpoint: &status.URL, BlockSize: &size}
 	if status.KVEvents != "" {
 		spec.KVEventsEndpoint = &status.KVEvents
@@ -397,7 +386,7 @@ func (s *Service) record(w workers.Status, spec workerSpec, up bool) WorkerRecor
 		State: w.State, Engine: w.Engine, PID: w.PID, Restarts: w.Restarts, Generation: w.Generation,
 	}
 	for _, key := range w.Keys() {
-		r.add(s.models.Load(key))
+		r.add(s.models.LoadOf(key))
 		r.Blocks += s.models.Blocks(key)
 	}
 	if !up {
@@ -416,7 +405,7 @@ func (s *Service) record(w workers.Status, spec workerSpec, up bool) WorkerRecor
 	return r
 }
 
-// add counts the load of one more rank.
+// add adds the load of one rank.
 func (r *WorkerRecord) add(load policy.Load) {
 	r.InFlight += load.InFlight
 	r.PrefillTokens += load.PrefillTokens
@@ -435,8 +424,8 @@ func (s *Service) recordOf(id uint64) WorkerRecord {
 	return WorkerRecord{WorkerID: id, Lifecycle: LifecycleUnschedulable}
 }
 
-// inQuery tells whether a partition is what the query parameters model_name and
-// routing_group ask for.
+// inQuery reports whether a partition matches the query parameters model_name and
+// routing_group.
 func inQuery(c *gin.Context, of events.Partition) bool {
 	model, byModel := c.GetQuery("model_name")
 	group, byGroup := c.GetQuery("routing_group")
@@ -447,7 +436,7 @@ func (s *Service) listWorkers(c *gin.Context) {
 	c.JSON(http.StatusOK, s.records(func(r WorkerRecord) bool { return inQuery(c, r.partition()) }))
 }
 
-// addWorker registers a worker, or replaces what was said of it before.
+// addWorker registers a worker, or replaces its registration.
 func (s *Service) addWorker(c *gin.Context) {
 	var query struct {
 		ID *uint64 `json:"worker_id"`
@@ -461,7 +450,7 @@ func (s *Service) addWorker(c *gin.Context) {
 		return
 	}
 	if Given(query.ModelName, "") == "" {
-		own := s.ownModel()
+		own := s.partitions.model
 		query.ModelName = &own
 	}
 	if Given(query.RoutingGroup, "") == "" {
@@ -476,21 +465,21 @@ func (s *Service) addWorker(c *gin.Context) {
 	s.setWorker(c, http.StatusCreated, registeredWorker{id: *query.ID, spec: query.workerSpec})
 }
 
-// leadsElsewhere tells that an endpoint (nil: none is given) is not this router's
-// own address, as far as that can be told at once; otherwise it has been answered.
+// leadsElsewhere rejects an endpoint (nil: none) that leads back to this router, as far as
+// a short probe shows. Not ok: an error response was sent.
 func (s *Service) leadsElsewhere(c *gin.Context, endpoint *string) bool {
 	if endpoint == nil {
 		return true
 	}
 	url, err := kv.ParseURL(*endpoint)
 	if err != nil || !s.fleet.LeadsBack(c.Request.Context(), url) {
-		return true // setWorker says what is wrong
+		return true // setWorker reports a parse error
 	}
-	plainError(c, http.StatusBadRequest, "endpoint: "+url+" is an address of this router itself, or leads back to it: name the address of the worker")
+	plainError(c, http.StatusBadRequest, "endpoint: "+url+" is an address of this router itself or leads back to it: give the address of the worker")
 	return false
 }
 
-// patchWorker changes what a patch gives of a registered worker.
+// patchWorker changes the given fields of a registered worker.
 func (s *Service) patchWorker(c *gin.Context) {
 	var patch workerSpec
 	id, ok := workerID(c)
@@ -505,7 +494,7 @@ func (s *Service) patchWorker(c *gin.Context) {
 	}
 }
 
-// deleteWorker takes a registered worker out.
+// deleteWorker removes a registered worker.
 func (s *Service) deleteWorker(c *gin.Context) {
 	id, ok := workerID(c)
 	if !ok {
@@ -526,18 +515,14 @@ func (s *Service) deleteWorker(c *gin.Context) {
 func workerID(c *gin.Context) (id uint64, ok bool) {
 	id, err := strconv.ParseUint(c.Param("id"), 10, 64)
 	if err != nil {
-		plainError(c, http.StatusBadRequest, fmt.Sprintf("%q is no worker id: give a whole number", c.Param("id")))
+		plainError(c, http.StatusBadRequest, fmt.Sprintf("invalid worker id %q: give a whole number", c.Param("id")))
 	}
 	return id, err == nil
 }
 
-// registeredAt finds a registered worker; not ok: there is none, which has been
-// answered.
+// registeredAt returns a registered worker. Not ok: an error response was sent.
 func (s *Service) registeredAt(c *gin.Context, id uint64) (w registeredWorker, ok bool) {
-	s.mu.Lock()
-	w, ok = s.registered[id]
-	s.mu.Unlock()
-	if ok {
+	if w, ok = s.partitions.get(id); ok {
 		return w, true
 	}
 	if slices.ContainsFunc(s.fleet.Workers(), func(status workers.Status) bool { return status.ID == id }) {
@@ -548,12 +533,10 @@ func (s *Service) registeredAt(c *gin.Context, id uint64) (w registeredWorker, o
 	return w, false
 }
 
-// registeredRanks counts the ranks of the registered workers that have several, but
+// registeredRanks counts the ranks of the registered workers with several ranks, except
 // for one worker.
 func (s *Service) registeredRanks(but uint64) (ranks int) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for id, w := range s.registered {
+	for id, w := range s.partitions.list() {
 		if count := Given(w.spec.RankCount, 1); id != but && count > 1 {
 			ranks += int(count)
 		}
@@ -561,8 +544,8 @@ func (s *Service) registeredRanks(but uint64) (ranks int) {
 	return ranks
 }
 
-// setWorker puts what is known of a worker in force and answers with its
-// record; s.changing is held.
+// setWorker registers a worker with the fleet if its spec is complete, and responds with
+// its record; s.changing is held.
 func (s *Service) setWorker(c *gin.Context, status int, w registeredWorker) {
 	registration, missing, err := w.registration(s.settings, s.models.BlockSize(*w.spec.ModelName))
 	if err != nil {
@@ -571,7 +554,7 @@ func (s *Service) setWorker(c *gin.Context, status int, w registeredWorker) {
 	}
 	w.missing = missing
 	if others := s.registeredRanks(w.id); len(registration.Ranks) > 1 && others+len(registration.Ranks) > maxRanksTogether {
-		plainError(c, http.StatusServiceUnavailable, fmt.Sprintf("data_parallel_size: %d ranks of other workers are registered: at most %d ranks may be, of workers with several", others, maxRanksTogether))
+		plainError(c, http.StatusServiceUnavailable, fmt.Sprintf("data_parallel_size: other workers have %d ranks; the maximum for all workers with several ranks is %d", others, maxRanksTogether))
 		return
 	}
 	if len(missing) > 0 {
@@ -587,16 +570,9 @@ func (s *Service) setWorker(c *gin.Context, status int, w registeredWorker) {
 		plainError(c, http.StatusServiceUnavailable, err.Error())
 		return
 	}
-	s.mu.Lock()
-	_, known := s.registered[w.id]
-	full := !known && len(s.registered) >= maxRegistered
-	if !full {
-		s.registered[w.id] = w
-	}
-	s.mu.Unlock()
-	if full {
+	if !s.partitions.put(w) {
 		s.fleet.Unregister(w.id)
-		plainError(c, http.StatusServiceUnavailable, fmt.Sprintf("%d workers are registered: no more can be", maxRegistered))
+		plainError(c, http.StatusServiceUnavailable, fmt.Sprintf("%d workers are registered, which is the maximum", maxRegistered))
 		return
 	}
 	c.JSON(status, s.recordOf(w.id))

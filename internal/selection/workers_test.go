@@ -23,8 +23,8 @@ func newRegistry(t *testing.T, hop web.Hop) (handler http.Handler, ask func(meth
 	t.Helper()
 	router := routertest.NewTestRouter(t, "kv", 0)
 	log := slog.New(slog.DiscardHandler)
-	fleet := workers.NewFleet(workers.Settings{Hop: hop}, nil, router.Index(), workers.Hooks{}, log)
-	handler = New(Settings{KVEvents: true, BlockSize: 4, Hop: hop}, routertest.Models(router), fleet, log).Handler()
+	fleet := workers.New(workers.Settings{Hop: hop}, workers.Deps{Index: router.Index(), Log: log})
+	handler = New(Settings{KVEvents: true, BlockSize: 4, Hop: hop}, testDeps(router, fleet)).Handler()
 	return handler, func(method, path, body string) (int, string) {
 		w := httptest.NewRecorder()
 		request := httptest.NewRequestWithContext(t.Context(), method, path, strings.NewReader(body))
@@ -98,7 +98,7 @@ func TestRegistrationsAreBounded(t *testing.T) {
 		{`"kv_events_endpoint":"ipc:///run/x"`, "ipc endpoints are for --worker only"},
 		{`"kv_events_endpoints":{"0":"ipc:///run/x"}`, "ipc endpoints are for --worker only"},
 		{`"replay_endpoint":"ipc:///run/x"`, "ipc endpoints are for --worker only"},
-		{`"kv_events_endpoints":` + string(endpoints), "kv_events_endpoints names 65 ranks"},
+		{`"kv_events_endpoints":` + string(endpoints), "kv_events_endpoints has 65 ranks"},
 		{`"kv_events_endpoints":{"7":"tcp://` + long + `:1"}`, "kv_events_endpoints[7]"},
 		{`"max_num_batched_tokens":-1`, "max_num_batched_tokens"},
 		{`"max_num_batched_tokens":4294967296`, "max_num_batched_tokens"},
@@ -218,8 +218,9 @@ func TestWorkersAreShownUnderNamesThatTheyTake(t *testing.T) {
 		{"", []string{"base", "adapter"}, "base"},
 		{"", nil, events.DefaultModel},
 	} {
-		router := routertest.NewTestRouter(t, "kv", 0)
-		s := New(Settings{ServedModelName: test.flag}, routertest.Models(router), nil, slog.New(slog.DiscardHandler))
+		deps := testDeps(routertest.NewTestRouter(t, "kv", 0), nil)
+		deps.Partitions = NewPartitions(test.flag, deps.Models)
+		s := New(Settings{}, deps)
 		if got := *s.specOf(workers.Status{Models: test.serves}).ModelName; got != test.want {
 			t.Errorf("--served-model-name %q, worker serves %q: shown as %q, want %q", test.flag, test.serves, got, test.want)
 		}

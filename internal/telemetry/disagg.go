@@ -4,12 +4,13 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promauto"
 
 	"kvrouter/internal/kv"
 )
 
-// disaggMetrics count and time requests that a prefill worker and a decode worker
-// share, and those that stay whole although workers have roles.
+// disaggMetrics count and time disaggregated requests, and count those that one worker
+// served whole although workers have roles.
 type disaggMetrics struct {
 	requests *prometheus.CounterVec
 	prefill  *prometheus.HistogramVec
@@ -17,24 +18,22 @@ type disaggMetrics struct {
 	transfer *prometheus.HistogramVec
 }
 
-// handoverBuckets spans 10 µs to 1 s.
+// handoverBuckets range from 10 µs to 1 s.
 var handoverBuckets = []float64{.00001, .000025, .00005, .0001, .00025, .0005, .001, .0025, .005, .01, .025, .1, 1}
 
-func newDisaggMetrics(registry *prometheus.Registry) *disaggMetrics {
+func newDisaggMetrics(register promauto.Factory) *disaggMetrics {
 	histogram := func(name, help string, buckets []float64) *prometheus.HistogramVec {
-		return prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "kvrouter_disagg_" + name, Help: help, Buckets: buckets}, []string{"kind"})
+		return register.NewHistogramVec(prometheus.HistogramOpts{Name: "kvrouter_disagg_" + name, Help: help, Buckets: buckets}, []string{"kind"})
 	}
-	m := &disaggMetrics{
-		requests: prometheus.NewCounterVec(prometheus.CounterOpts{
+	return &disaggMetrics{
+		requests: register.NewCounterVec(prometheus.CounterOpts{
 			Name: "kvrouter_disagg_requests_total",
-			Help: "Attempts at requests while a worker has a role, by how the workers hand prompts over and what came of it; kind none: the request stayed whole, and why.",
+			Help: "Attempts at requests while a worker has a role, by KV connector and result. Kind none: the request was not disaggregated; the result has the reason.",
 		}, []string{"kind", "result"}),
-		prefill:  histogram("prefill_seconds", "From sending a prefill leg to the end of its answer.", secondsBuckets),
-		handover: histogram("handover_seconds", "From there to the decode request having been sent, where legs follow each other.", handoverBuckets),
-		transfer: histogram("transfer_seconds", "From the end of a prefill leg to the first byte of the answer.", secondsBuckets),
+		prefill:  histogram("prefill_seconds", "Time from sending a prefill request to the end of its response.", secondsBuckets),
+		handover: histogram("handover_seconds", "Time from the end of a prefill response to the decode request having been sent, where decode follows prefill.", handoverBuckets),
+		transfer: histogram("transfer_seconds", "Time from the end of a prefill response to the first byte of the decode response.", secondsBuckets),
 	}
-	registry.MustRegister(m.requests, m.prefill, m.handover, m.transfer)
-	return m
 }
 
 // StayedWhole implements proxy.Observer.

@@ -2,16 +2,22 @@ package telemetry
 
 import (
 	"fmt"
+	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"strings"
 	"testing"
 	"time"
 
+	"kvrouter/internal/guard"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/logs"
+	"kvrouter/internal/models"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
+	"kvrouter/internal/web"
 	"kvrouter/internal/workers"
 )
 
@@ -34,17 +40,16 @@ func serve(m *Metrics, worker uint64) {
 	m.Retried(worker)
 	m.EventLag(kv.WorkerKey{Worker: worker}, time.Second)
 	m.InterToken(label, time.Second, 2)
-	m.Finished(proxy.Exchange{
+	m.Finished(&proxy.Exchange{
 		Worker: label, Route: "/r", Status: 200, Arrived: now, FirstChunk: now, Decision: router.Decision{Tokens: 5},
 		Usage: proxy.Usage{Known: true, PromptTokens: 5, OutputTokens: 1, CachedKnown: true}, Shared: &proxy.SharedRequest{Worker: m.names.Label(worker + 1000)},
 	}, now)
 }
 
 func TestSeriesOfWorkersThatAreGoneGoToo(t *testing.T) {
-	m := New(func() []workers.Sample { return nil }, func() PromptSample { return PromptSample{} })
 	fleet := []uint64{1}
-	m.WatchFleet(func() []uint64 { return fleet })
-	m.Finished(proxy.Exchange{Worker: noWorker, Route: "/r", Status: 503}, time.Unix(1000, 0))
+	m := New(Deps{Fleet: func() []uint64 { return fleet }})
+	m.Finished(&proxy.Exchange{Worker: noWorker, Route: "/r", Status: 503}, time.Unix(1000, 0))
 	serve(m, 1)
 	page(m)
 	before := len(page(m))
@@ -76,17 +81,15 @@ func TestSeriesOfWorkersThatAreGoneGoToo(t *testing.T) {
 // TestSeriesOfPodsThatAreGoneGoToo: rolling updates make new names for ever.
 func TestSeriesOfPodsThatAreGoneGoToo(t *testing.T) {
 	names, fleet := new(kv.Names), []uint64{}
-	m := New(func() (list []workers.Sample) {
+	rt := routertest.NewTestRouter(t, "thompson", 0)
+	rt.Names = names
+	m := New(Deps{Names: names, Thompson: rt, Fleet: func() []uint64 { return fleet }})
+	m.Register(models.NewCollector(routertest.Models(rt)), workers.NewCollector(names, func() (list []workers.Sample) {
 		for _, id := range fleet {
 			list = append(list, workers.Sample{Worker: kv.WorkerKey{Worker: id}})
 		}
 		return list
-	}, func() PromptSample { return PromptSample{} })
-	rt := routertest.NewTestRouter(t, "thompson", 0)
-	rt.Names = names
-	m.Watch(routertest.Models(rt))
-	m.WatchThompson(rt, func() []uint64 { return fleet })
-	m.WatchFleet(func() []uint64 { return fleet })
+	}))
 	// roll replaces the Pod by one of that name, which serves a request.
 	roll := func(id uint64, name string) string {
 		target := kv.Target{Key: kv.WorkerKey{Worker: id}}
@@ -94,7 +97,7 @@ func TestSeriesOfPodsThatAreGoneGoToo(t *testing.T) {
 		fleet = []uint64{id}
 		names.Set([]kv.Worker{{ID: id, Name: name}})
 		serve(m, id)
-		m.Decided(0, router.Decision{Target: target})
+		m.Decided(&proxy.Exchange{Source: "local"}, &router.Pair{Decode: router.Decision{Target: target}, Whole: router.WholeNoPair})
 		text := strings.Join(page(m), "")
 		rt.Down(target.Key)
 		return text
@@ -118,48 +121,31 @@ func TestSeriesOfPodsThatAreGoneGoToo(t *testing.T) {
 	}
 }
 
-func TestGuardsAreShown(t *testing.T) {
-	m := New(func() []workers.Sample { return nil }, func() PromptSample { return PromptSample{} })
-	n := uint64(0)
-	next := func() uint64 { n++; return n }
-	m.WatchGuards(Guards{BodyBytes: func() int64 { return 99 }, BodiesRefused: next, LinesSuppressed: next, LinesLost: next})
-	text := strings.Join(page(m), "")
-	for _, want := range []string{"kvrouter_inflight_body_bytes 99\n", "kvrouter_bodies_refused_total ", "kvrouter_log_lines_suppressed_total ", "kvrouter_record_lines_lost_total "} {
-		if !strings.Contains(text, want) {
-			t.Error(fmt.Sprintf("no %q in\n", want), text)
+func TestWhatBoundsTheRouterIsShown(t *testing.T) {
+	log := slog.New(slog.DiscardHandler)
+	lines := testkit.Scrape(t, append(web.NewBodies(1, 1).Collectors(), logs.NewCollector(log), guard.NewCollector(guard.New()), NewLostLines((*Recorder)(nil), lost(2), lost(3)))...)
+	for name, want := range map[string]float64{
+		"kvrouter_inflight_body_bytes": 0, "kvrouter_bodies_refused_total": 0, "kvrouter_log_lines_suppressed_total": 0,
+		`kvrouter_parser_panics_total{edge="kv_events"}`: 0, "kvrouter_record_lines_lost_total": 5,
+	} {
+		if got, has := lines[name]; !has || got != want {
+			t.Errorf("%s is %v (%v), want %v", name, got, has, want)
 		}
 	}
 }
 
-func TestWorkerInfoIsBounded(t *testing.T) {
-	long := strings.Repeat("é", 1000) // what a worker may call its model
-	m := New(func() []workers.Sample {
-		return []workers.Sample{
-			{Worker: kv.WorkerKey{Worker: 1, Rank: 2}, URL: "http://w", Models: []string{"m", "adapter"}, Role: kv.RolePrefill, Engine: kv.EngineSGLang},
-			{Worker: kv.WorkerKey{Worker: 2}, URL: "http://v", Models: []string{"x" + long}},
-			{Worker: kv.WorkerKey{Worker: 3}, URL: "http://u", Models: []string{"\xff\xfe"}},
-		}
-	}, func() PromptSample { return PromptSample{} })
-	text := strings.Join(page(m), "")
-	for _, want := range []string{
-		`kvrouter_worker_info{dp_rank="2",engine="sglang",model="m",role="prefill",url="http://w",worker_id="1"} 1`,
-		`model="x` + strings.Repeat("é", 99) + `"`,
-		`kvrouter_worker_info{dp_rank="0",engine="vllm",model="",role="both",url="http://u",worker_id="3"} 1`,
-	} {
-		if !strings.Contains(text, want) {
-			t.Errorf("no %s in\n%.2000s", want, text)
-		}
-	}
-}
+// lost is a file that has lost lines.
+type lost uint64
+
+func (l lost) Lost() uint64 { return uint64(l) }
 
 func TestTotalsAreTheSumsOfThePageAndKeepWhoIsGone(t *testing.T) {
-	m := newBareTelemetry()
 	fleet := []uint64{1, 2}
-	m.WatchFleet(func() []uint64 { return fleet })
+	m := New(Deps{Fleet: func() []uint64 { return fleet }})
 	serve(m, 1)
 	serve(m, 1)
 	serve(m, 2)
-	m.Finished(proxy.Exchange{Worker: noWorker, Route: "/r", Status: 503}, time.Unix(1000, 0))
+	m.Finished(&proxy.Exchange{Worker: noWorker, Route: "/r", Status: 503}, time.Unix(1000, 0))
 	check := func(step string, workers int) {
 		t.Helper()
 		got := m.Totals()
@@ -182,8 +168,8 @@ func TestTotalsAreTheSumsOfThePageAndKeepWhoIsGone(t *testing.T) {
 }
 
 func TestRequestsRoutedByLoadAloneAreNotInTheHitRate(t *testing.T) {
-	m := newBareTelemetry()
-	m.Finished(proxy.Exchange{Worker: "1", Route: "/r", Status: 200, Usage: proxy.Usage{Known: true, PromptTokens: 9, CachedKnown: true, CachedTokens: 4}}, time.Unix(1000, 0))
+	m := New(Deps{})
+	m.Finished(&proxy.Exchange{Worker: "1", Route: "/r", Status: 200, Usage: proxy.Usage{Known: true, PromptTokens: 9, CachedKnown: true, CachedTokens: 4}}, time.Unix(1000, 0))
 	if got := m.Totals(); got.PromptTokens != 9 || got.CachedTokens != 0 || got.ComparedTokens != 0 {
 		t.Errorf("%+v", got)
 	}

@@ -6,10 +6,14 @@ import (
 	"fmt"
 	"log/slog"
 	"math"
+	"net/http"
 	"os"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"kvrouter/internal/hints"
+	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/jsonlines"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
@@ -17,20 +21,12 @@ import (
 )
 
 const (
-	// recordQueue is how many lines may wait for the disk.
+	// recordQueue is the maximum number of lines that wait for the disk.
 	recordQueue = 10_000
-	// recordHashBits keeps hash ids below 2^53, which every JSON reader takes
-	// without rounding.
+	// recordHashBits keeps hash ids below 2^53, which every JSON reader represents
+	// exactly.
 	recordHashBits = 53
 )
-
-// RecordedPrompt is the part of a record that describes the prompt, without its
-// text and tokens.
-type RecordedPrompt struct {
-	Tokens  int
-	HashIDs []uint64 // sequence hash of every full block, its upper recordHashBits
-	Hints   *hints.Recorded
-}
 
 // RecordLine is one line of the file. The first five fields are those of a
 // Mooncake trace and its block size, so that one reader reads both.
@@ -60,49 +56,68 @@ type RecordLine struct {
 	Decisions []*router.Receipt `json:"decisions,omitempty"` // why its workers were chosen, with --record-decisions; those of all tries, of a shared one the prefill worker's first
 }
 
-// Recorder writes one line a finished request to a file, for simulate to replay.
-// A nil one records nothing. It is safe for concurrent use.
-type Recorder struct {
-	*jsonlines.Writer
-	Decisions bool // the lines say why workers were chosen
-	policy    string
-	blockSize int
-	epoch     time.Time // of the timestamps; constant
+// RecordSettings are the settings of a Recorder.
+type RecordSettings struct {
+	File      string // that lines are appended to
+	Policy    string // named in each line
+	BlockSize int    // tokens
+	Decisions bool   // lines explain the routing decisions (--record-decisions)
 }
 
-// NewRecorder opens file, which lines are appended to; a torn last line is mended.
-// Close must follow. An error says that the file cannot be opened, or holds
-// something else.
-func NewRecorder(file, policy string, blockSize int, log *slog.Logger) (*Recorder, error) {
-	epoch, err := readEpoch(file)
+// Recorder appends one line for each finished request to a file that kvrouter simulate
+// can replay. A nil Recorder records nothing. It is safe for concurrent use.
+type Recorder struct {
+	*jsonlines.Writer
+	settings RecordSettings
+	epoch    time.Time // of the timestamps
+}
+
+// NewRecorder opens the file and truncates a torn last line. Close must follow. An
+// error says that the file cannot be opened or is no record.
+func NewRecorder(settings RecordSettings, log *slog.Logger) (*Recorder, error) {
+	epoch, err := readEpoch(settings.File)
 	if err != nil {
 		return nil, err
 	}
-	f, torn, err := jsonlines.Open(file)
+	f, torn, err := jsonlines.Open(settings.File)
 	if err != nil {
 		return nil, fmt.Errorf("--record: %w", err)
 	}
 	if torn > 0 {
-		log.Warn("the last line of the record of requests was torn and is cut off", "file", file, "bytes", torn)
+		log.Warn("truncated an incomplete last line of the record of requests", "file", settings.File, "bytes", torn)
 	}
 	if epoch.IsZero() {
 		epoch = time.Now()
 	}
-	return &Recorder{policy: policy, blockSize: blockSize, epoch: epoch, Writer: jsonlines.New(f, recordQueue, "the record of requests", log)}, nil
+	return &Recorder{settings: settings, epoch: epoch, Writer: jsonlines.New(f, recordQueue, "the record of requests", log)}, nil
 }
 
-// recordStart is what each line of a record begins with.
+// NewLostLines returns the metric of the lines that could not be written to the files
+// of --record and --record-events.
+func NewLostLines(files ...interface{ Lost() uint64 }) prometheus.Collector {
+	return prometheus.NewCounterFunc(prometheus.CounterOpts{
+		Name: "kvrouter_record_lines_lost_total", Help: "Lines lost from the files of --record and --record-events because the disk was full or slow, or the file of events reached its maximum size.",
+	}, func() float64 {
+		lost := uint64(0)
+		for _, file := range files {
+			lost += file.Lost()
+		}
+		return float64(lost)
+	})
+}
+
+// recordStart is the start of each line of a record.
 const recordStart = `{"timestamp":`
 
 // errEpochFound ends the reading of a record.
 var errEpochFound = errors.New("found")
 
-// readEpoch returns when a record began, from its first whole line; zero: it has
-// none, or there is no file. It changes nothing: what is no record stays as it is.
+// readEpoch returns the start of a record, computed from its first complete line; zero:
+// it has none, or the file does not exist. It changes nothing.
 func readEpoch(file string) (epoch time.Time, err error) {
 	info, err := os.Lstat(file)
 	if err != nil || !info.Mode().IsRegular() {
-		return epoch, nil // opening it tells what is wrong
+		return epoch, nil // jsonlines.Open reports the error
 	}
 	f, err := os.Open(file)
 	if err != nil {
@@ -118,7 +133,7 @@ func readEpoch(file string) (epoch time.Time, err error) {
 		case err != nil && jsonlines.Begins(text, recordStart): // torn, by itself or with the next one glued to it
 			return nil
 		}
-		return fmt.Errorf("--record %s: the file holds something else than records; give another name", file)
+		return fmt.Errorf("--record %s: the file is not a record of requests; choose another name", file)
 	})
 	if errors.Is(err, errEpochFound) {
 		err = nil
@@ -126,41 +141,57 @@ func readEpoch(file string) (epoch time.Time, err error) {
 	return epoch, err
 }
 
-// Prompt returns the record's part about a request's prompt; nil: the prompt is
-// not known. It does not keep the request's slices.
-func (r *Recorder) Prompt(request router.Request) *RecordedPrompt {
-	if r == nil || len(request.Tokens) == 0 && len(request.Local) == 0 {
-		return nil
+// Began implements openai.Observer.
+func (r *Recorder) Began(*http.Request, *proxy.Exchange) {}
+
+// Accepted implements openai.Observer.
+func (r *Recorder) Accepted(*proxy.Exchange, *jsonbody.Body) {}
+
+// Decided implements openai.Observer.
+func (r *Recorder) Decided(*proxy.Exchange, *router.Pair) {}
+
+// hashIDs returns the sequence hash of every full block of a prompt, its upper
+// recordHashBits; known: there is something of it.
+func (r *Recorder) hashIDs(request *router.Request) (hashes []uint64, known bool) {
+	if len(request.Tokens) == 0 && len(request.Local) == 0 {
+		return nil, false
 	}
 	local := request.Local
 	if len(request.Tokens) > 0 {
-		local = request.Hashes(nil, r.blockSize)
+		local = request.Hashes(nil, r.settings.BlockSize)
 	}
-	hashes := kv.SequenceHashes(make([]uint64, 0, len(local)), local)
+	hashes = kv.SequenceHashes(make([]uint64, 0, len(local)), local)
 	for i := range hashes {
 		hashes[i] >>= 64 - recordHashBits
 	}
-	return &RecordedPrompt{Tokens: max(request.NumTokens, len(request.Tokens)), HashIDs: hashes, Hints: hints.Record(request.Prefix)}
+	return hashes, true
 }
 
-// Finished records a request that has ended, if its prompt was known. It never
-// waits.
-func (r *Recorder) Finished(x proxy.Exchange, prompt *RecordedPrompt, now time.Time) {
-	if r == nil || prompt == nil {
+// Finished implements openai.Observer: it records a request that has ended, if its
+// prompt was known and it was for the default model: a record is a trace of one model.
+// It never waits.
+func (r *Recorder) Finished(x *proxy.Exchange, now time.Time) {
+	if r == nil || x.Request == nil || !x.Default {
 		return
 	}
+	hashes, known := r.hashIDs(x.Request)
+	if !known {
+		return
+	}
+	tokens := max(x.Request.NumTokens, len(x.Request.Tokens))
 	line := RecordLine{
-		InputLength: prompt.Tokens, OutputLength: x.Usage.OutputTokens, HashIDs: prompt.HashIDs, HashBlockSize: r.blockSize, Hints: prompt.Hints,
-		Arrived: x.Arrived, Route: x.Route, Status: x.Status, Policy: r.policy, Worker: x.Worker, Rank: x.Decision.Target.Key.Rank,
+		InputLength: tokens, OutputLength: x.Usage.OutputTokens, HashIDs: hashes, HashBlockSize: r.settings.BlockSize, Hints: hints.Record(x.Request.Prefix),
+		Arrived: x.Arrived, Route: x.Route, Status: x.Status, Policy: r.settings.Policy, Worker: x.Worker, Rank: x.Decision.Target.Key.Rank,
 		PredictedTokens: x.Decision.OverlapTokens, DurationMS: milliseconds(now.Sub(x.Arrived)),
 		DecisionMS:   milliseconds(x.Decision.HashTime + x.Decision.LookupTime + x.Decision.ScheduleTime),
-		TokensSource: x.Source, PromptMismatch: x.Usage.Known && x.Usage.PromptTokens != prompt.Tokens,
+		TokensSource: x.Source, PromptMismatch: x.Usage.Known && x.Usage.PromptTokens != tokens,
 	}
-	if r.Decisions {
+	if r.settings.Decisions {
 		line.Decisions = nameless(x.Receipts)
 	}
 	if x.Usage.CachedKnown {
-		line.CachedTokens = &x.Usage.CachedTokens
+		cached := x.Usage.CachedTokens
+		line.CachedTokens = &cached
 	}
 	if !x.FirstChunk.IsZero() {
 		first := milliseconds(x.FirstChunk.Sub(x.Arrived))
@@ -170,14 +201,14 @@ func (r *Recorder) Finished(x proxy.Exchange, prompt *RecordedPrompt, now time.T
 	r.Write(line, line.memory())
 }
 
-// Sizes of parts of a line in memory, bytes: about, and rather too large.
+// Estimated sizes of parts of a line in memory, bytes; upper bounds.
 const (
 	lineMemory      = 1 << 10
 	receiptMemory   = 1 << 10
 	candidateMemory = 512
 )
 
-// memory is how much memory the line takes, bytes.
+// memory returns the estimated memory of the line, bytes.
 func (l *RecordLine) memory() int {
 	size := lineMemory + 8*len(l.HashIDs)
 	for _, receipt := range l.Decisions {
@@ -186,8 +217,8 @@ func (l *RecordLine) memory() int {
 	return size
 }
 
-// nameless returns receipts without what the client called its request and series: a
-// record has at most hashes of those.
+// nameless returns receipts without the client's names of its request and series, of
+// which a record has at most hashes.
 func nameless(receipts []*router.Receipt) (list []*router.Receipt) {
 	for _, receipt := range receipts {
 		without := *receipt
@@ -197,7 +228,7 @@ func nameless(receipts []*router.Receipt) (list []*router.Receipt) {
 	return list
 }
 
-// Lost returns how many lines are missing in the record so far.
+// Lost returns the number of lines lost so far.
 func (r *Recorder) Lost() uint64 {
 	if r == nil {
 		return 0
@@ -205,7 +236,7 @@ func (r *Recorder) Lost() uint64 {
 	return r.Writer.Lost()
 }
 
-// Close writes what is left and closes the file.
+// Close writes the remaining lines and closes the file.
 func (r *Recorder) Close() {
 	if r != nil {
 		r.Writer.Close()

@@ -1,6 +1,7 @@
 package telemetry
 
 import (
+	"bytes"
 	"encoding/json"
 	"log/slog"
 	"math"
@@ -22,19 +23,21 @@ func TestRecorderContinuesAFile(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "r.jsonl")
 	var arrived time.Time
 	for i := range 2 {
-		r, err := NewRecorder(file, "kv", 4, slog.New(slog.DiscardHandler))
+		r, err := NewRecorder(RecordSettings{File: file, Policy: "kv", BlockSize: 4}, slog.New(slog.DiscardHandler))
 		if err != nil {
 			t.Fatal(err)
 		}
-		prompt := r.Prompt(router.Request{Tokens: testkit.PromptTokens(1, 3)[:10+i], NumTokens: 20})
+		prompt := &router.Request{Tokens: testkit.PromptTokens(1, 3)[:10+i], NumTokens: 20}
 		if i == 0 {
 			arrived = time.Now()
 		}
-		r.Finished(proxy.Exchange{Arrived: arrived.Add(time.Duration(i) * time.Hour), Route: "/r", Status: 200, Worker: "1"}, prompt, arrived)
-		r.Finished(proxy.Exchange{Arrived: arrived}, nil, arrived) // no prompt: nothing to replay
+		r.Finished(&proxy.Exchange{Arrived: arrived.Add(time.Duration(i) * time.Hour), Route: "/r", Status: 200, Worker: "1", Request: prompt, Default: true}, arrived)
+		r.Finished(&proxy.Exchange{Arrived: arrived}, arrived)                                                         // not routed: nothing to replay
+		r.Finished(&proxy.Exchange{Arrived: arrived, Request: &router.Request{NumTokens: 20}, Default: true}, arrived) // its prompt is not known
+		r.Finished(&proxy.Exchange{Arrived: arrived, Request: prompt}, arrived)                                        // of another model
 		r.Close()
 		r.Close()
-		r.Finished(proxy.Exchange{}, prompt, arrived) // too late
+		r.Finished(&proxy.Exchange{Request: prompt, Default: true}, arrived) // too late
 	}
 	lines := readRecord(t, file)
 	if len(lines) != 2 {
@@ -71,7 +74,7 @@ func TestTheEpochOfARecordIsReadToTheNanosecond(t *testing.T) {
 func TestRecorderLeavesOtherFilesAlone(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "notes.txt")
 	testkit.WriteFile(t, file, "dear diary")
-	if _, err := NewRecorder(file, "kv", 4, slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), "notes.txt") {
+	if _, err := NewRecorder(RecordSettings{File: file, Policy: "kv", BlockSize: 4}, slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), "notes.txt") {
 		t.Errorf("error %v", err)
 	}
 }
@@ -80,11 +83,11 @@ func TestRecorderGoesOnAfterATornLine(t *testing.T) {
 	for _, before := range []string{`{"timestamp": 12, "inp`, `{"timestamp":12,"input_len{"timestamp":13}` + "\n", `{`} {
 		file := filepath.Join(t.TempDir(), "r.jsonl")
 		testkit.WriteFile(t, file, before)
-		r, err := NewRecorder(file, "kv", 4, slog.New(slog.DiscardHandler))
+		r, err := NewRecorder(RecordSettings{File: file, Policy: "kv", BlockSize: 4}, slog.New(slog.DiscardHandler))
 		if err != nil {
 			t.Fatal(err)
 		}
-		r.Finished(proxy.Exchange{Arrived: time.Now()}, r.Prompt(router.Request{Tokens: testkit.PromptTokens(1, 3)}), time.Now())
+		r.Finished(&proxy.Exchange{Arrived: time.Now(), Request: &router.Request{Tokens: testkit.PromptTokens(1, 3)}, Default: true}, time.Now())
 		r.Close()
 		if requests, err := simulate.ReadTrace(file); err != nil || len(requests) != 1 {
 			t.Errorf("after %q: %d requests, %v", before, len(requests), err)
@@ -94,24 +97,21 @@ func TestRecorderGoesOnAfterATornLine(t *testing.T) {
 
 func TestRecorderCountsWhatItLoses(t *testing.T) {
 	log := &testkit.LogBuffer{}
-	r, err := NewRecorder(filepath.Join(t.TempDir(), "r.jsonl"), "kv", 4, slog.New(slog.NewTextHandler(log, nil)))
+	r, err := NewRecorder(RecordSettings{File: filepath.Join(t.TempDir(), "r.jsonl"), Policy: "kv", BlockSize: 4}, slog.New(slog.NewTextHandler(log, nil)))
 	if err != nil {
 		t.Fatal(err)
 	}
 	_ = r.File.Close() // as good as a full disk
 	for range 5 {
-		r.Finished(proxy.Exchange{}, &RecordedPrompt{Tokens: 1, HashIDs: make([]uint64, 100_000)}, time.Now())
+		r.Finished(&proxy.Exchange{Request: &router.Request{NumTokens: 1, Local: make([]uint64, 100_000)}, Default: true}, time.Now())
 	}
 	r.Close()
 	if !strings.Contains(log.String(), "cannot write the record") {
 		t.Errorf("log %s", log)
 	}
 	var none *Recorder
-	none.Finished(proxy.Exchange{}, nil, time.Now())
+	none.Finished(&proxy.Exchange{Request: &router.Request{Tokens: []uint32{1}}, Default: true}, time.Now())
 	none.Close()
-	if none.Prompt(router.Request{Tokens: []uint32{1}}) != nil {
-		t.Error("a prompt for no recorder")
-	}
 }
 
 func TestARecordedLineIsReadAsATrace(t *testing.T) {
@@ -137,14 +137,14 @@ func TestRecordedHintsAreReplayed(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			file := filepath.Join(t.TempDir(), "r.jsonl")
-			r, err := NewRecorder(file, "kv", 4, slog.New(slog.DiscardHandler))
+			r, err := NewRecorder(RecordSettings{File: file, Policy: "kv", BlockSize: 4}, slog.New(slog.DiscardHandler))
 			if err != nil {
 				t.Fatal(err)
 			}
 			now := time.Now()
 			for range 2 {
-				prompt := r.Prompt(router.Request{Tokens: testkit.PromptTokens(1, 3)[:10], Prefix: test.hints})
-				r.Finished(proxy.Exchange{Arrived: now, Status: 200}, prompt, now)
+				prompt := &router.Request{Tokens: testkit.PromptTokens(1, 3)[:10], Prefix: test.hints}
+				r.Finished(&proxy.Exchange{Arrived: now, Status: 200, Request: prompt, Default: true}, now)
 			}
 			r.Close()
 			text, err := os.ReadFile(file)
@@ -173,12 +173,11 @@ func TestARecordHasReceiptsOnlyWhereTheyAreAskedFor(t *testing.T) {
 	receipts := []*router.Receipt{{Tokens: 10, Worker: &worker, RequestID: "alice-1", Series: "alice"}}
 	for _, asked := range []bool{false, true} {
 		file := filepath.Join(t.TempDir(), "r.jsonl")
-		r, err := NewRecorder(file, "kv", 4, slog.New(slog.DiscardHandler))
+		r, err := NewRecorder(RecordSettings{File: file, Policy: "kv", BlockSize: 4, Decisions: asked}, slog.New(slog.DiscardHandler))
 		if err != nil {
 			t.Fatal(err)
 		}
-		r.Decisions = asked
-		r.Finished(proxy.Exchange{Receipts: receipts}, r.Prompt(router.Request{Tokens: testkit.PromptTokens(1, 3)[:10]}), time.Now())
+		r.Finished(&proxy.Exchange{Receipts: receipts, Request: &router.Request{Tokens: testkit.PromptTokens(1, 3)[:10]}, Default: true}, time.Now())
 		r.Close()
 		lines := readRecord(t, file)
 		if len(lines) != 1 || (len(lines[0].Decisions) == 1) != asked {
@@ -206,4 +205,21 @@ func TestTheMemoryOfLinesIsKnown(t *testing.T) {
 			t.Errorf("%d bytes, want %d to %d", n, test.least, test.most)
 		}
 	}
+}
+
+// readRecord reads a file of records.
+func readRecord(t *testing.T, file string) (lines []RecordLine) {
+	t.Helper()
+	text, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for line := range bytes.Lines(text) {
+		var r RecordLine
+		if err := json.Unmarshal(line, &r); err != nil {
+			t.Fatal(err)
+		}
+		lines = append(lines, r)
+	}
+	return lines
 }

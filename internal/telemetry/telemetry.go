@@ -1,5 +1,5 @@
-// Package telemetry shows what the router does: Prometheus metrics, and a record of
-// finished requests that simulate can replay.
+// Package telemetry observes requests: it keeps their Prometheus metrics, and a record
+// of finished requests that kvrouter simulate can replay.
 package telemetry
 
 import (
@@ -10,25 +10,26 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promauto"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"kvrouter/internal/jsonbody"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
-	"kvrouter/internal/replica"
 	"kvrouter/internal/router"
-	"kvrouter/internal/workers"
 )
 
-// Metrics holds every metric of the router. Names start with kvrouter_; the
-// label worker_id has one value a worker, what it is called, so its number of series is
-// bounded by the fleet.
+// Metrics keeps the metrics of requests and serves the metrics page, which also shows
+// the collectors of other packages. Label worker_id has the worker's name, else its id.
+// It is safe for concurrent use.
 type Metrics struct {
-	registry *prometheus.Registry
-	names    *kv.Names // of workers; nil: all are called by their ids
-	dynamo   *dynamoMetrics
-	disagg   *disaggMetrics
-	thompson *thompsonMetrics // nil: another policy
-	traced   bool             // the page goes out as OpenMetrics to who asks for that
+	registry  *prometheus.Registry
+	names     *kv.Names
+	fleet     func() []uint64
+	exemplars bool
+	dynamo    *dynamoMetrics
+	disagg    *disaggMetrics
+	thompson  *thompsonMetrics // nil: another policy
 
 	requests      *prometheus.CounterVec
 	duration      *prometheus.HistogramVec
@@ -46,100 +47,93 @@ type Metrics struct {
 	denied        prometheus.Counter
 	eventLag      *prometheus.HistogramVec
 
-	// seen has the labels of the workers that series above may speak of: a sync.Map,
-	// as requests mostly look up what is there.
-	seen  sync.Map
-	fleet func() []uint64 // nil: workers never go
+	// seen has the value of worker_id of every worker that may have series above: a
+	// sync.Map, as nearly every request finds its worker there.
+	seen sync.Map
 
-	summing sync.Mutex   // held while series are summed up, or go
-	gone    proxy.Totals // of workers that are gone
+	summing sync.Mutex   // held while series are summed or deleted
+	gone    proxy.Totals // of removed workers; summing guards it
 }
 
-// PromptSample counts prompts by how their tokens were found.
-type PromptSample struct {
-	Sources map[string]uint64 // where the tokens came from
-	Reasons map[string]uint64 // why they were not computed here
+// Deps are the parts that Metrics reads.
+type Deps struct {
+	Names     *kv.Names       // of workers; nil: workers are named by their ids
+	Fleet     func() []uint64 // ids of the current workers; nil: no series is ever deleted
+	Thompson  *router.Router  // its policy has metrics if it is thompson, for which Fleet must be set; nil: none
+	Exemplars bool            // offer OpenMetrics, with trace ids as exemplars of the time to first token
 }
 
-// secondsBuckets spans a token step of a fast engine to a long prompt on a slow
-// one.
+// secondsBuckets range from one token of a fast engine to a long prompt on a slow one.
 var secondsBuckets = []float64{.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300}
 
-// decisionBuckets spans a lookup to a prompt that a worker had to render.
+// decisionBuckets range from an index lookup to a prompt that a worker renders.
 var decisionBuckets = prometheus.ExponentialBuckets(0.000001, 3, 16)
 
-// New returns metrics whose per-worker gauges and prompt counters come from the
-// given functions at each scrape.
-func New(fleet func() []workers.Sample, prompts func() PromptSample) *Metrics {
-	t := &Metrics{registry: prometheus.NewRegistry()}
+// New returns the metrics of requests, of the Go runtime and of the process.
+func New(deps Deps) *Metrics {
+	t := &Metrics{registry: prometheus.NewRegistry(), names: deps.Names, fleet: deps.Fleet, exemplars: deps.Exemplars}
+	register := promauto.With(t.registry)
 	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
-		c := prometheus.NewCounterVec(prometheus.CounterOpts{Name: "kvrouter_" + name, Help: help}, labels)
-		t.registry.MustRegister(c)
-		return c
+		return register.NewCounterVec(prometheus.CounterOpts{Name: "kvrouter_" + name, Help: help}, labels)
 	}
 	histogram := func(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
-		h := prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "kvrouter_" + name, Help: help, Buckets: buckets}, labels)
-		t.registry.MustRegister(h)
-		return h
+		return register.NewHistogramVec(prometheus.HistogramOpts{Name: "kvrouter_" + name, Help: help, Buckets: buckets}, labels)
 	}
-	t.requests = counter("requests_total", "Requests answered, by the worker that answered (none: no worker did), route and HTTP status (499: the client went away).", "worker_id", "route", "status")
-	t.duration = histogram("request_duration_seconds", "From a request's arrival to the end of its answer.", secondsBuckets, "route")
-	t.firstToken = histogram("time_to_first_token_seconds", "From a request's arrival to the first chunk of its stream.", secondsBuckets, "worker_id")
-	t.interToken = histogram("inter_token_latency_seconds", "Between two chunks of a stream.", secondsBuckets, "worker_id")
-	t.decision = histogram("decision_seconds", "Time spent on a routing decision, by stage: tokens, hash, lookup, schedule, total.", decisionBuckets, "stage")
-	t.promptTokens = counter("prompt_tokens_total", "Prompt tokens of routed requests, as the workers' usage reports them.", "worker_id")
-	t.outputTokens = counter("output_tokens_total", "Output tokens, as the workers' usage reports them.", "worker_id")
-	t.predicted = counter("overlap_tokens_predicted_total", "Prompt tokens that the index expected in the chosen worker's cache.", "worker_id")
+	t.requests = counter("requests_total", "Requests by the worker that answered (none: no worker), route and HTTP status (499: the client disconnected).", "worker_id", "route", "status")
+	t.duration = histogram("request_duration_seconds", "Time from the arrival of a request to the end of its response.", secondsBuckets, "route")
+	t.firstToken = histogram("time_to_first_token_seconds", "Time from the arrival of a request to the first chunk of its stream.", secondsBuckets, "worker_id")
+	t.interToken = histogram("inter_token_latency_seconds", "Time between two tokens of a stream.", secondsBuckets, "worker_id")
+	t.decision = histogram("decision_seconds", "Time of a routing decision, by stage: tokens, hash, lookup, schedule, total.", decisionBuckets, "stage")
+	t.promptTokens = counter("prompt_tokens_total", "Prompt tokens, as reported in the workers' usage.", "worker_id")
+	t.outputTokens = counter("output_tokens_total", "Output tokens, as reported in the workers' usage.", "worker_id")
+	t.predicted = counter("overlap_tokens_predicted_total", "Prompt tokens that the index predicted in the cache of the selected worker.", "worker_id")
 	t.cached = counter("cached_tokens_reported_total", "Prompt tokens that the worker reported as cached.", "worker_id")
-	t.compared = counter("compared_prompt_tokens_total", "Prompt tokens of the requests whose cached tokens kvrouter_cached_tokens_reported_total counts.", "worker_id")
-	t.predictions = counter("predictions_total", "Answers that report cached tokens, by how the prediction compares: exact, over, under.", "result")
-	t.promptDiffers = counter("prompt_tokens_mismatch_total", "Answers whose usage.prompt_tokens differs from the router's own count, by where the tokens came from.", "source")
-	t.retries = counter("retries_total", "Requests sent to another worker after one failed before its first byte.", "worker_id")
-	t.denied = prometheus.NewCounter(prometheus.CounterOpts{Name: "kvrouter_retry_budget_exhausted_total", Help: "Requests not sent to another worker because the budget of retries was used up."})
-	t.registry.MustRegister(t.denied)
-	t.eventLag = histogram("kv_event_lag_seconds", "From the engine's time stamp of a KV event batch to its arrival here.", secondsBuckets, "worker_id")
-	t.dynamo = newDynamoMetrics(t.registry)
-	t.disagg = newDisaggMetrics(t.registry)
-	t.registry.MustRegister(
-		newFleetCollector(t, fleet, prompts),
-		collectors.NewGoCollector(),
-		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
-	)
+	t.compared = counter("compared_prompt_tokens_total", "Prompt tokens of the requests counted in kvrouter_cached_tokens_reported_total.", "worker_id")
+	t.predictions = counter("predictions_total", "Responses with reported cached tokens, by accuracy of the prediction: exact, over, under.", "result")
+	t.promptDiffers = counter("prompt_tokens_mismatch_total", "Responses whose usage.prompt_tokens differs from the router's own count, by source of the router's tokens.", "source")
+	t.retries = counter("retries_total", "Retries on another worker after the worker failed before the first byte of its response.", "worker_id")
+	t.denied = register.NewCounter(prometheus.CounterOpts{Name: "kvrouter_retry_budget_exhausted_total", Help: "Retries denied because the retry budget was exhausted."})
+	t.eventLag = histogram("kv_event_lag_seconds", "Time from the engine's timestamp of a KV event batch to its arrival at the router.", secondsBuckets, "worker_id")
+	t.dynamo = newDynamoMetrics(register)
+	t.disagg = newDisaggMetrics(register)
+	if deps.Thompson != nil {
+		t.watchThompson(deps.Thompson, deps.Fleet)
+	}
+	t.Register(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return t
 }
 
-// Handler serves the metrics page.
+// Register adds the metrics of other packages to the page. It panics if two of them
+// have the same name.
+func (t *Metrics) Register(c ...prometheus.Collector) { t.registry.MustRegister(c...) }
+
+// Handler serves the metrics page. The series of removed workers are deleted first.
 func (t *Metrics) Handler() http.Handler {
-	page := promhttp.HandlerFor(t.registry, promhttp.HandlerOpts{EnableOpenMetrics: t.traced})
+	page := promhttp.HandlerFor(t.registry, promhttp.HandlerOpts{EnableOpenMetrics: t.exemplars})
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		t.forgetGone()
 		page.ServeHTTP(w, r)
 	})
 }
 
-// WatchFleet makes the series of workers go that are not in the fleet any more, at
-// the next scrape. Call it once, before the first request.
-func (t *Metrics) WatchFleet(fleet func() []uint64) { t.fleet = fleet }
-
-// see notes that there is a series of a worker.
+// see records that a worker may have series.
 func (t *Metrics) see(worker string) {
 	if _, known := t.seen.Load(worker); !known {
 		t.seen.Store(worker, nil)
 	}
 }
 
-// perWorker lists the metrics whose series have the label worker_id and stay until
-// they are deleted.
-func (t *Metrics) perWorker() []interface {
-	DeletePartialMatch(labels prometheus.Labels) int
-} {
-	return []interface {
-		DeletePartialMatch(labels prometheus.Labels) int
-	}{t.requests, t.firstToken, t.interToken, t.promptTokens, t.outputTokens, t.predicted, t.cached, t.compared, t.retries, t.eventLag}
+// perWorker lists the metrics with the label worker_id, whose series stay until they
+// are deleted.
+func (t *Metrics) perWorker() []*prometheus.MetricVec {
+	return []*prometheus.MetricVec{
+		t.requests.MetricVec, t.firstToken.MetricVec, t.interToken.MetricVec, t.promptTokens.MetricVec, t.outputTokens.MetricVec,
+		t.predicted.MetricVec, t.cached.MetricVec, t.compared.MetricVec, t.retries.MetricVec, t.eventLag.MetricVec,
+	}
 }
 
-// forgetGone deletes the series of workers that are gone. A request that was still
-// on its way to one may make some anew: they go the next time.
+// forgetGone deletes the series of removed workers. A request that was still in flight
+// may create some again; the next call deletes them.
 func (t *Metrics) forgetGone() {
 	if t.fleet == nil {
 		return
@@ -153,7 +147,7 @@ func (t *Metrics) forgetGone() {
 	gone := map[string]bool{}
 	t.seen.Range(func(worker, _ any) bool {
 		if !there[worker.(string)] {
-			t.seen.Delete(worker) // first: who makes a series now will note it again
+			t.seen.Delete(worker) // first: a request that makes a series from now on stores it again
 			gone[worker.(string)] = true
 		}
 		return true
@@ -169,33 +163,26 @@ func (t *Metrics) forgetGone() {
 	}
 }
 
-// noWorker is the label of requests that no worker has answered.
+// noWorker is the value of worker_id for requests that no worker answered.
 const noWorker = kv.NoWorker
 
-// Guards counts what keeps the router itself within bounds, at each scrape.
-type Guards struct {
-	BodyBytes       func() int64  // that the bodies of requests in flight take
-	BodiesRefused   func() uint64 // requests that found no memory for their body
-	LinesSuppressed func() uint64 // log lines left out
-	LinesLost       func() uint64 // lines missing in the records of requests and of KV events
-}
+// Began implements openai.Observer.
+func (t *Metrics) Began(*http.Request, *proxy.Exchange) {}
 
-// WatchGuards adds these counts to the metrics. Call it once.
-func (t *Metrics) WatchGuards(g Guards) {
-	count := func(name, help string, n func() uint64) prometheus.Collector {
-		return prometheus.NewCounterFunc(prometheus.CounterOpts{Name: "kvrouter_" + name + "_total", Help: help}, func() float64 { return float64(n()) })
+// Accepted implements openai.Observer: it counts a request that has a prompt.
+func (t *Metrics) Accepted(x *proxy.Exchange, _ *jsonbody.Body) {
+	if x.Source != "" {
+		t.thompson.began()
 	}
-	t.registry.MustRegister(
-		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvrouter_inflight_body_bytes", Help: "Memory that the bodies of requests in flight take, bytes."}, func() float64 { return float64(g.BodyBytes()) }),
-		count("bodies_refused", "Requests refused because the bodies in flight took all memory that they may.", g.BodiesRefused),
-		count("log_lines_suppressed", "Log lines left out because their place in the program had written too many.", g.LinesSuppressed),
-		count("record_lines_lost", "Lines missing in the records of requests and of KV events: the disk was full or slow, or the file of events has its size.", g.LinesLost),
-	)
 }
 
-// Decided records the times of one routing decision. tokens is the time that it
-// took to find the prompt's tokens.
-func (t *Metrics) Decided(tokens time.Duration, d router.Decision) {
+// Decided implements openai.Observer: it records the times of one routing decision of a
+// request that has a prompt.
+func (t *Metrics) Decided(x *proxy.Exchange, pair *router.Pair) {
+	if x.Source == "" {
+		return
+	}
+	tokens, d := x.Prepared, pair.Took()
 	t.decision.WithLabelValues("tokens").Observe(tokens.Seconds())
 	t.decision.WithLabelValues("hash").Observe(d.HashTime.Seconds())
 	t.decision.WithLabelValues("lookup").Observe(d.LookupTime.Seconds())
@@ -204,12 +191,6 @@ func (t *Metrics) Decided(tokens time.Duration, d router.Decision) {
 	t.dynamo.decided(d)
 	t.thompson.routedTo(d.Target.Key)
 }
-
-// Began counts a request with a prompt that goes to a worker. Ended must follow.
-func (t *Metrics) Began() { t.thompson.began() }
-
-// Ended is called when a request for which Began was called has ended.
-func (t *Metrics) Ended(x *proxy.Exchange, now time.Time) { t.thompson.ended(x, now) }
 
 // EngineFailed implements proxy.Observer.
 func (t *Metrics) EngineFailed() { t.thompson.engineFailed() }
@@ -232,16 +213,21 @@ func (t *Metrics) InterToken(worker string, gap time.Duration, n int) {
 	}
 }
 
-// EventLag records the age of a KV event batch of w at its arrival.
+// EventLag records the age of a KV event batch of w on arrival.
 func (t *Metrics) EventLag(w kv.WorkerKey, lag time.Duration) {
 	label := t.names.Label(w.Worker)
 	t.see(label)
 	t.eventLag.WithLabelValues(label).Observe(lag.Seconds())
 }
 
-// Finished records a request that has ended, and ends its trace.
-func (t *Metrics) Finished(x proxy.Exchange, now time.Time) {
-	x.EndTrace(now)
+// Finished implements openai.Observer: it records a request that has ended.
+func (t *Metrics) Finished(x *proxy.Exchange, now time.Time) {
+	if x.Request != nil && x.Source != "" {
+		t.thompson.ended(x, now)
+	}
+	if x.Refused != nil {
+		t.refused(x.Served, x.Route, x.Refused)
+	}
 	t.see(x.Worker)
 	if x.Shared != nil {
 		t.see(x.Shared.Worker)
@@ -261,7 +247,7 @@ func (t *Metrics) Finished(x proxy.Exchange, now time.Time) {
 	}
 	if x.Decision.Tokens > 0 && x.Usage.CachedKnown {
 		worker := x.Worker
-		if x.Shared != nil { // it is the prompt's worker that was expected to hold blocks
+		if x.Shared != nil { // the prediction was for the prefill worker
 			worker = x.Shared.Worker
 		}
 		t.predicted.WithLabelValues(worker).Add(float64(x.Decision.OverlapTokens))
@@ -277,123 +263,11 @@ func (t *Metrics) Finished(x proxy.Exchange, now time.Time) {
 	}
 }
 
-// fleetCollector reads the counts of other components at each scrape, so that a
-// worker that is gone leaves no series behind.
-type fleetCollector struct {
-	metrics  *Metrics
-	workers  func() []workers.Sample
-	prompts  func() PromptSample
-	up       *prometheus.Desc
-	restarts *prometheus.Desc
-	blocks   *prometheus.Desc
-	inFlight *prometheus.Desc
-	prefill  *prometheus.Desc
-	running  *prometheus.Desc
-	waiting  *prometheus.Desc
-	usage    *prometheus.Desc
-	events   *prometheus.Desc
-	applied  *prometheus.Desc
-	linked   *prometheus.Desc
-	cold     *prometheus.Desc
-	info     *prometheus.Desc
-	sources  *prometheus.Desc
-	reasons  *prometheus.Desc
-}
-
-func newFleetCollector(metrics *Metrics, fleet func() []workers.Sample, prompts func() PromptSample) *fleetCollector {
-	desc := func(name, help string, labels ...string) *prometheus.Desc {
-		return prometheus.NewDesc("kvrouter_"+name, help, append([]string{"worker_id", "dp_rank"}, labels...), nil)
+// observe records a duration, with the id of a trace as its exemplar unless it is empty.
+func observe(into prometheus.Observer, took time.Duration, trace string) {
+	if exemplars, can := into.(prometheus.ExemplarObserver); can && trace != "" {
+		exemplars.ObserveWithExemplar(took.Seconds(), prometheus.Labels{"trace_id": trace})
+		return
 	}
-	return &fleetCollector{
-		metrics:  metrics,
-		workers:  fleet,
-		prompts:  prompts,
-		sources:  prometheus.NewDesc("kvrouter_prompt_source_total", "Prompts by where their tokens came from: local, worker_render, worker_tokenize, none (routed by load alone).", []string{"source"}, nil),
-		reasons:  prometheus.NewDesc("kvrouter_prompt_fallbacks_total", "Prompts whose tokens were not computed here, by reason.", []string{"reason"}, nil),
-		up:       desc("worker_up", "1 while requests may go to the worker."),
-		restarts: desc("worker_restarts_total", "How often the worker's process was started again."),
-		blocks:   desc("worker_blocks", "KV blocks that the index knows the worker to hold."),
-		inFlight: desc("worker_in_flight", "Requests sent to the worker and not yet ended."),
-		prefill:  desc("worker_prefill_tokens", "Uncached prompt tokens sent to the worker whose first token has not come."),
-		running:  desc("worker_running_requests", "Running requests, as published by the worker."),
-		waiting:  desc("worker_waiting_requests", "Waiting requests, as published by the worker."),
-		usage:    desc("worker_kv_cache_usage", "Share of the KV cache in use, 0 to 1, as published by the worker."),
-		linked:   desc("kv_events_connected", "1 while the worker's KV events are subscribed to."),
-		cold:     desc("worker_cold", "1 while blocks of the worker may be missing in the index, because the history of its cache is not known in full."),
-		info:     desc("worker_info", "What the worker is, always 1: its URL, the first model that it serves, its role and its engine.", "url", "model", "role", "engine"),
-		applied:  prometheus.NewDesc("dynamo_component_kv_cache_events_applied", "KV events applied to the index, by type and by what came of them.", []string{"worker_id", "dp_rank", "event_type", "status"}, nil),
-		events:   desc("kv_events_total", "KV event stream of the worker, counted by kind.", "kind"),
-	}
-}
-
-// Describe implements prometheus.Collector.
-func (c *fleetCollector) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{c.up, c.restarts, c.blocks, c.inFlight, c.prefill, c.running, c.waiting, c.usage, c.events, c.applied, c.linked, c.cold, c.info, c.sources, c.reasons} {
-		out <- d
-	}
-}
-
-// Collect implements prometheus.Collector.
-func (c *fleetCollector) Collect(out chan<- prometheus.Metric) {
-	names := c.metrics.names.Now()
-	for _, s := range c.workers() {
-		labels := []string{names.Label(s.Worker.Worker), strconv.FormatUint(uint64(s.Worker.Rank), 10)}
-		gauge := func(d *prometheus.Desc, value float64) {
-			out <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, value, labels...)
-		}
-		flag := func(d *prometheus.Desc, set bool) {
-			value := 0.0
-			if set {
-				value = 1
-			}
-			gauge(d, value)
-		}
-		out <- prometheus.MustNewConstMetric(c.info, prometheus.GaugeValue, 1, append(labels, infoLabels(s)...)...)
-		flag(c.up, s.Up)
-		out <- prometheus.MustNewConstMetric(c.restarts, prometheus.CounterValue, float64(s.Restarts), labels...)
-		gauge(c.blocks, float64(s.Blocks))
-		gauge(c.inFlight, float64(s.Load.InFlight))
-		gauge(c.prefill, float64(s.Load.PrefillTokens))
-		if s.Load.Fresh {
-			gauge(c.running, float64(s.Load.Running))
-			gauge(c.waiting, float64(s.Load.Waiting))
-			gauge(c.usage, s.Load.KVUsage)
-		}
-		if s.EventCount != nil {
-			flag(c.linked, s.Connected)
-			flag(c.cold, s.Cold)
-		}
-		for kind, n := range s.EventCount {
-			out <- prometheus.MustNewConstMetric(c.events, prometheus.CounterValue, float64(n), append(labels, kind)...)
-		}
-		for _, a := range appliedEvents(s.EventCount) {
-			out <- prometheus.MustNewConstMetric(c.applied, prometheus.CounterValue, float64(a.n), append(labels, a.event, a.status)...)
-		}
-	}
-	prompts := c.prompts()
-	for source, n := range prompts.Sources {
-		out <- prometheus.MustNewConstMetric(c.sources, prometheus.CounterValue, float64(n), source)
-	}
-	for reason, n := range prompts.Reasons {
-		out <- prometheus.MustNewConstMetric(c.reasons, prometheus.CounterValue, float64(n), reason)
-	}
-}
-
-// WatchReplicas adds what is told to and heard of other routers to the metrics.
-// Call it once.
-func (t *Metrics) WatchReplicas(counts func() replica.Counts) {
-	count := func(name, help string, n func(replica.Counts) uint64) {
-		t.registry.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{Name: "kvrouter_replica_" + name + "_total", Help: help},
-			func() float64 { return float64(n(counts())) }))
-	}
-	count("sent", "Changes told to other routers.", func(c replica.Counts) uint64 { return c.Sent })
-	count("received", "Changes that other routers told.", func(c replica.Counts) uint64 { return c.Received })
-	count("dropped", "Changes that there was no room for, or that make no sense.", func(c replica.Counts) uint64 { return c.Dropped })
-	count("resent", "Requests in flight that were told to other routers again, which had missed them or had just come.", func(c replica.Counts) uint64 { return c.Resent })
-	count("refused", "Messages of other routers that are not sealed by --replica-key, or are malformed.", func(c replica.Counts) uint64 { return c.Refused })
-	count("lost", "Times that another router was no longer heard, and what it had booked forgotten.", func(c replica.Counts) uint64 { return c.Lost })
-	t.registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvrouter_replica_bookings", Help: "Requests in flight from other routers."},
-		func() float64 { return float64(counts().Held) }))
-	t.registry.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "kvrouter_replica_peers", Help: "Other routers that are heard."},
-		func() float64 { return float64(counts().Peers) }))
+	into.Observe(took.Seconds())
 }

@@ -36,10 +36,9 @@ type thompsonMetrics struct {
 	seen map[string]bool // workers that routed or feedback has series of
 }
 
-// WatchThompson adds these metrics, if that is the router's policy; the series
-// of workers that are no longer in the fleet are dropped. Call it once, before
-// the first decision.
-func (t *Metrics) WatchThompson(router *router.Router, fleet func() []uint64) {
+// watchThompson adds these metrics if thompson is the router's policy. The series of
+// removed workers are deleted at each scrape.
+func (t *Metrics) watchThompson(router *router.Router, fleet func() []uint64) {
 	processor := func(name, help string) prometheus.CounterOpts {
 		return prometheus.CounterOpts{Name: "thompson_processor_" + name, Help: help}
 	}
@@ -50,14 +49,14 @@ func (t *Metrics) WatchThompson(router *router.Router, fleet func() []uint64) {
 	m := &thompsonMetrics{
 		router: router, fleet: fleet, seen: map[string]bool{},
 
-		requests:     prometheus.NewCounter(processor("requests_total", "Requests with a prompt that were passed on.")),
-		tokensIn:     prometheus.NewCounter(processor("tokens_in_total", "Prompt tokens of those requests.")),
-		tokensOut:    prometheus.NewCounter(processor("tokens_out_total", "Tokens of their answers, as the workers' usage reports them.")),
-		routerErrors: prometheus.NewCounter(processor("router_errors_total", "Requests that no worker could be found for.")),
-		engineErrors: prometheus.NewCounter(processor("engine_errors_total", "Requests that a worker failed, those included that another one served then.")),
+		requests:     prometheus.NewCounter(processor("requests_total", "Requests with a prompt that were forwarded.")),
+		tokensIn:     prometheus.NewCounter(processor("tokens_in_total", "Prompt tokens of forwarded requests.")),
+		tokensOut:    prometheus.NewCounter(processor("tokens_out_total", "Output tokens of forwarded requests, as reported in the workers' usage.")),
+		routerErrors: prometheus.NewCounter(processor("router_errors_total", "Requests rejected because no worker could take them.")),
+		engineErrors: prometheus.NewCounter(processor("engine_errors_total", "Requests that a worker failed, including those that a retry served.")),
 		routed:       prometheus.NewCounterVec(processor("routing_decisions_total", "Requests sent to the worker."), []string{"worker_id"}),
-		latency:      prometheus.NewHistogram(prometheus.HistogramOpts{Name: "thompson_processor_request_latency_seconds", Help: "From a request's arrival to the end of its answer."}),
-		active:       prometheus.NewGauge(prometheus.GaugeOpts{Name: "thompson_processor_active_requests", Help: "Requests that are being served."}),
+		latency:      prometheus.NewHistogram(prometheus.HistogramOpts{Name: "thompson_processor_request_latency_seconds", Help: "Time from the arrival of a request to the end of its response."}),
+		active:       prometheus.NewGauge(prometheus.GaugeOpts{Name: "thompson_processor_active_requests", Help: "In-flight requests."}),
 
 		feedback: prometheus.NewHistogramVec(prometheus.HistogramOpts{
 			Name: "thompson_router_feedback_latency_seconds", Help: "Latencies that were learned from.", Buckets: []float64{.1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120},
@@ -66,13 +65,13 @@ func (t *Metrics) WatchThompson(router *router.Router, fleet func() []uint64) {
 		tokens: prometheus.NewHistogram(prometheus.HistogramOpts{Name: "thompson_router_tokens_per_request", Help: "Prompt tokens of each decision.", Buckets: prometheus.ExponentialBuckets(32, 2, 9)}),
 
 		decisions: desc("decisions_total", "Decisions for the worker.", perRank...),
-		overlap:   desc("kv_overlap", "Share of the prompt that the worker held, 0 to 1, at the last decision for it.", perRank...),
-		reward:    desc("reward", "The worker's last reward, 0 to 1; 0.5 is as fast as usual.", perRank...),
-		alpha:     desc("beta_alpha", "First parameter of the worker's mean reward.", perRank...),
-		beta:      desc("beta_beta", "Second parameter of the worker's mean reward.", perRank...),
-		pending:   desc("pending_decisions", "Decisions whose end nobody has told yet."),
-		series:    desc("prefix_state_size", "Series of requests of which more are to come."),
-		timeouts:  desc("timeout_penalties_total", "Decisions that were taken for failed as nobody told their end."),
+		overlap:   desc("kv_overlap", "Cached share of the prompt at the last decision for the worker, 0 to 1.", perRank...),
+		reward:    desc("reward", "The worker's last reward, 0 to 1; 0.5 equals the baseline latency.", perRank...),
+		alpha:     desc("beta_alpha", "Alpha of the worker's Beta distribution of rewards.", perRank...),
+		beta:      desc("beta_beta", "Beta of the worker's Beta distribution of rewards.", perRank...),
+		pending:   desc("pending_decisions", "Decisions that await feedback."),
+		series:    desc("prefix_state_size", "Series of requests with remaining requests."),
+		timeouts:  desc("timeout_penalties_total", "Decisions counted as failed because their feedback timed out."),
 		stayed:    desc("sticky_decisions_total", "Decisions for the worker that had served the series before."),
 		switched:  desc("switch_decisions_total", "Decisions for another worker than the one that had served the series before."),
 	}
@@ -95,7 +94,7 @@ func (m *thompsonMetrics) counters() []prometheus.Collector {
 	}
 }
 
-// began tells of a request that is to be passed on; ended must follow.
+// began counts a request that is about to be forwarded; ended must follow.
 func (m *thompsonMetrics) began() {
 	if m != nil {
 		m.requests.Inc()
@@ -151,7 +150,7 @@ func rankLabels(names *kv.Names, w kv.WorkerKey) []string {
 	return []string{names.Label(w.Worker), strconv.FormatUint(uint64(w.Rank), 10)}
 }
 
-// forgetBut drops the series of workers that are not in the fleet.
+// forgetBut deletes the series of workers that are not in the fleet.
 func (m *thompsonMetrics) forgetBut(fleet map[string]bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

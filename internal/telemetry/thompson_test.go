@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/proxy"
 	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/testkit/routertest"
@@ -19,18 +20,16 @@ func scrape(t *Metrics) testkit.MetricsLines {
 }
 
 func TestThompsonMetricsAreOfThatPolicyAndTheFleet(t *testing.T) {
-	other := newBareTelemetry()
-	other.WatchThompson(routertest.NewTestRouter(t, "kv", 1), func() []uint64 { return nil })
+	other := New(Deps{Thompson: routertest.NewTestRouter(t, "kv", 1), Fleet: func() []uint64 { return nil }})
 	for name := range scrape(other) {
 		if strings.HasPrefix(name, "thompson_") {
 			t.Errorf("%s with policy kv", name)
 		}
 	}
 
-	telemetry := newBareTelemetry()
 	rt := routertest.NewTestRouter(t, "thompson", 0)
 	fleet := []uint64{0, 1}
-	telemetry.WatchThompson(rt, func() []uint64 { return fleet })
+	telemetry := New(Deps{Thompson: rt, Fleet: func() []uint64 { return fleet }})
 	ofWorker := func(page testkit.MetricsLines, worker int) (n int) {
 		for name := range page {
 			if strings.HasPrefix(name, "thompson_") && strings.Contains(name, fmt.Sprintf(`worker_id="%d"`, worker)) {
@@ -42,7 +41,7 @@ func TestThompsonMetricsAreOfThatPolicyAndTheFleet(t *testing.T) {
 	for _, key := range []kv.WorkerKey{{Worker: 0}, {Worker: 0, Rank: 1}, {Worker: 1}} {
 		rt.Up(kv.Target{Key: key})
 		d := routertest.MustRoute(t, rt, router.Request{Tokens: testkit.Tokens(1, 8)})
-		telemetry.Decided(0, d)
+		telemetry.Decided(&proxy.Exchange{Source: "local"}, &router.Pair{Decode: d, Whole: router.WholeNoPair})
 		d.Booking.Finish(1)
 		rt.Down(key)
 	}

@@ -10,7 +10,7 @@ import (
 	"kvrouter/internal/proxy"
 )
 
-// Totals sums up the metrics of requests, those of workers that are gone included.
+// Totals sums the metrics of requests, including those of removed workers.
 func (t *Metrics) Totals() proxy.Totals {
 	t.forgetGone()
 	t.summing.Lock()
@@ -30,7 +30,7 @@ func (t *Metrics) Totals() proxy.Totals {
 	return sum
 }
 
-// sum adds the series of those workers to sum, and to its Workers if there are any.
+// sum adds the series of the workers that of accepts to sum, and to its Workers unless nil.
 func (t *Metrics) sum(sum *proxy.Totals, of func(worker string) bool) {
 	add := func(metric prometheus.Collector, add func(m *dto.Metric, n uint64, w *proxy.WorkerTotals)) {
 		each(metric, func(m *dto.Metric) {
@@ -78,10 +78,10 @@ func each(metric prometheus.Collector, use func(*dto.Metric)) {
 	}
 }
 
-// count is a counter's value.
+// count returns the value of a counter.
 func count(m *dto.Metric) uint64 { return uint64(m.GetCounter().GetValue()) }
 
-// label is a copy of a series' label, which may outlive the series.
+// label returns a copy of a label of a series; the copy may outlive the series.
 func label(m *dto.Metric, name string) string {
 	for _, pair := range m.GetLabel() {
 		if pair.GetName() == name {
@@ -91,7 +91,7 @@ func label(m *dto.Metric, name string) string {
 	return ""
 }
 
-// histogram is a series of a histogram.
+// histogram converts a series of a histogram.
 func histogram(m *dto.Metric) proxy.Histogram {
 	from := m.GetHistogram()
 	h := proxy.Histogram{}

@@ -30,19 +30,14 @@ type Port struct {
 
 // Listen opens a TCP port with the limits of both ports; 0 is any free one. flag
 // names where the number came from. secure nil: it speaks plain HTTP.
-func Listen(host string, port int, flag string, secure *tls.Config, handler http.Handler) (*Port, error) {
+func Listen(host string, port int, flag string, secure *tls.Config) (*Port, error) {
 	listener, err := net.Listen("tcp", net.JoinHostPort(host, strconv.Itoa(port)))
 	if err != nil {
 		return nil, fmt.Errorf("%s %d: %w: free the port or choose another", flag, port, err)
 	}
 	base, cut := context.WithCancelCause(context.Background())
 	p := &Port{listener: listener, secure: secure != nil, cut: cut}
-	p.server = NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if p.leaving.Load() {
-			w.Header().Set("Connection", "close")
-		}
-		handler.ServeHTTP(w, r)
-	}))
+	p.server = NewServer(nil)
 	p.server.BaseContext = func(net.Listener) context.Context { return base }
 	p.server.TLSConfig = secure
 	return p, nil
@@ -59,8 +54,14 @@ func (p *Port) URL() string {
 	return "http://" + p.listener.Addr().String()
 }
 
-// Serve answers requests until Drain or Close; then it returns nil.
-func (p *Port) Serve() error {
+// Serve answers requests with handler until Drain or Close; then it returns nil.
+func (p *Port) Serve(handler http.Handler) error {
+	p.server.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if p.leaving.Load() {
+			w.Header().Set("Connection", "close")
+		}
+		handler.ServeHTTP(w, r)
+	})
 	serve := p.server.Serve
 	if p.secure {
 		serve = func(l net.Listener) error { return p.server.ServeTLS(l, "", "") }

@@ -16,12 +16,12 @@ import (
 // servePort serves a handler on a free port, which the test may drain or close.
 func servePort(t *testing.T, handler http.HandlerFunc) *Port {
 	t.Helper()
-	p, err := Listen("127.0.0.1", 0, "--http-port", nil, handler)
+	p, err := Listen("127.0.0.1", 0, "--http-port", nil)
 	if err != nil {
 		t.Fatal(err)
 	}
 	served := make(chan error, 1)
-	go func() { served <- p.Serve() }()
+	go func() { served <- p.Serve(handler) }()
 	t.Cleanup(func() {
 		p.Close()
 		if err := <-served; err != nil {
@@ -38,7 +38,7 @@ func TestTakenPortIsAnErrorThatNamesItsFlag(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	if _, err := Listen("127.0.0.1", l.Addr().(*net.TCPAddr).Port, "--router-port", nil, nil); err == nil || !strings.HasPrefix(err.Error(), "--router-port ") {
+	if _, err := Listen("127.0.0.1", l.Addr().(*net.TCPAddr).Port, "--router-port", nil); err == nil || !strings.HasPrefix(err.Error(), "--router-port ") {
 		t.Errorf("%v", err)
 	}
 }

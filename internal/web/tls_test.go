@@ -112,14 +112,13 @@ func TestCertificatesAreReadAgain(t *testing.T) {
 	if err := read(); err != nil {
 		t.Fatal(err)
 	}
-	p, err := Listen("127.0.0.1", 0, "--http-port", certificates.Config(), http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		io.WriteString(w, r.Proto)
-	}))
+	p, err := Listen("127.0.0.1", 0, "--http-port", certificates.Config())
 	if err != nil {
 		t.Fatal(err)
 	}
 	served := make(chan error, 1)
-	go func() { served <- p.Serve() }()
+	handler := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { io.WriteString(w, r.Proto) })
+	go func() { served <- p.Serve(handler) }()
 	shown := func() string {
 		t.Helper()
 		c := a.client(t, "", "")
@@ -175,12 +174,12 @@ func TestClientsShowCertificates(t *testing.T) {
 		t.Fatal(err)
 	}
 	use()
-	p, err := Listen("127.0.0.1", 0, "--http-port", certificates.Config(), http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
+	p, err := Listen("127.0.0.1", 0, "--http-port", certificates.Config())
 	if err != nil {
 		t.Fatal(err)
 	}
 	served := make(chan error, 1)
-	go func() { served <- p.Serve() }()
+	go func() { served <- p.Serve(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {})) }()
 	defer func() {
 		p.Close()
 		if err := <-served; err != nil {

@@ -10,13 +10,14 @@ import (
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/probe"
 )
 
 // Errors of Add.
 var (
-	// ErrKnown: a worker at that address is there already.
+	// ErrKnown: the fleet has a worker at that address.
 	ErrKnown = errors.New("already exists")
-	// ErrRemoved: Remove took the worker out before it was ready.
+	// ErrRemoved: Remove removed the worker before it was ready.
 	ErrRemoved = errors.New("the worker was removed before it was ready")
 )
 
@@ -30,7 +31,7 @@ func (e *NotReadyError) Error() string {
 	return fmt.Sprintf("not ready after %s (--startup-timeout): %s", e.Limit, e.Why)
 }
 
-// addedPoll is how often Add looks whether its worker is ready.
+// addedPoll is the time between checks of Add whether its worker is ready.
 const addedPoll = 50 * time.Millisecond
 
 // added is how the goroutine that follows a worker of Add or Follow is reached.
@@ -39,11 +40,11 @@ type added struct {
 	left  chan struct{}      // closed when it has ended
 }
 
-// Add adds the worker at a URL at run time and returns when it is ready: from then on
-// it is what --worker makes of a URL alone, under a free id. key goes to it with every
-// request, and no other key does; it may be empty. A worker that is not ready within
-// --startup-timeout, or before ctx ends, is taken out again. Add fails with
-// ErrKnown, ErrRemoved, ErrFleetEnding, a *NotReadyError or why ctx ended.
+// Add adds the worker at a URL at run time, as --worker does with a URL alone, under a
+// free id, and returns when it is ready. key goes to it with every request, and no other
+// key does; it may be empty. A worker that is not ready within --startup-timeout, or
+// before ctx ends, is removed again. Add fails with ErrKnown, ErrRemoved,
+// ErrFleetEnding, a *NotReadyError or the cause of ctx.
 func (f *Fleet) Add(ctx context.Context, url string, key kv.Secret) (id uint64, err error) {
 	select {
 	case <-f.opened:
@@ -69,7 +70,7 @@ func (f *Fleet) Add(ctx context.Context, url string, key kv.Secret) (id uint64, 
 		case <-look.C:
 			continue
 		case <-w.added.left:
-			if !slices.Contains(f.Members(), w) {
+			if !slices.Contains(f.all(), w) {
 				return 0, ErrRemoved
 			}
 			return 0, ErrFleetEnding
@@ -83,7 +84,7 @@ func (f *Fleet) Add(ctx context.Context, url string, key kv.Secret) (id uint64, 
 	}
 }
 
-// join makes the worker at url a member and has it followed.
+// join makes the worker at url a member and starts to follow it.
 func (f *Fleet) join(url string, key kv.Secret) (*worker, error) {
 	f.membership.Lock()
 	defer f.membership.Unlock()
@@ -96,13 +97,13 @@ func (f *Fleet) join(url string, key kv.Secret) (*worker, error) {
 	for slices.ContainsFunc(f.workers, func(w *worker) bool { return w.id == f.nextAdded }) {
 		f.nextAdded++
 	}
-	w := newWorker(Attached{ID: f.nextAdded, HasID: true, URL: url, Key: key}, true, key != "", StateConnecting)
+	w := newWorker(probe.Server{ID: f.nextAdded, URL: url, Key: key}, true, key != "", StateConnecting)
 	f.nextAdded++
 	f.attach(w)
 	return w, nil
 }
 
-// attach makes w a member and has it followed. f.membership is locked, and the fleet
+// attach makes w a member and starts to follow it. f.membership is locked, and the fleet
 // runs.
 func (f *Fleet) attach(w *worker) {
 	ctx, leave := context.WithCancel(f.run.ctx)
@@ -123,11 +124,10 @@ func (w *worker) address() string {
 	return w.status.URL
 }
 
-// Remove takes the worker of Add at that URL out, with all that is known of its
-// cache, and returns when nothing follows it any more. It tells whether there was
-// such a worker.
+// Remove removes the worker of Add at that URL and its index, and returns when nothing
+// follows it any more. It reports whether there was such a worker.
 func (f *Fleet) Remove(url string) (id uint64, found bool) {
-	members := f.Members()
+	members := f.all()
 	at := slices.IndexFunc(members, func(w *worker) bool { return w.added != nil && w.found == nil && w.address() == url })
 	if at < 0 {
 		return 0, false
@@ -135,8 +135,8 @@ func (f *Fleet) Remove(url string) (id uint64, found bool) {
 	return members[at].id, f.takeOut(members[at])
 }
 
-// takeOut ends the following of a worker of Add or Follow. It tells whether this call was the
-// one that did.
+// takeOut removes a worker of Add or Follow. It reports whether this call was the one
+// that did.
 func (f *Fleet) takeOut(w *worker) bool {
 	f.membership.Lock()
 	at := slices.Index(f.workers, w)
@@ -149,8 +149,9 @@ func (f *Fleet) takeOut(w *worker) bool {
 	return at >= 0
 }
 
-// mayFollow tells whether the router connects to where a worker's events are. One
-// that a client has added, or that was discovered, may not name the sockets of this machine's file system.
+// mayFollow reports whether the router connects to a worker's event endpoints. A worker
+// that a client has added, or that was discovered, must not name sockets in the router's
+// file system.
 func (w *worker) mayFollow(source events.Source) bool {
 	return w.added == nil || !strings.HasPrefix(source.Endpoint, "ipc:") && !strings.HasPrefix(source.Replay, "ipc:")
 }

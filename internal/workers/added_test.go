@@ -40,7 +40,7 @@ func TestAddedWorkerIsFollowedAsAttachedOnesAre(t *testing.T) {
 	if r := <-done; r.err != nil || r.id != 1 {
 		t.Fatalf("%+v", r)
 	}
-	w := f.Members()[1]
+	w := f.all()[1]
 	if status := f.Workers()[1]; !status.Attached || len(status.Ranks) != 2 || w.bearer() != "sesame" {
 		t.Errorf("%+v, key %q", status, w.bearer())
 	}
@@ -119,8 +119,8 @@ func TestNoOtherKeyGoesToAddedWorkers(t *testing.T) {
 	if _, err := f.Add(t.Context(), "http://"+a.address, ""); err != nil {
 		t.Fatal(err)
 	}
-	if w := f.Members()[0]; w.bearer() != "" || w.Spec.Key != "" {
-		t.Errorf("keys %q and %q", w.bearer(), w.Spec.Key)
+	if w := f.all()[0]; w.bearer() != "" || w.spec.Key != "" {
+		t.Errorf("keys %q and %q", w.bearer(), w.spec.Key)
 	}
 	a.server.Close()
 	f.cancel()

@@ -2,7 +2,6 @@ package workers
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"log/slog"
 	"net"
@@ -14,13 +13,11 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
 	"go.uber.org/goleak"
 
-	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
-	"kvrouter/internal/radix"
+	"kvrouter/internal/probe"
 	"kvrouter/internal/testkit"
 )
 
@@ -142,20 +139,28 @@ func TestAttachedWorkerGoesAndComesBack(t *testing.T) {
 	a.server.Close()
 }
 
+// notedLoads notes the sources of loads that are to be followed.
+type notedLoads struct {
+	noLoads
+	sources chan probe.LoadSource
+}
+
+func (l *notedLoads) FollowLoad(ctx context.Context, s probe.LoadSource, log *slog.Logger, report func(kv.WorkerKey, policy.Published)) {
+	l.sources <- s
+	l.noLoads.FollowLoad(ctx, s, log, report)
+}
+
 func TestAttachedWorkerWithoutEventsIsRoutedByLoadAlone(t *testing.T) {
 	defer goleak.VerifyNone(t)
 	a := newAttachedServer(t, "")
 	a.start()
 	f := attachedFleet(t, a, "")
-	loads := make(chan loadSource, 2)
-	f.loads = func(_ loadReader, ctx context.Context, s loadSource, _ func(kv.WorkerKey, policy.Published)) {
-		loads <- s
-		<-ctx.Done()
-	}
+	loads := make(chan probe.LoadSource, 2)
+	f.probe = &notedLoads{noLoads{f.probe}, loads}
 	f.start()
 	f.wantEvents("up 3.0 g1")
-	if got, want := fmt.Sprint(<-loads), fmt.Sprint(loadSource{ranks: []kv.WorkerKey{{Worker: 3}}, page: "http://" + a.address + "/metrics"}); got != want {
-		t.Errorf("load from %s, want %s", got, want)
+	if got := <-loads; got.URL != "http://"+a.address || got.Socket != "" || got.Apart || !slices.Equal(got.Ranks, []kv.WorkerKey{{Worker: 3}}) {
+		t.Errorf("load from %+v", got)
 	}
 	const warning = "worker 3: publishes no KV events: routed by load only"
 	testkit.Settles(t, func() error {
@@ -176,8 +181,8 @@ func TestAttachedWorkerMayNameItsEventsLate(t *testing.T) {
 	a := newAttachedServer(t, "{}")
 	a.start()
 	f := attachedFleet(t, a, "")
-	f.Timing = defaultTiming()
-	f.Timing.HealthEvery = fastTiming().HealthEvery
+	f.timing = defaultTiming()
+	f.timing.healthEvery = fastTiming().healthEvery
 	f.start()
 	f.wantEvents("up 3.0 g1")
 	a.set(func() { a.sources = twoRanks })
@@ -204,84 +209,6 @@ func TestAttachedWorkerThatHidesItsModelsIsUsedAllTheSame(t *testing.T) {
 	f.wantEvents("up 3.0 g1")
 	f.stop()
 	a.server.Close()
-}
-
-func TestFlagsGoBeforeWhatAWorkerSaysOfItsEvents(t *testing.T) {
-	a := newAttachedServer(t, strings.ReplaceAll(twoRanks, "tcp://*:5558", "tcp://0.0.0.0:5558"))
-	a.start()
-	defer a.server.Close()
-	f := attachedFleet(t, a, ",kv-events=tcp://events:1")
-	want := []events.Source{
-		{Worker: kv.WorkerKey{Worker: 3, Rank: 0}, Endpoint: "tcp://events:1", Replay: "tcp://127.0.0.1:5757", Topic: "kv", BlockSize: 64},
-		{Worker: kv.WorkerKey{Worker: 3, Rank: 1}, Endpoint: "tcp://127.0.0.1:5558", BlockSize: 64},
-	}
-	if diff := cmp.Diff(want, f.eventSources(t.Context(), &worker{Spec: f.cfg.Attached[0]})); diff != "" {
-		t.Error(diff)
-	}
-
-	a.set(func() { a.sources = "not JSON" })
-	spec := f.cfg.Attached[0]
-	spec.Replay = "tcp://events:2"
-	want = []events.Source{{Worker: kv.WorkerKey{Worker: 3, Rank: 0}, Endpoint: "tcp://events:1", Replay: "tcp://events:2", BlockSize: 64}}
-	if diff := cmp.Diff(want, f.eventSources(t.Context(), &worker{Spec: spec})); diff != "" {
-		t.Error(diff)
-	}
-}
-
-func TestWildcardsBecomeTheHostOfTheURL(t *testing.T) {
-	for _, test := range []struct{ endpoint, host, want string }{
-		{"tcp://*:5557", "10.0.0.1", "tcp://10.0.0.1:5557"},
-		{"tcp://0.0.0.0:5557", "gpu-1", "tcp://gpu-1:5557"},
-		{"tcp://[::]:5557", "fd00::1", "tcp://[fd00::1]:5557"},
-		{"tcp://10.0.0.2:5557", "gpu-1", "tcp://10.0.0.2:5557"},
-		{"ipc:///run/events", "gpu-1", "ipc:///run/events"},
-		{"", "gpu-1", ""},
-	} {
-		if got := reachable(test.endpoint, test.host); got != test.want {
-			t.Errorf("reachable(%q, %q) = %q, want %q", test.endpoint, test.host, got, test.want)
-		}
-	}
-}
-
-// TestRanksOfAWorkerAreBounded: each takes a connection and a goroutine.
-func TestRanksOfAWorkerAreBounded(t *testing.T) {
-	f := newFakeFleet(t, fakeConfig(t, 0))
-	told := map[string]kvEventSource{"x": {Enable: true, Endpoint: "tcp://*:1"}, "-1": {Enable: true, Endpoint: "tcp://*:1"}, "4294967296": {Enable: true, Endpoint: "tcp://*:1"}}
-	for i := range 3 * kv.MaxRanks {
-		told[fmt.Sprint(i)] = kvEventSource{Enable: true, Kind: "zmq", Endpoint: "tcp://*:9"}
-	}
-	sources := f.sourcesOf(told, Attached{ID: 3, URL: "http://gpu:8000"})
-	if n := len(sources); n != kv.MaxRanks || sources[0].Worker.Rank != 0 || sources[n-1].Worker.Rank != kv.MaxRanks-1 {
-		t.Errorf("%d sources", n)
-	}
-	if log := f.out.String(); !strings.Contains(log, "names 3072 data-parallel ranks: only the first 1024 are followed") {
-		t.Errorf("log:\n%s", log)
-	}
-}
-
-func FuzzEventSources(f *testing.F) {
-	for _, text := range []string{
-		twoRanks, `{"0":{"enable_kv_cache_events":true,"endpoint":"tcp://[::]:5557"}}`, `{"4294967295":{"enable_kv_cache_events":true,"endpoint":"ipc://x"},"00":{"enable_kv_cache_events":true,"endpoint":"x"}}`,
-		`{"0":null}`, `{"0":{"endpoint":5}}`, `null`, `[]`, ``,
-	} {
-		f.Add([]byte(text))
-	}
-	fleet := NewFleet(Settings{BlockSize: 64}, nil, radix.NewTree(), Hooks{}, slog.New(slog.DiscardHandler))
-	f.Fuzz(func(t *testing.T, text []byte) {
-		var told map[string]kvEventSource
-		if json.Unmarshal(text, &told) != nil {
-			return
-		}
-		sources := fleet.sourcesOf(told, Attached{ID: 3, URL: "http://gpu:8000"})
-		if len(sources) > kv.MaxRanks {
-			t.Fatalf("%d sources", len(sources))
-		}
-		for i, source := range sources {
-			if source.Worker.Worker != 3 || source.BlockSize != 64 || source.Endpoint == "" || i > 0 && source.Worker.Rank <= sources[i-1].Worker.Rank {
-				t.Errorf("source %d: %+v", i, source)
-			}
-		}
-	})
 }
 
 // TestTheIndexHoldsNoMoreThanAWorkerSaysItsCacheCan: one that never told of a removal

@@ -10,17 +10,15 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
-	"strings"
 	"sync"
-	"sync/atomic"
 	"testing"
 	"time"
 
 	"go.uber.org/goleak"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/probe"
 	"kvrouter/internal/process"
-	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
 )
 
@@ -43,7 +41,7 @@ func newKeyServer(t *testing.T) *keyServer {
 		case "/v1/models":
 			fmt.Fprint(w, `{"data":[{"id":"m"}]}`)
 		case "/metrics":
-			fmt.Fprintf(w, metricsPage, "kv_cache_usage_perc", "kv_cache_usage_perc", "kv_cache_usage_perc")
+			fmt.Fprint(w, "vllm:num_requests_running 1\nvllm:num_requests_waiting 1\nvllm:kv_cache_usage_perc 0.5\n")
 		default:
 			w.WriteHeader(http.StatusNotFound)
 		}
@@ -92,7 +90,7 @@ func TestWhichKeyGoesToAnAttachedWorker(t *testing.T) {
 			defer s.Close()
 			cfg := fakeConfig(t, 0)
 			cfg.fleet.WorkerKey, cfg.fleet.Key, cfg.fleet.PassKey = test.flag, test.env, test.passKey
-			cfg.fleet.Attached = []Attached{{ID: 3, URL: s.URL, Key: test.own}}
+			cfg.fleet.Attached = []Attached{{Server: probe.Server{ID: 3, URL: s.URL, Key: test.own}}}
 			f := newFakeFleet(t, cfg)
 			targets := make(chan kv.Target, 1)
 			f.hooks.Up = func(target kv.Target) { targets <- target }
@@ -165,34 +163,11 @@ func TestStartedWorkersHaveTheKeyTheyWereStartedWith(t *testing.T) {
 		{"flag", "args", false, "args", "args"},
 	} {
 		cfg := Settings{Started: make([]kv.Disagg, 1), Ports: process.Ports{HTTP: 1}, WorkerKey: test.flag, Key: test.started, PassKey: test.passKey}
-		f := NewFleet(cfg, nil, radix.NewTree(), Hooks{}, slog.New(slog.DiscardHandler))
-		if w := f.workers[0]; w.Spec.Key != test.probes || w.bearer() != test.goes {
-			t.Errorf("%+v: probes show %q, requests carry %q", test, string(w.Spec.Key), string(w.bearer()))
+		f := New(cfg, Deps{Log: slog.New(slog.DiscardHandler)})
+		if w := f.workers[0]; w.spec.Key != test.probes || w.bearer() != test.goes {
+			t.Errorf("%+v: probes show %q, requests carry %q", test, string(w.spec.Key), string(w.bearer()))
 		}
 	}
-}
-
-func TestProbesFollowNoRedirects(t *testing.T) {
-	defer goleak.VerifyNone(t)
-	var there atomic.Int64
-	inner := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { there.Add(1) }))
-	defer inner.Close()
-	outer := httptest.NewServer(http.RedirectHandler(inner.URL, http.StatusTemporaryRedirect))
-	defer outer.Close()
-	f := newFakeFleet(t, fakeConfig(t, 0))
-	at := Attached{URL: outer.URL}
-	if err := f.get(t.Context(), at, "/health", time.Second, nil); err == nil || !strings.Contains(err.Error(), "307") {
-		t.Errorf("a redirect is no error: %v", err)
-	}
-	if _, err := (loadReader{client: f.pageClient(newWorker(at, true, true, StateReady))}).cacheSizes(t.Context(), outer.URL+"/metrics"); err == nil {
-		t.Error("a redirected page was read")
-	}
-	_, _ = f.serverInfo(t.Context(), at)
-	f.eventSources(t.Context(), &worker{Spec: at})
-	if n := there.Load(); n != 0 {
-		t.Errorf("%d requests at the other address", n)
-	}
-	f.polls.CloseIdleConnections()
 }
 
 // newTLSServer is a worker with https, and the file of who signed its certificate.
@@ -221,7 +196,7 @@ func TestWorkersWithTLS(t *testing.T) {
 	defer goleak.VerifyNone(t)
 	server, authority := newTLSServer(t)
 	defer server.Close()
-	flags := Flags{WorkerCA: authority, Worker: []Attached{{ID: 3, URL: server.URL}}}
+	flags := Flags{WorkerCA: authority, Worker: []Attached{{Server: probe.Server{ID: 3, URL: server.URL}}}}
 	if err := flags.Resolve(func(string) string { return "" }); err != nil {
 		t.Fatal(err)
 	}
@@ -231,33 +206,4 @@ func TestWorkersWithTLS(t *testing.T) {
 	f.start()
 	f.wantEvents("up 3.0 g1")
 	f.stop()
-}
-
-func TestErrorsOfTLSSayWhatToDo(t *testing.T) {
-	defer goleak.VerifyNone(t)
-	server, authority := newTLSServer(t)
-	defer server.Close()
-	plain := httptest.NewServer(http.NotFoundHandler())
-	defer plain.Close()
-	flags := Flags{WorkerCA: authority}
-	if err := flags.Resolve(func(string) string { return "" }); err != nil {
-		t.Fatal(err)
-	}
-	for _, test := range []struct {
-		name, url, says string
-		trusted         bool
-	}{
-		{"an authority that is not known", server.URL, "--worker-ca", false},
-		{"another name", strings.Replace(server.URL, "127.0.0.1", "localhost", 1), "name it in the URL as its certificate does", true},
-		{"no TLS", strings.Replace(plain.URL, "http:", "https:", 1), "http://", true},
-	} {
-		cfg := fakeConfig(t, 0)
-		if test.trusted {
-			cfg.fleet.TLS = flags.WorkerTLS
-		}
-		f := newFakeFleet(t, cfg)
-		if err := f.get(t.Context(), Attached{URL: test.url}, "/health", 10*time.Second, nil); err == nil || !strings.Contains(err.Error(), test.says) {
-			t.Errorf("%s: %v, want %q", test.name, err, test.says)
-		}
-	}
 }

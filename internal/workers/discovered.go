@@ -10,35 +10,37 @@ import (
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/probe"
 )
 
-// found is what discovery tells of a worker.
+// found is what discovery reports about a worker.
 type found struct {
-	name    string        // as it was told first, for the log
-	now     kv.Worker     // as it is told now; guarded by the worker's mu
-	changed chan struct{} // has a token when now is another than the worker is followed by
-	drains  atomic.Bool   // it ends what it has begun
-	gone    time.Time     // since when no source knows it; zero: one does. Follow uses it
+	name    string        // its first, for the log
+	now     kv.Worker     // as reported last; guarded by the worker's mu
+	changed chan struct{} // has a token when now differs from what is followed
+	drains  atomic.Bool   // it finishes its requests, and goes
+	gone    time.Time     // since when no source reports it; zero: one does. Follow uses it
 }
 
-// told has a token when discovery tells something new; nil: nobody tells.
-func (w *worker) told() <-chan struct{} {
+// discoveryChanges has a token when discovery reports a change; nil: the worker is not
+// discovered.
+func (w *worker) discoveryChanges() <-chan struct{} {
 	if w.found == nil {
 		return nil
 	}
 	return w.found.changed
 }
 
-// drains tells whether the worker ends what it has begun, and goes.
+// drains reports whether the worker finishes its requests, and goes.
 func (w *worker) drains() bool { return w.found != nil && w.found.drains.Load() }
 
-// Follow keeps the fleet's discovered workers at what the lists tell, until the channel
-// is closed: new ones are attached once they get requests, held ones get none, and those
-// that no list names any more are taken out once their requests have ended, with all that
-// is known of their caches.
+// Follow keeps the fleet's discovered workers in step with the last list, until the
+// channel is closed: new ones are attached once they are ready, cordoned ones get no
+// requests, and those that are no longer listed are removed once their requests have
+// ended, with their index.
 func (f *Fleet) Follow(lists <-chan []kv.Worker) {
 	d := following{f: f, known: map[uint64]*worker{}, refused: map[uint64]string{}}
-	tick := time.NewTicker(f.Timing.leaveLook)
+	tick := time.NewTicker(f.timing.leaveLook)
 	defer tick.Stop()
 	for {
 		select {
@@ -49,7 +51,7 @@ func (f *Fleet) Follow(lists <-chan []kv.Worker) {
 			d.list = list
 			d.apply()
 		case <-tick.C:
-			d.letLeave()
+			d.removeIdle()
 			if len(d.refused) > 0 { // the address may be free now
 				d.apply()
 			}
@@ -60,15 +62,15 @@ func (f *Fleet) Follow(lists <-chan []kv.Worker) {
 // following is a run of Follow.
 type following struct {
 	f       *Fleet
-	list    []kv.Worker // as told last
+	list    []kv.Worker // the last one
 	known   map[uint64]*worker
 	refused map[uint64]string // why a worker cannot join, by id
 }
 
-// apply makes the workers what the list tells.
+// apply brings the workers in step with the list.
 func (d *following) apply() {
-	told := d.told()
-	d.name(told)
+	listed := d.listed()
+	d.name(listed)
 	for _, now := range d.list {
 		w := d.known[now.ID]
 		if w != nil && w.address() != now.URL { // another machine: its requests have ended there
@@ -78,40 +80,40 @@ func (d *following) apply() {
 		switch {
 		case w != nil:
 			w.found.gone = time.Time{}
-			d.f.retell(w, now)
+			d.f.rediscover(w, now)
 		case now.Held == "":
 			d.join(now)
 		}
 	}
 	for id, w := range d.known {
-		if !told[id] && w.found.gone.IsZero() {
+		if !listed[id] && w.found.gone.IsZero() {
 			w.found.gone = time.Now()
 			if !w.drains() {
-				d.f.hold(w, kv.HoldDraining)
+				d.f.cordon(w, kv.HoldDraining)
 			}
-			d.f.log.Info(fmt.Sprintf("%s: no longer discovered: its requests may end", w), "limit", d.f.Timing.leaveLimit)
+			d.f.log.Info(fmt.Sprintf("%s: no longer discovered: removing it once its requests have ended", w), "limit", d.f.timing.leaveLimit)
 		}
 	}
 	for id := range d.refused {
-		if !told[id] {
+		if !listed[id] {
 			delete(d.refused, id)
 		}
 	}
 }
 
-// name makes known what the workers are called: those that are told of, and those that
-// are leaving. A name goes to who has it now, such as the next Pod of a StatefulSet.
-func (d *following) name(told map[uint64]bool) {
+// name sets the names of the workers that are listed, and of those that are leaving. A
+// name belongs to the worker that has it now, such as the next Pod of a StatefulSet.
+func (d *following) name(listed map[uint64]bool) {
 	var leaving []kv.Worker
 	for id, w := range d.known {
-		if !told[id] {
+		if !listed[id] {
 			w.mu.Lock()
 			leaving = append(leaving, w.found.now)
 			w.mu.Unlock()
 		}
 	}
 	slices.SortFunc(leaving, func(a, b kv.Worker) int { return cmp.Compare(a.ID, b.ID) })
-	d.f.Names.Set(append(slices.Clip(d.list), leaving...))
+	d.f.deps.Names.Set(append(slices.Clip(d.list), leaving...))
 }
 
 // join makes a worker a member that can be one.
@@ -128,48 +130,48 @@ func (d *following) join(now kv.Worker) {
 		return
 	}
 	if d.refused[now.ID] != why {
-		d.f.log.Warn(fmt.Sprintf("discovered worker %s is left out: %s", now.Name, why), "url", now.URL)
+		d.f.log.Warn(fmt.Sprintf("discovered worker %s is not used: %s", now.Name, why), "url", now.URL)
 	}
 	d.refused[now.ID] = why
 }
 
-// letLeave takes out those that no source knows and that have nothing left to do, with
+// removeIdle removes the workers that are no longer listed and have no requests left, with
 // their names.
-func (d *following) letLeave() {
+func (d *following) removeIdle() {
 	before := len(d.known)
 	for _, w := range d.known {
 		since := w.found.gone
 		if since.IsZero() {
 			continue
 		}
-		if works := d.f.hooks.Working(w.id); !works || time.Since(since) > d.f.Timing.leaveLimit {
+		if busy := d.f.members.Busy(w.id); !busy || time.Since(since) > d.f.timing.leaveLimit {
 			d.takeOut(w)
-			d.f.log.Info(fmt.Sprintf("%s: taken out", w), "cut", works)
+			d.f.log.Info(fmt.Sprintf("%s: removed", w), "cut", busy)
 		}
 	}
 	if len(d.known) < before {
-		d.name(d.told())
+		d.name(d.listed())
 	}
 }
 
-// told has the ids of those that are told of.
-func (d *following) told() map[uint64]bool {
-	told := make(map[uint64]bool, len(d.list))
+// listed has the ids of the list.
+func (d *following) listed() map[uint64]bool {
+	listed := make(map[uint64]bool, len(d.list))
 	for _, now := range d.list {
-		told[now.ID] = true
+		listed[now.ID] = true
 	}
-	return told
+	return listed
 }
 
-// takeOut takes a worker out, with what it still does.
+// takeOut removes a worker, with its requests.
 func (d *following) takeOut(w *worker) {
 	d.f.takeOut(w)
-	d.f.hooks.Hold(w.id, false)
+	d.f.members.Cordon(w.id, false)
 	delete(d.known, w.id)
 }
 
-// discover makes a discovered worker a member and has it followed, or says why not;
-// there is nothing to say where the fleet does not run.
+// discover makes a discovered worker a member and starts to follow it, or says why not;
+// why is empty if the fleet does not run.
 func (f *Fleet) discover(now kv.Worker) (w *worker, why string) {
 	f.membership.Lock()
 	defer f.membership.Unlock()
@@ -177,36 +179,35 @@ func (f *Fleet) discover(now kv.Worker) (w *worker, why string) {
 		return nil, ""
 	}
 	if at := slices.IndexFunc(f.workers, func(w *worker) bool { return w.address() == now.URL }); at >= 0 {
-		return nil, fmt.Sprintf("%s is at its address", f.workers[at])
+		return nil, fmt.Sprintf("%s has its address", f.workers[at])
 	}
 	if slices.ContainsFunc(f.workers, func(w *worker) bool { return w.id == now.ID }) {
 		return nil, "another worker has its id"
 	}
-	spec := specOf(now, cmp.Or(f.cfg.WorkerKey, f.cfg.Key))
-	w = newWorker(spec, true, f.cfg.WorkerKey != "" || f.cfg.PassKey, StateConnecting)
+	w = newWorker(serverOf(now, cmp.Or(f.cfg.WorkerKey, f.cfg.Key)), true, f.cfg.WorkerKey != "" || f.cfg.PassKey, StateConnecting)
 	w.status.Name = now.Name
 	w.found = &found{name: now.Name, now: now, changed: make(chan struct{}, 1)}
 	f.attach(w)
 	return w, ""
 }
 
-// specOf is a discovered worker as one that is attached.
-func specOf(w kv.Worker, key kv.Secret) Attached {
-	return Attached{ID: w.ID, HasID: true, URL: w.URL, KVEvents: w.KVEvents, Replay: w.Replay, Load: w.Load, Disagg: w.Disagg, EventsPort: w.EventsPort, Key: key}
+// serverOf is a discovered worker as a server to ask.
+func serverOf(w kv.Worker, key kv.Secret) probe.Server {
+	return probe.Server{ID: w.ID, URL: w.URL, KVEvents: w.KVEvents, Replay: w.Replay, Load: w.Load, Disagg: w.Disagg, EventsPort: w.EventsPort, Key: key}
 }
 
-// retell takes over what is told of a worker now. Whether it gets requests changes at
-// once, the rest in the goroutine that follows it.
-func (f *Fleet) retell(w *worker, now kv.Worker) {
+// rediscover takes over what discovery reports about a worker now. Whether it gets
+// requests changes at once, the rest in the goroutine that follows it.
+func (f *Fleet) rediscover(w *worker, now kv.Worker) {
 	w.mu.Lock()
 	before := w.found.now
 	w.found.now, w.status.Name = now, now.Name
 	held := w.status.Held
 	w.mu.Unlock()
 	if held != now.Held {
-		f.hold(w, now.Held)
+		f.cordon(w, now.Held)
 	}
-	if specOf(before, "") == specOf(now, "") {
+	if serverOf(before, "") == serverOf(now, "") {
 		return
 	}
 	select {
@@ -215,13 +216,13 @@ func (f *Fleet) retell(w *worker, now kv.Worker) {
 	}
 }
 
-// hold keeps a worker from new requests, or ends that.
-func (f *Fleet) hold(w *worker, why kv.Hold) {
+// cordon keeps new requests from a worker, or ends that: why is empty.
+func (f *Fleet) cordon(w *worker, why kv.Hold) {
 	w.found.drains.Store(why == kv.HoldDraining)
-	f.hooks.Hold(w.id, why != "")
+	f.members.Cordon(w.id, why != "")
 	f.update(w, func(s *Status) { s.Held, s.HeldSince = why, time.Now() })
 	if why != "" {
-		f.log.Info(fmt.Sprintf("%s: %s: no new requests go there", w, why))
+		f.log.Info(fmt.Sprintf("%s: %s: it gets no new requests", w, why))
 		return
 	}
 	f.log.Info(fmt.Sprintf("%s: gets requests again", w))
@@ -231,9 +232,9 @@ func (f *Fleet) hold(w *worker, why kv.Hold) {
 	}
 }
 
-// takeTold makes a discovered worker what is told of it now. Only the goroutine that
-// follows it calls this.
-func (w *worker) takeTold() (changed bool) {
+// applyDiscovered takes over what discovery reports about the worker now. Only the
+// goroutine that follows it calls this.
+func (w *worker) applyDiscovered() (changed bool) {
 	if w.found == nil {
 		return false
 	}
@@ -242,25 +243,25 @@ func (w *worker) takeTold() (changed bool) {
 	default:
 	}
 	w.mu.Lock()
-	spec := specOf(w.found.now, w.Spec.Key)
+	spec := serverOf(w.found.now, w.spec.Key)
 	w.mu.Unlock()
-	changed = w.Spec != spec
-	w.Spec = spec
+	changed = w.spec != spec
+	w.spec = spec
 	return changed
 }
 
-// takeTold is the same for a worker that is followed from there. Its part changes in
-// place; with other endpoints its cache is learned anew, while its requests go on. It
-// returns what is followed now.
-func (in *incarnation) takeTold(ctx context.Context, sources []events.Source) []events.Source {
-	before := in.w.Spec
-	if !in.w.takeTold() {
+// applyDiscovered is the same for a worker with these event streams. Its role changes in
+// place; other endpoints rebuild its index, while its requests go on. It returns the
+// event streams of now.
+func (in *incarnation) applyDiscovered(ctx context.Context, sources []events.Source) []events.Source {
+	before := in.w.spec
+	if !in.w.applyDiscovered() {
 		return sources
 	}
-	now := in.w.Spec
-	in.f.log.Info(fmt.Sprintf("%s: is told of otherwise", in.w), "role", now.Role, "kind", now.Kind)
+	now := in.w.spec
+	in.f.log.Info(fmt.Sprintf("%s: discovery reports a change", in.w), "role", now.Role, "kind", now.Kind)
 	if before.Disagg != now.Disagg {
-		in.takePart(partOf(now.Disagg, in.info, now.URL))
+		in.setDisagg(probe.Disagg(now, in.info))
 		for i := range in.targets {
 			in.targets[i].Disagg = in.disagg
 		}
@@ -276,8 +277,8 @@ func (in *incarnation) takeTold(ctx context.Context, sources []events.Source) []
 	return sources
 }
 
-// followAnew learns the worker's cache anew, from where its events are now, while its
-// requests go on. It returns what is followed now.
+// followAnew rebuilds the worker's index from its event streams of now, which it returns,
+// while its requests go on.
 func (in *incarnation) followAnew(ctx context.Context) []events.Source {
 	in.forget()
 	in.ctx, in.cancel = context.WithCancel(ctx)
@@ -285,17 +286,17 @@ func (in *incarnation) followAnew(ctx context.Context) []events.Source {
 	clear(in.loaded)
 	sources := in.eventSources()
 	if len(sources) == 0 { // it may not have answered in time
-		in.toldSilent, in.began = false, time.Now()
+		in.warnedOfEvents, in.began = false, time.Now()
 	}
 	for _, source := range sources {
 		in.followEvents(source)
 	}
 	in.setTargets(in.served, sources)
-	in.followLoads(in.loadOf)
+	in.followLoads()
 	for key, target := range in.announced {
 		if !slices.ContainsFunc(in.targets, func(t kv.Target) bool { return t.Key == key }) {
 			delete(in.announced, key)
-			in.f.hooks.Down(target, "the worker has this rank no more")
+			in.f.down(target, "the worker no longer has this rank")
 		}
 	}
 	if in.up {

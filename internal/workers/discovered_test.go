@@ -13,6 +13,7 @@ import (
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/probe"
 	"kvrouter/internal/testkit"
 )
 
@@ -41,7 +42,7 @@ func followLists(t *testing.T, change func(*fakeFleet)) *discoveredFleet {
 			d.held[worker] = true
 		}
 	}
-	d.hooks.Working = func(uint64) bool {
+	d.hooks.Busy = func(uint64) bool {
 		d.mu.Lock()
 		defer d.mu.Unlock()
 		return d.working
@@ -145,7 +146,7 @@ func TestDiscoveredWorkersComeAndGo(t *testing.T) {
 	d.work(true)
 	d.tell()
 	d.wantHeld(w.ID)
-	d.wantLog("(pod-a): no longer discovered: its requests may end")
+	d.wantLog("(pod-a): no longer discovered: removing it once its requests have ended")
 	d.tell() // again, and many looks later it works still
 	if n := d.index.Blocks(kv.WorkerKey{Worker: w.ID}); n != 1 || len(d.Workers()) != 1 || d.Workers()[0].Held != kv.HoldDraining {
 		t.Errorf("while it works: %d blocks, %+v", n, d.Workers())
@@ -171,7 +172,7 @@ func TestANameIsOfWhoHasItNow(t *testing.T) {
 	_, second := startServer(t)
 	second.ID++
 	names := new(kv.Names)
-	d := followLists(t, func(f *fakeFleet) { f.Names = names })
+	d := followLists(t, func(f *fakeFleet) { f.deps.Names = names })
 	wantNames := func(a, b string) {
 		t.Helper()
 		testkit.Settles(t, func() error {
@@ -215,13 +216,13 @@ func TestANameIsOfWhoHasItNow(t *testing.T) {
 
 func TestRequestsOfAWorkerThatNobodyKnowsHaveALimit(t *testing.T) {
 	_, w := startServer(t)
-	d := followLists(t, func(f *fakeFleet) { f.Timing.leaveLimit = 20 * time.Millisecond })
+	d := followLists(t, func(f *fakeFleet) { f.timing.leaveLimit = 20 * time.Millisecond })
 	d.work(true)
 	d.tell(w)
 	d.wantEvents(up)
 	d.tell()
 	d.wantGone()
-	d.wantLog("taken out\" cut=true")
+	d.wantLog("removed\" cut=true")
 	d.finish()
 }
 
@@ -241,7 +242,7 @@ func TestAPodIsFollowedFromItsFirstReadiness(t *testing.T) {
 	d.wantEvents(up)
 	d.tell(starting)
 	d.wantHeld(w.ID)
-	d.wantLog("(pod-a): not ready: no new requests go there")
+	d.wantLog("(pod-a): not ready: it gets no new requests")
 	d.tell(w)
 	d.wantHeld()
 	d.wantEvents(up) // its cache is what it was
@@ -252,7 +253,7 @@ func TestAPodIsFollowedFromItsFirstReadiness(t *testing.T) {
 // begun. Without a word for long it counts as down all the same.
 func TestADrainingWorkerMayRefuseConnections(t *testing.T) {
 	a, w := startServer(t)
-	d := followLists(t, func(f *fakeFleet) { f.Timing.healthLimit = time.Second })
+	d := followLists(t, func(f *fakeFleet) { f.timing.healthLimit = time.Second })
 	d.tell(w)
 	d.wantEvents(up)
 	d.store(w.ID)
@@ -285,7 +286,7 @@ func TestARestartWhileDrainingIsAnotherProcess(t *testing.T) {
 	d.wantHeld(w.ID)
 	a.server.Close()
 	d.ReportFailure(w.ID)
-	d.wantLog("(pod-a): takes no connections any more")
+	d.wantLog("(pod-a): accepts no more connections")
 	d.wantEvents(up)
 	a.start()
 	d.wantEvents(up, down, strings.Replace(up, "g1", "g2", 1))
@@ -302,7 +303,7 @@ func TestADrainingWorkerIsDownWhereItsAddressIsGone(t *testing.T) {
 		missed bool
 	}{
 		{syscall.ECONNREFUSED, false},
-		{&statusError{"/health", 503}, false},
+		{&probe.StatusError{Path: "/health", Status: 503}, false},
 		{syscall.EHOSTUNREACH, true},
 		{syscall.ENETUNREACH, true},
 	} {
@@ -366,7 +367,7 @@ func TestAnAddressHasOneWorker(t *testing.T) {
 		t.Fatal(err)
 	}
 	d.tell(w)
-	d.wantLog(fmt.Sprintf("discovered worker pod-a is left out: worker %d is at its address", id))
+	d.wantLog(fmt.Sprintf("discovered worker pod-a is not used: worker %d has its address", id))
 	if _, found := d.Remove(w.URL); !found {
 		t.Fatal("not found")
 	}
@@ -421,7 +422,7 @@ func TestServersWithoutARouteForEventsPublishWhereAllDo(t *testing.T) {
 			f := newFakeFleet(t, fakeConfig(t, 0))
 			w.EventsPort = 5557
 			found := []string{}
-			for _, source := range f.eventSources(t.Context(), newWorker(specOf(w, ""), true, false, StateConnecting)) {
+			for _, source := range f.eventSources(t.Context(), newWorker(serverOf(w, ""), true, false, StateConnecting)) {
 				found = append(found, source.Endpoint)
 			}
 			if got := fmt.Sprint(found); got != test.want {
@@ -435,10 +436,10 @@ func TestServersWithoutARouteForEventsPublishWhereAllDo(t *testing.T) {
 // requests.
 func TestRanksAreAskedForAgainWhereThePageFails(t *testing.T) {
 	a, w := startServer(t)
-	a.metrics = cacheName + " is no number\n"
+	a.metrics = "vllm:cache_config_info is no number\n"
 	w.EventsPort = 5557
 	f := newFakeFleet(t, fakeConfig(t, 0))
-	m := newWorker(specOf(w, ""), true, false, StateConnecting)
+	m := newWorker(serverOf(w, ""), true, false, StateConnecting)
 	for _, want := range []int{0, 1} { // at last it has one rank
 		if got := f.eventSources(t.Context(), m); len(got) != want {
 			t.Errorf("%v, want %d", got, want)
@@ -449,7 +450,7 @@ func TestRanksAreAskedForAgainWhereThePageFails(t *testing.T) {
 // TestEndpointsThatAreNotToldInTimeAreAskedForAgain, for as long as at first.
 func TestEndpointsThatAreNotToldInTimeAreAskedForAgain(t *testing.T) {
 	a, w := startServer(t)
-	d := followLists(t, func(f *fakeFleet) { f.Timing.silentAfter = 2 * time.Second })
+	d := followLists(t, func(f *fakeFleet) { f.timing.silentAfter = 2 * time.Second })
 	d.tell(w)
 	d.wantLog("publishes no KV events: routed by load only")
 	a.set(func() { a.sources = "not JSON" })
@@ -472,9 +473,9 @@ func TestRemediesNameWhatCanBeDone(t *testing.T) {
 		w    *worker
 		want string
 	}{
-		"--worker":   {&worker{}, ", or name replay= in --worker"},
+		"--worker":   {&worker{}, ", or set replay= of --worker"},
 		"added":      {&worker{added: &added{}}, ""},
-		"discovered": {&worker{added: &added{}, found: &found{}}, ", or, with --discovery file:, name replay there"},
+		"discovered": {&worker{added: &added{}, found: &found{}}, ", or, with --discovery file:, set replay in the file"},
 	} {
 		if got := (&incarnation{w: test.w}).orName("replay"); got != test.want {
 			t.Errorf("%s: %q", name, got)
@@ -536,7 +537,7 @@ func TestAStartedWorkerOwnsItsPort(t *testing.T) {
 	_, w := startServer(t)
 	for port, want := range map[int]int{f.cfg.Ports.KVEvents: 0, f.cfg.Ports.KVEvents + 1: 1} {
 		w.EventsPort = uint16(port)
-		if got := f.eventSources(t.Context(), newWorker(specOf(w, ""), true, false, StateConnecting)); len(got) != want {
+		if got := f.eventSources(t.Context(), newWorker(serverOf(w, ""), true, false, StateConnecting)); len(got) != want {
 			t.Errorf("port %d: %v", port, got)
 		}
 	}
@@ -548,7 +549,7 @@ func TestDiscoveredWorkersGetTheKeyOfTheFlags(t *testing.T) {
 	d := followLists(t, func(f *fakeFleet) { f.cfg.WorkerKey = "sesame" })
 	d.tell(w)
 	d.wantEvents(up)
-	if m := d.Members()[0]; m.bearer() != "sesame" || m.mayFollow(events.Source{Endpoint: "ipc:///run/x"}) {
+	if m := d.all()[0]; m.bearer() != "sesame" || m.mayFollow(events.Source{Endpoint: "ipc:///run/x"}) {
 		t.Errorf("key %q", m.bearer())
 	}
 	d.finish()

@@ -7,11 +7,12 @@ import (
 	"testing"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/probe"
 )
 
 func TestFlagsNameKeysByTheirVariable(t *testing.T) {
 	getenv := func(name string) string { return map[string]string{"A": "key a", "B": "key b"}[name] }
-	flags := Flags{WorkerAPIKeyEnv: "A", Worker: []Attached{{URL: "http://h:1", KeyEnv: "B"}, {URL: "http://h:2"}}}
+	flags := Flags{WorkerAPIKeyEnv: "A", Worker: []Attached{{Server: probe.Server{URL: "http://h:1"}, KeyEnv: "B"}, {Server: probe.Server{URL: "http://h:2"}}}}
 	if err := flags.Resolve(getenv); err != nil {
 		t.Fatal(err)
 	}
@@ -27,7 +28,7 @@ func TestFlagsNameKeysByTheirVariable(t *testing.T) {
 		says  []string
 	}{
 		{Flags{WorkerAPIKeyEnv: "C"}, []string{"--worker-api-key-env C", "set it"}},
-		{Flags{Worker: []Attached{{URL: "http://h:1", KeyEnv: "C"}}}, []string{"--worker url=http://h:1,key-env=C", "set it"}},
+		{Flags{Worker: []Attached{{Server: probe.Server{URL: "http://h:1"}, KeyEnv: "C"}}}, []string{"--worker url=http://h:1,key-env=C", "set it"}},
 		{Flags{WorkerCA: "/nonexistent"}, []string{"--worker-ca", "/nonexistent", "PEM"}},
 		{Flags{WorkerCA: empty}, []string{"--worker-ca", "no certificate"}},
 	} {

@@ -10,7 +10,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net/http"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -22,29 +21,49 @@ import (
 	"kvrouter/internal/guard"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
+	"kvrouter/internal/probe"
 	"kvrouter/internal/process"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/web"
 )
 
-// Hooks tell the rest of the router what happens to workers. Those of one
-// worker come one after another, but for Log and Load; those of different
-// workers come at the same time. None may block for long. A nil one is left out.
-type Hooks struct {
-	Up   func(kv.Target)                          // may be routed to
-	Down func(kv.Target, string)                  // may not, and why
-	Load func(kv.WorkerKey, policy.Published)     // a load report
-	Lag  func(kv.WorkerKey, time.Duration)        // age of a batch of KV events when it was applied
-	Log  func(worker uint64, stream, line string) // a line that a started worker printed
+// Members are the models that workers serve. The calls for one worker come one after
+// another, but for Load; those for different workers are concurrent. None may block
+// for long.
+type Members interface {
+	// Join returns the index of the blocks of a worker that the router has not started,
+	// and the tokens in a block. It comes before Up; an error says why the worker cannot
+	// be used.
+	Join(worker uint64, serves kv.Served) (index radix.Index, blockSize int, err error)
+	// Leave ends a Join, after Down.
+	Leave(worker uint64)
+	Up(kv.Target)                        // may be routed to, or has changed
+	Down(t kv.Target, why string)        // may not be routed to
+	Load(kv.WorkerKey, policy.Published) // a load report
+	Cordon(worker uint64, on bool)       // keeps new requests from a discovered worker
+	Busy(worker uint64) bool             // reports whether it has in-flight requests
+}
 
-	Hold    func(worker uint64, hold bool) // a discovered worker gets no new requests, or again
-	Working func(worker uint64) bool       // whether requests are on their way on it
+// Listener gets what Members have no use for, by the same rules.
+type Listener interface {
+	EventLag(kv.WorkerKey, time.Duration) // age of a batch of KV events when it was applied
+	Down(t kv.Target, why string)         // may not be routed to; Members know
+}
 
-	// Join is asked, before Up, for the index of the blocks of a worker that was not
-	// started, and for the tokens in one; an error says why it cannot be used. Leave
-	// follows, after Down. Without, they are those of the fleet.
-	Join  func(worker uint64, serves kv.Served) (index radix.Index, blockSize int, err error)
-	Leave func(worker uint64)
+// prober asks workers about themselves; *probe.Client is one.
+type prober interface {
+	Health(ctx context.Context, s probe.Server, limit time.Duration, known bool) error
+	Ping(ctx context.Context, s probe.Server, limit time.Duration) error
+	LeadsBack(ctx context.Context, url string) bool
+	Models(context.Context, probe.Server) (probe.Models, error)
+	ServerInfo(context.Context, probe.Server) (*probe.ServerInfo, error)
+	CheckScheduler(ctx context.Context, s probe.Server, limit time.Duration) error
+	EventSources(context.Context, probe.Server) ([]events.Source, error)
+	InferEventSources(context.Context, probe.Server) ([]events.Source, error)
+	BlockSize(context.Context, probe.Server) (int, error)
+	CacheTokens(ctx context.Context, s probe.Server, engine kv.Engine, info *probe.ServerInfo, ranks []uint32) (map[uint32]int, error)
+	FollowLoad(ctx context.Context, s probe.LoadSource, log *slog.Logger, report func(kv.WorkerKey, policy.Published))
+	Close()
 }
 
 // States of a worker.
@@ -53,7 +72,7 @@ const (
 	StateStarting   = "starting"   // started, not ready yet
 	StateReady      = "ready"
 	StateDown       = "down"       // runs, but does not answer
-	StateRestarting = "restarting" // has ended; the next start is near
+	StateRestarting = "restarting" // has ended; it will be started again
 	StateStopped    = "stopped"    // the router is ending
 )
 
@@ -93,42 +112,41 @@ func (s Status) Keys() []kv.WorkerKey {
 }
 
 // startAttempts is how often the first start of a worker is tried before the
-// router gives up, while no other worker has ever been ready: then it is the
-// settings that are wrong. A failure that will last is not tried again at all.
+// router gives up, while no other worker has ever been ready: then the settings are
+// wrong. A permanent failure is not tried again at all.
 const startAttempts = 2
 
-// timing holds the times of supervision, so that tests need not wait.
+// timing holds the intervals and limits of supervision.
 type timing struct {
-	readyPoll     time.Duration // between looks at a starting worker
-	HealthEvery   time.Duration // between looks at a ready one
-	FirstLook     time.Duration // between a registration and the first look
-	missPause     time.Duration // between a look without an answer and the next
-	healthLimit   time.Duration // longest wait for an answer to one look
-	healthMisses  int           // looks in a row without answer that make a worker down
-	selfLimit     time.Duration // longest wait to learn whether a worker is this router
+	readyPoll     time.Duration // between checks of a starting worker
+	healthEvery   time.Duration // between health checks of a ready one
+	firstLook     time.Duration // between a registration and the first check
+	missPause     time.Duration // between a check without an answer and the next
+	healthLimit   time.Duration // for the answer to one check
+	healthMisses  int           // checks in a row without an answer that make a worker down
+	selfLimit     time.Duration // for the check whether an address is this router's
 	hangLimit     time.Duration // a started worker that is down for longer is killed
 	modelsEvery   time.Duration // between looks at its models
-	lookEvery     time.Duration // the least between those that requests make necessary
-	lookLimit     time.Duration // longest wait of such a request, beside that
-	probeLimit    time.Duration // longest wait for /v1/models and /kv_event_sources
+	lookEvery     time.Duration // minimum between looks that requests cause
+	lookLimit     time.Duration // for such a look
 	stopLimit     time.Duration // between SIGTERM and SIGKILL
 	backoffFirst  time.Duration // first pause before a restart; doubles up to --restart-backoff-max
 	backoffReset  time.Duration // a worker ready for so long starts with the first pause again
 	progressEvery time.Duration // between "still ..." lines
 	silentAfter   time.Duration // without event source, after which a warning says so
-	engineEvery   time.Duration // between signs of life that an SGLang server's schedulers are to give; 0: none
-	engineLimit   time.Duration // longest wait for one, beyond any pass of an engine
-	leaveLook     time.Duration // between looks at discovered workers that are to leave
-	leaveLimit    time.Duration // for the requests of one that no source knows any more
+	engineEvery   time.Duration // between signs of life of an SGLang server's schedulers; 0: none are needed
+	engineLimit   time.Duration // for one, beyond any pass of an engine
+	leaveLook     time.Duration // between checks of discovered workers that leave
+	leaveLimit    time.Duration // for the requests of one that is no longer discovered
 }
 
-// defaultTiming knows a hung worker after 2 + 3·1.5 + 2·0.75 = 8 s at most.
+// defaultTiming detects a hung worker within 2 + 3·1.5 + 2·0.75 = 8 s.
 func defaultTiming() timing {
 	return timing{
-		readyPoll: 250 * time.Millisecond, HealthEvery: 2 * time.Second, FirstLook: 250 * time.Millisecond, missPause: 750 * time.Millisecond,
+		readyPoll: 250 * time.Millisecond, healthEvery: 2 * time.Second, firstLook: 250 * time.Millisecond, missPause: 750 * time.Millisecond,
 		healthLimit: 1500 * time.Millisecond, healthMisses: 3, selfLimit: 250 * time.Millisecond,
 		modelsEvery: 10 * time.Second, lookEvery: time.Second, lookLimit: 2 * time.Second,
-		hangLimit: 60 * time.Second, probeLimit: 5 * time.Second, stopLimit: 10 * time.Second,
+		hangLimit: 60 * time.Second, stopLimit: 10 * time.Second,
 		backoffFirst: time.Second, backoffReset: 60 * time.Second,
 		progressEvery: 10 * time.Second, silentAfter: 10 * time.Second,
 		engineEvery: 15 * time.Second, engineLimit: 60 * time.Second,
@@ -138,33 +156,43 @@ func defaultTiming() timing {
 
 // Settings say which workers a fleet has and how it supervises them.
 type Settings struct {
-	Started          []kv.Disagg   // the part of each worker that is started, by id from 0
+	Started          []kv.Disagg   // the role of each worker that is started, by id from 0
 	Engine           kv.Engine     // of started workers
-	Signs            process.Signs // of what started workers print
+	Signs            process.Signs // in the output of started workers
 	Ports            process.Ports // of started workers
-	MaxBatchedTokens int           // that a started worker computes in a pass; 0: unknown
+	MaxBatchedTokens int           // of a pass of a started worker; 0: unknown
 	TotalBlocks      int           // of a started worker's KV cache; 0: unknown
-	ReadyPoll        time.Duration // between looks at a starting worker; 0: the usual
+	ReadyPoll        time.Duration // between checks of a starting worker; 0: 250 ms
 	Attached         []Attached    // that run already
 	ServedModelName  string        // of a worker that names no model
 	BlockSize        int           // tokens
 	KVEvents         bool          // KV events are followed
-	AssumesSizes     bool          // the index wants to know the sizes of the workers' caches
+	AssumesSizes     bool          // the index needs the sizes of the workers' caches
 	TLS              *tls.Config   // for workers with https; nil: the system's roots
-	Hop              web.Hop       // this router, in the Via of what it asks workers
+	Hop              web.Hop       // this router, in the Via header of its questions
 
 	Snapshot events.Settings // of the index of KV events
 
-	// WorkerKey is the bearer key that started and attached workers ask for, and
-	// goes to them with every request. Where it is empty, or for a started worker
-	// that was given a key of its own, Key is theirs: it is shown to them when the
-	// router itself asks, and goes with clients' requests where PassKey says so.
+	// WorkerKey is the bearer key of started and attached workers, and goes to them with
+	// every request. If it is empty, or for a started worker with a key of its own, Key
+	// is theirs: it goes with the router's own questions and, if PassKey is set, with
+	// clients' requests.
 	WorkerKey kv.Secret
 	Key       kv.Secret
 	PassKey   bool
 
-	StartupTimeout    time.Duration // longest time for a started worker to become ready
-	RestartBackoffMax time.Duration // longest pause before a dead worker is started again
+	StartupTimeout    time.Duration // maximum time for a started worker to become ready
+	RestartBackoffMax time.Duration // maximum pause before a dead worker is started again
+}
+
+// Deps are the parts that a fleet uses.
+type Deps struct {
+	Start Start         // starts workers; unused if Settings start none
+	Index radix.Index   // of the default model
+	Peers *events.Peers // asked for KV events that workers cannot replay; nil: none
+	Names *kv.Names     // gets the names of discovered workers; nil: nothing does
+	Edges *guard.Edges  // counts the panics of parsers; nil: nothing does
+	Log   *slog.Logger
 }
 
 // Start starts worker i. line is called with each line that the worker prints and
@@ -175,119 +203,77 @@ type Start func(i int, line func(stream, text string)) (process.Started, error)
 // load of them all. Its methods are safe for concurrent use.
 type Fleet struct {
 	cfg       Settings
-	index     radix.Index
-	hooks     Hooks
+	deps      Deps
+	index     radix.Index // of deps
 	log       *slog.Logger
-	client    *http.Client    // for probes
-	polls     *http.Transport // of metrics pages
-	start     Start
+	probe     prober
+	timing    timing
 	everReady atomic.Bool        // some worker has been ready
 	opened    chan struct{}      // closed when workers can be registered
-	lookers   chan chan struct{} // closed, each, when the models have been looked for
-
-	looks, firstLooks chan struct{} // have a token for each health check that runs: of workers that have answered before, and of others
+	lookers   chan chan struct{} // each is closed after a look at the models
 
 	membership sync.Mutex // guards workers, run and nextAdded
-	workers    []*worker  // a slice that was read stays as it is
+	workers    []*worker  // the slice is replaced, never changed
 	run        *fleetRun  // nil: not running
 	nextAdded  uint64     // the least id that a worker of Add may get
 
-	snapshot *events.Snapshot // what event streams start from; nil: nothing; set by Run
-
-	// Tests replace these.
-	Timing timing
-
-	Peers *events.Peers // asked for KV events that workers cannot replay; nil: nobody is
-	Names *kv.Names     // told what discovered workers are called; nil: nobody is
-	Edges *guard.Edges  // counts the panics of what parses the workers' words; nil: nothing does
-	loads func(l loadReader, ctx context.Context, s loadSource, publish func(kv.WorkerKey, policy.Published))
+	// Run sets these before workers are followed.
+	members  Members
+	listener Listener
+	snapshot *events.Snapshot // that event streams start from; nil: none
 }
 
 // worker is one member of the fleet.
 type worker struct {
-	id         uint64
-	Spec       Attached // of a started one: only ID, URL, its key and its part
-	attached   bool
-	passKey    bool               // its key goes with clients' requests
-	registry   *registry          // nil: not a registered one
-	added      *added             // nil: not one of Add or Follow
-	sizeInVain int                // times that it could not be asked for its block size
-	guess      guess              // where it publishes
-	found      *found             // nil: not one of Follow
-	wake       chan struct{}      // holds a token when its health is to be looked at now
-	look       chan chan struct{} // to be closed when its models have been looked at
+	id           uint64
+	spec         probe.Server // of a started one: only ID, URL, its key and its role
+	attached     bool
+	passKey      bool      // its key goes with clients' requests
+	registry     *registry // nil: not a registered one
+	added        *added    // nil: not one of Add or Follow
+	pageFailures int       // in a row, of the page that names its block size
+	inferred     inference
+	found        *found             // nil: not one of Follow
+	wake         chan struct{}      // holds a token when a health check is due now
+	look         chan chan struct{} // each is closed after a look at its models
 
 	mu      sync.Mutex // guards the rest
 	status  Status
-	key     kv.Secret // of Spec
+	key     kv.Secret // of spec
 	streams map[kv.WorkerKey]*events.Stream
 
 	publishes publishing
 }
 
-// NewFleet prepares the workers that cfg asks for; Run starts them by start, which
-// is not called where cfg asks for none. index gets what their event streams
-// tell, where hooks name no other.
-func NewFleet(cfg Settings, start Start, index radix.Index, hooks Hooks, log *slog.Logger) *Fleet {
-	atOnce := max(4, min(looksAtOnce, web.Descriptors()/16))
+// New returns a fleet of the workers of the settings; Run starts them.
+func New(cfg Settings, deps Deps) *Fleet {
 	f := &Fleet{
-		cfg: cfg, index: index, hooks: hooks, log: log,
-		start:      start,
-		opened:     make(chan struct{}),
-		lookers:    make(chan chan struct{}),
-		looks:      make(chan struct{}, atOnce),
-		firstLooks: make(chan struct{}, atOnce),
-		Timing:     defaultTiming(),
-		loads:      loadReader.follow,
-	}
-	probes, polls := newTransports(cfg.TLS)
-	f.client, f.polls = web.NewClient(probes), polls
-	if f.hooks.Up == nil {
-		f.hooks.Up = func(kv.Target) {}
-	}
-	if f.hooks.Down == nil {
-		f.hooks.Down = func(kv.Target, string) {}
-	}
-	if f.hooks.Load == nil {
-		f.hooks.Load = func(kv.WorkerKey, policy.Published) {}
-	}
-	if f.hooks.Join == nil {
-		f.hooks.Join = func(uint64, kv.Served) (radix.Index, int, error) { return f.index, f.cfg.BlockSize, nil }
-	}
-	if f.hooks.Leave == nil {
-		f.hooks.Leave = func(uint64) {}
-	}
-	if f.hooks.Hold == nil {
-		f.hooks.Hold = func(uint64, bool) {}
-	}
-	if f.hooks.Working == nil {
-		f.hooks.Working = func(uint64) bool { return false }
-	}
-	if f.hooks.Log == nil {
-		f.hooks.Log = func(uint64, string, string) {}
+		cfg: cfg, deps: deps, index: deps.Index, log: deps.Log, timing: defaultTiming(),
+		probe:  probe.New(probe.Settings{TLS: cfg.TLS, Hop: cfg.Hop}, deps.Edges, deps.Log),
+		opened: make(chan struct{}), lookers: make(chan chan struct{}),
 	}
 	if cfg.ReadyPoll > 0 {
-		f.Timing.readyPoll = cfg.ReadyPoll
+		f.timing.readyPoll = cfg.ReadyPoll
 	}
-	for i, part := range cfg.Started {
-		spec := Attached{ID: uint64(i), URL: cfg.Ports.URL(i), Key: cmp.Or(cfg.Key, cfg.WorkerKey), Disagg: part}
+	for i, role := range cfg.Started {
+		spec := probe.Server{ID: uint64(i), URL: cfg.Ports.URL(i), Key: cmp.Or(cfg.Key, cfg.WorkerKey), Disagg: role}
 		w := newWorker(spec, false, cfg.WorkerKey != "" || cfg.PassKey, StateStarting)
-		w.hasTold(cfg.Ports.Sources(i, cfg.BlockSize))
+		w.reports(cfg.Ports.Sources(i, cfg.BlockSize))
 		f.workers = append(f.workers, w)
 	}
-	for _, spec := range cfg.Attached {
-		pass := spec.Key != "" || cfg.WorkerKey != "" || cfg.PassKey
+	for _, at := range cfg.Attached {
+		spec, pass := at.Server, at.Key != "" || cfg.WorkerKey != "" || cfg.PassKey
 		spec.Key = cmp.Or(spec.Key, cfg.WorkerKey, cfg.Key)
 		f.workers = append(f.workers, newWorker(spec, true, pass, StateConnecting))
 	}
 	return f
 }
 
-func newWorker(spec Attached, attached, passKey bool, state string) *worker {
+func newWorker(spec probe.Server, attached, passKey bool, state string) *worker {
 	return &worker{
-		id: spec.ID, Spec: spec, key: spec.Key, attached: attached, passKey: passKey, wake: make(chan struct{}, 1), look: make(chan chan struct{}), streams: map[kv.WorkerKey]*events.Stream{},
-		status:    Status{ID: spec.ID, URL: spec.URL, Attached: attached, State: state, Since: time.Now()},
-		publishes: publishing{host: plainHost(hostOf(spec.URL)), given: spec.KVEvents},
+		id: spec.ID, spec: spec, key: spec.Key, attached: attached, passKey: passKey, wake: make(chan struct{}, 1), look: make(chan chan struct{}), streams: map[kv.WorkerKey]*events.Stream{},
+		status:    Status{ID: spec.ID, URL: spec.URL, Attached: attached, State: state, Since: time.Now(), Disagg: spec.Disagg},
+		publishes: publishing{host: plainHost(probe.HostOf(spec.URL)), given: spec.KVEvents},
 	}
 }
 
@@ -299,8 +285,7 @@ func (w *worker) String() string {
 	return fmt.Sprintf("worker %d", w.id)
 }
 
-// logger is a log whose lines have the name of a discovered worker, for who knows it by
-// its id.
+// logger is a log whose lines have the name of a discovered worker.
 func (w *worker) logger(log *slog.Logger) *slog.Logger {
 	if w.found != nil {
 		return log.With("name", w.found.name)
@@ -308,16 +293,23 @@ func (w *worker) logger(log *slog.Logger) *slog.Logger {
 	return log
 }
 
+// currentKey returns the worker's key, which a registration may change at any time.
+func (w *worker) currentKey() kv.Secret {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.key
+}
+
 // bearer returns the key that goes to the worker with clients' requests.
 func (w *worker) bearer() kv.Secret {
 	if !w.passKey {
 		return ""
 	}
-	return w.Spec.Key
+	return w.spec.Key
 }
 
-// Members returns the current workers. The slice never changes.
-func (f *Fleet) Members() []*worker {
+// all returns the current workers. The slice never changes.
+func (f *Fleet) all() []*worker {
 	f.membership.Lock()
 	defer f.membership.Unlock()
 	return f.workers
@@ -325,16 +317,17 @@ func (f *Fleet) Members() []*worker {
 
 // Run supervises the workers until ctx is done, then ends those that it
 // started; it returns when every process and goroutine of the fleet has ended.
-// An error means that workers cannot be started at all.
-func (f *Fleet) Run(ctx context.Context) (err error) {
-	defer f.polls.CloseIdleConnections()
+// An error means that workers cannot be started at all. Call it once.
+func (f *Fleet) Run(ctx context.Context, members Members, listener Listener) (err error) {
+	defer f.probe.Close()
+	f.members, f.listener = members, listener
 	if f.cfg.KVEvents {
 		f.snapshot = events.OpenSnapshot(f.cfg.Snapshot, f.cfg.BlockSize, f.log)
 	} else if f.cfg.Snapshot.IndexSnapshot != "" {
-		f.log.Warn("--index-snapshot has no effect: no KV events are followed")
+		f.log.Warn("--index-snapshot has no effect: KV events are off")
 	}
 	group, ctx := f.saveIndex(ctx)
-	for _, w := range f.Members() {
+	for _, w := range f.all() {
 		group.Go(func() error {
 			if w.attached {
 				f.superviseAttached(ctx, w)
@@ -369,10 +362,10 @@ func (f *Fleet) saveIndex(until context.Context) (*errgroup.Group, context.Conte
 	return group, ctx
 }
 
-// eventStreams returns every event stream that runs now and can be in a snapshot, all
-// of whose blocks have one size.
+// eventStreams returns every event stream that runs now and can be in a snapshot: whose
+// blocks have the size of the default model's.
 func (f *Fleet) eventStreams() (all []*events.Stream) {
-	for _, w := range f.Members() {
+	for _, w := range f.all() {
 		w.mu.Lock()
 		for _, stream := range w.streams {
 			if stream.Src.BlockSize == f.cfg.BlockSize {
@@ -386,7 +379,7 @@ func (f *Fleet) eventStreams() (all []*events.Stream) {
 
 // Workers returns the state of every worker, started ones first.
 func (f *Fleet) Workers() []Status {
-	workers := f.Members()
+	workers := f.all()
 	list := make([]Status, 0, len(workers))
 	for _, w := range workers {
 		w.mu.Lock()
@@ -401,7 +394,7 @@ func (f *Fleet) Workers() []Status {
 // Streams returns the counters of every event stream that runs now.
 func (f *Fleet) Streams() map[kv.WorkerKey]*events.Stats {
 	all := map[kv.WorkerKey]*events.Stats{}
-	for _, w := range f.Members() {
+	for _, w := range f.all() {
 		w.mu.Lock()
 		for key, stream := range w.streams {
 			all[key] = stream.Stats()
@@ -411,9 +404,9 @@ func (f *Fleet) Streams() map[kv.WorkerKey]*events.Stats {
 	return all
 }
 
-// History returns what is kept of a rank's KV events; nil: they are not followed.
+// History returns the log of a rank's KV events; nil: they are not followed.
 func (f *Fleet) History(key kv.WorkerKey) *events.Log {
-	for _, w := range f.Members() {
+	for _, w := range f.all() {
 		w.mu.Lock()
 		stream := w.streams[key]
 		w.mu.Unlock()
@@ -424,14 +417,14 @@ func (f *Fleet) History(key kv.WorkerKey) *events.Log {
 	return nil
 }
 
-// ReportFailure makes the fleet look at a worker's health at once, because a
-// request could not reach it. It does not wait for the result.
+// ReportFailure checks a worker's health at once, because a request could not reach it.
+// It does not wait for the result.
 func (f *Fleet) ReportFailure(id uint64) {
-	for _, w := range f.Members() {
+	for _, w := range f.all() {
 		if w.id == id {
 			select {
 			case w.wake <- struct{}{}:
-			default: // one look is due already
+			default: // one check is due already
 			}
 		}
 	}
@@ -448,7 +441,21 @@ func (f *Fleet) update(w *worker, change func(*Status)) {
 	}
 }
 
-// sleep waits for d or a wake-up (nil: none) and tells whether ctx still lives.
+// LeadsBack reports whether a URL is this router's own, as far as that is known within a
+// quarter of a second.
+func (f *Fleet) LeadsBack(ctx context.Context, url string) bool {
+	ctx, cancel := context.WithTimeout(ctx, f.timing.selfLimit)
+	defer cancel()
+	return f.probe.LeadsBack(ctx, url)
+}
+
+// down announces that a target may not be routed to.
+func (f *Fleet) down(t kv.Target, why string) {
+	f.members.Down(t, why)
+	f.listener.Down(t, why)
+}
+
+// sleep waits for d or a wake-up (nil: none) and reports whether ctx still lives.
 func (f *Fleet) sleep(ctx context.Context, d time.Duration, wake <-chan struct{}) bool {
 	timer := time.NewTimer(d)
 	defer timer.Stop()
@@ -463,7 +470,7 @@ func (f *Fleet) sleep(ctx context.Context, d time.Duration, wake <-chan struct{}
 
 // superviseStarted starts a worker, again and again, until ctx is done.
 func (f *Fleet) superviseStarted(ctx context.Context, w *worker) error {
-	pause, failures := f.Timing.backoffFirst, 0
+	pause, failures := f.timing.backoffFirst, 0
 	for {
 		readyFor, err := f.runStarted(ctx, w)
 		if ctx.Err() != nil {
@@ -475,29 +482,29 @@ func (f *Fleet) superviseStarted(ctx context.Context, w *worker) error {
 		}
 		var end *process.EndError
 		if hopeless := failures >= startAttempts || (errors.As(err, &end) && end.Lasting); hopeless && !f.everReady.Load() {
-			return fmt.Errorf("%s could not be started: %w", w, err)
+			return fmt.Errorf("%s cannot be started: %w", w, err)
 		}
-		if readyFor >= f.Timing.backoffReset {
-			pause = f.Timing.backoffFirst
+		if readyFor >= f.timing.backoffReset {
+			pause = f.timing.backoffFirst
 		}
-		f.log.Error(fmt.Sprintf("%s: %v; starting it again in %s", w, err, pause), "ready_for", readyFor.Round(time.Second))
+		f.log.Error(fmt.Sprintf("%s: %v; restarting it in %s", w, err, pause), "ready_for", readyFor.Round(time.Second))
 		f.update(w, func(s *Status) { s.State, s.PID, s.LastError = StateRestarting, 0, err.Error() })
 		if f.sleep(ctx, pause, nil) {
 			f.update(w, func(s *Status) { s.Restarts++ })
 		}
-		pause = min(2*pause, max(f.cfg.RestartBackoffMax, f.Timing.backoffFirst))
+		pause = min(2*pause, max(f.cfg.RestartBackoffMax, f.timing.backoffFirst))
 	}
 }
 
-// runStarted runs one started worker from its start to its end, and returns why
-// it ended and for how long it had been ready.
+// runStarted runs one started worker from its start to its end. It returns how long it
+// was ready, and why it ended.
 func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Duration, err error) {
 	output := process.NewStartLog(f.cfg.Signs)
 	f.update(w, func(s *Status) { s.State, s.Stage = StateStarting, process.StageProcess })
 	in := f.begin(ctx, w)
 	downReason := "the router is ending"
 	defer func() { in.end(downReason) }()
-	engine, err := f.start(int(w.id), func(stream, text string) { f.workerLine(w, output, stream, text) })
+	engine, err := f.deps.Start(int(w.id), func(stream, text string) { f.workerLine(w, output, stream, text) })
 	if err != nil {
 		return 0, err
 	}
@@ -507,12 +514,12 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 	}
 	f.update(w, func(s *Status) { s.PID = engine.PID })
 	if engine.PID != 0 {
-		f.log.Info(fmt.Sprintf("%s: %s", w, process.StageProcess), "pid", engine.PID, "url", w.Spec.URL)
+		f.log.Info(fmt.Sprintf("%s: %s", w, process.StageProcess), "pid", engine.PID, "url", w.spec.URL)
 	}
 
 	var readySince, downSince time.Time
 	lastProgress := in.began
-	for poll := f.Timing.readyPoll; ; {
+	for poll := f.timing.readyPoll; ; {
 		timer := time.NewTimer(poll)
 		select {
 		case <-ctx.Done():
@@ -540,12 +547,12 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 				readySince = time.Now()
 				output.SetReady()
 				poll = in.pause()
-				f.log.Info(fmt.Sprintf("%s: ready after %s", w, waited.Round(time.Second)), "url", w.Spec.URL)
+				f.log.Info(fmt.Sprintf("%s: ready after %s", w, waited.Round(time.Second)), "url", w.spec.URL)
 			} else if waited > f.cfg.StartupTimeout {
 				f.stopStarted(engine, output)
 				downReason = fmt.Sprintf("not ready after %s (--startup-timeout)", f.cfg.StartupTimeout)
 				return 0, f.explainEnd(w, output, errors.New(downReason))
-			} else if time.Since(lastProgress) >= f.Timing.progressEvery {
+			} else if time.Since(lastProgress) >= f.timing.progressEvery {
 				lastProgress = time.Now()
 				f.logProgress(w, waited)
 			}
@@ -559,10 +566,10 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 			downSince = time.Time{}
 		case downSince.IsZero():
 			downSince = time.Now()
-		case time.Since(downSince) > f.Timing.hangLimit:
-			engine.Kill() // what hangs does not heed SIGTERM
+		case time.Since(downSince) > f.timing.hangLimit:
+			engine.Kill() // a hung process ignores SIGTERM
 			<-engine.Ended
-			downReason = fmt.Sprintf("it did not answer for %s and was killed", f.Timing.hangLimit)
+			downReason = fmt.Sprintf("it was killed because it did not answer for %s", f.timing.hangLimit)
 			return since(readySince), errors.New(downReason)
 		}
 	}
@@ -572,7 +579,7 @@ func (f *Fleet) runStarted(ctx context.Context, w *worker) (readyFor time.Durati
 func (f *Fleet) stopStarted(engine process.Started, output *process.StartLog) {
 	output.SetEnding()
 	engine.Stop()
-	timer := time.AfterFunc(f.Timing.stopLimit, engine.Kill)
+	timer := time.AfterFunc(f.timing.stopLimit, engine.Kill)
 	defer timer.Stop()
 	<-engine.Ended
 }
@@ -585,36 +592,29 @@ func (f *Fleet) logProgress(w *worker, waited time.Duration) {
 	f.log.Info(fmt.Sprintf("%s: still %s (%s)", w, stage, waited.Round(time.Second)))
 }
 
-// becomeReady looks whether a starting worker answers, and if so makes it a
-// target.
+// becomeReady checks whether a starting worker answers, and if so makes it a target.
 func (f *Fleet) becomeReady(in *incarnation) bool {
 	w := in.w
-	if err := f.look(in.ctx, w.Spec, in.answered); err != nil {
+	if err := f.probe.Health(in.ctx, w.spec, f.timing.healthLimit, in.answered); err != nil {
 		return false
 	}
 	in.answered = true
-	served, err := f.models(in.ctx, w.Spec)
+	served, err := f.probe.Models(in.ctx, w.spec)
 	if err != nil {
 		return false
 	}
-	if served.names == nil {
-		served.names = []string{f.cfg.ServedModelName}
+	if served.Names == nil {
+		served.Names = []string{f.cfg.ServedModelName}
 	}
 	in.setTargets(served, f.cfg.Ports.Sources(int(w.id), f.cfg.BlockSize))
-	in.followLoads(func(rank uint32) string {
-		if f.cfg.Engine == kv.EngineSGLang && !f.cfg.KVEvents {
-			return "" // it publishes load only beside events
-		}
-		return f.cfg.Ports.LoadEndpoint(int(w.id), int(rank))
-	})
+	in.followLoads()
 	in.markUp()
 	return true
 }
 
-// workerLine takes in one line that a started worker printed. Errors of a
-// starting one are kept for explainEnd; those of a ready one are shown at once.
+// workerLine handles a line that a started worker printed. Errors of a starting worker
+// are kept for explainEnd; those of a ready one are logged at once.
 func (f *Fleet) workerLine(w *worker, output *process.StartLog, stream, text string) {
-	f.hooks.Log(w.id, stream, text)
 	stage, failure := output.Line(text)
 	level := slog.LevelDebug
 	if failure {
@@ -632,8 +632,8 @@ func (f *Fleet) workerLine(w *worker, output *process.StartLog, stream, text str
 	f.log.Info(fmt.Sprintf("%s: %s", w, stage), "after", after.Round(time.Second))
 }
 
-// explainEnd shows the last lines of a worker that ended by itself and returns
-// an error with what to do.
+// explainEnd logs the last lines of a worker that ended by itself and returns an error
+// with a remedy.
 func (f *Fleet) explainEnd(w *worker, output *process.StartLog, err error) error {
 	lines := output.Tail()
 	for _, line := range lines {

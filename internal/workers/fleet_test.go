@@ -6,7 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/http"
 	"os"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -18,6 +20,7 @@ import (
 	"go.uber.org/goleak"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/policy"
 	"kvrouter/internal/process"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
@@ -26,27 +29,15 @@ import (
 
 // observed records what a fleet reports.
 type observed struct {
-	mu     sync.Mutex // guards events, lines
-	events []string   // "up W.R gG", "down W.R gG"
-	lines  []string
+	mu     sync.Mutex        // guards events
+	events []string          // "up W.R gG", "down W.R gG"
 	out    testkit.LogBuffer // has a lock of its own
 }
 
-func (o *observed) recorder() Hooks {
-	note := func(what string, target kv.Target) {
-		o.mu.Lock()
-		defer o.mu.Unlock()
-		o.events = append(o.events, fmt.Sprintf("%s %d.%d g%d", what, target.Key.Worker, target.Key.Rank, target.Generation))
-	}
-	return Hooks{
-		Up:   func(target kv.Target) { note("up", target) },
-		Down: func(target kv.Target, _ string) { note("down", target) },
-		Log: func(_ uint64, _ string, line string) {
-			o.mu.Lock()
-			defer o.mu.Unlock()
-			o.lines = append(o.lines, line)
-		},
-	}
+func (o *observed) note(what string, target kv.Target) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.events = append(o.events, fmt.Sprintf("%s %d.%d g%d", what, target.Key.Worker, target.Key.Rank, target.Generation))
 }
 
 func (o *observed) seen() []string {
@@ -55,22 +46,72 @@ func (o *observed) seen() []string {
 	return slices.Clone(o.events)
 }
 
-func (o *observed) childPID() int {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	for _, line := range o.lines {
-		if text, ok := strings.CutPrefix(line, "child "); ok {
-			pid, _ := strconv.Atoi(text)
-			return pid
-		}
+// children are the pids that workers have printed.
+func (o *observed) children() (pids []int) {
+	for _, found := range regexp.MustCompile(`worker \d+: child (\d+)`).FindAllStringSubmatch(o.out.String(), -1) {
+		pid, _ := strconv.Atoi(found[1])
+		pids = append(pids, pid)
 	}
-	return 0
+	return pids
+}
+
+// hooks are the calls of a fleet that a test looks at; nil ones are ignored.
+type hooks struct {
+	Up    func(kv.Target)
+	Heard func(kv.Target, string) // Down of the listener
+	Load  func(kv.WorkerKey, policy.Published)
+	Hold  func(worker uint64, hold bool)
+	Busy  func(worker uint64) bool
+	Join  func(worker uint64, serves kv.Served) (radix.Index, int, error)
+	Leave func(worker uint64)
+}
+
+// fakeMembers calls the hooks of a fleet.
+type fakeMembers struct{ *fakeFleet }
+
+func (m fakeMembers) Up(t kv.Target)             { m.hooks.Up(t) }
+func (m fakeMembers) Down(t kv.Target, _ string) { m.note("down", t) }
+func (m fakeMembers) Cordon(worker uint64, on bool) {
+	if m.hooks.Hold != nil {
+		m.hooks.Hold(worker, on)
+	}
+}
+func (m fakeMembers) Busy(worker uint64) bool { return m.hooks.Busy != nil && m.hooks.Busy(worker) }
+
+func (m fakeMembers) Load(key kv.WorkerKey, p policy.Published) {
+	if m.hooks.Load != nil {
+		m.hooks.Load(key, p)
+	}
+}
+
+func (m fakeMembers) Join(worker uint64, serves kv.Served) (radix.Index, int, error) {
+	if m.hooks.Join == nil {
+		return m.index, m.cfg.BlockSize, nil
+	}
+	return m.hooks.Join(worker, serves)
+}
+
+func (m fakeMembers) Leave(worker uint64) {
+	if m.hooks.Leave != nil {
+		m.hooks.Leave(worker)
+	}
+}
+
+// fakeListener calls the hooks of a fleet.
+type fakeListener struct{ hooks *hooks }
+
+func (fakeListener) EventLag(kv.WorkerKey, time.Duration) {}
+func (l fakeListener) Down(t kv.Target, why string) {
+	if l.hooks.Heard != nil {
+		l.hooks.Heard(t, why)
+	}
 }
 
 // fakeFleet is a running fleet of fake workers.
 type fakeFleet struct {
 	*Fleet
 	*observed
+	hooks    hooks
 	launcher *process.Launcher
 	t        *testing.T
 	cancel   context.CancelFunc
@@ -99,9 +140,9 @@ func fakeConfig(t *testing.T, n int) fakeSettings {
 
 func fastTiming() timing {
 	return timing{
-		readyPoll: 10 * time.Millisecond, HealthEvery: 20 * time.Millisecond, FirstLook: 10 * time.Millisecond, missPause: 5 * time.Millisecond,
+		readyPoll: 10 * time.Millisecond, healthEvery: 20 * time.Millisecond, firstLook: 10 * time.Millisecond, missPause: 5 * time.Millisecond,
 		healthLimit: 5 * time.Second, healthMisses: 3, selfLimit: 5 * time.Second,
-		hangLimit: time.Minute, probeLimit: 5 * time.Second, stopLimit: 5 * time.Second,
+		hangLimit: time.Minute, stopLimit: 5 * time.Second,
 		backoffFirst: 20 * time.Millisecond, backoffReset: time.Minute, progressEvery: time.Minute, silentAfter: 50 * time.Millisecond,
 		leaveLook: 5 * time.Millisecond, leaveLimit: time.Minute,
 	}
@@ -115,15 +156,15 @@ func newFakeFleet(t *testing.T, cfg fakeSettings, env ...string) *fakeFleet {
 	if err != nil {
 		t.Fatal(err)
 	}
-	fleet := NewFleet(cfg.fleet, launcher.Start, radix.NewTree(), o.recorder(), log)
-	fleet.Timing = fastTiming()
+	fleet := New(cfg.fleet, Deps{Start: launcher.Start, Index: radix.NewTree(), Log: log})
+	fleet.timing = fastTiming()
 	launcher.Command = func(i int, _ string) (process.Spec, error) {
 		return process.Spec{
 			Argv: []string{os.Args[0], "-test.run=^TestFakeWorkerProcess$"},
 			Env:  append(os.Environ(), append(env, fmt.Sprintf("FAKE_WORKER=%d", cfg.fleet.Ports.HTTP+i))...),
 		}, nil
 	}
-	return &fakeFleet{Fleet: fleet, launcher: launcher, observed: o, t: t, done: make(chan error, 1)}
+	return &fakeFleet{Fleet: fleet, hooks: hooks{Up: func(t kv.Target) { o.note("up", t) }}, launcher: launcher, observed: o, t: t, done: make(chan error, 1)}
 }
 
 func (f *fakeFleet) start() {
@@ -132,7 +173,7 @@ func (f *fakeFleet) start() {
 	if err := f.launcher.Open(); err != nil {
 		f.t.Fatal(err)
 	}
-	go func() { f.done <- errors.Join(f.Run(ctx), f.launcher.Close()) }()
+	go func() { f.done <- errors.Join(f.Run(ctx, fakeMembers{f}, fakeListener{&f.hooks}), f.launcher.Close()) }()
 }
 
 // stop ends the fleet and checks that its processes are gone.
@@ -187,10 +228,11 @@ func TestKilledWorkerComesBackWithAnEmptyIndex(t *testing.T) {
 	if err := f.index.Store(kv.WorkerKey{}, 0, false, []kv.StoredBlock{{Engine: 1, Local: 2}}); err != nil {
 		t.Fatal(err)
 	}
-	child := f.childPID()
-	if child == 0 || !testkit.ProcessLives(child) {
-		t.Fatalf("the worker's child %d does not run", child)
+	children := f.children()
+	if len(children) != 1 || !testkit.ProcessLives(children[0]) {
+		t.Fatalf("the worker's children %d do not run", children)
 	}
+	child := children[0]
 
 	if err := syscall.Kill(first.PID, syscall.SIGKILL); err != nil {
 		t.Fatal(err)
@@ -230,7 +272,7 @@ func TestWorkersStartSideBySideAndEndTogether(t *testing.T) {
 func TestSlowWorkerIsTakenOutUntilItAnswers(t *testing.T) {
 	defer goleak.VerifyNone(t)
 	f := newFakeFleet(t, fakeConfig(t, 1))
-	f.Timing.healthLimit = 100 * time.Millisecond
+	f.timing.healthLimit = 100 * time.Millisecond
 	f.start()
 	f.wantEvents("up 0.0 g1")
 	f.hang("1s")
@@ -241,7 +283,7 @@ func TestSlowWorkerIsTakenOutUntilItAnswers(t *testing.T) {
 func TestHangingWorkerIsKilledAndStartedAgain(t *testing.T) {
 	defer goleak.VerifyNone(t)
 	f := newFakeFleet(t, fakeConfig(t, 1))
-	f.Timing.healthLimit, f.Timing.hangLimit = 100*time.Millisecond, 200*time.Millisecond
+	f.timing.healthLimit, f.timing.hangLimit = 100*time.Millisecond, 200*time.Millisecond
 	f.start()
 	f.wantEvents("up 0.0 g1")
 	f.hang("1h")
@@ -252,7 +294,8 @@ func TestHangingWorkerIsKilledAndStartedAgain(t *testing.T) {
 // hang makes worker 0 answer its health only after a while.
 func (f *fakeFleet) hang(d string) {
 	f.t.Helper()
-	response, err := f.client.Get(f.Workers()[0].URL + "/hang?for=" + d)
+	defer http.DefaultClient.CloseIdleConnections()
+	response, err := http.Get(f.Workers()[0].URL + "/hang?for=" + d)
 	if err != nil {
 		f.t.Fatal(err)
 	}
@@ -262,7 +305,7 @@ func (f *fakeFleet) hang(d string) {
 func TestWorkerThatIgnoresSIGTERMIsKilled(t *testing.T) {
 	defer goleak.VerifyNone(t)
 	f := newFakeFleet(t, fakeConfig(t, 1), "FAKE_MODE=ignores SIGTERM")
-	f.Timing.stopLimit = 50 * time.Millisecond
+	f.timing.stopLimit = 50 * time.Millisecond
 	f.start()
 	f.wantEvents("up 0.0 g1")
 	f.stop()
@@ -341,14 +384,7 @@ func TestRouterProcess(t *testing.T) {
 	for _, w := range f.Workers() {
 		report.PIDs = append(report.PIDs, w.PID)
 	}
-	f.mu.Lock()
-	for _, line := range f.lines {
-		if text, ok := strings.CutPrefix(line, "child "); ok {
-			pid, _ := strconv.Atoi(text)
-			report.PIDs = append(report.PIDs, pid)
-		}
-	}
-	f.mu.Unlock()
+	report.PIDs = append(report.PIDs, f.children()...)
 	if err := json.NewEncoder(os.Stdout).Encode(report); err != nil {
 		t.Fatal(err)
 	}

@@ -15,6 +15,7 @@ import (
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/probe"
 	"kvrouter/internal/process"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/web"
@@ -31,30 +32,31 @@ type incarnation struct {
 	began      time.Time
 	generation int
 
-	engine kv.Engine   // that it runs, as far as known
-	info   *serverInfo // what it tells as an SGLang server; nil: nothing
-	ranks  int         // data-parallel ranks of an SGLang server; 0: not told
-	heard  hearing     // of an SGLang server's load sockets
-	stuck  atomic.Bool // an SGLang server's schedulers do not answer
+	engine kv.Engine         // that it runs, as far as known
+	info   *probe.ServerInfo // of an SGLang server; nil: unknown
+	ranks  int               // data-parallel ranks of an SGLang server; 0: unknown
+	heard  probe.Hearing     // of an SGLang server's load sockets
+	stuck  atomic.Bool       // an SGLang server's schedulers do not answer
 
 	index     radix.Index // of its blocks
 	blockSize int         // tokens
 
-	disagg     kv.Disagg // its part where prefill and decode are apart, as far as known
-	served     modelList // by the worker, as last told
-	modelsAt   time.Time // when that was
-	targets    []kv.Target
-	announced  map[kv.WorkerKey]kv.Target // those that Up was called for
-	loaded     map[kv.WorkerKey]bool      // those whose load is followed
-	loadsCtx   context.Context            // of what follows loads
-	stopLoads  context.CancelFunc         // ends what follows loads; nil: nothing does
-	watched    bool                       // watchEngine runs
-	up         bool
-	answered   bool // it has said that it is well, in this incarnation or before
-	gone       bool // nothing listens at its address any more
-	closed     bool // nothing did while it drained: what answers next is another process
-	misses     int  // looks in a row without an answer
-	toldSilent bool
+	disagg    kv.Disagg    // its role in disaggregated serving, as far as known
+	served    probe.Models // as last reported
+	modelsAt  time.Time    // when that was
+	targets   []kv.Target
+	announced map[kv.WorkerKey]kv.Target // those that Up was called for
+	loaded    map[kv.WorkerKey]bool      // those whose load is followed
+	loadsCtx  context.Context            // of the goroutines that follow loads
+	stopLoads context.CancelFunc         // ends loadsCtx; nil: there are none
+	watched   bool                       // watchEngine runs
+	up        bool
+	answered  bool // it has been healthy, in this incarnation or before
+	gone      bool // nothing listens at its address any more
+	closed    bool // nothing did while it drained: the next answer is another process's
+	misses    int  // health checks in a row without an answer
+
+	warnedOfEvents bool // warnOfEvents has nothing more to say
 }
 
 // begin opens the next incarnation of a worker; its end must be called.
@@ -68,28 +70,28 @@ func (f *Fleet) begin(ctx context.Context, w *worker) *incarnation {
 		s.Generation++
 		in.generation, s.Engine = s.Generation, in.engine
 	})
-	in.takePart(w.Spec.Disagg)
+	in.setDisagg(w.spec.Disagg)
 	return in
 }
 
-// takePart sets the worker's part where prefill and decode are apart, for the
-// targets that are set from now on.
-func (in *incarnation) takePart(d kv.Disagg) {
+// setDisagg sets the worker's role in disaggregated serving, for the targets that are set
+// from now on.
+func (in *incarnation) setDisagg(d kv.Disagg) {
 	in.disagg = d
 	in.f.update(in.w, func(s *Status) { s.Disagg = d })
 }
 
-// end takes the worker out of routing, ends what follows it, and only then
+// end takes the worker out of routing, ends the goroutines that follow it, and only then
 // empties its index, so that no late event fills it again.
 func (in *incarnation) end(reason string) {
 	in.markDown(reason)
 	in.forget()
-	in.f.hooks.Leave(in.w.id)
+	in.f.members.Leave(in.w.id)
 }
 
-// join has the worker's blocks kept where its model's are.
+// join selects the index of the worker's model for its blocks.
 func (in *incarnation) join(serves kv.Served) (err error) {
-	index, size, err := in.f.hooks.Join(in.w.id, serves)
+	index, size, err := in.f.members.Join(in.w.id, serves)
 	if err == nil {
 		in.index, in.blockSize = index, size
 		if index != in.f.index {
@@ -99,7 +101,7 @@ func (in *incarnation) join(serves kv.Served) (err error) {
 	return err
 }
 
-// forget ends what follows the worker, and then empties its index.
+// forget ends the goroutines that follow the worker, and then empties its index.
 func (in *incarnation) forget() {
 	in.cancel()
 	in.followers.Wait()
@@ -112,21 +114,20 @@ func (in *incarnation) forget() {
 	in.index.Forget(in.w.id)
 }
 
-// followEvents reads one event stream until the incarnation ends, if any are to
-// be followed.
+// followEvents reads one event stream until the incarnation ends, unless KV events are
+// off.
 func (in *incarnation) followEvents(source events.Source) {
 	if !in.f.cfg.KVEvents || !in.w.mayFollow(source) {
 		return
 	}
 	source.BlockSize = in.blockSize
 	source.Seeded = in.index.Blocks(source.Worker) > 0 // only a peer's dump can be there already
-	stream := events.NewStream(source, in.index, in.w.logger(in.f.log))
-	stream.Peers, stream.Edges = in.f.Peers, in.f.Edges
+	stream := events.NewStream(source, in.index, events.Options{
+		OnLag: func(d time.Duration) { in.f.listener.EventLag(source.Worker, d) },
+		Peers: in.f.deps.Peers, Edges: in.f.deps.Edges,
+	}, in.w.logger(in.f.log))
 	if in.blockSize == in.f.cfg.BlockSize { // a snapshot has blocks of one size
 		in.f.snapshot.Resume(stream)
-	}
-	if lag := in.f.hooks.Lag; lag != nil {
-		stream.OnLag = func(d time.Duration) { lag(source.Worker, d) }
 	}
 	if source.Worker.Rank == 0 {
 		in.f.update(in.w, func(s *Status) { s.KVEvents, s.Replay = source.Endpoint, source.Replay })
@@ -137,9 +138,9 @@ func (in *incarnation) followEvents(source events.Source) {
 	in.followers.Go(func() { stream.Run(in.ctx) })
 }
 
-// setTargets sets what of the worker can be routed to: every rank that it tells of or
-// that has an event stream, or the worker as a whole.
-func (in *incarnation) setTargets(served modelList, sources []events.Source) {
+// setTargets sets the routing targets of the worker: every rank that it reports or that
+// has an event stream, or the worker as a whole.
+func (in *incarnation) setTargets(served probe.Models, sources []events.Source) {
 	in.served, in.modelsAt = served, time.Now()
 	var ranks []uint32
 	for rank := range uint32(in.ranks) {
@@ -159,20 +160,20 @@ func (in *incarnation) setTargets(served modelList, sources []events.Source) {
 		batched, blocks = in.f.cfg.MaxBatchedTokens, in.f.cfg.TotalBlocks
 	}
 	if in.info != nil {
-		batched = cmp.Or(batched, in.info.passTokens())
+		batched = cmp.Or(batched, in.info.MaxBatchedTokens())
 	}
-	sizes := in.cacheSizes(ranks)
+	sizes := in.cacheBlocks(ranks)
 	for _, rank := range ranks {
 		in.targets = append(in.targets, kv.Target{
-			Key: kv.WorkerKey{Worker: in.w.id, Rank: rank}, URL: in.w.Spec.URL, Engine: in.engine, Ranks: len(ranks), Generation: in.generation, Models: served.names, Adapters: served.adapters,
+			Key: kv.WorkerKey{Worker: in.w.id, Rank: rank}, URL: in.w.spec.URL, Engine: in.engine, Ranks: len(ranks), Generation: in.generation, Models: served.Names, Adapters: served.Adapters,
 			MaxBatchedTokens: batched, TotalBlocks: cmp.Or(sizes[rank], blocks), Bearer: in.w.bearer(), Disagg: in.disagg,
 		})
 	}
 	in.boundStreams()
-	in.f.update(in.w, func(s *Status) { s.Models, s.Ranks = served.names, ranks })
+	in.f.update(in.w, func(s *Status) { s.Models, s.Ranks = served.Names, ranks })
 }
 
-// boundStreams tells the event streams how many blocks their ranks can hold.
+// boundStreams sets the capacity of the event streams: the blocks that their ranks can hold.
 func (in *incarnation) boundStreams() {
 	in.w.mu.Lock()
 	defer in.w.mu.Unlock()
@@ -183,73 +184,74 @@ func (in *incarnation) boundStreams() {
 	}
 }
 
+// loadOf returns where a rank publishes its load; empty: only on its pages.
+func (in *incarnation) loadOf(rank uint32) string {
+	if in.w.attached {
+		return in.info.Load(in.w.spec, rank)
+	}
+	if in.engine == kv.EngineSGLang && !in.f.cfg.KVEvents {
+		return "" // it publishes load only beside events
+	}
+	return in.f.cfg.Ports.LoadEndpoint(int(in.w.id), int(rank))
+}
+
 // followLoads reads every target's load until the incarnation ends: from its
 // rank's ZMQ endpoint, if there is one, else from the worker's /metrics, which is
-// asked for all of them together. An SGLang server's pages stand in for a socket that
-// is not there.
-func (in *incarnation) followLoads(endpoint func(rank uint32) string) {
+// polled for all of them together.
+func (in *incarnation) followLoads() {
 	if in.stopLoads == nil {
 		in.loadsCtx, in.stopLoads = context.WithCancel(in.ctx)
 	}
 	ctx := in.loadsCtx
-	follow := func(s loadSource) {
-		in.followers.Go(func() { in.f.loads(in.f.reader(in.w), ctx, s, in.f.hooks.Load) })
+	follow := func(s probe.LoadSource) {
+		in.followers.Go(func() { in.f.probe.FollowLoad(ctx, s, in.w.logger(in.f.log), in.f.members.Load) })
 	}
-	pages := loadSource{page: in.w.Spec.URL + "/metrics"}
-	if in.engine == kv.EngineSGLang {
-		pages.loads = in.w.Spec.URL + loadsPath
-	}
-	all := pages
+	pages := probe.LoadSource{URL: in.w.spec.URL, Engine: in.engine, Key: in.w.currentKey}
 	for _, target := range in.targets {
 		if in.loaded[target.Key] {
 			continue
 		}
 		in.loaded[target.Key] = true
-		socket := endpoint(target.Key.Rank)
+		socket := in.loadOf(target.Key.Rank)
 		if socket == "" {
-			all.ranks, all.apart = append(all.ranks, target.Key), target.Ranks > 1
+			pages.Ranks, pages.Apart = append(pages.Ranks, target.Key), target.Ranks > 1
 			continue
 		}
-		s := loadSource{ranks: []kv.WorkerKey{target.Key}, socket: socket}
+		s := probe.LoadSource{URL: pages.URL, Engine: pages.Engine, Key: pages.Key, Ranks: []kv.WorkerKey{target.Key}, Socket: socket, Apart: target.Ranks > 1}
 		if in.engine == kv.EngineSGLang {
-			s.page, s.loads, s.apart, s.heard = pages.page, pages.loads, target.Ranks > 1, &in.heard
-			in.heard.note(target.Key, time.Time{})
+			s.Heard = &in.heard
+			in.heard.Note(target.Key, time.Time{})
 		}
 		follow(s)
 	}
-	if len(all.ranks) > 0 {
-		follow(all)
+	if len(pages.Ranks) > 0 {
+		follow(pages)
 	}
 }
 
-// followLoadsAnew is followLoads for a worker of which more is known than when its load
+// followLoadsAnew is followLoads of a worker of which more is known than when its load
 // was first followed.
-func (in *incarnation) followLoadsAnew(endpoint func(rank uint32) string) {
+func (in *incarnation) followLoadsAnew() {
 	in.stopLoads()
 	in.stopLoads = nil
 	clear(in.loaded)
-	in.followLoads(endpoint)
-}
-
-// reader returns what reads the worker's load and the sizes of its caches.
-func (f *Fleet) reader(w *worker) loadReader {
-	return loadReader{client: f.pageClient(w), edges: f.Edges, log: w.logger(f.log)}
+	in.followLoads()
 }
 
 // markUp makes the worker ready and announces its targets.
 func (in *incarnation) markUp() {
 	in.f.everReady.Store(true)
 	in.up, in.misses = true, 0
-	if in.engine == kv.EngineSGLang && !in.watched && in.f.Timing.engineEvery > 0 {
+	if in.engine == kv.EngineSGLang && !in.watched && in.f.timing.engineEvery > 0 {
 		in.watched = true
-		spec := in.w.Spec
+		spec := in.w.spec
 		in.followers.Go(func() { in.watchEngine(spec) })
 	}
 	in.f.update(in.w, func(s *Status) { s.State, s.Stage, s.LastError = StateReady, process.StageReady, "" })
 	for _, target := range in.targets {
 		if _, known := in.announced[target.Key]; !known {
 			in.announced[target.Key] = target
-			in.f.hooks.Up(target)
+			in.f.members.Up(target)
 		}
 	}
 }
@@ -262,112 +264,108 @@ func (in *incarnation) markDown(reason string) {
 	in.up = false
 	in.f.update(in.w, func(s *Status) { s.State, s.LastError = StateDown, reason })
 	for _, key := range slices.SortedFunc(maps.Keys(in.announced), kv.WorkerKey.Compare) {
-		in.f.hooks.Down(in.announced[key], reason)
+		in.f.down(in.announced[key], reason)
 	}
 	clear(in.announced)
 }
 
-// checkHealth looks at a worker: down after some looks without an answer, at once
-// if nothing listens there, if it leads back to this router, or if it has been well
-// and says itself that it is not; up with the next good answer. With a good answer
+// checkHealth checks a worker: it is down after some checks without an answer, at once
+// if nothing listens there, if its address is this router's, or if it has been healthy
+// and reports that it is not; it is up with the next good answer. With a good answer
 // it is also asked for its models, now and then.
 func (in *incarnation) checkHealth() {
-	err := in.look()
+	err := in.checkAlive()
 	if in.ctx.Err() != nil {
 		return
 	}
 	switch {
-	case in.closed && (err == nil || isThere(err)):
+	case in.closed && (err == nil || probe.Rejected(err)):
 		in.gone = true
-		in.markDown("it was started anew")
+		in.markDown("it was restarted")
 		return
 	case err == nil:
 		in.answered = true
-		in.well()
-		if in.w.registry == nil && time.Since(in.modelsAt) >= in.f.Timing.modelsEvery {
+		in.markHealthy()
+		if in.w.registry == nil && time.Since(in.modelsAt) >= in.f.timing.modelsEvery {
 			in.lookAtModels()
 		}
 		return
-	case !in.answered && isThere(err): // of a server that has no /health only this can be told
-		in.well()
+	case !in.answered && probe.Rejected(err): // a server without /health is known to run, and no more
+		in.markHealthy()
 		return
 	case in.w.drains() && mayDrain(err):
-		if isGone(err) && !in.closed {
+		if probe.Refused(err) && !in.closed {
 			in.closed = true
-			in.f.log.Info(fmt.Sprintf("%s: takes no connections any more, and may end what it has begun", in.w))
+			in.f.log.Info(fmt.Sprintf("%s: accepts no more connections, and may finish its requests", in.w))
 		}
 		return
 	case in.answered && web.OwnFault(err):
-		in.f.log.Warn(fmt.Sprintf("%s: its health cannot be looked at, for a lack in the router: raise the limit of open files (ulimit -n), or lower --max-connections", in.w), "error", err)
+		in.f.log.Warn(fmt.Sprintf("%s: cannot check its health, for lack of resources of the router: raise the limit of open files (ulimit -n), or lower --max-connections", in.w), "error", err)
 		return
 	}
 	in.misses++
-	in.gone = isGone(err)
+	in.gone = probe.Refused(err)
 	var stuck errStuck
-	saysNo := in.answered && (isStatus(err) || errors.As(err, &stuck))
-	back := errors.Is(err, errLeadsBack)
-	if !in.up || !in.gone && !saysNo && !back && in.misses < in.f.Timing.healthMisses {
+	saysNo := in.answered && (probe.Answered(err) || errors.As(err, &stuck))
+	back := errors.Is(err, probe.ErrLeadsBack)
+	if !in.up || !in.gone && !saysNo && !back && in.misses < in.f.timing.healthMisses {
 		return
 	}
 	level := slog.LevelWarn
 	if back {
-		level = slog.LevelError // it will not mend by itself
+		level = slog.LevelError // it will not recover by itself
 	}
-	in.f.log.Log(in.ctx, level, fmt.Sprintf("%s: down: %v", in.w, err), "url", in.w.Spec.URL)
+	in.f.log.Log(in.ctx, level, fmt.Sprintf("%s: down: %v", in.w, err), "url", in.w.spec.URL)
 	in.markDown(err.Error())
 }
 
-// well notes an answer; a worker that was down may be routed to again.
-func (in *incarnation) well() {
+// mayDrain reports whether a draining worker may still finish its requests after this
+// error of a health check: it accepts no connections, or answers that it ends.
+func mayDrain(err error) bool { return probe.Refused(err) || probe.Answered(err) }
+
+// markHealthy notes an answer; a worker that was down may be routed to again.
+func (in *incarnation) markHealthy() {
 	if !in.up {
-		in.f.log.Info(fmt.Sprintf("%s: answers again", in.w))
+		in.f.log.Info(fmt.Sprintf("%s: up again", in.w))
 		in.markUp()
 	}
 	in.misses, in.gone = 0, false
 }
 
-// pause is the time until the next look at the worker.
+// pause is the time until the next health check.
 func (in *incarnation) pause() time.Duration {
 	if in.up && in.misses > 0 {
-		return in.f.Timing.missPause
+		return in.f.timing.missPause
 	}
 	return in.f.pauseAfter(in.misses)
 }
 
-// pauseAfter is the time between looks after so many misses in a row. It differs
-// from worker to worker, so that they are not all looked at together.
+// pauseAfter is the time between health checks after so many misses in a row. It is
+// jittered, so that workers are not all checked together.
 func (f *Fleet) pauseAfter(misses int) time.Duration {
-	const many = 10 // it will not be back in a moment
+	const many = 10 // it will not be back soon
 	if misses > many {
-		return spread(4 * f.Timing.HealthEvery)
+		return spread(4 * f.timing.healthEvery)
 	}
-	return spread(f.Timing.HealthEvery * time.Duration(rarer(len(f.Members()))))
+	return spread(f.timing.healthEvery * time.Duration(rarer(len(f.all()))))
 }
 
-// rarer is how many times longer the pause between looks is among so many workers: the
-// looks at 200 cost as much as those at 50.
+// rarer is how many times longer the pause between health checks is for so many workers:
+// checking 200 costs as much as 50.
 func rarer(workers int) int { return min(max(workers/50, 1), 4) }
 
 // spread shortens a pause by up to a fifth.
 func spread(d time.Duration) time.Duration { return d - rand.N(d/5+1) }
 
-// cacheSizes asks the worker how many blocks the KV cache of each rank has;
-// those that it does not tell are left out.
-func (in *incarnation) cacheSizes(ranks []uint32) map[uint32]int {
-	var blocks map[uint32]int
-	var err error
-	if in.engine == kv.EngineSGLang {
-		blocks, err = in.sglangSizes(ranks)
-	} else {
-		var sizes cacheSizes
-		sizes, err = in.f.reader(in.w).cacheSizes(in.ctx, in.w.Spec.URL+"/metrics")
-		blocks = map[uint32]int{}
-		for rank, tokens := range sizes {
-			blocks[rank] = tokens / in.blockSize
-		}
+// cacheBlocks asks the worker how many blocks the KV cache of each rank has; ranks of
+// unknown size are left out.
+func (in *incarnation) cacheBlocks(ranks []uint32) map[uint32]int {
+	blocks, err := in.f.probe.CacheTokens(in.ctx, in.w.spec, in.engine, in.info, ranks)
+	for rank := range blocks {
+		blocks[rank] /= in.blockSize
 	}
 	if (err != nil || len(blocks) == 0) && in.f.cfg.AssumesSizes {
-		in.f.log.Warn(fmt.Sprintf("%s: does not tell the size of its KV cache: its prompts count as cached for --router-ttl-secs", in.w), "error", err)
+		in.f.log.Warn(fmt.Sprintf("%s: does not report the size of its KV cache: its prompts count as cached for --router-ttl-secs", in.w), "error", err)
 	}
 	return blocks
 }

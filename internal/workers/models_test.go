@@ -16,6 +16,7 @@ import (
 	"go.uber.org/goleak"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/probe"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
 )
@@ -36,7 +37,7 @@ func TestModelsAreLookedAtWithTheHealth(t *testing.T) {
 		mu.Unlock()
 		up(target)
 	}
-	f.Timing.modelsEvery = f.Timing.HealthEvery
+	f.timing.modelsEvery = f.timing.healthEvery
 	f.start()
 	f.wantEvents("up 3.0 g1", "up 3.1 g1")
 	a.set(func() { a.models = http.StatusServiceUnavailable }) // tells nothing, and changes nothing
@@ -61,7 +62,7 @@ func TestRequestsForUnknownModelsShareFewLooks(t *testing.T) {
 	a := newAttachedServer(t, "")
 	a.start()
 	f := attachedFleet(t, a, "")
-	f.Timing.modelsEvery, f.Timing.lookEvery, f.Timing.lookLimit = time.Hour, time.Hour, 5*time.Second
+	f.timing.modelsEvery, f.timing.lookEvery, f.timing.lookLimit = time.Hour, time.Hour, 5*time.Second
 	f.start()
 	f.wantEvents("up 3.0 g1")
 	a.set(func() { a.list = withLateAdapter })
@@ -147,7 +148,7 @@ func TestAWorkerJoinsTheModelThatItServes(t *testing.T) {
 	f := attachedFleet(t, a, "")
 	j := &joining{}
 	f.hooks.Join, f.hooks.Leave = j.join, j.leave
-	f.Timing.modelsEvery = f.Timing.HealthEvery
+	f.timing.modelsEvery = f.timing.healthEvery
 	var mu sync.Mutex
 	blocks := map[int]int{} // of the cache, by generation
 	up := f.hooks.Up
@@ -163,9 +164,9 @@ func TestAWorkerJoinsTheModelThatItServes(t *testing.T) {
 	first := "join 3 alias+second name of org/a in blocks of 16"
 	j.want(t, first)
 	key := kv.WorkerKey{Worker: 3, Rank: 1}
-	f.Members()[0].mu.Lock()
-	size := f.Members()[0].streams[key].Src.BlockSize
-	f.Members()[0].mu.Unlock()
+	f.all()[0].mu.Lock()
+	size := f.all()[0].streams[key].Src.BlockSize
+	f.all()[0].mu.Unlock()
 	if size != 16 {
 		t.Errorf("its events are read in blocks of %d", size)
 	}
@@ -278,8 +279,8 @@ func TestABlockSizeThatCannotBeAskedForIsAskedForAgain(t *testing.T) {
 		"never":           {[]int{500, 500, 500}, []int{0, -1, 0}},
 		"it has no page":  {[]int{404}, []int{-1}},
 	} {
-		f := NewFleet(Settings{BlockSize: 64, KVEvents: true}, nil, radix.NewTree(), Hooks{}, slog.New(slog.DiscardHandler))
-		in := &incarnation{f: f, ctx: t.Context(), w: &worker{Spec: Attached{URL: server.URL}}}
+		f := New(Settings{BlockSize: 64, KVEvents: true}, Deps{Log: slog.New(slog.DiscardHandler)})
+		in := &incarnation{f: f, ctx: t.Context(), w: &worker{spec: probe.Server{URL: server.URL}}}
 		for i, want := range test.want {
 			status = test.answers[i]
 			size, err := in.askBlockSize()
@@ -292,16 +293,15 @@ func TestABlockSizeThatCannotBeAskedForIsAskedForAgain(t *testing.T) {
 }
 
 func TestBlockSizesThatCannotBeAreNotBelieved(t *testing.T) {
-	f := stranger()
-	f.cfg.KVEvents = true
+	f := New(Settings{KVEvents: true}, Deps{Log: slog.New(slog.DiscardHandler)})
 	in := &incarnation{f: f, ctx: t.Context(), w: &worker{}}
 	for _, test := range []struct {
-		info serverInfo
+		info probe.ServerInfo
 		want int
 	}{
-		{serverInfo{PageSize: 16}, 0}, // nobody hears of its blocks
-		{serverInfo{PageSize: 16, Events: &eventsInfo{}}, 16}, {serverInfo{PageSize: 1, Events: &eventsInfo{BlockSize: 64}}, 64}, {serverInfo{PageSize: -1, Events: &eventsInfo{}}, 0},
-		{serverInfo{PageSize: 1 << 40, Events: &eventsInfo{}}, maxBlockSize}, {serverInfo{}, 0},
+		{probe.ServerInfo{PageSize: 16}, 0}, // nobody hears of its blocks
+		{probe.ServerInfo{PageSize: 16, Events: &probe.EventsInfo{}}, 16}, {probe.ServerInfo{PageSize: 1, Events: &probe.EventsInfo{BlockSize: 64}}, 64}, {probe.ServerInfo{PageSize: -1, Events: &probe.EventsInfo{}}, 0},
+		{probe.ServerInfo{PageSize: 1 << 40, Events: &probe.EventsInfo{}}, 1 << 16}, {probe.ServerInfo{}, 0},
 	} {
 		in.info = &test.info
 		if got, err := in.askBlockSize(); got != test.want || err != nil {

@@ -12,19 +12,19 @@ import (
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/probe"
 )
 
 // Errors of Register.
 var (
 	// ErrWorkerTaken: the id belongs to a worker that was not registered.
-	ErrWorkerTaken = errors.New("the id belongs to a worker that the router started, or attached by --worker")
+	ErrWorkerTaken = errors.New("the id belongs to a worker that the router has started, attached or discovered")
 	// ErrFleetEnding: the router is ending.
 	ErrFleetEnding = errors.New("the router is ending")
 )
 
-// Registration is a worker that somebody made known at run time. What it says
-// is believed: the worker is routed to at once. From then on it is watched as every
-// other one.
+// Registration is a worker that a client registers at run time. It is trusted: the worker
+// is routed to at once. From then on it is supervised as every other one.
 type Registration struct {
 	ID               uint64
 	URL              string // http://host:port, no slash at the end
@@ -38,19 +38,19 @@ type Registration struct {
 	kv.Disagg
 }
 
-// sameCache tells whether what is known of the worker's cache holds after a
-// change to next.
+// sameCache reports whether the index of the worker's cache stays valid after a change
+// to next.
 func (r Registration) sameCache(next Registration) bool {
 	return r.URL == next.URL && r.Model == next.Model && r.BlockSize == next.BlockSize && slices.Equal(r.Ranks, next.Ranks) && slices.Equal(r.Sources, next.Sources)
 }
 
-// mostAskedInVain is how often a registered worker is asked whether it runs SGLang
-// without an answer: enough for a long pass, then it counts as another.
-const mostAskedInVain = 5
+// maxInfoFailures is how often in a row a registered worker may leave the question
+// whether it runs SGLang unanswered: enough for a long pass, then it counts as another.
+const maxInfoFailures = 5
 
 // registry is how the goroutine that follows a registered worker is reached.
 type registry struct {
-	changes chan registryChange // what the worker is from now on; unbuffered
+	changes chan registryChange // from now on; unbuffered
 	leave   context.CancelFunc  // ends the goroutine
 	left    chan struct{}       // closed when it has ended
 }
@@ -135,7 +135,7 @@ func (f *Fleet) registered(r Registration) (*worker, error) {
 		}
 		return f.workers[at], nil
 	}
-	w := newWorker(Attached{ID: r.ID, URL: r.URL}, true, true, StateConnecting)
+	w := newWorker(probe.Server{ID: r.ID, URL: r.URL}, true, true, StateConnecting)
 	ctx, leave := context.WithCancel(f.run.ctx)
 	w.registry = &registry{changes: make(chan registryChange), leave: leave, left: make(chan struct{})}
 	f.workers = append(f.workers, w)
@@ -148,9 +148,8 @@ func (f *Fleet) registered(r Registration) (*worker, error) {
 	return w, nil
 }
 
-// Unregister takes a registered worker out, with all that is known of its
-// cache, and returns when nothing follows it any more. It tells whether there
-// was such a worker.
+// Unregister removes a registered worker and its index, and returns when nothing follows
+// it any more. It reports whether there was such a worker.
 func (f *Fleet) Unregister(id uint64) bool {
 	f.membership.Lock()
 	at := slices.IndexFunc(f.workers, func(w *worker) bool { return w.id == id && w.registry != nil })
@@ -166,8 +165,8 @@ func (f *Fleet) Unregister(id uint64) bool {
 	return true
 }
 
-// superviseRegistered follows a registered worker until ctx is done: through every
-// time that it goes and comes back.
+// superviseRegistered follows a registered worker until ctx is done, each time that it
+// goes and comes back.
 func (f *Fleet) superviseRegistered(ctx context.Context, w *worker) {
 	var next registryChange
 	select {
@@ -187,22 +186,22 @@ func (f *Fleet) superviseRegistered(ctx context.Context, w *worker) {
 	f.update(w, func(s *Status) { s.State = StateStopped })
 }
 
-// adopt makes a registration what is known of the worker.
+// adopt takes over a registration.
 func (f *Fleet) adopt(w *worker, r Registration) {
-	w.Spec.URL, w.Spec.Key = r.URL, r.Key
+	w.spec.URL, w.spec.Key = r.URL, r.Key
 	w.mu.Lock()
-	w.key, w.publishes.host = r.Key, plainHost(hostOf(r.URL))
+	w.key, w.publishes.host = r.Key, plainHost(probe.HostOf(r.URL))
 	w.mu.Unlock()
 	if len(r.Sources) > 0 {
-		w.hasTold(r.Sources)
+		w.reports(r.Sources)
 	}
 	f.update(w, func(s *Status) { s.URL, s.Models, s.Ranks = r.URL, []string{r.Model}, slices.Clone(r.Ranks) })
 }
 
-// awaitRegistered waits until somebody listens at a worker's address again, until
+// awaitRegistered waits until a process listens at a worker's address again, until
 // another Registration gives it another cache (which is routed to at once), or until
-// ctx is done. answered tells that the worker has said before that it is well, so
-// that nothing less will do. It returns what to follow next.
+// ctx is done. answered says that the worker has been healthy before, so that it must be
+// healthy again. It returns the registration to follow next.
 func (f *Fleet) awaitRegistered(ctx context.Context, w *worker, now registryChange, answered bool) (next registryChange, stillAnswered bool) {
 	for misses := 1; ; misses++ {
 		select {
@@ -218,8 +217,8 @@ func (f *Fleet) awaitRegistered(ctx context.Context, w *worker, now registryChan
 		case <-w.wake:
 		case <-time.After(f.pauseAfter(misses)):
 		}
-		err := f.look(ctx, w.Spec, answered)
-		if err == nil || !answered && isThere(err) {
+		err := f.probe.Health(ctx, w.spec, f.timing.healthLimit, answered)
+		if err == nil || !answered && probe.Rejected(err) {
 			return now, err == nil
 		}
 		if ctx.Err() == nil {
@@ -229,9 +228,9 @@ func (f *Fleet) awaitRegistered(ctx context.Context, w *worker, now registryChan
 }
 
 // followRegistered follows one incarnation: until ctx is done, its process has
-// ended, or another Registration gives it another cache. answered tells that the
-// worker has said before that it is well. It returns what to follow next, whether
-// the process has ended, and whether it has ever said that it is well.
+// ended, or another Registration gives it another cache. answered says that the
+// worker has been healthy before. It returns the registration to follow next, whether
+// the process has ended, and whether it has ever been healthy.
 func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryChange, answered bool) (next registryChange, gone, hasAnswered bool) {
 	f.adopt(w, now.Registration)
 	f.update(w, func(s *Status) { s.State = StateConnecting })
@@ -240,22 +239,22 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 	reason := "no longer registered"
 	defer func() { in.end(reason) }()
 	if err := in.join(kv.Served{Names: []string{now.Model}, BlockSize: func() (int, error) { return now.BlockSize, nil }}); err != nil {
-		f.unreachable(w, err)
+		f.unreachable(ctx, w, err)
 		now.acknowledge()
 		return registryChange{Registration: now.Registration}, true, answered
 	}
 	for _, source := range now.Sources {
 		in.followEvents(source)
 	}
-	in.takePart(now.Disagg)
-	asked, inVain := false, 0 // what it is, and what it leaves out of Disagg
+	in.setDisagg(now.Disagg)
+	asked, failures := false, 0 // whether it runs SGLang, and for fields that its Disagg lacks
 	in.register(now.Registration)
-	in.followLoads(w.Spec.loadOf)
+	in.followLoads()
 	in.markUp()
 	now.acknowledge()
 	f.log.Info(fmt.Sprintf("%s: registered", w), "url", now.URL, "model", now.Model, "event_streams", len(now.Sources))
 
-	for pause := f.Timing.FirstLook; ; pause = in.pause() {
+	for pause := f.timing.firstLook; ; pause = in.pause() {
 		timer := time.NewTimer(pause)
 		select {
 		case <-ctx.Done():
@@ -269,7 +268,7 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 			}
 			f.adopt(w, change.Registration)
 			if change.Disagg != now.Disagg {
-				in.takePart(change.Disagg)
+				in.setDisagg(change.Disagg)
 				asked = false
 			}
 			in.register(change.Registration)
@@ -286,19 +285,19 @@ func (f *Fleet) followRegistered(ctx context.Context, w *worker, now registryCha
 		if in.answered && in.up && !asked {
 			known := in.info != nil
 			if !known {
-				info, err := f.serverInfo(in.ctx, w.Spec)
-				if inVain++; err != nil && inVain < mostAskedInVain { // asked again after the next look
+				info, err := f.probe.ServerInfo(in.ctx, w.spec)
+				if failures++; err != nil && failures < maxInfoFailures { // asked again after the next health check
 					continue
 				}
 				in.know(info)
 			}
 			asked = true
-			if d := partOf(now.Disagg, in.info, now.URL); d != in.disagg || in.info != nil {
-				in.takePart(d)
+			if d := probe.Disagg(probe.Server{URL: now.URL, Disagg: now.Disagg}, in.info); d != in.disagg || in.info != nil {
+				in.setDisagg(d)
 				in.register(now.Registration)
 			}
 			if !known && in.info != nil { // its targets have their number of ranks now
-				in.followLoadsAnew(in.loadOf)
+				in.followLoadsAnew()
 			}
 		}
 	}
@@ -309,9 +308,9 @@ func (in *incarnation) register(r Registration) {
 	in.targets = in.targets[:0]
 	batched, sizes := r.MaxBatchedTokens, map[uint32]int(nil)
 	if in.info != nil {
-		batched = cmp.Or(batched, in.info.passTokens())
+		batched = cmp.Or(batched, in.info.MaxBatchedTokens())
 		if r.TotalBlocks == 0 {
-			sizes = in.cacheSizes(r.Ranks)
+			sizes = in.cacheBlocks(r.Ranks)
 		}
 	}
 	for _, rank := range r.Ranks {

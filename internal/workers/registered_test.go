@@ -1,6 +1,7 @@
 package workers
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net"
@@ -18,6 +19,7 @@ import (
 	"go.uber.org/goleak"
 
 	"kvrouter/internal/kv"
+	"kvrouter/internal/probe"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/web"
 )
@@ -75,7 +77,7 @@ func TestRegisteredWorkerIsDownFromTheFirstRefusedConnection(t *testing.T) {
 
 func TestRefusedRequestHasARegisteredWorkerLookedAtAtOnce(t *testing.T) {
 	defer goleak.VerifyNone(t)
-	f := registeredFleet(t, func(f *fakeFleet) { f.Timing.FirstLook, f.Timing.HealthEvery = time.Hour, time.Hour })
+	f := registeredFleet(t, func(f *fakeFleet) { f.timing.firstLook, f.timing.healthEvery = time.Hour, time.Hour })
 	f.register(registration(fmt.Sprintf("http://127.0.0.1:%d", testkit.FreePorts(t, 1))))
 	f.wantEvents("up 5.0 g1")
 	f.ReportFailure(5)
@@ -130,7 +132,7 @@ func TestRegisteredWorkerThatDoesNotAnswerIsDownAfterThreeLooks(t *testing.T) {
 	defer goleak.VerifyNone(t)
 	s := newWatchedServer(t, 0)
 	defer s.end()
-	f := registeredFleet(t, func(f *fakeFleet) { f.Timing.healthLimit = 50 * time.Millisecond })
+	f := registeredFleet(t, func(f *fakeFleet) { f.timing.healthLimit = 50 * time.Millisecond })
 	f.register(registration(s.URL))
 	f.wantEvents("up 5.0 g1", "down 5.0 g1")
 	if n := s.looks.Load(); n < 3 {
@@ -169,8 +171,8 @@ func TestRegisteredWorkerThatIsNotWellFromTheStartIsDownAfterThreeLooks(t *testi
 	f.stop()
 }
 
-// TestEveryWayAWorkerGoesIsTold: what runs on a worker is let go by that.
-func TestEveryWayAWorkerGoesIsTold(t *testing.T) {
+// TestEveryWayAWorkerGoesIsReported: it aborts the in-flight requests of the worker.
+func TestEveryWayAWorkerGoesIsReported(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		goes func(*fakeFleet, *watchedServer)
@@ -194,8 +196,8 @@ func TestEveryWayAWorkerGoesIsTold(t *testing.T) {
 			var mu sync.Mutex
 			var downs []string
 			f := registeredFleet(t, func(f *fakeFleet) {
-				f.Timing.healthLimit = 100 * time.Millisecond
-				f.hooks.Down = func(target kv.Target, why string) {
+				f.timing.healthLimit = 100 * time.Millisecond
+				f.hooks.Heard = func(target kv.Target, why string) {
 					mu.Lock()
 					defer mu.Unlock()
 					downs = append(downs, fmt.Sprintf("%d.%d g%d: %s", target.Key.Worker, target.Key.Rank, target.Generation, why))
@@ -222,29 +224,29 @@ func TestEveryWayAWorkerGoesIsTold(t *testing.T) {
 	}
 }
 
-// lackingTransport fails every connection as a process without descriptors does.
-type lackingTransport struct {
-	http.RoundTripper
+// lacking fails every health check as a process without descriptors does.
+type lacking struct {
+	prober
 	lacks  atomic.Bool
 	failed atomic.Int64
 }
 
-func (l *lackingTransport) RoundTrip(r *http.Request) (*http.Response, error) {
+func (l *lacking) Health(ctx context.Context, s probe.Server, limit time.Duration, known bool) error {
 	if l.lacks.Load() {
 		l.failed.Add(1)
-		return nil, &net.OpError{Op: "dial", Net: "tcp", Err: os.NewSyscallError("socket", syscall.EMFILE)}
+		return fmt.Errorf("worker does not answer: %w", &net.OpError{Op: "dial", Net: "tcp", Err: os.NewSyscallError("socket", syscall.EMFILE)})
 	}
-	return l.RoundTripper.RoundTrip(r)
+	return l.prober.Health(ctx, s, limit, known)
 }
 
 func TestLackOfDescriptorsMarksNoWorkerDown(t *testing.T) {
 	defer goleak.VerifyNone(t)
 	s := newWatchedServer(t, http.StatusOK)
 	defer s.end()
-	lacking := &lackingTransport{}
+	lacking := &lacking{}
 	f := registeredFleet(t, func(f *fakeFleet) {
-		lacking.RoundTripper = f.client.Transport
-		f.client.Transport = lacking
+		lacking.prober = f.probe
+		f.probe = lacking
 	})
 	f.register(registration(s.URL))
 	s.wantLooks(t, 1)
@@ -263,68 +265,16 @@ func TestLackOfDescriptorsMarksNoWorkerDown(t *testing.T) {
 // after a look costs.
 func TestHungWorkersAreKnownWithinTenSeconds(t *testing.T) {
 	d := defaultTiming()
-	if worst := d.HealthEvery + time.Duration(d.healthMisses)*d.healthLimit + time.Duration(d.healthMisses-1)*d.missPause; worst > 9*time.Second {
+	if worst := d.healthEvery + time.Duration(d.healthMisses)*d.healthLimit + time.Duration(d.healthMisses-1)*d.missPause; worst > 9*time.Second {
 		t.Errorf("a hung worker is known after %s", worst)
 	}
-	if worst := d.FirstLook + time.Duration(d.healthMisses)*d.healthLimit + time.Duration(d.healthMisses-1)*d.missPause; worst > 8*time.Second {
+	if worst := d.firstLook + time.Duration(d.healthMisses)*d.healthLimit + time.Duration(d.healthMisses-1)*d.missPause; worst > 8*time.Second {
 		t.Errorf("a registered worker that never answers is known after %s", worst)
 	}
 }
 
-// TestAddressesThatNobodyAnswersDoNotDelayTheOthers: looks at them are few at a
-// time, and apart from those at workers that have answered.
-func TestAddressesThatNobodyAnswersDoNotDelayTheOthers(t *testing.T) {
-	defer goleak.VerifyNone(t)
-	const dead, atOnce = 40, 5
-	hung, good := newWatchedServer(t, 0), newWatchedServer(t, http.StatusOK)
-	defer hung.end()
-	defer good.end()
-	var now, most atomic.Int64
-	f := registeredFleet(t, func(f *fakeFleet) {
-		f.Timing.healthLimit = 200 * time.Millisecond
-		f.firstLooks = make(chan struct{}, atOnce)
-		under := f.client.Transport
-		f.client.Transport = roundTripper(func(r *http.Request) (*http.Response, error) {
-			if strings.HasPrefix(hung.URL, "http://"+r.URL.Host) {
-				n := now.Add(1)
-				defer now.Add(-1)
-				for was := most.Load(); n > was && !most.CompareAndSwap(was, n); was = most.Load() {
-				}
-			}
-			return under.RoundTrip(r)
-		})
-	})
-	f.register(registration(good.URL))
-	good.wantLooks(t, 1)
-	for i := range dead {
-		r := registration(hung.URL)
-		r.ID = uint64(100 + i)
-		f.register(r)
-	}
-	good.wantLooks(t, 10)
-	testkit.Settles(t, func() error {
-		downs := slices.DeleteFunc(f.seen(), func(e string) bool { return !strings.HasPrefix(e, "down ") })
-		if len(downs) < dead {
-			return fmt.Errorf("%d of %d are down", len(downs), dead)
-		}
-		return nil
-	})
-	if n := most.Load(); n > atOnce {
-		t.Errorf("%d looks at once", n)
-	}
-	if slices.Contains(f.seen(), "down 5.0 g1") {
-		t.Error("the good worker was down")
-	}
-	f.stop()
-}
-
-// roundTripper is a function as a transport.
-type roundTripper func(*http.Request) (*http.Response, error)
-
-func (r roundTripper) RoundTrip(request *http.Request) (*http.Response, error) { return r(request) }
-
 func TestDeadWorkersAreLookedAtLessAndLess(t *testing.T) {
-	f := &Fleet{Timing: defaultTiming()}
+	f := &Fleet{timing: defaultTiming()}
 	for _, test := range []struct {
 		misses int
 		most   time.Duration
@@ -352,11 +302,11 @@ func TestAddressesThatLeadBackAreRefused(t *testing.T) {
 		}
 	}))
 	defer self.Close()
-	const says = "leads back to this router"
+	const says = "address is this router's own"
 
 	cfg := fakeConfig(t, 0)
 	cfg.fleet.Hop, cfg.fleet.RestartBackoffMax = hop, 30*time.Millisecond
-	cfg.fleet.Attached = []Attached{{ID: 3, URL: self.URL}}
+	cfg.fleet.Attached = []Attached{{Server: probe.Server{ID: 3, URL: self.URL}}}
 	f := newFakeFleet(t, cfg)
 	f.start()
 	testkit.Settles(t, func() error {
@@ -367,7 +317,7 @@ func TestAddressesThatLeadBackAreRefused(t *testing.T) {
 	})
 	f.register(registration(self.URL))
 	f.wantEvents("up 5.0 g1", "down 5.0 g1")
-	for _, line := range []string{"level=ERROR msg=\"worker 3", "level=ERROR msg=\"worker 5: down: its address " + says} {
+	for _, line := range []string{"level=ERROR msg=\"worker 3", "level=ERROR msg=\"worker 5: down: the " + says} {
 		if !strings.Contains(f.out.String(), line) {
 			t.Errorf("no line %q in\n%s", line, f.out.String())
 		}
@@ -385,7 +335,7 @@ func TestAddressesThatLeadBackAreRefused(t *testing.T) {
 
 func TestErrorsOfRegister(t *testing.T) {
 	cfg := fakeConfig(t, 0)
-	cfg.fleet.Attached = []Attached{{ID: 5, URL: "http://127.0.0.1:1"}}
+	cfg.fleet.Attached = []Attached{{Server: probe.Server{ID: 5, URL: "http://127.0.0.1:1"}}}
 	f := newFakeFleet(t, cfg)
 	f.start()
 	if err := f.Register(t.Context(), registration("http://127.0.0.1:2")); !errors.Is(err, ErrWorkerTaken) {

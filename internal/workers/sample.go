@@ -27,7 +27,7 @@ type Sample struct {
 // Books are what the router has noted of the workers.
 type Books interface {
 	Targets() []kv.Target
-	Load(kv.WorkerKey) policy.Load
+	LoadOf(kv.WorkerKey) policy.Load
 	Blocks(kv.WorkerKey) int
 }
 
@@ -40,7 +40,7 @@ func (f *Fleet) Samples(books Books) (samples []Sample) {
 	streams := f.Streams()
 	for _, w := range f.Workers() {
 		for _, key := range w.Keys() {
-			s := Sample{Worker: key, URL: w.URL, Models: w.Models, Role: w.Disagg.Role, Engine: w.Engine, Up: up[key], Restarts: w.Restarts, Blocks: books.Blocks(key), Load: books.Load(key), Lag: -1}
+			s := Sample{Worker: key, URL: w.URL, Models: w.Models, Role: w.Disagg.Role, Engine: w.Engine, Up: up[key], Restarts: w.Restarts, Blocks: books.Blocks(key), Load: books.LoadOf(key), Lag: -1}
 			if stats := streams[key]; stats != nil {
 				s.EventCount, s.Connected, s.Cold = stats.Counts(), stats.Connected.Load(), stats.Cold.Load()
 				if stats.Lagged.Load() {

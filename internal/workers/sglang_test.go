@@ -16,20 +16,22 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/vmihailenco/msgpack/v5"
 	"go.uber.org/goleak"
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/policy"
-	"kvrouter/internal/radix"
+	"kvrouter/internal/probe"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/zmq"
 )
 
 // sglangInfo is what a real SGLang 0.5.23 answered to GET /server_info, with some of its
 // fields changed.
 func sglangInfo(t testing.TB, changes map[string]any) string {
 	t.Helper()
-	text, err := os.ReadFile("testdata/sglang_server_info.json")
+	text, err := os.ReadFile("../probe/testdata/sglang_server_info.json")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -232,7 +234,7 @@ func TestSGLangIsKnownByItsURLAlone(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			s := newSGLangServer(t, test.changes)
 			f, up := sglangFleet(t, s, "")
-			f.loads = noLoads
+			f.probe = noLoads{f.probe}
 			f.start()
 			for rank, target := range up.want(t, test.ranks) {
 				want := kv.Target{
@@ -276,7 +278,7 @@ func TestRanksHaveCachesOfTheirOwnSize(t *testing.T) {
 		s.pages["/v1/loads"] = `{"loads":[{"dp_rank":1,"max_total_num_tokens":5952},{"dp_rank":0,"max_total_num_tokens":3392},{"dp_rank":-1,"max_total_num_tokens":1},{"dp_rank":2,"max_total_num_tokens":-1}]}`
 	})
 	f, up := sglangFleet(t, s, "")
-	f.loads = noLoads
+	f.probe = noLoads{f.probe}
 	f.start()
 	var got []int
 	for _, target := range up.want(t, 3) {
@@ -289,14 +291,57 @@ func TestRanksHaveCachesOfTheirOwnSize(t *testing.T) {
 }
 
 // noLoads follows no load.
-func noLoads(_ loadReader, ctx context.Context, _ loadSource, _ func(kv.WorkerKey, policy.Published)) {
+type noLoads struct{ prober }
+
+func (noLoads) FollowLoad(ctx context.Context, _ probe.LoadSource, _ *slog.Logger, _ func(kv.WorkerKey, policy.Published)) {
 	<-ctx.Done()
+}
+
+// impatient waits for less long than a Client.
+type impatient struct{ prober }
+
+func (p impatient) ServerInfo(ctx context.Context, s probe.Server) (*probe.ServerInfo, error) {
+	ctx, cancel := context.WithTimeout(ctx, 50*time.Millisecond)
+	defer cancel()
+	return p.prober.ServerInfo(ctx, s)
+}
+
+// testPublisher is a PUB socket on a port of the test's choice.
+type testPublisher struct{ *zmq.Publisher }
+
+func listenAt(t *testing.T, port int) *testPublisher {
+	t.Helper()
+	p, err := zmq.NewPublisher(fmt.Sprintf("127.0.0.1:%d", port))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(p.Close)
+	return &testPublisher{p}
+}
+
+// loadStat is a load message as SGLang 0.5.23 sends it.
+func loadStat(running, waiting, used, capacity int) string {
+	text, err := msgpack.Marshal([]any{"LoadStat", running, waiting, used, capacity, 0, 0, 0, 8, 63, 2060476})
+	if err != nil {
+		panic(err) // of the test's own numbers
+	}
+	return string(text)
+}
+
+// shown is a page that an SGLang server with two ranks has shown.
+func shown(t *testing.T, name string) string {
+	t.Helper()
+	text, err := os.ReadFile("../probe/testdata/" + name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(text)
 }
 
 // streamsOf returns the sources of the event streams that run.
 func streamsOf(f *Fleet) map[kv.WorkerKey]events.Source {
 	sources := map[kv.WorkerKey]events.Source{}
-	for _, w := range f.Members() {
+	for _, w := range f.all() {
 		w.mu.Lock()
 		for key, stream := range w.streams {
 			sources[key] = stream.Src
@@ -304,40 +349,6 @@ func streamsOf(f *Fleet) map[kv.WorkerKey]events.Source {
 		w.mu.Unlock()
 	}
 	return sources
-}
-
-func TestFlagsGoBeforeWhatSGLangSays(t *testing.T) {
-	info := &serverInfo{}
-	if err := json.Unmarshal([]byte(sglangInfo(t, map[string]any{"dp_size": 2, "kv_events": publisher(5557, 5757, 5657, 2)})), info); err != nil {
-		t.Fatal(err)
-	}
-	for _, test := range []struct{ given, events, replay, load string }{
-		{"", "tcp://gpu:5557", "tcp://gpu:5757", "tcp://gpu:5657"},
-		{",kv-events=tcp://nat:1000", "tcp://nat:1000", "tcp://gpu:5757", "tcp://gpu:5657"},
-		{",replay=tcp://nat:2000", "tcp://gpu:5557", "tcp://nat:2000", "tcp://gpu:5657"},
-		{",load=tcp://nat:3000", "tcp://gpu:5557", "tcp://gpu:5757", "tcp://nat:3000"},
-	} {
-		var spec Attached
-		if err := spec.UnmarshalText([]byte("url=http://gpu:30000" + test.given)); err != nil {
-			t.Fatal(err)
-		}
-		sources := info.sources(spec, 2)
-		second := func(endpoint string) string { return endpoint[:len(endpoint)-1] + string(endpoint[len(endpoint)-1]+1) }
-		want := map[uint32]events.Source{
-			0: {Endpoint: test.events, Replay: test.replay, Topic: "kv-events"}, 1: {Endpoint: second(test.events), Replay: second(test.replay), Topic: "kv-events"},
-		}
-		if diff := cmp.Diff(want, sources); diff != "" {
-			t.Errorf("%q: %s", test.given, diff)
-		}
-		if got := info.loadOf(spec, 1); got != second(test.load) {
-			t.Errorf("%q: load of rank 1 at %s", test.given, got)
-		}
-	}
-	off := &serverInfo{}
-	given := Attached{URL: "http://gpu:30000", KVEvents: "tcp://nat:1000"}
-	if diff := cmp.Diff(map[uint32]events.Source{0: {Endpoint: "tcp://nat:1000"}}, off.sources(given, 1)); diff != "" {
-		t.Errorf("a server that tells of no events: %s", diff)
-	}
 }
 
 // TestWhatIsNotLearnedIsSaidWithItsRemedy: a server without events was routed to blindly,
@@ -366,7 +377,7 @@ func TestWhatIsNotLearnedIsSaidWithItsRemedy(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			s := newSGLangServer(t, test.changes)
 			f, up := sglangFleet(t, s, test.given)
-			f.loads = noLoads
+			f.probe = noLoads{f.probe}
 			f.start()
 			up.want(t, 1)
 			testkit.Eventually(t, 20*time.Second, "some looks at its health", func() bool { return s.times("/ping") > 5 })
@@ -426,10 +437,10 @@ func TestPagesStandInForALoadSocketThatIsNotThere(t *testing.T) {
 		pages map[string]any
 		lags  bool
 	}{
-		{"metrics for a socket", dead, map[string]any{"/metrics": sglangMetrics}, false},
-		{"metrics", 0, map[string]any{"/metrics": sglangMetrics}, false},
-		{"list of loads", 0, map[string]any{"/v1/loads": sglangLoadList}, true},
-		{"list of loads, a page that lacks them", 0, map[string]any{"/metrics": "python_info 1\n", "/v1/loads": sglangLoadList}, true},
+		{"metrics for a socket", dead, map[string]any{"/metrics": shown(t, "sglang_metrics.txt")}, false},
+		{"metrics", 0, map[string]any{"/metrics": shown(t, "sglang_metrics.txt")}, false},
+		{"list of loads", 0, map[string]any{"/v1/loads": shown(t, "sglang_loads.json")}, true},
+		{"list of loads, a page that lacks them", 0, map[string]any{"/metrics": "python_info 1\n", "/v1/loads": shown(t, "sglang_loads.json")}, true},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			s := newSGLangServer(t, map[string]any{"dp_size": 2, "kv_events": publisher(1, 0, test.load, 2)})
@@ -452,7 +463,7 @@ func TestPagesStandInForALoadSocketThatIsNotThere(t *testing.T) {
 func TestALookAtSGLangCostsNoToken(t *testing.T) {
 	s := newSGLangServer(t, map[string]any{"kv_events": nil})
 	f, up := sglangFleet(t, s, "")
-	f.loads = noLoads
+	f.probe = noLoads{f.probe}
 	f.start()
 	up.want(t, 1)
 	testkit.Eventually(t, 20*time.Second, "looks at /ping", func() bool { return s.times("/ping") > 20 })
@@ -472,7 +483,8 @@ func TestSlowHealthOfSGLangKeepsItNotOut(t *testing.T) {
 	s := newSGLangServer(t, map[string]any{"kv_events": nil})
 	s.set(func() { s.hangs["/health"] = true })
 	f, up := sglangFleet(t, s, "")
-	f.loads, f.Timing.healthLimit = noLoads, 50*time.Millisecond
+	f.probe = noLoads{f.probe}
+	f.timing.healthLimit = 50 * time.Millisecond
 	f.start()
 	up.want(t, 1)
 	f.stop()
@@ -482,7 +494,8 @@ func TestSlowHealthOfSGLangKeepsItNotOut(t *testing.T) {
 func TestHungSchedulerIsFound(t *testing.T) {
 	s := newSGLangServer(t, map[string]any{"kv_events": nil})
 	f, up := sglangFleet(t, s, "")
-	f.loads, f.Timing.engineEvery, f.Timing.engineLimit = noLoads, 10*time.Millisecond, 100*time.Millisecond
+	f.probe = noLoads{f.probe}
+	f.timing.engineEvery, f.timing.engineLimit = 10*time.Millisecond, 100*time.Millisecond
 	f.start()
 	up.want(t, 1)
 	testkit.Eventually(t, 20*time.Second, "looks at its schedulers", func() bool { return s.times("/server_info") > 3 })
@@ -499,7 +512,7 @@ func TestSchedulersThatSpeakAreNotAsked(t *testing.T) {
 	pub := listenAt(t, port)
 	s := newSGLangServer(t, map[string]any{"kv_events": publisher(1, 0, port, 1)})
 	f, up := sglangFleet(t, s, "")
-	f.Timing.engineEvery, f.Timing.engineLimit = time.Second, 20*time.Second
+	f.timing.engineEvery, f.timing.engineLimit = time.Second, 20*time.Second
 	f.start()
 	up.want(t, 1)
 	testkit.Eventually(t, 20*time.Second, "subscribed", func() bool { return pub.Subscribers() > 0 })
@@ -520,7 +533,8 @@ func TestSGLangWhoseEngineIsBusyIsAskedAgain(t *testing.T) {
 	s := newSGLangServer(t, nil)
 	s.set(func() { s.hangs["/server_info"] = true })
 	f, up := sglangFleet(t, s, "")
-	f.loads, f.Timing.probeLimit = noLoads, 50*time.Millisecond
+	f.probe = noLoads{f.probe}
+	f.probe = impatient{f.probe}
 	f.start()
 	testkit.Eventually(t, 20*time.Second, "asked again", func() bool { return s.times("/server_info") > 2 })
 	up.want(t, 0)
@@ -541,7 +555,8 @@ func TestRouterWhoseSGLangWorkersComeLaterIsFollowedAnew(t *testing.T) {
 		s.pages["/v1/models"] = `{"object":"list","data":[{"id":"m","object":"model","owned_by":"kvrouter"}]}`
 	})
 	f, up := sglangFleet(t, s, "")
-	f.loads, f.Timing.modelsEvery = noLoads, f.Timing.HealthEvery
+	f.probe = noLoads{f.probe}
+	f.timing.modelsEvery = f.timing.healthEvery
 	f.start()
 	if target := up.want(t, 1)[0]; target.Engine != kv.EngineVLLM {
 		t.Fatalf("%+v", target)
@@ -583,7 +598,7 @@ func TestRegisteredSGLangIsKnown(t *testing.T) {
 // TestLoadOfARegisteredRankIsItsOwn, not that of all ranks of its server.
 func TestLoadOfARegisteredRankIsItsOwn(t *testing.T) {
 	s := newSGLangServer(t, map[string]any{"dp_size": 2, "kv_events": publisher(1, 0, 0, 2)})
-	s.set(func() { s.pages["/metrics"] = sglangMetrics })
+	s.set(func() { s.pages["/metrics"] = shown(t, "sglang_metrics.txt") })
 	f := newFakeFleet(t, fakeConfig(t, 0))
 	up := &targets{}
 	f.hooks.Up, f.hooks.Load = up.add, up.load
@@ -601,53 +616,11 @@ func TestRegisteredWorkerWithoutServerInfoHasItsPart(t *testing.T) {
 	s.set(func() { s.pages["/server_info"] = http.StatusInternalServerError })
 	f := newFakeFleet(t, fakeConfig(t, 0))
 	up := &targets{}
-	f.hooks.Up, f.loads = up.add, noLoads
+	f.hooks.Up, f.probe = up.add, noLoads{f.probe}
 	f.start()
 	f.register(Registration{ID: 3, URL: s.URL, Model: "m", Ranks: []uint32{0}, Disagg: kv.Disagg{Role: kv.RolePrefill}})
 	if target := up.want(t, 2)[1]; target.Kind != kv.KindNIXL || target.Engine != kv.EngineVLLM {
 		t.Errorf("%+v", target)
 	}
 	f.stop()
-}
-
-func FuzzServerInfo(f *testing.F) {
-	f.Add([]byte(sglangInfo(f, nil)))
-	for _, text := range []string{
-		`{"disaggregation_mode":"null","dp_size":9223372036854775807,"attn_dp_size":9223372036854775807}`,
-		`{"disaggregation_mode":"decode","kv_events":{"endpoint_host":"[::]","endpoint_port_base":65535,"dp_size":3,"replay_endpoint_port_base":1,"load_endpoint_port_base":65535}}`,
-		`{"disaggregation_mode":"prefill","kv_events":{"endpoint_host":"\n","endpoint_port_base":70000}}`,
-		`{"disaggregation_mode":null}`, `{"disaggregation_mode":"null","max_total_num_tokens":1e400}`, `[]`, ``,
-	} {
-		f.Add([]byte(text))
-	}
-	fleet := NewFleet(Settings{BlockSize: 64}, nil, radix.NewTree(), Hooks{}, slog.New(slog.DiscardHandler))
-	f.Fuzz(func(t *testing.T, text []byte) {
-		var info serverInfo
-		_ = json.Unmarshal(text, &info)
-		if info.Mode == nil {
-			return
-		}
-		spec := Attached{ID: 3, URL: "http://gpu:8000"}
-		if n := info.ranks(); n < 1 {
-			t.Fatalf("%d ranks", n)
-		}
-		ranks := int(min(info.ranks(), kv.MaxRanks))
-		sources := fleet.listSources(info.sources(spec, ranks), spec)
-		if len(sources) > ranks {
-			t.Fatalf("%d sources of %d ranks", len(sources), ranks)
-		}
-		for _, source := range sources {
-			if !strings.HasPrefix(source.Endpoint, "tcp://") {
-				t.Errorf("%+v", source)
-			}
-		}
-		for _, n := range []int{info.cacheBlocks(64), info.passTokens()} {
-			if n < 0 || n > kv.MaxTokens {
-				t.Errorf("%d tokens", n)
-			}
-		}
-		info.loadOf(spec, 1)
-		info.eventsRemedy()
-		partOf(kv.Disagg{}, &info, spec.URL)
-	})
 }

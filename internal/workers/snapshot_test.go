@@ -2,12 +2,10 @@ package workers
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
 	"log/slog"
-	"math"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -16,6 +14,7 @@ import (
 
 	"kvrouter/internal/events"
 	"kvrouter/internal/kv"
+	"kvrouter/internal/probe"
 	"kvrouter/internal/radix"
 	"kvrouter/internal/testkit"
 )
@@ -103,7 +102,7 @@ func TestAWorkerThatEndsIsNotInASnapshotAsEmpty(t *testing.T) {
 	server := newAttachedServer(t, fmt.Sprintf(`{"0":{"enable_kv_cache_events":true,"endpoint":%q,"replay_endpoint":%q,"topic":"kv"}}`, e.events.Pub.Endpoint(), e.events.Router.Endpoint()))
 	server.start()
 	defer server.server.Close()
-	all.fleet.BlockSize, all.fleet.Attached = testkit.BlockSize, []Attached{{ID: 7, URL: "http://" + server.address}}
+	all.fleet.BlockSize, all.fleet.Attached = testkit.BlockSize, []Attached{{Server: probe.Server{ID: 7, URL: "http://" + server.address}}}
 	for range 10 {
 		e.events.Batch(true, testkit.StoredEvent(e.random.IntN(snapshotPrompts), 0, 1))
 	}
@@ -127,21 +126,6 @@ func TestAWorkerThatEndsIsNotInASnapshotAsEmpty(t *testing.T) {
 	}
 }
 
-func TestABufferThatIsNoNumberIsUnknown(t *testing.T) {
-	for text, want := range map[string]int{
-		`{"buffer_steps":100}`: 100, `{"buffer_steps":1e300}`: math.MaxInt32, `{"buffer_steps":1e400}`: 0, `{"buffer_steps":-1}`: 0, `{"buffer_steps":"100"}`: 0, `{"buffer_steps":null}`: 0, `{}`: 0,
-	} {
-		source := kvEventSource{}
-		if err := json.Unmarshal([]byte(text), &source); err != nil || source.batches() != want {
-			t.Errorf("%s: %d, %v; want %d", text, source.batches(), err, want)
-		}
-		info := serverInfo{EventsConfig: text}
-		if got := info.sources(Attached{KVEvents: "tcp://h:1"}, 1)[0].Buffer; got != want {
-			t.Errorf("SGLang's --kv-events-config %s: %d, want %d", text, got, want)
-		}
-	}
-}
-
 // TestAKilledRoutersIndexLivesOnInItsSnapshot: a router dies in the middle of its work
 // and without a last write, while its workers go on. Three of them: one goes on
 // within its short replay buffer, one beyond it, one restarts.
@@ -157,7 +141,7 @@ func TestAKilledRoutersIndexLivesOnInItsSnapshot(t *testing.T) {
 		server := newAttachedServer(t, fmt.Sprintf(`{"0":{"enable_kv_cache_events":true,"endpoint":%q,"replay_endpoint":%q,"topic":"kv"}}`, e.events.Pub.Endpoint(), e.events.Router.Endpoint()))
 		server.start()
 		defer server.server.Close()
-		cfg.Attached = append(cfg.Attached, Attached{ID: id, URL: "http://" + server.address})
+		cfg.Attached = append(cfg.Attached, Attached{Server: probe.Server{ID: id, URL: "http://" + server.address}})
 	}
 	// follows waits until a fleet has applied what the engines have published.
 	follows := func(f *fakeFleet) {

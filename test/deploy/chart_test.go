@@ -245,7 +245,7 @@ func TestChartValuesAreExplainedCheckedAndUsed(t *testing.T) {
 }
 
 // TestChartExampleRunsVLLMAsTheRouterWantsIt holds the example of workers against the
-// values that find them, the router's defaults and docs/operations.md.
+// values that find them, the router's defaults and docs/workers.md.
 func TestChartExampleRunsVLLMAsTheRouterWantsIt(t *testing.T) {
 	var worker struct {
 		Metadata struct{ Namespace string }
@@ -277,8 +277,8 @@ func TestChartExampleRunsVLLMAsTheRouterWantsIt(t *testing.T) {
 	flags := Flags(t)
 	usual := func(flag string) string { return flags[flag].Default }
 	events := value("--kv-events-config")
-	if !json.Valid([]byte(events)) || !strings.Contains(Read(t, "../docs/operations.md"), "--kv-events-config '"+events+"'") {
-		t.Errorf("it publishes in another way than docs/operations.md says: %s", events)
+	if !json.Valid([]byte(events)) || !strings.Contains(Read(t, "../docs/workers.md"), "--kv-events-config '"+events+"'") {
+		t.Errorf("it publishes in another way than docs/workers.md says: %s", events)
 	}
 	if value("--host") != "0.0.0.0" || value("--block-size") != usual("block-size") || value("--port") != usual("worker-port") {
 		t.Errorf("%q for blocks of %s and port %s", container.Args, usual("block-size"), usual("worker-port"))

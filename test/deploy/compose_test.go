@@ -86,8 +86,8 @@ func TestComposeRunsWorkersAsTheRouterWantsThem(t *testing.T) {
 				t.Errorf("%s: %s is not among %v", name, endpoint, service.Expose)
 			}
 		}
-		if !strings.Contains(Read(t, "../docs/operations.md"), "--kv-events-config '"+value("--kv-events-config")+"'") {
-			t.Errorf("%s publishes in another way than docs/operations.md says", name)
+		if !strings.Contains(Read(t, "../docs/workers.md"), "--kv-events-config '"+value("--kv-events-config")+"'") {
+			t.Errorf("%s publishes in another way than docs/workers.md says", name)
 		}
 	}
 }

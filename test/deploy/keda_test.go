@@ -61,7 +61,7 @@ func TestTheScaledObjectAsksForWhatRoutersShow(t *testing.T) {
 			t.Errorf("no trigger asks for %s", name)
 		}
 	}
-	if document := Read(t, "../docs/fleet.md"); !strings.Contains(document, "deploy/keda/scaledobject.yaml") {
-		t.Error("docs/fleet.md does not name it")
+	if document := Read(t, "../docs/scaling.md"); !strings.Contains(document, "deploy/keda/scaledobject.yaml") {
+		t.Error("docs/scaling.md does not name it")
 	}
 }

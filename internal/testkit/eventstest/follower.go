@@ -90,7 +90,7 @@ func Applied(t *testing.T, batches ...[]byte) *Follower {
 
 func newFollower(src events.Source, index radix.Index) *Follower {
 	log := new(testkit.LogBuffer)
-	s := events.NewStream(src, index, slog.New(slog.NewTextHandler(log, nil)))
+	s := events.NewStream(src, index, events.Options{}, slog.New(slog.NewTextHandler(log, nil)))
 	return &Follower{Stream: s, Log: log, source: src, index: index}
 }
 

@@ -104,5 +104,5 @@ func DumpLines(index radix.Index) []string {
 
 // Models returns a set of one model, which r decides for.
 func Models(r *router.Router) *models.Set {
-	return models.New(models.Settings{}, &models.Model{Router: r, Index: r.Index()}, slog.New(slog.DiscardHandler))
+	return models.New(models.Settings{}, models.Deps{Router: r, Index: r.Index(), Log: slog.New(slog.DiscardHandler)})
 }

@@ -52,7 +52,7 @@ type kubeSite struct {
 }
 
 // startKube starts a control plane with the namespace and the router's ServiceAccount,
-// which has the Role that docs/fleet.md shows.
+// which has the Role that docs/discovery.md shows.
 func startKube(t *testing.T) *kubeSite {
 	t.Helper()
 	k := &kubeSite{t: t, cluster: kubernetes.Start(t), port: testkit.FreePorts(t, 4)}
@@ -62,10 +62,10 @@ func startKube(t *testing.T) *kubeSite {
 	return k
 }
 
-// documentedRole is the Role of docs/fleet.md, as YAML.
+// documentedRole is the Role of docs/discovery.md, as YAML.
 func documentedRole(t *testing.T) string {
 	t.Helper()
-	page, err := os.ReadFile("docs/fleet.md")
+	page, err := os.ReadFile("docs/discovery.md")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -74,7 +74,7 @@ func documentedRole(t *testing.T) string {
 			return block
 		}
 	}
-	t.Fatal("docs/fleet.md shows no Role")
+	t.Fatal("docs/discovery.md shows no Role")
 	return ""
 }
 

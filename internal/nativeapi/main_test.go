@@ -1,9 +1,0 @@
-package nativeapi
-
-import (
-	"testing"
-
-	"kvrouter/internal/testkit/leaks"
-)
-
-func TestMain(m *testing.M) { leaks.Main(m) }

@@ -1,0 +1,194 @@
+// Package openai is the OpenAI port: it reads requests, finds the tokens of their
+// prompts, has a worker chosen and the request forwarded. Its other routes list models,
+// tokenize, and serve SGLang's own short routes and Dynamo's /busy_threshold.
+package openai
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"sync/atomic"
+	"time"
+
+	"github.com/gin-gonic/gin"
+
+	"kvrouter/internal/keys"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/models"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/settings"
+	"kvrouter/internal/tokens"
+	"kvrouter/internal/web"
+)
+
+// Settings are the values of the flags that the port reads.
+type Settings struct {
+	Host             string   // address of the port
+	RouterAPIKey     []string // keys of the router port, for /busy_threshold; empty: any trusted client's
+	ServedModelName  string   // listed while no worker is up; empty: none
+	AllowEngineAdmin bool     // pass administration requests to the workers
+	CollectUsage     bool     // ask workers for the usage of streams
+	PageURL          string   // of the dashboard; empty: there is none
+
+	RequestTimeout    time.Duration // longest wait for a worker's next byte
+	HoldWhenEmpty     time.Duration // how long requests wait for a first worker
+	SessionHeader     string        // names the session; empty: no header does
+	SessionCookie     string        // likewise
+	MinUncachedTokens int           // fewest uncached prompt tokens for which a prefill worker is used
+	EnforceDisagg     bool          // refuse requests that no pair of workers can serve
+	Retries           int           // further workers to try while nothing was answered
+}
+
+// Deps are the parts that the port uses.
+type Deps struct {
+	Keys      *keys.Ring
+	Bodies    *web.Bodies
+	Models    *models.Set
+	Proxy     *proxy.Proxy
+	Metrics   http.Handler // serves GET /metrics
+	Hop       web.Hop      // refuses requests that this router has sent
+	Observers []Observer   // in the order of their calls
+	Log       *slog.Logger
+}
+
+// API serves the OpenAI port. It is safe for concurrent use.
+type API struct {
+	settings  Settings
+	keys      *keys.Ring
+	bodies    *web.Bodies
+	models    *models.Set
+	proxy     *proxy.Proxy
+	observers observers
+	log       *slog.Logger
+	engine    *gin.Engine
+	draining  atomic.Bool
+}
+
+// New returns the port's routes.
+func New(s Settings, deps Deps) *API {
+	a := &API{settings: s, keys: deps.Keys, bodies: deps.Bodies, models: deps.Models, proxy: deps.Proxy, observers: deps.Observers, log: deps.Log, engine: web.NewEngine(deps.Log)}
+	a.engine.Use(deps.Hop.Refuse)
+	guard := a.keys.Guard(web.OpenAIError)
+	a.engine.NoRoute(func(c *gin.Context) {
+		if g := gatewayOf(c); g != nil && g.Any {
+			if guard(c); !c.IsAborted() {
+				a.infer(c, "*", tokens.NoPrompt)
+			}
+			return
+		}
+		a.fail(c, http.StatusNotFound, "", fmt.Sprintf("no such route: %s %s", c.Request.Method, c.Request.URL.Path))
+	})
+	a.engine.NoMethod(func(c *gin.Context) {
+		a.fail(c, http.StatusMethodNotAllowed, "", fmt.Sprintf("%s does not accept %s", c.Request.URL.Path, c.Request.Method))
+	})
+	a.engine.GET("/", a.welcome)
+	a.engine.GET("/health", func(c *gin.Context) { c.Status(http.StatusOK) })
+	a.engine.GET("/ready", a.ready)
+	a.engine.GET("/version", func(c *gin.Context) { c.JSON(http.StatusOK, gin.H{"version": settings.Version()}) })
+	a.engine.GET("/metrics", gin.WrapH(deps.Metrics))
+
+	clients := a.engine.Group("/", guard)
+	clients.GET("/v1/models", a.listModels)
+	clients.GET("/v1/models/:model", a.listModels)
+	clients.POST("/tokenize", a.tokenized((*tokens.Source).Tokenize))
+	clients.POST("/detokenize", a.tokenized((*tokens.Source).Detokenize))
+	clients.GET("/v1/responses/:id", a.broadcastUntilFound)
+	clients.POST("/v1/responses/:id/cancel", a.broadcastUntilFound)
+	for path, kind := range tokens.Routes {
+		clients.POST(path, func(c *gin.Context) { a.infer(c, path, kind) })
+	}
+	own := web.OwnPages(s.Host, a.keys.Asks(), web.OpenAIError)
+	for _, path := range proxy.AdminRoutes {
+		clients.Any(path, own, a.admin)
+	}
+	a.serveNative(clients, own)
+	a.serveThresholds()
+	return a
+}
+
+// ServeHTTP serves a request of a client.
+func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) { a.engine.ServeHTTP(w, r) }
+
+// gatewayKey is the context key of the gateway that a request came from.
+type gatewayKey struct{}
+
+// ServeGateway serves a request that came from a gateway, which sends it to its worker.
+func (a *API) ServeGateway(w http.ResponseWriter, r *http.Request, via *proxy.Gateway) {
+	// gin makes its context itself: the request's is the way into it.
+	a.engine.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), gatewayKey{}, via)))
+}
+
+// gatewayOf returns the gateway that a request came from; nil: it came from a client.
+func gatewayOf(c *gin.Context) *proxy.Gateway {
+	via, _ := c.Request.Context().Value(gatewayKey{}).(*proxy.Gateway)
+	return via
+}
+
+// Drain makes /ready fail, so that load balancers send no more requests.
+func (a *API) Drain() {
+	a.draining.Store(true)
+	a.models.StopWaiting()
+}
+
+// Ready reports whether requests can be served now, and whether the router shuts down.
+func (a *API) Ready() (ready, draining bool) {
+	draining = a.draining.Load()
+	return !draining && a.models.Ready(), draining
+}
+
+// ready answers with that.
+func (a *API) ready(c *gin.Context) {
+	status := http.StatusServiceUnavailable
+	ready, draining := a.Ready()
+	if ready {
+		status = http.StatusOK
+	}
+	c.JSON(status, gin.H{"ready": ready, "schedulable_workers": a.models.Schedulable(), "draining": draining})
+}
+
+// body reads a request's body within the limits; not ok: it has been answered.
+// Else a.bodies.Done must follow.
+func (a *API) body(c *gin.Context) (body []byte, ok bool) {
+	body, err := a.bodies.Read(c.Writer, c.Request)
+	var bad *web.BodyError
+	if errors.As(err, &bad) {
+		if bad.Status == http.StatusServiceUnavailable {
+			a.log.Warn("request refused: no memory is left for its body", "held", a.bodies.Held())
+		}
+		a.fail(c, bad.Status, "", bad.Message)
+	}
+	return body, err == nil
+}
+
+// workers returns one target of each worker that is up: its ranks share a server.
+func (a *API) workers() []kv.Target {
+	return kv.OnePerWorker(a.models.Targets())
+}
+
+// question is a client's short request as it goes to workers.
+func (a *API) question(c *gin.Context, body []byte) proxy.Question {
+	return proxy.Question{Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: proxy.ClientHeader(c.Request.Header, web.RequestID(c), false, a.keys.Asks()), Body: body}
+}
+
+// admin sends an administration request to every worker and reports what each
+// answered; the status is the worst of theirs.
+func (a *API) admin(c *gin.Context) {
+	if !a.settings.AllowEngineAdmin {
+		a.fail(c, http.StatusForbidden, "", "engine administration is disabled: start the router with --allow-engine-admin")
+		return
+	}
+	body, ok := a.body(c)
+	if !ok {
+		return
+	}
+	defer a.bodies.Done(body)
+	c.JSON(a.proxy.Administer(c.Request.Context(), having(c.FullPath(), a.workers()), a.question(c, body)))
+}
+
+// fail answers with an error in OpenAI's shape.
+func (a *API) fail(c *gin.Context, status int, param, message string) {
+	c.Header(web.HeaderRequest, web.RequestID(c))
+	c.Data(status, "application/json", web.ErrorJSON(status, web.ErrorType(status), param, message))
+}

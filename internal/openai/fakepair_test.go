@@ -1,0 +1,423 @@
+package openai
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/web"
+)
+
+// fakeEngine is the HTTP side of one worker of a pair. It speaks its protocol,
+// or fails as a test wants.
+type fakeEngine struct {
+	*httptest.Server
+	id    uint64
+	serve func(w http.ResponseWriter, r *http.Request, body gjson.Result)
+
+	mu      sync.Mutex // guards the rest
+	bodies  []string
+	ids     []string // X-Request-Id of each
+	rids    []string // that were aborted
+	running int
+}
+
+// newFakeEngine starts an engine that answers inference requests with serve.
+func newFakeEngine(t testing.TB, id uint64, serve func(w http.ResponseWriter, r *http.Request, body gjson.Result)) *fakeEngine {
+	t.Helper()
+	f := &fakeEngine{id: id, serve: serve}
+	f.Server = httptest.NewServer(f)
+	t.Cleanup(f.Close)
+	return f
+}
+
+func (f *fakeEngine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	body, err := io.ReadAll(r.Body)
+	if err != nil { // broken off within the body: no engine begins with that
+		return
+	}
+	if r.URL.Path == "/tokenize" || strings.HasSuffix(r.URL.Path, "/render") { // the router's own questions
+		w.WriteHeader(http.StatusNotFound)
+		return
+	}
+	f.mu.Lock()
+	if r.URL.Path == "/abort_request" {
+		f.rids = append(f.rids, gjson.GetBytes(body, "rid").Str)
+		f.mu.Unlock()
+		return
+	}
+	f.bodies = append(f.bodies, string(body))
+	f.ids = append(f.ids, r.Header.Get(web.HeaderRequest))
+	f.running++
+	f.mu.Unlock()
+	defer func() {
+		f.mu.Lock()
+		f.running--
+		f.mu.Unlock()
+	}()
+	f.serve(w, r, gjson.ParseBytes(body))
+}
+
+func (f *fakeEngine) received() []string {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return slices.Clone(f.bodies)
+}
+
+func (f *fakeEngine) aborted() []string {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return slices.Clone(f.rids)
+}
+
+// idle tells whether no request runs: all ended or were cancelled.
+func (f *fakeEngine) idle() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.running == 0
+}
+
+// asksOneToken tells whether a body allows an answer of one token only.
+func asksOneToken(body gjson.Result) bool {
+	return body.Get("max_tokens").Int() == 1 || body.Get("max_completion_tokens").Int() == 1
+}
+
+// fakeAnswer answers as an engine does, with the text given.
+func fakeAnswer(w http.ResponseWriter, body gjson.Result, text string, extra ...jsonbody.Field) {
+	usage := jsonbody.Field{Key: "usage", Raw: `{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":4}}`}
+	if !body.Get("stream").Bool() {
+		reason := "stop"
+		if asksOneToken(body) {
+			reason = "length"
+		}
+		fields := append([]jsonbody.Field{{Key: "choices", Raw: fmt.Sprintf(`[{"message":{"content":%s},"finish_reason":"%s"}]`, proxy.Quoted(text), reason)}, usage}, extra...)
+		w.Header().Set("Content-Type", "application/json")
+		w.Write(jsonbody.AppendObject(nil, fields))
+		return
+	}
+	w.Header().Set("Content-Type", "text/event-stream")
+	fmt.Fprintf(w, "data: {\"choices\":[{\"delta\":{\"content\":%s}}]}\n\n", proxy.Quoted(text))
+	http.NewResponseController(w).Flush()
+	if body.Get("stream_options.include_usage").Bool() {
+		fmt.Fprintf(w, "data: {\"choices\":[],\"usage\":%s}\n\n", usage.Raw)
+	}
+	io.WriteString(w, "data: [DONE]\n\n")
+}
+
+func fakeRefusal(w http.ResponseWriter, message string) {
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(http.StatusBadRequest)
+	w.Write(web.ErrorJSON(http.StatusBadRequest, "invalid_request_error", "", message))
+}
+
+// fakeProtocol is what the two engines of a pair share: which prompts the
+// prefill side holds, or who waits for whom.
+type fakeProtocol struct {
+	t    testing.TB
+	kind kv.Kind
+
+	mu      sync.Mutex          // guards the rest
+	meets   map[string]*meeting // by room
+	held    map[string]bool     // vLLM: prompts that were computed and not fetched
+	servers map[string]bool     // addresses of bootstrap servers
+}
+
+// meeting is two legs that wait for each other.
+type meeting struct{ arrived [2]chan struct{} }
+
+func newFakeProtocol(t testing.TB, kind kv.Kind) *fakeProtocol {
+	return &fakeProtocol{t: t, kind: kind, meets: map[string]*meeting{}, held: map[string]bool{}, servers: map[string]bool{}}
+}
+
+// arrive notes that a leg has come.
+func (p *fakeProtocol) arrive(name string, leg int) *meeting {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	m := p.meets[name]
+	if m == nil {
+		m = &meeting{[2]chan struct{}{make(chan struct{}), make(chan struct{})}}
+		p.meets[name] = m
+	}
+	select {
+	case <-m.arrived[leg]:
+		p.t.Errorf("room %s was used twice", name)
+	default:
+		close(m.arrived[leg])
+	}
+	return m
+}
+
+// meet waits for the other leg; it tells whether that came.
+func (p *fakeProtocol) meet(ctx context.Context, name string, leg int) bool {
+	m := p.arrive(name, leg)
+	select {
+	case <-m.arrived[1-leg]:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
+
+// prefill serves the prefill leg by the protocol.
+func (p *fakeProtocol) prefill(w http.ResponseWriter, r *http.Request, body gjson.Result) {
+	if p.kind == kv.KindSGLang {
+		p.sglang(w, r, body, 0)
+		return
+	}
+	params := body.Get("kv_transfer_params")
+	if body.Get("stream").Bool() || !asksOneToken(body) || !body.Get("ignore_eos").Bool() || body.Get("stream_options").Exists() ||
+		!params.Get("do_remote_decode").Bool() || params.Get("do_remote_prefill").Bool() {
+		fakeRefusal(w, "no prefill leg: "+body.Raw)
+		return
+	}
+	if p.kind == kv.KindMooncake {
+		p.hold(params.Get("transfer_id").Str)
+		fakeAnswer(w, body, "prefill")
+		return
+	}
+	name := r.Header.Get(web.HeaderRequest) + proxy.Nonce()
+	p.hold(name)
+	fakeAnswer(w, body, "prefill", jsonbody.Field{Key: "kv_transfer_params", Raw: nixlParams(name)})
+}
+
+// hold notes that the prefill side holds a prompt.
+func (p *fakeProtocol) hold(name string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.held[name] {
+		p.t.Errorf("transfer %s was used twice", name)
+	}
+	p.held[name] = true
+}
+
+// fetch tells whether the prefill side holds a prompt, and ends that.
+func (p *fakeProtocol) fetch(name string) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	held := p.held[name]
+	delete(p.held, name)
+	return held
+}
+
+// nixlParams is a NIXL worker's answer, with numbers and spaces that must reach
+// the decode worker as they are.
+func nixlParams(name string) string {
+	return fmt.Sprintf(`{ "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": [[1, 2,3]], "remote_engine_id": %s, "tp_size": 1, "big": 18446744073709551615, "exact": 1.00 }`, proxy.Quoted(name))
+}
+
+// decode serves the decode leg by the protocol, or a whole request where the
+// kind can.
+func (p *fakeProtocol) decode(w http.ResponseWriter, r *http.Request, body gjson.Result) {
+	if p.kind == kv.KindSGLang {
+		p.sglang(w, r, body, 1)
+		return
+	}
+	params := body.Get("kv_transfer_params")
+	if !params.Exists() {
+		fakeAnswer(w, body, "whole")
+		return
+	}
+	if !params.Get("do_remote_prefill").Bool() || params.Get("do_remote_decode").Bool() {
+		fakeRefusal(w, "no decode leg: "+body.Raw)
+		return
+	}
+	if p.kind == kv.KindMooncake {
+		if params.Get("remote_engine_id").Str != fakeMooncakeEngine || !p.isBootstrap(strings.TrimPrefix(params.Get("remote_bootstrap_addr").Str, "http://")) {
+			fakeRefusal(w, "unknown engine: "+body.Raw)
+		} else if !p.fetch(params.Get("transfer_id").Str) {
+			fakeRefusal(w, "nothing is held for "+params.Raw) // a real one would wait for minutes
+		} else {
+			fakeAnswer(w, body, "decoded")
+		}
+		return
+	}
+	name := params.Get("remote_engine_id").Str
+	if !p.fetch(name) || params.Raw != nixlParams(name) {
+		fakeRefusal(w, "nothing is held for "+params.Raw)
+		return
+	}
+	fakeAnswer(w, body, "decoded")
+}
+
+// sglang serves either leg: it answers when both have come.
+func (p *fakeProtocol) sglang(w http.ResponseWriter, r *http.Request, body gjson.Result, leg int) {
+	room := body.Get("bootstrap_room")
+	info := body.Get("bootstrap_info")
+	number, err := strconv.ParseUint(room.Raw, 10, 63)
+	if err != nil || info.Get("bootstrap_room").Raw != room.Raw || info.Get("bootstrap_host").Str != body.Get("bootstrap_host").Str ||
+		info.Get("bootstrap_port").Int() != body.Get("bootstrap_port").Int() || body.Get("rid").Str == "" ||
+		!p.isBootstrap(net.JoinHostPort(body.Get("bootstrap_host").Str, body.Get("bootstrap_port").Raw)) {
+		fakeRefusal(w, "Disaggregated request received without bootstrap room id: "+body.Raw)
+		return
+	}
+	if p.meet(r.Context(), strconv.FormatUint(number, 10), leg) {
+		fakeAnswer(w, body, []string{"prefill", "decoded"}[leg])
+	}
+}
+
+// isBootstrap tells whether a prefill worker's bootstrap server is there; true
+// if none was started.
+func (p *fakeProtocol) isBootstrap(address string) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return len(p.servers) == 0 || p.servers[address]
+}
+
+const fakeMooncakeEngine = "engine-7"
+
+// bootstrap starts what a prefill worker's bootstrap server is to the router;
+// for NIXL there is none.
+func (p *fakeProtocol) bootstrap() kv.Bootstrap {
+	if p.kind == kv.KindNIXL {
+		return kv.Bootstrap{}
+	}
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if p.kind != kv.KindMooncake || r.URL.Path != "/query" {
+			w.WriteHeader(http.StatusNotFound)
+			return
+		}
+		fmt.Fprintf(w, `{"0":{"engine_id":%s,"worker_addr":{"0":{"0":"tcp://127.0.0.1:1"}}}}`, proxy.Quoted(fakeMooncakeEngine))
+	}))
+	p.t.Cleanup(server.Close)
+	at := testkit.BootstrapAt(p.t, server)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.servers[at.String()] = true
+	return at
+}
+
+// pairAPI is a router over prefill workers 0, 1, ... and decode workers 10,
+// 11, ..., of one kind.
+type pairAPI struct {
+	*testAPI
+	protocol        *fakeProtocol
+	prefill, decode []*fakeEngine
+}
+
+// newTestPairAPI starts the router and its workers. The protocol serves the legs;
+// wrap, if not nil, wraps what serves those of an engine.
+func newTestPairAPI(t testing.TB, config setup, kind kv.Kind, prefills, decodes int, wrap func(id uint64, serve engineServe) engineServe) *pairAPI {
+	t.Helper()
+	if wrap == nil {
+		wrap = func(_ uint64, serve engineServe) engineServe { return serve }
+	}
+	knobs := &config.Proxy
+	if knobs.DisaggPrefillTimeout == 0 {
+		knobs.DisaggPrefillTimeout = 30 * time.Second
+	}
+	if knobs.DisaggHandoverTimeout == 0 {
+		knobs.DisaggHandoverTimeout = 30 * time.Second
+	}
+	model, err := mocker.OpenBuiltinModel()
+	if err != nil {
+		t.Fatal(err)
+	}
+	h := &pairAPI{protocol: newFakeProtocol(t, kind)}
+	var targets []kv.Target
+	add := func(engines *[]*fakeEngine, id uint64, role kv.Role, serve engineServe) {
+		engine := newFakeEngine(t, id, wrap(id, serve))
+		*engines = append(*engines, engine)
+		target := kv.Target{Key: kv.WorkerKey{Worker: id}, URL: engine.URL, Ranks: 1, Generation: 1, Models: []string{"m"}, Disagg: kv.Disagg{Role: role, Kind: kind}}
+		if role == kv.RolePrefill {
+			target.Bootstrap = h.protocol.bootstrap()
+		}
+		targets = append(targets, target)
+	}
+	for i := range prefills {
+		add(&h.prefill, uint64(i), kv.RolePrefill, h.protocol.prefill)
+	}
+	for i := range decodes {
+		add(&h.decode, uint64(10+i), kv.RoleDecode, h.protocol.decode)
+	}
+	h.testAPI = newTestAPIOf(t, config, model, targets...)
+	return h
+}
+
+type engineServe func(w http.ResponseWriter, r *http.Request, body gjson.Result)
+
+// breaks closes the connection without an answer.
+func breaks(w http.ResponseWriter, r *http.Request, _ gjson.Result) { hangUp(w, r) }
+
+// hangs never answers.
+func hangs(_ http.ResponseWriter, r *http.Request, _ gjson.Result) { <-r.Context().Done() }
+
+// answersStatus answers with a status alone.
+func answersStatus(status int) engineServe {
+	return func(w http.ResponseWriter, _ *http.Request, _ gjson.Result) { w.WriteHeader(status) }
+}
+
+// settled waits until no engine serves anything and nothing is booked.
+func (h *pairAPI) settled(t testing.TB) {
+	t.Helper()
+	for _, engine := range slices.Concat(h.prefill, h.decode) {
+		testkit.Eventually(t, 10*time.Second, fmt.Sprintf("worker %d idle", engine.id), engine.idle)
+	}
+	testkit.Eventually(t, 10*time.Second, "nothing booked", func() bool {
+		return !slices.ContainsFunc(h.router.Loads(), func(l router.WorkerLoad) bool {
+			return l.ActiveRequests != 0 || l.PotentialPrefillTokens != 0 || l.PotentialDecodeBlocks != 0
+		})
+	})
+	if err := h.router.Check(); err != nil {
+		t.Error(err)
+	}
+}
+
+// store puts the first blocks of a chat's prompt, at most n, into a worker's
+// cache as the router knows it.
+func (h *pairAPI) store(t testing.TB, worker kv.WorkerKey, chat string, n int) {
+	t.Helper()
+	model, err := mocker.OpenBuiltinModel()
+	if err != nil {
+		t.Fatal(err)
+	}
+	tokens, err := model.ChatTokens([]byte(chat))
+	if err != nil {
+		t.Fatal(err)
+	}
+	hashes := kv.HashBlocks(nil, tokens, testkit.BlockSize, "", "")
+	blocks := make([]kv.StoredBlock, min(n, len(hashes)))
+	for i := range blocks {
+		blocks[i] = kv.StoredBlock{Engine: uint64(1000 + i), Local: hashes[i]}
+	}
+	if err := h.router.Index().Store(worker, 0, false, blocks); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// blamed returns the workers that were reported as failed, in order.
+func (h *pairAPI) blamed() []uint64 {
+	var ids []uint64
+	for {
+		select {
+		case id := <-h.failed:
+			ids = append(ids, id)
+		default:
+			return ids
+		}
+	}
+}
+
+// sharedChat is a request whose prompt is long enough to be shared.
+func sharedChat(stream bool, more ...jsonbody.Field) string {
+	messages, _ := json.Marshal([]map[string]any{{"role": "user", "content": strings.Repeat("Why is the sky blue? ", 30)}})
+	fields := append([]jsonbody.Field{{Key: "model", Raw: `"m"`}, {Key: "stream", Raw: strconv.FormatBool(stream)}, {Key: "messages", Raw: string(messages)}}, more...)
+	return string(jsonbody.AppendObject(nil, fields))
+}

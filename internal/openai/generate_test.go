@@ -1,0 +1,297 @@
+package openai
+
+import (
+	"bytes"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/kv"
+	"kvrouter/internal/mocker"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/web"
+)
+
+// capturedGenerateStream is the body of a stream of /generate as SGLang sent it.
+func capturedGenerateStream(t testing.TB) []byte {
+	t.Helper()
+	capture, err := os.ReadFile("../proxy/testdata/sglang-generate-stream.txt")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return capture[bytes.Index(capture, []byte("data: ")):]
+}
+
+// sglangTargets are SGLang workers 0, 1, ... at those addresses.
+func sglangTargets(urls ...string) (targets []kv.Target) {
+	for i, url := range urls {
+		targets = append(targets, kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, URL: url, Models: []string{"m"}, Engine: kv.EngineSGLang, Generation: 1})
+	}
+	return targets
+}
+
+// counts waits until the metrics page has those values: a request is counted after
+// its answer.
+func (h *testAPI) counts(t *testing.T, want testkit.MetricsLines) {
+	t.Helper()
+	testkit.Settles(t, func() error {
+		lines := testkit.ReadMetricsPage(h.metrics(t))
+		for series, value := range want {
+			if lines[series] != value {
+				return fmt.Errorf("%s is %v, want %v", series, lines[series], value)
+			}
+		}
+		return nil
+	})
+}
+
+// TestGenerateStreamIsRelayedByteForByte: and its usage is counted.
+func TestGenerateStreamIsRelayedByteForByte(t *testing.T) {
+	stream := capturedGenerateStream(t)
+	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Type", "text/event-stream; charset=utf-8")
+		for rest := stream; len(rest) > 0; {
+			n := min(700, len(rest))
+			w.Write(rest[:n])
+			http.NewResponseController(w).Flush()
+			rest = rest[n:]
+		}
+	})
+	h := newTestAPIOf(t, setup{CollectUsage: true}, nil, sglangTargets(worker.URL)...)
+	const body = `{"text": "The history", "rid":"mine-0001", "sampling_params": {"max_new_tokens": 8}, "stream": true}`
+	response, answer := h.post(t, proxy.GenerateRoute, body)
+	if response.StatusCode != http.StatusOK || answer != string(stream) {
+		t.Errorf("%s:\n%s", response.Status, answer)
+	}
+	if got := worker.Received(); len(got) != 1 || got[0] != body {
+		t.Errorf("the worker got %q", got)
+	}
+	h.counts(t, testkit.MetricsLines{
+		`kvrouter_prompt_tokens_total{worker_id="0"}`: 43, `kvrouter_output_tokens_total{worker_id="0"}`: 8,
+		`kvrouter_time_to_first_token_seconds_count{worker_id="0"}`: 1,
+	})
+}
+
+// TestGenerateIsRoutedByPrefix: with the tokens of its text or its input_ids; what
+// the worker reports is compared with what was expected.
+func TestGenerateIsRoutedByPrefix(t *testing.T) {
+	model, err := mocker.OpenBuiltinModel()
+	if err != nil {
+		t.Fatal(err)
+	}
+	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
+		fmt.Fprintf(w, `{"text":"x","meta_info":{"finish_reason":{"type":"length","length":1},"prompt_tokens":14,"completion_tokens":1,"cached_tokens":12}}`)
+	})
+	h := newTestAPIOf(t, setup{}, model, sglangTargets(worker.URL)...)
+	text := "abcdefghijklmn"
+	var ids []uint32
+	for _, c := range []byte(text) {
+		ids = append(ids, uint32(c))
+	}
+	blocks := []kv.StoredBlock{}
+	for i, hash := range kv.HashBlocks(nil, ids, testkit.BlockSize, "", "") {
+		blocks = append(blocks, kv.StoredBlock{Engine: uint64(100 + i), Local: hash})
+	}
+	if err := h.router.Index().Store(kv.WorkerKey{}, 0, false, blocks); err != nil {
+		t.Fatal(err)
+	}
+	list := strings.ReplaceAll(fmt.Sprint(ids), " ", ",")
+	for _, test := range []struct{ name, body, overlap string }{
+		{"a text", fmt.Sprintf(`{"text":%q}`, text), "12"},
+		{"tokens", fmt.Sprintf(`{"input_ids":%s}`, list), "12"},
+		{"texts", fmt.Sprintf(`{"text":["b",%q]}`, text), "12"},
+		{"lists of tokens", fmt.Sprintf(`{"input_ids":[[1],%s]}`, list), "12"},
+		{"another text", `{"text":"xbcdefghijklmn"}`, "0"},
+		{"with a salt", fmt.Sprintf(`{"text":%q,"cache_salt":"s"}`, text), "0"},
+		{"of an adapter", fmt.Sprintf(`{"text":%q,"lora_path":"a"}`, text), "0"},
+		{"with an image", fmt.Sprintf(`{"text":%q,"image_data":"x"}`, text), "0"},
+	} {
+		response, answer := h.post(t, proxy.GenerateRoute, test.body)
+		if got := response.Header.Get(web.HeaderOverlap); response.StatusCode != http.StatusOK || got != test.overlap {
+			t.Errorf("%s: %s, %s tokens expected, want %s: %s", test.name, response.Status, got, test.overlap, answer)
+		}
+	}
+	// Only single prompts with known tokens are compared.
+	h.counts(t, testkit.MetricsLines{`kvrouter_predictions_total{result="exact"}`: 2, `kvrouter_predictions_total{result="under"}`: 3})
+}
+
+// TestAnEmptyPromptReachesNoSGLangServer: it would end the server's scheduler. vLLM
+// refuses one in its own words.
+func TestAnEmptyPromptReachesNoSGLangServer(t *testing.T) {
+	model, err := mocker.OpenBuiltinModel()
+	if err != nil {
+		t.Fatal(err)
+	}
+	worker := testkit.NewFakeWorker(t, testkit.StreamOf(testkit.TokenEvent, "[DONE]"))
+	sglang := newTestAPIOf(t, setup{}, model, sglangTargets(worker.URL)...)
+	vllm := newTestAPIOf(t, setup{}, model, kv.Target{URL: worker.URL})
+	for _, test := range []struct {
+		api        *testAPI
+		path, body string
+		status     int
+	}{
+		{sglang, proxy.GenerateRoute, `{"text":""}`, http.StatusBadRequest},
+		{sglang, proxy.GenerateRoute, `{"text":["a",""]}`, http.StatusBadRequest},
+		{sglang, proxy.GenerateRoute, `{"input_ids":[]}`, http.StatusBadRequest},
+		{sglang, proxy.GenerateRoute, `{"input_ids":[[1],[]]}`, http.StatusBadRequest},
+		{sglang, "/v1/completions", `{"prompt":""}`, http.StatusBadRequest},
+		{sglang, "/v1/completions", `{"prompt":["a",""]}`, http.StatusBadRequest},
+		{sglang, "/v1/completions", `{"prompt":["a","b"]}`, http.StatusOK},
+		{sglang, proxy.GenerateRoute, `{"text":"a"}`, http.StatusOK},
+		{vllm, "/v1/completions", `{"prompt":""}`, http.StatusOK},
+	} {
+		if response, answer := test.api.post(t, test.path, test.body); response.StatusCode != test.status {
+			t.Errorf("%s %s: %s, want %d: %s", test.path, test.body, response.Status, test.status, answer)
+		}
+	}
+}
+
+// TestGenerateGoesToSGLangOnly: and all else to every worker.
+func TestGenerateGoesToSGLangOnly(t *testing.T) {
+	answer := func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, `{}`) }
+	vllm, sglang := testkit.NewFakeWorker(t, answer), testkit.NewFakeWorker(t, answer)
+	targets := sglangTargets(vllm.URL, sglang.URL)
+	targets[0].Engine = kv.EngineVLLM
+	h := newTestAPIOf(t, setup{}, nil, targets...)
+	for range 4 {
+		h.post(t, proxy.GenerateRoute, `{"text":"a"}`)
+	}
+	if a, b := len(vllm.Received()), len(sglang.Received()); a != 0 || b != 4 {
+		t.Errorf("%d went to vLLM, %d to SGLang", a, b)
+	}
+	for range 4 {
+		h.post(t, "/v1/completions", `{"prompt":"a"}`)
+	}
+	if a, b := len(vllm.Received()), len(sglang.Received())-4; a != 2 || b != 2 {
+		t.Errorf("of completions %d went to vLLM, %d to SGLang", a, b)
+	}
+	h.router.Down(targets[1].Key)
+	if response, text := h.post(t, proxy.GenerateRoute, `{"text":"a"}`); response.StatusCode != http.StatusNotFound || !strings.Contains(text, errNoSGLang.Error()) {
+		t.Errorf("without SGLang: %s %s", response.Status, text)
+	}
+	h.router.Down(targets[0].Key)
+	if response, text := h.post(t, proxy.GenerateRoute, `{"text":"a"}`); response.StatusCode != http.StatusServiceUnavailable {
+		t.Errorf("without workers: %s %s", response.Status, text)
+	}
+}
+
+// TestGenerateNamesTheRankInItsBody: SGLang reads no header of it. One of a single
+// rank gets the client's bytes.
+func TestGenerateNamesTheRankInItsBody(t *testing.T) {
+	worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, `{}`) })
+	for _, test := range []struct {
+		ranks      int
+		path, body string
+		want       string
+	}{
+		{2, proxy.GenerateRoute, `{ "text":"a"}`, `{"routed_dp_rank":1, "text":"a"}`},
+		{2, proxy.GenerateRoute, `{"text":"a", "routed_dp_rank":0}`, `{"routed_dp_rank":1,"text":"a"}`}, // the router's, since it has counted on it
+		{1, proxy.GenerateRoute, `{ "text":"a"}`, `{ "text":"a"}`},
+		{1, proxy.GenerateRoute, `{"text":"a", "routed_dp_rank":0}`, `{"text":"a", "routed_dp_rank":0}`},
+		{2, "/v1/completions", `{ "text":"a"}`, `{ "text":"a"}`},
+	} {
+		h := newTestAPIOf(t, setup{}, nil, kv.Target{Key: kv.WorkerKey{Rank: 1}, URL: worker.URL, Engine: kv.EngineSGLang, Ranks: test.ranks})
+		h.post(t, test.path, test.body)
+		if got := worker.Received(); got[len(got)-1] != test.want {
+			t.Errorf("%d ranks, %s: %s", test.ranks, test.path, got[len(got)-1])
+		}
+	}
+}
+
+// TestWhatAClientAbortedIsNotTriedElsewhere: SGLang answers it with 200. vLLM answers
+// so only what it lets go of when it ends.
+func TestWhatAClientAbortedIsNotTriedElsewhere(t *testing.T) {
+	for _, engine := range []kv.Engine{kv.EngineSGLang, kv.EngineVLLM} {
+		serve := func(w http.ResponseWriter, r *http.Request) {
+			if r.URL.Path == proxy.GenerateRoute {
+				io.WriteString(w, `{"text":"","meta_info":{"finish_reason":{"type":"abort","message":"Aborted"},"prompt_tokens":1,"completion_tokens":0,"cached_tokens":0}}`)
+				return
+			}
+			io.WriteString(w, `{"choices":[{"finish_reason":"abort"}]}`)
+		}
+		a, b := testkit.NewFakeWorker(t, serve), testkit.NewFakeWorker(t, serve)
+		targets := sglangTargets(a.URL, b.URL)
+		targets[0].Engine, targets[1].Engine = engine, engine
+		h := newTestAPIOf(t, setup{}, nil, targets...)
+		want, path := 1, proxy.GenerateRoute
+		if engine == kv.EngineVLLM {
+			want, path = 2, "/v1/completions"
+		}
+		h.post(t, path, `{"text":"a","prompt":"a"}`)
+		if n := len(a.Received()) + len(b.Received()); n != want {
+			t.Errorf("%s: %d workers got it, want %d", engine, n, want)
+		}
+	}
+}
+
+// TestTokensOfAnAnswerThatIsTriedAgainAreNotCounted: the client does not get it.
+func TestTokensOfAnAnswerThatIsTriedAgainAreNotCounted(t *testing.T) {
+	stopped := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) {
+		io.WriteString(w, `{"choices":[{"finish_reason":"abort"}],"usage":{"prompt_tokens":7,"completion_tokens":1}}`)
+	})
+	h := newTestAPI(t, setup{}, stopped.URL, testkit.NewFakeWorker(t, hangUp).URL)
+	if response, _ := h.post(t, "/v1/completions", `{"prompt":"a"}`); response.StatusCode == http.StatusOK {
+		t.Fatal(response.Status)
+	}
+	h.counts(t, testkit.MetricsLines{`kvrouter_prompt_tokens_total{worker_id="0"}`: 0, `kvrouter_prompt_tokens_total{worker_id="1"}`: 0})
+}
+
+// TestPairsServeGenerate: both legs get what they find each other by, and the rest of
+// the body as it is.
+func TestPairsServeGenerate(t *testing.T) {
+	var h *pairAPI
+	h = newTestPairAPI(t, setup{}, kv.KindSGLang, 1, 1, func(id uint64, serve engineServe) engineServe {
+		return func(w http.ResponseWriter, r *http.Request, body gjson.Result) {
+			leg := min(id, 1)
+			if text := []string{"prefill", "decoded"}[leg]; hasRoom(body) {
+				h.protocol.meet(r.Context(), body.Get("bootstrap_room").Raw, int(leg)) // as the real ones wait for each other
+				fmt.Fprintf(w, `{"text":%q,"meta_info":{"finish_reason":{"type":"length"},"prompt_tokens":9,"completion_tokens":4,"cached_tokens":4}}`, text)
+				return
+			}
+			fakeRefusal(w, body.Raw)
+		}
+	})
+	const rest = `"text": "a prompt of some length", "sampling_params":{"max_new_tokens":4}}`
+	response, answer := h.post(t, proxy.GenerateRoute, "{"+rest)
+	h.settled(t)
+	if response.StatusCode != http.StatusOK || gjson.Get(answer, "text").Str != "decoded" || response.Header.Get(proxy.HeaderPrefillWorker) != "0" {
+		t.Errorf("%s %v: %s", response.Status, response.Header, answer)
+	}
+	prefill, decode := h.prefill[0].received()[0], h.decode[0].received()[0]
+	if prefill != decode || !strings.HasSuffix(prefill, rest) {
+		t.Errorf("the legs are\n%s\n%s", prefill, decode)
+	}
+	h.post(t, proxy.GenerateRoute, `{"rid":["one","two"],"text":["a prompt of some length","another"]}`)
+	if got := h.decode[0].received(); gjson.Get(got[len(got)-1], "rid").Raw != `["one","two"]` {
+		t.Errorf("the names of several prompts became %s", got[len(got)-1])
+	}
+}
+
+// hasRoom tells whether a body has what both legs of an SGLang pair need.
+func hasRoom(body gjson.Result) bool {
+	return body.Get("bootstrap_room").Exists() && body.Get("bootstrap_host").Str != "" && body.Get("rid").Exists()
+}
+
+// TestCachedTokensOfSeveralAnswersAreNotComparedOnSGLang: it counts them for each.
+func TestCachedTokensOfSeveralAnswersAreNotComparedOnSGLang(t *testing.T) {
+	model, err := mocker.OpenBuiltinModel()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for engine, compared := range map[kv.Engine]float64{kv.EngineSGLang: 0, kv.EngineVLLM: 1} {
+		worker := testkit.NewFakeWorker(t, func(w http.ResponseWriter, _ *http.Request) {
+			io.WriteString(w, `{"choices":[{"finish_reason":"stop"}],"usage":{"prompt_tokens":9,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":16}}}`)
+		})
+		targets := sglangTargets(worker.URL)
+		targets[0].Engine = engine
+		h := newTestAPIOf(t, setup{}, model, targets...)
+		h.post(t, "/v1/completions", `{"prompt":"abcdefghi","n":2}`)
+		h.counts(t, testkit.MetricsLines{`kvrouter_prompt_tokens_total{worker_id="0"}`: 9, `kvrouter_predictions_total{result="under"}`: compared})
+	}
+}

@@ -1,0 +1,117 @@
+package openai
+
+import (
+	"context"
+	"net/http"
+	"time"
+
+	"github.com/gin-gonic/gin"
+
+	"kvrouter/internal/hints"
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/keys"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/models"
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/router"
+	"kvrouter/internal/tokens"
+	"kvrouter/internal/web"
+)
+
+// inference is one inference request. It chooses its workers for the proxy.
+type inference struct {
+	api      *API
+	ctx      context.Context
+	kind     tokens.Kind
+	exchange *proxy.Exchange
+	caller   *keys.Caller
+	model    *models.Model  // that it is for
+	gateway  *proxy.Gateway // that it came from; nil: from a client
+
+	raw      []byte // the body's memory, until the end
+	body     *jsonbody.Body
+	hints    hints.Hints
+	prompt   tokens.Prompt
+	multiple bool          // the body has several prompts
+	several  bool          // it asks for several answers to one
+	empty    bool          // a prompt has no token, which crashes an SGLang server
+	held     time.Duration // without a worker
+	request  router.Request
+	paired   bool   // two workers may serve it,
+	whole    string // unless this says why one worker must
+}
+
+// infer serves one inference request: it finds the prompt, chooses and forwards.
+func (a *API) infer(c *gin.Context, path string, kind tokens.Kind) {
+	caller := a.keys.Of(c)
+	x := &proxy.Exchange{ID: web.RequestID(c), Route: path, Worker: kv.NoWorker, Arrived: time.Now(), Trusted: caller.Trusted}
+	r := &inference{api: a, ctx: c.Request.Context(), kind: kind, exchange: x, caller: caller, model: a.models.Default(), gateway: gatewayOf(c)}
+	a.observers.began(c.Request, x)
+	defer func() { r.finish(c.Writer.Status()) }()
+	if !r.read(c) {
+		return
+	}
+	r.findPrompt()
+	if r.empty {
+		a.fail(c, http.StatusBadRequest, "", "the prompt must contain at least one token")
+		return
+	}
+	if err := a.keys.Prompt(c, r.request.NumTokens); err != nil {
+		a.fail(c, http.StatusTooManyRequests, "", err.Error())
+		return
+	}
+	if r.paired = kind != tokens.NoPrompt && (r.model.Router.Paired() || a.settings.EnforceDisagg); r.paired {
+		r.whole, r.request.Kinds = proxy.WhyWhole(path, r.body, r.hints.Whole, r.multiple)
+	}
+	if r.hints.Query {
+		r.settle(c, r.answerQuery(c))
+		return
+	}
+	x.Request, x.Default = &r.request, r.model == a.models.Default()
+	a.observers.accepted(x, r.body)
+	if err := r.gateway.Follow(&r.request, r.model.Router); err != nil {
+		r.settle(c, err)
+		return
+	}
+	r.settle(c, a.proxy.Forward(r.ctx, c.Writer, r.upstream(c), x, r))
+	a.keys.Used(c, x.Usage.PromptTokens-r.request.NumTokens)
+	if x.Usage.Known && x.Decision.Tokens > 0 && x.Usage.PromptTokens != x.Decision.Tokens {
+		r.model.Tokens.PromptMismatch(r.prompt.Shape, x.Decision.Tokens, x.Usage.PromptTokens)
+	}
+}
+
+// finish reports and logs the request. written is the status that went to the client,
+// if no other is known.
+func (r *inference) finish(written int) {
+	x := r.exchange
+	if x.Status == 0 {
+		x.Status = written
+	}
+	r.api.bodies.Done(r.raw)
+	r.api.observers.finished(x)
+	r.api.log.Debug("request", "id", x.ID, "route", x.Route, "status", x.Status, "worker", x.Worker, "tokens", x.Decision.Tokens,
+		"overlap", x.Decision.OverlapTokens, "cached", x.Usage.CachedTokens, "seconds", time.Since(x.Arrived).Seconds())
+}
+
+// upstream is the request as it goes to a worker.
+func (r *inference) upstream(c *gin.Context) proxy.Upstream {
+	a, body, x := r.api, r.body, r.exchange
+	u := proxy.Upstream{
+		Method: c.Request.Method, Path: c.Request.URL.RequestURI(), Header: proxy.ClientHeader(c.Request.Header, x.ID, r.hints.Pinned != nil, a.keys.Asks()), Body: body.Raw,
+		Route: x.Route, RequestID: x.ID, Arrived: x.Arrived, EndMarked: r.kind != tokens.NoPrompt, Silent: !r.caller.Told, SeveralAnswers: r.several,
+		CachedTokensMislead: r.countsMore() || proxy.ComputesAnew(body), Paired: r.paired, Parsed: body, Aggregated: r.whole, Gateway: r.gateway,
+	}
+	if a.settings.CollectUsage && (r.kind == tokens.ChatPrompt || r.kind == tokens.CompletionPrompt) {
+		u.Head, u.Body, u.HideUsage = proxy.AskForUsage(body)
+	}
+	if r.gateway == nil && r.model.Router.Count() > 1 && r.request.Pinned == nil {
+		u.MaxRetries = a.settings.Retries
+	}
+	return u
+}
+
+// countsMore reports whether the usage counts a prompt more than once: of several
+// prompts, or of SGLang's answers after the first, whose prompt is cached by then.
+func (r *inference) countsMore() bool {
+	return r.multiple || r.several && (r.kind == tokens.GeneratePrompt || r.model.Tokens.SGLang())
+}

@@ -1,0 +1,76 @@
+package openai
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+
+	"github.com/gin-gonic/gin"
+	"github.com/tidwall/gjson"
+
+	"kvrouter/internal/proxy"
+	"kvrouter/internal/tokens"
+	"kvrouter/internal/web"
+)
+
+// tokenized serves a route that needs only the tokenizer.
+func (a *API) tokenized(serve func(*tokens.Source, context.Context, []byte) ([]byte, error)) gin.HandlerFunc {
+	return func(c *gin.Context) {
+		body, ok := a.body(c)
+		if !ok {
+			return
+		}
+		defer a.bodies.Done(body)
+		m, _ := a.models.Of(gjson.GetBytes(body, "model").String())
+		answer, err := serve(m.Tokens, c.Request.Context(), body)
+		var bad *tokens.BadRequest
+		var refused *tokens.AskError
+		switch {
+		case errors.As(err, &bad):
+			a.fail(c, http.StatusBadRequest, "", bad.Error())
+		case errors.As(err, &refused):
+			c.Data(refused.Status, "application/json", refused.Answer)
+		case err != nil:
+			a.fail(c, http.StatusServiceUnavailable, "", err.Error())
+		default:
+			c.Data(http.StatusOK, "application/json", answer)
+		}
+	}
+}
+
+// listModels lists the models of the workers; while none is up, the configured name.
+func (a *API) listModels(c *gin.Context) {
+	list := a.proxy.Models(c.Request.Context(), a.workers(), a.question(c, nil).Header)
+	if len(list) == 0 && a.settings.ServedModelName != "" {
+		list = append(list, proxy.ModelCard(a.settings.ServedModelName))
+	}
+	if name := c.Param("model"); name != "" {
+		for _, m := range list {
+			if gjson.GetBytes(m, "id").String() == name {
+				c.Data(http.StatusOK, "application/json", m)
+				return
+			}
+		}
+		a.fail(c, http.StatusNotFound, "model", fmt.Sprintf("The model `%s` does not exist.", name))
+		return
+	}
+	c.JSON(http.StatusOK, gin.H{"object": "list", "data": list})
+}
+
+// broadcastUntilFound asks all workers for a stored response, which one of them holds.
+func (a *API) broadcastUntilFound(c *gin.Context) {
+	found := false
+	a.proxy.AskAll(c.Request.Context(), a.workers(), a.question(c, nil), func(answer proxy.Answer) bool {
+		if found = answer.Err == nil && answer.Status != http.StatusNotFound; found {
+			if a.keys.Of(c).Told {
+				c.Header(web.HeaderWorker, a.models.Names().Label(answer.Target.Key.Worker))
+			}
+			c.Data(answer.Status, "application/json", answer.Body)
+		}
+		return !found
+	})
+	if !found {
+		a.fail(c, http.StatusNotFound, "", "no worker has this response")
+	}
+}

@@ -1,0 +1,67 @@
+package openai
+
+import (
+	"encoding/json"
+	"io"
+	"net/http"
+
+	"github.com/gin-gonic/gin"
+
+	"kvrouter/internal/router"
+	"kvrouter/internal/web"
+)
+
+// thresholdsBody is the most that a body of /busy_threshold has, in bytes.
+const thresholdsBody = 64 << 10
+
+// modelThresholds is the form of /busy_threshold.
+type modelThresholds struct {
+	Model string `json:"model"`
+	router.BusyThresholds
+}
+
+// serveThresholds adds Dynamo's /busy_threshold. It needs the router port's key or, if
+// there is none, a trusted client's.
+func (a *API) serveThresholds() {
+	s := &a.settings
+	operators := a.engine.Group("/", web.OwnPages(s.Host, len(s.RouterAPIKey) > 0, web.OpenAIError),
+		web.RequireKey(s.RouterAPIKey, "/busy_threshold needs a key of the router port (--router-api-key)", web.OpenAIError), web.WantJSON(web.OpenAIError))
+	if len(s.RouterAPIKey) == 0 {
+		operators.Use(a.keys.Guard(web.OpenAIError), a.keys.Trusted(web.OpenAIError))
+	}
+	operators.GET("/busy_threshold", a.showThresholds)
+	operators.POST("/busy_threshold", a.changeThresholds)
+}
+
+// showThresholds answers with all thresholds that are set.
+func (a *API) showThresholds(c *gin.Context) {
+	thresholds := []modelThresholds{}
+	if t := a.models.BusyThresholds(); t.Set() {
+		thresholds = append(thresholds, modelThresholds{a.settings.ServedModelName, t})
+	}
+	c.JSON(http.StatusOK, gin.H{"thresholds": thresholds})
+}
+
+// changeThresholds changes the thresholds that the body names, which hold for every
+// model, and answers with all of them.
+func (a *API) changeThresholds(c *gin.Context) {
+	body, err := io.ReadAll(http.MaxBytesReader(c.Writer, c.Request.Body, thresholdsBody))
+	if err != nil {
+		a.fail(c, http.StatusBadRequest, "", "the request body could not be read: "+err.Error())
+		return
+	}
+	var asked modelThresholds
+	if err := json.Unmarshal(body, &asked); err != nil {
+		a.fail(c, http.StatusBadRequest, "", "bad body: "+err.Error())
+		return
+	}
+	if err := asked.Validate(); err != nil {
+		a.fail(c, http.StatusBadRequest, "", err.Error())
+		return
+	}
+	if _, known := a.models.Of(asked.Model); asked.Model == "" || !known {
+		a.fail(c, http.StatusNotFound, "model", "The model `"+asked.Model+"` does not exist.")
+		return
+	}
+	c.JSON(http.StatusOK, modelThresholds{asked.Model, a.models.ChangeBusyThresholds(asked.BusyThresholds)})
+}

@@ -1,0 +1,212 @@
+package proxy
+
+import (
+	"context"
+	"errors"
+	"io"
+	"math"
+	"net"
+	"net/http"
+
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/outlier"
+	"kvrouter/internal/router"
+)
+
+// Headers by which llm-d's sidecars and data-parallel servers learn what was decided.
+const (
+	HeaderPrefiller    = "X-Prefiller-Host-Port"
+	HeaderDataParallel = "X-Data-Parallel-Host-Port"
+)
+
+// Headers of requests and answers that a gateway's clients know from llm-d.
+const (
+	// HeaderSession tells a client who served it. A request with it goes there again.
+	HeaderSession = "X-Session-Token"
+	// HeaderDropped tells why a request was refused.
+	HeaderDropped = "X-Llm-D-Request-Dropped-Reason"
+)
+
+// Routed is a request with the workers that a gateway is to send it to.
+type Routed struct {
+	Request *http.Request // as it is to reach Target
+	Target  kv.Target
+	Others  []kv.Target // where it may go if Target does not take it, the best first
+}
+
+// Gateway stands in front of the router and sends requests to their workers itself. It
+// asks for a destination and passes the answers through the router.
+type Gateway struct {
+	// Send hands a request over and returns the answer, and the address of the worker
+	// that served it; empty: unknown. It ends with the request's context.
+	Send func(Routed) (answer *http.Response, served string, err error)
+	// Subset are the addresses, with or without a port, that the request may go to; nil:
+	// all.
+	Subset []string
+	// Others is how many further workers the gateway wants to know.
+	Others int
+	// Any says that requests of all routes go to a worker.
+	Any bool
+	// Model replaces the model that the body names; empty: it stays.
+	Model string
+	// Priority is that of the request's objective: the higher go first in the queue, and
+	// one below 0 is refused while the workers are saturated.
+	Priority int
+	// Home is the address of the worker that served the session before; empty: none.
+	Home string
+}
+
+// Follow puts what the gateway says of a request into it, for a router of that model. It
+// fails with router.ErrBusy where the request is to be shed.
+func (g *Gateway) Follow(request *router.Request, r *router.Router) error {
+	if g == nil {
+		return nil
+	}
+	request.Alternatives = g.Others
+	if g.Priority > 0 {
+		request.StrictPriority = uint32(min(g.Priority, math.MaxInt32))
+	}
+	if g.Subset != nil || g.Home != "" {
+		g.find(request, r.Targets())
+	}
+	if g.Priority < 0 && !request.QueryOnly {
+		if saturation, up := r.Saturation(); up && saturation >= 1 {
+			return router.ErrBusy
+		}
+	}
+	return nil
+}
+
+// Rename returns a body with the model that the gateway wants, if it wants another one.
+func (g *Gateway) Rename(body *jsonbody.Body) *jsonbody.Body {
+	if g == nil || g.Model == "" || body.Top == nil {
+		return body
+	}
+	return body.With("model", Quoted(g.Model))
+}
+
+// find names in request the workers of Subset and of Home, of those that are up.
+func (g *Gateway) find(request *router.Request, targets []kv.Target) {
+	named := make(map[string]bool, len(g.Subset))
+	for _, address := range g.Subset {
+		named[address] = true
+	}
+	allowed := []uint64{}
+	for i := range targets {
+		address, id := targets[i].Address(), targets[i].Key.Worker
+		host, _, _ := net.SplitHostPort(address)
+		if named[address] || named[host] {
+			allowed = append(allowed, id)
+		}
+		if address == g.Home && request.Home == nil {
+			request.Home = &id
+		}
+	}
+	if g.Subset != nil {
+		request.Allowed = allowed
+	}
+}
+
+// Refusal returns the HTTP status for a request that no worker may take now, and
+// llm-d's word for the reason. A gateway knows 429 for load, and 503 where there is no
+// worker.
+func (g *Gateway) Refusal(err error) (status int, reason string) {
+	switch {
+	case errors.Is(err, router.ErrQueueFull):
+		return http.StatusTooManyRequests, "queue_full"
+	case errors.Is(err, router.ErrQueueTimeout):
+		return http.StatusTooManyRequests, "queue_timeout"
+	case errors.Is(err, router.ErrBusy):
+		return http.StatusTooManyRequests, "saturated"
+	}
+	return http.StatusServiceUnavailable, "no_endpoints"
+}
+
+// sendByGateway has the gateway send the request to its worker. If another worker than
+// the decided one serves it, the booking moves there.
+func (p *Proxy) sendByGateway(request *http.Request, u *Upstream, x *Exchange) (*http.Response, error) {
+	target := x.Decision.Target
+	request.Header.Del(HeaderPrefiller) // a client's would have the sidecar ask whom it likes
+	request.Header.Del(HeaderDataParallel)
+	if target.Ranks > 1 {
+		request.Header.Set(HeaderDataParallel, target.Address())
+	}
+	if u.prefill != nil {
+		request.Header.Set(HeaderPrefiller, u.prefill.Target.Address())
+	}
+	answer, served, err := u.Gateway.Send(Routed{Request: request, Target: target, Others: x.Decision.Alternatives})
+	if err != nil {
+		return nil, err
+	}
+	if served != "" && served != target.Address() {
+		p.served(u, x, served)
+	}
+	if u.prefill != nil && answer.StatusCode < http.StatusBadRequest {
+		u.prefill.Booking.FirstToken()
+		u.prefill.Booking.Finish(1)
+	}
+	return answer, nil
+}
+
+// served moves the booking to the worker of that address, which has taken the request
+// in place of the decided one.
+func (p *Proxy) served(u *Upstream, x *Exchange, address string) {
+	for _, other := range x.Decision.Alternatives {
+		if other.Address() != address || u.chooser == nil {
+			continue
+		}
+		refused := x.Decision.Booking
+		if decision, err := u.chooser.Rebook(x.Decision, other.Key); err == nil {
+			refused.FailAs(outlier.Refused, "the gateway could not reach it")
+			p.failed(refused.Worker().Worker)
+			p.observer.EngineFailed()
+			x.Decision, x.Worker = decision, p.names.Label(other.Key.Worker)
+		}
+		return
+	}
+}
+
+// relayPieces relays an answer that is no stream and comes through a gateway: piece by
+// piece, since no other worker can be tried. Its usage is read from the first
+// BufferedAnswer bytes.
+func (p *Proxy) relayPieces(w http.ResponseWriter, answer *upstreamAnswer, u Upstream, x *Exchange) error {
+	writeHead(w, answer.Response, u, x)
+	var body []byte
+	memory := p.streams.Get().(*streamBuffer)
+	defer p.streams.Put(memory)
+	for {
+		n, err := answer.Read(memory.buffer[:])
+		if n > 0 {
+			if len(body) < BufferedAnswer {
+				body = append(body, memory.buffer[:n]...)
+			}
+			if _, err := w.Write(memory.buffer[:n]); err != nil {
+				return errors.Join(ErrAnswered, err)
+			}
+		}
+		if err == io.EOF {
+			break
+		}
+		if err != nil {
+			return errors.Join(ErrAnswered, p.unanswered(x.Decision.Target.Key.Worker, err, outlier.Broken))
+		}
+	}
+	x.Usage, x.finish = outcome(u.Route, body)
+	x.Ending = endingOf(answer.StatusCode, x.finish)
+	return nil
+}
+
+// disaggregateByGateway leaves a disaggregated request to a gateway: it goes to the
+// decode worker, whose sidecar has the prefill worker compute the prompt. Both bookings
+// end here.
+func (p *Proxy) disaggregateByGateway(ctx context.Context, w http.ResponseWriter, u Upstream, x *Exchange, pair router.Pair) error {
+	defer pair.End()
+	x.Shared = &SharedRequest{Worker: p.names.Label(pair.Prefill.Target.Key.Worker), now: p.now}
+	u.prefill, u.CachedTokensMislead = &pair.Prefill, true
+	l := legs{pair: pair}
+	err := p.send(ctx, w, u, x, l.decision(), false)
+	x.Usage.CachedKnown = false // what the decode worker has of the prompt came from the other
+	p.observer.SharedEnded(pair.Prefill.Target.Kind, x.Shared.result(ctx, x.Status, err), 0)
+	return err
+}

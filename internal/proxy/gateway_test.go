@@ -1,0 +1,205 @@
+package proxy
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"slices"
+	"strings"
+	"testing"
+
+	"kvrouter/internal/jsonbody"
+	"kvrouter/internal/kv"
+	"kvrouter/internal/router"
+	"kvrouter/internal/testkit"
+	"kvrouter/internal/testkit/routertest"
+)
+
+// gatewayRouter returns a router over workers at 10.0.0.0:8000 and so on.
+func gatewayRouter(t *testing.T, workers int) *router.Router {
+	t.Helper()
+	rt, _ := routertest.NewClockedRouter(t, 0, router.DefaultSettings())
+	for i := range workers {
+		rt.Up(kv.Target{Key: kv.WorkerKey{Worker: uint64(i)}, URL: "http://10.0.0." + string(rune('0'+i)) + ":8000"})
+	}
+	return rt
+}
+
+func TestARequestFollowsItsGateway(t *testing.T) {
+	rt := gatewayRouter(t, 4)
+	home := uint64(3)
+	for name, test := range map[string]struct {
+		gateway *Gateway
+		want    router.Request
+	}{
+		"no gateway":                         {nil, router.Request{}},
+		"nothing said":                       {&Gateway{}, router.Request{}},
+		"others":                             {&Gateway{Others: 3}, router.Request{Alternatives: 3}},
+		"a subset by address and by host":    {&Gateway{Subset: []string{"10.0.0.1:8000", "10.0.0.2", "10.0.0.3:9000"}}, router.Request{Allowed: []uint64{1, 2}}},
+		"a subset of others' workers":        {&Gateway{Subset: []string{"10.1.0.1:8000"}}, router.Request{Allowed: []uint64{}}},
+		"a session's worker":                 {&Gateway{Home: "10.0.0.3:8000"}, router.Request{Home: &home}},
+		"a session whose worker is gone":     {&Gateway{Home: "10.0.0.9:8000"}, router.Request{}},
+		"an objective of high priority":      {&Gateway{Priority: 7}, router.Request{StrictPriority: 7}},
+		"an objective that may be refused":   {&Gateway{Priority: -1}, router.Request{}},
+		"an objective of a priority too far": {&Gateway{Priority: 1 << 40}, router.Request{StrictPriority: 1<<31 - 1}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var got router.Request
+			if err := test.gateway.Follow(&got, rt); err != nil {
+				t.Fatal(err)
+			}
+			if got.Alternatives != test.want.Alternatives || got.StrictPriority != test.want.StrictPriority || !slices.Equal(got.Allowed, test.want.Allowed) || (got.Allowed == nil) != (test.want.Allowed == nil) {
+				t.Errorf("%+v, want %+v", got, test.want)
+			}
+			if (got.Home == nil) != (test.want.Home == nil) || got.Home != nil && *got.Home != *test.want.Home {
+				t.Errorf("home %v, want %v", got.Home, test.want.Home)
+			}
+		})
+	}
+}
+
+// TestWhatMayBeRefusedIsWhileWorkersAreSaturated pins the priorities below 0.
+func TestWhatMayBeRefusedIsWhileWorkersAreSaturated(t *testing.T) {
+	rt := gatewayRouter(t, 1)
+	for i := range 200 {
+		b, err := rt.Book(router.Request{Tokens: testkit.Tokens(uint32(i)*100_000, 10_000)}, kv.WorkerKey{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer b.End()
+	}
+	if saturation, _ := rt.Saturation(); saturation < 1 {
+		t.Fatalf("the worker is not saturated: %v", saturation)
+	}
+	var request router.Request
+	if err := (&Gateway{Priority: -1}).Follow(&request, rt); !errors.Is(err, router.ErrBusy) {
+		t.Errorf("below 0: %v", err)
+	}
+	if err := (&Gateway{}).Follow(&request, rt); err != nil {
+		t.Errorf("0: %v", err)
+	}
+}
+
+func TestRefusalsInAGatewaysWords(t *testing.T) {
+	for _, test := range []struct {
+		err    error
+		status int
+		reason string
+	}{
+		{router.ErrBusy, 429, "saturated"}, {router.ErrQueueFull, 429, "queue_full"}, {router.ErrQueueTimeout, 429, "queue_timeout"},
+		{router.ErrNoWorker, 503, "no_endpoints"}, {router.ErrNoPair, 503, "no_endpoints"},
+	} {
+		if status, reason := (&Gateway{}).Refusal(test.err); status != test.status || reason != test.reason {
+			t.Errorf("%v: %d %s", test.err, status, reason)
+		}
+	}
+}
+
+func TestAGatewayRenamesTheModel(t *testing.T) {
+	body, ok := jsonbody.Parse([]byte(`{"a":1,"model":"m","b":2}`))
+	if !ok {
+		t.Fatal("not parsed")
+	}
+	for _, test := range []struct {
+		gateway *Gateway
+		want    string
+	}{{nil, "m"}, {&Gateway{}, "m"}, {&Gateway{Model: `m"2`}, `m"2`}} {
+		renamed := test.gateway.Rename(body)
+		if got := renamed.Get("model").String(); got != test.want || renamed.Get("a").Int() != 1 || renamed.Get("b").Int() != 2 {
+			t.Errorf("%q in %s, want %q", got, renamed.Raw, test.want)
+		}
+	}
+}
+
+// sendByGateway sends a request through a gateway that answers as send does.
+func sendByGateway(t *testing.T, rt *router.Router, send func(Routed) (*http.Response, string, error)) (*httptest.ResponseRecorder, *Exchange, error) {
+	t.Helper()
+	p := newTestProxy(t, 0)
+	request := router.Request{Tokens: testkit.Tokens(1, 256), Alternatives: 3}
+	u := Upstream{
+		Method: http.MethodPost, Path: testkit.ChatPath, Body: []byte(`{}`), Route: testkit.ChatPath, EndMarked: true,
+		Header:  http.Header{HeaderPrefiller: {"169.254.169.254:80"}, HeaderDataParallel: {"169.254.169.254:80"}},
+		Gateway: &Gateway{Send: send},
+	}
+	w, x := httptest.NewRecorder(), &Exchange{}
+	err := p.Forward(t.Context(), w, u, x, rebooks{
+		chooseOne: func(exclude []uint64) (router.Decision, error) {
+			request.Exclude = exclude
+			return rt.Route(t.Context(), request)
+		},
+		rebook: func(d router.Decision, to kv.WorkerKey) (router.Decision, error) { return rt.Rebook(request, d, to) },
+	})
+	return w, x, err
+}
+
+// answered is a worker's answer.
+func answered(status int, kind, body string) *http.Response {
+	return &http.Response{StatusCode: status, Header: http.Header{"Content-Type": {kind}}, Body: io.NopCloser(strings.NewReader(body))}
+}
+
+func TestAGatewaysAnswerEndsItsBooking(t *testing.T) {
+	const whole = `{"choices":[{"finish_reason":"stop"}],"usage":{"prompt_tokens":256,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":64}}}`
+	for name, test := range map[string]struct {
+		answer *http.Response
+		err    error
+		status int
+		cached int
+	}{
+		"whole":               {answered(200, "application/json", whole), nil, 200, 64},
+		"a stream":            {answered(200, "text/event-stream", "data: "+whole+"\n\ndata: [DONE]\n\n"), nil, 200, 64},
+		"the worker's error":  {answered(400, "application/json", `{"error":{}}`), nil, 400, 0},
+		"the gateway's error": {answered(503, "text/plain", "upstream connect error"), nil, 503, 0},
+		"none":                {nil, context.DeadlineExceeded, 0, 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			rt := gatewayRouter(t, 3)
+			var routed Routed
+			w, x, err := sendByGateway(t, rt, func(c Routed) (*http.Response, string, error) {
+				routed = c
+				return test.answer, "", test.err
+			})
+			if (err == nil) != (test.err == nil) {
+				t.Errorf("error %v", err)
+			}
+			if err == nil && (w.Code != test.status || x.Usage.CachedTokens != test.cached) {
+				t.Errorf("status %d, %d cached; want %d, %d", w.Code, x.Usage.CachedTokens, test.status, test.cached)
+			}
+			for _, name := range []string{HeaderPrefiller, HeaderDataParallel} {
+				if given := routed.Request.Header[name]; given != nil {
+					t.Errorf("%s: %s of the client goes on", name, given)
+				}
+			}
+			if len(routed.Others) != 2 || routed.Others[0].Key == routed.Target.Key {
+				t.Errorf("others: %+v", routed.Others)
+			}
+			if n := routertest.InFlight(rt); n != 0 {
+				t.Errorf("%d bookings are left", n)
+			}
+		})
+	}
+}
+
+// TestABookingMovesToWhoServed has a gateway serve from its list's second address.
+func TestABookingMovesToWhoServed(t *testing.T) {
+	rt := gatewayRouter(t, 3)
+	var first, second kv.Target
+	_, x, err := sendByGateway(t, rt, func(c Routed) (*http.Response, string, error) {
+		first, second = c.Target, c.Others[0]
+		return answered(200, "application/json", `{}`), second.Address(), nil
+	})
+	if err != nil || x.Decision.Target.Key != second.Key {
+		t.Errorf("served by %v (%v), want %v", x.Decision.Target.Key, err, second.Key)
+	}
+	if n := routertest.InFlight(rt); n != 0 {
+		t.Errorf("%d bookings are left", n)
+	}
+	_, x, err = sendByGateway(t, rt, func(c Routed) (*http.Response, string, error) {
+		first = c.Target
+		return answered(200, "application/json", `{}`), "10.9.9.9:1", nil
+	})
+	if err != nil || x.Decision.Target.Key != first.Key {
+		t.Errorf("an unknown address moved the booking to %v (%v)", x.Decision.Target.Key, err)
+	}
+}

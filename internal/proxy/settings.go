@@ -1,0 +1,43 @@
+package proxy
+
+import (
+	"errors"
+	"time"
+
+	"kvrouter/internal/outlier"
+)
+
+// Settings are the flags for requests that are sent again, and for those that a
+// prefill worker and a decode worker share.
+type Settings struct {
+	DisaggMinUncachedTokens int           `group:"Prefill and decode apart" default:"256" help:"Fewest uncached prompt tokens for which a prefill worker is used; a decode worker computes fewer itself."`
+	DisaggPrefillTimeout    time.Duration `group:"Prefill and decode apart" default:"60s" help:"Longest time from sending a prompt to a prefill worker to the end of its answer."`
+	DisaggHandoverTimeout   time.Duration `group:"Prefill and decode apart" default:"60s" help:"Longest time from there to the first event of the decode worker's stream. With SGLang, an answer that is not streamed must be whole by then, plus 1 s for each token that the request lets it have (max_tokens); without such a limit only --request-timeout holds."`
+	EnforceDisagg           bool          `group:"Prefill and decode apart" help:"Refuse a request whose prompt no prefill worker can compute, instead of leaving it to a decode worker."`
+
+	outlier.RetrySettings
+
+	// RequestTimeout is the longest wait for a worker's next byte, and for a client to
+	// take it; 0: no limit. OutputBlocks books the blocks of streams as they grow. Both
+	// come from flags of other packages.
+	RequestTimeout time.Duration `kong:"-"`
+	OutputBlocks   bool          `kong:"-"`
+}
+
+// DefaultSettings returns the defaults of the flags.
+func DefaultSettings() Settings {
+	return Settings{DisaggMinUncachedTokens: 256, DisaggPrefillTimeout: time.Minute, DisaggHandoverTimeout: time.Minute, RetrySettings: outlier.DefaultRetrySettings()}
+}
+
+// Validate checks the settings; its errors name the flag.
+func (k Settings) Validate() error {
+	switch {
+	case k.DisaggMinUncachedTokens < 0:
+		return errors.New("--disagg-min-uncached-tokens cannot be negative: 0 leaves every prompt to prefill workers")
+	case k.DisaggPrefillTimeout <= 0:
+		return errors.New("--disagg-prefill-timeout must be more than 0")
+	case k.DisaggHandoverTimeout <= 0:
+		return errors.New("--disagg-handover-timeout must be more than 0")
+	}
+	return k.RetrySettings.Validate()
+}
