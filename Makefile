@@ -59,18 +59,18 @@ test-mooncake: setup ## Test two real vLLM CPU workers with MooncakeConnector ov
 	@scripts/mooncake.sh
 
 test-sglang: setup-sglang ## Test real SGLang CPU servers: KV events, data-parallel ranks, load, disaggregation, crashes (minutes)
-	KVROUTER_SGLANG=1 go test -run RealSGLang -v -count 1 -timeout 40m .
+	KVROUTER_SGLANG=1 go test -v -count 1 -timeout 40m ./test/real/sglang
 
 test-kubernetes: ## Test with a real Kubernetes API server: rollouts, API server outage, 200 pods, RBAC, Helm chart (5 minutes; builds the servers and Helm once)
 	@scripts/build-native.sh
 	@scripts/helm.sh >/dev/null
-	@folder=$$(scripts/kubernetes.sh) && echo "KVROUTER_KUBERNETES=$$folder go test -run '^TestKubernetes' ." && KVROUTER_KUBERNETES=$$folder go test -run '^TestKubernetes' -v -count 1 -timeout 20m .
+	@folder=$$(scripts/kubernetes.sh) && echo "KVROUTER_KUBERNETES=$$folder go test ./test/real/kubernetes" && KVROUTER_KUBERNETES=$$folder go test -run '^TestKubernetes' -v -count 1 -timeout 20m ./test/real/kubernetes
 
 test-gateway: setup ## Test the endpoint picker behind a real Envoy, with simulated and real vLLM workers (5 minutes; installs Envoy once)
 	@scripts/gateway.sh
 
 test-traces: setup ## Test OpenTelemetry traces across the router and a real vLLM CPU worker (1 minute)
-	KVROUTER_TRACES=1 go test -run TraceOnRealVLLM -v -count 1 -timeout 15m .
+	go test -run '^TestTwoWorkersOnRealVLLM$$/^trace$$' -v -count 1 -timeout 15m ./test/real/vllm
 
 test-boards: ## Test the Grafana dashboard and the alerts with promtool and a Prometheus that scrapes simulated workers
 	@scripts/boards.sh
@@ -79,7 +79,7 @@ test-boards: ## Test the Grafana dashboard and the alerts with promtool and a Pr
 test-page: ## Test the dashboard in Chromium; installs Debian's package if missing (30 s)
 	@scripts/build-native.sh
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -q && apt-get install -qy chromium; } || { echo "test-page: chromium is missing: run apt-get install chromium as root" >&2; exit 1; }
-	KVROUTER_PAGE=1 go test -count 1 -timeout 10m -run '^TestBrowser' -v .
+	KVROUTER_PAGE=1 go test -count 1 -timeout 10m -run '^TestBrowser' -v ./test/real/browser
 
 lint: ## Run gofmt, go vet, staticcheck and syntax checks of the shell and Python scripts
 	@scripts/build-native.sh
@@ -94,7 +94,7 @@ dist: ## Build release artifacts into out/dist: static binaries, images, SBOM, c
 
 test-dist: dist ## Build the release artifacts, then run the binary and the image in a chroot (needs root)
 	@scripts/build-native.sh
-	KVROUTER_DIST=1 go test -run '^TestDist' -v -count 1 -timeout 10m .
+	KVROUTER_DIST=1 go test -v -count 1 -timeout 10m ./test/real/dist
 
 bench: setup ## Run the micro-benchmarks of hashing, index, decoding and routing (BENCH=regexp)
 	go test -run '^$$' -bench '$(BENCH)' -benchmem -timeout 60m ./...

@@ -19,20 +19,18 @@ import (
 
 	"github.com/tidwall/gjson"
 
-	"kvrouter/internal/chat"
 	"kvrouter/internal/engine"
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
-	"kvrouter/internal/proxy"
 	"kvrouter/internal/settings"
 	"kvrouter/internal/telemetry"
 	"kvrouter/internal/testkit"
-	"kvrouter/internal/web"
+	"kvrouter/internal/tokens"
 )
 
 func TestMockPredictionsAreExactOneByOne(t *testing.T) {
 	variants := [][]string{nil, {"--mock-array-events"}, {"--mock-api=sglang"}, {"--mock-api=sglang", "--block-size=16", "--mock-num-gpu-blocks=240"}}
-	if dir := filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct"); chat.FileExists(dir, "tokenizer.json") {
+	if dir := filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct"); tokens.FileExists(dir, "tokenizer.json") {
 		variants = append(variants, []string{"--model=" + dir})
 	}
 	for _, args := range append(variants, []string{"--mock-num-gpu-blocks=60", "--mock-duplicate-events=0.3", "--mock-delay-events=3ms"}) {
@@ -227,64 +225,6 @@ func TestMockFaultsHitTheNamedWorker(t *testing.T) {
 	}
 }
 
-// TestMockFaultsOfTests pins the faults that have no flag.
-func TestMockFaultsOfTests(t *testing.T) {
-	s := startMockSite(t, 1)
-	w := s.app.mocker.Worker(0)
-	const chat = `{"messages":[{"role":"user","content":"Hi"}],"max_tokens":2}`
-	w.Failing.Store(502)
-	if status, answer := post(t, s.workerURL(0)+testkit.ChatPath, chat); status != 502 || !gjson.GetBytes(answer, "error.message").Exists() {
-		t.Errorf("failing: %d %s", status, answer)
-	}
-	w.Failing.Store(0)
-	w.Stuck.Store(true)
-	answered := make(chan int, 1)
-	go func() {
-		response, err := http.Post(s.workerURL(0)+testkit.ChatPath, "application/json", strings.NewReader(chat))
-		if err == nil {
-			response.Body.Close()
-			answered <- response.StatusCode
-		}
-		close(answered)
-	}()
-	testkit.Eventually(t, 5*time.Second, "the request waits", func() bool { return s.rank(kv.WorkerKey{}).Counts.PromptTokens.Load() > 0 })
-	if status, _ := testkit.HTTPGet(t, s.workerURL(0)+"/health"); status != 200 || len(answered) > 0 {
-		t.Errorf("stuck: health %d, %d answers", status, len(answered))
-	}
-	w.Stuck.Store(false)
-	if status := <-answered; status != 200 {
-		t.Errorf("no longer stuck: %d", status)
-	}
-}
-
-// TestMockWorkerFinishesWhatItAnswers is about --mock-shutdown-timeout.
-func TestMockWorkerFinishesWhatItAnswers(t *testing.T) {
-	s := startMockSite(t, 1, "--speedup-ratio=1", "--mock-shutdown-timeout=20s")
-	first := s.app.mocker.Worker(0)
-	direct := &site{openAI: s.workerURL(0)}
-	done := make(chan answer, 1)
-	go func() {
-		a, _ := direct.chat(t.Context(), say("Hi"), true, 100)
-		done <- a
-	}()
-	testkit.Eventually(t, 5*time.Second, "the answer has begun", func() bool { return s.rank(kv.WorkerKey{}).Counts.GenerationTokens.Load() > 0 })
-	first.Stop(errMockStopped)
-	testkit.Eventually(t, 5*time.Second, "new connections are refused", func() bool {
-		response, err := http.Get(s.workerURL(0) + "/health")
-		if err == nil {
-			response.Body.Close()
-		}
-		return err != nil
-	})
-	if len(done) > 0 {
-		t.Error("the answer has ended before")
-	}
-	if a := <-done; !a.finished || a.broken {
-		t.Errorf("%+v", a)
-	}
-	testkit.Eventually(t, 10*time.Second, "it is started again", func() bool { return s.app.mocker.Worker(0) != first })
-}
-
 // TestMockWorkerCanBeAttached routes to one mock worker from a second router,
 // which learns its event endpoints from the worker itself.
 func TestMockWorkerCanBeAttached(t *testing.T) {
@@ -306,7 +246,7 @@ func TestMockWorkerCanBeAttached(t *testing.T) {
 		if err := <-done; err != nil {
 			t.Error(err)
 		}
-		second.proxy.Close()
+		second.proxy.Client.CloseIdleConnections()
 	}()
 	testkit.Eventually(t, 20*time.Second, "events followed", func() bool {
 		for _, stats := range second.fleet.Streams() {
@@ -437,7 +377,10 @@ var mockPairs = []mockPair{{kv.KindNIXL, "vllm"}, {kv.KindSGLang, "vllm"}, {kv.K
 func (s *mockSite) idle() bool {
 	for _, target := range s.app.router.Targets() {
 		w := s.app.mocker.Worker(int(target.Key.Worker))
-		if w.Transfers() > 0 || s.rank(target.Key).CurrentLoad() != (mocker.Load{}) {
+		w.Rooms.Mu.Lock()
+		rooms := len(w.Rooms.ByID)
+		w.Rooms.Mu.Unlock()
+		if rooms > 0 || s.rank(target.Key).CurrentLoad() != (mocker.Load{}) {
 			return false
 		}
 	}
@@ -554,168 +497,6 @@ func TestMockPairsSurviveAPrefillWorker(t *testing.T) {
 			testkit.Eventually(t, 20*time.Second, "nothing is in flight", s.idle)
 		})
 	}
-}
-
-// TestMockNIXLWorkersKeepAndFetchPrompts speaks vLLM's protocol to the workers.
-func TestMockNIXLWorkersKeepAndFetchPrompts(t *testing.T) {
-	s := startMockPairs(t, kv.KindNIXL, 1, 2, "--mock-kv-lease=3s")
-	prefill := func(i int) (params string, tokens int64) {
-		t.Helper()
-		status, answer := post(t, s.workerURL(0)+"/v1/chat/completions", fmt.Sprintf(`{"messages":%s,"max_tokens":1,"kv_transfer_params":%s}`, mocker.MustJSON(longPrompt(i)), proxy.PrefillParams))
-		if status != http.StatusOK {
-			t.Fatalf("%d: %s", status, answer)
-		}
-		return gjson.GetBytes(answer, "kv_transfer_params").Raw, gjson.GetBytes(answer, "usage.prompt_tokens").Int()
-	}
-	decode := func(worker, i int, params string) (cached int64) {
-		t.Helper()
-		status, answer := post(t, s.workerURL(worker)+"/v1/chat/completions", fmt.Sprintf(`{"messages":%s,"max_tokens":5,"kv_transfer_params":%s}`, mocker.MustJSON(longPrompt(i)), params))
-		if status != http.StatusOK || gjson.GetBytes(answer, "usage.completion_tokens").Int() != 5 {
-			t.Fatalf("%d: %s", status, answer)
-		}
-		return gjson.GetBytes(answer, "usage.prompt_tokens_details.cached_tokens").Int()
-	}
-	usage := func() float64 { return s.rank(kv.WorkerKey{}).CurrentLoad().Usage }
-
-	params, tokens := prefill(1)
-	for _, name := range []string{"remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size"} {
-		if mocker.IsNull(gjson.Get(params, name)) {
-			t.Errorf("%s is missing in %s", name, params)
-		}
-	}
-	if blocks := gjson.Get(params, "remote_block_ids.0.#").Int(); blocks != (tokens+63)/64 || !gjson.Get(params, "do_remote_prefill").Bool() {
-		t.Errorf("%d blocks of %d tokens in %s", blocks, tokens, params)
-	}
-	testkit.Eventually(t, 10*time.Second, "the blocks are kept", func() bool { return usage() > 0 })
-	if cached := decode(1, 1, params); cached != tokens {
-		t.Errorf("%d of %d tokens counted as cached", cached, tokens)
-	}
-	testkit.Eventually(t, 10*time.Second, "fetched, they are kept no longer", func() bool { return usage() == 0 })
-	if cached := decode(2, 1, params); cached != 0 {
-		t.Errorf("%d tokens cached though another worker had fetched them", cached)
-	}
-
-	params, _ = prefill(2)
-	testkit.Eventually(t, 10*time.Second, "the next blocks are kept", func() bool { return usage() > 0 }) // until its load is told, none are known
-	testkit.Eventually(t, 10*time.Second, "the lease ends", func() bool { return usage() == 0 })
-	if cached := decode(1, 2, params); cached != 0 {
-		t.Errorf("%d tokens cached though the lease has ended", cached)
-	}
-	if cached := decode(1, 3, `{"do_remote_prefill":true}`); cached != 0 {
-		t.Errorf("%d tokens cached though nobody said where they are", cached)
-	}
-}
-
-func TestMockNIXLWorkersFailWhereTold(t *testing.T) {
-	s := startMockPairs(t, kv.KindNIXL, 1, 1, "--mock-kv-load-failure=fail")
-	const params = `{"do_remote_prefill":true,"remote_block_ids":[[1]],"remote_engine_id":"x","remote_request_id":"x","remote_host":"127.0.0.1","remote_port":1}`
-	for _, stream := range []bool{false, true} {
-		status, answer := post(t, s.workerURL(1)+"/v1/chat/completions", fmt.Sprintf(`{"messages":%s,"stream":%v,"kv_transfer_params":%s}`, mocker.MustJSON(longPrompt(1)), stream, params))
-		if stream && (status != http.StatusOK || !strings.Contains(string(answer), `data: {"error":`)) || !stream && status != http.StatusInternalServerError {
-			t.Errorf("stream %v: %d %s", stream, status, answer)
-		}
-	}
-	testkit.Eventually(t, 10*time.Second, "nothing is in flight", s.idle)
-}
-
-// TestMockSGLangWorkersMeet speaks SGLang's protocol to the workers: neither
-// answers alone.
-func TestMockSGLangWorkersMeet(t *testing.T) {
-	s := startMockPairs(t, kv.KindSGLang, 1, 1, "--mock-bootstrap-timeout=500ms")
-	port := s.app.config.BaseWorkerPort
-	ask := func(worker, room int, more string) (status int, answer []byte) {
-		return post(t, s.workerURL(worker)+"/v1/chat/completions", fmt.Sprintf(`{"messages":%s,"max_tokens":5,"bootstrap_host":"127.0.0.1","bootstrap_port":%d,"bootstrap_room":%d%s}`, mocker.MustJSON(longPrompt(room)), port, room, more))
-	}
-	for worker := range 2 {
-		if status, answer := ask(worker, 1+worker, ""); status != http.StatusInternalServerError {
-			t.Errorf("worker %d answered alone: %d %s", worker, status, answer)
-		}
-	}
-	for first := range 2 { // whoever comes first
-		room := 10 + first
-		var legs sync.WaitGroup
-		legs.Go(func() {
-			if status, answer := ask(first, room, ""); status != http.StatusOK {
-				t.Errorf("worker %d: %d %s", first, status, answer)
-			}
-		})
-		if status, answer := ask(1-first, room, ""); status != http.StatusOK {
-			t.Errorf("worker %d: %d %s", 1-first, status, answer)
-		}
-		legs.Wait()
-	}
-	if got := s.rank(kv.WorkerKey{}).Counts.GenerationTokens.Load(); got != 2 {
-		t.Errorf("the prefill worker made %d tokens, want 2", got)
-	}
-	if _, info := testkit.HTTPGet(t, s.workerURL(0)+"/server_info"); gjson.GetBytes(info, "disaggregation_mode").Str != "prefill" || gjson.GetBytes(info, "disaggregation_bootstrap_port").Int() != int64(port) {
-		t.Errorf("server_info: %s", info)
-	}
-	testkit.Eventually(t, 10*time.Second, "nothing is in flight", s.idle)
-}
-
-// TestMockPromptsOfOneNameStayApart: both attempts at a request have its id, and
-// a client may use a room twice.
-func TestMockPromptsOfOneNameStayApart(t *testing.T) {
-	t.Run("nixl", func(t *testing.T) {
-		s := startMockPairs(t, kv.KindNIXL, 1, 1, "--mock-kv-lease=200ms")
-		names := map[string]bool{}
-		for range 3 {
-			request, _ := http.NewRequest(http.MethodPost, s.workerURL(0)+testkit.ChatPath, strings.NewReader(fmt.Sprintf(`{"messages":%s,"max_tokens":1,"kv_transfer_params":%s}`, mocker.MustJSON(longPrompt(1)), proxy.PrefillParams)))
-			request.Header.Set(web.HeaderRequest, "the-same")
-			response, err := http.DefaultClient.Do(request)
-			if err != nil {
-				t.Fatal(err)
-			}
-			answer, _ := io.ReadAll(response.Body)
-			response.Body.Close()
-			names[gjson.GetBytes(answer, "kv_transfer_params.remote_request_id").Str] = true
-		}
-		if len(names) != 3 {
-			t.Errorf("3 prompts are kept as %v", names)
-		}
-		testkit.Eventually(t, 10*time.Second, "nothing is in flight", s.idle)
-	})
-	t.Run("sglang", func(t *testing.T) {
-		s := startMockPairs(t, kv.KindSGLang, 1, 1, "--mock-bootstrap-timeout=5s")
-		ask := func(worker int) {
-			body := fmt.Sprintf(`{"messages":%s,"max_tokens":5,"bootstrap_host":"127.0.0.1","bootstrap_port":%d,"bootstrap_room":7}`, mocker.MustJSON(longPrompt(1)), s.app.config.BaseWorkerPort)
-			if status, answer := post(t, s.workerURL(worker)+testkit.ChatPath, body); status != http.StatusOK {
-				t.Errorf("worker %d: %d %s", worker, status, answer)
-			}
-		}
-		ended := make(chan bool, 2)
-		for range cap(ended) {
-			go func() {
-				ask(0)
-				ended <- true
-			}()
-		}
-		<-ended // the one without a room; a decode leg before it would leave the room free for both
-		ask(1)
-		<-ended
-		testkit.Eventually(t, 10*time.Second, "nothing is in flight", s.idle)
-	})
-}
-
-func TestMockSGLangWorkersAbortByName(t *testing.T) {
-	s := startMockPairs(t, kv.KindSGLang, 1, 1)
-	ended := make(chan int, 1)
-	go func() {
-		status, _ := post(t, s.workerURL(0)+"/v1/chat/completions", fmt.Sprintf(`{"messages":%s,"rid":"abc-1","bootstrap_host":"127.0.0.1","bootstrap_room":1}`, mocker.MustJSON(longPrompt(1))))
-		ended <- status
-	}()
-	w := s.app.mocker.Worker(0)
-	testkit.Eventually(t, 10*time.Second, "it waits", func() bool { return w.Running() == 1 })
-	post(t, s.workerURL(0)+"/abort_request", `{"rid":"abc"}`)
-	select {
-	case status := <-ended:
-		if status != http.StatusInternalServerError {
-			t.Errorf("status %d", status)
-		}
-	case <-time.After(10 * time.Second):
-		t.Error("it was not aborted")
-	}
-	testkit.Eventually(t, 10*time.Second, "nothing is in flight", s.idle)
 }
 
 func TestMockPairsLeaveNothingOfAClientThatGoes(t *testing.T) {

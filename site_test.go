@@ -68,41 +68,6 @@ func buildProgram(flag string) (path string, err error) {
 	return path, nil
 }
 
-// startSite starts kvrouter with real workers and waits until all are ready.
-func startSite(t *testing.T, workers int, env []string, args ...string) *site {
-	t.Helper()
-	return startParts(t, []string{fmt.Sprintf("--num-workers=%d", workers)}, workers, env, args...)
-}
-
-// startParts is startSite where parts, flags, say what the workers do.
-func startParts(t *testing.T, parts []string, workers int, env []string, args ...string) *site {
-	t.Helper()
-	const ranks = 2 // of a worker at most
-	slots := workers * ranks
-	ports := testkit.FreePorts(t, 2+6*slots)
-	all := parts
-	for i, flag := range []string{"base-worker-port", "base-kv-events-port", "base-kv-replay-port", "base-metrics-port", "base-nixl-port", "base-bootstrap-port"} {
-		all = append(all, fmt.Sprintf("--%s=%d", flag, ports+2+i*slots))
-	}
-	s := startProgram(t, ports, env, append(all, forThisCPU(args)...)...)
-	s.waitReady(workers, 8*time.Minute)
-	return s
-}
-
-// forThisCPU has vLLM compute in float32 on a CPU without AVX-512: bfloat16, the
-// model's own type, takes three times as long there.
-func forThisCPU(args []string) []string {
-	info, err := os.ReadFile("/proc/cpuinfo")
-	_, noGPU := exec.LookPath("nvidia-smi")
-	if err != nil || noGPU == nil || strings.Contains(string(info), " avx512f") {
-		return args
-	}
-	if !slices.Contains(args, "--") {
-		args = append(args, "--")
-	}
-	return append(args, "--dtype", "float32")
-}
-
 // startProgram starts kvrouter on two ports, the second being the one after
 // port.
 func startProgram(t *testing.T, port int, env []string, args ...string) *site {

@@ -8,7 +8,6 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
-	"os"
 	"regexp"
 	"strings"
 	"testing"
@@ -383,48 +382,5 @@ func TestExemplars(t *testing.T) {
 				t.Error("who asks for text gets exemplars")
 			}
 		})
-	}
-}
-
-// TestTraceOnRealVLLM has a router and a vLLM worker tell the same collector of one
-// chat, whose client is traced, too: it is one tree.
-func TestTraceOnRealVLLM(t *testing.T) {
-	if os.Getenv("KVROUTER_TRACES") == "" {
-		t.Skip("make test-traces runs this")
-	}
-	c := collector.Start(t)
-	env := []string{"OTEL_EXPORTER_OTLP_ENDPOINT=" + c.HTTP, "OTEL_SERVICE_NAME=my-router", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=" + c.HTTP + "/v1/traces", "OTEL_BSP_SCHEDULE_DELAY=200"}
-	s := startSite(t, 1, env, "--", "--otlp-traces-endpoint", c.GRPC)
-	if status := tracedChat(t, s, "What is the capital of France?", true, "traceparent", clientParent); status != http.StatusOK {
-		t.Fatal(status)
-	}
-	engine := func() (of []collector.Span) {
-		for _, span := range c.Spans(clientTrace) {
-			if span.Service == "vllm" {
-				of = append(of, span)
-			}
-		}
-		return of
-	}
-	testkit.Eventually(t, time.Minute, "spans of the router and of vLLM", func() bool { return len(engine()) > 0 && len(c.Spans(clientTrace)) >= len(engine())+4 })
-	spans := c.Spans(clientTrace)
-	t.Logf("one trace through router and engine, below the client's span %s:\n%s", clientSpan, collector.Tree(spans, true))
-	ids := map[string]collector.Span{}
-	for _, span := range spans {
-		ids[span.ID] = span
-	}
-	for _, span := range spans {
-		if span.Service == "vllm" && ids[span.Parent].Service != "vllm" && ids[span.Parent].Name != "attempt" {
-			t.Errorf("vLLM's %s hangs below %q", span.Name, ids[span.Parent].Name)
-		}
-		if _, known := ids[span.Parent]; !known && span.Parent != clientSpan {
-			t.Errorf("%s hangs below no span of the trace", span.Name)
-		}
-		if span.Service == "my-router" && span.Kind == "SERVER" && span.Parent != clientSpan {
-			t.Errorf("the router's span hangs below %q", span.Parent)
-		}
-	}
-	if n := len(engine()); n == 0 || engine()[0].Attributes["gen_ai.usage.prompt_tokens"] == "" {
-		t.Errorf("%d spans of vLLM, none with usage", n)
 	}
 }

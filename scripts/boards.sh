@@ -16,4 +16,4 @@ fi
 scripts/build-native.sh
 promtool check rules deploy/prometheus/alerts.yaml
 promtool test rules deploy/prometheus/alerts_test.yaml
-KVROUTER_PROMETHEUS=$(command -v prometheus) go test -count 1 -run '^(TestBoard|TestEveryAlert|TestWrongExpressions)' .
+KVROUTER_PROMETHEUS=$(command -v prometheus) go test -count 1 -run '^(TestBoard|TestEveryAlert|TestWrongExpressions)' ./test/deploy ./test/real/prometheus

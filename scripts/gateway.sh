@@ -29,10 +29,10 @@ chmod +x "$envoy"
 export KVROUTER_ENVOY=$envoy
 
 case ${1:-test} in
-  test) exec go test -run '^TestGateway' -v -count 1 -timeout 15m . ./internal/testkit/envoy ;;
+  test) exec go test -run '^TestGateway' -v -count 1 -timeout 15m ./test/real/gateway ./internal/testkit/envoy ;;
   bench)
     mkdir -p out
-    KVROUTER_GATEWAY_BENCH=$PWD/out/gateway.md go test -run '^TestBenchGateway$' -v -count 1 -timeout 60m .
+    KVROUTER_GATEWAY_BENCH=$PWD/out/gateway.md go test -run '^TestBenchGateway$' -v -count 1 -timeout 60m ./test/real/gateway
     ;;
   *) die "$1: must be test or bench" ;;
 esac

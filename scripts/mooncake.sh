@@ -64,4 +64,4 @@ if [ "$(cat "$MOONCAKE/.kvrouter-complete" 2>/dev/null)" != "$want" ]; then
 fi
 exec 9>&- # release the lock before the test
 
-KVROUTER_MOONCAKE=$MOONCAKE exec go test -run '^TestMooncakeWorkersOnRealVLLM$' -count 1 -v -timeout 40m "$@" .
+KVROUTER_MOONCAKE=$MOONCAKE exec go test -run '^TestMooncakeWorkersOnRealVLLM$' -count 1 -v -timeout 40m "$@" ./test/real/vllm

@@ -38,7 +38,7 @@ install_dynamo
 install_peer "$vllm_router" vllm-router==0.1.17
 say "building"
 go build -o out/kvrouter .
-go test -c -o out/peers.test .
+go test -c -o out/peers.test ./test/real/peers
 go test -c -o out/wire.test ./internal/events
 
 parts=(wire simulator proxy)

@@ -9,9 +9,9 @@ import (
 	"kvrouter/internal/tokens"
 )
 
-// builtinTemplate is the chat template of the built-in model, in the ChatML form
+// BuiltinTemplate is the chat template of the built-in model, in the ChatML form
 // that many models have.
-const builtinTemplate = `{%- if tools %}<|im_start|>system
+const BuiltinTemplate = `{%- if tools %}<|im_start|>system
 {{ tools | tojson }}<|im_end|>
 {% endif %}
 {%- for message in messages %}<|im_start|>{{ message['role'] }}
@@ -33,15 +33,15 @@ const builtinMaxModelLen = 131_072
 // each.
 func OpenBuiltinModel() (*tokens.Model, error) {
 	files := &chat.Files{
-		Templates:   map[string]string{"default": builtinTemplate},
+		Templates:   map[string]string{"default": BuiltinTemplate},
 		Special:     []jsonbody.Field{{Key: "eos_token", Raw: strconv.Quote(builtinSpecial[1])}},
 		MaxModelLen: builtinMaxModelLen,
 	}
-	return tokens.NewModel("the built-in tokenizer", builtinTokenizer, files, chat.Options{})
+	return tokens.NewModel("the built-in tokenizer", BuiltinTokenizer, files, chat.Options{})
 }
 
-// builtinTokenizer returns the built-in model's tokenizer.json.
-func builtinTokenizer() ([]byte, error) {
+// BuiltinTokenizer returns the built-in model's tokenizer.json.
+func BuiltinTokenizer() ([]byte, error) {
 	vocabulary := map[string]int{}
 	for i, r := range byteAlphabet() {
 		vocabulary[string(r)] = i

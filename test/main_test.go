@@ -1,0 +1,5 @@
+package test
+
+import "testing"
+
+func TestMain(m *testing.M) { Main(m) }
