@@ -106,7 +106,7 @@ index-bench: ## The index on a trace of 128 workers: rate, lookup times, memory 
 growth: ## How costs grow to 512 workers and 1 M blocks: out/growth.csv, docs/growth.svg (ten minutes)
 	@scripts/build-native.sh
 	@mkdir -p out && rm -f out/growth.csv
-	KVROUTER_GROWTH=$(CURDIR)/out/growth.csv go test -run '^TestGrowth$$' -timeout 60m .
+	KVROUTER_GROWTH=$(CURDIR)/out/growth.csv go test -run '^TestGrowth' -p 1 -timeout 60m ./internal/router ./test
 	$(PYTHON) scripts/growth_plot.py out/growth.csv docs/growth.svg
 
 sim: ## Many loads times many policies on the simulator (minutes; GRID=grid: 103 loads on which no policy should be the wrong choice)
@@ -121,7 +121,7 @@ bench-gateway: setup ## What the endpoint picker costs behind Envoy, beside the 
 
 bench-herding: ## Three routers over the same mock workers, with and without --replica-sync, against one: spread, first token (five minutes)
 	@scripts/build-native.sh
-	KVROUTER_HERDING_BENCH=1 go test -run '^TestHerding$$' -v -count 1 -timeout 15m .
+	KVROUTER_HERDING_BENCH=1 go test -run '^TestHerding$$' -v -count 1 -timeout 15m ./test
 
 wire-speed: setup ## CPU per indexed KV event, against dynamo.indexer
 	scripts/peers.sh wire
@@ -140,14 +140,14 @@ segments: setup ## Hold fastokens, and cut and remembered prompts, against the t
 
 soak: ## Simulated workers kept busy: without faults, with them, with all coming and going, with prefill and decode apart (SOAK=60s each)
 	@scripts/build-native.sh
-	KVROUTER_SOAK=$(SOAK) go test -run '^TestSoak' -v -count 1 -timeout 60m .
+	KVROUTER_SOAK=$(SOAK) go test -run '^TestSoak' -v -count 1 -timeout 60m ./test
 
 fuzz: ## Every fuzz target, one after the other; stops at the first crash (FUZZTIME=10s each)
 	@scripts/build-native.sh
 	@FUZZTIME=$(FUZZTIME) scripts/fuzz.sh
 
 chaos: setup ## Two routers in rolling restart over workers that crash, fail, hang and fall silent (CHAOS=2m); then each fault alone
-	KVROUTER_CHAOS=$(CHAOS) go test -run '^(TestChaos|TestOneOfFourWorkers)' -v -count 1 -timeout 90m .
+	KVROUTER_CHAOS=$(CHAOS) go test -run '^(TestChaos|TestOneOfFourWorkers)' -v -count 1 -timeout 90m ./test
 
 clean: ## Remove what was built here (the cache of vLLM and models stays)
 	rm -rf out native/lib native/target kvrouter *.test *.prof

@@ -15,4 +15,4 @@ mkdir -p "$CACHE/log"
 install_dynamo
 exec 9>&- # others may go on
 scripts/build-native.sh
-KVROUTER_DYNAMO_PYTHON=$DYNAMO/bin/python exec go test -run '^TestSelectionParity|^TestDynamo' -count 1 -v -timeout 10m "$@" .
+KVROUTER_DYNAMO_PYTHON=$DYNAMO/bin/python exec go test -run '^TestSelectionParity|^TestDynamo' -count 1 -v -timeout 10m "$@" ./test

@@ -24,6 +24,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/selection"
+	"kvrouter/internal/settings"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/web"
 )
@@ -135,8 +136,8 @@ func (r *Router) Workers() []selection.WorkerRecord {
 	return records
 }
 
-// Worker returns a worker's record of GET /workers; ok: there is one.
-func (r *Router) Worker(id uint64) (record selection.WorkerRecord, ok bool) {
+// Record returns a worker's record of GET /workers; ok: there is one.
+func (r *Router) Record(id uint64) (record selection.WorkerRecord, ok bool) {
 	for _, w := range r.Workers() {
 		if w.WorkerID == id {
 			return w, true
@@ -382,4 +383,10 @@ func Descendants(pid int) []int {
 		queue = append(queue, children[queue[0]]...)
 	}
 	return all
+}
+
+// ModelFolder is the folder of the model that the real engines of tests serve; make
+// setup prepares it.
+func ModelFolder() string {
+	return filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct")
 }
