@@ -106,7 +106,7 @@ index-bench: ## Benchmark the index with a trace of 128 workers: event rate, loo
 growth: ## Measure scaling to 512 workers and 1 M blocks: out/growth.csv, docs/growth.svg (10 minutes)
 	@scripts/build-native.sh
 	@mkdir -p out && rm -f out/growth.csv
-	KVROUTER_GROWTH=$(CURDIR)/out/growth.csv go test -run '^TestGrowth$$' -timeout 60m .
+	KVROUTER_GROWTH=$(CURDIR)/out/growth.csv go test -run '^TestGrowth' -p 1 -timeout 60m ./internal/router ./test
 	$(PYTHON) scripts/growth_plot.py out/growth.csv docs/growth.svg
 
 sim: ## Simulate a grid of loads and policies (minutes; GRID=policies, grid (103 loads) or holdout)
@@ -121,7 +121,7 @@ bench-gateway: setup ## Measure the overhead of the endpoint picker behind Envoy
 
 bench-herding: ## Compare three routers, with and without --replica-sync, with one: load distribution, time to first token (5 minutes)
 	@scripts/build-native.sh
-	KVROUTER_HERDING_BENCH=1 go test -run '^TestHerding$$' -v -count 1 -timeout 15m .
+	KVROUTER_HERDING_BENCH=1 go test -run '^TestHerding$$' -v -count 1 -timeout 15m ./test
 
 wire-speed: setup ## Compare the CPU time per indexed KV event with dynamo.indexer
 	scripts/peers.sh wire
@@ -140,14 +140,14 @@ segments: setup ## Compare fastokens and segmented, cached prompts with the toke
 
 soak: ## Load simulated workers: without faults, with faults, with workers joining and leaving, disaggregated (SOAK=60s each)
 	@scripts/build-native.sh
-	KVROUTER_SOAK=$(SOAK) go test -run '^TestSoak' -v -count 1 -timeout 60m .
+	KVROUTER_SOAK=$(SOAK) go test -run '^TestSoak' -v -count 1 -timeout 60m ./test
 
 fuzz: ## Run every fuzz target in turn; stops at the first crash (FUZZTIME=10s each)
 	@scripts/build-native.sh
 	@FUZZTIME=$(FUZZTIME) scripts/fuzz.sh
 
 chaos: setup ## Restart two routers in turn while their workers crash, fail, hang and stop responding (CHAOS=2m), then test each fault alone
-	KVROUTER_CHAOS=$(CHAOS) go test -run '^(TestChaos|TestOneOfFourWorkers)' -v -count 1 -timeout 90m .
+	KVROUTER_CHAOS=$(CHAOS) go test -run '^(TestChaos|TestOneOfFourWorkers)' -v -count 1 -timeout 90m ./test
 
 clean: ## Remove build output (keeps the cache of vLLM and models)
 	rm -rf out native/lib native/target kvrouter *.test *.prof

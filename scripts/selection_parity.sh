@@ -15,4 +15,4 @@ mkdir -p "$CACHE/log"
 install_dynamo
 exec 9>&- # release the lock before the tests
 scripts/build-native.sh
-KVROUTER_DYNAMO_PYTHON=$DYNAMO/bin/python exec go test -run '^TestSelectionParity|^TestDynamo' -count 1 -v -timeout 10m "$@" .
+KVROUTER_DYNAMO_PYTHON=$DYNAMO/bin/python exec go test -run '^TestSelectionParity|^TestDynamo' -count 1 -v -timeout 10m "$@" ./test

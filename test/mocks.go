@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"strings"
@@ -22,6 +23,7 @@ import (
 	"kvrouter/internal/process"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/tokens"
+	"kvrouter/internal/web"
 )
 
 // Workers are mock workers in this process. They are started again when they end.
@@ -329,7 +331,7 @@ func (s *Mocks) Settle() {
 	testkit.Eventually(s.T, 20*time.Second, "all events applied", func() bool {
 		page := s.Metrics()
 		for _, key := range s.Keys() {
-			if !s.inStep(page, key) {
+			if !s.inStep(page, key, s.Held(key)) {
 				return false
 			}
 		}
@@ -337,24 +339,24 @@ func (s *Mocks) Settle() {
 	})
 }
 
-// inStep tells whether the index has seen all that a rank's engine has published. Of
-// a rank's first incarnation every batch is counted; of later ones only the blocks are
-// compared.
-func (s *Mocks) inStep(page testkit.MetricsLines, key kv.WorkerKey) bool {
+// inStep reports whether a router with that metrics page has seen all that a rank has
+// published, whose cache holds so many blocks. Of a rank's first incarnation every batch
+// is counted; of later ones only the blocks are compared.
+func (w *Workers) inStep(page testkit.MetricsLines, key kv.WorkerKey, held int) bool {
 	labels := fmt.Sprintf(`dp_rank="%d"`, key.Rank)
 	if _, follows := page[fmt.Sprintf(`kvrouter_kv_events_connected{%s,worker_id="%d"}`, labels, key.Worker)]; !follows {
 		return true
 	}
 	worker := fmt.Sprintf(`worker_id="%d"`, key.Worker)
-	if int(s.Starts.Load()) == s.Count {
+	if int(w.Starts.Load()) == w.Count {
 		count := func(kind string) float64 {
 			return page[fmt.Sprintf(`kvrouter_kv_events_total{%s,kind="%s",%s}`, labels, kind, worker)]
 		}
-		if count("batches")+count("replayed_batches") < float64(s.Rank(key).Events.Added.Load()) {
+		if count("batches")+count("replayed_batches") < float64(w.Rank(key).Events.Added.Load()) {
 			return false
 		}
 	}
-	return int(page[fmt.Sprintf("kvrouter_worker_blocks{%s,%s}", labels, worker)]) == s.Held(key)
+	return int(page[fmt.Sprintf("kvrouter_worker_blocks{%s,%s}", labels, worker)]) == held
 }
 
 // Idle waits until no request is in flight.
@@ -362,4 +364,18 @@ func (s *Mocks) Idle() {
 	s.T.Helper()
 	testkit.Eventually(s.T, 20*time.Second, "nothing in flight", func() bool { return s.InFlight() == 0 })
 	http.DefaultClient.CloseIdleConnections()
+}
+
+// BareWorker returns the URL of a worker that is well and answers completions with the
+// rank that they name: it is for tests of the router port, whose clients send requests
+// themselves.
+func BareWorker(t testing.TB) (url string) {
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /health", func(http.ResponseWriter, *http.Request) {})
+	mux.HandleFunc("POST /v1/completions", func(w http.ResponseWriter, r *http.Request) {
+		fmt.Fprintf(w, `{"choices":[{"text":%q,"finish_reason":"stop"}],"usage":{"prompt_tokens":5,"completion_tokens":1}}`, r.Header.Get(web.HeaderRank))
+	})
+	server := httptest.NewServer(mux)
+	t.Cleanup(server.Close)
+	return server.URL
 }

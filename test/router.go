@@ -24,6 +24,7 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/proxy"
 	"kvrouter/internal/selection"
+	"kvrouter/internal/settings"
 	"kvrouter/internal/testkit"
 	"kvrouter/internal/web"
 )
@@ -382,4 +383,10 @@ func Descendants(pid int) []int {
 		queue = append(queue, children[queue[0]]...)
 	}
 	return all
+}
+
+// ModelFolder is the folder of the model that the real engines of tests serve; make
+// setup prepares it.
+func ModelFolder() string {
+	return filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct")
 }

@@ -1,4 +1,4 @@
-package main
+package test
 
 import (
 	"bufio"
@@ -6,10 +6,10 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"math"
 	"math/rand/v2"
 	"net/http"
 	"os"
-	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -24,8 +24,8 @@ import (
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
 	"kvrouter/internal/proxy"
-	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/tokens"
 	"kvrouter/internal/web"
 )
 
@@ -44,7 +44,9 @@ const (
 // soak is a run of many clients, each of which has one chat after the other:
 // one of a few system prompts and several turns that carry the answers before.
 type soak struct {
-	site    *mockSite     // whose workers are looked at
+	workers *Workers      // that are looked at; nil: none are
+	router  *Router       // whose index is held against them
+	model   *tokens.Model // of the prompts
 	where   func() string // URL of the port for the next request
 	clients int           // each with one request in flight
 	leaving float64       // share of the requests whose client goes away within a second
@@ -79,8 +81,12 @@ func soakTime(t *testing.T) time.Duration {
 	return d
 }
 
-func newSoak(site *mockSite, limit time.Duration) *soak {
-	s := &soak{site: site, where: func() string { return site.openAI }, clients: soakRequests, limit: limit, refused: map[int]int{}, client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: soakRequests}}}
+func newSoak(workers *Workers, router *Router, limit time.Duration) *soak {
+	model, err := mocker.OpenBuiltinModel()
+	if err != nil {
+		panic(err) // it comes with the program
+	}
+	s := &soak{workers: workers, router: router, model: model, where: func() string { return router.OpenAI }, clients: soakRequests, limit: limit, refused: map[int]int{}, client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: soakRequests}}}
 	random := rand.New(rand.NewPCG(1, 1))
 	for range 40 {
 		s.system = append(s.system, soakText(random, 1500))
@@ -290,12 +296,25 @@ type standing struct {
 // matcher returns what an index matches of the n-th of some prompts.
 type matcher func(n int) []kv.Match
 
-// indexed looks prompts up in the router of this process.
-func (s *soak) indexed(_ *testing.T, prompts [][]uint64) matcher {
-	var matches []kv.Match
-	return func(n int) []kv.Match {
-		matches = s.site.app.index.Match(prompts[n], matches[:0])
-		return matches
+// indexed looks prompts up at the router port.
+func (s *soak) indexed(t *testing.T, prompts [][]uint64) matcher {
+	return matches(s.router)(t, prompts)
+}
+
+// matches asks a router which workers hold which part of the prompts.
+func matches(r *Router) func(t *testing.T, prompts [][]uint64) matcher {
+	return func(t *testing.T, prompts [][]uint64) matcher {
+		found := make([][]kv.Match, len(prompts))
+		for n, local := range prompts {
+			status, answer := Post(t, r.Port+"/overlap_scores", string(mocker.MustJSON(map[string]any{"local_hashes": local, "num_tokens": 64*len(local) + 1})))
+			if status != http.StatusOK {
+				t.Fatalf("POST /overlap_scores: %d %s", status, answer)
+			}
+			for _, w := range gjson.GetBytes(answer, "workers").Array() {
+				found[n] = append(found[n], kv.Match{Worker: kv.WorkerKey{Worker: w.Get("worker_id").Uint()}, Blocks: int(w.Get("device_blocks").Int())})
+			}
+		}
+		return func(n int) []kv.Match { return found[n] }
 	}
 }
 
@@ -307,22 +326,22 @@ func (s *soak) compare(t *testing.T, asked [][]map[string]string, look func(t *t
 	t.Helper()
 	var prompts, sequences [][]uint64
 	for _, messages := range asked {
-		tokens, err := s.site.app.model.ChatTokens(mocker.MustJSON(map[string]any{"messages": messages}))
+		tokens, err := s.model.ChatTokens(mocker.MustJSON(map[string]any{"messages": messages}))
 		if err != nil {
 			t.Fatal(err)
 		}
-		local := kv.HashBlocks(nil, tokens, s.site.app.config.BlockSize, "", "")
+		local := kv.HashBlocks(nil, tokens, s.workers.Settings.BlockSize, "", "")
 		prompts, sequences = append(prompts, local), append(sequences, kv.SequenceHashes(nil, local))
 	}
 	match := look(t, prompts)
-	for i := range s.site.app.config.NumWorkers {
+	for i := range s.workers.Count {
 		key := kv.WorkerKey{Worker: uint64(i)}
-		if w := s.site.app.mocker.Worker(i); w.Hung.Load() || w.Stuck.Load() {
+		if w := s.workers.Worker(i); w.Hung.Load() || w.Stuck.Load() {
 			continue
 		}
-		s.site.rank(key).Ask(t.Context(), func(e *engine.Engine) {
+		s.workers.Rank(key).Ask(t.Context(), func(e *engine.Engine) {
 			limit := time.Now().Add(soakPause)
-			for !s.site.inStep(key) {
+			for !s.workers.inStep(s.router.Metrics(), key, e.Pool.Keys()) {
 				if time.Now().After(limit) {
 					return
 				}
@@ -334,11 +353,9 @@ func (s *soak) compare(t *testing.T, asked [][]map[string]string, look func(t *t
 				if cached < 0 {
 					cached = len(local)
 				}
-				indexed := 0
-				for _, m := range match(n) {
-					if m.Worker == key {
-						indexed = m.Blocks
-					}
+				indexed := blocksOf(match(n), key)
+				if indexed != cached { // the index may have changed since: now it stands still
+					indexed = blocksOf(look(t, prompts[n:n+1])(0), key)
 				}
 				found.prompts++
 				found.blocks += cached
@@ -351,6 +368,16 @@ func (s *soak) compare(t *testing.T, asked [][]map[string]string, look func(t *t
 		})
 	}
 	return found
+}
+
+// blocksOf returns the blocks that a rank holds of a prompt.
+func blocksOf(matches []kv.Match, key kv.WorkerKey) int {
+	for _, m := range matches {
+		if m.Worker == key {
+			return m.Blocks
+		}
+	}
+	return 0
 }
 
 func (f standing) String() string {
@@ -381,34 +408,41 @@ func soakSlot(i int) int {
 	return soakPrompts/2 + i%(soakPrompts/2)
 }
 
-// footprint is what the process uses, its garbage collected.
+// footprint is what the router's process uses.
 type footprint struct {
 	goroutines int
-	heap       uint64 // bytes, without the mock workers' replay buffers
-	replay     uint64 // bytes of those
+	heap       uint64 // bytes that are reachable
 }
 
 func (f footprint) String() string {
-	return fmt.Sprintf("%d goroutines, heap %d MB and replay buffers %d MB", f.goroutines, f.heap>>20, f.replay>>20)
+	return fmt.Sprintf("%d goroutines, heap %d MB", f.goroutines, f.heap>>20)
 }
 
+// footprint reads the router's metrics page until two collections have run since its
+// garbage was made, for 30 s at most: the least heap seen is what is reachable.
 func (s *soak) footprint() footprint {
-	var f footprint
-	for i := range s.site.app.config.NumWorkers {
-		e := s.site.rank(kv.WorkerKey{Worker: uint64(i)}).Events
-		f.replay += e.ReplayBytes()
+	f := footprint{heap: math.MaxUint64}
+	collections := s.router.Metrics()["go_gc_duration_seconds_count"]
+	for end := time.Now().Add(30 * time.Second); time.Now().Before(end); {
+		page := s.router.Metrics()
+		f.goroutines, f.heap = int(page["go_goroutines"]), min(f.heap, uint64(page["go_memstats_heap_alloc_bytes"]))
+		if page["go_gc_duration_seconds_count"] >= collections+3 {
+			break
+		}
 	}
-	runtime.GC()
-	var stats runtime.MemStats
-	runtime.ReadMemStats(&stats)
-	f.goroutines, f.heap = runtime.NumGoroutine(), stats.HeapAlloc-min(f.replay, stats.HeapAlloc)
 	return f
+}
+
+// startSoaked is StartMocks for a router without the race detector, whose memory counts.
+func startSoaked(t *testing.T, workers int, args ...string) *Mocks {
+	t.Helper()
+	return StartOverAt(t, PlainProgram, testkit.FreePorts(t, 2), StartWorkers(t, workers, args...), append([]string{"--log-level=info"}, args...)...)
 }
 
 func TestSoak(t *testing.T) {
 	d := soakTime(t)
-	site := startMockSite(t, 8, "--speedup-ratio=10", "--mock-num-gpu-blocks=4096")
-	s := newSoak(site, 2*time.Minute)
+	site := startSoaked(t, 8, "--speedup-ratio=10", "--mock-num-gpu-blocks=4096")
+	s := newSoak(site.Workers, site.Router, 2*time.Minute)
 	idle := s.footprint()
 	// What fills up to its bound does so before the first look; both looks are
 	// at a router without requests, so that what they hold does not count.
@@ -417,11 +451,11 @@ func TestSoak(t *testing.T) {
 	s.quiet(t, idle)
 	before := s.footprint()
 	s.run(d, d/12, func(elapsed time.Duration) {
-		t.Logf("%3.0f s: %s, %d in flight", elapsed.Seconds(), s.footprint(), site.inFlight())
+		t.Logf("%3.0f s: %s, %d in flight", elapsed.Seconds(), s.footprint(), site.InFlight())
 	})
 	t.Log(s)
 	s.freed(t)
-	site.settle()
+	site.Settle()
 	found := s.compare(t, s.prompts, s.indexed)
 	t.Log(found)
 	if found.wrong > 0 || found.missing > 0 || found.workers < 8 || found.blocks == 0 {
@@ -444,25 +478,25 @@ func TestSoak(t *testing.T) {
 // quiet waits until the goroutines of requests and their connections have ended.
 func (s *soak) quiet(t *testing.T, idle footprint) {
 	t.Helper()
-	testkit.Eventually(t, 15*time.Second, "goroutines gone", func() bool { return runtime.NumGoroutine() <= idle.goroutines+20 })
+	testkit.Eventually(t, 15*time.Second, "goroutines gone", func() bool { return int(s.router.Metrics()["go_goroutines"]) <= idle.goroutines+20 })
 }
 
 // freed waits until no request is booked and checks that none left anything.
 func (s *soak) freed(t *testing.T) {
 	t.Helper()
-	testkit.Eventually(t, 20*time.Second, "all bookings freed", func() bool { return s.site.inFlight() == 0 })
-	for _, target := range s.site.app.router.Targets() {
-		if load := s.site.app.router.Load(target.Key); load.PrefillTokens != 0 {
-			t.Errorf("%v still has %d prompt tokens booked", target.Key, load.PrefillTokens)
+	testkit.Eventually(t, 20*time.Second, "nothing in flight", func() bool { return s.router.InFlight() == 0 })
+	for _, w := range s.router.Workers() {
+		if w.PrefillTokens != 0 {
+			t.Errorf("worker %d still has %d prompt tokens in flight", w.WorkerID, w.PrefillTokens)
 		}
 	}
 }
 
 func TestSoakWithFaults(t *testing.T) {
 	d := soakTime(t)
-	site := startMockSite(t, 8, "--speedup-ratio=10", "--mock-num-gpu-blocks=1536", "--request-timeout=5s",
+	site := startSoaked(t, 8, "--speedup-ratio=10", "--mock-num-gpu-blocks=1536", "--request-timeout=5s",
 		"--mock-drop-events=0.01", "--mock-duplicate-events=0.01", "--mock-crash-every=10s", "--mock-hang-worker=7=15s")
-	s := newSoak(site, time.Minute)
+	s := newSoak(site.Workers, site.Router, time.Minute)
 	looks := 0
 	s.run(d, d/12, func(elapsed time.Duration) {
 		found := s.look(t)
@@ -473,7 +507,7 @@ func TestSoakWithFaults(t *testing.T) {
 		}
 	})
 	t.Log(s)
-	site.settle() // after the last batch that was dropped, too
+	site.Settle() // after the last batch that was dropped, too
 	found := s.compare(t, s.prompts, s.indexed)
 	t.Log(found)
 	if found.wrong > 0 || found.blocks == 0 || looks == 0 {
@@ -485,22 +519,14 @@ func TestSoakWithFaults(t *testing.T) {
 	if s.exact == 0 {
 		t.Error("no answers")
 	}
-	testkit.Eventually(t, 20*time.Second, "all bookings freed", func() bool {
-		for i := range 8 {
-			if site.app.router.Load(kv.WorkerKey{Worker: uint64(i)}).InFlight != 0 {
-				return false
-			}
+	s.freed(t)
+	gaps := 0.0
+	for name, value := range site.Metrics() {
+		if strings.HasPrefix(name, "kvrouter_kv_events_total{") && strings.Contains(name, `kind="gaps"`) {
+			gaps += value
 		}
-		return true
-	})
-	restarts, gaps := 0, uint64(0)
-	for _, w := range site.app.fleet.Workers() {
-		restarts += w.Restarts
 	}
-	for _, stats := range site.app.fleet.Streams() {
-		gaps += stats.Gaps.Load()
-	}
-	t.Logf("%d restarts, %d gaps in the streams that run now", restarts, gaps)
+	t.Logf("%d restarts, %.0f gaps in the streams", int(site.Starts.Load())-site.Count, gaps)
 }
 
 // churn keeps two routers over the same workers busy while all about them comes
@@ -508,10 +534,10 @@ func TestSoakWithFaults(t *testing.T) {
 // clients that leave, and the second router itself.
 type churn struct {
 	t     *testing.T
-	first *mockSite // starts workers of its own
-	farm  *mockSite // whose workers are registered with the first
-	ports int       // of the second router: OpenAI, router port, replica port; then the first's replica port
-	chats int       // different ones
+	first *Mocks   // has workers of its own
+	farm  *Workers // that are registered with the first
+	ports int      // of the second router: OpenAI, router port, replica port; then the first's replica port
+	chats int      // different ones
 
 	client  *http.Client
 	whole   atomic.Int64 // answers that came to their end
@@ -536,8 +562,8 @@ func TestSoakWithChurn(t *testing.T) {
 	d := soakTime(t)
 	c := newChurn(t)
 	c.ports = testkit.FreePorts(t, 4)
-	c.farm = startMockSite(t, churnWorkers, "--speedup-ratio=10", "--mock-num-gpu-blocks=2048")
-	c.first = startMockSite(t, churnWorkers, "--speedup-ratio=10", "--mock-num-gpu-blocks=2048", "--policy=kv", "--mock-crash-every=7s",
+	c.farm = StartWorkers(t, churnWorkers, "--speedup-ratio=10", "--mock-num-gpu-blocks=2048")
+	c.first = startSoaked(t, churnWorkers, "--speedup-ratio=10", "--mock-num-gpu-blocks=2048", "--policy=kv", "--mock-crash-every=7s",
 		"--replica-sync", fmt.Sprintf("--replica-sync-port=%d", c.ports+3), fmt.Sprintf("--replica-peers=127.0.0.1:%d", c.ports+2))
 	quiet := c.footprint()
 	c.run(d / 4)
@@ -558,29 +584,14 @@ func TestSoakWithChurn(t *testing.T) {
 	if late.heap > early.heap+early.heap/4+8<<20 {
 		t.Errorf("the heap grew from %d to %d bytes", early.heap, late.heap)
 	}
-	for _, site := range []*mockSite{c.first, c.farm} { // both, before either looks for goroutines that are left
-		if err := site.end(); err != nil {
-			t.Error(err)
-		}
-	}
 }
 
 func newChurn(t *testing.T) *churn {
 	return &churn{t: t, chats: 40, client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: churnClients}}}
 }
 
-// footprint is what is used without requests, without the farm's replay buffers
-// too.
-func (c *churn) footprint() footprint {
-	f := (&soak{site: c.first}).footprint()
-	if c.farm == nil {
-		return f
-	}
-	farm := (&soak{site: c.farm}).footprint()
-	f.heap -= min(farm.replay, f.heap)
-	f.replay += farm.replay
-	return f
-}
+// footprint is what the first router uses without requests.
+func (c *churn) footprint() footprint { return (&soak{router: c.first.Router}).footprint() }
 
 // fail keeps the first thing that went wrong in a goroutine.
 func (c *churn) fail(format string, args ...any) {
@@ -594,7 +605,7 @@ func (c *churn) run(d time.Duration) {
 	defer cancel()
 	var all sync.WaitGroup
 	for i := range churnClients {
-		all.Go(func() { c.ask(ctx, rand.New(rand.NewPCG(uint64(i), 3)), c.first.openAI, i%3 == 0) })
+		all.Go(func() { c.ask(ctx, rand.New(rand.NewPCG(uint64(i), 3)), c.first.OpenAI, i%3 == 0) })
 		if i%3 == 0 {
 			all.Go(func() {
 				c.ask(ctx, rand.New(rand.NewPCG(uint64(i), 4)), fmt.Sprintf("http://127.0.0.1:%d", c.ports), false)
@@ -603,8 +614,8 @@ func (c *churn) run(d time.Duration) {
 	}
 	all.Go(func() { c.register(ctx) })
 	all.Go(func() {
-		for c.pause(ctx, 20*time.Millisecond) {
-			if n := c.first.app.replicas.Held.Load(); n > c.moved.Load() {
+		for c.pause(ctx, 100*time.Millisecond) {
+			if n := int64(c.first.Metrics()["kvrouter_replica_bookings"]); n > c.moved.Load() {
 				c.moved.Store(n)
 			}
 		}
@@ -633,7 +644,7 @@ func (c *churn) ask(ctx context.Context, random *rand.Rand, url string, leave bo
 			limit = time.Duration(1+random.IntN(150)) * time.Millisecond
 		}
 		text := fmt.Sprint("chat ", random.IntN(c.chats), " ", strings.Repeat("come and go ", 20+random.IntN(60)))
-		c.one(url, say(text), random.IntN(2) == 0, 20+random.IntN(100), limit, leave)
+		c.one(url, Say(text), random.IntN(2) == 0, 20+random.IntN(100), limit, leave)
 		c.pause(ctx, time.Duration(random.IntN(20))*time.Millisecond)
 	}
 }
@@ -685,9 +696,9 @@ func (c *churn) register(ctx context.Context) {
 	random := rand.New(rand.NewPCG(5, 5))
 	there := make([]bool, churnWorkers)
 	toggle := func(i int) {
-		w := c.farm.app.fleet.Workers()[i]
-		url, method, body, want := c.first.selection+"/workers", http.MethodPost, string(mocker.MustJSON(map[string]any{
-			"worker_id": churnFarmID + i, "model_name": "mock", "endpoint": w.URL, "kv_events_endpoint": w.KVEvents, "replay_endpoint": w.Replay, "block_size": 64,
+		source := c.farm.Settings.Ports.Sources(i, 64)[0]
+		url, method, body, want := c.first.Port+"/workers", http.MethodPost, string(mocker.MustJSON(map[string]any{
+			"worker_id": churnFarmID + i, "model_name": "mock", "endpoint": c.farm.URL(i), "kv_events_endpoint": source.Endpoint, "replay_endpoint": source.Replay, "block_size": 64,
 		})), http.StatusCreated
 		if there[i] {
 			url, method, body, want = fmt.Sprintf("%s/%d", url, churnFarmID+i), http.MethodDelete, "", http.StatusOK
@@ -721,19 +732,13 @@ func (c *churn) register(ctx context.Context) {
 // again.
 func (c *churn) replica(ctx context.Context) {
 	args := []string{"--engine=none", "--policy=kv", "--drain-timeout=300ms", "--replica-sync",
-		fmt.Sprintf("--http-port=%d", c.ports), fmt.Sprintf("--router-port=%d", c.ports+1),
 		fmt.Sprintf("--replica-sync-port=%d", c.ports+2), fmt.Sprintf("--replica-peers=127.0.0.1:%d", c.ports+3)}
-	for i := range churnWorkers {
-		args = append(args, fmt.Sprintf("--worker=url=%s,id=%d", c.first.workerURL(i), i))
-	}
+	args = append(args, c.first.Attach()...)
 	for running := true; running; {
-		second, end := runApp(c.t, io.Discard, args...)
+		second := startPlain(c.t, c.ports, args...)
 		c.routers.Add(1)
 		running = c.pause(ctx, 3*time.Second)
-		if err := end(); err != nil && running {
-			c.fail("the second router: %v", err)
-		}
-		c.freed("the second router", second.router)
+		second.Stop()
 	}
 }
 
@@ -741,22 +746,7 @@ func (c *churn) replica(ctx context.Context) {
 // more that requests have started.
 func (c *churn) idle(quiet footprint) {
 	c.t.Helper()
-	c.freed("the first router", c.first.app.router)
+	(&soak{router: c.first.Router}).freed(c.t)
 	http.DefaultClient.CloseIdleConnections()
-	(&soak{site: c.first}).quiet(c.t, quiet)
-}
-
-// freed waits until a router has nothing booked.
-func (c *churn) freed(what string, rt *router.Router) {
-	c.t.Helper()
-	var loads []router.WorkerLoad
-	defer func() {
-		if c.t.Failed() {
-			c.t.Logf("%s: %+v", what, loads)
-		}
-	}()
-	testkit.Eventually(c.t, 20*time.Second, what+" has nothing booked", func() bool {
-		loads = rt.Loads()
-		return !slices.ContainsFunc(loads, func(l router.WorkerLoad) bool { return l != router.WorkerLoad{Key: l.Key} })
-	})
+	(&soak{router: c.first.Router}).quiet(c.t, quiet)
 }

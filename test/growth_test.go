@@ -1,14 +1,12 @@
-package main
+package test
 
 import (
 	"encoding/csv"
-	"flag"
 	"fmt"
 	"io"
 	"net/http"
 	"net/http/httptest"
 	"os"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -36,11 +34,10 @@ func (g *growthTable) add(what string, workers, blocks int, value float64) {
 	g.out.Flush()
 }
 
-// TestGrowth is `make growth`: it appends to the file that $KVROUTER_GROWTH names how
-// costs grow with workers and blocks, as CSV. Times are CPU time, of several runs the
-// least: this machine does other things, too. With $KVROUTER_GROWTH_BLOCKS the index is
-// measured with so many blocks as well: 10,000,000 take 2 GB.
-func TestGrowth(t *testing.T) {
+// TestGrowthOfProcess is the second part of `make growth`: it appends to the file that
+// $KVROUTER_GROWTH names what a router process costs with idle and publishing workers, as
+// CSV. Times are CPU time.
+func TestGrowthOfProcess(t *testing.T) {
 	path := os.Getenv("KVROUTER_GROWTH")
 	if path == "" {
 		t.Skip("run `make growth`")
@@ -50,54 +47,16 @@ func TestGrowth(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer file.Close()
-	sizes := growthBlocks
-	if text := os.Getenv("KVROUTER_GROWTH_BLOCKS"); text != "" {
-		largest, err := strconv.Atoi(text)
-		if err != nil {
-			t.Fatalf("KVROUTER_GROWTH_BLOCKS: %v", err)
-		}
-		sizes = append(slices.Clip(sizes), largest)
+	for _, n := range growthWorkers {
+		t.Run(fmt.Sprintf("workers=%d", n), func(t *testing.T) { (&growthTable{t, csv.NewWriter(file)}).process(n) })
 	}
-	each := func(part string, measure func(g *growthTable, n int)) {
-		for _, n := range growthWorkers {
-			t.Run(fmt.Sprintf("%s/workers=%d", part, n), func(t *testing.T) { measure(&growthTable{t, csv.NewWriter(file)}, n) })
-		}
-	}
-	each("index", func(g *growthTable, n int) {
-		for _, blocks := range sizes {
-			g.index(n, blocks)
-		}
-	})
-	each("process", (*growthTable).process)
 }
 
-// index measures what happens inside one process.
-func (g *growthTable) index(n, blocks int) {
-	testkit.LiveHeap() // what was freed by it is gone after the second
-	before := testkit.LiveHeap()
-	tree := growthIndex(g.t, n, blocks)
-	g.add("index memory, MB", n, blocks, float64(testkit.LiveHeap()-before)/1e6)
-	if len(tree.Workers()) != n {
-		g.t.Fatal("the index lacks workers")
-	}
-	least := func(bench func(b *testing.B)) float64 {
-		least := 0.0
-		for i := range 3 {
-			if cpu := testing.Benchmark(bench).Extra["cpu-ns/op"] / 1000; i == 0 || cpu < least {
-				least = cpu
-			}
-		}
-		return least
-	}
-	if err := flag.Set("test.benchtime", "0.1s"); err != nil {
-		g.t.Fatal(err)
-	}
-	g.add("lookup, us", n, blocks, least(func(b *testing.B) { benchLookup(b, n, blocks) }))
-	g.add("store and remove, us", n, blocks, least(func(b *testing.B) { benchStore(b, n, blocks) }))
-	for _, rule := range growthPolicies {
-		g.add("decision "+rule+", us", n, blocks, least(func(b *testing.B) { benchDecision(b, rule, n, blocks) }))
-	}
-}
+// growthWorkers are the numbers of workers that are measured, growthBlock the tokens of a
+// block.
+var growthWorkers = []int{8, 64, 512}
+
+const growthBlock = 64
 
 const (
 	// growthIdle is over how long a process without requests is watched.
@@ -113,9 +72,9 @@ func (g *growthTable) process(n int) {
 	fleet := newGrowthFleet(g.t, n)
 	port := testkit.FreePorts(g.t, 2)
 	s := startPlain(g.t, port, append(fleet.flags, "--engine=none", "--served-model-name=m")...)
-	s.waitReady(n, time.Minute)
+	s.WaitReady(n, time.Minute)
 	page := func() testkit.MetricsLines {
-		_, text := testkit.HTTPGet(g.t, s.openAI+"/metrics")
+		_, text := testkit.HTTPGet(g.t, s.OpenAI+"/metrics")
 		return testkit.ReadMetricsPage(string(text))
 	}
 	testkit.Eventually(g.t, time.Minute, "all event streams are connected", func() bool {
@@ -145,7 +104,7 @@ func (g *growthTable) process(n int) {
 	blocks := 0
 	testkit.Eventually(g.t, 2*time.Minute, "all events are in the index", func() bool {
 		blocks = 0
-		_, list := testkit.HTTPGet(g.t, s.selection+"/workers")
+		_, list := testkit.HTTPGet(g.t, s.Port+"/workers")
 		for _, w := range gjson.ParseBytes(list).Array() {
 			blocks += int(w.Get("blocks").Int())
 		}
@@ -155,12 +114,12 @@ func (g *growthTable) process(n int) {
 	g.add("KV events a second of CPU", n, blocks, growthEvents/cpu.Seconds())
 	g.add("KV events a second", n, blocks, growthEvents/time.Since(began).Seconds())
 	g.add("resident with events, MB", n, blocks, g.resident(s))
-	s.stop()
+	s.Stop()
 }
 
 // used is the CPU time of the process.
-func (g *growthTable) used(s *site) time.Duration {
-	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", s.command.Process.Pid))
+func (g *growthTable) used(s *Router) time.Duration {
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", s.Command.Process.Pid))
 	_, rest, found := strings.Cut(string(text), ") ")
 	fields := strings.Fields(rest)
 	if err != nil || !found || len(fields) < 13 {
@@ -178,8 +137,8 @@ func (g *growthTable) used(s *site) time.Duration {
 }
 
 // resident is the memory of the process, MB.
-func (g *growthTable) resident(s *site) float64 {
-	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/statm", s.command.Process.Pid))
+func (g *growthTable) resident(s *Router) float64 {
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/statm", s.Command.Process.Pid))
 	if err != nil {
 		g.t.Fatal(err)
 	}
@@ -217,7 +176,7 @@ func newGrowthFleet(t *testing.T, n int) *growthFleet {
 		f.flags = append(f.flags, fmt.Sprintf("--worker=url=%s,id=%d", server.URL, i))
 	}
 	for i := range growthEvents {
-		event := testkit.Event{"stored": growthIDs(i), "tokens": growthTokensOf(i)[:growthEventBlocks*growthBlock], "block_size": growthBlock}
+		event := testkit.Event{"stored": growthIDs(i), "tokens": testkit.Tokens(uint32(i*growthEventBlocks*growthBlock), growthEventBlocks*growthBlock), "block_size": growthBlock}
 		f.payloads = append(f.payloads, testkit.Payload(t, float64(time.Now().UnixNano())/1e9, event))
 	}
 	return f

@@ -1,8 +1,12 @@
-package main
+package router_test
 
 import (
+	"encoding/csv"
+	"flag"
 	"fmt"
+	"os"
 	"slices"
+	"strconv"
 	"testing"
 
 	"kvrouter/internal/kv"
@@ -85,6 +89,80 @@ func growthRouter(tb testing.TB, rule string, index radix.Index, n int) *router.
 		}
 	}
 	return r
+}
+
+// growthTable is what `make growth` measures, a line a value.
+type growthTable struct {
+	t   *testing.T
+	out *csv.Writer
+}
+
+func (g *growthTable) add(what string, workers, blocks int, value float64) {
+	line := []string{what, strconv.Itoa(workers), strconv.Itoa(blocks), strconv.FormatFloat(value, 'g', 4, 64)}
+	g.t.Log(line)
+	if err := g.out.Write(line); err != nil {
+		g.t.Error(err)
+	}
+	g.out.Flush()
+}
+
+// TestGrowth is `make growth`: it appends to the file that $KVROUTER_GROWTH names how
+// costs grow with workers and blocks, as CSV. Times are CPU time, of several runs the
+// least: this machine does other things, too. With $KVROUTER_GROWTH_BLOCKS the index is
+// measured with so many blocks as well: 10,000,000 take 2 GB.
+func TestGrowth(t *testing.T) {
+	path := os.Getenv("KVROUTER_GROWTH")
+	if path == "" {
+		t.Skip("run `make growth`")
+	}
+	file, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o644)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	sizes := growthBlocks
+	if text := os.Getenv("KVROUTER_GROWTH_BLOCKS"); text != "" {
+		largest, err := strconv.Atoi(text)
+		if err != nil {
+			t.Fatalf("KVROUTER_GROWTH_BLOCKS: %v", err)
+		}
+		sizes = append(slices.Clip(sizes), largest)
+	}
+	for _, n := range growthWorkers {
+		t.Run(fmt.Sprintf("workers=%d", n), func(t *testing.T) {
+			for _, blocks := range sizes {
+				(&growthTable{t, csv.NewWriter(file)}).index(n, blocks)
+			}
+		})
+	}
+}
+
+// index measures what happens inside one process.
+func (g *growthTable) index(n, blocks int) {
+	testkit.LiveHeap() // what was freed by it is gone after the second
+	before := testkit.LiveHeap()
+	tree := growthIndex(g.t, n, blocks)
+	g.add("index memory, MB", n, blocks, float64(testkit.LiveHeap()-before)/1e6)
+	if len(tree.Workers()) != n {
+		g.t.Fatal("the index lacks workers")
+	}
+	least := func(bench func(b *testing.B)) float64 {
+		least := 0.0
+		for i := range 3 {
+			if cpu := testing.Benchmark(bench).Extra["cpu-ns/op"] / 1000; i == 0 || cpu < least {
+				least = cpu
+			}
+		}
+		return least
+	}
+	if err := flag.Set("test.benchtime", "0.1s"); err != nil {
+		g.t.Fatal(err)
+	}
+	g.add("lookup, us", n, blocks, least(func(b *testing.B) { benchLookup(b, n, blocks) }))
+	g.add("store and remove, us", n, blocks, least(func(b *testing.B) { benchStore(b, n, blocks) }))
+	for _, rule := range growthPolicies {
+		g.add("decision "+rule+", us", n, blocks, least(func(b *testing.B) { benchDecision(b, rule, n, blocks) }))
+	}
 }
 
 // BenchmarkGrowthDecision routes prompts of 4,000 tokens that all workers hold, each to

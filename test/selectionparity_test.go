@@ -1,4 +1,4 @@
-package main
+package test
 
 import (
 	"bytes"
@@ -267,7 +267,7 @@ func (p *parity) addWorker(id uint64, start, count int) {
 		added = append(added, &parityRank{key: kv.WorkerKey{Worker: id, Rank: uint32(rank)}, events: events, held: map[uint64]uint64{}, children: map[uint64]int{}})
 	}
 	query := map[string]any{
-		"worker_id": id, "model_name": parityModel, "endpoint": fmt.Sprintf("http://127.0.0.1:%d", 1+id), "block_size": parityBlockSize,
+		"worker_id": id, "model_name": parityModel, "endpoint": BareWorker(p), "block_size": parityBlockSize,
 		"max_num_batched_tokens": 8192, "total_kv_blocks": 1000,
 	}
 	if count == 1 && start == 0 {
@@ -717,9 +717,8 @@ func (p *parity) changeWorkers() {
 // newParity starts both without workers.
 func newParity(t *testing.T, seed uint64) *parity {
 	theirs := dynamoService(t)
-	site := startApp(t, testkit.FreePorts(t, 2), "--engine=none", "--policy=kv", fmt.Sprintf("--block-size=%d", parityBlockSize), "--seed=1")
-	site.app.fleet.Timing.FirstLook, site.app.fleet.Timing.HealthEvery = time.Hour, time.Hour // its workers do not exist
-	return &parity{T: t, ours: site.selection, theirs: theirs, random: rand.New(rand.NewPCG(seed, seed)), operations: map[string]int{}, specs: map[uint64]map[string]any{}}
+	site := Start(t, "--engine=none", "--policy=kv", fmt.Sprintf("--block-size=%d", parityBlockSize))
+	return &parity{T: t, ours: site.Port, theirs: theirs, random: rand.New(rand.NewPCG(seed, seed)), operations: map[string]int{}, specs: map[uint64]map[string]any{}}
 }
 
 // addFour registers workers with one and two ranks.
@@ -754,9 +753,9 @@ func TestSelectionParityOfDumps(t *testing.T) {
 		p.events()
 	}
 	p.dump()
-	second := startSelection(t, "--indexer-peers="+p.theirs)
+	second := Start(t, "--engine=none", "--policy=kv", "--block-size=4", "--indexer-peers="+p.theirs)
 	origins := map[string]string{
-		second.selection: p.theirs,
+		second.Port: p.theirs,
 		dynamoService(t, "--indexer-peers", p.ours): p.ours,
 	}
 	for started, from := range origins {
@@ -897,4 +896,14 @@ func TestSelectionParityDifferences(t *testing.T) {
 			t.Errorf("%s: ours %q, theirs %q; listed are %q and %q", c.name, ours, theirs, c.ours, c.theirs)
 		}
 	}
+}
+
+type object = map[string]any
+
+func prompt12(more object) object {
+	query := object{"model_name": "m", "token_ids": testkit.Tokens(1, 12)}
+	for name, value := range more {
+		query[name] = value
+	}
+	return query
 }

@@ -1,4 +1,4 @@
-package main
+package test
 
 import (
 	"context"
@@ -33,10 +33,10 @@ const (
 	atATime = 9
 )
 
-// quartet is a router process over four fake workers. Worker 0 is bad, and as many
-// after it as it takes; worker 0 stands behind a link.
+// quartet is a router over four fake workers, of which the first are bad. Worker 0
+// stands behind a link.
 type quartet struct {
-	*site
+	*Router
 	workers []*testkit.FakeWorker
 	link    *testkit.Link
 	bad     int                              // workers that are
@@ -62,8 +62,8 @@ func newQuartet(t *testing.T, port int, policy string, bad int) *quartet {
 		}
 		args = append(args, fmt.Sprintf("--worker=url=%s,id=%d", url, i))
 	}
-	q.site = startProgram(t, port, nil, args...)
-	q.waitReady(len(q.workers), readyLimit)
+	q.Router = StartAt(t, Program, port, nil, args...)
+	q.WaitReady(len(q.workers), readyLimit)
 	return q
 }
 
@@ -128,9 +128,9 @@ func (q *quartet) ask(ctx context.Context, patience time.Duration, more func(n i
 				}
 				one := asked{began: time.Now()}
 				limited, cancel := context.WithTimeout(ctx, patience)
-				a, err := q.chat(limited, say(fmt.Sprint("request ", n)), true, 20)
+				a, err := q.Chat(limited, Say(fmt.Sprint("request ", n)), true, 20)
 				cancel()
-				one.took, one.ok = time.Since(one.began), err == nil && a.finished && !a.broken
+				one.took, one.ok = time.Since(one.began), err == nil && a.Finished && !a.Broken
 				mu.Lock()
 				all = append(all, one)
 				mu.Unlock()
@@ -178,7 +178,9 @@ func answersAt(status int) http.HandlerFunc {
 
 // breaksOff ends a stream after its first event.
 func breaksOff(w http.ResponseWriter, _ *http.Request) {
-	streamHead(w)
+	w.Header().Set("Content-Type", "text/event-stream")
+	io.WriteString(w, "data: "+testkit.TokenEvent+"\n\n")
+	w.(http.Flusher).Flush()
 	panic(http.ErrAbortHandler)
 }
 
@@ -261,7 +263,7 @@ func TestOneOfFourWorkersFails(t *testing.T) {
 			}
 			q.mu.Unlock()
 			if c.serve == nil { // it has not seen them, but the router sent each elsewhere
-				_, page := testkit.HTTPGet(t, q.openAI+"/metrics")
+				_, page := testkit.HTTPGet(t, q.OpenAI+"/metrics")
 				at = int(testkit.ReadMetricsPage(string(page))[`kvrouter_retries_total{worker_id="0"}`])
 			}
 			gone, first := float64(lost(all))/requests, float64(at)/requests/float64(q.bad)
@@ -383,7 +385,7 @@ func TestOneOfFourWorkersIsSilent(t *testing.T) {
 			}
 			took := time.Duration(0)
 			for time.Since(silent) < 3*known && took == 0 {
-				w := gjson.GetBytes(q.get(q.selection+"/workers"), "#(worker_id==0)")
+				w := gjson.GetBytes(q.Get(q.Port+"/workers"), "#(worker_id==0)")
 				if w.Get("lifecycle").Str != "schedulable" || w.Get("failures.state").Str == "ejected" {
 					took = time.Since(silent)
 				}

@@ -1,9 +1,13 @@
-package main
+package test
 
 import (
+	"bytes"
 	"fmt"
+	"io"
 	"math/rand/v2"
+	"net/http"
 	"slices"
+	"strconv"
 	"testing"
 	"time"
 
@@ -11,8 +15,8 @@ import (
 
 	"kvrouter/internal/kv"
 	"kvrouter/internal/mocker"
-	"kvrouter/internal/router"
 	"kvrouter/internal/testkit"
+	"kvrouter/internal/web"
 )
 
 // The tests of the mesh put two kvrouters and one of Dynamo's selection services over the
@@ -22,7 +26,7 @@ import (
 // meshNode is one router of the mesh.
 type meshNode struct {
 	url, endpoint string   // of its router port, and of its mesh's
-	app           *app     // nil: it is Dynamo's
+	ours          *Router  // nil: it is Dynamo's
 	reserved      []string // in flight from here
 	computed      map[string]bool
 }
@@ -51,7 +55,7 @@ func newMesh(t *testing.T) *mesh {
 			endpoints[fmt.Sprint(rank)] = events.Pub.Endpoint()
 		}
 		m.specs = append(m.specs, map[string]any{
-			"worker_id": id + 1, "model_name": parityModel, "endpoint": fmt.Sprintf("http://127.0.0.1:%d", 1+id), "block_size": meshBlockSize,
+			"worker_id": id + 1, "model_name": parityModel, "endpoint": BareWorker(t), "block_size": meshBlockSize,
 			"kv_events_endpoints": endpoints, "data_parallel_start_rank": 0, "data_parallel_size": ranks,
 		})
 	}
@@ -93,15 +97,9 @@ func (m *mesh) register(n *meshNode, endpoint string) {
 // ours starts a kvrouter.
 func (m *mesh) ours() *meshNode {
 	port := testkit.FreePorts(m, 3)
-	app, end := runApp(m, &testkit.LogBuffer{}, "--engine=none", "--policy=kv", fmt.Sprintf("--block-size=%d", meshBlockSize), fmt.Sprintf("--http-port=%d", port), fmt.Sprintf("--router-port=%d", port+1),
+	r := StartAt(m, Program, port, nil, "--engine=none", "--policy=kv", fmt.Sprintf("--block-size=%d", meshBlockSize),
 		"--replica-sync", fmt.Sprintf("--replica-sync-port=%d", port+2), "--session-header=x-session-id")
-	m.Cleanup(func() {
-		if err := end(); err != nil {
-			m.Error(err)
-		}
-	})
-	app.fleet.Timing.FirstLook, app.fleet.Timing.HealthEvery = time.Hour, time.Hour // its workers do not exist
-	return &meshNode{url: fmt.Sprintf("http://127.0.0.1:%d", port+1), endpoint: fmt.Sprintf("tcp://127.0.0.1:%d", port+2), app: app}
+	return &meshNode{url: r.Port, endpoint: fmt.Sprintf("tcp://127.0.0.1:%d", port+2), ours: r}
 }
 
 // theirs starts a service of Dynamo's.
@@ -276,24 +274,36 @@ func TestMeshWithDynamoSharesSessions(t *testing.T) {
 		m.join(n)
 	}
 	m.connect()
-	ours, theirs := m.nodes[0].app.router, m.nodes[1]
+	ours, theirs := m.nodes[0], m.nodes[1]
 	at := func(answer reply) kv.WorkerKey {
 		return kv.WorkerKey{Worker: answer.Get("worker_id").Uint(), Rank: uint32(answer.Get("dp_rank").Uint())}
 	}
 	route := func(name string) kv.WorkerKey {
-		d, err := ours.Route(t.Context(), router.Request{Tokens: testkit.PromptTokens(m.random.IntN(50), 5), Session: ours.SessionOf("", name), SessionID: router.SessionID("", name)})
+		body := mocker.MustJSON(map[string]any{"model": parityModel, "prompt": testkit.PromptTokens(m.random.IntN(50), 5)})
+		request, err := http.NewRequestWithContext(t.Context(), http.MethodPost, ours.ours.OpenAI+"/v1/completions", bytes.NewReader(body))
 		if err != nil {
 			t.Fatal(err)
 		}
-		d.Booking.End()
-		return d.Target.Key
+		request.Header.Set("Content-Type", "application/json")
+		request.Header.Set("X-Session-Id", name)
+		response, err := http.DefaultClient.Do(request)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer response.Body.Close()
+		text, err := io.ReadAll(response.Body)
+		if err != nil || response.StatusCode != http.StatusOK {
+			t.Fatalf("%s %s: %v", response.Status, text, err)
+		}
+		worker, _ := strconv.ParseUint(response.Header.Get(web.HeaderWorker), 10, 64)
+		rank, _ := strconv.ParseUint(gjson.GetBytes(text, "choices.0.text").Str, 10, 32)
+		return kv.WorkerKey{Worker: worker, Rank: uint32(rank)}
 	}
 	for i := range 10 {
 		name := fmt.Sprint("begun by Dynamo ", i)
 		want := at(m.reserve(theirs, map[string]any{"session_id": name}))
 		testkit.Eventually(t, 5*time.Second, "the session is known", func() bool {
-			known, _ := ours.Sessions()
-			return known == i+1
+			return int(ours.ours.Metrics()["kvrouter_sessions"]) == i+1
 		})
 		if got := route(name); got != want {
 			t.Errorf("%s: at %v, want %v", name, got, want)

@@ -1,4 +1,4 @@
-package main
+package test
 
 import (
 	"context"
@@ -10,7 +10,6 @@ import (
 	"net"
 	"net/http"
 	"os"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -19,11 +18,6 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"github.com/tidwall/gjson"
-
-	"kvrouter/internal/kv"
-	"kvrouter/internal/mocker"
-	"kvrouter/internal/settings"
 	"kvrouter/internal/testkit"
 )
 
@@ -60,9 +54,9 @@ const (
 
 // startPlain starts the program without the race detector, at two ports from port
 // on.
-func startPlain(t *testing.T, port int, args ...string) *site {
+func startPlain(t *testing.T, port int, args ...string) *Router {
 	t.Helper()
-	return startBuilt(t, plainProgram, port, nil, append([]string{fmt.Sprintf("--http-port=%d", port), fmt.Sprintf("--router-port=%d", port+1)}, args...)...)
+	return StartAt(t, PlainProgram, port, nil, append([]string{"--log-level=info", "--drain-delay=5s"}, args...)...)
 }
 
 // rollout is several router processes, of which clients use those that are ready.
@@ -72,7 +66,7 @@ type rollout struct {
 	client *http.Client // asks whether they are ready
 
 	mu       sync.Mutex // guards what follows
-	sites    []*site
+	sites    []*Router
 	ready    []bool
 	restarts []int
 	next     int
@@ -108,7 +102,7 @@ func (r *rollout) poll(ctx context.Context) {
 	defer ticker.Stop()
 	for {
 		for i := range r.ready {
-			response, err := r.client.Get(r.router(i).openAI + "/ready")
+			response, err := r.client.Get(r.router(i).OpenAI + "/ready")
 			if err == nil {
 				response.Body.Close()
 			}
@@ -124,7 +118,7 @@ func (r *rollout) poll(ctx context.Context) {
 	}
 }
 
-func (r *rollout) router(i int) *site {
+func (r *rollout) router(i int) *Router {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.sites[i]
@@ -147,7 +141,7 @@ func (r *rollout) where() string {
 		for i := range r.sites {
 			if at := (r.next + i) % len(r.sites); r.ready[at] || time.Now().After(deadline) {
 				defer r.mu.Unlock()
-				return r.sites[at].openAI
+				return r.sites[at].OpenAI
 			}
 		}
 		r.mu.Unlock()
@@ -158,7 +152,7 @@ func (r *rollout) where() string {
 // restart ends router i by SIGTERM and starts it again at the same ports.
 func (r *rollout) restart(i int) {
 	r.t.Helper()
-	r.replace(i, r.router(i).restart(r.args...))
+	r.replace(i, restart(r.t, r.router(i), r.args...))
 }
 
 // kill ends router i by SIGKILL and starts it again at the same ports, with further
@@ -166,13 +160,12 @@ func (r *rollout) restart(i int) {
 func (r *rollout) kill(i int, args ...string) {
 	r.t.Helper()
 	old := r.router(i)
-	old.command.Process.Kill()
-	<-old.ended
-	r.replace(i, startPlain(r.t, old.port(), append(slices.Clone(r.args), args...)...))
+	old.Kill()
+	r.replace(i, startPlain(r.t, portOf(old), append(slices.Clone(r.args), args...)...))
 }
 
 // replace has router i be another process, and waits until that is ready.
-func (r *rollout) replace(i int, with *site) {
+func (r *rollout) replace(i int, with *Router) {
 	r.t.Helper()
 	r.mu.Lock()
 	r.sites[i], r.ready[i] = with, false
@@ -181,20 +174,20 @@ func (r *rollout) replace(i int, with *site) {
 	r.waitReady(i)
 }
 
-// restart ends the program by SIGTERM, which must go well, and starts it again at
+// restart ends a router by SIGTERM, which must go well, and starts it again at
 // the same ports.
-func (s *site) restart(args ...string) *site {
-	s.t.Helper()
-	s.stop()
-	if state := s.command.ProcessState; !state.Success() {
-		s.t.Errorf("after SIGTERM: %s", state)
+func restart(t *testing.T, s *Router, args ...string) *Router {
+	t.Helper()
+	s.Stop()
+	if state := s.Command.ProcessState; !state.Success() {
+		t.Errorf("after SIGTERM: %s", state)
 	}
-	return startPlain(s.t, s.port(), args...)
+	return startPlain(t, portOf(s), args...)
 }
 
-// port is the number of the OpenAI port.
-func (s *site) port() int {
-	port, _ := strconv.Atoi(s.openAI[strings.LastIndexByte(s.openAI, ':')+1:])
+// portOf is the number of the OpenAI port.
+func portOf(s *Router) int {
+	port, _ := strconv.Atoi(s.OpenAI[strings.LastIndexByte(s.OpenAI, ':')+1:])
 	return port
 }
 
@@ -205,26 +198,26 @@ type size struct {
 	descriptors float64
 }
 
-// size asks the kernel and the program itself; not ok: it is just not there.
-func (s *site) size() (now size, ok bool) {
-	dir := fmt.Sprintf("/proc/%d", s.command.Process.Pid)
+// sizeOf asks the kernel and the program itself; not ok: it is just not there.
+func sizeOf(s *Router) (now size, ok bool) {
+	dir := fmt.Sprintf("/proc/%d", s.Command.Process.Pid)
 	open, err := os.ReadDir(dir + "/fd")
-	response, failed := http.Get(s.openAI + "/metrics")
+	response, failed := http.Get(s.OpenAI + "/metrics")
 	if failed != nil {
 		return now, false
 	}
 	defer response.Body.Close()
 	page, failed := io.ReadAll(response.Body)
-	resident, known := s.memory("VmRSS")
+	resident, known := memoryOf(s, "VmRSS")
 	if err != nil || failed != nil || !known {
 		return now, false
 	}
 	return size{resident, testkit.ReadMetricsPage(string(page))["go_goroutines"], float64(len(open))}, true
 }
 
-// memory reads a size of the process in MB: VmRSS, or VmHWM, its peak.
-func (s *site) memory(name string) (megabytes float64, ok bool) {
-	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", s.command.Process.Pid))
+// memoryOf reads a size of the process in MB: VmRSS, or VmHWM, its peak.
+func memoryOf(s *Router, name string) (megabytes float64, ok bool) {
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", s.Command.Process.Pid))
 	_, rest, found := strings.Cut(string(status), name+":")
 	if err != nil || !found {
 		return 0, false
@@ -263,7 +256,7 @@ func percentile(all []time.Duration, q float64) time.Duration {
 // chaos is two routers over eight simulated workers, and all that goes wrong.
 type chaos struct {
 	t       *testing.T
-	farm    *mockSite // starts the workers, and follows their events as the routers do
+	farm    *Mocks // starts the workers, and follows their events as the routers do
 	routers *rollout
 	links   []*testkit.Link // to the worker that falls silent
 	soak    *soak
@@ -304,19 +297,17 @@ func TestChaos(t *testing.T) {
 
 func newChaos(t *testing.T) *chaos {
 	c := &chaos{t: t}
-	c.farm = startMockSite(t, chaosWorkers, append(strings.Fields(slowMocks), "--mock-num-gpu-blocks=4096", "--mock-drop-events=0.01", "--mock-crash-every=10s")...)
+	c.farm = StartMocks(t, chaosWorkers, append(strings.Fields(slowMocks), "--mock-num-gpu-blocks=4096", "--mock-drop-events=0.01", "--mock-crash-every=10s")...)
 	var workers []string
-	for i, w := range c.farm.app.fleet.Workers()[:chaosSilent] {
-		workers = append(workers, fmt.Sprintf("--worker=url=%s,id=%d", w.URL, i))
-	}
-	ports := c.farm.app.config.workerPorts()
+	workers = append(workers, c.farm.Attach()[:chaosSilent]...)
+	ports := c.farm.Settings.Ports
 	for _, base := range []int{ports.HTTP, ports.KVEvents, ports.KVReplay, ports.Load} {
 		c.links = append(c.links, testkit.NewLink(t, fmt.Sprintf("127.0.0.1:%d", base+chaosSilent)))
 	}
 	workers = append(workers, fmt.Sprintf("--worker=url=http://%s,id=%d,kv-events=tcp://%s,replay=tcp://%s,load=tcp://%s",
 		c.links[0].Address(), chaosSilent, c.links[1].Address(), c.links[2].Address(), c.links[3].Address()))
 	c.routers = startRollout(t, 2, workers...)
-	c.soak = newSoak(c.farm, chaosLimit)
+	c.soak = newSoak(c.farm.Workers, c.farm.Router, chaosLimit)
 	c.soak.where, c.soak.leaving = c.routers.where, 0.05
 	return c
 }
@@ -336,7 +327,7 @@ func (c *chaos) faults(ctx context.Context, began time.Time) {
 		elapsed := time.Since(began)
 		phase := int(elapsed / chaosPhase)
 		for i := range chaosSilent {
-			w := c.farm.app.mocker.Worker(i)
+			w := c.farm.Worker(i)
 			failing := int32(0)
 			if running && i == phase%chaosSilent {
 				failing = kinds[int(elapsed.Seconds())%len(kinds)]
@@ -365,7 +356,7 @@ func (c *chaos) measure(ctx context.Context, began time.Time, d time.Duration) {
 		case <-ticker.C:
 		}
 		third := int(3 * time.Since(began) / d)
-		if now, ok := c.routers.router(0).size(); ok && third < 3 {
+		if now, ok := sizeOf(c.routers.router(0)); ok && third < 3 {
 			c.mu.Lock()
 			c.sizes[third] = append(c.sizes[third], now)
 			c.mu.Unlock()
@@ -380,7 +371,7 @@ func (c *chaos) settle() (wrong int) {
 		router := c.routers.router(i)
 		testkit.Eventually(c.t, 2*chaosLimit, fmt.Sprintf("router %d has nothing booked and all workers", i), func() bool {
 			booked, up := 0, 0
-			for _, w := range router.workers() {
+			for _, w := range router.Workers() {
 				booked += w.InFlight
 				if w.Lifecycle == "schedulable" {
 					up++
@@ -391,7 +382,7 @@ func (c *chaos) settle() (wrong int) {
 		var found standing
 		// A removal that was lost last shows when a quiet stream is asked again.
 		for limit := time.Now().Add(chaosLimit); time.Now().Before(limit); <-time.After(time.Second) {
-			if found = c.soak.compare(c.t, c.soak.some(), router.matches); found.wrong == 0 && found.workers == chaosWorkers {
+			if found = c.soak.compare(c.t, c.soak.some(), matches(router)); found.wrong == 0 && found.workers == chaosWorkers {
 				break
 			}
 		}
@@ -404,21 +395,6 @@ func (c *chaos) settle() (wrong int) {
 	return wrong
 }
 
-// matches asks the router port who holds which part of the prompts.
-func (s *site) matches(t *testing.T, prompts [][]uint64) matcher {
-	found := make([][]kv.Match, len(prompts))
-	for n, local := range prompts {
-		status, answer := post(t, s.selection+"/overlap_scores", string(mocker.MustJSON(map[string]any{"local_hashes": local, "num_tokens": 64*len(local) + 1})))
-		if status != http.StatusOK {
-			t.Fatalf("POST /overlap_scores: %d %s", status, answer)
-		}
-		for _, w := range gjson.GetBytes(answer, "workers").Array() {
-			found[n] = append(found[n], kv.Match{Worker: kv.WorkerKey{Worker: w.Get("worker_id").Uint()}, Blocks: int(w.Get("device_blocks").Int())})
-		}
-	}
-	return func(n int) []kv.Match { return found[n] }
-}
-
 // report prints the table, and fails on what must not be.
 func (c *chaos) report(d time.Duration, looks, wrong int) {
 	t, s := c.t, c.soak
@@ -428,10 +404,7 @@ func (c *chaos) report(d time.Duration, looks, wrong int) {
 	}
 	answered, lost := len(s.wholes), len(s.odd)
 	share := float64(answered+refused) / float64(max(1, answered+refused+lost+s.hung))
-	crashes := 0
-	for _, w := range c.farm.app.fleet.Workers() {
-		crashes += w.Restarts
-	}
+	crashes := int(c.farm.Starts.Load()) - c.farm.Count
 	var text strings.Builder
 	table := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0)
 	row := func(cells ...any) {
@@ -480,7 +453,7 @@ func (c *chaos) report(d time.Duration, looks, wrong int) {
 func TestChaosRollingRestart(t *testing.T) {
 	chaosTime(t)
 	const workers = 4
-	var farm []*site
+	var farm []*Router
 	var args []string
 	worker := func(port int) []string {
 		return append(strings.Fields(slowMocks), "--engine=mocker", "--num-workers=1", "--mock-shutdown-timeout=8s",
@@ -491,17 +464,17 @@ func TestChaosRollingRestart(t *testing.T) {
 	for i := range workers {
 		port := ports + 6*i
 		farm = append(farm, startPlain(t, port, worker(port)...))
-		farm[i].waitReady(1, readyLimit)
+		farm[i].WaitReady(1, readyLimit)
 		args = append(args, fmt.Sprintf("--worker=url=http://127.0.0.1:%d,id=%d", port+2, i))
 	}
 	routers := startRollout(t, 2, args...)
 	settled := func() {
 		for i := range routers.sites {
-			routers.router(i).waitReady(workers, readyLimit)
+			routers.router(i).WaitReady(workers, readyLimit)
 		}
 	}
 	settled()
-	s := newSoak(nil, chaosLimit)
+	s := newSoak(nil, nil, chaosLimit)
 	s.where, s.clients = routers.where, 100
 	ctx, cancel := context.WithCancel(t.Context())
 	var load sync.WaitGroup
@@ -521,7 +494,7 @@ func TestChaosRollingRestart(t *testing.T) {
 		settled()
 	}
 	for i := range farm {
-		farm[i] = farm[i].restart(worker(ports + 6*i)...)
+		farm[i] = restart(t, farm[i], worker(ports+6*i)...)
 		settled()
 	}
 	took := time.Since(began)
@@ -546,11 +519,11 @@ func TestChaosMemory(t *testing.T) {
 		io.WriteString(w, `{"choices":[{"message":{"content":"hi"},"finish_reason":"stop"}],"usage":{"prompt_tokens":5,"completion_tokens":1}}`)
 	})
 	s := startPlain(t, testkit.FreePorts(t, 2), "--engine=none", "--served-model-name=m",
-		"--model="+filepath.Join(settings.CacheDir(os.Getenv), "smollm2-135m-instruct"), "--worker=url="+worker.URL)
-	s.waitReady(1, readyLimit)
-	idle, _ := s.memory("VmHWM")
+		"--model="+ModelFolder(), "--worker=url="+worker.URL)
+	s.WaitReady(1, readyLimit)
+	idle, _ := memoryOf(s, "VmHWM")
 	for range 200 {
-		conn, err := net.Dial("tcp", strings.TrimPrefix(s.openAI, "http://"))
+		conn, err := net.Dial("tcp", strings.TrimPrefix(s.OpenAI, "http://"))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -559,7 +532,7 @@ func TestChaosMemory(t *testing.T) {
 	}
 	send := func(path, body string) { // again and again for a while
 		for end := time.Now().Add(5 * time.Second); time.Now().Before(end); {
-			response, err := http.Post(s.openAI+path, "application/json", strings.NewReader(body))
+			response, err := http.Post(s.OpenAI+path, "application/json", strings.NewReader(body))
 			if err != nil {
 				t.Errorf("%s: %v", path, err)
 				return
@@ -577,7 +550,7 @@ func TestChaosMemory(t *testing.T) {
 	text := soakText(rand.New(rand.NewPCG(1, 1)), 12<<20)
 	for i := range 3 {
 		big.Go(func() {
-			body, _ := json.Marshal(map[string]any{"model": "m", "messages": say(fmt.Sprint(i, " ", text))})
+			body, _ := json.Marshal(map[string]any{"model": "m", "messages": Say(fmt.Sprint(i, " ", text))})
 			send(testkit.ChatPath, string(body))
 		})
 	}
@@ -595,12 +568,12 @@ func TestChaosMemory(t *testing.T) {
 		case <-time.After(20 * time.Millisecond):
 		}
 		began := time.Now()
-		if _, err := s.chat(t.Context(), say(fmt.Sprint("small chat ", small)), false, 1); err != nil {
+		if _, err := s.Chat(t.Context(), Say(fmt.Sprint("small chat ", small)), false, 1); err != nil {
 			t.Error("a small chat: ", err)
 		}
 		longest = max(longest, time.Since(began))
 	}
-	peak, _ := s.memory("VmHWM")
+	peak, _ := memoryOf(s, "VmHWM")
 	t.Logf("peak resident memory %.0f MB (%.0f before), the longest of %d small chats %s", peak, idle, small, longest.Round(time.Millisecond))
 	if peak > 250 || longest > 500*time.Millisecond || small < 10 {
 		t.Error("more than 250 MB, or a small chat that waited for more than 0.5 s, or too few of them")

@@ -1,4 +1,4 @@
-package main
+package test
 
 import (
 	"bufio"
@@ -53,8 +53,8 @@ type herdRun struct {
 // herd is some routers over the same mock workers.
 type herd struct {
 	t       *testing.T
-	farm    *mockSite // whose own router gets no request
-	routers []*mockSite
+	farm    *Workers
+	routers []*Mocks
 	client  *http.Client
 	prefix  string
 }
@@ -119,20 +119,15 @@ func herdMedian(runs []herdRun, of func(herdRun) float64) float64 {
 // runHerd starts workers and routers, and sends the herd through them.
 func runHerd(t *testing.T, policy string, s herdSetup, seed uint64) herdRun {
 	t.Helper()
-	model := t.TempDir()
-	testkit.TokenizerFolder(t, model)
 	h := &herd{
-		t: t, farm: startMockSite(t, herdWorkers, "--speedup-ratio=0.5", "--model="+model),
+		t: t, farm: StartWorkers(t, herdWorkers, "--speedup-ratio=0.5"),
 		client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: herdInFlight}},
-		prefix: words(rand.New(rand.NewPCG(seed, 1)), herdPrefix)[:herdPrefix],
+		prefix: Words(rand.New(rand.NewPCG(seed, 1)), herdPrefix)[:herdPrefix],
 	}
 	t.Cleanup(h.client.CloseIdleConnections)
 	ports := testkit.FreePorts(t, s.routers)
 	for i := range s.routers {
-		args := []string{"--policy=" + policy, "--model=" + model, fmt.Sprintf("--seed=%d", i+1), "--drain-timeout=5s"}
-		for w := range herdWorkers {
-			args = append(args, fmt.Sprintf("--worker=url=%s,id=%d", h.farm.workerURL(w), w))
-		}
+		args := []string{"--policy=" + policy, fmt.Sprintf("--seed=%d", i+1), "--log-level=info"}
 		if s.mesh {
 			var peers []string
 			for other := range s.routers {
@@ -142,28 +137,16 @@ func runHerd(t *testing.T, policy string, s herdSetup, seed uint64) herdRun {
 			}
 			args = append(args, "--replica-sync", fmt.Sprintf("--replica-sync-port=%d", ports+i), "--replica-peers="+strings.Join(peers, ","))
 		}
-		h.routers = append(h.routers, h.farm.route(args...))
+		h.routers = append(h.routers, StartOverAt(t, PlainProgram, testkit.FreePorts(t, 2), h.farm, args...))
 	}
 	h.warm(s.mesh)
 	return h.run(seed)
 }
 
-// warm waits until every router follows the workers, hears the others and knows where
+// warm waits until every router hears the others and knows where
 // the shared prompt is cached.
 func (h *herd) warm(mesh bool) {
 	h.t.Helper()
-	for _, r := range h.routers {
-		testkit.Eventually(h.t, 20*time.Second, "the router follows all workers", func() bool {
-			streams := r.app.fleet.Streams()
-			n := 0
-			for _, target := range r.app.router.Targets() {
-				if stats := streams[target.Key]; stats != nil && stats.Connected.Load() && !stats.Cold.Load() {
-					n++
-				}
-			}
-			return n == herdWorkers
-		})
-	}
 	if _, _, err := h.one(h.routers[0], "warm", herdAnswer); err != nil {
 		h.t.Fatal(err)
 	}
@@ -176,7 +159,7 @@ func (h *herd) warm(mesh bool) {
 				}
 			}
 			for _, r := range h.routers {
-				all = all && r.app.replicas.Received.Load() > 0
+				all = all && r.Metrics()["kvrouter_replica_received_total"] > 0
 			}
 			return all
 		})
@@ -185,11 +168,11 @@ func (h *herd) warm(mesh bool) {
 		testkit.Eventually(h.t, 20*time.Second, "the router knows what is cached", func() bool {
 			for w := range uint64(herdWorkers) {
 				key := kv.WorkerKey{Worker: w}
-				if r.app.index.Blocks(key) != h.farm.app.index.Blocks(key) {
+				if r.Blocks(key) != h.farm.Held(key) {
 					return false
 				}
 			}
-			return r.inFlight() == 0
+			return r.InFlight() == 0
 		})
 	}
 }
@@ -208,7 +191,7 @@ func (h *herd) run(seed uint64) herdRun {
 			random := rand.New(rand.NewPCG(seed, uint64(client)))
 			time.Sleep(herdRise * time.Duration(client) / herdInFlight) // its turn to begin
 			for next.Add(1) <= herdRequests {
-				wait, worker, err := h.one(h.routers[client%len(h.routers)], words(random, herdTail)[:herdTail], herdAnswer/2+random.IntN(herdAnswer+1))
+				wait, worker, err := h.one(h.routers[client%len(h.routers)], Words(random, herdTail)[:herdTail], herdAnswer/2+random.IntN(herdAnswer+1))
 				mu.Lock()
 				if err != nil {
 					h.t.Error(err)
@@ -237,11 +220,11 @@ func (h *herd) run(seed uint64) herdRun {
 
 // one sends a request to a router and reads its whole answer, of so many tokens: when
 // its first token came, and from which worker.
-func (h *herd) one(r *mockSite, tail string, tokens int) (wait time.Duration, worker string, err error) {
+func (h *herd) one(r *Mocks, tail string, tokens int) (wait time.Duration, worker string, err error) {
 	ctx, cancel := context.WithTimeout(h.t.Context(), time.Minute)
 	defer cancel()
-	body := mocker.MustJSON(map[string]any{"messages": say(h.prefix + " " + tail), "max_tokens": tokens, "ignore_eos": true, "stream": true})
-	request, err := http.NewRequestWithContext(ctx, http.MethodPost, r.openAI+testkit.ChatPath, strings.NewReader(string(body)))
+	body := mocker.MustJSON(map[string]any{"messages": Say(h.prefix + " " + tail), "max_tokens": tokens, "ignore_eos": true, "stream": true})
+	request, err := http.NewRequestWithContext(ctx, http.MethodPost, r.OpenAI+testkit.ChatPath, strings.NewReader(string(body)))
 	if err != nil {
 		return 0, "", err
 	}
