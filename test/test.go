@@ -40,11 +40,16 @@ func Root() (string, error) {
 	return filepath.Dir(strings.TrimSpace(string(out))), err
 }
 
-// Program builds kvrouter with the race detector and coverage counters, once.
-// PlainProgram builds it without either, for tests of memory and time. Their errors
-// say why it does not build.
+// Program builds kvrouter with the race detector, and with coverage counters where
+// GOCOVERDIR names a folder for them. PlainProgram builds it without either, for tests of
+// memory and time. Both build once; their errors say why it does not build.
 var (
-	Program      = sync.OnceValues(func() (string, error) { return build("race", "-race", "-cover", "-covermode=atomic") })
+	Program = sync.OnceValues(func() (string, error) {
+		if os.Getenv("GOCOVERDIR") != "" {
+			return build("cover", "-race", "-cover", "-covermode=atomic")
+		}
+		return build("race", "-race")
+	})
 	PlainProgram = sync.OnceValues(func() (string, error) { return build("plain") })
 )
 
@@ -99,7 +104,7 @@ func Run(t testing.TB, program func() (string, error), env []string, args ...str
 		t.Fatal(err)
 	}
 	p := &Process{T: t, Command: exec.Command(path, args...), Log: &testkit.LogBuffer{}, Ended: make(chan struct{})}
-	p.Command.Env = append(append(os.Environ(), "GOCOVERDIR="+coverage(t, path)), env...)
+	p.Command.Env = append(os.Environ(), env...)
 	p.Command.Stdout, p.Command.Stderr = p.Log, p.Log
 	p.Command.WaitDelay = 5 * time.Second
 	if err := p.Command.Start(); err != nil {
@@ -117,15 +122,6 @@ func Run(t testing.TB, program func() (string, error), env []string, args ...str
 		}
 	})
 	return p
-}
-
-// coverage returns the folder where programs write their coverage counters.
-func coverage(t testing.TB, program string) string {
-	dir := filepath.Join(filepath.Dir(program), "cover")
-	if err := os.MkdirAll(dir, 0o755); err != nil {
-		t.Fatal(err)
-	}
-	return dir
 }
 
 // crash matches the lines by which Go's runtime says why it ends a program.
@@ -227,7 +223,6 @@ func Output(t testing.TB, args ...string) (string, error) {
 		t.Fatal(err)
 	}
 	command := exec.CommandContext(t.Context(), path, args...)
-	command.Env = append(os.Environ(), "GOCOVERDIR="+coverage(t, path))
 	command.WaitDelay = time.Second
 	limit := time.AfterFunc(time.Minute, func() { command.Process.Kill() })
 	defer limit.Stop()
