@@ -1,30 +1,13 @@
 package main
 
 import (
-	"fmt"
-	"maps"
 	"net/http"
-	"os"
-	"regexp"
-	"slices"
-	"strings"
 	"testing"
-	"time"
 
 	dto "github.com/prometheus/client_model/go"
 	"github.com/prometheus/common/expfmt"
 	"github.com/prometheus/common/model"
-
-	"kvrouter/internal/kv"
-	"kvrouter/internal/proxy"
-	"kvrouter/internal/router"
-	"kvrouter/internal/testkit"
-	"kvrouter/internal/tokens"
 )
-
-// toldValues are the labels whose values the document lists, where the value is
-// no HTTP status.
-var toldValues = []string{"kind", "result", "source", "stage", "reason", "event_type"}
 
 // familiesOf reads a router's page.
 func familiesOf(t *testing.T, s *mockSite) map[string]*dto.MetricFamily {
@@ -40,125 +23,4 @@ func familiesOf(t *testing.T, s *mockSite) map[string]*dto.MetricFamily {
 		t.Fatal(err)
 	}
 	return families
-}
-
-// metricsOf returns the families of a router's page, as the rows of the document
-// write them: type and labels. The document must name their values of toldValues.
-func metricsOf(t *testing.T, s *mockSite, document string) map[string]string {
-	t.Helper()
-	found := map[string]string{}
-	for name, family := range familiesOf(t, s) {
-		if regexp.MustCompile("^(go|process|promhttp)_").MatchString(name) {
-			continue
-		}
-		for _, metric := range family.Metric {
-			var labels []string
-			for _, label := range metric.Label {
-				labels = append(labels, label.GetName())
-				if slices.Contains(toldValues, label.GetName()) && !regexp.MustCompile(`\b`+label.GetValue()+`\b`).MatchString(document) {
-					t.Errorf("docs/metrics.md does not tell of the %s %q of %s", label.GetName(), label.GetValue(), name)
-				}
-			}
-			row := metricRow(strings.ToLower(family.GetType().String()), labels)
-			if other, seen := found[name]; seen && other != row {
-				t.Errorf("%s has series of %s and of %s", name, other, row)
-			}
-			found[name] = row
-		}
-	}
-	return found
-}
-
-// metricRow is a family's type and labels, whatever their order.
-func metricRow(kind string, labels []string) string {
-	slices.Sort(labels)
-	return fmt.Sprintf("%s of %q", kind, labels)
-}
-
-// TestMetricsPage holds docs/metrics.md against what running routers show.
-func TestMetricsPage(t *testing.T) {
-	text, err := os.ReadFile("docs/metrics.md")
-	if err != nil {
-		t.Fatal(err)
-	}
-	rows := map[string]string{}
-	for _, match := range regexp.MustCompile("(?m)^\\| `([a-z_]+)` \\| ([a-z]+) \\| (.*?) \\| .+ \\|$").FindAllStringSubmatch(string(text), -1) {
-		if _, twice := rows[match[1]]; twice {
-			t.Errorf("docs/metrics.md has %s twice", match[1])
-		}
-		var labels []string
-		for _, label := range regexp.MustCompile("`([a-z_]+)`").FindAllStringSubmatch(match[3], -1) {
-			labels = append(labels, label[1])
-		}
-		rows[match[1]] = metricRow(match[2], labels)
-	}
-	if lines := strings.Count(string(text), "\n| `"); lines != len(rows) {
-		t.Errorf("docs/metrics.md has %d rows, of which %d tell name, type, labels and meaning", lines, len(rows))
-	}
-
-	found := map[string]string{}
-	look := func(s *mockSite) {
-		for name, row := range metricsOf(t, s, string(text)) {
-			if other, seen := found[name]; seen && other != row {
-				t.Errorf("%s is %s with one router and %s with another", name, other, row)
-			}
-			found[name] = row
-		}
-	}
-	t.Run("thompson, prefill and decode apart, replicas", func(t *testing.T) {
-		s := startMockPairs(t, kv.KindNIXL, 1, 1, "--policy=thompson", "--session-header=x-session-id", "--replica-sync", "--replica-sync-port=0")
-		for i := range 3 {
-			if a, err := s.chat(t.Context(), longPrompt(i), i > 0, 8); err != nil || !a.finished {
-				t.Fatalf("%+v, %v", a, err)
-			}
-		}
-		testkit.Eventually(t, 20*time.Second, "the loads of the workers are published", func() bool {
-			look(s)
-			return found["kvrouter_worker_running_requests"] != "" && found["kvrouter_kv_event_lag_seconds"] != ""
-		})
-	})
-	t.Run("keys", func(t *testing.T) {
-		s := startMockSite(t, 1, keysFile(t, "- {name: a, key: key-a, limits: {requests-per-second: 1, concurrent-requests: 1, prompt-tokens-per-minute: 1}}"))
-		look(s)
-	})
-	t.Run("traced", func(t *testing.T) {
-		traceTo(t, deadURL(t))
-		look(startMockSite(t, 1))
-	})
-	t.Run("work, workers that fail", func(t *testing.T) {
-		s := startMockSite(t, 2, "--mock-error-rate=1")
-		for _, content := range []string{`"Hi"`, `[{"type":"image_url","image_url":{"url":"data:,"}}]`} { // the latter cannot be rendered here
-			post(t, s.openAI+testkit.ChatPath, `{"messages":[{"role":"user","content":`+content+`}]}`)
-		}
-		// No mock worker is asked for so much at a time, counts tokens wrong, or is
-		// sure to send its tokens one by one.
-		s.app.telemetry.InterToken("0", time.Millisecond, 1)
-		for range 3 {
-			d, err := s.app.router.Route(t.Context(), router.Request{Pinned: &kv.WorkerKey{Worker: 1}})
-			if err != nil {
-				t.Fatal(err)
-			}
-			d.Booking.Fail()
-		}
-		s.app.telemetry.Refused("m", testkit.ChatPath, router.ErrBusy)
-		s.app.telemetry.Refused("m", testkit.ChatPath, router.ErrQueueFull)
-		s.app.telemetry.Finished(proxy.Exchange{
-			Worker: "0", Route: testkit.ChatPath, Status: http.StatusOK, Source: tokens.SourceLocal,
-			Decision: router.Decision{Tokens: 1}, Usage: proxy.Usage{Known: true, PromptTokens: 2},
-		}, time.Now())
-		look(s)
-	})
-
-	for _, name := range slices.Sorted(maps.Keys(found)) {
-		if row, told := rows[name]; !told {
-			t.Errorf("docs/metrics.md does not tell of %s, a %s", name, found[name])
-		} else if row != found[name] {
-			t.Errorf("docs/metrics.md has %s as a %s; it is a %s", name, row, found[name])
-		}
-	}
-	for _, name := range slices.Sorted(maps.Keys(rows)) {
-		if found[name] == "" {
-			t.Errorf("docs/metrics.md tells of %s, which no router shows", name)
-		}
-	}
 }
