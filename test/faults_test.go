@@ -139,7 +139,7 @@ func TestStartedMockWorkersThatCrashAreStartedAgain(t *testing.T) {
 
 // streamed is a request for so many tokens to a mock site, with a prompt of its
 // own that fills more than a fifth of the memory below.
-func streamed(s *Mocks, ctx context.Context, i, tokens int) (*http.Response, error) {
+func streamed(s *Router, ctx context.Context, i, tokens int) (*http.Response, error) {
 	prompt := strings.Repeat(fmt.Sprintf("prompt %d of many ", i), 8)
 	body := fmt.Sprintf(`{"messages":[{"role":"user","content":%q}],"max_tokens":%d,"ignore_eos":true,"stream":true}`, prompt, tokens)
 	request, err := http.NewRequestWithContext(ctx, http.MethodPost, s.OpenAI+testkit.ChatPath, strings.NewReader(body))
@@ -158,7 +158,7 @@ func TestMockOverloadIs503(t *testing.T) {
 	ended := make(chan struct{}, 3)
 	begin := func(i int) {
 		go func() {
-			if response, err := streamed(s, ctx, i, 8); err == nil {
+			if response, err := streamed(s.Router, ctx, i, 8); err == nil {
 				io.Copy(io.Discard, response.Body)
 				response.Body.Close()
 			}
@@ -168,7 +168,7 @@ func TestMockOverloadIs503(t *testing.T) {
 	}
 	begin(0)
 	begin(1)
-	response, err := streamed(s, ctx, 2, 8)
+	response, err := streamed(s.Router, ctx, 2, 8)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -190,7 +190,7 @@ func TestMockOverloadIs503(t *testing.T) {
 
 func TestMockQueueServesAllInTheEnd(t *testing.T) {
 	t.Parallel()
-	s := StartMocks(t, 2, "--policy=kv", "--speedup-ratio=0.5", "--mock-max-num-batched-tokens=1024", "--router-queue-threshold=0", "--router-queue-policy=wspt", "--router-track-output-blocks")
+	s := StartMocker(t, 2, "--policy=kv", "--speedup-ratio=0.5", "--mock-max-num-batched-tokens=1024", "--router-queue-threshold=0", "--router-queue-policy=wspt", "--router-track-output-blocks")
 	const requests = 12
 	statuses := make(chan int, requests)
 	for i := range requests {

@@ -1,6 +1,7 @@
 package test
 
 import (
+	"context"
 	"fmt"
 	"io"
 	"kvrouter/internal/kv"
@@ -11,6 +12,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -140,24 +142,55 @@ func TestMetricsPage(t *testing.T) {
 		release := make(chan struct{})
 		worker := fakeWorker(t, func(w http.ResponseWriter, r *http.Request) {
 			body, _ := io.ReadAll(r.Body)
+			if strings.Contains(string(body), "wait") {
+				select {
+				case <-release:
+				case <-r.Context().Done():
+				}
+			}
 			w.Header().Set("Content-Type", "text/event-stream")
 			for range 3 { // one by one
 				io.WriteString(w, `data: {"choices":[{"index":0,"delta":{"content":"x"}}]}`+"\n\n")
 				w.(http.Flusher).Flush()
 				<-time.After(10 * time.Millisecond)
 			}
-			if strings.Contains(string(body), "wait") {
-				<-release
-			}
 			io.WriteString(w, `data: {"choices":[],"usage":{"prompt_tokens":2,"completion_tokens":3}}`+"\n\ndata: [DONE]\n\n") // other than were counted
 		})
-		for _, flags := range [][]string{{"--active-prefill-tokens-threshold=1"}, {"--router-queue-threshold=0", "--router-queue-limit=1"}} {
-			s := Start(t, append([]string{"--engine=none", "--policy=kv", "--no-kv-events", "--served-model-name=mock", "--model=" + BuiltinModel(t), "--worker=" + worker}, flags...)...)
-			s.WaitReady(1, 20*time.Second)
-			s.ask(map[string]any{"messages": Say("Hi"), "stream": true})
-			look(s)
+		s := Start(t, "--engine=none", "--policy=kv", "--no-kv-events", "--served-model-name=mock", "--model="+BuiltinModel(t), "--worker="+worker, "--active-prefill-tokens-threshold=1")
+		s.WaitReady(1, 20*time.Second)
+		s.ask(map[string]any{"messages": Say("Hi"), "stream": true})
+		var waiting sync.WaitGroup
+		waiting.Go(func() { s.ask(map[string]any{"messages": Say("wait")}) })
+		testkit.Eventually(t, 10*time.Second, "a prompt is being computed", func() bool { return s.InFlight() == 1 })
+		if busy := s.ask(map[string]any{"messages": Say("Hi")}); busy.StatusCode != http.StatusServiceUnavailable {
+			t.Errorf("a busy worker: %s %s", busy.Status, busy.Text)
 		}
+		look(s)
 		close(release)
+		waiting.Wait()
+	})
+	t.Run("kv, a queue that is full", func(t *testing.T) {
+		s := StartMocker(t, 1, "--policy=kv", "--speedup-ratio=0.1", "--router-queue-threshold=0", "--router-queue-limit=1")
+		ctx, leave := context.WithCancel(t.Context())
+		var waiting sync.WaitGroup
+		for i := range 2 {
+			waiting.Go(func() {
+				if response, err := streamed(s, ctx, i, 3); err == nil {
+					response.Body.Close()
+				}
+			})
+			testkit.Eventually(t, 10*time.Second, "one is computed, the other waits", func() bool {
+				return s.InFlight() == 1 && sum(s.Metrics(), "dynamo_frontend_router_queue_pending_requests") == float64(i)
+			})
+		}
+		if full, err := streamed(s, ctx, 2, 3); err != nil || full.StatusCode < 500 {
+			t.Errorf("a full queue: %+v, %v", full, err)
+		} else {
+			full.Body.Close()
+		}
+		look(s)
+		leave()
+		waiting.Wait()
 	})
 
 	for _, name := range slices.Sorted(maps.Keys(found)) {

@@ -305,7 +305,7 @@ func TestTopShowsTheFleet(t *testing.T) {
 	s := StartMocks(t, 3, "--router-api-key=secret")
 	look := func(args ...string) (string, error) {
 		t.Helper()
-		return Output(t, append([]string{"top", s.Port, "--once"}, args...)...)
+		return Output(t, append([]string{"top", "--router-url=" + s.Port, "--once"}, args...)...)
 	}
 	if text, err := look(); err == nil || !strings.Contains(text, "--router-api-key") {
 		t.Errorf("without a key: %v, %s", err, text)

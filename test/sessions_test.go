@@ -59,30 +59,39 @@ func TestConversationsStayWithTheirWorker(t *testing.T) {
 
 func TestWhatMovesAConversation(t *testing.T) {
 	t.Parallel()
-	for name, breaks := range map[string]func(t *testing.T, s *Mocks, worker uint64){
-		"its worker fails": func(_ *testing.T, s *Mocks, worker uint64) {
-			s.Mocker.Worker(int(worker)).Failing.Store(500)
-			for range 3 {
-				s.pinned(kv.WorkerKey{Worker: worker}, map[string]any{"messages": Say("fail")})
+	for name, start := range map[string]func(t *testing.T, flags ...string) (*Router, func(worker uint64)){
+		"its worker fails": func(t *testing.T, flags ...string) (*Router, func(worker uint64)) {
+			s := StartMocks(t, 3, flags...)
+			return s.Router, func(worker uint64) {
+				s.Mocker.Worker(int(worker)).Failing.Store(500)
+				for range 3 {
+					s.pinned(kv.WorkerKey{Worker: worker}, map[string]any{"messages": Say("fail")})
+				}
 			}
 		},
-		"its worker drains": func(_ *testing.T, s *Mocks, worker uint64) {
-			(&viewer{t: s.T, base: s.Port}).send("POST", fmt.Sprintf("/ui/workers/%d/drain", worker), "")
+		"its worker drains": func(t *testing.T, flags ...string) (*Router, func(worker uint64)) {
+			s := StartMocks(t, 3, flags...)
+			return s.Router, func(worker uint64) {
+				(&viewer{t: s.T, base: s.Port}).send("POST", fmt.Sprintf("/ui/workers/%d/drain", worker), "")
+			}
 		},
-		"its worker has too much to do": func(t *testing.T, s *Mocks, worker uint64) {
-			query := map[string]any{"model_name": "mock", "worker_id": worker, "selection_id": "much", "token_ids": testkit.Tokens(1, 20_000)}
-			if got := ask(t, s.Port, "POST", "/reservations", query); got.status != http.StatusCreated {
-				t.Fatalf("%d %s", got.status, got.Raw)
+		"its worker has too much to do": func(t *testing.T, flags ...string) (*Router, func(worker uint64)) {
+			r := StartMocker(t, 3, flags...) // which knows how much they compute at a time
+			return r, func(worker uint64) {
+				query := map[string]any{"model_name": "mock", "worker_id": worker, "selection_id": "much", "token_ids": testkit.Tokens(1, 20_000)}
+				if got := ask(t, r.Port, "POST", "/reservations", query); got.status != http.StatusCreated {
+					t.Fatalf("%d %s", got.status, got.Raw)
+				}
 			}
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			s := StartMocks(t, 3, "--session-header=x-session-id")
+			s, breaks := start(t, "--session-header=x-session-id")
 			first := s.chatOf("", "x-session-id", "a")
 			var worker uint64
 			fmt.Sscan(first, &worker)
-			breaks(t, s, worker)
+			breaks(worker)
 			second := s.chatOf("", "x-session-id", "a")
 			if second == first {
 				t.Errorf("it stayed on %s", first)
